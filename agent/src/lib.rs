@@ -1,0 +1,4 @@
+//! The agent end.
+
+pub mod config;
+pub mod metrics;

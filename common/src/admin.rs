@@ -1,0 +1,1 @@
+//! The plain HTTP listener for health, metrics and admin paths.

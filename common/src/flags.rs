@@ -1,0 +1,1 @@
+//! pflag-compatible flag values.

@@ -1,0 +1,21 @@
+//! What both ends of the tunnel share.
+//!
+//! | module | what it holds |
+//! |---|---|
+//! | [`wire`] | the packet dialect's codec-level parts: ids, half-close marker, the `:authority` rewriter |
+//! | [`tunnel`] | close reasons, byte-bounded queues, the pump between two halves |
+//! | [`net`] | listeners, dialing with Go-shaped errors, the CONNECT request head, outbound proxies |
+//! | [`tls`] | identities, trust, cipher suites |
+//! | [`flags`] | pflag-compatible value parsers and the klog flags |
+//! | [`telemetry`] | logging and the metrics registry |
+//! | [`admin`] | the plain HTTP listener for health, metrics and admin paths |
+//! | [`runtime`] | task tracking, shutdown, signals |
+
+pub mod admin;
+pub mod flags;
+pub mod net;
+pub mod runtime;
+pub mod telemetry;
+pub mod tls;
+pub mod tunnel;
+pub mod wire;

@@ -1,0 +1,1 @@
+//! Task tracking, shutdown, signals.

@@ -1,0 +1,1 @@
+//! Identities, trust and cipher suites.

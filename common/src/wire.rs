@@ -1,0 +1,3 @@
+//! The packet dialect's codec-level parts.
+
+pub mod authority;

@@ -1,0 +1,3 @@
+//! The operator's tool.
+
+pub mod lab;

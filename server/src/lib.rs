@@ -1,0 +1,4 @@
+//! The server end.
+
+pub mod config;
+pub mod metrics;
