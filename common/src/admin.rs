@@ -1,1 +1,232 @@
 //! The plain HTTP listener for health, metrics and admin paths.
+//!
+//! [`bind`] gives a listener, [`Routes`] says what there is to see, [`serve`] runs both until
+//! shutdown. No TLS and no authentication, as upstream: probes and scrapers expect that. So the
+//! listener is frugal instead: heads are bounded in size and time, connections in number and age.
+
+mod listener;
+mod pages;
+
+use std::collections::HashMap;
+use std::convert::Infallible;
+use std::fmt;
+use std::pin::{Pin, pin};
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::header::{ALLOW, CONTENT_TYPE, HOST, HeaderValue};
+use http::{HeaderName, Method, Request, Response, StatusCode};
+use http_body_util::Full;
+use hyper::body::Incoming;
+use hyper::server::conn::http1;
+use hyper::service::service_fn;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::Semaphore;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+
+pub use listener::{BindError, bind};
+pub use pages::{Check, METRICS_TYPE};
+
+/// Most connections at once. Further ones wait in the kernel's queue.
+const MAX_CONNECTIONS: usize = 256;
+
+/// How long a request's head may take (upstream's `ReadHeaderTimeout`).
+const HEADER_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// Longest head of a request, in bytes. Upstream allows 1 MiB, which nobody needs here and 256
+/// connections should not cost.
+const MAX_HEAD_BYTES: usize = 64 << 10;
+
+/// After this time a connection is asked to end, so that idle ones can not fill the listener.
+/// Scrapers that keep their connection open notice nothing but a new connection now and then.
+const MAX_AGE: Duration = Duration::from_secs(600);
+
+/// How long a connection may take to end after it was asked to.
+const GRACE: Duration = Duration::from_secs(5);
+
+/// Pause after a failed accept, such as for want of file descriptors.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+
+type BoxFuture<T> = Pin<Box<dyn Future<Output = T> + Send>>;
+type Handler = Box<dyn Fn(Ask) -> BoxFuture<Reply> + Send + Sync>;
+
+/// What a handler may know of a request.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Ask {
+    /// The query string, without the question mark; empty if there is none.
+    pub query: String,
+    /// The `Host` header; empty if there is none.
+    pub host: String,
+}
+
+/// What a handler answers.
+#[derive(Clone, Debug)]
+pub struct Reply {
+    status: StatusCode,
+    headers: Vec<(HeaderName, HeaderValue)>,
+    body: Bytes,
+}
+
+/// Paths and their handlers.
+#[derive(Default)]
+pub struct Routes {
+    handlers: HashMap<&'static str, Handler>,
+}
+
+// === impl Ask ===
+
+impl Ask {
+    /// Whether the query has the parameter `name`, with or without a value.
+    pub fn has(&self, name: &str) -> bool {
+        self.query
+            .split('&')
+            .any(|pair| pair.split('=').next() == Some(name))
+    }
+}
+
+// === impl Reply ===
+
+impl Reply {
+    /// A reply of any kind.
+    pub fn new(status: StatusCode, content_type: &'static str, body: impl Into<Bytes>) -> Self {
+        Self {
+            status,
+            headers: vec![(CONTENT_TYPE, HeaderValue::from_static(content_type))],
+            body: body.into(),
+        }
+    }
+
+    /// A reply in plain text.
+    pub fn text(status: StatusCode, body: impl Into<Bytes>) -> Self {
+        Self::new(status, "text/plain; charset=utf-8", body)
+    }
+
+    /// The same reply with one more header.
+    #[must_use]
+    pub fn with(mut self, name: HeaderName, value: HeaderValue) -> Self {
+        self.headers.push((name, value));
+        self
+    }
+
+    fn into_response(self) -> Response<Full<Bytes>> {
+        let mut response = Response::new(Full::new(self.body));
+        *response.status_mut() = self.status;
+        response.headers_mut().extend(self.headers);
+        response
+    }
+}
+
+// === impl Routes ===
+
+impl Routes {
+    /// No paths: everything is 404.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Adds a path, which must match exactly. GET and HEAD reach the handler, other methods get 405.
+    /// A path that was there before is replaced.
+    #[must_use]
+    pub fn route<F, R>(mut self, path: &'static str, handler: F) -> Self
+    where
+        F: Fn(Ask) -> R + Send + Sync + 'static,
+        R: Future<Output = Reply> + Send + 'static,
+    {
+        let handler = move |ask| Box::pin(handler(ask)) as BoxFuture<Reply>;
+        self.handlers.insert(path, Box::new(handler));
+        self
+    }
+
+    async fn answer(&self, request: &Request<Incoming>) -> Reply {
+        let Some(handler) = self.handlers.get(request.uri().path()) else {
+            // Go's text.
+            return Reply::text(StatusCode::NOT_FOUND, "404 page not found\n");
+        };
+        if !matches!(*request.method(), Method::GET | Method::HEAD) {
+            return Reply::text(StatusCode::METHOD_NOT_ALLOWED, "Method Not Allowed\n")
+                .with(ALLOW, HeaderValue::from_static("GET, HEAD"));
+        }
+        let host = request.headers().get(HOST);
+        handler(Ask {
+            query: request.uri().query().unwrap_or_default().to_owned(),
+            host: host
+                .and_then(|host| host.to_str().ok())
+                .unwrap_or_default()
+                .to_owned(),
+        })
+        .await
+    }
+}
+
+impl fmt::Debug for Routes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_set().entries(self.handlers.keys()).finish()
+    }
+}
+
+/// Serves `routes` on `listener` until `shutdown`; then requests in flight have 5 s to end.
+/// Returns when all connections are closed.
+pub async fn serve(listener: TcpListener, routes: Routes, shutdown: CancellationToken) {
+    let routes = Arc::new(routes);
+    let permits = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+    let connections = TaskTracker::new();
+    let accept = async {
+        // The semaphore is never closed, so this loop has no end of its own.
+        while let Ok(permit) = Arc::clone(&permits).acquire_owned().await {
+            match listener.accept().await {
+                Ok((stream, _)) => {
+                    let connection = converse(stream, Arc::clone(&routes), shutdown.clone());
+                    connections.spawn(async move {
+                        connection.await;
+                        drop(permit);
+                    });
+                }
+                Err(error) => {
+                    tracing::warn!(%error, "admin listener could not accept");
+                    tokio::time::sleep(ACCEPT_PAUSE).await;
+                }
+            }
+        }
+    };
+    shutdown.run_until_cancelled(accept).await;
+    drop(listener);
+    connections.close();
+    connections.wait().await;
+}
+
+/// One connection, from its first byte to its end.
+async fn converse(stream: TcpStream, routes: Arc<Routes>, shutdown: CancellationToken) {
+    let service = service_fn(move |request| {
+        let routes = Arc::clone(&routes);
+        async move { Ok::<_, Infallible>(routes.answer(&request).await.into_response()) }
+    });
+    let connection = http1::Builder::new()
+        .timer(TokioTimer::new())
+        .header_read_timeout(HEADER_TIMEOUT)
+        .max_buf_size(MAX_HEAD_BYTES)
+        .serve_connection(TokioIo::new(stream), service);
+    let mut connection = pin!(connection);
+    let ended = tokio::select! {
+        outcome = connection.as_mut() => Some(outcome),
+        () = shutdown.cancelled() => None,
+        () = tokio::time::sleep(MAX_AGE) => None,
+    };
+    let outcome = match ended {
+        Some(outcome) => outcome,
+        None => {
+            connection.as_mut().graceful_shutdown();
+            // A peer that does not read its answer is left.
+            let ended = tokio::time::timeout(GRACE, connection).await;
+            ended.unwrap_or(Ok(()))
+        }
+    };
+    if let Err(error) = outcome {
+        tracing::debug!(%error, "admin connection ended early");
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,1 +1,410 @@
-//! dial
+//! Dialing TCP as Go's `net.Dialer` does, error texts included.
+//!
+//! The texts are part of the protocol: the server sorts dial failures by substrings such as
+//! `connection refused` or `no such host`, and kube-apiserver shows them to users. The order of
+//! attempts is Go's too: both address families race, the second one starting after 300 ms or as
+//! soon as the first has failed; within a family addresses are tried one by one, each with a share
+//! of the time that is left.
+
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::pin::pin;
+use std::time::Duration;
+
+use socket2::{SockRef, TcpKeepalive};
+use tokio::net::{TcpSocket, TcpStream};
+use tokio::time::{Instant, timeout_at};
+
+/// Head start of the first address family (`net.Dialer`'s default `FallbackDelay`).
+const FALLBACK_DELAY: Duration = Duration::from_millis(300);
+
+/// The least time that an address gets as long as that much is left (`net.partialDeadline`).
+const SANE_MINIMUM: Duration = Duration::from_secs(2);
+
+/// Idle time before the first keepalive probe, and between probes (`net.Dialer`'s default).
+const KEEPALIVE: Duration = Duration::from_secs(15);
+
+/// How often a connection to ourselves is tried again (`net.sysDialer.doDialTCPProto`).
+const SELF_CONNECT_RETRIES: u32 = 2;
+
+/// The longest timeout that is honoured; longer ones could not be added to the clock.
+const FAR_FUTURE: Duration = Duration::from_secs(365 * 24 * 3600);
+
+/// A dial that failed.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{text}")]
+pub struct DialError {
+    /// What Go would say, such as `dial tcp 10.0.0.1:443: connect: connection refused`.
+    pub text: String,
+    /// Whether time ran out (Go's `net.Error.Timeout`).
+    pub timeout: bool,
+}
+
+/// An address that is not `host:port`.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("address {address}: {reason}")]
+pub struct AddressError {
+    /// The whole address.
+    pub address: String,
+    /// What is wrong with it, in Go's words.
+    pub reason: &'static str,
+}
+
+/// Dials `address` (`host:port`) by `protocol`: `tcp`, `tcp4` or `tcp6`. The whole dial, name
+/// lookup included, takes at most `timeout`. The connection has `TCP_NODELAY` set and sends
+/// keepalive probes every 15 s, as Go's.
+///
+/// Dropping the future gives up all attempts; a running name lookup ends by itself, unheard.
+///
+/// # Errors
+///
+/// [`DialError`], in Go's words.
+pub async fn dial(
+    protocol: &str,
+    address: &str,
+    timeout: Duration,
+) -> Result<TcpStream, DialError> {
+    let fail = |reason: String, timeout| DialError {
+        text: format!("dial {protocol}: {reason}"),
+        timeout,
+    };
+    if !matches!(protocol, "tcp" | "tcp4" | "tcp6") {
+        let reason = format!("unknown network {protocol} (only tcp is allowed)");
+        return Err(fail(reason, false));
+    }
+    if address.is_empty() {
+        return Err(fail("missing address".to_owned(), false));
+    }
+    let (host, port) = split_host_port(address).map_err(|error| fail(error.to_string(), false))?;
+    let port = parse_port(protocol, port).map_err(|reason| fail(reason, false))?;
+
+    let deadline = Instant::now() + timeout.min(FAR_FUTURE);
+    let targets = resolve(protocol, host, port, deadline)
+        .await
+        .map_err(|(reason, timeout)| fail(reason, timeout))?;
+    let stream = dial_any(protocol, targets, deadline).await?;
+    configure(&stream);
+    Ok(stream)
+}
+
+/// Splits `host:port`, `[host]:port` or `[host%zone]:port` as Go's `net.SplitHostPort`; brackets
+/// are removed, the port may be empty or a name.
+///
+/// # Errors
+///
+/// [`AddressError`], in Go's words.
+pub fn split_host_port(address: &str) -> Result<(&str, &str), AddressError> {
+    let fail = |reason| AddressError {
+        address: address.to_owned(),
+        reason,
+    };
+    let (before, port) = address
+        .rsplit_once(':')
+        .ok_or_else(|| fail("missing port in address"))?;
+    let (host, rest) = match address.strip_prefix('[') {
+        Some(bracketed) => {
+            let (host, after) = bracketed
+                .split_once(']')
+                .ok_or_else(|| fail("missing ']' in address"))?;
+            match after.strip_prefix(':') {
+                Some(rest) if rest == port => (host, rest),
+                Some(_) => return Err(fail("too many colons in address")),
+                None => return Err(fail("missing port in address")),
+            }
+        }
+        None if before.contains(':') => return Err(fail("too many colons in address")),
+        None => (before, address),
+    };
+    if host.contains('[') || rest.contains('[') {
+        return Err(fail("unexpected '[' in address"));
+    }
+    if rest.contains(']') {
+        return Err(fail("unexpected ']' in address"));
+    }
+    Ok((host, port))
+}
+
+/// Joins a host and a port as Go's `net.JoinHostPort`: a host with a colon is put in brackets.
+pub fn join_host_port(host: &str, port: u16) -> String {
+    if host.contains(':') {
+        format!("[{host}]:{port}")
+    } else {
+        format!("{host}:{port}")
+    }
+}
+
+/// Go looks names of ports up in `/etc/services`. Here they are refused, with the text for a name
+/// that is not there: no Kubernetes component dials by one.
+fn parse_port(protocol: &str, port: &str) -> Result<u16, String> {
+    if port.is_empty() {
+        return Ok(0);
+    }
+    let digits = port.strip_prefix(['+', '-']).unwrap_or(port);
+    if !digits.bytes().all(|byte| byte.is_ascii_digit()) {
+        return Err(format!("lookup {protocol}/{port}: unknown port"));
+    }
+    let value = digits.trim_start_matches('0');
+    let number = if value.is_empty() {
+        Ok(0)
+    } else {
+        value.parse()
+    };
+    match number {
+        Ok(number) if number == 0 || !port.starts_with('-') => Ok(number),
+        _ => Err(format!("address {port}: invalid port")),
+    }
+}
+
+/// An address to try, and how Go would print it.
+#[derive(Clone, Debug)]
+struct Target {
+    address: SocketAddr,
+    text: String,
+}
+
+impl Target {
+    fn new(ip: IpAddr, port: u16) -> Self {
+        let address = SocketAddr::new(ip, port);
+        Self {
+            address,
+            text: address.to_string(),
+        }
+    }
+}
+
+/// All addresses of a host, of the family that `protocol` asks for. Fails with Go's text (without
+/// `dial tcp: `) and whether it was a timeout.
+async fn resolve(
+    protocol: &str,
+    host: &str,
+    port: u16,
+    deadline: Instant,
+) -> Result<Vec<Target>, (String, bool)> {
+    if host.is_empty() {
+        // The local system; Go prints the address without a host.
+        let loopback: IpAddr = match protocol {
+            "tcp6" => Ipv6Addr::LOCALHOST.into(),
+            _ => Ipv4Addr::LOCALHOST.into(),
+        };
+        return Ok(vec![Target {
+            address: SocketAddr::new(loopback, port),
+            text: format!(":{port}"),
+        }]);
+    }
+    let found: Vec<SocketAddr> = match host.parse::<IpAddr>() {
+        Ok(ip) => vec![SocketAddr::new(ip, port)],
+        Err(_) => match timeout_at(deadline, tokio::net::lookup_host((host, port))).await {
+            Ok(Ok(found)) => found.collect(),
+            Ok(Err(error)) => return Err((lookup_text(host, &error), false)),
+            Err(_) => return Err((format!("lookup {host}: i/o timeout"), true)),
+        },
+    };
+    if found.is_empty() {
+        return Err((format!("lookup {host}: no such host"), false));
+    }
+    let targets: Vec<Target> = found
+        .into_iter()
+        .map(canonical)
+        .filter(|target| match protocol {
+            "tcp4" => target.address.is_ipv4(),
+            "tcp6" => target.address.is_ipv6(),
+            _ => true,
+        })
+        .collect();
+    if targets.is_empty() {
+        return Err((format!("address {host}: no suitable address found"), false));
+    }
+    Ok(targets)
+}
+
+/// IPv4 addresses written as IPv6 are IPv4 to Go; a scope is kept for link-local addresses.
+fn canonical(found: SocketAddr) -> Target {
+    match found.ip().to_canonical() {
+        IpAddr::V4(ip) => Target::new(ip.into(), found.port()),
+        IpAddr::V6(_) => Target {
+            address: found,
+            text: found.to_string(),
+        },
+    }
+}
+
+/// `getaddrinfo`'s error codes do not reach us, only their texts (glibc's and musl's).
+fn lookup_text(host: &str, error: &io::Error) -> String {
+    let text = error.to_string();
+    let has = |parts: &[&str]| parts.iter().any(|part| text.contains(part));
+    let reason = if let Some(code) = error.raw_os_error() {
+        errno_text(code, error)
+    } else if error.kind() == io::ErrorKind::InvalidInput
+        || has(&[
+            "not known",
+            "No address associated",
+            "does not resolve",
+            "no usable address",
+        ])
+    {
+        "no such host".to_owned()
+    } else if has(&["Temporary failure", "Try again"]) {
+        "server misbehaving".to_owned()
+    } else {
+        text.trim_start_matches("failed to lookup address information: ")
+            .to_owned()
+    };
+    format!("lookup {host}: {reason}")
+}
+
+/// Races the two address families; the first address decides which one is first.
+async fn dial_any(
+    protocol: &str,
+    targets: Vec<Target>,
+    deadline: Instant,
+) -> Result<TcpStream, DialError> {
+    let first_is_v4 = targets
+        .first()
+        .is_some_and(|target| target.address.is_ipv4());
+    let (primaries, fallbacks): (Vec<_>, Vec<_>) = targets
+        .into_iter()
+        .partition(|target| target.address.is_ipv4() == first_is_v4);
+    if fallbacks.is_empty() {
+        return dial_serial(protocol, &primaries, deadline).await;
+    }
+
+    let mut primary = pin!(dial_serial(protocol, &primaries, deadline));
+    let fallback = dial_serial(protocol, &fallbacks, deadline);
+    match tokio::time::timeout(FALLBACK_DELAY, &mut primary).await {
+        Ok(Ok(stream)) => return Ok(stream),
+        Ok(Err(first)) => return fallback.await.map_err(|_| first),
+        Err(_) => {}
+    }
+    let mut fallback = pin!(fallback);
+    tokio::select! {
+        outcome = &mut primary => match outcome {
+            Ok(stream) => Ok(stream),
+            Err(first) => fallback.await.map_err(|_| first),
+        },
+        outcome = &mut fallback => match outcome {
+            Ok(stream) => Ok(stream),
+            // The error of the first family is the one to tell.
+            Err(_) => primary.await,
+        },
+    }
+}
+
+/// Tries addresses in order; of several errors the first counts.
+async fn dial_serial(
+    protocol: &str,
+    targets: &[Target],
+    deadline: Instant,
+) -> Result<TcpStream, DialError> {
+    let mut first = None;
+    for (index, target) in targets.iter().enumerate() {
+        let remaining = deadline.saturating_duration_since(Instant::now());
+        let share = partial_timeout(remaining, targets.len() - index);
+        let attempt = async {
+            timeout_at(Instant::now() + share, connect(target.address))
+                .await
+                .unwrap_or_else(|_| Err(("i/o timeout".to_owned(), true)))
+        };
+        match attempt.await {
+            Ok(stream) => return Ok(stream),
+            Err((reason, timeout)) => {
+                first.get_or_insert_with(|| DialError {
+                    text: format!("dial {protocol} {}: {reason}", target.text),
+                    timeout,
+                });
+            }
+        }
+        if share.is_zero() {
+            break;
+        }
+    }
+    Err(first.unwrap_or_else(|| DialError {
+        text: format!("dial {protocol}: missing address"),
+        timeout: false,
+    }))
+}
+
+/// Go's `partialDeadline`: an equal share for each address that is left, but at least two seconds
+/// as long as they last.
+fn partial_timeout(remaining: Duration, addresses: usize) -> Duration {
+    let addresses = u32::try_from(addresses).unwrap_or(u32::MAX).max(1);
+    (remaining / addresses).max(SANE_MINIMUM).min(remaining)
+}
+
+/// One attempt. Fails with Go's text (without the address) and whether it was a timeout.
+async fn connect(address: SocketAddr) -> Result<TcpStream, (String, bool)> {
+    let fail = |call: &str, error: io::Error| {
+        let code = error.raw_os_error();
+        let reason = code.map_or_else(|| error.to_string(), |code| errno_text(code, &error));
+        // The errnos that Go counts as timeouts: EAGAIN and ETIMEDOUT.
+        (format!("{call}: {reason}"), matches!(code, Some(11 | 110)))
+    };
+    let mut retries = SELF_CONNECT_RETRIES;
+    loop {
+        let socket = match address {
+            SocketAddr::V4(_) => TcpSocket::new_v4(),
+            SocketAddr::V6(_) => TcpSocket::new_v6(),
+        }
+        .map_err(|error| fail("socket", error))?;
+        let stream = socket
+            .connect(address)
+            .await
+            .map_err(|error| fail("connect", error))?;
+        // A dial of a port in the ephemeral range of this host may meet itself.
+        let is_self = matches!((stream.local_addr(), stream.peer_addr()), (Ok(a), Ok(b)) if a == b);
+        if !is_self || retries == 0 {
+            return Ok(stream);
+        }
+        retries -= 1;
+    }
+}
+
+/// Options that Go sets on a new connection. They fail only on a connection that is already dead,
+/// which its reader will notice; Go ignores that too.
+fn configure(stream: &TcpStream) {
+    let keepalive = TcpKeepalive::new()
+        .with_time(KEEPALIVE)
+        .with_interval(KEEPALIVE);
+    let outcome = stream
+        .set_nodelay(true)
+        .and_then(|()| SockRef::from(stream).set_tcp_keepalive(&keepalive));
+    if let Err(error) = outcome {
+        tracing::debug!(%error, "could not set options on a new connection");
+    }
+}
+
+/// An errno in Go's words (`syscall/zerrors_linux_*.go`). Those that a dial can meet are spelled
+/// out, because musl words them differently; the rest is the C library's text in lower case.
+fn errno_text(code: i32, error: &io::Error) -> String {
+    let known = match code {
+        1 => "operation not permitted",
+        11 => "resource temporarily unavailable",
+        12 => "cannot allocate memory",
+        13 => "permission denied",
+        22 => "invalid argument",
+        23 => "too many open files in system",
+        24 => "too many open files",
+        97 => "address family not supported by protocol",
+        99 => "cannot assign requested address",
+        100 => "network is down",
+        101 => "network is unreachable",
+        103 => "software caused connection abort",
+        104 => "connection reset by peer",
+        105 => "no buffer space available",
+        110 => "connection timed out",
+        111 => "connection refused",
+        112 => "host is down",
+        113 => "no route to host",
+        _ => {
+            let text = error.to_string().to_lowercase();
+            return text
+                .split(" (os error")
+                .next()
+                .unwrap_or_default()
+                .to_owned();
+        }
+    };
+    known.to_owned()
+}
+
+#[cfg(test)]
+mod tests;

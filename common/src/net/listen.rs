@@ -1,1 +1,211 @@
-//! listen
+//! Stream listeners, TCP and Unix, and the accept loop.
+
+use std::io;
+use std::net::SocketAddr;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
+use tokio_util::sync::CancellationToken;
+use tracing::{error, warn};
+
+/// Who may connect to a Unix socket: owner and group, as upstream's umask of 0007 leaves it.
+const SOCKET_MODE: u32 = 0o770;
+
+/// How long the accept loop rests after an error such as too many open files: long enough not to
+/// spin, short enough that clients only see a delay.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+
+/// Toward agents and front-end clients: how soon a silent peer is probed by TCP and when it
+/// counts as dead, so that a broken path is noticed within about a minute instead of hours.
+const KEEPALIVE_IDLE: Duration = Duration::from_secs(15);
+const KEEPALIVE_PROBES: u32 = 3;
+const USER_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// Why a Unix socket could not be opened.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot listen on the Unix socket {path}: {source}; {advice}")]
+pub struct UnixBindError {
+    path: String,
+    advice: &'static str,
+    source: io::Error,
+}
+
+/// A bound listener.
+pub enum Listener {
+    /// TCP.
+    Tcp(TcpListener),
+    /// A Unix socket; its file is removed when the listener is dropped.
+    Unix(UnixListener, SocketFile),
+}
+
+/// Removes the socket's file when dropped, unless another program has put its own in its place.
+pub struct SocketFile {
+    path: PathBuf,
+    /// Device and inode.
+    identity: (u64, u64),
+}
+
+/// An accepted connection.
+pub enum Accepted {
+    /// From a TCP listener.
+    Tcp(TcpStream, SocketAddr),
+    /// From a Unix listener.
+    Unix(UnixStream),
+}
+
+impl Listener {
+    /// Binds a Unix socket with mode 0770. With `replace`, what is at the path is removed first.
+    ///
+    /// # Errors
+    /// When the path is taken, its folder is missing or not writable, or it is longer than the
+    /// kernel allows (107 bytes).
+    pub fn unix(path: &Path, replace: bool) -> Result<Self, UnixBindError> {
+        if replace && let Err(error) = std::fs::remove_file(path) {
+            // As upstream: a removal that fails is told, and the bind below decides.
+            if error.kind() != io::ErrorKind::NotFound {
+                warn!(path = %path.display(), %error, "cannot remove what is at the socket's path");
+            }
+        }
+        let bound = UnixListener::bind(path).and_then(|listener| {
+            let file = SocketFile {
+                path: path.to_owned(),
+                identity: identity(path)?,
+            };
+            std::fs::set_permissions(path, std::fs::Permissions::from_mode(SOCKET_MODE))?;
+            Ok(Self::Unix(listener, file))
+        });
+        bound.map_err(|source| UnixBindError {
+            path: path.display().to_string(),
+            advice: match source.kind() {
+                io::ErrorKind::AddrInUse => {
+                    "stop the program that uses it, remove the file, or pass --delete-existing-uds-file=true"
+                }
+                io::ErrorKind::NotFound => "create its folder",
+                io::ErrorKind::PermissionDenied => {
+                    "let the user of this process write to its folder"
+                }
+                io::ErrorKind::InvalidInput => "use a shorter path, 107 bytes at most",
+                _ => "check the path given to --uds-name",
+            },
+            source,
+        })
+    }
+
+    /// Where clients connect: the address, or the socket's path.
+    pub fn address(&self) -> String {
+        match self {
+            Self::Tcp(listener) => listener
+                .local_addr()
+                .map_or_else(|error| error.to_string(), |address| address.to_string()),
+            Self::Unix(_, file) => file.path.display().to_string(),
+        }
+    }
+
+    /// The TCP address, if it is one.
+    pub fn tcp_address(&self) -> Option<SocketAddr> {
+        match self {
+            Self::Tcp(listener) => listener.local_addr().ok(),
+            Self::Unix(..) => None,
+        }
+    }
+
+    /// Hands every connection to `handle` until the token fires. Errors of accept are told and
+    /// waited out: running out of descriptors must not end the program.
+    pub async fn serve(self, shutdown: CancellationToken, mut handle: impl FnMut(Accepted)) {
+        loop {
+            let accepted = tokio::select! {
+                accepted = self.accept() => accepted,
+                () = shutdown.cancelled() => return,
+            };
+            match accepted {
+                Ok(accepted) => handle(accepted),
+                Err(error) => {
+                    error!(listener = self.address(), %error, "cannot accept a connection");
+                    tokio::time::sleep(ACCEPT_PAUSE).await;
+                }
+            }
+        }
+    }
+
+    async fn accept(&self) -> io::Result<Accepted> {
+        match self {
+            Self::Tcp(listener) => {
+                let (stream, peer) = listener.accept().await?;
+                // A connection that is gone already fails here and again at its first read.
+                let _ = tune(&stream);
+                Ok(Accepted::Tcp(stream, peer))
+            }
+            Self::Unix(listener, _) => Ok(Accepted::Unix(listener.accept().await?.0)),
+        }
+    }
+}
+
+impl Drop for SocketFile {
+    fn drop(&mut self) {
+        if identity(&self.path).is_ok_and(|now| now == self.identity) {
+            let _ = std::fs::remove_file(&self.path);
+        }
+    }
+}
+
+fn identity(path: &Path) -> io::Result<(u64, u64)> {
+    let metadata = std::fs::symlink_metadata(path)?;
+    Ok((metadata.dev(), metadata.ino()))
+}
+
+/// Sets what every tunnel socket wants: no Nagle delay, and a dead peer noticed by TCP itself.
+///
+/// # Errors
+/// When the socket is gone already.
+pub fn tune(stream: &TcpStream) -> io::Result<()> {
+    stream.set_nodelay(true)?;
+    let socket = socket2::SockRef::from(stream);
+    let keepalive = socket2::TcpKeepalive::new()
+        .with_time(KEEPALIVE_IDLE)
+        .with_interval(KEEPALIVE_IDLE)
+        .with_retries(KEEPALIVE_PROBES);
+    socket.set_tcp_keepalive(&keepalive)?;
+    socket.set_tcp_user_timeout(Some(USER_TIMEOUT))
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    #[tokio::test]
+    async fn a_stale_socket_file_is_replaced_only_on_request() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("front.socket");
+        std::fs::write(&path, "stale").unwrap();
+        let error = Listener::unix(&path, false).err().unwrap().to_string();
+        assert!(error.contains("--delete-existing-uds-file"), "{error}");
+        let listener = Listener::unix(&path, true).unwrap();
+        let mode = std::fs::metadata(&path).unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, SOCKET_MODE);
+        drop(listener);
+        assert!(!path.exists());
+    }
+
+    #[tokio::test]
+    async fn a_successors_socket_is_left_alone() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("front.socket");
+        let old = Listener::unix(&path, true).unwrap();
+        let new = Listener::unix(&path, true).unwrap();
+        drop(old);
+        assert!(path.exists());
+        drop(new);
+        assert!(!path.exists());
+    }
+
+    #[tokio::test]
+    async fn a_missing_folder_is_named() {
+        let error = Listener::unix(Path::new("/nonexistent/dir/x.socket"), true);
+        let error = error.err().unwrap().to_string();
+        assert!(error.contains("create its folder"), "{error}");
+    }
+}

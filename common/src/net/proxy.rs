@@ -1,1 +1,290 @@
-//! proxy
+//! The agent's way out through an HTTP proxy: `HTTPS_PROXY` and `NO_PROXY` as Go's
+//! `http.ProxyFromEnvironment` reads them, and the CONNECT request.
+//!
+//! hyper-util parses the proxy's URL. Whether a proxy is used at all is decided here, because
+//! `NO_PROXY` differs between curl, which hyper-util follows, and Go: ports, `*.domain`, a leading
+//! dot that leaves the domain itself out, and loopback addresses that are never proxied.
+
+use std::fmt;
+use std::io;
+use std::net::IpAddr;
+
+use http::header::HeaderValue;
+use hyper_util::client::proxy::matcher::Matcher;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+use tokio::time::{Instant, timeout_at};
+
+use super::dial::{dial, join_host_port, split_host_port};
+
+/// Longest response head that a proxy may send, in bytes.
+const MAX_HEAD_BYTES: usize = 8 << 10;
+
+/// Most header fields in that head.
+const MAX_HEADERS: usize = 64;
+
+/// The port of a proxy whose URL has none (that of the scheme `http`).
+const DEFAULT_PROXY_PORT: u16 = 80;
+
+/// Variables that name the proxy for TLS targets; the first one that is not empty counts.
+const PROXY_VARIABLES: [&str; 2] = ["HTTPS_PROXY", "https_proxy"];
+
+/// Variables that name exceptions; the first one that is not empty counts.
+const NO_PROXY_VARIABLES: [&str; 2] = ["NO_PROXY", "no_proxy"];
+
+/// A proxy to connect through.
+#[derive(Clone)]
+pub struct ProxyTarget {
+    host: String,
+    port: u16,
+    authorization: Option<HeaderValue>,
+}
+
+/// Why the environment names no usable proxy. The variable's value is not shown: it may hold a
+/// password.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ProxyError {
+    /// The value is not the URL of a proxy.
+    #[error("HTTPS_PROXY is not a proxy URL; write it as http://[user:password@]host:port")]
+    Invalid,
+    /// The proxy wants a protocol other than plain HTTP.
+    #[error(
+        "HTTPS_PROXY names a proxy that is not http://; https and socks proxies are not supported (the tunnel through the proxy is TLS in any case)"
+    )]
+    Scheme,
+}
+
+/// The proxy for a TLS connection to `host:port`, by the process environment. `None`: connect
+/// directly.
+///
+/// # Errors
+///
+/// A proxy is named and would be used, but can not be.
+pub fn from_env(host: &str, port: u16) -> Result<Option<ProxyTarget>, ProxyError> {
+    from_variables(host, port, |name| std::env::var(name).ok())
+}
+
+/// [`from_env`] with variables looked up by `get`.
+///
+/// # Errors
+///
+/// As [`from_env`].
+pub fn from_variables(
+    host: &str,
+    port: u16,
+    get: impl Fn(&str) -> Option<String>,
+) -> Result<Option<ProxyTarget>, ProxyError> {
+    let first = |names: [&str; 2]| {
+        let values = names.into_iter().filter_map(&get);
+        values.into_iter().find(|value| !value.is_empty())
+    };
+    let Some(url) = first(PROXY_VARIABLES) else {
+        return Ok(None);
+    };
+    let exceptions = first(NO_PROXY_VARIABLES).unwrap_or_default();
+    if is_exempt(host, port, &exceptions) {
+        return Ok(None);
+    }
+    ProxyTarget::parse(&url).map(Some)
+}
+
+/// Connects to `host:port` through `proxy`. The stream stands right behind the proxy's answer: no
+/// byte of the tunnel is lost or taken.
+///
+/// # Errors
+///
+/// The proxy can not be reached, takes longer than `deadline`, refuses, or does not speak HTTP.
+pub async fn connect(
+    proxy: &ProxyTarget,
+    host: &str,
+    port: u16,
+    deadline: Instant,
+) -> io::Result<TcpStream> {
+    let request = connect_request(proxy, host, port)?;
+    let remaining = deadline.saturating_duration_since(Instant::now());
+    let mut stream = dial("tcp", &join_host_port(&proxy.host, proxy.port), remaining)
+        .await
+        .map_err(|error| {
+            let kind = if error.timeout {
+                io::ErrorKind::TimedOut
+            } else {
+                io::ErrorKind::Other
+            };
+            io::Error::new(kind, format!("proxy {proxy}: {error}"))
+        })?;
+    let exchange = async {
+        stream.write_all(&request).await?;
+        let head = read_head(&mut stream).await?;
+        check_head(&head)
+    };
+    match timeout_at(deadline, exchange).await {
+        Ok(outcome) => outcome
+            .map_err(|error| io::Error::new(error.kind(), format!("proxy {proxy}: {error}")))?,
+        Err(_) => {
+            let text = format!("proxy {proxy} did not answer the CONNECT request in time");
+            return Err(io::Error::new(io::ErrorKind::TimedOut, text));
+        }
+    }
+    Ok(stream)
+}
+
+// === impl ProxyTarget ===
+
+impl ProxyTarget {
+    /// Parses a proxy URL; without a scheme it is taken for `http://`.
+    fn parse(url: &str) -> Result<Self, ProxyError> {
+        // The scheme is told apart first, because hyper-util ignores what it does not know.
+        match url.split_once("://") {
+            Some((scheme, _)) if !scheme.eq_ignore_ascii_case("http") => {
+                return Err(ProxyError::Scheme);
+            }
+            _ => {}
+        }
+        let proxy = Matcher::builder()
+            .https(url)
+            .build()
+            .intercept(&http::Uri::from_static("https://target.invalid/"))
+            .ok_or(ProxyError::Invalid)?;
+        let host = proxy.uri().host().filter(|host| !host.is_empty());
+        let host = host.ok_or(ProxyError::Invalid)?;
+        Ok(Self {
+            host: host.trim_matches(['[', ']']).to_owned(),
+            port: proxy.uri().port_u16().unwrap_or(DEFAULT_PROXY_PORT),
+            authorization: proxy.basic_auth().cloned(),
+        })
+    }
+}
+
+impl fmt::Display for ProxyTarget {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&join_host_port(&self.host, self.port))
+    }
+}
+
+/// Leaves the credentials out.
+impl fmt::Debug for ProxyTarget {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "ProxyTarget({self})")
+    }
+}
+
+/// Whether `NO_PROXY` or Go's own rules take a target out (`golang.org/x/net/http/httpproxy`).
+fn is_exempt(host: &str, port: u16, exceptions: &str) -> bool {
+    let host = host.trim().to_lowercase();
+    let ip = host.parse::<IpAddr>().ok().map(|ip| ip.to_canonical());
+    if host == "localhost" || ip.is_some_and(|ip| ip.is_loopback()) {
+        return true;
+    }
+    exceptions
+        .split(',')
+        .map(|entry| entry.trim().to_lowercase())
+        .any(|entry| matches_entry(&entry, &host, ip, port))
+}
+
+/// One entry of `NO_PROXY`, in lower case: `*`, CIDR, IP or domain, each with an optional `:port`.
+fn matches_entry(entry: &str, host: &str, ip: Option<IpAddr>, port: u16) -> bool {
+    if entry == "*" {
+        return true;
+    }
+    if let Some((network, bits)) = parse_cidr(entry) {
+        return ip.is_some_and(|ip| contains(network, bits, ip));
+    }
+    let (name, entry_port) = split_host_port(entry).unwrap_or((entry, ""));
+    if !entry_port.is_empty() && entry_port != port.to_string() {
+        return false;
+    }
+    if let Ok(address) = name.parse::<IpAddr>() {
+        return ip == Some(address.to_canonical());
+    }
+    let name = name
+        .strip_prefix('*')
+        .filter(|rest| rest.starts_with('.'))
+        .unwrap_or(name);
+    match name.strip_prefix('.') {
+        // With a leading dot only what is below the domain.
+        Some(domain) => is_below(host, domain),
+        None => host == name && !name.is_empty() || is_below(host, name),
+    }
+}
+
+fn is_below(host: &str, domain: &str) -> bool {
+    !domain.is_empty()
+        && host
+            .strip_suffix(domain)
+            .is_some_and(|front| front.ends_with('.'))
+}
+
+fn parse_cidr(entry: &str) -> Option<(IpAddr, u32)> {
+    let (network, bits) = entry.split_once('/')?;
+    let network: IpAddr = network.parse().ok()?;
+    let bits = bits.parse().ok()?;
+    let most = if network.is_ipv4() { 32 } else { 128 };
+    (bits <= most).then_some((network, bits))
+}
+
+fn contains(network: IpAddr, bits: u32, ip: IpAddr) -> bool {
+    let differs =
+        |difference: u128, width: u32| difference.checked_shr(width - bits).unwrap_or(0) != 0;
+    match (network, ip) {
+        (IpAddr::V4(a), IpAddr::V4(b)) => !differs((a.to_bits() ^ b.to_bits()).into(), 32),
+        (IpAddr::V6(a), IpAddr::V6(b)) => !differs(a.to_bits() ^ b.to_bits(), 128),
+        _ => false,
+    }
+}
+
+fn connect_request(proxy: &ProxyTarget, host: &str, port: u16) -> io::Result<Vec<u8>> {
+    if host.is_empty() || !host.bytes().all(|byte| byte.is_ascii_graphic()) {
+        let text = "the host name can not be sent to a proxy";
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
+    }
+    let target = join_host_port(host, port);
+    let mut request = format!("CONNECT {target} HTTP/1.1\r\nHost: {target}\r\n").into_bytes();
+    if let Some(authorization) = &proxy.authorization {
+        request.extend_from_slice(b"Proxy-Authorization: ");
+        request.extend_from_slice(authorization.as_bytes());
+        request.extend_from_slice(b"\r\n");
+    }
+    request.extend_from_slice(b"\r\n");
+    Ok(request)
+}
+
+/// Reads up to and including the empty line, byte by byte: what follows belongs to the tunnel. A
+/// head has some hundred bytes, and there is one per connection to a server.
+async fn read_head(stream: &mut TcpStream) -> io::Result<Vec<u8>> {
+    let mut head = Vec::with_capacity(256);
+    while !head.ends_with(b"\r\n\r\n") {
+        if head.len() == MAX_HEAD_BYTES {
+            let text = format!("the answer's head is longer than {MAX_HEAD_BYTES} bytes");
+            return Err(io::Error::new(io::ErrorKind::InvalidData, text));
+        }
+        head.push(stream.read_u8().await.map_err(|error| match error.kind() {
+            io::ErrorKind::UnexpectedEof => io::Error::new(
+                error.kind(),
+                "closed the connection instead of answering the CONNECT request",
+            ),
+            _ => error,
+        })?);
+    }
+    Ok(head)
+}
+
+fn check_head(head: &[u8]) -> io::Result<()> {
+    let mut headers = [httparse::EMPTY_HEADER; MAX_HEADERS];
+    let mut response = httparse::Response::new(&mut headers);
+    response.parse(head).map_err(|error| {
+        let text = format!("the answer is not HTTP ({error})");
+        io::Error::new(io::ErrorKind::InvalidData, text)
+    })?;
+    match response.code {
+        Some(200) => Ok(()),
+        code => {
+            let status = code.unwrap_or_default();
+            let reason = response.reason.unwrap_or_default();
+            let text = format!("refused the CONNECT request: {status} {reason}");
+            Err(io::Error::other(text))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

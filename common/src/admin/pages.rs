@@ -1,0 +1,127 @@
+//! The pages that both programs have, with upstream's statuses and bodies.
+
+use std::future::ready;
+use std::sync::Arc;
+
+use http::StatusCode;
+use http::header::{HeaderValue, LOCATION};
+
+use super::{Ask, Reply, Routes};
+use crate::net::dial::{join_host_port, split_host_port};
+use crate::telemetry::metrics::Registry;
+
+/// Content type of the Prometheus text format.
+pub const METRICS_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
+
+/// One check of the agent's readiness.
+pub struct Check {
+    /// Its name in the page.
+    pub name: &'static str,
+    /// `Ok`, or why it fails.
+    pub run: Box<dyn Fn() -> Result<(), String> + Send + Sync>,
+}
+
+// === impl Routes ===
+
+impl Routes {
+    /// `/healthz`: always `ok`.
+    #[must_use]
+    pub fn with_healthz(self) -> Self {
+        self.route("/healthz", |_| ready(Reply::text(StatusCode::OK, "ok")))
+    }
+
+    /// The server's `/readyz`, and `/ready`, its old name: `ok`, or 500 with the text that `fault`
+    /// returns.
+    #[must_use]
+    pub fn with_server_readyz(
+        self,
+        fault: impl Fn() -> Option<&'static str> + Send + Sync + 'static,
+    ) -> Self {
+        let page = move || match fault() {
+            None => Reply::text(StatusCode::OK, "ok"),
+            Some(text) => Reply::text(StatusCode::INTERNAL_SERVER_ERROR, text),
+        };
+        self.at_both_names(move |_| page())
+    }
+
+    /// The agent's `/readyz`, and `/ready`, its old name: `ok`, a line per check with `?verbose`,
+    /// and 503 with these lines if a check fails.
+    #[must_use]
+    pub fn with_agent_readyz(self, checks: Vec<Check>) -> Self {
+        self.at_both_names(move |ask| check_page(&checks, ask.has("verbose")))
+    }
+
+    /// `/metrics`, rendered anew for each request.
+    #[must_use]
+    pub fn with_metrics(self, registry: Arc<Registry>) -> Self {
+        self.route("/metrics", move |_| {
+            ready(Reply::new(StatusCode::OK, METRICS_TYPE, registry.render()))
+        })
+    }
+
+    /// Sends `path` for good to the same path on another port of whatever host was asked (301).
+    /// Upstream's agent does so for its admin `/metrics`.
+    #[must_use]
+    pub fn with_redirect_to_port(self, path: &'static str, port: u16) -> Self {
+        self.route(path, move |ask| ready(redirect(path, port, &ask)))
+    }
+
+    /// Sends `path` for good to `target` on the same host and port (301).
+    #[must_use]
+    pub fn with_redirect(self, path: &'static str, target: &'static str) -> Self {
+        self.route(path, move |_| {
+            ready(moved(HeaderValue::from_static(target)))
+        })
+    }
+
+    fn at_both_names(self, page: impl Fn(&Ask) -> Reply + Send + Sync + 'static) -> Self {
+        let page = Arc::new(page);
+        let alias = Arc::clone(&page);
+        self.route("/readyz", move |ask| ready(page(&ask)))
+            .route("/ready", move |ask| ready(alias(&ask)))
+    }
+}
+
+fn check_page(checks: &[Check], is_verbose: bool) -> Reply {
+    let mut lines = String::new();
+    let mut has_failed = false;
+    for check in checks {
+        match (check.run)() {
+            Ok(()) => lines.push_str(&format!("[+]{} ok\n", check.name)),
+            Err(reason) => {
+                has_failed = true;
+                lines.push_str(&format!("[-]{} failed: {reason}\n", check.name));
+            }
+        }
+    }
+    if has_failed {
+        Reply::text(StatusCode::SERVICE_UNAVAILABLE, lines)
+    } else if is_verbose {
+        Reply::text(StatusCode::OK, lines + "check passed\n")
+    } else {
+        Reply::text(StatusCode::OK, "ok")
+    }
+}
+
+/// The target has no scheme, as upstream's: it stays the one that was used.
+fn redirect(path: &str, port: u16, ask: &Ask) -> Reply {
+    let host = match split_host_port(&ask.host) {
+        Ok((host, _)) => host,
+        Err(_) => ask.host.trim_matches(['[', ']']),
+    };
+    let authority = join_host_port(host, port);
+    let query = match ask.query.as_str() {
+        "" => String::new(),
+        query => format!("?{query}"),
+    };
+    // The host comes from the request; anything but an authority could lead elsewhere.
+    let is_sound = authority.parse::<http::uri::Authority>().is_ok();
+    match HeaderValue::try_from(format!("//{authority}{path}{query}")) {
+        Ok(location) if is_sound => moved(location),
+        _ => Reply::text(StatusCode::BAD_REQUEST, "malformed Host header\n"),
+    }
+}
+
+fn moved(location: HeaderValue) -> Reply {
+    Reply::text(StatusCode::MOVED_PERMANENTLY, "Moved Permanently\n").with(LOCATION, location)
+}

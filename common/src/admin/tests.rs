@@ -1,0 +1,316 @@
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
+
+use std::future::ready;
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::sync::Notify;
+use tokio::task::JoinHandle;
+
+use super::*;
+use crate::telemetry::metrics::Registry;
+
+struct Running {
+    address: SocketAddr,
+    shutdown: CancellationToken,
+    task: JoinHandle<()>,
+}
+
+impl Running {
+    async fn start(routes: Routes) -> Self {
+        let listener = bind("127.0.0.1", 0, "--port").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let shutdown = CancellationToken::new();
+        let task = tokio::spawn(serve(listener, routes, shutdown.clone()));
+        Self {
+            address,
+            shutdown,
+            task,
+        }
+    }
+
+    async fn connect(&self) -> TcpStream {
+        TcpStream::connect(self.address).await.unwrap()
+    }
+
+    /// The whole answer to one request, whose connection the server closes.
+    async fn ask(&self, method: &str, path: &str) -> String {
+        self.ask_as(method, path, "host.example:8095").await
+    }
+
+    async fn ask_as(&self, method: &str, path: &str, host: &str) -> String {
+        let mut stream = self.connect().await;
+        let request =
+            format!("{method} {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n");
+        stream.write_all(request.as_bytes()).await.unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).await.unwrap();
+        answer
+    }
+
+    async fn stop(self) {
+        self.shutdown.cancel();
+        self.task.await.unwrap();
+    }
+}
+
+fn status(answer: &str) -> &str {
+    answer.split(' ').nth(1).unwrap()
+}
+
+fn body(answer: &str) -> &str {
+    answer.split_once("\r\n\r\n").unwrap().1
+}
+
+#[tokio::test]
+async fn paths_are_exact_and_methods_few() {
+    let server = Running::start(Routes::new().with_healthz()).await;
+    let answer = server.ask("GET", "/healthz").await;
+    assert_eq!((status(&answer), body(&answer)), ("200", "ok"));
+    assert!(answer.contains("content-type: text/plain; charset=utf-8\r\n"));
+    let answer = server.ask("HEAD", "/healthz").await;
+    assert_eq!((status(&answer), body(&answer)), ("200", ""));
+    assert!(answer.contains("content-length: 2\r\n"));
+    let answer = server.ask("POST", "/healthz").await;
+    assert_eq!(status(&answer), "405");
+    assert!(answer.contains("allow: GET, HEAD\r\n"));
+    for path in ["/", "/healthz/", "/livez", "/HEALTHZ"] {
+        assert_eq!(status(&server.ask("GET", path).await), "404", "{path}");
+    }
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn the_servers_readiness_is_upstreams() {
+    let is_ready = Arc::new(AtomicBool::new(false));
+    let seen = Arc::clone(&is_ready);
+    let fault =
+        move || (!seen.load(Ordering::Relaxed)).then_some("no connection to any proxy agent");
+    let server = Running::start(Routes::new().with_server_readyz(fault)).await;
+    for path in ["/readyz", "/ready", "/readyz?verbose"] {
+        let answer = server.ask("GET", path).await;
+        let expected = ("500", "no connection to any proxy agent");
+        assert_eq!((status(&answer), body(&answer)), expected);
+    }
+    is_ready.store(true, Ordering::Relaxed);
+    for path in ["/readyz", "/ready", "/readyz?verbose"] {
+        let answer = server.ask("GET", path).await;
+        assert_eq!((status(&answer), body(&answer)), ("200", "ok"));
+    }
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn the_agents_readiness_is_upstreams() {
+    let is_ready = Arc::new(AtomicBool::new(false));
+    let seen = Arc::clone(&is_ready);
+    let ping = Check {
+        name: "ping",
+        run: Box::new(|| Ok(())),
+    };
+    let connected = Check {
+        name: "server-connected",
+        run: Box::new(move || match seen.load(Ordering::Relaxed) {
+            true => Ok(()),
+            false => Err("no servers connected".to_owned()),
+        }),
+    };
+    let server = Running::start(Routes::new().with_agent_readyz(vec![ping, connected])).await;
+    for path in ["/readyz", "/ready?verbose"] {
+        let answer = server.ask("GET", path).await;
+        assert_eq!(status(&answer), "503");
+        assert_eq!(
+            body(&answer),
+            "[+]ping ok\n[-]server-connected failed: no servers connected\n"
+        );
+    }
+    is_ready.store(true, Ordering::Relaxed);
+    let answer = server.ask("GET", "/readyz").await;
+    assert_eq!((status(&answer), body(&answer)), ("200", "ok"));
+    for path in ["/readyz?verbose", "/ready?a=b&verbose=1"] {
+        let answer = server.ask("GET", path).await;
+        assert_eq!(
+            body(&answer),
+            "[+]ping ok\n[+]server-connected ok\ncheck passed\n"
+        );
+    }
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn metrics_are_rendered_per_request() {
+    let registry = Registry::new(&[]).unwrap();
+    let counter = registry.counter("x_total", &[], "h");
+    let server = Running::start(Routes::new().with_metrics(registry)).await;
+    let answer = server.ask("GET", "/metrics").await;
+    assert!(answer.contains("content-type: text/plain; version=0.0.4"));
+    assert!(body(&answer).contains("x_total 0\n"));
+    counter.increment(1);
+    assert!(server.ask("GET", "/metrics").await.contains("x_total 1\n"));
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn redirects_keep_the_host() {
+    let routes = Routes::new()
+        .with_redirect_to_port("/metrics", 8093)
+        .with_redirect("/debug/pprof", "/debug/pprof/");
+    let server = Running::start(routes).await;
+    for (host, path, location) in [
+        (
+            "agent.example:8094",
+            "/metrics",
+            "//agent.example:8093/metrics",
+        ),
+        (
+            "agent.example",
+            "/metrics?a=b",
+            "//agent.example:8093/metrics?a=b",
+        ),
+        ("[::1]:8094", "/metrics", "//[::1]:8093/metrics"),
+        ("[::1]", "/metrics", "//[::1]:8093/metrics"),
+        ("x", "/debug/pprof", "/debug/pprof/"),
+    ] {
+        let answer = server.ask_as("GET", path, host).await;
+        assert_eq!(status(&answer), "301");
+        assert!(
+            answer.contains(&format!("location: {location}\r\n")),
+            "{answer}"
+        );
+    }
+    let answer = server.ask_as("GET", "/metrics", "evil/path").await;
+    assert_eq!(status(&answer), "400");
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_connection_serves_several_requests() {
+    let server = Running::start(Routes::new().with_healthz()).await;
+    let mut stream = server.connect().await;
+    for _ in 0..3 {
+        stream
+            .write_all(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+            .await
+            .unwrap();
+        let mut answer = Vec::new();
+        while !answer.ends_with(b"\r\n\r\nok") {
+            answer.push(stream.read_u8().await.unwrap());
+        }
+    }
+    // Idle now: shutdown ends it at once.
+    server.stop().await;
+    assert_eq!(stream.read(&mut [0]).await.unwrap(), 0);
+}
+
+#[tokio::test]
+async fn shutdown_lets_a_request_finish() {
+    let (begun, release) = (Arc::new(Notify::new()), Arc::new(Notify::new()));
+    let (at_begin, at_release) = (Arc::clone(&begun), Arc::clone(&release));
+    let routes = Routes::new().route("/slow", move |_| {
+        let (begun, release) = (Arc::clone(&at_begin), Arc::clone(&at_release));
+        async move {
+            begun.notify_one();
+            release.notified().await;
+            Reply::text(StatusCode::OK, "done")
+        }
+    });
+    let server = Running::start(routes).await;
+    let mut stream = server.connect().await;
+    stream
+        .write_all(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n")
+        .await
+        .unwrap();
+    begun.notified().await;
+    server.shutdown.cancel();
+    release.notify_one();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).await.unwrap();
+    assert!(answer.ends_with("\r\n\r\ndone"), "{answer}");
+    server.stop().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn silent_slow_and_idle_connections_are_closed() {
+    let server = Running::start(Routes::new().with_healthz()).await;
+    for bytes in [
+        &b""[..],
+        b"GET /hea",
+        b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n",
+    ] {
+        let mut stream = server.connect().await;
+        stream.write_all(bytes).await.unwrap();
+        // Ends only if the server closes the connection.
+        let mut answer = Vec::new();
+        stream.read_to_end(&mut answer).await.unwrap();
+    }
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_huge_head_is_refused() {
+    let server = Running::start(Routes::new().with_healthz()).await;
+    let mut stream = server.connect().await;
+    let head = [
+        b"GET / HTTP/1.1\r\nX: ".to_vec(),
+        vec![b'x'; MAX_HEAD_BYTES],
+    ]
+    .concat();
+    // The server may close, with a reset, before all is written or the answer is read.
+    let _ = stream.write_all(&head).await;
+    let mut answer = Vec::new();
+    let _ = stream.read_to_end(&mut answer).await;
+    let answer = String::from_utf8_lossy(&answer);
+    assert!(answer.is_empty() || status(&answer) == "431", "{answer}");
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_reply_may_have_any_type() {
+    let page = Reply::new(StatusCode::CREATED, "application/json", "{}");
+    let routes = Routes::new().route("/json", move |_| ready(page.clone()));
+    let server = Running::start(routes).await;
+    let answer = server.ask("GET", "/json").await;
+    assert_eq!((status(&answer), body(&answer)), ("201", "{}"));
+    assert!(answer.contains("content-type: application/json\r\n"));
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn an_empty_host_is_all_interfaces() {
+    let listener = bind("", 0, "--port").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    assert!(address.ip().is_unspecified());
+    TcpStream::connect(("127.0.0.1", address.port()))
+        .await
+        .unwrap();
+    if address.is_ipv6() {
+        TcpStream::connect(("::1", address.port())).await.unwrap();
+    }
+    let named = bind("localhost", 0, "--port").await.unwrap();
+    assert!(named.local_addr().unwrap().ip().is_loopback());
+}
+
+#[tokio::test]
+async fn bind_errors_name_the_flag() {
+    let taken = bind("127.0.0.1", 0, "--health-port").await.unwrap();
+    let address = taken.local_addr().unwrap();
+    let error = bind("127.0.0.1", address.port(), "--health-port")
+        .await
+        .unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        format!(
+            "cannot listen on {address}: the port is in use; stop the other process or change --health-port"
+        )
+    );
+    let error = bind("192.0.2.1", 0, "--health-bind-address")
+        .await
+        .unwrap_err();
+    assert!(matches!(error, BindError::NotLocal { .. }), "{error}");
+    assert!(
+        error
+            .to_string()
+            .ends_with("correct the host given for --health-bind-address")
+    );
+}

@@ -1,0 +1,321 @@
+//! Values in Go's syntax: what pflag and `strconv` accept is accepted, with their texts where people may know them.
+
+use std::fmt;
+use std::str::FromStr;
+use std::time::Duration;
+
+use thiserror::Error;
+
+/// A value that Go would refuse, with Go's text.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub enum ValueError {
+    /// Not one of `strconv.ParseBool`'s words.
+    #[error("strconv.ParseBool: parsing {0:?}: invalid syntax")]
+    Bool(String),
+    /// Not an integer.
+    #[error("strconv.ParseInt: parsing {0:?}: invalid syntax")]
+    Int(String),
+    /// An integer that does not fit 64 bits.
+    #[error("strconv.ParseInt: parsing {0:?}: value out of range")]
+    IntRange(String),
+    /// Not a duration, or one beyond 292 years.
+    #[error("time: invalid duration {0:?}")]
+    Duration(String),
+    /// A number of nothing.
+    #[error("time: missing unit in duration {0:?}")]
+    DurationNoUnit(String),
+    /// A unit that Go does not know; days are not in its list.
+    #[error("time: unknown unit {unit:?} in duration {text:?}")]
+    DurationUnit {
+        /// What stands where the unit should.
+        unit: String,
+        /// The whole value.
+        text: String,
+    },
+    /// Quotes that do not pair up in a comma-separated list.
+    #[error("parse error: extraneous or missing \" in quoted-field in {0:?}")]
+    Csv(String),
+}
+
+/// `strconv.ParseBool`: `1 t T true TRUE True` and `0 f F false FALSE False`.
+///
+/// # Errors
+/// [`ValueError::Bool`] for anything else, the empty string too.
+pub fn go_bool(text: &str) -> Result<bool, ValueError> {
+    match text {
+        "1" | "t" | "T" | "true" | "TRUE" | "True" => Ok(true),
+        "0" | "f" | "F" | "false" | "FALSE" | "False" => Ok(false),
+        _ => Err(ValueError::Bool(text.to_owned())),
+    }
+}
+
+/// `strconv.ParseInt(text, 0, 64)` as pflag calls it: a sign, then decimal, `0x`, `0b`, `0o` or a leading-zero octal.
+/// Underscores may stand between digits.
+///
+/// # Errors
+/// [`ValueError::Int`] or [`ValueError::IntRange`].
+pub fn go_int(text: &str) -> Result<i64, ValueError> {
+    let invalid = || ValueError::Int(text.to_owned());
+    let (negative, magnitude) = split_sign(text);
+    let lower = magnitude.to_ascii_lowercase();
+    let radix_of = |prefix| lower.strip_prefix(prefix);
+    let (radix, digits) = if let Some(rest) = radix_of("0x") {
+        (16, rest)
+    } else if let Some(rest) = radix_of("0b") {
+        (2, rest)
+    } else if let Some(rest) = radix_of("0o") {
+        (8, rest)
+    } else if lower.len() > 1 && lower.starts_with('0') {
+        (8, lower.as_str())
+    } else {
+        (10, lower.as_str())
+    };
+    // Go allows an underscore after a base prefix too.
+    let digits = if radix == 10 {
+        digits
+    } else {
+        digits.strip_prefix('_').unwrap_or(digits)
+    };
+    let well_placed = digits
+        .split('_')
+        .all(|group| !group.is_empty() && group.chars().all(|c| c.is_digit(radix)));
+    if !well_placed {
+        return Err(invalid());
+    }
+    let sign = if negative { "-" } else { "" };
+    let plain = format!("{sign}{}", digits.replace('_', ""));
+    i64::from_str_radix(&plain, radix).map_err(|_| ValueError::IntRange(text.to_owned()))
+}
+
+/// Whether there is a minus, and the rest after a minus or plus.
+fn split_sign(text: &str) -> (bool, &str) {
+    match text.strip_prefix('-') {
+        Some(rest) => (true, rest),
+        None => (false, text.strip_prefix('+').unwrap_or(text)),
+    }
+}
+
+/// A signed duration in nanoseconds, written and read as Go's `time.Duration`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub struct GoDuration(i64);
+
+const NANOSECOND: i64 = 1;
+const MICROSECOND: i64 = 1_000;
+const MILLISECOND: i64 = 1_000_000;
+const SECOND: i64 = 1_000_000_000;
+const MINUTE: i64 = 60 * SECOND;
+const HOUR: i64 = 60 * MINUTE;
+
+// === impl GoDuration ===
+
+impl GoDuration {
+    /// Nanoseconds, negative if the flag said so.
+    pub fn nanos(self) -> i64 {
+        self.0
+    }
+
+    /// The duration; a negative one is zero.
+    pub fn saturating(self) -> Duration {
+        Duration::from_nanos(u64::try_from(self.0).unwrap_or(0))
+    }
+}
+
+impl From<Duration> for GoDuration {
+    /// Durations beyond 292 years become the largest that Go can hold.
+    fn from(value: Duration) -> Self {
+        Self(i64::try_from(value.as_nanos()).unwrap_or(i64::MAX))
+    }
+}
+
+impl FromStr for GoDuration {
+    type Err = ValueError;
+
+    fn from_str(text: &str) -> Result<Self, ValueError> {
+        let (negative, magnitude) = split_sign(text);
+        if magnitude == "0" {
+            return Ok(Self(0));
+        }
+        let invalid = || ValueError::Duration(text.to_owned());
+        if magnitude.is_empty() {
+            return Err(invalid());
+        }
+        let mut total: i64 = 0;
+        let mut rest = magnitude;
+        while !rest.is_empty() {
+            let (part, after) = duration_part(rest, text)?;
+            total = total.checked_add(part).ok_or_else(invalid)?;
+            rest = after;
+        }
+        Ok(Self(if negative { -total } else { total }))
+    }
+}
+
+/// Reads one number with its unit off the front of `rest`: its nanoseconds and what follows.
+fn duration_part<'a>(rest: &'a str, text: &str) -> Result<(i64, &'a str), ValueError> {
+    let invalid = || ValueError::Duration(text.to_owned());
+    let (whole, rest) = split_digits(rest);
+    let (fraction, rest) = match rest.strip_prefix('.') {
+        Some(after) => split_digits(after),
+        None => ("", rest),
+    };
+    if whole.is_empty() && fraction.is_empty() {
+        return Err(invalid());
+    }
+    let end = rest.find(|c: char| c == '.' || c.is_ascii_digit());
+    let (unit, rest) = rest.split_at(end.unwrap_or(rest.len()));
+    let scale = match unit {
+        "" => return Err(ValueError::DurationNoUnit(text.to_owned())),
+        "ns" => NANOSECOND,
+        // Both micro signs that Unicode has.
+        "us" | "\u{b5}s" | "\u{3bc}s" => MICROSECOND,
+        "ms" => MILLISECOND,
+        "s" => SECOND,
+        "m" => MINUTE,
+        "h" => HOUR,
+        _ => {
+            return Err(ValueError::DurationUnit {
+                unit: unit.to_owned(),
+                text: text.to_owned(),
+            });
+        }
+    };
+    let whole: i64 = if whole.is_empty() {
+        0
+    } else {
+        whole.parse().map_err(|_| invalid())?
+    };
+    let part = whole
+        .checked_mul(scale)
+        .and_then(|nanos| nanos.checked_add(fraction_of(fraction, scale)))
+        .ok_or_else(invalid)?;
+    Ok((part, rest))
+}
+
+fn split_digits(text: &str) -> (&str, &str) {
+    let end = text.find(|c: char| !c.is_ascii_digit());
+    text.split_at(end.unwrap_or(text.len()))
+}
+
+/// `0.digits` of `scale`, cut to whole nanoseconds. No unit needs more than 18 digits.
+fn fraction_of(digits: &str, scale: i64) -> i64 {
+    let mut nanos: i128 = 0;
+    let mut base: i128 = 1;
+    for digit in digits.chars().take(18).filter_map(|c| c.to_digit(10)) {
+        nanos = nanos * 10 + i128::from(digit);
+        base *= 10;
+    }
+    i64::try_from(nanos * i128::from(scale) / base).unwrap_or(0)
+}
+
+impl fmt::Display for GoDuration {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let sign = if self.0 < 0 { "-" } else { "" };
+        let nanos = self.0.unsigned_abs();
+        let (hour, minute, second) = (
+            HOUR.unsigned_abs(),
+            MINUTE.unsigned_abs(),
+            SECOND.unsigned_abs(),
+        );
+        if nanos == 0 {
+            return f.write_str("0s");
+        }
+        if nanos < second {
+            let (unit, scale) = match nanos {
+                1_000_000.. => ("ms", 1_000_000),
+                1_000.. => ("µs", 1_000),
+                _ => ("ns", 1),
+            };
+            return write!(f, "{sign}{}{unit}", decimal(nanos, scale));
+        }
+        let (hours, minutes) = (nanos / hour, nanos % hour / minute);
+        let seconds = decimal(nanos % minute, second);
+        f.write_str(sign)?;
+        if hours > 0 {
+            write!(f, "{hours}h")?;
+        }
+        if hours > 0 || minutes > 0 {
+            write!(f, "{minutes}m")?;
+        }
+        write!(f, "{seconds}s")
+    }
+}
+
+/// `nanos / scale` as a decimal without trailing zeros.
+fn decimal(nanos: u64, scale: u64) -> String {
+    let (whole, part) = (nanos / scale, nanos % scale);
+    if part == 0 {
+        return whole.to_string();
+    }
+    let width = scale.ilog10() as usize;
+    let digits = format!("{part:0width$}");
+    format!("{whole}.{}", digits.trim_end_matches('0'))
+}
+
+/// One use of a pflag stringSlice flag: a line of comma-separated values, `"` quoting those that hold commas.
+///
+/// A field of this type is `Vec<StringSlice>`, one per use of the flag: pflag appends repeats.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct StringSlice(Vec<String>);
+
+impl StringSlice {
+    /// The values of all uses of a flag in order.
+    pub fn concat(uses: &[Self]) -> Vec<String> {
+        uses.iter().flat_map(|one| one.0.iter().cloned()).collect()
+    }
+}
+
+impl FromStr for StringSlice {
+    type Err = ValueError;
+
+    /// Reads the first line of `text`, as pflag's CSV reader does.
+    fn from_str(text: &str) -> Result<Self, ValueError> {
+        let line = text.lines().next().unwrap_or_default();
+        if line.is_empty() {
+            return Ok(Self::default());
+        }
+        let invalid = || ValueError::Csv(text.to_owned());
+        let mut fields = vec![String::new()];
+        let mut chars = line.chars().peekable();
+        let mut at_start = true;
+        while let Some(c) = chars.next() {
+            let Some(field) = fields.last_mut() else {
+                return Err(invalid());
+            };
+            match c {
+                ',' => {
+                    fields.push(String::new());
+                    at_start = true;
+                    continue;
+                }
+                '"' if at_start => {
+                    *field = quoted_field(&mut chars).ok_or_else(invalid)?;
+                    if chars.peek().is_some_and(|next| *next != ',') {
+                        return Err(invalid());
+                    }
+                }
+                '"' => return Err(invalid()),
+                other => field.push(other),
+            }
+            at_start = false;
+        }
+        Ok(Self(fields))
+    }
+}
+
+/// The rest of a field whose opening quote is read, up to its closing quote; `""` stands for a quote.
+fn quoted_field(chars: &mut std::iter::Peekable<std::str::Chars<'_>>) -> Option<String> {
+    let mut field = String::new();
+    loop {
+        match chars.next()? {
+            '"' if chars.peek() == Some(&'"') => {
+                chars.next();
+                field.push('"');
+            }
+            '"' => return Some(field),
+            other => field.push(other),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

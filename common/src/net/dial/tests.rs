@@ -1,0 +1,343 @@
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
+
+use socket2::{Domain, Socket, Type};
+use tokio::net::TcpListener;
+
+use super::*;
+
+/// Long enough never to matter.
+const AMPLE: Duration = Duration::from_secs(60);
+
+async fn error_of(protocol: &str, address: &str) -> DialError {
+    dial(protocol, address, AMPLE).await.unwrap_err()
+}
+
+fn target(address: SocketAddr) -> Target {
+    Target::new(address.ip(), address.port())
+}
+
+/// A port of `ip` that refuses connections: bound, but not listening.
+fn refusing(ip: IpAddr) -> (Socket, SocketAddr) {
+    let address = SocketAddr::new(ip, 0);
+    let socket = Socket::new(Domain::for_address(address), Type::STREAM, None).unwrap();
+    socket.bind(&address.into()).unwrap();
+    let address = socket.local_addr().unwrap().as_socket().unwrap();
+    (socket, address)
+}
+
+/// A port of `ip` that answers nothing: the queue of its listener is full, so that the kernel
+/// drops every further SYN.
+struct BlackHole {
+    address: SocketAddr,
+    _sockets: Vec<Socket>,
+}
+
+impl BlackHole {
+    fn new(ip: IpAddr) -> Self {
+        let (listener, address) = refusing(ip);
+        listener.listen(0).unwrap();
+        let mut sockets = vec![listener];
+        for _ in 0..4 {
+            let socket = Socket::new(Domain::for_address(address), Type::STREAM, None).unwrap();
+            socket.set_nonblocking(true).unwrap();
+            // In progress: the first ones fill the queue, the last one waits already.
+            let _ = socket.connect(&address.into());
+            sockets.push(socket);
+        }
+        Self {
+            address,
+            _sockets: sockets,
+        }
+    }
+}
+
+/// A listener on the IPv6 loopback; `None` where there is no IPv6, which continuous integration
+/// must have.
+async fn listener_v6() -> Option<TcpListener> {
+    match TcpListener::bind("[::1]:0").await {
+        Ok(listener) => Some(listener),
+        Err(error) if std::env::var_os("CI").is_none() => {
+            eprintln!("skipped: no IPv6 loopback ({error})");
+            None
+        }
+        Err(error) => panic!("no IPv6 loopback: {error}"),
+    }
+}
+
+#[tokio::test]
+async fn a_connection_has_gos_options() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap().to_string();
+    for protocol in ["tcp", "tcp4"] {
+        let stream = dial(protocol, &address, AMPLE).await.unwrap();
+        assert!(stream.nodelay().unwrap());
+        let socket = SockRef::from(&stream);
+        assert!(socket.keepalive().unwrap());
+        assert_eq!(socket.tcp_keepalive_time().unwrap(), KEEPALIVE);
+        assert_eq!(socket.tcp_keepalive_interval().unwrap(), KEEPALIVE);
+    }
+    let port = listener.local_addr().unwrap().port();
+    dial("tcp", &format!("localhost:{port}"), AMPLE)
+        .await
+        .unwrap();
+    dial("tcp", &format!(":{port}"), AMPLE).await.unwrap();
+    dial("tcp", &format!("[::ffff:127.0.0.1]:{port}"), AMPLE)
+        .await
+        .unwrap();
+}
+
+#[tokio::test]
+async fn refused_says_so_with_the_address() {
+    let (_socket, address) = refusing(Ipv4Addr::LOCALHOST.into());
+    let error = error_of("tcp", &address.to_string()).await;
+    assert_eq!(
+        error.text,
+        format!("dial tcp {address}: connect: connection refused")
+    );
+    assert!(!error.timeout);
+    let error = error_of("tcp4", &format!(":{}", address.port())).await;
+    assert_eq!(
+        error.text,
+        format!("dial tcp4 :{}: connect: connection refused", address.port())
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn silence_is_a_timeout() {
+    let hole = BlackHole::new(Ipv4Addr::LOCALHOST.into());
+    let address = hole.address;
+    let error = error_of("tcp", &address.to_string()).await;
+    assert_eq!(error.text, format!("dial tcp {address}: i/o timeout"));
+    assert!(error.timeout);
+}
+
+#[tokio::test]
+async fn bad_addresses_are_refused_in_gos_words() {
+    for (protocol, address, text) in [
+        (
+            "udp",
+            "127.0.0.1:53",
+            "dial udp: unknown network udp (only tcp is allowed)",
+        ),
+        (
+            "unix",
+            "/run/x",
+            "dial unix: unknown network unix (only tcp is allowed)",
+        ),
+        (
+            "",
+            "127.0.0.1:1",
+            "dial : unknown network  (only tcp is allowed)",
+        ),
+        ("tcp", "", "dial tcp: missing address"),
+        (
+            "tcp",
+            "host",
+            "dial tcp: address host: missing port in address",
+        ),
+        (
+            "tcp",
+            "::1:80",
+            "dial tcp: address ::1:80: too many colons in address",
+        ),
+        (
+            "tcp",
+            "10.0.0.1:http",
+            "dial tcp: lookup tcp/http: unknown port",
+        ),
+        (
+            "tcp",
+            "10.0.0.1:65536",
+            "dial tcp: address 65536: invalid port",
+        ),
+        ("tcp", "10.0.0.1:-1", "dial tcp: address -1: invalid port"),
+        (
+            "tcp",
+            "10.0.0.1:99999999999999999999",
+            "dial tcp: address 99999999999999999999: invalid port",
+        ),
+        (
+            "tcp6",
+            "10.0.0.1:80",
+            "dial tcp6: address 10.0.0.1: no suitable address found",
+        ),
+        (
+            "tcp4",
+            "[2001:db8::1]:80",
+            "dial tcp4: address 2001:db8::1: no suitable address found",
+        ),
+        ("tcp", "a\0b:80", "dial tcp: lookup a\0b: no such host"),
+    ] {
+        let error = error_of(protocol, address).await;
+        assert_eq!(error.text, text);
+        assert!(!error.timeout);
+    }
+}
+
+#[test]
+fn ports_are_parsed_as_go_does() {
+    for (port, number) in [
+        ("", 0),
+        ("0", 0),
+        ("-0", 0),
+        ("+80", 80),
+        ("00080", 80),
+        ("65535", 65535),
+    ] {
+        assert_eq!(parse_port("tcp", port), Ok(number), "{port:?}");
+    }
+}
+
+#[test]
+fn addresses_are_split_as_go_does() {
+    for (address, host, port) in [
+        ("host:80", "host", "80"),
+        ("host:", "host", ""),
+        (":80", "", "80"),
+        ("[::1]:80", "::1", "80"),
+        ("[fe80::1%eth0]:80", "fe80::1%eth0", "80"),
+        ("[host]:http", "host", "http"),
+        ("[]:", "", ""),
+    ] {
+        assert_eq!(split_host_port(address).unwrap(), (host, port));
+    }
+    for (address, reason) in [
+        ("", "missing port in address"),
+        ("host", "missing port in address"),
+        ("[::1]", "missing port in address"),
+        ("[host]", "missing port in address"),
+        ("[::1]x:80", "missing port in address"),
+        ("[::1", "missing ']' in address"),
+        ("[host:80", "missing ']' in address"),
+        ("::1", "too many colons in address"),
+        ("a:b:80", "too many colons in address"),
+        ("[::1]:80:90", "too many colons in address"),
+        ("[a[b]:80", "unexpected '[' in address"),
+        ("a[b:80", "unexpected '[' in address"),
+        ("[a]:[80", "unexpected '[' in address"),
+        ("a]b:80", "unexpected ']' in address"),
+        ("[a]:80]", "unexpected ']' in address"),
+    ] {
+        let error = split_host_port(address).unwrap_err();
+        assert_eq!((error.address.as_str(), error.reason), (address, reason));
+    }
+    assert_eq!(join_host_port("::1", 80), "[::1]:80");
+    assert_eq!(join_host_port("host", 80), "host:80");
+}
+
+#[test]
+fn lookup_errors_are_sorted() {
+    let gai =
+        |text: &str| io::Error::other(format!("failed to lookup address information: {text}"));
+    for (error, text) in [
+        (gai("Name or service not known"), "lookup n: no such host"),
+        (
+            gai("No address associated with hostname"),
+            "lookup n: no such host",
+        ),
+        (gai("Name does not resolve"), "lookup n: no such host"),
+        (
+            gai("Temporary failure in name resolution"),
+            "lookup n: server misbehaving",
+        ),
+        (gai("Try again"), "lookup n: server misbehaving"),
+        (
+            gai("Non-recoverable failure in name resolution"),
+            "lookup n: Non-recoverable failure in name resolution",
+        ),
+        (
+            io::Error::from_raw_os_error(24),
+            "lookup n: too many open files",
+        ),
+    ] {
+        assert_eq!(lookup_text("n", &error), text);
+    }
+}
+
+#[test]
+fn errnos_are_in_gos_words() {
+    for (code, text) in [
+        (24, "too many open files"),
+        (101, "network is unreachable"),
+        (104, "connection reset by peer"),
+        (111, "connection refused"),
+        (113, "no route to host"),
+        (32, "broken pipe"),
+    ] {
+        assert_eq!(errno_text(code, &io::Error::from_raw_os_error(code)), text);
+    }
+}
+
+#[test]
+fn time_is_shared_as_go_does() {
+    let seconds = Duration::from_secs;
+    assert_eq!(partial_timeout(seconds(12), 3), seconds(4));
+    assert_eq!(partial_timeout(seconds(5), 1), seconds(5));
+    assert_eq!(partial_timeout(seconds(5), 4), seconds(2));
+    assert_eq!(partial_timeout(seconds(1), 4), seconds(1));
+    assert_eq!(partial_timeout(Duration::ZERO, 2), Duration::ZERO);
+}
+
+#[tokio::test]
+async fn the_next_address_is_tried_and_the_first_error_is_told() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let (_one, refused) = refusing(Ipv4Addr::LOCALHOST.into());
+    let (_two, also) = refusing(Ipv4Addr::LOCALHOST.into());
+    let deadline = Instant::now() + AMPLE;
+    let targets = vec![target(refused), target(listener.local_addr().unwrap())];
+    dial_any("tcp", targets, deadline).await.unwrap();
+
+    let error = dial_any("tcp", vec![target(refused), target(also)], deadline)
+        .await
+        .unwrap_err();
+    assert_eq!(
+        error.text,
+        format!("dial tcp {refused}: connect: connection refused")
+    );
+}
+
+#[tokio::test]
+async fn a_refused_family_yields_to_the_other() {
+    let Some(listener) = listener_v6().await else {
+        return;
+    };
+    let v6 = listener.local_addr().unwrap();
+    let (_socket, refused) = refusing(Ipv4Addr::LOCALHOST.into());
+    let deadline = Instant::now() + AMPLE;
+    let stream = dial_any("tcp", vec![target(refused), target(v6)], deadline)
+        .await
+        .unwrap();
+    assert_eq!(stream.peer_addr().unwrap(), v6);
+}
+
+#[tokio::test]
+async fn a_silent_family_yields_to_the_other() {
+    let Some(listener) = listener_v6().await else {
+        return;
+    };
+    let v6 = listener.local_addr().unwrap();
+    let hole = BlackHole::new(Ipv4Addr::LOCALHOST.into());
+    let deadline = Instant::now() + AMPLE;
+    let stream = dial_any("tcp", vec![target(hole.address), target(v6)], deadline)
+        .await
+        .unwrap();
+    assert_eq!(stream.peer_addr().unwrap(), v6);
+}
+
+#[tokio::test]
+async fn the_error_of_the_first_family_is_told() {
+    let Some(listener) = listener_v6().await else {
+        return;
+    };
+    drop(listener);
+    let (_one, v4) = refusing(Ipv4Addr::LOCALHOST.into());
+    let (_two, v6) = refusing(Ipv6Addr::LOCALHOST.into());
+    let deadline = Instant::now() + AMPLE;
+    let error = dial_any("tcp", vec![target(v6), target(v4)], deadline)
+        .await
+        .unwrap_err();
+    assert_eq!(
+        error.text,
+        format!("dial tcp {v6}: connect: connection refused")
+    );
+}

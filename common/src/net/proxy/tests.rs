@@ -1,0 +1,225 @@
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
+
+use std::time::Duration;
+
+use tokio::net::{TcpListener, TcpSocket};
+
+use super::*;
+
+fn by(
+    variables: &[(&str, &str)],
+    host: &str,
+    port: u16,
+) -> Result<Option<ProxyTarget>, ProxyError> {
+    from_variables(host, port, |name| {
+        let found = variables.iter().find(|(variable, _)| *variable == name);
+        found.map(|(_, value)| (*value).to_owned())
+    })
+}
+
+fn soon() -> Instant {
+    Instant::now() + Duration::from_secs(60)
+}
+
+#[test]
+fn the_proxy_comes_from_either_spelling() {
+    for (variables, expected) in [
+        (&[][..], None),
+        (&[("HTTP_PROXY", "http://p:1")], None),
+        (&[("HTTPS_PROXY", "http://p:3128")], Some("p:3128")),
+        (&[("https_proxy", "http://p:3128/")], Some("p:3128")),
+        (
+            &[("HTTPS_PROXY", ""), ("https_proxy", "http://q")],
+            Some("q:80"),
+        ),
+        (
+            &[("HTTPS_PROXY", "p:3128"), ("https_proxy", "http://q")],
+            Some("p:3128"),
+        ),
+        (
+            &[("HTTPS_PROXY", "HTTP://[2001:db8::1]:8080")],
+            Some("[2001:db8::1]:8080"),
+        ),
+    ] {
+        let proxy = by(variables, "server.example", 8091).unwrap();
+        assert_eq!(
+            proxy.map(|proxy| proxy.to_string()).as_deref(),
+            expected,
+            "{variables:?}"
+        );
+    }
+}
+
+#[test]
+fn unusable_proxies_are_errors_without_their_value() {
+    for (url, error) in [
+        ("https://p:3128", ProxyError::Scheme),
+        ("socks5://user:secret@p:1080", ProxyError::Scheme),
+        ("http://", ProxyError::Invalid),
+        ("http://user:secret@", ProxyError::Invalid),
+        ("not a url", ProxyError::Invalid),
+    ] {
+        let found = by(&[("HTTPS_PROXY", url)], "server.example", 8091).unwrap_err();
+        assert_eq!(found, error, "{url}");
+        assert!(!found.to_string().contains("secret"));
+    }
+    // Not used, so not looked at.
+    assert!(
+        by(&[("HTTPS_PROXY", "https://p"), ("NO_PROXY", "*")], "x", 1)
+            .unwrap()
+            .is_none()
+    );
+}
+
+#[test]
+fn credentials_are_sent_but_not_shown() {
+    let variables = [("HTTPS_PROXY", "http://Aladdin:open%20sesame@p:3128")];
+    let proxy = by(&variables, "server.example", 8091).unwrap().unwrap();
+    assert_eq!(format!("{proxy} {proxy:?}"), "p:3128 ProxyTarget(p:3128)");
+    let request = connect_request(&proxy, "server.example", 8091).unwrap();
+    assert_eq!(
+        String::from_utf8(request).unwrap(),
+        "CONNECT server.example:8091 HTTP/1.1\r\nHost: server.example:8091\r\n\
+         Proxy-Authorization: Basic QWxhZGRpbjpvcGVuIHNlc2FtZQ==\r\n\r\n"
+    );
+}
+
+#[test]
+fn exceptions_are_gos() {
+    for (exceptions, host, port, exempt) in [
+        ("", "localhost", 1, true),
+        ("", "LOCALHOST", 1, true),
+        ("", "127.0.0.2", 1, true),
+        ("", "::1", 1, true),
+        ("", "example.com", 443, false),
+        ("*", "example.com", 443, true),
+        ("other, *", "example.com", 443, true),
+        ("example.com", "example.com", 443, true),
+        ("example.com", "Sub.Example.com", 443, true),
+        ("example.com", "notexample.com", 443, false),
+        (".example.com", "sub.example.com", 443, true),
+        (".example.com", "example.com", 443, false),
+        ("*.example.com", "sub.example.com", 443, true),
+        ("*.example.com", "example.com", 443, false),
+        ("example.com:8091", "example.com", 8091, true),
+        ("example.com:8091", "sub.example.com", 8091, true),
+        ("example.com:8091", "example.com", 443, false),
+        ("10.0.0.1", "10.0.0.1", 443, true),
+        ("10.0.0.1:443", "10.0.0.1", 443, true),
+        ("10.0.0.1:443", "10.0.0.1", 80, false),
+        ("[2001:db8::1]:443", "2001:db8::1", 443, true),
+        ("2001:db8::1", "2001:db8::1", 443, true),
+        ("10.0.0.0/8", "10.9.8.7", 443, true),
+        ("10.0.0.0/8", "11.0.0.1", 443, false),
+        ("0.0.0.0/0", "11.0.0.1", 443, true),
+        ("10.0.0.1/32", "10.0.0.1", 443, true),
+        ("10.0.0.1/32", "10.0.0.2", 443, false),
+        ("2001:db8::/32", "2001:db8:1::1", 443, true),
+        ("::/0", "2001:db8:1::1", 443, true),
+        ("::/0", "10.0.0.1", 443, false),
+        ("10.0.0.0/33", "10.0.0.1", 443, false),
+        (" , :443, ., *.", "example.com", 443, false),
+        (
+            "a.example, 10.0.0.0/8 ,example.com",
+            "example.com",
+            443,
+            true,
+        ),
+    ] {
+        assert_eq!(
+            is_exempt(host, port, exceptions),
+            exempt,
+            "{exceptions:?} for {host}:{port}"
+        );
+    }
+}
+
+/// A proxy that answers one CONNECT request with `answer`, and what it was asked.
+async fn proxy_that_answers(
+    answer: &'static [u8],
+) -> (ProxyTarget, tokio::task::JoinHandle<String>) {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let url = format!("http://{}", listener.local_addr().unwrap());
+    let task = tokio::spawn(async move {
+        let (mut stream, _) = listener.accept().await.unwrap();
+        let request = read_head(&mut stream).await.unwrap();
+        stream.write_all(answer).await.unwrap();
+        String::from_utf8(request).unwrap()
+    });
+    (ProxyTarget::parse(&url).unwrap(), task)
+}
+
+#[tokio::test]
+async fn the_tunnel_begins_right_behind_the_answer() {
+    let answer = b"HTTP/1.1 200 Connection established\r\nVia: x\r\n\r\nfirst bytes";
+    let (proxy, task) = proxy_that_answers(answer).await;
+    let mut stream = connect(&proxy, "2001:db8::1", 8091, soon()).await.unwrap();
+    let mut rest = String::new();
+    stream.read_to_string(&mut rest).await.unwrap();
+    assert_eq!(rest, "first bytes");
+    assert_eq!(
+        task.await.unwrap(),
+        "CONNECT [2001:db8::1]:8091 HTTP/1.1\r\nHost: [2001:db8::1]:8091\r\n\r\n"
+    );
+}
+
+#[tokio::test]
+async fn refusals_and_nonsense_are_told() {
+    for (answer, text) in [
+        (
+            &b"HTTP/1.1 407 Proxy Authentication Required\r\n\r\n"[..],
+            "refused the CONNECT request: 407 Proxy Authentication Required",
+        ),
+        (
+            b"HTTP/1.1 204 No Content\r\n\r\n",
+            "refused the CONNECT request: 204",
+        ),
+        (b"SSH-2.0-x\r\n\r\n", "the answer is not HTTP"),
+        (
+            b"HTTP/1.1 200 OK\r\n",
+            "closed the connection instead of answering",
+        ),
+        (
+            &[b'x'; MAX_HEAD_BYTES + 1],
+            "the answer's head is longer than 8192 bytes",
+        ),
+    ] {
+        let (proxy, task) = proxy_that_answers(answer).await;
+        let error = connect(&proxy, "h", 1, soon())
+            .await
+            .unwrap_err()
+            .to_string();
+        assert!(error.starts_with(&format!("proxy {proxy}: ")), "{error}");
+        assert!(error.contains(text), "{error}");
+        task.await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn a_silent_proxy_is_left_at_the_deadline() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let url = format!("http://{}", listener.local_addr().unwrap());
+    let proxy = ProxyTarget::parse(&url).unwrap();
+    let deadline = Instant::now() + Duration::from_millis(100);
+    let error = connect(&proxy, "h", 1, deadline).await.unwrap_err();
+    assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+}
+
+#[tokio::test]
+async fn an_unreachable_proxy_and_a_bad_host_are_told() {
+    // Bound but not listening, so that nobody else gets the port.
+    let socket = TcpSocket::new_v4().unwrap();
+    socket.bind("127.0.0.1:0".parse().unwrap()).unwrap();
+    let address = socket.local_addr().unwrap();
+    let proxy = ProxyTarget::parse(&format!("http://{address}")).unwrap();
+    let error = connect(&proxy, "h", 1, soon())
+        .await
+        .unwrap_err()
+        .to_string();
+    assert!(error.contains("connection refused"), "{error}");
+
+    for host in ["", "a b", "a\r\nX: y"] {
+        let error = connect(&proxy, host, 1, soon()).await.unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::InvalidInput);
+    }
+}

@@ -1,0 +1,241 @@
+//! Where finished lines go: a file with a bound, stderr, or both.
+//!
+//! Writers never report an error and never panic. A file's lock is held for one write, or for the rename when the file
+//! has reached its bound.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use parking_lot::Mutex;
+use time::OffsetDateTime;
+use time::macros::format_description;
+use tracing::Metadata;
+use tracing_subscriber::fmt::MakeWriter;
+
+use super::{LogConfig, LogError, LogPlace, Severity};
+
+static LOST: AtomicU64 = AtomicU64::new(0);
+
+pub(super) fn lost_lines() -> u64 {
+    LOST.load(Ordering::Relaxed)
+}
+
+fn lose_line() {
+    LOST.fetch_add(1, Ordering::Relaxed);
+}
+
+/// Takes lines and spreads them.
+pub(super) struct Sink {
+    file: Option<Mutex<BoundedFile>>,
+    stderr: Stderr,
+    stderr_threshold: Severity,
+}
+
+/// The process's stderr, or a stand-in that a test can read.
+#[derive(Clone)]
+pub(super) enum Stderr {
+    /// File descriptor 2.
+    Process,
+    /// Memory.
+    #[cfg_attr(not(test), expect(dead_code, reason = "tests read what stderr got"))]
+    Buffer(Arc<Mutex<Vec<u8>>>),
+}
+
+impl Stderr {
+    /// Writes all of `bytes` in one piece. `eprintln!` would panic where this returns an error.
+    fn write(&self, bytes: &[u8]) -> io::Result<()> {
+        match self {
+            Self::Process => io::stderr().lock().write_all(bytes),
+            Self::Buffer(buffer) => {
+                let mut buffer = buffer.lock();
+                buffer.write_all(bytes)
+            }
+        }
+    }
+}
+
+impl Sink {
+    /// Opens the file if there is to be one.
+    pub(super) fn open(
+        config: &LogConfig,
+        program: &str,
+        stderr: Stderr,
+    ) -> Result<Self, LogError> {
+        let file = match &config.file {
+            None => None,
+            Some(file) => {
+                let path = match &file.place {
+                    LogPlace::File(path) => path.clone(),
+                    LogPlace::Dir(dir) => dir.join(file_name(program)),
+                };
+                let opened =
+                    BoundedFile::open(&path, file.max_bytes).map_err(|source| LogError::Open {
+                        path: path.display().to_string(),
+                        source,
+                    })?;
+                Some(Mutex::new(opened))
+            }
+        };
+        Ok(Self {
+            file,
+            stderr,
+            stderr_threshold: config.stderr_threshold,
+        })
+    }
+
+    fn line(&self, severity: Severity, line: &[u8]) {
+        let mut to_stderr = severity >= self.stderr_threshold;
+        if let Some(file) = &self.file {
+            let written = {
+                let mut file = file.lock();
+                file.write_line(line)
+                    .map_err(|error| file.explain_once(&error))
+            };
+            if let Err(explanation) = written {
+                lose_line();
+                to_stderr = true;
+                if let Some(text) = explanation {
+                    self.to_stderr(text.as_bytes());
+                }
+            }
+        }
+        if to_stderr {
+            self.to_stderr(line);
+        }
+    }
+
+    fn to_stderr(&self, line: &[u8]) {
+        if self.stderr.write(line).is_err() {
+            lose_line();
+        }
+    }
+}
+
+/// `PROGRAM.log.YYYYMMDD-HHMMSS.PID`, in local time.
+fn file_name(program: &str) -> String {
+    let now = OffsetDateTime::now_local().unwrap_or_else(|_| OffsetDateTime::now_utc());
+    let stamp = now
+        .format(format_description!(
+            "[year][month][day]-[hour][minute][second]"
+        ))
+        .unwrap_or_default();
+    format!("{program}.log.{stamp}.{}", std::process::id())
+}
+
+// === impl MakeWriter ===
+
+/// Takes one event's line.
+pub(super) struct LineWriter<'a> {
+    sink: &'a Sink,
+    severity: Severity,
+}
+
+impl<'a> MakeWriter<'a> for Sink {
+    type Writer = LineWriter<'a>;
+
+    fn make_writer(&'a self) -> LineWriter<'a> {
+        LineWriter {
+            sink: self,
+            severity: Severity::Info,
+        }
+    }
+
+    fn make_writer_for(&'a self, meta: &Metadata<'_>) -> LineWriter<'a> {
+        LineWriter {
+            sink: self,
+            severity: Severity::from(meta.level()),
+        }
+    }
+}
+
+impl Write for LineWriter<'_> {
+    /// The layer hands over a whole line at a time.
+    fn write(&mut self, line: &[u8]) -> io::Result<usize> {
+        self.sink.line(self.severity, line);
+        Ok(line.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+// === impl BoundedFile ===
+
+/// A file that is moved aside when it has grown to its bound.
+struct BoundedFile {
+    file: File,
+    path: PathBuf,
+    size: u64,
+    /// `None` for no bound, and for what is not a regular file: devices and pipes do not grow.
+    max_bytes: Option<u64>,
+    /// The last write broke off within a line.
+    torn: bool,
+    explained: bool,
+}
+
+impl BoundedFile {
+    fn open(path: &Path, max_bytes: Option<u64>) -> io::Result<Self> {
+        let file = append_to(path)?;
+        let meta = file.metadata()?;
+        Ok(Self {
+            file,
+            path: path.to_owned(),
+            size: meta.len(),
+            max_bytes: max_bytes.filter(|_| meta.is_file()),
+            torn: false,
+            explained: false,
+        })
+    }
+
+    fn write_line(&mut self, line: &[u8]) -> io::Result<()> {
+        let len = u64::try_from(line.len()).unwrap_or(u64::MAX);
+        let full = |max| self.size > 0 && self.size.saturating_add(len) > max;
+        if self.max_bytes.is_some_and(full) {
+            self.rotate()?;
+        }
+        if self.torn {
+            self.file.write_all(b"\n")?;
+            self.torn = false;
+        }
+        self.file
+            .write_all(line)
+            .inspect_err(|_| self.torn = true)?;
+        self.size = self.size.saturating_add(len);
+        Ok(())
+    }
+
+    fn rotate(&mut self) -> io::Result<()> {
+        let mut aside = self.path.clone().into_os_string();
+        aside.push(".1");
+        // Someone else may have moved the file away, or the new one could not be created the last time.
+        match std::fs::rename(&self.path, aside) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+            _ => {}
+        }
+        self.file = append_to(&self.path)?;
+        self.size = 0;
+        self.torn = false;
+        Ok(())
+    }
+
+    /// What to tell the operator, the first time something fails.
+    fn explain_once(&mut self, error: &io::Error) -> Option<String> {
+        if self.explained {
+            return None;
+        }
+        self.explained = true;
+        Some(format!(
+            "cannot write the log file {}: {error}; such lines go to stderr instead. Free space or make it writable; \
+             no restart is needed\n",
+            self.path.display()
+        ))
+    }
+}
+
+fn append_to(path: &Path) -> io::Result<File> {
+    OpenOptions::new().create(true).append(true).open(path)
+}

@@ -1,0 +1,183 @@
+//! Handshake failures in an operator's words.
+//!
+//! rustls says what it saw. An operator wants to know which side is at fault and what to change.
+
+use std::io;
+
+use rustls::PeerMisbehaved;
+use rustls::{AlertDescription, CertificateError, Error, InvalidMessage, PeerIncompatible};
+use rustls_pki_types::UnixTime;
+use time::OffsetDateTime;
+
+/// Explains an error of a TLS stream or handshake; other errors are returned as they print.
+pub fn explain(error: &io::Error) -> String {
+    let inner = error.get_ref();
+    if let Some(tls) = inner.and_then(|inner| inner.downcast_ref::<Error>()) {
+        return explain_tls(tls);
+    }
+    match error.kind() {
+        io::ErrorKind::UnexpectedEof => {
+            "the peer closed the connection during the handshake; it may not speak TLS here, or \
+             its log tells why it refused us"
+                .to_owned()
+        }
+        _ => error.to_string(),
+    }
+}
+
+/// Explains a rustls error: what happened, and in the common cases what to do.
+pub fn explain_tls(error: &Error) -> String {
+    match error {
+        Error::InvalidCertificate(problem) => certificate(problem),
+        Error::AlertReceived(alert) => alert_received(*alert),
+        Error::NoCertificatesPresented => {
+            "the peer presented no client certificate; give it a certificate and key issued by our \
+             client CA"
+                .to_owned()
+        }
+        Error::InvalidMessage(InvalidMessage::InvalidContentType)
+        | Error::InvalidMessage(InvalidMessage::UnknownProtocolVersion)
+        | Error::InvalidMessage(InvalidMessage::MessageTooLarge) => {
+            "the peer does not speak TLS; check that it connects to the right port, and with TLS"
+                .to_owned()
+        }
+        Error::NoApplicationProtocol
+        | Error::PeerMisbehaved(PeerMisbehaved::SelectedUnofferedApplicationProtocol) => {
+            ALPN_MISMATCH.to_owned()
+        }
+        Error::PeerIncompatible(problem) => incompatible(problem),
+        other => other.to_string(),
+    }
+}
+
+const ALPN_MISMATCH: &str = "no common application protocol (ALPN); gRPC peers must offer `h2`, \
+                             and HTTP CONNECT clients `http/1.1`: is this the right port?";
+
+fn certificate(problem: &CertificateError) -> String {
+    match problem {
+        CertificateError::UnknownIssuer => {
+            "the peer's certificate is signed by a CA that is not in our CA bundle; compare its \
+             issuer (`openssl x509 -noout -issuer`) with the bundle"
+                .to_owned()
+        }
+        CertificateError::BadSignature => {
+            "the peer's certificate names one of our CAs but was not signed with its key; was the \
+             CA issued anew?"
+                .to_owned()
+        }
+        CertificateError::Expired => "the peer's certificate has expired; renew it".to_owned(),
+        CertificateError::ExpiredContext { not_after, .. } => format!(
+            "the peer's certificate expired at {}; renew it, or correct our clock",
+            instant(*not_after)
+        ),
+        CertificateError::NotValidYet => {
+            "the peer's certificate is not valid yet; check both clocks".to_owned()
+        }
+        CertificateError::NotValidYetContext { not_before, .. } => format!(
+            "the peer's certificate is not valid before {}; check both clocks",
+            instant(*not_before)
+        ),
+        CertificateError::NotValidForName => {
+            "the peer's certificate is for another name; connect by a name in its SANs".to_owned()
+        }
+        CertificateError::NotValidForNameContext {
+            expected,
+            presented,
+        } => name_mismatch(&expected.to_str(), presented),
+        CertificateError::InvalidPurpose | CertificateError::InvalidPurposeContext { .. } => {
+            "the peer's certificate may not be used for this: a server's needs the extended key \
+             usage serverAuth, a client's clientAuth"
+                .to_owned()
+        }
+        CertificateError::Other(_) => other_certificate_problem(&format!("{problem:?}")),
+        other => format!("the peer's certificate was refused: {other}"),
+    }
+}
+
+/// webpki's own errors come through rustls as opaque values; only their names can be seen.
+fn other_certificate_problem(debug: &str) -> String {
+    if debug.contains("UnsupportedCertVersion") {
+        "the peer's certificate is X.509 v1, which is not accepted from peers; reissue it as v3: \
+         with `openssl x509 -req`, add `-extfile` with at least one extension (for a server its \
+         subjectAltName)"
+            .to_owned()
+    } else if debug.contains("CaUsedAsEndEntity") {
+        "the peer presented a CA certificate as its own; issue it a certificate without \
+         `CA:TRUE`, signed by that CA"
+            .to_owned()
+    } else if debug.contains("EmptyEkuExtension") {
+        "the peer's certificate has an empty extended key usage; reissue it".to_owned()
+    } else {
+        format!("the peer's certificate was refused: {debug}")
+    }
+}
+
+fn name_mismatch(expected: &str, presented: &[String]) -> String {
+    let names = match presented {
+        [] => "has no subject alternative name (a common name alone does not count)".to_owned(),
+        names => format!("is valid for {}", names.join(", ")),
+    };
+    format!(
+        "the peer's certificate {names}, not for {expected}; connect by one of its names, or \
+         reissue it with {expected} among its subject alternative names"
+    )
+}
+
+fn incompatible(problem: &PeerIncompatible) -> String {
+    match problem {
+        PeerIncompatible::NoCipherSuitesInCommon => {
+            "no cipher suite in common with the peer; check the list of cipher suites on both sides"
+                .to_owned()
+        }
+        PeerIncompatible::ServerTlsVersionIsDisabledByOurConfig
+        | PeerIncompatible::Tls12NotOffered
+        | PeerIncompatible::Tls12NotOfferedOrEnabled
+        | PeerIncompatible::ServerDoesNotSupportTls12Or13
+        | PeerIncompatible::SupportedVersionsExtensionRequired => {
+            "no TLS version in common with the peer; check the minimum version on both sides (1.0 \
+             and 1.1 are never spoken)"
+                .to_owned()
+        }
+        other => format!("the peer's TLS is incompatible: {other:?}"),
+    }
+}
+
+fn alert_received(alert: AlertDescription) -> String {
+    match alert {
+        AlertDescription::CertificateRequired => {
+            "the peer requires a client certificate and we have none; configure certificate and \
+             key"
+            .to_owned()
+        }
+        AlertDescription::UnknownCA => {
+            "the peer does not know the CA of our certificate; add the CA to its bundle, or use a \
+             certificate of a CA it knows"
+                .to_owned()
+        }
+        AlertDescription::BadCertificate | AlertDescription::UnsupportedCertificate => {
+            "the peer refused our certificate, or we presented none (its log tells why)".to_owned()
+        }
+        AlertDescription::CertificateExpired => {
+            "the peer says that our certificate has expired; renew it, or check both clocks"
+                .to_owned()
+        }
+        AlertDescription::NoApplicationProtocol => ALPN_MISMATCH.to_owned(),
+        AlertDescription::ProtocolVersion => {
+            "the peer speaks none of our TLS versions; check the minimum version on both sides"
+                .to_owned()
+        }
+        AlertDescription::HandshakeFailure => {
+            "the peer found no common settings (cipher suites, signature algorithms) or wants a \
+             client certificate; its log tells which"
+                .to_owned()
+        }
+        other => format!("the peer ended the handshake with the alert {other:?}"),
+    }
+}
+
+fn instant(time: UnixTime) -> String {
+    i64::try_from(time.as_secs())
+        .ok()
+        .and_then(|seconds| OffsetDateTime::from_unix_timestamp(seconds).ok())
+        .map_or_else(|| format!("{} s", time.as_secs()), |time| time.to_string())
+}

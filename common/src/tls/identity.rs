@@ -1,0 +1,135 @@
+//! Our own certificate and private key.
+//!
+//! rustls checks that a key belongs to its certificate with a parser that refuses X.509 v1, so
+//! [`Identity`] makes that check itself: the `openssl x509 -req` recipe in the Kubernetes
+//! documentation issues v1 certificates, and Go works with them.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use rustls::crypto::aws_lc_rs::sign::any_supported_type;
+use rustls::sign::{CertifiedKey, SigningKey};
+use rustls_pki_types::pem::PemObject;
+use rustls_pki_types::{CertificateDer, PrivateKeyDer};
+use time::OffsetDateTime;
+use x509_parser::prelude::{FromDer, X509Certificate};
+use x509_parser::x509::{SubjectPublicKeyInfo, X509Version};
+
+use super::{TlsError, read_pem};
+
+/// A certificate chain, leaf first, and the leaf's private key.
+#[derive(Clone, Debug)]
+pub struct Identity {
+    key: Arc<CertifiedKey>,
+    not_after: OffsetDateTime,
+}
+
+// === impl Identity ===
+
+impl Identity {
+    /// Loads a PEM chain and a PEM key (PKCS#8, PKCS#1 or SEC1). A certificate that has expired, or
+    /// is not valid yet, is loaded with a warning: the clock may be what is wrong.
+    ///
+    /// # Errors
+    ///
+    /// Unreadable files, no or malformed certificate or key, a key that is not the certificate's.
+    pub fn load(cert_path: impl AsRef<Path>, key_path: impl AsRef<Path>) -> Result<Self, TlsError> {
+        let (cert_path, key_path) = (cert_path.as_ref(), key_path.as_ref());
+        let chain = certificates(cert_path)?;
+        let key = private_key(key_path)?;
+        let malformed = |reason: String| TlsError::MalformedCertificate {
+            path: cert_path.to_owned(),
+            reason,
+        };
+        let der = chain.first().ok_or_else(|| TlsError::NoCertificate {
+            path: cert_path.to_owned(),
+        })?;
+        let (_, leaf) =
+            X509Certificate::from_der(der).map_err(|error| malformed(error.to_string()))?;
+
+        if !is_key_of(&leaf, key.as_ref()) {
+            return Err(TlsError::KeyMismatch {
+                cert: cert_path.to_owned(),
+                key: key_path.to_owned(),
+            });
+        }
+        warn_about(&leaf, cert_path);
+        let not_after = leaf.validity().not_after.to_datetime();
+        Ok(Self {
+            key: Arc::new(CertifiedKey::new(chain, key)),
+            not_after,
+        })
+    }
+
+    /// When the leaf expires.
+    pub fn not_after(&self) -> OffsetDateTime {
+        self.not_after
+    }
+
+    /// The form that rustls wants.
+    pub(super) fn certified_key(&self) -> Arc<CertifiedKey> {
+        Arc::clone(&self.key)
+    }
+}
+
+/// All certificates of a PEM file; other blocks are passed over, as Go does.
+pub(super) fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsError> {
+    let pem = read_pem(path)?;
+    let chain = CertificateDer::pem_slice_iter(&pem)
+        .collect::<Result<Vec<_>, _>>()
+        .map_err(|error| TlsError::MalformedCertificate {
+            path: path.to_owned(),
+            reason: error.to_string(),
+        })?;
+    if chain.is_empty() {
+        return Err(TlsError::NoCertificate {
+            path: path.to_owned(),
+        });
+    }
+    Ok(chain)
+}
+
+fn private_key(path: &Path) -> Result<Arc<dyn SigningKey>, TlsError> {
+    let bad = |reason: String| TlsError::BadKey {
+        path: path.to_owned(),
+        reason,
+    };
+    let pem = read_pem(path)?;
+    let key = PrivateKeyDer::from_pem_slice(&pem).map_err(|error| match error {
+        rustls_pki_types::pem::Error::NoItemsFound => TlsError::NoKey {
+            path: PathBuf::from(path),
+        },
+        other => bad(other.to_string()),
+    })?;
+    any_supported_type(&key).map_err(|error| bad(error.to_string()))
+}
+
+/// Compares the public keys' bits, not their algorithm identifiers, which may be written in more
+/// than one way.
+fn is_key_of(leaf: &X509Certificate<'_>, key: &dyn SigningKey) -> bool {
+    let Some(spki) = key.public_key() else {
+        return false;
+    };
+    SubjectPublicKeyInfo::from_der(&spki).is_ok_and(|(_, own)| {
+        own.subject_public_key.data == leaf.public_key().subject_public_key.data
+    })
+}
+
+fn warn_about(leaf: &X509Certificate<'_>, path: &Path) {
+    let validity = leaf.validity();
+    if !validity.is_valid() {
+        tracing::warn!(
+            path = %path.display(),
+            not_before = %validity.not_before,
+            not_after = %validity.not_after,
+            "certificate is not valid now; peers will refuse it"
+        );
+    }
+    if leaf.version() != X509Version::V3 {
+        tracing::warn!(
+            path = %path.display(),
+            "certificate is X.509 v1: Go peers accept it, others refuse it; reissue it as v3 \
+             (with `openssl x509 -req`, add `-extfile` with at least one extension)"
+        );
+    }
+}

@@ -1,0 +1,555 @@
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
+
+use std::io;
+use std::path::PathBuf;
+
+use rcgen::{
+    BasicConstraints, CertificateParams, CertifiedIssuer, DnType, ExtendedKeyUsagePurpose, IsCa,
+    KeyPair, SigningKey as _,
+};
+use rustls_pki_types::ServerName;
+use tempfile::TempDir;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio_rustls::{TlsAcceptor, TlsConnector};
+
+use super::*;
+
+const H2: &[&[u8]] = &[b"h2"];
+
+/// A CA and a directory for the files that it issues.
+struct Authority {
+    ca: CertifiedIssuer<'static, KeyPair>,
+    dir: TempDir,
+}
+
+struct Files {
+    cert: PathBuf,
+    key: PathBuf,
+}
+
+impl Authority {
+    fn new(name: &str) -> Self {
+        let mut params = CertificateParams::new(Vec::new()).unwrap();
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        params.distinguished_name.push(DnType::CommonName, name);
+        let ca = CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap();
+        Self {
+            ca,
+            dir: tempfile::tempdir().unwrap(),
+        }
+    }
+
+    fn write(&self, name: &str, text: impl AsRef<[u8]>) -> PathBuf {
+        let path = self.dir.path().join(name);
+        std::fs::write(&path, text).unwrap();
+        path
+    }
+
+    fn trust(&self) -> TrustBundle {
+        TrustBundle::load(self.write("ca.pem", self.ca.pem())).unwrap()
+    }
+
+    fn issue(&self, name: &str, params: CertificateParams) -> Files {
+        let key = KeyPair::generate().unwrap();
+        let cert = params.signed_by(&key, &self.ca).unwrap();
+        Files {
+            cert: self.write(&format!("{name}.crt"), cert.pem()),
+            key: self.write(&format!("{name}.key"), key.serialize_pem()),
+        }
+    }
+
+    /// A certificate for `localhost`.
+    fn leaf(&self, name: &str) -> Files {
+        self.issue(
+            name,
+            CertificateParams::new(vec!["localhost".into()]).unwrap(),
+        )
+    }
+
+    /// A certificate as `openssl x509 -req` without extensions writes it: version 1.
+    fn v1_leaf(&self, name: &str) -> Files {
+        let key = KeyPair::generate().unwrap();
+        let v3 = CertificateParams::new(vec!["localhost".into()])
+            .unwrap()
+            .signed_by(&key, &self.ca)
+            .unwrap();
+        let outer = der_fields(v3.der());
+        // Drops the fields [0] version and [3] extensions, and signs what is left.
+        let kept: Vec<u8> = der_fields(&outer[0])
+            .into_iter()
+            .filter(|field| field[0] != 0xa0 && field[0] != 0xa3)
+            .flatten()
+            .collect();
+        let tbs = der(0x30, &kept);
+        let signature = [vec![0], self.ca.key().sign(&tbs).unwrap()].concat();
+        let cert = der(
+            0x30,
+            &[tbs, outer[1].clone(), der(0x03, &signature)].concat(),
+        );
+        let pem = pem_of(&cert);
+        Files {
+            cert: self.write(&format!("{name}.crt"), pem),
+            key: self.write(&format!("{name}.key"), key.serialize_pem()),
+        }
+    }
+}
+
+impl Files {
+    fn load(&self) -> Identity {
+        Identity::load(&self.cert, &self.key).unwrap()
+    }
+}
+
+/// One DER element, its length in the shortest form.
+fn der(tag: u8, content: &[u8]) -> Vec<u8> {
+    let [high, low] = u16::try_from(content.len()).unwrap().to_be_bytes();
+    let header = match (high, low) {
+        (0, 0..=0x7f) => vec![tag, low],
+        (0, _) => vec![tag, 0x81, low],
+        _ => vec![tag, 0x82, high, low],
+    };
+    [&header, content].concat()
+}
+
+/// The elements inside the outermost one, each with its header.
+fn der_fields(element: &[u8]) -> Vec<Vec<u8>> {
+    let header = |bytes: &[u8]| match bytes[1] {
+        short @ 0..=0x7f => (2, usize::from(short)),
+        0x81 => (3, usize::from(bytes[2])),
+        0x82 => (4, usize::from(bytes[2]) << 8 | usize::from(bytes[3])),
+        _ => panic!("element too long"),
+    };
+    let (mut at, length) = header(element);
+    let end = at + length;
+    let mut fields = Vec::new();
+    while at < end {
+        let (head, length) = header(&element[at..]);
+        fields.push(element[at..at + head + length].to_vec());
+        at += head + length;
+    }
+    fields
+}
+
+fn pem_of(cert: &[u8]) -> String {
+    const ALPHABET: &[u8] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+    let mut text = String::from("-----BEGIN CERTIFICATE-----\n");
+    for line in cert.chunks(48) {
+        for group in line.chunks(3) {
+            let word = (0..3).fold(0_u32, |word, i| {
+                word << 8 | u32::from(group.get(i).copied().unwrap_or(0))
+            });
+            for i in 0..4 {
+                let sextet = (word >> (18 - 6 * i)) & 0x3f;
+                let padding = i > group.len();
+                text.push(char::from(if padding {
+                    b'='
+                } else {
+                    ALPHABET[sextet as usize]
+                }));
+            }
+        }
+        text.push('\n');
+    }
+    text + "-----END CERTIFICATE-----\n"
+}
+
+/// What each side saw of a handshake followed by one byte each way.
+struct Outcome {
+    client: io::Result<Option<Vec<u8>>>,
+    server: io::Result<Option<Vec<u8>>>,
+}
+
+impl Outcome {
+    fn client_advice(&self) -> String {
+        explain(self.client.as_ref().unwrap_err())
+    }
+
+    fn server_advice(&self) -> String {
+        explain(self.server.as_ref().unwrap_err())
+    }
+}
+
+async fn handshake(server: Arc<ServerConfig>, client: Arc<ClientConfig>) -> Outcome {
+    handshake_as(server, client, "localhost").await
+}
+
+async fn handshake_as(
+    server: Arc<ServerConfig>,
+    client: Arc<ClientConfig>,
+    name: &'static str,
+) -> Outcome {
+    let (near, far) = tokio::io::duplex(64 << 10);
+    let client = async {
+        let name = ServerName::try_from(name).unwrap();
+        let mut stream = TlsConnector::from(client).connect(name, near).await?;
+        stream.write_all(b"?").await?;
+        // In TLS 1.3 a refused client certificate shows with the first read.
+        stream.read_exact(&mut [0]).await?;
+        Ok(stream.get_ref().1.alpn_protocol().map(<[u8]>::to_vec))
+    };
+    let server = async {
+        let mut stream = TlsAcceptor::from(server).accept(far).await?;
+        stream.read_exact(&mut [0]).await?;
+        stream.write_all(b"!").await?;
+        Ok(stream.get_ref().1.alpn_protocol().map(<[u8]>::to_vec))
+    };
+    let (client, server) = tokio::join!(client, server);
+    Outcome { client, server }
+}
+
+fn defaults() -> TlsOptions {
+    TlsOptions::default()
+}
+
+fn mutual_server(ca: &Authority, identity: &Identity) -> Arc<ServerConfig> {
+    server_config(identity, Some(&ca.trust()), H2, &defaults()).unwrap()
+}
+
+fn client_of(ca: &Authority, identity: Option<&Identity>) -> Arc<ClientConfig> {
+    client_config(&ca.trust(), identity, H2, &defaults()).unwrap()
+}
+
+#[tokio::test]
+async fn mutual_tls_works_and_negotiates_alpn() {
+    let ca = Authority::new("ca");
+    let (server, client) = (ca.leaf("server").load(), ca.leaf("client").load());
+    let outcome = handshake(mutual_server(&ca, &server), client_of(&ca, Some(&client))).await;
+    assert_eq!(outcome.client.unwrap().unwrap(), b"h2");
+    assert_eq!(outcome.server.unwrap().unwrap(), b"h2");
+}
+
+#[tokio::test]
+async fn a_client_without_certificate_is_refused() {
+    let ca = Authority::new("ca");
+    let server = ca.leaf("server").load();
+    let outcome = handshake(mutual_server(&ca, &server), client_of(&ca, None)).await;
+    let advice = outcome.server_advice();
+    assert!(
+        advice.starts_with("the peer presented no client certificate"),
+        "{advice}"
+    );
+    let advice = outcome.client_advice();
+    assert!(
+        advice.starts_with("the peer requires a client certificate"),
+        "{advice}"
+    );
+}
+
+#[tokio::test]
+async fn a_wrong_ca_is_refused_on_either_side() {
+    let (ca, other) = (Authority::new("ca"), Authority::new("other"));
+    let (server, client) = (ca.leaf("server").load(), other.leaf("client").load());
+    let outcome = handshake(mutual_server(&ca, &server), client_of(&ca, Some(&client))).await;
+    let advice = outcome.server_advice();
+    assert!(
+        advice.contains("signed by a CA that is not in our CA bundle"),
+        "{advice}"
+    );
+    let advice = outcome.client_advice();
+    assert!(
+        advice.contains("does not know the CA of our certificate"),
+        "{advice}"
+    );
+
+    let outcome = handshake(mutual_server(&ca, &server), client_of(&other, None)).await;
+    let advice = outcome.client_advice();
+    assert!(
+        advice.contains("signed by a CA that is not in our CA bundle"),
+        "{advice}"
+    );
+}
+
+#[tokio::test]
+async fn a_ca_of_the_same_name_with_another_key_is_told_apart() {
+    let (ca, reissued) = (Authority::new("ca"), Authority::new("ca"));
+    let server = ca.leaf("server").load();
+    let outcome = handshake(mutual_server(&ca, &server), client_of(&reissued, None)).await;
+    let advice = outcome.client_advice();
+    assert!(advice.contains("was not signed with its key"), "{advice}");
+}
+
+#[tokio::test]
+async fn a_wrong_name_lists_the_names_presented() {
+    let ca = Authority::new("ca");
+    let server = ca.leaf("server").load();
+    let config = server_config(&server, None, H2, &defaults()).unwrap();
+    let outcome = handshake_as(config, client_of(&ca, None), "konnectivity.example").await;
+    let advice = outcome.client_advice();
+    assert!(advice.contains("localhost"), "{advice}");
+    assert!(advice.contains("not for konnectivity.example"), "{advice}");
+}
+
+#[tokio::test]
+async fn an_expired_certificate_loads_but_peers_refuse_it() {
+    let ca = Authority::new("ca");
+    let mut params = CertificateParams::new(vec!["localhost".into()]).unwrap();
+    params.not_before = rcgen::date_time_ymd(2019, 1, 1);
+    params.not_after = rcgen::date_time_ymd(2020, 1, 1);
+    let server = ca.issue("server", params).load();
+    assert_eq!(server.not_after().year(), 2020);
+    let config = server_config(&server, None, H2, &defaults()).unwrap();
+    let outcome = handshake(config, client_of(&ca, None)).await;
+    let advice = outcome.client_advice();
+    assert!(advice.contains("expired at 2020-01-01"), "{advice}");
+    let advice = outcome.server_advice();
+    assert!(advice.contains("our certificate has expired"), "{advice}");
+}
+
+#[tokio::test]
+async fn a_certificate_for_another_purpose_is_refused() {
+    let ca = Authority::new("ca");
+    let mut params = CertificateParams::new(vec!["localhost".into()]).unwrap();
+    params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ClientAuth];
+    let server = ca.issue("server", params).load();
+    let config = server_config(&server, None, H2, &defaults()).unwrap();
+    let outcome = handshake(config, client_of(&ca, None)).await;
+    let advice = outcome.client_advice();
+    assert!(advice.contains("serverAuth"), "{advice}");
+}
+
+#[tokio::test]
+async fn v1_certificates_work_as_our_identity_and_are_explained_as_a_peers() {
+    let ca = Authority::new("ca");
+    let v1 = ca.v1_leaf("v1").load();
+    let server = ca.leaf("server").load();
+
+    // The key is used and the certificate sent, on both sides; the refusal is the peer's.
+    let outcome = handshake(mutual_server(&ca, &server), client_of(&ca, Some(&v1))).await;
+    let advice = outcome.server_advice();
+    assert!(
+        advice.contains("X.509 v1") && advice.contains("-extfile"),
+        "{advice}"
+    );
+
+    let config = server_config(&v1, None, H2, &defaults()).unwrap();
+    let outcome = handshake(config, client_of(&ca, None)).await;
+    let advice = outcome.client_advice();
+    assert!(
+        advice.contains("X.509 v1") && advice.contains("-extfile"),
+        "{advice}"
+    );
+}
+
+#[tokio::test]
+async fn versions_and_suites_are_honoured() {
+    let ca = Authority::new("ca");
+    let server = ca.leaf("server").load();
+    let strict = TlsOptions {
+        min_version: MinVersion::Tls13,
+        ..defaults()
+    };
+    let config = server_config(&server, None, H2, &strict).unwrap();
+    let outcome = handshake(config.clone(), client_of(&ca, None)).await;
+    assert!(outcome.client.is_ok());
+
+    let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+    let mut old = ClientConfig::builder_with_provider(provider)
+        .with_protocol_versions(&[&TLS12])
+        .unwrap()
+        .with_root_certificates(ca.trust().roots())
+        .with_no_client_auth();
+    old.alpn_protocols = vec![b"h2".to_vec()];
+    let old = Arc::new(old);
+    let outcome = handshake(config, old.clone()).await;
+    let advice = outcome.server_advice();
+    assert!(advice.contains("no TLS version in common"), "{advice}");
+    let advice = outcome.client_advice();
+    assert!(advice.contains("none of our TLS versions"), "{advice}");
+
+    let listed = |name: &str| TlsOptions {
+        cipher_suites: vec![name.to_owned()],
+        ..defaults()
+    };
+    let suite = listed("TLS_ECDHE_ECDSA_WITH_AES_128_GCM_SHA256");
+    let config = server_config(&server, None, H2, &suite).unwrap();
+    assert!(handshake(config, old.clone()).await.client.is_ok());
+
+    // Only suites for RSA keys: nothing in common with this server's ECDSA key at 1.2.
+    let suite = listed("TLS_ECDHE_RSA_WITH_AES_128_GCM_SHA256");
+    let config = server_config(&server, None, H2, &suite).unwrap();
+    assert!(handshake(config, old.clone()).await.client.is_err());
+
+    // A list without any usable 1.2 suite leaves 1.3.
+    let suite = listed("TLS_ECDHE_RSA_WITH_AES_128_CBC_SHA");
+    let config = server_config(&server, None, H2, &suite).unwrap();
+    assert!(handshake(config.clone(), old).await.client.is_err());
+    assert!(handshake(config, client_of(&ca, None)).await.client.is_ok());
+}
+
+#[tokio::test]
+async fn an_alpn_mismatch_is_explained_on_both_sides() {
+    let ca = Authority::new("ca");
+    let server = ca.leaf("server").load();
+    let config = server_config(&server, None, &[b"http/1.1"], &defaults()).unwrap();
+    let outcome = handshake(config, client_of(&ca, None)).await;
+    assert!(outcome.server_advice().contains("ALPN"));
+    assert!(outcome.client_advice().contains("ALPN"));
+}
+
+#[tokio::test]
+async fn a_peer_without_tls_is_explained() {
+    let ca = Authority::new("ca");
+    let config = mutual_server(&ca, &ca.leaf("server").load());
+    let (mut near, far) = tokio::io::duplex(4096);
+    near.write_all(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        .await
+        .unwrap();
+    let error = TlsAcceptor::from(config.clone())
+        .accept(far)
+        .await
+        .unwrap_err();
+    assert!(
+        explain(&error).contains("does not speak TLS"),
+        "{}",
+        explain(&error)
+    );
+
+    let (near, far) = tokio::io::duplex(4096);
+    drop(near);
+    let error = TlsAcceptor::from(config).accept(far).await.unwrap_err();
+    assert!(explain(&error).contains("closed the connection during the handshake"));
+}
+
+#[test]
+fn suites_are_known_by_gos_names() {
+    let supported = |name: &str| matches!(go_suite(name), SuiteSupport::Supported(_));
+    assert!(supported("TLS_AES_128_GCM_SHA256"));
+    assert!(supported("TLS_ECDHE_RSA_WITH_CHACHA20_POLY1305_SHA256"));
+    assert_eq!(
+        go_suite("TLS_ECDHE_ECDSA_WITH_AES_256_CBC_SHA"),
+        SuiteSupport::KnownButUnsupported
+    );
+    assert_eq!(go_suite("TLS_RSA_WITH_RC4_128_SHA"), SuiteSupport::Unknown);
+
+    let ca = Authority::new("ca");
+    let options = TlsOptions {
+        cipher_suites: vec!["TLS_NONE".into()],
+        ..defaults()
+    };
+    let error = server_config(&ca.leaf("server").load(), None, H2, &options).unwrap_err();
+    assert!(
+        error
+            .to_string()
+            .starts_with("cipher suite TLS_NONE not supported")
+    );
+}
+
+#[test]
+fn pkcs1_and_sec1_keys_load() {
+    for (cert, key) in [("rsa.crt", "rsa.pkcs1.key"), ("ec.crt", "ec.sec1.key")] {
+        let dir = tempfile::tempdir().unwrap();
+        let (cert, key) = (dir.path().join(cert), dir.path().join(key));
+        let is_rsa = cert.ends_with("rsa.crt");
+        if !openssl_issue(is_rsa, &cert, &key) {
+            return;
+        }
+        let head = std::fs::read_to_string(&key).unwrap();
+        let kind = if is_rsa { "RSA" } else { "EC" };
+        assert!(
+            head.contains(&format!("BEGIN {kind} PRIVATE KEY")),
+            "{head}"
+        );
+        Identity::load(&cert, &key).unwrap();
+    }
+}
+
+/// Issues a self-signed certificate with a key in the old form of its kind. False if there is no
+/// `openssl`, which continuous integration must have.
+fn openssl_issue(is_rsa: bool, cert: &Path, key: &Path) -> bool {
+    let run = |arguments: &[&str]| {
+        std::process::Command::new("openssl")
+            .args(arguments)
+            .output()
+    };
+    let (cert, key) = (cert.to_str().unwrap(), key.to_str().unwrap());
+    let made = if is_rsa {
+        run(&["genrsa", "-traditional", "-out", key, "2048"])
+    } else {
+        run(&["ecparam", "-name", "prime256v1", "-genkey", "-out", key])
+    };
+    match made {
+        Ok(output) => assert!(output.status.success(), "{output:?}"),
+        Err(error) if std::env::var_os("CI").is_none() => {
+            eprintln!("skipped: openssl does not run ({error})");
+            return false;
+        }
+        Err(error) => panic!("openssl does not run: {error}"),
+    }
+    let output = run(&[
+        "req", "-x509", "-new", "-key", key, "-subj", "/CN=x", "-out", cert,
+    ]);
+    let output = output.unwrap();
+    assert!(output.status.success(), "{output:?}");
+    true
+}
+
+#[test]
+fn unusable_files_are_named_with_their_fault() {
+    let ca = Authority::new("ca");
+    let (one, two) = (ca.leaf("one"), ca.leaf("two"));
+    let missing = ca.dir.path().join("missing.pem");
+    let broken = ca.write(
+        "broken.pem",
+        "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n",
+    );
+    let cut = ca.write("cut.pem", "-----BEGIN CERTIFICATE-----\nAAAA\n");
+    let text = |cert: &Path, key: &Path| Identity::load(cert, key).unwrap_err().to_string();
+
+    let error = text(&missing, &one.key);
+    assert!(
+        error.starts_with(&format!("cannot read {}: ", missing.display())),
+        "{error}"
+    );
+    let error = text(&one.key, &one.key);
+    assert!(error.contains("one.key holds no certificate"), "{error}");
+    let error = text(&one.cert, &two.cert);
+    assert!(error.contains("two.crt holds no private key"), "{error}");
+    let error = text(&one.cert, &two.key);
+    assert!(
+        error.contains("two.key does not belong to the certificate in"),
+        "{error}"
+    );
+    let error = text(&broken, &one.key);
+    assert!(
+        error.contains("broken.pem holds a malformed certificate"),
+        "{error}"
+    );
+    let error = text(&cut, &one.key);
+    assert!(
+        error.contains("cut.pem holds a malformed certificate"),
+        "{error}"
+    );
+    let junk = ca.write(
+        "junk.key",
+        "-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n",
+    );
+    let error = text(&one.cert, &junk);
+    assert!(
+        error.contains("junk.key holds an unusable private key"),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_bundle_is_whole_or_refused() {
+    let ca = Authority::new("ca");
+    let other = Authority::new("other");
+    let both = ca.write("both.pem", ca.ca.pem() + &other.ca.pem());
+    assert_eq!(TrustBundle::load(both).unwrap().len(), 2);
+
+    let malformed = "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n";
+    for (name, text) in [
+        ("spoiled.pem", ca.ca.pem() + malformed),
+        ("empty.pem", String::new()),
+        ("key-only.pem", ca.ca.key().serialize_pem()),
+    ] {
+        let error = TrustBundle::load(ca.write(name, text))
+            .unwrap_err()
+            .to_string();
+        assert!(error.starts_with("failed to load CA cert: "), "{error}");
+        assert!(error.contains(name), "{error}");
+    }
+    let huge = ca.write("huge.pem", vec![b'\n'; MAX_PEM_BYTES as usize + 1]);
+    let error = TrustBundle::load(huge).unwrap_err().to_string();
+    assert!(error.contains("is larger than"), "{error}");
+}

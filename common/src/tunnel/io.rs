@@ -1,0 +1,150 @@
+//! [`Source`] and [`Sink`] over byte streams: sockets and TLS streams.
+
+use std::io;
+
+use bytes::{Bytes, BytesMut};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+
+use super::{CloseReason, Sink, Source};
+
+/// The read size of a connection that moves little.
+const SMALL_READ_BYTES: usize = 4 * 1024;
+/// The read size that a busy connection grows to: one DATA packet.
+const LARGE_READ_BYTES: usize = crate::wire::MAX_DATA_BYTES;
+/// Reads up to this size are copied out, so that a few bytes in a slow queue do not pin a large
+/// buffer.
+const COPY_BYTES: usize = 512;
+
+/// Reads chunks; the buffer grows while reads fill it and shrinks when they no longer do.
+pub struct ReadSource<R> {
+    reader: R,
+    buffer: BytesMut,
+    size: usize,
+    lost: CloseReason,
+}
+
+impl<R> ReadSource<R> {
+    /// Reads `early` first, then from `reader`. A read error ends the connection with `lost`.
+    pub fn new(reader: R, early: Bytes, lost: CloseReason) -> Self {
+        Self {
+            reader,
+            buffer: BytesMut::from(early),
+            size: SMALL_READ_BYTES,
+            lost,
+        }
+    }
+
+    /// The reader.
+    pub fn get_ref(&self) -> &R {
+        &self.reader
+    }
+
+    /// Gives the reader back.
+    pub fn into_inner(self) -> R {
+        self.reader
+    }
+
+    fn take(&mut self) -> Bytes {
+        if self.buffer.len() <= COPY_BYTES {
+            let chunk = Bytes::copy_from_slice(&self.buffer);
+            self.buffer.clear();
+            chunk
+        } else {
+            self.buffer.split().freeze()
+        }
+    }
+}
+
+impl<R: AsyncRead + Unpin + Send> Source for ReadSource<R> {
+    async fn recv(&mut self) -> Result<Option<Bytes>, CloseReason> {
+        if !self.buffer.is_empty() {
+            return Ok(Some(self.take()));
+        }
+        self.buffer.reserve(self.size);
+        let read = match self.reader.read_buf(&mut self.buffer).await {
+            Ok(0) => return Ok(None),
+            Ok(read) => read,
+            // A TLS peer that closes without close_notify ends its direction as TCP does.
+            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(None),
+            Err(_) => return Err(self.lost),
+        };
+        if read >= self.size {
+            self.size = (self.size * 4).min(LARGE_READ_BYTES);
+        } else if read < self.size / 8 {
+            self.size = (self.size / 4).max(SMALL_READ_BYTES);
+        }
+        Ok(Some(self.take()))
+    }
+}
+
+/// Writes chunks; the end is a shutdown of the write side.
+pub struct WriteSink<W> {
+    writer: W,
+    lost: CloseReason,
+}
+
+impl<W> WriteSink<W> {
+    /// Writes to `writer`. A write error ends the connection with `lost`.
+    pub fn new(writer: W, lost: CloseReason) -> Self {
+        Self { writer, lost }
+    }
+
+    /// Gives the writer back.
+    pub fn into_inner(self) -> W {
+        self.writer
+    }
+}
+
+impl<W: AsyncWrite + Unpin + Send> Sink for WriteSink<W> {
+    async fn send(&mut self, chunk: Bytes) -> Result<(), CloseReason> {
+        let written = async {
+            self.writer.write_all(&chunk).await?;
+            self.writer.flush().await
+        };
+        written.await.map_err(|_| self.lost)
+    }
+
+    async fn finish(&mut self) -> Result<(), CloseReason> {
+        // A peer that is gone already has what it wanted; the read side tells the rest.
+        let _ = self.writer.shutdown().await;
+        Ok(())
+    }
+}
+
+/// Ends a socket so that nothing on its way to the peer is lost: closing one with unread input
+/// makes TCP send a reset, which discards what the peer has not read yet. Reads and drops input
+/// until the peer closes too; the caller bounds the time.
+pub async fn drain<R: AsyncRead + Unpin>(mut reader: R) {
+    let mut scratch = BytesMut::with_capacity(SMALL_READ_BYTES);
+    while matches!(reader.read_buf(&mut scratch).await, Ok(read) if read > 0) {
+        scratch.clear();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    #[tokio::test]
+    async fn early_bytes_come_first_and_buffers_follow_the_load() {
+        let (mut near, far) = tokio::io::duplex(1 << 20);
+        let mut source =
+            ReadSource::new(far, Bytes::from_static(b"early"), CloseReason::ClientLost);
+        assert_eq!(source.recv().await.unwrap().unwrap(), "early");
+        near.write_all(&vec![7; 1 << 20]).await.unwrap();
+        let mut total = 0;
+        while total < 1 << 20 {
+            total += source.recv().await.unwrap().unwrap().len();
+        }
+        assert_eq!(source.size, LARGE_READ_BYTES);
+        for _ in 0..4 {
+            near.write_all(b"x").await.unwrap();
+            assert_eq!(source.recv().await.unwrap().unwrap(), "x");
+        }
+        assert_eq!(source.size, SMALL_READ_BYTES);
+        drop(near);
+        assert_eq!(source.recv().await, Ok(None));
+    }
+}

@@ -1,0 +1,186 @@
+//! Moves bytes between the two sides of one connection, in one task.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use metrics::Counter;
+use tokio::sync::Notify;
+use tokio::time::sleep;
+
+use super::{CloseReason, HALF_OPEN_IDLE, Sink, Source};
+
+/// Counts the bytes of one direction, for the log line of the connection and for the program.
+#[derive(Clone)]
+pub struct Meter {
+    /// Shared by all connections of the program.
+    pub total: Counter,
+    /// Of this connection.
+    pub bytes: u64,
+}
+
+impl Meter {
+    /// Starts at zero for one connection.
+    pub fn new(total: Counter) -> Self {
+        Self { total, bytes: 0 }
+    }
+}
+
+/// Pumps both ways until both directions ended or one failed. Each direction waits for its own
+/// sink only. `up` runs from `client` to `endpoint`.
+///
+/// Nothing is closed here: the caller owns the halves and tells both sides the returned reason.
+pub async fn pump<CS, CK, ES, EK>(
+    client: (&mut CS, &mut CK),
+    endpoint: (&mut ES, &mut EK),
+    up: &mut Meter,
+    down: &mut Meter,
+) -> CloseReason
+where
+    CS: Source,
+    CK: Sink,
+    ES: Source,
+    EK: Sink,
+{
+    let (upward, downward) = (Direction::default(), Direction::default());
+    let up = one_way(client.0, endpoint.1, up, &upward, &downward);
+    let down = one_way(endpoint.0, client.1, down, &downward, &upward);
+    match tokio::try_join!(up, down) {
+        Ok(((), ())) => CloseReason::Finished,
+        Err(reason) => reason,
+    }
+}
+
+/// What one direction knows of the other.
+#[derive(Default)]
+struct Direction {
+    done: Notify,
+    chunks: AtomicU64,
+}
+
+impl Direction {
+    /// Resolves once nothing has moved for [`HALF_OPEN_IDLE`].
+    async fn idle(&self) {
+        loop {
+            let chunks = self.chunks.load(Ordering::Relaxed);
+            sleep(HALF_OPEN_IDLE).await;
+            if self.chunks.load(Ordering::Relaxed) == chunks {
+                return;
+            }
+        }
+    }
+}
+
+async fn one_way(
+    source: &mut impl Source,
+    sink: &mut impl Sink,
+    meter: &mut Meter,
+    own: &Direction,
+    other: &Direction,
+) -> Result<(), CloseReason> {
+    while let Some(chunk) = source.recv().await? {
+        let bytes = chunk.len() as u64;
+        sink.send(chunk).await?;
+        meter.bytes += bytes;
+        meter.total.increment(bytes);
+        own.chunks.fetch_add(1, Ordering::Relaxed);
+    }
+    sink.finish().await?;
+    own.done.notify_one();
+    tokio::select! {
+        // In this order: a peer closes the connection as soon as both directions have ended, and
+        // that changes nothing about how they ended.
+        biased;
+        () = other.done.notified() => Ok(()),
+        reason = source.aborted() => Err(reason),
+        () = other.idle() => Err(CloseReason::HalfOpenIdle),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use bytes::Bytes;
+    use tokio::io::{
+        AsyncReadExt, AsyncWriteExt, DuplexStream, ReadHalf, WriteHalf, duplex, split,
+    };
+
+    use super::super::io::{ReadSource, WriteSink};
+    use super::*;
+
+    type Halves = (
+        ReadSource<ReadHalf<DuplexStream>>,
+        WriteSink<WriteHalf<DuplexStream>>,
+    );
+
+    fn halves(stream: DuplexStream, lost: CloseReason) -> Halves {
+        let (read, write) = split(stream);
+        (
+            ReadSource::new(read, Bytes::new(), lost),
+            WriteSink::new(write, lost),
+        )
+    }
+
+    #[tokio::test]
+    async fn each_direction_ends_by_itself() {
+        let (mut client, near) = duplex(64);
+        let (far, mut endpoint) = duplex(64);
+        let (mut cs, mut ck) = halves(near, CloseReason::ClientLost);
+        let (mut es, mut ek) = halves(far, CloseReason::EndpointLost);
+        let mut up = Meter::new(Counter::noop());
+        let mut down = Meter::new(Counter::noop());
+        let run = pump((&mut cs, &mut ck), (&mut es, &mut ek), &mut up, &mut down);
+        let talk = async {
+            client.write_all(b"question").await.unwrap();
+            client.shutdown().await.unwrap();
+            let mut asked = String::new();
+            endpoint.read_to_string(&mut asked).await.unwrap();
+            endpoint.write_all(b"a longer answer").await.unwrap();
+            endpoint.shutdown().await.unwrap();
+            let mut answer = String::new();
+            client.read_to_string(&mut answer).await.unwrap();
+            (asked, answer)
+        };
+        let (reason, (asked, answer)) = tokio::join!(run, talk);
+        assert_eq!(
+            (asked.as_str(), answer.as_str()),
+            ("question", "a longer answer")
+        );
+        assert_eq!(reason, CloseReason::Finished);
+        assert_eq!((up.bytes, down.bytes), (8, 15));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_half_open_connection_ends_once_nothing_moves() {
+        let (mut client, near) = duplex(64);
+        let (far, mut endpoint) = duplex(64);
+        let (mut cs, mut ck) = halves(near, CloseReason::ClientLost);
+        let (mut es, mut ek) = halves(far, CloseReason::EndpointLost);
+        let mut up = Meter::new(Counter::noop());
+        let mut down = Meter::new(Counter::noop());
+        let started = tokio::time::Instant::now();
+        let talk = async {
+            client.shutdown().await.unwrap();
+            sleep(HALF_OPEN_IDLE / 2).await;
+            endpoint.write_all(b"late").await.unwrap();
+        };
+        let run = pump((&mut cs, &mut ck), (&mut es, &mut ek), &mut up, &mut down);
+        let (reason, ()) = tokio::join!(run, talk);
+        assert_eq!(reason, CloseReason::HalfOpenIdle);
+        assert_eq!(down.bytes, 4);
+        assert_eq!(started.elapsed(), HALF_OPEN_IDLE * 2);
+    }
+
+    #[tokio::test]
+    async fn a_lost_sink_ends_both_directions() {
+        let (client, near) = duplex(64);
+        let (far, mut endpoint) = duplex(64);
+        let (mut cs, mut ck) = halves(near, CloseReason::ClientLost);
+        let (mut es, mut ek) = halves(far, CloseReason::EndpointLost);
+        let mut up = Meter::new(Counter::noop());
+        let mut down = Meter::new(Counter::noop());
+        drop(client);
+        endpoint.write_all(b"nobody reads this").await.unwrap();
+        let run = pump((&mut cs, &mut ck), (&mut es, &mut ek), &mut up, &mut down);
+        assert_eq!(run.await, CloseReason::ClientLost);
+    }
+}

@@ -1,0 +1,113 @@
+//! A socket under the rewriter: what is read passes through it, what is written does not.
+
+use std::io::{self, IoSlice};
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+
+use bytes::BytesMut;
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+
+use super::AuthorityRewriter;
+
+/// An accepted connection whose reader sees rewritten requests.
+///
+/// Reads go straight into the caller's buffer, whose size is therefore the size of a read, and stay
+/// there untouched unless a header block (or a part of a frame head) is among them. From there on
+/// the read's bytes go through a buffer of this stream: at most one read and one block
+/// ([`MAX_HEADER_BLOCK`](super::MAX_HEADER_BLOCK)), freed once handed out. An idle connection owns no
+/// buffer.
+///
+/// A read fails with [`io::ErrorKind::InvalidData`] when the rewriter gives up on the connection.
+#[derive(Debug)]
+pub struct AuthorityStream<S> {
+    pub(super) inner: S,
+    pub(super) rewriter: AuthorityRewriter,
+    /// Bytes that the next reads hand out before the socket is asked again.
+    pub(super) ready: BytesMut,
+}
+
+impl<S> AuthorityStream<S> {
+    /// Wraps a connection that nothing has been read from yet.
+    pub fn new(inner: S) -> Self {
+        Self {
+            inner,
+            rewriter: AuthorityRewriter::default(),
+            ready: BytesMut::new(),
+        }
+    }
+
+    fn hand_out(&mut self, buf: &mut ReadBuf<'_>) {
+        let count = self.ready.len().min(buf.remaining());
+        buf.put_slice(&self.ready.split_to(count));
+        if self.ready.is_empty() {
+            self.ready = BytesMut::new();
+        }
+    }
+}
+
+impl<S: AsyncRead + Unpin> AsyncRead for AuthorityStream<S> {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let this = self.get_mut();
+        // Without room a read of nothing would be taken for the end of the connection.
+        while buf.remaining() > 0 {
+            if !this.ready.is_empty() {
+                this.hand_out(buf);
+                break;
+            }
+            let before = buf.filled().len();
+            ready!(Pin::new(&mut this.inner).poll_read(cx, buf))?;
+            let fresh = buf.filled().get(before..).unwrap_or_default();
+            if fresh.is_empty() {
+                this.rewriter.finish(&mut this.ready);
+                if this.ready.is_empty() {
+                    break;
+                }
+                continue;
+            }
+            let passed = this.rewriter.pass(fresh);
+            let (_, others) = fresh.split_at(passed);
+            let rewritten = this.rewriter.rewrite(others, &mut this.ready);
+            buf.set_filled(before + passed);
+            rewritten.map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
+            if passed > 0 {
+                break;
+            }
+        }
+        Poll::Ready(Ok(()))
+    }
+}
+
+impl<S: AsyncWrite + Unpin> AsyncWrite for AuthorityStream<S> {
+    fn poll_write(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.get_mut().inner).poll_write(cx, buf)
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.get_mut().inner).poll_flush(cx)
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.get_mut().inner).poll_shutdown(cx)
+    }
+
+    // Without these two, the HTTP/2 server copies every frame head and payload together.
+    fn poll_write_vectored(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bufs: &[IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.get_mut().inner).poll_write_vectored(cx, bufs)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.inner.is_write_vectored()
+    }
+}
