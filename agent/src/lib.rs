@@ -1,4 +1,12 @@
-//! The agent end.
+//! The agent end of the tunnel: connects to every server and dials what they ask for.
 
+pub mod agent;
+pub mod app;
+pub mod cli;
 pub mod config;
+pub mod connect;
+pub mod endpoint;
 pub mod metrics;
+pub mod mux;
+pub mod stream;
+pub mod sync;

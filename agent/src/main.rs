@@ -1,2 +1,7 @@
-//! x
-fn main() {}
+//! The Konnectivity agent: see the library.
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    culvert_agent::cli::run(std::env::args_os())
+}

@@ -1,1 +1,185 @@
-//! Metrics
+//! The agent's metrics: upstream's names, labels, buckets and HELP texts, plus our own families
+//! under the prefix `culvert_`.
+//!
+//! Dial failures appear with their first use, because upstream's tests compare that family sample
+//! by sample and extra zeros would fail them. Everything else starts at 0; the tests rely on
+//! `open_server_connections` being there before the first connection.
+
+use std::sync::Arc;
+
+use culvert_common::label_values;
+use culvert_common::telemetry::metrics::streams::StreamNames;
+use culvert_common::telemetry::metrics::{
+    Family, LabelSet, MetricsError, Registry, Segment, StreamMetrics, register_build_info,
+};
+use metrics::{Counter, Gauge, Histogram};
+
+/// Upper bounds of dial latencies, in seconds: 5 ms to 30 s (upstream `pkg/agent/metrics`).
+const LATENCY_BUCKETS: [f64; 7] = [0.005, 0.025, 0.1, 0.5, 2.5, 10.0, 30.0];
+
+/// What an agent sends and receives.
+const SEGMENTS: [Segment; 2] = [Segment::FromAgent, Segment::ToAgent];
+
+macro_rules! name {
+    ($name:literal) => {
+        concat!("konnectivity_network_proxy_agent_", $name)
+    };
+}
+
+label_values! {
+    /// Why an endpoint could not be dialed.
+    pub enum DialFailureReason("reason") {
+        /// No answer in time.
+        Timeout = "timeout",
+        /// Anything else.
+        Unknown = "unknown",
+    }
+}
+
+label_values! {
+    /// Which way a packet could not be carried on the stream to a server.
+    pub enum ServerDirection("direction") {
+        /// Sending failed.
+        ToServer = "to_server",
+        /// Receiving failed.
+        FromServer = "from_server",
+    }
+}
+
+/// Every series of one agent.
+pub struct AgentMetrics {
+    registry: Arc<Registry>,
+    /// Time that a successful dial of an endpoint took, in seconds.
+    pub dial_duration: Histogram,
+    /// Servers with an open stream.
+    pub open_server_connections: Gauge,
+    /// Servers that should have one.
+    pub known_server_count: Gauge,
+    /// Open connections to endpoints.
+    pub open_endpoint_connections: Gauge,
+    /// Packets, stream errors, payload bytes, closed connections.
+    pub streams: StreamMetrics,
+    dial_failures: Family<DialFailureReason, Counter>,
+    server_failures: Family<ServerDirection, Counter>,
+}
+
+// === impl AgentMetrics ===
+
+impl AgentMetrics {
+    /// A registry with every family.
+    ///
+    /// # Errors
+    ///
+    /// See [`Registry::new`].
+    pub fn new() -> Result<Self, MetricsError> {
+        let registry = Registry::new(&[(name!("dial_duration_seconds"), &LATENCY_BUCKETS)])?;
+        register_build_info(&registry, "agent", env!("CARGO_PKG_VERSION"));
+        let names = StreamNames {
+            packets: name!("stream_packets_total"),
+            errors: name!("stream_errors_total"),
+        };
+        Ok(Self {
+            dial_duration: registry.histogram(
+                name!("dial_duration_seconds"),
+                &[],
+                "Latency of dial to the remote endpoint in seconds",
+            ),
+            open_server_connections: registry.gauge(
+                name!("open_server_connections"),
+                &[],
+                "Current number of open server connections.",
+            ),
+            known_server_count: registry.gauge(
+                name!("known_server_count"),
+                &[],
+                "Current number of servers agent is trying to connect to.",
+            ),
+            open_endpoint_connections: registry.gauge(
+                name!("open_endpoint_connections"),
+                &[],
+                "Current number of open endpoint connections.",
+            ),
+            streams: StreamMetrics::new(&registry, names, &SEGMENTS),
+            dial_failures: Family::new(
+                &registry,
+                name!("endpoint_dial_failure_total"),
+                "Number of failures dialing the remote endpoint, by reason (example: timeout).",
+            ),
+            server_failures: Family::new(
+                &registry,
+                name!("server_connection_failure_count"),
+                "Count of failures to send to or receive from the proxy server, labeled by the direction (from_server or to_server). DEPRECATED, please use stream_events_error_total",
+            )
+            .at_zero(ServerDirection::all()),
+            registry,
+        })
+    }
+
+    /// The registry, to render it, keep it up and add series to it.
+    pub fn registry(&self) -> &Arc<Registry> {
+        &self.registry
+    }
+
+    /// Failed dials of one reason; not on the page before its first use.
+    pub fn dial_failures(&self, reason: DialFailureReason) -> &Counter {
+        self.dial_failures.get(reason)
+    }
+
+    /// Failures on the stream to a server, one way; deprecated upstream in favour of
+    /// [`StreamMetrics::stream_error`].
+    pub fn server_failures(&self, direction: ServerDirection) -> &Counter {
+        self.server_failures.get(direction)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
+
+    use super::*;
+
+    fn has_line(page: &str, line: &str) -> bool {
+        page.lines().any(|candidate| candidate == line)
+    }
+
+    #[test]
+    fn compared_families_are_upstreams() {
+        let metrics = AgentMetrics::new().unwrap();
+        let page = metrics.registry().render();
+        assert!(!page.contains("endpoint_dial_failure_total{"));
+        assert!(page.contains(
+            "# HELP konnectivity_network_proxy_agent_open_endpoint_connections Current number of open endpoint connections.\n\
+             # TYPE konnectivity_network_proxy_agent_open_endpoint_connections gauge\n\
+             konnectivity_network_proxy_agent_open_endpoint_connections 0\n"
+        ));
+
+        metrics
+            .dial_failures(DialFailureReason::Unknown)
+            .increment(1);
+        assert!(metrics.registry().render().contains(
+            "# HELP konnectivity_network_proxy_agent_endpoint_dial_failure_total Number of failures dialing the remote endpoint, by reason (example: timeout).\n\
+             # TYPE konnectivity_network_proxy_agent_endpoint_dial_failure_total counter\n\
+             konnectivity_network_proxy_agent_endpoint_dial_failure_total{reason=\"unknown\"} 1\n\n"
+        ));
+    }
+
+    #[test]
+    fn everything_else_is_there_from_the_start() {
+        let page = AgentMetrics::new().unwrap().registry().render();
+        for series in [
+            "open_server_connections",
+            "known_server_count",
+            "dial_duration_seconds_count",
+            r#"dial_duration_seconds_bucket{le="30"}"#,
+            r#"server_connection_failure_count{direction="to_server"}"#,
+            r#"server_connection_failure_count{direction="from_server"}"#,
+            r#"stream_packets_total{segment="from_agent",packet_type="DIAL_RSP"}"#,
+            r#"stream_packets_total{segment="to_agent",packet_type="DATA"}"#,
+        ] {
+            let line = format!("konnectivity_network_proxy_agent_{series} 0");
+            assert!(has_line(&page, &line), "{line} is missing from\n{page}");
+        }
+        assert!(!page.contains(r#"segment="from_client""#));
+        assert!(page.contains(r#"culvert_build_info{component="agent","#));
+    }
+}

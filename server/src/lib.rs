@@ -1,4 +1,15 @@
-//! The server end.
+//! The server end of the tunnel: takes kube-apiserver's connections in and hands each to an agent.
+//!
+//! ```text
+//! frontend/grpc ---------\
+//! frontend/http_connect --+--> Dial --> router --> backend (agents' streams)
+//! ```
 
+pub mod app;
+pub mod backend;
+pub mod cli;
 pub mod config;
+pub mod frontend;
+pub mod listener;
 pub mod metrics;
+pub mod router;

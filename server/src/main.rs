@@ -1,2 +1,7 @@
-//! x
-fn main() {}
+//! The Konnectivity server: see the library.
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    culvert_server::cli::run(std::env::args_os())
+}

@@ -1,0 +1,193 @@
+//! Wires the agent: binds its listeners, runs the search for servers, drains, stops.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use culvert_common::admin::{self, Check};
+use culvert_common::wire::MAX_DATA_BYTES;
+use tokio::net::TcpListener;
+use tokio::sync::watch;
+use tokio::time::timeout;
+use tokio_util::sync::CancellationToken;
+use tracing::{info, warn};
+
+use crate::agent::Agent;
+use crate::config::Config;
+use crate::connect::Connector;
+use crate::metrics::AgentMetrics;
+use crate::sync::{Servers, Sync};
+
+/// Bounds of what may wait for one endpoint, in bytes; `--xfr-channel-size` moves between them.
+const CONNECTION_BYTES: std::ops::RangeInclusive<usize> = 256 * 1024..=16 * 1024 * 1024;
+
+/// Where a bound agent listens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Addresses {
+    /// Health and metrics.
+    pub health: SocketAddr,
+    /// Admin.
+    pub admin: SocketAddr,
+}
+
+/// An agent whose listeners are open and that has not connected yet.
+pub struct Bound {
+    /// Where it listens.
+    pub addresses: Addresses,
+    agent: Arc<Agent>,
+    servers: Arc<Servers>,
+    sync: Sync,
+    config: Config,
+    health: TcpListener,
+    admin: TcpListener,
+}
+
+impl Bound {
+    /// Reads certificates and opens the listeners.
+    ///
+    /// # Errors
+    /// When a file can not be used or an address is taken; the text says which and what to do.
+    pub async fn bind(config: Config, shutdown: CancellationToken) -> anyhow::Result<Self> {
+        let metrics = Arc::new(AgentMetrics::new()?);
+        let bytes = config.xfr_channel_size.saturating_mul(MAX_DATA_BYTES / 2);
+        let bytes = bytes.clamp(*CONNECTION_BYTES.start(), *CONNECTION_BYTES.end());
+        let agent = Agent::new(metrics, shutdown, bytes);
+        let connector = Connector::new(agent.clone(), config.clone())?;
+        let servers = Servers::new(agent.clone());
+        let sync = Sync::new(servers.clone(), connector, &config);
+        let health = admin::bind(
+            &config.health.host,
+            config.health.port,
+            "--health-server-port",
+        )
+        .await?;
+        let admin =
+            admin::bind(&config.admin.host, config.admin.port, "--admin-server-port").await?;
+        Ok(Self {
+            addresses: Addresses {
+                health: health.local_addr()?,
+                admin: admin.local_addr()?,
+            },
+            agent,
+            servers,
+            sync,
+            config,
+            health,
+            admin,
+        })
+    }
+
+    /// Serves until the shutdown token fires, or until `drain` has fired and nothing is left to
+    /// serve. Awaits every task.
+    pub async fn run(self, drain: CancellationToken) {
+        let Agent {
+            tasks,
+            shutdown,
+            metrics,
+            ..
+        } = &*self.agent;
+        let page = metrics.registry().clone();
+        tasks.spawn({
+            let (page, shutdown) = (page.clone(), shutdown.clone());
+            async move { page.run_upkeep(shutdown).await }
+        });
+        let servers = self.servers.clone();
+        let health = admin::Routes::new()
+            .with_healthz()
+            .with_agent_readyz(checks(servers))
+            .with_metrics(page);
+        let health_port = self.addresses.health.port();
+        let admin = admin::Routes::new().with_redirect_to_port("/metrics", health_port);
+        tasks.spawn(admin::serve(self.health, health, shutdown.clone()));
+        tasks.spawn(admin::serve(self.admin, admin, shutdown.clone()));
+        info!(
+            server = format!("{}:{}", self.config.server_host, self.config.server_port),
+            agent_id = self.config.agent_id,
+            "connecting"
+        );
+        let search = shutdown.child_token();
+        tasks.spawn(self.sync.run(search.clone()));
+        tokio::select! {
+            () = shutdown.cancelled() => {}
+            () = drain.cancelled() => {
+                let Config { drain_timeout, drain_linger, .. } = self.config;
+                info!(?drain_timeout, ?drain_linger, "draining");
+                search.cancel();
+                self.servers.drain();
+                tokio::select! {
+                    () = idle(self.agent.active(), drain_linger) => info!("drained"),
+                    () = tokio::time::sleep(drain_timeout) => {
+                        warn!("the drain timeout passed: cutting what is still open");
+                    }
+                    () = shutdown.cancelled() => {}
+                }
+            }
+        }
+        shutdown.cancel();
+        tasks.close();
+        tasks.wait().await;
+    }
+}
+
+/// Readiness as upstream's: at least one server is connected.
+fn checks(servers: Arc<Servers>) -> Vec<Check> {
+    vec![
+        Check {
+            name: "ping",
+            run: Box::new(|| Ok(())),
+        },
+        Check {
+            name: "server-connected",
+            run: Box::new(move || match servers.count() {
+                0 => Err("no servers connected".into()),
+                _ => Ok(()),
+            }),
+        },
+    ]
+}
+
+/// Resolves once no connection has been open for the whole linger time: servers go on sending
+/// dials to a draining agent if they have no other.
+async fn idle(mut active: watch::Receiver<usize>, linger: Duration) {
+    loop {
+        if active.wait_for(|count| *count == 0).await.is_err() {
+            return;
+        }
+        if timeout(linger, active.wait_for(|count| *count > 0))
+            .await
+            .is_err()
+        {
+            return;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use tokio::time::{Instant, sleep};
+
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_late_dial_prolongs_the_linger() {
+        let (tx, rx) = watch::channel(1);
+        let linger = Duration::from_secs(5);
+        let started = Instant::now();
+        let traffic = async {
+            sleep(Duration::from_secs(1)).await;
+            tx.send(0).unwrap();
+            sleep(Duration::from_secs(3)).await;
+            tx.send(1).unwrap();
+            sleep(Duration::from_secs(2)).await;
+            tx.send(0).unwrap();
+            sleep(Duration::from_secs(10)).await;
+        };
+        tokio::select! {
+            () = idle(rx, linger) => {}
+            () = traffic => unreachable!("the linger ends before"),
+        }
+        assert_eq!(started.elapsed(), Duration::from_secs(11));
+    }
+}

@@ -1,0 +1,46 @@
+//! The program: flags, signals, exit code.
+
+use std::ffi::OsString;
+use std::process::ExitCode;
+
+use culvert_common::runtime::{self, Setup, Signals};
+use tokio_util::sync::CancellationToken;
+use tracing::info;
+
+use crate::app::Bound;
+use crate::config::{Config, PROGRAM};
+
+/// Runs the agent with a command line, program name first. Exit code 1 says that it could not
+/// start.
+pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
+    let config = match Config::from_args(args) {
+        Ok(config) => config,
+        Err(exit) => return exit.report(),
+    };
+    let setup = Setup {
+        logging: &config.logging,
+        options: config.describe(),
+        warnings: &config.warnings,
+    };
+    runtime::run(PROGRAM, &setup, serve(config.clone()))
+}
+
+/// The first signal drains, the second one stops at once; both are orderly ends.
+async fn serve(config: Config) -> anyhow::Result<()> {
+    let mut signals = Signals::new()?;
+    let (drain, shutdown) = (CancellationToken::new(), CancellationToken::new());
+    let bound = Bound::bind(config, shutdown.clone()).await?;
+    let run = bound.run(drain.clone());
+    tokio::pin!(run);
+    for (token, what) in [(&drain, "drain"), (&shutdown, "stop")] {
+        tokio::select! {
+            () = &mut run => return Ok(()),
+            signal = signals.recv() => {
+                info!(signal, "signal: {what}");
+                token.cancel();
+            }
+        }
+    }
+    run.await;
+    Ok(())
+}

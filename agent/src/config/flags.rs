@@ -1,0 +1,218 @@
+//! The agent's flags as they are typed: names, defaults and help texts. What they mean together is in `validate`.
+
+use std::ffi::OsString;
+
+use clap::{Args, Parser};
+use culvert_common::flags::labels::{LabelError, check_selector};
+use culvert_common::flags::values::go_int;
+use culvert_common::flags::{Exit, GoDuration, KlogFlags, Parsed, Problems, StringSlice, parse};
+
+use super::{Config, PROGRAM};
+
+/// The variable that `--agent-id` defaults to.
+const ID_VARIABLE: &str = "PROXY_AGENT_ID";
+
+/// Connects to the servers of a control plane and carries their connections into the network it runs in.
+#[derive(Parser, Debug)]
+#[command(name = PROGRAM, version)]
+pub(super) struct Flags {
+    #[command(flatten)]
+    pub(super) server: ServerFlags,
+    #[command(flatten)]
+    pub(super) identity: IdentityFlags,
+    #[command(flatten)]
+    pub(super) sync: SyncFlags,
+    #[command(flatten)]
+    pub(super) tunnel: TunnelFlags,
+    #[command(flatten)]
+    pub(super) operations: OperationsFlags,
+    #[command(flatten)]
+    pub(super) kubernetes: KubernetesFlags,
+    #[command(flatten)]
+    pub(super) klog: KlogFlags,
+}
+
+#[derive(Args, Debug)]
+#[command(next_help_heading = "Server")]
+pub(super) struct ServerFlags {
+    /// Host name or address of the server; its certificate must carry it
+    #[arg(long, value_name = "HOST", default_value = "127.0.0.1")]
+    pub(super) proxy_server_host: String,
+
+    /// The server's port for agents
+    #[arg(long, value_name = "PORT", default_value = "8091", value_parser = go_int)]
+    pub(super) proxy_server_port: i64,
+
+    /// PEM CA bundle that the server's certificate must chain to; required
+    #[arg(long, value_name = "FILE", default_value = "")]
+    pub(super) ca_cert: String,
+
+    /// ALPN names offered before h2, comma-separated; lets a shared address tell agents from others
+    #[arg(long, value_name = "LIST")]
+    pub(super) alpn_proto: Vec<StringSlice>,
+
+    /// Idle time after which the server is pinged; at least 10s
+    #[arg(long, value_name = "DURATION", default_value = "1h")]
+    pub(super) keepalive_time: GoDuration,
+}
+
+#[derive(Args, Debug)]
+#[command(next_help_heading = "Identity")]
+pub(super) struct IdentityFlags {
+    /// Unique id of this agent; empty takes the environment variable PROXY_AGENT_ID, or else a random UUID
+    #[arg(long, value_name = "ID", default_value = "")]
+    pub(super) agent_id: String,
+
+    /// What this agent serves, URL-encoded: ipv4=, ipv6=, host=, cidr=, default-route=true, joined by &
+    #[arg(long, value_name = "QUERY", default_value = "")]
+    pub(super) agent_identifiers: String,
+
+    /// PEM client certificate chain, for servers that ask for one
+    #[arg(long, value_name = "FILE", default_value = "")]
+    pub(super) agent_cert: String,
+
+    /// PEM private key of --agent-cert
+    #[arg(long, value_name = "FILE", default_value = "")]
+    pub(super) agent_key: String,
+
+    /// Service account token sent to the server; read at every connect
+    #[arg(long, value_name = "FILE", default_value = "")]
+    pub(super) service_account_token_path: String,
+}
+
+#[derive(Args, Debug)]
+#[command(next_help_heading = "Finding servers")]
+pub(super) struct SyncFlags {
+    /// Pause between tries to reach servers that are not connected yet; at least 10ms
+    #[arg(long, value_name = "DURATION", default_value = "1s")]
+    pub(super) sync_interval: GoDuration,
+
+    /// What the pause grows to after failures; not below --sync-interval
+    #[arg(long, value_name = "DURATION", default_value = "10s")]
+    pub(super) sync_interval_cap: GoDuration,
+
+    /// Pause between looks at a connection's state; at least 10ms
+    #[arg(long, value_name = "DURATION", default_value = "1s")]
+    pub(super) probe_interval: GoDuration,
+
+    /// Go on looking for servers when as many as announced are connected
+    #[arg(long)]
+    pub(super) sync_forever: bool,
+
+    /// How the number of servers is found: default (what they announce) or max. max is not yet acted upon
+    #[arg(long, value_name = "SOURCE", default_value = "default")]
+    pub(super) server_count_source: String,
+}
+
+#[derive(Args, Debug)]
+#[command(next_help_heading = "Tunnel and drain")]
+pub(super) struct TunnelFlags {
+    /// Chunks buffered per connection and direction
+    #[arg(long, value_name = "N", default_value = "150", value_parser = go_int)]
+    pub(super) xfr_channel_size: i64,
+
+    /// Time for connections to end after SIGTERM; then they are cut. Keep the pod's termination grace period above it
+    #[arg(long, value_name = "DURATION", default_value = "10m")]
+    pub(super) drain_timeout: GoDuration,
+
+    /// Time that a draining agent without connections goes on serving new ones before it exits
+    #[arg(long, value_name = "DURATION", default_value = "5s")]
+    pub(super) drain_linger: GoDuration,
+
+    /// No effect: a full buffer stops only its own connection
+    #[arg(long)]
+    pub(super) warn_on_channel_limit: bool,
+}
+
+#[derive(Args, Debug)]
+#[command(next_help_heading = "Health, metrics, admin")]
+pub(super) struct OperationsFlags {
+    /// Address of the health listener; empty is all interfaces
+    #[arg(long, value_name = "HOST", default_value = "")]
+    pub(super) health_server_host: String,
+
+    /// Port of the health listener
+    #[arg(long, value_name = "PORT", default_value = "8093", value_parser = go_int)]
+    pub(super) health_server_port: i64,
+
+    /// Address of the admin listener; empty is all interfaces
+    #[arg(long, value_name = "HOST", default_value = "127.0.0.1")]
+    pub(super) admin_bind_address: String,
+
+    /// Port of the admin listener
+    #[arg(long, value_name = "PORT", default_value = "8094", value_parser = go_int)]
+    pub(super) admin_server_port: i64,
+
+    /// Serve profiles on the admin listener. Not yet acted upon
+    #[arg(long)]
+    pub(super) enable_profiling: bool,
+
+    /// Profile lock contention too; needs --enable-profiling. Not yet acted upon
+    #[arg(long)]
+    pub(super) enable_contention_profiling: bool,
+}
+
+/// The default of `--kube-api-content-type`.
+pub(super) const CONTENT_TYPE: &str = "application/vnd.kubernetes.protobuf";
+/// The default of `--lease-namespace`.
+pub(super) const LEASE_NAMESPACE: &str = "kube-system";
+/// The default of `--lease-label-selector`.
+pub(super) const LEASE_SELECTOR: &str = "k8s-app=konnectivity-server";
+
+#[derive(Args, Debug)]
+#[command(next_help_heading = "Kubernetes API (not yet acted upon)")]
+pub(super) struct KubernetesFlags {
+    /// Count servers by their leases
+    #[arg(long)]
+    pub(super) count_server_leases: bool,
+
+    /// Namespace of the leases
+    #[arg(long, value_name = "NAMESPACE", default_value = LEASE_NAMESPACE)]
+    pub(super) lease_namespace: String,
+
+    // The older spelling is a deprecated alias of the same value upstream, so the last of the two wins.
+    /// Label selector of the leases; empty selects all
+    #[arg(long, alias = "lease-label", value_name = "SELECTOR", default_value = LEASE_SELECTOR,
+          value_parser = selector)]
+    pub(super) lease_label_selector: String,
+
+    /// Kubeconfig file; empty is the pod's own account
+    #[arg(long, value_name = "FILE", default_value = "")]
+    pub(super) kubeconfig: String,
+
+    /// Content type of requests
+    #[arg(long, value_name = "TYPE", default_value = CONTENT_TYPE)]
+    pub(super) kube_api_content_type: String,
+}
+
+fn selector(text: &str) -> Result<String, LabelError> {
+    check_selector(text).map(|()| text.to_owned())
+}
+
+impl Flags {
+    /// Reads, checks and converts a command line.
+    pub(super) fn read<I, A>(args: I) -> Result<Config, Exit>
+    where
+        I: IntoIterator<Item = A>,
+        A: Into<OsString> + Clone,
+    {
+        Self::read_with_id(args, std::env::var(ID_VARIABLE).ok())
+    }
+
+    /// [`Flags::read`] with the environment's agent id.
+    pub(super) fn read_with_id<I, A>(args: I, id: Option<String>) -> Result<Config, Exit>
+    where
+        I: IntoIterator<Item = A>,
+        A: Into<OsString> + Clone,
+    {
+        let Parsed { mut flags, strays } = parse::<Self, _, _>(args)?;
+        if flags.identity.agent_id.is_empty() {
+            flags.identity.agent_id = id
+                .filter(|id| !id.is_empty())
+                .unwrap_or_else(|| uuid::Uuid::new_v4().to_string());
+        }
+        flags
+            .validate(Problems::new(&strays))
+            .map_err(|problems| Exit::problems(PROGRAM, &problems))
+    }
+}

@@ -1,0 +1,390 @@
+#![allow(clippy::unwrap_used)]
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use culvert_common::flags::{Exit, HostPort};
+use culvert_common::telemetry::logging::LogConfig;
+use tempfile::TempDir;
+
+use super::flags::Flags;
+use super::*;
+
+/// A folder with the files that flags may name.
+struct Files(TempDir);
+
+impl Files {
+    fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        for name in ["cert", "key", "ca", "token", "kubeconfig"] {
+            std::fs::write(dir.path().join(name), "").unwrap();
+        }
+        Self(dir)
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    /// Runs the flags after `--ca-cert`, `@name` standing for the file's path.
+    fn read_with_id(&self, line: &[&str], id: Option<&str>) -> Result<Config, Exit> {
+        let root = format!("{}/", self.0.path().display());
+        let args = [PROGRAM, "--ca-cert=@ca"].iter().chain(line);
+        let args: Vec<String> = args.map(|arg| arg.replace('@', &root)).collect();
+        Flags::read_with_id(args, id.map(str::to_owned))
+    }
+
+    fn read(&self, line: &[&str]) -> Result<Config, Exit> {
+        self.read_with_id(line, None)
+    }
+
+    /// The error lines of a refusal, without their prefix.
+    fn errors(&self, line: &[&str]) -> Vec<String> {
+        let exit = self.read(line).unwrap_err();
+        assert_eq!(exit.code, 1, "{line:?}");
+        let root = format!("{}/", self.0.path().display());
+        let lines = exit
+            .text
+            .lines()
+            .filter_map(|line| line.strip_prefix("Error: "));
+        lines.map(|line| line.replace(&root, "@")).collect()
+    }
+}
+
+#[test]
+fn the_defaults_are_the_stock_agents() {
+    let files = Files::new();
+    let expected = Config {
+        server_host: "127.0.0.1".to_owned(),
+        server_port: 8091,
+        ca_cert: files.path("ca"),
+        client_cert: None,
+        alpn: vec![],
+        health: HostPort::new("", 8093),
+        admin: HostPort::new("127.0.0.1", 8094),
+        agent_id: "from-env".to_owned(),
+        agent_identifiers: String::new(),
+        sync_interval: Duration::from_secs(1),
+        sync_interval_cap: Duration::from_secs(10),
+        probe_interval: Duration::from_secs(1),
+        keepalive_time: Duration::from_secs(3600),
+        token_path: None,
+        sync_forever: false,
+        xfr_channel_size: 150,
+        server_count_source: ServerCountSource::Default,
+        drain_timeout: Duration::from_secs(600),
+        drain_linger: Duration::from_secs(5),
+        logging: LogConfig::default(),
+        warnings: vec![],
+    };
+    assert_eq!(files.read_with_id(&[], Some("from-env")).unwrap(), expected);
+}
+
+#[test]
+fn the_id_is_the_flags_or_the_environments_or_random() {
+    let files = Files::new();
+    let id = |line: &[&str], env| files.read_with_id(line, env).unwrap().agent_id;
+    assert_eq!(id(&["--agent-id=flag"], Some("env")), "flag");
+    assert_eq!(id(&[], Some("env")), "env");
+    assert_eq!(id(&["--agent-id="], Some("env")), "env");
+    for env in [None, Some("")] {
+        let random = id(&[], env);
+        assert_eq!(uuid::Uuid::parse_str(&random).unwrap().get_version_num(), 4);
+    }
+}
+
+/// The stock test suite starts a foreign agent with every flag, hidden and empty ones included.
+#[test]
+fn every_flag_at_once() {
+    let files = Files::new();
+    let config = files
+        .read(&[
+            "--agent-cert=@cert",
+            "--agent-key=@key",
+            "--proxy-server-host=127.0.0.1",
+            "--proxy-server-port=40001",
+            "--alpn-proto=[]",
+            "--health-server-host=",
+            "--health-server-port=40002",
+            "--admin-bind-address=127.0.0.1",
+            "--admin-server-port=40003",
+            "--enable-profiling=false",
+            "--enable-contention-profiling=false",
+            "--agent-id=a1",
+            "--agent-identifiers=",
+            "--sync-interval=100ms",
+            "--probe-interval=100ms",
+            "--sync-interval-cap=1s",
+            "--keepalive-time=1h0m0s",
+            "--service-account-token-path=",
+            "--warn-on-channel-limit=false",
+            "--sync-forever=false",
+            "--xfr-channel-size=150",
+            "--count-server-leases=false",
+            "--lease-namespace=kube-system",
+            "--lease-label=k8s-app=konnectivity-server",
+            "--lease-label-selector=k8s-app=konnectivity-server",
+            "--server-count-source=default",
+            "--kubeconfig=",
+            "--kube-api-content-type=application/vnd.kubernetes.protobuf",
+        ])
+        .unwrap();
+    let (cert, key) = (files.path("cert"), files.path("key"));
+    assert_eq!(config.client_cert, Some(ClientCert { cert, key }));
+    assert_eq!(config.alpn, Vec::<String>::new());
+    assert_eq!(config.server_port, 40001);
+    assert_eq!((config.health.port, config.admin.port), (40002, 40003));
+    assert_eq!(config.sync_interval, Duration::from_millis(100));
+    assert_eq!(config.sync_interval_cap, Duration::from_secs(1));
+    assert_eq!(config.warnings, Vec::<String>::new());
+}
+
+#[test]
+fn hosting_platforms_agents_start() {
+    let files = Files::new();
+    let config = files
+        .read(&[
+            "--logtostderr=true",
+            "--proxy-server-host=konnectivity.example",
+            "--proxy-server-port=30443",
+            "--admin-server-port=8133",
+            "--health-server-port=8134",
+            "--service-account-token-path=@token",
+            "--sync-forever=true",
+            "-v=3",
+        ])
+        .unwrap();
+    assert_eq!(config.token_path, Some(files.path("token")));
+    assert!(config.sync_forever);
+    assert_eq!(config.warnings, Vec::<String>::new());
+
+    let config = files
+        .read(&[
+            "--keepalive-time",
+            "30s",
+            "--probe-interval",
+            "5s",
+            "--sync-interval",
+            "5s",
+            "--sync-interval-cap",
+            "30s",
+            "--v",
+            "3",
+            "--agent-identifiers",
+            "ipv4=1.2.3.4&ipv4=5.6.7.8&default-route=true",
+            "--alpn-proto=a,b",
+            "--alpn-proto",
+            "c",
+            "--drain-timeout=1m",
+            "--drain-linger=0",
+        ])
+        .unwrap();
+    assert_eq!(config.keepalive_time, Duration::from_secs(30));
+    assert_eq!(
+        config.agent_identifiers,
+        "ipv4=1.2.3.4&ipv4=5.6.7.8&default-route=true"
+    );
+    assert_eq!(config.alpn, ["a", "b", "c"]);
+    assert_eq!(config.drain_timeout, Duration::from_secs(60));
+    assert_eq!(config.drain_linger, Duration::ZERO);
+}
+
+#[test]
+fn refusals_of_one_flag() {
+    let files = Files::new();
+    let cases = [
+        (
+            "--agent-cert=@cert",
+            "cannot have agent key empty when agent cert is set to \"@cert\"",
+        ),
+        (
+            "--agent-key=@key",
+            "cannot have agent cert empty when agent key is set to \"@key\"",
+        ),
+        (
+            "--ca-cert=@no",
+            "error checking agent CA cert @no, got stat @no: no such file or directory",
+        ),
+        (
+            "--ca-cert=",
+            "--ca-cert must be set: the system's CAs are not used",
+        ),
+        (
+            "--proxy-server-port=0",
+            "proxy server port 0 must be greater than 0",
+        ),
+        (
+            "--health-server-port=-1",
+            "health server port -1 must be greater than 0",
+        ),
+        (
+            "--admin-server-port=65536",
+            "admin server port 65536 must not be greater than 65535",
+        ),
+        (
+            "--enable-contention-profiling",
+            "if --enable-contention-profiling is set, --enable-profiling must also be set",
+        ),
+        (
+            "--sync-interval=11s",
+            "sync interval 11s must be less than sync interval cap 10s",
+        ),
+        (
+            "--service-account-token-path=@no",
+            "error checking service account token path @no, got stat @no: no such file or directory",
+        ),
+        (
+            "--agent-identifiers=uid=1",
+            "agent address is invalid: unknown address type: uid",
+        ),
+        (
+            "--agent-identifiers=host=\u{e4}",
+            "--agent-identifiers must be printable ASCII, got \"host=\u{e4}\"",
+        ),
+        (
+            "--agent-id=\u{e4}",
+            "--agent-id must be printable ASCII, got \"\u{e4}\"",
+        ),
+        (
+            "--xfr-channel-size=0",
+            "channel size 0 must be greater than 0",
+        ),
+        (
+            "--server-count-source=min",
+            "--server-count-source must be one of '', 'default', 'max', got min",
+        ),
+        (
+            "--alpn-proto=a,,b",
+            "--alpn-proto: a name has 1 to 255 bytes, got \"\"",
+        ),
+        (
+            "--kubeconfig=@no",
+            "error checking kubeconfig @no, got stat @no: no such file or directory",
+        ),
+        ("--drain-timeout=-1s", "drain-timeout must be >= 0, got -1s"),
+        ("--drain-linger=-1s", "drain-linger must be >= 0, got -1s"),
+        (
+            "--lease-label-selector=a in b",
+            "invalid argument \"a in b\" for \"--lease-label-selector\" flag: invalid label key \"a in b\": expected \
+             [dns.prefix/]name, the name at most 63 of [A-Za-z0-9._-] with a letter or digit at both ends",
+        ),
+    ];
+    for (flag, expected) in cases {
+        assert_eq!(files.errors(&[flag]), [expected], "{flag}");
+    }
+}
+
+#[test]
+fn all_problems_are_reported_at_once() {
+    let files = Files::new();
+    assert_eq!(
+        files.errors(&[
+            "--proxy-server-port=0",
+            "--agent-identifiers=x=1",
+            "--xfr-channel-size=-1"
+        ]),
+        [
+            "proxy server port 0 must be greater than 0",
+            "agent address is invalid: unknown address type: x",
+            "channel size -1 must be greater than 0",
+        ]
+    );
+}
+
+#[test]
+fn flags_not_acted_upon_are_named_in_one_line() {
+    let files = Files::new();
+    let config = files
+        .read(&[
+            "--count-server-leases",
+            "--lease-namespace=n",
+            "--lease-label=a=b",
+            "--kubeconfig=@kubeconfig",
+            "--kube-api-content-type=application/json",
+            "--enable-profiling",
+            "--enable-contention-profiling",
+            "--server-count-source=max",
+            "--warn-on-channel-limit",
+            "--log-backtrace-at=x.go:1",
+        ])
+        .unwrap();
+    assert_eq!(config.server_count_source, ServerCountSource::Max);
+    assert_eq!(
+        config.warnings,
+        [
+            "accepted, not yet acted upon: --enable-profiling, --enable-contention-profiling, --count-server-leases, \
+          --lease-namespace, --lease-label-selector, --server-count-source, --kubeconfig, --kube-api-content-type, \
+          --log-backtrace-at"
+        ]
+    );
+}
+
+#[test]
+fn the_selectors_two_spellings_are_one_flag() {
+    let files = Files::new();
+    let back = [
+        "--lease-label=a=b",
+        "--lease-label-selector=k8s-app=konnectivity-server",
+    ];
+    assert_eq!(files.read(&back).unwrap().warnings, Vec::<String>::new());
+    let help = files.read(&["--help"]).unwrap_err();
+    assert_eq!(help.code, 0);
+    assert!(!help.text.contains("--lease-label "), "{}", help.text);
+}
+
+#[test]
+fn odd_values_are_bent_with_a_warning() {
+    let files = Files::new();
+    let config = files
+        .read(&[
+            "--sync-interval=0",
+            "--sync-interval-cap=0",
+            "--probe-interval=-1s",
+            "--keepalive-time=1s",
+        ])
+        .unwrap();
+    assert_eq!(config.sync_interval, INTERVAL_FLOOR);
+    assert_eq!(config.sync_interval_cap, INTERVAL_FLOOR);
+    assert_eq!(config.probe_interval, INTERVAL_FLOOR);
+    assert_eq!(config.keepalive_time, KEEPALIVE_FLOOR);
+    assert_eq!(
+        config.warnings,
+        [
+            "--sync-interval=0s is raised to 10ms",
+            "--probe-interval=-1s is raised to 10ms",
+            "--keepalive-time=1s is raised to 10s",
+        ]
+    );
+}
+
+#[test]
+fn effective_options_are_described() {
+    let files = Files::new();
+    let config = files
+        .read(&[
+            "--agent-id=a",
+            "--agent-identifiers=host=n1",
+            "--service-account-token-path=@token",
+        ])
+        .unwrap();
+    let lines = config.describe();
+    let token = format!(
+        "service-account-token-path={}",
+        files.path("token").display()
+    );
+    for expected in [
+        "proxy-server-host=127.0.0.1",
+        "agent-id=a",
+        "agent-identifiers=host=n1",
+        "sync-interval-cap=10s",
+        "keepalive-time=1h0m0s",
+        "drain-timeout=10m0s",
+        "server-count-source=default",
+        &token,
+    ] {
+        assert!(
+            lines.iter().any(|line| line == expected),
+            "{expected} in {lines:?}"
+        );
+    }
+}

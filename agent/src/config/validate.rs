@@ -1,0 +1,171 @@
+//! From flags to [`Config`], under the stock agent's rules and with its texts.
+//!
+//! The stock agent stops at the first problem; here all of them are reported.
+
+use std::time::Duration;
+
+use culvert_common::flags::{HostPort, Problems, StringSlice};
+
+use super::flags::{CONTENT_TYPE, Flags, LEASE_NAMESPACE, LEASE_SELECTOR, ServerFlags};
+use super::{
+    ClientCert, Config, INTERVAL_FLOOR, KEEPALIVE_FLOOR, ServerCountSource, XFR_CHANNEL_SIZE_MAX,
+    identifiers,
+};
+
+/// Longest ALPN name: its length is one byte on the wire (RFC 7301).
+const MAX_ALPN: usize = 255;
+
+impl Flags {
+    /// The checked configuration, or all that is wrong.
+    pub(super) fn validate(self, mut problems: Problems) -> Result<Config, Vec<String>> {
+        let p = &mut problems;
+        let id = &self.identity;
+        let pair = p.key_pair("agent", &id.agent_cert, &id.agent_key);
+        let client_cert = pair.map(|(cert, key)| ClientCert { cert, key });
+        let ca_cert = p.file("agent CA cert", &self.server.ca_cert);
+        // The stock agent passes this and fails when it loads the bundle.
+        p.require(ca_cert.is_some(), || {
+            "--ca-cert must be set: the system's CAs are not used".to_owned()
+        });
+        let server_port = port(p, "proxy server", self.server.proxy_server_port);
+        let ops = &self.operations;
+        let health_port = port(p, "health server", ops.health_server_port);
+        let admin_port = port(p, "admin server", ops.admin_server_port);
+        p.require(
+            ops.enable_profiling || !ops.enable_contention_profiling,
+            || {
+                "if --enable-contention-profiling is set, --enable-profiling must also be set"
+                    .to_owned()
+            },
+        );
+        let (sync_interval, sync_interval_cap) = self.intervals(p);
+        let probe = self.sync.probe_interval;
+        let probe_interval = p.at_least("probe-interval", probe, INTERVAL_FLOOR);
+        let keepalive = self.server.keepalive_time;
+        let keepalive_time = p.at_least("keepalive-time", keepalive, KEEPALIVE_FLOOR);
+        let (drain_timeout, drain_linger) = self.drain(p);
+        let token_path = p.file("service account token path", &id.service_account_token_path);
+        if let Err(error) = identifiers::check(&id.agent_identifiers) {
+            p.error(error.to_string());
+        }
+        let agent_identifiers = p.header_value("agent-identifiers", id.agent_identifiers.clone());
+        let agent_id = p.header_value("agent-id", id.agent_id.clone());
+        let size = self.tunnel.xfr_channel_size;
+        let xfr_channel_size =
+            p.channel_size("xfr-channel-size", "channel", size, XFR_CHANNEL_SIZE_MAX);
+        let server_count_source = self.server_count_source(p);
+        let alpn = self.server.alpn(p);
+        p.file("kubeconfig", &self.kubernetes.kubeconfig);
+        self.note_unacted(p);
+
+        let warnings = problems.finish()?;
+        Ok(Config {
+            server_host: self.server.proxy_server_host,
+            server_port,
+            // Its absence is an error above.
+            ca_cert: ca_cert.unwrap_or_default(),
+            client_cert,
+            alpn,
+            health: HostPort::new(&ops.health_server_host, health_port),
+            admin: HostPort::new(&ops.admin_bind_address, admin_port),
+            agent_id,
+            agent_identifiers,
+            sync_interval,
+            sync_interval_cap,
+            probe_interval,
+            keepalive_time,
+            token_path,
+            sync_forever: self.sync.sync_forever,
+            xfr_channel_size,
+            server_count_source,
+            drain_timeout,
+            drain_linger,
+            logging: self.klog.log_config(),
+            warnings,
+        })
+    }
+
+    fn intervals(&self, p: &mut Problems) -> (Duration, Duration) {
+        let (interval, cap) = (self.sync.sync_interval, self.sync.sync_interval_cap);
+        p.require(interval <= cap, || {
+            format!("sync interval {interval} must be less than sync interval cap {cap}")
+        });
+        let floor = INTERVAL_FLOOR;
+        let sync_interval = p.at_least("sync-interval", interval, floor);
+        (sync_interval, cap.saturating().max(sync_interval))
+    }
+
+    fn drain(&self, p: &mut Problems) -> (Duration, Duration) {
+        let (timeout, linger) = (self.tunnel.drain_timeout, self.tunnel.drain_linger);
+        for (name, value) in [("drain-timeout", timeout), ("drain-linger", linger)] {
+            p.require(value.nanos() >= 0, || {
+                format!("{name} must be >= 0, got {value}")
+            });
+        }
+        (timeout.saturating(), linger.saturating())
+    }
+
+    fn server_count_source(&self, p: &mut Problems) -> ServerCountSource {
+        match self.sync.server_count_source.as_str() {
+            "" | "default" => ServerCountSource::Default,
+            "max" => ServerCountSource::Max,
+            other => {
+                p.error(format!(
+                    "--server-count-source must be one of '', 'default', 'max', got {other}"
+                ));
+                ServerCountSource::Default
+            }
+        }
+    }
+
+    fn note_unacted(&self, p: &mut Problems) {
+        let (ops, kube) = (&self.operations, &self.kubernetes);
+        p.unacted(ops.enable_profiling, "enable-profiling");
+        p.unacted(
+            ops.enable_contention_profiling,
+            "enable-contention-profiling",
+        );
+        p.unacted(kube.count_server_leases, "count-server-leases");
+        p.unacted(kube.lease_namespace != LEASE_NAMESPACE, "lease-namespace");
+        p.unacted(
+            kube.lease_label_selector != LEASE_SELECTOR,
+            "lease-label-selector",
+        );
+        p.unacted(
+            self.sync.server_count_source == "max",
+            "server-count-source",
+        );
+        p.unacted(!kube.kubeconfig.is_empty(), "kubeconfig");
+        p.unacted(
+            kube.kube_api_content_type != CONTENT_TYPE,
+            "kube-api-content-type",
+        );
+        self.klog.note_unacted(p);
+    }
+}
+
+impl ServerFlags {
+    /// `[]` is how Go prints an empty list, and programs that print their defaults back pass it; no ALPN name looks so.
+    fn alpn(&self, p: &mut Problems) -> Vec<String> {
+        let names: Vec<String> = StringSlice::concat(&self.alpn_proto)
+            .into_iter()
+            .filter(|name| name != "[]")
+            .collect();
+        for name in &names {
+            p.require((1..=MAX_ALPN).contains(&name.len()), || {
+                format!("--alpn-proto: a name has 1 to {MAX_ALPN} bytes, got {name:?}")
+            });
+        }
+        names
+    }
+}
+
+fn port(p: &mut Problems, whose: &str, port: i64) -> u16 {
+    p.require(port > 0, || {
+        format!("{whose} port {port} must be greater than 0")
+    });
+    p.require(port <= i64::from(u16::MAX), || {
+        format!("{whose} port {port} must not be greater than 65535")
+    });
+    u16::try_from(port).unwrap_or(0)
+}

@@ -1,0 +1,352 @@
+//! One try to reach a server: TCP or an outbound proxy, TLS, HTTP/2, the `Connect` call. Every
+//! step is bounded, so that a silent server never stops the search for others.
+
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use culvert_common::net::listen::tune;
+use culvert_common::net::{dial, proxy};
+use culvert_common::runtime::TrackedExecutor;
+use culvert_common::telemetry::metrics::Segment;
+use culvert_common::tls;
+use culvert_common::tunnel::queue;
+use culvert_common::wire::{HALF_CLOSE_HEADER, MAX_MESSAGE_BYTES, Message};
+use culvert_proto::Packet;
+use culvert_proto::agent_service_client::AgentServiceClient;
+use futures_util::Stream;
+use hyper::client::conn::http2::{self, SendRequest};
+use hyper_util::rt::{TokioIo, TokioTimer};
+use rustls_pki_types::ServerName;
+use tokio::net::TcpStream;
+use tokio::time::{Instant, timeout_at};
+use tokio_rustls::TlsConnector;
+use tokio_rustls::client::TlsStream;
+use tonic::body::Body;
+use tonic::metadata::{MetadataMap, MetadataValue};
+use tonic::{Request, Streaming};
+use tracing::debug;
+
+use crate::agent::Agent;
+use crate::config::Config;
+use crate::metrics::AgentMetrics;
+use crate::stream::OUTGOING_BYTES;
+
+/// The longest that one try may take, as grpc-go's minimum connect timeout.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(20);
+
+/// How long the peer may take to answer a ping, as upstream's.
+const PING_TIMEOUT: Duration = Duration::from_secs(20);
+
+/// Bytes that the server may send ahead of our reading. One stream carries all connections, so
+/// the stream's window is as large as the connection's. Bounds throughput to window / RTT:
+/// 8 MiB allow 80 MiB/s at 100 ms.
+const WINDOW_BYTES: u32 = 8 * 1024 * 1024;
+
+/// The largest frame that we take; a stock server sends 16 KiB at most.
+const FRAME_BYTES: u32 = 64 * 1024;
+
+/// Reaches servers at the configured address.
+pub struct Connector {
+    agent: Arc<Agent>,
+    tls: TlsConnector,
+    name: ServerName<'static>,
+    origin: http::Uri,
+    config: Config,
+}
+
+/// An accepted `Connect` call.
+pub struct Connected {
+    /// What tells servers apart.
+    pub server_id: String,
+    /// How many servers there are, by this one's word; 0 reads as 1.
+    pub server_count: i64,
+    /// The server understands half closes: one of ours.
+    pub half_close: bool,
+    /// The server's packets.
+    pub inbound: Streaming<Packet>,
+    /// The way to the server.
+    pub outgoing: queue::Sender<Message>,
+}
+
+/// Why a try failed.
+#[derive(Debug, thiserror::Error)]
+pub enum ConnectError {
+    /// The server can not be reached.
+    #[error("cannot reach the server: {0}")]
+    Unreachable(String),
+    /// The outbound proxy from the environment is of no use.
+    #[error("cannot reach the server through the proxy of HTTPS_PROXY: {0}")]
+    Proxy(String),
+    /// The TLS handshake failed.
+    #[error("TLS handshake with the server failed: {0}")]
+    Tls(String),
+    /// The server speaks no HTTP/2.
+    #[error("the server speaks no HTTP/2: {0}")]
+    Http(String),
+    /// The token file can not be used.
+    #[error("cannot use the token of --service-account-token-path {0}: {1}")]
+    Token(String, String),
+    /// The server refused the call.
+    #[error("the server refused this agent: {0}")]
+    Refused(String),
+    /// The server's answer lacks what every server says.
+    #[error("{0}")]
+    Answer(String),
+    /// A step took too long.
+    #[error("timed out after {s} s while {0}", s = CONNECT_TIMEOUT.as_secs())]
+    TimedOut(&'static str),
+}
+
+// === impl Connector ===
+
+impl Connector {
+    /// Reads certificates and checks the address.
+    ///
+    /// # Errors
+    /// When a file can not be used or the host is neither a name nor an address.
+    pub fn new(agent: Arc<Agent>, config: Config) -> anyhow::Result<Self> {
+        let trust = tls::TrustBundle::load(&config.ca_cert)?;
+        let identity = match &config.client_cert {
+            Some(files) => Some(tls::Identity::load(&files.cert, &files.key)?),
+            None => None,
+        };
+        let mut alpn: Vec<&[u8]> = config.alpn.iter().map(|name| name.as_bytes()).collect();
+        alpn.push(b"h2");
+        let options = tls::TlsOptions::default();
+        let client = tls::client_config(&trust, identity.as_ref(), &alpn, &options)?;
+        let host = config.server_host.trim_matches(['[', ']']).to_owned();
+        let name = ServerName::try_from(host.clone()).map_err(|_| {
+            anyhow::anyhow!("--proxy-server-host={host} is neither a host name nor an address")
+        })?;
+        let authority = if host.contains(':') {
+            format!("[{host}]:{}", config.server_port)
+        } else {
+            format!("{host}:{}", config.server_port)
+        };
+        let origin = http::Uri::builder()
+            .scheme("https")
+            .authority(authority)
+            .path_and_query("/")
+            .build()?;
+        Ok(Self {
+            agent,
+            tls: TlsConnector::from(client),
+            name,
+            origin,
+            config,
+        })
+    }
+
+    /// One try.
+    ///
+    /// # Errors
+    /// See [`ConnectError`].
+    pub async fn connect(&self) -> Result<Connected, ConnectError> {
+        let deadline = Instant::now() + CONNECT_TIMEOUT;
+        let within = |step| move |_| ConnectError::TimedOut(step);
+        let metadata = self.metadata().await?;
+        let tcp = timeout_at(deadline, self.tcp(deadline))
+            .await
+            .map_err(within("connecting"))??;
+        let tls = timeout_at(deadline, self.tls.connect(self.name.clone(), tcp))
+            .await
+            .map_err(within("waiting for the TLS handshake"))?
+            .map_err(|error| ConnectError::Tls(tls::explain(&error)))?;
+        let sender = timeout_at(deadline, self.http(tls))
+            .await
+            .map_err(within("waiting for the HTTP/2 preface"))??;
+        timeout_at(deadline, self.call(sender, metadata))
+            .await
+            .map_err(within("waiting for the server's answer"))?
+    }
+
+    async fn tcp(&self, deadline: Instant) -> Result<TcpStream, ConnectError> {
+        let host = self.config.server_host.trim_matches(['[', ']']);
+        let port = self.config.server_port;
+        let through =
+            proxy::from_env(host, port).map_err(|error| ConnectError::Proxy(error.to_string()))?;
+        let stream = match through {
+            Some(target) => proxy::connect(&target, host, port, deadline)
+                .await
+                .map_err(|error| ConnectError::Proxy(error.to_string()))?,
+            None => {
+                let address = self.origin.authority().map_or("", |a| a.as_str());
+                dial::dial("tcp", address, CONNECT_TIMEOUT)
+                    .await
+                    .map_err(|error| ConnectError::Unreachable(error.text))?
+            }
+        };
+        // A connection that is gone already fails here and again at the handshake.
+        let _ = tune(&stream);
+        Ok(stream)
+    }
+
+    async fn http(&self, tls: TlsStream<TcpStream>) -> Result<SendRequest<Body>, ConnectError> {
+        if tls.get_ref().1.alpn_protocol().is_none() {
+            return Err(ConnectError::Http(
+                "it negotiated no ALPN protocol; does the port belong to a Konnectivity server?"
+                    .into(),
+            ));
+        }
+        let executor = TrackedExecutor(self.agent.tasks.clone());
+        let (sender, connection) = http2::Builder::new(executor)
+            .timer(TokioTimer::new())
+            .initial_stream_window_size(WINDOW_BYTES)
+            .initial_connection_window_size(2 * WINDOW_BYTES)
+            .max_frame_size(FRAME_BYTES)
+            .keep_alive_interval(self.config.keepalive_time)
+            .keep_alive_timeout(PING_TIMEOUT)
+            .keep_alive_while_idle(true)
+            .handshake(TokioIo::new(tls))
+            .await
+            .map_err(|error| ConnectError::Http(error.to_string()))?;
+        let shutdown = self.agent.shutdown.clone();
+        self.agent.tasks.spawn(async move {
+            tokio::select! {
+                ended = connection => if let Err(error) = ended {
+                    debug!(%error, "the connection to a server broke");
+                },
+                () = shutdown.cancelled() => {}
+            }
+        });
+        Ok(sender)
+    }
+
+    async fn call(
+        &self,
+        sender: SendRequest<Body>,
+        metadata: MetadataMap,
+    ) -> Result<Connected, ConnectError> {
+        let (outgoing, messages) = queue::bounded(OUTGOING_BYTES);
+        let mut request = Request::new(ToServer {
+            messages,
+            metrics: self.agent.metrics.clone(),
+        });
+        *request.metadata_mut() = metadata;
+        let mut client = AgentServiceClient::with_origin(Http2(sender), self.origin.clone())
+            .max_decoding_message_size(MAX_MESSAGE_BYTES);
+        let response = client.connect(request).await.map_err(|status| {
+            ConnectError::Refused(format!("{} ({})", status.message(), status.code()))
+        })?;
+        let (server_id, server_count) =
+            server_of(response.metadata()).map_err(ConnectError::Answer)?;
+        Ok(Connected {
+            server_id,
+            server_count,
+            half_close: response.metadata().contains_key(HALF_CLOSE_HEADER),
+            inbound: response.into_inner(),
+            outgoing,
+        })
+    }
+
+    /// What the agent says of itself. The token is read anew each time: it is rotated.
+    async fn metadata(&self) -> Result<MetadataMap, ConnectError> {
+        let mut metadata = MetadataMap::new();
+        let header = |value: &str| {
+            MetadataValue::try_from(value)
+                .map_err(|_| ConnectError::Answer(format!("not a valid header value: {value:?}")))
+        };
+        metadata.insert("agentid", header(&self.config.agent_id)?);
+        metadata.insert("agentidentifiers", header(&self.config.agent_identifiers)?);
+        metadata.insert(HALF_CLOSE_HEADER, MetadataValue::from_static("1"));
+        if let Some(path) = &self.config.token_path {
+            let unusable = |why: String| ConnectError::Token(path.display().to_string(), why);
+            let token = tokio::fs::read_to_string(path)
+                .await
+                .map_err(|error| unusable(error.to_string()))?;
+            let value = MetadataValue::try_from(format!("Bearer {}", token.trim()))
+                .map_err(|_| unusable("it holds bytes that no token has".into()))?;
+            metadata.insert("authorization", value);
+        }
+        Ok(metadata)
+    }
+}
+
+/// Reads what a server says of itself; the texts are upstream's.
+fn server_of(metadata: &MetadataMap) -> Result<(String, i64), String> {
+    let values = |key: &'static str| -> Vec<&str> {
+        let all = metadata.get_all(key).iter();
+        all.filter_map(|value| value.to_str().ok()).collect()
+    };
+    let ids = values("serverid");
+    let [id] = ids.as_slice() else {
+        return Err(format!(
+            "expected one server ID in the context, got [{}]",
+            ids.join(" ")
+        ));
+    };
+    let counts = values("servercount");
+    let [count] = counts.as_slice() else {
+        return Err(format!("expected one server count, got {}", counts.len()));
+    };
+    let count = count
+        .parse()
+        .map_err(|_| format!("the server count {count:?} is not a number"))?;
+    Ok(((*id).to_owned(), count))
+}
+
+/// What goes to the server, as the wire's packets, counted.
+struct ToServer {
+    messages: queue::Receiver<Message>,
+    metrics: Arc<AgentMetrics>,
+}
+
+impl Stream for ToServer {
+    type Item = Packet;
+
+    fn poll_next(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Packet>> {
+        let Some(message) = ready!(self.messages.poll_recv(cx)) else {
+            return Poll::Ready(None);
+        };
+        self.metrics.streams.count(Segment::FromAgent, &message);
+        Poll::Ready(Some(message.into()))
+    }
+}
+
+/// An HTTP/2 connection as the service that generated clients call.
+struct Http2(SendRequest<Body>);
+
+impl tower::Service<http::Request<Body>> for Http2 {
+    type Response = http::Response<hyper::body::Incoming>;
+    type Error = hyper::Error;
+    type Future = Pin<Box<dyn Future<Output = Result<Self::Response, Self::Error>> + Send>>;
+
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Self::Error>> {
+        self.0.poll_ready(cx)
+    }
+
+    fn call(&mut self, request: http::Request<Body>) -> Self::Future {
+        Box::pin(self.0.send_request(request))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    fn server(pairs: &[(&'static str, &str)]) -> Result<(String, i64), String> {
+        let mut metadata = MetadataMap::new();
+        for (key, value) in pairs {
+            metadata.append(*key, value.parse().unwrap());
+        }
+        server_of(&metadata)
+    }
+
+    #[test]
+    fn a_server_says_its_id_and_count_once() {
+        let both = [("serverid", "a"), ("servercount", "3")];
+        assert_eq!(server(&both), Ok(("a".into(), 3)));
+        assert_eq!(
+            server(&[("servercount", "3")]).unwrap_err(),
+            "expected one server ID in the context, got []"
+        );
+        assert_eq!(
+            server(&[("serverid", "a")]).unwrap_err(),
+            "expected one server count, got 0"
+        );
+    }
+}

@@ -1,0 +1,277 @@
+//! One connection of the agent: dials the target and carries bytes until either side ends.
+//!
+//! Nothing is lost on the way out: bytes that the client sent before it closed still reach the
+//! endpoint, and bytes that the endpoint sent before it closed still reach the server.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use culvert_common::net::dial;
+use culvert_common::telemetry::metrics::{Direction, GaugeGuard};
+use culvert_common::tunnel::first_word::FirstWord;
+use culvert_common::tunnel::io::{ReadSource, WriteSink, drain};
+use culvert_common::tunnel::pump::{Meter, pump};
+use culvert_common::tunnel::queue;
+use culvert_common::tunnel::{CLOSE_STALL, CloseReason, Dial, Sink, Source};
+use culvert_common::wire::{ConnectId, DialId, MAX_DATA_BYTES, Message};
+use tokio::io::AsyncWriteExt;
+use tokio::net::TcpStream;
+use tokio::time::{Instant, timeout};
+use tokio_util::sync::CancellationToken;
+use tracing::debug;
+
+use crate::metrics::DialFailureReason;
+use crate::mux::closed;
+use crate::stream::ServerStream;
+
+/// How long a dial may take, as upstream's.
+pub const DIAL_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// How long an endpoint may take to accept what is left for it once its client is gone.
+const LINGER: Duration = Duration::from_secs(5);
+
+/// What the server's packets mean for one connection.
+pub enum Incoming {
+    /// Bytes for the endpoint.
+    Data(Bytes),
+    /// The client sends no more.
+    HalfClosed,
+    /// The client is gone.
+    Closed,
+}
+
+/// One connection, from its dial on.
+pub struct Endpoint {
+    /// The stream that it belongs to.
+    pub stream: Arc<ServerStream>,
+    /// Its dial's id.
+    pub dial_id: DialId,
+    /// Its id.
+    pub connection: ConnectId,
+    /// What to dial.
+    pub dial: Dial,
+    /// The client's side.
+    pub incoming: queue::Receiver<Incoming>,
+    /// Fires once the client is gone and the last of its bytes are queued.
+    pub closing: CancellationToken,
+    /// Ends the connection at once, whatever is queued.
+    pub cut: CancellationToken,
+}
+
+struct FromServer {
+    incoming: queue::Receiver<Incoming>,
+    first_word: FirstWord,
+}
+
+struct ToServer {
+    stream: Arc<ServerStream>,
+    connection: ConnectId,
+    first_word: FirstWord,
+}
+
+/// Removes a connection from the stream's table.
+struct Entry {
+    stream: Arc<ServerStream>,
+    dial: DialId,
+    connection: ConnectId,
+}
+
+// === impl Endpoint ===
+
+impl Endpoint {
+    /// Runs the connection to its end.
+    pub async fn run(self) {
+        let stream = self.stream.clone();
+        let entry = Entry {
+            stream: stream.clone(),
+            dial: self.dial_id,
+            connection: self.connection,
+        };
+        // From the dial on: a drained agent does not leave in the middle of one.
+        let _active = stream.agent.activity();
+        let metrics = &stream.agent.metrics;
+        let started = Instant::now();
+        let dialed = tokio::select! {
+            dialed = dial::dial(&self.dial.protocol, &self.dial.address, DIAL_TIMEOUT) => dialed,
+            () = self.cut.cancelled() => return,
+        };
+        metrics
+            .dial_duration
+            .record(started.elapsed().as_secs_f64());
+        stream.dialed(self.dial_id, self.connection);
+        match dialed {
+            Ok(socket) => {
+                let _open = GaugeGuard::new(&metrics.open_endpoint_connections);
+                stream.tell(Message::DialResponse {
+                    dial: self.dial_id,
+                    connection: self.connection,
+                    error: String::new(),
+                });
+                self.carry(socket, entry).await;
+            }
+            Err(error) => {
+                let reason = if error.timeout {
+                    DialFailureReason::Timeout
+                } else {
+                    DialFailureReason::Unknown
+                };
+                metrics.dial_failures(reason).increment(1);
+                debug!(
+                    address = self.dial.address,
+                    error = error.text,
+                    "dial failed"
+                );
+                drop(entry);
+                stream.tell(Message::DialResponse {
+                    dial: self.dial_id,
+                    connection: ConnectId(0),
+                    error: error.text,
+                });
+            }
+        }
+    }
+
+    async fn carry(self, socket: TcpStream, entry: Entry) {
+        let stream = self.stream;
+        let connection = self.connection;
+        let streams = &stream.agent.metrics.streams;
+        let mut up = Meter::new(streams.tunnel_bytes(Direction::ToEndpoint).clone());
+        let mut down = Meter::new(streams.tunnel_bytes(Direction::FromEndpoint).clone());
+        let started = Instant::now();
+        let (read, write) = socket.into_split();
+        let progress = self.incoming.progress();
+        let client_gone = async {
+            self.closing.cancelled().await;
+            progress.stalled(CLOSE_STALL).await;
+        };
+        // Our own server holds the first bytes back by itself.
+        let first_word = if stream.half_close {
+            FirstWord::spoken_already()
+        } else {
+            FirstWord::default()
+        };
+        let mut server_source = FromServer {
+            incoming: self.incoming,
+            first_word: first_word.clone(),
+        };
+        let mut server_sink = ToServer {
+            stream: stream.clone(),
+            connection,
+            first_word,
+        };
+        let mut source = ReadSource::new(read, Bytes::new(), CloseReason::EndpointLost);
+        let mut sink = WriteSink::new(write, CloseReason::EndpointLost);
+        let reason = tokio::select! {
+            reason = pump(
+                (&mut server_source, &mut server_sink),
+                (&mut source, &mut sink),
+                &mut up,
+                &mut down,
+            ) => reason,
+            () = client_gone => CloseReason::Stalled,
+            () = self.cut.cancelled() => stream.cut_reason(),
+        };
+        drop(entry);
+        stream.agent.closed(reason);
+        debug!(
+            connection = connection.0,
+            address = self.dial.address,
+            reason = %reason,
+            to_endpoint = up.bytes,
+            from_endpoint = down.bytes,
+            seconds = started.elapsed().as_secs_f64(),
+            "connection closed"
+        );
+        stream.tell(closed(
+            connection,
+            match reason {
+                CloseReason::Stalled => "closed: the endpoint took no bytes",
+                _ => "",
+            },
+        ));
+        let leave = async {
+            match reason {
+                // What the client sent before the endpoint's end still belongs to the endpoint.
+                CloseReason::EndpointClosed => server_source.flush(&mut sink).await,
+                CloseReason::ClientClosed => {}
+                _ => return,
+            }
+            let mut write = sink.into_inner();
+            if write.shutdown().await.is_ok() {
+                drain(source.into_inner()).await;
+            }
+        };
+        // An endpoint that takes longer than this has had its chance.
+        let _ = timeout(LINGER, leave).await;
+    }
+}
+
+impl Drop for Entry {
+    fn drop(&mut self) {
+        self.stream.forget(self.dial, self.connection);
+    }
+}
+
+// === impl FromServer ===
+
+impl FromServer {
+    async fn flush(&mut self, sink: &mut impl Sink) {
+        while let Some(Incoming::Data(bytes)) = self.incoming.try_recv() {
+            if sink.send(bytes).await.is_err() {
+                return;
+            }
+        }
+    }
+}
+
+impl Source for FromServer {
+    async fn recv(&mut self) -> Result<Option<Bytes>, CloseReason> {
+        match self.incoming.recv().await {
+            Some(Incoming::Data(bytes)) => {
+                self.first_word.spoken();
+                Ok(Some(bytes))
+            }
+            Some(Incoming::HalfClosed) => Ok(None),
+            Some(Incoming::Closed) => Err(CloseReason::ClientClosed),
+            None => Err(CloseReason::ServerLost),
+        }
+    }
+
+    async fn aborted(&mut self) -> CloseReason {
+        loop {
+            match self.incoming.recv().await {
+                Some(Incoming::Closed) => return CloseReason::ClientClosed,
+                Some(_) => {}
+                None => return CloseReason::ServerLost,
+            }
+        }
+    }
+}
+
+// === impl ToServer ===
+
+impl Sink for ToServer {
+    async fn send(&mut self, mut chunk: Bytes) -> Result<(), CloseReason> {
+        self.first_word.wait().await;
+        while !chunk.is_empty() {
+            let bytes = chunk.split_to(chunk.len().min(MAX_DATA_BYTES));
+            let connection = self.connection;
+            self.stream
+                .send(Message::Data { connection, bytes })
+                .await
+                .map_err(|_| CloseReason::ServerLost)?;
+        }
+        Ok(())
+    }
+
+    /// To a stock server half of a close is a whole one.
+    async fn finish(&mut self) -> Result<(), CloseReason> {
+        if !self.stream.half_close {
+            return Err(CloseReason::EndpointClosed);
+        }
+        let connection = self.connection;
+        self.stream.tell(Message::HalfClose { connection });
+        Ok(())
+    }
+}

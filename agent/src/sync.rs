@@ -1,0 +1,209 @@
+//! The search for servers. One address stands for all of them (a load balancer picks one for each
+//! connection), so the agent tries again and again until it holds as many distinct servers as
+//! they announce.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use rand::Rng;
+use tokio::time::sleep;
+use tokio_util::sync::CancellationToken;
+use tracing::{Instrument, debug, info, info_span, warn};
+
+use crate::agent::Agent;
+use crate::config::Config;
+use crate::connect::{Connected, Connector};
+use crate::metrics::ServerDirection;
+use crate::stream::ServerStream;
+
+/// How much longer each pause after a failure is than the one before, as upstream's.
+const BACKOFF_FACTOR: f64 = 1.5;
+
+/// Up to this part of a pause is added at random, as upstream's.
+const JITTER: f64 = 0.1;
+
+/// The servers that an agent is connected to.
+pub struct Servers {
+    agent: Arc<Agent>,
+    streams: Mutex<HashMap<String, Arc<ServerStream>>>,
+}
+
+/// The search.
+pub struct Sync {
+    servers: Arc<Servers>,
+    connector: Connector,
+    interval: Duration,
+    cap: Duration,
+    forever: bool,
+    announced: i64,
+}
+
+/// What a try came to.
+enum Outcome {
+    Added,
+    Duplicate,
+    Failed,
+}
+
+// === impl Servers ===
+
+impl Servers {
+    /// No server yet.
+    pub fn new(agent: Arc<Agent>) -> Arc<Self> {
+        Arc::new(Self {
+            agent,
+            streams: Mutex::default(),
+        })
+    }
+
+    /// How many servers are connected.
+    pub fn count(&self) -> usize {
+        self.streams.lock().len()
+    }
+
+    /// Asks every server to prefer other agents.
+    pub fn drain(&self) {
+        for stream in self.streams.lock().values() {
+            stream.drain();
+        }
+    }
+
+    /// Adds a server unless it is there already, and runs its stream to the end.
+    fn add(self: &Arc<Self>, connected: Connected) -> Outcome {
+        let Connected {
+            server_id,
+            half_close,
+            inbound,
+            outgoing,
+            ..
+        } = connected;
+        let stream = {
+            let mut streams = self.streams.lock();
+            if streams.contains_key(&server_id) {
+                return Outcome::Duplicate;
+            }
+            let stream = ServerStream::new(self.agent.clone(), half_close, outgoing);
+            streams.insert(server_id.clone(), stream.clone());
+            self.report(&streams);
+            stream
+        };
+        info!(server = server_id, half_close, "connected to a server");
+        let servers = self.clone();
+        let span = info_span!("server", id = server_id);
+        let run = async move {
+            let reason = stream.run(inbound).await;
+            {
+                let mut streams = servers.streams.lock();
+                streams.remove(&server_id);
+                servers.report(&streams);
+            }
+            if !servers.agent.shutdown.is_cancelled() {
+                let metrics = &servers.agent.metrics;
+                metrics
+                    .server_failures(ServerDirection::FromServer)
+                    .increment(1);
+                warn!(reason, "lost the server; its connections are closed");
+            }
+        };
+        self.agent.tasks.spawn(run.instrument(span));
+        Outcome::Added
+    }
+
+    fn report(&self, streams: &HashMap<String, Arc<ServerStream>>) {
+        let gauge = &self.agent.metrics.open_server_connections;
+        gauge.set(streams.len() as f64);
+    }
+}
+
+// === impl Sync ===
+
+impl Sync {
+    /// A search with the configured pauses.
+    pub fn new(servers: Arc<Servers>, connector: Connector, config: &Config) -> Self {
+        Self {
+            servers,
+            connector,
+            interval: config.sync_interval,
+            cap: config.sync_interval_cap,
+            forever: config.sync_forever,
+            announced: 1,
+        }
+    }
+
+    /// Searches until the token fires.
+    pub async fn run(mut self, stop: CancellationToken) {
+        let mut pause = self.interval;
+        let mut last_failure = String::new();
+        loop {
+            let outcome = tokio::select! {
+                outcome = self.step(&mut last_failure) => outcome,
+                () = stop.cancelled() => return,
+            };
+            let wait = match outcome {
+                Outcome::Failed => {
+                    let wait = pause;
+                    pause = pause.mul_f64(BACKOFF_FACTOR).min(self.cap);
+                    wait
+                }
+                Outcome::Added | Outcome::Duplicate => {
+                    pause = self.interval;
+                    last_failure.clear();
+                    self.interval
+                }
+            };
+            let jitter = rand::rng().random_range(0.0..JITTER);
+            tokio::select! {
+                () = sleep(wait.mul_f64(1.0 + jitter)) => {}
+                () = stop.cancelled() => return,
+            }
+        }
+    }
+
+    async fn step(&mut self, last_failure: &mut String) -> Outcome {
+        let connected = i64::try_from(self.servers.count()).unwrap_or(i64::MAX);
+        if !self.forever && connected >= self.announced {
+            return Outcome::Duplicate;
+        }
+        match self.connector.connect().await {
+            Ok(connected) => {
+                let count = connected.server_count.max(1);
+                let outcome = self.servers.add(connected);
+                if matches!(outcome, Outcome::Added) {
+                    self.announce(count);
+                }
+                outcome
+            }
+            Err(error) => {
+                let metrics = &self.servers.agent.metrics;
+                metrics
+                    .server_failures(ServerDirection::ToServer)
+                    .increment(1);
+                let text = error.to_string();
+                // The same failure again and again is told once.
+                if text == *last_failure {
+                    debug!(error = text, "still cannot connect");
+                } else {
+                    warn!(error = text, "cannot connect, trying again");
+                    *last_failure = text;
+                }
+                Outcome::Failed
+            }
+        }
+    }
+
+    /// Only a server that was added has a say: what a duplicate announces may be stale.
+    fn announce(&mut self, count: i64) {
+        if count != self.announced {
+            info!(
+                from = self.announced,
+                to = count,
+                "the number of servers changed"
+            );
+        }
+        self.announced = count;
+        let gauge = &self.servers.agent.metrics.known_server_count;
+        gauge.set(count as f64);
+    }
+}

@@ -1,0 +1,267 @@
+//! One stream of one agent: the dials and connections that it carries.
+//!
+//! The stream's reader task owns the inbound half; everybody else writes through a byte-bounded
+//! queue. Dials and connections are owned by guards, wherever their futures end.
+
+mod connection;
+mod outgoing;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
+
+use bytes::Bytes;
+use culvert_common::telemetry::metrics::GaugeGuard;
+use culvert_common::tunnel::queue;
+use culvert_common::tunnel::{CloseReason, Dial};
+use culvert_common::wire::{ConnectId, Message};
+use parking_lot::Mutex;
+use tokio::time::{Instant, timeout_at};
+use tokio_util::sync::CancellationToken;
+use tracing::{debug, info, warn};
+
+pub use self::connection::{Connection, Cut, FromAgent, ToAgent};
+use self::connection::{Guard, Incoming, Pending, Slot};
+pub use self::outgoing::Outgoing;
+use super::mux::{Effect, Mux};
+use crate::metrics::{DialFailureReason, ServerMetrics, ServiceMethod};
+
+/// Bytes that may wait to be sent to one agent, all its connections together. Smaller costs
+/// throughput over long paths, larger costs latency of what queues behind.
+pub const OUTGOING_BYTES: usize = 512 * 1024;
+
+/// How long an agent may leave a dial unanswered before its stream counts as silent: agents end
+/// a dial after 5 s by themselves, the rest is travel.
+pub const SILENT_AFTER: Duration = Duration::from_secs(7);
+
+/// What the agent said of itself when it connected.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Hello {
+    /// Reused across streams and even across agents; never a key for connections.
+    pub agent_id: String,
+    /// Understands half closes: one of ours.
+    pub half_close: bool,
+}
+
+/// Limits of one agent stream.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// Bytes that may wait for one connection's client.
+    pub connection_bytes: usize,
+    /// How long a full connection may hold up the stream while its client takes nothing.
+    pub stall: Duration,
+}
+
+/// One live stream of an agent.
+pub struct AgentStream {
+    /// Unique in this process.
+    pub serial: u64,
+    /// What the agent said of itself.
+    pub hello: Hello,
+    mux: Mutex<Mux<Arc<Slot>>>,
+    outgoing: queue::Sender<Message>,
+    draining: AtomicBool,
+    /// When the oldest dial was sent that no packet followed.
+    unanswered_since: Mutex<Option<Instant>>,
+    retired: CancellationToken,
+    metrics: Arc<ServerMetrics>,
+    limits: Limits,
+}
+
+/// Why a dial on one stream failed.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum StreamDialError {
+    /// The agent could not reach the target; its text, verbatim.
+    #[error("{0}")]
+    Refused(String),
+    /// The agent gave the dial up.
+    #[error("the agent abandoned the dial")]
+    Abandoned,
+    /// The stream ended before the answer.
+    #[error("the agent's stream ended while the dial was pending")]
+    AgentLost,
+    /// The agent took no packet until the deadline.
+    #[error("timed out waiting for backend dial")]
+    NotSent,
+    /// The agent gave no answer until the deadline.
+    #[error("timed out waiting for backend dial")]
+    TimedOut,
+}
+
+// === impl AgentStream ===
+
+impl AgentStream {
+    /// A new stream; what it sends comes out of the receiver.
+    pub fn new(
+        hello: Hello,
+        limits: Limits,
+        metrics: Arc<ServerMetrics>,
+    ) -> (Arc<Self>, queue::Receiver<Message>) {
+        static SERIAL: AtomicU64 = AtomicU64::new(1);
+        let (outgoing, receiver) = queue::bounded(OUTGOING_BYTES);
+        let stream = Arc::new(Self {
+            serial: SERIAL.fetch_add(1, Ordering::Relaxed),
+            hello,
+            mux: Mutex::default(),
+            outgoing,
+            draining: AtomicBool::new(false),
+            unanswered_since: Mutex::new(None),
+            retired: CancellationToken::new(),
+            metrics,
+            limits,
+        });
+        (stream, receiver)
+    }
+
+    /// The agent asked for no new dials.
+    pub fn is_draining(&self) -> bool {
+        self.draining.load(Ordering::Relaxed)
+    }
+
+    /// A dial waits for longer than any agent takes, and nothing came since: the path is
+    /// probably dead, although TCP does not know yet.
+    pub fn is_silent(&self) -> bool {
+        let since = *self.unanswered_since.lock();
+        since.is_some_and(|since| since.elapsed() >= SILENT_AFTER)
+    }
+
+    /// Resolves once the stream was given up.
+    pub async fn retired(&self) {
+        self.retired.cancelled().await;
+    }
+
+    /// Gives the stream up: the agent sees the end of the call and connects again.
+    pub fn retire(&self) {
+        self.draining.store(true, Ordering::Relaxed);
+        self.retired.cancel();
+    }
+
+    /// Opens a connection. Dropping the future gives the dial up.
+    ///
+    /// # Errors
+    /// See [`StreamDialError`].
+    pub async fn dial(
+        self: &Arc<Self>,
+        dial: &Dial,
+        deadline: Instant,
+    ) -> Result<Connection, StreamDialError> {
+        let (slot, outcome, source) = Slot::new(self.limits.connection_bytes);
+        let pending = Pending::register(self, slot.clone())?;
+        let request = Message::DialRequest {
+            protocol: dial.protocol.clone(),
+            address: dial.address.clone(),
+            dial: pending.dial,
+        };
+        let weight = request.weight();
+        timeout_at(deadline, self.outgoing.send(request, weight))
+            .await
+            .map_err(|_| StreamDialError::NotSent)?
+            .map_err(|_| StreamDialError::AgentLost)?;
+        self.unanswered_since
+            .lock()
+            .get_or_insert_with(Instant::now);
+        let guard = timeout_at(deadline, outcome)
+            .await
+            .map_err(|_| StreamDialError::TimedOut)?
+            .map_err(|_| StreamDialError::AgentLost)??;
+        Ok(Connection::new(source, guard, &slot))
+    }
+
+    /// Takes one packet of the agent. Waits only for a connection whose buffer is full, and for
+    /// that no longer than the stall limit.
+    pub async fn on_message(self: &Arc<Self>, message: Message) {
+        *self.unanswered_since.lock() = None;
+        let effect = self.mux.lock().on_message(message);
+        match effect {
+            Effect::Opened(slot, connection) => {
+                let guard = Guard::new(self.clone(), connection);
+                // If nobody waits any more the guard comes back and its drop closes.
+                slot.resolve(Ok(guard));
+            }
+            Effect::Refused(slot, error) => {
+                self.dial_failure(DialFailureReason::ErrorResponse);
+                slot.resolve(Err(StreamDialError::Refused(error)));
+            }
+            Effect::Abandoned(slot) => {
+                self.dial_failure(DialFailureReason::BackendClose);
+                slot.resolve(Err(StreamDialError::Abandoned));
+            }
+            Effect::Data(slot, connection, bytes) => self.deliver(&slot, connection, bytes).await,
+            Effect::HalfClosed(slot) => slot.push(Incoming::HalfClosed),
+            Effect::Closed(slot, error) => {
+                if !error.is_empty() {
+                    debug!(
+                        agent = self.hello.agent_id,
+                        error, "the agent closed a connection"
+                    );
+                }
+                slot.close(CloseReason::EndpointClosed);
+            }
+            Effect::Unrecognized(reply) => {
+                self.dial_failure(DialFailureReason::UnrecognizedResponse);
+                if let Some(reply) = reply {
+                    self.reply(reply).await;
+                }
+            }
+            Effect::Stray(reply) => self.reply(reply).await,
+            Effect::Drain => {
+                if !self.draining.swap(true, Ordering::Relaxed) {
+                    info!(agent = self.hello.agent_id, "the agent drains");
+                }
+            }
+            Effect::Ignored => {}
+        }
+    }
+
+    /// The stream ended: fails every dial and closes every connection that it carried.
+    pub fn end(&self) {
+        self.retire();
+        let (pending, open) = self.mux.lock().end();
+        for slot in pending {
+            slot.resolve(Err(StreamDialError::AgentLost));
+        }
+        for slot in open {
+            slot.close(CloseReason::AgentLost);
+        }
+    }
+
+    /// How many dials wait for an answer, and how many connections are open.
+    pub fn counts(&self) -> (usize, usize) {
+        self.mux.lock().counts()
+    }
+
+    async fn deliver(&self, slot: &Slot, connection: ConnectId, bytes: Bytes) {
+        let Err(item) = slot.try_deliver(bytes) else {
+            return;
+        };
+        let full = self.metrics.full_receive_channels(ServiceMethod::Connect);
+        let _blocked = GaugeGuard::new(full);
+        if slot.deliver(item, self.limits.stall).await.is_err() {
+            // The others on this stream have waited long enough.
+            warn!(
+                agent = self.hello.agent_id,
+                connection = connection.0,
+                stall = ?self.limits.stall,
+                "the client takes no bytes, closing its connection so that the others go on"
+            );
+            let message = self.mux.lock().close(connection);
+            if let Some(message) = message {
+                self.send_now(message);
+            }
+        }
+    }
+
+    fn dial_failure(&self, reason: DialFailureReason) {
+        self.metrics.dial_failures(reason).increment(1);
+    }
+
+    async fn reply(&self, message: Message) {
+        let weight = message.weight();
+        // An error means that the stream is ending, which its reader notices by itself.
+        let _ = self.outgoing.send(message, weight).await;
+    }
+
+    fn send_now(&self, message: Message) {
+        let _ = self.outgoing.send_now(message);
+    }
+}

@@ -1,0 +1,322 @@
+//! The connections of one agent stream, and what owns them: a pending dial by [`Pending`], an open
+//! connection by [`Guard`]. Dropping either takes it out of the stream's table and tells the agent.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use culvert_common::telemetry::metrics::GaugeGuard;
+use culvert_common::tunnel::queue::{self, Progress, SendWithinError};
+use culvert_common::tunnel::{CLOSE_STALL, CloseReason, Sink, Source};
+use culvert_common::wire::{ConnectId, DialId, MAX_DATA_BYTES, Message};
+use parking_lot::Mutex;
+use tokio::sync::oneshot;
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+
+use super::{AgentStream, StreamDialError};
+use crate::metrics::ServiceMethod;
+
+/// A connection's entry in the stream's table.
+pub(super) struct Slot {
+    outcome: Mutex<Option<oneshot::Sender<Outcome>>>,
+    incoming: queue::Sender<Incoming>,
+    cut: Cut,
+}
+
+pub(super) type Outcome = Result<Guard, StreamDialError>;
+
+pub(super) enum Incoming {
+    Data(Bytes),
+    HalfClosed,
+    Closed(CloseReason),
+}
+
+/// The client took no bytes for the whole deadline.
+pub(super) struct Stalled;
+
+/// An open connection through the agent.
+pub struct Connection {
+    /// From the endpoint.
+    pub source: FromAgent,
+    /// To the endpoint.
+    pub sink: ToAgent,
+    /// Says when it has to end although bytes are still queued for its client.
+    pub cut: Cut,
+}
+
+/// Ends a connection whose client takes no bytes.
+#[derive(Clone)]
+pub struct Cut {
+    /// Others wait for this connection.
+    now: CancellationToken,
+    /// The endpoint or the agent is gone: the client gets what is queued while it takes it.
+    closing: CancellationToken,
+    progress: Arc<Progress>,
+}
+
+impl Cut {
+    fn new(progress: Progress) -> Self {
+        Self {
+            now: CancellationToken::new(),
+            closing: CancellationToken::new(),
+            progress: Arc::new(progress),
+        }
+    }
+
+    /// Resolves when the connection has to end.
+    pub async fn due(&self) -> CloseReason {
+        let closed = async {
+            self.closing.cancelled().await;
+            self.progress.stalled(CLOSE_STALL).await;
+        };
+        tokio::select! {
+            () = self.now.cancelled() => {}
+            () = closed => {}
+        }
+        CloseReason::Stalled
+    }
+}
+
+/// The endpoint's bytes.
+pub struct FromAgent {
+    incoming: queue::Receiver<Incoming>,
+}
+
+/// The way to the endpoint.
+pub struct ToAgent {
+    guard: Guard,
+    cut: Cut,
+    finished: bool,
+}
+
+/// Owns an open connection: dropping it closes the connection at the agent.
+pub(super) struct Guard {
+    stream: Arc<AgentStream>,
+    connection: ConnectId,
+    opened: Instant,
+}
+
+/// Owns a pending dial: dropping it gives the dial up.
+pub(super) struct Pending<'a> {
+    stream: &'a Arc<AgentStream>,
+    pub(super) dial: DialId,
+}
+
+// === impl Slot ===
+
+impl Slot {
+    /// A new entry, with the two ends that the dial keeps.
+    pub(super) fn new(
+        connection_bytes: usize,
+    ) -> (Arc<Self>, oneshot::Receiver<Outcome>, FromAgent) {
+        let (outcome_tx, outcome) = oneshot::channel();
+        let (incoming_tx, incoming) = queue::bounded(connection_bytes);
+        let slot = Self {
+            outcome: Mutex::new(Some(outcome_tx)),
+            incoming: incoming_tx,
+            cut: Cut::new(incoming.progress()),
+        };
+        (Arc::new(slot), outcome, FromAgent { incoming })
+    }
+
+    /// Gives the dial its outcome.
+    pub(super) fn resolve(&self, outcome: Outcome) {
+        let sender = self.outcome.lock().take();
+        if let Some(sender) = sender {
+            // A receiver that is gone drops the guard here.
+            let _ = sender.send(outcome);
+        }
+    }
+
+    /// Queues an item without weight.
+    pub(super) fn push(&self, item: Incoming) {
+        let _ = self.incoming.send_now(item);
+    }
+
+    /// Queues the end of the connection.
+    pub(super) fn close(&self, reason: CloseReason) {
+        self.push(Incoming::Closed(reason));
+        self.cut.closing.cancel();
+    }
+
+    /// Queues bytes while there is room for them; gives the item back otherwise.
+    pub(super) fn try_deliver(&self, bytes: Bytes) -> Result<(), Incoming> {
+        let weight = bytes.len();
+        self.incoming.try_send(Incoming::Data(bytes), weight)
+    }
+
+    /// Queues an item that found no room; ends the connection at once if its client takes nothing
+    /// for `stall`.
+    pub(super) async fn deliver(&self, item: Incoming, stall: Duration) -> Result<(), Stalled> {
+        let weight = match &item {
+            Incoming::Data(bytes) => bytes.len(),
+            Incoming::HalfClosed | Incoming::Closed(_) => 0,
+        };
+        match self.incoming.send_within(item, weight, stall).await {
+            Err(SendWithinError::Stalled) => {
+                self.cut.now.cancel();
+                Err(Stalled)
+            }
+            // A connection that has ended needs no bytes.
+            Ok(()) | Err(SendWithinError::Closed) => Ok(()),
+        }
+    }
+}
+
+// === impl Pending ===
+
+impl<'a> Pending<'a> {
+    /// Enters the dial under a fresh id.
+    pub(super) fn register(
+        stream: &'a Arc<AgentStream>,
+        mut slot: Arc<Slot>,
+    ) -> Result<Self, StreamDialError> {
+        loop {
+            if stream.retired.is_cancelled() {
+                return Err(StreamDialError::AgentLost);
+            }
+            // Our own id, not the front end's: two front ends may choose the same one.
+            let dial = DialId(rand::random_range(1..i64::MAX));
+            match stream.mux.lock().dial(dial, slot) {
+                Ok(()) => {
+                    stream.metrics.pending_backend_dials.increment(1.0);
+                    return Ok(Self { stream, dial });
+                }
+                Err(back) => slot = back,
+            }
+        }
+    }
+}
+
+impl Drop for Pending<'_> {
+    fn drop(&mut self) {
+        self.stream.metrics.pending_backend_dials.decrement(1.0);
+        let message = self.stream.mux.lock().cancel(self.dial);
+        if let Some(message) = message {
+            self.stream.send_now(message);
+        }
+    }
+}
+
+// === impl Guard ===
+
+impl Guard {
+    /// Takes ownership of a connection that is in the stream's table already.
+    pub(super) fn new(stream: Arc<AgentStream>, connection: ConnectId) -> Self {
+        stream.metrics.established_connections.increment(1.0);
+        Self {
+            stream,
+            connection,
+            opened: Instant::now(),
+        }
+    }
+}
+
+impl Drop for Guard {
+    fn drop(&mut self) {
+        let metrics = &self.stream.metrics;
+        metrics.established_connections.decrement(1.0);
+        metrics
+            .connection_duration
+            .record(self.opened.elapsed().as_secs_f64());
+        let message = self.stream.mux.lock().close(self.connection);
+        if let Some(message) = message {
+            self.stream.send_now(message);
+        }
+    }
+}
+
+// === impl FromAgent ===
+
+impl Source for FromAgent {
+    async fn recv(&mut self) -> Result<Option<Bytes>, CloseReason> {
+        match self.incoming.recv().await {
+            Some(Incoming::Data(bytes)) => Ok(Some(bytes)),
+            Some(Incoming::HalfClosed) => Ok(None),
+            Some(Incoming::Closed(reason)) => Err(reason),
+            None => Err(CloseReason::AgentLost),
+        }
+    }
+
+    async fn aborted(&mut self) -> CloseReason {
+        loop {
+            match self.incoming.recv().await {
+                Some(Incoming::Closed(reason)) => return reason,
+                Some(_) => {}
+                None => return CloseReason::AgentLost,
+            }
+        }
+    }
+}
+
+// === impl Connection ===
+
+impl Connection {
+    /// Puts the ends of a dial that succeeded together.
+    pub(super) fn new(source: FromAgent, guard: Guard, slot: &Slot) -> Self {
+        Self {
+            source,
+            sink: ToAgent {
+                guard,
+                cut: slot.cut.clone(),
+                finished: false,
+            },
+            cut: slot.cut.clone(),
+        }
+    }
+}
+
+// === impl ToAgent ===
+
+impl ToAgent {
+    /// The id by which the agent knows the connection; for logs.
+    pub fn connection(&self) -> ConnectId {
+        self.guard.connection
+    }
+
+    /// The agent that carries the connection; for logs.
+    pub fn agent_id(&self) -> &str {
+        &self.guard.stream.hello.agent_id
+    }
+}
+
+impl Sink for ToAgent {
+    async fn send(&mut self, mut chunk: Bytes) -> Result<(), CloseReason> {
+        while !chunk.is_empty() {
+            let bytes = chunk.split_to(chunk.len().min(MAX_DATA_BYTES));
+            let message = Message::Data {
+                connection: self.guard.connection,
+                bytes,
+            };
+            let weight = message.weight();
+            let stream = &self.guard.stream;
+            if let Err(message) = stream.outgoing.try_send(message, weight) {
+                let full = stream.metrics.full_receive_channels(ServiceMethod::Proxy);
+                let _blocked = GaugeGuard::new(full);
+                let sent = stream.outgoing.send(message, weight).await;
+                sent.map_err(|_| CloseReason::AgentLost)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// To a stock agent half of a close is a whole one: it answers with its own close after what
+    /// it has read, as it does to a stock server. One that does not answer is not waited for
+    /// longer than [`CLOSE_STALL`].
+    async fn finish(&mut self) -> Result<(), CloseReason> {
+        if self.finished {
+            return Ok(());
+        }
+        self.finished = true;
+        let connection = self.guard.connection;
+        let stream = &self.guard.stream;
+        if stream.hello.half_close {
+            stream.send_now(Message::HalfClose { connection });
+        } else {
+            stream.send_now(Message::CloseRequest { connection });
+            self.cut.closing.cancel();
+        }
+        Ok(())
+    }
+}

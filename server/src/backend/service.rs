@@ -1,0 +1,175 @@
+//! `AgentService/Connect`: takes agents' streams in.
+
+use std::sync::Arc;
+
+use culvert_common::telemetry::metrics::{GaugeGuard, Segment};
+use culvert_common::wire::{HALF_CLOSE_HEADER, Message};
+use culvert_proto::Packet;
+use culvert_proto::agent_service_server::AgentService;
+use tokio_util::task::TaskTracker;
+use tonic::metadata::{MetadataMap, MetadataValue};
+use tonic::{Request, Response, Status, Streaming};
+use tracing::{Instrument, info, info_span};
+
+use super::agent::{AgentStream, Hello, Limits, Outgoing};
+use super::{Registration, Registry};
+use crate::metrics::{ServerMetrics, ServiceMethod};
+
+/// Serves the agents of one server.
+#[derive(Clone)]
+pub struct Agents {
+    /// Where streams are registered.
+    pub registry: Arc<Registry>,
+    /// What agents tell servers apart by.
+    pub server_id: String,
+    /// How many servers agents are told to look for.
+    pub server_count: i64,
+    /// Limits of each stream.
+    pub limits: Limits,
+    /// Owns the reader tasks.
+    pub tasks: TaskTracker,
+    /// The server's series.
+    pub metrics: Arc<ServerMetrics>,
+}
+
+#[tonic::async_trait]
+impl AgentService for Agents {
+    type ConnectStream = Outgoing;
+
+    async fn connect(
+        &self,
+        request: Request<Streaming<Packet>>,
+    ) -> Result<Response<Outgoing>, Status> {
+        let hello = Hello::from_metadata(request.metadata()).map_err(Status::unknown)?;
+        let (stream, messages) = AgentStream::new(hello, self.limits, self.metrics.clone());
+        let half_close = stream.hello.half_close;
+        let outgoing = Outgoing::new(messages, stream.clone());
+        let mut response = Response::new(outgoing);
+        let metadata = response.metadata_mut();
+        let server_id = MetadataValue::try_from(&self.server_id)
+            .map_err(|_| Status::unknown("the server id is not a valid header value"))?;
+        metadata.insert("serverid", server_id);
+        metadata.insert("servercount", self.server_count.into());
+        if half_close {
+            metadata.insert(HALF_CLOSE_HEADER, MetadataValue::from_static("1"));
+        }
+        let span = info_span!("agent", id = stream.hello.agent_id, stream = stream.serial);
+        let registration = self.registry.register(stream);
+        let reader = read(request.into_inner(), registration, self.metrics.clone());
+        self.tasks.spawn(reader.instrument(span));
+        Ok(response)
+    }
+}
+
+/// Reads one agent's packets until its stream ends.
+async fn read(
+    mut inbound: Streaming<Packet>,
+    registration: Registration,
+    metrics: Arc<ServerMetrics>,
+) {
+    let _open = GaugeGuard::new(metrics.grpc_connections(ServiceMethod::Connect));
+    let stream = registration.stream.clone();
+    let ended = loop {
+        let next = tokio::select! {
+            next = inbound.message() => next,
+            () = stream.retired() => break "given up".to_owned(),
+        };
+        match next {
+            Ok(Some(packet)) => {
+                let message = Message::from(packet);
+                metrics.streams.count(Segment::FromAgent, &message);
+                // A retired stream stops here too: a delivery may be waiting for a slow client.
+                tokio::select! {
+                    () = stream.on_message(message) => {}
+                    () = stream.retired() => break "given up".to_owned(),
+                }
+            }
+            Ok(None) => break "closed by the agent".to_owned(),
+            Err(status) => {
+                let streams = &metrics.streams;
+                streams.stream_error(Segment::FromAgent, status.code(), None);
+                break status.message().to_owned();
+            }
+        }
+    };
+    drop(registration);
+    let (pending, open) = stream.counts();
+    stream.end();
+    info!(reason = ended, pending, open, "agent disconnected");
+}
+
+impl Hello {
+    /// Reads what an agent says of itself; the texts are upstream's.
+    fn from_metadata(metadata: &MetadataMap) -> Result<Self, String> {
+        let values = |key: &'static str| -> Vec<&str> {
+            let all = metadata.get_all(key).iter();
+            all.filter_map(|value| value.to_str().ok()).collect()
+        };
+        let ids = values("agentid");
+        let [agent_id] = ids.as_slice() else {
+            return Err(format!(
+                "expected one agent ID in the context, got [{}]",
+                ids.join(" ")
+            ));
+        };
+        let identifiers = values("agentidentifiers");
+        if identifiers.len() > 1 {
+            return Err(format!(
+                "expected at most one set of agent identifiers in the context, got [{}]",
+                identifiers.join(" ")
+            ));
+        }
+        Ok(Self {
+            agent_id: (*agent_id).to_owned(),
+            half_close: metadata.contains_key(HALF_CLOSE_HEADER),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    fn hello(pairs: &[(&'static str, &str)]) -> Result<Hello, String> {
+        let mut metadata = MetadataMap::new();
+        for (key, value) in pairs {
+            metadata.append(*key, value.parse().unwrap());
+        }
+        Hello::from_metadata(&metadata)
+    }
+
+    #[test]
+    fn an_agent_needs_exactly_one_id() {
+        let one = hello(&[("agentid", "a"), ("agentidentifiers", "")]).unwrap();
+        assert_eq!((one.agent_id.as_str(), one.half_close), ("a", false));
+        assert_eq!(
+            hello(&[]).unwrap_err(),
+            "expected one agent ID in the context, got []"
+        );
+        assert_eq!(
+            hello(&[("agentid", "a"), ("agentid", "b")]).unwrap_err(),
+            "expected one agent ID in the context, got [a b]"
+        );
+    }
+
+    #[test]
+    fn identifiers_come_once_at_most() {
+        let twice = [
+            ("agentid", "a"),
+            ("agentidentifiers", "x"),
+            ("agentidentifiers", "y"),
+        ];
+        assert!(
+            hello(&twice)
+                .unwrap_err()
+                .starts_with("expected at most one set")
+        );
+        assert!(
+            hello(&[("agentid", "a"), (HALF_CLOSE_HEADER, "1")])
+                .unwrap()
+                .half_close
+        );
+    }
+}

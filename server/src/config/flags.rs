@@ -1,0 +1,264 @@
+//! The server's flags as they are typed: names, defaults and help texts. What they mean together is in `validate`.
+
+use std::ffi::OsString;
+
+use clap::{Args, Parser};
+use culvert_common::flags::values::go_int;
+use culvert_common::flags::{Exit, GoDuration, KlogFlags, Parsed, Problems, StringSlice, parse};
+
+use super::{Config, PROGRAM};
+
+/// The variable that `--server-id` defaults to.
+const ID_VARIABLE: &str = "PROXY_SERVER_ID";
+
+/// Carries kube-apiserver's connections into a worker network, through agents that connect from there.
+#[derive(Parser, Debug)]
+#[command(name = PROGRAM, version)]
+pub(super) struct Flags {
+    #[command(flatten)]
+    pub(super) frontend: FrontendFlags,
+    #[command(flatten)]
+    pub(super) agents: AgentFlags,
+    #[command(flatten)]
+    pub(super) tls: TlsFlags,
+    #[command(flatten)]
+    pub(super) operations: OperationsFlags,
+    #[command(flatten)]
+    pub(super) tunnel: TunnelFlags,
+    #[command(flatten)]
+    pub(super) auth: AuthFlags,
+    #[command(flatten)]
+    pub(super) kubernetes: KubernetesFlags,
+    #[command(flatten)]
+    pub(super) klog: KlogFlags,
+}
+
+#[derive(Args, Debug)]
+#[command(next_help_heading = "Front end (kube-apiserver connects here)")]
+pub(super) struct FrontendFlags {
+    /// Protocol of the front end: grpc or http-connect
+    #[arg(long, default_value = "grpc")]
+    pub(super) mode: String,
+
+    /// Path of the unix socket to serve; empty serves TCP with mutual TLS
+    #[arg(long, value_name = "PATH", default_value = "")]
+    pub(super) uds_name: String,
+
+    /// Remove what is at --uds-name before serving it
+    #[arg(long, default_value = "true")]
+    pub(super) delete_existing_uds_file: bool,
+
+    /// Address to listen on; empty is all interfaces
+    #[arg(long, value_name = "HOST", default_value = "")]
+    pub(super) server_bind_address: String,
+
+    /// TCP port, 1024 to 49151; must be 0 with --uds-name
+    #[arg(long, value_name = "PORT", default_value = "8090", value_parser = go_int)]
+    pub(super) server_port: i64,
+
+    /// PEM certificate chain; required without --uds-name
+    #[arg(long, value_name = "FILE", default_value = "")]
+    pub(super) server_cert: String,
+
+    /// PEM private key of --server-cert
+    #[arg(long, value_name = "FILE", default_value = "")]
+    pub(super) server_key: String,
+
+    /// PEM CA bundle that client certificates must chain to; required without --uds-name
+    #[arg(long, value_name = "FILE", default_value = "")]
+    pub(super) server_ca_cert: String,
+
+    /// Idle time after which a gRPC client is pinged; at least 1s
+    #[arg(long, value_name = "DURATION", default_value = "1h")]
+    pub(super) frontend_keepalive_time: GoDuration,
+
+    /// Packets buffered per http-connect client. No effect: buffers there are bounded in bytes
+    #[arg(long, value_name = "N", default_value = "10", value_parser = go_int)]
+    pub(super) frontend_write_channel_size: i64,
+}
+
+#[derive(Args, Debug)]
+#[command(next_help_heading = "Agents (they connect here)")]
+pub(super) struct AgentFlags {
+    /// Address to listen on; empty is all interfaces
+    #[arg(long, value_name = "HOST", default_value = "")]
+    pub(super) agent_bind_address: String,
+
+    /// TCP port, 1024 to 49151
+    #[arg(long, value_name = "PORT", default_value = "8091", value_parser = go_int)]
+    pub(super) agent_port: i64,
+
+    /// PEM certificate chain shown to agents; required
+    #[arg(long, value_name = "FILE", default_value = "")]
+    pub(super) cluster_cert: String,
+
+    /// PEM private key of --cluster-cert; required
+    #[arg(long, value_name = "FILE", default_value = "")]
+    pub(super) cluster_key: String,
+
+    /// PEM CA bundle that agents' certificates must chain to; empty asks agents for no certificate
+    #[arg(long, value_name = "FILE", default_value = "")]
+    pub(super) cluster_ca_cert: String,
+
+    /// Idle time after which an agent is pinged; at least 1s
+    #[arg(long, value_name = "DURATION", default_value = "1h")]
+    pub(super) keepalive_time: GoDuration,
+
+    /// Unique id of this server; empty takes the environment variable PROXY_SERVER_ID, or else a random UUID
+    #[arg(long, value_name = "ID", default_value = "")]
+    pub(super) server_id: String,
+
+    /// Number of servers that agents are told to connect to
+    #[arg(long, value_name = "N", default_value = "1", value_parser = go_int)]
+    pub(super) server_count: i64,
+
+    /// How an agent is picked: comma-separated out of default, destHost, defaultRoute, tried in order
+    #[arg(long, value_name = "LIST", default_value = "default")]
+    pub(super) proxy_strategies: String,
+}
+
+#[derive(Args, Debug)]
+#[command(next_help_heading = "TLS (both listeners)")]
+pub(super) struct TlsFlags {
+    /// Comma-separated cipher suites allowed below TLS 1.3, named as in Go; empty allows all
+    #[arg(long, value_name = "LIST")]
+    pub(super) cipher_suites: Vec<StringSlice>,
+
+    /// Lowest TLS version: VersionTLS10, VersionTLS11, VersionTLS12 or VersionTLS13; empty is VersionTLS12, and nothing
+    /// lower is spoken
+    #[arg(long, value_name = "VERSION", default_value = "")]
+    pub(super) tls_min_version: String,
+}
+
+#[derive(Args, Debug)]
+#[command(next_help_heading = "Health, metrics, admin")]
+pub(super) struct OperationsFlags {
+    /// Address of the health listener; empty is all interfaces
+    #[arg(long, value_name = "HOST", default_value = "")]
+    pub(super) health_bind_address: String,
+
+    /// Port of the health listener, 1024 to 49151
+    #[arg(long, value_name = "PORT", default_value = "8092", value_parser = go_int)]
+    pub(super) health_port: i64,
+
+    /// Address of the admin listener; empty is all interfaces
+    #[arg(long, value_name = "HOST", default_value = "127.0.0.1")]
+    pub(super) admin_bind_address: String,
+
+    /// Port of the admin listener, 1024 to 49151
+    #[arg(long, value_name = "PORT", default_value = "8095", value_parser = go_int)]
+    pub(super) admin_port: i64,
+
+    /// Serve profiles on the admin listener. Not yet acted upon
+    #[arg(long)]
+    pub(super) enable_profiling: bool,
+
+    /// Profile lock contention too; needs --enable-profiling. Not yet acted upon
+    #[arg(long)]
+    pub(super) enable_contention_profiling: bool,
+}
+
+#[derive(Args, Debug)]
+#[command(next_help_heading = "Tunnel")]
+pub(super) struct TunnelFlags {
+    /// Packets buffered per agent stream and per front-end stream
+    #[arg(long, value_name = "N", default_value = "10", value_parser = go_int)]
+    pub(super) xfr_channel_size: i64,
+
+    /// Bound on sending a dial to an agent and on its answer; 0 does not bound it
+    #[arg(long, value_name = "DURATION", default_value = "0")]
+    pub(super) backend_dial_timeout: GoDuration,
+
+    /// Time for connections to end after SIGTERM; 0 ends them at once. Not yet acted upon
+    #[arg(long, value_name = "DURATION", default_value = "0")]
+    pub(super) graceful_shutdown_timeout: GoDuration,
+
+    /// Deprecated, no effect
+    #[arg(long, default_value = "true")]
+    pub(super) warn_on_channel_limit: bool,
+}
+
+#[derive(Args, Debug)]
+#[command(
+    next_help_heading = "Service account tokens of agents (all or none; not implemented yet)"
+)]
+pub(super) struct AuthFlags {
+    /// Namespace that agents' tokens must be of
+    #[arg(long, value_name = "NAMESPACE", default_value = "")]
+    pub(super) agent_namespace: String,
+
+    /// Service account that agents' tokens must be of
+    #[arg(long, value_name = "NAME", default_value = "")]
+    pub(super) agent_service_account: String,
+
+    /// Audience that agents' tokens must be for
+    #[arg(long, value_name = "AUDIENCE", default_value = "")]
+    pub(super) authentication_audience: String,
+}
+
+/// The default of `--kube-api-content-type`.
+pub(super) const CONTENT_TYPE: &str = "application/vnd.kubernetes.protobuf";
+/// The default of `--lease-namespace`.
+pub(super) const LEASE_NAMESPACE: &str = "kube-system";
+/// The default of `--lease-label`.
+pub(super) const LEASE_LABEL: &str = "k8s-app=konnectivity-server";
+
+#[derive(Args, Debug)]
+#[command(next_help_heading = "Kubernetes API (not yet acted upon)")]
+pub(super) struct KubernetesFlags {
+    /// Kubeconfig file; empty is the pod's own account
+    #[arg(long, value_name = "FILE", default_value = "")]
+    pub(super) kubeconfig: String,
+
+    /// Requests per second; 0 is 5
+    #[arg(long, value_name = "QPS", default_value = "0")]
+    pub(super) kubeconfig_qps: f32,
+
+    /// Requests at once; 0 is 10
+    #[arg(long, value_name = "N", default_value = "0", value_parser = go_int)]
+    pub(super) kubeconfig_burst: i64,
+
+    /// Content type of requests
+    #[arg(long, value_name = "TYPE", default_value = CONTENT_TYPE)]
+    pub(super) kube_api_content_type: String,
+
+    /// Keep a lease per server, so that agents can count servers
+    #[arg(long)]
+    pub(super) enable_lease_controller: bool,
+
+    /// Namespace of the leases
+    #[arg(long, value_name = "NAMESPACE", default_value = LEASE_NAMESPACE)]
+    pub(super) lease_namespace: String,
+
+    /// Labels of the leases: key=value, comma-separated
+    #[arg(long, value_name = "LABELS", default_value = LEASE_LABEL)]
+    pub(super) lease_label: String,
+}
+
+impl Flags {
+    /// Reads, checks and converts a command line.
+    pub(super) fn read<I, A>(args: I) -> Result<Config, Exit>
+    where
+        I: IntoIterator<Item = A>,
+        A: Into<OsString> + Clone,
+    {
+        Self::read_with_id(args, std::env::var(ID_VARIABLE).ok())
+    }
+
+    /// [`Flags::read`] with the environment's server id.
+    pub(super) fn read_with_id<I, A>(args: I, id: Option<String>) -> Result<Config, Exit>
+    where
+        I: IntoIterator<Item = A>,
+        A: Into<OsString> + Clone,
+    {
+        let Parsed { mut flags, strays } = parse::<Self, _, _>(args)?;
+        if flags.agents.server_id.is_empty() {
+            flags.agents.server_id = id
+                .filter(|id| !id.is_empty())
+                .unwrap_or_else(|| uuid::Uuid::new_v4().to_string());
+        }
+        flags
+            .validate(Problems::new(&strays))
+            .map_err(|problems| Exit::problems(PROGRAM, &problems))
+    }
+}

@@ -1,0 +1,566 @@
+#![allow(clippy::unwrap_used)]
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use culvert_common::flags::{Exit, HostPort};
+use culvert_common::telemetry::logging::LogConfig;
+use tempfile::TempDir;
+
+use super::flags::Flags;
+use culvert_common::tls::MinVersion;
+
+use super::*;
+
+/// A folder with the files that flags may name.
+struct Files(TempDir);
+
+impl Files {
+    fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        for name in ["cert", "key", "ca", "kubeconfig"] {
+            std::fs::write(dir.path().join(name), "").unwrap();
+        }
+        Self(dir)
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    /// Runs the flags, `@name` standing for the file's path.
+    fn read_with_id(&self, line: &[&str], id: Option<&str>) -> Result<Config, Exit> {
+        let root = format!("{}/", self.0.path().display());
+        let args = line.iter().map(|arg| arg.replace('@', &root));
+        let args: Vec<String> = std::iter::once(PROGRAM.to_owned()).chain(args).collect();
+        Flags::read_with_id(args, id.map(str::to_owned))
+    }
+
+    fn read(&self, line: &[&str]) -> Result<Config, Exit> {
+        self.read_with_id(line, None)
+    }
+
+    /// A unix socket front end and agents' TLS, and then `more`.
+    fn uds(&self, more: &[&str]) -> Result<Config, Exit> {
+        self.read(&[&UDS[..], more].concat())
+    }
+
+    fn tcp(&self, more: &[&str]) -> Result<Config, Exit> {
+        self.read(&[&TCP[..], more].concat())
+    }
+
+    /// The error lines of a refusal, without their prefix.
+    fn errors(&self, line: &[&str]) -> Vec<String> {
+        let exit = self.read(line).unwrap_err();
+        assert_eq!(exit.code, 1, "{line:?}");
+        let root = format!("{}/", self.0.path().display());
+        let lines = exit
+            .text
+            .lines()
+            .filter_map(|line| line.strip_prefix("Error: "));
+        lines.map(|line| line.replace(&root, "@")).collect()
+    }
+}
+
+const UDS: [&str; 4] = [
+    "--uds-name=/run/s.sock",
+    "--server-port=0",
+    "--cluster-cert=@cert",
+    "--cluster-key=@key",
+];
+const TCP: [&str; 5] = [
+    "--server-cert=@cert",
+    "--server-key=@key",
+    "--server-ca-cert=@ca",
+    "--cluster-cert=@cert",
+    "--cluster-key=@key",
+];
+
+#[test]
+fn the_defaults_are_the_stock_servers() {
+    let files = Files::new();
+    let config = files.read_with_id(&TCP, Some("from-env")).unwrap();
+    let expected = Config {
+        mode: Mode::Grpc,
+        frontend: Frontend::Tcp {
+            bind: HostPort::new("", 8090),
+            tls: TlsFiles {
+                cert: files.path("cert"),
+                key: files.path("key"),
+                ca: files.path("ca"),
+            },
+        },
+        agent_listener: AgentListener {
+            bind: HostPort::new("", 8091),
+            cert: files.path("cert"),
+            key: files.path("key"),
+            ca: None,
+        },
+        admin: HostPort::new("127.0.0.1", 8095),
+        health: HostPort::new("", 8092),
+        keepalive_time: Duration::from_secs(3600),
+        frontend_keepalive_time: Duration::from_secs(3600),
+        server_id: "from-env".to_owned(),
+        server_count: 1,
+        tls: TlsOptions::default(),
+        xfr_channel_size: 10,
+        backend_dial_timeout: None,
+        logging: LogConfig::default(),
+        warnings: vec![],
+    };
+    assert_eq!(config, expected);
+}
+
+#[test]
+fn the_id_is_the_flags_or_the_environments_or_random() {
+    let files = Files::new();
+    let id = |more: &[&str], env| {
+        let line = [&UDS[..], more].concat();
+        files.read_with_id(&line, env).unwrap().server_id
+    };
+    assert_eq!(id(&["--server-id=flag"], Some("env")), "flag");
+    assert_eq!(id(&[], Some("env")), "env");
+    assert_eq!(id(&["--server-id="], Some("env")), "env");
+    for env in [None, Some("")] {
+        let random = id(&[], env);
+        assert_eq!(uuid::Uuid::parse_str(&random).unwrap().get_version_num(), 4);
+        assert_ne!(random, id(&[], env));
+    }
+}
+
+#[test]
+fn a_hosting_platforms_server_starts() {
+    let files = Files::new();
+    let config = files
+        .uds(&[
+            "--kubeconfig=@kubeconfig",
+            "--mode=grpc",
+            "--agent-port=8132",
+            "--admin-port=8133",
+            "--admin-bind-address=0.0.0.0",
+            "--health-bind-address=localhost",
+            "--health-port=8134",
+            "--logtostderr=true",
+            "--stderrthreshold=1",
+            "-v=3",
+            "--enable-profiling=false",
+            "--delete-existing-uds-file",
+            "--server-id=7f3a",
+            "--server-count=3",
+            "--proxy-strategies=destHost,defaultRoute,default",
+            "--cipher-suites=TLS_ECDHE_ECDSA_WITH_AES_128_GCM_SHA256,TLS_ECDHE_RSA_WITH_CHACHA20_POLY1305_SHA256",
+            "--graceful-shutdown-timeout=1ns",
+            "--xfr-channel-size=150",
+        ])
+        .unwrap();
+    assert_eq!(config.agent_listener.bind.to_string(), ":8132");
+    assert_eq!(config.admin.to_string(), "0.0.0.0:8133");
+    assert_eq!(config.health.to_string(), "localhost:8134");
+    assert_eq!(
+        (config.server_id.as_str(), config.server_count),
+        ("7f3a", 3)
+    );
+    assert_eq!(config.xfr_channel_size, 150);
+    assert_eq!(config.logging.verbosity, 3);
+    assert_eq!(
+        config.tls.cipher_suites,
+        [
+            "TLS_ECDHE_ECDSA_WITH_AES_128_GCM_SHA256",
+            "TLS_ECDHE_RSA_WITH_CHACHA20_POLY1305_SHA256"
+        ]
+    );
+    assert_eq!(
+        config.warnings,
+        [
+            "accepted, not yet acted upon: --proxy-strategies, --graceful-shutdown-timeout, --kubeconfig"
+        ]
+    );
+}
+
+#[test]
+fn an_http_connect_sidecar_starts() {
+    let files = Files::new();
+    let config = files
+        .tcp(&[
+            "--mode",
+            "http-connect",
+            "--server-port",
+            "8090",
+            "--agent-port",
+            "8091",
+            "--health-port",
+            "2041",
+            "--admin-port",
+            "8093",
+            "--keepalive-time",
+            "30s",
+            "--frontend-keepalive-time",
+            "30s",
+            "--log-file-max-size=0",
+            "--cluster-ca-cert",
+            "@ca",
+            "--backend-dial-timeout=1m",
+            "--server-count=-1",
+            "--mode=http-connect",
+            "--warn-on-channel-limit=false",
+        ])
+        .unwrap();
+    assert_eq!(config.mode, Mode::HttpConnect);
+    assert_eq!(config.keepalive_time, Duration::from_secs(30));
+    assert_eq!(config.frontend_keepalive_time, Duration::from_secs(30));
+    assert_eq!(config.agent_listener.ca, Some(files.path("ca")));
+    assert_eq!(config.backend_dial_timeout, Some(Duration::from_secs(60)));
+    assert_eq!(config.server_count, -1);
+    assert_eq!(config.warnings, Vec::<String>::new());
+}
+
+#[test]
+fn refusals_of_one_flag() {
+    let files = Files::new();
+    let cases = [
+        (
+            "--mode=http",
+            "mode must be set to either 'grpc' or 'http-connect' not \"http\"",
+        ),
+        (
+            "--server-port=1",
+            "server port should be set to 0 not 1 for UDS",
+        ),
+        (
+            "--agent-port=1023",
+            "please do not try to use reserved port 1023 for the agent port",
+        ),
+        (
+            "--agent-port=0",
+            "please do not try to use reserved port 0 for the agent port",
+        ),
+        (
+            "--admin-port=-5",
+            "please do not try to use reserved port -5 for the admin port",
+        ),
+        (
+            "--health-port=49152",
+            "please do not try to use ephemeral port 49152 for the health port",
+        ),
+        (
+            "--cluster-ca-cert=@no",
+            "error checking cluster CA cert @no, got stat @no: no such file or directory",
+        ),
+        (
+            "--cluster-key=",
+            "cannot have cluster key empty when cluster cert is set to \"@cert\"",
+        ),
+        (
+            "--cluster-cert=",
+            "cannot have cluster cert empty when cluster key is set to \"@key\"",
+        ),
+        (
+            "--kubeconfig=@no",
+            "error checking kubeconfig @no, got stat @no: no such file or directory",
+        ),
+        (
+            "--enable-contention-profiling",
+            "if --enable-contention-profiling is set, --enable-profiling must also be set",
+        ),
+        ("--proxy-strategies=", "ProxyStrategies cannot be empty"),
+        ("--proxy-strategies=,", "ProxyStrategies cannot be empty"),
+        (
+            "--proxy-strategies=default,desthost",
+            "invalid proxy strategies: unknown proxy strategy: desthost",
+        ),
+        (
+            "--proxy-strategies=default, destHost",
+            "invalid proxy strategies: unknown proxy strategy:  destHost",
+        ),
+        (
+            "--cipher-suites=[]",
+            "cipher suite [] not supported, doesn't exist or considered as insecure",
+        ),
+        (
+            "--xfr-channel-size=0",
+            "channel size 0 must be greater than 0",
+        ),
+        (
+            "--frontend-write-channel-size=0",
+            "frontend write channel size 0 must be greater than 0",
+        ),
+        (
+            "--tls-min-version=1.2",
+            "unsupported TLS version \"1.2\", supported values are: VersionTLS10, VersionTLS11, VersionTLS12, \
+             VersionTLS13",
+        ),
+        (
+            "--lease-label=x",
+            "--lease-label: invalid label format: \"x\", expected key=value",
+        ),
+        (
+            "--lease-label=",
+            "--lease-label: invalid label format: \"\", expected key=value",
+        ),
+        (
+            "--graceful-shutdown-timeout=-1s",
+            "graceful-shutdown-timeout must be >= 0, got -1s",
+        ),
+        (
+            "--backend-dial-timeout=-1m",
+            "backend-dial-timeout must be >= 0, got -1m0s",
+        ),
+        (
+            "--server-id=a\nb",
+            "--server-id must be printable ASCII, got \"a\\nb\"",
+        ),
+    ];
+    for (flag, expected) in cases {
+        assert_eq!(
+            files.errors(&[&UDS[..], &[flag]].concat()),
+            [expected],
+            "{flag}"
+        );
+    }
+}
+
+#[test]
+fn refusals_of_a_tcp_front_end() {
+    let files = Files::new();
+    let without = |flag: &str| -> Vec<&str> {
+        TCP.into_iter()
+            .filter(|arg| !arg.starts_with(flag))
+            .collect()
+    };
+    assert_eq!(
+        files.errors(&without("--server-ca-cert=")),
+        ["server ca cert must be set when in TCP mode (uds-name is empty)"]
+    );
+    assert_eq!(
+        files.errors(&without("--server-cert=")),
+        ["cannot have server cert empty when server key is set to \"@key\""]
+    );
+    let bare = [
+        "--server-ca-cert=@ca",
+        "--cluster-cert=@cert",
+        "--cluster-key=@key",
+    ];
+    assert_eq!(
+        files.errors(&bare),
+        ["--server-cert and --server-key must be set when in TCP mode (uds-name is empty)"]
+    );
+    assert_eq!(
+        files.errors(&[&TCP[..], &["--server-port=0"]].concat()),
+        ["please do not try to use reserved port 0 for the server port"]
+    );
+    assert_eq!(
+        files.errors(&[&TCP[..], &["--server-cert=@no"]].concat()),
+        ["error checking server cert @no, got stat @no: no such file or directory"]
+    );
+}
+
+#[test]
+fn all_problems_are_reported_at_once() {
+    let files = Files::new();
+    assert_eq!(
+        files.errors(&[
+            "--uds-name=/x",
+            "--server-ca-cert=@ca",
+            "--agent-port=80",
+            "--xfr-channel-size=-1"
+        ]),
+        [
+            "server port should be set to 0 not 8090 for UDS",
+            "server ca cert should not be set for UDS",
+            "--cluster-cert and --cluster-key must be set: agents are served over TLS only",
+            "please do not try to use reserved port 80 for the agent port",
+            "channel size -1 must be greater than 0",
+        ]
+    );
+}
+
+#[test]
+fn token_authentication_is_refused_rather_than_skipped() {
+    let files = Files::new();
+    let all = [
+        "--agent-namespace=n",
+        "--agent-service-account=s",
+        "--authentication-audience=a",
+    ];
+    let errors = files.errors(&[&UDS[..], &all].concat());
+    let [error] = errors.as_slice() else {
+        panic!("{errors:?}");
+    };
+    assert!(
+        error.starts_with("token authentication of agents is not implemented yet"),
+        "{error}"
+    );
+    assert!(error.contains("--cluster-ca-cert (mTLS)"), "{error}");
+
+    assert_eq!(
+        files.errors(
+            &[
+                &UDS[..],
+                &["--agent-service-account=s", "--cluster-ca-cert=@ca"]
+            ]
+            .concat()
+        ),
+        [
+            "--cluster-ca-cert can not be used when agent authentication is enabled",
+            "--agent-namespace cannot be empty when agent authentication is enabled",
+            "--authentication-audience cannot be empty when agent authentication is enabled",
+        ]
+    );
+}
+
+#[test]
+fn flags_not_acted_upon_are_named_in_one_line() {
+    let files = Files::new();
+    let config = files
+        .uds(&[
+            "--enable-profiling",
+            "--enable-contention-profiling",
+            "--enable-lease-controller",
+            "--lease-namespace=n",
+            "--lease-label=a=b",
+            "--graceful-shutdown-timeout=30s",
+            "--proxy-strategies=defaultRoute",
+            "--kubeconfig=@kubeconfig",
+            "--kubeconfig-qps=75",
+            "--kubeconfig-burst=150",
+            "--kube-api-content-type=application/json",
+            "--frontend-write-channel-size=20",
+            "--vmodule=a=1",
+        ])
+        .unwrap();
+    assert_eq!(
+        config.warnings,
+        [
+            "accepted, not yet acted upon: --proxy-strategies, --enable-profiling, --enable-contention-profiling, \
+          --graceful-shutdown-timeout, --frontend-write-channel-size, --kubeconfig, --kubeconfig-qps, \
+          --kubeconfig-burst, --kube-api-content-type, --enable-lease-controller, --lease-namespace, --lease-label, \
+          --vmodule"
+        ]
+    );
+}
+
+#[test]
+fn odd_values_are_bent_with_a_warning() {
+    let files = Files::new();
+    let config = files
+        .uds(&[
+            "--keepalive-time=5ms",
+            "--frontend-keepalive-time=0",
+            "--xfr-channel-size=9999999999",
+            "stray",
+        ])
+        .unwrap();
+    assert_eq!(config.keepalive_time, KEEPALIVE_FLOOR);
+    assert_eq!(config.frontend_keepalive_time, Duration::from_secs(7200));
+    assert_eq!(config.xfr_channel_size, XFR_CHANNEL_SIZE_MAX);
+    assert_eq!(
+        config.warnings,
+        [
+            "ignored, no flags: stray",
+            "--xfr-channel-size=9999999999 is lowered to 1048576",
+            "--keepalive-time=5ms is raised to 1s",
+        ]
+    );
+}
+
+#[test]
+fn tls_limits() {
+    const GCM: &str = "TLS_ECDHE_RSA_WITH_AES_128_GCM_SHA256";
+    const CBC: &str = "TLS_ECDHE_RSA_WITH_AES_128_CBC_SHA";
+    let files = Files::new();
+    let limits = |min: &str, suites: &str| {
+        let (min, suites) = (
+            format!("--tls-min-version={min}"),
+            format!("--cipher-suites={suites}"),
+        );
+        files
+            .uds(&[&min, &suites])
+            .map(|config| (config.tls, config.warnings))
+    };
+    let (tls, warnings) = limits("", "").unwrap();
+    assert_eq!((tls, warnings), (TlsOptions::default(), vec![]));
+
+    let (tls, warnings) = limits("VersionTLS10", &format!("{CBC},{GCM},{GCM}")).unwrap();
+    assert_eq!(tls.min_version, MinVersion::Tls12);
+    assert_eq!(tls.cipher_suites, [GCM]);
+    assert_eq!(
+        warnings,
+        [
+            "--tls-min-version=VersionTLS10 is below TLS 1.2, which is the lowest version spoken here".to_owned(),
+            format!("cipher suites not available here, left out: {CBC}"),
+        ]
+    );
+
+    let (tls, _) = limits("VersionTLS13", CBC).unwrap();
+    assert_eq!(
+        tls,
+        TlsOptions {
+            min_version: MinVersion::Tls13,
+            cipher_suites: vec![]
+        }
+    );
+    let (tls, _) = limits("VersionTLS12", "TLS_AES_128_GCM_SHA256").unwrap();
+    assert_eq!(tls.cipher_suites, ["TLS_AES_128_GCM_SHA256"]);
+
+    let refusal = limits("", CBC).unwrap_err().text;
+    assert!(
+        refusal
+            .starts_with("Error: none of the cipher suites of --cipher-suites is available here"),
+        "{refusal}"
+    );
+}
+
+#[test]
+fn the_command_line_is_refused_as_a_whole() {
+    let files = Files::new();
+    let exit = files.uds(&["--bogus"]).unwrap_err();
+    assert_eq!(exit.code, 1);
+    assert!(
+        exit.text.starts_with("Error: unknown flag: --bogus\n"),
+        "{}",
+        exit.text
+    );
+    let help = files.read(&["--help"]).unwrap_err();
+    assert_eq!(help.code, 0);
+    assert!(help.text.contains("--uds-name <PATH>"), "{}", help.text);
+    assert_eq!(files.read(&["--version"]).unwrap_err().code, 0);
+}
+
+#[test]
+fn effective_options_are_described() {
+    let files = Files::new();
+    let config = files
+        .uds(&[
+            "--server-id=s",
+            "--keepalive-time=90s",
+            "--tls-min-version=VersionTLS13",
+            "--health-bind-address=::1",
+        ])
+        .unwrap();
+    let lines = config.describe();
+    for expected in [
+        "mode=grpc",
+        "uds-name=/run/s.sock",
+        "delete-existing-uds-file=true",
+        "agent-bind=:8091",
+        "cluster-ca-cert=",
+        "health-bind=[::1]:8092",
+        "keepalive-time=1m30s",
+        "frontend-keepalive-time=1h0m0s",
+        "server-id=s",
+        "server-count=1",
+        "tls-min-version=VersionTLS13",
+        "backend-dial-timeout=0s",
+        "v=4",
+    ] {
+        assert!(
+            lines.iter().any(|line| line == expected),
+            "{expected} in {lines:?}"
+        );
+    }
+    let lines = files.tcp(&[]).unwrap().describe();
+    assert!(
+        lines.iter().any(|line| line == "server-bind=:8090"),
+        "{lines:?}"
+    );
+}

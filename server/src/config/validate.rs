@@ -1,0 +1,266 @@
+//! From flags to [`Config`], under the stock server's rules and with its texts.
+//!
+//! The stock server stops at the first problem; here all of them are reported.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use culvert_common::flags::labels::check_labels;
+use culvert_common::flags::{GoDuration, HostPort, Problems};
+
+use super::flags::{CONTENT_TYPE, Flags, FrontendFlags, LEASE_LABEL, LEASE_NAMESPACE};
+use super::{
+    AgentListener, Config, Frontend, KEEPALIVE_FLOOR, Mode, TlsFiles, XFR_CHANNEL_SIZE_MAX,
+};
+
+/// What grpc-go's server makes of a keepalive time of 0 (`defaultServerKeepaliveTime`).
+const KEEPALIVE_OF_ZERO: Duration = Duration::from_secs(2 * 60 * 60);
+
+const REFUSE_TOKENS: &str = "token authentication of agents is not implemented yet \
+    (--agent-namespace, --agent-service-account, --authentication-audience); use --cluster-ca-cert (mTLS), or keep the \
+    stock server here";
+
+impl Flags {
+    /// The checked configuration, or all that is wrong.
+    pub(super) fn validate(self, mut problems: Problems) -> Result<Config, Vec<String>> {
+        let p = &mut problems;
+        let mode = self.frontend.mode(p);
+        let frontend = self.frontend.frontend(p);
+        let agent_listener = self.agent_listener(p);
+        let ops = &self.operations;
+        let admin_port = port(p, "admin", ops.admin_port);
+        let health_port = port(p, "health", ops.health_port);
+        self.check_auth(p);
+        self.check_strategies(p);
+        self.check_rest(p);
+        let tls = self.tls.validate(p);
+        let max = XFR_CHANNEL_SIZE_MAX;
+        let size = self.tunnel.xfr_channel_size;
+        let xfr_channel_size = p.channel_size("xfr-channel-size", "channel", size, max);
+        let backend_dial_timeout = self.tunnel.backend_dial_timeout.saturating();
+        let time = self.agents.keepalive_time;
+        let keepalive_time = keepalive(p, "keepalive-time", time);
+        let time = self.frontend.frontend_keepalive_time;
+        let frontend_keepalive_time = keepalive(p, "frontend-keepalive-time", time);
+        let server_id = p.header_value("server-id", self.agents.server_id.clone());
+        self.note_unacted(p);
+
+        let warnings = problems.finish()?;
+        // Absent only where an error is noted, and then this is not reached.
+        let (Some(mode), Some(frontend), Some(agent_listener)) = (mode, frontend, agent_listener)
+        else {
+            return Err(vec!["the flags are incomplete".to_owned()]);
+        };
+        Ok(Config {
+            mode,
+            frontend,
+            agent_listener,
+            admin: HostPort::new(&ops.admin_bind_address, admin_port),
+            health: HostPort::new(&ops.health_bind_address, health_port),
+            keepalive_time,
+            frontend_keepalive_time,
+            server_id,
+            server_count: self.agents.server_count,
+            tls,
+            xfr_channel_size,
+            backend_dial_timeout: Some(backend_dial_timeout).filter(|bound| !bound.is_zero()),
+            logging: self.klog.log_config(),
+            warnings,
+        })
+    }
+
+    fn agent_listener(&self, p: &mut Problems) -> Option<AgentListener> {
+        let flags = &self.agents;
+        let pair = p.key_pair("cluster", &flags.cluster_cert, &flags.cluster_key);
+        p.require(
+            !flags.cluster_cert.is_empty() || !flags.cluster_key.is_empty(),
+            || {
+                "--cluster-cert and --cluster-key must be set: agents are served over TLS only"
+                    .to_owned()
+            },
+        );
+        let ca = p.file("cluster CA cert", &flags.cluster_ca_cert);
+        let port = port(p, "agent", flags.agent_port);
+        let (cert, key) = pair?;
+        Some(AgentListener {
+            bind: HostPort::new(&flags.agent_bind_address, port),
+            cert,
+            key,
+            ca,
+        })
+    }
+
+    /// All three or none; and with all three the program refuses to start rather than let any agent in.
+    fn check_auth(&self, p: &mut Problems) {
+        let flags = [
+            ("agent-namespace", &self.auth.agent_namespace),
+            ("agent-service-account", &self.auth.agent_service_account),
+            (
+                "authentication-audience",
+                &self.auth.authentication_audience,
+            ),
+        ];
+        if flags.iter().all(|(_, value)| value.is_empty()) {
+            return;
+        }
+        p.require(self.agents.cluster_ca_cert.is_empty(), || {
+            "--cluster-ca-cert can not be used when agent authentication is enabled".to_owned()
+        });
+        for (name, value) in flags {
+            p.require(!value.is_empty(), || {
+                format!("--{name} cannot be empty when agent authentication is enabled")
+            });
+        }
+        if flags.iter().all(|(_, value)| !value.is_empty()) {
+            p.error(REFUSE_TOKENS);
+        }
+    }
+
+    fn check_strategies(&self, p: &mut Problems) {
+        let list = self.agents.proxy_strategies.as_str();
+        let strategies: Vec<&str> = list.split(',').filter(|name| !name.is_empty()).collect();
+        p.require(!strategies.is_empty(), || {
+            "ProxyStrategies cannot be empty".to_owned()
+        });
+        for name in &strategies {
+            p.require(
+                matches!(*name, "default" | "destHost" | "defaultRoute"),
+                || format!("invalid proxy strategies: unknown proxy strategy: {name}"),
+            );
+        }
+        p.unacted(
+            strategies.iter().any(|name| *name != "default"),
+            "proxy-strategies",
+        );
+    }
+
+    fn check_rest(&self, p: &mut Problems) {
+        let ops = &self.operations;
+        p.require(
+            ops.enable_profiling || !ops.enable_contention_profiling,
+            || {
+                "if --enable-contention-profiling is set, --enable-profiling must also be set"
+                    .to_owned()
+            },
+        );
+        p.file("kubeconfig", &self.kubernetes.kubeconfig);
+        // The stock server looks at the label at every start, whether it will be used or not.
+        if let Err(error) = check_labels(&self.kubernetes.lease_label) {
+            p.error(format!("--lease-label: {error}"));
+        }
+        for (name, value) in [
+            (
+                "graceful-shutdown-timeout",
+                self.tunnel.graceful_shutdown_timeout,
+            ),
+            ("backend-dial-timeout", self.tunnel.backend_dial_timeout),
+        ] {
+            p.require(value.nanos() >= 0, || {
+                format!("{name} must be >= 0, got {value}")
+            });
+        }
+        let size = self.frontend.frontend_write_channel_size;
+        p.require(size > 0, || {
+            format!("frontend write channel size {size} must be greater than 0")
+        });
+    }
+
+    fn note_unacted(&self, p: &mut Problems) {
+        let (ops, kube) = (&self.operations, &self.kubernetes);
+        p.unacted(ops.enable_profiling, "enable-profiling");
+        p.unacted(
+            ops.enable_contention_profiling,
+            "enable-contention-profiling",
+        );
+        let grace = self.tunnel.graceful_shutdown_timeout;
+        p.unacted(grace != GoDuration::default(), "graceful-shutdown-timeout");
+        let size = self.frontend.frontend_write_channel_size;
+        p.unacted(size != 10, "frontend-write-channel-size");
+        p.unacted(!kube.kubeconfig.is_empty(), "kubeconfig");
+        p.unacted(kube.kubeconfig_qps != 0.0, "kubeconfig-qps");
+        p.unacted(kube.kubeconfig_burst != 0, "kubeconfig-burst");
+        p.unacted(
+            kube.kube_api_content_type != CONTENT_TYPE,
+            "kube-api-content-type",
+        );
+        p.unacted(kube.enable_lease_controller, "enable-lease-controller");
+        p.unacted(kube.lease_namespace != LEASE_NAMESPACE, "lease-namespace");
+        p.unacted(kube.lease_label != LEASE_LABEL, "lease-label");
+        self.klog.note_unacted(p);
+    }
+}
+
+impl FrontendFlags {
+    fn mode(&self, p: &mut Problems) -> Option<Mode> {
+        match self.mode.as_str() {
+            "grpc" => Some(Mode::Grpc),
+            "http-connect" => Some(Mode::HttpConnect),
+            other => {
+                p.error(format!(
+                    "mode must be set to either 'grpc' or 'http-connect' not {other:?}"
+                ));
+                None
+            }
+        }
+    }
+
+    fn frontend(&self, p: &mut Problems) -> Option<Frontend> {
+        let pair = p.key_pair("server", &self.server_cert, &self.server_key);
+        let ca = p.file("server CA cert", &self.server_ca_cert);
+        if !self.uds_name.is_empty() {
+            let port = self.server_port;
+            p.require(port == 0, || {
+                format!("server port should be set to 0 not {port} for UDS")
+            });
+            for (what, value) in [
+                ("key", &self.server_key),
+                ("cert", &self.server_cert),
+                ("ca cert", &self.server_ca_cert),
+            ] {
+                p.require(value.is_empty(), || {
+                    format!("server {what} should not be set for UDS")
+                });
+            }
+            return Some(Frontend::Uds {
+                path: PathBuf::from(&self.uds_name),
+                delete_existing: self.delete_existing_uds_file,
+            });
+        }
+        p.require(ca.is_some(), || {
+            "server ca cert must be set when in TCP mode (uds-name is empty)".to_owned()
+        });
+        p.require(
+            !self.server_cert.is_empty() || !self.server_key.is_empty(),
+            || {
+                "--server-cert and --server-key must be set when in TCP mode (uds-name is empty)"
+                    .to_owned()
+            },
+        );
+        let port = port(p, "server", self.server_port);
+        let (cert, key) = pair?;
+        Some(Frontend::Tcp {
+            bind: HostPort::new(&self.server_bind_address, port),
+            tls: TlsFiles { cert, key, ca: ca? },
+        })
+    }
+}
+
+/// The stock server keeps out of the system's two ends of the port range.
+fn port(p: &mut Problems, whose: &str, port: i64) -> u16 {
+    let why = match port {
+        ..1024 => "reserved",
+        1024..=49151 => return u16::try_from(port).unwrap_or(0),
+        _ => "ephemeral",
+    };
+    p.error(format!(
+        "please do not try to use {why} port {port} for the {whose} port"
+    ));
+    0
+}
+
+fn keepalive(p: &mut Problems, flag: &str, time: GoDuration) -> Duration {
+    if time == GoDuration::default() {
+        return KEEPALIVE_OF_ZERO;
+    }
+    p.at_least(flag, time, KEEPALIVE_FLOOR)
+}

@@ -1,0 +1,115 @@
+//! Front ends: what kube-apiserver connects to. Each turns its protocol into a dial and two
+//! halves; what they share is here.
+
+pub mod grpc;
+pub mod http_connect;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicI64, Ordering};
+
+use culvert_common::telemetry::metrics::Direction;
+use culvert_common::tunnel::pump::{Meter, pump};
+use culvert_common::tunnel::{CloseReason, Dial, Sink, Source};
+use metrics::Counter;
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+use tracing::{debug, warn};
+
+use crate::backend::agent::Connection;
+use crate::metrics::ServerMetrics;
+use crate::router::{DialError, Router};
+
+/// What all front-end connections of a server share.
+pub struct Frontend {
+    /// Opens connections.
+    pub router: Router,
+    /// Owns the tasks of streams and connections.
+    pub tasks: TaskTracker,
+    /// Ends them at once.
+    pub shutdown: CancellationToken,
+    /// The server's series.
+    pub metrics: Arc<ServerMetrics>,
+    closed: [(CloseReason, Counter); CloseReason::ALL.len()],
+    next: AtomicI64,
+}
+
+// === impl Frontend ===
+
+impl Frontend {
+    /// The shared part of a server's front ends.
+    pub fn new(
+        router: Router,
+        tasks: TaskTracker,
+        shutdown: CancellationToken,
+        metrics: Arc<ServerMetrics>,
+    ) -> Arc<Self> {
+        let closed = CloseReason::ALL
+            .map(|reason| (reason, metrics.streams.connections_closed(reason.label())));
+        Arc::new(Self {
+            router,
+            tasks,
+            shutdown,
+            metrics,
+            closed,
+            next: AtomicI64::new(1),
+        })
+    }
+
+    /// A number for a new connection, unique in this process.
+    pub fn next_connection(&self) -> i64 {
+        self.next.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// Carries one connection to its end, and counts and logs why it ended.
+    pub async fn carry<S: Source, K: Sink>(
+        &self,
+        id: i64,
+        dial: &Dial,
+        client: (&mut S, &mut K),
+        connection: Connection,
+    ) -> CloseReason {
+        let Connection {
+            mut source,
+            mut sink,
+            cut,
+        } = connection;
+        let bytes = |direction| self.metrics.streams.tunnel_bytes(direction).clone();
+        let mut up = Meter::new(bytes(Direction::ToEndpoint));
+        let mut down = Meter::new(bytes(Direction::FromEndpoint));
+        let started = Instant::now();
+        let reason = tokio::select! {
+            reason = pump(client, (&mut source, &mut sink), &mut up, &mut down) => reason,
+            reason = cut.due() => reason,
+            () = self.shutdown.cancelled() => CloseReason::Shutdown,
+        };
+        if let Some((_, counter)) = self.closed.iter().find(|(r, _)| *r == reason) {
+            counter.increment(1);
+        }
+        debug!(
+            connection = id,
+            agent = sink.agent_id(),
+            agent_connection = sink.connection().0,
+            address = dial.address,
+            reason = %reason,
+            to_endpoint = up.bytes,
+            from_endpoint = down.bytes,
+            seconds = started.elapsed().as_secs_f64(),
+            "connection closed"
+        );
+        reason
+    }
+
+    /// Tells the operator of a dial that failed for a reason of ours; what the agent reports of
+    /// the target is the client's affair.
+    pub fn log_failure(&self, dial: &Dial, error: &DialError) {
+        match error {
+            DialError::NoAgent => warn!(
+                address = dial.address,
+                "no agent is connected: check that agents run, reach this server's agent port, \
+                 and trust its certificate"
+            ),
+            error => debug!(address = dial.address, %error, "dial failed"),
+        }
+    }
+}

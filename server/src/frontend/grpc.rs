@@ -1,0 +1,289 @@
+//! `ProxyService/Proxy`: the packet protocol of kube-apiserver's client library, one connection on
+//! each stream.
+
+pub mod session;
+
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, ready};
+
+use bytes::Bytes;
+use culvert_common::telemetry::metrics::{GaugeGuard, Segment};
+use culvert_common::tunnel::first_word::FirstWord;
+use culvert_common::tunnel::queue;
+use culvert_common::tunnel::{CloseReason, Dial, Sink, Source};
+use culvert_common::wire::{ConnectId, MAX_DATA_BYTES, Message};
+use culvert_proto::Packet;
+use culvert_proto::proxy_service_server::ProxyService;
+use futures_util::Stream;
+use tokio::time::Instant;
+use tonic::{Request, Response, Status, Streaming};
+
+use self::session::{Session, Step};
+use super::Frontend;
+use crate::backend::agent::Connection;
+use crate::metrics::{ServerMetrics, ServiceMethod};
+
+/// Bytes that may wait to be sent on one stream, beside what HTTP/2 itself holds.
+const OUTGOING_BYTES: usize = 256 * 1024;
+
+/// Serves front-end streams.
+#[derive(Clone)]
+pub struct Proxy {
+    frontend: Arc<Frontend>,
+}
+
+/// What a stream's task sends: messages, and the status that ends the call if it fails.
+type Reply = Result<Message, Box<Status>>;
+
+/// What goes to the client, as the wire's packets, counted.
+pub struct ToClient {
+    replies: queue::Receiver<Reply>,
+    metrics: Arc<ServerMetrics>,
+}
+
+/// One stream: its packets, what they mean, and the way back.
+struct Client {
+    inbound: Streaming<Packet>,
+    session: Session,
+    /// The client sends no more, or its stream broke.
+    ended: bool,
+    replies: queue::Sender<Reply>,
+    first_word: FirstWord,
+    metrics: Arc<ServerMetrics>,
+}
+
+/// The way to the client for one connection's bytes.
+struct ClientSink {
+    connection: ConnectId,
+    replies: queue::Sender<Reply>,
+    first_word: FirstWord,
+    metrics: Arc<ServerMetrics>,
+}
+
+// === impl Proxy ===
+
+impl Proxy {
+    /// Serves streams for one front end.
+    pub fn new(frontend: Arc<Frontend>) -> Self {
+        Self { frontend }
+    }
+}
+
+#[tonic::async_trait]
+impl ProxyService for Proxy {
+    type ProxyStream = ToClient;
+
+    async fn proxy(
+        &self,
+        request: Request<Streaming<Packet>>,
+    ) -> Result<Response<ToClient>, Status> {
+        let metrics = self.frontend.metrics.clone();
+        let (replies, outgoing) = queue::bounded(OUTGOING_BYTES);
+        let client = Client {
+            inbound: request.into_inner(),
+            session: Session::default(),
+            ended: false,
+            replies,
+            first_word: FirstWord::default(),
+            metrics: metrics.clone(),
+        };
+        let frontend = self.frontend.clone();
+        self.frontend.tasks.spawn(async move {
+            let shutdown = frontend.shutdown.clone();
+            tokio::select! {
+                () = client.serve(&frontend) => {}
+                () = shutdown.cancelled() => {}
+            }
+        });
+        Ok(Response::new(ToClient {
+            replies: outgoing,
+            metrics,
+        }))
+    }
+}
+
+// === impl Client ===
+
+impl Client {
+    async fn serve(mut self, frontend: &Frontend) {
+        let _open = GaugeGuard::new(self.metrics.grpc_connections(ServiceMethod::Proxy));
+        if let Some(dial) = self.next_dial().await {
+            let outcome = tokio::select! {
+                outcome = frontend.router.dial(&dial) => Some(outcome),
+                () = self.gave_up() => None,
+            };
+            match outcome {
+                Some(Ok(connection)) => self.carry(frontend, &dial, connection).await,
+                Some(Err(error)) => {
+                    frontend.log_failure(&dial, &error);
+                    let reply = self.session.refused(error.to_string());
+                    self.tell(reply);
+                }
+                None => {}
+            }
+        }
+        // The client ends the call; until then its late packets are answered.
+        while let Some(step) = self.step().await {
+            match step {
+                Step::Reply(reply) | Step::Close(Some(reply)) => self.reply(reply),
+                _ => {}
+            }
+        }
+    }
+
+    /// Waits for the dial; `None` once there will be none.
+    async fn next_dial(&mut self) -> Option<Dial> {
+        loop {
+            match self.step().await? {
+                Step::Dial(dial) => return Some(dial),
+                Step::Reply(reply) => self.reply(reply),
+                Step::Fail(replies) => {
+                    self.tell(replies);
+                    return None;
+                }
+                Step::Data(_) | Step::Close(_) | Step::Ignore => {}
+            }
+        }
+    }
+
+    /// Resolves once the client no longer waits for its dial.
+    async fn gave_up(&mut self) {
+        while let Some(step) = self.step().await {
+            match step {
+                Step::Reply(reply) => self.reply(reply),
+                Step::Close(reply) => return self.tell(reply),
+                Step::Fail(replies) => return self.tell(replies),
+                Step::Dial(_) | Step::Data(_) | Step::Ignore => {}
+            }
+        }
+    }
+
+    async fn carry(&mut self, frontend: &Frontend, dial: &Dial, connection: Connection) {
+        // Our own number, not the agent's: agents number every stream of theirs from 1.
+        let id = frontend.next_connection();
+        let reply = self.session.opened(ConnectId(id));
+        self.tell(reply);
+        let mut sink = ClientSink {
+            connection: ConnectId(id),
+            replies: self.replies.clone(),
+            first_word: self.first_word.clone(),
+            metrics: self.metrics.clone(),
+        };
+        let reason = frontend
+            .carry(id, dial, (&mut *self, &mut sink), connection)
+            .await;
+        let text = match reason {
+            CloseReason::Stalled => "closed: the client took no bytes",
+            _ => "",
+        };
+        let reply = self.session.closed(text);
+        self.tell(reply);
+    }
+
+    /// The next packet's meaning; `None` once the client ended the call.
+    async fn step(&mut self) -> Option<Step> {
+        if self.ended {
+            return None;
+        }
+        match self.inbound.message().await {
+            Ok(Some(packet)) => {
+                let message = Message::from(packet);
+                self.metrics.streams.count(Segment::FromClient, &message);
+                Some(self.session.on_message(message))
+            }
+            Ok(None) => {
+                self.ended = true;
+                None
+            }
+            Err(status) => {
+                self.ended = true;
+                let streams = &self.metrics.streams;
+                streams.stream_error(Segment::FromClient, status.code(), None);
+                // What was too large is told so; a client that is gone does not hear it.
+                let _ = self.replies.send_now(Err(Box::new(status)));
+                None
+            }
+        }
+    }
+
+    /// For what is said once for each dial and connection.
+    fn tell(&self, messages: impl IntoIterator<Item = Message>) {
+        for message in messages {
+            let _ = self.replies.send_now(Ok(message));
+        }
+    }
+
+    /// For answers to a client that may send and not read: beyond the budget they are dropped.
+    fn reply(&self, message: Message) {
+        let weight = message.weight();
+        let _ = self.replies.try_send(Ok(message), weight);
+    }
+}
+
+impl Source for Client {
+    async fn recv(&mut self) -> Result<Option<Bytes>, CloseReason> {
+        loop {
+            match self.step().await {
+                None => return Err(CloseReason::ClientLost),
+                Some(Step::Data(bytes)) => {
+                    self.first_word.spoken();
+                    return Ok(Some(bytes));
+                }
+                Some(Step::Close(reply)) => {
+                    // Everything before was passed on: the client need not wait for the agent.
+                    self.tell(reply);
+                    return Err(CloseReason::ClientClosed);
+                }
+                Some(Step::Reply(reply)) => self.reply(reply),
+                Some(Step::Fail(replies)) => {
+                    self.tell(replies);
+                    return Err(CloseReason::ProtocolError);
+                }
+                Some(Step::Dial(_) | Step::Ignore) => {}
+            }
+        }
+    }
+}
+
+// === impl ClientSink ===
+
+impl Sink for ClientSink {
+    async fn send(&mut self, mut chunk: Bytes) -> Result<(), CloseReason> {
+        self.first_word.wait().await;
+        let started = Instant::now();
+        while !chunk.is_empty() {
+            let bytes = chunk.split_to(chunk.len().min(MAX_DATA_BYTES));
+            let connection = self.connection;
+            let message = Message::Data { connection, bytes };
+            let weight = message.weight();
+            let sent = self.replies.send(Ok(message), weight).await;
+            sent.map_err(|_| CloseReason::ClientLost)?;
+        }
+        let elapsed = started.elapsed().as_secs_f64();
+        self.metrics.frontend_write_duration.record(elapsed);
+        Ok(())
+    }
+
+    /// The protocol has no half close toward clients: the end of the endpoint's bytes ends the
+    /// connection, as it does upstream.
+    async fn finish(&mut self) -> Result<(), CloseReason> {
+        Err(CloseReason::EndpointClosed)
+    }
+}
+
+// === impl ToClient ===
+
+impl Stream for ToClient {
+    type Item = Result<Packet, Status>;
+
+    fn poll_next(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        let message = match ready!(self.replies.poll_recv(cx)) {
+            Some(Ok(message)) => message,
+            Some(Err(status)) => return Poll::Ready(Some(Err(*status))),
+            None => return Poll::Ready(None),
+        };
+        self.metrics.streams.count(Segment::ToClient, &message);
+        Poll::Ready(Some(Ok(message.into())))
+    }
+}

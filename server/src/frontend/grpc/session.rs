@@ -1,0 +1,249 @@
+//! What a front end's packets mean on one `Proxy` stream, without I/O.
+//!
+//! The contract of stock clients is one connection on each stream. The error texts are upstream's.
+
+use bytes::Bytes;
+use culvert_common::tunnel::Dial;
+use culvert_common::wire::{ConnectId, DialId, Message};
+
+/// Where the stream stands.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum State {
+    /// No dial yet.
+    #[default]
+    Idle,
+    /// A dial waits for a backend.
+    Dialing(DialId),
+    /// A connection is open.
+    Open(ConnectId),
+    /// Nothing more is acted upon; the client ends the call.
+    Ended,
+}
+
+/// The state of one stream.
+#[derive(Debug, Default)]
+pub struct Session {
+    state: State,
+}
+
+/// What to do about a packet.
+#[derive(Debug, PartialEq)]
+pub enum Step {
+    /// Open a connection.
+    Dial(Dial),
+    /// Pass bytes on to the endpoint.
+    Data(Bytes),
+    /// The client gave its dial up or closed its connection. The reply, if any, is due once
+    /// everything before was passed on.
+    Close(Option<Message>),
+    /// Answer, and go on.
+    Reply(Message),
+    /// Answer, close the connection if there is one, and act upon nothing more.
+    Fail(Vec<Message>),
+    /// Nothing.
+    Ignore,
+}
+
+impl Session {
+    /// Takes one packet of the client.
+    pub fn on_message(&mut self, message: Message) -> Step {
+        match message {
+            Message::DialRequest {
+                protocol,
+                address,
+                dial,
+            } => self.on_dial(dial, Dial { protocol, address }),
+            Message::Data { connection, bytes } => self.on_data(connection, bytes),
+            Message::CloseRequest { connection } => self.on_close(connection),
+            Message::CloseDial { dial } if self.state == State::Dialing(dial) => {
+                self.state = State::Ended;
+                Step::Close(None)
+            }
+            _ => Step::Ignore,
+        }
+    }
+
+    /// The dial succeeded: what to tell the client.
+    pub fn opened(&mut self, connection: ConnectId) -> Option<Message> {
+        let State::Dialing(dial) = self.state else {
+            return None;
+        };
+        self.state = State::Open(connection);
+        Some(Message::DialResponse {
+            dial,
+            connection,
+            error: String::new(),
+        })
+    }
+
+    /// The dial failed: what to tell the client.
+    pub fn refused(&mut self, error: String) -> Option<Message> {
+        let State::Dialing(dial) = self.state else {
+            return None;
+        };
+        self.state = State::Ended;
+        Some(Message::DialResponse {
+            dial,
+            connection: ConnectId(0),
+            error,
+        })
+    }
+
+    /// The connection ended for another reason than the client's word: what to tell the client,
+    /// unless it was told.
+    pub fn closed(&mut self, error: &str) -> Option<Message> {
+        let State::Open(connection) = self.state else {
+            return None;
+        };
+        self.state = State::Ended;
+        Some(close(connection, error))
+    }
+
+    fn on_dial(&mut self, dial: DialId, request: Dial) -> Step {
+        match self.state {
+            State::Idle => {
+                self.state = State::Dialing(dial);
+                Step::Dial(request)
+            }
+            State::Ended => Step::Ignore,
+            State::Dialing(_) | State::Open(_) => Step::Reply(Message::DialResponse {
+                dial,
+                connection: ConnectId(0),
+                error: "this stream carries a connection already: open a stream for each".into(),
+            }),
+        }
+    }
+
+    fn on_data(&mut self, connection: ConnectId, bytes: Bytes) -> Step {
+        match self.state {
+            State::Ended => Step::Ignore,
+            State::Idle => {
+                self.state = State::Ended;
+                Step::Fail(vec![close(connection, "backend not initialized")])
+            }
+            _ if connection == ConnectId(0) || bytes.is_empty() => Step::Ignore,
+            State::Open(open) if open == connection => Step::Data(bytes),
+            State::Open(open) => {
+                self.state = State::Ended;
+                let text = "mismatched connection IDs";
+                Step::Fail(vec![close(open, text), close(connection, text)])
+            }
+            State::Dialing(_) => {
+                self.state = State::Ended;
+                Step::Fail(vec![close(connection, "backend not initialized")])
+            }
+        }
+    }
+
+    fn on_close(&mut self, connection: ConnectId) -> Step {
+        match self.state {
+            State::Idle => Step::Reply(close(connection, "backend uninitialized")),
+            // The client may close what we have just closed: it waits for an answer.
+            State::Ended => Step::Reply(close(connection, "")),
+            State::Dialing(_) | State::Open(_) => {
+                self.state = State::Ended;
+                Step::Close(Some(close(connection, "")))
+            }
+        }
+    }
+}
+
+fn close(connection: ConnectId, error: &str) -> Message {
+    Message::CloseResponse {
+        connection,
+        error: error.to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ID: ConnectId = ConnectId(42);
+
+    fn dial(random: i64) -> Message {
+        Message::DialRequest {
+            protocol: "tcp".into(),
+            address: "10.0.0.1:443".into(),
+            dial: DialId(random),
+        }
+    }
+
+    fn data(connection: ConnectId) -> Message {
+        Message::Data {
+            connection,
+            bytes: Bytes::from_static(b"x"),
+        }
+    }
+
+    fn open() -> Session {
+        let mut session = Session::default();
+        assert!(matches!(session.on_message(dial(7)), Step::Dial(_)));
+        assert!(session.opened(ID).is_some());
+        session
+    }
+
+    #[test]
+    fn data_before_a_dial_ends_the_stream_with_upstreams_text() {
+        let mut session = Session::default();
+        let answer = close(ID, "backend not initialized");
+        assert_eq!(session.on_message(data(ID)), Step::Fail(vec![answer]));
+        assert_eq!(session.on_message(dial(1)), Step::Ignore);
+    }
+
+    #[test]
+    fn a_close_before_a_dial_is_answered_and_the_stream_goes_on() {
+        let mut session = Session::default();
+        let request = Message::CloseRequest { connection: ID };
+        let answer = close(ID, "backend uninitialized");
+        assert_eq!(session.on_message(request), Step::Reply(answer));
+        assert!(matches!(session.on_message(dial(1)), Step::Dial(_)));
+    }
+
+    #[test]
+    fn another_connections_id_closes_both() {
+        let mut session = open();
+        assert_eq!(
+            session.on_message(data(ID)),
+            Step::Data(Bytes::from_static(b"x"))
+        );
+        let text = "mismatched connection IDs";
+        let answers = vec![close(ID, text), close(ConnectId(43), text)];
+        assert_eq!(session.on_message(data(ConnectId(43))), Step::Fail(answers));
+        assert_eq!(session.closed(""), None);
+    }
+
+    #[test]
+    fn id_zero_is_ignored() {
+        assert_eq!(open().on_message(data(ConnectId(0))), Step::Ignore);
+    }
+
+    #[test]
+    fn a_second_dial_is_refused_without_harm() {
+        let mut session = open();
+        assert!(matches!(session.on_message(dial(8)), Step::Reply(_)));
+        assert!(matches!(session.on_message(data(ID)), Step::Data(_)));
+    }
+
+    #[test]
+    fn only_the_pending_dial_can_be_given_up() {
+        let mut session = Session::default();
+        session.on_message(dial(7));
+        let other = Message::CloseDial { dial: DialId(8) };
+        assert_eq!(session.on_message(other), Step::Ignore);
+        let own = Message::CloseDial { dial: DialId(7) };
+        assert_eq!(session.on_message(own), Step::Close(None));
+        assert_eq!(session.opened(ID), None);
+    }
+
+    #[test]
+    fn a_close_is_answered_once_and_again_when_asked_again() {
+        let mut session = open();
+        let request = Message::CloseRequest { connection: ID };
+        let answer = close(ID, "");
+        let step = session.on_message(request.clone());
+        assert_eq!(step, Step::Close(Some(answer.clone())));
+        assert_eq!(session.closed(""), None);
+        assert_eq!(session.on_message(request), Step::Reply(answer));
+    }
+}

@@ -1,0 +1,284 @@
+//! HTTP CONNECT: one request on each connection, then its bytes. Answers are upstream's, byte for
+//! byte where clients look.
+
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::{Bytes, BytesMut};
+use culvert_common::net::connect::{self, ConnectHead, HeadReader};
+use culvert_common::telemetry::metrics::GaugeGuard;
+use culvert_common::tunnel::first_word::FirstWord;
+use culvert_common::tunnel::io::{ReadSource, WriteSink, drain};
+use culvert_common::tunnel::{CloseReason, Dial, Sink, Source};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, Interest};
+use tokio::net::TcpStream;
+use tokio::time::{Instant, sleep, timeout};
+use tokio_rustls::server::TlsStream;
+use tracing::debug;
+
+use super::Frontend;
+use crate::backend::agent::{Connection, StreamDialError};
+use crate::listener::Door;
+use crate::metrics::{RejectReason, ServerMetrics};
+use crate::router::DialError;
+
+/// How long a client may take for its request, as upstream's.
+const HEAD_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// Bytes that a client may send before its connection is open. They are kept; with that many
+/// waiting, the client's leaving is noticed only once the dial has an outcome.
+const EARLY_BYTES: usize = 64 * 1024;
+
+/// How often a half-closed client is looked at.
+const HANG_UP_CHECK: Duration = Duration::from_secs(1);
+
+/// How long a client may take to read the last bytes.
+const LINGER: Duration = Duration::from_secs(5);
+
+/// The reading half of a client's connection.
+pub trait ClientRead: AsyncRead + Unpin + Send {
+    /// Resolves if the client is seen to have closed the whole connection, after it ended its
+    /// writing half. By default nothing is seen.
+    fn hung_up(&self) -> impl Future<Output = ()> + Send {
+        std::future::pending()
+    }
+}
+
+impl ClientRead for tokio::net::unix::OwnedReadHalf {
+    /// A Unix peer that closes hangs up at once; the kernel's word for it has no event of its
+    /// own here, so it is asked for.
+    async fn hung_up(&self) {
+        loop {
+            sleep(HANG_UP_CHECK).await;
+            match self.ready(Interest::WRITABLE).await {
+                Ok(ready) if !ready.is_write_closed() => {}
+                _ => return,
+            }
+        }
+    }
+}
+
+impl ClientRead for tokio::io::ReadHalf<TlsStream<TcpStream>> {}
+
+/// Serves one connection to its end.
+pub async fn serve<R, W>(
+    door: &Door,
+    frontend: &Arc<Frontend>,
+    mut read: R,
+    mut write: W,
+    peer: &str,
+) where
+    R: ClientRead,
+    W: AsyncWrite + Unpin + Send,
+{
+    let _open = GaugeGuard::new(&frontend.metrics.http_connections);
+    let mut buffer = BytesMut::new();
+    let head = tokio::select! {
+        head = timeout(HEAD_TIMEOUT, read_head(&mut read, &mut buffer)) => head,
+        () = frontend.shutdown.cancelled() => return,
+    };
+    let head = match head {
+        Ok(Ok(Some(head))) => head,
+        // Gone before it asked for anything: a port check.
+        Ok(Ok(None)) => return,
+        Ok(Err(HeadError::Io(error))) => {
+            debug!(peer, %error, "the client left before its request was complete");
+            return;
+        }
+        Ok(Err(HeadError::Bad(error))) => {
+            door.reject(RejectReason::Garbage, peer, &error.to_string());
+            return refuse(read, write, error.response()).await;
+        }
+        Err(_) => {
+            door.reject(
+                RejectReason::Timeout,
+                peer,
+                "no CONNECT request within a minute",
+            );
+            return;
+        }
+    };
+    let dial = Dial {
+        protocol: "tcp".into(),
+        address: head.target,
+    };
+    let outcome = tokio::select! {
+        outcome = frontend.router.dial(&dial) => outcome,
+        () = left(&mut read, &mut buffer) => {
+            debug!(peer, address = dial.address, "the client left while its dial was pending");
+            return;
+        }
+        () = frontend.shutdown.cancelled() => return,
+    };
+    match outcome {
+        Ok(connection) => {
+            // A write that fails drops the connection, which closes it at the agent.
+            if say(&mut write, connect::ESTABLISHED).await.is_ok() {
+                carry(frontend, &dial, read, write, buffer.freeze(), connection).await;
+            }
+        }
+        Err(error) => {
+            frontend.log_failure(&dial, &error);
+            refuse(read, write, &answer(&error)).await;
+        }
+    }
+}
+
+async fn carry<R, W>(
+    frontend: &Frontend,
+    dial: &Dial,
+    read: R,
+    write: W,
+    early: Bytes,
+    connection: Connection,
+) where
+    R: ClientRead,
+    W: AsyncWrite + Unpin + Send,
+{
+    let first_word = FirstWord::default();
+    let mut source = ClientSource {
+        inner: ReadSource::new(read, early, CloseReason::ClientLost),
+        first_word: first_word.clone(),
+    };
+    let mut sink = ClientSink {
+        inner: WriteSink::new(write, CloseReason::ClientLost),
+        first_word,
+        metrics: frontend.metrics.clone(),
+    };
+    let id = frontend.next_connection();
+    let reason = frontend
+        .carry(id, dial, (&mut source, &mut sink), connection)
+        .await;
+    if matches!(reason, CloseReason::EndpointClosed | CloseReason::AgentLost) {
+        leave(source.inner.into_inner(), sink.inner.into_inner()).await;
+    }
+}
+
+enum HeadError {
+    Io(io::Error),
+    Bad(connect::ConnectError),
+}
+
+/// Reads until the request's head is complete; what follows it stays in the buffer. `None` for a
+/// client that sent nothing.
+async fn read_head<R: AsyncRead + Unpin>(
+    read: &mut R,
+    buffer: &mut BytesMut,
+) -> Result<Option<ConnectHead>, HeadError> {
+    let mut reader = HeadReader::default();
+    loop {
+        buffer.reserve(4096);
+        if read.read_buf(buffer).await.map_err(HeadError::Io)? == 0 {
+            return match buffer.is_empty() {
+                true => Ok(None),
+                false => Err(HeadError::Io(io::ErrorKind::UnexpectedEof.into())),
+            };
+        }
+        if let Some(head) = reader.read(buffer).map_err(HeadError::Bad)? {
+            let _ = buffer.split_to(head.head_len);
+            return Ok(Some(head));
+        }
+    }
+}
+
+/// Resolves once the client has left; what it sends meanwhile is kept.
+async fn left<R: AsyncRead + Unpin>(read: &mut R, buffer: &mut BytesMut) {
+    while buffer.len() < EARLY_BYTES {
+        buffer.reserve(4096);
+        if !matches!(read.read_buf(buffer).await, Ok(read) if read > 0) {
+            return;
+        }
+    }
+    std::future::pending::<()>().await;
+}
+
+async fn say<W: AsyncWrite + Unpin>(write: &mut W, bytes: &[u8]) -> io::Result<()> {
+    write.write_all(bytes).await?;
+    write.flush().await
+}
+
+async fn refuse<R, W>(read: R, mut write: W, bytes: &[u8])
+where
+    R: AsyncRead + Unpin,
+    W: AsyncWrite + Unpin,
+{
+    if say(&mut write, bytes).await.is_ok() {
+        leave(read, write).await;
+    }
+}
+
+/// Closes so that the last bytes arrive; see [`drain`].
+async fn leave<R, W>(read: R, mut write: W)
+where
+    R: AsyncRead + Unpin,
+    W: AsyncWrite + Unpin,
+{
+    let orderly = async {
+        if write.shutdown().await.is_ok() {
+            drain(read).await;
+        }
+    };
+    // A client that takes longer than this has had its chance.
+    let _ = timeout(LINGER, orderly).await;
+}
+
+/// The response to a dial that failed, as upstream's.
+fn answer(error: &DialError) -> Vec<u8> {
+    match error {
+        DialError::NoAgent => {
+            connect::failure(500, &format!("currently no tunnels available: {error}"))
+        }
+        DialError::Stream(StreamDialError::Refused(text)) => {
+            connect::failure(connect::dial_failure_status(text), text)
+        }
+        DialError::Stream(StreamDialError::AgentLost | StreamDialError::Abandoned) => {
+            connect::failure(502, &format!("Backend context error: {error}"))
+        }
+        DialError::Stream(StreamDialError::NotSent) => {
+            connect::failure(504, &format!("Failed to tunnel dial request: {error}"))
+        }
+        DialError::Stream(StreamDialError::TimedOut) => {
+            connect::failure(504, &format!("Backend dial timeout: {error}"))
+        }
+    }
+}
+
+struct ClientSource<R> {
+    inner: ReadSource<R>,
+    first_word: FirstWord,
+}
+
+impl<R: ClientRead> Source for ClientSource<R> {
+    async fn recv(&mut self) -> Result<Option<Bytes>, CloseReason> {
+        let chunk = self.inner.recv().await?;
+        self.first_word.spoken();
+        Ok(chunk)
+    }
+
+    async fn aborted(&mut self) -> CloseReason {
+        self.inner.get_ref().hung_up().await;
+        CloseReason::ClientLost
+    }
+}
+
+struct ClientSink<W> {
+    inner: WriteSink<W>,
+    first_word: FirstWord,
+    metrics: Arc<ServerMetrics>,
+}
+
+impl<W: AsyncWrite + Unpin + Send> Sink for ClientSink<W> {
+    async fn send(&mut self, chunk: Bytes) -> Result<(), CloseReason> {
+        self.first_word.wait().await;
+        let started = Instant::now();
+        self.inner.send(chunk).await?;
+        let elapsed = started.elapsed().as_secs_f64();
+        self.metrics.frontend_write_duration.record(elapsed);
+        Ok(())
+    }
+
+    async fn finish(&mut self) -> Result<(), CloseReason> {
+        self.inner.finish().await
+    }
+}

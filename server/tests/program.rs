@@ -1,0 +1,64 @@
+//! The program itself: its exit codes and what it says when it can not start.
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+
+use std::process::{Command, Output};
+
+fn run(args: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_culvert-server"))
+        .args(args)
+        .output()
+        .expect("the program starts")
+}
+
+fn stderr(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+#[test]
+fn help_and_version_end_well() {
+    for flag in ["--help", "--version"] {
+        let output = run(&[flag]);
+        assert_eq!(output.status.code(), Some(0), "{flag}");
+        assert!(
+            !output.stdout.is_empty() && output.stderr.is_empty(),
+            "{flag}"
+        );
+    }
+}
+
+#[test]
+fn an_unknown_flag_is_named_with_exit_code_1() {
+    let output = run(&["--no-such-flag"]);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(stderr(&output).contains("unknown flag: --no-such-flag"));
+}
+
+#[test]
+fn token_authentication_refuses_to_start() {
+    let output = run(&[
+        "--uds-name=/nonexistent/front.socket",
+        "--server-port=0",
+        "--agent-namespace=kube-system",
+        "--agent-service-account=konnectivity-agent",
+        "--authentication-audience=system:konnectivity-server",
+    ]);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(
+        stderr(&output).contains("--cluster-ca-cert"),
+        "{}",
+        stderr(&output)
+    );
+}
+
+#[test]
+fn a_missing_agent_certificate_says_which_flag_to_give() {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = format!("--uds-name={}", dir.path().join("front.socket").display());
+    let output = run(&[&socket, "--server-port=0"]);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(
+        stderr(&output).contains("--cluster-cert"),
+        "{}",
+        stderr(&output)
+    );
+}
