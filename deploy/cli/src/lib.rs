@@ -1,3 +1,4 @@
-//! The operator's tool.
+//! The operator's tool, and the lab that it shares with the tests and the benchmarks.
 
+pub mod dev;
 pub mod lab;

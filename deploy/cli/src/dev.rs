@@ -1,0 +1,118 @@
+//! `culvert dev`: a whole tunnel on one machine. Makes throw-away certificates, starts a server
+//! for every front end, two agents that reach all of them through a small load balancer, and
+//! services behind the agents; then checks itself through every front end and stays up.
+
+/// Prints a line. A reader that is gone is no reason to stop, nor to panic as `println!` would.
+macro_rules! say {
+    ($($text:tt)*) => {{
+        use std::io::Write as _;
+        let _ = writeln!(std::io::stdout(), $($text)*);
+    }};
+}
+
+mod balancer;
+mod check;
+mod tunnel;
+
+use std::path::Path;
+use std::process::ExitCode;
+
+use anyhow::Context as _;
+use culvert_common::runtime::{self, Setup, Signals};
+use culvert_common::telemetry::logging::{LogConfig, Severity};
+
+use self::tunnel::Tunnel;
+
+/// The flags of `culvert dev`.
+#[derive(clap::Args)]
+pub struct Options {
+    /// Stop after the checks: exit code 0 if all passed, 1 otherwise.
+    #[arg(long)]
+    once: bool,
+
+    /// Print the programs' logs with this verbosity too; without it only warnings are shown.
+    #[arg(short = 'v', value_name = "LEVEL")]
+    verbosity: Option<i32>,
+}
+
+/// Runs the command to its exit code.
+pub fn run(options: &Options) -> ExitCode {
+    let logging = LogConfig {
+        verbosity: options.verbosity.unwrap_or(0),
+        stderr_threshold: match options.verbosity {
+            Some(_) => Severity::Info,
+            None => Severity::Warning,
+        },
+        ..LogConfig::default()
+    };
+    let setup = Setup {
+        logging: &logging,
+        options: Vec::new(),
+        warnings: &[],
+    };
+    runtime::run("culvert", &setup, dev(options.once))
+}
+
+async fn dev(once: bool) -> anyhow::Result<()> {
+    let mut signals = Signals::new()?;
+    let folder = tempfile::Builder::new()
+        .prefix("culvert-dev-")
+        .tempdir()
+        .context("cannot make a temporary folder; set TMPDIR to one that is writable")?;
+    say!("Starting a tunnel in {} ...", folder.path().display());
+    let tunnel = tokio::select! {
+        tunnel = Tunnel::start(folder.path()) => tunnel?,
+        _ = signals.recv() => return Ok(()),
+    };
+    let passed = tokio::select! {
+        passed = check::all(&tunnel) => Some(passed),
+        _ = signals.recv() => None,
+    };
+    if !once && passed.is_some() {
+        describe(&tunnel, folder.path());
+        signals.recv().await;
+        say!("Stopping.");
+    }
+    tokio::select! {
+        () = tunnel.stop() => {}
+        signal = signals.recv() => anyhow::bail!("{signal} during the stop"),
+    }
+    match passed {
+        Some(false) if once => anyhow::bail!("not every check passed"),
+        None if once => anyhow::bail!("interrupted before every check was done"),
+        _ => Ok(()),
+    }
+}
+
+fn describe(tunnel: &Tunnel, folder: &Path) {
+    let pki = &tunnel.pki;
+    say!("\nServers");
+    for server in &tunnel.servers {
+        say!(
+            "  {:<20} {}  (agents {}, health http://{}/readyz, metrics http://{}/metrics)",
+            server.title,
+            server.front_end_address,
+            server.addresses.agent,
+            server.addresses.health,
+            server.addresses.admin,
+        );
+    }
+    say!("\nAgents (through the load balancer {})", tunnel.balancer);
+    for agent in &tunnel.agents {
+        say!("  http://{0}/readyz  http://{0}/metrics", agent.health);
+    }
+    say!("\nServices behind the agents");
+    say!("  HTTP                 http://{}/", tunnel.services.http);
+    say!("  echo, download, ...  {}", tunnel.services.raw);
+    say!("\nCertificates are in {}", folder.display());
+    say!("\nTry it:\n");
+    say!(
+        "  curl --proxy https://{} --proxy-cacert {} --proxy-cert {} --proxy-key {} --proxytunnel http://{}/\n",
+        tunnel.connect_tcp(),
+        pki.ca.display(),
+        pki.client.cert.display(),
+        pki.client.key.display(),
+        tunnel.services.http,
+    );
+    say!("Ctrl-C stops it and removes the folder.");
+}

@@ -1,0 +1,256 @@
+//! The parts of the tunnel and how they are wired.
+
+use std::net::SocketAddr;
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::Context as _;
+use culvert_agent::app as agent;
+use culvert_agent::config as agent_config;
+use culvert_common::flags::HostPort;
+use culvert_common::telemetry::logging::LogConfig;
+use culvert_common::tls::TlsOptions;
+use culvert_server::app as server;
+use culvert_server::config as server_config;
+use rustls_pki_types::ServerName;
+use tokio::net::TcpListener;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+
+use super::balancer;
+use crate::lab::client::FrontEnd;
+use crate::lab::pki::Pki;
+use crate::lab::services::Services;
+
+/// How many agents there are, as a user cluster has replicas.
+pub const AGENTS: usize = 2;
+
+/// Short pauses: a person waits.
+const SYNC_INTERVAL: Duration = Duration::from_millis(50);
+
+/// A server of the tunnel and how to reach its front end.
+pub struct Server {
+    /// The front end's name for people.
+    pub title: &'static str,
+    /// For the lab's client.
+    pub front_end: FrontEnd,
+    /// For people.
+    pub front_end_address: String,
+    /// Where it listens.
+    pub addresses: server::Addresses,
+}
+
+/// Everything that runs.
+pub struct Tunnel {
+    /// The certificates.
+    pub pki: Pki,
+    /// The services behind the agents.
+    pub services: Services,
+    /// One for each front end.
+    pub servers: Vec<Server>,
+    /// Where agents connect.
+    pub balancer: SocketAddr,
+    /// The agents' listeners.
+    pub agents: Vec<agent::Addresses>,
+    tasks: TaskTracker,
+    shutdown: CancellationToken,
+}
+
+/// A front end to start.
+struct Plan {
+    title: &'static str,
+    mode: server_config::Mode,
+    /// The socket's file name, or TCP.
+    socket: Option<&'static str>,
+}
+
+const PLANS: [Plan; 3] = [
+    Plan {
+        title: "gRPC, Unix socket",
+        mode: server_config::Mode::Grpc,
+        socket: Some("grpc.socket"),
+    },
+    Plan {
+        title: "CONNECT, Unix socket",
+        mode: server_config::Mode::HttpConnect,
+        socket: Some("connect.socket"),
+    },
+    Plan {
+        title: "CONNECT, mutual TLS",
+        mode: server_config::Mode::HttpConnect,
+        socket: None,
+    },
+];
+
+impl Tunnel {
+    /// Starts every part; files go into `folder`.
+    pub async fn start(folder: &Path) -> anyhow::Result<Self> {
+        let pki = Pki::create(folder)?;
+        let services = Services::start()
+            .await
+            .context("cannot start the services")?;
+        let (tasks, shutdown) = (TaskTracker::new(), CancellationToken::new());
+        let mut servers = Vec::new();
+        for plan in &PLANS {
+            let bound = server::Bound::bind(plan.config(folder, &pki)).await?;
+            servers.push(plan.describe(folder, &pki, bound.addresses.clone())?);
+            tasks.spawn(bound.run(shutdown.clone()));
+        }
+        let listener = TcpListener::bind("127.0.0.1:0").await?;
+        let balancer = listener.local_addr()?;
+        let backends = servers
+            .iter()
+            .map(|server| server.addresses.agent)
+            .collect();
+        tasks.spawn(balancer::serve(
+            listener,
+            backends,
+            tasks.clone(),
+            shutdown.clone(),
+        ));
+        let mut agents = Vec::new();
+        for number in 1..=AGENTS {
+            let config = agent_settings(number, balancer, &pki);
+            let bound = agent::Bound::bind(config, shutdown.clone()).await?;
+            agents.push(bound.addresses);
+            // These agents are stopped at once: nothing of theirs outlives the command.
+            tasks.spawn(bound.run(CancellationToken::new()));
+        }
+        Ok(Self {
+            pki,
+            services,
+            servers,
+            balancer,
+            agents,
+            tasks,
+            shutdown,
+        })
+    }
+
+    /// The address of the CONNECT front end that curl can use.
+    pub fn connect_tcp(&self) -> String {
+        let mut addresses = self.servers.iter().filter_map(|s| s.addresses.frontend);
+        addresses
+            .next()
+            .map_or_else(String::new, |address| address.to_string())
+    }
+
+    /// Stops every part and waits for it.
+    pub async fn stop(self) {
+        self.shutdown.cancel();
+        self.tasks.close();
+        self.tasks.wait().await;
+        self.services.shutdown().await;
+    }
+}
+
+impl Plan {
+    fn config(&self, folder: &Path, pki: &Pki) -> server_config::Config {
+        let frontend = match self.socket {
+            Some(name) => server_config::Frontend::Uds {
+                path: folder.join(name),
+                delete_existing: true,
+            },
+            None => server_config::Frontend::Tcp {
+                bind: any_port(),
+                tls: server_config::TlsFiles {
+                    cert: pki.server.cert.clone(),
+                    key: pki.server.key.clone(),
+                    ca: pki.ca.clone(),
+                },
+            },
+        };
+        server_config::Config {
+            mode: self.mode,
+            frontend,
+            agent_listener: server_config::AgentListener {
+                bind: any_port(),
+                cert: pki.cluster.cert.clone(),
+                key: pki.cluster.key.clone(),
+                ca: Some(pki.ca.clone()),
+            },
+            admin: any_port(),
+            health: any_port(),
+            keepalive_time: Duration::from_secs(3600),
+            frontend_keepalive_time: Duration::from_secs(3600),
+            server_id: format!("dev: {}", self.title),
+            server_count: i64::try_from(PLANS.len()).unwrap_or(i64::MAX),
+            tls: TlsOptions::default(),
+            xfr_channel_size: 10,
+            backend_dial_timeout: None,
+            logging: LogConfig::default(),
+            warnings: Vec::new(),
+        }
+    }
+
+    fn describe(
+        &self,
+        folder: &Path,
+        pki: &Pki,
+        addresses: server::Addresses,
+    ) -> anyhow::Result<Server> {
+        let grpc = self.mode == server_config::Mode::Grpc;
+        let (front_end, front_end_address) = match (self.socket, addresses.frontend) {
+            (Some(name), _) => {
+                let path = folder.join(name);
+                let address = path.display().to_string();
+                let front_end = if grpc {
+                    FrontEnd::GrpcUds(path)
+                } else {
+                    FrontEnd::ConnectUds(path)
+                };
+                (front_end, address)
+            }
+            (None, Some(addr)) => {
+                let tls = pki.client_tls(&pki.client, &["http/1.1"])?;
+                let server_name = ServerName::from(addr.ip());
+                let front_end = FrontEnd::ConnectTcp {
+                    addr,
+                    tls,
+                    server_name,
+                };
+                (front_end, addr.to_string())
+            }
+            (None, None) => anyhow::bail!("a TCP front end has an address"),
+        };
+        Ok(Server {
+            title: self.title,
+            front_end,
+            front_end_address,
+            addresses,
+        })
+    }
+}
+
+fn any_port() -> HostPort {
+    HostPort::new("127.0.0.1", 0)
+}
+
+fn agent_settings(number: usize, balancer: SocketAddr, pki: &Pki) -> agent_config::Config {
+    agent_config::Config {
+        server_host: balancer.ip().to_string(),
+        server_port: balancer.port(),
+        ca_cert: pki.ca.clone(),
+        client_cert: Some(agent_config::ClientCert {
+            cert: pki.agent.cert.clone(),
+            key: pki.agent.key.clone(),
+        }),
+        alpn: Vec::new(),
+        health: any_port(),
+        admin: any_port(),
+        agent_id: format!("dev-{number}"),
+        agent_identifiers: String::new(),
+        sync_interval: SYNC_INTERVAL,
+        sync_interval_cap: SYNC_INTERVAL * 10,
+        probe_interval: SYNC_INTERVAL,
+        keepalive_time: Duration::from_secs(3600),
+        token_path: None,
+        sync_forever: false,
+        xfr_channel_size: 150,
+        server_count_source: agent_config::ServerCountSource::Default,
+        drain_timeout: Duration::ZERO,
+        drain_linger: Duration::ZERO,
+        logging: LogConfig::default(),
+        warnings: Vec::new(),
+    }
+}

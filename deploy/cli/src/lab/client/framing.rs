@@ -1,0 +1,54 @@
+//! gRPC's message framing: one flag byte, four bytes of length, one packet.
+
+use std::io;
+
+use bytes::{Buf as _, BufMut as _, BytesMut};
+use culvert_proto::Packet;
+use prost::Message as _;
+
+/// Flag and length, in bytes.
+const HEAD_BYTES: usize = 5;
+
+/// The largest message that a stock client takes, in bytes (grpc-go's default).
+const MAX_MESSAGE_BYTES: usize = 4 << 20;
+
+/// Why bytes are no message.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum FramingError {
+    #[error("a compressed message, though no compression was agreed")]
+    Compressed,
+    #[error("a message of {0} bytes")]
+    TooLarge(usize),
+    #[error("no packet: {0}")]
+    Packet(#[from] prost::DecodeError),
+}
+
+/// Appends a message.
+pub(super) fn encode(packet: &Packet, output: &mut BytesMut) -> io::Result<()> {
+    let len = packet.encoded_len();
+    let announced = u32::try_from(len).map_err(io::Error::other)?;
+    output.reserve(HEAD_BYTES + len);
+    output.put_u8(0);
+    output.put_u32(announced);
+    packet.encode(output).map_err(io::Error::other)
+}
+
+/// Takes the first message out of `input`, if all of it is there.
+pub(super) fn decode(input: &mut BytesMut) -> Result<Option<Packet>, FramingError> {
+    let mut head = input.as_ref();
+    let (Ok(flag), Ok(len)) = (head.try_get_u8(), head.try_get_u32()) else {
+        return Ok(None);
+    };
+    if flag != 0 {
+        return Err(FramingError::Compressed);
+    }
+    let len = usize::try_from(len).unwrap_or(usize::MAX);
+    if len > MAX_MESSAGE_BYTES {
+        return Err(FramingError::TooLarge(len));
+    }
+    if head.remaining() < len {
+        return Ok(None);
+    }
+    input.advance(HEAD_BYTES);
+    Ok(Some(Packet::decode(input.split_to(len).freeze())?))
+}

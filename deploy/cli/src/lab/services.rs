@@ -1,0 +1,157 @@
+//! Small TCP services for the far end of a tunnel, each with one habit worth testing.
+//!
+//! They listen on ports of 127.0.0.1 that the system chooses, and end, with every connection they
+//! hold, when [`Services`] is dropped. The `raw` service is for measuring too: it moves 256 KiB at
+//! a time straight out of a table.
+
+mod http;
+mod raw;
+
+use std::future::Future;
+use std::io;
+use std::net::{Ipv4Addr, SocketAddr};
+use std::time::Duration;
+
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::{TcpListener, TcpStream};
+use tokio_util::sync::{CancellationToken, DropGuard};
+use tokio_util::task::TaskTracker;
+
+pub use self::http::{Answer, HELLO, answer};
+
+/// What the `first` service says before it is spoken to.
+pub const BANNER: &[u8] = b"culvert-first\n";
+
+/// How much services read at once, in bytes.
+const READ_BYTES: usize = 256 * 1024;
+
+/// How long to leave a listener alone that cannot accept, as when file descriptors ran out.
+const ACCEPT_RETRY: Duration = Duration::from_millis(50);
+
+/// The running services and where they listen.
+#[derive(Debug)]
+pub struct Services {
+    /// HTTP/1.1: `GET /` answers [`HELLO`], `GET /bytes/N` N bytes of the
+    /// [pattern](super::pattern), `POST /echo` what was sent.
+    pub http: SocketAddr,
+    /// One command line, then bytes. `download N` answers N bytes of the pattern and ends;
+    /// `upload N`, followed by N bytes, answers their SHA-256 as a line of hex and ends; `echo`
+    /// sends back all that follows until the client ends.
+    pub raw: SocketAddr,
+    /// Speaks first: sends [`BANNER`] at once, then echoes.
+    pub first: SocketAddr,
+    /// Accepts and then neither reads nor writes.
+    pub silent: SocketAddr,
+    /// Reads until the client ends its side and only then answers, with the number of bytes read as a
+    /// decimal line: it can be heard only through a tunnel that carries a half-closed connection.
+    pub half: SocketAddr,
+    tasks: TaskTracker,
+    connections: TaskTracker,
+    stop: DropGuard,
+}
+
+impl Services {
+    /// Starts all services. Must be called within a tokio runtime.
+    ///
+    /// # Errors
+    /// When a listener cannot be bound.
+    pub async fn start() -> io::Result<Self> {
+        let stop = CancellationToken::new();
+        let host = Host {
+            tasks: TaskTracker::new(),
+            connections: TaskTracker::new(),
+            stop: stop.clone(),
+        };
+        Ok(Self {
+            http: host.listen(http::serve).await?,
+            raw: host.listen(raw::serve).await?,
+            first: host.listen(first).await?,
+            silent: host.listen(silent).await?,
+            half: host.listen(half).await?,
+            tasks: host.tasks,
+            connections: host.connections,
+            stop: stop.drop_guard(),
+        })
+    }
+
+    /// How many connections the services hold at this moment, all services together.
+    pub fn open_connections(&self) -> usize {
+        self.connections.len()
+    }
+
+    /// Ends all services and waits until their sockets are closed.
+    pub async fn shutdown(self) {
+        self.stop.disarm().cancel();
+        self.tasks.close();
+        self.tasks.wait().await;
+        self.connections.close();
+        self.connections.wait().await;
+    }
+}
+
+/// Where services and their connections run.
+struct Host {
+    tasks: TaskTracker,
+    connections: TaskTracker,
+    stop: CancellationToken,
+}
+
+impl Host {
+    /// Listens, and runs `serve` on every connection. Errors of a connection are its client's
+    /// business and end only that connection.
+    async fn listen<F>(&self, serve: fn(TcpStream) -> F) -> io::Result<SocketAddr>
+    where
+        F: Future<Output = io::Result<()>> + Send + 'static,
+    {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await?;
+        let address = listener.local_addr()?;
+        let (connections, stop) = (self.connections.clone(), self.stop.clone());
+        self.tasks.spawn(async move {
+            let accepting = async {
+                loop {
+                    let Ok((stream, _)) = listener.accept().await else {
+                        tokio::time::sleep(ACCEPT_RETRY).await;
+                        continue;
+                    };
+                    let stop = stop.clone();
+                    connections.spawn(async move {
+                        let served = async {
+                            stream.set_nodelay(true)?;
+                            serve(stream).await
+                        };
+                        stop.run_until_cancelled_owned(served).await
+                    });
+                }
+            };
+            stop.run_until_cancelled(accepting).await
+        });
+        Ok(address)
+    }
+}
+
+async fn first(mut stream: TcpStream) -> io::Result<()> {
+    stream.write_all(BANNER).await?;
+    raw::echo(&mut stream).await
+}
+
+async fn silent(stream: TcpStream) -> io::Result<()> {
+    // Holds the socket without ever asking about it.
+    let _held = stream;
+    std::future::pending().await
+}
+
+async fn half(mut stream: TcpStream) -> io::Result<()> {
+    let mut buffer = vec![0; READ_BYTES];
+    let mut total = 0;
+    loop {
+        match stream.read(&mut buffer).await? {
+            0 => break,
+            n => total += n,
+        }
+    }
+    stream.write_all(format!("{total}\n").as_bytes()).await?;
+    stream.shutdown().await
+}
+
+#[cfg(test)]
+mod tests;

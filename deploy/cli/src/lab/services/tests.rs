@@ -1,0 +1,108 @@
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
+
+use super::*;
+use crate::lab::check;
+use crate::lab::pattern::{self, Digest};
+
+async fn connect(address: SocketAddr) -> TcpStream {
+    TcpStream::connect(address).await.unwrap()
+}
+
+/// Sends `request`, ends the sending side and reads to the end.
+async fn exchange(address: SocketAddr, request: &[u8]) -> Vec<u8> {
+    let mut stream = connect(address).await;
+    stream.write_all(request).await.unwrap();
+    stream.shutdown().await.unwrap();
+    let mut answer = Vec::new();
+    stream.read_to_end(&mut answer).await.unwrap();
+    answer
+}
+
+#[tokio::test]
+async fn raw_commands() {
+    let services = Services::start().await.unwrap();
+    let download = exchange(services.raw, b"download 300000\n").await;
+    assert_eq!(download, pattern::prefix(300_000));
+
+    let body = pattern::prefix(300_000);
+    let mut digest = Digest::default();
+    digest.update(&body);
+    let upload = exchange(services.raw, &[b"upload 300000\n", &body[..]].concat()).await;
+    assert_eq!(upload, format!("{}\n", digest.finish()).into_bytes());
+
+    assert_eq!(exchange(services.raw, b"echo\nabc").await, b"abc");
+    assert_eq!(exchange(services.raw, b"download 0\n").await, b"");
+}
+
+#[tokio::test]
+async fn raw_answers_nothing_to_what_is_no_command() {
+    let services = Services::start().await.unwrap();
+    let long = [b'a'; 200];
+    for line in [b"download x\n".as_slice(), b"\n", b"echo", b"upload 5\nabc"] {
+        assert_eq!(exchange(services.raw, line).await, b"", "{line:?}");
+    }
+    let mut stream = connect(services.raw).await;
+    stream.write_all(&long).await.unwrap();
+    // The rest of the line is still unread when the service closes, hence a reset.
+    let ended = stream.read(&mut [0; 8]).await;
+    assert!(matches!(ended, Ok(0) | Err(_)), "{ended:?}");
+}
+
+#[tokio::test]
+async fn first_speaks_first_and_half_counts() {
+    let services = Services::start().await.unwrap();
+    let mut stream = connect(services.first).await;
+    let mut banner = vec![0; BANNER.len()];
+    stream.read_exact(&mut banner).await.unwrap();
+    assert_eq!(banner, BANNER);
+    stream.write_all(b"x").await.unwrap();
+    assert_eq!(stream.read_u8().await.unwrap(), b'x');
+
+    assert_eq!(exchange(services.half, b"12345").await, b"5\n");
+}
+
+#[tokio::test]
+async fn http_paths() {
+    let services = Services::start().await.unwrap();
+    for path in ["/", "/bytes/0", "/bytes/1000000"] {
+        check::http_get(connect(services.http).await, path)
+            .await
+            .unwrap();
+    }
+    let request = b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\n\r\nabc";
+    let answer = String::from_utf8(exchange(services.http, request).await).unwrap();
+    assert!(answer.starts_with("HTTP/1.1 200 OK\r\n"), "{answer}");
+    assert!(answer.ends_with("\r\n\r\nabc"), "{answer}");
+    let missing = exchange(services.http, b"GET /x HTTP/1.1\r\nHost: x\r\n\r\n").await;
+    assert!(missing.starts_with(b"HTTP/1.1 404 "));
+}
+
+#[tokio::test]
+async fn shutdown_closes_what_is_open() {
+    let services = Services::start().await.unwrap();
+    let mut silent = connect(services.silent).await;
+    let mut first = connect(services.first).await;
+    first.read_exact(&mut [0; BANNER.len()]).await.unwrap();
+    assert!(services.open_connections() >= 1);
+    let address = services.raw;
+    services.shutdown().await;
+    for stream in [&mut silent, &mut first] {
+        assert!(matches!(stream.read(&mut [0; 1]).await, Ok(0) | Err(_)));
+    }
+    assert!(TcpStream::connect(address).await.is_err());
+}
+
+#[tokio::test]
+async fn dropping_ends_the_listeners() {
+    let services = Services::start().await.unwrap();
+    let tasks = services.tasks.clone();
+    let connections = services.connections.clone();
+    let mut stream = connect(services.first).await;
+    stream.read_exact(&mut [0; BANNER.len()]).await.unwrap();
+    drop(services);
+    tasks.close();
+    tasks.wait().await;
+    connections.close();
+    connections.wait().await;
+    assert!(matches!(stream.read(&mut [0; 1]).await, Ok(0) | Err(_)));
+}
