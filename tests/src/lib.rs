@@ -1,1 +1,29 @@
-//! x
+//! The harness for tests that run the real programs as processes.
+//!
+//! | module | what it holds |
+//! |---|---|
+//! | [`topology`] | servers and agents of any make, certificates, ports: a whole tunnel, connected |
+//! | [`process`] | a program, its log, and what the kernel knows about it |
+//! | [`wait`] | [`eventually`], the only way to wait |
+//! | [`metrics`] | scraping, and plain HTTP to the programs' own listeners |
+//! | [`ports`] | port numbers that no other test process uses |
+//! | [`balancer`] | a TCP load balancer that picks a backend at random |
+//! | [`black_hole`](mod@black_hole) | an address whose connects never end |
+//! | [`interop`] | the stock programs and the Go driver |
+//!
+//! A harness reports by panicking, with a text that says what was expected and what was seen.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
+
+pub mod balancer;
+pub mod black_hole;
+pub mod interop;
+pub mod metrics;
+pub mod ports;
+pub mod process;
+pub mod topology;
+pub mod wait;
+
+pub use self::black_hole::{BlackHole, black_hole};
+pub use self::process::{Program, Signal};
+pub use self::topology::{Executable, Mode, Topology, Transport};
+pub use self::wait::eventually;

@@ -1,0 +1,88 @@
+//! docs/compatibility.md has a row for everything that the programs offer, and for nothing else.
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+
+use std::collections::BTreeSet;
+use std::path::Path;
+use std::process::Command;
+
+use culvert_agent::metrics::AgentMetrics;
+use culvert_server::metrics::{ServerMetrics, Strategy};
+
+fn document() -> String {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/compatibility.md");
+    std::fs::read_to_string(path).unwrap()
+}
+
+/// The code spans of one column of the table under a heading.
+fn rows(heading: &str, column: usize) -> BTreeSet<String> {
+    let document = document();
+    let section = document.split(heading).nth(1).expect(heading);
+    let table = section.lines().skip_while(|line| !line.starts_with('|'));
+    table
+        .take_while(|line| line.starts_with('|'))
+        .filter_map(|line| line.split('|').nth(column)?.trim().strip_prefix('`'))
+        .map(|cell| cell.trim_end_matches('`').to_owned())
+        .collect()
+}
+
+/// The long flags of a program's help, and those that it hides.
+fn flags(program: &str, hidden: &[&str]) -> BTreeSet<String> {
+    let path = std::env::current_exe().unwrap();
+    let path = path.parent().unwrap().parent().unwrap().join(program);
+    let output = Command::new(path).arg("--help").output().expect(program);
+    let help = String::from_utf8(output.stdout).unwrap();
+    let declared = help.lines().filter_map(|line| {
+        let line = line.trim_start();
+        let line = line.strip_prefix("-v, ").unwrap_or(line);
+        let name = line.strip_prefix("--")?;
+        let end = name.find(|c: char| !c.is_ascii_alphanumeric() && c != '-');
+        Some(format!("--{}", &name[..end.unwrap_or(name.len())]))
+    });
+    let hidden = hidden.iter().map(|flag| (*flag).to_owned());
+    declared.chain(hidden).collect()
+}
+
+#[test]
+fn every_flag_has_a_row() {
+    let logging = rows("### Logging flags of both", 1);
+    for (program, heading, hidden) in [
+        ("culvert-server", "### Server flags", &[][..]),
+        ("culvert-agent", "### Agent flags", &["--lease-label"][..]),
+    ] {
+        let documented: BTreeSet<String> = rows(heading, 1).union(&logging).cloned().collect();
+        assert_eq!(documented, flags(program, hidden), "{program}");
+    }
+}
+
+#[test]
+fn every_metric_has_a_row() {
+    use culvert_server::metrics::DialFailureReason;
+    let server = ServerMetrics::new(&[Strategy::Default]).unwrap();
+    server
+        .dial_failures(DialFailureReason::NoAgent)
+        .increment(1);
+    let agent = AgentMetrics::new().unwrap();
+    agent
+        .dial_failures(culvert_agent::metrics::DialFailureReason::Timeout)
+        .increment(1);
+    for reason in culvert_common::tunnel::CloseReason::ALL {
+        server
+            .streams
+            .connections_closed(reason.label())
+            .increment(1);
+    }
+    let errors = |streams: &culvert_common::telemetry::metrics::StreamMetrics, segment| {
+        streams.stream_error(segment, tonic::Code::Unavailable, None);
+    };
+    use culvert_common::telemetry::metrics::Segment;
+    errors(&server.streams, Segment::FromAgent);
+    errors(&agent.streams, Segment::ToAgent);
+    let pages = server.registry().render() + &agent.registry().render();
+    let offered: BTreeSet<String> = pages
+        .lines()
+        .filter_map(|line| line.strip_prefix("# TYPE ")?.split(' ').next())
+        .filter(|name| !name.starts_with("process_"))
+        .map(str::to_owned)
+        .collect();
+    assert_eq!(rows("## Metrics", 1), offered);
+}

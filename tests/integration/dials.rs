@@ -1,0 +1,239 @@
+//! Dials and their outcomes, in both modes.
+
+use std::time::Duration;
+
+use culvert_common::wire::Message;
+use culvert_tests::{Mode, Topology, Transport, black_hole, eventually};
+use tokio::io::AsyncWriteExt as _;
+
+use crate::scripts::{self, close_request, opened};
+use crate::support::*;
+
+async fn server_alone(mode: Mode, args: &[&str]) -> Topology {
+    let builder = Topology::builder(mode, Transport::Uds);
+    builder.servers(1).server_args(args).start().await
+}
+
+#[tokio::test]
+async fn without_an_agent() {
+    for mode in MODES {
+        let topology = server_alone(mode, &[]).await;
+        let error = refusal(&topology, "10.0.0.1:443").await;
+        let text = "currently no tunnels available: No agent available";
+        assert_refused(&error, 500, text, "No agent available");
+        assert_eq!(dial_failures(&topology, "no_agent").await, 1.0);
+        server_is_idle(&topology).await;
+    }
+}
+
+#[tokio::test]
+async fn refused_by_the_target() {
+    for (mode, transport) in FRONTS {
+        let topology = Topology::simple(mode, transport).await;
+        let error = refusal(&topology, "127.0.0.1:1").await;
+        let text = "dial tcp 127.0.0.1:1: connect: connection refused";
+        assert_eq!(error.refusal(), Some(text));
+        assert_refused(&error, 502, text, text);
+        let error = refusal(&topology, "127.0.0.1").await;
+        assert_refused(&error, 502, "missing port", "missing port");
+        assert_eq!(dial_failures(&topology, "error_response").await, 2.0);
+        agent_shows(
+            &topology,
+            "endpoint_dial_failure_total",
+            &[("reason", "unknown")],
+            2.0,
+        )
+        .await;
+        server_is_idle(&topology).await;
+    }
+}
+
+#[tokio::test]
+async fn a_target_that_does_not_answer_times_out_at_the_agent() {
+    let hole = black_hole().await;
+    let target = hole.addr().to_string();
+    for mode in MODES {
+        let topology = Topology::simple(mode, Transport::Uds).await;
+        let error = refusal(&topology, &target).await;
+        let text = format!("dial tcp {target}: i/o timeout");
+        assert_refused(&error, 504, &text, &text);
+        agent_shows(
+            &topology,
+            "endpoint_dial_failure_total",
+            &[("reason", "timeout")],
+            1.0,
+        )
+        .await;
+    }
+}
+
+#[tokio::test]
+async fn an_agent_that_does_not_answer_costs_only_that_dial() {
+    for mode in MODES {
+        let topology = server_alone(mode, &["--backend-dial-timeout=1s"]).await;
+        let mut agent = scripts::agent(&topology, "mute").await;
+        let error = refusal(&topology, "10.0.0.1:443").await;
+        let text = "timed out waiting for backend dial";
+        assert_refused(&error, 504, &format!("Backend dial timeout: {text}"), text);
+        assert_eq!(dial_failures(&topology, "backend_dial_timeout").await, 1.0);
+        let dial = agent.hear_dial().await;
+        assert_eq!(agent.hear().await, Message::CloseDial { dial });
+        // The stream serves on, and a late answer is closed.
+        agent.say(opened(dial, 9)).await;
+        assert_eq!(agent.hear().await, close_request(9));
+        assert_eq!(dial_failures(&topology, "unrecognized_response").await, 1.0);
+        let answers = async {
+            let dial = agent.hear_dial().await;
+            agent.say(opened(dial, 10)).await;
+        };
+        let (connected, ()) = tokio::join!(topology.connect("10.0.0.1:443"), answers);
+        connected.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn an_agent_that_takes_no_packets_is_retired() {
+    let topology = server_alone(Mode::HttpConnect, &["--backend-dial-timeout=1s"]).await;
+    let mut agent = scripts::agent(&topology, "deaf").await;
+    let answers = async {
+        let dial = agent.hear_dial().await;
+        agent.say(opened(dial, 1)).await;
+    };
+    let (connected, ()) = tokio::join!(topology.connect("10.0.0.1:443"), answers);
+    let mut stream = connected.unwrap();
+    // From here on the agent reads nothing, so what is sent piles up, in bounds.
+    let flood = tokio::spawn(async move {
+        let piece = vec![0; 64 * 1024];
+        while stream.write_all(&piece).await.is_ok() {}
+    });
+    let text = "timed out waiting for backend dial";
+    eventually("the stream is full", LIMIT, async || {
+        let error = refusal(&topology, "10.0.0.1:443").await;
+        let refused = error.refusal().unwrap_or_default().to_owned();
+        (refused == format!("Failed to tunnel dial request: {text}"))
+            .then_some(())
+            .ok_or(refused)
+    })
+    .await;
+    server_shows(&topology, "ready_backends", &[], 0.0).await;
+    timely("the flooded connection is closed", flood)
+        .await
+        .unwrap();
+    server_is_idle(&topology).await;
+    let error = refusal(&topology, "10.0.0.1:443").await;
+    assert_refused(&error, 500, "No agent available", "");
+}
+
+#[tokio::test]
+async fn the_agents_end_fails_its_pending_dials_at_once() {
+    for mode in MODES {
+        let topology = server_alone(mode, &[]).await;
+        let mut agent = scripts::agent(&topology, "mortal").await;
+        let dies = async {
+            agent.hear_dial().await;
+            drop(agent);
+        };
+        let (error, ()) = tokio::join!(refusal(&topology, "10.0.0.1:443"), dies);
+        let text = "the agent's stream ended while the dial was pending";
+        assert_refused(&error, 502, &format!("Backend context error: {text}"), text);
+        assert_eq!(dial_failures(&topology, "backend_close").await, 1.0);
+        server_is_idle(&topology).await;
+    }
+}
+
+#[tokio::test]
+async fn a_pending_dial_moves_to_another_agent_when_its_own_dies() {
+    for mode in MODES {
+        let topology = server_alone(mode, &[]).await;
+        let mut one = scripts::agent(&topology, "one").await;
+        let mut two = scripts::agent(&topology, "two").await;
+        server_shows(&topology, "ready_backends", &[], 2.0).await;
+        let survives = async {
+            let (mut other, died) = tokio::select! {
+                _ = one.hear_dial() => (two, one),
+                _ = two.hear_dial() => (one, two),
+            };
+            drop(died);
+            let dial = other.hear_dial().await;
+            other.say(opened(dial, 1)).await;
+            other
+        };
+        let (connected, mut agent) = tokio::join!(topology.connect("10.0.0.1:443"), survives);
+        let mut stream = connected.unwrap();
+        stream.write_all(b"hello").await.unwrap();
+        stream.flush().await.unwrap();
+        agent.hear_bytes(1, b"hello").await;
+        server_shows(&topology, "ready_backends", &[], 1.0).await;
+    }
+}
+
+#[tokio::test]
+async fn a_client_that_leaves_early_gives_its_dial_up() {
+    for mode in MODES {
+        let topology = server_alone(mode, &[]).await;
+        let mut agent = scripts::agent(&topology, "slow").await;
+        let dial = {
+            let connect = topology.connect("10.0.0.1:443");
+            tokio::select! {
+                connected = connect => panic!("connected: {}", connected.is_ok()),
+                dial = agent.hear_dial() => dial,
+            }
+        };
+        assert_eq!(agent.hear().await, Message::CloseDial { dial });
+        server_shows(&topology, "pending_backend_dials", &[], 0.0).await;
+        assert_eq!(dial_failures(&topology, "frontend_close").await, 1.0);
+        agent.say(opened(dial, 5)).await;
+        assert_eq!(agent.hear().await, close_request(5));
+        assert_eq!(dial_failures(&topology, "unrecognized_response").await, 1.0);
+        server_is_idle(&topology).await;
+    }
+}
+
+#[tokio::test]
+async fn a_killed_agent_ends_its_connections_and_only_those() {
+    for mode in MODES {
+        let services = culvert::lab::services::Services::start().await.unwrap();
+        let builder = Topology::builder(mode, Transport::Uds);
+        let mut topology = builder.servers(1).agents(1).start().await;
+        let mut stream = open(&topology, &services.raw.to_string()).await;
+        stream.write_all(b"echo\n").await.unwrap();
+        topology.kill_agent(0);
+        assert!(read_rest(&mut stream).await.is_empty());
+        drop(stream);
+        server_is_idle(&topology).await;
+        let closed = async || services.open_connections() == 0;
+        eventually("the endpoint's connection ended", LIMIT, closed).await;
+        topology.start_agent(0).await;
+        topology.wait_for_agents().await;
+        let mut innocent = Innocent::open(&topology, services.raw).await;
+        innocent.still_echoes("a new agent").await;
+    }
+}
+
+#[tokio::test]
+async fn a_silent_agent_is_avoided_while_another_one_answers() {
+    let topology = server_alone(Mode::HttpConnect, &[]).await;
+    let mut silent = scripts::agent(&topology, "silent").await;
+    let dialing = topology.connect("10.0.0.1:443");
+    tokio::pin!(dialing);
+    tokio::select! {
+        _ = &mut dialing => panic!("nobody has answered"),
+        _ = silent.hear_dial() => {}
+    }
+    let mut other = scripts::agent(&topology, "other").await;
+    let mut held = Vec::new();
+    // The dial is tied to the silent one, which was alone; the next ones find the other agent or
+    // are moved to it.
+    for connection in 1..=3 {
+        let answers = async {
+            let dial = other.hear_dial().await;
+            other.say(opened(dial, connection)).await;
+        };
+        let target = "10.0.0.1:443";
+        let limit = Duration::from_secs(20);
+        let front = topology.front_end();
+        let connect = culvert::lab::client::connect(front, target, limit);
+        let (connected, ()) = tokio::join!(connect, answers);
+        held.push(connected.unwrap());
+    }
+}

@@ -1,0 +1,244 @@
+//! What the server makes of a gRPC front end's packets, with front ends whose every packet is
+//! scripted.
+
+use culvert_common::wire::{DialId, Message};
+use culvert_proto::{Packet, PacketType};
+use culvert_tests::{Mode, Topology, Transport};
+
+use crate::scripts::{self, Peer, close_request, close_response, data, dial, front, opened};
+use crate::support::*;
+
+const TARGET: &str = "10.0.0.1:443";
+
+async fn server_and_agent() -> (Topology, Peer) {
+    let builder = Topology::builder(Mode::Grpc, Transport::Uds);
+    let topology = builder.servers(1).start().await;
+    let agent = scripts::agent(&topology, "scripted").await;
+    (topology, agent)
+}
+
+/// Opens a connection; gives its id toward the front end.
+async fn open_call(front: &mut Peer, agent: &mut Peer, connection: i64) -> i64 {
+    front.say(dial(77, TARGET)).await;
+    let dial = agent.hear_dial().await;
+    agent.say(opened(dial, connection)).await;
+    let Message::DialResponse {
+        dial,
+        connection,
+        error,
+    } = front.hear().await
+    else {
+        panic!("not an answer to a dial");
+    };
+    assert_eq!((dial, error.as_str()), (DialId(77), ""));
+    assert_ne!(connection.0, 0);
+    connection.0
+}
+
+#[tokio::test]
+async fn data_before_a_dial_ends_what_the_stream_can_do() {
+    let (topology, mut agent) = server_and_agent().await;
+    let mut front = front(&topology).await;
+    front.say(data(5, b"early")).await;
+    assert_eq!(
+        front.hear().await,
+        close_response(5, "backend not initialized")
+    );
+    front.say(dial(1, TARGET)).await;
+    front.say(close_request(5)).await;
+    assert_eq!(front.hear().await, close_response(5, ""));
+    // The dial behind it was not acted upon.
+    agent.say(data(9, b"fence")).await;
+    assert_eq!(agent.hear().await, scripts::close_request(9));
+    drop(front);
+    server_is_idle(&topology).await;
+}
+
+#[tokio::test]
+async fn a_close_before_a_dial_is_answered() {
+    let (topology, mut agent) = server_and_agent().await;
+    let mut front = front(&topology).await;
+    front.say(close_request(5)).await;
+    assert_eq!(
+        front.hear().await,
+        close_response(5, "backend uninitialized")
+    );
+    let id = open_call(&mut front, &mut agent, 3).await;
+    front.say(data(id, b"after all")).await;
+    agent.hear_bytes(3, b"after all").await;
+}
+
+#[tokio::test]
+async fn mismatched_ids_close_the_connection() {
+    let (topology, mut agent) = server_and_agent().await;
+    let mut front = front(&topology).await;
+    let id = open_call(&mut front, &mut agent, 3).await;
+    front.say(data(id, b"right")).await;
+    agent.hear_bytes(3, b"right").await;
+    front.say(data(id + 1000, b"wrong")).await;
+    let text = "mismatched connection IDs";
+    assert_eq!(front.hear().await, close_response(id, text));
+    assert_eq!(front.hear().await, close_response(id + 1000, text));
+    assert_eq!(agent.hear().await, close_request(3));
+    server_shows(&topology, "established_connections", &[], 0.0).await;
+}
+
+#[tokio::test]
+async fn odd_packets_change_nothing() {
+    let (topology, mut agent) = server_and_agent().await;
+    let mut front = front(&topology).await;
+    front
+        .say_packet(Packet {
+            r#type: 99,
+            payload: None,
+        })
+        .await;
+    let id = open_call(&mut front, &mut agent, 3).await;
+    front.say(data(0, b"nobody's")).await;
+    front.say(data(id, b"")).await;
+    front
+        .say_packet(Packet {
+            r#type: 99,
+            payload: None,
+        })
+        .await;
+    front
+        .say_packet(Packet {
+            r#type: PacketType::Drain as i32,
+            payload: None,
+        })
+        .await;
+    front.say(Message::CloseDial { dial: DialId(77) }).await;
+    front.say(close_response(id, "not yours to say")).await;
+    front.say(opened(DialId(77), id)).await;
+    front.say(dial(78, TARGET)).await;
+    let Message::DialResponse {
+        dial,
+        connection,
+        error,
+    } = front.hear().await
+    else {
+        panic!("not an answer to a dial");
+    };
+    assert_eq!((dial.0, connection.0), (78, 0));
+    assert!(error.contains("a connection already"), "{error}");
+    front.say(data(id, b"goes on")).await;
+    agent.hear_bytes(3, b"goes on").await;
+    agent.say(data(3, b"both ways")).await;
+    front.hear_bytes(id, b"both ways").await;
+}
+
+#[tokio::test]
+async fn a_close_is_answered_by_the_server_itself() {
+    let (topology, mut agent) = server_and_agent().await;
+    let mut front = front(&topology).await;
+    let id = open_call(&mut front, &mut agent, 3).await;
+    front.say(data(id, b"last words")).await;
+    front.say(close_request(id)).await;
+    // The agent has not said a word.
+    assert_eq!(front.hear().await, close_response(id, ""));
+    agent.hear_bytes(3, b"last words").await;
+    assert_eq!(agent.hear().await, close_request(3));
+    front.say(close_request(id)).await;
+    assert_eq!(front.hear().await, close_response(id, ""));
+    server_shows(&topology, "established_connections", &[], 0.0).await;
+}
+
+#[tokio::test]
+async fn a_dial_can_be_given_up() {
+    let (topology, mut agent) = server_and_agent().await;
+    let front = front(&topology).await;
+    front.say(dial(77, TARGET)).await;
+    let pending = agent.hear_dial().await;
+    front.say(Message::CloseDial { dial: DialId(78) }).await;
+    front.say(Message::CloseDial { dial: DialId(77) }).await;
+    assert_eq!(agent.hear().await, Message::CloseDial { dial: pending });
+    agent.say(opened(pending, 3)).await;
+    assert_eq!(agent.hear().await, close_request(3));
+    server_shows(&topology, "pending_backend_dials", &[], 0.0).await;
+    assert_eq!(dial_failures(&topology, "frontend_close").await, 1.0);
+}
+
+#[tokio::test]
+async fn the_end_of_the_call_closes_the_connection() {
+    let (topology, mut agent) = server_and_agent().await;
+    let mut broken = front(&topology).await;
+    open_call(&mut broken, &mut agent, 3).await;
+    drop(broken);
+    assert_eq!(agent.hear().await, close_request(3));
+    let mut orderly = front(&topology).await;
+    open_call(&mut orderly, &mut agent, 4).await;
+    orderly.end_sending();
+    assert_eq!(agent.hear().await, close_request(4));
+    orderly.hear_end_after_close().await;
+    server_is_idle(&topology).await;
+}
+
+#[tokio::test]
+async fn the_agents_close_reaches_the_front_end() {
+    let (topology, mut agent) = server_and_agent().await;
+    let mut front = front(&topology).await;
+    let id = open_call(&mut front, &mut agent, 3).await;
+    agent.say(data(3, b"bye")).await;
+    agent
+        .say(close_response(3, "some error of the agent"))
+        .await;
+    front.hear_bytes(id, b"bye").await;
+    assert_eq!(front.hear().await, close_response(id, ""));
+    drop(agent);
+    front.say(close_request(id)).await;
+    assert_eq!(front.hear().await, close_response(id, ""));
+}
+
+#[tokio::test]
+async fn the_agents_death_reaches_the_front_end() {
+    let (topology, mut agent) = server_and_agent().await;
+    let mut front = front(&topology).await;
+    let id = open_call(&mut front, &mut agent, 3).await;
+    drop(agent);
+    assert_eq!(front.hear().await, close_response(id, ""));
+}
+
+#[tokio::test]
+async fn data_up_to_the_size_limit_passes_and_beyond_it_ends_the_call_alone() {
+    let (topology, mut agent) = server_and_agent().await;
+    let mut good = front(&topology).await;
+    let good_id = open_call(&mut good, &mut agent, 1).await;
+    let bytes: Vec<u8> = (0..4 * 1024 * 1024_u32).map(|i| (i % 251) as u8).collect();
+    let (_, ()) = tokio::join!(good.say(data(good_id, &bytes)), agent.hear_bytes(1, &bytes));
+    let mut bad = front(&topology).await;
+    let bad_id = open_call(&mut bad, &mut agent, 2).await;
+    bad.say(data(bad_id, &vec![0; 5 * 1024 * 1024])).await;
+    assert_eq!(agent.hear().await, close_request(2));
+    bad.hear_end_after_close().await;
+    let refused = [("segment", "from_client"), ("packet_type", "Unknown")];
+    assert!(server_value(&topology, "stream_errors_total", &refused).await > 0.0);
+    good.say(data(good_id, b"unharmed")).await;
+    agent.hear_bytes(1, b"unharmed").await;
+}
+
+#[tokio::test]
+async fn many_calls_share_one_front_ends_connection() {
+    let (topology, mut agent) = server_and_agent().await;
+    let calls = scripts::fronts(&topology, 300).await;
+    let mut open = Vec::new();
+    for (mut call, connection) in calls.into_iter().zip(1..) {
+        let id = open_call(&mut call, &mut agent, connection).await;
+        open.push((call, id, connection));
+    }
+    for (call, id, connection) in &open {
+        let text = connection.to_string();
+        call.say(data(*id, text.as_bytes())).await;
+        agent.hear_bytes(*connection, text.as_bytes()).await;
+    }
+    server_shows(&topology, "established_connections", &[], 300.0).await;
+    server_shows(
+        &topology,
+        "grpc_connections",
+        &[("service_method", "Proxy")],
+        300.0,
+    )
+    .await;
+    drop(open);
+    server_is_idle(&topology).await;
+}

@@ -1,0 +1,26 @@
+//! The real programs, in every mode, with good and bad input.
+//!
+//! | module | what it holds |
+//! |---|---|
+//! | [`support`] | waiting, gauges, an innocent connection that must never suffer |
+//! | [`scripts`] | agents, front ends and servers whose every packet a test decides |
+//! | [`endpoints`] | far ends with awkward habits |
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
+
+mod endpoints;
+mod scripts;
+mod support;
+
+mod agent_streams;
+mod bad_files;
+mod bad_input;
+mod closes;
+mod dials;
+mod front_streams;
+mod leaks;
+mod listeners;
+mod searching;
+mod shared_ids;
+mod signals;
+mod stalls;
+mod streams_of_servers;

@@ -1,0 +1,335 @@
+//! How an agent finds its servers: silent ones, duplicates, tokens, outbound proxies.
+
+use std::net::{Ipv4Addr, SocketAddr};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use culvert::lab::pki::{Pair, Pki};
+use culvert_tests::metrics::scrape;
+use culvert_tests::ports::Ports;
+use culvert_tests::{Program, eventually};
+use parking_lot::Mutex;
+use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
+use tempfile::TempDir;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, copy_bidirectional};
+use tokio::net::{TcpListener, TcpStream};
+
+use crate::scripts::{Server, acceptor};
+use crate::support::*;
+
+/// An agent without a server of ours.
+pub struct Lone {
+    program: Option<Program>,
+    /// Its health listener.
+    pub health: SocketAddr,
+    /// Certificates.
+    pub pki: Pki,
+    admin_port: u16,
+    _ports: Ports,
+    /// Free for a test's own files.
+    pub dir: TempDir,
+}
+
+impl Lone {
+    /// Its surroundings; it does not run yet.
+    pub fn new() -> Self {
+        let dir = tempfile::Builder::new()
+            .prefix("culvert-")
+            .tempdir()
+            .unwrap();
+        let mut ports = Ports::default();
+        Self {
+            program: None,
+            health: (Ipv4Addr::LOCALHOST, ports.next_port()).into(),
+            pki: Pki::create(dir.path()).unwrap(),
+            admin_port: ports.next_port(),
+            _ports: ports,
+            dir,
+        }
+    }
+
+    /// Starts the agent with more flags, and more environment.
+    pub fn start(&mut self, args: &[&str], env: &[(&str, &str)]) {
+        let mut all = vec![
+            format!("--agent-cert={}", self.pki.agent.cert.display()),
+            format!("--agent-key={}", self.pki.agent.key.display()),
+            format!("--ca-cert={}", self.pki.ca.display()),
+            "--proxy-server-host=127.0.0.1".into(),
+            "--health-server-host=127.0.0.1".into(),
+            format!("--health-server-port={}", self.health.port()),
+            format!("--admin-server-port={}", self.admin_port),
+            "--agent-id=agent-0".into(),
+            "--sync-interval=100ms".into(),
+            "--sync-interval-cap=200ms".into(),
+            "--v=2".into(),
+        ];
+        all.extend(args.iter().copied().map(String::from));
+        self.program = Some(Program::spawn("culvert-agent", all, env));
+    }
+
+    /// The running agent.
+    pub fn program(&mut self) -> &mut Program {
+        self.program.as_mut().expect("a running agent")
+    }
+
+    /// Waits until one of its values is `expected`.
+    pub async fn shows(&self, name: &str, expected: f64) {
+        let name = agent_name(name);
+        eventually(&format!("{name} is {expected}"), LIMIT, async || {
+            let metrics = scrape(self.health)
+                .await
+                .map_err(|error| error.to_string())?;
+            let shown = value(&metrics, &name, &[]);
+            (shown == expected)
+                .then_some(())
+                .ok_or_else(|| shown.to_string())
+        })
+        .await;
+    }
+}
+
+fn port(server: &Server) -> String {
+    format!("--proxy-server-port={}", server.addr.port())
+}
+
+#[tokio::test]
+async fn a_duplicate_server_is_left_and_the_search_goes_on() {
+    let mut lone = Lone::new();
+    let ids = ["a", "a", "a", "b"];
+    let mut server = Server::start(&lone.pki.cluster, &ids, "2").await;
+    lone.start(&[&port(&server)], &[]);
+    let mut first = server.call().await;
+    for _ in 0..2 {
+        server.call().await.hear_end().await;
+    }
+    let second = server.call().await;
+    lone.shows("open_server_connections", 2.0).await;
+    // The oldest one is kept.
+    first.say(crate::scripts::close_request(1)).await;
+    assert_eq!(
+        first.hear().await,
+        crate::scripts::close_response(1, "Unknown connectID")
+    );
+    assert!(!server.has_call());
+    // The place of a server that is gone is filled again.
+    drop(second);
+    server.call().await;
+}
+
+#[tokio::test]
+async fn a_server_count_of_0_means_1() {
+    let mut lone = Lone::new();
+    let mut server = Server::start(&lone.pki.cluster, &["a"], "0").await;
+    lone.start(&[&port(&server)], &[]);
+    let call = server.call().await;
+    lone.shows("known_server_count", 1.0).await;
+    lone.shows("open_server_connections", 1.0).await;
+    drop(call);
+    server.call().await;
+}
+
+/// What a silent server does with a connection before it falls silent.
+#[derive(Clone, Copy)]
+enum Silence {
+    Tcp,
+    Tls,
+    Preface,
+}
+
+/// The first connection meets a server that falls silent, the later ones a good one.
+async fn gets_past(silence: Silence) {
+    let mut lone = Lone::new();
+    let seen = Arc::new(AtomicUsize::new(0));
+    let tls = acceptor(&lone.pki.cluster.cert, &lone.pki.cluster.key);
+    let admit = {
+        let seen = seen.clone();
+        move |mut stream: TcpStream| {
+            let is_first = seen.fetch_add(1, Ordering::Relaxed) == 0;
+            let tls = tls.clone();
+            async move {
+                if !is_first {
+                    return Some(stream);
+                }
+                match silence {
+                    Silence::Tcp => {
+                        // Reads and says nothing, until the agent gives up.
+                        stream.read_to_end(&mut Vec::new()).await.ok();
+                    }
+                    Silence::Tls => {
+                        let mut stream = tls.accept(stream).await.unwrap();
+                        stream.read_to_end(&mut Vec::new()).await.ok();
+                    }
+                    Silence::Preface => {
+                        let stream = tls.accept(stream).await.unwrap();
+                        // Takes the call and never answers it.
+                        let mut http = h2::server::handshake(stream).await.unwrap();
+                        let mut held = Vec::new();
+                        while let Some(Ok(call)) = http.accept().await {
+                            held.push(call);
+                        }
+                    }
+                }
+                None
+            }
+        }
+    };
+    let mut server = Server::after(&lone.pki.cluster, &["a"], "1", admit).await;
+    lone.start(&[&port(&server)], &[]);
+    server.call().await;
+    assert_eq!(seen.load(Ordering::Relaxed), 2);
+    lone.program()
+        .wait_for_log("timed out after 20 s", LIMIT)
+        .await;
+}
+
+#[tokio::test]
+async fn a_server_that_says_nothing_does_not_end_the_search() {
+    tokio::join!(
+        gets_past(Silence::Tcp),
+        gets_past(Silence::Tls),
+        gets_past(Silence::Preface),
+    );
+}
+
+#[tokio::test]
+async fn a_server_that_lacks_an_id_or_a_count_is_left() {
+    let mut lone = Lone::new();
+    let mut server = Server::start(&lone.pki.cluster, &["a"], "many").await;
+    lone.start(&[&port(&server)], &[]);
+    server.call().await.hear_end().await;
+    lone.program().wait_for_log("is not a number", LIMIT).await;
+    lone.shows("open_server_connections", 0.0).await;
+}
+
+#[tokio::test]
+async fn the_token_is_read_anew_on_every_connect() {
+    let mut lone = Lone::new();
+    let mut server = Server::start(&lone.pki.cluster, &["a"], "1").await;
+    let path = lone.dir.path().join("token");
+    std::fs::write(&path, "first\n").unwrap();
+    let token = format!("--service-account-token-path={}", path.display());
+    lone.start(&[&port(&server), &token], &[]);
+    let call = server.call().await;
+    assert_eq!(call.metadata.get("authorization").unwrap(), "Bearer first");
+    std::fs::write(&path, "second").unwrap();
+    drop(call);
+    let call = server.call().await;
+    assert_eq!(call.metadata.get("authorization").unwrap(), "Bearer second");
+    // A file that is gone for a while is told and waited for.
+    std::fs::remove_file(&path).unwrap();
+    drop(call);
+    lone.program()
+        .wait_for_log("cannot use the token", LIMIT)
+        .await;
+    std::fs::write(&path, "third").unwrap();
+    let call = server.call().await;
+    assert_eq!(call.metadata.get("authorization").unwrap(), "Bearer third");
+}
+
+/// An HTTP proxy that writes down what it is asked.
+struct Proxy {
+    addr: SocketAddr,
+    asked: Arc<Mutex<Vec<String>>>,
+}
+
+impl Proxy {
+    async fn start() -> Self {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+        let addr = listener.local_addr().unwrap();
+        let asked: Arc<Mutex<Vec<String>>> = Arc::default();
+        let seen = asked.clone();
+        tokio::spawn(async move {
+            while let Ok((stream, _)) = listener.accept().await {
+                tokio::spawn(tunnel(stream, seen.clone()));
+            }
+        });
+        Self { addr, asked }
+    }
+}
+
+async fn tunnel(mut stream: TcpStream, asked: Arc<Mutex<Vec<String>>>) {
+    let mut head = Vec::new();
+    while !head.ends_with(b"\r\n\r\n") {
+        head.push(stream.read_u8().await.unwrap());
+    }
+    let head = String::from_utf8(head).unwrap();
+    let target = head.split(' ').nth(1).unwrap().to_owned();
+    asked.lock().push(head);
+    let mut far = TcpStream::connect(target).await.unwrap();
+    stream.write_all(b"HTTP/1.1 200 OK\r\n\r\n").await.unwrap();
+    copy_bidirectional(&mut stream, &mut far).await.ok();
+}
+
+/// A server's certificate for an address that Go's rules do not count as loopback, although it
+/// leads to this machine; and the CA to trust.
+fn wildcard_pair(lone: &Lone) -> (Pair, String) {
+    let mut ca = CertificateParams::new(Vec::new()).unwrap();
+    ca.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    let ca_key = KeyPair::generate().unwrap();
+    let ca_cert = ca.self_signed(&ca_key).unwrap();
+    let key = KeyPair::generate().unwrap();
+    let leaf = CertificateParams::new(vec!["0.0.0.0".to_owned()]).unwrap();
+    let cert = leaf.signed_by(&key, &Issuer::new(ca, ca_key)).unwrap();
+    let file = |name: &str, text: String| {
+        let path = lone.dir.path().join(name);
+        std::fs::write(&path, text).unwrap();
+        path
+    };
+    let pair = Pair {
+        cert: file("any.crt", cert.pem()),
+        key: file("any.key", key.serialize_pem()),
+    };
+    let ca = file("any-ca.crt", ca_cert.pem());
+    (pair, format!("--ca-cert={}", ca.display()))
+}
+
+#[tokio::test]
+async fn https_proxy_is_used_and_no_proxy_honoured() {
+    let proxy = Proxy::start().await;
+    let url = format!("http://user:secret@{}", proxy.addr);
+    let mut lone = Lone::new();
+    let (pair, ca) = wildcard_pair(&lone);
+    let mut server = Server::start(&pair, &["a"], "1").await;
+    let args = [port(&server), ca, "--proxy-server-host=0.0.0.0".into()];
+    let args: Vec<&str> = args.iter().map(String::as_str).collect();
+    lone.start(&args, &[("HTTPS_PROXY", &url)]);
+    server.call().await;
+    let asked = std::mem::take(&mut *proxy.asked.lock());
+    let line = format!("CONNECT 0.0.0.0:{} HTTP/1.1\r\n", server.addr.port());
+    assert!(asked[0].starts_with(&line), "{asked:?}");
+    assert!(
+        asked[0]
+            .to_lowercase()
+            .contains("\r\nproxy-authorization: basic "),
+        "{asked:?}"
+    );
+    assert!(!lone.program().log().contains("secret"));
+
+    lone.program = None;
+    proxy.asked.lock().clear();
+    let mut server = Server::start(&pair, &["a"], "1").await;
+    let port = port(&server);
+    let args = [port.as_str(), args[1], args[2]];
+    let mut direct = Lone::new();
+    direct.start(
+        &args,
+        &[("HTTPS_PROXY", &url), ("NO_PROXY", "example.org,0.0.0.0")],
+    );
+    server.call().await;
+    direct.shows("open_server_connections", 1.0).await;
+    assert_eq!(*proxy.asked.lock(), Vec::<String>::new());
+}
+
+#[tokio::test]
+async fn a_loopback_server_is_reached_without_the_proxy() {
+    let proxy = Proxy::start().await;
+    let mut lone = Lone::new();
+    let mut server = Server::start(&lone.pki.cluster, &["a"], "1").await;
+    let url = format!("http://{}", proxy.addr);
+    lone.start(
+        &[&port(&server)],
+        &[("https_proxy", &url), ("HTTP_PROXY", &url)],
+    );
+    server.call().await;
+    assert!(proxy.asked.lock().is_empty());
+}

@@ -1,0 +1,163 @@
+//! Agents that share an agent id, connection ids, or both; and draining ones.
+
+use culvert::lab::client::BoxedStream;
+use culvert_common::wire::Message;
+use culvert_tests::{Mode, Topology, Transport, eventually};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+
+use crate::scripts::{self, Peer, close_request, close_response, data, opened};
+use crate::support::*;
+
+const TARGET: &str = "10.0.0.1:443";
+
+async fn server_alone(mode: Mode) -> Topology {
+    let builder = Topology::builder(mode, Transport::Uds);
+    builder.servers(1).start().await
+}
+
+/// Opens a connection through an agent that is expected to be chosen.
+async fn open_through(topology: &Topology, agent: &mut Peer, connection: i64) -> BoxedStream {
+    let answers = async {
+        let dial = agent.hear_dial().await;
+        agent.say(opened(dial, connection)).await;
+    };
+    let (connected, ()) = tokio::join!(topology.connect(TARGET), answers);
+    connected.unwrap()
+}
+
+async fn read(stream: &mut BoxedStream, expected: &[u8]) {
+    let mut bytes = vec![0; expected.len()];
+    timely("bytes", stream.read_exact(&mut bytes))
+        .await
+        .unwrap();
+    assert_eq!(bytes, expected);
+}
+
+/// Makes the server prefer others, and waits until it does: a packet behind the drain was answered.
+async fn drain(agent: &mut Peer) {
+    agent.say(Message::Drain).await;
+    agent.say(data(4711, b"fence")).await;
+    assert_eq!(agent.hear().await, close_request(4711));
+}
+
+#[tokio::test]
+async fn two_streams_of_one_agent_id_never_cross() {
+    for mode in MODES {
+        let topology = server_alone(mode).await;
+        let mut old = scripts::agent(&topology, "same").await;
+        server_shows(&topology, "ready_backends", &[], 1.0).await;
+        let mut new = scripts::agent(&topology, "same").await;
+        let streams = [("service_method", "Connect")];
+        server_shows(&topology, "grpc_connections", &streams, 2.0).await;
+        // One agent, however many streams it has.
+        server_shows(&topology, "ready_backends", &[], 1.0).await;
+        let mut first = open_through(&topology, &mut old, 1).await;
+        drain(&mut old).await;
+        let mut second = open_through(&topology, &mut new, 1).await;
+
+        old.say(data(1, b"from the old one")).await;
+        new.say(data(1, b"from the new one")).await;
+        read(&mut first, b"from the old one").await;
+        read(&mut second, b"from the new one").await;
+        for (stream, text) in [(&mut first, b"to the old"), (&mut second, b"to the new")] {
+            stream.write_all(text).await.unwrap();
+            stream.flush().await.unwrap();
+        }
+        old.hear_bytes(1, b"to the old").await;
+        new.hear_bytes(1, b"to the new").await;
+
+        // The close of one stream's connection is not the close of the other's.
+        new.say(close_response(1, "")).await;
+        assert!(read_rest(&mut second).await.is_empty());
+        drop(second);
+        old.say(data(1, b"still there")).await;
+        read(&mut first, b"still there").await;
+        let mut second = open_through(&topology, &mut new, 2).await;
+        drop(old);
+        assert!(read_rest(&mut first).await.is_empty());
+        new.say(data(2, b"unharmed")).await;
+        read(&mut second, b"unharmed").await;
+        server_shows(&topology, "ready_backends", &[], 1.0).await;
+        drop((first, second, new));
+        server_is_idle(&topology).await;
+    }
+}
+
+#[tokio::test]
+async fn an_agent_cannot_touch_the_connections_of_another_one() {
+    for mode in MODES {
+        let topology = server_alone(mode).await;
+        let mut victim = scripts::agent(&topology, "victim").await;
+        server_shows(&topology, "ready_backends", &[], 1.0).await;
+        let dialed = async {
+            let dial = victim.hear_dial().await;
+            // Before the rightful answer, somebody else answers with the very same ids.
+            let mut thief = scripts::agent(&topology, "victim").await;
+            thief.say(opened(dial, 7)).await;
+            assert_eq!(thief.hear().await, close_request(7));
+            victim.say(opened(dial, 7)).await;
+            thief
+        };
+        let (connected, mut thief) = tokio::join!(topology.connect(TARGET), dialed);
+        let mut stream = connected.unwrap();
+        thief.say(data(7, b"forged")).await;
+        assert_eq!(thief.hear().await, close_request(7));
+        thief.say(close_response(7, "forged")).await;
+        thief.say(close_request(7)).await;
+        victim.say(data(7, b"genuine")).await;
+        read(&mut stream, b"genuine").await;
+        stream.write_all(b"secret").await.unwrap();
+        stream.flush().await.unwrap();
+        victim.hear_bytes(7, b"secret").await;
+        assert_eq!(dial_failures(&topology, "unrecognized_response").await, 1.0);
+        // Nothing of that reached the thief.
+        thief.say(data(8, b"fence")).await;
+        assert_eq!(thief.hear().await, close_request(8));
+    }
+}
+
+#[tokio::test]
+async fn a_draining_agent_gets_dials_only_when_there_is_no_other() {
+    for mode in MODES {
+        let topology = server_alone(mode).await;
+        let mut draining = scripts::agent(&topology, "draining").await;
+        let mut kept = open_through(&topology, &mut draining, 1).await;
+        drain(&mut draining).await;
+        let fallback = open_through(&topology, &mut draining, 2).await;
+        let mut other = scripts::agent(&topology, "other").await;
+        server_shows(&topology, "ready_backends", &[], 2.0).await;
+        let mut held = vec![fallback];
+        for connection in 1..=8 {
+            held.push(open_through(&topology, &mut other, connection).await);
+        }
+        draining.say(data(1, b"served to its end")).await;
+        read(&mut kept, b"served to its end").await;
+        drop(other);
+        server_shows(&topology, "ready_backends", &[], 1.0).await;
+        held.push(open_through(&topology, &mut draining, 3).await);
+        drop((held, kept, draining));
+        server_is_idle(&topology).await;
+    }
+}
+
+#[tokio::test]
+async fn dials_spread_over_equal_agents() {
+    let topology = server_alone(Mode::Grpc).await;
+    let mut one = scripts::agent(&topology, "one").await;
+    let mut two = scripts::agent(&topology, "two").await;
+    server_shows(&topology, "ready_backends", &[], 2.0).await;
+    let (mut first, mut second) = (0, 0);
+    let mut held = Vec::new();
+    eventually("both agents were chosen", LIMIT, async || {
+        let answers = async {
+            tokio::select! {
+                dial = one.hear_dial() => { first += 1; one.say(opened(dial, first)).await }
+                dial = two.hear_dial() => { second += 1; two.say(opened(dial, second)).await }
+            }
+        };
+        let (connected, ()) = tokio::join!(topology.connect(TARGET), answers);
+        held.push(connected.unwrap());
+        first > 0 && second > 0
+    })
+    .await;
+}

@@ -1,0 +1,242 @@
+//! What the agent makes of a server's packets, with servers whose every packet is scripted.
+
+use culvert_common::wire::{ConnectId, DialId, Message};
+use culvert_tests::eventually;
+use culvert_tests::metrics::{http_get, scrape};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+
+use crate::endpoints::{Endpoint, reset};
+use crate::scripts::{Call, Server, close_request, close_response, data, dial};
+use crate::searching::Lone;
+use crate::support::*;
+
+/// One server and one agent that is connected to it.
+async fn connected() -> (Lone, Server, Call) {
+    let mut lone = Lone::new();
+    let mut server = Server::start(&lone.pki.cluster, &["a"], "1").await;
+    lone.start(
+        &[&format!("--proxy-server-port={}", server.addr.port())],
+        &[],
+    );
+    let call = server.call().await;
+    (lone, server, call)
+}
+
+/// Has the agent dial; gives the connection's id and error text.
+async fn dialed(call: &mut Call, random: i64, protocol: &str, address: &str) -> (i64, String) {
+    let request = Message::DialRequest {
+        protocol: protocol.into(),
+        address: address.into(),
+        dial: DialId(random),
+    };
+    call.say(request).await;
+    match call.hear().await {
+        Message::DialResponse {
+            dial,
+            connection,
+            error,
+        } => {
+            assert_eq!(dial, DialId(random));
+            (connection.0, error)
+        }
+        other => panic!("not an answer to a dial: {other:?}"),
+    }
+}
+
+async fn hear_bytes(call: &mut Call, connection: i64, expected: &[u8]) {
+    let mut seen = Vec::new();
+    while seen.len() < expected.len() {
+        match call.hear().await {
+            Message::Data {
+                connection: id,
+                bytes,
+            } if id.0 == connection => {
+                seen.extend_from_slice(&bytes);
+            }
+            other => panic!("not bytes of {connection}: {other:?}"),
+        }
+    }
+    assert_eq!(seen, expected);
+}
+
+#[tokio::test]
+async fn the_agent_introduces_itself() {
+    let mut lone = Lone::new();
+    let mut server = Server::start(&lone.pki.cluster, &["a"], "1").await;
+    let port = format!("--proxy-server-port={}", server.addr.port());
+    lone.start(
+        &[&port, "--agent-identifiers=host=node-1&default-route=true"],
+        &[],
+    );
+    let call = server.call().await;
+    assert_eq!(call.metadata.get("agentid").unwrap(), "agent-0");
+    let identifiers = call.metadata.get("agentidentifiers").unwrap();
+    assert_eq!(identifiers, "host=node-1&default-route=true");
+    assert!(call.metadata.get("authorization").is_none());
+    lone.shows("open_server_connections", 1.0).await;
+    lone.shows("known_server_count", 1.0).await;
+    drop((call, server));
+    lone.shows("open_server_connections", 0.0).await;
+    let (status, _, body) = http_get(lone.health, "/readyz").await.unwrap();
+    let body = String::from_utf8_lossy(&body).into_owned();
+    assert_eq!(status, 503);
+    assert!(
+        body.contains("[-]server-connected failed: no servers connected"),
+        "{body}"
+    );
+}
+
+#[tokio::test]
+async fn unknown_connections_are_answered_with_upstreams_texts() {
+    let (lone, _server, mut call) = connected().await;
+    call.say(data(42, b"whose?")).await;
+    assert_eq!(
+        call.hear().await,
+        close_response(42, "unrecognized connectID")
+    );
+    call.say(close_request(43)).await;
+    assert_eq!(call.hear().await, close_response(43, "Unknown connectID"));
+    // These are ignored.
+    call.say(data(0, b"nobody's")).await;
+    call.say(close_response(42, "")).await;
+    call.say(Message::Drain).await;
+    call.say(Message::Unknown(99)).await;
+    call.say(Message::CloseDial { dial: DialId(5) }).await;
+    call.say(Message::HalfClose {
+        connection: ConnectId(44),
+    })
+    .await;
+    call.say(Message::DialResponse {
+        dial: DialId(1),
+        connection: ConnectId(1),
+        error: String::new(),
+    })
+    .await;
+    call.say(close_request(45)).await;
+    assert_eq!(call.hear().await, close_response(45, "Unknown connectID"));
+    lone.shows("open_endpoint_connections", 0.0).await;
+}
+
+#[tokio::test]
+async fn connections_are_numbered_from_1_also_where_a_dial_fails() {
+    let endpoint = Endpoint::start().await;
+    let target = endpoint.addr().to_string();
+    let (lone, _server, mut call) = connected().await;
+    assert_eq!(
+        dialed(&mut call, 100, "tcp", &target).await,
+        (1, String::new())
+    );
+    let cases = [
+        (
+            "tcp",
+            "127.0.0.1:1",
+            "dial tcp 127.0.0.1:1: connect: connection refused",
+        ),
+        (
+            "tcp",
+            "127.0.0.1",
+            "dial tcp: address 127.0.0.1: missing port in address",
+        ),
+        ("tcp", "", "dial tcp: missing address"),
+    ];
+    for (protocol, address, text) in cases {
+        let answer = dialed(&mut call, 101, protocol, address).await;
+        assert_eq!(answer, (0, text.to_owned()), "{address:?}");
+    }
+    for protocol in ["udp", "unix", ""] {
+        let (id, text) = dialed(&mut call, 102, protocol, &target).await;
+        assert_eq!(id, 0, "{protocol:?}");
+        assert!(text.contains(protocol) && !text.is_empty(), "{text:?}");
+    }
+    assert_eq!(
+        dialed(&mut call, 103, "tcp", &target).await,
+        (8, String::new())
+    );
+    lone.shows("open_endpoint_connections", 2.0).await;
+    // A stream numbers its own connections.
+    let mut far = endpoint.accept().await;
+    drop(call);
+    assert!(far.read_to_end(&mut Vec::new()).await.is_ok_and(|n| n == 0));
+    lone.shows("open_endpoint_connections", 0.0).await;
+}
+
+#[tokio::test]
+async fn a_new_stream_numbers_its_connections_anew() {
+    let endpoint = Endpoint::start().await;
+    let target = endpoint.addr().to_string();
+    let (_lone, mut server, mut call) = connected().await;
+    for round in 1..=3 {
+        assert_eq!(dialed(&mut call, round, "tcp", &target).await.0, 1);
+        assert_eq!(dialed(&mut call, round, "tcp", &target).await.0, 2);
+        drop(call);
+        call = server.call().await;
+    }
+}
+
+#[tokio::test]
+async fn a_stock_server_gets_a_close_for_every_end() {
+    let endpoint = Endpoint::start().await;
+    let target = endpoint.addr().to_string();
+    let (lone, _server, mut call) = connected().await;
+    // The endpoint closes: its bytes first, then the close; bytes of the client still arrive.
+    assert_eq!(dialed(&mut call, 1, "tcp", &target).await.0, 1);
+    let mut far = endpoint.accept().await;
+    far.write_all(b"good bye").await.unwrap();
+    far.shutdown().await.unwrap();
+    hear_bytes(&mut call, 1, b"good bye").await;
+    assert_eq!(call.hear().await, close_response(1, ""));
+    drop(far);
+    // The endpoint's connection breaks.
+    assert_eq!(dialed(&mut call, 2, "tcp", &target).await.0, 2);
+    reset(endpoint.accept().await);
+    assert_eq!(call.hear().await, close_response(2, ""));
+    // The client closes: its last bytes reach the endpoint.
+    assert_eq!(dialed(&mut call, 3, "tcp", &target).await.0, 3);
+    let mut far = endpoint.accept().await;
+    let bytes = vec![3; 1024 * 1024];
+    for piece in bytes.chunks(64 * 1024) {
+        call.say(data(3, piece)).await;
+    }
+    call.say(close_request(3)).await;
+    let mut received = Vec::new();
+    timely("the last bytes", far.read_to_end(&mut received))
+        .await
+        .unwrap();
+    assert!(received == bytes, "{} bytes", received.len());
+    assert_eq!(call.hear().await, close_response(3, ""));
+    call.say(data(3, b"too late")).await;
+    assert_eq!(
+        call.hear().await,
+        close_response(3, "unrecognized connectID")
+    );
+    lone.shows("open_endpoint_connections", 0.0).await;
+}
+
+#[tokio::test]
+async fn a_pending_dial_is_given_up_on_request() {
+    let hole = culvert_tests::black_hole().await;
+    let (_lone, _server, mut call) = connected().await;
+    call.say(dial(9, &hole.addr().to_string())).await;
+    call.say(Message::CloseDial { dial: DialId(9) }).await;
+    // Its connection is unknown at once, and no answer to the dial comes before this one.
+    call.say(close_request(1)).await;
+    assert_eq!(call.hear().await, close_response(1, "Unknown connectID"));
+}
+
+#[tokio::test]
+async fn a_packet_beyond_the_size_limit_ends_the_stream_and_the_agent_comes_back() {
+    let (mut lone, mut server, call) = connected().await;
+    call.say(data(1, &vec![0; 5 * 1024 * 1024])).await;
+    let mut again = server.call().await;
+    again.say(close_request(1)).await;
+    assert_eq!(again.hear().await, close_response(1, "Unknown connectID"));
+    drop(call);
+    lone.shows("open_server_connections", 1.0).await;
+    let errors = scrape(lone.health).await.unwrap();
+    let name = agent_name("stream_errors_total");
+    assert_eq!(errors.value(&name, &[("segment", "to_agent")]), Some(1.0));
+    eventually("the agent lives", LIMIT, async || {
+        lone.program().exited().is_none()
+    })
+    .await;
+}

@@ -1,0 +1,191 @@
+//! What all modules share: waiting, gauges, an innocent connection that must never suffer.
+
+use std::future::Future;
+use std::time::Duration;
+
+use culvert::lab::client::{BoxedStream, ClientError};
+use culvert_tests::metrics::Metrics;
+use culvert_tests::{Mode, Program, Topology, Transport, eventually};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::time::timeout;
+
+/// How long anything may take that has to happen. Generous: two cores run many tests.
+pub const LIMIT: Duration = Duration::from_secs(60);
+
+/// Both modes over a Unix socket.
+pub const MODES: [Mode; 2] = [Mode::Grpc, Mode::HttpConnect];
+
+/// Every way to reach a server.
+pub const FRONTS: [(Mode, Transport); 4] = [
+    (Mode::Grpc, Transport::Uds),
+    (Mode::Grpc, Transport::Tcp),
+    (Mode::HttpConnect, Transport::Uds),
+    (Mode::HttpConnect, Transport::Tcp),
+];
+
+/// Awaits what has to happen.
+///
+/// # Panics
+/// When it does not in [`LIMIT`].
+pub async fn timely<T>(what: &str, work: impl Future<Output = T>) -> T {
+    timeout(LIMIT, work)
+        .await
+        .unwrap_or_else(|_| panic!("{what}: not within {LIMIT:?}"))
+}
+
+/// The name of one of the server's families.
+pub fn server_name(name: &str) -> String {
+    format!("konnectivity_network_proxy_server_{name}")
+}
+
+/// The name of one of the agent's families.
+pub fn agent_name(name: &str) -> String {
+    format!("konnectivity_network_proxy_agent_{name}")
+}
+
+/// A value of one of the server's families; 0 while it has none.
+pub async fn server_value(topology: &Topology, name: &str, labels: &[(&str, &str)]) -> f64 {
+    let metrics = topology.server_metrics(0).await;
+    value(&metrics, &server_name(name), labels)
+}
+
+/// A value of any family; 0 while it has none.
+pub fn value(metrics: &Metrics, name: &str, labels: &[(&str, &str)]) -> f64 {
+    metrics.value(name, labels).unwrap_or_default()
+}
+
+/// How many dials of the first server failed for a reason.
+pub async fn dial_failures(topology: &Topology, reason: &str) -> f64 {
+    server_value(topology, "dial_failure_count", &[("reason", reason)]).await
+}
+
+/// Waits until a value of the first server is `expected`.
+pub async fn server_shows(topology: &Topology, name: &str, labels: &[(&str, &str)], expected: f64) {
+    let name = server_name(name);
+    eventually(
+        &format!("{name}{labels:?} is {expected}"),
+        LIMIT,
+        async || {
+            let shown = value(&topology.server_metrics(0).await, &name, labels);
+            (shown == expected)
+                .then_some(())
+                .ok_or_else(|| shown.to_string())
+        },
+    )
+    .await;
+}
+
+/// Waits until a value of the first agent is `expected`.
+pub async fn agent_shows(topology: &Topology, name: &str, labels: &[(&str, &str)], expected: f64) {
+    let name = agent_name(name);
+    eventually(
+        &format!("{name}{labels:?} is {expected}"),
+        LIMIT,
+        async || {
+            let shown = value(&topology.agent_metrics(0).await, &name, labels);
+            (shown == expected)
+                .then_some(())
+                .ok_or_else(|| shown.to_string())
+        },
+    )
+    .await;
+}
+
+/// Waits until the first server carries nothing: no dial, no connection, no front end.
+pub async fn server_is_idle(topology: &Topology) {
+    for name in [
+        "pending_backend_dials",
+        "established_connections",
+        "http_connections",
+    ] {
+        server_shows(topology, name, &[], 0.0).await;
+    }
+    server_shows(
+        topology,
+        "grpc_connections",
+        &[("service_method", "Proxy")],
+        0.0,
+    )
+    .await;
+}
+
+/// A front end's stream to `target`.
+///
+/// # Panics
+/// When the dial fails.
+pub async fn open(topology: &Topology, target: &str) -> BoxedStream {
+    let connected = topology.connect(target).await;
+    connected.unwrap_or_else(|error| panic!("{target}: {error}"))
+}
+
+/// Why a dial fails.
+///
+/// # Panics
+/// When it succeeds.
+pub async fn refusal(topology: &Topology, target: &str) -> ClientError {
+    let Err(error) = topology.connect(target).await else {
+        panic!("{target} was connected");
+    };
+    error
+}
+
+/// Demands a refusal, with a status in CONNECT mode and a text in both.
+pub fn assert_refused(error: &ClientError, status: u16, http_text: &str, grpc_text: &str) {
+    match error {
+        ClientError::Refused { status: seen, body } => {
+            assert_eq!(*seen, status, "{body}");
+            assert!(body.contains(http_text), "{body:?} lacks {http_text:?}");
+        }
+        ClientError::Dial(text) => {
+            assert!(text.contains(grpc_text), "{text:?} lacks {grpc_text:?}");
+        }
+        other => panic!("neither kind of refusal: {other}"),
+    }
+}
+
+/// Reads to the end; a reset is an end too.
+pub async fn read_rest(stream: &mut BoxedStream) -> Vec<u8> {
+    let mut rest = Vec::new();
+    let read = stream.read_to_end(&mut rest);
+    timely("the end of a stream", read).await.ok();
+    rest
+}
+
+/// An open connection that echoes, to be used between misdeeds of others.
+pub struct Innocent(BoxedStream);
+
+impl Innocent {
+    /// Opens one to the raw service.
+    pub async fn open(topology: &Topology, raw: std::net::SocketAddr) -> Self {
+        let mut stream = open(topology, &raw.to_string()).await;
+        stream.write_all(b"echo\n").await.unwrap();
+        let mut innocent = Self(stream);
+        innocent.still_echoes("at the start").await;
+        innocent
+    }
+
+    /// Demands that bytes still come back.
+    pub async fn still_echoes(&mut self, when: &str) {
+        let echo = async {
+            self.0.write_all(when.as_bytes()).await?;
+            self.0.flush().await?;
+            let mut back = vec![0; when.len()];
+            self.0.read_exact(&mut back).await?;
+            Ok::<_, std::io::Error>(back)
+        };
+        let back = timely(&format!("an echo after: {when}"), echo).await;
+        let back = back.unwrap_or_else(|error| panic!("no echo after: {when}: {error}"));
+        assert_eq!(back, when.as_bytes());
+    }
+}
+
+/// Demands that the programs of a topology with one of each live and have not panicked.
+pub fn assert_unharmed(topology: &mut Topology) {
+    let unharmed = |program: &mut Program| {
+        assert_eq!(program.exited(), None);
+        let log = program.log();
+        assert!(!log.contains("panicked at"), "{log}");
+    };
+    unharmed(topology.server(0));
+    unharmed(topology.agent(0));
+}

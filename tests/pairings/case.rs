@@ -1,0 +1,249 @@
+//! One pairing behind one front end, and the driver that speaks to it.
+
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use culvert::lab::client::FrontEnd;
+use culvert::lab::services::Services;
+use culvert_tests::interop::Interop;
+use culvert_tests::metrics::Metrics;
+use culvert_tests::topology::Builder;
+use culvert_tests::{Executable, Mode, Topology, Transport, eventually};
+use serde_json::Value;
+
+use crate::held::Held;
+
+/// How long a consequence may take to show: two cores run many tests.
+pub const LIMIT: Duration = Duration::from_secs(30);
+
+/// Whose program plays a part.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Make {
+    /// This workspace's.
+    Ours,
+    /// Upstream's.
+    Stock,
+}
+
+/// How the driver speaks to the server.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Front {
+    /// The packet protocol over a Unix socket.
+    GrpcUds,
+    /// HTTP CONNECT over a Unix socket.
+    ConnectUds,
+    /// HTTP CONNECT over mutual TLS.
+    ConnectTcp,
+}
+
+/// One pairing behind one front end.
+#[derive(Debug, Clone, Copy)]
+pub struct Case {
+    /// Whose servers.
+    pub server: Make,
+    /// Whose agents.
+    pub agent: Make,
+    /// How the driver speaks to the first of the servers.
+    pub front: Front,
+}
+
+impl Case {
+    /// Whether both ends are ours.
+    pub fn all_ours(self) -> bool {
+        self.server == Make::Ours && self.agent == Make::Ours
+    }
+
+    /// Whether neither end is ours.
+    pub fn all_stock(self) -> bool {
+        self.server == Make::Stock && self.agent == Make::Stock
+    }
+
+    /// Whether the front end is HTTP CONNECT.
+    pub fn is_connect(self) -> bool {
+        self.front != Front::GrpcUds
+    }
+
+    /// A running tunnel with agents of these additional flags; nothing without Go.
+    pub async fn start(self, servers: usize, agents: &[&[&str]]) -> Option<Tunnel> {
+        let interop = Interop::get()?;
+        let (mode, transport) = match self.front {
+            Front::GrpcUds => (Mode::Grpc, Transport::Uds),
+            Front::ConnectUds => (Mode::HttpConnect, Transport::Uds),
+            Front::ConnectTcp => (Mode::HttpConnect, Transport::Tcp),
+        };
+        let program = |make, stock: &std::path::Path| match make {
+            Make::Ours => Executable::Ours,
+            Make::Stock => Executable::At(stock.to_owned()),
+        };
+        let server = program(self.server, &interop.proxy_server);
+        let agent = program(self.agent, &interop.proxy_agent);
+        let builder = (0..servers).fold(Topology::builder(mode, transport), |builder, _| {
+            builder.server(server.clone(), &[])
+        });
+        let builder = agents.iter().fold(builder, |builder: Builder, flags| {
+            builder.agent(agent.clone(), flags)
+        });
+        Some(Tunnel {
+            case: self,
+            interop,
+            agents: agents.len(),
+            services: Services::start().await.expect("the services"),
+            topology: builder.start().await,
+        })
+    }
+}
+
+/// A running tunnel of one case, and what there is to reach through it.
+#[derive(Debug)]
+pub struct Tunnel {
+    /// What is under test.
+    pub case: Case,
+    /// Behind the agents.
+    pub services: Services,
+    /// The programs.
+    pub topology: Topology,
+    agents: usize,
+    interop: &'static Interop,
+}
+
+impl Tunnel {
+    /// Runs a command of the driver through the first server and gives its result, good or bad.
+    pub async fn run(&self, command: &str, target: &str, flags: &[&str]) -> Value {
+        self.run_through(0, command, target, flags).await
+    }
+
+    /// Runs a command of the driver through a server and gives its result, good or bad.
+    pub async fn run_through(
+        &self,
+        server: usize,
+        command: &str,
+        target: &str,
+        flags: &[&str],
+    ) -> Value {
+        let args = self.args(server, command, target, flags);
+        self.interop.run(&args).await
+    }
+
+    /// Runs a command of the driver through the first server.
+    ///
+    /// # Panics
+    /// When it does not succeed.
+    pub async fn succeeds(&self, command: &str, target: SocketAddr, flags: &[&str]) {
+        let result = self.run(command, &target.to_string(), flags).await;
+        assert_eq!(result["ok"], true, "{result}");
+    }
+
+    /// Opens an echoing connection through the first server and leaves it open.
+    pub async fn hold(&self) -> Held {
+        let target = self.services.raw.to_string();
+        let args = self.args(0, "hold", &target, &[]);
+        Held::open(self.interop.start(&args)).await
+    }
+
+    /// How many connections to endpoints an agent holds.
+    pub async fn endpoint_connections(&self, agent: usize) -> f64 {
+        let metrics = self.topology.agent_metrics(agent).await;
+        agent_value(&metrics, "open_endpoint_connections")
+    }
+
+    /// Waits until exactly one of the agents holds the only open connection, and gives its index.
+    pub async fn serving_agent(&self) -> usize {
+        eventually("one agent holds the connection", LIMIT, async || {
+            let mut held = Vec::new();
+            for agent in 0..self.agents {
+                held.push(self.endpoint_connections(agent).await);
+            }
+            let busy = held.iter().position(|count| *count == 1.0);
+            busy.ok_or_else(|| format!("they hold {held:?}"))
+        })
+        .await
+    }
+
+    /// Waits until the first server counts so many agents and no more.
+    pub async fn counts_agents(&self, count: usize) {
+        eventually("the server's count of agents", LIMIT, async || {
+            let ready = self.topology.ready_agents(0).await;
+            (ready == count as f64).then_some(()).ok_or(ready)
+        })
+        .await;
+    }
+
+    /// Waits until nothing is left of any connection or dial: in our programs (the first server and
+    /// all agents, which must run), and, if one of them had a hand in it, at the endpoints.
+    pub async fn settles(&self) {
+        if self.case.server == Make::Ours {
+            eventually("the server is idle", LIMIT, async || {
+                let metrics = self.topology.server_metrics(0).await;
+                let left = [
+                    ("pending_backend_dials", None),
+                    ("established_connections", None),
+                    ("http_connections", None),
+                    ("grpc_connections", Some(("service_method", "Proxy"))),
+                ]
+                .map(|(name, label)| (name, server_value(&metrics, name, label.as_slice())));
+                let idle = left.iter().all(|(_, value)| *value == 0.0);
+                idle.then_some(()).ok_or_else(|| format!("{left:?}"))
+            })
+            .await;
+        }
+        if self.case.agent == Make::Ours {
+            for agent in 0..self.agents {
+                eventually("the agent is idle", LIMIT, async || {
+                    let left = self.endpoint_connections(agent).await;
+                    (left == 0.0).then_some(()).ok_or(left)
+                })
+                .await;
+            }
+        }
+        if !self.case.all_stock() {
+            eventually("the endpoints are idle", LIMIT, async || {
+                let left = self.services.open_connections();
+                (left == 0).then_some(()).ok_or(left)
+            })
+            .await;
+        }
+    }
+
+    fn args(&self, server: usize, command: &str, target: &str, flags: &[&str]) -> Vec<String> {
+        let mut args = vec![command.to_owned(), format!("--target={target}")];
+        match self.topology.front_end_of(server) {
+            FrontEnd::GrpcUds(path) => {
+                args.extend([
+                    "--front=grpc-uds".into(),
+                    format!("--uds={}", path.display()),
+                ]);
+            }
+            FrontEnd::ConnectUds(path) => {
+                args.extend([
+                    "--front=connect-uds".into(),
+                    format!("--uds={}", path.display()),
+                ]);
+            }
+            FrontEnd::ConnectTcp { addr, .. } => {
+                let pki = self.topology.pki();
+                args.extend([
+                    "--front=connect-tcp".into(),
+                    format!("--addr={addr}"),
+                    format!("--ca={}", pki.ca.display()),
+                    format!("--cert={}", pki.client.cert.display()),
+                    format!("--key={}", pki.client.key.display()),
+                ]);
+            }
+            FrontEnd::GrpcTcp { .. } => unreachable!("no case has this front end"),
+        }
+        args.extend(flags.iter().copied().map(String::from));
+        args
+    }
+}
+
+/// One of upstream's series of an agent; a series that is not there yet counts as 0.
+pub fn agent_value(metrics: &Metrics, name: &str) -> f64 {
+    let name = format!("konnectivity_network_proxy_agent_{name}");
+    metrics.value(&name, &[]).unwrap_or_default()
+}
+
+/// One of upstream's series of a server; a series that is not there yet counts as 0.
+pub fn server_value(metrics: &Metrics, name: &str, labels: &[(&str, &str)]) -> f64 {
+    let name = format!("konnectivity_network_proxy_server_{name}");
+    metrics.value(&name, labels).unwrap_or_default()
+}

@@ -1,0 +1,84 @@
+//! A connection that stays open while things happen around it.
+
+use culvert_tests::{Program, eventually};
+use serde_json::Value;
+
+use crate::case::LIMIT;
+
+/// A connection to an echoing service, held by a driver of its own.
+#[derive(Debug)]
+pub struct Held {
+    driver: Program,
+}
+
+impl Held {
+    /// Takes over a driver that was told to hold a connection.
+    ///
+    /// # Panics
+    /// When it cannot open the connection.
+    pub async fn open(driver: Program) -> Self {
+        let held = Self { driver };
+        let first = held.event("the connection is open", |_| true).await;
+        assert_eq!(first["event"], "open", "{first}");
+        held
+    }
+
+    /// Sends a line and waits until it is back.
+    ///
+    /// # Panics
+    /// When it does not come back, or something else does.
+    pub async fn echoes(&mut self, line: &str) {
+        self.send(line);
+        self.hears(line).await;
+    }
+
+    /// Sends a line.
+    pub fn send(&mut self, line: &str) {
+        self.driver.send_line(line);
+    }
+
+    /// Waits until a line is back.
+    ///
+    /// # Panics
+    /// When it does not come back.
+    pub async fn hears(&self, line: &str) {
+        self.event("the line is back", |event| event["line"] == line)
+            .await;
+    }
+
+    /// The lines that came back so far, in order.
+    pub fn heard(&self) -> Vec<String> {
+        let events = self.events();
+        let lines = events.iter().filter_map(|event| event["line"].as_str());
+        lines.map(str::to_owned).collect()
+    }
+
+    /// Waits until the other side has ended the connection.
+    ///
+    /// # Panics
+    /// When it does not, or the driver saw another end.
+    pub async fn ends(self) {
+        let end = self.event("the connection ends", |event| event["event"] == "closed");
+        let end = end.await;
+        assert_ne!(end["how"], "self", "{end}");
+    }
+
+    async fn event(&self, what: &str, wanted: impl Fn(&Value) -> bool) -> Value {
+        eventually(what, LIMIT, async || {
+            let events = self.events();
+            let count = events.len();
+            let found = events.into_iter().find(|event| wanted(event));
+            found.ok_or_else(|| format!("{count} other events"))
+        })
+        .await
+    }
+
+    /// What the driver has said; anything else it writes is for people.
+    fn events(&self) -> Vec<Value> {
+        let log = self.driver.log();
+        let lines = log.lines().filter(|line| line.starts_with('{'));
+        lines
+            .filter_map(|line| serde_json::from_str(line).ok())
+            .collect()
+    }
+}

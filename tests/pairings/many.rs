@@ -1,0 +1,111 @@
+//! Several servers, several agents of one name.
+
+use culvert_tests::{Signal, eventually};
+
+use crate::case::{Case, LIMIT, Tunnel, agent_value};
+use crate::held::Held;
+
+/// Connections open at the same time through each of two agents of one name.
+const EACH: usize = 3;
+
+/// Two agents with one id: traffic arrives unharmed, and one takes over from the other.
+pub async fn agents_of_one_name(case: Case) {
+    let Some(mut tunnel) = namesakes(case).await else {
+        return;
+    };
+    let held = tunnel.hold().await;
+    let first = tunnel.serving_agent().await;
+    transfers(&tunnel).await;
+    tunnel.topology.kill_agent(first);
+    held.ends().await;
+    let raw = tunnel.services.raw.to_string();
+    // A stock server that has not noticed yet sends a dial into the void.
+    eventually("the other agent takes over", LIMIT, async || {
+        let result = tunnel.run("dial", &raw, &["--timeout=2s"]).await;
+        let works = result["ok"] == true;
+        works.then_some(()).ok_or(result)
+    })
+    .await;
+    transfers(&tunnel).await;
+    tunnel.topology.start_agent(first).await;
+    tunnel.settles().await;
+}
+
+/// Two agents with one id, whose connections carry equal numbers and must not meet.
+pub async fn namesakes_at_once(case: Case) {
+    let Some(mut tunnel) = namesakes(case).await else {
+        return;
+    };
+    let mut held = vec![tunnel.hold().await];
+    let first = tunnel.serving_agent().await;
+    while held.len() < EACH {
+        held.push(tunnel.hold().await);
+    }
+    // A draining agent keeps what it has, and leaves what is new to the other one.
+    tunnel.topology.agent(first).signal(Signal::TERM);
+    while tunnel.endpoint_connections(1 - first).await < EACH as f64 {
+        held.push(tunnel.hold().await);
+        assert!(held.len() < 10 * EACH, "the other agent gets nothing");
+    }
+    tokio::join!(transfers(&tunnel), talk_at_once(&mut held));
+}
+
+async fn namesakes(case: Case) -> Option<Tunnel> {
+    let name: &[&str] = &["--agent-id=twin"];
+    let tunnel = case.start(1, &[name, name]).await?;
+    for agent in 0..2 {
+        eventually("the agent is connected", LIMIT, async || {
+            let metrics = tunnel.topology.agent_metrics(agent).await;
+            agent_value(&metrics, "open_server_connections") == 1.0
+        })
+        .await;
+    }
+    Some(tunnel)
+}
+
+/// Transfers of different lengths at the same time, each with its checksum.
+async fn transfers(tunnel: &Tunnel) {
+    let raw = tunnel.services.raw;
+    tokio::join!(
+        tunnel.succeeds("download", raw, &["--bytes=1000000"]),
+        tunnel.succeeds("download", raw, &["--bytes=1500001"]),
+        tunnel.succeeds("upload", raw, &["--bytes=2000003"]),
+        tunnel.succeeds("upload", raw, &["--bytes=2500007"]),
+    );
+}
+
+/// Sends lines through all connections and looks for every line where it belongs.
+async fn talk_at_once(held: &mut [Held]) {
+    let line = |connection: usize, round: usize| {
+        format!("{connection} {round} ").repeat(500 + 10 * connection)
+    };
+    const ROUNDS: usize = 5;
+    for round in 0..ROUNDS {
+        for (connection, held) in held.iter_mut().enumerate() {
+            held.send(&line(connection, round));
+        }
+    }
+    for (connection, held) in held.iter().enumerate() {
+        held.hears(&line(connection, ROUNDS - 1)).await;
+        let sent: Vec<String> = (0..ROUNDS).map(|round| line(connection, round)).collect();
+        assert!(
+            held.heard() == sent,
+            "connection {connection} got other lines"
+        );
+    }
+}
+
+/// Three servers behind a balancer: one agent comes to each of them.
+pub async fn servers_behind_a_balancer(case: Case) {
+    let Some(tunnel) = case.start(3, &[&[]]).await else {
+        return;
+    };
+    let raw = tunnel.services.raw.to_string();
+    for server in 0..3 {
+        let result = tunnel
+            .run_through(server, "download", &raw, &["--bytes=1000000"])
+            .await;
+        assert_eq!(result["ok"], true, "through server {server}: {result}");
+    }
+    tunnel.settles().await;
+}

@@ -1,0 +1,54 @@
+//! Bytes, many connections, services that speak first, half closes.
+
+use crate::case::{Case, agent_value};
+
+/// Bulk in both directions with a checksum, and 100 concurrent echoes over two agents.
+pub async fn transfers_and_echoes(case: Case) {
+    let Some(tunnel) = case.start(1, &[&[], &[]]).await else {
+        return;
+    };
+    let raw = tunnel.services.raw;
+    tunnel
+        .succeeds("download", raw, &["--bytes=20971520"])
+        .await;
+    tunnel.succeeds("upload", raw, &["--bytes=20971520"]).await;
+    tunnel
+        .succeeds(
+            "echo",
+            raw,
+            &["--connections=100", "--rounds=20", "--size=5000"],
+        )
+        .await;
+    for agent in 0..2 {
+        let metrics = tunnel.topology.agent_metrics(agent).await;
+        let dials = agent_value(&metrics, "dial_duration_seconds_count");
+        assert!(dials > 10.0, "agent {agent} had {dials} of 102 dials");
+    }
+    tunnel.settles().await;
+}
+
+/// A client that ends only its own direction.
+pub async fn half_close(case: Case) {
+    let Some(tunnel) = case.start(1, &[&[]]).await else {
+        return;
+    };
+    let half = tunnel.services.half.to_string();
+    let result = tunnel.run("half", &half, &[]).await;
+    let error = result["error"].as_str().unwrap_or_default();
+    // A stock peer closes both directions and may lose the answer; the end must be clean.
+    let clean = error.is_empty() || (!case.all_ours() && error.starts_with(r#"answer is """#));
+    assert!(clean, "{result}");
+    tunnel.settles().await;
+}
+
+/// A service that speaks before it is spoken to.
+pub async fn endpoint_first(case: Case) {
+    let Some(tunnel) = case.start(1, &[&[]]).await else {
+        return;
+    };
+    let first = tunnel.services.first;
+    tunnel
+        .succeeds("serverfirst", first, &["--count=20", "--allow-buffered"])
+        .await;
+    tunnel.settles().await;
+}

@@ -1,0 +1,25 @@
+//! The fuzz targets' simulations as property tests, for machines without a fuzzer.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
+
+#[path = "../fuzz/src/mux.rs"]
+mod mux;
+
+use proptest::prelude::*;
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(2000))]
+
+    #[test]
+    fn the_packet_muxes_never_cross_connections(input in prop::collection::vec(any::<u8>(), 0..900)) {
+        mux::run(&input);
+    }
+
+    /// Without made-up packets, so that the strict half of the invariants is always reached.
+    #[test]
+    fn honest_muxes_deliver_every_byte_to_its_own_connection(
+        input in prop::collection::vec((0..9_u8, any::<u8>(), any::<u8>()), 0..300)
+    ) {
+        let input: Vec<u8> = input.into_iter().flat_map(|(k, a, b)| [k, a, b]).collect();
+        mux::run(&input);
+    }
+}

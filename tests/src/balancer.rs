@@ -1,0 +1,107 @@
+//! A TCP load balancer that picks a backend at random, as the Service in front of several servers does.
+
+use std::io;
+use std::net::{Ipv4Addr, SocketAddr};
+use std::sync::Arc;
+
+use rand::seq::IndexedRandom as _;
+use tokio::io::copy_bidirectional;
+use tokio::net::{TcpListener, TcpStream};
+use tokio_util::sync::{CancellationToken, DropGuard};
+
+/// A running balancer; dropping it cuts all connections through it.
+#[derive(Debug)]
+pub struct Balancer {
+    addr: SocketAddr,
+    _stop: DropGuard,
+}
+
+impl Balancer {
+    /// Listens on a port of 127.0.0.1 that the system chooses. A connection whose backend does not
+    /// answer is closed.
+    ///
+    /// # Panics
+    /// When it cannot listen, or there is no backend.
+    pub async fn start(backends: Vec<SocketAddr>) -> Self {
+        assert!(!backends.is_empty(), "a balancer without backends");
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await;
+        let listener = listener.expect("a balancer's listener");
+        let addr = listener.local_addr().unwrap();
+        let stop = CancellationToken::new();
+        let accepting = accept(listener, backends.into(), stop.clone());
+        tokio::spawn(stop.clone().run_until_cancelled_owned(accepting));
+        Self {
+            addr,
+            _stop: stop.drop_guard(),
+        }
+    }
+
+    /// Where it listens.
+    pub fn addr(&self) -> SocketAddr {
+        self.addr
+    }
+}
+
+async fn accept(listener: TcpListener, backends: Arc<[SocketAddr]>, stop: CancellationToken) {
+    loop {
+        let (client, _) = listener.accept().await.expect("accepting in a balancer");
+        let backend = *backends.choose(&mut rand::rng()).unwrap();
+        // Either end may break off; both are closed then.
+        tokio::spawn(
+            stop.clone()
+                .run_until_cancelled_owned(relay(client, backend)),
+        );
+    }
+}
+
+async fn relay(mut client: TcpStream, backend: SocketAddr) -> io::Result<()> {
+    let mut backend = TcpStream::connect(backend).await?;
+    client.set_nodelay(true)?;
+    backend.set_nodelay(true)?;
+    copy_bidirectional(&mut client, &mut backend).await?;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use culvert::lab::check;
+    use culvert::lab::services::Services;
+    use tokio::io::AsyncReadExt as _;
+
+    use super::*;
+    use crate::wait::eventually;
+
+    const LIMIT: Duration = Duration::from_secs(20);
+
+    #[tokio::test]
+    async fn reaches_every_backend() {
+        let services = [
+            Services::start().await.unwrap(),
+            Services::start().await.unwrap(),
+        ];
+        let balancer = Balancer::start(services.iter().map(|s| s.first).collect()).await;
+        let mut held = Vec::new();
+        eventually("both backends are in use", LIMIT, async || {
+            let mut stream = TcpStream::connect(balancer.addr()).await.unwrap();
+            stream.read_u8().await.unwrap();
+            held.push(stream);
+            services.iter().all(|s| s.open_connections() > 0)
+        })
+        .await;
+        drop(balancer);
+        for mut stream in held {
+            // The rest of the banner may still come.
+            stream.read_to_end(&mut Vec::new()).await.ok();
+        }
+    }
+
+    #[tokio::test]
+    async fn carries_both_directions() {
+        let services = Services::start().await.unwrap();
+        let balancer = Balancer::start(vec![services.raw]).await;
+        let stream = TcpStream::connect(balancer.addr()).await.unwrap();
+        check::echo(stream, 3, 300_000).await.unwrap();
+    }
+}

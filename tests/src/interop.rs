@@ -1,0 +1,107 @@
+//! The stock programs and the Go driver, which speaks to a tunnel as kube-apiserver does.
+//!
+//! They are built from `tests/interop` when first asked for. Without Go there is nothing to test
+//! against: tests then say so and pass, except where `CI=true` promises that Go is there.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::OnceLock;
+use std::time::Duration;
+
+use serde_json::Value;
+use tokio::time::timeout;
+
+use crate::process::Program;
+
+/// How long a run of the driver may take: far more than any needs.
+const RUN_LIMIT: Duration = Duration::from_secs(120);
+
+/// Where the built programs are.
+#[derive(Debug)]
+pub struct Interop {
+    /// The stock server.
+    pub proxy_server: PathBuf,
+    /// The stock agent.
+    pub proxy_agent: PathBuf,
+    /// The driver.
+    pub driver: PathBuf,
+}
+
+impl Interop {
+    /// Builds the programs, once per process. Nothing, and a line on stderr, without Go.
+    ///
+    /// # Panics
+    /// When the build fails, and without Go if `CI=true`.
+    pub fn get() -> Option<&'static Self> {
+        static BUILT: OnceLock<Option<Interop>> = OnceLock::new();
+        let built = BUILT.get_or_init(Self::build).as_ref();
+        if built.is_none() {
+            eprintln!("skipped: go not found");
+        }
+        built
+    }
+
+    fn build() -> Option<Self> {
+        if !on_path("go") {
+            let ci = std::env::var("CI").is_ok_and(|ci| ci == "true");
+            assert!(!ci, "go not found, though CI=true");
+            return None;
+        }
+        let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("interop");
+        let output = Command::new(dir.join("build"))
+            .stdin(Stdio::null())
+            .output()
+            .expect("starting tests/interop/build");
+        assert!(
+            output.status.success(),
+            "tests/interop/build: {}\n{}",
+            output.status,
+            String::from_utf8_lossy(&output.stderr)
+        );
+        let bin = dir.join("bin");
+        Some(Self {
+            proxy_server: bin.join("proxy-server"),
+            proxy_agent: bin.join("proxy-agent"),
+            driver: bin.join("driver"),
+        })
+    }
+
+    /// Runs the driver to its end and gives the result that it prints as its last line, whether it
+    /// is a success (`"ok": true`) or not.
+    ///
+    /// # Panics
+    /// When it prints no result, or does not end in two minutes.
+    pub async fn run<A: AsRef<str>>(&self, args: &[A]) -> Value {
+        let args: Vec<&str> = args.iter().map(AsRef::as_ref).collect();
+        let output = tokio::process::Command::new(&self.driver)
+            .args(&args)
+            .stdin(Stdio::null())
+            .kill_on_drop(true)
+            .output();
+        let output = timeout(RUN_LIMIT, output).await;
+        let output = output.unwrap_or_else(|_| panic!("driver {args:?} does not end"));
+        let output = output.expect("starting the driver");
+        let stdout = String::from_utf8_lossy(&output.stdout);
+        let last = stdout.lines().last().unwrap_or_default();
+        serde_json::from_str(last).unwrap_or_else(|error| {
+            let stderr = String::from_utf8_lossy(&output.stderr);
+            panic!(
+                "driver {args:?} ({}): {error} in {last:?}\n{stderr}",
+                output.status
+            )
+        })
+    }
+
+    /// Starts the driver and leaves it running, for subcommands that are spoken to.
+    ///
+    /// # Panics
+    /// When it cannot be started.
+    pub fn start<A: AsRef<str>>(&self, args: &[A]) -> Program {
+        Program::spawn(&self.driver, args.iter().map(AsRef::as_ref), &[])
+    }
+}
+
+fn on_path(program: &str) -> bool {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    std::env::split_paths(&path).any(|dir| dir.join(program).is_file())
+}
