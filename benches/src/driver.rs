@@ -1,0 +1,108 @@
+//! The load on a gRPC front end: the client library of kube-apiserver itself, in the Go driver.
+//!
+//! The driver hashes what it moves, and so does the endpoint with uploads. That slows every
+//! contender alike on a machine with few cores; it is none of their processor time.
+
+use std::net::SocketAddr;
+use std::panic::AssertUnwindSafe;
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Context as _, bail};
+use culvert_tests::interop::Interop;
+use futures_util::FutureExt as _;
+use futures_util::future::try_join_all;
+use serde_json::Value;
+
+use crate::load::{Done, ECHO_BYTES, Job, Work};
+use crate::topology::panic_text;
+
+/// Does a job through the front end at `socket`, against the raw service at `target`.
+///
+/// # Errors
+/// When the driver says that anything failed.
+pub async fn run(
+    driver: &Interop,
+    socket: &Path,
+    target: SocketAddr,
+    job: Job,
+) -> anyhow::Result<Done> {
+    let command = |name: &str, more: &[String]| {
+        let mut args = vec![
+            name.to_owned(),
+            "--front=grpc-uds".to_owned(),
+            format!("--uds={}", socket.display()),
+            format!("--target={target}"),
+        ];
+        args.extend_from_slice(more);
+        args
+    };
+    let bytes = format!("--bytes={}", job.amount);
+    match job.work {
+        // One connection each, so as many drivers.
+        Work::Download => bulk(driver, command("download", &[bytes]), job).await,
+        Work::Upload => bulk(driver, command("upload", &[bytes]), job).await,
+        Work::Echo => {
+            let more = [
+                format!("--connections={}", job.connections),
+                format!("--rounds={}", job.amount),
+                format!("--size={ECHO_BYTES}"),
+            ];
+            done(&result(driver, &command("echo", &more)).await?)
+        }
+        Work::Dials => {
+            let more = [
+                format!("--concurrency={}", job.connections),
+                format!("--count={}", job.total()),
+            ];
+            done(&result(driver, &command("dials", &more)).await?)
+        }
+    }
+}
+
+/// Runs a driver for every connection. They start together; the slowest of them counts.
+async fn bulk(driver: &Interop, args: Vec<String>, job: Job) -> anyhow::Result<Done> {
+    let runs = (0..job.connections).map(|_| result(driver, &args));
+    let mut elapsed = Duration::ZERO;
+    for result in try_join_all(runs).await? {
+        let bytes = result.get("bytes").and_then(Value::as_u64);
+        if bytes != Some(job.amount) {
+            bail!("{bytes:?} bytes instead of {}", job.amount);
+        }
+        elapsed = elapsed.max(milliseconds(&result, "elapsed_ms")?);
+    }
+    Ok(Done {
+        elapsed,
+        p50_us: 0.0,
+        p99_us: 0.0,
+    })
+}
+
+/// Runs the driver once.
+async fn result(driver: &Interop, args: &[String]) -> anyhow::Result<Value> {
+    // The harness reports by panicking; here that must cost one row only.
+    let run = AssertUnwindSafe(driver.run(args)).catch_unwind().await;
+    let result = run.map_err(panic_text)?;
+    if result.get("ok").and_then(Value::as_bool) != Some(true) {
+        bail!("driver: {result}");
+    }
+    Ok(result)
+}
+
+fn done(result: &Value) -> anyhow::Result<Done> {
+    Ok(Done {
+        elapsed: milliseconds(result, "elapsed_ms")?,
+        p50_us: number(result, "p50_us")?,
+        p99_us: number(result, "p99_us")?,
+    })
+}
+
+fn milliseconds(result: &Value, key: &str) -> anyhow::Result<Duration> {
+    let milliseconds = number(result, key)?;
+    Duration::try_from_secs_f64(milliseconds / 1000.0).context("the driver's clock")
+}
+
+fn number(result: &Value, key: &str) -> anyhow::Result<f64> {
+    let value = result.get(key).and_then(Value::as_f64);
+    value.with_context(|| format!("the driver gives no {key}: {result}"))
+}
