@@ -23,6 +23,7 @@ use tokio::net::TcpStream;
 use tokio::time::{Instant, timeout_at};
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
+use tokio_util::sync::CancellationToken;
 use tonic::body::Body;
 use tonic::metadata::{MetadataMap, MetadataValue};
 use tonic::{Request, Streaming};
@@ -68,6 +69,8 @@ pub struct Connected {
     pub inbound: Streaming<Packet>,
     /// The way to the server.
     pub outgoing: queue::Sender<Message>,
+    /// Closes the connection, which carries this one call.
+    pub ended: CancellationToken,
 }
 
 /// Why a try failed.
@@ -154,10 +157,11 @@ impl Connector {
             .await
             .map_err(within("waiting for the TLS handshake"))?
             .map_err(|error| ConnectError::Tls(tls::explain(&error)))?;
-        let sender = timeout_at(deadline, self.http(tls))
+        let ended = self.agent.shutdown.child_token();
+        let sender = timeout_at(deadline, self.http(tls, ended.clone()))
             .await
             .map_err(within("waiting for the HTTP/2 preface"))??;
-        timeout_at(deadline, self.call(sender, metadata))
+        timeout_at(deadline, self.call(sender, metadata, ended))
             .await
             .map_err(within("waiting for the server's answer"))?
     }
@@ -183,7 +187,11 @@ impl Connector {
         Ok(stream)
     }
 
-    async fn http(&self, tls: TlsStream<TcpStream>) -> Result<SendRequest<Body>, ConnectError> {
+    async fn http(
+        &self,
+        tls: TlsStream<TcpStream>,
+        ended: CancellationToken,
+    ) -> Result<SendRequest<Body>, ConnectError> {
         if tls.get_ref().1.alpn_protocol().is_none() {
             return Err(ConnectError::Http(
                 "it negotiated no ALPN protocol; does the port belong to a Konnectivity server?"
@@ -202,13 +210,12 @@ impl Connector {
             .handshake(TokioIo::new(tls))
             .await
             .map_err(|error| ConnectError::Http(error.to_string()))?;
-        let shutdown = self.agent.shutdown.clone();
         self.agent.tasks.spawn(async move {
             tokio::select! {
                 ended = connection => if let Err(error) = ended {
                     debug!(%error, "the connection to a server broke");
                 },
-                () = shutdown.cancelled() => {}
+                () = ended.cancelled() => {}
             }
         });
         Ok(sender)
@@ -218,6 +225,7 @@ impl Connector {
         &self,
         sender: SendRequest<Body>,
         metadata: MetadataMap,
+        ended: CancellationToken,
     ) -> Result<Connected, ConnectError> {
         let (outgoing, messages) = queue::bounded(OUTGOING_BYTES);
         let mut request = Request::new(ToServer {
@@ -238,6 +246,7 @@ impl Connector {
             half_close: response.metadata().contains_key(HALF_CLOSE_HEADER),
             inbound: response.into_inner(),
             outgoing,
+            ended,
         })
     }
 

@@ -96,12 +96,12 @@ impl Endpoint {
             dialed = dial::dial(&self.dial.protocol, &self.dial.address, DIAL_TIMEOUT) => dialed,
             () = self.cut.cancelled() => return,
         };
-        metrics
-            .dial_duration
-            .record(started.elapsed().as_secs_f64());
         stream.dialed(self.dial_id, self.connection);
         match dialed {
             Ok(socket) => {
+                metrics
+                    .dial_duration
+                    .record(started.elapsed().as_secs_f64());
                 let _open = GaugeGuard::new(&metrics.open_endpoint_connections);
                 stream.tell(Message::DialResponse {
                     dial: self.dial_id,
@@ -170,7 +170,11 @@ impl Endpoint {
                 &mut down,
             ) => reason,
             () = client_gone => CloseReason::Stalled,
-            () = self.cut.cancelled() => stream.cut_reason(),
+            // Given up just when the dial succeeded, or ended by the stream.
+            () = self.cut.cancelled() => match self.closing.is_cancelled() {
+                true => CloseReason::ClientClosed,
+                false => stream.cut_reason(),
+            },
         };
         drop(entry);
         stream.agent.closed(reason);
@@ -217,6 +221,10 @@ impl Drop for Entry {
 
 impl FromServer {
     async fn flush(&mut self, sink: &mut impl Sink) {
+        // The rest of a chunk whose write was cut short comes first.
+        if sink.send(Bytes::new()).await.is_err() {
+            return;
+        }
         while let Some(Incoming::Data(bytes)) = self.incoming.try_recv() {
             if sink.send(bytes).await.is_err() {
                 return;
@@ -259,8 +267,7 @@ impl Sink for ToServer {
             let connection = self.connection;
             self.stream
                 .send(Message::Data { connection, bytes })
-                .await
-                .map_err(|_| CloseReason::ServerLost)?;
+                .await?;
         }
         Ok(())
     }

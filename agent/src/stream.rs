@@ -1,12 +1,13 @@
 //! One stream to one server: reads its packets and hands them to the connections.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
 use culvert_common::telemetry::metrics::Segment;
-use culvert_common::tunnel::CloseReason;
-use culvert_common::tunnel::queue::{self, SendWithinError};
+use culvert_common::tunnel::queue::{self, SendWithinError, weighed};
+use culvert_common::tunnel::{CloseReason, PEER_STALL};
 use culvert_common::wire::{ConnectId, DialId, Message};
 use culvert_proto::Packet;
 use parking_lot::Mutex;
@@ -39,14 +40,19 @@ pub struct ServerStream {
 /// A connection's entry in the stream's table.
 struct Slot {
     incoming: queue::Sender<Incoming>,
+    half_closed: AtomicBool,
     closing: CancellationToken,
     cut: CancellationToken,
 }
 
 impl ServerStream {
-    /// A new stream; what it sends goes into `outgoing`.
-    pub fn new(agent: Arc<Agent>, half_close: bool, outgoing: queue::Sender<Message>) -> Arc<Self> {
-        let ended = agent.shutdown.child_token();
+    /// A new stream; what it sends goes into `outgoing`. `ended` ends with it and ends it.
+    pub fn new(
+        agent: Arc<Agent>,
+        half_close: bool,
+        outgoing: queue::Sender<Message>,
+        ended: CancellationToken,
+    ) -> Arc<Self> {
         Arc::new(Self {
             agent,
             half_close,
@@ -56,15 +62,16 @@ impl ServerStream {
         })
     }
 
-    /// Reads packets until the stream ends, then cuts every connection. Returns why it ended.
-    pub async fn run(self: Arc<Self>, mut inbound: Streaming<Packet>) -> String {
+    /// Reads packets until the stream ends, then cuts every connection. Returns why it ended; an
+    /// error if it broke.
+    pub async fn run(self: Arc<Self>, mut inbound: Streaming<Packet>) -> Result<String, String> {
         // Also when this future is dropped: connections do not outlive their stream.
         let _cut = self.ended.clone().drop_guard();
         let metrics = &self.agent.metrics;
         loop {
             let next = tokio::select! {
                 next = inbound.message() => next,
-                () = self.ended.cancelled() => return "shutting down".into(),
+                () = self.ended.cancelled() => return Ok("given up".into()),
             };
             match next {
                 Ok(Some(packet)) => {
@@ -72,11 +79,11 @@ impl ServerStream {
                     metrics.streams.count(Segment::ToAgent, &message);
                     self.on_message(message).await;
                 }
-                Ok(None) => return "closed by the server".into(),
+                Ok(None) => return Ok("closed by the server".into()),
                 Err(status) => {
                     let streams = &metrics.streams;
                     streams.stream_error(Segment::ToAgent, status.code(), None);
-                    return format!("{}: {}", status.code(), status.message());
+                    return Err(format!("{}: {}", status.code(), status.message()));
                 }
             }
         }
@@ -96,10 +103,14 @@ impl ServerStream {
     /// Sends a message once there is room for it.
     ///
     /// # Errors
-    /// When the stream has ended.
-    pub async fn send(&self, message: Message) -> Result<(), queue::Closed> {
+    /// When the stream has ended, or the server has taken nothing for [`PEER_STALL`].
+    pub async fn send(&self, message: Message) -> Result<(), CloseReason> {
         let weight = message.weight();
-        self.outgoing.send(message, weight).await
+        let sent = self.outgoing.send_within(message, weight, PEER_STALL).await;
+        sent.map_err(|error| match error {
+            SendWithinError::Closed => CloseReason::ServerLost,
+            SendWithinError::Stalled => CloseReason::Stalled,
+        })
     }
 
     /// A dial has an outcome.
@@ -134,6 +145,7 @@ impl ServerStream {
                 let closing = CancellationToken::new();
                 let slot = Arc::new(Slot {
                     incoming: sender,
+                    half_closed: AtomicBool::new(false),
                     closing: closing.clone(),
                     cut: cut.clone(),
                 });
@@ -149,23 +161,34 @@ impl ServerStream {
                 };
                 self.agent.tasks.spawn(endpoint.run());
             }
-            Effect::Cancelled(slot) => slot.cut.cancel(),
+            Effect::Cancelled(slot) => {
+                slot.closing.cancel();
+                slot.cut.cancel();
+            }
             Effect::Data(slot, connection, bytes) => self.deliver(&slot, connection, bytes).await,
-            Effect::HalfClosed(slot) => slot.push(Incoming::HalfClosed),
+            Effect::HalfClosed(slot) => {
+                // Once: it has no weight, and a peer could repeat it.
+                if !slot.half_closed.swap(true, Ordering::Relaxed) {
+                    slot.push(Incoming::HalfClosed);
+                }
+            }
             Effect::Closed(slot) => {
                 slot.push(Incoming::Closed);
                 slot.closing.cancel();
             }
             Effect::Reply(message) => {
-                // An error means that the stream is ending, which its reader notices by itself.
-                let _ = self.send(message).await;
+                // Without a bound two peers whose queues are full could wait for each other.
+                if self.send(message).await == Err(CloseReason::Stalled) {
+                    warn!("the server takes no packets, giving its stream up");
+                    self.ended.cancel();
+                }
             }
             Effect::Ignored => {}
         }
     }
 
     async fn deliver(&self, slot: &Slot, connection: ConnectId, bytes: Bytes) {
-        let weight = bytes.len();
+        let (bytes, weight) = weighed(bytes);
         let Err(item) = slot.incoming.try_send(Incoming::Data(bytes), weight) else {
             return;
         };

@@ -77,6 +77,7 @@ impl Servers {
             half_close,
             inbound,
             outgoing,
+            ended,
             ..
         } = connected;
         let stream = {
@@ -84,7 +85,7 @@ impl Servers {
             if streams.contains_key(&server_id) {
                 return Outcome::Duplicate;
             }
-            let stream = ServerStream::new(self.agent.clone(), half_close, outgoing);
+            let stream = ServerStream::new(self.agent.clone(), half_close, outgoing, ended);
             streams.insert(server_id.clone(), stream.clone());
             self.report(&streams);
             stream
@@ -93,17 +94,21 @@ impl Servers {
         let servers = self.clone();
         let span = info_span!("server", id = server_id);
         let run = async move {
-            let reason = stream.run(inbound).await;
+            let ended = stream.run(inbound).await;
             {
                 let mut streams = servers.streams.lock();
                 streams.remove(&server_id);
                 servers.report(&streams);
             }
             if !servers.agent.shutdown.is_cancelled() {
-                let metrics = &servers.agent.metrics;
-                metrics
-                    .server_failures(ServerDirection::FromServer)
-                    .increment(1);
+                let broken = ended.is_err();
+                if broken {
+                    let metrics = &servers.agent.metrics;
+                    metrics
+                        .server_failures(ServerDirection::FromServer)
+                        .increment(1);
+                }
+                let (Ok(reason) | Err(reason)) = ended;
                 warn!(reason, "lost the server; its connections are closed");
             }
         };
@@ -176,10 +181,6 @@ impl Sync {
                 outcome
             }
             Err(error) => {
-                let metrics = &self.servers.agent.metrics;
-                metrics
-                    .server_failures(ServerDirection::ToServer)
-                    .increment(1);
                 let text = error.to_string();
                 // The same failure again and again is told once.
                 if text == *last_failure {

@@ -91,7 +91,10 @@ where
             return ExitCode::FAILURE;
         }
     };
-    match runtime.block_on(serve) {
+    let ended = runtime.block_on(serve);
+    // A name lookup that hangs in the system's resolver must not hold up the exit.
+    runtime.shutdown_background();
+    match ended {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             error!("{error:#}");

@@ -18,6 +18,10 @@ use bytes::Bytes;
 /// is slow but moves is waited for, so that no byte sent before a close is lost.
 pub const CLOSE_STALL: Duration = Duration::from_secs(30);
 
+/// How long the other end of a shared stream may take no packet at all before those who wait for
+/// it give up. Longer than a full connection may hold the stream up.
+pub const PEER_STALL: Duration = Duration::from_secs(60);
+
 /// How long a connection may live with one direction ended and nothing moving in the other. TCP
 /// does not tell a peer that waits for an answer from one that is gone for good; without a bound
 /// the latter would be kept for ever. Longer than any answer is waited for.

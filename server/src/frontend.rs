@@ -61,12 +61,14 @@ impl Frontend {
         self.next.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// Carries one connection to its end, and counts and logs why it ended.
+    /// Carries one connection to its end, and counts and logs why it ended. `client_gone` resolves
+    /// when the client is seen to have left although nothing is read from it.
     pub async fn carry<S: Source, K: Sink>(
         &self,
         id: i64,
         dial: &Dial,
         client: (&mut S, &mut K),
+        client_gone: impl Future<Output = ()>,
         connection: Connection,
     ) -> CloseReason {
         let Connection {
@@ -81,11 +83,10 @@ impl Frontend {
         let reason = tokio::select! {
             reason = pump(client, (&mut source, &mut sink), &mut up, &mut down) => reason,
             reason = cut.due() => reason,
+            () = client_gone => CloseReason::ClientLost,
             () = self.shutdown.cancelled() => CloseReason::Shutdown,
         };
-        if let Some((_, counter)) = self.closed.iter().find(|(r, _)| *r == reason) {
-            counter.increment(1);
-        }
+        self.closed(reason);
         debug!(
             connection = id,
             agent = sink.agent_id(),
@@ -98,6 +99,13 @@ impl Frontend {
             "connection closed"
         );
         reason
+    }
+
+    /// Counts the end of a connection.
+    pub fn closed(&self, reason: CloseReason) {
+        if let Some((_, counter)) = self.closed.iter().find(|(r, _)| *r == reason) {
+            counter.increment(1);
+        }
     }
 
     /// Tells the operator of a dial that failed for a reason of ours; what the agent reports of

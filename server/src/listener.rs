@@ -54,6 +54,10 @@ const FRAME_BYTES: u32 = 64 * 1024;
 /// The largest header block that we take; tokens make it a few KiB.
 const HEADER_BYTES: u32 = 64 * 1024;
 
+/// Cuts the connection that a request came in by; in the request's extensions.
+#[derive(Clone)]
+pub struct ConnectionCut(pub CancellationToken);
+
 /// What the connections of one listener share.
 pub struct Door {
     /// Names the listener in metrics and logs.
@@ -147,8 +151,11 @@ impl Door {
     {
         let asked = Arc::new(AtomicBool::new(false));
         let seen = asked.clone();
-        let service = hyper::service::service_fn(move |request| {
+        let cut = CancellationToken::new();
+        let of_connection = ConnectionCut(cut.clone());
+        let service = hyper::service::service_fn(move |mut request: Request<Incoming>| {
             seen.store(true, Ordering::Relaxed);
+            request.extensions_mut().insert(of_connection.clone());
             service.clone().oneshot(request)
         });
         let window = match self.kind {
@@ -180,6 +187,7 @@ impl Door {
                 Ok(()) => {}
             },
             () = idle => self.reject(RejectReason::Timeout, peer, "no request after connecting"),
+            () = cut.cancelled() => {}
             () = self.shutdown.cancelled() => {}
         }
     }

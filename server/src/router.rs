@@ -105,7 +105,7 @@ impl Router {
                 Err(error) => error,
             };
             if error == StreamDialError::NotSent && self.dial_timeout.is_some() {
-                stream.retire();
+                stream.abandon();
             }
             let again = match error {
                 StreamDialError::AgentLost => true,

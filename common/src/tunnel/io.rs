@@ -2,7 +2,7 @@
 
 use std::io;
 
-use bytes::{Bytes, BytesMut};
+use bytes::{Buf, Bytes, BytesMut};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
 use super::{CloseReason, Sink, Source};
@@ -80,13 +80,19 @@ impl<R: AsyncRead + Unpin + Send> Source for ReadSource<R> {
 /// Writes chunks; the end is a shutdown of the write side.
 pub struct WriteSink<W> {
     writer: W,
+    /// What a cancelled send has not written yet.
+    rest: Bytes,
     lost: CloseReason,
 }
 
 impl<W> WriteSink<W> {
     /// Writes to `writer`. A write error ends the connection with `lost`.
     pub fn new(writer: W, lost: CloseReason) -> Self {
-        Self { writer, lost }
+        Self {
+            writer,
+            rest: Bytes::new(),
+            lost,
+        }
     }
 
     /// Gives the writer back.
@@ -95,13 +101,26 @@ impl<W> WriteSink<W> {
     }
 }
 
+impl<W: AsyncWrite + Unpin> WriteSink<W> {
+    async fn write_rest(&mut self) -> io::Result<()> {
+        while !self.rest.is_empty() {
+            match self.writer.write(&self.rest).await? {
+                0 => return Err(io::ErrorKind::WriteZero.into()),
+                written => self.rest.advance(written),
+            }
+        }
+        self.writer.flush().await
+    }
+}
+
 impl<W: AsyncWrite + Unpin + Send> Sink for WriteSink<W> {
+    /// Cancel safe: the next send begins with what a dropped one has left, so that the stream has
+    /// no hole. An empty chunk writes just that.
     async fn send(&mut self, chunk: Bytes) -> Result<(), CloseReason> {
-        let written = async {
-            self.writer.write_all(&chunk).await?;
-            self.writer.flush().await
-        };
-        written.await.map_err(|_| self.lost)
+        let lost = self.lost;
+        self.write_rest().await.map_err(|_| lost)?;
+        self.rest = chunk;
+        self.write_rest().await.map_err(|_| lost)
     }
 
     async fn finish(&mut self) -> Result<(), CloseReason> {
@@ -126,6 +145,22 @@ mod tests {
     #![allow(clippy::unwrap_used)]
 
     use super::*;
+
+    #[tokio::test]
+    async fn a_cancelled_send_leaves_no_hole() {
+        let (near, mut far) = tokio::io::duplex(4);
+        let mut sink = WriteSink::new(near, CloseReason::EndpointLost);
+        let first = sink.send(Bytes::from_static(b"first "));
+        let cut = tokio::time::timeout(std::time::Duration::from_millis(10), first);
+        assert!(cut.await.is_err());
+        let read = async {
+            let mut all = vec![0; 12];
+            far.read_exact(&mut all).await.unwrap();
+            all
+        };
+        let (sent, all) = tokio::join!(sink.send(Bytes::from_static(b"second")), read);
+        assert_eq!((sent, all.as_slice()), (Ok(()), b"first second".as_slice()));
+    }
 
     #[tokio::test]
     async fn early_bytes_come_first_and_buffers_follow_the_load() {

@@ -1,12 +1,13 @@
 //! Moves bytes between the two sides of one connection, in one task.
 
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use metrics::Counter;
 use tokio::sync::Notify;
 use tokio::time::sleep;
 
-use super::{CloseReason, HALF_OPEN_IDLE, Sink, Source};
+use super::{CLOSE_STALL, CloseReason, HALF_OPEN_IDLE, Sink, Source};
 
 /// Counts the bytes of one direction, for the log line of the connection and for the program.
 #[derive(Clone)]
@@ -25,7 +26,8 @@ impl Meter {
 }
 
 /// Pumps both ways until both directions ended or one failed. Each direction waits for its own
-/// sink only. `up` runs from `client` to `endpoint`.
+/// sink only. A sink that fails ends its own direction; the other one goes on to its end, as long
+/// as it moves. `up` runs from `client` to `endpoint`.
 ///
 /// Nothing is closed here: the caller owns the halves and tells both sides the returned reason.
 pub async fn pump<CS, CK, ES, EK>(
@@ -57,11 +59,11 @@ struct Direction {
 }
 
 impl Direction {
-    /// Resolves once nothing has moved for [`HALF_OPEN_IDLE`].
-    async fn idle(&self) {
+    /// Resolves once nothing has moved for that long.
+    async fn idle(&self, bound: Duration) {
         loop {
             let chunks = self.chunks.load(Ordering::Relaxed);
-            sleep(HALF_OPEN_IDLE).await;
+            sleep(bound).await;
             if self.chunks.load(Ordering::Relaxed) == chunks {
                 return;
             }
@@ -78,7 +80,15 @@ async fn one_way(
 ) -> Result<(), CloseReason> {
     while let Some(chunk) = source.recv().await? {
         let bytes = chunk.len() as u64;
-        sink.send(chunk).await?;
+        if let Err(reason) = sink.send(chunk).await {
+            // What comes the other way is still good: an endpoint may answer and close before it
+            // has read everything.
+            tokio::select! {
+                () = other.done.notified() => {}
+                () = other.idle(CLOSE_STALL) => {}
+            }
+            return Err(reason);
+        }
         meter.bytes += bytes;
         meter.total.increment(bytes);
         own.chunks.fetch_add(1, Ordering::Relaxed);
@@ -91,7 +101,7 @@ async fn one_way(
         biased;
         () = other.done.notified() => Ok(()),
         reason = source.aborted() => Err(reason),
-        () = other.idle() => Err(CloseReason::HalfOpenIdle),
+        () = other.idle(HALF_OPEN_IDLE) => Err(CloseReason::HalfOpenIdle),
     }
 }
 
@@ -171,6 +181,33 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn an_answer_arrives_although_the_question_was_not_read() {
+        let (mut client, near) = duplex(64);
+        let (far, mut endpoint) = duplex(64);
+        let (mut cs, mut ck) = halves(near, CloseReason::ClientLost);
+        let (es, _) = halves(far, CloseReason::EndpointLost);
+        let mut es = es;
+        let (gone, _) = duplex(1);
+        let (_, mut ek) = halves(gone, CloseReason::EndpointLost);
+        let mut up = Meter::new(Counter::noop());
+        let mut down = Meter::new(Counter::noop());
+        let run = pump((&mut cs, &mut ck), (&mut es, &mut ek), &mut up, &mut down);
+        let talk = async {
+            client.write_all(b"too long").await.unwrap();
+            endpoint.write_all(b"413").await.unwrap();
+            endpoint.shutdown().await.unwrap();
+            let mut answer = String::new();
+            client.read_to_string(&mut answer).await.unwrap();
+            answer
+        };
+        let (reason, answer) = tokio::join!(run, talk);
+        assert_eq!(
+            (reason, answer.as_str()),
+            (CloseReason::EndpointLost, "413")
+        );
+    }
+
+    #[tokio::test(start_paused = true)]
     async fn a_lost_sink_ends_both_directions() {
         let (client, near) = duplex(64);
         let (far, mut endpoint) = duplex(64);

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use bytes::Bytes;
 use tokio::sync::{Semaphore, mpsc};
 use tokio::time::timeout;
 
@@ -32,6 +33,23 @@ pub fn bounded<T>(budget: usize) -> (Sender<T>, Receiver<T>) {
             shared,
         },
     )
+}
+
+/// Chunks up to this size are copied before they wait: they are slices of a receive buffer that
+/// may be a hundred times larger, and would keep all of it.
+const COPY_BYTES: usize = 512;
+
+/// What one item costs beside its bytes.
+const ITEM_BYTES: usize = 64;
+
+/// A received chunk as it may wait in a queue, and its weight there.
+pub fn weighed(chunk: Bytes) -> (Bytes, usize) {
+    let weight = chunk.len() + ITEM_BYTES;
+    if chunk.len() <= COPY_BYTES {
+        (Bytes::copy_from_slice(&chunk), weight)
+    } else {
+        (chunk, weight)
+    }
 }
 
 /// The queue's other end is gone.

@@ -12,8 +12,8 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use culvert_common::telemetry::metrics::GaugeGuard;
-use culvert_common::tunnel::queue;
-use culvert_common::tunnel::{CloseReason, Dial};
+use culvert_common::tunnel::queue::{self, SendWithinError};
+use culvert_common::tunnel::{CloseReason, Dial, PEER_STALL};
 use culvert_common::wire::{ConnectId, Message};
 use parking_lot::Mutex;
 use tokio::time::{Instant, timeout_at};
@@ -21,7 +21,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
 
 pub use self::connection::{Connection, Cut, FromAgent, ToAgent};
-use self::connection::{Guard, Incoming, Pending, Slot};
+use self::connection::{Guard, Pending, Slot};
 pub use self::outgoing::Outgoing;
 use super::mux::{Effect, Mux};
 use crate::metrics::{DialFailureReason, ServerMetrics, ServiceMethod};
@@ -64,6 +64,8 @@ pub struct AgentStream {
     /// When the oldest dial was sent that no packet followed.
     unanswered_since: Mutex<Option<Instant>>,
     retired: CancellationToken,
+    /// Cuts the connection that carries the stream, and nothing else.
+    connection: CancellationToken,
     metrics: Arc<ServerMetrics>,
     limits: Limits,
 }
@@ -95,6 +97,7 @@ impl AgentStream {
     pub fn new(
         hello: Hello,
         limits: Limits,
+        connection: CancellationToken,
         metrics: Arc<ServerMetrics>,
     ) -> (Arc<Self>, queue::Receiver<Message>) {
         static SERIAL: AtomicU64 = AtomicU64::new(1);
@@ -107,6 +110,7 @@ impl AgentStream {
             draining: AtomicBool::new(false),
             unanswered_since: Mutex::new(None),
             retired: CancellationToken::new(),
+            connection,
             metrics,
             limits,
         });
@@ -130,8 +134,15 @@ impl AgentStream {
         self.retired.cancelled().await;
     }
 
-    /// Gives the stream up: the agent sees the end of the call and connects again.
-    pub fn retire(&self) {
+    /// Gives up a stream whose agent takes no packets: it can not be told, so its connection is
+    /// cut. The agent connects again.
+    pub fn abandon(&self) {
+        self.retire();
+        self.connection.cancel();
+    }
+
+    /// Ends the stream: the agent sees the end of the call.
+    fn retire(&self) {
         self.draining.store(true, Ordering::Relaxed);
         self.retired.cancel();
     }
@@ -146,20 +157,21 @@ impl AgentStream {
         deadline: Instant,
     ) -> Result<Connection, StreamDialError> {
         let (slot, outcome, source) = Slot::new(self.limits.connection_bytes);
-        let pending = Pending::register(self, slot.clone())?;
+        let mut pending = Pending::register(self, slot.clone())?;
         let request = Message::DialRequest {
             protocol: dial.protocol.clone(),
             address: dial.address.clone(),
             dial: pending.dial,
         };
         let weight = request.weight();
+        self.unanswered_since
+            .lock()
+            .get_or_insert_with(Instant::now);
         timeout_at(deadline, self.outgoing.send(request, weight))
             .await
             .map_err(|_| StreamDialError::NotSent)?
             .map_err(|_| StreamDialError::AgentLost)?;
-        self.unanswered_since
-            .lock()
-            .get_or_insert_with(Instant::now);
+        pending.sent = true;
         let guard = timeout_at(deadline, outcome)
             .await
             .map_err(|_| StreamDialError::TimedOut)?
@@ -187,7 +199,7 @@ impl AgentStream {
                 slot.resolve(Err(StreamDialError::Abandoned));
             }
             Effect::Data(slot, connection, bytes) => self.deliver(&slot, connection, bytes).await,
-            Effect::HalfClosed(slot) => slot.push(Incoming::HalfClosed),
+            Effect::HalfClosed(slot) => slot.half_close(),
             Effect::Closed(slot, error) => {
                 if !error.is_empty() {
                     debug!(
@@ -257,8 +269,15 @@ impl AgentStream {
 
     async fn reply(&self, message: Message) {
         let weight = message.weight();
-        // An error means that the stream is ending, which its reader notices by itself.
-        let _ = self.outgoing.send(message, weight).await;
+        // Without a bound two peers whose queues are full could wait for each other.
+        let sent = self.outgoing.send_within(message, weight, PEER_STALL);
+        if sent.await == Err(SendWithinError::Stalled) {
+            warn!(
+                agent = self.hello.agent_id,
+                "the agent takes no packets, cutting its connection"
+            );
+            self.abandon();
+        }
     }
 
     fn send_now(&self, message: Message) {

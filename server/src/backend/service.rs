@@ -6,6 +6,7 @@ use culvert_common::telemetry::metrics::{GaugeGuard, Segment};
 use culvert_common::wire::{HALF_CLOSE_HEADER, Message};
 use culvert_proto::Packet;
 use culvert_proto::agent_service_server::AgentService;
+use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tonic::metadata::{MetadataMap, MetadataValue};
 use tonic::{Request, Response, Status, Streaming};
@@ -13,6 +14,7 @@ use tracing::{Instrument, info, info_span};
 
 use super::agent::{AgentStream, Hello, Limits, Outgoing};
 use super::{Registration, Registry};
+use crate::listener::ConnectionCut;
 use crate::metrics::{ServerMetrics, ServiceMethod};
 
 /// Serves the agents of one server.
@@ -41,7 +43,12 @@ impl AgentService for Agents {
         request: Request<Streaming<Packet>>,
     ) -> Result<Response<Outgoing>, Status> {
         let hello = Hello::from_metadata(request.metadata()).map_err(Status::unknown)?;
-        let (stream, messages) = AgentStream::new(hello, self.limits, self.metrics.clone());
+        let connection = request
+            .extensions()
+            .get::<ConnectionCut>()
+            .map_or_else(CancellationToken::new, |cut| cut.0.clone());
+        let (stream, messages) =
+            AgentStream::new(hello, self.limits, connection, self.metrics.clone());
         let half_close = stream.hello.half_close;
         let outgoing = Outgoing::new(messages, stream.clone());
         let mut response = Response::new(outgoing);

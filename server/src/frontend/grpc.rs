@@ -89,13 +89,9 @@ impl ProxyService for Proxy {
             metrics: metrics.clone(),
         };
         let frontend = self.frontend.clone();
-        self.frontend.tasks.spawn(async move {
-            let shutdown = frontend.shutdown.clone();
-            tokio::select! {
-                () = client.serve(&frontend) => {}
-                () = shutdown.cancelled() => {}
-            }
-        });
+        self.frontend
+            .tasks
+            .spawn(async move { client.serve(&frontend).await });
         Ok(Response::new(ToClient {
             replies: outgoing,
             metrics,
@@ -107,27 +103,39 @@ impl ProxyService for Proxy {
 
 impl Client {
     async fn serve(mut self, frontend: &Frontend) {
-        let _open = GaugeGuard::new(self.metrics.grpc_connections(ServiceMethod::Proxy));
-        if let Some(dial) = self.next_dial().await {
-            let outcome = tokio::select! {
-                outcome = frontend.router.dial(&dial) => Some(outcome),
-                () = self.gave_up() => None,
-            };
-            match outcome {
-                Some(Ok(connection)) => self.carry(frontend, &dial, connection).await,
-                Some(Err(error)) => {
-                    frontend.log_failure(&dial, &error);
-                    let reply = self.session.refused(error.to_string());
-                    self.tell(reply);
-                }
-                None => {}
-            }
+        let metrics = self.metrics.clone();
+        let _open = GaugeGuard::new(metrics.grpc_connections(ServiceMethod::Proxy));
+        let shutdown = &frontend.shutdown;
+        let dialed = shutdown.run_until_cancelled(self.dialed(frontend)).await;
+        if let Some((dial, connection)) = dialed.flatten() {
+            self.carry(frontend, &dial, connection).await;
         }
         // The client ends the call; until then its late packets are answered.
-        while let Some(step) = self.step().await {
-            match step {
-                Step::Reply(reply) | Step::Close(Some(reply)) => self.reply(reply),
-                _ => {}
+        let rest = async {
+            while let Some(step) = self.step().await {
+                match step {
+                    Step::Reply(reply) | Step::Close(Some(reply)) => self.reply(reply),
+                    _ => {}
+                }
+            }
+        };
+        shutdown.run_until_cancelled(rest).await;
+    }
+
+    /// Waits for a dial and its connection; `None` once there will be none.
+    async fn dialed(&mut self, frontend: &Frontend) -> Option<(Dial, Connection)> {
+        let dial = self.next_dial().await?;
+        let outcome = tokio::select! {
+            outcome = frontend.router.dial(&dial) => outcome,
+            () = self.gave_up() => return None,
+        };
+        match outcome {
+            Ok(connection) => Some((dial, connection)),
+            Err(error) => {
+                frontend.log_failure(&dial, &error);
+                let reply = self.session.refused(error.to_string());
+                self.tell(reply);
+                None
             }
         }
     }
@@ -170,8 +178,15 @@ impl Client {
             first_word: self.first_word.clone(),
             metrics: self.metrics.clone(),
         };
+        let replies = self.replies.clone();
         let reason = frontend
-            .carry(id, dial, (&mut *self, &mut sink), connection)
+            .carry(
+                id,
+                dial,
+                (&mut *self, &mut sink),
+                replies.closed(),
+                connection,
+            )
             .await;
         let text = match reason {
             CloseReason::Stalled => "closed: the client took no bytes",

@@ -38,6 +38,10 @@ const LINGER: Duration = Duration::from_secs(5);
 
 /// The reading half of a client's connection.
 pub trait ClientRead: AsyncRead + Unpin + Send {
+    /// Whether a client that closed the whole connection can be told from one that ended its
+    /// writing half only.
+    const TELLS_HANG_UP: bool;
+
     /// Resolves if the client is seen to have closed the whole connection, after it ended its
     /// writing half. By default nothing is seen.
     fn hung_up(&self) -> impl Future<Output = ()> + Send {
@@ -46,20 +50,23 @@ pub trait ClientRead: AsyncRead + Unpin + Send {
 }
 
 impl ClientRead for tokio::net::unix::OwnedReadHalf {
+    const TELLS_HANG_UP: bool = true;
+
     /// A Unix peer that closes hangs up at once; the kernel's word for it has no event of its
     /// own here, so it is asked for.
     async fn hung_up(&self) {
         loop {
-            sleep(HANG_UP_CHECK).await;
             match self.ready(Interest::WRITABLE).await {
-                Ok(ready) if !ready.is_write_closed() => {}
+                Ok(ready) if !ready.is_write_closed() => sleep(HANG_UP_CHECK).await,
                 _ => return,
             }
         }
     }
 }
 
-impl ClientRead for tokio::io::ReadHalf<TlsStream<TcpStream>> {}
+impl ClientRead for tokio::io::ReadHalf<TlsStream<TcpStream>> {
+    const TELLS_HANG_UP: bool = false;
+}
 
 /// Serves one connection to its end.
 pub async fn serve<R, W>(
@@ -116,6 +123,8 @@ pub async fn serve<R, W>(
             // A write that fails drops the connection, which closes it at the agent.
             if say(&mut write, connect::ESTABLISHED).await.is_ok() {
                 carry(frontend, &dial, read, write, buffer.freeze(), connection).await;
+            } else {
+                frontend.closed(CloseReason::ClientLost);
             }
         }
         Err(error) => {
@@ -148,7 +157,13 @@ async fn carry<R, W>(
     };
     let id = frontend.next_connection();
     let reason = frontend
-        .carry(id, dial, (&mut source, &mut sink), connection)
+        .carry(
+            id,
+            dial,
+            (&mut source, &mut sink),
+            std::future::pending(),
+            connection,
+        )
         .await;
     if matches!(reason, CloseReason::EndpointClosed | CloseReason::AgentLost) {
         leave(source.inner.into_inner(), sink.inner.into_inner()).await;
@@ -183,11 +198,14 @@ async fn read_head<R: AsyncRead + Unpin>(
 }
 
 /// Resolves once the client has left; what it sends meanwhile is kept.
-async fn left<R: AsyncRead + Unpin>(read: &mut R, buffer: &mut BytesMut) {
+async fn left<R: ClientRead>(read: &mut R, buffer: &mut BytesMut) {
     while buffer.len() < EARLY_BYTES {
         buffer.reserve(4096);
-        if !matches!(read.read_buf(buffer).await, Ok(read) if read > 0) {
-            return;
+        match read.read_buf(buffer).await {
+            // It may have said all it has to say, and wait for the answer.
+            Ok(0) if R::TELLS_HANG_UP => return read.hung_up().await,
+            Ok(0) | Err(_) => return,
+            Ok(_) => {}
         }
     }
     std::future::pending::<()>().await;

@@ -2,12 +2,13 @@
 //! connection by [`Guard`]. Dropping either takes it out of the stream's table and tells the agent.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
 use culvert_common::telemetry::metrics::GaugeGuard;
-use culvert_common::tunnel::queue::{self, Progress, SendWithinError};
-use culvert_common::tunnel::{CLOSE_STALL, CloseReason, Sink, Source};
+use culvert_common::tunnel::queue::{self, Progress, SendWithinError, weighed};
+use culvert_common::tunnel::{CLOSE_STALL, CloseReason, PEER_STALL, Sink, Source};
 use culvert_common::wire::{ConnectId, DialId, MAX_DATA_BYTES, Message};
 use parking_lot::Mutex;
 use tokio::sync::oneshot;
@@ -21,6 +22,7 @@ use crate::metrics::ServiceMethod;
 pub(super) struct Slot {
     outcome: Mutex<Option<oneshot::Sender<Outcome>>>,
     incoming: queue::Sender<Incoming>,
+    half_closed: AtomicBool,
     cut: Cut,
 }
 
@@ -95,12 +97,16 @@ pub(super) struct Guard {
     stream: Arc<AgentStream>,
     connection: ConnectId,
     opened: Instant,
+    /// The agent was asked to close it already.
+    asked: bool,
 }
 
 /// Owns a pending dial: dropping it gives the dial up.
 pub(super) struct Pending<'a> {
     stream: &'a Arc<AgentStream>,
     pub(super) dial: DialId,
+    /// The agent was asked: it has to be told of a change of mind.
+    pub(super) sent: bool,
 }
 
 // === impl Slot ===
@@ -115,6 +121,7 @@ impl Slot {
         let slot = Self {
             outcome: Mutex::new(Some(outcome_tx)),
             incoming: incoming_tx,
+            half_closed: AtomicBool::new(false),
             cut: Cut::new(incoming.progress()),
         };
         (Arc::new(slot), outcome, FromAgent { incoming })
@@ -129,8 +136,14 @@ impl Slot {
         }
     }
 
-    /// Queues an item without weight.
-    pub(super) fn push(&self, item: Incoming) {
+    /// Queues the end of the endpoint's bytes. Once: it has no weight, and a peer could repeat it.
+    pub(super) fn half_close(&self) {
+        if !self.half_closed.swap(true, Ordering::Relaxed) {
+            self.push(Incoming::HalfClosed);
+        }
+    }
+
+    fn push(&self, item: Incoming) {
         let _ = self.incoming.send_now(item);
     }
 
@@ -142,16 +155,19 @@ impl Slot {
 
     /// Queues bytes while there is room for them; gives the item back otherwise.
     pub(super) fn try_deliver(&self, bytes: Bytes) -> Result<(), Incoming> {
-        let weight = bytes.len();
+        let (bytes, weight) = weighed(bytes);
         self.incoming.try_send(Incoming::Data(bytes), weight)
     }
 
     /// Queues an item that found no room; ends the connection at once if its client takes nothing
     /// for `stall`.
     pub(super) async fn deliver(&self, item: Incoming, stall: Duration) -> Result<(), Stalled> {
-        let weight = match &item {
-            Incoming::Data(bytes) => bytes.len(),
-            Incoming::HalfClosed | Incoming::Closed(_) => 0,
+        let (item, weight) = match item {
+            Incoming::Data(bytes) => {
+                let (bytes, weight) = weighed(bytes);
+                (Incoming::Data(bytes), weight)
+            }
+            other => (other, 0),
         };
         match self.incoming.send_within(item, weight, stall).await {
             Err(SendWithinError::Stalled) => {
@@ -181,7 +197,11 @@ impl<'a> Pending<'a> {
             match stream.mux.lock().dial(dial, slot) {
                 Ok(()) => {
                     stream.metrics.pending_backend_dials.increment(1.0);
-                    return Ok(Self { stream, dial });
+                    return Ok(Self {
+                        stream,
+                        dial,
+                        sent: false,
+                    });
                 }
                 Err(back) => slot = back,
             }
@@ -192,8 +212,15 @@ impl<'a> Pending<'a> {
 impl Drop for Pending<'_> {
     fn drop(&mut self) {
         self.stream.metrics.pending_backend_dials.decrement(1.0);
-        let message = self.stream.mux.lock().cancel(self.dial);
-        if let Some(message) = message {
+        let (message, waiting) = {
+            let mut mux = self.stream.mux.lock();
+            (mux.cancel(self.dial), mux.counts().0)
+        };
+        if waiting == 0 {
+            // Nothing is due from the agent: its silence says nothing.
+            *self.stream.unanswered_since.lock() = None;
+        }
+        if let Some(message) = message.filter(|_| self.sent) {
             self.stream.send_now(message);
         }
     }
@@ -209,6 +236,7 @@ impl Guard {
             stream,
             connection,
             opened: Instant::now(),
+            asked: false,
         }
     }
 }
@@ -221,7 +249,7 @@ impl Drop for Guard {
             .connection_duration
             .record(self.opened.elapsed().as_secs_f64());
         let message = self.stream.mux.lock().close(self.connection);
-        if let Some(message) = message {
+        if let Some(message) = message.filter(|_| !self.asked) {
             self.stream.send_now(message);
         }
     }
@@ -294,8 +322,11 @@ impl Sink for ToAgent {
             if let Err(message) = stream.outgoing.try_send(message, weight) {
                 let full = stream.metrics.full_receive_channels(ServiceMethod::Proxy);
                 let _blocked = GaugeGuard::new(full);
-                let sent = stream.outgoing.send(message, weight).await;
-                sent.map_err(|_| CloseReason::AgentLost)?;
+                let sent = stream.outgoing.send_within(message, weight, PEER_STALL);
+                sent.await.map_err(|error| match error {
+                    SendWithinError::Closed => CloseReason::AgentLost,
+                    SendWithinError::Stalled => CloseReason::Stalled,
+                })?;
             }
         }
         Ok(())
@@ -315,6 +346,7 @@ impl Sink for ToAgent {
             stream.send_now(Message::HalfClose { connection });
         } else {
             stream.send_now(Message::CloseRequest { connection });
+            self.guard.asked = true;
             self.cut.closing.cancel();
         }
         Ok(())
