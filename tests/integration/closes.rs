@@ -216,3 +216,41 @@ async fn resets_are_passed_on_as_ends() {
         agent_shows(&topology, "open_endpoint_connections", &[], 0.0).await;
     }
 }
+
+/// As an HTTP service does that refuses an upload: it answers, and closes without reading on.
+#[tokio::test]
+async fn an_early_answer_arrives_although_the_upload_was_not_read() {
+    const ANSWER: &[u8] = b"413 too large\n";
+    for (mode, transport) in FRONTS {
+        let topology = Topology::simple(mode, transport).await;
+        let endpoint = Endpoint::start().await;
+        let stream = open(&topology, &endpoint.addr().to_string()).await;
+        let (mut read, mut write) = tokio::io::split(stream);
+        let upload = async {
+            for piece in pattern::pieces(8 * MIB) {
+                // The tunnel may close under it at any time.
+                if write.write_all(&piece).await.is_err() {
+                    return;
+                }
+            }
+        };
+        let refuse = async {
+            let mut socket = endpoint.accept().await;
+            let mut first = [0; 1024];
+            socket.read_exact(&mut first).await.expect("an upload");
+            socket.write_all(ANSWER).await.expect("answering");
+            // Unread input makes this a reset.
+            drop(socket);
+        };
+        let answer = async {
+            let mut answer = vec![0; ANSWER.len()];
+            let read = timely("the answer", read.read_exact(&mut answer)).await;
+            read.expect("the whole answer");
+            answer
+        };
+        let ((), (), answer) = tokio::join!(upload, refuse, answer);
+        assert_eq!(answer, ANSWER, "{mode:?} {transport:?}");
+        drop((read, write));
+        server_is_idle(&topology).await;
+    }
+}
