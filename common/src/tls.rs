@@ -126,9 +126,6 @@ pub enum TlsError {
     /// A CA bundle can not be used; the text begins as upstream's.
     #[error("failed to load CA cert: {0}")]
     Ca(Box<TlsError>),
-    /// No CA file was given and the system has none.
-    #[error("no CA bundle was found on this system; name one explicitly")]
-    NoSystemTrust,
     /// A cipher suite's name is none that Go knows.
     #[error("cipher suite {0} not supported, doesn't exist or considered as insecure")]
     UnknownSuite(String),

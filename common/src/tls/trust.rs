@@ -8,16 +8,6 @@ use rustls::RootCertStore;
 use super::TlsError;
 use super::identity::certificates;
 
-/// Where Linux distributions keep the system's bundle, in the order in which Go looks
-/// (`crypto/x509/root_linux.go`).
-const SYSTEM_BUNDLES: [&str; 5] = [
-    "/etc/ssl/certs/ca-certificates.crt",
-    "/etc/pki/tls/certs/ca-bundle.crt",
-    "/etc/ssl/ca-bundle.pem",
-    "/etc/pki/tls/cacert.pem",
-    "/etc/ssl/cert.pem",
-];
-
 /// A set of CA certificates.
 #[derive(Clone, Debug)]
 pub struct TrustBundle(Arc<RootCertStore>);
@@ -41,26 +31,6 @@ impl TrustBundle {
                     reason: error.to_string(),
                 }))
             })?;
-        }
-        Ok(Self(Arc::new(roots)))
-    }
-
-    /// The system's CAs, for a client that was given none. Certificates that do not parse are
-    /// passed over: the bundle is not the operator's work.
-    ///
-    /// # Errors
-    ///
-    /// [`TlsError::NoSystemTrust`] if the system has no bundle with a usable certificate.
-    pub fn system() -> Result<Self, TlsError> {
-        let mut roots = RootCertStore::empty();
-        let bundle = SYSTEM_BUNDLES
-            .iter()
-            .find_map(|path| certificates(Path::new(path)).ok())
-            .ok_or(TlsError::NoSystemTrust)?;
-        let (usable, ignored) = roots.add_parsable_certificates(bundle);
-        tracing::debug!(usable, ignored, "loaded the system's CAs");
-        if roots.is_empty() {
-            return Err(TlsError::NoSystemTrust);
         }
         Ok(Self(Arc::new(roots)))
     }
