@@ -1,8 +1,10 @@
 //! What all streams and connections of one agent share.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use culvert_common::tunnel::CloseReason;
+use culvert_common::tunnel::excess::Pool;
 use metrics::Counter;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
@@ -18,10 +20,20 @@ pub struct Agent {
     pub tasks: TaskTracker,
     /// Ends them at once.
     pub shutdown: CancellationToken,
-    /// Bytes that may wait for one endpoint.
-    pub connection_bytes: usize,
+    /// What may wait for endpoints.
+    pub limits: Limits,
     closed: [(CloseReason, Counter); CloseReason::ALL.len()],
     active: watch::Sender<usize>,
+}
+
+/// What may wait for endpoints, and for how long.
+pub struct Limits {
+    /// Bytes for one endpoint without borrowing.
+    pub connection_bytes: usize,
+    /// How long a connection may exceed them without a pause.
+    pub stall: Duration,
+    /// What connections borrow from.
+    pub excess: Arc<Pool>,
 }
 
 /// Counts one connection, from its dial on, until it is dropped.
@@ -32,7 +44,7 @@ impl Agent {
     pub fn new(
         metrics: Arc<AgentMetrics>,
         shutdown: CancellationToken,
-        connection_bytes: usize,
+        limits: Limits,
     ) -> Arc<Self> {
         let closed = CloseReason::ALL
             .map(|reason| (reason, metrics.streams.connections_closed(reason.label())));
@@ -40,7 +52,7 @@ impl Agent {
             metrics,
             tasks: TaskTracker::new(),
             shutdown,
-            connection_bytes,
+            limits,
             closed,
             active: watch::Sender::new(0),
         })

@@ -5,21 +5,30 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use culvert_common::admin::{self, Check};
-use culvert_common::wire::MAX_DATA_BYTES;
+use culvert_common::tunnel::excess::Pool;
+use culvert_common::tunnel::memory::{Buffers, Stream};
+use culvert_common::tunnel::queue::ANSWER_BYTES;
+use culvert_common::wire::STOCK_DATA_BYTES;
+use metrics::Gauge;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
-use crate::agent::Agent;
+use crate::agent::{Agent, Limits};
 use crate::config::Config;
-use crate::connect::Connector;
+use crate::connect::{Connector, WINDOW_BYTES};
 use crate::metrics::AgentMetrics;
+use crate::native::HELD_BYTES;
+use crate::stream::OUTGOING_BYTES;
 use crate::sync::{Servers, Sync};
 
 /// Bounds of what may wait for one endpoint, in bytes; `--xfr-channel-size` moves between them.
 const CONNECTION_BYTES: std::ops::RangeInclusive<usize> = 256 * 1024..=16 * 1024 * 1024;
+
+/// What HTTP/2 takes to send on one stream before it is written: hyper's default for clients.
+const HTTP_SEND_BYTES: usize = 1024 * 1024;
 
 /// Where a bound agent listens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,9 +58,16 @@ impl Bound {
     /// When a file can not be used or an address is taken; the text says which and what to do.
     pub async fn bind(config: Config, shutdown: CancellationToken) -> anyhow::Result<Self> {
         let metrics = Arc::new(AgentMetrics::new()?);
-        let bytes = config.xfr_channel_size.saturating_mul(MAX_DATA_BYTES / 2);
-        let bytes = bytes.clamp(*CONNECTION_BYTES.start(), *CONNECTION_BYTES.end());
-        let agent = Agent::new(metrics, shutdown, bytes);
+        let limits = Limits {
+            connection_bytes: connection_bytes(config.xfr_channel_size),
+            stall: config.stall_timeout,
+            excess: Pool::new(
+                config.excess_buffer_bytes,
+                metrics.streams.excess_bytes.clone(),
+                Gauge::noop(),
+            ),
+        };
+        let agent = Agent::new(metrics, shutdown, limits);
         let connector = Connector::new(agent.clone(), config.clone())?;
         let servers = Servers::new(agent.clone());
         let sync = Sync::new(servers.clone(), connector, &config);
@@ -105,6 +121,7 @@ impl Bound {
             agent_id = self.config.agent_id,
             "connecting"
         );
+        buffers(&self.config).log();
         let search = shutdown.child_token();
         tasks.spawn(self.sync.run(search.clone()));
         tokio::select! {
@@ -126,6 +143,28 @@ impl Bound {
         shutdown.cancel();
         tasks.close();
         tasks.wait().await;
+    }
+}
+
+/// Upstream's flag counts packets; ours are bounded in bytes.
+fn connection_bytes(packets: usize) -> usize {
+    packets
+        .saturating_mul(STOCK_DATA_BYTES)
+        .clamp(*CONNECTION_BYTES.start(), *CONNECTION_BYTES.end())
+}
+
+/// What docs/architecture.md says of memory.
+fn buffers(config: &Config) -> Buffers {
+    Buffers {
+        connection_budget: connection_bytes(config.xfr_channel_size),
+        client: Stream::default(),
+        stream: Stream {
+            window: WINDOW_BYTES as usize,
+            outgoing: OUTGOING_BYTES + ANSWER_BYTES,
+            http: HTTP_SEND_BYTES,
+        },
+        excess: config.excess_buffer_bytes,
+        native_held: HELD_BYTES,
     }
 }
 

@@ -56,6 +56,11 @@ pub struct Config {
     pub sync_forever: bool,
     /// Chunks buffered per connection and direction. Default 150, at most [`XFR_CHANNEL_SIZE_MAX`].
     pub xfr_channel_size: usize,
+    /// Bytes that connections may queue beyond their own budgets, all together. Smaller closes connections over short
+    /// bursts, larger costs memory while endpoints are slow. Default 8 MiB.
+    pub excess_buffer_bytes: usize,
+    /// How long a connection may exceed its budget without a pause. Longer keeps the pool occupied. Default 10 s.
+    pub stall_timeout: Duration,
     /// How the number of servers to look for is found.
     pub server_count_source: ServerCountSource,
     /// How long connections may live on after the first SIGTERM; then they are cut. Default 10 min.
@@ -132,6 +137,8 @@ impl Config {
             token_path,
             sync_forever,
             xfr_channel_size,
+            excess_buffer_bytes,
+            stall_timeout,
             server_count_source,
             drain_timeout,
             drain_linger,
@@ -161,6 +168,8 @@ impl Config {
             format!("service-account-token-path={}", token_path.display()),
             format!("sync-forever={sync_forever}"),
             format!("xfr-channel-size={xfr_channel_size}"),
+            format!("excess-buffer-bytes={excess_buffer_bytes}"),
+            format!("stall-timeout={}", GoDuration::from(*stall_timeout)),
             format!("server-count-source={}", server_count_source.name()),
             format!("drain-timeout={}", duration(drain_timeout)),
             format!("drain-linger={}", duration(drain_linger)),

@@ -6,15 +6,19 @@ use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
+use culvert_common::native;
+use culvert_common::native::hello::{self, HelloError};
+use culvert_common::native::link::Taker;
+use culvert_common::native::readahead::ReadAhead;
+use culvert_common::native::window::Inbound;
 use culvert_common::net::listen::tune;
 use culvert_common::net::{dial, proxy};
 use culvert_common::runtime::TrackedExecutor;
 use culvert_common::telemetry::metrics::Segment;
 use culvert_common::tls;
 use culvert_common::tunnel::queue;
-use culvert_common::wire::{HALF_CLOSE_HEADER, MAX_MESSAGE_BYTES, Message};
-use culvert_proto::Packet;
-use culvert_proto::agent_service_client::AgentServiceClient;
+use culvert_common::wire::grpc::{self, CallError, PacketBody, Reader};
+use culvert_common::wire::{HALF_CLOSE_HEADER, Message};
 use futures_util::Stream;
 use hyper::client::conn::http2::{self, SendRequest};
 use hyper_util::rt::{TokioIo, TokioTimer};
@@ -24,14 +28,14 @@ use tokio::time::{Instant, timeout_at};
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 use tokio_util::sync::CancellationToken;
-use tonic::body::Body;
+use tonic::Status;
 use tonic::metadata::{MetadataMap, MetadataValue};
-use tonic::{Request, Streaming};
 use tracing::debug;
 
 use crate::agent::Agent;
 use crate::config::Config;
 use crate::metrics::AgentMetrics;
+use crate::native::HELD_BYTES;
 use crate::stream::OUTGOING_BYTES;
 
 /// The longest that one try may take, as grpc-go's minimum connect timeout.
@@ -43,10 +47,13 @@ const PING_TIMEOUT: Duration = Duration::from_secs(20);
 /// Bytes that the server may send ahead of our reading. One stream carries all connections, so
 /// the stream's window is as large as the connection's. Bounds throughput to window / RTT:
 /// 8 MiB allow 80 MiB/s at 100 ms.
-const WINDOW_BYTES: u32 = 8 * 1024 * 1024;
+pub const WINDOW_BYTES: u32 = 8 * 1024 * 1024;
 
 /// The largest frame that we take; a stock server sends 16 KiB at most.
 const FRAME_BYTES: u32 = 64 * 1024;
+
+/// Where servers take agents.
+const PATH: &str = "/AgentService/Connect";
 
 /// Reaches servers at the configured address.
 pub struct Connector {
@@ -63,15 +70,34 @@ pub struct Connected {
     pub server_id: String,
     /// How many servers there are, by this one's word; 0 reads as 1.
     pub server_count: i64,
-    /// The server understands half closes: one of ours.
-    pub half_close: bool,
-    /// The server's packets.
-    pub inbound: Streaming<Packet>,
-    /// The way to the server.
-    pub outgoing: queue::Sender<Message>,
-    /// Closes the connection, which carries this one call.
+    /// What carries the connections.
+    pub transport: Transport,
+    /// Closes the connection.
     pub ended: CancellationToken,
 }
+
+/// What the server chose in the TLS handshake.
+pub enum Transport {
+    /// A stream of packets for all connections.
+    Packet {
+        /// The server understands half closes: one of ours.
+        half_close: bool,
+        /// The server's packets.
+        inbound: Box<Reader>,
+        /// The way to the server.
+        outgoing: queue::Sender<Message>,
+    },
+    /// A stream for each connection: the server is one of ours.
+    Native {
+        /// The server's streams.
+        taker: Box<Taker<Tls>>,
+        /// What they receive.
+        inbound: Arc<Inbound>,
+    },
+}
+
+/// The connection below HTTP/2.
+type Tls = TlsStream<ReadAhead<TcpStream>>;
 
 /// Why a try failed.
 #[derive(Debug, thiserror::Error)]
@@ -93,7 +119,10 @@ pub enum ConnectError {
     Token(String, String),
     /// The server refused the call.
     #[error("the server refused this agent: {0}")]
-    Refused(String),
+    Refused(#[from] CallError),
+    /// The server did not take the introduction.
+    #[error("the server refused this agent: {0}")]
+    Introduction(#[from] HelloError),
     /// The server's answer lacks what every server says.
     #[error("{0}")]
     Answer(String),
@@ -115,8 +144,11 @@ impl Connector {
             Some(files) => Some(tls::Identity::load(&files.cert, &files.key)?),
             None => None,
         };
-        let mut alpn: Vec<&[u8]> = config.alpn.iter().map(|name| name.as_bytes()).collect();
-        alpn.push(b"h2");
+        let names = config.alpn.iter().map(|name| name.as_bytes());
+        let alpn: Vec<&[u8]> = std::iter::once(native::ALPN)
+            .chain(names)
+            .chain([b"h2".as_slice()])
+            .collect();
         let options = tls::TlsOptions::default();
         let client = tls::client_config(&trust, identity.as_ref(), &alpn, &options)?;
         let host = config.server_host.trim_matches(['[', ']']).to_owned();
@@ -153,11 +185,19 @@ impl Connector {
         let tcp = timeout_at(deadline, self.tcp(deadline))
             .await
             .map_err(within("connecting"))??;
-        let tls = timeout_at(deadline, self.tls.connect(self.name.clone(), tcp))
+        let handshake = self.tls.connect(self.name.clone(), ReadAhead::new(tcp));
+        let mut tls = timeout_at(deadline, handshake)
             .await
             .map_err(within("waiting for the TLS handshake"))?
             .map_err(|error| ConnectError::Tls(tls::explain(&error)))?;
+        tls.get_mut().1.set_buffer_limit(Some(tls::BUFFER_BYTES));
         let ended = self.agent.shutdown.child_token();
+        if tls.get_ref().1.alpn_protocol() == Some(native::ALPN) {
+            let introduced = timeout_at(deadline, self.introduce(tls, metadata, ended));
+            return introduced
+                .await
+                .map_err(within("waiting for the server's answer"))?;
+        }
         let sender = timeout_at(deadline, self.http(tls, ended.clone()))
             .await
             .map_err(within("waiting for the HTTP/2 preface"))??;
@@ -187,11 +227,34 @@ impl Connector {
         Ok(stream)
     }
 
+    async fn introduce(
+        &self,
+        mut tls: Tls,
+        metadata: MetadataMap,
+        ended: CancellationToken,
+    ) -> Result<Connected, ConnectError> {
+        let answer = hello::introduce(&mut tls, &metadata.into_headers()).await?;
+        let (server_id, server_count) =
+            server_of(&MetadataMap::from_headers(answer)).map_err(ConnectError::Answer)?;
+        let inbound = Arc::new(Inbound::default());
+        let taker = Taker::new(tls, inbound.clone(), HELD_BYTES).await;
+        let taker = taker.map_err(|error| ConnectError::Http(error.to_string()))?;
+        Ok(Connected {
+            server_id,
+            server_count,
+            transport: Transport::Native {
+                taker: Box::new(taker),
+                inbound,
+            },
+            ended,
+        })
+    }
+
     async fn http(
         &self,
-        tls: TlsStream<TcpStream>,
+        tls: Tls,
         ended: CancellationToken,
-    ) -> Result<SendRequest<Body>, ConnectError> {
+    ) -> Result<SendRequest<PacketBody<ToServer>>, ConnectError> {
         if tls.get_ref().1.alpn_protocol().is_none() {
             return Err(ConnectError::Http(
                 "it negotiated no ALPN protocol; does the port belong to a Konnectivity server?"
@@ -223,29 +286,25 @@ impl Connector {
 
     async fn call(
         &self,
-        sender: SendRequest<Body>,
+        sender: SendRequest<PacketBody<ToServer>>,
         metadata: MetadataMap,
         ended: CancellationToken,
     ) -> Result<Connected, ConnectError> {
         let (outgoing, messages) = queue::bounded(OUTGOING_BYTES);
-        let mut request = Request::new(ToServer {
+        let packets = ToServer {
             messages,
             metrics: self.agent.metrics.clone(),
-        });
-        *request.metadata_mut() = metadata;
-        let mut client = AgentServiceClient::with_origin(Http2(sender), self.origin.clone())
-            .max_decoding_message_size(MAX_MESSAGE_BYTES);
-        let response = client.connect(request).await.map_err(|status| {
-            ConnectError::Refused(format!("{} ({})", status.message(), status.code()))
-        })?;
-        let (server_id, server_count) =
-            server_of(response.metadata()).map_err(ConnectError::Answer)?;
+        };
+        let (answer, inbound) = grpc::call(sender, &self.origin, PATH, metadata, packets).await?;
+        let (server_id, server_count) = server_of(&answer).map_err(ConnectError::Answer)?;
         Ok(Connected {
             server_id,
             server_count,
-            half_close: response.metadata().contains_key(HALF_CLOSE_HEADER),
-            inbound: response.into_inner(),
-            outgoing,
+            transport: Transport::Packet {
+                half_close: answer.contains_key(HALF_CLOSE_HEADER),
+                inbound: Box::new(inbound),
+                outgoing,
+            },
             ended,
         })
     }
@@ -296,38 +355,21 @@ fn server_of(metadata: &MetadataMap) -> Result<(String, i64), String> {
     Ok(((*id).to_owned(), count))
 }
 
-/// What goes to the server, as the wire's packets, counted.
+/// What goes to the server, counted.
 struct ToServer {
     messages: queue::Receiver<Message>,
     metrics: Arc<AgentMetrics>,
 }
 
 impl Stream for ToServer {
-    type Item = Packet;
+    type Item = Result<Message, Status>;
 
-    fn poll_next(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Packet>> {
+    fn poll_next(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Self::Item>> {
         let Some(message) = ready!(self.messages.poll_recv(cx)) else {
             return Poll::Ready(None);
         };
         self.metrics.streams.count(Segment::FromAgent, &message);
-        Poll::Ready(Some(message.into()))
-    }
-}
-
-/// An HTTP/2 connection as the service that generated clients call.
-struct Http2(SendRequest<Body>);
-
-impl tower::Service<http::Request<Body>> for Http2 {
-    type Response = http::Response<hyper::body::Incoming>;
-    type Error = hyper::Error;
-    type Future = Pin<Box<dyn Future<Output = Result<Self::Response, Self::Error>> + Send>>;
-
-    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Self::Error>> {
-        self.0.poll_ready(cx)
-    }
-
-    fn call(&mut self, request: http::Request<Body>) -> Self::Future {
-        Box::pin(self.0.send_request(request))
+        Poll::Ready(Some(Ok(message)))
     }
 }
 

@@ -10,16 +10,16 @@ use bytes::Bytes;
 use culvert_common::net::dial;
 use culvert_common::telemetry::metrics::{Direction, GaugeGuard};
 use culvert_common::tunnel::first_word::FirstWord;
+use culvert_common::tunnel::inbox;
 use culvert_common::tunnel::io::{ReadSource, WriteSink, drain};
 use culvert_common::tunnel::pump::{Meter, pump};
-use culvert_common::tunnel::queue;
 use culvert_common::tunnel::{CLOSE_STALL, CloseReason, Dial, Sink, Source};
 use culvert_common::wire::{ConnectId, DialId, MAX_DATA_BYTES, Message};
 use tokio::io::AsyncWriteExt;
 use tokio::net::TcpStream;
 use tokio::time::{Instant, timeout};
 use tokio_util::sync::CancellationToken;
-use tracing::debug;
+use tracing::{debug, warn};
 
 use crate::metrics::DialFailureReason;
 use crate::mux::closed;
@@ -29,7 +29,7 @@ use crate::stream::ServerStream;
 pub const DIAL_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// How long an endpoint may take to accept what is left for it once its client is gone.
-const LINGER: Duration = Duration::from_secs(5);
+pub const LINGER: Duration = Duration::from_secs(5);
 
 /// What the server's packets mean for one connection.
 pub enum Incoming {
@@ -52,7 +52,7 @@ pub struct Endpoint {
     /// What to dial.
     pub dial: Dial,
     /// The client's side.
-    pub incoming: queue::Receiver<Incoming>,
+    pub incoming: inbox::Receiver<Incoming>,
     /// Fires once the client is gone and the last of its bytes are queued.
     pub closing: CancellationToken,
     /// Ends the connection at once, whatever is queued.
@@ -60,7 +60,7 @@ pub struct Endpoint {
 }
 
 struct FromServer {
-    incoming: queue::Receiver<Incoming>,
+    incoming: inbox::Receiver<Incoming>,
     first_word: FirstWord,
 }
 
@@ -140,10 +140,10 @@ impl Endpoint {
         let mut down = Meter::new(streams.tunnel_bytes(Direction::FromEndpoint).clone());
         let started = Instant::now();
         let (read, write) = socket.into_split();
-        let progress = self.incoming.progress();
+        let watch = self.incoming.watch();
         let client_gone = async {
             self.closing.cancelled().await;
-            progress.stalled(CLOSE_STALL).await;
+            watch.stalled(CLOSE_STALL).await;
         };
         // Our own server holds the first bytes back by itself.
         let first_word = if stream.half_close {
@@ -162,20 +162,33 @@ impl Endpoint {
         };
         let mut source = ReadSource::new(read, Bytes::new(), CloseReason::EndpointLost);
         let mut sink = WriteSink::new(write, CloseReason::EndpointLost);
-        let reason = tokio::select! {
+        let (reason, overdue) = tokio::select! {
             reason = pump(
                 (&mut server_source, &mut server_sink),
                 (&mut source, &mut sink),
                 &mut up,
                 &mut down,
-            ) => reason,
-            () = client_gone => CloseReason::Stalled,
+            ) => (reason, false),
+            reason = watch.overdue(stream.agent.limits.stall) => (reason, true),
+            () = client_gone => (CloseReason::Stalled, true),
             // Given up just when the dial succeeded, or ended by the stream.
             () = self.cut.cancelled() => match self.closing.is_cancelled() {
-                true => CloseReason::ClientClosed,
-                false => stream.cut_reason(),
+                true => (CloseReason::ClientClosed, false),
+                false => (stream.cut_reason(), false),
             },
         };
+        if overdue {
+            warn!(
+                connection = connection.0,
+                address = self.dial.address,
+                reason = %reason,
+                to_endpoint = up.bytes,
+                "the endpoint takes bytes more slowly than its client sends them: closing this \
+                 connection, others go on. A stock server can not be slowed down for one \
+                 connection, a culvert-server with flow control for each one is. For longer \
+                 bursts raise --excess-buffer-bytes or --stall-timeout"
+            );
+        }
         drop(entry);
         stream.agent.closed(reason);
         debug!(
@@ -191,6 +204,7 @@ impl Endpoint {
             connection,
             match reason {
                 CloseReason::Stalled => "closed: the endpoint took no bytes",
+                CloseReason::BufferExceeded => "closed: the endpoint took bytes too slowly",
                 _ => "",
             },
         ));

@@ -8,5 +8,6 @@ pub mod connect;
 pub mod endpoint;
 pub mod metrics;
 pub mod mux;
+pub mod native;
 pub mod stream;
 pub mod sync;

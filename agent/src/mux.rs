@@ -29,8 +29,10 @@ pub enum Effect<T> {
     HalfClosed(T),
     /// The client is gone: what was queued is still to be delivered. The entry is gone.
     Closed(T),
-    /// Answer at once.
-    Reply(Message),
+    /// A packet of no known connection: tell the server to forget it.
+    Stray(Message),
+    /// The server waits for this answer: a stock one keeps its connection until it comes.
+    Answer(Message),
     /// Nothing to do.
     Ignored,
 }
@@ -66,7 +68,7 @@ impl<T: Clone> Mux<T> {
             Message::Data { connection, bytes } => match self.connections.get(&connection) {
                 _ if connection == ConnectId(0) || bytes.is_empty() => Effect::Ignored,
                 Some(handle) => Effect::Data(handle.clone(), connection, bytes),
-                None => Effect::Reply(closed(connection, "unrecognized connectID")),
+                None => Effect::Stray(closed(connection, "unrecognized connectID")),
             },
             Message::HalfClose { connection } => match self.connections.get(&connection) {
                 Some(handle) => Effect::HalfClosed(handle.clone()),
@@ -74,7 +76,7 @@ impl<T: Clone> Mux<T> {
             },
             Message::CloseRequest { connection } => match self.connections.remove(&connection) {
                 Some(handle) => Effect::Closed(handle),
-                None => Effect::Reply(closed(connection, "Unknown connectID")),
+                None => Effect::Answer(closed(connection, "Unknown connectID")),
             },
             Message::DialResponse { .. }
             | Message::CloseResponse { .. }

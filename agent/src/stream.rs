@@ -2,17 +2,15 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
 
-use bytes::Bytes;
 use culvert_common::telemetry::metrics::Segment;
-use culvert_common::tunnel::queue::{self, SendWithinError, weighed};
+use culvert_common::tunnel::inbox::{self, inbox, weighed};
+use culvert_common::tunnel::queue::{self, SendWithinError};
 use culvert_common::tunnel::{CloseReason, PEER_STALL};
+use culvert_common::wire::grpc::Reader;
 use culvert_common::wire::{ConnectId, DialId, Message};
-use culvert_proto::Packet;
 use parking_lot::Mutex;
 use tokio_util::sync::CancellationToken;
-use tonic::Streaming;
 use tracing::warn;
 
 use crate::agent::Agent;
@@ -22,9 +20,6 @@ use crate::mux::{Effect, Mux};
 /// Bytes that may wait to be sent to one server, all connections together. Smaller costs
 /// throughput over long paths, larger costs latency of what queues behind.
 pub const OUTGOING_BYTES: usize = 512 * 1024;
-
-/// How long a full connection may hold up the stream while its endpoint takes nothing.
-pub const STALL: Duration = Duration::from_secs(10);
 
 /// The shared part of one stream.
 pub struct ServerStream {
@@ -39,7 +34,7 @@ pub struct ServerStream {
 
 /// A connection's entry in the stream's table.
 struct Slot {
-    incoming: queue::Sender<Incoming>,
+    incoming: inbox::Sender<Incoming>,
     half_closed: AtomicBool,
     closing: CancellationToken,
     cut: CancellationToken,
@@ -64,7 +59,7 @@ impl ServerStream {
 
     /// Reads packets until the stream ends, then cuts every connection. Returns why it ended; an
     /// error if it broke.
-    pub async fn run(self: Arc<Self>, mut inbound: Streaming<Packet>) -> Result<String, String> {
+    pub async fn run(self: Arc<Self>, mut inbound: Reader) -> Result<String, String> {
         // Also when this future is dropped: connections do not outlive their stream.
         let _cut = self.ended.clone().drop_guard();
         let metrics = &self.agent.metrics;
@@ -74,10 +69,9 @@ impl ServerStream {
                 () = self.ended.cancelled() => return Ok("given up".into()),
             };
             match next {
-                Ok(Some(packet)) => {
-                    let message = Message::from(packet);
+                Ok(Some(message)) => {
                     metrics.streams.count(Segment::ToAgent, &message);
-                    self.on_message(message).await;
+                    self.on_message(message);
                 }
                 Ok(None) => return Ok("closed by the server".into()),
                 Err(status) => {
@@ -109,7 +103,13 @@ impl ServerStream {
         let sent = self.outgoing.send_within(message, weight, PEER_STALL).await;
         sent.map_err(|error| match error {
             SendWithinError::Closed => CloseReason::ServerLost,
-            SendWithinError::Stalled => CloseReason::Stalled,
+            SendWithinError::Stalled => {
+                if !self.ended.is_cancelled() {
+                    warn!("the server takes no packets, giving its stream up");
+                }
+                self.ended.cancel();
+                CloseReason::Stalled
+            }
         })
     }
 
@@ -125,22 +125,22 @@ impl ServerStream {
         mux.remove(connection);
     }
 
-    /// Why a connection's cut token fired.
+    /// Why the stream has ended under its connections.
     pub fn cut_reason(&self) -> CloseReason {
         if self.agent.shutdown.is_cancelled() {
             CloseReason::Shutdown
-        } else if self.ended.is_cancelled() {
-            CloseReason::ServerLost
         } else {
-            CloseReason::Stalled
+            CloseReason::ServerLost
         }
     }
 
-    async fn on_message(self: &Arc<Self>, message: Message) {
+    /// Takes one packet of the server. Waits for nothing: other connections' packets follow.
+    fn on_message(self: &Arc<Self>, message: Message) {
         let effect = self.mux.lock().on_message(message);
         match effect {
             Effect::Dial(dial_id, connection, dial) => {
-                let (sender, incoming) = queue::bounded(self.agent.connection_bytes);
+                let limits = &self.agent.limits;
+                let (sender, incoming) = inbox(limits.connection_bytes, &limits.excess);
                 let cut = self.ended.child_token();
                 let closing = CancellationToken::new();
                 let slot = Arc::new(Slot {
@@ -165,52 +165,30 @@ impl ServerStream {
                 slot.closing.cancel();
                 slot.cut.cancel();
             }
-            Effect::Data(slot, connection, bytes) => self.deliver(&slot, connection, bytes).await,
+            Effect::Data(slot, _, bytes) => {
+                let (bytes, weight) = weighed(bytes);
+                slot.incoming.push(Incoming::Data(bytes), weight);
+            }
             Effect::HalfClosed(slot) => {
                 // Once: it has no weight, and a peer could repeat it.
                 if !slot.half_closed.swap(true, Ordering::Relaxed) {
-                    slot.push(Incoming::HalfClosed);
+                    slot.incoming.end(Incoming::HalfClosed);
                 }
             }
             Effect::Closed(slot) => {
-                slot.push(Incoming::Closed);
+                slot.incoming.end(Incoming::Closed);
                 slot.closing.cancel();
             }
-            Effect::Reply(message) => {
-                // Without a bound two peers whose queues are full could wait for each other.
-                if self.send(message).await == Err(CloseReason::Stalled) {
-                    warn!("the server takes no packets, giving its stream up");
-                    self.ended.cancel();
-                }
+            Effect::Stray(reply) => {
+                // Without room it is dropped: the next stray packet is answered.
+                let weight = reply.weight();
+                let _ = self.outgoing.try_send(reply, weight);
+            }
+            Effect::Answer(reply) => {
+                let weight = reply.weight();
+                let _ = self.outgoing.try_answer(reply, weight);
             }
             Effect::Ignored => {}
         }
-    }
-
-    async fn deliver(&self, slot: &Slot, connection: ConnectId, bytes: Bytes) {
-        let (bytes, weight) = weighed(bytes);
-        let Err(item) = slot.incoming.try_send(Incoming::Data(bytes), weight) else {
-            return;
-        };
-        let sent = slot.incoming.send_within(item, weight, STALL);
-        let stalled = tokio::select! {
-            sent = sent => sent == Err(SendWithinError::Stalled),
-            () = self.ended.cancelled() => false,
-        };
-        if stalled {
-            warn!(
-                connection = connection.0,
-                stall = ?STALL,
-                "the endpoint takes no bytes, closing its connection so that the others go on"
-            );
-            self.mux.lock().remove(connection);
-            slot.cut.cancel();
-        }
-    }
-}
-
-impl Slot {
-    fn push(&self, item: Incoming) {
-        let _ = self.incoming.send_now(item);
     }
 }

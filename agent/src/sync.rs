@@ -6,6 +6,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures_util::future::Either;
 use parking_lot::Mutex;
 use rand::Rng;
 use tokio::time::sleep;
@@ -14,8 +15,9 @@ use tracing::{Instrument, debug, info, info_span, warn};
 
 use crate::agent::Agent;
 use crate::config::Config;
-use crate::connect::{Connected, Connector};
+use crate::connect::{Connected, Connector, Transport};
 use crate::metrics::ServerDirection;
+use crate::native::NativeServer;
 use crate::stream::ServerStream;
 
 /// How much longer each pause after a failure is than the one before, as upstream's.
@@ -27,7 +29,14 @@ const JITTER: f64 = 0.1;
 /// The servers that an agent is connected to.
 pub struct Servers {
     agent: Arc<Agent>,
-    streams: Mutex<HashMap<String, Arc<ServerStream>>>,
+    streams: Mutex<HashMap<String, Stream>>,
+}
+
+/// The way to one server.
+#[derive(Clone)]
+enum Stream {
+    Packet(Arc<ServerStream>),
+    Native(Arc<NativeServer>),
 }
 
 /// The search.
@@ -66,7 +75,10 @@ impl Servers {
     /// Asks every server to prefer other agents.
     pub fn drain(&self) {
         for stream in self.streams.lock().values() {
-            stream.drain();
+            match stream {
+                Stream::Packet(stream) => stream.drain(),
+                Stream::Native(server) => server.drain(),
+            }
         }
     }
 
@@ -74,27 +86,42 @@ impl Servers {
     fn add(self: &Arc<Self>, connected: Connected) -> Outcome {
         let Connected {
             server_id,
-            half_close,
-            inbound,
-            outgoing,
+            transport,
             ended,
             ..
         } = connected;
-        let stream = {
+        let native = matches!(transport, Transport::Native { .. });
+        let run = {
             let mut streams = self.streams.lock();
             if streams.contains_key(&server_id) {
                 return Outcome::Duplicate;
             }
-            let stream = ServerStream::new(self.agent.clone(), half_close, outgoing, ended);
-            streams.insert(server_id.clone(), stream.clone());
+            let agent = self.agent.clone();
+            let (stream, run) = match transport {
+                Transport::Packet {
+                    half_close,
+                    inbound,
+                    outgoing,
+                } => {
+                    let stream = ServerStream::new(agent, half_close, outgoing, ended);
+                    let run = stream.clone().run(*inbound);
+                    (Stream::Packet(stream), Either::Left(run))
+                }
+                Transport::Native { taker, inbound } => {
+                    let server = NativeServer::new(agent, inbound, ended);
+                    let run = server.clone().run(*taker);
+                    (Stream::Native(server), Either::Right(run))
+                }
+            };
+            streams.insert(server_id.clone(), stream);
             self.report(&streams);
-            stream
+            run
         };
-        info!(server = server_id, half_close, "connected to a server");
+        info!(server = server_id, native, "connected to a server");
         let servers = self.clone();
         let span = info_span!("server", id = server_id);
         let run = async move {
-            let ended = stream.run(inbound).await;
+            let ended = run.await;
             {
                 let mut streams = servers.streams.lock();
                 streams.remove(&server_id);
@@ -116,7 +143,7 @@ impl Servers {
         Outcome::Added
     }
 
-    fn report(&self, streams: &HashMap<String, Arc<ServerStream>>) {
+    fn report(&self, streams: &HashMap<String, Stream>) {
         let gauge = &self.agent.metrics.open_server_connections;
         gauge.set(streams.len() as f64);
     }

@@ -1,26 +1,22 @@
-//! The load on a CONNECT front end, and the endpoints behind the agent.
+//! A load of a given amount, through any [`Door`].
 //!
-//! Both are lean, so that what is measured is the tunnel: 256 KiB at a time, nothing hashed,
-//! downloads and uploads only counted. Both run in this process, whose processor time nobody counts.
+//! It is lean, so that what is measured is the tunnel: 256 KiB at a time, downloads only counted. It
+//! runs in this process, whose processor time nobody counts.
 
-use std::io;
-use std::net::{Ipv4Addr, SocketAddr};
-use std::path::{Path, PathBuf};
+use std::net::SocketAddr;
 use std::time::Duration;
 
 use anyhow::{Context as _, bail, ensure};
+use culvert::lab::client::BoxedStream;
 use culvert::lab::pattern::{self, MAX_PIECE};
-use culvert::lab::services::Services;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
-use tokio::net::{TcpListener, TcpStream, UnixStream};
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 
+use crate::door::Door;
+
 /// The payload of an echo, in bytes.
 pub const ECHO_BYTES: usize = 64;
-
-/// The longest answer to a CONNECT that is read, in bytes.
-const MAX_HEAD: usize = 4096;
 
 /// What connections do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -36,7 +32,7 @@ pub enum Work {
 }
 
 /// An amount of work.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Job {
     /// What to do.
     pub work: Work,
@@ -64,73 +60,14 @@ pub struct Done {
     pub p99_us: f64,
 }
 
-/// What agents connect to.
-#[derive(Debug)]
-pub struct Endpoints {
-    services: Services,
-    sink: SocketAddr,
-    /// Ends the sink when dropped.
-    _tasks: JoinSet<()>,
-}
-
-impl Endpoints {
-    /// Starts them on ports of 127.0.0.1.
-    ///
-    /// # Errors
-    /// When a listener cannot be bound.
-    pub async fn start() -> io::Result<Self> {
-        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await?;
-        let sink = listener.local_addr()?;
-        let mut tasks = JoinSet::new();
-        tasks.spawn(async move {
-            while let Ok((stream, _)) = listener.accept().await {
-                tokio::spawn(swallow(stream));
-            }
-        });
-        Ok(Self {
-            services: Services::start().await?,
-            sink,
-            _tasks: tasks,
-        })
-    }
-
-    /// The raw service, which the Go driver knows too.
-    pub fn raw(&self) -> SocketAddr {
-        self.services.raw
-    }
-
-    /// Where a CONNECT client finds its work. The raw service hashes uploads, the sink does not.
-    fn address(&self, work: Work) -> SocketAddr {
-        match work {
-            Work::Upload => self.sink,
-            Work::Download | Work::Echo | Work::Dials => self.services.raw,
-        }
-    }
-}
-
-/// Takes eight bytes that say how many follow, takes those, and answers the number.
-async fn swallow(mut stream: TcpStream) -> io::Result<()> {
-    stream.set_nodelay(true)?;
-    let count = stream.read_u64().await?;
-    let mut buffer = vec![0; MAX_PIECE];
-    let mut body = (&mut stream).take(count);
-    while body.limit() > 0 {
-        if body.read(&mut buffer).await? == 0 {
-            return Err(io::ErrorKind::UnexpectedEof.into());
-        }
-    }
-    stream.write_u64(count).await?;
-    stream.shutdown().await
-}
-
-/// Does a job through the front end at `socket`.
+/// Does a job through `door`, against the endpoint at `target`.
 ///
 /// # Errors
 /// When any connection fails, or carries other than the expected number of bytes.
-pub async fn run(socket: &Path, endpoints: &Endpoints, job: Job) -> anyhow::Result<Done> {
+pub async fn run(door: &Door, target: SocketAddr, job: Job) -> anyhow::Result<Done> {
     let client = Client {
-        socket: socket.to_owned(),
-        target: endpoints.address(job.work),
+        door: door.clone(),
+        target,
         amount: job.amount,
     };
     let begin = Instant::now();
@@ -143,15 +80,20 @@ pub async fn run(socket: &Path, endpoints: &Endpoints, job: Job) -> anyhow::Resu
         times.append(&mut ended??);
     }
     let elapsed = begin.elapsed();
-    times.sort_unstable();
+    let [p50_us, p99_us] = percentiles(times);
     Ok(Done {
         elapsed,
-        p50_us: percentile(&times, 50),
-        p99_us: percentile(&times, 99),
+        p50_us,
+        p99_us,
     })
 }
 
-/// Of sorted durations, in microseconds; 0 if there are none.
+/// The median and the 99th percentile of `times`, in microseconds; 0 if there are none.
+pub fn percentiles(mut times: Vec<Duration>) -> [f64; 2] {
+    times.sort_unstable();
+    [50, 99].map(|percent| percentile(&times, percent))
+}
+
 fn percentile(sorted: &[Duration], percent: usize) -> f64 {
     let last = sorted.len().saturating_sub(1);
     let at = (sorted.len() * percent / 100).min(last);
@@ -161,7 +103,7 @@ fn percentile(sorted: &[Duration], percent: usize) -> f64 {
 /// What one of the connections of a job needs to know.
 #[derive(Debug, Clone)]
 struct Client {
-    socket: PathBuf,
+    door: Door,
     target: SocketAddr,
     amount: u64,
 }
@@ -178,9 +120,10 @@ impl Client {
     }
 
     async fn download(&self) -> anyhow::Result<()> {
-        let mut stream = self.connect().await?;
+        let mut stream = self.door.open(self.target).await?;
         let command = format!("download {}\n", self.amount);
         stream.write_all(command.as_bytes()).await?;
+        stream.flush().await?;
         let mut buffer = vec![0; MAX_PIECE];
         let mut received = 0;
         loop {
@@ -199,11 +142,14 @@ impl Client {
     }
 
     async fn upload(&self) -> anyhow::Result<()> {
-        let mut stream = self.connect().await?;
-        stream.write_u64(self.amount).await?;
+        let mut stream = self.door.open(self.target).await?;
+        let command = format!("upload {}\n", self.amount);
+        stream.write_all(command.as_bytes()).await?;
         for piece in pattern::pieces(self.amount) {
             stream.write_all(&piece).await.context("sending")?;
         }
+        // Over gRPC the last bytes may wait for a window.
+        stream.flush().await.context("sending")?;
         let counted = stream.read_u64().await.context("the endpoint's count")?;
         ensure!(
             counted == self.amount,
@@ -214,62 +160,81 @@ impl Client {
     }
 
     async fn echo(&self) -> anyhow::Result<Vec<Duration>> {
-        let mut stream = self.connect().await?;
-        stream.write_all(b"echo\n").await?;
-        let sent = pattern::prefix(ECHO_BYTES as u64);
-        let mut received = [0; ECHO_BYTES];
+        let mut echo = Echo::open(&self.door, self.target).await?;
         let mut times = Vec::new();
         for _ in 0..self.amount {
-            let begin = Instant::now();
-            stream.write_all(&sent).await.context("sending")?;
-            stream.read_exact(&mut received).await.context("echo")?;
-            times.push(begin.elapsed());
-            ensure!(sent == received, "an echo of other bytes than were sent");
+            times.push(echo.once().await?);
         }
         Ok(times)
     }
 
     async fn dials(&self) -> anyhow::Result<()> {
         for _ in 0..self.amount {
-            let mut stream = self.connect().await?;
+            let mut stream = self.door.open(self.target).await?;
             stream.write_all(b"echo\nx").await.context("sending")?;
+            stream.flush().await.context("sending")?;
             let echoed = stream.read_u8().await.context("echo")?;
             ensure!(echoed == b'x', "an echo of {echoed} instead of one x");
         }
         Ok(())
     }
-
-    /// Opens a tunnelled connection. No endpoint here speaks first, so nothing may follow the head
-    /// of the answer and it can be read in one go.
-    async fn connect(&self) -> anyhow::Result<UnixStream> {
-        let target = self.target;
-        let mut stream = UnixStream::connect(&self.socket).await.context("dial")?;
-        let request = format!("CONNECT {target} HTTP/1.1\r\nHost: {target}\r\n\r\n");
-        stream.write_all(request.as_bytes()).await.context("dial")?;
-        let mut head = Vec::with_capacity(MAX_HEAD);
-        while !head.ends_with(b"\r\n\r\n") {
-            let read = stream.read_buf(&mut head).await.context("dial")?;
-            if read == 0 || head.len() > MAX_HEAD || !b"HTTP/1.1 200 ".starts_with(first(&head)) {
-                bail!("dial answered with {:?}", String::from_utf8_lossy(&head));
-            }
-        }
-        Ok(stream)
-    }
 }
 
-/// As much of an answer as tells success.
-fn first(head: &[u8]) -> &[u8] {
-    head.get(..b"HTTP/1.1 200 ".len()).unwrap_or(head)
+/// A connection whose endpoint sends everything back.
+pub struct Echo {
+    stream: BoxedStream,
+    sent: Vec<u8>,
+}
+
+impl Echo {
+    /// Opens it.
+    ///
+    /// # Errors
+    /// When it cannot be dialled.
+    pub async fn open(door: &Door, target: SocketAddr) -> anyhow::Result<Self> {
+        let mut stream = door.open(target).await?;
+        stream.write_all(b"echo\n").await.context("sending")?;
+        stream.flush().await.context("sending")?;
+        Ok(Self {
+            stream,
+            sent: pattern::prefix(ECHO_BYTES as u64),
+        })
+    }
+
+    /// Sends [`ECHO_BYTES`] and waits for them. How long that took.
+    ///
+    /// # Errors
+    /// When they do not come back as they were.
+    pub async fn once(&mut self) -> anyhow::Result<Duration> {
+        let begin = Instant::now();
+        self.stream.write_all(&self.sent).await.context("sending")?;
+        self.stream.flush().await.context("sending")?;
+        let mut received = [0; ECHO_BYTES];
+        self.stream
+            .read_exact(&mut received)
+            .await
+            .context("echo")?;
+        let took = begin.elapsed();
+        ensure!(
+            self.sent == received,
+            "an echo of other bytes than were sent"
+        );
+        Ok(took)
+    }
 }
 
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
+    use std::io;
+    use std::path::Path;
+
     use tokio::io::{AsyncBufReadExt as _, BufReader};
-    use tokio::net::UnixListener;
+    use tokio::net::{TcpStream, UnixListener, UnixStream};
     use tokio::task::JoinHandle;
 
     use super::*;
+    use crate::endpoint::Endpoints;
 
     /// A front end without a tunnel: takes CONNECT and joins the connection to its target, from
     /// which it lets `cut` bytes pass.
@@ -312,7 +277,8 @@ mod tests {
                 connections: 3,
                 amount: if bulk { 1_000_003 } else { 10 },
             };
-            results.push(run(&socket, &endpoints, job).await);
+            let door = Door::Connect(socket.clone());
+            results.push(run(&door, endpoints.lean(), job).await);
         }
         proxy.abort();
         results

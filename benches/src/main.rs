@@ -2,18 +2,43 @@
 //!
 //! | module | what it holds |
 //! |---|---|
-//! | [`tunnel`] | the subcommand `tunnel`: its rows, and how one of them is measured |
+//! | [`tunnel`] | the subcommand `tunnel`: its options, and whose turn it is |
+//! | [`rows`] | what is measured |
+//! | [`measure`] | how one row of one contender is measured |
 //! | [`topology`] | the contenders, and their running programs |
-//! | [`load`] | the load on a CONNECT front end, and the endpoints behind the agent |
+//! | [`relay`] | the contenders that are no pairs |
+//! | [`delay`] | a long path between the two halves of a contender |
+//! | [`door`] | where a load enters |
+//! | [`endpoint`] | where it ends |
+//! | [`load`] | a load of a given amount |
+//! | [`bulk`] | a load without end, for a time |
 //! | [`driver`] | the load on a gRPC front end: the real client library, in the Go driver |
-//! | [`report`] | medians, table, JSON |
+//! | [`stalled`] | echoes beside connections that nobody reads |
+//! | [`memory`] | what connections cost while they do nothing |
+//! | [`report`] | medians, ratios, JSON |
+//! | [`targets`] | what is expected of ours |
+//! | [`table`] | the report as text |
+//! | [`svg`] | the report as a picture |
 //!
 //! Our server and agent run in processes of their own, or their processor time could not be told
-//! from the load's. Both are this very program: started by the name of one of them, it is that one.
+//! from the load's. Both are this very program: started by the name of one of them, it is that one. So is
+//! the endpoint of idle connections.
 
+mod bulk;
+mod delay;
+mod door;
 mod driver;
+mod endpoint;
 mod load;
+mod measure;
+mod memory;
+mod relay;
 mod report;
+mod rows;
+mod stalled;
+mod svg;
+mod table;
+mod targets;
 mod topology;
 mod tunnel;
 
@@ -36,6 +61,7 @@ fn main() -> ExitCode {
     match Path::new(&name).file_name().and_then(OsStr::to_str) {
         Some(topology::SERVER) => return culvert_server::cli::run(std::env::args_os()),
         Some(topology::AGENT) => return culvert_agent::cli::run(std::env::args_os()),
+        Some(endpoint::ENDPOINT) => return endpoint::serve(),
         _ => {}
     }
     let Command::Tunnel(options) = Command::parse();

@@ -1,17 +1,19 @@
-//! Medians, table, JSON.
+//! Everything that was measured: medians, ratios, JSON.
 
 use std::fmt;
 
 use serde_json::{Value, json};
 
-use crate::topology::CONTENDERS;
+use crate::targets::{self, Verdict};
+use crate::topology::{CONTENDERS, OURS, RELAY, STOCK};
 
 /// What is measured of a row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Metric {
     /// With its unit.
     pub name: &'static str,
-    higher_is_better: bool,
+    /// Whether more of it is better.
+    pub higher_is_better: bool,
 }
 
 impl Metric {
@@ -30,16 +32,10 @@ impl Metric {
             higher_is_better: false,
         }
     }
-
-    /// Whether ours is at least as good as stock, by the ratio of the two.
-    fn as_good(self, ratio: f64) -> bool {
-        if self.higher_is_better {
-            ratio >= 1.0
-        } else {
-            ratio <= 1.0
-        }
-    }
 }
+
+/// The value of a time that had no end within its bound.
+pub const HUNG: f64 = f64::INFINITY;
 
 /// What one measurement gave.
 pub type Figures = Vec<(Metric, f64)>;
@@ -84,48 +80,58 @@ impl fmt::Display for Machine {
 
 /// One measurement of a row with one contender.
 #[derive(Debug)]
-struct Sample {
-    front: &'static str,
-    row: &'static str,
-    contender: &'static str,
+pub struct Sample {
+    /// The front end.
+    pub front: &'static str,
+    /// The row.
+    pub row: &'static str,
+    /// Who was measured.
+    pub contender: &'static str,
     outcome: Result<Figures, String>,
 }
 
 /// Everything that was measured. Displayed as a table.
 #[derive(Debug)]
 pub struct Report {
-    machine: Machine,
-    rounds: u32,
-    seconds: f64,
+    /// Where.
+    pub machine: Machine,
+    /// How often.
+    pub rounds: u32,
+    /// How many seconds each time.
+    pub seconds: f64,
     samples: Vec<Sample>,
 }
 
 /// One line of the table.
-struct Line {
-    front: &'static str,
-    row: &'static str,
-    metric: Metric,
+#[derive(Debug)]
+pub struct Line {
+    /// The front end.
+    pub front: &'static str,
+    /// The row.
+    pub row: &'static str,
+    /// The figure.
+    pub metric: Metric,
     /// By contender, in the order of [`CONTENDERS`].
     values: Vec<Vec<f64>>,
 }
 
 impl Line {
-    fn medians(&self) -> Vec<Option<f64>> {
-        self.values.iter().map(|values| median(values)).collect()
+    /// The median of a contender's samples, if it has any.
+    pub fn median(&self, contender: &str) -> Option<f64> {
+        let mut pairs = CONTENDERS.iter().zip(&self.values);
+        let (_, values) = pairs.find(|(known, _)| known.name == contender)?;
+        median(values)
     }
 
-    /// Ours by stock, if both were measured.
-    fn ratio(&self) -> Option<f64> {
-        let of = |name| {
-            let mut pairs = CONTENDERS.iter().zip(&self.values);
-            let (_, values) = pairs.find(|(contender, _)| contender.name == name)?;
-            median(values)
-        };
-        Some(of("ours")? / of("stock")?).filter(|ratio| ratio.is_finite())
+    /// One contender by another one, if both were measured and the two can be divided.
+    pub fn ratio(&self, contender: &str, against: &str) -> Option<f64> {
+        let ratio = self.median(contender)? / self.median(against)?;
+        Some(ratio).filter(|ratio| !ratio.is_nan())
     }
 
-    fn as_good(&self) -> Option<bool> {
-        self.ratio().map(|ratio| self.metric.as_good(ratio))
+    /// How the contenders did where something is expected of them.
+    pub fn verdicts(&self) -> Vec<Verdict> {
+        targets::verdicts(self)
     }
 }
 
@@ -161,7 +167,7 @@ impl Report {
         self.failures().next().is_none()
     }
 
-    fn failures(&self) -> impl Iterator<Item = (&Sample, &str)> {
+    pub fn failures(&self) -> impl Iterator<Item = (&Sample, &str)> {
         self.samples
             .iter()
             .filter_map(move |sample| match &sample.outcome {
@@ -171,7 +177,7 @@ impl Report {
     }
 
     /// The lines of the table, in the order in which their first figures came.
-    fn lines(&self) -> Vec<Line> {
+    pub fn lines(&self) -> Vec<Line> {
         let mut lines: Vec<Line> = Vec::new();
         for sample in &self.samples {
             for (metric, value) in sample.outcome.iter().flatten() {
@@ -198,27 +204,7 @@ impl Report {
 
     /// Medians, samples, ratios and failures.
     pub fn json(&self) -> Value {
-        let lines: Vec<Value> = self
-            .lines()
-            .iter()
-            .map(|line| {
-                let medians = line.medians();
-                let by_name = |value: &dyn Fn(usize) -> Value| -> Value {
-                    let names = CONTENDERS.iter().enumerate();
-                    names.map(|(i, c)| (c.name.to_owned(), value(i))).collect()
-                };
-                json!({
-                    "front": line.front,
-                    "row": line.row,
-                    "metric": line.metric.name,
-                    "higher_is_better": line.metric.higher_is_better,
-                    "medians": by_name(&|i| json!(medians.get(i))),
-                    "samples": by_name(&|i| json!(line.values.get(i))),
-                    "ours_by_stock": line.ratio(),
-                    "as_good": line.as_good(),
-                })
-            })
-            .collect();
+        let lines: Vec<Value> = self.lines().iter().map(line_json).collect();
         let failures: Vec<Value> = self
             .failures()
             .map(|(sample, error)| {
@@ -240,6 +226,52 @@ impl Report {
     }
 }
 
+fn line_json(line: &Line) -> Value {
+    let by_name = |value: &dyn Fn(usize, &str) -> Value| -> Value {
+        let names = CONTENDERS.iter().enumerate();
+        names
+            .map(|(i, c)| (c.name.to_owned(), value(i, c.name)))
+            .collect()
+    };
+    let samples = |i: usize| {
+        let values = line.values.get(i).into_iter().flatten();
+        values
+            .map(|value| figure_json(Some(*value)))
+            .collect::<Vec<_>>()
+    };
+    let verdicts: Vec<Value> = line
+        .verdicts()
+        .iter()
+        .map(|verdict| {
+            json!({
+                "contender": verdict.target.contender,
+                "target": verdict.target.to_string(),
+                "value": figure_json(Some(verdict.value)),
+                "met": verdict.met(),
+            })
+        })
+        .collect();
+    json!({
+        "front": line.front,
+        "row": line.row,
+        "metric": line.metric.name,
+        "higher_is_better": line.metric.higher_is_better,
+        "medians": by_name(&|_, name| figure_json(line.median(name))),
+        "samples": by_name(&|i, _| json!(samples(i))),
+        "by_stock": by_name(&|_, name| figure_json(line.ratio(name, STOCK))),
+        "ours_by_relay": figure_json(line.ratio(OURS, RELAY)),
+        "targets": verdicts,
+    })
+}
+
+/// JSON has no number for what had no end.
+fn figure_json(value: Option<f64>) -> Value {
+    match value {
+        Some(HUNG) => json!("hung"),
+        value => json!(value),
+    }
+}
+
 /// The middle one, or the mean of the middle two; none of nothing.
 fn median(values: &[f64]) -> Option<f64> {
     let mut sorted = values.to_vec();
@@ -249,50 +281,13 @@ fn median(values: &[f64]) -> Option<f64> {
     Some((lower + upper) / 2.0)
 }
 
-impl fmt::Display for Report {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self {
-            machine,
-            rounds,
-            seconds,
-            ..
-        } = self;
-        writeln!(f, "{machine}; medians of {rounds} x {seconds} s")?;
-        write!(f, "{:8} {:28} {:12}", "front", "row", "")?;
-        for contender in &CONTENDERS {
-            write!(f, " {:>10}", contender.name)?;
-        }
-        writeln!(f, " {:>10}  as good", "ours/stock")?;
-        for line in self.lines() {
-            let Line {
-                front, row, metric, ..
-            } = &line;
-            write!(f, "{front:8} {row:28} {:12}", metric.name)?;
-            for median in line.medians() {
-                write!(f, " {:>10}", number(median, 1))?;
-            }
-            let verdict = match line.as_good() {
-                Some(true) => "yes",
-                Some(false) => "NO",
-                None => "-",
-            };
-            writeln!(f, " {:>10}  {verdict}", number(line.ratio(), 2))?;
-        }
-        for (sample, error) in self.failures() {
-            let Sample {
-                front,
-                row,
-                contender,
-                ..
-            } = sample;
-            writeln!(f, "FAILED {front} {row}, {contender}: {error}")?;
-        }
-        Ok(())
+/// A figure, as the table shows it.
+pub fn number(value: Option<f64>, digits: usize) -> String {
+    match value {
+        None => "-".to_owned(),
+        Some(HUNG) => "hung".to_owned(),
+        Some(value) => format!("{value:.digits$}"),
     }
-}
-
-fn number(value: Option<f64>, digits: usize) -> String {
-    value.map_or_else(|| "-".to_owned(), |value| format!("{value:.digits$}"))
 }
 
 #[cfg(test)]
@@ -321,7 +316,7 @@ mod tests {
     }
 
     #[test]
-    fn medians_are_compared_in_the_direction_of_the_metric() {
+    fn medians_and_ratios() {
         let report = report(&[
             ("ours", Ok((300.0, 30.0))),
             ("stock", Ok((150.0, 20.0))),
@@ -331,32 +326,40 @@ mod tests {
         ]);
         let lines = report.lines();
         assert_eq!(lines.len(), 2);
-        assert_eq!(lines[0].medians(), [Some(200.0), Some(100.0), None, None]);
-        assert_eq!(
-            (lines[0].ratio(), lines[0].as_good()),
-            (Some(2.0), Some(true))
-        );
-        assert_eq!(lines[1].medians()[..2], [Some(20.0), Some(15.0)]);
-        assert_eq!(lines[1].as_good(), Some(false));
+        let medians = ["ours", "stock", "direct"].map(|name| lines[0].median(name));
+        assert_eq!(medians, [Some(200.0), Some(100.0), None]);
+        assert_eq!(lines[0].ratio("ours", "stock"), Some(2.0));
+        assert_eq!(lines[0].ratio("ours", "direct"), None);
+        assert_eq!(lines[1].median("stock"), Some(15.0));
         assert!(report.is_clean());
         let json = report.json();
-        assert_eq!(
-            json["lines"][0]["samples"]["ours"],
-            json!([300.0, 100.0, 200.0])
-        );
-        assert_eq!(json["lines"][1]["as_good"], json!(false));
+        let line = &json["lines"][0];
+        assert_eq!(line["samples"]["ours"], json!([300.0, 100.0, 200.0]));
+        assert_eq!(line["by_stock"]["ours"], json!(2.0));
+        assert_eq!(line["ours_by_relay"], Value::Null);
     }
 
     #[test]
-    fn failures_are_shown_and_compared_with_nothing() {
+    fn what_hung_is_no_number_and_no_failure() {
+        let report = report(&[("ours", Ok((1.0, 5.0))), ("stock", Ok((1.0, HUNG)))]);
+        assert!(report.is_clean());
+        let json = report.json();
+        assert_eq!(json["lines"][1]["medians"]["stock"], "hung");
+        // Ours is infinitely faster.
+        assert_eq!(json["lines"][1]["by_stock"]["ours"], json!(0.0));
+        assert_eq!(number(Some(HUNG), 2), "hung");
+    }
+
+    #[test]
+    fn failures_are_told_and_compared_with_nothing() {
         let report = report(&[("ours", Err("it broke")), ("stock", Ok((1.0, 1.0)))]);
         assert!(!report.is_clean());
-        let text = report.to_string();
+        let lines = report.lines();
         assert!(
-            text.contains("FAILED CONNECT download, ours: it broke"),
-            "{text}"
+            lines
+                .iter()
+                .all(|line| line.ratio("ours", "stock").is_none())
         );
-        assert!(report.lines().iter().all(|line| line.as_good().is_none()));
         assert_eq!(report.json()["failures"][0]["error"], "it broke");
     }
 }

@@ -1,9 +1,11 @@
 //! The contenders, and their running programs.
 //!
 //! A tunnel is one server and one agent on loopback with mutual TLS between them and a Unix socket
-//! in front. Every contender gets the same flags and the same log level.
+//! in front. Every pair gets the same flags and the same log level.
 
 use std::any::Any;
+use std::future::Future;
+use std::net::SocketAddr;
 use std::os::unix::fs::symlink;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
@@ -12,9 +14,15 @@ use std::time::Duration;
 use anyhow::{Context as _, anyhow, bail};
 use culvert::lab::client::FrontEnd;
 use culvert_tests::interop::Interop;
-use culvert_tests::{Executable, Mode, Topology, Transport};
+use culvert_tests::ports::Ports;
+use culvert_tests::{Executable, Mode, Program, Topology, Transport};
 use futures_util::FutureExt as _;
 use tempfile::TempDir;
+
+use crate::delay::{Delay, Path};
+use crate::door::Door;
+use crate::endpoint::{ENDPOINT, LISTENING};
+use crate::relay::{self, Relay};
 
 /// The name by which this program is our server.
 pub const SERVER: &str = "culvert-server";
@@ -31,6 +39,9 @@ const AGENT_FLAGS: [&str; 4] = [
     "--probe-interval=1s",
 ];
 
+/// How long a program may take to say where it listens.
+const START_LIMIT: Duration = Duration::from_secs(20);
+
 /// Who made a program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Make {
@@ -38,43 +49,91 @@ enum Make {
     Stock,
 }
 
-/// A pair to be measured.
-#[derive(Debug, Clone, Copy)]
-pub struct Contender {
-    /// Server and agent, or one word where both are of one make.
-    pub name: &'static str,
-    server: Make,
-    agent: Make,
+/// What carries the load.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    /// A server and an agent.
+    Pair { server: Make, agent: Make },
+    /// Something that leads to one endpoint only.
+    Relay(relay::Kind),
+    /// Nothing: the load is on the endpoint itself.
+    Direct,
 }
 
-/// Every pair, ours first.
-pub const CONTENDERS: [Contender; 4] = [
+/// What is measured.
+#[derive(Debug, Clone, Copy)]
+pub struct Contender {
+    /// Server and agent, one word where both are of one make, or what it is instead of them.
+    pub name: &'static str,
+    kind: Kind,
+}
+
+const fn pair(name: &'static str, server: Make, agent: Make) -> Contender {
     Contender {
-        name: "ours",
-        server: Make::Ours,
-        agent: Make::Ours,
+        name,
+        kind: Kind::Pair { server, agent },
+    }
+}
+
+/// The name of the pair that this is all about.
+pub const OURS: &str = "ours";
+/// The name of the pair that it is compared with.
+pub const STOCK: &str = "stock";
+/// The name of the relay that shows what TLS alone costs.
+pub const RELAY: &str = "relay";
+/// The name of the load without anything between it and the endpoint.
+pub const DIRECT: &str = "direct";
+
+/// Every contender, ours first.
+pub const CONTENDERS: [Contender; 7] = [
+    pair(OURS, Make::Ours, Make::Ours),
+    pair(STOCK, Make::Stock, Make::Stock),
+    pair("ours+stock", Make::Ours, Make::Stock),
+    pair("stock+ours", Make::Stock, Make::Ours),
+    Contender {
+        name: RELAY,
+        kind: Kind::Relay(relay::Kind::Tls),
     },
     Contender {
-        name: "stock",
-        server: Make::Stock,
-        agent: Make::Stock,
+        name: "rathole",
+        kind: Kind::Relay(relay::Kind::Rathole),
     },
     Contender {
-        name: "ours+stock",
-        server: Make::Ours,
-        agent: Make::Stock,
-    },
-    Contender {
-        name: "stock+ours",
-        server: Make::Stock,
-        agent: Make::Ours,
+        name: DIRECT,
+        kind: Kind::Direct,
     },
 ];
 
 impl Contender {
-    /// Whether a program of it needs Go to be built.
-    pub fn needs_stock(&self) -> bool {
-        [self.server, self.agent].contains(&Make::Stock)
+    /// Why it cannot be measured here at all, if so.
+    pub fn missing(&self, programs: &Programs) -> Option<&'static str> {
+        match self.kind {
+            Kind::Pair { server, agent } => {
+                let needs_stock = [server, agent].contains(&Make::Stock);
+                (needs_stock && programs.stock.is_none()).then_some("needs Go")
+            }
+            Kind::Relay(kind) => kind.missing(),
+            Kind::Direct => None,
+        }
+    }
+
+    /// Whether it speaks the protocol of a front end; the others have no front end.
+    pub fn is_pair(&self) -> bool {
+        matches!(self.kind, Kind::Pair { .. })
+    }
+
+    /// Whether it has processes, whose time and memory can be asked for.
+    pub fn has_programs(&self) -> bool {
+        self.kind != Kind::Direct
+    }
+
+    /// How many file descriptors its busiest process needs per connection.
+    pub fn descriptors_per_connection(&self) -> u64 {
+        match self.kind {
+            Kind::Pair { .. } => 1,
+            Kind::Relay(_) => 2,
+            Kind::Direct => 0,
+        }
     }
 }
 
@@ -100,13 +159,29 @@ impl Programs {
         let names = tempfile::Builder::new()
             .prefix("culvert-bench-")
             .tempdir()?;
-        for name in [SERVER, AGENT] {
+        for name in [SERVER, AGENT, ENDPOINT] {
             symlink(&this, names.path().join(name)).context("a name for our own program")?;
         }
         Ok(Self {
             names,
             stock: Interop::get(),
         })
+    }
+
+    /// Starts the endpoint of idle connections, and tells where it listens.
+    ///
+    /// # Errors
+    /// When it does not listen.
+    pub async fn endpoint(&self) -> anyhow::Result<(Program, SocketAddr)> {
+        let path = self.names.path().join(ENDPOINT);
+        let starting = async {
+            let program = Program::spawn(path, [""; 0], &[]);
+            let line = program.wait_for_log(LISTENING, START_LIMIT).await;
+            (program, line)
+        };
+        let (program, line) = harness(starting).await?;
+        let address = line.trim_start_matches(LISTENING).parse();
+        Ok((program, address.context("the endpoint's address")?))
     }
 
     fn server(&self, make: Make) -> anyhow::Result<Executable> {
@@ -131,16 +206,27 @@ impl Programs {
     }
 }
 
-/// A running pair. Dropping it kills both programs.
+/// What runs.
+#[derive(Debug)]
+enum Parts {
+    Pair(Box<Topology>),
+    Relay(Box<Relay>),
+    Nothing,
+}
+
+/// A running contender. Dropping it kills its programs.
 #[derive(Debug)]
 pub struct Tunnel {
-    topology: Topology,
-    /// The server's front end.
-    pub socket: PathBuf,
+    parts: Parts,
+    /// Where its load enters.
+    pub door: Door,
+    /// The path between its two halves, if that is a long one.
+    _delay: Option<Delay>,
 }
 
 impl Tunnel {
-    /// Starts a pair and waits until the agent is connected.
+    /// Starts a contender and waits until it can carry something to `target`. Its two halves are joined
+    /// by `path`, or by loopback itself.
     ///
     /// # Errors
     /// When that does not come to be; the program's own words are on stderr.
@@ -148,43 +234,120 @@ impl Tunnel {
         contender: &Contender,
         mode: Mode,
         programs: &Programs,
+        target: SocketAddr,
+        path: Option<Path>,
     ) -> anyhow::Result<Self> {
+        match contender.kind {
+            Kind::Pair { server, agent } => {
+                let (server, agent) = (programs.server(server)?, programs.agent(agent)?);
+                Self::pair(server, agent, mode, path).await
+            }
+            Kind::Relay(kind) => {
+                let mut ports = Ports::default();
+                let middle = SocketAddr::from(([127, 0, 0, 1], ports.next_port()));
+                let delay = Delay::to(middle, path).await?;
+                let entry = delay.as_ref().map_or(middle, Delay::address);
+                let starting = Relay::start(kind, ports, [entry, middle], target);
+                let relay = harness(starting).await??;
+                Ok(Self {
+                    door: relay.door.clone(),
+                    parts: Parts::Relay(Box::new(relay)),
+                    _delay: delay,
+                })
+            }
+            Kind::Direct => {
+                let delay = Delay::to(target, path).await?;
+                Ok(Self {
+                    parts: Parts::Nothing,
+                    door: Door::Plain(delay.as_ref().map_or(target, Delay::address)),
+                    _delay: delay,
+                })
+            }
+        }
+    }
+
+    async fn pair(
+        server: Executable,
+        agent: Executable,
+        mode: Mode,
+        path: Option<Path>,
+    ) -> anyhow::Result<Self> {
+        // The harness chooses the port for agents while it starts. A path needs it before, so that
+        // the agent can be led there; of two flags of one name the last one holds.
+        let mut ports = Ports::default();
+        let listener = SocketAddr::from(([127, 0, 0, 1], ports.next_port()));
+        let delay = Delay::to(listener, path).await?;
+        let (mut server_flags, mut agent_flags) = (SERVER_FLAGS.to_vec(), AGENT_FLAGS.to_vec());
+        let agent_port = format!("--agent-port={}", listener.port());
+        let server_port;
+        if let Some(delay) = &delay {
+            server_port = format!("--proxy-server-port={}", delay.address().port());
+            server_flags.push(&agent_port);
+            agent_flags.push(&server_port);
+        }
         let starting = Topology::builder(mode, Transport::Uds)
-            .server(programs.server(contender.server)?, &SERVER_FLAGS)
-            .agent(programs.agent(contender.agent)?, &AGENT_FLAGS)
+            .server(server, &server_flags)
+            .agent(agent, &agent_flags)
             .start();
-        // The harness reports by panicking; here that must cost one contender only.
-        let started = AssertUnwindSafe(starting).catch_unwind().await;
-        let topology = started.map_err(panic_text)?;
-        let socket = match topology.front_end() {
-            FrontEnd::GrpcUds(path) | FrontEnd::ConnectUds(path) => path.clone(),
+        let topology = harness(starting).await?;
+        let door = match topology.front_end() {
+            FrontEnd::GrpcUds(path) => Door::Grpc(path.clone()),
+            FrontEnd::ConnectUds(path) => Door::Connect(path.clone()),
             other => bail!("not a Unix socket: {other:?}"),
         };
-        Ok(Self { topology, socket })
+        Ok(Self {
+            parts: Parts::Pair(Box::new(topology)),
+            door,
+            _delay: delay,
+        })
     }
 
     /// The processor time that both programs have used so far, in steps of a clock tick (10 ms).
+    /// None where there is no program.
     ///
     /// # Errors
     /// When one of them is gone.
-    pub fn cpu_time(&mut self) -> anyhow::Result<Duration> {
-        let topology = &mut self.topology;
-        living(|| topology.server(0).cpu_time() + topology.agent(0).cpu_time())
+    pub fn cpu_time(&mut self) -> anyhow::Result<Option<Duration>> {
+        let [near, far] = self.ask(Program::cpu_time)?;
+        Ok(near.zip(far).map(|(near, far)| near + far))
     }
 
     /// The resident memory of both programs, in bytes.
     ///
     /// # Errors
     /// When one of them is gone.
-    pub fn rss(&mut self) -> anyhow::Result<u64> {
-        let topology = &mut self.topology;
-        living(|| topology.server(0).rss() + topology.agent(0).rss())
+    pub fn rss(&mut self) -> anyhow::Result<Option<u64>> {
+        let [near, far] = self.ask(Program::rss)?;
+        Ok(near.zip(far).map(|(near, far)| near + far))
+    }
+
+    /// The resident memory of the agent, or of what stands in its place, in bytes.
+    ///
+    /// # Errors
+    /// When it is gone.
+    pub fn agent_rss(&mut self) -> anyhow::Result<Option<u64>> {
+        let [_, far] = self.ask(Program::rss)?;
+        Ok(far)
+    }
+
+    /// Asks the kernel about both programs, which panics when they are gone.
+    fn ask<T>(&mut self, ask: impl Fn(&Program) -> T) -> anyhow::Result<[Option<T>; 2]> {
+        let parts = &mut self.parts;
+        let asking = || match parts {
+            Parts::Pair(topology) => [Some(ask(topology.server(0))), Some(ask(topology.agent(0)))],
+            Parts::Relay(relay) => [Some(ask(&relay.near)), Some(ask(&relay.far))],
+            Parts::Nothing => [None, None],
+        };
+        catch_unwind(AssertUnwindSafe(asking)).map_err(panic_text)
     }
 }
 
-/// Asks the kernel about programs, which panics when they are gone.
-fn living<T>(ask: impl FnOnce() -> T) -> anyhow::Result<T> {
-    catch_unwind(AssertUnwindSafe(ask)).map_err(panic_text)
+/// The harness reports by panicking; here that must cost one measurement only.
+async fn harness<T>(work: impl Future<Output = T>) -> anyhow::Result<T> {
+    AssertUnwindSafe(work)
+        .catch_unwind()
+        .await
+        .map_err(panic_text)
 }
 
 /// What a panic said, as an error.

@@ -1,31 +1,20 @@
-//! The subcommand `tunnel`: its rows, and how one of them is measured.
+//! The subcommand `tunnel`: its options, and whose turn it is.
 //!
-//! All contenders run all the time. Every round measures every row, and every row one contender right
+//! All contenders run all the time; some rows start another one of each. Every round measures every row, and every row one contender right
 //! after the other, beginning with another one each time: what the machine does besides meets all.
 
 use std::path::PathBuf;
-use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
 use clap::{Args, ValueEnum};
 use culvert_tests::Mode;
-use tokio::time::{sleep, timeout};
 
-use crate::load::{Endpoints, Job, Work};
-use crate::report::{Figures, Machine, Metric, Report};
+use crate::endpoint::Endpoints;
+use crate::measure::Lab;
+use crate::report::{Figures, HUNG, Machine, Report, number};
+use crate::rows::{Kind, MEMORY, MEMORY_AFTER, MEMORY_START, MIB, ROWS, Row};
 use crate::topology::{CONTENDERS, Contender, Programs, Tunnel};
-use crate::{driver, load};
-
-/// How long one job may take before its row fails; a tunnel that hangs shall not end the run.
-const JOB_LIMIT: Duration = Duration::from_secs(60);
-
-/// What closes behind the last byte, such as a dial's connections, belongs to the processor time of the
-/// job. This much time after it is added.
-const SETTLE: Duration = Duration::from_millis(100);
-
-/// Bytes per MiB and per GiB.
-const MIB: f64 = (1u64 << 20) as f64;
-const GIB: f64 = (1u64 << 30) as f64;
+use crate::{memory, svg};
 
 /// What to measure.
 #[derive(Debug, Args)]
@@ -35,7 +24,7 @@ pub struct Options {
     rounds: u32,
 
     /// How many seconds of load every measurement is
-    #[arg(long, value_name = "S", default_value_t = 2.5, value_parser = seconds)]
+    #[arg(long, value_name = "S", default_value_t = 1.2, value_parser = seconds)]
     seconds: f64,
 
     /// One round of half a second: shows that everything runs, proves nothing else
@@ -46,6 +35,10 @@ pub struct Options {
     #[arg(long, value_name = "PATH")]
     json: Option<PathBuf>,
 
+    /// Draw the comparison as an SVG file
+    #[arg(long, value_name = "PATH")]
+    svg: Option<PathBuf>,
+
     /// Only this front end
     #[arg(long, value_enum)]
     front: Option<Front>,
@@ -54,7 +47,8 @@ pub struct Options {
     #[arg(long, value_name = "TEXT", default_value = "")]
     row: String,
 
-    /// Only this pair (repeatable): ours, stock, ours+stock, stock+ours (server+agent)
+    /// Only this one (repeatable): ours, stock, ours+stock, stock+ours (server+agent), relay,
+    /// rathole, direct
     #[arg(long = "contender", value_name = "NAME")]
     contenders: Vec<String>,
 }
@@ -68,7 +62,7 @@ fn seconds(text: &str) -> Result<f64, String> {
 
 /// What the load speaks to the server, over a Unix socket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum Front {
+pub enum Front {
     /// HTTP CONNECT
     Connect,
     /// The packet protocol
@@ -76,59 +70,22 @@ enum Front {
 }
 
 impl Front {
-    fn name(self) -> &'static str {
+    /// What the table calls it.
+    pub fn name(self) -> &'static str {
         match self {
             Self::Connect => "CONNECT",
             Self::Grpc => "gRPC",
         }
     }
 
-    fn mode(self) -> Mode {
+    /// The mode in which a server has it.
+    pub fn mode(self) -> Mode {
         match self {
             Self::Connect => Mode::HttpConnect,
             Self::Grpc => Mode::Grpc,
         }
     }
 }
-
-/// One kind of load.
-#[derive(Debug, Clone, Copy)]
-struct Row {
-    name: &'static str,
-    work: Work,
-    connections: u64,
-    /// How much each connection does first, to see how fast the contender is.
-    warm_up: u64,
-}
-
-const fn row(name: &'static str, work: Work, connections: u64, warm_up: u64) -> Row {
-    Row {
-        name,
-        work,
-        connections,
-        warm_up,
-    }
-}
-
-const ROWS: [Row; 7] = [
-    row("download, 1 connection", Work::Download, 1, 32 << 20),
-    row("download, 8 connections", Work::Download, 8, 8 << 20),
-    row("upload, 1 connection", Work::Upload, 1, 32 << 20),
-    row("upload, 8 connections", Work::Upload, 8, 8 << 20),
-    row("64-byte echo, 1 connection", Work::Echo, 1, 500),
-    row("64-byte echo, 8 connections", Work::Echo, 8, 100),
-    row("dial + 1 byte, 8 at a time", Work::Dials, 8, 20),
-];
-
-const RATE: Metric = Metric::higher("MiB/s");
-const CPU_PER_GIB: Metric = Metric::lower("CPU s/GiB");
-const P50: Metric = Metric::lower("p50 us");
-const P99: Metric = Metric::lower("p99 us");
-const CPU_PER_ECHO: Metric = Metric::lower("CPU us/echo");
-const DIAL_RATE: Metric = Metric::higher("dials/s");
-const CPU_PER_DIAL: Metric = Metric::lower("CPU us/dial");
-const MEMORY_START: Metric = Metric::lower("MiB at start");
-const MEMORY_AFTER: Metric = Metric::lower("MiB after");
 
 /// Measures and reports. Whether everything went well.
 ///
@@ -138,29 +95,34 @@ pub async fn run(mut options: Options) -> anyhow::Result<bool> {
     if options.quick {
         (options.rounds, options.seconds) = (1, 0.5);
     }
-    let programs = Programs::find()?;
-    let contenders = options.contenders(&programs)?;
-    let rows = options.rows()?;
-    let bench = Bench {
+    let descriptors = memory::raise_limit();
+    let lab = Lab {
         endpoints: Endpoints::start().await.context("endpoints")?,
-        programs,
-        rounds: options.rounds,
+        programs: Programs::find()?,
         seconds: options.seconds,
+        descriptors,
     };
+    let plan = Plan {
+        contenders: options.contenders(&lab.programs)?,
+        rows: options.rows()?,
+        fronts: options.fronts(&lab.programs),
+        rounds: options.rounds,
+    };
+    match plan.estimate(options.seconds) {
+        seconds @ ..120.0 => eprintln!("this takes about {seconds:.0} seconds"),
+        seconds => eprintln!("this takes about {:.0} minutes", seconds / 60.0),
+    }
     let mut report = Report::new(Machine::this(), options.rounds, options.seconds);
-    let fronts = options
-        .front
-        .map_or(Front::value_variants().to_vec(), |one| vec![one]);
-    for front in fronts {
-        if front == Front::Grpc && bench.programs.stock.is_none() {
-            eprintln!("gRPC rows left out: they need the Go driver");
-            continue;
-        }
-        bench.front(front, &contenders, &rows, &mut report).await;
+    for front in &plan.fronts {
+        plan.front(&lab, *front, &mut report).await;
     }
     print!("{report}");
     if let Some(path) = &options.json {
         let text = format!("{:#}\n", report.json());
+        std::fs::write(path, text).with_context(|| path.display().to_string())?;
+    }
+    if let Some(path) = &options.svg {
+        let text = svg::draw(&report);
         std::fs::write(path, text).with_context(|| path.display().to_string())?;
     }
     Ok(report.is_clean())
@@ -172,68 +134,119 @@ impl Options {
             let known = CONTENDERS.iter().any(|c| c.name == name);
             ensure!(known, "no contender is called {name:?}");
         }
-        let wanted = |c: &Contender| {
-            self.contenders.is_empty() || self.contenders.iter().any(|name| name == c.name)
-        };
         let mut contenders = CONTENDERS.to_vec();
-        contenders.retain(|c| wanted(c) && (programs.stock.is_some() || !c.needs_stock()));
-        ensure!(!contenders.is_empty(), "no contender is left without Go");
+        contenders.retain(|c| {
+            self.contenders.is_empty() || self.contenders.iter().any(|name| name == c.name)
+        });
+        contenders.retain(|contender| {
+            let missing = contender.missing(programs);
+            if let Some(why) = missing {
+                eprintln!("{} left out: {why}", contender.name);
+            }
+            missing.is_none()
+        });
+        ensure!(!contenders.is_empty(), "no contender is left");
         Ok(contenders)
     }
 
     fn rows(&self) -> anyhow::Result<Vec<Row>> {
         let mut rows = ROWS.to_vec();
         rows.retain(|row| row.name.contains(&self.row));
-        ensure!(!rows.is_empty(), "no row has {:?} in its name", self.row);
+        let wanted = !rows.is_empty() || MEMORY.contains(&self.row);
+        ensure!(wanted, "no row has {:?} in its name", self.row);
         Ok(rows)
+    }
+
+    fn fronts(&self, programs: &Programs) -> Vec<Front> {
+        let mut fronts = self
+            .front
+            .map_or(Front::value_variants().to_vec(), |one| vec![one]);
+        if programs.stock.is_none() {
+            eprintln!("gRPC rows left out: they need the Go driver");
+            fronts.retain(|front| *front != Front::Grpc);
+        }
+        fronts
     }
 }
 
-/// What every measurement needs.
-struct Bench {
-    endpoints: Endpoints,
-    programs: Programs,
+/// What is to be measured.
+struct Plan {
+    contenders: Vec<Contender>,
+    rows: Vec<Row>,
+    fronts: Vec<Front>,
     rounds: u32,
-    seconds: f64,
 }
 
 /// A contender that runs.
 struct Running {
-    name: &'static str,
+    contender: Contender,
     tunnel: Tunnel,
-    /// Its memory before any load, in bytes.
-    at_start: u64,
+    /// Its memory before any load, in bytes; none without a program.
+    at_start: Option<u64>,
 }
 
-impl Bench {
+impl Running {
+    async fn start(lab: &Lab, front: Front, contender: Contender) -> anyhow::Result<Self> {
+        let mut tunnel = lab.start(front, &contender).await?;
+        Ok(Self {
+            contender,
+            at_start: tunnel.rss()?,
+            tunnel,
+        })
+    }
+
+    fn memory(&mut self) -> anyhow::Result<Figures> {
+        let after = self.tunnel.rss()?;
+        let figures = [(MEMORY_START, self.at_start), (MEMORY_AFTER, after)];
+        let figures = figures.iter();
+        Ok(figures
+            .filter_map(|(metric, bytes)| Some((*metric, (*bytes)? as f64 / MIB)))
+            .collect())
+    }
+}
+
+impl Plan {
+    /// Whether a contender has a row at a front end. What is no pair has no front end, and is
+    /// measured with the first one; along a long path every front end is compared with nothing at all.
+    fn has(front: Front, row: &Row, contender: &Contender) -> bool {
+        let suits = contender.has_programs() || row.suits_direct();
+        let far = matches!(row.kind, Kind::Far(_)) && !contender.has_programs();
+        suits && (contender.is_pair() || front == Front::Connect || far)
+    }
+
+    /// About how many seconds all of it takes.
+    fn estimate(&self, seconds: f64) -> f64 {
+        let mut total = 0.0;
+        for front in &self.fronts {
+            for row in &self.rows {
+                let contenders = self.contenders.iter();
+                let count = contenders.filter(|c| Self::has(*front, row, c)).count();
+                let times = f64::from(row.rounds(self.rounds)) * count as f64;
+                total += times * row.estimate(seconds);
+            }
+        }
+        total
+    }
+
     /// Measures all rows through one kind of front end.
-    async fn front(
-        &self,
-        front: Front,
-        contenders: &[Contender],
-        rows: &[Row],
-        report: &mut Report,
-    ) {
+    async fn front(&self, lab: &Lab, front: Front, report: &mut Report) {
         let mut running = Vec::new();
-        for contender in contenders {
-            match self.start(front, contender).await {
+        for contender in &self.contenders {
+            if !self.rows.iter().any(|row| Self::has(front, row, contender)) {
+                continue;
+            }
+            match Running::start(lab, front, *contender).await {
                 Ok(started) => running.push(started),
                 Err(error) => report.add(front.name(), "start", contender.name, Err(error)),
             }
         }
         for round in 1..=self.rounds {
-            for row in rows {
+            for row in self.rows.iter().filter(|r| round <= r.rounds(self.rounds)) {
                 for contender in &mut running {
-                    let figures = self.measure(front, row, &mut contender.tunnel).await;
-                    eprintln!(
-                        "{round}/{} {} {}, {}: {}",
-                        self.rounds,
-                        front.name(),
-                        row.name,
-                        contender.name,
-                        describe(&figures)
-                    );
-                    report.add(front.name(), row.name, contender.name, figures);
+                    if Self::has(front, row, &contender.contender) {
+                        self.measure(lab, (front, row, round), contender, report)
+                            .await;
+                    }
                 }
                 if !running.is_empty() {
                     running.rotate_left(1);
@@ -241,78 +254,44 @@ impl Bench {
             }
         }
         for contender in &mut running {
-            let figures = contender.tunnel.rss().map(|after| {
-                vec![
-                    (MEMORY_START, contender.at_start as f64 / MIB),
-                    (MEMORY_AFTER, after as f64 / MIB),
-                ]
-            });
-            report.add(front.name(), "memory", contender.name, figures);
+            if contender.at_start.is_some() {
+                let name = contender.contender.name;
+                report.add(front.name(), MEMORY, name, contender.memory());
+            }
         }
     }
 
-    async fn start(&self, front: Front, contender: &Contender) -> anyhow::Result<Running> {
-        let mut tunnel = Tunnel::start(contender, front.mode(), &self.programs).await?;
-        Ok(Running {
-            name: contender.name,
-            at_start: tunnel.rss()?,
-            tunnel,
-        })
-    }
-
-    /// Measures one row of one contender: warms it up twice, the second time knowing how fast it is
-    /// by and large, and then gives it work for the wanted time.
+    /// Measures one row of one contender, and gives it new programs if it hangs or fails.
     async fn measure(
         &self,
-        front: Front,
-        row: &Row,
-        tunnel: &mut Tunnel,
-    ) -> anyhow::Result<Figures> {
-        let mut job = Job {
-            work: row.work,
-            connections: row.connections,
-            amount: row.warm_up,
-        };
-        for wanted in [self.seconds / 4.0, self.seconds] {
-            let done = self.work(front, tunnel, job).await.context("warm-up")?;
-            let factor = wanted / done.elapsed.as_secs_f64().max(1e-6);
-            job.amount = ((job.amount as f64 * factor) as u64).max(1);
-        }
-        let before = tunnel.cpu_time()?;
-        let done = self.work(front, tunnel, job).await?;
-        sleep(SETTLE).await;
-        let cpu = (tunnel.cpu_time()? - before).as_secs_f64();
-        let (total, elapsed) = (job.total() as f64, done.elapsed.as_secs_f64());
-        Ok(match row.work {
-            Work::Download | Work::Upload => vec![
-                (RATE, total / MIB / elapsed),
-                (CPU_PER_GIB, cpu / (total / GIB)),
-            ],
-            Work::Echo => vec![
-                (P50, done.p50_us),
-                (P99, done.p99_us),
-                (CPU_PER_ECHO, cpu * 1e6 / total),
-            ],
-            Work::Dials => vec![
-                (DIAL_RATE, total / elapsed),
-                (CPU_PER_DIAL, cpu * 1e6 / total),
-            ],
-        })
-    }
-
-    async fn work(&self, front: Front, tunnel: &Tunnel, job: Job) -> anyhow::Result<load::Done> {
-        let socket = &tunnel.socket;
-        let work = async {
-            match front {
-                Front::Connect => load::run(socket, &self.endpoints, job).await,
-                Front::Grpc => {
-                    let stock = self.programs.stock.context("the driver needs Go")?;
-                    driver::run(stock, socket, self.endpoints.raw(), job).await
-                }
+        lab: &Lab,
+        (front, row, round): (Front, &Row, u32),
+        running: &mut Running,
+        report: &mut Report,
+    ) {
+        let contender = running.contender;
+        let figures = lab
+            .measure(front, row, &contender, &mut running.tunnel)
+            .await;
+        eprintln!(
+            "{round}/{} {} {}, {}: {}",
+            row.rounds(self.rounds),
+            front.name(),
+            row.name,
+            contender.name,
+            describe(&figures)
+        );
+        let usable = figures
+            .as_ref()
+            .is_ok_and(|figures| figures.iter().all(|(_, value)| *value != HUNG));
+        report.add(front.name(), row.name, contender.name, figures);
+        if !usable && !row.is_fresh() {
+            match lab.start(front, &contender).await {
+                Ok(tunnel) => running.tunnel = tunnel,
+                // It stays as it is, and its next row fails.
+                Err(error) => report.add(front.name(), "restart", contender.name, Err(error)),
             }
-        };
-        let done = timeout(JOB_LIMIT, work).await;
-        done.with_context(|| format!("no end within {JOB_LIMIT:?}"))?
+        }
     }
 }
 
@@ -322,7 +301,7 @@ fn describe(figures: &anyhow::Result<Figures>) -> String {
         Ok(figures) => {
             let texts: Vec<String> = figures
                 .iter()
-                .map(|(metric, value)| format!("{value:.1} {}", metric.name))
+                .map(|(metric, value)| format!("{} {}", number(Some(*value), 1), metric.name))
                 .collect();
             texts.join(", ")
         }

@@ -4,6 +4,7 @@
 //! |---|---|
 //! | [`wire`] | the packet dialect's codec-level parts: ids, half-close marker, the `:authority` rewriter |
 //! | [`tunnel`] | close reasons, byte-bounded queues, the pump between two halves |
+//! | [`native`] | the transport between our own two ends: one HTTP/2 stream per connection |
 //! | [`net`] | listeners, dialing with Go-shaped errors, the CONNECT request head, outbound proxies |
 //! | [`tls`] | identities, trust, cipher suites |
 //! | [`flags`] | pflag-compatible value parsers and the klog flags |
@@ -13,6 +14,7 @@
 
 pub mod admin;
 pub mod flags;
+pub mod native;
 pub mod net;
 pub mod runtime;
 pub mod telemetry;

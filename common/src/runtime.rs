@@ -1,5 +1,7 @@
 //! What both programs run on: start-up, tracked tasks, signals, the process's limits.
 
+pub mod shards;
+
 use std::fmt;
 use std::io::{self, Write as _};
 use std::process::ExitCode;
@@ -9,6 +11,11 @@ use tokio_util::task::TaskTracker;
 use tracing::{error, info, warn};
 
 use crate::telemetry::logging::{self, LogConfig};
+
+/// glibc's allocator maps, faults in and gives back the buffers of bulk again and again, which
+/// costs more than their encryption (docs/tuning.md).
+#[global_allocator]
+static ALLOCATOR: tikv_jemallocator::Jemalloc = tikv_jemallocator::Jemalloc;
 
 /// Runs hyper's per-stream work on tracked tasks, so that a shutdown can await all of it.
 #[derive(Clone, Debug)]
@@ -84,7 +91,10 @@ where
         warn!("{warning}");
     }
     raise_open_file_limit();
-    let runtime = match tokio::runtime::Runtime::new() {
+    let runtime = match tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+    {
         Ok(runtime) => runtime,
         Err(error) => {
             error!(%error, "cannot start the runtime");

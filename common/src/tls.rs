@@ -60,6 +60,10 @@ pub struct TlsOptions {
     pub cipher_suites: Vec<String>,
 }
 
+/// What a connection's TLS may encrypt ahead of its socket. rustls's own bound of 64 KiB is less
+/// than one frame of the tunnel with its header: the rest would travel as a segment of its own.
+pub const BUFFER_BYTES: usize = 256 * 1024;
+
 /// Why TLS material can not be used. The texts name the file and say what to do.
 #[derive(Debug, thiserror::Error)]
 pub enum TlsError {

@@ -4,8 +4,11 @@
 //! Front ends and backends adapt their protocols to these traits; none of them knows another.
 //! Chunks are [`Bytes`], so that an adapter can hand over a buffer without copying it.
 
+pub mod excess;
 pub mod first_word;
+pub mod inbox;
 pub mod io;
+pub mod memory;
 pub mod pump;
 pub mod queue;
 
@@ -19,7 +22,7 @@ use bytes::Bytes;
 pub const CLOSE_STALL: Duration = Duration::from_secs(30);
 
 /// How long the other end of a shared stream may take no packet at all before those who wait for
-/// it give up. Longer than a full connection may hold the stream up.
+/// it give the stream up. Long: a stock peer stops reading while one of its connections is full.
 pub const PEER_STALL: Duration = Duration::from_secs(60);
 
 /// How long a connection may live with one direction ended and nothing moving in the other. TCP
@@ -55,6 +58,10 @@ pub enum CloseReason {
     ServerLost,
     /// One side took no bytes for longer than the stall deadline while its buffer was full.
     Stalled,
+    /// One side took bytes, but more slowly than they came through a packet stream, which can not
+    /// be slowed down for one connection: its budget was exceeded for too long, or by more than
+    /// there is room for.
+    BufferExceeded,
     /// One direction had ended and nothing moved in the other for [`HALF_OPEN_IDLE`].
     HalfOpenIdle,
     /// A peer broke the rules of its protocol.
@@ -65,7 +72,7 @@ pub enum CloseReason {
 
 impl CloseReason {
     /// Every reason, for registering metrics.
-    pub const ALL: [Self; 11] = [
+    pub const ALL: [Self; 12] = [
         Self::Finished,
         Self::ClientClosed,
         Self::ClientLost,
@@ -74,6 +81,7 @@ impl CloseReason {
         Self::AgentLost,
         Self::ServerLost,
         Self::Stalled,
+        Self::BufferExceeded,
         Self::HalfOpenIdle,
         Self::ProtocolError,
         Self::Shutdown,
@@ -90,6 +98,7 @@ impl CloseReason {
             Self::AgentLost => "agent_lost",
             Self::ServerLost => "server_lost",
             Self::Stalled => "stalled",
+            Self::BufferExceeded => "buffer_exceeded",
             Self::HalfOpenIdle => "half_open_idle",
             Self::ProtocolError => "protocol_error",
             Self::Shutdown => "shutdown",
@@ -113,6 +122,13 @@ pub trait Source: Send {
     /// After [`recv`](Self::recv) gave `None`: resolves if the whole connection ends although
     /// the other direction is still open. By default it never does.
     fn aborted(&mut self) -> impl Future<Output = CloseReason> + Send {
+        std::future::pending()
+    }
+
+    /// Runs while the sink is busy with the last chunk: an adapter may take what has arrived
+    /// meanwhile, within its bound. Resolves if the connection was aborted, so that nothing more
+    /// comes than what [`recv`](Self::recv) still gives. Cancel safe.
+    fn fill(&mut self) -> impl Future<Output = ()> + Send {
         std::future::pending()
     }
 }

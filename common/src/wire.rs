@@ -3,17 +3,24 @@
 //! kube-apiserver's streams.
 
 pub mod authority;
+pub mod grpc;
 
 use bytes::Bytes;
+pub use culvert_proto::PacketType;
 use culvert_proto::packet::Payload;
 use culvert_proto::{
     CloseDial, CloseRequest, CloseResponse, Data, DialRequest, DialResponse, Drain, Packet,
-    PacketType,
 };
 
 /// The most tunnelled bytes we put into one DATA packet. Stock peers accept messages of 4 MiB but
 /// queue whole packets, so larger ones would only cost them memory; smaller ones cost both CPU.
-pub const MAX_DATA_BYTES: usize = 64 * 1024;
+/// With its head, a packet fills one HTTP/2 frame of ours, or four of a stock peer, and leaves no
+/// small rest for another one: the receiver need not gather it.
+pub const MAX_DATA_BYTES: usize = 64 * 1024 - 64;
+
+/// The most that stock front ends put into one DATA packet; what a flag that counts packets means
+/// in bytes.
+pub const STOCK_DATA_BYTES: usize = 32 * 1024;
 
 /// The largest message we accept: what a stock peer accepts (grpc-go's 4 MiB default) of payload,
 /// and room for the fields around it.

@@ -3,34 +3,35 @@
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
 
 use anyhow::Context as _;
 use culvert_common::admin;
+use culvert_common::native::{self, readahead::ReadAhead};
 use culvert_common::net::listen::{Accepted, Listener};
+use culvert_common::runtime::shards::Shards;
 use culvert_common::tls::{self, Identity, TrustBundle};
+use culvert_common::tunnel::excess::Pool;
+use culvert_common::tunnel::memory::{Buffers, Stream};
+use culvert_common::tunnel::queue::ANSWER_BYTES;
+use culvert_common::wire::STOCK_DATA_BYTES;
 use culvert_common::wire::authority::AuthorityStream;
-use culvert_common::wire::{MAX_DATA_BYTES, MAX_MESSAGE_BYTES};
-use culvert_proto::agent_service_server::AgentServiceServer;
-use culvert_proto::proxy_service_server::ProxyServiceServer;
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
-use tracing::info;
+use tracing::{info, warn};
 
 use crate::backend::Registry;
-use crate::backend::agent::Limits;
+use crate::backend::agent::{self, Limits};
+use crate::backend::native::HELD_BYTES;
 use crate::backend::service::Agents;
 use crate::config::{self, Config, Mode};
-use crate::frontend::{Frontend, grpc::Proxy, http_connect};
-use crate::listener::Door;
-use crate::metrics::{self, ServerMetrics, Strategy};
+use crate::frontend::{Frontend, grpc, grpc::Proxy, http_connect};
+use crate::listener::{AGENT_WINDOW_BYTES, CLIENT_WINDOW_BYTES, Door};
+use crate::metrics::{self, ServerMetrics, ServiceMethod, Strategy};
 use crate::router::Router;
 
-/// How long a connection that is full may hold up its agent's stream while its client takes
-/// nothing; then it alone is closed. Clients of kube-apiserver's library give up after the same
-/// time.
-const STALL: Duration = Duration::from_secs(10);
+/// What HTTP/2 takes to send on one stream before it is written: hyper's default for servers.
+const HTTP_SEND_BYTES: usize = 400 * 1024;
 
 /// Bounds of what may wait for one connection, in bytes; `--xfr-channel-size` moves between them.
 const CONNECTION_BYTES: std::ops::RangeInclusive<usize> = 256 * 1024..=16 * 1024 * 1024;
@@ -65,6 +66,7 @@ pub struct Bound {
     agent_tls: Arc<rustls::ServerConfig>,
     health: TcpListener,
     admin: TcpListener,
+    shards: Arc<Shards>,
 }
 
 impl Bound {
@@ -73,12 +75,19 @@ impl Bound {
     /// # Errors
     /// When a file can not be used or an address is taken; the text says which and what to do.
     pub async fn bind(config: Config) -> anyhow::Result<Self> {
+        let shards = Shards::start(config.worker_threads)
+            .context("cannot start --worker-threads threads")?;
         let metrics = Arc::new(ServerMetrics::new(&[Strategy::Default])?);
         let agent_files = &config.agent_listener;
         let agent_ca = agent_files.ca.as_ref().map(TrustBundle::load).transpose()?;
         let identity = Identity::load(&agent_files.cert, &agent_files.key)
             .context("agents connect over TLS: give --cluster-cert and --cluster-key")?;
-        let agent_tls = tls::server_config(&identity, agent_ca.as_ref(), &[b"h2"], &config.tls)?;
+        let agent_tls = tls::server_config(
+            &identity,
+            agent_ca.as_ref(),
+            &[native::ALPN, b"h2"],
+            &config.tls,
+        )?;
         let (frontend, frontend_tls) = bind_frontend(&config).await?;
         let agent = admin::bind(
             &agent_files.bind.host,
@@ -108,11 +117,13 @@ impl Bound {
             agent_tls,
             health,
             admin,
+            shards: Arc::new(shards),
         })
     }
 
     /// Serves until the token fires, then cuts what is left and awaits every task.
     pub async fn run(self, shutdown: CancellationToken) {
+        let shards = self.shards;
         let tasks = TaskTracker::new();
         let metrics = self.metrics;
         let config = self.config;
@@ -123,7 +134,14 @@ impl Bound {
             server_count: config.server_count,
             limits: Limits {
                 connection_bytes: connection_bytes(config.xfr_channel_size),
-                stall: STALL,
+                stall: config.stall_timeout,
+                excess: Pool::new(
+                    config.excess_buffer_bytes,
+                    metrics.streams.excess_bytes.clone(),
+                    metrics
+                        .full_receive_channels(ServiceMethod::Connect)
+                        .clone(),
+                ),
             },
             tasks: tasks.clone(),
             metrics: metrics.clone(),
@@ -165,13 +183,16 @@ impl Bound {
             server_id = config.server_id,
             "serving"
         );
+        buffers(&config).log();
         tasks.spawn(serve_frontend(
             self.frontend,
             config.mode,
             front_door,
             frontend,
+            registry.clone(),
+            shards.clone(),
         ));
-        tasks.spawn(serve_agents(self.agent, agent_door, agents));
+        tasks.spawn(serve_agents(self.agent, agent_door, agents, shards));
         let page = metrics.registry().clone();
         tasks.spawn({
             let (page, shutdown) = (page.clone(), shutdown.clone());
@@ -214,65 +235,131 @@ async fn bind_frontend(
     }
 }
 
-async fn serve_frontend(listener: Listener, mode: Mode, door: Arc<Door>, frontend: Arc<Frontend>) {
-    let service = ProxyServiceServer::new(Proxy::new(frontend.clone()))
-        .max_decoding_message_size(MAX_MESSAGE_BYTES);
+async fn serve_frontend(
+    listener: Listener,
+    mode: Mode,
+    door: Arc<Door>,
+    frontend: Arc<Frontend>,
+    registry: Arc<Registry>,
+    shards: Arc<Shards>,
+) {
+    let service = Proxy::new(frontend.clone());
     let (tasks, shutdown) = (door.tasks.clone(), door.shutdown.clone());
     let handle = |accepted| {
         let (door, frontend, service) = (door.clone(), frontend.clone(), service.clone());
-        tasks.spawn(async move {
-            match (accepted, mode) {
-                (Accepted::Unix(stream), Mode::Grpc) => {
-                    let stream = AuthorityStream::new(stream);
-                    door.serve_grpc(stream, "unix", service).await;
-                }
-                (Accepted::Unix(stream), Mode::HttpConnect) => {
-                    let (read, write) = stream.into_split();
-                    http_connect::serve(&door, &frontend, read, write, "unix").await;
-                }
-                (Accepted::Tcp(stream, peer), mode) => {
-                    let peer = peer.to_string();
-                    let Some(stream) = door.handshake(stream, &peer).await else {
-                        return;
-                    };
-                    match mode {
-                        Mode::Grpc => {
-                            let stream = AuthorityStream::new(stream);
-                            door.serve_grpc(stream, &peer, service).await;
-                        }
-                        Mode::HttpConnect => {
-                            let (read, write) = tokio::io::split(stream);
-                            http_connect::serve(&door, &frontend, read, write, &peer).await;
+        let shard = registry.shard().unwrap_or_else(|| shards.next());
+        on_shard(
+            &shards,
+            shard,
+            &tasks,
+            accepted,
+            move |accepted| async move {
+                match (accepted, mode) {
+                    (Accepted::Unix(stream), Mode::Grpc) => {
+                        let stream = AuthorityStream::new(stream);
+                        door.serve_grpc(stream, "unix", service).await;
+                    }
+                    (Accepted::Unix(stream), Mode::HttpConnect) => {
+                        let (read, write) = stream.into_split();
+                        http_connect::serve(&door, &frontend, read, write, "unix").await;
+                    }
+                    (Accepted::Tcp(stream, peer), mode) => {
+                        let peer = peer.to_string();
+                        let Some(stream) = door.handshake(stream, &peer).await else {
+                            return;
+                        };
+                        match mode {
+                            Mode::Grpc => {
+                                let stream = AuthorityStream::new(stream);
+                                door.serve_grpc(stream, &peer, service).await;
+                            }
+                            Mode::HttpConnect => {
+                                let (read, write) = tokio::io::split(stream);
+                                http_connect::serve(&door, &frontend, read, write, &peer).await;
+                            }
                         }
                     }
                 }
-            }
-        });
+            },
+        );
     };
     listener.serve(shutdown, handle).await;
 }
 
-async fn serve_agents(listener: Listener, door: Arc<Door>, agents: Agents) {
-    let service = AgentServiceServer::new(agents).max_decoding_message_size(MAX_MESSAGE_BYTES);
+async fn serve_agents(listener: Listener, door: Arc<Door>, agents: Agents, shards: Arc<Shards>) {
     let (tasks, shutdown) = (door.tasks.clone(), door.shutdown.clone());
     let handle = |accepted| {
-        let Accepted::Tcp(stream, peer) = accepted else {
-            return;
-        };
-        let (door, service) = (door.clone(), service.clone());
-        tasks.spawn(async move {
-            let peer = peer.to_string();
-            if let Some(stream) = door.handshake(stream, &peer).await {
-                door.serve_grpc(stream, &peer, service).await;
-            }
-        });
+        let (door, agents) = (door.clone(), agents.clone());
+        let shard = shards.next();
+        on_shard(
+            &shards,
+            shard,
+            &tasks,
+            accepted,
+            move |accepted| async move {
+                let Accepted::Tcp(stream, peer) = accepted else {
+                    return;
+                };
+                let peer = peer.to_string();
+                let Some(stream) = door.handshake(ReadAhead::new(stream), &peer).await else {
+                    return;
+                };
+                if stream.get_ref().1.alpn_protocol() == Some(native::ALPN) {
+                    agents.serve_native(&door, stream, &peer).await;
+                } else {
+                    door.serve_grpc(stream, &peer, agents).await;
+                }
+            },
+        );
     };
     listener.serve(shutdown, handle).await;
+}
+
+/// Serves a connection on a shard, from its first byte on.
+fn on_shard<F, T>(shards: &Shards, shard: usize, tasks: &TaskTracker, accepted: Accepted, serve: F)
+where
+    F: FnOnce(Accepted) -> T + Send + 'static,
+    T: Future<Output = ()> + Send + 'static,
+{
+    let moves = shard != Shards::current();
+    shards.spawn(shard, tasks, async move {
+        let accepted = if moves {
+            accepted.rebind()
+        } else {
+            Ok(accepted)
+        };
+        match accepted {
+            Ok(accepted) => serve(accepted).await,
+            Err(error) => warn!(%error, "cannot serve an accepted connection"),
+        }
+    });
+}
+
+/// What docs/architecture.md says of memory.
+fn buffers(config: &Config) -> Buffers {
+    Buffers {
+        connection_budget: connection_bytes(config.xfr_channel_size),
+        client: match config.mode {
+            Mode::Grpc => Stream {
+                window: CLIENT_WINDOW_BYTES as usize,
+                outgoing: grpc::OUTGOING_BYTES,
+                http: HTTP_SEND_BYTES,
+            },
+            Mode::HttpConnect => Stream::default(),
+        },
+        stream: Stream {
+            window: AGENT_WINDOW_BYTES as usize,
+            outgoing: agent::OUTGOING_BYTES + ANSWER_BYTES,
+            http: HTTP_SEND_BYTES,
+        },
+        excess: config.excess_buffer_bytes,
+        native_held: HELD_BYTES,
+    }
 }
 
 /// Upstream's flag counts packets; ours are bounded in bytes.
 fn connection_bytes(packets: usize) -> usize {
     packets
-        .saturating_mul(MAX_DATA_BYTES / 2)
+        .saturating_mul(STOCK_DATA_BYTES)
         .clamp(*CONNECTION_BYTES.start(), *CONNECTION_BYTES.end())
 }

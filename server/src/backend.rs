@@ -4,28 +4,50 @@
 //! whose drop removes it. One agent id may have several streams side by side.
 
 pub mod agent;
+mod connection;
 pub mod mux;
+pub mod native;
 pub mod service;
 
 use std::collections::HashSet;
 use std::sync::Arc;
 
+use culvert_common::runtime::shards::Shards;
+use culvert_common::tunnel::Dial;
 use parking_lot::Mutex;
+use tokio::time::Instant;
 use tracing::info;
 
-use self::agent::AgentStream;
+use self::agent::{AgentStream, Hello, StreamDialError};
+pub use self::connection::{Connection, ToEndpoint};
+use self::native::NativeAgent;
 use crate::metrics::{ServerMetrics, Strategy};
+
+/// One way to one agent.
+#[derive(Clone)]
+pub enum Backend {
+    /// A shared stream of packets: a stock agent.
+    Packet(Arc<AgentStream>),
+    /// A connection with a stream for each dial: an agent of ours.
+    Native(Arc<NativeAgent>),
+}
 
 /// The streams of all agents.
 pub struct Registry {
-    streams: Mutex<Vec<Arc<AgentStream>>>,
+    streams: Mutex<Vec<Entry>>,
     metrics: Arc<ServerMetrics>,
+}
+
+struct Entry {
+    stream: Backend,
+    /// Where its connection is served.
+    shard: usize,
 }
 
 /// A stream's place in the registry.
 pub struct Registration {
     registry: Arc<Registry>,
-    stream: Arc<AgentStream>,
+    stream: Backend,
 }
 
 /// How willingly a stream is chosen; smaller is better.
@@ -33,6 +55,66 @@ pub struct Registration {
 struct Rank {
     draining: bool,
     silent: bool,
+}
+
+// === impl Backend ===
+
+impl Backend {
+    /// Unique in this process.
+    pub fn serial(&self) -> u64 {
+        match self {
+            Self::Packet(stream) => stream.serial,
+            Self::Native(agent) => agent.serial,
+        }
+    }
+
+    /// What the agent said of itself.
+    pub fn hello(&self) -> &Hello {
+        match self {
+            Self::Packet(stream) => &stream.hello,
+            Self::Native(agent) => &agent.hello,
+        }
+    }
+
+    /// Opens a connection. Dropping the future gives the dial up.
+    ///
+    /// # Errors
+    /// See [`StreamDialError`].
+    pub async fn dial(
+        &self,
+        dial: &Dial,
+        deadline: Instant,
+    ) -> Result<Connection, StreamDialError> {
+        match self {
+            Self::Packet(stream) => stream.dial(dial, deadline).await.map(Connection::from),
+            Self::Native(agent) => agent.dial(dial, deadline).await,
+        }
+    }
+
+    /// Gives up an agent that takes nothing: it can not be told, so its connection is cut.
+    pub fn abandon(&self) {
+        match self {
+            Self::Packet(stream) => stream.abandon(),
+            Self::Native(agent) => agent.abandon(),
+        }
+    }
+
+    fn is_silent(&self) -> bool {
+        match self {
+            Self::Packet(stream) => stream.is_silent(),
+            Self::Native(agent) => agent.is_silent(),
+        }
+    }
+
+    fn rank(&self) -> Rank {
+        Rank {
+            draining: match self {
+                Self::Packet(stream) => stream.is_draining(),
+                Self::Native(agent) => agent.is_draining(),
+            },
+            silent: self.is_silent(),
+        }
+    }
 }
 
 // === impl Registry ===
@@ -47,15 +129,19 @@ impl Registry {
     }
 
     /// Adds a stream until the registration is dropped.
-    pub fn register(self: &Arc<Self>, stream: Arc<AgentStream>) -> Registration {
+    pub fn register(self: &Arc<Self>, stream: Backend) -> Registration {
         {
             let mut streams = self.streams.lock();
-            streams.push(stream.clone());
+            streams.push(Entry {
+                stream: stream.clone(),
+                shard: Shards::current(),
+            });
             self.report(&streams);
         }
         info!(
-            agent = stream.hello.agent_id,
-            stream = stream.serial,
+            agent = stream.hello().agent_id,
+            stream = stream.serial(),
+            native = matches!(stream, Backend::Native(_)),
             "agent connected"
         );
         Registration {
@@ -69,44 +155,62 @@ impl Registry {
         !self.streams.lock().is_empty()
     }
 
-    /// Chooses a stream for a dial, leaving out the serials in `tried`: any agent with equal
-    /// chance, but one that neither drains nor is silent before all others. Of one agent's
-    /// streams the oldest wins: a newer one may be a probe that the agent is about to close.
-    pub fn choose(&self, tried: &[u64]) -> Option<Arc<AgentStream>> {
+    /// Where a new client is best served: with any agent, chosen with equal chance.
+    pub fn shard(&self) -> Option<usize> {
         let streams = self.streams.lock();
+        if streams.is_empty() {
+            return None;
+        }
+        let index = rand::random_range(0..streams.len());
+        streams.get(index).map(|entry| entry.shard)
+    }
+
+    /// Chooses a stream for a dial, leaving out the serials in `tried`: any agent with equal
+    /// chance, but one that neither drains nor is silent before all others, and among these one
+    /// that the calling thread serves. Of one agent's streams the oldest wins: a newer one may be a
+    /// probe that the agent is about to close.
+    pub fn choose(&self, tried: &[u64]) -> Option<Backend> {
+        let streams = self.streams.lock();
+        let here = Shards::current();
         let mut best: Option<Rank> = None;
-        let mut candidates: Vec<&Arc<AgentStream>> = Vec::new();
-        for stream in streams.iter().filter(|s| !tried.contains(&s.serial)) {
-            let rank = Rank {
-                draining: stream.is_draining(),
-                silent: stream.is_silent(),
-            };
+        let mut candidates: Vec<&Entry> = Vec::new();
+        for entry in streams.iter() {
+            let stream = &entry.stream;
+            if tried.contains(&stream.serial()) {
+                continue;
+            }
+            let rank = stream.rank();
             if best.is_none_or(|best| rank < best) {
                 best = Some(rank);
                 candidates.clear();
             }
-            let known = |c: &&Arc<AgentStream>| c.hello.agent_id == stream.hello.agent_id;
+            let known = |c: &&Entry| c.stream.hello().agent_id == stream.hello().agent_id;
             if best == Some(rank) && !candidates.iter().any(known) {
-                candidates.push(stream);
+                candidates.push(entry);
             }
+        }
+        if candidates.iter().any(|entry| entry.shard == here) {
+            candidates.retain(|entry| entry.shard == here);
         }
         if candidates.is_empty() {
             return None;
         }
         let index = rand::random_range(0..candidates.len());
-        candidates.get(index).map(|stream| Arc::clone(stream))
+        candidates.get(index).map(|entry| entry.stream.clone())
     }
 
     /// Whether a dial that fails on one stream could be tried on another one.
     pub fn has_other(&self, tried: &[u64]) -> bool {
         let streams = self.streams.lock();
-        streams
-            .iter()
-            .any(|s| !tried.contains(&s.serial) && !s.is_silent())
+        let mut others = streams.iter().map(|entry| &entry.stream);
+        others.any(|s| !tried.contains(&s.serial()) && !s.is_silent())
     }
 
-    fn report(&self, streams: &[Arc<AgentStream>]) {
-        let ids: HashSet<&str> = streams.iter().map(|s| s.hello.agent_id.as_str()).collect();
+    fn report(&self, streams: &[Entry]) {
+        let ids: HashSet<&str> = streams
+            .iter()
+            .map(|entry| entry.stream.hello().agent_id.as_str())
+            .collect();
         let count = ids.len() as f64;
         self.metrics.ready_backends(Strategy::Default).set(count);
         self.metrics.ready_backend_connections.set(count);
@@ -116,7 +220,7 @@ impl Registry {
 impl Drop for Registration {
     fn drop(&mut self) {
         let mut streams = self.registry.streams.lock();
-        streams.retain(|stream| stream.serial != self.stream.serial);
+        streams.retain(|entry| entry.stream.serial() != self.stream.serial());
         self.registry.report(&streams);
     }
 }

@@ -47,6 +47,13 @@ pub struct Config {
     pub tls: TlsOptions,
     /// Packets buffered per agent stream and per front-end stream. Default 10, at most [`XFR_CHANNEL_SIZE_MAX`].
     pub xfr_channel_size: usize,
+    /// Bytes that connections may queue beyond their own budgets, all together. Smaller closes connections over short
+    /// bursts, larger costs memory while clients are slow. Default 64 MiB.
+    pub excess_buffer_bytes: usize,
+    /// How long a connection may exceed its budget without a pause. Longer keeps the pool occupied. Default 10 s.
+    pub stall_timeout: Duration,
+    /// Threads that carry connections; 0, the default, is one for each processor, 4 at most.
+    pub worker_threads: usize,
     /// Bound on sending a dial to an agent and on its answer. `None` (the default) does not bound it.
     pub backend_dial_timeout: Option<Duration>,
     /// Where log lines go and how many of them.
@@ -144,6 +151,9 @@ impl Config {
             server_count,
             tls,
             xfr_channel_size,
+            excess_buffer_bytes,
+            stall_timeout,
+            worker_threads,
             backend_dial_timeout,
             logging,
             warnings: _,
@@ -168,6 +178,9 @@ impl Config {
             format!("tls-min-version={}", tls.min_version.name()),
             format!("cipher-suites={}", tls.cipher_suites.join(",")),
             format!("xfr-channel-size={xfr_channel_size}"),
+            format!("excess-buffer-bytes={excess_buffer_bytes}"),
+            format!("stall-timeout={}", GoDuration::from(*stall_timeout)),
+            format!("worker-threads={worker_threads}"),
             format!(
                 "backend-dial-timeout={}",
                 GoDuration::from(backend_dial_timeout.unwrap_or_default())

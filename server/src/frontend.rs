@@ -16,7 +16,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tracing::{debug, warn};
 
-use crate::backend::agent::Connection;
+use crate::backend::Connection;
 use crate::metrics::ServerMetrics;
 use crate::router::{DialError, Router};
 
@@ -80,17 +80,30 @@ impl Frontend {
         let mut up = Meter::new(bytes(Direction::ToEndpoint));
         let mut down = Meter::new(bytes(Direction::FromEndpoint));
         let started = Instant::now();
-        let reason = tokio::select! {
-            reason = pump(client, (&mut source, &mut sink), &mut up, &mut down) => reason,
-            reason = cut.due() => reason,
-            () = client_gone => CloseReason::ClientLost,
-            () = self.shutdown.cancelled() => CloseReason::Shutdown,
+        let (reason, overdue) = tokio::select! {
+            reason = pump(client, (&mut source, &mut sink), &mut up, &mut down) => (reason, false),
+            reason = cut.due() => (reason, true),
+            () = client_gone => (CloseReason::ClientLost, false),
+            () = self.shutdown.cancelled() => (CloseReason::Shutdown, false),
         };
+        if overdue {
+            warn!(
+                connection = id,
+                agent = sink.agent_id(),
+                address = dial.address,
+                reason = %reason,
+                from_endpoint = down.bytes,
+                "the client takes bytes more slowly than its endpoint sends them: closing this \
+                 connection, others go on. A stock agent can not be slowed down for one \
+                 connection, a culvert-agent with flow control for each one is. For longer \
+                 bursts raise --excess-buffer-bytes or --stall-timeout"
+            );
+        }
         self.closed(reason);
         debug!(
             connection = id,
             agent = sink.agent_id(),
-            agent_connection = sink.connection().0,
+            agent_connection = sink.connection(),
             address = dial.address,
             reason = %reason,
             to_endpoint = up.bytes,
@@ -98,6 +111,7 @@ impl Frontend {
             seconds = started.elapsed().as_secs_f64(),
             "connection closed"
         );
+        sink.end(reason, &self.tasks);
         reason
     }
 

@@ -1,6 +1,8 @@
 //! From an accepted socket to a served protocol: TLS, HTTP/2, and the deadlines and counters for
 //! peers that never get that far.
 
+use std::convert::Infallible;
+use std::future::ready;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -8,20 +10,18 @@ use std::time::Duration;
 
 use culvert_common::runtime::TrackedExecutor;
 use culvert_common::tls;
-use http::{Request, Response};
+use culvert_common::wire::grpc;
+use http::Request;
 use hyper::body::Incoming;
 use hyper::server::conn::http2;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::io::{AsyncRead, AsyncWrite};
-use tokio::net::TcpStream;
 use tokio::sync::Semaphore;
 use tokio::time::{sleep, timeout};
 use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
-use tonic::body::Body;
-use tower::ServiceExt;
 use tracing::{debug, warn};
 
 use crate::metrics::{Listener, RejectReason, ServerMetrics};
@@ -38,11 +38,11 @@ const PING_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Bytes that an agent may send ahead of our reading: its one stream carries all its connections.
 /// Bounds throughput to window / RTT: 8 MiB allow 80 MiB/s at 100 ms.
-const AGENT_WINDOW_BYTES: u32 = 8 * 1024 * 1024;
+pub const AGENT_WINDOW_BYTES: u32 = 8 * 1024 * 1024;
 
 /// The same for a front-end stream, which carries one connection and comes from the same machine
 /// or network.
-const CLIENT_WINDOW_BYTES: u32 = 1024 * 1024;
+pub const CLIENT_WINDOW_BYTES: u32 = 1024 * 1024;
 
 /// The same for all streams of a connection. It also sets the budget of small unread DATA frames,
 /// beyond which `h2` ends the connection.
@@ -96,14 +96,18 @@ impl Door {
         })
     }
 
-    /// Counts a peer that was turned away, and says why once at a level that operators see.
+    /// Counts a peer that was turned away, and says why once at a level that operators see. In the
+    /// order that lets who sees the count find the line.
     pub fn reject(&self, reason: RejectReason, peer: &str, why: &str) {
-        self.metrics.rejected(self.kind, reason).increment(1);
         warn!(listener = ?self.kind, peer, why, "connection refused");
+        self.metrics.rejected(self.kind, reason).increment(1);
     }
 
     /// Runs the TLS handshake; `None` if the peer failed it, which is counted and logged.
-    pub async fn handshake(&self, stream: TcpStream, peer: &str) -> Option<TlsStream<TcpStream>> {
+    pub async fn handshake<S>(&self, stream: S, peer: &str) -> Option<TlsStream<S>>
+    where
+        S: AsyncRead + AsyncWrite + Unpin,
+    {
         let tls = self.tls.as_ref()?;
         let handshake = async {
             let _turn = self.handshakes.acquire().await.ok()?;
@@ -115,7 +119,10 @@ impl Door {
             () = self.shutdown.cancelled() => return None,
         };
         match done {
-            Ok(Ok(stream)) => Some(stream),
+            Ok(Ok(mut stream)) => {
+                stream.get_mut().1.set_buffer_limit(Some(tls::BUFFER_BYTES));
+                Some(stream)
+            }
             // A load balancer's port check: connected and left without a word.
             Ok(Err(error)) if error.kind() == io::ErrorKind::UnexpectedEof => {
                 debug!(listener = ?self.kind, peer, "left during the TLS handshake");
@@ -145,9 +152,7 @@ impl Door {
     pub async fn serve_grpc<I, S>(&self, io: I, peer: &str, service: S)
     where
         I: AsyncRead + AsyncWrite + Unpin + Send + 'static,
-        S: tower::Service<Request<Incoming>, Response = Response<Body>> + Clone + Send + 'static,
-        S::Error: Into<Box<dyn std::error::Error + Send + Sync>>,
-        S::Future: Send,
+        S: grpc::Service + Send + 'static,
     {
         let asked = Arc::new(AtomicBool::new(false));
         let seen = asked.clone();
@@ -156,7 +161,7 @@ impl Door {
         let service = hyper::service::service_fn(move |mut request: Request<Incoming>| {
             seen.store(true, Ordering::Relaxed);
             request.extensions_mut().insert(of_connection.clone());
-            service.clone().oneshot(request)
+            ready(Ok::<_, Infallible>(grpc::answer(&service, request)))
         });
         let window = match self.kind {
             Listener::Agent => AGENT_WINDOW_BYTES,
@@ -171,6 +176,8 @@ impl Door {
             .max_concurrent_streams(None)
             .keep_alive_interval(self.keepalive)
             .keep_alive_timeout(PING_TIMEOUT)
+            // No gRPC server sends one.
+            .auto_date_header(false)
             .serve_connection(TokioIo::new(io), service);
         let idle = async {
             sleep(HANDSHAKE_TIMEOUT).await;

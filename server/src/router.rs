@@ -9,8 +9,8 @@ use culvert_common::tunnel::Dial;
 use tokio::time::Instant;
 use tracing::debug;
 
-use crate::backend::Registry;
-use crate::backend::agent::{Connection, SILENT_AFTER, StreamDialError};
+use crate::backend::agent::{SILENT_AFTER, StreamDialError};
+use crate::backend::{Connection, Registry};
 use crate::metrics::{DialFailureReason, ServerMetrics};
 
 /// The longest that a dial may take where no flag says so. Agents end a dial after 5 s and
@@ -94,7 +94,7 @@ impl Router {
             let Some(stream) = self.registry.choose(&tried) else {
                 return Err(last);
             };
-            tried.push(stream.serial);
+            tried.push(stream.serial());
             let limit = if self.registry.has_other(&tried) {
                 deadline.min(Instant::now() + SILENT_AFTER)
             } else {
@@ -116,7 +116,7 @@ impl Router {
             if !again {
                 return Err(last);
             }
-            debug!(agent = stream.hello.agent_id, error = %last, "trying another agent");
+            debug!(agent = stream.hello().agent_id, error = %last, "trying another agent");
         }
         Err(last)
     }

@@ -17,7 +17,7 @@ async fn server_alone(mode: Mode) -> Topology {
 }
 
 /// Opens a connection that the agent calls `connection`.
-async fn open_as(
+pub async fn open_as(
     topology: &Topology,
     agent: &mut Peer,
     connection: i64,
@@ -31,7 +31,11 @@ async fn open_as(
 }
 
 /// Demands that bytes pass both ways.
-async fn works(agent: &mut Peer, connection: i64, stream: &mut culvert::lab::client::BoxedStream) {
+pub async fn works(
+    agent: &mut Peer,
+    connection: i64,
+    stream: &mut culvert::lab::client::BoxedStream,
+) {
     stream.write_all(b"question").await.unwrap();
     stream.flush().await.unwrap();
     agent.hear_bytes(connection, b"question").await;

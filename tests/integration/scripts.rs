@@ -260,6 +260,16 @@ impl Call {
             .expect("an open call");
     }
 
+    /// Sends messages while the test listens.
+    pub fn saying(&self, messages: Vec<Message>) -> impl Future<Output = ()> + use<> {
+        let to = self.to.clone();
+        async move {
+            for message in messages {
+                to.send(Ok(message.into())).await.expect("an open call");
+            }
+        }
+    }
+
     /// The agent's next message.
     pub async fn hear(&mut self) -> Message {
         let next = timely("a packet of the agent", self.from.message()).await;

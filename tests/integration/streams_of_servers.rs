@@ -23,7 +23,7 @@ async fn connected() -> (Lone, Server, Call) {
 }
 
 /// Has the agent dial; gives the connection's id and error text.
-async fn dialed(call: &mut Call, random: i64, protocol: &str, address: &str) -> (i64, String) {
+pub async fn dialed(call: &mut Call, random: i64, protocol: &str, address: &str) -> (i64, String) {
     let request = Message::DialRequest {
         protocol: protocol.into(),
         address: address.into(),

@@ -109,6 +109,15 @@ pub async fn server_is_idle(topology: &Topology) {
     .await;
 }
 
+/// How many connections a program has closed because their bytes were not taken.
+pub fn closed_as_slow(metrics: &Metrics) -> f64 {
+    let closed = |reason| {
+        let name = "culvert_connections_closed_total";
+        value(metrics, name, &[("reason", reason)])
+    };
+    closed("stalled") + closed("buffer_exceeded")
+}
+
 /// A front end's stream to `target`.
 ///
 /// # Panics

@@ -130,16 +130,21 @@ impl Program {
         self.child.try_wait().expect("waiting for a child")
     }
 
-    /// Waits until the program ends by itself.
+    /// Waits until the program ends by itself. Its log is complete then.
     ///
     /// # Panics
     /// When it still runs after `deadline`.
     pub async fn wait_exit(&mut self, deadline: Duration) -> ExitStatus {
         let what = format!("{} exits", self.name);
-        eventually(&what, deadline, async || {
+        let status = eventually(&what, deadline, async || {
             self.exited().ok_or("it still runs")
         })
-        .await
+        .await;
+        eventually("its last words are collected", deadline, async || {
+            self.readers.iter().all(thread::JoinHandle::is_finished)
+        })
+        .await;
+        status
     }
 
     /// What the program has written to stdout and stderr so far, the newest 1 MiB of it.

@@ -111,6 +111,15 @@ pub(super) struct TunnelFlags {
     #[arg(long, value_name = "N", default_value = "150", value_parser = go_int)]
     pub(super) xfr_channel_size: i64,
 
+    /// Bytes that connections may queue beyond their own buffers, all together, while their endpoints are
+    /// slow; the largest is closed when it is used up
+    #[arg(long, value_name = "BYTES", default_value = "8388608", value_parser = go_int)]
+    pub(super) excess_buffer_bytes: i64,
+
+    /// How long a connection may exceed its own buffer without a pause before it is closed
+    #[arg(long, value_name = "DURATION", default_value = "10s")]
+    pub(super) stall_timeout: GoDuration,
+
     /// Time for connections to end after SIGTERM; then they are cut. Keep the pod's termination grace period above it
     #[arg(long, value_name = "DURATION", default_value = "10m")]
     pub(super) drain_timeout: GoDuration,

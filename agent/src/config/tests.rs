@@ -71,6 +71,8 @@ fn the_defaults_are_the_stock_agents() {
         token_path: None,
         sync_forever: false,
         xfr_channel_size: 150,
+        excess_buffer_bytes: 8 * 1024 * 1024,
+        stall_timeout: Duration::from_secs(10),
         server_count_source: ServerCountSource::Default,
         drain_timeout: Duration::from_secs(600),
         drain_linger: Duration::from_secs(5),
@@ -386,5 +388,25 @@ fn effective_options_are_described() {
             lines.iter().any(|line| line == expected),
             "{expected} in {lines:?}"
         );
+    }
+}
+
+#[test]
+fn bounds_of_slow_connections() {
+    let files = Files::new();
+    let config = files
+        .read(&["--excess-buffer-bytes=0", "--stall-timeout=1m30s"])
+        .unwrap();
+    assert_eq!(config.excess_buffer_bytes, 0);
+    assert_eq!(config.stall_timeout, Duration::from_secs(90));
+    let refusal = files
+        .read(&["--excess-buffer-bytes=-1", "--stall-timeout=0"])
+        .unwrap_err()
+        .text;
+    for problem in [
+        "excess-buffer-bytes must be >= 0, got -1",
+        "stall-timeout must be > 0, got 0s",
+    ] {
+        assert!(refusal.contains(problem), "{problem} in {refusal}");
     }
 }

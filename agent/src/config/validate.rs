@@ -53,6 +53,8 @@ impl Flags {
         let size = self.tunnel.xfr_channel_size;
         let xfr_channel_size =
             p.channel_size("xfr-channel-size", "channel", size, XFR_CHANNEL_SIZE_MAX);
+        let excess_buffer_bytes = p.bytes("excess-buffer-bytes", self.tunnel.excess_buffer_bytes);
+        let stall_timeout = p.above_zero("stall-timeout", self.tunnel.stall_timeout);
         let server_count_source = self.server_count_source(p);
         let alpn = self.server.alpn(p);
         p.file("kubeconfig", &self.kubernetes.kubeconfig);
@@ -77,6 +79,8 @@ impl Flags {
             token_path,
             sync_forever: self.sync.sync_forever,
             xfr_channel_size,
+            excess_buffer_bytes,
+            stall_timeout,
             server_count_source,
             drain_timeout,
             drain_linger,

@@ -49,11 +49,11 @@ fn unknown_ids_are_answered_with_upstreams_texts() {
     let mut mux: Mux<&str> = Mux::default();
     assert_eq!(
         mux.on_message(data(9)),
-        Effect::Reply(closed(ConnectId(9), "unrecognized connectID"))
+        Effect::Stray(closed(ConnectId(9), "unrecognized connectID"))
     );
     assert_eq!(
         mux.on_message(close(9)),
-        Effect::Reply(closed(ConnectId(9), "Unknown connectID"))
+        Effect::Answer(closed(ConnectId(9), "Unknown connectID"))
     );
 }
 
@@ -62,7 +62,7 @@ fn a_close_is_handed_over_once() {
     let mut mux = Mux::default();
     open(&mut mux, 70, "a");
     assert_eq!(mux.on_message(close(1)), Effect::Closed("a"));
-    assert!(matches!(mux.on_message(close(1)), Effect::Reply(_)));
+    assert!(matches!(mux.on_message(close(1)), Effect::Answer(_)));
     assert!(mux.is_empty());
 }
 

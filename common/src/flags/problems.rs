@@ -101,6 +101,28 @@ impl Problems {
         size.min(max)
     }
 
+    /// A number of bytes, 0 included.
+    pub fn bytes(&mut self, flag: &str, value: i64) -> usize {
+        self.require(value >= 0, || format!("{flag} must be >= 0, got {value}"));
+        usize::try_from(value).unwrap_or(0)
+    }
+
+    /// A number of threads.
+    pub fn threads(&mut self, flag: &str, value: i64) -> usize {
+        self.require((0..=1024).contains(&value), || {
+            format!("{flag} must be 0 to 1024, got {value}")
+        });
+        usize::try_from(value).unwrap_or(0)
+    }
+
+    /// A time that can not be nothing.
+    pub fn above_zero(&mut self, flag: &str, value: GoDuration) -> Duration {
+        self.require(value.nanos() > 0, || {
+            format!("{flag} must be > 0, got {value}")
+        });
+        value.saturating()
+    }
+
     /// A flag that is sent in an HTTP/2 header, which holds only printable ASCII.
     pub fn header_value(&mut self, flag: &str, value: String) -> String {
         self.require(value.bytes().all(|b| matches!(b, b' '..=b'~')), || {

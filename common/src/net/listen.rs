@@ -142,6 +142,19 @@ impl Listener {
     }
 }
 
+impl Accepted {
+    /// Hands the connection to the runtime that calls.
+    ///
+    /// # Errors
+    /// When the runtime can not watch it.
+    pub fn rebind(self) -> io::Result<Self> {
+        Ok(match self {
+            Self::Tcp(stream, peer) => Self::Tcp(TcpStream::from_std(stream.into_std()?)?, peer),
+            Self::Unix(stream) => Self::Unix(UnixStream::from_std(stream.into_std()?)?),
+        })
+    }
+}
+
 impl Drop for SocketFile {
     fn drop(&mut self) {
         if identity(&self.path).is_ok_and(|now| now == self.identity) {

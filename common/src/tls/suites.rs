@@ -58,6 +58,10 @@ pub fn go_suite(name: &str) -> SuiteSupport {
 /// The provider with the suites of `options`: all of TLS 1.3, and of TLS 1.2 those listed.
 pub(super) fn provider(options: &TlsOptions) -> Result<CryptoProvider, TlsError> {
     let mut provider = rustls::crypto::aws_lc_rs::default_provider();
+    // Go's order: as safe, and a quarter less work for each byte. A client's order decides.
+    provider
+        .cipher_suites
+        .sort_by_key(|suite| !format!("{:?}", suite.suite()).contains("AES_128"));
     if options.cipher_suites.is_empty() {
         return Ok(provider);
     }

@@ -1,16 +1,20 @@
 //! [`Source`] and [`Sink`] over byte streams: sockets and TLS streams.
 
+use std::future::poll_fn;
 use std::io;
+use std::pin::Pin;
+use std::task::{Context, Poll};
 
-use bytes::{Buf, Bytes, BytesMut};
+use bytes::{Buf, BufMut as _, Bytes, BytesMut};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+use tokio_util::io::poll_read_buf;
 
 use super::{CloseReason, Sink, Source};
 
 /// The read size of a connection that moves little.
 const SMALL_READ_BYTES: usize = 4 * 1024;
-/// The read size that a busy connection grows to: one DATA packet.
-const LARGE_READ_BYTES: usize = crate::wire::MAX_DATA_BYTES;
+/// The read size that a busy connection grows to: four DATA packets, or one native frame.
+const LARGE_READ_BYTES: usize = 4 * crate::wire::MAX_DATA_BYTES;
 /// Reads up to this size are copied out, so that a few bytes in a slow queue do not pin a large
 /// buffer.
 const COPY_BYTES: usize = 512;
@@ -55,13 +59,27 @@ impl<R> ReadSource<R> {
     }
 }
 
+impl<R: AsyncRead + Unpin> ReadSource<R> {
+    /// Reads into a buffer that is there only while there is something to read: most connections
+    /// idle most of the time.
+    fn poll_fill(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<usize>> {
+        self.buffer.reserve(self.size);
+        // The buffer may have more room than asked for; a chunk is to fit into one packet.
+        let mut room = (&mut self.buffer).limit(self.size);
+        let read = poll_read_buf(Pin::new(&mut self.reader), cx, &mut room);
+        if read.is_pending() {
+            self.buffer = BytesMut::new();
+        }
+        read
+    }
+}
+
 impl<R: AsyncRead + Unpin + Send> Source for ReadSource<R> {
     async fn recv(&mut self) -> Result<Option<Bytes>, CloseReason> {
         if !self.buffer.is_empty() {
             return Ok(Some(self.take()));
         }
-        self.buffer.reserve(self.size);
-        let read = match self.reader.read_buf(&mut self.buffer).await {
+        let read = match poll_fn(|cx| self.poll_fill(cx)).await {
             Ok(0) => return Ok(None),
             Ok(read) => read,
             // A TLS peer that closes without close_notify ends its direction as TCP does.

@@ -1,11 +1,13 @@
 //! Moves bytes between the two sides of one connection, in one task.
 
+use std::pin::pin;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use bytes::Bytes;
 use metrics::Counter;
 use tokio::sync::Notify;
-use tokio::time::sleep;
+use tokio::time::{sleep, timeout};
 
 use super::{CLOSE_STALL, CloseReason, HALF_OPEN_IDLE, Sink, Source};
 
@@ -80,14 +82,19 @@ async fn one_way(
 ) -> Result<(), CloseReason> {
     while let Some(chunk) = source.recv().await? {
         let bytes = chunk.len() as u64;
-        if let Err(reason) = sink.send(chunk).await {
-            // What comes the other way is still good: an endpoint may answer and close before it
-            // has read everything.
-            tokio::select! {
-                () = other.done.notified() => {}
-                () = other.idle(CLOSE_STALL) => {}
+        match send(source, sink, chunk).await {
+            Sent::Taken => {}
+            Sent::Failed(reason) => {
+                // What comes the other way is still good: an endpoint may answer and close before
+                // it has read everything.
+                tokio::select! {
+                    () = other.done.notified() => {}
+                    () = other.idle(CLOSE_STALL) => {}
+                }
+                return Err(reason);
             }
-            return Err(reason);
+            // Nobody is left who could hear an answer.
+            Sent::GivenUp => return Err(CloseReason::Stalled),
         }
         meter.bytes += bytes;
         meter.total.increment(bytes);
@@ -102,6 +109,33 @@ async fn one_way(
         () = other.done.notified() => Ok(()),
         reason = source.aborted() => Err(reason),
         () = other.idle(HALF_OPEN_IDLE) => Err(CloseReason::HalfOpenIdle),
+    }
+}
+
+/// What became of a chunk.
+enum Sent {
+    Taken,
+    /// By the sink.
+    Failed(CloseReason),
+    /// The source was aborted, and the sink takes nothing.
+    GivenUp,
+}
+
+/// Sends one chunk, with the source at work meanwhile. Once the source was aborted, a sink that
+/// takes nothing is given up: what waits for it would otherwise be kept for as long as it stays.
+async fn send(source: &mut impl Source, sink: &mut impl Sink, chunk: Bytes) -> Sent {
+    let mut sent = pin!(sink.send(chunk));
+    let sent = tokio::select! {
+        biased;
+        sent = &mut sent => sent,
+        () = source.fill() => match timeout(CLOSE_STALL, sent).await {
+            Ok(sent) => sent,
+            Err(_) => return Sent::GivenUp,
+        },
+    };
+    match sent {
+        Ok(()) => Sent::Taken,
+        Err(reason) => Sent::Failed(reason),
     }
 }
 

@@ -1,5 +1,5 @@
-//! A FIFO bounded by bytes, between a task that demultiplexes a shared stream and the tasks that
-//! own its connections.
+//! A FIFO bounded by bytes, between the tasks that own connections and the stream that sends for
+//! all of them.
 //!
 //! Weighed items wait for room; weightless ones (the end of a connection, a close) never wait and
 //! never overtake what was queued before them, so a close can be sent from a destructor and still
@@ -9,7 +9,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use bytes::Bytes;
 use tokio::sync::{Semaphore, mpsc};
 use tokio::time::timeout;
 
@@ -20,6 +19,7 @@ pub fn bounded<T>(budget: usize) -> (Sender<T>, Receiver<T>) {
     let budget = u32::try_from(budget.max(1)).unwrap_or(u32::MAX);
     let shared = Arc::new(Shared {
         room: Semaphore::new(budget as usize),
+        answers: Semaphore::new(ANSWER_BYTES),
         budget,
         taken: AtomicU64::new(0),
     });
@@ -35,22 +35,8 @@ pub fn bounded<T>(budget: usize) -> (Sender<T>, Receiver<T>) {
     )
 }
 
-/// Chunks up to this size are copied before they wait: they are slices of a receive buffer that
-/// may be a hundred times larger, and would keep all of it.
-const COPY_BYTES: usize = 512;
-
-/// What one item costs beside its bytes.
-const ITEM_BYTES: usize = 64;
-
-/// A received chunk as it may wait in a queue, and its weight there.
-pub fn weighed(chunk: Bytes) -> (Bytes, usize) {
-    let weight = chunk.len() + ITEM_BYTES;
-    if chunk.len() <= COPY_BYTES {
-        (Bytes::copy_from_slice(&chunk), weight)
-    } else {
-        (chunk, weight)
-    }
-}
+/// Bytes of answers that a full queue still takes, beside its budget: some 3000 of them.
+pub const ANSWER_BYTES: usize = 256 * 1024;
 
 /// The queue's other end is gone.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
@@ -68,8 +54,18 @@ pub enum SendWithinError {
     Stalled,
 }
 
+/// What a queued item occupies until it is taken.
+#[derive(Clone, Copy)]
+enum Charge {
+    Room(u32),
+    Answers(u32),
+    Nothing,
+}
+
 struct Shared {
     room: Semaphore,
+    /// For items that may neither wait nor be lost.
+    answers: Semaphore,
     budget: u32,
     /// How many items the receiver took; tells a slow receiver from a stalled one.
     taken: AtomicU64,
@@ -77,30 +73,14 @@ struct Shared {
 
 /// The producing end; clones share one budget.
 pub struct Sender<T> {
-    items: mpsc::UnboundedSender<(T, u32)>,
+    items: mpsc::UnboundedSender<(T, Charge)>,
     shared: Arc<Shared>,
 }
 
 /// The consuming end. Dropping it frees what is queued and fails every sender.
 pub struct Receiver<T> {
-    items: mpsc::UnboundedReceiver<(T, u32)>,
+    items: mpsc::UnboundedReceiver<(T, Charge)>,
     shared: Arc<Shared>,
-}
-
-/// Tells whether the receiver still takes items.
-pub struct Progress(Arc<Shared>);
-
-impl Progress {
-    /// Resolves once the receiver has taken nothing for `within`.
-    pub async fn stalled(&self, within: Duration) {
-        loop {
-            let taken = self.0.taken.load(Ordering::Relaxed);
-            tokio::time::sleep(within).await;
-            if self.0.taken.load(Ordering::Relaxed) == taken {
-                return;
-            }
-        }
-    }
 }
 
 impl<T> Clone for Sender<T> {
@@ -118,7 +98,8 @@ impl<T> Sender<T> {
         let weight = self.clamp(weight);
         let permit = self.shared.room.acquire_many(weight).await;
         permit.map_err(|_| Closed)?.forget();
-        self.items.send((item, weight)).map_err(|_| Closed)
+        let charge = Charge::Room(weight);
+        self.items.send((item, charge)).map_err(|_| Closed)
     }
 
     /// As [`send`](Self::send), but gives up when the receiver takes nothing at all for `stall`.
@@ -135,7 +116,7 @@ impl<T> Sender<T> {
             match timeout(stall, self.shared.room.acquire_many(weight)).await {
                 Ok(Ok(permit)) => {
                     permit.forget();
-                    let sent = self.items.send((item, weight));
+                    let sent = self.items.send((item, Charge::Room(weight)));
                     return sent.map_err(|_| SendWithinError::Closed);
                 }
                 Ok(Err(_)) => return Err(SendWithinError::Closed),
@@ -148,24 +129,40 @@ impl<T> Sender<T> {
     /// Queues an item if there is room for it now; gives it back otherwise.
     pub fn try_send(&self, item: T, weight: usize) -> Result<(), T> {
         let weight = self.clamp(weight);
-        match self.shared.room.try_acquire_many(weight) {
-            Ok(permit) => {
-                permit.forget();
-                self.items.send((item, weight)).map_err(|error| error.0.0)
-            }
-            Err(_) => Err(item),
-        }
+        let charge = Charge::Room(weight);
+        self.charged(&self.shared.room, weight, item, charge)
+    }
+
+    /// Queues an item that the peer waits for, if there is room for it now, or else if few enough
+    /// of its kind wait; gives it back otherwise. A peer that asks without end and reads nothing
+    /// costs that much and no more.
+    pub fn try_answer(&self, item: T, weight: usize) -> Result<(), T> {
+        self.try_send(item, weight).or_else(|item| {
+            let weight = u32::try_from(weight).unwrap_or(u32::MAX);
+            let charge = Charge::Answers(weight);
+            self.charged(&self.shared.answers, weight, item, charge)
+        })
     }
 
     /// Queues an item of no weight behind everything queued so far. For items whose number is
     /// bounded by something else, such as one close for each connection.
     pub fn send_now(&self, item: T) -> Result<(), Closed> {
-        self.items.send((item, 0)).map_err(|_| Closed)
+        self.items.send((item, Charge::Nothing)).map_err(|_| Closed)
     }
 
     /// Resolves when the receiver is gone.
     pub async fn closed(&self) {
         self.items.closed().await;
+    }
+
+    fn charged(&self, from: &Semaphore, weight: u32, item: T, charge: Charge) -> Result<(), T> {
+        match from.try_acquire_many(weight) {
+            Ok(permit) => {
+                permit.forget();
+                self.items.send((item, charge)).map_err(|error| error.0.0)
+            }
+            Err(_) => Err(item),
+        }
     }
 
     fn clamp(&self, weight: usize) -> u32 {
@@ -178,30 +175,29 @@ impl<T> Sender<T> {
 impl<T> Receiver<T> {
     /// The next item; `None` once all senders are gone and the queue is empty. Cancel safe.
     pub async fn recv(&mut self) -> Option<T> {
-        let (item, weight) = self.items.recv().await?;
-        Some(self.took(item, weight))
+        let (item, charge) = self.items.recv().await?;
+        Some(self.took(item, charge))
     }
 
     /// As [`recv`](Self::recv), for poll-based callers.
     pub fn poll_recv(&mut self, cx: &mut std::task::Context<'_>) -> std::task::Poll<Option<T>> {
         let next = std::task::ready!(self.items.poll_recv(cx));
-        std::task::Poll::Ready(next.map(|(item, weight)| self.took(item, weight)))
+        std::task::Poll::Ready(next.map(|(item, charge)| self.took(item, charge)))
     }
 
     /// The next item if one is queued.
     pub fn try_recv(&mut self) -> Option<T> {
-        let (item, weight) = self.items.try_recv().ok()?;
-        Some(self.took(item, weight))
+        let (item, charge) = self.items.try_recv().ok()?;
+        Some(self.took(item, charge))
     }
 
-    /// A view on how this receiver moves.
-    pub fn progress(&self) -> Progress {
-        Progress(self.shared.clone())
-    }
-
-    fn took(&self, item: T, weight: u32) -> T {
+    fn took(&self, item: T, charge: Charge) -> T {
         self.shared.taken.fetch_add(1, Ordering::Relaxed);
-        self.shared.room.add_permits(weight as usize);
+        match charge {
+            Charge::Room(weight) => self.shared.room.add_permits(weight as usize),
+            Charge::Answers(weight) => self.shared.answers.add_permits(weight as usize),
+            Charge::Nothing => {}
+        }
         item
     }
 }
@@ -209,6 +205,7 @@ impl<T> Receiver<T> {
 impl<T> Drop for Receiver<T> {
     fn drop(&mut self) {
         self.shared.room.close();
+        self.shared.answers.close();
     }
 }
 
@@ -231,6 +228,23 @@ mod tests {
         assert_eq!(rx.recv().await, Some(3));
         assert_eq!(rx.try_recv(), Some(4));
         assert_eq!(rx.try_recv(), None);
+    }
+
+    #[tokio::test]
+    async fn answers_find_room_in_a_full_queue_up_to_a_bound() {
+        let (tx, mut rx) = bounded(10);
+        tx.send(0, 10).await.unwrap();
+        let half = ANSWER_BYTES / 2;
+        assert_eq!(tx.try_answer(1, half), Ok(()));
+        assert_eq!(tx.try_answer(2, half), Ok(()));
+        assert_eq!(tx.try_answer(3, 1), Err(3));
+        assert_eq!(rx.recv().await, Some(0));
+        assert_eq!(rx.recv().await, Some(1));
+        // The ordinary room comes first, and what was borrowed goes back to where it came from.
+        assert_eq!(tx.try_answer(4, 10), Ok(()));
+        assert_eq!(tx.try_answer(5, half), Ok(()));
+        assert_eq!(tx.try_answer(6, half), Err(6));
+        assert_eq!(tx.try_send(7, 1), Err(7));
     }
 
     #[tokio::test]

@@ -3,7 +3,7 @@
 use super::*;
 use proptest::prelude::*;
 
-fn message() -> impl Strategy<Value = Message> {
+pub(super) fn message() -> impl Strategy<Value = Message> {
     let dial = any::<i64>().prop_map(DialId);
     let connection = any::<i64>().prop_map(ConnectId);
     prop_oneof![

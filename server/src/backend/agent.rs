@@ -10,11 +10,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-use bytes::Bytes;
-use culvert_common::telemetry::metrics::GaugeGuard;
-use culvert_common::tunnel::queue::{self, SendWithinError};
-use culvert_common::tunnel::{CloseReason, Dial, PEER_STALL};
-use culvert_common::wire::{ConnectId, Message};
+use culvert_common::tunnel::excess::Pool;
+use culvert_common::tunnel::queue;
+use culvert_common::tunnel::{CloseReason, Dial};
+use culvert_common::wire::Message;
 use parking_lot::Mutex;
 use tokio::time::{Instant, timeout_at};
 use tokio_util::sync::CancellationToken;
@@ -24,7 +23,7 @@ pub use self::connection::{Connection, Cut, FromAgent, ToAgent};
 use self::connection::{Guard, Pending, Slot};
 pub use self::outgoing::Outgoing;
 use super::mux::{Effect, Mux};
-use crate::metrics::{DialFailureReason, ServerMetrics, ServiceMethod};
+use crate::metrics::{DialFailureReason, ServerMetrics};
 
 /// Bytes that may wait to be sent to one agent, all its connections together. Smaller costs
 /// throughput over long paths, larger costs latency of what queues behind.
@@ -44,12 +43,14 @@ pub struct Hello {
 }
 
 /// Limits of one agent stream.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone)]
 pub struct Limits {
-    /// Bytes that may wait for one connection's client.
+    /// Bytes that may wait for one connection's client without borrowing.
     pub connection_bytes: usize,
-    /// How long a full connection may hold up the stream while its client takes nothing.
+    /// How long a connection may exceed them without a pause.
     pub stall: Duration,
+    /// What it borrows from, as all connections of the server.
+    pub excess: Arc<Pool>,
 }
 
 /// One live stream of an agent.
@@ -90,6 +91,12 @@ pub enum StreamDialError {
     TimedOut,
 }
 
+/// A number for a new stream of any kind, unique in this process.
+pub fn next_serial() -> u64 {
+    static SERIAL: AtomicU64 = AtomicU64::new(1);
+    SERIAL.fetch_add(1, Ordering::Relaxed)
+}
+
 // === impl AgentStream ===
 
 impl AgentStream {
@@ -100,10 +107,9 @@ impl AgentStream {
         connection: CancellationToken,
         metrics: Arc<ServerMetrics>,
     ) -> (Arc<Self>, queue::Receiver<Message>) {
-        static SERIAL: AtomicU64 = AtomicU64::new(1);
         let (outgoing, receiver) = queue::bounded(OUTGOING_BYTES);
         let stream = Arc::new(Self {
-            serial: SERIAL.fetch_add(1, Ordering::Relaxed),
+            serial: next_serial(),
             hello,
             mux: Mutex::default(),
             outgoing,
@@ -137,6 +143,12 @@ impl AgentStream {
     /// Gives up a stream whose agent takes no packets: it can not be told, so its connection is
     /// cut. The agent connects again.
     pub fn abandon(&self) {
+        if !self.retired.is_cancelled() {
+            warn!(
+                agent = self.hello.agent_id,
+                "the agent takes no packets, cutting its connection"
+            );
+        }
         self.retire();
         self.connection.cancel();
     }
@@ -156,7 +168,7 @@ impl AgentStream {
         dial: &Dial,
         deadline: Instant,
     ) -> Result<Connection, StreamDialError> {
-        let (slot, outcome, source) = Slot::new(self.limits.connection_bytes);
+        let (slot, outcome, source) = Slot::new(&self.limits);
         let mut pending = Pending::register(self, slot.clone())?;
         let request = Message::DialRequest {
             protocol: dial.protocol.clone(),
@@ -179,9 +191,8 @@ impl AgentStream {
         Ok(Connection::new(source, guard, &slot))
     }
 
-    /// Takes one packet of the agent. Waits only for a connection whose buffer is full, and for
-    /// that no longer than the stall limit.
-    pub async fn on_message(self: &Arc<Self>, message: Message) {
+    /// Takes one packet of the agent. Waits for nothing: other connections' packets follow.
+    pub fn on_message(self: &Arc<Self>, message: Message) {
         *self.unanswered_since.lock() = None;
         let effect = self.mux.lock().on_message(message);
         match effect {
@@ -198,7 +209,7 @@ impl AgentStream {
                 self.dial_failure(DialFailureReason::BackendClose);
                 slot.resolve(Err(StreamDialError::Abandoned));
             }
-            Effect::Data(slot, connection, bytes) => self.deliver(&slot, connection, bytes).await,
+            Effect::Data(slot, _, bytes) => slot.deliver(bytes),
             Effect::HalfClosed(slot) => slot.half_close(),
             Effect::Closed(slot, error) => {
                 if !error.is_empty() {
@@ -212,10 +223,16 @@ impl AgentStream {
             Effect::Unrecognized(reply) => {
                 self.dial_failure(DialFailureReason::UnrecognizedResponse);
                 if let Some(reply) = reply {
-                    self.reply(reply).await;
+                    // The agent keeps what it has opened until it is told.
+                    let weight = reply.weight();
+                    let _ = self.outgoing.try_answer(reply, weight);
                 }
             }
-            Effect::Stray(reply) => self.reply(reply).await,
+            Effect::Stray(reply) => {
+                // Without room it is dropped: the next stray packet is answered.
+                let weight = reply.weight();
+                let _ = self.outgoing.try_send(reply, weight);
+            }
             Effect::Drain => {
                 if !self.draining.swap(true, Ordering::Relaxed) {
                     info!(agent = self.hello.agent_id, "the agent drains");
@@ -242,45 +259,14 @@ impl AgentStream {
         self.mux.lock().counts()
     }
 
-    async fn deliver(&self, slot: &Slot, connection: ConnectId, bytes: Bytes) {
-        let Err(item) = slot.try_deliver(bytes) else {
-            return;
-        };
-        let full = self.metrics.full_receive_channels(ServiceMethod::Connect);
-        let _blocked = GaugeGuard::new(full);
-        if slot.deliver(item, self.limits.stall).await.is_err() {
-            // The others on this stream have waited long enough.
-            warn!(
-                agent = self.hello.agent_id,
-                connection = connection.0,
-                stall = ?self.limits.stall,
-                "the client takes no bytes, closing its connection so that the others go on"
-            );
-            let message = self.mux.lock().close(connection);
-            if let Some(message) = message {
-                self.send_now(message);
-            }
-        }
-    }
-
     fn dial_failure(&self, reason: DialFailureReason) {
         self.metrics.dial_failures(reason).increment(1);
-    }
-
-    async fn reply(&self, message: Message) {
-        let weight = message.weight();
-        // Without a bound two peers whose queues are full could wait for each other.
-        let sent = self.outgoing.send_within(message, weight, PEER_STALL);
-        if sent.await == Err(SendWithinError::Stalled) {
-            warn!(
-                agent = self.hello.agent_id,
-                "the agent takes no packets, cutting its connection"
-            );
-            self.abandon();
-        }
     }
 
     fn send_now(&self, message: Message) {
         let _ = self.outgoing.send_now(message);
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -3,17 +3,16 @@
 use std::sync::Arc;
 
 use culvert_common::telemetry::metrics::{GaugeGuard, Segment};
-use culvert_common::wire::{HALF_CLOSE_HEADER, Message};
-use culvert_proto::Packet;
-use culvert_proto::agent_service_server::AgentService;
+use culvert_common::wire::HALF_CLOSE_HEADER;
+use culvert_common::wire::grpc::{Reader, Service};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tonic::metadata::{MetadataMap, MetadataValue};
-use tonic::{Request, Response, Status, Streaming};
+use tonic::{Request, Response, Status};
 use tracing::{Instrument, info, info_span};
 
 use super::agent::{AgentStream, Hello, Limits, Outgoing};
-use super::{Registration, Registry};
+use super::{Backend, Registration, Registry};
 use crate::listener::ConnectionCut;
 use crate::metrics::{ServerMetrics, ServiceMethod};
 
@@ -34,21 +33,19 @@ pub struct Agents {
     pub metrics: Arc<ServerMetrics>,
 }
 
-#[tonic::async_trait]
-impl AgentService for Agents {
-    type ConnectStream = Outgoing;
+impl Service for Agents {
+    const PATH: &'static str = "/AgentService/Connect";
 
-    async fn connect(
-        &self,
-        request: Request<Streaming<Packet>>,
-    ) -> Result<Response<Outgoing>, Status> {
+    type Replies = Outgoing;
+
+    fn take(&self, request: Request<Reader>) -> Result<Response<Outgoing>, Status> {
         let hello = Hello::from_metadata(request.metadata()).map_err(Status::unknown)?;
         let connection = request
             .extensions()
             .get::<ConnectionCut>()
             .map_or_else(CancellationToken::new, |cut| cut.0.clone());
         let (stream, messages) =
-            AgentStream::new(hello, self.limits, connection, self.metrics.clone());
+            AgentStream::new(hello, self.limits.clone(), connection, self.metrics.clone());
         let half_close = stream.hello.half_close;
         let outgoing = Outgoing::new(messages, stream.clone());
         let mut response = Response::new(outgoing);
@@ -61,8 +58,13 @@ impl AgentService for Agents {
             metadata.insert(HALF_CLOSE_HEADER, MetadataValue::from_static("1"));
         }
         let span = info_span!("agent", id = stream.hello.agent_id, stream = stream.serial);
-        let registration = self.registry.register(stream);
-        let reader = read(request.into_inner(), registration, self.metrics.clone());
+        let registration = self.registry.register(Backend::Packet(stream.clone()));
+        let reader = read(
+            request.into_inner(),
+            stream,
+            registration,
+            self.metrics.clone(),
+        );
         self.tasks.spawn(reader.instrument(span));
         Ok(response)
     }
@@ -70,26 +72,21 @@ impl AgentService for Agents {
 
 /// Reads one agent's packets until its stream ends.
 async fn read(
-    mut inbound: Streaming<Packet>,
+    mut inbound: Reader,
+    stream: Arc<AgentStream>,
     registration: Registration,
     metrics: Arc<ServerMetrics>,
 ) {
     let _open = GaugeGuard::new(metrics.grpc_connections(ServiceMethod::Connect));
-    let stream = registration.stream.clone();
     let ended = loop {
         let next = tokio::select! {
             next = inbound.message() => next,
             () = stream.retired() => break "given up".to_owned(),
         };
         match next {
-            Ok(Some(packet)) => {
-                let message = Message::from(packet);
+            Ok(Some(message)) => {
                 metrics.streams.count(Segment::FromAgent, &message);
-                // A retired stream stops here too: a delivery may be waiting for a slow client.
-                tokio::select! {
-                    () = stream.on_message(message) => {}
-                    () = stream.retired() => break "given up".to_owned(),
-                }
+                stream.on_message(message);
             }
             Ok(None) => break "closed by the agent".to_owned(),
             Err(status) => {
@@ -107,7 +104,7 @@ async fn read(
 
 impl Hello {
     /// Reads what an agent says of itself; the texts are upstream's.
-    fn from_metadata(metadata: &MetadataMap) -> Result<Self, String> {
+    pub(super) fn from_metadata(metadata: &MetadataMap) -> Result<Self, String> {
         let values = |key: &'static str| -> Vec<&str> {
             let all = metadata.get_all(key).iter();
             all.filter_map(|value| value.to_str().ok()).collect()

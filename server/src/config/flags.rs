@@ -165,6 +165,19 @@ pub(super) struct TunnelFlags {
     #[arg(long, value_name = "N", default_value = "10", value_parser = go_int)]
     pub(super) xfr_channel_size: i64,
 
+    /// Bytes that connections may queue beyond their own buffers, all together, while their clients are
+    /// slow; the largest is closed when it is used up
+    #[arg(long, value_name = "BYTES", default_value = "67108864", value_parser = go_int)]
+    pub(super) excess_buffer_bytes: i64,
+
+    /// How long a connection may exceed its own buffer without a pause before it is closed
+    #[arg(long, value_name = "DURATION", default_value = "10s")]
+    pub(super) stall_timeout: GoDuration,
+
+    /// Threads that carry connections; 0 is one for each processor, 4 at most
+    #[arg(long, value_name = "N", default_value = "0", value_parser = go_int)]
+    pub(super) worker_threads: i64,
+
     /// Bound on sending a dial to an agent and on its answer; 0 does not bound it
     #[arg(long, value_name = "DURATION", default_value = "0")]
     pub(super) backend_dial_timeout: GoDuration,

@@ -104,6 +104,9 @@ fn the_defaults_are_the_stock_servers() {
         server_count: 1,
         tls: TlsOptions::default(),
         xfr_channel_size: 10,
+        excess_buffer_bytes: 64 * 1024 * 1024,
+        stall_timeout: Duration::from_secs(10),
+        worker_threads: 0,
         backend_dial_timeout: None,
         logging: LogConfig::default(),
         warnings: vec![],
@@ -563,4 +566,29 @@ fn effective_options_are_described() {
         lines.iter().any(|line| line == "server-bind=:8090"),
         "{lines:?}"
     );
+}
+
+#[test]
+fn bounds_of_slow_connections() {
+    let files = Files::new();
+    let config = files
+        .uds(&["--excess-buffer-bytes=0", "--stall-timeout=1m30s"])
+        .unwrap();
+    assert_eq!(config.excess_buffer_bytes, 0);
+    assert_eq!(config.stall_timeout, Duration::from_secs(90));
+    let refusal = files
+        .uds(&[
+            "--excess-buffer-bytes=-1",
+            "--stall-timeout=0",
+            "--worker-threads=1025",
+        ])
+        .unwrap_err()
+        .text;
+    for problem in [
+        "excess-buffer-bytes must be >= 0, got -1",
+        "stall-timeout must be > 0, got 0s",
+        "worker-threads must be 0 to 1024, got 1025",
+    ] {
+        assert!(refusal.contains(problem), "{problem} in {refusal}");
+    }
 }

@@ -37,6 +37,9 @@ impl Flags {
         let max = XFR_CHANNEL_SIZE_MAX;
         let size = self.tunnel.xfr_channel_size;
         let xfr_channel_size = p.channel_size("xfr-channel-size", "channel", size, max);
+        let excess_buffer_bytes = p.bytes("excess-buffer-bytes", self.tunnel.excess_buffer_bytes);
+        let stall_timeout = p.above_zero("stall-timeout", self.tunnel.stall_timeout);
+        let worker_threads = p.threads("worker-threads", self.tunnel.worker_threads);
         let backend_dial_timeout = self.tunnel.backend_dial_timeout.saturating();
         let time = self.agents.keepalive_time;
         let keepalive_time = keepalive(p, "keepalive-time", time);
@@ -63,6 +66,9 @@ impl Flags {
             server_count: self.agents.server_count,
             tls,
             xfr_channel_size,
+            excess_buffer_bytes,
+            stall_timeout,
+            worker_threads,
             backend_dial_timeout: Some(backend_dial_timeout).filter(|bound| !bound.is_zero()),
             logging: self.klog.log_config(),
             warnings,

@@ -12,20 +12,19 @@ use culvert_common::telemetry::metrics::{GaugeGuard, Segment};
 use culvert_common::tunnel::first_word::FirstWord;
 use culvert_common::tunnel::queue;
 use culvert_common::tunnel::{CloseReason, Dial, Sink, Source};
+use culvert_common::wire::grpc::{Reader, Service};
 use culvert_common::wire::{ConnectId, MAX_DATA_BYTES, Message};
-use culvert_proto::Packet;
-use culvert_proto::proxy_service_server::ProxyService;
 use futures_util::Stream;
 use tokio::time::Instant;
-use tonic::{Request, Response, Status, Streaming};
+use tonic::{Request, Response, Status};
 
 use self::session::{Session, Step};
 use super::Frontend;
-use crate::backend::agent::Connection;
+use crate::backend::Connection;
 use crate::metrics::{ServerMetrics, ServiceMethod};
 
 /// Bytes that may wait to be sent on one stream, beside what HTTP/2 itself holds.
-const OUTGOING_BYTES: usize = 256 * 1024;
+pub const OUTGOING_BYTES: usize = 256 * 1024;
 
 /// Serves front-end streams.
 #[derive(Clone)]
@@ -36,7 +35,7 @@ pub struct Proxy {
 /// What a stream's task sends: messages, and the status that ends the call if it fails.
 type Reply = Result<Message, Box<Status>>;
 
-/// What goes to the client, as the wire's packets, counted.
+/// What goes to the client, counted.
 pub struct ToClient {
     replies: queue::Receiver<Reply>,
     metrics: Arc<ServerMetrics>,
@@ -44,7 +43,7 @@ pub struct ToClient {
 
 /// One stream: its packets, what they mean, and the way back.
 struct Client {
-    inbound: Streaming<Packet>,
+    inbound: Reader,
     session: Session,
     /// The client sends no more, or its stream broke.
     ended: bool,
@@ -70,14 +69,12 @@ impl Proxy {
     }
 }
 
-#[tonic::async_trait]
-impl ProxyService for Proxy {
-    type ProxyStream = ToClient;
+impl Service for Proxy {
+    const PATH: &'static str = "/ProxyService/Proxy";
 
-    async fn proxy(
-        &self,
-        request: Request<Streaming<Packet>>,
-    ) -> Result<Response<ToClient>, Status> {
+    type Replies = ToClient;
+
+    fn take(&self, request: Request<Reader>) -> Result<Response<ToClient>, Status> {
         let metrics = self.frontend.metrics.clone();
         let (replies, outgoing) = queue::bounded(OUTGOING_BYTES);
         let client = Client {
@@ -190,6 +187,7 @@ impl Client {
             .await;
         let text = match reason {
             CloseReason::Stalled => "closed: the client took no bytes",
+            CloseReason::BufferExceeded => "closed: the client took bytes too slowly",
             _ => "",
         };
         let reply = self.session.closed(text);
@@ -202,8 +200,7 @@ impl Client {
             return None;
         }
         match self.inbound.message().await {
-            Ok(Some(packet)) => {
-                let message = Message::from(packet);
+            Ok(Some(message)) => {
                 self.metrics.streams.count(Segment::FromClient, &message);
                 Some(self.session.on_message(message))
             }
@@ -290,7 +287,7 @@ impl Sink for ClientSink {
 // === impl ToClient ===
 
 impl Stream for ToClient {
-    type Item = Result<Packet, Status>;
+    type Item = Result<Message, Status>;
 
     fn poll_next(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Self::Item>> {
         let message = match ready!(self.replies.poll_recv(cx)) {
@@ -299,6 +296,6 @@ impl Stream for ToClient {
             None => return Poll::Ready(None),
         };
         self.metrics.streams.count(Segment::ToClient, &message);
-        Poll::Ready(Some(Ok(message.into())))
+        Poll::Ready(Some(Ok(message)))
     }
 }

@@ -18,7 +18,8 @@ use tokio_rustls::server::TlsStream;
 use tracing::debug;
 
 use super::Frontend;
-use crate::backend::agent::{Connection, StreamDialError};
+use crate::backend::Connection;
+use crate::backend::agent::StreamDialError;
 use crate::listener::Door;
 use crate::metrics::{RejectReason, ServerMetrics};
 use crate::router::DialError;
@@ -277,6 +278,12 @@ impl<R: ClientRead> Source for ClientSource<R> {
     async fn aborted(&mut self) -> CloseReason {
         self.inner.get_ref().hung_up().await;
         CloseReason::ClientLost
+    }
+
+    /// While an endpoint takes nothing nobody reads here, and a client that has left would be
+    /// missed. Its last bytes wait in the socket.
+    async fn fill(&mut self) {
+        self.inner.get_ref().hung_up().await;
     }
 }
 

@@ -150,7 +150,9 @@ impl Pair {
                 }
                 self.dialing.remove(&serial);
             }
-            agent::Effect::Reply(reply) => self.to_server.push_back(reply),
+            agent::Effect::Stray(reply) | agent::Effect::Answer(reply) => {
+                self.to_server.push_back(reply);
+            }
             agent::Effect::Ignored => {}
         }
     }

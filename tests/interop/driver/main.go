@@ -27,19 +27,21 @@ type result map[string]any
 type command func(args []string) (result, error)
 
 var commands = map[string]command{
-	"cancel":      runCancel,
-	"certs":       runCerts,
-	"dial":        runDial,
-	"dials":       runDials,
-	"download":    runDownload,
-	"echo":        runEcho,
-	"half":        runHalf,
-	"hold":        runHold,
-	"http":        runHTTP,
-	"nxdomain":    runNXDomain,
-	"serverfirst": runServerFirst,
-	"service":     runService,
-	"upload":      runUpload,
+	"cancel":        runCancel,
+	"certs":         runCerts,
+	"dial":          runDial,
+	"dials":         runDials,
+	"download":      runDownload,
+	"echo":          runEcho,
+	"half":          runHalf,
+	"hold":          runHold,
+	"http":          runHTTP,
+	"native-agent":  runNativeAgent,
+	"native-server": runNativeServer,
+	"nxdomain":      runNXDomain,
+	"serverfirst":   runServerFirst,
+	"service":       runService,
+	"upload":        runUpload,
 }
 
 func main() {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use culvert_proto::PacketType;
-use metrics::Counter;
+use metrics::{Counter, Gauge};
 use tonic::Code;
 use tracing::trace;
 
@@ -60,6 +60,8 @@ pub struct StreamMetrics {
     errors: &'static str,
     packets: Family<(Segment, PacketType), Counter>,
     bytes: Family<Direction, Counter>,
+    /// Bytes that connections have queued beyond their own budgets.
+    pub excess_bytes: Gauge,
 }
 
 // === impl StreamMetrics ===
@@ -86,12 +88,23 @@ impl StreamMetrics {
                 "Payload bytes carried for connections, by direction.",
             )
             .at_zero(Direction::all()),
+            excess_bytes: registry.gauge(
+                "culvert_excess_buffer_bytes",
+                &[],
+                "Bytes queued beyond the budgets of their connections, out of --excess-buffer-bytes.",
+            ),
         }
     }
 
     /// The counter of packets of one kind on one segment.
     pub fn packets(&self, segment: Segment, packet_type: PacketType) -> &Counter {
         self.packets.get((segment, packet_type))
+    }
+
+    /// Counts what would be one packet in the packet dialect: the native transport has none, and
+    /// dashboards go on.
+    pub fn count_as(&self, segment: Segment, packet_type: PacketType) {
+        self.packets(segment, packet_type).increment(1);
     }
 
     /// Counts one packet on one segment, and logs it at the verbosity that asks for a line per

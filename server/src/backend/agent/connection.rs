@@ -7,7 +7,8 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use culvert_common::telemetry::metrics::GaugeGuard;
-use culvert_common::tunnel::queue::{self, Progress, SendWithinError, weighed};
+use culvert_common::tunnel::inbox::{Receiver, Sender, Watch, inbox, weighed};
+use culvert_common::tunnel::queue::SendWithinError;
 use culvert_common::tunnel::{CLOSE_STALL, CloseReason, PEER_STALL, Sink, Source};
 use culvert_common::wire::{ConnectId, DialId, MAX_DATA_BYTES, Message};
 use parking_lot::Mutex;
@@ -15,13 +16,13 @@ use tokio::sync::oneshot;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use super::{AgentStream, StreamDialError};
+use super::{AgentStream, Limits, StreamDialError};
 use crate::metrics::ServiceMethod;
 
 /// A connection's entry in the stream's table.
 pub(super) struct Slot {
     outcome: Mutex<Option<oneshot::Sender<Outcome>>>,
-    incoming: queue::Sender<Incoming>,
+    incoming: Sender<Incoming>,
     half_closed: AtomicBool,
     cut: Cut,
 }
@@ -34,9 +35,6 @@ pub(super) enum Incoming {
     Closed(CloseReason),
 }
 
-/// The client took no bytes for the whole deadline.
-pub(super) struct Stalled;
-
 /// An open connection through the agent.
 pub struct Connection {
     /// From the endpoint.
@@ -47,42 +45,32 @@ pub struct Connection {
     pub cut: Cut,
 }
 
-/// Ends a connection whose client takes no bytes.
+/// Ends a connection whose client takes no bytes, or takes them too slowly.
 #[derive(Clone)]
 pub struct Cut {
-    /// Others wait for this connection.
-    now: CancellationToken,
     /// The endpoint or the agent is gone: the client gets what is queued while it takes it.
     closing: CancellationToken,
-    progress: Arc<Progress>,
+    watch: Watch<Incoming>,
+    stall: Duration,
 }
 
 impl Cut {
-    fn new(progress: Progress) -> Self {
-        Self {
-            now: CancellationToken::new(),
-            closing: CancellationToken::new(),
-            progress: Arc::new(progress),
-        }
-    }
-
     /// Resolves when the connection has to end.
     pub async fn due(&self) -> CloseReason {
         let closed = async {
             self.closing.cancelled().await;
-            self.progress.stalled(CLOSE_STALL).await;
+            self.watch.stalled(CLOSE_STALL).await;
         };
         tokio::select! {
-            () = self.now.cancelled() => {}
-            () = closed => {}
+            reason = self.watch.overdue(self.stall) => reason,
+            () = closed => CloseReason::Stalled,
         }
-        CloseReason::Stalled
     }
 }
 
 /// The endpoint's bytes.
 pub struct FromAgent {
-    incoming: queue::Receiver<Incoming>,
+    incoming: Receiver<Incoming>,
 }
 
 /// The way to the endpoint.
@@ -113,16 +101,18 @@ pub(super) struct Pending<'a> {
 
 impl Slot {
     /// A new entry, with the two ends that the dial keeps.
-    pub(super) fn new(
-        connection_bytes: usize,
-    ) -> (Arc<Self>, oneshot::Receiver<Outcome>, FromAgent) {
+    pub(super) fn new(limits: &Limits) -> (Arc<Self>, oneshot::Receiver<Outcome>, FromAgent) {
         let (outcome_tx, outcome) = oneshot::channel();
-        let (incoming_tx, incoming) = queue::bounded(connection_bytes);
+        let (incoming_tx, incoming) = inbox(limits.connection_bytes, &limits.excess);
         let slot = Self {
             outcome: Mutex::new(Some(outcome_tx)),
             incoming: incoming_tx,
             half_closed: AtomicBool::new(false),
-            cut: Cut::new(incoming.progress()),
+            cut: Cut {
+                closing: CancellationToken::new(),
+                watch: incoming.watch(),
+                stall: limits.stall,
+            },
         };
         (Arc::new(slot), outcome, FromAgent { incoming })
     }
@@ -139,44 +129,20 @@ impl Slot {
     /// Queues the end of the endpoint's bytes. Once: it has no weight, and a peer could repeat it.
     pub(super) fn half_close(&self) {
         if !self.half_closed.swap(true, Ordering::Relaxed) {
-            self.push(Incoming::HalfClosed);
+            self.incoming.end(Incoming::HalfClosed);
         }
-    }
-
-    fn push(&self, item: Incoming) {
-        let _ = self.incoming.send_now(item);
     }
 
     /// Queues the end of the connection.
     pub(super) fn close(&self, reason: CloseReason) {
-        self.push(Incoming::Closed(reason));
+        self.incoming.end(Incoming::Closed(reason));
         self.cut.closing.cancel();
     }
 
-    /// Queues bytes while there is room for them; gives the item back otherwise.
-    pub(super) fn try_deliver(&self, bytes: Bytes) -> Result<(), Incoming> {
+    /// Queues bytes, or ends the connection if there is no room for them.
+    pub(super) fn deliver(&self, bytes: Bytes) {
         let (bytes, weight) = weighed(bytes);
-        self.incoming.try_send(Incoming::Data(bytes), weight)
-    }
-
-    /// Queues an item that found no room; ends the connection at once if its client takes nothing
-    /// for `stall`.
-    pub(super) async fn deliver(&self, item: Incoming, stall: Duration) -> Result<(), Stalled> {
-        let (item, weight) = match item {
-            Incoming::Data(bytes) => {
-                let (bytes, weight) = weighed(bytes);
-                (Incoming::Data(bytes), weight)
-            }
-            other => (other, 0),
-        };
-        match self.incoming.send_within(item, weight, stall).await {
-            Err(SendWithinError::Stalled) => {
-                self.cut.now.cancel();
-                Err(Stalled)
-            }
-            // A connection that has ended needs no bytes.
-            Ok(()) | Err(SendWithinError::Closed) => Ok(()),
-        }
+        self.incoming.push(Incoming::Data(bytes), weight);
     }
 }
 
@@ -325,7 +291,10 @@ impl Sink for ToAgent {
                 let sent = stream.outgoing.send_within(message, weight, PEER_STALL);
                 sent.await.map_err(|error| match error {
                     SendWithinError::Closed => CloseReason::AgentLost,
-                    SendWithinError::Stalled => CloseReason::Stalled,
+                    SendWithinError::Stalled => {
+                        stream.abandon();
+                        CloseReason::Stalled
+                    }
                 })?;
             }
         }

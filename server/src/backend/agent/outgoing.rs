@@ -7,14 +7,13 @@ use std::task::{Context, Poll, ready};
 use culvert_common::telemetry::metrics::Segment;
 use culvert_common::tunnel::queue;
 use culvert_common::wire::Message;
-use culvert_proto::Packet;
 use futures_util::Stream;
 use tokio_util::sync::WaitForCancellationFutureOwned;
 use tonic::Status;
 
 use super::AgentStream;
 
-/// What goes to the agent, as the wire's packets, counted.
+/// What goes to the agent, counted.
 pub struct Outgoing {
     messages: queue::Receiver<Message>,
     stream: Arc<AgentStream>,
@@ -34,7 +33,7 @@ impl Outgoing {
 }
 
 impl Stream for Outgoing {
-    type Item = Result<Packet, Status>;
+    type Item = Result<Message, Status>;
 
     fn poll_next(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Self::Item>> {
         if self.retired.as_mut().poll(cx).is_ready() {
@@ -47,7 +46,7 @@ impl Stream for Outgoing {
             .metrics
             .streams
             .count(Segment::ToAgent, &message);
-        Poll::Ready(Some(Ok(message.into())))
+        Poll::Ready(Some(Ok(message)))
     }
 }
 

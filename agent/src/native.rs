@@ -1,0 +1,233 @@
+//! One native connection to one server: takes its streams, see [`culvert_common::native`].
+
+use std::future::poll_fn;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use culvert_common::native::halves::{Chunk, NativeSink, NativeSource, halves};
+use culvert_common::native::link::{Incoming, Taker, chunk};
+use culvert_common::native::window::Inbound;
+use culvert_common::native::{
+    ADDRESS_HEADER, CONTROL_PATH, DRAIN, ERROR_HEADER, NETWORK_HEADER, decode, encode,
+};
+use culvert_common::net::dial::{self, DialError};
+use culvert_common::telemetry::metrics::{Direction, GaugeGuard, Segment};
+use culvert_common::tunnel::io::{ReadSource, WriteSink, drain};
+use culvert_common::tunnel::pump::{Meter, pump};
+use culvert_common::tunnel::{CloseReason, Dial};
+use culvert_common::wire::PacketType;
+use h2::server::SendResponse;
+use http::{Method, Request, Response, StatusCode};
+use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt};
+use tokio::net::TcpStream;
+use tokio::time::{Instant, timeout};
+use tokio_util::sync::CancellationToken;
+use tonic::Code;
+use tracing::debug;
+
+use crate::agent::Agent;
+use crate::endpoint::{DIAL_TIMEOUT, LINGER};
+use crate::metrics::DialFailureReason;
+
+/// Bytes that all connections of one server together may hold for endpoints that do not read,
+/// before each may hold no more than [`culvert_common::native::window::CROWDED_BYTES`]. Agents run
+/// in small pods.
+pub const HELD_BYTES: usize = 16 * 1024 * 1024;
+
+/// What the streams of one native connection share.
+pub struct NativeServer {
+    agent: Arc<Agent>,
+    inbound: Arc<Inbound>,
+    drained: CancellationToken,
+    ended: CancellationToken,
+}
+
+impl NativeServer {
+    /// A connection that ends with `ended`, and whose streams count into `inbound`.
+    pub fn new(agent: Arc<Agent>, inbound: Arc<Inbound>, ended: CancellationToken) -> Arc<Self> {
+        Arc::new(Self {
+            agent,
+            inbound,
+            drained: CancellationToken::new(),
+            ended,
+        })
+    }
+
+    /// Asks the server to prefer other agents.
+    pub fn drain(&self) {
+        self.drained.cancel();
+    }
+
+    /// Takes streams until the connection ends, and says why it did; an error unless this agent
+    /// ended it.
+    ///
+    /// # Errors
+    /// When the connection broke, or the server closed it.
+    pub async fn run<S>(self: Arc<Self>, mut taker: Taker<S>) -> Result<String, String>
+    where
+        S: AsyncRead + AsyncWrite + Unpin,
+    {
+        // Also when this future is dropped.
+        let _ended = self.ended.clone().drop_guard();
+        loop {
+            let next = tokio::select! {
+                next = taker.next() => next,
+                () = self.ended.cancelled() => return Ok("given up".into()),
+            };
+            // The server has no other way to leave: a killed one and one that stops look the same.
+            let next = next.and_then(|next| next.ok_or_else(|| "closed by the server".into()));
+            let incoming = next.inspect_err(|_| {
+                let streams = &self.agent.metrics.streams;
+                streams.stream_error(Segment::ToAgent, Code::Unavailable, None);
+            })?;
+            let task = self.clone().serve(incoming);
+            self.agent.tasks.spawn(task);
+        }
+    }
+
+    async fn serve(self: Arc<Self>, (request, mut respond): Incoming) {
+        match (request.method(), request.uri().path()) {
+            (&Method::CONNECT, _) => self.connect(request, respond).await,
+            (&Method::GET, CONTROL_PATH) => self.control(respond).await,
+            // From the future.
+            _ => drop(respond.send_response(status(StatusCode::NOT_FOUND), true)),
+        }
+    }
+
+    /// Says what concerns all connections, when there is something to say.
+    async fn control(&self, mut respond: SendResponse<Chunk>) {
+        let Ok(mut words) = respond.send_response(status(StatusCode::OK), false) else {
+            return;
+        };
+        tokio::select! {
+            () = self.drained.cancelled() => {
+                self.count(Segment::FromAgent, PacketType::Drain);
+                let word = chunk(Bytes::from(format!("{DRAIN}\n")));
+                let _ = words.send_data(word, false);
+                // The stream stays open: its end would say that the connection ends.
+                self.ended.cancelled().await;
+            }
+            () = self.ended.cancelled() => {}
+        }
+    }
+
+    fn count(&self, segment: Segment, packet: PacketType) {
+        self.agent.metrics.streams.count_as(segment, packet);
+    }
+
+    async fn connect(&self, request: Request<h2::RecvStream>, mut respond: SendResponse<Chunk>) {
+        // From the dial on: a drained agent does not leave in the middle of one.
+        let _active = self.agent.activity();
+        let metrics = &self.agent.metrics;
+        self.count(Segment::ToAgent, PacketType::DialReq);
+        let dial = dial_of(&request);
+        let started = Instant::now();
+        let dialed = tokio::select! {
+            dialed = dial::dial(&dial.protocol, &dial.address, DIAL_TIMEOUT) => dialed,
+            // The server gave the dial up, or is gone.
+            _ = poll_fn(|cx| respond.poll_reset(cx)) => return,
+            () = self.ended.cancelled() => return,
+        };
+        self.count(Segment::FromAgent, PacketType::DialRsp);
+        match dialed {
+            Ok(socket) => {
+                metrics
+                    .dial_duration
+                    .record(started.elapsed().as_secs_f64());
+                let _open = GaugeGuard::new(&metrics.open_endpoint_connections);
+                let Ok(send) = respond.send_response(status(StatusCode::OK), false) else {
+                    return;
+                };
+                let inbound = self.inbound.clone();
+                let receive = request.into_body();
+                let server = halves(send, receive, inbound, CloseReason::ServerLost);
+                self.carry(socket, server, &dial).await;
+            }
+            Err(error) => {
+                let reason = match error.timeout {
+                    true => DialFailureReason::Timeout,
+                    false => DialFailureReason::Unknown,
+                };
+                metrics.dial_failures(reason).increment(1);
+                debug!(address = dial.address, error = error.text, "dial failed");
+                let _ = respond.send_response(refusal(&error), true);
+            }
+        }
+    }
+
+    async fn carry(
+        &self,
+        socket: TcpStream,
+        (mut server_source, mut server_sink): (NativeSource, NativeSink),
+        dial: &Dial,
+    ) {
+        let streams = &self.agent.metrics.streams;
+        let mut up = Meter::new(streams.tunnel_bytes(Direction::ToEndpoint).clone());
+        let mut down = Meter::new(streams.tunnel_bytes(Direction::FromEndpoint).clone());
+        let started = Instant::now();
+        let (read, write) = socket.into_split();
+        let mut source = ReadSource::new(read, Bytes::new(), CloseReason::EndpointLost);
+        let mut sink = WriteSink::new(write, CloseReason::EndpointLost);
+        let reason = tokio::select! {
+            reason = pump(
+                (&mut server_source, &mut server_sink),
+                (&mut source, &mut sink),
+                &mut up,
+                &mut down,
+            ) => reason,
+            () = self.ended.cancelled() => match self.agent.shutdown.is_cancelled() {
+                true => CloseReason::Shutdown,
+                false => CloseReason::ServerLost,
+            },
+        };
+        self.agent.closed(reason);
+        debug!(
+            address = dial.address,
+            reason = %reason,
+            to_endpoint = up.bytes,
+            from_endpoint = down.bytes,
+            seconds = started.elapsed().as_secs_f64(),
+            "connection closed"
+        );
+        server_sink.end(reason, &self.agent.tasks);
+        drop(server_source);
+        if reason == CloseReason::ClientClosed {
+            let leave = async {
+                let mut write = sink.into_inner();
+                if write.shutdown().await.is_ok() {
+                    drain(source.into_inner()).await;
+                }
+            };
+            // An endpoint that takes longer than this has had its chance.
+            let _ = timeout(LINGER, leave).await;
+        }
+    }
+}
+
+fn dial_of(request: &Request<h2::RecvStream>) -> Dial {
+    let header = |name: &'static str| request.headers().get(name).map(decode);
+    let authority = || {
+        let authority = request.uri().authority();
+        authority.map_or_else(String::new, ToString::to_string)
+    };
+    Dial {
+        protocol: header(NETWORK_HEADER).unwrap_or_else(|| "tcp".into()),
+        address: header(ADDRESS_HEADER).unwrap_or_else(authority),
+    }
+}
+
+fn status(status: StatusCode) -> Response<()> {
+    let mut response = Response::new(());
+    *response.status_mut() = status;
+    response
+}
+
+fn refusal(error: &DialError) -> Response<()> {
+    let mut response = status(match error.timeout {
+        true => StatusCode::GATEWAY_TIMEOUT,
+        false => StatusCode::BAD_GATEWAY,
+    });
+    let text = encode(&error.text);
+    response.headers_mut().insert(ERROR_HEADER, text);
+    response
+}

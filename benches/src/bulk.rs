@@ -1,0 +1,183 @@
+//! A load without end: connections that move bytes as fast as they can until they are dropped.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use anyhow::{Context as _, bail};
+use culvert::lab::pattern::{self, MAX_PIECE};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::task::JoinSet;
+use tokio::time::{Instant, sleep};
+
+use crate::door::Door;
+use crate::load::{Echo, percentiles};
+use crate::report::Figures;
+use crate::rows::{BULK_RATE, MIB, P50, P99};
+
+/// How long bulk runs before anything is measured.
+const RAMP: Duration = Duration::from_millis(500);
+
+/// How many bulk downloads an echo has beside it.
+const BESIDE: usize = 2;
+
+/// Running bulk connections; dropping it ends them.
+#[derive(Debug, Default)]
+pub struct Bulk {
+    tasks: JoinSet<anyhow::Result<()>>,
+    moved: Arc<AtomicU64>,
+}
+
+impl Bulk {
+    /// Adds downloads.
+    #[must_use]
+    pub fn downloads(mut self, door: &Door, target: SocketAddr, count: usize) -> Self {
+        for _ in 0..count {
+            let (door, moved) = (door.clone(), Arc::clone(&self.moved));
+            self.tasks.spawn(download(door, target, moved));
+        }
+        self
+    }
+
+    /// Adds uploads.
+    #[must_use]
+    pub fn uploads(mut self, door: &Door, target: SocketAddr, count: usize) -> Self {
+        for _ in 0..count {
+            let (door, moved) = (door.clone(), Arc::clone(&self.moved));
+            self.tasks.spawn(upload(door, target, moved));
+        }
+        self
+    }
+
+    /// How many bytes all of them moved in `time`, per second.
+    ///
+    /// # Errors
+    /// When one of them ended, or none moved anything.
+    pub async fn rate(&mut self, time: Duration) -> anyhow::Result<f64> {
+        let mark = self.mark();
+        sleep(time).await;
+        self.rate_since(mark)
+    }
+
+    /// How far they are now.
+    pub fn mark(&self) -> Mark {
+        Mark {
+            at: Instant::now(),
+            moved: self.moved.load(Ordering::Relaxed),
+        }
+    }
+
+    /// How many bytes per second all of them moved since `mark`.
+    ///
+    /// # Errors
+    /// When one of them ended, or none moved anything.
+    pub fn rate_since(&mut self, mark: Mark) -> anyhow::Result<f64> {
+        let now = self.mark();
+        let moved = now.moved - mark.moved;
+        if let Some(ended) = self.tasks.try_join_next() {
+            ended?.context("bulk")?;
+        }
+        if moved == 0 {
+            bail!("bulk stands still");
+        }
+        Ok(moved as f64 / (now.at - mark.at).as_secs_f64())
+    }
+}
+
+/// How far bulk was at some time.
+#[derive(Debug, Clone, Copy)]
+pub struct Mark {
+    at: Instant,
+    moved: u64,
+}
+
+async fn download(door: Door, target: SocketAddr, moved: Arc<AtomicU64>) -> anyhow::Result<()> {
+    let mut stream = door.open(target).await?;
+    let command = format!("download {}\n", u64::MAX);
+    stream.write_all(command.as_bytes()).await?;
+    stream.flush().await?;
+    let mut buffer = vec![0; MAX_PIECE];
+    loop {
+        match stream.read(&mut buffer).await? {
+            0 => bail!("an end before its time"),
+            read => moved.fetch_add(read as u64, Ordering::Relaxed),
+        };
+    }
+}
+
+async fn upload(door: Door, target: SocketAddr, moved: Arc<AtomicU64>) -> anyhow::Result<()> {
+    let mut stream = door.open(target).await?;
+    let command = format!("upload {}\n", u64::MAX);
+    stream.write_all(command.as_bytes()).await?;
+    for piece in pattern::pieces(u64::MAX) {
+        stream.write_all(&piece).await?;
+        moved.fetch_add(piece.len() as u64, Ordering::Relaxed);
+    }
+    Ok(())
+}
+
+/// Echoes one after the other for a while, beside bulk downloads.
+///
+/// # Errors
+/// When an echo or a download fails.
+pub async fn echo_beside(
+    door: &Door,
+    target: SocketAddr,
+    time: Duration,
+) -> anyhow::Result<Figures> {
+    let mut bulk = Bulk::default().downloads(door, target, BESIDE);
+    sleep(RAMP).await;
+    let mut echo = Echo::open(door, target).await?;
+    let mut times = Vec::new();
+    let mark = bulk.mark();
+    while mark.at.elapsed() < time {
+        times.push(echo.once().await?);
+    }
+    let rate = bulk.rate_since(mark)?;
+    let [p50, p99] = percentiles(times);
+    Ok(vec![(P50, p50), (P99, p99), (BULK_RATE, rate / MIB)])
+}
+
+/// What one download moves along a long path, once it has had time to get going.
+///
+/// # Errors
+/// When it fails.
+pub async fn far_download(
+    door: &Door,
+    target: SocketAddr,
+    [ramp, time]: [Duration; 2],
+) -> anyhow::Result<f64> {
+    let mut bulk = Bulk::default().downloads(door, target, 1);
+    sleep(ramp).await;
+    bulk.rate(time).await
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
+    use super::*;
+    use crate::endpoint::Endpoints;
+
+    #[tokio::test]
+    async fn both_directions_move_and_echoes_come_back() {
+        let endpoints = Endpoints::start().await.unwrap();
+        let (target, time) = (endpoints.lean(), Duration::from_millis(50));
+        let door = Door::Plain(target);
+        let mut down = Bulk::default().downloads(&door, target, 2);
+        let mut up = Bulk::default().uploads(&door, target, 2);
+        sleep(time).await;
+        assert!(down.rate(time).await.unwrap() > 0.0);
+        assert!(up.rate(time).await.unwrap() > 0.0);
+        let figures = echo_beside(&door, target, time).await.unwrap();
+        assert!(figures.iter().all(|(_, value)| *value > 0.0), "{figures:?}");
+    }
+
+    #[tokio::test]
+    async fn what_ends_or_does_not_begin_is_an_error() {
+        // Nothing listens on port 1.
+        let nowhere = SocketAddr::from(([127, 0, 0, 1], 1));
+        let mut bulk = Bulk::default().downloads(&Door::Plain(nowhere), nowhere, 1);
+        bulk.rate(Duration::from_millis(50)).await.unwrap_err();
+    }
+}

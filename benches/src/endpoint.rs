@@ -1,0 +1,237 @@
+//! What agents connect to.
+//!
+//! One port does all work, because a relay leads to one port only. It is lean, so that what is measured
+//! is the tunnel: 256 KiB at a time, nothing hashed, uploads only counted. The first line says what
+//! is wanted:
+//!
+//! | line | what follows |
+//! |---|---|
+//! | `download N` | N bytes of the pattern, then the end |
+//! | `upload N` | N bytes of the client's; then their count, as eight bytes, and the end |
+//! | `echo` | everything back |
+//! | `hold` | nothing is read until [`Endpoints::release`] |
+//!
+//! Idle connections end in a process of their own ([`serve`]), or they would take two file descriptors
+//! each of the one limit.
+
+use std::io;
+use std::net::{Ipv4Addr, SocketAddr};
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use bytes::{Buf as _, BytesMut};
+use culvert::lab::pattern::{self, MAX_PIECE};
+use culvert::lab::services::Services;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::Notify;
+use tokio::task::JoinSet;
+
+/// The name by which this program is the endpoint of idle connections.
+pub const ENDPOINT: &str = "culvert-bench-endpoint";
+
+/// What [`serve`] says before its address.
+pub const LISTENING: &str = "listening on ";
+
+/// The longest first line, in bytes: `download` and 20 digits fit well.
+const MAX_LINE: usize = 64;
+
+/// How much an echo reads at once, in bytes. Ten thousand idle connections have such a buffer each.
+const ECHO_READ: usize = 512;
+
+/// The running endpoints; dropping them closes the listener.
+#[derive(Debug)]
+pub struct Endpoints {
+    /// What the Go driver uses: it hashes what it moves.
+    services: Services,
+    lean: SocketAddr,
+    held: Arc<Notify>,
+    _tasks: JoinSet<()>,
+}
+
+impl Endpoints {
+    /// Starts them on ports of 127.0.0.1.
+    ///
+    /// # Errors
+    /// When a listener cannot be bound.
+    pub async fn start() -> io::Result<Self> {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await?;
+        let lean = listener.local_addr()?;
+        let held = Arc::new(Notify::new());
+        let mut tasks = JoinSet::new();
+        tasks.spawn(accept(listener, Arc::clone(&held)));
+        Ok(Self {
+            services: Services::start().await?,
+            lean,
+            held,
+            _tasks: tasks,
+        })
+    }
+
+    /// The raw service, which the Go driver knows.
+    pub fn raw(&self) -> SocketAddr {
+        self.services.raw
+    }
+
+    /// The endpoint that this module describes.
+    pub fn lean(&self) -> SocketAddr {
+        self.lean
+    }
+
+    /// Closes every connection that is held.
+    pub fn release(&self) {
+        self.held.notify_waiters();
+    }
+}
+
+/// Is the endpoint of idle connections, until the process is killed.
+pub fn serve() -> ExitCode {
+    let serving = async {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await?;
+        println!("{LISTENING}{}", listener.local_addr()?);
+        accept(listener, Arc::default()).await;
+        Ok::<(), io::Error>(())
+    };
+    // One thread, so that no second one takes a core from what is measured.
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build();
+    match runtime.and_then(|runtime| runtime.block_on(serving)) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("{error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Serves connections until accepting fails. Errors of a connection show at its client.
+async fn accept(listener: TcpListener, held: Arc<Notify>) {
+    while let Ok((stream, _)) = listener.accept().await {
+        tokio::spawn(serve_one(stream, Arc::clone(&held)));
+    }
+}
+
+async fn serve_one(mut stream: TcpStream, held: Arc<Notify>) -> io::Result<()> {
+    stream.set_nodelay(true)?;
+    let (line, rest) = first_line(&mut stream).await?;
+    match line.split_once(' ') {
+        Some(("download", count)) => download(stream, number(count)?).await,
+        Some(("upload", count)) => upload(stream, number(count)?, rest.len()).await,
+        None if line == "echo" => echo(stream, &rest).await,
+        None if line == "hold" => {
+            held.notified().await;
+            Ok(())
+        }
+        _ => Err(invalid("no such work")),
+    }
+}
+
+/// The first line, and what came behind it.
+async fn first_line(stream: &mut TcpStream) -> io::Result<(String, BytesMut)> {
+    let mut bytes = BytesMut::with_capacity(MAX_LINE);
+    loop {
+        if let Some(end) = bytes.iter().position(|byte| *byte == b'\n') {
+            let line = String::from_utf8_lossy(&bytes.split_to(end)).into_owned();
+            bytes.advance(1);
+            return Ok((line, bytes));
+        }
+        if bytes.len() >= MAX_LINE || stream.read_buf(&mut bytes).await? == 0 {
+            return Err(invalid("no line"));
+        }
+    }
+}
+
+fn number(text: &str) -> io::Result<u64> {
+    text.parse().map_err(|_| invalid("not a number"))
+}
+
+fn invalid(text: &'static str) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, text)
+}
+
+async fn download(mut stream: TcpStream, count: u64) -> io::Result<()> {
+    for piece in pattern::pieces(count) {
+        stream.write_all(&piece).await?;
+    }
+    stream.shutdown().await
+}
+
+/// Of `count` bytes `received` are here already.
+async fn upload(mut stream: TcpStream, count: u64, received: usize) -> io::Result<()> {
+    let mut buffer = vec![0; MAX_PIECE];
+    let mut body = (&mut stream).take(count.saturating_sub(received as u64));
+    while body.limit() > 0 {
+        if body.read(&mut buffer).await? == 0 {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+    }
+    stream.write_u64(count).await?;
+    stream.shutdown().await
+}
+
+async fn echo(mut stream: TcpStream, first: &[u8]) -> io::Result<()> {
+    stream.write_all(first).await?;
+    let mut buffer = [0; ECHO_READ];
+    loop {
+        let read = stream.read(&mut buffer).await?;
+        if read == 0 {
+            return Ok(());
+        }
+        stream
+            .write_all(buffer.get(..read).unwrap_or_default())
+            .await?;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
+    use super::*;
+
+    async fn ask(endpoints: &Endpoints, line: &str) -> TcpStream {
+        let mut stream = TcpStream::connect(endpoints.lean()).await.unwrap();
+        stream.write_all(line.as_bytes()).await.unwrap();
+        stream
+    }
+
+    #[tokio::test]
+    async fn every_line_does_its_work() {
+        let endpoints = Endpoints::start().await.unwrap();
+        let mut received = Vec::new();
+        let mut stream = ask(&endpoints, "download 700001\n").await;
+        stream.read_to_end(&mut received).await.unwrap();
+        assert!(received == pattern::prefix(700_001));
+
+        // Some of the upload comes with the line.
+        let mut stream = ask(&endpoints, "upload 10\nabcdefg").await;
+        stream.write_all(b"hij").await.unwrap();
+        assert_eq!(stream.read_u64().await.unwrap(), 10);
+
+        let mut stream = ask(&endpoints, "echo\nx").await;
+        assert_eq!(stream.read_u8().await.unwrap(), b'x');
+        stream.write_all(b"yz").await.unwrap();
+        assert_eq!(stream.read_u16().await.unwrap(), u16::from_be_bytes(*b"yz"));
+
+        let mut stream = ask(&endpoints, "nonsense\n").await;
+        assert_eq!(stream.read(&mut [0]).await.unwrap_or(0), 0);
+    }
+
+    #[tokio::test]
+    async fn what_is_held_ends_when_released() {
+        let endpoints = Endpoints::start().await.unwrap();
+        let mut stream = ask(&endpoints, "hold\n").await;
+        let mut byte = [0];
+        // The release is for those that are held by then.
+        let read = stream.read(&mut byte);
+        tokio::pin!(read);
+        let ended = loop {
+            endpoints.release();
+            tokio::select! {
+                ended = &mut read => break ended,
+                () = tokio::task::yield_now() => {}
+            }
+        };
+        assert_eq!(ended.unwrap(), 0);
+    }
+}

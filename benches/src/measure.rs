@@ -1,0 +1,148 @@
+//! How one row of one contender is measured.
+
+use std::time::Duration;
+
+use anyhow::Context as _;
+use tokio::time::{sleep, timeout};
+
+use crate::door::Door;
+use crate::endpoint::Endpoints;
+use crate::load::{self, Job, Work};
+use crate::report::Figures;
+use crate::rows::{
+    CPU_PER_DIAL, CPU_PER_ECHO, CPU_PER_GIB, DIAL_RATE, GIB, Kind, MIB, P50, P99, RATE, Row,
+};
+use crate::topology::{Contender, Programs, Tunnel};
+use crate::tunnel::Front;
+use crate::{bulk, delay, driver, memory, stalled};
+
+/// How long a measurement may take before it fails; a tunnel that hangs shall not end the run.
+const LIMIT: Duration = Duration::from_secs(60);
+
+/// What closes behind the last byte, such as a dial's connections, belongs to the processor time of the
+/// job. This much time after it is added.
+const SETTLE: Duration = Duration::from_millis(100);
+
+/// From how many connections on the Go driver is not used: a process each would need more of the
+/// machine than the tunnel.
+const DRIVERS: u64 = 32;
+
+/// What every measurement needs.
+pub struct Lab {
+    /// Where loads end.
+    pub endpoints: Endpoints,
+    /// What is started.
+    pub programs: Programs,
+    /// How many seconds of load a measurement is.
+    pub seconds: f64,
+    /// How many file descriptors a process may have.
+    pub descriptors: u64,
+}
+
+impl Lab {
+    /// Starts a contender as the long-lived one that most rows are measured on.
+    ///
+    /// # Errors
+    /// When it does not come up.
+    pub async fn start(&self, front: Front, contender: &Contender) -> anyhow::Result<Tunnel> {
+        let target = self.endpoints.lean();
+        Tunnel::start(contender, front.mode(), &self.programs, target, None).await
+    }
+
+    /// Measures a row of a contender: of `running`, or of one that is started for this row.
+    ///
+    /// # Errors
+    /// When the contender fails, or is not done in time.
+    pub async fn measure(
+        &self,
+        front: Front,
+        row: &Row,
+        contender: &Contender,
+        running: &mut Tunnel,
+    ) -> anyhow::Result<Figures> {
+        let measuring = async {
+            let (door, target) = (&running.door.clone(), self.endpoints.lean());
+            match row.kind {
+                Kind::Load(first) => self.load(first, running).await,
+                Kind::EchoBesideBulk => bulk::echo_beside(door, target, 2 * self.time()).await,
+                Kind::Stalled => stalled::measure(door, &self.endpoints, self.time()).await,
+                Kind::Far(path) => self.far(front, contender, path).await,
+                Kind::Idle => self.idle(front, contender).await,
+                Kind::AgentMemory => {
+                    let mut tunnel = self.start(front, contender).await?;
+                    memory::beside_bulk(&mut tunnel, target, 2 * self.time()).await
+                }
+            }
+        };
+        let measured = timeout(LIMIT, measuring).await;
+        measured.with_context(|| format!("no end within {LIMIT:?}"))?
+    }
+
+    fn time(&self) -> Duration {
+        Duration::from_secs_f64(self.seconds)
+    }
+
+    async fn far(
+        &self,
+        front: Front,
+        contender: &Contender,
+        path: delay::Path,
+    ) -> anyhow::Result<Figures> {
+        let target = self.endpoints.lean();
+        let starting = Tunnel::start(contender, front.mode(), &self.programs, target, Some(path));
+        let tunnel = starting.await?;
+        let times = Row::far_times(self.seconds);
+        let rate = bulk::far_download(&tunnel.door, target, times).await?;
+        Ok(vec![(RATE, rate / MIB)])
+    }
+
+    async fn idle(&self, front: Front, contender: &Contender) -> anyhow::Result<Figures> {
+        let each = contender.descriptors_per_connection();
+        let count = memory::affordable(self.descriptors, each)?;
+        let (_endpoint, target) = self.programs.endpoint().await?;
+        let starting = Tunnel::start(contender, front.mode(), &self.programs, target, None);
+        memory::idle(&mut starting.await?, target, count).await
+    }
+
+    /// Measures a load of a given amount: warms the contender up twice, the second time knowing how fast
+    /// it is by and large, and then gives it work for the wanted time.
+    async fn load(&self, first: Job, tunnel: &mut Tunnel) -> anyhow::Result<Figures> {
+        let mut job = first;
+        for wanted in [self.seconds / 4.0, self.seconds] {
+            let done = self.work(&tunnel.door, job).await;
+            let elapsed = done.context("warm-up")?.elapsed.as_secs_f64();
+            job.amount = ((job.amount as f64 * wanted / elapsed.max(1e-6)) as u64).max(1);
+        }
+        let before = tunnel.cpu_time()?;
+        let done = self.work(&tunnel.door, job).await?;
+        sleep(SETTLE).await;
+        let used = tunnel.cpu_time()?.zip(before);
+        let cpu = used.map(|(after, before)| (after - before).as_secs_f64());
+        let (total, elapsed) = (job.total() as f64, done.elapsed.as_secs_f64());
+        let (mut figures, cost) = match job.work {
+            Work::Download | Work::Upload => (
+                vec![(RATE, total / MIB / elapsed)],
+                cpu.map(|cpu| (CPU_PER_GIB, cpu / (total / GIB))),
+            ),
+            Work::Echo => (
+                vec![(P50, done.p50_us), (P99, done.p99_us)],
+                cpu.map(|cpu| (CPU_PER_ECHO, cpu * 1e6 / total)),
+            ),
+            Work::Dials => (
+                vec![(DIAL_RATE, total / elapsed)],
+                cpu.map(|cpu| (CPU_PER_DIAL, cpu * 1e6 / total)),
+            ),
+        };
+        figures.extend(cost);
+        Ok(figures)
+    }
+
+    async fn work(&self, door: &Door, job: Job) -> anyhow::Result<load::Done> {
+        match (door, self.programs.stock) {
+            (Door::Grpc(socket), Some(stock)) if job.connections < DRIVERS => {
+                driver::run(stock, socket, self.endpoints.raw(), job).await
+            }
+            _ => load::run(door, self.endpoints.lean(), job).await,
+        }
+    }
+}

@@ -1,0 +1,278 @@
+//! The report as a picture for a page: bars of the medians, panel by panel, with ratios to stock.
+//!
+//! It is plain SVG: no script, no font but the reader's own, no background, and colours that can be
+//! read on a light and on a dark page.
+
+use std::fmt::Write as _;
+
+use crate::report::{HUNG, Line, Metric, Report, number};
+use crate::rows::{
+    CPU_PER_DIAL, CPU_PER_GIB, IDLE_MEMORY, MEMORY, MEMORY_START, P50, P99, P99_STALLED, RATE,
+};
+use crate::topology::{OURS, RELAY, STOCK};
+
+/// Rows that share an axis.
+struct Panel {
+    title: &'static str,
+    metric: Metric,
+    rows: &'static [&'static str],
+}
+
+const BULK: &[&str] = &[
+    "download, 1 connection",
+    "download, 8 connections",
+    "upload, 1 connection",
+    "upload, 8 connections",
+];
+
+const fn panel(title: &'static str, metric: Metric, rows: &'static [&'static str]) -> Panel {
+    Panel {
+        title,
+        metric,
+        rows,
+    }
+}
+
+const PANELS: [Panel; 8] = [
+    panel("Throughput, MiB/s", RATE, BULK),
+    panel("Processor time, seconds per GiB", CPU_PER_GIB, BULK),
+    panel(
+        "64-byte echo, median in us",
+        P50,
+        &["64-byte echo, 1 connection", "64-byte echo, 8 connections"],
+    ),
+    panel(
+        "64-byte echo under load, 99th percentile in us",
+        P99,
+        &["64-byte echo beside 2 downloads"],
+    ),
+    panel(
+        "50 echoes beside 16 stalled connections, 99th percentile in us",
+        P99_STALLED,
+        &["50 echoes beside 16 stalled"],
+    ),
+    panel(
+        "Processor time of a dial, us",
+        CPU_PER_DIAL,
+        &["dial + 1 byte, 8 at a time"],
+    ),
+    panel("Memory at start, MiB", MEMORY_START, &[MEMORY]),
+    panel(
+        "Memory of an idle connection, KiB",
+        IDLE_MEMORY,
+        &["memory, 10,000 idle"],
+    ),
+];
+
+/// Whose bars are drawn: name, what the legend says, and class.
+const BARS: [(&str, &str, &str); 3] = [
+    (OURS, "Culvert", "o"),
+    (STOCK, "Konnectivity (stock)", "s"),
+    (RELAY, "TLS relay pair", "r"),
+];
+
+/// All lengths are in the picture's own units.
+const WIDTH: f64 = 860.0;
+const BARS_FROM: f64 = 270.0;
+const LONGEST: f64 = 430.0;
+const BAR: f64 = 11.0;
+const GAP: f64 = 7.0;
+const TITLE: f64 = 30.0;
+const LEGEND: f64 = 34.0;
+const FOOT: f64 = 26.0;
+
+const STYLE: &str = "text{font:12px system-ui,sans-serif;fill:#57606a}\
+    .t{font-weight:600;fill:#24292f}.o{fill:#1a7f64}.s{fill:#8c959f}.r{fill:#bf8700}\
+    @media(prefers-color-scheme:dark){text{fill:#9da7b3}.t{fill:#e6edf3}\
+    .o{fill:#2ea886}.s{fill:#768390}.r{fill:#c69026}}";
+
+/// Draws what of a report has a panel.
+pub fn draw(report: &Report) -> String {
+    let lines = report.lines();
+    let mut body = String::new();
+    let mut top = legend(&lines, &mut body);
+    for panel in &PANELS {
+        let shown: Vec<&Line> = lines
+            .iter()
+            .filter(|line| line.metric == panel.metric && panel.rows.contains(&line.row))
+            .collect();
+        if !shown.is_empty() {
+            top = draw_panel(panel, &shown, top, &mut body);
+        }
+    }
+    let height = top + FOOT;
+    let foot = format!("{}; medians of {} rounds", report.machine, report.rounds);
+    text(0.0, top + FOOT - 8.0, "", &foot, &mut body);
+    format!(
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {height}\" \
+         role=\"img\" aria-label=\"Culvert and Konnectivity compared\">\n\
+         <style>{STYLE}</style>\n{body}</svg>\n"
+    )
+}
+
+/// Draws the legend of those that have a bar anywhere; gives where the panels begin.
+fn legend(lines: &[Line], body: &mut String) -> f64 {
+    let mut x = 0.0;
+    for (name, label, class) in BARS {
+        if lines.iter().any(|line| line.median(name).is_some()) {
+            rect(x, 8.0, BAR, class, body);
+            text(x + 17.0, 18.0, "", label, body);
+            x += 190.0;
+        }
+    }
+    LEGEND
+}
+
+/// Draws a panel below `top`; gives where it ends.
+fn draw_panel(panel: &Panel, lines: &[&Line], top: f64, body: &mut String) -> f64 {
+    let better = if panel.metric.higher_is_better {
+        "more is better"
+    } else {
+        "less is better"
+    };
+    let title = format!("{} \u{2013} {better}", panel.title);
+    text(0.0, top + 18.0, "t", &title, body);
+    let medians = |line: &Line| BARS.map(|(name, ..)| line.median(name));
+    let longest = lines
+        .iter()
+        .flat_map(|line| medians(line))
+        .flatten()
+        .filter(|value| value.is_finite())
+        .fold(0.0, f64::max);
+    let mut y = top + TITLE;
+    for line in lines {
+        let label = if lines.iter().any(|other| other.row != line.row) {
+            format!("{}, {}", line.front, line.row)
+        } else {
+            line.front.to_owned()
+        };
+        text(0.0, y + BAR - 1.0, "", &label, body);
+        for (name, _, class) in BARS {
+            let Some(value) = line.median(name) else {
+                continue;
+            };
+            // What hung is as long as can be.
+            let share = if value.is_finite() && longest > 0.0 {
+                value / longest
+            } else {
+                1.0
+            };
+            rect(BARS_FROM, y, (share * LONGEST).max(1.0), class, body);
+            let x = BARS_FROM + share * LONGEST + 6.0;
+            text(x, y + BAR - 1.0, "", &caption(line, name, value), body);
+            y += BAR + 2.0;
+        }
+        y += GAP;
+    }
+    y
+}
+
+/// A bar's figure, and how it compares with stock.
+fn caption(line: &Line, name: &str, value: f64) -> String {
+    let digits = match value {
+        ..10.0 => 2,
+        10.0..100.0 => 1,
+        _ => 0,
+    };
+    let figure = number(Some(value), digits);
+    match line.ratio(name, STOCK) {
+        Some(ratio) if name != STOCK && ratio > 0.0 && ratio != HUNG => {
+            format!("{figure} ({}\u{d7} stock)", number(Some(ratio), 2))
+        }
+        _ => figure,
+    }
+}
+
+fn rect(x: f64, y: f64, width: f64, class: &str, body: &mut String) {
+    // Writing to a string does not fail.
+    let _ = writeln!(
+        body,
+        "<rect x=\"{x:.0}\" y=\"{y:.0}\" width=\"{width:.1}\" height=\"{BAR}\" class=\"{class}\"/>"
+    );
+}
+
+fn text(x: f64, y: f64, class: &str, content: &str, body: &mut String) {
+    let class = if class.is_empty() {
+        String::new()
+    } else {
+        format!(" class=\"{class}\"")
+    };
+    let content = content
+        .replace('&', "&amp;")
+        .replace('<', "&lt;")
+        .replace('>', "&gt;");
+    // Writing to a string does not fail.
+    let _ = writeln!(
+        body,
+        "<text x=\"{x:.0}\" y=\"{y:.0}\"{class}>{content}</text>"
+    );
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
+    use super::*;
+    use crate::report::Machine;
+    use crate::rows::ROWS;
+
+    /// Every row of every panel, at both front ends, with these figures of ours, stock and relay.
+    fn full(figures: [f64; 3]) -> Report {
+        let mut report = Report::new(Machine::this(), 5, 1.0);
+        for front in ["CONNECT", "gRPC"] {
+            for panel in &PANELS {
+                for row in panel.rows {
+                    for ((name, ..), value) in BARS.iter().zip(figures) {
+                        report.add(front, row, name, Ok(vec![(panel.metric, value)]));
+                    }
+                }
+            }
+        }
+        report
+    }
+
+    #[test]
+    fn a_full_report_is_small_and_stands_alone() {
+        let drawn = draw(&full([1234.5, 234.5, 1000.0]));
+        assert!(drawn.len() < 40 * 1024, "{} bytes", drawn.len());
+        assert!(drawn.contains("1234 (5.26\u{d7} stock)") || drawn.contains("1235 (5.26"));
+        assert!(drawn.contains("prefers-color-scheme:dark"));
+        // The only address is the name of the format.
+        assert_eq!(drawn.matches("http").count(), 1);
+        for open in ["svg", "style", "text"] {
+            let opened = drawn.matches(&format!("<{open}")).count();
+            assert_eq!(opened, drawn.matches(&format!("</{open}>")).count());
+        }
+        let bars: usize = PANELS.iter().map(|panel| panel.rows.len()).sum();
+        // And three in the legend.
+        assert_eq!(drawn.matches("<rect").count(), 2 * 3 * bars + 3);
+    }
+
+    #[test]
+    fn bars_are_as_long_as_their_figures() {
+        let mut report = Report::new(Machine::this(), 1, 1.0);
+        for (name, value) in [("ours", 400.0), ("stock", 100.0)] {
+            report.add("CONNECT", BULK[0], name, Ok(vec![(RATE, value)]));
+        }
+        let drawn = draw(&report);
+        assert!(
+            drawn.contains(&format!("width=\"{LONGEST:.1}\"")),
+            "{drawn}"
+        );
+        assert!(drawn.contains(&format!("width=\"{:.1}\"", LONGEST / 4.0)));
+        assert!(!drawn.contains("relay"));
+    }
+
+    #[test]
+    fn what_hung_is_drawn_and_not_divided_by() {
+        let drawn = draw(&full([5.0, HUNG, 5.0]));
+        assert!(drawn.contains(">hung<"));
+        assert!(!drawn.contains("\u{d7} stock"), "{drawn}");
+    }
+
+    #[test]
+    fn every_row_that_is_named_exists() {
+        for row in PANELS.iter().flat_map(|panel| panel.rows) {
+            assert!(*row == MEMORY || ROWS.iter().any(|known| known.name == *row));
+        }
+    }
+}

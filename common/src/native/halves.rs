@@ -1,0 +1,329 @@
+//! The two halves of one connection on an HTTP/2 stream, as [`Source`] and [`Sink`].
+
+use std::collections::VecDeque;
+use std::future::poll_fn;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::task::{Context, Poll, ready};
+
+use bytes::{Buf, Bytes, BytesMut};
+use h2::{RecvStream, SendStream};
+use parking_lot::Mutex;
+use tokio::sync::Notify;
+use tokio::time::timeout;
+use tokio_util::task::TaskTracker;
+
+use super::window::Inbound;
+use super::{close_reason, reset_code};
+use crate::tunnel::{CLOSE_STALL, CloseReason, Sink, Source};
+
+/// Frames up to this size are put together while they wait: a task that is not read from must not
+/// cost a hundred bytes of bookkeeping for each byte.
+const GATHER_BYTES: usize = 4096;
+
+/// A chunk on its way through HTTP/2's send queue.
+#[derive(Debug)]
+pub struct Chunk {
+    bytes: Bytes,
+    queued: Arc<Queued>,
+}
+
+/// Counts what HTTP/2 has not written yet of one stream: it throws that away when the stream is
+/// reset.
+#[derive(Debug, Default)]
+struct Queued {
+    chunks: AtomicUsize,
+    written: Notify,
+}
+
+/// The sending half that both [`NativeSink`] and [`NativeSource`] look at: the first writes to it,
+/// the second learns from it that the peer gave the connection up.
+type Shared = Arc<Mutex<SendStream<Chunk>>>;
+
+/// Bytes to the peer.
+pub struct NativeSink {
+    stream: Shared,
+    queued: Arc<Queued>,
+    finished: bool,
+    lost: CloseReason,
+}
+
+/// Bytes from the peer.
+pub struct NativeSource {
+    stream: RecvStream,
+    sending: Shared,
+    /// Taken from HTTP/2 while the sink was busy.
+    ahead: VecDeque<Bytes>,
+    gathered: BytesMut,
+    /// What the peer's word ended with, once `ahead` is empty.
+    end: Option<Result<(), CloseReason>>,
+    /// Bytes handed out whose window is not given back yet.
+    unreleased: usize,
+    /// Bytes received and not given back: these and those in `ahead`.
+    held: usize,
+    /// A decaying sum of frames' sizes.
+    recent: usize,
+    /// The frames up to the last one were small.
+    small: bool,
+    inbound: Arc<Inbound>,
+    lost: CloseReason,
+}
+
+/// Makes the halves of one stream. `lost` is the reason when the transport under it ends;
+/// `inbound` counts the bytes of all streams of the connection.
+pub fn halves(
+    send: SendStream<Chunk>,
+    receive: RecvStream,
+    inbound: Arc<Inbound>,
+    lost: CloseReason,
+) -> (NativeSource, NativeSink) {
+    let stream = Arc::new(Mutex::new(send));
+    let source = NativeSource {
+        stream: receive,
+        sending: stream.clone(),
+        ahead: VecDeque::new(),
+        gathered: BytesMut::new(),
+        end: None,
+        unreleased: 0,
+        held: 0,
+        recent: 0,
+        small: false,
+        inbound,
+        lost,
+    };
+    let sink = NativeSink {
+        stream,
+        queued: Arc::default(),
+        finished: false,
+        lost,
+    };
+    (source, sink)
+}
+
+// === impl Chunk ===
+
+impl Chunk {
+    fn new(bytes: Bytes, queued: &Arc<Queued>) -> Self {
+        queued.chunks.fetch_add(1, Ordering::Relaxed);
+        Self {
+            bytes,
+            queued: queued.clone(),
+        }
+    }
+
+    /// A chunk that nobody waits for.
+    pub fn detached(bytes: Bytes) -> Self {
+        Self::new(bytes, &Arc::default())
+    }
+}
+
+impl Buf for Chunk {
+    fn remaining(&self) -> usize {
+        self.bytes.len()
+    }
+
+    fn chunk(&self) -> &[u8] {
+        &self.bytes
+    }
+
+    fn advance(&mut self, count: usize) {
+        self.bytes.advance(count);
+    }
+}
+
+impl Drop for Chunk {
+    fn drop(&mut self) {
+        if self.queued.chunks.fetch_sub(1, Ordering::Relaxed) == 1 {
+            self.queued.written.notify_one();
+        }
+    }
+}
+
+impl Queued {
+    async fn all_written(&self) {
+        while self.chunks.load(Ordering::Relaxed) > 0 {
+            self.written.notified().await;
+        }
+    }
+}
+
+// === impl NativeSink ===
+
+impl NativeSink {
+    /// Ends the connection and tells the peer why. What was sent before still reaches it, as long
+    /// as the path moves: HTTP/2 forgets what it has not written of a stream that is reset, so a
+    /// task of `tasks` waits for that.
+    pub fn end(self, reason: CloseReason, tasks: &TaskTracker) {
+        if self.queued.chunks.load(Ordering::Relaxed) == 0 {
+            self.reset(reason);
+        } else {
+            tasks.spawn(async move {
+                // A peer that takes nothing for so long has lost the rest.
+                let _ = timeout(CLOSE_STALL, self.queued.all_written()).await;
+                self.reset(reason);
+            });
+        }
+    }
+
+    fn reset(&self, reason: CloseReason) {
+        // After both directions ended in order there is nothing to reset, and HTTP/2 knows.
+        self.stream.lock().send_reset(reset_code(reason));
+    }
+
+    fn poll_room(&self, cx: &mut Context<'_>, wanted: usize) -> Poll<Result<usize, CloseReason>> {
+        let mut stream = self.stream.lock();
+        if stream.capacity() == 0 {
+            stream.reserve_capacity(wanted);
+        }
+        loop {
+            let room = stream.capacity();
+            if room > 0 {
+                return Poll::Ready(Ok(room));
+            }
+            match ready!(stream.poll_capacity(cx)) {
+                Some(Ok(_)) => {}
+                Some(Err(error)) => return Poll::Ready(Err(reason_of(&error, self.lost))),
+                // The peer gave the stream up, or the connection ended.
+                None => {
+                    let reset = stream.poll_reset(cx);
+                    return Poll::Ready(Err(match reset {
+                        Poll::Ready(Ok(code)) => close_reason(code, self.lost),
+                        _ => self.lost,
+                    }));
+                }
+            }
+        }
+    }
+}
+
+impl Sink for NativeSink {
+    async fn send(&mut self, mut chunk: Bytes) -> Result<(), CloseReason> {
+        while !chunk.is_empty() {
+            let wanted = chunk.len().min(super::SEND_BYTES);
+            let room = poll_fn(|cx| self.poll_room(cx, wanted)).await?;
+            let part = chunk.split_to(room.min(chunk.len()));
+            let sent = self
+                .stream
+                .lock()
+                .send_data(Chunk::new(part, &self.queued), false);
+            sent.map_err(|_| self.lost)?;
+        }
+        Ok(())
+    }
+
+    async fn finish(&mut self) -> Result<(), CloseReason> {
+        if !self.finished {
+            self.finished = true;
+            let end = Chunk::new(Bytes::new(), &self.queued);
+            // A peer that is gone already has what it wanted; the other half tells the rest.
+            let _ = self.stream.lock().send_data(end, true);
+        }
+        Ok(())
+    }
+}
+
+// === impl NativeSource ===
+
+impl NativeSource {
+    fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Option<Bytes>> {
+        if self.end.is_some() {
+            return Poll::Ready(None);
+        }
+        loop {
+            let end = match ready!(self.stream.poll_data(cx)) {
+                Some(Ok(bytes)) if bytes.is_empty() => continue,
+                Some(Ok(bytes)) => {
+                    let count = bytes.len();
+                    self.held += count;
+                    self.inbound.held.fetch_add(count, Ordering::Relaxed);
+                    self.recent = self.recent / 2 + count;
+                    let small = self.recent <= GATHER_BYTES;
+                    // Bulk begins with a small frame, and has one where a window ends.
+                    if small && self.small {
+                        self.inbound.small.fetch_add(1, Ordering::Relaxed);
+                    }
+                    self.small = small;
+                    let received = &self.inbound.received;
+                    received.fetch_add(count as u64, Ordering::Relaxed);
+                    return Poll::Ready(Some(bytes));
+                }
+                Some(Err(error)) => Err(reason_of(&error, self.lost)),
+                None => Ok(()),
+            };
+            self.end = Some(end);
+            return Poll::Ready(None);
+        }
+    }
+
+    fn release(&mut self) {
+        let bytes = std::mem::take(&mut self.unreleased);
+        if bytes > 0 {
+            // Fails only for a stream that has ended, which needs no window.
+            let _ = self.stream.flow_control().release_capacity(bytes);
+            self.held -= bytes;
+            self.inbound.held.fetch_sub(bytes, Ordering::Relaxed);
+        }
+    }
+
+    fn gather(&mut self) {
+        if !self.gathered.is_empty() {
+            self.ahead.push_back(self.gathered.split().freeze());
+        }
+    }
+}
+
+impl Source for NativeSource {
+    async fn recv(&mut self) -> Result<Option<Bytes>, CloseReason> {
+        self.release();
+        self.gather();
+        let next = match self.ahead.pop_front() {
+            Some(bytes) => Some(bytes),
+            None => poll_fn(|cx| self.poll_frame(cx)).await,
+        };
+        match (next, self.end) {
+            (Some(bytes), _) => {
+                self.unreleased = bytes.len();
+                Ok(Some(bytes))
+            }
+            (None, Some(Err(reason))) => Err(reason),
+            (None, _) => Ok(None),
+        }
+    }
+
+    async fn aborted(&mut self) -> CloseReason {
+        let reset = poll_fn(|cx| self.sending.lock().poll_reset(cx)).await;
+        match reset {
+            Ok(code) => close_reason(code, self.lost),
+            Err(error) => reason_of(&error, self.lost),
+        }
+    }
+
+    /// Takes every frame out of HTTP/2's queue at once, where small ones count against a budget
+    /// of the whole connection. The window bounds them.
+    async fn fill(&mut self) {
+        while let Some(bytes) = poll_fn(|cx| self.poll_frame(cx)).await {
+            if bytes.len() <= GATHER_BYTES {
+                self.gathered.extend_from_slice(&bytes);
+            } else {
+                self.gather();
+                self.ahead.push_back(bytes);
+            }
+        }
+        if self.end == Some(Ok(())) {
+            std::future::pending::<()>().await;
+        }
+    }
+}
+
+impl Drop for NativeSource {
+    fn drop(&mut self) {
+        self.inbound.held.fetch_sub(self.held, Ordering::Relaxed);
+    }
+}
+
+fn reason_of(error: &h2::Error, lost: CloseReason) -> CloseReason {
+    error.reason().map_or(lost, |code| close_reason(code, lost))
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,204 @@
+//! How the two ends introduce themselves: one HTTP/1.1 upgrade over the fresh TLS connection, whose
+//! headers are the metadata of the packet dialect's `Connect` call. A server that refuses says why
+//! in an ordinary response.
+//!
+//! ```text
+//! agent:   GET /agent HTTP/1.1            server:  HTTP/1.1 101 Switching Protocols
+//!          upgrade: culvert/1                      upgrade: culvert/1
+//!          agentid: ...                            serverid: ...
+//!          agentidentifiers: ...                   servercount: ...
+//!          authorization: Bearer ...
+//! ```
+
+use std::io;
+
+use http::{HeaderMap, HeaderName, HeaderValue};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+
+/// The largest head that is read; tokens make it a few KiB.
+const HEAD_BYTES: usize = 64 * 1024;
+
+/// How many header lines are read.
+const HEADER_LINES: usize = 64;
+
+/// Why an introduction failed.
+#[derive(Debug, thiserror::Error)]
+pub enum HelloError {
+    /// The connection broke.
+    #[error("{0}")]
+    Io(#[from] io::Error),
+    /// What came is not an introduction.
+    #[error("not an introduction of the native protocol: {0}")]
+    Malformed(String),
+    /// The server's answer to an agent that it does not want.
+    #[error("{0}")]
+    Refused(String),
+}
+
+/// Agent: introduces itself and reads the answer.
+///
+/// # Errors
+/// See [`HelloError`].
+pub async fn introduce<S>(stream: &mut S, headers: &HeaderMap) -> Result<HeaderMap, HelloError>
+where
+    S: AsyncRead + AsyncWrite + Unpin,
+{
+    let mut head = b"GET /agent HTTP/1.1\r\nhost: culvert\r\n".to_vec();
+    upgrade_head(&mut head, headers);
+    stream.write_all(&head).await?;
+    stream.flush().await?;
+    let head = read_head(stream).await?;
+    let mut lines = [httparse::EMPTY_HEADER; HEADER_LINES];
+    let mut response = httparse::Response::new(&mut lines);
+    let parsed = response.parse(&head);
+    parsed.map_err(|error| HelloError::Malformed(error.to_string()))?;
+    let headers = header_map(response.headers)?;
+    if response.code == Some(101) {
+        return Ok(headers);
+    }
+    let mut text = String::new();
+    // The peer closes behind its words.
+    let mut rest = stream.take(HEAD_BYTES as u64);
+    let _ = rest.read_to_string(&mut text).await;
+    Err(HelloError::Refused(text.trim().to_owned()))
+}
+
+/// Server: reads an agent's introduction.
+///
+/// # Errors
+/// See [`HelloError`].
+pub async fn read<S: AsyncRead + Unpin>(stream: &mut S) -> Result<HeaderMap, HelloError> {
+    let head = read_head(stream).await?;
+    let mut lines = [httparse::EMPTY_HEADER; HEADER_LINES];
+    let mut request = httparse::Request::new(&mut lines);
+    let parsed = request.parse(&head);
+    parsed.map_err(|error| HelloError::Malformed(error.to_string()))?;
+    header_map(request.headers)
+}
+
+/// Server: takes the agent in. HTTP/2 follows.
+///
+/// # Errors
+/// When the connection broke.
+pub async fn accept<S: AsyncWrite + Unpin>(stream: &mut S, headers: &HeaderMap) -> io::Result<()> {
+    let mut head = b"HTTP/1.1 101 Switching Protocols\r\n".to_vec();
+    upgrade_head(&mut head, headers);
+    stream.write_all(&head).await?;
+    stream.flush().await
+}
+
+/// Server: turns the agent away, with a text for its log.
+///
+/// # Errors
+/// When the connection broke.
+pub async fn refuse<S: AsyncWrite + Unpin>(stream: &mut S, text: &str) -> io::Result<()> {
+    let answer = format!(
+        "HTTP/1.1 403 Forbidden\r\ncontent-type: text/plain\r\nconnection: close\r\ncontent-length: {}\r\n\r\n{text}",
+        text.len()
+    );
+    stream.write_all(answer.as_bytes()).await?;
+    stream.shutdown().await
+}
+
+fn upgrade_head(head: &mut Vec<u8>, headers: &HeaderMap) {
+    head.extend_from_slice(b"connection: upgrade\r\nupgrade: ");
+    head.extend_from_slice(super::ALPN);
+    head.extend_from_slice(b"\r\n");
+    for (name, value) in headers {
+        head.extend_from_slice(name.as_str().as_bytes());
+        head.extend_from_slice(b": ");
+        head.extend_from_slice(value.as_bytes());
+        head.extend_from_slice(b"\r\n");
+    }
+    head.extend_from_slice(b"\r\n");
+}
+
+/// Reads up to the empty line and not a byte further: HTTP/2 begins right behind it. Byte by byte,
+/// which costs nothing here: TLS has decrypted the whole record already.
+async fn read_head<S: AsyncRead + Unpin>(stream: &mut S) -> Result<Vec<u8>, HelloError> {
+    let mut head = Vec::with_capacity(1024);
+    while !head.ends_with(b"\r\n\r\n") {
+        if head.len() == HEAD_BYTES {
+            return Err(HelloError::Malformed("its head is too large".into()));
+        }
+        head.push(stream.read_u8().await?);
+    }
+    Ok(head)
+}
+
+fn header_map(lines: &[httparse::Header<'_>]) -> Result<HeaderMap, HelloError> {
+    let mut headers = HeaderMap::with_capacity(lines.len());
+    for line in lines {
+        let name = HeaderName::from_bytes(line.name.as_bytes());
+        let value = HeaderValue::from_bytes(line.value);
+        let (Ok(name), Ok(value)) = (name, value) else {
+            let what = format!("the header {:?}", line.name);
+            return Err(HelloError::Malformed(what));
+        };
+        headers.append(name, value);
+    }
+    Ok(headers)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, clippy::indexing_slicing)]
+
+    use super::*;
+
+    fn headers(pairs: &[(&'static str, &'static str)]) -> HeaderMap {
+        let pairs = pairs.iter();
+        pairs
+            .map(|(name, value)| {
+                (
+                    HeaderName::from_static(name),
+                    HeaderValue::from_static(value),
+                )
+            })
+            .collect()
+    }
+
+    #[tokio::test]
+    async fn both_ends_hear_each_other_and_nothing_is_read_beyond() {
+        let (mut agent, mut server) = tokio::io::duplex(4096);
+        let says = headers(&[("agentid", "a"), ("agentidentifiers", "")]);
+        let answers = headers(&[("serverid", "s")]);
+        let serve = async {
+            let heard = read(&mut server).await.unwrap();
+            accept(&mut server, &answers).await.unwrap();
+            server.write_all(b"PRI").await.unwrap();
+            heard
+        };
+        let (answer, heard) = tokio::join!(introduce(&mut agent, &says), serve);
+        assert_eq!(
+            (&heard["agentid"], &heard["agentidentifiers"]),
+            (&"a".parse().unwrap(), &"".parse().unwrap())
+        );
+        assert_eq!(answer.unwrap()["serverid"], "s");
+        let mut next = [0; 3];
+        agent.read_exact(&mut next).await.unwrap();
+        assert_eq!(&next, b"PRI");
+    }
+
+    #[tokio::test]
+    async fn a_refusal_reaches_the_agent_as_text() {
+        let (mut agent, mut server) = tokio::io::duplex(4096);
+        let serve = async {
+            read(&mut server).await.unwrap();
+            refuse(&mut server, "no such cluster").await.unwrap();
+            drop(server);
+        };
+        let says = headers(&[("agentid", "a")]);
+        let (answer, ()) = tokio::join!(introduce(&mut agent, &says), serve);
+        assert_eq!(answer.unwrap_err().to_string(), "no such cluster");
+    }
+
+    #[tokio::test]
+    async fn garbage_and_endless_heads_are_malformed() {
+        let endless = [b"GET / HTTP/1.1\r\nx: ".to_vec(), vec![b'y'; HEAD_BYTES]].concat();
+        for bytes in [b"\x16\x03\x01 hello\r\n\r\n".to_vec(), endless] {
+            let error = read(&mut bytes.as_slice()).await.unwrap_err();
+            assert!(matches!(error, HelloError::Malformed(_)), "{error}");
+        }
+    }
+}

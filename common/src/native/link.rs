@@ -1,0 +1,155 @@
+//! One HTTP/2 connection of the native transport: its settings, and what drives it.
+
+use std::future::{Future as _, poll_fn};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+
+use bytes::Bytes;
+use h2::server::SendResponse;
+use h2::{RecvStream, client, server};
+use http::Request;
+use tokio::io::{AsyncRead, AsyncWrite};
+
+use super::halves::Chunk;
+use super::window::{Inbound, SHORT_PATH_BYTES, Silent, Tuner};
+use super::{CONNECTION_WINDOW_BYTES, FRAME_BYTES, SEND_BYTES};
+
+/// How many streams that were reset a connection remembers. Frames that cross a reset in flight
+/// are expected for these; for others they cost a reset each.
+const RESET_STREAMS: usize = 4096;
+
+/// How much unread small DATA frames may cost before `h2` ends the connection (its own measure).
+/// Every frame is taken at once, see [`super::halves`], so that this is never near.
+const SMALL_FRAMES: usize = 64 * 1024 * 1024;
+
+/// The server's end: opens streams.
+pub struct Opener<S> {
+    connection: client::Connection<S, Chunk>,
+    tuner: Tuner,
+}
+
+/// The agent's end: takes streams.
+pub struct Taker<S> {
+    connection: server::Connection<S, Chunk>,
+    tuner: Tuner,
+}
+
+/// A stream that the server opened.
+pub type Incoming = (Request<RecvStream>, SendResponse<Chunk>);
+
+/// How one stream is opened.
+pub type Requests = client::SendRequest<Chunk>;
+
+impl<S: AsyncRead + AsyncWrite + Unpin> Opener<S> {
+    /// Begins HTTP/2 as its client. `budget` bounds what all streams may hold unread, in bytes.
+    ///
+    /// # Errors
+    /// When the connection breaks.
+    pub async fn new(
+        stream: S,
+        inbound: Arc<Inbound>,
+        budget: usize,
+    ) -> Result<(Requests, Self), h2::Error> {
+        let (requests, mut connection) = client::Builder::new()
+            .initial_window_size(SHORT_PATH_BYTES)
+            .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
+            .max_frame_size(FRAME_BYTES as u32)
+            .max_send_buffer_size(SEND_BYTES)
+            .max_concurrent_reset_streams(RESET_STREAMS)
+            .max_local_error_reset_streams(None)
+            .data_frame_budget(SMALL_FRAMES)
+            .initial_max_send_streams(usize::MAX >> 1)
+            .enable_push(false)
+            .handshake(stream)
+            .await?;
+        let ping = connection.ping_pong().ok_or_else(unpingable)?;
+        let tuner = Tuner::new(ping, inbound, budget);
+        Ok((requests, Self { connection, tuner }))
+    }
+
+    /// Drives the connection to its end; an error says why it broke.
+    ///
+    /// # Errors
+    /// When the connection broke, or the peer is silent.
+    pub async fn run(mut self) -> Result<(), String> {
+        let Self { connection, tuner } = &mut self;
+        poll_fn(|cx| {
+            if let Err(silent) = tune(tuner, cx, |window| {
+                connection.set_initial_window_size(window)
+            }) {
+                return Poll::Ready(Err(silent.to_string()));
+            }
+            let ended = Pin::new(&mut *connection).poll(cx);
+            ended.map_err(|error| error.to_string())
+        })
+        .await
+    }
+}
+
+impl<S: AsyncRead + AsyncWrite + Unpin> Taker<S> {
+    /// Begins HTTP/2 as its server. `budget` bounds what all streams may hold unread, in bytes.
+    ///
+    /// # Errors
+    /// When the connection breaks, or the peer speaks something else.
+    pub async fn new(stream: S, inbound: Arc<Inbound>, budget: usize) -> Result<Self, h2::Error> {
+        let mut connection = server::Builder::new()
+            .initial_window_size(SHORT_PATH_BYTES)
+            .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
+            .max_frame_size(FRAME_BYTES as u32)
+            .max_send_buffer_size(SEND_BYTES)
+            .max_concurrent_streams(u32::MAX)
+            .max_concurrent_reset_streams(RESET_STREAMS)
+            .max_pending_accept_reset_streams(RESET_STREAMS)
+            .max_local_error_reset_streams(None)
+            .data_frame_budget(SMALL_FRAMES)
+            .handshake::<_, Chunk>(stream)
+            .await?;
+        let ping = connection.ping_pong().ok_or_else(unpingable)?;
+        let tuner = Tuner::new(ping, inbound, budget);
+        Ok(Self { connection, tuner })
+    }
+
+    /// The next stream; `None` once the connection ended in order. Drives the connection
+    /// meanwhile. Cancel safe.
+    ///
+    /// # Errors
+    /// When the connection broke, or the peer is silent.
+    pub async fn next(&mut self) -> Result<Option<Incoming>, String> {
+        let Self { connection, tuner } = self;
+        poll_fn(|cx| {
+            if let Err(silent) = tune(tuner, cx, |window| {
+                connection.set_initial_window_size(window)
+            }) {
+                return Poll::Ready(Err(silent.to_string()));
+            }
+            let next = connection.poll_accept(cx);
+            next.map(|next| next.transpose().map_err(|error| error.to_string()))
+        })
+        .await
+    }
+}
+
+/// Announces the windows that the tuner asks for.
+fn tune(
+    tuner: &mut Tuner,
+    cx: &mut Context<'_>,
+    mut announce: impl FnMut(u32) -> Result<(), h2::Error>,
+) -> Result<(), Silent> {
+    while let Poll::Ready(window) = tuner.poll_window(cx) {
+        if announce(window?).is_err() {
+            tuner.not_announced();
+        }
+    }
+    Ok(())
+}
+
+/// Bytes as HTTP/2 takes them here.
+pub fn chunk(bytes: Bytes) -> Chunk {
+    Chunk::detached(bytes)
+}
+
+/// There is one handle for pings, and it is taken once.
+fn unpingable() -> h2::Error {
+    h2::Reason::INTERNAL_ERROR.into()
+}

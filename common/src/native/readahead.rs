@@ -1,0 +1,125 @@
+//! Reads ahead below TLS. rustls asks for 4 KiB of a record at a time, four or five system calls
+//! for each 16 KiB; here one call brings several records.
+
+use std::io;
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+
+use bytes::{Buf, BytesMut};
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio_util::io::poll_read_buf;
+
+/// What one call asks for. Larger ones gain nothing more and fall out of the processor's cache
+/// before they are decrypted.
+const READ_BYTES: usize = 128 * 1024;
+
+/// A stream that reads ahead. It holds no buffer while it has nothing to read.
+#[derive(Debug)]
+pub struct ReadAhead<S> {
+    inner: S,
+    buffer: BytesMut,
+}
+
+impl<S> ReadAhead<S> {
+    /// Reads ahead of `inner`'s reader.
+    pub fn new(inner: S) -> Self {
+        Self {
+            inner,
+            buffer: BytesMut::new(),
+        }
+    }
+}
+
+impl<S: AsyncRead + Unpin> AsyncRead for ReadAhead<S> {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        target: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let this = self.get_mut();
+        if this.buffer.is_empty() {
+            this.buffer.reserve(READ_BYTES);
+            let read = poll_read_buf(Pin::new(&mut this.inner), cx, &mut this.buffer);
+            if read.is_pending() {
+                this.buffer = BytesMut::new();
+            }
+            ready!(read)?;
+        }
+        let taken = this.buffer.len().min(target.remaining());
+        if let Some(bytes) = this.buffer.get(..taken) {
+            target.put_slice(bytes);
+            this.buffer.advance(taken);
+        }
+        Poll::Ready(Ok(()))
+    }
+}
+
+impl<S: AsyncWrite + Unpin> AsyncWrite for ReadAhead<S> {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.inner).poll_write(cx, bytes)
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.inner).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.inner).poll_shutdown(cx)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        slices: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.inner).poll_write_vectored(cx, slices)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.inner.is_write_vectored()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
+    use super::*;
+
+    #[tokio::test]
+    async fn small_reads_get_every_byte_and_nothing_is_held_while_idle() {
+        let (near, mut far) = tokio::io::duplex(1 << 20);
+        let mut ahead = ReadAhead::new(near);
+        let sent: Vec<u8> = (0..200_000u32).map(|i| i as u8).collect();
+        far.write_all(&sent).await.unwrap();
+        let mut read: Vec<u8> = Vec::new();
+        while read.len() < sent.len() {
+            let mut part = [0; 4096];
+            let count = ahead.read(&mut part).await.unwrap();
+            read.extend(part.iter().take(count));
+        }
+        assert_eq!(read, sent);
+        let idle = std::future::poll_fn(|cx| {
+            let mut part = [0; 16];
+            let read = Pin::new(&mut ahead).poll_read(cx, &mut ReadBuf::new(&mut part));
+            Poll::Ready(read.is_pending())
+        });
+        assert!(idle.await);
+        assert_eq!(ahead.buffer.capacity(), 0);
+        drop(far);
+        assert_eq!(ahead.read(&mut [0; 16]).await.unwrap(), 0);
+    }
+
+    #[tokio::test]
+    async fn vectored_writes_pass_through() {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let stream = tokio::net::TcpStream::connect(listener.local_addr().unwrap());
+        assert!(ReadAhead::new(stream.await.unwrap()).is_write_vectored());
+    }
+}

@@ -1,0 +1,359 @@
+//! How far a peer may send ahead on each stream of one connection.
+//!
+//! A window that is too large lets bulk queue up in the sockets between the two ends, where small
+//! streams wait behind it; one that is too small starves a long path. So the window follows the
+//! path: twice what was received during one round trip, counted at the shortest round trip that
+//! was seen. A queue lengthens the round trips under load but not the shortest one, and does not
+//! feed on itself. Nothing is sent for this while nothing is received.
+
+use std::future::Future as _;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use h2::{Ping, PingPong};
+use tokio::time::{Instant, Sleep, sleep};
+
+/// The window of a short path, with which every connection begins. Smaller ones cost processor
+/// time: the two ends wait for each other more often (docs/tuning.md).
+pub const SHORT_PATH_BYTES: u32 = 1024 * 1024;
+
+/// The window of a short path while small streams are active beside bulk: what they queue behind.
+pub const BESIDE_BYTES: u32 = 64 * 1024;
+
+/// The largest window: 160 MiB/s at 100 ms.
+pub const LONG_PATH_BYTES: u32 = 16 * 1024 * 1024;
+
+/// The smallest window, when much is held for streams that stall.
+pub const CROWDED_BYTES: u32 = 64 * 1024;
+
+/// How much has to come in before the path is measured again.
+const SAMPLE_BYTES: u64 = 128 * 1024;
+
+/// The shortest pause between two measurements.
+const SAMPLE_PAUSE: Duration = Duration::from_millis(50);
+
+/// How long after its last frame a small stream counts as active.
+const SMALL_LINGER: Duration = Duration::from_secs(1);
+
+/// How many measurements in a row have to ask for less before the window shrinks.
+const SHRINK_AFTER: u32 = 8;
+
+/// How many measurements the shortest round trip stays valid: routes change.
+const FORGET_AFTER: u32 = 4096;
+
+/// How long an idle peer is left alone.
+const PING_IDLE: Duration = Duration::from_secs(30);
+
+/// How long a peer may take to answer a ping.
+const PING_TIMEOUT: Duration = Duration::from_secs(20);
+
+/// What the streams of one connection have received.
+#[derive(Debug, Default)]
+pub struct Inbound {
+    /// Bytes in all.
+    pub received: AtomicU64,
+    /// Bytes that nobody has taken yet.
+    pub held: AtomicUsize,
+    /// Frames of streams that send little.
+    pub small: AtomicUsize,
+}
+
+/// The peer did not answer a ping in time.
+#[derive(Debug, thiserror::Error)]
+#[error("the peer has been silent for {PING_TIMEOUT:?} although it was asked for a sign of life")]
+pub struct Silent;
+
+/// Measures the path of one connection and says what the window should be.
+pub struct Tuner {
+    ping: PingPong,
+    inbound: Arc<Inbound>,
+    estimate: Estimate,
+    asked: Option<Asked>,
+    /// When and at which count the last measurement ended.
+    last: (Instant, u64),
+    /// When and at which count the last frame of a small stream was seen.
+    small: (Option<Instant>, usize),
+    alarm: Pin<Box<Sleep>>,
+}
+
+struct Asked {
+    at: Instant,
+    received: u64,
+}
+
+/// The arithmetic, without I/O.
+#[derive(Debug)]
+struct Estimate {
+    window: u32,
+    budget: usize,
+    /// Small streams are active.
+    beside: bool,
+    /// What the path holds by the last measurement, in bytes.
+    bdp: u32,
+    shortest: Duration,
+    samples: u32,
+    smaller: u32,
+    /// The window could not be announced.
+    stale: bool,
+}
+
+// === impl Tuner ===
+
+impl Tuner {
+    /// Watches a connection whose streams begin with [`SHORT_PATH_BYTES`]. All streams together
+    /// should hold no more than `budget` bytes; each may have [`CROWDED_BYTES`] in any case.
+    pub fn new(ping: PingPong, inbound: Arc<Inbound>, budget: usize) -> Self {
+        Self {
+            ping,
+            inbound,
+            estimate: Estimate::new(budget),
+            asked: None,
+            last: (Instant::now(), 0),
+            small: (None, 0),
+            // At once: the first measurement of an idle path is the best one.
+            alarm: Box::pin(sleep(Duration::ZERO)),
+        }
+    }
+
+    /// The window for all streams, whenever it changes. To be polled with the connection: it
+    /// looks at the counters then.
+    ///
+    /// # Errors
+    /// [`Silent`] once the peer is not there any more.
+    pub fn poll_window(&mut self, cx: &mut Context<'_>) -> Poll<Result<u32, Silent>> {
+        let held = self.inbound.held.load(Ordering::Relaxed);
+        if let Some(window) = self.estimate.crowded(held) {
+            return Poll::Ready(Ok(window));
+        }
+        let small = self.inbound.small.load(Ordering::Relaxed);
+        if small != self.small.1 {
+            let now = Instant::now();
+            self.small = (Some(now), small);
+            // Beside bulk, that is: alone they need nothing.
+            if now - self.last.0 < SMALL_LINGER
+                && let Some(window) = self.estimate.beside()
+            {
+                return Poll::Ready(Ok(window));
+            }
+        }
+        let received = self.inbound.received.load(Ordering::Relaxed);
+        if let Some(asked) = &self.asked {
+            if let Poll::Ready(answer) = self.ping.poll_pong(cx) {
+                let (bytes, took) = (received - asked.received, asked.at.elapsed());
+                self.asked = None;
+                self.last = (Instant::now(), received);
+                self.set_alarm(PING_IDLE);
+                let small = self.small.0.filter(|at| at.elapsed() < SMALL_LINGER);
+                self.estimate.beside = small.is_some();
+                // An error is the connection's, which ends by itself.
+                if answer.is_ok()
+                    && let Some(window) = self.estimate.measured(bytes, took, held)
+                {
+                    return Poll::Ready(Ok(window));
+                }
+            }
+        } else if received - self.last.1 >= SAMPLE_BYTES && self.last.0.elapsed() >= SAMPLE_PAUSE {
+            self.ask(received);
+        }
+        if self.alarm.as_mut().poll(cx).is_ready() {
+            if self.asked.is_some() {
+                return Poll::Ready(Err(Silent));
+            }
+            self.ask(received);
+        }
+        // Registers the alarm that `ask` has set, and interest in the answer.
+        let _ = self.alarm.as_mut().poll(cx);
+        if self.asked.is_some() && self.ping.poll_pong(cx).is_ready() {
+            cx.waker().wake_by_ref();
+        }
+        Poll::Pending
+    }
+
+    /// The last window could not be announced, because the peer has not confirmed the one before.
+    /// The next measurement says it again.
+    pub fn not_announced(&mut self) {
+        self.estimate.stale = true;
+    }
+
+    fn ask(&mut self, received: u64) {
+        if self.ping.send_ping(Ping::opaque()).is_ok() {
+            self.asked = Some(Asked {
+                at: Instant::now(),
+                received,
+            });
+            self.set_alarm(PING_TIMEOUT);
+        }
+    }
+
+    fn set_alarm(&mut self, after: Duration) {
+        self.alarm.as_mut().reset(Instant::now() + after);
+    }
+}
+
+// === impl Estimate ===
+
+impl Estimate {
+    fn new(budget: usize) -> Self {
+        Self {
+            window: SHORT_PATH_BYTES,
+            budget,
+            beside: false,
+            bdp: 0,
+            shortest: Duration::MAX,
+            samples: 0,
+            smaller: 0,
+            stale: false,
+        }
+    }
+
+    /// Shrinks at once when too much is held.
+    fn crowded(&mut self, held: usize) -> Option<u32> {
+        let limit = self.limit(held);
+        (limit < self.window).then(|| {
+            self.window = limit;
+            limit
+        })
+    }
+
+    /// Shrinks at once when a small stream shows up beside bulk.
+    fn beside(&mut self) -> Option<u32> {
+        self.beside = true;
+        let wanted = self.wanted();
+        (wanted < self.window).then(|| {
+            self.window = wanted;
+            wanted
+        })
+    }
+
+    fn measured(&mut self, bytes: u64, took: Duration, held: usize) -> Option<u32> {
+        self.samples += 1;
+        if took < self.shortest || self.samples >= FORGET_AFTER {
+            self.shortest = took;
+            self.samples = 0;
+        }
+        let share = self.shortest.as_secs_f64() / took.as_secs_f64().max(f64::EPSILON);
+        let bdp = (bytes as f64 * share) as u64;
+        self.bdp = u32::try_from(bdp).unwrap_or(LONG_PATH_BYTES);
+        let wanted = self.wanted().min(self.limit(held));
+        if wanted >= self.window {
+            self.smaller = 0;
+        } else {
+            self.smaller += 1;
+            if self.smaller < SHRINK_AFTER {
+                return None;
+            }
+            self.smaller = 0;
+        }
+        (wanted != self.window || std::mem::take(&mut self.stale)).then(|| {
+            self.window = wanted;
+            wanted
+        })
+    }
+
+    /// Twice what the path holds, at least what a short path needs.
+    fn wanted(&self) -> u32 {
+        let floor = match self.beside {
+            true => BESIDE_BYTES,
+            false => SHORT_PATH_BYTES,
+        };
+        let twice = self.bdp.saturating_mul(2);
+        twice.clamp(floor, LONG_PATH_BYTES).next_power_of_two()
+    }
+
+    /// The largest window while so much is held: a quarter of what is left of the budget, so that
+    /// several streams can stall before the next look.
+    fn limit(&self, held: usize) -> u32 {
+        let share = self.budget.saturating_sub(held) / 4;
+        let share = u32::try_from(share).unwrap_or(u32::MAX);
+        // The largest power of two in it.
+        let power = 1u32.checked_shl(share.checked_ilog2().unwrap_or(0));
+        power
+            .unwrap_or(u32::MAX)
+            .clamp(CROWDED_BYTES, LONG_PATH_BYTES)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    const BUDGET: usize = 64 << 20;
+    const MS: Duration = Duration::from_millis(1);
+
+    /// A path that passes `rate` bytes per ms at a round trip of `rtt` ms, until nothing changes.
+    fn settle(estimate: &mut Estimate, rtt: u32, rate: u64) -> u32 {
+        for _ in 0..100 {
+            let bytes = u64::from(estimate.window).min(rate * u64::from(rtt));
+            estimate.measured(bytes, MS * rtt, 0);
+        }
+        estimate.window
+    }
+
+    #[test]
+    fn a_long_path_gets_what_it_can_fill_and_a_short_one_no_more_than_it_needs() {
+        assert_eq!(
+            settle(&mut Estimate::new(BUDGET), 100, 100_000),
+            LONG_PATH_BYTES
+        );
+        assert_eq!(settle(&mut Estimate::new(BUDGET), 100, 10_000), 2 << 20);
+        assert_eq!(
+            settle(&mut Estimate::new(BUDGET), 1, 100_000),
+            SHORT_PATH_BYTES
+        );
+    }
+
+    #[test]
+    fn a_queue_does_not_feed_on_itself() {
+        let mut estimate = Estimate::new(BUDGET);
+        estimate.measured(0, MS / 10, 0);
+        // 1 GB/s through a queue of 5 ms.
+        for _ in 0..100 {
+            estimate.measured(5_000_000, MS * 5, 0);
+        }
+        assert_eq!(estimate.window, SHORT_PATH_BYTES);
+    }
+
+    #[test]
+    fn what_is_held_shrinks_the_window_at_once_and_it_recovers() {
+        let mut estimate = Estimate::new(BUDGET);
+        settle(&mut estimate, 100, 100_000);
+        assert_eq!(estimate.crowded(BUDGET / 2), Some(8 << 20));
+        assert_eq!(estimate.crowded(BUDGET), Some(CROWDED_BYTES));
+        assert_eq!(estimate.crowded(2 * BUDGET), None);
+        assert_eq!(settle(&mut estimate, 100, 100_000), LONG_PATH_BYTES);
+    }
+
+    #[test]
+    fn small_streams_shrink_the_window_of_a_short_path_only() {
+        let mut near = Estimate::new(BUDGET);
+        settle(&mut near, 1, 100_000);
+        assert_eq!(near.beside(), Some(256 * 1024));
+        assert_eq!(settle(&mut near, 1, 10_000), BESIDE_BYTES);
+        near.beside = false;
+        assert_eq!(settle(&mut near, 1, 10_000), SHORT_PATH_BYTES);
+        let mut far = Estimate::new(BUDGET);
+        settle(&mut far, 100, 100_000);
+        assert_eq!(far.beside(), None);
+    }
+
+    #[test]
+    fn a_window_that_was_not_announced_is_said_again() {
+        let mut estimate = Estimate::new(BUDGET);
+        assert_eq!(estimate.measured(0, MS, 0), None);
+        estimate.stale = true;
+        assert_eq!(estimate.measured(0, MS, 0), Some(SHORT_PATH_BYTES));
+        assert_eq!(estimate.measured(0, MS, 0), None);
+    }
+
+    #[test]
+    fn a_window_shrinks_after_the_path_got_faster() {
+        let mut estimate = Estimate::new(BUDGET);
+        settle(&mut estimate, 100, 100_000);
+        assert_eq!(settle(&mut estimate, 1, 100_000), SHORT_PATH_BYTES);
+    }
+}

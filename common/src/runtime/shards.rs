@@ -1,0 +1,117 @@
+//! Threads that carry connections, each with a runtime of its own.
+//!
+//! A connection is served by one thread from its first byte to its last, and so is everything that
+//! it exchanges bytes with: a hand-over between threads costs a wake-up and cold caches for each
+//! chunk, about a third of the processor time of a tunnel (docs/tuning.md). Work does not move
+//! between shards; new connections go where their peer is, or to the next shard in turn.
+
+use std::cell::Cell;
+use std::io;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use tokio::runtime::{Builder, Handle};
+use tokio_util::sync::{CancellationToken, DropGuard};
+use tokio_util::task::TaskTracker;
+
+/// The most shards that are made without being asked for. One carries about 10 Gbit/s.
+const DEFAULT_MAX: usize = 4;
+
+thread_local! {
+    static CURRENT: Cell<usize> = const { Cell::new(0) };
+}
+
+/// The shards of one program. Shard 0 is the runtime that made them.
+pub struct Shards {
+    handles: Vec<Handle>,
+    next: AtomicUsize,
+    _stop: DropGuard,
+}
+
+impl Shards {
+    /// Starts threads until there are `count` shards, the caller's runtime included; 0 goes by the
+    /// processors that this process may use. The threads end when the value is dropped.
+    ///
+    /// # Errors
+    /// When a thread can not be started.
+    pub fn start(count: usize) -> io::Result<Self> {
+        let count = match count {
+            0 => std::thread::available_parallelism()?.get().min(DEFAULT_MAX),
+            count => count,
+        };
+        let stop = CancellationToken::new();
+        let mut handles = vec![Handle::current()];
+        for index in 1..count {
+            let runtime = Builder::new_current_thread().enable_all().build()?;
+            handles.push(runtime.handle().clone());
+            let stop = stop.clone();
+            std::thread::Builder::new()
+                .name(format!("shard-{index}"))
+                .spawn(move || {
+                    CURRENT.set(index);
+                    runtime.block_on(stop.cancelled());
+                    // A name lookup that hangs must not hold up the end.
+                    runtime.shutdown_background();
+                })?;
+        }
+        Ok(Self {
+            handles,
+            next: AtomicUsize::new(0),
+            _stop: stop.drop_guard(),
+        })
+    }
+
+    /// How many there are.
+    pub fn count(&self) -> usize {
+        self.handles.len()
+    }
+
+    /// The shard that runs the calling task; 0 outside of all shards.
+    pub fn current() -> usize {
+        CURRENT.get()
+    }
+
+    /// The next shard in turn.
+    pub fn next(&self) -> usize {
+        self.next.fetch_add(1, Ordering::Relaxed) % self.handles.len()
+    }
+
+    /// Runs a task on a shard; one that is not there is shard 0.
+    pub fn spawn<F>(&self, shard: usize, tasks: &TaskTracker, task: F)
+    where
+        F: Future<Output = ()> + Send + 'static,
+    {
+        match self.handles.get(shard).or(self.handles.first()) {
+            Some(handle) => drop(tasks.spawn_on(task, handle)),
+            None => drop(tasks.spawn(task)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use tokio::sync::oneshot;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn a_task_stays_on_its_shard() {
+        let shards = Shards::start(3).unwrap();
+        let tasks = TaskTracker::new();
+        assert_eq!((shards.count(), Shards::current()), (3, 0));
+        for shard in [0, 1, 2, 1] {
+            let (tx, rx) = oneshot::channel();
+            let task = async move {
+                tokio::task::yield_now().await;
+                let nested = tokio::spawn(async { Shards::current() }).await;
+                tx.send((Shards::current(), nested.unwrap())).unwrap();
+            };
+            shards.spawn(shard, &tasks, task);
+            assert_eq!(rx.await.unwrap(), (shard, shard));
+        }
+        assert_eq!([0, 1, 2, 0], [(); 4].map(|()| shards.next()));
+        tasks.close();
+        tasks.wait().await;
+    }
+}

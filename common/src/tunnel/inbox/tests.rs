@@ -1,0 +1,231 @@
+#![allow(clippy::unwrap_used)]
+
+use metrics::Gauge;
+use tokio::time::sleep;
+
+use super::*;
+
+const BUDGET: usize = 10;
+const WITHIN: Duration = Duration::from_secs(10);
+
+fn pool(limit: usize) -> Arc<Pool> {
+    Pool::new(limit, Gauge::noop(), Gauge::noop())
+}
+
+fn open(pool: &Arc<Pool>) -> (Sender<&'static str>, Receiver<&'static str>) {
+    inbox(BUDGET, pool)
+}
+
+/// Whether the connection is evicted by now.
+async fn evicted<T>(receiver: &Receiver<T>) -> bool {
+    let watch = receiver.watch();
+    tokio::select! {
+        biased;
+        reason = watch.overdue(WITHIN) => reason == CloseReason::BufferExceeded,
+        () = std::future::ready(()) => false,
+    }
+}
+
+#[tokio::test]
+async fn what_was_put_in_comes_out_in_order_and_every_byte_is_given_back() {
+    let pool = pool(100);
+    let (tx, mut rx) = open(&pool);
+    for (item, weight, used) in [("a", 6, 0), ("b", 6, 2), ("c", 50, 52), ("d", 1, 53)] {
+        tx.push(item, weight);
+        assert_eq!(pool.used(), used);
+    }
+    tx.end("end");
+    tx.push("late", 1);
+    for (item, used) in [("a", 47), ("b", 41), ("c", 0), ("d", 0), ("end", 0)] {
+        assert_eq!(rx.recv().await, Some(item));
+        assert_eq!(pool.used(), used);
+    }
+    drop(tx);
+    assert_eq!(rx.recv().await, None);
+}
+
+#[tokio::test]
+async fn a_dropped_receiver_gives_back_what_it_has_borrowed() {
+    let pool = pool(100);
+    let (tx, rx) = open(&pool);
+    let (other, _other) = open(&pool);
+    tx.push("a", 60);
+    other.push("b", 30);
+    assert_eq!(pool.used(), 70);
+    drop(rx);
+    assert_eq!(pool.used(), 20);
+    tx.push("nobody's", 60);
+    tx.end("nobody's");
+    assert_eq!(pool.used(), 20);
+}
+
+#[tokio::test]
+async fn a_waiting_receiver_hears_of_items_and_of_the_end() {
+    let pool = pool(0);
+    let (tx, mut rx) = open(&pool);
+    let (heard, ()) = tokio::join!(rx.recv(), async { tx.push("a", 1) });
+    assert_eq!(heard, Some("a"));
+    let (heard, ()) = tokio::join!(rx.recv(), async { drop(tx) });
+    assert_eq!(heard, None);
+}
+
+#[tokio::test]
+async fn the_largest_debtor_makes_room_for_the_innocent() {
+    let pool = pool(100);
+    let (greedy, greedy_rx) = open(&pool);
+    let (modest, modest_rx) = open(&pool);
+    let (innocent, mut innocent_rx) = open(&pool);
+    greedy.push("g", BUDGET + 60);
+    modest.push("m", BUDGET + 30);
+    innocent.push("i", BUDGET + 20);
+    assert_eq!(pool.used(), 50);
+    assert!(evicted(&greedy_rx).await);
+    assert!(!evicted(&modest_rx).await);
+    assert!(!evicted(&innocent_rx).await);
+    // What still comes for an evicted one is dropped.
+    greedy.push("more", 1);
+    assert_eq!(pool.used(), 50);
+    assert_eq!(innocent_rx.recv().await, Some("i"));
+    assert_eq!(pool.used(), 30);
+}
+
+#[tokio::test]
+async fn the_asker_is_evicted_if_it_would_be_the_largest_debtor() {
+    let pool = pool(100);
+    let (small, small_rx) = open(&pool);
+    let (large, large_rx) = open(&pool);
+    small.push("s", BUDGET + 40);
+    large.push("l", BUDGET + 50);
+    large.push("l", 11);
+    assert!(evicted(&large_rx).await);
+    assert!(!evicted(&small_rx).await);
+    assert_eq!(pool.used(), 40);
+}
+
+#[tokio::test]
+async fn as_many_are_evicted_as_it_takes_and_no_more() {
+    let pool = pool(100);
+    let others: Vec<_> = (0..5).map(|_| open(&pool)).collect();
+    for (tx, _) in &others {
+        tx.push("x", BUDGET + 20);
+    }
+    let (tx, rx) = open(&pool);
+    tx.push("y", BUDGET + 15);
+    assert!(!evicted(&rx).await);
+    let mut gone = 0;
+    for (_, rx) in &others {
+        gone += usize::from(evicted(rx).await);
+    }
+    assert_eq!((gone, pool.used()), (1, 95));
+}
+
+#[tokio::test]
+async fn without_a_pool_the_budget_is_the_limit() {
+    let pool = pool(0);
+    let (tx, rx) = open(&pool);
+    tx.push("a", BUDGET);
+    assert!(!evicted(&rx).await);
+    tx.push("b", 1);
+    assert!(evicted(&rx).await);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_receiver_that_takes_nothing_is_stalled_after_the_deadline() {
+    let pool = pool(100);
+    let (tx, rx) = open(&pool);
+    let watch = rx.watch();
+    let started = Instant::now();
+    let fill = async {
+        sleep(WITHIN * 3).await;
+        // At its budget, not beyond it: that may last.
+        tx.push("a", BUDGET);
+        sleep(WITHIN * 3).await;
+        tx.push("b", 1);
+    };
+    let (reason, ()) = tokio::join!(watch.overdue(WITHIN), fill);
+    assert_eq!(reason, CloseReason::Stalled);
+    assert_eq!(started.elapsed(), WITHIN * 7);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_slow_receiver_has_to_get_below_its_budget_in_time() {
+    let pool = pool(100);
+    let (tx, mut rx) = open(&pool);
+    let watch = rx.watch();
+    let started = Instant::now();
+    let slow = async {
+        for _ in 0..4 {
+            // Pauses begin the count anew.
+            tx.push("a", BUDGET);
+            tx.push("b", BUDGET);
+            sleep(WITHIN * 2 / 3).await;
+            assert_eq!(rx.recv().await, Some("a"));
+            assert_eq!(rx.recv().await, Some("b"));
+        }
+        for _ in 0..5 {
+            tx.push("a", BUDGET);
+        }
+        loop {
+            sleep(WITHIN / 4).await;
+            tx.push("a", BUDGET);
+            rx.recv().await;
+        }
+    };
+    let reason = tokio::select! {
+        reason = watch.overdue(WITHIN) => reason,
+        () = slow => unreachable!(),
+    };
+    assert_eq!(reason, CloseReason::BufferExceeded);
+    assert_eq!(started.elapsed().as_secs(), (WITHIN * 11 / 3).as_secs());
+}
+
+#[tokio::test(start_paused = true)]
+async fn after_the_last_byte_a_slow_receiver_may_take_its_time() {
+    let pool = pool(100);
+    let (tx, mut rx) = open(&pool);
+    let watch = rx.watch();
+    for _ in 0..6 {
+        tx.push("a", BUDGET);
+    }
+    tx.end("end");
+    let started = Instant::now();
+    let slow = async {
+        for _ in 0..3 {
+            sleep(WITHIN / 2).await;
+            assert_eq!(rx.recv().await, Some("a"));
+        }
+        std::future::pending::<()>().await;
+    };
+    let reason = tokio::select! {
+        reason = watch.overdue(WITHIN) => reason,
+        () = slow => unreachable!(),
+    };
+    assert_eq!(reason, CloseReason::Stalled);
+    assert_eq!(started.elapsed(), WITHIN * 5 / 2);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_stall_counts_from_when_it_is_asked_for() {
+    let pool = pool(100);
+    let (tx, mut rx) = open(&pool);
+    sleep(WITHIN * 5).await;
+    let watch = rx.watch();
+    let started = Instant::now();
+    let slow = async {
+        tx.push("a", 1);
+        sleep(WITHIN / 2).await;
+        rx.recv().await.unwrap();
+    };
+    tokio::join!(watch.stalled(WITHIN), slow);
+    assert_eq!(started.elapsed(), WITHIN * 3 / 2);
+}
+
+#[tokio::test]
+async fn small_chunks_do_not_pin_the_buffer_that_they_came_in() {
+    let buffer = Bytes::from(vec![7; 64 * 1024]);
+    let (small, weight) = weighed(buffer.slice(..1));
+    assert_ne!(small.as_ptr(), buffer.as_ptr());
+    assert_eq!(weight, 1 + ITEM_BYTES);
+    let (large, _) = weighed(buffer.slice(..COPY_BYTES + 1));
+    assert_eq!(large.as_ptr(), buffer.as_ptr());
+}

@@ -1,0 +1,161 @@
+#![allow(clippy::unwrap_used)]
+
+use bytes::Bytes;
+use culvert_common::tunnel::{PEER_STALL, Sink, Source};
+use culvert_common::wire::{ConnectId, DialId};
+use metrics::Gauge;
+use tokio::time::timeout;
+
+use super::*;
+
+const STALL: Duration = Duration::from_secs(10);
+const CHUNK: Bytes = Bytes::from_static(&[7; 60 * 1024]);
+
+struct Agent {
+    stream: Arc<AgentStream>,
+    hears: queue::Receiver<Message>,
+    cut: CancellationToken,
+    excess: Arc<Pool>,
+}
+
+impl Agent {
+    fn connected() -> Self {
+        let excess = Pool::new(256 * 1024, Gauge::noop(), Gauge::noop());
+        let limits = Limits {
+            connection_bytes: 128 * 1024,
+            stall: STALL,
+            excess: excess.clone(),
+        };
+        let hello = Hello {
+            agent_id: "a".into(),
+            half_close: false,
+        };
+        let cut = CancellationToken::new();
+        let metrics = Arc::new(ServerMetrics::new(&[]).unwrap());
+        let (stream, hears) = AgentStream::new(hello, limits, cut.clone(), metrics);
+        Self {
+            stream,
+            hears,
+            cut,
+            excess,
+        }
+    }
+
+    async fn open(&mut self, id: i64) -> Connection {
+        let dial = Dial {
+            protocol: "tcp".into(),
+            address: "10.0.0.1:443".into(),
+        };
+        let answers = async {
+            let Some(Message::DialRequest { dial, .. }) = self.hears.recv().await else {
+                panic!("not a dial");
+            };
+            self.stream.on_message(opened(dial, id));
+        };
+        let deadline = Instant::now() + STALL;
+        let (dialed, ()) = tokio::join!(self.stream.dial(&dial, deadline), answers);
+        dialed.unwrap()
+    }
+}
+
+fn opened(dial: DialId, id: i64) -> Message {
+    Message::DialResponse {
+        dial,
+        connection: ConnectId(id),
+        error: String::new(),
+    }
+}
+
+fn data(id: i64) -> Message {
+    Message::Data {
+        connection: ConnectId(id),
+        bytes: CHUNK,
+    }
+}
+
+/// Sends until the agent's queue is full.
+async fn fill(sink: &mut impl Sink) {
+    let filling = async { while sink.send(CHUNK).await.is_ok() {} };
+    assert!(timeout(PEER_STALL / 2, filling).await.is_err());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_stalled_client_loses_its_connection_and_nobody_else_waits() {
+    let mut agent = Agent::connected();
+    let stalled = agent.open(1).await;
+    let mut other = agent.open(2).await;
+    let started = Instant::now();
+    for _ in 0..4 {
+        agent.stream.on_message(data(1));
+        agent.stream.on_message(data(2));
+        assert_eq!(other.source.recv().await, Ok(Some(CHUNK)));
+    }
+    assert_eq!(started.elapsed(), Duration::ZERO);
+    assert!(agent.excess.used() > 0);
+    assert_eq!(stalled.cut.due().await, CloseReason::Stalled);
+    assert_eq!(started.elapsed(), STALL);
+    drop(stalled);
+    assert_eq!(agent.excess.used(), 0);
+    let close = Message::CloseRequest {
+        connection: ConnectId(1),
+    };
+    assert_eq!(agent.hears.recv().await, Some(close));
+    agent.stream.on_message(data(2));
+    assert_eq!(other.source.recv().await, Ok(Some(CHUNK)));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_client_that_empties_the_pool_is_closed_at_once() {
+    let mut agent = Agent::connected();
+    let greedy = agent.open(1).await;
+    let mut other = agent.open(2).await;
+    let started = Instant::now();
+    for _ in 0..100 {
+        agent.stream.on_message(data(1));
+    }
+    assert_eq!(greedy.cut.due().await, CloseReason::BufferExceeded);
+    assert_eq!(started.elapsed(), Duration::ZERO);
+    assert_eq!(agent.excess.used(), 0);
+    agent.stream.on_message(data(2));
+    assert_eq!(other.source.recv().await, Ok(Some(CHUNK)));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_full_way_to_the_agent_drops_only_answers_that_come_again() {
+    let mut agent = Agent::connected();
+    let mut connection = agent.open(1).await;
+    fill(&mut connection.sink).await;
+    // What is left is less than a chunk, and a thousand answers fill it.
+    for _ in 0..2000 {
+        agent.stream.on_message(data(98));
+    }
+    agent.stream.on_message(opened(DialId(5), 99));
+    let mut answers = Vec::new();
+    while let Some(message) = agent.hears.try_recv() {
+        if !matches!(message, Message::Data { .. }) {
+            answers.push(message);
+        }
+    }
+    let close = |id| Message::CloseRequest {
+        connection: ConnectId(id),
+    };
+    assert!(answers.len() < 1000, "{} answers", answers.len());
+    assert_eq!(answers.pop(), Some(close(99)));
+    assert!(answers.iter().all(|answer| *answer == close(98)));
+    agent.stream.on_message(data(98));
+    assert_eq!(agent.hears.recv().await, Some(close(98)));
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_agent_that_takes_no_packets_loses_its_stream() {
+    let mut agent = Agent::connected();
+    let mut connection = agent.open(1).await;
+    fill(&mut connection.sink).await;
+    assert!(!agent.cut.is_cancelled());
+    let started = Instant::now();
+    let sent = connection.sink.send(CHUNK).await;
+    assert_eq!(sent, Err(CloseReason::Stalled));
+    assert_eq!(started.elapsed(), PEER_STALL);
+    assert!(agent.cut.is_cancelled());
+    agent.stream.retired().await;
+}

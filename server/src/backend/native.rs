@@ -1,0 +1,432 @@
+//! One native connection of one agent: an HTTP/2 stream for each dial, see
+//! [`culvert_common::native`].
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+
+use bytes::Bytes;
+use culvert_common::native::halves::{NativeSink, NativeSource, halves};
+use culvert_common::native::hello::{self, HelloError};
+use culvert_common::native::link::{Opener, Requests};
+use culvert_common::native::window::Inbound;
+use culvert_common::native::{
+    ADDRESS_HEADER, CONTROL_PATH, DRAIN, ERROR_HEADER, NETWORK_HEADER, decode, encode,
+};
+use culvert_common::telemetry::metrics::{GaugeGuard, Segment};
+use culvert_common::tunnel::{CloseReason, Dial, Sink, Source};
+use culvert_common::wire::PacketType;
+use http::uri::Authority;
+use http::{HeaderMap, HeaderValue, Method, Request, StatusCode, Uri};
+use parking_lot::Mutex;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::time::{Instant, timeout, timeout_at};
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+use tonic::Code;
+use tonic::metadata::MetadataMap;
+use tracing::{Instrument, debug, info, info_span};
+
+use super::agent::{Hello, SILENT_AFTER, StreamDialError, next_serial};
+use super::service::Agents;
+use super::{Backend, Connection};
+use crate::listener::{Door, HANDSHAKE_TIMEOUT};
+use crate::metrics::{DialFailureReason, RejectReason, ServerMetrics, ServiceMethod};
+
+/// Bytes that all connections of one agent together may hold for clients that do not read, before
+/// each may hold no more than [`culvert_common::native::window::CROWDED_BYTES`].
+pub const HELD_BYTES: usize = 64 * 1024 * 1024;
+
+/// HTTP/2 numbers streams up to 2^31 and every dial takes two. An agent's connection is renewed
+/// long before, as soon as it carries nothing.
+const RENEW_AFTER: u64 = 1 << 29;
+
+/// A native connection of an agent.
+pub struct NativeAgent {
+    /// Unique in this process.
+    pub serial: u64,
+    /// What the agent said of itself.
+    pub hello: Hello,
+    requests: Requests,
+    inbound: Arc<Inbound>,
+    draining: AtomicBool,
+    waiting: Waiting,
+    dialed: AtomicU64,
+    open: AtomicUsize,
+    retired: CancellationToken,
+    metrics: Arc<ServerMetrics>,
+}
+
+/// The dials that wait for an answer.
+#[derive(Default)]
+struct Waiting {
+    count: AtomicUsize,
+    /// Since when dials have waited without any of them being answered.
+    since: Mutex<Option<Instant>>,
+}
+
+/// One waiting dial.
+struct Wait<'a>(&'a Waiting);
+
+/// The endpoint's bytes.
+pub struct FromAgent {
+    source: NativeSource,
+    metrics: Arc<ServerMetrics>,
+}
+
+/// The way to an endpoint.
+pub struct ToAgent {
+    sink: NativeSink,
+    life: Life,
+}
+
+/// Counts an open connection.
+struct Life {
+    agent: Arc<NativeAgent>,
+    opened: Instant,
+    stream_id: u32,
+}
+
+// === impl Agents ===
+
+impl Agents {
+    /// Serves one agent that chose the native protocol, to the end of its connection.
+    pub async fn serve_native<S>(&self, door: &Door, mut stream: S, peer: &str)
+    where
+        S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+    {
+        // A peer that stalls must not hold up the end of the program.
+        let introduced = tokio::select! {
+            introduced = timeout(HANDSHAKE_TIMEOUT, self.introduce(&mut stream)) => introduced,
+            () = door.shutdown.cancelled() => return,
+        };
+        let hello = match introduced {
+            Ok(Ok(hello)) => hello,
+            Ok(Err(HelloError::Io(error))) => {
+                debug!(peer, %error, "left before it introduced itself");
+                return;
+            }
+            Ok(Err(error)) => {
+                return door.reject(RejectReason::Garbage, peer, &error.to_string());
+            }
+            Err(_) => {
+                let why = "no introduction after the TLS handshake";
+                return door.reject(RejectReason::Timeout, peer, why);
+            }
+        };
+        let inbound = Arc::new(Inbound::default());
+        let (requests, link) = match Opener::new(stream, inbound.clone(), HELD_BYTES).await {
+            Ok(opened) => opened,
+            Err(error) => {
+                debug!(peer, %error, "broke before HTTP/2 began");
+                return;
+            }
+        };
+        let agent = Arc::new(NativeAgent {
+            serial: next_serial(),
+            hello,
+            requests,
+            inbound,
+            draining: AtomicBool::new(false),
+            waiting: Waiting::default(),
+            dialed: AtomicU64::new(0),
+            open: AtomicUsize::new(0),
+            retired: CancellationToken::new(),
+            metrics: self.metrics.clone(),
+        });
+        let span = info_span!("agent", id = agent.hello.agent_id, stream = agent.serial);
+        let listen = agent.clone().listen().instrument(span.clone());
+        self.tasks.spawn(listen);
+        self.carry(door, agent, link).instrument(span).await;
+    }
+
+    async fn carry<S>(&self, door: &Door, agent: Arc<NativeAgent>, link: Opener<S>)
+    where
+        S: AsyncRead + AsyncWrite + Unpin,
+    {
+        let _open = GaugeGuard::new(self.metrics.grpc_connections(ServiceMethod::Connect));
+        let registration = self.registry.register(Backend::Native(agent.clone()));
+        let ended = tokio::select! {
+            ended = link.run() => match ended {
+                Ok(()) => "closed by the agent".to_owned(),
+                Err(error) => {
+                    let streams = &self.metrics.streams;
+                    streams.stream_error(Segment::FromAgent, Code::Unavailable, None);
+                    error
+                }
+            },
+            () = agent.retired.cancelled() => "given up".to_owned(),
+            () = door.shutdown.cancelled() => "this server stops".to_owned(),
+        };
+        drop(registration);
+        agent.retired.cancel();
+        let open = agent.open.load(Ordering::Relaxed);
+        info!(reason = ended, open, "agent disconnected");
+    }
+
+    async fn introduce<S>(&self, stream: &mut S) -> Result<Hello, HelloError>
+    where
+        S: AsyncRead + AsyncWrite + Unpin,
+    {
+        let metadata = MetadataMap::from_headers(hello::read(stream).await?);
+        let hello = match Hello::from_metadata(&metadata) {
+            Ok(hello) => hello,
+            Err(text) => {
+                hello::refuse(stream, &text).await?;
+                return Err(HelloError::Malformed(text));
+            }
+        };
+        let mut answer = HeaderMap::new();
+        let server_id = HeaderValue::try_from(&self.server_id)
+            .map_err(|_| HelloError::Malformed("the server id is no header value".into()))?;
+        answer.insert("serverid", server_id);
+        answer.insert("servercount", self.server_count.into());
+        hello::accept(stream, &answer).await?;
+        Ok(hello)
+    }
+}
+
+// === impl NativeAgent ===
+
+impl NativeAgent {
+    /// The agent asked for no new dials.
+    pub fn is_draining(&self) -> bool {
+        self.draining.load(Ordering::Relaxed)
+    }
+
+    /// A dial waits for longer than any agent takes, and none was answered since: the path is
+    /// probably dead, although TCP does not know yet.
+    pub fn is_silent(&self) -> bool {
+        let since = *self.waiting.since.lock();
+        since.is_some_and(|since| since.elapsed() >= SILENT_AFTER)
+    }
+
+    /// Cuts the connection. The agent connects again.
+    pub fn abandon(&self) {
+        self.draining.store(true, Ordering::Relaxed);
+        self.retired.cancel();
+    }
+
+    /// Opens a connection. Dropping the future gives the dial up.
+    ///
+    /// # Errors
+    /// See [`StreamDialError`].
+    pub async fn dial(
+        self: &Arc<Self>,
+        dial: &Dial,
+        deadline: Instant,
+    ) -> Result<Connection, StreamDialError> {
+        let lost = |_| StreamDialError::AgentLost;
+        let request = connect_request(dial);
+        let _pending = GaugeGuard::new(&self.metrics.pending_backend_dials);
+        let _waits = self.waiting.begin();
+        let requests = timeout_at(deadline, self.requests.clone().ready());
+        let mut requests = requests
+            .await
+            .map_err(|_| StreamDialError::NotSent)?
+            .map_err(lost)?;
+        let (response, send) = requests.send_request(request, false).map_err(lost)?;
+        self.count(Segment::ToAgent, PacketType::DialReq);
+        let stream_id = send.stream_id().as_u32();
+        let answer = timeout_at(deadline, response).await;
+        let answer = answer.map_err(|_| StreamDialError::TimedOut)?;
+        let answer = answer.map_err(|error| match error.is_reset() {
+            true => {
+                self.dial_failure(DialFailureReason::BackendClose);
+                StreamDialError::Abandoned
+            }
+            false => StreamDialError::AgentLost,
+        })?;
+        self.waiting.answered();
+        self.count(Segment::FromAgent, PacketType::DialRsp);
+        if answer.status() != StatusCode::OK {
+            self.dial_failure(DialFailureReason::ErrorResponse);
+            return Err(StreamDialError::Refused(error_text(&answer)));
+        }
+        let life = Life::begin(self, stream_id);
+        let inbound = self.inbound.clone();
+        let (source, sink) = halves(send, answer.into_body(), inbound, CloseReason::AgentLost);
+        let source = FromAgent {
+            source,
+            metrics: self.metrics.clone(),
+        };
+        Ok((source, ToAgent { sink, life }).into())
+    }
+
+    fn count(&self, segment: Segment, packet: PacketType) {
+        self.metrics.streams.count_as(segment, packet);
+    }
+
+    /// Hears what the agent says of all its connections.
+    async fn listen(self: Arc<Self>) {
+        let mut request = Request::new(());
+        *request.uri_mut() = Uri::from_static("https://agent/control");
+        debug_assert_eq!(request.uri().path(), CONTROL_PATH);
+        let heard = async {
+            let mut requests = self.requests.clone().ready().await?;
+            let (response, _) = requests.send_request(request, true)?;
+            let mut words = response.await?.into_body();
+            let mut line = Vec::new();
+            while let Some(part) = words.data().await.transpose()? {
+                // A word is short; more than that is none that this server knows.
+                line.extend(part.iter().take(64));
+                words.flow_control().release_capacity(part.len())?;
+                while let Some(end) = line.iter().position(|byte| *byte == b'\n') {
+                    let word: Vec<u8> = line.drain(..=end).collect();
+                    if word.strip_suffix(b"\n") == Some(DRAIN.as_bytes())
+                        && !self.draining.swap(true, Ordering::Relaxed)
+                    {
+                        self.count(Segment::FromAgent, PacketType::Drain);
+                        info!("the agent drains");
+                    }
+                }
+                line.truncate(64);
+            }
+            Ok::<(), h2::Error>(())
+        };
+        tokio::select! {
+            heard = heard => if let Err(error) = heard {
+                debug!(%error, "the control stream ended");
+            },
+            () = self.retired.cancelled() => {}
+        }
+    }
+
+    fn dial_failure(&self, reason: DialFailureReason) {
+        self.metrics.dial_failures(reason).increment(1);
+    }
+}
+
+fn connect_request(dial: &Dial) -> Request<()> {
+    let mut request = Request::new(());
+    *request.method_mut() = Method::CONNECT;
+    // Most of what http calls an authority has the form of an address, and the other way round.
+    let authority = Authority::try_from(dial.address.as_str())
+        .ok()
+        .filter(|parsed| parsed.as_str() == dial.address && !dial.address.contains('@'));
+    let authority = authority.unwrap_or_else(|| {
+        let address = encode(&dial.address);
+        request.headers_mut().insert(ADDRESS_HEADER, address);
+        Authority::from_static("address.invalid:0")
+    });
+    if dial.protocol != "tcp" {
+        let network = encode(&dial.protocol);
+        request.headers_mut().insert(NETWORK_HEADER, network);
+    }
+    *request.uri_mut() = Uri::from(authority);
+    request
+}
+
+fn error_text<B>(answer: &http::Response<B>) -> String {
+    let text = answer.headers().get(ERROR_HEADER).map(decode);
+    text.unwrap_or_else(|| format!("the agent answered the dial with {}", answer.status()))
+}
+
+// === impl Waiting ===
+
+impl Waiting {
+    fn begin(&self) -> Wait<'_> {
+        if self.count.fetch_add(1, Ordering::Relaxed) == 0 {
+            *self.since.lock() = Some(Instant::now());
+        }
+        Wait(self)
+    }
+
+    fn answered(&self) {
+        *self.since.lock() = Some(Instant::now());
+    }
+}
+
+impl Drop for Wait<'_> {
+    fn drop(&mut self) {
+        if self.0.count.fetch_sub(1, Ordering::Relaxed) == 1 {
+            // Nothing is due from the agent: its silence says nothing.
+            *self.0.since.lock() = None;
+        }
+    }
+}
+
+// === impl FromAgent ===
+
+impl Source for FromAgent {
+    async fn recv(&mut self) -> Result<Option<Bytes>, CloseReason> {
+        let received = self.source.recv().await;
+        let packet = match received {
+            Ok(Some(_)) => PacketType::Data,
+            Ok(None) => return received,
+            Err(_) => PacketType::CloseRsp,
+        };
+        self.metrics.streams.count_as(Segment::FromAgent, packet);
+        received
+    }
+
+    async fn aborted(&mut self) -> CloseReason {
+        self.source.aborted().await
+    }
+
+    async fn fill(&mut self) {
+        self.source.fill().await;
+    }
+}
+
+// === impl ToAgent ===
+
+impl ToAgent {
+    /// The stream's number.
+    pub fn stream_id(&self) -> u32 {
+        self.life.stream_id
+    }
+
+    /// The agent that carries the connection; for logs.
+    pub fn agent_id(&self) -> &str {
+        &self.life.agent.hello.agent_id
+    }
+
+    /// Ends the connection behind everything that was sent, and tells the agent why.
+    pub fn end(self, reason: CloseReason, tasks: &TaskTracker) {
+        let agent = &self.life.agent;
+        agent.count(Segment::ToAgent, PacketType::CloseReq);
+        self.sink.end(reason, tasks);
+    }
+}
+
+impl Sink for ToAgent {
+    async fn send(&mut self, chunk: Bytes) -> Result<(), CloseReason> {
+        self.life.agent.count(Segment::ToAgent, PacketType::Data);
+        self.sink.send(chunk).await
+    }
+
+    async fn finish(&mut self) -> Result<(), CloseReason> {
+        self.sink.finish().await
+    }
+}
+
+// === impl Life ===
+
+impl Life {
+    fn begin(agent: &Arc<NativeAgent>, stream_id: u32) -> Self {
+        agent.metrics.established_connections.increment(1.0);
+        agent.open.fetch_add(1, Ordering::Relaxed);
+        agent.dialed.fetch_add(1, Ordering::Relaxed);
+        Self {
+            agent: agent.clone(),
+            opened: Instant::now(),
+            stream_id,
+        }
+    }
+}
+
+impl Drop for Life {
+    fn drop(&mut self) {
+        let agent = &self.agent;
+        agent.metrics.established_connections.decrement(1.0);
+        let lasted = self.opened.elapsed().as_secs_f64();
+        agent.metrics.connection_duration.record(lasted);
+        let last = agent.open.fetch_sub(1, Ordering::Relaxed) == 1;
+        if last && agent.dialed.load(Ordering::Relaxed) >= RENEW_AFTER {
+            agent.abandon();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

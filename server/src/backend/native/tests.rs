@@ -1,0 +1,95 @@
+//! Agents that never get as far as an introduction.
+#![allow(clippy::unwrap_used)]
+
+use std::time::Duration;
+
+use culvert_common::tunnel::excess::Pool;
+use metrics::Gauge;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, DuplexStream, duplex};
+
+use super::super::Registry;
+use super::super::agent::Limits;
+use super::*;
+use crate::metrics::Listener;
+
+struct Server {
+    agents: Agents,
+    door: Arc<Door>,
+}
+
+impl Server {
+    fn new() -> Self {
+        let metrics = Arc::new(ServerMetrics::new(&[]).unwrap());
+        let tasks = TaskTracker::new();
+        let agents = Agents {
+            registry: Registry::new(metrics.clone()),
+            server_id: "s".into(),
+            server_count: 3,
+            limits: Limits {
+                connection_bytes: 1,
+                stall: Duration::from_secs(1),
+                excess: Pool::new(1, Gauge::noop(), Gauge::noop()),
+            },
+            tasks: tasks.clone(),
+            metrics: metrics.clone(),
+        };
+        let (shutdown, keepalive) = (CancellationToken::new(), Duration::from_secs(60));
+        let door = Door::new(Listener::Agent, None, keepalive, tasks, shutdown, metrics);
+        Self { agents, door }
+    }
+
+    async fn serve(&self, stream: DuplexStream) {
+        self.agents.serve_native(&self.door, stream, "peer").await;
+    }
+
+    fn rejected(&self, reason: &str) -> bool {
+        let page = self.agents.metrics.registry().render();
+        let of_reason = format!("reason=\"{reason}\"}} 1");
+        let mut lines = page.lines();
+        lines.any(|line| line.starts_with("culvert_rejected_total{") && line.ends_with(&of_reason))
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_introduction_that_does_not_come_or_not_to_its_end_is_not_awaited_for_ever() {
+    for beginning in ["", "GET /agent HTTP/1.1\r\nagentid: a\r\n"] {
+        let server = Server::new();
+        let (near, mut far) = duplex(4096);
+        far.write_all(beginning.as_bytes()).await.unwrap();
+        let started = Instant::now();
+        server.serve(near).await;
+        assert_eq!(started.elapsed(), HANDSHAKE_TIMEOUT);
+        assert!(server.rejected("timeout"));
+        assert_eq!(far.read(&mut [0; 16]).await.unwrap(), 0);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_silent_peer_does_not_hold_up_the_end_of_the_server() {
+    let server = Server::new();
+    let (near, _far) = duplex(4096);
+    let started = Instant::now();
+    let ends = async {
+        tokio::task::yield_now().await;
+        server.door.shutdown.cancel();
+    };
+    tokio::join!(server.serve(near), ends);
+    assert_eq!(started.elapsed(), Duration::ZERO);
+    assert!(!server.rejected("timeout"));
+}
+
+#[tokio::test]
+async fn an_agent_without_an_id_is_told_so() {
+    let server = Server::new();
+    let (near, mut far) = duplex(4096);
+    far.write_all(b"GET /agent HTTP/1.1\r\nupgrade: culvert/1\r\n\r\n")
+        .await
+        .unwrap();
+    server.serve(near).await;
+    let mut answer = String::new();
+    far.read_to_string(&mut answer).await.unwrap();
+    assert!(answer.starts_with("HTTP/1.1 403 "), "{answer}");
+    let text = "\r\n\r\nexpected one agent ID in the context, got []";
+    assert!(answer.ends_with(text), "{answer}");
+    assert!(server.rejected("garbage"));
+}

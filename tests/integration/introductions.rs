@@ -1,0 +1,170 @@
+//! Peers that chose the native transport in the TLS handshake and then say something else.
+
+use std::net::Ipv4Addr;
+use std::sync::Arc;
+
+use culvert::lab::pki::{self, Pair};
+use culvert::lab::services::Services;
+use culvert_common::native::hello;
+use culvert_tests::{Mode, Topology, Transport, eventually};
+use rustls::ServerConfig;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::{TcpListener, TcpStream};
+use tokio_rustls::{TlsAcceptor, TlsConnector, server};
+
+use crate::searching::Lone;
+use crate::support::*;
+
+const ALPN: &str = "culvert/1";
+
+/// Says something at the first server's door for agents, and gives all that comes back.
+async fn answer_to(topology: &Topology, says: &[u8]) -> String {
+    let socket = TcpStream::connect(topology.agent_address(0)).await.unwrap();
+    let pki = topology.pki();
+    let tls = TlsConnector::from(pki.client_tls(&pki.agent, &[ALPN]).unwrap());
+    let name = "localhost".try_into().unwrap();
+    let mut stream = tls.connect(name, socket).await.unwrap();
+    assert_eq!(stream.get_ref().1.alpn_protocol(), Some(ALPN.as_bytes()));
+    // The server may have had enough before the last byte.
+    stream.write_all(says).await.ok();
+    stream.flush().await.ok();
+    let mut answer = Vec::new();
+    timely("the server's end", stream.read_to_end(&mut answer))
+        .await
+        .ok();
+    String::from_utf8(answer).unwrap()
+}
+
+#[tokio::test]
+async fn what_is_none_is_counted_and_harms_nobody() {
+    let services = Services::start().await.unwrap();
+    let mut topology = Topology::simple(Mode::HttpConnect, Transport::Uds).await;
+    let mut innocent = Innocent::open(&topology, services.raw).await;
+    let oversized = format!(
+        "GET /agent HTTP/1.1\r\nagentid: {}\r\n\r\n",
+        "a".repeat(70_000)
+    );
+    let lines = "x: y\r\n".repeat(65);
+    let many = format!("GET /agent HTTP/1.1\r\nagentid: a\r\n{lines}\r\n");
+    let cases = [
+        "\x16\x03\x01 hello\r\n\r\n",
+        "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        &oversized,
+        &many,
+        "GET /agent HTTP/1.1\r\nagentid: a\u{1}b\r\n\r\n",
+    ];
+    for (count, says) in (1..).zip(cases) {
+        assert_eq!(answer_to(&topology, says.as_bytes()).await, "");
+        refused_as_garbage(&topology, f64::from(count)).await;
+        innocent.still_echoes("an introduction that is none").await;
+    }
+    let twice = "GET /agent HTTP/1.1\r\nagentid: a\r\nagentid: b\r\n\r\n";
+    let answer = answer_to(&topology, twice.as_bytes()).await;
+    let (head, text) = answer.split_once("\r\n\r\n").unwrap();
+    assert!(head.starts_with("HTTP/1.1 403 "), "{head}");
+    assert_eq!(text, "expected one agent ID in the context, got [a b]");
+    refused_as_garbage(&topology, 1.0 + cases.len() as f64).await;
+    server_shows(&topology, "ready_backends", &[], 1.0).await;
+    innocent.still_echoes("all of them").await;
+    assert_unharmed(&mut topology);
+}
+
+async fn refused_as_garbage(topology: &Topology, count: f64) {
+    let labels = [("listener", "agent"), ("reason", "garbage")];
+    eventually("it is counted", LIMIT, async || {
+        let metrics = topology.server_metrics(0).await;
+        let seen = value(&metrics, "culvert_rejected_total", &labels);
+        (seen == count).then_some(()).ok_or(seen)
+    })
+    .await;
+}
+
+/// A server that takes native agents as far as TLS goes.
+struct Scripted {
+    listener: TcpListener,
+    tls: TlsAcceptor,
+}
+
+impl Scripted {
+    async fn start(pair: &Pair) -> Self {
+        let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+        let (certs, key) = (pki::load_certs(&pair.cert), pki::load_key(&pair.key));
+        let mut config = ServerConfig::builder_with_provider(provider)
+            .with_safe_default_protocol_versions()
+            .unwrap()
+            .with_no_client_auth()
+            .with_single_cert(certs.unwrap(), key.unwrap())
+            .unwrap();
+        config.alpn_protocols = vec![ALPN.into()];
+        Self {
+            listener: TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap(),
+            tls: TlsAcceptor::from(Arc::new(config)),
+        }
+    }
+
+    fn flag(&self) -> String {
+        let port = self.listener.local_addr().unwrap().port();
+        format!("--proxy-server-port={port}")
+    }
+
+    /// The next agent, which has introduced itself.
+    async fn agent(&self) -> (server::TlsStream<TcpStream>, http::HeaderMap) {
+        let (socket, _) = timely("an agent", self.listener.accept()).await.unwrap();
+        let mut stream = timely("TLS", self.tls.accept(socket)).await.unwrap();
+        let hello = timely("an introduction", hello::read(&mut stream)).await;
+        (stream, hello.unwrap())
+    }
+}
+
+#[tokio::test]
+async fn a_refusal_is_in_the_agents_log_and_it_goes_on_trying() {
+    let mut lone = Lone::new();
+    let token = lone.dir.path().join("token");
+    std::fs::write(&token, "secret\n").unwrap();
+    let server = Scripted::start(&lone.pki.cluster).await;
+    let token = format!("--service-account-token-path={}", token.display());
+    lone.start(&[&server.flag(), &token, "--agent-identifiers=host=a"], &[]);
+    let (mut stream, said) = server.agent().await;
+    assert_eq!(said["agentid"], "agent-0");
+    assert_eq!(said["agentidentifiers"], "host=a");
+    assert_eq!(said["authorization"], "Bearer secret");
+    assert_eq!(said["upgrade"], ALPN);
+    hello::refuse(&mut stream, "no such cluster").await.unwrap();
+    drop(stream);
+    let told = "the server refused this agent: no such cluster";
+    lone.program().wait_for_log(told, LIMIT).await;
+
+    for (answer, told) in [
+        (
+            "SSH-2.0\r\n\r\n",
+            "not an introduction of the native protocol",
+        ),
+        (
+            "HTTP/1.1 101 Switching Protocols\r\nserverid: a\r\n\r\n",
+            "expected one server count, got 0",
+        ),
+        (
+            "HTTP/1.1 101 Switching Protocols\r\nservercount: 1\r\n\r\n",
+            "expected one server ID in the context, got []",
+        ),
+        ("", "unexpected end of file"),
+    ] {
+        let (mut stream, _) = server.agent().await;
+        stream.write_all(answer.as_bytes()).await.unwrap();
+        stream.shutdown().await.unwrap();
+        lone.program().wait_for_log(told, LIMIT).await;
+    }
+    lone.shows("open_server_connections", 0.0).await;
+    // One that takes it in after all.
+    let (mut stream, _) = server.agent().await;
+    let mut answer = http::HeaderMap::new();
+    answer.insert("serverid", "late".parse().unwrap());
+    answer.insert("servercount", 1.into());
+    hello::accept(&mut stream, &answer).await.unwrap();
+    let opened = timely("HTTP/2", h2::client::handshake(stream)).await;
+    let (_requests, connection) = opened.unwrap();
+    let driving = tokio::spawn(connection);
+    lone.shows("open_server_connections", 1.0).await;
+    driving.abort();
+    lone.shows("open_server_connections", 0.0).await;
+}

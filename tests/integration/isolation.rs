@@ -1,0 +1,385 @@
+//! Many that stop reading at once, and many others that must not notice.
+
+use std::collections::BTreeSet;
+
+use bytes::Bytes;
+use culvert::lab::client::BoxedStream;
+use culvert::lab::pattern::{self, Verifier};
+use culvert::lab::services::Services;
+use culvert_common::wire::{ConnectId, Message};
+use culvert_tests::{Mode, Topology, Transport};
+use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::task::JoinSet;
+
+use crate::agent_streams::{open_as, works};
+use crate::endpoints::Endpoint;
+use crate::scripts::{self, Server, close_request, data};
+use crate::searching::Lone;
+use crate::streams_of_servers::dialed;
+use crate::support::*;
+
+const STALLED: i64 = 8;
+const OTHERS: i64 = 20;
+
+/// What a script sends to each stalled connection: packets of 64 KiB.
+const FLOOD: usize = 192;
+
+/// What each stalled connection between our programs carries: far more than sockets and windows on
+/// its way hold, so that it does stall.
+const STALLED_BYTES: u64 = 32 * 1024 * 1024;
+
+/// What a program may keep of it all, with everything around: a fraction of what would pile up
+/// without bounds.
+const HELD_LIMIT: u64 = 96 * 1024 * 1024;
+
+/// What the others get with each of them.
+const PIECE: usize = 2048;
+
+fn bytes_of(connection: i64) -> Vec<u8> {
+    let bytes = (0..FLOOD * PIECE).map(|i| (i as i64 * 31 + connection) as u8);
+    bytes.collect()
+}
+
+/// The flood, with the others' bytes in between.
+fn interleaved(first_other: i64) -> Vec<Message> {
+    let block = Bytes::from(vec![0; 64 * 1024]);
+    let others: Vec<_> = (first_other..first_other + OTHERS)
+        .map(|id| (ConnectId(id), Bytes::from(bytes_of(id))))
+        .collect();
+    let mut messages = Vec::new();
+    for round in 0..FLOOD {
+        messages.extend((1..=STALLED).map(|id| Message::Data {
+            connection: ConnectId(id),
+            bytes: block.clone(),
+        }));
+        messages.extend(others.iter().map(|(connection, bytes)| Message::Data {
+            connection: *connection,
+            bytes: bytes.slice(round * PIECE..(round + 1) * PIECE),
+        }));
+    }
+    messages
+}
+
+/// Echoes in both programs' middle: every byte comes back.
+async fn echoes(mut stream: BoxedStream, connection: i64) -> BoxedStream {
+    let bytes = bytes_of(connection);
+    let mut back = vec![0; PIECE];
+    for piece in bytes.chunks(PIECE) {
+        stream.write_all(piece).await.unwrap();
+        stream.flush().await.unwrap();
+        timely("an echo", stream.read_exact(&mut back))
+            .await
+            .unwrap();
+        assert_eq!(back, piece);
+    }
+    stream
+}
+
+/// Asks for a flood and reads nothing of it.
+async fn stalled_client(topology: &Topology, services: &Services) -> BoxedStream {
+    let mut stream = open(topology, &services.raw.to_string()).await;
+    let command = format!("download {STALLED_BYTES}\n");
+    stream.write_all(command.as_bytes()).await.unwrap();
+    stream.flush().await.unwrap();
+    stream
+}
+
+/// Sends everything, to an endpoint that reads nothing for now.
+async fn sends(mut stream: BoxedStream) -> BoxedStream {
+    for piece in pattern::pieces(STALLED_BYTES) {
+        stream.write_all(&piece).await.unwrap();
+    }
+    stream.flush().await.unwrap();
+    stream
+}
+
+/// Reads everything, every byte verified.
+async fn reads(stream: &mut (impl AsyncRead + Unpin)) {
+    let mut verifier = Verifier::default();
+    let mut buffer = vec![0; 64 * 1024];
+    while verifier.verified() < STALLED_BYTES {
+        let n = timely("bytes", stream.read(&mut buffer)).await.unwrap();
+        assert_ne!(n, 0, "ended after {}", verifier.verified());
+        verifier.feed(&buffer[..n]).expect("the very bytes");
+    }
+}
+
+/// What both programs occupy.
+fn memory(topology: &mut Topology) -> [u64; 2] {
+    [topology.server(0).rss(), topology.agent(0).rss()]
+}
+
+/// Between our programs each connection has flow control of its own: whoever does not read is
+/// waited for, at the cost of a bounded buffer, and nobody else notices.
+async fn between_our_programs(mode: Mode) {
+    let services = Services::start().await.unwrap();
+    let endpoint = Endpoint::start().await;
+    let mut topology = Topology::simple(mode, Transport::Uds).await;
+    let raw = services.raw.to_string();
+    let mut others = Vec::new();
+    for _ in 0..OTHERS {
+        let mut stream = open(&topology, &raw).await;
+        stream.write_all(b"echo\n").await.unwrap();
+        others.push(stream);
+    }
+    let before = memory(&mut topology);
+    let mut stalled = Vec::new();
+    let mut sending = JoinSet::new();
+    let mut deaf = Vec::new();
+    for _ in 0..STALLED {
+        stalled.push(stalled_client(&topology, &services).await);
+        let stream = open(&topology, &endpoint.addr().to_string()).await;
+        deaf.push(endpoint.accept().await);
+        sending.spawn(sends(stream));
+    }
+    let mut echoing = JoinSet::new();
+    for (connection, stream) in (1..).zip(others) {
+        echoing.spawn(echoes(stream, connection));
+    }
+    let others = timely("all echoes", echoing.join_all()).await;
+    let after = memory(&mut topology);
+    for (after, before) in after.iter().zip(before) {
+        let grown = after.saturating_sub(before);
+        assert!(grown < HELD_LIMIT, "{grown} bytes more are in memory");
+    }
+    assert!(
+        sending.try_join_next().is_none(),
+        "a deaf endpoint's client"
+    );
+    let open = 2.0 * STALLED as f64 + OTHERS as f64;
+    server_shows(&topology, "established_connections", &[], open).await;
+
+    // As soon as they read, they get it all.
+    let mut reading = JoinSet::new();
+    for mut stream in stalled {
+        reading.spawn(async move {
+            reads(&mut stream).await;
+            assert!(read_rest(&mut stream).await.is_empty());
+        });
+    }
+    for mut far in deaf {
+        reading.spawn(async move {
+            reads(&mut far).await;
+            far.write_all(b"all").await.unwrap();
+        });
+    }
+    reading.join_all().await;
+    for mut stream in timely("everything is sent", sending.join_all()).await {
+        let answer = read_rest(&mut stream).await;
+        assert_eq!(answer, b"all");
+    }
+    for (connection, stream) in (1..).zip(others) {
+        echoes(stream, connection).await;
+    }
+    for metrics in [
+        topology.server_metrics(0).await,
+        topology.agent_metrics(0).await,
+    ] {
+        assert_eq!(closed_as_slow(&metrics), 0.0, "{}", metrics.text());
+    }
+    server_is_idle(&topology).await;
+    agent_shows(&topology, "open_endpoint_connections", &[], 0.0).await;
+    excess_is_given_back(&topology).await;
+    assert_unharmed(&mut topology);
+}
+
+async fn excess_is_given_back(topology: &Topology) {
+    let in_use = value(
+        &topology.server_metrics(0).await,
+        "culvert_excess_buffer_bytes",
+        &[],
+    );
+    assert_eq!(in_use, 0.0);
+}
+
+#[tokio::test]
+async fn many_that_stall_between_our_programs() {
+    for mode in MODES {
+        between_our_programs(mode).await;
+    }
+}
+
+#[tokio::test]
+async fn clients_that_stall_while_a_stock_agent_sends() {
+    for mode in MODES {
+        let topology = Topology::builder(mode, Transport::Uds)
+            .servers(1)
+            .server_args(&["--excess-buffer-bytes=4194304"])
+            .start()
+            .await;
+        let mut agent = scripts::agent(&topology, "stock").await;
+        let mut stalled = Vec::new();
+        for id in 1..=STALLED {
+            stalled.push(open_as(&topology, &mut agent, id).await);
+        }
+        let mut readers = JoinSet::new();
+        let others = STALLED + 1;
+        for id in others..others + OTHERS {
+            let mut stream = open_as(&topology, &mut agent, id).await;
+            readers.spawn(async move {
+                let mut bytes = vec![0; FLOOD * PIECE];
+                timely("bytes", stream.read_exact(&mut bytes))
+                    .await
+                    .unwrap();
+                assert!(bytes == bytes_of(id), "the bytes of {id}");
+                stream
+            });
+        }
+        for message in interleaved(others) {
+            agent.say(message).await;
+        }
+        let readers = timely("the others' bytes", readers.join_all()).await;
+        let mut closed = BTreeSet::new();
+        for _ in 0..STALLED {
+            match agent.hear().await {
+                Message::CloseRequest { connection } => closed.insert(connection.0),
+                other => panic!("not a close: {other:?}"),
+            };
+        }
+        assert_eq!(closed, (1..=STALLED).collect());
+        assert_eq!(readers.len(), OTHERS as usize);
+        server_shows(&topology, "established_connections", &[], OTHERS as f64).await;
+        drop((stalled, readers));
+        server_is_idle(&topology).await;
+        excess_is_given_back(&topology).await;
+    }
+}
+
+/// A packet stream can not be slowed down for one connection, and others do not wait for it.
+#[tokio::test]
+async fn a_client_that_is_slower_than_a_stock_agent_is_closed_once_the_pool_is_empty() {
+    let topology = Topology::builder(Mode::HttpConnect, Transport::Uds)
+        .servers(1)
+        .server_args(&["--excess-buffer-bytes=1048576"])
+        .start()
+        .await;
+    let mut agent = scripts::agent(&topology, "stock").await;
+    let mut slow = open_as(&topology, &mut agent, 1).await;
+    let mut other = open_as(&topology, &mut agent, 2).await;
+    let block = vec![0; 64 * 1024];
+    let (mut sent, mut received) = (0, 0);
+    let mut buffer = vec![0; 4096];
+    loop {
+        agent.say(data(1, &block)).await;
+        sent += block.len();
+        assert!(sent < 1 << 30, "nothing stops it");
+        match timely("bytes or the end", slow.read(&mut buffer)).await {
+            Ok(0) | Err(_) => break,
+            Ok(n) => received += n,
+        }
+    }
+    assert!(0 < received && received < sent, "{received} of {sent}");
+    let exceeded = [("reason", "buffer_exceeded")];
+    let metrics = topology.server_metrics(0).await;
+    let closed = value(&metrics, "culvert_connections_closed_total", &exceeded);
+    assert_eq!(closed, 1.0);
+    // The other one goes on. What came for the slow one after its end was answered so.
+    other.write_all(b"question").await.unwrap();
+    other.flush().await.unwrap();
+    let mut closes = 0;
+    let asked = loop {
+        match agent.hear().await {
+            message if message == close_request(1) => closes += 1,
+            message => break message,
+        }
+    };
+    assert!(closes >= 1);
+    assert_eq!(asked, data(2, b"question"));
+    agent.say(data(2, b"answer")).await;
+    let mut answer = [0; 6];
+    let read = timely("an answer", other.read_exact(&mut answer)).await;
+    assert_eq!((read.unwrap(), &answer), (6, b"answer"));
+}
+
+#[tokio::test]
+async fn many_small_packets_to_a_stalled_client() {
+    let topology = Topology::builder(Mode::HttpConnect, Transport::Uds)
+        .servers(1)
+        .server_args(&["--stall-timeout=15s"])
+        .start()
+        .await;
+    let mut agent = scripts::agent(&topology, "stock").await;
+    let stalled = open_as(&topology, &mut agent, 1).await;
+    let mut other = open_as(&topology, &mut agent, 2).await;
+    for _ in 0..10_000 {
+        agent.say(data(1, b"x")).await;
+    }
+    works(&mut agent, 2, &mut other).await;
+    assert_eq!(agent.hear().await, close_request(1));
+    let metrics = topology.server_metrics(0).await;
+    let stalled_ones = [("reason", "stalled")];
+    let closed = value(&metrics, "culvert_connections_closed_total", &stalled_ones);
+    assert_eq!(closed, 1.0);
+    works(&mut agent, 2, &mut other).await;
+    drop((stalled, other));
+    server_is_idle(&topology).await;
+}
+
+#[tokio::test]
+async fn endpoints_that_stall_while_a_stock_server_sends() {
+    let endpoint = Endpoint::start().await;
+    let target = endpoint.addr().to_string();
+    let mut lone = Lone::new();
+    let mut server = Server::start(&lone.pki.cluster, &["a"], "1").await;
+    lone.start(
+        &[
+            &format!("--proxy-server-port={}", server.addr.port()),
+            "--excess-buffer-bytes=2097152",
+            "--xfr-channel-size=8",
+        ],
+        &[],
+    );
+    let mut call = server.call().await;
+    let mut stalled = Vec::new();
+    for id in 1..=STALLED {
+        assert_eq!(dialed(&mut call, id, "tcp", &target).await.0, id);
+        stalled.push(endpoint.accept().await);
+    }
+    let mut readers = JoinSet::new();
+    let others = STALLED + 1;
+    for id in others..others + OTHERS {
+        assert_eq!(dialed(&mut call, id, "tcp", &target).await.0, id);
+        let mut far = endpoint.accept().await;
+        readers.spawn(async move {
+            let mut bytes = vec![0; FLOOD * PIECE];
+            timely("bytes", far.read_exact(&mut bytes)).await.unwrap();
+            assert!(bytes == bytes_of(id), "the bytes of {id}");
+            far
+        });
+    }
+    let saying = tokio::spawn(call.saying(interleaved(others)));
+    let mut closed = BTreeSet::new();
+    while closed.len() < STALLED as usize {
+        match call.hear().await {
+            Message::CloseResponse { connection, error } if error.starts_with("closed: ") => {
+                assert!(closed.insert(connection.0), "{connection:?} is closed once");
+            }
+            Message::CloseResponse { connection, error } => {
+                assert_eq!(error, "unrecognized connectID");
+                assert!(closed.contains(&connection.0), "{connection:?}");
+            }
+            other => panic!("not a close: {other:?}"),
+        }
+    }
+    assert_eq!(closed, (1..=STALLED).collect());
+    timely("the flood", saying).await.unwrap();
+    let mut readers = timely("the others' bytes", readers.join_all()).await;
+    lone.shows("open_endpoint_connections", OTHERS as f64).await;
+    for far in &mut readers {
+        far.write_all(b"!").await.unwrap();
+    }
+    let mut heard = BTreeSet::new();
+    while heard.len() < OTHERS as usize {
+        match call.hear().await {
+            Message::Data { connection, bytes } => {
+                assert_eq!(bytes, "!");
+                heard.insert(connection.0);
+            }
+            Message::CloseResponse { connection, .. } => {
+                assert!(closed.contains(&connection.0), "{connection:?}");
+            }
+            other => panic!("neither bytes nor a stray: {other:?}"),
+        }
+    }
+    assert_eq!(heard, (others..others + OTHERS).collect());
+}

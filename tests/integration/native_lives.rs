@@ -1,0 +1,162 @@
+//! Programs that die while they carry native connections, and namesakes.
+
+use culvert::lab::services::Services;
+use culvert_tests::metrics::Metrics;
+use culvert_tests::{Mode, Signal, Topology, Transport, black_hole, eventually};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+
+use crate::searching::Lone;
+use crate::support::*;
+
+/// Far more than is carried before a program is killed.
+const BULK: u64 = 1 << 40;
+
+fn closed(metrics: &Metrics, reason: &str) -> f64 {
+    let name = "culvert_connections_closed_total";
+    value(metrics, name, &[("reason", reason)])
+}
+
+/// How many dials have reached an agent.
+async fn dials(topology: &Topology, agent: usize) -> f64 {
+    let metrics = topology.agent_metrics(agent).await;
+    let labels = [("segment", "to_agent"), ("packet_type", "DIAL_REQ")];
+    value(&metrics, &agent_name("stream_packets_total"), &labels)
+}
+
+/// Opens a download and reads the first of it.
+async fn transfer(topology: &Topology, services: &Services) -> culvert::lab::client::BoxedStream {
+    let mut stream = open(topology, &services.raw.to_string()).await;
+    let command = format!("download {BULK}\n");
+    stream.write_all(command.as_bytes()).await.unwrap();
+    stream.flush().await.unwrap();
+    let mut first = vec![0; 1 << 20];
+    timely("bytes", stream.read_exact(&mut first))
+        .await
+        .unwrap();
+    stream
+}
+
+#[tokio::test]
+async fn an_agent_is_killed_in_the_middle_of_a_transfer() {
+    let services = Services::start().await.unwrap();
+    for mode in MODES {
+        let mut topology = Topology::simple(mode, Transport::Uds).await;
+        let mut stream = transfer(&topology, &services).await;
+        topology.kill_agent(0);
+        let mut nowhere = tokio::io::sink();
+        let rest = tokio::io::copy(&mut stream, &mut nowhere);
+        timely("the client's end", rest).await.ok();
+        drop(stream);
+        server_is_idle(&topology).await;
+        let metrics = topology.server_metrics(0).await;
+        assert_eq!(closed(&metrics, "agent_lost"), 1.0, "{}", metrics.text());
+        server_shows(&topology, "ready_backends", &[], 0.0).await;
+        let ended = async || services.open_connections() == 0;
+        eventually("the endpoint's connection ended", LIMIT, ended).await;
+        topology.start_agent(0).await;
+        topology.wait_for_agents().await;
+        Innocent::open(&topology, services.raw).await;
+    }
+}
+
+#[tokio::test]
+async fn a_server_is_killed_in_the_middle_of_a_transfer_and_found_again() {
+    let services = Services::start().await.unwrap();
+    let mut topology = Topology::simple(Mode::HttpConnect, Transport::Uds).await;
+    let mut stream = transfer(&topology, &services).await;
+    topology.kill_server(0);
+    let mut nowhere = tokio::io::sink();
+    let rest = tokio::io::copy(&mut stream, &mut nowhere);
+    timely("the client's end", rest).await.ok();
+    agent_shows(&topology, "open_endpoint_connections", &[], 0.0).await;
+    agent_shows(&topology, "open_server_connections", &[], 0.0).await;
+    let metrics = topology.agent_metrics(0).await;
+    assert_eq!(closed(&metrics, "server_lost"), 1.0, "{}", metrics.text());
+    let ended = async || services.open_connections() == 0;
+    eventually("the endpoint's connection ended", LIMIT, ended).await;
+    // The agent's search finds it without being told.
+    std::fs::remove_file(topology.dir().join("front-0.socket")).ok();
+    topology.start_server(0).await;
+    topology.wait_for_agents().await;
+    agent_shows(&topology, "open_server_connections", &[], 1.0).await;
+    Innocent::open(&topology, services.raw).await;
+}
+
+#[tokio::test]
+async fn namesakes_carry_their_own_connections_and_die_alone() {
+    let services = Services::start().await.unwrap();
+    let mut topology = Topology::simple(Mode::HttpConnect, Transport::Uds).await;
+    let mut of_first = Vec::new();
+    for _ in 0..3 {
+        of_first.push(Innocent::open(&topology, services.raw).await);
+    }
+    // New dials prefer the other one from now on.
+    topology.agent(0).signal(Signal::TERM);
+    let drains = [("segment", "from_agent"), ("packet_type", "DRAIN")];
+    server_shows(&topology, "stream_packets_total", &drains, 1.0).await;
+    let mut namesake = Lone::new();
+    namesake.pki = topology.pki().clone();
+    let port = topology.agent_address(0).port();
+    let flags = [&format!("--proxy-server-port={port}"), "--agent-id=agent-0"];
+    namesake.start(&flags, &[]);
+    let connections = [("service_method", "Connect")];
+    server_shows(&topology, "grpc_connections", &connections, 2.0).await;
+    server_shows(&topology, "ready_backends", &[], 1.0).await;
+    let mut of_second = Vec::new();
+    for _ in 0..4 {
+        of_second.push(Innocent::open(&topology, services.raw).await);
+    }
+    agent_shows(&topology, "open_endpoint_connections", &[], 3.0).await;
+    namesake.shows("open_endpoint_connections", 4.0).await;
+    for innocent in of_first.iter_mut().chain(&mut of_second) {
+        innocent.still_echoes("all are open").await;
+    }
+    topology.kill_agent(0);
+    server_shows(&topology, "grpc_connections", &connections, 1.0).await;
+    server_shows(&topology, "established_connections", &[], 4.0).await;
+    let metrics = topology.server_metrics(0).await;
+    assert_eq!(closed(&metrics, "agent_lost"), 3.0, "{}", metrics.text());
+    for innocent in &mut of_second {
+        innocent.still_echoes("a namesake's death").await;
+    }
+    server_shows(&topology, "ready_backends", &[], 1.0).await;
+    Innocent::open(&topology, services.raw).await;
+    drop((of_first, of_second));
+    server_is_idle(&topology).await;
+}
+
+#[tokio::test]
+async fn a_pending_dial_moves_to_another_native_agent() {
+    let hole = black_hole().await;
+    let target = hole.addr().to_string();
+    for mode in MODES {
+        let builder = Topology::builder(mode, Transport::Uds);
+        let mut topology = builder.servers(1).agents(2).start().await;
+        let front = topology.front_end().clone();
+        let target = target.clone();
+        let pending = tokio::spawn(async move {
+            let connected = culvert::lab::client::connect(&front, &target, LIMIT).await;
+            connected.err().map(|error| error.to_string())
+        });
+        let asked = eventually("an agent is asked", LIMIT, async || {
+            for agent in 0..2 {
+                if dials(&topology, agent).await == 1.0 {
+                    return Ok(agent);
+                }
+            }
+            Err("neither")
+        })
+        .await;
+        let other = 1 - asked;
+        assert_eq!(dials(&topology, other).await, 0.0);
+        topology.kill_agent(asked);
+        eventually("the other is asked", LIMIT, async || {
+            dials(&topology, other).await == 1.0
+        })
+        .await;
+        server_shows(&topology, "pending_backend_dials", &[], 1.0).await;
+        assert!(!pending.is_finished());
+        pending.abort();
+        server_shows(&topology, "pending_backend_dials", &[], 0.0).await;
+    }
+}

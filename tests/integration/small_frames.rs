@@ -1,0 +1,157 @@
+//! Interactive traffic: bytes one by one, each in a packet and an HTTP/2 frame of its own, toward
+//! somebody who does not read. HTTP/2 ends a connection on which too many small frames wait to be
+//! taken, and all tunnels on it would end with it.
+
+use std::future::poll_fn;
+
+use bytes::Bytes;
+use culvert::lab::client::FrontEnd;
+use culvert_common::wire::{ConnectId, DialId, Message, grpc};
+use culvert_tests::{Mode, Topology, Transport};
+use h2::{Ping, PingPong, RecvStream, SendStream};
+use http::Request;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::{TcpStream, UnixStream};
+use tokio::task::AbortHandle;
+use tokio_rustls::TlsConnector;
+
+use crate::scripts::{self, data, dial, opened};
+use crate::support::*;
+
+const TARGET: &str = "10.0.0.1:443";
+
+/// More packets than the queue toward an agent that does not read has room for, by 10,000.
+const FLOOD: usize = 18_000;
+
+/// A call that puts every packet into a frame of its own.
+struct Raw {
+    frames: SendStream<Bytes>,
+    answers: RecvStream,
+    pings: PingPong,
+    connection: AbortHandle,
+}
+
+impl Drop for Raw {
+    fn drop(&mut self) {
+        self.connection.abort();
+    }
+}
+
+impl Raw {
+    async fn open<S>(io: S, path: &str, metadata: &[(&str, &str)]) -> Self
+    where
+        S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+    {
+        let (client, mut connection) = h2::client::handshake(io).await.unwrap();
+        let pings = connection.ping_pong().unwrap();
+        let connection = tokio::spawn(connection).abort_handle();
+        let mut request = Request::post(format!("http://localhost{path}"))
+            .header("te", "trailers")
+            .header("content-type", "application/grpc");
+        for (key, value) in metadata {
+            request = request.header(*key, *value);
+        }
+        let mut client = client.ready().await.unwrap();
+        let request = request.body(()).unwrap();
+        let (answer, frames) = client.send_request(request, false).unwrap();
+        let answer = timely("the server's headers", answer).await.unwrap();
+        Self {
+            frames,
+            answers: answer.into_body(),
+            pings,
+            connection,
+        }
+    }
+
+    async fn say(&mut self, message: Message) {
+        let mut frame = Vec::new();
+        grpc::encode(message, &mut frame);
+        self.frames.reserve_capacity(frame.len());
+        while self.frames.capacity() < frame.len() {
+            let more = poll_fn(|cx| self.frames.poll_capacity(cx));
+            let more = timely("room in the windows", more).await;
+            more.expect("an open call").unwrap();
+        }
+        self.frames.send_data(frame.into(), false).unwrap();
+    }
+
+    /// Says `bytes` one by one, and waits until HTTP/2 at the other end has them all.
+    async fn say_bytes(&mut self, connection: i64, bytes: &[u8]) {
+        for byte in bytes {
+            self.say(data(connection, &[*byte])).await;
+        }
+        let pong = self.pings.ping(Ping::opaque());
+        timely("an answer to a ping", pong).await.unwrap();
+    }
+
+    /// The next message, if it comes alone.
+    async fn hear(&mut self) -> Message {
+        let frame = timely("a frame", self.answers.data()).await;
+        let frame = frame.expect("an open call").unwrap();
+        self.answers
+            .flow_control()
+            .release_capacity(frame.len())
+            .unwrap();
+        grpc::decode(frame.slice(5..)).unwrap()
+    }
+}
+
+fn flood() -> Vec<u8> {
+    (0..FLOOD).map(|i| (i % 251) as u8).collect()
+}
+
+async fn server_alone() -> Topology {
+    let builder = Topology::builder(Mode::Grpc, Transport::Uds);
+    builder.servers(1).start().await
+}
+
+#[tokio::test]
+async fn of_a_front_end_toward_an_agent_that_does_not_read() {
+    let topology = server_alone().await;
+    let mut agent = scripts::agent(&topology, "scripted").await;
+    let FrontEnd::GrpcUds(path) = topology.front_end() else {
+        panic!("not the front end of this test");
+    };
+    let socket = UnixStream::connect(path).await.unwrap();
+    let mut front = Raw::open(socket, "/ProxyService/Proxy", &[]).await;
+    front.say(dial(77, TARGET)).await;
+    let asked = agent.hear_dial().await;
+    agent.say(opened(asked, 1)).await;
+    let Message::DialResponse {
+        dial: DialId(77),
+        connection: ConnectId(id),
+        ..
+    } = front.hear().await
+    else {
+        panic!("not the answer to the dial");
+    };
+    front.say_bytes(id, &flood()).await;
+    agent.hear_bytes(1, &flood()).await;
+    agent.say(data(1, b"x")).await;
+    assert_eq!(front.hear().await, data(id, b"x"));
+}
+
+#[tokio::test]
+async fn of_an_agent_toward_a_client_that_does_not_read() {
+    let topology = server_alone().await;
+    let socket = TcpStream::connect(topology.agent_address(0)).await.unwrap();
+    let pki = topology.pki();
+    let tls = TlsConnector::from(pki.client_tls(&pki.agent, &["h2"]).unwrap());
+    let name = "localhost".try_into().unwrap();
+    let stream = tls.connect(name, socket).await.unwrap();
+    let metadata = [("agentid", "scripted"), ("agentidentifiers", "")];
+    let mut agent = Raw::open(stream, "/AgentService/Connect", &metadata).await;
+    let mut front = scripts::front(&topology).await;
+    front.say(dial(77, TARGET)).await;
+    let Message::DialRequest { dial: asked, .. } = agent.hear().await else {
+        panic!("not a dial");
+    };
+    agent.say(opened(asked, 1)).await;
+    let Message::DialResponse { connection, .. } = front.hear().await else {
+        panic!("not the answer to the dial");
+    };
+    agent.say_bytes(1, &flood()).await;
+    front.hear_bytes(connection.0, &flood()).await;
+    front.say(data(connection.0, b"x")).await;
+    assert_eq!(agent.hear().await, data(1, b"x"));
+}
