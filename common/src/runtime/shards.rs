@@ -2,8 +2,8 @@
 //!
 //! A connection is served by one thread from its first byte to its last, and so is everything that
 //! it exchanges bytes with: a hand-over between threads costs a wake-up and cold caches for each
-//! chunk, about a third of the processor time of a tunnel (docs/tuning.md). Work does not move
-//! between shards; new connections go where their peer is, or to the next shard in turn.
+//! chunk (docs/tuning.md). Work does not move between shards; new connections go where their peer
+//! is, or to the next shard in turn.
 
 use std::cell::Cell;
 use std::io;
