@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 use std::future::poll_fn;
+use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::{Context, Poll, ready};
@@ -20,6 +21,11 @@ use crate::tunnel::{CLOSE_STALL, CloseReason, Sink, Source};
 /// Frames up to this size are put together while they wait: a task that is not read from must not
 /// cost a hundred bytes of bookkeeping for each byte.
 const GATHER_BYTES: usize = 4096;
+
+/// A sender that has more waits for this much room instead of sending what fits into the rest of a
+/// window or queue: each frame costs the peer a write. Windows are never smaller than this
+/// ([`super::window`]), and what a peer has taken it gives back whatever is left of one.
+const ENOUGH_BYTES: usize = 32 * 1024;
 
 /// A chunk on its way through HTTP/2's send queue.
 #[derive(Debug)]
@@ -57,10 +63,12 @@ pub struct NativeSource {
     gathered: BytesMut,
     /// What the peer's word ended with, once `ahead` is empty.
     end: Option<Result<(), CloseReason>>,
-    /// Bytes handed out whose window is not given back yet.
-    unreleased: usize,
-    /// Bytes received and not given back: these and those in `ahead`.
+    /// Bytes handed out last, which the sink may still have.
+    in_hand: usize,
+    /// Bytes received that the sink has not taken: these and those in `ahead`.
     held: usize,
+    /// Bytes whose window is to be given back.
+    done: usize,
     /// A decaying sum of frames' sizes.
     recent: usize,
     /// The frames up to the last one were small.
@@ -84,8 +92,9 @@ pub fn halves(
         ahead: VecDeque::new(),
         gathered: BytesMut::new(),
         end: None,
-        unreleased: 0,
+        in_hand: 0,
         held: 0,
+        done: 0,
         recent: 0,
         small: false,
         inbound,
@@ -172,12 +181,13 @@ impl NativeSink {
 
     fn poll_room(&self, cx: &mut Context<'_>, wanted: usize) -> Poll<Result<usize, CloseReason>> {
         let mut stream = self.stream.lock();
-        if stream.capacity() == 0 {
+        let enough = wanted.min(ENOUGH_BYTES);
+        if stream.capacity() < enough {
             stream.reserve_capacity(wanted);
         }
         loop {
             let room = stream.capacity();
-            if room > 0 {
+            if room >= enough {
                 return Poll::Ready(Ok(room));
             }
             match ready!(stream.poll_capacity(cx)) {
@@ -255,13 +265,36 @@ impl NativeSource {
         }
     }
 
-    fn release(&mut self) {
-        let bytes = std::mem::take(&mut self.unreleased);
-        if bytes > 0 {
+    /// What was handed out last was taken.
+    fn took(&mut self) {
+        let bytes = std::mem::take(&mut self.in_hand);
+        self.held -= bytes;
+        self.inbound.held.fetch_sub(bytes, Ordering::Relaxed);
+        self.done += bytes;
+    }
+
+    fn give_back(&mut self) {
+        if self.inbound.is_due(self.done, self.held) {
             // Fails only for a stream that has ended, which needs no window.
-            let _ = self.stream.flow_control().release_capacity(bytes);
-            self.held -= bytes;
-            self.inbound.held.fetch_sub(bytes, Ordering::Relaxed);
+            let _ = self.stream.flow_control().release_capacity(self.done);
+            self.done = 0;
+        }
+    }
+
+    /// The next frame. While none is there the window may change, and what is due with it.
+    async fn next_frame(&mut self) -> Option<Bytes> {
+        let inbound = self.inbound.clone();
+        loop {
+            if let Poll::Ready(next) = poll_fn(|cx| Poll::Ready(self.poll_frame(cx))).await {
+                return next;
+            }
+            let mut resized = pin!(inbound.resized());
+            resized.as_mut().enable();
+            self.give_back();
+            tokio::select! {
+                next = poll_fn(|cx| self.poll_frame(cx)) => return next,
+                () = resized => {}
+            }
         }
     }
 
@@ -274,15 +307,16 @@ impl NativeSource {
 
 impl Source for NativeSource {
     async fn recv(&mut self) -> Result<Option<Bytes>, CloseReason> {
-        self.release();
+        self.took();
+        self.give_back();
         self.gather();
         let next = match self.ahead.pop_front() {
             Some(bytes) => Some(bytes),
-            None => poll_fn(|cx| self.poll_frame(cx)).await,
+            None => self.next_frame().await,
         };
         match (next, self.end) {
             (Some(bytes), _) => {
-                self.unreleased = bytes.len();
+                self.in_hand = bytes.len();
                 Ok(Some(bytes))
             }
             (None, Some(Err(reason))) => Err(reason),

@@ -3,7 +3,7 @@
 use std::future::{Future as _, poll_fn};
 use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll};
+use std::task::Poll;
 
 use bytes::Bytes;
 use h2::server::SendResponse;
@@ -12,7 +12,7 @@ use http::Request;
 use tokio::io::{AsyncRead, AsyncWrite};
 
 use super::halves::Chunk;
-use super::window::{Inbound, SHORT_PATH_BYTES, Silent, Tuner};
+use super::window::{Inbound, SHORT_PATH_BYTES, Tuner};
 use super::{CONNECTION_WINDOW_BYTES, FRAME_BYTES, SEND_BYTES};
 
 /// How many streams that were reset a connection remembers. Frames that cross a reset in flight
@@ -75,13 +75,17 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Opener<S> {
     pub async fn run(mut self) -> Result<(), String> {
         let Self { connection, tuner } = &mut self;
         poll_fn(|cx| {
-            if let Err(silent) = tune(tuner, cx, |window| {
-                connection.set_initial_window_size(window)
-            }) {
-                return Poll::Ready(Err(silent.to_string()));
+            loop {
+                if let Poll::Ready(ended) = Pin::new(&mut *connection).poll(cx) {
+                    return Poll::Ready(ended.map_err(|error| error.to_string()));
+                }
+                let announce = |window| connection.set_initial_window_size(window);
+                match tuner.poll(cx, announce) {
+                    Ok(true) => {}
+                    Ok(false) => return Poll::Pending,
+                    Err(silent) => return Poll::Ready(Err(silent.to_string())),
+                }
             }
-            let ended = Pin::new(&mut *connection).poll(cx);
-            ended.map_err(|error| error.to_string())
         })
         .await
     }
@@ -118,30 +122,20 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Taker<S> {
     pub async fn next(&mut self) -> Result<Option<Incoming>, String> {
         let Self { connection, tuner } = self;
         poll_fn(|cx| {
-            if let Err(silent) = tune(tuner, cx, |window| {
-                connection.set_initial_window_size(window)
-            }) {
-                return Poll::Ready(Err(silent.to_string()));
+            loop {
+                if let Poll::Ready(next) = connection.poll_accept(cx) {
+                    return Poll::Ready(next.transpose().map_err(|error| error.to_string()));
+                }
+                let announce = |window| connection.set_initial_window_size(window);
+                match tuner.poll(cx, announce) {
+                    Ok(true) => {}
+                    Ok(false) => return Poll::Pending,
+                    Err(silent) => return Poll::Ready(Err(silent.to_string())),
+                }
             }
-            let next = connection.poll_accept(cx);
-            next.map(|next| next.transpose().map_err(|error| error.to_string()))
         })
         .await
     }
-}
-
-/// Announces the windows that the tuner asks for.
-fn tune(
-    tuner: &mut Tuner,
-    cx: &mut Context<'_>,
-    mut announce: impl FnMut(u32) -> Result<(), h2::Error>,
-) -> Result<(), Silent> {
-    while let Poll::Ready(window) = tuner.poll_window(cx) {
-        if announce(window?).is_err() {
-            tuner.not_announced();
-        }
-    }
-    Ok(())
 }
 
 /// Bytes as HTTP/2 takes them here.

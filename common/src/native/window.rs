@@ -5,15 +5,24 @@
 //! path: twice what was received during one round trip, counted at the shortest round trip that
 //! was seen. A queue lengthens the round trips under load but not the shortest one, and does not
 //! feed on itself. Nothing is sent for this while nothing is received.
+//!
+//! A window that shrinks has a trap. `h2` gives a window back once the part to give back is half
+//! of what the sender has left, and it looks at that only when more is handed to it. If what waits
+//! there is more than the smaller window, the sender has none left, nothing more arrives, and the
+//! stream stands still for ever. So nothing waits in `h2`: a source keeps what it has to give back
+//! until `h2` passes it on at once ([`Inbound::is_due`]), and looks again when the window in force
+//! changes.
 
 use std::future::Future as _;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
 use h2::{Ping, PingPong};
+use tokio::sync::Notify;
+use tokio::sync::futures::Notified;
 use tokio::time::{Instant, Sleep, sleep};
 
 /// The window of a short path, with which every connection begins. Smaller ones cost processor
@@ -23,8 +32,9 @@ pub const SHORT_PATH_BYTES: u32 = 1024 * 1024;
 /// The window of a short path while small streams are active beside bulk: what they queue behind.
 pub const BESIDE_BYTES: u32 = 64 * 1024;
 
-/// The largest window: 160 MiB/s at 100 ms.
-pub const LONG_PATH_BYTES: u32 = 16 * 1024 * 1024;
+/// The largest window: 210 MiB/s at 100 ms. Up to a third of it is not at the sender's disposal,
+/// because `h2` gives a window back once that is half of what is left of it.
+pub const LONG_PATH_BYTES: u32 = 32 * 1024 * 1024;
 
 /// The smallest window, when much is held for streams that stall.
 pub const CROWDED_BYTES: u32 = 64 * 1024;
@@ -50,8 +60,8 @@ const PING_IDLE: Duration = Duration::from_secs(30);
 /// How long a peer may take to answer a ping.
 const PING_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// What the streams of one connection have received.
-#[derive(Debug, Default)]
+/// What the streams of one connection have received, and how far they let the peer send ahead.
+#[derive(Debug)]
 pub struct Inbound {
     /// Bytes in all.
     pub received: AtomicU64,
@@ -59,6 +69,8 @@ pub struct Inbound {
     pub held: AtomicUsize,
     /// Frames of streams that send little.
     pub small: AtomicUsize,
+    window: AtomicU32,
+    resized: Notify,
 }
 
 /// The peer did not answer a ping in time.
@@ -71,6 +83,8 @@ pub struct Tuner {
     ping: PingPong,
     inbound: Arc<Inbound>,
     estimate: Estimate,
+    /// The window that was announced last.
+    announced: u32,
     asked: Option<Asked>,
     /// When and at which count the last measurement ended.
     last: (Instant, u64),
@@ -96,8 +110,46 @@ struct Estimate {
     shortest: Duration,
     samples: u32,
     smaller: u32,
-    /// The window could not be announced.
-    stale: bool,
+}
+
+// === impl Inbound ===
+
+impl Default for Inbound {
+    fn default() -> Self {
+        Self {
+            received: AtomicU64::new(0),
+            held: AtomicUsize::new(0),
+            small: AtomicUsize::new(0),
+            window: AtomicU32::new(SHORT_PATH_BYTES),
+            resized: Notify::new(),
+        }
+    }
+}
+
+impl Inbound {
+    /// Whether a stream is to give `done` bytes back, while as many as `queued` wait in it: these
+    /// are enough for `h2` to tell the peer at once.
+    pub fn is_due(&self, done: usize, queued: usize) -> bool {
+        let left = (self.window() as usize).saturating_sub(done + queued);
+        done > 0 && done >= left / 2
+    }
+
+    /// Resolves when what is due may have changed. Counts from the moment it is first polled or
+    /// enabled.
+    pub fn resized(&self) -> Notified<'_> {
+        self.resized.notified()
+    }
+
+    /// The window of every stream, in bytes; the larger of two while the peer has not confirmed the
+    /// second.
+    pub fn window(&self) -> u32 {
+        self.window.load(Ordering::Relaxed)
+    }
+
+    fn resize(&self, window: u32) {
+        self.window.store(window, Ordering::Relaxed);
+        self.resized.notify_waiters();
+    }
 }
 
 // === impl Tuner ===
@@ -110,6 +162,7 @@ impl Tuner {
             ping,
             inbound,
             estimate: Estimate::new(budget),
+            announced: SHORT_PATH_BYTES,
             asked: None,
             last: (Instant::now(), 0),
             small: (None, 0),
@@ -118,25 +171,40 @@ impl Tuner {
         }
     }
 
-    /// The window for all streams, whenever it changes. To be polled with the connection: it
-    /// looks at the counters then.
+    /// Announces the window that the path needs, by `announce`, which fails as long as the peer has
+    /// not confirmed what was announced before. To be polled after the connection: it looks at the
+    /// counters then. Says whether the connection has something to send.
     ///
     /// # Errors
     /// [`Silent`] once the peer is not there any more.
-    pub fn poll_window(&mut self, cx: &mut Context<'_>) -> Poll<Result<u32, Silent>> {
-        let held = self.inbound.held.load(Ordering::Relaxed);
-        if let Some(window) = self.estimate.crowded(held) {
-            return Poll::Ready(Ok(window));
+    pub fn poll(
+        &mut self,
+        cx: &mut Context<'_>,
+        announce: impl FnOnce(u32) -> Result<(), h2::Error>,
+    ) -> Result<bool, Silent> {
+        self.look(cx)?;
+        let (before, wanted) = (self.announced, self.estimate.window);
+        let in_force = self.inbound.window();
+        // The last one is announced twice: that the second may be sent proves that the first is in
+        // force.
+        if (in_force == wanted && before == wanted) || announce(wanted).is_err() {
+            return Ok(false);
         }
+        self.announced = wanted;
+        self.inbound.resize(before.max(wanted));
+        Ok(true)
+    }
+
+    fn look(&mut self, cx: &mut Context<'_>) -> Result<(), Silent> {
+        let held = self.inbound.held.load(Ordering::Relaxed);
+        self.estimate.crowded(held);
         let small = self.inbound.small.load(Ordering::Relaxed);
         if small != self.small.1 {
             let now = Instant::now();
             self.small = (Some(now), small);
             // Beside bulk, that is: alone they need nothing.
-            if now - self.last.0 < SMALL_LINGER
-                && let Some(window) = self.estimate.beside()
-            {
-                return Poll::Ready(Ok(window));
+            if now - self.last.0 < SMALL_LINGER {
+                self.estimate.beside();
             }
         }
         let received = self.inbound.received.load(Ordering::Relaxed);
@@ -149,10 +217,8 @@ impl Tuner {
                 let small = self.small.0.filter(|at| at.elapsed() < SMALL_LINGER);
                 self.estimate.beside = small.is_some();
                 // An error is the connection's, which ends by itself.
-                if answer.is_ok()
-                    && let Some(window) = self.estimate.measured(bytes, took, held)
-                {
-                    return Poll::Ready(Ok(window));
+                if answer.is_ok() {
+                    self.estimate.measured(bytes, took, held);
                 }
             }
         } else if received - self.last.1 >= SAMPLE_BYTES && self.last.0.elapsed() >= SAMPLE_PAUSE {
@@ -160,7 +226,7 @@ impl Tuner {
         }
         if self.alarm.as_mut().poll(cx).is_ready() {
             if self.asked.is_some() {
-                return Poll::Ready(Err(Silent));
+                return Err(Silent);
             }
             self.ask(received);
         }
@@ -169,13 +235,7 @@ impl Tuner {
         if self.asked.is_some() && self.ping.poll_pong(cx).is_ready() {
             cx.waker().wake_by_ref();
         }
-        Poll::Pending
-    }
-
-    /// The last window could not be announced, because the peer has not confirmed the one before.
-    /// The next measurement says it again.
-    pub fn not_announced(&mut self) {
-        self.estimate.stale = true;
+        Ok(())
     }
 
     fn ask(&mut self, received: u64) {
@@ -205,30 +265,21 @@ impl Estimate {
             shortest: Duration::MAX,
             samples: 0,
             smaller: 0,
-            stale: false,
         }
     }
 
     /// Shrinks at once when too much is held.
-    fn crowded(&mut self, held: usize) -> Option<u32> {
-        let limit = self.limit(held);
-        (limit < self.window).then(|| {
-            self.window = limit;
-            limit
-        })
+    fn crowded(&mut self, held: usize) {
+        self.window = self.window.min(self.limit(held));
     }
 
     /// Shrinks at once when a small stream shows up beside bulk.
-    fn beside(&mut self) -> Option<u32> {
+    fn beside(&mut self) {
         self.beside = true;
-        let wanted = self.wanted();
-        (wanted < self.window).then(|| {
-            self.window = wanted;
-            wanted
-        })
+        self.window = self.window.min(self.wanted());
     }
 
-    fn measured(&mut self, bytes: u64, took: Duration, held: usize) -> Option<u32> {
+    fn measured(&mut self, bytes: u64, took: Duration, held: usize) {
         self.samples += 1;
         if took < self.shortest || self.samples >= FORGET_AFTER {
             self.shortest = took;
@@ -238,19 +289,15 @@ impl Estimate {
         let bdp = (bytes as f64 * share) as u64;
         self.bdp = u32::try_from(bdp).unwrap_or(LONG_PATH_BYTES);
         let wanted = self.wanted().min(self.limit(held));
-        if wanted >= self.window {
-            self.smaller = 0;
+        self.smaller = if wanted < self.window {
+            self.smaller + 1
         } else {
-            self.smaller += 1;
-            if self.smaller < SHRINK_AFTER {
-                return None;
-            }
+            0
+        };
+        if wanted >= self.window || self.smaller >= SHRINK_AFTER {
+            self.window = wanted;
             self.smaller = 0;
         }
-        (wanted != self.window || std::mem::take(&mut self.stale)).then(|| {
-            self.window = wanted;
-            wanted
-        })
     }
 
     /// Twice what the path holds, at least what a short path needs.
@@ -263,10 +310,11 @@ impl Estimate {
         twice.clamp(floor, LONG_PATH_BYTES).next_power_of_two()
     }
 
-    /// The largest window while so much is held: a quarter of what is left of the budget, so that
-    /// several streams can stall before the next look.
+    /// The largest window while so much is held: half of what is left of the budget, so that more
+    /// than one stream can stall before the next look, and a sixteenth more, so that what a stream
+    /// holds while it moves does not halve its window.
     fn limit(&self, held: usize) -> u32 {
-        let share = self.budget.saturating_sub(held) / 4;
+        let share = self.budget.saturating_sub(held) / 16 * 9;
         let share = u32::try_from(share).unwrap_or(u32::MAX);
         // The largest power of two in it.
         let power = 1u32.checked_shl(share.checked_ilog2().unwrap_or(0));
@@ -322,9 +370,15 @@ mod tests {
     fn what_is_held_shrinks_the_window_at_once_and_it_recovers() {
         let mut estimate = Estimate::new(BUDGET);
         settle(&mut estimate, 100, 100_000);
-        assert_eq!(estimate.crowded(BUDGET / 2), Some(8 << 20));
-        assert_eq!(estimate.crowded(BUDGET), Some(CROWDED_BYTES));
-        assert_eq!(estimate.crowded(2 * BUDGET), None);
+        for (held, window) in [
+            (BUDGET / 16, LONG_PATH_BYTES),
+            (BUDGET / 2, 16 << 20),
+            (BUDGET, CROWDED_BYTES),
+            (2 * BUDGET, CROWDED_BYTES),
+        ] {
+            estimate.crowded(held);
+            assert_eq!(estimate.window, window);
+        }
         assert_eq!(settle(&mut estimate, 100, 100_000), LONG_PATH_BYTES);
     }
 
@@ -332,22 +386,15 @@ mod tests {
     fn small_streams_shrink_the_window_of_a_short_path_only() {
         let mut near = Estimate::new(BUDGET);
         settle(&mut near, 1, 100_000);
-        assert_eq!(near.beside(), Some(256 * 1024));
+        near.beside();
+        assert_eq!(near.window, 256 * 1024);
         assert_eq!(settle(&mut near, 1, 10_000), BESIDE_BYTES);
         near.beside = false;
         assert_eq!(settle(&mut near, 1, 10_000), SHORT_PATH_BYTES);
         let mut far = Estimate::new(BUDGET);
         settle(&mut far, 100, 100_000);
-        assert_eq!(far.beside(), None);
-    }
-
-    #[test]
-    fn a_window_that_was_not_announced_is_said_again() {
-        let mut estimate = Estimate::new(BUDGET);
-        assert_eq!(estimate.measured(0, MS, 0), None);
-        estimate.stale = true;
-        assert_eq!(estimate.measured(0, MS, 0), Some(SHORT_PATH_BYTES));
-        assert_eq!(estimate.measured(0, MS, 0), None);
+        far.beside();
+        assert_eq!(far.window, LONG_PATH_BYTES);
     }
 
     #[test]

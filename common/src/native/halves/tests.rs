@@ -1,6 +1,8 @@
 //! Both ends of one HTTP/2 connection in memory, and what goes wrong between them.
 #![allow(clippy::unwrap_used, clippy::indexing_slicing)]
 
+use std::time::Duration;
+
 use http::{Request, Response};
 use metrics::Counter;
 use tokio::io::DuplexStream;
@@ -9,6 +11,7 @@ use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
 use super::super::link::{Incoming, Opener, Requests, Taker};
+use super::super::window::{CROWDED_BYTES, SHORT_PATH_BYTES};
 use super::*;
 use crate::tunnel::pump::{Meter, pump};
 
@@ -404,4 +407,52 @@ async fn an_aborted_connection_does_not_wait_for_an_endpoint_that_takes_nothing(
     assert!(started.elapsed() >= CLOSE_STALL * 101);
     drop((far, to_near));
     assert_eq!(link.held(), [0, 0]);
+}
+
+/// Each time a stream has used a part of its window that is too small to be worth an update, the
+/// window becomes smaller than that part.
+#[tokio::test]
+async fn a_window_that_shrinks_leaves_no_stream_without_one() {
+    let mut link = Link::new().await;
+    let ((_source, mut sink), (mut source, _sink)) = link.open().await;
+    let (arrived, mut arrivals) = mpsc::unbounded_channel();
+    let reader = tokio::spawn(async move {
+        while let Ok(Some(bytes)) = source.recv().await {
+            arrived.send(bytes.len()).unwrap();
+        }
+    });
+    let (mut other, mut far) = link.open().await;
+    for (used, left) in [(300_000, CROWDED_BYTES), (0, SHORT_PATH_BYTES)].repeat(3) {
+        for sent in [used, 1] {
+            let pass = async {
+                sink.send(pattern(sent)).await.unwrap();
+                let mut missing = sent;
+                while missing > 0 {
+                    missing -= arrivals.recv().await.unwrap();
+                }
+            };
+            let passed = timeout(CLOSE_STALL, pass).await;
+            assert!(passed.is_ok(), "the stream stands still");
+            let held = &link.agent.held;
+            match (sent, left) {
+                (1, _) => continue,
+                (_, CROWDED_BYTES) => held.fetch_add(1 << 24, Ordering::Relaxed),
+                _ => held.fetch_sub(1 << 24, Ordering::Relaxed),
+            };
+            // The tuner looks when something happens, and measures now and then.
+            while link.agent.window() != left {
+                let count = 1 << 18;
+                let receive = async {
+                    let mut missing = count;
+                    while missing > 0 {
+                        missing -= far.0.recv().await.unwrap().unwrap().len();
+                    }
+                };
+                let (sent, ()) = tokio::join!(other.1.send(pattern(count)), receive);
+                sent.unwrap();
+                tokio::time::sleep(Duration::from_millis(60)).await;
+            }
+        }
+    }
+    reader.abort();
 }
