@@ -71,7 +71,9 @@ impl ServerStream {
             match next {
                 Ok(Some(message)) => {
                     metrics.streams.count(Segment::ToAgent, &message);
-                    self.on_message(message);
+                    if let Some(slow) = self.on_message(message) {
+                        slow.incoming.pace().await;
+                    }
                 }
                 Ok(None) => return Ok("closed by the server".into()),
                 Err(status) => {
@@ -134,8 +136,9 @@ impl ServerStream {
         }
     }
 
-    /// Takes one packet of the server. Waits for nothing: other connections' packets follow.
-    fn on_message(self: &Arc<Self>, message: Message) {
+    /// Takes one packet of the server. Waits for nothing: other connections' packets follow. Gives
+    /// the connection whose endpoint takes bytes too slowly.
+    fn on_message(self: &Arc<Self>, message: Message) -> Option<Arc<Slot>> {
         let effect = self.mux.lock().on_message(message);
         match effect {
             Effect::Dial(dial_id, connection, dial) => {
@@ -167,7 +170,9 @@ impl ServerStream {
             }
             Effect::Data(slot, _, bytes) => {
                 let (bytes, weight) = weighed(bytes);
-                slot.incoming.push(Incoming::Data(bytes), weight);
+                if slot.incoming.push(Incoming::Data(bytes), weight) {
+                    return Some(slot);
+                }
             }
             Effect::HalfClosed(slot) => {
                 // Once: it has no weight, and a peer could repeat it.
@@ -190,5 +195,6 @@ impl ServerStream {
             }
             Effect::Ignored => {}
         }
+        None
     }
 }

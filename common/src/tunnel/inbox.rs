@@ -1,7 +1,8 @@
 //! What a shared packet stream has brought for one connection and its receiver has not taken yet.
 //!
 //! Putting something in never waits: the stream's reader serves all connections. What exceeds the
-//! connection's own budget is borrowed from the program's [`Pool`]; a connection that never gets
+//! connection's own budget is borrowed from the program's [`Pool`]. A receiver that takes bytes
+//! more slowly than they come slows the reader down, within bounds; a connection that never gets
 //! back below its budget, or that is the largest debtor of an empty pool, has to end. Its own task
 //! learns that from its [`Watch`] and ends it. Bytes are counted exactly: they are given back when
 //! they are taken, when the receiver is dropped and when the connection is evicted.
@@ -13,7 +14,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use parking_lot::Mutex;
 use tokio::sync::Notify;
-use tokio::time::{Instant, sleep_until};
+use tokio::time::{Instant, sleep_until, timeout_at};
 
 use super::CloseReason;
 use super::excess::{Account, Debtor, Exhausted, Pool};
@@ -28,6 +29,14 @@ const ITEM_BYTES: usize = 128;
 
 /// A queue that was longer than this gives its memory back once it is empty.
 const KEEP_ITEMS: usize = 64;
+
+/// How long the stream's reader waits for one connection, each time that it brings bytes beyond the
+/// budget. With packets of 32 KiB, what stock programs send, a receiver that takes 640 KiB/s gets
+/// back below its budget.
+pub const PACE: Duration = Duration::from_millis(50);
+
+/// A receiver that has taken nothing for so long stands still, and is not waited for.
+const MOVING: Duration = Duration::from_secs(1);
 
 /// A received chunk as it may wait in an inbox, and its weight there.
 pub fn weighed(chunk: Bytes) -> (Bytes, usize) {
@@ -49,12 +58,14 @@ pub fn inbox<T: Send + 'static>(budget: usize, pool: &Arc<Pool>) -> (Sender<T>, 
             items: VecDeque::new(),
             bytes: 0,
             last_taken: Instant::now(),
+            moved: false,
             over_since: None,
             phase: Phase::Open,
             orphan: false,
         }),
         arrived: Notify::new(),
         over: Notify::new(),
+        eased: Notify::new(),
         evicted: Notify::new(),
     });
     (Sender(shared.clone()), Receiver(shared))
@@ -68,6 +79,8 @@ struct Shared<T> {
     state: Mutex<State<T>>,
     /// Wakes the receiver.
     arrived: Notify,
+    /// Wakes the stream's reader.
+    eased: Notify,
     /// Wake the watch.
     over: Notify,
     evicted: Notify,
@@ -79,6 +92,8 @@ struct State<T> {
     /// The sum of the weights.
     bytes: usize,
     last_taken: Instant,
+    /// Something was taken since the budget is exceeded.
+    moved: bool,
     /// Since when the budget is exceeded without a pause.
     over_since: Option<Instant>,
     phase: Phase,
@@ -109,14 +124,16 @@ pub struct Watch<T>(Arc<Shared<T>>);
 
 impl<T: Send + 'static> Sender<T> {
     /// Queues bytes. If there is no room for them, either this connection or the pool's largest
-    /// debtor is evicted; only the latter's bytes, or these, are lost.
-    pub fn push(&self, item: T, weight: usize) {
+    /// debtor is evicted; only the latter's bytes, or these, are lost. Says whether the connection
+    /// is beyond its budget: then [`Sender::pace`] is due.
+    #[must_use]
+    pub fn push(&self, item: T, weight: usize) -> bool {
         let shared = &self.0;
         loop {
             let largest = {
                 let mut state = shared.state.lock();
                 if state.phase != Phase::Open {
-                    return;
+                    return false;
                 }
                 let bytes = state.bytes.saturating_add(weight);
                 let more = shared.excess(bytes) - shared.excess(state.bytes);
@@ -126,16 +143,18 @@ impl<T: Send + 'static> Sender<T> {
                         state.items.push_back((item, weight));
                         if more > 0 && state.over_since.is_none() {
                             state.over_since = Some(Instant::now());
+                            state.moved = false;
                             shared.over.notify_one();
                         }
+                        let over = state.over_since.is_some();
                         drop(state);
                         shared.arrived.notify_one();
-                        return;
+                        return over;
                     }
                     Err(Exhausted::Asker) => {
                         drop(state);
                         shared.evict();
-                        return;
+                        return false;
                     }
                     Err(Exhausted::Other(largest)) => largest,
                 }
@@ -147,6 +166,18 @@ impl<T: Send + 'static> Sender<T> {
 }
 
 impl<T> Sender<T> {
+    /// Slows the stream's reader down to a receiver that is beyond its budget but takes bytes, at
+    /// most by [`PACE`]: the protocol knows no other way to slow the sender down. One that stands
+    /// still is waited for once and so long, not again.
+    pub async fn pace(&self) {
+        let until = Instant::now() + PACE;
+        while self.0.state.lock().is_slow() {
+            if timeout_at(until, self.0.eased.notified()).await.is_err() {
+                return;
+            }
+        }
+    }
+
     /// Queues an end behind everything that was put in before. It weighs nothing; the caller
     /// bounds the number of ends. Bytes that follow one are dropped.
     pub fn end(&self, item: T) {
@@ -281,8 +312,9 @@ impl<T> Shared<T> {
         let back = self.excess(state.bytes) - self.excess(left);
         state.bytes = left;
         state.last_taken = Instant::now();
-        if left <= self.budget {
-            state.over_since = None;
+        state.moved = true;
+        if left <= self.budget && state.over_since.take().is_some() {
+            self.eased.notify_one();
         }
         if back > 0 {
             self.pool.give_back(self.account, back);
@@ -299,6 +331,7 @@ impl<T> Shared<T> {
             }
             state.phase = phase;
             state.over_since = None;
+            self.eased.notify_one();
             let back = self.excess(state.bytes);
             state.bytes = 0;
             if back > 0 {
@@ -333,6 +366,15 @@ impl<T: Send + 'static> Debtor for Shared<T> {
 // === impl State ===
 
 impl<T> State<T> {
+    fn is_slow(&self) -> bool {
+        let Some(since) = self.over_since else {
+            return false;
+        };
+        // One that has had no time yet to show that it moves gets that once.
+        let moves = self.moved && self.last_taken.elapsed() < MOVING;
+        self.phase == Phase::Open && (moves || since.elapsed() < PACE)
+    }
+
     /// When the connection has to end unless something is taken.
     fn due(&self, within: Duration) -> Option<Instant> {
         let since = self.over_since?;

@@ -191,8 +191,16 @@ impl AgentStream {
         Ok(Connection::new(source, guard, &slot))
     }
 
-    /// Takes one packet of the agent. Waits for nothing: other connections' packets follow.
-    pub fn on_message(self: &Arc<Self>, message: Message) {
+    /// Takes one packet of the agent. Waits for nothing but a moment for a client that takes bytes
+    /// too slowly: other connections' packets follow.
+    pub async fn on_message(self: &Arc<Self>, message: Message) {
+        if let Some(slow) = self.take(message) {
+            slow.pace().await;
+        }
+    }
+
+    /// The connection whose client is to be waited for.
+    fn take(self: &Arc<Self>, message: Message) -> Option<Arc<Slot>> {
         *self.unanswered_since.lock() = None;
         let effect = self.mux.lock().on_message(message);
         match effect {
@@ -209,7 +217,7 @@ impl AgentStream {
                 self.dial_failure(DialFailureReason::BackendClose);
                 slot.resolve(Err(StreamDialError::Abandoned));
             }
-            Effect::Data(slot, _, bytes) => slot.deliver(bytes),
+            Effect::Data(slot, _, bytes) => return slot.deliver(bytes).then_some(slot),
             Effect::HalfClosed(slot) => slot.half_close(),
             Effect::Closed(slot, error) => {
                 if !error.is_empty() {
@@ -240,6 +248,7 @@ impl AgentStream {
             }
             Effect::Ignored => {}
         }
+        None
     }
 
     /// The stream ended: fails every dial and closes every connection that it carried.

@@ -86,7 +86,7 @@ async fn read(
         match next {
             Ok(Some(message)) => {
                 metrics.streams.count(Segment::FromAgent, &message);
-                stream.on_message(message);
+                stream.on_message(message).await;
             }
             Ok(None) => break "closed by the agent".to_owned(),
             Err(status) => {

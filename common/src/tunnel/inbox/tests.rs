@@ -31,11 +31,11 @@ async fn what_was_put_in_comes_out_in_order_and_every_byte_is_given_back() {
     let pool = pool(100);
     let (tx, mut rx) = open(&pool);
     for (item, weight, used) in [("a", 6, 0), ("b", 6, 2), ("c", 50, 52), ("d", 1, 53)] {
-        tx.push(item, weight);
+        let _ = tx.push(item, weight);
         assert_eq!(pool.used(), used);
     }
     tx.end("end");
-    tx.push("late", 1);
+    let _ = tx.push("late", 1);
     for (item, used) in [("a", 47), ("b", 41), ("c", 0), ("d", 0), ("end", 0)] {
         assert_eq!(rx.recv().await, Some(item));
         assert_eq!(pool.used(), used);
@@ -49,12 +49,12 @@ async fn a_dropped_receiver_gives_back_what_it_has_borrowed() {
     let pool = pool(100);
     let (tx, rx) = open(&pool);
     let (other, _other) = open(&pool);
-    tx.push("a", 60);
-    other.push("b", 30);
+    let _ = tx.push("a", 60);
+    let _ = other.push("b", 30);
     assert_eq!(pool.used(), 70);
     drop(rx);
     assert_eq!(pool.used(), 20);
-    tx.push("nobody's", 60);
+    let _ = tx.push("nobody's", 60);
     tx.end("nobody's");
     assert_eq!(pool.used(), 20);
 }
@@ -63,7 +63,7 @@ async fn a_dropped_receiver_gives_back_what_it_has_borrowed() {
 async fn a_waiting_receiver_hears_of_items_and_of_the_end() {
     let pool = pool(0);
     let (tx, mut rx) = open(&pool);
-    let (heard, ()) = tokio::join!(rx.recv(), async { tx.push("a", 1) });
+    let (heard, ()) = tokio::join!(rx.recv(), async { assert!(!tx.push("a", 1)) });
     assert_eq!(heard, Some("a"));
     let (heard, ()) = tokio::join!(rx.recv(), async { drop(tx) });
     assert_eq!(heard, None);
@@ -75,15 +75,15 @@ async fn the_largest_debtor_makes_room_for_the_innocent() {
     let (greedy, greedy_rx) = open(&pool);
     let (modest, modest_rx) = open(&pool);
     let (innocent, mut innocent_rx) = open(&pool);
-    greedy.push("g", BUDGET + 60);
-    modest.push("m", BUDGET + 30);
-    innocent.push("i", BUDGET + 20);
+    let _ = greedy.push("g", BUDGET + 60);
+    let _ = modest.push("m", BUDGET + 30);
+    let _ = innocent.push("i", BUDGET + 20);
     assert_eq!(pool.used(), 50);
     assert!(evicted(&greedy_rx).await);
     assert!(!evicted(&modest_rx).await);
     assert!(!evicted(&innocent_rx).await);
     // What still comes for an evicted one is dropped.
-    greedy.push("more", 1);
+    let _ = greedy.push("more", 1);
     assert_eq!(pool.used(), 50);
     assert_eq!(innocent_rx.recv().await, Some("i"));
     assert_eq!(pool.used(), 30);
@@ -94,9 +94,9 @@ async fn the_asker_is_evicted_if_it_would_be_the_largest_debtor() {
     let pool = pool(100);
     let (small, small_rx) = open(&pool);
     let (large, large_rx) = open(&pool);
-    small.push("s", BUDGET + 40);
-    large.push("l", BUDGET + 50);
-    large.push("l", 11);
+    let _ = small.push("s", BUDGET + 40);
+    let _ = large.push("l", BUDGET + 50);
+    let _ = large.push("l", 11);
     assert!(evicted(&large_rx).await);
     assert!(!evicted(&small_rx).await);
     assert_eq!(pool.used(), 40);
@@ -107,10 +107,10 @@ async fn as_many_are_evicted_as_it_takes_and_no_more() {
     let pool = pool(100);
     let others: Vec<_> = (0..5).map(|_| open(&pool)).collect();
     for (tx, _) in &others {
-        tx.push("x", BUDGET + 20);
+        let _ = tx.push("x", BUDGET + 20);
     }
     let (tx, rx) = open(&pool);
-    tx.push("y", BUDGET + 15);
+    let _ = tx.push("y", BUDGET + 15);
     assert!(!evicted(&rx).await);
     let mut gone = 0;
     for (_, rx) in &others {
@@ -123,9 +123,9 @@ async fn as_many_are_evicted_as_it_takes_and_no_more() {
 async fn without_a_pool_the_budget_is_the_limit() {
     let pool = pool(0);
     let (tx, rx) = open(&pool);
-    tx.push("a", BUDGET);
+    let _ = tx.push("a", BUDGET);
     assert!(!evicted(&rx).await);
-    tx.push("b", 1);
+    let _ = tx.push("b", 1);
     assert!(evicted(&rx).await);
 }
 
@@ -138,9 +138,9 @@ async fn a_receiver_that_takes_nothing_is_stalled_after_the_deadline() {
     let fill = async {
         sleep(WITHIN * 3).await;
         // At its budget, not beyond it: that may last.
-        tx.push("a", BUDGET);
+        let _ = tx.push("a", BUDGET);
         sleep(WITHIN * 3).await;
-        tx.push("b", 1);
+        let _ = tx.push("b", 1);
     };
     let (reason, ()) = tokio::join!(watch.overdue(WITHIN), fill);
     assert_eq!(reason, CloseReason::Stalled);
@@ -156,18 +156,18 @@ async fn a_slow_receiver_has_to_get_below_its_budget_in_time() {
     let slow = async {
         for _ in 0..4 {
             // Pauses begin the count anew.
-            tx.push("a", BUDGET);
-            tx.push("b", BUDGET);
+            let _ = tx.push("a", BUDGET);
+            let _ = tx.push("b", BUDGET);
             sleep(WITHIN * 2 / 3).await;
             assert_eq!(rx.recv().await, Some("a"));
             assert_eq!(rx.recv().await, Some("b"));
         }
         for _ in 0..5 {
-            tx.push("a", BUDGET);
+            let _ = tx.push("a", BUDGET);
         }
         loop {
             sleep(WITHIN / 4).await;
-            tx.push("a", BUDGET);
+            let _ = tx.push("a", BUDGET);
             rx.recv().await;
         }
     };
@@ -185,7 +185,7 @@ async fn after_the_last_byte_a_slow_receiver_may_take_its_time() {
     let (tx, mut rx) = open(&pool);
     let watch = rx.watch();
     for _ in 0..6 {
-        tx.push("a", BUDGET);
+        let _ = tx.push("a", BUDGET);
     }
     tx.end("end");
     let started = Instant::now();
@@ -212,7 +212,7 @@ async fn a_stall_counts_from_when_it_is_asked_for() {
     let watch = rx.watch();
     let started = Instant::now();
     let slow = async {
-        tx.push("a", 1);
+        let _ = tx.push("a", 1);
         sleep(WITHIN / 2).await;
         rx.recv().await.unwrap();
     };
@@ -228,4 +228,40 @@ async fn small_chunks_do_not_pin_the_buffer_that_they_came_in() {
     assert_eq!(weight, 1 + ITEM_BYTES);
     let (large, _) = weighed(buffer.slice(..COPY_BYTES + 1));
     assert_eq!(large.as_ptr(), buffer.as_ptr());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_slow_receiver_slows_the_reader_down_and_one_that_stands_still_does_not() {
+    const ITEMS: usize = 1000;
+    let pool = pool(100);
+    let (tx, mut rx) = open(&pool);
+    let watch = rx.watch();
+    let push = async {
+        let mut most = 0;
+        for _ in 0..ITEMS {
+            if tx.push("a", 6) {
+                tx.pace().await;
+            }
+            most = most.max(pool.used());
+        }
+        most
+    };
+    let take = async {
+        for _ in 0..ITEMS {
+            assert_eq!(rx.recv().await, Some("a"));
+            sleep(PACE / 2).await;
+        }
+    };
+    let passed = async { tokio::join!(push, take).0 };
+    tokio::select! {
+        most = passed => assert!(most <= 3 * BUDGET, "{most}"),
+        reason = watch.overdue(WITHIN) => panic!("{reason:?}"),
+    }
+    let started = Instant::now();
+    for _ in 0..10 {
+        if tx.push("a", 6) {
+            tx.pace().await;
+        }
+    }
+    assert_eq!(started.elapsed(), PACE);
 }

@@ -139,10 +139,16 @@ impl Slot {
         self.cut.closing.cancel();
     }
 
-    /// Queues bytes, or ends the connection if there is no room for them.
-    pub(super) fn deliver(&self, bytes: Bytes) {
+    /// Queues bytes, or ends the connection if there is no room for them. Says whether the
+    /// stream's reader has to [`Slot::pace`] itself.
+    pub(super) fn deliver(&self, bytes: Bytes) -> bool {
         let (bytes, weight) = weighed(bytes);
-        self.incoming.push(Incoming::Data(bytes), weight);
+        self.incoming.push(Incoming::Data(bytes), weight)
+    }
+
+    /// See [`Sender::pace`].
+    pub(super) async fn pace(&self) {
+        self.incoming.pace().await;
     }
 }
 

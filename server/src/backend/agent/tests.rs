@@ -1,6 +1,7 @@
 #![allow(clippy::unwrap_used)]
 
 use bytes::Bytes;
+use culvert_common::tunnel::inbox::PACE;
 use culvert_common::tunnel::{PEER_STALL, Sink, Source};
 use culvert_common::wire::{ConnectId, DialId};
 use metrics::Gauge;
@@ -50,7 +51,7 @@ impl Agent {
             let Some(Message::DialRequest { dial, .. }) = self.hears.recv().await else {
                 panic!("not a dial");
             };
-            self.stream.on_message(opened(dial, id));
+            self.stream.on_message(opened(dial, id)).await;
         };
         let deadline = Instant::now() + STALL;
         let (dialed, ()) = tokio::join!(self.stream.dial(&dial, deadline), answers);
@@ -86,21 +87,22 @@ async fn a_stalled_client_loses_its_connection_and_nobody_else_waits() {
     let mut other = agent.open(2).await;
     let started = Instant::now();
     for _ in 0..4 {
-        agent.stream.on_message(data(1));
-        agent.stream.on_message(data(2));
+        agent.stream.on_message(data(1)).await;
+        agent.stream.on_message(data(2)).await;
         assert_eq!(other.source.recv().await, Ok(Some(CHUNK)));
     }
-    assert_eq!(started.elapsed(), Duration::ZERO);
+    // Once, to see whether it moves.
+    assert!(started.elapsed() <= PACE);
     assert!(agent.excess.used() > 0);
     assert_eq!(stalled.cut.due().await, CloseReason::Stalled);
-    assert_eq!(started.elapsed(), STALL);
+    assert!(started.elapsed() - STALL <= PACE);
     drop(stalled);
     assert_eq!(agent.excess.used(), 0);
     let close = Message::CloseRequest {
         connection: ConnectId(1),
     };
     assert_eq!(agent.hears.recv().await, Some(close));
-    agent.stream.on_message(data(2));
+    agent.stream.on_message(data(2)).await;
     assert_eq!(other.source.recv().await, Ok(Some(CHUNK)));
 }
 
@@ -111,12 +113,12 @@ async fn a_client_that_empties_the_pool_is_closed_at_once() {
     let mut other = agent.open(2).await;
     let started = Instant::now();
     for _ in 0..100 {
-        agent.stream.on_message(data(1));
+        agent.stream.on_message(data(1)).await;
     }
     assert_eq!(greedy.cut.due().await, CloseReason::BufferExceeded);
-    assert_eq!(started.elapsed(), Duration::ZERO);
+    assert!(started.elapsed() <= PACE);
     assert_eq!(agent.excess.used(), 0);
-    agent.stream.on_message(data(2));
+    agent.stream.on_message(data(2)).await;
     assert_eq!(other.source.recv().await, Ok(Some(CHUNK)));
 }
 
@@ -127,9 +129,9 @@ async fn a_full_way_to_the_agent_drops_only_answers_that_come_again() {
     fill(&mut connection.sink).await;
     // What is left is less than a chunk, and a thousand answers fill it.
     for _ in 0..2000 {
-        agent.stream.on_message(data(98));
+        agent.stream.on_message(data(98)).await;
     }
-    agent.stream.on_message(opened(DialId(5), 99));
+    agent.stream.on_message(opened(DialId(5), 99)).await;
     let mut answers = Vec::new();
     while let Some(message) = agent.hears.try_recv() {
         if !matches!(message, Message::Data { .. }) {
@@ -142,7 +144,7 @@ async fn a_full_way_to_the_agent_drops_only_answers_that_come_again() {
     assert!(answers.len() < 1000, "{} answers", answers.len());
     assert_eq!(answers.pop(), Some(close(99)));
     assert!(answers.iter().all(|answer| *answer == close(98)));
-    agent.stream.on_message(data(98));
+    agent.stream.on_message(data(98)).await;
     assert_eq!(agent.hears.recv().await, Some(close(98)));
 }
 
