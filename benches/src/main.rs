@@ -20,9 +20,8 @@
 //! | [`table`] | the report as text |
 //! | [`svg`] | the report as a picture |
 //!
-//! Our server and agent run in processes of their own, or their processor time could not be told
-//! from the load's. Both are this very program: started by the name of one of them, it is that one. So is
-//! the endpoint of idle connections.
+//! Our server and agent are the programs as they are shipped, which this one has Cargo build
+//! first. The endpoint of idle connections is this very program, started by another name.
 
 mod bulk;
 mod delay;
@@ -58,11 +57,8 @@ enum Command {
 
 fn main() -> ExitCode {
     let name = std::env::args_os().next().unwrap_or_default();
-    match Path::new(&name).file_name().and_then(OsStr::to_str) {
-        Some(topology::SERVER) => return culvert_server::cli::run(std::env::args_os()),
-        Some(topology::AGENT) => return culvert_agent::cli::run(std::env::args_os()),
-        Some(endpoint::ENDPOINT) => return endpoint::serve(),
-        _ => {}
+    if Path::new(&name).file_name() == Some(OsStr::new(endpoint::ENDPOINT)) {
+        return endpoint::serve();
     }
     let Command::Tunnel(options) = Command::parse();
     let runtime = match tokio::runtime::Runtime::new() {

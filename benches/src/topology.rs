@@ -8,10 +8,11 @@ use std::future::Future;
 use std::net::SocketAddr;
 use std::os::unix::fs::symlink;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::path::PathBuf;
+use std::path::{Path as FilePath, PathBuf};
+use std::process::Command;
 use std::time::Duration;
 
-use anyhow::{Context as _, anyhow, bail};
+use anyhow::{Context as _, anyhow, bail, ensure};
 use culvert::lab::client::FrontEnd;
 use culvert_tests::interop::Interop;
 use culvert_tests::ports::Ports;
@@ -24,10 +25,9 @@ use crate::door::Door;
 use crate::endpoint::{ENDPOINT, LISTENING};
 use crate::relay::{self, Relay};
 
-/// The name by which this program is our server.
-pub const SERVER: &str = "culvert-server";
-/// The name by which this program is our agent.
-pub const AGENT: &str = "culvert-agent";
+/// Our programs.
+const SERVER: &str = "culvert-server";
+const AGENT: &str = "culvert-agent";
 
 /// Flags behind the harness's own, which make them as in production: what operators run the stock
 /// programs with, and no probing at the pace of tests.
@@ -140,17 +140,20 @@ impl Contender {
 /// The programs to start.
 #[derive(Debug)]
 pub struct Programs {
-    /// Names that lead to this program: the harness starts files, not subcommands.
+    /// Where our own are: beside this one.
+    ours: PathBuf,
+    /// A name that leads to this program: the harness starts files, not subcommands.
     names: TempDir,
     /// The stock programs and the Go driver; none without Go.
     pub stock: Option<&'static Interop>,
 }
 
 impl Programs {
-    /// Builds the stock programs if there is Go; a line on stderr says so if there is none.
+    /// Builds our own programs as this one was built, and the stock ones if there is Go; a line on
+    /// stderr says so if there is none.
     ///
     /// # Errors
-    /// When the names for our own programs cannot be made.
+    /// When our own do not build.
     ///
     /// # Panics
     /// When the stock programs do not build.
@@ -159,10 +162,9 @@ impl Programs {
         let names = tempfile::Builder::new()
             .prefix("culvert-bench-")
             .tempdir()?;
-        for name in [SERVER, AGENT, ENDPOINT] {
-            symlink(&this, names.path().join(name)).context("a name for our own program")?;
-        }
+        symlink(&this, names.path().join(ENDPOINT)).context("a name for the endpoint")?;
         Ok(Self {
+            ours: build(&this)?,
             names,
             stock: Interop::get(),
         })
@@ -199,11 +201,38 @@ impl Programs {
         stock: impl Fn(&Interop) -> &PathBuf,
     ) -> anyhow::Result<Executable> {
         let path = match make {
-            Make::Ours => self.names.path().join(name),
+            Make::Ours => self.ours.join(name),
             Make::Stock => stock(self.stock.context("the stock programs need Go")?).clone(),
         };
         Ok(Executable::At(path))
     }
+}
+
+/// Has Cargo build our programs into the folder of `this` program, and gives that folder. What is
+/// measured is what is shipped: a larger program that holds them would touch other pages.
+fn build(this: &FilePath) -> anyhow::Result<PathBuf> {
+    let folder = this.parent().context("the folder of this program")?;
+    let Some(cargo) = std::env::var_os("CARGO") else {
+        let missing = [SERVER, AGENT]
+            .into_iter()
+            .find(|name| !folder.join(name).exists());
+        return match missing {
+            Some(name) => bail!(
+                "{name} is not beside this program; start it with `cargo run --release -p culvert-bench`"
+            ),
+            None => Ok(folder.to_owned()),
+        };
+    };
+    eprintln!("building {SERVER} and {AGENT}");
+    let mut command = Command::new(cargo);
+    command.args(["build", "--quiet", "--locked", "-p", SERVER, "-p", AGENT]);
+    command.current_dir(env!("CARGO_MANIFEST_DIR"));
+    command.arg("--target-dir").args(folder.parent());
+    if folder.ends_with("release") {
+        command.arg("--release");
+    }
+    ensure!(command.status()?.success(), "our programs do not build");
+    Ok(folder.to_owned())
 }
 
 /// What runs.

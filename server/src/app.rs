@@ -247,7 +247,7 @@ async fn serve_frontend(
     let (tasks, shutdown) = (door.tasks.clone(), door.shutdown.clone());
     let handle = |accepted| {
         let (door, frontend, service) = (door.clone(), frontend.clone(), service.clone());
-        let shard = registry.shard().unwrap_or_else(|| shards.next());
+        let shard = registry.shard().unwrap_or_else(Shards::current);
         on_shard(
             &shards,
             shard,
@@ -290,13 +290,14 @@ async fn serve_agents(listener: Listener, door: Arc<Door>, agents: Agents, shard
     let (tasks, shutdown) = (door.tasks.clone(), door.shutdown.clone());
     let handle = |accepted| {
         let (door, agents) = (door.clone(), agents.clone());
-        let shard = shards.next();
+        let seat = shards.seat();
         on_shard(
             &shards,
-            shard,
+            seat.shard(),
             &tasks,
             accepted,
             move |accepted| async move {
+                let _seat = seat;
                 let Accepted::Tcp(stream, peer) = accepted else {
                     return;
                 };

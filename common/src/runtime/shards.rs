@@ -3,10 +3,11 @@
 //! A connection is served by one thread from its first byte to its last, and so is everything that
 //! it exchanges bytes with: a hand-over between threads costs a wake-up and cold caches for each
 //! chunk (docs/tuning.md). Work does not move between shards; new connections go where their peer
-//! is, or to the next shard in turn.
+//! is, and the peers sit where the fewest are.
 
 use std::cell::Cell;
 use std::io;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use tokio::runtime::{Builder, Handle};
@@ -23,8 +24,15 @@ thread_local! {
 /// The shards of one program. Shard 0 is the runtime that made them.
 pub struct Shards {
     handles: Vec<Handle>,
-    next: AtomicUsize,
+    /// How many seats are taken on each.
+    seats: Arc<[AtomicUsize]>,
     _stop: DropGuard,
+}
+
+/// A long-lived connection's place on a shard, free again when dropped.
+pub struct Seat {
+    seats: Arc<[AtomicUsize]>,
+    shard: usize,
 }
 
 impl Shards {
@@ -54,8 +62,8 @@ impl Shards {
                 })?;
         }
         Ok(Self {
+            seats: handles.iter().map(|_| AtomicUsize::new(0)).collect(),
             handles,
-            next: AtomicUsize::new(0),
             _stop: stop.drop_guard(),
         })
     }
@@ -70,9 +78,17 @@ impl Shards {
         CURRENT.get()
     }
 
-    /// The next shard in turn.
-    pub fn next(&self) -> usize {
-        self.next.fetch_add(1, Ordering::Relaxed) % self.handles.len()
+    /// Takes a place on the shard with the fewest; on the first of those, which also accepts
+    /// connections and has no hand-over to itself to pay for.
+    pub fn seat(&self) -> Seat {
+        let taken = self.seats.iter().map(|taken| taken.load(Ordering::Relaxed));
+        let emptiest = taken.enumerate().min_by_key(|(_, taken)| *taken);
+        let seat = Seat {
+            seats: self.seats.clone(),
+            shard: emptiest.map_or(0, |(shard, _)| shard),
+        };
+        seat.count(|taken| taken.fetch_add(1, Ordering::Relaxed));
+        seat
     }
 
     /// Runs a task on a shard; one that is not there is shard 0.
@@ -84,6 +100,23 @@ impl Shards {
             Some(handle) => drop(tasks.spawn_on(task, handle)),
             None => drop(tasks.spawn(task)),
         }
+    }
+}
+
+impl Seat {
+    /// The shard's number.
+    pub fn shard(&self) -> usize {
+        self.shard
+    }
+
+    fn count(&self, change: impl FnOnce(&AtomicUsize) -> usize) {
+        self.seats.get(self.shard).map(change);
+    }
+}
+
+impl Drop for Seat {
+    fn drop(&mut self) {
+        self.count(|taken| taken.fetch_sub(1, Ordering::Relaxed));
     }
 }
 
@@ -110,8 +143,17 @@ mod tests {
             shards.spawn(shard, &tasks, task);
             assert_eq!(rx.await.unwrap(), (shard, shard));
         }
-        assert_eq!([0, 1, 2, 0], [(); 4].map(|()| shards.next()));
         tasks.close();
         tasks.wait().await;
+    }
+
+    #[tokio::test]
+    async fn a_seat_is_where_the_fewest_are() {
+        let shards = Shards::start(3).unwrap();
+        let mut seats = Vec::from([(); 4].map(|()| shards.seat()));
+        let order: Vec<_> = seats.iter().map(Seat::shard).collect();
+        assert_eq!(order, [0, 1, 2, 0]);
+        seats.remove(2);
+        assert_eq!(shards.seat().shard(), 2);
     }
 }
