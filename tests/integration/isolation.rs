@@ -245,7 +245,7 @@ async fn clients_that_stall_while_a_stock_agent_sends() {
     }
 }
 
-/// A packet stream can not be slowed down for one connection, and others do not wait for it.
+/// A packet stream is slowed down for one connection by no more than so much, and others go on.
 #[tokio::test]
 async fn a_client_that_is_slower_than_a_stock_agent_is_closed_once_the_pool_is_empty() {
     let topology = Topology::builder(Mode::HttpConnect, Transport::Uds)

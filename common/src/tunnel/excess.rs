@@ -1,8 +1,8 @@
 //! The pool of bytes that connections may queue beyond their own budgets, all of one program
 //! together.
 //!
-//! A reader of a shared packet stream can not slow one connection down, and must not slow down all
-//! of them. So a connection whose receiver is slow may borrow from this pool; when the pool is
+//! A reader of a shared packet stream can not slow one connection down without the others, and may
+//! do that for a moment only. So a connection whose receiver is slow may borrow from this pool; when the pool is
 //! empty, the connection that has borrowed most is closed, and no other. Its bytes are freed
 //! before the next one gets any: the limit holds at every moment. A fixed share for each would be
 //! simpler, but then many slow connections empty the pool together and the next one to ask is
