@@ -19,7 +19,6 @@
 pub mod halves;
 pub mod hello;
 pub mod link;
-pub mod readahead;
 pub mod window;
 
 use h2::Reason;

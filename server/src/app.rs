@@ -6,8 +6,9 @@ use std::sync::Arc;
 
 use anyhow::Context as _;
 use culvert_common::admin;
-use culvert_common::native::{self, readahead::ReadAhead};
+use culvert_common::native;
 use culvert_common::net::listen::{Accepted, Listener};
+use culvert_common::net::readahead::ReadAhead;
 use culvert_common::runtime::shards::Shards;
 use culvert_common::tls::{self, Identity, TrustBundle};
 use culvert_common::tunnel::excess::Pool;
@@ -256,7 +257,7 @@ async fn serve_frontend(
             move |accepted| async move {
                 match (accepted, mode) {
                     (Accepted::Unix(stream), Mode::Grpc) => {
-                        let stream = AuthorityStream::new(stream);
+                        let stream = AuthorityStream::new(ReadAhead::new(stream));
                         door.serve_grpc(stream, "unix", service).await;
                     }
                     (Accepted::Unix(stream), Mode::HttpConnect) => {

@@ -281,11 +281,16 @@ impl NativeSource {
         }
     }
 
+    /// The next frame if there is one, without waiting for it.
+    async fn frame_at_hand(&mut self) -> Poll<Option<Bytes>> {
+        poll_fn(|cx| Poll::Ready(self.poll_frame(cx))).await
+    }
+
     /// The next frame. While none is there the window may change, and what is due with it.
     async fn next_frame(&mut self) -> Option<Bytes> {
         let inbound = self.inbound.clone();
         loop {
-            if let Poll::Ready(next) = poll_fn(|cx| Poll::Ready(self.poll_frame(cx))).await {
+            if let Poll::Ready(next) = self.frame_at_hand().await {
                 return next;
             }
             let mut resized = pin!(inbound.resized());
@@ -296,6 +301,41 @@ impl NativeSource {
                 () = resized => {}
             }
         }
+    }
+
+    /// Puts frames that are there already behind one that is not large: a client of the packet
+    /// protocol sends 16 KiB at a time, and a copy costs less than a write to a socket.
+    async fn join(&mut self, first: Bytes) -> Bytes {
+        if first.len() >= ENOUGH_BYTES {
+            return first;
+        }
+        let (mut total, mut others) = (first.len(), 0);
+        loop {
+            let next = match self.ahead.get(others) {
+                Some(next) => next.len(),
+                None => match self.frame_at_hand().await {
+                    Poll::Ready(Some(next)) => {
+                        self.ahead.push_back(next);
+                        continue;
+                    }
+                    _ => break,
+                },
+            };
+            if total + next > super::FRAME_BYTES {
+                break;
+            }
+            total += next;
+            others += 1;
+        }
+        if others == 0 {
+            return first;
+        }
+        let mut joined = BytesMut::with_capacity(total);
+        joined.extend_from_slice(&first);
+        for next in self.ahead.drain(..others) {
+            joined.extend_from_slice(&next);
+        }
+        joined.freeze()
     }
 
     fn gather(&mut self) {
@@ -316,6 +356,7 @@ impl Source for NativeSource {
         };
         match (next, self.end) {
             (Some(bytes), _) => {
+                let bytes = self.join(bytes).await;
                 self.in_hand = bytes.len();
                 Ok(Some(bytes))
             }

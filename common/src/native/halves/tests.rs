@@ -168,6 +168,38 @@ async fn bytes_pass_both_ways_at_once_and_each_direction_ends_by_itself() {
 }
 
 #[tokio::test]
+async fn frames_that_wait_come_as_one_chunk_unless_they_are_large() {
+    let mut link = Link::new().await;
+    let ((_near, mut to_far), (mut far, _to_near)) = link.open().await;
+    let mut sent = pattern(6 * 16 * 1024 + ENOUGH_BYTES);
+    let whole = sent.clone();
+    for _ in 0..6 {
+        to_far.send(sent.split_to(16 * 1024)).await.unwrap();
+    }
+    to_far.send(sent).await.unwrap();
+    to_far.finish().await.unwrap();
+    tokio::time::timeout(Duration::from_secs(10), async {
+        while link.agent.received.load(Ordering::Relaxed) < whole.len() as u64 {
+            let _ = tokio::time::timeout(Duration::from_millis(1), far.fill()).await;
+        }
+    })
+    .await
+    .unwrap();
+    let first = far.recv().await.unwrap().unwrap();
+    assert_eq!((first.len(), far.recv().await), (whole.len(), Ok(None)));
+    assert_eq!(first, whole);
+    assert_eq!(link.held(), [0, 0]);
+
+    let large = pattern(ENOUGH_BYTES);
+    let ((_near, mut to_far), (mut far, _to_near)) = link.open().await;
+    for _ in 0..2 {
+        to_far.send(large.clone()).await.unwrap();
+    }
+    let _ = tokio::time::timeout(Duration::from_millis(100), far.fill()).await;
+    assert_eq!(far.recv().await.unwrap().unwrap().len(), ENOUGH_BYTES);
+}
+
+#[tokio::test]
 async fn all_bytes_come_before_the_reason_of_an_end() {
     let mut link = Link::new().await;
     let tasks = TaskTracker::new();

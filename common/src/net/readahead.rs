@@ -1,5 +1,6 @@
-//! Reads ahead below TLS. rustls asks for 4 KiB of a record at a time, four or five system calls
-//! for each 16 KiB; here one call brings several records.
+//! Reads ahead below TLS and HTTP/2. rustls asks for 4 KiB of a record at a time, four or five
+//! system calls for each 16 KiB, and `h2` for the rest of one frame, or 8 KiB; here one call brings
+//! several of them.
 
 use std::io;
 use std::pin::Pin;
