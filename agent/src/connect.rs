@@ -238,7 +238,7 @@ impl Connector {
         let (server_id, server_count) =
             server_of(&MetadataMap::from_headers(answer)).map_err(ConnectError::Answer)?;
         let inbound = Arc::new(Inbound::default());
-        let taker = Taker::new(tls, inbound.clone(), HELD_BYTES).await;
+        let taker = Taker::new(tls, inbound.clone(), HELD_BYTES, u32::MAX).await;
         let taker = taker.map_err(|error| ConnectError::Http(error.to_string()))?;
         Ok(Connected {
             server_id,

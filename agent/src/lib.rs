@@ -1,4 +1,5 @@
 //! The agent end of the tunnel: connects to every server and dials what they ask for.
+//! And the node's end of the tunnel to a seed's front door: [`node_tunnel`].
 
 pub mod agent;
 pub mod app;
@@ -9,5 +10,6 @@ pub mod endpoint;
 pub mod metrics;
 pub mod mux;
 pub mod native;
+pub mod node_tunnel;
 pub mod stream;
 pub mod sync;

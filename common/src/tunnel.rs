@@ -68,11 +68,13 @@ pub enum CloseReason {
     ProtocolError,
     /// This program is stopping.
     Shutdown,
+    /// Nothing moved in either direction for as long as the operator allows.
+    IdleTimeout,
 }
 
 impl CloseReason {
     /// Every reason, for registering metrics.
-    pub const ALL: [Self; 12] = [
+    pub const ALL: [Self; 13] = [
         Self::Finished,
         Self::ClientClosed,
         Self::ClientLost,
@@ -85,6 +87,7 @@ impl CloseReason {
         Self::HalfOpenIdle,
         Self::ProtocolError,
         Self::Shutdown,
+        Self::IdleTimeout,
     ];
 
     /// The metric label and log value.
@@ -102,6 +105,7 @@ impl CloseReason {
             Self::HalfOpenIdle => "half_open_idle",
             Self::ProtocolError => "protocol_error",
             Self::Shutdown => "shutdown",
+            Self::IdleTimeout => "idle_timeout",
         }
     }
 }

@@ -114,7 +114,7 @@ impl Bound {
             metrics,
             frontend,
             frontend_tls,
-            agent: Listener::Tcp(agent),
+            agent: Listener::tcp(agent),
             agent_tls,
             health,
             admin,
@@ -231,7 +231,7 @@ async fn bind_frontend(
             };
             let tls = tls::server_config(&identity, Some(&trust), &[alpn], &config.tls)?;
             let listener = admin::bind(&bind.host, bind.port, "--server-port").await?;
-            Ok((Listener::Tcp(listener), Some(tls)))
+            Ok((Listener::tcp(listener), Some(tls)))
         }
     }
 }
@@ -318,8 +318,13 @@ async fn serve_agents(listener: Listener, door: Arc<Door>, agents: Agents, shard
 }
 
 /// Serves a connection on a shard, from its first byte on.
-fn on_shard<F, T>(shards: &Shards, shard: usize, tasks: &TaskTracker, accepted: Accepted, serve: F)
-where
+pub(crate) fn on_shard<F, T>(
+    shards: &Shards,
+    shard: usize,
+    tasks: &TaskTracker,
+    accepted: Accepted,
+    serve: F,
+) where
     F: FnOnce(Accepted) -> T + Send + 'static,
     T: Future<Output = ()> + Send + 'static,
 {

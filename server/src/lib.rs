@@ -4,6 +4,8 @@
 //! frontend/grpc ---------\
 //! frontend/http_connect --+--> Dial --> router --> backend (agents' streams)
 //! ```
+//!
+//! And the door by which agents, kubelets and users come in to a seed: [`nodeport`].
 
 pub mod app;
 pub mod backend;
@@ -12,4 +14,5 @@ pub mod config;
 pub mod frontend;
 pub mod listener;
 pub mod metrics;
+pub mod nodeport;
 pub mod router;

@@ -48,10 +48,33 @@ fn every_flag_has_a_row() {
     for (program, heading, hidden) in [
         ("culvert-server", "### Server flags", &[][..]),
         ("culvert-agent", "### Agent flags", &["--lease-label"][..]),
+        (
+            "culvert-nodeport-proxy",
+            "### Nodeport-proxy flags",
+            &[][..],
+        ),
+        ("culvert-node-tunnel", "### Node tunnel flags", &[][..]),
     ] {
         let documented: BTreeSet<String> = rows(heading, 1).union(&logging).cloned().collect();
         assert_eq!(documented, flags(program, hidden), "{program}");
     }
+}
+
+#[test]
+fn every_metric_of_the_front_door_has_a_row() {
+    use culvert_server::nodeport::{metrics::ProxyMetrics, table::Table};
+    let proxy = ProxyMetrics::new().unwrap().render(&Table::new(1));
+    let tunnel = culvert_agent::node_tunnel::metrics::TunnelMetrics::new().unwrap();
+    let pages = proxy + &tunnel.registry().render();
+    let families = pages
+        .lines()
+        .filter_map(|line| line.strip_prefix("# TYPE "));
+    let families: BTreeSet<String> = families
+        .filter_map(|rest| rest.split(' ').next())
+        .filter(|name| !name.starts_with("process_"))
+        .map(str::to_owned)
+        .collect();
+    assert_eq!(families, rows("## Front door endpoints and metrics", 1));
 }
 
 #[test]

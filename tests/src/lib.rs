@@ -10,13 +10,18 @@
 //! | [`balancer`] | a TCP load balancer that picks a backend at random |
 //! | [`black_hole`](mod@black_hole) | an address whose connects never end |
 //! | [`interop`] | the stock programs and the Go driver |
+//! | [`envoy`], [`haproxy`] | foreign doors |
+//! | [`kube_api`] | a Kubernetes API that does as a test wants |
 //!
 //! A harness reports by panicking, with a text that says what was expected and what was seen.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
 
 pub mod balancer;
 pub mod black_hole;
+pub mod envoy;
+pub mod haproxy;
 pub mod interop;
+pub mod kube_api;
 pub mod metrics;
 pub mod ports;
 pub mod process;

@@ -4,6 +4,7 @@ use std::future::{Future as _, poll_fn};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::Poll;
+use std::time::Duration;
 
 use bytes::Bytes;
 use h2::server::SendResponse;
@@ -12,7 +13,7 @@ use http::Request;
 use tokio::io::{AsyncRead, AsyncWrite};
 
 use super::halves::Chunk;
-use super::window::{Inbound, SHORT_PATH_BYTES, Tuner};
+use super::window::{Inbound, PING_TIMEOUT, Tuner};
 use super::{CONNECTION_WINDOW_BYTES, FRAME_BYTES, SEND_BYTES};
 
 /// How many streams that were reset a connection remembers. Frames that cross a reset in flight
@@ -22,6 +23,9 @@ const RESET_STREAMS: usize = 4096;
 /// How much unread small DATA frames may cost before `h2` ends the connection (its own measure).
 /// Every frame is taken at once, see [`super::halves`], so that this is never near.
 const SMALL_FRAMES: usize = 64 * 1024 * 1024;
+
+/// The largest header block that is taken; ours are below 1 KiB, but for long texts of errors.
+const HEADER_BYTES: u32 = 64 * 1024;
 
 /// The server's end: opens streams.
 pub struct Opener<S> {
@@ -42,7 +46,8 @@ pub type Incoming = (Request<RecvStream>, SendResponse<Chunk>);
 pub type Requests = client::SendRequest<Chunk>;
 
 impl<S: AsyncRead + AsyncWrite + Unpin> Opener<S> {
-    /// Begins HTTP/2 as its client. `budget` bounds what all streams may hold unread, in bytes.
+    /// Begins HTTP/2 as its client. `budget` bounds what all streams may hold unread, in bytes; a
+    /// peer that sends nothing for `ping_timeout` after it was pinged counts as gone.
     ///
     /// # Errors
     /// When the connection breaks.
@@ -50,9 +55,10 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Opener<S> {
         stream: S,
         inbound: Arc<Inbound>,
         budget: usize,
+        ping_timeout: Duration,
     ) -> Result<(Requests, Self), h2::Error> {
         let (requests, mut connection) = client::Builder::new()
-            .initial_window_size(SHORT_PATH_BYTES)
+            .initial_window_size(inbound.window())
             .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
             .max_frame_size(FRAME_BYTES as u32)
             .max_send_buffer_size(SEND_BYTES)
@@ -64,7 +70,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Opener<S> {
             .handshake(stream)
             .await?;
         let ping = connection.ping_pong().ok_or_else(unpingable)?;
-        let tuner = Tuner::new(ping, inbound, budget);
+        let tuner = Tuner::new(ping, inbound, budget, ping_timeout);
         Ok((requests, Self { connection, tuner }))
     }
 
@@ -92,17 +98,24 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Opener<S> {
 }
 
 impl<S: AsyncRead + AsyncWrite + Unpin> Taker<S> {
-    /// Begins HTTP/2 as its server. `budget` bounds what all streams may hold unread, in bytes.
+    /// Begins HTTP/2 as its server. `budget` bounds what all streams may hold unread, in bytes,
+    /// `streams` how many there are at once.
     ///
     /// # Errors
     /// When the connection breaks, or the peer speaks something else.
-    pub async fn new(stream: S, inbound: Arc<Inbound>, budget: usize) -> Result<Self, h2::Error> {
+    pub async fn new(
+        stream: S,
+        inbound: Arc<Inbound>,
+        budget: usize,
+        streams: u32,
+    ) -> Result<Self, h2::Error> {
         let mut connection = server::Builder::new()
-            .initial_window_size(SHORT_PATH_BYTES)
+            .initial_window_size(inbound.window())
             .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
             .max_frame_size(FRAME_BYTES as u32)
             .max_send_buffer_size(SEND_BYTES)
-            .max_concurrent_streams(u32::MAX)
+            .max_concurrent_streams(streams)
+            .max_header_list_size(HEADER_BYTES)
             .max_concurrent_reset_streams(RESET_STREAMS)
             .max_pending_accept_reset_streams(RESET_STREAMS)
             .max_local_error_reset_streams(None)
@@ -110,8 +123,14 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Taker<S> {
             .handshake::<_, Chunk>(stream)
             .await?;
         let ping = connection.ping_pong().ok_or_else(unpingable)?;
-        let tuner = Tuner::new(ping, inbound, budget);
+        let tuner = Tuner::new(ping, inbound, budget, PING_TIMEOUT);
         Ok(Self { connection, tuner })
+    }
+
+    /// Tells the peer to open no more streams; those that are open go on, and
+    /// [`next`](Self::next) ends with the last of them.
+    pub fn drain(&mut self) {
+        self.connection.graceful_shutdown();
     }
 
     /// The next stream; `None` once the connection ended in order. Drives the connection

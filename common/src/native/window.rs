@@ -57,8 +57,8 @@ const FORGET_AFTER: u32 = 4096;
 /// How long an idle peer is left alone.
 const PING_IDLE: Duration = Duration::from_secs(30);
 
-/// How long a peer may take to answer a ping.
-const PING_TIMEOUT: Duration = Duration::from_secs(20);
+/// How long a peer may take to answer a ping, unless its kind of connection says otherwise.
+pub const PING_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// What the streams of one connection have received, and how far they let the peer send ahead.
 #[derive(Debug)]
@@ -75,12 +75,13 @@ pub struct Inbound {
 
 /// The peer did not answer a ping in time.
 #[derive(Debug, thiserror::Error)]
-#[error("the peer has been silent for {PING_TIMEOUT:?} although it was asked for a sign of life")]
-pub struct Silent;
+#[error("the peer has been silent for {0:?} although it was asked for a sign of life")]
+pub struct Silent(Duration);
 
 /// Measures the path of one connection and says what the window should be.
 pub struct Tuner {
     ping: PingPong,
+    ping_timeout: Duration,
     inbound: Arc<Inbound>,
     estimate: Estimate,
     /// The window that was announced last.
@@ -96,12 +97,16 @@ pub struct Tuner {
 struct Asked {
     at: Instant,
     received: u64,
+    /// The count at the last look: the answer may be on its way behind bulk.
+    heard: u64,
 }
 
 /// The arithmetic, without I/O.
 #[derive(Debug)]
 struct Estimate {
     window: u32,
+    /// The window of a short path.
+    short: u32,
     budget: usize,
     /// Small streams are active.
     beside: bool,
@@ -116,17 +121,22 @@ struct Estimate {
 
 impl Default for Inbound {
     fn default() -> Self {
-        Self {
-            received: AtomicU64::new(0),
-            held: AtomicUsize::new(0),
-            small: AtomicUsize::new(0),
-            window: AtomicU32::new(SHORT_PATH_BYTES),
-            resized: Notify::new(),
-        }
+        Self::new(SHORT_PATH_BYTES)
     }
 }
 
 impl Inbound {
+    /// Of a connection whose streams begin with `window` bytes.
+    pub fn new(window: u32) -> Self {
+        Self {
+            received: AtomicU64::new(0),
+            held: AtomicUsize::new(0),
+            small: AtomicUsize::new(0),
+            window: AtomicU32::new(window),
+            resized: Notify::new(),
+        }
+    }
+
     /// Whether a stream is to give `done` bytes back, while as many as `queued` wait in it: these
     /// are enough for `h2` to tell the peer at once.
     pub fn is_due(&self, done: usize, queued: usize) -> bool {
@@ -155,14 +165,21 @@ impl Inbound {
 // === impl Tuner ===
 
 impl Tuner {
-    /// Watches a connection whose streams begin with [`SHORT_PATH_BYTES`]. All streams together
-    /// should hold no more than `budget` bytes; each may have [`CROWDED_BYTES`] in any case.
-    pub fn new(ping: PingPong, inbound: Arc<Inbound>, budget: usize) -> Self {
+    /// Watches a connection whose streams begin with what `inbound` says. All streams together
+    /// should hold no more than `budget` bytes; each may have [`CROWDED_BYTES`] in any case. A peer
+    /// that sends nothing for `ping_timeout` after it was pinged counts as gone.
+    pub fn new(
+        ping: PingPong,
+        inbound: Arc<Inbound>,
+        budget: usize,
+        ping_timeout: Duration,
+    ) -> Self {
         Self {
             ping,
+            ping_timeout,
+            estimate: Estimate::new(inbound.window(), budget),
+            announced: inbound.window(),
             inbound,
-            estimate: Estimate::new(budget),
-            announced: SHORT_PATH_BYTES,
             asked: None,
             last: (Instant::now(), 0),
             small: (None, 0),
@@ -225,10 +242,16 @@ impl Tuner {
             self.ask(received);
         }
         if self.alarm.as_mut().poll(cx).is_ready() {
-            if self.asked.is_some() {
-                return Err(Silent);
+            match &mut self.asked {
+                Some(asked) if asked.heard == received => {
+                    return Err(Silent(self.ping_timeout));
+                }
+                Some(asked) => {
+                    asked.heard = received;
+                    self.set_alarm(self.ping_timeout);
+                }
+                None => self.ask(received),
             }
-            self.ask(received);
         }
         // Registers the alarm that `ask` has set, and interest in the answer.
         let _ = self.alarm.as_mut().poll(cx);
@@ -243,8 +266,9 @@ impl Tuner {
             self.asked = Some(Asked {
                 at: Instant::now(),
                 received,
+                heard: received,
             });
-            self.set_alarm(PING_TIMEOUT);
+            self.set_alarm(self.ping_timeout);
         }
     }
 
@@ -256,9 +280,10 @@ impl Tuner {
 // === impl Estimate ===
 
 impl Estimate {
-    fn new(budget: usize) -> Self {
+    fn new(short: u32, budget: usize) -> Self {
         Self {
-            window: SHORT_PATH_BYTES,
+            window: short,
+            short,
             budget,
             beside: false,
             bdp: 0,
@@ -303,8 +328,9 @@ impl Estimate {
     /// Twice what the path holds, at least what a short path needs.
     fn wanted(&self) -> u32 {
         let floor = match self.beside {
-            true => BESIDE_BYTES,
-            false => SHORT_PATH_BYTES,
+            // Who asks for more has a reason to.
+            true if self.short == SHORT_PATH_BYTES => BESIDE_BYTES,
+            _ => self.short,
         };
         let twice = self.bdp.saturating_mul(2);
         twice.clamp(floor, LONG_PATH_BYTES).next_power_of_two()
@@ -345,19 +371,22 @@ mod tests {
     #[test]
     fn a_long_path_gets_what_it_can_fill_and_a_short_one_no_more_than_it_needs() {
         assert_eq!(
-            settle(&mut Estimate::new(BUDGET), 100, 100_000),
+            settle(&mut Estimate::new(SHORT_PATH_BYTES, BUDGET), 100, 100_000),
             LONG_PATH_BYTES
         );
-        assert_eq!(settle(&mut Estimate::new(BUDGET), 100, 10_000), 2 << 20);
         assert_eq!(
-            settle(&mut Estimate::new(BUDGET), 1, 100_000),
+            settle(&mut Estimate::new(SHORT_PATH_BYTES, BUDGET), 100, 10_000),
+            2 << 20
+        );
+        assert_eq!(
+            settle(&mut Estimate::new(SHORT_PATH_BYTES, BUDGET), 1, 100_000),
             SHORT_PATH_BYTES
         );
     }
 
     #[test]
     fn a_queue_does_not_feed_on_itself() {
-        let mut estimate = Estimate::new(BUDGET);
+        let mut estimate = Estimate::new(SHORT_PATH_BYTES, BUDGET);
         estimate.measured(0, MS / 10, 0);
         // 1 GB/s through a queue of 5 ms.
         for _ in 0..100 {
@@ -368,7 +397,7 @@ mod tests {
 
     #[test]
     fn what_is_held_shrinks_the_window_at_once_and_it_recovers() {
-        let mut estimate = Estimate::new(BUDGET);
+        let mut estimate = Estimate::new(SHORT_PATH_BYTES, BUDGET);
         settle(&mut estimate, 100, 100_000);
         for (held, window) in [
             (BUDGET / 16, LONG_PATH_BYTES),
@@ -384,14 +413,14 @@ mod tests {
 
     #[test]
     fn small_streams_shrink_the_window_of_a_short_path_only() {
-        let mut near = Estimate::new(BUDGET);
+        let mut near = Estimate::new(SHORT_PATH_BYTES, BUDGET);
         settle(&mut near, 1, 100_000);
         near.beside();
         assert_eq!(near.window, 256 * 1024);
         assert_eq!(settle(&mut near, 1, 10_000), BESIDE_BYTES);
         near.beside = false;
         assert_eq!(settle(&mut near, 1, 10_000), SHORT_PATH_BYTES);
-        let mut far = Estimate::new(BUDGET);
+        let mut far = Estimate::new(SHORT_PATH_BYTES, BUDGET);
         settle(&mut far, 100, 100_000);
         far.beside();
         assert_eq!(far.window, LONG_PATH_BYTES);
@@ -399,7 +428,7 @@ mod tests {
 
     #[test]
     fn a_window_shrinks_after_the_path_got_faster() {
-        let mut estimate = Estimate::new(BUDGET);
+        let mut estimate = Estimate::new(SHORT_PATH_BYTES, BUDGET);
         settle(&mut estimate, 100, 100_000);
         assert_eq!(settle(&mut estimate, 1, 100_000), SHORT_PATH_BYTES);
     }

@@ -17,11 +17,27 @@ const SOCKET_MODE: u32 = 0o770;
 /// spin, short enough that clients only see a delay.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// Toward agents and front-end clients: how soon a silent peer is probed by TCP and when it
-/// counts as dead, so that a broken path is noticed within about a minute instead of hours.
-const KEEPALIVE_IDLE: Duration = Duration::from_secs(15);
-const KEEPALIVE_PROBES: u32 = 3;
-const USER_TIMEOUT: Duration = Duration::from_secs(60);
+/// How soon TCP probes a silent peer, and when it counts as dead. The default suits agents and
+/// front-end clients: a broken path is noticed within a minute instead of hours.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Keepalive {
+    /// Silence before the first probe; the kernel counts in whole seconds.
+    pub idle: Duration,
+    /// Time between probes.
+    pub interval: Duration,
+    /// How many probes stay unanswered before the connection is given up.
+    pub probes: u32,
+}
+
+impl Default for Keepalive {
+    fn default() -> Self {
+        Self {
+            idle: Duration::from_secs(15),
+            interval: Duration::from_secs(15),
+            probes: 3,
+        }
+    }
+}
 
 /// The send buffer that a Unix socket's client gets, in bytes: with the kernel's default of 208 KiB
 /// a frame of the native transport takes two writes and a wait between them. The kernel grants
@@ -39,8 +55,8 @@ pub struct UnixBindError {
 
 /// A bound listener.
 pub enum Listener {
-    /// TCP.
-    Tcp(TcpListener),
+    /// TCP, and how accepted connections are watched.
+    Tcp(TcpListener, Keepalive),
     /// A Unix socket; its file is removed when the listener is dropped.
     Unix(UnixListener, SocketFile),
 }
@@ -61,6 +77,11 @@ pub enum Accepted {
 }
 
 impl Listener {
+    /// A TCP listener whose connections are watched as agents' are.
+    pub fn tcp(listener: TcpListener) -> Self {
+        Self::Tcp(listener, Keepalive::default())
+    }
+
     /// Binds a Unix socket with mode 0770. With `replace`, what is at the path is removed first.
     ///
     /// # Errors
@@ -101,7 +122,7 @@ impl Listener {
     /// Where clients connect: the address, or the socket's path.
     pub fn address(&self) -> String {
         match self {
-            Self::Tcp(listener) => listener
+            Self::Tcp(listener, _) => listener
                 .local_addr()
                 .map_or_else(|error| error.to_string(), |address| address.to_string()),
             Self::Unix(_, file) => file.path.display().to_string(),
@@ -111,7 +132,7 @@ impl Listener {
     /// The TCP address, if it is one.
     pub fn tcp_address(&self) -> Option<SocketAddr> {
         match self {
-            Self::Tcp(listener) => listener.local_addr().ok(),
+            Self::Tcp(listener, _) => listener.local_addr().ok(),
             Self::Unix(..) => None,
         }
     }
@@ -136,10 +157,10 @@ impl Listener {
 
     async fn accept(&self) -> io::Result<Accepted> {
         match self {
-            Self::Tcp(listener) => {
+            Self::Tcp(listener, keepalive) => {
                 let (stream, peer) = listener.accept().await?;
                 // A connection that is gone already fails here and again at its first read.
-                let _ = tune(&stream);
+                let _ = tune_with(&stream, keepalive);
                 Ok(Accepted::Tcp(stream, peer))
             }
             Self::Unix(listener, _) => {
@@ -183,14 +204,28 @@ fn identity(path: &Path) -> io::Result<(u64, u64)> {
 /// # Errors
 /// When the socket is gone already.
 pub fn tune(stream: &TcpStream) -> io::Result<()> {
+    tune_with(stream, &Keepalive::default())
+}
+
+/// The same with other times. What the peer does not acknowledge in the time that all probes
+/// take ends the connection, too.
+///
+/// # Errors
+/// When the socket is gone already.
+pub fn tune_with(stream: &TcpStream, keepalive: &Keepalive) -> io::Result<()> {
+    let Keepalive {
+        idle,
+        interval,
+        probes,
+    } = *keepalive;
     stream.set_nodelay(true)?;
     let socket = socket2::SockRef::from(stream);
-    let keepalive = socket2::TcpKeepalive::new()
-        .with_time(KEEPALIVE_IDLE)
-        .with_interval(KEEPALIVE_IDLE)
-        .with_retries(KEEPALIVE_PROBES);
-    socket.set_tcp_keepalive(&keepalive)?;
-    socket.set_tcp_user_timeout(Some(USER_TIMEOUT))
+    let probing = socket2::TcpKeepalive::new()
+        .with_time(idle)
+        .with_interval(interval)
+        .with_retries(probes);
+    socket.set_tcp_keepalive(&probing)?;
+    socket.set_tcp_user_timeout(Some(idle + interval * probes))
 }
 
 #[cfg(test)]

@@ -24,9 +24,14 @@ pub struct ReadAhead<S> {
 impl<S> ReadAhead<S> {
     /// Reads ahead of `inner`'s reader.
     pub fn new(inner: S) -> Self {
+        Self::behind(BytesMut::new(), inner)
+    }
+
+    /// The same with bytes that were read before.
+    pub fn behind(read: BytesMut, inner: S) -> Self {
         Self {
             inner,
-            buffer: BytesMut::new(),
+            buffer: read,
         }
     }
 }

@@ -8,7 +8,7 @@ use bytes::Bytes;
 use culvert_common::native::halves::{NativeSink, NativeSource, halves};
 use culvert_common::native::hello::{self, HelloError};
 use culvert_common::native::link::{Opener, Requests};
-use culvert_common::native::window::Inbound;
+use culvert_common::native::window::{Inbound, PING_TIMEOUT};
 use culvert_common::native::{
     ADDRESS_HEADER, CONTROL_PATH, DRAIN, ERROR_HEADER, NETWORK_HEADER, decode, encode,
 };
@@ -114,7 +114,8 @@ impl Agents {
             }
         };
         let inbound = Arc::new(Inbound::default());
-        let (requests, link) = match Opener::new(stream, inbound.clone(), HELD_BYTES).await {
+        let opener = Opener::new(stream, inbound.clone(), HELD_BYTES, PING_TIMEOUT);
+        let (requests, link) = match opener.await {
             Ok(opened) => opened,
             Err(error) => {
                 debug!(peer, %error, "broke before HTTP/2 began");

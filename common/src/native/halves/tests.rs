@@ -11,7 +11,7 @@ use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
 use super::super::link::{Incoming, Opener, Requests, Taker};
-use super::super::window::{CROWDED_BYTES, SHORT_PATH_BYTES};
+use super::super::window::{CROWDED_BYTES, PING_TIMEOUT, SHORT_PATH_BYTES};
 use super::*;
 use crate::tunnel::pump::{Meter, pump};
 
@@ -35,8 +35,8 @@ impl Link {
         let (near, far) = tokio::io::duplex(64 * 1024);
         let (server, agent) = (Arc::<Inbound>::default(), Arc::<Inbound>::default());
         let (opener, taker) = tokio::join!(
-            Opener::new(near, server.clone(), 1 << 26),
-            Taker::new(far, agent.clone(), 1 << 24),
+            Opener::new(near, server.clone(), 1 << 26, PING_TIMEOUT),
+            Taker::new(far, agent.clone(), 1 << 24, u32::MAX),
         );
         let ((requests, opener), taker) = (opener.unwrap(), taker.unwrap());
         let (streams, incoming) = mpsc::unbounded_channel();

@@ -1,0 +1,146 @@
+//! Wires the tunnel: opens its listeners, keeps its connections, and drains at the end.
+
+use std::io;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use culvert_common::admin::{self, Check, METRICS_TYPE, Reply};
+use culvert_common::net::listen::{Accepted, Listener};
+use culvert_common::telemetry::metrics::Registry;
+use http::StatusCode;
+use tokio::net::TcpListener;
+use tokio::time::timeout;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+use tracing::{info, warn};
+
+use super::carry::Carrier;
+use super::config::Config;
+use super::metrics::TunnelMetrics;
+use super::pool::{PlainTcp, Pool};
+
+/// How long the proxy may take to take what is left of streams that were cut.
+const CUT_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// Where a bound tunnel listens.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Addresses {
+    /// For clients, in the order of the configuration.
+    pub listen: Vec<SocketAddr>,
+    /// Health and metrics.
+    pub stats: SocketAddr,
+}
+
+/// A tunnel whose listeners are open and not served yet.
+pub struct Bound {
+    /// Where it listens.
+    pub addresses: Addresses,
+    config: Config,
+    metrics: Arc<TunnelMetrics>,
+    listeners: Vec<TcpListener>,
+    stats: TcpListener,
+}
+
+impl Bound {
+    /// Opens every listener.
+    ///
+    /// # Errors
+    /// When an address is taken or not one of this node; the text says which and what to do.
+    pub async fn bind(config: Config) -> anyhow::Result<Self> {
+        let metrics = TunnelMetrics::new()?;
+        let mut listeners = Vec::with_capacity(config.routes.len());
+        for route in &config.routes {
+            let bind = &route.listen;
+            listeners.push(admin::bind(&bind.host, bind.port, "--listen").await?);
+        }
+        let stats = &config.stats;
+        let stats = admin::bind(&stats.host, stats.port, "--stats-port").await?;
+        let listen = listeners.iter().map(TcpListener::local_addr);
+        Ok(Self {
+            addresses: Addresses {
+                listen: listen.collect::<io::Result<_>>()?,
+                stats: stats.local_addr()?,
+            },
+            config,
+            metrics,
+            listeners,
+            stats,
+        })
+    }
+
+    /// Serves until the token fires, then lets clients end for the drain timeout, and cuts what is
+    /// left.
+    pub async fn run(self, shutdown: CancellationToken) {
+        let Config {
+            routes,
+            proxy,
+            connections,
+            drain_timeout,
+            ..
+        } = self.config;
+        let metrics = self.metrics;
+        let registry = metrics.registry().clone();
+        info!(addresses = ?self.addresses, %proxy, "serving");
+        let (tasks, upkeep) = (TaskTracker::new(), TaskTracker::new());
+        let (cut, stop) = (CancellationToken::new(), CancellationToken::new());
+        let pool = Pool::new(PlainTcp(proxy), connections, metrics.clone());
+        upkeep.spawn(pool.clone().run(stop.clone()));
+        let pages = pages(&pool, &registry, &shutdown);
+        upkeep.spawn(admin::serve(self.stats, pages, stop.clone()));
+        upkeep.spawn({
+            let stop = stop.clone();
+            async move { registry.run_upkeep(stop).await }
+        });
+        for (listener, route) in self.listeners.into_iter().zip(&routes) {
+            let (pool, metrics) = (pool.clone(), metrics.clone());
+            let carrier = Carrier::new(route, pool, metrics, tasks.clone(), cut.clone());
+            let (carrier, tasks) = (Arc::new(carrier), tasks.clone());
+            let handle = move |accepted| {
+                if let Accepted::Tcp(stream, peer) = accepted {
+                    let (read, write) = stream.into_split();
+                    tasks.spawn(carrier.clone().serve(read, write, peer));
+                }
+            };
+            upkeep.spawn(Listener::tcp(listener).serve(shutdown.clone(), handle));
+        }
+
+        shutdown.cancelled().await;
+        info!(open = tasks.len(), "draining");
+        tasks.close();
+        if timeout(drain_timeout, tasks.wait()).await.is_err() {
+            warn!(open = tasks.len(), "cutting what is left");
+        }
+        cut.cancel();
+        // What the proxy does not take ends with the connections.
+        let _ = timeout(CUT_TIMEOUT, tasks.wait()).await;
+        stop.cancel();
+        upkeep.close();
+        upkeep.wait().await;
+    }
+}
+
+fn pages(
+    pool: &Arc<Pool<PlainTcp>>,
+    registry: &Arc<Registry>,
+    shutdown: &CancellationToken,
+) -> admin::Routes {
+    let (pool, page, shutdown) = (pool.clone(), registry.clone(), shutdown.clone());
+    let ready = move || match (shutdown.is_cancelled(), pool.is_up()) {
+        (true, _) => Err("draining".to_owned()),
+        (false, false) => Err("no connection to the proxy".to_owned()),
+        (false, true) => Ok(()),
+    };
+    let ready = Check {
+        name: "proxy-connected",
+        run: Box::new(ready),
+    };
+    admin::Routes::new()
+        .with_healthz()
+        .with_agent_readyz(vec![ready])
+        .with_metrics(registry.clone())
+        .route("/stats/prometheus", move |_| {
+            let page = page.render();
+            std::future::ready(Reply::new(StatusCode::OK, METRICS_TYPE, page))
+        })
+}

@@ -1,0 +1,254 @@
+//! Clients of a tunnel whose proxy is in memory.
+#![allow(clippy::unwrap_used, clippy::indexing_slicing)]
+
+use std::net::{IpAddr, Ipv4Addr};
+
+use culvert_common::flags::HostPort;
+use culvert_common::tunnel::{Sink as _, Source as _};
+use http::Response;
+use http::uri::Authority;
+use tokio::io::{AsyncReadExt as _, DuplexStream, duplex, split};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::time::sleep;
+
+use super::super::pool::tests::{Dialer, FarEnd, Proxy};
+use super::*;
+
+const PEER: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 1);
+
+/// A listener's clients, and the proxy that they reach.
+struct Node {
+    proxy: Proxy,
+    far: FarEnd,
+    carrier: Arc<Carrier<Dialer>>,
+    tasks: TaskTracker,
+    cut: CancellationToken,
+}
+
+impl Node {
+    async fn start() -> Self {
+        let mut proxy = Proxy::start(1);
+        let far = proxy.next_connection().await;
+        let (tasks, cut) = (TaskTracker::new(), CancellationToken::new());
+        let route = Route {
+            listen: HostPort::new("100.64.30.10", 6443),
+            authority: Authority::from_static("a.b.svc.cluster.local:443"),
+        };
+        let (pool, metrics) = (proxy.pool.clone(), proxy.metrics.clone());
+        let carrier = Carrier::new(&route, pool, metrics, tasks.clone(), cut.clone());
+        Self {
+            proxy,
+            far,
+            carrier: Arc::new(carrier),
+            tasks,
+            cut,
+        }
+    }
+
+    fn client(&self) -> DuplexStream {
+        let (client, near) = duplex(64 * 1024);
+        let (read, write) = split(near);
+        let serve = self.carrier.clone().serve(read, write, PEER);
+        self.tasks.spawn(serve);
+        client
+    }
+
+    /// Answers the next request with 200.
+    async fn accept(&mut self) -> (NativeSource, NativeSink) {
+        let (request, mut respond) = self.far.next_stream().await;
+        let send = respond.send_response(Response::new(()), false).unwrap();
+        let (body, inbound) = (request.into_body(), self.far.inbound.clone());
+        halves(send, body, inbound, CloseReason::AgentLost)
+    }
+
+    /// Answers the next request with 200, and waits until it has arrived: a reset overtakes it.
+    async fn carries(&mut self, client: &mut DuplexStream) -> (NativeSource, NativeSink) {
+        let (source, mut sink) = self.accept().await;
+        sink.send(chunk("x")).await.unwrap();
+        assert_eq!(client.read_u8().await.unwrap(), b'x');
+        (source, sink)
+    }
+
+    /// Answers the next request with another status, and no more.
+    async fn refuse(&mut self, status: StatusCode) {
+        let (_request, mut respond) = self.far.next_stream().await;
+        let mut response = Response::new(());
+        *response.status_mut() = status;
+        respond.send_response(response, true).unwrap();
+    }
+
+    /// Demands that all clients have ended, and that the page of metrics has this series.
+    async fn ended(&self, series: &str) {
+        self.tasks.close();
+        self.tasks.wait().await;
+        let page = self.proxy.metrics.registry().render();
+        for line in [
+            series,
+            "culvert_node_tunnel_clients 0",
+            "envoy_cluster_upstream_rq_active{envoy_cluster_name=\"proxy_cluster\"} 0",
+        ] {
+            let found = page.lines().any(|candidate| candidate == line);
+            assert!(found, "{line} is missing from\n{page}");
+        }
+    }
+}
+
+/// All that a client gets until its connection ends.
+async fn rest(client: &mut DuplexStream) -> String {
+    let mut text = String::new();
+    client.read_to_string(&mut text).await.unwrap();
+    text
+}
+
+fn chunk(text: &'static str) -> Bytes {
+    Bytes::from_static(text.as_bytes())
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_client_that_ends_its_direction_gets_its_answer() {
+    let mut node = Node::start().await;
+    let mut client = node.client();
+    client.write_all(b"question").await.unwrap();
+    client.shutdown().await.unwrap();
+    let (mut source, mut sink) = node.accept().await;
+    assert_eq!(source.recv().await.unwrap().unwrap(), "question");
+    assert_eq!(source.recv().await, Ok(None));
+    sink.send(chunk("answer")).await.unwrap();
+    sink.finish().await.unwrap();
+    assert_eq!(rest(&mut client).await, "answer");
+    node.ended("culvert_connections_closed_total{reason=\"finished\"} 1")
+        .await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_client_goes_on_after_the_proxys_direction_has_ended() {
+    let mut node = Node::start().await;
+    let mut client = node.client();
+    let (mut source, mut sink) = node.accept().await;
+    sink.send(chunk("greeting")).await.unwrap();
+    sink.finish().await.unwrap();
+    assert_eq!(rest(&mut client).await, "greeting");
+    client.write_all(b"late").await.unwrap();
+    assert_eq!(source.recv().await.unwrap().unwrap(), "late");
+    client.shutdown().await.unwrap();
+    assert_eq!(source.recv().await, Ok(None));
+    node.ended("culvert_connections_closed_total{reason=\"finished\"} 1")
+        .await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_clients_first_bytes_wait_for_the_answer() {
+    let mut node = Node::start().await;
+    let mut client = node.client();
+    client.write_all(b"hello").await.unwrap();
+    let (mut request, mut respond) = node.far.next_stream().await;
+    let early = timeout(Duration::from_secs(1), request.body_mut().data()).await;
+    assert!(early.is_err(), "bytes came before the answer");
+    let _send = respond.send_response(Response::new(()), false).unwrap();
+    let first = request.body_mut().data().await.unwrap().unwrap();
+    assert_eq!(first, "hello");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_refusal_closes_the_client_and_is_counted_by_status() {
+    for (status, label) in [(404, "404"), (503, "503"), (403, "other_status")] {
+        let mut node = Node::start().await;
+        let mut client = node.client();
+        client.write_all(b"never read").await.unwrap();
+        node.refuse(StatusCode::from_u16(status).unwrap()).await;
+        assert_eq!(rest(&mut client).await, "");
+        drop(client);
+        node.ended(&format!(
+            "culvert_node_tunnel_refused_total{{reason=\"{label}\"}} 1"
+        ))
+        .await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_proxy_that_does_not_answer_is_given_up() {
+    let mut node = Node::start().await;
+    let started = Instant::now();
+    let mut client = node.client();
+    let _unanswered = node.far.next_stream().await;
+    assert_eq!(rest(&mut client).await, "");
+    assert!(
+        started.elapsed() >= ANSWER_TIMEOUT,
+        "{:?}",
+        started.elapsed()
+    );
+    drop(client);
+    node.ended("culvert_node_tunnel_refused_total{reason=\"no_answer\"} 1")
+        .await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_request_that_ended_with_its_connection_is_made_again() {
+    let mut node = Node::start().await;
+    let mut client = node.client();
+    let _unanswered = node.far.next_stream().await;
+    node.far.driver.abort();
+    node.far = node.proxy.next_connection().await;
+    let (_source, mut sink) = node.accept().await;
+    sink.send(chunk("here")).await.unwrap();
+    sink.finish().await.unwrap();
+    assert_eq!(rest(&mut client).await, "here");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_stream_that_is_reset_closes_its_client_only() {
+    let mut node = Node::start().await;
+    let mut other = node.client();
+    let (_other_source, mut other_sink) = node.accept().await;
+    let mut client = node.client();
+    let (_source, sink) = node.carries(&mut client).await;
+    sink.end(CloseReason::EndpointLost, &node.tasks);
+    assert_eq!(rest(&mut client).await, "");
+    other_sink.send(chunk("still here")).await.unwrap();
+    other_sink.finish().await.unwrap();
+    assert_eq!(rest(&mut other).await, "still here");
+    drop((client, other));
+    node.ended("culvert_connections_closed_total{reason=\"endpoint_lost\"} 1")
+        .await;
+}
+
+#[tokio::test]
+async fn a_client_that_resets_resets_its_stream() {
+    let mut node = Node::start().await;
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let client = TcpStream::connect(listener.local_addr().unwrap());
+    let (client, accepted) = tokio::join!(client, listener.accept());
+    let (client, (near, peer)) = (client.unwrap(), accepted.unwrap());
+    let (read, write) = near.into_split();
+    node.tasks
+        .spawn(node.carrier.clone().serve(read, write, peer));
+    let (mut source, _sink) = node.accept().await;
+    let socket = socket2::SockRef::from(&client);
+    socket.set_linger(Some(Duration::ZERO)).unwrap();
+    drop(client);
+    assert_eq!(source.recv().await, Err(CloseReason::ClientLost));
+    node.ended("culvert_connections_closed_total{reason=\"client_lost\"} 1")
+        .await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_cut_ends_both_sides_at_once() {
+    let mut node = Node::start().await;
+    let mut client = node.client();
+    let (mut source, _sink) = node.carries(&mut client).await;
+    node.cut.cancel();
+    assert_eq!(rest(&mut client).await, "");
+    assert_eq!(source.recv().await, Err(CloseReason::Shutdown));
+    node.ended("culvert_connections_closed_total{reason=\"shutdown\"} 1")
+        .await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_refusal_is_told_once_in_a_while() {
+    let node = Node::start().await;
+    assert!(node.carrier.is_news(Refusal::NotFound));
+    assert!(!node.carrier.is_news(Refusal::NotFound));
+    assert!(node.carrier.is_news(Refusal::Unavailable));
+    sleep(TELL_EVERY).await;
+    assert!(node.carrier.is_news(Refusal::NotFound));
+}

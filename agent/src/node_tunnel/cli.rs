@@ -1,0 +1,43 @@
+//! The program: flags, signals, exit code.
+
+use std::ffi::OsString;
+use std::process::ExitCode;
+
+use culvert_common::runtime::{self, Setup, Signals};
+use tokio_util::sync::CancellationToken;
+use tracing::info;
+
+use super::app::Bound;
+use super::config::{Config, PROGRAM};
+
+/// Runs the tunnel with a command line, program name first. Exit code 1 says that it could not
+/// start, or that a second signal cut its drain short.
+pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
+    let config = match Config::from_args(args) {
+        Ok(config) => config,
+        Err(exit) => return exit.report(),
+    };
+    let setup = Setup {
+        logging: &config.logging,
+        options: config.describe(),
+        warnings: &config.warnings,
+    };
+    runtime::run(PROGRAM, &setup, serve(config.clone()))
+}
+
+async fn serve(config: Config) -> anyhow::Result<()> {
+    let mut signals = Signals::new()?;
+    let shutdown = CancellationToken::new();
+    let bound = Bound::bind(config).await?;
+    let run = bound.run(shutdown.clone());
+    tokio::pin!(run);
+    tokio::select! {
+        () = &mut run => return Ok(()),
+        signal = signals.recv() => info!(signal, "draining; a second signal stops at once"),
+    }
+    shutdown.cancel();
+    tokio::select! {
+        () = run => Ok(()),
+        signal = signals.recv() => anyhow::bail!("{signal} during the drain"),
+    }
+}

@@ -1,0 +1,165 @@
+//! The flags as they are typed: names, defaults and help texts, and what they mean together.
+
+use std::ffi::OsString;
+
+use clap::{Args, Parser};
+use culvert_common::flags::values::go_int;
+use culvert_common::flags::{
+    Exit, GoDuration, HostPort, KlogFlags, Parsed, Problems, StringSlice, parse,
+};
+use culvert_common::net::dial::split_host_port;
+use http::uri::Authority;
+
+use super::{Config, MAX_CONNECTIONS, PROGRAM, Route};
+
+/// The verbosity unless `-v` is given: no line for each connection.
+const VERBOSITY: &str = "--v=2";
+
+/// What an address to listen on looks like.
+const LISTEN: &str = "100.64.30.10:6443";
+
+/// What an authority looks like.
+const AUTHORITY: &str = "apiserver-external.cluster-x.svc.cluster.local:443";
+
+/// What the proxy's address looks like.
+const PROXY: &str = "cluster-x.seed.example.com:8088";
+
+/// Carries connections to addresses of this node to Services of the seed, as CONNECT streams over a
+/// few HTTP/2 connections to the seed's nodeport-proxy.
+#[derive(Parser, Debug)]
+#[command(name = PROGRAM, version)]
+pub(super) struct Flags {
+    #[command(flatten)]
+    tunnel: TunnelFlags,
+    #[command(flatten)]
+    operations: OperationsFlags,
+    #[command(flatten)]
+    klog: KlogFlags,
+}
+
+#[derive(Args, Debug)]
+#[command(next_help_heading = "Tunnel")]
+struct TunnelFlags {
+    /// Where to listen, and the authority to ask the proxy for; comma-separated, or repeated
+    #[arg(long, value_name = "HOST:PORT=AUTHORITY,...")]
+    listen: Vec<StringSlice>,
+
+    /// CONNECT port of the seed's nodeport-proxy, spoken to in plain text
+    #[arg(long, value_name = "HOST:PORT", default_value = "")]
+    proxy: String,
+
+    /// HTTP/2 connections to the proxy that all clients share
+    #[arg(long, value_name = "N", default_value = "2", value_parser = go_int)]
+    connections: i64,
+}
+
+#[derive(Args, Debug)]
+#[command(next_help_heading = "Operation")]
+struct OperationsFlags {
+    /// Address of health and metrics; empty is all interfaces of both families
+    #[arg(long, value_name = "HOST", default_value = "0.0.0.0")]
+    stats_address: String,
+
+    /// Port of health and metrics
+    #[arg(long, value_name = "PORT", default_value = "8002", value_parser = go_int)]
+    stats_port: i64,
+
+    /// Time for clients to end after SIGTERM; 0 ends them at once
+    #[arg(long, value_name = "DURATION", default_value = "25s")]
+    drain_timeout: GoDuration,
+}
+
+// === impl Flags ===
+
+impl Flags {
+    /// Reads, checks and converts a command line.
+    pub(super) fn read(mut args: impl Iterator<Item = OsString>) -> Result<Config, Exit> {
+        let program = args.next();
+        let verbosity = OsString::from(VERBOSITY);
+        let args: Vec<OsString> = program.into_iter().chain([verbosity]).chain(args).collect();
+        let Parsed { flags, strays } = parse::<Self, _, _>(args)?;
+        flags
+            .validate(Problems::new(&strays))
+            .map_err(|problems| Exit::problems(PROGRAM, &problems))
+    }
+
+    fn validate(self, mut problems: Problems) -> Result<Config, Vec<String>> {
+        let p = &mut problems;
+        let (tunnel, operations) = (&self.tunnel, &self.operations);
+        let routes = routes(p, &StringSlice::concat(&tunnel.listen));
+        let proxy = host_port(&tunnel.proxy, PROXY).unwrap_or_else(|reason| {
+            p.error(format!("--proxy: {reason}"));
+            HostPort::new("", 0)
+        });
+        let given = tunnel.connections;
+        let connections = usize::try_from(given).unwrap_or(0);
+        p.require((1..=MAX_CONNECTIONS).contains(&connections), || {
+            format!("--connections must be 1 to {MAX_CONNECTIONS}, got {given}")
+        });
+        let given = operations.stats_port;
+        let stats_port = u16::try_from(given).unwrap_or_else(|_| {
+            p.error(format!("--stats-port must be 0 to 65535, got {given}"));
+            0
+        });
+        let warnings = problems.finish()?;
+        Ok(Config {
+            routes,
+            proxy,
+            connections,
+            stats: HostPort::new(&operations.stats_address, stats_port),
+            drain_timeout: operations.drain_timeout.saturating(),
+            logging: self.klog.log_config(),
+            warnings,
+        })
+    }
+}
+
+fn routes(p: &mut Problems, pairs: &[String]) -> Vec<Route> {
+    p.require(!pairs.is_empty(), || {
+        format!("--listen must be set; write HOST:PORT=AUTHORITY, such as {LISTEN}={AUTHORITY}")
+    });
+    let mut routes: Vec<Route> = Vec::new();
+    for pair in pairs {
+        match route(pair) {
+            Ok(route) => {
+                let is_new = routes.iter().all(|known| known.listen != route.listen);
+                p.require(is_new, || {
+                    let listen = &route.listen;
+                    format!("--listen: {listen} is given twice; write one authority for it")
+                });
+                routes.push(route);
+            }
+            Err(reason) => p.error(format!("--listen: {reason}")),
+        }
+    }
+    routes
+}
+
+fn route(pair: &str) -> Result<Route, String> {
+    let (listen, authority) = pair.split_once('=').ok_or_else(|| {
+        format!("{pair:?} has no '='; write HOST:PORT=AUTHORITY, such as {LISTEN}={AUTHORITY}")
+    })?;
+    let listen = host_port(listen, LISTEN)?;
+    let target = host_port(authority, AUTHORITY)?.to_string();
+    match Authority::try_from(target) {
+        // To HTTP a user name is a part of it, to a proxy it is none.
+        Ok(authority) if !authority.as_str().contains('@') => Ok(Route { listen, authority }),
+        _ => Err(format!(
+            "{authority:?} is no authority; write one such as {AUTHORITY}"
+        )),
+    }
+}
+
+/// A host and a port of which neither may be left out: on all addresses of a node, everybody around
+/// it could reach the Service.
+fn host_port(text: &str, example: &str) -> Result<HostPort, String> {
+    let wrong = |what: &str| format!("{text:?} {what}; write HOST:PORT, such as {example}");
+    let (host, port) = split_host_port(text).map_err(|error| wrong(error.reason))?;
+    if host.is_empty() {
+        return Err(wrong("has no host"));
+    }
+    match port.parse::<u16>() {
+        Ok(port) if port != 0 => Ok(HostPort::new(host, port)),
+        _ => Err(wrong("has no port from 1 to 65535")),
+    }
+}

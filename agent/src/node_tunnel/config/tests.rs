@@ -1,0 +1,144 @@
+#![allow(clippy::unwrap_used, clippy::indexing_slicing)]
+
+use super::*;
+
+const API: &str = "100.64.30.10:6443=apiserver-external.cluster-x.svc.cluster.local:443";
+const VPN: &str = "100.64.30.10:1194=openvpn-server.cluster-x.svc.cluster.local:1194";
+const PROXY: &str = "--proxy=x.seed.example.com:8088";
+
+fn read(line: &[&str]) -> Result<Config, Vec<String>> {
+    let args = std::iter::once(PROGRAM).chain(line.iter().copied());
+    Config::from_args(args).map_err(|exit| {
+        assert_eq!(exit.code, 1);
+        let lines = exit
+            .text
+            .lines()
+            .filter_map(|line| line.strip_prefix("Error: "));
+        lines.map(str::to_owned).collect()
+    })
+}
+
+/// What is wrong with one value of `--listen`.
+fn listen_error(value: &str) -> String {
+    read(&[PROXY, "--listen", value]).unwrap_err().join("\n")
+}
+
+#[test]
+fn one_listener_and_a_proxy_are_enough() {
+    let config = read(&[PROXY, "--listen", API]).unwrap();
+    assert_eq!(config.routes.len(), 1);
+    let Route { listen, authority } = &config.routes[0];
+    assert_eq!(*listen, HostPort::new("100.64.30.10", 6443));
+    assert_eq!(
+        *authority,
+        "apiserver-external.cluster-x.svc.cluster.local:443"
+    );
+    assert_eq!(config.proxy, HostPort::new("x.seed.example.com", 8088));
+    assert_eq!((config.connections, config.logging.verbosity), (2, 2));
+    assert_eq!(config.stats, HostPort::new("0.0.0.0", 8002));
+    assert_eq!(config.drain_timeout, Duration::from_secs(25));
+    assert!(config.warnings.is_empty(), "{:?}", config.warnings);
+    let described = config.describe();
+    assert!(
+        described.contains(&format!("listen={API}")),
+        "{described:?}"
+    );
+}
+
+#[test]
+fn listeners_are_repeated_or_separated_by_commas() {
+    let both = format!("{API},{VPN}");
+    let joined = read(&[PROXY, "--listen", &both]).unwrap();
+    let repeated = read(&[PROXY, "--listen", API, "--listen", VPN]).unwrap();
+    assert_eq!(joined, repeated);
+    assert_eq!(joined.routes.len(), 2);
+    assert_eq!(joined.routes[1].listen.port, 1194);
+}
+
+#[test]
+fn addresses_of_ipv6_keep_their_brackets_where_they_belong() {
+    let config = read(&[
+        "--proxy=[fd00::1]:8088",
+        "--listen=[fd00::2]:6443=[fd00::3]:443",
+    ]);
+    let config = config.unwrap();
+    assert_eq!(config.proxy.host, "fd00::1");
+    assert_eq!(config.routes[0].listen.host, "fd00::2");
+    assert_eq!(config.routes[0].authority, "[fd00::3]:443");
+}
+
+#[test]
+fn a_listener_that_is_wrong_says_what_to_write() {
+    for (value, parts) in [
+        ("100.64.30.10:6443", ["has no '='", "HOST:PORT=AUTHORITY"]),
+        (
+            ":6443=a.b:443",
+            ["\":6443\" has no host", "100.64.30.10:6443"],
+        ),
+        (
+            "100.64.30.10=a.b:443",
+            ["missing port", "100.64.30.10:6443"],
+        ),
+        (
+            "100.64.30.10:0=a.b:443",
+            ["no port from 1", "100.64.30.10:6443"],
+        ),
+        (
+            "100.64.30.10:70000=a.b:443",
+            ["no port from 1", "100.64.30.10:6443"],
+        ),
+        (
+            "100.64.30.10:6443=a.b",
+            ["\"a.b\" missing port", "apiserver-external"],
+        ),
+        (
+            "100.64.30.10:6443=:443",
+            ["\":443\" has no host", "apiserver-external"],
+        ),
+        (
+            "100.64.30.10:6443=u@a.b:443",
+            ["is no authority", "apiserver-external"],
+        ),
+        (
+            "100.64.30.10:6443=a b:443",
+            ["is no authority", "apiserver-external"],
+        ),
+    ] {
+        let error = listen_error(value);
+        for part in parts {
+            assert!(error.contains(part), "{value}: {error}\n{part}");
+        }
+    }
+}
+
+#[test]
+fn an_address_is_listened_on_once() {
+    let again = format!("{API},100.64.30.10:6443=other.cluster-x.svc.cluster.local:443");
+    let error = listen_error(&again);
+    assert_eq!(
+        error,
+        "--listen: 100.64.30.10:6443 is given twice; write one authority for it"
+    );
+}
+
+#[test]
+fn everything_that_is_wrong_is_named_at_once() {
+    let problems = read(&["--connections=0", "--stats-port=-1"]).unwrap_err();
+    let parts = [
+        "--listen must be set",
+        "--proxy: ",
+        "--connections",
+        "--stats-port",
+    ];
+    assert_eq!(problems.len(), parts.len(), "{problems:#?}");
+    for (problem, part) in problems.iter().zip(parts) {
+        assert!(problem.contains(part), "{problem}\n{part}");
+    }
+    let error = read(&["--listen", API, "--proxy=x.seed.example.com"])
+        .unwrap_err()
+        .join("\n");
+    assert!(
+        error.contains("missing port") && error.contains(":8088"),
+        "{error}"
+    );
+}

@@ -1,0 +1,311 @@
+//! A proxy in memory, and what becomes of the connections to it.
+#![allow(clippy::unwrap_used, clippy::indexing_slicing)]
+
+use std::future::pending;
+use std::sync::atomic::{AtomicBool, AtomicU32};
+
+use culvert_common::native::link::{Incoming, Taker};
+use futures_util::future::join_all;
+use http::{Response, StatusCode};
+use tokio::io::{DuplexStream, duplex};
+use tokio::sync::mpsc;
+use tokio::task::JoinHandle;
+
+use super::*;
+
+/// How long it takes to reach the proxy.
+const DIAL_TAKES: Duration = Duration::from_millis(10);
+
+/// A pool, and the proxy that its connections reach.
+pub struct Proxy {
+    pub pool: Arc<Pool<Dialer>>,
+    pub metrics: Arc<TunnelMetrics>,
+    pub script: Arc<Script>,
+    /// Connections in the order in which they were opened.
+    pub far: mpsc::UnboundedReceiver<FarEnd>,
+    stop: CancellationToken,
+    runs: JoinHandle<()>,
+}
+
+/// How the proxy behaves from now on.
+pub struct Script {
+    pub dials: AtomicUsize,
+    pub refuses: AtomicBool,
+    /// It accepts, and says nothing.
+    pub mute: AtomicBool,
+    pub max_streams: AtomicU32,
+}
+
+pub struct Dialer {
+    script: Arc<Script>,
+    far: mpsc::UnboundedSender<FarEnd>,
+}
+
+/// The proxy's end of one connection.
+pub struct FarEnd {
+    pub streams: mpsc::UnboundedReceiver<Incoming>,
+    pub inbound: Arc<Inbound>,
+    pub driver: JoinHandle<()>,
+    drain: Arc<Notify>,
+}
+
+impl Proxy {
+    pub fn start(limit: usize) -> Self {
+        let script = Arc::new(Script {
+            dials: AtomicUsize::new(0),
+            refuses: AtomicBool::new(false),
+            mute: AtomicBool::new(false),
+            max_streams: AtomicU32::new(1000),
+        });
+        let (sender, far) = mpsc::unbounded_channel();
+        let dialer = Dialer {
+            script: script.clone(),
+            far: sender,
+        };
+        let metrics = TunnelMetrics::new().unwrap();
+        let pool = Pool::new(dialer, limit, metrics.clone());
+        let stop = CancellationToken::new();
+        let runs = tokio::spawn(pool.clone().run(stop.clone()));
+        Self {
+            pool,
+            metrics,
+            script,
+            far,
+            stop,
+            runs,
+        }
+    }
+
+    pub async fn next_connection(&mut self) -> FarEnd {
+        self.far.recv().await.unwrap()
+    }
+
+    fn dials(&self) -> usize {
+        self.script.dials.load(Ordering::Relaxed)
+    }
+
+    async fn open(&self) -> Result<Stream, PoolError> {
+        self.pool
+            .open(&Uri::from_static("a.b.svc.cluster.local:443"))
+            .await
+    }
+}
+
+impl Reach for Dialer {
+    type Stream = DuplexStream;
+
+    async fn reach(&self) -> Result<DuplexStream, String> {
+        self.script.dials.fetch_add(1, Ordering::Relaxed);
+        sleep(DIAL_TAKES).await;
+        if self.script.refuses.load(Ordering::Relaxed) {
+            return Err("connection refused".into());
+        }
+        let (near, far) = duplex(64 * 1024);
+        let _ = self.far.send(FarEnd::start(far, &self.script));
+        Ok(near)
+    }
+}
+
+impl FarEnd {
+    fn start(stream: DuplexStream, script: &Script) -> Self {
+        let (sender, streams) = mpsc::unbounded_channel();
+        let (inbound, drain) = (Arc::<Inbound>::default(), Arc::<Notify>::default());
+        let max_streams = script.max_streams.load(Ordering::Relaxed);
+        let driver = if script.mute.load(Ordering::Relaxed) {
+            tokio::spawn(async move {
+                let _held = (stream, sender);
+                pending::<()>().await;
+            })
+        } else {
+            let (inbound, drain) = (inbound.clone(), drain.clone());
+            tokio::spawn(take(stream, inbound, max_streams, drain, sender))
+        };
+        Self {
+            streams,
+            inbound,
+            driver,
+            drain,
+        }
+    }
+
+    pub async fn next_stream(&mut self) -> Incoming {
+        self.streams.recv().await.unwrap()
+    }
+}
+
+async fn take(
+    stream: DuplexStream,
+    inbound: Arc<Inbound>,
+    max_streams: u32,
+    drain: Arc<Notify>,
+    streams: mpsc::UnboundedSender<Incoming>,
+) {
+    let Ok(mut taker) = Taker::new(stream, inbound, 1 << 24, max_streams).await else {
+        return;
+    };
+    loop {
+        let next = tokio::select! {
+            next = taker.next() => next,
+            () = drain.notified() => {
+                taker.drain();
+                continue;
+            }
+        };
+        match next {
+            Ok(Some(incoming)) => {
+                let _ = streams.send(incoming);
+            }
+            _ => return,
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn many_clients_share_one_dial_and_ask_by_authority_alone() {
+    let mut proxy = Proxy::start(1);
+    assert!(!proxy.pool.is_up());
+    let opened = join_all((0..20).map(|_| proxy.open())).await;
+    assert!(opened.iter().all(Result::is_ok));
+    assert_eq!(proxy.dials(), 1);
+    assert!(proxy.pool.is_up());
+    let mut far = proxy.next_connection().await;
+    for _ in 0..20 {
+        let (request, _) = far.next_stream().await;
+        assert_eq!(request.method(), Method::CONNECT);
+        assert_eq!(*request.uri(), "a.b.svc.cluster.local:443");
+        assert!(request.headers().is_empty(), "{:?}", request.headers());
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_stream_goes_where_the_fewest_are() {
+    let mut proxy = Proxy::start(2);
+    let _first = proxy.open().await.unwrap();
+    let (mut a, mut b) = (proxy.next_connection().await, proxy.next_connection().await);
+    let _in_a = a.next_stream().await;
+    sleep(DIAL_TAKES).await;
+    let second = proxy.open().await.unwrap();
+    let _in_b = b.next_stream().await;
+    let _third = proxy.open().await.unwrap();
+    let _also_in_a = a.next_stream().await;
+    drop(second);
+    let _fourth = proxy.open().await.unwrap();
+    let _again_in_b = b.next_stream().await;
+    let _fifth = proxy.open().await.unwrap();
+    let _second_in_b = b.next_stream().await;
+    assert!(a.streams.try_recv().is_err());
+    // Two are all that there are.
+    sleep(LAST_PAUSE * 2).await;
+    assert_eq!(proxy.dials(), 2);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_second_connection_waits_until_the_first_is_used() {
+    let mut proxy = Proxy::start(2);
+    let _a = proxy.next_connection().await;
+    sleep(LAST_PAUSE * 2).await;
+    assert_eq!(proxy.dials(), 1);
+    let _stream = proxy.open().await.unwrap();
+    let _b = proxy.next_connection().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_connection_that_broke_is_replaced() {
+    let mut proxy = Proxy::start(1);
+    let lost = proxy.open().await.unwrap();
+    let a = proxy.next_connection().await;
+    a.driver.abort();
+    assert!(lost.answer.await.is_err());
+    let _stream = proxy.open().await.unwrap();
+    let mut b = proxy.next_connection().await;
+    let _in_b = b.next_stream().await;
+    assert_eq!(proxy.dials(), 2);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_connection_that_is_told_to_end_gets_no_new_streams_and_ends_with_its_last() {
+    let mut proxy = Proxy::start(1);
+    let opened = proxy.open().await.unwrap();
+    let Stream {
+        answer, send, seat, ..
+    } = opened;
+    let mut a = proxy.next_connection().await;
+    let (request, mut respond) = a.next_stream().await;
+    a.drain.notify_one();
+    sleep(DIAL_TAKES).await;
+    let _stream = proxy.open().await.unwrap();
+    let mut b = proxy.next_connection().await;
+    let _in_b = b.next_stream().await;
+    assert!(a.streams.try_recv().is_err());
+    respond.send_response(Response::new(()), true).unwrap();
+    assert_eq!(answer.await.unwrap().status(), StatusCode::OK);
+    drop((send, seat, request, respond));
+    assert!(a.streams.recv().await.is_none());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_connection_that_answers_no_ping_is_replaced() {
+    let mut proxy = Proxy::start(1);
+    proxy.script.mute.store(true, Ordering::Relaxed);
+    let _a = proxy.next_connection().await;
+    sleep(PING_TIMEOUT - DIAL_TAKES).await;
+    assert!(proxy.pool.is_up());
+    assert_eq!(proxy.dials(), 1);
+    sleep(DIAL_TAKES * 3).await;
+    assert_eq!(proxy.dials(), 2);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_failed_dial_is_told_to_all_who_wait_and_tried_again_without_them() {
+    let mut proxy = Proxy::start(1);
+    proxy.script.refuses.store(true, Ordering::Relaxed);
+    let started = Instant::now();
+    let (one, other) = tokio::join!(proxy.open(), proxy.open());
+    for opened in [one, other] {
+        let error = opened.err().unwrap().to_string();
+        assert!(
+            error.contains("connection refused") && error.contains("--proxy"),
+            "{error}"
+        );
+    }
+    assert!(
+        started.elapsed() < CONNECT_TIMEOUT,
+        "{:?}",
+        started.elapsed()
+    );
+    sleep(LAST_PAUSE * 20).await;
+    let dials = proxy.dials();
+    assert!((20..50).contains(&dials), "{dials} dials");
+    proxy.script.refuses.store(false, Ordering::Relaxed);
+    assert!(proxy.open().await.is_ok());
+    proxy.next_connection().await;
+    let failed = proxy.dials() - 1;
+    let line = format!("cx_connect_fail{{envoy_cluster_name=\"proxy_cluster\"}} {failed}\n");
+    assert!(proxy.metrics.registry().render().contains(&line), "{line}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_proxy_that_takes_no_more_streams_is_not_waited_for() {
+    let mut proxy = Proxy::start(1);
+    proxy.script.max_streams.store(1, Ordering::Relaxed);
+    let _far = proxy.next_connection().await;
+    sleep(DIAL_TAKES).await;
+    let first = proxy.open().await.unwrap();
+    let started = Instant::now();
+    assert_eq!(proxy.open().await.err(), Some(PoolError::Full));
+    assert_eq!(started.elapsed(), Duration::ZERO);
+    drop(first);
+    assert!(proxy.open().await.is_ok());
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_end_closes_connections_in_order() {
+    let mut proxy = Proxy::start(1);
+    let mut far = proxy.next_connection().await;
+    sleep(DIAL_TAKES).await;
+    let started = Instant::now();
+    proxy.stop.cancel();
+    proxy.runs.await.unwrap();
+    assert_eq!(started.elapsed(), Duration::ZERO);
+    assert!(far.streams.recv().await.is_none());
+}

@@ -1,0 +1,263 @@
+//! Wires the proxy: opens its listeners, follows its source, and drains at the end.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use anyhow::Context as _;
+use culvert_common::admin::{self, METRICS_TYPE, Reply};
+use culvert_common::net::listen::{Accepted, Listener};
+use culvert_common::runtime::shards::Shards;
+use culvert_common::tls::{self, Identity, TlsOptions, TrustBundle};
+use http::StatusCode;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::watch;
+use tokio::time::timeout;
+use tokio_rustls::TlsAcceptor;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+use tracing::{info, warn};
+
+use super::config::{Config, Source, Tunneling};
+use super::discovery::Discovery;
+use super::file::Follower;
+use super::front::Front;
+use super::metrics::ProxyMetrics;
+use super::ports::NodePorts;
+use super::table::Table;
+use super::tunnel::Tunnels;
+use crate::app::on_shard;
+
+/// What `/readyz` says while connections are ended.
+const DRAINING: &str = "draining";
+
+/// What it says before the first routes are known.
+const NOT_SYNCED: &str = "not all Services are known yet; is the Kubernetes API reachable?";
+
+/// What it says while the last known routes are served.
+const STALE: &str = "ok, with the last known routes: their source cannot be read";
+
+/// Where a bound proxy listens; node ports come and go.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Addresses {
+    /// TLS by server name.
+    pub sni: Option<SocketAddr>,
+    /// CONNECT.
+    pub tunneling: Option<SocketAddr>,
+    /// Health and metrics.
+    pub stats: SocketAddr,
+}
+
+/// What brings the routes.
+enum Feed {
+    File(Follower),
+    Kubernetes(Box<Discovery>),
+}
+
+/// A proxy whose listeners are open and not served yet.
+pub struct Bound {
+    /// Where it listens.
+    pub addresses: Addresses,
+    config: Config,
+    metrics: Arc<ProxyMetrics>,
+    table: Arc<Table>,
+    feed: Feed,
+    shards: Arc<Shards>,
+    sni: Option<TcpListener>,
+    tunneling: Option<(TcpListener, Option<TlsAcceptor>)>,
+    stats: TcpListener,
+}
+
+impl Bound {
+    /// Reads routes from their file, or the account of the Kubernetes API, and certificates, and
+    /// opens every listener but node ports.
+    ///
+    /// # Errors
+    /// When a file can not be used or an address is taken; the text says which and what to do.
+    pub async fn bind(config: Config) -> anyhow::Result<Self> {
+        let shards = Shards::start(config.worker_threads)
+            .context("cannot start --worker-threads threads")?;
+        let metrics = ProxyMetrics::new()?;
+        let table = Arc::new(Table::new(config.max_connections));
+        let feed = match &config.source {
+            Source::File(path) => Feed::File(Follower::open(path, table.clone(), metrics.clone())?),
+            Source::Kubernetes(cluster) => {
+                let discovery = Discovery::new(cluster.clone(), table.clone(), metrics.clone());
+                Feed::Kubernetes(Box::new(discovery.await?))
+            }
+        };
+        let sni = match &config.sni {
+            Some(bind) => Some(admin::bind(&bind.host, bind.port, "--envoy-sni-port").await?),
+            None => None,
+        };
+        let tunneling = match &config.tunneling {
+            Some(tunneling) => {
+                let bind = &tunneling.bind;
+                let listener = admin::bind(&bind.host, bind.port, "--envoy-tunneling-port").await?;
+                Some((listener, acceptor(tunneling)?))
+            }
+            None => None,
+        };
+        let stats = &config.stats;
+        let stats = admin::bind(&stats.host, stats.port, "--envoy-stats-port").await?;
+        let local = |listener: &TcpListener| listener.local_addr();
+        Ok(Self {
+            addresses: Addresses {
+                sni: sni.as_ref().map(local).transpose()?,
+                tunneling: tunneling.as_ref().map(|(l, _)| local(l)).transpose()?,
+                stats: stats.local_addr()?,
+            },
+            config,
+            metrics,
+            table,
+            feed,
+            shards: Arc::new(shards),
+            sni,
+            tunneling,
+            stats,
+        })
+    }
+
+    /// Serves until the token fires, then lets connections end for the drain timeout, and cuts
+    /// what is left.
+    pub async fn run(self, shutdown: CancellationToken) {
+        let front = Arc::new(Front {
+            table: self.table,
+            limits: self.config.limits,
+            metrics: self.metrics,
+            tasks: TaskTracker::new(),
+            cut: CancellationToken::new(),
+            draining: shutdown.clone(),
+        });
+        info!(addresses = ?self.addresses, "serving");
+        let upkeep = TaskTracker::new();
+        let stop = CancellationToken::new();
+        let (changes, changed) = watch::channel(0);
+        match self.feed {
+            Feed::File(follower) => upkeep.spawn(follower.run(changes, stop.clone())),
+            Feed::Kubernetes(discovery) => upkeep.spawn(discovery.run(changes, stop.clone())),
+        };
+        let ports = NodePorts::new(
+            front.clone(),
+            self.shards.clone(),
+            &self.config.node_port_host,
+        );
+        upkeep.spawn(ports.run(changed));
+        upkeep.spawn(admin::serve(self.stats, pages(&front), stop.clone()));
+        let registry = front.metrics.registry().clone();
+        upkeep.spawn({
+            let stop = stop.clone();
+            async move { registry.run_upkeep(stop).await }
+        });
+
+        let keepalive = front.limits.downstream_keepalive;
+        if let Some(listener) = self.sni {
+            let (front, shards, until) = (front.clone(), self.shards.clone(), shutdown.clone());
+            let listener = Listener::Tcp(listener, keepalive);
+            upkeep.spawn(async move {
+                let sni = front.clone();
+                let connection = move |stream, peer| sni.clone().serve_sni(stream, peer);
+                serve(listener, until, &front, &shards, connection).await;
+            });
+        }
+        if let (Some((listener, tls)), Some(tunneling)) = (self.tunneling, self.config.tunneling) {
+            let tunnels = Arc::new(Tunnels {
+                front: front.clone(),
+                tls,
+                require_tls: tunneling.require_tls,
+                allowed: tunneling.allowed,
+            });
+            let (front, shards, until) = (front.clone(), self.shards, shutdown.clone());
+            let listener = Listener::Tcp(listener, keepalive);
+            upkeep.spawn(async move {
+                let connection = move |stream, peer| tunnels.clone().serve(stream, peer);
+                serve(listener, until, &front, &shards, connection).await;
+            });
+        }
+
+        shutdown.cancelled().await;
+        front.metrics.draining.store(true, Ordering::Relaxed);
+        let open = front.tasks.len();
+        info!(open, "draining");
+        front.tasks.close();
+        let drained = timeout(self.config.drain_timeout, front.tasks.wait()).await;
+        if drained.is_err() {
+            warn!(open = front.tasks.len(), "cutting what is left");
+        }
+        front.cut.cancel();
+        front.tasks.wait().await;
+        stop.cancel();
+        upkeep.close();
+        upkeep.wait().await;
+    }
+}
+
+fn acceptor(tunneling: &Tunneling) -> anyhow::Result<Option<TlsAcceptor>> {
+    let Some((cert, key)) = &tunneling.tls else {
+        return Ok(None);
+    };
+    let identity = Identity::load(cert, key).context("--tunneling-cert and --tunneling-key")?;
+    let trust = tunneling.client_ca.as_ref().map(TrustBundle::load);
+    let trust = trust.transpose().context("--tunneling-client-ca")?;
+    let alpn: [&[u8]; 2] = [b"h2", b"http/1.1"];
+    let config = tls::server_config(&identity, trust.as_ref(), &alpn, &TlsOptions::default())?;
+    Ok(Some(TlsAcceptor::from(config)))
+}
+
+fn pages(front: &Arc<Front>) -> admin::Routes {
+    let [alive, ready, stats, metrics] = [(); 4].map(|()| front.clone());
+    let page = |front: &Front| {
+        let text = front.metrics.render(&front.table);
+        std::future::ready(Reply::new(StatusCode::OK, METRICS_TYPE, text))
+    };
+    let told = |front: &Front| {
+        std::future::ready(match front.metrics.draining.load(Ordering::Relaxed) {
+            false => Reply::text(StatusCode::OK, "ok"),
+            true => Reply::text(StatusCode::SERVICE_UNAVAILABLE, DRAINING),
+        })
+    };
+    admin::Routes::new()
+        .route("/healthz", move |_| told(&alive))
+        .route("/readyz", move |_| {
+            let synced = ready.metrics.is_synced();
+            std::future::ready(match ready.metrics.draining.load(Ordering::Relaxed) {
+                true => Reply::text(StatusCode::SERVICE_UNAVAILABLE, DRAINING),
+                false if !synced => Reply::text(StatusCode::SERVICE_UNAVAILABLE, NOT_SYNCED),
+                // Ready, but with the last routes: the detail is for people.
+                false if !ready.metrics.is_source_up() => Reply::text(StatusCode::OK, STALE),
+                false => Reply::text(StatusCode::OK, "ok"),
+            })
+        })
+        .route("/stats/prometheus", move |_| page(&stats))
+        .route("/metrics", move |_| page(&metrics))
+}
+
+/// Accepts connections until the token fires, each served on the thread with the fewest.
+pub(super) async fn serve<C, T>(
+    listener: Listener,
+    until: CancellationToken,
+    front: &Front,
+    shards: &Shards,
+    connection: C,
+) where
+    C: Fn(TcpStream, SocketAddr) -> T + Clone + Send + 'static,
+    T: Future<Output = ()> + Send + 'static,
+{
+    let handle = |accepted| {
+        let (seat, connection) = (shards.seat(), connection.clone());
+        let shard = seat.shard();
+        on_shard(
+            shards,
+            shard,
+            &front.tasks,
+            accepted,
+            move |accepted| async move {
+                let _seat = seat;
+                if let Accepted::Tcp(stream, peer) = accepted {
+                    connection(stream, peer).await;
+                }
+            },
+        );
+    };
+    listener.serve(until, handle).await;
+}

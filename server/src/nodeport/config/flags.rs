@@ -1,0 +1,353 @@
+//! The flags as they are typed: names, defaults and help texts, and what they mean together.
+
+use std::ffi::OsString;
+use std::time::Duration;
+
+use clap::{Args, Parser};
+use culvert_common::flags::values::go_int;
+use culvert_common::flags::{
+    Exit, GoDuration, HostPort, KlogFlags, Parsed, Problems, StringSlice, parse,
+};
+
+use super::{Config, IDLE, KEEPALIVE, Keepalive, Limits, PROGRAM, STREAM_IDLE, Source, Tunneling};
+use crate::nodeport::allowed::AllowedNetworks;
+use crate::nodeport::annotations::EXPOSE_ANNOTATION;
+use crate::nodeport::discovery::Cluster;
+use crate::nodeport::exposure::Options;
+
+/// The verbosity unless `-v` or `--log-debug` is given: no line for each connection.
+const VERBOSITY: &str = "--v=2";
+
+/// Lets connections from outside in to the Services of a seed: TLS by server name, HTTP CONNECT,
+/// and node ports.
+#[derive(Parser, Debug)]
+#[command(name = PROGRAM, version)]
+pub(super) struct Flags {
+    #[command(flatten)]
+    source: SourceFlags,
+    #[command(flatten)]
+    listeners: ListenerFlags,
+    #[command(flatten)]
+    times: TimeFlags,
+    #[command(flatten)]
+    operations: OperationsFlags,
+    #[command(flatten)]
+    klog: KlogFlags,
+}
+
+#[derive(Args, Debug)]
+#[command(next_help_heading = "What is exposed")]
+struct SourceFlags {
+    /// YAML file that says what is exposed; changes are put in force as they are made
+    #[arg(long, value_name = "FILE", default_value = "")]
+    config: String,
+
+    /// Kubeconfig file of the account that watches Services and EndpointSlices; empty is the pod's own account. Not
+    /// used with --config
+    #[arg(long, value_name = "FILE", default_value = "")]
+    kubeconfig: String,
+
+    /// Namespace to watch; empty is all
+    #[arg(long, value_name = "NAMESPACE", default_value = "")]
+    namespace: String,
+
+    /// Annotation that exposes a Service
+    #[arg(long, value_name = "KEY", default_value = EXPOSE_ANNOTATION)]
+    expose_annotation_key: String,
+}
+
+#[derive(Args, Debug)]
+#[command(next_help_heading = "Listeners")]
+struct ListenerFlags {
+    /// Address of all listeners; empty is all interfaces of both families
+    #[arg(long, value_name = "HOST", default_value = "0.0.0.0")]
+    bind_address: String,
+
+    /// Port of TLS connections, told apart by server name (SNI); 0 serves none
+    #[arg(long, value_name = "PORT", default_value = "0", value_parser = go_int)]
+    envoy_sni_port: i64,
+
+    /// Port of CONNECT requests, HTTP/1.1 and HTTP/2; 0 serves none
+    #[arg(long, value_name = "PORT", default_value = "0", value_parser = go_int)]
+    envoy_tunneling_port: i64,
+
+    /// Port of health and metrics
+    #[arg(long, value_name = "PORT", default_value = "8002", value_parser = go_int)]
+    envoy_stats_port: i64,
+
+    /// PEM certificate chain for CONNECT over TLS; plain text is served beside it
+    #[arg(long, value_name = "FILE", default_value = "")]
+    tunneling_cert: String,
+
+    /// PEM private key of --tunneling-cert
+    #[arg(long, value_name = "FILE", default_value = "")]
+    tunneling_key: String,
+
+    /// PEM CA bundle that certificates of CONNECT clients must chain to; turns plain text away
+    #[arg(long, value_name = "FILE", default_value = "")]
+    tunneling_client_ca: String,
+
+    /// Turn CONNECT clients away that speak plain text
+    #[arg(long)]
+    tunneling_require_tls: bool,
+
+    /// Networks that CONNECT clients may come from, comma-separated; empty allows all
+    #[arg(long, value_name = "CIDR,...")]
+    tunneling_allowed_networks: Vec<StringSlice>,
+
+    /// No effect: there is no Envoy to configure
+    #[arg(long, value_name = "ADDRESS", default_value = ":8001")]
+    listen_address: String,
+
+    /// No effect: there is no Envoy to configure
+    #[arg(long, value_name = "NAME", default_value = "kube")]
+    envoy_node_name: String,
+
+    /// No effect: there is no Envoy to configure
+    #[arg(long, value_name = "PORT", default_value = "9001", value_parser = go_int)]
+    envoy_admin_port: i64,
+}
+
+#[derive(Args, Debug)]
+#[command(next_help_heading = "Times (0 keeps what is in parentheses)")]
+struct TimeFlags {
+    /// Idle time after which a TLS connection is closed (1h)
+    #[arg(long, value_name = "DURATION", default_value = "0")]
+    sni_listener_idle_timeout: GoDuration,
+
+    /// Idle time after which a connection without CONNECT streams is closed (1h)
+    #[arg(long, value_name = "DURATION", default_value = "0")]
+    tunneling_connection_idle_timeout: GoDuration,
+
+    /// Idle time after which a CONNECT stream is closed (5m)
+    #[arg(long, value_name = "DURATION", default_value = "0")]
+    tunneling_stream_idle_timeout: GoDuration,
+
+    /// Silence of a client before TCP probes it (10s)
+    #[arg(long, value_name = "DURATION", default_value = "0")]
+    downstream_tcp_keepalive_time: GoDuration,
+
+    /// Time between these probes (5s)
+    #[arg(long, value_name = "DURATION", default_value = "0")]
+    downstream_tcp_keepalive_interval: GoDuration,
+
+    /// How many probes stay unanswered before a client is given up (3)
+    #[arg(long, value_name = "N", default_value = "0", value_parser = go_int)]
+    downstream_tcp_keepalive_probes: i64,
+
+    /// Silence of an endpoint before TCP probes it (10s)
+    #[arg(long, value_name = "DURATION", default_value = "0")]
+    upstream_tcp_keepalive_time: GoDuration,
+
+    /// Time between these probes (5s)
+    #[arg(long, value_name = "DURATION", default_value = "0")]
+    upstream_tcp_keepalive_interval: GoDuration,
+
+    /// How many probes stay unanswered before an endpoint is given up (3)
+    #[arg(long, value_name = "N", default_value = "0", value_parser = go_int)]
+    upstream_tcp_keepalive_probes: i64,
+}
+
+#[derive(Args, Debug)]
+#[command(next_help_heading = "Operation")]
+struct OperationsFlags {
+    /// Connections at once to one Service port; further ones are refused
+    #[arg(long, value_name = "N", default_value = "1024", value_parser = go_int)]
+    max_connections: i64,
+
+    /// Time for connections to end after SIGTERM; 0 ends them at once
+    #[arg(long, value_name = "DURATION", default_value = "25s")]
+    drain_timeout: GoDuration,
+
+    /// Threads that carry connections; 0 is one for each processor, 4 at most
+    #[arg(long, value_name = "N", default_value = "0", value_parser = go_int)]
+    worker_threads: i64,
+
+    /// Log a line for each connection; the same as -v=4
+    #[arg(long)]
+    log_debug: bool,
+}
+
+impl Flags {
+    /// Reads, checks and converts a command line.
+    pub(super) fn read(args: impl Iterator<Item = OsString>) -> Result<Config, Exit> {
+        let Parsed { flags, strays } = parse::<Self, _, _>(as_go_reads(args))?;
+        flags
+            .validate(Problems::new(&strays))
+            .map_err(|problems| Exit::problems(PROGRAM, &problems))
+    }
+
+    fn validate(self, mut problems: Problems) -> Result<Config, Vec<String>> {
+        let p = &mut problems;
+        let listeners = &self.listeners;
+        let source = &self.source;
+        let file = p.file("config", &source.config);
+        let kubeconfig = p.file("kubeconfig", &source.kubeconfig);
+        p.require(!source.expose_annotation_key.is_empty(), || {
+            "--expose-annotation-key cannot be empty".to_owned()
+        });
+        let host = listeners.bind_address.as_str();
+        let mut port = |name: &str, value: i64| {
+            p.require((0..=65_535).contains(&value), || {
+                format!("--{name} must be 0 to 65535, got {value}")
+            });
+            u16::try_from(value).unwrap_or(0)
+        };
+        let sni = port("envoy-sni-port", listeners.envoy_sni_port);
+        let tunneling = port("envoy-tunneling-port", listeners.envoy_tunneling_port);
+        let stats = port("envoy-stats-port", listeners.envoy_stats_port);
+        let tunneling = self.tunneling(p, tunneling);
+        let limits = self.times.limits(p);
+        let max = self.operations.max_connections;
+        p.require(max > 0, || {
+            format!("--max-connections must be greater than 0, got {max}")
+        });
+        let worker_threads = p.threads("worker-threads", self.operations.worker_threads);
+        let mut logging = self.klog.log_config();
+        if self.operations.log_debug {
+            logging.verbosity = logging.verbosity.max(4);
+        }
+        let source = match file {
+            Some(file) => Source::File(file),
+            None => Source::Kubernetes(Cluster {
+                kubeconfig,
+                namespace: Some(source.namespace.clone()).filter(|name| !name.is_empty()),
+                options: Options {
+                    annotation: source.expose_annotation_key.clone(),
+                    server_names: sni != 0,
+                    authorities: tunneling.is_some(),
+                },
+            }),
+        };
+        let warnings = problems.finish()?;
+        Ok(Config {
+            source,
+            sni: (sni != 0).then(|| HostPort::new(host, sni)),
+            tunneling,
+            stats: HostPort::new(host, stats),
+            node_port_host: host.to_owned(),
+            limits,
+            max_connections: u64::try_from(max).unwrap_or(0),
+            drain_timeout: self.operations.drain_timeout.saturating(),
+            worker_threads,
+            logging,
+            warnings,
+        })
+    }
+
+    fn tunneling(&self, p: &mut Problems, port: u16) -> Option<Tunneling> {
+        let flags = &self.listeners;
+        let tls = p.key_pair("tunneling", &flags.tunneling_cert, &flags.tunneling_key);
+        let client_ca = p.file("tunneling client CA", &flags.tunneling_client_ca);
+        let require_tls = flags.tunneling_require_tls || client_ca.is_some();
+        p.require(!require_tls || !flags.tunneling_cert.is_empty(), || {
+            "--tunneling-require-tls and --tunneling-client-ca need --tunneling-cert".to_owned()
+        });
+        let networks = StringSlice::concat(&flags.tunneling_allowed_networks);
+        let networks = networks.iter().map(String::as_str);
+        let allowed = AllowedNetworks::parse(networks).unwrap_or_else(|error| {
+            p.error(format!("--tunneling-allowed-networks: {error}"));
+            AllowedNetworks::default()
+        });
+        (port != 0).then(|| Tunneling {
+            bind: HostPort::new(&flags.bind_address, port),
+            tls,
+            client_ca,
+            require_tls,
+            allowed,
+        })
+    }
+}
+
+impl TimeFlags {
+    fn limits(&self, p: &mut Problems) -> Limits {
+        let mut time = |flag: &str, value: GoDuration, default: Duration| {
+            // Go's proxy cuts a time below a second down to nothing; that is the default then.
+            let seconds = Duration::from_secs(value.saturating().as_secs());
+            if value.nanos() != 0 && seconds.is_zero() {
+                p.warn(format!(
+                    "--{flag}={value} is less than a second: the default stands"
+                ));
+            }
+            if seconds.is_zero() { default } else { seconds }
+        };
+        let sni_idle = time(
+            "sni-listener-idle-timeout",
+            self.sni_listener_idle_timeout,
+            IDLE,
+        );
+        let connection_idle = time(
+            "tunneling-connection-idle-timeout",
+            self.tunneling_connection_idle_timeout,
+            IDLE,
+        );
+        let stream_idle = time(
+            "tunneling-stream-idle-timeout",
+            self.tunneling_stream_idle_timeout,
+            STREAM_IDLE,
+        );
+        let mut keepalive = |side: &str, idle, interval, probes: i64| Keepalive {
+            idle: time(&format!("{side}-tcp-keepalive-time"), idle, KEEPALIVE.idle),
+            interval: time(
+                &format!("{side}-tcp-keepalive-interval"),
+                interval,
+                KEEPALIVE.interval,
+            ),
+            probes: match u32::try_from(probes) {
+                Ok(0) | Err(_) => KEEPALIVE.probes,
+                // The kernel's limit.
+                Ok(probes) => probes.min(127),
+            },
+        };
+        Limits {
+            sni_idle: Some(sni_idle),
+            node_port_idle: Some(IDLE),
+            connection_idle: Some(connection_idle),
+            stream_idle: Some(stream_idle),
+            downstream_keepalive: keepalive(
+                "downstream",
+                self.downstream_tcp_keepalive_time,
+                self.downstream_tcp_keepalive_interval,
+                self.downstream_tcp_keepalive_probes,
+            ),
+            upstream_keepalive: keepalive(
+                "upstream",
+                self.upstream_tcp_keepalive_time,
+                self.upstream_tcp_keepalive_interval,
+                self.upstream_tcp_keepalive_probes,
+            ),
+        }
+    }
+}
+
+/// Go's flag package takes one dash for two, and KKP's programs name log formats in their own
+/// way. The first argument is the program.
+fn as_go_reads(mut args: impl Iterator<Item = OsString>) -> Vec<OsString> {
+    let program = args.next();
+    let mut read: Vec<OsString> = program.into_iter().chain([VERBOSITY.into()]).collect();
+    read.extend(args.map(|arg| match arg.to_str() {
+        Some(text) => OsString::from(as_pflag(text)),
+        None => arg,
+    }));
+    read
+}
+
+fn as_pflag(arg: &str) -> String {
+    let long = |arg: &str| match arg.strip_prefix('-') {
+        Some(name) if !name.starts_with('-') => {
+            let name = name.split('=').next().unwrap_or_default();
+            name.len() > 1 && !name.starts_with(|c: char| c.is_ascii_digit())
+        }
+        _ => false,
+    };
+    let arg = if long(arg) {
+        format!("-{arg}")
+    } else {
+        arg.to_owned()
+    };
+    match arg.strip_prefix("--log-format=") {
+        Some("JSON") => "--log-format=json".to_owned(),
+        Some("Console" | "TEXT") => "--log-format=text".to_owned(),
+        _ => arg,
+    }
+}

@@ -1,0 +1,140 @@
+#![allow(clippy::unwrap_used)]
+
+use culvert_common::telemetry::logging::LogFormat;
+
+use super::*;
+
+/// Runs the flags; `@` stands for a file that is there.
+fn read(line: &[&str]) -> Result<Config, Vec<String>> {
+    let file = concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml");
+    let args = line.iter().map(|arg| arg.replace('@', file));
+    let args: Vec<String> = std::iter::once(PROGRAM.to_owned()).chain(args).collect();
+    Config::from_args(args).map_err(|exit| {
+        assert_eq!(exit.code, 1);
+        let lines = exit
+            .text
+            .lines()
+            .filter_map(|line| line.strip_prefix("Error: "));
+        lines.map(str::to_owned).collect()
+    })
+}
+
+#[test]
+fn the_arguments_that_kkp_gives_are_taken() {
+    let config = read(&[
+        "-config=@",
+        "-listen-address=:8001",
+        "-envoy-node-name=kube",
+        "-envoy-admin-port=9001",
+        "-envoy-stats-port=8002",
+        "-envoy-sni-port=6443",
+        "-envoy-tunneling-port=8088",
+        "-sni-listener-idle-timeout=0s",
+        "-tunneling-connection-idle-timeout=0s",
+        "-tunneling-stream-idle-timeout=10m",
+        "-downstream-tcp-keepalive-time=60s",
+        "-downstream-tcp-keepalive-interval=0s",
+        "-downstream-tcp-keepalive-probes=0",
+        "-upstream-tcp-keepalive-time=0s",
+        "-upstream-tcp-keepalive-interval=500ms",
+        "-upstream-tcp-keepalive-probes=9",
+        "-log-debug=true",
+        "-log-format=JSON",
+    ])
+    .unwrap();
+    assert_eq!(config.sni, Some(HostPort::new("0.0.0.0", 6443)));
+    assert_eq!(config.tunneling.as_ref().unwrap().bind.port, 8088);
+    assert_eq!(config.stats.port, 8002);
+    assert_eq!(config.limits.sni_idle, Some(IDLE));
+    assert_eq!(config.limits.stream_idle, Some(Duration::from_secs(600)));
+    let down = config.limits.downstream_keepalive;
+    assert_eq!(
+        (down.idle.as_secs(), down.interval, down.probes),
+        (60, KEEPALIVE.interval, 3)
+    );
+    assert_eq!(config.limits.upstream_keepalive.probes, 9);
+    assert_eq!(
+        config.limits.upstream_keepalive.interval,
+        KEEPALIVE.interval
+    );
+    assert_eq!(config.warnings.len(), 1, "{:?}", config.warnings);
+    assert_eq!(
+        (config.logging.verbosity, config.logging.format),
+        (4, LogFormat::Json)
+    );
+}
+
+#[test]
+fn the_defaults_listen_nowhere_but_for_health() {
+    let config = read(&["--config", "@"]).unwrap();
+    assert_eq!(
+        (config.sni.as_ref(), config.tunneling.as_ref()),
+        (None, None)
+    );
+    assert_eq!(config.stats, HostPort::new("0.0.0.0", 8002));
+    assert_eq!(config.limits, Limits::default());
+    assert_eq!(
+        (config.max_connections, config.logging.verbosity),
+        (1024, 2)
+    );
+    assert_eq!(read(&["--config=@", "-v=5"]).unwrap().logging.verbosity, 5);
+    let described = config.describe();
+    assert!(
+        described.contains(&"upstream-keepalive=10s+3x5s".to_owned()),
+        "{described:?}"
+    );
+}
+
+#[test]
+fn without_a_file_the_cluster_is_watched() {
+    let config = read(&["-envoy-sni-port=6443", "-namespace=cluster-x"]).unwrap();
+    let Source::Kubernetes(cluster) = config.source else {
+        panic!("{:?}", config.source)
+    };
+    assert_eq!(cluster.kubeconfig, None);
+    assert_eq!(cluster.namespace.as_deref(), Some("cluster-x"));
+    let options = cluster.options;
+    assert_eq!(options.annotation, "nodeport-proxy.k8s.io/expose");
+    assert_eq!((options.server_names, options.authorities), (true, false));
+    let key = "-expose-annotation-key=nodeport-proxy.k8s.io/expose-namespaced";
+    let Source::Kubernetes(cluster) = read(&[key, "--kubeconfig=@"]).unwrap().source else {
+        panic!("not Kubernetes")
+    };
+    assert_eq!(
+        (cluster.namespace, cluster.kubeconfig.is_some()),
+        (None, true)
+    );
+}
+
+#[test]
+fn everything_that_is_wrong_is_named_at_once() {
+    let problems = read(&[
+        "--expose-annotation-key=",
+        "--envoy-sni-port=70000",
+        "--tunneling-cert=@",
+        "--tunneling-allowed-networks=10.0.0.0/8,nowhere",
+        "--max-connections=0",
+    ])
+    .unwrap_err();
+    let parts = [
+        "--expose-annotation-key",
+        "--envoy-sni-port",
+        "tunneling key empty",
+        "\"nowhere\"",
+        "--max-connections",
+    ];
+    assert_eq!(problems.len(), parts.len(), "{problems:#?}");
+    for (problem, part) in problems.iter().zip(parts) {
+        assert!(problem.contains(part), "{problem}\n{part}");
+    }
+    let problems = read(&["--config=@", "--tunneling-require-tls"]).unwrap_err();
+    assert!(
+        problems.concat().contains("--tunneling-cert"),
+        "{problems:?}"
+    );
+    let problems = read(&["--config=/nonexistent/door.yaml"]).unwrap_err();
+    assert!(
+        problems.concat().contains("/nonexistent/door.yaml"),
+        "{problems:?}"
+    );
+}

@@ -1,0 +1,352 @@
+//! From Services and their EndpointSlices to [`Routes`]: who is exposed, and how. No I/O.
+//!
+//! Owns the precedence between Services and the texts for operators about what is not served.
+//! Services are taken oldest first, and what an older one has a newer one does not get. A Service
+//! without a ready endpoint has nothing and reserves nothing; its annotations are checked all the
+//! same, so that a mistake is seen before the first pod is up.
+
+#[cfg(test)]
+mod tests;
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::fmt;
+use std::net::{IpAddr, SocketAddr};
+
+use super::annotations::{
+    Exposure, MappingError, PORT_MAPPING_ANNOTATION, check_ports, parse_port_mapping,
+};
+use super::routes::{Routes, UpstreamKey};
+
+/// What of a Service matters here.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Service {
+    /// Its namespace.
+    pub namespace: String,
+    /// Its name within the namespace.
+    pub name: String,
+    /// Decides between Services that were created in the same second.
+    pub uid: String,
+    /// When it was created, in seconds since 1970.
+    pub created: i64,
+    /// Whether its type is `NodePort`.
+    pub is_node_port: bool,
+    /// Whether it has a cluster IP.
+    pub has_cluster_ip: bool,
+    /// All of its annotations.
+    pub annotations: BTreeMap<String, String>,
+    /// Its ports.
+    pub ports: Vec<ServicePort>,
+}
+
+/// A port of a Service.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ServicePort {
+    /// May be empty in a Service with one port.
+    pub name: String,
+    /// What it speaks.
+    pub protocol: Protocol,
+    /// Its number at the cluster IP.
+    pub port: u16,
+    /// Its number on every node; 0 for none.
+    pub node_port: u16,
+}
+
+/// The protocol of a port.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Protocol {
+    /// TCP, the only one that is exposed.
+    Tcp,
+    /// UDP, SCTP, and whatever may come.
+    Other,
+}
+
+/// What of an EndpointSlice matters here. A Service may have many.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Slice {
+    /// Its namespace, which is also the Service's.
+    pub namespace: String,
+    /// The name of the Service (label `kubernetes.io/service-name`).
+    pub service: String,
+    /// The ports that each of its endpoints has.
+    pub ports: Vec<SlicePort>,
+    /// Its endpoints, in any state.
+    pub endpoints: Vec<Endpoint>,
+}
+
+/// A port of the endpoints in a slice.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SlicePort {
+    /// The name of the Service port that it stands behind.
+    pub name: String,
+    /// What it speaks.
+    pub protocol: Protocol,
+    /// Its number at the endpoint; 0 if the slice does not say.
+    pub port: u16,
+}
+
+/// A pod, as a rule.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Endpoint {
+    /// All of them are used, of either family.
+    pub addresses: Vec<IpAddr>,
+    /// Whether condition `ready` is there and true.
+    pub ready: bool,
+}
+
+/// What the proxy looks for and what it can serve.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Options {
+    /// The key of the annotation to look at, by default
+    /// [`EXPOSE_ANNOTATION`](super::annotations::EXPOSE_ANNOTATION).
+    pub annotation: String,
+    /// Whether there is a listener for TLS server names. Without it `SNI` is ignored.
+    pub server_names: bool,
+    /// Whether there is a listener for CONNECT requests. Without it `Tunneling` is ignored.
+    pub authorities: bool,
+}
+
+/// Something that a Service asks for and does not get.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Problem {
+    /// `<namespace>/<name>`.
+    pub service: String,
+    /// What is wrong, and what to do about it.
+    pub text: String,
+}
+
+/// Routes in the making.
+struct Plan<'a> {
+    options: &'a Options,
+    routes: Routes,
+    /// Who has which server name; also names whose port has no endpoint now.
+    owners: HashMap<String, &'a Service>,
+    problems: Vec<Problem>,
+}
+
+/// Plans the routes of all Services that have the annotation. The order of the input does not
+/// matter. Problems are sorted by Service.
+pub fn expose<'a>(
+    services: impl Iterator<Item = &'a Service>,
+    slices: impl Iterator<Item = &'a Slice>,
+    options: &Options,
+) -> (Routes, Vec<Problem>) {
+    let mut ready: HashMap<(&str, &str), Vec<&Slice>> = HashMap::new();
+    for slice in slices.filter(|slice| slice.endpoints.iter().any(|endpoint| endpoint.ready)) {
+        let service = (slice.namespace.as_str(), slice.service.as_str());
+        ready.entry(service).or_default().push(slice);
+    }
+    let mut annotated: Vec<(&Service, &String)> = services
+        .filter_map(|service| Some((service, service.annotations.get(&options.annotation)?)))
+        .collect();
+    annotated.sort_unstable_by(|(a, _), (b, _)| a.seniority().cmp(&b.seniority()));
+
+    let mut plan = Plan {
+        options,
+        routes: Routes::default(),
+        owners: HashMap::new(),
+        problems: Vec::new(),
+    };
+    for (service, value) in annotated {
+        let name = (service.namespace.as_str(), service.name.as_str());
+        let slices = ready.get(&name).map(Vec::as_slice);
+        plan.add(service, value, slices.unwrap_or_default());
+    }
+    plan.problems.sort_unstable();
+    (plan.routes, plan.problems)
+}
+
+/// The host names that a Service asks for, by port name.
+fn requested_hosts(service: &Service) -> Result<BTreeMap<String, String>, MappingError> {
+    let json = service.annotations.get(PORT_MAPPING_ANNOTATION);
+    let json = json.ok_or(MappingError::Missing)?;
+    let mapping = parse_port_mapping(json)?;
+    let tcp_ports: BTreeSet<&str> = service.tcp_ports().map(|port| port.name.as_str()).collect();
+    check_ports(&mapping, &tcp_ports)?;
+    Ok(mapping)
+}
+
+/// The ready endpoints behind a Service port, sorted, each once.
+fn endpoints_of(port: &ServicePort, slices: &[&Slice]) -> Vec<SocketAddr> {
+    let mut found = BTreeSet::new();
+    for slice in slices {
+        let targets = slice.ports.iter().filter(|target| {
+            // A Service port may lack a name if it is the only one: all is behind it then.
+            (port.name.is_empty() || port.name == target.name)
+                && target.protocol == Protocol::Tcp
+                && target.port != 0
+        });
+        for target in targets {
+            for endpoint in slice.endpoints.iter().filter(|endpoint| endpoint.ready) {
+                let addresses = endpoint.addresses.iter();
+                found.extend(addresses.map(|&address| SocketAddr::new(address, target.port)));
+            }
+        }
+    }
+    found.into_iter().collect()
+}
+
+// === impl Plan ===
+
+impl<'a> Plan<'a> {
+    fn add(&mut self, service: &'a Service, value: &str, slices: &[&Slice]) {
+        let annotation = &self.options.annotation;
+        let exposure = match Exposure::parse(value) {
+            Ok(exposure) => exposure,
+            Err(error) => {
+                self.problem(service, format!("annotation {annotation}: {error}"));
+                return;
+            }
+        };
+        if exposure.node_port && !service.is_node_port {
+            self.problem(
+                service,
+                format!(
+                    "annotation {annotation} asks for NodePort, but the Service is not of type \
+                     NodePort: change its type, or the annotation"
+                ),
+            );
+        }
+        let mut hosts = BTreeMap::new();
+        if exposure.sni && self.options.server_names {
+            match requested_hosts(service) {
+                Ok(requested) => hosts = requested,
+                Err(error) => self.problem(
+                    service,
+                    format!("annotation {PORT_MAPPING_ANNOTATION}: {error}"),
+                ),
+            }
+        }
+        if slices.is_empty() {
+            return;
+        }
+        if !self.claim(service, &hosts) {
+            hosts.clear();
+        }
+        for port in service.tcp_ports() {
+            let endpoints = endpoints_of(port, slices);
+            if !endpoints.is_empty() {
+                let host = hosts.get(&port.name);
+                self.add_port(service, port, exposure, host, endpoints);
+            }
+        }
+    }
+
+    /// Takes all of the host names for a Service, or none: half of what it asks for would be
+    /// harder to notice.
+    fn claim(&mut self, service: &'a Service, hosts: &BTreeMap<String, String>) -> bool {
+        let taken = hosts
+            .values()
+            .find_map(|host| Some((host, self.owners.get(host)?)));
+        if let Some((host, owner)) = taken {
+            let text = format!(
+                "host name {host:?} is taken by the older Service {}, so none of this Service's \
+                 host names is served: change annotation {PORT_MAPPING_ANNOTATION} of one of them",
+                owner.full_name()
+            );
+            self.problem(service, text);
+            return false;
+        }
+        self.owners
+            .extend(hosts.values().map(|host| (host.clone(), service)));
+        true
+    }
+
+    fn add_port(
+        &mut self,
+        service: &Service,
+        port: &ServicePort,
+        exposure: Exposure,
+        host: Option<&String>,
+        endpoints: Vec<SocketAddr>,
+    ) {
+        let node_port = exposure.node_port && service.is_node_port && port.node_port != 0;
+        let authority = exposure.tunneling && self.options.authorities;
+        if !node_port && host.is_none() && !authority {
+            return;
+        }
+        let key = UpstreamKey::of_service(&service.namespace, &service.name, &port.name);
+        // Port `c` of Service `a-b` and port `b-c` of Service `a` have the same key. Without this
+        // the clients of one would be led to the other.
+        let known = self.routes.upstreams.get(&key);
+        if known.is_some_and(|known| *known != endpoints) {
+            let text = format!(
+                "port {:?} is not served: together with the Service's name it reads {key}, and so \
+                 does a port of an older Service; rename one of the ports",
+                port.name
+            );
+            self.problem(service, text);
+            return;
+        }
+        let mut exposed = node_port && self.add_node_port(service, port.node_port, &key);
+        if let Some(host) = host {
+            let server_names = &mut self.routes.server_names;
+            server_names.insert(host.clone(), key.clone());
+            exposed = true;
+        }
+        if authority {
+            let authorities = &mut self.routes.authorities;
+            authorities.insert(service.authority(port.port), key.clone());
+            exposed = true;
+        }
+        if exposed {
+            self.routes.upstreams.insert(key, endpoints);
+        }
+    }
+
+    /// Kubernetes hands out a node port once, but maybe again before the old Service is seen to be
+    /// gone; then the answer is `false`.
+    fn add_node_port(&mut self, service: &Service, port: u16, key: &UpstreamKey) -> bool {
+        let node_ports = &mut self.routes.node_ports;
+        let owner = node_ports.entry(port).or_insert_with(|| key.clone());
+        if *owner == *key {
+            return true;
+        }
+        let text = format!(
+            "node port {port} is still that of {owner}, which is older; if this message stays, \
+             delete one of the two Services"
+        );
+        self.problem(service, text);
+        false
+    }
+
+    fn problem(&mut self, service: &Service, text: String) {
+        self.problems.push(Problem {
+            service: service.full_name(),
+            text,
+        });
+    }
+}
+
+// === impl Service ===
+
+impl Service {
+    /// `<namespace>/<name>`.
+    pub fn full_name(&self) -> String {
+        format!("{}/{}", self.namespace, self.name)
+    }
+
+    /// What a CONNECT request has to ask for, literally. The cluster's domain is fixed, as in the
+    /// stock proxy: the name is never resolved.
+    fn authority(&self, port: u16) -> String {
+        format!("{}.{}.svc.cluster.local:{port}", self.name, self.namespace)
+    }
+
+    fn tcp_ports(&self) -> impl Iterator<Item = &ServicePort> {
+        self.ports
+            .iter()
+            .filter(|port| port.protocol == Protocol::Tcp)
+    }
+
+    /// The smaller, the older. The names are there so that the order is always the same.
+    fn seniority(&self) -> (i64, [&String; 3]) {
+        (self.created, [&self.uid, &self.namespace, &self.name])
+    }
+}
+
+// === impl Problem ===
+
+impl fmt::Display for Problem {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Service {}: {}", self.service, self.text)
+    }
+}

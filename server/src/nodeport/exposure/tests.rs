@@ -1,0 +1,434 @@
+#![allow(clippy::unwrap_used, clippy::indexing_slicing)]
+
+use super::super::annotations::EXPOSE_ANNOTATION;
+use super::*;
+
+/// A Service in namespace `test`, of type `ClusterIP`.
+fn service(name: &str, expose: &str, ports: &[ServicePort]) -> Service {
+    Service {
+        namespace: "test".to_owned(),
+        name: name.to_owned(),
+        uid: name.to_owned(),
+        created: 1000,
+        is_node_port: false,
+        has_cluster_ip: true,
+        annotations: [(EXPOSE_ANNOTATION.to_owned(), expose.to_owned())].into(),
+        ports: ports.to_vec(),
+    }
+}
+
+fn node_port_service(name: &str, expose: &str, ports: &[ServicePort]) -> Service {
+    let mut service = service(name, expose, ports);
+    service.is_node_port = true;
+    service
+}
+
+fn sni_service(name: &str, mapping: &str, ports: &[ServicePort]) -> Service {
+    let mut service = service(name, "SNI", ports);
+    annotate(&mut service, PORT_MAPPING_ANNOTATION, mapping);
+    service
+}
+
+fn annotate(service: &mut Service, key: &str, value: &str) {
+    let annotations = &mut service.annotations;
+    annotations.insert(key.to_owned(), value.to_owned());
+}
+
+fn port(name: &str, port: u16, node_port: u16) -> ServicePort {
+    ServicePort {
+        name: name.to_owned(),
+        protocol: Protocol::Tcp,
+        port,
+        node_port,
+    }
+}
+
+/// A slice whose endpoints are all ready.
+fn slice(service: &str, ports: &[(&str, u16)], addresses: &[&str]) -> Slice {
+    let port = |&(name, port): &(&str, u16)| SlicePort {
+        name: name.to_owned(),
+        protocol: Protocol::Tcp,
+        port,
+    };
+    let endpoint = |address: &&str| Endpoint {
+        addresses: vec![address.parse().unwrap()],
+        ready: true,
+    };
+    Slice {
+        namespace: "test".to_owned(),
+        service: service.to_owned(),
+        ports: ports.iter().map(port).collect(),
+        endpoints: addresses.iter().map(endpoint).collect(),
+    }
+}
+
+/// One endpoint at `172.16.0.1:8443`, for the port `https`.
+fn https_slice(service: &str) -> Slice {
+    slice(service, &[("https", 8443)], &["172.16.0.1"])
+}
+
+fn options() -> Options {
+    Options {
+        annotation: EXPOSE_ANNOTATION.to_owned(),
+        server_names: true,
+        authorities: true,
+    }
+}
+
+/// The routes as lines of text, and the problems.
+fn plan(services: &[Service], slices: &[Slice], options: &Options) -> (Vec<String>, Vec<String>) {
+    let (routes, problems) = expose(services.iter(), slices.iter(), options);
+    let mut lines = Vec::new();
+    for (key, endpoints) in &routes.upstreams {
+        let endpoints: Vec<String> = endpoints.iter().map(ToString::to_string).collect();
+        lines.push(format!("{key} = {}", endpoints.join(" ")));
+    }
+    let node_ports = routes.node_ports.iter();
+    lines.extend(node_ports.map(|(port, key)| format!("{port} -> {key}")));
+    for names in [&routes.server_names, &routes.authorities] {
+        lines.extend(names.iter().map(|(name, key)| format!("{name} -> {key}")));
+    }
+    (lines, problems.iter().map(ToString::to_string).collect())
+}
+
+/// The routes of Services that have no problem.
+fn routes(services: &[Service], slices: &[Slice]) -> Vec<String> {
+    let (routes, problems) = plan(services, slices, &options());
+    assert!(problems.is_empty(), "{problems:?}");
+    routes
+}
+
+#[test]
+fn a_node_port_service_listens_for_each_of_its_ports() {
+    let ports = [port("https", 443, 32000), port("http", 80, 32001)];
+    let slice = slice(
+        "a",
+        &[("https", 8443), ("http", 8080)],
+        &["172.16.0.2", "172.16.0.1"],
+    );
+    for expose in ["true", "NodePort"] {
+        let services = [node_port_service("a", expose, &ports)];
+        let expected = [
+            "test/a-http = 172.16.0.1:8080 172.16.0.2:8080",
+            "test/a-https = 172.16.0.1:8443 172.16.0.2:8443",
+            "32000 -> test/a-https",
+            "32001 -> test/a-http",
+        ];
+        assert_eq!(routes(&services, std::slice::from_ref(&slice)), expected);
+    }
+}
+
+#[test]
+fn an_endpoint_that_is_not_ready_is_left_out() {
+    let services = [node_port_service(
+        "a",
+        "NodePort",
+        &[port("http", 80, 32001)],
+    )];
+    let mut slices = [slice("a", &[("http", 8080)], &["172.16.0.1", "172.16.0.2"])];
+    slices[0].endpoints[1].ready = false;
+    let expected = ["test/a-http = 172.16.0.1:8080", "32001 -> test/a-http"];
+    assert_eq!(routes(&services, &slices), expected);
+    slices[0].endpoints[0].ready = false;
+    assert!(routes(&services, &slices).is_empty());
+}
+
+#[test]
+fn a_service_needs_the_annotation_and_pods() {
+    let ports = [port("http", 80, 32001)];
+    let mut services = [node_port_service("a", "NodePort", &ports)];
+    assert!(routes(&services, &[]).is_empty());
+    assert!(routes(&services, &[slice("b", &[("http", 8080)], &["172.16.0.1"])]).is_empty());
+
+    let slices = [slice("a", &[("http", 8080)], &["172.16.0.1"])];
+    services[0].annotations.clear();
+    assert!(routes(&services, &slices).is_empty());
+
+    let annotation = "example.com/expose".to_owned();
+    annotate(&mut services[0], &annotation, "true");
+    let options = Options {
+        annotation,
+        ..options()
+    };
+    assert_eq!(plan(&services, &slices, &options).0.len(), 2);
+}
+
+#[test]
+fn endpoints_come_from_all_slices_of_both_families_and_each_once() {
+    let services = [service("a", "Tunneling", &[port("https", 443, 0)])];
+    let mut other = slice("a", &[("https", 8443)], &["172.16.0.9"]);
+    other.namespace = "other".to_owned();
+    let slices = [
+        slice("a", &[("https", 8443)], &["fd00::1", "172.16.0.2"]),
+        slice("a", &[("https", 9443), ("http", 80)], &["172.16.0.1"]),
+        slice("a", &[("https", 8443)], &["172.16.0.2"]),
+        other,
+    ];
+    let expected = [
+        "test/a-https = 172.16.0.1:9443 172.16.0.2:8443 [fd00::1]:8443",
+        "a.test.svc.cluster.local:443 -> test/a-https",
+    ];
+    assert_eq!(routes(&services, &slices), expected);
+}
+
+#[test]
+fn a_port_without_a_name_has_all_tcp_ports_of_the_endpoints() {
+    let services = [sni_service("a", r#"{"": "host.com"}"#, &[port("", 443, 0)])];
+    let mut slices = [slice(
+        "a",
+        &[("", 8443), ("x", 80), ("udp", 53), ("", 0)],
+        &["172.16.0.1"],
+    )];
+    slices[0].ports[2].protocol = Protocol::Other;
+    let expected = [
+        "test/a = 172.16.0.1:80 172.16.0.1:8443",
+        "host.com -> test/a",
+    ];
+    assert_eq!(routes(&services, &slices), expected);
+}
+
+#[test]
+fn a_port_without_endpoints_is_not_served() {
+    let ports = [port("https", 443, 32000), port("http", 80, 32001)];
+    let services = [node_port_service("a", "NodePort,Tunneling", &ports)];
+    let slices = [https_slice("a")];
+    let expected = [
+        "test/a-https = 172.16.0.1:8443",
+        "32000 -> test/a-https",
+        "a.test.svc.cluster.local:443 -> test/a-https",
+    ];
+    assert_eq!(routes(&services, &slices), expected);
+}
+
+#[test]
+fn server_names_lead_to_the_mapped_ports_only() {
+    let ports = [
+        port("http", 80, 0),
+        port("https", 8080, 0),
+        port("admin", 6443, 0),
+    ];
+    let targets = [("http", 8080), ("https", 8443), ("admin", 6443)];
+    let slices = [slice("a", &targets, &["172.16.0.1", "172.16.0.2"])];
+    let one = [sni_service("a", r#"{"https": "host.com"}"#, &ports)];
+    let expected = [
+        "test/a-https = 172.16.0.1:8443 172.16.0.2:8443",
+        "host.com -> test/a-https",
+    ];
+    assert_eq!(routes(&one, &slices), expected);
+
+    let mapping = r#"{"https": "Host.com", "admin": "*.admin.host.com"}"#;
+    let two = [sni_service("a", mapping, &ports)];
+    let expected = [
+        "test/a-admin = 172.16.0.1:6443 172.16.0.2:6443",
+        "test/a-https = 172.16.0.1:8443 172.16.0.2:8443",
+        "*.admin.host.com -> test/a-admin",
+        "host.com -> test/a-https",
+    ];
+    assert_eq!(routes(&two, &slices), expected);
+    assert!(routes(&[sni_service("a", "{}", &ports)], &slices).is_empty());
+}
+
+#[test]
+fn tunneling_and_server_names_share_an_upstream_and_need_their_listeners() {
+    let mut service = service("a", "SNI, Tunneling", &[port("https", 443, 0)]);
+    annotate(
+        &mut service,
+        PORT_MAPPING_ANNOTATION,
+        r#"{"https": "host.com"}"#,
+    );
+    let services = [service];
+    let slices = [https_slice("a")];
+    let upstream = "test/a-https = 172.16.0.1:8443";
+    let name = "host.com -> test/a-https";
+    let authority = "a.test.svc.cluster.local:443 -> test/a-https";
+    for (server_names, authorities, expected) in [
+        (true, true, vec![upstream, name, authority]),
+        (true, false, vec![upstream, name]),
+        (false, true, vec![upstream, authority]),
+        (false, false, vec![]),
+    ] {
+        let options = Options {
+            server_names,
+            authorities,
+            ..options()
+        };
+        let (lines, problems) = plan(&services, &slices, &options);
+        assert_eq!(lines, expected);
+        assert!(problems.is_empty(), "{problems:?}");
+    }
+}
+
+#[test]
+fn the_older_service_keeps_a_host_name_whatever_the_order() {
+    let ports = [port("https", 443, 0), port("admin", 444, 0)];
+    let targets = [("https", 8443), ("admin", 8444)];
+    let mapping = r#"{"https": "Host.com", "admin": "admin.host.com"}"#;
+    let mut newer = sni_service("newer", mapping, &ports);
+    newer.created = 2000;
+    annotate(&mut newer, EXPOSE_ANNOTATION, "SNI,Tunneling");
+    let older = sni_service("older", r#"{"https": "host.com"}"#, &ports);
+    let mut slices = [
+        slice("newer", &targets[..1], &["172.16.0.1"]),
+        slice("older", &targets, &["172.16.0.2"]),
+    ];
+    let expected = [
+        "test/newer-https = 172.16.0.1:8443",
+        "test/older-https = 172.16.0.2:8443",
+        "host.com -> test/older-https",
+        "newer.test.svc.cluster.local:443 -> test/newer-https",
+    ];
+    let problem = "Service test/newer: host name \"host.com\" is taken by the older Service \
+                   test/older, so none of this Service's host names is served: change annotation \
+                   nodeport-proxy.k8s.io/port-mapping of one of them";
+    for services in [
+        [newer.clone(), older.clone()],
+        [older.clone(), newer.clone()],
+    ] {
+        let (lines, problems) = plan(&services, &slices, &options());
+        assert_eq!(lines, expected);
+        assert_eq!(problems, [problem]);
+    }
+
+    // Without a ready endpoint it holds nothing.
+    slices[1].endpoints[0].ready = false;
+    let lines = routes(&[newer, older], &slices);
+    assert!(
+        lines.contains(&"host.com -> test/newer-https".to_owned()),
+        "{lines:?}"
+    );
+}
+
+#[test]
+fn services_of_one_second_are_ordered_by_uid() {
+    let ports = [port("https", 443, 0)];
+    let mapping = r#"{"https": "host.com"}"#;
+    let mut first = sni_service("z", mapping, &ports);
+    first.uid = "a".to_owned();
+    let mut second = sni_service("a", mapping, &ports);
+    second.uid = "b".to_owned();
+    let slices = ["a", "z"].map(https_slice);
+    let (lines, problems) = plan(&[second, first], &slices, &options());
+    assert_eq!(lines[1], "host.com -> test/z-https");
+    assert!(problems[0].starts_with("Service test/a: "), "{problems:?}");
+}
+
+#[test]
+fn a_bad_mapping_ends_server_names_but_not_tunneling() {
+    let slices = [https_slice("a")];
+    let mut udp = port("dns", 53, 0);
+    udp.protocol = Protocol::Other;
+    for (mapping, hint) in [
+        (
+            r#"{"http": "host.com"}"#,
+            r#""http" is not the name of a TCP port of the Service; it has ["https"]"#,
+        ),
+        (
+            r#"{"dns": "host.com"}"#,
+            r#""dns" is not the name of a TCP port"#,
+        ),
+        (
+            r#"{"https": "no name"}"#,
+            r#""no name" of port "https" is not a DNS name"#,
+        ),
+        ("{sdf: a}", "it has to be a JSON object"),
+    ] {
+        let mut service = service("a", "SNI,Tunneling", &[port("https", 443, 0), udp.clone()]);
+        annotate(&mut service, PORT_MAPPING_ANNOTATION, mapping);
+        let (lines, problems) = plan(&[service], &slices, &options());
+        assert_eq!(lines[1..], ["a.test.svc.cluster.local:443 -> test/a-https"]);
+        assert_eq!(problems.len(), 1);
+        let start = format!("Service test/a: annotation {PORT_MAPPING_ANNOTATION}: {hint}");
+        assert!(problems[0].starts_with(&start), "{problems:?}");
+    }
+}
+
+#[test]
+fn mistakes_are_told_before_there_are_pods() {
+    let ports = [port("https", 443, 32000)];
+    let services = [
+        service("c", "tru", &ports),
+        service("b", "NodePort", &ports),
+        service("a", "SNI", &ports),
+    ];
+    let (lines, problems) = plan(&services, &[], &options());
+    assert!(lines.is_empty());
+    assert_eq!(problems.len(), 3);
+    for (problem, hint) in problems.iter().zip([
+        "Service test/a: annotation nodeport-proxy.k8s.io/port-mapping: it is missing",
+        "Service test/b: annotation nodeport-proxy.k8s.io/expose asks for NodePort, but",
+        "Service test/c: annotation nodeport-proxy.k8s.io/expose: \"tru\" is not accepted",
+    ]) {
+        assert!(problem.starts_with(hint), "{problem}");
+    }
+}
+
+#[test]
+fn a_service_of_another_type_has_no_node_port_and_keeps_the_rest() {
+    let services = [service(
+        "a",
+        "NodePort,Tunneling",
+        &[port("https", 443, 32000)],
+    )];
+    let slices = [https_slice("a")];
+    let (lines, problems) = plan(&services, &slices, &options());
+    assert_eq!(lines[1..], ["a.test.svc.cluster.local:443 -> test/a-https"]);
+    assert_eq!(problems.len(), 1);
+}
+
+#[test]
+fn udp_ports_are_ignored() {
+    let mut udp = port("udp", 1025, 32000);
+    udp.protocol = Protocol::Other;
+    let services = [node_port_service(
+        "a",
+        "NodePort,Tunneling",
+        std::slice::from_ref(&udp),
+    )];
+    let mut slices = [slice("a", &[("udp", 1025)], &["172.16.0.1"])];
+    assert!(routes(&services, &slices).is_empty());
+
+    slices[0].ports[0].protocol = Protocol::Other;
+    udp.protocol = Protocol::Tcp;
+    let services = [node_port_service("a", "NodePort,Tunneling", &[udp])];
+    assert!(routes(&services, &slices).is_empty());
+}
+
+#[test]
+fn the_older_service_keeps_a_node_port() {
+    let ports = [port("https", 443, 32000)];
+    let mut newer = node_port_service("a", "true", &ports);
+    newer.created = 2000;
+    let services = [newer, node_port_service("b", "true", &ports)];
+    let slices = ["a", "b"].map(https_slice);
+    let (lines, problems) = plan(&services, &slices, &options());
+    assert_eq!(
+        lines,
+        ["test/b-https = 172.16.0.1:8443", "32000 -> test/b-https"]
+    );
+    assert!(
+        problems[0].starts_with("Service test/a: node port 32000"),
+        "{problems:?}"
+    );
+    assert!(problems[0].contains("test/b-https"), "{problems:?}");
+}
+
+#[test]
+fn two_ports_whose_keys_read_alike_do_not_mix() {
+    let mut newer = service("a", "Tunneling", &[port("b-c", 443, 0)]);
+    newer.created = 2000;
+    let services = [newer, service("a-b", "Tunneling", &[port("c", 443, 0)])];
+    let slices = [
+        slice("a", &[("b-c", 8443)], &["172.16.0.1"]),
+        slice("a-b", &[("c", 8443)], &["172.16.0.2"]),
+    ];
+    let (lines, problems) = plan(&services, &slices, &options());
+    let expected = [
+        "test/a-b-c = 172.16.0.2:8443",
+        "a-b.test.svc.cluster.local:443 -> test/a-b-c",
+    ];
+    assert_eq!(lines, expected);
+    assert!(
+        problems[0].starts_with("Service test/a: port \"b-c\" is not served"),
+        "{problems:?}"
+    );
+}

@@ -1,0 +1,288 @@
+//! Routes from a YAML file. It is followed as it changes; a file that is wrong changes nothing.
+//!
+//! ```yaml
+//! upstreams:
+//!   - name: demo/apiserver
+//!     endpoints: [127.0.0.1:8443]
+//!     serverNames: [api.example.com]
+//!     authorities: ["apiserver.demo.svc.cluster.local:443"]
+//!     nodePorts: [30443]
+//! ```
+
+use std::collections::BTreeSet;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use culvert_common::net::dial::split_host_port;
+use serde::Deserialize;
+use serde_saphyr::Spanned;
+use tokio::sync::watch;
+use tokio::time::sleep;
+use tokio_util::sync::CancellationToken;
+use tracing::{error, info};
+
+use super::annotations::server_name;
+use super::metrics::ProxyMetrics;
+use super::routes::{Routes, UpstreamKey};
+use super::table::Table;
+
+/// How often the file is looked at. A change takes effect that much later at most.
+const POLL: Duration = Duration::from_millis(100);
+
+/// The largest file, in bytes: 10,000 upstreams have room.
+const MAX_FILE_BYTES: u64 = 8 * 1024 * 1024;
+
+/// A file that can not be used, in all the ways in which it can not.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{}", .0.join("\n"))]
+pub struct FileError(pub Vec<String>);
+
+/// Follows a file.
+pub struct Follower {
+    path: PathBuf,
+    table: Arc<Table>,
+    metrics: Arc<ProxyMetrics>,
+    /// What was read last, good or bad.
+    text: String,
+    /// Why the file could not be read, as the log has it.
+    unreadable: Option<String>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Document {
+    /// Nothing behind the key counts as none.
+    #[serde(default)]
+    upstreams: Option<Vec<Entry>>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "camelCase")]
+struct Entry {
+    name: Spanned<String>,
+    #[serde(default)]
+    endpoints: Vec<Spanned<String>>,
+    #[serde(default)]
+    node_ports: Vec<Spanned<i64>>,
+    #[serde(default)]
+    server_names: Vec<Spanned<String>>,
+    #[serde(default)]
+    authorities: Vec<Spanned<String>>,
+}
+
+// === impl Follower ===
+
+impl Follower {
+    /// Reads the file for the first time and puts its routes in force.
+    ///
+    /// # Errors
+    /// When it can not be read, or is wrong.
+    pub fn open(
+        path: &Path,
+        table: Arc<Table>,
+        metrics: Arc<ProxyMetrics>,
+    ) -> Result<Self, FileError> {
+        let text = read(path).map_err(|error| FileError(vec![error]))?;
+        table.apply(parse(&text, &path.display().to_string())?);
+        metrics.set_synced();
+        metrics.set_source_up(true);
+        Ok(Self {
+            path: path.to_owned(),
+            table,
+            metrics,
+            text,
+            unreadable: None,
+        })
+    }
+
+    /// Follows the file until `stop`; each change that was put in force is sent to `changes`.
+    pub async fn run(mut self, changes: watch::Sender<u64>, stop: CancellationToken) {
+        while stop.run_until_cancelled(sleep(POLL)).await.is_some() {
+            if self.look() {
+                changes.send_modify(|count| *count += 1);
+            }
+        }
+    }
+
+    /// Whether the file had other routes, which are in force now.
+    fn look(&mut self) -> bool {
+        let text = match read(&self.path) {
+            Ok(text) => text,
+            Err(why) => {
+                self.metrics.set_source_up(false);
+                if self.unreadable.as_ref() != Some(&why) {
+                    error!("{why}; the last routes stay in force");
+                    self.unreadable = Some(why);
+                }
+                return false;
+            }
+        };
+        self.metrics.set_source_up(true);
+        self.unreadable = None;
+        if text == self.text {
+            return false;
+        }
+        self.text = text;
+        match parse(&self.text, &self.path.display().to_string()) {
+            Ok(routes) => {
+                let change = self.table.apply(routes);
+                self.metrics.applied.increment(1);
+                info!(?change, "routes changed");
+                true
+            }
+            Err(problems) => {
+                self.metrics.rejected.increment(1);
+                for problem in problems.0 {
+                    error!("{problem}");
+                }
+                error!("the last routes stay in force");
+                false
+            }
+        }
+    }
+}
+
+fn read(path: &Path) -> Result<String, String> {
+    let fail = |error: std::io::Error| format!("cannot read {}: {error}", path.display());
+    let length = std::fs::metadata(path).map_err(fail)?.len();
+    if length > MAX_FILE_BYTES {
+        return Err(format!(
+            "{} has {length} bytes; at most {MAX_FILE_BYTES} are read",
+            path.display()
+        ));
+    }
+    std::fs::read_to_string(path).map_err(fail)
+}
+
+/// Reads routes from YAML text; `origin` names it in errors.
+///
+/// # Errors
+/// The first mistake in the YAML itself, or every mistake in what it says, each with its line.
+pub fn parse(text: &str, origin: &str) -> Result<Routes, FileError> {
+    // Comments alone are no document.
+    let document: Option<Document> = serde_saphyr::from_str(text).map_err(|error| {
+        let line = error.location().map_or(1, |location| location.line());
+        // The rest of the text is a picture of the place.
+        let why = error.to_string();
+        let why = why.lines().next().unwrap_or_default().to_owned();
+        FileError(vec![format!("{origin}:{line}: {why}")])
+    })?;
+    let mut reader = RouteReader {
+        origin,
+        routes: Routes::default(),
+        problems: Vec::new(),
+        names: BTreeSet::new(),
+    };
+    let upstreams = document.and_then(|document| document.upstreams);
+    for entry in upstreams.unwrap_or_default() {
+        reader.entry(&entry);
+    }
+    if reader.problems.is_empty() {
+        Ok(reader.routes)
+    } else {
+        Err(FileError(reader.problems))
+    }
+}
+
+struct RouteReader<'a> {
+    origin: &'a str,
+    routes: Routes,
+    problems: Vec<String>,
+    names: BTreeSet<String>,
+}
+
+impl RouteReader<'_> {
+    fn problem<T>(&mut self, at: &Spanned<T>, text: &str) {
+        let line = at.referenced.line();
+        self.problems
+            .push(format!("{}:{line}: {text}", self.origin));
+    }
+
+    fn entry(&mut self, entry: &Entry) {
+        let name = &entry.name.value;
+        // It is a label of metrics.
+        if name.is_empty()
+            || !name
+                .bytes()
+                .all(|b| b.is_ascii_graphic() && !b"\"\\".contains(&b))
+        {
+            let text = format!("name {name:?} must be visible ASCII without quotes");
+            self.problem(&entry.name, &text);
+        }
+        if !self.names.insert(name.clone()) {
+            self.problem(
+                &entry.name,
+                &format!("a second upstream has the name {name:?}"),
+            );
+        }
+        let key = UpstreamKey::from(name.clone());
+        let endpoints = self.endpoints(entry);
+        for port in &entry.node_ports {
+            match u16::try_from(port.value) {
+                Ok(number @ 1..) => {
+                    let before = self.routes.node_ports.insert(number, key.clone());
+                    self.taken(port, before, &format!("node port {number}"));
+                }
+                _ => self.problem(port, &format!("node port {} is not 1 to 65535", port.value)),
+            }
+        }
+        for host in &entry.server_names {
+            let Some(name) = server_name(&host.value) else {
+                let text = format!("server name {:?} is no DNS name", host.value);
+                self.problem(host, &text);
+                continue;
+            };
+            let before = self.routes.server_names.insert(name.clone(), key.clone());
+            self.taken(host, before, &format!("server name {name}"));
+        }
+        for authority in &entry.authorities {
+            let lower = authority.value.to_ascii_lowercase();
+            let is_whole = split_host_port(&lower)
+                .is_ok_and(|(host, port)| !host.is_empty() && port.parse::<u16>().is_ok());
+            if !is_whole {
+                let text = format!("authority {:?} is not host:port", authority.value);
+                self.problem(authority, &text);
+            }
+            let before = self.routes.authorities.insert(lower.clone(), key.clone());
+            self.taken(authority, before, &format!("authority {lower}"));
+        }
+        self.routes.upstreams.insert(key, endpoints);
+    }
+
+    fn endpoints(&mut self, entry: &Entry) -> Vec<SocketAddr> {
+        if entry.endpoints.is_empty() {
+            let text = format!(
+                "upstream {:?} needs at least one of endpoints",
+                entry.name.value
+            );
+            self.problem(&entry.name, &text);
+        }
+        let mut endpoints = BTreeSet::new();
+        for endpoint in &entry.endpoints {
+            match endpoint.value.parse::<SocketAddr>() {
+                Ok(address) if address.port() != 0 => {
+                    endpoints.insert(address);
+                }
+                _ => {
+                    let text = format!(
+                        "endpoint {:?} is not an IP address with a port, such as 10.0.0.1:6443 or [fd00::1]:6443",
+                        endpoint.value
+                    );
+                    self.problem(endpoint, &text);
+                }
+            }
+        }
+        endpoints.into_iter().collect()
+    }
+
+    fn taken<T>(&mut self, at: &Spanned<T>, before: Option<UpstreamKey>, what: &str) {
+        if let Some(owner) = before {
+            self.problem(at, &format!("{what} belongs to upstream {owner} already"));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

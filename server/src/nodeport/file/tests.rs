@@ -1,0 +1,135 @@
+#![allow(clippy::unwrap_used)]
+
+use std::collections::BTreeMap;
+
+use super::*;
+
+const GOOD: &str = "\
+# The door of a laptop.
+upstreams:
+  - name: demo/apiserver
+    endpoints: [127.0.0.1:8443, '[::1]:8443', 127.0.0.1:8443]
+    serverNames: [API.example.com., '*.apps.example.com']
+    authorities: ['apiserver.demo.svc.cluster.local:443']
+    nodePorts: [30443]
+  - name: demo/plain
+    endpoints: [127.0.0.1:80]
+";
+
+#[test]
+fn routes_are_what_the_file_says() {
+    let routes = parse(GOOD, "door.yaml").unwrap();
+    let key = UpstreamKey::from("demo/apiserver".to_owned());
+    let endpoints: Vec<String> = routes
+        .upstreams
+        .get(&key)
+        .unwrap()
+        .iter()
+        .map(ToString::to_string)
+        .collect();
+    assert_eq!(endpoints, ["127.0.0.1:8443", "[::1]:8443"]);
+    let names: Vec<_> = routes.server_names.keys().map(String::as_str).collect();
+    assert_eq!(names, ["*.apps.example.com", "api.example.com"]);
+    assert_eq!(routes.node_ports, BTreeMap::from([(30_443, key.clone())]));
+    let authority = "apiserver.demo.svc.cluster.local:443";
+    assert_eq!(routes.authorities.get(authority), Some(&key));
+    assert_eq!(routes.upstreams.len(), 2);
+    for empty in [
+        "",
+        "# nothing yet\n",
+        "upstreams: []\n",
+        "upstreams:\n",
+        "{}",
+    ] {
+        assert_eq!(
+            parse(empty, "door.yaml"),
+            Ok(Routes::default()),
+            "{empty:?}"
+        );
+    }
+}
+
+#[test]
+fn every_mistake_is_named_with_its_line() {
+    let text = "\
+upstreams:
+  - name: a
+    endpoints: [localhost:80, 10.0.0.1:0]
+    nodePorts: [0, 70000, 30000]
+  - name: a
+    serverNames: [no_ü, x.example.com]
+    authorities: [x, 'x:99999']
+  - name: b
+    endpoints: [10.0.0.1:1]
+    nodePorts: [30000]
+    serverNames: [X.example.com]
+";
+    let problems = parse(text, "door.yaml").unwrap_err().0;
+    let begins = [
+        "door.yaml:3: endpoint \"localhost:80\"",
+        "door.yaml:3: endpoint \"10.0.0.1:0\"",
+        "door.yaml:4: node port 0 ",
+        "door.yaml:4: node port 70000 ",
+        "door.yaml:5: a second upstream has the name \"a\"",
+        "door.yaml:5: upstream \"a\" needs at least one",
+        "door.yaml:6: server name \"no_ü\"",
+        "door.yaml:7: authority \"x\"",
+        "door.yaml:7: authority \"x:99999\"",
+        "door.yaml:10: node port 30000 belongs to upstream a already",
+        "door.yaml:11: server name x.example.com belongs to upstream a already",
+    ];
+    assert_eq!(problems.len(), begins.len(), "{problems:#?}");
+    for (problem, begin) in problems.iter().zip(begins) {
+        assert!(problem.starts_with(begin), "{problem}\n{begin}");
+    }
+}
+
+#[test]
+fn yaml_that_is_none_and_unknown_fields_are_named_with_their_line() {
+    for (text, line) in [
+        ("upstreams:\n  - name: a\n    endpoint: [10.0.0.1:1]\n", 3),
+        ("upstreams:\n  - [\n", 2),
+        ("upstreams: 5\n", 1),
+        ("upstreams:\n  - endpoints: []\n", 2),
+    ] {
+        let problems = parse(text, "door.yaml").unwrap_err().0;
+        let [problem] = problems.as_slice() else {
+            panic!("{problems:?}")
+        };
+        let begins = [
+            format!("door.yaml:{line}: "),
+            format!("door.yaml:{}: ", line + 1),
+        ];
+        assert!(
+            begins.iter().any(|begin| problem.starts_with(begin)),
+            "{text:?}: {problem}"
+        );
+        assert!(!problem.contains('\n'));
+    }
+}
+
+#[test]
+fn a_file_that_is_wrong_or_gone_changes_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("door.yaml");
+    let open = |path: &Path| {
+        let table = Arc::new(Table::new(10));
+        let follower = Follower::open(path, table.clone(), ProxyMetrics::new().unwrap());
+        follower.map(|follower| (follower, table))
+    };
+    let missing = open(&path).err().unwrap().to_string();
+    assert!(missing.contains("door.yaml"), "{missing}");
+    std::fs::write(&path, GOOD).unwrap();
+    let (mut follower, table) = open(&path).unwrap();
+    assert!(table.by_server_name("api.example.com").is_some());
+    assert!(!follower.look(), "nothing changed");
+    std::fs::write(&path, "upstreams: [").unwrap();
+    assert!(!follower.look());
+    std::fs::remove_file(&path).unwrap();
+    assert!(!follower.look());
+    assert!(table.by_server_name("api.example.com").is_some());
+    std::fs::write(&path, GOOD.replace("API.", "other.")).unwrap();
+    assert!(follower.look());
+    assert!(table.by_server_name("api.example.com").is_none());
+    assert!(table.by_server_name("other.example.com").is_some());
+}

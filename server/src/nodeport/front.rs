@@ -1,0 +1,170 @@
+//! Connections that are passed on as they are: TLS by its server name, and node ports.
+
+use std::io;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use culvert_common::tunnel::CloseReason;
+use tokio::net::TcpStream;
+use tokio::time::timeout;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+use tracing::debug;
+
+use super::client_hello::{Hello, HelloError, HelloReader};
+use super::config::Limits;
+use super::metrics::{Entrance, ProxyMetrics, Refusal};
+use super::relay::{Relay, write_all};
+use super::table::Table;
+use super::upstream::{ConnectError, Upstream};
+
+/// How long a client may take to say where it wants to go (Envoy's listener filter timeout).
+pub const FIRST_WORD_TIMEOUT: Duration = Duration::from_secs(15);
+
+/// The room for one read of a ClientHello. Most are smaller.
+const HELLO_READ_BYTES: usize = 2 * 1024;
+
+/// What all connections share.
+pub struct Front {
+    /// Where connections go.
+    pub table: Arc<Table>,
+    /// Timeouts and keepalive.
+    pub limits: Limits,
+    /// The proxy's series.
+    pub metrics: Arc<ProxyMetrics>,
+    /// Owns the tasks.
+    pub tasks: TaskTracker,
+    /// Ends all connections at once.
+    pub cut: CancellationToken,
+    /// Fires when no new work is to begin.
+    pub draining: CancellationToken,
+}
+
+/// Why there is no hello.
+enum NoHello {
+    /// The client left, or said nothing in time.
+    Silent(Refusal),
+    /// What it said is none.
+    Bad(HelloError),
+}
+
+impl Front {
+    /// Passes a TLS connection on to the Service that its ClientHello names.
+    pub async fn serve_sni(self: Arc<Self>, client: TcpStream, peer: SocketAddr) {
+        let _open = self.metrics.open(Entrance::Sni);
+        let refuse = |reason, why: &str| {
+            self.metrics.refused(Entrance::Sni, reason);
+            debug!(%peer, why, "TLS connection refused");
+        };
+        let hello = tokio::select! {
+            hello = timeout(FIRST_WORD_TIMEOUT, read_hello(&client)) => hello,
+            () = self.cut.cancelled() => return,
+        };
+        let (hello, received) = match hello.unwrap_or(Err(NoHello::Silent(Refusal::Timeout))) {
+            Ok(hello) => hello,
+            Err(NoHello::Silent(reason)) => return refuse(reason, "no ClientHello"),
+            Err(NoHello::Bad(error)) => return refuse(Refusal::Garbage, &error.to_string()),
+        };
+        let Some(name) = hello.server_name else {
+            return refuse(Refusal::NoServerName, "the client named no server");
+        };
+        let Some(upstream) = self.table.by_server_name(&name) else {
+            return refuse(Refusal::Unknown, &format!("no Service has the name {name}"));
+        };
+        self.pass(Entrance::Sni, client, peer, &upstream, received)
+            .await;
+    }
+
+    /// Passes a connection on to the Service that owns the port.
+    pub async fn serve_node_port(self: Arc<Self>, client: TcpStream, peer: SocketAddr, port: u16) {
+        let _open = self.metrics.open(Entrance::NodePort);
+        match self.table.by_node_port(port) {
+            Some(upstream) => {
+                self.pass(Entrance::NodePort, client, peer, &upstream, Vec::new())
+                    .await;
+            }
+            // Closed between the accept and now.
+            None => self.metrics.refused(Entrance::NodePort, Refusal::Unknown),
+        }
+    }
+
+    async fn pass(
+        &self,
+        entrance: Entrance,
+        client: TcpStream,
+        peer: SocketAddr,
+        upstream: &Arc<Upstream>,
+        received: Vec<u8>,
+    ) {
+        let connected = tokio::select! {
+            connected = upstream.connect(&self.limits.upstream_keepalive) => connected,
+            () = self.cut.cancelled() => return,
+        };
+        let connected = match connected {
+            Ok(connected) => connected,
+            Err(error) => {
+                self.metrics.refused(entrance, refusal_of(error));
+                debug!(%peer, upstream = %upstream.key, %error, "connection refused");
+                return;
+            }
+        };
+        // A fresh connection takes a ClientHello at once.
+        if write_all(&connected.stream, &received).await.is_err() {
+            self.metrics.closed(CloseReason::EndpointLost);
+            return;
+        }
+        let stats = &upstream.stats;
+        stats
+            .sent
+            .fetch_add(received.len() as u64, std::sync::atomic::Ordering::Relaxed);
+        drop(received);
+        let relay = Relay {
+            client: &client,
+            endpoint: &connected.stream,
+            idle: match entrance {
+                Entrance::Sni => self.limits.sni_idle,
+                _ => self.limits.node_port_idle,
+            },
+            sent: &stats.sent,
+            received: &stats.received,
+        };
+        let reason = tokio::select! {
+            ended = relay.run() => {
+                debug!(%peer, upstream = %upstream.key, ?ended, "connection closed");
+                ended.reason
+            }
+            () = self.cut.cancelled() => CloseReason::Shutdown,
+        };
+        self.metrics.closed(reason);
+    }
+}
+
+/// The label of a failed connect.
+pub fn refusal_of(error: ConnectError) -> Refusal {
+    match error {
+        ConnectError::Overflow => Refusal::Overflow,
+        _ => Refusal::Upstream,
+    }
+}
+
+/// Reads until the hello is complete: what it says, and all that was read.
+async fn read_hello(client: &TcpStream) -> Result<(Hello, Vec<u8>), NoHello> {
+    let mut reader = HelloReader::default();
+    let mut received = Vec::new();
+    loop {
+        let gone = |_| NoHello::Silent(Refusal::Garbage);
+        client.readable().await.map_err(gone)?;
+        received.reserve(HELLO_READ_BYTES);
+        match client.try_read_buf(&mut received) {
+            Ok(0) => return Err(NoHello::Silent(Refusal::Garbage)),
+            Ok(_) => match reader.read(&received) {
+                Ok(Some(hello)) => return Ok((hello, received)),
+                Ok(None) => {}
+                Err(error) => return Err(NoHello::Bad(error)),
+            },
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            Err(error) => return Err(gone(error)),
+        }
+    }
+}

@@ -1,0 +1,373 @@
+//! The proxy's series: its own, and those under Envoy's names that dashboards read.
+
+use std::fmt::Write as _;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use tokio::time::Instant;
+
+use culvert_common::label_values;
+use culvert_common::telemetry::metrics::{
+    Family, LabelSet, MetricsError, Registry, register_build_info,
+};
+use culvert_common::tunnel::CloseReason;
+use metrics::{Counter, CounterFn, Gauge};
+
+use super::table::Table;
+use super::upstream::{Upstream, write_series};
+
+label_values! {
+    /// By which listener a connection came.
+    pub enum Entrance("listener") {
+        /// TLS by server name.
+        Sni = "sni",
+        /// CONNECT.
+        Tunneling = "tunneling",
+        /// A port of a Service's own.
+        NodePort = "node_port",
+    }
+}
+
+label_values! {
+    /// Why a connection or a CONNECT request got nowhere.
+    pub enum Refusal("reason") {
+        /// Nothing that could be understood came in time.
+        Timeout = "timeout",
+        /// The first bytes were not the listener's protocol.
+        Garbage = "garbage",
+        /// The TLS client named no server.
+        NoServerName = "no_server_name",
+        /// No Service is exposed under that name, authority or port.
+        Unknown = "unknown",
+        /// No endpoint accepted the connection.
+        Upstream = "upstream",
+        /// The upstream has as many connections as it may have.
+        Overflow = "overflow",
+        /// The client's address is on no allowed network.
+        Address = "address",
+        /// The TLS handshake failed, or was left out.
+        Tls = "tls",
+    }
+}
+
+/// Where and why.
+#[derive(Clone, Copy)]
+struct Refused(Entrance, Refusal);
+
+impl LabelSet for Refused {
+    fn all() -> Vec<Self> {
+        let reasons = |entrance: Entrance| {
+            let all = Refusal::ALL.iter();
+            all.map(move |reason| Self(entrance, *reason))
+        };
+        Entrance::ALL.iter().copied().flat_map(reasons).collect()
+    }
+
+    fn index(self) -> usize {
+        self.0.index() * Refusal::ALL.len() + self.1.index()
+    }
+
+    fn labels(self) -> Vec<(&'static str, &'static str)> {
+        [self.0.labels(), self.1.labels()].concat()
+    }
+}
+
+/// All series of one proxy.
+pub struct ProxyMetrics {
+    registry: Arc<Registry>,
+    started: Instant,
+    refused: Family<Refused, Counter>,
+    open: Family<Entrance, Gauge>,
+    opened: Family<Entrance, Counter>,
+    closed: Vec<(CloseReason, Counter)>,
+    synced: Flag,
+    source_up: Flag,
+    /// Changes that were put in force.
+    pub applied: Counter,
+    /// Sets of routes that were refused whole.
+    pub rejected: Counter,
+    /// Services that are not exposed as they ask to be.
+    pub problems: Gauge,
+    /// Node ports that could not be opened.
+    pub closed_ports: Gauge,
+    /// What is counted of CONNECT as a whole.
+    pub http: HttpStats,
+    /// Set while the proxy drains.
+    pub draining: AtomicBool,
+}
+
+/// A gauge of 0 or 1 that can be read.
+struct Flag(Gauge, AtomicBool);
+
+/// Counters of all CONNECT requests.
+#[derive(Debug, Default)]
+pub struct HttpStats {
+    /// Open downstream connections.
+    pub active: AtomicU64,
+    /// Requests, of any method.
+    pub requests: AtomicU64,
+    /// Bytes of tunnels from clients.
+    pub received: AtomicU64,
+    /// Bytes of tunnels to clients.
+    pub sent: AtomicU64,
+}
+
+/// Adds one tunnel's bytes of one direction to its upstream, to the whole, and to the tunnel's own
+/// count.
+pub struct Tally {
+    upstream: Arc<Upstream>,
+    metrics: Arc<ProxyMetrics>,
+    moved: Arc<AtomicU64>,
+    upward: bool,
+}
+
+// === impl ProxyMetrics ===
+
+impl ProxyMetrics {
+    /// Registers all series.
+    ///
+    /// # Errors
+    /// Never in practice; see [`Registry::new`].
+    pub fn new() -> Result<Arc<Self>, MetricsError> {
+        let registry = Registry::new(&[])?;
+        register_build_info(&registry, "nodeport-proxy", env!("CARGO_PKG_VERSION"));
+        let closed = |reason: &CloseReason| {
+            let counter = registry.counter(
+                "culvert_connections_closed_total",
+                &[("reason", reason.label())],
+                "Connections that ended, by reason.",
+            );
+            (*reason, counter)
+        };
+        Ok(Arc::new(Self {
+            started: Instant::now(),
+            refused: Family::new(
+                &registry,
+                "culvert_nodeport_proxy_refused_total",
+                "Connections and CONNECT requests that got nowhere.",
+            )
+            .at_zero(Refused::all()),
+            open: Family::new(
+                &registry,
+                "culvert_nodeport_proxy_connections",
+                "Open connections of clients.",
+            )
+            .at_zero(Entrance::all()),
+            opened: Family::new(
+                &registry,
+                "culvert_nodeport_proxy_connections_total",
+                "Connections that clients opened.",
+            )
+            .at_zero(Entrance::all()),
+            closed: CloseReason::ALL.iter().map(closed).collect(),
+            synced: Flag::new(registry.gauge(
+                "culvert_nodeport_proxy_synced",
+                &[],
+                "1 once all routes are known.",
+            )),
+            source_up: Flag::new(registry.gauge(
+                "culvert_nodeport_proxy_source_up",
+                &[],
+                "1 while the Kubernetes API, or the file, can be read; the last routes stay in force otherwise.",
+            )),
+            applied: registry.counter(
+                "culvert_nodeport_proxy_changes_total",
+                &[],
+                "Changes of routes that were put in force.",
+            ),
+            rejected: registry.counter(
+                "culvert_nodeport_proxy_rejected_configs_total",
+                &[],
+                "Configurations that were refused; the last good one stays in force.",
+            ),
+            problems: registry.gauge(
+                "culvert_nodeport_proxy_problems",
+                &[],
+                "Services that are not exposed as they ask to be; the log names them.",
+            ),
+            closed_ports: registry.gauge(
+                "culvert_nodeport_proxy_closed_ports",
+                &[],
+                "Node ports that could not be opened; the log names them.",
+            ),
+            http: HttpStats::default(),
+            draining: AtomicBool::new(false),
+            registry,
+        }))
+    }
+
+    /// Counts and logs nothing; the caller says why.
+    pub fn refused(&self, entrance: Entrance, reason: Refusal) {
+        self.refused.get(Refused(entrance, reason)).increment(1);
+    }
+
+    /// A client's connection; the gauge falls back when the guard is dropped.
+    pub fn open(&self, entrance: Entrance) -> culvert_common::telemetry::metrics::GaugeGuard {
+        self.opened.get(entrance).increment(1);
+        culvert_common::telemetry::metrics::GaugeGuard::new(self.open.get(entrance))
+    }
+
+    /// Counts an end.
+    pub fn closed(&self, reason: CloseReason) {
+        if let Some((_, counter)) = self.closed.iter().find(|(known, _)| *known == reason) {
+            counter.increment(1);
+        }
+    }
+
+    /// All routes are known, and in force.
+    pub fn set_synced(&self) {
+        self.synced.set(true);
+    }
+
+    /// Whether all routes are known.
+    pub fn is_synced(&self) -> bool {
+        self.synced.get()
+    }
+
+    /// Whether the source of the routes can be read.
+    pub fn set_source_up(&self, up: bool) {
+        self.source_up.set(up);
+    }
+
+    /// What [`set_source_up`](Self::set_source_up) said last.
+    pub fn is_source_up(&self) -> bool {
+        self.source_up.get()
+    }
+
+    /// The registry.
+    pub fn registry(&self) -> &Arc<Registry> {
+        &self.registry
+    }
+
+    /// The page of metrics.
+    pub fn render(&self, table: &Table) -> String {
+        let mut page = self.registry.render();
+        let memory = resident_bytes();
+        let draining = self.draining.load(Ordering::Relaxed);
+        for (name, help, value) in [
+            (
+                "envoy_server_live",
+                "0 while the proxy drains.",
+                u64::from(!draining),
+            ),
+            (
+                "envoy_server_uptime",
+                "Seconds since the start.",
+                self.started.elapsed().as_secs(),
+            ),
+            (
+                "envoy_server_memory_allocated",
+                "Resident memory, in bytes.",
+                memory,
+            ),
+            (
+                "envoy_server_memory_heap_size",
+                "Resident memory, in bytes.",
+                memory,
+            ),
+        ] {
+            let _ = writeln!(
+                page,
+                "# HELP {name} {help}\n# TYPE {name} gauge\n{name} {value}"
+            );
+        }
+        self.http.write(&mut page);
+        write_series(&table.upstreams(), &mut page);
+        page
+    }
+}
+
+impl Flag {
+    fn new(gauge: Gauge) -> Self {
+        Self(gauge, AtomicBool::new(false))
+    }
+
+    fn set(&self, value: bool) {
+        self.0.set(f64::from(u8::from(value)));
+        self.1.store(value, Ordering::Relaxed);
+    }
+
+    fn get(&self) -> bool {
+        self.1.load(Ordering::Relaxed)
+    }
+}
+
+impl HttpStats {
+    fn write(&self, page: &mut String) {
+        for (name, kind, help, value) in [
+            (
+                "envoy_http_downstream_cx_active",
+                "gauge",
+                "Open connections of clients that send CONNECT requests.",
+                &self.active,
+            ),
+            (
+                "envoy_http_downstream_rq_total",
+                "counter",
+                "Requests.",
+                &self.requests,
+            ),
+            (
+                "envoy_http_downstream_cx_rx_bytes_total",
+                "counter",
+                "Bytes of tunnels received from clients.",
+                &self.received,
+            ),
+            (
+                "envoy_http_downstream_cx_tx_bytes_total",
+                "counter",
+                "Bytes of tunnels sent to clients.",
+                &self.sent,
+            ),
+        ] {
+            let value = value.load(Ordering::Relaxed);
+            let _ = writeln!(
+                page,
+                "# HELP {name} {help}\n# TYPE {name} {kind}\n\
+                 {name}{{envoy_http_conn_manager_prefix=\"ingress_http\"}} {value}"
+            );
+        }
+    }
+}
+
+/// What the process has in memory; 0 where `/proc` does not say.
+fn resident_bytes() -> u64 {
+    let pages = std::fs::read_to_string("/proc/self/statm").unwrap_or_default();
+    let pages = pages.split(' ').nth(1).and_then(|pages| pages.parse().ok());
+    pages.unwrap_or(0) * rustix::param::page_size() as u64
+}
+
+// === impl Tally ===
+
+impl Tally {
+    /// The counters of both directions of one tunnel: from the client, and to it.
+    pub fn both(
+        upstream: &Arc<Upstream>,
+        metrics: &Arc<ProxyMetrics>,
+        moved: &Arc<AtomicU64>,
+    ) -> [Counter; 2] {
+        [true, false].map(|upward| {
+            Counter::from_arc(Arc::new(Self {
+                upstream: upstream.clone(),
+                metrics: metrics.clone(),
+                moved: moved.clone(),
+                upward,
+            }))
+        })
+    }
+}
+
+impl CounterFn for Tally {
+    fn increment(&self, bytes: u64) {
+        let (stats, http) = (&self.upstream.stats, &self.metrics.http);
+        let [upstream, whole] = match self.upward {
+            true => [&stats.sent, &http.received],
+            false => [&stats.received, &http.sent],
+        };
+        self.moved.fetch_add(bytes, Ordering::Relaxed);
+        upstream.fetch_add(bytes, Ordering::Relaxed);
+        whole.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    /// Nobody sets these.
+    fn absolute(&self, _: u64) {}
+}

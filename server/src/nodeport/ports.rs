@@ -1,0 +1,118 @@
+//! The listeners of node ports: opened and closed as Services come and go, each by itself.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use culvert_common::admin;
+use culvert_common::net::listen::Listener;
+use culvert_common::runtime::shards::Shards;
+use tokio::sync::watch;
+use tokio::time::sleep;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+use tracing::{info, warn};
+
+use super::app::serve;
+use super::front::Front;
+
+/// How soon a port that could not be opened is tried again: its last owner may be about to leave.
+const RETRY: Duration = Duration::from_secs(5);
+
+/// The open node ports.
+pub struct NodePorts {
+    front: Arc<Front>,
+    shards: Arc<Shards>,
+    host: String,
+    listeners: TaskTracker,
+    open: HashMap<u16, CancellationToken>,
+    /// Those that could not be opened, and that the log has named.
+    failed: HashMap<u16, String>,
+}
+
+impl NodePorts {
+    /// None open yet.
+    pub fn new(front: Arc<Front>, shards: Arc<Shards>, host: &str) -> Self {
+        Self {
+            front,
+            shards,
+            host: host.to_owned(),
+            listeners: TaskTracker::new(),
+            open: HashMap::new(),
+            failed: HashMap::new(),
+        }
+    }
+
+    /// Follows the table until the front drains: `changed` fires whenever it may differ. Returns
+    /// when every listener is closed.
+    pub async fn run(mut self, mut changed: watch::Receiver<u64>) {
+        let draining = self.front.draining.clone();
+        while !draining.is_cancelled() {
+            self.follow().await;
+            let retry = async {
+                match self.failed.is_empty() {
+                    true => std::future::pending().await,
+                    false => sleep(RETRY).await,
+                }
+            };
+            tokio::select! {
+                alive = changed.changed() => if alive.is_err() { break },
+                () = retry => {}
+                () = draining.cancelled() => break,
+            }
+        }
+        for token in self.open.values() {
+            token.cancel();
+        }
+        self.listeners.close();
+        self.listeners.wait().await;
+    }
+
+    async fn follow(&mut self) {
+        let wanted = self.front.table.node_ports();
+        let is_wanted = |port: &u16| wanted.binary_search(port).is_ok();
+        self.failed.retain(|port, _| is_wanted(port));
+        self.open.retain(|port, token| {
+            let stays = is_wanted(port);
+            if !stays {
+                info!(port, "node port closed");
+                token.cancel();
+            }
+            stays
+        });
+        for port in wanted {
+            if self.open.contains_key(&port) {
+                continue;
+            }
+            match admin::bind(&self.host, port, "the Service's node port").await {
+                Ok(listener) => {
+                    self.failed.remove(&port);
+                    info!(port, "node port opened");
+                    let keepalive = self.front.limits.downstream_keepalive;
+                    self.serve(port, Listener::Tcp(listener, keepalive));
+                }
+                Err(error) => {
+                    let text = error.to_string();
+                    if self.failed.insert(port, text.clone()).as_ref() != Some(&text) {
+                        warn!(port, error = text, "will be tried again every {RETRY:?}");
+                    }
+                }
+            }
+        }
+        self.front
+            .metrics
+            .closed_ports
+            .set(self.failed.len() as f64);
+    }
+
+    fn serve(&mut self, port: u16, listener: Listener) {
+        let token = CancellationToken::new();
+        self.open.insert(port, token.clone());
+        let (front, shards) = (self.front.clone(), self.shards.clone());
+        self.listeners.spawn(async move {
+            let own = front.clone();
+            let connection = move |stream, peer| own.clone().serve_node_port(stream, peer, port);
+            serve(listener, token, &front, &shards, connection).await;
+        });
+    }
+}

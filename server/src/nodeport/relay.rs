@@ -1,0 +1,327 @@
+//! Moves bytes between two TCP sockets, each direction by itself.
+//!
+//! Small reads are copied through one buffer of the thread. A direction that fills it goes on by
+//! `splice(2)`: bytes then pass from socket to socket through a pipe in the kernel. Pipes are taken
+//! from a pool while there is something to move, so a connection that idles owns neither buffer
+//! nor pipe.
+
+use std::cell::RefCell;
+use std::io;
+use std::net::Shutdown;
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use culvert_common::tunnel::{CLOSE_STALL, CloseReason, HALF_OPEN_IDLE};
+use rustix::pipe::{PipeFlags, SpliceFlags, fcntl_setpipe_size, pipe_with, splice};
+use socket2::SockRef;
+use tokio::io::Interest;
+use tokio::net::TcpStream;
+use tokio::sync::Notify;
+use tokio::time::{Instant, sleep, sleep_until};
+
+/// The buffer of a thread. What fills it is bulk.
+const COPY_BYTES: usize = 16 * 1024;
+
+/// What a pipe is asked to hold. The kernel counts pages, so it may hold more; it grants no more
+/// than `fs.pipe-max-size`, 1 MiB, and 64 MiB for all pipes of a user without privileges.
+const PIPE_BYTES: usize = 256 * 1024;
+
+/// Pipes that a thread keeps for the next one who needs one.
+const SPARE_PIPES: usize = 32;
+
+/// How long unread input is waited out at the end of a connection, see [`Relay::settle`].
+const SETTLE: Duration = Duration::from_secs(2);
+
+thread_local! {
+    static BUFFER: RefCell<Box<[u8]>> = RefCell::new(vec![0; COPY_BYTES].into());
+    static PIPES: RefCell<Vec<Pipe>> = const { RefCell::new(Vec::new()) };
+}
+
+/// The two sockets of one connection.
+pub struct Relay<'a> {
+    /// From whom the connection came.
+    pub client: &'a TcpStream,
+    /// To whom it goes.
+    pub endpoint: &'a TcpStream,
+    /// Ends the connection once nothing has moved for so long; `None` never does.
+    pub idle: Option<Duration>,
+    /// Counts bytes from client to endpoint, here and elsewhere.
+    pub sent: &'a AtomicU64,
+    /// Counts bytes from endpoint to client.
+    pub received: &'a AtomicU64,
+}
+
+/// One direction.
+struct Way<'a> {
+    from: &'a TcpStream,
+    to: &'a TcpStream,
+    total: &'a AtomicU64,
+    /// Of this connection.
+    moved: AtomicU64,
+    done: Notify,
+    /// Why it ends when `from` fails, and when `to` does.
+    lost: [CloseReason; 2],
+}
+
+/// An empty pipe.
+struct Pipe {
+    read: OwnedFd,
+    write: OwnedFd,
+}
+
+/// Which of the two sockets failed. What the system said is of no use to anybody.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Broken {
+    From,
+    To,
+}
+
+/// How a connection ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Ended {
+    /// Why.
+    pub reason: CloseReason,
+    /// Bytes from client to endpoint.
+    pub sent: u64,
+    /// Bytes from endpoint to client.
+    pub received: u64,
+}
+
+// === impl Relay ===
+
+impl Relay<'_> {
+    /// Moves bytes until both directions have ended, one has failed, or nothing moves any more.
+    pub async fn run(&self) -> Ended {
+        let up = Way {
+            from: self.client,
+            to: self.endpoint,
+            total: self.sent,
+            moved: AtomicU64::new(0),
+            done: Notify::new(),
+            lost: [CloseReason::ClientLost, CloseReason::EndpointLost],
+        };
+        let down = Way {
+            from: self.endpoint,
+            to: self.client,
+            total: self.received,
+            moved: AtomicU64::new(0),
+            done: Notify::new(),
+            lost: [CloseReason::EndpointLost, CloseReason::ClientLost],
+        };
+        let both = async {
+            match tokio::try_join!(up.run(&down), down.run(&up)) {
+                Ok(_) => CloseReason::Finished,
+                Err(reason) => reason,
+            }
+        };
+        let reason = tokio::select! {
+            reason = both => reason,
+            () = idle([&up.moved, &down.moved], self.idle) => CloseReason::IdleTimeout,
+        };
+        match reason {
+            CloseReason::EndpointLost => self.settle().await,
+            // The endpoint must not take what came so far for all there is.
+            CloseReason::ClientLost => {
+                let _ = SockRef::from(self.endpoint).set_linger(Some(Duration::ZERO));
+            }
+            _ => {}
+        }
+        Ended {
+            reason,
+            sent: up.moved.load(Ordering::Relaxed),
+            received: down.moved.load(Ordering::Relaxed),
+        }
+    }
+
+    /// Lets the client read the endpoint's last words. An endpoint may answer and close without
+    /// reading all it was sent; to close the client's socket with unread input would make TCP send
+    /// a reset, which discards what the client has not read yet.
+    async fn settle(&self) {
+        // Fails if the client has gone already.
+        let _ = SockRef::from(self.client).shutdown(Shutdown::Write);
+        let deadline = Instant::now() + SETTLE;
+        loop {
+            tokio::select! {
+                ready = self.client.readable() => if ready.is_err() { return },
+                () = sleep_until(deadline) => return,
+            }
+            match BUFFER.with_borrow_mut(|buffer| self.client.try_read(buffer)) {
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                Ok(read) if read > 0 => {}
+                _ => return,
+            }
+        }
+    }
+}
+
+/// Resolves once none of the `counters` has changed for `bound`, at the latest after twice that.
+pub async fn idle<const N: usize>(counters: [&AtomicU64; N], bound: Option<Duration>) {
+    let Some(bound) = bound else {
+        return std::future::pending().await;
+    };
+    let moved = || -> u64 {
+        let each = counters.iter().map(|count| count.load(Ordering::Relaxed));
+        each.sum()
+    };
+    loop {
+        let before = moved();
+        sleep(bound).await;
+        if moved() == before {
+            return;
+        }
+    }
+}
+
+// === impl Way ===
+
+impl Way<'_> {
+    async fn run(&self, other: &Way<'_>) -> Result<(), CloseReason> {
+        let [from_lost, to_lost] = self.lost;
+        let mut bulk = false;
+        loop {
+            let moved = if bulk {
+                self.splice().await
+            } else {
+                self.copy().await
+            };
+            match moved {
+                Ok(0) => break,
+                Ok(bytes) => {
+                    self.total.fetch_add(bytes as u64, Ordering::Relaxed);
+                    self.moved.fetch_add(bytes as u64, Ordering::Relaxed);
+                    bulk |= bytes >= COPY_BYTES;
+                }
+                Err(Broken::From) => return Err(from_lost),
+                Err(Broken::To) => {
+                    // What comes the other way is still good.
+                    tokio::select! {
+                        () = other.done.notified() => {}
+                        () = idle([&other.moved], Some(CLOSE_STALL)) => {}
+                    }
+                    return Err(to_lost);
+                }
+            }
+        }
+        // Fails if the peer has gone; the other direction tells.
+        let _ = SockRef::from(self.to).shutdown(Shutdown::Write);
+        self.done.notify_one();
+        tokio::select! {
+            () = other.done.notified() => Ok(()),
+            () = idle([&other.moved], Some(HALF_OPEN_IDLE)) => Err(CloseReason::HalfOpenIdle),
+        }
+    }
+
+    /// Moves what one read brings through the thread's buffer; 0 at the end.
+    async fn copy(&self) -> Result<usize, Broken> {
+        loop {
+            self.from.readable().await.map_err(|_| Broken::From)?;
+            let moved = BUFFER.with_borrow_mut(|buffer| {
+                let read = match self.from.try_read(buffer) {
+                    Ok(read) => read,
+                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(None),
+                    Err(_) => return Err(Broken::From),
+                };
+                let bytes = buffer.get(..read).unwrap_or_default();
+                let written = match self.to.try_write(bytes) {
+                    Ok(written) => written,
+                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => 0,
+                    Err(_) if read == 0 => 0,
+                    Err(_) => return Err(Broken::To),
+                };
+                Ok(Some((
+                    read,
+                    bytes.get(written..).unwrap_or_default().to_vec(),
+                )))
+            })?;
+            if let Some((read, rest)) = moved {
+                write_all(self.to, &rest).await.map_err(|_| Broken::To)?;
+                return Ok(read);
+            }
+        }
+    }
+
+    /// Moves what a pipe takes at once; 0 at the end.
+    async fn splice(&self) -> Result<usize, Broken> {
+        loop {
+            self.from.readable().await.map_err(|_| Broken::From)?;
+            // For want of descriptors.
+            let Ok(pipe) = Pipe::take() else {
+                return self.copy().await;
+            };
+            let fill = || pipe.fill(self.from);
+            let filled = match self.from.try_io(Interest::READABLE, fill) {
+                Ok(filled) => filled,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    pipe.give_back();
+                    continue;
+                }
+                Err(_) => return Err(Broken::From),
+            };
+            let mut left = filled;
+            while left > 0 {
+                let drain = || pipe.drain(self.to, left);
+                match self.to.try_io(Interest::WRITABLE, drain) {
+                    Ok(drained) => left -= drained.min(left),
+                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                        self.to.writable().await.map_err(|_| Broken::To)?;
+                    }
+                    Err(_) => return Err(Broken::To),
+                }
+            }
+            pipe.give_back();
+            return Ok(filled);
+        }
+    }
+}
+
+/// Writes all of `bytes`.
+///
+/// # Errors
+/// When the peer has gone.
+pub async fn write_all(to: &TcpStream, mut bytes: &[u8]) -> io::Result<()> {
+    while !bytes.is_empty() {
+        match to.try_write(bytes) {
+            Ok(written) => bytes = bytes.get(written..).unwrap_or_default(),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => to.writable().await?,
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
+
+// === impl Pipe ===
+
+impl Pipe {
+    fn take() -> io::Result<Self> {
+        if let Some(pipe) = PIPES.with_borrow_mut(Vec::pop) {
+            return Ok(pipe);
+        }
+        let (read, write) = pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK)?;
+        // A smaller pipe takes more calls, no more.
+        let _ = fcntl_setpipe_size(&write, PIPE_BYTES);
+        Ok(Self { read, write })
+    }
+
+    /// For the next one who needs one. The pipe has to be empty; one that is not is dropped.
+    fn give_back(self) {
+        PIPES.with_borrow_mut(|spare| {
+            if spare.len() < SPARE_PIPES {
+                spare.push(self);
+            }
+        });
+    }
+
+    fn fill(&self, from: &TcpStream) -> io::Result<usize> {
+        Ok(splice(from, None, &self.write, None, PIPE_BYTES, FLAGS)?)
+    }
+
+    fn drain(&self, to: &TcpStream, len: usize) -> io::Result<usize> {
+        Ok(splice(&self.read, None, to, None, len, FLAGS)?)
+    }
+}
+
+const FLAGS: SpliceFlags = SpliceFlags::MOVE.union(SpliceFlags::NONBLOCK);
+
+#[cfg(test)]
+mod tests;

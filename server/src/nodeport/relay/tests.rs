@@ -1,0 +1,134 @@
+#![allow(clippy::unwrap_used, clippy::indexing_slicing)]
+
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpListener;
+use tokio::task::JoinHandle;
+use tokio::time::timeout;
+
+use super::*;
+
+/// A client and an endpoint with a relay between them.
+async fn relayed(idle: Option<Duration>) -> (TcpStream, TcpStream, JoinHandle<(Ended, [u64; 2])>) {
+    let (client, near) = pair().await;
+    let (far, endpoint) = pair().await;
+    let relay = tokio::spawn(async move {
+        let (sent, received) = (AtomicU64::new(0), AtomicU64::new(0));
+        let relay = Relay {
+            client: &near,
+            endpoint: &far,
+            idle,
+            sent: &sent,
+            received: &received,
+        };
+        let ended = relay.run().await;
+        (ended, [sent.into_inner(), received.into_inner()])
+    });
+    (client, endpoint, relay)
+}
+
+async fn pair() -> (TcpStream, TcpStream) {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let near = TcpStream::connect(listener.local_addr().unwrap());
+    let (near, far) = tokio::join!(near, listener.accept());
+    (near.unwrap(), far.unwrap().0)
+}
+
+fn pattern(count: usize) -> Vec<u8> {
+    (0..count).map(|i| (i * 31 + (i >> 9)) as u8).collect()
+}
+
+#[tokio::test]
+async fn bytes_pass_both_ways_in_all_sizes_and_each_direction_ends_by_itself() {
+    let (mut client, mut endpoint, relay) = relayed(None).await;
+    let up = pattern(5_000_001);
+    let mut read = vec![0; 3];
+    client.write_all(b"one").await.unwrap();
+    endpoint.read_exact(&mut read).await.unwrap();
+    assert_eq!(read, b"one");
+    let send = async {
+        for piece in up.chunks(333_333) {
+            client.write_all(piece).await.unwrap();
+            tokio::task::yield_now().await;
+        }
+        client.shutdown().await.unwrap();
+    };
+    let mut got = Vec::new();
+    let ((), received) = tokio::join!(send, endpoint.read_to_end(&mut got));
+    received.unwrap();
+    assert!(got == up, "{} of {} bytes", got.len(), up.len());
+    // The other direction goes on after the first has ended.
+    let down = pattern(2_000_000);
+    let send = async {
+        endpoint.write_all(&down).await.unwrap();
+        drop(endpoint);
+    };
+    let mut got = Vec::new();
+    let ((), received) = tokio::join!(send, client.read_to_end(&mut got));
+    received.unwrap();
+    assert!(got == down, "{} of {} bytes", got.len(), down.len());
+    let (ended, totals) = relay.await.unwrap();
+    assert_eq!(ended.reason, CloseReason::Finished);
+    assert_eq!((ended.sent, ended.received), (5_000_004, 2_000_000));
+    assert_eq!(totals, [5_000_004, 2_000_000]);
+}
+
+#[tokio::test]
+async fn a_receiver_that_does_not_read_stops_the_sender_and_goes_on_later() {
+    let (mut client, mut endpoint, relay) = relayed(None).await;
+    let sent = pattern(64 << 20);
+    let whole = sent.clone();
+    let sender = tokio::spawn(async move {
+        client.write_all(&sent).await.unwrap();
+        client.shutdown().await.unwrap();
+        client
+    });
+    tokio::time::sleep(Duration::from_millis(200)).await;
+    assert!(!sender.is_finished(), "64 MiB went into buffers");
+    let mut got = Vec::new();
+    endpoint.read_to_end(&mut got).await.unwrap();
+    assert!(got == whole, "{} bytes", got.len());
+    drop((endpoint, sender.await.unwrap()));
+    assert_eq!(relay.await.unwrap().0.reason, CloseReason::Finished);
+}
+
+#[tokio::test]
+async fn an_answer_arrives_although_the_question_was_not_read() {
+    let (mut client, mut endpoint, relay) = relayed(None).await;
+    client.write_all(&[7; 100_000]).await.unwrap();
+    endpoint.write_all(b"413 too large").await.unwrap();
+    // With unread input: the system resets the connection.
+    drop(endpoint);
+    let mut answer = String::new();
+    let _ = client.write_all(&[7; 1_000_000]).await;
+    client.read_to_string(&mut answer).await.unwrap();
+    assert_eq!(answer, "413 too large");
+    drop(client);
+    assert_eq!(relay.await.unwrap().0.reason, CloseReason::EndpointLost);
+}
+
+#[tokio::test]
+async fn a_connection_that_idles_is_ended_and_one_that_moves_is_not() {
+    let idle = Duration::from_millis(200);
+    let (mut client, mut endpoint, relay) = relayed(Some(idle)).await;
+    for _ in 0..8 {
+        tokio::time::sleep(idle / 4).await;
+        client.write_all(b"x").await.unwrap();
+        assert_eq!(endpoint.read_u8().await.unwrap(), b'x');
+    }
+    assert!(!relay.is_finished());
+    let ended = timeout(Duration::from_secs(10), relay).await.unwrap();
+    assert_eq!(ended.unwrap().0.reason, CloseReason::IdleTimeout);
+    assert_eq!(client.read(&mut [0]).await.unwrap(), 0);
+}
+
+#[tokio::test]
+async fn a_reset_ends_both_directions() {
+    let (client, mut endpoint, relay) = relayed(None).await;
+    SockRef::from(&client)
+        .set_linger(Some(Duration::ZERO))
+        .unwrap();
+    drop(client);
+    assert_eq!(relay.await.unwrap().0.reason, CloseReason::ClientLost);
+    let error = endpoint.read(&mut [0]).await.unwrap_err();
+    assert_eq!(error.kind(), io::ErrorKind::ConnectionReset);
+}

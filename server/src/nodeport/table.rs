@@ -1,0 +1,211 @@
+//! The routes in force. A change touches what differs: upstreams that stay keep their counters,
+//! their turn and their connections.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+
+use parking_lot::RwLock;
+
+use super::routes::{Routes, UpstreamKey};
+use super::upstream::Upstream;
+
+/// What every new connection looks its upstream up in.
+#[derive(Debug)]
+pub struct Table {
+    current: RwLock<Arc<Current>>,
+    /// The most connections at once to one upstream.
+    limit: u64,
+}
+
+/// The routes of one moment.
+#[derive(Debug, Default)]
+struct Current {
+    routes: Routes,
+    upstreams: BTreeMap<UpstreamKey, Arc<Upstream>>,
+    server_names: HashMap<String, Arc<Upstream>>,
+    authorities: HashMap<String, Arc<Upstream>>,
+    node_ports: HashMap<u16, Arc<Upstream>>,
+}
+
+/// How much a change was.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Change {
+    /// Upstreams that came.
+    pub added: usize,
+    /// Upstreams that went.
+    pub removed: usize,
+    /// Upstreams whose endpoints are others now.
+    pub moved: usize,
+    /// Names, authorities or node ports differ.
+    pub rerouted: bool,
+}
+
+// === impl Table ===
+
+impl Table {
+    /// No routes. Each upstream will allow `limit` connections at once.
+    pub fn new(limit: u64) -> Self {
+        Self {
+            current: RwLock::default(),
+            limit,
+        }
+    }
+
+    /// Puts `routes` in force for all connections from now on.
+    pub fn apply(&self, routes: Routes) -> Change {
+        let before = self.current.read().clone();
+        let mut change = Change::default();
+        let mut upstreams = BTreeMap::new();
+        for (key, endpoints) in &routes.upstreams {
+            let upstream = match before.upstreams.get(key) {
+                Some(upstream) => {
+                    change.moved += usize::from(upstream.set_endpoints(endpoints));
+                    upstream.clone()
+                }
+                None => {
+                    change.added += 1;
+                    Upstream::new(key.clone(), endpoints, self.limit)
+                }
+            };
+            upstreams.insert(key.clone(), upstream);
+        }
+        for (key, upstream) in &before.upstreams {
+            if !upstreams.contains_key(key) {
+                change.removed += 1;
+                // Whoever looked it up a moment ago finds nobody there.
+                upstream.set_endpoints(&[]);
+            }
+        }
+        change.rerouted = before.routes.server_names != routes.server_names
+            || before.routes.authorities != routes.authorities
+            || before.routes.node_ports != routes.node_ports;
+        let after = Current {
+            server_names: resolve(&routes.server_names, &upstreams),
+            authorities: resolve(&routes.authorities, &upstreams),
+            node_ports: resolve(&routes.node_ports, &upstreams),
+            upstreams,
+            routes,
+        };
+        *self.current.write() = Arc::new(after);
+        change
+    }
+
+    /// Who serves a TLS server name, given in lower case. An exact name goes before a wildcard, a
+    /// longer wildcard before a shorter one.
+    pub fn by_server_name(&self, name: &str) -> Option<Arc<Upstream>> {
+        let current = self.current.read();
+        if let Some(upstream) = current.server_names.get(name) {
+            return Some(upstream.clone());
+        }
+        let mut rest = name;
+        while let Some((_, parent)) = rest.split_once('.') {
+            if let Some(upstream) = current.server_names.get(&format!("*.{parent}")) {
+                return Some(upstream.clone());
+            }
+            rest = parent;
+        }
+        None
+    }
+
+    /// Who serves an authority, in any case.
+    pub fn by_authority(&self, authority: &str) -> Option<Arc<Upstream>> {
+        let authority = authority.to_ascii_lowercase();
+        self.current.read().authorities.get(&authority).cloned()
+    }
+
+    /// Who serves a node port.
+    pub fn by_node_port(&self, port: u16) -> Option<Arc<Upstream>> {
+        self.current.read().node_ports.get(&port).cloned()
+    }
+
+    /// The node ports that are to be open.
+    pub fn node_ports(&self) -> Vec<u16> {
+        let current = self.current.read();
+        current.routes.node_ports.keys().copied().collect()
+    }
+
+    /// Every upstream, in the order of keys.
+    pub fn upstreams(&self) -> Vec<Arc<Upstream>> {
+        self.current.read().upstreams.values().cloned().collect()
+    }
+}
+
+/// Replaces keys by what they name.
+fn resolve<N: Clone + Eq + std::hash::Hash>(
+    names: &BTreeMap<N, UpstreamKey>,
+    upstreams: &BTreeMap<UpstreamKey, Arc<Upstream>>,
+) -> HashMap<N, Arc<Upstream>> {
+    let known = |(name, key): (&N, &UpstreamKey)| Some((name.clone(), upstreams.get(key)?.clone()));
+    names.iter().filter_map(known).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use std::sync::atomic::Ordering;
+
+    use super::*;
+
+    fn routes(services: &[(&str, u16)]) -> Routes {
+        let mut routes = Routes::default();
+        for (service, port) in services {
+            let key = UpstreamKey::of_service("ns", service, "");
+            let endpoint = ([10, 0, 0, 1], *port).into();
+            routes.upstreams.insert(key.clone(), vec![endpoint]);
+            let name = format!("{service}.example.com");
+            routes.server_names.insert(name, key.clone());
+            let authority = format!("{service}.ns.svc.cluster.local:443");
+            routes.authorities.insert(authority, key.clone());
+            routes.node_ports.insert(30_000 + port, key);
+        }
+        routes
+    }
+
+    #[test]
+    fn a_change_touches_only_what_differs() {
+        let table = Table::new(10);
+        let change = table.apply(routes(&[("a", 1), ("b", 2)]));
+        assert_eq!((change.added, change.removed, change.moved), (2, 0, 0));
+        let a = table.by_server_name("a.example.com").unwrap();
+        let b = table.by_node_port(30_002).unwrap();
+        a.stats.opened.fetch_add(7, Ordering::Relaxed);
+
+        let mut next = routes(&[("a", 1), ("c", 3)]);
+        next.upstreams
+            .insert(a.key.clone(), vec![([10, 0, 0, 2], 9).into()]);
+        let change = table.apply(next.clone());
+        assert_eq!((change.added, change.removed, change.moved), (1, 1, 1));
+        assert!(change.rerouted);
+        let same = table.by_authority("A.ns.svc.cluster.local:443").unwrap();
+        assert!(Arc::ptr_eq(&a, &same), "the upstream and its counters stay");
+        assert_eq!(b.endpoint_count(), 0);
+        assert!(table.by_server_name("b.example.com").is_none());
+        assert_eq!(table.node_ports(), [30_001, 30_003]);
+        assert_eq!(table.apply(next), Change::default());
+    }
+
+    #[test]
+    fn the_closest_name_wins() {
+        let table = Table::new(10);
+        let mut routes = routes(&[("a", 1), ("b", 2), ("c", 3)]);
+        let key = |service| UpstreamKey::of_service("ns", service, "");
+        routes.server_names = BTreeMap::from([
+            ("*.example.com".to_owned(), key("a")),
+            ("*.x.example.com".to_owned(), key("b")),
+            ("one.x.example.com".to_owned(), key("c")),
+        ]);
+        table.apply(routes);
+        let found = |name| {
+            table
+                .by_server_name(name)
+                .map(|upstream| upstream.key.clone())
+        };
+        assert_eq!(found("one.x.example.com"), Some(key("c")));
+        assert_eq!(found("two.x.example.com"), Some(key("b")));
+        assert_eq!(found("deep.two.x.example.com"), Some(key("b")));
+        assert_eq!(found("y.example.com"), Some(key("a")));
+        assert_eq!(found("example.com"), None);
+        assert_eq!(found(""), None);
+    }
+}

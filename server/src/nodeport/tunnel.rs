@@ -1,0 +1,411 @@
+//! CONNECT on one port: HTTP/1.1 and HTTP/2 by prior knowledge, in plain text or below TLS.
+//!
+//! The answers are those that Envoy gives with KKP's configuration: 404 for an authority that is
+//! not exposed and for every other method, 503 when no endpoint accepts, 200 once one has. Bytes
+//! that come before the answer are kept.
+
+use std::io;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use bytes::{Bytes, BytesMut};
+use culvert_common::native::halves::halves;
+use culvert_common::native::link::{Incoming, Taker};
+use culvert_common::native::window::Inbound;
+use culvert_common::net::connect::{self, HeadReader};
+use culvert_common::net::dial::split_host_port;
+use culvert_common::net::readahead::ReadAhead;
+use culvert_common::tunnel::io::{ReadSource, WriteSink, drain};
+use culvert_common::tunnel::pump::{Meter, pump};
+use culvert_common::tunnel::{CloseReason, Sink, Source};
+use http::{Method, Response, StatusCode};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+use tokio::net::TcpStream;
+use tokio::time::{sleep, timeout};
+use tokio_rustls::TlsAcceptor;
+use tracing::debug;
+
+use super::allowed::AllowedNetworks;
+use super::front::{FIRST_WORD_TIMEOUT, Front, refusal_of};
+use super::metrics::{Entrance, Refusal, Tally};
+use super::relay::idle;
+use super::upstream::{Connected, Upstream};
+
+/// Bytes that all tunnels of one HTTP/2 connection together may hold for endpoints that do not
+/// read, before each may hold no more than 64 KiB.
+const HELD_BYTES: usize = 16 * 1024 * 1024;
+
+/// The most tunnels at once in one HTTP/2 connection.
+const MAX_STREAMS: u32 = 16 * 1024;
+
+/// How an HTTP/2 connection begins when the client knows what it talks to (RFC 9113, 3.4); no
+/// HTTP/1 method begins with these letters.
+const PRIOR_KNOWLEDGE: &[u8] = b"PRI ";
+
+/// The first byte of a TLS handshake.
+const TLS_HANDSHAKE: u8 = 22;
+
+/// How long a client may take to leave after it was told to.
+const LINGER: Duration = Duration::from_secs(5);
+
+/// The answer to a request that leads nowhere, and to one whose endpoints do not accept.
+const NOT_FOUND: &[u8] =
+    b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\nconnection: close\r\n\r\n";
+
+/// The listener of CONNECT requests.
+pub struct Tunnels {
+    /// What it shares with the other listeners.
+    pub front: Arc<Front>,
+    /// Speaks TLS with clients that begin with it.
+    pub tls: Option<TlsAcceptor>,
+    /// Turns clients away that speak plain text.
+    pub require_tls: bool,
+    /// Who may connect.
+    pub allowed: AllowedNetworks,
+}
+
+/// A connection of a client that sends CONNECT requests; counted until dropped.
+struct Active<'a>(&'a AtomicU64);
+
+impl Drop for Active<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+impl Tunnels {
+    /// Serves one connection to its end.
+    pub async fn serve(self: Arc<Self>, stream: TcpStream, peer: SocketAddr) {
+        let metrics = &self.front.metrics;
+        let _open = metrics.open(Entrance::Tunneling);
+        metrics.http.active.fetch_add(1, Ordering::Relaxed);
+        let _active = Active(&metrics.http.active);
+        if !self.allowed.contains(peer.ip()) {
+            return self.refuse(
+                Refusal::Address,
+                peer,
+                "not in --tunneling-allowed-networks",
+            );
+        }
+        tokio::select! {
+            () = self.clone().begin(stream, peer) => {}
+            () = self.front.cut.cancelled() => {}
+        }
+    }
+
+    fn refuse(&self, reason: Refusal, peer: SocketAddr, why: &str) {
+        self.front.metrics.refused(Entrance::Tunneling, reason);
+        debug!(%peer, why, "CONNECT refused");
+    }
+
+    async fn begin(self: Arc<Self>, stream: TcpStream, peer: SocketAddr) {
+        let silent = |tunnels: &Self| tunnels.refuse(Refusal::Timeout, peer, "no request in time");
+        let mut first = [0];
+        let peeked = timeout(FIRST_WORD_TIMEOUT, stream.peek(&mut first)).await;
+        match peeked {
+            Ok(Ok(1)) => {}
+            // Gone before it asked for anything: a port check.
+            Ok(_) => return,
+            Err(_) => return silent(&self),
+        }
+        match &self.tls {
+            Some(tls) if first == [TLS_HANDSHAKE] => {
+                let accept = tls.accept(ReadAhead::new(stream));
+                match timeout(FIRST_WORD_TIMEOUT, accept).await {
+                    Ok(Ok(stream)) => self.converse(stream, peer).await,
+                    Ok(Err(error)) => {
+                        let why = culvert_common::tls::explain(&error);
+                        self.refuse(Refusal::Tls, peer, &why);
+                    }
+                    Err(_) => silent(&self),
+                }
+            }
+            _ if self.require_tls => self.refuse(Refusal::Tls, peer, "plain text, TLS is required"),
+            _ => self.converse(stream, peer).await,
+        }
+    }
+
+    /// Finds out which HTTP the client speaks.
+    async fn converse<S>(self: Arc<Self>, mut stream: S, peer: SocketAddr)
+    where
+        S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+    {
+        let mut received = BytesMut::with_capacity(4096);
+        let first = async {
+            while received.len() < PRIOR_KNOWLEDGE.len() {
+                if stream.read_buf(&mut received).await? == 0 {
+                    return Err(io::ErrorKind::UnexpectedEof.into());
+                }
+                if !PRIOR_KNOWLEDGE.starts_with(&received) {
+                    break;
+                }
+            }
+            Ok::<_, io::Error>(())
+        };
+        match timeout(FIRST_WORD_TIMEOUT, first).await {
+            Ok(Ok(())) if received.starts_with(PRIOR_KNOWLEDGE) => {
+                self.http2(ReadAhead::behind(received, stream), peer).await;
+            }
+            Ok(Ok(())) => self.http1(stream, received, peer).await,
+            Ok(Err(_)) => self.refuse(Refusal::Garbage, peer, "left before its request"),
+            Err(_) => self.refuse(Refusal::Timeout, peer, "no request in time"),
+        }
+    }
+
+    async fn http1<S>(&self, stream: S, mut received: BytesMut, peer: SocketAddr)
+    where
+        S: AsyncRead + AsyncWrite + Unpin + Send,
+    {
+        let metrics = &self.front.metrics;
+        let (mut read, mut write) = tokio::io::split(stream);
+        let head = async {
+            let mut reader = HeadReader::default();
+            loop {
+                if let Some(head) = reader.read(&received)? {
+                    return Ok::<_, connect::ConnectError>(Some(head));
+                }
+                received.reserve(4096);
+                if !matches!(read.read_buf(&mut received).await, Ok(1..)) {
+                    return Ok(None);
+                }
+            }
+        };
+        let head = match timeout(FIRST_WORD_TIMEOUT, head).await {
+            Ok(Ok(Some(head))) => head,
+            Ok(Ok(None)) => return,
+            Ok(Err(error)) => {
+                metrics.http.requests.fetch_add(1, Ordering::Relaxed);
+                self.refuse(Refusal::Garbage, peer, &error.to_string());
+                let answer = match error {
+                    connect::ConnectError::Method => NOT_FOUND,
+                    other => other.response(),
+                };
+                return say_and_leave(read, write, answer).await;
+            }
+            Err(_) => return self.refuse(Refusal::Timeout, peer, "no complete request in time"),
+        };
+        let _ = received.split_to(head.head_len);
+        if split_host_port(&head.target).is_err() {
+            metrics.http.requests.fetch_add(1, Ordering::Relaxed);
+            self.refuse(Refusal::Garbage, peer, "the target is not host:port");
+            let answer = connect::ConnectError::Malformed.response();
+            return say_and_leave(read, write, answer).await;
+        }
+        let connected = match self.connect(&head.target, peer).await {
+            Ok(connected) => connected,
+            Err(StatusCode::NOT_FOUND) => return say_and_leave(read, write, NOT_FOUND).await,
+            Err(status) => {
+                let answer = connect::failure(status.as_u16(), UNAVAILABLE);
+                return say_and_leave(read, write, &answer).await;
+            }
+        };
+        let established = write.write_all(b"HTTP/1.1 200 OK\r\n\r\n").await;
+        if established.is_err() || write.flush().await.is_err() {
+            return metrics.closed(CloseReason::ClientLost);
+        }
+        let lost = CloseReason::ClientLost;
+        let mut source = ReadSource::new(read, received.freeze(), lost);
+        let mut sink = WriteSink::new(write, lost);
+        let reason = self
+            .carry((&mut source, &mut sink), connected, &head.target, peer)
+            .await;
+        metrics.closed(reason);
+        if reason == CloseReason::EndpointLost {
+            leave(source.into_inner(), sink.into_inner()).await;
+        }
+    }
+
+    async fn http2<S>(self: Arc<Self>, stream: S, peer: SocketAddr)
+    where
+        S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+    {
+        let inbound = Arc::<Inbound>::default();
+        let taker = Taker::new(stream, inbound.clone(), HELD_BYTES, MAX_STREAMS);
+        let mut taker = match timeout(FIRST_WORD_TIMEOUT, taker).await {
+            Ok(Ok(taker)) => taker,
+            Ok(Err(error)) => return self.refuse(Refusal::Garbage, peer, &error.to_string()),
+            Err(_) => return self.refuse(Refusal::Timeout, peer, "no HTTP/2 settings in time"),
+        };
+        let draining = self.front.draining.clone();
+        // Each stream holds one more.
+        let alone = Arc::strong_count(&inbound);
+        let (mut was_alone, mut told) = (false, false);
+        loop {
+            let next = tokio::select! {
+                next = taker.next() => next,
+                () = draining.cancelled(), if !told => {
+                    told = true;
+                    taker.drain();
+                    continue;
+                }
+                () = unused(self.front.limits.connection_idle), if !told => {
+                    let is_alone = Arc::strong_count(&inbound) == alone;
+                    told = was_alone && is_alone;
+                    was_alone = is_alone;
+                    if told {
+                        taker.drain();
+                    }
+                    continue;
+                }
+            };
+            match next {
+                Ok(Some(incoming)) => {
+                    was_alone = false;
+                    let (tunnels, inbound) = (self.clone(), inbound.clone());
+                    self.front.tasks.spawn(async move {
+                        tokio::select! {
+                            () = tunnels.stream(incoming, inbound, peer) => {}
+                            () = tunnels.front.cut.cancelled() => {}
+                        }
+                    });
+                }
+                Ok(None) => return,
+                Err(error) => {
+                    debug!(%peer, error, "an HTTP/2 connection broke");
+                    return;
+                }
+            }
+        }
+    }
+
+    /// One stream of an HTTP/2 connection.
+    async fn stream(
+        &self,
+        (request, mut respond): Incoming,
+        inbound: Arc<Inbound>,
+        peer: SocketAddr,
+    ) {
+        let metrics = &self.front.metrics;
+        let authority = request.uri().authority().map(ToString::to_string);
+        let connected = match (request.method(), authority.as_deref()) {
+            (&Method::CONNECT, Some(authority)) => tokio::select! {
+                connected = self.connect(authority, peer) => connected,
+                // The client gave up.
+                _ = std::future::poll_fn(|cx| respond.poll_reset(cx)) => return,
+            },
+            _ => {
+                metrics.http.requests.fetch_add(1, Ordering::Relaxed);
+                self.refuse(Refusal::Garbage, peer, "not a CONNECT request");
+                Err(StatusCode::NOT_FOUND)
+            }
+        };
+        let connected = match connected {
+            Ok(connected) => connected,
+            Err(status) => {
+                // Fails if the client has gone.
+                let _ = respond.send_response(answer(status), true);
+                return;
+            }
+        };
+        let Ok(send) = respond.send_response(answer(StatusCode::OK), false) else {
+            return metrics.closed(CloseReason::ClientLost);
+        };
+        let (mut source, mut sink) =
+            halves(send, request.into_body(), inbound, CloseReason::ClientLost);
+        let authority = authority.unwrap_or_default();
+        let reason = self
+            .carry((&mut source, &mut sink), connected, &authority, peer)
+            .await;
+        metrics.closed(reason);
+        sink.end(reason, &self.front.tasks);
+    }
+
+    /// Opens a connection for a request; the status to refuse it with otherwise.
+    async fn connect(&self, authority: &str, peer: SocketAddr) -> Result<Connected, StatusCode> {
+        let front = &self.front;
+        front.metrics.http.requests.fetch_add(1, Ordering::Relaxed);
+        let Some(upstream) = front.table.by_authority(authority) else {
+            self.refuse(
+                Refusal::Unknown,
+                peer,
+                &format!("{authority} is not exposed"),
+            );
+            return Err(StatusCode::NOT_FOUND);
+        };
+        upstream.stats.requests.fetch_add(1, Ordering::Relaxed);
+        let connected = Upstream::connect(&upstream, &front.limits.upstream_keepalive).await;
+        connected.map_err(|error| {
+            self.refuse(refusal_of(error), peer, &format!("{authority}: {error}"));
+            StatusCode::SERVICE_UNAVAILABLE
+        })
+    }
+
+    async fn carry<C, K>(
+        &self,
+        client: (&mut C, &mut K),
+        connected: Connected,
+        authority: &str,
+        peer: SocketAddr,
+    ) -> CloseReason
+    where
+        C: Source,
+        K: Sink,
+    {
+        let Connected {
+            stream, upstream, ..
+        } = connected;
+        let moved = Arc::<AtomicU64>::default();
+        let [up, down] = Tally::both(&upstream, &self.front.metrics, &moved);
+        let (mut up, mut down) = (Meter::new(up), Meter::new(down));
+        let (read, write) = stream.into_split();
+        let mut source = ReadSource::new(read, Bytes::new(), CloseReason::EndpointLost);
+        let mut sink = WriteSink::new(write, CloseReason::EndpointLost);
+        let reason = tokio::select! {
+            reason = pump(client, (&mut source, &mut sink), &mut up, &mut down) => reason,
+            () = idle([&moved], self.front.limits.stream_idle) => CloseReason::IdleTimeout,
+        };
+        debug!(
+            %peer,
+            authority,
+            upstream = %upstream.key,
+            %reason,
+            to_endpoint = up.bytes,
+            from_endpoint = down.bytes,
+            "tunnel closed"
+        );
+        reason
+    }
+}
+
+async fn unused(bound: Option<Duration>) {
+    match bound {
+        Some(bound) => sleep(bound).await,
+        None => std::future::pending().await,
+    }
+}
+
+/// What a client is told when no endpoint accepts.
+const UNAVAILABLE: &str = "no endpoint of the Service accepted the connection\n";
+
+fn answer(status: StatusCode) -> Response<()> {
+    let mut response = Response::new(());
+    *response.status_mut() = status;
+    response
+}
+
+async fn say_and_leave<R, W>(read: R, mut write: W, answer: &[u8])
+where
+    R: AsyncRead + Unpin,
+    W: AsyncWrite + Unpin,
+{
+    if write.write_all(answer).await.is_ok() && write.flush().await.is_ok() {
+        leave(read, write).await;
+    }
+}
+
+/// Closes so that the last bytes arrive; see [`drain`].
+async fn leave<R, W>(read: R, mut write: W)
+where
+    R: AsyncRead + Unpin,
+    W: AsyncWrite + Unpin,
+{
+    let orderly = async {
+        if write.shutdown().await.is_ok() {
+            drain(read).await;
+        }
+    };
+    // A client that takes longer than this has had its chance.
+    let _ = timeout(LINGER, orderly).await;
+}

@@ -1,0 +1,331 @@
+//! One Service port's endpoints, and what is known about connections to them.
+
+use std::fmt::Write as _;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::time::Duration;
+
+use culvert_common::net::listen::tune_with;
+use parking_lot::RwLock;
+use tokio::net::TcpStream;
+use tokio::time::timeout;
+
+use super::config::Keepalive;
+use super::routes::UpstreamKey;
+
+/// How long one endpoint may take to accept a connection (the connect timeout that KKP gives
+/// Envoy).
+pub const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// How many endpoints one connection tries, so that a Service whose endpoints are all gone fails
+/// within seconds.
+const ATTEMPTS: usize = 3;
+
+/// The endpoints behind one key. It lives as long as anything is connected through it; the
+/// endpoints change under it.
+#[derive(Debug)]
+pub struct Upstream {
+    /// Its name in metrics and logs.
+    pub key: UpstreamKey,
+    /// Counters.
+    pub stats: Stats,
+    endpoints: RwLock<Arc<[SocketAddr]>>,
+    /// Where the next connection begins.
+    turn: AtomicUsize,
+    /// The most connections at once.
+    limit: u64,
+}
+
+/// What is counted for one upstream; the names are Envoy's, see [`write_series`].
+#[derive(Debug, Default)]
+pub struct Stats {
+    /// Open connections.
+    pub active: AtomicU64,
+    /// Connections that were opened.
+    pub opened: AtomicU64,
+    /// Attempts that an endpoint refused.
+    pub failed: AtomicU64,
+    /// Attempts that took too long.
+    pub timed_out: AtomicU64,
+    /// Connections that were one too many.
+    pub overflowed: AtomicU64,
+    /// Bytes to endpoints.
+    pub sent: AtomicU64,
+    /// Bytes from endpoints.
+    pub received: AtomicU64,
+    /// CONNECT requests.
+    pub requests: AtomicU64,
+}
+
+/// An open connection to an endpoint; counted until dropped.
+#[derive(Debug)]
+pub struct Connected {
+    /// The socket.
+    pub stream: TcpStream,
+    /// Whose it is.
+    pub upstream: Arc<Upstream>,
+    _open: Open,
+}
+
+/// A place among the connections that an upstream may have.
+#[derive(Debug)]
+struct Open(Arc<Upstream>);
+
+/// Why there is no connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ConnectError {
+    /// As many as may be are open.
+    #[error("the upstream has as many connections as --max-connections allows")]
+    Overflow,
+    /// Nothing to connect to.
+    #[error("the upstream has no ready endpoint")]
+    NoEndpoint,
+    /// No endpoint accepted.
+    #[error("no endpoint accepted the connection")]
+    Refused,
+    /// The last endpoint that was tried did not answer in time.
+    #[error("the endpoint did not answer within {CONNECT_TIMEOUT:?}")]
+    TimedOut,
+}
+
+// === impl Upstream ===
+
+impl Upstream {
+    /// An upstream that allows `limit` connections at once.
+    pub fn new(key: UpstreamKey, endpoints: &[SocketAddr], limit: u64) -> Arc<Self> {
+        Arc::new(Self {
+            key,
+            stats: Stats::default(),
+            endpoints: RwLock::new(endpoints.into()),
+            turn: AtomicUsize::new(0),
+            limit,
+        })
+    }
+
+    /// Sets where new connections go; those that are open stay. Whether that is a change.
+    pub fn set_endpoints(&self, endpoints: &[SocketAddr]) -> bool {
+        let mut current = self.endpoints.write();
+        let changed = **current != *endpoints;
+        if changed {
+            *current = endpoints.into();
+        }
+        changed
+    }
+
+    /// Opens a connection to the endpoint whose turn it is, or to one of the next if that fails.
+    ///
+    /// # Errors
+    /// When there is no endpoint that accepts in time.
+    pub async fn connect(
+        self: &Arc<Self>,
+        keepalive: &Keepalive,
+    ) -> Result<Connected, ConnectError> {
+        let open = self.enter().ok_or_else(|| {
+            self.stats.overflowed.fetch_add(1, Ordering::Relaxed);
+            ConnectError::Overflow
+        })?;
+        let endpoints = self.endpoints.read().clone();
+        let first = self.turn.fetch_add(1, Ordering::Relaxed);
+        let mut failed = ConnectError::NoEndpoint;
+        for attempt in 0..endpoints.len().min(ATTEMPTS) {
+            let Some(endpoint) = endpoints.get((first.wrapping_add(attempt)) % endpoints.len())
+            else {
+                break;
+            };
+            match timeout(CONNECT_TIMEOUT, TcpStream::connect(endpoint)).await {
+                Ok(Ok(stream)) => {
+                    // A connection that is gone already fails again at its first read.
+                    let _ = tune_with(&stream, keepalive);
+                    self.stats.opened.fetch_add(1, Ordering::Relaxed);
+                    return Ok(Connected {
+                        stream,
+                        upstream: self.clone(),
+                        _open: open,
+                    });
+                }
+                Ok(Err(_)) => {
+                    self.stats.failed.fetch_add(1, Ordering::Relaxed);
+                    failed = ConnectError::Refused;
+                }
+                Err(_) => {
+                    self.stats.timed_out.fetch_add(1, Ordering::Relaxed);
+                    failed = ConnectError::TimedOut;
+                }
+            }
+        }
+        Err(failed)
+    }
+
+    fn enter(self: &Arc<Self>) -> Option<Open> {
+        let before = self.stats.active.fetch_add(1, Ordering::Relaxed);
+        let open = Open(self.clone());
+        (before < self.limit).then_some(open)
+    }
+
+    /// How many endpoints it has.
+    pub fn endpoint_count(&self) -> usize {
+        self.endpoints.read().len()
+    }
+}
+
+impl Drop for Open {
+    fn drop(&mut self) {
+        self.0.stats.active.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// A series of every upstream: name, type, help, value.
+type Series = (
+    &'static str,
+    &'static str,
+    &'static str,
+    fn(&Upstream) -> u64,
+);
+
+/// The names are what KKP's dashboards read and Envoy's neighbours of these.
+const SERIES: [Series; 11] = [
+    (
+        "envoy_cluster_membership_total",
+        "gauge",
+        "Endpoints.",
+        |upstream| upstream.endpoint_count() as u64,
+    ),
+    (
+        "envoy_cluster_membership_healthy",
+        "gauge",
+        "Ready endpoints; those that are not ready are no members.",
+        |upstream| upstream.endpoint_count() as u64,
+    ),
+    (
+        "envoy_cluster_upstream_cx_active",
+        "gauge",
+        "Open connections to endpoints, and those being opened.",
+        |upstream| upstream.stats.active.load(Ordering::Relaxed),
+    ),
+    (
+        "envoy_cluster_upstream_cx_total",
+        "counter",
+        "Connections opened to endpoints.",
+        |upstream| upstream.stats.opened.load(Ordering::Relaxed),
+    ),
+    (
+        "envoy_cluster_upstream_cx_connect_fail",
+        "counter",
+        "Attempts to connect that failed, those that timed out included.",
+        |upstream| {
+            let stats = &upstream.stats;
+            stats.failed.load(Ordering::Relaxed) + stats.timed_out.load(Ordering::Relaxed)
+        },
+    ),
+    (
+        "envoy_cluster_upstream_cx_connect_timeout",
+        "counter",
+        "Attempts to connect that timed out.",
+        |upstream| upstream.stats.timed_out.load(Ordering::Relaxed),
+    ),
+    (
+        "envoy_cluster_upstream_cx_overflow",
+        "counter",
+        "Connections refused because --max-connections were open.",
+        |upstream| upstream.stats.overflowed.load(Ordering::Relaxed),
+    ),
+    (
+        "envoy_cluster_upstream_cx_rx_bytes_total",
+        "counter",
+        "Bytes received from endpoints.",
+        |upstream| upstream.stats.received.load(Ordering::Relaxed),
+    ),
+    (
+        "envoy_cluster_upstream_cx_tx_bytes_total",
+        "counter",
+        "Bytes sent to endpoints.",
+        |upstream| upstream.stats.sent.load(Ordering::Relaxed),
+    ),
+    (
+        "envoy_cluster_upstream_rq_total",
+        "counter",
+        "CONNECT requests.",
+        |upstream| upstream.stats.requests.load(Ordering::Relaxed),
+    ),
+    (
+        "envoy_cluster_circuit_breakers_default_cx_open",
+        "gauge",
+        "1 while --max-connections are open.",
+        |upstream| u64::from(upstream.stats.active.load(Ordering::Relaxed) >= upstream.limit),
+    ),
+];
+
+/// Appends the series of all `upstreams` in Prometheus' text format. They are made when they are
+/// asked for, so that a Service that goes takes its series with it.
+pub fn write_series(upstreams: &[Arc<Upstream>], page: &mut String) {
+    for (name, kind, help, value) in SERIES {
+        let _ = writeln!(page, "# HELP {name} {help}\n# TYPE {name} {kind}");
+        for upstream in upstreams {
+            let (key, value) = (&upstream.key, value(upstream));
+            let _ = writeln!(page, "{name}{{envoy_cluster_name=\"{key}\"}} {value}");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, clippy::indexing_slicing)]
+
+    use tokio::net::TcpListener;
+
+    use super::*;
+
+    async fn listener() -> (TcpListener, SocketAddr) {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        (listener, address)
+    }
+
+    fn upstream(endpoints: &[SocketAddr], limit: u64) -> Arc<Upstream> {
+        let key = UpstreamKey::of_service("cluster-a", "apiserver-external", "secure");
+        Upstream::new(key, endpoints, limit)
+    }
+
+    #[tokio::test]
+    async fn endpoints_take_turns_and_one_that_refuses_is_passed_over() {
+        let (_a, a) = listener().await;
+        let (_b, b) = listener().await;
+        let (gone, c) = listener().await;
+        drop(gone);
+        let upstream = upstream(&[a, b, c], 100);
+        let keepalive = Keepalive::default();
+        let mut peers = Vec::new();
+        for _ in 0..6 {
+            let connected = upstream.connect(&keepalive).await.unwrap();
+            peers.push(connected.stream.peer_addr().unwrap());
+        }
+        // The third of each round finds its endpoint gone and takes the next.
+        assert_eq!(peers, [a, b, a, a, b, a]);
+        assert_eq!(upstream.stats.failed.load(Ordering::Relaxed), 2);
+        upstream.set_endpoints(&[c]);
+        let refused = upstream.connect(&keepalive).await;
+        assert_eq!(refused.err(), Some(ConnectError::Refused));
+        upstream.set_endpoints(&[]);
+        let none = upstream.connect(&keepalive).await;
+        assert_eq!(none.err(), Some(ConnectError::NoEndpoint));
+        assert_eq!(upstream.stats.active.load(Ordering::Relaxed), 0);
+    }
+
+    #[tokio::test]
+    async fn no_more_connections_are_open_than_the_limit_allows() {
+        let (_a, a) = listener().await;
+        let upstream = upstream(&[a], 1);
+        let keepalive = Keepalive::default();
+        let first = upstream.connect(&keepalive).await.unwrap();
+        let second = upstream.connect(&keepalive).await;
+        assert_eq!(second.err(), Some(ConnectError::Overflow));
+        drop(first);
+        assert!(upstream.connect(&keepalive).await.is_ok());
+        let mut page = String::new();
+        write_series(&[upstream], &mut page);
+        let line = "envoy_cluster_upstream_cx_overflow{envoy_cluster_name=\
+                    \"cluster-a/apiserver-external-secure\"} 1\n";
+        assert!(page.contains(line), "{page}");
+    }
+}

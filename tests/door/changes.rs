@@ -1,0 +1,186 @@
+//! Routes that change under open connections, and the end of the program.
+
+use std::time::Duration;
+
+use culvert::lab::check;
+use culvert::lab::services::Services;
+use culvert_tests::metrics::http_get;
+use culvert_tests::{Signal, eventually};
+use http::StatusCode;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+
+use crate::support::{Door, Http2, LIMIT, TlsEndpoint, Upstream, ask, timely};
+
+const RAW: &str = "raw.demo.svc.cluster.local:443";
+
+#[tokio::test]
+async fn one_change_among_a_thousand_drops_nothing() {
+    let services = Services::start().await.unwrap();
+    let endpoint = TlsEndpoint::start("api.example.com").await;
+    let mut upstreams: Vec<Upstream> = (0..1000)
+        .map(|i| {
+            Upstream::new(&format!("cluster-{i}/apiserver"), services.raw)
+                .server_name(&format!("c{i}.example.com"))
+                .authority(&format!("apiserver.cluster-{i}.svc.cluster.local:443"))
+        })
+        .collect();
+    upstreams[7].endpoints = vec![endpoint.address];
+    upstreams[7].server_names = vec!["api.example.com".to_owned()];
+    let mut door = Door::start(&upstreams).await;
+    let mut tls = endpoint
+        .connect(door.sni, "api.example.com", rustls::ALL_VERSIONS)
+        .await
+        .unwrap();
+    let client = Http2::connect(door.tunneling).await;
+    let mut tunnels = Vec::new();
+    for i in [0, 7, 500, 999] {
+        let authority = format!("apiserver.cluster-{i}.svc.cluster.local:443");
+        tunnels.push(client.open(&authority, b"").await.unwrap());
+    }
+    let port = door.ports.next_port();
+    // Its endpoint moves, another one goes, a third one comes.
+    upstreams[7].endpoints = vec![services.first];
+    upstreams.remove(500);
+    upstreams.push(Upstream::new("new/service", services.raw).node_port(port));
+    door.route(&upstreams).await;
+    assert_eq!(ask(&mut tls).await, "api.example.com");
+    for (i, tunnel) in tunnels.iter_mut().enumerate().filter(|(i, _)| *i != 1) {
+        tunnel.say(b"download 5\n");
+        assert_eq!(tunnel.hear(9).await.len(), 5, "{i}");
+    }
+    eventually("the new one is there", LIMIT, async || {
+        TcpStream::connect(("127.0.0.1", port)).await.map(|_| ())
+    })
+    .await;
+    assert_eq!(
+        client
+            .open("apiserver.cluster-500.svc.cluster.local:443", b"")
+            .await
+            .err(),
+        Some(StatusCode::NOT_FOUND)
+    );
+    assert_eq!(
+        door.value(
+            "culvert_connections_closed_total",
+            &[("reason", "shutdown")]
+        )
+        .await,
+        0.0
+    );
+}
+
+#[tokio::test]
+async fn a_file_that_is_wrong_changes_nothing_and_is_told() {
+    let services = Services::start().await.unwrap();
+    let door = Door::start(&[Upstream::new("demo/raw", services.raw).authority(RAW)]).await;
+    let client = Http2::connect(door.tunneling).await;
+    std::fs::write(
+        door.file(),
+        "upstreams:\n  - name: x\n    endpoints: [nowhere]\n",
+    )
+    .unwrap();
+    let line = door.program.wait_for_log("nowhere", LIMIT).await;
+    assert!(line.contains("door.yaml:3: "), "{line}");
+    assert!(client.open(RAW, b"").await.is_ok());
+    assert_eq!(
+        door.value("culvert_nodeport_proxy_rejected_configs_total", &[])
+            .await,
+        1.0
+    );
+    std::fs::remove_file(door.file()).unwrap();
+    eventually("the source is gone", LIMIT, async || {
+        door.value("culvert_nodeport_proxy_source_up", &[]).await == 0.0
+    })
+    .await;
+    assert!(client.open(RAW, b"").await.is_ok());
+    door.route(&[]).await;
+    assert_eq!(
+        client.open(RAW, b"").await.err(),
+        Some(StatusCode::NOT_FOUND)
+    );
+}
+
+#[tokio::test]
+async fn a_drain_takes_no_more_and_lets_open_connections_end() {
+    let services = Services::start().await.unwrap();
+    let mut door = Door::start_with(
+        &[Upstream::new("demo/raw", services.raw).authority(RAW)],
+        &["--drain-timeout=30s"],
+    )
+    .await;
+    let client = Http2::connect(door.tunneling).await;
+    let mut tunnel = client.open(RAW, b"echo\n").await.unwrap();
+    let (status, _, _) = http_get(door.stats, "/readyz").await.unwrap();
+    assert_eq!(status, StatusCode::OK);
+    door.program.signal(Signal::TERM);
+    eventually("it drains", LIMIT, async || {
+        let (status, _, body) = http_get(door.stats, "/healthz").await?;
+        anyhow::ensure!(
+            status == StatusCode::SERVICE_UNAVAILABLE,
+            "{status} {body:?}"
+        );
+        Ok::<_, anyhow::Error>(())
+    })
+    .await;
+    eventually("the listener is closed", LIMIT, async || {
+        TcpStream::connect(door.tunneling).await.is_err()
+    })
+    .await;
+    tunnel.say(b"still here");
+    assert_eq!(tunnel.hear(10).await, b"still here");
+    tunnel.finish();
+    assert_eq!(tunnel.hear(1).await, b"");
+    let status = door.program.wait_exit(LIMIT).await;
+    assert!(status.success(), "{status}");
+    drop(client);
+}
+
+#[tokio::test]
+async fn what_does_not_end_is_cut_after_the_drain_or_a_second_signal() {
+    let services = Services::start().await.unwrap();
+    for (flag, signals, code) in [("--drain-timeout=1s", 1, 0), ("--drain-timeout=5m", 2, 1)] {
+        let upstreams = [Upstream::new("demo/raw", services.raw).authority(RAW)];
+        let mut door = Door::start_with(&upstreams, &[flag]).await;
+        let client = Http2::connect(door.tunneling).await;
+        let mut tunnel = client.open(RAW, b"echo\n").await.unwrap();
+        for _ in 0..signals {
+            door.program.signal(Signal::TERM);
+            tokio::time::sleep(Duration::from_millis(200)).await;
+        }
+        let status = door.program.wait_exit(LIMIT).await;
+        assert_eq!(status.code(), Some(code), "{flag}");
+        let end = timely("the end", tunnel.receive.data()).await;
+        assert!(!matches!(end, Some(Ok(_))), "{end:?}");
+    }
+}
+
+#[tokio::test]
+async fn a_connection_by_name_outlives_its_route_and_ends_with_its_endpoint() {
+    let services = Services::start().await.unwrap();
+    let mut door = Door::start(&[]).await;
+    let port = door.ports.next_port();
+    door.route(&[Upstream::new("ns/a", services.raw).node_port(port)])
+        .await;
+    eventually("the port is open", LIMIT, async || {
+        TcpStream::connect(("127.0.0.1", port)).await.map(|_| ())
+    })
+    .await;
+    let stream = TcpStream::connect(("127.0.0.1", port)).await.unwrap();
+    check::echo(
+        TcpStream::connect(("127.0.0.1", port)).await.unwrap(),
+        1,
+        10,
+    )
+    .await
+    .unwrap();
+    door.route(&[]).await;
+    let mut stream = stream;
+    stream.write_all(b"echo\nx").await.unwrap();
+    assert_eq!(timely("an echo", stream.read_u8()).await.unwrap(), b'x');
+    services.shutdown().await;
+    assert_eq!(
+        timely("the end", stream.read(&mut [0])).await.unwrap_or(0),
+        0
+    );
+}

@@ -1,0 +1,16 @@
+//! The seed's front door: the real program, with good and bad input and foreign peers.
+//!
+//! | module | what it holds |
+//! |---|---|
+//! | [`support`] | a running nodeport-proxy and its routes, endpoints, clients |
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
+
+mod support;
+
+mod changes;
+mod discovery;
+mod node;
+mod node_ports;
+mod peers;
+mod sni;
+mod tunnels;

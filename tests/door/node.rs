@@ -1,0 +1,236 @@
+//! The node's end: our node tunnel, in front of our door and of an Envoy.
+
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use culvert::lab::check;
+use culvert::lab::services::Services;
+use culvert_tests::envoy::{Envoy, Seed};
+use culvert_tests::metrics::{http_get, scrape};
+use culvert_tests::ports::Ports;
+use culvert_tests::{Program, Signal, eventually};
+use http::StatusCode;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+
+use crate::support::{Door, LIMIT, Upstream, timely};
+
+const RAW: &str = "raw.demo.svc.cluster.local:443";
+const HALF: &str = "half.demo.svc.cluster.local:443";
+const GONE: &str = "gone.demo.svc.cluster.local:443";
+
+/// A running node tunnel.
+struct Node {
+    program: Program,
+    stats: SocketAddr,
+    _ports: Ports,
+    listeners: Vec<SocketAddr>,
+}
+
+impl Node {
+    /// One listener for each authority.
+    async fn start(proxy: SocketAddr, authorities: &[&str], flags: &[&str]) -> Self {
+        let mut ports = Ports::default();
+        let mut next = || SocketAddr::from(([127, 0, 0, 1], ports.next_port()));
+        let stats = next();
+        let listeners: Vec<SocketAddr> = authorities.iter().map(|_| next()).collect();
+        let mut args = vec![
+            format!("--proxy={proxy}"),
+            "--stats-address=127.0.0.1".to_owned(),
+            format!("--stats-port={}", stats.port()),
+            "-v=4".to_owned(),
+        ];
+        for (listen, authority) in listeners.iter().zip(authorities) {
+            args.push(format!("--listen={listen}={authority}"));
+        }
+        args.extend(flags.iter().map(|flag| (*flag).to_owned()));
+        let program = Program::spawn("culvert-node-tunnel", &args, &[]);
+        let node = Self {
+            program,
+            stats,
+            _ports: ports,
+            listeners,
+        };
+        eventually("the node tunnel serves", LIMIT, async || {
+            scrape(stats).await
+        })
+        .await;
+        node
+    }
+
+    async fn connect(&self, listener: usize) -> TcpStream {
+        TcpStream::connect(self.listeners[listener]).await.unwrap()
+    }
+
+    async fn is_ready(&self) {
+        eventually("the node tunnel is ready", LIMIT, async || {
+            let (status, _, body) = http_get(self.stats, "/readyz").await?;
+            anyhow::ensure!(status == StatusCode::OK, "{status} {body:?}");
+            anyhow::Ok(())
+        })
+        .await;
+    }
+
+    async fn value(&self, name: &str, labels: &[(&str, &str)]) -> f64 {
+        let metrics = scrape(self.stats).await.unwrap();
+        metrics.value(name, labels).unwrap_or_default()
+    }
+}
+
+/// What a node has to carry, whoever is at the seed. An Envoy there loses what does not fit into
+/// the window of a stream, 16 MiB, when the endpoint closes first.
+async fn carries(node: &Node) {
+    check::download(node.connect(0).await, 15_000_000)
+        .await
+        .unwrap();
+    check::upload(node.connect(0).await, 20_000_000)
+        .await
+        .unwrap();
+    let many = (0..100).map(|_| async { check::echo(node.connect(0).await, 5, 2000).await });
+    for outcome in futures_util::future::join_all(many).await {
+        outcome.unwrap();
+    }
+    let mut half = node.connect(1).await;
+    half.write_all(b"1234567").await.unwrap();
+    half.shutdown().await.unwrap();
+    let mut answer = String::new();
+    timely("the answer", half.read_to_string(&mut answer))
+        .await
+        .unwrap();
+    assert_eq!(answer, "7\n");
+    for refused in [2, 3] {
+        let mut stream = node.connect(refused).await;
+        assert_eq!(
+            timely("the end", stream.read(&mut [0])).await.unwrap_or(0),
+            0
+        );
+    }
+    // Refused ones took no connection with them.
+    check::echo(node.connect(0).await, 2, 100).await.unwrap();
+}
+
+const UNKNOWN: &str = "unknown.demo.svc.cluster.local:1";
+
+#[tokio::test]
+async fn a_node_tunnels_through_our_door() {
+    let services = Services::start().await.unwrap();
+    let gone = ([127, 0, 0, 1], 1).into();
+    let door = Door::start(&[
+        Upstream::new("demo/raw", services.raw).authority(RAW),
+        Upstream::new("demo/half", services.half).authority(HALF),
+        Upstream::new("demo/gone", gone).authority(GONE),
+    ])
+    .await;
+    let node = Node::start(door.tunneling, &[RAW, HALF, GONE, UNKNOWN], &[]).await;
+    node.is_ready().await;
+    carries(&node).await;
+    let refused = async |reason| {
+        let labels = [("reason", reason)];
+        node.value("culvert_node_tunnel_refused_total", &labels)
+            .await
+    };
+    assert_eq!((refused("404").await, refused("503").await), (1.0, 1.0));
+    // The log says what to do about it.
+    let line = node.program.wait_for_log("answered 404", LIMIT).await;
+    assert!(line.contains("nodeport-proxy.k8s.io/expose"), "{line}");
+    door.has_refused("tunneling", "unknown", 1.0).await;
+    let cluster = [("envoy_cluster_name", "proxy_cluster")];
+    let received = node
+        .value("envoy_cluster_upstream_cx_rx_bytes_total", &cluster)
+        .await;
+    assert!(received > 16_000_000.0, "{received}");
+}
+
+#[tokio::test]
+async fn a_node_tunnels_through_an_envoy() {
+    let Some(envoy) = Envoy::get() else { return };
+    let services = Services::start().await.unwrap();
+    let mut ports = Ports::default();
+    let mut seed = Seed::new(&mut ports);
+    for (authority, cluster, endpoint) in [
+        (RAW, "raw", services.raw),
+        (HALF, "half", services.half),
+        (GONE, "gone", ([127, 0, 0, 1], 1).into()),
+    ] {
+        seed.authorities
+            .insert(authority.to_owned(), cluster.to_owned());
+        seed.clusters.insert(cluster.to_owned(), vec![endpoint]);
+    }
+    let _running = envoy.start(&seed.bootstrap()).await;
+    let node = Node::start(seed.tunnel, &[RAW, HALF, GONE, UNKNOWN], &[]).await;
+    node.is_ready().await;
+    carries(&node).await;
+}
+
+#[tokio::test]
+async fn a_client_that_reads_nothing_stops_only_itself() {
+    let services = Services::start().await.unwrap();
+    let door = Door::start(&[Upstream::new("demo/raw", services.raw).authority(RAW)]).await;
+    let node = Node::start(door.tunneling, &[RAW], &["--connections=1"]).await;
+    let mut stalled = Vec::new();
+    for _ in 0..8 {
+        let mut stream = node.connect(0).await;
+        stream.write_all(b"download 1000000000\n").await.unwrap();
+        stalled.push(stream);
+    }
+    tokio::time::sleep(Duration::from_millis(500)).await;
+    check::download(node.connect(0).await, 5_000_000)
+        .await
+        .unwrap();
+    check::echo(node.connect(0).await, 20, 1000).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_door_that_restarts_is_found_again() {
+    let services = Services::start().await.unwrap();
+    let upstreams = [Upstream::new("demo/raw", services.raw).authority(RAW)];
+    // A relay stands for the load balancer's address.
+    let balancer = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = balancer.local_addr().unwrap();
+    let door = Door::start(&upstreams).await;
+    let (target, current) = tokio::sync::watch::channel(door.tunneling);
+    tokio::spawn(async move {
+        while let Ok((mut client, _)) = balancer.accept().await {
+            let target = *current.borrow();
+            tokio::spawn(async move {
+                let mut server = TcpStream::connect(target).await?;
+                tokio::io::copy_bidirectional(&mut client, &mut server).await
+            });
+        }
+    });
+    let node = Node::start(address, &[RAW], &[]).await;
+    node.is_ready().await;
+    check::echo(node.connect(0).await, 2, 100).await.unwrap();
+    let next = Door::start(&upstreams).await;
+    target.send(next.tunneling).unwrap();
+    door.program.kill();
+    // Those who come meanwhile may be closed, but not for long.
+    eventually("clients are carried again", LIMIT, async || {
+        check::echo(node.connect(0).await, 2, 100).await.map(|_| ())
+    })
+    .await;
+    let labels = [("envoy_cluster_name", "demo/raw")];
+    assert!(next.value("envoy_cluster_upstream_rq_total", &labels).await >= 1.0);
+}
+
+#[tokio::test]
+async fn a_node_that_drains_lets_its_clients_end() {
+    let services = Services::start().await.unwrap();
+    let door = Door::start(&[Upstream::new("demo/raw", services.raw).authority(RAW)]).await;
+    let mut node = Node::start(door.tunneling, &[RAW], &["--drain-timeout=30s"]).await;
+    let mut stream = node.connect(0).await;
+    stream.write_all(b"echo\nx").await.unwrap();
+    assert_eq!(timely("an echo", stream.read_u8()).await.unwrap(), b'x');
+    node.program.signal(Signal::TERM);
+    let listener = node.listeners[0];
+    eventually("the listener is closed", LIMIT, async || {
+        TcpStream::connect(listener).await.is_err()
+    })
+    .await;
+    stream.write_all(b"y").await.unwrap();
+    assert_eq!(timely("an echo", stream.read_u8()).await.unwrap(), b'y');
+    stream.shutdown().await.unwrap();
+    assert_eq!(timely("the end", stream.read(&mut [0])).await.unwrap(), 0);
+    let status = node.program.wait_exit(LIMIT).await;
+    assert!(status.success(), "{status}");
+}

@@ -1,0 +1,75 @@
+//! Listeners of Services' own.
+
+use culvert::lab::check;
+use culvert::lab::services::Services;
+use culvert_tests::eventually;
+use tokio::net::{TcpListener, TcpStream};
+
+use crate::support::{Door, LIMIT, Upstream};
+
+#[tokio::test]
+async fn ports_open_and_close_as_services_come_and_go() {
+    let services = Services::start().await.unwrap();
+    let mut door = Door::start(&[]).await;
+    let (one, two) = (door.ports.next_port(), door.ports.next_port());
+    let upstream = |name: &str, port| Upstream::new(name, services.raw).node_port(port);
+    door.route(&[upstream("ns/a", one)]).await;
+    let connect = async |port| TcpStream::connect(("127.0.0.1", port)).await;
+    eventually("the port is open", LIMIT, async || {
+        connect(one).await.map(|_| ())
+    })
+    .await;
+    check::download(connect(one).await.unwrap(), 5_000_000)
+        .await
+        .unwrap();
+    let stays = connect(one).await.unwrap();
+
+    door.route(&[upstream("ns/b", two)]).await;
+    eventually("the port is closed", LIMIT, async || {
+        connect(one).await.is_err()
+    })
+    .await;
+    eventually("the other is open", LIMIT, async || {
+        connect(two).await.map(|_| ())
+    })
+    .await;
+    check::upload(connect(two).await.unwrap(), 5_000_000)
+        .await
+        .unwrap();
+    // A connection outlives the listener that it came by.
+    check::echo(stays, 5, 1000).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_port_in_use_is_told_and_tried_again_and_hurts_no_other() {
+    let services = Services::start().await.unwrap();
+    let mut door = Door::start(&[]).await;
+    let (taken, free) = (door.ports.next_port(), door.ports.next_port());
+    let owner = TcpListener::bind(("127.0.0.1", taken)).await.unwrap();
+    let upstream = |name: &str, port| Upstream::new(name, services.raw).node_port(port);
+    door.route(&[upstream("ns/a", taken), upstream("ns/b", free)])
+        .await;
+    let connect = async |port| TcpStream::connect(("127.0.0.1", port)).await;
+    eventually("the free port is open", LIMIT, async || {
+        connect(free).await.map(|_| ())
+    })
+    .await;
+    eventually("one port is closed", LIMIT, async || {
+        door.value("culvert_nodeport_proxy_closed_ports", &[]).await == 1.0
+    })
+    .await;
+    let line = door.program.wait_for_log("the port is in use", LIMIT).await;
+    assert!(line.contains(&taken.to_string()), "{line}");
+    drop(owner);
+    eventually("the port is open at last", LIMIT, async || {
+        connect(taken).await.map(|_| ())
+    })
+    .await;
+    check::echo(connect(taken).await.unwrap(), 2, 100)
+        .await
+        .unwrap();
+    assert_eq!(
+        door.value("culvert_nodeport_proxy_closed_ports", &[]).await,
+        0.0
+    );
+}

@@ -1,0 +1,130 @@
+//! TLS by its server name.
+
+use rustls::version::{TLS12, TLS13};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+
+use crate::support::{Door, LIMIT, TlsEndpoint, Upstream, ask, converse, timely};
+
+async fn two() -> (Door, TlsEndpoint, TlsEndpoint) {
+    let one = TlsEndpoint::start("one.example.com").await;
+    let other = TlsEndpoint::start("two.apps.example.com").await;
+    let door = Door::start(&[
+        Upstream::new("ns/one", one.address).server_name("One.example.com"),
+        Upstream::new("ns/two", other.address).server_name("*.apps.example.com"),
+    ])
+    .await;
+    (door, one, other)
+}
+
+#[tokio::test]
+async fn each_name_leads_to_its_service_and_the_proxy_does_not_decrypt() {
+    let (door, one, other) = two().await;
+    for versions in [&[&TLS12][..], &[&TLS13], &[&TLS13, &TLS12]] {
+        // The client checks the endpoint's own certificate.
+        let mut stream = one
+            .connect(door.sni, "one.example.com", versions)
+            .await
+            .unwrap();
+        assert_eq!(ask(&mut stream).await, "one.example.com");
+        let mut stream = other
+            .connect(door.sni, "two.apps.example.com", versions)
+            .await
+            .unwrap();
+        assert_eq!(ask(&mut stream).await, "two.apps.example.com");
+    }
+    let mut shouting = one
+        .connect(door.sni, "ONE.Example.COM", &[&TLS13])
+        .await
+        .unwrap();
+    assert_eq!(ask(&mut shouting).await, "one.example.com");
+    drop(shouting);
+    door.is_idle().await;
+    let labels = [("envoy_cluster_name", "ns/one")];
+    assert_eq!(
+        door.value("envoy_cluster_upstream_cx_total", &labels).await,
+        4.0
+    );
+    assert_eq!(
+        door.value("envoy_cluster_upstream_cx_active", &labels)
+            .await,
+        0.0
+    );
+    assert!(
+        door.value("envoy_cluster_upstream_cx_tx_bytes_total", &labels)
+            .await
+            > 500.0
+    );
+}
+
+#[tokio::test]
+async fn who_names_nobody_is_closed_and_counted() {
+    let (door, one, _other) = two().await;
+    let unknown = one.connect(door.sni, "example.com", &[&TLS13]).await;
+    assert!(unknown.is_err());
+    door.has_refused("sni", "unknown", 1.0).await;
+    // An address is no server name: the extension is left out.
+    let nameless = one.connect(door.sni, "127.0.0.1", &[&TLS13]).await;
+    assert!(nameless.is_err());
+    door.has_refused("sni", "no_server_name", 1.0).await;
+    assert_eq!(converse(door.sni, b"GET / HTTP/1.1\r\n\r\n").await, b"");
+    assert_eq!(converse(door.sni, b"\x16\x03\x01\x00\x05hello").await, b"");
+    door.has_refused("sni", "garbage", 2.0).await;
+    one.answers(door.sni, "one.example.com").await;
+}
+
+#[tokio::test]
+async fn a_hello_in_single_bytes_arrives_whole() {
+    let (door, one, _other) = two().await;
+    // A relay that sends each byte by itself.
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let relay = listener.local_addr().unwrap();
+    let sni = door.sni;
+    tokio::spawn(async move {
+        let (mut client, _) = listener.accept().await.unwrap();
+        let mut server = TcpStream::connect(sni).await.unwrap();
+        server.set_nodelay(true).unwrap();
+        let (mut client_read, mut client_write) = client.split();
+        let (mut server_read, mut server_write) = server.split();
+        let up = async {
+            let mut byte = [0];
+            while client_read.read(&mut byte).await? == 1 {
+                server_write.write_all(&byte).await?;
+                tokio::task::yield_now().await;
+            }
+            std::io::Result::Ok(())
+        };
+        let _ = tokio::join!(up, tokio::io::copy(&mut server_read, &mut client_write));
+    });
+    one.answers(relay, "one.example.com").await;
+}
+
+#[tokio::test]
+async fn thousands_that_say_nothing_hurt_nobody() {
+    let (door, one, _other) = two().await;
+    let resident = door.value("process_resident_memory_bytes", &[]).await;
+    let mut silent = Vec::new();
+    // Each needs a descriptor here and one there.
+    for _ in 0..8_000 {
+        silent.push(TcpStream::connect(door.sni).await.unwrap());
+    }
+    one.answers(door.sni, "one.example.com").await;
+    let open = [("listener", "sni")];
+    culvert_tests::eventually("all are accepted", LIMIT, async || {
+        let open = door
+            .value("culvert_nodeport_proxy_connections", &open)
+            .await;
+        (open >= 8_000.0).then_some(()).ok_or(open)
+    })
+    .await;
+    let each = (door.value("process_resident_memory_bytes", &[]).await - resident) / 8_000.0;
+    assert!(each < 8_192.0, "{each} bytes each");
+    // In less than the time that each gets to speak, and a bit.
+    timely("they are turned away", async {
+        for stream in &mut silent {
+            assert_eq!(stream.read(&mut [0]).await.unwrap_or(0), 0);
+        }
+    })
+    .await;
+    assert_eq!(door.refused("sni", "timeout").await, 8_000.0);
+}

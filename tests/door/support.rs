@@ -1,0 +1,437 @@
+//! A running nodeport-proxy and its routes, endpoints, clients.
+
+use std::fmt::Write as _;
+use std::net::{Ipv4Addr, SocketAddr};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use culvert_tests::kube_api::KubeApi;
+use culvert_tests::metrics::{Metrics, http_get, scrape};
+use culvert_tests::ports::Ports;
+use culvert_tests::{Program, eventually};
+use h2::client::SendRequest;
+use h2::{RecvStream, SendStream};
+use http::{Request, StatusCode};
+use rustls::pki_types::{CertificateDer, PrivatePkcs8KeyDer, ServerName};
+use rustls::{ClientConfig, RootCertStore, ServerConfig};
+use tempfile::TempDir;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::time::timeout;
+use tokio_rustls::client::TlsStream;
+use tokio_rustls::{TlsAcceptor, TlsConnector};
+
+/// Far more than anything here takes.
+pub const LIMIT: Duration = Duration::from_secs(20);
+
+/// Awaits what has to happen.
+pub async fn timely<T>(what: &str, work: impl Future<Output = T>) -> T {
+    let done = timeout(LIMIT, work).await;
+    done.unwrap_or_else(|_| panic!("{what}: not within {LIMIT:?}"))
+}
+
+/// One upstream of the file of routes.
+#[derive(Clone, Debug, Default)]
+pub struct Upstream {
+    pub name: String,
+    pub endpoints: Vec<SocketAddr>,
+    pub server_names: Vec<String>,
+    pub authorities: Vec<String>,
+    pub node_ports: Vec<u16>,
+}
+
+impl Upstream {
+    pub fn new(name: &str, endpoint: SocketAddr) -> Self {
+        Self {
+            name: name.to_owned(),
+            endpoints: vec![endpoint],
+            ..Self::default()
+        }
+    }
+
+    pub fn server_name(mut self, name: &str) -> Self {
+        self.server_names.push(name.to_owned());
+        self
+    }
+
+    pub fn authority(mut self, authority: &str) -> Self {
+        self.authorities.push(authority.to_owned());
+        self
+    }
+
+    pub fn node_port(mut self, port: u16) -> Self {
+        self.node_ports.push(port);
+        self
+    }
+}
+
+fn yaml(upstreams: &[Upstream]) -> String {
+    let mut text = String::from("upstreams:\n");
+    for upstream in upstreams {
+        let _ = writeln!(text, "  - name: {}", upstream.name);
+        let endpoints: Vec<String> = upstream
+            .endpoints
+            .iter()
+            .map(|e| format!("'{e}'"))
+            .collect();
+        let _ = writeln!(text, "    endpoints: [{}]", endpoints.join(", "));
+        let quoted = |texts: &[String]| {
+            let texts: Vec<String> = texts.iter().map(|text| format!("'{text}'")).collect();
+            texts.join(", ")
+        };
+        let _ = writeln!(
+            text,
+            "    serverNames: [{}]",
+            quoted(&upstream.server_names)
+        );
+        let _ = writeln!(text, "    authorities: [{}]", quoted(&upstream.authorities));
+        let _ = writeln!(text, "    nodePorts: {:?}", upstream.node_ports);
+    }
+    text
+}
+
+/// A running proxy.
+pub struct Door {
+    pub program: Program,
+    pub ports: Ports,
+    pub sni: SocketAddr,
+    pub tunneling: SocketAddr,
+    pub stats: SocketAddr,
+    dir: TempDir,
+}
+
+impl Door {
+    pub async fn start(upstreams: &[Upstream]) -> Self {
+        Self::start_with(upstreams, &[]).await
+    }
+
+    pub async fn start_with(upstreams: &[Upstream], flags: &[&str]) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("door.yaml");
+        std::fs::write(&file, yaml(upstreams)).unwrap();
+        let config = format!("--config={}", file.display());
+        let flags: Vec<&str> = [config.as_str()].iter().chain(flags).copied().collect();
+        Self::start_in(dir, &flags).await
+    }
+
+    /// With routes from a Kubernetes API. Serves health and metrics when this returns, and is not
+    /// ready yet.
+    pub async fn watching(api: &KubeApi, flags: &[&str]) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let kubeconfig = format!("--kubeconfig={}", api.kubeconfig(dir.path()).display());
+        let flags: Vec<&str> = [kubeconfig.as_str()].iter().chain(flags).copied().collect();
+        Self::start_in(dir, &flags).await
+    }
+
+    async fn start_in(dir: TempDir, flags: &[&str]) -> Self {
+        let mut ports = Ports::default();
+        let [sni, tunneling, stats] =
+            [(); 3].map(|()| SocketAddr::from((Ipv4Addr::LOCALHOST, ports.next_port())));
+        let mut args = vec![
+            "--bind-address=127.0.0.1".to_owned(),
+            format!("--envoy-sni-port={}", sni.port()),
+            format!("--envoy-tunneling-port={}", tunneling.port()),
+            format!("--envoy-stats-port={}", stats.port()),
+            "-v=4".to_owned(),
+        ];
+        args.extend(flags.iter().map(|flag| (*flag).to_owned()));
+        let program = Program::spawn("culvert-nodeport-proxy", &args, &[]);
+        let door = Self {
+            program,
+            ports,
+            sni,
+            tunneling,
+            stats,
+            dir,
+        };
+        eventually("the proxy serves", LIMIT, async || scrape(stats).await).await;
+        door
+    }
+
+    /// What `/readyz` says.
+    pub async fn readiness(&self) -> (StatusCode, String) {
+        let (status, _, body) = http_get(self.stats, "/readyz").await.unwrap();
+        (status, String::from_utf8(body.to_vec()).unwrap())
+    }
+
+    pub async fn is_ready(&self) {
+        eventually("the proxy is ready", LIMIT, async || {
+            let (status, text) = self.readiness().await;
+            (status == StatusCode::OK).then_some(()).ok_or(text)
+        })
+        .await;
+    }
+
+    /// Where the routes are.
+    pub fn file(&self) -> PathBuf {
+        self.dir.path().join("door.yaml")
+    }
+
+    /// Replaces the routes and waits until they are in force.
+    pub async fn route(&self, upstreams: &[Upstream]) {
+        let before = self
+            .value("culvert_nodeport_proxy_changes_total", &[])
+            .await;
+        let next = self.dir.path().join("next.yaml");
+        std::fs::write(&next, yaml(upstreams)).unwrap();
+        std::fs::rename(next, self.file()).unwrap();
+        eventually("the change is in force", LIMIT, async || {
+            let now = self
+                .value("culvert_nodeport_proxy_changes_total", &[])
+                .await;
+            (now > before).then_some(()).ok_or(now)
+        })
+        .await;
+    }
+
+    pub async fn metrics(&self) -> Metrics {
+        scrape(self.stats).await.unwrap()
+    }
+
+    pub async fn value(&self, name: &str, labels: &[(&str, &str)]) -> f64 {
+        self.metrics().await.value(name, labels).unwrap_or_default()
+    }
+
+    pub async fn refused(&self, listener: &str, reason: &str) -> f64 {
+        let labels = [("listener", listener), ("reason", reason)];
+        self.value("culvert_nodeport_proxy_refused_total", &labels)
+            .await
+    }
+
+    /// Waits until as many connections as that were refused.
+    pub async fn has_refused(&self, listener: &str, reason: &str, expected: f64) {
+        let what = format!("{expected} refused on {listener} for {reason}");
+        eventually(&what, LIMIT, async || {
+            let refused = self.refused(listener, reason).await;
+            (refused == expected).then_some(()).ok_or(refused)
+        })
+        .await;
+    }
+
+    /// Waits until no connection of a client is open.
+    pub async fn is_idle(&self) {
+        eventually("no connection is open", LIMIT, async || {
+            let metrics = self.metrics().await;
+            let open: f64 = ["sni", "tunneling", "node_port"]
+                .iter()
+                .filter_map(|listener| {
+                    let labels = [("listener", *listener)];
+                    metrics.value("culvert_nodeport_proxy_connections", &labels)
+                })
+                .sum();
+            (open == 0.0).then_some(()).ok_or(open)
+        })
+        .await;
+    }
+}
+
+/// An endpoint that terminates TLS for one name and answers every line with the name and the
+/// line.
+pub struct TlsEndpoint {
+    pub address: SocketAddr,
+    pub certificate: CertificateDer<'static>,
+    task: tokio::task::JoinHandle<()>,
+}
+
+impl Drop for TlsEndpoint {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+impl TlsEndpoint {
+    pub async fn start(name: &'static str) -> Self {
+        let key = rcgen::generate_simple_self_signed([name.to_owned()]).unwrap();
+        let certificate = key.cert.der().clone();
+        let private = PrivatePkcs8KeyDer::from(key.signing_key.serialize_der());
+        let config = ServerConfig::builder_with_provider(provider())
+            .with_safe_default_protocol_versions()
+            .unwrap()
+            .with_no_client_auth()
+            .with_single_cert(vec![certificate.clone()], private.into())
+            .unwrap();
+        let acceptor = TlsAcceptor::from(Arc::new(config));
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let task = tokio::spawn(async move {
+            while let Ok((stream, _)) = listener.accept().await {
+                let acceptor = acceptor.clone();
+                tokio::spawn(async move {
+                    let mut stream = acceptor.accept(stream).await?;
+                    let mut byte = [0];
+                    let mut line = name.as_bytes().to_vec();
+                    while stream.read(&mut byte).await? == 1 {
+                        line.extend(byte);
+                        if byte == *b"\n" {
+                            stream.write_all(&line).await?;
+                            stream.flush().await?;
+                            line.truncate(name.len());
+                        }
+                    }
+                    std::io::Result::Ok(())
+                });
+            }
+        });
+        Self {
+            address,
+            certificate,
+            task,
+        }
+    }
+
+    /// Says hello through `door` under `name`, and demands this endpoint's answer.
+    pub async fn answers(&self, door: SocketAddr, name: &str) {
+        let mut stream = self
+            .connect(door, name, rustls::ALL_VERSIONS)
+            .await
+            .unwrap();
+        ask(&mut stream).await;
+    }
+
+    pub async fn connect(
+        &self,
+        door: SocketAddr,
+        name: &str,
+        versions: &[&'static rustls::SupportedProtocolVersion],
+    ) -> std::io::Result<TlsStream<TcpStream>> {
+        let mut roots = RootCertStore::empty();
+        roots.add(self.certificate.clone()).unwrap();
+        let config = ClientConfig::builder_with_provider(provider())
+            .with_protocol_versions(versions)
+            .unwrap()
+            .with_root_certificates(roots)
+            .with_no_client_auth();
+        let name = ServerName::try_from(name.to_owned()).unwrap();
+        let stream = TcpStream::connect(door).await?;
+        let connect = TlsConnector::from(Arc::new(config)).connect(name, stream);
+        timely("a TLS handshake", connect).await
+    }
+}
+
+/// Exchanges a line and gives the answer without it.
+pub async fn ask(stream: &mut TlsStream<TcpStream>) -> String {
+    stream.write_all(b" hello\n").await.unwrap();
+    stream.flush().await.unwrap();
+    let mut answer = Vec::new();
+    while !answer.ends_with(b" hello\n") {
+        let read = timely("an answer", stream.read_buf(&mut answer))
+            .await
+            .unwrap();
+        assert!(read > 0, "closed after {answer:?}");
+    }
+    let answer = String::from_utf8(answer).unwrap();
+    answer.strip_suffix(" hello\n").unwrap().to_owned()
+}
+
+fn provider() -> Arc<rustls::crypto::CryptoProvider> {
+    Arc::new(rustls::crypto::aws_lc_rs::default_provider())
+}
+
+/// An HTTP/2 client that knows what it talks to.
+pub struct Http2 {
+    requests: SendRequest<Bytes>,
+    task: tokio::task::JoinHandle<Result<(), h2::Error>>,
+}
+
+impl Drop for Http2 {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+/// A tunnel: what arrives, and where to send.
+pub struct Tunnel {
+    pub receive: RecvStream,
+    pub send: SendStream<Bytes>,
+}
+
+impl Http2 {
+    pub async fn connect(door: SocketAddr) -> Self {
+        Self::over(TcpStream::connect(door).await.unwrap()).await
+    }
+
+    pub async fn over<S>(stream: S) -> Self
+    where
+        S: tokio::io::AsyncRead + tokio::io::AsyncWrite + Unpin + Send + 'static,
+    {
+        // Streams that a test leaves unread must not use up the window of all.
+        let (requests, connection) = h2::client::Builder::new()
+            .initial_connection_window_size(1 << 30)
+            .handshake(stream)
+            .await
+            .unwrap();
+        Self {
+            requests,
+            task: tokio::spawn(connection),
+        }
+    }
+
+    /// Asks for a tunnel, with bytes that do not wait for the answer.
+    pub async fn open(&self, authority: &str, early: &'static [u8]) -> Result<Tunnel, StatusCode> {
+        let request = Request::connect(authority).body(()).unwrap();
+        let mut requests = timely("room for a stream", self.requests.clone().ready())
+            .await
+            .unwrap();
+        let (response, mut send) = requests.send_request(request, false).unwrap();
+        if !early.is_empty() {
+            send.send_data(Bytes::from_static(early), false).unwrap();
+        }
+        let response = timely("an answer", response).await.unwrap();
+        match response.status() {
+            StatusCode::OK => Ok(Tunnel {
+                receive: response.into_body(),
+                send,
+            }),
+            status => Err(status),
+        }
+    }
+
+    /// Sends any request and gives the status.
+    pub async fn ask(&self, request: Request<()>) -> StatusCode {
+        let mut requests = timely("room for a stream", self.requests.clone().ready())
+            .await
+            .unwrap();
+        let (response, _) = requests.send_request(request, true).unwrap();
+        timely("an answer", response).await.unwrap().status()
+    }
+}
+
+impl Tunnel {
+    pub fn say(&mut self, bytes: &'static [u8]) {
+        self.send
+            .send_data(Bytes::from_static(bytes), false)
+            .unwrap();
+    }
+
+    pub fn finish(&mut self) {
+        self.send.send_data(Bytes::new(), true).unwrap();
+    }
+
+    /// Reads that many bytes, or all to the end if there are fewer.
+    pub async fn hear(&mut self, count: usize) -> Vec<u8> {
+        let mut heard = Vec::new();
+        while heard.len() < count {
+            let Some(bytes) = timely("bytes", self.receive.data()).await else {
+                break;
+            };
+            let bytes = bytes.unwrap();
+            self.receive
+                .flow_control()
+                .release_capacity(bytes.len())
+                .unwrap();
+            heard.extend_from_slice(&bytes);
+        }
+        heard
+    }
+}
+
+/// Sends bytes to a listener and reads the answer to its end, which may be a reset.
+pub async fn converse(door: SocketAddr, bytes: &[u8]) -> Vec<u8> {
+    let mut stream = TcpStream::connect(door).await.unwrap();
+    let mut answer = Vec::new();
+    let _ = stream.write_all(bytes).await;
+    let _ = timely("the end of the answer", stream.read_to_end(&mut answer)).await;
+    answer
+}

@@ -1,0 +1,163 @@
+//! haproxy as a front door that tells TLS clients apart by server name and passes TLS through: what
+//! operators put there who have no Envoy, and the pace to hold.
+//!
+//! Debian's package is taken from `PATH`. Tests say so and pass where it is missing, except where
+//! `CI=true` promises that it is there.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+
+use tempfile::TempDir;
+use tokio::net::TcpStream;
+
+use crate::envoy::skip;
+use crate::process::Program;
+use crate::topology::PATIENCE;
+use crate::wait::eventually;
+
+/// Where Debian puts it, which is on the `PATH` of root only.
+const SYSTEM_DIR: &str = "/usr/sbin";
+
+/// The installed program.
+#[derive(Debug)]
+pub struct HaProxy {
+    program: PathBuf,
+}
+
+impl HaProxy {
+    /// Looks for it, once per process. Nothing, and a line on stderr, without it.
+    ///
+    /// # Panics
+    /// Without it if `CI=true`.
+    pub fn get() -> Option<&'static Self> {
+        static FOUND: OnceLock<Option<HaProxy>> = OnceLock::new();
+        let found = FOUND.get_or_init(Self::find).as_ref();
+        if found.is_none() {
+            skip("haproxy not found");
+        }
+        found
+    }
+
+    fn find() -> Option<Self> {
+        let path = std::env::var_os("PATH").unwrap_or_default();
+        std::env::split_paths(&path)
+            .chain([PathBuf::from(SYSTEM_DIR)])
+            .map(|dir| dir.join("haproxy"))
+            .find(|program| program.is_file())
+            .map(|program| Self { program })
+    }
+
+    /// Starts it with two threads and waits until it listens. `server_names` holds the endpoints of
+    /// each name, used in turn; a client that asks for another name, or for none, is closed.
+    ///
+    /// # Panics
+    /// When it does not come up in [`PATIENCE`].
+    pub async fn start(
+        &self,
+        listen: SocketAddr,
+        server_names: &BTreeMap<String, Vec<SocketAddr>>,
+    ) -> RunningHaProxy {
+        let dir = tempfile::Builder::new().prefix("culvert-").tempdir();
+        let dir = dir.expect("a temporary directory");
+        let names = dir.path().join("names.map");
+        let config = dir.path().join("haproxy.cfg");
+        std::fs::write(&names, name_map(server_names)).expect("writing haproxy's map");
+        let text = configuration(listen, &names, server_names);
+        std::fs::write(&config, text).expect("writing haproxy's configuration");
+        // In the foreground, so that the process is the one that serves.
+        let args = ["-db", "-f", config.to_str().expect("a path in UTF-8")];
+        let mut running = RunningHaProxy {
+            program: Program::spawn(&self.program, args, &[]),
+            _dir: dir,
+        };
+        eventually("haproxy listens", PATIENCE, async || {
+            if let Some(status) = running.program.exited() {
+                panic!("haproxy ended at its start: {status}");
+            }
+            TcpStream::connect(listen).await
+        })
+        .await;
+        running
+    }
+}
+
+/// A running haproxy. Dropping it kills the program.
+#[derive(Debug)]
+pub struct RunningHaProxy {
+    /// The program, for its log and its footprint.
+    pub program: Program,
+    // Last, so that the program is gone before its files are.
+    _dir: TempDir,
+}
+
+/// The lookup from lower-case names to backends, which are called `b0`, `b1` and so on. As a map, it
+/// takes the same time for a thousand names as for one.
+fn name_map(server_names: &BTreeMap<String, Vec<SocketAddr>>) -> String {
+    let mut text = String::new();
+    for (i, name) in server_names.keys().enumerate() {
+        writeln!(text, "{} b{i}", name.to_lowercase()).unwrap();
+    }
+    text
+}
+
+/// The time-outs are those of the Envoy that it is compared with. The limit on files keeps haproxy
+/// from making room at once for as many connections as the machine allows; a quarter is in use.
+fn configuration(
+    listen: SocketAddr,
+    names: &Path,
+    server_names: &BTreeMap<String, Vec<SocketAddr>>,
+) -> String {
+    let names = names.display();
+    let mut text = format!(
+        "global
+    nbthread 2
+    fd-hard-limit 65536
+defaults
+    mode tcp
+    option splice-auto
+    timeout connect 1s
+    timeout client 1h
+    timeout server 1h
+frontend sni
+    bind {listen}
+    tcp-request inspect-delay 5s
+    tcp-request content accept if {{ req.ssl_hello_type 1 }}
+    use_backend %[req.ssl_sni,lower,map_str({names})]
+"
+    );
+    for (i, endpoints) in server_names.values().enumerate() {
+        writeln!(text, "backend b{i}\n    balance roundrobin").unwrap();
+        for (j, endpoint) in endpoints.iter().enumerate() {
+            writeln!(text, "    server s{j} {endpoint}").unwrap();
+        }
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use culvert::lab::services::Services;
+
+    use super::*;
+    use crate::envoy::tests::echoed;
+    use crate::ports::Ports;
+
+    #[tokio::test]
+    async fn clients_are_sent_on_by_server_name() {
+        let Some(haproxy) = HaProxy::get() else {
+            return;
+        };
+        let services = Services::start().await.unwrap();
+        let mut ports = Ports::default();
+        let listen = SocketAddr::from(([127, 0, 0, 1], ports.next_port()));
+        let names = BTreeMap::from([("Echo.example.com".to_owned(), vec![services.first])]);
+        let _running = haproxy.start(listen, &names).await;
+        let (heard, expected) = echoed(listen, "echo.example.com").await;
+        assert_eq!(heard, expected);
+        let (heard, _) = echoed(listen, "other.example.com").await;
+        assert_eq!(heard, b"");
+    }
+}
