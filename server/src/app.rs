@@ -21,6 +21,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tracing::{info, warn};
 
+use crate::auth::Tokens;
 use crate::backend::Registry;
 use crate::backend::agent::{self, Limits};
 use crate::backend::native::HELD_BYTES;
@@ -65,6 +66,7 @@ pub struct Bound {
     frontend_tls: Option<Arc<rustls::ServerConfig>>,
     agent: Listener,
     agent_tls: Arc<rustls::ServerConfig>,
+    tokens: Option<Arc<Tokens>>,
     health: TcpListener,
     admin: TcpListener,
     shards: Arc<Shards>,
@@ -89,6 +91,10 @@ impl Bound {
             &[native::ALPN, b"h2"],
             &config.tls,
         )?;
+        let tokens = match &config.agent_auth {
+            Some(auth) => Some(Arc::new(Tokens::new(auth.clone()).await?)),
+            None => None,
+        };
         let (frontend, frontend_tls) = bind_frontend(&config).await?;
         let agent = admin::bind(
             &agent_files.bind.host,
@@ -116,6 +122,7 @@ impl Bound {
             frontend_tls,
             agent: Listener::tcp(agent),
             agent_tls,
+            tokens,
             health,
             admin,
             shards: Arc::new(shards),
@@ -144,6 +151,7 @@ impl Bound {
                         .clone(),
                 ),
             },
+            tokens: self.tokens,
             tasks: tasks.clone(),
             metrics: metrics.clone(),
         };

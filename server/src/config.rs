@@ -17,6 +17,8 @@ use culvert_common::flags::{Exit, GoDuration, HostPort};
 use culvert_common::telemetry::logging::LogConfig;
 use culvert_common::tls::TlsOptions;
 
+use crate::auth::AgentAuth;
+
 use flags::Flags;
 
 /// The program's name in usage texts and log file names.
@@ -31,6 +33,8 @@ pub struct Config {
     pub frontend: Frontend,
     /// Where agents connect.
     pub agent_listener: AgentListener,
+    /// Whose tokens agents have to have; `None` asks for none.
+    pub agent_auth: Option<AgentAuth>,
     /// The admin listener (metrics). Default `127.0.0.1:8095`.
     pub admin: HostPort,
     /// The health listener (`/healthz`, `/readyz`, metrics). Default `:8092`.
@@ -143,6 +147,7 @@ impl Config {
             mode,
             frontend,
             agent_listener,
+            agent_auth,
             admin,
             health,
             keepalive_time,
@@ -186,6 +191,15 @@ impl Config {
                 GoDuration::from(backend_dial_timeout.unwrap_or_default())
             ),
         ]);
+        if let Some(auth) = agent_auth {
+            let kubeconfig = auth.kubeconfig.clone().unwrap_or_default();
+            lines.extend([
+                format!("agent-namespace={}", auth.namespace),
+                format!("agent-service-account={}", auth.service_account),
+                format!("authentication-audience={}", auth.audience),
+                format!("kubeconfig={}", kubeconfig.display()),
+            ]);
+        }
         lines.extend(logging.describe());
         lines
     }

@@ -8,6 +8,7 @@
 //! And the door by which agents, kubelets and users come in to a seed: [`nodeport`].
 
 pub mod app;
+pub mod auth;
 pub mod backend;
 pub mod cli;
 pub mod config;

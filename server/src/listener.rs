@@ -2,7 +2,6 @@
 //! peers that never get that far.
 
 use std::convert::Infallible;
-use std::future::ready;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -153,7 +152,7 @@ impl Door {
     pub async fn serve_grpc<I, S>(&self, io: I, peer: &str, service: S)
     where
         I: AsyncRead + AsyncWrite + Unpin + Send + 'static,
-        S: grpc::Service + Send + 'static,
+        S: grpc::Service + Clone + Send + Sync + 'static,
     {
         let asked = Arc::new(AtomicBool::new(false));
         let seen = asked.clone();
@@ -162,7 +161,8 @@ impl Door {
         let service = hyper::service::service_fn(move |mut request: Request<Incoming>| {
             seen.store(true, Ordering::Relaxed);
             request.extensions_mut().insert(of_connection.clone());
-            ready(Ok::<_, Infallible>(grpc::answer(&service, request)))
+            let service = service.clone();
+            async move { Ok::<_, Infallible>(grpc::answer(&service, request).await) }
         });
         let window = match self.kind {
             Listener::Agent => AGENT_WINDOW_BYTES,

@@ -13,4 +13,5 @@ mod node;
 mod node_ports;
 mod peers;
 mod sni;
+mod tokens;
 mod tunnels;

@@ -105,6 +105,9 @@ impl Agents {
                 debug!(peer, %error, "left before it introduced itself");
                 return;
             }
+            Ok(Err(HelloError::Refused(why))) => {
+                return door.reject(RejectReason::Unauthenticated, peer, &why);
+            }
             Ok(Err(error)) => {
                 return door.reject(RejectReason::Garbage, peer, &error.to_string());
             }
@@ -176,6 +179,11 @@ impl Agents {
                 return Err(HelloError::Malformed(text));
             }
         };
+        if let Err(error) = self.authenticate(&metadata).await {
+            let text = error.to_string();
+            hello::refuse(stream, &text).await?;
+            return Err(HelloError::Refused(text));
+        }
         let mut answer = HeaderMap::new();
         let server_id = HeaderValue::try_from(&self.server_id)
             .map_err(|_| HelloError::Malformed("the server id is no header value".into()))?;

@@ -9,12 +9,13 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tonic::metadata::{MetadataMap, MetadataValue};
 use tonic::{Request, Response, Status};
-use tracing::{Instrument, info, info_span};
+use tracing::{Instrument, info, info_span, warn};
 
 use super::agent::{AgentStream, Hello, Limits, Outgoing};
 use super::{Backend, Registration, Registry};
+use crate::auth::{AuthError, Tokens};
 use crate::listener::ConnectionCut;
-use crate::metrics::{ServerMetrics, ServiceMethod};
+use crate::metrics::{Listener, RejectReason, ServerMetrics, ServiceMethod};
 
 /// Serves the agents of one server.
 #[derive(Clone)]
@@ -27,6 +28,8 @@ pub struct Agents {
     pub server_count: i64,
     /// Limits of each stream.
     pub limits: Limits,
+    /// Checks tokens, if agents have to have one.
+    pub tokens: Option<Arc<Tokens>>,
     /// Owns the reader tasks.
     pub tasks: TaskTracker,
     /// The server's series.
@@ -38,8 +41,15 @@ impl Service for Agents {
 
     type Replies = Outgoing;
 
-    fn take(&self, request: Request<Reader>) -> Result<Response<Outgoing>, Status> {
+    async fn take(&self, request: Request<Reader>) -> Result<Response<Outgoing>, Status> {
         let hello = Hello::from_metadata(request.metadata()).map_err(Status::unknown)?;
+        if let Err(error) = self.authenticate(request.metadata()).await {
+            warn!(agent = hello.agent_id, %error, "agent refused");
+            self.metrics
+                .rejected(Listener::Agent, RejectReason::Unauthenticated)
+                .increment(1);
+            return Err(Status::unknown(error.to_string()));
+        }
         let connection = request
             .extensions()
             .get::<ConnectionCut>()
@@ -67,6 +77,15 @@ impl Service for Agents {
         );
         self.tasks.spawn(reader.instrument(span));
         Ok(response)
+    }
+}
+
+impl Agents {
+    pub(super) async fn authenticate(&self, metadata: &MetadataMap) -> Result<(), AuthError> {
+        match &self.tokens {
+            Some(tokens) => tokens.check(metadata).await,
+            None => Ok(()),
+        }
     }
 }
 

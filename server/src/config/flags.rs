@@ -193,7 +193,7 @@ pub(super) struct TunnelFlags {
 
 #[derive(Args, Debug)]
 #[command(
-    next_help_heading = "Service account tokens of agents (all or none; not implemented yet)"
+    next_help_heading = "Service account tokens of agents (all or none), checked by TokenReview"
 )]
 pub(super) struct AuthFlags {
     /// Namespace that agents' tokens must be of
@@ -217,7 +217,7 @@ pub(super) const LEASE_NAMESPACE: &str = "kube-system";
 pub(super) const LEASE_LABEL: &str = "k8s-app=konnectivity-server";
 
 #[derive(Args, Debug)]
-#[command(next_help_heading = "Kubernetes API (not yet acted upon)")]
+#[command(next_help_heading = "Kubernetes API")]
 pub(super) struct KubernetesFlags {
     /// Kubeconfig file; empty is the pod's own account
     #[arg(long, value_name = "FILE", default_value = "")]

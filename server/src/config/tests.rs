@@ -96,6 +96,7 @@ fn the_defaults_are_the_stock_servers() {
             key: files.path("key"),
             ca: None,
         },
+        agent_auth: None,
         admin: HostPort::new("127.0.0.1", 8095),
         health: HostPort::new("", 8092),
         keepalive_time: Duration::from_secs(3600),
@@ -378,22 +379,28 @@ fn all_problems_are_reported_at_once() {
 }
 
 #[test]
-fn token_authentication_is_refused_rather_than_skipped() {
+fn token_authentication_takes_all_three_flags_or_none() {
     let files = Files::new();
     let all = [
         "--agent-namespace=n",
         "--agent-service-account=s",
         "--authentication-audience=a",
+        "--kubeconfig=@kubeconfig",
     ];
-    let errors = files.errors(&[&UDS[..], &all].concat());
-    let [error] = errors.as_slice() else {
-        panic!("{errors:?}");
+    let config = files.uds(&all).unwrap();
+    let expected = AgentAuth {
+        namespace: "n".to_owned(),
+        service_account: "s".to_owned(),
+        audience: "a".to_owned(),
+        kubeconfig: Some(files.path("kubeconfig")),
     };
+    assert_eq!(config.agent_auth, Some(expected));
+    assert_eq!(config.warnings, [""; 0]);
+    let described = config.describe();
     assert!(
-        error.starts_with("token authentication of agents is not implemented yet"),
-        "{error}"
+        described.contains(&"agent-namespace=n".to_owned()),
+        "{described:?}"
     );
-    assert!(error.contains("--cluster-ca-cert (mTLS)"), "{error}");
 
     assert_eq!(
         files.errors(

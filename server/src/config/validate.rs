@@ -8,6 +8,8 @@ use std::time::Duration;
 use culvert_common::flags::labels::check_labels;
 use culvert_common::flags::{GoDuration, HostPort, Problems};
 
+use crate::auth::AgentAuth;
+
 use super::flags::{CONTENT_TYPE, Flags, FrontendFlags, LEASE_LABEL, LEASE_NAMESPACE};
 use super::{
     AgentListener, Config, Frontend, KEEPALIVE_FLOOR, Mode, TlsFiles, XFR_CHANNEL_SIZE_MAX,
@@ -15,10 +17,6 @@ use super::{
 
 /// What grpc-go's server makes of a keepalive time of 0 (`defaultServerKeepaliveTime`).
 const KEEPALIVE_OF_ZERO: Duration = Duration::from_secs(2 * 60 * 60);
-
-const REFUSE_TOKENS: &str = "token authentication of agents is not implemented yet \
-    (--agent-namespace, --agent-service-account, --authentication-audience); use --cluster-ca-cert (mTLS), or keep the \
-    stock server here";
 
 impl Flags {
     /// The checked configuration, or all that is wrong.
@@ -30,7 +28,7 @@ impl Flags {
         let ops = &self.operations;
         let admin_port = port(p, "admin", ops.admin_port);
         let health_port = port(p, "health", ops.health_port);
-        self.check_auth(p);
+        let agent_auth = self.agent_auth(p);
         self.check_strategies(p);
         self.check_rest(p);
         let tls = self.tls.validate(p);
@@ -58,6 +56,7 @@ impl Flags {
             mode,
             frontend,
             agent_listener,
+            agent_auth,
             admin: HostPort::new(&ops.admin_bind_address, admin_port),
             health: HostPort::new(&ops.health_bind_address, health_port),
             keepalive_time,
@@ -96,8 +95,8 @@ impl Flags {
         })
     }
 
-    /// All three or none; and with all three the program refuses to start rather than let any agent in.
-    fn check_auth(&self, p: &mut Problems) {
+    /// All three or none.
+    fn agent_auth(&self, p: &mut Problems) -> Option<AgentAuth> {
         let flags = [
             ("agent-namespace", &self.auth.agent_namespace),
             ("agent-service-account", &self.auth.agent_service_account),
@@ -106,8 +105,9 @@ impl Flags {
                 &self.auth.authentication_audience,
             ),
         ];
+        let kubeconfig = p.file("kubeconfig", &self.kubernetes.kubeconfig);
         if flags.iter().all(|(_, value)| value.is_empty()) {
-            return;
+            return None;
         }
         p.require(self.agents.cluster_ca_cert.is_empty(), || {
             "--cluster-ca-cert can not be used when agent authentication is enabled".to_owned()
@@ -117,9 +117,12 @@ impl Flags {
                 format!("--{name} cannot be empty when agent authentication is enabled")
             });
         }
-        if flags.iter().all(|(_, value)| !value.is_empty()) {
-            p.error(REFUSE_TOKENS);
-        }
+        Some(AgentAuth {
+            namespace: self.auth.agent_namespace.clone(),
+            service_account: self.auth.agent_service_account.clone(),
+            audience: self.auth.authentication_audience.clone(),
+            kubeconfig,
+        })
     }
 
     fn check_strategies(&self, p: &mut Problems) {
@@ -149,7 +152,6 @@ impl Flags {
                     .to_owned()
             },
         );
-        p.file("kubeconfig", &self.kubernetes.kubeconfig);
         // The stock server looks at the label at every start, whether it will be used or not.
         if let Err(error) = check_labels(&self.kubernetes.lease_label) {
             p.error(format!("--lease-label: {error}"));
@@ -182,7 +184,8 @@ impl Flags {
         p.unacted(grace != GoDuration::default(), "graceful-shutdown-timeout");
         let size = self.frontend.frontend_write_channel_size;
         p.unacted(size != 10, "frontend-write-channel-size");
-        p.unacted(!kube.kubeconfig.is_empty(), "kubeconfig");
+        let is_used = !self.auth.agent_namespace.is_empty();
+        p.unacted(!kube.kubeconfig.is_empty() && !is_used, "kubeconfig");
         p.unacted(kube.kubeconfig_qps != 0.0, "kubeconfig-qps");
         p.unacted(kube.kubeconfig_burst != 0, "kubeconfig-burst");
         p.unacted(

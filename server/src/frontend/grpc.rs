@@ -74,7 +74,7 @@ impl Service for Proxy {
 
     type Replies = ToClient;
 
-    fn take(&self, request: Request<Reader>) -> Result<Response<ToClient>, Status> {
+    async fn take(&self, request: Request<Reader>) -> Result<Response<ToClient>, Status> {
         let metrics = self.frontend.metrics.clone();
         let (replies, outgoing) = queue::bounded(OUTGOING_BYTES);
         let client = Client {

@@ -8,11 +8,9 @@ use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::Context as _;
 use futures_util::{Stream, StreamExt as _};
 use k8s_openapi::api::core::v1 as core;
 use k8s_openapi::api::discovery::v1 as discovery;
-use kube::config::{KubeConfigOptions, Kubeconfig};
 use kube::runtime::watcher::{self, Event};
 use kube::runtime::{WatchStreamExt as _, watcher as watch_all};
 use kube::{Api, Client};
@@ -26,6 +24,7 @@ use super::exposure::{
 };
 use super::metrics::ProxyMetrics;
 use super::table::Table;
+use crate::auth::client;
 
 /// How long changes are collected before they are put in force together: a rollout changes many
 /// slices at once.
@@ -83,22 +82,9 @@ impl Discovery {
         table: Arc<Table>,
         metrics: Arc<ProxyMetrics>,
     ) -> anyhow::Result<Self> {
-        let mut config = match &cluster.kubeconfig {
-            Some(path) => {
-                let file = Kubeconfig::read_from(path);
-                let file = file.with_context(|| format!("--kubeconfig {}", path.display()))?;
-                kube::Config::from_custom_kubeconfig(file, &KubeConfigOptions::default())
-                    .await
-                    .with_context(|| format!("--kubeconfig {}", path.display()))?
-            }
-            None => kube::Config::infer().await.context(
-                "no Kubernetes account: run in a pod, give --kubeconfig, or give --config for routes from a file",
-            )?,
-        };
-        // The watches try again by themselves, and say so.
-        config.default_retry = false;
+        let client = client(cluster.kubeconfig.as_deref()).await?;
         Ok(Self {
-            client: Client::try_from(config).context("cannot use the Kubernetes account")?,
+            client,
             cluster,
             table,
             metrics,

@@ -33,11 +33,11 @@ pub trait Service<B = Incoming> {
     fn take(
         &self,
         request: tonic::Request<Reader<B>>,
-    ) -> Result<tonic::Response<Self::Replies>, Status>;
+    ) -> impl Future<Output = Result<tonic::Response<Self::Replies>, Status>> + Send;
 }
 
 /// Answers a request: with what `service` says, or with why it is no call of it.
-pub fn answer<S: Service<B>, B>(
+pub async fn answer<S: Service<B>, B>(
     service: &S,
     request: Request<B>,
 ) -> Response<PacketBody<S::Replies>> {
@@ -50,7 +50,7 @@ pub fn answer<S: Service<B>, B>(
     let metadata = MetadataMap::from_headers(head.headers);
     let inbound = Reader::request(body);
     let request = tonic::Request::from_parts(metadata, head.extensions, inbound);
-    match service.take(request) {
+    match service.take(request).await {
         Ok(answer) => {
             let (metadata, replies, _) = answer.into_parts();
             let mut response = Response::new(PacketBody::response(replies));

@@ -169,6 +169,7 @@ impl Plan {
                 key: pki.cluster.key.clone(),
                 ca: Some(pki.ca.clone()),
             },
+            agent_auth: None,
             admin: any_port(),
             health: any_port(),
             keepalive_time: Duration::from_secs(3600),

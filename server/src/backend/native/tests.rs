@@ -30,6 +30,7 @@ impl Server {
                 stall: Duration::from_secs(1),
                 excess: Pool::new(1, Gauge::noop(), Gauge::noop()),
             },
+            tokens: None,
             tasks: tasks.clone(),
             metrics: metrics.clone(),
         };

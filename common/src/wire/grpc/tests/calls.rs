@@ -5,6 +5,7 @@ use std::future::ready;
 use std::sync::Arc;
 
 use culvert_proto::proxy_service_client::ProxyServiceClient;
+use futures_util::FutureExt as _;
 use http::{Request, Response, StatusCode};
 use hyper::body::Incoming;
 use hyper::server::conn::http2 as server;
@@ -35,6 +36,14 @@ where
     }
 }
 
+/// Echo never waits before it answers.
+fn answered<B: Send>(request: Request<B>) -> Response<PacketBody<Replies<B>>>
+where
+    Echo: Service<B, Replies = Replies<B>>,
+{
+    answer(&Echo, request).now_or_never().unwrap()
+}
+
 impl<B> Service<B> for Echo
 where
     B: Body<Data = Bytes> + Unpin + Send + 'static,
@@ -44,7 +53,7 @@ where
 
     type Replies = Replies<B>;
 
-    fn take(
+    async fn take(
         &self,
         request: tonic::Request<Reader<B>>,
     ) -> Result<tonic::Response<Self::Replies>, Status> {
@@ -102,9 +111,7 @@ fn said() -> Vec<Message> {
 
 #[tokio::test]
 async fn both_ends_understand_each_other() {
-    let (metadata, mut reader) = called(|request| answer(&Echo, request), "me")
-        .await
-        .unwrap();
+    let (metadata, mut reader) = called(answered, "me").await.unwrap();
     assert_eq!(metadata.get("you").unwrap(), "me");
     for expected in said() {
         assert_eq!(reader.message().await.unwrap(), Some(expected));
@@ -114,7 +121,7 @@ async fn both_ends_understand_each_other() {
 
 #[tokio::test]
 async fn a_library_client_understands_us() {
-    let io = TokioIo::new(served(|request| answer(&Echo, request)));
+    let io = TokioIo::new(served(answered));
     let (sender, connection) =
         hyper::client::conn::http2::handshake::<_, _, tonic::body::Body>(TokioExecutor::new(), io)
             .await
@@ -143,7 +150,7 @@ async fn a_library_client_understands_us() {
 
 #[tokio::test]
 async fn a_refusal_reaches_the_client() {
-    let error = called(|request| answer(&Echo, request), "").await;
+    let error = called(answered, "").await;
     let error = error.map(|_| ()).unwrap_err();
     assert!(error.to_string().starts_with("who are you? ("), "{error}");
 }
@@ -204,7 +211,7 @@ fn what_is_no_call_is_refused_as_grpc_go_does() {
     for (request, http, grpc) in cases {
         let request = request.body(Frames::new([])).unwrap();
         let shown = format!("{} {:?}", request.method(), request.headers());
-        let response = answer(&Echo, request);
+        let response = answered(request);
         assert_eq!(response.status(), StatusCode::from_u16(http).unwrap());
         assert_eq!(response.headers()["content-type"], "application/grpc");
         let status = response.headers().get("grpc-status");

@@ -1,0 +1,238 @@
+//! Authenticates agents by their service account tokens, with TokenReviews of the cluster that
+//! they come from. The rules and the texts are upstream's (`pkg/server/server.go`).
+//!
+//! An accepted token is remembered for [`REMEMBER`], by its hash, and asked for once at a time:
+//! agents that all reconnect at once, and those that look for further servers every second, cost
+//! one review. What is refused is asked for again each time.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::Context as _;
+use k8s_openapi::api::authentication::v1::{TokenReview, TokenReviewSpec};
+use kube::config::{KubeConfigOptions, Kubeconfig};
+use kube::{Api, Client};
+use parking_lot::Mutex;
+use tokio::sync::Semaphore;
+use tokio::time::{Instant, timeout};
+use tonic::metadata::MetadataMap;
+
+/// How long an accepted token is accepted without asking again. A token that is revoked meanwhile
+/// still opens streams; those that are open stay anyway, as upstream.
+pub const REMEMBER: Duration = Duration::from_secs(10);
+
+/// How long one review may take.
+const REVIEW_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// How many reviews are asked for at once.
+const REVIEWS: usize = 16;
+
+/// How many tokens are remembered; beyond, each is asked for anew.
+const MAX_REMEMBERED: usize = 10_000;
+
+/// Whose tokens are good.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct AgentAuth {
+    /// The namespace of the service account.
+    pub namespace: String,
+    /// Its name.
+    pub service_account: String,
+    /// Whom the tokens have to be for.
+    pub audience: String,
+    /// The account that asks for reviews; `None` is the pod's own.
+    pub kubeconfig: Option<PathBuf>,
+}
+
+/// Why an agent is not let in; the texts are upstream's, and say no token.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum AuthError {
+    /// No `authorization`.
+    #[error("Authentication context was not found in metadata")]
+    Missing,
+    /// More than one.
+    #[error("too many ({0}) tokens are received")]
+    Several(usize),
+    /// Another scheme.
+    #[error("received token does not have \"Bearer \" prefix")]
+    Scheme,
+    /// The API refused the token, or could not be asked.
+    #[error("Failed to validate authentication token, err:{0}")]
+    Invalid(String),
+}
+
+/// Asks, and remembers.
+pub struct Tokens {
+    reviews: Api<TokenReview>,
+    auth: AgentAuth,
+    turns: Semaphore,
+    known: Mutex<HashMap<[u8; 32], Arc<Known>>>,
+}
+
+/// One token. Whoever asks for a review holds the lock, the others wait for its outcome.
+#[derive(Default)]
+struct Known {
+    accepted: tokio::sync::Mutex<Option<Instant>>,
+}
+
+// === impl Tokens ===
+
+impl Tokens {
+    /// Reads the credentials of the account that asks.
+    ///
+    /// # Errors
+    /// When they are missing or can not be used.
+    pub async fn new(auth: AgentAuth) -> anyhow::Result<Self> {
+        Ok(Self {
+            reviews: Api::all(client(auth.kubeconfig.as_deref()).await?),
+            auth,
+            turns: Semaphore::new(REVIEWS),
+            known: Mutex::default(),
+        })
+    }
+
+    /// Lets an agent in, or says why not.
+    ///
+    /// # Errors
+    /// [`AuthError`].
+    pub async fn check(&self, metadata: &MetadataMap) -> Result<(), AuthError> {
+        let values: Vec<_> = metadata.get_all("authorization").iter().collect();
+        let value = match values.as_slice() {
+            [] => return Err(AuthError::Missing),
+            [value] => value,
+            several => return Err(AuthError::Several(several.len())),
+        };
+        let token = value.as_bytes().strip_prefix(b"Bearer ");
+        let token = token.and_then(|token| std::str::from_utf8(token).ok());
+        let token = token.ok_or(AuthError::Scheme)?;
+        let known = self.known(digest(token));
+        let mut accepted = known.accepted.lock().await;
+        if accepted.is_some_and(|at| at.elapsed() < REMEMBER) {
+            return Ok(());
+        }
+        *accepted = None;
+        self.review(token).await.map_err(AuthError::Invalid)?;
+        *accepted = Some(Instant::now());
+        Ok(())
+    }
+
+    fn known(&self, digest: [u8; 32]) -> Arc<Known> {
+        let mut known = self.known.lock();
+        if known.len() >= MAX_REMEMBERED {
+            // Those that somebody asks for at the moment are locked, and stay.
+            known.retain(|_, token| {
+                let free = token.accepted.try_lock();
+                free.is_ok_and(|at| at.is_some_and(|at| at.elapsed() < REMEMBER))
+            });
+        }
+        if known.len() >= MAX_REMEMBERED {
+            return Arc::default();
+        }
+        known.entry(digest).or_default().clone()
+    }
+
+    async fn review(&self, token: &str) -> Result<(), String> {
+        let review = TokenReview {
+            spec: TokenReviewSpec {
+                token: Some(token.to_owned()),
+                audiences: Some(vec![self.auth.audience.clone()]),
+            },
+            ..TokenReview::default()
+        };
+        let asked = async {
+            let _turn = self.turns.acquire().await;
+            self.reviews.create(&Default::default(), &review).await
+        };
+        let failed = |why: String| format!("Failed to authenticate request. err:{why}");
+        let answer = timeout(REVIEW_TIMEOUT, asked).await;
+        let answer = answer
+            .map_err(|_| {
+                failed(format!(
+                    "no answer to the TokenReview within {REVIEW_TIMEOUT:?}"
+                ))
+            })?
+            .map_err(|error| failed(error.to_string()))?;
+        let status = answer.status.unwrap_or_default();
+        if let Some(error) = status.error.filter(|error| !error.is_empty()) {
+            return Err(format!("lookup failed: {error}"));
+        }
+        if status.authenticated != Some(true) {
+            return Err("lookup failed: service account jwt not valid".into());
+        }
+        let user = status.user.and_then(|user| user.username);
+        self.is_ours(&user.unwrap_or_default())
+    }
+
+    /// Whether that is the agents' service account.
+    fn is_ours(&self, user: &str) -> Result<(), String> {
+        let parts: Vec<&str> = user.split(':').collect();
+        let [system, kind, namespace, name] = parts.as_slice() else {
+            return Err("lookup failed: unexpected username format".into());
+        };
+        if [*system, *kind] != ["system", "serviceaccount"] {
+            return Err("lookup failed: username returned is not a service account".into());
+        }
+        let AgentAuth {
+            namespace: own_namespace,
+            service_account: own_name,
+            ..
+        } = &self.auth;
+        if namespace != own_namespace {
+            return Err(format!(
+                "lookup failed: incoming request from {namespace:?} namespace. Expected {own_namespace:?}"
+            ));
+        }
+        if name != own_name {
+            return Err(format!(
+                "lookup failed: incoming request from {name:?} service account. Expected {own_name:?}"
+            ));
+        }
+        Ok(())
+    }
+}
+
+/// A client by a kubeconfig file, or by the pod's own account.
+///
+/// # Errors
+/// When there are no credentials, or they can not be used.
+pub async fn client(kubeconfig: Option<&Path>) -> anyhow::Result<Client> {
+    let mut config = match kubeconfig {
+        Some(path) => {
+            let named = || format!("--kubeconfig {}", path.display());
+            let file = Kubeconfig::read_from(path).with_context(named)?;
+            let options = KubeConfigOptions::default();
+            let config = kube::Config::from_custom_kubeconfig(file, &options).await;
+            config.with_context(named)?
+        }
+        None => kube::Config::infer()
+            .await
+            .context("no Kubernetes account: run in a pod, or give --kubeconfig")?,
+    };
+    // A dot at the end keeps resolvers from searching; certificates do not have it.
+    let host = config.cluster_url.host().unwrap_or_default();
+    if let Some(name) = host.strip_suffix('.')
+        && config.tls_server_name.is_none()
+    {
+        config.tls_server_name = Some(name.to_owned());
+    }
+    // Callers try again by themselves, and say so.
+    config.default_retry = false;
+    Client::try_from(config).map_err(|error| {
+        let advice = match error.to_string() {
+            text if text.contains("UnsupportedCertVersion") => {
+                "; its client certificate is of X.509 version 1: issue it anew with an extension, \
+                 such as openssl's -extfile with extendedKeyUsage=clientAuth"
+            }
+            _ => "",
+        };
+        anyhow::anyhow!("cannot use the Kubernetes account: {error}{advice}")
+    })
+}
+
+fn digest(token: &str) -> [u8; 32] {
+    let hash = aws_lc_rs::digest::digest(&aws_lc_rs::digest::SHA256, token.as_bytes());
+    let mut digest = [0; 32];
+    digest.copy_from_slice(hash.as_ref());
+    digest
+}
