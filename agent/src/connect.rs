@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use culvert_common::native;
 use culvert_common::native::hello::{self, HelloError};
-use culvert_common::native::link::Taker;
+use culvert_common::native::link::{Taker, TakerLimits};
 use culvert_common::native::window::Inbound;
 use culvert_common::net::listen::tune;
 use culvert_common::net::readahead::ReadAhead;
@@ -238,7 +238,7 @@ impl Connector {
         let (server_id, server_count) =
             server_of(&MetadataMap::from_headers(answer)).map_err(ConnectError::Answer)?;
         let inbound = Arc::new(Inbound::default());
-        let taker = Taker::new(tls, inbound.clone(), HELD_BYTES, u32::MAX).await;
+        let taker = Taker::new(tls, inbound.clone(), TakerLimits::trusting(HELD_BYTES)).await;
         let taker = taker.map_err(|error| ConnectError::Http(error.to_string()))?;
         Ok(Connected {
             server_id,

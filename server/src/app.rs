@@ -7,7 +7,7 @@ use std::sync::Arc;
 use anyhow::Context as _;
 use culvert_common::admin;
 use culvert_common::native;
-use culvert_common::net::listen::{Accepted, Listener};
+use culvert_common::net::listen::{Accepted, Keepalive, Listener};
 use culvert_common::net::readahead::ReadAhead;
 use culvert_common::runtime::shards::Shards;
 use culvert_common::tls::{self, Identity, TrustBundle};
@@ -239,7 +239,15 @@ async fn bind_frontend(
             };
             let tls = tls::server_config(&identity, Some(&trust), &[alpn], &config.tls)?;
             let listener = admin::bind(&bind.host, bind.port, "--server-port").await?;
-            Ok((Listener::tcp(listener), Some(tls)))
+            // A client of the packet protocol always reads; one of CONNECT reads when it wants to.
+            let keepalive = match config.mode {
+                Mode::Grpc => Keepalive::default(),
+                Mode::HttpConnect => Keepalive {
+                    user_timeout: None,
+                    ..Keepalive::default()
+                },
+            };
+            Ok((Listener::Tcp(listener, keepalive), Some(tls)))
         }
     }
 }

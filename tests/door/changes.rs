@@ -184,3 +184,37 @@ async fn a_connection_by_name_outlives_its_route_and_ends_with_its_endpoint() {
         0
     );
 }
+
+#[tokio::test]
+async fn a_drain_spares_the_connections_of_every_thread() {
+    let services = Services::start().await.unwrap();
+    let flags = ["--worker-threads=3", "--drain-timeout=30s"];
+    let mut door = Door::start_with(&[], &flags).await;
+    let port = door.ports.next_port();
+    door.route(&[Upstream::new("ns/a", services.raw).node_port(port)])
+        .await;
+    eventually("the port is open", LIMIT, async || {
+        TcpStream::connect(("127.0.0.1", port)).await.map(|_| ())
+    })
+    .await;
+    let mut open = Vec::new();
+    for _ in 0..6 {
+        let mut stream = TcpStream::connect(("127.0.0.1", port)).await.unwrap();
+        stream.write_all(b"echo\nx").await.unwrap();
+        assert_eq!(timely("an echo", stream.read_u8()).await.unwrap(), b'x');
+        open.push(stream);
+    }
+    door.program.signal(Signal::TERM);
+    eventually("the listener is closed", LIMIT, async || {
+        TcpStream::connect(door.tunneling).await.is_err()
+    })
+    .await;
+    // Longer than the threads of a program that ends take to end.
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    for mut stream in open {
+        stream.write_all(b"y").await.unwrap();
+        assert_eq!(timely("an echo", stream.read_u8()).await.unwrap(), b'y');
+    }
+    let status = door.program.wait_exit(LIMIT).await;
+    assert!(status.success(), "{status}");
+}

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use culvert_common::admin::{self, Check, METRICS_TYPE, Reply};
-use culvert_common::net::listen::{Accepted, Listener};
+use culvert_common::net::listen::{Accepted, Keepalive, Listener};
 use culvert_common::telemetry::metrics::Registry;
 use http::StatusCode;
 use tokio::net::TcpListener;
@@ -102,7 +102,13 @@ impl Bound {
                     tasks.spawn(carrier.clone().serve(read, write, peer));
                 }
             };
-            upkeep.spawn(Listener::tcp(listener).serve(shutdown.clone(), handle));
+            // A client reads when it wants to.
+            let keepalive = Keepalive {
+                user_timeout: None,
+                ..Keepalive::default()
+            };
+            let listener = Listener::Tcp(listener, keepalive);
+            upkeep.spawn(listener.serve(shutdown.clone(), handle));
         }
 
         shutdown.cancelled().await;

@@ -8,8 +8,9 @@ use tokio::net::TcpListener;
 
 use crate::net::dial::join_host_port;
 
-/// Length of the kernel's queue of connections that wait to be accepted.
-const BACKLOG: i32 = 128;
+/// Length of the kernel's queue of connections that wait to be accepted; the kernel cuts it to
+/// `net.core.somaxconn`. After a restart all agents, nodes and clients come at once.
+const BACKLOG: i32 = 4096;
 
 /// Why a listener could not be bound.
 #[derive(Debug, thiserror::Error)]

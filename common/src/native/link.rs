@@ -39,6 +39,28 @@ pub struct Taker<S> {
     tuner: Tuner,
 }
 
+/// What the peer of a [`Taker`] may make it hold.
+#[derive(Clone, Copy, Debug)]
+pub struct TakerLimits {
+    /// Bytes that all streams together may hold unread, before each gets the smallest window.
+    pub held_bytes: usize,
+    /// How many streams there are at once.
+    pub streams: u32,
+    /// Bytes of one stream that may wait to be sent.
+    pub send_bytes: usize,
+}
+
+impl TakerLimits {
+    /// Of a peer that is one of ours: as many streams as it likes.
+    pub fn trusting(held_bytes: usize) -> Self {
+        Self {
+            held_bytes,
+            streams: u32::MAX,
+            send_bytes: SEND_BYTES,
+        }
+    }
+}
+
 /// A stream that the server opened.
 pub type Incoming = (Request<RecvStream>, SendResponse<Chunk>);
 
@@ -98,23 +120,21 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Opener<S> {
 }
 
 impl<S: AsyncRead + AsyncWrite + Unpin> Taker<S> {
-    /// Begins HTTP/2 as its server. `budget` bounds what all streams may hold unread, in bytes,
-    /// `streams` how many there are at once.
+    /// Begins HTTP/2 as its server.
     ///
     /// # Errors
     /// When the connection breaks, or the peer speaks something else.
     pub async fn new(
         stream: S,
         inbound: Arc<Inbound>,
-        budget: usize,
-        streams: u32,
+        limits: TakerLimits,
     ) -> Result<Self, h2::Error> {
         let mut connection = server::Builder::new()
             .initial_window_size(inbound.window())
             .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
             .max_frame_size(FRAME_BYTES as u32)
-            .max_send_buffer_size(SEND_BYTES)
-            .max_concurrent_streams(streams)
+            .max_send_buffer_size(limits.send_bytes)
+            .max_concurrent_streams(limits.streams)
             .max_header_list_size(HEADER_BYTES)
             .max_concurrent_reset_streams(RESET_STREAMS)
             .max_pending_accept_reset_streams(RESET_STREAMS)
@@ -123,7 +143,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Taker<S> {
             .handshake::<_, Chunk>(stream)
             .await?;
         let ping = connection.ping_pong().ok_or_else(unpingable)?;
-        let tuner = Tuner::new(ping, inbound, budget, PING_TIMEOUT);
+        let tuner = Tuner::new(ping, inbound, limits.held_bytes, PING_TIMEOUT);
         Ok(Self { connection, tuner })
     }
 

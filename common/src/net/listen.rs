@@ -27,6 +27,10 @@ pub struct Keepalive {
     pub interval: Duration,
     /// How many probes stay unanswered before the connection is given up.
     pub probes: u32,
+    /// How long bytes may stay unacknowledged. It also ends a peer that lives and reads nothing, so
+    /// it is for peers that always read: those that speak HTTP/2. `None` leaves it to the kernel,
+    /// which tries for a quarter of an hour.
+    pub user_timeout: Option<Duration>,
 }
 
 impl Default for Keepalive {
@@ -35,6 +39,7 @@ impl Default for Keepalive {
             idle: Duration::from_secs(15),
             interval: Duration::from_secs(15),
             probes: 3,
+            user_timeout: Some(Duration::from_secs(60)),
         }
     }
 }
@@ -207,8 +212,7 @@ pub fn tune(stream: &TcpStream) -> io::Result<()> {
     tune_with(stream, &Keepalive::default())
 }
 
-/// The same with other times. What the peer does not acknowledge in the time that all probes
-/// take ends the connection, too.
+/// The same with other times.
 ///
 /// # Errors
 /// When the socket is gone already.
@@ -217,6 +221,7 @@ pub fn tune_with(stream: &TcpStream, keepalive: &Keepalive) -> io::Result<()> {
         idle,
         interval,
         probes,
+        user_timeout,
     } = *keepalive;
     stream.set_nodelay(true)?;
     let socket = socket2::SockRef::from(stream);
@@ -225,7 +230,7 @@ pub fn tune_with(stream: &TcpStream, keepalive: &Keepalive) -> io::Result<()> {
         .with_interval(interval)
         .with_retries(probes);
     socket.set_tcp_keepalive(&probing)?;
-    socket.set_tcp_user_timeout(Some(idle + interval * probes))
+    socket.set_tcp_user_timeout(user_timeout)
 }
 
 #[cfg(test)]

@@ -167,7 +167,7 @@ impl Bound {
                 require_tls: tunneling.require_tls,
                 allowed: tunneling.allowed,
             });
-            let (front, shards, until) = (front.clone(), self.shards, shutdown.clone());
+            let (front, shards, until) = (front.clone(), self.shards.clone(), shutdown.clone());
             let listener = Listener::Tcp(listener, keepalive);
             upkeep.spawn(async move {
                 let connection = move |stream, peer| tunnels.clone().serve(stream, peer);
@@ -186,6 +186,8 @@ impl Bound {
         }
         front.cut.cancel();
         front.tasks.wait().await;
+        // Not before: the threads end with it, and their connections with them.
+        drop(self.shards);
         stop.cancel();
         upkeep.close();
         upkeep.wait().await;

@@ -96,6 +96,8 @@ pub(super) const KEEPALIVE: Keepalive = Keepalive {
     idle: Duration::from_secs(10),
     interval: Duration::from_secs(5),
     probes: 3,
+    // Whoever reads nothing for a while is not dead.
+    user_timeout: None,
 };
 
 impl Default for Limits {

@@ -15,7 +15,7 @@ use kube::runtime::watcher::{self, Event};
 use kube::runtime::{WatchStreamExt as _, watcher as watch_all};
 use kube::{Api, Client};
 use tokio::sync::watch;
-use tokio::time::{Instant, sleep_until};
+use tokio::time::{Instant, sleep, sleep_until};
 use tokio_util::sync::CancellationToken;
 use tracing::{error, info, warn};
 
@@ -29,6 +29,9 @@ use crate::auth::client;
 /// How long changes are collected before they are put in force together: a rollout changes many
 /// slices at once.
 const COLLECT: Duration = Duration::from_millis(20);
+
+/// The pause before a watch begins anew with a list, which is the expensive way.
+const BEGIN_ANEW: Duration = Duration::from_secs(1);
 
 /// By which an EndpointSlice names its Service.
 const SERVICE_LABEL: &str = "kubernetes.io/service-name";
@@ -108,12 +111,14 @@ impl Discovery {
             let changed = tokio::select! {
                 Some(event) = services.next() => {
                     if is_gone(&event) {
+                        sleep(BEGIN_ANEW).await;
                         services.set(objects(&self.client, namespace.as_deref()));
                     }
                     self.services.take(event, service_of)
                 }
                 Some(event) = slices.next() => {
                     if is_gone(&event) {
+                        sleep(BEGIN_ANEW).await;
                         slices.set(objects(&self.client, namespace.as_deref()));
                     }
                     self.slices.take(event, slice_of)

@@ -11,9 +11,10 @@
 
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use culvert_common::net::dial::split_host_port;
 use serde::Deserialize;
@@ -28,8 +29,12 @@ use super::metrics::ProxyMetrics;
 use super::routes::{Routes, UpstreamKey};
 use super::table::Table;
 
-/// How often the file is looked at. A change takes effect that much later at most.
+/// How often the file is looked at. A change takes effect once it was seen twice.
 const POLL: Duration = Duration::from_millis(100);
+
+/// How long after its last change a file is read whatever its time stamp says: two changes within
+/// one tick of the file system's clock have the same.
+const SETTLED: Duration = Duration::from_secs(2);
 
 /// The largest file, in bytes: 10,000 upstreams have room.
 const MAX_FILE_BYTES: u64 = 8 * 1024 * 1024;
@@ -46,8 +51,20 @@ pub struct Follower {
     metrics: Arc<ProxyMetrics>,
     /// What was read last, good or bad.
     text: String,
+    /// What was read once and is not in force yet: it may be half of what is being written.
+    candidate: Option<String>,
+    /// The file that was read last, as the file system has it.
+    stamp: Option<Stamp>,
     /// Why the file could not be read, as the log has it.
     unreadable: Option<String>,
+}
+
+/// What tells one state of a file from another.
+#[derive(PartialEq, Eq)]
+struct Stamp {
+    modified: SystemTime,
+    length: u64,
+    inode: u64,
 }
 
 #[derive(Deserialize)]
@@ -93,6 +110,8 @@ impl Follower {
             table,
             metrics,
             text,
+            candidate: None,
+            stamp: None,
             unreadable: None,
         })
     }
@@ -108,6 +127,12 @@ impl Follower {
 
     /// Whether the file had other routes, which are in force now.
     fn look(&mut self) -> bool {
+        let stamp = Stamp::of(&self.path);
+        let calm = self.unreadable.is_none() && self.candidate.is_none();
+        if calm && stamp == self.stamp && stamp.as_ref().is_some_and(Stamp::is_settled) {
+            return false;
+        }
+        self.stamp = stamp;
         let text = match read(&self.path) {
             Ok(text) => text,
             Err(why) => {
@@ -122,8 +147,15 @@ impl Follower {
         self.metrics.set_source_up(true);
         self.unreadable = None;
         if text == self.text {
+            self.candidate = None;
             return false;
         }
+        // A file that is written in place is empty first, and then in part.
+        if self.candidate.as_ref() != Some(&text) {
+            self.candidate = Some(text);
+            return false;
+        }
+        self.candidate = None;
         self.text = text;
         match parse(&self.text, &self.path.display().to_string()) {
             Ok(routes) => {
@@ -144,6 +176,24 @@ impl Follower {
     }
 }
 
+// === impl Stamp ===
+
+impl Stamp {
+    /// Through links: Kubernetes replaces a ConfigMap by turning one.
+    fn of(path: &Path) -> Option<Self> {
+        let file = std::fs::metadata(path).ok()?;
+        Some(Self {
+            modified: file.modified().ok()?,
+            length: file.len(),
+            inode: file.ino(),
+        })
+    }
+
+    fn is_settled(&self) -> bool {
+        self.modified.elapsed().is_ok_and(|age| age > SETTLED)
+    }
+}
+
 fn read(path: &Path) -> Result<String, String> {
     let fail = |error: std::io::Error| format!("cannot read {}: {error}", path.display());
     let length = std::fs::metadata(path).map_err(fail)?.len();
@@ -153,7 +203,15 @@ fn read(path: &Path) -> Result<String, String> {
             path.display()
         ));
     }
-    std::fs::read_to_string(path).map_err(fail)
+    let text = std::fs::read_to_string(path).map_err(fail)?;
+    if text.trim().is_empty() {
+        // More likely a file that is about to be written than the wish to expose nothing.
+        let path = path.display();
+        return Err(format!(
+            "{path} is empty; write `upstreams: []` to expose nothing"
+        ));
+    }
+    Ok(text)
 }
 
 /// Reads routes from YAML text; `origin` names it in errors.

@@ -109,10 +109,12 @@ impl Front {
                 return;
             }
         };
-        // A fresh connection takes a ClientHello at once.
-        if write_all(&connected.stream, &received).await.is_err() {
-            self.metrics.closed(CloseReason::EndpointLost);
-            return;
+        let hello = tokio::select! {
+            written = write_all(&connected.stream, &received) => written,
+            () = self.cut.cancelled() => return self.metrics.closed(CloseReason::Shutdown),
+        };
+        if hello.is_err() {
+            return self.metrics.closed(CloseReason::EndpointLost);
         }
         let stats = &upstream.stats;
         stats

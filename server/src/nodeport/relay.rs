@@ -9,7 +9,7 @@ use std::cell::RefCell;
 use std::io;
 use std::net::Shutdown;
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use culvert_common::tunnel::{CLOSE_STALL, CloseReason, HALF_OPEN_IDLE};
@@ -18,6 +18,7 @@ use socket2::SockRef;
 use tokio::io::Interest;
 use tokio::net::TcpStream;
 use tokio::sync::Notify;
+use tokio::task::{coop::consume_budget, yield_now};
 use tokio::time::{Instant, sleep, sleep_until};
 
 /// The buffer of a thread. What fills it is bulk.
@@ -26,6 +27,9 @@ const COPY_BYTES: usize = 16 * 1024;
 /// What a pipe is asked to hold. The kernel counts pages, so it may hold more; it grants no more
 /// than `fs.pipe-max-size`, 1 MiB, and 64 MiB for all pipes of a user without privileges.
 const PIPE_BYTES: usize = 256 * 1024;
+
+/// What one direction may move before others of its thread get a turn.
+const TURN_BYTES: usize = 1024 * 1024;
 
 /// Pipes that a thread keeps for the next one who needs one.
 const SPARE_PIPES: usize = 32;
@@ -60,6 +64,9 @@ struct Way<'a> {
     /// Of this connection.
     moved: AtomicU64,
     done: Notify,
+    /// `to` has reset the connection: the error is told once, and an end that is read from the
+    /// socket afterwards is none.
+    reset: AtomicBool,
     /// Why it ends when `from` fails, and when `to` does.
     lost: [CloseReason; 2],
 }
@@ -99,6 +106,7 @@ impl Relay<'_> {
             total: self.sent,
             moved: AtomicU64::new(0),
             done: Notify::new(),
+            reset: AtomicBool::new(false),
             lost: [CloseReason::ClientLost, CloseReason::EndpointLost],
         };
         let down = Way {
@@ -107,6 +115,7 @@ impl Relay<'_> {
             total: self.received,
             moved: AtomicU64::new(0),
             done: Notify::new(),
+            reset: AtomicBool::new(false),
             lost: [CloseReason::EndpointLost, CloseReason::ClientLost],
         };
         let both = async {
@@ -146,6 +155,7 @@ impl Relay<'_> {
                 ready = self.client.readable() => if ready.is_err() { return },
                 () = sleep_until(deadline) => return,
             }
+            consume_budget().await;
             match BUFFER.with_borrow_mut(|buffer| self.client.try_read(buffer)) {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                 Ok(read) if read > 0 => {}
@@ -178,7 +188,7 @@ pub async fn idle<const N: usize>(counters: [&AtomicU64; N], bound: Option<Durat
 impl Way<'_> {
     async fn run(&self, other: &Way<'_>) -> Result<(), CloseReason> {
         let [from_lost, to_lost] = self.lost;
-        let mut bulk = false;
+        let (mut bulk, mut turn) = (false, 0);
         loop {
             let moved = if bulk {
                 self.splice().await
@@ -186,11 +196,16 @@ impl Way<'_> {
                 self.copy().await
             };
             match moved {
+                Ok(0) if other.reset.load(Ordering::Relaxed) => return Err(from_lost),
                 Ok(0) => break,
                 Ok(bytes) => {
-                    self.total.fetch_add(bytes as u64, Ordering::Relaxed);
-                    self.moved.fetch_add(bytes as u64, Ordering::Relaxed);
                     bulk |= bytes >= COPY_BYTES;
+                    // Sockets that are always ready never give way by themselves.
+                    turn += bytes;
+                    if turn >= TURN_BYTES {
+                        turn = 0;
+                        yield_now().await;
+                    }
                 }
                 Err(Broken::From) => return Err(from_lost),
                 Err(Broken::To) => {
@@ -212,6 +227,19 @@ impl Way<'_> {
         }
     }
 
+    fn count(&self, bytes: usize) {
+        self.total.fetch_add(bytes as u64, Ordering::Relaxed);
+        self.moved.fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+
+    fn broken_to(&self, error: &io::Error) -> Broken {
+        // A peer that closed in order and reads no more breaks the pipe.
+        if error.kind() == io::ErrorKind::ConnectionReset {
+            self.reset.store(true, Ordering::Relaxed);
+        }
+        Broken::To
+    }
+
     /// Moves what one read brings through the thread's buffer; 0 at the end.
     async fn copy(&self) -> Result<usize, Broken> {
         loop {
@@ -227,15 +255,18 @@ impl Way<'_> {
                     Ok(written) => written,
                     Err(error) if error.kind() == io::ErrorKind::WouldBlock => 0,
                     Err(_) if read == 0 => 0,
-                    Err(_) => return Err(Broken::To),
+                    Err(error) => return Err(self.broken_to(&error)),
                 };
+                self.count(written);
                 Ok(Some((
                     read,
                     bytes.get(written..).unwrap_or_default().to_vec(),
                 )))
             })?;
             if let Some((read, rest)) = moved {
-                write_all(self.to, &rest).await.map_err(|_| Broken::To)?;
+                let written = write_all(self.to, &rest).await;
+                written.map_err(|error| self.broken_to(&error))?;
+                self.count(rest.len());
                 return Ok(read);
             }
         }
@@ -256,23 +287,36 @@ impl Way<'_> {
                     pipe.give_back();
                     continue;
                 }
+                // Some sandboxes refuse the call; nothing was read then.
+                Err(error) if is_refused(&error) => {
+                    pipe.give_back();
+                    return self.copy().await;
+                }
                 Err(_) => return Err(Broken::From),
             };
             let mut left = filled;
             while left > 0 {
                 let drain = || pipe.drain(self.to, left);
                 match self.to.try_io(Interest::WRITABLE, drain) {
-                    Ok(drained) => left -= drained.min(left),
+                    Ok(drained) => {
+                        left -= drained.min(left);
+                        self.count(drained);
+                    }
                     Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                         self.to.writable().await.map_err(|_| Broken::To)?;
                     }
-                    Err(_) => return Err(Broken::To),
+                    Err(error) => return Err(self.broken_to(&error)),
                 }
             }
             pipe.give_back();
             return Ok(filled);
         }
     }
+}
+
+fn is_refused(error: &io::Error) -> bool {
+    use io::ErrorKind::{InvalidInput, PermissionDenied, Unsupported};
+    matches!(error.kind(), InvalidInput | PermissionDenied | Unsupported)
 }
 
 /// Writes all of `bytes`.

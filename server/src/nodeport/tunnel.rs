@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
 use culvert_common::native::halves::halves;
-use culvert_common::native::link::{Incoming, Taker};
+use culvert_common::native::link::{Incoming, Taker, TakerLimits};
 use culvert_common::native::window::Inbound;
 use culvert_common::net::connect::{self, HeadReader};
 use culvert_common::net::dial::split_host_port;
@@ -37,8 +37,17 @@ use super::upstream::{Connected, Upstream};
 /// read, before each may hold no more than 64 KiB.
 const HELD_BYTES: usize = 16 * 1024 * 1024;
 
-/// The most tunnels at once in one HTTP/2 connection.
-const MAX_STREAMS: u32 = 16 * 1024;
+/// The most tunnels at once in one HTTP/2 connection, as Envoy's; a node opens further ones.
+const MAX_STREAMS: u32 = 1024;
+
+/// The largest head of an HTTP/1.1 request; Envoy takes 60 KiB.
+const MAX_HEAD_BYTES: usize = 64 * 1024;
+
+/// How far a client may send ahead on a stream of a short path.
+const WINDOW_BYTES: u32 = 256 * 1024;
+
+/// Bytes of one tunnel that may wait in HTTP/2's send queue. A client may leave many unread.
+const SEND_BYTES: usize = 64 * 1024;
 
 /// How an HTTP/2 connection begins when the client knows what it talks to (RFC 9113, 3.4); no
 /// HTTP/1 method begins with these letters.
@@ -166,6 +175,9 @@ impl Tunnels {
                 if let Some(head) = reader.read(&received)? {
                     return Ok::<_, connect::ConnectError>(Some(head));
                 }
+                if received.len() > MAX_HEAD_BYTES {
+                    return Err(connect::ConnectError::TooLarge);
+                }
                 received.reserve(4096);
                 if !matches!(read.read_buf(&mut received).await, Ok(1..)) {
                     return Ok(None);
@@ -221,8 +233,13 @@ impl Tunnels {
     where
         S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
     {
-        let inbound = Arc::<Inbound>::default();
-        let taker = Taker::new(stream, inbound.clone(), HELD_BYTES, MAX_STREAMS);
+        let inbound = Arc::new(Inbound::new(WINDOW_BYTES));
+        let limits = TakerLimits {
+            held_bytes: HELD_BYTES,
+            streams: MAX_STREAMS,
+            send_bytes: SEND_BYTES,
+        };
+        let taker = Taker::new(stream, inbound.clone(), limits);
         let mut taker = match timeout(FIRST_WORD_TIMEOUT, taker).await {
             Ok(Ok(taker)) => taker,
             Ok(Err(error)) => return self.refuse(Refusal::Garbage, peer, &error.to_string()),

@@ -4,7 +4,7 @@
 use std::future::pending;
 use std::sync::atomic::{AtomicBool, AtomicU32};
 
-use culvert_common::native::link::{Incoming, Taker};
+use culvert_common::native::link::{Incoming, Taker, TakerLimits};
 use futures_util::future::join_all;
 use http::{Response, StatusCode};
 use tokio::io::{DuplexStream, duplex};
@@ -140,7 +140,11 @@ async fn take(
     drain: Arc<Notify>,
     streams: mpsc::UnboundedSender<Incoming>,
 ) {
-    let Ok(mut taker) = Taker::new(stream, inbound, 1 << 24, max_streams).await else {
+    let limits = TakerLimits {
+        streams: max_streams,
+        ..TakerLimits::trusting(1 << 24)
+    };
+    let Ok(mut taker) = Taker::new(stream, inbound, limits).await else {
         return;
     };
     loop {

@@ -10,7 +10,7 @@ use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
-use super::super::link::{Incoming, Opener, Requests, Taker};
+use super::super::link::{Incoming, Opener, Requests, Taker, TakerLimits};
 use super::super::window::{CROWDED_BYTES, PING_TIMEOUT, SHORT_PATH_BYTES};
 use super::*;
 use crate::tunnel::pump::{Meter, pump};
@@ -36,7 +36,7 @@ impl Link {
         let (server, agent) = (Arc::<Inbound>::default(), Arc::<Inbound>::default());
         let (opener, taker) = tokio::join!(
             Opener::new(near, server.clone(), 1 << 26, PING_TIMEOUT),
-            Taker::new(far, agent.clone(), 1 << 24, u32::MAX),
+            Taker::new(far, agent.clone(), TakerLimits::trusting(1 << 24)),
         );
         let ((requests, opener), taker) = (opener.unwrap(), taker.unwrap());
         let (streams, incoming) = mpsc::unbounded_channel();

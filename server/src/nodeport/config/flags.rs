@@ -15,6 +15,10 @@ use crate::nodeport::annotations::EXPOSE_ANNOTATION;
 use crate::nodeport::discovery::Cluster;
 use crate::nodeport::exposure::Options;
 
+/// The longest time that the kernel takes (`MAX_TCP_KEEPIDLE`); a longer one is cut to it, which is
+/// nine hours.
+const MAX_KEEPALIVE: Duration = Duration::from_secs(32_767);
+
 /// The verbosity unless `-v` or `--log-debug` is given: no line for each connection.
 const VERBOSITY: &str = "--v=2";
 
@@ -287,17 +291,20 @@ impl TimeFlags {
             STREAM_IDLE,
         );
         let mut keepalive = |side: &str, idle, interval, probes: i64| Keepalive {
-            idle: time(&format!("{side}-tcp-keepalive-time"), idle, KEEPALIVE.idle),
+            idle: time(&format!("{side}-tcp-keepalive-time"), idle, KEEPALIVE.idle)
+                .min(MAX_KEEPALIVE),
             interval: time(
                 &format!("{side}-tcp-keepalive-interval"),
                 interval,
                 KEEPALIVE.interval,
-            ),
+            )
+            .min(MAX_KEEPALIVE),
             probes: match u32::try_from(probes) {
                 Ok(0) | Err(_) => KEEPALIVE.probes,
                 // The kernel's limit.
                 Ok(probes) => probes.min(127),
             },
+            ..KEEPALIVE
         };
         Limits {
             sni_idle: Some(sni_idle),
@@ -325,11 +332,27 @@ impl TimeFlags {
 fn as_go_reads(mut args: impl Iterator<Item = OsString>) -> Vec<OsString> {
     let program = args.next();
     let mut read: Vec<OsString> = program.into_iter().chain([VERBOSITY.into()]).collect();
-    read.extend(args.map(|arg| match arg.to_str() {
-        Some(text) => OsString::from(as_pflag(text)),
-        None => arg,
+    let mut names_format = false;
+    read.extend(args.map(|arg| {
+        let Some(text) = arg.to_str() else {
+            return arg;
+        };
+        let text = match names_format {
+            true => log_format(text).to_owned(),
+            false => as_pflag(text),
+        };
+        names_format = text == "--log-format";
+        OsString::from(text)
     }));
     read
+}
+
+fn log_format(name: &str) -> &str {
+    match name {
+        "JSON" => "json",
+        "Console" | "TEXT" => "text",
+        other => other,
+    }
 }
 
 fn as_pflag(arg: &str) -> String {
@@ -346,8 +369,7 @@ fn as_pflag(arg: &str) -> String {
         arg.to_owned()
     };
     match arg.strip_prefix("--log-format=") {
-        Some("JSON") => "--log-format=json".to_owned(),
-        Some("Console" | "TEXT") => "--log-format=text".to_owned(),
-        _ => arg,
+        Some(name) => format!("--log-format={}", log_format(name)),
+        None => arg,
     }
 }

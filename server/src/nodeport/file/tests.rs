@@ -124,12 +124,29 @@ fn a_file_that_is_wrong_or_gone_changes_nothing() {
     assert!(table.by_server_name("api.example.com").is_some());
     assert!(!follower.look(), "nothing changed");
     std::fs::write(&path, "upstreams: [").unwrap();
-    assert!(!follower.look());
+    assert!(!follower.look() && !follower.look());
     std::fs::remove_file(&path).unwrap();
     assert!(!follower.look());
     assert!(table.by_server_name("api.example.com").is_some());
+    std::fs::write(&path, "").unwrap();
+    assert!(!follower.look() && !follower.look());
+    assert!(table.by_server_name("api.example.com").is_some());
     std::fs::write(&path, GOOD.replace("API.", "other.")).unwrap();
+    assert!(!follower.look(), "it may be half of it");
     assert!(follower.look());
     assert!(table.by_server_name("api.example.com").is_none());
     assert!(table.by_server_name("other.example.com").is_some());
+    // A file that is put back with an old time stamp is another one still.
+    let old = SystemTime::now() - Duration::from_secs(3600);
+    let put = |text: &str, at: SystemTime| {
+        std::fs::write(&path, text).unwrap();
+        let file = std::fs::File::options().write(true).open(&path).unwrap();
+        file.set_modified(at).unwrap();
+    };
+    put(GOOD, old);
+    assert!(!follower.look() && follower.look());
+    assert!(!follower.look());
+    put("upstreams: []", old);
+    assert!(!follower.look() && follower.look());
+    assert!(table.by_server_name("api.example.com").is_none());
 }

@@ -132,3 +132,41 @@ async fn a_reset_ends_both_directions() {
     let error = endpoint.read(&mut [0]).await.unwrap_err();
     assert_eq!(error.kind(), io::ErrorKind::ConnectionReset);
 }
+
+#[tokio::test]
+async fn a_reset_is_passed_on_amid_bytes_in_both_directions() {
+    for round in 0..20 {
+        let (mut client, endpoint, relay) = relayed(None).await;
+        let (mut read, mut write) = endpoint.into_split();
+        // What the endpoint sends meets the reset first. It is told once, here or below.
+        let sender = tokio::spawn(async move {
+            loop {
+                if let Err(error) = write.write_all(&[7; 10_000]).await {
+                    break error.kind();
+                }
+            }
+        });
+        let receiver = tokio::spawn(async move {
+            let mut buffer = vec![0; 100_000];
+            loop {
+                match read.read(&mut buffer).await {
+                    Ok(0) => break None,
+                    Ok(_) => {}
+                    Err(error) => break Some(error.kind()),
+                }
+            }
+        });
+        client.write_all(&[1; 50_000]).await.unwrap();
+        let mut some = vec![0; 30_000];
+        client.read_exact(&mut some).await.unwrap();
+        let socket = SockRef::from(&client);
+        socket.set_linger(Some(Duration::ZERO)).unwrap();
+        drop(client);
+        let received = timeout(Duration::from_secs(10), receiver).await;
+        let received = received.unwrap().unwrap();
+        let was_told = received == Some(io::ErrorKind::ConnectionReset)
+            || sender.is_finished() && sender.await.unwrap() == io::ErrorKind::ConnectionReset;
+        assert!(was_told, "round {round}: {received:?}");
+        assert_eq!(relay.await.unwrap().0.reason, CloseReason::ClientLost);
+    }
+}
