@@ -34,19 +34,20 @@ fn an_unknown_flag_is_named_with_exit_code_1() {
 }
 
 #[test]
-fn token_authentication_refuses_to_start() {
+fn token_authentication_names_an_account_that_is_missing() {
     let output = run(&[
         "--uds-name=/nonexistent/front.socket",
         "--server-port=0",
         "--agent-namespace=kube-system",
         "--agent-service-account=konnectivity-agent",
         "--authentication-audience=system:konnectivity-server",
+        "--kubeconfig=/nonexistent/kubeconfig",
     ]);
     assert_eq!(output.status.code(), Some(1));
+    let text = stderr(&output);
     assert!(
-        stderr(&output).contains("--cluster-ca-cert"),
-        "{}",
-        stderr(&output)
+        text.contains("kubeconfig /nonexistent/kubeconfig"),
+        "{text}"
     );
 }
 
