@@ -11,7 +11,7 @@ use culvert_common::net::dial;
 use culvert_common::telemetry::metrics::{Direction, GaugeGuard};
 use culvert_common::tunnel::first_word::FirstWord;
 use culvert_common::tunnel::inbox;
-use culvert_common::tunnel::io::{ReadSource, WriteSink, drain};
+use culvert_common::tunnel::io::{LINGER, ReadSource, WriteSink, drain};
 use culvert_common::tunnel::pump::{Meter, pump};
 use culvert_common::tunnel::{CLOSE_STALL, CloseReason, Dial, Sink, Source};
 use culvert_common::wire::{ConnectId, DialId, MAX_DATA_BYTES, Message};
@@ -27,9 +27,6 @@ use crate::stream::ServerStream;
 
 /// How long a dial may take, as upstream's.
 pub const DIAL_TIMEOUT: Duration = Duration::from_secs(5);
-
-/// How long an endpoint may take to accept what is left for it once its client is gone.
-pub const LINGER: Duration = Duration::from_secs(5);
 
 /// What the server's packets mean for one connection.
 pub enum Incoming {

@@ -12,21 +12,21 @@ use culvert_common::native::{
 };
 use culvert_common::net::dial::{self, DialError};
 use culvert_common::telemetry::metrics::{Direction, GaugeGuard, Segment};
-use culvert_common::tunnel::io::{ReadSource, WriteSink, drain};
+use culvert_common::tunnel::io::{ReadSource, WriteSink, leave};
 use culvert_common::tunnel::pump::{Meter, pump};
 use culvert_common::tunnel::{CloseReason, Dial};
 use culvert_common::wire::PacketType;
 use h2::server::SendResponse;
 use http::{Method, Request, Response, StatusCode};
-use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt};
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
-use tokio::time::{Instant, timeout};
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tonic::Code;
 use tracing::debug;
 
 use crate::agent::Agent;
-use crate::endpoint::{DIAL_TIMEOUT, LINGER};
+use crate::endpoint::DIAL_TIMEOUT;
 use crate::metrics::DialFailureReason;
 
 /// Bytes that all connections of one server together may hold for endpoints that do not read,
@@ -192,14 +192,7 @@ impl NativeServer {
         server_sink.end(reason, &self.agent.tasks);
         drop(server_source);
         if reason == CloseReason::ClientClosed {
-            let leave = async {
-                let mut write = sink.into_inner();
-                if write.shutdown().await.is_ok() {
-                    drain(source.into_inner()).await;
-                }
-            };
-            // An endpoint that takes longer than this has had its chance.
-            let _ = timeout(LINGER, leave).await;
+            leave(source.into_inner(), sink.into_inner()).await;
         }
     }
 }

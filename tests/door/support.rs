@@ -356,8 +356,18 @@ impl Http2 {
     where
         S: tokio::io::AsyncRead + tokio::io::AsyncWrite + Unpin + Send + 'static,
     {
+        // RFC 9113's default.
+        Self::with_window(stream, 65_535).await
+    }
+
+    /// With another window for each stream.
+    pub async fn with_window<S>(stream: S, window: u32) -> Self
+    where
+        S: tokio::io::AsyncRead + tokio::io::AsyncWrite + Unpin + Send + 'static,
+    {
         // Streams that a test leaves unread must not use up the window of all.
         let (requests, connection) = h2::client::Builder::new()
+            .initial_window_size(window)
             .initial_connection_window_size(1 << 30)
             .handshake(stream)
             .await

@@ -348,3 +348,12 @@ async fn tls(
     let name = ServerName::try_from("localhost").unwrap();
     TlsConnector::from(config).connect(name, stream).await
 }
+
+#[tokio::test]
+async fn a_client_with_the_smallest_windows_is_served() {
+    let (door, _services) = start(&[]).await;
+    let stream = TcpStream::connect(door.tunneling).await.unwrap();
+    let client = Http2::with_window(stream, 1_000).await;
+    let mut tunnel = client.open(RAW, b"download 200000\n").await.unwrap();
+    assert_eq!(tunnel.hear(300_000).await.len(), 200_000);
+}

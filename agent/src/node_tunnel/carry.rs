@@ -13,12 +13,12 @@ use bytes::Bytes;
 use culvert_common::native::halves::{NativeSink, NativeSource, halves};
 use culvert_common::telemetry::metrics::GaugeGuard;
 use culvert_common::tunnel::CloseReason;
-use culvert_common::tunnel::io::{ReadSource, WriteSink, drain};
+use culvert_common::tunnel::io::{ReadSource, WriteSink, leave};
 use culvert_common::tunnel::pump::{Meter, pump};
 use h2::Reason;
 use http::{StatusCode, Uri};
 use parking_lot::Mutex;
-use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt};
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::time::{Instant, timeout};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
@@ -30,9 +30,6 @@ use super::pool::{Pool, PoolError, Reach, Seat, Stream};
 
 /// How long the proxy may take to answer a request. It tries several endpoints, a second each.
 pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
-
-/// How long a client may take to leave after it was told to.
-const LINGER: Duration = Duration::from_secs(5);
 
 /// How often one kind of refusal is told, for each listener.
 const TELL_EVERY: Duration = Duration::from_secs(10);
@@ -169,7 +166,7 @@ impl<R: Reach> Carrier<R> {
         let (source, sink) = halves(send, answer.into_body(), inbound, CloseReason::ServerLost);
         Ok(Tunnel {
             source,
-            sink,
+            sink: sink.toward_any_peer(),
             counted,
         })
     }
@@ -250,21 +247,6 @@ impl Refused {
             Self::Reset(_) | Self::Lost(_) => Refusal::Lost,
         }
     }
-}
-
-/// Closes so that the client sees an end and gets what was sent before; see [`drain`].
-async fn leave<I, O>(read: I, mut write: O)
-where
-    I: AsyncRead + Unpin,
-    O: AsyncWrite + Unpin,
-{
-    let orderly = async {
-        if write.shutdown().await.is_ok() {
-            drain(read).await;
-        }
-    };
-    // A client that takes longer than this has had its chance.
-    let _ = timeout(LINGER, orderly).await;
 }
 
 #[cfg(test)]

@@ -50,6 +50,8 @@ type Shared = Arc<Mutex<SendStream<Chunk>>>;
 pub struct NativeSink {
     stream: Shared,
     queued: Arc<Queued>,
+    /// The room that a chunk waits for, if it has as many bytes.
+    enough: usize,
     finished: bool,
     lost: CloseReason,
 }
@@ -103,6 +105,7 @@ pub fn halves(
     let sink = NativeSink {
         stream,
         queued: Arc::default(),
+        enough: ENOUGH_BYTES,
         finished: false,
         lost,
     };
@@ -159,6 +162,14 @@ impl Queued {
 // === impl NativeSink ===
 
 impl NativeSink {
+    /// For a peer that is none of ours: its windows may be smaller than what is waited for
+    /// otherwise, so whatever fits is sent.
+    #[must_use]
+    pub fn toward_any_peer(mut self) -> Self {
+        self.enough = 1;
+        self
+    }
+
     /// Ends the connection and tells the peer why. What was sent before still reaches it, as long
     /// as the path moves: HTTP/2 forgets what it has not written of a stream that is reset, so a
     /// task of `tasks` waits for that.
@@ -181,7 +192,7 @@ impl NativeSink {
 
     fn poll_room(&self, cx: &mut Context<'_>, wanted: usize) -> Poll<Result<usize, CloseReason>> {
         let mut stream = self.stream.lock();
-        let enough = wanted.min(ENOUGH_BYTES);
+        let enough = wanted.min(self.enough);
         if stream.capacity() < enough {
             stream.reserve_capacity(wanted);
         }

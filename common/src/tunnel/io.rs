@@ -4,9 +4,11 @@ use std::future::poll_fn;
 use std::io;
 use std::pin::Pin;
 use std::task::{Context, Poll};
+use std::time::Duration;
 
 use bytes::{Buf, BufMut as _, Bytes, BytesMut};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+use tokio::time::timeout;
 use tokio_util::io::poll_read_buf;
 
 use super::{CloseReason, Sink, Source};
@@ -146,6 +148,24 @@ impl<W: AsyncWrite + Unpin + Send> Sink for WriteSink<W> {
         let _ = self.writer.shutdown().await;
         Ok(())
     }
+}
+
+/// How long a peer may take to accept what is left for it and to leave.
+pub const LINGER: Duration = Duration::from_secs(5);
+
+/// Closes so that the last bytes arrive, see [`drain`]; a peer that takes longer than [`LINGER`] has
+/// had its chance.
+pub async fn leave<R, W>(read: R, mut write: W)
+where
+    R: AsyncRead + Unpin,
+    W: AsyncWrite + Unpin,
+{
+    let orderly = async {
+        if write.shutdown().await.is_ok() {
+            drain(read).await;
+        }
+    };
+    let _ = timeout(LINGER, orderly).await;
 }
 
 /// Ends a socket so that nothing on its way to the peer is lost: closing one with unread input

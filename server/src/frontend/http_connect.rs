@@ -9,7 +9,7 @@ use bytes::{Bytes, BytesMut};
 use culvert_common::net::connect::{self, ConnectHead, HeadReader};
 use culvert_common::telemetry::metrics::GaugeGuard;
 use culvert_common::tunnel::first_word::FirstWord;
-use culvert_common::tunnel::io::{ReadSource, WriteSink, drain};
+use culvert_common::tunnel::io::{ReadSource, WriteSink, leave};
 use culvert_common::tunnel::{CloseReason, Dial, Sink, Source};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, Interest};
 use tokio::net::TcpStream;
@@ -33,9 +33,6 @@ const EARLY_BYTES: usize = 64 * 1024;
 
 /// How often a half-closed client is looked at.
 const HANG_UP_CHECK: Duration = Duration::from_secs(1);
-
-/// How long a client may take to read the last bytes.
-const LINGER: Duration = Duration::from_secs(5);
 
 /// The reading half of a client's connection.
 pub trait ClientRead: AsyncRead + Unpin + Send {
@@ -225,21 +222,6 @@ where
     if say(&mut write, bytes).await.is_ok() {
         leave(read, write).await;
     }
-}
-
-/// Closes so that the last bytes arrive; see [`drain`].
-async fn leave<R, W>(read: R, mut write: W)
-where
-    R: AsyncRead + Unpin,
-    W: AsyncWrite + Unpin,
-{
-    let orderly = async {
-        if write.shutdown().await.is_ok() {
-            drain(read).await;
-        }
-    };
-    // A client that takes longer than this has had its chance.
-    let _ = timeout(LINGER, orderly).await;
 }
 
 /// The response to a dial that failed, as upstream's.

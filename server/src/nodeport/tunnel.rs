@@ -17,7 +17,7 @@ use culvert_common::native::window::Inbound;
 use culvert_common::net::connect::{self, HeadReader};
 use culvert_common::net::dial::split_host_port;
 use culvert_common::net::readahead::ReadAhead;
-use culvert_common::tunnel::io::{ReadSource, WriteSink, drain};
+use culvert_common::tunnel::io::{ReadSource, WriteSink, leave};
 use culvert_common::tunnel::pump::{Meter, pump};
 use culvert_common::tunnel::{CloseReason, Sink, Source};
 use http::{Method, Response, StatusCode};
@@ -55,9 +55,6 @@ const PRIOR_KNOWLEDGE: &[u8] = b"PRI ";
 
 /// The first byte of a TLS handshake.
 const TLS_HANDSHAKE: u8 = 22;
-
-/// How long a client may take to leave after it was told to.
-const LINGER: Duration = Duration::from_secs(5);
 
 /// The answer to a request that leads nowhere, and to one whose endpoints do not accept.
 const NOT_FOUND: &[u8] =
@@ -319,8 +316,9 @@ impl Tunnels {
         let Ok(send) = respond.send_response(answer(StatusCode::OK), false) else {
             return metrics.closed(CloseReason::ClientLost);
         };
-        let (mut source, mut sink) =
+        let (mut source, sink) =
             halves(send, request.into_body(), inbound, CloseReason::ClientLost);
+        let mut sink = sink.toward_any_peer();
         let authority = authority.unwrap_or_default();
         let reason = self
             .carry((&mut source, &mut sink), connected, &authority, peer)
@@ -410,19 +408,4 @@ where
     if write.write_all(answer).await.is_ok() && write.flush().await.is_ok() {
         leave(read, write).await;
     }
-}
-
-/// Closes so that the last bytes arrive; see [`drain`].
-async fn leave<R, W>(read: R, mut write: W)
-where
-    R: AsyncRead + Unpin,
-    W: AsyncWrite + Unpin,
-{
-    let orderly = async {
-        if write.shutdown().await.is_ok() {
-            drain(read).await;
-        }
-    };
-    // A client that takes longer than this has had its chance.
-    let _ = timeout(LINGER, orderly).await;
 }

@@ -7,7 +7,7 @@ use culvert_common::flags::HostPort;
 use culvert_common::tunnel::{Sink as _, Source as _};
 use http::Response;
 use http::uri::Authority;
-use tokio::io::{AsyncReadExt as _, DuplexStream, duplex, split};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, DuplexStream, duplex, split};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::time::sleep;
 
