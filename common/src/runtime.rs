@@ -7,6 +7,7 @@ use std::io::{self, Write as _};
 use std::process::ExitCode;
 
 use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tracing::{error, info, warn};
 
@@ -56,6 +57,37 @@ impl Signals {
             _ = self.terminate.recv() => "SIGTERM",
         }
     }
+
+    /// Runs a program until it ends: by itself, or because the first signal cancels `shutdown`. The
+    /// logs call that `stop`, such as "drain".
+    ///
+    /// # Errors
+    /// When a second signal cuts the stop short.
+    pub async fn run(
+        mut self,
+        stop: &'static str,
+        shutdown: CancellationToken,
+        program: impl Future<Output = ()>,
+    ) -> Result<(), CutShort> {
+        tokio::pin!(program);
+        tokio::select! {
+            () = &mut program => return Ok(()),
+            signal = self.recv() => info!(signal, "{stop} begins; a second signal ends it at once"),
+        }
+        shutdown.cancel();
+        tokio::select! {
+            () = program => Ok(()),
+            signal = self.recv() => Err(CutShort { signal, stop }),
+        }
+    }
+}
+
+/// A second signal came before the stop was over.
+#[derive(Debug, thiserror::Error)]
+#[error("{signal} during the {stop}")]
+pub struct CutShort {
+    signal: &'static str,
+    stop: &'static str,
 }
 
 /// Raises the soft limit of open files to the hard one, as the Go runtime does at start: every

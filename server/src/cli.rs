@@ -5,7 +5,6 @@ use std::process::ExitCode;
 
 use culvert_common::runtime::{self, Setup, Signals};
 use tokio_util::sync::CancellationToken;
-use tracing::info;
 
 use crate::app::Bound;
 use crate::config::{Config, PROGRAM};
@@ -26,18 +25,9 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
 }
 
 async fn serve(config: Config) -> anyhow::Result<()> {
-    let mut signals = Signals::new()?;
+    let signals = Signals::new()?;
     let shutdown = CancellationToken::new();
     let bound = Bound::bind(config).await?;
     let run = bound.run(shutdown.clone());
-    tokio::pin!(run);
-    tokio::select! {
-        () = &mut run => return Ok(()),
-        signal = signals.recv() => info!(signal, "stopping; a second signal stops at once"),
-    }
-    shutdown.cancel();
-    tokio::select! {
-        () = run => Ok(()),
-        signal = signals.recv() => anyhow::bail!("{signal} during the stop"),
-    }
+    Ok(signals.run("stop", shutdown, run).await?)
 }
