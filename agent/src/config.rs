@@ -10,6 +10,7 @@ mod tests;
 mod validate;
 
 use std::ffi::OsString;
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -28,6 +29,9 @@ pub struct Config {
     pub server_host: String,
     /// The server's port for agents. Default 8091.
     pub server_port: u16,
+    /// Where the server is dialed, directly, instead of at `server_host`, whose name its certificate must carry all the
+    /// same: curl's `--connect-to`. No flag sets it; it is for embedders whose names no resolver knows.
+    pub server_address: Option<SocketAddr>,
     /// PEM bundle of the CAs that the server's certificate must chain to.
     pub ca_cert: PathBuf,
     /// The agent's own certificate, for servers that ask for one.
@@ -123,6 +127,7 @@ impl Config {
         let Self {
             server_host,
             server_port,
+            server_address: _,
             ca_cert,
             client_cert,
             alpn,

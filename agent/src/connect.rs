@@ -208,24 +208,26 @@ impl Connector {
     }
 
     async fn tcp(&self, deadline: Instant) -> Result<TcpStream, ConnectError> {
-        let host = self.config.server_host.trim_matches(['[', ']']);
-        let port = self.config.server_port;
-        let through =
-            proxy::from_env(host, port).map_err(|error| ConnectError::Proxy(error.to_string()))?;
-        let stream = match through {
-            Some(target) => proxy::connect(&target, host, port, deadline)
-                .await
-                .map_err(|error| ConnectError::Proxy(error.to_string()))?,
-            None => {
-                let address = self.origin.authority().map_or("", |a| a.as_str());
-                dial::dial("tcp", address, CONNECT_TIMEOUT)
-                    .await
-                    .map_err(|error| ConnectError::Unreachable(error.text))?
-            }
+        let stream = match self.config.server_address {
+            Some(address) => dial_direct(&address.to_string()).await?,
+            None => self.tcp_by_name(deadline).await?,
         };
         // A connection that is gone already fails here and again at the handshake.
         let _ = tune(&stream);
         Ok(stream)
+    }
+
+    async fn tcp_by_name(&self, deadline: Instant) -> Result<TcpStream, ConnectError> {
+        let host = self.config.server_host.trim_matches(['[', ']']);
+        let port = self.config.server_port;
+        let through =
+            proxy::from_env(host, port).map_err(|error| ConnectError::Proxy(error.to_string()))?;
+        match through {
+            Some(target) => proxy::connect(&target, host, port, deadline)
+                .await
+                .map_err(|error| ConnectError::Proxy(error.to_string())),
+            None => dial_direct(self.origin.authority().map_or("", |a| a.as_str())).await,
+        }
     }
 
     async fn introduce(
@@ -331,6 +333,12 @@ impl Connector {
         }
         Ok(metadata)
     }
+}
+
+async fn dial_direct(address: &str) -> Result<TcpStream, ConnectError> {
+    dial::dial("tcp", address, CONNECT_TIMEOUT)
+        .await
+        .map_err(|error| ConnectError::Unreachable(error.text))
 }
 
 /// Reads what a server says of itself; the texts are upstream's.

@@ -57,6 +57,7 @@ fn the_defaults_are_the_stock_agents() {
     let expected = Config {
         server_host: "127.0.0.1".to_owned(),
         server_port: 8091,
+        server_address: None,
         ca_cert: files.path("ca"),
         client_cert: None,
         alpn: vec![],

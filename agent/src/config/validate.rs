@@ -64,6 +64,7 @@ impl Flags {
         Ok(Config {
             server_host: self.server.proxy_server_host,
             server_port,
+            server_address: None,
             // Its absence is an error above.
             ca_cert: ca_cert.unwrap_or_default(),
             client_cert,

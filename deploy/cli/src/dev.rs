@@ -1,6 +1,7 @@
 //! `culvert dev`: a whole tunnel on one machine. Makes throw-away certificates, starts a server
-//! for every front end, two agents that reach all of them through a small load balancer, and
-//! services behind the agents; then checks itself through every front end and stays up.
+//! for every front end, the seed's front door with a node tunnel, two agents of which one reaches
+//! all servers through a small load balancer and one through the door, and services behind the
+//! agents; then checks itself through every front end and stays up.
 
 /// Prints a line. A reader that is gone is no reason to stop, nor to panic as `println!` would.
 macro_rules! say {
@@ -12,6 +13,7 @@ macro_rules! say {
 
 mod balancer;
 mod check;
+mod door;
 mod tunnel;
 
 use std::path::Path;
@@ -21,7 +23,9 @@ use anyhow::Context as _;
 use culvert_common::runtime::{self, Setup, Signals};
 use culvert_common::telemetry::logging::{LogConfig, Severity};
 
-use self::tunnel::Tunnel;
+use self::door::Door;
+use self::tunnel::{Tunnel, Way};
+use crate::lab::pki::{CLUSTER_NAME, KONNECTIVITY_NAME};
 
 /// The flags of `culvert dev`.
 #[derive(clap::Args)]
@@ -85,7 +89,6 @@ async fn dev(once: bool) -> anyhow::Result<()> {
 }
 
 fn describe(tunnel: &Tunnel, folder: &Path) {
-    let pki = &tunnel.pki;
     say!("\nServers");
     for server in &tunnel.servers {
         say!(
@@ -97,15 +100,41 @@ fn describe(tunnel: &Tunnel, folder: &Path) {
             server.addresses.admin,
         );
     }
-    say!("\nAgents (through the load balancer {})", tunnel.balancer);
+    describe_door(&tunnel.door);
+    say!("\nAgents");
     for agent in &tunnel.agents {
-        say!("  http://{0}/readyz  http://{0}/metrics", agent.health);
+        let way = match agent.way {
+            Way::Balancer(address) => format!("the load balancer {address}"),
+            Way::Door(address) => format!("the front door {address}, as {KONNECTIVITY_NAME}"),
+        };
+        let health = agent.addresses.health;
+        say!("  http://{health}/readyz  http://{health}/metrics  (through {way})");
     }
     say!("\nServices behind the agents");
     say!("  HTTP                 http://{}/", tunnel.services.http);
     say!("  echo, download, ...  {}", tunnel.services.raw);
     say!("\nCertificates are in {}", folder.display());
     say!("\nTry it:\n");
+    hints(tunnel);
+    say!("Ctrl-C stops it and removes the folder.");
+}
+
+fn describe_door(door: &Door) {
+    say!("\nFront door (routes in {})", door.routes.display());
+    let listener = |title, address, stats| {
+        say!(
+            "  {title:<20} {address}  (health http://{stats}/readyz, metrics http://{stats}/metrics)"
+        );
+    };
+    listener("TLS by server name", door.sni, door.stats);
+    listener("CONNECT", door.tunneling, door.stats);
+    listener("node tunnel", door.node, door.node_stats);
+}
+
+/// A curl line for each kind of front end that curl can use: CONNECT of a server, CONNECT of the
+/// front door, and TLS by server name.
+fn hints(tunnel: &Tunnel) {
+    let (pki, door) = (&tunnel.pki, &tunnel.door);
     say!(
         "  curl --proxy https://{} --proxy-cacert {} --proxy-cert {} --proxy-key {} --proxytunnel http://{}/\n",
         tunnel.connect_tcp(),
@@ -114,5 +143,10 @@ fn describe(tunnel: &Tunnel, folder: &Path) {
         pki.client.key.display(),
         tunnel.services.http,
     );
-    say!("Ctrl-C stops it and removes the folder.");
+    say!("  curl {}\n", door.curl().join(" "));
+    let (port, ca) = (door.sni.port(), pki.ca.display());
+    say!(
+        "  curl --noproxy '*' --cacert {ca} --resolve {CLUSTER_NAME}:{port}:{} https://{CLUSTER_NAME}:{port}/\n",
+        door.sni.ip(),
+    );
 }

@@ -1,17 +1,24 @@
 //! The self-check: real traffic through every front end, and a small table of it.
 
+mod door;
+
+use std::net::SocketAddr;
 use std::time::Duration;
 
+use tokio::net::TcpStream;
 use tokio::time::{Instant, sleep, timeout};
 
-use super::tunnel::{AGENTS, Server, Tunnel};
+use super::tunnel::{Server, Tunnel};
 use crate::lab::check::{Outcome, download, echo, http_get, upload};
-use crate::lab::client::{BoxedStream, connect};
+use crate::lab::client::{BoxedStream, ByteStream, connect};
 
 const MIB: u64 = 1 << 20;
 
 /// How long one check may take; all of them take milliseconds on a machine that works.
 const PATIENCE: Duration = Duration::from_secs(20);
+
+/// The pause between two looks at metrics.
+const LOOK_AGAIN: Duration = Duration::from_millis(5);
 
 /// What one check saw, or why it failed.
 type Verdict = Result<String, String>;
@@ -26,7 +33,8 @@ pub async fn all(tunnel: &Tunnel) -> bool {
     );
     let mut passed = true;
     for server in &tunnel.servers {
-        passed &= row(server.title, "both agents connected", agents(server)).await;
+        let agents = connected(server, tunnel.agents.len());
+        passed &= row(server.title, "both agents connected", agents).await;
         let services = &tunnel.services;
         let http = services.http.to_string();
         let raw = services.raw.to_string();
@@ -35,19 +43,10 @@ pub async fn all(tunnel: &Tunnel) -> bool {
             outcome.map(|o| format!("{} bytes", o.bytes)).map_err(text)
         })
         .await;
-        passed &= row(server.title, "echo, 100 x 64 bytes", async {
-            let outcome = echo(open(server, &raw).await?, 100, 64).await;
-            let each = |o: Outcome| o.elapsed.as_micros() / 100;
-            outcome
-                .map(|o| format!("{} us each", each(o)))
-                .map_err(text)
-        })
-        .await;
-        passed &= row(server.title, "download 20 MiB", async {
-            let outcome = download(open(server, &raw).await?, 20 * MIB).await;
-            outcome.map(|_| "every byte verified".into()).map_err(text)
-        })
-        .await;
+        let echoes = async { echoed(open(server, &raw).await?).await };
+        passed &= row(server.title, "echo, 100 x 64 bytes", echoes).await;
+        let bulk = async { downloaded(open(server, &raw).await?).await };
+        passed &= row(server.title, "download 20 MiB", bulk).await;
         passed &= row(server.title, "upload 20 MiB", async {
             let outcome = upload(open(server, &raw).await?, 20 * MIB).await;
             outcome.map(|_| "every byte verified".into()).map_err(text)
@@ -55,7 +54,7 @@ pub async fn all(tunnel: &Tunnel) -> bool {
         .await;
         passed &= row(server.title, "refused dial", refused(server)).await;
     }
-    passed
+    passed & door::all(tunnel).await
 }
 
 async fn row(front_end: &str, check: &str, run: impl Future<Output = Verdict>) -> bool {
@@ -79,25 +78,48 @@ async fn open(server: &Server, target: &str) -> Result<BoxedStream, String> {
 }
 
 /// Waits until the server's own metrics count every agent.
-async fn agents(server: &Server) -> Verdict {
-    let want = format!(
-        "konnectivity_network_proxy_server_ready_backends{{proxy_strategy=\"default\"}} {AGENTS}"
-    );
-    loop {
-        let page = scrape(server).await?;
-        if page.lines().any(|line| line == want) {
-            return Ok(format!("{AGENTS} of {AGENTS}"));
-        }
-        sleep(Duration::from_millis(5)).await;
+async fn connected(server: &Server, agents: usize) -> Verdict {
+    let series = "konnectivity_network_proxy_server_ready_backends{proxy_strategy=\"default\"}";
+    counted(server.addresses.health, series, agents as u64).await?;
+    Ok(format!("{agents} of {agents}"))
+}
+
+async fn echoed(stream: impl ByteStream) -> Verdict {
+    let each = |o: Outcome| o.elapsed.as_micros() / 100;
+    let outcome = echo(stream, 100, 64).await;
+    outcome
+        .map(|o| format!("{} us each", each(o)))
+        .map_err(text)
+}
+
+async fn downloaded(stream: impl ByteStream) -> Verdict {
+    let outcome = download(stream, 20 * MIB).await;
+    outcome.map(|_| "every byte verified".into()).map_err(text)
+}
+
+/// Waits until a series has a value.
+async fn counted(metrics: SocketAddr, series: &str, value: u64) -> Result<(), String> {
+    while sample(metrics, series).await? != value {
+        sleep(LOOK_AGAIN).await;
     }
+    Ok(())
+}
+
+/// The value of a series, whose labels are written as on the page. All that are asked for here
+/// count things.
+async fn sample(metrics: SocketAddr, series: &str) -> Result<u64, String> {
+    let page = scrape(metrics).await?;
+    let mut values = page.lines().filter_map(|line| line.strip_prefix(series));
+    let value = values.find_map(|value| value.strip_prefix(' '));
+    let value = value.ok_or_else(|| format!("http://{metrics}/metrics has no {series}"))?;
+    value.parse().map_err(|_| format!("{series} is {value}"))
 }
 
 /// The metrics page, read as plainly as the protocol allows.
-async fn scrape(server: &Server) -> Result<String, String> {
+async fn scrape(address: SocketAddr) -> Result<String, String> {
     use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
-    let address = server.addresses.health;
     let page = async {
-        let mut stream = tokio::net::TcpStream::connect(address).await?;
+        let mut stream = TcpStream::connect(address).await?;
         let request = "GET /metrics HTTP/1.1\r\nHost: dev\r\nConnection: close\r\n\r\n";
         stream.write_all(request.as_bytes()).await?;
         let mut page = String::new();

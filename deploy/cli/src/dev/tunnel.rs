@@ -9,7 +9,7 @@ use culvert_agent::app as agent;
 use culvert_agent::config as agent_config;
 use culvert_common::flags::HostPort;
 use culvert_common::telemetry::logging::LogConfig;
-use culvert_common::tls::TlsOptions;
+use culvert_common::tls::{self, Identity, TlsOptions};
 use culvert_server::app as server;
 use culvert_server::config as server_config;
 use rustls_pki_types::ServerName;
@@ -18,12 +18,10 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use super::balancer;
+use super::door::{Door, Endpoints};
 use crate::lab::client::FrontEnd;
-use crate::lab::pki::Pki;
+use crate::lab::pki::{KONNECTIVITY_NAME, Pki};
 use crate::lab::services::Services;
-
-/// How many agents there are, as a user cluster has replicas.
-pub const AGENTS: usize = 2;
 
 /// Short pauses: a person waits.
 const SYNC_INTERVAL: Duration = Duration::from_millis(50);
@@ -40,6 +38,23 @@ pub struct Server {
     pub addresses: server::Addresses,
 }
 
+/// An agent of the tunnel.
+pub struct Agent {
+    /// How it reaches the servers.
+    pub way: Way,
+    /// Where it listens.
+    pub addresses: agent::Addresses,
+}
+
+/// How an agent reaches the servers.
+#[derive(Clone, Copy)]
+pub enum Way {
+    /// Through a load balancer of its own for TCP.
+    Balancer(SocketAddr),
+    /// Through the front door, by the name [`KONNECTIVITY_NAME`].
+    Door(SocketAddr),
+}
+
 /// Everything that runs.
 pub struct Tunnel {
     /// The certificates.
@@ -48,10 +63,10 @@ pub struct Tunnel {
     pub services: Services,
     /// One for each front end.
     pub servers: Vec<Server>,
-    /// Where agents connect.
-    pub balancer: SocketAddr,
-    /// The agents' listeners.
-    pub agents: Vec<agent::Addresses>,
+    /// The seed's front door and a node tunnel.
+    pub door: Door,
+    /// One agent for each way to the servers, as a user cluster has replicas.
+    pub agents: Vec<Agent>,
     tasks: TaskTracker,
     shutdown: CancellationToken,
 }
@@ -96,12 +111,19 @@ impl Tunnel {
             servers.push(plan.describe(folder, &pki, bound.addresses.clone())?);
             tasks.spawn(bound.run(shutdown.clone()));
         }
-        let listener = TcpListener::bind("127.0.0.1:0").await?;
-        let balancer = listener.local_addr()?;
-        let backends = servers
+        let backends: Vec<SocketAddr> = servers
             .iter()
             .map(|server| server.addresses.agent)
             .collect();
+        let endpoints = Endpoints {
+            https: start_https(&services, &pki).await?,
+            http: services.http,
+            raw: services.raw,
+            agents: backends.clone(),
+        };
+        let door = Door::start(folder, &endpoints, &tasks, &shutdown).await?;
+        let listener = TcpListener::bind("127.0.0.1:0").await?;
+        let ways = [Way::Balancer(listener.local_addr()?), Way::Door(door.sni)];
         tasks.spawn(balancer::serve(
             listener,
             backends,
@@ -109,10 +131,11 @@ impl Tunnel {
             shutdown.clone(),
         ));
         let mut agents = Vec::new();
-        for number in 1..=AGENTS {
-            let config = agent_settings(number, balancer, &pki);
+        for way in ways {
+            let config = way.agent(&pki);
             let bound = agent::Bound::bind(config, shutdown.clone()).await?;
-            agents.push(bound.addresses);
+            let addresses = bound.addresses;
+            agents.push(Agent { way, addresses });
             // These agents are stopped at once: nothing of theirs outlives the command.
             tasks.spawn(bound.run(CancellationToken::new()));
         }
@@ -120,7 +143,7 @@ impl Tunnel {
             pki,
             services,
             servers,
-            balancer,
+            door,
             agents,
             tasks,
             shutdown,
@@ -226,37 +249,53 @@ impl Plan {
     }
 }
 
-fn any_port() -> HostPort {
+impl Way {
+    fn agent(self, pki: &Pki) -> agent_config::Config {
+        let (id, host, address) = match self {
+            Self::Balancer(address) => ("dev-balancer", address.ip().to_string(), address),
+            Self::Door(address) => ("dev-door", KONNECTIVITY_NAME.to_owned(), address),
+        };
+        agent_config::Config {
+            server_host: host,
+            server_port: address.port(),
+            server_address: Some(address),
+            ca_cert: pki.ca.clone(),
+            client_cert: Some(agent_config::ClientCert {
+                cert: pki.agent.cert.clone(),
+                key: pki.agent.key.clone(),
+            }),
+            alpn: Vec::new(),
+            health: any_port(),
+            admin: any_port(),
+            agent_id: id.to_owned(),
+            agent_identifiers: String::new(),
+            sync_interval: SYNC_INTERVAL,
+            sync_interval_cap: SYNC_INTERVAL * 10,
+            probe_interval: SYNC_INTERVAL,
+            keepalive_time: Duration::from_secs(3600),
+            token_path: None,
+            sync_forever: false,
+            xfr_channel_size: 150,
+            excess_buffer_bytes: 8 * 1024 * 1024,
+            stall_timeout: Duration::from_secs(10),
+            server_count_source: agent_config::ServerCountSource::Default,
+            drain_timeout: Duration::ZERO,
+            drain_linger: Duration::ZERO,
+            logging: LogConfig::default(),
+            warnings: Vec::new(),
+        }
+    }
+}
+
+/// A port of this machine that the system chooses.
+pub fn any_port() -> HostPort {
     HostPort::new("127.0.0.1", 0)
 }
 
-fn agent_settings(number: usize, balancer: SocketAddr, pki: &Pki) -> agent_config::Config {
-    agent_config::Config {
-        server_host: balancer.ip().to_string(),
-        server_port: balancer.port(),
-        ca_cert: pki.ca.clone(),
-        client_cert: Some(agent_config::ClientCert {
-            cert: pki.agent.cert.clone(),
-            key: pki.agent.key.clone(),
-        }),
-        alpn: Vec::new(),
-        health: any_port(),
-        admin: any_port(),
-        agent_id: format!("dev-{number}"),
-        agent_identifiers: String::new(),
-        sync_interval: SYNC_INTERVAL,
-        sync_interval_cap: SYNC_INTERVAL * 10,
-        probe_interval: SYNC_INTERVAL,
-        keepalive_time: Duration::from_secs(3600),
-        token_path: None,
-        sync_forever: false,
-        xfr_channel_size: 150,
-        excess_buffer_bytes: 8 * 1024 * 1024,
-        stall_timeout: Duration::from_secs(10),
-        server_count_source: agent_config::ServerCountSource::Default,
-        drain_timeout: Duration::ZERO,
-        drain_linger: Duration::ZERO,
-        logging: LogConfig::default(),
-        warnings: Vec::new(),
-    }
+/// In the place of an API server: no certificate is asked for.
+async fn start_https(services: &Services, pki: &Pki) -> anyhow::Result<SocketAddr> {
+    let identity = Identity::load(&pki.server.cert, &pki.server.key)?;
+    let config = tls::server_config(&identity, None, &[b"http/1.1"], &TlsOptions::default())?;
+    let started = services.start_https(config).await;
+    started.context("cannot start the HTTPS service")
 }

@@ -148,7 +148,7 @@ pub async fn connect(
             tls,
             server_name,
         } => {
-            let io = within(deadline, tcp(*addr, tls, server_name)).await?;
+            let io = within(deadline, connect_tls(*addr, tls, server_name)).await?;
             let stream = grpc::open(io, &addr.to_string(), target, deadline).await?;
             Ok(Box::new(stream))
         }
@@ -161,7 +161,10 @@ pub async fn connect(
             tls,
             server_name,
         } => {
-            let opened = async { connect::open(tcp(*addr, tls, server_name).await?, target).await };
+            let opened = async {
+                let stream = connect_tls(*addr, tls, server_name).await?;
+                connect::open(stream, target).await
+            };
             Ok(Box::new(within(deadline, opened).await?))
         }
     }
@@ -181,21 +184,38 @@ async fn unix(path: &PathBuf) -> Result<UnixStream, ClientError> {
     UnixStream::connect(path).await.map_err(io_error(what))
 }
 
-async fn tcp(
+/// Opens a connection to `target` by HTTP/1.1 CONNECT over plain TCP, as the seed's front door takes
+/// it. Has no time limit of its own.
+///
+/// # Errors
+/// See [`ClientError`].
+pub async fn connect_plain(addr: SocketAddr, target: &str) -> Result<TcpStream, ClientError> {
+    connect::open(tcp(addr).await?, target).await
+}
+
+/// Opens a TLS connection; the server has to be `server_name`. Has no time limit of its own.
+///
+/// # Errors
+/// See [`ClientError`].
+pub async fn connect_tls(
     addr: SocketAddr,
     tls: &Arc<ClientConfig>,
     server_name: &ServerName<'static>,
 ) -> Result<TlsStream<TcpStream>, ClientError> {
+    TlsConnector::from(Arc::clone(tls))
+        .connect(server_name.clone(), tcp(addr).await?)
+        .await
+        .map_err(io_error("agree on TLS"))
+}
+
+async fn tcp(addr: SocketAddr) -> Result<TcpStream, ClientError> {
     let stream = TcpStream::connect(addr)
         .await
         .map_err(io_error("reach the server"))?;
     stream
         .set_nodelay(true)
         .map_err(io_error("set up the socket"))?;
-    TlsConnector::from(Arc::clone(tls))
-        .connect(server_name.clone(), stream)
-        .await
-        .map_err(io_error("agree on TLS"))
+    Ok(stream)
 }
 
 fn io_error(what: &'static str) -> impl Fn(io::Error) -> ClientError {

@@ -21,8 +21,21 @@ use time::{Duration, OffsetDateTime};
 /// How long the certificates are good for, in days.
 pub const VALID_DAYS: i64 = 30;
 
+/// The external name of the lab's user cluster: that of its API server at the seed's front door.
+/// RFC 6761 leaves every name below `localhost` to this machine.
+pub const CLUSTER_NAME: &str = "dev.localhost";
+
+/// The name of that cluster's Konnectivity server at the front door.
+pub const KONNECTIVITY_NAME: &str = "konnectivity-server.dev.localhost";
+
 /// The names that every leaf carries; all of them lead to this machine.
-const NAMES: [&str; 3] = ["localhost", "127.0.0.1", "::1"];
+const NAMES: [&str; 5] = [
+    "localhost",
+    "127.0.0.1",
+    "::1",
+    CLUSTER_NAME,
+    KONNECTIVITY_NAME,
+];
 
 /// Why certificates could not be made, written or loaded.
 #[derive(Debug, thiserror::Error)]

@@ -10,10 +10,13 @@ mod raw;
 use std::future::Future;
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr};
+use std::sync::Arc;
 use std::time::Duration;
 
+use rustls::ServerConfig;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
+use tokio_rustls::TlsAcceptor;
 use tokio_util::sync::{CancellationToken, DropGuard};
 use tokio_util::task::TaskTracker;
 
@@ -45,8 +48,7 @@ pub struct Services {
     /// Reads until the client ends its side and only then answers, with the number of bytes read as a
     /// decimal line: it can be heard only through a tunnel that carries a half-closed connection.
     pub half: SocketAddr,
-    tasks: TaskTracker,
-    connections: TaskTracker,
+    host: Host,
     stop: DropGuard,
 }
 
@@ -56,40 +58,48 @@ impl Services {
     /// # Errors
     /// When a listener cannot be bound.
     pub async fn start() -> io::Result<Self> {
-        let stop = CancellationToken::new();
-        let host = Host {
-            tasks: TaskTracker::new(),
-            connections: TaskTracker::new(),
-            stop: stop.clone(),
-        };
+        let host = Host::default();
         Ok(Self {
             http: host.listen(http::serve).await?,
             raw: host.listen(raw::serve).await?,
             first: host.listen(first).await?,
             silent: host.listen(silent).await?,
             half: host.listen(half).await?,
-            tasks: host.tasks,
-            connections: host.connections,
-            stop: stop.drop_guard(),
+            stop: host.stop.clone().drop_guard(),
+            host,
         })
+    }
+
+    /// Starts one more: what `http` serves, over TLS. Gives its address.
+    ///
+    /// # Errors
+    /// When the listener cannot be bound.
+    pub async fn start_https(&self, tls: Arc<ServerConfig>) -> io::Result<SocketAddr> {
+        let acceptor = TlsAcceptor::from(tls);
+        let serve = move |stream| {
+            let accept = acceptor.accept(stream);
+            async move { http::serve(accept.await?).await }
+        };
+        self.host.listen(serve).await
     }
 
     /// How many connections the services hold at this moment, all services together.
     pub fn open_connections(&self) -> usize {
-        self.connections.len()
+        self.host.connections.len()
     }
 
     /// Ends all services and waits until their sockets are closed.
     pub async fn shutdown(self) {
         self.stop.disarm().cancel();
-        self.tasks.close();
-        self.tasks.wait().await;
-        self.connections.close();
-        self.connections.wait().await;
+        self.host.tasks.close();
+        self.host.tasks.wait().await;
+        self.host.connections.close();
+        self.host.connections.wait().await;
     }
 }
 
 /// Where services and their connections run.
+#[derive(Debug, Default)]
 struct Host {
     tasks: TaskTracker,
     connections: TaskTracker,
@@ -99,7 +109,10 @@ struct Host {
 impl Host {
     /// Listens, and runs `serve` on every connection. Errors of a connection are its client's
     /// business and end only that connection.
-    async fn listen<F>(&self, serve: fn(TcpStream) -> F) -> io::Result<SocketAddr>
+    async fn listen<F>(
+        &self,
+        serve: impl Fn(TcpStream) -> F + Clone + Send + Sync + 'static,
+    ) -> io::Result<SocketAddr>
     where
         F: Future<Output = io::Result<()>> + Send + 'static,
     {
@@ -113,7 +126,7 @@ impl Host {
                         tokio::time::sleep(ACCEPT_RETRY).await;
                         continue;
                     };
-                    let stop = stop.clone();
+                    let (serve, stop) = (serve.clone(), stop.clone());
                     connections.spawn(async move {
                         let served = async {
                             stream.set_nodelay(true)?;

@@ -11,7 +11,7 @@ use http_body_util::{BodyExt as _, Empty, Full, StreamBody};
 use hyper::body::{Frame, Incoming};
 use hyper::service::service_fn;
 use hyper_util::rt::TokioIo;
-use tokio::net::TcpStream;
+use tokio::io::{AsyncRead, AsyncWrite};
 
 use crate::lab::pattern;
 
@@ -38,7 +38,10 @@ pub fn answer(path: &str) -> Option<Answer> {
 type Body = BoxBody<Bytes, hyper::Error>;
 
 /// Serves one connection, keep-alive included.
-pub(super) async fn serve(stream: TcpStream) -> io::Result<()> {
+pub(super) async fn serve<S>(stream: S) -> io::Result<()>
+where
+    S: AsyncRead + AsyncWrite + Unpin,
+{
     let service = service_fn(async |request| Ok::<_, Infallible>(respond(request)));
     hyper::server::conn::http1::Builder::new()
         .half_close(true)

@@ -1,8 +1,12 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
 
+use culvert_common::tls::{Identity, TlsOptions, server_config};
+
 use super::*;
 use crate::lab::check;
+use crate::lab::client::connect_tls;
 use crate::lab::pattern::{self, Digest};
+use crate::lab::pki::{CLUSTER_NAME, Pki};
 
 async fn connect(address: SocketAddr) -> TcpStream {
     TcpStream::connect(address).await.unwrap()
@@ -78,6 +82,25 @@ async fn http_paths() {
 }
 
 #[tokio::test]
+async fn https_is_http_over_tls() {
+    let dir = tempfile::tempdir().unwrap();
+    let pki = Pki::create(dir.path()).unwrap();
+    let identity = Identity::load(&pki.server.cert, &pki.server.key).unwrap();
+    let config = server_config(&identity, None, &[b"http/1.1"], &TlsOptions::default());
+    let services = Services::start().await.unwrap();
+    let address = services.start_https(config.unwrap()).await.unwrap();
+    let tls = pki.client_tls(&pki.client, &["http/1.1"]).unwrap();
+    for path in ["/", "/bytes/1000000"] {
+        let name = CLUSTER_NAME.try_into().unwrap();
+        let stream = connect_tls(address, &tls, &name).await.unwrap();
+        check::http_get(stream, path).await.unwrap();
+    }
+    // Without TLS nothing is answered.
+    let refused = check::http_get(connect(address).await, "/").await;
+    assert!(refused.is_err(), "{refused:?}");
+}
+
+#[tokio::test]
 async fn shutdown_closes_what_is_open() {
     let services = Services::start().await.unwrap();
     let mut silent = connect(services.silent).await;
@@ -95,8 +118,8 @@ async fn shutdown_closes_what_is_open() {
 #[tokio::test]
 async fn dropping_ends_the_listeners() {
     let services = Services::start().await.unwrap();
-    let tasks = services.tasks.clone();
-    let connections = services.connections.clone();
+    let tasks = services.host.tasks.clone();
+    let connections = services.host.connections.clone();
     let mut stream = connect(services.first).await;
     stream.read_exact(&mut [0; BANNER.len()]).await.unwrap();
     drop(services);

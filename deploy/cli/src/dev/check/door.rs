@@ -1,0 +1,139 @@
+//! The rows of the front door: users and an agent by server name, CONNECT, a node.
+
+use std::io;
+use std::net::SocketAddr;
+use std::process::Stdio;
+
+use rustls_pki_types::ServerName;
+use tokio::net::TcpStream;
+use tokio::process::Command;
+use tokio::time::sleep;
+
+use super::{LOOK_AGAIN, MIB, Verdict, counted, downloaded, echoed, open, row, sample, text};
+use crate::dev::door::{KONNECTIVITY, WEB};
+use crate::dev::tunnel::{Tunnel, Way};
+use crate::lab::check::http_get;
+use crate::lab::client::{connect_plain, connect_tls};
+use crate::lab::pki::{CLUSTER_NAME, KONNECTIVITY_NAME};
+use crate::lab::services::HELLO;
+
+const BY_NAME: &str = "door, server name";
+const CONNECT: &str = "door, CONNECT";
+const NODE: &str = "node tunnel to door";
+
+/// How often a request is made that goes to either of two agents by chance, until the right one
+/// has it: one in 2^64 series of requests fails for no reason.
+const CHANCES: u32 = 64;
+
+/// Runs every check of the front door.
+pub async fn all(tunnel: &Tunnel) -> bool {
+    let mut passed = row(BY_NAME, "HTTPS GET", https(tunnel)).await;
+    passed &= row(BY_NAME, "agent connected", agent_connected(tunnel)).await;
+    passed &= row(BY_NAME, "GET by that agent", agent_carries(tunnel)).await;
+    passed &= row(CONNECT, "curl --proxytunnel", curl(tunnel)).await;
+    let node = async || TcpStream::connect(tunnel.door.node).await.map_err(text);
+    let echoes = async { echoed(node().await?).await };
+    passed &= row(NODE, "echo, 100 x 64 bytes", echoes).await;
+    let bulk = async { downloaded(node().await?).await };
+    passed &= row(NODE, "download 20 MiB", bulk).await;
+    passed
+}
+
+/// As kubectl does. The door has no key: the certificate comes from behind it.
+async fn https(tunnel: &Tunnel) -> Verdict {
+    let pki = &tunnel.pki;
+    let tls = pki.client_tls(&pki.client, &["http/1.1"]).map_err(text)?;
+    let name = ServerName::try_from(CLUSTER_NAME).map_err(text)?;
+    let stream = connect_tls(tunnel.door.sni, &tls, &name)
+        .await
+        .map_err(text)?;
+    let outcome = http_get(stream, "/").await.map_err(text)?;
+    let bytes = outcome.bytes;
+    Ok(format!("{bytes} bytes, verified as {CLUSTER_NAME}"))
+}
+
+/// The agent has found every server, by its own count and by the door's.
+async fn agent_connected(tunnel: &Tunnel) -> Verdict {
+    let servers = tunnel.servers.len() as u64;
+    let found = "konnectivity_network_proxy_agent_open_server_connections";
+    counted(agent_at_door(tunnel)?, found, servers).await?;
+    counted(tunnel.door.stats, &at_door("cx_active"), servers).await?;
+    Ok(format!("{servers} servers as {KONNECTIVITY_NAME}"))
+}
+
+/// A request through a server's front end that this agent has dialed for, whose answer the door
+/// has counted, and for which the agent has sent no packet: the packet dialect has one for each
+/// chunk, the native transport has none.
+async fn agent_carries(tunnel: &Tunnel) -> Verdict {
+    let agent = agent_at_door(tunnel)?;
+    let server = tunnel.servers.first().ok_or("there is no server")?;
+    let target = tunnel.services.http.to_string();
+    let dials = "konnectivity_network_proxy_agent_dial_duration_seconds_count";
+    let packets = "konnectivity_network_proxy_agent_stream_packets_total\
+                   {segment=\"from_agent\",packet_type=\"DATA\"}";
+    let (door, passed) = (tunnel.door.stats, at_door("cx_tx_bytes_total"));
+    let dialed = sample(agent, dials).await?;
+    let before = sample(door, &passed).await?;
+    for _ in 0..CHANCES {
+        let stream = open(server, &target).await?;
+        http_get(stream, "/bytes/1048576").await.map_err(text)?;
+        if sample(agent, dials).await? == dialed {
+            continue;
+        }
+        // The last bytes are counted a moment after they were sent.
+        while sample(door, &passed).await? < before + MIB {
+            sleep(LOOK_AGAIN).await;
+        }
+        return match sample(agent, packets).await? {
+            0 => Ok("1 MiB counted by the door, native".into()),
+            some => Err(format!("not native: the agent sent {some} packets")),
+        };
+    }
+    Err(format!("{CHANCES} requests went to the other agent"))
+}
+
+/// The metrics of the agent that comes through the door.
+fn agent_at_door(tunnel: &Tunnel) -> Result<SocketAddr, String> {
+    let mut agents = tunnel.agents.iter();
+    let agent = agents.find(|agent| matches!(agent.way, Way::Door(_)));
+    let agent = agent.ok_or("no agent comes through the door")?;
+    Ok(agent.addresses.health)
+}
+
+/// A series of the door for the upstream of agents.
+fn at_door(name: &str) -> String {
+    format!("envoy_cluster_upstream_{name}{{envoy_cluster_name=\"{KONNECTIVITY}\"}}")
+}
+
+/// The command that people are told to try; without curl our own client asks for the same.
+async fn curl(tunnel: &Tunnel) -> Verdict {
+    let door = &tunnel.door;
+    let output = Command::new("curl")
+        // No ~/.curlrc; it has to come first. Nor are cluster names exempt from proxies here.
+        .arg("--disable")
+        .env_remove("NO_PROXY")
+        .env_remove("no_proxy")
+        .args(["--silent", "--show-error"])
+        .args(door.curl())
+        .stdin(Stdio::null())
+        .kill_on_drop(true)
+        .output()
+        .await;
+    match output {
+        Ok(output) if output.status.success() && output.stdout == HELLO.as_bytes() => {
+            Ok(format!("{} bytes", HELLO.len()))
+        }
+        Ok(output) => {
+            let said = [output.stderr, output.stdout].concat();
+            let said = String::from_utf8_lossy(&said);
+            Err(format!("curl: {}: {}", output.status, said.trim_end()))
+        }
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            let stream = connect_plain(door.tunneling, WEB).await.map_err(text)?;
+            let outcome = http_get(stream, "/").await.map_err(text)?;
+            let bytes = outcome.bytes;
+            Ok(format!("curl is not installed; {bytes} bytes by our own"))
+        }
+        Err(error) => Err(format!("cannot run curl: {error}")),
+    }
+}
