@@ -5,6 +5,9 @@
 //! | [`routes`] | what is exposed at one moment |
 //! | [`annotations`], [`exposure`] | from Services and EndpointSlices to routes |
 //! | [`balancer_ports`] | the ports of the load balancer's Service |
+//! | [`balancer`] | writes them, while this replica leads |
+//! | [`election`] | which replica leads, by a Lease |
+//! | [`request`] | one request to the Kubernetes API, and what to do if it fails |
 //! | [`discovery`] | Services and EndpointSlices, watched |
 //! | [`mod@file`] | routes from a YAML file, followed as it changes |
 //! | [`table`] | the routes in force; a change touches what differs |
@@ -20,17 +23,20 @@
 pub mod allowed;
 pub mod annotations;
 pub mod app;
+pub mod balancer;
 pub mod balancer_ports;
 pub mod cli;
 pub mod client_hello;
 pub mod config;
 pub mod discovery;
+pub mod election;
 pub mod exposure;
 pub mod file;
 pub mod front;
 pub mod metrics;
 pub mod ports;
 pub mod relay;
+pub mod request;
 pub mod routes;
 pub mod table;
 pub mod tunnel;

@@ -7,6 +7,7 @@
 
 mod support;
 
+mod balancer;
 mod changes;
 mod discovery;
 mod node;

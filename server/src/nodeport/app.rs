@@ -18,6 +18,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tracing::{info, warn};
 
+use super::balancer::Balancer;
 use super::config::{Config, Source, Tunneling};
 use super::discovery::Discovery;
 use super::file::Follower;
@@ -51,7 +52,7 @@ pub struct Addresses {
 /// What brings the routes.
 enum Feed {
     File(Follower),
-    Kubernetes(Box<Discovery>),
+    Kubernetes(Box<Discovery>, Option<Box<Balancer>>),
 }
 
 /// A proxy whose listeners are open and not served yet.
@@ -83,7 +84,9 @@ impl Bound {
             Source::File(path) => Feed::File(Follower::open(path, table.clone(), metrics.clone())?),
             Source::Kubernetes(cluster) => {
                 let discovery = Discovery::new(cluster.clone(), table.clone(), metrics.clone());
-                Feed::Kubernetes(Box::new(discovery.await?))
+                let mut discovery = Box::new(discovery.await?);
+                let balancer = discovery.balancer().map(Box::new);
+                Feed::Kubernetes(discovery, balancer)
             }
         };
         let sni = match &config.sni {
@@ -135,7 +138,13 @@ impl Bound {
         let (changes, changed) = watch::channel(0);
         match self.feed {
             Feed::File(follower) => upkeep.spawn(follower.run(changes, stop.clone())),
-            Feed::Kubernetes(discovery) => upkeep.spawn(discovery.run(changes, stop.clone())),
+            Feed::Kubernetes(discovery, balancer) => {
+                if let Some(balancer) = balancer {
+                    // Ends when the drain begins: another replica is to lead at once.
+                    upkeep.spawn(balancer.run(shutdown.clone()));
+                }
+                upkeep.spawn(discovery.run(changes, stop.clone()))
+            }
         };
         let ports = NodePorts::new(
             front.clone(),

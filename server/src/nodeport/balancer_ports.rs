@@ -4,11 +4,13 @@
 //! has already are kept: every change makes the balancer's implementation work, which is slow on
 //! some clouds. No I/O.
 
+mod json;
 #[cfg(test)]
 mod tests;
 
 use std::collections::{BTreeMap, HashMap};
 
+pub use self::json::{changed_ports, read_ports};
 use super::exposure::Service;
 
 /// The longest name of a Service port (an RFC 1123 label).
@@ -94,7 +96,8 @@ pub fn balancer_ports<'a>(
     ports
 }
 
-fn has_balancer_ports(service: &Service, options: &BalancerOptions) -> bool {
+/// Whether a Service has ports at the balancer, if it has node ports.
+pub fn has_balancer_ports(service: &Service, options: &BalancerOptions) -> bool {
     let value = service.annotations.get(&options.annotation);
     let namespace = options.namespace.as_ref();
     value.is_some_and(|value| value == "true" || value == "NodePort")

@@ -12,7 +12,9 @@ use culvert_common::telemetry::logging::LogConfig;
 
 use self::flags::Flags;
 use super::allowed::AllowedNetworks;
+use super::balancer::BalancerConfig;
 use super::discovery::Cluster;
+use super::election::Times;
 
 /// The program's name in usage texts and log file names.
 pub const PROGRAM: &str = "culvert-nodeport-proxy";
@@ -174,13 +176,35 @@ impl Source {
             Self::Kubernetes(cluster) => {
                 let kubeconfig = cluster.kubeconfig.clone().unwrap_or_default();
                 let namespace = cluster.namespace.as_deref().unwrap_or_default();
-                vec![
+                let mut lines = vec![
                     format!("kubeconfig={}", kubeconfig.display()),
                     format!("namespace={namespace}"),
                     format!("expose-annotation-key={}", cluster.options.annotation),
-                ]
+                ];
+                lines.extend(cluster.balancer.iter().flat_map(|it| it.describe()));
+                lines
             }
         }
+    }
+}
+
+impl BalancerConfig {
+    fn describe(&self) -> Vec<String> {
+        let Times {
+            lease_duration,
+            renew_deadline,
+            retry_period,
+        } = self.times;
+        let time = |name: &str, value: Duration| {
+            format!("leader-elect-{name}={}", GoDuration::from(value))
+        };
+        vec![
+            format!("update-loadbalancer={}/{}", self.namespace, self.name),
+            format!("namespaced={}", self.options.namespace.is_some()),
+            time("lease-duration", lease_duration),
+            time("renew-deadline", renew_deadline),
+            time("retry-period", retry_period),
+        ]
     }
 }
 

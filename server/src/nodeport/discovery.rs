@@ -19,6 +19,7 @@ use tokio::time::{Instant, sleep, sleep_until};
 use tokio_util::sync::CancellationToken;
 use tracing::{error, info, warn};
 
+use super::balancer::{Balancer, BalancerConfig, Reporter};
 use super::exposure::{
     Endpoint, Options, Problem, Protocol, Service, ServicePort, Slice, SlicePort, expose,
 };
@@ -45,6 +46,8 @@ pub struct Cluster {
     pub namespace: Option<String>,
     /// Which annotation exposes a Service, and what can be served.
     pub options: Options,
+    /// The load balancer's Service whose ports are kept; `None` leaves them alone.
+    pub balancer: Option<Box<BalancerConfig>>,
 }
 
 /// Watches one cluster.
@@ -55,6 +58,8 @@ pub struct Discovery {
     metrics: Arc<ProxyMetrics>,
     services: Mirror<Service>,
     slices: Mirror<Slice>,
+    /// Who else wants to know of Services.
+    reporter: Option<Reporter>,
     /// What the log has named.
     problems: Vec<Problem>,
 }
@@ -93,8 +98,18 @@ impl Discovery {
             metrics,
             services: Mirror::new("Services"),
             slices: Mirror::new("EndpointSlices"),
+            reporter: None,
             problems: Vec::new(),
         })
+    }
+
+    /// Who keeps the load balancer's ports, if that is wanted; it follows what is seen here.
+    pub fn balancer(&mut self) -> Option<Balancer> {
+        let config = self.cluster.balancer.as_ref()?;
+        let (client, metrics) = (self.client.clone(), self.metrics.clone());
+        let (balancer, reporter) = Balancer::new(client, config, metrics);
+        self.reporter = Some(reporter);
+        Some(balancer)
     }
 
     /// Watches until `stop`; each change that was put in force is sent to `changes`.
@@ -114,6 +129,7 @@ impl Discovery {
                         sleep(BEGIN_ANEW).await;
                         services.set(objects(&self.client, namespace.as_deref()));
                     }
+                    self.report(&event);
                     self.services.take(event, service_of)
                 }
                 Some(event) = slices.next() => {
@@ -139,11 +155,24 @@ impl Discovery {
         }
     }
 
+    fn report(&self, event: &Result<Event<core::Service>, watcher::Error>) {
+        if let (
+            Some(reporter),
+            Ok(Event::Apply(service) | Event::Delete(service) | Event::InitApply(service)),
+        ) = (&self.reporter, event)
+        {
+            reporter.touched(service);
+        }
+    }
+
     fn apply(&mut self) {
         let (services, slices) = (&self.services.objects, &self.slices.objects);
         let options = &self.cluster.options;
         let (routes, problems) = expose(services.values(), slices.values(), options);
         let change = self.table.apply(routes);
+        if let Some(reporter) = &self.reporter {
+            reporter.services(services.values());
+        }
         self.metrics.set_synced();
         self.metrics.problems.set(problems.len() as f64);
         if change != Default::default() {

@@ -49,6 +49,18 @@ label_values! {
     }
 }
 
+label_values! {
+    /// What fails of the work on the load balancer's Service.
+    pub enum Step("step") {
+        /// To read or write the lease of the replica that does it.
+        Lease = "lease",
+        /// To read the Service.
+        Read = "read",
+        /// To write it.
+        Write = "write",
+    }
+}
+
 /// Where and why.
 #[derive(Clone, Copy)]
 struct Refused(Entrance, Refusal);
@@ -89,6 +101,11 @@ pub struct ProxyMetrics {
     pub problems: Gauge,
     /// Node ports that could not be opened.
     pub closed_ports: Gauge,
+    /// Whether this replica keeps the load balancer's ports.
+    pub leader: Gauge,
+    /// Writes of the load balancer's Service.
+    pub balancer_updates: Counter,
+    balancer_failures: Family<Step, Counter>,
     /// What is counted of CONNECT as a whole.
     pub http: HttpStats,
     /// Set while the proxy drains.
@@ -189,6 +206,22 @@ impl ProxyMetrics {
                 &[],
                 "Node ports that could not be opened; the log names them.",
             ),
+            leader: registry.gauge(
+                "culvert_nodeport_proxy_leader",
+                &[],
+                "1 while this replica keeps the ports of the load balancer's Service.",
+            ),
+            balancer_updates: registry.counter(
+                "culvert_nodeport_proxy_balancer_updates_total",
+                &[],
+                "Changes of the load balancer's Service that were written.",
+            ),
+            balancer_failures: Family::new(
+                &registry,
+                "culvert_nodeport_proxy_balancer_failures_total",
+                "Requests about the load balancer's Service and its lease that failed; the log says why.",
+            )
+            .at_zero(Step::all()),
             http: HttpStats::default(),
             draining: AtomicBool::new(false),
             registry,
@@ -198,6 +231,11 @@ impl ProxyMetrics {
     /// Counts and logs nothing; the caller says why.
     pub fn refused(&self, entrance: Entrance, reason: Refusal) {
         self.refused.get(Refused(entrance, reason)).increment(1);
+    }
+
+    /// Counts a failed request about the load balancer's Service; the caller says why.
+    pub fn balancer_failed(&self, step: Step) {
+        self.balancer_failures.get(step).increment(1);
     }
 
     /// A client's connection; the gauge falls back when the guard is dropped.

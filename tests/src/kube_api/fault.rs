@@ -13,6 +13,8 @@ pub struct Fault {
     effect: Effect,
     /// The text that path and query must contain; empty for any.
     path: String,
+    /// The method that it must have; empty for any.
+    method: String,
     /// How often it strikes yet; nothing for ever.
     left: Option<usize>,
 }
@@ -53,6 +55,7 @@ impl Fault {
         Self {
             effect,
             path: String::new(),
+            method: String::new(),
             left: None,
         }
     }
@@ -110,6 +113,13 @@ impl Fault {
         self
     }
 
+    /// Strikes only requests with this method, such as `PUT`. Refused connections have none yet.
+    #[must_use]
+    pub fn method(mut self, method: &str) -> Self {
+        method.clone_into(&mut self.method);
+        self
+    }
+
     /// Strikes so many times only.
     ///
     /// # Panics
@@ -132,10 +142,11 @@ impl Fault {
 }
 
 /// What the faults do to a request. Those that have struck often enough end.
-pub(super) fn strike(faults: &mut Vec<Fault>, path: &str, watch: bool) -> Mishap {
+pub(super) fn strike(faults: &mut Vec<Fault>, method: &str, path: &str, watch: bool) -> Mishap {
     let mut mishap = Mishap::default();
     for fault in faults.iter_mut() {
-        if !path.contains(&fault.path) {
+        let is_method = fault.method.is_empty() || fault.method == method;
+        if !is_method || !path.contains(&fault.path) {
             continue;
         }
         match fault.effect {

@@ -134,7 +134,7 @@ impl State {
             authorization: header(head, AUTHORIZATION),
         };
         let watch = recorded.method == "GET" && query.is_true("watch");
-        let mishap = fault::strike(&mut self.faults, &recorded.path, watch);
+        let mishap = fault::strike(&mut self.faults, &recorded.method, &recorded.path, watch);
         remember(&mut self.requests, recorded);
         mishap
     }

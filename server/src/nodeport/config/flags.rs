@@ -1,5 +1,7 @@
 //! The flags as they are typed: names, defaults and help texts, and what they mean together.
 
+mod balancer;
+
 use std::ffi::OsString;
 use std::time::Duration;
 
@@ -9,6 +11,7 @@ use culvert_common::flags::{
     Exit, GoDuration, HostPort, KlogFlags, Parsed, Problems, StringSlice, parse,
 };
 
+use self::balancer::BalancerFlags;
 use super::{Config, IDLE, KEEPALIVE, Keepalive, Limits, PROGRAM, STREAM_IDLE, Source, Tunneling};
 use crate::nodeport::allowed::AllowedNetworks;
 use crate::nodeport::annotations::EXPOSE_ANNOTATION;
@@ -31,6 +34,8 @@ pub(super) struct Flags {
     source: SourceFlags,
     #[command(flatten)]
     listeners: ListenerFlags,
+    #[command(flatten)]
+    balancer: BalancerFlags,
     #[command(flatten)]
     times: TimeFlags,
     #[command(flatten)]
@@ -202,6 +207,8 @@ impl Flags {
         let stats = port("envoy-stats-port", listeners.envoy_stats_port);
         let tunneling = self.tunneling(p, tunneling);
         let limits = self.times.limits(p);
+        let ports = [sni, tunneling.as_ref().map_or(0, |it| it.bind.port), stats];
+        let balancer = self.balancer.config(p, source, ports);
         let max = self.operations.max_connections;
         p.require(max > 0, || {
             format!("--max-connections must be greater than 0, got {max}")
@@ -221,6 +228,7 @@ impl Flags {
                     server_names: sni != 0,
                     authorities: tunneling.is_some(),
                 },
+                balancer,
             }),
         };
         let warnings = problems.finish()?;

@@ -138,3 +138,104 @@ fn everything_that_is_wrong_is_named_at_once() {
         "{problems:?}"
     );
 }
+
+/// The balancer of a command line that is right.
+fn balancer(line: &[&str]) -> (BalancerConfig, Vec<String>) {
+    let config = read(line).unwrap();
+    let described = config.describe();
+    let Source::Kubernetes(cluster) = config.source else {
+        panic!("{:?}", config.source)
+    };
+    (*cluster.balancer.unwrap(), described)
+}
+
+#[test]
+fn the_arguments_that_kkp_gives_its_updater_are_taken() {
+    let (balancer, described) = balancer(&[
+        "-update-loadbalancer=true",
+        "-lb-namespace=kubermatic",
+        "-lb-name=nodeport-proxy",
+        "-envoy-sni-port=6443",
+        "-envoy-tunneling-port=8088",
+    ]);
+    let names = (balancer.namespace.as_str(), balancer.name.as_str());
+    assert_eq!(names, ("kubermatic", "nodeport-proxy"));
+    let options = &balancer.options;
+    assert_eq!(
+        (options.sni_port, options.tunneling_port, options.stats_port),
+        (6443, 8088, 8002)
+    );
+    assert_eq!(options.annotation, "nodeport-proxy.k8s.io/expose");
+    assert_eq!(options.namespace, None);
+    assert_eq!(balancer.times, Times::default());
+    let line = "update-loadbalancer=kubermatic/nodeport-proxy";
+    assert!(described.iter().any(|it| it == line), "{described:?}");
+}
+
+#[test]
+fn one_namespace_has_its_own_balancer() {
+    let (balancer, _) = balancer(&[
+        "-update-loadbalancer",
+        "-namespace=cluster-x",
+        "-lb-namespace=cluster-x",
+        "-lb-name=front-loadbalancer",
+        "-expose-annotation-key=nodeport-proxy.k8s.io/expose-namespaced",
+        "-namespaced=true",
+        "-leader-elect-lease-duration=30s",
+        "-leader-elect-renew-deadline=20s",
+        "-leader-elect-retry-period=500ms",
+    ]);
+    let options = &balancer.options;
+    assert_eq!(options.namespace.as_deref(), Some("cluster-x"));
+    assert_eq!(
+        options.annotation,
+        "nodeport-proxy.k8s.io/expose-namespaced"
+    );
+    let times = balancer.times;
+    assert_eq!(times.lease_duration, Duration::from_secs(30));
+    assert_eq!(times.renew_deadline, Duration::from_secs(20));
+    assert_eq!(times.retry_period, Duration::from_millis(500));
+}
+
+#[test]
+fn a_balancer_that_can_not_be_kept_is_refused_with_what_to_do() {
+    for (line, part) in [
+        (&["--config=@"][..], "leave out --config"),
+        (&["--lb-name="], "needs --lb-name"),
+        (&["--lb-namespace="], "needs --lb-name and --lb-namespace"),
+        (
+            &["--namespace=x"],
+            "make them equal, or leave out --namespace",
+        ),
+        (&["--envoy-stats-port=0"], "needs an --envoy-stats-port"),
+        (
+            &["--leader-elect-renew-deadline=15s"],
+            "longer than the next",
+        ),
+        (&["--leader-elect-retry-period=10s"], "longer than the next"),
+        (&["--leader-elect-retry-period=0"], "none 0"),
+    ] {
+        let problems = read(&[&["--update-loadbalancer"], line].concat()).unwrap_err();
+        assert_eq!(problems.len(), 1, "{problems:#?}");
+        let text = problems.concat();
+        assert!(text.contains(part), "{text}\n{part}");
+    }
+}
+
+#[test]
+fn flags_of_a_balancer_that_is_not_kept_are_warned_about() {
+    for flag in [
+        "--lb-name=a",
+        "--lb-namespace=a",
+        "--namespaced",
+        "--leader-elect-retry-period=1s",
+    ] {
+        let config = read(&[flag]).unwrap();
+        assert!(config.warnings.concat().contains("--update-loadbalancer"));
+        let Source::Kubernetes(cluster) = config.source else {
+            panic!("{:?}", config.source)
+        };
+        assert_eq!(cluster.balancer, None);
+    }
+    assert_eq!(read(&[]).unwrap().warnings, [""; 0]);
+}

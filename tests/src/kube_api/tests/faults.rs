@@ -21,6 +21,20 @@ async fn a_status_strikes_its_path_so_many_times() {
 }
 
 #[tokio::test]
+async fn a_fault_can_strike_one_method() {
+    let api = KubeApi::start().await;
+    api.fault(Fault::status(500).method("PUT").on("/services").times(1));
+    assert_eq!(get(&api, SERVICES).await.0, StatusCode::OK);
+    let web = || service("a", "web");
+    assert_eq!(
+        call(&api, "POST", SERVICES, web()).await.0,
+        StatusCode::CREATED
+    );
+    assert_eq!(failure(&call(&api, "PUT", WEB, web()).await).0, 500);
+    assert_eq!(call(&api, "PUT", WEB, web()).await.0, StatusCode::OK);
+}
+
+#[tokio::test]
 async fn a_status_lasts_until_it_is_cleared() {
     let api = KubeApi::start().await;
     for (code, reason) in [

@@ -1,0 +1,122 @@
+//! The flags of the load balancer's Service: those of KKP's lb-updater, and client-go's of an
+//! election.
+
+use clap::Args;
+use culvert_common::flags::{GoDuration, Problems};
+
+use super::SourceFlags;
+use crate::nodeport::balancer::BalancerConfig;
+use crate::nodeport::balancer_ports::BalancerOptions;
+use crate::nodeport::election::Times;
+
+const LB_NAME: &str = "nodeport-lb";
+const LB_NAMESPACE: &str = "nodeport-proxy";
+
+#[derive(Args, Debug)]
+#[command(next_help_heading = "Load balancer")]
+pub(super) struct BalancerFlags {
+    /// Keep the ports of the LoadBalancer Service in front of the proxy. Of several replicas one does, by a Lease
+    #[arg(long)]
+    update_loadbalancer: bool,
+
+    /// Name of that Service
+    #[arg(long, value_name = "NAME", default_value = LB_NAME)]
+    lb_name: String,
+
+    /// Namespace of that Service and of the Lease
+    #[arg(long, value_name = "NAMESPACE", default_value = LB_NAMESPACE)]
+    lb_namespace: String,
+
+    /// Only Services of --lb-namespace get ports there
+    #[arg(long)]
+    namespaced: bool,
+
+    /// How long other replicas wait for a silent leader
+    #[arg(long, value_name = "DURATION", default_value = "15s")]
+    leader_elect_lease_duration: GoDuration,
+
+    /// How long a leader goes on without renewing the Lease
+    #[arg(long, value_name = "DURATION", default_value = "10s")]
+    leader_elect_renew_deadline: GoDuration,
+
+    /// Time between looks at the Lease, and between renewals
+    #[arg(long, value_name = "DURATION", default_value = "2s")]
+    leader_elect_retry_period: GoDuration,
+}
+
+impl BalancerFlags {
+    /// What they mean together with those of the source and the ports for server names, CONNECT and
+    /// health.
+    pub(super) fn config(
+        &self,
+        p: &mut Problems,
+        source: &SourceFlags,
+        [sni_port, tunneling_port, stats_port]: [u16; 3],
+    ) -> Option<Box<BalancerConfig>> {
+        let times = self.times(p);
+        if !self.update_loadbalancer {
+            let named = self.lb_name != LB_NAME || self.lb_namespace != LB_NAMESPACE;
+            if named || self.namespaced || times != Times::default() {
+                p.warn(
+                    "--lb-name, --lb-namespace, --namespaced and --leader-elect-... have no effect \
+                     without --update-loadbalancer",
+                );
+            }
+            return None;
+        }
+        let namespace = &self.lb_namespace;
+        p.require(source.config.is_empty(), || {
+            "--update-loadbalancer follows the Services of a cluster: leave out --config".to_owned()
+        });
+        p.require(!self.lb_name.is_empty() && !namespace.is_empty(), || {
+            "--update-loadbalancer needs --lb-name and --lb-namespace: which Service is it?"
+                .to_owned()
+        });
+        let watched = &source.namespace;
+        p.require(watched.is_empty() || watched == namespace, || {
+            format!(
+                "--update-loadbalancer: the Service of --lb-namespace={namespace} is not watched \
+                 with --namespace={watched}; make them equal, or leave out --namespace"
+            )
+        });
+        p.require(stats_port != 0, || {
+            "--update-loadbalancer needs an --envoy-stats-port for the Service's port healthz"
+                .to_owned()
+        });
+        Some(Box::new(BalancerConfig {
+            namespace: namespace.clone(),
+            name: self.lb_name.clone(),
+            options: BalancerOptions {
+                annotation: source.expose_annotation_key.clone(),
+                sni_port,
+                tunneling_port,
+                stats_port,
+                namespace: self.namespaced.then(|| namespace.clone()),
+            },
+            times,
+        }))
+    }
+
+    fn times(&self, p: &mut Problems) -> Times {
+        let [lease, renew, retry] = [
+            self.leader_elect_lease_duration,
+            self.leader_elect_renew_deadline,
+            self.leader_elect_retry_period,
+        ];
+        let [lease_duration, renew_deadline, retry_period] =
+            [lease, renew, retry].map(GoDuration::saturating);
+        let falls = lease_duration > renew_deadline && renew_deadline > retry_period;
+        p.require(falls && !retry_period.is_zero(), || {
+            format!(
+                "--leader-elect-lease-duration, --leader-elect-renew-deadline and \
+                 --leader-elect-retry-period must each be longer than the next, and none 0; \
+                 got {lease}, {renew} and {retry}"
+            )
+        });
+        Times {
+            lease_duration,
+            renew_deadline,
+            retry_period,
+        }
+    }
+}

@@ -1,0 +1,170 @@
+//! Takes part in an election over the Kubernetes API.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use k8s_openapi::api::coordination::v1::Lease;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::MicroTime;
+use k8s_openapi::jiff::Timestamp;
+use kube::{Api, Client};
+use tokio::sync::watch;
+use tokio::time::{Instant, sleep_until, timeout};
+use tokio_util::sync::CancellationToken;
+use tracing::{info, warn};
+
+use super::{Action, Election, Times};
+use crate::nodeport::metrics::{ProxyMetrics, Step};
+use crate::nodeport::request::{Failing, RequestError, Target, request, writes};
+
+/// How long an exit waits for the lease to be given back. Without that it ends by itself.
+const RELEASE: Duration = Duration::from_secs(2);
+
+/// One replica among those that may lead.
+pub struct Candidate {
+    api: Api<Lease>,
+    target: Target,
+    election: Election,
+    /// How long one request may take.
+    limit: Duration,
+    leads: watch::Sender<Option<Instant>>,
+    metrics: Arc<ProxyMetrics>,
+    failing: Failing,
+    /// Who holds the lease, as the log has it.
+    holder: String,
+}
+
+impl Candidate {
+    /// A candidate, and until when it leads; `None` or a time that is over while it does not.
+    pub fn new(
+        client: Client,
+        namespace: &str,
+        name: &str,
+        times: Times,
+        metrics: Arc<ProxyMetrics>,
+    ) -> (Self, watch::Receiver<Option<Instant>>) {
+        let (leads, led) = watch::channel(None);
+        let candidate = Self {
+            api: Api::namespaced(client, namespace),
+            target: Target {
+                kind: "Lease",
+                resource: "leases.coordination.k8s.io",
+                namespace: namespace.to_owned(),
+                name: name.to_owned(),
+            },
+            election: Election::new(name, &identity(), times, Instant::now()),
+            limit: times.renew_deadline / 2,
+            leads,
+            metrics,
+            failing: Failing::default(),
+            holder: String::new(),
+        };
+        (candidate, led)
+    }
+
+    /// Takes the lease whenever it is free, and renews it, until `stop`. Keeps it then:
+    /// [`release`](Self::release) gives it back.
+    pub async fn campaign(&mut self, stop: &CancellationToken) {
+        while stop.run_until_cancelled(self.step()).await.is_some() {}
+        self.leads.send_replace(None);
+    }
+
+    /// Gives the lease back if it is held, so that another replica leads at once. Nothing that a
+    /// leader does may go on any more.
+    pub async fn release(&mut self) {
+        if !self.election.may_hold() {
+            return;
+        }
+        let why = match timeout(RELEASE, self.try_release()).await {
+            Ok(Ok(())) => return,
+            Ok(Err(error)) => error.to_string(),
+            Err(_) => format!("no answer within {RELEASE:?}"),
+        };
+        warn!(
+            "{} is not given back and ends by itself: {why}",
+            self.target
+        );
+    }
+
+    async fn try_release(&mut self) -> Result<(), RequestError> {
+        // A write whose answer nobody waited for may have been done.
+        let lease = self.get().await?;
+        self.election.read(Instant::now(), lease);
+        if let Some(lease) = self.election.release(&wall()) {
+            self.put(&lease).await?;
+            info!("gave {} back", self.target);
+        }
+        Ok(())
+    }
+
+    async fn step(&mut self) {
+        let sent = Instant::now();
+        let failed = match self.election.next(sent, &wall()) {
+            Action::Wait(until) => return sleep_until(until).await,
+            Action::Read => match self.get().await {
+                Ok(lease) => {
+                    self.election.read(Instant::now(), lease);
+                    None
+                }
+                Err(error) => Some(error),
+            },
+            Action::Write(lease) => match self.put(&lease).await {
+                Ok(lease) => {
+                    self.election.written(sent, Instant::now(), lease);
+                    None
+                }
+                Err(error) => Some(error),
+            },
+        };
+        match failed {
+            Some(error) => {
+                self.metrics.balancer_failed(Step::Lease);
+                self.failing.say(&error);
+                self.election.failed(Instant::now(), error.is_conflict());
+            }
+            None => self.failing.over(&self.target),
+        }
+        self.publish();
+    }
+
+    fn publish(&mut self) {
+        if self.holder != self.election.holder() {
+            self.holder = self.election.holder().to_owned();
+            info!(holder = self.holder, "{} has changed hands", self.target);
+        }
+        let until = self.election.leads_until();
+        self.leads.send_if_modified(|known| {
+            let changed = *known != until;
+            *known = until;
+            changed
+        });
+    }
+
+    async fn get(&self) -> Result<Option<Lease>, RequestError> {
+        let call = self.api.get_opt(&self.target.name);
+        request("get", &self.target, self.limit, call).await
+    }
+
+    async fn put(&self, lease: &Lease) -> Result<Lease, RequestError> {
+        let (target, limit, writes) = (&self.target, self.limit, writes());
+        match lease.metadata.resource_version {
+            Some(_) => {
+                let call = self.api.replace(&target.name, &writes, lease);
+                request("update", target, limit, call).await
+            }
+            None => request("create", target, limit, self.api.create(&writes, lease)).await,
+        }
+    }
+}
+
+/// The pod's name, for people, and something that no other run has.
+fn identity() -> String {
+    let names = ["POD_NAME", "HOSTNAME"].into_iter();
+    let mut names = names.filter_map(|name| std::env::var(name).ok());
+    let pod = names.find(|name| !name.is_empty());
+    let pod = pod.unwrap_or_else(|| crate::nodeport::config::PROGRAM.to_owned());
+    format!("{pod}_{}", uuid::Uuid::new_v4())
+}
+
+fn wall() -> MicroTime {
+    MicroTime(Timestamp::now())
+}
