@@ -9,6 +9,7 @@
 //! |---|---|
 //! | [`pool`] | the connections to the proxy: dialed once for all who wait, kept, replaced |
 //! | [`carry`] | one client: its stream, its bytes, its end |
+//! | [`interface`] | the interface that has the listeners' addresses: made and kept, if asked for |
 //! | [`metrics`] | its series, and those under Envoy's names |
 //! | [`config`], [`cli`], [`app`] | flags, program, wiring |
 
@@ -16,5 +17,6 @@ pub mod app;
 pub mod carry;
 pub mod cli;
 pub mod config;
+pub mod interface;
 pub mod metrics;
 pub mod pool;

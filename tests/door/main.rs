@@ -10,6 +10,7 @@ mod support;
 mod balancer;
 mod changes;
 mod discovery;
+mod interface;
 mod node;
 mod node_ports;
 mod peers;

@@ -6,6 +6,7 @@
 //! | [`process`] | a program, its log, and what the kernel knows about it |
 //! | [`wait`] | [`eventually`], the only way to wait |
 //! | [`metrics`] | scraping, and plain HTTP to the programs' own listeners |
+//! | [`namespace`] | a network of a test's own |
 //! | [`ports`] | port numbers that no other test process uses |
 //! | [`balancer`] | a TCP load balancer that picks a backend at random |
 //! | [`black_hole`](mod@black_hole) | an address whose connects never end |
@@ -23,6 +24,7 @@ pub mod haproxy;
 pub mod interop;
 pub mod kube_api;
 pub mod metrics;
+pub mod namespace;
 pub mod ports;
 pub mod process;
 pub mod topology;

@@ -1,4 +1,5 @@
-//! Wires the tunnel: opens its listeners, keeps its connections, and drains at the end.
+//! Wires the tunnel: makes its interface, opens its listeners, keeps its connections, and drains at
+//! the end.
 
 use std::io;
 use std::net::SocketAddr;
@@ -17,6 +18,7 @@ use tracing::{info, warn};
 
 use super::carry::Carrier;
 use super::config::Config;
+use super::interface::{Health, Keeper};
 use super::metrics::TunnelMetrics;
 use super::pool::{PlainTcp, Pool};
 
@@ -38,17 +40,23 @@ pub struct Bound {
     pub addresses: Addresses,
     config: Config,
     metrics: Arc<TunnelMetrics>,
+    keeper: Option<Keeper>,
     listeners: Vec<TcpListener>,
     stats: TcpListener,
 }
 
 impl Bound {
-    /// Opens every listener.
+    /// Makes the interface, if one is asked for, and opens every listener.
     ///
     /// # Errors
-    /// When an address is taken or not one of this node; the text says which and what to do.
+    /// When the interface can not be made, or an address is taken or not one of this node; the text
+    /// says which and what to do.
     pub async fn bind(config: Config) -> anyhow::Result<Self> {
         let metrics = TunnelMetrics::new()?;
+        let keeper = match config.interface.clone() {
+            Some(interface) => Some(Keeper::start(interface, metrics.clone()).await?),
+            None => None,
+        };
         let mut listeners = Vec::with_capacity(config.routes.len());
         for route in &config.routes {
             let bind = &route.listen;
@@ -64,6 +72,7 @@ impl Bound {
             },
             config,
             metrics,
+            keeper,
             listeners,
             stats,
         })
@@ -86,12 +95,16 @@ impl Bound {
         let (cut, stop) = (CancellationToken::new(), CancellationToken::new());
         let pool = Pool::new(PlainTcp(proxy), connections, metrics.clone());
         upkeep.spawn(pool.clone().run(stop.clone()));
-        let pages = pages(&pool, &registry, &shutdown);
+        let health = self.keeper.as_ref().map(Keeper::health);
+        let pages = pages(&pool, health, &registry, &shutdown);
         upkeep.spawn(admin::serve(self.stats, pages, stop.clone()));
         upkeep.spawn({
             let stop = stop.clone();
             async move { registry.run_upkeep(stop).await }
         });
+        if let Some(keeper) = self.keeper {
+            upkeep.spawn(keeper.run(stop.clone()));
+        }
         for (listener, route) in self.listeners.into_iter().zip(&routes) {
             let (pool, metrics) = (pool.clone(), metrics.clone());
             let carrier = Carrier::new(route, pool, metrics, tasks.clone(), cut.clone());
@@ -128,6 +141,7 @@ impl Bound {
 
 fn pages(
     pool: &Arc<Pool<PlainTcp>>,
+    health: Option<Health>,
     registry: &Arc<Registry>,
     shutdown: &CancellationToken,
 ) -> admin::Routes {
@@ -137,13 +151,17 @@ fn pages(
         (false, false) => Err("no connection to the proxy".to_owned()),
         (false, true) => Ok(()),
     };
-    let ready = Check {
+    let mut checks = vec![Check {
         name: "proxy-connected",
         run: Box::new(ready),
-    };
+    }];
+    checks.extend(health.map(|health| Check {
+        name: "interface",
+        run: Box::new(move || health.check()),
+    }));
     admin::Routes::new()
         .with_healthz()
-        .with_agent_readyz(vec![ready])
+        .with_agent_readyz(checks)
         .with_metrics(registry.clone())
         .route("/stats/prometheus", move |_| {
             let page = page.render();

@@ -10,6 +10,7 @@ use culvert_common::telemetry::logging::LogConfig;
 use http::uri::Authority;
 
 use self::flags::Flags;
+use super::interface::Interface;
 
 /// The program's name in usage texts and log file names.
 pub const PROGRAM: &str = "culvert-node-tunnel";
@@ -23,6 +24,8 @@ pub const MAX_CONNECTIONS: usize = 64;
 pub struct Config {
     /// Where it listens, and for whom.
     pub routes: Vec<Route>,
+    /// The interface to make and keep for these addresses; by default others see to it.
+    pub interface: Option<Interface>,
     /// The CONNECT port of the seed's nodeport-proxy. A name is looked up anew for each connection.
     pub proxy: HostPort,
     /// How many HTTP/2 connections to the proxy there are at once, 1 to [`MAX_CONNECTIONS`]. One
@@ -50,7 +53,7 @@ pub struct Route {
 // === impl Config ===
 
 impl Config {
-    /// Reads a command line, program name first.
+    /// Reads a command line, program name first. Flags may have one dash or two, as in Go.
     ///
     /// # Errors
     /// [`Exit`] when there is nothing to run: help was asked for (code 0), or the command line is
@@ -68,6 +71,7 @@ impl Config {
         // Destructured so that a new field can not be left out.
         let Self {
             routes,
+            interface,
             proxy,
             connections,
             stats,
@@ -77,6 +81,13 @@ impl Config {
         } = self;
         let route = |Route { listen, authority }: &Route| format!("listen={listen}={authority}");
         let mut lines: Vec<String> = routes.iter().map(route).collect();
+        if let Some(Interface {
+            name, addresses, ..
+        }) = interface
+        {
+            lines.push(format!("if={name}"));
+            lines.extend(addresses.iter().map(|address| format!("addr={address}")));
+        }
         lines.push(format!("proxy={proxy}"));
         lines.push(format!("connections={connections}"));
         lines.push(format!("stats={stats}"));

@@ -49,6 +49,10 @@ pub struct TunnelMetrics {
     pub received: Counter,
     /// Bytes of clients to the proxy.
     pub sent: Counter,
+    /// Repairs of the interface after others changed it.
+    pub interface_repairs: Counter,
+    /// Repairs of the interface that failed.
+    pub interface_failures: Counter,
     clients: Gauge,
     accepted: Counter,
     refused: Family<Refusal, Counter>,
@@ -108,6 +112,16 @@ impl TunnelMetrics {
                 "envoy_cluster_upstream_cx_tx_bytes_total",
                 &CLUSTER,
                 "Bytes of streams sent to the proxy.",
+            ),
+            interface_repairs: registry.counter(
+                "culvert_node_tunnel_interface_repairs_total",
+                &[],
+                "Repairs of the interface after others changed it.",
+            ),
+            interface_failures: registry.counter(
+                "culvert_node_tunnel_interface_failures_total",
+                &[],
+                "Repairs of the interface that failed.",
             ),
             clients: registry.gauge(
                 "culvert_node_tunnel_clients",

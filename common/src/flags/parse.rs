@@ -38,6 +38,21 @@ pub struct Exit {
     pub text: String,
 }
 
+/// A long flag with one dash as one with two: Go's own flag package, unlike pflag, reads both alike.
+/// Anything else stays as it is, `-v` and `-v3` too.
+pub fn with_two_dashes(arg: &str) -> String {
+    let name = arg.strip_prefix('-').unwrap_or_default();
+    let name = name.split('=').next().unwrap_or_default();
+    let is_digit = |c: char| c.is_ascii_digit();
+    let is_verbosity = name
+        .strip_prefix('v')
+        .is_some_and(|n| n.chars().all(is_digit));
+    match name.starts_with('-') || name.starts_with(is_digit) || name.len() < 2 || is_verbosity {
+        true => arg.to_owned(),
+        false => format!("-{arg}"),
+    }
+}
+
 /// Reads a command line, program name first.
 ///
 /// # Errors

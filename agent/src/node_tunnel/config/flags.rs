@@ -1,8 +1,10 @@
 //! The flags as they are typed: names, defaults and help texts, and what they mean together.
 
 use std::ffi::OsString;
+use std::net::IpAddr;
 
 use clap::{Args, Parser};
+use culvert_common::flags::parse::with_two_dashes;
 use culvert_common::flags::values::go_int;
 use culvert_common::flags::{
     Exit, GoDuration, HostPort, KlogFlags, Parsed, Problems, StringSlice, parse,
@@ -10,6 +12,7 @@ use culvert_common::flags::{
 use culvert_common::net::dial::split_host_port;
 use http::uri::Authority;
 
+use super::super::interface::{Interface, KIND};
 use super::{Config, MAX_CONNECTIONS, PROGRAM, Route};
 
 /// The verbosity unless `-v` is given: no line for each connection.
@@ -17,6 +20,13 @@ const VERBOSITY: &str = "--v=2";
 
 /// What an address to listen on looks like.
 const LISTEN: &str = "100.64.30.10:6443";
+
+/// What an interface's name and address look like: KKP's.
+const NAME: &str = "envoyagent";
+const ADDRESS: &str = "100.64.30.10";
+
+/// The longest name of an interface, in bytes (IFNAMSIZ without the end).
+const MAX_NAME: usize = 15;
 
 /// What an authority looks like.
 const AUTHORITY: &str = "apiserver-external.cluster-x.svc.cluster.local:443";
@@ -31,6 +41,8 @@ const PROXY: &str = "cluster-x.seed.example.com:8088";
 pub(super) struct Flags {
     #[command(flatten)]
     tunnel: TunnelFlags,
+    #[command(flatten)]
+    interface: InterfaceFlags,
     #[command(flatten)]
     operations: OperationsFlags,
     #[command(flatten)]
@@ -51,6 +63,18 @@ struct TunnelFlags {
     /// HTTP/2 connections to the proxy that all clients share
     #[arg(long, value_name = "N", default_value = "2", value_parser = go_int)]
     connections: i64,
+}
+
+#[derive(Args, Debug)]
+#[command(next_help_heading = "Interface")]
+struct InterfaceFlags {
+    /// Dummy interface to make and keep; needs CAP_NET_ADMIN. Empty makes none
+    #[arg(long = "if", value_name = "NAME", default_value = "")]
+    name: String,
+
+    /// Addresses of the interface; comma-separated, or repeated
+    #[arg(long = "addr", value_name = "IP,...")]
+    addresses: Vec<StringSlice>,
 }
 
 #[derive(Args, Debug)]
@@ -76,6 +100,12 @@ impl Flags {
     pub(super) fn read(mut args: impl Iterator<Item = OsString>) -> Result<Config, Exit> {
         let program = args.next();
         let verbosity = OsString::from(VERBOSITY);
+        // As network-interface-manager's flags are written.
+        let args = args.map(|arg| {
+            arg.to_str()
+                .map(|arg| with_two_dashes(arg).into())
+                .unwrap_or(arg)
+        });
         let args: Vec<OsString> = program.into_iter().chain([verbosity]).chain(args).collect();
         let Parsed { flags, strays } = parse::<Self, _, _>(args)?;
         flags
@@ -87,6 +117,7 @@ impl Flags {
         let p = &mut problems;
         let (tunnel, operations) = (&self.tunnel, &self.operations);
         let routes = routes(p, &StringSlice::concat(&tunnel.listen));
+        let interface = interface(p, &self.interface);
         let proxy = host_port(&tunnel.proxy, PROXY).unwrap_or_else(|reason| {
             p.error(format!("--proxy: {reason}"));
             HostPort::new("", 0)
@@ -104,6 +135,7 @@ impl Flags {
         let warnings = problems.finish()?;
         Ok(Config {
             routes,
+            interface,
             proxy,
             connections,
             stats: HostPort::new(&operations.stats_address, stats_port),
@@ -148,6 +180,50 @@ fn route(pair: &str) -> Result<Route, String> {
             "{authority:?} is no authority; write one such as {AUTHORITY}"
         )),
     }
+}
+
+fn interface(p: &mut Problems, flags: &InterfaceFlags) -> Option<Interface> {
+    let (name, texts) = (&flags.name, StringSlice::concat(&flags.addresses));
+    if name.is_empty() {
+        p.require(texts.is_empty(), || {
+            format!("--addr needs the interface to give it to; write --if={NAME}, too")
+        });
+        return None;
+    }
+    p.require(is_name(name), || {
+        format!("--if: {name:?} is no name of an interface; write one such as {NAME}")
+    });
+    p.require(!texts.is_empty(), || {
+        format!("--if needs an address for the interface; write --addr={ADDRESS}, or yours")
+    });
+    let mut addresses = Vec::new();
+    for text in &texts {
+        match text.parse::<IpAddr>() {
+            Ok(address)
+                if address.is_unspecified() || address.is_multicast() || address.is_loopback() =>
+            {
+                p.error(format!("--addr: no dummy interface can have {address}"));
+            }
+            Ok(address) if addresses.contains(&address) => {
+                p.error(format!("--addr: {address} is given twice"));
+            }
+            Ok(address) => addresses.push(address),
+            Err(_) => p.error(format!(
+                "--addr: {text:?} is no IP address; write one such as {ADDRESS}, without a prefix"
+            )),
+        }
+    }
+    Some(Interface {
+        name: name.clone(),
+        kind: KIND,
+        addresses,
+    })
+}
+
+/// What the kernel takes, without what it would replace by a number.
+fn is_name(name: &str) -> bool {
+    let is_taken = |c: char| c.is_ascii_graphic() && !matches!(c, '/' | ':' | '%');
+    name.len() <= MAX_NAME && name.chars().all(is_taken) && !matches!(name, "." | "..")
 }
 
 /// A host and a port of which neither may be left out: on all addresses of a node, everybody around

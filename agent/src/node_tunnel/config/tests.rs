@@ -38,6 +38,7 @@ fn one_listener_and_a_proxy_are_enough() {
     assert_eq!(config.stats, HostPort::new("0.0.0.0", 8002));
     assert_eq!(config.drain_timeout, Duration::from_secs(25));
     assert!(config.warnings.is_empty(), "{:?}", config.warnings);
+    assert_eq!(config.interface, None);
     let described = config.describe();
     assert!(
         described.contains(&format!("listen={API}")),
@@ -141,4 +142,64 @@ fn everything_that_is_wrong_is_named_at_once() {
         error.contains("missing port") && error.contains(":8088"),
         "{error}"
     );
+}
+
+#[test]
+fn an_interface_is_told_as_network_interface_manager_is() {
+    let line = [PROXY, "--listen", API, "-if", "envoyagent", "-addr"];
+    let config = read(&[&line[..], &["100.64.30.10,fd00::10"]].concat()).unwrap();
+    let interface = config.interface.clone().unwrap();
+    assert_eq!(
+        (interface.name.as_str(), interface.kind),
+        ("envoyagent", "dummy")
+    );
+    let addresses: Vec<String> = interface
+        .addresses
+        .iter()
+        .map(ToString::to_string)
+        .collect();
+    assert_eq!(addresses, ["100.64.30.10", "fd00::10"]);
+    let described = config.describe();
+    for line in ["if=envoyagent", "addr=100.64.30.10", "addr=fd00::10"] {
+        assert!(described.iter().any(|known| known == line), "{described:?}");
+    }
+}
+
+#[test]
+fn an_interface_that_is_wrong_says_what_to_write() {
+    for (flags, part) in [
+        (&["--if=envoyagent"][..], "write --addr=100.64.30.10"),
+        (&["--addr=100.64.30.10"], "write --if=envoyagent"),
+        (
+            &["--if=a-name-that-is-long", "--addr=10.0.0.1"],
+            "\"a-name-that-is-long\" is no name",
+        ),
+        (&["--if=a/b", "--addr=10.0.0.1"], "\"a/b\" is no name"),
+        (
+            &["--if=dummy%d", "--addr=10.0.0.1"],
+            "\"dummy%d\" is no name",
+        ),
+        (
+            &["--if=a", "--addr=10.0.0.1/32"],
+            "\"10.0.0.1/32\" is no IP address",
+        ),
+        (
+            &["--if=a", "--addr=0.0.0.0"],
+            "no dummy interface can have 0.0.0.0",
+        ),
+        (&["--if=a", "--addr=::1"], "no dummy interface can have ::1"),
+        (
+            &["--if=a", "--addr=fd00::1,ff02::1"],
+            "no dummy interface can have ff02::1",
+        ),
+        (
+            &["--if=a", "--addr=fd00::1,fd00::1"],
+            "fd00::1 is given twice",
+        ),
+    ] {
+        let line = [&[PROXY, "--listen", API][..], flags].concat();
+        let problems = read(&line).unwrap_err();
+        assert_eq!(problems.len(), 1, "{flags:?}: {problems:?}");
+        assert!(problems[0].contains(part), "{flags:?}: {problems:?}");
+    }
 }

@@ -2,7 +2,7 @@
 
 use clap::Parser;
 
-use super::{Exit, Parsed, parse};
+use super::{Exit, Parsed, parse, with_two_dashes};
 use crate::flags::values::go_int;
 use crate::flags::{GoDuration, KlogFlags, StringSlice};
 
@@ -218,4 +218,20 @@ fn problems_are_all_named() {
         exit.text,
         "Error: one\nError: two\nRun 'program --help' for all flags.\n"
     );
+}
+
+#[test]
+fn one_dash_becomes_two_before_a_long_name_only() {
+    for (arg, read) in [
+        ("-if", "--if"),
+        ("-addr=10.0.0.1", "--addr=10.0.0.1"),
+        ("-vmodule=a=1", "--vmodule=a=1"),
+    ] {
+        assert_eq!(with_two_dashes(arg), read);
+    }
+    for arg in [
+        "--if", "-v", "-v=4", "-v4", "-5s", "-", "--", "", "x-y", "é",
+    ] {
+        assert_eq!(with_two_dashes(arg), arg);
+    }
 }

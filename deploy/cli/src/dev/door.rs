@@ -171,6 +171,7 @@ fn node_settings(door: SocketAddr) -> node_config::Config {
         }],
         proxy: HostPort::new(&door.ip().to_string(), door.port()),
         connections: 2,
+        interface: None,
         stats: any_port(),
         drain_timeout: DRAIN_TIMEOUT,
         logging: LogConfig::default(),

@@ -6,6 +6,7 @@ use std::ffi::OsString;
 use std::time::Duration;
 
 use clap::{Args, Parser};
+use culvert_common::flags::parse::with_two_dashes;
 use culvert_common::flags::values::go_int;
 use culvert_common::flags::{
     Exit, GoDuration, HostPort, KlogFlags, Parsed, Problems, StringSlice, parse,
@@ -364,18 +365,7 @@ fn log_format(name: &str) -> &str {
 }
 
 fn as_pflag(arg: &str) -> String {
-    let long = |arg: &str| match arg.strip_prefix('-') {
-        Some(name) if !name.starts_with('-') => {
-            let name = name.split('=').next().unwrap_or_default();
-            name.len() > 1 && !name.starts_with(|c: char| c.is_ascii_digit())
-        }
-        _ => false,
-    };
-    let arg = if long(arg) {
-        format!("-{arg}")
-    } else {
-        arg.to_owned()
-    };
+    let arg = with_two_dashes(arg);
     match arg.strip_prefix("--log-format=") {
         Some(name) => format!("--log-format={}", log_format(name)),
         None => arg,
