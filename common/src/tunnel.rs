@@ -4,6 +4,7 @@
 //! Front ends and backends adapt their protocols to these traits; none of them knows another.
 //! Chunks are [`Bytes`], so that an adapter can hand over a buffer without copying it.
 
+pub mod allowance;
 pub mod excess;
 pub mod first_word;
 pub mod inbox;

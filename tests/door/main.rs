@@ -3,14 +3,19 @@
 //! | module | what it holds |
 //! |---|---|
 //! | [`support`] | a running nodeport-proxy and its routes, endpoints, clients |
+//! | [`frames`] | HTTP/2 in single frames |
+//! | [`judge`] | Envoy and ours, side by side |
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
 
+mod frames;
 mod support;
 
+mod abuse;
 mod balancer;
 mod changes;
 mod discovery;
 mod interface;
+mod judge;
 mod node;
 mod node_ports;
 mod peers;

@@ -380,22 +380,29 @@ impl Http2 {
 
     /// Asks for a tunnel, with bytes that do not wait for the answer.
     pub async fn open(&self, authority: &str, early: &'static [u8]) -> Result<Tunnel, StatusCode> {
+        let answer = self.connect_to(authority, early).await.unwrap();
+        match answer {
+            (StatusCode::OK, tunnel) => Ok(tunnel),
+            (status, _) => Err(status),
+        }
+    }
+
+    /// The same with whatever is answered; an error if the stream or the connection ends instead.
+    pub async fn connect_to(
+        &self,
+        authority: &str,
+        early: &'static [u8],
+    ) -> Result<(StatusCode, Tunnel), h2::Error> {
         let request = Request::connect(authority).body(()).unwrap();
-        let mut requests = timely("room for a stream", self.requests.clone().ready())
-            .await
-            .unwrap();
-        let (response, mut send) = requests.send_request(request, false).unwrap();
+        let mut requests = timely("room for a stream", self.requests.clone().ready()).await?;
+        let (response, mut send) = requests.send_request(request, false)?;
         if !early.is_empty() {
-            send.send_data(Bytes::from_static(early), false).unwrap();
+            send.send_data(Bytes::from_static(early), false)?;
         }
-        let response = timely("an answer", response).await.unwrap();
-        match response.status() {
-            StatusCode::OK => Ok(Tunnel {
-                receive: response.into_body(),
-                send,
-            }),
-            status => Err(status),
-        }
+        let response = timely("an answer", response).await?;
+        let status = response.status();
+        let receive = response.into_body();
+        Ok((status, Tunnel { receive, send }))
     }
 
     /// Sends any request and gives the status.

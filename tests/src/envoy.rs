@@ -64,6 +64,14 @@ impl Envoy {
     /// # Panics
     /// When it does not come up in [`PATIENCE`], as with a configuration that it refuses.
     pub async fn start(&self, bootstrap: &Bootstrap) -> RunningEnvoy {
+        self.start_with(bootstrap, &[]).await
+    }
+
+    /// The same with further flags.
+    ///
+    /// # Panics
+    /// As [`start`](Self::start).
+    pub async fn start_with(&self, bootstrap: &Bootstrap, flags: &[&str]) -> RunningEnvoy {
         let dir = tempfile::Builder::new().prefix("culvert-").tempdir();
         let dir = dir.expect("a temporary directory");
         // The name's ending tells Envoy what is in the file.
@@ -72,9 +80,10 @@ impl Envoy {
         let path = path.to_str().expect("a path in UTF-8");
         // Without hot restart: it would leave a file in /dev/shm behind for every start.
         #[rustfmt::skip]
-        let args = [
+        let mut args = vec![
             "--config-path", path, "--disable-hot-restart", "--concurrency", "2", "--log-level", "warning",
         ];
+        args.extend(flags);
         let mut running = RunningEnvoy {
             program: Program::spawn(&self.program, args, &[]),
             admin: bootstrap.admin,
@@ -177,7 +186,22 @@ pub struct Seed {
     pub node_ports: BTreeMap<u16, String>,
     /// The endpoints of each cluster, used in turn.
     pub clusters: BTreeMap<String, Vec<SocketAddr>>,
+    /// What an operator may set.
+    pub settings: Settings,
     admin: SocketAddr,
+}
+
+/// What an operator of the platform sets; `None` is Envoy's default. Times are such as `5s`.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Settings {
+    /// How long nothing may move on a connection that came by its server name.
+    pub sni_idle: Option<&'static str>,
+    /// How long a connection may be without a CONNECT.
+    pub connection_idle: Option<&'static str>,
+    /// How long nothing may move in a CONNECT.
+    pub stream_idle: Option<&'static str>,
+    /// The most connections to each cluster. The platform has no setting for this.
+    pub max_connections: Option<u32>,
 }
 
 impl Seed {
@@ -191,12 +215,49 @@ impl Seed {
             authorities: BTreeMap::new(),
             node_ports: BTreeMap::new(),
             clusters: BTreeMap::new(),
+            settings: Settings::default(),
             admin: local(ports),
         }
     }
 
     /// The configuration.
     pub fn bootstrap(&self) -> Bootstrap {
+        Bootstrap::new(self.admin, self.listeners(), self.all_clusters())
+    }
+
+    /// A configuration that takes its listeners from a file and follows it, as the platform's
+    /// Envoy follows its control plane: see [`publish`](Self::publish).
+    ///
+    /// # Panics
+    /// When the file cannot be written.
+    pub fn following(&self, file: &Path) -> Bootstrap {
+        self.publish(file);
+        let mut bootstrap = Bootstrap::new(self.admin, Vec::new(), self.all_clusters());
+        let config = &mut bootstrap.config;
+        config["node"] = json!({ "id": "kube", "cluster": "np-cluster" });
+        config["dynamic_resources"] = json!({
+            "lds_config": { "path_config_source": { "path": file } },
+        });
+        bootstrap
+    }
+
+    /// Replaces the listeners in a file that an Envoy follows.
+    ///
+    /// # Panics
+    /// When the file cannot be written.
+    pub fn publish(&self, file: &Path) {
+        let listeners = self.listeners().into_iter().map(|mut listener| {
+            listener["@type"] = json!("type.googleapis.com/envoy.config.listener.v3.Listener");
+            listener
+        });
+        let resources = json!({ "resources": listeners.collect::<Vec<_>>() });
+        let next = file.with_extension("next");
+        std::fs::write(&next, resources.to_string()).expect("writing Envoy's listeners");
+        // Envoy looks when a file is moved there, so that it never reads half of one.
+        std::fs::rename(next, file).expect("moving Envoy's listeners");
+    }
+
+    fn listeners(&self) -> Vec<Value> {
         let mut listeners = vec![self.stats_listener()];
         listeners.extend(self.node_ports.iter().map(|(port, cluster)| {
             let at = SocketAddr::from((Ipv4Addr::LOCALHOST, *port));
@@ -209,19 +270,29 @@ impl Seed {
         if !self.authorities.is_empty() {
             listeners.push(self.tunnel_listener());
         }
+        listeners
+    }
+
+    fn all_clusters(&self) -> Vec<Value> {
         let mut clusters = vec![cluster("service_stats", "0.05s", &[self.admin])];
-        clusters.extend(
-            self.clusters
-                .iter()
-                .map(|(name, endpoints)| cluster(name, "1s", endpoints)),
-        );
-        Bootstrap::new(self.admin, listeners, clusters)
+        clusters.extend(self.clusters.iter().map(|(name, endpoints)| {
+            let mut cluster = cluster(name, "1s", endpoints);
+            if let Some(most) = self.settings.max_connections {
+                let thresholds = json!([{ "max_connections": most }]);
+                cluster["circuit_breakers"] = json!({ "thresholds": thresholds });
+            }
+            cluster
+        }));
+        clusters
     }
 
     fn sni_listener(&self) -> Value {
         let chains = self.server_names.iter().map(|(name, cluster)| {
             let mut proxy = tcp_proxy("ingress_tcp", cluster);
             proxy["access_log"] = access_log();
+            if let Some(idle) = self.settings.sni_idle {
+                proxy["idle_timeout"] = json!(idle);
+            }
             json!({
                 "filter_chain_match": { "server_names": [name], "transport_protocol": "tls" },
                 "filters": [filter(TCP_PROXY, proxy)],
@@ -251,7 +322,7 @@ impl Seed {
             ROUTER,
             json!({ "reject_connect_request_early_data": false }),
         );
-        let manager = json!({
+        let mut manager = json!({
             "codec_type": "AUTO",
             "stat_prefix": "ingress_http",
             "route_config": { "name": "http2_connect", "virtual_hosts": hosts.collect::<Vec<_>>() },
@@ -260,6 +331,12 @@ impl Seed {
             "http2_protocol_options": { "allow_connect": true },
             "upgrade_configs": [{ "upgrade_type": "CONNECT" }],
         });
+        if let Some(idle) = self.settings.connection_idle {
+            manager["common_http_protocol_options"] = json!({ "idle_timeout": idle });
+        }
+        if let Some(idle) = self.settings.stream_idle {
+            manager["stream_idle_timeout"] = json!(idle);
+        }
         let manager = filter(HTTP_MANAGER, manager);
         listener("tunneling_listener", self.tunnel, &manager)
     }

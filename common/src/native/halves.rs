@@ -16,6 +16,7 @@ use tokio_util::task::TaskTracker;
 
 use super::window::Inbound;
 use super::{close_reason, reset_code};
+use crate::tunnel::allowance::{Allowance, Held};
 use crate::tunnel::{CLOSE_STALL, CloseReason, Sink, Source};
 
 /// Frames up to this size are put together while they wait: a task that is not read from must not
@@ -32,6 +33,8 @@ const ENOUGH_BYTES: usize = 32 * 1024;
 pub struct Chunk {
     bytes: Bytes,
     queued: Arc<Queued>,
+    /// All that was read at once: a part of it pins the whole.
+    _held: Option<Arc<Held>>,
 }
 
 /// Counts what HTTP/2 has not written yet of one stream: it throws that away when the stream is
@@ -52,6 +55,7 @@ pub struct NativeSink {
     queued: Arc<Queued>,
     /// The room that a chunk waits for, if it has as many bytes.
     enough: usize,
+    allowance: Option<Arc<Allowance>>,
     finished: bool,
     lost: CloseReason,
 }
@@ -106,6 +110,7 @@ pub fn halves(
         stream,
         queued: Arc::default(),
         enough: ENOUGH_BYTES,
+        allowance: None,
         finished: false,
         lost,
     };
@@ -115,17 +120,18 @@ pub fn halves(
 // === impl Chunk ===
 
 impl Chunk {
-    fn new(bytes: Bytes, queued: &Arc<Queued>) -> Self {
+    fn new(bytes: Bytes, queued: &Arc<Queued>, held: Option<Arc<Held>>) -> Self {
         queued.chunks.fetch_add(1, Ordering::Relaxed);
         Self {
             bytes,
             queued: queued.clone(),
+            _held: held,
         }
     }
 
     /// A chunk that nobody waits for.
     pub fn detached(bytes: Bytes) -> Self {
-        Self::new(bytes, &Arc::default())
+        Self::new(bytes, &Arc::default(), None)
     }
 }
 
@@ -152,8 +158,12 @@ impl Drop for Chunk {
 }
 
 impl Queued {
+    fn is_empty(&self) -> bool {
+        self.chunks.load(Ordering::Relaxed) == 0
+    }
+
     async fn all_written(&self) {
-        while self.chunks.load(Ordering::Relaxed) > 0 {
+        while !self.is_empty() {
             self.written.notified().await;
         }
     }
@@ -170,11 +180,18 @@ impl NativeSink {
         self
     }
 
+    /// Holds bytes toward `allowance`, and holds itself back when it is asked to.
+    #[must_use]
+    pub fn within(mut self, allowance: Arc<Allowance>) -> Self {
+        self.allowance = Some(allowance);
+        self
+    }
+
     /// Ends the connection and tells the peer why. What was sent before still reaches it, as long
     /// as the path moves: HTTP/2 forgets what it has not written of a stream that is reset, so a
     /// task of `tasks` waits for that.
     pub fn end(self, reason: CloseReason, tasks: &TaskTracker) {
-        if self.queued.chunks.load(Ordering::Relaxed) == 0 {
+        if self.queued.is_empty() {
             self.reset(reason);
         } else {
             tasks.spawn(async move {
@@ -188,6 +205,22 @@ impl NativeSink {
     fn reset(&self, reason: CloseReason) {
         // After both directions ended in order there is nothing to reset, and HTTP/2 knows.
         self.stream.lock().send_reset(reset_code(reason));
+    }
+
+    /// How much of `wanted` may go into HTTP/2's queue at once. Waits until nothing of this stream is
+    /// there while all streams hold much.
+    async fn turn(&self, wanted: usize) -> Result<usize, CloseReason> {
+        loop {
+            let limit = self.allowance.as_ref().and_then(|all| all.limit());
+            match limit {
+                None => return Ok(wanted),
+                Some(limit) if self.queued.is_empty() => return Ok(wanted.min(limit)),
+                Some(_) => tokio::select! {
+                    () = self.queued.all_written() => {}
+                    reason = aborted(&self.stream, self.lost) => return Err(reason),
+                },
+            }
+        }
     }
 
     fn poll_room(&self, cx: &mut Context<'_>, wanted: usize) -> Poll<Result<usize, CloseReason>> {
@@ -219,14 +252,14 @@ impl NativeSink {
 
 impl Sink for NativeSink {
     async fn send(&mut self, mut chunk: Bytes) -> Result<(), CloseReason> {
+        let hold = |all: &Arc<Allowance>| Arc::new(all.hold(chunk.len()));
+        let held = self.allowance.as_ref().map(hold);
         while !chunk.is_empty() {
-            let wanted = chunk.len().min(super::SEND_BYTES);
+            let wanted = self.turn(chunk.len().min(super::SEND_BYTES)).await?;
             let room = poll_fn(|cx| self.poll_room(cx, wanted)).await?;
-            let part = chunk.split_to(room.min(chunk.len()));
-            let sent = self
-                .stream
-                .lock()
-                .send_data(Chunk::new(part, &self.queued), false);
+            let part = chunk.split_to(room.min(wanted));
+            let part = Chunk::new(part, &self.queued, held.clone());
+            let sent = self.stream.lock().send_data(part, false);
             sent.map_err(|_| self.lost)?;
         }
         Ok(())
@@ -235,7 +268,7 @@ impl Sink for NativeSink {
     async fn finish(&mut self) -> Result<(), CloseReason> {
         if !self.finished {
             self.finished = true;
-            let end = Chunk::new(Bytes::new(), &self.queued);
+            let end = Chunk::new(Bytes::new(), &self.queued, None);
             // A peer that is gone already has what it wanted; the other half tells the rest.
             let _ = self.stream.lock().send_data(end, true);
         }
@@ -377,11 +410,7 @@ impl Source for NativeSource {
     }
 
     async fn aborted(&mut self) -> CloseReason {
-        let reset = poll_fn(|cx| self.sending.lock().poll_reset(cx)).await;
-        match reset {
-            Ok(code) => close_reason(code, self.lost),
-            Err(error) => reason_of(&error, self.lost),
-        }
+        aborted(&self.sending, self.lost).await
     }
 
     /// Takes every frame out of HTTP/2's queue at once, where small ones count against a budget
@@ -404,6 +433,14 @@ impl Source for NativeSource {
 impl Drop for NativeSource {
     fn drop(&mut self) {
         self.inbound.held.fetch_sub(self.held, Ordering::Relaxed);
+    }
+}
+
+/// Resolves once the peer gave the stream up, or the connection ended.
+async fn aborted(stream: &Shared, lost: CloseReason) -> CloseReason {
+    match poll_fn(|cx| stream.lock().poll_reset(cx)).await {
+        Ok(code) => close_reason(code, lost),
+        Err(error) => reason_of(&error, lost),
     }
 }
 

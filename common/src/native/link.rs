@@ -153,6 +153,13 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Taker<S> {
         self.connection.graceful_shutdown();
     }
 
+    /// Ends the connection at once, with every stream, and tells the peer that it asks for too much.
+    /// [`next`](Self::next) has to be called until it ends, to send that.
+    pub fn refuse(&mut self) {
+        let calm = h2::Reason::ENHANCE_YOUR_CALM;
+        self.connection.abrupt_shutdown(calm);
+    }
+
     /// The next stream; `None` once the connection ended in order. Drives the connection
     /// meanwhile. Cancel safe.
     ///

@@ -3,6 +3,7 @@
 use std::future::poll_fn;
 use std::io;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -11,6 +12,7 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::time::timeout;
 use tokio_util::io::poll_read_buf;
 
+use super::allowance::Allowance;
 use super::{CloseReason, Sink, Source};
 
 /// The read size of a connection that moves little.
@@ -26,6 +28,8 @@ pub struct ReadSource<R> {
     reader: R,
     buffer: BytesMut,
     size: usize,
+    /// What is read counts toward it once a sink has it.
+    allowance: Option<Arc<Allowance>>,
     lost: CloseReason,
 }
 
@@ -36,8 +40,16 @@ impl<R> ReadSource<R> {
             reader,
             buffer: BytesMut::from(early),
             size: SMALL_READ_BYTES,
+            allowance: None,
             lost,
         }
+    }
+
+    /// Reads no more at a time than `allowance` permits. Its sink holds what is read.
+    #[must_use]
+    pub fn within(mut self, allowance: Option<Arc<Allowance>>) -> Self {
+        self.allowance = allowance;
+        self
     }
 
     /// The reader.
@@ -51,7 +63,10 @@ impl<R> ReadSource<R> {
     }
 
     fn take(&mut self) -> Bytes {
-        if self.buffer.len() <= COPY_BYTES {
+        let len = self.buffer.len();
+        // What is counted by its length must not pin much more.
+        let pins = self.allowance.is_some() && len <= self.buffer.capacity() / 2;
+        if len <= COPY_BYTES || pins {
             let chunk = Bytes::copy_from_slice(&self.buffer);
             self.buffer.clear();
             chunk
@@ -65,6 +80,9 @@ impl<R: AsyncRead + Unpin> ReadSource<R> {
     /// Reads into a buffer that is there only while there is something to read: most connections
     /// idle most of the time.
     fn poll_fill(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<usize>> {
+        if let Some(limit) = self.allowance.as_ref().and_then(|all| all.limit()) {
+            self.size = self.size.min(limit);
+        }
         self.buffer.reserve(self.size);
         // The buffer may have more room than asked for; a chunk is to fit into one packet.
         let mut room = (&mut self.buffer).limit(self.size);
@@ -198,6 +216,35 @@ mod tests {
         };
         let (sent, all) = tokio::join!(sink.send(Bytes::from_static(b"second")), read);
         assert_eq!((sent, all.as_slice()), (Ok(()), b"first second".as_slice()));
+    }
+
+    #[tokio::test]
+    async fn reads_are_small_while_much_is_held_and_pin_no_more_than_they_count() {
+        let (mut near, far) = tokio::io::duplex(1 << 20);
+        let allowance = Allowance::new(1 << 24);
+        let source = ReadSource::new(far, Bytes::new(), CloseReason::ClientLost);
+        let mut source = source.within(Some(allowance.clone()));
+        near.write_all(&vec![7; 1 << 19]).await.unwrap();
+        while source.size < LARGE_READ_BYTES {
+            source.recv().await.unwrap();
+        }
+        let held = allowance.hold(1 << 24);
+        assert_eq!(source.recv().await.unwrap().unwrap().len(), 4096);
+        drop(held);
+        let mut rest = 1;
+        while rest > 0 {
+            rest = tokio::select! {
+                biased;
+                more = source.recv() => more.unwrap().unwrap().len(),
+                () = std::future::ready(()) => 0,
+            };
+        }
+        source.size = LARGE_READ_BYTES;
+        near.write_all(&[7; 20_000]).await.unwrap();
+        let chunk = source.recv().await.unwrap().unwrap();
+        // The buffer stays with the source.
+        assert_eq!((chunk.len(), source.buffer.len()), (20_000, 0));
+        assert!(source.buffer.capacity() >= LARGE_READ_BYTES);
     }
 
     #[tokio::test]

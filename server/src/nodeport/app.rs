@@ -221,10 +221,11 @@ fn pages(front: &Arc<Front>) -> admin::Routes {
         let text = front.metrics.render(&front.table);
         std::future::ready(Reply::new(StatusCode::OK, METRICS_TYPE, text))
     };
+    // Envoy's health check filter has no body.
     let told = |front: &Front| {
         std::future::ready(match front.metrics.draining.load(Ordering::Relaxed) {
-            false => Reply::text(StatusCode::OK, "ok"),
-            true => Reply::text(StatusCode::SERVICE_UNAVAILABLE, DRAINING),
+            false => Reply::text(StatusCode::OK, ""),
+            true => Reply::text(StatusCode::SERVICE_UNAVAILABLE, ""),
         })
     };
     admin::Routes::new()

@@ -46,6 +46,8 @@ label_values! {
         Address = "address",
         /// The TLS handshake failed, or was left out.
         Tls = "tls",
+        /// Most streams of an HTTP/2 connection were reset as soon as they were opened.
+        Flood = "flood",
     }
 }
 

@@ -1,10 +1,11 @@
 //! The routes in force. A change touches what differs: upstreams that stay keep their counters,
-//! their turn and their connections.
+//! their turn and their connections, and so do those that come back before the last of their
+//! connections has ended.
 
 use std::collections::{BTreeMap, HashMap};
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
-use parking_lot::RwLock;
+use parking_lot::{Mutex, RwLock};
 
 use super::routes::{Routes, UpstreamKey};
 use super::upstream::Upstream;
@@ -13,6 +14,8 @@ use super::upstream::Upstream;
 #[derive(Debug)]
 pub struct Table {
     current: RwLock<Arc<Current>>,
+    /// Upstreams that went, as long as something is connected through them.
+    retired: Mutex<HashMap<UpstreamKey, Weak<Upstream>>>,
     /// The most connections at once to one upstream.
     limit: u64,
 }
@@ -47,6 +50,7 @@ impl Table {
     pub fn new(limit: u64) -> Self {
         Self {
             current: RwLock::default(),
+            retired: Mutex::default(),
             limit,
         }
     }
@@ -54,6 +58,8 @@ impl Table {
     /// Puts `routes` in force for all connections from now on.
     pub fn apply(&self, routes: Routes) -> Change {
         let before = self.current.read().clone();
+        let mut retired = self.retired.lock();
+        retired.retain(|_, upstream| upstream.strong_count() > 0);
         let mut change = Change::default();
         let mut upstreams = BTreeMap::new();
         for (key, endpoints) in &routes.upstreams {
@@ -64,7 +70,11 @@ impl Table {
                 }
                 None => {
                     change.added += 1;
-                    Upstream::new(key.clone(), endpoints, self.limit)
+                    let back = retired.remove(key).and_then(|upstream| upstream.upgrade());
+                    let back = back.inspect(|upstream| {
+                        upstream.set_endpoints(endpoints);
+                    });
+                    back.unwrap_or_else(|| Upstream::new(key.clone(), endpoints, self.limit))
                 }
             };
             upstreams.insert(key.clone(), upstream);
@@ -74,6 +84,7 @@ impl Table {
                 change.removed += 1;
                 // Whoever looked it up a moment ago finds nobody there.
                 upstream.set_endpoints(&[]);
+                retired.insert(key.clone(), Arc::downgrade(upstream));
             }
         }
         change.rerouted = before.routes.server_names != routes.server_names
@@ -183,6 +194,28 @@ mod tests {
         assert!(table.by_server_name("b.example.com").is_none());
         assert_eq!(table.node_ports(), [30_001, 30_003]);
         assert_eq!(table.apply(next), Change::default());
+    }
+
+    #[test]
+    fn an_upstream_that_comes_back_is_the_same_while_it_is_in_use() {
+        let table = Table::new(10);
+        table.apply(routes(&[("a", 1)]));
+        let used = table.by_node_port(30_001).unwrap();
+        used.stats.opened.fetch_add(7, Ordering::Relaxed);
+        table.apply(routes(&[("b", 2)]));
+        table.apply(routes(&[("b", 2), ("c", 3)]));
+        let change = table.apply(routes(&[("a", 1)]));
+        assert_eq!((change.added, change.removed), (1, 2));
+        let back = table.by_node_port(30_001).unwrap();
+        assert!(Arc::ptr_eq(&used, &back));
+        assert_eq!(back.endpoint_count(), 1);
+
+        table.apply(Routes::default());
+        drop((used, back));
+        table.apply(routes(&[("a", 1)]));
+        let fresh = table.by_node_port(30_001).unwrap();
+        assert_eq!(fresh.stats.opened.load(Ordering::Relaxed), 0);
+        assert!(table.retired.lock().is_empty(), "nothing is kept for ever");
     }
 
     #[test]

@@ -4,50 +4,38 @@
 //! not exposed and for every other method, 503 when no endpoint accepts, 200 once one has. Bytes
 //! that come before the answer are kept.
 
+mod ending;
+mod http2;
+
 use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
-use culvert_common::native::halves::halves;
-use culvert_common::native::link::{Incoming, Taker, TakerLimits};
-use culvert_common::native::window::Inbound;
 use culvert_common::net::connect::{self, HeadReader};
 use culvert_common::net::dial::split_host_port;
 use culvert_common::net::readahead::ReadAhead;
+use culvert_common::tunnel::allowance::Allowance;
 use culvert_common::tunnel::io::{ReadSource, WriteSink, leave};
 use culvert_common::tunnel::pump::{Meter, pump};
 use culvert_common::tunnel::{CloseReason, Sink, Source};
-use http::{Method, Response, StatusCode};
+use http::StatusCode;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::TcpStream;
-use tokio::time::{sleep, timeout};
+use tokio::time::timeout;
 use tokio_rustls::TlsAcceptor;
 use tracing::debug;
 
+use self::ending::Ending;
 use super::allowed::AllowedNetworks;
 use super::front::{FIRST_WORD_TIMEOUT, Front, refusal_of};
 use super::metrics::{Entrance, Refusal, Tally};
 use super::relay::idle;
 use super::upstream::{Connected, Upstream};
 
-/// Bytes that all tunnels of one HTTP/2 connection together may hold for endpoints that do not
-/// read, before each may hold no more than 64 KiB.
-const HELD_BYTES: usize = 16 * 1024 * 1024;
-
-/// The most tunnels at once in one HTTP/2 connection, as Envoy's; a node opens further ones.
-const MAX_STREAMS: u32 = 1024;
-
 /// The largest head of an HTTP/1.1 request; Envoy takes 60 KiB.
 const MAX_HEAD_BYTES: usize = 64 * 1024;
-
-/// How far a client may send ahead on a stream of a short path.
-const WINDOW_BYTES: u32 = 256 * 1024;
-
-/// Bytes of one tunnel that may wait in HTTP/2's send queue. A client may leave many unread.
-const SEND_BYTES: usize = 64 * 1024;
 
 /// How an HTTP/2 connection begins when the client knows what it talks to (RFC 9113, 3.4); no
 /// HTTP/1 method begins with these letters.
@@ -70,6 +58,15 @@ pub struct Tunnels {
     pub require_tls: bool,
     /// Who may connect.
     pub allowed: AllowedNetworks,
+}
+
+/// An accepted CONNECT request.
+struct Tunnel<'a> {
+    connected: Connected,
+    authority: &'a str,
+    peer: SocketAddr,
+    /// Bounds what this tunnel holds for its client together with others.
+    unread: Option<Arc<Allowance>>,
 }
 
 /// A connection of a client that sends CONNECT requests; counted until dropped.
@@ -169,11 +166,13 @@ impl Tunnels {
         let head = async {
             let mut reader = HeadReader::default();
             loop {
-                if let Some(head) = reader.read(&received)? {
-                    return Ok::<_, connect::ConnectError>(Some(head));
-                }
-                if received.len() > MAX_HEAD_BYTES {
+                let head = reader.read(&received)?;
+                let len = head.as_ref().map_or(received.len(), |head| head.head_len);
+                if len > MAX_HEAD_BYTES {
                     return Err(connect::ConnectError::TooLarge);
+                }
+                if head.is_some() {
+                    return Ok(head);
                 }
                 received.reserve(4096);
                 if !matches!(read.read_buf(&mut received).await, Ok(1..)) {
@@ -217,114 +216,17 @@ impl Tunnels {
         let lost = CloseReason::ClientLost;
         let mut source = ReadSource::new(read, received.freeze(), lost);
         let mut sink = WriteSink::new(write, lost);
-        let reason = self
-            .carry((&mut source, &mut sink), connected, &head.target, peer)
-            .await;
+        let tunnel = Tunnel {
+            connected,
+            authority: &head.target,
+            peer,
+            unread: None,
+        };
+        let reason = self.carry((&mut source, &mut sink), tunnel).await;
         metrics.closed(reason);
         if reason == CloseReason::EndpointLost {
             leave(source.into_inner(), sink.into_inner()).await;
         }
-    }
-
-    async fn http2<S>(self: Arc<Self>, stream: S, peer: SocketAddr)
-    where
-        S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
-    {
-        let inbound = Arc::new(Inbound::new(WINDOW_BYTES));
-        let limits = TakerLimits {
-            held_bytes: HELD_BYTES,
-            streams: MAX_STREAMS,
-            send_bytes: SEND_BYTES,
-        };
-        let taker = Taker::new(stream, inbound.clone(), limits);
-        let mut taker = match timeout(FIRST_WORD_TIMEOUT, taker).await {
-            Ok(Ok(taker)) => taker,
-            Ok(Err(error)) => return self.refuse(Refusal::Garbage, peer, &error.to_string()),
-            Err(_) => return self.refuse(Refusal::Timeout, peer, "no HTTP/2 settings in time"),
-        };
-        let draining = self.front.draining.clone();
-        // Each stream holds one more.
-        let alone = Arc::strong_count(&inbound);
-        let (mut was_alone, mut told) = (false, false);
-        loop {
-            let next = tokio::select! {
-                next = taker.next() => next,
-                () = draining.cancelled(), if !told => {
-                    told = true;
-                    taker.drain();
-                    continue;
-                }
-                () = unused(self.front.limits.connection_idle), if !told => {
-                    let is_alone = Arc::strong_count(&inbound) == alone;
-                    told = was_alone && is_alone;
-                    was_alone = is_alone;
-                    if told {
-                        taker.drain();
-                    }
-                    continue;
-                }
-            };
-            match next {
-                Ok(Some(incoming)) => {
-                    was_alone = false;
-                    let (tunnels, inbound) = (self.clone(), inbound.clone());
-                    self.front.tasks.spawn(async move {
-                        tokio::select! {
-                            () = tunnels.stream(incoming, inbound, peer) => {}
-                            () = tunnels.front.cut.cancelled() => {}
-                        }
-                    });
-                }
-                Ok(None) => return,
-                Err(error) => {
-                    debug!(%peer, error, "an HTTP/2 connection broke");
-                    return;
-                }
-            }
-        }
-    }
-
-    /// One stream of an HTTP/2 connection.
-    async fn stream(
-        &self,
-        (request, mut respond): Incoming,
-        inbound: Arc<Inbound>,
-        peer: SocketAddr,
-    ) {
-        let metrics = &self.front.metrics;
-        let authority = request.uri().authority().map(ToString::to_string);
-        let connected = match (request.method(), authority.as_deref()) {
-            (&Method::CONNECT, Some(authority)) => tokio::select! {
-                connected = self.connect(authority, peer) => connected,
-                // The client gave up.
-                _ = std::future::poll_fn(|cx| respond.poll_reset(cx)) => return,
-            },
-            _ => {
-                metrics.http.requests.fetch_add(1, Ordering::Relaxed);
-                self.refuse(Refusal::Garbage, peer, "not a CONNECT request");
-                Err(StatusCode::NOT_FOUND)
-            }
-        };
-        let connected = match connected {
-            Ok(connected) => connected,
-            Err(status) => {
-                // Fails if the client has gone.
-                let _ = respond.send_response(answer(status), true);
-                return;
-            }
-        };
-        let Ok(send) = respond.send_response(answer(StatusCode::OK), false) else {
-            return metrics.closed(CloseReason::ClientLost);
-        };
-        let (mut source, sink) =
-            halves(send, request.into_body(), inbound, CloseReason::ClientLost);
-        let mut sink = sink.toward_any_peer();
-        let authority = authority.unwrap_or_default();
-        let reason = self
-            .carry((&mut source, &mut sink), connected, &authority, peer)
-            .await;
-        metrics.closed(reason);
-        sink.end(reason, &self.front.tasks);
     }
 
     /// Opens a connection for a request; the status to refuse it with otherwise.
@@ -339,7 +241,6 @@ impl Tunnels {
             );
             return Err(StatusCode::NOT_FOUND);
         };
-        upstream.stats.requests.fetch_add(1, Ordering::Relaxed);
         let connected = Upstream::connect(&upstream, &front.limits.upstream_keepalive).await;
         connected.map_err(|error| {
             self.refuse(refusal_of(error), peer, &format!("{authority}: {error}"));
@@ -350,14 +251,18 @@ impl Tunnels {
     async fn carry<C, K>(
         &self,
         client: (&mut C, &mut K),
-        connected: Connected,
-        authority: &str,
-        peer: SocketAddr,
+        tunnel: Tunnel<'_>,
     ) -> CloseReason
     where
         C: Source,
         K: Sink,
     {
+        let Tunnel {
+            connected,
+            authority,
+            peer,
+            unread,
+        } = tunnel;
         let Connected {
             stream, upstream, ..
         } = connected;
@@ -365,12 +270,21 @@ impl Tunnels {
         let [up, down] = Tally::both(&upstream, &self.front.metrics, &moved);
         let (mut up, mut down) = (Meter::new(up), Meter::new(down));
         let (read, write) = stream.into_split();
-        let mut source = ReadSource::new(read, Bytes::new(), CloseReason::EndpointLost);
-        let mut sink = WriteSink::new(write, CloseReason::EndpointLost);
+        let lost = CloseReason::EndpointLost;
+        let mut source = ReadSource::new(read, Bytes::new(), lost).within(unread);
+        let mut sink = WriteSink::new(write, lost);
+        let (mut asked, mut answered) = (Ending::new(client.0), Ending::new(&mut source));
+        let endpoint = (&mut answered, &mut sink);
+        let pumped = pump((&mut asked, client.1), endpoint, &mut up, &mut down);
         let reason = tokio::select! {
-            reason = pump(client, (&mut source, &mut sink), &mut up, &mut down) => reason,
+            reason = pumped => reason,
             () = idle([&moved], self.front.limits.stream_idle) => CloseReason::IdleTimeout,
         };
+        if let (Some(asked), Some(answered)) = (asked.at, answered.at)
+            && asked < answered
+        {
+            upstream.stats.times.record(answered - asked);
+        }
         debug!(
             %peer,
             authority,
@@ -384,21 +298,8 @@ impl Tunnels {
     }
 }
 
-async fn unused(bound: Option<Duration>) {
-    match bound {
-        Some(bound) => sleep(bound).await,
-        None => std::future::pending().await,
-    }
-}
-
 /// What a client is told when no endpoint accepts.
 const UNAVAILABLE: &str = "no endpoint of the Service accepted the connection\n";
-
-fn answer(status: StatusCode) -> Response<()> {
-    let mut response = Response::new(());
-    *response.status_mut() = status;
-    response
-}
 
 async fn say_and_leave<R, W>(read: R, mut write: W, answer: &[u8])
 where

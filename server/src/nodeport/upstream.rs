@@ -1,5 +1,7 @@
 //! One Service port's endpoints, and what is known about connections to them.
 
+mod times;
+
 use std::fmt::Write as _;
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -11,6 +13,7 @@ use parking_lot::RwLock;
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 
+use self::times::Times;
 use super::config::Keepalive;
 use super::routes::UpstreamKey;
 
@@ -54,8 +57,8 @@ pub struct Stats {
     pub sent: AtomicU64,
     /// Bytes from endpoints.
     pub received: AtomicU64,
-    /// CONNECT requests.
-    pub requests: AtomicU64,
+    /// From a tunnel's client's end to its endpoint's, where the client was the first.
+    pub times: Times,
 }
 
 /// An open connection to an endpoint; counted until dropped.
@@ -206,8 +209,12 @@ const SERIES: [Series; 11] = [
     (
         "envoy_cluster_upstream_cx_total",
         "counter",
-        "Connections opened to endpoints.",
-        |upstream| upstream.stats.opened.load(Ordering::Relaxed),
+        "Attempts to connect to endpoints.",
+        |upstream| {
+            let Stats { opened, failed, timed_out, .. } = &upstream.stats;
+            let all = [opened, failed, timed_out];
+            all.iter().map(|count| count.load(Ordering::Relaxed)).sum()
+        },
     ),
     (
         "envoy_cluster_upstream_cx_connect_fail",
@@ -245,8 +252,8 @@ const SERIES: [Series; 11] = [
     (
         "envoy_cluster_upstream_rq_total",
         "counter",
-        "CONNECT requests.",
-        |upstream| upstream.stats.requests.load(Ordering::Relaxed),
+        "Connections and CONNECT requests that reached an endpoint.",
+        |upstream| upstream.stats.opened.load(Ordering::Relaxed),
     ),
     (
         "envoy_cluster_circuit_breakers_default_cx_open",
@@ -265,6 +272,15 @@ pub fn write_series(upstreams: &[Arc<Upstream>], page: &mut String) {
             let (key, value) = (&upstream.key, value(upstream));
             let _ = writeln!(page, "{name}{{envoy_cluster_name=\"{key}\"}} {value}");
         }
+    }
+    let name = times::NAME;
+    let _ = writeln!(
+        page,
+        "# HELP {name} Milliseconds from a tunnel's client's end to its endpoint's.\n\
+         # TYPE {name} histogram"
+    );
+    for upstream in upstreams {
+        upstream.stats.times.write(&upstream.key, page);
     }
 }
 

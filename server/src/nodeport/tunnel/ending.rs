@@ -1,0 +1,37 @@
+//! A source that remembers when it ended.
+
+use bytes::Bytes;
+use culvert_common::tunnel::{CloseReason, Source};
+use tokio::time::Instant;
+
+/// Passes everything on.
+pub struct Ending<'a, S> {
+    source: &'a mut S,
+    /// When it ended in order.
+    pub at: Option<Instant>,
+}
+
+impl<'a, S> Ending<'a, S> {
+    /// Of a source that has not ended.
+    pub fn new(source: &'a mut S) -> Self {
+        Self { source, at: None }
+    }
+}
+
+impl<S: Source> Source for Ending<'_, S> {
+    async fn recv(&mut self) -> Result<Option<Bytes>, CloseReason> {
+        let next = self.source.recv().await;
+        if next == Ok(None) {
+            self.at = Some(Instant::now());
+        }
+        next
+    }
+
+    async fn aborted(&mut self) -> CloseReason {
+        self.source.aborted().await
+    }
+
+    async fn fill(&mut self) {
+        self.source.fill().await;
+    }
+}

@@ -1,0 +1,94 @@
+//! How long endpoints go on after their clients have ended: `envoy_cluster_upstream_rq_time`.
+//!
+//! An Envoy times a request from its end to the end of the response. A tunnel's request ends when
+//! its client does, so that is what its histogram shows of CONNECT; connections by name or by node
+//! port have none.
+
+use std::fmt::Write as _;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use crate::nodeport::routes::UpstreamKey;
+
+/// The family's name.
+pub const NAME: &str = "envoy_cluster_upstream_rq_time";
+
+/// Upper bounds in milliseconds, without `+Inf`: Envoy's.
+const BOUNDS: [f64; 19] = [
+    0.5, 1.0, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0, 1e3, 2.5e3, 5e3, 1e4, 3e4, 6e4, 3e5, 6e5,
+    1.8e6, 3.6e6,
+];
+
+/// A histogram, in milliseconds.
+#[derive(Debug, Default)]
+pub struct Times {
+    /// Of each bound, not cumulative.
+    counts: [AtomicU64; BOUNDS.len()],
+    /// Beyond the last bound.
+    more: AtomicU64,
+    sum: AtomicU64,
+}
+
+// === impl Times ===
+
+impl Times {
+    /// Counts one.
+    pub fn record(&self, time: Duration) {
+        let millis = time.as_secs_f64() * 1e3;
+        let bound = BOUNDS.iter().position(|bound| millis <= *bound);
+        let count = bound.and_then(|bound| self.counts.get(bound));
+        count.unwrap_or(&self.more).fetch_add(1, Ordering::Relaxed);
+        self.sum.fetch_add(millis as u64, Ordering::Relaxed);
+    }
+
+    /// Appends the series of one upstream, unless there was nothing to count yet: Envoy has none then
+    /// either, and there may be thousands.
+    pub fn write(&self, key: &UpstreamKey, page: &mut String) {
+        let cluster = format!("envoy_cluster_name=\"{key}\"");
+        let mut total = 0;
+        let mut lines = String::new();
+        for (bound, count) in BOUNDS.iter().zip(&self.counts) {
+            total += count.load(Ordering::Relaxed);
+            let _ = writeln!(lines, "{NAME}_bucket{{{cluster},le=\"{bound}\"}} {total}");
+        }
+        total += self.more.load(Ordering::Relaxed);
+        if total == 0 {
+            return;
+        }
+        let sum = self.sum.load(Ordering::Relaxed);
+        let _ = writeln!(
+            page,
+            "{lines}{NAME}_bucket{{{cluster},le=\"+Inf\"}} {total}\n\
+             {NAME}_sum{{{cluster}}} {sum}\n{NAME}_count{{{cluster}}} {total}"
+        );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_fall_into_buckets_that_add_up() {
+        let times = Times::default();
+        let key = UpstreamKey::of_service("ns", "a", "");
+        let mut page = String::new();
+        times.write(&key, &mut page);
+        assert_eq!(page, "");
+        for millis in [0, 5, 6, 9_000_000] {
+            times.record(Duration::from_millis(millis));
+        }
+        times.write(&key, &mut page);
+        for line in [
+            "_bucket{envoy_cluster_name=\"ns/a\",le=\"0.5\"} 1",
+            "_bucket{envoy_cluster_name=\"ns/a\",le=\"5\"} 2",
+            "_bucket{envoy_cluster_name=\"ns/a\",le=\"10\"} 3",
+            "_bucket{envoy_cluster_name=\"ns/a\",le=\"3600000\"} 3",
+            "_bucket{envoy_cluster_name=\"ns/a\",le=\"+Inf\"} 4",
+            "_sum{envoy_cluster_name=\"ns/a\"} 9000011",
+            "_count{envoy_cluster_name=\"ns/a\"} 4",
+        ] {
+            assert!(page.contains(&format!("{NAME}{line}\n")), "{line}: {page}");
+        }
+    }
+}

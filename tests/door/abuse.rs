@@ -1,0 +1,337 @@
+//! Clients of the CONNECT port that mean ill, in raw frames of HTTP/2. Each is kept within bounds,
+//! its connection is closed, and nobody else notices.
+
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use culvert::lab::services::Services;
+use culvert_tests::eventually;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+use tokio::net::tcp::OwnedWriteHalf;
+use tokio::time::timeout;
+
+use crate::frames::{
+    self, CONTINUATION, DATA, END_HEADERS, Frames, GOAWAY, HEADERS, INITIAL_WINDOW_SIZE, PING,
+    RST_STREAM, SETTINGS, Settings, WINDOW_UPDATE, connect_fields, field, frame,
+};
+use crate::support::{Door, Http2, Tunnel, Upstream, timely};
+
+const RAW: &str = "raw.demo.svc.cluster.local:443";
+const SILENT: &str = "silent.demo.svc.cluster.local:443";
+
+/// What a flood may add to the program's memory: far less than what is sent.
+const FLOOD_BYTES: u64 = 16 << 20;
+
+/// The same for one client that reads none of a thousand tunnels: 24 MiB that the tunnels share, and
+/// what a thousand tasks and sockets take in a build without optimisations.
+const UNREAD_BYTES: u64 = 48 << 20;
+
+/// PROTOCOL_ERROR and ENHANCE_YOUR_CALM of RFC 9113.
+const PROTOCOL_ERROR: u32 = 1;
+const CALM: u32 = 11;
+
+/// How long a peer that answers nothing is borne with: a ping is answered within 20 s.
+const SILENCE: Duration = Duration::from_secs(60);
+
+/// A door, and a tunnel of somebody who means well.
+struct Stage {
+    door: Door,
+    _services: Services,
+    _client: Http2,
+    bystander: Tunnel,
+    before: u64,
+}
+
+impl Stage {
+    async fn new(flags: &[&str]) -> Self {
+        let services = Services::start().await.unwrap();
+        let routes = [
+            Upstream::new("demo/raw", services.raw).authority(RAW),
+            Upstream::new("demo/silent", services.silent).authority(SILENT),
+        ];
+        let door = Door::start_with(&routes, flags).await;
+        let client = Http2::connect(door.tunneling).await;
+        let mut bystander = client.open(RAW, b"echo\n").await.unwrap();
+        bystander.say(b"x");
+        assert_eq!(bystander.hear(1).await, b"x");
+        let before = door.program.rss();
+        Self {
+            door,
+            _services: services,
+            _client: client,
+            bystander,
+            before,
+        }
+    }
+
+    fn at(&self) -> SocketAddr {
+        self.door.tunneling
+    }
+
+    /// Nobody else has noticed, and memory is within `bound`.
+    async fn is_well(&mut self, bound: u64) {
+        self.bystander.say(b"y");
+        assert_eq!(self.bystander.hear(1).await, b"y");
+        let other = Http2::connect(self.door.tunneling).await;
+        let mut tunnel = other.open(RAW, b"download 100000\n").await.unwrap();
+        assert_eq!(tunnel.hear(100_001).await.len(), 100_000);
+        let more = self.door.program.rss().saturating_sub(self.before);
+        assert!(more < bound, "{} KiB more than before", more / 1024);
+    }
+}
+
+/// Sends `bytes` again and again until the door has closed the connection, or for `limit`; whether
+/// it has.
+async fn flood(write: &mut OwnedWriteHalf, bytes: &[u8], limit: Duration) -> bool {
+    let all = async { while write.write_all(bytes).await.is_ok() {} };
+    timeout(limit, all).await.is_ok()
+}
+
+/// Floods a new connection while all that comes is read, and says with which error it was closed.
+/// The reset behind it may have thrown the last frame away.
+async fn answered_flood(at: SocketAddr, begin: &[u8], bytes: &[u8]) -> Option<u32> {
+    let (mut frames, mut write) = frames::connect(at, &[]).await;
+    // Fails if that is enough.
+    let _ = write.write_all(begin).await;
+    let (closed, goaway) = tokio::join!(
+        flood(&mut write, bytes, SILENCE),
+        frames.next_of(GOAWAY)
+    );
+    assert!(closed, "the connection stays open");
+    goaway.map(|frame| frame.code())
+}
+
+fn is_closed_for(code: u32, seen: Option<u32>, what: &str) {
+    assert!(seen.is_none_or(|seen| seen == code), "{what}: {seen:?}");
+}
+
+#[tokio::test]
+async fn a_header_block_without_an_end() {
+    let mut stage = Stage::new(&[]).await;
+    let begin = frame(HEADERS, 0, 1, &connect_fields(RAW));
+    // Fields of 100 bytes, so that each frame can be decoded by itself.
+    let fields = field("x", &"y".repeat(96)).repeat(160);
+    for (what, block) in [
+        ("empty", Vec::new()),
+        ("small", field("x", "y")),
+        ("large", fields),
+    ] {
+        let more = frame(CONTINUATION, 0, 1, &block);
+        let seen = answered_flood(stage.at(), &begin, &more).await;
+        is_closed_for(CALM, seen, what);
+        stage.is_well(FLOOD_BYTES).await;
+    }
+    // One field that never ends: a value of 2 GiB, of which 16 KiB come at a time.
+    let endless = [&[0, 1, b'x', 0x7f], &[0xff; 4][..], &[7]].concat();
+    let begin = frame(HEADERS, 0, 1, &[connect_fields(RAW), endless].concat());
+    let more = frame(CONTINUATION, 0, 1, &[b'y'; 16_384]);
+    let seen = answered_flood(stage.at(), &begin, &more).await;
+    assert!(matches!(seen, None | Some(CALM | PROTOCOL_ERROR)), "{seen:?}");
+    stage.is_well(FLOOD_BYTES).await;
+}
+
+#[tokio::test]
+async fn a_header_list_of_many_mebibytes_in_few_bytes() {
+    let mut stage = Stage::new(&[]).await;
+    // A field of 4,000 bytes in the dynamic table, then one byte for each further copy of it.
+    let value = [&[0x40, 1, b'x', 0x7f], &[0x9d, 30][..], &[b'y'; 3996]].concat();
+    let block = [connect_fields(RAW), value, vec![0x80 | 62; 12_000]].concat();
+    let bomb = frame(HEADERS, END_HEADERS, 1, &block);
+    let (mut frames, mut write) = frames::connect(stage.at(), &[]).await;
+    write.write_all(&bomb).await.unwrap();
+    let goaway = frames.next_of(GOAWAY).await;
+    is_closed_for(CALM, goaway.map(|frame| frame.code()), "48 MB");
+    stage.is_well(FLOOD_BYTES).await;
+}
+
+#[tokio::test]
+async fn streams_that_are_reset_as_soon_as_they_are_opened() {
+    for authority in [SILENT, "other.demo.svc.cluster.local:443"] {
+        let mut stage = Stage::new(&[]).await;
+        let (mut frames, mut write) = frames::connect(stage.at(), &[]).await;
+        let send = async {
+            let fields = connect_fields(authority);
+            for id in (1..2_000_001).step_by(2) {
+                let open = frame(HEADERS, END_HEADERS, id, &fields);
+                let reset = frame(RST_STREAM, 0, id, &8u32.to_be_bytes());
+                if write.write_all(&[open, reset].concat()).await.is_err() {
+                    return;
+                }
+            }
+            panic!("a million streams were not enough");
+        };
+        let ((), goaway) = tokio::join!(send, frames.next_of(GOAWAY));
+        is_closed_for(CALM, goaway.map(|frame| frame.code()), authority);
+        // Whichever end of the door has noticed it.
+        stage.is_well(FLOOD_BYTES).await;
+        let opened = stage
+            .door
+            .value(
+                "envoy_cluster_upstream_cx_total",
+                &[("envoy_cluster_name", "demo/silent")],
+            )
+            .await;
+        assert!(opened < 1024.0, "{opened} connections to the endpoint");
+    }
+}
+
+#[tokio::test]
+async fn many_that_give_up_are_borne_with_among_as_many_that_do_not() {
+    let mut stage = Stage::new(&["--max-connections=5000"]).await;
+    let (mut frames, mut write) = frames::connect(stage.at(), &[]).await;
+    let mut id = 1;
+    for _ in 0..600 {
+        // One is answered and ended, the next is given up at once.
+        let unknown = connect_fields("other.demo.svc.cluster.local:443");
+        let open = frame(HEADERS, END_HEADERS, id, &unknown);
+        write.write_all(&open).await.unwrap();
+        let answer = frames.next_of(HEADERS).await.unwrap();
+        assert_eq!(answer.status(), Some(404));
+        let given_up = frame(HEADERS, END_HEADERS, id + 2, &unknown);
+        let reset = frame(RST_STREAM, 0, id + 2, &8u32.to_be_bytes());
+        write.write_all(&[given_up, reset].concat()).await.unwrap();
+        id += 4;
+    }
+    stage.is_well(FLOOD_BYTES).await;
+    assert_eq!(stage.door.refused("tunneling", "flood").await, 0.0);
+}
+
+#[tokio::test]
+async fn frames_that_ask_for_answers_which_nobody_reads() {
+    let mut stage = Stage::new(&[]).await;
+    let at = stage.at();
+    let pings = frame(PING, 0, 0, &[7; 8]).repeat(1000);
+    let settings = frame(SETTINGS, 0, 0, &[0, 4, 0, 0, 255, 255]).repeat(1000);
+    let (_unread, mut one) = frames::connect(at, &[]).await;
+    let (_unread2, mut two) = frames::connect(at, &[]).await;
+    let both = async {
+        tokio::join!(
+            flood(&mut one, &pings, SILENCE),
+            flood(&mut two, &settings, SILENCE)
+        )
+    };
+    let meanwhile = async {
+        for _ in 0..10 {
+            tokio::time::sleep(Duration::from_millis(200)).await;
+            stage.is_well(FLOOD_BYTES).await;
+        }
+    };
+    let (closed, ()) = tokio::join!(both, meanwhile);
+    assert_eq!(closed, (true, true), "PING and SETTINGS");
+    stage.is_well(FLOOD_BYTES).await;
+}
+
+#[tokio::test]
+async fn frames_that_carry_nothing() {
+    let mut stage = Stage::new(&[]).await;
+    let begin = frame(HEADERS, END_HEADERS, 1, &connect_fields(RAW));
+    let empty = frame(DATA, 0, 1, &[]).repeat(1000);
+    let seen = answered_flood(stage.at(), &begin, &empty).await;
+    is_closed_for(CALM, seen, "empty DATA");
+    stage.is_well(FLOOD_BYTES).await;
+}
+
+#[tokio::test]
+async fn what_follows_a_refused_connect_reaches_nobody() {
+    let stage = Stage::new(&[]).await;
+    let smuggled = format!("CONNECT {RAW} HTTP/1.1\r\n\r\ndownload 10\n");
+    for (refused, status) in [
+        ("CONNECT other.demo.svc.cluster.local:443", "404 Not Found"),
+        ("CONNECT raw.demo.svc.cluster.local", "400 Bad Request"),
+        ("GET http://raw.demo.svc.cluster.local:443/", "404 Not Found"),
+    ] {
+        let mut stream = TcpStream::connect(stage.at()).await.unwrap();
+        let both = format!("{refused} HTTP/1.1\r\ncontent-length: 0\r\n\r\n{smuggled}");
+        stream.write_all(both.as_bytes()).await.unwrap();
+        let mut heard = String::new();
+        timely("the end", stream.read_to_string(&mut heard)).await.unwrap();
+        assert!(heard.starts_with(&format!("HTTP/1.1 {status}\r\n")), "{heard}");
+        assert_eq!(heard.matches("HTTP/1.1 ").count(), 1, "{heard}");
+    }
+    // The bystander's, and no other.
+    let labels = [("envoy_cluster_name", "demo/raw")];
+    let opened = stage.door.value("envoy_cluster_upstream_cx_total", &labels);
+    assert_eq!(opened.await, 1.0);
+}
+
+/// Opens a thousand tunnels whose endpoints send for ever, with windows that let them.
+async fn a_thousand(at: SocketAddr, settings: Settings<'_>) -> (Frames, OwnedWriteHalf) {
+    let (mut frames, mut write) = frames::connect(at, settings).await;
+    let all = frame(WINDOW_UPDATE, 0, 0, &(i32::MAX - 65_535).to_be_bytes());
+    write.write_all(&all).await.unwrap();
+    for id in (1..2000).step_by(2) {
+        let open = frame(HEADERS, END_HEADERS, id, &connect_fields(RAW));
+        write.write_all(&open).await.unwrap();
+        let answer = frames.next_of(HEADERS).await.unwrap();
+        assert_eq!(answer.status(), Some(200));
+    }
+    for id in (1..2000).step_by(2) {
+        let ask = frame(DATA, 0, id, b"download 1000000000000\n");
+        write.write_all(&ask).await.unwrap();
+    }
+    (frames, write)
+}
+
+/// Waits until nothing more comes from the endpoints.
+async fn stands_still(door: &Door) {
+    let labels = [("envoy_cluster_name", "demo/raw")];
+    let mut before = -1.0;
+    eventually("the tunnels stand still", SILENCE, async || {
+        tokio::time::sleep(Duration::from_millis(500)).await;
+        let sent = door
+            .value("envoy_cluster_upstream_cx_rx_bytes_total", &labels)
+            .await;
+        let last = std::mem::replace(&mut before, sent);
+        (last == sent).then_some(()).ok_or(sent)
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_thousand_tunnels_that_are_not_read_hold_no_more_than_they_share() {
+    for (what, window) in [("nothing is read", 1 << 30), ("windows are used up", 100_000)] {
+        let mut stage = Stage::new(&["--max-connections=3000"]).await;
+        let settings = [(INITIAL_WINDOW_SIZE, window)];
+        let (mut frames, mut write) = a_thousand(stage.at(), &settings).await;
+        if window == 100_000 {
+            // All that comes is read, and no window is given back.
+            let mut left = 1000 * 100_000;
+            while left > 0 {
+                let data = frames.next_of(DATA).await.expect("an open connection");
+                left -= data.payload.len();
+            }
+        }
+        stands_still(&stage.door).await;
+        let more = stage.door.program.rss().saturating_sub(stage.before);
+        eprintln!("{what}: {} KiB", more / 1024);
+        stage.is_well(UNREAD_BYTES).await;
+        // None is forgotten: each goes on when it may.
+        let mut windows = Vec::new();
+        for id in (1..2000).step_by(2) {
+            windows.extend(frame(WINDOW_UPDATE, 0, id, &50_000u32.to_be_bytes()));
+        }
+        let mut moved = std::collections::HashSet::new();
+        let go_on = async {
+            write.write_all(&windows).await.unwrap();
+            while moved.len() < 1000 {
+                let data = frames.next_of(DATA).await.expect("an open connection");
+                moved.insert(data.stream);
+            }
+        };
+        let all = timeout(Duration::from_secs(30), go_on).await;
+        eprintln!("{what}: moved {} {}", moved.len(), all.is_ok());
+        let metrics = stage.door.metrics().await;
+        for l in metrics.text().lines().filter(|l| l.contains("demo/raw")||l.contains("refused_total")||l.contains("closed_total")) { eprintln!("{l}"); }
+        assert!(all.is_ok());
+        drop((frames, write));
+        let labels = [("envoy_cluster_name", "demo/raw")];
+        eventually("only the bystander's is left", SILENCE, async || {
+            let open = stage.door.value("envoy_cluster_upstream_cx_active", &labels);
+            let open = open.await;
+            (open == 1.0).then_some(()).ok_or(open)
+        })
+        .await;
+        stage.is_well(UNREAD_BYTES).await;
+    }
+}

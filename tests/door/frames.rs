@@ -1,0 +1,130 @@
+//! HTTP/2 in single frames, for what no client library would send.
+
+use std::net::SocketAddr;
+
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
+
+use crate::support::timely;
+
+pub const DATA: u8 = 0;
+pub const HEADERS: u8 = 1;
+pub const RST_STREAM: u8 = 3;
+pub const SETTINGS: u8 = 4;
+pub const PING: u8 = 6;
+pub const GOAWAY: u8 = 7;
+pub const WINDOW_UPDATE: u8 = 8;
+pub const CONTINUATION: u8 = 9;
+
+pub const END_HEADERS: u8 = 4;
+
+const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+
+/// The settings that the client of [`connect`] announces, by id.
+pub type Settings<'a> = &'a [(u16, u32)];
+
+pub const INITIAL_WINDOW_SIZE: u16 = 4;
+
+/// A frame that was received.
+#[derive(Debug)]
+pub struct Frame {
+    pub kind: u8,
+    pub stream: u32,
+    pub payload: Vec<u8>,
+}
+
+/// What the peer sends.
+pub struct Frames(OwnedReadHalf);
+
+/// Begins HTTP/2 and leaves the rest to the caller.
+pub async fn connect(door: SocketAddr, settings: Settings<'_>) -> (Frames, OwnedWriteHalf) {
+    let stream = TcpStream::connect(door).await.unwrap();
+    stream.set_nodelay(true).unwrap();
+    let (read, mut write) = stream.into_split();
+    let mut payload = Vec::new();
+    for (id, value) in settings {
+        payload.extend(id.to_be_bytes());
+        payload.extend(value.to_be_bytes());
+    }
+    let begin = [PREFACE, &frame(SETTINGS, 0, 0, &payload)].concat();
+    write.write_all(&begin).await.unwrap();
+    (Frames(read), write)
+}
+
+/// One frame as bytes.
+pub fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
+    let len = u32::try_from(payload.len()).unwrap().to_be_bytes();
+    let mut bytes = vec![len[1], len[2], len[3], kind, flags];
+    bytes.extend(stream.to_be_bytes());
+    bytes.extend(payload);
+    bytes
+}
+
+/// A header field in HPACK: a new name, not indexed, not compressed.
+pub fn field(name: &str, value: &str) -> Vec<u8> {
+    let mut bytes = vec![0];
+    for text in [name, value] {
+        let len = u8::try_from(text.len()).unwrap();
+        assert!(len < 127, "longer texts have longer lengths");
+        bytes.push(len);
+        bytes.extend(text.as_bytes());
+    }
+    bytes
+}
+
+/// The fields of a CONNECT request.
+pub fn connect_fields(authority: &str) -> Vec<u8> {
+    [field(":method", "CONNECT"), field(":authority", authority)].concat()
+}
+
+impl Frames {
+    /// The next frame; `None` once the connection has ended, in whatever way.
+    pub async fn next(&mut self) -> Option<Frame> {
+        let mut head = [0; 9];
+        timely("a frame", self.0.read_exact(&mut head)).await.ok()?;
+        let len = u32::from_be_bytes([0, head[0], head[1], head[2]]);
+        let mut payload = vec![0; len as usize];
+        self.0.read_exact(&mut payload).await.ok()?;
+        Some(Frame {
+            kind: head[3],
+            stream: u32::from_be_bytes([head[5], head[6], head[7], head[8]]),
+            payload,
+        })
+    }
+
+    /// The next frame of one kind, without those before it.
+    pub async fn next_of(&mut self, kind: u8) -> Option<Frame> {
+        loop {
+            let next = self.next().await?;
+            if next.kind == kind {
+                return Some(next);
+            }
+        }
+    }
+}
+
+impl Frame {
+    /// The error code of RST_STREAM and GOAWAY.
+    pub fn code(&self) -> u32 {
+        let at = if self.kind == GOAWAY { 4 } else { 0 };
+        let bytes = self.payload[at..at + 4].try_into().unwrap();
+        u32::from_be_bytes(bytes)
+    }
+
+    /// The status of a response, where it is one of those that HPACK has in its table.
+    pub fn status(&self) -> Option<u16> {
+        // Behind a change of the dynamic table's size.
+        let first = self.payload.iter().find(|byte| *byte & 0xe0 != 0x20)?;
+        [(8, 200), (12, 400), (13, 404), (14, 500)]
+            .iter()
+            .find_map(|(index, status)| (*first == 0x80 | index).then_some(*status))
+    }
+
+    /// One of the values that SETTINGS announce.
+    pub fn setting(&self, id: u16) -> Option<u32> {
+        let mut entries = self.payload.chunks_exact(6);
+        let entry = entries.find(|entry| entry[..2] == id.to_be_bytes())?;
+        Some(u32::from_be_bytes(entry[2..].try_into().unwrap()))
+    }
+}

@@ -1,0 +1,184 @@
+//! Envoy as the judge: the same client does the same at both doors, side by side.
+//!
+//! The Envoy is configured as KKP's control plane does it. A row says what a client, or an endpoint,
+//! sees: at both the same, or what at each. docs/compatibility.md has the reasons where they differ.
+//!
+//! | module | what it holds |
+//! |---|---|
+//! | [`clients`], [`endpoints`] | those that look on, at either end |
+//! | [`names`] | TLS by server name: who is found, who is closed |
+//! | [`answers`] | what a CONNECT is answered |
+//! | [`ends`] | half closes and resets, by every way in |
+//! | [`limits`] | idle times, circuit breakers, endpoints that do not accept |
+//! | [`changes`] | one route changes under open connections |
+//! | [`node`] | what a node's end sends to a seed |
+//! | [`stats`] | health and metrics |
+
+mod clients;
+mod endpoints;
+
+mod answers;
+mod changes;
+mod ends;
+mod limits;
+mod names;
+mod node;
+mod stats;
+
+use std::collections::BTreeMap;
+use std::net::{Ipv4Addr, SocketAddr};
+
+use culvert_tests::envoy::{Envoy, RunningEnvoy, Seed, Settings};
+use culvert_tests::ports::Ports;
+
+use crate::support::{Door, Upstream};
+
+/// Where one of the two doors is.
+#[derive(Clone, Debug)]
+pub struct Side {
+    pub sni: SocketAddr,
+    pub tunnel: SocketAddr,
+    pub stats: SocketAddr,
+    /// By upstream.
+    pub node_ports: BTreeMap<String, SocketAddr>,
+}
+
+/// Both doors, with the same routes.
+pub struct Pair {
+    pub envoy: Side,
+    pub ours: Side,
+    pub running: RunningEnvoy,
+    pub door: Door,
+    _ports: Ports,
+}
+
+/// An upstream that is reached by server name and by CONNECT.
+pub fn exposed(name: &str, endpoint: SocketAddr) -> Upstream {
+    Upstream::new(&format!("demo/{name}"), endpoint)
+        .server_name(&server_name(name))
+        .authority(&authority(name))
+}
+
+pub fn server_name(name: &str) -> String {
+    format!("{name}.example.com")
+}
+
+pub fn authority(name: &str) -> String {
+    format!("{name}.demo.svc.cluster.local:443")
+}
+
+impl Pair {
+    /// Nothing, and a line on stderr, where there is no Envoy.
+    pub async fn start(upstreams: &[Upstream]) -> Option<Self> {
+        Self::start_with(upstreams, Settings::default()).await
+    }
+
+    pub async fn start_with(upstreams: &[Upstream], settings: Settings) -> Option<Self> {
+        let envoy = Envoy::get()?;
+        let mut ports = Ports::default();
+        let mut seed = Seed::new(&mut ports);
+        seed.settings = settings;
+        // The two have the same node ports but not the same address to have them at.
+        let local = |port| SocketAddr::from((Ipv4Addr::LOCALHOST, port));
+        let (mut theirs, mut own) = (BTreeMap::new(), BTreeMap::new());
+        for upstream in upstreams {
+            add(&mut seed, upstream);
+            for port in &upstream.node_ports {
+                let other = ports.next_port();
+                seed.node_ports.insert(other, upstream.name.clone());
+                theirs.insert(upstream.name.clone(), local(other));
+                own.insert(upstream.name.clone(), local(*port));
+            }
+        }
+        let running = envoy.start(&seed.bootstrap()).await;
+        let flags = flags(&settings);
+        let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
+        let door = Door::start_with(upstreams, &flags).await;
+        Some(Self {
+            envoy: Side {
+                sni: seed.sni,
+                tunnel: seed.tunnel,
+                stats: seed.stats,
+                node_ports: theirs,
+            },
+            ours: Side {
+                sni: door.sni,
+                tunnel: door.tunneling,
+                stats: door.stats,
+                node_ports: own,
+            },
+            running,
+            door,
+            _ports: ports,
+        })
+    }
+
+    /// What is seen at either, one after the other.
+    pub async fn see<T>(&self, look: impl AsyncFn(&Side) -> T) -> [T; 2] {
+        [look(&self.envoy).await, look(&self.ours).await]
+    }
+
+    /// What is seen at either, at once: for what takes its time.
+    pub async fn see_together<T>(&self, look: impl AsyncFn(&Side) -> T) -> [T; 2] {
+        let (envoy, ours) = tokio::join!(look(&self.envoy), look(&self.ours));
+        [envoy, ours]
+    }
+}
+
+/// Adds names, authorities and endpoints to a seed.
+pub fn add(seed: &mut Seed, upstream: &Upstream) {
+    let cluster = &upstream.name;
+    for name in &upstream.server_names {
+        seed.server_names.insert(name.clone(), cluster.clone());
+    }
+    for authority in &upstream.authorities {
+        seed.authorities.insert(authority.clone(), cluster.clone());
+    }
+    seed.clusters
+        .insert(cluster.clone(), upstream.endpoints.clone());
+}
+
+/// KKP's settings as our flags.
+fn flags(settings: &Settings) -> Vec<String> {
+    let idle = [
+        ("sni-listener", settings.sni_idle),
+        ("tunneling-connection", settings.connection_idle),
+        ("tunneling-stream", settings.stream_idle),
+    ];
+    let idle = idle.into_iter().filter_map(|(what, time)| {
+        let time = time?;
+        Some(format!("--{what}-idle-timeout={time}"))
+    });
+    let most = settings.max_connections;
+    idle.chain(most.map(|most| format!("--max-connections={most}")))
+        .collect()
+}
+
+/// Compares what was seen with what is known, row by row, and panics at the end with all rows that
+/// are wrong.
+#[derive(Default)]
+pub struct Verdicts(Vec<String>);
+
+impl Verdicts {
+    /// Both do the same.
+    pub fn same(&mut self, case: &str, seen: [String; 2], both: &str) {
+        self.differ(case, seen, both, both);
+    }
+
+    /// They differ, and that is on purpose.
+    pub fn differ(&mut self, case: &str, [envoy, ours]: [String; 2], at_envoy: &str, at_ours: &str) {
+        for (door, seen, known) in [("envoy", envoy, at_envoy), ("ours", ours, at_ours)] {
+            if seen != known {
+                self.0
+                    .push(format!("{case}, {door}: {seen:?} instead of {known:?}"));
+            }
+        }
+    }
+}
+
+impl Drop for Verdicts {
+    fn drop(&mut self) {
+        let quiet = self.0.is_empty() || std::thread::panicking();
+        assert!(quiet, "{}", self.0.join("\n"));
+    }
+}

@@ -1,0 +1,179 @@
+//! Clients that say in words what they saw.
+
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::{Request, StatusCode};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+use tokio::time::timeout;
+
+use super::{Side, authority, server_name};
+use crate::support::{Http2, Tunnel, timely};
+
+/// The ways in that a plain socket takes.
+#[derive(Clone, Copy, Debug)]
+pub enum Way {
+    Sni,
+    NodePort,
+    Http1,
+}
+
+/// A whole ClientHello of TLS 1.2 in one record, with a server name or without.
+pub fn hello(name: Option<&str>) -> Vec<u8> {
+    let two = |len: usize| u16::try_from(len).unwrap().to_be_bytes();
+    let vector = |bytes: &[u8]| [&two(bytes.len()), bytes].concat();
+    // supported_groups: x25519.
+    let mut extensions = vec![0, 10, 0, 4, 0, 2, 0, 29];
+    if let Some(name) = name {
+        let host = [&[0], vector(name.as_bytes()).as_slice()].concat();
+        extensions.extend([0, 0]);
+        extensions.extend(vector(&vector(&host)));
+    }
+    let mut body = vec![3, 3];
+    body.extend([7; 32]);
+    body.extend([0, 0, 2, 0xc0, 0x2f, 1, 0]);
+    body.extend(vector(&extensions));
+    let [high, low] = two(body.len());
+    let message = [&[1, 0, high, low], body.as_slice()].concat();
+    [&[22, 3, 1], vector(&message).as_slice()].concat()
+}
+
+/// A connection through the door to an upstream; the endpoint sees a ClientHello first if it came
+/// by its server name.
+pub async fn open(side: &Side, way: Way, name: &str) -> TcpStream {
+    let at = match way {
+        Way::Sni => side.sni,
+        Way::NodePort => side.node_ports[&format!("demo/{name}")],
+        Way::Http1 => side.tunnel,
+    };
+    let mut stream = TcpStream::connect(at).await.unwrap();
+    match way {
+        Way::Sni => {
+            let hello = hello(Some(&server_name(name)));
+            stream.write_all(&hello).await.unwrap();
+        }
+        Way::NodePort => {}
+        Way::Http1 => {
+            let head = http1(&mut stream, &authority(name)).await;
+            assert_eq!(status(&head), "HTTP/1.1 200 OK");
+        }
+    }
+    stream
+}
+
+/// Sends a CONNECT and reads the head of the answer; less if the connection ends.
+pub async fn http1(stream: &mut TcpStream, authority: &str) -> Vec<u8> {
+    let request = format!("CONNECT {authority} HTTP/1.1\r\nHost: {authority}\r\n\r\n");
+    stream.write_all(request.as_bytes()).await.unwrap();
+    head(stream).await
+}
+
+/// Reads to the empty line, or to the end.
+pub async fn head(stream: &mut TcpStream) -> Vec<u8> {
+    let mut head = Vec::new();
+    while !head.ends_with(b"\r\n\r\n") {
+        match timely("an answer", stream.read_u8()).await {
+            Ok(byte) => head.push(byte),
+            Err(_) => break,
+        }
+    }
+    head
+}
+
+/// The first line.
+pub fn status(head: &[u8]) -> String {
+    let text = String::from_utf8_lossy(head);
+    text.lines().next().unwrap_or_default().to_owned()
+}
+
+/// How long a door may take to close by itself a connection that it has no more to say to.
+const PATIENCE: Duration = Duration::from_secs(3);
+
+/// All that comes until the end, and how that looks.
+pub async fn rest(stream: &mut TcpStream) -> String {
+    let mut heard = Vec::new();
+    let end = timely("the end", stream.read_to_end(&mut heard)).await;
+    let end = end.map_or("reset", |_| "end");
+    format!("{}{end}", String::from_utf8_lossy(&heard))
+}
+
+/// Says something to a port; the status lines of all answers, and how the connection ends.
+pub async fn converse(at: SocketAddr, bytes: &[u8]) -> String {
+    speak(at, bytes, false).await
+}
+
+/// The same, with the client's end behind it.
+pub async fn last_words(at: SocketAddr, bytes: &[u8]) -> String {
+    speak(at, bytes, true).await
+}
+
+async fn speak(at: SocketAddr, bytes: &[u8], last: bool) -> String {
+    let Ok(mut stream) = TcpStream::connect(at).await else {
+        return "refused".to_owned();
+    };
+    // Both fail if the door has heard enough.
+    let _ = stream.write_all(bytes).await;
+    if last {
+        let _ = stream.shutdown().await;
+    }
+    let mut heard = Vec::new();
+    let end = match timeout(PATIENCE, stream.read_to_end(&mut heard)).await {
+        Ok(Ok(_)) => "end",
+        Ok(Err(_)) => "reset",
+        Err(_) => "open",
+    };
+    let heard = format!("{}{end}", String::from_utf8_lossy(&heard));
+    let lines = heard.split("HTTP/1.1 ").skip(1);
+    let lines: Vec<&str> = lines.filter_map(|answer| answer.lines().next()).collect();
+    match lines.is_empty() {
+        true => heard,
+        false => format!("{}, {end}", lines.join(", ")),
+    }
+}
+
+/// Opens a tunnel in a stream of HTTP/2.
+pub async fn http2(client: &Http2, name: &str) -> Result<Tunnel, StatusCode> {
+    client.open(&authority(name), b"").await
+}
+
+/// The status of a CONNECT, or what ends instead.
+pub async fn http2_status(client: &Http2, authority: &str) -> String {
+    match client.connect_to(authority, b"").await {
+        Ok((status, _)) => status.as_u16().to_string(),
+        Err(error) if error.is_reset() => "reset".to_owned(),
+        Err(_) => "lost".to_owned(),
+    }
+}
+
+/// The status of a GET.
+pub async fn http2_get(client: &Http2, authority: &str) -> String {
+    let get = Request::get(format!("http://{authority}/"));
+    let status = client.ask(get.body(()).unwrap()).await;
+    status.as_u16().to_string()
+}
+
+/// All that comes until the end of a stream, and how that looks.
+pub async fn http2_rest(tunnel: &mut Tunnel) -> String {
+    let mut heard = Vec::new();
+    let end = loop {
+        match timely("bytes or the end", tunnel.receive.data()).await {
+            Some(Ok(bytes)) => {
+                let control = tunnel.receive.flow_control();
+                control.release_capacity(bytes.len()).unwrap();
+                heard.extend_from_slice(&bytes);
+            }
+            Some(Err(error)) => break if error.is_reset() { "reset" } else { "lost" },
+            None => break "end",
+        }
+    };
+    format!("{}{end}", String::from_utf8_lossy(&heard))
+}
+
+/// Sends bytes on a stream.
+pub fn say(tunnel: &mut Tunnel, bytes: &'static [u8]) {
+    let sent = tunnel.send.send_data(Bytes::from_static(bytes), false);
+    // Fails if the stream was reset.
+    sent.ok();
+}

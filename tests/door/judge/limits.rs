@@ -1,0 +1,282 @@
+//! What ends by itself, and what is too much.
+
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use culvert::lab::services::{BANNER, Services};
+use culvert_tests::envoy::Settings;
+use culvert_tests::{BlackHole, black_hole};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::time::timeout;
+
+use super::clients::{Way, converse, hello, http2, http2_rest, http2_status, open, rest, say};
+use super::endpoints::{Endpoint, counts_late};
+use super::{Pair, Side, Verdicts, authority, exposed, server_name};
+use crate::frames::{self, GOAWAY, SETTINGS};
+use crate::support::{Http2, Upstream, timely};
+
+const GONE: ([u8; 4], u16) = ([127, 0, 0, 1], 1);
+
+/// A pair whose upstream `two` has a bad endpoint beside a good one, and whose upstream `one` has
+/// only the bad one.
+async fn bad(bad: SocketAddr, good: SocketAddr) -> Option<Pair> {
+    let mut two = exposed("two", good);
+    two.endpoints.push(bad);
+    Pair::start(&[two, exposed("one", bad)]).await
+}
+
+/// How many of eight connections by name reach the endpoint.
+async fn reached(side: &Side) -> String {
+    let mut reached = 0;
+    for _ in 0..8 {
+        let mut stream = open(side, Way::Sni, "two").await;
+        let mut heard = vec![0; BANNER.len()];
+        let read = timely("the banner", stream.read_exact(&mut heard)).await;
+        reached += usize::from(read.is_ok());
+    }
+    match reached {
+        8 => "all",
+        0 => "none",
+        _ => "some",
+    }
+    .to_owned()
+}
+
+#[tokio::test]
+async fn an_endpoint_that_refuses() {
+    let services = Services::start().await.unwrap();
+    let Some(pair) = bad(GONE.into(), services.first).await else {
+        return;
+    };
+    let mut verdicts = Verdicts::default();
+    let hello = hello(Some(&server_name("one")));
+    let seen = pair
+        .see(async |side| converse(side.sni, &hello).await)
+        .await;
+    verdicts.differ("alone, by name", seen, "reset", "end");
+    verdicts.differ("beside another", pair.see(reached).await, "some", "all");
+}
+
+#[tokio::test]
+async fn an_endpoint_that_does_not_answer() {
+    let services = Services::start().await.unwrap();
+    let hole: BlackHole = black_hole().await;
+    let Some(pair) = bad(hole.addr(), services.first).await else {
+        return;
+    };
+    let mut verdicts = Verdicts::default();
+    let hello = hello(Some(&server_name("one")));
+    let seen = pair
+        .see_together(async |side| converse(side.sni, &hello).await)
+        .await;
+    verdicts.differ("alone, by name", seen, "reset", "end");
+    let status = async |side: &Side| {
+        let client = Http2::connect(side.tunnel).await;
+        http2_status(&client, &authority("one")).await
+    };
+    // One answer, so there was no 200 before the endpoint had accepted.
+    let seen = pair.see_together(status).await;
+    verdicts.same("alone, by CONNECT", seen, "503");
+    let seen = pair.see_together(reached).await;
+    verdicts.differ("beside another", seen, "some", "all");
+}
+
+#[tokio::test]
+async fn what_stands_still_for_too_long_is_closed() {
+    let services = Services::start().await.unwrap();
+    let settings = Settings {
+        sni_idle: Some("1s"),
+        connection_idle: Some("1s"),
+        stream_idle: Some("1s"),
+        ..Settings::default()
+    };
+    let upstreams = [exposed("first", services.first)];
+    let Some(pair) = Pair::start_with(&upstreams, settings).await else {
+        return;
+    };
+    let mut verdicts = Verdicts::default();
+    let banner = String::from_utf8(BANNER.to_vec()).unwrap();
+    for (way, known) in [
+        // The ClientHello comes back, too; it has bytes that are no text.
+        (Way::Sni, "end"),
+        (Way::Http1, "end"),
+    ] {
+        let look = async |side: &Side| {
+            let mut stream = open(side, way, "first").await;
+            let heard = rest(&mut stream).await;
+            assert!(heard.starts_with(&banner), "{heard}");
+            heard[heard.len() - known.len()..].to_owned()
+        };
+        verdicts.same(&format!("{way:?}"), pair.see_together(look).await, known);
+    }
+    let stream = async |side: &Side| {
+        let client = Http2::connect(side.tunnel).await;
+        let mut tunnel = http2(&client, "first").await.unwrap();
+        let heard = http2_rest(&mut tunnel).await;
+        heard.strip_prefix(&banner).unwrap().to_owned()
+    };
+    let seen = pair.see_together(stream).await;
+    verdicts.same("a stream of HTTP/2", seen, "reset");
+    let connection = async |side: &Side| {
+        let (mut frames, _write) = frames::connect(side.tunnel, &[]).await;
+        let goaway = frames.next_of(GOAWAY).await;
+        goaway.map_or("end".to_owned(), |frame| format!("goaway {}", frame.code()))
+    };
+    let seen = pair.see_together(connection).await;
+    verdicts.same("HTTP/2 without streams", seen, "goaway 0");
+}
+
+#[tokio::test]
+async fn no_answer_is_too_late_for_an_open_tunnel() {
+    let services = Services::start().await.unwrap();
+    let late = Endpoint::start(counts_late).await;
+    let upstreams = [
+        exposed("raw", services.raw),
+        exposed("late", late.address),
+    ];
+    let Some(pair) = Pair::start(&upstreams).await else {
+        return;
+    };
+    let mut verdicts = Verdicts::default();
+    let look = async |side: &Side| {
+        let client = Http2::connect(side.tunnel).await;
+        let mut open = http2(&client, "raw").await.unwrap();
+        say(&mut open, b"echo\nx");
+        assert_eq!(open.hear(1).await, b"x");
+        let mut ended = http2(&client, "late").await.unwrap();
+        say(&mut ended, b"go12345");
+        ended.finish();
+        let late = http2_rest(&mut ended).await;
+        say(&mut open, b"y");
+        let echo = open.hear(1).await;
+        format!("{late}, {}", String::from_utf8_lossy(&echo))
+    };
+    let seen = pair.see_together(look).await;
+    // Its route timeout of 15 s begins when the client has ended.
+    verdicts.differ("16 s", seen, "reset, y", "5 end, y");
+}
+
+#[tokio::test]
+async fn there_are_no_more_connections_than_allowed() {
+    let services = Services::start().await.unwrap();
+    let settings = Settings {
+        max_connections: Some(2),
+        ..Settings::default()
+    };
+    let other = Upstream::new("demo/other", services.raw).authority(&authority("other"));
+    let first = exposed("first", services.first);
+    let upstreams = [exposed("raw", services.raw), first, other];
+    let Some(pair) = Pair::start_with(&upstreams, settings).await else {
+        return;
+    };
+    let mut verdicts = Verdicts::default();
+    let connect = async |side: &Side| {
+        let client = Http2::connect(side.tunnel).await;
+        let mut open = Vec::new();
+        for _ in 0..2 {
+            open.push(http2(&client, "raw").await.unwrap());
+        }
+        let known = authority("raw");
+        let mut third = Box::pin(http2_status(&client, &known));
+        let at_once = timeout(Duration::from_secs(1), &mut third).await;
+        let others = http2_status(&client, &authority("other")).await;
+        open.pop().unwrap().finish();
+        let seen = match at_once {
+            Ok(status) => status,
+            Err(_) => format!("waits, {}", third.await),
+        };
+        format!("{seen}, other {others}")
+    };
+    let seen = pair.see(connect).await;
+    verdicts.differ("CONNECT", seen, "waits, 200, other 200", "503, other 200");
+    let by_name = async |side: &Side| {
+        let mut streams = Vec::new();
+        for _ in 0..2 {
+            let mut stream = open(side, Way::Sni, "first").await;
+            let mut heard = vec![0; BANNER.len()];
+            timely("the banner", stream.read_exact(&mut heard)).await.unwrap();
+            streams.push(stream);
+        }
+        let third = hello(Some(&server_name("first")));
+        converse(side.sni, &third).await
+    };
+    verdicts.differ("by name", pair.see(by_name).await, "reset", "end");
+}
+
+#[tokio::test]
+async fn the_defaults_that_kkp_leaves_alone() {
+    let services = Services::start().await.unwrap();
+    let Some(pair) = Pair::start(&[exposed("raw", services.raw)]).await else {
+        return;
+    };
+    let mut verdicts = Verdicts::default();
+    let settings = async |side: &Side| {
+        let (mut frames, _write) = frames::connect(side.tunnel, &[]).await;
+        let settings = frames.next_of(SETTINGS).await.unwrap();
+        let [streams, window] = [3, 4].map(|id| settings.setting(id).unwrap_or(0));
+        format!("{streams} streams, {window} bytes ahead")
+    };
+    let seen = pair.see(settings).await;
+    verdicts.differ(
+        "HTTP/2",
+        seen,
+        "1024 streams, 16777216 bytes ahead",
+        "1024 streams, 262144 bytes ahead",
+    );
+    let admin = pair.running.admin;
+    let text = async |path| {
+        let (_, _, body) = culvert_tests::metrics::http_get(admin, path).await.unwrap();
+        String::from_utf8(body.to_vec()).unwrap()
+    };
+    let clusters = text("/clusters").await;
+    for (limit, known) in [
+        ("connections", 1024),
+        ("pending_requests", 1024),
+        ("requests", 1024),
+        ("retries", 3),
+    ] {
+        let line = format!("demo/raw::default_priority::max_{limit}::{known}\n");
+        assert!(clusters.contains(&line), "{clusters}");
+    }
+    pair.door
+        .program
+        .wait_for_log("max-connections=1024", crate::support::LIMIT)
+        .await;
+    let info = text("/server_info").await;
+    assert!(info.contains("\"drain_time\": \"600s\""), "{info}");
+}
+
+#[tokio::test]
+async fn a_client_that_reads_nothing_stops_its_endpoint() {
+    let services = Services::start().await.unwrap();
+    let Some(pair) = Pair::start(&[exposed("raw", services.raw)]).await else {
+        return;
+    };
+    let mut verdicts = Verdicts::default();
+    let stall = async |side: &Side| {
+        let mut stream = open(side, Way::Http1, "raw").await;
+        stream.write_all(b"download 1000000000\n").await.unwrap();
+        let client = Http2::connect(side.tunnel).await;
+        let mut tunnel = http2(&client, "raw").await.unwrap();
+        say(&mut tunnel, b"download 1000000000\n");
+        let received = async || {
+            let metrics = culvert_tests::metrics::http_get(side.stats, "/stats/prometheus");
+            let (_, _, body) = metrics.await.unwrap();
+            let page = std::str::from_utf8(&body).unwrap();
+            let metrics = culvert_tests::metrics::Metrics::parse(page).unwrap();
+            let cluster = [("envoy_cluster_name", "demo/raw")];
+            let name = "envoy_cluster_upstream_cx_rx_bytes_total";
+            metrics.value(name, &cluster).unwrap_or_default()
+        };
+        let mut before = 0.0;
+        culvert_tests::eventually("it stands still", crate::support::LIMIT, async || {
+            tokio::time::sleep(Duration::from_millis(300)).await;
+            let last = std::mem::replace(&mut before, received().await);
+            (last > 0.0 && last == before).then_some(()).ok_or(before)
+        })
+        .await;
+        // Far less than what there is to come: buffers of the door's and the kernel's.
+        if before < 64e6 { "stopped" } else { "goes on" }.to_owned()
+    };
+    verdicts.same("unread", pair.see(stall).await, "stopped");
+}

@@ -1,0 +1,158 @@
+//! Health and metrics, as probes and dashboards see them.
+
+use std::collections::BTreeSet;
+
+use culvert::lab::services::{BANNER, Services};
+use culvert_tests::eventually;
+use culvert_tests::metrics::{Metrics, http_get};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+
+use super::clients::{Way, hello, http2, http2_rest, http2_status, open, rest, say};
+use super::{Pair, Side, Verdicts, authority, exposed, server_name};
+use crate::support::{Http2, LIMIT, timely};
+
+async fn page(side: &Side) -> String {
+    let (status, _, body) = http_get(side.stats, "/stats/prometheus").await.unwrap();
+    assert!(status.is_success(), "{status}");
+    String::from_utf8(body.to_vec()).unwrap()
+}
+
+#[tokio::test]
+async fn health_is_answered_alike() {
+    let Some(pair) = Pair::start(&[]).await else {
+        return;
+    };
+    let mut verdicts = Verdicts::default();
+    let health = async |side: &Side| {
+        let (status, _, body) = http_get(side.stats, "/healthz").await.unwrap();
+        format!("{} {:?}", status.as_u16(), String::from_utf8_lossy(&body))
+    };
+    verdicts.same("/healthz", pair.see(health).await, "200 \"\"");
+    let unknown = async |side: &Side| {
+        let (status, ..) = http_get(side.stats, "/").await.unwrap();
+        status.as_u16().to_string()
+    };
+    verdicts.same("/", pair.see(unknown).await, "404");
+}
+
+/// Connections that end in the ways that count: two by name, of which one stays open, and CONNECTs
+/// whose client ends first, whose endpoint does, that are reset, and that lead nowhere.
+async fn traffic(side: &Side) -> (Http2, TcpStream) {
+    let echo = BANNER.len() + hello(Some(&server_name("first"))).len();
+    let mut named = Vec::new();
+    for _ in 0..2 {
+        let mut stream = open(side, Way::Sni, "first").await;
+        let mut heard = vec![0; echo];
+        timely("an echo", stream.read_exact(&mut heard)).await.unwrap();
+        named.push(stream);
+    }
+    let mut last = named.pop().unwrap();
+    last.shutdown().await.unwrap();
+    assert_eq!(rest(&mut last).await, "end");
+    let client = Http2::connect(side.tunnel).await;
+    let mut tunnel = http2(&client, "asked").await.unwrap();
+    say(&mut tunnel, b"echo\n0123456789");
+    assert_eq!(tunnel.hear(10).await.len(), 10);
+    tunnel.finish();
+    assert_eq!(http2_rest(&mut tunnel).await, "end");
+    let mut tunnel = http2(&client, "told").await.unwrap();
+    say(&mut tunnel, b"download 10\n");
+    assert_eq!(tunnel.hear(11).await.len(), 10);
+    let mut tunnel = http2(&client, "reset").await.unwrap();
+    tunnel.send.send_reset(h2::Reason::CANCEL);
+    assert_eq!(http2_status(&client, &authority("gone")).await, "503");
+    assert_eq!(http2_status(&client, &authority("other")).await, "404");
+    (client, named.pop().unwrap())
+}
+
+/// One series of a cluster.
+fn value(page: &str, name: &str, series: &str) -> String {
+    let name = format!("demo/{name}");
+    let labels = [("envoy_cluster_name", name.as_str())];
+    let metrics = Metrics::parse(page).unwrap();
+    let value = metrics.value(&format!("envoy_cluster_{series}"), &labels);
+    value.map_or("absent".to_owned(), |value| value.to_string())
+}
+
+/// Name and type of every family of Envoy's.
+fn families(page: &str) -> BTreeSet<String> {
+    let types = page.lines().filter_map(|line| line.strip_prefix("# TYPE "));
+    let theirs = types.filter(|line| line.starts_with("envoy_"));
+    theirs.map(str::to_owned).collect()
+}
+
+/// The upper bounds of a histogram's buckets.
+fn bounds(page: &str) -> BTreeSet<String> {
+    let metrics = Metrics::parse(page).unwrap();
+    let buckets = metrics.samples("envoy_cluster_upstream_rq_time_bucket");
+    buckets.map(|bucket| bucket.labels["le"].clone()).collect()
+}
+
+#[tokio::test]
+async fn dashboards_find_the_same_series() {
+    let services = Services::start().await.unwrap();
+    let mut upstreams = vec![
+        exposed("first", services.first),
+        exposed("gone", ([127, 0, 0, 1], 1).into()),
+    ];
+    upstreams.extend(["asked", "told", "reset"].map(|name| exposed(name, services.raw)));
+    let Some(pair) = Pair::start(&upstreams).await else {
+        return;
+    };
+    let _open = pair.see(traffic).await;
+    // An Envoy fills its histograms every 5 s.
+    eventually("all is counted", LIMIT, async || {
+        let time = async |side: &Side| value(&page(side).await, "asked", "upstream_rq_time_count");
+        let seen = pair.see(time).await;
+        (seen == ["1", "1"]).then_some(()).ok_or(seen.join(", "))
+    })
+    .await;
+    let pages = pair.see(page).await;
+    let mut verdicts = Verdicts::default();
+    let hello = hello(Some(&server_name("first"))).len();
+    let sent = (2 * hello).to_string();
+    let received = (2 * (hello + BANNER.len())).to_string();
+    for (name, series, both) in [
+        ("first", "membership_total", "1"),
+        ("first", "membership_healthy", "1"),
+        ("first", "upstream_cx_total", "2"),
+        ("first", "upstream_cx_active", "1"),
+        ("first", "upstream_cx_connect_fail", "0"),
+        ("first", "upstream_cx_tx_bytes_total", sent.as_str()),
+        ("first", "upstream_cx_rx_bytes_total", received.as_str()),
+        ("first", "upstream_rq_total", "2"),
+        ("first", "upstream_rq_time_count", "absent"),
+        ("asked", "upstream_cx_total", "1"),
+        ("asked", "upstream_cx_active", "0"),
+        ("asked", "upstream_cx_tx_bytes_total", "15"),
+        ("asked", "upstream_cx_rx_bytes_total", "10"),
+        ("asked", "upstream_rq_total", "1"),
+        ("asked", "upstream_rq_time_count", "1"),
+        ("told", "upstream_rq_total", "1"),
+        ("told", "upstream_rq_time_count", "absent"),
+        ("reset", "upstream_rq_time_count", "absent"),
+        ("gone", "upstream_cx_total", "1"),
+        ("gone", "upstream_cx_connect_fail", "1"),
+        ("gone", "upstream_rq_total", "0"),
+        ("gone", "upstream_rq_time_count", "absent"),
+    ] {
+        let seen = [0, 1].map(|door| value(&pages[door], name, series));
+        verdicts.same(&format!("{series} of {name}"), seen, both);
+    }
+    let http = |page: &str| {
+        let metrics = Metrics::parse(page).unwrap();
+        let labels = [("envoy_http_conn_manager_prefix", "ingress_http")];
+        let values = ["cx_active", "rq_total"].map(|series| {
+            let name = format!("envoy_http_downstream_{series}");
+            metrics.value(&name, &labels).unwrap_or_default().to_string()
+        });
+        values.join(", ")
+    };
+    let seen = [0, 1].map(|door| http(&pages[door]));
+    verdicts.same("connections and requests", seen, "1, 5");
+    assert_eq!(bounds(&pages[0]), bounds(&pages[1]));
+    let (theirs, own) = (families(&pages[0]), families(&pages[1]));
+    let strange: Vec<&String> = own.difference(&theirs).collect();
+    assert!(strange.is_empty(), "an Envoy does not have {strange:?}");
+}
