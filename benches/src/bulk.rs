@@ -11,7 +11,7 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep};
 
-use crate::door::Door;
+use crate::entry::Entry;
 use crate::load::{Echo, percentiles};
 use crate::report::Figures;
 use crate::rows::{BULK_RATE, MIB, P50, P99};
@@ -32,20 +32,20 @@ pub struct Bulk {
 impl Bulk {
     /// Adds downloads.
     #[must_use]
-    pub fn downloads(mut self, door: &Door, target: SocketAddr, count: usize) -> Self {
+    pub fn downloads(mut self, entry: &Entry, target: SocketAddr, count: usize) -> Self {
         for _ in 0..count {
-            let (door, moved) = (door.clone(), Arc::clone(&self.moved));
-            self.tasks.spawn(download(door, target, moved));
+            let (entry, moved) = (entry.clone(), Arc::clone(&self.moved));
+            self.tasks.spawn(download(entry, target, moved));
         }
         self
     }
 
     /// Adds uploads.
     #[must_use]
-    pub fn uploads(mut self, door: &Door, target: SocketAddr, count: usize) -> Self {
+    pub fn uploads(mut self, entry: &Entry, target: SocketAddr, count: usize) -> Self {
         for _ in 0..count {
-            let (door, moved) = (door.clone(), Arc::clone(&self.moved));
-            self.tasks.spawn(upload(door, target, moved));
+            let (entry, moved) = (entry.clone(), Arc::clone(&self.moved));
+            self.tasks.spawn(upload(entry, target, moved));
         }
         self
     }
@@ -92,8 +92,8 @@ pub struct Mark {
     moved: u64,
 }
 
-async fn download(door: Door, target: SocketAddr, moved: Arc<AtomicU64>) -> anyhow::Result<()> {
-    let mut stream = door.open(target).await?;
+async fn download(entry: Entry, target: SocketAddr, moved: Arc<AtomicU64>) -> anyhow::Result<()> {
+    let mut stream = entry.open(target).await?;
     let command = format!("download {}\n", u64::MAX);
     stream.write_all(command.as_bytes()).await?;
     stream.flush().await?;
@@ -106,8 +106,8 @@ async fn download(door: Door, target: SocketAddr, moved: Arc<AtomicU64>) -> anyh
     }
 }
 
-async fn upload(door: Door, target: SocketAddr, moved: Arc<AtomicU64>) -> anyhow::Result<()> {
-    let mut stream = door.open(target).await?;
+async fn upload(entry: Entry, target: SocketAddr, moved: Arc<AtomicU64>) -> anyhow::Result<()> {
+    let mut stream = entry.open(target).await?;
     let command = format!("upload {}\n", u64::MAX);
     stream.write_all(command.as_bytes()).await?;
     for piece in pattern::pieces(u64::MAX) {
@@ -122,13 +122,13 @@ async fn upload(door: Door, target: SocketAddr, moved: Arc<AtomicU64>) -> anyhow
 /// # Errors
 /// When an echo or a download fails.
 pub async fn echo_beside(
-    door: &Door,
+    entry: &Entry,
     target: SocketAddr,
     time: Duration,
 ) -> anyhow::Result<Figures> {
-    let mut bulk = Bulk::default().downloads(door, target, BESIDE);
+    let mut bulk = Bulk::default().downloads(entry, target, BESIDE);
     sleep(RAMP).await;
-    let mut echo = Echo::open(door, target).await?;
+    let mut echo = Echo::open(entry, target).await?;
     let mut times = Vec::new();
     let mark = bulk.mark();
     while mark.at.elapsed() < time {
@@ -144,11 +144,11 @@ pub async fn echo_beside(
 /// # Errors
 /// When it fails.
 pub async fn far_download(
-    door: &Door,
+    entry: &Entry,
     target: SocketAddr,
     [ramp, time]: [Duration; 2],
 ) -> anyhow::Result<f64> {
-    let mut bulk = Bulk::default().downloads(door, target, 1);
+    let mut bulk = Bulk::default().downloads(entry, target, 1);
     sleep(ramp).await;
     bulk.rate(time).await
 }
@@ -163,13 +163,13 @@ mod tests {
     async fn both_directions_move_and_echoes_come_back() {
         let endpoints = Endpoints::start().await.unwrap();
         let (target, time) = (endpoints.lean(), Duration::from_millis(50));
-        let door = Door::Plain(target);
-        let mut down = Bulk::default().downloads(&door, target, 2);
-        let mut up = Bulk::default().uploads(&door, target, 2);
+        let entry = Entry::Plain(target);
+        let mut down = Bulk::default().downloads(&entry, target, 2);
+        let mut up = Bulk::default().uploads(&entry, target, 2);
         sleep(time).await;
         assert!(down.rate(time).await.unwrap() > 0.0);
         assert!(up.rate(time).await.unwrap() > 0.0);
-        let figures = echo_beside(&door, target, time).await.unwrap();
+        let figures = echo_beside(&entry, target, time).await.unwrap();
         assert!(figures.iter().all(|(_, value)| *value > 0.0), "{figures:?}");
     }
 
@@ -177,7 +177,7 @@ mod tests {
     async fn what_ends_or_does_not_begin_is_an_error() {
         // Nothing listens on port 1.
         let nowhere = SocketAddr::from(([127, 0, 0, 1], 1));
-        let mut bulk = Bulk::default().downloads(&Door::Plain(nowhere), nowhere, 1);
+        let mut bulk = Bulk::default().downloads(&Entry::Plain(nowhere), nowhere, 1);
         bulk.rate(Duration::from_millis(50)).await.unwrap_err();
     }
 }

@@ -1,74 +1,283 @@
-//! Where a load enters: a tunnel's front end, a relay, or the endpoint itself.
+//! The subcommand `door`: a seed's front door and a node's end of it, compared with Envoy and haproxy.
+//!
+//! | module | what it holds |
+//! |---|---|
+//! | [`rows`] | what is measured |
+//! | [`contenders`] | who is measured, and their running programs |
+//! | [`measure`] | how one row of one contender is measured |
+//! | [`change`] | one Service changed among many |
+//! | [`targets`] | what is expected of ours |
+//!
+//! Turns are taken as in `tunnel`: every round measures every row, and every row one contender right after
+//! the other, beginning with another one each time.
 
-use std::net::SocketAddr;
-use std::path::{Path, PathBuf};
-use std::time::Duration;
+mod change;
+mod contenders;
+mod measure;
+mod rows;
+mod targets;
 
-use anyhow::{Context as _, bail};
-use culvert::lab::client::{self, BoxedStream, FrontEnd};
-use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
-use tokio::net::{TcpStream, UnixStream};
+use anyhow::ensure;
+use clap::{Args, ValueEnum};
 
-/// How long one dial may take.
-const DIAL_LIMIT: Duration = Duration::from_secs(30);
+use self::contenders::{CONTENDERS, Contender, ENVOY, HAPROXY};
+use self::measure::{Lab, Started};
+use self::rows::{ROWS, Row};
+use crate::measure::Subject as _;
+use crate::memory;
+use crate::options::{Common, chosen};
+use crate::report::{Comparison, Figures, Report, is_usable, tell};
+use crate::rows::{
+    CPU_PER_DIAL, CPU_PER_ECHO, CPU_PER_GIB, DIAL_RATE, IDLE_MEMORY, MEMORY, MEMORY_START, P50,
+    RATE,
+};
+use crate::svg::{Picture, bar, panel};
+use crate::topology::{DIRECT, OURS, Programs};
 
-/// The longest answer to a CONNECT that is read, in bytes.
-const MAX_HEAD: usize = 4096;
+/// Our door, compared with Envoy at both ends and with haproxy.
+pub static COMPARISON: Comparison = Comparison {
+    contenders: &[OURS, ENVOY, HAPROXY, DIRECT],
+    everyone_by: ENVOY,
+    ours_by: HAPROXY,
+    ratios: &[
+        ("ours/envoy", OURS, ENVOY),
+        ("ours/hapr.", OURS, HAPROXY),
+        ("hapr./envoy", HAPROXY, ENVOY),
+    ],
+    targets: &targets::TARGETS,
+};
 
-/// Where a load enters.
-#[derive(Debug, Clone)]
-pub enum Door {
-    /// A front end that takes HTTP CONNECT.
-    Connect(PathBuf),
-    /// A front end that takes the packet protocol.
-    Grpc(PathBuf),
-    /// A socket that leads to the endpoint and nowhere else.
-    Relay(PathBuf),
-    /// The same on TCP, or the endpoint itself.
-    Plain(SocketAddr),
+/// What `--svg` draws.
+static PICTURE: Picture = Picture {
+    title: "Culvert, Envoy and haproxy compared",
+    panels: &[
+        panel("Throughput, MiB/s", RATE, rows::BULK),
+        panel("Processor time, seconds per GiB", CPU_PER_GIB, rows::BULK),
+        panel("New connections per second", DIAL_RATE, rows::DIALS),
+        panel(
+            "Processor time of a new connection, us",
+            CPU_PER_DIAL,
+            rows::DIALS,
+        ),
+        panel("64-byte echo, median in us", P50, rows::ECHOES),
+        panel("Processor time of an echo, us", CPU_PER_ECHO, rows::ECHOES),
+        panel("Memory at start, MiB", MEMORY_START, &[MEMORY]),
+        panel(
+            "Memory with 1,000 Services, MiB",
+            rows::SERVICES_MEMORY,
+            rows::SERVICES,
+        ),
+        panel("Memory of an idle connection, KiB", IDLE_MEMORY, rows::IDLE),
+    ],
+    bars: &[
+        bar(OURS, "Culvert", "o"),
+        bar(ENVOY, "Envoy", "s"),
+        bar(HAPROXY, "haproxy", "r"),
+    ],
+    by: ENVOY,
+};
+
+/// What to measure.
+#[derive(Debug, Args)]
+pub struct Options {
+    #[command(flatten)]
+    common: Common,
+
+    /// Only this way in
+    #[arg(long, value_enum)]
+    front: Option<Front>,
+
+    /// Only this one (repeatable): ours, envoy, haproxy, direct
+    #[arg(long = "contender", value_name = "NAME")]
+    contenders: Vec<String>,
 }
 
-impl Door {
-    /// Opens a connection to `target`, or to where the door leads anyway.
-    ///
-    /// # Errors
-    /// When there is none, or none in time.
-    pub async fn open(&self, target: SocketAddr) -> anyhow::Result<BoxedStream> {
-        Ok(match self {
-            Self::Connect(socket) => Box::new(connect(socket, target).await?),
-            Self::Grpc(socket) => {
-                let front = FrontEnd::GrpcUds(socket.clone());
-                let target = target.to_string();
-                // A large future, which the callers of the other doors need not carry.
-                Box::pin(client::connect(&front, &target, DIAL_LIMIT)).await?
-            }
-            Self::Relay(socket) => Box::new(UnixStream::connect(socket).await.context("dial")?),
-            Self::Plain(address) => {
-                let stream = TcpStream::connect(address).await.context("dial")?;
-                stream.set_nodelay(true)?;
-                Box::new(stream)
-            }
-        })
-    }
+/// Where the load enters.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Front {
+    /// The door's port for TLS
+    Sni,
+    /// A listener on a node, whose other end is the door's port for CONNECT
+    Node,
 }
 
-/// Opens a tunnelled connection. No endpoint here speaks first, so nothing may follow the head
-/// of the answer and it can be read in one go.
-async fn connect(socket: &Path, target: SocketAddr) -> anyhow::Result<UnixStream> {
-    let mut stream = UnixStream::connect(socket).await.context("dial")?;
-    let request = format!("CONNECT {target} HTTP/1.1\r\nHost: {target}\r\n\r\n");
-    stream.write_all(request.as_bytes()).await.context("dial")?;
-    let mut head = Vec::with_capacity(MAX_HEAD);
-    while !head.ends_with(b"\r\n\r\n") {
-        let read = stream.read_buf(&mut head).await.context("dial")?;
-        if read == 0 || head.len() > MAX_HEAD || !b"HTTP/1.1 200 ".starts_with(first(&head)) {
-            bail!("dial answered with {:?}", String::from_utf8_lossy(&head));
+impl Front {
+    /// What the table calls it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Sni => "SNI",
+            Self::Node => "node",
         }
     }
-    Ok(stream)
 }
 
-/// As much of an answer as tells success.
-fn first(head: &[u8]) -> &[u8] {
-    head.get(..b"HTTP/1.1 200 ".len()).unwrap_or(head)
+/// Measures and reports. Whether everything went well.
+///
+/// # Errors
+/// When nothing can be measured at all, or a file cannot be written.
+pub async fn run(mut options: Options) -> anyhow::Result<bool> {
+    options.common.settle();
+    let (common, descriptors) = (&options.common, memory::raise_limit());
+    let lab = Lab {
+        programs: Programs::ours()?,
+        seconds: common.seconds,
+        descriptors,
+    };
+    let plan = Plan {
+        contenders: options.contenders()?,
+        rows: options.rows()?,
+        rounds: common.rounds,
+    };
+    let mut report = common.begin(&COMPARISON, plan.estimate(common.seconds));
+    for front in Front::value_variants() {
+        plan.front(&lab, *front, &mut report).await;
+    }
+    common.end(&report, &PICTURE)
+}
+
+impl Options {
+    fn contenders(&self) -> anyhow::Result<Vec<Contender>> {
+        let chosen = chosen(&self.contenders, &COMPARISON)?;
+        let mut contenders = CONTENDERS.to_vec();
+        contenders.retain(|contender| chosen(contender.name));
+        contenders.retain(|contender| {
+            let missing = contender.missing();
+            if missing {
+                eprintln!("{} left out: it is not installed", contender.name);
+            }
+            !missing
+        });
+        ensure!(!contenders.is_empty(), "no contender is left");
+        Ok(contenders)
+    }
+
+    fn rows(&self) -> anyhow::Result<Vec<Row>> {
+        let mut rows = ROWS.to_vec();
+        rows.retain(|row| {
+            row.name.contains(&self.common.row) && self.front.is_none_or(|it| it == row.front)
+        });
+        ensure!(
+            !rows.is_empty(),
+            "no row has {:?} in its name",
+            self.common.row
+        );
+        Ok(rows)
+    }
+}
+
+/// What is to be measured.
+struct Plan {
+    contenders: Vec<Contender>,
+    rows: Vec<Row>,
+    rounds: u32,
+}
+
+/// A contender that runs.
+struct Running {
+    contender: Contender,
+    started: Started,
+    /// Its memory before any load, in bytes; none without a program.
+    at_start: Option<u64>,
+}
+
+impl Running {
+    async fn start(lab: &Lab, contender: Contender, front: Front) -> anyhow::Result<Self> {
+        let mut started = lab.start(contender, front).await?;
+        Ok(Self {
+            contender,
+            at_start: started.door.rss()?,
+            started,
+        })
+    }
+
+    fn memory(&mut self) -> anyhow::Result<Figures> {
+        Ok(memory::figures(self.at_start, self.started.door.rss()?))
+    }
+}
+
+impl Plan {
+    /// About how many seconds all of it takes.
+    fn estimate(&self, seconds: f64) -> f64 {
+        let times = |row: &Row| {
+            let count = self.contenders.iter().filter(|c| c.has(row)).count();
+            f64::from(row.rounds(self.rounds)) * count as f64
+        };
+        let rows = self.rows.iter();
+        rows.map(|row| times(row) * row.estimate(seconds)).sum()
+    }
+
+    /// Measures all rows of one way in.
+    async fn front(&self, lab: &Lab, front: Front, report: &mut Report) {
+        let rows: Vec<&Row> = self.rows.iter().filter(|row| row.front == front).collect();
+        let mut running = Vec::new();
+        for contender in &self.contenders {
+            if !rows.iter().any(|row| contender.has(row)) {
+                continue;
+            }
+            match Running::start(lab, *contender, front).await {
+                Ok(started) => running.push(started),
+                Err(error) => report.add(front.name(), "start", contender.name, Err(error)),
+            }
+        }
+        for round in 1..=self.rounds {
+            for row in rows.iter().filter(|r| round <= r.rounds(self.rounds)) {
+                for one in running.iter_mut().filter(|one| one.contender.has(row)) {
+                    self.measure(lab, row, round, one, report).await;
+                }
+                if !running.is_empty() {
+                    running.rotate_left(1);
+                }
+            }
+        }
+        for one in &mut running {
+            if one.at_start.is_some() {
+                report.add(front.name(), MEMORY, one.contender.name, one.memory());
+            }
+        }
+    }
+
+    /// Measures one row of one contender, and gives it new programs if it hangs or fails.
+    async fn measure(
+        &self,
+        lab: &Lab,
+        row: &Row,
+        round: u32,
+        running: &mut Running,
+        report: &mut Report,
+    ) {
+        let (front, contender) = (row.front, running.contender);
+        let figures = lab.measure(row, contender, &mut running.started).await;
+        let turn = [round, row.rounds(self.rounds)];
+        tell(turn, [front.name(), row.name, contender.name], &figures);
+        let usable = is_usable(&figures);
+        report.add(front.name(), row.name, contender.name, figures);
+        if !usable && !row.is_fresh() {
+            match lab.start(contender, front).await {
+                Ok(started) => running.started = started,
+                // It stays as it is, and its next row fails.
+                Err(error) => report.add(front.name(), "restart", contender.name, Err(error)),
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_contender_has_a_column() {
+        let names: Vec<&str> = CONTENDERS.iter().map(|c| c.name).collect();
+        assert_eq!(COMPARISON.contenders, names);
+    }
+
+    #[test]
+    fn every_row_that_is_drawn_exists() {
+        for row in PICTURE.panels.iter().flat_map(|panel| panel.rows) {
+            assert!(
+                *row == MEMORY || ROWS.iter().any(|known| known.name == *row),
+                "{row}"
+            );
+        }
+    }
 }

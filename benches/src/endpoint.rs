@@ -1,14 +1,15 @@
 //! What agents connect to.
 //!
 //! One port does all work, because a relay leads to one port only. It is lean, so that what is measured
-//! is the tunnel: 256 KiB at a time, nothing hashed, uploads only counted. The first line says what
-//! is wanted:
+//! is the tunnel: 256 KiB at a time, nothing hashed, uploads only counted. A TLS ClientHello is read off
+//! first, if there is one; the first line says what is wanted:
 //!
 //! | line | what follows |
 //! |---|---|
 //! | `download N` | N bytes of the pattern, then the end |
 //! | `upload N` | N bytes of the client's; then their count, as eight bytes, and the end |
 //! | `echo` | everything back |
+//! | `port` | the port on which this endpoint listens, as two bytes; then the end |
 //! | `hold` | nothing is read until [`Endpoints::release`] |
 //!
 //! Idle connections end in a process of their own ([`serve`]), or they would take two file descriptors
@@ -23,7 +24,7 @@ use bytes::{Buf as _, BytesMut};
 use culvert::lab::pattern::{self, MAX_PIECE};
 use culvert::lab::services::Services;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::sync::Notify;
 use tokio::task::JoinSet;
 
@@ -35,6 +36,14 @@ pub const LISTENING: &str = "listening on ";
 
 /// The longest first line, in bytes: `download` and 20 digits fit well.
 const MAX_LINE: usize = 64;
+
+/// The content type of the TLS record that holds a ClientHello, and the length of a record's header.
+/// No line begins so.
+const HANDSHAKE: u8 = 22;
+const RECORD_HEADER: usize = 5;
+
+/// How many connections may wait to be accepted.
+const BACKLOG: u32 = 4096;
 
 /// How much an echo reads at once, in bytes. Ten thousand idle connections have such a buffer each.
 const ECHO_READ: usize = 512;
@@ -55,7 +64,7 @@ impl Endpoints {
     /// # Errors
     /// When a listener cannot be bound.
     pub async fn start() -> io::Result<Self> {
-        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await?;
+        let listener = listen()?;
         let lean = listener.local_addr()?;
         let held = Arc::new(Notify::new());
         let mut tasks = JoinSet::new();
@@ -87,7 +96,7 @@ impl Endpoints {
 /// Is the endpoint of idle connections, until the process is killed.
 pub fn serve() -> ExitCode {
     let serving = async {
-        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await?;
+        let listener = listen()?;
         println!("{LISTENING}{}", listener.local_addr()?);
         accept(listener, Arc::default()).await;
         Ok::<(), io::Error>(())
@@ -105,6 +114,14 @@ pub fn serve() -> ExitCode {
     }
 }
 
+/// Listens on a port of its own. The queue has room for all that may come at once: one that is turned
+/// away would come again after a second, which is when doors give up.
+fn listen() -> io::Result<TcpListener> {
+    let socket = TcpSocket::new_v4()?;
+    socket.bind(SocketAddr::from((Ipv4Addr::LOCALHOST, 0)))?;
+    socket.listen(BACKLOG)
+}
+
 /// Serves connections until accepting fails. Errors of a connection show at its client.
 async fn accept(listener: TcpListener, held: Arc<Notify>) {
     while let Ok((stream, _)) = listener.accept().await {
@@ -119,6 +136,11 @@ async fn serve_one(mut stream: TcpStream, held: Arc<Notify>) -> io::Result<()> {
         Some(("download", count)) => download(stream, number(count)?).await,
         Some(("upload", count)) => upload(stream, number(count)?, rest.len()).await,
         None if line == "echo" => echo(stream, &rest).await,
+        None if line == "port" => {
+            let port = stream.local_addr()?.port();
+            stream.write_u16(port).await?;
+            stream.shutdown().await
+        }
         None if line == "hold" => {
             held.notified().await;
             Ok(())
@@ -130,6 +152,10 @@ async fn serve_one(mut stream: TcpStream, held: Arc<Notify>) -> io::Result<()> {
 /// The first line, and what came behind it.
 async fn first_line(stream: &mut TcpStream) -> io::Result<(String, BytesMut)> {
     let mut bytes = BytesMut::with_capacity(MAX_LINE);
+    fill(stream, &mut bytes, 1).await?;
+    if bytes.first() == Some(&HANDSHAKE) {
+        skip_record(stream, &mut bytes).await?;
+    }
     loop {
         if let Some(end) = bytes.iter().position(|byte| *byte == b'\n') {
             let line = String::from_utf8_lossy(&bytes.split_to(end)).into_owned();
@@ -140,6 +166,27 @@ async fn first_line(stream: &mut TcpStream) -> io::Result<(String, BytesMut)> {
             return Err(invalid("no line"));
         }
     }
+}
+
+/// Reads off a TLS record. All of a ClientHello is in one.
+async fn skip_record(stream: &mut TcpStream, bytes: &mut BytesMut) -> io::Result<()> {
+    fill(stream, bytes, RECORD_HEADER).await?;
+    let length = bytes.get(3..RECORD_HEADER).map_or(0, |mut b| b.get_u16());
+    let end = RECORD_HEADER + usize::from(length);
+    fill(stream, bytes, end).await?;
+    bytes.advance(end);
+    Ok(())
+}
+
+/// Reads until there are at least as many bytes.
+async fn fill(stream: &mut TcpStream, bytes: &mut BytesMut, wanted: usize) -> io::Result<()> {
+    while bytes.len() < wanted {
+        bytes.reserve(wanted - bytes.len());
+        if stream.read_buf(bytes).await? == 0 {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+    }
+    Ok(())
 }
 
 fn number(text: &str) -> io::Result<u64> {
@@ -187,6 +234,8 @@ async fn echo(mut stream: TcpStream, first: &[u8]) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
+    use culvert_tests::hello::client_hello;
+
     use super::*;
 
     async fn ask(endpoints: &Endpoints, line: &str) -> TcpStream {
@@ -213,8 +262,30 @@ mod tests {
         stream.write_all(b"yz").await.unwrap();
         assert_eq!(stream.read_u16().await.unwrap(), u16::from_be_bytes(*b"yz"));
 
+        let mut stream = ask(&endpoints, "port\n").await;
+        assert_eq!(stream.read_u16().await.unwrap(), endpoints.lean().port());
+
         let mut stream = ask(&endpoints, "nonsense\n").await;
         assert_eq!(stream.read(&mut [0]).await.unwrap_or(0), 0);
+    }
+
+    #[tokio::test]
+    async fn a_client_hello_is_read_off_wherever_it_is_cut() {
+        let endpoints = Endpoints::start().await.unwrap();
+        let mut sent = client_hello("a.example.com");
+        let hello = sent.len();
+        sent.extend(b"echo\nxyz");
+        for cut in [1, 4, 5, 64, hello - 1, hello, hello + 3, sent.len()] {
+            let mut stream = TcpStream::connect(endpoints.lean()).await.unwrap();
+            stream.set_nodelay(true).unwrap();
+            for part in [&sent[..cut], &sent[cut..]] {
+                stream.write_all(part).await.unwrap();
+                tokio::task::yield_now().await;
+            }
+            let mut echoed = [0; 3];
+            stream.read_exact(&mut echoed).await.unwrap();
+            assert_eq!(&echoed, b"xyz", "cut after {cut}");
+        }
     }
 
     #[tokio::test]

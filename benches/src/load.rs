@@ -1,4 +1,4 @@
-//! A load of a given amount, through any [`Door`].
+//! A load of a given amount, through any [`Entry`].
 //!
 //! It is lean, so that what is measured is the tunnel: 256 KiB at a time, downloads only counted. It
 //! runs in this process, whose processor time nobody counts.
@@ -13,7 +13,7 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 
-use crate::door::Door;
+use crate::entry::Entry;
 
 /// The payload of an echo, in bytes.
 pub const ECHO_BYTES: usize = 64;
@@ -60,13 +60,13 @@ pub struct Done {
     pub p99_us: f64,
 }
 
-/// Does a job through `door`, against the endpoint at `target`.
+/// Does a job through `entry`, against the endpoint at `target`.
 ///
 /// # Errors
 /// When any connection fails, or carries other than the expected number of bytes.
-pub async fn run(door: &Door, target: SocketAddr, job: Job) -> anyhow::Result<Done> {
+pub async fn run(entry: &Entry, target: SocketAddr, job: Job) -> anyhow::Result<Done> {
     let client = Client {
-        door: door.clone(),
+        entry: entry.clone(),
         target,
         amount: job.amount,
     };
@@ -103,7 +103,7 @@ fn percentile(sorted: &[Duration], percent: usize) -> f64 {
 /// What one of the connections of a job needs to know.
 #[derive(Debug, Clone)]
 struct Client {
-    door: Door,
+    entry: Entry,
     target: SocketAddr,
     amount: u64,
 }
@@ -120,7 +120,7 @@ impl Client {
     }
 
     async fn download(&self) -> anyhow::Result<()> {
-        let mut stream = self.door.open(self.target).await?;
+        let mut stream = self.entry.open(self.target).await?;
         let command = format!("download {}\n", self.amount);
         stream.write_all(command.as_bytes()).await?;
         stream.flush().await?;
@@ -142,7 +142,7 @@ impl Client {
     }
 
     async fn upload(&self) -> anyhow::Result<()> {
-        let mut stream = self.door.open(self.target).await?;
+        let mut stream = self.entry.open(self.target).await?;
         let command = format!("upload {}\n", self.amount);
         stream.write_all(command.as_bytes()).await?;
         for piece in pattern::pieces(self.amount) {
@@ -160,7 +160,7 @@ impl Client {
     }
 
     async fn echo(&self) -> anyhow::Result<Vec<Duration>> {
-        let mut echo = Echo::open(&self.door, self.target).await?;
+        let mut echo = Echo::open(&self.entry, self.target).await?;
         let mut times = Vec::new();
         for _ in 0..self.amount {
             times.push(echo.once().await?);
@@ -170,7 +170,7 @@ impl Client {
 
     async fn dials(&self) -> anyhow::Result<()> {
         for _ in 0..self.amount {
-            let mut stream = self.door.open(self.target).await?;
+            let mut stream = self.entry.open(self.target).await?;
             stream.write_all(b"echo\nx").await.context("sending")?;
             stream.flush().await.context("sending")?;
             let echoed = stream.read_u8().await.context("echo")?;
@@ -187,12 +187,22 @@ pub struct Echo {
 }
 
 impl Echo {
+    /// Opens one and has it echo once.
+    ///
+    /// # Errors
+    /// As [`Echo::open`] and [`Echo::once`].
+    pub async fn proven(entry: &Entry, target: SocketAddr) -> anyhow::Result<Self> {
+        let mut echo = Self::open(entry, target).await?;
+        echo.once().await?;
+        Ok(echo)
+    }
+
     /// Opens it.
     ///
     /// # Errors
     /// When it cannot be dialled.
-    pub async fn open(door: &Door, target: SocketAddr) -> anyhow::Result<Self> {
-        let mut stream = door.open(target).await?;
+    pub async fn open(entry: &Entry, target: SocketAddr) -> anyhow::Result<Self> {
+        let mut stream = entry.open(target).await?;
         stream.write_all(b"echo\n").await.context("sending")?;
         stream.flush().await.context("sending")?;
         Ok(Self {
@@ -277,8 +287,8 @@ mod tests {
                 connections: 3,
                 amount: if bulk { 1_000_003 } else { 10 },
             };
-            let door = Door::Connect(socket.clone());
-            results.push(run(&door, endpoints.lean(), job).await);
+            let entry = Entry::Connect(socket.clone());
+            results.push(run(&entry, endpoints.lean(), job).await);
         }
         proxy.abort();
         results

@@ -1,14 +1,16 @@
-//! Whole tunnels, ours and others', side by side on one machine.
+//! Whole tunnels and front doors, ours and others', side by side on one machine.
 //!
 //! | module | what it holds |
 //! |---|---|
 //! | [`tunnel`] | the subcommand `tunnel`: its options, and whose turn it is |
+//! | [`door`] | the subcommand `door`, and what is its alone |
+//! | [`options`] | what both can be told |
 //! | [`rows`] | what is measured |
 //! | [`measure`] | how one row of one contender is measured |
 //! | [`topology`] | the contenders, and their running programs |
 //! | [`relay`] | the contenders that are no pairs |
 //! | [`delay`] | a long path between the two halves of a contender |
-//! | [`door`] | where a load enters |
+//! | [`entry`] | where a load enters |
 //! | [`endpoint`] | where it ends |
 //! | [`load`] | a load of a given amount |
 //! | [`bulk`] | a load without end, for a time |
@@ -20,7 +22,7 @@
 //! | [`table`] | the report as text |
 //! | [`svg`] | the report as a picture |
 //!
-//! Our server and agent are the programs as they are shipped, which this one has Cargo build
+//! Our programs are those that are shipped, which this one has Cargo build
 //! first. The endpoint of idle connections is this very program, started by another name.
 
 mod bulk;
@@ -28,9 +30,11 @@ mod delay;
 mod door;
 mod driver;
 mod endpoint;
+mod entry;
 mod load;
 mod measure;
 mod memory;
+mod options;
 mod relay;
 mod report;
 mod rows;
@@ -47,12 +51,15 @@ use std::process::ExitCode;
 
 use clap::Parser;
 
-/// Compares whole tunnels on this machine.
+/// Compares whole tunnels and front doors on this machine.
 #[derive(Debug, Parser)]
 #[command(name = "culvert-bench", version)]
 enum Command {
     /// Server and agent: throughput, latency, dials, memory, and the processor time of each
     Tunnel(tunnel::Options),
+    /// The seed's front door and a node's end of it: throughput, new connections, latency, memory,
+    /// changes, and the processor time of each
+    Door(door::Options),
 }
 
 fn main() -> ExitCode {
@@ -60,7 +67,7 @@ fn main() -> ExitCode {
     if Path::new(&name).file_name() == Some(OsStr::new(endpoint::ENDPOINT)) {
         return endpoint::serve();
     }
-    let Command::Tunnel(options) = Command::parse();
+    let command = Command::parse();
     let runtime = match tokio::runtime::Runtime::new() {
         Ok(runtime) => runtime,
         Err(error) => {
@@ -68,10 +75,16 @@ fn main() -> ExitCode {
             return ExitCode::FAILURE;
         }
     };
+    let work = async {
+        match command {
+            Command::Tunnel(options) => tunnel::run(options).await,
+            Command::Door(options) => door::run(options).await,
+        }
+    };
     let run = async {
         // Programs end with what owns them here; one of them would drain for ever upon a signal.
         tokio::select! {
-            clean = tunnel::run(options) => clean,
+            clean = work => clean,
             _ = tokio::signal::ctrl_c() => anyhow::bail!("interrupted"),
         }
     };

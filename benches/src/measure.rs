@@ -5,8 +5,8 @@ use std::time::Duration;
 use anyhow::Context as _;
 use tokio::time::{sleep, timeout};
 
-use crate::door::Door;
 use crate::endpoint::Endpoints;
+use crate::entry::Entry;
 use crate::load::{self, Job, Work};
 use crate::report::Figures;
 use crate::rows::{
@@ -17,7 +17,7 @@ use crate::tunnel::Front;
 use crate::{bulk, delay, driver, memory, stalled};
 
 /// How long a measurement may take before it fails; a tunnel that hangs shall not end the run.
-const LIMIT: Duration = Duration::from_secs(60);
+pub const LIMIT: Duration = Duration::from_secs(60);
 
 /// What closes behind the last byte, such as a dial's connections, belongs to the processor time of the
 /// job. This much time after it is added.
@@ -26,6 +26,25 @@ const SETTLE: Duration = Duration::from_millis(100);
 /// From how many connections on the Go driver is not used: a process each would need more of the
 /// machine than the tunnel.
 const DRIVERS: u64 = 32;
+
+/// A running contender, as far as it is asked while it is measured.
+pub trait Subject {
+    /// Where its load enters.
+    fn entry(&self) -> &Entry;
+
+    /// The processor time that its programs have used so far, in steps of a clock tick (10 ms). None
+    /// where there is no program.
+    ///
+    /// # Errors
+    /// When one of them is gone.
+    fn cpu_time(&mut self) -> anyhow::Result<Option<Duration>>;
+
+    /// The resident memory of its programs, in bytes. None where there is no program.
+    ///
+    /// # Errors
+    /// When one of them is gone.
+    fn rss(&mut self) -> anyhow::Result<Option<u64>>;
+}
 
 /// What every measurement needs.
 pub struct Lab {
@@ -61,11 +80,16 @@ impl Lab {
         running: &mut Tunnel,
     ) -> anyhow::Result<Figures> {
         let measuring = async {
-            let (door, target) = (&running.door.clone(), self.endpoints.lean());
+            let (entry, target) = (&running.entry.clone(), self.endpoints.lean());
             match row.kind {
-                Kind::Load(first) => self.load(first, running).await,
-                Kind::EchoBesideBulk => bulk::echo_beside(door, target, 2 * self.time()).await,
-                Kind::Stalled => stalled::measure(door, &self.endpoints, self.time()).await,
+                Kind::Load(first) => {
+                    let work = async |entry: &Entry, job| self.work(entry, job).await;
+                    load(running, first, self.seconds, work).await
+                }
+                Kind::EchoBesideBulk => bulk::echo_beside(entry, target, 2 * self.time()).await,
+                Kind::Stalled => {
+                    stalled::measure(&stalled::TUNNEL, entry, &self.endpoints, self.time()).await
+                }
                 Kind::Far(path) => self.far(front, contender, path).await,
                 Kind::Idle => self.idle(front, contender).await,
                 Kind::AgentMemory => {
@@ -92,7 +116,7 @@ impl Lab {
         let starting = Tunnel::start(contender, front.mode(), &self.programs, target, Some(path));
         let tunnel = starting.await?;
         let times = Row::far_times(self.seconds);
-        let rate = bulk::far_download(&tunnel.door, target, times).await?;
+        let rate = bulk::far_download(&tunnel.entry, target, times).await?;
         Ok(vec![(RATE, rate / MIB)])
     }
 
@@ -104,45 +128,53 @@ impl Lab {
         memory::idle(&mut starting.await?, target, count).await
     }
 
-    /// Measures a load of a given amount: warms the contender up twice, the second time knowing how fast
-    /// it is by and large, and then gives it work for the wanted time.
-    async fn load(&self, first: Job, tunnel: &mut Tunnel) -> anyhow::Result<Figures> {
-        let mut job = first;
-        for wanted in [self.seconds / 4.0, self.seconds] {
-            let done = self.work(&tunnel.door, job).await;
-            let elapsed = done.context("warm-up")?.elapsed.as_secs_f64();
-            job.amount = ((job.amount as f64 * wanted / elapsed.max(1e-6)) as u64).max(1);
-        }
-        let before = tunnel.cpu_time()?;
-        let done = self.work(&tunnel.door, job).await?;
-        sleep(SETTLE).await;
-        let used = tunnel.cpu_time()?.zip(before);
-        let cpu = used.map(|(after, before)| (after - before).as_secs_f64());
-        let (total, elapsed) = (job.total() as f64, done.elapsed.as_secs_f64());
-        let (mut figures, cost) = match job.work {
-            Work::Download | Work::Upload => (
-                vec![(RATE, total / MIB / elapsed)],
-                cpu.map(|cpu| (CPU_PER_GIB, cpu / (total / GIB))),
-            ),
-            Work::Echo => (
-                vec![(P50, done.p50_us), (P99, done.p99_us)],
-                cpu.map(|cpu| (CPU_PER_ECHO, cpu * 1e6 / total)),
-            ),
-            Work::Dials => (
-                vec![(DIAL_RATE, total / elapsed)],
-                cpu.map(|cpu| (CPU_PER_DIAL, cpu * 1e6 / total)),
-            ),
-        };
-        figures.extend(cost);
-        Ok(figures)
-    }
-
-    async fn work(&self, door: &Door, job: Job) -> anyhow::Result<load::Done> {
-        match (door, self.programs.stock) {
-            (Door::Grpc(socket), Some(stock)) if job.connections < DRIVERS => {
+    async fn work(&self, entry: &Entry, job: Job) -> anyhow::Result<load::Done> {
+        match (entry, self.programs.stock) {
+            (Entry::Grpc(socket), Some(stock)) if job.connections < DRIVERS => {
                 driver::run(stock, socket, self.endpoints.raw(), job).await
             }
-            _ => load::run(door, self.endpoints.lean(), job).await,
+            _ => load::run(entry, self.endpoints.lean(), job).await,
         }
     }
+}
+
+/// Measures a load of a given amount: warms the contender up twice, the second time knowing how fast
+/// it is by and large, and then gives it work for the wanted time.
+///
+/// # Errors
+/// When it carries anything but the whole amount.
+pub async fn load(
+    subject: &mut impl Subject,
+    first: Job,
+    seconds: f64,
+    work: impl AsyncFn(&Entry, Job) -> anyhow::Result<load::Done>,
+) -> anyhow::Result<Figures> {
+    let mut job = first;
+    for wanted in [seconds / 4.0, seconds] {
+        let done = work(subject.entry(), job).await;
+        let elapsed = done.context("warm-up")?.elapsed.as_secs_f64();
+        job.amount = ((job.amount as f64 * wanted / elapsed.max(1e-6)) as u64).max(1);
+    }
+    let before = subject.cpu_time()?;
+    let done = work(subject.entry(), job).await?;
+    sleep(SETTLE).await;
+    let used = subject.cpu_time()?.zip(before);
+    let cpu = used.map(|(after, before)| (after - before).as_secs_f64());
+    let (total, elapsed) = (job.total() as f64, done.elapsed.as_secs_f64());
+    let (mut figures, cost) = match job.work {
+        Work::Download | Work::Upload => (
+            vec![(RATE, total / MIB / elapsed)],
+            cpu.map(|cpu| (CPU_PER_GIB, cpu / (total / GIB))),
+        ),
+        Work::Echo => (
+            vec![(P50, done.p50_us), (P99, done.p99_us)],
+            cpu.map(|cpu| (CPU_PER_ECHO, cpu * 1e6 / total)),
+        ),
+        Work::Dials => (
+            vec![(DIAL_RATE, total / elapsed)],
+            cpu.map(|cpu| (CPU_PER_DIAL, cpu * 1e6 / total)),
+        ),
+    };
+    figures.extend(cost);
+    Ok(figures)
 }

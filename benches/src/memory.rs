@@ -16,8 +16,10 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout_at};
 
 use crate::bulk::Bulk;
+use crate::entry::Entry;
+use crate::measure::Subject;
 use crate::report::Figures;
-use crate::rows::{AGENT_MEMORY, BULK_RATE, IDLE_MEMORY, MIB};
+use crate::rows::{AGENT_MEMORY, BULK_RATE, IDLE_MEMORY, MEMORY_AFTER, MEMORY_START, MIB};
 use crate::topology::Tunnel;
 
 /// How many connections are idle, and how few still say what one of them costs.
@@ -35,7 +37,7 @@ const DIALS: usize = 16;
 const DIAL_TIME: Duration = Duration::from_secs(40);
 
 /// How long programs get to come to rest.
-const REST: Duration = Duration::from_secs(1);
+pub const REST: Duration = Duration::from_secs(1);
 
 /// How often memory is looked at while it may grow.
 const LOOK: Duration = Duration::from_millis(50);
@@ -71,19 +73,23 @@ pub fn affordable(limit: u64, each: u64) -> anyhow::Result<u64> {
     Ok(fit.min(IDLE))
 }
 
-/// What an idle connection costs both programs together. As many of `wanted` count as are open
+/// What an idle connection costs all programs together. As many of `wanted` count as are open
 /// when time is up.
 ///
 /// # Errors
 /// When too few can be opened.
-pub async fn idle(tunnel: &mut Tunnel, target: SocketAddr, wanted: u64) -> anyhow::Result<Figures> {
+pub async fn idle(
+    subject: &mut impl Subject,
+    target: SocketAddr,
+    wanted: u64,
+) -> anyhow::Result<Figures> {
     // The first one pays for what is made once.
-    let _first = open(tunnel, target, 1).await?;
+    let _first = open(subject.entry(), target, 1).await?;
     sleep(REST).await;
-    let before = tunnel.rss()?.context("no program to ask")?;
-    let held = open(tunnel, target, wanted).await?;
+    let before = subject.rss()?.context("no program to ask")?;
+    let held = open(subject.entry(), target, wanted).await?;
     sleep(REST).await;
-    let after = tunnel.rss()?.context("no program to ask")?;
+    let after = subject.rss()?.context("no program to ask")?;
     let count = held.len() as u64;
     if count < wanted {
         eprintln!("  only {count} of {wanted} idle connections within {DIAL_TIME:?}");
@@ -91,6 +97,14 @@ pub async fn idle(tunnel: &mut Tunnel, target: SocketAddr, wanted: u64) -> anyho
     ensure!(count >= FEWEST.min(wanted), "only {count} connections");
     let growth = after.saturating_sub(before) as f64;
     Ok(vec![(IDLE_MEMORY, growth / 1024.0 / count as f64)])
+}
+
+/// What programs that ran all the time take, in bytes: before any load and now. None without a program.
+pub fn figures(at_start: Option<u64>, after: Option<u64>) -> Figures {
+    let figures = [(MEMORY_START, at_start), (MEMORY_AFTER, after)].into_iter();
+    figures
+        .filter_map(|(metric, bytes)| Some((metric, bytes? as f64 / MIB)))
+        .collect()
 }
 
 /// The most that the agent needs with idle connections and bulk in both directions.
@@ -102,16 +116,16 @@ pub async fn beside_bulk(
     target: SocketAddr,
     time: Duration,
 ) -> anyhow::Result<Figures> {
-    let held = open(tunnel, target, IDLE_BESIDE_BULK).await?;
+    let held = open(&tunnel.entry, target, IDLE_BESIDE_BULK).await?;
     ensure!(
         held.len() as u64 == IDLE_BESIDE_BULK,
         "only {} connections",
         held.len()
     );
-    let door = &tunnel.door.clone();
+    let entry = &tunnel.entry.clone();
     let mut bulk = Bulk::default()
-        .downloads(door, target, BULK)
-        .uploads(door, target, BULK);
+        .downloads(entry, target, BULK)
+        .uploads(entry, target, BULK);
     let (begin, mark) = (Instant::now(), bulk.mark());
     let mut most = 0;
     while begin.elapsed() < time {
@@ -126,19 +140,15 @@ pub async fn beside_bulk(
 }
 
 /// Opens connections, each of which has carried a byte to and fro, until time is up.
-async fn open(
-    tunnel: &Tunnel,
-    target: SocketAddr,
-    wanted: u64,
-) -> anyhow::Result<Vec<BoxedStream>> {
+async fn open(entry: &Entry, target: SocketAddr, wanted: u64) -> anyhow::Result<Vec<BoxedStream>> {
     let deadline = Instant::now() + DIAL_TIME;
     let turns = Arc::new(Semaphore::new(DIALS));
     let mut dials = JoinSet::new();
     for _ in 0..wanted {
-        let (door, turns) = (tunnel.door.clone(), Arc::clone(&turns));
+        let (entry, turns) = (entry.clone(), Arc::clone(&turns));
         dials.spawn(async move {
             let _turn = turns.acquire().await?;
-            let mut stream = door.open(target).await?;
+            let mut stream = entry.open(target).await?;
             stream.write_all(b"echo\nx").await?;
             stream.flush().await?;
             if stream.read_u8().await? != b'x' {

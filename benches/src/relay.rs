@@ -18,7 +18,7 @@ use tempfile::TempDir;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::time::{sleep, timeout};
 
-use crate::door::Door;
+use crate::entry::Entry;
 
 /// How long a relay may take until it carries a byte, and how often that is tried.
 const START_LIMIT: Duration = Duration::from_secs(10);
@@ -54,7 +54,7 @@ pub struct Relay {
     /// The program at the endpoint's side.
     pub far: Program,
     /// Where the load enters.
-    pub door: Door,
+    pub entry: Entry,
     _ports: Ports,
     // Last, so that programs are gone before their files are.
     _dir: TempDir,
@@ -85,7 +85,7 @@ impl Relay {
             listened: middle[1],
             target,
         };
-        let (near, far, door) = match (kind, stunnel(), haproxy(), rathole()) {
+        let (near, far, entry) = match (kind, stunnel(), haproxy(), rathole()) {
             (Kind::Tls, Some(stunnel), ..) => plan.stunnel(&stunnel)?,
             (Kind::Tls, None, Some(haproxy), _) => plan.haproxy(&haproxy)?,
             (Kind::Rathole, _, _, Some(rathole)) => plan.rathole(&rathole, ports.next_port())?,
@@ -94,7 +94,7 @@ impl Relay {
         let relay = Self {
             near,
             far,
-            door,
+            entry,
             _ports: ports,
             _dir: dir,
         };
@@ -113,7 +113,7 @@ impl Relay {
     }
 
     async fn echo(&self, target: SocketAddr) -> anyhow::Result<()> {
-        let mut stream = self.door.open(target).await?;
+        let mut stream = self.entry.open(target).await?;
         stream.write_all(b"echo\nx").await?;
         stream.read_u8().await?;
         Ok(())
@@ -153,7 +153,7 @@ struct Plan<'a> {
     target: SocketAddr,
 }
 
-type Started = (Program, Program, Door);
+type Started = (Program, Program, Entry);
 
 impl Plan<'_> {
     fn file(&self, name: &str, text: &str) -> anyhow::Result<PathBuf> {
@@ -185,7 +185,7 @@ impl Plan<'_> {
         );
         let far = Program::spawn(program, [self.file("far.conf", &far)?], &[]);
         let near = Program::spawn(program, [self.file("near.conf", &near)?], &[]);
-        Ok((near, far, Door::Relay(socket)))
+        Ok((near, far, Entry::Relay(socket)))
     }
 
     fn haproxy(&self, program: &Path) -> anyhow::Result<Started> {
@@ -230,7 +230,7 @@ impl Plan<'_> {
             ))
         };
         let far = run("far.cfg", &far)?;
-        Ok((run("near.cfg", &near)?, far, Door::Relay(socket)))
+        Ok((run("near.cfg", &near)?, far, Entry::Relay(socket)))
     }
 
     fn rathole(&self, program: &Path, port: u16) -> anyhow::Result<Started> {
@@ -247,7 +247,7 @@ impl Plan<'_> {
         );
         let near = Program::spawn(program, [self.file("near.toml", &near)?], &[]);
         let far = Program::spawn(program, [self.file("far.toml", &far)?], &[]);
-        Ok((near, far, Door::Plain(entry)))
+        Ok((near, far, Entry::Plain(entry)))
     }
 }
 
@@ -268,7 +268,7 @@ mod tests {
             match kind.missing() {
                 None => {
                     let relay = started.unwrap();
-                    let mut stream = relay.door.open(endpoints.lean()).await.unwrap();
+                    let mut stream = relay.entry.open(endpoints.lean()).await.unwrap();
                     stream.write_all(b"download 100000\n").await.unwrap();
                     let mut received = vec![0; 100_000];
                     stream.read_exact(&mut received).await.unwrap();

@@ -4,8 +4,8 @@ use std::fmt;
 
 use serde_json::{Value, json};
 
-use crate::targets::{self, Verdict};
-use crate::topology::{CONTENDERS, OURS, RELAY, STOCK};
+use crate::targets::{self, Target, Verdict};
+use crate::topology::OURS;
 
 /// What is measured of a row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -78,6 +78,21 @@ impl fmt::Display for Machine {
     }
 }
 
+/// Who is compared with whom, and what is expected of it.
+#[derive(Debug)]
+pub struct Comparison {
+    /// The names of all, in the order of the columns.
+    pub contenders: &'static [&'static str],
+    /// By whose figures everyone's are divided in JSON.
+    pub everyone_by: &'static str,
+    /// By whose figures those of ours are divided besides.
+    pub ours_by: &'static str,
+    /// Ratios that the table shows: heading, whose figure, and by whose.
+    pub ratios: &'static [(&'static str, &'static str, &'static str)],
+    /// What the last column judges by.
+    pub targets: &'static [Target],
+}
+
 /// One measurement of a row with one contender.
 #[derive(Debug)]
 pub struct Sample {
@@ -93,6 +108,8 @@ pub struct Sample {
 /// Everything that was measured. Displayed as a table.
 #[derive(Debug)]
 pub struct Report {
+    /// Of whom.
+    pub comparison: &'static Comparison,
     /// Where.
     pub machine: Machine,
     /// How often.
@@ -105,21 +122,23 @@ pub struct Report {
 /// One line of the table.
 #[derive(Debug)]
 pub struct Line {
+    /// What its columns are.
+    comparison: &'static Comparison,
     /// The front end.
     pub front: &'static str,
     /// The row.
     pub row: &'static str,
     /// The figure.
     pub metric: Metric,
-    /// By contender, in the order of [`CONTENDERS`].
+    /// By contender, in the order of the columns.
     values: Vec<Vec<f64>>,
 }
 
 impl Line {
     /// The median of a contender's samples, if it has any.
     pub fn median(&self, contender: &str) -> Option<f64> {
-        let mut pairs = CONTENDERS.iter().zip(&self.values);
-        let (_, values) = pairs.find(|(known, _)| known.name == contender)?;
+        let mut pairs = self.comparison.contenders.iter().zip(&self.values);
+        let (_, values) = pairs.find(|(known, _)| **known == contender)?;
         median(values)
     }
 
@@ -131,14 +150,20 @@ impl Line {
 
     /// How the contenders did where something is expected of them.
     pub fn verdicts(&self) -> Vec<Verdict> {
-        targets::verdicts(self)
+        targets::verdicts(self, self.comparison.targets)
     }
 }
 
 impl Report {
     /// An empty one.
-    pub fn new(machine: Machine, rounds: u32, seconds: f64) -> Self {
+    pub fn new(
+        comparison: &'static Comparison,
+        machine: Machine,
+        rounds: u32,
+        seconds: f64,
+    ) -> Self {
         Self {
+            comparison,
             machine,
             rounds,
             seconds,
@@ -178,6 +203,7 @@ impl Report {
 
     /// The lines of the table, in the order in which their first figures came.
     pub fn lines(&self) -> Vec<Line> {
+        let contenders = self.comparison.contenders;
         let mut lines: Vec<Line> = Vec::new();
         for sample in &self.samples {
             for (metric, value) in sample.outcome.iter().flatten() {
@@ -186,13 +212,14 @@ impl Report {
                 let at = known.unwrap_or(lines.len());
                 if known.is_none() {
                     lines.push(Line {
+                        comparison: self.comparison,
                         front: sample.front,
                         row: sample.row,
                         metric: *metric,
-                        values: vec![Vec::new(); CONTENDERS.len()],
+                        values: vec![Vec::new(); contenders.len()],
                     });
                 }
-                let contender = CONTENDERS.iter().position(|c| c.name == sample.contender);
+                let contender = contenders.iter().position(|c| *c == sample.contender);
                 let values = lines.get_mut(at).zip(contender);
                 if let Some(values) = values.and_then(|(line, c)| line.values.get_mut(c)) {
                     values.push(*value);
@@ -227,10 +254,11 @@ impl Report {
 }
 
 fn line_json(line: &Line) -> Value {
+    let comparison = line.comparison;
     let by_name = |value: &dyn Fn(usize, &str) -> Value| -> Value {
-        let names = CONTENDERS.iter().enumerate();
+        let names = comparison.contenders.iter().enumerate();
         names
-            .map(|(i, c)| (c.name.to_owned(), value(i, c.name)))
+            .map(|(i, name)| ((*name).to_owned(), value(i, name)))
             .collect()
     };
     let samples = |i: usize| {
@@ -258,8 +286,10 @@ fn line_json(line: &Line) -> Value {
         "higher_is_better": line.metric.higher_is_better,
         "medians": by_name(&|_, name| figure_json(line.median(name))),
         "samples": by_name(&|i, _| json!(samples(i))),
-        "by_stock": by_name(&|_, name| figure_json(line.ratio(name, STOCK))),
-        "ours_by_relay": figure_json(line.ratio(OURS, RELAY)),
+        (format!("by_{}", comparison.everyone_by)):
+            by_name(&|_, name| figure_json(line.ratio(name, comparison.everyone_by))),
+        (format!("ours_by_{}", comparison.ours_by)):
+            figure_json(line.ratio(OURS, comparison.ours_by)),
         "targets": verdicts,
     })
 }
@@ -290,6 +320,33 @@ pub fn number(value: Option<f64>, digits: usize) -> String {
     }
 }
 
+/// Says on stderr what one measurement gave: in which round of how many, and of what.
+pub fn tell(turn: [u32; 2], of: [&str; 3], figures: &anyhow::Result<Figures>) {
+    let ([round, rounds], [front, row, contender]) = (turn, of);
+    let text = describe(figures);
+    eprintln!("{round}/{rounds} {front} {row}, {contender}: {text}");
+}
+
+/// One measurement, in a line.
+fn describe(figures: &anyhow::Result<Figures>) -> String {
+    match figures {
+        Ok(figures) => {
+            let texts: Vec<String> = figures
+                .iter()
+                .map(|(metric, value)| format!("{} {}", number(Some(*value), 1), metric.name))
+                .collect();
+            texts.join(", ")
+        }
+        Err(error) => format!("failed: {error:#}"),
+    }
+}
+
+/// Whether a contender is of use after a measurement: it neither failed nor hung.
+pub fn is_usable(figures: &anyhow::Result<Figures>) -> bool {
+    let figures = figures.as_ref();
+    figures.is_ok_and(|figures| figures.iter().all(|(_, value)| *value != HUNG))
+}
+
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
@@ -306,7 +363,7 @@ mod tests {
             cpu: "cpu".to_owned(),
             kernel: "1".to_owned(),
         };
-        let mut report = Report::new(machine, 3, 1.0);
+        let mut report = Report::new(&crate::tunnel::COMPARISON, machine, 3, 1.0);
         for (contender, outcome) in samples {
             let figures = outcome.map(|(rate, time)| vec![(RATE, rate), (TIME, time)]);
             let figures = figures.map_err(|error| anyhow::anyhow!("{error}"));

@@ -1,6 +1,6 @@
 //! Echoes of many connections, alone and beside connections that nobody reads.
 //!
-//! All of them share one agent. What stands still must not hold up what moves: neither a client
+//! All of them share one tunnel. What stands still must not hold up what moves: neither a client
 //! that does not read a download nor an endpoint that does not read an upload. A contender that
 //! lets them do so hangs; that is a figure, not a failure, and costs a bounded time.
 
@@ -12,23 +12,38 @@ use culvert::lab::pattern;
 use futures_util::future::try_join_all;
 use tokio::io::AsyncWriteExt as _;
 use tokio::task::JoinSet;
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::{Instant, sleep, sleep_until, timeout};
 
-use crate::door::Door;
 use crate::endpoint::Endpoints;
+use crate::entry::Entry;
 use crate::load::{Echo, percentiles};
 use crate::report::{Figures, HUNG};
 use crate::rows::{P99, P99_STALLED, RATIO_STALLED};
 
-/// How many connections echo.
-const ECHOES: usize = 50;
+/// Who echoes beside whom. The load is to be one that leaves the machine idle for half of the time, so
+/// that only what stands in the way shows.
+#[derive(Debug)]
+pub struct Crowd {
+    /// How many connections echo.
+    pub echoes: usize,
+    /// How many stand still: downloads that nobody reads, and as many uploads.
+    pub stalled: usize,
+    /// How long an echo waits before the next one.
+    pub pause: Duration,
+    /// How long after one connection the next one begins.
+    pub stagger: Duration,
+    /// How long they rest once they are open, before they echo alone.
+    pub rest: Duration,
+}
 
-/// How many connections stand still, of each kind.
-const STALLED: usize = 8;
-
-/// How long an echo waits before the next one: the load is to be one that leaves the machine idle
-/// for half of the time, so that only what stands in the way shows.
-const PAUSE: Duration = Duration::from_millis(15);
+/// What `tunnel` measures.
+pub const TUNNEL: Crowd = Crowd {
+    echoes: 50,
+    stalled: 8,
+    pause: Duration::from_millis(15),
+    stagger: Duration::ZERO,
+    rest: Duration::ZERO,
+};
 
 /// How long the stalled connections get to fill every buffer.
 const FILL: Duration = Duration::from_secs(1);
@@ -42,19 +57,22 @@ const HANG: Duration = Duration::from_secs(5);
 /// # Errors
 /// When an echo fails in another way than by not coming back.
 pub async fn measure(
-    door: &Door,
+    crowd: &Crowd,
+    entry: &Entry,
     endpoints: &Endpoints,
     time: Duration,
 ) -> anyhow::Result<Figures> {
     let target = endpoints.lean();
-    let alone = p99(open(door, target).await?, time).await?;
+    let echoes = crowd.open(entry, target).await?;
+    sleep(crowd.rest).await;
+    let alone = crowd.p99(echoes, time).await?;
     let beside = timeout(HANG + FILL + time, async {
         // All are dialled before anything stands still: a dial that waits until the tunnel has closed
         // what stalls would find nothing in its way, and tell nothing.
-        let echoes = open(door, target).await?;
-        let _stalled = Stalled::open(door, target).await?;
+        let echoes = crowd.open(entry, target).await?;
+        let _stalled = Stalled::open(entry, target, crowd.stalled).await?;
         sleep(FILL).await;
-        p99(echoes, time).await
+        crowd.p99(echoes, time).await
     })
     .await;
     endpoints.release();
@@ -69,37 +87,37 @@ pub async fn measure(
     ])
 }
 
-/// Opens the connections that echo, and has each do so once: dials are a load of their own, above all
-/// where each is a TLS handshake that begins with the first byte.
-async fn open(door: &Door, target: SocketAddr) -> anyhow::Result<Vec<Echo>> {
-    let opening = (0..ECHOES).map(|_| async {
-        let mut echo = Echo::open(door, target).await?;
-        echo.once().await?;
-        anyhow::Ok(echo)
-    });
-    try_join_all(opening).await
-}
+impl Crowd {
+    /// Opens the connections that echo, and has each do so once: dials are a load of their own, above all
+    /// where each is a TLS handshake that begins with the first byte.
+    async fn open(&self, entry: &Entry, target: SocketAddr) -> anyhow::Result<Vec<Echo>> {
+        try_join_all((0..self.echoes).map(|_| Echo::proven(entry, target))).await
+    }
 
-/// The 99th percentile of their echoes, in microseconds.
-async fn p99(echoes: Vec<Echo>, time: Duration) -> anyhow::Result<f64> {
-    let mut connections = JoinSet::new();
-    for mut echo in echoes {
-        connections.spawn(async move {
-            let mut times = Vec::new();
-            let begin = Instant::now();
-            while begin.elapsed() < time {
-                times.push(echo.once().await?);
-                sleep(PAUSE).await;
-            }
-            anyhow::Ok(times)
-        });
+    /// The 99th percentile of their echoes, in microseconds.
+    async fn p99(&self, echoes: Vec<Echo>, time: Duration) -> anyhow::Result<f64> {
+        let mut connections = JoinSet::new();
+        let (pause, mut first) = (self.pause, Instant::now());
+        for mut echo in echoes {
+            connections.spawn(async move {
+                sleep_until(first).await;
+                let mut times = Vec::new();
+                let begin = Instant::now();
+                while begin.elapsed() < time {
+                    times.push(echo.once().await?);
+                    sleep(pause).await;
+                }
+                anyhow::Ok(times)
+            });
+            first += self.stagger;
+        }
+        let mut times = Vec::new();
+        while let Some(ended) = connections.join_next().await {
+            times.append(&mut ended??);
+        }
+        let [_, p99] = percentiles(times);
+        Ok(p99)
     }
-    let mut times = Vec::new();
-    while let Some(ended) = connections.join_next().await {
-        times.append(&mut ended??);
-    }
-    let [_, p99] = percentiles(times);
-    Ok(p99)
 }
 
 /// Connections that stand still; dropping it ends them.
@@ -111,10 +129,11 @@ struct Stalled {
 }
 
 impl Stalled {
-    async fn open(door: &Door, target: SocketAddr) -> anyhow::Result<Self> {
-        let dials = (0..2 * STALLED).map(|_| door.open(target));
+    /// As many of each kind.
+    async fn open(entry: &Entry, target: SocketAddr, count: usize) -> anyhow::Result<Self> {
+        let dials = (0..2 * count).map(|_| entry.open(target));
         let mut unread = try_join_all(dials).await?;
-        let heard = unread.split_off(STALLED);
+        let heard = unread.split_off(count);
         let command = format!("download {}\n", u64::MAX);
         for stream in &mut unread {
             stream.write_all(command.as_bytes()).await?;
@@ -149,9 +168,9 @@ mod tests {
     #[tokio::test]
     async fn what_stands_still_does_not_hang_what_needs_no_tunnel() {
         let endpoints = Endpoints::start().await.unwrap();
-        let door = Door::Plain(endpoints.lean());
+        let entry = Entry::Plain(endpoints.lean());
         let time = Duration::from_millis(50);
-        let figures = measure(&door, &endpoints, time).await.unwrap();
+        let figures = measure(&TUNNEL, &entry, &endpoints, time).await.unwrap();
         assert!(
             figures.iter().all(|(_, value)| value.is_finite()),
             "{figures:?}"
@@ -163,9 +182,9 @@ mod tests {
         // Accepts, by the kernel's hand, and answers nothing.
         let silent = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = silent.local_addr().unwrap();
-        let door = Door::Plain(address);
-        let echo = Echo::open(&door, address).await.unwrap();
-        let waiting = p99(vec![echo], Duration::from_millis(1));
+        let entry = Entry::Plain(address);
+        let echo = Echo::open(&entry, address).await.unwrap();
+        let waiting = TUNNEL.p99(vec![echo], Duration::from_millis(1));
         let waiting = timeout(Duration::from_millis(200), waiting);
         waiting.await.unwrap_err();
     }

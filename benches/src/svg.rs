@@ -1,4 +1,5 @@
-//! The report as a picture for a page: bars of the medians, panel by panel, with ratios to stock.
+//! The report as a picture for a page: bars of the medians, panel by panel, with ratios to one of those
+//! who were compared. What `tunnel` shows is here.
 //!
 //! It is plain SVG: no script, no font but the reader's own, no background, and colours that can be
 //! read on a light and on a dark page.
@@ -12,10 +13,35 @@ use crate::rows::{
 use crate::topology::{OURS, RELAY, STOCK};
 
 /// Rows that share an axis.
-struct Panel {
+#[derive(Debug)]
+pub struct Panel {
     title: &'static str,
     metric: Metric,
-    rows: &'static [&'static str],
+    /// Their names.
+    pub rows: &'static [&'static str],
+}
+
+/// Whose bars are drawn.
+#[derive(Debug)]
+pub struct Bar {
+    contender: &'static str,
+    /// What the legend says.
+    label: &'static str,
+    /// The colour, a class of the style sheet: `o`, `s` or `r`.
+    class: &'static str,
+}
+
+/// What a picture shows of a report.
+#[derive(Debug)]
+pub struct Picture {
+    /// For those who do not see it.
+    pub title: &'static str,
+    /// From top to bottom.
+    pub panels: &'static [Panel],
+    /// At most three.
+    pub bars: &'static [Bar],
+    /// Whom the others are divided by.
+    pub by: &'static str,
 }
 
 const BULK: &[&str] = &[
@@ -25,7 +51,8 @@ const BULK: &[&str] = &[
     "upload, 8 connections",
 ];
 
-const fn panel(title: &'static str, metric: Metric, rows: &'static [&'static str]) -> Panel {
+/// A panel of the lines of `rows` that show `metric`.
+pub const fn panel(title: &'static str, metric: Metric, rows: &'static [&'static str]) -> Panel {
     Panel {
         title,
         metric,
@@ -64,12 +91,26 @@ const PANELS: [Panel; 8] = [
     ),
 ];
 
-/// Whose bars are drawn: name, what the legend says, and class.
-const BARS: [(&str, &str, &str); 3] = [
-    (OURS, "Culvert", "o"),
-    (STOCK, "Konnectivity (stock)", "s"),
-    (RELAY, "TLS relay pair", "r"),
-];
+/// A bar of a contender.
+pub const fn bar(contender: &'static str, label: &'static str, class: &'static str) -> Bar {
+    Bar {
+        contender,
+        label,
+        class,
+    }
+}
+
+/// What `tunnel` draws.
+pub static TUNNEL: Picture = Picture {
+    title: "Culvert and Konnectivity compared",
+    panels: &PANELS,
+    bars: &[
+        bar(OURS, "Culvert", "o"),
+        bar(STOCK, "Konnectivity (stock)", "s"),
+        bar(RELAY, "TLS relay pair", "r"),
+    ],
+    by: STOCK,
+};
 
 /// All lengths are in the picture's own units.
 const WIDTH: f64 = 860.0;
@@ -87,17 +128,17 @@ const STYLE: &str = "text{font:12px system-ui,sans-serif;fill:#57606a}\
     .o{fill:#2ea886}.s{fill:#768390}.r{fill:#c69026}}";
 
 /// Draws what of a report has a panel.
-pub fn draw(report: &Report) -> String {
+pub fn draw(report: &Report, picture: &Picture) -> String {
     let lines = report.lines();
     let mut body = String::new();
-    let mut top = legend(&lines, &mut body);
-    for panel in &PANELS {
+    let mut top = legend(&lines, picture, &mut body);
+    for panel in picture.panels {
         let shown: Vec<&Line> = lines
             .iter()
             .filter(|line| line.metric == panel.metric && panel.rows.contains(&line.row))
             .collect();
         if !shown.is_empty() {
-            top = draw_panel(panel, &shown, top, &mut body);
+            top = draw_panel(picture, panel, &shown, top, &mut body);
         }
     }
     let height = top + FOOT;
@@ -105,18 +146,20 @@ pub fn draw(report: &Report) -> String {
     text(0.0, top + FOOT - 8.0, "", &foot, &mut body);
     format!(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {height}\" \
-         role=\"img\" aria-label=\"Culvert and Konnectivity compared\">\n\
-         <style>{STYLE}</style>\n{body}</svg>\n"
+         role=\"img\" aria-label=\"{}\">\n\
+         <style>{STYLE}</style>\n{body}</svg>\n",
+        picture.title
     )
 }
 
 /// Draws the legend of those that have a bar anywhere; gives where the panels begin.
-fn legend(lines: &[Line], body: &mut String) -> f64 {
+fn legend(lines: &[Line], picture: &Picture, body: &mut String) -> f64 {
     let mut x = 0.0;
-    for (name, label, class) in BARS {
-        if lines.iter().any(|line| line.median(name).is_some()) {
-            rect(x, 8.0, BAR, class, body);
-            text(x + 17.0, 18.0, "", label, body);
+    for bar in picture.bars {
+        let drawn = |line: &Line| line.median(bar.contender).is_some();
+        if lines.iter().any(drawn) {
+            rect(x, 8.0, BAR, bar.class, body);
+            text(x + 17.0, 18.0, "", bar.label, body);
             x += 190.0;
         }
     }
@@ -124,7 +167,13 @@ fn legend(lines: &[Line], body: &mut String) -> f64 {
 }
 
 /// Draws a panel below `top`; gives where it ends.
-fn draw_panel(panel: &Panel, lines: &[&Line], top: f64, body: &mut String) -> f64 {
+fn draw_panel(
+    picture: &Picture,
+    panel: &Panel,
+    lines: &[&Line],
+    top: f64,
+    body: &mut String,
+) -> f64 {
     let better = if panel.metric.higher_is_better {
         "more is better"
     } else {
@@ -132,11 +181,9 @@ fn draw_panel(panel: &Panel, lines: &[&Line], top: f64, body: &mut String) -> f6
     };
     let title = format!("{} \u{2013} {better}", panel.title);
     text(0.0, top + 18.0, "t", &title, body);
-    let medians = |line: &Line| BARS.map(|(name, ..)| line.median(name));
-    let longest = lines
-        .iter()
-        .flat_map(|line| medians(line))
-        .flatten()
+    let bars = picture.bars.iter();
+    let longest = bars
+        .flat_map(|bar| lines.iter().filter_map(|line| line.median(bar.contender)))
         .filter(|value| value.is_finite())
         .fold(0.0, f64::max);
     let mut y = top + TITLE;
@@ -147,8 +194,8 @@ fn draw_panel(panel: &Panel, lines: &[&Line], top: f64, body: &mut String) -> f6
             line.front.to_owned()
         };
         text(0.0, y + BAR - 1.0, "", &label, body);
-        for (name, _, class) in BARS {
-            let Some(value) = line.median(name) else {
+        for bar in picture.bars {
+            let Some(value) = line.median(bar.contender) else {
                 continue;
             };
             // What hung is as long as can be.
@@ -157,9 +204,10 @@ fn draw_panel(panel: &Panel, lines: &[&Line], top: f64, body: &mut String) -> f6
             } else {
                 1.0
             };
-            rect(BARS_FROM, y, (share * LONGEST).max(1.0), class, body);
+            rect(BARS_FROM, y, (share * LONGEST).max(1.0), bar.class, body);
             let x = BARS_FROM + share * LONGEST + 6.0;
-            text(x, y + BAR - 1.0, "", &caption(line, name, value), body);
+            let caption = caption(picture, line, bar, value);
+            text(x, y + BAR - 1.0, "", &caption, body);
             y += BAR + 2.0;
         }
         y += GAP;
@@ -167,17 +215,18 @@ fn draw_panel(panel: &Panel, lines: &[&Line], top: f64, body: &mut String) -> f6
     y
 }
 
-/// A bar's figure, and how it compares with stock.
-fn caption(line: &Line, name: &str, value: f64) -> String {
+/// A bar's figure, and how it compares with the one that is divided by.
+fn caption(picture: &Picture, line: &Line, bar: &Bar, value: f64) -> String {
     let digits = match value {
         ..10.0 => 2,
         10.0..100.0 => 1,
         _ => 0,
     };
     let figure = number(Some(value), digits);
-    match line.ratio(name, STOCK) {
-        Some(ratio) if name != STOCK && ratio > 0.0 && ratio != HUNG => {
-            format!("{figure} ({}\u{d7} stock)", number(Some(ratio), 2))
+    let by = picture.by;
+    match line.ratio(bar.contender, by) {
+        Some(ratio) if bar.contender != by && ratio > 0.0 && ratio != HUNG => {
+            format!("{figure} ({}\u{d7} {by})", number(Some(ratio), 2))
         }
         _ => figure,
     }
@@ -214,15 +263,16 @@ mod tests {
     use super::*;
     use crate::report::Machine;
     use crate::rows::ROWS;
+    use crate::tunnel::COMPARISON;
 
     /// Every row of every panel, at both front ends, with these figures of ours, stock and relay.
     fn full(figures: [f64; 3]) -> Report {
-        let mut report = Report::new(Machine::this(), 5, 1.0);
+        let mut report = Report::new(&COMPARISON, Machine::this(), 5, 1.0);
         for front in ["CONNECT", "gRPC"] {
             for panel in &PANELS {
                 for row in panel.rows {
-                    for ((name, ..), value) in BARS.iter().zip(figures) {
-                        report.add(front, row, name, Ok(vec![(panel.metric, value)]));
+                    for (bar, value) in TUNNEL.bars.iter().zip(figures) {
+                        report.add(front, row, bar.contender, Ok(vec![(panel.metric, value)]));
                     }
                 }
             }
@@ -232,7 +282,7 @@ mod tests {
 
     #[test]
     fn a_full_report_is_small_and_stands_alone() {
-        let drawn = draw(&full([1234.5, 234.5, 1000.0]));
+        let drawn = draw(&full([1234.5, 234.5, 1000.0]), &TUNNEL);
         assert!(drawn.len() < 40 * 1024, "{} bytes", drawn.len());
         assert!(drawn.contains("1234 (5.26\u{d7} stock)") || drawn.contains("1235 (5.26"));
         assert!(drawn.contains("prefers-color-scheme:dark"));
@@ -249,11 +299,11 @@ mod tests {
 
     #[test]
     fn bars_are_as_long_as_their_figures() {
-        let mut report = Report::new(Machine::this(), 1, 1.0);
+        let mut report = Report::new(&COMPARISON, Machine::this(), 1, 1.0);
         for (name, value) in [("ours", 400.0), ("stock", 100.0)] {
             report.add("CONNECT", BULK[0], name, Ok(vec![(RATE, value)]));
         }
-        let drawn = draw(&report);
+        let drawn = draw(&report, &TUNNEL);
         assert!(
             drawn.contains(&format!("width=\"{LONGEST:.1}\"")),
             "{drawn}"
@@ -264,7 +314,7 @@ mod tests {
 
     #[test]
     fn what_hung_is_drawn_and_not_divided_by() {
-        let drawn = draw(&full([5.0, HUNG, 5.0]));
+        let drawn = draw(&full([5.0, HUNG, 5.0]), &TUNNEL);
         assert!(drawn.contains(">hung<"));
         assert!(!drawn.contains("\u{d7} stock"), "{drawn}");
     }

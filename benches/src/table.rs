@@ -3,27 +3,19 @@
 use std::fmt;
 
 use crate::report::{Line, Report, Sample, number};
-use crate::topology::{CONTENDERS, OURS, RELAY, STOCK};
-
-/// Ratios that are shown: heading, whose figure, and by whose.
-const RATIOS: [(&str, &str, &str); 4] = [
-    ("ours/st", OURS, STOCK),
-    ("o+s/st", "ours+stock", STOCK),
-    ("s+o/st", "stock+ours", STOCK),
-    ("ours/relay", OURS, RELAY),
-];
 
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let lines = self.lines();
         // A column for those that have a figure at all.
         let measured = |name: &&str| lines.iter().any(|line| line.median(name).is_some());
-        let names: Vec<&str> = CONTENDERS.iter().map(|c| c.name).filter(measured).collect();
+        let contenders = self.comparison.contenders.iter().copied();
+        let names: Vec<&str> = contenders.filter(measured).collect();
         let compared = |(_, name, against): &&(&str, &str, &str)| {
             let mut lines = lines.iter();
             lines.any(|line| line.ratio(name, against).is_some())
         };
-        let ratios: Vec<_> = RATIOS.iter().filter(compared).collect();
+        let ratios: Vec<_> = self.comparison.ratios.iter().filter(compared).collect();
 
         let (rounds, seconds) = (self.rounds, self.seconds);
         writeln!(f, "{}; medians of {rounds} x {seconds} s", self.machine)?;
@@ -88,10 +80,11 @@ mod tests {
     use super::*;
     use crate::report::Machine;
     use crate::rows::{CPU_PER_GIB, RATE};
+    use crate::tunnel::COMPARISON;
 
     #[test]
     fn medians_ratios_verdicts_and_failures() {
-        let mut report = Report::new(Machine::this(), 1, 1.0);
+        let mut report = Report::new(&COMPARISON, Machine::this(), 1, 1.0);
         let row = "download, 1 connection";
         for (name, rate, cpu) in [("ours", 500.0, 2.0), ("stock", 100.0, 8.0)] {
             let figures = vec![(RATE, rate), (CPU_PER_GIB, cpu)];

@@ -1,4 +1,5 @@
-//! What is expected of ours: bounds of medians, mostly by what others reach in the same run.
+//! What is expected of ours: bounds of medians, mostly by what others reach in the same run. Those of
+//! `tunnel` are here.
 
 use std::fmt;
 
@@ -7,12 +8,14 @@ use crate::rows::{
     AGENT_MEMORY, CPU_PER_DIAL, CPU_PER_GIB, IDLE_MEMORY, MEMORY_START, P50, P99, RATE,
     RATIO_STALLED,
 };
-use crate::topology::{DIRECT, OURS, RELAY, STOCK};
+use crate::topology::{DIRECT, OURS, OURS_STOCK, RELAY, STOCK, STOCK_OURS};
 
 /// How far a figure may go.
 #[derive(Debug, Clone, Copy, PartialEq)]
-enum Bound {
+pub enum Bound {
+    /// This or less.
     AtMost(f64),
+    /// This or more.
     AtLeast(f64),
 }
 
@@ -20,15 +23,17 @@ enum Bound {
 #[derive(Debug, Clone, Copy)]
 pub struct Target {
     /// Only this front end.
-    front: Option<&'static str>,
+    pub front: Option<&'static str>,
     /// Only these rows.
-    rows: &'static [&'static str],
-    metric: Metric,
+    pub rows: &'static [&'static str],
+    /// Which figure.
+    pub metric: Metric,
     /// Of whom it is expected.
     pub contender: &'static str,
     /// By whose figure it is divided, if by anyone's.
-    against: Option<&'static str>,
-    bound: Bound,
+    pub against: Option<&'static str>,
+    /// How far it may go.
+    pub bound: Bound,
 }
 
 /// How a contender did.
@@ -116,7 +121,8 @@ const fn alone(rows: &'static [&'static str], metric: Metric, bound: f64) -> Tar
     }
 }
 
-const TARGETS: [Target; 18] = [
+/// Of `tunnel`.
+pub const TUNNEL: [Target; 18] = [
     ours(CONNECT, BULK, CPU_PER_GIB, Bound::AtMost(0.20)),
     Target {
         against: Some(RELAY),
@@ -124,10 +130,10 @@ const TARGETS: [Target; 18] = [
     },
     ours(CONNECT, BULK, RATE, Bound::AtLeast(4.0)),
     ours(GRPC, BULK, CPU_PER_GIB, Bound::AtMost(0.25)),
-    mixed("ours+stock", RATE, Bound::AtLeast(1.0)),
-    mixed("ours+stock", CPU_PER_GIB, Bound::AtMost(1.0)),
-    mixed("stock+ours", RATE, Bound::AtLeast(1.0)),
-    mixed("stock+ours", CPU_PER_GIB, Bound::AtMost(1.0)),
+    mixed(OURS_STOCK, RATE, Bound::AtLeast(1.0)),
+    mixed(OURS_STOCK, CPU_PER_GIB, Bound::AtMost(1.0)),
+    mixed(STOCK_OURS, RATE, Bound::AtLeast(1.0)),
+    mixed(STOCK_OURS, CPU_PER_GIB, Bound::AtMost(1.0)),
     ours(CONNECT, DIALS, CPU_PER_DIAL, Bound::AtMost(0.20)),
     ours(GRPC, DIALS, CPU_PER_DIAL, Bound::AtMost(0.25)),
     ours(None, ALONE, P50, Bound::AtMost(0.40)),
@@ -144,8 +150,8 @@ const TARGETS: [Target; 18] = [
 ];
 
 /// How the contenders did in a line; nothing where nothing is expected, or nothing was measured.
-pub fn verdicts(line: &Line) -> Vec<Verdict> {
-    let expected = TARGETS.iter().filter(|target| {
+pub fn verdicts(line: &Line, targets: &[Target]) -> Vec<Verdict> {
+    let expected = targets.iter().filter(|target| {
         target.front.is_none_or(|front| front == line.front)
             && target.rows.contains(&line.row)
             && target.metric == line.metric
@@ -178,11 +184,12 @@ mod tests {
         metric: Metric,
         medians: &[(&'static str, f64)],
     ) -> Vec<(String, bool)> {
-        let mut report = Report::new(Machine::this(), 1, 1.0);
+        let mut report = Report::new(&crate::tunnel::COMPARISON, Machine::this(), 1, 1.0);
         for (contender, value) in medians {
             report.add(front, row, contender, Ok(vec![(metric, *value)]));
         }
-        verdicts(&report.lines()[0])
+        report.lines()[0]
+            .verdicts()
             .iter()
             .map(|v| (format!("{} {}", v.target.contender, v.target), v.met()))
             .collect()
@@ -190,7 +197,7 @@ mod tests {
 
     #[test]
     fn every_row_that_is_named_exists() {
-        for target in &TARGETS {
+        for target in &TUNNEL {
             for row in target.rows {
                 let known = ROWS.iter().any(|known| known.name == *row);
                 assert!(known || *row == crate::rows::MEMORY, "{row}");

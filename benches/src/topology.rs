@@ -21,13 +21,18 @@ use futures_util::FutureExt as _;
 use tempfile::TempDir;
 
 use crate::delay::{Delay, Path};
-use crate::door::Door;
 use crate::endpoint::{ENDPOINT, LISTENING};
+use crate::entry::Entry;
+use crate::measure::Subject;
 use crate::relay::{self, Relay};
 
-/// Our programs.
+/// Our programs, and what holds two of them each.
 const SERVER: &str = "culvert-server";
 const AGENT: &str = "culvert-agent";
+/// The seed's front door.
+pub const PROXY: &str = "culvert-nodeport-proxy";
+/// A node's end of it.
+pub const NODE: &str = "culvert-node-tunnel";
 
 /// Flags behind the harness's own, which make them as in production: what operators run the stock
 /// programs with, and no probing at the pace of tests.
@@ -79,8 +84,14 @@ const fn pair(name: &'static str, server: Make, agent: Make) -> Contender {
 pub const OURS: &str = "ours";
 /// The name of the pair that it is compared with.
 pub const STOCK: &str = "stock";
+/// The name of the pair with our server only.
+pub const OURS_STOCK: &str = "ours+stock";
+/// The name of the pair with our agent only.
+pub const STOCK_OURS: &str = "stock+ours";
 /// The name of the relay that shows what TLS alone costs.
 pub const RELAY: &str = "relay";
+/// The name of the tunnel without TLS.
+pub const RATHOLE: &str = "rathole";
 /// The name of the load without anything between it and the endpoint.
 pub const DIRECT: &str = "direct";
 
@@ -88,14 +99,14 @@ pub const DIRECT: &str = "direct";
 pub const CONTENDERS: [Contender; 7] = [
     pair(OURS, Make::Ours, Make::Ours),
     pair(STOCK, Make::Stock, Make::Stock),
-    pair("ours+stock", Make::Ours, Make::Stock),
-    pair("stock+ours", Make::Stock, Make::Ours),
+    pair(OURS_STOCK, Make::Ours, Make::Stock),
+    pair(STOCK_OURS, Make::Stock, Make::Ours),
     Contender {
         name: RELAY,
         kind: Kind::Relay(relay::Kind::Tls),
     },
     Contender {
-        name: "rathole",
+        name: RATHOLE,
         kind: Kind::Relay(relay::Kind::Rathole),
     },
     Contender {
@@ -158,16 +169,41 @@ impl Programs {
     /// # Panics
     /// When the stock programs do not build.
     pub fn find() -> anyhow::Result<Self> {
+        Ok(Self {
+            stock: Interop::get(),
+            ..Self::ours()?
+        })
+    }
+
+    /// Builds our own programs only.
+    ///
+    /// # Errors
+    /// When they do not build.
+    pub fn ours() -> anyhow::Result<Self> {
+        let this = std::env::current_exe().context("the path of this program")?;
+        Self::at(build(&this)?)
+    }
+
+    /// Takes our own programs from a folder.
+    ///
+    /// # Errors
+    /// When the endpoint cannot be given its name.
+    pub fn at(ours: PathBuf) -> anyhow::Result<Self> {
         let this = std::env::current_exe().context("the path of this program")?;
         let names = tempfile::Builder::new()
             .prefix("culvert-bench-")
             .tempdir()?;
         symlink(&this, names.path().join(ENDPOINT)).context("a name for the endpoint")?;
         Ok(Self {
-            ours: build(&this)?,
+            ours,
             names,
-            stock: Interop::get(),
+            stock: None,
         })
+    }
+
+    /// Where one of our own is.
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.ours.join(name)
     }
 
     /// Starts the endpoint of idle connections, and tells where it listens.
@@ -201,7 +237,7 @@ impl Programs {
         stock: impl Fn(&Interop) -> &PathBuf,
     ) -> anyhow::Result<Executable> {
         let path = match make {
-            Make::Ours => self.ours.join(name),
+            Make::Ours => self.path(name),
             Make::Stock => stock(self.stock.context("the stock programs need Go")?).clone(),
         };
         Ok(Executable::At(path))
@@ -213,7 +249,7 @@ impl Programs {
 fn build(this: &FilePath) -> anyhow::Result<PathBuf> {
     let folder = this.parent().context("the folder of this program")?;
     let Some(cargo) = std::env::var_os("CARGO") else {
-        let missing = [SERVER, AGENT]
+        let missing = [SERVER, AGENT, PROXY, NODE]
             .into_iter()
             .find(|name| !folder.join(name).exists());
         return match missing {
@@ -223,7 +259,7 @@ fn build(this: &FilePath) -> anyhow::Result<PathBuf> {
             None => Ok(folder.to_owned()),
         };
     };
-    eprintln!("building {SERVER} and {AGENT}");
+    eprintln!("building our programs");
     let mut command = Command::new(cargo);
     command.args(["build", "--quiet", "--locked", "-p", SERVER, "-p", AGENT]);
     command.current_dir(env!("CARGO_MANIFEST_DIR"));
@@ -248,7 +284,7 @@ enum Parts {
 pub struct Tunnel {
     parts: Parts,
     /// Where its load enters.
-    pub door: Door,
+    pub entry: Entry,
     /// The path between its two halves, if that is a long one.
     _delay: Option<Delay>,
 }
@@ -279,7 +315,7 @@ impl Tunnel {
                 let starting = Relay::start(kind, ports, [entry, middle], target);
                 let relay = harness(starting).await??;
                 Ok(Self {
-                    door: relay.door.clone(),
+                    entry: relay.entry.clone(),
                     parts: Parts::Relay(Box::new(relay)),
                     _delay: delay,
                 })
@@ -288,7 +324,7 @@ impl Tunnel {
                 let delay = Delay::to(target, path).await?;
                 Ok(Self {
                     parts: Parts::Nothing,
-                    door: Door::Plain(delay.as_ref().map_or(target, Delay::address)),
+                    entry: Entry::Plain(delay.as_ref().map_or(target, Delay::address)),
                     _delay: delay,
                 })
             }
@@ -319,35 +355,16 @@ impl Tunnel {
             .agent(agent, &agent_flags)
             .start();
         let topology = harness(starting).await?;
-        let door = match topology.front_end() {
-            FrontEnd::GrpcUds(path) => Door::Grpc(path.clone()),
-            FrontEnd::ConnectUds(path) => Door::Connect(path.clone()),
+        let entry = match topology.front_end() {
+            FrontEnd::GrpcUds(path) => Entry::Grpc(path.clone()),
+            FrontEnd::ConnectUds(path) => Entry::Connect(path.clone()),
             other => bail!("not a Unix socket: {other:?}"),
         };
         Ok(Self {
             parts: Parts::Pair(Box::new(topology)),
-            door,
+            entry,
             _delay: delay,
         })
-    }
-
-    /// The processor time that both programs have used so far, in steps of a clock tick (10 ms).
-    /// None where there is no program.
-    ///
-    /// # Errors
-    /// When one of them is gone.
-    pub fn cpu_time(&mut self) -> anyhow::Result<Option<Duration>> {
-        let [near, far] = self.ask(Program::cpu_time)?;
-        Ok(near.zip(far).map(|(near, far)| near + far))
-    }
-
-    /// The resident memory of both programs, in bytes.
-    ///
-    /// # Errors
-    /// When one of them is gone.
-    pub fn rss(&mut self) -> anyhow::Result<Option<u64>> {
-        let [near, far] = self.ask(Program::rss)?;
-        Ok(near.zip(far).map(|(near, far)| near + far))
     }
 
     /// The resident memory of the agent, or of what stands in its place, in bytes.
@@ -371,8 +388,27 @@ impl Tunnel {
     }
 }
 
+impl Subject for Tunnel {
+    fn entry(&self) -> &Entry {
+        &self.entry
+    }
+
+    fn cpu_time(&mut self) -> anyhow::Result<Option<Duration>> {
+        let [near, far] = self.ask(Program::cpu_time)?;
+        Ok(near.zip(far).map(|(near, far)| near + far))
+    }
+
+    fn rss(&mut self) -> anyhow::Result<Option<u64>> {
+        let [near, far] = self.ask(Program::rss)?;
+        Ok(near.zip(far).map(|(near, far)| near + far))
+    }
+}
+
 /// The harness reports by panicking; here that must cost one measurement only.
-async fn harness<T>(work: impl Future<Output = T>) -> anyhow::Result<T> {
+///
+/// # Errors
+/// When it panics, with what it said.
+pub async fn harness<T>(work: impl Future<Output = T>) -> anyhow::Result<T> {
     AssertUnwindSafe(work)
         .catch_unwind()
         .await

@@ -3,61 +3,49 @@
 //! All contenders run all the time; some rows start another one of each. Every round measures every row, and every row one contender right
 //! after the other, beginning with another one each time: what the machine does besides meets all.
 
-use std::path::PathBuf;
-
 use anyhow::{Context as _, ensure};
 use clap::{Args, ValueEnum};
 use culvert_tests::Mode;
 
 use crate::endpoint::Endpoints;
-use crate::measure::Lab;
-use crate::report::{Figures, HUNG, Machine, Report, number};
-use crate::rows::{Kind, MEMORY, MEMORY_AFTER, MEMORY_START, MIB, ROWS, Row};
-use crate::topology::{CONTENDERS, Contender, Programs, Tunnel};
-use crate::{memory, svg};
+use crate::measure::{Lab, Subject as _};
+use crate::options::{Common, chosen};
+use crate::report::{Comparison, Figures, Report, is_usable, tell};
+use crate::rows::{Kind, MEMORY, ROWS, Row};
+use crate::topology::{
+    CONTENDERS, Contender, DIRECT, OURS, OURS_STOCK, Programs, RATHOLE, RELAY, STOCK, STOCK_OURS,
+    Tunnel,
+};
+use crate::{memory, svg, targets};
+
+/// Server and agent, compared with the stock pair and with what TLS alone costs.
+pub static COMPARISON: Comparison = Comparison {
+    contenders: &[OURS, STOCK, OURS_STOCK, STOCK_OURS, RELAY, RATHOLE, DIRECT],
+    everyone_by: STOCK,
+    ours_by: RELAY,
+    ratios: &[
+        ("ours/st", OURS, STOCK),
+        ("o+s/st", OURS_STOCK, STOCK),
+        ("s+o/st", STOCK_OURS, STOCK),
+        ("ours/relay", OURS, RELAY),
+    ],
+    targets: &targets::TUNNEL,
+};
 
 /// What to measure.
 #[derive(Debug, Args)]
 pub struct Options {
-    /// How often every row is measured; the table shows medians
-    #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
-    rounds: u32,
-
-    /// How many seconds of load every measurement is
-    #[arg(long, value_name = "S", default_value_t = 1.2, value_parser = seconds)]
-    seconds: f64,
-
-    /// One round of half a second: shows that everything runs, proves nothing else
-    #[arg(long)]
-    quick: bool,
-
-    /// Write all samples to a file
-    #[arg(long, value_name = "PATH")]
-    json: Option<PathBuf>,
-
-    /// Draw the comparison as an SVG file
-    #[arg(long, value_name = "PATH")]
-    svg: Option<PathBuf>,
+    #[command(flatten)]
+    common: Common,
 
     /// Only this front end
     #[arg(long, value_enum)]
     front: Option<Front>,
 
-    /// Only rows with this text in their names
-    #[arg(long, value_name = "TEXT", default_value = "")]
-    row: String,
-
     /// Only this one (repeatable): ours, stock, ours+stock, stock+ours (server+agent), relay,
     /// rathole, direct
     #[arg(long = "contender", value_name = "NAME")]
     contenders: Vec<String>,
-}
-
-fn seconds(text: &str) -> Result<f64, String> {
-    match text.parse() {
-        Ok(seconds) if (0.1..=20.0).contains(&seconds) => Ok(seconds),
-        _ => Err("must be a number from 0.1 to 20".to_owned()),
-    }
 }
 
 /// What the load speaks to the server, over a Unix socket.
@@ -90,54 +78,35 @@ impl Front {
 /// Measures and reports. Whether everything went well.
 ///
 /// # Errors
-/// When nothing can be measured at all, or the JSON file cannot be written.
+/// When nothing can be measured at all, or a file cannot be written.
 pub async fn run(mut options: Options) -> anyhow::Result<bool> {
-    if options.quick {
-        (options.rounds, options.seconds) = (1, 0.5);
-    }
+    options.common.settle();
     let descriptors = memory::raise_limit();
+    let common = &options.common;
     let lab = Lab {
         endpoints: Endpoints::start().await.context("endpoints")?,
         programs: Programs::find()?,
-        seconds: options.seconds,
+        seconds: common.seconds,
         descriptors,
     };
     let plan = Plan {
         contenders: options.contenders(&lab.programs)?,
         rows: options.rows()?,
         fronts: options.fronts(&lab.programs),
-        rounds: options.rounds,
+        rounds: common.rounds,
     };
-    match plan.estimate(options.seconds) {
-        seconds @ ..120.0 => eprintln!("this takes about {seconds:.0} seconds"),
-        seconds => eprintln!("this takes about {:.0} minutes", seconds / 60.0),
-    }
-    let mut report = Report::new(Machine::this(), options.rounds, options.seconds);
+    let mut report = common.begin(&COMPARISON, plan.estimate(common.seconds));
     for front in &plan.fronts {
         plan.front(&lab, *front, &mut report).await;
     }
-    print!("{report}");
-    if let Some(path) = &options.json {
-        let text = format!("{:#}\n", report.json());
-        std::fs::write(path, text).with_context(|| path.display().to_string())?;
-    }
-    if let Some(path) = &options.svg {
-        let text = svg::draw(&report);
-        std::fs::write(path, text).with_context(|| path.display().to_string())?;
-    }
-    Ok(report.is_clean())
+    common.end(&report, &svg::TUNNEL)
 }
 
 impl Options {
     fn contenders(&self, programs: &Programs) -> anyhow::Result<Vec<Contender>> {
-        for name in &self.contenders {
-            let known = CONTENDERS.iter().any(|c| c.name == name);
-            ensure!(known, "no contender is called {name:?}");
-        }
+        let chosen = chosen(&self.contenders, &COMPARISON)?;
         let mut contenders = CONTENDERS.to_vec();
-        contenders.retain(|c| {
-            self.contenders.is_empty() || self.contenders.iter().any(|name| name == c.name)
-        });
+        contenders.retain(|contender| chosen(contender.name));
         contenders.retain(|contender| {
             let missing = contender.missing(programs);
             if let Some(why) = missing {
@@ -151,9 +120,9 @@ impl Options {
 
     fn rows(&self) -> anyhow::Result<Vec<Row>> {
         let mut rows = ROWS.to_vec();
-        rows.retain(|row| row.name.contains(&self.row));
-        let wanted = !rows.is_empty() || MEMORY.contains(&self.row);
-        ensure!(wanted, "no row has {:?} in its name", self.row);
+        rows.retain(|row| row.name.contains(&self.common.row));
+        let wanted = !rows.is_empty() || MEMORY.contains(&self.common.row);
+        ensure!(wanted, "no row has {:?} in its name", self.common.row);
         Ok(rows)
     }
 
@@ -196,12 +165,7 @@ impl Running {
     }
 
     fn memory(&mut self) -> anyhow::Result<Figures> {
-        let after = self.tunnel.rss()?;
-        let figures = [(MEMORY_START, self.at_start), (MEMORY_AFTER, after)];
-        let figures = figures.iter();
-        Ok(figures
-            .filter_map(|(metric, bytes)| Some((*metric, (*bytes)? as f64 / MIB)))
-            .collect())
+        Ok(memory::figures(self.at_start, self.tunnel.rss()?))
     }
 }
 
@@ -273,17 +237,9 @@ impl Plan {
         let figures = lab
             .measure(front, row, &contender, &mut running.tunnel)
             .await;
-        eprintln!(
-            "{round}/{} {} {}, {}: {}",
-            row.rounds(self.rounds),
-            front.name(),
-            row.name,
-            contender.name,
-            describe(&figures)
-        );
-        let usable = figures
-            .as_ref()
-            .is_ok_and(|figures| figures.iter().all(|(_, value)| *value != HUNG));
+        let turn = [round, row.rounds(self.rounds)];
+        tell(turn, [front.name(), row.name, contender.name], &figures);
+        let usable = is_usable(&figures);
         report.add(front.name(), row.name, contender.name, figures);
         if !usable && !row.is_fresh() {
             match lab.start(front, &contender).await {
@@ -295,16 +251,13 @@ impl Plan {
     }
 }
 
-/// One measurement, in a line.
-fn describe(figures: &anyhow::Result<Figures>) -> String {
-    match figures {
-        Ok(figures) => {
-            let texts: Vec<String> = figures
-                .iter()
-                .map(|(metric, value)| format!("{} {}", number(Some(*value), 1), metric.name))
-                .collect();
-            texts.join(", ")
-        }
-        Err(error) => format!("failed: {error:#}"),
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_contender_has_a_column() {
+        let names: Vec<&str> = CONTENDERS.iter().map(|c| c.name).collect();
+        assert_eq!(COMPARISON.contenders, names);
     }
 }

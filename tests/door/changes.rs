@@ -218,3 +218,35 @@ async fn a_drain_spares_the_connections_of_every_thread() {
     let status = door.program.wait_exit(LIMIT).await;
     assert!(status.success(), "{status}");
 }
+
+#[tokio::test]
+async fn a_service_that_comes_back_is_the_one_that_went() {
+    let services = Services::start().await.unwrap();
+    let routes = [Upstream::new("demo/raw", services.raw).authority(RAW)];
+    let door = Door::start_with(&routes, &["--max-connections=2"]).await;
+    let client = Http2::connect(door.tunneling).await;
+    let open = async || client.open(RAW, b"echo\n").await;
+    let mut one = open().await.unwrap();
+    let _other = open().await.unwrap();
+    door.route(&[]).await;
+    assert_eq!(open().await.err(), Some(StatusCode::NOT_FOUND));
+    door.route(&routes).await;
+    // Those of before still count.
+    assert_eq!(open().await.err(), Some(StatusCode::SERVICE_UNAVAILABLE));
+    let cluster = [("envoy_cluster_name", "demo/raw")];
+    for (series, expected) in [("active", 2.0), ("total", 2.0), ("overflow", 1.0)] {
+        let name = format!("envoy_cluster_upstream_cx_{series}");
+        assert_eq!(door.value(&name, &cluster).await, expected, "{series}");
+    }
+    one.say(b"x");
+    assert_eq!(one.hear(1).await, b"x");
+    one.finish();
+    assert_eq!(one.hear(1).await, b"");
+    eventually("there is room again", LIMIT, async || {
+        open()
+            .await
+            .map(|_| ())
+            .map_err(|status| status.to_string())
+    })
+    .await;
+}

@@ -3,7 +3,7 @@
 //! The programs make dummy interfaces. Where the kernel has none, most tests run the same code
 //! with the kind that is most like it, and the last ones say that they can not.
 
-use std::net::{IpAddr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 
 use culvert::lab::check;
 use culvert::lab::services::Services;
@@ -30,8 +30,8 @@ const V6: &str = "fd00::10";
 const BOTH: [&str; 2] = [V4, V6];
 
 /// Nobody listens there: for tests that carry nothing.
-const NOWHERE: SocketAddr = SocketAddr::new(IpAddr::V4(std::net::Ipv4Addr::LOCALHOST), 1);
-const STATS: SocketAddr = SocketAddr::new(IpAddr::V4(std::net::Ipv4Addr::LOCALHOST), 8002);
+const NOWHERE: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 1);
+const STATS: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 8002);
 
 /// A door with something behind it.
 async fn seed() -> (Services, Door) {

@@ -166,7 +166,13 @@ impl Verdicts {
     }
 
     /// They differ, and that is on purpose.
-    pub fn differ(&mut self, case: &str, [envoy, ours]: [String; 2], at_envoy: &str, at_ours: &str) {
+    pub fn differ(
+        &mut self,
+        case: &str,
+        [envoy, ours]: [String; 2],
+        at_envoy: &str,
+        at_ours: &str,
+    ) {
         for (door, seen, known) in [("envoy", envoy, at_envoy), ("ours", ours, at_ours)] {
             if seen != known {
                 self.0

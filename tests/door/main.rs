@@ -4,6 +4,7 @@
 //! |---|---|
 //! | [`support`] | a running nodeport-proxy and its routes, endpoints, clients |
 //! | [`frames`] | HTTP/2 in single frames |
+//! | [`abuse`] | clients that mean ill |
 //! | [`judge`] | Envoy and ours, side by side |
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
 

@@ -2,7 +2,8 @@
 //!
 //! `tests/peers/install` brings the program. The configurations are those of a platform that Culvert
 //! takes over from, with listeners on 127.0.0.1 instead of all addresses and nothing loaded at run
-//! time. What they leave out has Envoy's default, such as 1,024 connections to a cluster.
+//! time but what [`Seed::following`] says. What they leave out has Envoy's default, such as 1,024
+//! connections to a cluster, unless [`Bootstrap::allowing`] sets it.
 
 use std::collections::BTreeMap;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -27,6 +28,10 @@ const HEALTH_CHECK: &str = "extensions.filters.http.health_check.v3.HealthCheck"
 const TLS_INSPECTOR: &str = "extensions.filters.listener.tls_inspector.v3.TlsInspector";
 const ACCESS_LOG: &str = "extensions.access_loggers.file.v3.FileAccessLog";
 const HTTP_OPTIONS: &str = "extensions.upstreams.http.v3.HttpProtocolOptions";
+
+/// What an Envoy that follows files finds in its folder.
+const LISTENERS_FILE: &str = "listeners.json";
+const CLUSTERS_FILE: &str = "clusters.json";
 
 /// The installed program.
 #[derive(Debug)]
@@ -142,6 +147,22 @@ impl Bootstrap {
         });
         Self { admin, config }
     }
+
+    /// Allows each cluster so many connections, and as many requests at once, instead of 1,024. Of a
+    /// seed that follows a file only its own clusters are meant.
+    #[must_use]
+    pub fn allowing(mut self, connections: u32) -> Self {
+        let limits = json!({
+            "max_connections": connections,
+            "max_pending_requests": connections,
+            "max_requests": connections,
+        });
+        let clusters = self.config["static_resources"]["clusters"].as_array_mut();
+        for cluster in clusters.into_iter().flatten() {
+            cluster["circuit_breakers"] = json!({ "thresholds": [limits] });
+        }
+        self
+    }
 }
 
 /// A node's Envoy: each connection to one of `listeners` becomes a CONNECT to the authority beside
@@ -222,39 +243,64 @@ impl Seed {
 
     /// The configuration.
     pub fn bootstrap(&self) -> Bootstrap {
-        Bootstrap::new(self.admin, self.listeners(), self.all_clusters())
+        let clusters = [self.stats_cluster()].into_iter().chain(self.clusters());
+        Bootstrap::new(self.admin, self.listeners(), clusters.collect())
     }
 
-    /// A configuration that takes its listeners from a file and follows it, as the platform's
-    /// Envoy follows its control plane: see [`publish`](Self::publish).
+    /// The same in files of `dir`, which Envoy follows as it would its control plane; they are written
+    /// by this call.
     ///
     /// # Panics
-    /// When the file cannot be written.
-    pub fn following(&self, file: &Path) -> Bootstrap {
-        self.publish(file);
-        let mut bootstrap = Bootstrap::new(self.admin, Vec::new(), self.all_clusters());
-        let config = &mut bootstrap.config;
-        config["node"] = json!({ "id": "kube", "cluster": "np-cluster" });
-        config["dynamic_resources"] = json!({
-            "lds_config": { "path_config_source": { "path": file } },
+    /// When they can not be written.
+    pub fn following(&self, dir: &Path) -> Bootstrap {
+        self.write_listeners(dir);
+        self.write_clusters(dir);
+        let mut bootstrap = Bootstrap::new(self.admin, Vec::new(), vec![self.stats_cluster()]);
+        let source = |file: &str| {
+            json!({
+                "resource_api_version": "V3",
+                "path_config_source": { "path": dir.join(file) },
+            })
+        };
+        bootstrap.config["node"] = json!({ "id": "kube", "cluster": "np-cluster" });
+        bootstrap.config["dynamic_resources"] = json!({
+            "lds_config": source(LISTENERS_FILE),
+            "cds_config": source(CLUSTERS_FILE),
         });
         bootstrap
     }
 
-    /// Replaces the listeners in a file that an Envoy follows.
+    /// Replaces the listeners that an Envoy follows in `dir`.
     ///
     /// # Panics
-    /// When the file cannot be written.
-    pub fn publish(&self, file: &Path) {
-        let listeners = self.listeners().into_iter().map(|mut listener| {
-            listener["@type"] = json!("type.googleapis.com/envoy.config.listener.v3.Listener");
-            listener
-        });
-        let resources = json!({ "resources": listeners.collect::<Vec<_>>() });
-        let next = file.with_extension("next");
-        std::fs::write(&next, resources.to_string()).expect("writing Envoy's listeners");
-        // Envoy looks when a file is moved there, so that it never reads half of one.
-        std::fs::rename(next, file).expect("moving Envoy's listeners");
+    /// When they can not be written.
+    pub fn write_listeners(&self, dir: &Path) {
+        let listeners = self.listeners().into_iter();
+        publish(&dir.join(LISTENERS_FILE), "listener.v3.Listener", listeners);
+    }
+
+    /// Replaces the clusters that an Envoy follows in `dir`.
+    ///
+    /// # Panics
+    /// When they can not be written.
+    pub fn write_clusters(&self, dir: &Path) {
+        let file = dir.join(CLUSTERS_FILE);
+        publish(&file, "cluster.v3.Cluster", self.clusters());
+    }
+
+    fn stats_cluster(&self) -> Value {
+        cluster("service_stats", "0.05s", &[self.admin])
+    }
+
+    fn clusters(&self) -> impl Iterator<Item = Value> {
+        self.clusters.iter().map(|(name, endpoints)| {
+            let mut cluster = cluster(name, "1s", endpoints);
+            if let Some(most) = self.settings.max_connections {
+                let thresholds = json!([{ "max_connections": most }]);
+                cluster["circuit_breakers"] = json!({ "thresholds": thresholds });
+            }
+            cluster
+        })
     }
 
     fn listeners(&self) -> Vec<Value> {
@@ -271,19 +317,6 @@ impl Seed {
             listeners.push(self.tunnel_listener());
         }
         listeners
-    }
-
-    fn all_clusters(&self) -> Vec<Value> {
-        let mut clusters = vec![cluster("service_stats", "0.05s", &[self.admin])];
-        clusters.extend(self.clusters.iter().map(|(name, endpoints)| {
-            let mut cluster = cluster(name, "1s", endpoints);
-            if let Some(most) = self.settings.max_connections {
-                let thresholds = json!([{ "max_connections": most }]);
-                cluster["circuit_breakers"] = json!({ "thresholds": thresholds });
-            }
-            cluster
-        }));
-        clusters
     }
 
     fn sni_listener(&self) -> Value {
@@ -364,6 +397,18 @@ impl Seed {
     }
 }
 
+/// Writes resources for an Envoy that follows `file`: by a rename, it notices nothing else.
+fn publish(file: &Path, kind: &str, resources: impl Iterator<Item = Value>) {
+    let resources = resources.map(|mut resource| {
+        resource["@type"] = json!(format!("type.googleapis.com/envoy.config.{kind}"));
+        resource
+    });
+    let text = json!({ "resources": resources.collect::<Vec<_>>() }).to_string();
+    let new = file.with_extension("new");
+    std::fs::write(&new, text).expect("writing Envoy's resources");
+    std::fs::rename(&new, file).expect("replacing Envoy's resources");
+}
+
 // === Pieces of a configuration ===
 
 fn local(ports: &mut Ports) -> SocketAddr {
@@ -415,104 +460,4 @@ fn typed(kind: &str, mut config: Value) -> Value {
 }
 
 #[cfg(test)]
-pub(crate) mod tests {
-    use std::sync::Arc;
-
-    use culvert::lab::services::{BANNER, HELLO, Services};
-    use rustls::{ClientConfig, ClientConnection, RootCertStore};
-    use rustls_pki_types::ServerName;
-    use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, AsyncWriteExt as _, BufReader};
-    use tokio::net::TcpStream;
-
-    use super::*;
-
-    const AUTHORITY: &str = "web.ns.svc.cluster.local:80";
-
-    /// The first bytes of a TLS client that asks for `name`.
-    pub(crate) fn client_hello(name: &str) -> Vec<u8> {
-        let provider = rustls::crypto::aws_lc_rs::default_provider();
-        let config = ClientConfig::builder_with_provider(provider.into())
-            .with_safe_default_protocol_versions()
-            .unwrap()
-            .with_root_certificates(RootCertStore::empty())
-            .with_no_client_auth();
-        let name = ServerName::try_from(name.to_owned()).unwrap();
-        let mut client = ClientConnection::new(Arc::new(config), name).unwrap();
-        let mut hello = Vec::new();
-        client.write_tls(&mut hello).unwrap();
-        hello
-    }
-
-    /// What a client that asks for `name` hears from the service that echoes after a banner; less when
-    /// the connection is closed.
-    pub(crate) async fn echoed(door: SocketAddr, name: &str) -> (Vec<u8>, Vec<u8>) {
-        let hello = client_hello(name);
-        let expected = [BANNER, &hello].concat();
-        let mut stream = TcpStream::connect(door).await.unwrap();
-        stream.write_all(&hello).await.unwrap();
-        let mut heard = Vec::new();
-        // A reset is an end as well.
-        let limit = u64::try_from(expected.len()).unwrap();
-        stream.take(limit).read_to_end(&mut heard).await.ok();
-        (heard, expected)
-    }
-
-    /// The status line that a CONNECT is answered with.
-    async fn connect(tunnel: SocketAddr, authority: &str) -> String {
-        let mut stream = TcpStream::connect(tunnel).await.unwrap();
-        let request = format!("CONNECT {authority} HTTP/1.1\r\nHost: {authority}\r\n\r\n");
-        stream.write_all(request.as_bytes()).await.unwrap();
-        let mut line = String::new();
-        BufReader::new(stream).read_line(&mut line).await.unwrap();
-        line
-    }
-
-    /// A seed with a web server behind the authority and a node port, and an echo behind a name.
-    async fn seed(ports: &mut Ports, node_port: u16) -> (Seed, Services) {
-        let services = Services::start().await.unwrap();
-        let mut seed = Seed::new(ports);
-        let clusters = [("ns/web", services.http), ("ns/echo", services.first)];
-        seed.clusters = clusters
-            .map(|(name, at)| (name.to_owned(), vec![at]))
-            .into();
-        seed.server_names = [("echo.example.com".to_owned(), "ns/echo".to_owned())].into();
-        seed.authorities = [(AUTHORITY.to_owned(), "ns/web".to_owned())].into();
-        seed.node_ports = [(node_port, "ns/web".to_owned())].into();
-        (seed, services)
-    }
-
-    #[tokio::test]
-    async fn the_seed_routes_by_name_authority_and_port() {
-        let Some(envoy) = Envoy::get() else { return };
-        let mut ports = Ports::default();
-        let node_port = ports.next_port();
-        let (seed, _services) = seed(&mut ports, node_port).await;
-        let _running = envoy.start(&seed.bootstrap()).await;
-
-        let (heard, expected) = echoed(seed.sni, "echo.example.com").await;
-        assert_eq!(heard, expected);
-        let (heard, _) = echoed(seed.sni, "other.example.com").await;
-        assert_eq!(heard, b"");
-        let known = connect(seed.tunnel, AUTHORITY).await;
-        assert_eq!(known, "HTTP/1.1 200 OK\r\n");
-        let unknown = connect(seed.tunnel, "web.ns.svc.cluster.local:81").await;
-        assert_eq!(unknown, "HTTP/1.1 404 Not Found\r\n");
-        let at = SocketAddr::from((Ipv4Addr::LOCALHOST, node_port));
-        assert_eq!(http_get(at, "/").await.unwrap().2, HELLO);
-        let (status, ..) = http_get(seed.stats, "/healthz").await.unwrap();
-        assert!(status.is_success(), "{status}");
-    }
-
-    #[tokio::test]
-    async fn a_node_reaches_a_service_through_the_seed() {
-        let Some(envoy) = Envoy::get() else { return };
-        let mut ports = Ports::default();
-        let node_port = ports.next_port();
-        let (seed, _services) = seed(&mut ports, node_port).await;
-        let _seed = envoy.start(&seed.bootstrap()).await;
-        let listen = local(&mut ports);
-        let node = node(&mut ports, &[(listen, AUTHORITY)], seed.tunnel);
-        let _node = envoy.start(&node).await;
-        assert_eq!(http_get(listen, "/").await.unwrap().2, HELLO);
-    }
-}
+pub(crate) mod tests;

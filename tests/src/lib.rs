@@ -12,6 +12,7 @@
 //! | [`black_hole`](mod@black_hole) | an address whose connects never end |
 //! | [`interop`] | the stock programs and the Go driver |
 //! | [`envoy`], [`haproxy`] | foreign doors |
+//! | [`hello`] | what a TLS client says first |
 //! | [`kube_api`] | a Kubernetes API that does as a test wants |
 //!
 //! A harness reports by panicking, with a text that says what was expected and what was seen.
@@ -21,6 +22,7 @@ pub mod balancer;
 pub mod black_hole;
 pub mod envoy;
 pub mod haproxy;
+pub mod hello;
 pub mod interop;
 pub mod kube_api;
 pub mod metrics;

@@ -248,11 +248,7 @@ impl Tunnels {
         })
     }
 
-    async fn carry<C, K>(
-        &self,
-        client: (&mut C, &mut K),
-        tunnel: Tunnel<'_>,
-    ) -> CloseReason
+    async fn carry<C, K>(&self, client: (&mut C, &mut K), tunnel: Tunnel<'_>) -> CloseReason
     where
         C: Source,
         K: Sink,

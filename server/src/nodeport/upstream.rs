@@ -211,7 +211,12 @@ const SERIES: [Series; 11] = [
         "counter",
         "Attempts to connect to endpoints.",
         |upstream| {
-            let Stats { opened, failed, timed_out, .. } = &upstream.stats;
+            let Stats {
+                opened,
+                failed,
+                timed_out,
+                ..
+            } = &upstream.stats;
             let all = [opened, failed, timed_out];
             all.iter().map(|count| count.load(Ordering::Relaxed)).sum()
         },

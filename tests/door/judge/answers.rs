@@ -5,9 +5,7 @@ use culvert::lab::services::{BANNER, Services};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
-use super::clients::{
-    converse, head, http1, http2_get, http2_status, last_words, rest, status,
-};
+use super::clients::{converse, head, http1, http2_get, http2_status, last_words, rest, status};
 use super::{Pair, Side, Verdicts, authority, exposed};
 use crate::frames::{self, END_HEADERS, GOAWAY, HEADERS, RST_STREAM, connect_fields, field, frame};
 use crate::support::{Http2, timely};
@@ -150,11 +148,23 @@ async fn http_1_tunnels_open_alike() {
     let known = authority("first");
     let upper = known.to_uppercase();
     for (case, request) in [
-        ("as it should be", format!("CONNECT {known} HTTP/1.1\r\nHost: {known}\r\n\r\n")),
+        (
+            "as it should be",
+            format!("CONNECT {known} HTTP/1.1\r\nHost: {known}\r\n\r\n"),
+        ),
         ("no Host", format!("CONNECT {known} HTTP/1.1\r\n\r\n")),
-        ("another Host", format!("CONNECT {known} HTTP/1.1\r\nHost: other:1\r\n\r\n")),
-        ("upper case", format!("CONNECT {upper} HTTP/1.1\r\nHost: {upper}\r\n\r\n")),
-        ("line feeds alone", format!("CONNECT {known} HTTP/1.1\nHost: {known}\n\n")),
+        (
+            "another Host",
+            format!("CONNECT {known} HTTP/1.1\r\nHost: other:1\r\n\r\n"),
+        ),
+        (
+            "upper case",
+            format!("CONNECT {upper} HTTP/1.1\r\nHost: {upper}\r\n\r\n"),
+        ),
+        (
+            "line feeds alone",
+            format!("CONNECT {known} HTTP/1.1\nHost: {known}\n\n"),
+        ),
     ] {
         let seen = pair.see(async |side| banner(side, &request).await).await;
         verdicts.same(case, seen, "HTTP/1.1 200 OK, banner");
@@ -180,16 +190,24 @@ async fn http_1_tunnels_open_alike() {
         let second = head(&mut stream).await;
         format!("{}, {}", status(&first), status(&second))
     };
-    verdicts.same("a refused connection is closed", pair.see(again).await, "HTTP/1.1 404 Not Found, ");
+    verdicts.same(
+        "a refused connection is closed",
+        pair.see(again).await,
+        "HTTP/1.1 404 Not Found, ",
+    );
     let texts = async |side: &Side| {
         let mut stream = TcpStream::connect(side.tunnel).await.unwrap();
         let head = http1(&mut stream, &authority("gone")).await;
         let length = String::from_utf8_lossy(&head).to_lowercase();
-        let length = length.lines().find_map(|line| line.strip_prefix("content-length: "));
+        let length = length
+            .lines()
+            .find_map(|line| line.strip_prefix("content-length: "));
         match length {
             Some(length) => {
                 let mut body = vec![0; length.parse().unwrap()];
-                timely("the body", stream.read_exact(&mut body)).await.unwrap();
+                timely("the body", stream.read_exact(&mut body))
+                    .await
+                    .unwrap();
                 String::from_utf8(body).unwrap()
             }
             None => rest(&mut stream).await,
@@ -214,10 +232,25 @@ async fn http_2_is_answered_alike() {
         ("known", authority("raw"), "200", "200"),
         ("upper case", authority("raw").to_uppercase(), "200", "200"),
         ("unknown", authority("other"), "404", "404"),
-        ("another port", authority("raw").replace("443", "444"), "404", "404"),
-        ("no port", authority("raw").replace(":443", ""), "404", "404"),
+        (
+            "another port",
+            authority("raw").replace("443", "444"),
+            "404",
+            "404",
+        ),
+        (
+            "no port",
+            authority("raw").replace(":443", ""),
+            "404",
+            "404",
+        ),
         // It ends the whole connection, with all tunnels.
-        ("user information", format!("user@{}", authority("raw")), "lost", "404"),
+        (
+            "user information",
+            format!("user@{}", authority("raw")),
+            "lost",
+            "404",
+        ),
         ("no endpoint accepts", authority("gone"), "503", "503"),
     ] {
         let look = async |side: &Side| {
@@ -234,7 +267,10 @@ async fn http_2_is_answered_alike() {
             let client = Http2::connect(side.tunnel).await;
             let status = http2_get(&client, &target).await;
             // And the connection serves on.
-            format!("{status}, {}", http2_status(&client, &authority("raw")).await)
+            format!(
+                "{status}, {}",
+                http2_status(&client, &authority("raw")).await
+            )
         };
         verdicts.same(case, pair.see(look).await, "404, 200");
     }

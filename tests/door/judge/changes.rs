@@ -25,7 +25,9 @@ async fn before(side: &Side) -> Open {
     assert_eq!(tunnel.hear(1).await, b"x");
     let mut named = open(side, Way::Sni, "first").await;
     let mut echo = vec![0; BANNER.len() + hello(Some("first.example.com")).len()];
-    timely("the echo", named.read_exact(&mut echo)).await.unwrap();
+    timely("the echo", named.read_exact(&mut echo))
+        .await
+        .unwrap();
     Open {
         client,
         tunnel,
@@ -37,7 +39,10 @@ async fn before(side: &Side) -> Open {
 async fn after(side: &Side, mut open: Open, cut: bool) -> String {
     eventually("the new route is there", LIMIT, async || {
         let client = Http2::connect(side.tunnel).await;
-        http2(&client, "new").await.map(|_| ()).map_err(|s| s.to_string())
+        http2(&client, "new")
+            .await
+            .map(|_| ())
+            .map_err(|s| s.to_string())
     })
     .await;
     let tunnel = if cut {
@@ -74,10 +79,9 @@ async fn a_new_service_beside_open_tunnels() {
     let cluster = new.name.clone();
     seed.clusters.insert(cluster, new.endpoints.clone());
     let dir = tempfile::tempdir().unwrap();
-    let file = dir.path().join("listeners.json");
     // KKP's has 600 s.
     let flags = ["--drain-time-s", "2"];
-    let _running = envoy.start_with(&seed.following(&file), &flags).await;
+    let _running = envoy.start_with(&seed.following(dir.path()), &flags).await;
     let theirs = Side {
         sni: seed.sni,
         tunnel: seed.tunnel,
@@ -86,7 +90,7 @@ async fn a_new_service_beside_open_tunnels() {
     };
     let opened = before(&theirs).await;
     add(&mut seed, &new);
-    seed.publish(&file);
+    seed.write_listeners(dir.path());
     let at_envoy = after(&theirs, opened, true).await;
 
     let door = Door::start(&upstreams).await;

@@ -12,7 +12,8 @@ use tokio::time::timeout;
 use super::clients::{Way, converse, hello, http2, http2_rest, http2_status, open, rest, say};
 use super::endpoints::{Endpoint, counts_late};
 use super::{Pair, Side, Verdicts, authority, exposed, server_name};
-use crate::frames::{self, GOAWAY, SETTINGS};
+use crate::abuse::{answered_flood, reset_many};
+use crate::frames::{self, CONTINUATION, GOAWAY, HEADERS, SETTINGS, connect_fields, field, frame};
 use crate::support::{Http2, Upstream, timely};
 
 const GONE: ([u8; 4], u16) = ([127, 0, 0, 1], 1);
@@ -130,10 +131,7 @@ async fn what_stands_still_for_too_long_is_closed() {
 async fn no_answer_is_too_late_for_an_open_tunnel() {
     let services = Services::start().await.unwrap();
     let late = Endpoint::start(counts_late).await;
-    let upstreams = [
-        exposed("raw", services.raw),
-        exposed("late", late.address),
-    ];
+    let upstreams = [exposed("raw", services.raw), exposed("late", late.address)];
     let Some(pair) = Pair::start(&upstreams).await else {
         return;
     };
@@ -194,7 +192,9 @@ async fn there_are_no_more_connections_than_allowed() {
         for _ in 0..2 {
             let mut stream = open(side, Way::Sni, "first").await;
             let mut heard = vec![0; BANNER.len()];
-            timely("the banner", stream.read_exact(&mut heard)).await.unwrap();
+            timely("the banner", stream.read_exact(&mut heard))
+                .await
+                .unwrap();
             streams.push(stream);
         }
         let third = hello(Some(&server_name("first")));
@@ -279,4 +279,28 @@ async fn a_client_that_reads_nothing_stops_its_endpoint() {
         if before < 64e6 { "stopped" } else { "goes on" }.to_owned()
     };
     verdicts.same("unread", pair.see(stall).await, "stopped");
+}
+
+#[tokio::test]
+async fn floods_are_closed() {
+    let services = Services::start().await.unwrap();
+    let Some(pair) = Pair::start(&[exposed("silent", services.silent)]).await else {
+        return;
+    };
+    let mut verdicts = Verdicts::default();
+    let resets = async |side: &Side| {
+        let (closed, _) = reset_many(side.tunnel, &authority("silent")).await;
+        if closed { "closed" } else { "open" }.to_owned()
+    };
+    let seen = pair.see_together(resets).await;
+    verdicts.same("streams that are reset at once", seen, "closed");
+    let endless = async |side: &Side| {
+        let begin = frame(HEADERS, 0, 1, &connect_fields(&authority("silent")));
+        let more = frame(CONTINUATION, 0, 1, &field("x", "y"));
+        // Panics unless it is closed.
+        answered_flood(side.tunnel, &begin, &more).await;
+        "closed".to_owned()
+    };
+    let seen = pair.see_together(endless).await;
+    verdicts.same("a header block without an end", seen, "closed");
 }

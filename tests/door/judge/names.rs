@@ -93,7 +93,10 @@ async fn what_is_no_hello_is_closed() {
         ("HTTP", b"GET / HTTP/1.1\r\nHost: one.example.com\r\n\r\n"),
         ("SSH", b"SSH-2.0-x\r\n"),
         ("garbage in a record", b"\x16\x03\x01\x00\x05hello"),
-        ("a record that is no handshake", b"\x17\x03\x03\x00\x05hello"),
+        (
+            "a record that is no handshake",
+            b"\x17\x03\x03\x00\x05hello",
+        ),
         ("half a hello", &hello(Some("one.example.com"))[..50]),
     ] {
         let seen = pair

@@ -38,7 +38,10 @@ async fn seed() -> (SocketAddr, UnboundedReceiver<String>) {
 }
 
 async fn serve(
-    (request, mut respond): (http::Request<h2::RecvStream>, h2::server::SendResponse<Bytes>),
+    (request, mut respond): (
+        http::Request<h2::RecvStream>,
+        h2::server::SendResponse<Bytes>,
+    ),
     connection: usize,
     sees: tokio::sync::mpsc::UnboundedSender<String>,
 ) -> Result<(), h2::Error> {
@@ -55,7 +58,8 @@ async fn serve(
     let early = timeout(Duration::from_millis(500), body.data()).await;
     let early = early.map_or("held back", |_| "sent ahead");
     // The test may have ended.
-    sees.send(format!("{connection}: {request}, payload {early}")).ok();
+    sees.send(format!("{connection}: {request}, payload {early}"))
+        .ok();
     let mut send = respond.send_response(Response::new(()), false)?;
     while let Some(bytes) = body.data().await {
         let bytes = bytes?;
@@ -90,7 +94,11 @@ async fn look(node: SocketAddr, seen: &mut UnboundedReceiver<String>) -> String 
     connections.dedup();
     requests.sort();
     requests.dedup();
-    let few = if connections.len() <= 2 { "few" } else { "many" };
+    let few = if connections.len() <= 2 {
+        "few"
+    } else {
+        "many"
+    };
     format!("{}; {few} connections", requests.join(" and "))
 }
 

@@ -44,7 +44,9 @@ async fn traffic(side: &Side) -> (Http2, TcpStream) {
     for _ in 0..2 {
         let mut stream = open(side, Way::Sni, "first").await;
         let mut heard = vec![0; echo];
-        timely("an echo", stream.read_exact(&mut heard)).await.unwrap();
+        timely("an echo", stream.read_exact(&mut heard))
+            .await
+            .unwrap();
         named.push(stream);
     }
     let mut last = named.pop().unwrap();
@@ -145,7 +147,10 @@ async fn dashboards_find_the_same_series() {
         let labels = [("envoy_http_conn_manager_prefix", "ingress_http")];
         let values = ["cx_active", "rq_total"].map(|series| {
             let name = format!("envoy_http_downstream_{series}");
-            metrics.value(&name, &labels).unwrap_or_default().to_string()
+            metrics
+                .value(&name, &labels)
+                .unwrap_or_default()
+                .to_string()
         });
         values.join(", ")
     };

@@ -152,12 +152,12 @@ impl Monitor {
     /// drops what does not fit into the socket's buffer. All that has come by then is taken.
     /// Cancel-safe.
     pub async fn heard(&self, concerns: impl Fn(&Incoming<'_>) -> bool) {
-        // Allocated when there is something to read: it is rare.
         loop {
             let Ok(mut guard) = self.0.readable().await else {
                 // The runtime ends.
                 return;
             };
+            // For the time that it takes: there is seldom anything to read.
             let mut buffer = vec![0; DATAGRAM_BYTES];
             let mut is_concerned = false;
             loop {

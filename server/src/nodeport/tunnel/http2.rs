@@ -9,11 +9,12 @@ use std::time::Duration;
 use culvert_common::native::halves::halves;
 use culvert_common::native::link::{Incoming, Taker, TakerLimits};
 use culvert_common::native::window::Inbound;
+use culvert_common::tunnel::CloseReason;
 use culvert_common::tunnel::allowance::Allowance;
 use culvert_common::tunnel::io::LINGER;
-use culvert_common::tunnel::CloseReason;
 use http::{Method, Response, StatusCode};
 use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::task::coop::consume_budget;
 use tokio::time::{Instant, sleep, timeout};
 use tracing::debug;
 
@@ -126,6 +127,8 @@ impl Tunnels {
                             () = tunnels.front.cut.cancelled() => {}
                         }
                     });
+                    // So that streams begin, and are judged, while many more wait.
+                    consume_budget().await;
                 }
                 Ok(None) => return,
                 Err(error) => {

@@ -29,11 +29,6 @@ fn one(datagram: &[u8]) -> Incoming<'_> {
     messages[0].incoming
 }
 
-/// A request's body, read as the answer that has the same layout.
-fn read_back(bytes: &[u8]) -> Incoming<'_> {
-    one(bytes)
-}
-
 #[test]
 #[cfg(target_endian = "little")]
 fn requests_are_the_bytes_that_iproute2_sends() {
@@ -55,6 +50,7 @@ fn requests_are_the_bytes_that_iproute2_sends() {
     assert_eq!(Request::Create("d0", "dummy").encode(9), expected);
 }
 
+/// Requests and answers about the same thing have the same layout.
 #[test]
 fn requests_say_what_they_are_for() {
     let head = |name, kind, index| LinkHead {
@@ -65,13 +61,13 @@ fn requests_say_what_they_are_for() {
     };
     let bytes = Request::Create("envoyagent", "dummy").encode(1);
     let link = head("envoyagent", Some("dummy"), 0);
-    assert_eq!(read_back(&bytes), Incoming::Link(link));
+    assert_eq!(one(&bytes), Incoming::Link(link));
     let v6 = Address::host("fd00::10".parse().unwrap());
     for address in [V4, v6] {
         for request in [Request::Add(7, address), Request::Remove(7, address)] {
             let bytes = request.encode(1);
             assert_eq!(
-                read_back(&bytes),
+                one(&bytes),
                 Incoming::Address { index: 7, address },
                 "{request:?}"
             );

@@ -1,0 +1,409 @@
+//! Who is measured, and their running programs.
+//!
+//! A door leads from the server name of each of its Services to an endpoint. A node's end is measured
+//! with the door of the same make, one listener of it that leads to one Service.
+
+use std::collections::BTreeMap;
+use std::net::{Ipv4Addr, SocketAddr};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::{Context as _, bail, ensure};
+use bytes::Bytes;
+use culvert_tests::envoy::{self, Envoy, RunningEnvoy, Seed};
+use culvert_tests::haproxy::{HaProxy, RunningHaProxy};
+use culvert_tests::hello::client_hello;
+use culvert_tests::kube_api::{KubeApi, service, slice};
+use culvert_tests::metrics::http_get;
+use culvert_tests::ports::Ports;
+use culvert_tests::{Program, eventually};
+use serde_json::json;
+use tempfile::TempDir;
+use tokio::time::{Instant, sleep, timeout};
+
+use crate::door::Front;
+use crate::door::rows::{Kind, Row};
+use crate::entry::Entry;
+use crate::load::Echo;
+use crate::measure::Subject;
+use crate::topology::{DIRECT, NODE, OURS, PROXY, Programs, harness, panic_text};
+
+/// The name of what KKP runs at both ends.
+pub const ENVOY: &str = "envoy";
+/// The name of what others put before their seeds.
+pub const HAPROXY: &str = "haproxy";
+
+/// How many connections every door allows to a Service: above what any row opens.
+const MAX_CONNECTIONS: u32 = 20_000;
+
+/// How long a program may take until it serves, and then until it carries a byte; how often that is
+/// tried.
+const START_LIMIT: Duration = Duration::from_secs(20);
+const TRY_INTERVAL: Duration = Duration::from_millis(50);
+
+/// The namespace of all Services, and the name of their only port.
+const NAMESPACE: &str = "bench";
+const PORT: &str = "secure";
+
+/// Who made a door.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Make {
+    Ours,
+    Envoy,
+    HaProxy,
+    /// Nothing: the load is on the endpoint itself.
+    Direct,
+}
+
+/// What is measured.
+#[derive(Debug, Clone, Copy)]
+pub struct Contender {
+    /// What the table calls it.
+    pub name: &'static str,
+    make: Make,
+}
+
+const fn contender(name: &'static str, make: Make) -> Contender {
+    Contender { name, make }
+}
+
+/// Every contender, ours first.
+pub const CONTENDERS: [Contender; 4] = [
+    contender(OURS, Make::Ours),
+    contender(ENVOY, Make::Envoy),
+    contender(HAPROXY, Make::HaProxy),
+    contender(DIRECT, Make::Direct),
+];
+
+impl Contender {
+    /// Whether it is not installed. Says on stderr what it would take.
+    pub fn missing(self) -> bool {
+        match self.make {
+            Make::Envoy => Envoy::get().is_none(),
+            Make::HaProxy => HaProxy::get().is_none(),
+            Make::Ours | Make::Direct => false,
+        }
+    }
+
+    /// How many file descriptors it needs for a connection. haproxy sets some aside for pipes.
+    pub fn descriptors(self) -> u64 {
+        match self.make {
+            Make::HaProxy => 3,
+            Make::Ours | Make::Envoy | Make::Direct => 2,
+        }
+    }
+
+    /// Whether a row says anything about it. haproxy has no node's end, and what it does when a Service
+    /// changes is its operator's choice.
+    pub fn has(self, row: &Row) -> bool {
+        match self.make {
+            Make::Ours | Make::Envoy => true,
+            Make::HaProxy => row.front == Front::Sni && row.kind != Kind::Change,
+            Make::Direct => matches!(row.kind, Kind::Load(_)),
+        }
+    }
+}
+
+/// A running program, with what it needs.
+#[derive(Debug)]
+enum Running {
+    Ours(Program),
+    Envoy(RunningEnvoy),
+    HaProxy(RunningHaProxy),
+}
+
+impl Running {
+    fn program(&self) -> &Program {
+        match self {
+            Self::Ours(program) => program,
+            Self::Envoy(envoy) => &envoy.program,
+            Self::HaProxy(haproxy) => &haproxy.program,
+        }
+    }
+}
+
+/// Where a door has its Services from.
+#[derive(Debug)]
+enum Source {
+    Api(KubeApi),
+    /// Envoy's listeners and clusters in files of a folder.
+    Files(Box<Seed>, PathBuf),
+    /// A configuration that is read once.
+    Fixed,
+}
+
+/// A running door, and a node's end of it if that is measured. Dropping it kills all programs.
+#[derive(Debug)]
+pub struct Door {
+    entry: Entry,
+    /// The listener for TLS.
+    sni: SocketAddr,
+    programs: Vec<Running>,
+    source: Source,
+    _ports: Ports,
+    // Last, so that programs are gone before their files are.
+    _dir: TempDir,
+}
+
+impl Door {
+    /// Starts a door that leads to `endpoint` from as many Services, and waits until the last of them
+    /// has carried a byte.
+    ///
+    /// # Errors
+    /// When it does not; the program's own words are on stderr.
+    pub async fn start(
+        contender: Contender,
+        front: Front,
+        programs: &Programs,
+        endpoint: SocketAddr,
+        services: usize,
+    ) -> anyhow::Result<Self> {
+        let plan = Plan {
+            front,
+            endpoint,
+            services,
+            dir: tempfile::Builder::new()
+                .prefix("culvert-bench-")
+                .tempdir()?,
+            ports: Ports::default(),
+        };
+        let door = match contender.make {
+            Make::Ours => harness(plan.ours(programs)).await?,
+            Make::Envoy => harness(plan.envoy()).await??,
+            Make::HaProxy => harness(plan.haproxy()).await??,
+            Make::Direct => plan.direct(),
+        };
+        let carries = async {
+            while Echo::proven(&door.entry, endpoint).await.is_err() {
+                sleep(TRY_INTERVAL).await;
+            }
+        };
+        let carried = timeout(START_LIMIT, carries).await;
+        carried.with_context(|| format!("it carries nothing within {START_LIMIT:?}"))?;
+        Ok(door)
+    }
+
+    /// Where a client enters who wants a Service.
+    pub fn service(&self, service: usize) -> Entry {
+        sni(self.sni, service)
+    }
+
+    /// Has a Service lead to another endpoint. When the door was told so.
+    ///
+    /// # Errors
+    /// When it cannot be told anything.
+    pub fn change(&mut self, service: usize, endpoint: SocketAddr) -> anyhow::Result<Instant> {
+        match &mut self.source {
+            Source::Api(api) => {
+                let told = Instant::now();
+                api.put("endpointslices", endpoints_of(service, endpoint));
+                Ok(told)
+            }
+            Source::Files(seed, dir) => {
+                seed.clusters.insert(name(service), vec![endpoint]);
+                seed.write_clusters(dir);
+                Ok(Instant::now())
+            }
+            Source::Fixed => bail!("its configuration is read once"),
+        }
+    }
+
+    /// Asks the kernel about all programs, which panics when they are gone. None without any.
+    fn sum<T: std::iter::Sum>(&self, ask: impl Fn(&Program) -> T) -> anyhow::Result<Option<T>> {
+        let programs = self.programs.iter();
+        let asking = || programs.map(|running| ask(running.program())).sum();
+        let sum = catch_unwind(AssertUnwindSafe(asking)).map_err(panic_text)?;
+        Ok((!self.programs.is_empty()).then_some(sum))
+    }
+}
+
+impl Subject for Door {
+    fn entry(&self) -> &Entry {
+        &self.entry
+    }
+
+    fn cpu_time(&mut self) -> anyhow::Result<Option<Duration>> {
+        self.sum(Program::cpu_time)
+    }
+
+    fn rss(&mut self) -> anyhow::Result<Option<u64>> {
+        self.sum(Program::rss)
+    }
+}
+
+/// What the programs have to be told.
+struct Plan {
+    front: Front,
+    endpoint: SocketAddr,
+    services: usize,
+    dir: TempDir,
+    ports: Ports,
+}
+
+impl Plan {
+    fn address(&mut self) -> SocketAddr {
+        SocketAddr::from((Ipv4Addr::LOCALHOST, self.ports.next_port()))
+    }
+
+    /// The Service that carries the load: the last one.
+    fn last(&self) -> usize {
+        self.services - 1
+    }
+
+    fn door(self, entry: Entry, sni: SocketAddr, programs: Vec<Running>, source: Source) -> Door {
+        Door {
+            entry,
+            sni,
+            programs,
+            source,
+            _ports: self.ports,
+            _dir: self.dir,
+        }
+    }
+
+    async fn ours(mut self, programs: &Programs) -> Door {
+        let api = KubeApi::start().await;
+        for service in 0..self.services {
+            api.put("services", service_of(service));
+            api.put("endpointslices", endpoints_of(service, self.endpoint));
+        }
+        let [at, tunnel, stats] = [(); 3].map(|()| self.address());
+        let door = [
+            format!("--kubeconfig={}", api.kubeconfig(self.dir.path()).display()),
+            "--bind-address=127.0.0.1".to_owned(),
+            format!("--envoy-sni-port={}", at.port()),
+            format!("--envoy-tunneling-port={}", tunnel.port()),
+            format!("--envoy-stats-port={}", stats.port()),
+            format!("--max-connections={MAX_CONNECTIONS}"),
+        ];
+        let mut running = vec![ours(programs, PROXY, &door, stats).await];
+        let entry = match self.front {
+            Front::Sni => sni(at, self.last()),
+            Front::Node => {
+                let [listen, stats] = [(); 2].map(|()| self.address());
+                let node = [
+                    format!("--listen={listen}={}", authority(self.last())),
+                    format!("--proxy={tunnel}"),
+                    "--stats-address=127.0.0.1".to_owned(),
+                    format!("--stats-port={}", stats.port()),
+                ];
+                running.push(ours(programs, NODE, &node, stats).await);
+                Entry::Plain(listen)
+            }
+        };
+        self.door(entry, at, running, Source::Api(api))
+    }
+
+    async fn envoy(mut self) -> anyhow::Result<Door> {
+        let envoy = Envoy::get().context("it is not installed")?;
+        let mut seed = Seed::new(&mut self.ports);
+        for service in 0..self.services {
+            let cluster = name(service);
+            seed.server_names.insert(host(service), cluster.clone());
+            seed.authorities.insert(authority(service), cluster.clone());
+            seed.clusters.insert(cluster, vec![self.endpoint]);
+        }
+        // What follows files has no limits of its own in them; one connection to a Service needs none.
+        let (bootstrap, source) = if self.services > 1 {
+            let dir = self.dir.path().to_owned();
+            (
+                seed.following(&dir),
+                Source::Files(Box::new(seed.clone()), dir),
+            )
+        } else {
+            (seed.bootstrap(), Source::Fixed)
+        };
+        let mut running = Vec::new();
+        let bootstrap = bootstrap.allowing(MAX_CONNECTIONS);
+        running.push(Running::Envoy(envoy.start(&bootstrap).await));
+        let entry = match self.front {
+            Front::Sni => sni(seed.sni, self.last()),
+            Front::Node => {
+                let (listen, authority) = (self.address(), authority(self.last()));
+                let listeners = [(listen, authority.as_str())];
+                let node = envoy::node(&mut self.ports, &listeners, seed.tunnel);
+                let node = node.allowing(MAX_CONNECTIONS);
+                running.push(Running::Envoy(envoy.start(&node).await));
+                Entry::Plain(listen)
+            }
+        };
+        Ok(self.door(entry, seed.sni, running, source))
+    }
+
+    async fn haproxy(mut self) -> anyhow::Result<Door> {
+        let haproxy = HaProxy::get().context("it is not installed")?;
+        ensure!(self.front == Front::Sni, "it has no node's end");
+        let at = self.address();
+        let names = (0..self.services).map(|service| (host(service), vec![self.endpoint]));
+        let names: BTreeMap<_, _> = names.collect();
+        let running = Running::HaProxy(haproxy.start(at, &names).await);
+        let entry = sni(at, self.last());
+        Ok(self.door(entry, at, vec![running], Source::Fixed))
+    }
+
+    fn direct(self) -> Door {
+        let endpoint = self.endpoint;
+        let entry = match self.front {
+            Front::Sni => sni(endpoint, self.last()),
+            Front::Node => Entry::Plain(endpoint),
+        };
+        self.door(entry, endpoint, Vec::new(), Source::Fixed)
+    }
+}
+
+/// Starts one of our programs and waits until it is ready.
+async fn ours(programs: &Programs, name: &str, args: &[String], stats: SocketAddr) -> Running {
+    let program = Program::spawn(programs.path(name), args, &[]);
+    eventually(&format!("{name} is ready"), START_LIMIT, async || {
+        let (status, _, body) = http_get(stats, "/readyz").await?;
+        ensure!(status.is_success(), "{status} {body:?}");
+        anyhow::Ok(())
+    })
+    .await;
+    Running::Ours(program)
+}
+
+// === Services ===
+
+fn name(service: usize) -> String {
+    format!("s{service}")
+}
+
+fn host(service: usize) -> String {
+    format!("s{service}.bench.example.com")
+}
+
+fn authority(service: usize) -> String {
+    format!("s{service}.{NAMESPACE}.svc.cluster.local:443")
+}
+
+/// Where a client enters who wants a Service by its name.
+fn sni(door: SocketAddr, service: usize) -> Entry {
+    Entry::Sni {
+        door,
+        hello: Bytes::from(client_hello(&host(service))),
+    }
+}
+
+/// A Service as KKP exposes the API server of a user cluster.
+fn service_of(number: usize) -> serde_json::Value {
+    service(NAMESPACE, &name(number))
+        .port(PORT, 443)
+        .annotation("nodeport-proxy.k8s.io/expose", "SNI,Tunneling")
+        .annotation(
+            "nodeport-proxy.k8s.io/port-mapping",
+            &json!({ PORT: host(number) }).to_string(),
+        )
+        .into()
+}
+
+fn endpoints_of(number: usize, endpoint: SocketAddr) -> serde_json::Value {
+    slice(NAMESPACE, &name(number))
+        .port(PORT, endpoint.port())
+        .ready(&endpoint.ip().to_string())
+        .into()
+}
+
+#[cfg(test)]
+mod tests;

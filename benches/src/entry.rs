@@ -1,0 +1,89 @@
+//! Where a load enters: a tunnel's front end, a relay, a front door, or the endpoint itself.
+
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context as _, bail};
+use bytes::Bytes;
+use culvert::lab::client::{self, BoxedStream, FrontEnd};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::{TcpStream, UnixStream};
+
+/// How long one dial may take.
+const DIAL_LIMIT: Duration = Duration::from_secs(30);
+
+/// The longest answer to a CONNECT that is read, in bytes.
+const MAX_HEAD: usize = 4096;
+
+/// Where a load enters.
+#[derive(Debug, Clone)]
+pub enum Entry {
+    /// A front end that takes HTTP CONNECT.
+    Connect(PathBuf),
+    /// A front end that takes the packet protocol.
+    Grpc(PathBuf),
+    /// A socket that leads to the endpoint and nowhere else.
+    Relay(PathBuf),
+    /// The same on TCP, or the endpoint itself.
+    Plain(SocketAddr),
+    /// A listener that leads by the server name in a TLS ClientHello.
+    Sni {
+        /// Where it listens.
+        door: SocketAddr,
+        /// The whole record, which is all of TLS there is: what follows is plain.
+        hello: Bytes,
+    },
+}
+
+impl Entry {
+    /// Opens a connection to `target`, or to where the entry leads anyway.
+    ///
+    /// # Errors
+    /// When there is none, or none in time.
+    pub async fn open(&self, target: SocketAddr) -> anyhow::Result<BoxedStream> {
+        Ok(match self {
+            Self::Connect(socket) => Box::new(connect(socket, target).await?),
+            Self::Grpc(socket) => {
+                let front = FrontEnd::GrpcUds(socket.clone());
+                let target = target.to_string();
+                // A large future, which the callers of the others need not carry.
+                Box::pin(client::connect(&front, &target, DIAL_LIMIT)).await?
+            }
+            Self::Relay(socket) => Box::new(UnixStream::connect(socket).await.context("dial")?),
+            Self::Plain(address) => Box::new(tcp(*address).await?),
+            Self::Sni { door, hello } => {
+                let mut stream = tcp(*door).await?;
+                stream.write_all(hello).await.context("dial")?;
+                Box::new(stream)
+            }
+        })
+    }
+}
+
+async fn tcp(address: SocketAddr) -> anyhow::Result<TcpStream> {
+    let stream = TcpStream::connect(address).await.context("dial")?;
+    stream.set_nodelay(true)?;
+    Ok(stream)
+}
+
+/// Opens a tunnelled connection. No endpoint here speaks first, so nothing may follow the head
+/// of the answer and it can be read in one go.
+async fn connect(socket: &Path, target: SocketAddr) -> anyhow::Result<UnixStream> {
+    let mut stream = UnixStream::connect(socket).await.context("dial")?;
+    let request = format!("CONNECT {target} HTTP/1.1\r\nHost: {target}\r\n\r\n");
+    stream.write_all(request.as_bytes()).await.context("dial")?;
+    let mut head = Vec::with_capacity(MAX_HEAD);
+    while !head.ends_with(b"\r\n\r\n") {
+        let read = stream.read_buf(&mut head).await.context("dial")?;
+        if read == 0 || head.len() > MAX_HEAD || !b"HTTP/1.1 200 ".starts_with(first(&head)) {
+            bail!("dial answered with {:?}", String::from_utf8_lossy(&head));
+        }
+    }
+    Ok(stream)
+}
+
+/// As much of an answer as tells success.
+fn first(head: &[u8]) -> &[u8] {
+    head.get(..b"HTTP/1.1 200 ".len()).unwrap_or(head)
+}
