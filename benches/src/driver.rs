@@ -41,6 +41,7 @@ pub async fn run(
     match job.work {
         // One connection each, so as many drivers.
         Work::Download => bulk(driver, command("download", &[bytes]), job).await,
+        Work::Fetch => bail!("the driver downloads to the end"),
         Work::Upload => bulk(driver, command("upload", &[bytes]), job).await,
         Work::Echo => {
             let more = [

@@ -7,6 +7,7 @@
 //! | line | what follows |
 //! |---|---|
 //! | `download N` | N bytes of the pattern, then the end |
+//! | `fetch N` | the same, but the end only behind the client's |
 //! | `upload N` | N bytes of the client's; then their count, as eight bytes, and the end |
 //! | `echo` | everything back |
 //! | `port` | the port on which this endpoint listens, as two bytes; then the end |
@@ -134,6 +135,7 @@ async fn serve_one(mut stream: TcpStream, held: Arc<Notify>) -> io::Result<()> {
     let (line, rest) = first_line(&mut stream).await?;
     match line.split_once(' ') {
         Some(("download", count)) => download(stream, number(count)?).await,
+        Some(("fetch", count)) => fetch(stream, number(count)?).await,
         Some(("upload", count)) => upload(stream, number(count)?, rest.len()).await,
         None if line == "echo" => echo(stream, &rest).await,
         None if line == "port" => {
@@ -204,6 +206,13 @@ async fn download(mut stream: TcpStream, count: u64) -> io::Result<()> {
     stream.shutdown().await
 }
 
+async fn fetch(mut stream: TcpStream, count: u64) -> io::Result<()> {
+    for piece in pattern::pieces(count) {
+        stream.write_all(&piece).await?;
+    }
+    stream.read(&mut [0]).await.map(|_| ())
+}
+
 /// Of `count` bytes `received` are here already.
 async fn upload(mut stream: TcpStream, count: u64, received: usize) -> io::Result<()> {
     let mut buffer = vec![0; MAX_PIECE];
@@ -251,6 +260,13 @@ mod tests {
         let mut stream = ask(&endpoints, "download 700001\n").await;
         stream.read_to_end(&mut received).await.unwrap();
         assert!(received == pattern::prefix(700_001));
+
+        let mut received = vec![0; 700_001];
+        let mut stream = ask(&endpoints, "fetch 700001\n").await;
+        stream.read_exact(&mut received).await.unwrap();
+        assert!(received == pattern::prefix(700_001));
+        stream.shutdown().await.unwrap();
+        assert_eq!(stream.read(&mut [0]).await.unwrap(), 0);
 
         // Some of the upload comes with the line.
         let mut stream = ask(&endpoints, "upload 10\nabcdefg").await;

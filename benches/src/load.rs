@@ -21,8 +21,10 @@ pub const ECHO_BYTES: usize = 64;
 /// What connections do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Work {
-    /// Fetch bytes.
+    /// Fetch bytes, and the end behind them.
     Download,
+    /// Fetch bytes and leave first: an Envoy that tunnels loses what is under way when an endpoint ends.
+    Fetch,
     /// Send bytes.
     Upload,
     /// Send [`ECHO_BYTES`] and wait for them, again and again.
@@ -113,6 +115,7 @@ impl Client {
     async fn run(self, work: Work) -> anyhow::Result<Vec<Duration>> {
         match work {
             Work::Download => self.download().await.map(|()| Vec::new()),
+            Work::Fetch => self.fetch().await.map(|()| Vec::new()),
             Work::Upload => self.upload().await.map(|()| Vec::new()),
             Work::Echo => self.echo().await,
             Work::Dials => self.dials().await.map(|()| Vec::new()),
@@ -138,6 +141,20 @@ impl Client {
             "{received} bytes instead of {}",
             self.amount
         );
+        Ok(())
+    }
+
+    async fn fetch(&self) -> anyhow::Result<()> {
+        let mut stream = self.entry.open(self.target).await?;
+        let command = format!("fetch {}\n", self.amount);
+        stream.write_all(command.as_bytes()).await?;
+        stream.flush().await?;
+        let mut buffer = vec![0; MAX_PIECE];
+        let mut body = stream.take(self.amount);
+        while body.limit() > 0 {
+            let read = body.read(&mut buffer).await.context("receiving")?;
+            ensure!(read > 0, "an end {} bytes too early", body.limit());
+        }
         Ok(())
     }
 
@@ -280,8 +297,14 @@ mod tests {
         let proxy = shortcut(&socket, cut);
         let endpoints = Endpoints::start().await.unwrap();
         let mut results = Vec::new();
-        for work in [Work::Download, Work::Upload, Work::Echo, Work::Dials] {
-            let bulk = matches!(work, Work::Download | Work::Upload);
+        for work in [
+            Work::Download,
+            Work::Upload,
+            Work::Echo,
+            Work::Dials,
+            Work::Fetch,
+        ] {
+            let bulk = !matches!(work, Work::Echo | Work::Dials);
             let job = Job {
                 work,
                 connections: 3,

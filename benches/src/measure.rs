@@ -162,7 +162,7 @@ pub async fn load(
     let cpu = used.map(|(after, before)| (after - before).as_secs_f64());
     let (total, elapsed) = (job.total() as f64, done.elapsed.as_secs_f64());
     let (mut figures, cost) = match job.work {
-        Work::Download | Work::Upload => (
+        Work::Download | Work::Fetch | Work::Upload => (
             vec![(RATE, total / MIB / elapsed)],
             cpu.map(|cpu| (CPU_PER_GIB, cpu / (total / GIB))),
         ),

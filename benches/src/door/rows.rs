@@ -68,14 +68,14 @@ pub const ROWS: [Row; 15] = [
     load(
         Front::Sni,
         "download, 1 connection",
-        Work::Download,
+        Work::Fetch,
         1,
         32 << 20,
     ),
     load(
         Front::Sni,
         "download, 8 connections",
-        Work::Download,
+        Work::Fetch,
         8,
         8 << 20,
     ),
@@ -100,14 +100,14 @@ pub const ROWS: [Row; 15] = [
     load(
         Front::Node,
         "download, 1 connection",
-        Work::Download,
+        Work::Fetch,
         1,
         32 << 20,
     ),
     load(
         Front::Node,
         "download, 8 connections",
-        Work::Download,
+        Work::Fetch,
         8,
         8 << 20,
     ),
