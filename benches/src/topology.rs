@@ -267,6 +267,17 @@ fn build(this: &FilePath) -> anyhow::Result<PathBuf> {
     if folder.ends_with("release") {
         command.arg("--release");
     }
+    // Said of this program by the Cargo that runs it. The build script of ring looks at some of them, and all
+    // that needs ring would be built anew, now and for the next run.
+    for (name, _) in std::env::vars_os() {
+        let text = name.to_string_lossy();
+        if ["CARGO_PKG_", "CARGO_MANIFEST_", "OUT_DIR"]
+            .iter()
+            .any(|start| text.starts_with(start))
+        {
+            command.env_remove(name);
+        }
+    }
     ensure!(command.status()?.success(), "our programs do not build");
     Ok(folder.to_owned())
 }
