@@ -168,6 +168,26 @@ async fn bytes_pass_both_ways_at_once_and_each_direction_ends_by_itself() {
 }
 
 #[tokio::test]
+async fn a_sink_that_is_held_back_gets_all_through_and_gives_back_what_it_held() {
+    let mut link = Link::new().await;
+    let ((_near, to_far), (mut far, _to_near)) = link.open().await;
+    let allowance = Allowance::new(MUCH);
+    let mut to_far = to_far.toward_any_peer().within(allowance.clone());
+    let others = allowance.hold(MUCH);
+    let sent = pattern(MUCH);
+    let send = async {
+        send_all(&mut to_far, sent.clone()).await;
+        to_far.finish().await.unwrap();
+    };
+    let (received, ()) = tokio::join!(receive(&mut far), send);
+    assert!(received == (sent.to_vec(), Ok(())));
+    to_far.queued.all_written().await;
+    assert_eq!(allowance.held(), MUCH);
+    drop(others);
+    assert_eq!(allowance.held(), 0);
+}
+
+#[tokio::test]
 async fn frames_that_wait_come_as_one_chunk_unless_they_are_large() {
     let mut link = Link::new().await;
     let ((_near, mut to_far), (mut far, _to_near)) = link.open().await;
