@@ -120,7 +120,7 @@ impl Bound {
             metrics,
             frontend,
             frontend_tls,
-            agent: Listener::tcp(agent),
+            agent: Listener::tcp(agent, &Keepalive::default()),
             agent_tls,
             tokens,
             health,
@@ -247,7 +247,7 @@ async fn bind_frontend(
                     ..Keepalive::default()
                 },
             };
-            Ok((Listener::Tcp(listener, keepalive), Some(tls)))
+            Ok((Listener::tcp(listener, &keepalive), Some(tls)))
         }
     }
 }

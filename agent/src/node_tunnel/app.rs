@@ -120,7 +120,7 @@ impl Bound {
                 user_timeout: None,
                 ..Keepalive::default()
             };
-            let listener = Listener::Tcp(listener, keepalive);
+            let listener = Listener::tcp(listener, &keepalive);
             upkeep.spawn(listener.serve(shutdown.clone(), handle));
         }
 

@@ -2,6 +2,7 @@
 
 use std::io;
 use std::net::SocketAddr;
+use std::os::fd::AsFd;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -60,8 +61,8 @@ pub struct UnixBindError {
 
 /// A bound listener.
 pub enum Listener {
-    /// TCP, and how accepted connections are watched.
-    Tcp(TcpListener, Keepalive),
+    /// TCP.
+    Tcp(TcpListener),
     /// A Unix socket; its file is removed when the listener is dropped.
     Unix(UnixListener, SocketFile),
 }
@@ -82,9 +83,13 @@ pub enum Accepted {
 }
 
 impl Listener {
-    /// A TCP listener whose connections are watched as agents' are.
-    pub fn tcp(listener: TcpListener) -> Self {
-        Self::Tcp(listener, Keepalive::default())
+    /// A TCP listener. Connections have its options from the start: Linux copies them, which saves
+    /// six system calls for each.
+    pub fn tcp(listener: TcpListener, keepalive: &Keepalive) -> Self {
+        if let Err(error) = tune_with(&listener, keepalive) {
+            warn!(%error, "cannot set TCP keepalive: dead peers are noticed late");
+        }
+        Self::Tcp(listener)
     }
 
     /// Binds a Unix socket with mode 0770. With `replace`, what is at the path is removed first.
@@ -127,7 +132,7 @@ impl Listener {
     /// Where clients connect: the address, or the socket's path.
     pub fn address(&self) -> String {
         match self {
-            Self::Tcp(listener, _) => listener
+            Self::Tcp(listener) => listener
                 .local_addr()
                 .map_or_else(|error| error.to_string(), |address| address.to_string()),
             Self::Unix(_, file) => file.path.display().to_string(),
@@ -137,7 +142,7 @@ impl Listener {
     /// The TCP address, if it is one.
     pub fn tcp_address(&self) -> Option<SocketAddr> {
         match self {
-            Self::Tcp(listener, _) => listener.local_addr().ok(),
+            Self::Tcp(listener) => listener.local_addr().ok(),
             Self::Unix(..) => None,
         }
     }
@@ -162,10 +167,8 @@ impl Listener {
 
     async fn accept(&self) -> io::Result<Accepted> {
         match self {
-            Self::Tcp(listener, keepalive) => {
+            Self::Tcp(listener) => {
                 let (stream, peer) = listener.accept().await?;
-                // A connection that is gone already fails here and again at its first read.
-                let _ = tune_with(&stream, keepalive);
                 Ok(Accepted::Tcp(stream, peer))
             }
             Self::Unix(listener, _) => {
@@ -212,25 +215,28 @@ pub fn tune(stream: &TcpStream) -> io::Result<()> {
     tune_with(stream, &Keepalive::default())
 }
 
-/// The same with other times.
+/// The same with other times, for a fresh socket or a listener.
 ///
 /// # Errors
 /// When the socket is gone already.
-pub fn tune_with(stream: &TcpStream, keepalive: &Keepalive) -> io::Result<()> {
+pub fn tune_with(socket: &impl AsFd, keepalive: &Keepalive) -> io::Result<()> {
     let Keepalive {
         idle,
         interval,
         probes,
         user_timeout,
     } = *keepalive;
-    stream.set_nodelay(true)?;
-    let socket = socket2::SockRef::from(stream);
+    let socket = socket2::SockRef::from(socket);
+    socket.set_tcp_nodelay(true)?;
     let probing = socket2::TcpKeepalive::new()
         .with_time(idle)
         .with_interval(interval)
         .with_retries(probes);
     socket.set_tcp_keepalive(&probing)?;
-    socket.set_tcp_user_timeout(user_timeout)
+    match user_timeout {
+        Some(_) => socket.set_tcp_user_timeout(user_timeout),
+        None => Ok(()),
+    }
 }
 
 #[cfg(test)]
@@ -263,6 +269,27 @@ mod tests {
         assert!(path.exists());
         drop(new);
         assert!(!path.exists());
+    }
+
+    #[tokio::test]
+    async fn accepted_connections_are_tuned() {
+        let keepalive = Keepalive::default();
+        let tcp = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = tcp.local_addr().unwrap();
+        let listener = Listener::tcp(tcp, &keepalive);
+        let _client = TcpStream::connect(address).await.unwrap();
+        let Accepted::Tcp(stream, _) = listener.accept().await.unwrap() else {
+            panic!("no TCP");
+        };
+        let socket = socket2::SockRef::from(&stream);
+        assert!(socket.tcp_nodelay().unwrap() && socket.keepalive().unwrap());
+        let times = [socket.tcp_keepalive_time(), socket.tcp_keepalive_interval()];
+        assert_eq!(
+            times.map(Result::unwrap),
+            [keepalive.idle, keepalive.interval]
+        );
+        assert_eq!(socket.tcp_keepalive_retries().unwrap(), keepalive.probes);
+        assert_eq!(socket.tcp_user_timeout().unwrap(), keepalive.user_timeout);
     }
 
     #[tokio::test]

@@ -162,7 +162,7 @@ impl Bound {
         let keepalive = front.limits.downstream_keepalive;
         if let Some(listener) = self.sni {
             let (front, shards, until) = (front.clone(), self.shards.clone(), shutdown.clone());
-            let listener = Listener::Tcp(listener, keepalive);
+            let listener = Listener::tcp(listener, &keepalive);
             upkeep.spawn(async move {
                 let sni = front.clone();
                 let connection = move |stream, peer| sni.clone().serve_sni(stream, peer);
@@ -177,7 +177,7 @@ impl Bound {
                 allowed: tunneling.allowed,
             });
             let (front, shards, until) = (front.clone(), self.shards.clone(), shutdown.clone());
-            let listener = Listener::Tcp(listener, keepalive);
+            let listener = Listener::tcp(listener, &keepalive);
             upkeep.spawn(async move {
                 let connection = move |stream, peer| tunnels.clone().serve(stream, peer);
                 serve(listener, until, &front, &shards, connection).await;

@@ -88,8 +88,8 @@ impl NodePorts {
                 Ok(listener) => {
                     self.failed.remove(&port);
                     info!(port, "node port opened");
-                    let keepalive = self.front.limits.downstream_keepalive;
-                    self.serve(port, Listener::Tcp(listener, keepalive));
+                    let keepalive = &self.front.limits.downstream_keepalive;
+                    self.serve(port, Listener::tcp(listener, keepalive));
                 }
                 Err(error) => {
                     let text = error.to_string();

@@ -6,7 +6,7 @@
 //! nor pipe.
 
 use std::cell::RefCell;
-use std::io::{self, Read as _};
+use std::io;
 use std::net::Shutdown;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -245,7 +245,7 @@ impl Way<'_> {
         loop {
             self.from.readable().await.map_err(|_| Broken::From)?;
             let moved = BUFFER.with_borrow_mut(|buffer| {
-                let read = match read_some(self.from, buffer) {
+                let read = match self.from.try_read(buffer) {
                     Ok(0) => return Ok(Some((0, Vec::new()))),
                     Ok(read) => read,
                     Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(None),
@@ -312,22 +312,6 @@ impl Way<'_> {
             return Ok(filled);
         }
     }
-}
-
-/// Reads once. A read that does not fill the buffer has emptied the socket, so the next one waits for
-/// the kernel's word instead of asking; tokio's own `poll_read` does the same.
-fn read_some(from: &TcpStream, buffer: &mut [u8]) -> io::Result<usize> {
-    let socket = SockRef::from(from);
-    let mut short = None;
-    let read = from.try_io(Interest::READABLE, || {
-        let read = (&*socket).read(buffer)?;
-        if read > 0 && read < buffer.len() {
-            short = Some(read);
-            return Err(io::ErrorKind::WouldBlock.into());
-        }
-        Ok(read)
-    });
-    short.map_or(read, Ok)
 }
 
 fn is_refused(error: &io::Error) -> bool {
