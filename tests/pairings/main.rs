@@ -9,6 +9,7 @@
 //! | [`failures`] | dials that fail, and dials that are given up |
 //! | [`lives`] | programs that are killed, restarted and drained |
 //! | [`many`] | several servers, several agents of one name |
+//! | [`stalls`] | connections that stand still beside one that does not |
 //! | [`agent_suite`] | upstream's suite |
 //!
 //! Pairings are named server first: `ours_stock` is our server with the stock agent. The pairing
@@ -21,6 +22,7 @@ mod failures;
 mod held;
 mod lives;
 mod many;
+mod stalls;
 mod traffic;
 
 /// One test for each subject of one pairing behind one front end; some have subjects of their own.
