@@ -3,7 +3,11 @@
 //! [`bind`] gives a listener, [`Routes`] says what there is to see, [`serve`] runs both until
 //! shutdown. No TLS and no authentication, as upstream: probes and scrapers expect that. So the
 //! listener is frugal instead: heads are bounded in size and time, connections in number and age.
+//!
+//! What changes something is for a [`Door`] that knows who asks: a Unix socket for this process's own
+//! user, or mutual TLS.
 
+mod door;
 mod listener;
 mod pages;
 
@@ -17,16 +21,18 @@ use std::time::Duration;
 use bytes::Bytes;
 use http::header::{ALLOW, CONTENT_TYPE, HOST, HeaderValue};
 use http::{HeaderName, Method, Request, Response, StatusCode};
-use http_body_util::Full;
-use hyper::body::Incoming;
+use http_body_util::{BodyExt as _, Full, LengthLimitError, Limited};
+use hyper::body::{Body as _, Incoming};
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
-use tokio::net::{TcpListener, TcpStream};
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::Semaphore;
+use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
+pub use door::{Door, Secret, UnixDoor};
 pub use listener::{BindError, bind};
 pub use pages::{Check, METRICS_TYPE};
 
@@ -39,6 +45,12 @@ const HEADER_TIMEOUT: Duration = Duration::from_secs(60);
 /// Longest head of a request, in bytes. Upstream allows 1 MiB, which nobody needs here and 256
 /// connections should not cost.
 const MAX_HEAD_BYTES: usize = 64 << 10;
+
+/// Longest body of a request, in bytes.
+const MAX_BODY_BYTES: usize = 64 << 10;
+
+/// How long a request's body may take.
+const BODY_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// After this time a connection is asked to end, so that idle ones can not fill the listener.
 /// Scrapers that keep their connection open notice nothing but a new connection now and then.
@@ -60,6 +72,8 @@ pub struct Ask {
     pub query: String,
     /// The `Host` header; empty if there is none.
     pub host: String,
+    /// The body of an action's request.
+    pub body: Bytes,
 }
 
 /// What a handler answers.
@@ -73,7 +87,16 @@ pub struct Reply {
 /// Paths and their handlers.
 #[derive(Default)]
 pub struct Routes {
-    handlers: HashMap<&'static str, Handler>,
+    handlers: HashMap<&'static str, (Verb, Handler)>,
+}
+
+/// What may be asked of a path.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Verb {
+    /// GET and HEAD.
+    Show,
+    /// POST.
+    Act,
 }
 
 // === impl Ask ===
@@ -130,34 +153,84 @@ impl Routes {
     /// Adds a path, which must match exactly. GET and HEAD reach the handler, other methods get 405.
     /// A path that was there before is replaced.
     #[must_use]
-    pub fn route<F, R>(mut self, path: &'static str, handler: F) -> Self
+    pub fn route<F, R>(self, path: &'static str, handler: F) -> Self
+    where
+        F: Fn(Ask) -> R + Send + Sync + 'static,
+        R: Future<Output = Reply> + Send + 'static,
+    {
+        self.add(Verb::Show, path, handler)
+    }
+
+    /// Adds a path that changes something: POST reaches the handler, with a body of 64 KiB at most.
+    #[must_use]
+    pub fn action<F, R>(self, path: &'static str, handler: F) -> Self
+    where
+        F: Fn(Ask) -> R + Send + Sync + 'static,
+        R: Future<Output = Reply> + Send + 'static,
+    {
+        self.add(Verb::Act, path, handler)
+    }
+
+    fn add<F, R>(mut self, verb: Verb, path: &'static str, handler: F) -> Self
     where
         F: Fn(Ask) -> R + Send + Sync + 'static,
         R: Future<Output = Reply> + Send + 'static,
     {
         let handler = move |ask| Box::pin(handler(ask)) as BoxFuture<Reply>;
-        self.handlers.insert(path, Box::new(handler));
+        self.handlers.insert(path, (verb, Box::new(handler)));
         self
     }
 
-    async fn answer(&self, request: &Request<Incoming>) -> Reply {
-        let Some(handler) = self.handlers.get(request.uri().path()) else {
+    async fn answer(&self, request: Request<Incoming>) -> Reply {
+        let Some((verb, handler)) = self.handlers.get(request.uri().path()) else {
             // Go's text.
             return Reply::text(StatusCode::NOT_FOUND, "404 page not found\n");
         };
-        if !matches!(*request.method(), Method::GET | Method::HEAD) {
+        let allowed = match verb {
+            Verb::Show => matches!(*request.method(), Method::GET | Method::HEAD),
+            Verb::Act => *request.method() == Method::POST,
+        };
+        if !allowed {
+            let allow = match verb {
+                Verb::Show => "GET, HEAD",
+                Verb::Act => "POST",
+            };
             return Reply::text(StatusCode::METHOD_NOT_ALLOWED, "Method Not Allowed\n")
-                .with(ALLOW, HeaderValue::from_static("GET, HEAD"));
+                .with(ALLOW, HeaderValue::from_static(allow));
         }
         let host = request.headers().get(HOST);
-        handler(Ask {
+        let mut ask = Ask {
             query: request.uri().query().unwrap_or_default().to_owned(),
             host: host
                 .and_then(|host| host.to_str().ok())
                 .unwrap_or_default()
                 .to_owned(),
-        })
-        .await
+            body: Bytes::new(),
+        };
+        if *verb == Verb::Act {
+            ask.body = match read_body(request.into_body()).await {
+                Ok(body) => body,
+                Err(reply) => return reply,
+            };
+        }
+        handler(ask).await
+    }
+}
+
+async fn read_body(body: Incoming) -> Result<Bytes, Reply> {
+    let too_long = || Reply::text(StatusCode::PAYLOAD_TOO_LARGE, "Request Entity Too Large\n");
+    if body.size_hint().lower() > MAX_BODY_BYTES as u64 {
+        return Err(too_long());
+    }
+    let body = Limited::new(body, MAX_BODY_BYTES).collect();
+    match timeout(BODY_TIMEOUT, body).await {
+        Ok(Ok(body)) => Ok(body.to_bytes()),
+        Ok(Err(error)) if error.is::<LengthLimitError>() => Err(too_long()),
+        Ok(Err(error)) => Err(Reply::text(StatusCode::BAD_REQUEST, format!("{error}\n"))),
+        Err(_) => {
+            let text = "Request Timeout\n";
+            Err(Reply::text(StatusCode::REQUEST_TIMEOUT, text))
+        }
     }
 }
 
@@ -167,20 +240,24 @@ impl fmt::Debug for Routes {
     }
 }
 
-/// Serves `routes` on `listener` until `shutdown`; then requests in flight have 5 s to end.
+/// Serves `routes` at a door until `shutdown`; then requests in flight have 5 s to end.
 /// Returns when all connections are closed.
-pub async fn serve(listener: TcpListener, routes: Routes, shutdown: CancellationToken) {
+pub async fn serve(door: impl Into<Door>, routes: Routes, shutdown: CancellationToken) {
+    let door = door.into();
     let routes = Arc::new(routes);
     let permits = Arc::new(Semaphore::new(MAX_CONNECTIONS));
     let connections = TaskTracker::new();
     let accept = async {
         // The semaphore is never closed, so this loop has no end of its own.
         while let Ok(permit) = Arc::clone(&permits).acquire_owned().await {
-            match listener.accept().await {
-                Ok((stream, _)) => {
-                    let connection = converse(stream, Arc::clone(&routes), shutdown.clone());
+            match door.accept().await {
+                Ok(guest) => {
+                    let (routes, shutdown) = (Arc::clone(&routes), shutdown.clone());
                     connections.spawn(async move {
-                        connection.await;
+                        let entered = shutdown.run_until_cancelled(guest.enter()).await;
+                        if let Some(Some(stream)) = entered {
+                            converse(stream, routes, shutdown).await;
+                        }
                         drop(permit);
                     });
                 }
@@ -192,16 +269,19 @@ pub async fn serve(listener: TcpListener, routes: Routes, shutdown: Cancellation
         }
     };
     shutdown.run_until_cancelled(accept).await;
-    drop(listener);
+    drop(door);
     connections.close();
     connections.wait().await;
 }
 
 /// One connection, from its first byte to its end.
-async fn converse(stream: TcpStream, routes: Arc<Routes>, shutdown: CancellationToken) {
+async fn converse<S>(stream: S, routes: Arc<Routes>, shutdown: CancellationToken)
+where
+    S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+{
     let service = service_fn(move |request| {
         let routes = Arc::clone(&routes);
-        async move { Ok::<_, Infallible>(routes.answer(&request).await.into_response()) }
+        async move { Ok::<_, Infallible>(routes.answer(request).await.into_response()) }
     });
     let connection = http1::Builder::new()
         .timer(TokioTimer::new())

@@ -71,11 +71,13 @@ pub enum CloseReason {
     Shutdown,
     /// Nothing moved in either direction for as long as the operator allows.
     IdleTimeout,
+    /// Traffic was switched to another tunnel, and the time for old connections to end is over.
+    Switched,
 }
 
 impl CloseReason {
     /// Every reason, for registering metrics.
-    pub const ALL: [Self; 13] = [
+    pub const ALL: [Self; 14] = [
         Self::Finished,
         Self::ClientClosed,
         Self::ClientLost,
@@ -89,6 +91,7 @@ impl CloseReason {
         Self::ProtocolError,
         Self::Shutdown,
         Self::IdleTimeout,
+        Self::Switched,
     ];
 
     /// The metric label and log value.
@@ -107,6 +110,7 @@ impl CloseReason {
             Self::ProtocolError => "protocol_error",
             Self::Shutdown => "shutdown",
             Self::IdleTimeout => "idle_timeout",
+            Self::Switched => "switched",
         }
     }
 }

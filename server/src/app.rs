@@ -10,7 +10,7 @@ use culvert_common::native;
 use culvert_common::net::listen::{Accepted, Keepalive, Listener};
 use culvert_common::net::readahead::ReadAhead;
 use culvert_common::runtime::shards::Shards;
-use culvert_common::tls::{self, Identity, TrustBundle};
+use culvert_common::tls::{self, Identity, TlsOptions, TrustBundle};
 use culvert_common::tunnel::excess::Pool;
 use culvert_common::tunnel::memory::{Buffers, Stream};
 use culvert_common::tunnel::queue::ANSWER_BYTES;
@@ -24,6 +24,7 @@ use tracing::{info, warn};
 use crate::auth::Tokens;
 use crate::backend::Registry;
 use crate::backend::agent::{self, Limits};
+use crate::backend::konnectivity::Konnectivity;
 use crate::backend::native::HELD_BYTES;
 use crate::backend::service::Agents;
 use crate::config::{self, Config, Mode};
@@ -31,6 +32,9 @@ use crate::frontend::{Frontend, grpc, grpc::Proxy, http_connect};
 use crate::listener::{AGENT_WINDOW_BYTES, CLIENT_WINDOW_BYTES, Door};
 use crate::metrics::{self, ServerMetrics, ServiceMethod, Strategy};
 use crate::router::Router;
+use crate::switch::driver::{self, Driver, Switcher};
+use crate::switch::pages;
+use crate::switch::start::Start;
 
 /// What HTTP/2 takes to send on one stream before it is written: hyper's default for servers.
 const HTTP_SEND_BYTES: usize = 400 * 1024;
@@ -68,7 +72,12 @@ pub struct Bound {
     agent_tls: Arc<rustls::ServerConfig>,
     tokens: Option<Arc<Tokens>>,
     health: TcpListener,
-    admin: TcpListener,
+    admin: admin::Door,
+    admin_socket: Option<admin::UnixDoor>,
+    registry: Arc<Registry>,
+    router: Arc<Router>,
+    switcher: Switcher,
+    driver: Driver,
     shards: Arc<Shards>,
 }
 
@@ -95,6 +104,12 @@ impl Bound {
             Some(auth) => Some(Arc::new(Tokens::new(auth.clone()).await?)),
             None => None,
         };
+        let registry = Registry::new(metrics.clone());
+        let timeout = config.backend_dial_timeout;
+        let konnectivity = Konnectivity::new(registry.clone(), timeout);
+        let router = Router::new(konnectivity, None, timeout, metrics.clone());
+        let start = Start::read(config.switch.clone())?;
+        let (switcher, driver) = driver::start(start, router.clone(), metrics.clone())?;
         let (frontend, frontend_tls) = bind_frontend(&config).await?;
         let agent = admin::bind(
             &agent_files.bind.host,
@@ -103,6 +118,15 @@ impl Bound {
         )
         .await?;
         let admin = admin::bind(&config.admin.host, config.admin.port, "--admin-port").await?;
+        let admin_address = admin.local_addr()?;
+        let admin = match &config.admin_tls {
+            Some(files) => admin::Door::Tls(admin_tls(admin, files, &config.tls)?),
+            None => admin::Door::Plain(admin),
+        };
+        let socket = config.admin_uds.as_deref();
+        let admin_socket = socket
+            .map(|path| admin::UnixDoor::bind(path, "--admin-uds"))
+            .transpose()?;
         let health = admin::bind(&config.health.host, config.health.port, "--health-port").await?;
         let frontend_socket = match &config.frontend {
             config::Frontend::Uds { path, .. } => Some(path.clone()),
@@ -114,7 +138,7 @@ impl Bound {
                 frontend_socket,
                 agent: agent.local_addr()?,
                 health: health.local_addr()?,
-                admin: admin.local_addr()?,
+                admin: admin_address,
             },
             config,
             metrics,
@@ -125,6 +149,11 @@ impl Bound {
             tokens,
             health,
             admin,
+            admin_socket,
+            registry,
+            router,
+            switcher,
+            driver,
             shards: Arc::new(shards),
         })
     }
@@ -135,9 +164,9 @@ impl Bound {
         let tasks = TaskTracker::new();
         let metrics = self.metrics;
         let config = self.config;
-        let registry = Registry::new(metrics.clone());
+        let (router, switcher) = (self.router, self.switcher);
         let agents = Agents {
-            registry: registry.clone(),
+            registry: self.registry,
             server_id: config.server_id.clone(),
             server_count: config.server_count,
             limits: Limits {
@@ -156,11 +185,7 @@ impl Bound {
             metrics: metrics.clone(),
         };
         let frontend = Frontend::new(
-            Router::new(
-                registry.clone(),
-                config.backend_dial_timeout,
-                metrics.clone(),
-            ),
+            router.clone(),
             tasks.clone(),
             shutdown.clone(),
             metrics.clone(),
@@ -188,6 +213,7 @@ impl Bound {
         info!(
             frontend = self.frontend.address(),
             mode = config.mode.name(),
+            tunnel_mode = switcher.status().mode.as_str(),
             agents = self.agent.address(),
             server_id = config.server_id,
             "serving"
@@ -198,9 +224,9 @@ impl Bound {
             config.mode,
             front_door,
             frontend,
-            registry.clone(),
             shards.clone(),
         ));
+        tasks.spawn(self.driver.run(shutdown.clone()));
         tasks.spawn(serve_agents(self.agent, agent_door, agents, shards));
         let page = metrics.registry().clone();
         tasks.spawn({
@@ -209,9 +235,18 @@ impl Bound {
         });
         let health = admin::Routes::new()
             .with_healthz()
-            .with_server_readyz(move || (!registry.is_ready()).then_some(NOT_READY))
+            .with_server_readyz(move || (!router.is_ready()).then_some(NOT_READY))
             .with_metrics(page.clone());
-        let admin_routes = admin::Routes::new().with_metrics(page);
+        let pages = || admin::Routes::new().with_metrics(page.clone());
+        let admin_routes = match &self.admin {
+            admin::Door::Plain(_) => pages(),
+            _ => pages::add(pages(), &switcher),
+        };
+        if let Some(socket) = self.admin_socket {
+            let routes = pages::add(pages(), &switcher);
+            let door = admin::Door::Unix(socket);
+            tasks.spawn(admin::serve(door, routes, shutdown.clone()));
+        }
         tasks.spawn(admin::serve(self.health, health, shutdown.clone()));
         tasks.spawn(admin::serve(self.admin, admin_routes, shutdown.clone()));
         shutdown.cancelled().await;
@@ -219,6 +254,19 @@ impl Bound {
         tasks.close();
         tasks.wait().await;
     }
+}
+
+/// The admin listener for holders of a certificate.
+fn admin_tls(
+    listener: TcpListener,
+    files: &config::TlsFiles,
+    options: &TlsOptions,
+) -> anyhow::Result<admin::Secret> {
+    let trust = TrustBundle::load(&files.ca)?;
+    let identity = Identity::load(&files.cert, &files.key)
+        .context("an admin listener with TLS needs --admin-cert and --admin-key")?;
+    let tls = tls::server_config(&identity, Some(&trust), &[b"http/1.1"], options)?;
+    Ok(admin::Secret::new(listener, tls))
 }
 
 async fn bind_frontend(
@@ -257,14 +305,13 @@ async fn serve_frontend(
     mode: Mode,
     door: Arc<Door>,
     frontend: Arc<Frontend>,
-    registry: Arc<Registry>,
     shards: Arc<Shards>,
 ) {
     let service = Proxy::new(frontend.clone());
     let (tasks, shutdown) = (door.tasks.clone(), door.shutdown.clone());
     let handle = |accepted| {
         let (door, frontend, service) = (door.clone(), frontend.clone(), service.clone());
-        let shard = registry.shard().unwrap_or_else(Shards::current);
+        let shard = frontend.router.shard().unwrap_or_else(Shards::current);
         on_shard(
             &shards,
             shard,

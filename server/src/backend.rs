@@ -5,9 +5,12 @@
 
 pub mod agent;
 mod connection;
+pub mod flow;
+pub mod konnectivity;
 pub mod mux;
 pub mod native;
 pub mod service;
+pub mod tunnel;
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -21,6 +24,7 @@ use tracing::info;
 use self::agent::{AgentStream, Hello, StreamDialError};
 pub use self::connection::{Connection, ToEndpoint};
 use self::native::NativeAgent;
+use self::tunnel::{Health, Peer};
 use crate::metrics::{ServerMetrics, Strategy};
 
 /// One way to one agent.
@@ -106,6 +110,19 @@ impl Backend {
         }
     }
 
+    fn peer(&self) -> Peer {
+        let (kind, connections) = match self {
+            Self::Packet(stream) => ("agent, packet stream", stream.counts().1),
+            Self::Native(agent) => ("agent, native", agent.connections()),
+        };
+        Peer {
+            name: self.hello().agent_id.clone(),
+            kind: kind.to_owned(),
+            health: self.rank().health(),
+            connections,
+        }
+    }
+
     fn rank(&self) -> Rank {
         Rank {
             draining: match self {
@@ -113,6 +130,20 @@ impl Backend {
                 Self::Native(agent) => agent.is_draining(),
             },
             silent: self.is_silent(),
+        }
+    }
+}
+
+// === impl Rank ===
+
+impl Rank {
+    fn health(self) -> Health {
+        match self {
+            Self {
+                draining: false,
+                silent: false,
+            } => Health::Healthy,
+            _ => Health::Doubtful,
         }
     }
 }
@@ -150,9 +181,23 @@ impl Registry {
         }
     }
 
-    /// Whether any agent is connected. Draining ones count, as they do upstream.
-    pub fn is_ready(&self) -> bool {
-        !self.streams.lock().is_empty()
+    /// The health of the best stream. Draining agents count as connected, as they do upstream.
+    pub fn health(&self) -> Health {
+        let streams = self.streams.lock();
+        let mut best = Health::Absent;
+        for entry in streams.iter() {
+            best = best.max(entry.stream.rank().health());
+            if best == Health::Healthy {
+                break;
+            }
+        }
+        best
+    }
+
+    /// The streams for people.
+    pub fn peers(&self) -> Vec<Peer> {
+        let streams = self.streams.lock();
+        streams.iter().map(|entry| entry.stream.peer()).collect()
     }
 
     /// Where a new client is best served: with any agent, chosen with equal chance.

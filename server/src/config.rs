@@ -10,7 +10,7 @@ mod tls;
 mod validate;
 
 use std::ffi::OsString;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use culvert_common::flags::{Exit, GoDuration, HostPort};
@@ -18,6 +18,7 @@ use culvert_common::telemetry::logging::LogConfig;
 use culvert_common::tls::TlsOptions;
 
 use crate::auth::AgentAuth;
+use crate::switch;
 
 use flags::Flags;
 
@@ -37,6 +38,12 @@ pub struct Config {
     pub agent_auth: Option<AgentAuth>,
     /// The admin listener (metrics). Default `127.0.0.1:8095`.
     pub admin: HostPort,
+    /// Makes the admin listener one of mutual TLS, which serves the tunnels' status and switch too.
+    pub admin_tls: Option<TlsFiles>,
+    /// A Unix socket for the tunnels' status and switch.
+    pub admin_uds: Option<PathBuf>,
+    /// Which tunnel new connections go by.
+    pub switch: switch::Settings,
     /// The health listener (`/healthz`, `/readyz`, metrics). Default `:8092`.
     pub health: HostPort,
     /// Idle time after which an agent's connection is pinged. Default 1 h, at least [`KEEPALIVE_FLOOR`].
@@ -149,6 +156,9 @@ impl Config {
             agent_listener,
             agent_auth,
             admin,
+            admin_tls,
+            admin_uds,
+            switch,
             health,
             keepalive_time,
             frontend_keepalive_time,
@@ -172,6 +182,7 @@ impl Config {
             format!("cluster-key={}", agent_listener.key.display()),
             format!("cluster-ca-cert={}", ca.display()),
             format!("admin-bind={admin}"),
+            format!("admin-uds={}", shown(admin_uds)),
             format!("health-bind={health}"),
             format!("keepalive-time={}", GoDuration::from(*keepalive_time)),
             format!(
@@ -191,6 +202,19 @@ impl Config {
                 GoDuration::from(backend_dial_timeout.unwrap_or_default())
             ),
         ]);
+        if let Some(files) = admin_tls {
+            lines.extend([
+                format!("admin-cert={}", files.cert.display()),
+                format!("admin-key={}", files.key.display()),
+                format!("admin-ca-cert={}", files.ca.display()),
+            ]);
+        }
+        lines.extend([
+            format!("tunnel-mode={}", switch.mode),
+            format!("tunnel-mode-file={}", shown(&switch.mode_file)),
+            format!("tunnel-state-file={}", shown(&switch.state_file)),
+            format!("tunnel-drain={}", GoDuration::from(switch.drain)),
+        ]);
         if let Some(auth) = agent_auth {
             let kubeconfig = auth.kubeconfig.clone().unwrap_or_default();
             lines.extend([
@@ -203,6 +227,11 @@ impl Config {
         lines.extend(logging.describe());
         lines
     }
+}
+
+fn shown(path: &Option<PathBuf>) -> String {
+    let path = path.as_deref().unwrap_or(Path::new(""));
+    path.display().to_string()
 }
 
 // === impl Mode, Frontend ===

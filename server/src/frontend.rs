@@ -17,13 +17,14 @@ use tokio_util::task::TaskTracker;
 use tracing::{debug, warn};
 
 use crate::backend::Connection;
+use crate::backend::tunnel::DialError;
 use crate::metrics::ServerMetrics;
-use crate::router::{DialError, Router};
+use crate::router::Router;
 
 /// What all front-end connections of a server share.
 pub struct Frontend {
     /// Opens connections.
-    pub router: Router,
+    pub router: Arc<Router>,
     /// Owns the tasks of streams and connections.
     pub tasks: TaskTracker,
     /// Ends them at once.
@@ -39,7 +40,7 @@ pub struct Frontend {
 impl Frontend {
     /// The shared part of a server's front ends.
     pub fn new(
-        router: Router,
+        router: Arc<Router>,
         tasks: TaskTracker,
         shutdown: CancellationToken,
         metrics: Arc<ServerMetrics>,
@@ -86,7 +87,7 @@ impl Frontend {
             () = client_gone => (CloseReason::ClientLost, false),
             () = self.shutdown.cancelled() => (CloseReason::Shutdown, false),
         };
-        if overdue {
+        if overdue && reason != CloseReason::Switched {
             warn!(
                 connection = id,
                 agent = sink.agent_id(),
@@ -130,6 +131,11 @@ impl Frontend {
                 address = dial.address,
                 "no agent is connected: check that agents run, reach this server's agent port, \
                  and trust its certificate"
+            ),
+            DialError::NoClient => warn!(
+                address = dial.address,
+                "no OpenVPN client with a route to it is connected: check that the client runs, \
+                 reaches this server's OpenVPN port, and trusts its certificate"
             ),
             error => debug!(address = dial.address, %error, "dial failed"),
         }

@@ -3,6 +3,8 @@
 //! ```text
 //! frontend/grpc ---------\
 //! frontend/http_connect --+--> Dial --> router --> backend (agents' streams)
+//!                                        ^
+//!                         switch: the choice between two tunnels
 //! ```
 //!
 //! And the door by which agents, kubelets and users come in to a seed: [`nodeport`].
@@ -17,3 +19,5 @@ pub mod listener;
 pub mod metrics;
 pub mod nodeport;
 pub mod router;
+pub mod switch;
+pub mod watched;

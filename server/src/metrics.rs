@@ -14,6 +14,10 @@ use culvert_common::telemetry::metrics::{
 };
 use metrics::{Counter, Gauge, Histogram};
 
+use crate::backend::tunnel::Kind;
+use crate::router::DialOutcome;
+use crate::switch::Mode;
+
 /// Upper bounds of dial and write latencies, in seconds (upstream `pkg/server/metrics`).
 const LATENCY_BUCKETS: [f64; 9] = [
     0.000_001, 0.000_01, 0.0001, 0.005, 0.025, 0.1, 0.5, 2.5, 12.5,
@@ -23,6 +27,11 @@ const LATENCY_BUCKETS: [f64; 9] = [
 const CONNECTION_BUCKETS: [f64; 12] = [
     1.0, 5.0, 15.0, 30.0, 60.0, 300.0, 900.0, 1800.0, 3600.0, 14_400.0, 43_200.0, 86_400.0,
 ];
+
+/// Upper bounds of the time that a switch of tunnels takes, in seconds: 1 s to 1 h.
+const SWITCH_BUCKETS: [f64; 9] = [1.0, 5.0, 15.0, 30.0, 60.0, 300.0, 600.0, 1800.0, 3600.0];
+
+const SWITCH_DURATION: &str = "culvert_tunnel_switch_duration_seconds";
 
 macro_rules! name {
     ($name:literal) => {
@@ -124,6 +133,28 @@ impl LabelSet for Rejection {
     }
 }
 
+/// The labels of one `culvert_tunnel_dials_total` series.
+#[derive(Clone, Copy)]
+struct TunnelDials(Kind, DialOutcome);
+
+impl LabelSet for TunnelDials {
+    fn all() -> Vec<Self> {
+        let outcomes = |kind: Kind| {
+            let all = DialOutcome::ALL.iter();
+            all.map(move |outcome| Self(kind, *outcome))
+        };
+        Kind::ALL.iter().copied().flat_map(outcomes).collect()
+    }
+
+    fn index(self) -> usize {
+        self.0.index() * DialOutcome::ALL.len() + self.1.index()
+    }
+
+    fn labels(self) -> Vec<(&'static str, &'static str)> {
+        [self.0.labels(), self.1.labels()].concat()
+    }
+}
+
 /// Every series of one server.
 pub struct ServerMetrics {
     registry: Arc<Registry>,
@@ -148,6 +179,13 @@ pub struct ServerMetrics {
     ready_backends: Family<Strategy, Gauge>,
     dial_failures: Family<DialFailureReason, Counter>,
     rejected: Family<Rejection, Counter>,
+    /// Time from the request of a tunnel mode until nothing is left of the one before, in seconds.
+    pub switch_duration: Histogram,
+    /// 1 while a switch of tunnels is in progress.
+    pub switching: Gauge,
+    tunnel_mode: Family<Mode, Gauge>,
+    tunnel_connections: Family<Kind, Gauge>,
+    tunnel_dials: Family<TunnelDials, Counter>,
 }
 
 // === impl ServerMetrics ===
@@ -164,6 +202,7 @@ impl ServerMetrics {
             (name!("dial_duration_seconds"), &LATENCY_BUCKETS),
             (name!("frontend_write_duration_seconds"), &LATENCY_BUCKETS),
             (name!("connection_duration_seconds"), &CONNECTION_BUCKETS),
+            (SWITCH_DURATION, &SWITCH_BUCKETS),
         ])?;
         register_build_info(&registry, "server", env!("CARGO_PKG_VERSION"));
         let names = StreamNames {
@@ -236,6 +275,34 @@ impl ServerMetrics {
                 "Connections refused before they became a stream, by listener and reason.",
             )
             .at_zero(Rejection::all()),
+            switch_duration: registry.histogram(
+                SWITCH_DURATION,
+                &[],
+                "Time from the request of a tunnel mode until nothing was left of the one before, in seconds.",
+            ),
+            switching: registry.gauge(
+                "culvert_tunnel_switching",
+                &[],
+                "1 while a switch of tunnels is in progress.",
+            ),
+            tunnel_mode: Family::new(
+                &registry,
+                "culvert_tunnel_mode",
+                "1 for the tunnel mode that was set last, 0 for all others.",
+            )
+            .at_zero(Mode::all()),
+            tunnel_connections: Family::new(
+                &registry,
+                "culvert_tunnel_connections",
+                "Open connections, by tunnel.",
+            )
+            .at_zero(Kind::all()),
+            tunnel_dials: Family::new(
+                &registry,
+                "culvert_tunnel_dials_total",
+                "Dials, by tunnel and outcome. One dial of a client may count for both tunnels.",
+            )
+            .at_zero(TunnelDials::all()),
             registry,
         })
     }
@@ -263,6 +330,24 @@ impl ServerMetrics {
     /// Failed dials of one reason; not on the page before its first use.
     pub fn dial_failures(&self, reason: DialFailureReason) -> &Counter {
         self.dial_failures.get(reason)
+    }
+
+    /// Open connections of one tunnel.
+    pub fn tunnel_connections(&self, kind: Kind) -> &Gauge {
+        self.tunnel_connections.get(kind)
+    }
+
+    /// Dials on one tunnel with one outcome.
+    pub fn tunnel_dials(&self, kind: Kind, outcome: DialOutcome) -> &Counter {
+        self.tunnel_dials.get(TunnelDials(kind, outcome))
+    }
+
+    /// Shows the tunnel mode that was set last.
+    pub fn set_tunnel_mode(&self, current: Mode) {
+        for mode in Mode::ALL {
+            let value = f64::from(u8::from(*mode == current));
+            self.tunnel_mode.get(*mode).set(value);
+        }
     }
 
     /// Connections refused by one listener.

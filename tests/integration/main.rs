@@ -30,3 +30,4 @@ mod signals;
 mod small_frames;
 mod stalls;
 mod streams_of_servers;
+mod switching;

@@ -113,7 +113,7 @@ impl Envoy {
 ///
 /// # Panics
 /// If `CI=true`, which promises that the peers are there.
-pub(crate) fn skip(why: &str) {
+pub fn skip(why: &str) {
     let ci = std::env::var("CI").is_ok_and(|ci| ci == "true");
     assert!(!ci, "{why}, though CI=true");
     eprintln!("skipped: {why}");

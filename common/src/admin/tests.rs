@@ -5,6 +5,7 @@ use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
 use tokio::sync::Notify;
 use tokio::task::JoinHandle;
 
@@ -313,4 +314,41 @@ async fn bind_errors_name_the_flag() {
             .to_string()
             .ends_with("correct the host given for --health-bind-address")
     );
+}
+
+#[tokio::test]
+async fn actions_are_posts_with_a_bounded_body() {
+    let echo = |ask: Ask| ready(Reply::text(StatusCode::OK, ask.body));
+    let server = Running::start(Routes::new().action("/act", echo)).await;
+    let post = async |length: usize, body: &[u8]| {
+        let mut stream = server.connect().await;
+        let head = format!(
+            "POST /act HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {length}\r\n\r\n"
+        );
+        stream.write_all(head.as_bytes()).await.unwrap();
+        stream.write_all(body).await.unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).await.ok();
+        answer
+    };
+    let answer = post(5, b"hello").await;
+    assert_eq!((status(&answer), body(&answer)), ("200", "hello"));
+    assert_eq!(status(&post(1 << 20, b"").await), "413");
+    let answer = server.ask("GET", "/act").await;
+    assert_eq!(status(&answer), "405");
+    assert!(answer.contains("allow: POST\r\n"));
+    server.stop().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_body_that_does_not_come_is_not_awaited_for_ever() {
+    let routes = Routes::new().action("/act", |_| ready(Reply::text(StatusCode::OK, "")));
+    let server = Running::start(routes).await;
+    let mut stream = server.connect().await;
+    let head = b"POST /act HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 9\r\n\r\n";
+    stream.write_all(head).await.unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).await.unwrap();
+    assert_eq!(status(&answer), "408");
+    server.stop().await;
 }

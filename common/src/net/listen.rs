@@ -105,10 +105,7 @@ impl Listener {
             }
         }
         let bound = UnixListener::bind(path).and_then(|listener| {
-            let file = SocketFile {
-                path: path.to_owned(),
-                identity: identity(path)?,
-            };
+            let file = SocketFile::at(path)?;
             std::fs::set_permissions(path, std::fs::Permissions::from_mode(SOCKET_MODE))?;
             Ok(Self::Unix(listener, file))
         });
@@ -190,6 +187,19 @@ impl Accepted {
         Ok(match self {
             Self::Tcp(stream, peer) => Self::Tcp(TcpStream::from_std(stream.into_std()?)?, peer),
             Self::Unix(stream) => Self::Unix(UnixStream::from_std(stream.into_std()?)?),
+        })
+    }
+}
+
+impl SocketFile {
+    /// The file of a socket that was just bound.
+    ///
+    /// # Errors
+    /// When it is not there.
+    pub fn at(path: &Path) -> io::Result<Self> {
+        Ok(Self {
+            path: path.to_owned(),
+            identity: identity(path)?,
         })
     }
 }

@@ -3,14 +3,6 @@
 //! all servers through a small load balancer and one through the door, and services behind the
 //! agents; then checks itself through every front end and stays up.
 
-/// Prints a line. A reader that is gone is no reason to stop, nor to panic as `println!` would.
-macro_rules! say {
-    ($($text:tt)*) => {{
-        use std::io::Write as _;
-        let _ = writeln!(std::io::stdout(), $($text)*);
-    }};
-}
-
 mod balancer;
 mod check;
 mod door;
@@ -116,6 +108,10 @@ fn describe(tunnel: &Tunnel, folder: &Path) {
     say!("\nCertificates are in {}", folder.display());
     say!("\nTry it:\n");
     hints(tunnel);
+    if let Some(server) = tunnel.servers.first() {
+        let socket = server.admin_socket.display();
+        say!("  culvert status --admin-uds {socket}\n");
+    }
     say!("Ctrl-C stops it and removes the folder.");
 }
 

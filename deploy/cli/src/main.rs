@@ -1,9 +1,10 @@
 //! `culvert`: the operator's tool.
 
+use std::io::Write as _;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use culvert::dev;
+use culvert::{dev, status, switch};
 
 /// Tunnels between Kubernetes control planes and the worker networks that they cannot route to.
 #[derive(Parser)]
@@ -17,9 +18,33 @@ struct Cli {
 enum Command {
     /// Start a whole tunnel on this machine, check it from end to end, and keep it up.
     Dev(dev::Options),
+    /// Show a server's tunnels, their peers and connections, and how far a switch is.
+    Status(status::Options),
+    /// Switch a server to another tunnel while it runs.
+    Switch(switch::Options),
 }
 
 fn main() -> ExitCode {
-    let Command::Dev(options) = Cli::parse().command;
-    dev::run(&options)
+    match Cli::parse().command {
+        Command::Dev(options) => dev::run(&options),
+        Command::Status(options) => ask(status::run(&options)),
+        Command::Switch(options) => ask(switch::run(&options)),
+    }
+}
+
+/// Runs a command that asks a server.
+fn ask(command: impl Future<Output = anyhow::Result<()>>) -> ExitCode {
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build();
+    let outcome = runtime
+        .map_err(anyhow::Error::from)
+        .and_then(|runtime| runtime.block_on(command));
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            let _ = writeln!(std::io::stderr(), "Error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
 }

@@ -209,6 +209,11 @@ impl NativeAgent {
         since.is_some_and(|since| since.elapsed() >= SILENT_AFTER)
     }
 
+    /// How many connections are open.
+    pub fn connections(&self) -> usize {
+        self.open.load(Ordering::Relaxed)
+    }
+
     /// Cuts the connection. The agent connects again.
     pub fn abandon(&self) {
         self.draining.store(true, Ordering::Relaxed);

@@ -26,6 +26,8 @@ pub(super) struct Flags {
     #[command(flatten)]
     pub(super) tunnel: TunnelFlags,
     #[command(flatten)]
+    pub(super) switch: SwitchFlags,
+    #[command(flatten)]
     pub(super) auth: AuthFlags,
     #[command(flatten)]
     pub(super) kubernetes: KubernetesFlags,
@@ -149,6 +151,23 @@ pub(super) struct OperationsFlags {
     #[arg(long, value_name = "PORT", default_value = "8095", value_parser = go_int)]
     pub(super) admin_port: i64,
 
+    /// Unix socket for `culvert status` and `culvert switch`, for this process's own user and root; empty serves none
+    #[arg(long, value_name = "PATH", default_value = "")]
+    pub(super) admin_uds: String,
+
+    /// PEM certificate chain of the admin listener, which then serves mutual TLS alone, and `culvert status` and
+    /// `culvert switch` too
+    #[arg(long, value_name = "FILE", default_value = "")]
+    pub(super) admin_cert: String,
+
+    /// PEM private key of --admin-cert
+    #[arg(long, value_name = "FILE", default_value = "")]
+    pub(super) admin_key: String,
+
+    /// PEM CA bundle that the admin listener's clients must chain to; required with --admin-cert
+    #[arg(long, value_name = "FILE", default_value = "")]
+    pub(super) admin_ca_cert: String,
+
     /// Serve profiles on the admin listener. Not yet acted upon
     #[arg(long)]
     pub(super) enable_profiling: bool,
@@ -189,6 +208,27 @@ pub(super) struct TunnelFlags {
     /// Deprecated, no effect
     #[arg(long, default_value = "true")]
     pub(super) warn_on_channel_limit: bool,
+}
+
+#[derive(Args, Debug)]
+#[command(next_help_heading = "Choice of the tunnel")]
+pub(super) struct SwitchFlags {
+    /// Tunnel that new connections go by: konnectivity, openvpn, prefer-konnectivity or prefer-openvpn
+    #[arg(long, value_name = "MODE", default_value = "konnectivity")]
+    pub(super) tunnel_mode: String,
+
+    /// File that says the mode, followed as it changes: one of these words, or `konnectivityEnabled: true` or false, in
+    /// YAML or JSON
+    #[arg(long, value_name = "FILE", default_value = "")]
+    pub(super) tunnel_mode_file: String,
+
+    /// File by which the mode that was set last, and a switch in progress, survive a restart
+    #[arg(long, value_name = "FILE", default_value = "")]
+    pub(super) tunnel_state_file: String,
+
+    /// How long connections of the old tunnel may live on after a switch
+    #[arg(long, value_name = "DURATION", default_value = "5m")]
+    pub(super) tunnel_drain: GoDuration,
 }
 
 #[derive(Args, Debug)]

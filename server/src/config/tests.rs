@@ -98,6 +98,9 @@ fn the_defaults_are_the_stock_servers() {
         },
         agent_auth: None,
         admin: HostPort::new("127.0.0.1", 8095),
+        admin_tls: None,
+        admin_uds: None,
+        switch: switch::Settings::default(),
         health: HostPort::new("", 8092),
         keepalive_time: Duration::from_secs(3600),
         frontend_keepalive_time: Duration::from_secs(3600),
@@ -308,6 +311,30 @@ fn refusals_of_one_flag() {
         (
             "--backend-dial-timeout=-1m",
             "backend-dial-timeout must be >= 0, got -1m0s",
+        ),
+        (
+            "--tunnel-mode=vpn",
+            "--tunnel-mode: \"vpn\" is no tunnel mode; there are konnectivity, openvpn, prefer-konnectivity and \
+             prefer-openvpn",
+        ),
+        (
+            "--tunnel-mode=openvpn",
+            "--tunnel-mode: the tunnel mode openvpn needs an OpenVPN tunnel, and this server has none configured; \
+             konnectivity and prefer-konnectivity are possible",
+        ),
+        (
+            "--tunnel-mode=prefer-openvpn",
+            "--tunnel-mode: the tunnel mode prefer-openvpn needs an OpenVPN tunnel, and this server has none \
+             configured; konnectivity and prefer-konnectivity are possible",
+        ),
+        (
+            "--tunnel-state-file=@no/state",
+            "--tunnel-state-file: there is no folder @no; create it",
+        ),
+        ("--tunnel-drain=-1s", "tunnel-drain must be >= 0, got -1s"),
+        (
+            "--admin-ca-cert=@ca",
+            "--admin-cert, --admin-key and --admin-ca-cert must be set together",
         ),
         (
             "--server-id=a\nb",
@@ -573,6 +600,36 @@ fn effective_options_are_described() {
         lines.iter().any(|line| line == "server-bind=:8090"),
         "{lines:?}"
     );
+}
+
+#[test]
+fn the_choice_of_the_tunnel() {
+    let files = Files::new();
+    let config = files
+        .uds(&[
+            "--tunnel-mode=prefer-konnectivity",
+            "--tunnel-mode-file=@not-there-yet",
+            "--tunnel-state-file=@state",
+            "--tunnel-drain=90s",
+            "--admin-uds=@admin.socket",
+            "--admin-cert=@cert",
+            "--admin-key=@key",
+            "--admin-ca-cert=@ca",
+        ])
+        .unwrap();
+    let expected = switch::Settings {
+        mode: switch::Mode::PreferKonnectivity,
+        mode_file: Some(files.path("not-there-yet")),
+        state_file: Some(files.path("state")),
+        drain: Duration::from_secs(90),
+    };
+    assert_eq!(config.switch, expected);
+    assert_eq!(config.admin_uds, Some(files.path("admin.socket")));
+    assert_eq!(config.admin_tls.as_ref().unwrap().ca, files.path("ca"));
+    let lines = config.describe();
+    for expected in ["tunnel-mode=prefer-konnectivity", "tunnel-drain=1m30s"] {
+        assert!(lines.iter().any(|line| line == expected), "{lines:?}");
+    }
 }
 
 #[test]

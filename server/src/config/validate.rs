@@ -2,7 +2,7 @@
 //!
 //! The stock server stops at the first problem; here all of them are reported.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use culvert_common::flags::labels::check_labels;
@@ -10,10 +10,14 @@ use culvert_common::flags::{GoDuration, HostPort, Problems};
 
 use crate::auth::AgentAuth;
 
-use super::flags::{CONTENT_TYPE, Flags, FrontendFlags, LEASE_LABEL, LEASE_NAMESPACE};
+use super::flags::{
+    CONTENT_TYPE, Flags, FrontendFlags, LEASE_LABEL, LEASE_NAMESPACE, OperationsFlags, SwitchFlags,
+};
 use super::{
     AgentListener, Config, Frontend, KEEPALIVE_FLOOR, Mode, TlsFiles, XFR_CHANNEL_SIZE_MAX,
 };
+use crate::backend::tunnel::Kind;
+use crate::switch::{self, Unavailable};
 
 /// What grpc-go's server makes of a keepalive time of 0 (`defaultServerKeepaliveTime`).
 const KEEPALIVE_OF_ZERO: Duration = Duration::from_secs(2 * 60 * 60);
@@ -28,6 +32,8 @@ impl Flags {
         let ops = &self.operations;
         let admin_port = port(p, "admin", ops.admin_port);
         let health_port = port(p, "health", ops.health_port);
+        let admin_tls = ops.admin_tls(p);
+        let switch = self.switch.settings(p);
         let agent_auth = self.agent_auth(p);
         self.check_strategies(p);
         self.check_rest(p);
@@ -58,6 +64,9 @@ impl Flags {
             agent_listener,
             agent_auth,
             admin: HostPort::new(&ops.admin_bind_address, admin_port),
+            admin_tls,
+            admin_uds: path(&ops.admin_uds),
+            switch,
             health: HostPort::new(&ops.health_bind_address, health_port),
             keepalive_time,
             frontend_keepalive_time,
@@ -199,6 +208,50 @@ impl Flags {
     }
 }
 
+impl OperationsFlags {
+    /// All three or none.
+    fn admin_tls(&self, p: &mut Problems) -> Option<TlsFiles> {
+        let pair = p.key_pair("admin", &self.admin_cert, &self.admin_key);
+        let ca = p.file("admin CA cert", &self.admin_ca_cert);
+        let has_cert = !self.admin_cert.is_empty() || !self.admin_key.is_empty();
+        p.require(has_cert != self.admin_ca_cert.is_empty(), || {
+            "--admin-cert, --admin-key and --admin-ca-cert must be set together".to_owned()
+        });
+        let (cert, key) = pair?;
+        Some(TlsFiles { cert, key, ca: ca? })
+    }
+}
+
+impl SwitchFlags {
+    fn settings(&self, p: &mut Problems) -> switch::Settings {
+        let mode = self.tunnel_mode.parse().unwrap_or_else(|error| {
+            p.error(format!("--tunnel-mode: {error}"));
+            switch::Mode::Konnectivity
+        });
+        p.require(mode.tunnel() == Kind::Konnectivity, || {
+            format!("--tunnel-mode: {}", Unavailable(mode))
+        });
+        let state_file = path(&self.tunnel_state_file);
+        if let Some(folder) = state_file.as_deref().and_then(Path::parent) {
+            let is_there = folder.as_os_str().is_empty() || folder.is_dir();
+            p.require(is_there, || {
+                let folder = folder.display();
+                format!("--tunnel-state-file: there is no folder {folder}; create it")
+            });
+        }
+        let drain = self.tunnel_drain;
+        p.require(drain.nanos() >= 0, || {
+            format!("tunnel-drain must be >= 0, got {drain}")
+        });
+        switch::Settings {
+            mode,
+            mode_file: path(&self.tunnel_mode_file),
+            state_file,
+            drain: drain.saturating(),
+        }
+    }
+}
+
 impl FrontendFlags {
     fn mode(&self, p: &mut Problems) -> Option<Mode> {
         match self.mode.as_str() {
@@ -252,6 +305,11 @@ impl FrontendFlags {
             tls: TlsFiles { cert, key, ca: ca? },
         })
     }
+}
+
+/// A path that need not be there yet.
+fn path(flag: &str) -> Option<PathBuf> {
+    (!flag.is_empty()).then(|| PathBuf::from(flag))
 }
 
 /// The stock server keeps out of the system's two ends of the port range.

@@ -188,6 +188,7 @@ impl Client {
         let text = match reason {
             CloseReason::Stalled => "closed: the client took no bytes",
             CloseReason::BufferExceeded => "closed: the client took bytes too slowly",
+            CloseReason::Switched => "closed: traffic was switched to another tunnel",
             _ => "",
         };
         let reply = self.session.closed(text);

@@ -20,9 +20,9 @@ use tracing::debug;
 use super::Frontend;
 use crate::backend::Connection;
 use crate::backend::agent::StreamDialError;
+use crate::backend::tunnel::DialError;
 use crate::listener::Door;
 use crate::metrics::{RejectReason, ServerMetrics};
-use crate::router::DialError;
 
 /// How long a client may take for its request, as upstream's.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(60);
@@ -163,7 +163,10 @@ async fn carry<R, W>(
             connection,
         )
         .await;
-    if matches!(reason, CloseReason::EndpointClosed | CloseReason::AgentLost) {
+    if matches!(
+        reason,
+        CloseReason::EndpointClosed | CloseReason::AgentLost | CloseReason::Switched
+    ) {
         leave(source.inner.into_inner(), sink.inner.into_inner()).await;
     }
 }
@@ -227,7 +230,7 @@ where
 /// The response to a dial that failed, as upstream's.
 fn answer(error: &DialError) -> Vec<u8> {
     match error {
-        DialError::NoAgent => {
+        DialError::NoAgent | DialError::NoClient => {
             connect::failure(500, &format!("currently no tunnels available: {error}"))
         }
         DialError::Stream(StreamDialError::Refused(text)) => {

@@ -11,10 +11,9 @@
 
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
-use std::os::unix::fs::MetadataExt as _;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use culvert_common::net::dial::split_host_port;
 use serde::Deserialize;
@@ -28,16 +27,16 @@ use super::annotations::server_name;
 use super::metrics::ProxyMetrics;
 use super::routes::{Routes, UpstreamKey};
 use super::table::Table;
+use crate::watched::{Limits, Look, Watched};
 
 /// How often the file is looked at. A change takes effect once it was seen twice.
 const POLL: Duration = Duration::from_millis(100);
 
-/// How long after its last change a file is read whatever its time stamp says: two changes within
-/// one tick of the file system's clock have the same.
-const SETTLED: Duration = Duration::from_secs(2);
-
 /// The largest file, in bytes: 10,000 upstreams have room.
-const MAX_FILE_BYTES: u64 = 8 * 1024 * 1024;
+const LIMITS: Limits = Limits {
+    max_bytes: 8 * 1024 * 1024,
+    if_empty: "write `upstreams: []` to expose nothing",
+};
 
 /// A file that can not be used, in all the ways in which it can not.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -46,25 +45,9 @@ pub struct FileError(pub Vec<String>);
 
 /// Follows a file.
 pub struct Follower {
-    path: PathBuf,
+    file: Watched,
     table: Arc<Table>,
     metrics: Arc<ProxyMetrics>,
-    /// What was read last, good or bad.
-    text: String,
-    /// What was read once and is not in force yet: it may be half of what is being written.
-    candidate: Option<String>,
-    /// The file that was read last, as the file system has it.
-    stamp: Option<Stamp>,
-    /// Why the file could not be read, as the log has it.
-    unreadable: Option<String>,
-}
-
-/// What tells one state of a file from another.
-#[derive(PartialEq, Eq)]
-struct Stamp {
-    modified: SystemTime,
-    length: u64,
-    inode: u64,
 }
 
 #[derive(Deserialize)]
@@ -101,18 +84,14 @@ impl Follower {
         table: Arc<Table>,
         metrics: Arc<ProxyMetrics>,
     ) -> Result<Self, FileError> {
-        let text = read(path).map_err(|error| FileError(vec![error]))?;
-        table.apply(parse(&text, &path.display().to_string())?);
+        let file = Watched::open(path, LIMITS).map_err(|error| FileError(vec![error]))?;
+        table.apply(parse(file.text(), &path.display().to_string())?);
         metrics.set_synced();
         metrics.set_source_up(true);
         Ok(Self {
-            path: path.to_owned(),
+            file,
             table,
             metrics,
-            text,
-            candidate: None,
-            stamp: None,
-            unreadable: None,
         })
     }
 
@@ -127,37 +106,20 @@ impl Follower {
 
     /// Whether the file had other routes, which are in force now.
     fn look(&mut self) -> bool {
-        let stamp = Stamp::of(&self.path);
-        let calm = self.unreadable.is_none() && self.candidate.is_none();
-        if calm && stamp == self.stamp && stamp.as_ref().is_some_and(Stamp::is_settled) {
-            return false;
-        }
-        self.stamp = stamp;
-        let text = match read(&self.path) {
-            Ok(text) => text,
-            Err(why) => {
-                self.metrics.set_source_up(false);
-                if self.unreadable.as_ref() != Some(&why) {
+        let look = self.file.look();
+        let readable = !matches!(look, Look::Unreadable { .. });
+        self.metrics.set_source_up(readable);
+        match look {
+            Look::Same => return false,
+            Look::Changed => {}
+            Look::Unreadable { why, is_new } => {
+                if is_new {
                     error!("{why}; the last routes stay in force");
-                    self.unreadable = Some(why);
                 }
                 return false;
             }
-        };
-        self.metrics.set_source_up(true);
-        self.unreadable = None;
-        if text == self.text {
-            self.candidate = None;
-            return false;
         }
-        // A file that is written in place is empty first, and then in part.
-        if self.candidate.as_ref() != Some(&text) {
-            self.candidate = Some(text);
-            return false;
-        }
-        self.candidate = None;
-        self.text = text;
-        match parse(&self.text, &self.path.display().to_string()) {
+        match parse(self.file.text(), &self.file.path().display().to_string()) {
             Ok(routes) => {
                 let change = self.table.apply(routes);
                 self.metrics.applied.increment(1);
@@ -174,44 +136,6 @@ impl Follower {
             }
         }
     }
-}
-
-// === impl Stamp ===
-
-impl Stamp {
-    /// Through links: Kubernetes replaces a ConfigMap by turning one.
-    fn of(path: &Path) -> Option<Self> {
-        let file = std::fs::metadata(path).ok()?;
-        Some(Self {
-            modified: file.modified().ok()?,
-            length: file.len(),
-            inode: file.ino(),
-        })
-    }
-
-    fn is_settled(&self) -> bool {
-        self.modified.elapsed().is_ok_and(|age| age > SETTLED)
-    }
-}
-
-fn read(path: &Path) -> Result<String, String> {
-    let fail = |error: std::io::Error| format!("cannot read {}: {error}", path.display());
-    let length = std::fs::metadata(path).map_err(fail)?.len();
-    if length > MAX_FILE_BYTES {
-        return Err(format!(
-            "{} has {length} bytes; at most {MAX_FILE_BYTES} are read",
-            path.display()
-        ));
-    }
-    let text = std::fs::read_to_string(path).map_err(fail)?;
-    if text.trim().is_empty() {
-        // More likely a file that is about to be written than the wish to expose nothing.
-        let path = path.display();
-        return Err(format!(
-            "{path} is empty; write `upstreams: []` to expose nothing"
-        ));
-    }
-    Ok(text)
 }
 
 /// Reads routes from YAML text; `origin` names it in errors.

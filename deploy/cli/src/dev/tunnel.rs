@@ -1,7 +1,7 @@
 //! The parts of the tunnel and how they are wired.
 
 use std::net::SocketAddr;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::Context as _;
@@ -12,6 +12,7 @@ use culvert_common::telemetry::logging::LogConfig;
 use culvert_common::tls::{self, Identity, TlsOptions};
 use culvert_server::app as server;
 use culvert_server::config as server_config;
+use culvert_server::switch::Settings;
 use rustls_pki_types::ServerName;
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
@@ -36,6 +37,8 @@ pub struct Server {
     pub front_end_address: String,
     /// Where it listens.
     pub addresses: server::Addresses,
+    /// Its socket for `culvert status`.
+    pub admin_socket: PathBuf,
 }
 
 /// An agent of the tunnel.
@@ -77,6 +80,8 @@ struct Plan {
     mode: server_config::Mode,
     /// The socket's file name, or TCP.
     socket: Option<&'static str>,
+    /// The admin socket's file name.
+    admin: &'static str,
 }
 
 const PLANS: [Plan; 3] = [
@@ -84,16 +89,19 @@ const PLANS: [Plan; 3] = [
         title: "gRPC, Unix socket",
         mode: server_config::Mode::Grpc,
         socket: Some("grpc.socket"),
+        admin: "grpc.admin",
     },
     Plan {
         title: "CONNECT, Unix socket",
         mode: server_config::Mode::HttpConnect,
         socket: Some("connect.socket"),
+        admin: "connect.admin",
     },
     Plan {
         title: "CONNECT, mutual TLS",
         mode: server_config::Mode::HttpConnect,
         socket: None,
+        admin: "tls.admin",
     },
 ];
 
@@ -194,6 +202,9 @@ impl Plan {
             },
             agent_auth: None,
             admin: any_port(),
+            admin_tls: None,
+            admin_uds: Some(folder.join(self.admin)),
+            switch: Settings::default(),
             health: any_port(),
             keepalive_time: Duration::from_secs(3600),
             frontend_keepalive_time: Duration::from_secs(3600),
@@ -245,6 +256,7 @@ impl Plan {
             front_end,
             front_end_address,
             addresses,
+            admin_socket: folder.join(self.admin),
         })
     }
 }

@@ -1,0 +1,178 @@
+//! One server's admin pages: over its Unix socket, or over mutual TLS.
+
+use std::io;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::{Context as _, bail};
+use bytes::Bytes;
+use culvert_common::net::dial::split_host_port;
+use culvert_common::tls::{self, Identity, TlsOptions, TrustBundle};
+use culvert_server::switch::status::{Request, STATUS_PATH, SWITCH_PATH, Status};
+use http::{Method, StatusCode};
+use http_body_util::{BodyExt as _, Full, Limited};
+use hyper::client::conn::http1;
+use hyper_util::rt::TokioIo;
+use rustls_pki_types::ServerName;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::{TcpStream, UnixStream};
+use tokio::time::timeout;
+use tokio_rustls::TlsConnector;
+
+/// The longest answer that is read, in bytes: a server with 100,000 agents.
+const MAX_ANSWER_BYTES: usize = 16 << 20;
+
+/// How long one question may take, its connection included.
+const TIMEOUT: Duration = Duration::from_secs(30);
+
+/// How to reach a server.
+#[derive(clap::Args, Clone, Debug)]
+#[command(next_help_heading = "The server")]
+pub struct Admin {
+    /// Its --admin-uds.
+    #[arg(long, value_name = "PATH", env = "CULVERT_ADMIN_UDS")]
+    #[arg(required_unless_present = "admin", conflicts_with = "admin")]
+    admin_uds: Option<PathBuf>,
+
+    /// Its admin listener, if that has --admin-cert; needs --ca-cert, --cert and --key.
+    #[arg(long, value_name = "HOST:PORT", requires_all = ["ca_cert", "cert", "key"])]
+    admin: Option<String>,
+
+    /// PEM CA bundle that its certificate must chain to.
+    #[arg(long, value_name = "FILE", requires = "admin")]
+    ca_cert: Option<PathBuf>,
+
+    /// PEM certificate chain of ours, of its --admin-ca-cert.
+    #[arg(long, value_name = "FILE", requires = "admin")]
+    cert: Option<PathBuf>,
+
+    /// PEM private key of --cert.
+    #[arg(long, value_name = "FILE", requires = "admin")]
+    key: Option<PathBuf>,
+
+    /// The name that its certificate must have; the host of --admin if nothing is said.
+    #[arg(long, value_name = "NAME", requires = "admin")]
+    server_name: Option<String>,
+}
+
+trait Duplex: AsyncRead + AsyncWrite + Unpin + Send {}
+
+impl<T: AsyncRead + AsyncWrite + Unpin + Send> Duplex for T {}
+
+impl Admin {
+    /// What the server says of its tunnels.
+    ///
+    /// # Errors
+    /// When it can not be reached, or gives no answer of its kind.
+    pub async fn status(&self) -> anyhow::Result<Status> {
+        let (code, body) = self.ask(Method::GET, STATUS_PATH, Bytes::new()).await?;
+        understand(code, StatusCode::OK, &body)
+    }
+
+    /// Asks for a mode.
+    ///
+    /// # Errors
+    /// When it can not be reached, or refuses; the text says why.
+    pub async fn switch(&self, request: &Request) -> anyhow::Result<Status> {
+        let body = serde_json::to_vec(request)?;
+        let (code, body) = self.ask(Method::POST, SWITCH_PATH, body.into()).await?;
+        understand(code, StatusCode::ACCEPTED, &body)
+    }
+
+    async fn ask(
+        &self,
+        method: Method,
+        path: &str,
+        body: Bytes,
+    ) -> anyhow::Result<(StatusCode, Bytes)> {
+        let asked = timeout(TIMEOUT, self.converse(method, path, body)).await;
+        asked.with_context(|| format!("no answer from {} in {TIMEOUT:?}", self.name()))?
+    }
+
+    async fn converse(
+        &self,
+        method: Method,
+        path: &str,
+        body: Bytes,
+    ) -> anyhow::Result<(StatusCode, Bytes)> {
+        let stream = self.connect().await?;
+        let broken = || format!("{} is no admin listener, or stopped", self.name());
+        let (mut sender, connection) = http1::handshake(TokioIo::new(stream))
+            .await
+            .with_context(broken)?;
+        let request = http::Request::builder()
+            .method(method)
+            .uri(path)
+            .header(http::header::HOST, "culvert")
+            .body(Full::new(body))?;
+        let answered = async {
+            let answer = sender.send_request(request).await?;
+            let (head, body) = answer.into_parts();
+            let body = Limited::new(body, MAX_ANSWER_BYTES).collect().await;
+            let body = body.map_err(io::Error::other)?.to_bytes();
+            anyhow::Ok((head.status, body))
+        };
+        tokio::select! {
+            biased;
+            answered = answered => answered.with_context(broken),
+            ended = connection => {
+                ended.with_context(broken)?;
+                bail!(broken())
+            }
+        }
+    }
+
+    async fn connect(&self) -> anyhow::Result<Box<dyn Duplex>> {
+        if let Some(path) = &self.admin_uds {
+            let stream = UnixStream::connect(path).await.with_context(|| {
+                let path = path.display();
+                format!(
+                    "cannot reach a server at {path}: it must run with --admin-uds={path}, and as this user"
+                )
+            })?;
+            return Ok(Box::new(stream));
+        }
+        let (Some(address), Some(ca), Some(cert), Some(key)) =
+            (&self.admin, &self.ca_cert, &self.cert, &self.key)
+        else {
+            bail!("give --admin-uds, or --admin with --ca-cert, --cert and --key");
+        };
+        let trust = TrustBundle::load(ca)?;
+        let identity = Identity::load(cert, key)?;
+        let config = tls::client_config(
+            &trust,
+            Some(&identity),
+            &[b"http/1.1"],
+            &TlsOptions::default(),
+        )?;
+        let (host, _) = split_host_port(address).with_context(|| format!("--admin {address}"))?;
+        let name = self.server_name.as_deref().unwrap_or(host).to_owned();
+        let name = ServerName::try_from(name).context("--server-name")?;
+        let stream = TcpStream::connect(address.as_str())
+            .await
+            .with_context(|| format!("cannot reach a server at {address}"))?;
+        let stream = TlsConnector::from(config).connect(name, stream).await;
+        let stream = stream.map_err(|error| anyhow::anyhow!("{}", tls::explain(&error)))?;
+        Ok(Box::new(stream))
+    }
+
+    fn name(&self) -> String {
+        let path = self.admin_uds.as_ref();
+        path.map(|path| path.display().to_string())
+            .or_else(|| self.admin.clone())
+            .unwrap_or_default()
+    }
+}
+
+fn understand(code: StatusCode, expected: StatusCode, body: &[u8]) -> anyhow::Result<Status> {
+    if code == expected {
+        return serde_json::from_slice(body).context("the server's answer is of another version");
+    }
+    let text = String::from_utf8_lossy(body);
+    match code {
+        StatusCode::NOT_FOUND => bail!(
+            "the server has no such page: a newer one is needed, or this is not its admin socket"
+        ),
+        _ => bail!("{}", text.trim_end()),
+    }
+}

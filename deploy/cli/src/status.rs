@@ -1,0 +1,192 @@
+//! `culvert status`: a server's tunnels, their peers and connections, and how far a switch is.
+
+use std::fmt::Write as _;
+
+use culvert_server::switch::status::{Progress, Status};
+
+use crate::admin::Admin;
+
+/// The flags of `culvert status`.
+#[derive(clap::Args)]
+pub struct Options {
+    #[command(flatten)]
+    admin: Admin,
+
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+/// Runs the command.
+///
+/// # Errors
+/// When the server can not be asked.
+pub async fn run(options: &Options) -> anyhow::Result<()> {
+    let status = options.admin.status().await?;
+    if options.json {
+        say!("{}", serde_json::to_string_pretty(&status)?);
+    } else {
+        say!("{}", render(&status).trim_end());
+    }
+    Ok(())
+}
+
+/// The status for people.
+pub fn render(status: &Status) -> String {
+    let mut text = String::new();
+    let dials: Vec<&str> = status.new_dials.iter().map(|kind| kind.as_str()).collect();
+    let mut line = |name: &str, value: String| {
+        let _ = writeln!(text, "{name:<12}{value}");
+    };
+    line(
+        "mode",
+        format!("{} (set by {})", status.mode, status.set_by.name()),
+    );
+    line("new dials", dials.join(", else "));
+    line("switch", progress(&status.switch));
+    if let Some(seconds) = status.last_switch_seconds {
+        line("last switch", format!("took {}", span(seconds)));
+    }
+    for problem in &status.problems {
+        line("problem", problem.clone());
+    }
+    let _ = writeln!(
+        text,
+        "\n{:<24}{:<10}{:>12}{:>8}  KIND",
+        "TUNNEL, PEER", "HEALTH", "CONNECTIONS", "DIALS"
+    );
+    for tunnel in &status.tunnels {
+        let _ = writeln!(
+            text,
+            "{:<24}{:<10}{:>12}{:>8}",
+            tunnel.tunnel.as_str(),
+            tunnel.health.as_str(),
+            tunnel.connections,
+            tunnel.dials
+        );
+        for peer in &tunnel.peers {
+            let _ = writeln!(
+                text,
+                "  {:<22}{:<10}{:>12}{:>8}  {}",
+                // A peer says itself what it is called.
+                peer.name.escape_default().to_string(),
+                peer.health.as_str(),
+                peer.connections,
+                "",
+                peer.kind
+            );
+        }
+    }
+    text
+}
+
+/// How far a switch is, for people.
+pub fn progress(progress: &Progress) -> String {
+    match progress {
+        Progress::Settled => "none in progress".to_owned(),
+        Progress::Waiting { tunnel, seconds } => format!(
+            "waiting for a healthy {} peer for {}",
+            tunnel.as_str(),
+            span(*seconds)
+        ),
+        Progress::Draining {
+            tunnel,
+            left,
+            seconds_left,
+            ..
+        } if *seconds_left > 0.0 => format!(
+            "draining {}: {left} left, closed in {}",
+            tunnel.as_str(),
+            span(*seconds_left)
+        ),
+        Progress::Draining { tunnel, left, .. } => format!(
+            "draining {}: {left} left, kept until the other tunnel has a healthy peer",
+            tunnel.as_str()
+        ),
+    }
+}
+
+/// A time for people: to the second, and to the tenth below one.
+fn span(seconds: f64) -> String {
+    if seconds < 1.0 {
+        return format!("{seconds:.1}s");
+    }
+    let whole = std::time::Duration::from_secs_f64(seconds.clamp(0.0, 1e9)).as_secs();
+    culvert_common::flags::GoDuration::from(std::time::Duration::from_secs(whole)).to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use culvert_server::backend::tunnel::{Health, Kind, Peer};
+    use culvert_server::switch::status::TunnelStatus;
+    use culvert_server::switch::{Mode, SetBy};
+
+    use super::*;
+
+    #[test]
+    fn everything_is_shown() {
+        let tunnel = |tunnel, connections, peers| TunnelStatus {
+            tunnel,
+            health: Health::Healthy,
+            connections,
+            dials: 1,
+            peers,
+        };
+        let peer = Peer {
+            name: "agent\n1".to_owned(),
+            kind: "agent, native".to_owned(),
+            health: Health::Doubtful,
+            connections: 11,
+        };
+        let status = Status {
+            mode: Mode::Openvpn,
+            set_by: SetBy::Switch,
+            new_dials: vec![Kind::Openvpn, Kind::Konnectivity],
+            switch: Progress::Draining {
+                tunnel: Kind::Konnectivity,
+                seconds: 69.0,
+                left: 12,
+                seconds_left: 231.4,
+            },
+            tunnels: vec![
+                tunnel(Kind::Konnectivity, 11, vec![peer]),
+                tunnel(Kind::Openvpn, 3, vec![]),
+            ],
+            last_switch_seconds: Some(0.25),
+            problems: vec!["cannot save".to_owned()],
+        };
+        let expected = "\
+mode        openvpn (set by switch)
+new dials   openvpn, else konnectivity
+switch      draining konnectivity: 12 left, closed in 3m51s
+last switch took 0.2s
+problem     cannot save
+
+TUNNEL, PEER            HEALTH     CONNECTIONS   DIALS  KIND
+konnectivity            healthy             11       1
+  agent\\n1              doubtful            11          agent, native
+openvpn                 healthy              3       1
+";
+        assert_eq!(render(&status), expected);
+    }
+
+    #[test]
+    fn every_phase_has_its_words() {
+        let waiting = Progress::Waiting {
+            tunnel: Kind::Openvpn,
+            seconds: 61.5,
+        };
+        assert_eq!(
+            progress(&waiting),
+            "waiting for a healthy openvpn peer for 1m1s"
+        );
+        let overdue = Progress::Draining {
+            tunnel: Kind::Openvpn,
+            seconds: 400.0,
+            left: 2,
+            seconds_left: 0.0,
+        };
+        assert!(progress(&overdue).ends_with("kept until the other tunnel has a healthy peer"));
+        assert_eq!(progress(&Progress::Settled), "none in progress");
+    }
+}

@@ -1,0 +1,86 @@
+//! The tunnel of agents: which of them a dial is given to, and which next where one is gone or
+//! silent. A retry is safe: no byte of the client has been sent yet.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use culvert_common::tunnel::Dial;
+use tokio::time::Instant;
+use tracing::debug;
+
+use super::agent::{SILENT_AFTER, StreamDialError};
+use super::tunnel::{DialError, Dialing, Health, Peer, Tunnel};
+use super::{Connection, Registry};
+
+/// How many streams one dial tries.
+const MAX_ATTEMPTS: usize = 3;
+
+/// The tunnel of a server's agents.
+pub struct Konnectivity {
+    registry: Arc<Registry>,
+    /// `--backend-dial-timeout`.
+    dial_timeout: Option<Duration>,
+}
+
+impl Konnectivity {
+    /// The tunnel of the registry's agents. With a `dial_timeout` an agent stream that takes no
+    /// packet until the deadline is retired.
+    pub fn new(registry: Arc<Registry>, dial_timeout: Option<Duration>) -> Arc<Self> {
+        Arc::new(Self {
+            registry,
+            dial_timeout,
+        })
+    }
+
+    async fn try_streams(&self, dial: &Dial, deadline: Instant) -> Result<Connection, DialError> {
+        let mut tried = Vec::new();
+        let mut last = DialError::NoAgent;
+        while tried.len() < MAX_ATTEMPTS {
+            let Some(stream) = self.registry.choose(&tried) else {
+                return Err(last);
+            };
+            tried.push(stream.serial());
+            let limit = if self.registry.has_other(&tried) {
+                deadline.min(Instant::now() + SILENT_AFTER)
+            } else {
+                deadline
+            };
+            let error = match stream.dial(dial, limit).await {
+                Ok(connection) => return Ok(connection),
+                Err(error) => error,
+            };
+            if error == StreamDialError::NotSent && self.dial_timeout.is_some() {
+                stream.abandon();
+            }
+            let again = match error {
+                StreamDialError::AgentLost => true,
+                StreamDialError::NotSent | StreamDialError::TimedOut => Instant::now() < deadline,
+                StreamDialError::Refused(_) | StreamDialError::Abandoned => false,
+            };
+            last = error.into();
+            if !again {
+                return Err(last);
+            }
+            debug!(agent = stream.hello().agent_id, error = %last, "trying another agent");
+        }
+        Err(last)
+    }
+}
+
+impl Tunnel for Konnectivity {
+    fn health(&self) -> Health {
+        self.registry.health()
+    }
+
+    fn dial<'a>(&'a self, dial: &'a Dial, deadline: Instant) -> Dialing<'a> {
+        Box::pin(self.try_streams(dial, deadline))
+    }
+
+    fn peers(&self) -> Vec<Peer> {
+        self.registry.peers()
+    }
+
+    fn shard(&self) -> Option<usize> {
+        self.registry.shard()
+    }
+}

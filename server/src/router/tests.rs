@@ -1,0 +1,481 @@
+//! Tunnels in memory, and the router over them.
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+
+use std::collections::VecDeque;
+use std::sync::atomic::AtomicUsize;
+use std::task::{Context, Poll, Waker};
+
+use bytes::Bytes;
+use culvert_common::tunnel::io::{ReadSource, WriteSink};
+use culvert_common::tunnel::{CloseReason, Sink as _, Source as _};
+use parking_lot::Mutex;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, duplex, split};
+use tokio::time::sleep;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+
+use super::*;
+use crate::backend::flow::{FlowSink, FlowSource};
+use crate::backend::tunnel::{Dialing, Peer};
+use crate::frontend::Frontend;
+
+/// What a flow holds before its sink waits.
+const FLOW_BYTES: usize = 8;
+
+/// A tunnel whose endpoints echo.
+pub(crate) struct Memory {
+    kind: Kind,
+    state: Mutex<State>,
+    /// Happens at the next look at the health: between a dial's look at the route and its place.
+    aside: Mutex<Option<Box<dyn FnOnce() + Send>>>,
+    /// Dials that came to an end of any kind.
+    pub(crate) dials: AtomicUsize,
+    ends: Arc<Mutex<Vec<CloseReason>>>,
+}
+
+#[derive(Clone, Copy)]
+struct State {
+    health: Health,
+    answer: Answer,
+    delay: Duration,
+}
+
+/// What becomes of dials.
+#[derive(Clone, Copy)]
+pub(crate) enum Answer {
+    Open,
+    Refuse,
+    Lose,
+    Silence,
+}
+
+/// One echo: bytes that were sent and not received, and who waits.
+#[derive(Default)]
+struct Echo {
+    chunks: VecDeque<Bytes>,
+    bytes: usize,
+    finished: bool,
+    aborted: bool,
+    waiting: Vec<Waker>,
+}
+
+struct EchoHalf(Arc<Mutex<Echo>>);
+
+struct EchoSink {
+    echo: Arc<Mutex<Echo>>,
+    ends: Arc<Mutex<Vec<CloseReason>>>,
+}
+
+impl Memory {
+    pub(crate) fn new(kind: Kind) -> Arc<Self> {
+        let state = State {
+            health: Health::Healthy,
+            answer: Answer::Open,
+            delay: Duration::from_millis(5),
+        };
+        Arc::new(Self {
+            kind,
+            state: Mutex::new(state),
+            aside: Mutex::default(),
+            dials: AtomicUsize::new(0),
+            ends: Arc::default(),
+        })
+    }
+
+    pub(crate) fn set_health(&self, health: Health) {
+        self.state.lock().health = health;
+    }
+
+    pub(crate) fn set_answer(&self, answer: Answer) {
+        self.state.lock().answer = answer;
+    }
+
+    pub(crate) fn set_delay(&self, delay: Duration) {
+        self.state.lock().delay = delay;
+    }
+
+    async fn dial(&self) -> Result<Connection, DialError> {
+        let State {
+            health,
+            answer,
+            delay,
+        } = *self.state.lock();
+        if health == Health::Absent {
+            return Err(match self.kind {
+                Kind::Konnectivity => DialError::NoAgent,
+                Kind::Openvpn => DialError::NoClient,
+            });
+        }
+        sleep(delay).await;
+        self.dials.fetch_add(1, Ordering::Relaxed);
+        match answer {
+            Answer::Open => {
+                let echo: Arc<Mutex<Echo>> = Arc::default();
+                let ends = self.ends.clone();
+                let sink: Box<dyn FlowSink> = Box::new(EchoSink {
+                    echo: echo.clone(),
+                    ends,
+                });
+                let source: Box<dyn FlowSource> = Box::new(EchoHalf(echo));
+                Ok((source, sink).into())
+            }
+            Answer::Refuse => Err(StreamDialError::Refused("connection refused".into()).into()),
+            Answer::Lose => Err(StreamDialError::AgentLost.into()),
+            Answer::Silence => std::future::pending().await,
+        }
+    }
+}
+
+impl Tunnel for Memory {
+    fn health(&self) -> Health {
+        let aside = self.aside.lock().take();
+        if let Some(aside) = aside {
+            aside();
+        }
+        self.state.lock().health
+    }
+
+    fn dial<'a>(&'a self, _dial: &'a Dial, deadline: Instant) -> Dialing<'a> {
+        Box::pin(async move {
+            let outcome = tokio::time::timeout_at(deadline, self.dial()).await;
+            outcome.unwrap_or(Err(StreamDialError::TimedOut.into()))
+        })
+    }
+
+    fn peers(&self) -> Vec<Peer> {
+        vec![Peer {
+            name: format!("{}-peer", self.kind.as_str()),
+            kind: "memory".to_owned(),
+            health: self.health(),
+            connections: 0,
+        }]
+    }
+}
+
+impl Echo {
+    fn wake(&mut self) {
+        self.waiting.drain(..).for_each(Waker::wake);
+    }
+
+    fn wait<T>(&mut self, cx: &mut Context<'_>) -> Poll<T> {
+        self.waiting.push(cx.waker().clone());
+        Poll::Pending
+    }
+}
+
+impl FlowSource for EchoHalf {
+    fn poll_recv(&mut self, cx: &mut Context<'_>) -> Poll<Result<Option<Bytes>, CloseReason>> {
+        let mut echo = self.0.lock();
+        if let Some(chunk) = echo.chunks.pop_front() {
+            echo.bytes -= chunk.len();
+            echo.wake();
+            return Poll::Ready(Ok(Some(chunk)));
+        }
+        match (echo.aborted, echo.finished) {
+            (true, _) => Poll::Ready(Err(CloseReason::EndpointLost)),
+            (false, true) => Poll::Ready(Ok(None)),
+            (false, false) => echo.wait(cx),
+        }
+    }
+
+    fn poll_aborted(&mut self, cx: &mut Context<'_>) -> Poll<CloseReason> {
+        let mut echo = self.0.lock();
+        match echo.aborted {
+            true => Poll::Ready(CloseReason::EndpointLost),
+            false => echo.wait(cx),
+        }
+    }
+}
+
+impl FlowSink for EchoSink {
+    fn poll_send(
+        &mut self,
+        chunk: &mut Bytes,
+        cx: &mut Context<'_>,
+    ) -> Poll<Result<(), CloseReason>> {
+        let mut echo = self.echo.lock();
+        if echo.aborted {
+            return Poll::Ready(Err(CloseReason::EndpointLost));
+        }
+        let room = FLOW_BYTES - echo.bytes;
+        let taken = chunk.split_to(room.min(chunk.len()));
+        if !taken.is_empty() {
+            echo.bytes += taken.len();
+            echo.chunks.push_back(taken);
+            echo.wake();
+        }
+        match chunk.is_empty() {
+            true => Poll::Ready(Ok(())),
+            false => echo.wait(cx),
+        }
+    }
+
+    fn poll_finish(&mut self, _cx: &mut Context<'_>) -> Poll<Result<(), CloseReason>> {
+        let mut echo = self.echo.lock();
+        echo.finished = true;
+        echo.wake();
+        Poll::Ready(Ok(()))
+    }
+
+    fn id(&self) -> i64 {
+        7
+    }
+
+    fn peer(&self) -> &str {
+        "memory"
+    }
+
+    fn end(self: Box<Self>, reason: CloseReason, _tasks: &TaskTracker) {
+        self.ends.lock().push(reason);
+    }
+}
+
+/// A router over two tunnels in memory.
+pub(crate) struct World {
+    pub(crate) konnectivity: Arc<Memory>,
+    pub(crate) openvpn: Arc<Memory>,
+    pub(crate) router: Arc<Router>,
+    pub(crate) metrics: Arc<ServerMetrics>,
+}
+
+impl World {
+    pub(crate) fn new() -> Self {
+        let konnectivity = Memory::new(Kind::Konnectivity);
+        let openvpn = Memory::new(Kind::Openvpn);
+        let metrics = Arc::new(ServerMetrics::new(&[]).unwrap());
+        Self {
+            router: Router::new(
+                konnectivity.clone(),
+                Some(openvpn.clone()),
+                None,
+                metrics.clone(),
+            ),
+            konnectivity,
+            openvpn,
+            metrics,
+        }
+    }
+
+    pub(crate) async fn dial(&self) -> Result<Connection, DialError> {
+        self.router.dial(&dial()).await
+    }
+
+    /// Opens a connection, and says by which tunnel.
+    pub(crate) async fn opened_by(&self) -> Kind {
+        let dials = || self.openvpn.dials.load(Ordering::Relaxed);
+        let before = dials();
+        self.dial().await.unwrap();
+        match dials() - before {
+            0 => Kind::Konnectivity,
+            _ => Kind::Openvpn,
+        }
+    }
+
+    pub(crate) fn shows(&self, line: &str) -> bool {
+        let page = self.metrics.registry().render();
+        page.lines().any(|shown| shown == line)
+    }
+
+    fn dials(&self, kind: Kind, outcome: &str, count: usize) -> bool {
+        self.shows(&format!(
+            "culvert_tunnel_dials_total{{tunnel=\"{}\",outcome=\"{outcome}\"}} {count}",
+            kind.as_str()
+        ))
+    }
+}
+
+pub(crate) fn dial() -> Dial {
+    Dial {
+        protocol: "tcp".into(),
+        address: "10.0.0.1:443".into(),
+    }
+}
+
+const PREFER_KONNECTIVITY: Route = Route {
+    first: Kind::Konnectivity,
+    both: true,
+};
+
+#[tokio::test(start_paused = true)]
+async fn one_tunnel_alone_is_asked_whatever_its_health() {
+    let konnectivity = Memory::new(Kind::Konnectivity);
+    let metrics = Arc::new(ServerMetrics::new(&[]).unwrap());
+    let router = Router::new(konnectivity.clone(), None, None, metrics);
+    konnectivity.set_health(Health::Doubtful);
+    let connection = router.dial(&dial()).await.unwrap();
+    assert_eq!(router.view().konnectivity.in_use, 1);
+    drop(connection);
+    assert_eq!(router.view().konnectivity.in_use, 0);
+    assert!(router.is_ready());
+    konnectivity.set_health(Health::Absent);
+    assert_eq!(router.dial(&dial()).await.err(), Some(DialError::NoAgent));
+    assert!(!router.is_ready());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_preferred_tunnel_is_replaced_dial_by_dial() {
+    let world = World::new();
+    world.router.set_route(PREFER_KONNECTIVITY);
+    assert_eq!(world.opened_by().await, Kind::Konnectivity);
+    for health in [Health::Absent, Health::Doubtful] {
+        world.konnectivity.set_health(health);
+        assert_eq!(world.opened_by().await, Kind::Openvpn, "{health:?}");
+    }
+    world.openvpn.set_health(Health::Doubtful);
+    assert_eq!(world.opened_by().await, Kind::Konnectivity);
+
+    world.konnectivity.set_health(Health::Healthy);
+    world.konnectivity.set_answer(Answer::Lose);
+    assert_eq!(world.opened_by().await, Kind::Openvpn);
+    world.konnectivity.set_answer(Answer::Silence);
+    let started = Instant::now();
+    assert_eq!(world.opened_by().await, Kind::Openvpn);
+    assert_eq!(started.elapsed().as_secs(), SILENT_AFTER.as_secs());
+    assert!(world.dials(Kind::Konnectivity, "lost", 1));
+    assert!(world.dials(Kind::Konnectivity, "timed_out", 1));
+    assert!(world.dials(Kind::Openvpn, "opened", 4));
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_the_target_says_is_final() {
+    let world = World::new();
+    world.router.set_route(PREFER_KONNECTIVITY);
+    world.konnectivity.set_answer(Answer::Refuse);
+    let error = world.dial().await.err().unwrap();
+    assert_eq!(error.to_string(), "connection refused");
+    assert_eq!(world.openvpn.dials.load(Ordering::Relaxed), 0);
+    assert!(world.dials(Kind::Konnectivity, "refused", 1));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_mode_without_a_stand_in_has_none() {
+    let world = World::new();
+    world.router.set_route(Route::only(Kind::Openvpn));
+    world.openvpn.set_health(Health::Absent);
+    assert_eq!(world.dial().await.err(), Some(DialError::NoClient));
+    assert!(!world.router.is_ready());
+    // Both are gone: what the one that was asked last has said.
+    world.router.set_route(PREFER_KONNECTIVITY);
+    assert!(world.router.is_ready());
+    world.konnectivity.set_health(Health::Absent);
+    assert_eq!(world.dial().await.err(), Some(DialError::NoAgent));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_dial_in_progress_moves_with_the_switch() {
+    let world = World::new();
+    world.konnectivity.set_answer(Answer::Silence);
+    let dialed = async {
+        let connection = world.dial().await;
+        assert_eq!(world.router.view().openvpn.unwrap().in_use, 1);
+        connection.unwrap();
+    };
+    let switched = async {
+        sleep(Duration::from_secs(1)).await;
+        assert_eq!(world.router.view().konnectivity.in_use, 1);
+        world.router.set_route(Route::only(Kind::Openvpn));
+        world.router.cut(Kind::Konnectivity);
+    };
+    tokio::join!(dialed, switched);
+    assert!(world.dials(Kind::Konnectivity, "moved", 1));
+    assert_eq!(world.router.view().konnectivity.in_use, 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_tunnel_that_is_left_meanwhile_gets_no_dial() {
+    let world = World::new();
+    let router = world.router.clone();
+    // The end of a switch that saw nothing in use.
+    let left = move || router.set_route(Route::only(Kind::Openvpn));
+    *world.konnectivity.aside.lock() = Some(Box::new(left));
+    assert_eq!(world.opened_by().await, Kind::Openvpn);
+    assert!(world.dials(Kind::Konnectivity, "moved", 1));
+    assert_eq!(world.konnectivity.dials.load(Ordering::Relaxed), 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_client_that_leaves_is_counted_and_leaves_nothing() {
+    let world = World::new();
+    world.konnectivity.set_answer(Answer::Silence);
+    let dial = tokio::time::timeout(Duration::from_secs(1), world.dial());
+    assert!(dial.await.is_err());
+    assert!(world.dials(Kind::Konnectivity, "given_up", 1));
+    assert_eq!(world.router.view().konnectivity.in_use, 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_flow_is_a_connection_like_any_other() {
+    let world = World::new();
+    let Connection {
+        mut source,
+        mut sink,
+        cut,
+    } = world.dial().await.unwrap();
+    assert_eq!((sink.connection(), sink.agent_id()), (7, "memory"));
+    // More than the flow holds: its sink waits for its source.
+    let sent = async {
+        sink.send(Bytes::from_static(b"a longer question")).await?;
+        sink.finish().await
+    };
+    let received = async {
+        let mut all = Vec::new();
+        while let Some(chunk) = source.recv().await? {
+            all.extend_from_slice(&chunk);
+        }
+        Ok::<_, CloseReason>(all)
+    };
+    let (sent, received) = tokio::join!(sent, received);
+    sent.unwrap();
+    assert_eq!(received.unwrap(), b"a longer question");
+    assert!(world.shows("culvert_tunnel_connections{tunnel=\"konnectivity\"} 1"));
+    sink.end(CloseReason::Finished, &TaskTracker::new());
+    drop(cut);
+    assert!(world.shows("culvert_tunnel_connections{tunnel=\"konnectivity\"} 0"));
+    assert_eq!(*world.konnectivity.ends.lock(), [CloseReason::Finished]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_cut_ends_what_is_open_and_nothing_that_comes_later() {
+    let world = World::new();
+    let frontend = Frontend::new(
+        world.router.clone(),
+        TaskTracker::new(),
+        CancellationToken::new(),
+        world.metrics.clone(),
+    );
+    let carry = async |connection| {
+        let (client, near) = duplex(64);
+        let (read, write) = split(near);
+        let mut source = ReadSource::new(read, Bytes::new(), CloseReason::ClientLost);
+        let mut sink = WriteSink::new(write, CloseReason::ClientLost);
+        let gone = std::future::pending();
+        let dial = dial();
+        let halves = (&mut source, &mut sink);
+        let carried = frontend.carry(1, &dial, halves, gone, connection);
+        let talk = async {
+            let (mut read, mut write) = split(client);
+            loop {
+                write.write_all(b"hello").await.unwrap();
+                let mut back = [0; 5];
+                read.read_exact(&mut back).await.unwrap();
+                assert_eq!(&back, b"hello");
+                sleep(Duration::from_millis(100)).await;
+            }
+        };
+        tokio::select! {
+            reason = carried => Some(reason),
+            () = talk => None,
+            () = sleep(Duration::from_secs(10)) => None,
+        }
+    };
+    let (old, later) = (world.dial().await.unwrap(), async {
+        sleep(Duration::from_secs(1)).await;
+        world.router.cut(Kind::Konnectivity);
+        carry(world.dial().await.unwrap()).await
+    });
+    let (old, later) = tokio::join!(carry(old), later);
+    assert_eq!(old, Some(CloseReason::Switched));
+    assert_eq!(later, None);
+    assert!(world.shows("culvert_connections_closed_total{reason=\"switched\"} 1"));
+    assert_eq!(*world.konnectivity.ends.lock(), [CloseReason::Switched]);
+}

@@ -1,0 +1,395 @@
+//! Runs the switch of one server: takes requests and changes of the mode file, looks at the tunnels
+//! while a switch is in progress, puts routes in force, saves the state, and tells.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use tokio::sync::{mpsc, oneshot};
+use tokio::time::{Instant, interval, sleep_until};
+use tokio_util::sync::CancellationToken;
+use tracing::{error, info, warn};
+
+use super::machine::{Event, Phase, Switch};
+use super::start::{Start, StartError};
+use super::state_file::{Clocks, Saved, StateFile};
+use super::status::{Progress, Status};
+use super::{Mode, SetBy, Unavailable, mode_file};
+use crate::metrics::ServerMetrics;
+use crate::router::Router;
+use crate::watched::{Look, Watched};
+
+/// How often the tunnels are looked at while a switch is in progress.
+const TICK: Duration = Duration::from_millis(100);
+
+/// How often the mode file is looked at. A change takes effect once it was seen twice.
+const POLL: Duration = Duration::from_millis(200);
+
+/// Requests that may wait; each one takes as long as the state file.
+const WAITING_REQUESTS: usize = 16;
+
+/// The way to a server's switch.
+#[derive(Clone)]
+pub struct Switcher {
+    requests: mpsc::Sender<Command>,
+    shown: Arc<Mutex<Shown>>,
+    router: Arc<Router>,
+}
+
+/// Why a request was not taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Refusal {
+    /// The server has not the tunnel.
+    #[error(transparent)]
+    Unavailable(#[from] Unavailable),
+    /// The server stops.
+    #[error("this server is stopping")]
+    Stopping,
+}
+
+struct Command {
+    mode: Mode,
+    drain: Option<Duration>,
+    answer: oneshot::Sender<Result<(), Unavailable>>,
+}
+
+/// What the status shows of the switch itself.
+struct Shown {
+    mode: Mode,
+    set_by: SetBy,
+    phase: Phase,
+    last: Option<Duration>,
+    /// The state can not be used or saved.
+    state_problem: Option<String>,
+    /// The mode file can not be read.
+    unreadable: Option<String>,
+    /// The mode file says nothing that is possible.
+    wrong: Option<String>,
+}
+
+/// The task.
+pub struct Driver {
+    machine: Switch,
+    set_by: SetBy,
+    flag: Mode,
+    file: Option<Mode>,
+    watched: Option<Watched>,
+    state: Option<StateFile>,
+    /// What was saved last, without its times.
+    saved: Option<(Mode, SetBy, Option<Mode>, Phase)>,
+    requests: mpsc::Receiver<Command>,
+    /// Without anybody to ask, the file still is followed.
+    _sender: mpsc::Sender<Command>,
+    shown: Arc<Mutex<Shown>>,
+    router: Arc<Router>,
+    metrics: Arc<ServerMetrics>,
+}
+
+/// Puts the mode to start with in force.
+///
+/// # Errors
+/// When it is not possible here.
+pub fn start(
+    mut start: Start,
+    router: Arc<Router>,
+    metrics: Arc<ServerMetrics>,
+) -> Result<(Switcher, Driver), StartError> {
+    let (machine, set_by) = start.machine(&router.view(), Clocks::read())?;
+    router.set_route(machine.route());
+    metrics.set_tunnel_mode(machine.mode());
+    let shown = Arc::new(Mutex::new(Shown {
+        mode: machine.mode(),
+        set_by,
+        phase: machine.phase(),
+        last: None,
+        state_problem: start.state_problem,
+        unreadable: start.unreadable,
+        wrong: None,
+    }));
+    let (sender, requests) = mpsc::channel(WAITING_REQUESTS);
+    let switcher = Switcher {
+        requests: sender.clone(),
+        shown: shown.clone(),
+        router: router.clone(),
+    };
+    let driver = Driver {
+        machine,
+        set_by,
+        flag: start.settings.mode,
+        file: start.file,
+        watched: start.watched,
+        state: start.state,
+        saved: None,
+        requests,
+        _sender: sender,
+        shown,
+        router,
+        metrics,
+    };
+    Ok((switcher, driver))
+}
+
+// === impl Switcher ===
+
+impl Switcher {
+    /// Asks for a mode. Once that is taken, it is saved, and new dials go where it says if its
+    /// tunnel has a healthy peer.
+    ///
+    /// # Errors
+    /// [`Refusal`]; nothing has changed then.
+    pub async fn request(&self, mode: Mode, drain: Option<Duration>) -> Result<(), Refusal> {
+        let (answer, answered) = oneshot::channel();
+        let command = Command {
+            mode,
+            drain,
+            answer,
+        };
+        let sent = self.requests.send(command).await;
+        sent.map_err(|_| Refusal::Stopping)?;
+        let taken = answered.await.map_err(|_| Refusal::Stopping)?;
+        Ok(taken?)
+    }
+
+    /// Everything about the tunnels now.
+    pub fn status(&self) -> Status {
+        let shown = self.shown.lock();
+        let route = self.router.route();
+        let target = shown.mode.tunnel();
+        let tunnels = self.router.tunnels();
+        let since = |since: Instant| since.elapsed().as_secs_f64();
+        let switch = match shown.phase {
+            Phase::Settled => Progress::Settled,
+            Phase::Waiting { since: began, .. } => Progress::Waiting {
+                tunnel: target,
+                seconds: since(began),
+            },
+            Phase::Draining {
+                deadline,
+                since: began,
+                ..
+            } => {
+                let old = tunnels.iter().find(|status| status.tunnel != target);
+                Progress::Draining {
+                    tunnel: target.other(),
+                    seconds: since(began),
+                    left: old.map_or(0, |old| old.connections + old.dials),
+                    seconds_left: deadline
+                        .saturating_duration_since(Instant::now())
+                        .as_secs_f64(),
+                }
+            }
+        };
+        let second = route.second();
+        let second = second.filter(|kind| tunnels.iter().any(|status| status.tunnel == *kind));
+        let problems = [&shown.state_problem, &shown.unreadable, &shown.wrong];
+        Status {
+            mode: shown.mode,
+            set_by: shown.set_by,
+            new_dials: [Some(route.first), second].into_iter().flatten().collect(),
+            switch,
+            tunnels,
+            last_switch_seconds: shown.last.map(|took| took.as_secs_f64()),
+            problems: problems.into_iter().flatten().cloned().collect(),
+        }
+    }
+}
+
+// === impl Driver ===
+
+impl Driver {
+    /// Runs until `shutdown`.
+    pub async fn run(mut self, shutdown: CancellationToken) {
+        let mut poll = interval(POLL);
+        loop {
+            self.advance().await;
+            let look_again = self.look_again();
+            tokio::select! {
+                Some(command) = self.requests.recv() => self.take(command).await,
+                _ = poll.tick(), if self.watched.is_some() => self.look(),
+                () = sleep_until(look_again.unwrap_or_else(Instant::now)), if look_again.is_some() => {}
+                () = shutdown.cancelled() => return,
+            }
+        }
+    }
+
+    fn look_again(&self) -> Option<Instant> {
+        if self.machine.phase() == Phase::Settled {
+            return None;
+        }
+        let tick = Instant::now() + TICK;
+        let timeout = self.machine.poll_timeout();
+        Some(timeout.map_or(tick, |timeout| timeout.min(tick)))
+    }
+
+    async fn take(&mut self, command: Command) {
+        let outcome = self.request(command.mode, command.drain, SetBy::Switch);
+        if outcome.is_ok() {
+            self.advance().await;
+        }
+        // Who does not wait any more sees it in the status.
+        let _ = command.answer.send(outcome);
+    }
+
+    fn request(
+        &mut self,
+        mode: Mode,
+        drain: Option<Duration>,
+        set_by: SetBy,
+    ) -> Result<(), Unavailable> {
+        let view = self.router.view();
+        let outcome = self.machine.request(mode, drain, Instant::now(), &view);
+        match &outcome {
+            Ok(()) => self.set_by = set_by,
+            Err(why) => warn!(set_by = set_by.name(), "not switched: {why}"),
+        }
+        outcome
+    }
+
+    /// Looks at the mode file. A file that is wrong changes nothing.
+    fn look(&mut self) {
+        let Some(watched) = &mut self.watched else {
+            return;
+        };
+        let problem = match watched.look() {
+            Look::Same => {
+                self.shown.lock().unreadable = None;
+                return;
+            }
+            Look::Unreadable { is_new: false, .. } => return,
+            Look::Unreadable { why, .. } => {
+                self.shown.lock().unreadable = Some(why.clone());
+                why
+            }
+            Look::Changed => {
+                let path = watched.path().display().to_string();
+                let parsed = mode_file::parse(watched.text());
+                let wrong = parsed.and_then(|mode| self.follow(mode)).err();
+                let wrong = wrong.map(|why| format!("{path}: {why}"));
+                let mut shown = self.shown.lock();
+                shown.unreadable = None;
+                shown.wrong.clone_from(&wrong);
+                let Some(why) = wrong else { return };
+                why
+            }
+        };
+        error!("--tunnel-mode-file: {problem}; the mode stays as it is");
+    }
+
+    fn follow(&mut self, mode: Mode) -> Result<(), String> {
+        self.request(mode, None, SetBy::File)
+            .map_err(|why| why.to_string())?;
+        self.file = Some(mode);
+        Ok(())
+    }
+
+    /// Lets the machine go on, until the route that it wants is in force.
+    async fn advance(&mut self) {
+        loop {
+            let before = self.machine.phase();
+            self.router.set_route(self.machine.route());
+            self.machine.tick(Instant::now(), &self.router.view());
+            self.router.set_route(self.machine.route());
+            while let Some(event) = self.machine.poll_event() {
+                self.handle(event);
+            }
+            if self.machine.phase() == before {
+                break;
+            }
+        }
+        let phase = self.machine.phase();
+        self.metrics.set_tunnel_mode(self.machine.mode());
+        let switching = f64::from(u8::from(phase != Phase::Settled));
+        self.metrics.switching.set(switching);
+        {
+            let mut shown = self.shown.lock();
+            shown.mode = self.machine.mode();
+            shown.set_by = self.set_by;
+            shown.phase = phase;
+        }
+        self.save(phase).await;
+    }
+
+    fn handle(&self, event: Event) {
+        match event {
+            Event::Requested { from, to, turned } => info!(
+                from = from.as_str(),
+                to = to.as_str(),
+                set_by = self.set_by.name(),
+                in_the_middle_of_a_switch = turned,
+                "tunnel mode changes"
+            ),
+            Event::Waits(kind) => info!(
+                tunnel = kind.as_str(),
+                "waiting for a healthy peer; dials go on as before"
+            ),
+            Event::Diverted(kind) => info!(tunnel = kind.as_str(), "new dials go by this tunnel"),
+            Event::Drains(kind, time) => info!(
+                tunnel = kind.as_str(),
+                seconds = time.as_secs_f64(),
+                "its connections have this time to end"
+            ),
+            Event::Overdue(kind) => warn!(
+                tunnel = kind.as_str(),
+                "the time of its connections is over, but the other tunnel has no healthy peer: \
+                 keeping them until it has one"
+            ),
+            Event::Cut(kind) => {
+                info!(tunnel = kind.as_str(), "closing its connections");
+                self.router.cut(kind);
+            }
+            Event::Finished(took) => {
+                self.metrics.switch_duration.record(took.as_secs_f64());
+                self.shown.lock().last = Some(took);
+                info!(
+                    mode = self.machine.mode().as_str(),
+                    seconds = took.as_secs_f64(),
+                    "the switch is complete"
+                );
+            }
+        }
+    }
+
+    async fn save(&mut self, phase: Phase) {
+        let Some(state) = &self.state else {
+            return;
+        };
+        let mode = self.machine.mode();
+        let now = (mode, self.set_by, self.file, phase.essence());
+        if self.saved == Some(now) {
+            return;
+        }
+        let saved = Saved::new(mode, self.set_by, self.flag, self.file);
+        let outcome = state.save(&saved.with_phase(phase, Clocks::read())).await;
+        let problem = outcome.err();
+        let mut shown = self.shown.lock();
+        if let Some(why) = &problem
+            && shown.state_problem != problem
+        {
+            error!("{why}; a restart would not know of the last switch");
+        }
+        if problem.is_none() {
+            self.saved = Some(now);
+        }
+        shown.state_problem = problem;
+    }
+}
+
+impl Phase {
+    /// The phase without what changes from look to look.
+    fn essence(self) -> Self {
+        match self {
+            Self::Draining {
+                deadline, since, ..
+            } => Self::Draining {
+                deadline,
+                since,
+                closing: false,
+                overdue: false,
+            },
+            other => other,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

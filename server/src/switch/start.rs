@@ -1,0 +1,178 @@
+//! Which mode a server starts with.
+
+use std::path::Path;
+
+use tracing::{error, info, warn};
+
+use super::machine::{Phase, Switch, View};
+use super::state_file::{Clocks, Saved, StateFile};
+use super::{Mode, SetBy, Settings, Unavailable, mode_file};
+use crate::watched::{Limits, Watched};
+
+/// What a server knows of its mode when it starts.
+pub struct Start {
+    pub(super) settings: Settings,
+    /// The mode file, if one is followed.
+    pub(super) watched: Option<Watched>,
+    pub(super) state: Option<StateFile>,
+    /// What the mode file says.
+    pub(super) file: Option<Mode>,
+    saved: Option<Saved>,
+    /// Why the saved state does not count.
+    pub(super) state_problem: Option<String>,
+    /// Why the mode file can not be read.
+    pub(super) unreadable: Option<String>,
+}
+
+/// Why a server can not start with its mode.
+#[derive(Debug, thiserror::Error)]
+pub enum StartError {
+    /// The mode file says none.
+    #[error("--tunnel-mode-file {path}: {why}")]
+    File {
+        /// The file.
+        path: String,
+        /// What is wrong.
+        why: String,
+    },
+    /// The flag or the file says one that is not possible here.
+    #[error(transparent)]
+    Unavailable(#[from] Unavailable),
+}
+
+/// The mode to start with.
+#[derive(Debug, PartialEq, Eq)]
+struct Decision {
+    mode: Mode,
+    set_by: SetBy,
+    /// The saved state is the one that counts.
+    from_state: bool,
+}
+
+impl Start {
+    /// Reads the files. A mode file that is not there yet is waited for, with the mode that there
+    /// would be without; a state file that can not be used counts for none.
+    ///
+    /// # Errors
+    /// When the mode file says no mode.
+    pub fn read(settings: Settings) -> Result<Self, StartError> {
+        let state = settings.state_file.as_deref().map(StateFile::new);
+        let (saved, state_problem) = match state.as_ref().map(StateFile::load) {
+            None => (None, None),
+            Some(Ok(saved)) => (saved, None),
+            Some(Err(why)) => {
+                error!("{why}; starting without it");
+                (None, Some(why))
+            }
+        };
+        let mut start = Self {
+            watched: None,
+            state,
+            file: None,
+            saved,
+            state_problem,
+            unreadable: None,
+            settings,
+        };
+        if let Some(path) = start.settings.mode_file.clone() {
+            start.open(&path)?;
+        }
+        Ok(start)
+    }
+
+    fn open(&mut self, path: &Path) -> Result<(), StartError> {
+        let limits = Limits {
+            max_bytes: mode_file::MAX_BYTES,
+            if_empty: mode_file::IF_EMPTY,
+        };
+        match Watched::open(path, limits) {
+            Ok(watched) => {
+                let mode = mode_file::parse(watched.text()).map_err(|why| StartError::File {
+                    path: path.display().to_string(),
+                    why,
+                })?;
+                self.file = Some(mode);
+                self.watched = Some(watched);
+            }
+            Err(why) => {
+                warn!("--tunnel-mode-file: {why}; going on without it until it can be read");
+                self.unreadable = Some(why);
+                self.watched = Some(Watched::unread(path, limits));
+            }
+        }
+        Ok(())
+    }
+
+    /// The machine to start with, and who set its mode.
+    ///
+    /// # Errors
+    /// When flag or file say a mode that is not possible here.
+    pub fn machine(&mut self, view: &View, clocks: Clocks) -> Result<(Switch, SetBy), Unavailable> {
+        let possible = self
+            .saved
+            .as_ref()
+            .is_none_or(|saved| view.allows(saved.mode));
+        if !possible && let Some(saved) = self.saved.take() {
+            let why = Unavailable(saved.mode).to_string();
+            error!("--tunnel-state-file: {why}; starting without it");
+            self.state_problem = Some(why);
+        }
+        let decision = decide(self.settings.mode, self.file, self.saved.as_ref());
+        let Decision { mode, set_by, .. } = decision;
+        if !view.allows(mode) {
+            return Err(Unavailable(mode));
+        }
+        let drain = self.settings.drain;
+        let phase = match &self.saved {
+            Some(saved) if decision.from_state => saved.phase(drain, clocks),
+            _ => Phase::Settled,
+        };
+        info!(
+            mode = mode.as_str(),
+            set_by = set_by.name(),
+            in_switch = phase != Phase::Settled,
+            "tunnel mode"
+        );
+        Ok((Switch::new(mode, phase, drain), set_by))
+    }
+}
+
+/// The state counts as long as neither the file nor, without one, the flag says something else than
+/// when it was saved.
+fn decide(flag: Mode, file: Option<Mode>, saved: Option<&Saved>) -> Decision {
+    let unchanged = saved.filter(|saved| match file {
+        Some(mode) => saved.file == Some(mode),
+        None => saved.flag == flag,
+    });
+    match (unchanged, file) {
+        (Some(saved), _) => Decision {
+            mode: saved.mode,
+            set_by: saved.set_by,
+            from_state: true,
+        },
+        (None, Some(mode)) => Decision {
+            mode,
+            set_by: SetBy::File,
+            from_state: false,
+        },
+        (None, None) => Decision {
+            mode: flag,
+            set_by: SetBy::Flag,
+            from_state: false,
+        },
+    }
+}
+
+impl SetBy {
+    /// The word for people.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Flag => "flag",
+            Self::File => "file",
+            Self::Switch => "switch",
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

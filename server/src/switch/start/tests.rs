@@ -1,0 +1,114 @@
+#![allow(clippy::unwrap_used)]
+
+use std::time::Duration;
+
+use super::*;
+use crate::backend::tunnel::Health;
+use crate::switch::machine::Side;
+
+const FLAG: Mode = Mode::Konnectivity;
+
+fn saved(mode: Mode, flag: Mode, file: Option<Mode>) -> Saved {
+    Saved::new(mode, SetBy::Switch, flag, file)
+}
+
+#[test]
+fn the_last_change_wins() {
+    let (k, o, prefer) = (Mode::Konnectivity, Mode::Openvpn, Mode::PreferOpenvpn);
+    let decided = |flag, file, saved: Option<Saved>| {
+        let decision = decide(flag, file, saved.as_ref());
+        (decision.mode, decision.set_by)
+    };
+    // Without a state: the file, or else the flag.
+    assert_eq!(decided(k, None, None), (k, SetBy::Flag));
+    assert_eq!(decided(k, Some(o), None), (o, SetBy::File));
+    // A switch survives, as long as the flag is the same,
+    assert_eq!(
+        decided(k, None, Some(saved(o, k, None))),
+        (o, SetBy::Switch)
+    );
+    assert_eq!(
+        decided(prefer, None, Some(saved(o, k, None))),
+        (prefer, SetBy::Flag)
+    );
+    // or the file, whatever the flag says.
+    let state = || Some(saved(prefer, k, Some(o)));
+    assert_eq!(decided(k, Some(o), state()), (prefer, SetBy::Switch));
+    assert_eq!(decided(o, Some(o), state()), (prefer, SetBy::Switch));
+    assert_eq!(decided(k, Some(k), state()), (k, SetBy::File));
+    // A file that is new, and one that is gone.
+    assert_eq!(
+        decided(k, Some(k), Some(saved(o, k, None))),
+        (k, SetBy::File)
+    );
+    assert_eq!(decided(k, None, state()), (prefer, SetBy::Switch));
+}
+
+fn view(openvpn: bool) -> View {
+    let side = Side {
+        health: Health::Absent,
+        in_use: 0,
+    };
+    View {
+        konnectivity: side,
+        openvpn: openvpn.then_some(side),
+    }
+}
+
+fn settings(folder: &tempfile::TempDir) -> Settings {
+    Settings {
+        mode: FLAG,
+        mode_file: Some(folder.path().join("mode")),
+        state_file: Some(folder.path().join("state")),
+        drain: Duration::from_secs(60),
+    }
+}
+
+#[tokio::test]
+async fn a_state_of_another_server_is_left_behind() {
+    let folder = tempfile::tempdir().unwrap();
+    let settings = settings(&folder);
+    let state = StateFile::new(settings.state_file.as_ref().unwrap());
+    let in_openvpn = saved(Mode::Openvpn, FLAG, None);
+    state.save(&in_openvpn).await.unwrap();
+    let mut start = Start::read(settings.clone()).unwrap();
+    assert!(start.unreadable.as_ref().unwrap().contains("cannot read"));
+    let (machine, set_by) = start.machine(&view(false), Clocks::read()).unwrap();
+    assert_eq!((machine.mode(), set_by), (FLAG, SetBy::Flag));
+    assert!(
+        start
+            .state_problem
+            .unwrap()
+            .contains("needs an OpenVPN tunnel")
+    );
+
+    let mut start = Start::read(settings.clone()).unwrap();
+    let (machine, set_by) = start.machine(&view(true), Clocks::read()).unwrap();
+    assert_eq!((machine.mode(), set_by), (Mode::Openvpn, SetBy::Switch));
+
+    std::fs::write(settings.state_file.as_ref().unwrap(), "nonsense").unwrap();
+    let mut start = Start::read(settings).unwrap();
+    let (machine, _) = start.machine(&view(true), Clocks::read()).unwrap();
+    assert_eq!(machine.mode(), FLAG);
+    assert!(start.state_problem.is_some());
+}
+
+#[test]
+fn a_mode_file_that_is_wrong_stops_the_start() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("mode");
+    std::fs::write(&path, "vpn").unwrap();
+    let error = Start::read(settings(&folder)).err().unwrap().to_string();
+    assert!(
+        error.contains("--tunnel-mode-file") && error.contains("\"vpn\""),
+        "{error}"
+    );
+
+    std::fs::write(&path, "konnectivityEnabled: false").unwrap();
+    let mut start = Start::read(settings(&folder)).unwrap();
+    let error = start.machine(&view(false), Clocks::read()).unwrap_err();
+    assert_eq!(error, Unavailable(Mode::Openvpn));
+    let mut start = Start::read(settings(&folder)).unwrap();
+    let (machine, set_by) = start.machine(&view(true), Clocks::read()).unwrap();
+    assert_eq!((machine.mode(), set_by), (Mode::Openvpn, SetBy::File));
+}

@@ -1,0 +1,258 @@
+//! The file by which the mode and a switch in progress survive a restart.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Read as _, Write as _};
+use std::os::unix::fs::OpenOptionsExt as _;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use serde::{Deserialize, Serialize};
+use tokio::time::Instant;
+
+use super::machine::Phase;
+use super::{Mode, SetBy};
+use crate::backend::tunnel::Kind;
+
+/// The longest file that is read, in bytes.
+const MAX_BYTES: u64 = 64 * 1024;
+
+/// The only version there is.
+const VERSION: u32 = 1;
+
+/// What is saved.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct Saved {
+    version: u32,
+    /// The mode that was set last.
+    pub mode: Mode,
+    /// Who set it.
+    pub set_by: SetBy,
+    /// What `--tunnel-mode` said at that time.
+    pub flag: Mode,
+    /// What the mode file said at that time.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub file: Option<Mode>,
+    /// The switch in progress.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub switch: Option<SavedSwitch>,
+}
+
+/// A switch in progress. Times are of the wall clock, in ms since 1970.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(
+    tag = "phase",
+    rename_all = "kebab-case",
+    rename_all_fields = "camelCase"
+)]
+pub enum SavedSwitch {
+    /// The target had no healthy peer.
+    Waiting {
+        /// Where dials went.
+        first: Kind,
+        /// How long connections may live on afterwards.
+        drain_ms: u64,
+        /// When the switch was asked for.
+        since_ms: u64,
+    },
+    /// Connections of the other tunnel lived on.
+    Draining {
+        /// Until when.
+        deadline_ms: u64,
+        /// When the switch was asked for.
+        since_ms: u64,
+    },
+}
+
+/// The file.
+#[derive(Clone, Debug)]
+pub struct StateFile {
+    path: PathBuf,
+}
+
+/// The two clocks at one moment: one goes on by restarts, the other is never set.
+#[derive(Clone, Copy, Debug)]
+pub struct Clocks {
+    /// Of this process.
+    pub now: Instant,
+    /// Of the world.
+    pub wall: SystemTime,
+}
+
+// === impl Saved ===
+
+impl Saved {
+    /// What is to be saved.
+    pub fn new(mode: Mode, set_by: SetBy, flag: Mode, file: Option<Mode>) -> Self {
+        Self {
+            version: VERSION,
+            mode,
+            set_by,
+            flag,
+            file,
+            switch: None,
+        }
+    }
+
+    /// The same in the middle of a switch.
+    #[must_use]
+    pub fn with_phase(mut self, phase: Phase, clocks: Clocks) -> Self {
+        self.switch = match phase {
+            Phase::Settled => None,
+            Phase::Waiting {
+                first,
+                drain,
+                since,
+            } => Some(SavedSwitch::Waiting {
+                first,
+                drain_ms: millis(drain),
+                since_ms: clocks.to_wall(since),
+            }),
+            Phase::Draining {
+                deadline, since, ..
+            } => Some(SavedSwitch::Draining {
+                deadline_ms: clocks.to_wall(deadline),
+                since_ms: clocks.to_wall(since),
+            }),
+        };
+        self
+    }
+
+    /// The phase that was saved. No time is longer than it was meant to be, wherever the clock was
+    /// set to in between.
+    pub fn phase(&self, longest_drain: Duration, clocks: Clocks) -> Phase {
+        match self.switch {
+            None => Phase::Settled,
+            Some(SavedSwitch::Waiting {
+                first,
+                drain_ms,
+                since_ms,
+            }) => Phase::Waiting {
+                first,
+                drain: Duration::from_millis(drain_ms),
+                since: clocks.since(since_ms),
+            },
+            Some(SavedSwitch::Draining {
+                deadline_ms,
+                since_ms,
+            }) => {
+                let meant = Duration::from_millis(deadline_ms.saturating_sub(since_ms));
+                let left = clocks.until(deadline_ms).min(meant.max(longest_drain));
+                Phase::Draining {
+                    deadline: clocks.now + left,
+                    since: clocks.since(since_ms),
+                    closing: false,
+                    overdue: false,
+                }
+            }
+        }
+    }
+}
+
+// === impl Clocks ===
+
+impl Clocks {
+    /// The clocks now.
+    pub fn read() -> Self {
+        Self {
+            now: Instant::now(),
+            wall: SystemTime::now(),
+        }
+    }
+
+    fn wall_ms(self) -> u64 {
+        millis(self.wall.duration_since(UNIX_EPOCH).unwrap_or_default())
+    }
+
+    fn to_wall(self, time: Instant) -> u64 {
+        let later = millis(time.saturating_duration_since(self.now));
+        let earlier = millis(self.now.saturating_duration_since(time));
+        (self.wall_ms() + later).saturating_sub(earlier)
+    }
+
+    fn until(self, wall_ms: u64) -> Duration {
+        Duration::from_millis(wall_ms.saturating_sub(self.wall_ms()))
+    }
+
+    /// A process can not look back to before the machine started.
+    fn since(self, wall_ms: u64) -> Instant {
+        let ago = Duration::from_millis(self.wall_ms().saturating_sub(wall_ms));
+        self.now.checked_sub(ago).unwrap_or(self.now)
+    }
+}
+
+fn millis(duration: Duration) -> u64 {
+    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
+}
+
+// === impl StateFile ===
+
+impl StateFile {
+    /// The file at a path, which need not be there yet.
+    pub fn new(path: &Path) -> Self {
+        Self {
+            path: path.to_owned(),
+        }
+    }
+
+    /// Reads the file; `None` if there is none.
+    ///
+    /// # Errors
+    /// When it can not be read, or is none of ours; the text names it.
+    pub fn load(&self) -> Result<Option<Saved>, String> {
+        let fail = |why: String| format!("--tunnel-state-file {}: {why}", self.path.display());
+        let file = match File::open(&self.path) {
+            Ok(file) => file,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(fail(error.to_string())),
+        };
+        let mut text = String::new();
+        let mut file = file.take(MAX_BYTES + 1);
+        file.read_to_string(&mut text)
+            .map_err(|error| fail(error.to_string()))?;
+        if text.len() as u64 > MAX_BYTES {
+            return Err(fail(format!("longer than {MAX_BYTES} bytes")));
+        }
+        let saved: Saved = serde_json::from_str(&text).map_err(|error| fail(error.to_string()))?;
+        if saved.version != VERSION {
+            let version = saved.version;
+            return Err(fail(format!("version {version}, and {VERSION} is known")));
+        }
+        Ok(Some(saved))
+    }
+
+    /// Replaces the file, so that there is the old or the new one after whatever happens.
+    ///
+    /// # Errors
+    /// When it can not be written; the text names it.
+    pub async fn save(&self, saved: &Saved) -> Result<(), String> {
+        let path = self.path.clone();
+        let text = serde_json::to_vec(saved).map_err(|error| error.to_string())?;
+        // A disk may take its time.
+        let written = tokio::task::spawn_blocking(move || replace(&path, &text)).await;
+        let written = written.map_err(io::Error::other).flatten();
+        written.map_err(|error| {
+            let path = self.path.display();
+            format!("cannot save --tunnel-state-file {path}: {error}")
+        })
+    }
+}
+
+fn replace(path: &Path, text: &[u8]) -> io::Result<()> {
+    let mut name = path.file_name().unwrap_or_default().to_owned();
+    name.push(".new");
+    let new = path.with_file_name(name);
+    let mut options = OpenOptions::new();
+    options.write(true).create(true).truncate(true).mode(0o600);
+    let mut file = options.open(&new)?;
+    file.write_all(text)?;
+    file.sync_all()?;
+    fs::rename(&new, path)?;
+    let folder = path
+        .parent()
+        .filter(|folder| !folder.as_os_str().is_empty());
+    File::open(folder.unwrap_or(Path::new(".")))?.sync_all()
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,379 @@
+//! The tunnel mode of a running server: `culvert status`, `culvert switch`, the mode file, restarts.
+
+use std::os::unix::fs::{PermissionsExt as _, symlink};
+use std::os::unix::process::CommandExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use culvert::lab::pki::Pki;
+use culvert::lab::services::Services;
+use culvert_server::backend::tunnel::{Health, Kind};
+use culvert_server::switch::status::{Progress, Status};
+use culvert_server::switch::{Mode as TunnelMode, SetBy};
+use culvert_tests::envoy::skip;
+use culvert_tests::metrics::http_get;
+use culvert_tests::process::ours;
+use culvert_tests::{Mode, Program, Topology, Transport, eventually};
+
+use crate::support::*;
+
+/// A server and an agent, with files for the server that outlive it.
+struct Switchable {
+    topology: Topology,
+    folder: tempfile::TempDir,
+}
+
+impl Switchable {
+    async fn start(more: &[&str]) -> Self {
+        Self::start_in(tempfile::tempdir().unwrap(), more).await
+    }
+
+    /// `@name` in a flag stands for a file of the folder.
+    async fn start_in(folder: tempfile::TempDir, more: &[&str]) -> Self {
+        let root = format!("{}/", folder.path().display());
+        let usual = ["--admin-uds=@admin.socket", "--tunnel-state-file=@state"];
+        let args = usual.iter().chain(more).map(|arg| arg.replace('@', &root));
+        let args: Vec<String> = args.collect();
+        let args: Vec<&str> = args.iter().map(String::as_str).collect();
+        let builder = Topology::builder(Mode::HttpConnect, Transport::Uds).servers(1);
+        let topology = builder.server_args(&args).agents(1).start().await;
+        Self { topology, folder }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    async fn culvert(&self, args: &[&str]) -> (bool, String) {
+        let socket = format!("--admin-uds={}", self.path("admin.socket").display());
+        culvert(&[args, &[&socket]].concat()).await
+    }
+
+    async fn status(&self) -> Status {
+        let (done, text) = self.culvert(&["status", "--json"]).await;
+        assert!(done, "{text}");
+        serde_json::from_str(&text).unwrap()
+    }
+
+    async fn shows(&self, mode: TunnelMode, set_by: SetBy, problem: &str) {
+        eventually(&format!("{mode} by {set_by:?}"), LIMIT, async || {
+            let status = self.status().await;
+            let problems = status.problems.join("\n");
+            let as_expected =
+                problems.contains(problem) && problem.is_empty() == problems.is_empty();
+            let seen = (status.mode, status.set_by);
+            (seen == (mode, set_by) && as_expected)
+                .then_some(())
+                .ok_or_else(|| format!("{status:?}"))
+        })
+        .await;
+    }
+}
+
+async fn culvert(args: &[&str]) -> (bool, String) {
+    let mut program = Program::spawn("culvert", args, &[]);
+    let status = program.wait_exit(LIMIT).await;
+    (status.success(), program.log())
+}
+
+#[tokio::test]
+async fn a_server_switches_and_shows_it() {
+    let services = Services::start().await.unwrap();
+    let mut server = Switchable::start(&[]).await;
+    let mut innocent = Innocent::open(&server.topology, services.raw).await;
+
+    let status = server.status().await;
+    assert_eq!(
+        (status.mode, status.set_by),
+        (TunnelMode::Konnectivity, SetBy::Flag)
+    );
+    assert_eq!(status.new_dials, [Kind::Konnectivity]);
+    let [tunnel] = status.tunnels.as_slice() else {
+        panic!("{status:?}");
+    };
+    assert_eq!((tunnel.health, tunnel.connections), (Health::Healthy, 1));
+    assert_eq!(tunnel.peers[0].name, "agent-0");
+    assert_eq!(tunnel.peers[0].connections, 1);
+    let (done, text) = server.culvert(&["status"]).await;
+    assert!(
+        done && text.contains("mode        konnectivity (set by flag)"),
+        "{text}"
+    );
+    assert!(
+        text.contains("agent-0") && text.contains("agent, native"),
+        "{text}"
+    );
+
+    let to = ["switch", "--to", "prefer-konnectivity", "--wait"];
+    let (done, text) = server.culvert(&to).await;
+    assert!(
+        done && text.contains("prefer-konnectivity: in force"),
+        "{text}"
+    );
+    server
+        .shows(TunnelMode::PreferKonnectivity, SetBy::Switch, "")
+        .await;
+    innocent.still_echoes("after the switch").await;
+    Innocent::open(&server.topology, services.raw).await;
+    let page = server.topology.server_metrics(0).await;
+    let mode = [("mode", "prefer-konnectivity")];
+    assert_eq!(value(&page, "culvert_tunnel_mode", &mode), 1.0);
+    let opened = [("tunnel", "konnectivity"), ("outcome", "opened")];
+    assert_eq!(value(&page, "culvert_tunnel_dials_total", &opened), 2.0);
+    let count = "culvert_tunnel_switch_duration_seconds_count";
+    assert_eq!(page.value(count, &[]), Some(1.0));
+
+    // There is no OpenVPN tunnel.
+    for mode in ["openvpn", "prefer-openvpn"] {
+        let (done, text) = server.culvert(&["switch", "--to", mode, "--wait"]).await;
+        assert!(!done && text.contains("needs an OpenVPN tunnel"), "{text}");
+    }
+    for wrong in [
+        ["--to=vpn", "--drain=1m"],
+        ["--to=konnectivity", "--drain=-1m"],
+    ] {
+        let (done, text) = server.culvert(&["switch", wrong[0], wrong[1]]).await;
+        assert!(!done && text.contains("error: invalid value"), "{text}");
+    }
+    server
+        .shows(TunnelMode::PreferKonnectivity, SetBy::Switch, "")
+        .await;
+
+    let to = [
+        "switch",
+        "--to=konnectivity",
+        "--drain=1s",
+        "--wait",
+        "--timeout=30s",
+    ];
+    let (done, text) = server.culvert(&to).await;
+    assert!(done, "{text}");
+    let status = server.status().await;
+    assert_eq!(
+        (status.mode, status.switch),
+        (TunnelMode::Konnectivity, Progress::Settled)
+    );
+    innocent.still_echoes("after all switches").await;
+    let program = server.topology.server(0);
+    program.wait_for_log("the switch is complete", LIMIT).await;
+    assert_unharmed(&mut server.topology);
+}
+
+#[tokio::test]
+async fn what_was_switched_survives_restarts() {
+    let mut server = Switchable::start(&[]).await;
+    let (done, text) = server
+        .culvert(&["switch", "--to=prefer-konnectivity"])
+        .await;
+    assert!(done, "{text}");
+    // Without a word: the switch was saved before it was confirmed. The admin socket is left behind.
+    server.topology.kill_server(0);
+    assert!(server.path("admin.socket").exists());
+    server.topology.start_server(0).await;
+    server
+        .shows(TunnelMode::PreferKonnectivity, SetBy::Switch, "")
+        .await;
+    server.topology.restart_server(0).await;
+    server
+        .shows(TunnelMode::PreferKonnectivity, SetBy::Switch, "")
+        .await;
+
+    // A state that is of no use is told, and counts for none.
+    server.topology.kill_server(0);
+    std::fs::write(server.path("state"), "{\"version\":1,").unwrap();
+    server.topology.start_server(0).await;
+    let program = server.topology.server(0);
+    program.wait_for_log("--tunnel-state-file", LIMIT).await;
+    server
+        .shows(TunnelMode::Konnectivity, SetBy::Flag, "")
+        .await;
+
+    // As is one of a time when there was another tunnel.
+    server.topology.kill_server(0);
+    let openvpn = r#"{"version":1,"mode":"openvpn","setBy":"switch","flag":"konnectivity"}"#;
+    std::fs::write(server.path("state"), openvpn).unwrap();
+    server.topology.start_server(0).await;
+    let program = server.topology.server(0);
+    program.wait_for_log("needs an OpenVPN tunnel", LIMIT).await;
+    server
+        .shows(TunnelMode::Konnectivity, SetBy::Flag, "")
+        .await;
+    server.topology.wait_for_agents().await;
+    assert_unharmed(&mut server.topology);
+}
+
+/// What the kubelet does with a ConfigMap: a folder for each version, and a link that turns.
+fn mount(folder: &Path, version: &str, text: &str) {
+    std::fs::create_dir(folder.join(version)).unwrap();
+    std::fs::write(folder.join(version).join("mode"), text).unwrap();
+    symlink(version, folder.join("..data_tmp")).unwrap();
+    std::fs::rename(folder.join("..data_tmp"), folder.join("..data")).unwrap();
+    symlink("..data/mode", folder.join("mode")).ok();
+}
+
+#[tokio::test]
+async fn a_mounted_file_says_the_mode() {
+    let folder = tempfile::tempdir().unwrap();
+    mount(folder.path(), "..1", "tunnelMode: prefer-konnectivity\n");
+    let server = Switchable::start_in(folder, &["--tunnel-mode-file=@mode"]).await;
+    server
+        .shows(TunnelMode::PreferKonnectivity, SetBy::File, "")
+        .await;
+    mount(
+        server.folder.path(),
+        "..2",
+        "{\"konnectivityEnabled\": true}",
+    );
+    server
+        .shows(TunnelMode::Konnectivity, SetBy::File, "")
+        .await;
+
+    // Neither what is not possible here nor nonsense changes anything, and both are told.
+    mount(server.folder.path(), "..3", "konnectivityEnabled: false\n");
+    server
+        .shows(
+            TunnelMode::Konnectivity,
+            SetBy::File,
+            "needs an OpenVPN tunnel",
+        )
+        .await;
+    mount(server.folder.path(), "..4", "konnectivity, please");
+    server
+        .shows(TunnelMode::Konnectivity, SetBy::File, "is no tunnel mode")
+        .await;
+
+    // The last change wins, by whatever way it comes.
+    let (done, text) = server
+        .culvert(&["switch", "--to=prefer-konnectivity"])
+        .await;
+    assert!(done, "{text}");
+    mount(server.folder.path(), "..5", "konnectivity");
+    server
+        .shows(TunnelMode::Konnectivity, SetBy::File, "")
+        .await;
+    let (done, text) = server
+        .culvert(&["switch", "--to=prefer-konnectivity"])
+        .await;
+    assert!(done, "{text}");
+    let mut server = server;
+    server.topology.restart_server(0).await;
+    server
+        .shows(TunnelMode::PreferKonnectivity, SetBy::Switch, "")
+        .await;
+    // Changed while the server was down.
+    server.topology.kill_server(0);
+    mount(server.folder.path(), "..6", "konnectivityEnabled: true");
+    mount(server.folder.path(), "..7", "prefer-konnectivity");
+    server.topology.start_server(0).await;
+    server
+        .shows(TunnelMode::PreferKonnectivity, SetBy::File, "")
+        .await;
+    assert_unharmed(&mut server.topology);
+}
+
+#[tokio::test]
+async fn a_mode_that_is_not_possible_stops_the_start() {
+    let folder = tempfile::tempdir().unwrap();
+    let pki = Pki::create(folder.path()).unwrap();
+    let file = folder.path().join("mode");
+    std::fs::write(&file, "false").unwrap();
+    let file = format!("--tunnel-mode-file={}", file.display());
+    let usual = [
+        format!(
+            "--uds-name={}",
+            folder.path().join("front.socket").display()
+        ),
+        "--server-port=0".to_owned(),
+        format!("--cluster-cert={}", pki.cluster.cert.display()),
+        format!("--cluster-key={}", pki.cluster.key.display()),
+    ];
+    for wrong in [
+        "--tunnel-mode=openvpn",
+        "--tunnel-mode=prefer-openvpn",
+        &file,
+    ] {
+        let args = usual.iter().map(String::as_str).chain([wrong]);
+        let mut program = Program::spawn("culvert-server", args, &[]);
+        assert_eq!(program.wait_exit(LIMIT).await.code(), Some(1), "{wrong}");
+        let log = program.log();
+        assert!(log.contains("needs an OpenVPN tunnel"), "{wrong}: {log}");
+    }
+}
+
+#[tokio::test]
+async fn nobody_else_can_ask() {
+    let server = Switchable::start(&[]).await;
+    for path in ["/tunnel", "/tunnel/switch"] {
+        for listener in [
+            server.topology.server_admin(0),
+            server.topology.server_health(0),
+        ] {
+            let (status, ..) = http_get(listener, path).await.unwrap();
+            assert_eq!(status, 404, "{path}");
+        }
+    }
+    let socket = server.path("admin.socket");
+    let mode = |path: &Path| std::fs::metadata(path).unwrap().permissions().mode() & 0o777;
+    assert_eq!(mode(&socket), 0o600);
+    if !rustix::process::geteuid().is_root() {
+        return skip("another user's requests need root");
+    }
+    // A socket that was opened to others is so for nothing.
+    for (path, mode) in [(server.folder.path(), 0o755), (&socket, 0o666)] {
+        std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).unwrap();
+    }
+    let program = server.path("culvert");
+    std::fs::copy(ours("culvert"), &program).unwrap();
+    let ask = |uid: u32| -> Output {
+        let mut command = Command::new(&program);
+        command.arg("status").arg("--admin-uds").arg(&socket);
+        command.uid(uid).output().unwrap()
+    };
+    assert!(ask(0).status.success());
+    let foreign = ask(65_534);
+    assert!(!foreign.status.success(), "{foreign:?}");
+    let text = String::from_utf8_lossy(&foreign.stderr);
+    assert!(text.contains("is no admin listener"), "{text}");
+    server
+        .shows(TunnelMode::Konnectivity, SetBy::Flag, "")
+        .await;
+}
+
+#[tokio::test]
+async fn a_certificate_of_the_admins_ca_can_ask_from_afar() {
+    let folder = tempfile::tempdir().unwrap();
+    let pki = Pki::create(folder.path()).unwrap();
+    let other = tempfile::tempdir().unwrap();
+    let stranger = Pki::create_other(other.path()).unwrap();
+    let file = |path: &Path| path.display().to_string();
+    let (cert, key, ca) = (file(&pki.server.cert), file(&pki.server.key), file(&pki.ca));
+    let flags = [
+        format!("--admin-cert={cert}"),
+        format!("--admin-key={key}"),
+        format!("--admin-ca-cert={ca}"),
+    ];
+    let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
+    let server = Switchable::start_in(folder, &flags).await;
+    let address = server.topology.server_admin(0);
+    let ask = async |what: &[&str], cert: &Path, key: &Path| {
+        let admin = format!("--admin={address}");
+        let (cert, key) = (file(cert), file(key));
+        let who = [&admin, "--ca-cert", &ca, "--cert", &cert, "--key", &key];
+        culvert(&[what, &who].concat()).await
+    };
+    let to = ["switch", "--to=prefer-konnectivity", "--wait"];
+    let (done, text) = ask(&to, &stranger.client.cert, &stranger.client.key).await;
+    assert!(!done, "{text}");
+    server
+        .shows(TunnelMode::Konnectivity, SetBy::Flag, "")
+        .await;
+    let (done, text) = ask(&to, &pki.client.cert, &pki.client.key).await;
+    assert!(done, "{text}");
+    let (done, text) = ask(&["status"], &pki.client.cert, &pki.client.key).await;
+    assert!(
+        done && text.contains("prefer-konnectivity (set by switch)"),
+        "{text}"
+    );
+    // In plain text there is nothing any more, metrics included.
+    assert!(http_get(address, "/metrics").await.is_err());
+}
