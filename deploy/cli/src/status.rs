@@ -52,13 +52,13 @@ pub fn render(status: &Status) -> String {
     }
     let _ = writeln!(
         text,
-        "\n{:<24}{:<10}{:>12}{:>8}  KIND",
+        "\n{:<24} {:<10}{:>12}{:>8}  KIND",
         "TUNNEL, PEER", "HEALTH", "CONNECTIONS", "DIALS"
     );
     for tunnel in &status.tunnels {
         let _ = writeln!(
             text,
-            "{:<24}{:<10}{:>12}{:>8}",
+            "{:<24} {:<10}{:>12}{:>8}",
             tunnel.tunnel.as_str(),
             tunnel.health.as_str(),
             tunnel.connections,
@@ -67,7 +67,7 @@ pub fn render(status: &Status) -> String {
         for peer in &tunnel.peers {
             let _ = writeln!(
                 text,
-                "  {:<22}{:<10}{:>12}{:>8}  {}",
+                "  {:<22} {:<10}{:>12}{:>8}  {}",
                 // A peer says itself what it is called.
                 peer.name.escape_default().to_string(),
                 peer.health.as_str(),
@@ -162,10 +162,10 @@ switch      draining konnectivity: 12 left, closed in 3m51s
 last switch took 0.2s
 problem     cannot save
 
-TUNNEL, PEER            HEALTH     CONNECTIONS   DIALS  KIND
-konnectivity            healthy             11       1
-  agent\\n1              doubtful            11          agent, native
-openvpn                 healthy              3       1
+TUNNEL, PEER             HEALTH     CONNECTIONS   DIALS  KIND
+konnectivity             healthy             11       1
+  agent\\n1               doubtful            11          agent, native
+openvpn                  healthy              3       1
 ";
         assert_eq!(render(&status), expected);
     }
