@@ -1,0 +1,75 @@
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
+
+use super::*;
+use proptest::prelude::*;
+
+const ALL: [Framing; 4] = [Framing::None, Framing::Lzo, Framing::Stub, Framing::StubV2];
+
+fn strip(framing: Framing, payload: &[u8]) -> Result<Vec<u8>, CompressError> {
+    framing
+        .strip(&mut payload.to_vec())
+        .map(|payload| payload.to_vec())
+}
+
+#[test]
+fn as_stock_does() {
+    assert_eq!(Framing::None.frame(b"abc").concat(), b"abc");
+    assert_eq!(Framing::Lzo.frame(b"abc").concat(), b"\xfaabc");
+    assert_eq!(Framing::Stub.frame(b"abc").concat(), b"\xfbbca");
+    assert_eq!(Framing::StubV2.frame(b"abc").concat(), b"abc");
+    assert_eq!(Framing::StubV2.frame(b"\x50bc").concat(), b"\x50\0\x50bc");
+}
+
+#[test]
+fn compressed_input_is_an_error() {
+    for framing in [Framing::Lzo, Framing::Stub] {
+        assert_eq!(strip(framing, b"\x66abc"), Err(CompressError::Lzo));
+        assert_eq!(strip(framing, b"\x69abc"), Err(CompressError::Lz4));
+        assert_eq!(
+            strip(framing, b"\x45abc"),
+            Err(CompressError::Unknown(0x45))
+        );
+        assert_eq!(strip(framing, b""), Err(CompressError::Empty));
+        assert_eq!(strip(framing, b"\xfb"), Err(CompressError::Empty));
+        assert_eq!(strip(framing, b"\xfa"), Ok(vec![]));
+    }
+    assert_eq!(
+        strip(Framing::StubV2, b"\x50\x01abc"),
+        Err(CompressError::Lz4)
+    );
+    assert_eq!(
+        strip(Framing::StubV2, b"\x50\x02abc"),
+        Err(CompressError::Unknown(0x50))
+    );
+    assert_eq!(strip(Framing::StubV2, b"\x50"), Err(CompressError::Empty));
+    assert_eq!(strip(Framing::None, b"\x66abc"), Ok(b"\x66abc".to_vec()));
+}
+
+#[test]
+fn options() {
+    assert_eq!(Framing::of_compress(None), Some(Framing::Stub));
+    assert_eq!(Framing::of_compress(Some("lz4")), Some(Framing::Stub));
+    assert_eq!(Framing::of_compress(Some("lzo")), Some(Framing::Lzo));
+    assert_eq!(Framing::of_compress(Some("stub-v2")), Some(Framing::StubV2));
+    assert_eq!(Framing::of_compress(Some("snappy")), None);
+}
+
+proptest! {
+    #[test]
+    fn payloads_come_back(payload in prop::collection::vec(any::<u8>(), 1..50)) {
+        for framing in ALL {
+            let framed = framing.frame(&payload).concat();
+            prop_assert!(framed.len() <= payload.len() + Framing::MAX_OVERHEAD);
+            prop_assert_eq!(strip(framing, &framed), Ok(payload.clone()));
+        }
+    }
+
+    #[test]
+    fn any_bytes(payload: Vec<u8>) {
+        for framing in ALL {
+            if let Ok(stripped) = strip(framing, &payload) {
+                prop_assert!(stripped.len() <= payload.len());
+            }
+        }
+    }
+}

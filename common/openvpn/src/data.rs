@@ -1,0 +1,319 @@
+//! Tunnel data packets: one key, one direction.
+//!
+//! ```text
+//! AEAD  V1  [0x30 | key id]              [packet id 4][tag 16][ciphertext]   authenticates the packet id
+//!       V2  [0x48 | key id][peer id 3]   [packet id 4][tag 16][ciphertext]   authenticates all before the tag
+//! CBC   V1, V2: the same headers, then   [HMAC][IV 16][AES-CBC(packet id 4, payload)]
+//!                                        authenticates what follows the HMAC
+//! ```
+//!
+//! The nonce of an AEAD is the packet id and 8 bytes that come with the key. Packets are sealed where
+//! they were written and opened where they were received; with an AEAD neither allocates.
+
+mod cbc;
+#[cfg(test)]
+mod tests;
+
+use crate::Role;
+use crate::cipher::{Cipher, Digest};
+use crate::keys::{HalfBlock, KeyBlock};
+use crate::packet::{DataHeader, KeyId};
+use crate::replay::{ReplayError, ReplayWindow};
+use aws_lc_rs::aead::{self, Aad, LessSafeKey, Nonce, UnboundKey};
+use bytes::{BufMut, BytesMut};
+use cbc::{CbcOpener, CbcSealer};
+use std::time::Instant;
+
+/// The length of a packet id.
+const ID_LEN: usize = 4;
+const TAG_LEN: usize = 16;
+const IMPLICIT_IV_LEN: usize = 8;
+
+/// From this packet id on stock asks for a new key.
+const WORN_ID: u64 = 0xff00_0000;
+
+/// AES-GCM with one key keeps its promises for 2^36 - 1 blocks and packets together; stock 2.7 asks for
+/// a new key at 7/8 of that.
+const WORN_GCM: u64 = ((1 << 36) - 1) / 8 * 7;
+
+/// The most bytes that sealing adds to a payload, over all ciphers and digests.
+pub const MAX_OVERHEAD: usize = 4 + 64 + 16 + ID_LEN + 16;
+
+/// Why a payload is not sealed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum SealError {
+    /// The key has used up all packet ids. Nothing may be sent with it any more.
+    #[error("packet ids of this key are used up")]
+    Exhausted,
+    /// The cryptographic library refused.
+    #[error("encryption failed")]
+    Crypto,
+}
+
+/// Why a packet is not opened.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum OpenError {
+    /// Not tunnel data.
+    #[error("not a data packet")]
+    NotData,
+    /// It ends before its own fields do.
+    #[error("data packet is cut short")]
+    Truncated,
+    /// Not made with this key, or changed on its way.
+    #[error("data packet failed authentication")]
+    Authentication,
+    /// Its packet id must not be taken.
+    #[error(transparent)]
+    Replay(#[from] ReplayError),
+}
+
+/// Why there is no sealer or opener: the cryptographic library does not take the key.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("{0} is refused by the cryptographic library")]
+pub struct KeyError(pub Cipher);
+
+/// Encrypts what one side sends with one key.
+pub struct Sealer {
+    engine: SealEngine,
+    header: DataHeader,
+    next_id: u64,
+    /// Blocks and packets, which wear out a key of AES-GCM.
+    used: u64,
+    gcm: bool,
+}
+
+enum SealEngine {
+    Aead(AeadKey),
+    Cbc(Box<CbcSealer>),
+}
+
+impl Sealer {
+    /// What `sender` seals with its keys in `block`. With a `peer_id`, of which 24 bits are used, packets are
+    /// V2. `digest` is for ciphers that need one.
+    pub fn new(
+        cipher: Cipher,
+        digest: Digest,
+        block: &KeyBlock,
+        sender: Role,
+        key_id: KeyId,
+        peer_id: Option<u32>,
+    ) -> Result<Self, KeyError> {
+        let keys = block.data(sender);
+        let engine = if cipher.is_aead() {
+            SealEngine::Aead(AeadKey::new(cipher, keys)?)
+        } else {
+            SealEngine::Cbc(Box::new(CbcSealer::new(cipher, digest, keys)?))
+        };
+        Ok(Self {
+            engine,
+            header: DataHeader { key_id, peer_id },
+            next_id: 1,
+            used: 0,
+            gcm: matches!(
+                cipher,
+                Cipher::Aes256Gcm | Cipher::Aes192Gcm | Cipher::Aes128Gcm
+            ),
+        })
+    }
+
+    /// Appends a packet with `payload`. If that fails, `out` is as before.
+    pub fn seal(&mut self, payload: &[u8], out: &mut BytesMut) -> Result<(), SealError> {
+        self.seal_with(out, |out| out.put_slice(payload))
+    }
+
+    /// Appends a packet with what `write` appends, which is encrypted where it was written.
+    pub fn seal_with(
+        &mut self,
+        out: &mut BytesMut,
+        write: impl FnOnce(&mut BytesMut),
+    ) -> Result<(), SealError> {
+        let id = u32::try_from(self.next_id).map_err(|_| SealError::Exhausted)?;
+        let start = out.len();
+        self.header.write(out);
+        let body = out.len();
+        let sealed = match &self.engine {
+            SealEngine::Aead(key) => {
+                out.put_u32(id);
+                out.put_bytes(0, TAG_LEN);
+                write(out);
+                key.seal(out.get_mut(start..).unwrap_or_default(), body - start)
+            }
+            SealEngine::Cbc(key) => {
+                key.reserve_head(out);
+                out.put_u32(id);
+                write(out);
+                key.seal(out, body)
+            }
+        };
+        if sealed.is_err() {
+            out.truncate(start);
+            return sealed;
+        }
+        self.next_id += 1;
+        self.used += 1 + (out.len() - start).div_ceil(16) as u64;
+        Ok(())
+    }
+
+    /// Whether the key should be replaced soon. It goes on working until the packet ids are used up.
+    pub fn is_worn(&self) -> bool {
+        self.next_id >= WORN_ID || self.gcm && self.used >= WORN_GCM
+    }
+}
+
+/// Decrypts what one side receives with one key, and takes each packet once.
+pub struct Opener {
+    engine: OpenEngine,
+    replay: ReplayWindow,
+}
+
+enum OpenEngine {
+    Aead(AeadKey),
+    Cbc(Box<CbcOpener>),
+}
+
+impl Opener {
+    /// Opens what `sender` sealed with its keys in `block`. `digest` is for ciphers that need one.
+    pub fn new(
+        cipher: Cipher,
+        digest: Digest,
+        block: &KeyBlock,
+        sender: Role,
+    ) -> Result<Self, KeyError> {
+        let keys = block.data(sender);
+        let engine = if cipher.is_aead() {
+            OpenEngine::Aead(AeadKey::new(cipher, keys)?)
+        } else {
+            OpenEngine::Cbc(Box::new(CbcOpener::new(cipher, digest, keys)?))
+        };
+        Ok(Self {
+            engine,
+            replay: ReplayWindow::new(),
+        })
+    }
+
+    /// Opens `packet`, V1 or V2, where it is, and returns its payload. The key id and the peer id are the
+    /// caller's concern. What fails may have been overwritten.
+    pub fn open<'a>(
+        &mut self,
+        packet: &'a mut [u8],
+        now: Instant,
+    ) -> Result<&'a mut [u8], OpenError> {
+        let header_len = DataHeader::parse(packet)
+            .ok_or(OpenError::NotData)?
+            .wire_len();
+        let (id, payload) = match &self.engine {
+            OpenEngine::Aead(key) => {
+                let id = packet
+                    .get(header_len..)
+                    .and_then(<[u8]>::first_chunk)
+                    .ok_or(OpenError::Truncated)?;
+                let id = u32::from_be_bytes(*id);
+                self.replay.check(id)?;
+                (id, key.open(packet, header_len)?)
+            }
+            OpenEngine::Cbc(key) => {
+                let body = packet.get_mut(header_len..).ok_or(OpenError::Truncated)?;
+                let (id, payload) = key
+                    .open(body)?
+                    .split_first_chunk_mut::<ID_LEN>()
+                    .ok_or(OpenError::Truncated)?;
+                let id = u32::from_be_bytes(*id);
+                self.replay.check(id)?;
+                (id, payload)
+            }
+        };
+        self.replay.record(id, now);
+        Ok(payload)
+    }
+}
+
+/// The key of one direction for a cipher that authenticates.
+struct AeadKey {
+    key: LessSafeKey,
+    implicit_iv: [u8; IMPLICIT_IV_LEN],
+}
+
+impl AeadKey {
+    fn new(cipher: Cipher, keys: HalfBlock<'_>) -> Result<Self, KeyError> {
+        let algorithm = match cipher {
+            Cipher::Aes256Gcm => &aead::AES_256_GCM,
+            Cipher::Aes192Gcm => &aead::AES_192_GCM,
+            Cipher::Aes128Gcm => &aead::AES_128_GCM,
+            Cipher::ChaCha20Poly1305 => &aead::CHACHA20_POLY1305,
+            Cipher::Aes256Cbc | Cipher::Aes192Cbc | Cipher::Aes128Cbc => {
+                return Err(KeyError(cipher));
+            }
+        };
+        let key = keys
+            .cipher
+            .get(..cipher.key_len())
+            .ok_or(KeyError(cipher))?;
+        let key = LessSafeKey::new(UnboundKey::new(algorithm, key).map_err(|_| KeyError(cipher))?);
+        Ok(Self {
+            key,
+            implicit_iv: *keys.mac.first_chunk().ok_or(KeyError(cipher))?,
+        })
+    }
+
+    /// Encrypts a packet whose header and packet id are written, with room for the tag.
+    fn seal(&self, packet: &mut [u8], header_len: usize) -> Result<(), SealError> {
+        let parts = Parts::split(packet, header_len).ok_or(SealError::Crypto)?;
+        let nonce = self.nonce(parts.id);
+        let tag = self
+            .key
+            .seal_in_place_separate_tag(nonce, Aad::from(parts.authenticated), parts.body)
+            .map_err(|_| SealError::Crypto)?;
+        parts.tag.copy_from_slice(tag.as_ref());
+        Ok(())
+    }
+
+    fn open<'a>(&self, packet: &'a mut [u8], header_len: usize) -> Result<&'a mut [u8], OpenError> {
+        let parts = Parts::split(packet, header_len).ok_or(OpenError::Truncated)?;
+        let nonce = self.nonce(parts.id);
+        self.key
+            .open_in_place_separate_tag(
+                nonce,
+                Aad::from(parts.authenticated),
+                parts.tag,
+                parts.body,
+            )
+            .map_err(|_| OpenError::Authentication)
+    }
+
+    fn nonce(&self, id: [u8; ID_LEN]) -> Nonce {
+        let mut nonce = [0; aead::NONCE_LEN];
+        let (first, second) = nonce.split_at_mut(ID_LEN);
+        first.copy_from_slice(&id);
+        second.copy_from_slice(&self.implicit_iv);
+        Nonce::assume_unique_for_key(nonce)
+    }
+}
+
+/// A packet of an AEAD, cut into its fields.
+struct Parts<'a> {
+    id: [u8; ID_LEN],
+    /// V1 leaves its header out.
+    authenticated: &'a [u8],
+    tag: &'a mut [u8],
+    body: &'a mut [u8],
+}
+
+impl<'a> Parts<'a> {
+    fn split(packet: &'a mut [u8], header_len: usize) -> Option<Self> {
+        let (head, rest) = packet.split_at_mut_checked(header_len + ID_LEN)?;
+        let head: &'a [u8] = head;
+        let (tag, body) = rest.split_at_mut_checked(TAG_LEN)?;
+        let (_, id) = head.split_last_chunk()?;
+        let authenticated = if header_len == DataHeader::V1_LEN {
+            id.as_slice()
+        } else {
+            head
+        };
+        Some(Self {
+            id: *id,
+            authenticated,
+            tag,
+            body,
+        })
+    }
+}

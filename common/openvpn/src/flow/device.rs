@@ -1,0 +1,274 @@
+//! The two ends of smoltcp's network device: one packet in, one packet out.
+//!
+//! Owns the buffer in which packets are made, and one packet that a full link has not taken.
+
+use std::net::Ipv4Addr;
+
+use smoltcp::phy::{Checksum, Device, DeviceCapabilities, Medium, RxToken, TxToken};
+use smoltcp::time::Instant;
+
+use crate::echo::Replies;
+use crate::ip::{self, HEADER, Sum, protocol, pseudo};
+
+/// Checksums are made and checked outside of smoltcp: once, and faster.
+fn capabilities(mtu: usize) -> DeviceCapabilities {
+    let mut capabilities = DeviceCapabilities::default();
+    capabilities.medium = Medium::Ip;
+    capabilities.max_transmission_unit = mtu;
+    capabilities.checksum.ipv4 = Checksum::None;
+    capabilities.checksum.tcp = Checksum::None;
+    capabilities.checksum.icmpv4 = Checksum::None;
+    capabilities
+}
+
+/// Fills in both checksums of a TCP packet without IP options.
+fn fill_checksums(packet: &mut [u8]) {
+    let Some((header, tcp)) = packet.split_first_chunk_mut::<HEADER>() else {
+        return;
+    };
+    [header[10], header[11]] = [0, 0];
+    [header[10], header[11]] = Sum::of(header).checksum().to_be_bytes();
+    let source = Ipv4Addr::new(header[12], header[13], header[14], header[15]);
+    let destination = Ipv4Addr::new(header[16], header[17], header[18], header[19]);
+    let length = tcp.len();
+    let Some(head) = tcp.first_chunk_mut::<HEADER>() else {
+        return;
+    };
+    [head[16], head[17]] = [0, 0];
+    let sum = pseudo(source, destination, protocol::TCP, length) + Sum::of(tcp);
+    if let Some(head) = tcp.first_chunk_mut::<HEADER>() {
+        [head[16], head[17]] = sum.checksum().to_be_bytes();
+    }
+}
+
+/// Packets on their way to the link.
+#[derive(Debug)]
+pub(crate) struct Outbox {
+    buffer: Vec<u8>,
+    /// Length of the packet that the link has not taken; 0 for none.
+    held: usize,
+    /// Packets and bytes that the link took.
+    pub(crate) packets: u64,
+    pub(crate) bytes: u64,
+}
+
+impl Outbox {
+    pub(crate) fn new(mtu: usize) -> Self {
+        Self {
+            buffer: vec![0; mtu.max(576)],
+            held: 0,
+            packets: 0,
+            bytes: 0,
+        }
+    }
+
+    /// A packet waits for the link.
+    pub(crate) fn is_full(&self) -> bool {
+        self.held > 0
+    }
+
+    /// Offers the waiting packet to the link again.
+    pub(crate) fn flush(&mut self, link: &mut dyn FnMut(&[u8]) -> bool) -> bool {
+        let length = std::mem::take(&mut self.held);
+        length == 0 || self.offer(length, link)
+    }
+
+    fn offer(&mut self, length: usize, link: &mut dyn FnMut(&[u8]) -> bool) -> bool {
+        let taken = self.buffer.get(..length).is_none_or(link);
+        if taken {
+            self.packets += 1;
+            self.bytes += length as u64;
+        } else {
+            self.held = length;
+        }
+        taken
+    }
+}
+
+/// What a packet that was made says.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Emitted {
+    pub(crate) sequence: u32,
+    pub(crate) acknowledgement: u32,
+    pub(crate) flags: u8,
+    pub(crate) window: u16,
+    pub(crate) data: u32,
+    /// The shift of an own SYN.
+    pub(crate) shift: u8,
+}
+
+impl Emitted {
+    fn of(packet: &[u8]) -> Option<Self> {
+        let (_, tcp) = packet.split_first_chunk::<HEADER>()?;
+        let (head, behind) = tcp.split_first_chunk::<HEADER>()?;
+        let options_len = (usize::from(head[12] >> 4) * 4).checked_sub(HEADER)?;
+        let (options, data) = behind.split_at_checked(options_len)?;
+        Some(Self {
+            sequence: u32::from_be_bytes([head[4], head[5], head[6], head[7]]),
+            acknowledgement: u32::from_be_bytes([head[8], head[9], head[10], head[11]]),
+            flags: head[13],
+            window: u16::from_be_bytes([head[14], head[15]]),
+            data: u32::try_from(data.len()).unwrap_or(u32::MAX),
+            shift: ip::window_scale(options).unwrap_or(0),
+        })
+    }
+}
+
+/// Where what smoltcp sends goes to: the link.
+pub(crate) struct Outbound<'a> {
+    outbox: &'a mut Outbox,
+    link: &'a mut dyn FnMut(&[u8]) -> bool,
+    mtu: usize,
+    emitted: Option<Emitted>,
+}
+
+impl<'a> Outbound<'a> {
+    pub(crate) fn new(
+        outbox: &'a mut Outbox,
+        link: &'a mut dyn FnMut(&[u8]) -> bool,
+        mtu: usize,
+    ) -> Self {
+        Self {
+            outbox,
+            link,
+            mtu,
+            emitted: None,
+        }
+    }
+
+    /// The packet that was made, if there was one.
+    pub(crate) fn emitted(self) -> Option<Emitted> {
+        self.emitted
+    }
+}
+
+impl Device for Outbound<'_> {
+    type RxToken<'b>
+        = Received<'b>
+    where
+        Self: 'b;
+    type TxToken<'b>
+        = ToLink<'b>
+    where
+        Self: 'b;
+
+    fn receive(&mut self, _: Instant) -> Option<(Received<'_>, ToLink<'_>)> {
+        None
+    }
+
+    fn transmit(&mut self, _: Instant) -> Option<ToLink<'_>> {
+        if self.outbox.is_full() {
+            return None;
+        }
+        Some(ToLink {
+            outbox: self.outbox,
+            link: self.link,
+            emitted: &mut self.emitted,
+        })
+    }
+
+    fn capabilities(&self) -> DeviceCapabilities {
+        capabilities(self.mtu)
+    }
+}
+
+/// Room for one packet to the link.
+pub(crate) struct ToLink<'a> {
+    outbox: &'a mut Outbox,
+    link: &'a mut dyn FnMut(&[u8]) -> bool,
+    emitted: &'a mut Option<Emitted>,
+}
+
+impl TxToken for ToLink<'_> {
+    fn consume<R, F: FnOnce(&mut [u8]) -> R>(self, length: usize, make: F) -> R {
+        if length > self.outbox.buffer.len() {
+            self.outbox.buffer.resize(length, 0);
+        }
+        // Never empty: it was made long enough just now.
+        let packet = self.outbox.buffer.get_mut(..length).unwrap_or(&mut []);
+        let result = make(packet);
+        fill_checksums(packet);
+        *self.emitted = Emitted::of(packet);
+        self.outbox.offer(length, self.link);
+        result
+    }
+}
+
+/// Where what smoltcp receives comes from: one packet, and its answer goes to the replies.
+pub(crate) struct Inbound<'a, 'b> {
+    packet: &'a [u8],
+    replies: &'a mut Option<&'b mut Replies>,
+    mtu: usize,
+    emitted: Option<Emitted>,
+}
+
+impl<'a, 'b> Inbound<'a, 'b> {
+    pub(crate) fn new(
+        packet: &'a [u8],
+        replies: &'a mut Option<&'b mut Replies>,
+        mtu: usize,
+    ) -> Self {
+        Self {
+            packet,
+            replies,
+            mtu,
+            emitted: None,
+        }
+    }
+
+    /// The answer that was made, if there was one.
+    pub(crate) fn emitted(self) -> Option<Emitted> {
+        self.emitted
+    }
+}
+
+impl Device for Inbound<'_, '_> {
+    type RxToken<'c>
+        = Received<'c>
+    where
+        Self: 'c;
+    type TxToken<'c>
+        = ToReplies<'c>
+    where
+        Self: 'c;
+
+    fn receive(&mut self, _: Instant) -> Option<(Received<'_>, ToReplies<'_>)> {
+        let replies = self.replies.as_deref_mut()?;
+        let packet = std::mem::take(&mut self.packet);
+        (!packet.is_empty()).then_some((Received(packet), ToReplies(replies, &mut self.emitted)))
+    }
+
+    fn transmit(&mut self, _: Instant) -> Option<ToReplies<'_>> {
+        None
+    }
+
+    fn capabilities(&self) -> DeviceCapabilities {
+        capabilities(self.mtu)
+    }
+}
+
+/// The packet.
+pub(crate) struct Received<'a>(&'a [u8]);
+
+impl RxToken for Received<'_> {
+    fn consume<R, F: FnOnce(&[u8]) -> R>(self, take: F) -> R {
+        take(self.0)
+    }
+}
+
+/// Room for its answer.
+pub(crate) struct ToReplies<'a>(&'a mut Replies, &'a mut Option<Emitted>);
+
+impl TxToken for ToReplies<'_> {
+    fn consume<R, F: FnOnce(&mut [u8]) -> R>(self, length: usize, make: F) -> R {
+        let mut packet = self.0.buffer();
+        packet.resize(length, 0);
+        let result = make(&mut packet);
+        fill_checksums(&mut packet);
+        let emitted = Emitted::of(&packet);
+        if self.0.queue(packet) {
+            *self.1 = emitted;
+        }
+        result
+    }
+}

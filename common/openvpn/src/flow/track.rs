@@ -1,0 +1,184 @@
+//! What both directions of a flow look like on the wire. smoltcp knows it, too, but keeps it to
+//! itself. Owns sequence numbers and windows.
+
+use std::time::{Duration, Instant};
+
+use super::device::Emitted;
+use crate::ip::{Segment, flags};
+
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Track {
+    syn_sent: bool,
+    /// The first byte that is not acknowledged, and the first that was never sent.
+    unacknowledged: u32,
+    sent: u32,
+    acknowledged: u64,
+    remote_window: u32,
+    remote_shift: u8,
+    /// What was acknowledged to the other side, and the end of the window that it was given.
+    expected: u32,
+    allowed: u32,
+    local_shift: u8,
+    /// Something was repeated since bytes were acknowledged last.
+    repeating: bool,
+    /// The sequence number behind the other side's FIN.
+    remote_end: Option<u32>,
+    /// A segment whose round trip is measured: the sequence number behind it, and when it left.
+    sample: Option<(u32, Instant)>,
+}
+
+/// `a` comes before `b`.
+fn before(a: u32, b: u32) -> bool {
+    (a.wrapping_sub(b) as i32) < 0
+}
+
+impl Track {
+    pub(crate) fn new() -> Self {
+        Self {
+            syn_sent: false,
+            unacknowledged: 0,
+            sent: 0,
+            acknowledged: 0,
+            remote_window: 0,
+            remote_shift: 0,
+            expected: 0,
+            allowed: 0,
+            local_shift: 0,
+            repeating: false,
+            remote_end: None,
+            sample: None,
+        }
+    }
+
+    /// Notes a segment that came. Returns how many bytes it newly acknowledges.
+    pub(crate) fn input(&mut self, segment: &Segment<'_>) -> u32 {
+        if segment.has(flags::RST) {
+            return 0;
+        }
+        if segment.has(flags::FIN) {
+            self.remote_end = Some(segment.sequence().wrapping_add(segment.length()));
+        }
+        let syn = segment.has(flags::SYN);
+        if syn {
+            self.remote_shift = segment.window_scale().unwrap_or(0);
+            if segment.window_scale().is_none() {
+                self.local_shift = 0;
+            }
+        }
+        if !segment.has(flags::ACK) {
+            self.remote_window = segment.window().into();
+            return 0;
+        }
+        let acknowledgement = segment.acknowledgement();
+        if before(self.sent, acknowledgement) || before(acknowledgement, self.unacknowledged) {
+            return 0;
+        }
+        let shift = if syn { 0 } else { self.remote_shift };
+        self.remote_window = u32::from(segment.window()) << shift;
+        let newly = acknowledgement.wrapping_sub(self.unacknowledged);
+        self.unacknowledged = acknowledgement;
+        self.acknowledged += u64::from(newly);
+        self.repeating &= newly == 0;
+        newly
+    }
+
+    /// The round trip that an acknowledgement has completed, once.
+    pub(crate) fn round_trip(&mut self, now: Instant) -> Option<Duration> {
+        let (behind, left) = self.sample?;
+        if before(self.unacknowledged, behind) {
+            return None;
+        }
+        self.sample = None;
+        Some(now.saturating_duration_since(left))
+    }
+
+    /// Whether a segment lies outside of the window that the other side was given.
+    pub(crate) fn outside_window(&self, segment: &Segment<'_>) -> bool {
+        let first = segment.sequence();
+        let behind = first.wrapping_add(segment.length());
+        before(self.allowed, first)
+            || (segment.length() > 0 && !before(self.expected, behind) && !segment.has(flags::SYN))
+    }
+
+    /// Notes a segment that was made. Returns whether it repeats another one.
+    pub(crate) fn output(&mut self, emitted: &Emitted, now: Instant) -> bool {
+        if emitted.flags & flags::RST != 0 {
+            return false;
+        }
+        let syn = emitted.flags & flags::SYN != 0;
+        if syn {
+            if !self.syn_sent {
+                self.syn_sent = true;
+                self.unacknowledged = emitted.sequence;
+                self.sent = emitted.sequence;
+            }
+            self.local_shift = emitted.shift;
+        }
+        if emitted.flags & flags::ACK != 0 {
+            self.expected = emitted.acknowledgement;
+            let shift = if syn { 0 } else { self.local_shift };
+            let window = u32::from(emitted.window) << shift;
+            self.allowed = emitted.acknowledgement.wrapping_add(window);
+        }
+        let fin = emitted.flags & flags::FIN != 0;
+        let length = emitted.data + u32::from(syn || fin);
+        // Keepalives lie before what is acknowledged, window probes are a byte that does not fit.
+        let keepalive = before(emitted.sequence, self.unacknowledged);
+        let probe = emitted.data == 1 && self.remote_window == 0;
+        if length == 0 || keepalive || probe {
+            return false;
+        }
+        let behind = emitted.sequence.wrapping_add(length);
+        let repeated = before(emitted.sequence, self.sent);
+        if before(self.sent, behind) {
+            self.sent = behind;
+        }
+        if repeated {
+            self.repeating = true;
+            self.sample = None;
+        } else if self.sample.is_none() {
+            self.sample = Some((behind, now));
+        }
+        repeated
+    }
+
+    pub(crate) fn syn_sent(&self) -> bool {
+        self.syn_sent
+    }
+
+    /// The first sequence number that was never sent.
+    pub(crate) fn sent(&self) -> u32 {
+        self.sent
+    }
+
+    /// The next byte that is expected of the other side, as it was told.
+    pub(crate) fn expected(&self) -> u32 {
+        self.expected
+    }
+
+    /// The other side knows that its end has arrived.
+    pub(crate) fn end_is_acknowledged(&self) -> bool {
+        self.remote_end == Some(self.expected)
+    }
+
+    pub(crate) fn is_repeating(&self) -> bool {
+        self.repeating
+    }
+
+    pub(crate) fn in_flight(&self) -> u32 {
+        self.sent.wrapping_sub(self.unacknowledged)
+    }
+
+    /// A sequence number that is on its way: what an ICMP error has to quote to be believed.
+    pub(crate) fn is_in_flight(&self, sequence: u32) -> bool {
+        sequence.wrapping_sub(self.unacknowledged) < self.in_flight()
+    }
+
+    pub(crate) fn acknowledged(&self) -> u64 {
+        self.acknowledged
+    }
+
+    pub(crate) fn remote_window(&self) -> usize {
+        usize::try_from(self.remote_window).unwrap_or(usize::MAX)
+    }
+}

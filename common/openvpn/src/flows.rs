@@ -1,0 +1,394 @@
+//! The TCP flows of one peer, dialed into its tunnel or accepted out of it, in user space.
+//!
+//! Owns the flows, their ports and timers, and what waits to be sent. One `Flows` stands for one
+//! tunnel: its flows share the tunnel's link and its fate.
+//!
+//! ```text
+//!   owner  dial accept send recv close abort  -->  Flows  --> poll_output -> link (may be full)
+//!          poll_event  <-------------------------    ^
+//!                                                    +------- input <- packets out of the tunnel
+//! ```
+//!
+//! The owner's turn: `input` for what has come, `poll_event` until there is none, `send` and
+//! `recv` as they say, `poll_output` while the link takes packets, then wait for the link, for
+//! bytes to send, or until `poll_timeout`.
+
+mod config;
+mod events;
+mod graves;
+mod input;
+mod liveness;
+mod output;
+mod pace;
+mod slots;
+#[cfg(test)]
+mod tests;
+
+use std::net::{Ipv4Addr, SocketAddrV4};
+use std::time::Instant;
+
+use rand::RngCore;
+use smoltcp::socket::tcp::State;
+
+pub use config::{
+    Closed, Config, DialError, Event, FlowId, Gone, Input, Pace, Received, Refusal, Unreachable,
+};
+use graves::Graves;
+use liveness::Liveness;
+use pace::Pacer;
+use slots::{Slot, Slots};
+
+use crate::echo::Replies;
+use crate::flow::{Clock, Flow, Outbox, Shape};
+use crate::ip::{self, Packet, Segment, kind};
+use crate::masquerade::FLOW_PORTS;
+use crate::tuple::{Key, Keyed, Table, Tuple};
+
+/// The smallest buffer for one direction of a flow.
+const MIN_BUFFER: usize = 16 << 10;
+
+/// What has been counted since the start.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Stats {
+    /// Segments taken by flows.
+    pub received: u64,
+    /// Packets handed to the link.
+    pub sent: u64,
+    /// Packets that are no IPv4 or TCP packets: lengths, options, senseless fields.
+    pub malformed: u64,
+    /// Packets with a wrong checksum.
+    pub bad_checksum: u64,
+    /// Fragments, which are not put together.
+    pub fragments: u64,
+    /// Segments outside of the receive window: repetitions, mostly.
+    pub out_of_window: u64,
+    /// Segments of no flow that were answered with a reset.
+    pub resets_sent: u64,
+    /// Answers that were not given: too many a second, or too many waiting.
+    pub suppressed: u64,
+    /// Segments that were sent again.
+    pub retransmitted: u64,
+    /// SYNs dropped because too many wait for the owner.
+    pub syns_dropped: u64,
+    /// Flows dialed.
+    pub dialed: u64,
+    /// Flows accepted.
+    pub accepted: u64,
+    /// Flows refused by the owner.
+    pub refused: u64,
+    /// Bytes that may be in flight now, with a [`Pace`].
+    pub in_flight_cap: u64,
+    /// Bytes of the open flows' buffers, see [`Config::buffer_budget`].
+    pub buffers: u64,
+}
+
+/// All flows of one peer.
+pub struct Flows {
+    config: Config,
+    random: Box<dyn RngCore + Send>,
+    clock: Clock,
+    /// The last time that was told.
+    now: Instant,
+    slots: Slots,
+    table: Table<Key, u32>,
+    /// The last packet's flow: packets come in trains.
+    last: (Key, u32),
+    graves: Graves,
+    pending: usize,
+    port: u16,
+    buffers: usize,
+    liveness: Liveness,
+    pacer: Option<Pacer>,
+    /// What all flows have in flight, counted with a pacer only.
+    charged: usize,
+    replies: Replies,
+    outbox: Outbox,
+    /// The link took no more, so that polling is of no use until it does.
+    blocked: bool,
+    /// The pace allows no more until then.
+    paced_until: Option<Instant>,
+    stats: Stats,
+}
+
+impl Flows {
+    /// No flows yet. Ports and sequence numbers are drawn from `random`, which nobody should be
+    /// able to predict.
+    pub fn new(config: Config, mut random: Box<dyn RngCore + Send>, now: Instant) -> Self {
+        let keyed = Keyed::new(&mut random);
+        let span = FLOW_PORTS.end() - FLOW_PORTS.start();
+        let port = FLOW_PORTS.start() + (random.next_u32() % u32::from(span)) as u16;
+        let nowhere = SocketAddrV4::new(Ipv4Addr::UNSPECIFIED, 0);
+        Self {
+            clock: Clock::new(now),
+            now,
+            slots: Slots::default(),
+            table: Table::with_hasher(keyed.clone()),
+            last: (Key::new(nowhere, nowhere), u32::MAX),
+            graves: Graves::new(keyed),
+            pending: 0,
+            port,
+            buffers: 0,
+            liveness: Liveness::new(now),
+            pacer: config.pace.clone().map(|pace| Pacer::new(pace, now)),
+            charged: 0,
+            replies: Replies::new(now),
+            outbox: Outbox::new(usize::from(config.tun_mtu)),
+            blocked: false,
+            paced_until: None,
+            stats: Stats::default(),
+            config,
+            random,
+        }
+    }
+
+    /// Connects from the own address; [`Event::Connected`] or [`Event::Closed`] follows.
+    pub fn dial(&mut self, destination: SocketAddrV4, now: Instant) -> Result<FlowId, DialError> {
+        self.tick(now);
+        if destination.port() == 0
+            || !ip::unicast(*destination.ip())
+            || *destination.ip() == self.config.address
+        {
+            return Err(DialError::Undialable(destination));
+        }
+        if self.slots.len() >= self.config.max_flows {
+            return Err(DialError::TooManyFlows(self.config.max_flows));
+        }
+        let local = self
+            .free_port(destination)
+            .ok_or(DialError::PortsExhausted(destination))?;
+        let tuple = Tuple {
+            local,
+            remote: destination,
+        };
+        let shape = self.shape(tuple);
+        let heard = self.liveness.now(now);
+        let mut flow = Flow::dial(shape, self.clock, now, heard)
+            .map_err(|_| DialError::Undialable(destination))?;
+        let until = now + self.config.connect_timeout;
+        flow.connect_by = Some(until);
+        self.buffers += flow.buffers;
+        let id = self.slots.insert(Slot::Open(flow));
+        self.table.insert(tuple.into(), id.index);
+        self.slots.arm(id.index, until);
+        self.slots.make_ready(id.index);
+        self.stats.dialed += 1;
+        Ok(id)
+    }
+
+    /// Answers an [`Event::Incoming`] with a SYN-ACK. [`Event::Connected`] follows.
+    pub fn accept(&mut self, id: FlowId, now: Instant) -> Result<(), Gone> {
+        self.tick(now);
+        let entry = self.slots.get(id).ok_or(Gone)?;
+        let Slot::Pending(pending) = &mut entry.slot else {
+            return Err(Gone);
+        };
+        if pending.ending.is_some() {
+            return Err(Gone);
+        }
+        let syn = std::mem::take(&mut pending.syn);
+        let shape = {
+            let tuple = pending.tuple;
+            self.shape(tuple)
+        };
+        let heard = self.liveness.now(now);
+        let mut flow = Flow::listen(shape, self.clock, now, heard).map_err(|_| Gone)?;
+        if let Ok(packet) = Packet::parse(&syn)
+            && let Ok(segment) = Segment::parse(&packet)
+        {
+            flow.input(&segment, packet.bytes(), &mut self.replies, now);
+        }
+        let until = now + self.config.connect_timeout;
+        flow.connect_by = Some(until);
+        self.buffers += flow.buffers;
+        self.pending -= 1;
+        self.stats.accepted += 1;
+        if let Some(entry) = self.slots.get(id) {
+            entry.slot = Slot::Open(flow);
+        }
+        self.slots.arm(id.index, until);
+        self.slots.make_ready(id.index);
+        Ok(())
+    }
+
+    /// Answers an [`Event::Incoming`] with a reset or an ICMP message. No event follows.
+    pub fn refuse(&mut self, id: FlowId, refusal: Refusal) {
+        let Some(entry) = self.slots.get(id) else {
+            return;
+        };
+        let Slot::Pending(pending) = &mut entry.slot else {
+            return;
+        };
+        let syn = std::mem::take(&mut pending.syn);
+        if let Ok(packet) = Packet::parse(&syn)
+            && let Ok(segment) = Segment::parse(&packet)
+            && pending.ending.is_none()
+        {
+            self.stats.refused += 1;
+            match refusal {
+                Refusal::Reset => self.replies.reset(&segment, self.now),
+                Refusal::Unreachable(why) => {
+                    let from = packet.destination();
+                    let what = [kind::UNREACHABLE, why.code()];
+                    self.replies.error(&packet, from, what, self.now)
+                }
+            };
+        }
+        self.remove(id.index);
+    }
+
+    /// Queues bytes and returns how many; if not all, [`Event::Writable`] follows. None before
+    /// the flow is connected.
+    pub fn send(&mut self, id: FlowId, bytes: &[u8]) -> Result<usize, Gone> {
+        let shared = self.pacer.as_ref().map(|pacer| pacer.room(self.charged));
+        let flow = self.open(id)?;
+        if !flow.may_send() {
+            return Err(Gone);
+        }
+        let own = flow.send_room();
+        let mut room = own;
+        if let Some(shared) = shared {
+            // A flow with nothing in flight may always send a little, whatever others have.
+            let least = (2 * flow.mss()).saturating_sub(flow.charge());
+            room = own.min(shared.max(least));
+        }
+        // Not a few bytes at a time.
+        if room < bytes.len() && room < flow.mss() && flow.charge() > 0 {
+            room = 0;
+        }
+        let taken = if flow.connected {
+            flow.send(bytes.get(..room).unwrap_or(bytes))
+        } else {
+            0
+        };
+        let short = taken < bytes.len();
+        flow.wants_room |= short;
+        if short && room < own {
+            self.slots.wait(id.index);
+        }
+        if taken > 0 {
+            self.recharge(id.index);
+            self.slots.make_ready(id.index);
+        }
+        Ok(taken)
+    }
+
+    /// Shows received bytes to `take`, which returns how many it took. Call it again until it
+    /// says [`Received::Empty`] or [`Received::End`], or `take` wants no more.
+    pub fn recv(
+        &mut self,
+        id: FlowId,
+        take: impl FnOnce(&[u8]) -> usize,
+    ) -> Result<Received, Gone> {
+        let flow = self.open(id)?;
+        let received = flow.recv(take);
+        match received {
+            // The window may have opened.
+            Received::Bytes(1..) => self.slots.make_ready(id.index),
+            Received::Bytes(0) => {}
+            Received::Empty => flow.told_readable = false,
+            Received::End => {}
+        }
+        self.settle(id.index);
+        Ok(received)
+    }
+
+    /// Ends the own direction, after what is queued. The other side may go on.
+    pub fn close(&mut self, id: FlowId) {
+        if let Ok(flow) = self.open(id) {
+            flow.close();
+            self.slots.make_ready(id.index);
+        }
+    }
+
+    /// Ends the flow with a reset, whatever is queued. No event follows.
+    pub fn abort(&mut self, id: FlowId) {
+        let Some(entry) = self.slots.get(id) else {
+            return;
+        };
+        entry.events = 0;
+        let Slot::Open(flow) = &mut entry.slot else {
+            self.refuse(id, Refusal::Reset);
+            return;
+        };
+        flow.abandoned = true;
+        // Nobody is there yet who could be told.
+        flow.dropped |= flow.state() == State::SynSent;
+        flow.abort();
+        self.slots.make_ready(id.index);
+        self.settle(id.index);
+    }
+
+    /// Tells that something authentic came from the peer, if only a ping. `input` does, too.
+    pub fn heard(&mut self, now: Instant) {
+        self.liveness.heard(now);
+    }
+
+    /// Flows that are open, being opened or waiting for an answer.
+    pub fn len(&self) -> usize {
+        self.slots.len()
+    }
+
+    /// No flow is open.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Counted since the start.
+    pub fn stats(&self) -> Stats {
+        Stats {
+            sent: self.outbox.packets,
+            suppressed: self.replies.suppressed(),
+            in_flight_cap: self.pacer.as_ref().map_or(0, |pacer| pacer.cap() as u64),
+            buffers: self.buffers as u64,
+            ..self.stats
+        }
+    }
+
+    fn tick(&mut self, now: Instant) {
+        self.now = self.now.max(now);
+    }
+
+    fn open(&mut self, id: FlowId) -> Result<&mut Flow, Gone> {
+        match self.slots.get(id).map(|entry| &mut entry.slot) {
+            Some(Slot::Open(flow)) if !flow.abandoned => Ok(flow),
+            _ => Err(Gone),
+        }
+    }
+
+    /// The next port that no flow to this destination uses, or has used a moment ago. One after
+    /// the other, so that each is used again as late as possible: the other end may be in
+    /// TIME-WAIT.
+    fn free_port(&mut self, destination: SocketAddrV4) -> Option<SocketAddrV4> {
+        for _ in FLOW_PORTS {
+            let local = SocketAddrV4::new(self.config.address, self.port);
+            self.port = match self.port.checked_add(1) {
+                Some(next) if FLOW_PORTS.contains(&next) => next,
+                _ => *FLOW_PORTS.start(),
+            };
+            let key = Key::new(local, destination);
+            if !self.table.contains_key(&key) && !self.graves.contains(key) {
+                return Some(local);
+            }
+        }
+        None
+    }
+
+    fn shape(&mut self, tuple: Tuple) -> Shape {
+        let left = self.config.buffer_budget.saturating_sub(self.buffers);
+        let fair = (left / 64).max(MIN_BUFFER);
+        Shape {
+            tuple,
+            mtu: usize::from(self.config.mss.max(536) + 40)
+                .min(usize::from(self.config.tun_mtu.max(576))),
+            receive_buffer: self
+                .config
+                .receive_buffer
+                .clamp(MIN_BUFFER, 1 << 28)
+                .min(fair),
+            send_buffer: self.config.send_buffer.clamp(MIN_BUFFER, 1 << 28).min(fair),
+            keepalive: self.config.keepalive,
+            seed: self.random.next_u64(),
+            eager: self.config.pace.is_none(),
+        }
+    }
+}

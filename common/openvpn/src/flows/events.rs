@@ -1,0 +1,158 @@
+//! What the owner is told, and the end of flows.
+
+use super::graves::Last;
+use super::slots::{Slot, told};
+use super::{Closed, Event, Flows};
+
+impl Flows {
+    /// The next thing that the owner should know.
+    pub fn poll_event(&mut self) -> Option<Event> {
+        loop {
+            let index = self.slots.events.pop_front()?;
+            let id = self.slots.id(index);
+            let entry = self.slots.entry(index)?;
+            entry.in_events = false;
+            let event = entry.events & entry.events.wrapping_neg();
+            entry.events &= !event;
+            if entry.events != 0 {
+                self.slots.tell(index, 0);
+            }
+            let Some(entry) = self.slots.get(id) else {
+                continue;
+            };
+            let (tuple, ending) = match &entry.slot {
+                Slot::Free => continue,
+                Slot::Pending(pending) => (pending.tuple, pending.ending),
+                Slot::Open(flow) => (flow.tuple, flow.ending),
+            };
+            return Some(match event {
+                told::INCOMING => Event::Incoming {
+                    id,
+                    source: tuple.remote,
+                    destination: tuple.local,
+                },
+                told::CONNECTED => Event::Connected(id),
+                told::READABLE => Event::Readable(id),
+                told::WRITABLE => Event::Writable(id),
+                told::CLOSED => {
+                    self.remove(index);
+                    Event::Closed(id, ending.unwrap_or(Closed::Finished))
+                }
+                _ => continue,
+            });
+        }
+    }
+
+    /// Keeps the sum of what is in flight.
+    pub(super) fn recharge(&mut self, index: u32) {
+        if self.pacer.is_none() {
+            return;
+        }
+        let Some(entry) = self.slots.entry(index) else {
+            return;
+        };
+        let charge = match &entry.slot {
+            Slot::Open(flow) if !flow.is_over() => flow.charge(),
+            _ => 0,
+        };
+        let before = std::mem::replace(&mut entry.charge, charge);
+        self.charged = self.charged + charge - before;
+    }
+
+    /// Tells the owner what has changed for a flow, and buries it if it is over.
+    pub(super) fn settle(&mut self, index: u32) {
+        let Some(flow) = self.slots.flow(index) else {
+            return;
+        };
+        let over = flow.is_over();
+        if flow.abandoned {
+            if over {
+                self.remove(index);
+            }
+            return;
+        }
+        let mut events = 0;
+        if flow.becomes_connected() {
+            events |= told::CONNECTED;
+            if flow.wants_room {
+                flow.wants_room = false;
+                events |= told::WRITABLE;
+            }
+        }
+        if !flow.told_readable && flow.is_readable() {
+            flow.told_readable = true;
+            events |= told::READABLE;
+        }
+        if flow.wants_room && flow.connected && flow.send_room() >= flow.room_worth_telling() {
+            // With a cap that all share it is told in turn, unless it has nothing in flight.
+            if self.pacer.is_none() || flow.charge() == 0 {
+                flow.wants_room = false;
+                events |= told::WRITABLE;
+            } else {
+                self.slots.wait(index);
+            }
+        }
+        if over && !self.slots.flow(index).is_some_and(|flow| flow.unread()) {
+            events |= told::CLOSED;
+        }
+        if events != 0 {
+            self.slots.tell(index, events);
+        }
+    }
+
+    /// Tells those who wait for the shared cap that there is room.
+    pub(super) fn wake_waiting(&mut self) {
+        let Some(pacer) = &self.pacer else {
+            return;
+        };
+        let mss = usize::from(self.config.mss);
+        let mut room = pacer.room(self.charged);
+        while room >= 2 * mss
+            && let Some(index) = self.slots.waiting.pop_front()
+        {
+            if let Some(entry) = self.slots.entry(index) {
+                entry.in_waiting = false;
+            }
+            if let Some(flow) = self.slots.flow(index)
+                && flow.wants_room
+                && flow.connected
+                && flow.send_room() > 0
+            {
+                flow.wants_room = false;
+                room = room.saturating_sub(flow.room_worth_telling());
+                self.slots.tell(index, told::WRITABLE);
+            }
+        }
+    }
+
+    /// Forgets a flow, its tuple after a while.
+    pub(super) fn remove(&mut self, index: u32) {
+        let charge = self
+            .slots
+            .entry(index)
+            .map_or(0, |entry| std::mem::take(&mut entry.charge));
+        self.charged -= charge;
+        let tuple = match self.slots.remove(index) {
+            Slot::Free => return,
+            Slot::Pending(pending) => {
+                self.pending -= 1;
+                pending.tuple
+            }
+            Slot::Open(flow) => {
+                self.buffers -= flow.buffers;
+                let well = flow.ending.is_none() && !flow.abandoned;
+                let last = well.then(|| Last {
+                    sequence: flow.track.sent(),
+                    expected: flow.track.expected(),
+                });
+                if flow.track.syn_sent() {
+                    self.graves.add(flow.tuple.into(), last, self.now);
+                }
+                flow.tuple
+            }
+        };
+        self.table.remove(&tuple.into());
+        self.last.1 = u32::MAX;
+        self.wake_waiting();
+    }
+}

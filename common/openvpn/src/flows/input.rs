@@ -1,0 +1,230 @@
+//! The way in: packets out of the tunnel, to their flows.
+
+use std::time::Instant;
+
+use super::slots::{Pending, Slot, told};
+use super::{Closed, Flows, Input, Unreachable};
+use crate::ip::{Icmp, Malformed, Packet, Segment, flags, kind, protocol};
+use crate::tuple::{Key, Tuple};
+
+/// A SYN with its options and no data, or little.
+const MAX_SYN: usize = 256;
+
+impl Flows {
+    /// Takes an inner packet out of the tunnel.
+    pub fn input(&mut self, packet: &[u8], now: Instant) -> Input {
+        self.tick(now);
+        self.liveness.heard(now);
+        let segment = Packet::parse(packet).and_then(|packet| {
+            Ok(match packet.protocol() {
+                protocol::TCP => Some((packet, Segment::parse(&packet)?)),
+                _ => None,
+            })
+        });
+        match segment {
+            Ok(Some((packet, segment))) => self.segment(&packet, &segment, now),
+            Ok(None) => Packet::parse(packet).map_or(Input::Unknown, |packet| self.icmp(&packet)),
+            Err(malformed) => {
+                self.count(malformed);
+                Input::Dropped
+            }
+        }
+    }
+
+    fn segment(&mut self, packet: &Packet<'_>, segment: &Segment<'_>, now: Instant) -> Input {
+        let key = Key::new(segment.destination(), segment.source());
+        let index = if self.last.0 == key && self.last.1 != u32::MAX {
+            self.last.1
+        } else if let Some(index) = self.table.get(&key) {
+            self.last = (key, *index);
+            *index
+        } else {
+            return self.stranger(packet, segment, key, now);
+        };
+        self.stats.received += 1;
+        let heard = self.liveness.now(now);
+        let Some(entry) = self.slots.entry(index) else {
+            return Input::Unknown;
+        };
+        let flow = match &mut entry.slot {
+            Slot::Open(flow) => flow,
+            Slot::Pending(pending) => {
+                // A repeated SYN waits as the first one does.
+                if segment.has(flags::RST) && pending.ending.is_none() {
+                    pending.ending = Some(Closed::Reset);
+                    self.give_up(index);
+                }
+                return Input::Taken;
+            }
+            Slot::Free => return Input::Unknown,
+        };
+        if flow.connected && flow.track.outside_window(segment) {
+            self.stats.out_of_window += 1;
+        }
+        let acknowledged = flow.input(segment, packet.bytes(), &mut self.replies, now);
+        flow.heard = heard;
+        if let Some(pacer) = &mut self.pacer {
+            if let Some(measured) = flow.track.round_trip(now) {
+                pacer.round_trip(measured, now);
+            }
+            if acknowledged > 0 {
+                pacer.acknowledged(acknowledged as usize, self.charged, now);
+            }
+            self.recharge(index);
+            self.wake_waiting();
+        }
+        self.slots.make_ready(index);
+        self.settle(index);
+        Input::Taken
+    }
+
+    /// A segment that belongs to no flow.
+    fn stranger(
+        &mut self,
+        packet: &Packet<'_>,
+        segment: &Segment<'_>,
+        key: Key,
+        now: Instant,
+    ) -> Input {
+        if segment.opens() && self.config.accept && segment.destination().port() != 0 {
+            self.incoming(packet, segment, key, now);
+            return Input::Taken;
+        }
+        let Some(last) = self.graves.last(key) else {
+            return Input::Unknown;
+        };
+        if segment.length() > 0 && !segment.has(flags::SYN | flags::RST) {
+            self.replies
+                .acknowledge(segment, last.sequence, last.expected);
+        }
+        Input::Taken
+    }
+
+    fn incoming(&mut self, packet: &Packet<'_>, segment: &Segment<'_>, key: Key, now: Instant) {
+        if self.pending >= self.config.max_pending
+            || self.slots.len() >= self.config.max_flows
+            || packet.bytes().len() > MAX_SYN
+        {
+            self.stats.syns_dropped += 1;
+            return;
+        }
+        self.graves.remove(key);
+        let until = now + self.config.accept_timeout;
+        let id = self.slots.insert(Slot::Pending(Pending {
+            tuple: Tuple {
+                local: segment.destination(),
+                remote: segment.source(),
+            },
+            syn: packet.bytes().to_vec(),
+            until,
+            ending: None,
+        }));
+        self.pending += 1;
+        self.table.insert(key, id.index);
+        self.slots.arm(id.index, until);
+        self.slots.tell(id.index, told::INCOMING);
+    }
+
+    /// Ends what waits for the owner. One who has not heard of it need not hear that it is over.
+    pub(super) fn give_up(&mut self, index: u32) {
+        if let Some(entry) = self.slots.entry(index) {
+            if entry.events & told::INCOMING != 0 {
+                self.remove(index);
+            } else {
+                self.slots.tell(index, told::CLOSED);
+            }
+        }
+    }
+
+    /// An ICMP error about one of the flows' own packets.
+    fn icmp(&mut self, packet: &Packet<'_>) -> Input {
+        if packet.protocol() != protocol::ICMP {
+            return Input::Unknown;
+        }
+        let icmp = match Icmp::parse(packet) {
+            Ok(icmp) => icmp,
+            Err(malformed) => {
+                self.count(malformed);
+                return Input::Dropped;
+            }
+        };
+        let Some(quote) = icmp.quote() else {
+            return Input::Unknown;
+        };
+        if quote.protocol != protocol::TCP || quote.source != packet.destination() {
+            return Input::Unknown;
+        }
+        let tuple = Tuple {
+            local: std::net::SocketAddrV4::new(quote.source, quote.ports.0),
+            remote: std::net::SocketAddrV4::new(quote.destination, quote.ports.1),
+        };
+        let Some(index) = self.table.get(&tuple.into()).copied() else {
+            return Input::Unknown;
+        };
+        // Once connected these are hints at most (RFC 1122, 4.2.3.9): a broken path may heal.
+        // Code 4 asks for smaller packets, which smoltcp can not do; the clamp has to fit.
+        if let Some(flow) = self.slots.flow(index)
+            && !flow.connected
+            && flow.ending.is_none()
+            && flow.track.is_in_flight(quote.sequence)
+            && icmp.kind() == kind::UNREACHABLE
+            && icmp.code() != 4
+        {
+            flow.ending = Some(Closed::Unreachable(Unreachable::from_code(icmp.code())));
+            flow.dropped = true;
+            self.settle(index);
+        }
+        Input::Taken
+    }
+
+    /// Answers an echo request to the own address; false if `packet` is not one.
+    pub fn echo(&mut self, packet: &[u8], now: Instant) -> bool {
+        self.tick(now);
+        let Ok(packet) = Packet::parse(packet) else {
+            return false;
+        };
+        if packet.protocol() != protocol::ICMP || packet.destination() != self.config.address {
+            return false;
+        }
+        let Ok(icmp) = Icmp::parse(&packet) else {
+            return false;
+        };
+        let asked = icmp.kind() == kind::ECHO && icmp.code() == 0;
+        if asked {
+            self.replies.echo(&packet, &icmp);
+        }
+        asked
+    }
+
+    /// Answers a packet that nobody wanted: TCP with a reset, UDP and what is unknown with ICMP.
+    /// So many a second, and never ICMP.
+    pub fn reject(&mut self, packet: &[u8], now: Instant) {
+        self.tick(now);
+        let Ok(packet) = Packet::parse(packet) else {
+            return;
+        };
+        let code = match packet.protocol() {
+            protocol::TCP => {
+                if let Ok(segment) = Segment::parse(&packet)
+                    && self.replies.reset(&segment, now)
+                {
+                    self.stats.resets_sent += 1;
+                }
+                return;
+            }
+            protocol::ICMP => return,
+            protocol::UDP => Unreachable::Port,
+            _ => Unreachable::Protocol,
+        };
+        let what = [kind::UNREACHABLE, code.code()];
+        self.replies.error(&packet, packet.destination(), what, now);
+    }
+
+    fn count(&mut self, malformed: Malformed) {
+        *match malformed {
+            Malformed::Checksum => &mut self.stats.bad_checksum,
+            Malformed::Fragment => &mut self.stats.fragments,
+            _ => &mut self.stats.malformed,
+        } += 1;
+    }
+}

@@ -1,0 +1,132 @@
+//! How much may be on its way to a peer over a datagram transport, and how fast it may leave.
+//!
+//! Owns the cap for the bytes in flight and the pace. The cap grows while it is what limits and
+//! nothing is lost, up to what the rate needs on the shortest round trip seen. After a loss it
+//! stays below where it was lost for a while, longer each time: with smoltcp each loss may cost a
+//! second, so that asking again and again would cost more than a smaller cap.
+
+use std::time::{Duration, Instant};
+
+use super::Pace;
+
+/// How long the cap stays below the last loss, to begin with and at most.
+const HOLD: Duration = Duration::from_secs(30);
+const MAX_HOLD: Duration = Duration::from_secs(600);
+/// Repetitions within this time tell of the same loss: smoltcp begins anew after a second.
+const SAME_LOSS: Duration = Duration::from_secs(3);
+/// How long the shortest round trip counts.
+const SHORTEST_FOR: Duration = Duration::from_secs(30);
+
+#[derive(Debug)]
+pub(crate) struct Pacer {
+    settings: Pace,
+    cap: usize,
+    ceiling: Option<(usize, Instant)>,
+    hold: Duration,
+    lost: Option<Instant>,
+    shortest: Option<(Duration, Instant)>,
+    /// Bytes that may leave now; below zero after a packet that was larger.
+    tokens: i64,
+    filled: Instant,
+}
+
+impl Pacer {
+    pub(crate) fn new(settings: Pace, now: Instant) -> Self {
+        Self {
+            cap: settings.in_flight,
+            tokens: settings.burst as i64,
+            settings,
+            ceiling: None,
+            hold: HOLD,
+            lost: None,
+            shortest: None,
+            filled: now,
+        }
+    }
+
+    /// Bytes that may be queued besides those in flight.
+    pub(crate) fn room(&self, in_flight: usize) -> usize {
+        self.cap.saturating_sub(in_flight)
+    }
+
+    pub(crate) fn cap(&self) -> usize {
+        self.cap
+    }
+
+    pub(crate) fn round_trip(&mut self, measured: Duration, now: Instant) {
+        let keep = self.shortest.is_some_and(|(shortest, since)| {
+            shortest <= measured && now.saturating_duration_since(since) < SHORTEST_FOR
+        });
+        if !keep {
+            self.shortest = Some((measured, now));
+        }
+    }
+
+    /// Bytes were acknowledged while `in_flight` were on their way.
+    pub(crate) fn acknowledged(&mut self, bytes: usize, in_flight: usize, now: Instant) {
+        if in_flight.saturating_add(bytes) < self.cap / 4 * 3 {
+            return; // Not what limits.
+        }
+        let Some((shortest, _)) = self.shortest else {
+            return;
+        };
+        let needed = u128::from(self.settings.rate) * shortest.as_micros() / 1_000_000;
+        let mut most = usize::try_from(needed)
+            .unwrap_or(usize::MAX)
+            .saturating_add(self.settings.in_flight)
+            .min(self.settings.max_in_flight);
+        if let Some((ceiling, until)) = self.ceiling {
+            if now < until {
+                most = most.min(ceiling / 8 * 7);
+            } else {
+                self.ceiling = None;
+            }
+        }
+        // An eighth more with each round trip.
+        let grown = self.cap.saturating_add(bytes / 8).min(most);
+        self.cap = self.cap.max(grown);
+    }
+
+    /// Something had to be sent again.
+    pub(crate) fn lost(&mut self, now: Instant) {
+        let same = self
+            .lost
+            .is_some_and(|at| now.saturating_duration_since(at) < SAME_LOSS);
+        self.lost = Some(now);
+        if same {
+            return;
+        }
+        self.ceiling = Some((self.cap, now + self.hold));
+        self.hold = (self.hold * 2).min(MAX_HOLD);
+        self.cap = (self.cap / 8 * 5).max(self.settings.in_flight);
+    }
+
+    /// Full packets that may leave now.
+    pub(crate) fn packets(&mut self, mtu: usize, now: Instant) -> usize {
+        let passed = now.saturating_duration_since(self.filled);
+        self.filled = now;
+        let earned = passed.as_nanos() * u128::from(self.settings.rate) / 1_000_000_000;
+        let earned = i64::try_from(earned).unwrap_or(i64::MAX);
+        self.tokens = self
+            .tokens
+            .saturating_add(earned)
+            .min(self.settings.burst as i64);
+        let tokens = usize::try_from(self.tokens).unwrap_or(0);
+        tokens.div_ceil(mtu)
+    }
+
+    /// Bytes have left.
+    pub(crate) fn spend(&mut self, bytes: u64) {
+        self.tokens = self
+            .tokens
+            .saturating_sub(i64::try_from(bytes).unwrap_or(i64::MAX));
+    }
+
+    /// When a quarter of the burst may leave again.
+    pub(crate) fn ready_at(&self) -> Instant {
+        let missing = (self.settings.burst / 4) as i64 - self.tokens;
+        let missing = u128::try_from(missing).unwrap_or(0);
+        let nanos = missing * 1_000_000_000 / u128::from(self.settings.rate.max(1));
+        self.filled + Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX / 4))
+    }
+}

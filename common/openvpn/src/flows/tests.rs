@@ -1,0 +1,8 @@
+//! Two ends against each other over a simulated tunnel, in virtual time.
+
+#![allow(clippy::unwrap_used, clippy::indexing_slicing)]
+
+mod bad_input;
+mod life;
+mod net;
+mod transfer;

@@ -1,0 +1,378 @@
+//! How flows begin and end.
+
+use std::net::{Ipv4Addr, SocketAddrV4};
+use std::time::Duration;
+
+use super::net::{Door, Net, POD, SERVER};
+use crate::flows::{Closed, Config, DialError, Gone, Input, Received, Refusal, Unreachable};
+use crate::ip::build::echo;
+use crate::ip::{Packet, Segment, flags};
+
+const SECOND: Duration = Duration::from_secs(1);
+
+#[test]
+fn both_see_who_dials_what() {
+    let mut net = Net::new();
+    let id = net.dial(POD, 0);
+    net.run(SECOND, |net| !net.b.incoming.is_empty());
+    let (_, source, destination) = net.b.incoming[0];
+    assert_eq!(destination, POD);
+    assert_eq!(*source.ip(), SERVER);
+    assert_eq!(source.port(), net.port_of(id));
+}
+
+#[test]
+fn one_direction_ends_and_the_other_goes_on() {
+    let mut net = Net::new();
+    net.b.to_send = 3 << 20;
+    let id = net.dial(POD, 1000);
+    // The accepting side sends only after it has seen the end of what it receives.
+    net.run(SECOND, |net| {
+        net.b
+            .streams
+            .values_mut()
+            .for_each(|stream| stream.to_send = 0);
+        net.b
+            .streams
+            .values_mut()
+            .for_each(|stream| stream.keep_open = true);
+        net.b.streams.values().any(|stream| stream.end)
+    });
+    assert!(net.accepted().end);
+    assert!(!net.a.streams[&id].end);
+    let (accepted, stream) = net.b.streams.iter_mut().next().unwrap();
+    stream.to_send = 3 << 20;
+    stream.keep_open = false;
+    let (accepted, now) = (*accepted, net.now);
+    net.b.pump(accepted, now);
+    net.settle(60 * SECOND);
+    assert_eq!(net.a.streams[&id].received, 3 << 20);
+    assert_eq!(net.a.streams[&id].closed, Some(Closed::Finished));
+    assert_eq!(net.accepted().closed, Some(Closed::Finished));
+}
+
+#[test]
+fn refused_by_reset_and_by_icmp() {
+    for (refusal, expected) in [
+        (Refusal::Reset, Closed::Refused),
+        (
+            Refusal::Unreachable(Unreachable::Host),
+            Closed::Unreachable(Unreachable::Host),
+        ),
+        (
+            Refusal::Unreachable(Unreachable::Prohibited),
+            Closed::Unreachable(Unreachable::Prohibited),
+        ),
+    ] {
+        let mut net = Net::new();
+        net.b.door = Door::Refuse(refusal);
+        let id = net.dial(POD, 10);
+        let start = net.now;
+        net.settle(SECOND);
+        assert_eq!(net.a.streams[&id].closed, Some(expected));
+        assert!(net.now - start < Duration::from_millis(10));
+        assert_eq!(net.b.flows.stats().refused, 1);
+        assert!(net.b.flows.is_empty());
+        assert_eq!(net.a.flows.send(id, b"x"), Err(Gone));
+    }
+}
+
+#[test]
+fn nobody_answers() {
+    let mut net = Net::new();
+    net.b.deaf = true;
+    let id = net.dial(POD, 10);
+    let start = net.now;
+    net.run(100 * SECOND, |net| net.a.streams[&id].closed.is_some());
+    assert_eq!(net.now - start, 30 * SECOND);
+    let closed = net.a.streams[&id].closed.unwrap();
+    assert_eq!(closed.to_string(), "connect timed out after 30 s");
+    assert!(net.a.flows.is_empty());
+}
+
+#[test]
+fn the_owner_does_not_answer_in_time() {
+    let mut net = Net::with(
+        Config::default(),
+        Config {
+            accept_timeout: 5 * SECOND,
+            ..Config::default()
+        },
+        1,
+    );
+    net.b.door = Door::Silent;
+    net.dial(POD, 10);
+    net.run(10 * SECOND, |net| {
+        !net.b.incoming.is_empty() && net.b.flows.is_empty()
+    });
+    let (id, ..) = net.b.incoming[0];
+    // The SYN is repeated, and asked for anew.
+    assert_eq!(net.b.flows.accept(id, net.now), Err(Gone));
+    net.b.flows.refuse(id, Refusal::Reset);
+    assert_eq!(net.b.flows.stats().refused, 0);
+}
+
+#[test]
+fn accepted_late_after_the_target_was_dialed() {
+    let mut net = Net::new();
+    net.b.door = Door::Silent;
+    let id = net.dial(POD, 5000);
+    net.run(4 * SECOND, |_| false);
+    // Repeated SYNs did not make more of it.
+    assert_eq!(net.b.incoming.len(), 1);
+    assert!(!net.a.streams[&id].connected);
+    let (accepted, ..) = net.b.incoming[0];
+    net.b.flows.accept(accepted, net.now).unwrap();
+    net.b.streams.insert(accepted, Default::default());
+    let seed = net.port_of(id) as u8;
+    let stream = net.b.streams.get_mut(&accepted).unwrap();
+    (stream.keep_open, stream.seed) = (true, seed);
+    assert!(net.run(SECOND, |net| net.a.streams[&id].connected));
+    net.run(SECOND, |net| net.b.streams[&accepted].received == 5000);
+    assert_eq!(net.b.streams[&accepted].received, 5000);
+}
+
+#[test]
+fn the_dialer_gives_up_before_it_is_accepted() {
+    let mut net = Net::new();
+    net.b.door = Door::Silent;
+    let id = net.dial(POD, 0);
+    net.run(SECOND, |net| !net.b.incoming.is_empty());
+    net.a.flows.abort(id);
+    assert!(net.a.flows.is_empty());
+    let (accepted, ..) = net.b.incoming[0];
+    net.b.flows.accept(accepted, net.now).unwrap();
+    net.b.streams.insert(accepted, Default::default());
+    // The SYN-ACK meets nobody and is reset.
+    net.settle(5 * SECOND);
+    assert_eq!(net.accepted().closed, Some(Closed::Reset));
+}
+
+#[test]
+fn a_reset_arrives_after_the_data_before_it() {
+    let mut net = Net::new();
+    net.b.to_send = 10_000;
+    let id = net.dial(POD, 0);
+    net.a.streams.get_mut(&id).unwrap().keep_open = true;
+    net.a.streams.get_mut(&id).unwrap().paused = true;
+    net.run(SECOND, |net| {
+        net.b
+            .streams
+            .values_mut()
+            .for_each(|stream| stream.keep_open = true);
+        net.b.streams.values().any(|stream| stream.sent == 10_000)
+    });
+    net.run(SECOND, |_| false);
+    let accepted = *net.b.streams.keys().next().unwrap();
+    net.b.flows.abort(accepted);
+    net.run(SECOND, |net| net.b.flows.is_empty());
+    net.run(SECOND, |_| false);
+    assert_eq!(
+        net.a.streams[&id].closed, None,
+        "there is something to read"
+    );
+    net.a.streams.get_mut(&id).unwrap().paused = false;
+    let now = net.now;
+    net.a.pump(id, now);
+    net.settle(SECOND);
+    assert_eq!(net.a.streams[&id].received, 10_000);
+    assert!(!net.a.streams[&id].end);
+    assert_eq!(net.a.streams[&id].closed, Some(Closed::Reset));
+}
+
+#[test]
+fn idle_flows_live_and_dead_ones_end() {
+    let mut net = Net::new();
+    let id = net.dial(POD, 0);
+    net.a.streams.get_mut(&id).unwrap().keep_open = true;
+    net.b.echo = true;
+    net.run(3600 * SECOND, |_| false);
+    assert_eq!(net.a.streams[&id].closed, None);
+    assert_eq!(net.accepted().closed, None);
+
+    // The host behind the peer is gone, the peer is not: it pings every 10 s.
+    net.ba.loss = 1.0;
+    let gone = net.now;
+    while net.a.streams[&id].closed.is_none() && net.now - gone < 1000 * SECOND {
+        net.run(10 * SECOND, |net| net.a.streams[&id].closed.is_some());
+        let now = net.now;
+        net.a.flows.heard(now);
+    }
+    assert_eq!(
+        net.a.streams[&id].closed,
+        Some(Closed::TimedOut(150 * SECOND))
+    );
+    let took = net.now - gone;
+    assert!(took > 80 * SECOND && took < 220 * SECOND, "{took:?}");
+}
+
+#[test]
+fn a_stalled_tunnel_ends_nothing() {
+    let mut net = Net::new();
+    let id = net.dial(POD, 3 << 20);
+    net.run(SECOND, |net| net.a.streams[&id].sent > 1 << 20);
+    net.ab.stalled = true;
+    net.ba.stalled = true;
+    net.run(600 * SECOND, |_| false);
+    assert_eq!(net.a.streams[&id].closed, None);
+    net.ab.stalled = false;
+    net.ba.stalled = false;
+    net.settle(120 * SECOND);
+    assert_eq!(net.accepted().received, 3 << 20);
+    assert_eq!(net.a.streams[&id].closed, Some(Closed::Finished));
+}
+
+#[test]
+fn closed_before_it_is_connected() {
+    let mut net = Net::new();
+    let id = net.dial(POD, 0);
+    net.a.flows.close(id);
+    net.a.streams.get_mut(&id).unwrap().closed_own = true;
+    net.settle(60 * SECOND);
+    assert_eq!(net.a.streams[&id].closed, Some(Closed::Finished));
+    assert!(net.a.streams[&id].connected);
+    assert!(net.accepted().end);
+}
+
+#[test]
+fn limits_are_told() {
+    let mut net = Net::with(
+        Config {
+            max_flows: 3,
+            ..Config::default()
+        },
+        Config::default(),
+        1,
+    );
+    let now = net.now;
+    for _ in 0..3 {
+        net.dial(POD, 0);
+    }
+    assert_eq!(net.a.flows.dial(POD, now), Err(DialError::TooManyFlows(3)));
+    let nowhere = SocketAddrV4::new(Ipv4Addr::new(224, 0, 0, 1), 80);
+    assert_eq!(
+        Net::new().a.flows.dial(nowhere, now),
+        Err(DialError::Undialable(nowhere))
+    );
+    let zero = SocketAddrV4::new(*POD.ip(), 0);
+    assert_eq!(
+        Net::new().a.flows.dial(zero, now),
+        Err(DialError::Undialable(zero))
+    );
+}
+
+#[test]
+fn ports_run_out_for_one_destination_only_and_come_back() {
+    let mut net = Net::with(
+        Config {
+            max_flows: 40_000,
+            buffer_budget: 0,
+            ..Config::default()
+        },
+        Config::default(),
+        1,
+    );
+    let now = net.now;
+    let ids: Vec<_> = (0..32768)
+        .map(|_| net.a.flows.dial(POD, now).unwrap())
+        .collect();
+    assert_eq!(
+        net.a.flows.dial(POD, now),
+        Err(DialError::PortsExhausted(POD))
+    );
+    let other = SocketAddrV4::new(*POD.ip(), 443);
+    net.a.flows.dial(other, now).unwrap();
+    // Never sent: nobody can know of it, and its port is free at once.
+    net.a.flows.abort(ids[7]);
+    net.a.flows.dial(POD, now).unwrap();
+}
+
+#[test]
+fn a_port_is_not_used_again_while_the_other_side_may_remember() {
+    let mut net = Net::new();
+    let mut ports = std::collections::HashSet::new();
+    for _ in 0..50 {
+        let id = net.dial(POD, 10);
+        assert!(ports.insert(net.port_of(id)));
+        net.settle(SECOND);
+        assert_eq!(net.a.streams[&id].closed, Some(Closed::Finished));
+    }
+}
+
+#[test]
+fn buffers_shrink_when_the_budget_is_used() {
+    let mut net = Net::with(
+        Config {
+            buffer_budget: 8 << 20,
+            ..Config::default()
+        },
+        Config::default(),
+        1,
+    );
+    for port in 1..80 {
+        net.dial(SocketAddrV4::new(*POD.ip(), port), 0);
+    }
+    let used = net.a.flows.stats().buffers;
+    assert!(used <= 8 << 20, "{used}");
+    assert!(used >= 4 << 20, "{used}");
+}
+
+#[test]
+fn pings_are_answered_and_strangers_refused() {
+    let mut net = Net::new();
+    let now = net.now;
+    let ping = echo(POD, SocketAddrV4::new(SERVER, 0), false, 0x1234);
+    assert_eq!(net.a.flows.input(&ping, now), Input::Unknown);
+    assert!(net.a.flows.echo(&ping, now));
+    let mut replies = Vec::new();
+    net.a.flows.poll_output(now, &mut |packet| {
+        replies.push(packet.to_vec());
+        true
+    });
+    let reply = Packet::parse(&replies[0]).unwrap();
+    assert_eq!(reply.source(), SERVER);
+    assert_eq!(reply.destination(), *POD.ip());
+    let icmp = crate::ip::Icmp::parse(&reply).unwrap();
+    assert_eq!((icmp.kind(), icmp.identifier()), (0, 0x1234));
+    assert_eq!(icmp.body(), &ping[28..]);
+
+    // The dialing side accepts nothing: its SYNs are refused by the other's default.
+    let id = net
+        .b
+        .flows
+        .dial(SocketAddrV4::new(Ipv4Addr::new(10, 9, 8, 7), 22), now);
+    net.b.streams.insert(id.unwrap(), Default::default());
+    net.settle(SECOND);
+    assert_eq!(net.accepted().closed, Some(Closed::Refused));
+    assert_eq!(net.a.flows.stats().resets_sent, 1);
+}
+
+#[test]
+fn resets_are_limited() {
+    let mut net = Net::new();
+    let mut syn = Vec::new();
+    let id = net.dial(POD, 0);
+    let now = net.now;
+    net.a.flows.poll_output(now, &mut |packet| {
+        syn = packet.to_vec();
+        true
+    });
+    net.a.flows.abort(id);
+    let segment = Packet::parse(&syn).unwrap();
+    assert!(Segment::parse(&segment).unwrap().has(flags::SYN));
+    for _ in 0..10_000 {
+        net.a.flows.reject(&syn, now);
+        net.a.flows.poll_output(now, &mut |_| true);
+    }
+    let stats = net.a.flows.stats();
+    assert!(stats.resets_sent <= 250, "{}", stats.resets_sent);
+    assert_eq!(stats.resets_sent + stats.suppressed, 10_000);
+    // And nothing waits for a link that takes nothing, beyond a bound.
+    for second in 0..100 {
+        net.a.flows.reject(&syn, now + Duration::from_secs(second));
+    }
+    assert_eq!(
+        net.a.flows.recv(id, |bytes| bytes.len()),
+        Err::<Received, _>(Gone)
+    );
+}

@@ -1,0 +1,242 @@
+//! Bytes arrive whole and in order, whatever the tunnel does to packets.
+
+use std::net::{Ipv4Addr, SocketAddrV4};
+use std::time::Duration;
+
+use super::net::{Net, POD};
+use crate::flows::{Closed, Config, Pace};
+
+const MINUTE: Duration = Duration::from_secs(60);
+
+fn both_ways(net: &mut Net, there: usize, back: usize, limit: Duration) {
+    net.b.to_send = back;
+    let id = net.dial(POD, there);
+    net.settle(limit);
+    let dialed = &net.a.streams[&id];
+    let accepted = net.accepted();
+    assert_eq!(accepted.received, there);
+    assert_eq!(dialed.received, back);
+    assert!(dialed.end && accepted.end);
+    assert_eq!(dialed.closed, Some(Closed::Finished));
+    assert_eq!(accepted.closed, Some(Closed::Finished));
+    assert_eq!(net.a.flows.stats().buffers, 0);
+    assert_eq!(net.b.flows.stats().buffers, 0);
+}
+
+#[test]
+fn a_large_transfer_both_ways() {
+    let mut net = Net::new();
+    both_ways(&mut net, 20 << 20, 15 << 20, MINUTE);
+    assert_eq!(net.a.flows.stats().retransmitted, 0);
+    assert_eq!(net.b.flows.stats().retransmitted, 0);
+    // The clamp holds in both directions.
+    assert!(net.a.flows.stats().sent > (20 << 20) / 1360);
+}
+
+#[test]
+fn one_way_and_nothing_back() {
+    let mut net = Net::new();
+    both_ways(&mut net, 0, 5 << 20, MINUTE);
+    let mut net = Net::new();
+    both_ways(&mut net, 5 << 20, 0, MINUTE);
+    let mut net = Net::new();
+    both_ways(&mut net, 0, 0, MINUTE);
+}
+
+#[test]
+fn loss_reordering_and_duplicates() {
+    for seed in 0..12 {
+        let mut net = Net::with(Config::default(), Config::default(), seed);
+        for wire in [&mut net.ab, &mut net.ba] {
+            wire.loss = 0.02;
+            wire.duplicate = 0.02;
+            wire.reorder = 0.05;
+        }
+        both_ways(&mut net, 600 << 10, 400 << 10, 60 * MINUTE);
+        assert!(net.ab.lost + net.ba.lost > 0);
+        let repeated = net.a.flows.stats().retransmitted + net.b.flows.stats().retransmitted;
+        assert!(repeated > 0);
+    }
+}
+
+#[test]
+fn a_narrow_link_pushes_back_and_loses_nothing() {
+    let mut net = Net::new();
+    net.ab.room = 1;
+    net.ba.room = 1;
+    both_ways(&mut net, 1 << 20, 1 << 20, 10 * MINUTE);
+    assert_eq!(net.a.flows.stats().retransmitted, 0);
+    assert_eq!(net.b.flows.stats().retransmitted, 0);
+}
+
+#[test]
+fn a_long_path_is_filled_without_smoltcps_slow_start() {
+    let mut net = Net::new();
+    net.ab.delay = Duration::from_millis(25);
+    net.ba.delay = Duration::from_millis(25);
+    net.ab.room = usize::MAX;
+    net.ba.room = usize::MAX;
+    let start = net.now;
+    both_ways(&mut net, 100 << 10, 0, MINUTE);
+    // Handshake, 14, 28 and 56 KiB, the rest, and the end: not the eight round trips that
+    // smoltcp's initial window of 2 KiB would take.
+    assert!(net.now - start <= Duration::from_millis(7 * 50));
+}
+
+#[test]
+fn many_flows_and_one_that_is_not_read() {
+    let mut net = Net::new();
+    net.b.echo = true;
+    let stalled = net.dial(POD, 4 << 20);
+    net.a.streams.get_mut(&stalled).unwrap().keep_open = true;
+    net.run(Duration::from_secs(5), |net| {
+        !net.b.streams.is_empty() && {
+            let stream = net.b.streams.values_mut().next().unwrap();
+            stream.paused = true;
+            true
+        }
+    });
+    net.run(Duration::from_secs(5), |_| false);
+    let stuck = net.a.streams[&stalled].sent;
+    assert!(stuck < 4 << 20, "the window ends");
+
+    let mut ids = Vec::new();
+    for host in 0..200 {
+        let to = SocketAddrV4::new(Ipv4Addr::new(172, 25, 1, host), 443);
+        let id = net.dial(to, 0);
+        net.a.streams.get_mut(&id).unwrap().keep_open = true;
+        ids.push(id);
+    }
+    assert!(net.run(Duration::from_secs(5), |net| {
+        net.a
+            .streams
+            .values()
+            .filter(|stream| stream.connected)
+            .count()
+            == 201
+    }));
+    for _ in 0..5 {
+        let start = net.now;
+        for id in &ids {
+            assert_eq!(net.a.flows.send(*id, b"ping").unwrap(), 4);
+            net.a.streams.get_mut(id).unwrap().received = 0;
+        }
+        // What comes back is not of the pattern that an application sends.
+        for id in &ids {
+            net.a.streams.get_mut(id).unwrap().echo = true;
+        }
+        assert!(net.run(Duration::from_secs(1), |net| {
+            ids.iter().all(|id| net.a.streams[id].received >= 4)
+        }));
+        assert!(
+            net.now - start <= Duration::from_millis(8),
+            "{:?}",
+            net.now - start
+        );
+        for id in &ids {
+            net.a.streams.get_mut(id).unwrap().paused = true;
+        }
+        net.run(Duration::from_millis(50), |_| false);
+        for id in &ids {
+            let stream = net.a.streams.get_mut(id).unwrap();
+            stream.paused = false;
+            while let Ok(crate::flows::Received::Bytes(_)) = net.a.flows.recv(*id, <[u8]>::len) {}
+        }
+    }
+    assert_eq!(net.a.streams[&stalled].sent, stuck);
+}
+
+#[test]
+fn many_transfers_share_a_narrow_link() {
+    let mut net = Net::new();
+    net.ab.room = 8;
+    net.b.to_send = 100 << 10;
+    let ids: Vec<_> = (0..50)
+        .map(|host| {
+            let to = SocketAddrV4::new(Ipv4Addr::new(172, 25, 2, host), 443);
+            net.dial(to, 100 << 10)
+        })
+        .collect();
+    net.settle(10 * MINUTE);
+    for id in ids {
+        assert_eq!(net.a.streams[&id].received, 100 << 10);
+        assert_eq!(net.a.streams[&id].closed, Some(Closed::Finished));
+    }
+    for stream in net.b.streams.values() {
+        assert_eq!(stream.received, 100 << 10);
+    }
+}
+
+fn paced() -> Config {
+    Config {
+        pace: Some(Pace::default()),
+        ..Config::default()
+    }
+}
+
+#[test]
+fn a_small_socket_at_the_other_end_is_not_overrun() {
+    // A stock peer's socket holds about 80 KiB, and is emptied once each millisecond here.
+    let mut net = Net::with(paced(), paced(), 3);
+    net.ab.room = usize::MAX;
+    net.ab.socket = 80 << 10;
+    net.ba.socket = 80 << 10;
+    let start = net.now;
+    both_ways(&mut net, 50 << 20, 0, 10 * MINUTE);
+    let took = net.now - start;
+    // 64 KiB for each round trip of 2 ms are 32 MiB/s; a loss now and then is allowed.
+    assert!(took < Duration::from_secs(5), "{took:?}");
+}
+
+#[test]
+fn the_cap_grows_on_a_long_path_and_falls_with_losses() {
+    let mut net = Net::with(paced(), paced(), 3);
+    for wire in [&mut net.ab, &mut net.ba] {
+        wire.delay = Duration::from_millis(20);
+        wire.room = usize::MAX;
+    }
+    let start = net.now;
+    both_ways(&mut net, 30 << 20, 0, 10 * MINUTE);
+    let grown = net.a.flows.stats().in_flight_cap;
+    assert!(grown > 400 << 10, "{grown}");
+    assert!(
+        net.now - start < Duration::from_secs(8),
+        "{:?}",
+        net.now - start
+    );
+
+    net.b.streams.clear();
+    net.ab.loss = 0.01;
+    both_ways(&mut net, 1 << 20, 0, 10 * MINUTE);
+    let after = net.a.flows.stats().in_flight_cap;
+    assert!(after < grown, "{after}");
+    assert!(after >= 64 << 10);
+}
+
+#[test]
+fn the_cap_is_shared_and_a_dead_host_does_not_keep_it() {
+    let mut net = Net::with(paced(), paced(), 3);
+    let dead = net.dial(POD, 10 << 20);
+    net.run(Duration::from_secs(1), |net| {
+        net.a.streams[&dead].sent > 100 << 10
+    });
+    // Its packets vanish from now on, while others' do not.
+    let local = net.port_of(dead).to_be_bytes();
+    net.ab.swallow = Some(local);
+    let ids: Vec<_> = (0..20)
+        .map(|host| {
+            let to = SocketAddrV4::new(Ipv4Addr::new(172, 25, 3, host), 443);
+            net.dial(to, 1 << 20)
+        })
+        .collect();
+    let start = net.now;
+    assert!(net.run(MINUTE, |net| {
+        ids.iter()
+            .all(|id| net.a.streams[id].closed == Some(Closed::Finished))
+    }));
+    assert!(
+        net.now - start < Duration::from_secs(15),
+        "{:?}",
+        net.now - start
+    );
+}

@@ -1,0 +1,124 @@
+//! Who may start a session: packets of no session are answered from nothing, and whoever echoes the
+//! answer gets one.
+
+use std::net::SocketAddr;
+use std::time::Instant;
+
+use bytes::BytesMut;
+
+use super::{Entry, Hub, PeerId};
+use crate::packet::{Acks, ControlHeader, ControlPacket, KeyId, Opcode, SessionId};
+use crate::session::{Ended, Session, unix_time};
+use crate::wrap::Wrap;
+
+/// Answers to first packets that wait to be sent. More are dropped: clients ask again.
+pub(super) const MAX_ANSWERS: usize = 256;
+
+/// The largest packet that may begin a session: a RESET, or the first TLS bytes.
+const MAX_FIRST: usize = 2048;
+
+impl Hub {
+    /// A control packet of no session: answered without memory, or by a session if it echoes an answer.
+    pub(super) fn stranger(
+        &mut self,
+        from: SocketAddr,
+        header: ControlHeader,
+        datagram: &[u8],
+        now: Instant,
+    ) -> Option<PeerId> {
+        let first = matches!(
+            header.opcode,
+            Opcode::HardResetClientV2 | Opcode::ControlV1 | Opcode::AckV1
+        );
+        if !first || header.key_id != KeyId::FIRST || datagram.len() > MAX_FIRST {
+            self.stats.unknown += 1;
+            return None;
+        }
+        // A copy, as the session opens it again.
+        let mut copy = BytesMut::from(datagram);
+        let Ok((packet, _)) = self.config.common.wrap.open(&mut copy) else {
+            self.stats.bad_wrap += 1;
+            return None;
+        };
+        match (packet.opcode, packet.peer_session, packet.id) {
+            (Opcode::HardResetClientV2, None, Some(0)) => self.answer(from, header.session, now),
+            // The echo was lost; clients before 2.6 do not repeat it unless they are told once more.
+            (Opcode::ControlV1, None, Some(1)) => self.answer(from, header.session, now),
+            (Opcode::ControlV1 | Opcode::AckV1, Some(echoed), _) => {
+                if self.cookies.check(from, header.session, echoed, now) {
+                    return self.open(from, header.session, echoed, now);
+                }
+                self.stats.bad_cookies += 1;
+            }
+            _ => self.stats.unknown += 1,
+        }
+        None
+    }
+
+    /// The RESET of a server that remembers nothing.
+    fn answer(&mut self, to: SocketAddr, client: SessionId, now: Instant) {
+        if self.answers.len() >= MAX_ANSWERS {
+            self.stats.answers_dropped += 1;
+            return;
+        }
+        let packet = ControlPacket {
+            opcode: Opcode::HardResetServerV2,
+            key_id: KeyId::FIRST,
+            session: self.cookies.make(to, client, now),
+            acks: Acks::from_iter([0]),
+            peer_session: Some(client),
+            id: Some(0),
+            payload: &[],
+        };
+        let mut out = BytesMut::new();
+        // The session, if there will be one, goes on behind this packet id.
+        if Wrap::new(self.config.common.wrap.clone(), unix_time())
+            .seal(&packet, &mut out)
+            .is_ok()
+        {
+            self.stats.answers += 1;
+            self.answers.push_back((to, out.freeze()));
+        }
+    }
+
+    /// A session for a client that is where it says.
+    fn open(
+        &mut self,
+        from: SocketAddr,
+        client: SessionId,
+        own: SessionId,
+        now: Instant,
+    ) -> Option<PeerId> {
+        if self.half_open.len() >= self.limits.half_open.max(1) || self.live >= self.limits.sessions
+        {
+            let Some(oldest) = self.half_open.front().copied() else {
+                self.stats.full += 1;
+                return None;
+            };
+            self.stats.evicted += 1;
+            self.drop_session(oldest, Ended::Evicted);
+        }
+        // Ids are used again late, so that what is still on its way to an old session finds none.
+        let peer = match self.slots.len() < 2 * self.limits.sessions {
+            true => {
+                self.slots.push(None);
+                PeerId(u32::try_from(self.slots.len() - 1).ok()?)
+            }
+            false => self.free.pop_front()?,
+        };
+        let session = Session::after_cookie(self.config.clone(), peer.0, own, client, now);
+        let entry = Entry {
+            session,
+            address: from,
+            client,
+            fingerprint: None,
+            scheduled: None,
+            queued: false,
+        };
+        *self.slots.get_mut(peer.0 as usize)? = Some(Box::new(entry));
+        self.live += 1;
+        self.half_open.push_back(peer);
+        self.by_client.insert((from, client), peer);
+        Some(peer)
+    }
+}

@@ -1,0 +1,60 @@
+//! The Internet checksum (RFC 1071) and its change by a change of the packet (RFC 1624).
+
+use std::ops::Add;
+
+/// A sum of 16-bit words that is not yet folded.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Sum(u64);
+
+impl Sum {
+    /// Adds up bytes; the last one of an odd number counts as if a zero followed.
+    pub fn of(bytes: &[u8]) -> Self {
+        // Words of the machine's own order and four bytes at a time: carries go round, so only
+        // the result has to be swapped, and the compiler makes vectors of it.
+        let (words, rest) = bytes.as_chunks::<4>();
+        let mut sum: u64 = words
+            .iter()
+            .map(|word| u64::from(u32::from_ne_bytes(*word)))
+            .sum();
+        let mut last = [0; 4];
+        for (to, from) in last.iter_mut().zip(rest) {
+            *to = *from;
+        }
+        sum += u64::from(u32::from_ne_bytes(last));
+        Self(u64::from(u16::from_be(fold(sum))))
+    }
+
+    /// The 16-bit one's complement sum. 0xffff for bytes that contain a right checksum.
+    pub fn fold(self) -> u16 {
+        fold(self.0)
+    }
+
+    /// What goes into the checksum field.
+    pub fn checksum(self) -> u16 {
+        !self.fold()
+    }
+}
+
+impl Add for Sum {
+    type Output = Self;
+
+    fn add(self, other: Self) -> Self {
+        Self(self.0 + other.0)
+    }
+}
+
+fn fold(mut sum: u64) -> u16 {
+    sum = (sum & 0xffff_ffff) + (sum >> 32);
+    sum = (sum & 0xffff_ffff) + (sum >> 32);
+    sum = (sum & 0xffff) + (sum >> 16);
+    sum = (sum & 0xffff) + (sum >> 16);
+    sum = (sum & 0xffff) + (sum >> 16);
+    // Three folds bring it below 2^16.
+    sum as u16
+}
+
+/// The checksum of a packet in which one word changes from `old` to `new` (RFC 1624, equation 3).
+pub fn adjust(checksum: u16, old: u16, new: u16) -> u16 {
+    let sum = u64::from(!checksum) + u64::from(!old) + u64::from(new);
+    !fold(sum)
+}

@@ -1,0 +1,164 @@
+//! A TCP segment inside an IPv4 packet.
+
+use std::net::SocketAddrV4;
+
+use super::{Malformed, Packet, Sum, protocol, pseudo};
+
+/// Bits of a segment's flags.
+pub mod flags {
+    /// No more data from the sender.
+    pub const FIN: u8 = 1;
+    /// Opens.
+    pub const SYN: u8 = 2;
+    /// Ends at once.
+    pub const RST: u8 = 4;
+    /// Pass on now.
+    pub const PSH: u8 = 8;
+    /// The acknowledgement number counts.
+    pub const ACK: u8 = 16;
+}
+
+/// A TCP segment, whole.
+#[derive(Clone, Copy, Debug)]
+pub struct Segment<'a> {
+    header: &'a [u8; 20],
+    options: &'a [u8],
+    payload: &'a [u8],
+    source: SocketAddrV4,
+    destination: SocketAddrV4,
+}
+
+impl<'a> Segment<'a> {
+    /// Checks a packet's segment: lengths, checksum, ports, flags and options.
+    pub fn parse(packet: &Packet<'a>) -> Result<Self, Malformed> {
+        let bytes = packet.payload();
+        let header = bytes.first_chunk::<20>().ok_or(Malformed::Length)?;
+        let (_, behind) = bytes.split_at_checked(20).ok_or(Malformed::Length)?;
+        let options_len = (usize::from(header[12] >> 4) * 4)
+            .checked_sub(20)
+            .ok_or(Malformed::Length)?;
+        let (options, payload) = behind
+            .split_at_checked(options_len)
+            .ok_or(Malformed::Length)?;
+        let (from, to) = (packet.source(), packet.destination());
+        let sum = pseudo(from, to, protocol::TCP, bytes.len()) + Sum::of(bytes);
+        if sum.fold() != 0xffff {
+            return Err(Malformed::Checksum);
+        }
+        let segment = Self {
+            header,
+            options,
+            payload,
+            source: SocketAddrV4::new(from, u16::from_be_bytes([header[0], header[1]])),
+            destination: SocketAddrV4::new(to, u16::from_be_bytes([header[2], header[3]])),
+        };
+        let flags = segment.flags();
+        let kinds = flags & (flags::SYN | flags::FIN | flags::RST);
+        if segment.source.port() == 0
+            || segment.destination.port() == 0
+            || segment.source == segment.destination
+            || kinds.count_ones() > 1
+        {
+            return Err(Malformed::Fields);
+        }
+        if !options.is_empty() && self::options(options).any(|option| option.is_none()) {
+            return Err(Malformed::Length);
+        }
+        Ok(segment)
+    }
+
+    /// Address and port of the sender.
+    pub fn source(&self) -> SocketAddrV4 {
+        self.source
+    }
+
+    /// Address and port of the receiver.
+    pub fn destination(&self) -> SocketAddrV4 {
+        self.destination
+    }
+
+    /// The number of the first byte.
+    pub fn sequence(&self) -> u32 {
+        let h = self.header;
+        u32::from_be_bytes([h[4], h[5], h[6], h[7]])
+    }
+
+    /// The next byte that the sender expects; counts with [`flags::ACK`] only.
+    pub fn acknowledgement(&self) -> u32 {
+        let h = self.header;
+        u32::from_be_bytes([h[8], h[9], h[10], h[11]])
+    }
+
+    /// See [`flags`].
+    pub fn flags(&self) -> u8 {
+        self.header[13] & 0x3f
+    }
+
+    /// Whether any of these flags is set.
+    pub fn has(&self, flags: u8) -> bool {
+        self.flags() & flags != 0
+    }
+
+    /// A request to open a connection.
+    pub fn opens(&self) -> bool {
+        self.flags() & (flags::SYN | flags::ACK) == flags::SYN
+    }
+
+    /// The window, not scaled.
+    pub fn window(&self) -> u16 {
+        u16::from_be_bytes([self.header[14], self.header[15]])
+    }
+
+    /// The data.
+    pub fn payload(&self) -> &'a [u8] {
+        self.payload
+    }
+
+    /// How many sequence numbers it takes.
+    pub fn length(&self) -> u32 {
+        let data = u32::try_from(self.payload.len()).unwrap_or(u32::MAX);
+        data + u32::from(self.has(flags::SYN | flags::FIN))
+    }
+
+    /// The shift of later windows, of a segment with SYN.
+    pub fn window_scale(&self) -> Option<u8> {
+        window_scale(self.options)
+    }
+}
+
+/// The window scale option (RFC 7323). More than 14 counts as 14.
+pub(crate) fn window_scale(bytes: &[u8]) -> Option<u8> {
+    options(bytes).flatten().find_map(|option| match option {
+        [3, 3, shift] => Some((*shift).min(14)),
+        _ => None,
+    })
+}
+
+/// The options that have a kind and a length; `None` if they are broken, and nothing after that.
+fn options(mut rest: &[u8]) -> impl Iterator<Item = Option<&[u8]>> {
+    std::iter::from_fn(move || {
+        while let [1, behind @ ..] = rest {
+            rest = behind;
+        }
+        match rest {
+            [] | [0, ..] => None,
+            [_] => {
+                rest = &[];
+                Some(None)
+            }
+            [kind, length, ..] => {
+                let split = rest.split_at_checked(usize::from(*length));
+                rest = split.map_or(&[], |(_, behind)| behind);
+                let right = |option: &&[u8]| match kind {
+                    2 => option.len() == 4,
+                    3 => option.len() == 3,
+                    4 => option.len() == 2,
+                    5 => matches!(option.len(), 10 | 18 | 26 | 34),
+                    8 => option.len() == 10,
+                    _ => option.len() >= 2,
+                };
+                Some(split.map(|(option, _)| option).filter(right))
+            }
+        }
+    })
+}

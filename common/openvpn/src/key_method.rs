@@ -1,0 +1,189 @@
+//! The key method 2 message, the first thing that each side says over TLS.
+//!
+//! ```text
+//! [0 u32][2 u8][client only: pre master 48][random 32][random 32]
+//!     [options][user name][password][peer info]
+//! ```
+//!
+//! Each text is `[length u16][bytes][NUL]`, where the length counts the NUL; an empty one is a length of 0.
+
+#[cfg(test)]
+mod tests;
+
+use crate::Role;
+use crate::keys::KeySource;
+use bytes::{BufMut, BytesMut};
+
+/// The longest message. Stock reads it into a buffer of half that size.
+pub const MAX_MESSAGE_LEN: usize = 4096;
+
+/// The longest options string, its NUL included, that stock takes.
+pub const MAX_OPTIONS_LEN: usize = 512;
+
+/// Why a message is not taken.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum KeyMethodError {
+    /// It does not begin as it has to.
+    #[error("not a key method 2 message")]
+    Method,
+    /// A text is longer than it may be.
+    #[error("key method 2 message is too long")]
+    TooLong,
+    /// The user name or the password is not UTF-8.
+    #[error("user name or password is not UTF-8")]
+    Credentials,
+}
+
+/// A key method 2 message of either role.
+#[derive(Clone, PartialEq, Eq)]
+pub struct KeyMethod2 {
+    /// Random bytes for the keys.
+    pub source: KeySource,
+    /// The options string; see [`options`](crate::options).
+    pub options: String,
+    /// Empty if there is none.
+    pub username: String,
+    /// Empty if there is none.
+    pub password: String,
+    /// What the client can; see [`peer_info`](crate::peer_info).
+    pub peer_info: String,
+}
+
+impl KeyMethod2 {
+    /// Appends the message as `role` sends it. It has to go into one TLS record: stock looks at one at a time.
+    pub fn write(&self, role: Role, out: &mut BytesMut) -> Result<(), KeyMethodError> {
+        let start = out.len();
+        out.put_u32(0);
+        out.put_u8(2);
+        if role == Role::Client {
+            out.put_slice(&self.source.pre_master);
+        }
+        out.put_slice(&self.source.random1);
+        out.put_slice(&self.source.random2);
+        for text in [
+            &self.options,
+            &self.username,
+            &self.password,
+            &self.peer_info,
+        ] {
+            write_text(text, out);
+        }
+        if self.options.len() >= MAX_OPTIONS_LEN || out.len() - start > MAX_MESSAGE_LEN {
+            out.truncate(start);
+            return Err(KeyMethodError::TooLong);
+        }
+        Ok(())
+    }
+
+    /// Reads a message of `sender` from the front of what TLS gave, and says how long it is; `None` if it is
+    /// not complete.
+    ///
+    /// Peers may leave out texts at the end. As a message is one TLS record, and TLS gives whole
+    /// records, one that ends between two texts is complete.
+    pub fn parse(sender: Role, bytes: &[u8]) -> Result<Option<(Self, usize)>, KeyMethodError> {
+        let mut rest = bytes;
+        match parse_message(sender, &mut rest)? {
+            _ if bytes.len() - rest.len() > MAX_MESSAGE_LEN => Err(KeyMethodError::TooLong),
+            None if bytes.len() > MAX_MESSAGE_LEN => Err(KeyMethodError::TooLong),
+            None => Ok(None),
+            Some(message) => Ok(Some((message, bytes.len() - rest.len()))),
+        }
+    }
+}
+
+impl std::fmt::Debug for KeyMethod2 {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("KeyMethod2")
+            .field("options", &self.options)
+            .field("username", &self.username)
+            .field("peer_info", &self.peer_info)
+            .finish_non_exhaustive()
+    }
+}
+
+fn parse_message(sender: Role, rest: &mut &[u8]) -> Result<Option<KeyMethod2>, KeyMethodError> {
+    let Some(&[zero @ .., method]) = take::<5>(rest) else {
+        return Ok(None);
+    };
+    // Later methods may use the upper bits.
+    if zero != [0; 4] || method & 0x0f != 2 {
+        return Err(KeyMethodError::Method);
+    }
+    let mut source = KeySource {
+        pre_master: [0; 48],
+        random1: [0; 32],
+        random2: [0; 32],
+    };
+    if sender == Role::Client {
+        let Some(bytes) = take(rest) else {
+            return Ok(None);
+        };
+        source.pre_master = *bytes;
+    }
+    let (Some(random1), Some(random2)) = (take(rest), take(rest)) else {
+        return Ok(None);
+    };
+    (source.random1, source.random2) = (*random1, *random2);
+
+    let Some(options) = take_text(rest, MAX_OPTIONS_LEN)? else {
+        return Ok(None);
+    };
+    let mut texts = [&[][..]; 3];
+    for text in &mut texts {
+        if rest.is_empty() {
+            break;
+        }
+        let Some(taken) = take_text(rest, MAX_MESSAGE_LEN)? else {
+            return Ok(None);
+        };
+        *text = taken;
+    }
+    let [username, password, peer_info] = texts;
+    let credential = |bytes: &[u8]| {
+        std::str::from_utf8(bytes)
+            .map(str::to_owned)
+            .map_err(|_| KeyMethodError::Credentials)
+    };
+    Ok(Some(KeyMethod2 {
+        source,
+        options: String::from_utf8_lossy(options).into_owned(),
+        username: credential(username)?,
+        password: credential(password)?,
+        peer_info: String::from_utf8_lossy(peer_info).into_owned(),
+    }))
+}
+
+fn write_text(text: &str, out: &mut BytesMut) {
+    match u16::try_from(text.len() + 1) {
+        Ok(1) => out.put_u16(0),
+        Ok(len) => {
+            out.put_u16(len);
+            out.put_slice(text.as_bytes());
+            out.put_u8(0);
+        }
+        // Too long in any case, and found to be by the length of the whole.
+        Err(_) => out.put_slice(text.as_bytes()),
+    }
+}
+
+/// Up to the first NUL.
+fn take_text<'a>(rest: &mut &'a [u8], max: usize) -> Result<Option<&'a [u8]>, KeyMethodError> {
+    let Some((&len, after)) = rest.split_first_chunk() else {
+        return Ok(None);
+    };
+    let len = usize::from(u16::from_be_bytes(len));
+    if len > max {
+        return Err(KeyMethodError::TooLong);
+    }
+    let Some((text, after)) = after.split_at_checked(len) else {
+        return Ok(None);
+    };
+    *rest = after;
+    Ok(text.split(|byte| *byte == 0).next())
+}
+
+fn take<'a, const N: usize>(rest: &mut &'a [u8]) -> Option<&'a [u8; N]> {
+    let (taken, after) = rest.split_first_chunk()?;
+    *rest = after;
+    Some(taken)
+}

@@ -1,0 +1,129 @@
+//! The key material of one negotiation: from what the sides told each other to the keys of each direction.
+
+#[cfg(test)]
+mod tests;
+
+use crate::Role;
+use crate::packet::SessionId;
+use crate::prf::tls1_prf;
+use rand::RngCore;
+
+/// The label under which a key block is exported from TLS (RFC 5705), without a context.
+pub const EXPORTER_LABEL: &[u8] = b"EXPORTER-OpenVPN-datakeys";
+
+/// The length of a [`KeyBlock`], and of a static key file's contents.
+pub const KEY_BLOCK_LEN: usize = 256;
+
+/// The random bytes that a side puts into its key method 2 message.
+#[derive(Clone, PartialEq, Eq)]
+pub struct KeySource {
+    /// The client's alone; zeros in what a server has.
+    pub pre_master: [u8; 48],
+    /// For the master secret.
+    pub random1: [u8; 32],
+    /// For the key expansion.
+    pub random2: [u8; 32],
+}
+
+impl KeySource {
+    /// New random bytes for a message of `role`.
+    pub fn random(role: Role, rng: &mut dyn RngCore) -> Self {
+        let mut source = Self {
+            pre_master: [0; 48],
+            random1: [0; 32],
+            random2: [0; 32],
+        };
+        if role == Role::Client {
+            rng.fill_bytes(&mut source.pre_master);
+        }
+        rng.fill_bytes(&mut source.random1);
+        rng.fill_bytes(&mut source.random2);
+        source
+    }
+}
+
+impl std::fmt::Debug for KeySource {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("KeySource")
+    }
+}
+
+/// Key material as both sides have it: two directions, each with 64 bytes for a cipher and 64 for a MAC.
+#[derive(Clone, PartialEq, Eq)]
+pub struct KeyBlock([u8; KEY_BLOCK_LEN]);
+
+impl KeyBlock {
+    /// Takes the bytes as they are: out of a static key file, or what TLS exports for [`EXPORTER_LABEL`].
+    pub fn from_bytes(bytes: [u8; KEY_BLOCK_LEN]) -> Self {
+        Self(bytes)
+    }
+
+    /// Derives the keys for peers that can not export them from TLS.
+    pub fn from_prf(
+        client: &KeySource,
+        server: &KeySource,
+        client_session: SessionId,
+        server_session: SessionId,
+    ) -> Self {
+        let mut master = [0; 48];
+        let seed = [&client.random1[..], &server.random1[..]];
+        tls1_prf(
+            &client.pre_master,
+            b"OpenVPN master secret",
+            &seed,
+            &mut master,
+        );
+        let mut block = [0; KEY_BLOCK_LEN];
+        let seed = [
+            &client.random2[..],
+            &server.random2[..],
+            &client_session.0,
+            &server_session.0,
+        ];
+        tls1_prf(&master, b"OpenVPN key expansion", &seed, &mut block);
+        Self(block)
+    }
+
+    /// One half of the block: a key pair for one direction.
+    pub fn half(&self, half: Half) -> HalfBlock<'_> {
+        let (zero, one) = self.0.split_at(KEY_BLOCK_LEN / 2);
+        let (cipher, mac) = match half {
+            Half::Zero => zero,
+            Half::One => one,
+        }
+        .split_at(KEY_BLOCK_LEN / 4);
+        HalfBlock { cipher, mac }
+    }
+
+    /// The keys of what `sender` sends in the data channel.
+    pub fn data(&self, sender: Role) -> HalfBlock<'_> {
+        self.half(match sender {
+            Role::Client => Half::Zero,
+            Role::Server => Half::One,
+        })
+    }
+}
+
+impl std::fmt::Debug for KeyBlock {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("KeyBlock")
+    }
+}
+
+/// A half of a [`KeyBlock`], counted as they are stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Half {
+    /// Bytes 0 to 127.
+    Zero,
+    /// Bytes 128 to 255.
+    One,
+}
+
+/// The keys of one direction. Ciphers and MACs use as many bytes from the front as their keys have.
+#[derive(Clone, Copy)]
+pub struct HalfBlock<'a> {
+    /// 64 bytes for a cipher.
+    pub cipher: &'a [u8],
+    /// 64 bytes for a MAC, or for the nonces of a cipher that needs none.
+    pub mac: &'a [u8],
+}

@@ -1,0 +1,249 @@
+//! The tracked connections, found from either side.
+//!
+//! Owns their number, ports and timers. One source may have half of the table; when it is full
+//! the connection that was never answered and is nearest to its end makes room, as in Linux, and
+//! if there is none nothing new is tracked.
+
+use std::collections::hash_map::RandomState;
+use std::collections::{BTreeSet, HashMap};
+use std::net::{Ipv4Addr, SocketAddrV4};
+use std::time::{Duration, Instant};
+
+use super::MASQUERADE_PORTS;
+use crate::ip::{Malformed, protocol};
+
+/// One source may have the table's size divided by this.
+const SHARES: usize = 2;
+/// Ports that are tried for a new connection.
+const TRIES: usize = 4096;
+/// Until a new connection's first packet has set its time.
+const FIRST: Duration = Duration::from_secs(30);
+
+/// Why a packet is not translated.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Untracked {
+    /// Broken.
+    #[error(transparent)]
+    Malformed(#[from] Malformed),
+    /// Of no connection that is known.
+    #[error("no connection is known")]
+    Unknown,
+    /// The table is full, or this source's part of it.
+    #[error("too many connections")]
+    Full,
+    /// All ports are in use toward that destination.
+    #[error("no port is free")]
+    PortsExhausted,
+}
+
+#[derive(Debug)]
+pub(super) struct Connection {
+    protocol: u8,
+    pub(super) source: SocketAddrV4,
+    destination: SocketAddrV4,
+    /// The local port, or the identifier of echoes.
+    pub(super) port: u16,
+    pub(super) answered: bool,
+    pub(super) reset: bool,
+    /// Whether the source and the destination have ended.
+    pub(super) ended: [bool; 2],
+    pub(super) until: Instant,
+    /// When its timer is set, which is before `until` or then.
+    armed: Instant,
+    unanswered_timer: bool,
+}
+
+type Outward = (u8, SocketAddrV4, SocketAddrV4);
+type Inward = (u8, SocketAddrV4, u16);
+
+#[derive(Debug)]
+pub(super) struct Table {
+    max: usize,
+    connections: HashMap<u64, Connection>,
+    next: u64,
+    outward: HashMap<Outward, u64, RandomState>,
+    inward: HashMap<Inward, u64, RandomState>,
+    timers: BTreeSet<(Instant, u64)>,
+    /// Those that were not answered when their timer was set.
+    unanswered: BTreeSet<(Instant, u64)>,
+    sources: HashMap<Ipv4Addr, usize>,
+    port: u16,
+    pub(super) evicted: u64,
+}
+
+impl Table {
+    pub(super) fn new(max: usize) -> Self {
+        Self {
+            max,
+            connections: HashMap::new(),
+            next: 0,
+            outward: HashMap::new(),
+            inward: HashMap::new(),
+            timers: BTreeSet::new(),
+            unanswered: BTreeSet::new(),
+            sources: HashMap::new(),
+            port: *MASQUERADE_PORTS.start(),
+            evicted: 0,
+        }
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.connections.len()
+    }
+
+    /// A connection by what its source sees.
+    pub(super) fn outward(
+        &mut self,
+        protocol: u8,
+        source: SocketAddrV4,
+        destination: SocketAddrV4,
+    ) -> Option<&mut Connection> {
+        let id = self.outward.get(&(protocol, source, destination))?;
+        self.connections.get_mut(id)
+    }
+
+    /// A connection by what its destination sees.
+    pub(super) fn inward(
+        &mut self,
+        protocol: u8,
+        destination: SocketAddrV4,
+        port: u16,
+    ) -> Option<&mut Connection> {
+        let destination = by_destination(protocol, destination, port);
+        let id = self.inward.get(&(protocol, destination, port))?;
+        self.connections.get_mut(id)
+    }
+
+    /// Tracks a new connection.
+    pub(super) fn open(
+        &mut self,
+        protocol: u8,
+        source: SocketAddrV4,
+        destination: SocketAddrV4,
+        now: Instant,
+    ) -> Result<&mut Connection, Untracked> {
+        self.expire(now);
+        let of_source = self.sources.get(source.ip()).copied().unwrap_or(0);
+        if of_source >= (self.max / SHARES).max(1) {
+            return Err(Untracked::Full);
+        }
+        if self.connections.len() >= self.max && !self.evict() {
+            return Err(Untracked::Full);
+        }
+        let port = self
+            .free_port(protocol, source.port(), destination)
+            .ok_or(Untracked::PortsExhausted)?;
+        let id = self.next;
+        self.next += 1;
+        let until = now + FIRST;
+        self.outward.insert((protocol, source, destination), id);
+        self.inward.insert(
+            (protocol, by_destination(protocol, destination, port), port),
+            id,
+        );
+        self.timers.insert((until, id));
+        self.unanswered.insert((until, id));
+        *self.sources.entry(*source.ip()).or_default() += 1;
+        Ok(self.connections.entry(id).or_insert(Connection {
+            protocol,
+            source,
+            destination,
+            port,
+            answered: false,
+            reset: false,
+            ended: [false; 2],
+            until,
+            armed: until,
+            unanswered_timer: true,
+        }))
+    }
+
+    /// The source's own port if it is free, as in Linux, or the next one that is.
+    fn free_port(&mut self, protocol: u8, wanted: u16, destination: SocketAddrV4) -> Option<u16> {
+        let any = protocol == protocol::ICMP;
+        let free = |inward: &HashMap<_, _>, port| {
+            !inward.contains_key(&(protocol, by_destination(protocol, destination, port), port))
+        };
+        if (any || MASQUERADE_PORTS.contains(&wanted)) && free(&self.inward, wanted) {
+            return Some(wanted);
+        }
+        for _ in 0..TRIES {
+            self.port = match self.port.checked_add(1) {
+                Some(next) if any || MASQUERADE_PORTS.contains(&next) => next,
+                _ => *MASQUERADE_PORTS.start(),
+            };
+            if free(&self.inward, self.port) {
+                return Some(self.port);
+            }
+        }
+        None
+    }
+
+    pub(super) fn expire(&mut self, now: Instant) {
+        while let Some((armed, id)) = self.timers.first().copied()
+            && armed <= now
+        {
+            self.timers.pop_first();
+            self.unanswered.remove(&(armed, id));
+            let Some(connection) = self.connections.get_mut(&id) else {
+                continue;
+            };
+            if connection.until <= now {
+                self.forget(id);
+                continue;
+            }
+            // Packets have moved the end on; the timer follows only now.
+            connection.armed = connection.until;
+            connection.unanswered_timer = !connection.answered;
+            self.timers.insert((connection.until, id));
+            if !connection.answered {
+                self.unanswered.insert((connection.until, id));
+            }
+        }
+    }
+
+    /// Makes room for one.
+    fn evict(&mut self) -> bool {
+        while let Some((_, id)) = self.unanswered.pop_first() {
+            let Some(connection) = self.connections.get_mut(&id) else {
+                continue;
+            };
+            connection.unanswered_timer = false;
+            if !connection.answered {
+                self.evicted += 1;
+                self.forget(id);
+                return true;
+            }
+        }
+        false
+    }
+
+    fn forget(&mut self, id: u64) {
+        let Some(gone) = self.connections.remove(&id) else {
+            return;
+        };
+        let destination = by_destination(gone.protocol, gone.destination, gone.port);
+        self.outward
+            .remove(&(gone.protocol, gone.source, gone.destination));
+        self.inward.remove(&(gone.protocol, destination, gone.port));
+        self.timers.remove(&(gone.armed, id));
+        if gone.unanswered_timer {
+            self.unanswered.remove(&(gone.armed, id));
+        }
+        if let Some(count) = self.sources.get_mut(gone.source.ip()) {
+            *count -= 1;
+            if *count == 0 {
+                self.sources.remove(gone.source.ip());
+            }
+        }
+    }
+}
+
+/// An echo's reply comes with the identifier that it was translated to.
+fn by_destination(protocol: u8, destination: SocketAddrV4, port: u16) -> SocketAddrV4 {
+    if protocol == protocol::ICMP {
+        SocketAddrV4::new(*destination.ip(), port)
+    } else {
+        destination
+    }
+}

@@ -1,0 +1,325 @@
+#![allow(clippy::unwrap_used, clippy::indexing_slicing)]
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::ip::build::{Numbers, echo, icmp, tcp, udp};
+
+const OWN: Ipv4Addr = Ipv4Addr::new(10, 20, 0, 1);
+const SECOND: Duration = Duration::from_secs(1);
+
+fn at(text: &str) -> SocketAddrV4 {
+    text.parse().unwrap()
+}
+
+fn ends(packet: &[u8]) -> (SocketAddrV4, SocketAddrV4) {
+    match Kind::of(packet).unwrap() {
+        Kind::Packet(ends) => (ends.source, ends.destination),
+        _ => panic!("no packet of a connection"),
+    }
+}
+
+fn segment(from: SocketAddrV4, to: SocketAddrV4, flags: u8) -> Vec<u8> {
+    tcp(from, to, Numbers(1, 1, 1000), flags, &[], b"data")
+}
+
+#[test]
+fn there_and_back_for_each_protocol() {
+    let now = Instant::now();
+    let (client, pod) = (at("10.20.0.6:45678"), at("172.25.0.7:443"));
+    let mut table = Masquerade::new(OWN, 100);
+
+    for tcp in [true, false] {
+        let make = |from, to| match tcp {
+            true => segment(from, to, flags::SYN),
+            false => udp(from, to, b"query"),
+        };
+        let mut packet = make(client, pod);
+        table.outward(&mut packet, true, now).unwrap();
+        let (from, to) = ends(&packet);
+        assert_eq!((*from.ip(), to), (OWN, pod));
+        assert!(MASQUERADE_PORTS.contains(&from.port()));
+        // The second packet goes the same way.
+        let mut again = make(client, pod);
+        table.outward(&mut again, false, now).unwrap();
+        assert_eq!(again, packet);
+        let mut answer = make(pod, from);
+        assert_eq!(table.inward(&mut answer, now), Ok(*client.ip()));
+        assert_eq!(ends(&answer), (pod, client));
+        // Nobody else may answer.
+        let mut foreign = make(at("172.25.0.8:443"), from);
+        assert_eq!(table.inward(&mut foreign, now), Err(Untracked::Unknown));
+    }
+
+    let mut ping = echo(client, pod, false, 7);
+    table.outward(&mut ping, true, now).unwrap();
+    assert_eq!(
+        ends(&ping).0,
+        SocketAddrV4::new(OWN, 7),
+        "kept, as it is free"
+    );
+    let mut other = echo(at("10.20.0.10:0"), pod, false, 7);
+    table.outward(&mut other, true, now).unwrap();
+    let id = ends(&other).0.port();
+    assert_ne!(id, 7);
+    let mut pong = echo(pod, SocketAddrV4::new(OWN, 0), true, id);
+    assert_eq!(table.inward(&mut pong, now), Ok([10, 20, 0, 10].into()));
+    assert_eq!(ends(&pong).1, at("10.20.0.10:7"));
+    assert_eq!(table.len(), 4);
+}
+
+#[test]
+fn replies_and_stray_packets_open_nothing() {
+    let now = Instant::now();
+    let (client, pod) = (at("10.20.0.6:45678"), at("172.25.0.7:443"));
+    let mut table = Masquerade::new(OWN, 100);
+    let mut pong = echo(client, pod, true, 7);
+    assert_eq!(table.outward(&mut pong, true, now), Err(Untracked::Unknown));
+    let mut packet = segment(client, pod, flags::SYN);
+    assert_eq!(
+        table.outward(&mut packet, false, now),
+        Err(Untracked::Unknown)
+    );
+    // A ping from behind to the own address is for the server itself.
+    let mut ping = echo(pod, SocketAddrV4::new(OWN, 0), false, 7);
+    assert_eq!(table.inward(&mut ping, now), Err(Untracked::Unknown));
+    packet[25] ^= 1;
+    assert_eq!(
+        table.outward(&mut packet, true, now),
+        Err(Untracked::Malformed(Malformed::Checksum))
+    );
+    assert!(table.is_empty());
+}
+
+#[test]
+fn two_clients_with_one_port_to_one_pod() {
+    let now = Instant::now();
+    let pod = at("172.25.0.7:443");
+    let mut table = Masquerade::new(OWN, 100);
+    let mut ports = Vec::new();
+    for client in ["10.20.0.6:2000", "10.20.0.10:2000"] {
+        let mut packet = segment(at(client), pod, flags::SYN);
+        table.outward(&mut packet, true, now).unwrap();
+        let from = ends(&packet).0;
+        ports.push(from.port());
+        let mut answer = segment(pod, from, flags::SYN | flags::ACK);
+        table.inward(&mut answer, now).unwrap();
+        assert_eq!(ends(&answer).1, at(client));
+    }
+    assert_eq!(ports[0], 2000, "kept, as it is free");
+    assert_ne!(ports[1], 2000);
+}
+
+#[test]
+fn errors_about_translated_packets_find_their_senders() {
+    let now = Instant::now();
+    let (client, pod) = (at("10.20.0.6:45678"), at("172.25.0.7:443"));
+    let router = at("172.25.0.1:0");
+    let mut table = Masquerade::new(OWN, 100);
+    for packet in [
+        segment(client, pod, flags::SYN),
+        udp(client, pod, b"a question"),
+        echo(client, pod, false, 7),
+    ] {
+        let mut translated = packet.clone();
+        table.outward(&mut translated, true, now).unwrap();
+        // Routers quote as little as a header and eight bytes, or more.
+        for quoted in [28, translated.len()] {
+            let mut error = icmp(
+                router,
+                SocketAddrV4::new(OWN, 0),
+                [3, 1],
+                [0; 4],
+                &translated[..quoted],
+            );
+            assert_eq!(table.inward(&mut error, now), Ok(*client.ip()));
+            let view = Packet::parse(&error).unwrap();
+            assert_eq!(view.destination(), *client.ip());
+            assert_eq!(view.source(), *router.ip());
+            let message = Icmp::parse(&view).unwrap();
+            assert_eq!(message.body(), &packet[..quoted], "as if never translated");
+        }
+    }
+    // About a packet that nobody has sent.
+    let other = segment(SocketAddrV4::new(OWN, 5000), pod, flags::SYN);
+    let mut error = icmp(router, SocketAddrV4::new(OWN, 0), [3, 1], [0; 4], &other);
+    assert_eq!(table.inward(&mut error, now), Err(Untracked::Unknown));
+}
+
+#[test]
+fn errors_about_answers_go_out_translated() {
+    let now = Instant::now();
+    let (client, pod) = (at("10.20.0.6:45678"), at("172.25.0.7:53"));
+    let mut table = Masquerade::new(OWN, 100);
+    let mut query = udp(client, pod, b"query");
+    table.outward(&mut query, true, now).unwrap();
+    let own = ends(&query).0;
+    let sent = udp(pod, own, b"answer");
+    let mut answer = sent.clone();
+    table.inward(&mut answer, now).unwrap();
+    // The client has closed its port meanwhile.
+    let mut error = icmp(client, pod, [3, 3], [0; 4], &answer);
+    table.outward(&mut error, false, now).unwrap();
+    let view = Packet::parse(&error).unwrap();
+    assert_eq!((view.source(), view.destination()), (OWN, *pod.ip()));
+    assert_eq!(Icmp::parse(&view).unwrap().body(), sent);
+}
+
+#[test]
+fn connections_are_forgotten_in_their_time() {
+    let start = Instant::now();
+    let (client, pod) = (at("10.20.0.6:45678"), at("172.25.0.7:443"));
+    let mut table = Masquerade::new(OWN, 100);
+    let mut packet = udp(client, pod, b"query");
+    table.outward(&mut packet, true, start).unwrap();
+    let own = ends(&packet).0;
+    table.expire(start + 29 * SECOND);
+    assert_eq!(table.len(), 1);
+    table
+        .inward(&mut udp(pod, own, b"answer"), start + 29 * SECOND)
+        .unwrap();
+    table.expire(start + 200 * SECOND);
+    assert_eq!(table.len(), 1, "an answered one is kept longer");
+    table.expire(start + 210 * SECOND);
+    assert!(table.is_empty());
+
+    table
+        .outward(&mut segment(client, pod, flags::SYN), true, start)
+        .unwrap();
+    let mut packet = segment(client, pod, flags::ACK);
+    table.outward(&mut packet, false, start).unwrap();
+    let own = ends(&packet).0;
+    table
+        .inward(&mut segment(pod, own, flags::ACK), start)
+        .unwrap();
+    table.expire(start + 23 * 3600 * SECOND);
+    assert_eq!(table.len(), 1, "established");
+    let end = start + 23 * 3600 * SECOND;
+    let fin = flags::FIN | flags::ACK;
+    table
+        .outward(&mut segment(client, pod, fin), false, end)
+        .unwrap();
+    table.inward(&mut segment(pod, own, fin), end).unwrap();
+    // Its timer is the established one's, an hour later at most.
+    table.expire(end + 3700 * SECOND);
+    assert!(table.is_empty());
+
+    table
+        .outward(&mut segment(client, pod, flags::SYN), true, end)
+        .unwrap();
+    table
+        .outward(&mut segment(client, pod, flags::RST), false, end)
+        .unwrap();
+    table.expire(end + 31 * SECOND);
+    assert!(table.is_empty());
+}
+
+#[test]
+fn the_table_is_bounded_and_makes_room() {
+    let now = Instant::now();
+    let mut table = Masquerade::new(OWN, 1000);
+    let client = |i: u32| SocketAddrV4::new(Ipv4Addr::from_bits(0x0a14_0100 + i % 7), 1 + i as u16);
+    let pod = |i: u32| SocketAddrV4::new(Ipv4Addr::from_bits(0xac19_0000 + i), 443);
+    // One that is established.
+    let mut packet = segment(client(0), pod(0), flags::SYN);
+    table.outward(&mut packet, true, now).unwrap();
+    let own = ends(&packet).0;
+    table
+        .inward(&mut segment(pod(0), own, flags::ACK), now)
+        .unwrap();
+    for i in 1..20_000 {
+        let now = now + Duration::from_micros(i.into());
+        table
+            .outward(&mut segment(client(i), pod(i), flags::SYN), true, now)
+            .unwrap();
+        assert!(table.len() <= 1000);
+    }
+    assert_eq!(table.evicted(), 19_000);
+    assert!(
+        table
+            .outward(&mut segment(client(0), pod(0), flags::ACK), false, now)
+            .is_ok()
+    );
+
+    // One client alone gets half of it, and established ones do not make room.
+    let mut table = Masquerade::new(OWN, 100);
+    let mut full = 0;
+    for i in 0..200 {
+        let from = SocketAddrV4::new([10, 20, 0, 6].into(), 1000 + i);
+        let mut packet = segment(from, pod(i.into()), flags::SYN);
+        match table.outward(&mut packet, true, now) {
+            Ok(()) => {
+                let own = ends(&packet).0;
+                table
+                    .inward(&mut segment(pod(i.into()), own, flags::ACK), now)
+                    .unwrap();
+            }
+            Err(why) => {
+                assert_eq!(why, Untracked::Full);
+                full += 1;
+            }
+        }
+    }
+    assert_eq!((table.len(), full), (50, 150));
+}
+
+#[test]
+fn ports_run_out_for_one_destination_only() {
+    let now = Instant::now();
+    let mut table = Masquerade::new(OWN, 1 << 20);
+    let pod = at("172.25.0.7:443");
+    let mut failed = 0;
+    for i in 0..33_000_u32 {
+        let from = SocketAddrV4::new(Ipv4Addr::from_bits(0x0a14_0000 + i / 1000), 40_000);
+        let from = SocketAddrV4::new(*from.ip(), from.port() + (i % 1000) as u16);
+        failed += u32::from(
+            table.outward(&mut udp(from, pod, b""), true, now) == Err(Untracked::PortsExhausted),
+        );
+    }
+    assert_eq!(failed, 33_000 - 31_744);
+    let other = at("172.25.0.7:80");
+    table
+        .outward(&mut udp(at("10.20.9.9:50000"), other, b""), true, now)
+        .unwrap();
+}
+
+proptest! {
+    /// Whatever is translated out comes back to its sender, and no two share an own end.
+    #[test]
+    fn translation_is_undone(
+        packets in proptest::collection::vec((0..4_u8, 1..200_u16, 0..3_u8, 1..4_u16, 0..3_usize), 1..60),
+    ) {
+        let now = Instant::now();
+        let mut table = Masquerade::new(OWN, 1000);
+        let mut seen = std::collections::HashMap::new();
+        for (host, port, pod_host, pod_port, which) in packets {
+            let client = SocketAddrV4::new([10, 20, 0, 6 + host].into(), 1000 + port);
+            let pod = SocketAddrV4::new([172, 25, 0, pod_host + 1].into(), pod_port);
+            let packet = match which {
+                0 => segment(client, pod, flags::ACK),
+                1 => udp(client, pod, b"data"),
+                _ => echo(client, pod, false, port),
+            };
+            let mut translated = packet.clone();
+            table.outward(&mut translated, true, now).unwrap();
+            let (own, to) = ends(&translated);
+            let mut answer = match which {
+                0 => segment(to, own, flags::ACK),
+                1 => udp(to, own, b"data"),
+                _ => echo(to, own, true, own.port()),
+            };
+            prop_assert_eq!(table.inward(&mut answer, now), Ok(*client.ip()));
+            prop_assert_eq!(ends(&answer), (ends(&packet).1, ends(&packet).0));
+            let (from, to) = (ends(&packet).0, ends(&packet).1.ip().to_owned());
+            let at = if which == 2 { 0 } else { pod.port() };
+            prop_assert_eq!(*seen.entry((which, own, to, at)).or_insert(from), from);
+        }
+    }
+
+    #[test]
+    fn any_bytes(mut bytes in proptest::collection::vec(any::<u8>(), 0..100), open in any::<bool>()) {
+        let mut table = Masquerade::new(OWN, 10);
+        let _ = table.outward(&mut bytes, open, Instant::now());
+        let _ = table.inward(&mut bytes, Instant::now());
+    }
+}

@@ -1,0 +1,137 @@
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
+
+use super::*;
+use Cipher::{Aes128Gcm, Aes256Cbc, Aes256Gcm, ChaCha20Poly1305};
+
+fn client(lines: &str) -> PeerInfo {
+    PeerInfo::parse(lines)
+}
+
+fn options(cipher: &str) -> PeerOptions {
+    PeerOptions::parse(&format!("V4,cipher {cipher}"))
+}
+
+#[test]
+fn the_servers_order_decides() {
+    let peer = client("IV_CIPHERS=CHACHA20-POLY1305:AES-128-GCM:AES-256-GCM");
+    let choose = |allowed: &[Cipher]| choose_as_server(allowed, None, &peer, &options("BF-CBC"));
+    let pushed = |cipher| Ok(Choice { cipher, push: true });
+    assert_eq!(choose(&[Aes256Gcm, Aes128Gcm]), pushed(Aes256Gcm));
+    assert_eq!(choose(&[Aes128Gcm, Aes256Gcm]), pushed(Aes128Gcm));
+    assert_eq!(
+        choose(&[Aes256Cbc, ChaCha20Poly1305]),
+        pushed(ChaCha20Poly1305)
+    );
+    assert_eq!(choose(&[Aes256Cbc]), Err(NcpError::NoShared));
+    assert_eq!(choose(&[]), Err(NcpError::NoShared));
+}
+
+#[test]
+fn a_list_is_all_that_a_client_offers() {
+    let peer = client("IV_CIPHERS=AES-128-GCM\nIV_NCP=2");
+    assert_eq!(
+        choose_as_server(&[Aes256Gcm], None, &peer, &options("AES-256-GCM")),
+        Err(NcpError::NoShared)
+    );
+    let fallback = choose_as_server(
+        &[Aes256Gcm],
+        Some(Aes256Cbc),
+        &peer,
+        &options("AES-256-CBC"),
+    );
+    assert_eq!(fallback, Err(NcpError::NoShared));
+}
+
+/// 2.4 before 2.4.10.
+#[test]
+fn a_client_without_a_list() {
+    let peer = client("IV_NCP=2");
+    let choose =
+        |allowed: &[Cipher], cipher| choose_as_server(allowed, None, &peer, &options(cipher));
+    assert_eq!(
+        choose(&Cipher::DEFAULT, "BF-CBC"),
+        Ok(Choice {
+            cipher: Aes256Gcm,
+            push: true
+        })
+    );
+    assert_eq!(
+        choose(&[ChaCha20Poly1305, Aes128Gcm], "BF-CBC"),
+        Ok(Choice {
+            cipher: Aes128Gcm,
+            push: true
+        })
+    );
+    assert_eq!(
+        choose(&[Aes256Cbc, Aes128Gcm], "AES-256-CBC"),
+        Ok(Choice {
+            cipher: Aes256Cbc,
+            push: true
+        })
+    );
+    assert_eq!(
+        choose(&[ChaCha20Poly1305], "BF-CBC"),
+        Err(NcpError::NoShared)
+    );
+}
+
+/// 2.3, or `ncp-disable`.
+#[test]
+fn a_client_that_can_not_negotiate_keeps_its_own() {
+    let peer = client("IV_VER=2.3.18");
+    let own = |cipher| {
+        Ok(Choice {
+            cipher,
+            push: false,
+        })
+    };
+    let choose = |allowed: &[Cipher], fallback, options: &PeerOptions| {
+        choose_as_server(allowed, fallback, &peer, options)
+    };
+    assert_eq!(
+        choose(&[Aes256Gcm, Aes256Cbc], None, &options("AES-256-CBC")),
+        own(Aes256Cbc)
+    );
+    assert_eq!(
+        choose(&[Aes256Gcm], None, &options("AES-256-CBC")),
+        Err(NcpError::NoShared)
+    );
+    assert_eq!(
+        choose(&[Aes256Gcm], Some(Aes256Cbc), &options("AES-256-CBC")),
+        own(Aes256Cbc)
+    );
+    assert_eq!(
+        choose(&[Aes256Gcm], Some(Aes256Cbc), &options("BF-CBC")),
+        Err(NcpError::NoShared)
+    );
+    // `disable-occ`: it says nothing at all.
+    assert_eq!(
+        choose(&[Aes256Gcm], Some(Aes256Cbc), &PeerOptions::default()),
+        own(Aes256Cbc)
+    );
+    assert_eq!(
+        choose(&[Aes256Gcm], None, &PeerOptions::default()),
+        Err(NcpError::NoShared)
+    );
+}
+
+#[test]
+fn as_a_client() {
+    let allowed = [Aes256Gcm, Aes256Cbc];
+    let server = options("AES-256-CBC");
+    assert_eq!(
+        choose_as_client(&allowed, Some("AES-256-GCM"), &server),
+        Ok(Aes256Gcm)
+    );
+    assert_eq!(choose_as_client(&allowed, None, &server), Ok(Aes256Cbc));
+    for refused in ["AES-128-GCM", "BF-CBC", ""] {
+        assert_eq!(
+            choose_as_client(&allowed, Some(refused), &server),
+            Err(NcpError::NotAllowed(refused.to_owned()))
+        );
+    }
+    assert_eq!(
+        choose_as_client(&allowed, None, &PeerOptions::default()),
+        Err(NcpError::Unnamed)
+    );
+}

@@ -1,0 +1,117 @@
+//! What a client says of itself in its key method 2 message: lines of `IV_NAME=value`.
+
+#[cfg(test)]
+mod tests;
+
+use crate::cipher::Cipher;
+
+/// The bits of `IV_PROTO`: what the peer can.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Protocol(pub u32);
+
+impl Protocol {
+    /// Data packets with a peer id.
+    pub const DATA_V2: Self = Self(1 << 1);
+    /// Wants its configuration without asking for it.
+    pub const REQUEST_PUSH: Self = Self(1 << 2);
+    /// Can derive data keys from TLS.
+    pub const TLS_KEY_EXPORT: Self = Self(1 << 3);
+    /// Takes a keyword with AUTH_PENDING.
+    pub const AUTH_PENDING_KEYWORD: Self = Self(1 << 4);
+    /// Knows the exit message in the control channel, and the pushed option `protocol-flags`.
+    pub const CC_EXIT_NOTIFY: Self = Self(1 << 7);
+    /// Knows AUTH_FAILED,TEMP.
+    pub const AUTH_FAIL_TEMP: Self = Self(1 << 8);
+    /// Can wrap renegotiations with keys of the session. Never offered by us.
+    pub const DYNAMIC_TLS_CRYPT: Self = Self(1 << 9);
+    /// Knows data packets with epochs. Never offered by us.
+    pub const DATA_EPOCH: Self = Self(1 << 10);
+
+    /// What our client can.
+    pub const OURS: Self = Self(
+        Self::DATA_V2.0
+            | Self::REQUEST_PUSH.0
+            | Self::TLS_KEY_EXPORT.0
+            | Self::CC_EXIT_NOTIFY.0
+            | Self::AUTH_FAIL_TEMP.0,
+    );
+
+    /// Without these bits.
+    pub fn without(self, other: Self) -> Self {
+        Self(self.0 & !other.0)
+    }
+
+    /// Whether all bits of `other` are there.
+    pub fn has(self, other: Self) -> bool {
+        self.0 & other.0 == other.0
+    }
+}
+
+/// A client's lines, as far as anything depends on them. What is missing or not understood is as if it
+/// were not there.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct PeerInfo {
+    /// `IV_VER`, for logs: `2.5.2`.
+    pub version: Option<String>,
+    /// `IV_PLAT`, for logs: `linux`.
+    pub platform: Option<String>,
+    /// `IV_PROTO`.
+    pub protocol: Protocol,
+    /// `IV_CIPHERS`, without those that are not supported; `None` if the line is not there.
+    pub ciphers: Option<Vec<Cipher>>,
+    /// `IV_NCP`: 2 stands for AES-256-GCM and AES-128-GCM, for clients that have no list yet.
+    pub ncp: u32,
+    /// `IV_MTU`: the largest `tun-mtu` that can be pushed.
+    pub mtu: Option<u16>,
+    /// `IV_COMP_STUBv2=1`: knows the framing `compress stub-v2`.
+    pub stub_v2: bool,
+    /// `IV_LZO_STUB=1` or `IV_LZO=1`: knows the framing of `comp-lzo`.
+    pub lzo_stub: bool,
+}
+
+impl PeerInfo {
+    /// Reads the lines. The first of each name counts: a client's own settings may follow.
+    pub fn parse(lines: &str) -> Self {
+        let mut info = Self::default();
+        let mut protocol = None;
+        let mut ncp = None;
+        for (name, value) in lines.lines().filter_map(|line| line.split_once('=')) {
+            let value = value.trim_end();
+            match name {
+                "IV_VER" => _ = info.version.get_or_insert_with(|| value.to_owned()),
+                "IV_PLAT" => _ = info.platform.get_or_insert_with(|| value.to_owned()),
+                "IV_PROTO" => protocol = protocol.or(value.parse().ok()),
+                "IV_CIPHERS" => _ = info.ciphers.get_or_insert_with(|| Cipher::known_in(value)),
+                "IV_NCP" => ncp = ncp.or(value.parse().ok()),
+                "IV_MTU" => info.mtu = info.mtu.or(value.parse().ok()),
+                "IV_COMP_STUBv2" => info.stub_v2 |= value == "1",
+                "IV_LZO_STUB" | "IV_LZO" => info.lzo_stub |= value == "1",
+                _ => {}
+            }
+        }
+        info.protocol = Protocol(protocol.unwrap_or_default());
+        info.ncp = ncp.unwrap_or_default();
+        info
+    }
+
+    /// Whether a cipher can be pushed to this client.
+    pub fn can_negotiate(&self) -> bool {
+        self.ciphers.is_some() || self.ncp >= 2
+    }
+}
+
+/// The lines that our client sends; `protocol` is what it can do.
+pub fn client_lines(protocol: Protocol, ciphers: &[Cipher], tun_mtu: u16) -> String {
+    let mut out = format!(
+        "IV_GUI_VER=culvert/{}\nIV_PLAT={}\nIV_TCPNL=1\nIV_MTU={tun_mtu}\nIV_CIPHERS={}\nIV_PROTO={}\n\
+         IV_LZO_STUB=1\nIV_COMP_STUB=1\nIV_COMP_STUBv2=1\n",
+        env!("CARGO_PKG_VERSION"),
+        std::env::consts::OS,
+        Cipher::list(ciphers),
+        protocol.0,
+    );
+    if ciphers.contains(&Cipher::Aes256Gcm) && ciphers.contains(&Cipher::Aes128Gcm) {
+        out.push_str("IV_NCP=2\n");
+    }
+    out
+}

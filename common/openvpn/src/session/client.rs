@@ -1,0 +1,250 @@
+//! What a client does in the control channel: its key-method message, asking for its options, and
+//! taking them.
+
+use std::time::{Duration, Instant};
+
+use tracing::debug;
+
+use super::event::{Ended, Established, Event};
+use super::keys::{Agreed, DataKey};
+use super::{Common, Session, Side, Slot};
+use crate::Role;
+use crate::cipher::Cipher;
+use crate::control::push::{Assembler, PushOptions};
+use crate::control::{Message, PUSH_REQUEST};
+use crate::key_method::KeyMethod2;
+use crate::keys::KeySource;
+use crate::ncp;
+use crate::options::{LocalOptions, PeerOptions, Transport};
+use crate::peer_info::{self, Protocol};
+
+/// A 2.4 server ignores what comes before its own side is ready, so the first request waits a moment.
+const FIRST_REQUEST: Duration = Duration::from_secs(1);
+
+/// Pause between requests.
+const NEXT_REQUEST: Duration = Duration::from_secs(5);
+
+/// `ping-restart` of a UDP client whose server pushes none. Over TCP there is no default.
+const UDP_PING_RESTART: Duration = Duration::from_secs(120);
+
+/// A client's knowledge of its server.
+#[derive(Default)]
+pub(super) struct Server {
+    options: PeerOptions,
+    /// When to ask for the options.
+    pub(super) request_at: Option<Instant>,
+    assembler: Assembler,
+    /// The options so far, as they were sent.
+    raw: Vec<String>,
+    /// The password of renegotiations.
+    token: Option<String>,
+}
+
+impl Session {
+    /// TLS is up: our key-method message.
+    pub(super) fn client_secured(&mut self, slot: Slot, now: Instant) {
+        let Side::Client(config) = &self.side else {
+            return;
+        };
+        let common = &config.common;
+        let (username, password) = config.credentials.clone().unwrap_or_default();
+        let message = KeyMethod2 {
+            source: KeySource::random(Role::Client, &mut rand::rng()),
+            options: self.options(common),
+            username,
+            password: self.server.token.clone().unwrap_or(password),
+            peer_info: self.peer_info(),
+        };
+        let Some(negotiation) = self.negotiation(slot) else {
+            return;
+        };
+        if let Err(failure) = negotiation.send_key_method(Role::Client, &message, now) {
+            self.negotiation_failed(slot, failure, now);
+        }
+    }
+
+    fn options(&self, common: &Common) -> String {
+        #[cfg(test)]
+        if let Some(options) = &self.pretended_options {
+            return options.clone();
+        }
+        let first = common.ciphers.first().copied();
+        LocalOptions {
+            role: Role::Client,
+            transport: common.transport,
+            tun_mtu: common.tun_mtu,
+            cipher: common.fallback.or(first).unwrap_or(Cipher::Aes256Gcm),
+            digest: common.digest,
+            framing: common.framing,
+            tls_auth: common.tls_auth,
+        }
+        .build()
+    }
+
+    fn peer_info(&self) -> String {
+        #[cfg(test)]
+        if let Some(lines) = &self.pretended {
+            return lines.clone();
+        }
+        let common = self.side.common();
+        let protocol = match common.exporter {
+            true => Protocol::OURS,
+            false => Protocol::OURS.without(Protocol::TLS_KEY_EXPORT),
+        };
+        peer_info::client_lines(protocol, &common.ciphers, common.tun_mtu)
+    }
+
+    /// The server's key-method message of either slot.
+    pub(super) fn server_key_method(&mut self, slot: Slot, message: &KeyMethod2, now: Instant) {
+        match slot {
+            Slot::Current => self.server.options = PeerOptions::parse(&message.options),
+            Slot::Next => self.prepare_next(now),
+        }
+    }
+
+    /// The first negotiation has ended.
+    pub(super) fn schedule_request(&mut self, now: Instant) {
+        if matches!(self.side, Side::Client(_)) {
+            self.server.request_at = Some(now + FIRST_REQUEST);
+        }
+    }
+
+    /// Asks for the options, if it is time.
+    pub(super) fn request_push(&mut self, now: Instant) {
+        if self.server.request_at.is_some_and(|at| at <= now) {
+            self.server.request_at = Some(now + NEXT_REQUEST);
+            self.say(PUSH_REQUEST, now);
+        }
+    }
+
+    /// A text from the server.
+    pub(super) fn server_text(&mut self, text: &str, now: Instant) {
+        match Message::parse(text) {
+            Message::PushReply(options) => self.push_reply(options, now),
+            Message::AuthFailed { temporary, reason } => {
+                self.end(
+                    Ended::AuthFailed {
+                        reason: reason.into(),
+                        temporary,
+                    },
+                    now,
+                );
+            }
+            Message::Restart {
+                next_server,
+                reason,
+            } => {
+                self.end(
+                    Ended::Restart {
+                        next_server,
+                        reason: reason.into(),
+                    },
+                    now,
+                );
+            }
+            Message::Halt(reason) => self.end(Ended::Halt(reason.into()), now),
+            Message::Exit => self.end(Ended::PeerExit, now),
+            _ => self.notice(text),
+        }
+    }
+
+    fn push_reply(&mut self, options: &str, now: Instant) {
+        if self.agreed.is_some()
+            || !self
+                .current
+                .as_ref()
+                .is_some_and(|current| current.is_complete())
+        {
+            // Sent once more for a request that crossed it; or by a server that skips the rules.
+            return;
+        }
+        debug!(options, "push reply");
+        let taken = options.split(',').filter(|option| !option.is_empty());
+        let taken = taken.filter(|option| !option.starts_with("push-continuation"));
+        self.server.raw.extend(taken.map(str::to_owned));
+        match self.server.assembler.push(options) {
+            Ok(None) => {}
+            Ok(Some(push)) => self.take_options(push, now),
+            Err(error) => self.end(Ended::Negotiation(error.to_string()), now),
+        }
+    }
+
+    fn take_options(&mut self, push: PushOptions, now: Instant) {
+        let Side::Client(config) = &self.side else {
+            return;
+        };
+        let config = config.clone();
+        let common = &config.common;
+        let (Some(negotiation), Some(ids)) = (self.current.as_ref(), self.ids) else {
+            return;
+        };
+        if self.server.options.mtu_dynamic {
+            let text = "the server uses the option fragment, which is not supported";
+            return self.end(Ended::Negotiation(text.into()), now);
+        }
+        let cipher = match ncp::choose_as_client(
+            &common.ciphers,
+            push.cipher.as_deref(),
+            &self.server.options,
+        ) {
+            Ok(cipher) => cipher,
+            Err(error) => {
+                let allowed = Cipher::list(&common.ciphers);
+                return self.end(
+                    Ended::Negotiation(format!("{error}: allowed are {allowed}")),
+                    now,
+                );
+            }
+        };
+        let agreed = Agreed {
+            cipher,
+            digest: common.digest,
+            exporter: push.tls_ekm,
+            peer_id: push.peer_id,
+            framing: push.framing.unwrap_or(common.framing),
+            tun_mtu: push.tun_mtu.unwrap_or(common.tun_mtu).min(common.tun_mtu),
+            cc_exit: push.cc_exit,
+        };
+        let derived = DataKey::derive(Role::Client, negotiation, ids, &agreed);
+        let tls = negotiation
+            .channel()
+            .map(|channel| channel.describe())
+            .unwrap_or_default();
+        let identity = negotiation.channel().and_then(|channel| channel.identity());
+        match derived {
+            Ok(key) => self.keys.install(key),
+            Err(failure) => return self.negotiation_failed(Slot::Current, failure, now),
+        }
+        self.server.request_at = None;
+        self.server.token = push.auth_token.clone();
+        let default_restart = (common.transport == Transport::Udp).then_some(UDP_PING_RESTART);
+        let ping = push
+            .ping
+            .or(common.timers.ping)
+            .filter(|every| !every.is_zero());
+        let ping_restart = push
+            .ping_restart
+            .or(push.ping_exit)
+            .or(common.timers.ping_restart)
+            .or(default_restart)
+            .filter(|after| !after.is_zero());
+        let established = Established {
+            identity,
+            options: std::mem::take(&mut self.server.raw),
+            push: Some(push),
+            cipher: agreed.cipher,
+            exporter: agreed.exporter,
+            peer_id: agreed.peer_id,
+            tun_mtu: agreed.tun_mtu,
+            tls,
+        };
+        self.establish(agreed, established, ping, ping_restart, now);
+    }
+
+    /// For the log; a peer that says too much is cut short.
+    pub(super) fn notice(&mut self, text: &str) {
+        if self.events.len() < 16 && !text.is_empty() {
+            self.events.push_back(Event::Notice(text.to_owned()));
+        }
+    }
+}

@@ -1,0 +1,345 @@
+//! The control channel of a session: which negotiation a packet belongs to, and what its texts mean.
+
+use std::time::{Duration, Instant};
+
+use bytes::BytesMut;
+
+use super::event::{Ended, Established, Event};
+use super::keys::{Agreed, DataKey, Ids};
+use super::{Dropped, Session, Side, Slot, Transport, framed};
+use crate::Role;
+use crate::control::Message;
+use crate::framing::LengthError;
+use crate::negotiation::{Failure, Negotiation, Step};
+use crate::packet::{ControlPacket, KeyId, Opcode, PacketError};
+use crate::tls::{Channel, TlsError};
+use crate::wrap::OpenError;
+
+/// Renegotiations that fail one after the other before the session ends.
+const MAX_FAILURES: u8 = 3;
+
+impl Session {
+    /// Takes a control packet. Over TCP, where nothing is damaged by chance, one that is not right ends
+    /// the session.
+    pub(super) fn control(&mut self, packet: &mut [u8], now: Instant) -> Result<(), Dropped> {
+        let opened = self
+            .wrap
+            .open(packet, now)
+            .map_err(|error| (refusal(error), error.to_string()));
+        let taken = match opened {
+            Ok(packet) => self
+                .opened(&packet, now)
+                .map_err(|dropped| (dropped, dropped.to_string())),
+            Err(refused) => Err(refused),
+        };
+        taken.map_err(|(dropped, text)| {
+            let harmless = matches!(
+                dropped,
+                Dropped::OutOfWindow | Dropped::WrongKey | Dropped::Ended
+            );
+            if self.side.common().transport == Transport::Tcp && !harmless {
+                self.end(Ended::Protocol(text), now);
+            }
+            dropped
+        })
+    }
+
+    fn opened(&mut self, packet: &ControlPacket<'_>, now: Instant) -> Result<(), Dropped> {
+        let reset = packet.opcode != Opcode::ControlV1 && packet.opcode != Opcode::AckV1;
+        if packet.id.is_some_and(|id| reset != (id == 0)) {
+            return Err(Dropped::Malformed);
+        }
+        self.check_session(packet, now)?;
+        let slot = self.slot(packet, now)?;
+        let side = self.side.clone();
+        let open = move || open_channel(&side);
+        let mut steps = Vec::new();
+        let Some(negotiation) = self.negotiation(slot) else {
+            return Err(Dropped::WrongKey);
+        };
+        let failed_before = negotiation.has_failed();
+        let taken = match negotiation.input(packet, now, &open, &mut steps) {
+            Ok(taken) => taken,
+            Err(failure) => {
+                self.negotiation_failed(slot, failure, now);
+                Ok(())
+            }
+        };
+        if slot == Slot::Current && self.next.is_some() {
+            // Stock ends a TCP connection at an acknowledgement for the old key once there is a new one.
+            self.negotiation(slot).map(Negotiation::discard_acks);
+        }
+        for step in steps {
+            if self.ended.is_some() || failed_before {
+                break;
+            }
+            self.step(slot, step, now);
+        }
+        taken
+    }
+
+    /// Both session ids have to be right; the first packet of the peer sets its own.
+    fn check_session(&mut self, packet: &ControlPacket<'_>, now: Instant) -> Result<(), Dropped> {
+        if packet.peer_session.is_some_and(|named| named != self.own) {
+            return Err(Dropped::WrongSession);
+        }
+        let first = packet.key_id == KeyId::FIRST
+            && match self.side {
+                Side::Client(_) => packet.opcode == Opcode::HardResetServerV2,
+                Side::Server(..) => packet.opcode == Opcode::HardResetClientV2,
+            };
+        let timers = self.side.common().timers;
+        match self.ids {
+            Some(ids) if ids.peer == packet.session => return Ok(()),
+            _ if !first || self.ended.is_some() => return Err(Dropped::WrongSession),
+            // A RESET without our session id may be left over from an earlier session, or made by anyone:
+            // it gives way to one that echoes it, until it has acknowledged our own.
+            Some(_) if packet.peer_session.is_some() && self.may_start_over() => {
+                let reset =
+                    Negotiation::new(Role::Client, KeyId::FIRST, true, timers.tls_timeout, now);
+                self.current = Some(reset);
+            }
+            Some(_) => return Err(Dropped::WrongSession),
+            None => {}
+        }
+        self.ids = Some(Ids {
+            own: self.own,
+            peer: packet.session,
+        });
+        self.current.get_or_insert_with(|| {
+            Negotiation::new(Role::Server, KeyId::FIRST, false, timers.tls_timeout, now)
+        });
+        Ok(())
+    }
+
+    fn may_start_over(&self) -> bool {
+        let begun = self
+            .current
+            .as_ref()
+            .is_some_and(|current| current.channel().is_some());
+        matches!(self.side, Side::Client(_)) && !begun
+    }
+
+    /// The negotiation that a packet belongs to. A SOFT_RESET for the key after the current one starts it.
+    fn slot(&mut self, packet: &ControlPacket<'_>, now: Instant) -> Result<Slot, Dropped> {
+        if self
+            .next
+            .as_ref()
+            .is_some_and(|next| next.key_id() == packet.key_id)
+        {
+            return Ok(Slot::Next);
+        }
+        let current = self.current.as_ref().ok_or(Dropped::WrongKey)?;
+        if current.key_id() == packet.key_id {
+            return Ok(Slot::Current);
+        }
+        let starts = packet.opcode == Opcode::SoftResetV1
+            && packet.key_id == current.key_id().next()
+            && self.next.is_none()
+            && self.is_established();
+        if !starts {
+            return Err(Dropped::WrongKey);
+        }
+        self.renegotiate(false, now);
+        Ok(Slot::Next)
+    }
+
+    pub(super) fn negotiation(&mut self, slot: Slot) -> Option<&mut Negotiation> {
+        match slot {
+            Slot::Current => self.current.as_mut(),
+            Slot::Next => self.next.as_mut(),
+        }
+    }
+
+    /// Starts the negotiation of the next key.
+    pub(super) fn renegotiate(&mut self, initiated: bool, now: Instant) {
+        let Some(current) = self.current.as_mut().filter(|_| self.next.is_none()) else {
+            return;
+        };
+        current.discard_acks();
+        let key_id = current.key_id().next();
+        let retry = self.side.common().timers.tls_timeout;
+        self.next = Some(Negotiation::new(
+            self.side.role(),
+            key_id,
+            initiated,
+            retry,
+            now,
+        ));
+    }
+
+    fn step(&mut self, slot: Slot, step: Step, now: Instant) {
+        let role = self.side.role();
+        match step {
+            Step::Secured if role == Role::Client => self.client_secured(slot, now),
+            Step::Secured => {}
+            Step::KeyMethod(message) if role == Role::Client => {
+                self.server_key_method(slot, &message, now)
+            }
+            Step::KeyMethod(message) => self.client_key_method(slot, &message, now),
+            Step::Complete if slot == Slot::Next => self.renegotiated(now),
+            Step::Complete => {
+                self.clocks.deadline = now + self.side.common().timers.hand_window;
+                self.schedule_request(now);
+                self.try_push(now);
+            }
+            Step::Text(text) if role == Role::Client => self.server_text(&text, now),
+            Step::Text(text) => match Message::parse(&text) {
+                Message::PushRequest => self.push_requested(now),
+                Message::Exit => self.end(Ended::PeerExit, now),
+                _ => self.notice(&text),
+            },
+        }
+    }
+
+    /// Sends a text, after the end of a renegotiation if there is one: the old key's control channel is
+    /// over for the peer once it knows the new one.
+    pub(super) fn say(&mut self, text: &str, now: Instant) {
+        let slot = match &self.next {
+            Some(next) if next.sources().is_none() => return self.texts.push_back(text.to_owned()),
+            Some(_) => Slot::Next,
+            None => Slot::Current,
+        };
+        let sent = self
+            .negotiation(slot)
+            .map(|negotiation| negotiation.send_text(text, now));
+        if let Some(Err(failure)) = sent {
+            self.negotiation_failed(slot, failure, now);
+        }
+    }
+
+    /// The next key's material is there: what the peer sends with it is taken from now on.
+    pub(super) fn prepare_next(&mut self, now: Instant) {
+        let (Some(next), Some(agreed), Some(ids)) = (&self.next, &self.agreed, self.ids) else {
+            return;
+        };
+        match DataKey::derive(self.side.role(), next, ids, agreed) {
+            Ok(key) => self.keys.prepare(key),
+            Err(failure) => self.negotiation_failed(Slot::Next, failure, now),
+        }
+    }
+
+    fn renegotiated(&mut self, now: Instant) {
+        let Some(next) = self.next.take() else { return };
+        let timers = self.side.common().timers;
+        let key_id = next.key_id().get();
+        self.current = Some(next);
+        self.keys.promote(timers.patience(), timers.tran_window);
+        self.clocks.failures = 0;
+        self.schedule_renegotiation(now);
+        self.stats.rekeys += 1;
+        self.events.push_back(Event::Rekeyed { key_id });
+        for text in std::mem::take(&mut self.texts) {
+            self.say(&text, now);
+        }
+    }
+
+    /// Data can flow.
+    pub(super) fn establish(
+        &mut self,
+        agreed: Agreed,
+        established: Established,
+        ping: Option<Duration>,
+        ping_restart: Option<Duration>,
+        now: Instant,
+    ) {
+        self.agreed = Some(agreed);
+        self.clocks.established(ping, ping_restart, now);
+        self.schedule_renegotiation(now);
+        self.events
+            .push_back(Event::Established(Box::new(established)));
+    }
+
+    /// A negotiation cannot go on. Over UDP anyone on the path can spoil one, so that a session with keys
+    /// in use tries again; what a certificate is refused for stays wrong.
+    pub(super) fn negotiation_failed(&mut self, slot: Slot, failure: Failure, now: Instant) {
+        let ended = match failure {
+            Failure::Tls(error) => Ended::Tls(error),
+            Failure::Protocol(text) => Ended::Protocol(text),
+        };
+        let forged = !matches!(ended, Ended::Tls(TlsError::Certificate { .. }));
+        let spoilable = self.side.common().transport == Transport::Udp && self.is_established();
+        match slot {
+            _ if !(forged && spoilable) => self.end(ended, now),
+            Slot::Next => self.abandon(&ended.to_string(), now),
+            Slot::Current => {
+                self.notice(&format!("{ended}: the keys are renegotiated"));
+                self.clocks.renegotiate_at = Some(now);
+            }
+        }
+    }
+
+    /// Gives a renegotiation up; the old keys stay in use, and it is tried again.
+    pub(super) fn abandon(&mut self, why: &str, now: Instant) {
+        let initiated = self.next.take().is_some_and(|next| next.initiated());
+        self.keys.abandon();
+        self.stats.rekeys_failed += 1;
+        if !initiated {
+            return self.notice(&format!(
+                "a renegotiation that the peer began failed: {why}"
+            ));
+        }
+        self.clocks.failures += 1;
+        if self.clocks.failures >= MAX_FAILURES {
+            let text = format!("{MAX_FAILURES} renegotiations failed: {why}");
+            return self.end(Ended::Protocol(text), now);
+        }
+        self.clocks.renegotiate_at = Some(now + self.side.common().timers.patience());
+        self.notice(&format!("a renegotiation failed: {why}"));
+    }
+
+    /// Appends the next packet of the control channel, if one is due.
+    pub(super) fn control_output(&mut self, now: Instant, out: &mut BytesMut) -> bool {
+        let transport = self.side.common().transport;
+        let peer = self.ids.map(|ids| ids.peer);
+        let Some(negotiation) = self.next.as_mut().or(self.current.as_mut()) else {
+            return false;
+        };
+        if self.ended.as_ref().is_some_and(|end| end.over) {
+            return false;
+        }
+        let Some(packet) = negotiation.transmit(self.own, peer, now) else {
+            return false;
+        };
+        let wrapped: Result<(), Unsendable> = framed(transport, out, |out| {
+            self.wrap.seal(&packet, out).map_err(|_| Unsendable)
+        });
+        if wrapped.is_err() {
+            self.end(
+                Ended::Protocol("packet ids of the control channel are used up".into()),
+                now,
+            );
+            return false;
+        }
+        self.clocks.sent(now);
+        true
+    }
+}
+
+/// A control packet that cannot be wrapped or framed.
+struct Unsendable;
+
+impl From<LengthError> for Unsendable {
+    fn from(_: LengthError) -> Self {
+        Self
+    }
+}
+
+fn open_channel(side: &Side) -> Result<Channel, TlsError> {
+    match side {
+        Side::Client(config) => config.tls.connect(),
+        Side::Server(config, _) => config.tls.accept(),
+    }
+}
+
+/// How a packet that the wrap refused is counted.
+fn refusal(error: OpenError) -> Dropped {
+    match error {
+        OpenError::Packet(PacketError::KeyMethod1 | PacketError::TlsCryptV2) => {
+            Dropped::Unsupported
+        }
+        OpenError::Packet(_) => Dropped::Malformed,
+        OpenError::Authentication => Dropped::BadWrap,
+        OpenError::Replay(_) => Dropped::ReplayedControl,
+    }
+}

@@ -1,0 +1,307 @@
+//! What a server does in the control channel: who asks to be let in, what is agreed with it, the
+//! PUSH_REPLY.
+
+use std::time::Instant;
+
+use rand::Rng as _;
+use tracing::debug;
+
+use super::event::{Authenticated, Ended, Established, Event};
+use super::keys::{Agreed, DataKey};
+use super::{Push, Session, Side, Slot};
+use crate::Role;
+use crate::compress::Framing;
+use crate::control::push::{self, NotPushable};
+use crate::control::{AUTH_FAILED, RESTART};
+use crate::key_method::KeyMethod2;
+use crate::keys::KeySource;
+use crate::ncp;
+use crate::options::{self, PeerOptions};
+use crate::peer_info::{PeerInfo, Protocol};
+use crate::tls::PeerIdentity;
+
+/// A server does not answer more requests for the options than one in so many seconds.
+const PUSH_AGAIN: std::time::Duration = std::time::Duration::from_secs(5);
+
+/// A server's knowledge of its client.
+#[derive(Default)]
+pub(super) struct Client {
+    /// Certificate and user name are locked when they are first seen.
+    identity: Option<PeerIdentity>,
+    username: String,
+    info: PeerInfo,
+    options: PeerOptions,
+    choice: Option<ncp::Choice>,
+    /// The owner's decision.
+    accepted: Option<Push>,
+    push_requested: bool,
+    pushed_at: Option<Instant>,
+}
+
+impl Client {
+    /// Why the first negotiation has not ended in a session, once TLS and keys are done.
+    pub(super) fn stage(&self) -> &'static str {
+        if self.accepted.is_none() {
+            "nobody decided whether the client may come in"
+        } else {
+            "the client never asked for its options: is `client` or `pull` missing in its configuration?"
+        }
+    }
+}
+
+impl Session {
+    /// The client's key-method message of either slot.
+    pub(super) fn client_key_method(&mut self, slot: Slot, message: &KeyMethod2, now: Instant) {
+        let reply = KeyMethod2 {
+            source: KeySource::random(Role::Server, &mut rand::rng()),
+            options: options::mirror(&message.options),
+            username: String::new(),
+            password: String::new(),
+            peer_info: String::new(),
+        };
+        let Some(negotiation) = self.negotiation(slot) else {
+            return;
+        };
+        let identity = negotiation.channel().and_then(|channel| channel.identity());
+        if let Err(failure) = negotiation.send_key_method(Role::Server, &reply, now) {
+            return self.negotiation_failed(slot, failure, now);
+        }
+        let Some(identity) = identity else {
+            return self.refuse("the certificate has no common name", now);
+        };
+        match slot {
+            Slot::Current => self.ask_owner(identity, message, now),
+            Slot::Next => self.check_again(&identity, message, now),
+        }
+    }
+
+    fn ask_owner(&mut self, identity: PeerIdentity, message: &KeyMethod2, now: Instant) {
+        let info = PeerInfo::parse(&message.peer_info);
+        let options = PeerOptions::parse(&message.options);
+        let common = self.side.common();
+        let choice = ncp::choose_as_server(&common.ciphers, common.fallback, &info, &options);
+        self.client = Client {
+            identity: Some(identity.clone()),
+            username: message.username.clone(),
+            info: info.clone(),
+            options,
+            choice: choice.as_ref().ok().copied(),
+            ..std::mem::take(&mut self.client)
+        };
+        if self.client.options.tap {
+            return self.refuse("dev tap is not supported, use dev tun", now);
+        }
+        if self.client.options.mtu_dynamic {
+            return self.refuse("the option fragment is not supported, remove it", now);
+        }
+        if choice.is_err() {
+            return self.refuse(ncp::NO_SHARED_CIPHER, now);
+        }
+        self.events
+            .push_back(Event::Authenticated(Box::new(Authenticated {
+                identity,
+                peer_info: info,
+                username: message.username.clone(),
+                password: message.password.clone(),
+            })));
+    }
+
+    /// A renegotiation must come from whom the session was given to.
+    fn check_again(&mut self, identity: &PeerIdentity, message: &KeyMethod2, now: Instant) {
+        let locked = self.client.identity.as_ref();
+        if locked.is_none_or(|locked| locked.fingerprint != identity.fingerprint) {
+            return self.refuse("a renegotiation has to use the same certificate", now);
+        }
+        if self.client.username != message.username {
+            return self.refuse("a renegotiation has to use the same user name", now);
+        }
+        self.prepare_next(now);
+    }
+
+    /// Tells the client that it may not come in, and ends.
+    pub(super) fn refuse(&mut self, reason: &str, now: Instant) {
+        let reason: String = reason
+            .chars()
+            .map(|c| if matches!(c, ' '..='~') { c } else { '_' })
+            .take(256)
+            .collect();
+        let text = if reason.is_empty() {
+            AUTH_FAILED.to_owned()
+        } else {
+            format!("{AUTH_FAILED},{reason}")
+        };
+        self.say(&text, now);
+        self.end(Ended::Rejected(reason), now);
+    }
+
+    /// Server role, after [`Event::Authenticated`]: lets the client in. Fails if an option cannot be
+    /// pushed; then nothing has happened.
+    pub fn accept(&mut self, push: Push, now: Instant) -> Result<(), NotPushable> {
+        push::build(&push.options)?;
+        if self.client.identity.is_some() && self.client.accepted.is_none() && !self.is_ended() {
+            self.client.accepted = Some(push);
+            self.try_push(now);
+        }
+        Ok(())
+    }
+
+    /// Server role, after [`Event::Authenticated`] or later: AUTH_FAILED with this text.
+    pub fn reject(&mut self, reason: &str, now: Instant) {
+        if matches!(self.side, Side::Server(..))
+            && self.client.identity.is_some()
+            && !self.is_ended()
+        {
+            self.refuse(reason, now);
+        }
+    }
+
+    /// Server role: asks the client to connect again, to the next server of its list if `next_server`,
+    /// and ends with [`Ended::Closed`]. For a shutdown on UDP; over TCP closing is enough.
+    pub fn restart(&mut self, next_server: bool, now: Instant) {
+        if matches!(self.side, Side::Server(..)) && !self.is_ended() {
+            let flags = if next_server { ",[N]" } else { "" };
+            self.say(&format!("{RESTART}{flags}"), now);
+            self.end(Ended::Closed, now);
+        }
+    }
+
+    /// The client asks for its options.
+    pub(super) fn push_requested(&mut self, now: Instant) {
+        self.client.push_requested = true;
+        // It is a stream: whoever asks again did not want what it was told, or lost it by itself.
+        if self
+            .client
+            .pushed_at
+            .is_some_and(|at| now >= at + PUSH_AGAIN)
+        {
+            self.client.pushed_at = Some(now);
+            for text in self.reply.clone() {
+                self.say(&text, now);
+            }
+        }
+        self.try_push(now);
+    }
+
+    /// Sends the PUSH_REPLY once everything is there.
+    pub(super) fn try_push(&mut self, now: Instant) {
+        let Side::Server(config, peer_id) = &self.side else {
+            return;
+        };
+        let (config, peer_id) = (config.clone(), *peer_id);
+        let client = &mut self.client;
+        let wanted = client.push_requested || client.info.protocol.has(Protocol::REQUEST_PUSH);
+        let Some(negotiation) = self
+            .current
+            .as_ref()
+            .filter(|current| current.is_complete())
+        else {
+            return;
+        };
+        if !wanted || client.pushed_at.is_some() || self.ended.is_some() {
+            return;
+        }
+        let (Some(choice), Some(push), Some(ids)) =
+            (client.choice, client.accepted.as_ref(), self.ids)
+        else {
+            return;
+        };
+        let (agreed, additions) = agree(&config, peer_id, choice, &client.info, &client.options);
+        let all: Vec<String> = push.options.iter().cloned().chain(additions).collect();
+        let key = DataKey::derive(Role::Server, negotiation, ids, &agreed);
+        let tls = negotiation
+            .channel()
+            .map(|channel| channel.describe())
+            .unwrap_or_default();
+        client.pushed_at = Some(now);
+        let texts = match push::build(&all) {
+            Ok(texts) => texts,
+            Err(error) => return self.end(Ended::Negotiation(error.to_string()), now),
+        };
+        match key {
+            Ok(key) => self.keys.install(key),
+            Err(failure) => return self.negotiation_failed(Slot::Current, failure, now),
+        }
+        for text in &texts {
+            debug!(text, "push reply");
+            self.say(text, now);
+        }
+        self.reply = texts;
+        let established = Established {
+            identity: self.client.identity.clone(),
+            options: all,
+            push: None,
+            cipher: agreed.cipher,
+            exporter: agreed.exporter,
+            peer_id: agreed.peer_id,
+            tun_mtu: agreed.tun_mtu,
+            tls,
+        };
+        let timers = config.common.timers;
+        self.establish(agreed, established, timers.ping, timers.ping_restart, now);
+    }
+
+    /// A server's clients were often started together and should not renegotiate together: up to 10 % off.
+    pub(super) fn jitter(reneg: std::time::Duration) -> std::time::Duration {
+        reneg.mul_f64(rand::rng().random_range(0.0..0.1))
+    }
+}
+
+/// What a client with these abilities gets, and the options that tell it so.
+fn agree(
+    config: &super::ServerConfig,
+    peer_id: u32,
+    choice: ncp::Choice,
+    info: &PeerInfo,
+    options: &PeerOptions,
+) -> (Agreed, Vec<String>) {
+    let common = &config.common;
+    let mut push = Vec::new();
+    let peer_id = info.protocol.has(Protocol::DATA_V2).then_some(peer_id);
+    if let Some(id) = peer_id {
+        push.push(format!("peer-id {id}"));
+    }
+    if choice.push {
+        push.push(format!("cipher {}", choice.cipher));
+    }
+    let exporter = common.exporter && info.protocol.has(Protocol::TLS_KEY_EXPORT);
+    let cc_exit = info.protocol.has(Protocol::CC_EXIT_NOTIFY);
+    match (cc_exit, exporter) {
+        (true, true) => push.push("protocol-flags cc-exit tls-ekm".into()),
+        (true, false) => push.push("protocol-flags cc-exit".into()),
+        (false, true) => push.push("key-derivation tls-ekm".into()),
+        (false, false) => {}
+    }
+    let tun_mtu = match (info.mtu, options.tun_mtu) {
+        (Some(most), _) => {
+            let mtu = most.min(common.tun_mtu);
+            push.push(format!("tun-mtu {mtu}"));
+            mtu
+        }
+        // Too old to be told: what its own link-mtu leaves.
+        (None, Some(own)) => own.min(common.tun_mtu),
+        (None, None) => common.tun_mtu,
+    };
+    // Whoever has any compression configured frames its packets; the best for both is the framing that
+    // costs nothing (stock's `compress migrate`).
+    let framing = match (options.comp_lzo, info.stub_v2) {
+        (false, _) => Framing::None,
+        (true, true) => {
+            push.push("compress stub-v2".into());
+            Framing::StubV2
+        }
+        (true, false) => {
+            push.push("comp-lzo no".into());
+            Framing::Lzo
+        }
+    };
+    let agreed = Agreed {
+        cipher: choice.cipher,
+        digest: common.digest,
+        exporter,
+        peer_id,
+        framing,
+        tun_mtu,
+        cc_exit,
+    };
+    (agreed, push)
+}

@@ -1,0 +1,313 @@
+//! Certificates that are not right: what either side says about it.
+
+use rcgen::{
+    BasicConstraints, CertificateParams, DistinguishedName, ExtendedKeyUsagePurpose, IsCa,
+    date_time_ymd,
+};
+
+use super::*;
+use crate::tls::tests::{PKI, Pair, Pki, leaf};
+use crate::tls::{ClientTls, Identity, MinVersion, NameCheck, ServerCheck, ServerTls};
+
+const CLIENT: ExtendedKeyUsagePurpose = ExtendedKeyUsagePurpose::ClientAuth;
+const SERVER: ExtendedKeyUsagePurpose = ExtendedKeyUsagePurpose::ServerAuth;
+const OLD_CA: &[u8] = include_bytes!("../../tls/tests/old-ca.pem");
+const OLD_KEY: &[u8] = include_bytes!("../../tls/tests/old-key.pem");
+const SHA1: &[u8] = include_bytes!("../../tls/tests/sha1.pem");
+const V1: &[u8] = include_bytes!("../../tls/tests/v1.pem");
+
+/// What the two ends say, over both transports: (server, client).
+fn texts(server: &Arc<ServerTls>, client: &Arc<ClientTls>) -> [(String, String); 2] {
+    BOTH.map(|transport| {
+        let server = ServerConfig::new(transport, server.clone());
+        let client = ClientConfig::new(transport, client.clone());
+        let mut sim = Sim::new(client, server, CLEAN, 1);
+        sim.run(Duration::from_secs(20));
+        let text = |end: &Endpoint| match end.ended() {
+            Some(ended @ Ended::Tls(_)) => ended.to_string(),
+            _ => panic!("{:?}", end.events),
+        };
+        (text(&sim.server), text(&sim.client))
+    })
+}
+
+fn contains(text: &str, words: &[&str]) {
+    for word in words {
+        assert!(text.contains(word), "{word:?} is not in {text:?}");
+    }
+}
+
+/// A client that the server refuses: what the server says, and what the client makes of its alert.
+fn refused(identity: Identity, server: &[&str], client: &[&str]) {
+    refused_by(&PKI.server_tls(), identity, server, client);
+}
+
+fn refused_by(tls: &Arc<ServerTls>, identity: Identity, server: &[&str], client: &[&str]) {
+    for (server_text, client_text) in texts(tls, &PKI.client_tls_with(identity)) {
+        contains(&server_text, server);
+        contains(&client_text, client);
+    }
+}
+
+fn changed(usage: ExtendedKeyUsagePurpose, change: impl FnOnce(&mut CertificateParams)) -> Pair {
+    let mut params = leaf("someone", Some(usage));
+    change(&mut params);
+    PKI.issue(&params)
+}
+
+#[test]
+fn a_server_refuses_what_is_not_its_clients() {
+    refused(
+        Pki::new().client("stranger").identity(),
+        &[
+            "\"CN=stranger\" (issued by \"CN=CA\")",
+            "not signed by our CA, but by one of the same name",
+            "compare `ca`",
+        ],
+        &["UnknownCA", "the peer's `ca` did not sign our certificate"],
+    );
+    let expired = changed(CLIENT, |params| {
+        params.not_after = date_time_ymd(2020, 1, 1)
+    });
+    refused(
+        expired.identity(),
+        &["someone", "expired", "renew"],
+        &["CertificateExpired", "clock"],
+    );
+    let early = changed(CLIENT, |params| {
+        params.not_before = date_time_ymd(2999, 1, 1)
+    });
+    refused(
+        early.identity(),
+        &["not valid yet", "clocks"],
+        &["CertificateExpired"],
+    );
+    refused(
+        changed(SERVER, |_| ()).identity(),
+        &["wrong extended key usage", "clientAuth"],
+        &["UnsupportedCertificate", "a client clientAuth"],
+    );
+    let nameless = changed(CLIENT, |params| {
+        params.distinguished_name = DistinguishedName::new()
+    });
+    refused(
+        nameless.identity(),
+        &["no common name"],
+        &["BadCertificate"],
+    );
+    let ca = changed(CLIENT, |params| {
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained)
+    });
+    refused(ca.identity(), &["CA:TRUE"], &["its log says why"]);
+}
+
+#[test]
+fn a_server_refuses_another_cas_clients() {
+    let identity = Identity::from_pem(SHA1, OLD_KEY).unwrap();
+    refused(identity, &["SHA-1"], &["UnknownCA"]);
+    let params = leaf("someone", Some(CLIENT));
+    let pair = Pki::named("Other CA").issue(&params);
+    refused(
+        pair.identity(),
+        &["issued by \"CN=Other CA\"", "intermediate CA"],
+        &["UnknownCA"],
+    );
+}
+
+#[test]
+fn a_server_refuses_old_fashioned_certificates_in_words() {
+    let identity = PKI.server().identity();
+    let tls = Arc::new(ServerTls::new(OLD_CA, b"", identity, MinVersion::Tls12, false).unwrap());
+    for (certificate, words) in [(SHA1, "signed with SHA-1"), (V1, "X.509 v1")] {
+        let identity = Identity::from_pem(certificate, OLD_KEY).unwrap();
+        refused_by(
+            &tls,
+            identity,
+            &["CN=old", words, "EasyRSA 3"],
+            &["its log says why"],
+        );
+    }
+}
+
+#[test]
+fn a_server_refuses_the_revoked() {
+    let client = PKI.client("user-cluster-client");
+    let crl = PKI.crl(&[&client]);
+    let identity = PKI.server().identity();
+    let tls = ServerTls::new(
+        PKI.ca().as_bytes(),
+        crl.as_bytes(),
+        identity,
+        MinVersion::Tls12,
+        false,
+    );
+    let tls = Arc::new(tls.unwrap());
+    refused_by(
+        &tls,
+        client.identity(),
+        &["revoked by the CRL"],
+        &["CertificateRevoked"],
+    );
+    let config = ServerConfig::new(Transport::Tcp, tls);
+    Sim::new(client_config(Transport::Tcp), config, CLEAN, 1).connect();
+}
+
+#[test]
+fn a_client_without_a_certificate_is_told_so() {
+    let tls = ClientTls::new(
+        PKI.ca().as_bytes(),
+        None,
+        ServerCheck::default(),
+        MinVersion::Tls12,
+    );
+    for (server, client) in texts(&PKI.server_tls(), &Arc::new(tls.unwrap())) {
+        contains(&server, &["sent no certificate", "`cert` and `key`"]);
+        contains(&client, &["CertificateRequired", "we sent none"]);
+    }
+}
+
+#[test]
+fn remote_cert_tls_wants_usages_present() {
+    // Without any usage a certificate is good for everything, unless that is asked for.
+    let mut params = leaf("user-cluster-client", None);
+    params.key_usages.clear();
+    let pair = PKI.issue(&params);
+    for require in [false, true] {
+        let identity = PKI.server().identity();
+        let tls = ServerTls::new(
+            PKI.ca().as_bytes(),
+            b"",
+            identity,
+            MinVersion::Tls12,
+            require,
+        );
+        let tls = Arc::new(tls.unwrap());
+        if require {
+            refused_by(
+                &tls,
+                pair.identity(),
+                &["remote-cert-tls client"],
+                &["UnsupportedCertificate"],
+            );
+        } else {
+            let client = ClientConfig::new(Transport::Udp, PKI.client_tls_with(pair.identity()));
+            Sim::new(client, ServerConfig::new(Transport::Udp, tls), CLEAN, 1).connect();
+        }
+    }
+}
+
+/// A server that the client refuses.
+fn server_refused(pair: &Pair, check: ServerCheck, client: &[&str], server: &[&str]) {
+    let ca = PKI.ca();
+    let tls = ServerTls::new(
+        ca.as_bytes(),
+        b"",
+        pair.identity(),
+        MinVersion::Tls12,
+        false,
+    )
+    .unwrap();
+    let identity = PKI.client("user-cluster-client").identity();
+    let ours = ClientTls::new(ca.as_bytes(), Some(identity), check, MinVersion::Tls12).unwrap();
+    for (server_text, client_text) in texts(&Arc::new(tls), &Arc::new(ours)) {
+        contains(&client_text, client);
+        contains(&server_text, server);
+    }
+}
+
+#[test]
+fn a_client_refuses_what_is_not_its_server() {
+    let usual = || ServerCheck {
+        require_usage: true,
+        name: None,
+    };
+    let other = Pki::new().server();
+    server_refused(
+        &other,
+        usual(),
+        &["openvpn-server", "not signed by our CA"],
+        &["UnknownCA"],
+    );
+    let expired = changed(SERVER, |params| {
+        params.not_after = date_time_ymd(2020, 1, 1)
+    });
+    server_refused(
+        &expired,
+        usual(),
+        &["expired"],
+        &["our certificate has expired"],
+    );
+    let client = PKI.client("user-cluster-client");
+    server_refused(
+        &client,
+        usual(),
+        &["serverAuth (a server's certificate)"],
+        &["a server needs"],
+    );
+    let unmarked = PKI.issue(&leaf("someone", None));
+    server_refused(
+        &unmarked,
+        usual(),
+        &["remote-cert-tls server"],
+        &["UnsupportedCertificate"],
+    );
+    let unsigned = changed(SERVER, |params| params.key_usages.clear());
+    server_refused(
+        &unsigned,
+        usual(),
+        &["remote-cert-tls server", "key usage"],
+        &["Unsupported"],
+    );
+}
+
+#[test]
+fn verify_x509_name_looks_at_the_name() {
+    use NameCheck::{CommonName, CommonNamePrefix, Subject};
+    for (check, fits) in [
+        (CommonName("openvpn-server".into()), true),
+        (CommonName("openvpn".into()), false),
+        (CommonNamePrefix("openvpn-".into()), true),
+        (CommonNamePrefix("server".into()), false),
+        (Subject("CN=openvpn-server".into()), true),
+        (Subject("openvpn-server".into()), false),
+    ] {
+        let check = ServerCheck {
+            require_usage: true,
+            name: Some(check),
+        };
+        if fits {
+            let identity = PKI.client("user-cluster-client").identity();
+            let tls = ClientTls::new(
+                PKI.ca().as_bytes(),
+                Some(identity),
+                check,
+                MinVersion::Tls13,
+            );
+            let client = ClientConfig::new(Transport::Tcp, Arc::new(tls.unwrap()));
+            Sim::new(client, server_config(Transport::Tcp), CLEAN, 1).connect();
+        } else {
+            server_refused(
+                &PKI.server(),
+                check,
+                &["verify-x509-name: it is not"],
+                &["AccessDenied"],
+            );
+        }
+    }
+}
+
+/// Over UDP a session survives a spoiled renegotiation, but not a certificate that is not good any more.
+#[test]
+fn a_renegotiation_with_a_bad_certificate_ends_the_session() {
+    for transport in BOTH {
+        let mut sim = Sim::default(transport);
+        sim.connect();
+        let other = PKI.client_tls_with(Pki::new().client("user-cluster-client").identity());
+        sim.client.session.side = Side::Client(Arc::new(ClientConfig::new(transport, other)));
+        let now = sim.now;
+        sim.client.session.clocks.renegotiate_at = Some(now);
+        sim.run(Duration::from_secs(5));
+        let ended = sim.server.ended().unwrap().to_string();
+        contains(&ended, &["not signed by our CA"]);
+    }
+}

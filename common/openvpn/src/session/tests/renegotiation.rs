@@ -1,0 +1,233 @@
+use super::*;
+
+fn every(transport: Transport, client: u64, server: u64) -> Sim {
+    let mut ours = client_config(transport);
+    ours.common.timers.reneg = Duration::from_secs(client);
+    let mut theirs = server_config(transport);
+    theirs.common.timers.reneg = Duration::from_secs(server);
+    Sim::new(ours, theirs, CLEAN, 1)
+}
+
+#[test]
+fn either_side_renegotiates_under_traffic_without_loss() {
+    for transport in BOTH {
+        for (client, server) in [(8, 0), (0, 8), (8, 8)] {
+            let mut sim = every(transport, client, server);
+            sim.connect();
+            // 100 s, so that key ids wrap from 7 to 1.
+            assert_eq!(sim.traffic(10_000, Duration::from_millis(10)), 0);
+            sim.run(Duration::from_secs(1));
+            assert!(sim.client.rekeys() >= 11, "{}", sim.client.rekeys());
+            assert_eq!(sim.client.rekeys(), sim.server.rekeys());
+            assert_eq!(
+                (sim.client.inner.len(), sim.server.inner.len()),
+                (10_000, 10_000)
+            );
+            for end in [&sim.client, &sim.server] {
+                let stats = *end.session.stats();
+                let clean = Stats {
+                    packets_in: 10_000,
+                    bytes_in: 1_000_000,
+                    packets_out: 10_000,
+                    bytes_out: 1_000_000,
+                    rekeys: stats.rekeys,
+                    ..Stats::default()
+                };
+                assert_eq!(stats, clean);
+            }
+            let ids = sim.client.events.iter().filter_map(|event| match event {
+                Event::Rekeyed { key_id } => Some(*key_id),
+                _ => None,
+            });
+            let ids: Vec<_> = ids.take(9).collect();
+            assert_eq!(ids, [1, 2, 3, 4, 5, 6, 7, 1, 2]);
+        }
+    }
+}
+
+#[test]
+fn both_sides_start_at_the_same_moment() {
+    for transport in BOTH {
+        for offset in [-15_i64, -5, 0, 5, 15] {
+            let mut sim = every(transport, 0, 0);
+            sim.connect();
+            let later = Duration::from_secs(5);
+            let start = sim.now + later;
+            let shifted = |by: i64| start + Duration::from_millis((20 + by).try_into().unwrap());
+            sim.client.session.clocks.renegotiate_at = Some(shifted(offset));
+            sim.server.session.clocks.renegotiate_at = Some(shifted(0));
+            assert_eq!(sim.traffic(1000, Duration::from_millis(10)), 0);
+            sim.run(Duration::from_secs(1));
+            assert_eq!(
+                (sim.client.rekeys(), sim.server.rekeys()),
+                (1, 1),
+                "{transport:?} {offset}"
+            );
+            assert_eq!(
+                (sim.client.inner.len(), sim.server.inner.len()),
+                (1000, 1000)
+            );
+        }
+    }
+}
+
+/// Stock sends with the old key for up to a minute: so do we, unless the peer has used the new one.
+#[test]
+fn the_new_key_is_used_when_the_peer_has_used_it_or_after_a_while() {
+    let mut sim = every(Transport::Udp, 0, 0);
+    sim.connect();
+    let now = sim.now;
+    sim.client.session.clocks.renegotiate_at = Some(now);
+    sim.run(Duration::from_secs(1));
+    assert_eq!((sim.client.rekeys(), sim.server.rekeys()), (1, 1));
+    sim.record = true;
+    let key_of = |sim: &mut Sim, from: To| {
+        sim.sent.clear();
+        assert!(sim.send(from, &[0x45; 20]));
+        let (_, packet) = sim.sent.pop().unwrap();
+        packet[0] & 7
+    };
+    assert_eq!(key_of(&mut sim, To::Client), 0);
+    assert_eq!(key_of(&mut sim, To::Server), 0);
+    sim.run(Duration::from_secs(57));
+    assert_eq!(key_of(&mut sim, To::Client), 0);
+    sim.run(Duration::from_secs(3));
+    // Half a minute has made it 60 s on the client, which began first; what it sends tells the server.
+    assert_eq!(key_of(&mut sim, To::Client), 1);
+    sim.run(Duration::from_secs(1));
+    assert_eq!(key_of(&mut sim, To::Server), 1);
+    assert_eq!(sim.client.session.stats().unknown_key, 0);
+}
+
+#[test]
+fn an_old_key_is_forgotten_after_the_transition_window() {
+    let mut server = server_config(Transport::Udp);
+    server.common.timers.tran_window = Duration::from_secs(100);
+    server.common.timers.reneg = Duration::ZERO;
+    let mut sim = Sim::new(client_config(Transport::Udp), server, CLEAN, 1);
+    sim.connect();
+    let mut kept = Vec::new();
+    for _ in 0..2 {
+        let mut out = BytesMut::new();
+        let now = sim.now;
+        sim.client.session.seal(&[0x45; 20], now, &mut out).unwrap();
+        kept.push(out.to_vec());
+    }
+    let now = sim.now;
+    sim.client.session.clocks.renegotiate_at = Some(now);
+    sim.run(Duration::from_secs(90));
+    assert_eq!(sim.deliver(To::Server, &kept[0]), Ok(()));
+    sim.run(Duration::from_secs(11));
+    assert_eq!(sim.deliver(To::Server, &kept[1]), Err(Dropped::UnknownKey));
+}
+
+#[test]
+fn a_worn_key_is_replaced() {
+    for transport in BOTH {
+        let mut sim = every(transport, 0, 0);
+        sim.connect();
+        let now = sim.now;
+        sim.client.session.clocks.worn(now);
+        assert_eq!(sim.traffic(100, Duration::from_millis(10)), 0);
+        assert_eq!((sim.client.rekeys(), sim.server.rekeys()), (1, 1));
+    }
+}
+
+#[test]
+fn what_is_said_during_a_renegotiation_arrives_after_it() {
+    let mut sim = every(Transport::Udp, 0, 0);
+    sim.connect();
+    let now = sim.now;
+    sim.server.session.clocks.renegotiate_at = Some(now);
+    sim.server.session.handle_timeout(now);
+    assert!(sim.server.session.next.is_some());
+    sim.server.session.say("INFO,hello", now);
+    sim.run(Duration::from_secs(1));
+    let told = |event: &Event| matches!(event, Event::Notice(text) if text == "INFO,hello");
+    assert!(
+        sim.client.events.iter().any(told),
+        "{:?}",
+        sim.client.events
+    );
+}
+
+#[test]
+fn another_certificate_or_user_in_a_renegotiation_is_refused() {
+    for transport in BOTH {
+        for change in 0..3 {
+            let mut client = client_config(transport);
+            client.credentials = Some(("jane".into(), "secret".into()));
+            let mut changed = client.clone();
+            match change {
+                // The same name does not help.
+                0 => changed.tls = crate::tls::tests::PKI.client_tls("user-cluster-client"),
+                1 => changed.tls = crate::tls::tests::PKI.client_tls("internal-client"),
+                _ => changed.credentials = Some(("joe".into(), "secret".into())),
+            }
+            let mut sim = Sim::new(client, server_config(transport), CLEAN, 1);
+            sim.connect();
+            let now = sim.now;
+            sim.client.session.side = Side::Client(Arc::new(changed));
+            sim.client.session.clocks.renegotiate_at = Some(now);
+            sim.run(Duration::from_secs(10));
+            let Some(Ended::Rejected(reason)) = sim.server.ended() else {
+                panic!("{:?}", sim.server.events)
+            };
+            assert!(reason.contains("same"), "{reason}");
+            assert!(matches!(sim.client.ended(), Some(Ended::AuthFailed { .. })));
+            assert!(!sim.send(To::Client, &[0x45; 20]));
+        }
+    }
+}
+
+#[test]
+fn renewed_server_certificates_are_used_for_the_next_key() {
+    let mut sim = every(Transport::Tcp, 0, 0);
+    sim.connect();
+    let other = server_config(Transport::Tcp);
+    sim.server.session.set_config(Arc::new(other));
+    let now = sim.now;
+    sim.client.session.clocks.renegotiate_at = Some(now);
+    sim.run(Duration::from_secs(5));
+    assert_eq!((sim.client.rekeys(), sim.server.rekeys()), (1, 1));
+}
+
+#[test]
+fn over_udp_a_renegotiation_that_fails_is_tried_again() {
+    let mut sim = every(Transport::Udp, 0, 0);
+    sim.connect();
+    sim.client.session.clocks.ping_restart_for_test(None);
+    let now = sim.now;
+    sim.client.session.clocks.renegotiate_at = Some(now);
+    sim.net.loss = 1.0;
+    sim.run(Duration::from_secs(61));
+    assert_eq!(sim.client.session.stats().rekeys_failed, 1);
+    assert!(sim.client.session.is_established());
+    sim.net.loss = 0.0;
+    sim.run(Duration::from_secs(61));
+    assert_eq!(
+        (sim.client.rekeys(), sim.server.rekeys()),
+        (1, 1),
+        "{:?}",
+        sim.client.events
+    );
+    assert_eq!(sim.traffic(100, Duration::from_millis(10)), 0);
+    sim.run(Duration::from_secs(1));
+    assert_eq!((sim.client.inner.len(), sim.server.inner.len()), (100, 100));
+}
+
+#[test]
+fn three_failed_renegotiations_end_the_session() {
+    let mut sim = every(Transport::Udp, 0, 0);
+    sim.connect();
+    let now = sim.now;
+    sim.client.session.clocks.ping_restart_for_test(None);
+    sim.client.session.clocks.renegotiate_at = Some(now);
+    sim.net.loss = 1.0;
+    sim.run(Duration::from_secs(400));
+    assert!(
+        matches!(sim.client.ended(), Some(Ended::Protocol(_))),
+        "{:?}",
+        sim.client.events
+    );
+}

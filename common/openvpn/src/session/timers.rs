@@ -1,0 +1,175 @@
+//! The timers of a session.
+
+use std::time::{Duration, Instant};
+
+use super::event::Ended;
+use super::{Session, Side, Timers, Transport};
+
+impl Timers {
+    /// How long the old key is used for sending while nothing tells that the peer has the new one.
+    pub(super) fn patience(&self) -> Duration {
+        if self.reneg.is_zero() {
+            self.hand_window
+        } else {
+            self.hand_window.min(self.reneg / 2)
+        }
+    }
+}
+
+/// Moments that matter.
+pub(super) struct Clocks {
+    /// The end of the hand-window, until the session is established.
+    pub(super) deadline: Instant,
+    last_sent: Instant,
+    last_received: Instant,
+    ping: Option<Duration>,
+    ping_restart: Option<Duration>,
+    pub(super) renegotiate_at: Option<Instant>,
+    /// Renegotiations of ours that failed since one succeeded.
+    pub(super) failures: u8,
+}
+
+impl Clocks {
+    pub(super) fn new(now: Instant, hand_window: Duration) -> Self {
+        Self {
+            deadline: now + hand_window,
+            last_sent: now,
+            last_received: now,
+            ping: None,
+            ping_restart: None,
+            renegotiate_at: None,
+            failures: 0,
+        }
+    }
+
+    pub(super) fn sent(&mut self, now: Instant) {
+        self.last_sent = now;
+    }
+
+    pub(super) fn received(&mut self, now: Instant) {
+        self.last_received = now;
+    }
+
+    pub(super) fn established(
+        &mut self,
+        ping: Option<Duration>,
+        restart: Option<Duration>,
+        now: Instant,
+    ) {
+        self.ping = ping;
+        self.ping_restart = restart;
+        self.sent(now);
+        self.received(now);
+    }
+
+    pub(super) fn ping_at(&self) -> Option<Instant> {
+        self.ping.map(|every| self.last_sent + every)
+    }
+
+    fn silent_at(&self) -> Option<(Instant, Duration)> {
+        self.ping_restart
+            .map(|after| (self.last_received + after, after))
+    }
+
+    #[cfg(test)]
+    pub(super) fn ping_restart_for_test(&mut self, after: Option<Duration>) {
+        self.ping_restart = after;
+    }
+
+    /// The key is nearly used up. A renegotiation that failed is not repeated before its time.
+    pub(super) fn worn(&mut self, now: Instant) {
+        if self.failures == 0 {
+            self.renegotiate_at = Some(now);
+        }
+    }
+}
+
+impl Session {
+    /// The current key is new.
+    pub(super) fn schedule_renegotiation(&mut self, now: Instant) {
+        let reneg = self.side.common().timers.reneg;
+        let early = match self.side {
+            Side::Server(..) => Self::jitter(reneg),
+            Side::Client(_) => Duration::ZERO,
+        };
+        self.clocks.renegotiate_at = (!reneg.is_zero()).then(|| now + reneg - early);
+    }
+
+    /// When to call [`Session::handle_timeout`] and [`Session::poll_output`]; may be in the past.
+    pub fn poll_timeout(&self) -> Option<Instant> {
+        let talking = self.next.as_ref().or(self.current.as_ref());
+        let output = talking.and_then(|talking| talking.timeout());
+        if let Some(end) = &self.ended {
+            let exit = (end.exits > 0).then_some(end.next_exit);
+            let timeouts = [output, exit, Some(end.until)].into_iter().flatten();
+            return if end.over { None } else { timeouts.min() };
+        }
+        let hand_window = self.side.common().timers.hand_window;
+        let timeouts = if self.agreed.is_none() {
+            [
+                output,
+                Some(self.clocks.deadline),
+                self.server.request_at,
+                None,
+                None,
+            ]
+        } else {
+            let rekey = match &self.next {
+                Some(next) => Some(next.began() + hand_window),
+                None => self.clocks.renegotiate_at,
+            };
+            let silent = self.clocks.silent_at().map(|(at, _)| at);
+            [
+                output,
+                rekey,
+                self.clocks.ping_at(),
+                silent,
+                self.keys.expiry(),
+            ]
+        };
+        timeouts.into_iter().flatten().min()
+    }
+
+    /// Time has passed.
+    pub fn handle_timeout(&mut self, now: Instant) {
+        if let Some(end) = &mut self.ended {
+            end.over |= end.until <= now;
+            return;
+        }
+        if self.agreed.is_none() {
+            if self.clocks.deadline <= now {
+                let stage = self.stage();
+                return self.end(Ended::HandshakeTimeout { stage }, now);
+            }
+            return self.request_push(now);
+        }
+        if let Some((_, after)) = self.clocks.silent_at().filter(|(at, _)| *at <= now) {
+            return self.end(Ended::PingTimeout(after), now);
+        }
+        self.keys.expire(now);
+        let hand_window = self.side.common().timers.hand_window;
+        match &self.next {
+            Some(next) if next.began() + hand_window <= now => {
+                let stage = next.stage();
+                match self.side.common().transport {
+                    Transport::Tcp => self.end(Ended::HandshakeTimeout { stage }, now),
+                    Transport::Udp => self.abandon(stage, now),
+                }
+            }
+            None if self.clocks.renegotiate_at.is_some_and(|at| at <= now) => {
+                self.renegotiate(true, now)
+            }
+            _ => {}
+        }
+    }
+
+    /// How far the first negotiation has come.
+    pub(super) fn stage(&self) -> &'static str {
+        match (&self.current, &self.side) {
+            (None, _) => "the client sent nothing",
+            (Some(current), _) if !current.is_complete() => current.stage(),
+            (_, Side::Server(..)) => self.client.stage(),
+            (_, Side::Client(_)) => "the server did not answer PUSH_REQUEST",
+        }
+    }
+}

@@ -1,0 +1,225 @@
+//! TLS of the control channel: rustls without sockets, in both roles.
+//!
+//! OpenVPN's certificates are not the web's: names are never matched against a host, sessions are
+//! never resumed, there is no SNI, and every negotiation of keys is a TLS connection of its own. What
+//! is decided by an operator's files is in [`ServerTls`] and [`ClientTls`]; replacing their `Arc` is
+//! how certificates are renewed.
+//!
+//! rustls speaks TLS 1.2 and 1.3 only, and webpki refuses what old EasyRSA versions made. [`TlsError`]
+//! says so in words that help.
+
+mod certificate;
+mod channel;
+mod error;
+mod verify;
+
+use std::sync::Arc;
+
+use rustls::crypto::CryptoProvider;
+use rustls::crypto::aws_lc_rs::default_provider;
+use rustls::server::danger::ClientCertVerifier;
+use rustls::server::{NoServerSessionStorage, WebPkiClientVerifier};
+use rustls::sign::{CertifiedKey, SingleCertAndKey};
+use rustls::version::{TLS12, TLS13};
+use rustls::{
+    ClientConfig, InconsistentKeys, RootCertStore, ServerConfig, SupportedProtocolVersion,
+};
+use rustls_pki_types::pem::PemObject;
+use rustls_pki_types::{CertificateDer, CertificateRevocationListDer, PrivateKeyDer};
+
+pub use certificate::PeerIdentity;
+pub(crate) use channel::Channel;
+pub use error::{ConfigError, TlsError};
+pub use verify::{NameCheck, ServerCheck};
+
+/// `tls-version-min`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum MinVersion {
+    /// TLS 1.2 and 1.3.
+    #[default]
+    Tls12,
+    /// TLS 1.3 only.
+    Tls13,
+}
+
+static ALL_VERSIONS: [&SupportedProtocolVersion; 2] = [&TLS13, &TLS12];
+static TLS13_ONLY: [&SupportedProtocolVersion; 1] = [&TLS13];
+
+impl MinVersion {
+    fn versions(self) -> &'static [&'static SupportedProtocolVersion] {
+        match self {
+            Self::Tls12 => &ALL_VERSIONS,
+            Self::Tls13 => &TLS13_ONLY,
+        }
+    }
+}
+
+/// Our own certificate chain and key.
+#[derive(Clone, Debug)]
+pub struct Identity(Arc<SingleCertAndKey>);
+
+impl Identity {
+    /// From the PEM files that `cert` and `key` name.
+    pub fn from_pem(certificate: &[u8], key: &[u8]) -> Result<Self, ConfigError> {
+        let chain = certificates("certificate", certificate)?;
+        let key = PrivateKeyDer::from_pem_slice(key)
+            .map_err(|error| ConfigError::pem("private key", &error))?;
+        let key = default_provider()
+            .key_provider
+            .load_private_key(key)
+            .map_err(|error| ConfigError::Key(error.to_string()))?;
+        let certified = CertifiedKey::new(chain, key);
+        // An X.509 v1 certificate is not parsed here; whether its peer takes it is the peer's matter.
+        if let Err(rustls::Error::InconsistentKeys(InconsistentKeys::KeyMismatch)) =
+            certified.keys_match()
+        {
+            return Err(ConfigError::KeyMismatch);
+        }
+        Ok(Self(Arc::new(SingleCertAndKey::from(certified))))
+    }
+}
+
+/// The certificates of a PEM file; at least one.
+fn certificates(
+    what: &'static str,
+    pem: &[u8],
+) -> Result<Vec<CertificateDer<'static>>, ConfigError> {
+    let all: Vec<_> = CertificateDer::pem_slice_iter(pem)
+        .collect::<Result<_, _>>()
+        .map_err(|error| ConfigError::pem(what, &error))?;
+    if all.is_empty() {
+        return Err(ConfigError::Empty(what));
+    }
+    Ok(all)
+}
+
+/// The PEM file that `ca` names.
+fn roots(pem: &[u8]) -> Result<Arc<RootCertStore>, ConfigError> {
+    let mut store = RootCertStore::empty();
+    for certificate in certificates("CA", pem)? {
+        store
+            .add(certificate)
+            .map_err(|error| ConfigError::Authority(error.to_string()))?;
+    }
+    Ok(Arc::new(store))
+}
+
+/// TLS of a server, for all its sessions.
+pub struct ServerTls {
+    provider: Arc<CryptoProvider>,
+    min_version: MinVersion,
+    identity: Identity,
+    verifier: Arc<dyn ClientCertVerifier>,
+    require_usage: bool,
+}
+
+impl std::fmt::Debug for ServerTls {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("ServerTls").finish_non_exhaustive()
+    }
+}
+
+impl ServerTls {
+    /// Clients need a certificate that `ca` (PEM) signed and `crl` (PEM, may be empty) does not
+    /// revoke. `require_usage` is `remote-cert-tls client`: key usage and extended key usage have to be
+    /// present, not just not wrong.
+    pub fn new(
+        ca: &[u8],
+        crl: &[u8],
+        identity: Identity,
+        min_version: MinVersion,
+        require_usage: bool,
+    ) -> Result<Self, ConfigError> {
+        let provider = Arc::new(default_provider());
+        let crls: Vec<_> = CertificateRevocationListDer::pem_slice_iter(crl)
+            .collect::<Result<_, _>>()
+            .map_err(|error| ConfigError::pem("CRL", &error))?;
+        // As OpenVPN's crl-verify: a CA without a CRL is not asked about.
+        let verifier = WebPkiClientVerifier::builder_with_provider(roots(ca)?, provider.clone())
+            .with_crls(crls)
+            .allow_unknown_revocation_status()
+            .build()
+            .map_err(|error| ConfigError::Authority(error.to_string()))?;
+        Ok(Self {
+            provider,
+            min_version,
+            identity,
+            verifier,
+            require_usage,
+        })
+    }
+
+    /// A connection that waits for the client's hello.
+    pub(crate) fn accept(&self) -> Result<Channel, TlsError> {
+        let (verifier, refused) =
+            verify::ClientVerifier::new(self.verifier.clone(), self.require_usage);
+        let mut config = ServerConfig::builder_with_provider(self.provider.clone())
+            .with_protocol_versions(self.min_version.versions())
+            .map_err(TlsError::setup)?
+            .with_client_cert_verifier(Arc::new(verifier))
+            .with_cert_resolver(self.identity.0.clone());
+        config.send_tls13_tickets = 0;
+        config.session_storage = Arc::new(NoServerSessionStorage {});
+        Channel::server(config, refused)
+    }
+}
+
+/// TLS of a client.
+pub struct ClientTls {
+    config: ClientConfig,
+    roots: Arc<RootCertStore>,
+    check: ServerCheck,
+}
+
+impl std::fmt::Debug for ClientTls {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("ClientTls")
+            .field("check", &self.check)
+            .finish_non_exhaustive()
+    }
+}
+
+impl ClientTls {
+    /// The server needs a certificate that `ca` (PEM) signed and that passes `check`.
+    pub fn new(
+        ca: &[u8],
+        identity: Option<Identity>,
+        check: ServerCheck,
+        min_version: MinVersion,
+    ) -> Result<Self, ConfigError> {
+        let roots = roots(ca)?;
+        let provider = Arc::new(default_provider());
+        let (verifier, _) = verify::ServerVerifier::new(roots.clone(), check.clone(), &provider);
+        let builder = ClientConfig::builder_with_provider(provider)
+            .with_protocol_versions(min_version.versions())
+            .map_err(|error| ConfigError::Key(error.to_string()))?
+            .dangerous()
+            .with_custom_certificate_verifier(Arc::new(verifier));
+        let mut config = match identity {
+            Some(identity) => builder.with_client_cert_resolver(identity.0),
+            None => builder.with_no_client_auth(),
+        };
+        config.enable_sni = false;
+        config.resumption = rustls::client::Resumption::disabled();
+        Ok(Self {
+            config,
+            roots,
+            check,
+        })
+    }
+
+    /// A connection whose hello waits to be sent.
+    pub(crate) fn connect(&self) -> Result<Channel, TlsError> {
+        let mut config = self.config.clone();
+        let provider = config.crypto_provider().clone();
+        let (verifier, refused) =
+            verify::ServerVerifier::new(self.roots.clone(), self.check.clone(), &provider);
+        config
+            .dangerous()
+            .set_certificate_verifier(Arc::new(verifier));
+        Channel::client(config, refused)
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests;

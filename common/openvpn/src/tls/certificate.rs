@@ -1,0 +1,139 @@
+//! What is read from a certificate beside webpki: names for log and policy, usages, and the causes for
+//! which webpki refuses old certificates.
+
+use aws_lc_rs::digest;
+use rustls_pki_types::CertificateDer;
+use x509_parser::prelude::{FromDer, X509Certificate, X509Version};
+
+/// The subject's names of a verified certificate.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PeerIdentity {
+    /// The last CN of the subject, as OpenVPN takes it.
+    pub common_name: String,
+    /// The whole subject, as OpenVPN writes it: `C=DE, O=Example, CN=client`.
+    pub subject: String,
+    /// Serial number, in lower-case hex.
+    pub serial: String,
+    /// SHA-256 of the certificate.
+    pub fingerprint: [u8; 32],
+}
+
+impl PeerIdentity {
+    /// None if it cannot be read or has no common name.
+    pub(super) fn new(der: &CertificateDer<'_>) -> Option<Self> {
+        let (_, certificate) = X509Certificate::from_der(der).ok()?;
+        let common_name = certificate
+            .subject()
+            .iter_common_name()
+            .last()?
+            .as_str()
+            .ok()?
+            .to_owned();
+        let mut fingerprint = [0; 32];
+        for (to, from) in fingerprint
+            .iter_mut()
+            .zip(digest::digest(&digest::SHA256, der).as_ref())
+        {
+            *to = *from;
+        }
+        let serial: String = certificate
+            .raw_serial()
+            .iter()
+            .map(|byte| format!("{byte:02x}"))
+            .collect();
+        Some(Self {
+            common_name,
+            subject: certificate.subject().to_string(),
+            serial,
+            fingerprint,
+        })
+    }
+}
+
+/// Whether the key usage extension is there, and which of the two extended key usages.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Usage {
+    pub(super) key_usage: bool,
+    pub(super) server_auth: bool,
+    pub(super) client_auth: bool,
+}
+
+impl Usage {
+    pub(super) fn new(der: &CertificateDer<'_>) -> Self {
+        let Ok((_, certificate)) = X509Certificate::from_der(der) else {
+            return Self::default();
+        };
+        let extended = certificate
+            .extended_key_usage()
+            .ok()
+            .flatten()
+            .map(|extension| extension.value);
+        Self {
+            key_usage: certificate.key_usage().ok().flatten().is_some(),
+            server_auth: extended.is_some_and(|usage| usage.server_auth),
+            client_auth: extended.is_some_and(|usage| usage.client_auth),
+        }
+    }
+}
+
+/// Subject and issuer for a log line.
+pub(super) fn describe(der: &CertificateDer<'_>) -> String {
+    match X509Certificate::from_der(der) {
+        Ok((_, certificate)) => format!(
+            "\"{}\" (issued by \"{}\")",
+            shorten(certificate.subject().to_string()),
+            shorten(certificate.issuer().to_string())
+        ),
+        Err(_) => "an unreadable certificate".into(),
+    }
+}
+
+/// Names come from anyone: what is logged of them has an end and no control characters.
+fn shorten(name: String) -> String {
+    name.chars().filter(|c| !c.is_control()).take(200).collect()
+}
+
+/// Properties that webpki does not accept in a chain, in words. Checked before the error of webpki is
+/// shown, since that often names a consequence only.
+pub(super) fn old_fashioned(
+    leaf: &CertificateDer<'_>,
+    intermediates: &[CertificateDer<'_>],
+) -> Option<String> {
+    for (place, der) in std::iter::once(leaf).chain(intermediates).enumerate() {
+        let Ok((_, certificate)) = X509Certificate::from_der(der) else {
+            continue;
+        };
+        let what = if place == 0 {
+            "it".to_owned()
+        } else {
+            format!("the chain's {}", describe(der))
+        };
+        let algorithm = certificate.signature_algorithm.algorithm.to_id_string();
+        // sha1WithRSAEncryption, its old OIW form, ecdsa-with-SHA1, dsa-with-sha1, md5WithRSAEncryption
+        if [
+            "1.2.840.113549.1.1.5",
+            "1.3.14.3.2.29",
+            "1.2.840.10045.4.1",
+            "1.2.840.10040.4.3",
+            "1.2.840.113549.1.1.4",
+        ]
+        .contains(&algorithm.as_str())
+        {
+            return Some(format!(
+                "{what} is signed with SHA-1 or MD5, which is not accepted any more: issue it again with SHA-256 (EasyRSA 3 does)"
+            ));
+        }
+        if certificate.version() != X509Version::V3 {
+            return Some(format!(
+                "{what} is an X.509 v1 certificate, which is not accepted: issue it again as v3, with extensions (EasyRSA 3 does)"
+            ));
+        }
+        if place == 0 && certificate.is_ca() {
+            return Some(
+                "it is a CA's own certificate (basic constraints CA:TRUE), which cannot be used by a client or server: issue one with CA:FALSE"
+                    .into(),
+            );
+        }
+    }
+    None
+}

@@ -1,0 +1,134 @@
+//! One TLS connection of the control channel: TLS bytes in and out, whole messages in and out.
+
+use std::collections::VecDeque;
+use std::io::BufRead as _;
+use std::io::Write as _;
+use std::net::Ipv4Addr;
+use std::sync::Arc;
+
+use rustls::{ClientConfig, ClientConnection, Connection, ServerConfig, ServerConnection};
+use rustls_pki_types::ServerName;
+
+use super::certificate::PeerIdentity;
+use super::error::TlsError;
+use super::verify::Refused;
+use crate::keys::{EXPORTER_LABEL, KEY_BLOCK_LEN};
+
+/// One TLS connection.
+pub(crate) struct Channel {
+    tls: Connection,
+    refused: Refused,
+    /// TLS bytes to be sent.
+    output: VecDeque<u8>,
+}
+
+impl Channel {
+    pub(super) fn server(config: ServerConfig, refused: Refused) -> Result<Self, TlsError> {
+        let tls = ServerConnection::new(Arc::new(config)).map_err(TlsError::setup)?;
+        Ok(Self {
+            tls: tls.into(),
+            refused,
+            output: VecDeque::new(),
+        })
+    }
+
+    pub(super) fn client(config: ClientConfig, refused: Refused) -> Result<Self, TlsError> {
+        // No name is sent and none is checked.
+        let name = ServerName::IpAddress(Ipv4Addr::UNSPECIFIED.into());
+        let tls = ClientConnection::new(Arc::new(config), name).map_err(TlsError::setup)?;
+        let mut channel = Self {
+            tls: tls.into(),
+            refused,
+            output: VecDeque::new(),
+        };
+        channel.collect();
+        Ok(channel)
+    }
+
+    /// TLS bytes from the peer, in order. Each record's text is appended to `messages`: peers write one
+    /// message as one record. After an error the alert for the peer is in the output.
+    pub(crate) fn receive(
+        &mut self,
+        mut bytes: &[u8],
+        messages: &mut VecDeque<Vec<u8>>,
+    ) -> Result<(), TlsError> {
+        while !bytes.is_empty() {
+            let taken = self
+                .tls
+                .read_tls(&mut bytes)
+                .map_err(|error| TlsError::Other(error.to_string()))?;
+            let processed = self.tls.process_new_packets();
+            self.collect();
+            processed.map_err(|error| TlsError::new(&error, self.refused.get()))?;
+            while let Ok(record) = self.tls.reader().into_first_chunk() {
+                if record.is_empty() {
+                    break;
+                }
+                let message = record.to_vec();
+                self.tls.reader().consume(message.len());
+                messages.push_back(message);
+            }
+            if taken == 0 {
+                return Err(TlsError::Other("the peer closed TLS".into()));
+            }
+        }
+        Ok(())
+    }
+
+    /// Sends one message as one record.
+    pub(crate) fn send(&mut self, message: &[u8]) -> Result<(), TlsError> {
+        self.tls
+            .writer()
+            .write_all(message)
+            .map_err(|error| TlsError::Other(error.to_string()))?;
+        self.collect();
+        Ok(())
+    }
+
+    fn collect(&mut self) {
+        while self.tls.wants_write() {
+            // A deque takes all; a rustls that stops there would stop for good.
+            if !matches!(self.tls.write_tls(&mut self.output), Ok(1..)) {
+                break;
+            }
+        }
+    }
+
+    /// Whether TLS bytes wait to be sent.
+    pub(crate) fn has_output(&self) -> bool {
+        !self.output.is_empty()
+    }
+
+    /// Takes up to `most` TLS bytes.
+    pub(crate) fn take_output(&mut self, most: usize) -> Vec<u8> {
+        self.output.drain(..most.min(self.output.len())).collect()
+    }
+
+    /// Whether messages can be exchanged.
+    pub(crate) fn is_established(&self) -> bool {
+        !self.tls.is_handshaking()
+    }
+
+    /// The peer, from its verified certificate.
+    pub(crate) fn identity(&self) -> Option<PeerIdentity> {
+        PeerIdentity::new(self.tls.peer_certificates()?.first()?)
+    }
+
+    /// Key material for the data channel.
+    pub(crate) fn export_data_keys(&self) -> Result<[u8; KEY_BLOCK_LEN], TlsError> {
+        self.tls
+            .export_keying_material([0; KEY_BLOCK_LEN], EXPORTER_LABEL, None)
+            .map_err(|error| TlsError::new(&error, None))
+    }
+
+    /// Version and suite, for the log.
+    pub(crate) fn describe(&self) -> String {
+        match (
+            self.tls.protocol_version(),
+            self.tls.negotiated_cipher_suite(),
+        ) {
+            (Some(version), Some(suite)) => format!("{version:?} {:?}", suite.suite()),
+            _ => "none".into(),
+        }
+    }
+}

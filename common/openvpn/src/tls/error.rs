@@ -1,0 +1,180 @@
+//! What went wrong with TLS, in words that tell an operator what to do.
+
+use rustls::{AlertDescription, CertificateError, ExtendedKeyPurpose, PeerIncompatible};
+use rustls_pki_types::pem;
+use thiserror::Error;
+
+/// A file that cannot be used.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum ConfigError {
+    /// No PEM.
+    #[error("the {what} is no valid PEM: {problem}")]
+    Pem {
+        /// Which file.
+        what: &'static str,
+        /// The parser's text.
+        problem: String,
+    },
+    /// PEM without what is looked for.
+    #[error("the {0} file holds no certificate (-----BEGIN CERTIFICATE-----)")]
+    Empty(&'static str),
+    /// A CA certificate, or the list of them.
+    #[error("the CA cannot be used: {0}")]
+    Authority(String),
+    /// A private key.
+    #[error(
+        "the private key cannot be used (EC P-256, P-384, P-521, Ed25519, or RSA of 2048 bits and more): {0}"
+    )]
+    Key(String),
+    /// Key and certificate do not belong together.
+    #[error(
+        "the private key does not belong to the certificate: compare the files of `cert` and `key`"
+    )]
+    KeyMismatch,
+}
+
+impl ConfigError {
+    pub(super) fn pem(what: &'static str, error: &pem::Error) -> Self {
+        match error {
+            pem::Error::NoItemsFound => Self::Pem {
+                what,
+                problem: "it holds none (an encrypted key has to be decrypted first)".into(),
+            },
+            error => Self::Pem {
+                what,
+                problem: error.to_string(),
+            },
+        }
+    }
+}
+
+/// Why TLS failed.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum TlsError {
+    /// We do not accept the peer's certificate.
+    #[error("certificate of {subject}: {problem}")]
+    Certificate {
+        /// Its subject and issuer, as far as they could be read.
+        subject: String,
+        /// Why, and what to do.
+        problem: String,
+    },
+    /// The peer sent an alert.
+    #[error("{0}")]
+    Alert(String),
+    /// Everything else.
+    #[error("{0}")]
+    Other(String),
+}
+
+impl TlsError {
+    /// A configuration that rustls does not take.
+    pub(super) fn setup(error: rustls::Error) -> Self {
+        Self::Other(error.to_string())
+    }
+
+    /// `refused`: what our verifier noted about the certificate.
+    pub(super) fn new(error: &rustls::Error, refused: Option<&(String, String)>) -> Self {
+        match (error, refused) {
+            (_, Some((subject, problem))) => Self::Certificate {
+                subject: subject.clone(),
+                problem: problem.clone(),
+            },
+            (rustls::Error::AlertReceived(alert), _) => Self::Alert(explain_alert(*alert)),
+            (rustls::Error::NoCertificatesPresented, _) => {
+                Self::Other("the peer sent no certificate: a client needs `cert` and `key`".into())
+            }
+            (rustls::Error::PeerIncompatible(why), _) => Self::Other(explain_incompatible(why)),
+            (error, _) => Self::Other(error.to_string()),
+        }
+    }
+}
+
+/// What the peer's alert usually means.
+fn explain_alert(alert: AlertDescription) -> String {
+    let hint = match alert {
+        AlertDescription::UnknownCA => "the peer's `ca` did not sign our certificate",
+        AlertDescription::CertificateExpired => {
+            "our certificate has expired or is not valid yet, or the peer's clock is wrong"
+        }
+        AlertDescription::CertificateRevoked => "our certificate is revoked by the peer's CRL",
+        AlertDescription::UnsupportedCertificate => {
+            "our certificate is not made for this role: a server needs the extended key usage serverAuth, a client clientAuth"
+        }
+        AlertDescription::BadCertificate
+        | AlertDescription::CertificateUnknown
+        | AlertDescription::AccessDenied
+        | AlertDescription::DecryptError => {
+            "the peer does not accept our certificate; its log says why"
+        }
+        AlertDescription::CertificateRequired => "the peer wants a certificate and we sent none",
+        AlertDescription::ProtocolVersion => {
+            "no common TLS version: TLS 1.2 and 1.3 are spoken here"
+        }
+        AlertDescription::HandshakeFailure => {
+            "no common cipher suite, curve or signature algorithm: ECDHE with AES-GCM or ChaCha20-Poly1305 is spoken here"
+        }
+        _ => return format!("the peer ended TLS with the alert {alert:?}"),
+    };
+    format!("the peer ended TLS with the alert {alert:?}: {hint}")
+}
+
+fn explain_incompatible(why: &PeerIncompatible) -> String {
+    let hint = match why {
+        PeerIncompatible::ServerDoesNotSupportTls12Or13
+        | PeerIncompatible::ServerTlsVersionIsDisabledByOurConfig
+        | PeerIncompatible::Tls12NotOffered
+        | PeerIncompatible::Tls12NotOfferedOrEnabled
+        | PeerIncompatible::Tls13RequiredForQuic => {
+            "TLS 1.2 (ECDHE with AES-GCM or ChaCha20-Poly1305) or TLS 1.3 is needed: OpenVPN 2.4 or newer"
+        }
+        PeerIncompatible::NoCipherSuitesInCommon => {
+            "no common cipher suite: ECDHE with AES-GCM or ChaCha20-Poly1305 is spoken here, look at `tls-cipher`"
+        }
+        PeerIncompatible::NoKxGroupsInCommon => {
+            "no common curve: look at `ecdh-curve` and `tls-groups`"
+        }
+        PeerIncompatible::NoSignatureSchemesInCommon
+        | PeerIncompatible::NoCertificateRequestSignatureSchemesInCommon => {
+            "no common signature algorithm: RSA, ECDSA or Ed25519 with SHA-256 or better is spoken here"
+        }
+        _ => return format!("the peer's TLS is incompatible: {why:?}"),
+    };
+    format!("the peer's TLS is incompatible ({why:?}): {hint}")
+}
+
+/// Why webpki refused a certificate, where the certificate itself does not tell.
+pub(super) fn explain_certificate(error: &rustls::Error) -> String {
+    let rustls::Error::InvalidCertificate(error) = error else {
+        return error.to_string();
+    };
+    match error {
+        CertificateError::UnknownIssuer => {
+            "not signed by our CA: compare `ca` on both sides; if there is an intermediate CA, its certificate has to be in the peer's `cert` file or in our `ca` file".into()
+        }
+        CertificateError::BadSignature => {
+            "not signed by our CA, but by one of the same name: was the CA made anew? compare `ca` on both sides".into()
+        }
+        CertificateError::Expired | CertificateError::ExpiredContext { .. } => {
+            format!("{error}: renew it, or look at the clocks")
+        }
+        CertificateError::NotValidYet | CertificateError::NotValidYetContext { .. } => {
+            format!("{error}: look at the clocks")
+        }
+        CertificateError::Revoked => "revoked by the CRL".into(),
+        CertificateError::InvalidPurposeContext { required, .. } => format!(
+            "wrong extended key usage: {} is needed",
+            match required {
+                ExtendedKeyPurpose::ClientAuth => "clientAuth (a client's certificate)".to_owned(),
+                ExtendedKeyPurpose::ServerAuth => "serverAuth (a server's certificate)".to_owned(),
+                other => other.to_string(),
+            }
+        ),
+        CertificateError::ExpiredRevocationList | CertificateError::ExpiredRevocationListContext { .. } => {
+            "our CRL has expired: renew it".into()
+        }
+        error => error.to_string(),
+    }
+}

@@ -1,0 +1,179 @@
+//! A PKI in the shape of KKP's, and how certificates that are not right are refused.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
+
+use std::sync::LazyLock;
+
+use rcgen::{
+    BasicConstraints, CertificateParams, CertificateRevocationListParams, CertifiedIssuer,
+    DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa, KeyIdMethod, KeyPair,
+    KeyUsagePurpose, RevokedCertParams, SerialNumber,
+};
+
+use super::*;
+
+/// A CA with P-256 and CN "CA".
+pub(crate) struct Pki(CertifiedIssuer<'static, KeyPair>);
+
+/// What most tests use.
+pub(crate) static PKI: LazyLock<Pki> = LazyLock::new(Pki::new);
+
+/// Certificate and key, in PEM.
+pub(crate) struct Pair {
+    pub(crate) certificate: String,
+    pub(crate) key: String,
+}
+
+impl Pair {
+    pub(crate) fn identity(&self) -> Identity {
+        Identity::from_pem(self.certificate.as_bytes(), self.key.as_bytes()).unwrap()
+    }
+}
+
+fn serial(pem: &str) -> Vec<u8> {
+    use x509_parser::prelude::{FromDer, X509Certificate};
+    let der = CertificateDer::from_pem_slice(pem.as_bytes()).unwrap();
+    let (_, certificate) = X509Certificate::from_der(&der).unwrap();
+    certificate.raw_serial().to_vec()
+}
+
+pub(crate) fn leaf(common_name: &str, usage: Option<ExtendedKeyUsagePurpose>) -> CertificateParams {
+    let mut params = CertificateParams::default();
+    params
+        .distinguished_name
+        .push(DnType::CommonName, common_name);
+    params.key_usages = vec![
+        KeyUsagePurpose::DigitalSignature,
+        KeyUsagePurpose::KeyEncipherment,
+    ];
+    params.extended_key_usages = usage.into_iter().collect();
+    params
+}
+
+impl Pki {
+    pub(crate) fn new() -> Self {
+        Self::named("CA")
+    }
+
+    pub(crate) fn named(name: &str) -> Self {
+        let mut params = CertificateParams::default();
+        params.distinguished_name = DistinguishedName::new();
+        params.distinguished_name.push(DnType::CommonName, name);
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
+        Self(CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap())
+    }
+
+    pub(crate) fn ca(&self) -> String {
+        self.0.pem()
+    }
+
+    pub(crate) fn issue(&self, params: &CertificateParams) -> Pair {
+        let key = KeyPair::generate().unwrap();
+        let certificate = params.clone().signed_by(&key, &self.0).unwrap();
+        Pair {
+            certificate: certificate.pem(),
+            key: key.serialize_pem(),
+        }
+    }
+
+    pub(crate) fn client(&self, common_name: &str) -> Pair {
+        self.issue(&leaf(
+            common_name,
+            Some(ExtendedKeyUsagePurpose::ClientAuth),
+        ))
+    }
+
+    pub(crate) fn server(&self) -> Pair {
+        self.issue(&leaf(
+            "openvpn-server",
+            Some(ExtendedKeyUsagePurpose::ServerAuth),
+        ))
+    }
+
+    /// A CRL, in PEM.
+    pub(crate) fn crl(&self, revoked: &[&Pair]) -> String {
+        let now = rcgen::date_time_ymd(2020, 1, 1);
+        let revoked = revoked.iter().map(|pair| RevokedCertParams {
+            serial_number: SerialNumber::from_slice(&serial(&pair.certificate)),
+            revocation_time: now,
+            reason_code: None,
+            invalidity_date: None,
+        });
+        let params = CertificateRevocationListParams {
+            this_update: now,
+            next_update: rcgen::date_time_ymd(2999, 1, 1),
+            crl_number: SerialNumber::from(1),
+            issuing_distribution_point: None,
+            revoked_certs: revoked.collect(),
+            key_identifier_method: KeyIdMethod::Sha256,
+        };
+        params.signed_by(&self.0).unwrap().pem().unwrap()
+    }
+
+    pub(crate) fn server_tls(&self) -> Arc<ServerTls> {
+        let identity = self.server().identity();
+        Arc::new(
+            ServerTls::new(
+                self.ca().as_bytes(),
+                b"",
+                identity,
+                MinVersion::Tls12,
+                false,
+            )
+            .unwrap(),
+        )
+    }
+
+    pub(crate) fn client_tls(&self, common_name: &str) -> Arc<ClientTls> {
+        self.client_tls_with(self.client(common_name).identity())
+    }
+
+    pub(crate) fn client_tls_with(&self, identity: Identity) -> Arc<ClientTls> {
+        let check = ServerCheck {
+            require_usage: true,
+            name: None,
+        };
+        Arc::new(
+            ClientTls::new(
+                self.ca().as_bytes(),
+                Some(identity),
+                check,
+                MinVersion::Tls12,
+            )
+            .unwrap(),
+        )
+    }
+}
+
+#[test]
+fn files_that_cannot_be_used_are_named() {
+    let text = |result: Result<Identity, ConfigError>| result.unwrap_err().to_string();
+    let (ours, other) = (PKI.server(), PKI.server());
+    let of = |pem: &str| pem.as_bytes().to_vec();
+    let mixed = Identity::from_pem(&of(&ours.certificate), &of(&other.key));
+    assert!(text(mixed).contains("does not belong to the certificate"));
+    let empty = Identity::from_pem(b"", &of(&ours.key));
+    assert!(text(empty).contains("certificate file holds no certificate"));
+    let swapped = Identity::from_pem(&of(&ours.key), &of(&ours.certificate));
+    assert!(text(swapped).contains("holds no certificate"));
+    let keyless = Identity::from_pem(&of(&ours.certificate), &of(&ours.certificate));
+    assert!(text(keyless).contains("private key"));
+    let garbage = b"-----BEGIN CERTIFICATE-----\n!!!!\n-----END CERTIFICATE-----\n";
+    assert!(text(Identity::from_pem(garbage, b"")).contains("no valid PEM"));
+    let server = |ca: &[u8], crl: &[u8]| {
+        ServerTls::new(ca, crl, PKI.server().identity(), MinVersion::Tls12, false)
+            .unwrap_err()
+            .to_string()
+    };
+    assert!(server(b"", b"").contains("CA file holds no certificate"));
+    assert!(
+        server(
+            b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n",
+            b""
+        )
+        .contains("CA")
+    );
+    let crl = b"-----BEGIN X509 CRL-----\n!\n-----END X509 CRL-----\n";
+    assert!(server(PKI.ca().as_bytes(), crl).contains("CRL"));
+}

@@ -1,0 +1,268 @@
+//! The two certificate verifiers. Both are webpki's with OpenVPN's additions, and both note why they
+//! refused, since rustls hands only the kind of an error on.
+
+use std::sync::{Arc, OnceLock};
+
+use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
+use rustls::client::verify_server_cert_signed_by_trust_anchor;
+use rustls::crypto::{
+    CryptoProvider, WebPkiSupportedAlgorithms, verify_tls12_signature, verify_tls13_signature,
+};
+use rustls::server::ParsedCertificate;
+use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
+use rustls::{
+    CertificateError, DigitallySignedStruct, DistinguishedName, Error, RootCertStore,
+    SignatureScheme,
+};
+use rustls_pki_types::{CertificateDer, ServerName, UnixTime};
+
+use super::certificate::{self, PeerIdentity, Usage};
+use super::error::explain_certificate;
+
+/// Subject and problem of the certificate that a connection's verifier refused.
+pub(super) type Refused = Arc<OnceLock<(String, String)>>;
+
+/// `verify-x509-name`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum NameCheck {
+    /// `name`: the common name.
+    CommonName(String),
+    /// `name-prefix`: the begin of the common name.
+    CommonNamePrefix(String),
+    /// `subject` (the default in OpenVPN): the whole subject, as in [`PeerIdentity::subject`].
+    Subject(String),
+}
+
+/// What a client wants of its server's certificate beside the CA's signature.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ServerCheck {
+    /// `remote-cert-tls server`: key usage and the extended key usage serverAuth have to be present.
+    /// Without it any client of the same CA without extended key usage could pose as the server.
+    pub require_usage: bool,
+    /// `verify-x509-name`.
+    pub name: Option<NameCheck>,
+}
+
+/// Notes the refusal for the log, and says what the peer's alert is to be made from.
+fn note(
+    refused: &Refused,
+    leaf: &CertificateDer<'_>,
+    intermediates: &[CertificateDer<'_>],
+    error: Error,
+) -> Error {
+    let problem = certificate::old_fashioned(leaf, intermediates)
+        .unwrap_or_else(|| explain_certificate(&error));
+    let _ = refused.set((certificate::describe(leaf), problem));
+    match error {
+        // The issuer has the right name and another key, as after a CA was made anew.
+        Error::InvalidCertificate(CertificateError::BadSignature) => {
+            Error::InvalidCertificate(CertificateError::UnknownIssuer)
+        }
+        error => error,
+    }
+}
+
+/// Refuses with a text of our own.
+fn refuse(
+    refused: &Refused,
+    leaf: &CertificateDer<'_>,
+    problem: String,
+    error: CertificateError,
+) -> Error {
+    let _ = refused.set((certificate::describe(leaf), problem));
+    Error::InvalidCertificate(error)
+}
+
+/// A server's view of its clients.
+#[derive(Debug)]
+pub(super) struct ClientVerifier {
+    webpki: Arc<dyn ClientCertVerifier>,
+    require_usage: bool,
+    refused: Refused,
+}
+
+impl ClientVerifier {
+    /// Belongs to one connection.
+    pub(super) fn new(webpki: Arc<dyn ClientCertVerifier>, require_usage: bool) -> (Self, Refused) {
+        let refused = Refused::default();
+        (
+            Self {
+                webpki,
+                require_usage,
+                refused: refused.clone(),
+            },
+            refused,
+        )
+    }
+}
+
+impl ClientCertVerifier for ClientVerifier {
+    fn root_hint_subjects(&self) -> &[DistinguishedName] {
+        self.webpki.root_hint_subjects()
+    }
+
+    fn verify_client_cert(
+        &self,
+        end_entity: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        now: UnixTime,
+    ) -> Result<ClientCertVerified, Error> {
+        let verified = self
+            .webpki
+            .verify_client_cert(end_entity, intermediates, now)
+            .map_err(|error| note(&self.refused, end_entity, intermediates, error))?;
+        if PeerIdentity::new(end_entity).is_none() {
+            let problem = "it has no common name (CN), by which clients are told apart".into();
+            return Err(refuse(
+                &self.refused,
+                end_entity,
+                problem,
+                CertificateError::BadEncoding,
+            ));
+        }
+        let usage = Usage::new(end_entity);
+        if self.require_usage && !(usage.key_usage && usage.client_auth) {
+            let problem = "remote-cert-tls client: key usage and the extended key usage clientAuth have to be present".into();
+            return Err(refuse(
+                &self.refused,
+                end_entity,
+                problem,
+                CertificateError::InvalidPurpose,
+            ));
+        }
+        Ok(verified)
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        message: &[u8],
+        cert: &CertificateDer<'_>,
+        dss: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        self.webpki.verify_tls12_signature(message, cert, dss)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        cert: &CertificateDer<'_>,
+        dss: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        self.webpki.verify_tls13_signature(message, cert, dss)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.webpki.supported_verify_schemes()
+    }
+}
+
+/// A client's view of its server: no host name is ever matched.
+#[derive(Debug)]
+pub(super) struct ServerVerifier {
+    roots: Arc<RootCertStore>,
+    check: ServerCheck,
+    algorithms: WebPkiSupportedAlgorithms,
+    refused: Refused,
+}
+
+impl ServerVerifier {
+    /// Belongs to one connection.
+    pub(super) fn new(
+        roots: Arc<RootCertStore>,
+        check: ServerCheck,
+        provider: &CryptoProvider,
+    ) -> (Self, Refused) {
+        let refused = Refused::default();
+        let algorithms = provider.signature_verification_algorithms;
+        (
+            Self {
+                roots,
+                check,
+                algorithms,
+                refused: refused.clone(),
+            },
+            refused,
+        )
+    }
+
+    /// What OpenVPN's options ask for beside the chain.
+    fn check(&self, leaf: &CertificateDer<'_>) -> Result<(), (String, CertificateError)> {
+        let usage = Usage::new(leaf);
+        if self.check.require_usage && !(usage.key_usage && usage.server_auth) {
+            let problem = "remote-cert-tls server: key usage and the extended key usage serverAuth have to be present";
+            return Err((problem.into(), CertificateError::InvalidPurpose));
+        }
+        let identity = PeerIdentity::new(leaf);
+        let (wanted, matches) = match (&self.check.name, &identity) {
+            (None, _) => return Ok(()),
+            (Some(NameCheck::CommonName(name)), Some(identity)) => {
+                (name, identity.common_name == *name)
+            }
+            (Some(NameCheck::CommonNamePrefix(prefix)), Some(identity)) => {
+                (prefix, identity.common_name.starts_with(prefix.as_str()))
+            }
+            (Some(NameCheck::Subject(subject)), Some(identity)) => {
+                (subject, identity.subject == *subject)
+            }
+            (Some(_), None) => {
+                return Err((
+                    "it has no common name (CN)".into(),
+                    CertificateError::BadEncoding,
+                ));
+            }
+        };
+        if matches {
+            return Ok(());
+        }
+        let problem = format!("verify-x509-name: it is not \"{wanted}\"");
+        Err((problem, CertificateError::ApplicationVerificationFailure))
+    }
+}
+
+impl ServerCertVerifier for ServerVerifier {
+    fn verify_server_cert(
+        &self,
+        end_entity: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        _server_name: &ServerName<'_>,
+        _ocsp_response: &[u8],
+        now: UnixTime,
+    ) -> Result<ServerCertVerified, Error> {
+        ParsedCertificate::try_from(end_entity)
+            .and_then(|parsed| {
+                verify_server_cert_signed_by_trust_anchor(
+                    &parsed,
+                    &self.roots,
+                    intermediates,
+                    now,
+                    self.algorithms.all,
+                )
+            })
+            .map_err(|error| note(&self.refused, end_entity, intermediates, error))?;
+        self.check(end_entity)
+            .map_err(|(problem, error)| refuse(&self.refused, end_entity, problem, error))?;
+        Ok(ServerCertVerified::assertion())
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        message: &[u8],
+        cert: &CertificateDer<'_>,
+        dss: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        verify_tls12_signature(message, cert, dss, &self.algorithms)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        cert: &CertificateDer<'_>,
+        dss: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        verify_tls13_signature(message, cert, dss, &self.algorithms)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.algorithms.supported_schemes()
+    }
+}
