@@ -17,10 +17,11 @@ use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use crate::agent::{Agent, Limits};
-use crate::config::Config;
+use crate::config::{Config, OpenVpn};
 use crate::connect::{Connector, WINDOW_BYTES};
 use crate::metrics::AgentMetrics;
 use crate::native::HELD_BYTES;
+use crate::openvpn::client::{Client, Tunnel};
 use crate::stream::OUTGOING_BYTES;
 use crate::sync::{Servers, Sync};
 
@@ -45,7 +46,8 @@ pub struct Bound {
     pub addresses: Addresses,
     agent: Arc<Agent>,
     servers: Arc<Servers>,
-    sync: Sync,
+    sync: Option<Sync>,
+    openvpn: Option<(Arc<Tunnel>, Client)>,
     config: Config,
     health: TcpListener,
     admin: TcpListener,
@@ -68,9 +70,17 @@ impl Bound {
             ),
         };
         let agent = Agent::new(metrics, shutdown, limits);
-        let connector = Connector::new(agent.clone(), config.clone())?;
         let servers = Servers::new(agent.clone());
-        let sync = Sync::new(servers.clone(), connector, &config);
+        let mut sync = None;
+        if config.ca_cert.is_some() {
+            let connector = Connector::new(agent.clone(), config.clone())?;
+            sync = Some(Sync::new(servers.clone(), connector, &config));
+        }
+        let mut openvpn = None;
+        if let Some(OpenVpn { client, nodes }) = config.openvpn.clone() {
+            let tunnel = Tunnel::new(agent.clone(), nodes);
+            openvpn = Some((tunnel.clone(), Client::new(tunnel, client)?));
+        }
         let health = admin::bind(
             &config.health.host,
             config.health.port,
@@ -87,6 +97,7 @@ impl Bound {
             agent,
             servers,
             sync,
+            openvpn,
             config,
             health,
             admin,
@@ -107,23 +118,30 @@ impl Bound {
             let (page, shutdown) = (page.clone(), shutdown.clone());
             async move { page.run_upkeep(shutdown).await }
         });
-        let servers = self.servers.clone();
+        let tunnel = self.openvpn.as_ref().map(|(tunnel, _)| tunnel.clone());
+        let servers = self.sync.is_some().then(|| self.servers.clone());
         let health = admin::Routes::new()
             .with_healthz()
-            .with_agent_readyz(checks(servers))
+            .with_agent_readyz(checks(servers, tunnel))
             .with_metrics(page);
         let health_port = self.addresses.health.port();
         let admin = admin::Routes::new().with_redirect_to_port("/metrics", health_port);
         tasks.spawn(admin::serve(self.health, health, shutdown.clone()));
         tasks.spawn(admin::serve(self.admin, admin, shutdown.clone()));
-        info!(
-            server = format!("{}:{}", self.config.server_host, self.config.server_port),
-            agent_id = self.config.agent_id,
-            "connecting"
-        );
         buffers(&self.config).log();
         let search = shutdown.child_token();
-        tasks.spawn(self.sync.run(search.clone()));
+        if let Some(sync) = self.sync {
+            info!(
+                server = format!("{}:{}", self.config.server_host, self.config.server_port),
+                agent_id = self.config.agent_id,
+                "connecting"
+            );
+            tasks.spawn(sync.run(search.clone()));
+        }
+        if let Some((_, client)) = self.openvpn {
+            info!("connecting to an OpenVPN server");
+            tasks.spawn(client.run(search.clone()));
+        }
         tokio::select! {
             () = shutdown.cancelled() => {}
             () = drain.cancelled() => {
@@ -168,21 +186,28 @@ fn buffers(config: &Config) -> Buffers {
     }
 }
 
-/// Readiness as upstream's: at least one server is connected.
-fn checks(servers: Arc<Servers>) -> Vec<Check> {
-    vec![
-        Check {
-            name: "ping",
-            run: Box::new(|| Ok(())),
-        },
-        Check {
-            name: "server-connected",
-            run: Box::new(move || match servers.count() {
-                0 => Err("no servers connected".into()),
-                _ => Ok(()),
-            }),
-        },
-    ]
+/// Readiness as upstream's: at least one server is connected. And the OpenVPN tunnel is up, if there is
+/// to be one.
+fn checks(servers: Option<Arc<Servers>>, tunnel: Option<Arc<Tunnel>>) -> Vec<Check> {
+    let mut checks = vec![Check {
+        name: "ping",
+        run: Box::new(|| Ok(())),
+    }];
+    checks.extend(servers.map(|servers| Check {
+        name: "server-connected",
+        run: Box::new(move || match servers.count() {
+            0 => Err("no servers connected".into()),
+            _ => Ok(()),
+        }),
+    }));
+    checks.extend(tunnel.map(|tunnel| Check {
+        name: "openvpn-connected",
+        run: Box::new(move || match tunnel.is_up() {
+            false => Err("the OpenVPN tunnel is not up".into()),
+            true => Ok(()),
+        }),
+    }));
+    checks
 }
 
 /// Resolves once no connection has been open for the whole linger time: servers go on sending

@@ -5,6 +5,7 @@
 
 mod flags;
 mod identifiers;
+mod openvpn;
 #[cfg(test)]
 mod tests;
 mod validate;
@@ -19,6 +20,8 @@ use culvert_common::telemetry::logging::LogConfig;
 
 use flags::Flags;
 
+pub use openvpn::OpenVpn;
+
 /// The program's name in usage texts and log file names.
 pub const PROGRAM: &str = "culvert-agent";
 
@@ -32,8 +35,9 @@ pub struct Config {
     /// Where the server is dialed, directly, instead of at `server_host`, whose name its certificate must carry all the
     /// same: curl's `--connect-to`. No flag sets it; it is for embedders whose names no resolver knows.
     pub server_address: Option<SocketAddr>,
-    /// PEM bundle of the CAs that the server's certificate must chain to.
-    pub ca_cert: PathBuf,
+    /// PEM bundle of the CAs that the server's certificate must chain to. `None`: no server is looked for, this agent
+    /// is only an OpenVPN client.
+    pub ca_cert: Option<PathBuf>,
     /// The agent's own certificate, for servers that ask for one.
     pub client_cert: Option<ClientCert>,
     /// ALPN names offered before `h2`. Default none.
@@ -71,6 +75,8 @@ pub struct Config {
     pub drain_timeout: Duration,
     /// How long a drained agent without connections goes on serving new dials before it exits. Default 5 s.
     pub drain_linger: Duration,
+    /// The OpenVPN client, if there is one.
+    pub openvpn: Option<OpenVpn>,
     /// Where log lines go and how many of them.
     pub logging: LogConfig,
     /// What the operator should be told once logging works: one line each.
@@ -147,12 +153,14 @@ impl Config {
             server_count_source,
             drain_timeout,
             drain_linger,
+            openvpn,
             logging,
             warnings: _,
         } = self;
         let (cert, key) = client_cert
             .clone()
             .map_or_else(Default::default, |files| (files.cert, files.key));
+        let ca_cert = ca_cert.clone().unwrap_or_default();
         let token_path = token_path.clone().unwrap_or_default();
         let duration = |value: &Duration| GoDuration::from(*value);
         let mut lines = vec![
@@ -179,6 +187,7 @@ impl Config {
             format!("drain-timeout={}", duration(drain_timeout)),
             format!("drain-linger={}", duration(drain_linger)),
         ];
+        lines.extend(openvpn.iter().flat_map(OpenVpn::describe));
         lines.extend(logging.describe());
         lines
     }

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
+use anyhow::Context as _;
 use culvert_common::native;
 use culvert_common::native::hello::{self, HelloError};
 use culvert_common::native::link::{Taker, TakerLimits};
@@ -140,7 +141,8 @@ impl Connector {
     /// # Errors
     /// When a file can not be used or the host is neither a name nor an address.
     pub fn new(agent: Arc<Agent>, config: Config) -> anyhow::Result<Self> {
-        let trust = tls::TrustBundle::load(&config.ca_cert)?;
+        let ca_cert = config.ca_cert.as_deref();
+        let trust = tls::TrustBundle::load(ca_cert.context("--ca-cert is not set")?)?;
         let identity = match &config.client_cert {
             Some(files) => Some(tls::Identity::load(&files.cert, &files.key)?),
             None => None,

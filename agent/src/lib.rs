@@ -1,5 +1,5 @@
 //! The agent end of the tunnel: connects to every server and dials what they ask for.
-//! And the node's end of the tunnel to a seed's front door: [`node_tunnel`].
+//! The same as an OpenVPN client: [`openvpn`]. And the node's end of the tunnel to a seed's front door: [`node_tunnel`].
 
 pub mod agent;
 pub mod app;
@@ -11,5 +11,6 @@ pub mod metrics;
 pub mod mux;
 pub mod native;
 pub mod node_tunnel;
+pub mod openvpn;
 pub mod stream;
 pub mod sync;

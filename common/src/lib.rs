@@ -6,6 +6,7 @@
 //! | [`tunnel`] | close reasons, byte-bounded queues, the pump between two halves |
 //! | [`native`] | the transport between our own two ends: one HTTP/2 stream per connection |
 //! | [`net`] | listeners, dialing with Go-shaped errors, the CONNECT request head, outbound proxies |
+//! | [`openvpn`] | the OpenVPN mode: sockets and tasks around its endpoint, configuration files, key material |
 //! | [`tls`] | identities, trust, cipher suites |
 //! | [`flags`] | pflag-compatible value parsers and the klog flags |
 //! | [`telemetry`] | logging and the metrics registry |
@@ -16,6 +17,7 @@ pub mod admin;
 pub mod flags;
 pub mod native;
 pub mod net;
+pub mod openvpn;
 pub mod runtime;
 pub mod telemetry;
 pub mod tls;

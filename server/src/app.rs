@@ -26,7 +26,9 @@ use crate::backend::Registry;
 use crate::backend::agent::{self, Limits};
 use crate::backend::konnectivity::Konnectivity;
 use crate::backend::native::HELD_BYTES;
+use crate::backend::openvpn;
 use crate::backend::service::Agents;
+use crate::backend::tunnel::Tunnel;
 use crate::config::{self, Config, Mode};
 use crate::frontend::{Frontend, grpc, grpc::Proxy, http_connect};
 use crate::listener::{AGENT_WINDOW_BYTES, CLIENT_WINDOW_BYTES, Door};
@@ -54,6 +56,8 @@ pub struct Addresses {
     pub frontend_socket: Option<PathBuf>,
     /// Where agents connect.
     pub agent: SocketAddr,
+    /// Where OpenVPN clients connect, in the order of the flag.
+    pub openvpn: Vec<SocketAddr>,
     /// Health and metrics.
     pub health: SocketAddr,
     /// Admin.
@@ -75,6 +79,7 @@ pub struct Bound {
     admin: admin::Door,
     admin_socket: Option<admin::UnixDoor>,
     registry: Arc<Registry>,
+    openvpn: Option<openvpn::Bound>,
     router: Arc<Router>,
     switcher: Switcher,
     driver: Driver,
@@ -107,7 +112,13 @@ impl Bound {
         let registry = Registry::new(metrics.clone());
         let timeout = config.backend_dial_timeout;
         let konnectivity = Konnectivity::new(registry.clone(), timeout);
-        let router = Router::new(konnectivity, None, timeout, metrics.clone());
+        let openvpn = match &config.openvpn {
+            Some(settings) => Some(openvpn::Bound::bind(settings, metrics.clone()).await?),
+            None => None,
+        };
+        let clients = openvpn.as_ref().map(|bound| bound.tunnel.clone());
+        let clients = clients.map(|tunnel| tunnel as Arc<dyn Tunnel>);
+        let router = Router::new(konnectivity, clients, timeout, metrics.clone());
         let start = Start::read(config.switch.clone())?;
         let (switcher, driver) = driver::start(start, router.clone(), metrics.clone())?;
         let (frontend, frontend_tls) = bind_frontend(&config).await?;
@@ -137,6 +148,10 @@ impl Bound {
                 frontend: frontend.tcp_address(),
                 frontend_socket,
                 agent: agent.local_addr()?,
+                openvpn: openvpn
+                    .as_ref()
+                    .map(|bound| bound.addresses.clone())
+                    .unwrap_or_default(),
                 health: health.local_addr()?,
                 admin: admin_address,
             },
@@ -151,6 +166,7 @@ impl Bound {
             admin,
             admin_socket,
             registry,
+            openvpn,
             router,
             switcher,
             driver,
@@ -227,6 +243,9 @@ impl Bound {
             shards.clone(),
         ));
         tasks.spawn(self.driver.run(shutdown.clone()));
+        if let Some(openvpn) = self.openvpn {
+            openvpn.serve(&shards, &tasks, &shutdown);
+        }
         tasks.spawn(serve_agents(self.agent, agent_door, agents, shards));
         let page = metrics.registry().clone();
         tasks.spawn({

@@ -9,6 +9,7 @@ pub mod flow;
 pub mod konnectivity;
 pub mod mux;
 pub mod native;
+pub mod openvpn;
 pub mod service;
 pub mod tunnel;
 

@@ -4,6 +4,7 @@
 //! under the stock program's rules; tests and embedders build it by hand, where port 0 is allowed.
 
 mod flags;
+mod openvpn;
 #[cfg(test)]
 mod tests;
 mod tls;
@@ -18,6 +19,7 @@ use culvert_common::telemetry::logging::LogConfig;
 use culvert_common::tls::TlsOptions;
 
 use crate::auth::AgentAuth;
+use crate::backend::openvpn::settings::Settings as Openvpn;
 use crate::switch;
 
 use flags::Flags;
@@ -42,6 +44,8 @@ pub struct Config {
     pub admin_tls: Option<TlsFiles>,
     /// A Unix socket for the tunnels' status and switch.
     pub admin_uds: Option<PathBuf>,
+    /// The tunnel of OpenVPN clients, if there is one.
+    pub openvpn: Option<Openvpn>,
     /// Which tunnel new connections go by.
     pub switch: switch::Settings,
     /// The health listener (`/healthz`, `/readyz`, metrics). Default `:8092`.
@@ -158,6 +162,7 @@ impl Config {
             admin,
             admin_tls,
             admin_uds,
+            openvpn,
             switch,
             health,
             keepalive_time,
@@ -215,6 +220,9 @@ impl Config {
             format!("tunnel-state-file={}", shown(&switch.state_file)),
             format!("tunnel-drain={}", GoDuration::from(switch.drain)),
         ]);
+        if let Some(openvpn) = openvpn {
+            lines.extend(openvpn.describe());
+        }
         if let Some(auth) = agent_auth {
             let kubeconfig = auth.kubeconfig.clone().unwrap_or_default();
             lines.extend([

@@ -12,6 +12,7 @@
 //! | [`black_hole`](mod@black_hole) | an address whose connects never end |
 //! | [`interop`] | the stock programs and the Go driver |
 //! | [`envoy`], [`haproxy`] | foreign doors |
+//! | [`openvpn`] | stock OpenVPN, its certificates, and the networks that it connects |
 //! | [`hello`] | what a TLS client says first |
 //! | [`kube_api`] | a Kubernetes API that does as a test wants |
 //!
@@ -27,6 +28,7 @@ pub mod interop;
 pub mod kube_api;
 pub mod metrics;
 pub mod namespace;
+pub mod openvpn;
 pub mod ports;
 pub mod process;
 pub mod topology;

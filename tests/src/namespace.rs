@@ -67,8 +67,10 @@ pub fn ip(words: &str) -> Result<String, String> {
     outcome(Command::new("ip").args(words.split(' ')))
 }
 
+/// The namespaces end with `unshare`, and that ends with the thread that started it, even if that is killed.
 fn unshare() -> Command {
-    let mut command = Command::new("unshare");
+    let mut command = Command::new("setpriv");
+    command.args(["--pdeathsig", "KILL", "unshare"]);
     command.args(NAMESPACES);
     command
 }

@@ -106,6 +106,13 @@ impl Program {
         }
     }
 
+    /// The same program under another name, for what a failed test prints.
+    #[must_use]
+    pub fn named(mut self, name: &str) -> Self {
+        name.clone_into(&mut self.name);
+        self
+    }
+
     /// The process id.
     pub fn pid(&self) -> u32 {
         self.child.id()

@@ -7,6 +7,7 @@ use culvert_common::flags::labels::{LabelError, check_selector};
 use culvert_common::flags::values::go_int;
 use culvert_common::flags::{Exit, GoDuration, KlogFlags, Parsed, Problems, StringSlice, parse};
 
+use super::openvpn::OpenVpnFlags;
 use super::{Config, PROGRAM};
 
 /// The variable that `--agent-id` defaults to.
@@ -25,6 +26,8 @@ pub(super) struct Flags {
     #[command(flatten)]
     pub(super) tunnel: TunnelFlags,
     #[command(flatten)]
+    pub(super) openvpn: OpenVpnFlags,
+    #[command(flatten)]
     pub(super) operations: OperationsFlags,
     #[command(flatten)]
     pub(super) kubernetes: KubernetesFlags,
@@ -32,18 +35,22 @@ pub(super) struct Flags {
     pub(super) klog: KlogFlags,
 }
 
+/// The default of `--proxy-server-host`.
+pub(super) const SERVER_HOST: &str = "127.0.0.1";
+
 #[derive(Args, Debug)]
 #[command(next_help_heading = "Server")]
 pub(super) struct ServerFlags {
     /// Host name or address of the server; its certificate must carry it
-    #[arg(long, value_name = "HOST", default_value = "127.0.0.1")]
+    #[arg(long, value_name = "HOST", default_value = SERVER_HOST)]
     pub(super) proxy_server_host: String,
 
     /// The server's port for agents
     #[arg(long, value_name = "PORT", default_value = "8091", value_parser = go_int)]
     pub(super) proxy_server_port: i64,
 
-    /// PEM CA bundle that the server's certificate must chain to; required
+    /// PEM CA bundle that the server's certificate must chain to; required, unless this agent is only an
+    /// OpenVPN client
     #[arg(long, value_name = "FILE", default_value = "")]
     pub(super) ca_cert: String,
 

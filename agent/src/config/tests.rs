@@ -58,7 +58,7 @@ fn the_defaults_are_the_stock_agents() {
         server_host: "127.0.0.1".to_owned(),
         server_port: 8091,
         server_address: None,
-        ca_cert: files.path("ca"),
+        ca_cert: Some(files.path("ca")),
         client_cert: None,
         alpn: vec![],
         health: HostPort::new("", 8093),
@@ -77,6 +77,7 @@ fn the_defaults_are_the_stock_agents() {
         server_count_source: ServerCountSource::Default,
         drain_timeout: Duration::from_secs(600),
         drain_linger: Duration::from_secs(5),
+        openvpn: None,
         logging: LogConfig::default(),
         warnings: vec![],
     };

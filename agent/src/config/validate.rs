@@ -6,7 +6,9 @@ use std::time::Duration;
 
 use culvert_common::flags::{HostPort, Problems, StringSlice};
 
-use super::flags::{CONTENT_TYPE, Flags, LEASE_NAMESPACE, LEASE_SELECTOR, ServerFlags};
+use super::flags::{
+    CONTENT_TYPE, Flags, LEASE_NAMESPACE, LEASE_SELECTOR, SERVER_HOST, ServerFlags,
+};
 use super::{
     ClientCert, Config, INTERVAL_FLOOR, KEEPALIVE_FLOOR, ServerCountSource, XFR_CHANNEL_SIZE_MAX,
     identifiers,
@@ -23,8 +25,9 @@ impl Flags {
         let pair = p.key_pair("agent", &id.agent_cert, &id.agent_key);
         let client_cert = pair.map(|(cert, key)| ClientCert { cert, key });
         let ca_cert = p.file("agent CA cert", &self.server.ca_cert);
+        let openvpn = self.openvpn.validate(p);
         // The stock agent passes this and fails when it loads the bundle.
-        p.require(ca_cert.is_some(), || {
+        p.require(ca_cert.is_some() || self.is_openvpn_only(), || {
             "--ca-cert must be set: the system's CAs are not used".to_owned()
         });
         let server_port = port(p, "proxy server", self.server.proxy_server_port);
@@ -65,8 +68,7 @@ impl Flags {
             server_host: self.server.proxy_server_host,
             server_port,
             server_address: None,
-            // Its absence is an error above.
-            ca_cert: ca_cert.unwrap_or_default(),
+            ca_cert,
             client_cert,
             alpn,
             health: HostPort::new(&ops.health_server_host, health_port),
@@ -85,9 +87,20 @@ impl Flags {
             server_count_source,
             drain_timeout,
             drain_linger,
+            openvpn,
             logging: self.klog.log_config(),
             warnings,
         })
+    }
+
+    /// There is an OpenVPN client, and nothing says that servers are to be looked for, too.
+    fn is_openvpn_only(&self) -> bool {
+        let (openvpn, server, identity) = (&self.openvpn, &self.server, &self.identity);
+        let wanted = !openvpn.openvpn_config.is_empty() || !openvpn.openvpn_remote.is_empty();
+        wanted
+            && server.proxy_server_host == SERVER_HOST
+            && identity.agent_cert.is_empty()
+            && identity.service_account_token_path.is_empty()
     }
 
     fn intervals(&self, p: &mut Problems) -> (Duration, Duration) {

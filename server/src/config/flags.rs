@@ -6,6 +6,7 @@ use clap::{Args, Parser};
 use culvert_common::flags::values::go_int;
 use culvert_common::flags::{Exit, GoDuration, KlogFlags, Parsed, Problems, StringSlice, parse};
 
+use super::openvpn::OpenvpnFlags;
 use super::{Config, PROGRAM};
 
 /// The variable that `--server-id` defaults to.
@@ -25,6 +26,8 @@ pub(super) struct Flags {
     pub(super) operations: OperationsFlags,
     #[command(flatten)]
     pub(super) tunnel: TunnelFlags,
+    #[command(flatten)]
+    pub(super) openvpn: OpenvpnFlags,
     #[command(flatten)]
     pub(super) switch: SwitchFlags,
     #[command(flatten)]

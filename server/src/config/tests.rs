@@ -13,10 +13,10 @@ use culvert_common::tls::MinVersion;
 use super::*;
 
 /// A folder with the files that flags may name.
-struct Files(TempDir);
+pub(super) struct Files(TempDir);
 
 impl Files {
-    fn new() -> Self {
+    pub(super) fn new() -> Self {
         let dir = tempfile::tempdir().unwrap();
         for name in ["cert", "key", "ca", "kubeconfig"] {
             std::fs::write(dir.path().join(name), "").unwrap();
@@ -24,7 +24,7 @@ impl Files {
         Self(dir)
     }
 
-    fn path(&self, name: &str) -> PathBuf {
+    pub(super) fn path(&self, name: &str) -> PathBuf {
         self.0.path().join(name)
     }
 
@@ -41,7 +41,7 @@ impl Files {
     }
 
     /// A unix socket front end and agents' TLS, and then `more`.
-    fn uds(&self, more: &[&str]) -> Result<Config, Exit> {
+    pub(super) fn uds(&self, more: &[&str]) -> Result<Config, Exit> {
         self.read(&[&UDS[..], more].concat())
     }
 
@@ -50,7 +50,7 @@ impl Files {
     }
 
     /// The error lines of a refusal, without their prefix.
-    fn errors(&self, line: &[&str]) -> Vec<String> {
+    pub(super) fn errors(&self, line: &[&str]) -> Vec<String> {
         let exit = self.read(line).unwrap_err();
         assert_eq!(exit.code, 1, "{line:?}");
         let root = format!("{}/", self.0.path().display());
@@ -62,7 +62,7 @@ impl Files {
     }
 }
 
-const UDS: [&str; 4] = [
+pub(super) const UDS: [&str; 4] = [
     "--uds-name=/run/s.sock",
     "--server-port=0",
     "--cluster-cert=@cert",
@@ -100,6 +100,7 @@ fn the_defaults_are_the_stock_servers() {
         admin: HostPort::new("127.0.0.1", 8095),
         admin_tls: None,
         admin_uds: None,
+        openvpn: None,
         switch: switch::Settings::default(),
         health: HostPort::new("", 8092),
         keepalive_time: Duration::from_secs(3600),

@@ -33,7 +33,8 @@ impl Flags {
         let admin_port = port(p, "admin", ops.admin_port);
         let health_port = port(p, "health", ops.health_port);
         let admin_tls = ops.admin_tls(p);
-        let switch = self.switch.settings(p);
+        let openvpn = self.openvpn.settings(p);
+        let switch = self.switch.settings(p, openvpn.is_some());
         let agent_auth = self.agent_auth(p);
         self.check_strategies(p);
         self.check_rest(p);
@@ -66,6 +67,7 @@ impl Flags {
             admin: HostPort::new(&ops.admin_bind_address, admin_port),
             admin_tls,
             admin_uds: path(&ops.admin_uds),
+            openvpn,
             switch,
             health: HostPort::new(&ops.health_bind_address, health_port),
             keepalive_time,
@@ -223,12 +225,12 @@ impl OperationsFlags {
 }
 
 impl SwitchFlags {
-    fn settings(&self, p: &mut Problems) -> switch::Settings {
+    fn settings(&self, p: &mut Problems, has_openvpn: bool) -> switch::Settings {
         let mode = self.tunnel_mode.parse().unwrap_or_else(|error| {
             p.error(format!("--tunnel-mode: {error}"));
             switch::Mode::Konnectivity
         });
-        p.require(mode.tunnel() == Kind::Konnectivity, || {
+        p.require(has_openvpn || mode.tunnel() == Kind::Konnectivity, || {
             format!("--tunnel-mode: {}", Unavailable(mode))
         });
         let state_file = path(&self.tunnel_state_file);

@@ -204,6 +204,7 @@ impl Plan {
             admin: any_port(),
             admin_tls: None,
             admin_uds: Some(folder.join(self.admin)),
+            openvpn: None,
             switch: Settings::default(),
             health: any_port(),
             keepalive_time: Duration::from_secs(3600),
@@ -271,7 +272,7 @@ impl Way {
             server_host: host,
             server_port: address.port(),
             server_address: Some(address),
-            ca_cert: pki.ca.clone(),
+            ca_cert: Some(pki.ca.clone()),
             client_cert: Some(agent_config::ClientCert {
                 cert: pki.agent.cert.clone(),
                 key: pki.agent.key.clone(),
@@ -293,6 +294,7 @@ impl Way {
             server_count_source: agent_config::ServerCountSource::Default,
             drain_timeout: Duration::ZERO,
             drain_linger: Duration::ZERO,
+            openvpn: None,
             logging: LogConfig::default(),
             warnings: Vec::new(),
         }

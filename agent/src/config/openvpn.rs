@@ -1,0 +1,334 @@
+//! The flags of the OpenVPN client and what they mean together, over a configuration file of OpenVPN's
+//! own if there is one.
+
+use std::net::Ipv4Addr;
+use std::path::PathBuf;
+
+use clap::Args;
+use culvert_common::flags::{Problems, StringSlice};
+use culvert_common::openvpn::config_file::{self, Client, Material, Remote, TlsAuth};
+use culvert_openvpn::cipher::Cipher;
+use culvert_openvpn::options::Transport;
+use culvert_openvpn::wrap::KeyDirection;
+use ipnet::Ipv4Net;
+
+use crate::openvpn::nodes::NodeAccess;
+
+/// What the OpenVPN client is told.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct OpenVpn {
+    /// Servers, key material, the session's settings.
+    pub client: Client,
+    /// Which node is behind an address of the node access network.
+    pub nodes: NodeAccess,
+}
+
+#[derive(Args, Debug)]
+#[command(next_help_heading = "OpenVPN client")]
+pub(super) struct OpenVpnFlags {
+    /// OpenVPN client configuration in OpenVPN's own syntax; starts the OpenVPN client. The flags below
+    /// override it
+    #[arg(long, value_name = "FILE", default_value = "")]
+    pub(super) openvpn_config: String,
+
+    /// OpenVPN server, `HOST:PORT[,PROTO]` with tcp (the default) or udp; may be repeated, and starts the
+    /// OpenVPN client
+    #[arg(long, value_name = "REMOTE")]
+    pub(super) openvpn_remote: Vec<String>,
+
+    /// PEM CA bundle that the OpenVPN server's certificate must chain to
+    #[arg(long, value_name = "FILE", default_value = "")]
+    pub(super) openvpn_ca: String,
+
+    /// PEM certificate chain of the OpenVPN client
+    #[arg(long, value_name = "FILE", default_value = "")]
+    pub(super) openvpn_cert: String,
+
+    /// PEM private key of --openvpn-cert
+    #[arg(long, value_name = "FILE", default_value = "")]
+    pub(super) openvpn_key: String,
+
+    /// Ciphers of the data channel that may be negotiated, the best first, colon-separated; empty is
+    /// AES-256-GCM:AES-128-GCM:CHACHA20-POLY1305
+    #[arg(long, value_name = "LIST", default_value = "")]
+    pub(super) openvpn_data_ciphers: String,
+
+    /// Digest of the HMAC of CBC ciphers and of --openvpn-tls-auth; empty is SHA1. Has to be the server's
+    #[arg(long, value_name = "DIGEST", default_value = "")]
+    pub(super) openvpn_auth: String,
+
+    /// Static key of tls-auth, `FILE[,DIRECTION]`; the direction is 1 where the server has 0
+    #[arg(long, value_name = "FILE", default_value = "")]
+    pub(super) openvpn_tls_auth: String,
+
+    /// Static key of tls-crypt
+    #[arg(long, value_name = "FILE", default_value = "")]
+    pub(super) openvpn_tls_crypt: String,
+
+    /// Network whose addresses stand for nodes in the tunnel: X.Y.c.d is the node a.b.c.d of
+    /// --openvpn-nodes
+    #[arg(long, value_name = "CIDR", default_value = "10.254.0.0/16")]
+    pub(super) openvpn_node_access_network: String,
+
+    /// Addresses of nodes and networks of nodes (/16 or smaller), comma-separated; the first that
+    /// matches the last two octets counts
+    #[arg(long, value_name = "LIST")]
+    pub(super) openvpn_nodes: Vec<StringSlice>,
+}
+
+impl OpenVpnFlags {
+    /// The checked configuration; `None` if there is to be no OpenVPN client.
+    pub(super) fn validate(&self, p: &mut Problems) -> Option<OpenVpn> {
+        let is_wanted = !self.openvpn_config.is_empty() || !self.openvpn_remote.is_empty();
+        if !is_wanted {
+            let set = self.set();
+            p.require(set.is_empty(), || {
+                let flags = set.join(", ");
+                format!("{flags}: --openvpn-config or --openvpn-remote must be set, too")
+            });
+            return None;
+        }
+        let mut client = self.file(p)?;
+        self.remotes(&mut client, p);
+        self.material(&mut client, p);
+        self.session(&mut client, p);
+        let nodes = self.nodes(p);
+        Some(OpenVpn { client, nodes })
+    }
+
+    /// The flags that are set.
+    fn set(&self) -> Vec<&'static str> {
+        let nodes = !self.openvpn_nodes.is_empty();
+        let network = self.openvpn_node_access_network != NodeAccess::default().network.to_string();
+        let all = [
+            (!self.openvpn_ca.is_empty(), "--openvpn-ca"),
+            (!self.openvpn_cert.is_empty(), "--openvpn-cert"),
+            (!self.openvpn_key.is_empty(), "--openvpn-key"),
+            (
+                !self.openvpn_data_ciphers.is_empty(),
+                "--openvpn-data-ciphers",
+            ),
+            (!self.openvpn_auth.is_empty(), "--openvpn-auth"),
+            (!self.openvpn_tls_auth.is_empty(), "--openvpn-tls-auth"),
+            (!self.openvpn_tls_crypt.is_empty(), "--openvpn-tls-crypt"),
+            (network, "--openvpn-node-access-network"),
+            (nodes, "--openvpn-nodes"),
+        ];
+        let set = all.into_iter().filter(|(set, _)| *set);
+        set.map(|(_, name)| name).collect()
+    }
+
+    /// What the file says; `None` if it is of no use.
+    fn file(&self, p: &mut Problems) -> Option<Client> {
+        let name = &self.openvpn_config;
+        if name.is_empty() {
+            let mut client = Client::default();
+            client.common.require_usage = true;
+            return Some(client);
+        }
+        let text = match std::fs::read_to_string(name) {
+            Ok(text) => text,
+            Err(error) => {
+                p.error(format!("cannot read --openvpn-config {name}: {error}"));
+                return None;
+            }
+        };
+        match config_file::client(&text, name) {
+            Ok(read) => {
+                read.notes.into_iter().for_each(|note| p.warn(note));
+                if !read.config.common.require_usage && read.config.common.name.is_none() {
+                    p.warn(format!(
+                        "{name}: without `remote-cert-tls server` other clients of the same CA could pose as the server"
+                    ));
+                }
+                Some(read.config)
+            }
+            Err(problems) => {
+                problems.into_iter().for_each(|problem| p.error(problem));
+                None
+            }
+        }
+    }
+
+    fn remotes(&self, client: &mut Client, p: &mut Problems) {
+        let mut remotes = Vec::new();
+        for text in &self.openvpn_remote {
+            match remote(text) {
+                Ok(remote) => remotes.push(remote),
+                Err(problem) => p.error(format!("--openvpn-remote={text}: {problem}")),
+            }
+        }
+        if !self.openvpn_remote.is_empty() {
+            client.remotes = remotes;
+        }
+        p.require(
+            !client.remotes.is_empty() || !self.openvpn_remote.is_empty(),
+            || {
+                format!(
+                    "{}: no `remote`, and no --openvpn-remote",
+                    self.openvpn_config
+                )
+            },
+        );
+    }
+
+    fn material(&self, client: &mut Client, p: &mut Problems) {
+        let common = &mut client.common;
+        let file = |path: &str| Some(Material::File(PathBuf::from(path)));
+        if !self.openvpn_ca.is_empty() {
+            common.ca = file(&self.openvpn_ca);
+        }
+        let given = (!self.openvpn_cert.is_empty(), !self.openvpn_key.is_empty());
+        p.require(given.0 == given.1, || {
+            "--openvpn-cert and --openvpn-key need each other".to_owned()
+        });
+        if given == (true, true) {
+            common.cert = file(&self.openvpn_cert);
+            common.key = file(&self.openvpn_key);
+        }
+        if !self.openvpn_tls_auth.is_empty() {
+            let (path, direction) = match self.openvpn_tls_auth.rsplit_once(',') {
+                Some((path, "0")) => (path, KeyDirection::Normal),
+                Some((path, "1")) => (path, KeyDirection::Inverse),
+                _ => (self.openvpn_tls_auth.as_str(), KeyDirection::Both),
+            };
+            let key = Material::File(PathBuf::from(path));
+            (common.tls_auth, common.tls_crypt) = (Some(TlsAuth { key, direction }), None);
+        }
+        if !self.openvpn_tls_crypt.is_empty() {
+            p.require(self.openvpn_tls_auth.is_empty(), || {
+                "--openvpn-tls-auth and --openvpn-tls-crypt exclude each other".to_owned()
+            });
+            (common.tls_auth, common.tls_crypt) = (None, file(&self.openvpn_tls_crypt));
+        }
+        p.require(common.ca.is_some(), || {
+            "the OpenVPN client needs `ca` or --openvpn-ca: the system's CAs are not used"
+                .to_owned()
+        });
+        p.require(
+            common.cert.is_some() || client.credentials.is_some(),
+            || {
+                "the OpenVPN client needs `cert` and `key`, or --openvpn-cert and --openvpn-key"
+                    .to_owned()
+            },
+        );
+        let common = &client.common;
+        let files = [
+            ("ca", &common.ca),
+            ("cert", &common.cert),
+            ("key", &common.key),
+            (
+                "tls-auth key",
+                &common.tls_auth.as_ref().map(|auth| auth.key.clone()),
+            ),
+            ("tls-crypt key", &common.tls_crypt),
+            ("credentials", &client.credentials),
+        ];
+        for (what, material) in files {
+            if let Some(Material::File(path)) = material {
+                p.file(&format!("OpenVPN {what}"), &path.to_string_lossy());
+            }
+        }
+    }
+
+    fn session(&self, client: &mut Client, p: &mut Problems) {
+        let common = &mut client.common;
+        if !self.openvpn_data_ciphers.is_empty() {
+            let (known, unknown) = config_file::ciphers(&self.openvpn_data_ciphers);
+            p.require(unknown.is_empty() && !known.is_empty(), || {
+                let (unknown, all) = (unknown.join(", "), Cipher::list(&Cipher::ALL));
+                format!("--openvpn-data-ciphers: not supported: {unknown}; these are: {all}")
+            });
+            (common.ciphers, common.cipher, common.ncp_disable) = (Some(known), None, false);
+        }
+        if !self.openvpn_auth.is_empty() {
+            match self.openvpn_auth.parse() {
+                Ok(digest) => common.digest = Some(digest),
+                Err(_) => p.error(format!(
+                    "--openvpn-auth must be one of SHA1, SHA256, SHA384, SHA512, got {:?}",
+                    self.openvpn_auth
+                )),
+            }
+        }
+    }
+
+    fn nodes(&self, p: &mut Problems) -> NodeAccess {
+        let mut access = NodeAccess::default();
+        match self.openvpn_node_access_network.parse::<Ipv4Net>() {
+            Ok(network) if network.prefix_len() <= 16 => access.network = network,
+            _ => p.error(format!(
+                "--openvpn-node-access-network must be an IPv4 network like 10.254.0.0/16, got {:?}",
+                self.openvpn_node_access_network
+            )),
+        }
+        for text in StringSlice::concat(&self.openvpn_nodes) {
+            let text = text.trim();
+            let address = text.parse::<Ipv4Addr>().map(Ipv4Net::from);
+            match address.or_else(|_| text.parse::<Ipv4Net>()) {
+                Ok(nodes) if nodes.prefix_len() >= 16 => access.nodes.push(nodes.trunc()),
+                _ => p.error(format!(
+                    "--openvpn-nodes: {text:?} is neither an IPv4 address nor a network of /16 or smaller"
+                )),
+            }
+        }
+        if access.nodes.is_empty() {
+            p.warn(format!(
+                "--openvpn-nodes is empty: connections to {} are refused",
+                access.network
+            ));
+        }
+        for (first, second) in access.collisions() {
+            p.warn(format!(
+                "--openvpn-nodes: addresses of {second} have the last two octets of {first}, which comes first: they are never reached"
+            ));
+        }
+        access
+    }
+}
+
+impl OpenVpn {
+    /// Every option in effect as `name=value`.
+    pub(super) fn describe(&self) -> Vec<String> {
+        let Self { client, nodes } = self;
+        let common = &client.common;
+        let name = |material: &Option<Material>| {
+            material
+                .as_ref()
+                .map(ToString::to_string)
+                .unwrap_or_default()
+        };
+        let join = |all: Vec<String>| all.join(" ");
+        let mut session = culvert_openvpn::session::Common::new(Transport::Tcp);
+        common.apply(&mut session);
+        let auth = common.tls_auth.as_ref().map(|auth| auth.key.clone());
+        vec![
+            format!(
+                "openvpn-remote={}",
+                join(client.remotes.iter().map(ToString::to_string).collect())
+            ),
+            format!("openvpn-ca={}", name(&common.ca)),
+            format!("openvpn-cert={}", name(&common.cert)),
+            format!("openvpn-key={}", name(&common.key)),
+            format!("openvpn-data-ciphers={}", Cipher::list(&session.ciphers)),
+            format!("openvpn-auth={}", session.digest),
+            format!("openvpn-tls-auth={}", name(&auth)),
+            format!("openvpn-tls-crypt={}", name(&common.tls_crypt)),
+            format!("openvpn-node-access-network={}", nodes.network),
+            format!(
+                "openvpn-nodes={}",
+                join(nodes.nodes.iter().map(ToString::to_string).collect())
+            ),
+        ]
+    }
+}
+
+/// `HOST:PORT[,PROTO]`.
+fn remote(text: &str) -> Result<Remote, String> {
+    let (address, proto) = text.rsplit_once(',').unwrap_or((text, "tcp"));
+    let (host, port) = culvert_common::net::dial::split_host_port(address)
+        .map_err(|error| error.reason.to_owned())?;
+    Remote::new(host, Some(port), Some(proto))
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,346 @@
+//! The search for an OpenVPN server: all remotes in turn, for ever, with growing pauses.
+
+use std::net::SocketAddrV4;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use anyhow::Context as _;
+use culvert_common::net::{dial, listen};
+use culvert_common::openvpn::config_file::{Client as Settings, Remote};
+use culvert_common::openvpn::files;
+use culvert_common::openvpn::link::{Link, LinkEnd, WireError};
+use culvert_common::openvpn::now;
+use culvert_openvpn::Role as End;
+use culvert_openvpn::options::Transport;
+use culvert_openvpn::session::{ClientConfig, Ended, Session};
+use culvert_openvpn::tls::ServerCheck;
+use rand::Rng as _;
+use rand::seq::SliceRandom as _;
+use tokio::net::UdpSocket;
+use tokio::time::{Instant, sleep, timeout};
+use tokio_util::sync::CancellationToken;
+use tracing::{Instrument, debug, info_span, warn};
+
+use super::metrics::{OpenVpnMetrics, Outcome};
+use super::nodes::NodeAccess;
+use super::role::ClientRole;
+use crate::agent::Agent;
+
+/// The pause after the first failure, and the longest one, as 2.6 has them.
+const RETRY: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(300));
+
+/// How long the server's host may take to answer, for a start. Stock waits 120 s.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(20);
+
+/// A tunnel that lived for less counts as a failure: pauses go on growing when a server takes this
+/// client and turns it out again, as it does when two clients have one name.
+const STABLE: Duration = Duration::from_secs(30);
+
+/// Up to this part of a pause is added at random, so that clients do not come all at once.
+const JITTER: f64 = 0.1;
+
+/// Receive buffer of a UDP socket, as far as the system allows.
+const UDP_BUFFER: usize = 2 << 20;
+
+/// What sessions and connections share.
+pub struct Tunnel {
+    /// Counts connections, owns their tasks.
+    pub agent: Arc<Agent>,
+    /// Counts what the tunnel does.
+    pub metrics: OpenVpnMetrics,
+    nodes: NodeAccess,
+    up: AtomicBool,
+}
+
+impl Tunnel {
+    /// Not up yet.
+    pub fn new(agent: Arc<Agent>, nodes: NodeAccess) -> Arc<Self> {
+        Arc::new(Self {
+            metrics: OpenVpnMetrics::new(agent.metrics.registry()),
+            agent,
+            nodes,
+            up: AtomicBool::new(false),
+        })
+    }
+
+    /// Whether data can flow now.
+    pub fn is_up(&self) -> bool {
+        self.up.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn set_up(&self, up: bool) {
+        self.up.store(up, Ordering::Relaxed);
+        self.metrics.up.set(if up { 1.0 } else { 0.0 });
+    }
+
+    /// Where a destination out of the tunnel is from here.
+    ///
+    /// # Errors
+    /// Why it is nowhere.
+    pub(super) fn target(&self, destination: SocketAddrV4) -> Result<SocketAddrV4, String> {
+        let target = self.nodes.target(destination);
+        let target = target.map_err(|error| error.to_string())?;
+        let ip = target.ip();
+        // The kernel of a stock client's pod would not route these either.
+        let nowhere = ip.is_loopback()
+            || ip.is_unspecified()
+            || ip.is_multicast()
+            || ip.is_broadcast()
+            || target.port() == 0;
+        match nowhere {
+            true => Err(format!("{target} is not reached through a tunnel")),
+            false => Ok(target),
+        }
+    }
+}
+
+/// The search.
+pub struct Client {
+    tunnel: Arc<Tunnel>,
+    settings: Settings,
+}
+
+/// How a try or a session ended, and what to do about it.
+struct Attempt {
+    outcome: Option<Outcome>,
+    text: String,
+    /// How long data could flow.
+    lived: Option<Duration>,
+    /// The server asked for the next one of the list.
+    next: bool,
+    /// It will not get better soon.
+    hopeless: bool,
+}
+
+impl Attempt {
+    fn failed(outcome: Outcome, text: String) -> Self {
+        Self {
+            outcome: Some(outcome),
+            text,
+            lived: None,
+            next: true,
+            hopeless: false,
+        }
+    }
+}
+
+impl Client {
+    /// Reads all files once, so that mistakes show at the start.
+    ///
+    /// # Errors
+    /// A file that can not be used.
+    pub fn new(tunnel: Arc<Tunnel>, settings: Settings) -> anyhow::Result<Self> {
+        let client = Self { tunnel, settings };
+        client
+            .session_config(Transport::Tcp)
+            .context("OpenVPN client")?;
+        Ok(client)
+    }
+
+    /// Searches until the token fires, and serves what was found.
+    pub async fn run(mut self, stop: CancellationToken) {
+        let (first, longest) = self.settings.retry.unwrap_or(RETRY);
+        let mut remotes = std::mem::take(&mut self.settings.remotes);
+        if self.settings.random {
+            remotes.shuffle(&mut rand::rng());
+        }
+        let (mut turn, mut failures) = (0_usize, 0_u32);
+        let mut told = String::new();
+        while let Some(remote) = remotes.get(turn % remotes.len().max(1)) {
+            let span = info_span!("openvpn", remote = %remote);
+            let attempt = async {
+                let attempt = self.attempt(remote, &stop).await?;
+                attempt.tell(&mut told);
+                Some(attempt)
+            };
+            let Some(attempt) = attempt.instrument(span).await else {
+                return;
+            };
+            if let Some(outcome) = attempt.outcome {
+                self.tunnel.metrics.connect(outcome);
+            }
+            failures = match attempt.lived {
+                Some(lived) if lived >= STABLE => 0,
+                _ => failures.saturating_add(1),
+            };
+            turn = turn.wrapping_add(usize::from(attempt.next));
+            let pause = match attempt.hopeless {
+                true => longest,
+                false => pause(first, longest, failures, remotes.len()),
+            };
+            let jitter = rand::rng().random_range(0.0..JITTER);
+            tokio::select! {
+                () = sleep(pause.mul_f64(1.0 + jitter)) => {}
+                () = stop.cancelled() => return,
+            }
+        }
+    }
+
+    /// One try at one server, and the session that comes of it. `None` if it was stopped.
+    async fn attempt(&self, remote: &Remote, stop: &CancellationToken) -> Option<Attempt> {
+        // Files are read again for each session: certificates are renewed.
+        let config = match self.session_config(remote.transport) {
+            Ok(config) => config,
+            Err(error) => return Some(Attempt::failed(Outcome::Files, error.to_string())),
+        };
+        let limit = self.settings.connect_timeout.unwrap_or(CONNECT_TIMEOUT);
+        let mtu = config.common.tun_mtu;
+        let role = ClientRole::new(self.tunnel.clone(), remote.transport);
+        let session = || Session::client(Arc::new(config), now());
+        let link = tokio::select! {
+            link = async {
+                Ok::<_, String>(match remote.transport {
+                    Transport::Tcp => Link::tcp(tcp(remote, limit).await?, session(), mtu, role),
+                    Transport::Udp => Link::udp(udp(remote, limit).await?, session(), mtu, role),
+                })
+            } => link,
+            () = stop.cancelled() => return None,
+        };
+        let link = match link {
+            Ok(link) => link,
+            Err(text) => return Some(Attempt::failed(Outcome::Unreachable, text)),
+        };
+        debug!("the OpenVPN server is reached");
+        let began = Instant::now();
+        let (role, end) = Box::pin(link.run(&self.tunnel.agent.shutdown)).await;
+        let lived = role.established.then(|| began.elapsed());
+        drop(role);
+        if stop.is_cancelled() || self.tunnel.agent.shutdown.is_cancelled() {
+            return None;
+        }
+        Some(after(&end, lived))
+    }
+
+    fn session_config(&self, transport: Transport) -> Result<ClientConfig, files::FileError> {
+        let common = &self.settings.common;
+        let check = ServerCheck {
+            require_usage: common.require_usage,
+            name: common.name.clone(),
+        };
+        let ca = common
+            .ca
+            .as_ref()
+            .ok_or_else(|| files::FileError::Unusable {
+                origin: "ca".into(),
+                problem: "not given".into(),
+            })?;
+        let pair = common.cert.as_ref().zip(common.key.as_ref());
+        let tls = files::client_tls(ca, pair, check, common.min_version)?;
+        let mut config = ClientConfig::new(transport, Arc::new(tls));
+        common.apply(&mut config.common);
+        config.common.wrap = files::wrap(
+            common.tls_auth.as_ref(),
+            common.tls_crypt.as_ref(),
+            config.common.digest,
+            End::Client,
+        )?;
+        config.credentials = self
+            .settings
+            .credentials
+            .as_ref()
+            .map(files::credentials)
+            .transpose()?;
+        Ok(config)
+    }
+}
+
+impl Attempt {
+    /// The same failure again and again is told once.
+    fn tell(&self, told: &mut String) {
+        match self.lived {
+            Some(lived) => {
+                told.clear();
+                let seconds = lived.as_secs();
+                warn!(
+                    reason = self.text,
+                    seconds, "lost the OpenVPN server; its connections are closed"
+                );
+            }
+            None if *told == self.text => debug!(error = self.text, "still cannot connect"),
+            None => {
+                warn!(
+                    error = self.text,
+                    "cannot connect to the OpenVPN server, trying again"
+                );
+                told.clone_from(&self.text);
+            }
+        }
+    }
+}
+
+/// Doubles with each round through all servers.
+fn pause(first: Duration, longest: Duration, failures: u32, remotes: usize) -> Duration {
+    let remotes = u32::try_from(remotes).unwrap_or(u32::MAX).max(1);
+    let rounds = failures.saturating_sub(1) / remotes;
+    let factor = 1_u32.checked_shl(rounds).unwrap_or(u32::MAX);
+    first.saturating_mul(factor).min(longest)
+}
+
+fn after(end: &LinkEnd, lived: Option<Duration>) -> Attempt {
+    let (mut next, mut hopeless) = (lived.is_none(), false);
+    let mut outcome = Outcome::Failed;
+    match end {
+        LinkEnd::Session(Ended::Restart { next_server, .. }) => next |= *next_server,
+        LinkEnd::Session(Ended::AuthFailed { temporary, .. }) => {
+            (outcome, hopeless) = (Outcome::Refused, !temporary);
+        }
+        LinkEnd::Session(Ended::Halt(_)) => hopeless = true,
+        LinkEnd::Session(_) | LinkEnd::Wire(_) => {}
+    }
+    let text = match end {
+        // A stock server over TCP says nothing to those that it does not take.
+        LinkEnd::Wire(WireError::Closed) if lived.is_none() => {
+            format!(
+                "{end} before the tunnel was up: most often the server does not take this client's certificate, or tls-auth or tls-crypt are not the same on both sides; its log says why"
+            )
+        }
+        end => end.to_string(),
+    };
+    Attempt {
+        outcome: lived.is_none().then_some(outcome),
+        text,
+        lived,
+        next,
+        hopeless,
+    }
+}
+
+async fn tcp(remote: &Remote, limit: Duration) -> Result<tokio::net::TcpStream, String> {
+    let address = dial::join_host_port(&remote.host, remote.port);
+    let stream = dial::dial("tcp", &address, limit).await;
+    let stream = stream.map_err(|error| error.text)?;
+    // A stock server over TCP need not say anything for hours: the kernel has to notice a dead path.
+    listen::tune(&stream).map_err(|error| error.to_string())?;
+    Ok(stream)
+}
+
+/// A socket that takes only this server's datagrams.
+async fn udp(remote: &Remote, limit: Duration) -> Result<UdpSocket, String> {
+    let host = &remote.host;
+    let found = timeout(limit, tokio::net::lookup_host((host.as_str(), remote.port))).await;
+    let found = found.map_err(|_| format!("lookup {host}: timed out"))?;
+    let found = found.map_err(|error| format!("lookup {host}: {error}"))?;
+    let mut last = format!("lookup {host}: no such host");
+    for address in found {
+        let any = match address.is_ipv4() {
+            true => "0.0.0.0:0",
+            false => "[::]:0",
+        };
+        let connected = async {
+            let socket = UdpSocket::bind(any).await?;
+            socket.connect(address).await?;
+            // Less than asked for is taken as it is.
+            let _ = socket2::SockRef::from(&socket).set_recv_buffer_size(UDP_BUFFER);
+            Ok::<_, std::io::Error>(socket)
+        };
+        match connected.await {
+            Ok(socket) => return Ok(socket),
+            Err(error) => last = format!("{address}: {error}"),
+        }
+    }
+    Err(last)
+}
+
+#[cfg(test)]
+mod tests;

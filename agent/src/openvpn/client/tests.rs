@@ -1,0 +1,51 @@
+#![allow(clippy::unwrap_used)]
+
+use super::*;
+
+#[test]
+fn pauses_double_with_each_round() {
+    let s = Duration::from_secs;
+    let pauses =
+        |remotes| (1..=6).map(move |failures| pause(s(1), s(10), failures, remotes).as_secs());
+    assert!(pauses(1).eq([1, 2, 4, 8, 10, 10]));
+    assert!(pauses(2).eq([1, 1, 2, 2, 4, 4]));
+    assert_eq!(pause(s(1), s(300), u32::MAX, 1), s(300));
+    assert_eq!(pause(s(1), s(300), 0, 0), s(1));
+}
+
+#[test]
+fn what_the_server_said_decides_what_follows() {
+    let ended = |ended| LinkEnd::Session(ended);
+    let lived = Some(Duration::from_secs(60));
+    let restart = |next_server| {
+        ended(Ended::Restart {
+            next_server,
+            reason: String::new(),
+        })
+    };
+    let refused = |temporary| {
+        ended(Ended::AuthFailed {
+            reason: String::new(),
+            temporary,
+        })
+    };
+    // After an established session the same server is tried first, unless it says otherwise.
+    for (end, lived, next, hopeless) in [
+        (restart(false), lived, false, false),
+        (restart(true), lived, true, false),
+        (ended(Ended::PeerExit), lived, false, false),
+        (
+            ended(Ended::PingTimeout(Duration::from_secs(1))),
+            lived,
+            false,
+            false,
+        ),
+        (ended(Ended::Halt(String::new())), lived, false, true),
+        (refused(false), None, true, true),
+        (refused(true), None, true, false),
+    ] {
+        let attempt = after(&end, lived);
+        assert_eq!((attempt.next, attempt.hopeless), (next, hopeless), "{end}");
+        assert_eq!(attempt.outcome.is_some(), lived.is_none());
+    }
+}

@@ -1,0 +1,177 @@
+//! One connection out of the tunnel: finds its target, dials it, carries bytes until either side ends.
+
+use std::net::SocketAddrV4;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use culvert_common::net::dial;
+use culvert_common::openvpn::stream::{Incoming, Stream};
+use culvert_common::telemetry::metrics::{Direction, GaugeGuard};
+use culvert_common::tunnel::CloseReason;
+use culvert_common::tunnel::io::{ReadSource, WriteSink, leave};
+use culvert_common::tunnel::pump::{Meter, pump};
+use culvert_openvpn::flows::{Refusal, Unreachable};
+use tokio::net::TcpStream;
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+use tracing::debug;
+
+use super::client::Tunnel;
+use super::halves::halves;
+use crate::endpoint::DIAL_TIMEOUT;
+use crate::metrics::DialFailureReason;
+
+/// One connection, from its SYN on.
+pub struct Endpoint {
+    /// Where it comes from.
+    pub tunnel: Arc<Tunnel>,
+    /// The SYN.
+    pub incoming: Incoming,
+    /// Fires when the tunnel has ended.
+    pub ended: CancellationToken,
+}
+
+impl Endpoint {
+    /// Runs the connection to its end.
+    pub async fn run(self) {
+        let Self {
+            tunnel,
+            incoming,
+            ended,
+        } = self;
+        let agent = &tunnel.agent;
+        // From the dial on: a drained agent does not leave in the middle of one.
+        let _active = agent.activity();
+        let metrics = &agent.metrics;
+        let target = match tunnel.target(incoming.destination) {
+            Ok(target) => target,
+            Err(text) => {
+                metrics
+                    .dial_failures(DialFailureReason::Unknown)
+                    .increment(1);
+                debug!(destination = %incoming.destination, error = text, "refused");
+                return incoming.refuse(Refusal::Reset);
+            }
+        };
+        let started = Instant::now();
+        let address = target.to_string();
+        let dialed = tokio::select! {
+            dialed = dial::dial("tcp", &address, DIAL_TIMEOUT) => dialed,
+            () = ended.cancelled() => return,
+        };
+        match dialed {
+            Ok(socket) => {
+                metrics
+                    .dial_duration
+                    .record(started.elapsed().as_secs_f64());
+                let _open = GaugeGuard::new(&metrics.open_endpoint_connections);
+                let source = incoming.source;
+                // Else whoever asked has left already.
+                if let Some(stream) = incoming.accept() {
+                    carry(&tunnel, socket, stream, (source, target), &ended).await;
+                }
+            }
+            Err(error) => {
+                let (reason, refusal) = match (error.timeout, error.text.as_str()) {
+                    (true, _) => (
+                        DialFailureReason::Timeout,
+                        Refusal::Unreachable(Unreachable::Host),
+                    ),
+                    (false, text) => (DialFailureReason::Unknown, refusal(text)),
+                };
+                metrics.dial_failures(reason).increment(1);
+                debug!(address, error = error.text, "dial failed");
+                incoming.refuse(refusal);
+            }
+        }
+    }
+}
+
+/// What the target's own network would have said, had the SYN gone there.
+fn refusal(text: &str) -> Refusal {
+    let unreachable = |why| Refusal::Unreachable(why);
+    if text.ends_with("network is unreachable") {
+        unreachable(Unreachable::Network)
+    } else if text.ends_with("no route to host") || text.ends_with("host is down") {
+        unreachable(Unreachable::Host)
+    } else if text.ends_with("permission denied") || text.ends_with("operation not permitted") {
+        unreachable(Unreachable::Prohibited)
+    } else {
+        Refusal::Reset
+    }
+}
+
+async fn carry(
+    tunnel: &Tunnel,
+    socket: TcpStream,
+    stream: Stream,
+    (client, target): (SocketAddrV4, SocketAddrV4),
+    ended: &CancellationToken,
+) {
+    let agent = &tunnel.agent;
+    let streams = &agent.metrics.streams;
+    let mut up = Meter::new(streams.tunnel_bytes(Direction::ToEndpoint).clone());
+    let mut down = Meter::new(streams.tunnel_bytes(Direction::FromEndpoint).clone());
+    let started = Instant::now();
+    let (read, write) = socket.into_split();
+    let mut source = ReadSource::new(read, Bytes::new(), CloseReason::EndpointLost);
+    let mut sink = WriteSink::new(write, CloseReason::EndpointLost);
+    let (mut tunnel_source, mut tunnel_sink) = halves(stream);
+    let reason = tokio::select! {
+        reason = pump(
+            (&mut tunnel_source, &mut tunnel_sink),
+            (&mut source, &mut sink),
+            &mut up,
+            &mut down,
+        ) => reason,
+        () = ended.cancelled() => match agent.shutdown.is_cancelled() {
+            true => CloseReason::Shutdown,
+            false => CloseReason::ServerLost,
+        },
+    };
+    agent.closed(reason);
+    debug!(
+        %client,
+        %target,
+        reason = %reason,
+        to_endpoint = up.bytes,
+        from_endpoint = down.bytes,
+        seconds = started.elapsed().as_secs_f64(),
+        "connection closed"
+    );
+    // Unless both directions had ended, this resets it.
+    drop((tunnel_source, tunnel_sink));
+    if reason == CloseReason::Finished {
+        leave(source.into_inner(), sink.into_inner()).await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_failed_dial_is_told_as_the_network_would() {
+        let unreachable = Refusal::Unreachable;
+        for (text, expected) in [
+            (
+                "dial tcp 10.0.0.1:1: connect: connection refused",
+                Refusal::Reset,
+            ),
+            (
+                "dial tcp 10.0.0.1:1: connect: no route to host",
+                unreachable(Unreachable::Host),
+            ),
+            (
+                "dial tcp 10.0.0.1:1: connect: network is unreachable",
+                unreachable(Unreachable::Network),
+            ),
+            (
+                "dial tcp 10.0.0.1:1: connect: permission denied",
+                unreachable(Unreachable::Prohibited),
+            ),
+        ] {
+            assert_eq!(refusal(text), expected);
+        }
+    }
+}

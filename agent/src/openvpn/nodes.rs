@@ -1,0 +1,127 @@
+//! The addresses under which nodes are reached through the VPN, and which node is behind one.
+//!
+//! Control planes reach a node with the InternalIP `a.b.c.d` as `X.Y.c.d`, `X.Y` being the first two
+//! octets of the node access network. `c.d` alone does not tell the node: which `a.b` there are has to
+//! be known.
+
+use std::net::{Ipv4Addr, SocketAddrV4};
+
+use ipnet::Ipv4Net;
+
+/// The stock platform's node access network.
+pub const DEFAULT_NETWORK: Ipv4Net = Ipv4Net::new_assert(Ipv4Addr::new(10, 254, 0, 0), 16);
+
+/// The node access network and the nodes behind it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NodeAccess {
+    /// Its first two octets count.
+    pub network: Ipv4Net,
+    /// Nodes' addresses, and networks of nodes of /16 or smaller. Of several that match the first counts.
+    pub nodes: Vec<Ipv4Net>,
+}
+
+/// An address of the node access network behind which no node is known.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0} is in the node access network, and no node of --openvpn-nodes is behind it")]
+pub struct UnknownNode(pub Ipv4Addr);
+
+impl Default for NodeAccess {
+    fn default() -> Self {
+        Self {
+            network: DEFAULT_NETWORK,
+            nodes: Vec::new(),
+        }
+    }
+}
+
+impl NodeAccess {
+    /// Where `destination`, as the control plane sees it, is from here.
+    ///
+    /// # Errors
+    /// [`UnknownNode`].
+    pub fn target(&self, destination: SocketAddrV4) -> Result<SocketAddrV4, UnknownNode> {
+        let [x, y, c, d] = destination.ip().octets();
+        let [own_x, own_y, ..] = self.network.addr().octets();
+        if (x, y) != (own_x, own_y) {
+            return Ok(destination);
+        }
+        let node = self.nodes.iter().find_map(|nodes| {
+            let [a, b, ..] = nodes.addr().octets();
+            let node = Ipv4Addr::new(a, b, c, d);
+            nodes.contains(&node).then_some(node)
+        });
+        match node {
+            Some(node) => Ok(SocketAddrV4::new(node, destination.port())),
+            None => Err(UnknownNode(*destination.ip())),
+        }
+    }
+
+    /// Pairs of which the second is never reached: its last two octets are those of the first.
+    pub fn collisions(&self) -> Vec<(Ipv4Net, Ipv4Net)> {
+        let moved = |nodes: &Ipv4Net| {
+            let [_, _, c, d] = nodes.addr().octets();
+            Ipv4Net::new(Ipv4Addr::new(0, 0, c, d), nodes.prefix_len())
+        };
+        let mut pairs = Vec::new();
+        for (index, later) in self.nodes.iter().enumerate() {
+            let earlier = self.nodes.iter().take(index).find(|earlier| {
+                matches!((moved(earlier), moved(later)), (Ok(a), Ok(b)) if a.contains(&b))
+            });
+            pairs.extend(earlier.map(|earlier| (*earlier, *later)));
+        }
+        pairs
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    fn access(nodes: &[&str]) -> NodeAccess {
+        NodeAccess {
+            nodes: nodes.iter().map(|net| net.parse().unwrap()).collect(),
+            ..NodeAccess::default()
+        }
+    }
+
+    fn target(access: &NodeAccess, destination: &str) -> Result<String, UnknownNode> {
+        access
+            .target(destination.parse().unwrap())
+            .map(|target| target.to_string())
+    }
+
+    #[test]
+    fn nodes_are_found_by_their_last_two_octets() {
+        let access = access(&["192.168.0.0/20", "10.1.20.7/32", "172.30.0.0/16"]);
+        for (destination, expected) in [
+            ("10.254.15.9:10250", "192.168.15.9:10250"),
+            ("10.254.20.7:9100", "10.1.20.7:9100"),
+            ("10.254.20.8:10250", "172.30.20.8:10250"),
+            // Not of the node access network.
+            ("172.25.0.9:443", "172.25.0.9:443"),
+            ("10.253.20.7:1", "10.253.20.7:1"),
+        ] {
+            assert_eq!(target(&access, destination).unwrap(), expected);
+        }
+    }
+
+    #[test]
+    fn what_is_not_known_is_not_guessed() {
+        let access = access(&["192.168.0.0/24"]);
+        let unknown = UnknownNode(Ipv4Addr::new(10, 254, 1, 1));
+        assert_eq!(target(&access, "10.254.1.1:10250"), Err(unknown));
+    }
+
+    #[test]
+    fn collisions_are_seen() {
+        let access = access(&["10.1.0.0/16", "10.2.3.4/32", "10.1.0.0/24"]);
+        let collisions = access.collisions();
+        assert_eq!(collisions.len(), 2, "{collisions:?}");
+        assert_eq!(
+            collisions.first().unwrap().1,
+            "10.2.3.4/32".parse().unwrap()
+        );
+    }
+}

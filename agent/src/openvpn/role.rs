@@ -1,0 +1,149 @@
+//! What a client decides about its tunnel: when it is up, and where packets out of it go.
+
+use std::net::Ipv4Addr;
+use std::sync::Arc;
+
+use culvert_common::openvpn::Moment;
+use culvert_common::openvpn::link::Role;
+use culvert_common::openvpn::stream::Incoming;
+use culvert_common::openvpn::streams::Streams;
+use culvert_openvpn::flows::{self, Input, Pace};
+use culvert_openvpn::options::Transport;
+use culvert_openvpn::session::{Established, Event, Session, Stats};
+use tokio_util::sync::CancellationToken;
+use tracing::{debug, info, warn};
+
+use super::client::Tunnel;
+use super::endpoint::Endpoint;
+use super::metrics::{Counted, Outcome};
+use super::udp::{Datagrams, Taken};
+
+/// What the buffers of all flows may come to: agents run in small pods.
+const BUFFER_BUDGET: usize = 64 << 20;
+
+/// One session with one server.
+pub(super) struct ClientRole {
+    tunnel: Arc<Tunnel>,
+    transport: Transport,
+    /// Ends with the tunnel.
+    ended: CancellationToken,
+    /// Data could flow.
+    pub(super) established: bool,
+    counted: Counted,
+    datagrams: Option<(Datagrams, Ipv4Addr)>,
+}
+
+impl ClientRole {
+    pub(super) fn new(tunnel: Arc<Tunnel>, transport: Transport) -> Self {
+        let ended = tunnel.agent.shutdown.child_token();
+        Self {
+            tunnel,
+            transport,
+            ended,
+            established: false,
+            counted: Counted::default(),
+            datagrams: None,
+        }
+    }
+
+    fn established(
+        &mut self,
+        established: &Established,
+        session: &mut Session,
+        streams: &mut Option<Streams>,
+        now: Moment,
+    ) {
+        let server = established
+            .identity
+            .as_ref()
+            .map_or("", |identity| identity.common_name.as_str());
+        info!(
+            server,
+            cipher = %established.cipher,
+            tls = established.tls,
+            tls_exporter = established.exporter,
+            mtu = established.tun_mtu,
+            pushed = established.options.join(","),
+            "the OpenVPN tunnel is up"
+        );
+        let pushed = established.push.as_ref();
+        let Some(ifconfig) = pushed.and_then(|push| push.ifconfig) else {
+            warn!("the OpenVPN server gave this client no address (push \"ifconfig\"): leaving");
+            session.close(now);
+            return;
+        };
+        let config = flows::Config {
+            address: ifconfig.local,
+            tun_mtu: established.tun_mtu,
+            buffer_budget: BUFFER_BUDGET,
+            accept: true,
+            pace: (self.transport == Transport::Udp).then(Pace::default),
+            ..flows::Config::default()
+        };
+        let flows = Streams::new(config, now);
+        let (tunnel, peer, mtu) = (self.tunnel.clone(), flows.peer(), established.tun_mtu);
+        let datagrams = Datagrams::new(tunnel, peer, mtu, self.ended.clone());
+        self.datagrams = Some((datagrams, ifconfig.local));
+        *streams = Some(flows);
+        self.established = true;
+        self.tunnel.metrics.connect(Outcome::Established);
+        self.tunnel.set_up(true);
+    }
+}
+
+impl Role for ClientRole {
+    fn event(
+        &mut self,
+        event: Event,
+        session: &mut Session,
+        streams: &mut Option<Streams>,
+        now: Moment,
+    ) {
+        match event {
+            Event::Established(established) => {
+                self.established(&established, session, streams, now);
+            }
+            Event::Rekeyed { key_id } => debug!(key_id, "the OpenVPN tunnel has new keys"),
+            Event::Notice(text) => info!(text, "the OpenVPN server says"),
+            // Of a server's role; and the owner of the link tells the end.
+            Event::Authenticated(_) | Event::Ended(_) => {}
+        }
+    }
+
+    fn packet(&mut self, packet: &[u8], streams: &mut Streams, now: Moment) {
+        if streams.input(packet, now) != Input::Unknown || streams.flows().echo(packet, now) {
+            return;
+        }
+        let taken = match &mut self.datagrams {
+            Some((datagrams, own)) => datagrams.input(packet, *own),
+            None => Taken::No,
+        };
+        if taken == Taken::No {
+            streams.flows().reject(packet, now);
+        }
+    }
+
+    fn incoming(&mut self, incoming: Incoming) {
+        let endpoint = Endpoint {
+            tunnel: self.tunnel.clone(),
+            incoming,
+            ended: self.ended.clone(),
+        };
+        self.tunnel.agent.tasks.spawn(endpoint.run());
+    }
+
+    fn report(&mut self, session: &Stats, streams: Option<&Streams>, dropped: u64) {
+        let flows = streams.map(Streams::stats);
+        let metrics = &self.tunnel.metrics;
+        metrics.count(&mut self.counted, session, flows, dropped);
+    }
+}
+
+impl Drop for ClientRole {
+    fn drop(&mut self) {
+        self.ended.cancel();
+        if self.established {
+            self.tunnel.set_up(false);
+        }
+    }
+}

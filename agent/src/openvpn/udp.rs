@@ -1,0 +1,215 @@
+//! Datagrams out of the tunnel: for each pair of addresses a socket of its own, until nothing moves any
+//! more. Control planes ask the cluster's DNS this way.
+//!
+//! Owns the pairs of one session. What does not fit is dropped, as datagrams are.
+
+use std::collections::HashMap;
+use std::net::{Ipv4Addr, SocketAddrV4};
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::{Bytes, BytesMut};
+use culvert_common::openvpn::stream::Peer;
+use culvert_openvpn::ip::{self, Packet, Sum, protocol};
+use tokio::net::UdpSocket;
+use tokio::sync::mpsc::{self, Receiver, Sender, error::TrySendError};
+use tokio::time::{Instant, sleep_until};
+use tokio_util::sync::CancellationToken;
+use tracing::debug;
+
+use super::client::Tunnel;
+
+/// Pairs at once, each with a socket and a task.
+const MAX_PAIRS: usize = 512;
+
+/// Datagrams that wait for one socket.
+const MAX_WAITING: usize = 64;
+
+/// How long a pair without any traffic is kept. Longer than any resolver waits for an answer.
+const IDLE: Duration = Duration::from_secs(30);
+
+/// IPv4 and UDP headers.
+const HEADERS: usize = ip::HEADER + 8;
+
+/// Who sends to whom.
+type Pair = (SocketAddrV4, SocketAddrV4);
+
+/// The datagrams of one session.
+pub(super) struct Datagrams {
+    tunnel: Arc<Tunnel>,
+    peer: Peer,
+    /// The largest packet that goes back.
+    mtu: usize,
+    ended: CancellationToken,
+    pairs: HashMap<Pair, Sender<Bytes>>,
+}
+
+/// What became of a packet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Taken {
+    /// It is on its way, or was dropped as datagrams are.
+    Yes,
+    /// It is no datagram, or for nobody.
+    No,
+}
+
+impl Datagrams {
+    pub(super) fn new(tunnel: Arc<Tunnel>, peer: Peer, mtu: u16, ended: CancellationToken) -> Self {
+        Self {
+            tunnel,
+            peer,
+            mtu: usize::from(mtu),
+            ended,
+            pairs: HashMap::new(),
+        }
+    }
+
+    /// Takes a packet out of the tunnel. `own` is the client's address there, where no ports are.
+    pub(super) fn input(&mut self, packet: &[u8], own: Ipv4Addr) -> Taken {
+        let Some((pair, payload)) = parse(packet) else {
+            return Taken::No;
+        };
+        if *pair.1.ip() == own {
+            return Taken::No;
+        }
+        if let Some(sender) = self.pairs.get(&pair) {
+            match sender.try_send(Bytes::copy_from_slice(payload)) {
+                Ok(()) | Err(TrySendError::Full(_)) => return Taken::Yes,
+                // Its task has ended a moment ago.
+                Err(TrySendError::Closed(_)) => {}
+            }
+        }
+        let Ok(target) = self.tunnel.target(pair.1) else {
+            return Taken::No;
+        };
+        if self.pairs.len() >= MAX_PAIRS {
+            self.pairs.retain(|_, sender| !sender.is_closed());
+        }
+        if self.pairs.len() >= MAX_PAIRS {
+            return Taken::Yes;
+        }
+        let (sender, receiver) = mpsc::channel(MAX_WAITING);
+        // There is room for one.
+        let _ = sender.try_send(Bytes::copy_from_slice(payload));
+        self.pairs.insert(pair, sender);
+        let (peer, mtu, ended) = (self.peer.clone(), self.mtu, self.ended.clone());
+        self.tunnel.agent.tasks.spawn(async move {
+            let carried = carry(pair, target, receiver, &peer, mtu);
+            let outcome = ended.run_until_cancelled(carried).await;
+            if let Some(Err(error)) = outcome {
+                debug!(client = %pair.0, %target, %error, "datagrams are not answered");
+            }
+        });
+        Taken::Yes
+    }
+}
+
+/// Carries a pair's datagrams until nothing moves any more.
+async fn carry(
+    (client, destination): Pair,
+    target: SocketAddrV4,
+    mut receiver: Receiver<Bytes>,
+    peer: &Peer,
+    mtu: usize,
+) -> std::io::Result<()> {
+    let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0)).await?;
+    socket.connect(target).await?;
+    let mut buffer = BytesMut::new();
+    let mut packet = Vec::new();
+    let mut until = Instant::now() + IDLE;
+    loop {
+        buffer.clear();
+        // Of a larger one nothing is used.
+        buffer.reserve(mtu);
+        tokio::select! {
+            datagram = receiver.recv() => match datagram {
+                Some(datagram) => drop(socket.send(&datagram).await?),
+                None => return Ok(()),
+            },
+            read = socket.recv_buf(&mut buffer) => {
+                read?;
+                // The tunnel's packets are not cut into fragments.
+                if buffer.len() + HEADERS <= mtu {
+                    packet.clear();
+                    write(&mut packet, destination, client, &buffer);
+                    peer.forward(&packet);
+                }
+            }
+            () = sleep_until(until) => return Ok(()),
+        }
+        until = Instant::now() + IDLE;
+    }
+}
+
+/// A whole and right datagram, and what is in it.
+fn parse(packet: &[u8]) -> Option<(Pair, &[u8])> {
+    let packet = Packet::parse(packet).ok()?;
+    if packet.protocol() != protocol::UDP || packet.check_udp().is_err() {
+        return None;
+    }
+    let (from, to) = packet.ports()?;
+    let length = packet.payload().get(4..6)?.first_chunk::<2>()?;
+    let payload = packet
+        .payload()
+        .get(8..usize::from(u16::from_be_bytes(*length)))?;
+    let source = SocketAddrV4::new(packet.source(), from);
+    Some((
+        (source, SocketAddrV4::new(packet.destination(), to)),
+        payload,
+    ))
+}
+
+/// Appends a datagram's packet.
+fn write(out: &mut Vec<u8>, from: SocketAddrV4, to: SocketAddrV4, payload: &[u8]) {
+    let length = 8 + payload.len();
+    ip::write_header(out, *from.ip(), *to.ip(), protocol::UDP, length);
+    let mut header = [0; 8];
+    [header[0], header[1]] = from.port().to_be_bytes();
+    [header[2], header[3]] = to.port().to_be_bytes();
+    [header[4], header[5]] = u16::try_from(length).unwrap_or(u16::MAX).to_be_bytes();
+    let sum = ip::pseudo(*from.ip(), *to.ip(), protocol::UDP, length)
+        + Sum::of(&header)
+        + Sum::of(payload);
+    // Zero says that there is none (RFC 768).
+    let checksum = match sum.checksum() {
+        0 => u16::MAX,
+        checksum => checksum,
+    };
+    [header[6], header[7]] = checksum.to_be_bytes();
+    out.extend_from_slice(&header);
+    out.extend_from_slice(payload);
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, clippy::indexing_slicing)]
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const CLIENT: SocketAddrV4 = SocketAddrV4::new(Ipv4Addr::new(10, 20, 0, 10), 40000);
+    const DNS: SocketAddrV4 = SocketAddrV4::new(Ipv4Addr::new(10, 240, 16, 10), 53);
+
+    #[test]
+    fn what_is_not_a_whole_datagram_is_not_taken() {
+        let mut packet = Vec::new();
+        write(&mut packet, CLIENT, DNS, b"question");
+        assert_eq!(parse(&packet).unwrap().1, b"question");
+        for length in 0..packet.len() {
+            assert_eq!(parse(&packet[..length]), None);
+        }
+        let last = packet.len() - 1;
+        packet[last] ^= 1;
+        assert_eq!(parse(&packet), None);
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_written_is_read(payload in prop::collection::vec(any::<u8>(), 0..1400)) {
+            let mut packet = Vec::new();
+            write(&mut packet, CLIENT, DNS, &payload);
+            prop_assert_eq!(parse(&packet), Some(((CLIENT, DNS), payload.as_slice())));
+        }
+    }
+}

@@ -1,0 +1,138 @@
+//! The syntax of OpenVPN's configuration files: a directive on each line, words in quotes, comments,
+//! blocks of text between `<ca>` and `</ca>`.
+
+use std::str::Chars;
+
+/// One directive and its arguments.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Directive {
+    /// Its line in the file, from 1.
+    pub line: usize,
+    /// Without the dashes that a line may begin with.
+    pub name: String,
+    /// The words that follow.
+    pub arguments: Vec<String>,
+    /// The text of a block.
+    pub block: Option<String>,
+}
+
+impl Directive {
+    /// An argument, from 0.
+    pub fn argument(&self, index: usize) -> Option<&str> {
+        self.arguments.get(index).map(String::as_str)
+    }
+}
+
+/// Something that is no directive.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{line}: {problem}")]
+pub struct SyntaxError {
+    /// Its line in the file, from 1.
+    pub line: usize,
+    /// What is wrong.
+    pub problem: String,
+}
+
+/// The directives of a file in order. What can not be read is told beside the others.
+pub fn directives(text: &str) -> (Vec<Directive>, Vec<SyntaxError>) {
+    let text = text.strip_prefix('\u{feff}').unwrap_or(text);
+    let (mut read, mut errors) = (Vec::new(), Vec::new());
+    let mut lines = text.lines().zip(1..);
+    while let Some((content, line)) = lines.next() {
+        let mut words = match words(content) {
+            Ok(words) => words.into_iter(),
+            Err(problem) => {
+                let problem = problem.to_owned();
+                errors.push(SyntaxError { line, problem });
+                continue;
+            }
+        };
+        let Some(first) = words.next() else {
+            continue;
+        };
+        let tag = first
+            .strip_prefix('<')
+            .and_then(|rest| rest.strip_suffix('>'));
+        let (name, block) = match tag {
+            Some(tag) => {
+                let end = format!("</{tag}>");
+                let mut block = String::new();
+                let closed = lines.by_ref().any(|(content, _)| {
+                    let is_end = content.trim_start().starts_with(&end);
+                    if !is_end {
+                        block.push_str(content);
+                        block.push('\n');
+                    }
+                    is_end
+                });
+                if !closed {
+                    let problem = format!("<{tag}> has no {end}");
+                    errors.push(SyntaxError { line, problem });
+                    continue;
+                }
+                (tag.to_owned(), Some(block))
+            }
+            None => (first.strip_prefix("--").unwrap_or(&first).to_owned(), None),
+        };
+        read.push(Directive {
+            line,
+            name,
+            arguments: words.collect(),
+            block,
+        });
+    }
+    (read, errors)
+}
+
+/// Splits a line as OpenVPN does: a backslash takes the next character as it is, except between single
+/// quotes; a closing quote ends its word; `#` and `;` where a word could begin start a comment.
+pub fn words(line: &str) -> Result<Vec<String>, &'static str> {
+    let mut words = Vec::new();
+    let mut chars = line.chars();
+    while let Some(first) = chars.next() {
+        match first {
+            '#' | ';' => break,
+            '\0' => return Err("a NUL character"),
+            c if c.is_whitespace() => {}
+            '"' => words.push(word(&mut chars, None, Some('"'))?),
+            '\'' => words.push(single_quoted(&mut chars)?),
+            c => words.push(word(&mut chars, Some(c), None)?),
+        }
+    }
+    Ok(words)
+}
+
+fn single_quoted(chars: &mut Chars<'_>) -> Result<String, &'static str> {
+    let mut word = String::new();
+    for c in chars {
+        match c {
+            '\'' => return Ok(word),
+            c => word.push(c),
+        }
+    }
+    Err("no closing quotation mark (')")
+}
+
+/// The rest of a word that ends with `quote`, or else with whitespace.
+fn word(
+    chars: &mut Chars<'_>,
+    first: Option<char>,
+    quote: Option<char>,
+) -> Result<String, &'static str> {
+    let mut word = String::new();
+    let mut next = first.or_else(|| chars.next());
+    while let Some(c) = next {
+        match c {
+            '\0' => return Err("a NUL character"),
+            '\\' => word.push(chars.next().ok_or("a backslash at the end of the line")?),
+            c if Some(c) == quote => return Ok(word),
+            c if quote.is_none() && c.is_whitespace() => return Ok(word),
+            c => word.push(c),
+        }
+        next = chars.next();
+    }
+    match quote {
+        Some(_) => Err("no closing quotation mark (\")"),
+        None => Ok(word),
+    }
+}

@@ -1,0 +1,159 @@
+//! A server's options.
+
+use std::path::PathBuf;
+
+use culvert_openvpn::control::push::Topology;
+use culvert_openvpn::options::Transport;
+use ipnet::Ipv4Net;
+
+use super::lexer::Directive;
+use super::{Common, Context, Material, Options, Outcome, Taken, network, port, value, word};
+
+/// A server's configuration.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Server {
+    /// What both roles have.
+    pub common: Common,
+    /// `proto`.
+    pub transport: Option<Transport>,
+    /// `local`: the address to listen on.
+    pub local: Option<String>,
+    /// `server`: the network of the VPN, whose first address is the server's.
+    pub network: Option<Ipv4Net>,
+    /// `topology`.
+    pub topology: Option<Topology>,
+    /// `push`, and what `keepalive` pushes.
+    pub push: Vec<String>,
+    /// `route`: networks that are behind clients.
+    pub routes: Vec<Ipv4Net>,
+    /// `client-config-dir`.
+    pub client_config_dir: Option<PathBuf>,
+    /// `ccd-exclusive`: clients without a file in it are refused.
+    pub ccd_exclusive: bool,
+    /// `duplicate-cn`: clients of one name do not replace each other.
+    pub duplicate_cn: bool,
+    /// `client-to-client`: clients reach each other.
+    pub client_to_client: bool,
+    /// `max-clients`.
+    pub max_clients: Option<usize>,
+    /// `crl-verify`.
+    pub crl: Option<Material>,
+}
+
+impl Options for Server {
+    fn take(&mut self, context: &Context<'_>, directive: &Directive) -> Outcome {
+        match directive.name.as_str() {
+            "tls-server" | "mode" if directive.argument(0) != Some("p2p") => {}
+            "client" | "remote" | "tls-client" | "pull" | "mode" => {
+                return Err("this is a client's configuration".into());
+            }
+            "server" => {
+                let network = network(directive, 0)?;
+                if network.prefix_len() > 29 {
+                    return Err(format!("{network} has no room for clients"));
+                }
+                self.network = Some(network);
+            }
+            "topology" => {
+                self.topology = Some(match word(directive, 0, "net30, subnet or p2p")? {
+                    "net30" => Topology::Net30,
+                    "subnet" => Topology::Subnet,
+                    "p2p" => Topology::P2p,
+                    other => return Err(format!("{other:?} is not one of net30, subnet, p2p")),
+                });
+            }
+            "proto" => self.transport = Some(Common::proto(directive, "server")?),
+            "local" => self.local = Some(word(directive, 0, "an address")?.to_owned()),
+            "lport" => self.common.port = Some(port(directive, 0)?),
+            "rport" => return Ok(Taken::Note("not needed: clients have any port".into())),
+            "push" => {
+                let option = directive.arguments.join(" ");
+                if option.trim().is_empty() {
+                    return Err("needs an option".into());
+                }
+                let pushable = |c: char| matches!(c, ' '..='~') && c != ',';
+                if option.len() > 900 || !option.chars().all(pushable) {
+                    return Err("only printable ASCII without commas can be pushed".into());
+                }
+                self.push.push(option);
+            }
+            "keepalive" => {
+                let (ping, restart): (u32, u32) = (
+                    value(directive, 0, "a number of seconds")?,
+                    value(directive, 1, "a number of seconds")?,
+                );
+                if ping == 0 || restart / 2 < ping {
+                    return Err("the second number has to be at least twice the first".into());
+                }
+                let time = |seconds: u32| Some(std::time::Duration::from_secs(seconds.into()));
+                self.common.ping = time(ping);
+                self.common.ping_restart = time(restart.saturating_mul(2));
+                self.push.push(format!("ping {ping}"));
+                self.push.push(format!("ping-restart {restart}"));
+            }
+            "route" => self.routes.push(network(directive, 0)?),
+            "client-config-dir" => {
+                let path = word(directive, 0, "a directory")?;
+                self.client_config_dir = Some(context.path(path));
+            }
+            "ccd-exclusive" => self.ccd_exclusive = true,
+            "duplicate-cn" => self.duplicate_cn = true,
+            "client-to-client" => self.client_to_client = true,
+            "max-clients" => {
+                let clients = value(directive, 0, "a number of clients")?;
+                if clients == 0 {
+                    return Err("0 clients are none".into());
+                }
+                self.max_clients = Some(clients);
+            }
+            "remote-cert-tls" => match word(directive, 0, "client")? {
+                "client" => self.common.require_usage = true,
+                other => return Err(format!("{other:?} is not client, whom a server talks to")),
+            },
+            "verify-client-cert" => match directive.argument(0) {
+                None | Some("require") => {}
+                _ => return Err("clients are told apart by their certificates".into()),
+            },
+            "verify-x509-name" => {
+                return Err(
+                    "a server has many clients; use client-config-dir with ccd-exclusive".into(),
+                );
+            }
+            "crl-verify" => {
+                if directive.argument(1) == Some("dir") {
+                    return Err("a directory of serial numbers is not read; use a CRL file".into());
+                }
+                self.crl = context.material(directive)?;
+            }
+            "dev" => {
+                self.common.take(context, directive)?;
+                let note = "not needed: no tun device is made, packets end in this process";
+                return Ok(Taken::Note(note.into()));
+            }
+            "ifconfig-pool-persist"
+            | "max-routes-per-client"
+            | "stale-routes-check"
+            | "connect-freq"
+            | "connect-freq-initial"
+            | "push-peer-info" => {
+                return Ok(Taken::Note("not needed: it is bounded by itself".into()));
+            }
+            "ifconfig" | "ifconfig-pool" => {
+                return Err("give the VPN's network by `server NETWORK NETMASK`".into());
+            }
+            "ifconfig-push" | "iroute" | "disable" | "push-reset" | "push-remove" => {
+                return Err("belongs into a file of client-config-dir".into());
+            }
+            _ => return self.common.take(context, directive),
+        }
+        Ok(Taken::Yes)
+    }
+
+    fn finish(&mut self) -> Vec<String> {
+        let mut problems = self.common.finish();
+        if self.ccd_exclusive && self.client_config_dir.is_none() {
+            problems.push("ccd-exclusive needs client-config-dir".into());
+        }
+        problems
+    }
+}

@@ -1,0 +1,184 @@
+//! Key material from files or from blocks of a configuration. Every error names where the text came
+//! from and says what to do.
+
+use std::io::Read as _;
+
+use culvert_openvpn::Role;
+use culvert_openvpn::cipher::Digest;
+use culvert_openvpn::tls::{ClientTls, ConfigError, Identity, MinVersion, ServerCheck, ServerTls};
+use culvert_openvpn::wrap::{WrapKey, static_key};
+
+use super::config_file::{Material, TlsAuth};
+
+/// The largest file that is read.
+const MAX_BYTES: u64 = 4 << 20;
+
+/// Why material can not be used.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum FileError {
+    /// It can not be read.
+    #[error(
+        "cannot read {origin}: {reason}; check that the file exists, is mounted, and may be read by this process"
+    )]
+    Read {
+        /// The file.
+        origin: String,
+        /// The system's error.
+        reason: String,
+    },
+    /// It is larger than any key or certificate.
+    #[error("{origin} is larger than {MAX_BYTES} bytes; is it a PEM file?")]
+    TooLarge {
+        /// The file.
+        origin: String,
+    },
+    /// It is not what it should be.
+    #[error("{origin}: {problem}")]
+    Unusable {
+        /// The file, or the block of a configuration.
+        origin: String,
+        /// Why, and what to do.
+        problem: String,
+    },
+}
+
+impl FileError {
+    fn unusable(origin: &Material, problem: impl ToString) -> Self {
+        Self::Unusable {
+            origin: origin.to_string(),
+            problem: problem.to_string(),
+        }
+    }
+}
+
+/// The bytes of a file or block.
+///
+/// # Errors
+/// [`FileError::Read`] and [`FileError::TooLarge`].
+pub fn load(material: &Material) -> Result<Vec<u8>, FileError> {
+    let path = match material {
+        Material::Inline { text, .. } => return Ok(text.as_bytes().to_vec()),
+        Material::File(path) => path,
+    };
+    let failed = |error: std::io::Error| FileError::Read {
+        origin: material.to_string(),
+        reason: error.to_string(),
+    };
+    let mut bytes = Vec::new();
+    std::fs::File::open(path)
+        .and_then(|file| file.take(MAX_BYTES + 1).read_to_end(&mut bytes))
+        .map_err(failed)?;
+    match bytes.len() as u64 > MAX_BYTES {
+        true => Err(FileError::TooLarge {
+            origin: material.to_string(),
+        }),
+        false => Ok(bytes),
+    }
+}
+
+/// Our certificate and key.
+///
+/// # Errors
+/// See [`FileError`].
+pub fn identity(cert: &Material, key: &Material) -> Result<Identity, FileError> {
+    let (chain, private) = (load(cert)?, load(key)?);
+    Identity::from_pem(&chain, &private).map_err(|error| match error {
+        ConfigError::KeyMismatch => FileError::Unusable {
+            origin: format!("{key}, {cert}"),
+            problem: error.to_string(),
+        },
+        ConfigError::Key(_)
+        | ConfigError::Pem {
+            what: "private key",
+            ..
+        } => FileError::unusable(key, error),
+        error => FileError::unusable(cert, error),
+    })
+}
+
+/// A client's TLS.
+///
+/// # Errors
+/// See [`FileError`].
+pub fn client_tls(
+    ca: &Material,
+    identity: Option<(&Material, &Material)>,
+    check: ServerCheck,
+    min_version: MinVersion,
+) -> Result<ClientTls, FileError> {
+    let identity = identity
+        .map(|(cert, key)| self::identity(cert, key))
+        .transpose()?;
+    ClientTls::new(&load(ca)?, identity, check, min_version)
+        .map_err(|error| FileError::unusable(ca, error))
+}
+
+/// A server's TLS. `require_usage` is `remote-cert-tls client`.
+///
+/// # Errors
+/// See [`FileError`].
+pub fn server_tls(
+    ca: &Material,
+    crl: Option<&Material>,
+    (cert, key): (&Material, &Material),
+    min_version: MinVersion,
+    require_usage: bool,
+) -> Result<ServerTls, FileError> {
+    let identity = identity(cert, key)?;
+    let list = crl.map(load).transpose()?.unwrap_or_default();
+    ServerTls::new(&load(ca)?, &list, identity, min_version, require_usage).map_err(|error| match (
+        &error, crl,
+    ) {
+        (ConfigError::Pem { what: "CRL", .. }, Some(crl)) => FileError::unusable(crl, error),
+        _ => FileError::unusable(ca, error),
+    })
+}
+
+/// User name and password, a line each.
+///
+/// # Errors
+/// See [`FileError`].
+pub fn credentials(material: &Material) -> Result<(String, String), FileError> {
+    let bytes = load(material)?;
+    let text = String::from_utf8_lossy(&bytes);
+    let mut lines = text.lines();
+    match (lines.next(), lines.next()) {
+        (Some(user), Some(password)) if !user.is_empty() => Ok((user.into(), password.into())),
+        _ => Err(FileError::unusable(
+            material,
+            "needs a user name and a password, a line each",
+        )),
+    }
+}
+
+/// What wraps control packets: tls-crypt, tls-auth with the digest of `auth`, or nothing.
+///
+/// # Errors
+/// See [`FileError`].
+pub fn wrap(
+    tls_auth: Option<&TlsAuth>,
+    tls_crypt: Option<&Material>,
+    digest: Digest,
+    role: Role,
+) -> Result<WrapKey, FileError> {
+    let parse = |material: &Material| {
+        let bytes = load(material)?;
+        let text = String::from_utf8_lossy(&bytes);
+        static_key::parse(&text).map_err(|error| {
+            let help = "make one with `openvpn --genkey tls-auth FILE` and give it to both sides";
+            FileError::unusable(material, format!("{error}; {help}"))
+        })
+    };
+    if let Some(material) = tls_crypt {
+        let key = parse(material)?;
+        return WrapKey::tls_crypt(&key, role)
+            .map_err(|error| FileError::unusable(material, error));
+    }
+    match tls_auth {
+        Some(TlsAuth { key, direction }) => Ok(WrapKey::tls_auth(&parse(key)?, *direction, digest)),
+        None => Ok(WrapKey::none()),
+    }
+}
+
+#[cfg(test)]
+mod tests;

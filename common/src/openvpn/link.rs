@@ -1,0 +1,334 @@
+//! One peer on one socket, in one task: TCP in both roles, UDP for a client.
+//!
+//! A turn of the task: what has come is decrypted and given to the flows, whose bytes go to their
+//! handles; what flows and control channel have to say is encrypted into one buffer and written.
+//! Then the other tasks of the thread have theirs, so that handles empty what was filled.
+
+use std::future::{Future as _, poll_fn};
+use std::pin::Pin;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use culvert_openvpn::framing::LengthError;
+use culvert_openvpn::session::{Ended, Event, Session, Stats};
+use tokio::net::{TcpStream, UdpSocket};
+use tokio::time::{Instant, Sleep, sleep_until};
+use tokio_util::sync::CancellationToken;
+
+use super::stream::Incoming;
+use super::streams::Streams;
+use super::wire::Wire;
+use super::{Moment, now};
+
+pub use super::wire::WireError;
+
+/// How often [`Role::report`] is called while there is traffic.
+const REPORT_EVERY: Duration = Duration::from_secs(1);
+
+/// How long a peer may take to hear why the session ended.
+const GOODBYE: Duration = Duration::from_secs(5);
+
+/// Batches that are written in one turn.
+const BATCHES: usize = 4;
+
+/// What a role decides for one peer. Nothing here may block.
+pub trait Role: Send {
+    /// Something happened to the session. A server answers [`Event::Authenticated`] by the session's
+    /// `accept` or `reject`; both roles put the peer's streams in place at [`Event::Established`].
+    fn event(
+        &mut self,
+        event: Event,
+        session: &mut Session,
+        streams: &mut Option<Streams>,
+        now: Moment,
+    );
+
+    /// A packet out of the tunnel, for [`Streams::input`] or for others.
+    fn packet(&mut self, packet: &[u8], streams: &mut Streams, now: Moment);
+
+    /// Somebody behind the peer wants to open a flow. It is refused where nothing accepts it.
+    fn incoming(&mut self, incoming: Incoming) {
+        drop(incoming);
+    }
+
+    /// Counters so far: about once a second while there is traffic, and at the end.
+    fn report(&mut self, session: &Stats, streams: Option<&Streams>, dropped: u64) {
+        let _ = (session, streams, dropped);
+    }
+}
+
+/// Why a link ended.
+#[derive(Debug)]
+pub enum LinkEnd {
+    /// The session said so.
+    Session(Ended),
+    /// The socket did.
+    Wire(WireError),
+}
+
+impl std::fmt::Display for LinkEnd {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Session(ended) => ended.fmt(f),
+            Self::Wire(error) => error.fmt(f),
+        }
+    }
+}
+
+/// A peer's socket, session and streams.
+pub struct Link<R> {
+    role: R,
+    session: Session,
+    streams: Option<Streams>,
+    wire: Wire,
+    timer: Pin<Box<Sleep>>,
+    timer_at: Option<Moment>,
+    report_at: Option<Moment>,
+    /// Why, and until when what is left to be said may take.
+    ended: Option<(Ended, Moment)>,
+    /// Inner packets that could not be sealed.
+    dropped: u64,
+}
+
+impl<R: Role> Link<R> {
+    /// Over a TCP connection. `tun_mtu` is the session's.
+    pub fn tcp(stream: TcpStream, session: Session, tun_mtu: u16, role: R) -> Self {
+        Self::new(Wire::tcp(stream, tun_mtu), session, role)
+    }
+
+    /// Over a UDP socket that is connected to the peer.
+    pub fn udp(socket: UdpSocket, session: Session, tun_mtu: u16, role: R) -> Self {
+        Self::new(Wire::udp(socket, tun_mtu), session, role)
+    }
+
+    fn new(wire: Wire, session: Session, role: R) -> Self {
+        Self {
+            role,
+            session,
+            streams: None,
+            wire,
+            timer: Box::pin(sleep_until(Instant::now())),
+            timer_at: None,
+            report_at: None,
+            ended: None,
+            dropped: 0,
+        }
+    }
+
+    /// Serves the peer to its end. Once `shutdown` fires the peer is told, as far as its transport
+    /// needs it.
+    pub async fn run(mut self, shutdown: &CancellationToken) -> (R, LinkEnd) {
+        let end = self.serve(shutdown).await;
+        self.streams_report();
+        (self.role, end)
+    }
+
+    async fn serve(&mut self, shutdown: &CancellationToken) -> LinkEnd {
+        let mut stopping = std::pin::pin!(shutdown.cancelled());
+        let mut stopped = false;
+        loop {
+            let turn = poll_fn(|cx| {
+                if !stopped && stopping.as_mut().poll(cx).is_ready() {
+                    stopped = true;
+                    self.session.close(now());
+                }
+                self.poll_turn(cx)
+            });
+            match turn.await {
+                Ok(()) => {}
+                Err(error) => {
+                    return match self.ended.take() {
+                        Some((ended, _)) => LinkEnd::Session(ended),
+                        None => LinkEnd::Wire(error),
+                    };
+                }
+            }
+            if self.is_over(now())
+                && let Some((ended, _)) = self.ended.take()
+            {
+                return LinkEnd::Session(ended);
+            }
+            tokio::task::yield_now().await;
+        }
+    }
+
+    /// Ready once something was done and there may be more to do.
+    fn poll_turn(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), WireError>> {
+        let mut active = false;
+        match self.wire.poll_fill(cx) {
+            Poll::Ready(Ok(())) => {
+                active = true;
+                self.take_batch()?;
+            }
+            Poll::Ready(Err(error)) => return Poll::Ready(Err(error)),
+            Poll::Pending => {}
+        }
+        let now = now();
+        self.handle_timers(now);
+        self.work(now);
+        let written = self.write(now, cx)?;
+        // Flows that ended by what was sent, and what was said meanwhile.
+        self.work(now);
+        if active || written {
+            self.report_at.get_or_insert(now + REPORT_EVERY);
+            return Poll::Ready(Ok(()));
+        }
+        if self.is_over(now) {
+            return Poll::Ready(Ok(()));
+        }
+        self.poll_wait(cx)
+    }
+
+    /// Nothing is left to be said, or the peer does not want to hear it.
+    fn is_over(&self, now: Moment) -> bool {
+        let said = self.session.is_finished() && self.wire.is_empty();
+        self.ended
+            .as_ref()
+            .is_some_and(|(_, until)| said || *until <= now)
+    }
+
+    fn take_batch(&mut self) -> Result<(), LengthError> {
+        let now = now();
+        let Self {
+            role,
+            session,
+            streams,
+            wire,
+            ..
+        } = self;
+        let mut heard = false;
+        let taken = wire.packets(|packet| {
+            let taken = session.input(packet, now, &mut |inner| {
+                if let Some(streams) = streams {
+                    role.packet(inner, streams, now);
+                }
+            });
+            heard |= taken.is_ok();
+            // What an event changes, the next packet may need.
+            while let Some(event) = session.poll_event() {
+                if let Event::Ended(ended) = &event {
+                    self.ended.get_or_insert((ended.clone(), now + GOODBYE));
+                }
+                role.event(event, session, streams, now);
+            }
+        });
+        if heard && let Some(streams) = &mut self.streams {
+            streams.heard(now);
+        }
+        taken
+    }
+
+    fn handle_timers(&mut self, now: Moment) {
+        if self.session.poll_timeout().is_some_and(|at| at <= now) {
+            self.session.handle_timeout(now);
+        }
+        if self.report_at.is_some_and(|at| at <= now) {
+            self.streams_report();
+        }
+    }
+
+    fn streams_report(&mut self) {
+        self.report_at = None;
+        self.role
+            .report(self.session.stats(), self.streams.as_ref(), self.dropped);
+    }
+
+    fn work(&mut self, now: Moment) {
+        if let Some(streams) = &mut self.streams {
+            let role = &mut self.role;
+            streams.work(now, &mut |incoming| role.incoming(incoming));
+            if streams.take_close() {
+                self.session.close(now);
+            }
+        }
+        while let Some(event) = self.session.poll_event() {
+            if let Event::Ended(ended) = &event {
+                self.ended.get_or_insert((ended.clone(), now + GOODBYE));
+            }
+            self.role
+                .event(event, &mut self.session, &mut self.streams, now);
+        }
+        if self.ended.is_some() && self.streams.is_some() {
+            self.streams_report();
+            self.streams = None;
+        }
+    }
+
+    /// Collects and writes. True if there may be more to be written now.
+    fn write(&mut self, now: Moment, cx: &mut Context<'_>) -> Result<bool, WireError> {
+        for _ in 0..BATCHES {
+            self.collect(now);
+            if self.wire.is_empty() {
+                return Ok(false);
+            }
+            if self.wire.poll_flush(cx)?.is_pending() {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    fn collect(&mut self, now: Moment) {
+        let Self {
+            session,
+            streams,
+            wire,
+            dropped,
+            ..
+        } = self;
+        // Even if there is no room: it is little, and a session that has something to say asks for
+        // a turn until it has said it.
+        loop {
+            let start = wire.out().len();
+            if !session.poll_output(now, wire.out()) {
+                break;
+            }
+            wire.cut(start);
+        }
+        let Some(streams) = streams else {
+            return;
+        };
+        streams.poll_output(now, &mut |packet| {
+            if !wire.has_room() {
+                return false;
+            }
+            let start = wire.out().len();
+            match session.seal(packet, now, wire.out()) {
+                Ok(()) => wire.cut(start),
+                // The other side sends it again, if it can ever be sent.
+                Err(_) => *dropped += 1,
+            }
+            true
+        });
+    }
+
+    fn poll_wait(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), WireError>> {
+        if let Some(streams) = &self.streams
+            && streams.poll_mail(cx).is_ready()
+        {
+            return Poll::Ready(Ok(()));
+        }
+        let streams = self.streams.as_ref().and_then(Streams::poll_timeout);
+        let goodbye = self.ended.as_ref().map(|(_, until)| *until);
+        let timeouts = [
+            self.session.poll_timeout(),
+            streams,
+            self.report_at,
+            goodbye,
+        ];
+        let Some(at) = timeouts.into_iter().flatten().min() else {
+            return Poll::Pending;
+        };
+        if self.timer_at != Some(at) {
+            self.timer_at = Some(at);
+            self.timer.as_mut().reset(Instant::from_std(at));
+        }
+        self.timer.as_mut().poll(cx).map(|()| {
+            self.timer_at = None;
+            Ok(())
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,241 @@
+#![allow(clippy::unwrap_used, clippy::indexing_slicing)]
+
+use std::net::{Ipv4Addr, SocketAddrV4};
+use std::sync::Arc;
+
+use culvert_openvpn::flows;
+use culvert_openvpn::options::Transport;
+use culvert_openvpn::session::{ClientConfig, Push, ServerConfig};
+use culvert_openvpn::tls::{ClientTls, Identity, MinVersion, ServerCheck, ServerTls};
+use rcgen::{CertificateParams, CertifiedIssuer, DnType, IsCa, KeyPair};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpListener;
+use tokio::sync::mpsc;
+use tokio::task::JoinHandle;
+use tokio::time::timeout;
+
+use super::super::stream::{Broken, Peer};
+use super::*;
+
+const SERVER: Ipv4Addr = Ipv4Addr::new(10, 20, 0, 1);
+const CLIENT: Ipv4Addr = Ipv4Addr::new(10, 20, 0, 6);
+const TARGET: SocketAddrV4 = SocketAddrV4::new(Ipv4Addr::new(172, 25, 1, 10), 443);
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// Either role: lets anybody in, and echoes whatever is sent into a flow.
+struct Echo {
+    address: Ipv4Addr,
+    peer: mpsc::UnboundedSender<Peer>,
+    reports: u64,
+    rekeyed: bool,
+}
+
+impl Role for Echo {
+    fn event(
+        &mut self,
+        event: Event,
+        session: &mut Session,
+        streams: &mut Option<Streams>,
+        now: Moment,
+    ) {
+        match event {
+            Event::Authenticated(_) => {
+                let options = vec![format!("ifconfig {CLIENT} 10.20.0.5")];
+                session.accept(Push { options }, now).unwrap();
+            }
+            Event::Established(_) => {
+                let config = flows::Config {
+                    address: self.address,
+                    accept: self.address == CLIENT,
+                    ..flows::Config::default()
+                };
+                let established = Streams::new(config, now);
+                let _ = self.peer.send(established.peer());
+                *streams = Some(established);
+            }
+            Event::Rekeyed { .. } => self.rekeyed = true,
+            _ => {}
+        }
+    }
+
+    fn packet(&mut self, packet: &[u8], streams: &mut Streams, now: Moment) {
+        streams.input(packet, now);
+    }
+
+    fn incoming(&mut self, incoming: Incoming) {
+        tokio::spawn(async move {
+            let mut stream = incoming.accept().unwrap();
+            let _ = tokio::io::copy(&mut stream.reader, &mut stream.writer).await;
+            let _ = stream.writer.shutdown().await;
+        });
+    }
+
+    fn report(&mut self, session: &Stats, _: Option<&Streams>, dropped: u64) {
+        assert_eq!(dropped, 0);
+        self.reports = session.packets_in;
+    }
+}
+
+type Running = JoinHandle<(Echo, LinkEnd)>;
+
+struct Pair {
+    server: Running,
+    client: Running,
+    peer: Peer,
+    stop_server: CancellationToken,
+    stop_client: CancellationToken,
+}
+
+impl Pair {
+    async fn start(transport: Transport) -> Self {
+        let (server, client) = configs(transport);
+        let (give, mut peers) = mpsc::unbounded_channel();
+        let (keep, _clients) = mpsc::unbounded_channel();
+        let role = |address, peer| Echo {
+            address,
+            peer,
+            reports: 0,
+            rekeyed: false,
+        };
+        let (server_role, client_role) = (role(SERVER, give), role(CLIENT, keep));
+        let server = Session::server(Arc::new(server), 0, now());
+        let client = Session::client(Arc::new(client), now());
+        let (server, client) = match transport {
+            Transport::Tcp => {
+                let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+                let address = listener.local_addr().unwrap();
+                let (near, far) = tokio::join!(listener.accept(), TcpStream::connect(address));
+                (
+                    Link::tcp(near.unwrap().0, server, 1500, server_role),
+                    Link::tcp(far.unwrap(), client, 1500, client_role),
+                )
+            }
+            Transport::Udp => {
+                let near = UdpSocket::bind("127.0.0.1:0").await.unwrap();
+                let far = UdpSocket::bind("127.0.0.1:0").await.unwrap();
+                near.connect(far.local_addr().unwrap()).await.unwrap();
+                far.connect(near.local_addr().unwrap()).await.unwrap();
+                (
+                    Link::udp(near, server, 1500, server_role),
+                    Link::udp(far, client, 1500, client_role),
+                )
+            }
+        };
+        let stops = [CancellationToken::new(), CancellationToken::new()];
+        let [stop_server, stop_client] = stops.clone();
+        let [for_server, for_client] = stops;
+        Self {
+            server: tokio::spawn(async move { server.run(&for_server).await }),
+            client: tokio::spawn(async move { client.run(&for_client).await }),
+            peer: timeout(PATIENCE, peers.recv()).await.unwrap().unwrap(),
+            stop_server,
+            stop_client,
+        }
+    }
+
+    async fn echo(&self, length: usize) {
+        let mut stream = self.peer.dial(TARGET).await.unwrap();
+        let sent: Vec<u8> = (0..length).map(|i| ((i * 7) >> 4) as u8).collect();
+        let mut back = Vec::new();
+        let write = async {
+            stream.writer.write_all(&sent).await.unwrap();
+            stream.writer.shutdown().await.unwrap();
+        };
+        let read = async { stream.reader.read_to_end(&mut back).await.unwrap() };
+        let both = async { tokio::join!(write, read) };
+        timeout(PATIENCE, both).await.unwrap();
+        assert!(back == sent);
+    }
+}
+
+fn configs(transport: Transport) -> (ServerConfig, ClientConfig) {
+    let named = |name: &str| {
+        let mut params = CertificateParams::default();
+        params.distinguished_name.push(DnType::CommonName, name);
+        params
+    };
+    let mut params = named("CA");
+    params.is_ca = IsCa::Ca(rcgen::BasicConstraints::Unconstrained);
+    let ca = CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap();
+    let identity = |name: &str| {
+        let key = KeyPair::generate().unwrap();
+        let certificate = named(name).signed_by(&key, &ca).unwrap();
+        let key = key.serialize_pem();
+        Identity::from_pem(certificate.pem().as_bytes(), key.as_bytes()).unwrap()
+    };
+    let pem = ca.pem();
+    let (pem, version) = (pem.as_bytes(), MinVersion::Tls12);
+    let server = ServerTls::new(pem, b"", identity("server"), version, false).unwrap();
+    let check = ServerCheck {
+        require_usage: false,
+        name: None,
+    };
+    let client = ClientTls::new(pem, Some(identity("client")), check, version).unwrap();
+    let mut server = ServerConfig::new(transport, Arc::new(server));
+    server.common.timers.reneg = Duration::from_secs(1);
+    let client = ClientConfig::new(transport, Arc::new(client));
+    (server, client)
+}
+
+#[tokio::test]
+async fn a_pair_carries_flows_over_either_transport_while_keys_change() {
+    for transport in [Transport::Tcp, Transport::Udp] {
+        let pair = Pair::start(transport).await;
+        pair.echo(0).await;
+        pair.echo(3_000_001).await;
+        tokio::time::sleep(Duration::from_millis(1500)).await;
+        let many = (0..20).map(|_| pair.echo(50_000));
+        futures_util::future::join_all(many).await;
+        assert_eq!(pair.peer.flows(), 0);
+        pair.stop_server.cancel();
+        let (server, end) = timeout(PATIENCE, pair.server).await.unwrap().unwrap();
+        assert!(matches!(end, LinkEnd::Session(Ended::Closed)), "{end}");
+        assert!(server.rekeyed && server.reports > 1000);
+        assert!(pair.peer.is_gone());
+        let dialed = pair.peer.dial(TARGET).await;
+        assert_eq!(dialed.err(), Some(Broken::TunnelLost));
+        // It hears of it.
+        let (_, end) = timeout(PATIENCE, pair.client).await.unwrap().unwrap();
+        match transport {
+            Transport::Tcp => assert!(matches!(end, LinkEnd::Wire(WireError::Closed)), "{end}"),
+            Transport::Udp => assert!(matches!(end, LinkEnd::Session(Ended::PeerExit)), "{end}"),
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_client_that_stops_ends_its_flows() {
+    let pair = Pair::start(Transport::Tcp).await;
+    let mut stream = pair.peer.dial(TARGET).await.unwrap();
+    pair.stop_client.cancel();
+    let mut all = Vec::new();
+    let lost = stream.reader.read_to_end(&mut all).await.unwrap_err();
+    assert_eq!(lost.kind(), std::io::ErrorKind::ConnectionAborted);
+    let (_, end) = timeout(PATIENCE, pair.server).await.unwrap().unwrap();
+    assert!(matches!(end, LinkEnd::Wire(_)), "{end}");
+}
+
+#[tokio::test]
+async fn what_is_no_packet_ends_the_link() {
+    let (config, _) = configs(Transport::Tcp);
+    let config = Arc::new(config);
+    for garbage in [&b"GET / HTTP/1.1\r\n\r\n"[..], &[0, 0, 1]] {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let (near, far) = tokio::join!(listener.accept(), TcpStream::connect(address));
+        let (peer, _peers) = mpsc::unbounded_channel();
+        let role = Echo {
+            address: SERVER,
+            peer,
+            reports: 0,
+            rekeyed: false,
+        };
+        let session = Session::server(config.clone(), 0, now());
+        let link = Link::tcp(near.unwrap().0, session, 1500, role);
+        far.unwrap().write_all(garbage).await.unwrap();
+        let never = CancellationToken::new();
+        let (_, end) = timeout(PATIENCE, link.run(&never)).await.unwrap();
+        let framing = matches!(end, LinkEnd::Wire(WireError::Framing(_)));
+        assert!(framing, "{end}");
+    }
+}

@@ -1,0 +1,333 @@
+//! The bytes between one flow and its handles, a bounded queue for each direction.
+//!
+//! A handle that does not take its bytes fills the queue, then the flow's receive buffer, then the
+//! flow's window: it stops nobody else.
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::task::{Context, Poll, Waker};
+
+use bytes::{Buf, Bytes};
+use culvert_openvpn::flows::FlowId;
+use parking_lot::Mutex;
+
+use super::mailbox::{Mailbox, Order};
+use super::stream::Broken;
+
+/// Bytes that wait for a reader, beside those in the flow's buffer. Less wakes it more often,
+/// more does not fit the caches.
+const DOWN_BYTES: usize = 128 << 10;
+/// Bytes that wait for the flow.
+const UP_BYTES: usize = 128 << 10;
+/// Chunks that wait, for peers that send few bytes at a time.
+const MAX_CHUNKS: usize = 64;
+
+/// See the module.
+pub(super) struct Pipe {
+    mailbox: Arc<Mailbox>,
+    flow: OnceLock<FlowId>,
+    /// It is in the mailbox.
+    rung: AtomicBool,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    open: bool,
+    ended: Option<Broken>,
+    /// To the reader.
+    down: VecDeque<Bytes>,
+    down_bytes: usize,
+    down_end: bool,
+    /// The flow has more.
+    down_full: bool,
+    reader: Option<Waker>,
+    reader_gone: bool,
+    /// From the writer.
+    up: VecDeque<Bytes>,
+    up_bytes: usize,
+    up_end: bool,
+    writer: Option<Waker>,
+    aborted: bool,
+}
+
+/// What the owner has to do for a flow after it was given a writer's bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Next {
+    /// Nothing.
+    Nothing,
+    /// End the own direction.
+    Close,
+    /// End it at once.
+    Abort,
+}
+
+// For both.
+impl Pipe {
+    pub(super) fn new(mailbox: Arc<Mailbox>) -> Arc<Self> {
+        Arc::new(Self {
+            mailbox,
+            flow: OnceLock::new(),
+            rung: AtomicBool::new(false),
+            state: Mutex::default(),
+        })
+    }
+
+    pub(super) fn flow(&self) -> Option<FlowId> {
+        self.flow.get().copied()
+    }
+}
+
+// For the owner of the flow.
+impl Pipe {
+    pub(super) fn belongs_to(&self, flow: FlowId) {
+        let _ = self.flow.set(flow);
+    }
+
+    pub(super) fn unring(&self) {
+        self.rung.store(false, Ordering::Release);
+    }
+
+    pub(super) fn opened(&self) {
+        let mut state = self.state.lock();
+        state.open = true;
+        wake(&mut state.reader);
+        wake(&mut state.writer);
+    }
+
+    /// Nothing goes either way any more; what is there can still be read.
+    pub(super) fn ended(&self, why: Broken) {
+        let mut state = self.state.lock();
+        state.ended.get_or_insert(why);
+        state.up.clear();
+        wake(&mut state.reader);
+        wake(&mut state.writer);
+    }
+
+    /// Takes received bytes, as many as there is room for.
+    pub(super) fn put(&self, bytes: &[u8]) -> usize {
+        let mut state = self.state.lock();
+        if state.reader_gone {
+            return bytes.len();
+        }
+        let room = DOWN_BYTES.saturating_sub(state.down_bytes);
+        let taken = match state.down.len() < MAX_CHUNKS {
+            true => bytes.get(..room).unwrap_or(bytes),
+            false => &[],
+        };
+        state.down_full = taken.len() < bytes.len();
+        if !taken.is_empty() {
+            state.down.push_back(Bytes::copy_from_slice(taken));
+            state.down_bytes += taken.len();
+            wake(&mut state.reader);
+        }
+        taken.len()
+    }
+
+    /// The peer's direction has ended.
+    pub(super) fn put_end(&self) {
+        let mut state = self.state.lock();
+        state.down_end = true;
+        wake(&mut state.reader);
+    }
+
+    /// Gives the writer's bytes to `send`, which says how many it took, `None` if it takes none
+    /// any more.
+    pub(super) fn take(&self, mut send: impl FnMut(&[u8]) -> Option<usize>) -> Next {
+        let mut state = self.state.lock();
+        if state.aborted {
+            return Next::Abort;
+        }
+        while let Some(chunk) = state.up.front_mut() {
+            let Some(sent) = send(chunk) else {
+                return Next::Nothing;
+            };
+            let whole = sent >= chunk.len();
+            if whole {
+                state.up.pop_front();
+            } else {
+                chunk.advance(sent);
+            }
+            state.up_bytes -= sent;
+            if !whole {
+                break;
+            }
+        }
+        // Not for a few bytes.
+        if state.up_bytes <= UP_BYTES / 2 && state.up.len() <= MAX_CHUNKS / 2 {
+            wake(&mut state.writer);
+        }
+        match state.up_end && state.up.is_empty() {
+            true => Next::Close,
+            false => Next::Nothing,
+        }
+    }
+
+    /// Both handles are gone and the flow ends by itself.
+    pub(super) fn is_left(&self) -> bool {
+        let state = self.state.lock();
+        state.reader_gone && state.up_end
+    }
+
+    pub(super) fn reader_gone(&self) -> bool {
+        self.state.lock().reader_gone
+    }
+}
+
+// For the handles.
+impl Pipe {
+    fn ring(self: &Arc<Self>) {
+        if !self.rung.swap(true, Ordering::AcqRel) {
+            self.mailbox.ring(self.clone());
+        }
+    }
+
+    pub(super) fn order(&self, order: Order) -> bool {
+        self.mailbox.order(order)
+    }
+
+    pub(super) fn poll_open(&self, cx: &mut Context<'_>) -> Poll<Result<(), Broken>> {
+        let mut state = self.state.lock();
+        match (state.open, state.ended) {
+            (true, _) => Poll::Ready(Ok(())),
+            (false, Some(why)) => Poll::Ready(Err(why)),
+            (false, None) => wait(&mut state.reader, cx),
+        }
+    }
+
+    /// `limit` bytes at most, and at least one.
+    pub(super) fn poll_recv(
+        self: &Arc<Self>,
+        limit: usize,
+        cx: &mut Context<'_>,
+    ) -> Poll<Result<Option<Bytes>, Broken>> {
+        let mut state = self.state.lock();
+        let Some(mut chunk) = state.down.pop_front() else {
+            return match (state.down_end, state.ended) {
+                (true, _) => Poll::Ready(Ok(None)),
+                (false, Some(why)) => Poll::Ready(Err(why)),
+                (false, None) => wait(&mut state.reader, cx),
+            };
+        };
+        if chunk.len() > limit {
+            let rest = chunk.split_off(limit);
+            state.down.push_front(rest);
+        }
+        state.down_bytes -= chunk.len();
+        let more = state.down_full && state.down_bytes <= DOWN_BYTES / 2;
+        state.down_full &= !more;
+        drop(state);
+        if more {
+            self.ring();
+        }
+        Poll::Ready(Ok(Some(chunk)))
+    }
+
+    /// Ready once the flow has broken, whether or not bytes are left.
+    pub(super) fn poll_broken(&self, cx: &mut Context<'_>) -> Poll<Broken> {
+        let mut state = self.state.lock();
+        match state.ended {
+            Some(why) if why != Broken::FINISHED => Poll::Ready(why),
+            _ => wait(&mut state.reader, cx),
+        }
+    }
+
+    /// Takes bytes from the front of the chunk. Ready once there is nothing left of it.
+    pub(super) fn poll_send(
+        self: &Arc<Self>,
+        chunk: &mut Bytes,
+        cx: &mut Context<'_>,
+    ) -> Poll<Result<(), Broken>> {
+        let mut state = self.state.lock();
+        let before = chunk.len();
+        let taken = loop {
+            if let Some(why) = state.ended {
+                return Poll::Ready(Err(why));
+            }
+            if state.up_end {
+                return Poll::Ready(Err(Broken::Aborted));
+            }
+            let room = UP_BYTES.saturating_sub(state.up_bytes);
+            if chunk.is_empty() || room == 0 || state.up.len() >= MAX_CHUNKS {
+                break chunk.is_empty();
+            }
+            let part = chunk.split_to(room.min(chunk.len()));
+            state.up_bytes += part.len();
+            state.up.push_back(part);
+        };
+        let polled = match taken {
+            true => Poll::Ready(Ok(())),
+            false => wait(&mut state.writer, cx),
+        };
+        drop(state);
+        if chunk.len() < before {
+            self.ring();
+        }
+        polled
+    }
+
+    /// Ends the own direction behind everything that was sent.
+    pub(super) fn finish(self: &Arc<Self>) -> Result<(), Broken> {
+        let mut state = self.state.lock();
+        if !state.up_end
+            && let Some(why) = state.ended
+        {
+            return Err(why);
+        }
+        let news = !std::mem::replace(&mut state.up_end, true);
+        drop(state);
+        if news {
+            self.ring();
+        }
+        Ok(())
+    }
+
+    /// Ends the flow at once.
+    pub(super) fn abort(self: &Arc<Self>) {
+        let mut state = self.state.lock();
+        state.aborted = true;
+        state.ended.get_or_insert(Broken::Aborted);
+        wake(&mut state.reader);
+        wake(&mut state.writer);
+        drop(state);
+        self.ring();
+    }
+
+    /// The writer is gone. What it has not ended is aborted.
+    pub(super) fn writer_left(self: &Arc<Self>) {
+        let state = self.state.lock();
+        let orderly = state.up_end || state.ended.is_some();
+        drop(state);
+        if !orderly {
+            self.abort();
+        }
+    }
+
+    /// The reader is gone: what comes is thrown away.
+    pub(super) fn reader_left(self: &Arc<Self>) {
+        let mut state = self.state.lock();
+        state.reader_gone = true;
+        state.down.clear();
+        state.down_bytes = 0;
+        let over = state.ended.is_some();
+        drop(state);
+        if !over {
+            self.ring();
+        }
+    }
+}
+
+fn wake(waker: &mut Option<Waker>) {
+    if let Some(waker) = waker.take() {
+        waker.wake();
+    }
+}
+
+fn wait<T>(slot: &mut Option<Waker>, cx: &Context<'_>) -> Poll<T> {
+    match slot {
+        Some(waker) => waker.clone_from(cx.waker()),
+        None => *slot = Some(cx.waker().clone()),
+    }
+    Poll::Pending
+}

@@ -1,0 +1,264 @@
+//! The handles of a flow, for tasks on any thread, and of the peer whose flows they are.
+
+use std::future::poll_fn;
+use std::io;
+use std::net::SocketAddrV4;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use bytes::Bytes;
+use culvert_openvpn::flows::{Closed, DialError, FlowId, Refusal};
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+
+use super::mailbox::{Mailbox, Order};
+use super::pipe::Pipe;
+
+/// The largest chunk that a reader is given.
+const CHUNK_BYTES: usize = 64 << 10;
+
+/// Why a flow takes or gives no more bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Broken {
+    /// The flow itself: refused, reset, timed out.
+    #[error(transparent)]
+    Flow(#[from] Closed),
+    /// Nothing was dialed.
+    #[error(transparent)]
+    Dial(#[from] DialError),
+    /// The tunnel to the peer has ended.
+    #[error("the tunnel to the peer ended")]
+    TunnelLost,
+    /// The peer's task has too much to do already.
+    #[error("too many dials wait for the tunnel")]
+    Busy,
+    /// This side ended the flow.
+    #[error("aborted")]
+    Aborted,
+}
+
+impl Broken {
+    /// Both sides have closed.
+    pub(super) const FINISHED: Self = Self::Flow(Closed::Finished);
+}
+
+impl From<Broken> for io::Error {
+    fn from(broken: Broken) -> Self {
+        let kind = match broken {
+            Broken::Flow(Closed::Refused) => io::ErrorKind::ConnectionRefused,
+            Broken::Flow(Closed::Unreachable(_)) => io::ErrorKind::HostUnreachable,
+            Broken::Flow(Closed::ConnectTimedOut(_) | Closed::TimedOut(_)) => {
+                io::ErrorKind::TimedOut
+            }
+            Broken::Flow(Closed::Reset) => io::ErrorKind::ConnectionReset,
+            _ => io::ErrorKind::ConnectionAborted,
+        };
+        Self::new(kind, broken)
+    }
+}
+
+/// A peer: the way to its task.
+#[derive(Clone)]
+pub struct Peer(pub(super) Arc<Mailbox>);
+
+impl Peer {
+    /// Connects to an address behind the peer. Dropping the future gives the dial up. How long it
+    /// takes at most is the flows' configuration.
+    ///
+    /// # Errors
+    /// See [`Broken`].
+    pub async fn dial(&self, destination: SocketAddrV4) -> Result<Stream, Broken> {
+        let pipe = Pipe::new(self.0.clone());
+        let stream = Stream::new(pipe.clone());
+        if !self.0.order(Order::Dial(destination, pipe.clone())) {
+            return Err(match self.0.is_closed() {
+                true => Broken::TunnelLost,
+                false => Broken::Busy,
+            });
+        }
+        poll_fn(|cx| pipe.poll_open(cx)).await?;
+        Ok(stream)
+    }
+
+    /// Sends a packet to the peer as it is. False if it was dropped: the link is full, or gone.
+    pub fn forward(&self, packet: &[u8]) -> bool {
+        self.0.forward(packet)
+    }
+
+    /// Ends the session with the peer.
+    pub fn close(&self) {
+        self.0.order(Order::Close);
+    }
+
+    /// Flows that are open or being opened.
+    pub fn flows(&self) -> usize {
+        self.0.flows.load(Ordering::Relaxed)
+    }
+
+    /// How long nothing was heard of the peer. Peers send pings where nothing else is to be sent.
+    pub fn silence(&self) -> Duration {
+        self.0.silence()
+    }
+
+    /// Whether the tunnel has ended.
+    pub fn is_gone(&self) -> bool {
+        self.0.is_closed()
+    }
+}
+
+/// A flow that somebody behind the peer wants to open. Dropping it refuses it.
+pub struct Incoming {
+    /// Who dials.
+    pub source: SocketAddrV4,
+    /// What is dialed.
+    pub destination: SocketAddrV4,
+    pub(super) id: FlowId,
+    pub(super) mailbox: Option<Arc<Mailbox>>,
+}
+
+impl Incoming {
+    /// Takes the flow. Bytes can be sent at once; if the other side has left meanwhile, that is
+    /// how the stream ends.
+    pub fn accept(mut self) -> Option<Stream> {
+        let mailbox = self.mailbox.take()?;
+        let pipe = Pipe::new(mailbox);
+        pipe.belongs_to(self.id);
+        let stream = Stream::new(pipe.clone());
+        pipe.clone()
+            .order(Order::Accept(self.id, pipe))
+            .then_some(stream)
+    }
+
+    /// Refuses the flow.
+    pub fn refuse(mut self, how: Refusal) {
+        if let Some(mailbox) = self.mailbox.take() {
+            mailbox.order(Order::Refuse(self.id, how));
+        }
+    }
+}
+
+impl Drop for Incoming {
+    fn drop(&mut self) {
+        if let Some(mailbox) = self.mailbox.take() {
+            mailbox.order(Order::Refuse(self.id, Refusal::Reset));
+        }
+    }
+}
+
+/// Both halves of an open flow.
+pub struct Stream {
+    /// From the other side.
+    pub reader: Reader,
+    /// To the other side.
+    pub writer: Writer,
+}
+
+impl Stream {
+    fn new(pipe: Arc<Pipe>) -> Self {
+        Self {
+            reader: Reader(pipe.clone()),
+            writer: Writer(pipe),
+        }
+    }
+}
+
+/// Bytes from the other side. Once it is dropped, what comes is thrown away.
+pub struct Reader(Arc<Pipe>);
+
+impl Reader {
+    /// The next chunk, never empty; `None` once the other side has closed its direction.
+    pub fn poll_recv(&mut self, cx: &mut Context<'_>) -> Poll<Result<Option<Bytes>, Broken>> {
+        self.0.poll_recv(CHUNK_BYTES, cx)
+    }
+
+    /// Ready once the whole flow was broken off, whether or not bytes are left to receive.
+    pub fn poll_broken(&mut self, cx: &mut Context<'_>) -> Poll<Broken> {
+        self.0.poll_broken(cx)
+    }
+}
+
+impl AsyncRead for Reader {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        if buffer.remaining() > 0
+            && let Some(chunk) = ready!(self.0.poll_recv(buffer.remaining(), cx))?
+        {
+            buffer.put_slice(&chunk);
+        }
+        Poll::Ready(Ok(()))
+    }
+}
+
+impl Drop for Reader {
+    fn drop(&mut self) {
+        self.0.reader_left();
+    }
+}
+
+/// Bytes to the other side. Dropped without [`finish`](Self::finish) or shutdown it breaks the
+/// flow off.
+pub struct Writer(Arc<Pipe>);
+
+impl Writer {
+    /// Takes bytes from the front of the chunk as there is room for them; ready once all are taken.
+    pub fn poll_send(
+        &mut self,
+        chunk: &mut Bytes,
+        cx: &mut Context<'_>,
+    ) -> Poll<Result<(), Broken>> {
+        self.0.poll_send(chunk, cx)
+    }
+
+    /// Ends this direction behind everything that was sent; sending goes on in the background.
+    ///
+    /// # Errors
+    /// When the flow has ended already.
+    pub fn finish(&mut self) -> Result<(), Broken> {
+        self.0.finish()
+    }
+
+    /// Breaks the flow off, whatever waits to be sent.
+    pub fn abort(self) {
+        self.0.abort();
+    }
+
+    /// Names the flow in logs.
+    pub fn id(&self) -> Option<FlowId> {
+        self.0.flow()
+    }
+}
+
+impl AsyncWrite for Writer {
+    fn poll_write(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        let mut chunk = Bytes::copy_from_slice(bytes.get(..CHUNK_BYTES).unwrap_or(bytes));
+        let whole = chunk.len();
+        match self.0.poll_send(&mut chunk, cx) {
+            Poll::Ready(Err(why)) => Poll::Ready(Err(why.into())),
+            Poll::Pending if chunk.len() == whole => Poll::Pending,
+            _ => Poll::Ready(Ok(whole - chunk.len())),
+        }
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Ready(self.0.finish().map_err(io::Error::from))
+    }
+}
+
+impl Drop for Writer {
+    fn drop(&mut self) {
+        self.0.writer_left();
+    }
+}

@@ -1,0 +1,329 @@
+//! The tunnel of OpenVPN clients that connect to this server: stock ones, and our agent in that
+//! role.
+//!
+//! ```text
+//! dial -> way: longest prefix, newest client -> its task: a TCP flow from the server's address
+//! packet of a client -> a flow's, or an echo request -> its own streams
+//!                    -> another client's -> rules, masquerade -> that client's mailbox
+//! ```
+//!
+//! | part | owns |
+//! |---|---|
+//! | `settings` | what flags and configuration file say |
+//! | `clients` | who is connected; addresses, routes, rules |
+//! | `role` | decisions for one client |
+//! | `listen`, `udp` | sockets |
+//! | `pool`, `ccd`, `push` | addresses, files about clients, what they are told |
+
+mod ccd;
+mod clients;
+mod flow;
+mod half_open;
+mod listen;
+pub mod metrics;
+mod pool;
+mod push;
+mod role;
+pub mod settings;
+mod udp;
+
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, SocketAddrV4};
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::Context as _;
+use culvert_common::admin;
+use culvert_common::net::listen::{Keepalive, Listener};
+use culvert_common::openvpn::files;
+use culvert_common::openvpn::stream::{Broken, Stream};
+use culvert_common::runtime::shards::Shards;
+use culvert_common::telemetry::metrics::GaugeGuard;
+use culvert_common::tunnel::Dial;
+use culvert_openvpn::Role;
+use culvert_openvpn::firewall::Firewall;
+use culvert_openvpn::flows::Closed;
+use culvert_openvpn::nodes::Nodes;
+use culvert_openvpn::options::Transport;
+use culvert_openvpn::session::ServerConfig;
+use tokio::net::UdpSocket;
+use tokio::time::{Instant, timeout_at};
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+use tracing::{debug, info};
+
+use self::clients::{Admittance, Clients, Way};
+use self::listen::Tcp;
+use self::metrics::OpenvpnMetrics;
+use self::pool::Pool;
+use self::push::PushAll;
+use self::settings::Settings;
+use self::udp::Udp;
+use super::Connection;
+use super::agent::StreamDialError;
+use super::tunnel::{DialError, Dialing, Health, Peer, Tunnel};
+use crate::metrics::{DialFailureReason, ServerMetrics};
+
+/// How long a target may leave a SYN unanswered. Agents of the other tunnel take 5 s.
+pub const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Clients that one dial tries.
+const MAX_ATTEMPTS: usize = 3;
+
+/// A UDP socket's buffers: what all clients send in a burst. The kernel grants what
+/// `net.core.rmem_max` and `wmem_max` allow.
+const UDP_BUFFER: usize = 4 << 20;
+
+/// The tunnel, for the router.
+pub struct Openvpn {
+    clients: Arc<Clients>,
+    nodes: Nodes,
+    metrics: Arc<ServerMetrics>,
+}
+
+/// Its listeners, bound and not served yet.
+pub struct Bound {
+    /// For the router.
+    pub tunnel: Arc<Openvpn>,
+    /// Where clients connect, in the order of the settings.
+    pub addresses: Vec<SocketAddr>,
+    sockets: Vec<Socket>,
+    max_clients: usize,
+}
+
+enum Socket {
+    Tcp(Listener, Arc<ServerConfig>),
+    Udp(UdpSocket, Arc<ServerConfig>),
+}
+
+impl Bound {
+    /// Reads keys and certificates and opens the listeners.
+    ///
+    /// # Errors
+    /// When a file can not be used or an address is taken; the text says which and what to do.
+    pub async fn bind(settings: &Settings, metrics: Arc<ServerMetrics>) -> anyhow::Result<Self> {
+        let mut sockets = Vec::new();
+        let mut addresses = Vec::new();
+        for listen in &settings.listen {
+            let config = Arc::new(session(settings, listen.transport)?);
+            let bind = &listen.bind;
+            let flag = "--openvpn-listen";
+            match listen.transport {
+                Transport::Tcp => {
+                    let listener = admin::bind(&bind.host, bind.port, flag).await?;
+                    addresses.push(listener.local_addr()?);
+                    let listener = Listener::tcp(listener, &Keepalive::default());
+                    sockets.push(Socket::Tcp(listener, config));
+                }
+                Transport::Udp => {
+                    let socket = bind_udp(&bind.host, bind.port).await;
+                    let socket = socket.with_context(|| {
+                        format!("cannot listen on {listen}; check {flag} and who uses the port")
+                    })?;
+                    addresses.push(socket.local_addr()?);
+                    sockets.push(Socket::Udp(socket, config));
+                }
+            }
+        }
+        Ok(Self {
+            tunnel: Arc::new(Openvpn::new(settings, metrics)),
+            addresses,
+            sockets,
+            max_clients: settings.max_clients,
+        })
+    }
+
+    /// Serves clients on tasks of the tracker until the token fires.
+    pub fn serve(self, shards: &Arc<Shards>, tasks: &TaskTracker, shutdown: &CancellationToken) {
+        let clients = &self.tunnel.clients;
+        for (socket, address) in self.sockets.into_iter().zip(self.addresses) {
+            match socket {
+                Socket::Tcp(listener, config) => {
+                    info!(%address, "serving OpenVPN over TCP");
+                    let tcp = Tcp {
+                        clients: clients.clone(),
+                        config,
+                    };
+                    let (shards, stop) = (shards.clone(), shutdown.clone());
+                    tasks.spawn(tcp.serve(listener, shards, tasks.clone(), stop));
+                }
+                Socket::Udp(socket, config) => {
+                    info!(%address, "serving OpenVPN over UDP");
+                    let udp = Udp::new(socket, config, clients.clone(), self.max_clients);
+                    tasks.spawn(udp.serve(shutdown.clone()));
+                }
+            }
+        }
+    }
+}
+
+/// What one listener's sessions are told.
+fn session(settings: &Settings, transport: Transport) -> anyhow::Result<ServerConfig> {
+    let server = &settings.server;
+    let common = &server.common;
+    let needs = "clients connect over TLS: give --openvpn-ca, --openvpn-cert and --openvpn-key";
+    let ca = common.ca.as_ref().context(needs)?;
+    let cert = common.cert.as_ref().context(needs)?;
+    let key = common.key.as_ref().context(needs)?;
+    let crl = server.crl.as_ref();
+    let (min_version, require_usage) = (common.min_version, common.require_usage);
+    let tls = files::server_tls(ca, crl, (cert, key), min_version, require_usage)?;
+    let mut config = ServerConfig::new(transport, Arc::new(tls));
+    common.apply(&mut config.common);
+    config.common.wrap = files::wrap(
+        common.tls_auth.as_ref(),
+        common.tls_crypt.as_ref(),
+        config.common.digest,
+        Role::Server,
+    )?;
+    config.common.timers.ping = settings.ping;
+    config.common.timers.ping_restart = settings.ping_restart.map(|time| 2 * time);
+    Ok(config)
+}
+
+async fn bind_udp(host: &str, port: u16) -> std::io::Result<UdpSocket> {
+    let socket = match host {
+        "" => match UdpSocket::bind(("::", port)).await {
+            Ok(socket) => socket,
+            // No IPv6 here.
+            Err(_) => UdpSocket::bind((Ipv4Addr::UNSPECIFIED, port)).await?,
+        },
+        host => UdpSocket::bind((host, port)).await?,
+    };
+    let options = socket2::SockRef::from(&socket);
+    // Slower without, no more.
+    let _ = options.set_recv_buffer_size(UDP_BUFFER);
+    let _ = options.set_send_buffer_size(UDP_BUFFER);
+    Ok(socket)
+}
+
+impl Openvpn {
+    fn new(settings: &Settings, metrics: Arc<ServerMetrics>) -> Self {
+        let server = &settings.server;
+        let access = settings.node_access;
+        let (nodes, direct): (Vec<_>, Vec<_>) = server
+            .routes
+            .iter()
+            .copied()
+            .partition(|net| *net == access);
+        let mut direct = direct;
+        direct.push(settings.network);
+        let mut destinations = server.routes.clone();
+        if server.client_to_client {
+            destinations.push(settings.network);
+        }
+        let firewall = Firewall {
+            sources: vec![settings.network],
+            destinations,
+        };
+        let admittance = Admittance {
+            directory: server.client_config_dir.clone(),
+            exclusive: server.ccd_exclusive,
+            duplicates: server.duplicate_cn,
+            max_clients: settings.max_clients,
+            push: PushAll {
+                options: server.push.clone(),
+                ping: settings.ping,
+                ping_restart: settings.ping_restart,
+            },
+            ping: settings.ping,
+        };
+        let pool = Pool::new(settings.network, settings.topology);
+        let own = Arc::new(OpenvpnMetrics::new(metrics.registry()));
+        Self {
+            clients: Clients::new(admittance, pool, firewall, own),
+            nodes: Nodes::new(access, direct, !nodes.is_empty()),
+            metrics,
+        }
+    }
+
+    async fn try_clients(&self, dial: &Dial, deadline: Instant) -> Result<Connection, DialError> {
+        let _pending = GaugeGuard::new(&self.metrics.pending_backend_dials);
+        let found = timeout_at(deadline, resolve(&dial.address)).await;
+        let asked = match found.map_err(|_| StreamDialError::TimedOut)? {
+            Ok(address) => address,
+            Err(text) => return Err(self.refused(text)),
+        };
+        let target = self.nodes.translate(asked);
+        let mut tried = Vec::new();
+        let mut last = DialError::NoClient;
+        while tried.len() < MAX_ATTEMPTS {
+            let Some(way) = self.clients.way(*target.ip(), &tried) else {
+                break;
+            };
+            tried.push(way.id);
+            match timeout_at(deadline, way.peer.dial(target)).await {
+                Ok(Ok(stream)) => return Ok(self.connection(stream, &way)),
+                Err(_) => return Err(StreamDialError::TimedOut.into()),
+                Ok(Err(broken)) => last = self.failed(broken, &dial.address, &way),
+            }
+            if last.is_final() {
+                return Err(last);
+            }
+            debug!(client = %way.name, error = %last, "trying another OpenVPN client");
+        }
+        Err(last)
+    }
+
+    fn connection(&self, stream: Stream, way: &Way) -> Connection {
+        flow::connection(stream, way.name.clone(), self.metrics.clone())
+    }
+
+    /// In Go's words, as the agents of the other tunnel say it.
+    fn failed(&self, broken: Broken, address: &str, way: &Way) -> DialError {
+        let text = match broken {
+            Broken::Flow(Closed::Refused | Closed::Reset) => "connect: connection refused",
+            Broken::Flow(Closed::Unreachable(_)) => "connect: no route to host",
+            // Of a client that is not heard any more it says nothing about the target.
+            Broken::Flow(Closed::ConnectTimedOut(_)) if self.clients.is_silent(&way.peer) => {
+                return StreamDialError::TimedOut.into();
+            }
+            Broken::Flow(Closed::ConnectTimedOut(_)) => "i/o timeout",
+            _ => return StreamDialError::AgentLost.into(),
+        };
+        self.refused(format!("dial tcp {address}: {text}"))
+    }
+
+    fn refused(&self, text: String) -> DialError {
+        let reason = DialFailureReason::ErrorResponse;
+        self.metrics.dial_failures(reason).increment(1);
+        StreamDialError::Refused(text).into()
+    }
+}
+
+impl Tunnel for Openvpn {
+    fn health(&self) -> Health {
+        self.clients.health()
+    }
+
+    fn dial<'a>(&'a self, dial: &'a Dial, deadline: Instant) -> Dialing<'a> {
+        Box::pin(self.try_clients(dial, deadline))
+    }
+
+    fn peers(&self) -> Vec<Peer> {
+        self.clients.peers()
+    }
+
+    fn shard(&self) -> Option<usize> {
+        self.clients.shard()
+    }
+}
+
+/// The address to dial. A name is looked up from here: nothing behind the tunnel does that.
+async fn resolve(address: &str) -> Result<SocketAddrV4, String> {
+    let text = |why: &str| format!("dial tcp {address}: {why}");
+    if let Ok(address) = address.parse::<SocketAddr>() {
+        return match address.ip().to_canonical() {
+            IpAddr::V4(ip) => Ok(SocketAddrV4::new(ip, address.port())),
+            IpAddr::V6(_) => Err(text("the OpenVPN tunnel carries IPv4 only")),
+        };
+    }
+    let found = tokio::net::lookup_host(address).await;
+    let found = found.map_err(|error| text(&error.to_string()))?;
+    found
+        .filter_map(|address| match address {
+            SocketAddr::V4(address) => Some(address),
+            SocketAddr::V6(_) => None,
+        })
+        .next()
+        .ok_or_else(|| text("no IPv4 address: the OpenVPN tunnel carries nothing else"))
+}

@@ -1,0 +1,221 @@
+//! Files of the client-config-dir: what is special about one client, found by the common name of
+//! its certificate.
+
+use std::io::{self, Read as _};
+use std::net::Ipv4Addr;
+use std::path::Path;
+
+use culvert_common::openvpn::config_file::lexer::{self, Directive};
+use ipnet::Ipv4Net;
+
+/// The file for clients without one of their own.
+const DEFAULT: &str = "DEFAULT";
+
+/// The largest file that is read.
+const MAX_BYTES: u64 = 256 << 10;
+
+/// The most iroutes of one client; the stock program has the same bound for what it learns.
+const MAX_IROUTES: usize = 256;
+
+/// One client's file.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ClientConfig {
+    /// `ifconfig-push`: its address, and what stands behind it.
+    pub address: Option<(Ipv4Addr, Option<Ipv4Addr>)>,
+    /// `iroute`: networks that are behind it.
+    pub iroutes: Vec<Ipv4Net>,
+    /// What is changed about the options that are pushed to all, in order.
+    pub push: Vec<PushChange>,
+    /// `disable`: it may not connect.
+    pub disabled: bool,
+    /// Lines without effect, for the log.
+    pub problems: Vec<String>,
+}
+
+/// A change of what is pushed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum PushChange {
+    /// `push`.
+    Add(String),
+    /// `push-reset`: nothing of what is pushed to all.
+    Reset,
+    /// `push-remove`: nothing that begins so.
+    Remove(String),
+}
+
+impl ClientConfig {
+    /// Looks for a client's file, then for the one named DEFAULT.
+    ///
+    /// # Errors
+    /// When a file is there and can not be read.
+    pub fn find(directory: &Path, common_name: &str) -> io::Result<Option<Self>> {
+        for name in [file_name(common_name), DEFAULT.to_owned()] {
+            let path = directory.join(&name);
+            let mut text = String::new();
+            match std::fs::File::open(&path) {
+                Ok(file) => {
+                    let read = file.take(MAX_BYTES).read_to_string(&mut text);
+                    read.map_err(|error| at(&path, &error))?;
+                }
+                Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+                Err(error) => return Err(at(&path, &error)),
+            }
+            return Ok(Some(Self::parse(&text, &path.display().to_string())));
+        }
+        Ok(None)
+    }
+
+    /// Reads a file's text. As with the stock program a line that can not be used costs nothing
+    /// but itself.
+    pub fn parse(text: &str, name: &str) -> Self {
+        let mut config = Self::default();
+        let (directives, errors) = lexer::directives(text);
+        for error in errors {
+            let (line, problem) = (error.line, error.problem);
+            config.problems.push(format!("{name}:{line}: {problem}"));
+        }
+        for directive in &directives {
+            if let Err(problem) = config.take(directive) {
+                let (line, option) = (directive.line, &directive.name);
+                config
+                    .problems
+                    .push(format!("{name}:{line}: {option}: {problem}"));
+            }
+        }
+        config
+    }
+
+    fn take(&mut self, directive: &Directive) -> Result<(), String> {
+        match directive.name.as_str() {
+            "ifconfig-push" => {
+                let second = match directive.argument(1) {
+                    Some(_) => Some(address(directive, 1)?),
+                    None => None,
+                };
+                self.address = Some((address(directive, 0)?, second));
+            }
+            "iroute" => {
+                if self.iroutes.len() >= MAX_IROUTES {
+                    return Err(format!("more than {MAX_IROUTES} of them"));
+                }
+                let mask = match directive.argument(1) {
+                    Some(_) => address(directive, 1)?,
+                    None => Ipv4Addr::BROADCAST,
+                };
+                let network = Ipv4Net::with_netmask(address(directive, 0)?, mask)
+                    .map_err(|_| format!("{mask} is not a netmask"))?;
+                self.iroutes.push(network.trunc());
+            }
+            "push" => self.push.push(PushChange::Add(words(directive)?)),
+            "push-remove" => self.push.push(PushChange::Remove(words(directive)?)),
+            "push-reset" => self.push.push(PushChange::Reset),
+            "disable" => self.disabled = true,
+            _ => {
+                return Err(
+                    "not an option of a client's file that is known here; there are ifconfig-push, iroute, push, push-reset, push-remove and disable".into(),
+                );
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A common name as a file name: one that leads to another directory names a file all the same.
+fn file_name(common_name: &str) -> String {
+    match common_name {
+        "." | ".." => "_".repeat(common_name.len()),
+        name => name.replace(['/', '\0'], "_"),
+    }
+}
+
+fn at(path: &Path, error: &io::Error) -> io::Error {
+    io::Error::new(error.kind(), format!("{}: {error}", path.display()))
+}
+
+fn address(directive: &Directive, index: usize) -> Result<Ipv4Addr, String> {
+    let word = directive.argument(index).unwrap_or_default();
+    word.parse()
+        .map_err(|_| format!("{word:?} is not an IPv4 address"))
+}
+
+fn words(directive: &Directive) -> Result<String, String> {
+    match directive.arguments.join(" ") {
+        words if words.trim().is_empty() => Err("needs an option".into()),
+        words => Ok(words),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    #[test]
+    fn a_file_is_read_and_bad_lines_cost_only_themselves() {
+        let text = "\
+# the user cluster
+iroute 172.25.0.0 255.255.0.0
+iroute 10.240.16.0 255.255.240.0
+iroute 10.254.0.0 255.255.0.0
+iroute 10.9.9.9
+ifconfig-push 10.20.0.42 10.20.0.41
+push \"route 192.168.0.0 255.255.0.0\"
+push-remove route
+push-reset
+iroute 1.2.3 255.0.0.0
+iroute 1.2.3.4 255.0.255.0
+up /bin/true
+";
+        let config = ClientConfig::parse(text, "f");
+        let networks: Vec<_> = config.iroutes.iter().map(ToString::to_string).collect();
+        assert_eq!(
+            networks,
+            [
+                "172.25.0.0/16",
+                "10.240.16.0/20",
+                "10.254.0.0/16",
+                "10.9.9.9/32"
+            ]
+        );
+        let (own, second) = config.address.unwrap();
+        assert_eq!(
+            (own.to_string(), second.unwrap().to_string()),
+            ("10.20.0.42".into(), "10.20.0.41".into())
+        );
+        assert_eq!(
+            config.push,
+            [
+                PushChange::Add("route 192.168.0.0 255.255.0.0".into()),
+                PushChange::Remove("route".into()),
+                PushChange::Reset
+            ]
+        );
+        let lines: Vec<_> = config
+            .problems
+            .iter()
+            .map(|p| p.split(": ").next().unwrap())
+            .collect();
+        assert_eq!(lines, ["f:10", "f:11", "f:12"], "{:?}", config.problems);
+    }
+
+    #[test]
+    fn a_name_finds_its_file_or_the_default_and_never_leaves_the_directory() {
+        let dir = tempfile::tempdir().unwrap();
+        let write = |name: &str, text: &str| std::fs::write(dir.path().join(name), text).unwrap();
+        let find = |name: &str| ClientConfig::find(dir.path(), name).unwrap();
+        assert_eq!(find("a"), None);
+        write("a", "disable\n");
+        assert!(find("a").unwrap().disabled);
+        assert_eq!(find("b"), None);
+        write("DEFAULT", "iroute 10.0.0.0 255.0.0.0\n");
+        assert_eq!(find("b").unwrap().iroutes.len(), 1);
+        write("_", "disable\n");
+        for name in ["../a", "..", "/etc/passwd", "."] {
+            assert!(!file_name(name).contains('/'), "{name}");
+        }
+        assert!(find(".").unwrap().disabled);
+        std::fs::create_dir(dir.path().join("folder")).unwrap();
+        assert!(ClientConfig::find(dir.path(), "folder").is_err());
+    }
+}

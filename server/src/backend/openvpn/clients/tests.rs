@@ -1,0 +1,198 @@
+#![allow(clippy::unwrap_used, clippy::indexing_slicing)]
+
+use culvert_common::openvpn::streams::Streams;
+use culvert_common::telemetry::metrics::Registry;
+use culvert_openvpn::control::push::Topology;
+use culvert_openvpn::flows::Config;
+use culvert_openvpn::peer_info::PeerInfo;
+use culvert_openvpn::tls::PeerIdentity;
+use tempfile::TempDir;
+
+use super::*;
+
+struct World {
+    directory: TempDir,
+    clients: Arc<Clients>,
+}
+
+/// A connected client.
+struct Connected {
+    admission: Admission,
+    streams: Streams,
+    kick: CancellationToken,
+}
+
+impl World {
+    fn new(change: impl FnOnce(&mut Admittance)) -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let mut admittance = Admittance {
+            directory: Some(directory.path().to_owned()),
+            exclusive: false,
+            duplicates: true,
+            max_clients: 10,
+            push: PushAll::default(),
+            ping: Some(Duration::from_secs(5)),
+        };
+        change(&mut admittance);
+        let network: Ipv4Net = "10.20.0.0/24".parse().unwrap();
+        let firewall = Firewall {
+            sources: vec![network],
+            destinations: vec!["172.25.0.0/16".parse().unwrap()],
+        };
+        let registry = Registry::new(&[]).unwrap();
+        let metrics = Arc::new(OpenvpnMetrics::new(&registry));
+        let pool = Pool::new(network, Topology::Net30);
+        Self {
+            directory,
+            clients: Clients::new(admittance, pool, firewall, metrics),
+        }
+    }
+
+    fn file(&self, name: &str, text: &str) {
+        std::fs::write(self.directory.path().join(name), text).unwrap();
+    }
+
+    fn admit(&self, name: &str) -> Result<(Admission, CancellationToken), Refused> {
+        let client = Authenticated {
+            identity: PeerIdentity {
+                common_name: name.to_owned(),
+                subject: format!("CN={name}"),
+                serial: "01".to_owned(),
+                fingerprint: [0; 32],
+            },
+            peer_info: PeerInfo::parse("IV_VER=2.6.14\n"),
+            username: String::new(),
+            password: String::new(),
+        };
+        let kick = CancellationToken::new();
+        let remote = "192.0.2.1:1000".parse().unwrap();
+        self.clients
+            .admit(&client, remote, Transport::Tcp, kick.clone())
+            .map(|admission| (admission, kick))
+    }
+
+    fn connect(&self, name: &str) -> Connected {
+        let (admission, kick) = self.admit(name).unwrap();
+        let streams = Streams::new(Config::default(), now());
+        admission.connected(streams.peer());
+        Connected {
+            admission,
+            streams,
+            kick,
+        }
+    }
+
+    fn way(&self, address: &str) -> Option<PeerId> {
+        let way = self.clients.way(address.parse().unwrap(), &[])?;
+        Some(way.id)
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_newest_client_is_dialed_and_older_ones_stand_in() {
+    let world = World::new(|_| {});
+    world.file("user", "iroute 172.25.0.0 255.255.0.0\n");
+    assert_eq!(world.clients.health(), Health::Absent);
+    let old = world.connect("user");
+    let mut new = world.connect("user");
+    let seed = world.connect("seed");
+    assert_eq!(world.clients.health(), Health::Healthy);
+    assert_eq!(world.clients.peers().len(), 3);
+    assert_eq!(world.way("172.25.3.4"), Some(new.admission.id));
+    assert_eq!(world.way("10.1.1.1"), None);
+    let own = seed.admission.address.to_string();
+    assert_eq!(world.way(&own), Some(seed.admission.id));
+    // What was tried is left out.
+    let other = world
+        .clients
+        .way("172.25.3.4".parse().unwrap(), &[new.admission.id]);
+    assert_eq!(other.unwrap().id, old.admission.id);
+    // Silence counts more than age.
+    tokio::time::advance(Duration::from_secs(20)).await;
+    assert_eq!(world.clients.health(), Health::Doubtful);
+    let mut old = old;
+    old.streams.heard(now());
+    assert_eq!(world.way("172.25.3.4"), Some(old.admission.id));
+    new.streams.heard(now());
+    assert_eq!(world.way("172.25.3.4"), Some(new.admission.id));
+    // A longer prefix counts more than both.
+    world.file("one", "iroute 172.25.3.0 255.255.255.0\n");
+    let one = world.connect("one");
+    tokio::time::advance(Duration::from_secs(20)).await;
+    old.streams.heard(now());
+    assert_eq!(world.way("172.25.3.4"), Some(one.admission.id));
+    assert_eq!(world.way("172.25.4.4"), Some(old.admission.id));
+    drop((new, one, seed));
+    assert_eq!(world.way("172.25.3.4"), Some(old.admission.id));
+    // Without its task a client is gone.
+    drop(old.streams);
+    assert_eq!(world.way("172.25.3.4"), None);
+    assert_eq!(world.clients.health(), Health::Absent);
+    drop(old.admission);
+    assert_eq!(world.clients.peers().len(), 0);
+}
+
+#[tokio::test]
+async fn clients_of_one_name_replace_each_other_unless_it_is_allowed() {
+    let world = World::new(|rules| {
+        rules.duplicates = false;
+        rules.max_clients = 1;
+    });
+    let mut first = world.connect("user");
+    assert!(!first.kick.is_cancelled());
+    let second = world.connect("user");
+    assert!(first.kick.is_cancelled());
+    first.streams.work(now(), &mut drop);
+    assert!(first.streams.take_close());
+    assert_ne!(first.admission.address, second.admission.address);
+    drop(first);
+    let refused = world.admit("other").map(|_| ()).unwrap_err();
+    assert!(refused.reason.contains("1 clients"), "{refused:?}");
+    drop(second);
+    assert!(world.admit("other").is_ok());
+    let world = World::new(|_| {});
+    let first = world.connect("user");
+    let _second = world.connect("user");
+    assert!(!first.kick.is_cancelled());
+}
+
+#[tokio::test]
+async fn files_decide_who_comes_in_and_with_which_address() {
+    let world = World::new(|rules| rules.exclusive = true);
+    assert!(world.admit("nobody").is_err());
+    world.file("banned", "disable\n");
+    assert!(world.admit("banned").is_err());
+    world.file("fixed", "ifconfig-push 10.20.0.42 10.20.0.41\n");
+    let fixed = world.connect("fixed");
+    assert_eq!(fixed.admission.address.to_string(), "10.20.0.42");
+    assert!(
+        fixed
+            .admission
+            .push
+            .contains(&"ifconfig 10.20.0.42 10.20.0.41".to_owned())
+    );
+    // Until the one before is gone, the next one has another address.
+    let again = world.connect("fixed");
+    assert_eq!(again.admission.address.to_string(), "10.20.0.6");
+}
+
+#[tokio::test]
+async fn a_foreign_source_is_not_forwarded() {
+    let world = World::new(|_| {});
+    world.file("user", "iroute 172.25.0.0 255.255.0.0\n");
+    let user = world.connect("user");
+    let seed = world.connect("seed");
+    let admission = &seed.admission;
+    assert!(admission.permits(admission.address));
+    assert!(!admission.permits("172.25.0.1".parse().unwrap()));
+    assert!(user.admission.permits("172.25.0.1".parse().unwrap()));
+    let mut packet = vec![
+        0x45, 0, 0, 28, 0, 0, 0x40, 0, 64, 1, 0, 0, 172, 25, 0, 1, 172, 25, 0, 2, 8, 0, 0xf7, 0xff,
+        0, 0, 0, 0,
+    ];
+    let sum = culvert_openvpn::ip::Sum::of(&packet[..20]).checksum();
+    packet[10..12].copy_from_slice(&sum.to_be_bytes());
+    assert!(!world.clients.forward(admission.id, &packet, now()));
+    let stats = world.clients.state.lock().forward.stats();
+    assert_eq!(stats.bad_source, 1);
+}

@@ -1,0 +1,96 @@
+//! The listeners of the tunnel.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use culvert_common::net::listen::{Accepted, Listener};
+use culvert_common::openvpn::link::{Link, LinkEnd, WireError};
+use culvert_common::openvpn::now;
+use culvert_common::runtime::shards::Shards;
+use culvert_openvpn::options::Transport;
+use culvert_openvpn::session::{ServerConfig, Session};
+use tokio::net::TcpStream;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+use tracing::{debug, info};
+
+use super::clients::Clients;
+use super::half_open::{HalfOpen, HalfOpens};
+use super::metrics::Handshake;
+use super::role::Client;
+use crate::app::on_shard;
+
+/// TCP connections without a certificate. Each costs up to 80 KiB while TLS shakes hands.
+const MAX_HALF_OPEN: usize = 256;
+
+/// What a TCP listener's connections share.
+#[derive(Clone)]
+pub struct Tcp {
+    /// Who is let in.
+    pub clients: Arc<Clients>,
+    /// The session's settings.
+    pub config: Arc<ServerConfig>,
+}
+
+impl Tcp {
+    /// Serves clients until the token fires.
+    pub async fn serve(
+        self,
+        listener: Listener,
+        shards: Arc<Shards>,
+        tasks: TaskTracker,
+        shutdown: CancellationToken,
+    ) {
+        let half_opens = HalfOpens::new(MAX_HALF_OPEN);
+        let handle = |accepted| {
+            let this = self.clone();
+            let cut = shutdown.child_token();
+            let (half_open, _) = half_opens.enter(cut.clone());
+            let seat = shards.seat();
+            let shard = seat.shard();
+            let serve = move |accepted| async move {
+                let _seat = seat;
+                if let Accepted::Tcp(stream, remote) = accepted {
+                    this.serve_client(stream, remote, half_open, cut).await;
+                }
+            };
+            on_shard(&shards, shard, &tasks, accepted, serve);
+        };
+        listener.serve(shutdown.clone(), handle).await;
+    }
+
+    async fn serve_client(
+        self,
+        stream: TcpStream,
+        remote: SocketAddr,
+        half_open: HalfOpen,
+        cut: CancellationToken,
+    ) {
+        let session = Session::server(self.config.clone(), 0, now());
+        let tun_mtu = self.config.common.tun_mtu;
+        let transport = Transport::Tcp;
+        let client = Client::new(
+            self.clients,
+            remote,
+            transport,
+            cut.clone(),
+            Some(half_open),
+        );
+        let link = Link::tcp(stream, session, tun_mtu, client);
+        let (mut client, end) = link.run(&cut).await;
+        if let LinkEnd::Wire(error) = end {
+            if client.is_untold() {
+                let outcome = match error {
+                    WireError::Framing(_) => Handshake::Protocol,
+                    _ => Handshake::Unfinished,
+                };
+                client.failed(outcome, &error.to_string());
+            } else {
+                let client = client.name();
+                info!(client, %remote, reason = %error, "OpenVPN client disconnected");
+            }
+        } else {
+            debug!(client = client.name(), %remote, "OpenVPN connection closed");
+        }
+    }
+}

@@ -1,0 +1,235 @@
+//! The addresses of the VPN's network: which are free, and how a client is told its own.
+//!
+//! Owns what is taken. A lease that is dropped gives its address back.
+
+use std::collections::BTreeSet;
+use std::net::Ipv4Addr;
+use std::sync::Arc;
+
+use culvert_openvpn::control::push::Topology;
+use ipnet::Ipv4Net;
+use parking_lot::Mutex;
+
+/// The addresses that clients may have.
+#[derive(Debug)]
+pub struct Pool {
+    network: Ipv4Net,
+    topology: Topology,
+    taken: Mutex<BTreeSet<Ipv4Addr>>,
+}
+
+/// An address in use.
+#[derive(Debug)]
+pub struct Lease {
+    /// The client's.
+    pub address: Ipv4Addr,
+    /// What stands behind it in `ifconfig`: the other end, or the netmask.
+    pub second: Ipv4Addr,
+    pool: Arc<Pool>,
+}
+
+/// Why a client gets no address.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum NoAddress {
+    /// All are in use.
+    #[error("all addresses of {0} are in use: give --openvpn-network a larger network")]
+    Exhausted(Ipv4Net),
+    /// Another client has the one that it should get.
+    #[error("{0} is in use by another client")]
+    Taken(Ipv4Addr),
+}
+
+impl Pool {
+    /// All addresses free. The network's first one is the server's.
+    pub fn new(network: Ipv4Net, topology: Topology) -> Arc<Self> {
+        Arc::new(Self {
+            network: network.trunc(),
+            topology,
+            taken: Mutex::default(),
+        })
+    }
+
+    /// The server's own address.
+    pub fn server(&self) -> Ipv4Addr {
+        self.at(1)
+    }
+
+    /// The VPN's network.
+    pub fn network(&self) -> Ipv4Net {
+        self.network
+    }
+
+    fn at(&self, offset: u32) -> Ipv4Addr {
+        Ipv4Addr::from_bits(self.network.network().to_bits().wrapping_add(offset))
+    }
+
+    fn size(&self) -> u32 {
+        1_u32
+            .checked_shl(32 - u32::from(self.network.prefix_len()))
+            .unwrap_or(u32::MAX)
+    }
+
+    /// Addresses with their seconds, in the order in which they are given out. In blocks of four
+    /// (net30) neither the server's nor the last one is used, as in the stock program.
+    fn candidates(&self) -> impl Iterator<Item = (Ipv4Addr, Ipv4Addr)> + '_ {
+        let (first, step, count) = match self.topology {
+            Topology::Net30 => (6, 4, (self.size() / 4).saturating_sub(2)),
+            Topology::Subnet | Topology::P2p => (2, 1, self.size().saturating_sub(3)),
+        };
+        (0..count).map(move |index| {
+            let address = self.at(first + step * index);
+            (address, self.second(address))
+        })
+    }
+
+    fn second(&self, address: Ipv4Addr) -> Ipv4Addr {
+        match self.topology {
+            Topology::Net30 => Ipv4Addr::from_bits(address.to_bits().wrapping_sub(1)),
+            Topology::Subnet => self.network.netmask(),
+            Topology::P2p => self.server(),
+        }
+    }
+
+    /// The first free address.
+    ///
+    /// # Errors
+    /// When there is none.
+    pub fn lease(self: &Arc<Self>) -> Result<Lease, NoAddress> {
+        let mut taken = self.taken.lock();
+        let (address, second) = self
+            .candidates()
+            .find(|(address, _)| !taken.contains(address))
+            .ok_or(NoAddress::Exhausted(self.network))?;
+        taken.insert(address);
+        Ok(Lease {
+            address,
+            second,
+            pool: self.clone(),
+        })
+    }
+
+    /// A certain address, of a client's own file; it may be outside of the network.
+    ///
+    /// # Errors
+    /// When another client has it.
+    pub fn lease_static(
+        self: &Arc<Self>,
+        address: Ipv4Addr,
+        second: Ipv4Addr,
+    ) -> Result<Lease, NoAddress> {
+        if address == self.server() || !self.taken.lock().insert(address) {
+            return Err(NoAddress::Taken(address));
+        }
+        Ok(Lease {
+            address,
+            second,
+            pool: self.clone(),
+        })
+    }
+}
+
+impl Lease {
+    /// What a client is told of its address and of the server's.
+    pub fn push(&self) -> Vec<String> {
+        let (address, second, server) = (self.address, self.second, self.pool.server());
+        let way = match self.pool.topology {
+            Topology::Subnet => format!("route-gateway {server}"),
+            Topology::Net30 | Topology::P2p => format!("route {server}"),
+        };
+        let topology = match self.pool.topology {
+            Topology::Net30 => "net30",
+            Topology::Subnet => "subnet",
+            Topology::P2p => "p2p",
+        };
+        vec![
+            way,
+            format!("topology {topology}"),
+            format!("ifconfig {address} {second}"),
+        ]
+    }
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        self.pool.taken.lock().remove(&self.address);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, clippy::indexing_slicing)]
+
+    use super::*;
+
+    fn pool(network: &str, topology: Topology) -> Arc<Pool> {
+        Pool::new(network.parse().unwrap(), topology)
+    }
+
+    #[test]
+    fn addresses_are_given_as_by_the_stock_program() {
+        let net30 = pool("10.20.0.0/24", Topology::Net30);
+        let first = net30.lease().unwrap();
+        assert_eq!(
+            first.push(),
+            [
+                "route 10.20.0.1",
+                "topology net30",
+                "ifconfig 10.20.0.6 10.20.0.5"
+            ]
+        );
+        assert_eq!(
+            net30.lease().unwrap().push()[2],
+            "ifconfig 10.20.0.10 10.20.0.9"
+        );
+        let subnet = pool("10.20.0.0/24", Topology::Subnet).lease().unwrap();
+        assert_eq!(
+            subnet.push(),
+            [
+                "route-gateway 10.20.0.1",
+                "topology subnet",
+                "ifconfig 10.20.0.2 255.255.255.0"
+            ]
+        );
+        let p2p = pool("10.20.0.0/24", Topology::P2p).lease().unwrap();
+        assert_eq!(p2p.push()[2], "ifconfig 10.20.0.2 10.20.0.1");
+    }
+
+    #[test]
+    fn an_address_has_one_client_and_comes_back() {
+        for (topology, network, count) in [
+            (Topology::Net30, "10.20.0.0/24", 62),
+            (Topology::Subnet, "10.20.0.0/24", 253),
+            (Topology::Subnet, "10.20.0.0/29", 5),
+            (Topology::Net30, "10.20.0.0/29", 0),
+        ] {
+            let pool = pool(network, topology);
+            let leases: Vec<Lease> = std::iter::from_fn(|| pool.lease().ok()).collect();
+            assert_eq!(leases.len(), count, "{network} {topology:?}");
+            let mut addresses: Vec<_> = leases.iter().map(|lease| lease.address).collect();
+            addresses.dedup();
+            assert_eq!(addresses.len(), count);
+            assert!(addresses.iter().all(|a| pool.network().contains(a)));
+            assert!(matches!(pool.lease(), Err(NoAddress::Exhausted(_))));
+            drop(leases);
+            assert_eq!(pool.lease().is_ok(), count > 0);
+        }
+    }
+
+    #[test]
+    fn a_clients_own_address_is_left_out_by_the_pool() {
+        let pool = pool("10.20.0.0/24", Topology::Net30);
+        let six: Ipv4Addr = "10.20.0.6".parse().unwrap();
+        let own = pool.lease_static(six, "10.20.0.5".parse().unwrap());
+        assert!(own.is_ok());
+        assert_eq!(
+            pool.lease_static(six, six).unwrap_err(),
+            NoAddress::Taken(six)
+        );
+        assert_eq!(
+            pool.lease().unwrap().address,
+            "10.20.0.10".parse::<Ipv4Addr>().unwrap()
+        );
+        let server = pool.server();
+        assert!(pool.lease_static(server, six).is_err());
+    }
+}

@@ -1,0 +1,139 @@
+//! What one client is told: the options for all, what its own file changes about them, its address.
+
+use std::time::Duration;
+
+use culvert_openvpn::options::Transport;
+use ipnet::Ipv4Net;
+
+use super::ccd::{ClientConfig, PushChange};
+use super::pool::Lease;
+
+/// The options for all clients, and what is added where the operator says nothing else.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct PushAll {
+    /// In the order in which they are sent.
+    pub options: Vec<String>,
+    /// Pushed as `ping`.
+    pub ping: Option<Duration>,
+    /// Pushed as `ping-restart`: over TCP a client notices a dead path by nothing else.
+    pub ping_restart: Option<Duration>,
+}
+
+impl PushAll {
+    /// The options for one client.
+    pub fn for_client(
+        &self,
+        client: &ClientConfig,
+        lease: &Lease,
+        transport: Transport,
+    ) -> Vec<String> {
+        let mut options = self.options.clone();
+        for change in &client.push {
+            match change {
+                PushChange::Add(option) => options.push(option.clone()),
+                PushChange::Reset => options.clear(),
+                PushChange::Remove(start) => options.retain(|option| !option.starts_with(start)),
+            }
+        }
+        // What is behind a client must not be led into the tunnel by it.
+        options.retain(|option| route(option).is_none_or(|net| !client.iroutes.contains(&net)));
+        let has = |options: &[String], name: &str| {
+            let mut names = options.iter().filter_map(|o| o.split_whitespace().next());
+            names.any(|known| known == name)
+        };
+        let times = [("ping", self.ping), ("ping-restart", self.ping_restart)];
+        for (name, time) in times {
+            if let Some(time) = time.filter(|_| !has(&options, name)) {
+                options.push(format!("{name} {}", time.as_secs()));
+            }
+        }
+        if transport == Transport::Tcp && !has(&options, "socket-flags") {
+            // Clients before 2.8 leave Nagle's algorithm on: 40 ms for every short answer.
+            options.push("socket-flags TCP_NODELAY".to_owned());
+        }
+        options.extend(lease.push());
+        options
+    }
+}
+
+/// The network of a pushed `route`.
+fn route(option: &str) -> Option<Ipv4Net> {
+    let mut words = option.split_whitespace();
+    if words.next() != Some("route") {
+        return None;
+    }
+    let address = words.next()?.parse().ok()?;
+    match words.next() {
+        None | Some("default") => Ipv4Net::new(address, 32).ok(),
+        Some(mask) => Ipv4Net::with_netmask(address, mask.parse().ok()?).ok(),
+    }
+    .map(|network| network.trunc())
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, clippy::indexing_slicing)]
+
+    use culvert_openvpn::control::push::Topology;
+
+    use super::super::pool::Pool;
+    use super::*;
+
+    fn all() -> PushAll {
+        PushAll {
+            options: [
+                "route 172.25.0.0 255.255.0.0",
+                "route 10.240.16.0 255.255.240.0",
+                "route 10.254.0.0 255.255.0.0",
+            ]
+            .map(str::to_owned)
+            .to_vec(),
+            ping: Some(Duration::from_secs(5)),
+            ping_restart: Some(Duration::from_secs(30)),
+        }
+    }
+
+    fn lease() -> Lease {
+        let pool = Pool::new("10.20.0.0/24".parse().unwrap(), Topology::Net30);
+        pool.lease().unwrap()
+    }
+
+    #[test]
+    fn a_client_is_not_told_the_way_to_what_is_behind_itself() {
+        let text = "iroute 172.25.0.0 255.255.0.0\niroute 10.240.16.0 255.255.240.0\n";
+        let user_cluster = ClientConfig::parse(text, "ccd");
+        assert_eq!(
+            all().for_client(&user_cluster, &lease(), Transport::Tcp),
+            [
+                "route 10.254.0.0 255.255.0.0",
+                "ping 5",
+                "ping-restart 30",
+                "socket-flags TCP_NODELAY",
+                "route 10.20.0.1",
+                "topology net30",
+                "ifconfig 10.20.0.6 10.20.0.5"
+            ]
+        );
+        let internal = all().for_client(&ClientConfig::default(), &lease(), Transport::Udp);
+        assert_eq!(internal[..3], all().options[..]);
+        assert!(!internal.iter().any(|o| o.starts_with("socket-flags")));
+    }
+
+    #[test]
+    fn a_clients_file_changes_what_is_pushed() {
+        let options = |text: &str| {
+            let client = ClientConfig::parse(text, "ccd");
+            all().for_client(&client, &lease(), Transport::Udp)
+        };
+        let reset = options("push-reset\npush \"ping 9\"\n");
+        assert_eq!(reset[..2], ["ping 9", "ping-restart 30"]);
+        let removed = options("push-remove \"route 10.24\"\n");
+        assert_eq!(
+            removed[..2],
+            [
+                "route 172.25.0.0 255.255.0.0",
+                "route 10.254.0.0 255.255.0.0"
+            ]
+        );
+    }
+}

@@ -1,0 +1,195 @@
+//! What the tunnel is told: checked flags and the values of a configuration file.
+
+use std::fmt;
+use std::path::PathBuf;
+use std::str::FromStr;
+use std::time::Duration;
+
+use culvert_common::flags::HostPort;
+use culvert_common::openvpn::config_file::{Server, TlsAuth};
+use culvert_openvpn::cipher::Cipher;
+use culvert_openvpn::control::push::Topology;
+use culvert_openvpn::options::Transport;
+use culvert_openvpn::wrap::KeyDirection;
+use ipnet::Ipv4Net;
+
+/// The tunnel's settings.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Settings {
+    /// Where clients connect; at least one.
+    pub listen: Vec<Listen>,
+    /// OpenVPN's own options: the configuration file's, with the flags' over them.
+    pub server: Server,
+    /// The VPN's network.
+    pub network: Ipv4Net,
+    /// How clients see it.
+    pub topology: Topology,
+    /// Where nodes are reached: dialed addresses outside of all `routes` are taken for nodes. Out
+    /// of use if it is none of the routes.
+    pub node_access: Ipv4Net,
+    /// Clients at once.
+    pub max_clients: usize,
+    /// How often each side sends something at least.
+    pub ping: Option<Duration>,
+    /// Silence after which clients connect again; the server waits twice as long.
+    pub ping_restart: Option<Duration>,
+}
+
+/// One listener.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Listen {
+    /// What carries the packets.
+    pub transport: Transport,
+    /// The address.
+    pub bind: HostPort,
+}
+
+/// Not a listener.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0:?} is not tcp:ADDRESS:PORT or udp:ADDRESS:PORT")]
+pub struct NotAListener(String);
+
+impl FromStr for Listen {
+    type Err = NotAListener;
+
+    /// `tcp::1194`, `udp:10.0.0.1:1194`, `tcp:[::]:1194`.
+    fn from_str(text: &str) -> Result<Self, NotAListener> {
+        let refused = || NotAListener(text.to_owned());
+        let (transport, address) = text.split_once(':').ok_or_else(refused)?;
+        let transport = match transport {
+            "tcp" => Transport::Tcp,
+            "udp" => Transport::Udp,
+            _ => return Err(refused()),
+        };
+        let (host, port) = address.rsplit_once(':').ok_or_else(refused)?;
+        let bare = host.starts_with('[') == host.ends_with(']');
+        if !bare || (host.contains(':') && !host.starts_with('[')) {
+            return Err(refused());
+        }
+        let port = port.parse().map_err(|_| refused())?;
+        Ok(Self {
+            transport,
+            bind: HostPort::new(host, port),
+        })
+    }
+}
+
+impl fmt::Display for Listen {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let transport = match self.transport {
+            Transport::Tcp => "tcp",
+            Transport::Udp => "udp",
+        };
+        write!(f, "{transport}:{}", self.bind)
+    }
+}
+
+impl Settings {
+    /// Every option in effect as `name=value`. Holds paths of secrets, never secrets.
+    pub fn describe(&self) -> Vec<String> {
+        let Self {
+            listen,
+            server,
+            network,
+            topology,
+            node_access,
+            max_clients,
+            ping,
+            ping_restart,
+        } = self;
+        let common = &server.common;
+        let listen: Vec<_> = listen.iter().map(ToString::to_string).collect();
+        let routes: Vec<_> = server.routes.iter().map(ToString::to_string).collect();
+        let shown =
+            |value: Option<&dyn fmt::Display>| value.map_or(String::new(), |v| v.to_string());
+        let directory = server
+            .client_config_dir
+            .clone()
+            .unwrap_or_else(PathBuf::new);
+        let seconds = |time: &Option<Duration>| time.unwrap_or_default().as_secs();
+        let auth = common.tls_auth.as_ref();
+        let ciphers = common.ciphers.as_deref().unwrap_or(&Cipher::DEFAULT);
+        vec![
+            format!("openvpn-listen={}", listen.join(",")),
+            format!("openvpn-ca={}", shown(common.ca.as_ref().map(|m| m as _))),
+            format!(
+                "openvpn-cert={}",
+                shown(common.cert.as_ref().map(|m| m as _))
+            ),
+            format!("openvpn-key={}", shown(common.key.as_ref().map(|m| m as _))),
+            format!("openvpn-tls-auth={}", shown(auth.map(|a| &a.key as _))),
+            format!("openvpn-key-direction={}", auth.map_or("", direction)),
+            format!(
+                "openvpn-tls-crypt={}",
+                shown(common.tls_crypt.as_ref().map(|m| m as _))
+            ),
+            format!("openvpn-network={network}"),
+            format!("openvpn-topology={}", topology_name(*topology)),
+            format!("openvpn-route={}", routes.join(",")),
+            format!("openvpn-push={}", server.push.join(",")),
+            format!("openvpn-node-access-network={node_access}"),
+            format!("openvpn-client-config-dir={}", directory.display()),
+            format!("openvpn-duplicate-cn={}", server.duplicate_cn),
+            format!("openvpn-max-clients={max_clients}"),
+            format!("openvpn-data-ciphers={}", Cipher::list(ciphers)),
+            format!(
+                "openvpn-auth={}",
+                common.digest.map_or("SHA1", |digest| digest.name())
+            ),
+            format!("openvpn-ping={}s", seconds(ping)),
+            format!("openvpn-ping-restart={}s", seconds(ping_restart)),
+            format!(
+                "openvpn-reneg-sec={}s",
+                common.reneg.map_or(3600, |time| time.as_secs())
+            ),
+        ]
+    }
+}
+
+/// As flags and configuration files have it.
+pub fn topology_name(topology: Topology) -> &'static str {
+    match topology {
+        Topology::Net30 => "net30",
+        Topology::Subnet => "subnet",
+        Topology::P2p => "p2p",
+    }
+}
+
+fn direction(auth: &TlsAuth) -> &'static str {
+    match auth.direction {
+        KeyDirection::Normal => "0",
+        KeyDirection::Inverse => "1",
+        KeyDirection::Both => "",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    #[test]
+    fn listeners_are_read() {
+        for (text, shown) in [
+            ("tcp::1194", "tcp::1194"),
+            ("udp:10.0.0.1:1194", "udp:10.0.0.1:1194"),
+            ("tcp:[::]:443", "tcp:[::]:443"),
+            ("udp:localhost:0", "udp:localhost:0"),
+        ] {
+            assert_eq!(text.parse::<Listen>().unwrap().to_string(), shown);
+        }
+        for text in [
+            "",
+            "1194",
+            "tcp:1194",
+            "sctp::1194",
+            "tcp:::1194",
+            "tcp:a:x",
+            "tcp:[a:1",
+            "tcp::65536",
+        ] {
+            assert!(text.parse::<Listen>().is_err(), "{text}");
+        }
+    }
+}

@@ -1,0 +1,359 @@
+//! All clients of one UDP socket, in one task.
+//!
+//! A turn looks at every client: that costs a few loads for each, and a turn takes up to
+//! [`BATCH`] datagrams.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::future::{Future as _, poll_fn};
+use std::net::SocketAddr;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use bytes::{Buf as _, BytesMut};
+use culvert_common::openvpn::streams::Streams;
+use culvert_common::openvpn::{Moment, now};
+use culvert_openvpn::hub::{Hub, HubStats, Limits, PeerId};
+use culvert_openvpn::options::Transport;
+use culvert_openvpn::session::{Event, ServerConfig};
+use tokio::io::ReadBuf;
+use tokio::net::UdpSocket;
+use tokio::time::{Instant, Sleep, sleep_until};
+use tokio_util::sync::CancellationToken;
+use tracing::warn;
+
+use super::clients::Clients;
+use super::role::{Client, Decision};
+
+/// Datagrams that are taken in one turn.
+const BATCH: usize = 64;
+
+/// Bytes that are collected before they are sent.
+const OUT_BYTES: usize = 64 << 10;
+
+/// The largest datagram.
+const MAX_DATAGRAM: usize = 64 << 10;
+
+/// Sessions that are not established yet; see [`Limits::half_open`].
+const MAX_HALF_OPEN: usize = 256;
+
+/// How often counters are folded into the metrics.
+const REPORT_EVERY: Duration = Duration::from_secs(1);
+
+/// How long clients are told that the server stops.
+const GOODBYE: Duration = Duration::from_millis(500);
+
+struct Member {
+    client: Client,
+    kick: CancellationToken,
+    streams: Option<Streams>,
+    /// Inner packets that could not be sealed.
+    unsealed: u64,
+}
+
+/// See the module.
+pub struct Udp {
+    socket: UdpSocket,
+    hub: Hub,
+    clients: Arc<Clients>,
+    members: BTreeMap<PeerId, Member>,
+    input: Vec<u8>,
+    out: BytesMut,
+    cuts: VecDeque<(SocketAddr, usize)>,
+    /// Whose turn it is to send first.
+    first: Option<PeerId>,
+    timer: Pin<Box<Sleep>>,
+    report_at: Moment,
+    reported: HubStats,
+}
+
+impl Udp {
+    /// Nobody yet.
+    pub fn new(
+        socket: UdpSocket,
+        config: Arc<ServerConfig>,
+        clients: Arc<Clients>,
+        max_clients: usize,
+    ) -> Self {
+        let now = now();
+        let limits = Limits {
+            sessions: max_clients.saturating_add(MAX_HALF_OPEN),
+            half_open: MAX_HALF_OPEN,
+        };
+        Self {
+            socket,
+            hub: Hub::new(config, limits, now),
+            clients,
+            members: BTreeMap::new(),
+            input: vec![0; MAX_DATAGRAM],
+            out: BytesMut::new(),
+            cuts: VecDeque::new(),
+            first: None,
+            timer: Box::pin(sleep_until(Instant::from_std(now))),
+            report_at: now + REPORT_EVERY,
+            reported: HubStats::default(),
+        }
+    }
+
+    /// Serves clients until the token fires, and tells them then.
+    pub async fn serve(mut self, shutdown: CancellationToken) {
+        let served = async {
+            loop {
+                poll_fn(|cx| self.poll_turn(cx)).await;
+                tokio::task::yield_now().await;
+            }
+        };
+        let _: Option<()> = shutdown.run_until_cancelled(served).await;
+        let now = now();
+        for peer in self.members.keys().copied().collect::<Vec<_>>() {
+            self.hub.restart(peer, false, now);
+        }
+        let told = async {
+            loop {
+                poll_fn(|cx| self.poll_turn(cx)).await;
+                if self.members.is_empty() && self.out.is_empty() {
+                    return;
+                }
+                tokio::task::yield_now().await;
+            }
+        };
+        let _ = tokio::time::timeout(GOODBYE, told).await;
+        self.report();
+    }
+
+    /// Ready once something was done and there may be more to do.
+    fn poll_turn(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        let mut active = false;
+        let now = now();
+        for _ in 0..BATCH {
+            match self.poll_receive(now, cx) {
+                Poll::Ready(()) => active = true,
+                Poll::Pending => break,
+            }
+        }
+        if self.hub.poll_timeout().is_some_and(|at| at <= now) {
+            self.hub.handle_timeout(now);
+        }
+        self.events(now);
+        self.work(now);
+        self.events(now);
+        let sent = self.send(now, cx);
+        self.work(now);
+        if self.report_at <= now {
+            self.report();
+            self.report_at = now + REPORT_EVERY;
+        }
+        if active || sent {
+            return Poll::Ready(());
+        }
+        self.poll_wait(cx)
+    }
+
+    fn poll_receive(&mut self, now: Moment, cx: &mut Context<'_>) -> Poll<()> {
+        let mut buffer = ReadBuf::new(&mut self.input);
+        let Poll::Ready(received) = self.socket.poll_recv_from(cx, &mut buffer) else {
+            return Poll::Pending;
+        };
+        // An error is what ICMP told of an earlier datagram.
+        let Ok(from) = received else {
+            return Poll::Ready(());
+        };
+        let Self { hub, members, .. } = self;
+        let datagram = buffer.filled_mut();
+        if !datagram.is_empty() {
+            hub.input(from, datagram, now, &mut |peer, packet| {
+                if let Some(member) = members.get_mut(&peer)
+                    && let Some(streams) = &mut member.streams
+                {
+                    streams.heard(now);
+                    member.client.inner(packet, streams, now);
+                }
+            });
+            self.events(now);
+        }
+        Poll::Ready(())
+    }
+
+    fn events(&mut self, now: Moment) {
+        while let Some((peer, event)) = self.hub.poll_event() {
+            if let Event::Authenticated(client) = &event {
+                let Some(remote) = self.hub.address(peer) else {
+                    continue;
+                };
+                let kick = CancellationToken::new();
+                let clients = self.clients.clone();
+                let mut member = Member {
+                    client: Client::new(clients, remote, Transport::Udp, kick.clone(), None),
+                    kick,
+                    streams: None,
+                    unsealed: 0,
+                };
+                let decision = member.client.decide(client);
+                self.members.insert(peer, member);
+                match decision {
+                    Decision::Accept(push) => {
+                        if let Err(error) = self.hub.accept(peer, push, now) {
+                            warn!(%remote, "OpenVPN client refused: {error}; look at --openvpn-push and the client's file");
+                            self.hub.reject(peer, "", now);
+                        }
+                    }
+                    Decision::Reject(told) => self.hub.reject(peer, &told, now),
+                }
+                continue;
+            }
+            let Some(member) = self.members.get_mut(&peer) else {
+                self.stranger(peer, &event);
+                continue;
+            };
+            match &event {
+                Event::Established(agreed) => {
+                    member.streams = member.client.established(agreed, now);
+                }
+                other => member.client.note(other),
+            }
+            if matches!(event, Event::Ended(_)) {
+                if let Some(session) = self.hub.session(peer) {
+                    let (streams, unsealed) = (member.streams.as_ref(), member.unsealed);
+                    member.client.count(session.stats(), streams, unsealed);
+                }
+                self.members.remove(&peer);
+            }
+        }
+    }
+
+    /// The end of a session whose client never showed a good certificate.
+    fn stranger(&self, peer: PeerId, event: &Event) {
+        if let Some(remote) = self.hub.address(peer) {
+            let kick = CancellationToken::new();
+            let clients = self.clients.clone();
+            Client::new(clients, remote, Transport::Udp, kick, None).note(event);
+        }
+    }
+
+    fn work(&mut self, now: Moment) {
+        let mut close = Vec::new();
+        for (peer, member) in &mut self.members {
+            if let Some(streams) = &mut member.streams {
+                streams.work(now, &mut drop);
+                if streams.take_close() {
+                    close.push(*peer);
+                }
+            } else if member.kick.is_cancelled() {
+                close.push(*peer);
+            }
+        }
+        for peer in close {
+            self.hub.close(peer, now);
+        }
+    }
+
+    /// Collects and sends. True if there may be more to be sent now.
+    fn send(&mut self, now: Moment, cx: &mut Context<'_>) -> bool {
+        if !self.flush(cx) {
+            return false;
+        }
+        loop {
+            let start = self.out.len();
+            let Some(to) = self.hub.poll_output(now, &mut self.out) else {
+                break;
+            };
+            self.cuts.push_back((to, self.out.len() - start));
+        }
+        let first = self.first.unwrap_or(PeerId(0));
+        let order: Vec<PeerId> = self
+            .members
+            .range(first..)
+            .chain(self.members.range(..first))
+            .map(|(peer, _)| *peer)
+            .collect();
+        for peer in order {
+            let Self {
+                hub,
+                members,
+                out,
+                cuts,
+                ..
+            } = self;
+            let Some(member) = members.get_mut(&peer) else {
+                continue;
+            };
+            let Some(streams) = &mut member.streams else {
+                continue;
+            };
+            let unsealed = &mut member.unsealed;
+            streams.poll_output(now, &mut |packet| {
+                if out.len() >= OUT_BYTES {
+                    return false;
+                }
+                let start = out.len();
+                match hub.seal(peer, packet, now, out) {
+                    Ok(to) => cuts.push_back((to, out.len() - start)),
+                    Err(_) => *unsealed += 1,
+                }
+                true
+            });
+            if self.out.len() >= OUT_BYTES {
+                // It has had its share.
+                self.first = Some(PeerId(peer.0 + 1));
+                break;
+            }
+        }
+        !self.out.is_empty() && self.flush(cx)
+    }
+
+    /// True once all is sent.
+    fn flush(&mut self, cx: &mut Context<'_>) -> bool {
+        while let Some((to, length)) = self.cuts.front().copied() {
+            let datagram = self.out.get(..length).unwrap_or_default();
+            match self.socket.poll_send_to(cx, datagram, to) {
+                Poll::Pending => return false,
+                // What cannot be sent is lost as it may be anywhere.
+                Poll::Ready(_) => {
+                    self.cuts.pop_front();
+                    self.out.advance(length.min(self.out.len()));
+                }
+            }
+        }
+        true
+    }
+
+    fn poll_wait(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        let mut next = self.hub.poll_timeout();
+        let mut mail = false;
+        let mut sooner = |at: Option<Moment>| {
+            next = [next, at].into_iter().flatten().min();
+        };
+        for member in self.members.values() {
+            if let Some(streams) = &member.streams {
+                mail |= streams.poll_mail(cx).is_ready();
+                sooner(streams.poll_timeout());
+            }
+        }
+        if !self.members.is_empty() {
+            sooner(Some(self.report_at));
+        }
+        if mail {
+            return Poll::Ready(());
+        }
+        match next {
+            Some(at) => {
+                self.timer.as_mut().reset(Instant::from_std(at));
+                self.timer.as_mut().poll(cx)
+            }
+            None => Poll::Pending,
+        }
+    }
+
+    fn report(&mut self) {
+        for (peer, member) in &mut self.members {
+            if let Some(session) = self.hub.session(*peer) {
+                let (streams, unsealed) = (member.streams.as_ref(), member.unsealed);
+                member.client.count(session.stats(), streams, unsealed);
+            }
+        }
+        let stats = *self.hub.stats();
+        let before = std::mem::replace(&mut self.reported, stats);
+        self.clients.metrics.add_hub(&before, &stats);
+    }
+}

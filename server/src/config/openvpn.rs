@@ -1,0 +1,427 @@
+//! The flags of the OpenVPN tunnel, and the configuration file that they are laid over.
+
+use std::fs;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::Args;
+use culvert_common::flags::values::go_int;
+use culvert_common::flags::{GoDuration, HostPort, Problems, StringSlice};
+use culvert_common::openvpn::config_file::{self, DEFAULT_PORT, Material, Server, TlsAuth};
+use culvert_openvpn::cipher::{Cipher, Digest};
+use culvert_openvpn::control::push::Topology;
+use culvert_openvpn::options::Transport;
+use culvert_openvpn::wrap::KeyDirection;
+use ipnet::Ipv4Net;
+
+use crate::backend::openvpn::settings::{Listen, Settings};
+
+/// How often each side sends something at least.
+const PING: Duration = Duration::from_secs(5);
+/// Silence after which a client connects again.
+const PING_RESTART: Duration = Duration::from_secs(30);
+/// As the stock program's.
+const MAX_CLIENTS: usize = 1024;
+
+/// Empty is what the configuration file says, and else what the help says.
+#[derive(Args, Clone, Debug, Default, PartialEq, Eq)]
+#[command(next_help_heading = "OpenVPN clients (they connect here)")]
+pub(super) struct OpenvpnFlags {
+    /// Where OpenVPN clients connect: tcp:ADDRESS:PORT or udp:ADDRESS:PORT, comma-separated; empty is what
+    /// --openvpn-config says, and without it nothing of OpenVPN runs
+    #[arg(long, value_name = "LIST")]
+    pub(super) openvpn_listen: Vec<StringSlice>,
+
+    /// Configuration file of an OpenVPN server; flags take precedence over it
+    #[arg(long, value_name = "FILE", default_value = "")]
+    pub(super) openvpn_config: String,
+
+    /// PEM CA bundle that clients' certificates must chain to
+    #[arg(long, value_name = "FILE", default_value = "")]
+    pub(super) openvpn_ca: String,
+
+    /// PEM certificate chain shown to clients
+    #[arg(long, value_name = "FILE", default_value = "")]
+    pub(super) openvpn_cert: String,
+
+    /// PEM private key of --openvpn-cert
+    #[arg(long, value_name = "FILE", default_value = "")]
+    pub(super) openvpn_key: String,
+
+    /// Static key that authenticates control packets (tls-auth)
+    #[arg(long, value_name = "FILE", default_value = "")]
+    pub(super) openvpn_tls_auth: String,
+
+    /// Direction of --openvpn-tls-auth: 0 or 1; empty uses one half of the key both ways
+    #[arg(long, value_name = "DIRECTION", default_value = "")]
+    pub(super) openvpn_key_direction: String,
+
+    /// Static key that encrypts control packets (tls-crypt)
+    #[arg(long, value_name = "FILE", default_value = "")]
+    pub(super) openvpn_tls_crypt: String,
+
+    /// Network of the VPN, whose first address is this server's; empty is 10.20.0.0/24
+    #[arg(long, value_name = "CIDR", default_value = "")]
+    pub(super) openvpn_network: String,
+
+    /// How clients see the network: net30, subnet or p2p; empty is net30
+    #[arg(long, value_name = "TOPOLOGY", default_value = "")]
+    pub(super) openvpn_topology: String,
+
+    /// Networks behind clients, comma-separated: pods, services, node access. Other clients may connect to them, and
+    /// addresses outside of them are taken for nodes if the node access network is one of them
+    #[arg(long, value_name = "LIST")]
+    pub(super) openvpn_route: Vec<StringSlice>,
+
+    /// Networks that clients are told to reach through the VPN, comma-separated; not told to one that has them behind
+    /// itself
+    #[arg(long, value_name = "LIST")]
+    pub(super) openvpn_push_route: Vec<StringSlice>,
+
+    /// Options pushed to clients, comma-separated
+    #[arg(long, value_name = "LIST")]
+    pub(super) openvpn_push: Vec<StringSlice>,
+
+    /// Network whose last two octets are a node's; empty is 10.254.0.0/16
+    #[arg(long, value_name = "CIDR", default_value = "")]
+    pub(super) openvpn_node_access_network: String,
+
+    /// Folder with files about single clients, named as their certificates' common names
+    #[arg(long, value_name = "DIR", default_value = "")]
+    pub(super) openvpn_client_config_dir: String,
+
+    /// Refuse clients without a file in --openvpn-client-config-dir
+    #[arg(long)]
+    pub(super) openvpn_ccd_exclusive: bool,
+
+    /// Let several clients have one name; otherwise the newest replaces the one before
+    #[arg(long)]
+    pub(super) openvpn_duplicate_cn: bool,
+
+    /// Clients at once; empty is 1024
+    #[arg(long, value_name = "N", value_parser = go_int)]
+    pub(super) openvpn_max_clients: Option<i64>,
+
+    /// Ciphers of the data channel, colon-separated, the best first; empty is
+    /// AES-256-GCM:AES-128-GCM:CHACHA20-POLY1305
+    #[arg(long, value_name = "LIST", default_value = "")]
+    pub(super) openvpn_data_ciphers: String,
+
+    /// Digest of tls-auth, and of ciphers that do not authenticate; empty is SHA1
+    #[arg(long, value_name = "DIGEST", default_value = "")]
+    pub(super) openvpn_auth: String,
+
+    /// How often either side sends something at least; 0 is never, empty is 5s
+    #[arg(long, value_name = "DURATION")]
+    pub(super) openvpn_ping: Option<GoDuration>,
+
+    /// Silence after which a client connects again; the server waits twice as long. 0 is never, empty is 30s
+    #[arg(long, value_name = "DURATION")]
+    pub(super) openvpn_ping_restart: Option<GoDuration>,
+
+    /// Age in seconds at which keys are renewed; 0 leaves it to clients, empty is 3600
+    #[arg(long, value_name = "SECONDS", value_parser = go_int)]
+    pub(super) openvpn_reneg_sec: Option<i64>,
+}
+
+impl OpenvpnFlags {
+    /// The tunnel's settings, `None` where there is none.
+    pub(super) fn settings(&self, p: &mut Problems) -> Option<Settings> {
+        let mut server = self.file(p).unwrap_or_default();
+        let listen = self.listen(p, &server);
+        if listen.is_empty() {
+            p.require(*self == Self::default(), || {
+                "the --openvpn flags need --openvpn-listen, such as --openvpn-listen=tcp::1194, or --openvpn-config".to_owned()
+            });
+            return None;
+        }
+        self.keys(p, &mut server);
+        self.data_channel(p, &mut server);
+        self.networks(p, &mut server);
+        self.members(p, &mut server);
+        let network = cidr(p, "openvpn-network", &self.openvpn_network).or(server.network);
+        let network = network.unwrap_or_else(|| net([10, 20, 0, 0], 24));
+        p.require(network.prefix_len() <= 29, || {
+            format!("--openvpn-network: {network} has no room for clients, /29 is the smallest")
+        });
+        let access = cidr(
+            p,
+            "openvpn-node-access-network",
+            &self.openvpn_node_access_network,
+        );
+        let access = access.unwrap_or_else(|| net([10, 254, 0, 0], 16));
+        p.require(access.prefix_len() <= 16, || {
+            format!("--openvpn-node-access-network: {access} has no room for the two octets of a node, /16 is the smallest")
+        });
+        let file = &server.common;
+        let ping = time(
+            p,
+            "openvpn-ping",
+            self.openvpn_ping,
+            file.ping.or(Some(PING)),
+        );
+        // A file tells the server's own time, twice that of the clients.
+        let restart = file
+            .ping_restart
+            .map(|time| time / 2)
+            .or(Some(PING_RESTART));
+        let ping_restart = time(
+            p,
+            "openvpn-ping-restart",
+            self.openvpn_ping_restart,
+            restart,
+        );
+        if let (Some(ping), Some(restart)) = (ping, ping_restart) {
+            p.require(restart >= 2 * ping, || {
+                format!(
+                    "openvpn-ping-restart must be at least twice openvpn-ping: {}s, {}s",
+                    restart.as_secs(),
+                    ping.as_secs()
+                )
+            });
+        }
+        let max_clients = match self.openvpn_max_clients {
+            None => server.max_clients.unwrap_or(MAX_CLIENTS),
+            Some(count) => usize::try_from(count).unwrap_or(0),
+        };
+        p.require((1..=1 << 20).contains(&max_clients), || {
+            format!("openvpn-max-clients must be 1 to 1048576, got {max_clients}")
+        });
+        Some(Settings {
+            listen,
+            topology: self
+                .topology(p)
+                .or(server.topology)
+                .unwrap_or(Topology::Net30),
+            network,
+            node_access: access,
+            max_clients,
+            ping,
+            ping_restart,
+            server,
+        })
+    }
+
+    fn file(&self, p: &mut Problems) -> Option<Server> {
+        if self.openvpn_config.is_empty() {
+            return None;
+        }
+        let path = PathBuf::from(&self.openvpn_config);
+        let text = match fs::read_to_string(&path) {
+            Ok(text) => text,
+            Err(error) => {
+                p.error(format!(
+                    "--openvpn-config: cannot read {}: {error}",
+                    path.display()
+                ));
+                return None;
+            }
+        };
+        match config_file::server(&text, &path.display().to_string()) {
+            Ok(read) => {
+                for note in read.notes {
+                    p.warn(note);
+                }
+                Some(read.config)
+            }
+            Err(problems) => {
+                for problem in problems {
+                    p.error(problem);
+                }
+                None
+            }
+        }
+    }
+
+    fn listen(&self, p: &mut Problems, file: &Server) -> Vec<Listen> {
+        let texts = StringSlice::concat(&self.openvpn_listen);
+        if texts.is_empty() && !self.openvpn_config.is_empty() {
+            let host = file.local.as_deref().unwrap_or_default();
+            return vec![Listen {
+                transport: file.transport.unwrap_or(Transport::Udp),
+                bind: HostPort::new(host, file.common.port.unwrap_or(DEFAULT_PORT)),
+            }];
+        }
+        let mut listen = Vec::new();
+        for text in texts {
+            match text.parse::<Listen>() {
+                Ok(one) if one.bind.port == 0 => {
+                    p.error(format!("--openvpn-listen: {text:?} has no port"));
+                    listen.push(one);
+                }
+                Ok(one) => listen.push(one),
+                Err(error) => {
+                    p.error(format!("--openvpn-listen: {error}"));
+                }
+            }
+        }
+        listen
+    }
+
+    fn keys(&self, p: &mut Problems, server: &mut Server) {
+        let file = |path: Option<PathBuf>| path.map(Material::File);
+        let ca = file(p.file("OpenVPN CA", &self.openvpn_ca));
+        let pair = p.key_pair("openvpn", &self.openvpn_cert, &self.openvpn_key);
+        let common = &mut server.common;
+        if let Some((cert, key)) = pair {
+            common.cert = Some(Material::File(cert));
+            common.key = Some(Material::File(key));
+        }
+        common.ca = ca.or(common.ca.take());
+        let given = !self.openvpn_cert.is_empty() || !self.openvpn_key.is_empty();
+        p.require(common.ca.is_some() && (given || common.cert.is_some()), || {
+            "--openvpn-ca, --openvpn-cert and --openvpn-key must be set: OpenVPN clients have certificates".to_owned()
+        });
+        let direction = match self.openvpn_key_direction.as_str() {
+            "" => None,
+            "0" => Some(KeyDirection::Normal),
+            "1" => Some(KeyDirection::Inverse),
+            other => {
+                p.error(format!(
+                    "--openvpn-key-direction must be 0 or 1, got {other:?}"
+                ));
+                None
+            }
+        };
+        if let Some(key) = file(p.file("OpenVPN tls-auth key", &self.openvpn_tls_auth)) {
+            common.tls_auth = Some(TlsAuth {
+                key,
+                direction: KeyDirection::Both,
+            });
+        }
+        if let Some(direction) = direction {
+            match &mut common.tls_auth {
+                Some(tls_auth) => tls_auth.direction = direction,
+                None => p.error("--openvpn-key-direction needs --openvpn-tls-auth"),
+            }
+        }
+        let crypt = file(p.file("OpenVPN tls-crypt key", &self.openvpn_tls_crypt));
+        common.tls_crypt = crypt.or(common.tls_crypt.take());
+        p.require(
+            common.tls_auth.is_none() || common.tls_crypt.is_none(),
+            || "--openvpn-tls-auth and --openvpn-tls-crypt exclude each other".to_owned(),
+        );
+    }
+
+    fn data_channel(&self, p: &mut Problems, server: &mut Server) {
+        let common = &mut server.common;
+        if !self.openvpn_data_ciphers.is_empty() {
+            let (known, unknown) = config_file::ciphers(&self.openvpn_data_ciphers);
+            for name in unknown {
+                let all = Cipher::list(&Cipher::ALL);
+                p.error(format!(
+                    "--openvpn-data-ciphers: {name} is not supported; there are {all}"
+                ));
+            }
+            common.ciphers = Some(known);
+        }
+        if !self.openvpn_auth.is_empty() {
+            match self.openvpn_auth.parse::<Digest>() {
+                Ok(digest) => common.digest = Some(digest),
+                Err(error) => p.error(format!("--openvpn-auth: {error}")),
+            }
+        }
+        if let Some(seconds) = self.openvpn_reneg_sec {
+            match u32::try_from(seconds) {
+                Ok(seconds) => common.reneg = Some(Duration::from_secs(seconds.into())),
+                Err(_) => p.error(format!("openvpn-reneg-sec must be >= 0, got {seconds}")),
+            }
+        }
+    }
+
+    fn networks(&self, p: &mut Problems, server: &mut Server) {
+        let routes = cidrs(p, "openvpn-route", &self.openvpn_route);
+        if !routes.is_empty() {
+            server.routes = routes;
+        }
+        for route in cidrs(p, "openvpn-push-route", &self.openvpn_push_route) {
+            let (network, mask) = (route.network(), route.netmask());
+            server.push.push(format!("route {network} {mask}"));
+        }
+        for option in StringSlice::concat(&self.openvpn_push) {
+            let pushable = option.bytes().all(|byte| matches!(byte, b' '..=b'~'));
+            p.require(pushable && !option.trim().is_empty() && option.len() < 900, || {
+                format!("--openvpn-push: {option:?} can not be pushed: printable ASCII, less than 900 bytes")
+            });
+            server.push.push(option);
+        }
+    }
+
+    fn members(&self, p: &mut Problems, server: &mut Server) {
+        let directory = &self.openvpn_client_config_dir;
+        if !directory.is_empty() {
+            server.client_config_dir = Some(PathBuf::from(directory));
+        }
+        if let Some(directory) = &server.client_config_dir {
+            p.require(directory.is_dir(), || {
+                let directory = directory.display();
+                format!("--openvpn-client-config-dir: there is no folder {directory}; create or mount it")
+            });
+        }
+        server.ccd_exclusive |= self.openvpn_ccd_exclusive;
+        p.require(
+            !server.ccd_exclusive || server.client_config_dir.is_some(),
+            || "--openvpn-ccd-exclusive needs --openvpn-client-config-dir".to_owned(),
+        );
+        server.duplicate_cn |= self.openvpn_duplicate_cn;
+    }
+
+    fn topology(&self, p: &mut Problems) -> Option<Topology> {
+        match self.openvpn_topology.as_str() {
+            "" => None,
+            "net30" => Some(Topology::Net30),
+            "subnet" => Some(Topology::Subnet),
+            "p2p" => Some(Topology::P2p),
+            other => {
+                p.error(format!(
+                    "--openvpn-topology must be net30, subnet or p2p, got {other:?}"
+                ));
+                None
+            }
+        }
+    }
+}
+
+fn net(octets: [u8; 4], length: u8) -> Ipv4Net {
+    Ipv4Net::new(octets.into(), length).unwrap_or_default()
+}
+
+fn cidr(p: &mut Problems, flag: &str, text: &str) -> Option<Ipv4Net> {
+    if text.is_empty() {
+        return None;
+    }
+    let network: Option<Ipv4Net> = text.parse().ok();
+    let network = network.filter(|network| network.addr() == network.network());
+    p.require(network.is_some(), || {
+        format!("--{flag}: {text:?} is not an IPv4 network such as 10.20.0.0/24")
+    });
+    network
+}
+
+fn cidrs(p: &mut Problems, flag: &str, lists: &[StringSlice]) -> Vec<Ipv4Net> {
+    let texts = StringSlice::concat(lists);
+    texts
+        .iter()
+        .filter_map(|text| cidr(p, flag, text))
+        .collect()
+}
+
+/// OpenVPN counts in whole seconds.
+fn time(
+    p: &mut Problems,
+    flag: &str,
+    given: Option<GoDuration>,
+    otherwise: Option<Duration>,
+) -> Option<Duration> {
+    let Some(given) = given else {
+        return otherwise;
+    };
+    let time = given.saturating();
+    p.require(given.nanos() >= 0 && time.subsec_nanos() == 0, || {
+        format!("{flag} must be whole seconds, got {given}")
+    });
+    Some(time).filter(|time| !time.is_zero())
+}
+
+#[cfg(test)]
+mod tests;

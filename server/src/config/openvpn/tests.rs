@@ -1,0 +1,206 @@
+#![allow(clippy::unwrap_used, clippy::indexing_slicing)]
+
+use culvert_openvpn::cipher::Cipher;
+
+use super::super::Config;
+use super::super::tests::{Files, UDS};
+use super::*;
+use crate::switch::Mode;
+
+const KEYS: [&str; 4] = [
+    "--openvpn-listen=tcp::1194",
+    "--openvpn-ca=@ca",
+    "--openvpn-cert=@cert",
+    "--openvpn-key=@key",
+];
+
+fn read(files: &Files, more: &[&str]) -> Config {
+    files.uds(&[&KEYS[..], more].concat()).unwrap()
+}
+
+fn settings(files: &Files, more: &[&str]) -> Settings {
+    read(files, more).openvpn.unwrap()
+}
+
+fn errors(files: &Files, more: &[&str]) -> Vec<String> {
+    files.errors(&[&UDS[..], more].concat())
+}
+
+#[test]
+fn nothing_of_it_runs_unless_it_is_asked_for() {
+    let files = Files::new();
+    assert_eq!(files.uds(&[]).unwrap().openvpn, None);
+    let refused = errors(&files, &["--openvpn-ca=@ca"]);
+    assert_eq!(refused.len(), 1);
+    assert!(refused[0].contains("--openvpn-listen"), "{refused:?}");
+}
+
+#[test]
+fn the_defaults_are_the_platforms() {
+    let files = Files::new();
+    let settings = settings(&files, &[]);
+    assert_eq!(settings.listen[0].to_string(), "tcp::1194");
+    assert_eq!(settings.network.to_string(), "10.20.0.0/24");
+    assert_eq!(settings.node_access.to_string(), "10.254.0.0/16");
+    assert_eq!(settings.topology, Topology::Net30);
+    assert_eq!(settings.max_clients, 1024);
+    assert_eq!(settings.ping, Some(Duration::from_secs(5)));
+    assert_eq!(settings.ping_restart, Some(Duration::from_secs(30)));
+    assert!(!settings.server.duplicate_cn && !settings.server.ccd_exclusive);
+}
+
+#[test]
+fn flags_are_values() {
+    let files = Files::new();
+    let directory = format!("--openvpn-client-config-dir={}", files.path("").display());
+    let config = read(
+        &files,
+        &[
+            "--openvpn-listen=udp:127.0.0.1:1195,tcp:[::]:1196",
+            "--openvpn-network=10.30.0.0/22",
+            "--openvpn-topology=subnet",
+            "--openvpn-route=172.25.0.0/16,10.240.16.0/20",
+            "--openvpn-route=10.254.0.0/16",
+            "--openvpn-push-route=172.25.0.0/16",
+            "--openvpn-push=dhcp-option DNS 10.240.16.10",
+            "--openvpn-node-access-network=10.253.0.0/16",
+            &directory,
+            "--openvpn-ccd-exclusive",
+            "--openvpn-duplicate-cn",
+            "--openvpn-max-clients=7",
+            "--openvpn-data-ciphers=CHACHA20-POLY1305:AES-256-CBC",
+            "--openvpn-auth=SHA256",
+            "--openvpn-tls-auth=@key",
+            "--openvpn-key-direction=0",
+            "--openvpn-ping=0",
+            "--openvpn-ping-restart=1m",
+            "--openvpn-reneg-sec=60",
+            "--tunnel-mode=prefer-openvpn",
+        ],
+    );
+    assert_eq!(config.switch.mode, Mode::PreferOpenvpn);
+    let shown = config.describe();
+    let settings = config.openvpn.unwrap();
+    let listen: Vec<_> = settings.listen.iter().map(ToString::to_string).collect();
+    assert_eq!(listen, ["tcp::1194", "udp:127.0.0.1:1195", "tcp:[::]:1196"]);
+    assert_eq!(settings.topology, Topology::Subnet);
+    assert_eq!((settings.ping, settings.max_clients), (None, 7));
+    assert_eq!(settings.ping_restart, Some(Duration::from_secs(60)));
+    let server = &settings.server;
+    assert_eq!(server.routes.len(), 3);
+    assert_eq!(
+        server.push,
+        [
+            "route 172.25.0.0 255.255.0.0",
+            "dhcp-option DNS 10.240.16.10"
+        ]
+    );
+    let common = &server.common;
+    assert_eq!(
+        common.ciphers,
+        Some(vec![Cipher::ChaCha20Poly1305, Cipher::Aes256Cbc])
+    );
+    assert_eq!(common.digest, Some(Digest::Sha256));
+    let tls_auth = common.tls_auth.as_ref().unwrap();
+    assert_eq!(tls_auth.direction, KeyDirection::Normal);
+    assert_eq!(common.reneg, Some(Duration::from_secs(60)));
+    assert!(server.duplicate_cn && server.ccd_exclusive);
+    for line in [
+        "openvpn-listen=tcp::1194,udp:127.0.0.1:1195,tcp:[::]:1196",
+        "openvpn-network=10.30.0.0/22",
+        "openvpn-topology=subnet",
+        "openvpn-key-direction=0",
+        "openvpn-reneg-sec=60s",
+    ] {
+        assert!(shown.iter().any(|shown| shown == line), "{line}: {shown:?}");
+    }
+}
+
+#[test]
+fn everything_wrong_is_told_at_once() {
+    let files = Files::new();
+    let refused = errors(
+        &files,
+        &[
+            "--openvpn-listen=sctp::1,tcp::0",
+            "--openvpn-ca=@nothing",
+            "--openvpn-network=10.20.0.0/30",
+            "--openvpn-topology=ring",
+            "--openvpn-route=10.0.0.1/8",
+            "--openvpn-node-access-network=10.254.0.0/20",
+            "--openvpn-client-config-dir=@nothing",
+            "--openvpn-data-ciphers=BF-CBC",
+            "--openvpn-auth=MD5",
+            "--openvpn-key-direction=2",
+            "--openvpn-tls-auth=@key",
+            "--openvpn-tls-crypt=@key",
+            "--openvpn-ping=1500ms",
+            "--openvpn-ping-restart=1s",
+            "--openvpn-reneg-sec=-1",
+            "--openvpn-max-clients=0",
+        ],
+    );
+    for part in [
+        "sctp::1",
+        "has no port",
+        "OpenVPN CA",
+        "must be set",
+        "--openvpn-network",
+        "--openvpn-topology",
+        "--openvpn-route",
+        "--openvpn-node-access-network",
+        "--openvpn-client-config-dir",
+        "BF-CBC",
+        "--openvpn-auth",
+        "--openvpn-key-direction",
+        "exclude each other",
+        "openvpn-ping must be whole seconds",
+        "at least twice",
+        "openvpn-reneg-sec",
+        "openvpn-max-clients",
+    ] {
+        let found = refused.iter().any(|text| text.contains(part));
+        assert!(found, "{part}: {refused:#?}");
+    }
+}
+
+#[test]
+fn a_configuration_file_is_enough_and_flags_go_before_it() {
+    let files = Files::new();
+    let text = format!(
+        "mode server\nproto tcp\nlocal 127.0.0.1\nport 1199\nserver 10.21.0.0 255.255.255.0\n\
+         ca {ca}\ncert {cert}\nkey {key}\ndh none\nduplicate-cn\nping 7\n\
+         push \"route 172.25.0.0 255.255.0.0\"\nroute 172.25.0.0 255.255.0.0\n",
+        ca = files.path("ca").display(),
+        cert = files.path("cert").display(),
+        key = files.path("key").display(),
+    );
+    std::fs::write(files.path("server.conf"), text).unwrap();
+    let config = files.uds(&["--openvpn-config=@server.conf"]).unwrap();
+    let settings = config.openvpn.unwrap();
+    assert_eq!(settings.listen[0].to_string(), "tcp:127.0.0.1:1199");
+    assert_eq!(settings.network.to_string(), "10.21.0.0/24");
+    assert_eq!(settings.ping, Some(Duration::from_secs(7)));
+    assert!(settings.server.duplicate_cn);
+    let more = [
+        "--openvpn-config=@server.conf",
+        "--openvpn-listen=udp::1194",
+        "--openvpn-network=10.22.0.0/24",
+        "--openvpn-ping=3s",
+    ];
+    let settings = files.uds(&more).unwrap().openvpn.unwrap();
+    assert_eq!(settings.listen[0].to_string(), "udp::1194");
+    assert_eq!(settings.network.to_string(), "10.22.0.0/24");
+    assert_eq!(settings.ping, Some(Duration::from_secs(3)));
+    std::fs::write(files.path("bad.conf"), "dev tap\nup\nnonsense 1\n").unwrap();
+    let refused = errors(&files, &["--openvpn-config=@bad.conf"]);
+    assert!(
+        refused.iter().any(|e| e.contains("bad.conf:3")),
+        "{refused:?}"
+    );
+    let refused = errors(&files, &["--openvpn-config=@missing.conf"]);
+    assert!(
+        refused.iter().any(|e| e.contains("missing.conf")),
+        "{refused:?}"
+    );
+}

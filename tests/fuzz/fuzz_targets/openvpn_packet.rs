@@ -1,0 +1,20 @@
+//! Control packets and the headers of data packets: what is taken is written in the same way.
+#![no_main]
+
+use bytes::BytesMut;
+use culvert_openvpn::packet::{ControlPacket, DataHeader, MAX_ACKS, Opcode};
+use libfuzzer_sys::fuzz_target;
+
+fuzz_target!(|input: &[u8]| {
+    let mut written = BytesMut::new();
+    if let Ok(packet) = ControlPacket::parse(input) {
+        assert!(!packet.opcode.is_data());
+        assert!(packet.acks.as_slice().len() <= MAX_ACKS);
+        assert_eq!(packet.id.is_none(), packet.opcode == Opcode::AckV1);
+        packet.write(&mut written);
+        assert_eq!(written, input);
+    } else if let Some(header) = DataHeader::parse(input) {
+        header.write(&mut written);
+        assert_eq!(written, input[..header.wire_len()]);
+    }
+});

@@ -1,0 +1,29 @@
+//! Pushed options: the lines of the input, as far as they can be pushed, arrive as if they had been in one text.
+#![no_main]
+
+use culvert_openvpn::control::push::{Assembler, PushOptions, build};
+use culvert_openvpn::control::{MAX_TEXT_LEN, Message};
+use libfuzzer_sys::fuzz_target;
+
+fuzz_target!(|input: &str| {
+    let _ = PushOptions::parse(input);
+    // Marks of our own are put between the texts.
+    let pushable = |line: &&str| build([line]).is_ok() && !line.starts_with("push-continuation");
+    let lines: Vec<_> = input.lines().filter(pushable).collect();
+    let texts = build(&lines).expect("each can be pushed");
+
+    let mut assembler = Assembler::new();
+    let mut arrived = None;
+    for text in &texts {
+        assert!(text.len() < MAX_TEXT_LEN);
+        assert!(arrived.is_none(), "complete before the last text");
+        let Message::PushReply(reply) = Message::parse(text) else {
+            panic!("not a reply: {text}")
+        };
+        arrived = assembler.push(reply).transpose();
+    }
+    let joined = lines.join(",");
+    if joined.len() < 60_000 {
+        assert_eq!(arrived, Some(PushOptions::parse(&joined)));
+    }
+});

@@ -1,0 +1,378 @@
+//! The agent as the client of a stock server: the platform's configuration file, no privileges.
+
+use std::net::{Ipv4Addr, SocketAddrV4};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use culvert_tests::metrics::Metrics;
+use culvert_tests::namespace::alone;
+use culvert_tests::openvpn::cluster::{NODE_ACCESSED, POD, SEED};
+use culvert_tests::openvpn::scenario::BULK;
+use culvert_tests::openvpn::stock::lost_pings;
+use culvert_tests::openvpn::{Cluster, Namespace, OpenVpn, kkp, scenario};
+use culvert_tests::process::ours;
+use culvert_tests::topology::PATIENCE;
+use culvert_tests::{Program, Signal, eventually};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+
+/// The client's address in the tunnel.
+const CLIENT: &str = "10.20.0.6";
+
+/// The networks of the cluster's nodes.
+const NODES: &str = "--openvpn-nodes=192.168.1.0/24";
+
+/// Nobody, without any capability.
+const UNPRIVILEGED: [&str; 6] = [
+    "--reuid=65534",
+    "--regid=65534",
+    "--clear-groups",
+    "--inh-caps=-all",
+    "--bounding-set=-all",
+    "--no-new-privs",
+];
+
+/// Where the health listener is.
+const HEALTH: SocketAddrV4 = SocketAddrV4::new(Ipv4Addr::LOCALHOST, 8093);
+
+/// A running agent.
+struct Agent {
+    program: Program,
+    at: Namespace,
+}
+
+impl Agent {
+    fn start(at: &Namespace, flags: &[&str]) -> Self {
+        let agent = ours("culvert-agent");
+        let mut words: Vec<&str> = UNPRIVILEGED.to_vec();
+        words.push(agent.to_str().unwrap());
+        words.extend(["--v=4", NODES]);
+        words.extend(flags);
+        Self {
+            program: at.spawn(Path::new("/usr/bin/setpriv"), &words),
+            at: at.clone(),
+        }
+    }
+
+    async fn get(&self, path: &str) -> std::io::Result<String> {
+        let mut stream = self.at.connect(HEALTH).await?;
+        let request = format!("GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n");
+        stream.write_all(request.as_bytes()).await?;
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).await?;
+        Ok(answer)
+    }
+
+    /// Waits until `/readyz` says so.
+    async fn is_ready(&mut self, wanted: bool) {
+        eventually(
+            &format!("the agent is ready: {wanted}"),
+            PATIENCE,
+            async || {
+                if let Some(status) = self.program.exited() {
+                    panic!("the agent ended: {status}");
+                }
+                let answer = self.get("/readyz?verbose").await.unwrap_or_default();
+                let is = answer.starts_with("HTTP/1.1 200");
+                (is == wanted && !answer.is_empty())
+                    .then_some(())
+                    .ok_or(answer)
+            },
+        )
+        .await;
+    }
+
+    async fn metric(&self, name: &str, labels: &[(&str, &str)]) -> f64 {
+        let answer = self.get("/metrics").await.unwrap();
+        let (_, page) = answer.split_once("\r\n\r\n").unwrap();
+        let metrics = Metrics::parse(page).unwrap();
+        let value = metrics.value(&format!("culvert_openvpn_client_{name}"), labels);
+        value.unwrap_or_else(|| panic!("no {name} in {page}"))
+    }
+
+    async fn says(&self, text: &str) {
+        eventually(&format!("the agent says {text:?}"), PATIENCE, async || {
+            let log = self.program.log();
+            log.contains(text).then_some(()).ok_or(log)
+        })
+        .await;
+    }
+
+    /// Of a line of its `/proc/PID/status`.
+    fn status(&self, name: &str) -> Vec<String> {
+        let path = format!("/proc/{}/status", self.program.pid());
+        let status = std::fs::read_to_string(path).unwrap();
+        let line = status.lines().find_map(|line| line.strip_prefix(name));
+        let words = line.unwrap().split_whitespace();
+        words.map(str::to_owned).collect()
+    }
+}
+
+/// Lets anybody read what the agent is given.
+fn readable(paths: &[&Path]) {
+    for path in paths {
+        let run = |program: &str, words: &str| {
+            let mut command = Command::new(program);
+            let status = command.args(words.split(' ')).arg(path).status();
+            assert!(status.unwrap().success(), "{program} {words}");
+        };
+        run("chmod", "-R a+rX");
+    }
+}
+
+/// The platform's file for the client, with further lines.
+fn platform_file(cluster: &Cluster, more: &str) -> PathBuf {
+    let dir = cluster.dir("agent");
+    let _ = kkp::user_cluster_client(&cluster.pki, &dir, &SEED.to_string());
+    let path = dir.join("config");
+    let text = std::fs::read_to_string(&path).unwrap();
+    // The line that 2.6 does not take any more is still in the platform's.
+    std::fs::write(&path, format!("{text}keysize 256\n{more}")).unwrap();
+    readable(&[dir.parent().unwrap(), cluster.pki.ca.parent().unwrap()]);
+    path
+}
+
+/// A resolver of the seed asks the cluster's.
+async fn datagrams_are_answered(cluster: &Cluster) {
+    let resolver = SocketAddrV4::new(POD, 53);
+    let server = cluster.node.udp(resolver);
+    let client = cluster
+        .seed
+        .udp(SocketAddrV4::new(Ipv4Addr::UNSPECIFIED, 0));
+    client.connect(resolver).await.unwrap();
+    let (mut question, mut answer) = ([0; 2000], [0; 2000]);
+    for length in [1, 512, 1400] {
+        let sent = vec![7; length];
+        client.send(&sent).await.unwrap();
+        let exchange = async {
+            let (asked, from) = server.recv_from(&mut question).await.unwrap();
+            assert_eq!(question[..asked], sent);
+            server.send_to(&question[..asked], from).await.unwrap();
+            let answered = client.recv(&mut answer).await.unwrap();
+            assert_eq!(answer[..answered], sent);
+        };
+        tokio::time::timeout(PATIENCE, exchange).await.unwrap();
+    }
+}
+
+#[test]
+fn the_agent_takes_the_place_of_the_platforms_client() {
+    alone(async || {
+        let Some(openvpn) = OpenVpn::get() else {
+            return;
+        };
+        let cluster = Cluster::start().await;
+        let (seed, client) = (&cluster.seed, &cluster.client);
+        kkp::filter_at_server(seed);
+        let options = kkp::server(&cluster.pki, &cluster.dir("server"));
+        let config = platform_file(&cluster, "");
+        let config = format!("--openvpn-config={}", config.display());
+        // It looks for its server until there is one.
+        let mut agent = Agent::start(client, &[&config]);
+        agent.is_ready(false).await;
+        let mut server = openvpn.start(seed, &options);
+        server.is_up().await;
+        agent.is_ready(true).await;
+
+        assert_eq!(agent.status("Uid:"), ["65534"; 4]);
+        for set in ["CapPrm:", "CapEff:", "CapBnd:", "CapAmb:"] {
+            assert_eq!(agent.status(set), ["0000000000000000"], "{set}");
+        }
+        let devices = client.ip("-br link");
+        assert!(
+            !devices.contains("tun") && !devices.contains("kube"),
+            "{devices}"
+        );
+        for option in ["up: not needed", "dev: not needed", "keysize: not needed"] {
+            assert!(agent.program.log().contains(option), "{option}");
+        }
+
+        let pause = Duration::from_millis(200);
+        assert_eq!(lost_pings(seed, CLIENT, 3, pause).await, 0);
+        scenario::reaches_everything(seed, &cluster, NODE_ACCESSED).await;
+        scenario::carries(seed, POD, BULK).await;
+        scenario::carries_many(seed, POD, 50).await;
+        scenario::refuses(seed, POD).await;
+        // A node that nobody named, and what a kernel would not route.
+        let unknown = SocketAddrV4::new(Ipv4Addr::new(10, 254, 9, 9), 10250);
+        let refused = seed.connect(unknown).await.unwrap_err();
+        assert_eq!(refused.kind(), std::io::ErrorKind::ConnectionRefused);
+        datagrams_are_answered(&cluster).await;
+        assert_eq!(agent.metric("up", &[]).await, 1.0);
+
+        // The server dies, and another comes in its place.
+        server.program.kill();
+        agent.is_ready(false).await;
+        agent.says("lost the OpenVPN server").await;
+        let mut server = openvpn.start(seed, &options);
+        server.is_up().await;
+        agent.is_ready(true).await;
+        scenario::reaches_everything(seed, &cluster, NODE_ACCESSED).await;
+        let established = [("outcome", "established")];
+        assert_eq!(agent.metric("connects_total", &established).await, 2.0);
+
+        // It drains: what is open goes on, and its end is the agent's.
+        let mut open = seed.connect(SocketAddrV4::new(POD, 7001)).await.unwrap();
+        agent.program.signal(Signal::TERM);
+        agent.says("draining").await;
+        let sent = culvert::lab::check::echo(&mut open, 20, 1000).await;
+        sent.unwrap();
+        drop(open);
+        let status = agent.program.wait_exit(PATIENCE).await;
+        assert!(status.success(), "{status}");
+        server.says("user-cluster-client", 1).await;
+    });
+}
+
+#[test]
+fn keys_are_renewed_and_nothing_is_lost() {
+    alone(async || {
+        let Some(openvpn) = OpenVpn::get() else {
+            return;
+        };
+        let cluster = Cluster::start().await;
+        let options = kkp::server(&cluster.pki, &cluster.dir("server")).with("--reneg-sec 4");
+        let mut server = openvpn.start(&cluster.seed, &options);
+        server.is_up().await;
+        let config = platform_file(&cluster, "reneg-sec 3\n");
+        let config = format!("--openvpn-config={}", config.display());
+        let mut agent = Agent::start(&cluster.client, &[&config]);
+        agent.is_ready(true).await;
+        let pings = lost_pings(&cluster.seed, CLIENT, 500, Duration::from_millis(20));
+        let traffic = async {
+            for _ in 0..3 {
+                scenario::carries(&cluster.seed, POD, BULK).await;
+            }
+        };
+        let (lost, ()) = tokio::join!(pings, traffic);
+        assert_eq!(lost, 0);
+        eventually("keys were renewed", PATIENCE, async || {
+            let rekeys = agent.metric("rekeys_total", &[]).await;
+            (rekeys >= 3.0).then_some(()).ok_or(rekeys)
+        })
+        .await;
+        scenario::carries(&cluster.seed, POD, BULK).await;
+        assert!(!agent.program.log().contains("lost the OpenVPN server"));
+    });
+}
+
+#[test]
+fn flags_alone_make_a_client_over_udp() {
+    alone(async || {
+        let Some(openvpn) = OpenVpn::get() else {
+            return;
+        };
+        let cluster = Cluster::start().await;
+        let (key, _) = cluster.pki.static_key();
+        let options = kkp::server(&cluster.pki, &cluster.dir("server"))
+            .with("--proto udp --explicit-exit-notify 1 --verb 4 --ping 1 --push \"ping 1\" --push \"ping-restart 5\"")
+            .option("--tls-crypt", &key);
+        let mut server = openvpn.start(&cluster.seed, &options);
+        server.is_up().await;
+        readable(&[cluster.pki.ca.parent().unwrap()]);
+        let pair = &cluster.pki.user_cluster;
+        // The first remote is nobody's.
+        let flags = [
+            "--openvpn-remote=192.168.77.1:9".to_owned(),
+            "--openvpn-remote=192.168.77.1:1194,udp".to_owned(),
+            format!("--openvpn-ca={}", cluster.pki.ca.display()),
+            format!("--openvpn-cert={}", pair.cert.display()),
+            format!("--openvpn-key={}", pair.key.display()),
+            format!("--openvpn-tls-crypt={}", key.display()),
+            "--openvpn-data-ciphers=CHACHA20-POLY1305".to_owned(),
+        ];
+        let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
+        let mut agent = Agent::start(&cluster.client, &flags);
+        agent.is_ready(true).await;
+        agent.says("CHACHA20-POLY1305").await;
+        scenario::reaches_everything(&cluster.seed, &cluster, NODE_ACCESSED).await;
+        scenario::carries(&cluster.seed, POD, BULK).await;
+
+        // It says goodbye and asks to come again: no silence has to be waited for.
+        server.stop().await;
+        agent.says("the server asks to connect again").await;
+        agent.is_ready(false).await;
+        let mut server = openvpn.start(&cluster.seed, &options);
+        server.is_up().await;
+        agent.is_ready(true).await;
+
+        // It stops, without a word.
+        server.program.signal(Signal::STOP);
+        agent.says("nothing received for 5 s").await;
+        server.program.signal(Signal::CONT);
+        agent.is_ready(true).await;
+        scenario::carries(&cluster.seed, POD, 100_000).await;
+
+        agent.program.signal(Signal::TERM);
+        agent.program.wait_exit(PATIENCE).await;
+        server.says("exit message received by peer", 1).await;
+    });
+}
+
+#[test]
+fn mistakes_are_told_in_words() {
+    alone(async || {
+        let Some(openvpn) = OpenVpn::get() else {
+            return;
+        };
+        let cluster = Cluster::start().await;
+        let (seed, client, pki) = (&cluster.seed, &cluster.client, &cluster.pki);
+        let options = kkp::server(pki, &cluster.dir("server"));
+        let mut server = openvpn.start(seed, &options);
+        server.is_up().await;
+        let config = platform_file(&cluster, "");
+        let text = std::fs::read_to_string(&config).unwrap();
+        let own = &pki.user_cluster;
+
+        // A certificate of a CA that the server does not know, one that is out of date.
+        for pair in [&pki.stranger.client, &pki.expired.client] {
+            let text = text
+                .replace(own.cert.to_str().unwrap(), pair.cert.to_str().unwrap())
+                .replace(own.key.to_str().unwrap(), pair.key.to_str().unwrap());
+            std::fs::write(&config, text).unwrap();
+            let flag = format!("--openvpn-config={}", config.display());
+            let mut agent = Agent::start(client, &[&flag]);
+            agent
+                .says("the server does not take this client's certificate")
+                .await;
+            agent.is_ready(false).await;
+            assert_eq!(agent.metric("up", &[]).await, 0.0);
+        }
+        // A server of another CA, and one whose certificate is a client's.
+        std::fs::write(&config, &text).unwrap();
+        let flag = format!("--openvpn-config={}", config.display());
+        let ca = format!("--openvpn-ca={}", pki.stranger.server.cert.display());
+        let agent = Agent::start(client, &[&flag, &ca]);
+        agent.says("not signed by our CA").await;
+        drop(agent);
+        server.stop().await;
+        let options = options.identity(&pki.ca, &pki.swapped.server);
+        let mut server = openvpn.start(seed, &options);
+        server.is_up().await;
+        let agent = Agent::start(client, &[&flag]);
+        agent.says("wrong extended key usage: serverAuth").await;
+        drop(agent);
+
+        // What is wrong with files ends the start.
+        std::fs::write(&config, format!("{text}fragment 1300\nfrobnicate\n")).unwrap();
+        let mut agent = Agent::start(client, &[&flag]);
+        let status = agent.program.wait_exit(PATIENCE).await;
+        assert_eq!(status.code(), Some(1));
+        let lines = text.lines().count();
+        for (line, said) in [
+            (lines + 1, "fragment: not supported"),
+            (lines + 2, "frobnicate: not an option"),
+        ] {
+            agent.says(&format!("config:{line}: {said}")).await;
+        }
+        std::fs::write(&config, &text).unwrap();
+        let key = format!("--openvpn-key={}", pki.internal.key.display());
+        let cert = format!("--openvpn-cert={}", own.cert.display());
+        let mut agent = Agent::start(client, &[&flag, &cert, &key]);
+        let status = agent.program.wait_exit(PATIENCE).await;
+        assert_eq!(status.code(), Some(1));
+        agent
+            .says("the private key does not belong to the certificate")
+            .await;
+    });
+}

@@ -1,0 +1,25 @@
+//! OpenVPN, with Debian's stock program in either role, in networks that each test makes for itself.
+//!
+//! | module | what it holds |
+//! |---|---|
+//! | [`baseline`] | the stock program with itself, as the platform runs it: the lab's own check |
+//! | [`support`] | a stock peer and one of ours with a wire between them |
+//! | [`matrix`] | the options of OpenVPN, one by one, with our sessions in either role |
+//! | [`lifetime`] | renegotiations, goodbyes, and peers that stop, die and come back |
+//! | [`platform`] | our sessions in the places of the platform's server and client |
+//! | [`refusal`] | certificates that are not let in, and what is said about them |
+//! | [`agent`] | the agent as the client of a stock server, as the platform configures it |
+//! | [`server`] | the server with stock clients, as the platform configures them |
+//! | [`abuse`] | wires that repeat, damage and invent packets |
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
+
+mod support;
+
+mod abuse;
+mod agent;
+mod baseline;
+mod lifetime;
+mod matrix;
+mod platform;
+mod refusal;
+mod server;

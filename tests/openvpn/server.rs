@@ -1,0 +1,423 @@
+//! The server in the place of the platform's: stock clients, every front end, no privileges.
+
+use std::net::{Ipv4Addr, SocketAddrV4};
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use culvert::lab::client::{self, BoxedStream, FrontEnd};
+use culvert_tests::metrics::Metrics;
+use culvert_tests::namespace::alone;
+use culvert_tests::openvpn::cluster::{NODE, POD, SEED, SEED_INSIDE};
+use culvert_tests::openvpn::pki::Pair;
+use culvert_tests::openvpn::scenario::{BULK, Dial};
+use culvert_tests::openvpn::stock::{Options, lost_pings};
+use culvert_tests::openvpn::{Cluster, Namespace, OpenVpn, Stock, kkp, scenario};
+use culvert_tests::process::ours;
+use culvert_tests::topology::PATIENCE;
+use culvert_tests::{Program, Signal, eventually};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+
+/// The server's address in the tunnel.
+const SERVER: &str = "10.20.0.1";
+
+/// What the platform gives its server for pods, Services and nodes.
+const NETWORKS: &str = "172.25.0.0/16,10.240.16.0/20,10.254.0.0/16";
+
+/// Where the health listener is.
+const HEALTH: SocketAddrV4 = SocketAddrV4::new(Ipv4Addr::LOCALHOST, 8092);
+
+/// A running server, and its front end.
+struct Server {
+    program: Program,
+    front_end: FrontEnd,
+    at: Namespace,
+}
+
+impl Server {
+    /// In the seed, as nobody, in the platform's shape with further flags.
+    async fn start(cluster: &Cluster, mode: &str, flags: &[&str]) -> Self {
+        let dir = cluster.dir("culvert");
+        let _ = kkp::server(&cluster.pki, &dir);
+        readable(&[dir.parent().unwrap(), cluster.pki.ca.parent().unwrap()]);
+        std::fs::set_permissions(&dir, std::fs::Permissions::from_mode(0o777)).unwrap();
+        let socket = dir.join(format!("{mode}.sock"));
+        let front_end = match mode {
+            "grpc" => FrontEnd::GrpcUds(socket.clone()),
+            _ => FrontEnd::ConnectUds(socket.clone()),
+        };
+        let program = ours("culvert-server");
+        let pair = &cluster.pki.server;
+        let file = |flag: &str, path: &Path| format!("--{flag}={}", path.display());
+        let mut words: Vec<String> = [
+            "--reuid=65534",
+            "--regid=65534",
+            "--clear-groups",
+            "--inh-caps=-all",
+            "--bounding-set=-all",
+            "--no-new-privs",
+            program.to_str().unwrap(),
+            "--v=4",
+            "--server-port=0",
+            "--tunnel-mode=openvpn",
+        ]
+        .map(str::to_owned)
+        .to_vec();
+        words.extend([
+            format!("--mode={mode}"),
+            file("uds-name", &socket),
+            file("cluster-cert", &pair.cert),
+            file("cluster-key", &pair.key),
+            file("openvpn-ca", &cluster.pki.ca),
+            file("openvpn-cert", &pair.cert),
+            file("openvpn-key", &pair.key),
+            file("openvpn-client-config-dir", &dir.join("clients")),
+            format!("--openvpn-route={NETWORKS}"),
+            format!("--openvpn-push-route={NETWORKS}"),
+        ]);
+        words.extend(flags.iter().map(|flag| (*flag).to_owned()));
+        let server = Self {
+            program: cluster.seed.spawn(Path::new("/usr/bin/setpriv"), &words),
+            front_end,
+            at: cluster.seed.clone(),
+        };
+        server
+            .program
+            .wait_for_log("serving OpenVPN", PATIENCE)
+            .await;
+        server
+    }
+
+    async fn get(&self, path: &str) -> std::io::Result<String> {
+        let mut stream = self.at.connect(HEALTH).await?;
+        let request = format!("GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n");
+        stream.write_all(request.as_bytes()).await?;
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).await?;
+        Ok(answer)
+    }
+
+    /// Waits until so many clients are connected, and dials have somewhere to go if there are any.
+    async fn has_clients(&self, wanted: usize) {
+        self.has(wanted, wanted > 0).await;
+    }
+
+    /// Waits until so many clients are connected. One of them has routes, or none has.
+    async fn has(&self, wanted: usize, routed: bool) {
+        let what = format!("{wanted} clients are connected");
+        eventually(&what, PATIENCE, async || {
+            let clients = self.metric("clients", &[]).await;
+            let answer = self.get("/readyz").await.unwrap();
+            let ready = answer.starts_with("HTTP/1.1 200") == routed;
+            (clients == wanted as f64 && ready)
+                .then_some(())
+                .ok_or_else(|| format!("{clients} clients: {answer}"))
+        })
+        .await;
+    }
+
+    async fn metric(&self, name: &str, labels: &[(&str, &str)]) -> f64 {
+        let answer = self.get("/metrics").await.unwrap();
+        let (_, page) = answer.split_once("\r\n\r\n").unwrap();
+        let metrics = Metrics::parse(page).unwrap();
+        let value = metrics.value(&format!("culvert_openvpn_{name}"), labels);
+        value.unwrap_or_else(|| panic!("no {name} in {page}"))
+    }
+
+    async fn says(&self, text: &str) {
+        eventually(&format!("the server says {text:?}"), PATIENCE, async || {
+            let log = self.program.log();
+            log.contains(text).then_some(()).ok_or(log)
+        })
+        .await;
+    }
+
+    /// Of a line of its `/proc/PID/status`.
+    fn status(&self, name: &str) -> Vec<String> {
+        let path = format!("/proc/{}/status", self.program.pid());
+        let status = std::fs::read_to_string(path).unwrap();
+        let line = status.lines().find_map(|line| line.strip_prefix(name));
+        let words = line.unwrap().split_whitespace();
+        words.map(str::to_owned).collect()
+    }
+}
+
+impl Dial for Server {
+    async fn dial(&self, to: SocketAddrV4) -> std::io::Result<BoxedStream> {
+        let stream = client::connect(&self.front_end, &to.to_string(), PATIENCE).await;
+        stream.map_err(std::io::Error::other)
+    }
+}
+
+/// Lets anybody read what the server is given.
+fn readable(paths: &[&Path]) {
+    for path in paths {
+        let mut command = std::process::Command::new("chmod");
+        let status = command.args(["-R", "a+rX"]).arg(path).status();
+        assert!(status.unwrap().success());
+    }
+}
+
+/// The platform's client of the user cluster.
+fn user_cluster(openvpn: &OpenVpn, cluster: &Cluster, name: &str) -> Stock {
+    let dir = cluster.dir(name);
+    let options = kkp::user_cluster_client(&cluster.pki, &dir, &SEED.to_string());
+    openvpn.start(&cluster.client, &options)
+}
+
+/// A stock client of the user cluster with other options; its tun device is `name`.
+fn client_with(openvpn: &OpenVpn, cluster: &Cluster, name: &str, pair: &Pair, with: &str) -> Stock {
+    let ca: &PathBuf = &cluster.pki.ca;
+    let options = Options::default()
+        .with("--client --nobind --verb 4 --remote-cert-tls server --dev-type tun")
+        .with(&format!("--dev {name} --remote {SEED} 1194"))
+        .identity(ca, pair)
+        .with(with);
+    openvpn.start(&cluster.client, &options)
+}
+
+/// What the platform's client does to packets, where it has not done so itself.
+fn masquerade(cluster: &Cluster) {
+    cluster
+        .client
+        .iptables("-t nat -I POSTROUTING -s 10.20.0.0/24 -j MASQUERADE");
+}
+
+#[test]
+fn the_server_takes_the_place_of_the_platforms_server() {
+    alone(async || {
+        let Some(openvpn) = OpenVpn::get() else {
+            return;
+        };
+        let cluster = Cluster::start().await;
+        let flags = ["--openvpn-listen=tcp::1194", "--openvpn-duplicate-cn"];
+        let server = Server::start(&cluster, "http-connect", &flags).await;
+        server.has_clients(0).await;
+        let mut user = user_cluster(openvpn, &cluster, "user");
+        user.is_up().await;
+        server.has_clients(1).await;
+
+        assert_eq!(server.status("Uid:"), ["65534"; 4]);
+        for set in ["CapPrm:", "CapEff:", "CapBnd:", "CapAmb:"] {
+            assert_eq!(server.status(set), ["0000000000000000"], "{set}");
+        }
+        let devices = cluster.seed.ip("-br link");
+        assert!(!devices.contains("tun"), "{devices}");
+
+        let pause = Duration::from_millis(200);
+        assert_eq!(lost_pings(&cluster.client, SERVER, 3, pause).await, 0);
+        scenario::reaches_everything(&server, &cluster, NODE).await;
+        scenario::carries(&server, POD, BULK).await;
+        scenario::carries_many(&server, POD, 50).await;
+        scenario::refuses(&server, POD).await;
+
+        // A control plane's pod, with the rules that the platform makes there.
+        let sidecar = &cluster.sidecar;
+        let dir = cluster.dir("sidecar");
+        let options = kkp::sidecar(&cluster.pki, &dir, &SEED_INSIDE.to_string());
+        let mut inside = openvpn.start(sidecar, &options);
+        inside.is_up().await;
+        server.has_clients(2).await;
+        kkp::node_access_at_sidecar(sidecar, &[NODE]);
+        scenario::reaches_everything(sidecar, &cluster, NODE).await;
+        scenario::carries(sidecar, POD, BULK).await;
+        assert_eq!(lost_pings(sidecar, &POD.to_string(), 3, pause).await, 0);
+        // Nobody comes from the cluster to the seed, by whatever route.
+        cluster.client.ip("route add 10.20.0.0/24 dev kube");
+        let intruder = cluster.client.run("ping", "-c 1 -W 1 10.20.0.10").await;
+        assert!(intruder.is_err(), "{intruder:?}");
+        assert!(
+            server
+                .metric("dropped_packets_total", &[("reason", "filtered")])
+                .await
+                > 0.0
+        );
+
+        // The client dies and comes back.
+        user.program.kill();
+        server.has(1, false).await;
+        let mut user = user_cluster(openvpn, &cluster, "user");
+        user.is_up().await;
+        server.has_clients(2).await;
+        scenario::reaches_everything(&server, &cluster, NODE).await;
+        let established = [("outcome", "established")];
+        assert_eq!(server.metric("handshakes_total", &established).await, 3.0);
+        inside.stop().await;
+        server.has_clients(1).await;
+    });
+}
+
+#[test]
+fn the_packet_protocols_clients_reach_everything_over_either_transport() {
+    alone(async || {
+        let Some(openvpn) = OpenVpn::get() else {
+            return;
+        };
+        let cluster = Cluster::start().await;
+        masquerade(&cluster);
+        for proto in ["tcp", "udp"] {
+            let listen = format!("--openvpn-listen={proto}::1194");
+            let mut server = Server::start(&cluster, "grpc", &[&listen]).await;
+            let pair = &cluster.pki.user_cluster;
+            let with = format!("--proto {proto}");
+            let mut user = client_with(openvpn, &cluster, "tun5", pair, &with);
+            user.is_up().await;
+            server.has_clients(1).await;
+            scenario::reaches_everything(&server, &cluster, NODE).await;
+            scenario::carries_many(&server, POD, 20).await;
+            scenario::refuses(&server, POD).await;
+            server.program.signal(Signal::TERM);
+            server.program.wait_exit(PATIENCE).await;
+            // It hears that the server stops, and looks for another.
+            user.says("process restarting", 1).await;
+            user.stop().await;
+        }
+    });
+}
+
+#[test]
+fn keys_are_renewed_under_load() {
+    alone(async || {
+        let Some(openvpn) = OpenVpn::get() else {
+            return;
+        };
+        let cluster = Cluster::start().await;
+        masquerade(&cluster);
+        let flags = [
+            "--openvpn-listen=tcp::1194",
+            "--openvpn-listen=udp::1194",
+            "--openvpn-reneg-sec=5",
+            "--openvpn-duplicate-cn",
+        ];
+        let server = Server::start(&cluster, "http-connect", &flags).await;
+        let pair = &cluster.pki.user_cluster;
+        for proto in ["tcp", "udp"] {
+            let with = format!("--proto {proto} --reneg-sec 8");
+            let mut user = client_with(openvpn, &cluster, "tun5", pair, &with);
+            user.is_up().await;
+            server.has_clients(1).await;
+            let before = server
+                .metric("renegotiations_total", &[("outcome", "done")])
+                .await;
+            let pings = lost_pings(&cluster.client, SERVER, 100, Duration::from_millis(150));
+            let traffic = async {
+                for _ in 0..3 {
+                    scenario::carries(&server, POD, BULK).await;
+                    tokio::time::sleep(Duration::from_secs(2)).await;
+                }
+            };
+            let (lost, ()) = tokio::join!(pings, traffic);
+            assert_eq!(lost, 0, "{proto}");
+            let done = server
+                .metric("renegotiations_total", &[("outcome", "done")])
+                .await;
+            assert!(done - before >= 2.0, "{proto}: {done} {before}");
+            user.stop().await;
+            if proto == "tcp" {
+                server.has_clients(0).await;
+            }
+        }
+        let failed = [("outcome", "failed")];
+        assert_eq!(server.metric("renegotiations_total", &failed).await, 0.0);
+    });
+}
+
+#[test]
+fn two_clients_of_one_name_stand_in_for_each_other_or_replace_each_other() {
+    alone(async || {
+        let Some(openvpn) = OpenVpn::get() else {
+            return;
+        };
+        let cluster = Cluster::start().await;
+        masquerade(&cluster);
+        let pair = &cluster.pki.user_cluster;
+        let listen = "--openvpn-listen=tcp::1194";
+        let flags = [listen, "--openvpn-duplicate-cn"];
+        let mut server = Server::start(&cluster, "http-connect", &flags).await;
+        let with = "--proto tcp --connect-retry 300";
+        let mut old = client_with(openvpn, &cluster, "tun5", pair, with);
+        old.is_up().await;
+        let mut new = client_with(openvpn, &cluster, "tun6", pair, with);
+        new.is_up().await;
+        server.has_clients(2).await;
+        scenario::reaches_everything(&server, &cluster, NODE).await;
+        new.program.kill();
+        server.has_clients(1).await;
+        scenario::reaches_everything(&server, &cluster, NODE).await;
+        old.program.kill();
+        server.program.signal(Signal::TERM);
+        server.program.wait_exit(PATIENCE).await;
+
+        let server = Server::start(&cluster, "http-connect", &[listen]).await;
+        let mut old = client_with(openvpn, &cluster, "tun5", pair, with);
+        old.is_up().await;
+        let mut new = client_with(openvpn, &cluster, "tun6", pair, with);
+        new.is_up().await;
+        server
+            .says("replaced by a newer client of the same name")
+            .await;
+        old.says("process restarting", 1).await;
+        server.has_clients(1).await;
+        scenario::reaches_everything(&server, &cluster, NODE).await;
+    });
+}
+
+#[test]
+fn who_is_not_let_in_is_told_why_and_so_is_the_operator() {
+    alone(async || {
+        let Some(openvpn) = OpenVpn::get() else {
+            return;
+        };
+        let cluster = Cluster::start().await;
+        let flags = ["--openvpn-listen=tcp::1194", "--openvpn-ccd-exclusive"];
+        let server = Server::start(&cluster, "http-connect", &flags).await;
+        let pki = &cluster.pki;
+        let refused = |count: f64| {
+            let server = &server;
+            async move {
+                let what = format!("{count} failures of TLS are counted");
+                eventually(&what, PATIENCE, async || {
+                    let failed = [("outcome", "tls_failed")];
+                    let seen = server.metric("handshakes_total", &failed).await;
+                    (seen >= count).then_some(()).ok_or(seen)
+                })
+                .await;
+            }
+        };
+        let cases = [
+            (&pki.stranger.client, "our CA"),
+            (&pki.expired.client, "expired"),
+            (&pki.swapped.client, "clientAuth"),
+        ];
+        for (number, (pair, text)) in cases.into_iter().enumerate() {
+            let name = format!("tun{number}");
+            let with = "--proto tcp --connect-retry 300";
+            let client = client_with(openvpn, &cluster, &name, pair, with);
+            server.says(text).await;
+            refused(number as f64 + 1.0).await;
+            client.program.kill();
+        }
+        // Its certificate is good, but it has no file.
+        let client = client_with(openvpn, &cluster, "tun9", &pki.internal, "--proto tcp");
+        client.says("AUTH_FAILED", 1).await;
+        server.says("ccd-exclusive").await;
+        let rejected = [("outcome", "rejected")];
+        assert_eq!(server.metric("handshakes_total", &rejected).await, 1.0);
+        // What is no OpenVPN at all costs its own connection only.
+        for garbage in [&b"GET / HTTP/1.1\r\n\r\n"[..], &[0; 64], &[0, 14, 0xff, 1]] {
+            let to = SocketAddrV4::new(SEED, 1194);
+            let mut stream = cluster.client.connect(to).await.unwrap();
+            stream.write_all(garbage).await.unwrap();
+            stream.shutdown().await.unwrap();
+            let mut answer = Vec::new();
+            let _ = stream.read_to_end(&mut answer).await;
+        }
+        let pair = &pki.user_cluster;
+        let mut user = client_with(openvpn, &cluster, "tun8", pair, "--proto tcp");
+        user.is_up().await;
+        server.has_clients(1).await;
+        for secret in ["BEGIN", "PRIVATE"] {
+            assert!(!server.program.log().contains(secret), "{secret}");
+        }
+    });
+}

@@ -1,0 +1,222 @@
+//! Network namespaces within those of a test, links between them, and sockets in them.
+//!
+//! Their names are mounts below `/run`, on a file system of the test's own, so that the machine's
+//! `/run` never shows them. Files of a test lie there too.
+
+use std::ffi::OsStr;
+use std::fs::File;
+use std::io;
+use std::net::{Ipv4Addr, SocketAddr, SocketAddrV4};
+use std::os::fd::AsFd as _;
+use std::path::Path;
+use std::process::{Command, Output};
+use std::sync::Once;
+
+use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
+use tempfile::TempDir;
+use tokio::net::{TcpListener, TcpSocket, TcpStream, UdpSocket};
+
+use crate::namespace::ip;
+use crate::process::Program;
+
+/// Where `ip` keeps them.
+const DIR: &str = "/run/netns";
+
+/// A network namespace with a loopback interface. It ends with the test.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Namespace {
+    name: String,
+}
+
+impl Namespace {
+    /// Makes one. Names have 8 letters at most: interfaces are called after them.
+    ///
+    /// # Panics
+    /// Outside of [`alone`](crate::namespace::alone), or when it cannot be made.
+    pub fn add(name: &str) -> Self {
+        assert!(name.len() <= 8, "{name} is too long");
+        assert!(is_alone(), "call namespace::alone first");
+        private_run();
+        ip(&format!("netns add {name}")).expect("a network namespace");
+        let namespace = Self {
+            name: name.to_owned(),
+        };
+        namespace.ip("link set lo up");
+        namespace
+    }
+
+    /// Links it with another: `near` and `far` are addresses with prefix lengths, such as
+    /// `192.168.77.1/24`.
+    ///
+    /// # Panics
+    /// When they are linked already.
+    pub fn link(&self, near: &str, other: &Self, far: &str) {
+        let (here, there) = (&self.name, &other.name);
+        let pair = format!("link add {there} type veth peer name {here} netns {there}");
+        self.ip(&pair);
+        for (namespace, interface, address) in [(self, there, near), (other, here, far)] {
+            namespace.ip(&format!("address add {address} dev {interface}"));
+            namespace.ip(&format!("link set {interface} up"));
+        }
+    }
+
+    /// Gives it one more address, which nothing but routes lead to.
+    ///
+    /// # Panics
+    /// When it has it already.
+    pub fn address(&self, address: Ipv4Addr) {
+        self.ip(&format!("address add {address}/32 dev lo"));
+    }
+
+    /// Runs `ip` in it, and gives what that says.
+    ///
+    /// # Panics
+    /// With what it complains about.
+    pub fn ip(&self, words: &str) -> String {
+        let name = &self.name;
+        ip(&format!("-netns {name} {words}")).unwrap_or_else(|why| panic!("{name}: {words}: {why}"))
+    }
+
+    /// Runs `iptables` in it.
+    ///
+    /// # Panics
+    /// With what it complains about.
+    pub fn iptables(&self, words: &str) {
+        let output = Command::new("nsenter")
+            .arg(self.entrance())
+            .arg("iptables")
+            .args(words.split(' '))
+            .output()
+            .expect("nsenter");
+        told(output).unwrap_or_else(|why| panic!("{}: iptables {words}: {why}", self.name));
+    }
+
+    /// Lets it route from one link to another.
+    ///
+    /// # Panics
+    /// When the kernel does not.
+    pub fn forward(&self) {
+        self.within(|| std::fs::write("/proc/sys/net/ipv4/ip_forward", "1"))
+            .expect("ip_forward");
+    }
+
+    /// Starts a program in it.
+    ///
+    /// # Panics
+    /// When it cannot be started.
+    pub fn spawn<A: AsRef<OsStr>>(&self, program: &Path, args: &[A]) -> Program {
+        let name = program.file_name().unwrap_or_default().to_string_lossy();
+        let entrance = self.entrance();
+        let words = [OsStr::new(&entrance), program.as_os_str()];
+        let words = words.into_iter().chain(args.iter().map(AsRef::as_ref));
+        Program::spawn("/usr/bin/nsenter", words, &[]).named(&format!("{name} in {}", self.name))
+    }
+
+    /// Runs a program in it to its end, and gives what that says.
+    ///
+    /// # Errors
+    /// What it says if it fails.
+    pub async fn run(&self, program: &str, words: &str) -> Result<String, String> {
+        let output = tokio::process::Command::new("nsenter")
+            .arg(self.entrance())
+            .arg(program)
+            .args(words.split(' '))
+            .kill_on_drop(true)
+            .output()
+            .await;
+        told(output.expect("nsenter"))
+    }
+
+    /// Does `work` on a thread in it. The sockets that it makes stay in it.
+    pub fn within<T: Send>(&self, work: impl FnOnce() -> T + Send) -> T {
+        let path = Path::new(DIR).join(&self.name);
+        std::thread::scope(|scope| {
+            let inside = scope.spawn(|| {
+                let file = File::open(path).expect("a namespace");
+                move_into_link_name_space(file.as_fd(), Some(LinkNameSpaceType::Network))
+                    .expect("entering a namespace");
+                work()
+            });
+            inside.join().expect("work in a namespace")
+        })
+    }
+
+    /// A listener in it.
+    ///
+    /// # Panics
+    /// When the address is not there, or taken.
+    pub fn listen(&self, at: SocketAddrV4) -> TcpListener {
+        let listener = self.within(|| {
+            let listener = std::net::TcpListener::bind(at)?;
+            listener.set_nonblocking(true)?;
+            io::Result::Ok(listener)
+        });
+        let listener = listener.unwrap_or_else(|error| panic!("{}: {at}: {error}", self.name));
+        TcpListener::from_std(listener).expect("a runtime")
+    }
+
+    /// Connects from it.
+    ///
+    /// # Errors
+    /// As the kernel says.
+    pub async fn connect(&self, to: SocketAddrV4) -> io::Result<TcpStream> {
+        let socket = self.within(TcpSocket::new_v4)?;
+        socket.connect(SocketAddr::V4(to)).await
+    }
+
+    /// A UDP socket in it.
+    ///
+    /// # Panics
+    /// When the address is not there, or taken.
+    pub fn udp(&self, at: SocketAddrV4) -> UdpSocket {
+        let socket = self.within(|| {
+            let socket = std::net::UdpSocket::bind(at)?;
+            socket.set_nonblocking(true)?;
+            io::Result::Ok(socket)
+        });
+        let socket = socket.unwrap_or_else(|error| panic!("{}: {at}: {error}", self.name));
+        UdpSocket::from_std(socket).expect("a runtime")
+    }
+
+    fn entrance(&self) -> String {
+        format!("--net={DIR}/{}", self.name)
+    }
+}
+
+/// A directory that ends with the test, also if that is killed.
+pub(super) fn directory() -> TempDir {
+    let mut builder = tempfile::Builder::new();
+    builder.prefix("culvert-");
+    let dir = if is_alone() {
+        private_run();
+        builder.tempdir_in("/run")
+    } else {
+        builder.tempdir()
+    };
+    dir.expect("a temporary directory")
+}
+
+/// Whether this process is the first of its namespaces.
+fn is_alone() -> bool {
+    std::process::id() == 1
+}
+
+/// Has a `/run` in memory that only this process and its children see.
+fn private_run() {
+    static MOUNTED: Once = Once::new();
+    MOUNTED.call_once(|| {
+        let mut mount = Command::new("mount");
+        mount.args(["-t", "tmpfs", "tmpfs", "/run"]);
+        told(mount.output().expect("mount")).expect("a /run of the test's own");
+    });
+}
+
+fn told(output: Output) -> Result<String, String> {
+    let text = [output.stdout, output.stderr].concat();
+    let text = String::from_utf8_lossy(&text).into_owned();
+    if output.status.success() {
+        Ok(text)
+    } else {
+        Err(format!("{}: {}", output.status, text.trim()))
+    }
+}
