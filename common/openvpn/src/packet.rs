@@ -69,11 +69,6 @@ impl Opcode {
         })
     }
 
-    /// Whether this is tunnel data.
-    pub fn is_data(self) -> bool {
-        matches!(self, Self::DataV1 | Self::DataV2)
-    }
-
     /// The first byte of a packet with this opcode.
     pub fn first_byte(self, key_id: KeyId) -> u8 {
         (self as u8) << 3 | key_id.0

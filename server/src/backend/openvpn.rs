@@ -76,7 +76,7 @@ const UDP_BUFFER: usize = 4 << 20;
 /// The tunnel, for the router.
 pub struct Openvpn {
     clients: Arc<Clients>,
-    nodes: Nodes,
+    nodes: Option<Nodes>,
     metrics: Arc<ServerMetrics>,
 }
 
@@ -231,7 +231,7 @@ impl Openvpn {
         let own = Arc::new(OpenvpnMetrics::new(metrics.registry()));
         Self {
             clients: Clients::new(admittance, pool, firewall, own),
-            nodes: Nodes::new(access, direct, !nodes.is_empty()),
+            nodes: (!nodes.is_empty()).then(|| Nodes::new(access, direct)),
             metrics,
         }
     }
@@ -243,7 +243,8 @@ impl Openvpn {
             Ok(address) => address,
             Err(text) => return Err(self.refused(text)),
         };
-        let target = self.nodes.translate(asked);
+        let nodes = self.nodes.as_ref();
+        let target = nodes.map_or(asked, |nodes| nodes.translate(asked));
         let mut tried = Vec::new();
         let mut last = DialError::NoClient;
         while tried.len() < MAX_ATTEMPTS {

@@ -1,7 +1,6 @@
 //! Pushed options as values.
 
 use super::PushError;
-use crate::cipher::Cipher;
 use crate::compress::Framing;
 use std::net::{Ipv4Addr, Ipv6Addr};
 use std::str::{FromStr, SplitWhitespace};
@@ -170,11 +169,6 @@ impl PushOptions {
             _ => {}
         }
         Ok(())
-    }
-
-    /// The pushed cipher, if it is a known one.
-    pub fn known_cipher(&self) -> Option<Cipher> {
-        self.cipher.as_deref().and_then(Cipher::from_name)
     }
 }
 

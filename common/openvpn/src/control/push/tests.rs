@@ -1,7 +1,6 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
 
 use super::*;
-use crate::cipher::Cipher;
 use crate::compress::Framing;
 use crate::control::Message;
 use proptest::prelude::*;
@@ -38,7 +37,7 @@ fn a_stock_servers_reply() {
     assert_eq!(push.ifconfig, Some(Ifconfig { local, second }));
     assert_eq!(push.topology, Some(Topology::Net30));
     assert_eq!(push.peer_id, Some(0));
-    assert_eq!(push.known_cipher(), Some(Cipher::Aes256Gcm));
+    assert_eq!(push.cipher.as_deref(), Some("AES-256-GCM"));
     assert!(push.cc_exit && push.tls_ekm);
     assert_eq!(push.tun_mtu, Some(1500));
     assert_eq!(push.ping, Some(Duration::from_secs(5)));
