@@ -1,20 +1,19 @@
 //! The agent as the client of a stock server: the platform's configuration file, no privileges.
 
-use std::net::{Ipv4Addr, SocketAddrV4};
-use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::ops::{Deref, DerefMut};
+use std::path::PathBuf;
 use std::time::Duration;
 
-use culvert_tests::metrics::Metrics;
 use culvert_tests::namespace::alone;
 use culvert_tests::openvpn::cluster::{NODE_ACCESSED, POD, SEED};
 use culvert_tests::openvpn::scenario::BULK;
 use culvert_tests::openvpn::stock::lost_pings;
 use culvert_tests::openvpn::{Cluster, Namespace, OpenVpn, kkp, scenario};
-use culvert_tests::process::ours;
 use culvert_tests::topology::PATIENCE;
-use culvert_tests::{Program, Signal, eventually};
+use culvert_tests::{Signal, eventually};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+
+use crate::ours::{Ours, readable};
 
 /// The client's address in the tunnel.
 const CLIENT: &str = "10.20.0.6";
@@ -22,45 +21,32 @@ const CLIENT: &str = "10.20.0.6";
 /// The networks of the cluster's nodes.
 const NODES: &str = "--openvpn-nodes=192.168.1.0/24";
 
-/// Nobody, without any capability.
-const UNPRIVILEGED: [&str; 6] = [
-    "--reuid=65534",
-    "--regid=65534",
-    "--clear-groups",
-    "--inh-caps=-all",
-    "--bounding-set=-all",
-    "--no-new-privs",
-];
-
-/// Where the health listener is.
-const HEALTH: SocketAddrV4 = SocketAddrV4::new(Ipv4Addr::LOCALHOST, 8093);
-
 /// A running agent.
-struct Agent {
-    program: Program,
-    at: Namespace,
+struct Agent(Ours);
+
+impl Deref for Agent {
+    type Target = Ours;
+
+    fn deref(&self) -> &Ours {
+        &self.0
+    }
+}
+
+impl DerefMut for Agent {
+    fn deref_mut(&mut self) -> &mut Ours {
+        &mut self.0
+    }
 }
 
 impl Agent {
     fn start(at: &Namespace, flags: &[&str]) -> Self {
-        let agent = ours("culvert-agent");
-        let mut words: Vec<&str> = UNPRIVILEGED.to_vec();
-        words.push(agent.to_str().unwrap());
-        words.extend(["--v=4", NODES]);
-        words.extend(flags);
-        Self {
-            program: at.spawn(Path::new("/usr/bin/setpriv"), &words),
-            at: at.clone(),
-        }
-    }
-
-    async fn get(&self, path: &str) -> std::io::Result<String> {
-        let mut stream = self.at.connect(HEALTH).await?;
-        let request = format!("GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n");
-        stream.write_all(request.as_bytes()).await?;
-        let mut answer = String::new();
-        stream.read_to_string(&mut answer).await?;
-        Ok(answer)
+        let flags: Vec<_> = [NODES]
+            .iter()
+            .chain(flags)
+            .map(|f| (*f).to_owned())
+            .collect();
+        let series = "culvert_openvpn_client_";
+        Self(Ours::start(at, "culvert-agent", 8093, series, &flags))
     }
 
     /// Waits until `/readyz` says so.
@@ -80,43 +66,6 @@ impl Agent {
             },
         )
         .await;
-    }
-
-    async fn metric(&self, name: &str, labels: &[(&str, &str)]) -> f64 {
-        let answer = self.get("/metrics").await.unwrap();
-        let (_, page) = answer.split_once("\r\n\r\n").unwrap();
-        let metrics = Metrics::parse(page).unwrap();
-        let value = metrics.value(&format!("culvert_openvpn_client_{name}"), labels);
-        value.unwrap_or_else(|| panic!("no {name} in {page}"))
-    }
-
-    async fn says(&self, text: &str) {
-        eventually(&format!("the agent says {text:?}"), PATIENCE, async || {
-            let log = self.program.log();
-            log.contains(text).then_some(()).ok_or(log)
-        })
-        .await;
-    }
-
-    /// Of a line of its `/proc/PID/status`.
-    fn status(&self, name: &str) -> Vec<String> {
-        let path = format!("/proc/{}/status", self.program.pid());
-        let status = std::fs::read_to_string(path).unwrap();
-        let line = status.lines().find_map(|line| line.strip_prefix(name));
-        let words = line.unwrap().split_whitespace();
-        words.map(str::to_owned).collect()
-    }
-}
-
-/// Lets anybody read what the agent is given.
-fn readable(paths: &[&Path]) {
-    for path in paths {
-        let run = |program: &str, words: &str| {
-            let mut command = Command::new(program);
-            let status = command.args(words.split(' ')).arg(path).status();
-            assert!(status.unwrap().success(), "{program} {words}");
-        };
-        run("chmod", "-R a+rX");
     }
 }
 
@@ -174,15 +123,7 @@ fn the_agent_takes_the_place_of_the_platforms_client() {
         server.is_up().await;
         agent.is_ready(true).await;
 
-        assert_eq!(agent.status("Uid:"), ["65534"; 4]);
-        for set in ["CapPrm:", "CapEff:", "CapBnd:", "CapAmb:"] {
-            assert_eq!(agent.status(set), ["0000000000000000"], "{set}");
-        }
-        let devices = client.ip("-br link");
-        assert!(
-            !devices.contains("tun") && !devices.contains("kube"),
-            "{devices}"
-        );
+        agent.has_no_privileges();
         for option in ["up: not needed", "dev: not needed", "keysize: not needed"] {
             assert!(agent.program.log().contains(option), "{option}");
         }
@@ -333,7 +274,7 @@ fn mistakes_are_told_in_words() {
             let flag = format!("--openvpn-config={}", config.display());
             let mut agent = Agent::start(client, &[&flag]);
             agent
-                .says("the server does not take this client's certificate")
+                .says("the peer may refuse our certificate silently (its log says why)")
                 .await;
             agent.is_ready(false).await;
             assert_eq!(agent.metric("up", &[]).await, 0.0);

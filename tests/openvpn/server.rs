@@ -1,22 +1,23 @@
 //! The server in the place of the platform's: stock clients, every front end, no privileges.
 
-use std::net::{Ipv4Addr, SocketAddrV4};
+use std::net::SocketAddrV4;
+use std::ops::{Deref, DerefMut};
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use culvert::lab::client::{self, BoxedStream, FrontEnd};
-use culvert_tests::metrics::Metrics;
 use culvert_tests::namespace::alone;
 use culvert_tests::openvpn::cluster::{NODE, POD, SEED, SEED_INSIDE};
 use culvert_tests::openvpn::pki::Pair;
 use culvert_tests::openvpn::scenario::{BULK, Dial};
 use culvert_tests::openvpn::stock::{Options, lost_pings};
 use culvert_tests::openvpn::{Cluster, Namespace, OpenVpn, Stock, kkp, scenario};
-use culvert_tests::process::ours;
 use culvert_tests::topology::PATIENCE;
-use culvert_tests::{Program, Signal, eventually};
+use culvert_tests::{Signal, eventually};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+
+use crate::ours::{Ours, readable};
 
 /// The server's address in the tunnel.
 const SERVER: &str = "10.20.0.1";
@@ -24,14 +25,24 @@ const SERVER: &str = "10.20.0.1";
 /// What the platform gives its server for pods, Services and nodes.
 const NETWORKS: &str = "172.25.0.0/16,10.240.16.0/20,10.254.0.0/16";
 
-/// Where the health listener is.
-const HEALTH: SocketAddrV4 = SocketAddrV4::new(Ipv4Addr::LOCALHOST, 8092);
-
 /// A running server, and its front end.
 struct Server {
-    program: Program,
+    ours: Ours,
     front_end: FrontEnd,
-    at: Namespace,
+}
+
+impl Deref for Server {
+    type Target = Ours;
+
+    fn deref(&self) -> &Ours {
+        &self.ours
+    }
+}
+
+impl DerefMut for Server {
+    fn deref_mut(&mut self) -> &mut Ours {
+        &mut self.ours
+    }
 }
 
 impl Server {
@@ -46,24 +57,11 @@ impl Server {
             "grpc" => FrontEnd::GrpcUds(socket.clone()),
             _ => FrontEnd::ConnectUds(socket.clone()),
         };
-        let program = ours("culvert-server");
         let pair = &cluster.pki.server;
         let file = |flag: &str, path: &Path| format!("--{flag}={}", path.display());
-        let mut words: Vec<String> = [
-            "--reuid=65534",
-            "--regid=65534",
-            "--clear-groups",
-            "--inh-caps=-all",
-            "--bounding-set=-all",
-            "--no-new-privs",
-            program.to_str().unwrap(),
-            "--v=4",
-            "--server-port=0",
-            "--tunnel-mode=openvpn",
-        ]
-        .map(str::to_owned)
-        .to_vec();
-        words.extend([
+        let mut words = vec![
+            "--server-port=0".to_owned(),
+            "--tunnel-mode=openvpn".to_owned(),
             format!("--mode={mode}"),
             file("uds-name", &socket),
             file("cluster-cert", &pair.cert),
@@ -74,27 +72,16 @@ impl Server {
             file("openvpn-client-config-dir", &dir.join("clients")),
             format!("--openvpn-route={NETWORKS}"),
             format!("--openvpn-push-route={NETWORKS}"),
-        ]);
+        ];
         words.extend(flags.iter().map(|flag| (*flag).to_owned()));
-        let server = Self {
-            program: cluster.seed.spawn(Path::new("/usr/bin/setpriv"), &words),
-            front_end,
-            at: cluster.seed.clone(),
-        };
+        let series = "culvert_openvpn_";
+        let ours = Ours::start(&cluster.seed, "culvert-server", 8092, series, &words);
+        let server = Self { ours, front_end };
         server
             .program
             .wait_for_log("serving OpenVPN", PATIENCE)
             .await;
         server
-    }
-
-    async fn get(&self, path: &str) -> std::io::Result<String> {
-        let mut stream = self.at.connect(HEALTH).await?;
-        let request = format!("GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n");
-        stream.write_all(request.as_bytes()).await?;
-        let mut answer = String::new();
-        stream.read_to_string(&mut answer).await?;
-        Ok(answer)
     }
 
     /// Waits until so many clients are connected, and dials have somewhere to go if there are any.
@@ -115,46 +102,12 @@ impl Server {
         })
         .await;
     }
-
-    async fn metric(&self, name: &str, labels: &[(&str, &str)]) -> f64 {
-        let answer = self.get("/metrics").await.unwrap();
-        let (_, page) = answer.split_once("\r\n\r\n").unwrap();
-        let metrics = Metrics::parse(page).unwrap();
-        let value = metrics.value(&format!("culvert_openvpn_{name}"), labels);
-        value.unwrap_or_else(|| panic!("no {name} in {page}"))
-    }
-
-    async fn says(&self, text: &str) {
-        eventually(&format!("the server says {text:?}"), PATIENCE, async || {
-            let log = self.program.log();
-            log.contains(text).then_some(()).ok_or(log)
-        })
-        .await;
-    }
-
-    /// Of a line of its `/proc/PID/status`.
-    fn status(&self, name: &str) -> Vec<String> {
-        let path = format!("/proc/{}/status", self.program.pid());
-        let status = std::fs::read_to_string(path).unwrap();
-        let line = status.lines().find_map(|line| line.strip_prefix(name));
-        let words = line.unwrap().split_whitespace();
-        words.map(str::to_owned).collect()
-    }
 }
 
 impl Dial for Server {
     async fn dial(&self, to: SocketAddrV4) -> std::io::Result<BoxedStream> {
         let stream = client::connect(&self.front_end, &to.to_string(), PATIENCE).await;
         stream.map_err(std::io::Error::other)
-    }
-}
-
-/// Lets anybody read what the server is given.
-fn readable(paths: &[&Path]) {
-    for path in paths {
-        let mut command = std::process::Command::new("chmod");
-        let status = command.args(["-R", "a+rX"]).arg(path).status();
-        assert!(status.unwrap().success());
     }
 }
 
@@ -197,12 +150,7 @@ fn the_server_takes_the_place_of_the_platforms_server() {
         user.is_up().await;
         server.has_clients(1).await;
 
-        assert_eq!(server.status("Uid:"), ["65534"; 4]);
-        for set in ["CapPrm:", "CapEff:", "CapBnd:", "CapAmb:"] {
-            assert_eq!(server.status(set), ["0000000000000000"], "{set}");
-        }
-        let devices = cluster.seed.ip("-br link");
-        assert!(!devices.contains("tun"), "{devices}");
+        server.has_no_privileges();
 
         let pause = Duration::from_millis(200);
         assert_eq!(lost_pings(&cluster.client, SERVER, 3, pause).await, 0);

@@ -9,7 +9,7 @@ use anyhow::Context as _;
 use culvert_common::net::{dial, listen};
 use culvert_common::openvpn::config_file::{Client as Settings, Remote};
 use culvert_common::openvpn::files;
-use culvert_common::openvpn::link::{Link, LinkEnd, WireError};
+use culvert_common::openvpn::link::{Link, LinkEnd};
 use culvert_common::openvpn::now;
 use culvert_openvpn::Role as End;
 use culvert_openvpn::options::Transport;
@@ -288,18 +288,9 @@ fn after(end: &LinkEnd, lived: Option<Duration>) -> Attempt {
         LinkEnd::Session(Ended::Halt(_)) => hopeless = true,
         LinkEnd::Session(_) | LinkEnd::Wire(_) => {}
     }
-    let text = match end {
-        // A stock server over TCP says nothing to those that it does not take.
-        LinkEnd::Wire(WireError::Closed) if lived.is_none() => {
-            format!(
-                "{end} before the tunnel was up: most often the server does not take this client's certificate, or tls-auth or tls-crypt are not the same on both sides; its log says why"
-            )
-        }
-        end => end.to_string(),
-    };
     Attempt {
         outcome: lived.is_none().then_some(outcome),
-        text,
+        text: end.to_string(),
         lived,
         next,
         hopeless,

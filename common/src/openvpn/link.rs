@@ -137,6 +137,12 @@ impl<R: Role> Link<R> {
             match turn.await {
                 Ok(()) => {}
                 Err(error) => {
+                    if matches!(error, WireError::Closed) {
+                        let now = now();
+                        // It knows how far the handshake came; without effect if it ended before.
+                        self.session.disconnected(now);
+                        self.work(now);
+                    }
                     return match self.ended.take() {
                         Some((ended, _)) => LinkEnd::Session(ended),
                         None => LinkEnd::Wire(error),

@@ -203,7 +203,10 @@ async fn a_pair_carries_flows_over_either_transport_while_keys_change() {
         // It hears of it.
         let (_, end) = timeout(PATIENCE, pair.client).await.unwrap().unwrap();
         match transport {
-            Transport::Tcp => assert!(matches!(end, LinkEnd::Wire(WireError::Closed)), "{end}"),
+            Transport::Tcp => assert!(
+                matches!(end, LinkEnd::Session(Ended::Disconnected { stage: None })),
+                "{end}"
+            ),
             Transport::Udp => assert!(matches!(end, LinkEnd::Session(Ended::PeerExit)), "{end}"),
         }
     }
