@@ -28,6 +28,6 @@ async fn serve(config: Config) -> anyhow::Result<()> {
     let signals = Signals::new()?;
     let shutdown = CancellationToken::new();
     let bound = Bound::bind(config).await?;
-    let run = bound.run(shutdown.clone());
+    let run = Box::pin(bound.run(shutdown.clone()));
     Ok(signals.run("stop", shutdown, run).await?)
 }

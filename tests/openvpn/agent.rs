@@ -22,7 +22,7 @@ const CLIENT: &str = "10.20.0.6";
 const NODES: &str = "--openvpn-nodes=192.168.1.0/24";
 
 /// A running agent.
-struct Agent(Ours);
+pub struct Agent(Ours);
 
 impl Deref for Agent {
     type Target = Ours;
@@ -39,7 +39,7 @@ impl DerefMut for Agent {
 }
 
 impl Agent {
-    fn start(at: &Namespace, flags: &[&str]) -> Self {
+    pub fn start(at: &Namespace, flags: &[&str]) -> Self {
         let flags: Vec<_> = [NODES]
             .iter()
             .chain(flags)
@@ -50,7 +50,7 @@ impl Agent {
     }
 
     /// Waits until `/readyz` says so.
-    async fn is_ready(&mut self, wanted: bool) {
+    pub async fn is_ready(&mut self, wanted: bool) {
         eventually(
             &format!("the agent is ready: {wanted}"),
             PATIENCE,
@@ -70,7 +70,7 @@ impl Agent {
 }
 
 /// The platform's file for the client, with further lines.
-fn platform_file(cluster: &Cluster, more: &str) -> PathBuf {
+pub fn platform_file(cluster: &Cluster, more: &str) -> PathBuf {
     let dir = cluster.dir("agent");
     let _ = kkp::user_cluster_client(&cluster.pki, &dir, &SEED.to_string());
     let path = dir.join("config");

@@ -10,6 +10,7 @@
 //! | [`refusal`] | certificates that are not let in, and what is said about them |
 //! | [`agent`] | the agent as the client of a stock server, as the platform configures it |
 //! | [`server`] | the server with stock clients, as the platform configures them |
+//! | [`pair`] | our server and our agent with each other |
 //! | [`ours`] | a program of ours in a namespace |
 //! | [`abuse`] | wires that repeat, damage and invent packets |
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
@@ -22,6 +23,7 @@ mod baseline;
 mod lifetime;
 mod matrix;
 mod ours;
+mod pair;
 mod platform;
 mod refusal;
 mod server;

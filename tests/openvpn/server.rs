@@ -26,7 +26,7 @@ const SERVER: &str = "10.20.0.1";
 const NETWORKS: &str = "172.25.0.0/16,10.240.16.0/20,10.254.0.0/16";
 
 /// A running server, and its front end.
-struct Server {
+pub struct Server {
     ours: Ours,
     front_end: FrontEnd,
 }
@@ -47,7 +47,7 @@ impl DerefMut for Server {
 
 impl Server {
     /// In the seed, as nobody, in the platform's shape with further flags.
-    async fn start(cluster: &Cluster, mode: &str, flags: &[&str]) -> Self {
+    pub async fn start(cluster: &Cluster, mode: &str, flags: &[&str]) -> Self {
         let dir = cluster.dir("culvert");
         let _ = kkp::server(&cluster.pki, &dir);
         readable(&[dir.parent().unwrap(), cluster.pki.ca.parent().unwrap()]);
@@ -85,7 +85,7 @@ impl Server {
     }
 
     /// Waits until so many clients are connected, and dials have somewhere to go if there are any.
-    async fn has_clients(&self, wanted: usize) {
+    pub async fn has_clients(&self, wanted: usize) {
         self.has(wanted, wanted > 0).await;
     }
 

@@ -13,6 +13,7 @@
 //! | `clients` | who is connected; addresses, routes, rules |
 //! | `role` | decisions for one client |
 //! | `listen`, `udp` | sockets |
+//! | `renew` | the certificates' files |
 //! | `pool`, `ccd`, `push` | addresses, files about clients, what they are told |
 
 mod ccd;
@@ -23,6 +24,7 @@ mod listen;
 pub mod metrics;
 mod pool;
 mod push;
+mod renew;
 mod role;
 pub mod settings;
 mod udp;
@@ -45,7 +47,9 @@ use culvert_openvpn::flows::Closed;
 use culvert_openvpn::nodes::Nodes;
 use culvert_openvpn::options::Transport;
 use culvert_openvpn::session::ServerConfig;
+use culvert_openvpn::tls::ServerTls;
 use tokio::net::UdpSocket;
+use tokio::sync::watch;
 use tokio::time::{Instant, timeout_at};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
@@ -56,6 +60,7 @@ use self::listen::Tcp;
 use self::metrics::OpenvpnMetrics;
 use self::pool::Pool;
 use self::push::PushAll;
+use self::renew::Files;
 use self::settings::Settings;
 use self::udp::Udp;
 use super::Connection;
@@ -87,12 +92,16 @@ pub struct Bound {
     /// Where clients connect, in the order of the settings.
     pub addresses: Vec<SocketAddr>,
     sockets: Vec<Socket>,
+    files: Files,
     max_clients: usize,
 }
 
+/// One listener's sessions' settings, which change with the certificates.
+type ConfigSender = watch::Sender<Arc<ServerConfig>>;
+
 enum Socket {
-    Tcp(Listener, Arc<ServerConfig>),
-    Udp(UdpSocket, Arc<ServerConfig>),
+    Tcp(Listener, ConfigSender),
+    Udp(UdpSocket, ConfigSender),
 }
 
 impl Bound {
@@ -101,10 +110,13 @@ impl Bound {
     /// # Errors
     /// When a file can not be used or an address is taken; the text says which and what to do.
     pub async fn bind(settings: &Settings, metrics: Arc<ServerMetrics>) -> anyhow::Result<Self> {
+        let mut files = Files::new(&settings.server)?;
+        let tls = Arc::new(files.load()?);
         let mut sockets = Vec::new();
         let mut addresses = Vec::new();
         for listen in &settings.listen {
-            let config = Arc::new(session(settings, listen.transport)?);
+            let config = session(settings, listen.transport, tls.clone())?;
+            let config = watch::Sender::new(Arc::new(config));
             let bind = &listen.bind;
             let flag = "--openvpn-listen";
             match listen.transport {
@@ -128,6 +140,7 @@ impl Bound {
             tunnel: Arc::new(Openvpn::new(settings, metrics)),
             addresses,
             sockets,
+            files,
             max_clients: settings.max_clients,
         })
     }
@@ -135,39 +148,40 @@ impl Bound {
     /// Serves clients on tasks of the tracker until the token fires.
     pub fn serve(self, shards: &Arc<Shards>, tasks: &TaskTracker, shutdown: &CancellationToken) {
         let clients = &self.tunnel.clients;
+        let mut configs = Vec::new();
         for (socket, address) in self.sockets.into_iter().zip(self.addresses) {
             match socket {
                 Socket::Tcp(listener, config) => {
                     info!(%address, "serving OpenVPN over TCP");
                     let tcp = Tcp {
                         clients: clients.clone(),
-                        config,
+                        config: config.subscribe(),
                     };
                     let (shards, stop) = (shards.clone(), shutdown.clone());
                     tasks.spawn(tcp.serve(listener, shards, tasks.clone(), stop));
+                    configs.push(config);
                 }
                 Socket::Udp(socket, config) => {
                     info!(%address, "serving OpenVPN over UDP");
-                    let udp = Udp::new(socket, config, clients.clone(), self.max_clients);
+                    let follows = config.subscribe();
+                    let udp = Udp::new(socket, follows, clients.clone(), self.max_clients);
                     tasks.spawn(udp.serve(shutdown.clone()));
+                    configs.push(config);
                 }
             }
         }
+        tasks.spawn(self.files.follow(configs, shutdown.clone()));
     }
 }
 
 /// What one listener's sessions are told.
-fn session(settings: &Settings, transport: Transport) -> anyhow::Result<ServerConfig> {
-    let server = &settings.server;
-    let common = &server.common;
-    let needs = "clients connect over TLS: give --openvpn-ca, --openvpn-cert and --openvpn-key";
-    let ca = common.ca.as_ref().context(needs)?;
-    let cert = common.cert.as_ref().context(needs)?;
-    let key = common.key.as_ref().context(needs)?;
-    let crl = server.crl.as_ref();
-    let (min_version, require_usage) = (common.min_version, common.require_usage);
-    let tls = files::server_tls(ca, crl, (cert, key), min_version, require_usage)?;
-    let mut config = ServerConfig::new(transport, Arc::new(tls));
+fn session(
+    settings: &Settings,
+    transport: Transport,
+    tls: Arc<ServerTls>,
+) -> anyhow::Result<ServerConfig> {
+    let common = &settings.server.common;
+    let mut config = ServerConfig::new(transport, tls);
     common.apply(&mut config.common);
     config.common.wrap = files::wrap(
         common.tls_auth.as_ref(),

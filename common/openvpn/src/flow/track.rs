@@ -129,14 +129,15 @@ impl Track {
             return false;
         }
         let behind = emitted.sequence.wrapping_add(length);
-        let repeated = before(emitted.sequence, self.sent);
+        // A SYN is repeated because the other side takes its time, too: it may have to dial first.
+        let repeated = before(emitted.sequence, self.sent) && !syn;
         if before(self.sent, behind) {
             self.sent = behind;
         }
         if repeated {
             self.repeating = true;
             self.sample = None;
-        } else if self.sample.is_none() {
+        } else if self.sample.is_none() && !syn {
             self.sample = Some((behind, now));
         }
         repeated

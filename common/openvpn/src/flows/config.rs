@@ -22,10 +22,13 @@ pub struct Config {
     /// Bytes that a flow holds until the peer has acknowledged them. Default 512 KiB.
     pub send_buffer: usize,
     /// What the buffers of all flows may come to. The more of it is taken the smaller are the
-    /// buffers of the next flow, down to 16 KiB for each direction. Default 256 MiB.
+    /// buffers of the next flow, down to 16 KiB for each direction, which are given even beyond
+    /// it: in all no more than this and 32 KiB for each of [`max_flows`](Self::max_flows).
+    /// Default 256 MiB.
     ///
     /// A buffer's memory is asked for at once but comes zeroed from the allocator, so that pages
-    /// are used when they are first written. They are given back with the flow, not before.
+    /// are used when they are first written. smoltcp can not shrink a buffer: an idle flow keeps
+    /// the pages it has used until it ends.
     pub buffer_budget: usize,
     /// Flows at once. Default 8192.
     pub max_flows: usize,
@@ -132,7 +135,8 @@ pub enum Event {
     Readable(FlowId),
     /// There is room again after [`send`](super::Flows::send) has taken less than it was given.
     Writable(FlowId),
-    /// The flow is gone, its id no longer valid. What had been received is read by then.
+    /// The flow is gone, its id no longer valid. What had been received is read by then, and the
+    /// other side's end was or could have been seen if it is [`Closed::Finished`].
     Closed(FlowId, Closed),
 }
 

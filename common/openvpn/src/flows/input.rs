@@ -61,21 +61,36 @@ impl Flows {
         if flow.connected && flow.track.outside_window(segment) {
             self.stats.out_of_window += 1;
         }
+        let repeating = flow.track.is_repeating();
         let acknowledged = flow.input(segment, packet.bytes(), &mut self.replies, now);
         flow.heard = heard;
+        self.slots.make_ready(index);
+        if self.pacer.is_some() {
+            self.paced_input(index, acknowledged, repeating && acknowledged > 0, now);
+        }
+        self.settle(index);
+        self.wake_waiting();
+        Input::Taken
+    }
+
+    /// What an acknowledgement says of the path. Something was lost there only if it comes through
+    /// when it is repeated (`repaired`): a host behind the peer that is gone is no loss.
+    fn paced_input(&mut self, index: u32, acknowledged: u32, repaired: bool, now: Instant) {
+        let measured = self
+            .slots
+            .flow(index)
+            .and_then(|flow| flow.track.round_trip(now));
         if let Some(pacer) = &mut self.pacer {
-            if let Some(measured) = flow.track.round_trip(now) {
+            if let Some(measured) = measured {
                 pacer.round_trip(measured, now);
             }
-            if acknowledged > 0 {
+            if repaired {
+                pacer.lost(now);
+            } else if acknowledged > 0 {
                 pacer.acknowledged(acknowledged as usize, self.charged, now);
             }
-            self.recharge(index);
-            self.wake_waiting();
         }
-        self.slots.make_ready(index);
-        self.settle(index);
-        Input::Taken
+        self.recharge(index);
     }
 
     /// A segment that belongs to no flow.

@@ -61,7 +61,6 @@ impl Flows {
             if let Some(pacer) = &mut self.pacer {
                 pacer.spend(self.outbox.bytes - bytes);
                 if repeated > 0 {
-                    pacer.lost(now);
                     self.recharge(index);
                 }
             }

@@ -87,7 +87,7 @@ impl Pacer {
         self.cap = self.cap.max(grown);
     }
 
-    /// Something had to be sent again.
+    /// Something had to be sent again, and has arrived then.
     pub(crate) fn lost(&mut self, now: Instant) {
         let same = self
             .lost

@@ -157,7 +157,8 @@ pub(super) fn explain_certificate(error: &rustls::Error) -> String {
         CertificateError::BadSignature => {
             "not signed by our CA, but by one of the same name: was the CA made anew? compare `ca` on both sides".into()
         }
-        CertificateError::Expired | CertificateError::ExpiredContext { .. } => {
+        CertificateError::Expired => "expired: renew it, or look at the clocks".into(),
+        CertificateError::ExpiredContext { .. } => {
             format!("{error}: renew it, or look at the clocks")
         }
         CertificateError::NotValidYet | CertificateError::NotValidYetContext { .. } => {

@@ -198,7 +198,6 @@ impl Clients {
         }
         let lease = match file.address {
             Some((own, second)) => {
-                let second = second.unwrap_or_else(|| self.pool.network().netmask());
                 // The one that it replaces may still have it for a moment.
                 let own = self.pool.lease_static(own, second);
                 own.or_else(|_| self.pool.lease())

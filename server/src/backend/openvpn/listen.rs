@@ -10,6 +10,7 @@ use culvert_common::runtime::shards::Shards;
 use culvert_openvpn::options::Transport;
 use culvert_openvpn::session::{ServerConfig, Session};
 use tokio::net::TcpStream;
+use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tracing::{debug, info};
@@ -28,8 +29,8 @@ const MAX_HALF_OPEN: usize = 256;
 pub struct Tcp {
     /// Who is let in.
     pub clients: Arc<Clients>,
-    /// The session's settings.
-    pub config: Arc<ServerConfig>,
+    /// The session's settings, as they are for a new one.
+    pub config: watch::Receiver<Arc<ServerConfig>>,
 }
 
 impl Tcp {
@@ -66,8 +67,9 @@ impl Tcp {
         half_open: HalfOpen,
         cut: CancellationToken,
     ) {
-        let session = Session::server(self.config.clone(), 0, now());
-        let tun_mtu = self.config.common.tun_mtu;
+        let config = self.config.borrow().clone();
+        let tun_mtu = config.common.tun_mtu;
+        let session = Session::server(config, 0, now());
         let transport = Transport::Tcp;
         let client = Client::new(
             self.clients,

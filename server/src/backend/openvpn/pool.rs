@@ -54,11 +54,6 @@ impl Pool {
         self.at(1)
     }
 
-    /// The VPN's network.
-    pub fn network(&self) -> Ipv4Net {
-        self.network
-    }
-
     fn at(&self, offset: u32) -> Ipv4Addr {
         Ipv4Addr::from_bits(self.network.network().to_bits().wrapping_add(offset))
     }
@@ -115,14 +110,14 @@ impl Pool {
     pub fn lease_static(
         self: &Arc<Self>,
         address: Ipv4Addr,
-        second: Ipv4Addr,
+        second: Option<Ipv4Addr>,
     ) -> Result<Lease, NoAddress> {
         if address == self.server() || !self.taken.lock().insert(address) {
             return Err(NoAddress::Taken(address));
         }
         Ok(Lease {
             address,
-            second,
+            second: second.unwrap_or_else(|| self.second(address)),
             pool: self.clone(),
         })
     }
@@ -208,7 +203,7 @@ mod tests {
             let mut addresses: Vec<_> = leases.iter().map(|lease| lease.address).collect();
             addresses.dedup();
             assert_eq!(addresses.len(), count);
-            assert!(addresses.iter().all(|a| pool.network().contains(a)));
+            assert!(addresses.iter().all(|a| pool.network.contains(a)));
             assert!(matches!(pool.lease(), Err(NoAddress::Exhausted(_))));
             drop(leases);
             assert_eq!(pool.lease().is_ok(), count > 0);
@@ -219,10 +214,10 @@ mod tests {
     fn a_clients_own_address_is_left_out_by_the_pool() {
         let pool = pool("10.20.0.0/24", Topology::Net30);
         let six: Ipv4Addr = "10.20.0.6".parse().unwrap();
-        let own = pool.lease_static(six, "10.20.0.5".parse().unwrap());
-        assert!(own.is_ok());
+        let own = pool.lease_static(six, None).unwrap();
+        assert_eq!(own.push()[2], "ifconfig 10.20.0.6 10.20.0.5");
         assert_eq!(
-            pool.lease_static(six, six).unwrap_err(),
+            pool.lease_static(six, None).unwrap_err(),
             NoAddress::Taken(six)
         );
         assert_eq!(
@@ -230,6 +225,6 @@ mod tests {
             "10.20.0.10".parse::<Ipv4Addr>().unwrap()
         );
         let server = pool.server();
-        assert!(pool.lease_static(server, six).is_err());
+        assert!(pool.lease_static(server, None).is_err());
     }
 }

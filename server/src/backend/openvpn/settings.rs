@@ -130,6 +130,7 @@ impl Settings {
             format!("openvpn-node-access-network={node_access}"),
             format!("openvpn-client-config-dir={}", directory.display()),
             format!("openvpn-duplicate-cn={}", server.duplicate_cn),
+            format!("openvpn-ccd-exclusive={}", server.ccd_exclusive),
             format!("openvpn-max-clients={max_clients}"),
             format!("openvpn-data-ciphers={}", Cipher::list(ciphers)),
             format!(

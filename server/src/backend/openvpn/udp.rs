@@ -19,6 +19,7 @@ use culvert_openvpn::options::Transport;
 use culvert_openvpn::session::{Event, ServerConfig};
 use tokio::io::ReadBuf;
 use tokio::net::UdpSocket;
+use tokio::sync::watch;
 use tokio::time::{Instant, Sleep, sleep_until};
 use tokio_util::sync::CancellationToken;
 use tracing::warn;
@@ -56,6 +57,7 @@ struct Member {
 pub struct Udp {
     socket: UdpSocket,
     hub: Hub,
+    config: watch::Receiver<Arc<ServerConfig>>,
     clients: Arc<Clients>,
     members: BTreeMap<PeerId, Member>,
     input: Vec<u8>,
@@ -72,18 +74,20 @@ impl Udp {
     /// Nobody yet.
     pub fn new(
         socket: UdpSocket,
-        config: Arc<ServerConfig>,
+        config: watch::Receiver<Arc<ServerConfig>>,
         clients: Arc<Clients>,
         max_clients: usize,
     ) -> Self {
         let now = now();
+        let first = config.borrow().clone();
         let limits = Limits {
             sessions: max_clients.saturating_add(MAX_HALF_OPEN),
             half_open: MAX_HALF_OPEN,
         };
         Self {
             socket,
-            hub: Hub::new(config, limits, now),
+            hub: Hub::new(first, limits, now),
+            config,
             clients,
             members: BTreeMap::new(),
             input: vec![0; MAX_DATAGRAM],
@@ -126,6 +130,10 @@ impl Udp {
     fn poll_turn(&mut self, cx: &mut Context<'_>) -> Poll<()> {
         let mut active = false;
         let now = now();
+        if self.config.has_changed().unwrap_or(false) {
+            let config = self.config.borrow_and_update().clone();
+            self.hub.set_config(config);
+        }
         for _ in 0..BATCH {
             match self.poll_receive(now, cx) {
                 Poll::Ready(()) => active = true,

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use super::net::{Door, Net, POD, SERVER};
 use crate::flows::{Closed, Config, DialError, Gone, Input, Received, Refusal, Unreachable};
-use crate::ip::build::echo;
-use crate::ip::{Packet, Segment, flags};
+use crate::ip::build::{echo, icmp, udp};
+use crate::ip::{Icmp, Packet, Segment, flags, kind};
 
 const SECOND: Duration = Duration::from_secs(1);
 
@@ -332,7 +332,7 @@ fn pings_are_answered_and_strangers_refused() {
     let reply = Packet::parse(&replies[0]).unwrap();
     assert_eq!(reply.source(), SERVER);
     assert_eq!(reply.destination(), *POD.ip());
-    let icmp = crate::ip::Icmp::parse(&reply).unwrap();
+    let icmp = Icmp::parse(&reply).unwrap();
     assert_eq!((icmp.kind(), icmp.identifier()), (0, 0x1234));
     assert_eq!(icmp.body(), &ping[28..]);
 
@@ -375,4 +375,67 @@ fn resets_are_limited() {
         net.a.flows.recv(id, |bytes| bytes.len()),
         Err::<Received, _>(Gone)
     );
+}
+
+#[test]
+fn what_nobody_wants_is_told_by_icmp_but_never_about_icmp() {
+    let mut net = Net::new();
+    let now = net.now;
+    let own = SocketAddrV4::new(SERVER, 53);
+    let query = udp(POD, own, b"query");
+    let error = icmp(POD, own, [kind::UNREACHABLE, 3], [0; 4], &query);
+    let mut replies = Vec::new();
+    for packet in [&error, &query] {
+        assert_eq!(net.a.flows.input(packet, now), Input::Unknown);
+        assert!(!net.a.flows.echo(packet, now));
+        net.a.flows.reject(packet, now);
+    }
+    net.a.flows.poll_output(now, &mut |packet| {
+        replies.push(packet.to_vec());
+        true
+    });
+    assert_eq!(replies.len(), 1);
+    let reply = Packet::parse(&replies[0]).unwrap();
+    assert_eq!((reply.source(), reply.destination()), (SERVER, *POD.ip()));
+    let message = Icmp::parse(&reply).unwrap();
+    assert_eq!((message.kind(), message.code()), (kind::UNREACHABLE, 3));
+    assert_eq!(message.body(), query);
+}
+
+#[test]
+fn an_icmp_error_ends_a_dial_only_if_it_quotes_its_syn() {
+    let mut net = Net::new();
+    net.b.deaf = true;
+    let id = net.dial(POD, 0);
+    let now = net.now;
+    let mut syn = Vec::new();
+    net.a.flows.poll_output(now, &mut |packet| {
+        syn = packet.to_vec();
+        true
+    });
+    let router = SocketAddrV4::new(Ipv4Addr::new(172, 25, 0, 1), 0);
+    let own = SocketAddrV4::new(SERVER, 0);
+    let mut guessed = syn.clone();
+    guessed[24] ^= 1;
+    for (code, quoted) in [(1, &guessed), (4, &syn)] {
+        let error = icmp(router, own, [kind::UNREACHABLE, code], [0; 4], quoted);
+        assert_eq!(net.a.flows.input(&error, now), Input::Taken);
+        assert_eq!(net.a.flows.poll_event(), None);
+    }
+    let error = icmp(router, own, [kind::UNREACHABLE, 1], [0; 4], &syn[..28]);
+    assert_eq!(net.a.flows.input(&error, now), Input::Taken);
+    net.turn();
+    let closed = net.a.streams[&id].closed.unwrap();
+    assert_eq!(closed, Closed::Unreachable(Unreachable::Host));
+    assert_eq!(
+        closed.to_string(),
+        "destination unreachable: no route to the host"
+    );
+}
+
+#[test]
+fn flows_may_move_between_threads() {
+    fn moves<T: Send>() {}
+    moves::<crate::flows::Flows>();
+    moves::<crate::forward::Forward>();
 }

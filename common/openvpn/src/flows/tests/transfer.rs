@@ -3,7 +3,7 @@
 use std::net::{Ipv4Addr, SocketAddrV4};
 use std::time::Duration;
 
-use super::net::{Net, POD};
+use super::net::{Door, Net, POD, Stream};
 use crate::flows::{Closed, Config, Pace};
 
 const MINUTE: Duration = Duration::from_secs(60);
@@ -239,4 +239,41 @@ fn the_cap_is_shared_and_a_dead_host_does_not_keep_it() {
         "{:?}",
         net.now - start
     );
+}
+
+#[test]
+fn hosts_that_are_slow_or_gone_do_not_shrink_the_cap() {
+    let mut net = Net::with(paced(), paced(), 3);
+    for wire in [&mut net.ab, &mut net.ba] {
+        wire.delay = Duration::from_millis(20);
+        wire.room = usize::MAX;
+    }
+    both_ways(&mut net, 20 << 20, 0, 10 * MINUTE);
+    let grown = net.a.flows.stats().in_flight_cap;
+    assert!(grown > 200 << 10, "{grown}");
+    // One takes 5 s to answer its SYN, the other vanishes in the middle of a transfer.
+    net.b.door = Door::Silent;
+    let slow = net.dial(POD, 100 << 10);
+    net.run(Duration::from_secs(5), |_| false);
+    net.b.door = Door::Accept;
+    let (incoming, ..) = *net.b.incoming.last().unwrap();
+    net.b.flows.accept(incoming, net.now).unwrap();
+    let seed = net.port_of(slow) as u8;
+    net.b.streams.insert(
+        incoming,
+        Stream {
+            seed,
+            ..Stream::default()
+        },
+    );
+    let gone = net.dial(POD, 10 << 20);
+    net.run(Duration::from_secs(1), |net| {
+        net.a.streams[&gone].sent > 100 << 10
+    });
+    net.ab.swallow = Some(net.port_of(gone).to_be_bytes());
+    net.run(MINUTE, |net| net.a.streams[&slow].closed.is_some());
+    net.run(MINUTE, |_| false);
+    assert_eq!(net.a.streams[&slow].closed, Some(Closed::Finished));
+    assert!(net.a.flows.stats().retransmitted > 3);
+    assert!(net.a.flows.stats().in_flight_cap >= grown);
 }

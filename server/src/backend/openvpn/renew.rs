@@ -1,0 +1,152 @@
+//! Certificates that are renewed while the server runs: the files are read again, and count for
+//! clients that connect from then on.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use culvert_common::openvpn::config_file::{Material, Server};
+use culvert_common::openvpn::files;
+use culvert_openvpn::session::ServerConfig;
+use culvert_openvpn::tls::ServerTls;
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+use tracing::{info, warn};
+
+/// How often the files are looked at. Kubernetes takes about as long to bring a changed Secret.
+const LOOK_EVERY: Duration = Duration::from_secs(30);
+
+/// The material of a server's TLS.
+pub struct Files {
+    ca: Material,
+    cert: Material,
+    key: Material,
+    server: Server,
+    /// What was read last, good or bad.
+    read: Vec<Vec<u8>>,
+}
+
+impl Files {
+    /// The files that a configuration names.
+    pub fn new(server: &Server) -> anyhow::Result<Self> {
+        let needs = "clients connect over TLS: give --openvpn-ca, --openvpn-cert and --openvpn-key";
+        let given = |material: &Option<Material>| {
+            let material = material.clone();
+            material.ok_or_else(|| anyhow::anyhow!(needs))
+        };
+        let common = &server.common;
+        Ok(Self {
+            ca: given(&common.ca)?,
+            cert: given(&common.cert)?,
+            key: given(&common.key)?,
+            server: server.clone(),
+            read: Vec::new(),
+        })
+    }
+
+    /// Reads them.
+    ///
+    /// # Errors
+    /// When they can not be used; the text says which and what to do.
+    pub fn load(&mut self) -> Result<ServerTls, files::FileError> {
+        self.changed();
+        let common = &self.server.common;
+        let crl = self.server.crl.as_ref();
+        files::server_tls(
+            &self.ca,
+            crl,
+            (&self.cert, &self.key),
+            common.min_version,
+            common.require_usage,
+        )
+    }
+
+    /// Whether any of them is not what it was at the last look. A file that is not there for a
+    /// moment is about to be replaced.
+    fn changed(&mut self) -> bool {
+        let all = [&self.ca, &self.cert, &self.key];
+        let all = all.into_iter().chain(self.server.crl.as_ref());
+        let Ok(read) = all.map(files::load).collect::<Result<Vec<_>, _>>() else {
+            return false;
+        };
+        let changed = read != self.read;
+        self.read = read;
+        changed
+    }
+
+    /// Gives new certificates to all listeners until the token fires.
+    pub async fn follow(
+        mut self,
+        configs: Vec<watch::Sender<Arc<ServerConfig>>>,
+        shutdown: CancellationToken,
+    ) {
+        let mut look = tokio::time::interval(LOOK_EVERY);
+        while shutdown.run_until_cancelled(look.tick()).await.is_some() {
+            if self.changed() {
+                self.renew(&configs);
+            }
+        }
+    }
+
+    fn renew(&mut self, configs: &[watch::Sender<Arc<ServerConfig>>]) {
+        match self.load() {
+            Ok(tls) => {
+                let tls = Arc::new(tls);
+                for config in configs {
+                    config.send_modify(|config| {
+                        let mut renewed = ServerConfig::clone(config);
+                        renewed.tls = tls.clone();
+                        *config = Arc::new(renewed);
+                    });
+                }
+                info!("OpenVPN certificates read again");
+            }
+            Err(error) => warn!(%error, "OpenVPN certificates stay as they are"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use culvert_openvpn::options::Transport;
+    use rcgen::{CertificateParams, KeyPair};
+
+    use super::*;
+
+    #[test]
+    fn changed_files_are_taken_if_they_are_good() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = |name: &str| dir.path().join(name);
+        let write = || {
+            let key = KeyPair::generate().unwrap();
+            let certificate = CertificateParams::default().self_signed(&key).unwrap();
+            for name in ["ca", "cert"] {
+                std::fs::write(path(name), certificate.pem()).unwrap();
+            }
+            std::fs::write(path("key"), key.serialize_pem()).unwrap();
+        };
+        write();
+        let mut server = Server::default();
+        assert!(Files::new(&server).is_err());
+        server.common.ca = Some(Material::File(path("ca")));
+        server.common.cert = Some(Material::File(path("cert")));
+        server.common.key = Some(Material::File(path("key")));
+        let mut files = Files::new(&server).unwrap();
+        let tls = Arc::new(files.load().unwrap());
+        let config = Arc::new(ServerConfig::new(Transport::Tcp, tls));
+        let sender = watch::Sender::new(config.clone());
+        assert!(!files.changed());
+        // Half of it: told, and nothing changes.
+        std::fs::write(path("key"), "nonsense").unwrap();
+        assert!(files.changed());
+        files.renew(std::slice::from_ref(&sender));
+        assert!(Arc::ptr_eq(&config, &sender.borrow()));
+        std::fs::remove_file(path("key")).unwrap();
+        assert!(!files.changed());
+        write();
+        assert!(files.changed() && !files.changed());
+        files.renew(std::slice::from_ref(&sender));
+        assert!(!Arc::ptr_eq(&config.tls, &sender.borrow().tls));
+    }
+}
