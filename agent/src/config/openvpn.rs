@@ -57,11 +57,16 @@ pub(super) struct OpenVpnFlags {
     #[arg(long, value_name = "DIGEST", default_value = "")]
     pub(super) openvpn_auth: String,
 
-    /// Static key of tls-auth, `FILE[,DIRECTION]`; the direction is 1 where the server has 0
+    /// Static key that authenticates control packets (tls-auth)
     #[arg(long, value_name = "FILE", default_value = "")]
     pub(super) openvpn_tls_auth: String,
 
-    /// Static key of tls-crypt
+    /// Direction of --openvpn-tls-auth: 1 where the server has 0, or 0; empty uses one half of the key both
+    /// ways
+    #[arg(long, value_name = "DIRECTION", default_value = "")]
+    pub(super) openvpn_key_direction: String,
+
+    /// Static key that encrypts control packets (tls-crypt)
     #[arg(long, value_name = "FILE", default_value = "")]
     pub(super) openvpn_tls_crypt: String,
 
@@ -110,6 +115,10 @@ impl OpenVpnFlags {
             ),
             (!self.openvpn_auth.is_empty(), "--openvpn-auth"),
             (!self.openvpn_tls_auth.is_empty(), "--openvpn-tls-auth"),
+            (
+                !self.openvpn_key_direction.is_empty(),
+                "--openvpn-key-direction",
+            ),
             (!self.openvpn_tls_crypt.is_empty(), "--openvpn-tls-crypt"),
             (network, "--openvpn-node-access-network"),
             (nodes, "--openvpn-nodes"),
@@ -187,12 +196,8 @@ impl OpenVpnFlags {
             common.key = file(&self.openvpn_key);
         }
         if !self.openvpn_tls_auth.is_empty() {
-            let (path, direction) = match self.openvpn_tls_auth.rsplit_once(',') {
-                Some((path, "0")) => (path, KeyDirection::Normal),
-                Some((path, "1")) => (path, KeyDirection::Inverse),
-                _ => (self.openvpn_tls_auth.as_str(), KeyDirection::Both),
-            };
-            let key = Material::File(PathBuf::from(path));
+            let key = Material::File(PathBuf::from(&self.openvpn_tls_auth));
+            let direction = KeyDirection::Both;
             (common.tls_auth, common.tls_crypt) = (Some(TlsAuth { key, direction }), None);
         }
         if !self.openvpn_tls_crypt.is_empty() {
@@ -200,6 +205,22 @@ impl OpenVpnFlags {
                 "--openvpn-tls-auth and --openvpn-tls-crypt exclude each other".to_owned()
             });
             (common.tls_auth, common.tls_crypt) = (None, file(&self.openvpn_tls_crypt));
+        }
+        let direction = match self.openvpn_key_direction.as_str() {
+            "" => None,
+            "0" => Some(KeyDirection::Normal),
+            "1" => Some(KeyDirection::Inverse),
+            other => {
+                p.error(format!(
+                    "--openvpn-key-direction must be 0 or 1, got {other:?}"
+                ));
+                None
+            }
+        };
+        match (&mut common.tls_auth, direction) {
+            (Some(auth), Some(direction)) => auth.direction = direction,
+            (None, Some(_)) => p.error("--openvpn-key-direction needs tls-auth"),
+            (_, None) => {}
         }
         p.require(common.ca.is_some(), || {
             "the OpenVPN client needs `ca` or --openvpn-ca: the system's CAs are not used"

@@ -68,7 +68,8 @@ fn flags_override_the_file() {
             "--openvpn-remote=[::1]:1195,udp",
             "--openvpn-data-ciphers=AES-128-GCM:AES-256-CBC",
             "--openvpn-auth=SHA256",
-            "--openvpn-tls-auth=@static,1",
+            "--openvpn-tls-auth=@static",
+            "--openvpn-key-direction=1",
             "--openvpn-node-access-network=10.253.0.0/16",
             "--openvpn-nodes=192.168.0.0/20,10.1.2.3",
             "--openvpn-nodes=172.16.2.3",
@@ -133,11 +134,12 @@ fn all_mistakes_are_told_at_once() {
         "--openvpn-auth=MD5",
         "--openvpn-tls-auth=@static",
         "--openvpn-tls-crypt=@static",
+        "--openvpn-key-direction=2",
         "--openvpn-nodes=10.0.0.0/8,x",
         "--openvpn-node-access-network=10.254.0.0/24",
     ];
     let text = read(dir.path(), &line).unwrap_err().text;
-    assert_eq!(errors(&line), 12, "{text}");
+    assert_eq!(errors(&line), 13, "{text}");
 }
 
 #[test]
