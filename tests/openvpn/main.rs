@@ -11,11 +11,13 @@
 //! | [`agent`] | the agent as the client of a stock server, as the platform configures it |
 //! | [`server`] | the server with stock clients, as the platform configures them |
 //! | [`pair`] | our server and our agent with each other |
+//! | [`switching`] | both tunnels of one server, and the way from one to the other |
 //! | [`ours`] | a program of ours in a namespace |
 //! | [`abuse`] | wires that repeat, damage and invent packets |
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
 
 mod support;
+mod switching;
 
 mod abuse;
 mod agent;

@@ -112,7 +112,7 @@ impl Dial for Server {
 }
 
 /// The platform's client of the user cluster.
-fn user_cluster(openvpn: &OpenVpn, cluster: &Cluster, name: &str) -> Stock {
+pub fn user_cluster(openvpn: &OpenVpn, cluster: &Cluster, name: &str) -> Stock {
     let dir = cluster.dir(name);
     let options = kkp::user_cluster_client(&cluster.pki, &dir, &SEED.to_string());
     openvpn.start(&cluster.client, &options)

@@ -53,6 +53,8 @@ impl Protocol {
 pub struct PeerInfo {
     /// `IV_VER`, for logs: `2.5.2`.
     pub version: Option<String>,
+    /// `IV_GUI_VER`, for logs: the program around OpenVPN's own, or in its place: `culvert/0.1.0`.
+    pub program: Option<String>,
     /// `IV_PLAT`, for logs: `linux`.
     pub platform: Option<String>,
     /// `IV_PROTO`.
@@ -79,6 +81,7 @@ impl PeerInfo {
             let value = value.trim_end();
             match name {
                 "IV_VER" => _ = info.version.get_or_insert_with(|| value.to_owned()),
+                "IV_GUI_VER" => _ = info.program.get_or_insert_with(|| value.to_owned()),
                 "IV_PLAT" => _ = info.platform.get_or_insert_with(|| value.to_owned()),
                 "IV_PROTO" => protocol = protocol.or(value.parse().ok()),
                 "IV_CIPHERS" => _ = info.ciphers.get_or_insert_with(|| Cipher::known_in(value)),

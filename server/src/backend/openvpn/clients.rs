@@ -70,7 +70,7 @@ struct Client {
     name: String,
     remote: SocketAddr,
     transport: Transport,
-    version: String,
+    program: String,
     iroutes: Vec<Ipv4Net>,
     address: Ipv4Addr,
     kick: CancellationToken,
@@ -213,12 +213,16 @@ impl Clients {
         let address = lease.address;
         let push = rules.push.for_client(&file, &lease, transport);
         let info = &client.peer_info;
-        let version = info.version.clone().unwrap_or_else(|| "unknown".into());
+        let program = match (&info.version, &info.program) {
+            (Some(version), _) => format!("OpenVPN {version}"),
+            (None, Some(program)) => program.clone(),
+            (None, None) => "OpenVPN".to_owned(),
+        };
         let entry = Client {
             name: name.clone(),
             remote,
             transport,
-            version,
+            program,
             iroutes: file.iroutes.clone(),
             address,
             kick,
@@ -323,10 +327,10 @@ impl Clients {
                     Transport::Tcp => "TCP",
                     Transport::Udp => "UDP",
                 };
-                let version = &client.version;
+                let program = &client.program;
                 tunnel::Peer {
                     name: format!("{} {}", client.name, client.address),
-                    kind: format!("OpenVPN {version}, {transport}"),
+                    kind: format!("{program}, {transport}"),
                     health: self.health_of(client),
                     connections: client.peer.as_ref().map_or(0, Peer::flows),
                 }

@@ -8,7 +8,9 @@ use culvert_common::openvpn::link::Role;
 use culvert_common::openvpn::streams::Streams;
 use culvert_openvpn::flows::{self, Input, Pace};
 use culvert_openvpn::options::Transport;
-use culvert_openvpn::session::{Authenticated, Ended, Established, Event, Push, Session, Stats};
+use culvert_openvpn::session::{
+    Authenticated, Ended, Established, Event, NotPushable, Push, Session, Stats,
+};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
 
@@ -35,6 +37,8 @@ pub struct Client {
     half_open: Option<HalfOpen>,
     admission: Option<Admission>,
     established: bool,
+    /// Why it is not let in was told where that was decided.
+    refused: bool,
     session: Stats,
     flows: flows::Stats,
     unsealed: u64,
@@ -59,6 +63,7 @@ impl Client {
             half_open,
             admission: None,
             established: false,
+            refused: false,
             session: Stats::default(),
             flows: flows::Stats::default(),
             unsealed: 0,
@@ -89,9 +94,20 @@ impl Client {
                     "OpenVPN client refused: {}",
                     refused.reason
                 );
+                self.refused = true;
                 Decision::Reject(refused.told.to_owned())
             }
         }
+    }
+
+    /// It was to be let in, but can not be told what it needs.
+    pub fn not_pushable(&mut self, error: &NotPushable) {
+        self.refused = true;
+        warn!(
+            client = self.name(),
+            remote = %self.remote,
+            "OpenVPN client refused: {error}; look at --openvpn-push and the client's file"
+        );
     }
 
     /// It is connected.
@@ -165,8 +181,7 @@ impl Client {
             Handshake::Unfinished | Handshake::Evicted => {
                 debug!(client, %remote, "OpenVPN handshake did not finish: {why}");
             }
-            // What to do was told where it was decided.
-            Handshake::Rejected => debug!(client, %remote, "OpenVPN: {why}"),
+            Handshake::Rejected if self.refused => debug!(client, %remote, "OpenVPN: {why}"),
             _ => warn!(client, %remote, "OpenVPN handshake failed: {why}"),
         }
     }
@@ -234,10 +249,7 @@ impl Role for Client {
             Event::Authenticated(client) => match self.decide(client) {
                 Decision::Accept(push) => {
                     if let Err(error) = session.accept(push, now) {
-                        warn!(
-                            client = self.name(),
-                            "OpenVPN client refused: {error}; look at --openvpn-push and the client's file"
-                        );
+                        self.not_pushable(&error);
                         session.reject("", now);
                     }
                 }

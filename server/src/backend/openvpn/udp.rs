@@ -22,7 +22,6 @@ use tokio::net::UdpSocket;
 use tokio::sync::watch;
 use tokio::time::{Instant, Sleep, sleep_until};
 use tokio_util::sync::CancellationToken;
-use tracing::warn;
 
 use super::clients::Clients;
 use super::role::{Client, Decision};
@@ -197,17 +196,16 @@ impl Udp {
                     streams: None,
                     unsealed: 0,
                 };
-                let decision = member.client.decide(client);
-                self.members.insert(peer, member);
-                match decision {
+                match member.client.decide(client) {
                     Decision::Accept(push) => {
                         if let Err(error) = self.hub.accept(peer, push, now) {
-                            warn!(%remote, "OpenVPN client refused: {error}; look at --openvpn-push and the client's file");
+                            member.client.not_pushable(&error);
                             self.hub.reject(peer, "", now);
                         }
                     }
                     Decision::Reject(told) => self.hub.reject(peer, &told, now),
                 }
+                self.members.insert(peer, member);
                 continue;
             }
             let Some(member) = self.members.get_mut(&peer) else {
