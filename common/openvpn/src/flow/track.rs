@@ -19,6 +19,10 @@ pub(crate) struct Track {
     expected: u32,
     allowed: u32,
     local_shift: u8,
+    /// The other side's first byte, once it is known.
+    first: Option<u32>,
+    /// It was told a window in a segment other than a SYN.
+    window_told: bool,
     /// Something was repeated since bytes were acknowledged last.
     repeating: bool,
     /// The sequence number behind the other side's FIN.
@@ -44,6 +48,8 @@ impl Track {
             expected: 0,
             allowed: 0,
             local_shift: 0,
+            first: None,
+            window_told: false,
             repeating: false,
             remote_end: None,
             sample: None,
@@ -60,6 +66,8 @@ impl Track {
         }
         let syn = segment.has(flags::SYN);
         if syn {
+            let first = segment.sequence().wrapping_add(1);
+            self.first.get_or_insert(first);
             self.remote_shift = segment.window_scale().unwrap_or(0);
             if segment.window_scale().is_none() {
                 self.local_shift = 0;
@@ -100,6 +108,14 @@ impl Track {
             || (segment.length() > 0 && !before(self.expected, behind) && !segment.has(flags::SYN))
     }
 
+    /// Whether a segment ends behind the window of the own SYN while no other was told. smoltcp scales that one, too,
+    /// and would take more than its buffer holds.
+    pub(crate) fn is_behind_first_window(&self, segment: &Segment<'_>) -> bool {
+        let behind = segment.sequence().wrapping_add(segment.length());
+        let end = self.first.map(|first| first.wrapping_add(u16::MAX.into()));
+        !self.window_told && end.is_some_and(|end| before(end, behind))
+    }
+
     /// Notes a segment that was made. Returns whether it repeats another one.
     pub(crate) fn output(&mut self, emitted: &Emitted, now: Instant) -> bool {
         if emitted.flags & flags::RST != 0 {
@@ -115,6 +131,7 @@ impl Track {
             self.local_shift = emitted.shift;
         }
         if emitted.flags & flags::ACK != 0 {
+            self.window_told |= !syn;
             self.expected = emitted.acknowledgement;
             let shift = if syn { 0 } else { self.local_shift };
             let window = u32::from(emitted.window) << shift;

@@ -58,8 +58,12 @@ impl Flows {
             }
             Slot::Free => return Input::Unknown,
         };
-        if flow.connected && flow.track.outside_window(segment) {
+        let behind = flow.track.is_behind_first_window(segment);
+        if behind || flow.connected && flow.track.outside_window(segment) {
             self.stats.out_of_window += 1;
+        }
+        if behind {
+            return Input::Taken;
         }
         let repeating = flow.track.is_repeating();
         let acknowledged = flow.input(segment, packet.bytes(), &mut self.replies, now);
