@@ -1,5 +1,6 @@
 //! The agent as the client of a stock server: the platform's configuration file, no privileges.
 
+use std::net::{Ipv4Addr, SocketAddrV4};
 use std::ops::{Deref, DerefMut};
 use std::path::PathBuf;
 use std::time::Duration;
@@ -11,7 +12,6 @@ use culvert_tests::openvpn::stock::lost_pings;
 use culvert_tests::openvpn::{Cluster, Namespace, OpenVpn, kkp, scenario};
 use culvert_tests::topology::PATIENCE;
 use culvert_tests::{Signal, eventually};
-use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 
 use crate::ours::{Ours, readable};
 

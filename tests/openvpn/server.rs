@@ -12,7 +12,7 @@ use culvert_tests::openvpn::cluster::{NODE, POD, SEED, SEED_INSIDE};
 use culvert_tests::openvpn::pki::Pair;
 use culvert_tests::openvpn::scenario::{BULK, Dial};
 use culvert_tests::openvpn::stock::{Options, lost_pings};
-use culvert_tests::openvpn::{Cluster, Namespace, OpenVpn, Stock, kkp, scenario};
+use culvert_tests::openvpn::{Cluster, OpenVpn, Stock, kkp, scenario};
 use culvert_tests::topology::PATIENCE;
 use culvert_tests::{Signal, eventually};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
