@@ -42,7 +42,8 @@ pub const TUNNEL: Crowd = Crowd {
     stalled: 8,
     pause: Duration::from_millis(15),
     stagger: Duration::ZERO,
-    rest: Duration::ZERO,
+    // As long as beside the stalled ones: the first echo after a rest is slower, and is one in a hundred.
+    rest: FILL,
 };
 
 /// How long the stalled connections get to fill every buffer.
