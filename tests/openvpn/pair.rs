@@ -10,38 +10,49 @@ use culvert_tests::openvpn::{Cluster, OpenVpn, scenario};
 use crate::agent::{Agent, platform_file};
 use crate::server::Server;
 
-#[test]
-fn our_server_and_our_agent_need_nobody_else() {
-    alone(async || {
-        if OpenVpn::get().is_none() {
-            return;
-        }
-        for (proto, mode) in [("tcp", "http-connect"), ("udp", "grpc")] {
-            let cluster = Cluster::start().await;
-            let listen = format!("--openvpn-listen={proto}::1194");
-            let server = Server::start(&cluster, mode, &[&listen, "--openvpn-reneg-sec=3"]).await;
-            let config = platform_file(&cluster, &format!("proto {proto}\n"));
-            let config = format!("--openvpn-config={}", config.display());
-            let mut agent = Agent::start(&cluster.client, &[&config]);
-            agent.is_ready(true).await;
-            server.has_clients(1).await;
-            // The server translates nodes' addresses, and the agent back.
-            scenario::reaches_everything(&server, &cluster, NODE).await;
-            for _ in 0..3 {
-                scenario::carries(&server, POD, BULK).await;
-                tokio::time::sleep(Duration::from_secs(1)).await;
-            }
-            scenario::carries_many(&server, POD, 50).await;
-            scenario::refuses(&server, POD).await;
-            assert!(agent.metric("rekeys_total", &[]).await >= 1.0);
+/// Alone in its namespaces.
+async fn need_nobody_else(proto: &str) {
+    if OpenVpn::get().is_none() {
+        return;
+    }
+    let cluster = Cluster::start().await;
+    let listen = format!("--openvpn-listen={proto}::1194");
+    let server = Server::start(
+        &cluster,
+        "http-connect",
+        &[&listen, "--openvpn-reneg-sec=3"],
+    )
+    .await;
+    let config = platform_file(&cluster, &format!("proto {proto}\n"));
+    let config = format!("--openvpn-config={}", config.display());
+    let mut agent = Agent::start(&cluster.client, &[&config]);
+    agent.is_ready(true).await;
+    server.has_clients(1).await;
+    // The server translates nodes' addresses, and the agent back.
+    scenario::reaches_everything(&server, &cluster, NODE).await;
+    for _ in 0..3 {
+        scenario::carries(&server, POD, BULK).await;
+        tokio::time::sleep(Duration::from_secs(1)).await;
+    }
+    scenario::carries_many(&server, POD, 50).await;
+    scenario::refuses(&server, POD).await;
+    assert!(agent.metric("rekeys_total", &[]).await >= 1.0);
 
-            // Another server in the place of the first.
-            drop(server);
-            agent.is_ready(false).await;
-            let server = Server::start(&cluster, mode, &[&listen]).await;
-            agent.is_ready(true).await;
-            server.has_clients(1).await;
-            scenario::reaches_everything(&server, &cluster, NODE).await;
-        }
-    });
+    // Another server in the place of the first.
+    drop(server);
+    agent.is_ready(false).await;
+    let server = Server::start(&cluster, "http-connect", &[&listen]).await;
+    agent.is_ready(true).await;
+    server.has_clients(1).await;
+    scenario::reaches_everything(&server, &cluster, NODE).await;
+}
+
+#[test]
+fn our_server_and_our_agent_need_nobody_else_over_tcp() {
+    alone(async || need_nobody_else("tcp").await);
+}
+
+#[test]
+fn our_server_and_our_agent_need_nobody_else_over_udp() {
+    alone(async || need_nobody_else("udp").await);
 }
