@@ -79,19 +79,24 @@ impl Tunnel {
     /// # Errors
     /// Why it is nowhere.
     pub(super) fn target(&self, destination: SocketAddrV4) -> Result<SocketAddrV4, String> {
-        let target = self.nodes.target(destination);
-        let target = target.map_err(|error| error.to_string())?;
-        let ip = target.ip();
-        // The kernel of a stock client's pod would not route these either.
-        let nowhere = ip.is_loopback()
-            || ip.is_unspecified()
-            || ip.is_multicast()
-            || ip.is_broadcast()
-            || target.port() == 0;
-        match nowhere {
-            true => Err(format!("{target} is not reached through a tunnel")),
-            false => Ok(target),
-        }
+        target(&self.nodes, destination)
+    }
+}
+
+fn target(nodes: &NodeAccess, destination: SocketAddrV4) -> Result<SocketAddrV4, String> {
+    let target = nodes.target(destination);
+    let target = target.map_err(|error| error.to_string())?;
+    let ip = target.ip();
+    // The kernel of a stock client's pod would not route these either. That a node is this machine
+    // itself is for the operator to say, not for whoever dials.
+    let nowhere = (ip.is_loopback() && target == destination)
+        || ip.is_unspecified()
+        || ip.is_multicast()
+        || ip.is_broadcast()
+        || target.port() == 0;
+    match nowhere {
+        true => Err(format!("{target} is not reached through a tunnel")),
+        false => Ok(target),
     }
 }
 
