@@ -60,6 +60,18 @@ trait Duplex: AsyncRead + AsyncWrite + Unpin + Send {}
 impl<T: AsyncRead + AsyncWrite + Unpin + Send> Duplex for T {}
 
 impl Admin {
+    /// A server's --admin-uds.
+    pub fn uds(path: PathBuf) -> Self {
+        Self {
+            admin_uds: Some(path),
+            admin: None,
+            ca_cert: None,
+            cert: None,
+            key: None,
+            server_name: None,
+        }
+    }
+
     /// What the server says of its tunnels.
     ///
     /// # Errors

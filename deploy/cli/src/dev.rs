@@ -1,11 +1,13 @@
 //! `culvert dev`: a whole tunnel on one machine. Makes throw-away certificates, starts a server
 //! for every front end, the seed's front door with a node tunnel, two agents of which one reaches
 //! all servers through a small load balancer and one through the door, and services behind the
-//! agents; then checks itself through every front end and stays up.
+//! agents; with OpenVPN clients beside the agents if asked to; then checks itself through every front
+//! end and stays up.
 
 mod balancer;
 mod check;
 mod door;
+mod openvpn;
 mod tunnel;
 
 use std::path::Path;
@@ -16,7 +18,8 @@ use culvert_common::runtime::{self, Setup, Signals};
 use culvert_common::telemetry::logging::{LogConfig, Severity};
 
 use self::door::Door;
-use self::tunnel::{Tunnel, Way};
+use self::openvpn::OpenVpn;
+use self::tunnel::{Server, Tunnel, Way};
 use crate::lab::pki::{CLUSTER_NAME, KONNECTIVITY_NAME};
 
 /// The flags of `culvert dev`.
@@ -25,6 +28,11 @@ pub struct Options {
     /// Stop after the checks: exit code 0 if all passed, 1 otherwise.
     #[arg(long)]
     once: bool,
+
+    /// Connect OpenVPN clients beside the agents, ours and, for root, a stock one if it is installed;
+    /// check them, and switch to them and back under load.
+    #[arg(long)]
+    openvpn: bool,
 
     /// Print the programs' logs with this verbosity too; without it only warnings are shown.
     #[arg(short = 'v', value_name = "LEVEL")]
@@ -46,10 +54,10 @@ pub fn run(options: &Options) -> ExitCode {
         options: Vec::new(),
         warnings: &[],
     };
-    runtime::run("culvert", &setup, dev(options.once))
+    runtime::run("culvert", &setup, dev(options.once, options.openvpn))
 }
 
-async fn dev(once: bool) -> anyhow::Result<()> {
+async fn dev(once: bool, openvpn: bool) -> anyhow::Result<()> {
     let mut signals = Signals::new()?;
     let folder = tempfile::Builder::new()
         .prefix("culvert-dev-")
@@ -57,7 +65,7 @@ async fn dev(once: bool) -> anyhow::Result<()> {
         .context("cannot make a temporary folder; set TMPDIR to one that is writable")?;
     say!("Starting a tunnel in {} ...", folder.path().display());
     let tunnel = tokio::select! {
-        tunnel = Tunnel::start(folder.path()) => tunnel?,
+        tunnel = Tunnel::start(folder.path(), openvpn) => tunnel?,
         _ = signals.recv() => return Ok(()),
     };
     let passed = tokio::select! {
@@ -102,6 +110,9 @@ fn describe(tunnel: &Tunnel, folder: &Path) {
         let health = agent.addresses.health;
         say!("  http://{health}/readyz  http://{health}/metrics  (through {way})");
     }
+    if let Some(openvpn) = &tunnel.openvpn {
+        describe_openvpn(openvpn, &tunnel.servers);
+    }
     say!("\nServices behind the agents");
     say!("  HTTP                 http://{}/", tunnel.services.http);
     say!("  echo, download, ...  {}", tunnel.services.raw);
@@ -111,6 +122,9 @@ fn describe(tunnel: &Tunnel, folder: &Path) {
     if let Some(server) = tunnel.servers.first() {
         let socket = server.admin_socket.display();
         say!("  culvert status --admin-uds {socket}\n");
+        if tunnel.openvpn.is_some() {
+            say!("  culvert switch --admin-uds {socket} --to openvpn --wait\n");
+        }
     }
     say!("Ctrl-C stops it and removes the folder.");
 }
@@ -125,6 +139,24 @@ fn describe_door(door: &Door) {
     listener("TLS by server name", door.sni, door.stats);
     listener("CONNECT", door.tunneling, door.stats);
     listener("node tunnel", door.node, door.node_stats);
+}
+
+fn describe_openvpn(openvpn: &OpenVpn, servers: &[Server]) {
+    say!("\nOpenVPN");
+    for (server, client) in servers.iter().zip(&openvpn.clients) {
+        let address = server.addresses.openvpn.first();
+        say!(
+            "  {:<20} {}  (our client's health http://{}/readyz, metrics http://{}/metrics)",
+            server.title,
+            address.map(ToString::to_string).unwrap_or_default(),
+            client.health,
+            client.health,
+        );
+    }
+    match &openvpn.stock {
+        Ok(stock) => say!("  stock client         its log is {}", stock.log.display()),
+        Err(why) => say!("  stock client         left out: {why}"),
+    }
 }
 
 /// A curl line for each kind of front end that curl can use: CONNECT of a server, CONNECT of the

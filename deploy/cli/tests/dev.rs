@@ -1,8 +1,11 @@
 //! `culvert dev` as a person runs it.
-#![allow(clippy::unwrap_used, clippy::expect_used)]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
 
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use tokio::time::timeout;
 
 fn dev(args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_culvert"));
@@ -65,6 +68,148 @@ fn the_rows_of_the_door_say_what_came_through_it() {
         let row = row.unwrap_or_else(|| panic!("no row {check}:\n{text}"));
         assert!(row.ends_with(seen), "{row}");
     }
+}
+
+/// Whether there is a stock client. Where there is none the reason is told; `CI=true` promises one.
+fn has_stock_client(text: &str) -> bool {
+    let left_out = text.lines().find(|line| line.contains(" left out: "));
+    if let Some(line) = left_out {
+        let ci = std::env::var("CI").is_ok_and(|ci| ci == "true");
+        assert!(!ci, "{line}, though CI=true");
+        eprintln!("skipped: {}", line.trim());
+    }
+    left_out.is_none()
+}
+
+/// The rows of a front end and a check that passed, from their results on.
+fn results<'a>(text: &'a str, front_end: &str, check: &str) -> Vec<&'a str> {
+    let rows = text.lines().filter_map(|line| {
+        let row = line.trim_start().strip_prefix(front_end)?;
+        let row = row.trim_start().strip_prefix(check)?;
+        row.split_once(" ok: ").map(|(_, result)| result)
+    });
+    rows.collect()
+}
+
+#[test]
+fn openvpn_is_checked_and_switches_lose_nothing() {
+    let output = dev(&["--openvpn", "--once"]).output();
+    let output = output.expect("the program starts");
+    let text = String::from_utf8_lossy(&output.stdout);
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(0), "{text}\n{errors}");
+    let front_ends = [
+        "gRPC, Unix socket",
+        "CONNECT, Unix socket",
+        "CONNECT, mutual TLS",
+    ];
+    for front_end in front_ends {
+        for (check, seen) in [
+            ("openvpn: connected", "user-cluster-client 10.20.0."),
+            ("switch to openvpn", "new dials by openvpn"),
+            ("openvpn: HTTP GET", "23 bytes"),
+            ("openvpn: 20 MiB down", "every byte verified"),
+            ("openvpn: 20 MiB up", "every byte verified"),
+            ("switch to konnectivity", "new dials by konnectivity"),
+            ("switches under load", "8 switches, "),
+        ] {
+            let results = results(&text, front_end, check);
+            let [result] = results[..] else {
+                panic!("{front_end}, {check}: {results:?}\n{text}");
+            };
+            assert!(result.starts_with(seen), "{front_end}, {check}: {result}");
+        }
+        let load = results(&text, front_end, "switches under load").concat();
+        let counts: Vec<&str> = load.split(", ").collect();
+        assert!(counts.contains(&"failed dials: 0"), "{load}");
+        assert!(counts.contains(&"32 long streams"), "{load}");
+        assert!(counts[4].starts_with("cut streams: 0 "), "{load}");
+        let dials: u32 = counts[1].trim_end_matches(" dials").parse().unwrap();
+        assert!(dials >= 100, "{load}");
+    }
+    if has_stock_client(&text) {
+        for (check, seen) in [
+            ("stock: connected", "stock-client 10.20.0."),
+            ("stock: HTTP GET", "23 bytes"),
+            ("stock: 20 MiB down", "every byte verified"),
+            ("stock: 20 MiB up", "every byte verified"),
+        ] {
+            let results = results(&text, front_ends[2], check);
+            let [result] = results[..] else {
+                panic!("{check}: {results:?}\n{text}");
+            };
+            assert!(result.starts_with(seen), "{check}: {result}");
+        }
+    }
+    assert_eq!(errors, "", "a tunnel that works warns of nothing");
+}
+
+/// The processes whose command lines have a text.
+fn processes(text: &str) -> Vec<String> {
+    let all = std::fs::read_dir("/proc").expect("/proc");
+    let lines = all.filter_map(|entry| {
+        let line = std::fs::read(entry.ok()?.path().join("cmdline")).ok()?;
+        Some(String::from_utf8_lossy(&line).into_owned())
+    });
+    lines.filter(|line| line.contains(text)).collect()
+}
+
+#[tokio::test]
+async fn the_stock_client_ends_with_the_program_however_that_ends() {
+    use rustix::process::{Pid, Signal, kill_process};
+    for signal in [Signal::INT, Signal::KILL] {
+        let mut running = Running(
+            dev(&["--openvpn"])
+                .stdout(Stdio::piped())
+                .spawn()
+                .expect("the program starts"),
+        );
+        let output = running.0.stdout.take().expect("its output");
+        let mut text = String::new();
+        for line in BufReader::new(output).lines() {
+            let line = line.expect("text");
+            text.push_str(&format!("{line}\n"));
+            if line.contains("stock: HTTP GET") || line.contains(" left out: ") {
+                break;
+            }
+        }
+        if !has_stock_client(&text) {
+            return;
+        }
+        let folder = text
+            .lines()
+            .find_map(|line| line.strip_prefix("Starting a tunnel in "))
+            .and_then(|rest| rest.strip_suffix(" ..."))
+            .expect("a folder");
+        assert!(!processes(folder).is_empty(), "{text}");
+        kill_process(Pid::from_child(&running.0), signal).expect("a signal");
+        running.0.wait().expect("an exit");
+        let gone = async {
+            while !processes(folder).is_empty() {
+                tokio::time::sleep(Duration::from_millis(10)).await;
+            }
+        };
+        if timeout(Duration::from_secs(10), gone).await.is_err() {
+            panic!("{:?} after {signal:?}", processes(folder));
+        }
+        match signal {
+            Signal::KILL => std::fs::remove_dir_all(folder).expect("a folder"),
+            _ => assert!(!std::path::Path::new(folder).exists(), "{folder}"),
+        }
+    }
+}
+
+#[test]
+fn without_the_stock_client_the_rest_is_checked() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let output = dev(&["--openvpn", "--once"])
+        .env("PATH", folder.path())
+        .output()
+        .expect("the program starts");
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert_eq!(output.status.code(), Some(0), "{text}");
+    assert_eq!(text.matches(" left out: ").count(), 1, "{text}");
+    assert_eq!(text.matches("failed dials: 0").count(), 3, "{text}");
 }
 
 #[test]

@@ -1,6 +1,8 @@
 //! The self-check: real traffic through every front end, and a small table of it.
 
 mod door;
+mod load;
+mod openvpn;
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -38,23 +40,21 @@ pub async fn all(tunnel: &Tunnel) -> bool {
         let services = &tunnel.services;
         let http = services.http.to_string();
         let raw = services.raw.to_string();
-        passed &= row(server.title, "HTTP GET", async {
-            let outcome = http_get(open(server, &http).await?, "/").await;
-            outcome.map(|o| format!("{} bytes", o.bytes)).map_err(text)
-        })
-        .await;
+        let page = async { got(open(server, &http).await?).await };
+        passed &= row(server.title, "HTTP GET", page).await;
         let echoes = async { echoed(open(server, &raw).await?).await };
         passed &= row(server.title, "echo, 100 x 64 bytes", echoes).await;
         let bulk = async { downloaded(open(server, &raw).await?).await };
         passed &= row(server.title, "download 20 MiB", bulk).await;
-        passed &= row(server.title, "upload 20 MiB", async {
-            let outcome = upload(open(server, &raw).await?, 20 * MIB).await;
-            outcome.map(|_| "every byte verified".into()).map_err(text)
-        })
-        .await;
+        let bulk = async { uploaded(open(server, &raw).await?).await };
+        passed &= row(server.title, "upload 20 MiB", bulk).await;
         passed &= row(server.title, "refused dial", refused(server)).await;
     }
-    passed & door::all(tunnel).await
+    passed &= door::all(tunnel).await;
+    if let Some(clients) = &tunnel.openvpn {
+        passed &= openvpn::all(tunnel, clients).await;
+    }
+    passed
 }
 
 async fn row(front_end: &str, check: &str, run: impl Future<Output = Verdict>) -> bool {
@@ -84,6 +84,11 @@ async fn connected(server: &Server, agents: usize) -> Verdict {
     Ok(format!("{agents} of {agents}"))
 }
 
+async fn got(stream: impl ByteStream + 'static) -> Verdict {
+    let outcome = http_get(stream, "/").await;
+    outcome.map(|o| format!("{} bytes", o.bytes)).map_err(text)
+}
+
 async fn echoed(stream: impl ByteStream) -> Verdict {
     let each = |o: Outcome| o.elapsed.as_micros() / 100;
     let outcome = echo(stream, 100, 64).await;
@@ -94,6 +99,11 @@ async fn echoed(stream: impl ByteStream) -> Verdict {
 
 async fn downloaded(stream: impl ByteStream) -> Verdict {
     let outcome = download(stream, 20 * MIB).await;
+    outcome.map(|_| "every byte verified".into()).map_err(text)
+}
+
+async fn uploaded(stream: impl ByteStream) -> Verdict {
+    let outcome = upload(stream, 20 * MIB).await;
     outcome.map(|_| "every byte verified".into()).map_err(text)
 }
 

@@ -20,6 +20,7 @@ use tokio_util::task::TaskTracker;
 
 use super::balancer;
 use super::door::{Door, Endpoints};
+use super::openvpn::{Files, OpenVpn};
 use crate::lab::client::FrontEnd;
 use crate::lab::pki::{KONNECTIVITY_NAME, Pki};
 use crate::lab::services::Services;
@@ -70,6 +71,8 @@ pub struct Tunnel {
     pub door: Door,
     /// One agent for each way to the servers, as a user cluster has replicas.
     pub agents: Vec<Agent>,
+    /// OpenVPN clients of the servers, if they were asked for.
+    pub openvpn: Option<OpenVpn>,
     tasks: TaskTracker,
     shutdown: CancellationToken,
 }
@@ -106,16 +109,19 @@ const PLANS: [Plan; 3] = [
 ];
 
 impl Tunnel {
-    /// Starts every part; files go into `folder`.
-    pub async fn start(folder: &Path) -> anyhow::Result<Self> {
+    /// Starts every part, OpenVPN only `with_openvpn`; files go into `folder`.
+    pub async fn start(folder: &Path, with_openvpn: bool) -> anyhow::Result<Self> {
         let pki = Pki::create(folder)?;
+        let openvpn = with_openvpn.then(|| Files::create(folder)).transpose()?;
         let services = Services::start()
             .await
             .context("cannot start the services")?;
         let (tasks, shutdown) = (TaskTracker::new(), CancellationToken::new());
         let mut servers = Vec::new();
         for plan in &PLANS {
-            let bound = server::Bound::bind(plan.config(folder, &pki)).await?;
+            let mut config = plan.config(folder, &pki);
+            config.openvpn = openvpn.as_ref().map(Files::server).transpose()?;
+            let bound = server::Bound::bind(config).await?;
             servers.push(plan.describe(folder, &pki, bound.addresses.clone())?);
             tasks.spawn(bound.run(shutdown.clone()));
         }
@@ -147,12 +153,19 @@ impl Tunnel {
             // These agents are stopped at once: nothing of theirs outlives the command.
             tasks.spawn(bound.run(CancellationToken::new()));
         }
+        let openvpn = match &openvpn {
+            Some(files) => {
+                Some(OpenVpn::start(files, &servers, &services, &tasks, &shutdown).await?)
+            }
+            None => None,
+        };
         Ok(Self {
             pki,
             services,
             servers,
             door,
             agents,
+            openvpn,
             tasks,
             shutdown,
         })
@@ -169,9 +182,20 @@ impl Tunnel {
     /// Stops every part and waits for it.
     pub async fn stop(self) {
         self.shutdown.cancel();
+        if let Some(openvpn) = self.openvpn {
+            openvpn.stop().await;
+        }
         self.tasks.close();
         self.tasks.wait().await;
         self.services.shutdown().await;
+    }
+}
+
+impl Server {
+    /// Where OpenVPN clients connect.
+    pub fn openvpn(&self) -> anyhow::Result<SocketAddr> {
+        let address = self.addresses.openvpn.first().copied();
+        address.with_context(|| format!("{}: no OpenVPN listener", self.title))
     }
 }
 
@@ -277,27 +301,39 @@ impl Way {
                 cert: pki.agent.cert.clone(),
                 key: pki.agent.key.clone(),
             }),
-            alpn: Vec::new(),
-            health: any_port(),
-            admin: any_port(),
-            agent_id: id.to_owned(),
-            agent_identifiers: String::new(),
-            sync_interval: SYNC_INTERVAL,
-            sync_interval_cap: SYNC_INTERVAL * 10,
-            probe_interval: SYNC_INTERVAL,
-            keepalive_time: Duration::from_secs(3600),
-            token_path: None,
-            sync_forever: false,
-            xfr_channel_size: 150,
-            excess_buffer_bytes: 8 * 1024 * 1024,
-            stall_timeout: Duration::from_secs(10),
-            server_count_source: agent_config::ServerCountSource::Default,
-            drain_timeout: Duration::ZERO,
-            drain_linger: Duration::ZERO,
-            openvpn: None,
-            logging: LogConfig::default(),
-            warnings: Vec::new(),
+            ..agent_settings(id)
         }
+    }
+}
+
+/// An agent that looks for no server.
+pub fn agent_settings(id: &str) -> agent_config::Config {
+    agent_config::Config {
+        server_host: "127.0.0.1".to_owned(),
+        server_port: 0,
+        server_address: None,
+        ca_cert: None,
+        client_cert: None,
+        alpn: Vec::new(),
+        health: any_port(),
+        admin: any_port(),
+        agent_id: id.to_owned(),
+        agent_identifiers: String::new(),
+        sync_interval: SYNC_INTERVAL,
+        sync_interval_cap: SYNC_INTERVAL * 10,
+        probe_interval: SYNC_INTERVAL,
+        keepalive_time: Duration::from_secs(3600),
+        token_path: None,
+        sync_forever: false,
+        xfr_channel_size: 150,
+        excess_buffer_bytes: 8 * 1024 * 1024,
+        stall_timeout: Duration::from_secs(10),
+        server_count_source: agent_config::ServerCountSource::Default,
+        drain_timeout: Duration::ZERO,
+        drain_linger: Duration::ZERO,
+        openvpn: None,
+        logging: LogConfig::default(),
+        warnings: Vec::new(),
     }
 }
 

@@ -97,6 +97,19 @@ pub struct Stranger {
     pub client: Pair,
 }
 
+/// The certificates of an OpenVPN server and its clients. A client's name is its common name.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct OpenVpnPki {
+    /// `openvpn-ca.crt`.
+    pub ca: PathBuf,
+    /// `openvpn-server.crt`/`.key`.
+    pub server: Pair,
+    /// `user-cluster-client.crt`/`.key`.
+    pub user_cluster: Pair,
+    /// `stock-client.crt`/`.key`.
+    pub stock: Pair,
+}
+
 impl Pki {
     /// Makes an authority and four leaves and writes them into `dir`, which must exist.
     ///
@@ -122,6 +135,21 @@ impl Pki {
         Ok(Stranger {
             ca: authority.write(dir, "other-ca")?,
             client: authority.issue(dir, "other-client", ExtendedKeyUsagePurpose::ClientAuth)?,
+        })
+    }
+
+    /// Makes an authority for OpenVPN alone, with a server and two clients, in `dir`.
+    ///
+    /// # Errors
+    /// As for [`Pki::create`].
+    pub fn create_openvpn(dir: &Path) -> Result<OpenVpnPki, PkiError> {
+        let authority = Authority::new("culvert lab OpenVPN CA")?;
+        let issue = |name, purpose| authority.issue_as(dir, name, name, purpose);
+        Ok(OpenVpnPki {
+            ca: authority.write(dir, "openvpn-ca")?,
+            server: issue("openvpn-server", ExtendedKeyUsagePurpose::ServerAuth)?,
+            user_cluster: issue("user-cluster-client", ExtendedKeyUsagePurpose::ClientAuth)?,
+            stock: issue("stock-client", ExtendedKeyUsagePurpose::ClientAuth)?,
         })
     }
 
@@ -193,8 +221,19 @@ impl Authority {
         stem: &str,
         purpose: ExtendedKeyUsagePurpose,
     ) -> Result<Pair, PkiError> {
+        self.issue_as(dir, stem, &format!("culvert lab {stem}"), purpose)
+    }
+
+    /// The same with a common name of its own.
+    fn issue_as(
+        &self,
+        dir: &Path,
+        stem: &str,
+        common_name: &str,
+        purpose: ExtendedKeyUsagePurpose,
+    ) -> Result<Pair, PkiError> {
         let names = NAMES.map(String::from).to_vec();
-        let mut params = parameters(&format!("culvert lab {stem}"), names)?;
+        let mut params = parameters(common_name, names)?;
         params.use_authority_key_identifier_extension = true;
         params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
         params.extended_key_usages = vec![purpose];

@@ -95,7 +95,10 @@ async fn a_server_leaf_does_not_pass_as_a_client() {
 fn keys_are_private_and_nothing_is_overwritten() {
     let dir = tempfile::tempdir().unwrap();
     let pki = Pki::create(dir.path()).unwrap();
-    for pair in [&pki.server, &pki.cluster, &pki.agent, &pki.client] {
+    let openvpn = Pki::create_openvpn(dir.path()).unwrap();
+    let lab = [&pki.server, &pki.cluster, &pki.agent, &pki.client];
+    let vpn = [&openvpn.server, &openvpn.user_cluster, &openvpn.stock];
+    for pair in lab.into_iter().chain(vpn) {
         let mode = std::fs::metadata(&pair.key).unwrap().permissions().mode();
         assert_eq!(mode & 0o777, 0o600, "{}", pair.key.display());
     }

@@ -1,0 +1,141 @@
+//! Switches from one tunnel to the other and back while connections are opened all the time and others
+//! live on.
+
+use std::time::Duration;
+
+use culvert_server::backend::tunnel::Kind;
+use culvert_server::switch::Mode;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::task::JoinSet;
+use tokio::time::{interval, sleep};
+use tokio_util::sync::CancellationToken;
+
+use super::openvpn::{diverted, opened, settled};
+use super::{PATIENCE, Verdict, got, open, text};
+use crate::dev::tunnel::Server;
+use crate::lab::client::{BoxedStream, connect};
+use crate::lab::pattern;
+use crate::lab::services::Services;
+
+/// The pause between two dials: 125 a second.
+const DIAL_EVERY: Duration = Duration::from_millis(8);
+
+/// How often it goes there and back.
+const ROUNDS: usize = 4;
+
+/// How long a tunnel is in use before the next switch.
+const STAY: Duration = Duration::from_millis(200);
+
+/// Long streams that are opened before each switch.
+const STREAMS: usize = 4;
+
+/// What a long stream sends at once, in bytes, and how often.
+const PIECE: (u64, Duration) = (512, Duration::from_millis(20));
+
+/// What became of connections: how they failed, if so.
+type Connections = JoinSet<Result<(), String>>;
+
+/// Runs the load and the switches. Not one dial may fail, and not one long stream may be cut.
+pub async fn under_load(server: &Server, services: &Services) -> Verdict {
+    let (http, raw) = (services.http.to_string(), services.raw.to_string());
+    let count = async || {
+        let by_agents = opened(server, Kind::Konnectivity).await?;
+        Ok::<_, String>((by_agents, opened(server, Kind::Openvpn).await?))
+    };
+    let before = count().await?;
+    let stop = CancellationToken::new();
+    let switches = async {
+        let streams = switches(server, &raw, &stop).await;
+        stop.cancel();
+        streams
+    };
+    let (dials, streams) = tokio::join!(dials(server, &http, &stop), switches);
+    let (dials, failed) = tally(dials).await;
+    let (streams, cut) = tally(streams?).await;
+    settled(server, Mode::Konnectivity).await?;
+    let after = count().await?;
+    let (by_agents, by_openvpn) = (after.0 - before.0, after.1 - before.1);
+    let switches = 2 * ROUNDS;
+    let seen = format!(
+        "{switches} switches, {dials} dials, failed dials: {}, {streams} long streams, cut streams: {} \
+         (by agents {by_agents}, by openvpn {by_openvpn})",
+        failed.len(),
+        cut.len(),
+    );
+    match failed.first().or(cut.first()) {
+        Some(why) => Err(format!("{seen}: {why}")),
+        None if by_agents == 0 || by_openvpn == 0 => Err(seen),
+        None => Ok(seen),
+    }
+}
+
+/// A request every few milliseconds, on a connection of its own.
+async fn dials(server: &Server, target: &str, stop: &CancellationToken) -> Connections {
+    let mut dials = JoinSet::new();
+    let mut ticks = interval(DIAL_EVERY);
+    while stop.run_until_cancelled(ticks.tick()).await.is_some() {
+        let (front_end, target) = (server.front_end.clone(), target.to_owned());
+        dials.spawn(async move {
+            let stream = connect(&front_end, &target, PATIENCE).await;
+            got(stream.map_err(text)?).await.map(drop)
+        });
+    }
+    dials
+}
+
+/// There and back, with some more long streams each time.
+async fn switches(
+    server: &Server,
+    target: &str,
+    stop: &CancellationToken,
+) -> Result<Connections, String> {
+    let mut streams = JoinSet::new();
+    let modes = [Mode::Openvpn, Mode::Konnectivity];
+    for mode in modes.iter().cycle().take(2 * ROUNDS) {
+        for _ in 0..STREAMS {
+            let stream = open(server, target).await;
+            let stream = stream.map_err(|why| format!("a long stream: {why}"))?;
+            streams.spawn(hold(stream, stop.clone()));
+        }
+        sleep(STAY).await;
+        diverted(server, *mode).await?;
+    }
+    sleep(STAY).await;
+    Ok(streams)
+}
+
+/// Sends and gets back now and then, until `stop`, and then ends in order.
+async fn hold(mut stream: BoxedStream, stop: CancellationToken) -> Result<(), String> {
+    stream.write_all(b"echo\n").await.map_err(text)?;
+    let (size, pause) = PIECE;
+    let mut offset = 0;
+    while !stop.is_cancelled() {
+        let piece = pattern::piece(offset, size);
+        stream.write_all(&piece).await.map_err(text)?;
+        stream.flush().await.map_err(text)?;
+        let mut echoed = vec![0; piece.len()];
+        stream.read_exact(&mut echoed).await.map_err(text)?;
+        if echoed != piece {
+            return Err(format!("wrong bytes after {offset}"));
+        }
+        offset += size;
+        sleep(pause).await;
+    }
+    stream.shutdown().await.map_err(text)?;
+    match stream.read(&mut [0; 1]).await {
+        Ok(0) => Ok(()),
+        Ok(_) => Err(format!("more than {offset} bytes")),
+        Err(error) => Err(text(error)),
+    }
+}
+
+/// How many there were, and how some failed.
+async fn tally(mut connections: Connections) -> (usize, Vec<String>) {
+    let mut failures = Vec::new();
+    let count = connections.len();
+    while let Some(ended) = connections.join_next().await {
+        let ended = ended.unwrap_or_else(|error| Err(text(error)));
+        failures.extend(ended.err());
+    }
+    (count, failures)
+}

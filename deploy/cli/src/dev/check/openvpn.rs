@@ -1,0 +1,131 @@
+//! The rows of OpenVPN: our client behind every server, the stock one behind the last, and switches
+//! between the tunnels. Every server ends with the mode that it began with.
+
+use std::net::SocketAddr;
+
+use culvert_common::flags::GoDuration;
+use culvert_server::backend::tunnel::{Health, Kind};
+use culvert_server::switch::Mode;
+use culvert_server::switch::status::{Progress, Request, Status};
+use tokio::time::sleep;
+
+use super::load::under_load;
+use super::{LOOK_AGAIN, PATIENCE, Verdict, downloaded, got, open, row, sample, text, uploaded};
+use crate::admin::Admin;
+use crate::dev::openvpn::{CLIENT, OpenVpn, STOCK_CLIENT};
+use crate::dev::tunnel::{Server, Tunnel};
+
+/// Runs every check of OpenVPN.
+pub async fn all(tunnel: &Tunnel, openvpn: &OpenVpn) -> bool {
+    let services = &tunnel.services;
+    let mut passed = true;
+    let last = tunnel.servers.len().saturating_sub(1);
+    for (index, server) in tunnel.servers.iter().enumerate() {
+        let title = server.title;
+        passed &= row(title, "openvpn: connected", connected(server, CLIENT)).await;
+        passed &= row(title, "switch to openvpn", settled(server, Mode::Openvpn)).await;
+        passed &= carries(server, "openvpn", services.http, services.raw).await;
+        match &openvpn.stock {
+            Ok(stock) if index == last => {
+                let client = async {
+                    tokio::select! {
+                        connected = connected(server, STOCK_CLIENT) => connected,
+                        () = sleep(PATIENCE / 2) => Err(stock.last_line()),
+                    }
+                };
+                passed &= row(title, "stock: connected", client).await;
+                passed &= carries(server, "stock", stock.http, stock.raw).await;
+            }
+            Err(why) if index == last => say!("  {title:<22} stock client left out: {why}"),
+            _ => {}
+        }
+        let back = settled(server, Mode::Konnectivity);
+        passed &= row(title, "switch to konnectivity", back).await;
+        let load = under_load(server, services);
+        passed &= row(title, "switches under load", load).await;
+    }
+    passed
+}
+
+/// What a server reaches through OpenVPN: two services' addresses for it.
+async fn carries(server: &Server, by: &str, http: SocketAddr, raw: SocketAddr) -> bool {
+    let (http, raw) = (http.to_string(), raw.to_string());
+    let page = async {
+        let before = opened(server, Kind::Openvpn).await?;
+        let page = got(open(server, &http).await?).await?;
+        match opened(server, Kind::Openvpn).await? - before {
+            1 => Ok(page),
+            dials => Err(format!("{dials} dials were counted for OpenVPN")),
+        }
+    };
+    let mut passed = row(server.title, &format!("{by}: HTTP GET"), page).await;
+    let bulk = async { downloaded(open(server, &raw).await?).await };
+    passed &= row(server.title, &format!("{by}: 20 MiB down"), bulk).await;
+    let bulk = async { uploaded(open(server, &raw).await?).await };
+    passed & row(server.title, &format!("{by}: 20 MiB up"), bulk).await
+}
+
+/// How many connections a server has opened by one of its tunnels.
+pub async fn opened(server: &Server, tunnel: Kind) -> Result<u64, String> {
+    let tunnel = tunnel.as_str();
+    let series = format!("culvert_tunnel_dials_total{{tunnel=\"{tunnel}\",outcome=\"opened\"}}");
+    sample(server.addresses.health, &series).await
+}
+
+/// Waits until the OpenVPN client of that name can be dialed through.
+async fn connected(server: &Server, name: &str) -> Verdict {
+    loop {
+        let status = status(server).await?;
+        let mut tunnels = status.tunnels.into_iter();
+        let openvpn = tunnels.find(|status| status.tunnel == Kind::Openvpn);
+        let mut peers = openvpn.into_iter().flat_map(|tunnel| tunnel.peers);
+        let peer = peers.find(|peer| peer.name.starts_with(name));
+        match peer.filter(|peer| peer.health == Health::Healthy) {
+            Some(peer) => return Ok(format!("{}, {}", peer.name, peer.kind)),
+            None => sleep(LOOK_AGAIN).await,
+        }
+    }
+}
+
+/// Switches, and waits until nothing is left of the mode before.
+pub async fn settled(server: &Server, mode: Mode) -> Verdict {
+    let mut status = switch(server, mode).await?;
+    while status.switch != Progress::Settled {
+        sleep(LOOK_AGAIN).await;
+        status = self::status(server).await?;
+    }
+    let dials: Vec<&str> = status.new_dials.iter().map(|kind| kind.as_str()).collect();
+    match status.mode == mode {
+        true => Ok(format!("new dials by {}", dials.join(", else "))),
+        false => Err(format!("the mode is {}", status.mode)),
+    }
+}
+
+/// Switches, and waits until new dials go by the mode's tunnel.
+pub async fn diverted(server: &Server, mode: Mode) -> Result<(), String> {
+    let mut status = switch(server, mode).await?;
+    while status.new_dials.first() != Some(&mode.tunnel()) {
+        sleep(LOOK_AGAIN).await;
+        status = self::status(server).await?;
+    }
+    Ok(())
+}
+
+/// As `culvert switch`. Long streams have more time than any check.
+async fn switch(server: &Server, mode: Mode) -> Result<Status, String> {
+    let request = Request::new(mode, Some(GoDuration::from(PATIENCE * 3)));
+    admin(server).switch(&request).await.map_err(problem)
+}
+
+/// As `culvert status`.
+async fn status(server: &Server) -> Result<Status, String> {
+    admin(server).status().await.map_err(problem)
+}
+
+fn admin(server: &Server) -> Admin {
+    Admin::uds(server.admin_socket.clone())
+}
+
+fn problem(error: anyhow::Error) -> String {
+    text(format!("{error:#}"))
+}

@@ -1,0 +1,202 @@
+//! OpenVPN beside the agents: every server is an OpenVPN server, too, with a client of ours behind it
+//! and, if this machine has the stock program and lets us use it, one of those behind the last.
+//!
+//! Both clients have the file that the stock platform gives its own. Addresses:
+//!
+//! | a server dials | in the tunnel | by | which reaches |
+//! |---|---|---|---|
+//! | 127.0.0.1, a node to it | 10.254.0.1 | our client | 127.0.0.1, whose nodes are 127.0.0.0/16 |
+//! | 10.240.16.1, a Service | the same | the stock client | relays in the stock client's own network |
+
+mod stock;
+
+use std::net::{Ipv4Addr, SocketAddr};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context as _, anyhow};
+use culvert_agent::app as agent;
+use culvert_agent::config as agent_config;
+use culvert_agent::openvpn::nodes::{DEFAULT_NETWORK, NodeAccess};
+use culvert_common::openvpn::config_file::{self, Read};
+use culvert_openvpn::control::push::Topology;
+use culvert_server::backend::openvpn::settings::Settings;
+use ipnet::Ipv4Net;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+
+use self::stock::Stock;
+use super::tunnel::{Server, agent_settings};
+use crate::lab::pki::{OpenVpnPki, Pair, Pki};
+use crate::lab::services::Services;
+
+/// Our client's name, as that of the platform.
+pub const CLIENT: &str = "user-cluster-client";
+
+/// The stock client's name.
+pub const STOCK_CLIENT: &str = "stock-client";
+
+/// The addresses of the VPN.
+const NETWORK: Ipv4Net = Ipv4Net::new_assert(Ipv4Addr::new(10, 20, 0, 0), 24);
+
+/// What our client takes for nodes: what it dials is on this machine.
+const NODES: Ipv4Net = Ipv4Net::new_assert(Ipv4Addr::new(127, 0, 0, 0), 16);
+
+/// The Services, behind the stock client.
+const SERVICES: Ipv4Net = Ipv4Net::new_assert(Ipv4Addr::new(10, 240, 16, 0), 20);
+
+/// The one of them that there is.
+const SERVICE: Ipv4Addr = Ipv4Addr::new(10, 240, 16, 1);
+
+/// A server's default.
+const PING: Duration = Duration::from_secs(5);
+
+/// The same.
+const PING_RESTART: Duration = Duration::from_secs(30);
+
+/// Certificates and files for servers and clients.
+pub struct Files {
+    folder: PathBuf,
+    pki: OpenVpnPki,
+    /// Files about single clients.
+    clients: PathBuf,
+}
+
+/// The clients that run.
+pub struct OpenVpn {
+    /// Ours, one for each server and in their order.
+    pub clients: Vec<agent::Addresses>,
+    /// The stock one, or why there is none.
+    pub stock: Result<Stock, String>,
+}
+
+impl Files {
+    /// Makes them in `folder`.
+    pub fn create(folder: &Path) -> anyhow::Result<Self> {
+        let folder = folder.join("openvpn");
+        let clients = folder.join("clients");
+        std::fs::create_dir_all(&clients)?;
+        for (name, network) in [(CLIENT, DEFAULT_NETWORK), (STOCK_CLIENT, SERVICES)] {
+            let iroute = format!("iroute {} {}\n", network.network(), network.netmask());
+            std::fs::write(clients.join(name), iroute)?;
+        }
+        Ok(Self {
+            pki: Pki::create_openvpn(&folder)?,
+            folder,
+            clients,
+        })
+    }
+
+    /// What a server is told, in the platform's words but for the port.
+    pub fn server(&self) -> anyhow::Result<Settings> {
+        let mut text = format!(
+            "mode server
+proto tcp
+dev tun
+server {} {}
+{}dh none
+client-config-dir '{}'
+cipher AES-256-GCM
+auth SHA1
+",
+            NETWORK.network(),
+            NETWORK.netmask(),
+            self.identity(&self.pki.server),
+            self.clients.display(),
+        );
+        for network in [SERVICES, DEFAULT_NETWORK] {
+            let route = format!("route {} {}", network.network(), network.netmask());
+            text.push_str(&format!("{route}\npush \"{route}\"\n"));
+        }
+        Ok(Settings {
+            listen: vec!["tcp:127.0.0.1:0".parse()?],
+            server: read(config_file::server(&text, "the server's configuration"))?,
+            network: NETWORK,
+            topology: Topology::Net30,
+            node_access: DEFAULT_NETWORK,
+            max_clients: 16,
+            ping: Some(PING),
+            ping_restart: Some(PING_RESTART),
+        })
+    }
+
+    /// What the platform's client is told but for its script, which is for packet filters.
+    fn client(&self, pair: &Pair, server: SocketAddr) -> String {
+        format!(
+            "client
+proto tcp
+dev tun0
+dev-type tun
+auth-nocache
+remote {} {}
+connect-retry 1 2
+nobind
+{}remote-cert-tls server
+cipher AES-256-GCM
+auth SHA1
+",
+            server.ip(),
+            server.port(),
+            self.identity(pair),
+        )
+    }
+
+    fn identity(&self, pair: &Pair) -> String {
+        format!(
+            "ca '{}'\ncert '{}'\nkey '{}'\n",
+            self.pki.ca.display(),
+            pair.cert.display(),
+            pair.key.display(),
+        )
+    }
+}
+
+impl OpenVpn {
+    /// Connects a client of ours to every server, and a stock one to the last.
+    pub async fn start(
+        files: &Files,
+        servers: &[Server],
+        services: &Services,
+        tasks: &TaskTracker,
+        shutdown: &CancellationToken,
+    ) -> anyhow::Result<Self> {
+        let mut clients = Vec::new();
+        let mut last = None;
+        for server in servers {
+            let address = server.openvpn()?;
+            let text = files.client(&files.pki.user_cluster, address);
+            let nodes = vec![NODES];
+            let config = agent_config::Config {
+                openvpn: Some(agent_config::OpenVpn {
+                    client: read(config_file::client(&text, "the client's configuration"))?,
+                    nodes: NodeAccess {
+                        nodes,
+                        ..NodeAccess::default()
+                    },
+                }),
+                ..agent_settings("dev-openvpn")
+            };
+            let bound = agent::Bound::bind(config, shutdown.clone()).await?;
+            clients.push(bound.addresses);
+            tasks.spawn(bound.run(CancellationToken::new()));
+            last = Some(address);
+        }
+        let server = last.context("there is no server")?;
+        let stock = Stock::start(files, server, services, tasks, shutdown).await;
+        let stock = stock.map_err(|why| format!("{why:#}"));
+        Ok(Self { clients, stock })
+    }
+
+    /// Ends what does not end by itself.
+    pub async fn stop(self) {
+        if let Ok(stock) = self.stock {
+            stock.stop().await;
+        }
+    }
+}
+
+/// A configuration of ours; what it says of options without effect is known.
+fn read<T>(read: Result<Read<T>, Vec<String>>) -> anyhow::Result<T> {
+    let read = read.map_err(|problems| anyhow!(problems.join("; ")))?;
+    Ok(read.config)
+}

@@ -1,0 +1,172 @@
+//! The stock OpenVPN client, in a network of its own that only relays of ours lead into and out of.
+//!
+//! ```text
+//!  server <-- relay <-- 127.0.0.1:1194 <-- openvpn == tun0 --> 10.240.16.1 --> relay --> services
+//!  this network       |                its own network                    |     this network
+//! ```
+//! Nothing of it is to be seen from outside, and nothing has to be removed: network and device end
+//! with the program, and that ends with this process, however this process ends.
+
+use std::ffi::OsString;
+use std::fs::File;
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
+use std::os::fd::AsFd as _;
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::time::Duration;
+
+use anyhow::{Context as _, bail};
+use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
+use tokio::io::{AsyncBufReadExt as _, AsyncWriteExt as _, BufReader};
+use tokio::process::{Child, Command};
+use tokio::time::timeout;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+
+use super::{Files, SERVICE};
+use crate::dev::balancer;
+use crate::lab::services::Services;
+
+/// Where the client finds the way to the server.
+const WAY_OUT: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 1194);
+
+/// How long the network may take.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// A network and a process table of its own, which end with `unshare`, as that does with us.
+const ALONE: [&str; 9] = [
+    "--pdeathsig",
+    "KILL",
+    "unshare",
+    "--net",
+    "--pid",
+    "--fork",
+    "--kill-child",
+    "sh",
+    "-c",
+];
+
+/// Its arguments are [`SERVICE`] and the client's configuration. Says when the network is there, and
+/// waits until the relays are.
+const SCRIPT: &str = "command -v openvpn >&2 || { echo 'openvpn is not installed' >&2; exit 1; }
+ip link set lo up && ip address add $0/32 dev lo || exit 1
+ip tuntap add dev probe mode tun && ip tuntap del dev probe mode tun || exit 1
+echo && read -r _ && exec openvpn --config \"$1\" >&2";
+
+/// A stock client that runs.
+pub struct Stock {
+    /// The HTTP service, as a server reaches it through this client.
+    pub http: SocketAddr,
+    /// The raw service.
+    pub raw: SocketAddr,
+    /// What the program says.
+    pub log: PathBuf,
+    child: Child,
+}
+
+impl Stock {
+    /// Starts it, if that is possible here.
+    pub async fn start(
+        files: &Files,
+        server: SocketAddr,
+        services: &Services,
+        tasks: &TaskTracker,
+        shutdown: &CancellationToken,
+    ) -> anyhow::Result<Self> {
+        if !rustix::process::geteuid().is_root() {
+            bail!("a tun device and a network of its own need root");
+        }
+        let config = files.folder.join("stock-client.conf");
+        std::fs::write(&config, files.client(&files.pki.stock, WAY_OUT))?;
+        let log = files.folder.join("stock-client.log");
+        let mut child = Command::new("setpriv")
+            .args(ALONE)
+            .arg(SCRIPT)
+            .arg(SERVICE.to_string())
+            .arg(config)
+            .env("PATH", path())
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(File::create(&log)?)
+            // Ctrl-C is for us.
+            .process_group(0)
+            .kill_on_drop(true)
+            .spawn()
+            .context("cannot run setpriv")?;
+        let (Some(mut stdin), Some(stdout)) = (child.stdin.take(), child.stdout.take()) else {
+            bail!("setpriv has no input and output");
+        };
+        let mut said = String::new();
+        let mut stdout = BufReader::new(stdout);
+        let ready = timeout(PATIENCE, stdout.read_line(&mut said)).await;
+        if ready.context("its network is not there in time")?? == 0 {
+            bail!("{}", last_line(&log));
+        }
+        let at = |service: SocketAddr| SocketAddr::new(SERVICE.into(), service.port());
+        let (http, raw) = (at(services.http), at(services.raw));
+        let pid = child.id().context("it has ended")?;
+        let listeners = listen(pid, [WAY_OUT, http, raw]).context("its network")?;
+        for (listener, to) in listeners
+            .into_iter()
+            .zip([server, services.http, services.raw])
+        {
+            let listener = tokio::net::TcpListener::from_std(listener)?;
+            let (to, own) = (vec![to], tasks.clone());
+            tasks.spawn(balancer::serve(listener, to, own, shutdown.clone()));
+        }
+        stdin.write_all(b"\n").await?;
+        Ok(Self {
+            http,
+            raw,
+            log,
+            child,
+        })
+    }
+
+    /// What it has said last.
+    pub fn last_line(&self) -> String {
+        last_line(&self.log)
+    }
+
+    /// Ends it and waits until it is gone.
+    pub async fn stop(mut self) {
+        // It may have ended already.
+        let _ = self.child.kill().await;
+    }
+}
+
+/// The system's own folders are not on everybody's.
+fn path() -> OsString {
+    let path = std::env::var_os("PATH");
+    let mut path = path.unwrap_or_else(|| "/usr/bin:/bin".into());
+    path.push(":/usr/sbin:/sbin");
+    path
+}
+
+fn last_line(log: &Path) -> String {
+    let said = std::fs::read(log).unwrap_or_default();
+    let said = String::from_utf8_lossy(&said);
+    said.trim_end()
+        .lines()
+        .last()
+        .unwrap_or_default()
+        .to_owned()
+}
+
+/// Listeners in the network of a process. A socket stays where its thread was when it made it.
+fn listen(pid: u32, at: [SocketAddr; 3]) -> io::Result<Vec<TcpListener>> {
+    let network = File::open(format!("/proc/{pid}/ns/net"))?;
+    let inside = std::thread::spawn(move || {
+        move_into_link_name_space(network.as_fd(), Some(LinkNameSpaceType::Network))?;
+        at.into_iter().map(bind).collect()
+    });
+    let done = inside.join();
+    done.unwrap_or_else(|_| Err(io::Error::other("the thread in it panicked")))
+}
+
+fn bind(at: SocketAddr) -> io::Result<TcpListener> {
+    let listener = TcpListener::bind(at)?;
+    listener.set_nonblocking(true)?;
+    Ok(listener)
+}
