@@ -9,6 +9,8 @@
 //! | `download N` | N bytes of the pattern, then the end |
 //! | `fetch N` | the same, but the end only behind the client's |
 //! | `upload N` | N bytes of the client's; then their count, as eight bytes, and the end |
+//! | `bursts N` | N bytes of the pattern for each byte of the client's |
+//! | `batches N` | a byte for every N bytes of the client's |
 //! | `echo` | everything back |
 //! | `port` | the port on which this endpoint listens, as two bytes; then the end |
 //! | `hold` | nothing is read until [`Endpoints::release`] |
@@ -17,7 +19,7 @@
 //! each of the one limit.
 
 use std::io;
-use std::net::{Ipv4Addr, SocketAddr};
+use std::net::{Ipv4Addr, SocketAddr, SocketAddrV4};
 use std::process::ExitCode;
 use std::sync::Arc;
 
@@ -43,6 +45,9 @@ const MAX_LINE: usize = 64;
 const HANDSHAKE: u8 = 22;
 const RECORD_HEADER: usize = 5;
 
+/// A port of its own.
+const LOOPBACK: SocketAddr = SocketAddr::V4(SocketAddrV4::new(Ipv4Addr::LOCALHOST, 0));
+
 /// How many connections may wait to be accepted.
 const BACKLOG: u32 = 4096;
 
@@ -65,7 +70,15 @@ impl Endpoints {
     /// # Errors
     /// When a listener cannot be bound.
     pub async fn start() -> io::Result<Self> {
-        let listener = listen()?;
+        Self::on(TcpSocket::new_v4()?, LOOPBACK).await
+    }
+
+    /// Starts them, the lean one by way of a socket that may be in another network, at an address of that.
+    ///
+    /// # Errors
+    /// When a listener cannot be bound.
+    pub async fn on(socket: TcpSocket, at: SocketAddr) -> io::Result<Self> {
+        let listener = listen(socket, at)?;
         let lean = listener.local_addr()?;
         let held = Arc::new(Notify::new());
         let mut tasks = JoinSet::new();
@@ -97,7 +110,7 @@ impl Endpoints {
 /// Is the endpoint of idle connections, until the process is killed.
 pub fn serve() -> ExitCode {
     let serving = async {
-        let listener = listen()?;
+        let listener = listen(TcpSocket::new_v4()?, LOOPBACK)?;
         println!("{LISTENING}{}", listener.local_addr()?);
         accept(listener, Arc::default()).await;
         Ok::<(), io::Error>(())
@@ -115,11 +128,10 @@ pub fn serve() -> ExitCode {
     }
 }
 
-/// Listens on a port of its own. The queue has room for all that may come at once: one that is turned
-/// away would come again after a second, which is when doors give up.
-fn listen() -> io::Result<TcpListener> {
-    let socket = TcpSocket::new_v4()?;
-    socket.bind(SocketAddr::from((Ipv4Addr::LOCALHOST, 0)))?;
+/// The queue has room for all that may come at once: one that is turned away would come again after a
+/// second, which is when doors give up.
+fn listen(socket: TcpSocket, at: SocketAddr) -> io::Result<TcpListener> {
+    socket.bind(at)?;
     socket.listen(BACKLOG)
 }
 
@@ -137,6 +149,8 @@ async fn serve_one(mut stream: TcpStream, held: Arc<Notify>) -> io::Result<()> {
         Some(("download", count)) => download(stream, number(count)?).await,
         Some(("fetch", count)) => fetch(stream, number(count)?).await,
         Some(("upload", count)) => upload(stream, number(count)?, rest.len()).await,
+        Some(("bursts", count)) => bursts(stream, number(count)?, rest.len()).await,
+        Some(("batches", count)) => batches(stream, number(count)?, rest.len()).await,
         None if line == "echo" => echo(stream, &rest).await,
         None if line == "port" => {
             let port = stream.local_addr()?.port();
@@ -226,6 +240,37 @@ async fn upload(mut stream: TcpStream, count: u64, received: usize) -> io::Resul
     stream.shutdown().await
 }
 
+/// So many bytes have asked already.
+async fn bursts(mut stream: TcpStream, count: u64, mut asked: usize) -> io::Result<()> {
+    loop {
+        for _ in 0..asked {
+            for piece in pattern::pieces(count) {
+                stream.write_all(&piece).await?;
+            }
+        }
+        asked = stream.read(&mut [0; ECHO_READ]).await?;
+        if asked == 0 {
+            return Ok(());
+        }
+    }
+}
+
+/// So many bytes are here already.
+async fn batches(mut stream: TcpStream, count: u64, received: usize) -> io::Result<()> {
+    let mut buffer = vec![0; MAX_PIECE];
+    let mut received = received as u64;
+    loop {
+        while received >= count.max(1) {
+            received -= count.max(1);
+            stream.write_u8(b'+').await?;
+        }
+        match stream.read(&mut buffer).await? {
+            0 => return Ok(()),
+            read => received += read as u64,
+        }
+    }
+}
+
 async fn echo(mut stream: TcpStream, first: &[u8]) -> io::Result<()> {
     stream.write_all(first).await?;
     let mut buffer = [0; ECHO_READ];
@@ -277,6 +322,16 @@ mod tests {
         assert_eq!(stream.read_u8().await.unwrap(), b'x');
         stream.write_all(b"yz").await.unwrap();
         assert_eq!(stream.read_u16().await.unwrap(), u16::from_be_bytes(*b"yz"));
+
+        let mut stream = ask(&endpoints, "bursts 70001\n..").await;
+        stream.write_all(b".").await.unwrap();
+        let mut received = vec![0; 3 * 70_001];
+        stream.read_exact(&mut received).await.unwrap();
+        assert!(received[140_002..] == pattern::prefix(70_001));
+        let mut stream = ask(&endpoints, "batches 4\nabcde").await;
+        assert_eq!(stream.read_u8().await.unwrap(), b'+');
+        stream.write_all(b"fgh").await.unwrap();
+        assert_eq!(stream.read_u8().await.unwrap(), b'+');
 
         let mut stream = ask(&endpoints, "port\n").await;
         assert_eq!(stream.read_u16().await.unwrap(), endpoints.lean().port());

@@ -1,4 +1,4 @@
-//! Where a load enters: a tunnel's front end, a relay, a front door, or the endpoint itself.
+//! Where a load enters: a tunnel's front end, a relay, a front door, a network, or the endpoint itself.
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -7,6 +7,7 @@ use std::time::Duration;
 use anyhow::{Context as _, bail};
 use bytes::Bytes;
 use culvert::lab::client::{self, BoxedStream, FrontEnd};
+use culvert_tests::openvpn::Namespace;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpStream, UnixStream};
 
@@ -27,6 +28,8 @@ pub enum Entry {
     Relay(PathBuf),
     /// The same on TCP, or the endpoint itself.
     Plain(SocketAddr),
+    /// A network whose routes lead to endpoints.
+    Within(Namespace),
     /// A listener that leads by the server name in a TLS ClientHello.
     Sni {
         /// Where it listens.
@@ -52,6 +55,14 @@ impl Entry {
             }
             Self::Relay(socket) => Box::new(UnixStream::connect(socket).await.context("dial")?),
             Self::Plain(address) => Box::new(tcp(*address).await?),
+            Self::Within(namespace) => {
+                let SocketAddr::V4(to) = target else {
+                    bail!("{target} is not an IPv4 address");
+                };
+                let stream = namespace.connect(to).await.context("dial")?;
+                stream.set_nodelay(true)?;
+                Box::new(stream)
+            }
             Self::Sni { door, hello } => {
                 let mut stream = tcp(*door).await?;
                 stream.write_all(hello).await.context("dial")?;

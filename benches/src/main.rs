@@ -4,7 +4,8 @@
 //! |---|---|
 //! | [`tunnel`] | the subcommand `tunnel`: its options, and whose turn it is |
 //! | [`door`] | the subcommand `door`, and what is its alone |
-//! | [`options`] | what both can be told |
+//! | [`openvpn`] | the subcommand `openvpn`, and what is its alone |
+//! | [`options`] | what all can be told |
 //! | [`rows`] | what is measured |
 //! | [`measure`] | how one row of one contender is measured |
 //! | [`topology`] | the contenders, and their running programs |
@@ -34,6 +35,7 @@ mod entry;
 mod load;
 mod measure;
 mod memory;
+mod openvpn;
 mod options;
 mod relay;
 mod report;
@@ -60,6 +62,9 @@ enum Command {
     /// The seed's front door and a node's end of it: throughput, new connections, latency, memory,
     /// changes, and the processor time of each
     Door(door::Options),
+    /// OpenVPN server and client: throughput, bursts over UDP, stalled connections, the switch from and
+    /// to Konnectivity, memory, and the processor time of each
+    Openvpn(openvpn::Options),
 }
 
 fn main() -> ExitCode {
@@ -75,10 +80,22 @@ fn main() -> ExitCode {
             return ExitCode::FAILURE;
         }
     };
+    if let Command::Openvpn(_) = &command {
+        // This thread starts the second run, which ends with it.
+        match runtime.block_on(openvpn::again()) {
+            Ok(None) => {}
+            Ok(Some(code)) => return code,
+            Err(error) => {
+                eprintln!("{error:#}");
+                return ExitCode::FAILURE;
+            }
+        }
+    }
     let work = async {
         match command {
             Command::Tunnel(options) => tunnel::run(options).await,
             Command::Door(options) => door::run(options).await,
+            Command::Openvpn(options) => openvpn::run(options).await,
         }
     };
     let run = async {

@@ -21,7 +21,7 @@ pub const LIMIT: Duration = Duration::from_secs(60);
 
 /// What closes behind the last byte, such as a dial's connections, belongs to the processor time of the
 /// job. This much time after it is added.
-const SETTLE: Duration = Duration::from_millis(100);
+pub const SETTLE: Duration = Duration::from_millis(100);
 
 /// From how many connections on the Go driver is not used: a process each would need more of the
 /// machine than the tunnel.
@@ -138,8 +138,26 @@ impl Lab {
     }
 }
 
-/// Measures a load of a given amount: warms the contender up twice, the second time knowing how fast
-/// it is by and large, and then gives it work for the wanted time.
+/// Warms a contender up twice, the second time knowing how fast it is by and large; gives as much work as
+/// it should do in the wanted time.
+///
+/// # Errors
+/// When the contender fails.
+pub async fn warm_up(
+    first: Job,
+    seconds: f64,
+    work: impl AsyncFn(Job) -> anyhow::Result<load::Done>,
+) -> anyhow::Result<Job> {
+    let mut job = first;
+    for wanted in [seconds / 4.0, seconds] {
+        let elapsed = work(job).await.context("warm-up")?.elapsed.as_secs_f64();
+        job.amount = ((job.amount as f64 * wanted / elapsed.max(1e-6)) as u64).max(1);
+    }
+    Ok(job)
+}
+
+/// Measures a load of a given amount: warms the contender up, and then gives it work for the wanted
+/// time.
 ///
 /// # Errors
 /// When it carries anything but the whole amount.
@@ -149,12 +167,8 @@ pub async fn load(
     seconds: f64,
     work: impl AsyncFn(&Entry, Job) -> anyhow::Result<load::Done>,
 ) -> anyhow::Result<Figures> {
-    let mut job = first;
-    for wanted in [seconds / 4.0, seconds] {
-        let done = work(subject.entry(), job).await;
-        let elapsed = done.context("warm-up")?.elapsed.as_secs_f64();
-        job.amount = ((job.amount as f64 * wanted / elapsed.max(1e-6)) as u64).max(1);
-    }
+    let entry = subject.entry();
+    let job = warm_up(first, seconds, async |job| work(entry, job).await).await?;
     let before = subject.cpu_time()?;
     let done = work(subject.entry(), job).await?;
     sleep(SETTLE).await;

@@ -17,9 +17,11 @@ impl fmt::Display for Report {
         };
         let ratios: Vec<_> = self.comparison.ratios.iter().filter(compared).collect();
 
+        let wide = lines.iter().map(|line| line.metric.name.len()).max();
+        let wide = wide.unwrap_or_default().max(12);
         let (rounds, seconds) = (self.rounds, self.seconds);
         writeln!(f, "{}; medians of {rounds} x {seconds} s", self.machine)?;
-        write!(f, "{:8} {:32} {:12}", "front", "row", "")?;
+        write!(f, "{:8} {:32} {:wide$}", "front", "row", "")?;
         for name in &names {
             write!(f, " {name:>10}")?;
         }
@@ -30,7 +32,7 @@ impl fmt::Display for Report {
         for line in &lines {
             write!(
                 f,
-                "{:8} {:32} {:12}",
+                "{:8} {:32} {:wide$}",
                 line.front, line.row, line.metric.name
             )?;
             for name in &names {

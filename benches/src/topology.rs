@@ -26,9 +26,10 @@ use crate::entry::Entry;
 use crate::measure::Subject;
 use crate::relay::{self, Relay};
 
-/// Our programs, and what holds two of them each.
-const SERVER: &str = "culvert-server";
-const AGENT: &str = "culvert-agent";
+/// Our server, which holds the seed's front door, too.
+pub const SERVER: &str = "culvert-server";
+/// Our agent, which holds a node's end of it, too.
+pub const AGENT: &str = "culvert-agent";
 /// The seed's front door.
 pub const PROXY: &str = "culvert-nodeport-proxy";
 /// A node's end of it.

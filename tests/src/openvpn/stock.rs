@@ -37,9 +37,17 @@ impl OpenVpn {
     /// # Panics
     /// Then, if `CI=true`.
     pub fn get() -> Option<&'static Self> {
+        Self::look().inspect_err(|why| skip(why)).ok()
+    }
+
+    /// Looks for the same, and says nothing.
+    ///
+    /// # Errors
+    /// What is missing.
+    pub fn look() -> Result<&'static Self, &'static str> {
         static FOUND: OnceLock<Result<OpenVpn, String>> = OnceLock::new();
         let found = FOUND.get_or_init(Self::find);
-        found.as_ref().inspect_err(|why| skip(why)).ok()
+        found.as_ref().map_err(String::as_str)
     }
 
     fn find() -> Result<Self, String> {

@@ -1,0 +1,357 @@
+//! Who is measured, and their running programs.
+//!
+//! A pair is an OpenVPN server, an OpenVPN client, and endpoints at an address behind the client. Loads enter
+//! our server's front end, or the network of the stock one, whose routes lead into its tun device. All
+//! use AES-256-GCM, nothing is compressed, and the kernel's data channel is off.
+
+use std::net::{Ipv4Addr, SocketAddr};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context as _, bail};
+use culvert_tests::Program;
+use culvert_tests::openvpn::stock::Options;
+use culvert_tests::openvpn::{OpenVpn, Pki};
+use culvert_tests::ports::Ports;
+use tempfile::TempDir;
+use tokio::net::UnixStream;
+use tokio::time::{Instant, sleep, timeout};
+
+use crate::endpoint::Endpoints;
+use crate::entry::Entry;
+use crate::load::Echo;
+use crate::openvpn::ground::{Field, Ground};
+use crate::openvpn::probe::{dropped_datagrams, last_words, metrics};
+use crate::openvpn::rows::{Kind, Row};
+use crate::topology::{AGENT, OURS, OURS_STOCK, Programs, SERVER, STOCK, harness, panic_text};
+
+/// The name of our pair over UDP.
+pub const OURS_UDP: &str = "ours/udp";
+/// The name of our server with the stock client over UDP.
+pub const OURS_STOCK_UDP: &str = "o+s/udp";
+
+/// How long a program may take until it serves, and then until it carries a byte; how long one try of that may
+/// take, and how often it is tried.
+const START_LIMIT: Duration = Duration::from_secs(20);
+const TRY_LIMIT: Duration = Duration::from_secs(2);
+const TRY_INTERVAL: Duration = Duration::from_millis(50);
+
+/// The client's common name, which its file is called by.
+const CLIENT: &str = "user-cluster-client";
+
+/// What every program is told of the data channel, in OpenVPN's words and in ours.
+const STOCK_OPTIONS: &str = "--data-ciphers AES-256-GCM --disable-dco --verb 3";
+const CIPHERS: &str = "--openvpn-data-ciphers=AES-256-GCM";
+
+/// Who made a program.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Make {
+    Ours,
+    Stock,
+}
+
+/// What carries a tunnel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Proto {
+    Tcp,
+    Udp,
+}
+
+impl Proto {
+    /// As options have it.
+    fn name(self) -> &'static str {
+        match self {
+            Self::Tcp => "tcp",
+            Self::Udp => "udp",
+        }
+    }
+}
+
+/// What is measured.
+#[derive(Debug, Clone, Copy)]
+pub struct Contender {
+    /// Server and client, one word where both are of one make.
+    pub name: &'static str,
+    server: Make,
+    client: Make,
+    proto: Proto,
+}
+
+const fn pair(name: &'static str, server: Make, client: Make, proto: Proto) -> Contender {
+    Contender {
+        name,
+        server,
+        client,
+        proto,
+    }
+}
+
+/// Every contender, ours first.
+pub const CONTENDERS: [Contender; 5] = [
+    pair(OURS, Make::Ours, Make::Ours, Proto::Tcp),
+    pair(OURS_UDP, Make::Ours, Make::Ours, Proto::Udp),
+    pair(OURS_STOCK, Make::Ours, Make::Stock, Proto::Tcp),
+    pair(OURS_STOCK_UDP, Make::Ours, Make::Stock, Proto::Udp),
+    pair(STOCK, Make::Stock, Make::Stock, Proto::Tcp),
+];
+
+impl Contender {
+    /// Whether half of it or more is the stock program.
+    pub fn needs_stock(self) -> bool {
+        [self.server, self.client].contains(&Make::Stock)
+    }
+
+    /// Whether a row says anything about it.
+    pub fn has(self, row: &Row) -> bool {
+        let (tcp, ours) = (self.proto == Proto::Tcp, self.server == Make::Ours);
+        match row.kind {
+            Kind::Load(_) => tcp,
+            Kind::Bursts(_) => ours,
+            Kind::Crowd => tcp && ours,
+            Kind::Switch => tcp && !self.needs_stock(),
+        }
+    }
+}
+
+/// The files of an OpenVPN server and of its client.
+#[derive(Debug)]
+pub struct Files {
+    /// Certificates and keys.
+    pub pki: Pki,
+    clients: PathBuf,
+    behind: Ipv4Addr,
+}
+
+impl Files {
+    /// Writes them. The client has `behind` behind it; the file that says so lies in `dir`.
+    ///
+    /// # Errors
+    /// When they cannot be written.
+    ///
+    /// # Panics
+    /// The same, for certificates.
+    pub fn write(dir: &Path, behind: Ipv4Addr) -> anyhow::Result<Self> {
+        let clients = dir.join("clients");
+        std::fs::create_dir(&clients)?;
+        let route = format!("iroute {behind} 255.255.255.255\n");
+        std::fs::write(clients.join(CLIENT), route)?;
+        Ok(Self {
+            pki: Pki::create(),
+            clients,
+            behind,
+        })
+    }
+
+    /// The flags of our server.
+    pub fn server(&self, proto: Proto, listen: SocketAddr) -> Vec<String> {
+        let pair = &self.pki.server;
+        vec![
+            format!("--openvpn-listen={}:{listen}", proto.name()),
+            format!("--openvpn-ca={}", self.pki.ca.display()),
+            format!("--openvpn-cert={}", pair.cert.display()),
+            format!("--openvpn-key={}", pair.key.display()),
+            format!("--openvpn-client-config-dir={}", self.clients.display()),
+            format!("--openvpn-route={}/32", self.behind),
+            CIPHERS.to_owned(),
+        ]
+    }
+
+    /// The flags of our agent as a client, listeners included.
+    pub fn client(&self, proto: Proto, remote: SocketAddr, ports: &mut Ports) -> Vec<String> {
+        let pair = &self.pki.user_cluster;
+        vec![
+            "--v=1".to_owned(),
+            format!("--openvpn-remote={remote},{}", proto.name()),
+            format!("--openvpn-ca={}", self.pki.ca.display()),
+            format!("--openvpn-cert={}", pair.cert.display()),
+            format!("--openvpn-key={}", pair.key.display()),
+            CIPHERS.to_owned(),
+            format!("--health-server-port={}", ports.next_port()),
+            "--health-server-host=127.0.0.1".to_owned(),
+            format!("--admin-server-port={}", ports.next_port()),
+        ]
+    }
+}
+
+/// A running pair. Dropping it kills its programs.
+#[derive(Debug)]
+pub struct Pair {
+    /// Where its loads enter.
+    pub entry: Entry,
+    server: Program,
+    client: Program,
+    /// Where our server answers questions.
+    admin: Option<PathBuf>,
+    /// Where its loads end.
+    pub endpoints: Endpoints,
+    _ports: Ports,
+    // Last, so that programs are gone before their files are.
+    _files: Files,
+    _dir: TempDir,
+}
+
+impl Pair {
+    /// Starts a contender and waits until it carries a byte.
+    ///
+    /// # Errors
+    /// When it does not come up, with the last words of both programs.
+    pub async fn start(
+        contender: Contender,
+        programs: &Programs,
+        ground: &Ground,
+    ) -> anyhow::Result<Self> {
+        let pair = harness(Self::begin(contender, programs, ground)).await??;
+        pair.carries().await?;
+        Ok(pair)
+    }
+
+    async fn begin(
+        contender: Contender,
+        programs: &Programs,
+        ground: &Ground,
+    ) -> anyhow::Result<Self> {
+        let dir = tempfile::Builder::new().prefix("culvert-").tempdir()?;
+        let mut ports = Ports::default();
+        let field = match contender.needs_stock() {
+            true => Field::apart()?,
+            false => Field::here(ground, &mut ports),
+        };
+        let files = Files::write(dir.path(), field.behind)?;
+        let (proto, listen) = (contender.proto, field.listen.into());
+        let behind = SocketAddr::from((field.behind, 0));
+        let endpoints = Endpoints::on(field.client.socket()?, behind).await?;
+
+        let admin = dir.path().join("admin.socket");
+        let (server, entry, admin) = match contender.server {
+            Make::Ours => {
+                let front = dir.path().join("front.socket");
+                let mut words = server_words(&files.pki, [&front, &admin], &mut ports);
+                words.extend(files.server(proto, listen));
+                let mut server = field.server.spawn(&programs.path(SERVER), &words);
+                listens(&mut server, &front).await?;
+                (server, Entry::Connect(front), Some(admin))
+            }
+            Make::Stock => {
+                let options = Options::server(proto.name(), &files.pki)
+                    .option("--client-config-dir", &files.clients)
+                    .with(&format!("--route {} 255.255.255.255", field.behind))
+                    .with(STOCK_OPTIONS);
+                let namespace = field.server.namespace()?;
+                let mut stock = stock(ground)?.start(namespace, &options);
+                stock.is_up().await;
+                (stock.program, Entry::Within(namespace.clone()), None)
+            }
+        };
+        let client = match contender.client {
+            Make::Ours => {
+                let words = files.client(proto, listen, &mut ports);
+                field.client.spawn(&programs.path(AGENT), &words)
+            }
+            Make::Stock => {
+                let remote = field.listen.ip().to_string();
+                let options = Options::client(proto.name(), &remote, &files.pki);
+                let options = options.with(STOCK_OPTIONS);
+                stock(ground)?
+                    .start(field.client.namespace()?, &options)
+                    .program
+            }
+        };
+        Ok(Self {
+            entry,
+            server,
+            client,
+            admin,
+            endpoints,
+            _ports: ports,
+            _files: files,
+            _dir: dir,
+        })
+    }
+
+    async fn carries(&self) -> anyhow::Result<()> {
+        let deadline = Instant::now() + START_LIMIT;
+        loop {
+            let echo = Echo::proven(&self.entry, self.endpoints.lean());
+            match timeout(TRY_LIMIT, echo).await {
+                Ok(Ok(_)) => return Ok(()),
+                failed if Instant::now() > deadline => {
+                    let why = failed.map(|echo| echo.map(drop));
+                    let [server, client] = [&self.server, &self.client].map(last_words);
+                    bail!("carries nothing: {why:?}; server: {server}; client: {client}");
+                }
+                _ => sleep(TRY_INTERVAL).await,
+            }
+        }
+    }
+
+    /// Asks the kernel about the server and the client.
+    ///
+    /// # Errors
+    /// When one of them is gone.
+    pub fn ask<T>(&self, ask: impl Fn(&Program) -> T) -> anyhow::Result<[T; 2]> {
+        let asking = || [&self.server, &self.client].map(ask);
+        catch_unwind(AssertUnwindSafe(asking)).map_err(panic_text)
+    }
+
+    /// How many segments our server has sent again so far; none of the stock one.
+    ///
+    /// # Errors
+    /// When it does not say.
+    pub async fn resent(&self) -> anyhow::Result<Option<f64>> {
+        let Some(admin) = &self.admin else {
+            return Ok(None);
+        };
+        let metrics = metrics(admin).await?;
+        Ok(metrics.value("culvert_openvpn_retransmitted_segments_total", &[]))
+    }
+
+    /// How many datagrams the kernel has dropped so far, because a socket's buffer was full.
+    ///
+    /// # Errors
+    /// When a program is gone.
+    pub fn lost(&self) -> anyhow::Result<u64> {
+        let [server, client] = self.ask(dropped_datagrams)?;
+        Ok(server? + client?)
+    }
+}
+
+fn stock(ground: &Ground) -> anyhow::Result<&'static OpenVpn> {
+    ground.stock.map_err(anyhow::Error::msg)
+}
+
+/// The flags of our server besides OpenVPN's.
+fn server_words(pki: &Pki, [front, admin]: [&Path; 2], ports: &mut Ports) -> Vec<String> {
+    let mut words = vec![
+        "--v=1".to_owned(),
+        "--mode=http-connect".to_owned(),
+        format!("--uds-name={}", front.display()),
+        "--server-port=0".to_owned(),
+        "--tunnel-mode=openvpn".to_owned(),
+        format!("--admin-uds={}", admin.display()),
+        format!("--cluster-cert={}", pki.server.cert.display()),
+        format!("--cluster-key={}", pki.server.key.display()),
+    ];
+    for listener in ["agent", "admin", "health"] {
+        words.push(format!("--{listener}-port={}", ports.next_port()));
+        words.push(format!("--{listener}-bind-address=127.0.0.1"));
+    }
+    words
+}
+
+/// Waits until our server listens at its front.
+async fn listens(server: &mut Program, front: &Path) -> anyhow::Result<()> {
+    let deadline = Instant::now() + START_LIMIT;
+    loop {
+        if let Some(status) = server.exited() {
+            bail!("the server ended: {status}: {}", last_words(server));
+        }
+        match UnixStream::connect(front).await {
+            Ok(_) => return Ok(()),
+            Err(error) if Instant::now() > deadline => {
+                return Err(error).context(front.display().to_string());
+            }
+            Err(_) => sleep(TRY_INTERVAL).await,
+        }
+    }
+}

@@ -1,0 +1,153 @@
+//! How one row of one contender is measured.
+
+use std::time::Duration;
+
+use anyhow::Context as _;
+use culvert_tests::Program;
+use tokio::time::{sleep, timeout};
+
+use crate::load::{self, Job, Work};
+use crate::measure::{LIMIT, SETTLE, warm_up};
+use crate::openvpn::bursts::Bursts;
+use crate::openvpn::contenders::{Contender, Pair};
+use crate::openvpn::ground::Ground;
+use crate::openvpn::rows::{
+    BOTH_GBIT, CLIENT_AFTER, CLIENT_CPU, CLIENT_GBIT, CLIENT_START, Kind, LOST, RESENT, Row,
+    SERVER_AFTER, SERVER_CPU, SERVER_GBIT, SERVER_LOAD, SERVER_START,
+};
+use crate::openvpn::switching;
+use crate::report::Figures;
+use crate::rows::{GIB, MIB, RATE};
+use crate::stalled::{self, Crowd};
+use crate::topology::Programs;
+
+/// Their pauses leave two cores idle for more than half of the time.
+const CROWD: Crowd = Crowd {
+    echoes: 200,
+    stalled: 1,
+    pause: Duration::from_millis(100),
+    stagger: Duration::from_micros(500),
+    // As long as those beside stalled connections wait until these have filled every buffer.
+    rest: Duration::from_secs(1),
+};
+
+/// A step of processor time, in seconds.
+const TICK: f64 = 0.01;
+
+/// How long a server may take to count what it has sent.
+const COUNTED: Duration = Duration::from_millis(100);
+
+/// What every measurement needs.
+pub struct Lab {
+    /// What is started.
+    pub programs: Programs,
+    /// Where it runs.
+    pub ground: Ground,
+    /// How many seconds of load a measurement is.
+    pub seconds: f64,
+}
+
+impl Lab {
+    /// Starts a contender as the long-lived one that most rows are measured on.
+    ///
+    /// # Errors
+    /// When it does not come up.
+    pub async fn start(&self, contender: Contender) -> anyhow::Result<Pair> {
+        Pair::start(contender, &self.programs, &self.ground).await
+    }
+
+    /// Measures a row of a contender: of `running`, or of one that is started for this row.
+    ///
+    /// # Errors
+    /// When the contender fails, or is not done in time.
+    pub async fn measure(
+        &self,
+        row: &Row,
+        contender: Contender,
+        running: &Pair,
+    ) -> anyhow::Result<Figures> {
+        let time = Duration::from_secs_f64(2.0 * self.seconds);
+        let measuring = async {
+            match row.kind {
+                Kind::Load(first) => {
+                    let is_ours = !contender.needs_stock();
+                    transfer(running, first, self.seconds, is_ours).await
+                }
+                Kind::Bursts(work) => bursts(running, work, time).await,
+                Kind::Crowd => {
+                    let (entry, endpoints) = (&running.entry, &running.endpoints);
+                    stalled::measure(&CROWD, entry, endpoints, time).await
+                }
+                Kind::Switch => {
+                    let pause = Duration::from_secs_f64(self.seconds.min(1.0));
+                    switching::measure(&self.programs, &self.ground, pause).await
+                }
+            }
+        };
+        let measured = timeout(LIMIT, measuring).await;
+        measured.with_context(|| format!("no end within {LIMIT:?}"))?
+    }
+}
+
+/// Measures a load of a given amount, and what it takes of each program.
+async fn transfer(pair: &Pair, first: Job, seconds: f64, is_ours: bool) -> anyhow::Result<Figures> {
+    let (entry, target) = (&pair.entry, pair.endpoints.lean());
+    let work = async |job: Job| load::run(entry, target, job).await;
+    let job = warm_up(first, seconds, &work).await?;
+    let before = pair.ask(Program::cpu_time)?;
+    let done = work(job).await?;
+    sleep(SETTLE).await;
+    let after = pair.ask(Program::cpu_time)?;
+    let used = |after: Duration, before: Duration| (after - before).as_secs_f64().max(TICK);
+    let ([server, client], [server_before, client_before]) = (after, before);
+    let (server, client) = (used(server, server_before), used(client, client_before));
+    let (total, elapsed) = (job.total() as f64, done.elapsed.as_secs_f64());
+    let gibibytes = total / GIB;
+    let mut figures = vec![
+        (RATE, total / MIB / elapsed),
+        (SERVER_CPU, server / gibibytes),
+        (CLIENT_CPU, client / gibibytes),
+        (SERVER_LOAD, 100.0 * server / elapsed),
+    ];
+    if is_ours {
+        let gigabits = total * 8.0 / 1e9;
+        figures.extend([
+            (SERVER_GBIT, gigabits / server),
+            (CLIENT_GBIT, gigabits / client),
+            (BOTH_GBIT, gigabits / (server + client)),
+        ]);
+    }
+    Ok(figures)
+}
+
+/// Measures bursts, and what was lost and sent again on their way.
+async fn bursts(pair: &Pair, work: Work, time: Duration) -> anyhow::Result<Figures> {
+    let mut flow = Bursts::open(&pair.entry, pair.endpoints.lean(), work).await?;
+    let (resent, lost) = (pair.resent().await?, pair.lost()?);
+    let rate = flow.rate(time).await?;
+    // Counts are told now and then, not with each segment.
+    sleep(COUNTED).await;
+    let mut figures = vec![(RATE, rate / MIB)];
+    if let Some((after, before)) = pair.resent().await?.zip(resent) {
+        figures.push((RESENT, after - before));
+    }
+    figures.push((LOST, pair.lost()?.saturating_sub(lost) as f64));
+    Ok(figures)
+}
+
+/// The memory of a pair that ran all the time: of each program before any load and now.
+///
+/// # Errors
+/// When one of them is gone.
+pub fn memory(pair: &Pair, [server_start, client_start]: [u64; 2]) -> anyhow::Result<Figures> {
+    let [server, client] = pair.ask(Program::rss)?;
+    let figures = [
+        (SERVER_START, server_start),
+        (SERVER_AFTER, server),
+        (CLIENT_START, client_start),
+        (CLIENT_AFTER, client),
+    ];
+    Ok(figures
+        .map(|(metric, bytes)| (metric, bytes as f64 / MIB))
+        .into())
+}

@@ -1,0 +1,297 @@
+//! Changes of the tunnel that new connections go by, while connections are opened and others live on.
+//!
+//! One server of ours has both tunnels, with an agent of ours at the end of each.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::{Context as _, bail, ensure};
+use culvert::lab::client::FrontEnd;
+use culvert::lab::pattern;
+use culvert_tests::ports::Ports;
+use culvert_tests::{Executable, Mode, Program, Topology, Transport};
+use tempfile::TempDir;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpSocket;
+use tokio::sync::watch;
+use tokio::task::JoinSet;
+use tokio::time::{Instant, interval, sleep, sleep_until, timeout};
+
+use crate::endpoint::Endpoints;
+use crate::entry::Entry;
+use crate::load::{Echo, percentiles};
+use crate::openvpn::contenders::{Files, Proto};
+use crate::openvpn::ground::Ground;
+use crate::openvpn::probe::{ask, metrics};
+use crate::openvpn::rows::{CUT, DIALS, FAILED, SHARE};
+use crate::report::Figures;
+use crate::rows::P99;
+use crate::topology::{AGENT, Programs, SERVER, harness};
+
+/// How often the tunnel changes: 20 times there and back.
+pub const SWITCHES: u32 = 40;
+const MODES: [&str; 2] = ["openvpn", "konnectivity"];
+
+/// One dial in this time.
+const DIAL_INTERVAL: Duration = Duration::from_millis(5);
+
+/// What a dial sends and hears again, and how long it may take. Longer is failed: kube-apiserver waits no longer
+/// for a webhook.
+const DIAL_BYTES: u64 = 300;
+const DIAL_LIMIT: Duration = Duration::from_secs(10);
+
+/// How many streams live through all of it; half of them begin in either tunnel.
+const STREAMS: usize = 20;
+
+/// How long a stream waits between two echoes.
+const STREAM_PAUSE: Duration = Duration::from_millis(20);
+
+/// How long both agents may take to connect, and what comes before the first switch and behind the last.
+const START_LIMIT: Duration = Duration::from_secs(20);
+const MARGIN: Duration = Duration::from_millis(500);
+
+/// The share of dials that each tunnel has to carry at least, in percent; else nothing was switched.
+const FAIR: f64 = 25.0;
+
+/// What runs. Dropping it kills the programs.
+struct Site {
+    entry: Entry,
+    admin: PathBuf,
+    endpoints: Endpoints,
+    _topology: Topology,
+    _client: Program,
+    _ports: Ports,
+    // Last, so that programs are gone before their files are.
+    _files: Files,
+    _dir: TempDir,
+}
+
+/// What became of dials.
+#[derive(Debug, Default)]
+struct Tally {
+    made: u64,
+    failed: u64,
+    times: Vec<Duration>,
+}
+
+/// Switches so often, once in `pause`, under the whole load.
+///
+/// # Errors
+/// When the programs do not come up, or a switch is refused or without effect.
+pub async fn measure(
+    programs: &Programs,
+    ground: &Ground,
+    pause: Duration,
+) -> anyhow::Result<Figures> {
+    let site = harness(Site::start(programs, ground)).await??;
+    let before = site.dialed().await?;
+    let (end, ended) = watch::channel(false);
+    let target = site.endpoints.lean();
+    let mut streams = JoinSet::new();
+    let open = |streams: &mut JoinSet<anyhow::Result<()>>| {
+        for _ in 0..STREAMS / 2 {
+            streams.spawn(stream(site.entry.clone(), target, ended.clone()));
+        }
+    };
+    open(&mut streams);
+    // A set of one, which ends with this.
+    let mut dialing = JoinSet::new();
+    dialing.spawn(dial_on(site.entry.clone(), target, ended.clone()));
+    let mut next = Instant::now() + MARGIN;
+    for number in 0..SWITCHES {
+        sleep_until(next).await;
+        let to = MODES.get(number as usize % MODES.len());
+        site.switch(to.copied().unwrap_or_default()).await?;
+        if number == 0 {
+            sleep(pause / 4).await;
+            open(&mut streams);
+        }
+        next += pause;
+    }
+    sleep_until(next).await;
+    // Nobody listens any more if all have ended, which the tallies show.
+    end.send(true).ok();
+    let mut tally = dialing.join_next().await.context("no dials")??;
+    let mut cut = 0;
+    while let Some(ended) = streams.join_next().await {
+        if let Err(error) = ended? {
+            eprintln!("  a stream was cut: {error:#}");
+            cut += 1;
+        }
+    }
+    let after = site.dialed().await?;
+    let share = share(before, after);
+    ensure!(
+        (FAIR..=100.0 - FAIR).contains(&share),
+        "{share:.0} % of dials went by OpenVPN: the switches have no effect"
+    );
+    let [_, p99] = percentiles(std::mem::take(&mut tally.times));
+    Ok(vec![
+        (FAILED, tally.failed as f64),
+        (CUT, f64::from(cut)),
+        (DIALS, tally.made as f64),
+        (SHARE, share),
+        (P99, p99),
+    ])
+}
+
+/// How many of the dials between two looks went by OpenVPN, in percent.
+fn share(before: [f64; 2], after: [f64; 2]) -> f64 {
+    let ([other_before, before], [other, openvpn]) = (before, after);
+    let (other, openvpn) = (other - other_before, openvpn - before);
+    100.0 * openvpn / (other + openvpn).max(1.0)
+}
+
+impl Site {
+    async fn start(programs: &Programs, ground: &Ground) -> anyhow::Result<Self> {
+        let dir = tempfile::Builder::new().prefix("culvert-").tempdir()?;
+        let mut ports = Ports::default();
+        let files = Files::write(dir.path(), ground.address)?;
+        let listen = SocketAddr::from(([127, 0, 0, 1], ports.next_port()));
+        let admin = dir.path().join("admin.socket");
+        let mut server = files.server(Proto::Tcp, listen);
+        server.extend([
+            "--v=1".to_owned(),
+            "--tunnel-mode=konnectivity".to_owned(),
+            "--tunnel-drain=10m".to_owned(),
+            format!("--admin-uds={}", admin.display()),
+        ]);
+        let server: Vec<&str> = server.iter().map(String::as_str).collect();
+        let topology = Topology::builder(Mode::HttpConnect, Transport::Uds)
+            .server(Executable::At(programs.path(SERVER)), &server)
+            .agent(Executable::At(programs.path(AGENT)), &["--v=1"])
+            .start()
+            .await;
+        let FrontEnd::ConnectUds(front) = topology.front_end() else {
+            bail!("not a Unix socket");
+        };
+        let words = files.client(Proto::Tcp, listen, &mut ports);
+        let client = Program::spawn(programs.path(AGENT), words, &[]);
+        let own = SocketAddr::from((ground.address, 0));
+        let site = Self {
+            entry: Entry::Connect(front.clone()),
+            admin,
+            endpoints: Endpoints::on(TcpSocket::new_v4()?, own).await?,
+            _topology: topology,
+            _client: client,
+            _ports: ports,
+            _files: files,
+            _dir: dir,
+        };
+        let deadline = Instant::now() + START_LIMIT;
+        let clients = "culvert_openvpn_clients";
+        while metrics(&site.admin).await?.value(clients, &[]) != Some(1.0) {
+            ensure!(Instant::now() < deadline, "the OpenVPN client stays away");
+            sleep(MARGIN / 10).await;
+        }
+        Ok(site)
+    }
+
+    async fn switch(&self, to: &str) -> anyhow::Result<()> {
+        let request = format!("{{\"to\":\"{to}\"}}");
+        let asked = ask(&self.admin, "POST", "/tunnel/switch", &request).await;
+        asked.map(drop).context("switch")
+    }
+
+    /// How many dials each tunnel has opened so far.
+    async fn dialed(&self) -> anyhow::Result<[f64; 2]> {
+        let metrics = metrics(&self.admin).await?;
+        Ok(["konnectivity", "openvpn"].map(|tunnel| {
+            let labels = [("tunnel", tunnel), ("outcome", "opened")];
+            let opened = metrics.value("culvert_tunnel_dials_total", &labels);
+            opened.unwrap_or_default()
+        }))
+    }
+}
+
+/// Begins a dial every [`DIAL_INTERVAL`], whatever becomes of those before, until it is told to end.
+async fn dial_on(entry: Entry, target: SocketAddr, ended: watch::Receiver<bool>) -> Tally {
+    let mut tally = Tally::default();
+    let mut dials = JoinSet::new();
+    let mut ticks = interval(DIAL_INTERVAL);
+    while !*ended.borrow() {
+        ticks.tick().await;
+        let entry = entry.clone();
+        dials.spawn(async move {
+            let begin = Instant::now();
+            let dialed = timeout(DIAL_LIMIT, dial(&entry, target)).await;
+            dialed.context("no end")?.map(|()| begin.elapsed())
+        });
+        while let Some(dialed) = dials.try_join_next() {
+            tally.add(dialed);
+        }
+    }
+    while let Some(dialed) = dials.join_next().await {
+        tally.add(dialed);
+    }
+    tally
+}
+
+impl Tally {
+    fn add(&mut self, dialed: Result<anyhow::Result<Duration>, tokio::task::JoinError>) {
+        self.made += 1;
+        match dialed.map_err(anyhow::Error::from).flatten() {
+            Ok(time) => self.times.push(time),
+            Err(error) => {
+                // The first few tell what it is.
+                if self.failed < 5 {
+                    eprintln!("  a dial failed: {error:#}");
+                }
+                self.failed += 1;
+            }
+        }
+    }
+}
+
+async fn dial(entry: &Entry, target: SocketAddr) -> anyhow::Result<()> {
+    let mut stream = entry.open(target).await?;
+    let sent = pattern::prefix(DIAL_BYTES);
+    stream.write_all(b"echo\n").await.context("sending")?;
+    stream.write_all(&sent).await.context("sending")?;
+    let mut received = vec![0; sent.len()];
+    stream.read_exact(&mut received).await.context("echo")?;
+    ensure!(sent == received, "an echo of other bytes than were sent");
+    Ok(())
+}
+
+/// Echoes now and then until it is told to end.
+async fn stream(
+    entry: Entry,
+    target: SocketAddr,
+    ended: watch::Receiver<bool>,
+) -> anyhow::Result<()> {
+    let mut echo = Echo::open(&entry, target).await?;
+    while !*ended.borrow() {
+        let echoed = timeout(DIAL_LIMIT, echo.once()).await;
+        echoed.context("no echo")??;
+        sleep(STREAM_PAUSE).await;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
+    use super::*;
+
+    #[tokio::test]
+    async fn what_fails_and_what_is_cut_is_counted() {
+        let endpoints = Endpoints::start().await.unwrap();
+        let (end, ended) = watch::channel(false);
+        let target = endpoints.lean();
+        let entry = Entry::Plain(target);
+        let good = tokio::spawn(dial_on(entry.clone(), target, ended.clone()));
+        // Nothing listens on port 1.
+        let nowhere = Entry::Plain(SocketAddr::from(([127, 0, 0, 1], 1)));
+        let bad = tokio::spawn(dial_on(nowhere, target, ended.clone()));
+        let lived = tokio::spawn(stream(entry, target, ended));
+        sleep(Duration::from_millis(100)).await;
+        end.send(true).unwrap();
+        let (good, bad) = (good.await.unwrap(), bad.await.unwrap());
+        assert!(good.made > 2 && good.failed == 0, "{good:?}");
+        assert_eq!(good.times.len() as u64, good.made);
+        assert!(bad.made > 2 && bad.failed == bad.made, "{bad:?}");
+        lived.await.unwrap().unwrap();
+    }
+}
