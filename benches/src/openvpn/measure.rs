@@ -16,7 +16,7 @@ use crate::openvpn::rows::{
     SERVER_AFTER, SERVER_CPU, SERVER_GBIT, SERVER_LOAD, SERVER_START,
 };
 use crate::openvpn::switching;
-use crate::report::Figures;
+use crate::report::{Figures, Metric};
 use crate::rows::{GIB, MIB, RATE};
 use crate::stalled::{self, Crowd};
 use crate::topology::Programs;
@@ -33,9 +33,6 @@ const CROWD: Crowd = Crowd {
 
 /// A step of processor time, in seconds.
 const TICK: f64 = 0.01;
-
-/// How long a server may take to count what it has sent.
-const COUNTED: Duration = Duration::from_millis(100);
 
 /// What every measurement needs.
 pub struct Lab {
@@ -94,6 +91,7 @@ async fn transfer(pair: &Pair, first: Job, seconds: f64, is_ours: bool) -> anyho
     let (entry, target) = (&pair.entry, pair.endpoints.lean());
     let work = async |job: Job| load::run(entry, target, job).await;
     let job = warm_up(first, seconds, &work).await?;
+    let resent = pair.resent().await?;
     let before = pair.ask(Program::cpu_time)?;
     let done = work(job).await?;
     sleep(SETTLE).await;
@@ -109,6 +107,7 @@ async fn transfer(pair: &Pair, first: Job, seconds: f64, is_ours: bool) -> anyho
         (CLIENT_CPU, client / gibibytes),
         (SERVER_LOAD, 100.0 * server / elapsed),
     ];
+    figures.extend(resent_since(pair, resent).await?);
     if is_ours {
         let gigabits = total * 8.0 / 1e9;
         figures.extend([
@@ -126,13 +125,17 @@ async fn bursts(pair: &Pair, work: Work, time: Duration) -> anyhow::Result<Figur
     let (resent, lost) = (pair.resent().await?, pair.lost()?);
     let rate = flow.rate(time).await?;
     // Counts are told now and then, not with each segment.
-    sleep(COUNTED).await;
+    sleep(SETTLE).await;
     let mut figures = vec![(RATE, rate / MIB)];
-    if let Some((after, before)) = pair.resent().await?.zip(resent) {
-        figures.push((RESENT, after - before));
-    }
+    figures.extend(resent_since(pair, resent).await?);
     figures.push((LOST, pair.lost()?.saturating_sub(lost) as f64));
     Ok(figures)
+}
+
+/// What our server has sent again since then.
+async fn resent_since(pair: &Pair, before: Option<f64>) -> anyhow::Result<Option<(Metric, f64)>> {
+    let both = pair.resent().await?.zip(before);
+    Ok(both.map(|(after, before)| (RESENT, after - before)))
 }
 
 /// The memory of a pair that ran all the time: of each program before any load and now.
