@@ -23,9 +23,12 @@ mod rows;
 mod switching;
 mod targets;
 
+use std::time::Duration;
+
 use anyhow::ensure;
 use clap::Args;
 use culvert_tests::Program;
+use tokio::time::sleep;
 
 use self::contenders::{CONTENDERS, Contender, OURS_STOCK_UDP, OURS_UDP, Pair};
 use self::ground::Ground;
@@ -88,6 +91,9 @@ static PICTURE: Picture = Picture {
 
 /// What the table calls the way in, which is the only one here.
 pub const FRONT: &str = "CONNECT";
+
+/// How long a server may take to count.
+const COUNTED: Duration = Duration::from_millis(1200);
 
 /// What to measure.
 #[derive(Debug, Args)]
@@ -173,8 +179,8 @@ impl Running {
         })
     }
 
-    fn memory(&self) -> anyhow::Result<Figures> {
-        measure::memory(&self.pair, self.at_start)
+    async fn memory(&self) -> anyhow::Result<Figures> {
+        measure::memory(&self.pair, self.at_start).await
     }
 }
 
@@ -212,8 +218,10 @@ impl Plan {
                 }
             }
         }
+        // Servers count once a second what they have sent again.
+        sleep(COUNTED).await;
         for one in &running {
-            report.add(FRONT, MEMORY, one.contender.name, one.memory());
+            report.add(FRONT, MEMORY, one.contender.name, one.memory().await);
         }
     }
 

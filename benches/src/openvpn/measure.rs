@@ -16,7 +16,7 @@ use crate::openvpn::rows::{
     SERVER_AFTER, SERVER_CPU, SERVER_GBIT, SERVER_LOAD, SERVER_START,
 };
 use crate::openvpn::switching;
-use crate::report::{Figures, Metric};
+use crate::report::Figures;
 use crate::rows::{GIB, MIB, RATE};
 use crate::stalled::{self, Crowd};
 use crate::topology::Programs;
@@ -91,7 +91,6 @@ async fn transfer(pair: &Pair, first: Job, seconds: f64, is_ours: bool) -> anyho
     let (entry, target) = (&pair.entry, pair.endpoints.lean());
     let work = async |job: Job| load::run(entry, target, job).await;
     let job = warm_up(first, seconds, &work).await?;
-    let resent = pair.resent().await?;
     let before = pair.ask(Program::cpu_time)?;
     let done = work(job).await?;
     sleep(SETTLE).await;
@@ -107,7 +106,6 @@ async fn transfer(pair: &Pair, first: Job, seconds: f64, is_ours: bool) -> anyho
         (CLIENT_CPU, client / gibibytes),
         (SERVER_LOAD, 100.0 * server / elapsed),
     ];
-    figures.extend(resent_since(pair, resent).await?);
     if is_ours {
         let gigabits = total * 8.0 / 1e9;
         figures.extend([
@@ -119,38 +117,32 @@ async fn transfer(pair: &Pair, first: Job, seconds: f64, is_ours: bool) -> anyho
     Ok(figures)
 }
 
-/// Measures bursts, and what was lost and sent again on their way.
+/// Measures bursts, and what was lost on their way.
 async fn bursts(pair: &Pair, work: Work, time: Duration) -> anyhow::Result<Figures> {
     let mut flow = Bursts::open(&pair.entry, pair.endpoints.lean(), work).await?;
-    let (resent, lost) = (pair.resent().await?, pair.lost()?);
+    let before = pair.lost()?;
     let rate = flow.rate(time).await?;
-    // Counts are told now and then, not with each segment.
-    sleep(SETTLE).await;
-    let mut figures = vec![(RATE, rate / MIB)];
-    figures.extend(resent_since(pair, resent).await?);
-    figures.push((LOST, pair.lost()?.saturating_sub(lost) as f64));
-    Ok(figures)
+    let lost = pair.lost()?.saturating_sub(before);
+    Ok(vec![(RATE, rate / MIB), (LOST, lost as f64)])
 }
 
-/// What our server has sent again since then.
-async fn resent_since(pair: &Pair, before: Option<f64>) -> anyhow::Result<Option<(Metric, f64)>> {
-    let both = pair.resent().await?.zip(before);
-    Ok(both.map(|(after, before)| (RESENT, after - before)))
-}
-
-/// The memory of a pair that ran all the time: of each program before any load and now.
+/// What a pair that ran all the time has had to send again, and its memory: of each program before any load
+/// and now.
 ///
 /// # Errors
 /// When one of them is gone.
-pub fn memory(pair: &Pair, [server_start, client_start]: [u64; 2]) -> anyhow::Result<Figures> {
+pub async fn memory(
+    pair: &Pair,
+    [server_start, client_start]: [u64; 2],
+) -> anyhow::Result<Figures> {
     let [server, client] = pair.ask(Program::rss)?;
+    let resent = pair.resent().await?.map(|segments| (RESENT, segments));
     let figures = [
         (SERVER_START, server_start),
         (SERVER_AFTER, server),
         (CLIENT_START, client_start),
         (CLIENT_AFTER, client),
     ];
-    Ok(figures
-        .map(|(metric, bytes)| (metric, bytes as f64 / MIB))
-        .into())
+    let figures = figures.map(|(metric, bytes)| (metric, bytes as f64 / MIB));
+    Ok(figures.into_iter().chain(resent).collect())
 }
