@@ -119,6 +119,8 @@ fn openvpn_is_checked_and_switches_lose_nothing() {
             };
             assert!(result.starts_with(seen), "{front_end}, {check}: {result}");
         }
+        let client = results(&text, front_end, "openvpn: connected").concat();
+        assert!(client.contains(", culvert/"), "{client}");
         let load = results(&text, front_end, "switches under load").concat();
         let counts: Vec<&str> = load.split(", ").collect();
         assert!(counts.contains(&"failed dials: 0"), "{load}");
@@ -140,6 +142,8 @@ fn openvpn_is_checked_and_switches_lose_nothing() {
             };
             assert!(result.starts_with(seen), "{check}: {result}");
         }
+        let client = results(&text, front_ends[2], "stock: connected").concat();
+        assert!(client.contains(", OpenVPN 2."), "{client}");
     }
     assert_eq!(errors, "", "a tunnel that works warns of nothing");
 }
