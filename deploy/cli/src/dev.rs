@@ -119,7 +119,12 @@ fn describe(tunnel: &Tunnel, folder: &Path) {
     say!("\nCertificates are in {}", folder.display());
     say!("\nTry it:\n");
     hints(tunnel);
-    if let Some(server) = tunnel.servers.first() {
+    // The one that curl is told to use has the stock client, too.
+    let server = match tunnel.openvpn {
+        Some(_) => tunnel.servers.last(),
+        None => tunnel.servers.first(),
+    };
+    if let Some(server) = server {
         let socket = server.admin_socket.display();
         say!("  culvert status --admin-uds {socket}\n");
         if tunnel.openvpn.is_some() {

@@ -158,10 +158,23 @@ fn processes(text: &str) -> Vec<String> {
     lines.filter(|line| line.contains(text)).collect()
 }
 
+/// Runs a line that is printed for people to try.
+fn try_line(text: &str, command: &str) -> String {
+    let line = text.lines().find(|line| line.trim().starts_with(command));
+    let words = line.expect("a line").split_whitespace().skip(1);
+    let mut program = Command::new(env!("CARGO_BIN_EXE_culvert"));
+    let output = program.args(words).output().expect("the program starts");
+    let said = [output.stdout, output.stderr].concat();
+    let said = String::from_utf8_lossy(&said).into_owned();
+    assert!(output.status.success(), "{command}: {said}");
+    said
+}
+
 #[tokio::test]
 async fn the_stock_client_ends_with_the_program_however_that_ends() {
     use rustix::process::{Pid, Signal, kill_process};
-    for signal in [Signal::INT, Signal::KILL] {
+    // In the middle of the checks, and after them.
+    for (signal, until) in [(Signal::KILL, "stock"), (Signal::INT, "Ctrl-C")] {
         let mut running = Running(
             dev(&["--openvpn"])
                 .stdout(Stdio::piped())
@@ -169,25 +182,27 @@ async fn the_stock_client_ends_with_the_program_however_that_ends() {
                 .expect("the program starts"),
         );
         let output = running.0.stdout.take().expect("its output");
+        let mut lines = BufReader::new(output).lines();
         let mut text = String::new();
-        for line in BufReader::new(output).lines() {
-            let line = line.expect("text");
-            text.push_str(&format!("{line}\n"));
-            if line.contains("stock: HTTP GET") || line.contains(" left out: ") {
-                break;
-            }
+        while !text.lines().last().unwrap_or_default().contains(until) {
+            text += &lines.next().expect("a line").expect("text");
+            text += "\n";
         }
-        if !has_stock_client(&text) {
-            return;
+        if has_stock_client(&text) {
+            assert!(!processes(folder(&text)).is_empty(), "{text}");
         }
-        let folder = text
-            .lines()
-            .find_map(|line| line.strip_prefix("Starting a tunnel in "))
-            .and_then(|rest| rest.strip_suffix(" ..."))
-            .expect("a folder");
-        assert!(!processes(folder).is_empty(), "{text}");
+        if signal == Signal::INT {
+            let switched = try_line(&text, "culvert switch --admin-uds");
+            assert_eq!(switched.lines().last(), Some("openvpn: in force"));
+            let status = try_line(&text, "culvert status --admin-uds");
+            assert!(
+                status.contains("  user-cluster-client 10.20.0."),
+                "{status}"
+            );
+        }
         kill_process(Pid::from_child(&running.0), signal).expect("a signal");
         running.0.wait().expect("an exit");
+        let folder = folder(&text);
         let gone = async {
             while !processes(folder).is_empty() {
                 tokio::time::sleep(Duration::from_millis(10)).await;
@@ -201,6 +216,14 @@ async fn the_stock_client_ends_with_the_program_however_that_ends() {
             _ => assert!(!std::path::Path::new(folder).exists(), "{folder}"),
         }
     }
+}
+
+/// Where the files of a running one are.
+fn folder(text: &str) -> &str {
+    let mut lines = text.lines();
+    let folder = lines.find_map(|line| line.strip_prefix("Starting a tunnel in "));
+    let folder = folder.and_then(|rest| rest.strip_suffix(" ..."));
+    folder.expect("a folder")
 }
 
 #[test]
