@@ -144,7 +144,8 @@ impl Line {
 
     /// One contender by another one, if both were measured and the two can be divided.
     pub fn ratio(&self, contender: &str, against: &str) -> Option<f64> {
-        let ratio = self.median(contender)? / self.median(against)?;
+        let by = self.median(against).filter(|by| *by != 0.0)?;
+        let ratio = self.median(contender)? / by;
         Some(ratio).filter(|ratio| !ratio.is_nan())
     }
 
@@ -405,6 +406,14 @@ mod tests {
         // Ours is infinitely faster.
         assert_eq!(json["lines"][1]["by_stock"]["ours"], json!(0.0));
         assert_eq!(number(Some(HUNG), 2), "hung");
+    }
+
+    #[test]
+    fn nothing_is_divided_by_nothing() {
+        let report = report(&[("ours", Ok((3.0, 3.0))), ("stock", Ok((0.0, 1.0)))]);
+        let ratios = report.lines();
+        let ratios = ratios.iter().map(|line| line.ratio("ours", "stock"));
+        assert_eq!(ratios.collect::<Vec<_>>(), [None, Some(3.0)]);
     }
 
     #[test]
