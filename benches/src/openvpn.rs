@@ -192,7 +192,9 @@ impl Plan {
             f64::from(row.rounds(self.rounds)) * count as f64
         };
         let rows = self.rows.iter();
-        rows.map(|row| times(row) * row.estimate(seconds)).sum()
+        let measuring: f64 = rows.map(|row| times(row) * row.estimate(seconds)).sum();
+        // Each is started, too.
+        measuring + self.contenders.len() as f64
     }
 
     async fn measure_all(&self, lab: &Lab, report: &mut Report) {
