@@ -190,7 +190,7 @@ impl Client {
             Err(error) => return Some(Attempt::failed(Outcome::Files, error.to_string())),
         };
         let limit = self.settings.connect_timeout.unwrap_or(CONNECT_TIMEOUT);
-        let mtu = config.common.tun_mtu;
+        let mtu = config.common.max_tun_mtu;
         let role = ClientRole::new(self.tunnel.clone(), remote.transport);
         let session = || Session::client(Arc::new(config), now());
         let link = tokio::select! {

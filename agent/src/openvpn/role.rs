@@ -74,11 +74,10 @@ impl ClientRole {
         };
         let config = flows::Config {
             address: ifconfig.local,
-            tun_mtu: established.tun_mtu,
             buffer_budget: BUFFER_BUDGET,
             accept: true,
             pace: (self.transport == Transport::Udp).then(Pace::default),
-            ..flows::Config::default()
+            ..flows::Config::for_mtu(established.tun_mtu)
         };
         let flows = Streams::new(config, now);
         let (tunnel, peer, mtu) = (self.tunnel.clone(), flows.peer(), established.tun_mtu);

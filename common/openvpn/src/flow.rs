@@ -68,8 +68,8 @@ pub(crate) enum Turn {
     Full,
 }
 
-/// Packets that a flow may send before it is others' turn.
-pub(crate) const QUANTUM: usize = 24;
+/// Bytes that a flow may send before it is others' turn.
+pub(crate) const QUANTUM: usize = 32 << 10;
 
 pub(crate) struct Flow {
     interface: Interface,
@@ -79,6 +79,14 @@ pub(crate) struct Flow {
     mtu: usize,
     pub(crate) tuple: Tuple,
     pub(crate) track: Track,
+    /// The largest window that the other side is told.
+    pub(crate) receive_share: u32,
+    /// When bytes came last, as the shares are counted.
+    pub(crate) received_in: u64,
+    /// What may be queued at most until it is acknowledged.
+    pub(crate) send_share: usize,
+    /// When the owner gave bytes last.
+    pub(crate) sent_in: u64,
     /// Bytes of both buffers, for the budget.
     pub(crate) buffers: usize,
     /// The handshake is over.
@@ -110,7 +118,9 @@ impl Flow {
         let mut config = Config::new(HardwareAddress::Ip);
         config.random_seed = shape.seed;
         let mut replies = None;
-        let mut device = Inbound::new(&[], &mut replies, shape.mtu);
+        let track = Track::new();
+        let offer = track.offer(u32::MAX);
+        let mut device = Inbound::new(&[], &mut replies, shape.mtu, offer);
         let mut interface = Interface::new(config, &mut device, clock.at(now));
         interface.update_ip_addrs(|addresses| {
             // The first of several that it has room for.
@@ -135,7 +145,11 @@ impl Flow {
             clock,
             mtu: shape.mtu,
             tuple: shape.tuple,
-            track: Track::new(),
+            track,
+            receive_share: u32::MAX,
+            received_in: 0,
+            send_share: usize::MAX,
+            sent_in: 0,
             buffers: shape.receive_buffer + shape.send_buffer,
             connected: false,
             closing: false,
@@ -207,7 +221,8 @@ impl Flow {
         }
         let acknowledged = self.track.input(segment);
         let mut replies = Some(replies);
-        let mut device = Inbound::new(packet, &mut replies, self.mtu);
+        let offer = self.track.offer(self.receive_share);
+        let mut device = Inbound::new(packet, &mut replies, self.mtu, offer);
         self.interface
             .poll_ingress_single(self.clock.at(now), &mut device, &mut self.sockets);
         if let Some(emitted) = device.emitted() {
@@ -251,7 +266,8 @@ impl Flow {
             // last bytes of what is queued: these should not wait.
             let nagle = self.unsent() >= self.mss();
             self.socket_mut().set_nagle_enabled(nagle);
-            let mut device = Outbound::new(outbox, link, self.mtu);
+            let offer = self.track.offer(self.receive_share);
+            let mut device = Outbound::new(outbox, link, self.mtu, offer);
             self.interface
                 .poll_egress(at, &mut device, &mut self.sockets);
             let Some(emitted) = device.emitted() else {
@@ -306,6 +322,10 @@ impl Flow {
         self.socket().send_queue().min(window).min(most)
     }
 
+    fn send_limit(&self) -> usize {
+        self.socket().send_capacity().min(self.send_share)
+    }
+
     /// How much may be queued now.
     ///
     /// Over a stream transport nothing is lost inside the tunnel, so that a flow begins without
@@ -314,7 +334,7 @@ impl Flow {
     /// first loss, which can only be behind the peer.
     pub(crate) fn send_room(&self) -> usize {
         let queue = self.socket().send_queue();
-        let mut limit = self.socket().send_capacity();
+        let mut limit = self.send_limit();
         if self.eager {
             let acknowledged = usize::try_from(self.track.acknowledged()).unwrap_or(usize::MAX);
             limit = limit.min((10 * self.mss()).saturating_add(acknowledged));
@@ -324,7 +344,7 @@ impl Flow {
 
     /// Bytes that [`send_room`](Self::send_room) has to reach until the owner is told.
     pub(crate) fn room_worth_telling(&self) -> usize {
-        (self.socket().send_capacity() / 4).clamp(1, 8 * self.mss())
+        (self.send_limit() / 4).clamp(1, 8 * self.mss())
     }
 
     /// The own direction is open, or will be.

@@ -20,6 +20,7 @@ mod input;
 mod liveness;
 mod output;
 mod pace;
+mod share;
 mod slots;
 #[cfg(test)]
 mod tests;
@@ -36,6 +37,7 @@ pub use config::{
 use graves::Graves;
 use liveness::Liveness;
 use pace::Pacer;
+use share::Share;
 use slots::{Slot, Slots};
 
 use crate::echo::Replies;
@@ -99,6 +101,8 @@ pub struct Flows {
     buffers: usize,
     liveness: Liveness,
     pacer: Option<Pacer>,
+    receiving: Share,
+    sending: Share,
     /// What all flows have in flight, counted with a pacer only.
     charged: usize,
     replies: Replies,
@@ -130,6 +134,8 @@ impl Flows {
             buffers: 0,
             liveness: Liveness::new(now),
             pacer: config.pace.clone().map(|pace| Pacer::new(pace, now)),
+            receiving: Share::new(config.receive_budget, 4 * usize::from(config.mss), now),
+            sending: Share::new(config.send_budget, 4 * usize::from(config.mss), now),
             charged: 0,
             replies: Replies::new(now),
             outbox: Outbox::new(usize::from(config.tun_mtu)),
@@ -240,7 +246,9 @@ impl Flows {
     /// the flow is connected.
     pub fn send(&mut self, id: FlowId, bytes: &[u8]) -> Result<usize, Gone> {
         let shared = self.pacer.as_ref().map(|pacer| pacer.room(self.charged));
+        let share = usize::try_from(self.sending.each()).unwrap_or(usize::MAX);
         let flow = self.open(id)?;
+        flow.send_share = share;
         if !flow.may_send() {
             return Err(Gone);
         }
@@ -266,6 +274,9 @@ impl Flows {
             self.slots.wait(id.index);
         }
         if taken > 0 {
+            if let Some(flow) = self.slots.flow(id.index) {
+                self.sending.moved(&mut flow.sent_in, self.now);
+            }
             self.recharge(id.index);
             self.slots.make_ready(id.index);
         }

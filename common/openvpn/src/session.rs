@@ -42,7 +42,7 @@ use crate::wrap::Wrap;
 
 pub use crate::control::push::NotPushable;
 pub use crate::options::Transport;
-pub use config::{ClientConfig, Common, ServerConfig, Timers};
+pub use config::{ClientConfig, Common, LARGE_TUN_MTU, ServerConfig, Timers};
 pub use event::{Authenticated, Ended, Established, Event};
 pub use stats::{Dropped, Stats};
 

@@ -7,8 +7,9 @@ use std::net::Ipv4Addr;
 use smoltcp::phy::{Checksum, Device, DeviceCapabilities, Medium, RxToken, TxToken};
 use smoltcp::time::Instant;
 
+use super::track::Offer;
 use crate::echo::Replies;
-use crate::ip::{self, HEADER, Sum, protocol, pseudo};
+use crate::ip::{self, HEADER, Sum, flags, protocol, pseudo};
 
 /// Checksums are made and checked outside of smoltcp: once, and faster.
 fn capabilities(mtu: usize) -> DeviceCapabilities {
@@ -19,6 +20,22 @@ fn capabilities(mtu: usize) -> DeviceCapabilities {
     capabilities.checksum.tcp = Checksum::None;
     capabilities.checksum.icmpv4 = Checksum::None;
     capabilities
+}
+
+/// Tells no larger window than is offered. That of a SYN is as it is: small, and never scaled.
+fn limit_window(packet: &mut [u8], offer: Offer) {
+    let Some((_, tcp)) = packet.split_first_chunk_mut::<HEADER>() else {
+        return;
+    };
+    let Some(head) = tcp.first_chunk_mut::<HEADER>() else {
+        return;
+    };
+    if head[13] & (flags::SYN | flags::RST | flags::ACK) != flags::ACK {
+        return;
+    }
+    let acknowledgement = u32::from_be_bytes([head[8], head[9], head[10], head[11]]);
+    let window = u16::from_be_bytes([head[14], head[15]]);
+    [head[14], head[15]] = offer.window(acknowledgement, window).to_be_bytes();
 }
 
 /// Fills in both checksums of a TCP packet without IP options.
@@ -119,6 +136,7 @@ pub(crate) struct Outbound<'a> {
     outbox: &'a mut Outbox,
     link: &'a mut dyn FnMut(&[u8]) -> bool,
     mtu: usize,
+    offer: Offer,
     emitted: Option<Emitted>,
 }
 
@@ -127,11 +145,13 @@ impl<'a> Outbound<'a> {
         outbox: &'a mut Outbox,
         link: &'a mut dyn FnMut(&[u8]) -> bool,
         mtu: usize,
+        offer: Offer,
     ) -> Self {
         Self {
             outbox,
             link,
             mtu,
+            offer,
             emitted: None,
         }
     }
@@ -163,6 +183,7 @@ impl Device for Outbound<'_> {
         Some(ToLink {
             outbox: self.outbox,
             link: self.link,
+            offer: self.offer,
             emitted: &mut self.emitted,
         })
     }
@@ -176,6 +197,7 @@ impl Device for Outbound<'_> {
 pub(crate) struct ToLink<'a> {
     outbox: &'a mut Outbox,
     link: &'a mut dyn FnMut(&[u8]) -> bool,
+    offer: Offer,
     emitted: &'a mut Option<Emitted>,
 }
 
@@ -187,6 +209,7 @@ impl TxToken for ToLink<'_> {
         // Never empty: it was made long enough just now.
         let packet = self.outbox.buffer.get_mut(..length).unwrap_or(&mut []);
         let result = make(packet);
+        limit_window(packet, self.offer);
         fill_checksums(packet);
         *self.emitted = Emitted::of(packet);
         self.outbox.offer(length, self.link);
@@ -199,6 +222,7 @@ pub(crate) struct Inbound<'a, 'b> {
     packet: &'a [u8],
     replies: &'a mut Option<&'b mut Replies>,
     mtu: usize,
+    offer: Offer,
     emitted: Option<Emitted>,
 }
 
@@ -207,11 +231,13 @@ impl<'a, 'b> Inbound<'a, 'b> {
         packet: &'a [u8],
         replies: &'a mut Option<&'b mut Replies>,
         mtu: usize,
+        offer: Offer,
     ) -> Self {
         Self {
             packet,
             replies,
             mtu,
+            offer,
             emitted: None,
         }
     }
@@ -235,7 +261,8 @@ impl Device for Inbound<'_, '_> {
     fn receive(&mut self, _: Instant) -> Option<(Received<'_>, ToReplies<'_>)> {
         let replies = self.replies.as_deref_mut()?;
         let packet = std::mem::take(&mut self.packet);
-        (!packet.is_empty()).then_some((Received(packet), ToReplies(replies, &mut self.emitted)))
+        let to = ToReplies(replies, self.offer, &mut self.emitted);
+        (!packet.is_empty()).then_some((Received(packet), to))
     }
 
     fn transmit(&mut self, _: Instant) -> Option<ToReplies<'_>> {
@@ -257,17 +284,18 @@ impl RxToken for Received<'_> {
 }
 
 /// Room for its answer.
-pub(crate) struct ToReplies<'a>(&'a mut Replies, &'a mut Option<Emitted>);
+pub(crate) struct ToReplies<'a>(&'a mut Replies, Offer, &'a mut Option<Emitted>);
 
 impl TxToken for ToReplies<'_> {
     fn consume<R, F: FnOnce(&mut [u8]) -> R>(self, length: usize, make: F) -> R {
         let mut packet = self.0.buffer();
         packet.resize(length, 0);
         let result = make(&mut packet);
+        limit_window(&mut packet, self.1);
         fill_checksums(&mut packet);
         let emitted = Emitted::of(&packet);
         if self.0.queue(packet) {
-            *self.1 = emitted;
+            *self.2 = emitted;
         }
         result
     }

@@ -31,6 +31,25 @@ pub(crate) struct Track {
     sample: Option<(u32, Instant)>,
 }
 
+/// The largest window that a segment may tell.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Offer {
+    share: u32,
+    allowed: u32,
+    shift: u8,
+}
+
+impl Offer {
+    /// The window to tell in a segment that acknowledges `acknowledgement`, where smoltcp wants to tell `window`. What was
+    /// told before is not taken back (RFC 9293, 3.8.6).
+    pub(crate) fn window(self, acknowledgement: u32, window: u16) -> u16 {
+        let kept = self.allowed.wrapping_sub(acknowledgement);
+        let kept = if (kept as i32) < 0 { 0 } else { kept };
+        let most = self.share.max(kept).div_ceil(1 << self.shift);
+        window.min(u16::try_from(most).unwrap_or(u16::MAX))
+    }
+}
+
 /// `a` comes before `b`.
 fn before(a: u32, b: u32) -> bool {
     (a.wrapping_sub(b) as i32) < 0
@@ -114,6 +133,15 @@ impl Track {
         let behind = segment.sequence().wrapping_add(segment.length());
         let end = self.first.map(|first| first.wrapping_add(u16::MAX.into()));
         !self.window_told && end.is_some_and(|end| before(end, behind))
+    }
+
+    /// What the other side is told at most.
+    pub(crate) fn offer(&self, share: u32) -> Offer {
+        Offer {
+            share,
+            allowed: self.allowed,
+            shift: self.local_shift,
+        }
     }
 
     /// Notes a segment that was made. Returns whether it repeats another one.

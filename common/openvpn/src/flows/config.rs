@@ -4,6 +4,8 @@ use std::fmt;
 use std::net::{Ipv4Addr, SocketAddrV4};
 use std::time::Duration;
 
+use crate::session::LARGE_TUN_MTU;
+
 /// What bounds the flows of one peer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
@@ -21,6 +23,12 @@ pub struct Config {
     pub receive_buffer: usize,
     /// Bytes that a flow holds until the peer has acknowledged them. Default 512 KiB.
     pub send_buffer: usize,
+    /// What all flows that receive may be sent at once: their windows share it. Default 512 KiB, 385 packets, for the queue
+    /// of 500 that Linux gives the tun device of a stock peer.
+    pub receive_budget: usize,
+    /// What all flows that send may have on the way to the peer. Default 1 MiB: its acknowledgements, one for two packets,
+    /// have to wait in the same queue.
+    pub send_budget: usize,
     /// What the buffers of all flows may come to. The more of it is taken the smaller are the
     /// buffers of the next flow, down to 16 KiB for each direction, which are given even beyond
     /// it: in all no more than this and 32 KiB for each of [`max_flows`](Self::max_flows).
@@ -51,6 +59,22 @@ pub struct Config {
     pub pace: Option<Pace>,
 }
 
+impl Config {
+    /// For a tunnel that takes packets of `tun_mtu` bytes. Who takes [`LARGE_TUN_MTU`] ends connections itself: no path
+    /// behind it has to have room for the segments.
+    pub fn for_mtu(tun_mtu: u16) -> Self {
+        let mut config = Self {
+            tun_mtu,
+            ..Self::default()
+        };
+        if tun_mtu >= LARGE_TUN_MTU {
+            config.mss = tun_mtu - 40;
+            (config.receive_budget, config.send_budget) = (usize::MAX, usize::MAX);
+        }
+        config
+    }
+}
+
 impl Default for Config {
     fn default() -> Self {
         Self {
@@ -58,6 +82,8 @@ impl Default for Config {
             tun_mtu: 1500,
             mss: 1360,
             receive_buffer: 512 << 10,
+            receive_budget: 512 << 10,
+            send_budget: 1 << 20,
             send_buffer: 512 << 10,
             buffer_budget: 256 << 20,
             max_flows: 8192,

@@ -65,6 +65,10 @@ impl Flows {
         if behind {
             return Input::Taken;
         }
+        if !segment.payload().is_empty() {
+            self.receiving.moved(&mut flow.received_in, now);
+        }
+        flow.receive_share = self.receiving.each();
         let repeating = flow.track.is_repeating();
         let acknowledged = flow.input(segment, packet.bytes(), &mut self.replies, now);
         flow.heard = heard;

@@ -91,7 +91,7 @@ impl Session {
             true => Protocol::OURS,
             false => Protocol::OURS.without(Protocol::TLS_KEY_EXPORT),
         };
-        peer_info::client_lines(protocol, &common.ciphers, common.tun_mtu)
+        peer_info::client_lines(protocol, &common.ciphers, common.max_tun_mtu)
     }
 
     /// The server's key-method message of either slot.
@@ -202,7 +202,10 @@ impl Session {
             exporter: push.tls_ekm,
             peer_id: push.peer_id,
             framing: push.framing.unwrap_or(common.framing),
-            tun_mtu: push.tun_mtu.unwrap_or(common.tun_mtu).min(common.tun_mtu),
+            tun_mtu: push
+                .tun_mtu
+                .unwrap_or(common.tun_mtu)
+                .min(common.max_tun_mtu),
             cc_exit: push.cc_exit,
         };
         let derived = DataKey::derive(Role::Client, negotiation, ids, &agreed);

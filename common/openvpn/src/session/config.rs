@@ -63,11 +63,21 @@ pub struct Common {
     /// Whether keys of the data channel may come from the TLS exporter, where the peer can do that. Without
     /// it they come from the TLS 1.0 PRF, as with peers before 2.6.
     pub exporter: bool,
-    /// `tun-mtu`: the largest inner packet.
+    /// `tun-mtu`: the largest inner packet of a peer that can not be told another.
     pub tun_mtu: u16,
+    /// `tun-mtu-max`: the largest that may be agreed. A client says it (`IV_MTU`); a server pushes it to those that
+    /// can take as much, and `tun-mtu` to all others. Stock clients say 1600 unless told otherwise.
+    pub max_tun_mtu: u16,
     /// Times.
     pub timers: Timers,
 }
+
+/// OpenVPN's default of `tun-mtu`.
+pub const TUN_MTU: u16 = 1500;
+
+/// The `tun-mtu` between two that end their connections in the process: over TCP no path has to have room for it, and a
+/// packet costs nearly the same whatever its size.
+pub const LARGE_TUN_MTU: u16 = 16 << 10;
 
 impl Common {
     /// OpenVPN's defaults: no wrap, the AEAD ciphers, SHA1, 1500 bytes.
@@ -81,7 +91,11 @@ impl Common {
             framing: Framing::None,
             tls_auth: None,
             exporter: true,
-            tun_mtu: 1500,
+            tun_mtu: TUN_MTU,
+            max_tun_mtu: match transport {
+                Transport::Tcp => LARGE_TUN_MTU,
+                Transport::Udp => TUN_MTU,
+            },
             timers: Timers::default(),
         }
     }

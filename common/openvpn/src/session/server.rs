@@ -273,7 +273,10 @@ fn agree(
     }
     let tun_mtu = match (info.mtu, options.tun_mtu) {
         (Some(most), _) => {
-            let mtu = most.min(common.tun_mtu);
+            let mtu = match most >= common.max_tun_mtu {
+                true => common.max_tun_mtu,
+                false => most.min(common.tun_mtu),
+            };
             push.push(format!("tun-mtu {mtu}"));
             mtu
         }

@@ -224,7 +224,9 @@ impl Common {
         to.fallback = self.fallback.or(self.cipher);
         to.digest = self.digest.unwrap_or(to.digest);
         to.framing = self.framing;
-        to.tun_mtu = self.tun_mtu.unwrap_or(to.tun_mtu);
+        if let Some(mtu) = self.tun_mtu {
+            (to.tun_mtu, to.max_tun_mtu) = (mtu, mtu);
+        }
         to.tls_auth = self.tls_auth.as_ref().map(|tls_auth| tls_auth.direction);
         let timers = &mut to.timers;
         timers.reneg = self.reneg.unwrap_or(timers.reneg);

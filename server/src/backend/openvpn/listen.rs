@@ -68,7 +68,7 @@ impl Tcp {
         cut: CancellationToken,
     ) {
         let config = self.config.borrow().clone();
-        let tun_mtu = config.common.tun_mtu;
+        let tun_mtu = config.common.max_tun_mtu;
         let session = Session::server(config, 0, now());
         let transport = Transport::Tcp;
         let client = Client::new(

@@ -134,10 +134,9 @@ impl Client {
     fn flow_config(&self, tun_mtu: u16) -> flows::Config {
         flows::Config {
             address: self.clients.server(),
-            tun_mtu,
             connect_timeout: CONNECT_TIMEOUT,
             pace: (self.transport == Transport::Udp).then(Pace::default),
-            ..flows::Config::default()
+            ..flows::Config::for_mtu(tun_mtu)
         }
     }
 

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use super::net::{Door, Net, POD, Stream};
 use crate::flows::{Closed, Config, Pace};
+use crate::session::LARGE_TUN_MTU;
 
 const MINUTE: Duration = Duration::from_secs(60);
 
@@ -31,6 +32,25 @@ fn a_large_transfer_both_ways() {
     assert_eq!(net.b.flows.stats().retransmitted, 0);
     // The clamp holds in both directions.
     assert!(net.a.flows.stats().sent > (20 << 20) / 1360);
+}
+
+#[test]
+fn large_packets_carry_the_same() {
+    for budget in [Config::default().buffer_budget, 0] {
+        let large = || Config {
+            buffer_budget: budget,
+            ..Config::for_mtu(LARGE_TUN_MTU)
+        };
+        let mut net = Net::with(large(), large(), 5);
+        both_ways(&mut net, 5 << 20, 3 << 20, MINUTE);
+        let stats = net.a.flows.stats();
+        assert_eq!(stats.retransmitted, 0);
+        assert!(stats.sent < (5 << 20) / 4000, "{stats:?}");
+        // The other side's clamp holds.
+        let mut net = Net::with(large(), Config::default(), 5);
+        both_ways(&mut net, 5 << 20, 0, MINUTE);
+        assert!(net.a.flows.stats().sent > (5 << 20) / 1360);
+    }
 }
 
 #[test]

@@ -58,6 +58,11 @@ fn connects_over_both_transports() {
             client.identity.as_ref().unwrap().common_name,
             "openvpn-server"
         );
+        let (mtu, tun_mtu) = match transport {
+            Transport::Tcp => (LARGE_TUN_MTU, "tun-mtu 16384"),
+            Transport::Udp => (1500, "tun-mtu 1500"),
+        };
+        assert_eq!(client.tun_mtu, mtu);
         assert_eq!(
             client.options,
             [
@@ -67,10 +72,11 @@ fn connects_over_both_transports() {
                 "peer-id 7",
                 "cipher AES-256-GCM",
                 "protocol-flags cc-exit tls-ekm",
-                "tun-mtu 1500"
+                tun_mtu
             ]
         );
         let server = sim.server.established();
+        assert_eq!(server.tun_mtu, mtu);
         assert_eq!(server.options, client.options);
         assert_eq!(
             server.identity.as_ref().unwrap().subject,
@@ -365,17 +371,22 @@ fn credentials_reach_the_owner_and_logs_do_not_show_them() {
 
 #[test]
 fn packets_larger_than_the_mtu_are_not_sent() {
-    let mut sim = Sim::default(Transport::Udp);
-    assert!(!sim.send(To::Server, &[0x45; 100]), "not established");
-    sim.connect();
-    assert!(sim.send(To::Server, &[0x45; 1500]));
-    let mut out = BytesMut::new();
-    let now = sim.now;
-    assert_eq!(
-        sim.server.session.seal(&[0x45; 1501], now, &mut out),
-        Err(SealError::TooLarge)
-    );
-    assert!(out.is_empty());
+    for transport in BOTH {
+        // A client that was told how large its packets may be stays with it, over TCP too.
+        let mut client = client_config(transport);
+        client.common.max_tun_mtu = 1500;
+        let mut sim = Sim::new(client, server_config(transport), CLEAN, 1);
+        assert!(!sim.send(To::Server, &[0x45; 100]), "not established");
+        sim.connect();
+        assert!(sim.send(To::Server, &[0x45; 1500]));
+        let mut out = BytesMut::new();
+        let now = sim.now;
+        assert_eq!(
+            sim.server.session.seal(&[0x45; 1501], now, &mut out),
+            Err(SealError::TooLarge)
+        );
+        assert!(out.is_empty());
+    }
 }
 
 #[test]
