@@ -15,9 +15,9 @@ pub(crate) struct Track {
     acknowledged: u64,
     remote_window: u32,
     remote_shift: u8,
-    /// What was acknowledged to the other side, and the end of the window that it was given.
+    /// What was acknowledged to the other side, and the end of the window that it was given with it.
     expected: u32,
-    allowed: u32,
+    allowed: Option<u32>,
     local_shift: u8,
     /// The other side's first byte, once it is known.
     first: Option<u32>,
@@ -35,7 +35,7 @@ pub(crate) struct Track {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Offer {
     share: u32,
-    allowed: u32,
+    allowed: Option<u32>,
     shift: u8,
 }
 
@@ -43,8 +43,8 @@ impl Offer {
     /// The window to tell in a segment that acknowledges `acknowledgement`, where smoltcp wants to tell `window`. What was
     /// told before is not taken back (RFC 9293, 3.8.6).
     pub(crate) fn window(self, acknowledgement: u32, window: u16) -> u16 {
-        let kept = self.allowed.wrapping_sub(acknowledgement);
-        let kept = if (kept as i32) < 0 { 0 } else { kept };
+        let kept = self.allowed.filter(|end| before(acknowledgement, *end));
+        let kept = kept.map_or(0, |end| end.wrapping_sub(acknowledgement));
         let most = self.share.max(kept).div_ceil(1 << self.shift);
         window.min(u16::try_from(most).unwrap_or(u16::MAX))
     }
@@ -65,7 +65,7 @@ impl Track {
             remote_window: 0,
             remote_shift: 0,
             expected: 0,
-            allowed: 0,
+            allowed: None,
             local_shift: 0,
             first: None,
             window_told: false,
@@ -123,7 +123,7 @@ impl Track {
     pub(crate) fn outside_window(&self, segment: &Segment<'_>) -> bool {
         let first = segment.sequence();
         let behind = first.wrapping_add(segment.length());
-        before(self.allowed, first)
+        self.allowed.is_some_and(|end| before(end, first))
             || (segment.length() > 0 && !before(self.expected, behind) && !segment.has(flags::SYN))
     }
 
@@ -163,7 +163,7 @@ impl Track {
             self.expected = emitted.acknowledgement;
             let shift = if syn { 0 } else { self.local_shift };
             let window = u32::from(emitted.window) << shift;
-            self.allowed = emitted.acknowledgement.wrapping_add(window);
+            self.allowed = Some(emitted.acknowledgement.wrapping_add(window));
         }
         let fin = emitted.flags & flags::FIN != 0;
         let length = emitted.data + u32::from(syn || fin);
@@ -226,5 +226,34 @@ impl Track {
 
     pub(crate) fn remote_window(&self) -> usize {
         usize::try_from(self.remote_window).unwrap_or(usize::MAX)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_window_is_no_larger_than_the_share_and_never_taken_back() {
+        let offer = |share, allowed| Offer {
+            share,
+            allowed,
+            shift: 4,
+        };
+        // Nothing was told before, whatever the numbers are.
+        for acknowledgement in [0, 5, 1 << 31, u32::MAX] {
+            let window = offer(16_000, None).window(acknowledgement, 32_768);
+            assert_eq!(window, 1000);
+        }
+        // Half of what was told is used.
+        let end = 100_u32;
+        let acknowledgement = end.wrapping_sub(32_000);
+        assert_eq!(offer(16_000, Some(end)).window(acknowledgement, 9000), 2000);
+        assert_eq!(offer(48_000, Some(end)).window(acknowledgement, 9000), 3000);
+        // All of it is, and more.
+        assert_eq!(offer(16_000, Some(end)).window(end, 9000), 1000);
+        assert_eq!(offer(16_000, Some(end)).window(end + 1000, 9000), 1000);
+        // The buffer has no room for more.
+        assert_eq!(offer(u32::MAX, None).window(end, 9), 9);
     }
 }
