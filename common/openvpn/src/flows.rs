@@ -246,9 +246,13 @@ impl Flows {
     /// the flow is connected.
     pub fn send(&mut self, id: FlowId, bytes: &[u8]) -> Result<usize, Gone> {
         let shared = self.pacer.as_ref().map(|pacer| pacer.room(self.charged));
-        let share = usize::try_from(self.sending.each()).unwrap_or(usize::MAX);
+        self.open(id)?;
+        if let Some(flow) = self.slots.flow(id.index) {
+            self.sending.moved(&mut flow.sent_in, self.now);
+            let share = self.sending.of(flow.sent_in);
+            flow.send_share = usize::try_from(share).unwrap_or(usize::MAX);
+        }
         let flow = self.open(id)?;
-        flow.send_share = share;
         if !flow.may_send() {
             return Err(Gone);
         }
@@ -274,9 +278,6 @@ impl Flows {
             self.slots.wait(id.index);
         }
         if taken > 0 {
-            if let Some(flow) = self.slots.flow(id.index) {
-                self.sending.moved(&mut flow.sent_in, self.now);
-            }
             self.recharge(id.index);
             self.slots.make_ready(id.index);
         }

@@ -97,16 +97,25 @@ impl PeerInfo {
         info
     }
 
+    /// Whether it is this crate's client: connections end there, in a process.
+    pub fn is_ours(&self) -> bool {
+        let ours = |program: &String| program.starts_with(PROGRAM);
+        self.version.is_none() && self.program.as_ref().is_some_and(ours)
+    }
+
     /// Whether a cipher can be pushed to this client.
     pub fn can_negotiate(&self) -> bool {
         self.ciphers.is_some() || self.ncp >= 2
     }
 }
 
+/// What our client's `IV_GUI_VER` begins with.
+const PROGRAM: &str = "culvert/";
+
 /// The lines that our client sends; `protocol` is what it can do.
 pub fn client_lines(protocol: Protocol, ciphers: &[Cipher], tun_mtu: u16) -> String {
     let mut out = format!(
-        "IV_GUI_VER=culvert/{}\nIV_PLAT={}\nIV_TCPNL=1\nIV_MTU={tun_mtu}\nIV_CIPHERS={}\nIV_PROTO={}\n\
+        "IV_GUI_VER={PROGRAM}{}\nIV_PLAT={}\nIV_TCPNL=1\nIV_MTU={tun_mtu}\nIV_CIPHERS={}\nIV_PROTO={}\n\
          IV_LZO_STUB=1\nIV_COMP_STUB=1\nIV_COMP_STUBv2=1\n",
         env!("CARGO_PKG_VERSION"),
         std::env::consts::OS,

@@ -51,6 +51,11 @@ pub trait Role: Send {
         drop(incoming);
     }
 
+    /// Before each turn: for a server whose certificates have changed.
+    fn turn(&mut self, session: &mut Session) {
+        let _ = session;
+    }
+
     /// Counters so far: about once a second while there is traffic, and at the end.
     fn report(&mut self, session: &Stats, streams: Option<&Streams>, dropped: u64) {
         let _ = (session, streams, dropped);
@@ -137,7 +142,7 @@ impl<R: Role> Link<R> {
             match turn.await {
                 Ok(()) => {}
                 Err(error) => {
-                    if matches!(error, WireError::Closed) {
+                    if error.is_hangup() {
                         let now = now();
                         // It knows how far the handshake came; without effect if it ended before.
                         self.session.disconnected(now);
@@ -161,6 +166,7 @@ impl<R: Role> Link<R> {
     /// Ready once something was done and there may be more to do.
     fn poll_turn(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), WireError>> {
         let mut active = false;
+        self.role.turn(&mut self.session);
         match self.wire.poll_fill(cx) {
             Poll::Ready(Ok(())) => {
                 active = true;

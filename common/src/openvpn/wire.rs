@@ -39,6 +39,18 @@ pub enum WireError {
     Framing(#[from] LengthError),
 }
 
+impl WireError {
+    /// Whether the peer has gone: a connection that is closed with bytes unread is reset.
+    pub(super) fn is_hangup(&self) -> bool {
+        use io::ErrorKind::{BrokenPipe, ConnectionReset};
+        match self {
+            Self::Closed => true,
+            Self::Io(error) => matches!(error.kind(), ConnectionReset | BrokenPipe),
+            Self::Framing(_) => false,
+        }
+    }
+}
+
 /// A socket and its buffers.
 pub(super) struct Wire {
     socket: Socket,

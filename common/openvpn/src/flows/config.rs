@@ -23,10 +23,10 @@ pub struct Config {
     pub receive_buffer: usize,
     /// Bytes that a flow holds until the peer has acknowledged them. Default 512 KiB.
     pub send_buffer: usize,
-    /// What all flows that receive may be sent at once: their windows share it. Default 512 KiB, 385 packets, for the queue
-    /// of 500 that Linux gives the tun device of a stock peer.
+    /// What the flows that receive may be sent at once: their windows share it, none is less than four segments. Default
+    /// 512 KiB, 385 packets, for the queue of 500 that Linux gives the tun device of a stock peer.
     pub receive_budget: usize,
-    /// What all flows that send may have on the way to the peer. Default 1 MiB: its acknowledgements, one for two packets,
+    /// What the flows that send may have on the way to the peer, each at least four segments. Default 1 MiB: its acknowledgements, one for two packets,
     /// have to wait in the same queue.
     pub send_budget: usize,
     /// What the buffers of all flows may come to. The more of it is taken the smaller are the

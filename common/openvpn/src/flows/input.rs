@@ -68,7 +68,7 @@ impl Flows {
         if !segment.payload().is_empty() {
             self.receiving.moved(&mut flow.received_in, now);
         }
-        flow.receive_share = self.receiving.each();
+        flow.receive_share = self.receiving.of(flow.received_in);
         let repeating = flow.track.is_repeating();
         let acknowledged = flow.input(segment, packet.bytes(), &mut self.replies, now);
         flow.heard = heard;

@@ -39,7 +39,7 @@ impl Flows {
     /// A turn for each flow that may have something to send, until none has.
     fn send_flows(&mut self, now: Instant, link: &mut dyn FnMut(&[u8]) -> bool) {
         while let Some(index) = self.slots.ready.front().copied() {
-            let mut packets = QUANTUM / usize::from(self.config.mss.max(536));
+            let mut packets = (QUANTUM / usize::from(self.config.mss.max(536))).max(1);
             if let Some(pacer) = &mut self.pacer {
                 packets = packets.min(pacer.packets(usize::from(self.config.tun_mtu), now));
                 if packets == 0 {
@@ -55,7 +55,7 @@ impl Flows {
             let Some(flow) = self.slots.flow(index).filter(|flow| !flow.dropped) else {
                 continue;
             };
-            flow.receive_share = self.receiving.each();
+            flow.receive_share = self.receiving.of(flow.received_in);
             let turn = flow.transmit(now, packets, &mut self.outbox, link);
             let repeated = std::mem::take(&mut flow.retransmitted);
             self.stats.retransmitted += repeated;

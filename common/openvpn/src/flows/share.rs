@@ -9,6 +9,9 @@ use std::time::{Duration, Instant};
 /// A flow that moved nothing for this long, or twice as long, leaves its share to others.
 const SLOT: Duration = Duration::from_millis(50);
 
+/// What a flow may have before it has moved anything: as much as a SYN can tell.
+const FIRST: usize = 64 << 10;
+
 /// See the module.
 #[derive(Debug)]
 pub(super) struct Share {
@@ -27,7 +30,8 @@ impl Share {
         Self {
             budget,
             least,
-            slot: 1,
+            // Beyond what a flow begins with, as one that rests.
+            slot: 2,
             until: now + SLOT,
             current: 0,
             before: 0,
@@ -49,10 +53,17 @@ impl Share {
         }
     }
 
-    /// What each may have, in bytes.
-    pub(super) fn each(&self) -> u32 {
-        let moving = self.current.max(self.before).max(1);
-        u32::try_from((self.budget / moving).max(self.least)).unwrap_or(u32::MAX)
+    /// What a flow may have, in bytes, that has moved something in the slot `last`. One that rests, or has only begun, may
+    /// be one of many that do: it gets little.
+    pub(super) fn of(&self, last: u64) -> u32 {
+        if self.budget == usize::MAX {
+            return u32::MAX;
+        }
+        let mut share = self.budget / self.current.max(self.before).max(1);
+        if last + 1 < self.slot {
+            share = share.min(FIRST);
+        }
+        u32::try_from(share.max(self.least)).unwrap_or(u32::MAX)
     }
 }
 
@@ -63,25 +74,27 @@ mod tests {
     #[test]
     fn those_that_move_share_it() {
         let start = Instant::now();
-        let mut share = Share::new(1000, 100, start);
-        let mut marks = [0; 20];
-        assert_eq!(share.each(), 1000);
+        let mut share = Share::new(1 << 20, 50_000, start);
+        let mut marks = [0; 30];
+        assert_eq!(share.of(0), 65_536);
         for mark in marks.iter_mut().take(4) {
             share.moved(mark, start);
             share.moved(mark, start);
         }
-        assert_eq!(share.each(), 250);
+        let [first, .., last] = &mut marks;
+        assert_eq!((share.of(*first), share.of(*last)), (262_144, 65_536));
         for mark in &mut marks {
             share.moved(mark, start);
         }
-        assert_eq!(share.each(), 100);
+        let [first, other, ..] = &mut marks;
+        assert_eq!(share.of(*first), 50_000);
         // One goes on: the others' shares are its own in the slot after the next.
-        let [first, ..] = &mut marks;
         share.moved(first, start + SLOT);
-        assert_eq!(share.each(), 100);
+        assert_eq!(share.of(*first), 50_000);
         share.moved(first, start + 2 * SLOT);
-        assert_eq!(share.each(), 1000);
+        assert_eq!((share.of(*first), share.of(*other)), (1 << 20, 65_536));
         share.moved(first, start + 9 * SLOT);
-        assert_eq!(share.each(), 1000);
+        assert_eq!(share.of(*first), 1 << 20);
+        assert_eq!(Share::new(usize::MAX, 1, start).of(0), u32::MAX);
     }
 }

@@ -65,8 +65,8 @@ pub struct Common {
     pub exporter: bool,
     /// `tun-mtu`: the largest inner packet of a peer that can not be told another.
     pub tun_mtu: u16,
-    /// `tun-mtu-max`: the largest that may be agreed. A client says it (`IV_MTU`); a server pushes it to those that
-    /// can take as much, and `tun-mtu` to all others. Stock clients say 1600 unless told otherwise.
+    /// `tun-mtu-max`: the largest that may be agreed. A client says it (`IV_MTU`); a server pushes it to our
+    /// clients that can take as much, and `tun-mtu` to all others.
     pub max_tun_mtu: u16,
     /// Times.
     pub timers: Timers,

@@ -273,7 +273,7 @@ fn agree(
     }
     let tun_mtu = match (info.mtu, options.tun_mtu) {
         (Some(most), _) => {
-            let mtu = match most >= common.max_tun_mtu {
+            let mtu = match info.is_ours() && most >= common.max_tun_mtu {
                 true => common.max_tun_mtu,
                 false => most.min(common.tun_mtu),
             };

@@ -67,7 +67,8 @@ impl Tcp {
         half_open: HalfOpen,
         cut: CancellationToken,
     ) {
-        let config = self.config.borrow().clone();
+        let mut follows = self.config;
+        let config = follows.borrow_and_update().clone();
         let tun_mtu = config.common.max_tun_mtu;
         let session = Session::server(config, 0, now());
         let transport = Transport::Tcp;
@@ -77,7 +78,8 @@ impl Tcp {
             transport,
             cut.clone(),
             Some(half_open),
-        );
+        )
+        .following(follows);
         let link = Link::tcp(stream, session, tun_mtu, client);
         let (mut client, end) = link.run(&cut).await;
         if let LinkEnd::Wire(error) = end {

@@ -1,5 +1,5 @@
-//! Certificates that are renewed while the server runs: the files are read again, and count for
-//! clients that connect from then on.
+//! Certificates that are renewed while the server runs: the files are read again, and count from the
+//! next negotiation on, of clients that are connected too.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -100,7 +100,11 @@ impl Files {
                 }
                 info!("OpenVPN certificates read again");
             }
-            Err(error) => warn!(%error, "OpenVPN certificates stay as they are"),
+            Err(error) => {
+                // Perhaps a file was just being replaced: they are tried again, and told again.
+                self.read.clear();
+                warn!(%error, "OpenVPN certificates stay as they are");
+            }
         }
     }
 }

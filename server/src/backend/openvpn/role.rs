@@ -9,8 +9,9 @@ use culvert_common::openvpn::streams::Streams;
 use culvert_openvpn::flows::{self, Input, Pace};
 use culvert_openvpn::options::Transport;
 use culvert_openvpn::session::{
-    Authenticated, Ended, Established, Event, NotPushable, Push, Session, Stats,
+    Authenticated, Ended, Established, Event, NotPushable, Push, ServerConfig, Session, Stats,
 };
+use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
 
@@ -39,6 +40,8 @@ pub struct Client {
     established: bool,
     /// Why it is not let in was told where that was decided.
     refused: bool,
+    /// The session's settings over TCP, as they change with the certificates.
+    config: Option<watch::Receiver<Arc<ServerConfig>>>,
     session: Stats,
     flows: flows::Stats,
     unsealed: u64,
@@ -64,10 +67,17 @@ impl Client {
             admission: None,
             established: false,
             refused: false,
+            config: None,
             session: Stats::default(),
             flows: flows::Stats::default(),
             unsealed: 0,
         }
+    }
+
+    /// Gives its session other certificates when there are any.
+    pub fn following(mut self, config: watch::Receiver<Arc<ServerConfig>>) -> Self {
+        self.config = Some(config);
+        self
     }
 
     /// Who is it, for the log.
@@ -256,6 +266,14 @@ impl Role for Client {
             },
             Event::Established(agreed) => *streams = self.established(agreed, now),
             other => self.note(other),
+        }
+    }
+
+    fn turn(&mut self, session: &mut Session) {
+        if let Some(config) = &mut self.config
+            && config.has_changed().unwrap_or(false)
+        {
+            session.set_config(config.borrow_and_update().clone());
         }
     }
 
