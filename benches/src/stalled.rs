@@ -42,7 +42,7 @@ pub const TUNNEL: Crowd = Crowd {
     stalled: 8,
     pause: Duration::from_millis(15),
     stagger: Duration::ZERO,
-    // As long as beside the stalled ones: the first echo after a rest is slower, and is one in a hundred.
+    // As long as beside the stalled ones, so that only these differ.
     rest: FILL,
 };
 

@@ -26,8 +26,8 @@ pub struct Config {
     /// What the flows that receive may be sent at once: their windows share it, none is less than four segments. Default
     /// 512 KiB, 385 packets, for the queue of 500 that Linux gives the tun device of a stock peer.
     pub receive_budget: usize,
-    /// What the flows that send may have on the way to the peer, each at least four segments. Default 1 MiB: its acknowledgements, one for two packets,
-    /// have to wait in the same queue.
+    /// What the flows that send may have on the way to the peer, each at least four segments. Default
+    /// 1 MiB: its acknowledgements, one for two packets, have to wait in the same queue.
     pub send_budget: usize,
     /// What the buffers of all flows may come to. The more of it is taken the smaller are the
     /// buffers of the next flow, down to 16 KiB for each direction, which are given even beyond
