@@ -88,7 +88,8 @@ impl Lab {
                 }
                 Kind::EchoBesideBulk => bulk::echo_beside(entry, target, 2 * self.time()).await,
                 Kind::Stalled => {
-                    stalled::measure(&stalled::TUNNEL, entry, &self.endpoints, self.time()).await
+                    let time = Row::crowd_time(self.seconds);
+                    stalled::measure(&stalled::TUNNEL, entry, &self.endpoints, time).await
                 }
                 Kind::Far(path) => self.far(front, contender, path).await,
                 Kind::Idle => self.idle(front, contender).await,

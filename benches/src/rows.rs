@@ -129,13 +129,19 @@ impl Row {
         [1.5, 2.0 * seconds].map(Duration::from_secs_f64)
     }
 
+    /// How long a crowd echoes. All of it meets a hiccup of the machine, which is to be less than one in
+    /// a hundred of its echoes.
+    pub fn crowd_time(seconds: f64) -> Duration {
+        Duration::from_secs_f64(3.0 * seconds)
+    }
+
     /// About how many seconds one measurement takes.
     pub fn estimate(&self, seconds: f64) -> f64 {
         match self.kind {
             Kind::Load(_) => 1.3 * seconds + 0.5,
             Kind::EchoBesideBulk => 2.0 * seconds + 0.6,
             // With some that hang.
-            Kind::Stalled => 2.0 * seconds + 6.0,
+            Kind::Stalled => 6.0 * seconds + 6.0,
             Kind::Far(_) => 2.0 * seconds + 4.0,
             Kind::Idle => 12.0,
             Kind::AgentMemory => 2.0 * seconds + 5.0,
