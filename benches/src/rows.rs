@@ -129,10 +129,11 @@ impl Row {
         [1.5, 2.0 * seconds].map(Duration::from_secs_f64)
     }
 
-    /// How long a crowd echoes. All of it meets a hiccup of the machine, which is to be less than one in
-    /// a hundred of its echoes.
+    /// How long a crowd echoes. Whatever the machine does every few seconds has to show with the stalled
+    /// connections and without: a kernel thread that holds a processor for 85 ms every 5 s is more
+    /// than one in a hundred of the echoes.
     pub fn crowd_time(seconds: f64) -> Duration {
-        Duration::from_secs_f64(3.0 * seconds)
+        Duration::from_secs_f64(6.0 * seconds)
     }
 
     /// About how many seconds one measurement takes.
@@ -141,7 +142,7 @@ impl Row {
             Kind::Load(_) => 1.3 * seconds + 0.5,
             Kind::EchoBesideBulk => 2.0 * seconds + 0.6,
             // With some that hang.
-            Kind::Stalled => 6.0 * seconds + 6.0,
+            Kind::Stalled => 12.0 * seconds + 6.0,
             Kind::Far(_) => 2.0 * seconds + 4.0,
             Kind::Idle => 12.0,
             Kind::AgentMemory => 2.0 * seconds + 5.0,
