@@ -14,6 +14,7 @@ pub mod config_file;
 pub mod files;
 pub mod link;
 mod mailbox;
+mod pace;
 mod pipe;
 pub mod stream;
 pub mod streams;

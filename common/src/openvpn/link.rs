@@ -234,6 +234,7 @@ impl<R: Role> Link<R> {
         if self.session.poll_timeout().is_some_and(|at| at <= now) {
             self.session.handle_timeout(now);
         }
+        self.wire.handle_timeout(now);
         if self.report_at.is_some_and(|at| at <= now) {
             self.streams_report();
         }
@@ -325,6 +326,7 @@ impl<R: Role> Link<R> {
         let timeouts = [
             self.session.poll_timeout(),
             streams,
+            self.wire.poll_timeout(),
             self.report_at,
             goodbye,
         ];

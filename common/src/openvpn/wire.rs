@@ -14,6 +14,10 @@ use culvert_openvpn::framing::{self, LengthError, PREFIX_LEN};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpStream, UdpSocket};
 
+use super::pace::{LOW_WATER, Pace};
+use super::{Moment, now};
+use crate::net::low_water;
+
 /// Bytes that are collected before they are written.
 const OUT_BYTES: usize = 128 << 10;
 /// The read buffer of a TCP peer at first: handshakes are small and may be many.
@@ -65,14 +69,14 @@ pub(super) struct Wire {
 }
 
 enum Socket {
-    Tcp(TcpStream),
+    Tcp(TcpStream, Pace),
     /// Connected to the peer.
     Udp(UdpSocket),
 }
 
 impl Wire {
     pub(super) fn tcp(stream: TcpStream, tun_mtu: u16) -> Self {
-        Self::new(Socket::Tcp(stream), tun_mtu)
+        Self::new(Socket::Tcp(stream, Pace::new(now())), tun_mtu)
     }
 
     pub(super) fn udp(socket: UdpSocket, tun_mtu: u16) -> Self {
@@ -82,7 +86,7 @@ impl Wire {
     fn new(socket: Socket, tun_mtu: u16) -> Self {
         let max_packet = usize::from(tun_mtu.max(1500)) + OVERHEAD;
         let first = match socket {
-            Socket::Tcp(_) => FIRST_READ.max(PREFIX_LEN + max_packet),
+            Socket::Tcp(..) => FIRST_READ.max(PREFIX_LEN + max_packet),
             Socket::Udp(_) => MAX_DATAGRAMS * max_packet,
         };
         Self {
@@ -121,7 +125,7 @@ impl Wire {
     pub(super) fn poll_flush(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         while !self.out.is_empty() {
             let written = match &mut self.socket {
-                Socket::Tcp(stream) => ready!(Pin::new(stream).poll_write(cx, &self.out))?,
+                Socket::Tcp(stream, _) => ready!(Pin::new(stream).poll_write(cx, &self.out))?,
                 Socket::Udp(socket) => {
                     let length = self.cuts.front().copied().unwrap_or(self.out.len());
                     let datagram = self.out.get(..length).unwrap_or(&self.out);
@@ -144,18 +148,21 @@ impl Wire {
     /// Reads a batch. Ready once there is something to look at.
     pub(super) fn poll_fill(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), WireError>> {
         match &mut self.socket {
-            Socket::Tcp(stream) => {
+            Socket::Tcp(stream, pace) => {
                 if self.filled == self.input.len() && self.filled < MAX_READ {
                     self.input.resize((2 * self.filled).min(MAX_READ), 0);
                 }
                 let free = self.input.get_mut(self.filled..).unwrap_or_default();
                 let mut buffer = ReadBuf::new(free);
-                ready!(Pin::new(stream).poll_read(cx, &mut buffer))?;
+                ready!(Pin::new(&mut *stream).poll_read(cx, &mut buffer))?;
                 let read = buffer.filled().len();
                 if read == 0 {
                     return Poll::Ready(Err(WireError::Closed));
                 }
                 self.filled += read;
+                if let Some(waits) = pace.read(read, now()) {
+                    wake_at(stream, waits);
+                }
                 if self.filled == self.input.len() && self.filled < MAX_READ {
                     self.input.resize((2 * self.filled).min(MAX_READ), 0);
                 }
@@ -190,11 +197,28 @@ impl Wire {
         Poll::Ready(Ok(()))
     }
 
+    /// When [`handle_timeout`](Self::handle_timeout) is to be called.
+    pub(super) fn poll_timeout(&self) -> Option<Moment> {
+        match &self.socket {
+            Socket::Tcp(_, pace) => pace.poll_timeout(),
+            Socket::Udp(_) => None,
+        }
+    }
+
+    /// Has the socket wake for whatever it holds, if it has waited for long enough.
+    pub(super) fn handle_timeout(&mut self, now: Moment) {
+        if let Socket::Tcp(stream, pace) = &mut self.socket
+            && pace.expired(now)
+        {
+            wake_at(stream, false);
+        }
+    }
+
     /// Shows each packet of the batch to `take`.
     pub(super) fn packets(&mut self, mut take: impl FnMut(&mut [u8])) -> Result<(), LengthError> {
         let batch = self.input.get_mut(..self.filled).unwrap_or_default();
         match self.socket {
-            Socket::Tcp(_) => {
+            Socket::Tcp(..) => {
                 let mut at = 0;
                 loop {
                     let rest = batch.get_mut(at..).unwrap_or_default();
@@ -223,4 +247,10 @@ impl Wire {
         }
         Ok(())
     }
+}
+
+/// Has a socket wake its reader at the mark, or at the first byte.
+fn wake_at(stream: &TcpStream, mark: bool) {
+    // Without it every packet costs a turn, no more.
+    let _ = low_water::set(stream, if mark { LOW_WATER } else { 1 });
 }
