@@ -6,10 +6,9 @@ use std::path::PathBuf;
 
 use clap::Args;
 use culvert_common::flags::{Problems, StringSlice};
-use culvert_common::openvpn::config_file::{self, Client, Material, Remote, TlsAuth};
+use culvert_common::openvpn::config_file::{self, Client, Material, Remote};
 use culvert_openvpn::cipher::Cipher;
 use culvert_openvpn::options::Transport;
-use culvert_openvpn::wrap::KeyDirection;
 use ipnet::Ipv4Net;
 
 use crate::openvpn::nodes::NodeAccess;
@@ -183,10 +182,8 @@ impl OpenVpnFlags {
 
     fn material(&self, client: &mut Client, p: &mut Problems) {
         let common = &mut client.common;
-        let file = |path: &str| Some(Material::File(PathBuf::from(path)));
-        if !self.openvpn_ca.is_empty() {
-            common.ca = file(&self.openvpn_ca);
-        }
+        let file = |path: &str| (!path.is_empty()).then(|| Material::File(PathBuf::from(path)));
+        common.ca = file(&self.openvpn_ca).or(common.ca.take());
         let given = (!self.openvpn_cert.is_empty(), !self.openvpn_key.is_empty());
         p.require(given.0 == given.1, || {
             "--openvpn-cert and --openvpn-key need each other".to_owned()
@@ -195,33 +192,15 @@ impl OpenVpnFlags {
             common.cert = file(&self.openvpn_cert);
             common.key = file(&self.openvpn_key);
         }
-        if !self.openvpn_tls_auth.is_empty() {
-            let key = Material::File(PathBuf::from(&self.openvpn_tls_auth));
-            let direction = KeyDirection::Both;
-            (common.tls_auth, common.tls_crypt) = (Some(TlsAuth { key, direction }), None);
+        let (auth, crypt) = (file(&self.openvpn_tls_auth), file(&self.openvpn_tls_crypt));
+        p.require(auth.is_none() || crypt.is_none(), || {
+            "--openvpn-tls-auth and --openvpn-tls-crypt exclude each other".to_owned()
+        });
+        // One of them takes the place of the other in the file.
+        if auth.is_some() || crypt.is_some() {
+            (common.tls_auth, common.tls_crypt) = (None, crypt);
         }
-        if !self.openvpn_tls_crypt.is_empty() {
-            p.require(self.openvpn_tls_auth.is_empty(), || {
-                "--openvpn-tls-auth and --openvpn-tls-crypt exclude each other".to_owned()
-            });
-            (common.tls_auth, common.tls_crypt) = (None, file(&self.openvpn_tls_crypt));
-        }
-        let direction = match self.openvpn_key_direction.as_str() {
-            "" => None,
-            "0" => Some(KeyDirection::Normal),
-            "1" => Some(KeyDirection::Inverse),
-            other => {
-                p.error(format!(
-                    "--openvpn-key-direction must be 0 or 1, got {other:?}"
-                ));
-                None
-            }
-        };
-        match (&mut common.tls_auth, direction) {
-            (Some(auth), Some(direction)) => auth.direction = direction,
-            (None, Some(_)) => p.error("--openvpn-key-direction needs tls-auth"),
-            (_, None) => {}
-        }
+        common.lay_tls_auth(auth, &self.openvpn_key_direction, p);
         p.require(common.ca.is_some(), || {
             "the OpenVPN client needs `ca` or --openvpn-ca: the system's CAs are not used"
                 .to_owned()

@@ -7,11 +7,10 @@ use std::time::Duration;
 use clap::Args;
 use culvert_common::flags::values::go_int;
 use culvert_common::flags::{GoDuration, HostPort, Problems, StringSlice};
-use culvert_common::openvpn::config_file::{self, DEFAULT_PORT, Material, Server, TlsAuth};
+use culvert_common::openvpn::config_file::{self, DEFAULT_PORT, Material, Server};
 use culvert_openvpn::cipher::{Cipher, Digest};
 use culvert_openvpn::control::push::Topology;
 use culvert_openvpn::options::Transport;
-use culvert_openvpn::wrap::KeyDirection;
 use ipnet::Ipv4Net;
 
 use crate::backend::openvpn::settings::{Listen, Settings};
@@ -272,29 +271,8 @@ impl OpenvpnFlags {
         p.require(common.ca.is_some() && (given || common.cert.is_some()), || {
             "--openvpn-ca, --openvpn-cert and --openvpn-key must be set: OpenVPN clients have certificates".to_owned()
         });
-        let direction = match self.openvpn_key_direction.as_str() {
-            "" => None,
-            "0" => Some(KeyDirection::Normal),
-            "1" => Some(KeyDirection::Inverse),
-            other => {
-                p.error(format!(
-                    "--openvpn-key-direction must be 0 or 1, got {other:?}"
-                ));
-                None
-            }
-        };
-        if let Some(key) = file(p.file("OpenVPN tls-auth key", &self.openvpn_tls_auth)) {
-            common.tls_auth = Some(TlsAuth {
-                key,
-                direction: KeyDirection::Both,
-            });
-        }
-        if let Some(direction) = direction {
-            match &mut common.tls_auth {
-                Some(tls_auth) => tls_auth.direction = direction,
-                None => p.error("--openvpn-key-direction needs --openvpn-tls-auth"),
-            }
-        }
+        let auth = file(p.file("OpenVPN tls-auth key", &self.openvpn_tls_auth));
+        common.lay_tls_auth(auth, &self.openvpn_key_direction, p);
         let crypt = file(p.file("OpenVPN tls-crypt key", &self.openvpn_tls_crypt));
         common.tls_crypt = crypt.or(common.tls_crypt.take());
         p.require(

@@ -7,6 +7,7 @@ use super::super::{Config, PROGRAM};
 use super::*;
 use culvert_common::flags::Exit;
 use culvert_openvpn::cipher::Digest;
+use culvert_openvpn::wrap::KeyDirection;
 
 /// A folder with the files that flags may name.
 fn files() -> tempfile::TempDir {

@@ -13,6 +13,7 @@ use super::lexer::Directive;
 use super::{
     Context, Material, Outcome, Taken, ciphers, port, seconds, seconds_or_never, value, word,
 };
+use crate::flags::Problems;
 
 /// tls-auth's key and its direction.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -79,6 +80,25 @@ pub struct Common {
 const LINK_OVERHEAD: u16 = 123;
 
 impl Common {
+    /// Lays the flags of `tls-auth` over what the file says: a key, and what `--openvpn-key-direction` was
+    /// given. Empty ones change nothing.
+    pub fn lay_tls_auth(&mut self, key: Option<Material>, direction: &str, p: &mut Problems) {
+        if let Some(key) = key {
+            let direction = KeyDirection::Both;
+            self.tls_auth = Some(TlsAuth { key, direction });
+        }
+        if direction.is_empty() {
+            return;
+        }
+        match (&mut self.tls_auth, parse_direction(direction)) {
+            (Some(auth), Some(direction)) => auth.direction = direction,
+            (None, Some(_)) => p.error("--openvpn-key-direction needs --openvpn-tls-auth"),
+            (_, None) => p.error(format!(
+                "--openvpn-key-direction must be 0 or 1, got {direction:?}"
+            )),
+        }
+    }
+
     pub(super) fn take(&mut self, context: &Context<'_>, directive: &Directive) -> Outcome {
         match directive.name.as_str() {
             "ca" => set(&mut self.ca, context.material(directive)?),
@@ -258,10 +278,15 @@ fn positive(directive: &Directive) -> Result<Duration, String> {
 }
 
 fn direction(directive: &Directive, index: usize) -> Result<KeyDirection, String> {
-    match word(directive, index, "0 or 1")? {
-        "0" => Ok(KeyDirection::Normal),
-        "1" => Ok(KeyDirection::Inverse),
-        other => Err(format!("{other:?} is not a key's direction, 0 or 1")),
+    let word = word(directive, index, "0 or 1")?;
+    parse_direction(word).ok_or_else(|| format!("{word:?} is not a key's direction, 0 or 1"))
+}
+
+fn parse_direction(word: &str) -> Option<KeyDirection> {
+    match word {
+        "0" => Some(KeyDirection::Normal),
+        "1" => Some(KeyDirection::Inverse),
+        _ => None,
     }
 }
 
