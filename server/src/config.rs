@@ -224,13 +224,16 @@ impl Config {
             lines.extend(openvpn.describe());
         }
         if let Some(auth) = agent_auth {
-            let kubeconfig = auth.kubeconfig.clone().unwrap_or_default();
             lines.extend([
                 format!("agent-namespace={}", auth.namespace),
                 format!("agent-service-account={}", auth.service_account),
                 format!("authentication-audience={}", auth.audience),
-                format!("kubeconfig={}", kubeconfig.display()),
             ]);
+        }
+        let watched = openvpn.as_ref().map(|openvpn| &openvpn.watch_nodes);
+        let reviews = agent_auth.as_ref().map(|auth| &auth.kubeconfig);
+        if let Some(kubeconfig) = reviews.or(watched.filter(|file| file.is_some())) {
+            lines.push(format!("kubeconfig={}", shown(kubeconfig)));
         }
         lines.extend(logging.describe());
         lines

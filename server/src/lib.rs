@@ -17,6 +17,7 @@ pub mod config;
 pub mod frontend;
 pub mod listener;
 pub mod metrics;
+pub mod mirror;
 pub mod nodeport;
 pub mod router;
 pub mod switch;

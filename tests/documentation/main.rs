@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::Command;
 
 use culvert_agent::metrics::AgentMetrics;
-use culvert_server::backend::openvpn::metrics::OpenvpnMetrics;
+use culvert_server::backend::openvpn::metrics::{NodeMetrics, OpenvpnMetrics};
 use culvert_server::metrics::{ServerMetrics, Strategy};
 
 fn document() -> String {
@@ -86,6 +86,7 @@ fn every_metric_has_a_row() {
         .dial_failures(DialFailureReason::NoAgent)
         .increment(1);
     let _openvpn = OpenvpnMetrics::new(server.registry());
+    let _nodes = NodeMetrics::new(server.registry());
     let agent = AgentMetrics::new().unwrap();
     // Only there where an OpenVPN client is.
     let _openvpn = culvert_agent::openvpn::metrics::OpenVpnMetrics::new(agent.registry());

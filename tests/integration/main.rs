@@ -24,6 +24,7 @@ mod isolation;
 mod leaks;
 mod listeners;
 mod native_lives;
+mod nodes;
 mod searching;
 mod shared_ids;
 mod signals;

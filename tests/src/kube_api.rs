@@ -13,7 +13,7 @@
 //! | `tokens` | `TokenReview` |
 //! | `fault` | what a test can break |
 //! | `status` | errors as `Status` objects |
-//! | `objects` | Services and EndpointSlices to put in |
+//! | `objects` | Services, EndpointSlices and Nodes to put in |
 //!
 //! Left out: authorization, admission, defaults, subresources, finalizers, paging (a list is always
 //! whole), and every encoding but JSON. A body in protobuf gets 415, so stock programs need
@@ -40,7 +40,7 @@ use tokio::net::TcpListener;
 use tokio_util::sync::{CancellationToken, DropGuard};
 
 pub use self::fault::{Fault, Gone};
-pub use self::objects::{ServiceBuilder, SliceBuilder, service, slice};
+pub use self::objects::{ServiceBuilder, SliceBuilder, node, service, slice};
 pub use self::tokens::{Review, TokenStatus};
 
 use self::address::Kind;

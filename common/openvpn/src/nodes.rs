@@ -8,7 +8,7 @@ use std::net::{Ipv4Addr, SocketAddrV4};
 use ipnet::Ipv4Net;
 
 /// The rule that needs no list of nodes: what is neither a pod nor a Service is a node's
-/// InternalIP. It is wrong for ExternalIPs.
+/// InternalIP. It is wrong for ExternalIPs, which have to be replaced before.
 #[derive(Clone, Debug)]
 pub struct Nodes {
     access: Ipv4Net,

@@ -38,6 +38,9 @@ use sink::Sink;
 /// Prefix of the targets that count as our own: all of this workspace's crates begin with it.
 const OWN_TARGET: &str = "culvert";
 
+/// Warns of a refused watch at every new try. Whoever watches says so once.
+const WATCHES_TARGET: &str = "kube_runtime";
+
 /// From this verbosity on, other crates' lines are not held back to warnings.
 const OTHERS_FROM: i32 = 8;
 
@@ -148,13 +151,14 @@ fn subscriber(config: &LogConfig, sink: Sink) -> impl tracing::Subscriber + Send
         4 => LevelFilter::DEBUG,
         5.. => LevelFilter::TRACE,
     };
-    let others = if config.verbosity >= OTHERS_FROM {
-        own
+    let (others, watches) = if config.verbosity >= OTHERS_FROM {
+        (own, own)
     } else {
-        LevelFilter::WARN
+        (LevelFilter::WARN, LevelFilter::ERROR)
     };
     let filter = Targets::new()
         .with_default(others)
+        .with_target(WATCHES_TARGET, watches)
         .with_target(OWN_TARGET, own);
     tracing_subscriber::registry().with(lines(config, sink).with_filter(filter))
 }

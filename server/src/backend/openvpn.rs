@@ -14,6 +14,7 @@
 //! | `role` | decisions for one client |
 //! | `listen`, `udp` | sockets |
 //! | `renew` | the certificates' files |
+//! | `nodes`, `node_watch` | whose an ExternalIP or a name is, by the Nodes of the user cluster |
 //! | `pool`, `ccd`, `push` | addresses, files about clients, what they are told |
 
 mod ccd;
@@ -22,6 +23,8 @@ mod flow;
 mod half_open;
 mod listen;
 pub mod metrics;
+mod node_watch;
+mod nodes;
 mod pool;
 mod push;
 mod renew;
@@ -57,7 +60,9 @@ use tracing::{debug, info};
 
 use self::clients::{Admittance, Clients, Way};
 use self::listen::Tcp;
-use self::metrics::OpenvpnMetrics;
+use self::metrics::{NodeMetrics, OpenvpnMetrics};
+use self::node_watch::NodeWatch;
+use self::nodes::Known;
 use self::pool::Pool;
 use self::push::PushAll;
 use self::renew::Files;
@@ -82,6 +87,8 @@ const UDP_BUFFER: usize = 4 << 20;
 pub struct Openvpn {
     clients: Arc<Clients>,
     nodes: Option<Nodes>,
+    /// Whose ExternalIPs and names are, if Nodes are watched.
+    known: Option<watch::Receiver<Arc<Known>>>,
     metrics: Arc<ServerMetrics>,
 }
 
@@ -93,6 +100,7 @@ pub struct Bound {
     pub addresses: Vec<SocketAddr>,
     sockets: Vec<Socket>,
     files: Files,
+    node_watch: Option<NodeWatch>,
     max_clients: usize,
 }
 
@@ -136,11 +144,22 @@ impl Bound {
                 }
             }
         }
+        let node_watch = match &settings.watch_nodes {
+            Some(kubeconfig) => {
+                let mut direct = settings.server.routes.clone();
+                direct.push(settings.network);
+                let series = NodeMetrics::new(metrics.registry());
+                Some(NodeWatch::new(kubeconfig, direct, series).await?)
+            }
+            None => None,
+        };
+        let known = node_watch.as_ref().map(NodeWatch::known);
         Ok(Self {
-            tunnel: Arc::new(Openvpn::new(settings, metrics)),
+            tunnel: Arc::new(Openvpn::new(settings, known, metrics)),
             addresses,
             sockets,
             files,
+            node_watch,
             max_clients: settings.max_clients,
         })
     }
@@ -171,6 +190,9 @@ impl Bound {
             }
         }
         tasks.spawn(self.files.follow(configs, shutdown.clone()));
+        if let Some(watch) = self.node_watch {
+            tasks.spawn(watch.run(shutdown.clone()));
+        }
     }
 }
 
@@ -211,7 +233,11 @@ async fn bind_udp(host: &str, port: u16) -> std::io::Result<UdpSocket> {
 }
 
 impl Openvpn {
-    fn new(settings: &Settings, metrics: Arc<ServerMetrics>) -> Self {
+    fn new(
+        settings: &Settings,
+        known: Option<watch::Receiver<Arc<Known>>>,
+        metrics: Arc<ServerMetrics>,
+    ) -> Self {
         let server = &settings.server;
         let access = settings.node_access;
         let (nodes, direct): (Vec<_>, Vec<_>) = server
@@ -246,19 +272,18 @@ impl Openvpn {
         Self {
             clients: Clients::new(admittance, pool, firewall, own),
             nodes: (!nodes.is_empty()).then(|| Nodes::new(access, direct)),
+            known,
             metrics,
         }
     }
 
     async fn try_clients(&self, dial: &Dial, deadline: Instant) -> Result<Connection, DialError> {
         let _pending = GaugeGuard::new(&self.metrics.pending_backend_dials);
-        let found = timeout_at(deadline, resolve(&dial.address)).await;
-        let asked = match found.map_err(|_| StreamDialError::TimedOut)? {
+        let found = timeout_at(deadline, self.target(&dial.address)).await;
+        let target = match found.map_err(|_| StreamDialError::TimedOut)? {
             Ok(address) => address,
             Err(text) => return Err(self.refused(text)),
         };
-        let nodes = self.nodes.as_ref();
-        let target = nodes.map_or(asked, |nodes| nodes.translate(asked));
         let mut tried = Vec::new();
         let mut last = DialError::NoClient;
         while tried.len() < MAX_ATTEMPTS {
@@ -277,6 +302,20 @@ impl Openvpn {
             debug!(client = %way.name, error = %last, "trying another OpenVPN client");
         }
         Err(last)
+    }
+
+    /// Where in the VPN an address is: of a node that is known its InternalIP, and nodes in the node
+    /// access network.
+    async fn target(&self, address: &str) -> Result<SocketAddrV4, String> {
+        let known = self.known.as_ref().map(|known| known.borrow().clone());
+        let named = known.as_ref().and_then(|known| known.named(address));
+        let asked = match named {
+            Some(node) => node,
+            None => resolve(address).await?,
+        };
+        let asked = known.map_or(asked, |known| known.internal(asked));
+        let nodes = self.nodes.as_ref();
+        Ok(nodes.map_or(asked, |nodes| nodes.translate(asked)))
     }
 
     fn connection(&self, stream: Stream, way: &Way) -> Connection {

@@ -1,7 +1,7 @@
 //! The flags of the OpenVPN tunnel, and the configuration file that they are laid over.
 
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::Args;
@@ -85,6 +85,10 @@ pub(super) struct OpenvpnFlags {
     #[arg(long, value_name = "CIDR", default_value = "")]
     pub(super) openvpn_node_access_network: String,
 
+    /// Watch the Nodes of the cluster of --kubeconfig, and dial their ExternalIPs and names as their InternalIPs
+    #[arg(long)]
+    pub(super) openvpn_watch_nodes: bool,
+
     /// Folder with files about single clients, named as their certificates' common names
     #[arg(long, value_name = "DIR", default_value = "")]
     pub(super) openvpn_client_config_dir: String,
@@ -124,8 +128,8 @@ pub(super) struct OpenvpnFlags {
 }
 
 impl OpenvpnFlags {
-    /// The tunnel's settings, `None` where there is none.
-    pub(super) fn settings(&self, p: &mut Problems) -> Option<Settings> {
+    /// The tunnel's settings, `None` where there is none. `kubeconfig` is the file of that flag.
+    pub(super) fn settings(&self, p: &mut Problems, kubeconfig: Option<&Path>) -> Option<Settings> {
         let mut server = self.file(p).unwrap_or_default();
         let listen = self.listen(p, &server);
         if listen.is_empty() {
@@ -194,6 +198,9 @@ impl OpenvpnFlags {
                 .unwrap_or(Topology::Net30),
             network,
             node_access: access,
+            watch_nodes: kubeconfig
+                .filter(|_| self.openvpn_watch_nodes)
+                .map(Path::to_owned),
             max_clients,
             ping,
             ping_restart,

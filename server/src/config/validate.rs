@@ -33,9 +33,10 @@ impl Flags {
         let admin_port = port(p, "admin", ops.admin_port);
         let health_port = port(p, "health", ops.health_port);
         let admin_tls = ops.admin_tls(p);
-        let openvpn = self.openvpn.settings(p);
+        let kubeconfig = p.file("kubeconfig", &self.kubernetes.kubeconfig);
+        let openvpn = self.openvpn.settings(p, kubeconfig.as_deref());
         let switch = self.switch.settings(p, openvpn.is_some());
-        let agent_auth = self.agent_auth(p);
+        let agent_auth = self.agent_auth(p, kubeconfig);
         self.check_strategies(p);
         self.check_rest(p);
         let tls = self.tls.validate(p);
@@ -107,7 +108,7 @@ impl Flags {
     }
 
     /// All three or none.
-    fn agent_auth(&self, p: &mut Problems) -> Option<AgentAuth> {
+    fn agent_auth(&self, p: &mut Problems, kubeconfig: Option<PathBuf>) -> Option<AgentAuth> {
         let flags = [
             ("agent-namespace", &self.auth.agent_namespace),
             ("agent-service-account", &self.auth.agent_service_account),
@@ -116,7 +117,6 @@ impl Flags {
                 &self.auth.authentication_audience,
             ),
         ];
-        let kubeconfig = p.file("kubeconfig", &self.kubernetes.kubeconfig);
         if flags.iter().all(|(_, value)| value.is_empty()) {
             return None;
         }
@@ -163,6 +163,13 @@ impl Flags {
                     .to_owned()
             },
         );
+        // Without a file it would be the pod's own account, which is of the wrong cluster.
+        p.require(
+            !self.openvpn.openvpn_watch_nodes || !self.kubernetes.kubeconfig.is_empty(),
+            || {
+                "--openvpn-watch-nodes needs --kubeconfig: a file for the user cluster, of an account that may list and watch nodes".to_owned()
+            },
+        );
         // The stock server looks at the label at every start, whether it will be used or not.
         if let Err(error) = check_labels(&self.kubernetes.lease_label) {
             p.error(format!("--lease-label: {error}"));
@@ -195,7 +202,7 @@ impl Flags {
         p.unacted(grace != GoDuration::default(), "graceful-shutdown-timeout");
         let size = self.frontend.frontend_write_channel_size;
         p.unacted(size != 10, "frontend-write-channel-size");
-        let is_used = !self.auth.agent_namespace.is_empty();
+        let is_used = !self.auth.agent_namespace.is_empty() || self.openvpn.openvpn_watch_nodes;
         p.unacted(!kube.kubeconfig.is_empty() && !is_used, "kubeconfig");
         p.unacted(kube.kubeconfig_qps != 0.0, "kubeconfig-qps");
         p.unacted(kube.kubeconfig_burst != 0, "kubeconfig-burst");

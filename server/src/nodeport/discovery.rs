@@ -1,23 +1,20 @@
 //! Routes from the Kubernetes API: watches Services and EndpointSlices, and plans anew whenever
 //! one of them changes. While the API can not be reached the last routes stay in force.
 
-use std::collections::HashMap;
-use std::fmt;
 use std::path::PathBuf;
 use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-use futures_util::{Stream, StreamExt as _};
+use futures_util::StreamExt as _;
 use k8s_openapi::api::core::v1 as core;
 use k8s_openapi::api::discovery::v1 as discovery;
 use kube::runtime::watcher::{self, Event};
-use kube::runtime::{WatchStreamExt as _, watcher as watch_all};
 use kube::{Api, Client};
 use tokio::sync::watch;
-use tokio::time::{Instant, sleep, sleep_until};
+use tokio::time::{Instant, sleep_until};
 use tokio_util::sync::CancellationToken;
-use tracing::{error, info, warn};
+use tracing::{info, warn};
 
 use super::balancer::{Balancer, BalancerConfig, Reporter};
 use super::exposure::{
@@ -26,13 +23,11 @@ use super::exposure::{
 use super::metrics::ProxyMetrics;
 use super::table::Table;
 use crate::auth::client;
+use crate::mirror::{Mirror, objects};
 
 /// How long changes are collected before they are put in force together: a rollout changes many
 /// slices at once.
 const COLLECT: Duration = Duration::from_millis(20);
-
-/// The pause before a watch begins anew with a list, which is the expensive way.
-const BEGIN_ANEW: Duration = Duration::from_secs(1);
 
 /// By which an EndpointSlice names its Service.
 const SERVICE_LABEL: &str = "kubernetes.io/service-name";
@@ -63,22 +58,6 @@ pub struct Discovery {
     /// What the log has named.
     problems: Vec<Problem>,
 }
-
-/// A kind's objects, as far as they are known.
-struct Mirror<T> {
-    /// Whose they are, for the log.
-    kind: &'static str,
-    objects: HashMap<Key, T>,
-    /// A list that is being received; it replaces the objects when it is complete.
-    listing: Option<HashMap<Key, T>>,
-    /// The first list is complete.
-    synced: bool,
-    /// Why the watch fails at present, as the log has it.
-    failing: Option<String>,
-}
-
-/// Namespace and name.
-type Key = (String, String);
 
 impl Discovery {
     /// Reads the account's credentials.
@@ -115,30 +94,21 @@ impl Discovery {
     /// Watches until `stop`; each change that was put in force is sent to `changes`.
     pub async fn run(mut self, changes: watch::Sender<u64>, stop: CancellationToken) {
         let namespace = self.cluster.namespace.clone();
-        let mut services = pin!(objects::<core::Service>(&self.client, namespace.as_deref()));
-        let mut slices = pin!(objects::<discovery::EndpointSlice>(
+        let namespace = namespace.as_deref();
+        let mut services = pin!(objects(api_of::<core::Service>(&self.client, namespace)));
+        let mut slices = pin!(objects(api_of::<discovery::EndpointSlice>(
             &self.client,
-            namespace.as_deref()
-        ));
+            namespace
+        )));
         // When what has changed is put in force.
         let mut due: Option<Instant> = None;
         loop {
             let changed = tokio::select! {
                 Some(event) = services.next() => {
-                    if is_gone(&event) {
-                        sleep(BEGIN_ANEW).await;
-                        services.set(objects(&self.client, namespace.as_deref()));
-                    }
                     self.report(&event);
                     self.services.take(event, service_of)
                 }
-                Some(event) = slices.next() => {
-                    if is_gone(&event) {
-                        sleep(BEGIN_ANEW).await;
-                        slices.set(objects(&self.client, namespace.as_deref()));
-                    }
-                    self.slices.take(event, slice_of)
-                }
+                Some(event) = slices.next() => self.slices.take(event, slice_of),
                 () = sleep_until(due.unwrap_or_else(Instant::now)), if due.is_some() => {
                     due = None;
                     self.apply();
@@ -147,9 +117,9 @@ impl Discovery {
                 }
                 () = stop.cancelled() => return,
             };
-            let up = self.services.failing.is_none() && self.slices.failing.is_none();
+            let up = self.services.is_up() && self.slices.is_up();
             self.metrics.set_source_up(up);
-            if changed && self.services.synced && self.slices.synced {
+            if changed && self.services.is_synced() && self.slices.is_synced() {
                 due.get_or_insert(Instant::now() + COLLECT);
             }
         }
@@ -166,7 +136,7 @@ impl Discovery {
     }
 
     fn apply(&mut self) {
-        let (services, slices) = (&self.services.objects, &self.slices.objects);
+        let (services, slices) = (&self.services, &self.slices);
         let options = &self.cluster.options;
         let (routes, problems) = expose(services.values(), slices.values(), options);
         let change = self.table.apply(routes);
@@ -189,106 +159,15 @@ impl Discovery {
     }
 }
 
-/// Everything of a kind, from now on.
-fn objects<K>(
-    client: &Client,
-    namespace: Option<&str>,
-) -> impl Stream<Item = Result<Event<K>, watcher::Error>> + use<K>
+/// One kind of object, of a namespace or of all.
+fn api_of<K>(client: &Client, namespace: Option<&str>) -> Api<K>
 where
-    K: kube::Resource<Scope = k8s_openapi::NamespaceResourceScope>
-        + Clone
-        + fmt::Debug
-        + serde::de::DeserializeOwned
-        + Send
-        + 'static,
+    K: kube::Resource<Scope = k8s_openapi::NamespaceResourceScope>,
     K::DynamicType: Default,
 {
-    let api: Api<K> = match namespace {
+    match namespace {
         Some(namespace) => Api::namespaced(client.clone(), namespace),
         None => Api::all(client.clone()),
-    };
-    watch_all(api, watcher::Config::default()).default_backoff()
-}
-
-/// Whether a watch can not go on from the version it knows. The watcher begins anew if an event
-/// says so; a status that says so, as some proxies in between make of it, it would repeat for ever.
-fn is_gone<K>(event: &Result<Event<K>, watcher::Error>) -> bool {
-    matches!(
-        event,
-        Err(watcher::Error::WatchStartFailed(kube::Error::Api(status))) if status.code == 410
-    )
-}
-
-// === impl Mirror ===
-
-impl<T: PartialEq> Mirror<T> {
-    fn new(kind: &'static str) -> Self {
-        Self {
-            kind,
-            objects: HashMap::new(),
-            listing: None,
-            synced: false,
-            failing: None,
-        }
-    }
-
-    /// Whether anything differs now.
-    fn take<K: kube::ResourceExt>(
-        &mut self,
-        event: Result<Event<K>, watcher::Error>,
-        convert: fn(K) -> Option<T>,
-    ) -> bool {
-        let event = match event {
-            Ok(event) => event,
-            Err(failed) => {
-                let text = failed.to_string();
-                if self.failing.as_ref() != Some(&text) {
-                    error!(
-                        error = text,
-                        "cannot watch {}; the last routes stay in force, and it is tried again",
-                        self.kind
-                    );
-                    self.failing = Some(text);
-                }
-                return false;
-            }
-        };
-        if self.failing.take().is_some() {
-            info!("watching {} again", self.kind);
-        }
-        let key = |object: &K| (object.namespace().unwrap_or_default(), object.name_any());
-        match event {
-            Event::Apply(object) => {
-                let key = key(&object);
-                match convert(object) {
-                    Some(object) => {
-                        let same = self.objects.get(&key) == Some(&object);
-                        self.objects.insert(key, object);
-                        !same
-                    }
-                    None => self.objects.remove(&key).is_some(),
-                }
-            }
-            Event::Delete(object) => self.objects.remove(&key(&object)).is_some(),
-            Event::Init => {
-                self.listing = Some(HashMap::new());
-                false
-            }
-            Event::InitApply(object) => {
-                let key = key(&object);
-                if let (Some(listing), Some(object)) = (&mut self.listing, convert(object)) {
-                    listing.insert(key, object);
-                }
-                false
-            }
-            Event::InitDone => {
-                let listed = self.listing.take().unwrap_or_default();
-                let changed = !self.synced || listed != self.objects;
-                self.objects = listed;
-                self.synced = true;
-                changed
-            }
-        }
     }
 }
 

@@ -1,4 +1,4 @@
-//! Services and EndpointSlices as the control plane of a cluster makes them.
+//! Services, EndpointSlices and Nodes as a cluster makes them.
 
 use serde_json::{Value, json};
 
@@ -48,6 +48,21 @@ pub fn slice(namespace: &str, service: &str) -> SliceBuilder {
         "ports": [],
         "endpoints": [],
     }))
+}
+
+/// A Node with addresses, each with its type, such as `InternalIP`.
+pub fn node(name: &str, addresses: &[(&str, &str)]) -> Value {
+    let address = |(kind, address): &(&str, &str)| json!({"type": kind, "address": address});
+    json!({
+        "apiVersion": "v1",
+        "kind": "Node",
+        "metadata": {"name": name},
+        "spec": {},
+        "status": {
+            "addresses": addresses.iter().map(address).collect::<Vec<Value>>(),
+            "daemonEndpoints": {"kubeletEndpoint": {"Port": 10250}},
+        },
+    })
 }
 
 // === impl ServiceBuilder ===

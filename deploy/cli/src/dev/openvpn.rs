@@ -114,6 +114,7 @@ auth SHA1
             network: NETWORK,
             topology: Topology::Net30,
             node_access: DEFAULT_NETWORK,
+            watch_nodes: None,
             max_clients: 16,
             ping: Some(PING),
             ping_restart: Some(PING_RESTART),

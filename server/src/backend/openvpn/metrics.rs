@@ -90,6 +90,33 @@ pub struct OpenvpnMetrics {
     pub retransmitted: Counter,
 }
 
+/// What is known of nodes; only in a server that watches them.
+#[derive(Clone)]
+pub struct NodeMetrics {
+    /// 1 while the Kubernetes API answers.
+    pub watch_up: Gauge,
+    /// Those that dials are translated for.
+    pub nodes: Gauge,
+}
+
+impl NodeMetrics {
+    /// Adds the series to a server's page.
+    pub fn new(registry: &Arc<Registry>) -> Self {
+        Self {
+            watch_up: registry.gauge(
+                "culvert_openvpn_node_watch_up",
+                &[],
+                "1 while Nodes can be watched; the last known ones stay in force otherwise.",
+            ),
+            nodes: registry.gauge(
+                "culvert_openvpn_nodes",
+                &[],
+                "Nodes whose ExternalIPs and names are known.",
+            ),
+        }
+    }
+}
+
 impl OpenvpnMetrics {
     /// Adds the series to a server's page.
     pub fn new(registry: &Arc<Registry>) -> Self {

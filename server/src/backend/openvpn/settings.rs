@@ -27,6 +27,9 @@ pub struct Settings {
     /// Where nodes are reached: dialed addresses outside of all `routes` are taken for nodes. Out
     /// of use if it is none of the routes.
     pub node_access: Ipv4Net,
+    /// The kubeconfig file of the cluster whose Nodes are watched, so that their ExternalIPs and
+    /// names are dialed as their InternalIPs; `None` watches none.
+    pub watch_nodes: Option<PathBuf>,
     /// Clients at once.
     pub max_clients: usize,
     /// How often each side sends something at least.
@@ -93,6 +96,7 @@ impl Settings {
             network,
             topology,
             node_access,
+            watch_nodes,
             max_clients,
             ping,
             ping_restart,
@@ -128,6 +132,7 @@ impl Settings {
             format!("openvpn-route={}", routes.join(",")),
             format!("openvpn-push={}", server.push.join(",")),
             format!("openvpn-node-access-network={node_access}"),
+            format!("openvpn-watch-nodes={}", watch_nodes.is_some()),
             format!("openvpn-client-config-dir={}", directory.display()),
             format!("openvpn-duplicate-cn={}", server.duplicate_cn),
             format!("openvpn-ccd-exclusive={}", server.ccd_exclusive),

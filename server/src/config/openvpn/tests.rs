@@ -204,3 +204,36 @@ fn a_configuration_file_is_enough_and_flags_go_before_it() {
         "{refused:?}"
     );
 }
+
+#[test]
+fn watching_nodes_needs_an_account_of_their_cluster() {
+    let files = Files::new();
+    let watch = ["--openvpn-watch-nodes", "--kubeconfig=@kubeconfig"];
+    assert_eq!(settings(&files, &watch[1..]).watch_nodes, None);
+    let config = read(&files, &watch);
+    let shown = config.describe();
+    let kubeconfig = files.path("kubeconfig");
+    for line in [
+        "openvpn-watch-nodes=true".to_owned(),
+        format!("kubeconfig={}", kubeconfig.display()),
+    ] {
+        assert!(shown.contains(&line), "{line}: {shown:?}");
+    }
+    // The file is used.
+    assert_eq!(config.warnings, Vec::<String>::new());
+    assert_eq!(config.openvpn.unwrap().watch_nodes, Some(kubeconfig));
+
+    let refused = errors(&files, &[&KEYS[..], &watch[..1]].concat());
+    let needs = "--openvpn-watch-nodes needs --kubeconfig: a file for the user cluster, of an account that may list and watch nodes";
+    assert_eq!(refused, [needs]);
+    let missing = [&KEYS[..], &watch[..1], &["--kubeconfig=@nothing"]].concat();
+    let refused = errors(&files, &missing);
+    assert_eq!(refused.len(), 1);
+    assert!(
+        refused[0].contains("error checking kubeconfig"),
+        "{refused:?}"
+    );
+    let refused = errors(&files, &watch);
+    assert_eq!(refused.len(), 1);
+    assert!(refused[0].contains("--openvpn-listen"), "{refused:?}");
+}

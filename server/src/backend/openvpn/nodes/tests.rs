@@ -1,0 +1,248 @@
+#![allow(clippy::unwrap_used)]
+
+use k8s_openapi::api::core::v1::{NodeAddress, NodeStatus};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+use k8s_openapi::jiff::Timestamp;
+use proptest::prelude::*;
+
+use super::*;
+
+/// A Node as the API has it; `addresses` are `TYPE=ADDRESS`.
+fn object(name: &str, created: i64, addresses: &[&str]) -> core::Node {
+    let addresses = addresses.iter().map(|address| {
+        let (kind, address) = address.split_once('=').unwrap();
+        NodeAddress {
+            type_: kind.to_owned(),
+            address: address.to_owned(),
+        }
+    });
+    let mut node = core::Node {
+        status: Some(NodeStatus {
+            addresses: Some(addresses.collect()),
+            ..NodeStatus::default()
+        }),
+        ..core::Node::default()
+    };
+    node.metadata.name = Some(name.to_owned());
+    let created = Timestamp::from_second(created).unwrap();
+    node.metadata.creation_timestamp = Some(Time(created));
+    node
+}
+
+fn node(name: &str, created: i64, addresses: &[&str]) -> Node {
+    Node::of(object(name, created, addresses)).unwrap()
+}
+
+fn known(nodes: &[Node]) -> (Known, Vec<String>) {
+    let direct = ["172.25.0.0/16", "10.240.16.0/20", "10.254.0.0/16"];
+    let direct = direct.map(|network| network.parse().unwrap());
+    Known::of(nodes.iter(), &direct)
+}
+
+fn dialed(known: &Known, address: &str) -> String {
+    let named = known.named(address);
+    let address = named.unwrap_or_else(|| address.parse().unwrap());
+    known.internal(address).to_string()
+}
+
+#[test]
+fn a_node_is_dialed_by_its_internal_ip_whatever_it_is_called() {
+    let nodes = [
+        node(
+            "one",
+            1,
+            &[
+                "Hostname=one",
+                "ExternalIP=203.0.113.10",
+                "ExternalIP=203.0.113.11",
+                "ExternalIP=2001:db8::1",
+                "InternalIP=fd00::1",
+                "InternalIP=192.168.7.9",
+                "InternalIP=192.168.8.9",
+                "InternalDNS=one.internal.example.",
+                "ExternalDNS=One.Example.com",
+            ],
+        ),
+        node("two", 2, &["InternalIP=192.168.7.10", "Hostname=two"]),
+    ];
+    let (known, problems) = known(&nodes);
+    assert_eq!((known.nodes, problems), (2, Vec::new()));
+    for (address, through) in [
+        ("203.0.113.10:10250", "192.168.7.9:10250"),
+        ("203.0.113.11:9100", "192.168.7.9:9100"),
+        ("one:10250", "192.168.7.9:10250"),
+        ("ONE.internal.example:10250", "192.168.7.9:10250"),
+        ("one.example.com.:10250", "192.168.7.9:10250"),
+        ("two:1", "192.168.7.10:1"),
+        // As they are.
+        ("192.168.7.9:10250", "192.168.7.9:10250"),
+        ("192.168.8.9:10250", "192.168.8.9:10250"),
+        ("203.0.113.12:10250", "203.0.113.12:10250"),
+    ] {
+        assert_eq!(dialed(&known, address), through, "{address}");
+    }
+    for unknown in ["three:1", "one", "one:", "one:65536", ":1", "", "[::1]:1"] {
+        assert_eq!(known.named(unknown), None, "{unknown}");
+    }
+}
+
+#[test]
+fn a_node_without_an_internal_ip_is_none() {
+    for addresses in [
+        &[][..],
+        &["ExternalIP=203.0.113.10", "Hostname=one"],
+        &["InternalIP=fd00::1", "ExternalIP=203.0.113.10"],
+        &["InternalIP=192.168.7", "InternalIP=192.168.007.9"],
+    ] {
+        assert_eq!(Node::of(object("one", 1, addresses)), None, "{addresses:?}");
+    }
+    assert_eq!(Node::of(core::Node::default()), None);
+}
+
+#[test]
+fn of_two_that_say_the_same_the_older_is_believed() {
+    let older = node(
+        "zebra",
+        1,
+        &[
+            "InternalIP=192.168.7.9",
+            "ExternalIP=203.0.113.10",
+            "Hostname=shared",
+        ],
+    );
+    let newer = node(
+        "ant",
+        2,
+        &[
+            "InternalIP=192.168.7.10",
+            "ExternalIP=203.0.113.10",
+            "Hostname=Shared",
+            // Twice the same is no problem.
+            "ExternalIP=203.0.113.20",
+            "ExternalIP=203.0.113.20",
+        ],
+    );
+    for nodes in [
+        [older.clone(), newer.clone()],
+        [newer.clone(), older.clone()],
+    ] {
+        let (known, problems) = known(&nodes);
+        assert_eq!(dialed(&known, "203.0.113.10:1"), "192.168.7.9:1");
+        assert_eq!(dialed(&known, "shared:1"), "192.168.7.9:1");
+        assert_eq!(dialed(&known, "203.0.113.20:1"), "192.168.7.10:1");
+        assert_eq!(problems.len(), 2, "{problems:?}");
+        assert!(
+            problems
+                .iter()
+                .all(|text| text.starts_with("Node ant: ") && text.contains("Node zebra's, too")),
+            "{problems:?}"
+        );
+    }
+    // Once the older one is gone.
+    let (known, problems) = known(&[newer]);
+    assert_eq!(dialed(&known, "203.0.113.10:1"), "192.168.7.10:1");
+    assert_eq!(problems, Vec::<String>::new());
+}
+
+#[test]
+fn a_node_takes_nothing_away_from_pods_services_and_other_nodes() {
+    let honest = node("honest", 2, &["InternalIP=192.168.7.9"]);
+    let liar = node(
+        "liar",
+        1,
+        &[
+            "InternalIP=192.168.7.10",
+            // Its own, which some platforms do.
+            "ExternalIP=192.168.7.10",
+            "ExternalIP=192.168.7.9",
+            "ExternalIP=10.240.16.1",
+            "ExternalIP=172.25.3.4",
+            "ExternalIP=10.254.7.9",
+            "Hostname=hook.default.svc",
+            "InternalDNS=hook.default.SVC.cluster.local.",
+            "ExternalDNS=localhost",
+            "Hostname=10.240.16.1",
+            "Hostname=",
+        ],
+    );
+    assert_eq!(liar.names, Vec::<String>::new());
+    let (known, problems) = known(&[honest, liar]);
+    for address in [
+        "192.168.7.9:1",
+        "192.168.7.10:1",
+        "10.240.16.1:443",
+        "172.25.3.4:443",
+        "10.254.7.9:1",
+    ] {
+        assert_eq!(dialed(&known, address), address);
+    }
+    assert_eq!(problems.len(), 4, "{problems:?}");
+}
+
+#[test]
+fn what_a_node_says_is_bounded() {
+    let many: Vec<String> = (0..10_000u32)
+        .map(|i| format!("ExternalIP={}", Ipv4Addr::from_bits((203 << 24) + i)))
+        .collect();
+    let many: Vec<&str> = [&"InternalIP=192.168.7.9"]
+        .into_iter()
+        .copied()
+        .chain(many.iter().map(String::as_str))
+        .collect();
+    let liars: Vec<Node> = (0..1000)
+        .map(|i| node(&format!("liar-{i}"), i, &many))
+        .collect();
+    let (known, problems) = known(&liars);
+    assert!(known.external.len() < MAX_ADDRESSES);
+    assert_eq!(problems.len(), MAX_PROBLEMS);
+}
+
+fn addresses() -> impl Strategy<Value = Vec<String>> {
+    let kind = prop::sample::select(vec![
+        "InternalIP",
+        "ExternalIP",
+        "Hostname",
+        "InternalDNS",
+        "ExternalDNS",
+        "Other",
+    ]);
+    // Few values, so that they meet.
+    let address = prop_oneof![
+        (0u8..4).prop_map(|d| format!("192.168.7.{d}")),
+        (0u8..4).prop_map(|d| format!("10.240.16.{d}")),
+        prop::sample::select(vec!["one", "two", "hook.svc", "fd00::1"]).prop_map(str::to_owned),
+        "\\PC{0,20}",
+    ];
+    let one = (kind, address).prop_map(|(kind, address)| format!("{kind}={address}"));
+    prop::collection::vec(one, 0..8)
+}
+
+proptest! {
+    /// Whatever Nodes say: all ways end at InternalIPs, those and pods are dialed as they are, and
+    /// the order in which Nodes are seen does not matter.
+    #[test]
+    fn any_nodes_make_sense(all in prop::collection::vec((addresses(), 0i64..3), 0..8)) {
+        let nodes: Vec<Node> = all
+            .iter()
+            .enumerate()
+            .filter_map(|(i, (addresses, created))| {
+                let addresses: Vec<&str> = addresses.iter().map(String::as_str).collect();
+                Node::of(object(&format!("node-{i}"), *created, &addresses))
+            })
+            .collect();
+        let (known, problems) = known(&nodes);
+        let own: Vec<Ipv4Addr> = nodes.iter().map(|node| node.internal).collect();
+        for to in known.external.values().chain(known.names.values()) {
+            prop_assert!(own.contains(to));
+        }
+        for ip in &own {
+            let dialed = SocketAddrV4::new(*ip, 1);
+            prop_assert_eq!(known.internal(dialed), dialed);
+        }
+        let pod = SocketAddrV4::new(Ipv4Addr::new(10, 240, 16, 1), 1);
+        prop_assert_eq!(known.internal(pod), pod);
+        prop_assert_eq!(known.named("hook.svc:1"), None);
+        let reversed: Vec<Node> = nodes.iter().rev().cloned().collect();
+        prop_assert_eq!(self::known(&reversed), (known, problems));
+    }
+}

@@ -1,0 +1,326 @@
+//! Nodes of a cluster that the OpenVPN tunnel finds by their ExternalIPs and names. Both programs are
+//! ours; a node is an address of this machine, which the agent takes for one.
+
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::time::Duration;
+
+use culvert::lab::client::{self, FrontEnd};
+use culvert::lab::pki::Pki;
+use culvert_tests::kube_api::{Fault, Gone, KubeApi, node};
+use culvert_tests::metrics::{http_get, scrape};
+use culvert_tests::ports::Ports;
+use culvert_tests::{Program, eventually};
+use serde_json::{Value, json};
+use tempfile::TempDir;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpListener;
+use tokio::task::JoinSet;
+
+use crate::support::LIMIT;
+
+/// What KKP routes: pods, Services, the node access network.
+const ROUTES: &str = "--openvpn-route=172.25.0.0/16,10.240.16.0/20,10.254.0.0/16";
+
+/// A server that watches nodes, and its OpenVPN client.
+struct Tunnel {
+    api: KubeApi,
+    server: Program,
+    _agent: Program,
+    front_end: FrontEnd,
+    health: SocketAddr,
+    /// Where all nodes listen.
+    port: u16,
+    nodes: JoinSet<()>,
+    _dir: TempDir,
+}
+
+impl Tunnel {
+    /// With an API that has what `prepare` does to it.
+    async fn start(prepare: impl FnOnce(&KubeApi)) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let agents = Pki::create(dir.path()).unwrap();
+        let pki = Pki::create_openvpn(dir.path()).unwrap();
+        let clients = dir.path().join("clients");
+        std::fs::create_dir(&clients).unwrap();
+        let iroute = "iroute 10.254.0.0 255.255.0.0\n";
+        std::fs::write(clients.join("user-cluster-client"), iroute).unwrap();
+        let api = KubeApi::start().await;
+        prepare(&api);
+        let mut ports = Ports::default();
+        let [
+            listen,
+            agent,
+            admin,
+            health,
+            agent_admin,
+            agent_health,
+            port,
+        ] = [(); 7].map(|()| ports.next_port());
+        let socket = dir.path().join("front.sock");
+        let flags = [
+            "--mode=http-connect".to_owned(),
+            "--server-port=0".to_owned(),
+            format!("--uds-name={}", socket.display()),
+            format!("--cluster-cert={}", agents.cluster.cert.display()),
+            format!("--cluster-key={}", agents.cluster.key.display()),
+            format!("--agent-port={agent}"),
+            format!("--admin-port={admin}"),
+            format!("--health-port={health}"),
+            "--tunnel-mode=openvpn".to_owned(),
+            format!("--openvpn-listen=tcp:127.0.0.1:{listen}"),
+            format!("--openvpn-ca={}", pki.ca.display()),
+            format!("--openvpn-cert={}", pki.server.cert.display()),
+            format!("--openvpn-key={}", pki.server.key.display()),
+            format!("--openvpn-client-config-dir={}", clients.display()),
+            ROUTES.to_owned(),
+            "--openvpn-watch-nodes".to_owned(),
+            format!("--kubeconfig={}", api.kubeconfig(dir.path()).display()),
+        ];
+        let server = Program::spawn("culvert-server", &flags, &[]);
+        server.wait_for_log("serving OpenVPN", LIMIT).await;
+        let flags = [
+            format!("--openvpn-remote=127.0.0.1:{listen}"),
+            format!("--openvpn-ca={}", pki.ca.display()),
+            format!("--openvpn-cert={}", pki.user_cluster.cert.display()),
+            format!("--openvpn-key={}", pki.user_cluster.key.display()),
+            "--openvpn-nodes=127.0.0.0/16".to_owned(),
+            format!("--admin-server-port={agent_admin}"),
+            format!("--health-server-port={agent_health}"),
+        ];
+        let client = Program::spawn("culvert-agent", &flags, &[]);
+        let health = SocketAddr::from((Ipv4Addr::LOCALHOST, health));
+        eventually("the client is connected", LIMIT, async || {
+            let answer = http_get(health, "/readyz").await;
+            let (status, _, body) = answer.map_err(|error| format!("{error:#}"))?;
+            status.is_success().then_some(()).ok_or(format!("{body:?}"))
+        })
+        .await;
+        Self {
+            api,
+            server,
+            _agent: client,
+            front_end: FrontEnd::ConnectUds(socket),
+            health,
+            port,
+            nodes: JoinSet::new(),
+            _dir: dir,
+        }
+    }
+
+    /// Whoever connects to the node is told where.
+    async fn serve(&mut self, internal: &str) {
+        let ip: IpAddr = internal.parse().unwrap();
+        let listener = TcpListener::bind((ip, self.port)).await.unwrap();
+        let answer = internal.to_owned();
+        self.nodes.spawn(async move {
+            while let Ok((mut stream, _)) = listener.accept().await {
+                stream.write_all(answer.as_bytes()).await.ok();
+            }
+        });
+    }
+
+    /// Which node answers at an address or a name.
+    async fn dial(&self, host: &str) -> Result<String, String> {
+        let target = format!("{host}:{}", self.port);
+        let stream = client::connect(&self.front_end, &target, LIMIT).await;
+        let mut stream = stream.map_err(|error| error.to_string())?;
+        let mut answer = String::new();
+        let read = stream.read_to_string(&mut answer).await;
+        read.map_err(|error| error.to_string())?;
+        Ok(answer)
+    }
+
+    async fn reaches(&self, host: &str, internal: &str) {
+        let what = format!("{host} is {internal}");
+        eventually(&what, LIMIT, async || {
+            let answer = self.dial(host).await;
+            (answer.as_deref() == Ok(internal))
+                .then_some(())
+                .ok_or_else(|| format!("{answer:?}"))
+        })
+        .await;
+    }
+
+    async fn comes_to_refuse(&self, host: &str) {
+        let what = format!("{host} is nobody's");
+        eventually(&what, LIMIT, async || self.refusal(host).await).await;
+    }
+
+    /// Taken for an InternalIP, as without a list of nodes, it has nobody behind it.
+    async fn refusal(&self, host: &str) -> Result<(), String> {
+        match self.dial(host).await {
+            Err(text) if text.contains("connection refused") => Ok(()),
+            other => Err(format!("{other:?}")),
+        }
+    }
+
+    async fn shows(&self, up: f64, nodes: f64) {
+        eventually(&format!("up {up}, {nodes} nodes"), LIMIT, async || {
+            let page = scrape(self.health)
+                .await
+                .map_err(|error| format!("{error:#}"))?;
+            let series = ["culvert_openvpn_node_watch_up", "culvert_openvpn_nodes"];
+            let shown = series.map(|name| page.value(name, &[]));
+            (shown == [Some(up), Some(nodes)])
+                .then_some(())
+                .ok_or_else(|| format!("{shown:?}"))
+        })
+        .await;
+    }
+
+    /// How often the log has a text.
+    fn told(&self, text: &str) -> usize {
+        self.server.log().matches(text).count()
+    }
+
+    /// Waits until the API was asked so many times more.
+    async fn asks(&self, times: usize) {
+        let asked = || self.api.requests().len();
+        let before = asked();
+        eventually(&format!("{times} new tries"), LIMIT, async || {
+            let now = asked() - before;
+            (now >= times).then_some(()).ok_or(now)
+        })
+        .await;
+    }
+}
+
+fn one() -> Value {
+    node(
+        "one",
+        &[
+            ("Hostname", "one"),
+            ("InternalIP", "127.0.7.9"),
+            ("ExternalIP", "203.0.113.10"),
+            ("ExternalIP", "2001:db8::10"),
+            ("ExternalDNS", "one.nodes.example"),
+        ],
+    )
+}
+
+fn two(external: &str) -> Value {
+    node(
+        "two",
+        &[
+            ("InternalIP", "127.0.7.10"),
+            ("ExternalIP", external),
+            ("Hostname", "two"),
+        ],
+    )
+}
+
+#[tokio::test]
+async fn nodes_are_reached_by_external_ip_and_by_name() {
+    let mut tunnel = Tunnel::start(|api| {
+        api.put("nodes", one());
+    })
+    .await;
+    tunnel.serve("127.0.7.9").await;
+    tunnel.serve("127.0.7.10").await;
+    for host in [
+        "203.0.113.10",
+        "one",
+        "ONE.nodes.example.",
+        "127.0.7.9",
+        "10.254.7.9",
+    ] {
+        tunnel.reaches(host, "127.0.7.9").await;
+    }
+    tunnel.shows(1.0, 1.0).await;
+    tunnel.refusal("203.0.113.11").await.unwrap();
+
+    // A node that is new, that changes, that goes.
+    tunnel.api.put("nodes", two("203.0.113.11"));
+    tunnel.reaches("203.0.113.11", "127.0.7.10").await;
+    tunnel.reaches("two", "127.0.7.10").await;
+    tunnel.api.put("nodes", two("203.0.113.12"));
+    tunnel.reaches("203.0.113.12", "127.0.7.10").await;
+    tunnel.comes_to_refuse("203.0.113.11").await;
+    tunnel.shows(1.0, 2.0).await;
+    tunnel.api.delete("nodes", "", "two");
+    tunnel.comes_to_refuse("203.0.113.12").await;
+
+    // One that says what an older one says, and what is a Service's.
+    let mut late = node(
+        "late",
+        &[
+            ("InternalIP", "127.0.7.10"),
+            ("ExternalIP", "203.0.113.10"),
+            ("ExternalIP", "10.240.16.1"),
+            ("ExternalIP", "203.0.113.13"),
+        ],
+    );
+    late["metadata"]["creationTimestamp"] = json!("2100-01-01T00:00:00Z");
+    tunnel.api.put("nodes", late.clone());
+    tunnel.reaches("203.0.113.13", "127.0.7.10").await;
+    tunnel.reaches("203.0.113.10", "127.0.7.9").await;
+    let service = tunnel.dial("10.240.16.1").await.unwrap_err();
+    assert!(!service.contains("connection refused"), "{service}");
+    late["metadata"]["labels"] = json!({"changes": "nothing"});
+    tunnel.api.put("nodes", late);
+    tunnel.api.put("nodes", two("203.0.113.11"));
+    tunnel.reaches("203.0.113.11", "127.0.7.10").await;
+    for problem in ["203.0.113.10 is Node one's", "ExternalIP 10.240.16.1 is"] {
+        assert_eq!(tunnel.told(problem), 1, "{problem}");
+    }
+}
+
+#[tokio::test]
+async fn nodes_stay_known_while_the_api_is_gone() {
+    let mut tunnel = Tunnel::start(|api| {
+        api.put("nodes", one());
+        api.fault(Fault::status(403));
+    })
+    .await;
+    tunnel.serve("127.0.7.9").await;
+    tunnel.serve("127.0.7.10").await;
+    // Before the first list all is as without one.
+    tunnel.asks(3).await;
+    tunnel.reaches("127.0.7.9", "127.0.7.9").await;
+    tunnel.refusal("203.0.113.10").await.unwrap();
+    tunnel.shows(0.0, 0.0).await;
+    let log = tunnel.server.log();
+    assert_eq!(tunnel.told("cannot watch Nodes"), 1, "{log}");
+    assert_eq!(tunnel.told("error with 403"), 0, "{log}");
+    assert_eq!(tunnel.told("watching Nodes again"), 0, "{log}");
+
+    tunnel.api.clear_faults();
+    tunnel.reaches("203.0.113.10", "127.0.7.9").await;
+    tunnel.shows(1.0, 1.0).await;
+    assert_eq!(tunnel.told("watching Nodes again"), 1);
+
+    tunnel.api.fault(Fault::refuse());
+    tunnel.api.cut();
+    tunnel.shows(0.0, 1.0).await;
+    // What changes meanwhile is not seen, and what is known stays.
+    tunnel.api.put("nodes", two("203.0.113.11"));
+    tokio::time::sleep(Duration::from_secs(4)).await;
+    tunnel.reaches("203.0.113.10", "127.0.7.9").await;
+    tunnel.reaches("one", "127.0.7.9").await;
+    tunnel.refusal("203.0.113.11").await.unwrap();
+    // The first try that is refused differs from the watch that was cut.
+    let log = tunnel.server.log();
+    assert!(tunnel.told("cannot watch Nodes") <= 4, "{log}");
+
+    tunnel.api.expire(Gone::Http);
+    tunnel.api.clear_faults();
+    tunnel.reaches("203.0.113.11", "127.0.7.10").await;
+    tunnel.reaches("203.0.113.10", "127.0.7.9").await;
+    tunnel.shows(1.0, 2.0).await;
+    assert_eq!(tunnel.told("watching Nodes again"), 2);
+
+    // A watch that is cut goes on, and is no failure.
+    tunnel.api.cut();
+    tunnel.asks(1).await;
+    tunnel.shows(1.0, 2.0).await;
+    assert_eq!(tunnel.told("watching Nodes again"), 2);
+    // One that works again after a failure says so although nothing changes.
+    tunnel.api.fault(Fault::status(500).times(1));
+    tunnel.api.cut();
+    eventually("it is told once more", LIMIT, async || {
+        let told = tunnel.told("watching Nodes again");
+        (told == 3).then_some(()).ok_or(told)
+    })
+    .await;
+    tunnel.shows(1.0, 2.0).await;
+}
