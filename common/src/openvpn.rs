@@ -10,11 +10,12 @@
 //! Packets never leave the owner's task: they are decrypted where they were read, and written by
 //! the flows straight into the buffer that goes to the socket. Other tasks see bytes only.
 
+mod batching;
 pub mod config_file;
+pub mod datagrams;
 pub mod files;
 pub mod link;
 mod mailbox;
-mod pace;
 mod pipe;
 pub mod stream;
 pub mod streams;

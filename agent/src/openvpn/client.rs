@@ -197,7 +197,10 @@ impl Client {
             link = async {
                 Ok::<_, String>(match remote.transport {
                     Transport::Tcp => Link::tcp(tcp(remote, limit).await?, session(), mtu, role),
-                    Transport::Udp => Link::udp(udp(remote, limit).await?, session(), mtu, role),
+                    Transport::Udp => {
+                        let link = Link::udp(udp(remote, limit).await?, session(), role);
+                        link.map_err(|error| error.to_string())?
+                    }
                 })
             } => link,
             () = stop.cancelled() => return None,

@@ -76,7 +76,11 @@ impl ClientRole {
             address: ifconfig.local,
             buffer_budget: BUFFER_BUDGET,
             accept: true,
-            pace: (self.transport == Transport::Udp).then(Pace::default),
+            pace: match (self.transport, established.ours) {
+                (Transport::Tcp, _) => None,
+                (Transport::Udp, false) => Some(Pace::default()),
+                (Transport::Udp, true) => Some(Pace::to_own_server()),
+            },
             ..flows::Config::for_mtu(established.tun_mtu)
         };
         let flows = Streams::new(config, now);

@@ -106,7 +106,7 @@ impl Contender {
     pub fn has(self, row: &Row) -> bool {
         let (tcp, ours) = (self.proto == Proto::Tcp, self.server == Make::Ours);
         match row.kind {
-            Kind::Load(_) => tcp,
+            Kind::Load(_) => true,
             Kind::Bursts(_) => ours,
             Kind::Crowd => tcp && ours,
             Kind::Switch => tcp && !self.needs_stock(),

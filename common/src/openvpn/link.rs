@@ -5,6 +5,7 @@
 //! Then the other tasks of the thread have theirs, so that handles empty what was filled.
 
 use std::future::{Future as _, poll_fn};
+use std::io;
 use std::pin::Pin;
 use std::task::{Context, Poll};
 use std::time::Duration;
@@ -102,8 +103,11 @@ impl<R: Role> Link<R> {
     }
 
     /// Over a UDP socket that is connected to the peer.
-    pub fn udp(socket: UdpSocket, session: Session, tun_mtu: u16, role: R) -> Self {
-        Self::new(Wire::udp(socket, tun_mtu), session, role)
+    ///
+    /// # Errors
+    /// When the socket is of no use.
+    pub fn udp(socket: UdpSocket, session: Session, role: R) -> io::Result<Self> {
+        Ok(Self::new(Wire::udp(socket)?, session, role))
     }
 
     fn new(wire: Wire, session: Session, role: R) -> Self {

@@ -39,6 +39,7 @@ use std::time::Duration;
 use anyhow::Context as _;
 use culvert_common::admin;
 use culvert_common::net::listen::{Keepalive, Listener};
+use culvert_common::openvpn::datagrams::Datagrams;
 use culvert_common::openvpn::files;
 use culvert_common::openvpn::stream::{Broken, Stream};
 use culvert_common::runtime::shards::Shards;
@@ -109,7 +110,7 @@ type ConfigSender = watch::Sender<Arc<ServerConfig>>;
 
 enum Socket {
     Tcp(Listener, ConfigSender),
-    Udp(UdpSocket, ConfigSender),
+    Udp(Datagrams, ConfigSender),
 }
 
 impl Bound {
@@ -140,6 +141,7 @@ impl Bound {
                         format!("cannot listen on {listen}; check {flag} and who uses the port")
                     })?;
                     addresses.push(socket.local_addr()?);
+                    let socket = Datagrams::new(socket)?;
                     sockets.push(Socket::Udp(socket, config));
                 }
             }

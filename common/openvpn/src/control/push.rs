@@ -5,7 +5,7 @@ mod options;
 #[cfg(test)]
 mod tests;
 
-pub use options::{Ifconfig, PushOptions, Route, Topology};
+pub use options::{Ifconfig, OURS, PushOptions, Route, Topology};
 
 /// The longest text that is sent. Stock's buffers take 1024 bytes.
 const MAX_REPLY_LEN: usize = 1000;

@@ -117,6 +117,27 @@ pub struct Pace {
     pub burst: usize,
 }
 
+impl Pace {
+    /// For a server of our own: many datagrams cost it one system call, so that it takes them faster.
+    /// Its socket is shared by all clients.
+    pub fn to_own_server() -> Self {
+        Self {
+            rate: 1_000_000_000,
+            burst: 64 << 10,
+            ..Self::default()
+        }
+    }
+
+    /// For a client of our own. Nobody else sends to its socket, which takes 255 KiB of full packets
+    /// where the kernel gives no more than by default (`net.core.rmem_max`), twice as many as a stock client's.
+    pub fn to_own_client() -> Self {
+        Self {
+            in_flight: 128 << 10,
+            ..Self::to_own_server()
+        }
+    }
+}
+
 impl Default for Pace {
     fn default() -> Self {
         Self {

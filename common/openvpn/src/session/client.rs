@@ -207,6 +207,7 @@ impl Session {
                 .unwrap_or(common.tun_mtu)
                 .min(common.max_tun_mtu),
             cc_exit: push.cc_exit,
+            ours: push.ours,
         };
         let derived = DataKey::derive(Role::Client, negotiation, ids, &agreed);
         let tls = negotiation
@@ -239,6 +240,7 @@ impl Session {
             exporter: agreed.exporter,
             peer_id: agreed.peer_id,
             tun_mtu: agreed.tun_mtu,
+            ours: agreed.ours,
             tls,
         };
         self.establish(agreed, established, ping, ping_restart, now);

@@ -75,6 +75,8 @@ pub struct Established {
     pub peer_id: Option<u32>,
     /// The largest inner packet that may be sent, and that is received.
     pub tun_mtu: u16,
+    /// Whether the other side is this crate, too. A client is told so over UDP only, where it matters.
+    pub ours: bool,
     /// TLS version and suite of the control channel, for the log.
     pub tls: String,
 }

@@ -23,6 +23,8 @@ pub(super) struct Agreed {
     pub(super) tun_mtu: u16,
     /// Goodbyes go over the control channel.
     pub(super) cc_exit: bool,
+    /// The other side is this crate.
+    pub(super) ours: bool,
 }
 
 /// The names of both sides' halves of a session.

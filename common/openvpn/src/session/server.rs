@@ -11,12 +11,12 @@ use super::keys::{Agreed, DataKey};
 use super::{Push, Session, Side, Slot};
 use crate::Role;
 use crate::compress::Framing;
-use crate::control::push::{self, NotPushable};
+use crate::control::push::{self, NotPushable, OURS};
 use crate::control::{AUTH_FAILED, RESTART};
 use crate::key_method::KeyMethod2;
 use crate::keys::KeySource;
 use crate::ncp;
-use crate::options::{self, PeerOptions};
+use crate::options::{self, PeerOptions, Transport};
 use crate::peer_info::{PeerInfo, Protocol};
 use crate::tls::PeerIdentity;
 
@@ -234,6 +234,7 @@ impl Session {
             exporter: agreed.exporter,
             peer_id: agreed.peer_id,
             tun_mtu: agreed.tun_mtu,
+            ours: agreed.ours,
             tls,
         };
         let timers = config.common.timers;
@@ -271,9 +272,13 @@ fn agree(
         (false, true) => push.push("key-derivation tls-ekm".into()),
         (false, false) => {}
     }
+    let ours = info.is_ours();
+    if ours && common.transport == Transport::Udp {
+        push.push(OURS.into());
+    }
     let tun_mtu = match (info.mtu, options.tun_mtu) {
         (Some(most), _) => {
-            let mtu = match info.is_ours() && most >= common.max_tun_mtu {
+            let mtu = match ours && most >= common.max_tun_mtu {
                 true => common.max_tun_mtu,
                 false => most.min(common.tun_mtu),
             };
@@ -305,6 +310,7 @@ fn agree(
         framing,
         tun_mtu,
         cc_exit,
+        ours,
     };
     (agreed, push)
 }

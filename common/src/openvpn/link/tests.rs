@@ -116,8 +116,8 @@ impl Pair {
                 near.connect(far.local_addr().unwrap()).await.unwrap();
                 far.connect(near.local_addr().unwrap()).await.unwrap();
                 (
-                    Link::udp(near, server, 1500, server_role),
-                    Link::udp(far, client, 1500, client_role),
+                    Link::udp(near, server, server_role).unwrap(),
+                    Link::udp(far, client, client_role).unwrap(),
                 )
             }
         };

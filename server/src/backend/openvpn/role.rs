@@ -126,7 +126,7 @@ impl Client {
         self.half_open = None;
         self.established = true;
         self.clients.metrics.handshake(Handshake::Established);
-        let streams = Streams::new(self.flow_config(agreed.tun_mtu), now);
+        let streams = Streams::new(self.flow_config(agreed), now);
         admission.connected(streams.peer());
         info!(
             client = admission.name,
@@ -141,12 +141,16 @@ impl Client {
         Some(streams)
     }
 
-    fn flow_config(&self, tun_mtu: u16) -> flows::Config {
+    fn flow_config(&self, agreed: &Established) -> flows::Config {
         flows::Config {
             address: self.clients.server(),
             connect_timeout: CONNECT_TIMEOUT,
-            pace: (self.transport == Transport::Udp).then(Pace::default),
-            ..flows::Config::for_mtu(tun_mtu)
+            pace: match (self.transport, agreed.ours) {
+                (Transport::Tcp, _) => None,
+                (Transport::Udp, false) => Some(Pace::default()),
+                (Transport::Udp, true) => Some(Pace::to_own_client()),
+            },
+            ..flows::Config::for_mtu(agreed.tun_mtu)
         }
     }
 

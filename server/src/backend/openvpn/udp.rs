@@ -1,24 +1,21 @@
 //! All clients of one UDP socket, in one task.
 //!
 //! A turn looks at every client: that costs a few loads for each, and a turn takes up to
-//! [`BATCH`] datagrams.
+//! [`READS`] batches of datagrams.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::BTreeMap;
 use std::future::{Future as _, poll_fn};
-use std::net::SocketAddr;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
-use bytes::{Buf as _, BytesMut};
+use culvert_common::openvpn::datagrams::Datagrams;
 use culvert_common::openvpn::streams::Streams;
 use culvert_common::openvpn::{Moment, now};
 use culvert_openvpn::hub::{Hub, HubStats, Limits, PeerId};
 use culvert_openvpn::options::Transport;
 use culvert_openvpn::session::{Event, ServerConfig};
-use tokio::io::ReadBuf;
-use tokio::net::UdpSocket;
 use tokio::sync::watch;
 use tokio::time::{Instant, Sleep, sleep_until};
 use tokio_util::sync::CancellationToken;
@@ -26,14 +23,11 @@ use tokio_util::sync::CancellationToken;
 use super::clients::Clients;
 use super::role::{Client, Decision};
 
-/// Datagrams that are taken in one turn.
-const BATCH: usize = 64;
+/// How often a turn receives.
+const READS: usize = 8;
 
 /// Bytes that are collected before they are sent.
 const OUT_BYTES: usize = 64 << 10;
-
-/// The largest datagram.
-const MAX_DATAGRAM: usize = 64 << 10;
 
 /// Sessions that are not established yet; see [`Limits::half_open`].
 const MAX_HALF_OPEN: usize = 256;
@@ -54,14 +48,11 @@ struct Member {
 
 /// See the module.
 pub struct Udp {
-    socket: UdpSocket,
+    socket: Datagrams,
     hub: Hub,
     config: watch::Receiver<Arc<ServerConfig>>,
     clients: Arc<Clients>,
     members: BTreeMap<PeerId, Member>,
-    input: Vec<u8>,
-    out: BytesMut,
-    cuts: VecDeque<(SocketAddr, usize)>,
     /// Whose turn it is to send first.
     first: Option<PeerId>,
     timer: Pin<Box<Sleep>>,
@@ -72,7 +63,7 @@ pub struct Udp {
 impl Udp {
     /// Nobody yet.
     pub fn new(
-        socket: UdpSocket,
+        socket: Datagrams,
         config: watch::Receiver<Arc<ServerConfig>>,
         clients: Arc<Clients>,
         max_clients: usize,
@@ -89,9 +80,6 @@ impl Udp {
             config,
             clients,
             members: BTreeMap::new(),
-            input: vec![0; MAX_DATAGRAM],
-            out: BytesMut::new(),
-            cuts: VecDeque::new(),
             first: None,
             timer: Box::pin(sleep_until(Instant::from_std(now))),
             report_at: now + REPORT_EVERY,
@@ -115,7 +103,7 @@ impl Udp {
         let told = async {
             loop {
                 poll_fn(|cx| self.poll_turn(cx)).await;
-                if self.members.is_empty() && self.out.is_empty() {
+                if self.members.is_empty() && self.socket.is_empty() {
                     return;
                 }
                 tokio::task::yield_now().await;
@@ -133,7 +121,7 @@ impl Udp {
             let config = self.config.borrow_and_update().clone();
             self.hub.set_config(config);
         }
-        for _ in 0..BATCH {
+        for _ in 0..READS {
             match self.poll_receive(now, cx) {
                 Poll::Ready(()) => active = true,
                 Poll::Pending => break,
@@ -158,17 +146,17 @@ impl Udp {
     }
 
     fn poll_receive(&mut self, now: Moment, cx: &mut Context<'_>) -> Poll<()> {
-        let mut buffer = ReadBuf::new(&mut self.input);
-        let Poll::Ready(received) = self.socket.poll_recv_from(cx, &mut buffer) else {
-            return Poll::Pending;
-        };
-        // An error is what ICMP told of an earlier datagram.
-        let Ok(from) = received else {
-            return Poll::Ready(());
-        };
-        let Self { hub, members, .. } = self;
-        let datagram = buffer.filled_mut();
-        if !datagram.is_empty() {
+        ready!(self.socket.poll_receive(cx));
+        loop {
+            let Self {
+                socket,
+                hub,
+                members,
+                ..
+            } = self;
+            let Some((from, datagram)) = socket.take() else {
+                return Poll::Ready(());
+            };
             hub.input(from, datagram, now, &mut |peer, packet| {
                 if let Some(member) = members.get_mut(&peer)
                     && let Some(streams) = &mut member.streams
@@ -179,7 +167,6 @@ impl Udp {
             });
             self.events(now);
         }
-        Poll::Ready(())
     }
 
     fn events(&mut self, now: Moment) {
@@ -256,15 +243,15 @@ impl Udp {
 
     /// Collects and sends. True if there may be more to be sent now.
     fn send(&mut self, now: Moment, cx: &mut Context<'_>) -> bool {
-        if !self.flush(cx) {
+        if self.socket.poll_flush(cx).is_pending() {
             return false;
         }
         loop {
-            let start = self.out.len();
-            let Some(to) = self.hub.poll_output(now, &mut self.out) else {
+            let start = self.socket.len();
+            let Some(to) = self.hub.poll_output(now, self.socket.out()) else {
                 break;
             };
-            self.cuts.push_back((to, self.out.len() - start));
+            self.socket.cut(to, start);
         }
         let first = self.first.unwrap_or(PeerId(0));
         let order: Vec<PeerId> = self
@@ -277,8 +264,7 @@ impl Udp {
             let Self {
                 hub,
                 members,
-                out,
-                cuts,
+                socket,
                 ..
             } = self;
             let Some(member) = members.get_mut(&peer) else {
@@ -289,39 +275,23 @@ impl Udp {
             };
             let unsealed = &mut member.unsealed;
             streams.poll_output(now, &mut |packet| {
-                if out.len() >= OUT_BYTES {
+                let start = socket.len();
+                if start >= OUT_BYTES {
                     return false;
                 }
-                let start = out.len();
-                match hub.seal(peer, packet, now, out) {
-                    Ok(to) => cuts.push_back((to, out.len() - start)),
+                match hub.seal(peer, packet, now, socket.out()) {
+                    Ok(to) => socket.cut(to, start),
                     Err(_) => *unsealed += 1,
                 }
                 true
             });
-            if self.out.len() >= OUT_BYTES {
+            if self.socket.len() >= OUT_BYTES {
                 // It has had its share.
                 self.first = Some(PeerId(peer.0 + 1));
                 break;
             }
         }
-        !self.out.is_empty() && self.flush(cx)
-    }
-
-    /// True once all is sent.
-    fn flush(&mut self, cx: &mut Context<'_>) -> bool {
-        while let Some((to, length)) = self.cuts.front().copied() {
-            let datagram = self.out.get(..length).unwrap_or_default();
-            match self.socket.poll_send_to(cx, datagram, to) {
-                Poll::Pending => return false,
-                // What cannot be sent is lost as it may be anywhere.
-                Poll::Ready(_) => {
-                    self.cuts.pop_front();
-                    self.out.advance(length.min(self.out.len()));
-                }
-            }
-        }
-        true
+        !self.socket.is_empty() && self.socket.poll_flush(cx).is_ready()
     }
 
     fn poll_wait(&mut self, cx: &mut Context<'_>) -> Poll<()> {

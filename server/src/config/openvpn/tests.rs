@@ -1,6 +1,7 @@
 #![allow(clippy::unwrap_used, clippy::indexing_slicing)]
 
 use culvert_openvpn::cipher::Cipher;
+use culvert_openvpn::wrap::KeyDirection;
 
 use super::super::Config;
 use super::super::tests::{Files, UDS};

@@ -6,6 +6,9 @@ use std::net::{Ipv4Addr, Ipv6Addr};
 use std::str::{FromStr, SplitWhitespace};
 use std::time::Duration;
 
+/// What only this crate's server pushes, and only to this crate's client.
+pub const OURS: &str = "culvert-peer";
+
 /// How addresses are laid out in the VPN.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Topology {
@@ -77,6 +80,8 @@ pub struct PushOptions {
     pub exit_notify: Option<u32>,
     /// `redirect-gateway`: all traffic is meant to go through the VPN.
     pub redirect_gateway: bool,
+    /// [`OURS`].
+    pub ours: bool,
 }
 
 impl PushOptions {
@@ -118,6 +123,7 @@ impl PushOptions {
                     _ => return Err(malformed()),
                 }
             }
+            OURS => self.ours = true,
             "route-gateway" => self.route_gateway = parse(&mut words),
             "route" => {
                 if let Some(network) = words.next() {

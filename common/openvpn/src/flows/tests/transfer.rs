@@ -209,6 +209,23 @@ fn a_small_socket_at_the_other_end_is_not_overrun() {
 }
 
 #[test]
+fn the_larger_socket_of_an_own_client_is_used_and_not_overrun() {
+    let server = Config {
+        pace: Some(Pace::to_own_client()),
+        ..Config::default()
+    };
+    let mut net = Net::with(server, paced(), 3);
+    net.ab.room = usize::MAX;
+    net.ab.socket = 255 << 10;
+    let start = net.now;
+    both_ways(&mut net, 50 << 20, 0, 10 * MINUTE);
+    let took = net.now - start;
+    // 128 KiB for each round trip of 2 ms are 64 MiB/s.
+    assert!(took < Duration::from_secs(1), "{took:?}");
+    assert_eq!(net.a.flows.stats().retransmitted, 0);
+}
+
+#[test]
 fn the_cap_grows_on_a_long_path_and_falls_with_losses() {
     let mut net = Net::with(paced(), paced(), 3);
     for wire in [&mut net.ab, &mut net.ba] {

@@ -58,13 +58,13 @@ fn connects_over_both_transports() {
             client.identity.as_ref().unwrap().common_name,
             "openvpn-server"
         );
-        let (mtu, tun_mtu) = match transport {
-            Transport::Tcp => (LARGE_TUN_MTU, "tun-mtu 16384"),
-            Transport::Udp => (1500, "tun-mtu 1500"),
+        let (mtu, last) = match transport {
+            Transport::Tcp => (LARGE_TUN_MTU, &["tun-mtu 16384"][..]),
+            Transport::Udp => (1500, &["culvert-peer", "tun-mtu 1500"][..]),
         };
         assert_eq!(client.tun_mtu, mtu);
         assert_eq!(
-            client.options,
+            client.options[..6],
             [
                 "route 10.20.0.1",
                 "topology net30",
@@ -72,10 +72,14 @@ fn connects_over_both_transports() {
                 "peer-id 7",
                 "cipher AES-256-GCM",
                 "protocol-flags cc-exit tls-ekm",
-                tun_mtu
             ]
         );
+        assert_eq!(client.options[6..], *last);
         let server = sim.server.established();
+        assert_eq!(
+            (server.ours, client.ours),
+            (true, transport == Transport::Udp)
+        );
         assert_eq!(server.tun_mtu, mtu);
         assert_eq!(server.options, client.options);
         assert_eq!(

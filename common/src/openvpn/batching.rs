@@ -24,7 +24,7 @@ const LARGE: usize = LOW_WATER as usize / 2;
 
 /// One peer's reads.
 #[derive(Debug)]
-pub(super) struct Pace {
+pub(super) struct Batching {
     /// The mark is set.
     waits: bool,
     /// When this window began.
@@ -35,7 +35,7 @@ pub(super) struct Pace {
     last: Moment,
 }
 
-impl Pace {
+impl Batching {
     pub(super) fn new(now: Moment) -> Self {
         Self {
             waits: false,
@@ -84,12 +84,12 @@ mod tests {
     use super::*;
 
     /// Reads of that size, that far apart, for some windows: the changes.
-    fn reads(pace: &mut Pace, at: &mut Moment, bytes: usize, apart: Duration) -> Vec<bool> {
+    fn reads(batching: &mut Batching, at: &mut Moment, bytes: usize, apart: Duration) -> Vec<bool> {
         let end = *at + 8 * WINDOW;
         let mut changes = Vec::new();
         while *at < end {
             *at += apart;
-            changes.extend(pace.read(bytes, *at));
+            changes.extend(batching.read(bytes, *at));
         }
         changes
     }
@@ -97,20 +97,20 @@ mod tests {
     #[test]
     fn packets_in_bulk_are_waited_for_until_they_stop() {
         let mut at = now();
-        let mut pace = Pace::new(at);
+        let mut batching = Batching::new(at);
         let packet = Duration::from_micros(14);
-        assert_eq!(reads(&mut pace, &mut at, 1450, packet), [true]);
+        assert_eq!(reads(&mut batching, &mut at, 1450, packet), [true]);
         let batch = Duration::from_micros(160);
-        assert!(reads(&mut pace, &mut at, 16 << 10, batch).is_empty());
+        assert!(reads(&mut batching, &mut at, 16 << 10, batch).is_empty());
         let last = at;
-        assert_eq!(pace.poll_timeout(), Some(last + WINDOW));
-        assert!(!pace.expired(last + WINDOW / 2));
-        assert!(pace.expired(last + WINDOW));
-        assert_eq!(pace.poll_timeout(), None);
-        assert!(!pace.expired(last + WINDOW));
+        assert_eq!(batching.poll_timeout(), Some(last + WINDOW));
+        assert!(!batching.expired(last + WINDOW / 2));
+        assert!(batching.expired(last + WINDOW));
+        assert_eq!(batching.poll_timeout(), None);
+        assert!(!batching.expired(last + WINDOW));
         // And again.
         at += WINDOW;
-        assert_eq!(reads(&mut pace, &mut at, 1450, packet), [true]);
+        assert_eq!(reads(&mut batching, &mut at, 1450, packet), [true]);
     }
 
     #[test]
@@ -121,19 +121,22 @@ mod tests {
             ("a transfer that takes its time", 1450, 100),
         ] {
             let mut at = now();
-            let mut pace = Pace::new(at);
+            let mut batching = Batching::new(at);
             let apart = Duration::from_micros(apart);
-            assert!(reads(&mut pace, &mut at, bytes, apart).is_empty(), "{what}");
+            assert!(
+                reads(&mut batching, &mut at, bytes, apart).is_empty(),
+                "{what}"
+            );
         }
     }
 
     #[test]
     fn a_bulk_that_becomes_slow_is_not_waited_for() {
         let mut at = now();
-        let mut pace = Pace::new(at);
+        let mut batching = Batching::new(at);
         let packet = Duration::from_micros(14);
-        assert_eq!(reads(&mut pace, &mut at, 1450, packet), [true]);
+        assert_eq!(reads(&mut batching, &mut at, 1450, packet), [true]);
         let slow = Duration::from_micros(900);
-        assert_eq!(reads(&mut pace, &mut at, 16 << 10, slow), [false]);
+        assert_eq!(reads(&mut batching, &mut at, 16 << 10, slow), [false]);
     }
 }

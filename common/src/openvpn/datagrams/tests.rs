@@ -1,0 +1,159 @@
+#![allow(clippy::unwrap_used, clippy::indexing_slicing)]
+
+use std::future::poll_fn;
+use std::net::{Ipv4Addr, Ipv6Addr};
+use std::time::Duration;
+
+use tokio::time::timeout;
+
+use super::*;
+
+const PATIENCE: Duration = Duration::from_secs(10);
+
+async fn bind() -> (Datagrams, SocketAddr) {
+    let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+    let address = socket.local_addr().unwrap();
+    (Datagrams::new(socket).unwrap(), address)
+}
+
+fn content(length: usize, tag: usize) -> Vec<u8> {
+    (0..length).map(|i| (i * 31 + tag) as u8).collect()
+}
+
+impl Datagrams {
+    fn append(&mut self, to: SocketAddr, datagram: &[u8]) {
+        let start = self.len();
+        self.out().extend_from_slice(datagram);
+        self.cut(to, start);
+    }
+
+    async fn flush(&mut self) {
+        let flushed = poll_fn(|cx| self.poll_flush(cx));
+        timeout(PATIENCE, flushed).await.unwrap();
+        assert!(self.is_empty());
+    }
+
+    /// Receives so many.
+    async fn receive(&mut self, count: usize) -> Vec<(SocketAddr, Vec<u8>)> {
+        let mut received = Vec::new();
+        while received.len() < count {
+            timeout(PATIENCE, poll_fn(|cx| self.poll_receive(cx)))
+                .await
+                .unwrap();
+            while let Some((from, datagram)) = self.take() {
+                received.push((from, datagram.to_vec()));
+            }
+        }
+        received
+    }
+}
+
+#[tokio::test]
+async fn datagrams_of_all_sizes_arrive_in_order_and_whole() {
+    let (mut sender, own) = bind().await;
+    let (mut one, to_one) = bind().await;
+    // One that knows nothing of batches.
+    let other = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+    let to_other = other.local_addr().unwrap();
+    let sizes = [
+        1448, 1448, 1448, 1448, 700, 80, 80, 80, 1, 1448, 1448, 1449, 9000, 20_000, 40_000, 52, 52,
+    ];
+    for round in 0..20 {
+        let mut tag = 100 * round;
+        for (to, count) in [(to_one, 9), (to_other, 5), (to_one, 8), (to_other, 12)] {
+            let skip = if count == 8 { 9 } else { 0 };
+            for size in sizes.iter().skip(skip).take(count) {
+                sender.append(to, &content(*size, tag));
+                tag += 1;
+            }
+        }
+        sender.flush().await;
+        let mut tags = (100 * round..).filter(|tag| !(9..14).contains(&(tag % 100)));
+        for ((from, datagram), size) in one.receive(17).await.into_iter().zip(sizes) {
+            assert_eq!(from, own);
+            assert!(datagram == content(size, tags.next().unwrap()), "{size}");
+        }
+        let mut buffer = vec![0; BUFFER];
+        let tags = (9..14).chain(22..34).map(|tag| 100 * round + tag);
+        for (tag, size) in tags.zip(sizes.iter().take(5).chain(sizes.iter().take(12))) {
+            let received = timeout(PATIENCE, other.recv_from(&mut buffer)).await;
+            let (length, from) = received.unwrap().unwrap();
+            assert_eq!(from, own);
+            assert!(buffer[..length] == content(*size, tag), "{size}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_socket_for_both_families_names_peers_as_before() {
+    let Ok(socket) = UdpSocket::bind((Ipv6Addr::UNSPECIFIED, 0)).await else {
+        eprintln!("skipped: no IPv6");
+        return;
+    };
+    let port = socket.local_addr().unwrap().port();
+    let mut both = Datagrams::new(socket).unwrap();
+    let (mut peer, own) = bind().await;
+    let mapped = Ipv4Addr::LOCALHOST.to_ipv6_mapped();
+    for tag in 0..5 {
+        peer.append((Ipv4Addr::LOCALHOST, port).into(), &content(1000, tag));
+    }
+    peer.flush().await;
+    for (tag, (from, datagram)) in both.receive(5).await.into_iter().enumerate() {
+        assert_eq!(from, SocketAddr::from((mapped, own.port())));
+        assert!(datagram == content(1000, tag));
+        both.append(from, &datagram);
+    }
+    both.flush().await;
+    for (tag, (from, datagram)) in peer.receive(5).await.into_iter().enumerate() {
+        assert_eq!(from, SocketAddr::from((Ipv4Addr::LOCALHOST, port)));
+        assert!(datagram == content(1000, tag));
+    }
+}
+
+#[tokio::test]
+async fn an_error_of_an_earlier_datagram_costs_no_other() {
+    let (gone, address) = bind().await;
+    drop(gone);
+    let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+    socket.connect(address).await.unwrap();
+    let mut sender = Datagrams::new(socket).unwrap();
+    sender.append(address, b"to nobody");
+    sender.flush().await;
+    // The answer is here before the call has returned.
+    let back = UdpSocket::bind(address).await.unwrap();
+    let mut back = Datagrams::new(back).unwrap();
+    for tag in 0..10 {
+        sender.append(address, &content(100, tag));
+    }
+    sender.flush().await;
+    for (tag, (_, datagram)) in back.receive(10).await.into_iter().enumerate() {
+        assert!(datagram == content(100, tag));
+    }
+}
+
+#[tokio::test]
+async fn what_is_too_large_or_empty_is_left_out() {
+    let (mut sender, own) = bind().await;
+    let (mut receiver, address) = bind().await;
+    sender.append(address, &content(70_000, 0));
+    sender.append(address, b"");
+    sender.append(address, b"small");
+    sender.append(address, &content(65_507, 0));
+    sender.flush().await;
+    let received = receiver.receive(2).await;
+    assert!(received == [(own, b"small".to_vec()), (own, content(65_507, 0))]);
+    let plain = std::net::UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    plain.send_to(b"", address).unwrap();
+    plain.send_to(b"more", address).unwrap();
+    let from = plain.local_addr().unwrap();
+    assert_eq!(receiver.receive(1).await, [(from, b"more".to_vec())]);
+}
+
+#[tokio::test]
+async fn datagrams_may_still_travel_in_fragments() {
+    let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+    let before = sockopt::ip_mtu_discover(&socket).unwrap();
+    let datagrams = Datagrams::new(socket).unwrap();
+    let after = sockopt::ip_mtu_discover(&datagrams.socket).unwrap();
+    assert_eq!(after, before);
+}
