@@ -110,7 +110,7 @@ type ConfigSender = watch::Sender<Arc<ServerConfig>>;
 
 enum Socket {
     Tcp(Listener, ConfigSender),
-    Udp(Datagrams, ConfigSender),
+    Udp(Box<Datagrams>, ConfigSender),
 }
 
 impl Bound {
@@ -142,7 +142,7 @@ impl Bound {
                     })?;
                     addresses.push(socket.local_addr()?);
                     let socket = Datagrams::new(socket)?;
-                    sockets.push(Socket::Udp(socket, config));
+                    sockets.push(Socket::Udp(Box::new(socket), config));
                 }
             }
         }
@@ -185,7 +185,7 @@ impl Bound {
                 Socket::Udp(socket, config) => {
                     info!(%address, "serving OpenVPN over UDP");
                     let follows = config.subscribe();
-                    let udp = Udp::new(socket, follows, clients.clone(), self.max_clients);
+                    let udp = Udp::new(*socket, follows, clients.clone(), self.max_clients);
                     tasks.spawn(udp.serve(shutdown.clone()));
                     configs.push(config);
                 }
