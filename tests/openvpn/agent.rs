@@ -265,8 +265,13 @@ fn mistakes_are_told_in_words() {
         let text = std::fs::read_to_string(&config).unwrap();
         let own = &pki.user_cluster;
 
-        // A certificate of a CA that the server does not know, one that is out of date.
-        for pair in [&pki.stranger.client, &pki.expired.client] {
+        // A certificate of a CA that the server does not know, one that is out of date, and a server's.
+        let cases = [
+            (&pki.stranger.client, ""),
+            (&pki.expired.client, "expired at"),
+            (&pki.swapped.client, "clientAuth is needed"),
+        ];
+        for (pair, doubt) in cases {
             let text = text
                 .replace(own.cert.to_str().unwrap(), pair.cert.to_str().unwrap())
                 .replace(own.key.to_str().unwrap(), pair.key.to_str().unwrap());
@@ -276,23 +281,34 @@ fn mistakes_are_told_in_words() {
             agent
                 .says("the peer may refuse our certificate silently (its log says why)")
                 .await;
+            let log = agent.program.log();
+            let line = log.lines().find(|line| line.contains("will refuse"));
+            let line = line.unwrap_or_default();
+            let named = line.contains(pair.cert.to_str().unwrap()) && line.contains(doubt);
+            assert!(named != doubt.is_empty(), "{line}");
             agent.is_ready(false).await;
             assert_eq!(agent.metric("up", &[]).await, 0.0);
         }
-        // A server of another CA, and one whose certificate is a client's.
+        // A server of another CA, and ones whose certificates are a client's, and out of date.
         std::fs::write(&config, &text).unwrap();
         let flag = format!("--openvpn-config={}", config.display());
         let ca = format!("--openvpn-ca={}", pki.stranger.server.cert.display());
         let agent = Agent::start(client, &[&flag, &ca]);
         agent.says("not signed by our CA").await;
         drop(agent);
-        server.stop().await;
-        let options = options.identity(&pki.ca, &pki.swapped.server);
-        let mut server = openvpn.start(seed, &options);
-        server.is_up().await;
-        let agent = Agent::start(client, &[&flag]);
-        agent.says("wrong extended key usage: serverAuth").await;
-        drop(agent);
+        let mut running = server;
+        let cases = [
+            (&pki.swapped.server, "wrong extended key usage: serverAuth"),
+            (&pki.expired.server, "renew it, or look at the clocks"),
+        ];
+        for (pair, told) in cases {
+            running.stop().await;
+            running = openvpn.start(seed, &options.clone().identity(&pki.ca, pair));
+            running.is_up().await;
+            let agent = Agent::start(client, &[&flag]);
+            agent.says("certificate of \\\"CN=openvpn-server").await;
+            agent.says(told).await;
+        }
 
         // What is wrong with files ends the start.
         std::fs::write(&config, format!("{text}fragment 1300\nfrobnicate\n")).unwrap();

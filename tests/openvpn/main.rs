@@ -14,6 +14,8 @@
 //! | [`switching`] | both tunnels of one server, and the way from one to the other |
 //! | [`ours`] | a program of ours in a namespace |
 //! | [`abuse`] | wires that repeat, damage and invent packets |
+//! | [`flood`] | such wires, and floods, in front of our programs |
+//! | [`outages`] | programs that stop, die and come back |
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
 
 mod support;
@@ -22,9 +24,11 @@ mod switching;
 mod abuse;
 mod agent;
 mod baseline;
+mod flood;
 mod lifetime;
 mod matrix;
 mod ours;
+mod outages;
 mod pair;
 mod platform;
 mod refusal;

@@ -3,7 +3,8 @@
 use std::time::Duration;
 
 use culvert_tests::namespace::alone;
-use culvert_tests::openvpn::cluster::{NODE, POD};
+use culvert_tests::openvpn::cluster::{NODE, POD, SEED};
+use culvert_tests::openvpn::pki::Pair;
 use culvert_tests::openvpn::scenario::BULK;
 use culvert_tests::openvpn::{Cluster, OpenVpn, scenario};
 
@@ -55,4 +56,67 @@ fn our_server_and_our_agent_need_nobody_else_over_tcp() {
 #[test]
 fn our_server_and_our_agent_need_nobody_else_over_udp() {
     alone(async || need_nobody_else("udp").await);
+}
+
+/// What a program hears whose certificate the other one refuses, and what that one says.
+const REFUSALS: [(&str, &str); 3] = [
+    (
+        "`ca` did not sign our certificate",
+        "by one of the same name",
+    ),
+    (
+        "our certificate has expired",
+        "renew it, or look at the clocks",
+    ),
+    (
+        "our certificate is not made for this role",
+        "wrong extended key usage",
+    ),
+];
+
+#[test]
+fn wrong_certificates_are_told_at_both_ends() {
+    alone(async || {
+        if OpenVpn::get().is_none() {
+            return;
+        }
+        let cluster = Cluster::start().await;
+        let pki = &cluster.pki;
+        let shows = |pair: &Pair| {
+            let (cert, key) = (pair.cert.display(), pair.key.display());
+            [
+                format!("--openvpn-cert={cert}"),
+                format!("--openvpn-key={key}"),
+            ]
+        };
+        let config = platform_file(&cluster, "");
+        let config = format!("--openvpn-config={}", config.display());
+        let protos = ["tcp", "udp", "tcp"];
+        let all = [&pki.stranger, &pki.expired, &pki.swapped];
+        for (number, wrong) in all.into_iter().enumerate() {
+            let (heard, told) = REFUSALS[number];
+            let remote = format!("--openvpn-remote={SEED}:1194,{}", protos[number]);
+            let listen = "--openvpn-listen=tcp::1194,udp::1194";
+
+            let server = Server::start(&cluster, "http-connect", &[listen]).await;
+            let [cert, key] = shows(&wrong.client);
+            let mut agent = Agent::start(&cluster.client, &[&config, &remote, &cert, &key]);
+            server
+                .says("certificate of \\\"CN=user-cluster-client")
+                .await;
+            server.says(told).await;
+            agent.says(heard).await;
+            agent.is_ready(false).await;
+            drop((server, agent));
+
+            let [cert, key] = shows(&wrong.server);
+            let server = Server::start(&cluster, "http-connect", &[listen, &cert, &key]).await;
+            let mut agent = Agent::start(&cluster.client, &[&config, &remote]);
+            agent.says("certificate of \\\"CN=openvpn-server").await;
+            agent.says(told).await;
+            server.says(heard).await;
+            agent.is_ready(false).await;
+            server.has_clients(0).await;
+        }
+    });
 }

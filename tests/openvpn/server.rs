@@ -119,18 +119,36 @@ pub fn user_cluster(openvpn: &OpenVpn, cluster: &Cluster, name: &str) -> Stock {
 }
 
 /// A stock client of the user cluster with other options; its tun device is `name`.
-fn client_with(openvpn: &OpenVpn, cluster: &Cluster, name: &str, pair: &Pair, with: &str) -> Stock {
+pub fn client_with(
+    openvpn: &OpenVpn,
+    cluster: &Cluster,
+    name: &str,
+    pair: &Pair,
+    with: &str,
+) -> Stock {
+    let with = format!("--remote {SEED} 1194 {with}");
+    client_at(openvpn, cluster, name, pair, &with)
+}
+
+/// The same whose options say where the server is.
+pub fn client_at(
+    openvpn: &OpenVpn,
+    cluster: &Cluster,
+    name: &str,
+    pair: &Pair,
+    with: &str,
+) -> Stock {
     let ca: &PathBuf = &cluster.pki.ca;
     let options = Options::default()
         .with("--client --nobind --verb 4 --remote-cert-tls server --dev-type tun")
-        .with(&format!("--dev {name} --remote {SEED} 1194"))
+        .with(&format!("--dev {name}"))
         .identity(ca, pair)
         .with(with);
     openvpn.start(&cluster.client, &options)
 }
 
 /// What the platform's client does to packets, where it has not done so itself.
-fn masquerade(cluster: &Cluster) {
+pub fn masquerade(cluster: &Cluster) {
     cluster
         .client
         .iptables("-t nat -I POSTROUTING -s 10.20.0.0/24 -j MASQUERADE");
@@ -366,6 +384,45 @@ fn who_is_not_let_in_is_told_why_and_so_is_the_operator() {
         server.has_clients(1).await;
         for secret in ["BEGIN", "PRIVATE"] {
             assert!(!server.program.log().contains(secret), "{secret}");
+        }
+    });
+}
+
+#[test]
+fn a_server_whose_certificate_is_refused_says_so() {
+    alone(async || {
+        let Some(openvpn) = OpenVpn::get() else {
+            return;
+        };
+        let cluster = Cluster::start().await;
+        let pki = &cluster.pki;
+        let cases = [
+            (&pki.stranger.server, "", "VERIFY ERROR"),
+            (&pki.expired.server, "expired at", "certificate has expired"),
+            (
+                &pki.swapped.server,
+                "serverAuth is needed",
+                "unsuitable certificate purpose",
+            ),
+        ];
+        for (number, (pair, doubt, theirs)) in cases.into_iter().enumerate() {
+            let cert = format!("--openvpn-cert={}", pair.cert.display());
+            let key = format!("--openvpn-key={}", pair.key.display());
+            let flags = ["--openvpn-listen=tcp::1194", &cert, &key];
+            let server = Server::start(&cluster, "http-connect", &flags).await;
+            let log = server.program.log();
+            let line = log.lines().find(|line| line.contains("will refuse"));
+            let line = line.unwrap_or_default();
+            let named = line.contains(pair.cert.to_str().unwrap()) && line.contains(doubt);
+            assert!(named != doubt.is_empty(), "{line}");
+            let name = format!("tun{number}");
+            let good = &pki.user_cluster;
+            let client = client_with(openvpn, &cluster, &name, good, "--proto tcp");
+            client.says(theirs, 1).await;
+            server
+                .says("the peer may refuse our certificate silently (its log says why)")
+                .await;
+            server.has_clients(0).await;
         }
     });
 }

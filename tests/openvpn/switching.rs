@@ -7,7 +7,6 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use culvert::lab::check;
-use culvert::lab::client::BoxedStream;
 use culvert::lab::pki::Pki;
 use culvert_server::backend::tunnel::{Health, Kind};
 use culvert_server::switch::status::{Progress, Status};
@@ -16,12 +15,12 @@ use culvert_tests::metrics::Metrics;
 use culvert_tests::namespace::alone;
 use culvert_tests::openvpn::cluster::{POD, RAW, SEED};
 use culvert_tests::openvpn::scenario::Dial as _;
-use culvert_tests::openvpn::{Cluster, OpenVpn};
+use culvert_tests::openvpn::{Cluster, OpenVpn, scenario};
 use culvert_tests::topology::PATIENCE;
 use culvert_tests::{Program, eventually};
-use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, copy_bidirectional};
+use tokio::io::copy_bidirectional;
 use tokio::task::{JoinHandle, JoinSet};
-use tokio::time::{MissedTickBehavior, interval, sleep, timeout};
+use tokio::time::{MissedTickBehavior, interval, timeout};
 use tokio_util::sync::CancellationToken;
 
 use crate::agent::{Agent, platform_file};
@@ -187,28 +186,10 @@ impl Load {
     }
 }
 
-/// Echoes until it is stopped, and then ends as a whole.
-async fn long(mut stream: BoxedStream, stop: CancellationToken) -> std::io::Result<()> {
-    stream.write_all(b"echo\n").await?;
-    let mut round = 0_u8;
-    while !stop.is_cancelled() {
-        let sent = [round; 1000];
-        let mut heard = [!round; 1000];
-        stream.write_all(&sent).await?;
-        stream.read_exact(&mut heard).await?;
-        assert_eq!(sent, heard);
-        round = round.wrapping_add(1);
-        sleep(Duration::from_millis(20)).await;
-    }
-    stream.shutdown().await?;
-    assert_eq!(stream.read_to_end(&mut Vec::new()).await?, 0);
-    Ok(())
-}
-
 async fn open(streams: &mut JoinSet<std::io::Result<()>>, both: &Both, stop: &CancellationToken) {
     for _ in 0..LONG {
         let stream = both.server.dial(TO).await.unwrap();
-        streams.spawn(long(stream, stop.clone()));
+        streams.spawn(scenario::long(stream, stop.clone()));
     }
 }
 

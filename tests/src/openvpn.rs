@@ -9,6 +9,7 @@
 //! | [`cluster`] | a user cluster behind a VPN client: pods, a Service, a node, and what they serve |
 //! | [`endpoint`] | a session of our own and its flows on a socket, in either role |
 //! | [`tamper`] | a wire on which datagrams are repeated, damaged and invented |
+//! | [`relay`] | the same for TCP, where packets are repeated beside the connection that they belong to |
 //! | [`scenario`] | what has to pass through a tunnel, whoever its ends are |
 //!
 //! All of it runs within [`namespace::alone`](crate::namespace::alone) and ends with that.
@@ -18,6 +19,7 @@ pub mod endpoint;
 pub mod kkp;
 pub mod network;
 pub mod pki;
+pub mod relay;
 pub mod scenario;
 pub mod stock;
 pub mod tamper;

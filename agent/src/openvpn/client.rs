@@ -140,6 +140,10 @@ impl Client {
         client
             .session_config(Transport::Tcp)
             .context("OpenVPN client")?;
+        let cert = client.settings.common.cert.as_ref();
+        if let Some(doubt) = cert.and_then(|cert| files::doubt(cert, End::Client)) {
+            warn!("OpenVPN servers will refuse this client's certificate: {doubt}");
+        }
         Ok(client)
     }
 

@@ -27,6 +27,8 @@ use rustls::{
 use rustls_pki_types::pem::PemObject;
 use rustls_pki_types::{CertificateDer, CertificateRevocationListDer, PrivateKeyDer};
 
+use crate::Role;
+
 pub use certificate::PeerIdentity;
 pub(crate) use channel::Channel;
 pub use error::{ConfigError, TlsError};
@@ -77,6 +79,13 @@ impl Identity {
         }
         Ok(Self(Arc::new(SingleCertAndKey::from(certified))))
     }
+}
+
+/// Why peers will refuse a certificate of our own, from the PEM file that `cert` names: out of date, or made for the
+/// other role. Many of them say nothing when they do.
+pub fn doubt(certificate: &[u8], role: Role) -> Option<String> {
+    let own = CertificateDer::from_pem_slice(certificate).ok()?;
+    certificate::doubt(&own, role)
 }
 
 /// The certificates of a PEM file; at least one.

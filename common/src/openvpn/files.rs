@@ -3,10 +3,10 @@
 
 use std::io::Read as _;
 
-use culvert_openvpn::Role;
 use culvert_openvpn::cipher::Digest;
 use culvert_openvpn::tls::{ClientTls, ConfigError, Identity, MinVersion, ServerCheck, ServerTls};
 use culvert_openvpn::wrap::{WrapKey, static_key};
+use culvert_openvpn::{Role, tls};
 
 use super::config_file::{Material, TlsAuth};
 
@@ -94,6 +94,12 @@ pub fn identity(cert: &Material, key: &Material) -> Result<Identity, FileError> 
         } => FileError::unusable(key, error),
         error => FileError::unusable(cert, error),
     })
+}
+
+/// Why peers will refuse our own certificate, for the log; it stops nothing, as they may have their own view.
+pub fn doubt(cert: &Material, role: Role) -> Option<String> {
+    let problem = tls::doubt(&load(cert).ok()?, role)?;
+    Some(format!("{cert}: {problem}"))
 }
 
 /// A client's TLS.

@@ -13,6 +13,7 @@ use culvert::lab::client::BoxedStream;
 use culvert::lab::services::BANNER;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::time::timeout;
+use tokio_util::sync::CancellationToken;
 
 use super::cluster::{
     CLIENT, Cluster, FIRST, HALF, HTTPS, KUBELET, NODE, POD, RAW, SERVICE, SILENT,
@@ -122,6 +123,30 @@ pub async fn refuses(dial: &impl Dial, pod: Ipv4Addr) {
     let closed = SocketAddrV4::new(pod, 4);
     let outcome = within("a refusal", dial.dial(closed)).await;
     assert!(outcome.is_err(), "{closed} is open");
+}
+
+/// Echoes until it is stopped, and then ends as a whole.
+///
+/// # Errors
+/// When the stream ends before.
+///
+/// # Panics
+/// When a byte is wrong.
+pub async fn long(mut stream: BoxedStream, stop: CancellationToken) -> io::Result<()> {
+    stream.write_all(b"echo\n").await?;
+    let mut round = 0_u8;
+    while !stop.is_cancelled() {
+        let sent = [round; 1000];
+        let mut heard = [!round; 1000];
+        stream.write_all(&sent).await?;
+        stream.read_exact(&mut heard).await?;
+        assert_eq!(sent, heard);
+        round = round.wrapping_add(1);
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    stream.shutdown().await?;
+    assert_eq!(stream.read_to_end(&mut Vec::new()).await?, 0);
+    Ok(())
 }
 
 async fn within<T>(what: &str, exchange: impl Future<Output = T>) -> T {

@@ -3,7 +3,9 @@
 
 use aws_lc_rs::digest;
 use rustls_pki_types::CertificateDer;
-use x509_parser::prelude::{FromDer, X509Certificate, X509Version};
+use x509_parser::prelude::{ASN1Time, FromDer, X509Certificate, X509Version};
+
+use crate::Role;
 
 /// The subject's names of a verified certificate.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -74,6 +76,33 @@ impl Usage {
             client_auth: extended.is_some_and(|usage| usage.client_auth),
         }
     }
+}
+
+/// Why peers will refuse a certificate of our own, as far as it can be seen from here.
+pub(super) fn doubt(own: &CertificateDer<'_>, role: Role) -> Option<String> {
+    let (_, certificate) = X509Certificate::from_der(own).ok()?;
+    let (validity, now) = (certificate.validity(), ASN1Time::now());
+    if validity.not_after < now {
+        return Some(format!(
+            "expired at {}: renew it, or look at the clock",
+            validity.not_after
+        ));
+    }
+    if validity.not_before > now {
+        return Some(format!(
+            "not valid before {}: look at the clock",
+            validity.not_before
+        ));
+    }
+    let extended = certificate.extended_key_usage().ok().flatten()?.value;
+    let (fits, needed, whose) = match role {
+        Role::Server => (extended.server_auth, "serverAuth", "server"),
+        Role::Client => (extended.client_auth, "clientAuth", "client"),
+    };
+    let fits = fits || extended.any;
+    (!fits).then(|| {
+        format!("wrong extended key usage: {needed} is needed, is it a {whose}'s certificate?")
+    })
 }
 
 /// Subject and issuer for a log line.

@@ -147,6 +147,29 @@ impl Pki {
 }
 
 #[test]
+fn what_peers_will_refuse_is_seen_here() {
+    let doubted = |pair: &Pair, role| doubt(pair.certificate.as_bytes(), role);
+    let (server, client) = (PKI.server(), PKI.client("a"));
+    assert_eq!(doubted(&server, Role::Server), None);
+    assert_eq!(doubted(&client, Role::Client), None);
+    assert_eq!(doubted(&PKI.issue(&leaf("any", None)), Role::Server), None);
+    let mut expired = leaf("expired", None);
+    expired.not_after = rcgen::date_time_ymd(2020, 1, 1);
+    let mut early = leaf("early", None);
+    early.not_before = rcgen::date_time_ymd(2999, 1, 1);
+    for (pair, role, text) in [
+        (&server, Role::Client, "clientAuth is needed"),
+        (&client, Role::Server, "serverAuth is needed"),
+        (&PKI.issue(&expired), Role::Server, "expired at"),
+        (&PKI.issue(&early), Role::Client, "not valid before"),
+    ] {
+        let told = doubted(pair, role).unwrap();
+        assert!(told.contains(text), "{told}");
+    }
+    assert_eq!(doubt(b"", Role::Server), None);
+}
+
+#[test]
 fn files_that_cannot_be_used_are_named() {
     let text = |result: Result<Identity, ConfigError>| result.unwrap_err().to_string();
     let (ours, other) = (PKI.server(), PKI.server());

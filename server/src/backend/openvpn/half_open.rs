@@ -34,18 +34,26 @@ impl HalfOpens {
         })
     }
 
-    /// Takes a place; `cut` fires when another one needs it. True if one had to go.
-    pub fn enter(self: &Arc<Self>, cut: CancellationToken) -> (HalfOpen, bool) {
+    /// Takes a place; `cut` fires when another one needs it.
+    pub fn enter(self: &Arc<Self>, cut: CancellationToken) -> HalfOpen {
         let mut waiting = self.waiting.lock();
-        let full = waiting.all.len() >= self.limit;
-        if full && let Some((_, oldest)) = waiting.all.pop_first() {
+        if waiting.all.len() >= self.limit
+            && let Some((_, oldest)) = waiting.all.pop_first()
+        {
             oldest.cancel();
         }
         waiting.last += 1;
         let id = waiting.last;
         waiting.all.insert(id, cut);
         let all = self.clone();
-        (HalfOpen { all, id }, full)
+        HalfOpen { all, id }
+    }
+}
+
+impl HalfOpen {
+    /// Whether another one has taken the place.
+    pub fn is_displaced(&self) -> bool {
+        !self.all.waiting.lock().all.contains_key(&self.id)
     }
 }
 
@@ -66,14 +74,13 @@ mod tests {
         let all = HalfOpens::new(2);
         let cuts: Vec<_> = (0..4).map(|_| CancellationToken::new()).collect();
         let enter = |index: usize| all.enter(cuts[index].clone());
-        let (first, _) = enter(0);
-        let (second, full) = enter(1);
-        assert!(!full);
-        drop(second);
-        let (_third, full) = enter(2);
-        assert!(!full && !cuts[0].is_cancelled());
-        let (_fourth, full) = enter(3);
-        assert!(full && cuts[0].is_cancelled());
+        let first = enter(0);
+        drop(enter(1));
+        let third = enter(2);
+        assert!(!first.is_displaced() && !cuts[0].is_cancelled());
+        let _fourth = enter(3);
+        assert!(first.is_displaced() && cuts[0].is_cancelled());
+        assert!(!third.is_displaced());
         assert!(cuts[1..].iter().all(|cut| !cut.is_cancelled()));
         drop(first);
         assert_eq!(all.waiting.lock().all.len(), 2);

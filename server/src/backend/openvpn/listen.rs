@@ -46,7 +46,7 @@ impl Tcp {
         let handle = |accepted| {
             let this = self.clone();
             let cut = shutdown.child_token();
-            let (half_open, _) = half_opens.enter(cut.clone());
+            let half_open = half_opens.enter(cut.clone());
             let seat = shards.seat();
             let shard = seat.shard();
             let serve = move |accepted| async move {

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use culvert_common::openvpn::config_file::{Material, Server};
 use culvert_common::openvpn::files;
+use culvert_openvpn::Role;
 use culvert_openvpn::session::ServerConfig;
 use culvert_openvpn::tls::ServerTls;
 use tokio::sync::watch;
@@ -49,6 +50,9 @@ impl Files {
     /// When they can not be used; the text says which and what to do.
     pub fn load(&mut self) -> Result<ServerTls, files::FileError> {
         self.changed();
+        if let Some(doubt) = files::doubt(&self.cert, Role::Server) {
+            warn!("OpenVPN clients will refuse this server's certificate: {doubt}");
+        }
         let common = &self.server.common;
         let crl = self.server.crl.as_ref();
         files::server_tls(

@@ -178,9 +178,15 @@ impl Client {
             Ended::Negotiation(_) => Handshake::NoAgreement,
             Ended::Protocol(_) => Handshake::Protocol,
             Ended::Evicted => Handshake::Evicted,
+            Ended::Closed if self.is_displaced() => Handshake::Evicted,
             _ => Handshake::Unfinished,
         };
         self.failed(outcome, &ended.to_string());
+    }
+
+    /// Whether its place among those who are not in yet went to another one.
+    fn is_displaced(&self) -> bool {
+        self.half_open.as_ref().is_some_and(HalfOpen::is_displaced)
     }
 
     /// It did not get in.

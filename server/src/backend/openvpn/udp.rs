@@ -15,12 +15,13 @@ use culvert_common::openvpn::streams::Streams;
 use culvert_common::openvpn::{Moment, now};
 use culvert_openvpn::hub::{Hub, HubStats, Limits, PeerId};
 use culvert_openvpn::options::Transport;
-use culvert_openvpn::session::{Event, ServerConfig};
+use culvert_openvpn::session::{Ended, Event, ServerConfig};
 use tokio::sync::watch;
 use tokio::time::{Instant, Sleep, sleep_until};
 use tokio_util::sync::CancellationToken;
 
 use super::clients::Clients;
+use super::metrics::Handshake;
 use super::role::{Client, Decision};
 
 /// How often a turn receives.
@@ -217,10 +218,17 @@ impl Udp {
 
     /// The end of a session whose client never showed a good certificate.
     fn stranger(&self, peer: PeerId, event: &Event) {
-        if let Some(remote) = self.hub.address(peer) {
-            let kick = CancellationToken::new();
-            let clients = self.clients.clone();
-            Client::new(clients, remote, Transport::Udp, kick, None).note(event);
+        match (self.hub.address(peer), event) {
+            (Some(remote), _) => {
+                let kick = CancellationToken::new();
+                let clients = self.clients.clone();
+                Client::new(clients, remote, Transport::Udp, kick, None).note(event);
+            }
+            // It was forgotten at once: that is what others needed.
+            (None, Event::Ended(Ended::Evicted)) => {
+                self.clients.metrics.handshake(Handshake::Evicted);
+            }
+            (None, _) => {}
         }
     }
 

@@ -1,0 +1,405 @@
+//! Floods in front of our server, and bad wires in front of both programs, while somebody well-behaved
+//! is connected and must not notice.
+
+use std::net::{Ipv4Addr, SocketAddrV4};
+use std::time::Duration;
+
+use bytes::BytesMut;
+use culvert_openvpn::packet::{Acks, ControlPacket, KeyId, Opcode, SessionId};
+use culvert_tests::eventually;
+use culvert_tests::namespace::alone;
+use culvert_tests::openvpn::cluster::{CLIENT, NODE, NODE_ACCESSED, POD, RAW, SEED, SEED_INSIDE};
+use culvert_tests::openvpn::relay::{Relay, Way, said};
+use culvert_tests::openvpn::scenario::{BULK, Dial as _};
+use culvert_tests::openvpn::tamper::Tamper;
+use culvert_tests::openvpn::{Cluster, Namespace, OpenVpn, kkp, scenario};
+use culvert_tests::topology::PATIENCE;
+use rand::Rng as _;
+use tokio::task::JoinHandle;
+use tokio::time::timeout;
+use tokio_util::sync::CancellationToken;
+
+use crate::agent::{Agent, platform_file};
+use crate::ours::Ours;
+use crate::server::{Server, client_at, client_with, masquerade};
+
+/// The server.
+const TO: SocketAddrV4 = SocketAddrV4::new(SEED, 1194);
+
+/// The port of a bad wire, beside a server or a client.
+const TAMPERED: u16 = 1195;
+
+/// First packets over UDP, each from a port of its own.
+const FIRST: usize = 2000;
+
+/// Handshakes that go no further than that, more than the server keeps of either transport.
+const HALF: usize = 300;
+
+/// What the server's resident memory may grow by meanwhile. What is half open is 256 sessions of each
+/// transport, with some 20 KiB each before TLS has begun; the rest is for data and the allocator.
+const GROWTH: u64 = 48 << 20;
+
+/// A checked stream through a tunnel, from now on until it is stopped.
+struct Long {
+    stop: CancellationToken,
+    task: JoinHandle<std::io::Result<()>>,
+}
+
+impl Long {
+    async fn start(server: &Server) -> Self {
+        let stop = CancellationToken::new();
+        let stream = server.dial(SocketAddrV4::new(POD, RAW)).await.unwrap();
+        let task = tokio::spawn(scenario::long(stream, stop.clone()));
+        Self { stop, task }
+    }
+
+    /// It was right to the end.
+    async fn end(self) {
+        self.stop.cancel();
+        self.task.await.unwrap().unwrap();
+    }
+}
+
+/// Waits until a counter has grown so far.
+async fn counts(ours: &Ours, name: &str, label: (&str, &str), wanted: f64) {
+    let what = format!("{name} of {label:?} is {wanted}");
+    eventually(&what, PATIENCE, async || {
+        let seen = ours.metric(name, &[label]).await;
+        (seen >= wanted).then_some(()).ok_or(seen)
+    })
+    .await;
+}
+
+/// Packets were dropped for each of these reasons.
+async fn dropped(ours: &Ours, label: &str, reasons: &[&str]) {
+    for reason in reasons {
+        counts(ours, "dropped_packets_total", (label, reason), 1.0).await;
+    }
+}
+
+fn noise(length: usize) -> Vec<u8> {
+    let mut noise = vec![0; length];
+    rand::rng().fill(noise.as_mut_slice());
+    noise
+}
+
+/// A control packet as a client has it; `server` is the session that it answers.
+fn packet(opcode: Opcode, client: SessionId, server: Option<SessionId>, payload: &[u8]) -> Vec<u8> {
+    let mut out = BytesMut::new();
+    let packet = ControlPacket {
+        opcode,
+        key_id: KeyId::FIRST,
+        session: client,
+        acks: server.map(|_| Acks::from_iter([0])).unwrap_or_default(),
+        peer_session: server,
+        id: match opcode {
+            Opcode::AckV1 => None,
+            Opcode::ControlV1 => Some(1),
+            _ => Some(0),
+        },
+        payload,
+    };
+    packet.write(&mut out);
+    out.to_vec()
+}
+
+fn first_packet() -> Vec<u8> {
+    let client = SessionId::random(&mut rand::rng());
+    packet(Opcode::HardResetClientV2, client, None, &[])
+}
+
+/// With the length that TCP needs.
+fn framed(packet: &[u8]) -> Vec<u8> {
+    let length = u16::try_from(packet.len()).unwrap();
+    [&length.to_be_bytes(), packet].concat()
+}
+
+/// A first packet, and an echo of the answer, with or without something that is no TLS.
+async fn half_handshake(at: &Namespace, tls: Option<&[u8]>) {
+    let socket = at.udp(SocketAddrV4::new(Ipv4Addr::UNSPECIFIED, 0));
+    socket.connect(TO).await.unwrap();
+    let client = SessionId::random(&mut rand::rng());
+    let first = packet(Opcode::HardResetClientV2, client, None, &[]);
+    let mut bytes = [0; 2000];
+    // What is lost is sent again.
+    let length = eventually("an answer to a first packet", PATIENCE, async || {
+        socket.send(&first).await.unwrap();
+        let answer = timeout(Duration::from_secs(1), socket.recv(&mut bytes)).await;
+        answer.map(Result::unwrap)
+    })
+    .await;
+    let answer = ControlPacket::parse(&bytes[..length]).unwrap();
+    let echo = match tls {
+        Some(tls) => packet(Opcode::ControlV1, client, Some(answer.session), tls),
+        None => packet(Opcode::AckV1, client, Some(answer.session), &[]),
+    };
+    socket.send(&echo).await.unwrap();
+}
+
+/// Everything that is no OpenVPN, or only its beginning, over UDP.
+async fn flood_udp(at: &Namespace) {
+    for _ in 0..FIRST {
+        let socket = at.udp(SocketAddrV4::new(Ipv4Addr::UNSPECIFIED, 0));
+        socket.send_to(&first_packet(), TO).await.unwrap();
+    }
+    let socket = at.udp(SocketAddrV4::new(Ipv4Addr::UNSPECIFIED, 0));
+    for length in 0..1000 {
+        let mut bytes = noise(length);
+        match length % 4 {
+            // Of no kind that there is, cut short, and data of sessions that may be there.
+            0 => bytes.fill(0),
+            1 => bytes = first_packet()[..length % 14].to_vec(),
+            2 => bytes
+                .splice(..4.min(length), [0x48, 0, 0, 0])
+                .for_each(drop),
+            _ => {}
+        }
+        socket.send_to(&bytes, TO).await.unwrap();
+    }
+    for number in 0..HALF {
+        let tls = (number % 10 == 0).then(|| noise(200));
+        half_handshake(at, tls.as_deref()).await;
+    }
+}
+
+/// The same over TCP; gives the connections that say nothing, which are still open.
+async fn flood_tcp(at: &Namespace) -> Vec<tokio::net::TcpStream> {
+    let client = SessionId::random(&mut rand::rng());
+    let first = framed(&packet(Opcode::HardResetClientV2, client, None, &[]));
+    let no_tls = framed(&packet(Opcode::ControlV1, client, None, &noise(300)));
+    let huge = [&[0xff, 0xff][..], &noise(70_000)].concat();
+    let attempts = [
+        noise(4096),
+        huge.clone(),
+        vec![0, 0],
+        vec![0],
+        first[..9].to_vec(),
+        first.clone(),
+        [first.clone(), no_tls].concat(),
+        [first.clone(), huge].concat(),
+        [first.clone(), framed(&noise(1400))].concat(),
+    ];
+    for attempt in attempts.iter().cycle().take(5 * attempts.len()) {
+        said(at.connect(TO).await.unwrap(), attempt).await;
+    }
+    let mut silent = Vec::new();
+    for _ in 0..HALF {
+        silent.push(at.connect(TO).await.unwrap());
+    }
+    silent
+}
+
+async fn a_flood(proto: &str) {
+    let Some(openvpn) = OpenVpn::get() else {
+        return;
+    };
+    let cluster = Cluster::start().await;
+    masquerade(&cluster);
+    let flags = ["--openvpn-listen=tcp::1194,udp::1194"];
+    let server = Server::start(&cluster, "http-connect", &flags).await;
+    let pair = &cluster.pki.user_cluster;
+    let with = format!("--proto {proto}");
+    let mut user = client_with(openvpn, &cluster, "tun5", pair, &with);
+    user.is_up().await;
+    server.has_clients(1).await;
+    scenario::carries(&server, POD, BULK).await;
+    let before = server.program.rss();
+
+    let long = Long::start(&server).await;
+    flood_udp(&cluster.client).await;
+    let silent = flood_tcp(&cluster.client).await;
+    scenario::carries(&server, POD, BULK).await;
+    let grown = server.program.rss().saturating_sub(before);
+    eprintln!("{grown} bytes more than {before}");
+    assert!(grown < GROWTH, "{grown} bytes more than {before}");
+    // The oldest of those who say nothing make room for who says something.
+    let dir = cluster.dir("sidecar");
+    let options = kkp::sidecar(&cluster.pki, &dir, &SEED_INSIDE.to_string());
+    let mut inside = openvpn.start(&cluster.sidecar, &options);
+    inside.is_up().await;
+    server.has_clients(2).await;
+    long.end().await;
+    drop(silent);
+
+    for (outcome, count) in [
+        ("protocol_error", 5.0),
+        ("tls_failed", 5.0),
+        // 44 over TCP, and over UDP what TLS has not ended before.
+        ("evicted", 50.0),
+        ("unfinished", 5.0),
+    ] {
+        counts(&server, "handshakes_total", ("outcome", outcome), count).await;
+    }
+    dropped(&server, "reason", &["malformed", "unknown_session"]).await;
+    scenario::reaches_everything(&server, &cluster, NODE).await;
+    let established = [("outcome", "established")];
+    assert_eq!(server.metric("handshakes_total", &established).await, 2.0);
+    assert!(!server.program.log().contains("disconnected"));
+}
+
+#[test]
+fn a_flood_beside_a_client_over_tcp() {
+    alone(async || a_flood("tcp").await);
+}
+
+#[test]
+fn a_flood_beside_a_client_over_udp() {
+    alone(async || a_flood("udp").await);
+}
+
+#[test]
+fn a_tampered_wire_to_our_server_over_udp() {
+    alone(async || {
+        let Some(openvpn) = OpenVpn::get() else {
+            return;
+        };
+        let cluster = Cluster::start().await;
+        masquerade(&cluster);
+        let (key, _) = cluster.pki.static_key();
+        let crypt = format!("--openvpn-tls-crypt={}", key.display());
+        let flags = ["--openvpn-listen=udp::1194", &crypt];
+        let server = Server::start(&cluster, "http-connect", &flags).await;
+        let near = SocketAddrV4::new(SEED, TAMPERED);
+        let tamper = Tamper::start(&cluster.seed, near, TO);
+        let with = format!(
+            "--proto udp --tls-crypt {} --reneg-sec 3 --remote {SEED} {TAMPERED}",
+            key.display()
+        );
+        let pair = &cluster.pki.user_cluster;
+        let mut user = client_at(openvpn, &cluster, "tun5", pair, &with);
+        user.is_up().await;
+        server.has_clients(1).await;
+        scenario::reaches_everything(&server, &cluster, NODE).await;
+        let long = Long::start(&server).await;
+        scenario::carries(&server, POD, 1_000_001).await;
+        counts(&server, "renegotiations_total", ("outcome", "done"), 1.0).await;
+        long.end().await;
+        eprintln!("{} datagrams were added", tamper.added());
+        let reasons = [
+            "malformed",
+            "wrap_mismatch",
+            "replayed",
+            "not_authentic",
+            "unknown_session",
+        ];
+        dropped(&server, "reason", &reasons).await;
+        let established = [("outcome", "established")];
+        assert_eq!(server.metric("handshakes_total", &established).await, 1.0);
+    });
+}
+
+#[test]
+fn a_tampered_wire_to_our_server_over_tcp() {
+    alone(async || {
+        let Some(openvpn) = OpenVpn::get() else {
+            return;
+        };
+        let cluster = Cluster::start().await;
+        masquerade(&cluster);
+        let flags = ["--openvpn-listen=tcp::1194", "--openvpn-ping=1s"];
+        let server = Server::start(&cluster, "http-connect", &flags).await;
+        let near = SocketAddrV4::new(SEED, TAMPERED);
+        let relay = Relay::start(&cluster.seed, near, TO);
+        let with = format!("--proto tcp --remote {SEED} {TAMPERED}");
+        let pair = &cluster.pki.user_cluster;
+        let mut user = client_at(openvpn, &cluster, "tun5", pair, &with);
+        user.is_up().await;
+        server.has_clients(1).await;
+        scenario::reaches_everything(&server, &cluster, NODE).await;
+        let long = Long::start(&server).await;
+        scenario::carries(&server, POD, 1_000_001).await;
+        eventually("packets were repeated", PATIENCE, async || {
+            let added = relay.added();
+            (added >= 8).then_some(()).ok_or(added)
+        })
+        .await;
+        // A damaged packet is lost, no more.
+        relay.damage(Way::ToServer).await;
+        dropped(&server, "reason", &["not_authentic"]).await;
+        long.end().await;
+        let established = ("outcome", "established");
+        let seen = server.metric("handshakes_total", &[established]).await;
+        assert_eq!(seen, 1.0);
+        // The stock program ends the connection for that, and comes back.
+        relay.damage(Way::ToClient).await;
+        user.is_up_again(2).await;
+        server.has_clients(1).await;
+        scenario::carries(&server, POD, 200_001).await;
+        counts(&server, "handshakes_total", established, 2.0).await;
+    });
+}
+
+#[test]
+fn a_tampered_wire_to_our_agent_over_udp() {
+    alone(async || {
+        let Some(openvpn) = OpenVpn::get() else {
+            return;
+        };
+        let cluster = Cluster::start().await;
+        let (key, _) = cluster.pki.static_key();
+        let options = kkp::server(&cluster.pki, &cluster.dir("server"))
+            .with("--proto udp --reneg-sec 3")
+            .option("--tls-crypt", &key);
+        let mut server = openvpn.start(&cluster.seed, &options);
+        server.is_up().await;
+        let near = SocketAddrV4::new(CLIENT, TAMPERED);
+        let tamper = Tamper::start(&cluster.client, near, TO);
+        let crypt = format!("--openvpn-tls-crypt={}", key.display());
+        let mut agent = agent_by(&cluster, &format!("{near},udp"), &[&crypt]);
+        agent.is_ready(true).await;
+        scenario::reaches_everything(&cluster.seed, &cluster, NODE_ACCESSED).await;
+        scenario::carries(&cluster.seed, POD, 1_000_001).await;
+        eventually("keys were renewed", PATIENCE, async || {
+            let rekeys = agent.metric("rekeys_total", &[]).await;
+            (rekeys >= 1.0).then_some(()).ok_or(rekeys)
+        })
+        .await;
+        scenario::carries(&cluster.seed, POD, 200_001).await;
+        eprintln!("{} datagrams were added", tamper.added());
+        dropped(&agent, "cause", &["malformed", "unauthentic", "replayed"]).await;
+        let established = [("outcome", "established")];
+        assert_eq!(agent.metric("connects_total", &established).await, 1.0);
+        assert!(!agent.program.log().contains("lost the OpenVPN server"));
+    });
+}
+
+#[test]
+fn a_tampered_wire_to_our_agent_over_tcp() {
+    alone(async || {
+        let Some(openvpn) = OpenVpn::get() else {
+            return;
+        };
+        let cluster = Cluster::start().await;
+        let options = kkp::server(&cluster.pki, &cluster.dir("server"))
+            .with("--ping 1 --push \"ping 1\" --push \"ping-restart 30\"");
+        let mut server = openvpn.start(&cluster.seed, &options);
+        server.is_up().await;
+        let near = SocketAddrV4::new(CLIENT, TAMPERED);
+        let relay = Relay::start(&cluster.client, near, TO);
+        let mut agent = agent_by(&cluster, &near.to_string(), &[]);
+        agent.is_ready(true).await;
+        scenario::carries(&cluster.seed, POD, 1_000_001).await;
+        // A damaged packet is lost, no more.
+        relay.damage(Way::ToClient).await;
+        dropped(&agent, "cause", &["unauthentic"]).await;
+        scenario::carries(&cluster.seed, POD, 200_001).await;
+        assert!(!agent.program.log().contains("lost the OpenVPN server"));
+        // The stock program ends the connection for that.
+        relay.damage(Way::ToServer).await;
+        agent.says("lost the OpenVPN server").await;
+        let established = ("outcome", "established");
+        counts(&agent, "connects_total", established, 2.0).await;
+        agent.is_ready(true).await;
+        scenario::reaches_everything(&cluster.seed, &cluster, NODE_ACCESSED).await;
+        scenario::carries(&cluster.seed, POD, 200_001).await;
+    });
+}
+
+/// An agent with the platform's file, but for its way to the server.
+fn agent_by(cluster: &Cluster, remote: &str, flags: &[&str]) -> Agent {
+    let config = platform_file(cluster, "");
+    let config = format!("--openvpn-config={}", config.display());
+    let remote = format!("--openvpn-remote={remote}");
+    let flags = [&[config.as_str(), &remote], flags].concat();
+    Agent::start(&cluster.client, &flags)
+}

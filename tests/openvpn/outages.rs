@@ -1,0 +1,169 @@
+//! Programs that stop, die and come back, ours and the stock ones, while the other side goes on.
+
+use std::net::SocketAddrV4;
+
+use culvert::lab::check;
+use culvert_tests::Signal;
+use culvert_tests::namespace::alone;
+use culvert_tests::openvpn::cluster::{NODE, NODE_ACCESSED, POD, RAW};
+use culvert_tests::openvpn::scenario::Dial as _;
+use culvert_tests::openvpn::{Cluster, OpenVpn, kkp, scenario};
+use culvert_tests::topology::PATIENCE;
+use tokio::io::AsyncReadExt as _;
+use tokio::time::timeout;
+
+use crate::agent::{Agent, platform_file};
+use crate::server::{Server, client_with, masquerade};
+
+const TO: SocketAddrV4 = SocketAddrV4::new(POD, RAW);
+
+/// Bytes that show that a tunnel works again.
+const LITTLE: u64 = 200_001;
+
+async fn echoes(server: &Server) {
+    let stream = server.dial(TO).await.unwrap();
+    check::echo(stream, 5, 1000).await.unwrap();
+}
+
+/// Why a dial fails.
+async fn refusal(server: &Server) -> String {
+    let dialed = server.dial(TO).await;
+    dialed.err().expect("nobody takes a dial").to_string()
+}
+
+async fn our_server_and_its_clients(proto: &str) {
+    let Some(openvpn) = OpenVpn::get() else {
+        return;
+    };
+    let cluster = Cluster::start().await;
+    masquerade(&cluster);
+    let clients = cluster.dir("culvert").join("clients");
+    std::fs::create_dir_all(&clients).unwrap();
+    std::fs::write(clients.join("DEFAULT"), "iroute 172.25.0.0 255.255.0.0\n").unwrap();
+    let listen = format!("--openvpn-listen={proto}::1194");
+    // The server waits twice as long as its clients.
+    let flags = [&listen, "--openvpn-ping=1s", "--openvpn-ping-restart=3s"];
+    let server = Server::start(&cluster, "http-connect", &flags).await;
+    let with = format!("--proto {proto}");
+    let start = || {
+        let pair = &cluster.pki.user_cluster;
+        client_with(openvpn, &cluster, "tun5", pair, &with)
+    };
+    let mut user = start();
+    user.is_up().await;
+    server.has_clients(1).await;
+
+    // The only client stops: dials fail and say why, and what was open ends.
+    let mut open = server.dial(TO).await.unwrap();
+    user.program.signal(Signal::STOP);
+    let why = refusal(&server).await;
+    let told = [
+        "timed out waiting for backend dial",
+        "ended while the dial was pending",
+    ];
+    assert!(told.iter().any(|text| why.contains(text)), "{why}");
+    server.has_clients(0).await;
+    server.says("nothing received for 6 s").await;
+    let why = refusal(&server).await;
+    assert!(why.contains("No OpenVPN client available"), "{why}");
+    let ended = timeout(PATIENCE, open.read_to_end(&mut Vec::new())).await;
+    ended.expect("the end of an open connection").ok();
+    user.program.signal(Signal::CONT);
+    user.is_up_again(2).await;
+    server.has_clients(1).await;
+    scenario::reaches_everything(&server, &cluster, NODE).await;
+
+    // Our agent, which comes first as it is newer, stops: its dials go to the other one.
+    let config = platform_file(&cluster, &format!("proto {proto}\n"));
+    let pair = &cluster.pki.internal;
+    let flags = [
+        format!("--openvpn-config={}", config.display()),
+        format!("--openvpn-cert={}", pair.cert.display()),
+        format!("--openvpn-key={}", pair.key.display()),
+    ];
+    let mut agent = Agent::start(&cluster.client, &flags.each_ref().map(String::as_str));
+    agent.is_ready(true).await;
+    server.has_clients(2).await;
+    agent.program.signal(Signal::STOP);
+    echoes(&server).await;
+    server.says("trying another OpenVPN client").await;
+    server.has_clients(1).await;
+    agent.program.signal(Signal::CONT);
+    agent.says("lost the OpenVPN server").await;
+    server.has_clients(2).await;
+    agent.is_ready(true).await;
+    scenario::carries(&server, POD, LITTLE).await;
+
+    // Killed, and another in its place, which over UDP is there before the first one is missed.
+    user.program.kill();
+    let mut user = start();
+    user.is_up().await;
+    server.has_clients(2).await;
+    scenario::reaches_everything(&server, &cluster, NODE).await;
+    if proto == "udp" {
+        server
+            .says("replaced by a newer client of the same name")
+            .await;
+    }
+
+    // The server is killed: all come to the next one by themselves.
+    drop(server);
+    let server = Server::start(&cluster, "http-connect", &[&listen]).await;
+    user.is_up_again(2).await;
+    server.has_clients(2).await;
+    agent.is_ready(true).await;
+    scenario::carries(&server, POD, LITTLE).await;
+}
+
+#[test]
+fn our_server_and_its_clients_over_tcp() {
+    alone(async || our_server_and_its_clients("tcp").await);
+}
+
+#[test]
+fn our_server_and_its_clients_over_udp() {
+    alone(async || our_server_and_its_clients("udp").await);
+}
+
+async fn our_agent_and_a_stock_server(proto: &str) {
+    let Some(openvpn) = OpenVpn::get() else {
+        return;
+    };
+    let cluster = Cluster::start().await;
+    let seed = &cluster.seed;
+    let options = kkp::server(&cluster.pki, &cluster.dir("server"))
+        .with(&format!("--proto {proto} --ping 1"))
+        .with("--push \"ping 1\" --push \"ping-restart 3\"");
+    let mut server = openvpn.start(seed, &options);
+    server.is_up().await;
+    let config = platform_file(&cluster, &format!("proto {proto}\n"));
+    let config = format!("--openvpn-config={}", config.display());
+    let mut agent = Agent::start(&cluster.client, &[&config]);
+    agent.is_ready(true).await;
+    scenario::carries(seed, POD, LITTLE).await;
+
+    server.program.signal(Signal::STOP);
+    agent.says("nothing received for 3 s").await;
+    agent.is_ready(false).await;
+    server.program.signal(Signal::CONT);
+    agent.is_ready(true).await;
+    scenario::carries(seed, POD, LITTLE).await;
+
+    server.program.kill();
+    agent.is_ready(false).await;
+    let mut server = openvpn.start(seed, &options);
+    server.is_up().await;
+    agent.is_ready(true).await;
+    scenario::reaches_everything(seed, &cluster, NODE_ACCESSED).await;
+    scenario::carries(seed, POD, LITTLE).await;
+}
+
+#[test]
+fn our_agent_and_a_stock_server_over_tcp() {
+    alone(async || our_agent_and_a_stock_server("tcp").await);
+}
+
+#[test]
+fn our_agent_and_a_stock_server_over_udp() {
+    alone(async || our_agent_and_a_stock_server("udp").await);
+}
