@@ -19,6 +19,9 @@ use tracing::{error, info, warn};
 /// not all who have lost an API come back at once.
 const PAUSES: [Duration; 2] = [Duration::from_millis(800), Duration::from_secs(30)];
 
+/// Who has failed to watch that long after a list has watched meanwhile.
+const WATCHED: Duration = Duration::from_secs(3);
+
 /// A kind's objects, as far as they are known.
 pub struct Mirror<T> {
     /// Whose they are, for the log.
@@ -66,8 +69,9 @@ where
 #[derive(Default)]
 struct Pause {
     due: Option<Duration>,
-    /// The last one, and when it began.
-    last: Option<(Duration, Instant)>,
+    last: Option<Duration>,
+    /// When a list was complete, if nothing has failed since.
+    listed: Option<Instant>,
 }
 
 // === impl Mirror ===
@@ -195,22 +199,27 @@ fn has_room<T>(objects: &HashMap<Key, T>, key: &Key, limit: usize) -> bool {
 // === impl Pause ===
 
 impl Pause {
-    /// Plans the pause after a failure. Only a watch that had begun, or time, makes it short again:
-    /// an account may be allowed to list and not to watch.
+    /// Plans the pause after a failure. A list that succeeds does not make it short again, but a
+    /// watch does: an account may be allowed to list and not to watch.
     fn note<K>(&mut self, event: &Result<Event<K>, watcher::Error>) {
-        let Err(error) = event else {
-            return;
+        let error = match event {
+            Ok(Event::InitDone) => {
+                self.listed = Some(Instant::now());
+                return;
+            }
+            Ok(_) => return,
+            Err(error) => error,
         };
-        let [shortest, longest] = PAUSES;
         let had_begun = matches!(
             error,
             watcher::Error::WatchFailed(_) | watcher::Error::WatchError(_)
         );
-        let pause = match self.last {
-            Some((last, at)) if !had_begun && at.elapsed() < 4 * longest => (2 * last).min(longest),
-            _ => shortest,
-        };
-        self.last = Some((pause, Instant::now()));
+        let listed = self.listed.take();
+        let has_lived = listed.is_some_and(|at| at.elapsed() > WATCHED);
+        let [shortest, longest] = PAUSES;
+        let last = self.last.filter(|_| !had_begun && !has_lived);
+        let pause = last.map_or(shortest, |last| (2 * last).min(longest));
+        self.last = Some(pause);
         self.due = Some(pause.mul_f64(rand::rng().random_range(0.5..=1.0)));
     }
 }
@@ -303,8 +312,8 @@ mod tests {
         assert_eq!(known(&mirror), ["d", "x"]);
     }
 
-    #[test]
-    fn pauses_grow_until_a_watch_has_begun() {
+    #[tokio::test(start_paused = true)]
+    async fn pauses_grow_until_a_watch_has_begun() {
         let mut pause = Pause::default();
         let mut after = |event: Result<Event<Node>, watcher::Error>| {
             pause.note(&event);
@@ -321,5 +330,10 @@ mod tests {
         }
         let broken = watcher::Error::WatchFailed(kube::Error::TlsRequired);
         assert!(after(Err(broken)).unwrap() <= shortest);
+        assert!(after(Err(refused())).unwrap() >= shortest);
+        // What has watched for a while need not have failed by itself: the API may have gone.
+        assert_eq!(after(Ok(Event::InitDone)), None);
+        tokio::time::advance(2 * WATCHED).await;
+        assert!(after(Err(refused())).unwrap() <= shortest);
     }
 }
