@@ -19,6 +19,9 @@ use tracing::{error, info, warn};
 /// not all who have lost an API come back at once.
 const PAUSES: [Duration; 2] = [Duration::from_millis(800), Duration::from_secs(30)];
 
+/// Who has failed to watch that long after a list has watched meanwhile.
+const WATCHED: Duration = Duration::from_secs(3);
+
 /// A kind's objects, as far as they are known.
 pub struct Mirror<T> {
     /// Whose they are, for the log.
@@ -66,8 +69,9 @@ where
 #[derive(Default)]
 struct Pause {
     due: Option<Duration>,
-    /// The last one, and when it began.
-    last: Option<(Duration, Instant)>,
+    last: Option<Duration>,
+    /// When a list was complete, if nothing has failed since.
+    listed: Option<Instant>,
 }
 
 // === impl Mirror ===
@@ -195,131 +199,30 @@ fn has_room<T>(objects: &HashMap<Key, T>, key: &Key, limit: usize) -> bool {
 // === impl Pause ===
 
 impl Pause {
-    /// Plans the pause after a failure. Only a watch that had begun, or time, makes it short again:
-    /// an account may be allowed to list and not to watch.
+    /// Plans the pause after a failure. A list that succeeds does not make it short again, but a
+    /// watch does: an account may be allowed to list and not to watch.
     fn note<K>(&mut self, event: &Result<Event<K>, watcher::Error>) {
-        let Err(error) = event else {
-            return;
+        let error = match event {
+            Ok(Event::InitDone) => {
+                self.listed = Some(Instant::now());
+                return;
+            }
+            Ok(_) => return,
+            Err(error) => error,
         };
-        let [shortest, longest] = PAUSES;
         let had_begun = matches!(
             error,
             watcher::Error::WatchFailed(_) | watcher::Error::WatchError(_)
         );
-        let pause = match self.last {
-            Some((last, at)) if !had_begun && at.elapsed() < 4 * longest => (2 * last).min(longest),
-            _ => shortest,
-        };
-        self.last = Some((pause, Instant::now()));
+        let listed = self.listed.take();
+        let has_lived = listed.is_some_and(|at| at.elapsed() > WATCHED);
+        let [shortest, longest] = PAUSES;
+        let last = self.last.filter(|_| !had_begun && !has_lived);
+        let pause = last.map_or(shortest, |last| (2 * last).min(longest));
+        self.last = Some(pause);
         self.due = Some(pause.mul_f64(rand::rng().random_range(0.5..=1.0)));
     }
 }
 
 #[cfg(test)]
-mod tests {
-    #![allow(clippy::unwrap_used)]
-
-    use k8s_openapi::api::core::v1::Node;
-    use kube::ResourceExt as _;
-    use kube::core::Status;
-
-    use super::*;
-
-    fn node(name: &str, label: &str) -> Node {
-        let mut node = Node::default();
-        node.metadata.name = Some(name.to_owned());
-        let labels = [("label".to_owned(), label.to_owned())];
-        node.metadata.labels = Some(labels.into());
-        node
-    }
-
-    /// Nodes without a label are nothing.
-    fn label_of(node: Node) -> Option<String> {
-        let label = node.labels().get("label").cloned();
-        label.filter(|label| !label.is_empty())
-    }
-
-    fn refused() -> watcher::Error {
-        let status = Status::failure("no", "Forbidden").with_code(403);
-        watcher::Error::InitialListFailed(kube::Error::Api(status.boxed()))
-    }
-
-    fn known(mirror: &Mirror<String>) -> Vec<&str> {
-        let mut known: Vec<&str> = mirror.values().map(String::as_str).collect();
-        known.sort_unstable();
-        known
-    }
-
-    #[test]
-    fn a_list_counts_once_it_is_complete_and_changes_follow() {
-        let mut mirror = Mirror::new("Nodes");
-        let mut take = |event| (mirror.take(Ok(event), label_of), mirror.is_synced());
-        assert_eq!(take(Event::Init), (false, false));
-        assert_eq!(take(Event::InitApply(node("a", "1"))), (false, false));
-        assert_eq!(take(Event::InitApply(node("b", ""))), (false, false));
-        assert_eq!(take(Event::InitDone), (true, true));
-        assert_eq!(take(Event::Apply(node("a", "1"))), (false, true));
-        assert_eq!(take(Event::Apply(node("b", "2"))), (true, true));
-        assert_eq!(take(Event::Apply(node("c", "3"))), (true, true));
-        assert_eq!(take(Event::Apply(node("b", ""))), (true, true));
-        assert_eq!(take(Event::Delete(node("a", "1"))), (true, true));
-        assert_eq!(take(Event::Delete(node("a", "1"))), (false, true));
-        assert_eq!(known(&mirror), ["3"]);
-    }
-
-    #[test]
-    fn what_was_seen_last_stays_while_lists_fail() {
-        let mut mirror = Mirror::new("Nodes");
-        mirror.take(Ok(Event::Init), label_of);
-        mirror.take(Ok(Event::InitApply(node("a", "1"))), label_of);
-        mirror.take(Ok(Event::InitDone), label_of);
-        for _ in 0..3 {
-            assert!(!mirror.take(Err(refused()), label_of));
-            // It is tried again, which is no success yet.
-            assert!(!mirror.take(Ok(Event::<Node>::Init), label_of));
-            assert!(!mirror.is_up());
-            mirror.take(Ok(Event::InitApply(node("b", "2"))), label_of);
-            assert_eq!(known(&mirror), ["1"]);
-        }
-        mirror.take(Ok(Event::Init), label_of);
-        mirror.take(Ok(Event::InitApply(node("c", "3"))), label_of);
-        assert!(mirror.take(Ok(Event::<Node>::InitDone), label_of) && mirror.is_up());
-        assert_eq!(known(&mirror), ["3"]);
-    }
-
-    #[test]
-    fn no_more_is_kept_than_there_is_room_for() {
-        let mut mirror = Mirror::new("Nodes").at_most(2);
-        mirror.take(Ok(Event::Init), label_of);
-        for name in ["a", "b", "c"] {
-            mirror.take(Ok(Event::InitApply(node(name, name))), label_of);
-        }
-        assert!(mirror.take(Ok(Event::<Node>::InitDone), label_of));
-        assert_eq!(known(&mirror), ["a", "b"]);
-        assert!(!mirror.take(Ok(Event::Apply(node("d", "d"))), label_of));
-        assert!(mirror.take(Ok(Event::Apply(node("a", "x"))), label_of));
-        assert!(mirror.take(Ok(Event::Delete(node("b", "b"))), label_of));
-        assert!(mirror.take(Ok(Event::Apply(node("d", "d"))), label_of));
-        assert_eq!(known(&mirror), ["d", "x"]);
-    }
-
-    #[test]
-    fn pauses_grow_until_a_watch_has_begun() {
-        let mut pause = Pause::default();
-        let mut after = |event: Result<Event<Node>, watcher::Error>| {
-            pause.note(&event);
-            pause.due.take()
-        };
-        let [shortest, longest] = PAUSES;
-        let mut expected = shortest;
-        for _ in 0..10 {
-            let time = after(Err(refused())).unwrap();
-            assert!(time <= expected && time >= expected / 2, "{time:?}");
-            assert_eq!(after(Ok(Event::Init)), None);
-            assert_eq!(after(Ok(Event::InitDone)), None);
-            expected = (2 * expected).min(longest);
-        }
-        let broken = watcher::Error::WatchFailed(kube::Error::TlsRequired);
-        assert!(after(Err(broken)).unwrap() <= shortest);
-    }
-}
+mod tests;
