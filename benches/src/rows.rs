@@ -133,7 +133,7 @@ impl Row {
     /// connections and without: a kernel thread that holds a processor for 85 ms every 5 s is more
     /// than one in a hundred of the echoes.
     pub fn crowd_time(seconds: f64) -> Duration {
-        Duration::from_secs_f64(6.0 * seconds)
+        Duration::from_secs_f64((6.0 * seconds).min(seconds.max(7.2)))
     }
 
     /// About how many seconds one measurement takes.

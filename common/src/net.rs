@@ -1,9 +1,9 @@
 //! Sockets: listeners, dialing with Go-shaped errors, the CONNECT request head, outbound proxies,
-//! reading ahead, waking late.
+//! reading ahead, options.
 
 pub mod connect;
 pub mod dial;
 pub mod listen;
-pub mod low_water;
+pub mod options;
 pub mod proxy;
 pub mod readahead;

@@ -125,8 +125,9 @@ impl<T: PartialEq> Mirror<T> {
                 return false;
             }
         };
-        // A list that begins has not succeeded yet.
-        if !matches!(event, Event::Init) && self.failing.take().is_some() {
+        // A list that is not complete has not succeeded yet.
+        let has_succeeded = !matches!(event, Event::Init | Event::InitApply(_));
+        if has_succeeded && self.failing.take().is_some() {
             info!("watching {} again", self.kind);
         }
         let key = |object: &K| (object.namespace().unwrap_or_default(), object.name_any());
@@ -149,6 +150,7 @@ impl<T: PartialEq> Mirror<T> {
             Event::Delete(object) => self.objects.remove(&key(&object)).is_some(),
             Event::Init => {
                 self.listing = Some(HashMap::new());
+                self.overflowed = false;
                 false
             }
             Event::InitApply(object) => {
@@ -200,24 +202,21 @@ fn has_room<T>(objects: &HashMap<Key, T>, key: &Key, limit: usize) -> bool {
 
 impl Pause {
     /// Plans the pause after a failure. A list that succeeds does not make it short again, but a
-    /// watch does: an account may be allowed to list and not to watch.
+    /// watch that lives for a while does: an account may be allowed to list and not to watch, and
+    /// what is in between may break every watch that it lets begin.
     fn note<K>(&mut self, event: &Result<Event<K>, watcher::Error>) {
-        let error = match event {
+        match event {
             Ok(Event::InitDone) => {
                 self.listed = Some(Instant::now());
                 return;
             }
             Ok(_) => return,
-            Err(error) => error,
-        };
-        let had_begun = matches!(
-            error,
-            watcher::Error::WatchFailed(_) | watcher::Error::WatchError(_)
-        );
+            Err(_) => {}
+        }
         let listed = self.listed.take();
         let has_lived = listed.is_some_and(|at| at.elapsed() > WATCHED);
         let [shortest, longest] = PAUSES;
-        let last = self.last.filter(|_| !had_begun && !has_lived);
+        let last = self.last.filter(|_| !has_lived);
         let pause = last.map_or(shortest, |last| (2 * last).min(longest));
         self.last = Some(pause);
         self.due = Some(pause.mul_f64(rand::rng().random_range(0.5..=1.0)));

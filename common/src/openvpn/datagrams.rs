@@ -19,6 +19,8 @@ use tokio::net::UdpSocket;
 
 use queue::Queue;
 
+use crate::net::options;
+
 /// What one buffer takes: the largest datagram, or as many as the kernel has joined.
 const BUFFER: usize = 64 << 10;
 
@@ -45,13 +47,17 @@ impl Datagrams {
     /// # Errors
     /// When its options cannot be set.
     pub fn new(socket: UdpSocket) -> io::Result<Self> {
-        // The crate forbids fragments, for QUIC's sake. Stock peers send them: `tun-mtu` is 1500 whatever the
-        // path, and what comes out of a tun device is not always TCP. (For IPv6 it also sets an
-        // option that cannot be taken back: datagrams larger than the path are lost there.)
-        let fragments = sockopt::ip_mtu_discover(&socket);
+        // The crate forbids fragments and is deaf to a path's size, for QUIC's sake. Here `tun-mtu` is 1500
+        // whatever the path, so that some datagrams have to travel in fragments.
+        let v4 = sockopt::ip_mtu_discover(&socket);
+        let v6 = sockopt::ipv6_mtu_discover(&socket);
         let state = UdpSocketState::new((&socket).into())?;
-        if let Ok(fragments) = fragments {
-            sockopt::set_ip_mtu_discover(&socket, fragments)?;
+        if let Ok(before) = v4 {
+            sockopt::set_ip_mtu_discover(&socket, before)?;
+        }
+        if let Ok(before) = v6 {
+            sockopt::set_ipv6_mtu_discover(&socket, before)?;
+            options::set_ipv6_dont_fragment(&socket, false)?;
         }
         Ok(Self {
             socket,

@@ -17,7 +17,7 @@ use tokio::net::{TcpStream, UdpSocket};
 use super::batching::{Batching, LOW_WATER};
 use super::datagrams::Datagrams;
 use super::{Moment, now};
-use crate::net::low_water;
+use crate::net::options;
 
 /// Bytes that are collected before they are written.
 const OUT_BYTES: usize = 128 << 10;
@@ -200,7 +200,7 @@ impl Stream {
     /// Has the socket wake its reader at the mark, or at the first byte.
     fn wake_at(&self, mark: bool) {
         // Without it every packet costs a turn, no more.
-        let _ = low_water::set(&self.socket, if mark { LOW_WATER } else { 1 });
+        let _ = options::set_receive_low_water(&self.socket, if mark { LOW_WATER } else { 1 });
     }
 
     /// Makes room where there is none.

@@ -141,7 +141,8 @@ impl Bound {
                         format!("cannot listen on {listen}; check {flag} and who uses the port")
                     })?;
                     addresses.push(socket.local_addr()?);
-                    let socket = Datagrams::new(socket)?;
+                    let socket = Datagrams::new(socket);
+                    let socket = socket.with_context(|| format!("cannot use {listen}"))?;
                     sockets.push(Socket::Udp(Box::new(socket), config));
                 }
             }

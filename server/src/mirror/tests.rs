@@ -60,6 +60,7 @@ fn what_was_seen_last_stays_while_lists_fail() {
         assert!(!mirror.take(Ok(Event::<Node>::Init), label_of));
         assert!(!mirror.is_up());
         mirror.take(Ok(Event::InitApply(node("b", "2"))), label_of);
+        assert!(!mirror.is_up());
         assert_eq!(known(&mirror), ["1"]);
     }
     mirror.take(Ok(Event::Init), label_of);
@@ -85,7 +86,7 @@ fn no_more_is_kept_than_there_is_room_for() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn pauses_grow_until_a_watch_has_begun() {
+async fn pauses_grow_until_a_watch_has_lived() {
     let mut pause = Pause::default();
     let mut after = |event: Result<Event<Node>, watcher::Error>| {
         pause.note(&event);
@@ -100,9 +101,9 @@ async fn pauses_grow_until_a_watch_has_begun() {
         assert_eq!(after(Ok(Event::InitDone)), None);
         expected = (2 * expected).min(longest);
     }
+    // One that breaks as soon as it has begun.
     let broken = watcher::Error::WatchFailed(kube::Error::TlsRequired);
-    assert!(after(Err(broken)).unwrap() <= shortest);
-    assert!(after(Err(refused())).unwrap() >= shortest);
+    assert!(after(Err(broken)).unwrap() >= longest / 2);
     // What has watched for a while need not have failed by itself: the API may have gone.
     assert_eq!(after(Ok(Event::InitDone)), None);
     tokio::time::advance(2 * WATCHED).await;

@@ -156,4 +156,12 @@ async fn datagrams_may_still_travel_in_fragments() {
     let datagrams = Datagrams::new(socket).unwrap();
     let after = sockopt::ip_mtu_discover(&datagrams.socket).unwrap();
     assert_eq!(after, before);
+    let Ok(socket) = UdpSocket::bind((Ipv6Addr::LOCALHOST, 0)).await else {
+        eprintln!("skipped: no IPv6");
+        return;
+    };
+    let before = sockopt::ipv6_mtu_discover(&socket).unwrap();
+    let datagrams = Datagrams::new(socket).unwrap();
+    let after = sockopt::ipv6_mtu_discover(&datagrams.socket).unwrap();
+    assert_eq!(after, before);
 }

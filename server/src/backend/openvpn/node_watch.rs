@@ -21,7 +21,7 @@ use crate::auth::client;
 use crate::mirror::{Mirror, objects};
 
 /// How long changes are collected before they are put in force together.
-const COLLECT: Duration = Duration::from_millis(50);
+const COLLECT: Duration = Duration::from_millis(200);
 
 /// How many Nodes are remembered, some 500 bytes each. Kubernetes itself is made for 5,000.
 const MAX_NODES: usize = 50_000;

@@ -5,10 +5,11 @@
 //! [`watch`](super::node_watch) feeds it.
 //!
 //! A kubelet writes the addresses of its own Node. So what one says can not take anything away from
-//! pods, Services and other nodes' InternalIPs, and of two that say the same the older is believed.
+//! pods, Services and other nodes' InternalIPs, nor the name that the cluster knows another Node by. Else, of
+//! two that say the same the older is believed: whose an ExternalIP really is, nothing here tells.
 
 use std::collections::{HashMap, HashSet};
-use std::net::{IpAddr, Ipv4Addr, SocketAddrV4};
+use std::net::{Ipv4Addr, SocketAddrV4};
 
 use ipnet::Ipv4Net;
 use k8s_openapi::api::core::v1 as core;
@@ -98,7 +99,15 @@ impl Node {
 fn name_of(text: &str) -> Option<String> {
     let name = text.strip_suffix('.').unwrap_or(text).to_ascii_lowercase();
     let is_taken = name == "localhost" || name.split('.').any(|label| label == "svc");
-    let is_name = (1..=253).contains(&name.len()) && name.parse::<IpAddr>().is_err();
+    let is_taken = is_taken || name.ends_with(".localhost");
+    // No address in any notation: 010.1, 0x7f.1, 2130706433.
+    let last = name.rsplit('.').next().unwrap_or_default();
+    let is_number = last.starts_with(|first: char| first.is_ascii_digit())
+        && (name.contains('.')
+            || last.starts_with("0x")
+            || !last.contains(|c: char| !c.is_ascii_digit()));
+    let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-._".contains(&byte);
+    let is_name = (1..=253).contains(&name.len()) && !is_number && name.bytes().all(is_plain);
     (is_name && !is_taken).then_some(name)
 }
 
@@ -113,7 +122,11 @@ impl Known {
     ) -> (Self, Vec<String>) {
         let mut nodes: Vec<&Node> = nodes.collect();
         nodes.sort_unstable_by(|a, b| a.seniority().cmp(&b.seniority()));
-        let internal: HashSet<Ipv4Addr> = nodes.iter().flat_map(|node| node.own()).collect();
+        let internal: HashSet<Ipv4Addr> = nodes.iter().map(|node| node.internal).collect();
+        let own_names: HashMap<&str, &Node> = nodes
+            .iter()
+            .map(|node| (node.name.as_str(), *node))
+            .collect();
 
         let mut problems = Vec::new();
         let mut problem = |node: &Node, text: String| {
@@ -143,10 +156,12 @@ impl Known {
                 }
             }
             for name in &node.names {
-                let (_, first) = *names.entry(name.clone()).or_insert((node.internal, *node));
+                let of_name = own_names.get(name.as_str()).copied();
+                let claim = of_name.unwrap_or(node);
+                let (_, first) = *names.entry(name.clone()).or_insert((claim.internal, claim));
                 if first != *node {
                     let text = format!("its name {name} is Node {}'s, too", first.name);
-                    problem(node, format!("{text}, which is older and is dialed"));
+                    problem(node, format!("{text}, which is dialed"));
                 }
             }
         }

@@ -128,6 +128,8 @@ impl Udp {
                 Poll::Pending => break,
             }
         }
+        // Taking them may have lasted.
+        let now = self::now();
         if self.hub.poll_timeout().is_some_and(|at| at <= now) {
             self.hub.handle_timeout(now);
         }

@@ -180,6 +180,57 @@ fn a_node_takes_nothing_away_from_pods_services_and_other_nodes() {
 }
 
 #[test]
+fn the_cluster_and_not_a_node_says_whose_a_name_is() {
+    let older = node(
+        "liar",
+        1,
+        &["InternalIP=192.168.7.10", "Hostname=honest", "Hostname=x"],
+    );
+    let younger = node(
+        "liar-too",
+        3,
+        // One more address of its own does not keep another's from being translated.
+        &["InternalIP=192.168.7.11", "InternalIP=203.0.113.10"],
+    );
+    let honest = node(
+        "honest",
+        2,
+        &[
+            "InternalIP=192.168.7.9",
+            "ExternalIP=203.0.113.10",
+            "Hostname=honest",
+        ],
+    );
+    let (known, problems) = known(&[older, younger, honest]);
+    assert_eq!(dialed(&known, "honest:1"), "192.168.7.9:1");
+    assert_eq!(dialed(&known, "x:1"), "192.168.7.10:1");
+    assert_eq!(dialed(&known, "203.0.113.10:1"), "192.168.7.9:1");
+    let told = "Node liar: its name honest is Node honest's, too, which is dialed";
+    assert_eq!(problems, [told]);
+}
+
+#[test]
+fn names_are_no_addresses() {
+    for name in ["one", "ip-10-0-0-1.ec2.internal", "10-0-0-1", "1a", "a_b"] {
+        assert!(name_of(name).is_some(), "{name}");
+    }
+    for text in [
+        "010.1.2.3",
+        "0x7f000001",
+        "2130706433",
+        "[2001:db8::1]",
+        "::1",
+        "a.localhost",
+        "a b",
+        "a:b",
+        "",
+        ".",
+    ] {
+        assert_eq!(name_of(text), None, "{text}");
+    }
+}
+
+#[test]
 fn what_a_node_says_is_bounded() {
     let many: Vec<String> = (0..10_000u32)
         .map(|i| format!("ExternalIP={}", Ipv4Addr::from_bits((203 << 24) + i)))
