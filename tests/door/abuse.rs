@@ -2,6 +2,7 @@
 //! its connection is closed, and nobody else notices.
 
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::time::Duration;
 
 use culvert::lab::services::Services;
@@ -9,6 +10,8 @@ use culvert_tests::eventually;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::net::tcp::OwnedWriteHalf;
+use tokio::sync::Mutex;
+use tokio::task::JoinSet;
 use tokio::time::timeout;
 
 use crate::frames::{
@@ -272,6 +275,22 @@ async fn what_follows_a_refused_connect_reaches_nobody() {
 /// A window that an endpoint fills at once.
 const USED_UP: u32 = 100_000;
 
+/// How much each tunnel may go on by. A thousand of these are read in no time.
+const MORE: u32 = 1000;
+
+/// Shows that the client lives, whatever it reads: one that says nothing for 20 s is taken for dead.
+fn stay_alive(write: &Arc<Mutex<OwnedWriteHalf>>) -> JoinSet<()> {
+    let write = write.clone();
+    let mut task = JoinSet::new();
+    task.spawn(async move {
+        let ping = frame(PING, 0, 0, &[0; 8]);
+        while write.lock().await.write_all(&ping).await.is_ok() {
+            tokio::time::sleep(Duration::from_secs(4)).await;
+        }
+    });
+    task
+}
+
 /// Opens a thousand tunnels whose endpoints send for ever, with windows that let them.
 async fn a_thousand(at: SocketAddr, settings: Settings<'_>) -> (Frames, OwnedWriteHalf) {
     let (mut frames, mut write) = frames::connect(at, settings).await;
@@ -311,7 +330,9 @@ async fn a_thousand_tunnels_that_are_not_read_hold_no_more_than_they_share() {
     for window in [1 << 30, USED_UP] {
         let mut stage = Stage::new(&["--max-connections=3000"]).await;
         let settings = [(INITIAL_WINDOW_SIZE, window)];
-        let (mut frames, mut write) = a_thousand(stage.at(), &settings).await;
+        let (mut frames, write) = a_thousand(stage.at(), &settings).await;
+        let write = Arc::new(Mutex::new(write));
+        let alive = stay_alive(&write);
         let mut left = if window == USED_UP { 1000 * 100_000 } else { 0 };
         while left > 0 {
             let data = frames.next_of(DATA).await.expect("an open connection");
@@ -322,18 +343,18 @@ async fn a_thousand_tunnels_that_are_not_read_hold_no_more_than_they_share() {
         // None is forgotten: each goes on when it may.
         let mut windows = Vec::new();
         for id in (1..2000).step_by(2) {
-            windows.extend(frame(WINDOW_UPDATE, 0, id, &50_000u32.to_be_bytes()));
+            windows.extend(frame(WINDOW_UPDATE, 0, id, &MORE.to_be_bytes()));
         }
         let mut moved = std::collections::HashSet::new();
         let go_on = async {
-            write.write_all(&windows).await.unwrap();
+            write.lock().await.write_all(&windows).await.unwrap();
             while moved.len() < 1000 {
                 let data = frames.next_of(DATA).await.expect("an open connection");
                 moved.insert(data.stream);
             }
         };
         timely("all move", go_on).await;
-        drop((frames, write));
+        drop((frames, write, alive));
         let labels = [("envoy_cluster_name", "demo/raw")];
         eventually("only the bystander's is left", SILENCE, async || {
             let open = stage

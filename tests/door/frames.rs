@@ -2,7 +2,7 @@
 
 use std::net::SocketAddr;
 
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::io::{AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::TcpStream;
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 
@@ -35,7 +35,7 @@ pub struct Frame {
 }
 
 /// What the peer sends.
-pub struct Frames(OwnedReadHalf);
+pub struct Frames(BufReader<OwnedReadHalf>);
 
 /// Begins HTTP/2 and leaves the rest to the caller.
 pub async fn connect(door: SocketAddr, settings: Settings<'_>) -> (Frames, OwnedWriteHalf) {
@@ -49,7 +49,7 @@ pub async fn connect(door: SocketAddr, settings: Settings<'_>) -> (Frames, Owned
     }
     let begin = [PREFACE, &frame(SETTINGS, 0, 0, &payload)].concat();
     write.write_all(&begin).await.unwrap();
-    (Frames(read), write)
+    (Frames(BufReader::with_capacity(64 << 10, read)), write)
 }
 
 /// One frame as bytes.
