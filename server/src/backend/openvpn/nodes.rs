@@ -98,10 +98,9 @@ impl Node {
 /// machine, a Service.
 fn name_of(text: &str) -> Option<String> {
     let name = text.strip_suffix('.').unwrap_or(text).to_ascii_lowercase();
-    let is_taken = name == "localhost" || name.split('.').any(|label| label == "svc");
-    let is_taken = is_taken || name.ends_with(".localhost");
-    // No address in any notation: 010.1, 0x7f.1, 2130706433.
     let last = name.rsplit('.').next().unwrap_or_default();
+    let is_taken = last == "localhost" || name.split('.').any(|label| label == "svc");
+    // No address in any notation: 010.1, 0x7f.1, 2130706433.
     let is_number = last.starts_with(|first: char| first.is_ascii_digit())
         && (name.contains('.')
             || last.starts_with("0x")
