@@ -1,4 +1,6 @@
 //! The key material of one negotiation: from what the sides told each other to the keys of each direction.
+//! [`KeySource`] and [`KeyBlock`] wipe their bytes when they are dropped; copies that are made on the way to and from
+//! them are not theirs.
 
 #[cfg(test)]
 mod tests;
@@ -7,6 +9,7 @@ use crate::Role;
 use crate::packet::SessionId;
 use crate::prf::tls1_prf;
 use rand::RngCore;
+use zeroize::{Zeroize as _, Zeroizing};
 
 /// The label under which a key block is exported from TLS (RFC 5705), without a context.
 pub const EXPORTER_LABEL: &[u8] = b"EXPORTER-OpenVPN-datakeys";
@@ -42,6 +45,14 @@ impl KeySource {
     }
 }
 
+impl Drop for KeySource {
+    fn drop(&mut self) {
+        self.pre_master.zeroize();
+        self.random1.zeroize();
+        self.random2.zeroize();
+    }
+}
+
 impl std::fmt::Debug for KeySource {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str("KeySource")
@@ -65,23 +76,23 @@ impl KeyBlock {
         client_session: SessionId,
         server_session: SessionId,
     ) -> Self {
-        let mut master = [0; 48];
+        let mut master = Zeroizing::new([0; 48]);
         let seed = [&client.random1[..], &server.random1[..]];
         tls1_prf(
             &client.pre_master,
             b"OpenVPN master secret",
             &seed,
-            &mut master,
+            &mut *master,
         );
-        let mut block = [0; KEY_BLOCK_LEN];
+        let mut block = Self([0; KEY_BLOCK_LEN]);
         let seed = [
             &client.random2[..],
             &server.random2[..],
             &client_session.0,
             &server_session.0,
         ];
-        tls1_prf(&master, b"OpenVPN key expansion", &seed, &mut block);
-        Self(block)
+        tls1_prf(&master, b"OpenVPN key expansion", &seed, &mut block.0);
+        block
     }
 
     /// One half of the block: a key pair for one direction.
@@ -101,6 +112,12 @@ impl KeyBlock {
             Role::Client => Half::Zero,
             Role::Server => Half::One,
         })
+    }
+}
+
+impl Drop for KeyBlock {
+    fn drop(&mut self) {
+        self.0.zeroize();
     }
 }
 
