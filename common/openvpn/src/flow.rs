@@ -16,11 +16,13 @@ use smoltcp::wire::{HardwareAddress, IpAddress, IpCidr, IpListenEndpoint};
 
 pub(crate) use device::Outbox;
 use device::{Inbound, Outbound};
+use track::DEFAULT_MSS;
 pub(crate) use track::Track;
 
 use crate::echo::Replies;
-use crate::flows::{Closed, Received};
+use crate::flows::{APART, Closed, Received};
 use crate::ip::{Segment, flags};
+use crate::session::LARGE_TUN_MTU;
 use crate::tuple::Tuple;
 
 /// smoltcp's clock, which starts a second after its zero: some of its timers use zero as "long
@@ -70,6 +72,10 @@ pub(crate) enum Turn {
 
 /// Bytes that a flow may send before it is others' turn.
 pub(crate) const QUANTUM: usize = 32 << 10;
+
+/// What the ends of a flow take in a segment if both are programs of ours, which need no tun device. A kernel behind one
+/// takes what fits its device, 1500 bytes as a rule.
+const OWN_MSS: u16 = LARGE_TUN_MTU - 40;
 
 pub(crate) struct Flow {
     interface: Interface,
@@ -220,6 +226,9 @@ impl Flow {
             return 0;
         }
         let acknowledged = self.track.input(segment);
+        if self.mss() >= OWN_MSS.into() {
+            (self.received_in, self.sent_in) = (APART, APART);
+        }
         let mut replies = Some(replies);
         let offer = self.track.offer(self.receive_share);
         let mut device = Inbound::new(packet, &mut replies, self.mtu, offer);
@@ -301,7 +310,12 @@ impl Flow {
 
     /// The largest payload of a segment, as far as known.
     pub(crate) fn mss(&self) -> usize {
-        self.mtu - 40
+        let own = self.mtu - 40;
+        match self.track.remote_mss() {
+            0 => own,
+            // Less than anybody has to take is not meant.
+            remote => own.min(remote.max(DEFAULT_MSS).into()),
+        }
     }
 
     fn unsent(&self) -> usize {

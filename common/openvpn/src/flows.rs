@@ -37,6 +37,7 @@ pub use config::{
 use graves::Graves;
 use liveness::Liveness;
 use pace::Pacer;
+pub(crate) use share::APART;
 use share::Share;
 use slots::{Slot, Slots};
 
@@ -134,8 +135,8 @@ impl Flows {
             buffers: 0,
             liveness: Liveness::new(now),
             pacer: config.pace.clone().map(|pace| Pacer::new(pace, now)),
-            receiving: Share::new(config.receive_budget, 4 * usize::from(config.mss), now),
-            sending: Share::new(config.send_budget, 4 * usize::from(config.mss), now),
+            receiving: Share::new(config.receive_budget, now),
+            sending: Share::new(config.send_budget, now),
             charged: 0,
             replies: Replies::new(now),
             outbox: Outbox::new(usize::from(config.tun_mtu)),

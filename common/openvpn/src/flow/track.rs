@@ -6,6 +6,9 @@ use std::time::{Duration, Instant};
 use super::device::Emitted;
 use crate::ip::{Segment, flags};
 
+/// What one takes in a segment who does not say (RFC 9293, 3.7.1).
+pub(crate) const DEFAULT_MSS: u16 = 536;
+
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Track {
     syn_sent: bool,
@@ -15,6 +18,8 @@ pub(crate) struct Track {
     acknowledged: u64,
     remote_window: u32,
     remote_shift: u8,
+    /// The largest payload that the other side takes in a segment; 0 until it is known.
+    remote_mss: u16,
     /// What was acknowledged to the other side, and the end of the window that it was given with it.
     expected: u32,
     allowed: Option<u32>,
@@ -64,6 +69,7 @@ impl Track {
             acknowledged: 0,
             remote_window: 0,
             remote_shift: 0,
+            remote_mss: 0,
             expected: 0,
             allowed: None,
             local_shift: 0,
@@ -88,6 +94,7 @@ impl Track {
             let first = segment.sequence().wrapping_add(1);
             self.first.get_or_insert(first);
             self.remote_shift = segment.window_scale().unwrap_or(0);
+            self.remote_mss = segment.mss().unwrap_or(DEFAULT_MSS);
             if segment.window_scale().is_none() {
                 self.local_shift = 0;
             }
@@ -222,6 +229,11 @@ impl Track {
 
     pub(crate) fn acknowledged(&self) -> u64 {
         self.acknowledged
+    }
+
+    /// The largest payload that the other side takes in a segment; 0 until it is known.
+    pub(super) fn remote_mss(&self) -> u16 {
+        self.remote_mss
     }
 
     pub(crate) fn remote_window(&self) -> usize {

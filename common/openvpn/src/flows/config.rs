@@ -23,10 +23,11 @@ pub struct Config {
     pub receive_buffer: usize,
     /// Bytes that a flow holds until the peer has acknowledged them. Default 512 KiB.
     pub send_buffer: usize,
-    /// What the flows that receive may be sent at once: their windows share it, none is less than four segments. Default
-    /// 512 KiB, 385 packets, for the queue of 500 that Linux gives the tun device of a stock peer.
+    /// What the flows that receive may be sent at once: their windows share it, none is less than 5840 bytes. Default
+    /// 512 KiB, 385 packets, for the queue of 500 that Linux gives the tun device of a stock peer. Flows whose
+    /// ends both take packets of [`LARGE_TUN_MTU`] bytes, as programs of ours do over TCP, have no part in it.
     pub receive_budget: usize,
-    /// What the flows that send may have on the way to the peer, each at least four segments. Default
+    /// What the flows that send may have on the way to the peer, each at least 5840 bytes. Default
     /// 1 MiB: its acknowledgements, one for two packets, have to wait in the same queue.
     pub send_budget: usize,
     /// What the buffers of all flows may come to. The more of it is taken the smaller are the
@@ -60,18 +61,18 @@ pub struct Config {
 }
 
 impl Config {
-    /// For a tunnel that takes packets of `tun_mtu` bytes. Who takes [`LARGE_TUN_MTU`] ends connections itself: no path
-    /// behind it has to have room for the segments.
+    /// For a tunnel that takes packets of `tun_mtu` bytes. Who takes [`LARGE_TUN_MTU`] ends connections itself, or leads
+    /// to hosts that say in their SYN what fits.
     pub fn for_mtu(tun_mtu: u16) -> Self {
-        let mut config = Self {
+        let config = Self::default();
+        Self {
             tun_mtu,
-            ..Self::default()
-        };
-        if tun_mtu >= LARGE_TUN_MTU {
-            config.mss = tun_mtu - 40;
-            (config.receive_budget, config.send_budget) = (usize::MAX, usize::MAX);
+            mss: match tun_mtu >= LARGE_TUN_MTU {
+                true => tun_mtu - 40,
+                false => config.mss,
+            },
+            ..config
         }
-        config
     }
 }
 

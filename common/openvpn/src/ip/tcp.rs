@@ -124,6 +124,16 @@ impl<'a> Segment<'a> {
     pub fn window_scale(&self) -> Option<u8> {
         window_scale(self.options)
     }
+
+    /// The largest payload that the sender takes in a segment, of one with SYN (RFC 9293, 3.7.1).
+    pub fn mss(&self) -> Option<u16> {
+        options(self.options)
+            .flatten()
+            .find_map(|option| match option {
+                [2, 4, high, low] => Some(u16::from_be_bytes([*high, *low])),
+                _ => None,
+            })
+    }
 }
 
 /// The window scale option (RFC 7323). More than 14 counts as 14.

@@ -29,6 +29,9 @@ pub struct Wire {
     on_the_way: BTreeMap<(Instant, u64), Vec<u8>>,
     count: u64,
     pub lost: u64,
+    /// Bytes on their way, now and at most so far.
+    bytes: usize,
+    pub peak: usize,
 }
 
 impl Wire {
@@ -45,6 +48,8 @@ impl Wire {
             on_the_way: BTreeMap::new(),
             count: 0,
             lost: 0,
+            bytes: 0,
+            peak: 0,
         }
     }
 
@@ -64,6 +69,8 @@ impl Wire {
             let late = random.random_bool(self.reorder);
             let delay = self.delay * if late { 3 } else { 1 };
             self.count += 1;
+            self.bytes += packet.len();
+            self.peak = self.peak.max(self.bytes);
             self.on_the_way
                 .insert((now + delay, self.count), packet.to_vec());
         }
@@ -72,7 +79,12 @@ impl Wire {
 
     fn due(&mut self, now: Instant) -> Option<Vec<u8>> {
         let (at, _) = self.on_the_way.first_key_value()?.0;
-        (*at <= now && !self.stalled).then(|| self.on_the_way.pop_first().unwrap().1)
+        if *at > now || self.stalled {
+            return None;
+        }
+        let (_, packet) = self.on_the_way.pop_first()?;
+        self.bytes -= packet.len();
+        Some(packet)
     }
 
     fn next(&self) -> Option<Instant> {

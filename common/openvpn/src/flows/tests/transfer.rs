@@ -53,6 +53,78 @@ fn large_packets_carry_the_same() {
     }
 }
 
+/// What eight transfers have on the way at most, there and back, between one who takes all it gets and another.
+fn peaks(a: Config, b: Config) -> (usize, usize) {
+    let greedy = Config {
+        receive_budget: 64 << 20,
+        send_budget: 64 << 20,
+        ..a
+    };
+    let mut net = Net::with(greedy, b, 6);
+    for wire in [&mut net.ab, &mut net.ba] {
+        wire.delay = Duration::from_millis(10);
+        wire.room = usize::MAX;
+    }
+    net.b.to_send = 4 << 20;
+    for _ in 0..8 {
+        net.dial(POD, 4 << 20);
+    }
+    net.settle(MINUTE);
+    assert_eq!(net.b.streams.len(), 8);
+    let mut streams = net.b.streams.values();
+    assert!(streams.all(|stream| stream.received == 4 << 20));
+    (net.ab.peak, net.ba.peak)
+}
+
+#[test]
+fn only_flows_that_a_tun_device_carries_share_what_is_on_the_way() {
+    let Config {
+        receive_budget,
+        send_budget,
+        ..
+    } = Config::default();
+    // With headers, and what one who rests may have besides.
+    let most = |budget: usize| budget + budget / 4;
+    let large = || Config::for_mtu(LARGE_TUN_MTU);
+    let loud = || Config {
+        tun_mtu: u16::MAX,
+        mss: u16::MAX - 40,
+        ..Config::default()
+    };
+    // Who says that it takes much has no more for it, where we do not.
+    for (a, b) in [(Config::default(), large()), (loud(), Config::default())] {
+        let (there, back) = peaks(a, b);
+        assert!(
+            there < most(receive_budget) && back < most(send_budget),
+            "{there} {back}"
+        );
+    }
+    let (there, back) = peaks(large(), large());
+    assert!(
+        there > 2 * receive_budget && back > 2 * send_budget,
+        "{there} {back}"
+    );
+}
+
+#[test]
+fn a_segment_is_reckoned_as_what_both_ends_take() {
+    let large = || Config::for_mtu(LARGE_TUN_MTU);
+    for (a, b, expected) in [
+        (Config::default(), large(), 1360),
+        (large(), Config::default(), 1360),
+        (large(), large(), 16_344),
+    ] {
+        let mut net = Net::with(a, b, 7);
+        net.b.echo = true;
+        let id = net.dial(POD, 1);
+        net.run(MINUTE, |net| net.a.streams[&id].received == 1);
+        let (accepted, _, _) = net.b.incoming[0];
+        let dialed = net.a.flows.slots.flow(id.index).unwrap().mss();
+        let accepted = net.b.flows.slots.flow(accepted.index).unwrap().mss();
+        assert_eq!((dialed, accepted), (expected, expected));
+    }
+}
+
 #[test]
 fn one_way_and_nothing_back() {
     let mut net = Net::new();
