@@ -100,6 +100,12 @@ impl Datagrams {
         }
     }
 
+    /// How many bytes came last.
+    pub fn received(&self) -> usize {
+        let metas = self.metas.get(..self.filled).unwrap_or_default();
+        metas.iter().map(|meta| meta.len).sum()
+    }
+
     /// The next datagram of those received, and who sent it. None is empty.
     pub fn take(&mut self) -> Option<(SocketAddr, &mut [u8])> {
         loop {

@@ -133,7 +133,8 @@ impl Pace {
     /// where the kernel gives no more than by default (`net.core.rmem_max`), twice as many as a stock client's.
     pub fn to_own_client() -> Self {
         Self {
-            in_flight: 128 << 10,
+            in_flight: 192 << 10,
+            burst: 128 << 10,
             ..Self::to_own_server()
         }
     }

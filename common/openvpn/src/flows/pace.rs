@@ -9,6 +9,8 @@ use std::time::{Duration, Instant};
 
 use super::Pace;
 
+/// What may be on its way whatever was lost: what the socket of a stock peer takes.
+const LEAST: usize = 64 << 10;
 /// How long the cap stays below the last loss, to begin with and at most.
 const HOLD: Duration = Duration::from_secs(30);
 const MAX_HOLD: Duration = Duration::from_secs(600);
@@ -98,7 +100,7 @@ impl Pacer {
         }
         self.ceiling = Some((self.cap, now + self.hold));
         self.hold = (self.hold * 2).min(MAX_HOLD);
-        self.cap = (self.cap / 8 * 5).max(self.settings.in_flight);
+        self.cap = (self.cap / 8 * 5).max(LEAST.min(self.settings.in_flight));
     }
 
     /// Full packets that may leave now.

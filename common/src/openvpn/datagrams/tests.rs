@@ -40,11 +40,18 @@ impl Datagrams {
             timeout(PATIENCE, poll_fn(|cx| self.poll_receive(cx)))
                 .await
                 .unwrap();
-            while let Some((from, datagram)) = self.take() {
-                received.push((from, datagram.to_vec()));
-            }
+            received.append(&mut self.rest());
         }
         received
+    }
+
+    /// What was received and not taken.
+    fn rest(&mut self) -> Vec<(SocketAddr, Vec<u8>)> {
+        let mut rest = Vec::new();
+        while let Some((from, datagram)) = self.take() {
+            rest.push((from, datagram.to_vec()));
+        }
+        rest
     }
 }
 
@@ -161,7 +168,34 @@ async fn datagrams_may_still_travel_in_fragments() {
         return;
     };
     let before = sockopt::ipv6_mtu_discover(&socket).unwrap();
-    let datagrams = Datagrams::new(socket).unwrap();
+    let own = socket.local_addr().unwrap();
+    let mut datagrams = Datagrams::new(socket).unwrap();
     let after = sockopt::ipv6_mtu_discover(&datagrams.socket).unwrap();
     assert_eq!(after, before);
+    // With its headers more than the loopback device takes in one packet.
+    let large = content(65_500, 0);
+    datagrams.append(own, &large);
+    datagrams.flush().await;
+    assert!(datagrams.receive(1).await == [(own, large)]);
+}
+
+#[tokio::test]
+async fn a_batch_leaves_and_arrives_by_one_call() {
+    let (mut sender, _) = bind().await;
+    let (mut receiver, address) = bind().await;
+    if sender.state.max_gso_segments() == 1 || receiver.state.gro_segments() == 1 {
+        eprintln!("skipped: this kernel neither cuts nor joins datagrams");
+        return;
+    }
+    for tag in 0..40 {
+        sender.append(address, &content(1448, tag));
+    }
+    sender.flush().await;
+    let received = poll_fn(|cx| receiver.poll_receive(cx));
+    timeout(PATIENCE, received).await.unwrap();
+    assert_eq!((receiver.filled, receiver.metas[0].stride), (1, 1448));
+    assert_eq!(receiver.received(), 40 * 1448);
+    for (tag, (_, datagram)) in receiver.rest().into_iter().enumerate() {
+        assert!(datagram == content(1448, tag));
+    }
 }

@@ -1,7 +1,7 @@
 //! All clients of one UDP socket, in one task.
 //!
 //! A turn looks at every client: that costs a few loads for each, and a turn takes up to
-//! [`READS`] batches of datagrams.
+//! [`READS`] batches of datagrams, or [`TURN_BYTES`] and what the last batch brings.
 
 use std::collections::BTreeMap;
 use std::future::{Future as _, poll_fn};
@@ -26,6 +26,9 @@ use super::role::{Client, Decision};
 
 /// How often a turn receives.
 const READS: usize = 8;
+
+/// Bytes that a turn takes before it sends: what it has to say to others waits so long.
+const TURN_BYTES: usize = 256 << 10;
 
 /// Bytes that are collected before they are sent.
 const OUT_BYTES: usize = 64 << 10;
@@ -122,11 +125,13 @@ impl Udp {
             let config = self.config.borrow_and_update().clone();
             self.hub.set_config(config);
         }
+        let mut taken = 0;
         for _ in 0..READS {
-            match self.poll_receive(now, cx) {
-                Poll::Ready(()) => active = true,
-                Poll::Pending => break,
+            if taken >= TURN_BYTES || self.poll_receive(now, cx).is_pending() {
+                break;
             }
+            active = true;
+            taken += self.socket.received();
         }
         // Taking them may have lasted.
         let now = self::now();
