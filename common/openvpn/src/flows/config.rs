@@ -106,7 +106,7 @@ impl Default for Config {
 /// second.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Pace {
-    /// Unacknowledged bytes of all flows together, to begin with and at least. 64 KiB over a
+    /// Unacknowledged bytes of all flows together, to begin with; losses leave 64 KiB of it, if it is more. 64 KiB over a
     /// round trip of 0.5 ms is 1 Gbit/s, over 50 ms 10 Mbit/s. Default 64 KiB.
     pub in_flight: usize,
     /// How far it may grow while nothing is lost. Default 4 MiB.
