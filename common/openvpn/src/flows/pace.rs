@@ -132,3 +132,61 @@ impl Pacer {
         self.filled + Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX / 4))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn losses_lower_the_cap_to_what_a_stock_socket_takes_and_no_further() {
+        let mut now = Instant::now();
+        let mut pacer = Pacer::new(Pace::to_own_client(), now);
+        let mut caps = vec![pacer.cap()];
+        for _ in 0..4 {
+            now += SAME_LOSS;
+            pacer.lost(now);
+            caps.push(pacer.cap());
+        }
+        assert_eq!(caps, [192, 120, 75, 64, 64].map(|kib| kib << 10));
+    }
+
+    #[test]
+    fn repetitions_of_one_loss_count_once() {
+        let mut now = Instant::now();
+        let mut pacer = Pacer::new(Pace::to_own_client(), now);
+        for _ in 0..5 {
+            now += SAME_LOSS / 2;
+            pacer.lost(now);
+        }
+        assert_eq!(pacer.cap(), 120 << 10);
+    }
+
+    #[test]
+    fn a_cap_stays_below_the_last_loss_for_its_time_and_grows_beyond_it_then() {
+        let start = Instant::now();
+        let mut pacer = Pacer::new(Pace::to_own_client(), start);
+        pacer.lost(start);
+        let after = |pacer: &mut Pacer, seconds| {
+            let now = start + Duration::from_secs(seconds);
+            pacer.round_trip(Duration::from_millis(2), now);
+            for _ in 0..100 {
+                pacer.acknowledged(pacer.cap() / 2, pacer.cap() / 2, now);
+            }
+            pacer.cap()
+        };
+        assert_eq!(after(&mut pacer, 29), (192 << 10) / 8 * 7);
+        // What 1 GB/s needs on this round trip, and what may always be on its way.
+        assert_eq!(after(&mut pacer, 31), 2_000_000 + (192 << 10));
+    }
+
+    #[test]
+    fn what_is_not_the_limit_does_not_grow() {
+        let now = Instant::now();
+        let mut pacer = Pacer::new(Pace::to_own_client(), now);
+        pacer.round_trip(Duration::from_millis(2), now);
+        for _ in 0..100 {
+            pacer.acknowledged(1400, 64 << 10, now);
+        }
+        assert_eq!(pacer.cap(), 192 << 10);
+    }
+}
