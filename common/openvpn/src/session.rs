@@ -340,12 +340,21 @@ impl Session {
     /// Leaves: tells the peer (EXIT, or OCC's EXIT as it can) and ends with [`Ended::Closed`]. Over TCP
     /// closing the connection says it all.
     pub fn close(&mut self, now: Instant) {
-        if self.is_ended() {
-            return;
+        let udp = self.side.common().transport == Transport::Udp;
+        if !self.is_ended() {
+            self.leave(udp, now);
         }
-        let tell = self
-            .agreed
-            .filter(|_| self.side.common().transport == Transport::Udp);
+        // Nor is anything owed there to who never got in, whatever it has not acknowledged.
+        if !udp
+            && self.agreed.is_none()
+            && let Some(end) = &mut self.ended
+        {
+            end.over = true;
+        }
+    }
+
+    fn leave(&mut self, udp: bool, now: Instant) {
+        let tell = self.agreed.filter(|_| udp);
         // During a renegotiation a text would have to wait.
         let by_control = tell.is_some_and(|agreed| agreed.cc_exit) && self.next.is_none();
         if by_control {

@@ -35,6 +35,24 @@ fn a_server_says_goodbye_too() {
 }
 
 #[test]
+fn over_tcp_nobody_is_waited_for_who_never_got_in() {
+    // The server's answer to the first packet is on its way.
+    let mut sim = Sim::default(Transport::Tcp);
+    sim.run(CLEAN.delay);
+    let now = sim.now;
+    sim.server.session.close(now);
+    assert!(sim.server.session.is_finished());
+    // Nor who has failed already.
+    let mut sim = Sim::default(Transport::Tcp);
+    sim.run(CLEAN.delay);
+    let now = sim.now;
+    sim.server.session.end(Ended::PeerExit, now);
+    assert!(!sim.server.session.is_finished());
+    sim.server.session.close(now);
+    assert!(sim.server.session.is_finished());
+}
+
+#[test]
 fn restart_and_halt_are_told_apart() {
     for (text, expected) in [
         (
