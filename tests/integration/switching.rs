@@ -247,7 +247,16 @@ async fn a_mounted_file_says_the_mode() {
         .culvert(&["switch", "--to=prefer-konnectivity"])
         .await;
     assert!(done, "{text}");
+    // What says the same as when the switch was made is no change.
     mount(server.folder.path(), "..5", "konnectivity");
+    server
+        .shows(TunnelMode::PreferKonnectivity, SetBy::Switch, "")
+        .await;
+    mount(server.folder.path(), "..6", "prefer-konnectivity");
+    server
+        .shows(TunnelMode::PreferKonnectivity, SetBy::File, "")
+        .await;
+    mount(server.folder.path(), "..7", "konnectivity");
     server
         .shows(TunnelMode::Konnectivity, SetBy::File, "")
         .await;
@@ -262,8 +271,8 @@ async fn a_mounted_file_says_the_mode() {
         .await;
     // Changed while the server was down.
     server.topology.kill_server(0);
-    mount(server.folder.path(), "..6", "konnectivityEnabled: true");
-    mount(server.folder.path(), "..7", "prefer-konnectivity");
+    mount(server.folder.path(), "..8", "konnectivityEnabled: true");
+    mount(server.folder.path(), "..9", "prefer-konnectivity");
     server.topology.start_server(0).await;
     server
         .shows(TunnelMode::PreferKonnectivity, SetBy::File, "")

@@ -275,7 +275,11 @@ impl Driver {
         error!("--tunnel-mode-file: {problem}; the mode stays as it is");
     }
 
+    /// Another text that says the same does not undo a switch.
     fn follow(&mut self, mode: Mode) -> Result<(), String> {
+        if self.file == Some(mode) {
+            return Ok(());
+        }
         self.request(mode, None, SetBy::File)
             .map_err(|why| why.to_string())?;
         self.file = Some(mode);

@@ -122,6 +122,10 @@ impl Start {
         if !view.allows(mode) {
             return Err(Unavailable(mode));
         }
+        if decision.from_state && self.unreadable.is_some() {
+            // It may say the same once it can be read.
+            self.file = self.saved.as_ref().and_then(|saved| saved.file);
+        }
         let drain = self.settings.drain;
         let phase = match &self.saved {
             Some(saved) if decision.from_state => saved.phase(drain, clocks),

@@ -296,6 +296,14 @@ async fn the_file_is_followed_by_its_links_and_a_wrong_one_changes_nothing() {
     shows(Mode::Openvpn, SetBy::File, "").await;
     running.switch(Mode::PreferKonnectivity, None).await;
     shows(Mode::PreferKonnectivity, SetBy::Switch, "").await;
+    // Another text that says the same is nothing new.
+    mount(
+        folder.path(),
+        "..2b",
+        "other: 1\nkonnectivityEnabled: false\n",
+    );
+    sleep(POLL * 4).await;
+    shows(Mode::PreferKonnectivity, SetBy::Switch, "").await;
     mount(folder.path(), "..3", "konnectivityEnabled: perhaps\n");
     shows(Mode::PreferKonnectivity, SetBy::Switch, "mode: ").await;
     std::fs::remove_file(folder.path().join("..data")).unwrap();
@@ -303,6 +311,38 @@ async fn the_file_is_followed_by_its_links_and_a_wrong_one_changes_nothing() {
     mount(folder.path(), "..4", "prefer-openvpn");
     shows(Mode::PreferOpenvpn, SetBy::File, "").await;
     running.end().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_file_that_is_back_with_its_old_word_undoes_no_switch() {
+    let folder = tempfile::tempdir().unwrap();
+    let settings = || Settings {
+        mode_file: Some(folder.path().join("mode")),
+        state_file: Some(folder.path().join("state")),
+        ..Settings::default()
+    };
+    mount(folder.path(), "..1", "konnectivity");
+    let first = Running::start(settings());
+    first.switch(Mode::Openvpn, None).await;
+    first.settled().await;
+    first.end().await;
+
+    std::fs::remove_file(folder.path().join("..data")).unwrap();
+    let second = Running::start(settings());
+    sleep(POLL * 4).await;
+    mount(folder.path(), "..2", "konnectivity");
+    while !second.switcher.status().problems.is_empty() {
+        sleep(ms(50)).await;
+    }
+    sleep(POLL * 4).await;
+    let status = second.switcher.status();
+    assert_eq!((status.mode, status.set_by), (Mode::Openvpn, SetBy::Switch));
+    // Another word is one.
+    mount(folder.path(), "..3", "prefer-konnectivity");
+    while second.switcher.status().mode != Mode::PreferKonnectivity {
+        sleep(ms(50)).await;
+    }
+    second.end().await;
 }
 
 #[tokio::test(start_paused = true)]
