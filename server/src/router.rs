@@ -217,6 +217,7 @@ impl DialError {
     fn failure_reason(&self) -> Option<DialFailureReason> {
         match self {
             Self::NoAgent | Self::NoClient => Some(DialFailureReason::NoAgent),
+            Self::Uncarried(_) => Some(DialFailureReason::ErrorResponse),
             Self::Stream(StreamDialError::AgentLost) => Some(DialFailureReason::BackendClose),
             Self::Stream(StreamDialError::NotSent | StreamDialError::TimedOut) => {
                 Some(DialFailureReason::BackendDialTimeout)

@@ -268,7 +268,6 @@ impl Openvpn {
                 ping: settings.ping,
                 ping_restart: settings.ping_restart,
             },
-            ping: settings.ping,
         };
         let pool = Pool::new(settings.network, settings.topology);
         let own = Arc::new(OpenvpnMetrics::new(metrics.registry()));
@@ -285,7 +284,7 @@ impl Openvpn {
         let found = timeout_at(deadline, self.target(&dial.address)).await;
         let target = match found.map_err(|_| StreamDialError::TimedOut)? {
             Ok(address) => address,
-            Err(text) => return Err(self.refused(text)),
+            Err(text) => return Err(DialError::Uncarried(text)),
         };
         let mut tried = Vec::new();
         let mut last = DialError::NoClient;
@@ -331,19 +330,15 @@ impl Openvpn {
             Broken::Flow(Closed::Refused | Closed::Reset) => "connect: connection refused",
             Broken::Flow(Closed::Unreachable(_)) => "connect: no route to host",
             // Of a client that is not heard any more it says nothing about the target.
-            Broken::Flow(Closed::ConnectTimedOut(_)) if self.clients.is_silent(&way.peer) => {
+            Broken::Flow(Closed::ConnectTimedOut(_)) if way.is_silent() => {
                 return StreamDialError::TimedOut.into();
             }
             Broken::Flow(Closed::ConnectTimedOut(_)) => "i/o timeout",
             _ => return StreamDialError::AgentLost.into(),
         };
-        self.refused(format!("dial tcp {address}: {text}"))
-    }
-
-    fn refused(&self, text: String) -> DialError {
         let reason = DialFailureReason::ErrorResponse;
         self.metrics.dial_failures(reason).increment(1);
-        StreamDialError::Refused(text).into()
+        StreamDialError::Refused(format!("dial tcp {address}: {text}")).into()
     }
 }
 

@@ -58,6 +58,9 @@ pub enum DialError {
     /// No OpenVPN client is connected that has a route to the address.
     #[error("No OpenVPN client available")]
     NoClient,
+    /// OpenVPN can not carry it: IPv6, or a name that is not known here. An agent may.
+    #[error("{0}")]
+    Uncarried(String),
     /// The peers that were asked failed.
     #[error(transparent)]
     Stream(#[from] StreamDialError),

@@ -233,7 +233,7 @@ fn answer(error: &DialError) -> Vec<u8> {
         DialError::NoAgent | DialError::NoClient => {
             connect::failure(500, &format!("currently no tunnels available: {error}"))
         }
-        DialError::Stream(StreamDialError::Refused(text)) => {
+        DialError::Uncarried(text) | DialError::Stream(StreamDialError::Refused(text)) => {
             connect::failure(connect::dial_failure_status(text), text)
         }
         DialError::Stream(StreamDialError::AgentLost | StreamDialError::Abandoned) => {

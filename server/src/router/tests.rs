@@ -45,6 +45,7 @@ struct State {
 pub(crate) enum Answer {
     Open,
     Refuse,
+    NotCarry,
     Lose,
     Silence,
 }
@@ -120,6 +121,7 @@ impl Memory {
                 Ok((source, sink).into())
             }
             Answer::Refuse => Err(StreamDialError::Refused("connection refused".into()).into()),
+            Answer::NotCarry => Err(DialError::Uncarried("IPv4 only".into())),
             Answer::Lose => Err(StreamDialError::AgentLost.into()),
             Answer::Silence => std::future::pending().await,
         }
@@ -345,6 +347,23 @@ async fn what_the_target_says_is_final() {
     assert_eq!(error.to_string(), "connection refused");
     assert_eq!(world.openvpn.dials.load(Ordering::Relaxed), 0);
     assert!(world.dials(Kind::Konnectivity, "refused", 1));
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_openvpn_can_not_carry_an_agent_may() {
+    let world = World::new();
+    world.router.set_route(Route {
+        first: Kind::Openvpn,
+        both: true,
+    });
+    world.openvpn.set_answer(Answer::NotCarry);
+    drop(world.dial().await.unwrap());
+    assert!(world.dials(Kind::Konnectivity, "opened", 1));
+    // Without one the text is what there is to be told.
+    world.konnectivity.set_health(Health::Absent);
+    let error = world.dial().await.err().unwrap();
+    assert_eq!(error.to_string(), "IPv4 only");
+    assert!(world.dials(Kind::Openvpn, "refused", 2));
 }
 
 #[tokio::test(start_paused = true)]

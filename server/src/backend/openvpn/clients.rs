@@ -15,6 +15,7 @@ use culvert_common::runtime::shards::Shards;
 use culvert_openvpn::firewall::Firewall;
 use culvert_openvpn::forward::{Forward, Stats, Verdict};
 use culvert_openvpn::options::Transport;
+use culvert_openvpn::peer_info::Protocol;
 use culvert_openvpn::routes::PeerId;
 use culvert_openvpn::session::Authenticated;
 use ipnet::Ipv4Net;
@@ -25,7 +26,7 @@ use tracing::warn;
 use super::ccd::ClientConfig;
 use super::metrics::{Drop as Dropped, OpenvpnMetrics};
 use super::pool::{Lease, Pool};
-use super::push::PushAll;
+use super::push::{self, PushAll};
 use crate::backend::tunnel::{self, Health};
 
 /// Connections between clients that are remembered, about 300 bytes each.
@@ -47,8 +48,6 @@ pub struct Admittance {
     pub max_clients: usize,
     /// What all are told.
     pub push: PushAll,
-    /// How often clients send something at least.
-    pub ping: Option<Duration>,
 }
 
 /// See the module.
@@ -73,6 +72,8 @@ struct Client {
     program: String,
     iroutes: Vec<Ipv4Net>,
     address: Ipv4Addr,
+    /// How often it was told to send something at least.
+    ping: Option<Duration>,
     kick: CancellationToken,
     /// Once it is connected.
     peer: Option<Peer>,
@@ -101,7 +102,7 @@ pub struct Refused {
     /// What the operator should know.
     pub reason: String,
     /// What the client is told.
-    pub told: &'static str,
+    pub told: String,
 }
 
 /// A client that a dial can go to.
@@ -113,6 +114,7 @@ pub struct Way {
     pub name: Arc<str>,
     /// Which one it is.
     pub id: PeerId,
+    ping: Option<Duration>,
 }
 
 impl Clients {
@@ -154,11 +156,20 @@ impl Clients {
         kick: CancellationToken,
     ) -> Result<Admission, Refused> {
         let rules = &self.admittance;
+        // Plain AUTH_FAILED makes a client give up for long, or for good.
+        let later = |reason: String, told: &str| {
+            let protocol = client.peer_info.protocol;
+            let told = match protocol.has(Protocol::AUTH_FAIL_TEMP) {
+                true => format!("TEMP:{told}"),
+                false => told.to_owned(),
+            };
+            Refused { reason, told }
+        };
         let name = client.identity.common_name.clone();
         let file = match &rules.directory {
-            Some(directory) => ClientConfig::find(directory, &name).map_err(|error| Refused {
-                reason: format!("its file in the client-config-dir cannot be read: {error}"),
-                told: "",
+            Some(directory) => ClientConfig::find(directory, &name).map_err(|error| {
+                let why = format!("its file in the client-config-dir cannot be read: {error}");
+                later(why, "the server cannot read its files")
             })?,
             None => None,
         };
@@ -180,10 +191,7 @@ impl Clients {
         let replaced = state.clients.values().filter(others).count();
         if state.clients.len() - replaced >= rules.max_clients {
             let reason = format!("{} clients are connected already", rules.max_clients);
-            return Err(Refused {
-                reason,
-                told: "too many clients",
-            });
+            return Err(later(reason, "too many clients"));
         }
         for other in state.clients.values().filter(others) {
             warn!(
@@ -197,17 +205,26 @@ impl Clients {
             }
         }
         let lease = match file.address {
-            Some((own, second)) => {
-                // The one that it replaces may still have it for a moment.
-                let own = self.pool.lease_static(own, second);
-                own.or_else(|_| self.pool.lease())
+            // The one that it replaces still has it for a moment.
+            Some((own, second))
+                if state
+                    .clients
+                    .values()
+                    .filter(others)
+                    .any(|c| c.address == own) =>
+            {
+                Ok(self.pool.take_over(own, second))
             }
+            Some((own, second)) => self.pool.lease_static(own, second).or_else(|error| {
+                warn!(
+                    client = name,
+                    "ifconfig-push: {error}; it gets another address"
+                );
+                self.pool.lease()
+            }),
             None => self.pool.lease(),
         };
-        let lease = lease.map_err(|error| Refused {
-            reason: error.to_string(),
-            told: "no address is free",
-        })?;
+        let lease = lease.map_err(|error| later(error.to_string(), "no address is free"))?;
         state.last += 1;
         let id = PeerId(state.last);
         let address = lease.address;
@@ -225,6 +242,7 @@ impl Clients {
             program,
             iroutes: file.iroutes.clone(),
             address,
+            ping: push::ping(&push),
             kick,
             peer: None,
             shard: Shards::current(),
@@ -283,7 +301,7 @@ impl Clients {
             .filter_map(|(id, client)| {
                 let peer = client.peer.as_ref().filter(|peer| !peer.is_gone())?;
                 let length = client.longest(destination)?;
-                Some(((length, !self.is_silent(peer), *id), client, peer))
+                Some(((length, !is_silent(peer, client.ping), *id), client, peer))
             })
             .max_by_key(|(rank, ..)| *rank);
         let ((_, _, id), client, peer) = best?;
@@ -291,29 +309,15 @@ impl Clients {
             peer: peer.clone(),
             name: client.name.as_str().into(),
             id,
+            ping: client.ping,
         })
-    }
-
-    /// Peers send pings when they have nothing to say, so silence means that something is wrong.
-    pub fn is_silent(&self, peer: &Peer) -> bool {
-        let bound = self.admittance.ping.map(|ping| ping * MISSED_PINGS);
-        bound.is_some_and(|bound| peer.silence() > bound)
-    }
-
-    fn health_of(&self, client: &Client) -> Health {
-        match &client.peer {
-            Some(peer) if peer.is_gone() => Health::Absent,
-            Some(peer) if self.is_silent(peer) => Health::Doubtful,
-            Some(_) => Health::Healthy,
-            None => Health::Absent,
-        }
     }
 
     /// The health of the best client that something is behind.
     pub fn health(&self) -> Health {
         let state = self.state.lock();
         let ways = state.clients.values().filter(|c| !c.iroutes.is_empty());
-        let health = ways.map(|client| self.health_of(client)).max();
+        let health = ways.map(Client::health).max();
         health.unwrap_or(Health::Absent)
     }
 
@@ -331,7 +335,7 @@ impl Clients {
                 tunnel::Peer {
                     name: format!("{} {}", client.name, client.address),
                     kind: format!("{program}, {transport}"),
-                    health: self.health_of(client),
+                    health: client.health(),
                     connections: client.peer.as_ref().map_or(0, Peer::flows),
                 }
             })
@@ -348,7 +352,29 @@ impl Clients {
     }
 }
 
+/// Peers send pings when they have nothing to say, so silence means that something is wrong.
+fn is_silent(peer: &Peer, ping: Option<Duration>) -> bool {
+    let bound = ping.map(|ping| ping.saturating_mul(MISSED_PINGS));
+    bound.is_some_and(|bound| peer.silence() > bound)
+}
+
+impl Way {
+    /// Whether the client was not heard for longer than it should be.
+    pub fn is_silent(&self) -> bool {
+        is_silent(&self.peer, self.ping)
+    }
+}
+
 impl Client {
+    fn health(&self) -> Health {
+        match &self.peer {
+            Some(peer) if peer.is_gone() => Health::Absent,
+            Some(peer) if is_silent(peer, self.ping) => Health::Doubtful,
+            Some(_) => Health::Healthy,
+            None => Health::Absent,
+        }
+    }
+
     /// The longest prefix of its own that an address is in.
     fn longest(&self, address: Ipv4Addr) -> Option<u8> {
         if address == self.address {
@@ -363,7 +389,7 @@ impl Refused {
     fn because(reason: &str) -> Self {
         Self {
             reason: reason.to_owned(),
-            told: "",
+            told: String::new(),
         }
     }
 }

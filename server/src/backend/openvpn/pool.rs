@@ -2,7 +2,7 @@
 //!
 //! Owns what is taken. A lease that is dropped gives its address back.
 
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 use std::net::Ipv4Addr;
 use std::sync::Arc;
 
@@ -15,7 +15,14 @@ use parking_lot::Mutex;
 pub struct Pool {
     network: Ipv4Net,
     topology: Topology,
-    taken: Mutex<BTreeSet<Ipv4Addr>>,
+    taken: Mutex<Taken>,
+}
+
+#[derive(Debug, Default)]
+struct Taken {
+    last: u64,
+    /// By which lease.
+    by: BTreeMap<Ipv4Addr, u64>,
 }
 
 /// An address in use.
@@ -25,6 +32,7 @@ pub struct Lease {
     pub address: Ipv4Addr,
     /// What stands behind it in `ifconfig`: the other end, or the netmask.
     pub second: Ipv4Addr,
+    serial: u64,
     pool: Arc<Pool>,
 }
 
@@ -93,14 +101,20 @@ impl Pool {
         let mut taken = self.taken.lock();
         let (address, second) = self
             .candidates()
-            .find(|(address, _)| !taken.contains(address))
+            .find(|(address, _)| !taken.by.contains_key(address))
             .ok_or(NoAddress::Exhausted(self.network))?;
-        taken.insert(address);
-        Ok(Lease {
+        Ok(self.take(&mut taken, address, second))
+    }
+
+    fn take(self: &Arc<Self>, taken: &mut Taken, address: Ipv4Addr, second: Ipv4Addr) -> Lease {
+        taken.last += 1;
+        taken.by.insert(address, taken.last);
+        Lease {
             address,
             second,
+            serial: taken.last,
             pool: self.clone(),
-        })
+        }
     }
 
     /// A certain address, of a client's own file; it may be outside of the network.
@@ -112,14 +126,18 @@ impl Pool {
         address: Ipv4Addr,
         second: Option<Ipv4Addr>,
     ) -> Result<Lease, NoAddress> {
-        if address == self.server() || !self.taken.lock().insert(address) {
+        let mut taken = self.taken.lock();
+        if address == self.server() || taken.by.contains_key(&address) {
             return Err(NoAddress::Taken(address));
         }
-        Ok(Lease {
-            address,
-            second: second.unwrap_or_else(|| self.second(address)),
-            pool: self.clone(),
-        })
+        let second = second.unwrap_or_else(|| self.second(address));
+        Ok(self.take(&mut taken, address, second))
+    }
+
+    /// A certain address, whoever has it: it is not free again when that one drops its lease.
+    pub fn take_over(self: &Arc<Self>, address: Ipv4Addr, second: Option<Ipv4Addr>) -> Lease {
+        let second = second.unwrap_or_else(|| self.second(address));
+        self.take(&mut self.taken.lock(), address, second)
     }
 }
 
@@ -146,7 +164,10 @@ impl Lease {
 
 impl Drop for Lease {
     fn drop(&mut self) {
-        self.pool.taken.lock().remove(&self.address);
+        let mut taken = self.pool.taken.lock();
+        if taken.by.get(&self.address) == Some(&self.serial) {
+            taken.by.remove(&self.address);
+        }
     }
 }
 

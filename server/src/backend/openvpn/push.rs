@@ -56,6 +56,15 @@ impl PushAll {
     }
 }
 
+/// How often a client that is told this sends something; never, unless it is told so.
+pub fn ping(options: &[String]) -> Option<Duration> {
+    let mut seconds = options.iter().filter_map(|option| {
+        let seconds = option.strip_prefix("ping ")?.trim();
+        seconds.parse().ok()
+    });
+    seconds.next_back().filter(|&s| s > 0).map(Duration::from_secs)
+}
+
 /// The network of a pushed `route`.
 fn route(option: &str) -> Option<Ipv4Net> {
     let mut words = option.split_whitespace();

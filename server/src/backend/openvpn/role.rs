@@ -105,7 +105,7 @@ impl Client {
                     refused.reason
                 );
                 self.refused = true;
-                Decision::Reject(refused.told.to_owned())
+                Decision::Reject(refused.told)
             }
         }
     }

@@ -242,12 +242,13 @@ impl Udp {
     fn work(&mut self, now: Moment) {
         let mut close = Vec::new();
         for (peer, member) in &mut self.members {
+            // It may have been kicked before there was anything to close.
+            let mut over = member.kick.is_cancelled();
             if let Some(streams) = &mut member.streams {
                 streams.work(now, &mut drop);
-                if streams.take_close() {
-                    close.push(*peer);
-                }
-            } else if member.kick.is_cancelled() {
+                over |= streams.take_close();
+            }
+            if over {
                 close.push(*peer);
             }
         }

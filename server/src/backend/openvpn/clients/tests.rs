@@ -30,8 +30,10 @@ impl World {
             exclusive: false,
             duplicates: true,
             max_clients: 10,
-            push: PushAll::default(),
-            ping: Some(Duration::from_secs(5)),
+            push: PushAll {
+                ping: Some(Duration::from_secs(5)),
+                ..PushAll::default()
+            },
         };
         change(&mut admittance);
         let network: Ipv4Net = "10.20.0.0/24".parse().unwrap();
@@ -53,6 +55,10 @@ impl World {
     }
 
     fn admit(&self, name: &str) -> Result<(Admission, CancellationToken), Refused> {
+        self.admit_as(name, "IV_VER=2.6.14\n")
+    }
+
+    fn admit_as(&self, name: &str, lines: &str) -> Result<(Admission, CancellationToken), Refused> {
         let client = Authenticated {
             identity: PeerIdentity {
                 common_name: name.to_owned(),
@@ -60,7 +66,7 @@ impl World {
                 serial: "01".to_owned(),
                 fingerprint: [0; 32],
             },
-            peer_info: PeerInfo::parse("IV_VER=2.6.14\n"),
+            peer_info: PeerInfo::parse(lines),
             username: String::new(),
             password: String::new(),
         };
@@ -174,6 +180,53 @@ async fn files_decide_who_comes_in_and_with_which_address() {
     // Until the one before is gone, the next one has another address.
     let again = world.connect("fixed");
     assert_eq!(again.admission.address.to_string(), "10.20.0.6");
+}
+
+#[tokio::test]
+async fn a_client_that_comes_back_takes_its_address_over() {
+    let world = World::new(|rules| rules.duplicates = false);
+    world.file("fixed", "ifconfig-push 10.20.0.42 10.20.0.41\n");
+    world.file("greedy", "ifconfig-push 10.20.0.42 10.20.0.41\n");
+    let address = |client: &Connected| client.admission.address.to_string();
+    let gone = world.connect("fixed");
+    let back = world.connect("fixed");
+    assert_eq!(address(&back), "10.20.0.42");
+    assert_eq!(world.way("10.20.0.42"), Some(back.admission.id));
+    // What the one before gives back is not free.
+    drop(gone);
+    assert_eq!(address(&world.connect("greedy")), "10.20.0.6");
+    assert_eq!(world.way("10.20.0.42"), Some(back.admission.id));
+    drop(back);
+    assert_eq!(address(&world.connect("greedy")), "10.20.0.42");
+}
+
+#[tokio::test]
+async fn who_may_come_later_is_told_so_if_it_understands() {
+    let world = World::new(|rules| rules.max_clients = 1);
+    let _only = world.connect("user");
+    for (lines, told) in [
+        ("IV_PROTO=990\n", "TEMP:too many clients"),
+        ("IV_PROTO=6\n", "too many clients"),
+    ] {
+        let refused = world.admit_as("other", lines).map(|_| ()).unwrap_err();
+        assert_eq!(refused.told, told);
+    }
+    world.file("banned", "disable\n");
+    let refused = world.admit_as("banned", "IV_PROTO=990\n");
+    assert_eq!(refused.map(|_| ()).unwrap_err().told, "");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_client_is_silent_by_what_it_was_told_itself() {
+    let world = World::new(|_| {});
+    world.file("slow", "iroute 172.25.0.0 255.255.0.0\npush \"ping 60\"\n");
+    world.file("mute", "iroute 172.26.0.0 255.255.0.0\npush \"ping 0\"\n");
+    let healths = || world.clients.peers().into_iter().map(|peer| peer.health);
+    let (_slow, _mute) = (world.connect("slow"), world.connect("mute"));
+    tokio::time::advance(Duration::from_secs(170)).await;
+    assert!(healths().eq([Health::Healthy, Health::Healthy]));
+    tokio::time::advance(Duration::from_secs(20)).await;
+    assert!(healths().eq([Health::Doubtful, Health::Healthy]));
 }
 
 #[tokio::test]
