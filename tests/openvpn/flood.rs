@@ -211,6 +211,20 @@ async fn flood_tcp(at: &Namespace, server: &Server) -> VecDeque<TcpStream> {
     held
 }
 
+/// First packets over TCP as fast as it goes, until it is stopped.
+async fn flood_on(at: Namespace, stop: CancellationToken) {
+    let first = framed(&first_packet());
+    let mut held = VecDeque::new();
+    while !stop.is_cancelled() {
+        let mut stream = at.connect(TO).await.unwrap();
+        stream.write_all(&first).await.unwrap();
+        held.push_back(stream);
+        if held.len() > HELD {
+            held.pop_front();
+        }
+    }
+}
+
 async fn a_flood(proto: &str) {
     let Some(openvpn) = OpenVpn::get() else {
         return;
@@ -234,12 +248,16 @@ async fn a_flood(proto: &str) {
     let grown = server.program.rss().saturating_sub(before);
     eprintln!("{grown} bytes more than {before}");
     assert!(grown < GROWTH, "{grown} bytes more than {before}");
-    // The oldest of those who say nothing make room for who says something.
+    // It goes on while somebody comes in: one host takes only its own places.
+    let stop = CancellationToken::new();
+    let more = tokio::spawn(flood_on(cluster.client.clone(), stop.clone()));
     let dir = cluster.dir("sidecar");
     let options = kkp::sidecar(&cluster.pki, &dir, &SEED_INSIDE.to_string());
     let mut inside = openvpn.start(&cluster.sidecar, &options);
     inside.is_up().await;
     server.has_clients(2).await;
+    stop.cancel();
+    more.await.unwrap();
     long.end().await;
     drop(held);
 

@@ -27,6 +27,7 @@ mod flow;
 pub mod flows;
 pub mod forward;
 pub mod framing;
+pub mod half_open;
 pub mod hub;
 pub mod ip;
 pub mod key_method;

@@ -7,6 +7,7 @@ use std::time::Instant;
 use bytes::BytesMut;
 
 use super::{Entry, Hub, PeerId};
+use crate::half_open::makes_room;
 use crate::packet::{Acks, ControlHeader, ControlPacket, KeyId, Opcode, SessionId};
 use crate::session::{Ended, Session, unix_time};
 use crate::wrap::Wrap;
@@ -91,12 +92,16 @@ impl Hub {
     ) -> Option<PeerId> {
         if self.half_open.len() >= self.limits.half_open.max(1) || self.live >= self.limits.sessions
         {
-            let Some(oldest) = self.half_open.front().copied() else {
+            let waiting = self.half_open.iter().filter_map(|peer| {
+                let entry = self.slots.get(peer.0 as usize)?.as_ref()?;
+                Some((*peer, entry.address.ip()))
+            });
+            let Some(displaced) = makes_room(waiting) else {
                 self.stats.full += 1;
                 return None;
             };
             self.stats.evicted += 1;
-            self.drop_session(oldest, Ended::Evicted);
+            self.drop_session(displaced, Ended::Evicted);
         }
         // Ids are used again late, so that what is still on its way to an old session finds none.
         let peer = match self.slots.len() < 2 * self.limits.sessions {

@@ -1,9 +1,11 @@
-//! Connections whose client has not shown a certificate yet. There may be only so many: a new one
-//! takes the place of the oldest, so that those who only connect can not keep others out.
+//! Connections whose client has not come in yet. There may be only so many: a new one takes the place
+//! of another one, see [`makes_room`], so that those who only connect can not keep others out.
 
 use std::collections::BTreeMap;
+use std::net::IpAddr;
 use std::sync::Arc;
 
+use culvert_openvpn::half_open::makes_room;
 use parking_lot::Mutex;
 use tokio_util::sync::CancellationToken;
 
@@ -16,7 +18,7 @@ pub struct HalfOpens {
 #[derive(Default)]
 struct Waiting {
     last: u64,
-    all: BTreeMap<u64, CancellationToken>,
+    all: BTreeMap<u64, (IpAddr, CancellationToken)>,
 }
 
 /// A place, free again when dropped.
@@ -35,16 +37,18 @@ impl HalfOpens {
     }
 
     /// Takes a place; `cut` fires when another one needs it.
-    pub fn enter(self: &Arc<Self>, cut: CancellationToken) -> HalfOpen {
+    pub fn enter(self: &Arc<Self>, from: IpAddr, cut: CancellationToken) -> HalfOpen {
         let mut waiting = self.waiting.lock();
-        if waiting.all.len() >= self.limit
-            && let Some((_, oldest)) = waiting.all.pop_first()
-        {
-            oldest.cancel();
+        if waiting.all.len() >= self.limit {
+            let all = waiting.all.iter().map(|(id, (from, _))| (*id, *from));
+            let displaced = makes_room(all).and_then(|id| waiting.all.remove(&id));
+            if let Some((_, cut)) = displaced {
+                cut.cancel();
+            }
         }
         waiting.last += 1;
         let id = waiting.last;
-        waiting.all.insert(id, cut);
+        waiting.all.insert(id, (from, cut));
         let all = self.clone();
         HalfOpen { all, id }
     }
@@ -65,15 +69,16 @@ impl Drop for HalfOpen {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::indexing_slicing)]
+    #![allow(clippy::unwrap_used, clippy::indexing_slicing)]
 
     use super::*;
 
     #[test]
-    fn the_oldest_goes_when_there_are_too_many() {
+    fn one_goes_when_there_are_too_many() {
         let all = HalfOpens::new(2);
         let cuts: Vec<_> = (0..4).map(|_| CancellationToken::new()).collect();
-        let enter = |index: usize| all.enter(cuts[index].clone());
+        let from = "192.0.2.1".parse().unwrap();
+        let enter = |index: usize| all.enter(from, cuts[index].clone());
         let first = enter(0);
         drop(enter(1));
         let third = enter(2);

@@ -46,7 +46,10 @@ impl Tcp {
         let handle = |accepted| {
             let this = self.clone();
             let cut = shutdown.child_token();
-            let half_open = half_opens.enter(cut.clone());
+            let Accepted::Tcp(_, remote) = &accepted else {
+                return;
+            };
+            let half_open = half_opens.enter(remote.ip(), cut.clone());
             let seat = shards.seat();
             let shard = seat.shard();
             let serve = move |accepted| async move {

@@ -1,0 +1,50 @@
+//! Who makes room when more have begun to come in than may be on their way in.
+
+use std::collections::BTreeMap;
+use std::net::IpAddr;
+
+/// The oldest one of the address that has the most; `waiting` begins with the oldest. One host that
+/// begins again and again displaces only itself. Behind a proxy, where all have one address, the
+/// oldest goes.
+pub fn makes_room<T>(waiting: impl Iterator<Item = (T, IpAddr)> + Clone) -> Option<T> {
+    let mut counts = BTreeMap::<u64, usize>::new();
+    for (_, address) in waiting.clone() {
+        *counts.entry(host(address)).or_default() += 1;
+    }
+    let most = counts.values().copied().max();
+    let mut crowd = waiting.filter(|(_, address)| counts.get(&host(*address)).copied() == most);
+    crowd.next().map(|(who, _)| who)
+}
+
+/// A host with IPv6 has as many addresses as it likes in a network of 64 bits.
+fn host(address: IpAddr) -> u64 {
+    match address.to_canonical() {
+        IpAddr::V4(v4) => v4.to_bits().into(),
+        IpAddr::V6(v6) => (v6.to_bits() >> 64) as u64 | 1 << 63,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    fn makes_room_of(addresses: &[&str]) -> Option<usize> {
+        let all = addresses.iter().map(|text| text.parse().unwrap());
+        makes_room(all.enumerate())
+    }
+
+    #[test]
+    fn the_oldest_of_the_host_with_the_most_goes() {
+        assert_eq!(makes_room_of(&[]), None);
+        assert_eq!(makes_room_of(&["192.0.2.1"; 3]), Some(0));
+        assert_eq!(makes_room_of(&["192.0.2.1", "192.0.2.2"]), Some(0));
+        let crowd = ["192.0.2.9", "192.0.2.1", "192.0.2.1"];
+        assert_eq!(makes_room_of(&crowd), Some(1));
+        let mapped = ["192.0.2.9", "::ffff:192.0.2.1", "192.0.2.1"];
+        assert_eq!(makes_room_of(&mapped), Some(1));
+        let one_network = ["192.0.2.9", "2001:db8::1", "2001:db8:0:1::1", "2001:db8::2"];
+        assert_eq!(makes_room_of(&one_network), Some(1));
+    }
+}
