@@ -1,9 +1,10 @@
 //! Authenticates agents by their service account tokens, with TokenReviews of the cluster that
 //! they come from. The rules and the texts are upstream's (`pkg/server/server.go`).
 //!
-//! An accepted token is remembered for [`REMEMBER`], by its hash, and asked for once at a time:
-//! agents that all reconnect at once, and those that look for further servers every second, cost
-//! one review. What is refused is asked for again each time.
+//! An accepted token is remembered for [`REMEMBER`], by its hash: agents that all reconnect at
+//! once, and those that look for further servers every second, cost one review. All who present a
+//! token while it is asked about share the outcome, whatever it is; what was refused, or not
+//! answered, is asked for again by those who come later.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -11,7 +12,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context as _;
+use futures_util::FutureExt as _;
+use futures_util::future::{BoxFuture, Shared, WeakShared};
 use k8s_openapi::api::authentication::v1::{TokenReview, TokenReviewSpec};
+use kube::api::PostParams;
 use kube::config::{KubeConfigOptions, Kubeconfig};
 use kube::{Api, Client};
 use parking_lot::Mutex;
@@ -19,11 +23,14 @@ use tokio::sync::Semaphore;
 use tokio::time::{Instant, timeout};
 use tonic::metadata::MetadataMap;
 
+use crate::listener::HANDSHAKE_TIMEOUT;
+
 /// How long an accepted token is accepted without asking again. A token that is revoked meanwhile
 /// still opens streams; those that are open stay anyway, as upstream.
 pub const REMEMBER: Duration = Duration::from_secs(10);
 
-/// How long one review may take.
+/// How long one review may take, once it has its turn. It waits for that as long as a peer may
+/// take for its handshake: the native transport waits no longer, and stock agents not for ever.
 const REVIEW_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// How many reviews are asked for at once.
@@ -67,13 +74,18 @@ pub struct Tokens {
     reviews: Api<TokenReview>,
     auth: AgentAuth,
     turns: Semaphore,
-    known: Mutex<HashMap<[u8; 32], Arc<Known>>>,
+    known: Mutex<HashMap<[u8; 32], Known>>,
 }
 
-/// One token. Whoever asks for a review holds the lock, the others wait for its outcome.
-#[derive(Default)]
-struct Known {
-    accepted: tokio::sync::Mutex<Option<Instant>>,
+type Outcome = BoxFuture<'static, Result<(), String>>;
+
+/// One token.
+enum Known {
+    /// Is asked about, as long as somebody waits for the outcome. Any of those drives the review,
+    /// so that it does not end with who came first.
+    Asked(WeakShared<Outcome>),
+    /// Was accepted then.
+    Accepted(Instant),
 }
 
 // === impl Tokens ===
@@ -84,19 +96,24 @@ impl Tokens {
     /// # Errors
     /// When they are missing or can not be used.
     pub async fn new(auth: AgentAuth) -> anyhow::Result<Self> {
-        Ok(Self {
-            reviews: Api::all(client(auth.kubeconfig.as_deref()).await?),
+        let client = client(auth.kubeconfig.as_deref()).await?;
+        Ok(Self::with(client, auth))
+    }
+
+    fn with(client: Client, auth: AgentAuth) -> Self {
+        Self {
+            reviews: Api::all(client),
             auth,
             turns: Semaphore::new(REVIEWS),
             known: Mutex::default(),
-        })
+        }
     }
 
     /// Lets an agent in, or says why not.
     ///
     /// # Errors
     /// [`AuthError`].
-    pub async fn check(&self, metadata: &MetadataMap) -> Result<(), AuthError> {
+    pub async fn check(self: &Arc<Self>, metadata: &MetadataMap) -> Result<(), AuthError> {
         let values: Vec<_> = metadata.get_all("authorization").iter().collect();
         let value = match values.as_slice() {
             [] => return Err(AuthError::Missing),
@@ -106,30 +123,50 @@ impl Tokens {
         let token = value.as_bytes().strip_prefix(b"Bearer ");
         let token = token.and_then(|token| std::str::from_utf8(token).ok());
         let token = token.ok_or(AuthError::Scheme)?;
-        let known = self.known(digest(token));
-        let mut accepted = known.accepted.lock().await;
-        if accepted.is_some_and(|at| at.elapsed() < REMEMBER) {
-            return Ok(());
+        match self.pending(token) {
+            Some(review) => review.await.map_err(AuthError::Invalid),
+            None => Ok(()),
         }
-        *accepted = None;
-        self.review(token).await.map_err(AuthError::Invalid)?;
-        *accepted = Some(Instant::now());
-        Ok(())
     }
 
-    fn known(&self, digest: [u8; 32]) -> Arc<Known> {
+    /// The review to wait for, which is another's if there is one; none if the token is known to
+    /// be good.
+    fn pending(self: &Arc<Self>, token: &str) -> Option<Shared<Outcome>> {
+        let digest = digest(token);
         let mut known = self.known.lock();
+        match known.get(&digest) {
+            Some(Known::Accepted(at)) if at.elapsed() < REMEMBER => return None,
+            Some(Known::Asked(review)) => {
+                if let Some(review) = review.upgrade() {
+                    return Some(review);
+                }
+            }
+            _ => {}
+        }
+        let (tokens, token) = (self.clone(), token.to_owned());
+        let review = async move {
+            let outcome = tokens.review(&token).await;
+            // Whoever comes from here on does not join.
+            let mut known = tokens.known.lock();
+            match (&outcome, known.get_mut(&digest)) {
+                (Ok(()), Some(known)) => *known = Known::Accepted(Instant::now()),
+                _ => drop(known.remove(&digest)),
+            }
+            outcome
+        };
+        let review = review.boxed().shared();
         if known.len() >= MAX_REMEMBERED {
-            // Those that somebody asks for at the moment are locked, and stay.
-            known.retain(|_, token| {
-                let free = token.accepted.try_lock();
-                free.is_ok_and(|at| at.is_some_and(|at| at.elapsed() < REMEMBER))
+            known.retain(|_, token| match token {
+                Known::Asked(review) => review.upgrade().is_some(),
+                Known::Accepted(at) => at.elapsed() < REMEMBER,
             });
         }
-        if known.len() >= MAX_REMEMBERED {
-            return Arc::default();
+        if known.len() < MAX_REMEMBERED
+            && let Some(review) = review.downgrade()
+        {
+            known.insert(digest, Known::Asked(review));
         }
-        known.entry(digest).or_default().clone()
+        Some(review)
     }
 
     async fn review(&self, token: &str) -> Result<(), String> {
@@ -140,11 +177,15 @@ impl Tokens {
             },
             ..TokenReview::default()
         };
-        let asked = async {
-            let _turn = self.turns.acquire().await;
-            self.reviews.create(&Default::default(), &review).await
-        };
         let failed = |why: String| format!("Failed to authenticate request. err:{why}");
+        let turn = timeout(HANDSHAKE_TIMEOUT, self.turns.acquire()).await;
+        let _turn = turn.map_err(|_| {
+            failed(format!(
+                "no turn for a TokenReview within {HANDSHAKE_TIMEOUT:?}"
+            ))
+        })?;
+        let params = PostParams::default();
+        let asked = self.reviews.create(&params, &review);
         let answer = timeout(REVIEW_TIMEOUT, asked).await;
         let answer = answer
             .map_err(|_| {
@@ -236,3 +277,6 @@ fn digest(token: &str) -> [u8; 32] {
     digest.copy_from_slice(hash.as_ref());
     digest
 }
+
+#[cfg(test)]
+mod tests;

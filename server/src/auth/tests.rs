@@ -1,0 +1,209 @@
+//! Who shares a review with whom, and how long it may take. The clock stands still, so a sleep
+//! ends once everybody waits for something.
+#![allow(clippy::unwrap_used)]
+
+use http::{Request, Response};
+use http_body_util::BodyExt as _;
+use kube::client::Body;
+use serde_json::{Value, json};
+use tokio::sync::{mpsc, oneshot};
+use tokio::task::JoinSet;
+use tokio::time::sleep;
+
+use super::*;
+
+const MOMENT: Duration = Duration::from_millis(1);
+
+/// A review that waits for the test's answer.
+struct Asked {
+    token: String,
+    answer: oneshot::Sender<Value>,
+}
+
+impl Asked {
+    fn accept(self) {
+        let status =
+            json!({"authenticated": true, "user": {"username": "system:serviceaccount:n:a"}});
+        self.answer.send(status).unwrap();
+    }
+
+    fn refuse(self, why: &str) {
+        self.answer.send(json!({ "error": why })).unwrap();
+    }
+}
+
+/// Agents, and the API that they are checked with.
+struct Fake {
+    tokens: Arc<Tokens>,
+    asked: mpsc::UnboundedReceiver<Asked>,
+}
+
+impl Fake {
+    fn new() -> Self {
+        let (sender, asked) = mpsc::unbounded_channel();
+        let service = tower::service_fn(move |request: Request<Body>| {
+            let sender = sender.clone();
+            async move {
+                let body = request.into_body().collect().await.unwrap().to_bytes();
+                let mut review: Value = serde_json::from_slice(&body).unwrap();
+                let token = review.pointer("/spec/token").and_then(Value::as_str);
+                let token = token.unwrap().to_owned();
+                let (answer, answered) = oneshot::channel();
+                sender.send(Asked { token, answer }).ok().unwrap();
+                let status = answered.await.map_err(std::io::Error::other)?;
+                let review_object = review.as_object_mut().unwrap();
+                review_object.insert("status".into(), status);
+                let body = Body::from(review.to_string().into_bytes());
+                Ok::<_, std::io::Error>(Response::new(body))
+            }
+        });
+        let auth = AgentAuth {
+            namespace: "n".into(),
+            service_account: "a".into(),
+            audience: "x".into(),
+            kubeconfig: None,
+        };
+        let tokens = Tokens::with(Client::new(service, "default"), auth);
+        Self {
+            tokens: Arc::new(tokens),
+            asked,
+        }
+    }
+
+    /// An agent that presents a token.
+    fn present(&self, token: &str) -> impl Future<Output = Result<(), AuthError>> + use<> {
+        let tokens = self.tokens.clone();
+        let mut metadata = MetadataMap::new();
+        metadata.insert("authorization", format!("Bearer {token}").parse().unwrap());
+        async move { tokens.check(&metadata).await }
+    }
+
+    /// A thousand of them at once, which all wait.
+    async fn present_thousand(&self, token: &str) -> JoinSet<Result<(), AuthError>> {
+        let agents = (0..1_000).map(|_| self.present(token)).collect();
+        sleep(MOMENT).await;
+        agents
+    }
+
+    async fn review(&mut self) -> Asked {
+        self.asked.recv().await.unwrap()
+    }
+
+    fn nothing_else_is_asked(&mut self) {
+        assert!(self.asked.try_recv().is_err());
+    }
+}
+
+/// What all of them hear.
+async fn heard(agents: JoinSet<Result<(), AuthError>>) -> Result<(), String> {
+    let mut heard = agents.join_all().await;
+    assert_eq!(heard.len(), 1_000);
+    heard.dedup();
+    assert_eq!(heard.len(), 1, "{heard:?}");
+    heard.remove(0).map_err(|error| error.to_string())
+}
+
+#[tokio::test(start_paused = true)]
+async fn all_who_wait_share_the_outcome_and_only_a_good_one_is_remembered() {
+    let mut fake = Fake::new();
+    let agents = fake.present_thousand("t").await;
+    fake.review().await.refuse("expired");
+    let text = "Failed to validate authentication token, err:lookup failed: expired";
+    assert_eq!(heard(agents).await, Err(text.to_owned()));
+    fake.nothing_else_is_asked();
+    // Those who come later ask anew.
+    let agents = fake.present_thousand("t").await;
+    let asked = fake.review().await;
+    assert_eq!(asked.token, "t");
+    asked.accept();
+    assert_eq!(heard(agents).await, Ok(()));
+    assert_eq!(heard(fake.present_thousand("t").await).await, Ok(()));
+    fake.nothing_else_is_asked();
+    // For a while.
+    sleep(REMEMBER).await;
+    let agents = fake.present_thousand("t").await;
+    fake.review().await.refuse("revoked");
+    assert!(heard(agents).await.unwrap_err().ends_with("revoked"));
+    fake.nothing_else_is_asked();
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_silent_api_is_awaited_once_by_all() {
+    let mut fake = Fake::new();
+    let started = Instant::now();
+    let agents = fake.present_thousand("t").await;
+    let _silent = fake.review().await;
+    let error = heard(agents).await.unwrap_err();
+    assert!(
+        error.ends_with("no answer to the TokenReview within 10s"),
+        "{error}"
+    );
+    assert_eq!(started.elapsed(), REVIEW_TIMEOUT);
+    fake.nothing_else_is_asked();
+    let later = tokio::spawn(fake.present("t"));
+    fake.review().await.accept();
+    assert_eq!(later.await.unwrap(), Ok(()));
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_leaves_does_not_take_the_review_along_unless_nobody_waits_for_it() {
+    let mut fake = Fake::new();
+    let first = tokio::spawn(fake.present("t"));
+    let asked = fake.review().await;
+    let second = tokio::spawn(fake.present("t"));
+    sleep(MOMENT).await;
+    first.abort();
+    assert!(first.await.unwrap_err().is_cancelled());
+    sleep(MOMENT).await;
+    asked.accept();
+    assert_eq!(second.await.unwrap(), Ok(()));
+    fake.nothing_else_is_asked();
+
+    let only = tokio::spawn(fake.present("other"));
+    let mut asked = fake.review().await;
+    only.abort();
+    asked.answer.closed().await;
+    let next = tokio::spawn(fake.present("other"));
+    fake.review().await.accept();
+    assert_eq!(next.await.unwrap(), Ok(()));
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_time_of_a_review_begins_with_its_turn() {
+    let mut fake = Fake::new();
+    let mut silent = Vec::new();
+    let mut agents = JoinSet::new();
+    for number in 0..REVIEWS {
+        agents.spawn(fake.present(&format!("first {number}")));
+        silent.push(fake.review().await);
+    }
+    let started = Instant::now();
+    let mut late = JoinSet::new();
+    for number in 0..REVIEWS {
+        late.spawn(fake.present(&format!("second {number}")));
+    }
+    sleep(MOMENT).await;
+    let last = tokio::spawn(fake.present("last"));
+    sleep(MOMENT).await;
+    fake.nothing_else_is_asked();
+    assert!(agents.join_all().await.iter().all(Result::is_err));
+    // Each has all of its time then.
+    let mut reviews = Vec::new();
+    for _ in 0..REVIEWS {
+        reviews.push(fake.review().await);
+    }
+    assert_eq!(started.elapsed(), REVIEW_TIMEOUT);
+    // A turn is not awaited for ever.
+    let error = last.await.unwrap().unwrap_err().to_string();
+    assert!(
+        error.ends_with("no turn for a TokenReview within 15s"),
+        "{error}"
+    );
+    assert!(started.elapsed() < REVIEW_TIMEOUT * 2);
+    sleep(Duration::from_secs(4)).await;
+    for review in reviews {
+        review.accept();
+    }
+    assert!(late.join_all().await.iter().all(Result::is_ok));
+    fake.nothing_else_is_asked();
+}
