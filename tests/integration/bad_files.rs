@@ -377,3 +377,56 @@ async fn an_x509_v1_certificate_serves_as_own_identity_and_is_refused_from_peers
     innocent.still_echoes("certificates of version 1").await;
     assert_unharmed(&mut topology);
 }
+
+#[tokio::test]
+async fn an_x509_v1_certificate_in_a_kubeconfig_ends_a_program_with_advice() {
+    let flags = Flags::new();
+    let [cert, key, ca] = version_1(flags.dir.path());
+    let kubeconfig = format!(
+        "apiVersion: v1
+kind: Config
+clusters:
+- name: a
+  cluster:
+    server: https://localhost:6443
+    certificate-authority: {}
+users:
+- name: a
+  user:
+    client-certificate: {}
+    client-key: {}
+contexts:
+- name: a
+  context: {{cluster: a, user: a}}
+current-context: a
+",
+        ca.display(),
+        cert.display(),
+        key.display()
+    );
+    let kubeconfig = flag("kubeconfig", &flags.file("kubeconfig", &kubeconfig));
+    let texts = [
+        "cannot use the Kubernetes account",
+        "its client certificate is of X.509 version 1",
+        "issue it anew",
+        "extendedKeyUsage=clientAuth",
+    ];
+    // Agents have either certificates or tokens.
+    let mut server = flags.on_unix();
+    server.retain(|flag| !flag.starts_with("--cluster-ca-cert="));
+    let tokens = [
+        kubeconfig.clone(),
+        "--agent-namespace=kube-system".into(),
+        "--agent-service-account=agent".into(),
+        "--authentication-audience=system:konnectivity-server".into(),
+    ];
+    ends_with("culvert-server", &server, &tokens, &texts).await;
+    let [sni, tunneling, stats, _] = flags.ports;
+    let proxy = [
+        "--bind-address=127.0.0.1".into(),
+        format!("--envoy-sni-port={sni}"),
+        format!("--envoy-tunneling-port={tunneling}"),
+        format!("--envoy-stats-port={stats}"),
+    ];
+    ends_with("culvert-nodeport-proxy", &proxy, &[kubeconfig], &texts).await;
+}
