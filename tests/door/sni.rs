@@ -1,5 +1,6 @@
 //! TLS by its server name.
 
+use culvert_tests::envoy::skip;
 use rustix::process::{Resource, getrlimit};
 use rustls::version::{TLS12, TLS13};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -100,11 +101,23 @@ async fn a_hello_in_single_bytes_arrives_whole() {
     one.answers(relay, "one.example.com").await;
 }
 
-/// As many connections as descriptors allow, here and at the proxy.
+/// How many connections that say nothing are opened.
+const SILENT: usize = 10_000;
+
+/// That many, where the limit of open files allows it, here and at the proxy; both raise theirs.
+/// Other tests of this process open some too.
 fn many() -> usize {
     culvert_common::runtime::raise_open_file_limit();
     let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
-    usize::try_from(limit / 2).unwrap_or(usize::MAX).min(8_000)
+    let limit = usize::try_from(limit).unwrap_or(usize::MAX);
+    if limit >= SILENT + 2_000 {
+        return SILENT;
+    }
+    let count = limit / 2;
+    skip(&format!(
+        "{limit} open files allow {count} silent connections of {SILENT}"
+    ));
+    count
 }
 
 #[tokio::test]
