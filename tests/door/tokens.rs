@@ -8,14 +8,24 @@ use culvert::lab::check;
 use culvert::lab::client::{self, FrontEnd};
 use culvert::lab::pki::Pki;
 use culvert::lab::services::Services;
+use culvert_proto::Packet;
+use culvert_proto::agent_service_client::AgentServiceClient;
 use culvert_tests::interop::Interop;
 use culvert_tests::kube_api::{Fault, KubeApi, TokenStatus};
 use culvert_tests::metrics::{http_get, scrape};
 use culvert_tests::ports::Ports;
 use culvert_tests::{Program, eventually};
+use hyper::client::conn::http2;
+use hyper_util::rt::{TokioExecutor, TokioIo};
 use tempfile::TempDir;
+use tokio::net::TcpStream;
+use tokio::task::JoinSet;
+use tokio_rustls::TlsConnector;
+use tonic::body::Body;
+use tonic::{Code, Request, Status, Streaming};
+use tower::service_fn;
 
-use crate::support::{Door, LIMIT, Upstream};
+use crate::support::{Door, LIMIT, Upstream, timely};
 
 const USER: &str = "system:serviceaccount:kube-system:system-konnectivity-agent";
 const AUDIENCE: &str = "system:konnectivity-server";
@@ -91,6 +101,12 @@ impl Cluster {
 
     /// An agent with the arguments that KKP gives it, which connects to the door.
     fn agent(&mut self, program: &Path, token: &str) -> Program {
+        self.agent_with_metrics(program, token).0
+    }
+
+    /// The same, and where its metrics are.
+    fn agent_with_metrics(&mut self, program: &Path, token: &str) -> (Program, SocketAddr) {
+        let health = SocketAddr::from(([127, 0, 0, 1], self.ports.next_port()));
         let path = self
             .dir
             .path()
@@ -104,12 +120,12 @@ impl Cluster {
             "--proxy-server-host=localhost".to_owned(),
             format!("--proxy-server-port={}", self.door.sni.port()),
             format!("--admin-server-port={}", self.ports.next_port()),
-            format!("--health-server-port={}", self.ports.next_port()),
+            format!("--health-server-port={}", health.port()),
             format!("--service-account-token-path={}", path.display()),
             "--keepalive-time=1m".to_owned(),
             "--xfr-channel-size=150".to_owned(),
         ];
-        Program::spawn(program, &args, &[])
+        (Program::spawn(program, &args, &[]), health)
     }
 
     async fn ready_agents(&self, count: f64) {
@@ -134,6 +150,18 @@ impl Cluster {
         check::echo(stream, 5, 10_000).await.unwrap();
     }
 
+    /// A connection through the door that speaks gRPC by itself.
+    async fn caller(&self) -> Caller {
+        let socket = TcpStream::connect(self.door.sni).await.unwrap();
+        let tls = TlsConnector::from(self.pki.client_tls(&self.pki.agent, &["h2"]).unwrap());
+        let name = "localhost".try_into().unwrap();
+        let stream = timely("a TLS handshake", tls.connect(name, socket)).await;
+        let io = TokioIo::new(stream.unwrap());
+        let (sender, connection) = http2::handshake(TokioExecutor::new(), io).await.unwrap();
+        tokio::spawn(connection);
+        Caller(sender)
+    }
+
     async fn refused(&self) -> f64 {
         let labels = [("listener", "agent"), ("reason", "unauthenticated")];
         let metrics = scrape(self.health).await.unwrap();
@@ -143,28 +171,74 @@ impl Cluster {
     }
 }
 
+/// How many packets of a type an agent has sent.
+async fn packets(agent: SocketAddr, packet_type: &str) -> f64 {
+    let name = "konnectivity_network_proxy_agent_stream_packets_total";
+    let labels = [("segment", "from_agent"), ("packet_type", packet_type)];
+    let metrics = scrape(agent).await.unwrap();
+    metrics.value(name, &labels).unwrap_or_default()
+}
+
+/// An agent's end of a connection, for calls with any metadata.
+#[derive(Clone)]
+struct Caller(http2::SendRequest<Body>);
+
+impl Caller {
+    /// Presents these values of `authorization`.
+    async fn call(self, authorization: &[&str]) -> Result<Streaming<Packet>, Status> {
+        let service = service_fn(move |request| self.0.clone().send_request(request));
+        let origin = http::Uri::from_static("https://localhost");
+        let mut client = AgentServiceClient::with_origin(service, origin);
+        let mut request = Request::new(tokio_stream::pending());
+        let metadata = request.metadata_mut();
+        metadata.insert("agentid", "caller".parse().unwrap());
+        for value in authorization {
+            metadata.append("authorization", value.parse().unwrap());
+        }
+        let answer = timely("the server's answer", client.connect(request)).await;
+        Ok(answer?.into_inner())
+    }
+
+    /// As many calls at once with one token.
+    async fn calls(&self, count: usize, token: &str) -> Vec<Result<Streaming<Packet>, Status>> {
+        let value = format!("Bearer {token}");
+        let call = || {
+            let (caller, value) = (self.clone(), value.clone());
+            async move { caller.call(&[&value]).await }
+        };
+        let calls: JoinSet<_> = (0..count).map(|_| call()).collect();
+        calls.join_all().await
+    }
+}
+
 #[tokio::test]
 async fn agents_come_through_the_door_with_their_token() {
     let services = Services::start().await.unwrap();
     let mut cluster = Cluster::ours().await;
-    cluster
-        .api
-        .token("good", TokenStatus::user(USER).audiences(&[AUDIENCE]));
-    let agent = cluster.agent(Path::new("culvert-agent"), "good\n");
+    let token = "no-log-has-this-token";
+    let status = TokenStatus::user(USER).audiences(&[AUDIENCE]);
+    cluster.api.token(token, status);
+    let ours = Path::new("culvert-agent");
+    let (agent, metrics) = cluster.agent_with_metrics(ours, &format!("{token}\n"));
     cluster.ready_agents(1.0).await;
     cluster.carries(&services).await;
-    // The native transport came through: the door passes ALPN on untouched.
+    // The native transport came through, where an agent sends no packets of data: the door passes
+    // ALPN on untouched.
+    assert_eq!(packets(metrics, "DIAL_RSP").await, 1.0);
+    assert_eq!(packets(metrics, "DATA").await, 0.0);
     let reviews = cluster.api.reviews();
-    assert_eq!(reviews[0].token, "good");
+    assert_eq!(reviews[0].token, token);
     assert_eq!(reviews[0].audiences, [AUDIENCE]);
-    assert!(!agent.log().contains("good\""), "a token in a log");
-    assert!(!cluster.server.log().contains("good"), "a token in a log");
+    for program in [&agent, &cluster.server] {
+        assert!(!program.log().contains(token), "a token in a log");
+    }
     if let Some(interop) = Interop::get() {
-        let stock = cluster.agent(&interop.proxy_agent, "good");
+        let (stock, metrics) = cluster.agent_with_metrics(&interop.proxy_agent, token);
         cluster.ready_agents(2.0).await;
         agent.kill();
         cluster.ready_agents(1.0).await;
         cluster.carries(&services).await;
+        assert!(packets(metrics, "DATA").await > 0.0);
         drop(stock);
     }
 }
@@ -183,7 +257,28 @@ fn table() -> Vec<(&'static str, TokenStatus, &'static str)> {
             TokenStatus::rejected(""),
             "service account jwt not valid",
         ),
+        (
+            "failed",
+            TokenStatus {
+                error: "an authenticator failed".to_owned(),
+                ..user(USER)
+            },
+            "lookup failed: an authenticator failed",
+        ),
+        (
+            "denied",
+            TokenStatus {
+                authenticated: false,
+                ..user(USER)
+            },
+            "service account jwt not valid",
+        ),
         ("human", user("jane"), "unexpected username format"),
+        (
+            "long",
+            user("system:serviceaccount:kube-system:system-konnectivity-agent:0"),
+            "unexpected username format",
+        ),
         (
             "node",
             user("system:node:a:b"),
@@ -236,6 +331,49 @@ async fn every_other_token_is_refused_and_both_ends_say_why() {
 }
 
 #[tokio::test]
+async fn a_call_needs_one_bearer_token_and_its_audiences_are_the_api_s_business() {
+    let cluster = Cluster::ours().await;
+    let elsewhere = TokenStatus::user(USER).audiences(&["https://elsewhere"]);
+    cluster.api.token("elsewhere", elsewhere);
+    let rows: [(&[&str], &str); 5] = [
+        (&[], "Authentication context was not found in metadata"),
+        (
+            &["Bearer elsewhere", "Bearer elsewhere"],
+            "too many (2) tokens are received",
+        ),
+        (
+            &["elsewhere"],
+            "received token does not have \"Bearer \" prefix",
+        ),
+        (
+            &["bearer elsewhere"],
+            "received token does not have \"Bearer \" prefix",
+        ),
+        (
+            &["Bearer unheard of"],
+            "Failed to validate authentication token, err:lookup failed: invalid bearer token",
+        ),
+    ];
+    for (count, (authorization, text)) in rows.iter().enumerate() {
+        let status = cluster.caller().await.call(authorization).await;
+        let status = status.expect_err(text);
+        assert_eq!((status.code(), status.message()), (Code::Unknown, *text));
+        assert_eq!(cluster.refused().await, count as f64 + 1.0);
+    }
+    let asked = cluster.api.reviews();
+    assert_eq!(
+        asked.len(),
+        1,
+        "only what may be a token is reviewed: {asked:?}"
+    );
+    cluster.ready_agents(0.0).await;
+    // Upstream does not look at those in the answer.
+    let call = cluster.caller().await.call(&["Bearer elsewhere"]).await;
+    cluster.ready_agents(1.0).await;
+    drop(call.unwrap());
+}
+
+#[tokio::test]
 async fn without_an_answer_nobody_is_let_in_and_later_everybody() {
     let services = Services::start().await.unwrap();
     let mut cluster = Cluster::ours().await;
@@ -268,4 +406,27 @@ async fn agents_that_come_together_cost_few_reviews() {
         "{reviews} reviews for {} agents",
         agents.len()
     );
+}
+
+#[tokio::test]
+async fn a_thousand_calls_with_one_token_cost_few_reviews() {
+    const CALLS: usize = 1_000;
+    let cluster = Cluster::ours().await;
+    cluster.api.token("good", TokenStatus::user(USER));
+    let slow = Fault::delay(std::time::Duration::from_secs(1));
+    cluster.api.fault(slow.on("tokenreviews"));
+    let caller = cluster.caller().await;
+    // One by one they would take a thousand seconds.
+    let calls = caller.calls(CALLS, "refused").await;
+    let text = "Failed to validate authentication token, err:lookup failed: invalid bearer token";
+    for call in calls {
+        assert_eq!(call.expect_err("a refusal").message(), text);
+    }
+    assert_eq!(cluster.refused().await, CALLS as f64);
+    let refused = cluster.api.reviews().len();
+    assert!(refused <= 10, "{refused} reviews");
+    let calls = caller.calls(CALLS, "good").await;
+    assert!(calls.iter().all(Result::is_ok));
+    let good = cluster.api.reviews().len() - refused;
+    assert!(good <= 3, "{good} reviews");
 }
