@@ -1,5 +1,5 @@
 //! Sockets: listeners, dialing with Go-shaped errors, the CONNECT request head, outbound proxies,
-//! reading ahead, options.
+//! reading ahead, options, peers that are gone.
 
 pub mod connect;
 pub mod dial;
@@ -7,3 +7,4 @@ pub mod listen;
 pub mod options;
 pub mod proxy;
 pub mod readahead;
+pub mod silence;

@@ -16,6 +16,8 @@
 //! | [`front`] | connections that are passed on: TLS by server name, node ports |
 //! | [`relay`] | bytes from socket to socket, in the kernel where there are many |
 //! | [`tunnel`] | CONNECT over HTTP/1.1 and HTTP/2 |
+//! | [`watch`] | the end of connections that stand still or have lost a side |
+//! | [`socket`] | a socket to read, to write and to look at |
 //! | [`ports`] | node ports, opened and closed as Services come and go |
 //! | [`metrics`] | its series, and those under Envoy's names |
 //! | [`config`], [`cli`], [`app`] | flags, program, wiring |
@@ -38,6 +40,8 @@ pub mod ports;
 pub mod relay;
 pub mod request;
 pub mod routes;
+pub mod socket;
 pub mod table;
 pub mod tunnel;
 pub mod upstream;
+pub mod watch;

@@ -20,6 +20,7 @@ mod judge;
 mod node;
 mod node_ports;
 mod peers;
+mod silence;
 mod sni;
 mod tokens;
 mod tunnels;

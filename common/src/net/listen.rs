@@ -34,6 +34,13 @@ pub struct Keepalive {
     pub user_timeout: Option<Duration>,
 }
 
+impl Keepalive {
+    /// How long a peer may be silent: it is asked and does not answer for the last part of that.
+    pub fn patience(&self) -> Duration {
+        self.idle + self.interval * self.probes
+    }
+}
+
 impl Default for Keepalive {
     fn default() -> Self {
         Self {

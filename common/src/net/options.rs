@@ -1,7 +1,10 @@
-//! Socket options that no crate in use offers: the only unsafe code of the workspace.
+//! Socket options that no crate in use offers: the only unsafe code of the workspace, some of it from
+//! the macro of a crate.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd as _};
+
+use nix::sys::socket::sockopt::GetStruct;
 
 /// Has a stream socket say that it can be read once it holds `bytes`, or has reached its end
 /// (`SO_RCVLOWAT`, socket(7)). What it holds can be read at any time, but whoever waits for readiness finds it
@@ -27,6 +30,19 @@ pub fn set_ipv6_dont_fragment(socket: &impl AsFd, refuses: bool) -> io::Result<(
         refuses.into(),
     )
 }
+
+/// What the kernel knows of a TCP connection (`TCP_INFO`, tcp(7)).
+#[derive(Clone, Copy, Debug)]
+pub struct TcpInfo;
+
+// Numbers only, in whichever way they are filled in.
+nix::getsockopt_impl!(
+    TcpInfo,
+    libc::IPPROTO_TCP,
+    libc::TCP_INFO,
+    libc::tcp_info,
+    GetStruct<libc::tcp_info>
+);
 
 fn set(
     socket: &impl AsFd,

@@ -128,6 +128,10 @@ impl Front {
                 Entrance::Sni => self.limits.sni_idle,
                 _ => self.limits.node_port_idle,
             },
+            patience: [
+                self.limits.downstream_keepalive.patience(),
+                self.limits.upstream_keepalive.patience(),
+            ],
             sent: &stats.sent,
             received: &stats.received,
         };

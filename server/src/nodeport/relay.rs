@@ -21,6 +21,8 @@ use tokio::sync::Notify;
 use tokio::task::{coop::consume_budget, yield_now};
 use tokio::time::{Instant, sleep, sleep_until};
 
+use super::watch::{Side, watch};
+
 /// The buffer of a thread. What fills it is bulk.
 const COPY_BYTES: usize = 16 * 1024;
 
@@ -50,6 +52,8 @@ pub struct Relay<'a> {
     pub endpoint: &'a TcpStream,
     /// Ends the connection once nothing has moved for so long; `None` never does.
     pub idle: Option<Duration>,
+    /// How long the client, and the endpoint, may be silent while something waits for them.
+    pub patience: [Duration; 2],
     /// Counts bytes from client to endpoint, here and elsewhere.
     pub sent: &'a AtomicU64,
     /// Counts bytes from endpoint to client.
@@ -124,9 +128,22 @@ impl Relay<'_> {
                 Err(reason) => reason,
             }
         };
+        let [client, endpoint] = self.patience;
+        let sides = [
+            Some(Side {
+                socket: self.client,
+                patience: client,
+                lost: CloseReason::ClientLost,
+            }),
+            Some(Side {
+                socket: self.endpoint,
+                patience: endpoint,
+                lost: CloseReason::EndpointLost,
+            }),
+        ];
         let reason = tokio::select! {
             reason = both => reason,
-            () = idle([&up.moved, &down.moved], self.idle) => CloseReason::IdleTimeout,
+            reason = watch([&up.moved, &down.moved], self.idle, sides) => reason,
         };
         match reason {
             CloseReason::EndpointLost => self.settle().await,
@@ -165,19 +182,12 @@ impl Relay<'_> {
     }
 }
 
-/// Resolves once none of the `counters` has changed for `bound`, at the latest after twice that.
-pub async fn idle<const N: usize>(counters: [&AtomicU64; N], bound: Option<Duration>) {
-    let Some(bound) = bound else {
-        return std::future::pending().await;
-    };
-    let moved = || -> u64 {
-        let each = counters.iter().map(|count| count.load(Ordering::Relaxed));
-        each.sum()
-    };
+/// Resolves once `counter` has not changed for `bound`, at the latest after twice that.
+async fn idle(counter: &AtomicU64, bound: Duration) {
     loop {
-        let before = moved();
+        let before = counter.load(Ordering::Relaxed);
         sleep(bound).await;
-        if moved() == before {
+        if counter.load(Ordering::Relaxed) == before {
             return;
         }
     }
@@ -212,7 +222,7 @@ impl Way<'_> {
                     // What comes the other way is still good.
                     tokio::select! {
                         () = other.done.notified() => {}
-                        () = idle([&other.moved], Some(CLOSE_STALL)) => {}
+                        () = idle(&other.moved, CLOSE_STALL) => {}
                     }
                     return Err(to_lost);
                 }
@@ -223,7 +233,7 @@ impl Way<'_> {
         self.done.notify_one();
         tokio::select! {
             () = other.done.notified() => Ok(()),
-            () = idle([&other.moved], Some(HALF_OPEN_IDLE)) => Err(CloseReason::HalfOpenIdle),
+            () = idle(&other.moved, HALF_OPEN_IDLE) => Err(CloseReason::HalfOpenIdle),
         }
     }
 

@@ -31,8 +31,9 @@ use self::ending::Ending;
 use super::allowed::AllowedNetworks;
 use super::front::{FIRST_WORD_TIMEOUT, Front, refusal_of};
 use super::metrics::{Entrance, Refusal, Tally};
-use super::relay::idle;
+use super::socket::Socket;
 use super::upstream::{Connected, Upstream};
+use super::watch::{Side, watch};
 
 /// The largest head of an HTTP/1.1 request; Envoy takes 60 KiB.
 const MAX_HEAD_BYTES: usize = 64 * 1024;
@@ -65,6 +66,8 @@ struct Tunnel<'a> {
     connected: Connected,
     authority: &'a str,
     peer: SocketAddr,
+    /// The client's socket, if its HTTP/1.1 asks for no sign of life.
+    client: Option<&'a TcpStream>,
     /// Bounds what this tunnel holds for its client together with others.
     unread: Option<Arc<Allowance>>,
 }
@@ -113,11 +116,13 @@ impl Tunnels {
             Ok(_) => return,
             Err(_) => return silent(&self),
         }
+        let socket = Arc::new(stream);
+        let stream = Socket(socket.clone());
         match &self.tls {
             Some(tls) if first == [TLS_HANDSHAKE] => {
                 let accept = tls.accept(ReadAhead::new(stream));
                 match timeout(FIRST_WORD_TIMEOUT, accept).await {
-                    Ok(Ok(stream)) => self.converse(stream, peer).await,
+                    Ok(Ok(stream)) => self.converse(stream, &socket, peer).await,
                     Ok(Err(error)) => {
                         let why = culvert_common::tls::explain(&error);
                         self.refuse(Refusal::Tls, peer, &why);
@@ -126,12 +131,12 @@ impl Tunnels {
                 }
             }
             _ if self.require_tls => self.refuse(Refusal::Tls, peer, "plain text, TLS is required"),
-            _ => self.converse(stream, peer).await,
+            _ => self.converse(stream, &socket, peer).await,
         }
     }
 
     /// Finds out which HTTP the client speaks.
-    async fn converse<S>(self: Arc<Self>, mut stream: S, peer: SocketAddr)
+    async fn converse<S>(self: Arc<Self>, mut stream: S, socket: &TcpStream, peer: SocketAddr)
     where
         S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
     {
@@ -151,14 +156,19 @@ impl Tunnels {
             Ok(Ok(())) if received.starts_with(PRIOR_KNOWLEDGE) => {
                 self.http2(ReadAhead::behind(received, stream), peer).await;
             }
-            Ok(Ok(())) => self.http1(stream, received, peer).await,
+            Ok(Ok(())) => self.http1(stream, socket, received, peer).await,
             Ok(Err(_)) => self.refuse(Refusal::Garbage, peer, "left before its request"),
             Err(_) => self.refuse(Refusal::Timeout, peer, "no request in time"),
         }
     }
 
-    async fn http1<S>(&self, stream: S, mut received: BytesMut, peer: SocketAddr)
-    where
+    async fn http1<S>(
+        &self,
+        stream: S,
+        socket: &TcpStream,
+        mut received: BytesMut,
+        peer: SocketAddr,
+    ) where
         S: AsyncRead + AsyncWrite + Unpin + Send,
     {
         let metrics = &self.front.metrics;
@@ -220,6 +230,7 @@ impl Tunnels {
             connected,
             authority: &head.target,
             peer,
+            client: Some(socket),
             unread: None,
         };
         let reason = self.carry((&mut source, &mut sink), tunnel).await;
@@ -257,6 +268,7 @@ impl Tunnels {
             connected,
             authority,
             peer,
+            client: socket,
             unread,
         } = tunnel;
         let Connected {
@@ -265,16 +277,28 @@ impl Tunnels {
         let moved = Arc::<AtomicU64>::default();
         let [up, down] = Tally::both(&upstream, &self.front.metrics, &moved);
         let (mut up, mut down) = (Meter::new(up), Meter::new(down));
-        let (read, write) = stream.into_split();
         let lost = CloseReason::EndpointLost;
-        let mut source = ReadSource::new(read, Bytes::new(), lost).within(unread);
-        let mut sink = WriteSink::new(write, lost);
+        let mut source = ReadSource::new(Socket(&stream), Bytes::new(), lost).within(unread);
+        let mut sink = WriteSink::new(Socket(&stream), lost);
         let (mut asked, mut answered) = (Ending::new(client.0), Ending::new(&mut source));
         let endpoint = (&mut answered, &mut sink);
         let pumped = pump((&mut asked, client.1), endpoint, &mut up, &mut down);
+        let limits = &self.front.limits;
+        let endpoint = Side {
+            socket: &stream,
+            patience: limits.upstream_keepalive.patience(),
+            lost,
+        };
+        // A client that speaks HTTP/2 answers PINGs.
+        let client = socket.map(|socket| Side {
+            socket,
+            patience: limits.downstream_keepalive.patience(),
+            lost: CloseReason::ClientLost,
+        });
+        let sides = [Some(endpoint), client];
         let reason = tokio::select! {
             reason = pumped => reason,
-            () = idle([&moved], self.front.limits.stream_idle) => CloseReason::IdleTimeout,
+            reason = watch([&moved], limits.stream_idle, sides) => reason,
         };
         if let (Some(asked), Some(answered)) = (asked.at, answered.at)
             && asked < answered

@@ -17,6 +17,7 @@ async fn relayed(idle: Option<Duration>) -> (TcpStream, TcpStream, JoinHandle<(E
             client: &near,
             endpoint: &far,
             idle,
+            patience: [Duration::from_secs(25); 2],
             sent: &sent,
             received: &received,
         };

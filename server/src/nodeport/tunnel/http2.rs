@@ -189,6 +189,7 @@ impl Tunnels {
             connected,
             authority: &authority.unwrap_or_default(),
             peer,
+            client: None,
             unread: Some(shared.unread.clone()),
         };
         let reason = self.carry((&mut source, &mut sink), tunnel).await;

@@ -1,0 +1,206 @@
+//! Peers that vanish without a word while bytes are on their way to them, each test in a network of its
+//! own, and peers that only do not read.
+
+use std::process::Command;
+use std::sync::Arc;
+use std::time::Duration;
+
+use culvert_tests::envoy::skip;
+use culvert_tests::eventually;
+use culvert_tests::namespace::alone;
+use rustls::pki_types::ServerName;
+use rustls::{ClientConfig, ClientConnection, RootCertStore};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpSocket, TcpStream};
+use tokio::time::sleep;
+
+use crate::support::{Door, LIMIT, Upstream, timely};
+
+const NAME: &str = "raw.example.com";
+const AUTHORITY: &str = "raw.demo.svc.cluster.local:443";
+
+/// Where clients come from, and where the endpoint is: what is cut off.
+const CLIENT: &str = "127.0.0.2";
+const ENDPOINT: &str = "127.0.0.3";
+
+/// A peer may be silent for 4 s.
+const FLAGS: [&str; 6] = [
+    "--downstream-tcp-keepalive-time=1s",
+    "--downstream-tcp-keepalive-interval=1s",
+    "--downstream-tcp-keepalive-probes=3",
+    "--upstream-tcp-keepalive-time=1s",
+    "--upstream-tcp-keepalive-interval=1s",
+    "--upstream-tcp-keepalive-probes=3",
+];
+const PATIENCE: Duration = Duration::from_secs(4);
+
+/// A door, and two connections through it: by server name, and by HTTP/1.1 CONNECT.
+struct Pairs {
+    door: Door,
+    /// Clients and endpoints.
+    pairs: [(TcpStream, TcpStream); 2],
+}
+
+impl Pairs {
+    async fn start() -> Self {
+        let listener = TcpListener::bind((ENDPOINT, 0)).await.unwrap();
+        let upstream = Upstream::new("demo/raw", listener.local_addr().unwrap())
+            .server_name(NAME)
+            .authority(AUTHORITY);
+        let door = Door::start_with(&[upstream], &FLAGS).await;
+
+        let hello = hello();
+        let mut by_name = connect(door.sni).await;
+        by_name.write_all(&hello).await.unwrap();
+        let (mut first, _) = timely("a connection", listener.accept()).await.unwrap();
+        let mut heard = vec![0; hello.len()];
+        timely("the hello", first.read_exact(&mut heard))
+            .await
+            .unwrap();
+
+        let mut by_connect = connect(door.tunneling).await;
+        let request = format!("CONNECT {AUTHORITY} HTTP/1.1\r\nHost: {AUTHORITY}\r\n\r\n");
+        by_connect.write_all(request.as_bytes()).await.unwrap();
+        let (second, _) = timely("a connection", listener.accept()).await.unwrap();
+        let mut head = Vec::new();
+        while !head.ends_with(b"\r\n\r\n") {
+            head.push(timely("the answer", by_connect.read_u8()).await.unwrap());
+        }
+        let pairs = [(by_name, first), (by_connect, second)];
+        Self { door, pairs }
+    }
+
+    /// Waits until both connections have ended for this reason.
+    async fn have_ended(&self, reason: &str) {
+        eventually(reason, LIMIT, async || {
+            let labels = [("reason", reason)];
+            let name = "culvert_connections_closed_total";
+            let ended = self.door.value(name, &labels).await;
+            (ended == 2.0).then_some(()).ok_or(ended)
+        })
+        .await;
+        self.door.is_idle().await;
+    }
+}
+
+/// With little room for what is not read.
+async fn connect(door: std::net::SocketAddr) -> TcpStream {
+    let socket = TcpSocket::new_v4().unwrap();
+    socket.set_recv_buffer_size(256 * 1024).unwrap();
+    let here = format!("{CLIENT}:0").parse().unwrap();
+    socket.bind(here).unwrap();
+    timely("a connection", socket.connect(door)).await.unwrap()
+}
+
+fn hello() -> Vec<u8> {
+    let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+    let config = ClientConfig::builder_with_provider(provider)
+        .with_safe_default_protocol_versions()
+        .unwrap()
+        .with_root_certificates(RootCertStore::empty())
+        .with_no_client_auth();
+    let name = ServerName::try_from(NAME).unwrap();
+    let mut client = ClientConnection::new(Arc::new(config), name).unwrap();
+    let mut hello = Vec::new();
+    client.write_tls(&mut hello).unwrap();
+    hello
+}
+
+/// Drops every packet from and to an address.
+fn cut_off(address: &str) {
+    for side in ["-s", "-d"] {
+        let args = ["-w", "-A", "INPUT", side, address, "-j", "DROP"];
+        let output = Command::new("iptables").args(args).output().unwrap();
+        assert!(output.status.success(), "{output:?}");
+    }
+}
+
+/// Nothing, and a line on stderr, where packets can not be dropped.
+fn can_cut_off() -> bool {
+    let found = Command::new("iptables").arg("--version").output().is_ok();
+    if !found {
+        skip("no iptables");
+    }
+    found
+}
+
+/// Reads until the end, which may be a reset.
+async fn ends(stream: &mut TcpStream) {
+    let mut rest = Vec::new();
+    let _ = timely("the end", stream.read_to_end(&mut rest)).await;
+}
+
+#[test]
+fn a_client_that_vanishes_with_bytes_on_the_way_is_noticed() {
+    if !can_cut_off() {
+        return;
+    }
+    alone(async || {
+        let mut pairs = Pairs::start().await;
+        cut_off(CLIENT);
+        for (_, endpoint) in &mut pairs.pairs {
+            endpoint.write_all(b"nobody hears this").await.unwrap();
+        }
+        for (_, endpoint) in &mut pairs.pairs {
+            ends(endpoint).await;
+        }
+        pairs.have_ended("client_lost").await;
+    });
+}
+
+#[test]
+fn an_endpoint_that_vanishes_with_bytes_on_the_way_is_noticed() {
+    if !can_cut_off() {
+        return;
+    }
+    alone(async || {
+        let mut pairs = Pairs::start().await;
+        cut_off(ENDPOINT);
+        for (client, _) in &mut pairs.pairs {
+            client.write_all(b"nobody hears this").await.unwrap();
+        }
+        for (client, _) in &mut pairs.pairs {
+            ends(client).await;
+        }
+        pairs.have_ended("endpoint_lost").await;
+    });
+}
+
+#[test]
+fn a_client_that_does_not_read_is_kept_and_one_that_vanishes_meanwhile_is_not() {
+    const BYTES: usize = 32 << 20;
+    if !can_cut_off() {
+        return;
+    }
+    alone(async || {
+        let Pairs { door, pairs } = Pairs::start().await;
+        let [(mut reader, endpoint), (mut vanishing, other)] = pairs;
+        let [mut first, second] = [endpoint, other].map(|mut endpoint| {
+            tokio::spawn(async move {
+                // Fails once the client is gone.
+                let _ = endpoint.write_all(&vec![7; BYTES]).await;
+                endpoint
+            })
+        });
+        // The kernel asks for room after 6, 13 and 25 s: it hears nothing for longer than a peer may be
+        // silent.
+        sleep(PATIENCE * 5).await;
+        assert!(!first.is_finished() && !second.is_finished());
+        let mut read = vec![0; BYTES];
+        timely("what waits", reader.read_exact(&mut read))
+            .await
+            .unwrap();
+        assert!(read.iter().all(|byte| *byte == 7));
+        let mut endpoint = timely("the rest", &mut first).await.unwrap();
+        // The other one is still there, too, and begins to read when it is cut off.
+        vanishing.read_exact(&mut read[..1 << 20]).await.unwrap();
+        reader.write_all(b"here").await.unwrap();
+        timely("a word", endpoint.read_exact(&mut read[..4]))
+            .await
+            .unwrap();
+        cut_off(CLIENT);
+        let mut other = timely("the end", second).await.unwrap();
+        ends(&mut other).await;
+        drop(door);
+    });
+}
