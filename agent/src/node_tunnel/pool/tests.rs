@@ -47,6 +47,8 @@ pub struct FarEnd {
     pub inbound: Arc<Inbound>,
     pub driver: JoinHandle<()>,
     drain: Arc<Notify>,
+    /// It falls silent, and keeps the connection.
+    mute: Arc<Notify>,
 }
 
 impl Proxy {
@@ -109,7 +111,8 @@ impl Reach for Dialer {
 impl FarEnd {
     fn start(stream: DuplexStream, script: &Script) -> Self {
         let (sender, streams) = mpsc::unbounded_channel();
-        let (inbound, drain) = (Arc::<Inbound>::default(), Arc::<Notify>::default());
+        let inbound = Arc::<Inbound>::default();
+        let [drain, mute] = [(); 2].map(|()| Arc::<Notify>::default());
         let max_streams = script.max_streams.load(Ordering::Relaxed);
         let driver = if script.mute.load(Ordering::Relaxed) {
             tokio::spawn(async move {
@@ -118,13 +121,25 @@ impl FarEnd {
             })
         } else {
             let (inbound, drain) = (inbound.clone(), drain.clone());
-            tokio::spawn(take(stream, inbound, max_streams, drain, sender))
+            let (take, mute) = (
+                take(stream, inbound, max_streams, drain, sender),
+                mute.clone(),
+            );
+            tokio::spawn(async move {
+                let mut take = pin!(take);
+                tokio::select! {
+                    () = &mut take => {}
+                    // What it has is kept.
+                    () = mute.notified() => pending().await,
+                }
+            })
         };
         Self {
             streams,
             inbound,
             driver,
             drain,
+            mute,
         }
     }
 
@@ -257,6 +272,31 @@ async fn a_connection_that_answers_no_ping_is_replaced() {
     assert_eq!(proxy.dials(), 1);
     sleep(DIAL_TAKES * 3).await;
     assert_eq!(proxy.dials(), 2);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_connection_that_falls_silent_after_it_has_carried_a_stream_is_replaced() {
+    let mut proxy = Proxy::start(1);
+    let stream = proxy.open().await.unwrap();
+    let mut a = proxy.next_connection().await;
+    let (_request, mut respond) = a.next_stream().await;
+    let _answered = respond.send_response(Response::new(()), false).unwrap();
+    let mut body = stream.answer.await.unwrap().into_body();
+    sleep(DIAL_TAKES).await;
+    a.mute.notify_one();
+    // An idle connection is asked for a sign of life after 30 s.
+    let (seconds, began) = (Duration::from_secs(35), Instant::now());
+    let ended = timeout(seconds, body.data()).await.unwrap();
+    assert!(matches!(ended, None | Some(Err(_))), "{ended:?}");
+    // The name is looked up anew.
+    let second = timeout(
+        seconds - began.elapsed() + DIAL_TAKES,
+        proxy.next_connection(),
+    );
+    let mut b = second.await.unwrap();
+    assert_eq!(proxy.dials(), 2);
+    let _stream = proxy.open().await.unwrap();
+    let _in_b = b.next_stream().await;
 }
 
 #[tokio::test(start_paused = true)]
