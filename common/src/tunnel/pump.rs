@@ -44,9 +44,26 @@ where
     ES: Source,
     EK: Sink,
 {
+    pump_within(client, endpoint, up, down, HALF_OPEN_IDLE).await
+}
+
+/// The same with another bound than [`HALF_OPEN_IDLE`].
+pub async fn pump_within<CS, CK, ES, EK>(
+    client: (&mut CS, &mut CK),
+    endpoint: (&mut ES, &mut EK),
+    up: &mut Meter,
+    down: &mut Meter,
+    half_open: Duration,
+) -> CloseReason
+where
+    CS: Source,
+    CK: Sink,
+    ES: Source,
+    EK: Sink,
+{
     let (upward, downward) = (Direction::default(), Direction::default());
-    let up = one_way(client.0, endpoint.1, up, &upward, &downward);
-    let down = one_way(endpoint.0, client.1, down, &downward, &upward);
+    let up = one_way(client.0, endpoint.1, up, [&upward, &downward], half_open);
+    let down = one_way(endpoint.0, client.1, down, [&downward, &upward], half_open);
     match tokio::try_join!(up, down) {
         Ok(((), ())) => CloseReason::Finished,
         Err(reason) => reason,
@@ -77,8 +94,8 @@ async fn one_way(
     source: &mut impl Source,
     sink: &mut impl Sink,
     meter: &mut Meter,
-    own: &Direction,
-    other: &Direction,
+    [own, other]: [&Direction; 2],
+    half_open: Duration,
 ) -> Result<(), CloseReason> {
     while let Some(chunk) = source.recv().await? {
         let bytes = chunk.len() as u64;
@@ -108,7 +125,7 @@ async fn one_way(
         biased;
         () = other.done.notified() => Ok(()),
         reason = source.aborted() => Err(reason),
-        () = other.idle(HALF_OPEN_IDLE) => Err(CloseReason::HalfOpenIdle),
+        () = other.idle(half_open) => Err(CloseReason::HalfOpenIdle),
     }
 }
 
@@ -212,6 +229,29 @@ mod tests {
         assert_eq!(reason, CloseReason::HalfOpenIdle);
         assert_eq!(down.bytes, 4);
         assert_eq!(started.elapsed(), HALF_OPEN_IDLE * 2);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_half_open_connection_may_idle_for_as_long_as_its_caller_says() {
+        let (mut client, near) = duplex(64);
+        let (far, mut endpoint) = duplex(64);
+        let (mut cs, mut ck) = halves(near, CloseReason::ClientLost);
+        let (mut es, mut ek) = halves(far, CloseReason::EndpointLost);
+        let (mut up, mut down) = (Meter::new(Counter::noop()), Meter::new(Counter::noop()));
+        let (client_side, endpoint_side) = ((&mut cs, &mut ck), (&mut es, &mut ek));
+        let bound = HALF_OPEN_IDLE * 12;
+        let run = pump_within(client_side, endpoint_side, &mut up, &mut down, bound);
+        let talk = async {
+            client.shutdown().await.unwrap();
+            sleep(HALF_OPEN_IDLE * 3).await;
+            endpoint.write_all(b"late").await.unwrap();
+            endpoint.shutdown().await.unwrap();
+            let mut answer = String::new();
+            client.read_to_string(&mut answer).await.unwrap();
+            answer
+        };
+        let (reason, answer) = tokio::join!(run, talk);
+        assert_eq!((reason, answer.as_str()), (CloseReason::Finished, "late"));
     }
 
     #[tokio::test]

@@ -12,7 +12,7 @@ use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-use culvert_common::tunnel::{CLOSE_STALL, CloseReason, HALF_OPEN_IDLE};
+use culvert_common::tunnel::{CLOSE_STALL, CloseReason};
 use rustix::pipe::{PipeFlags, SpliceFlags, fcntl_setpipe_size, pipe_with, splice};
 use socket2::SockRef;
 use tokio::io::Interest;
@@ -231,10 +231,9 @@ impl Way<'_> {
         // Fails if the peer has gone; the other direction tells.
         let _ = SockRef::from(self.to).shutdown(Shutdown::Write);
         self.done.notify_one();
-        tokio::select! {
-            () = other.done.notified() => Ok(()),
-            () = idle(&other.moved, HALF_OPEN_IDLE) => Err(CloseReason::HalfOpenIdle),
-        }
+        // However long that idles: what the operator allows is the relay's to know.
+        other.done.notified().await;
+        Ok(())
     }
 
     fn count(&self, bytes: usize) {

@@ -11,6 +11,7 @@ use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
 use culvert_common::net::connect::{self, HeadReader};
@@ -18,8 +19,8 @@ use culvert_common::net::dial::split_host_port;
 use culvert_common::net::readahead::ReadAhead;
 use culvert_common::tunnel::allowance::Allowance;
 use culvert_common::tunnel::io::{ReadSource, WriteSink, leave};
-use culvert_common::tunnel::pump::{Meter, pump};
-use culvert_common::tunnel::{CloseReason, Sink, Source};
+use culvert_common::tunnel::pump::{Meter, pump_within};
+use culvert_common::tunnel::{CloseReason, HALF_OPEN_IDLE, Sink, Source};
 use http::StatusCode;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::TcpStream;
@@ -282,8 +283,12 @@ impl Tunnels {
         let mut sink = WriteSink::new(Socket(&stream), lost);
         let (mut asked, mut answered) = (Ending::new(client.0), Ending::new(&mut source));
         let endpoint = (&mut answered, &mut sink);
-        let pumped = pump((&mut asked, client.1), endpoint, &mut up, &mut down);
         let limits = &self.front.limits;
+        // Half a connection may idle for as long as a whole one.
+        let half_open = limits.stream_idle;
+        let half_open = half_open.map_or(Duration::MAX, |idle| idle.max(HALF_OPEN_IDLE));
+        let client = (&mut asked, client.1);
+        let pumped = pump_within(client, endpoint, &mut up, &mut down, half_open);
         let endpoint = Side {
             socket: &stream,
             patience: limits.upstream_keepalive.patience(),

@@ -171,3 +171,22 @@ async fn a_reset_is_passed_on_amid_bytes_in_both_directions() {
         assert_eq!(relay.await.unwrap().0.reason, CloseReason::ClientLost);
     }
 }
+
+#[tokio::test(start_paused = true)]
+async fn half_a_connection_may_idle_for_as_long_as_a_whole_one() {
+    let hour = Duration::from_secs(3600);
+    let (mut client, mut endpoint, relay) = relayed(Some(hour * 2)).await;
+    client.write_all(b"question").await.unwrap();
+    client.shutdown().await.unwrap();
+    let mut asked = String::new();
+    endpoint.read_to_string(&mut asked).await.unwrap();
+    assert_eq!(asked, "question");
+    tokio::time::sleep(hour).await;
+    assert!(!relay.is_finished());
+    endpoint.write_all(b"answer").await.unwrap();
+    drop(endpoint);
+    let mut answer = String::new();
+    client.read_to_string(&mut answer).await.unwrap();
+    assert_eq!(answer, "answer");
+    assert_eq!(relay.await.unwrap().0.reason, CloseReason::Finished);
+}
