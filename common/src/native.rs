@@ -17,6 +17,7 @@
 //! ([`CONNECTION_WINDOW_BYTES`]): if streams that stall could use it up, the others would wait.
 
 pub mod halves;
+mod heard;
 pub mod hello;
 pub mod link;
 pub mod window;

@@ -13,6 +13,7 @@ use http::Request;
 use tokio::io::{AsyncRead, AsyncWrite};
 
 use super::halves::Chunk;
+use super::heard::Heard;
 use super::window::{Inbound, PING_TIMEOUT, Tuner};
 use super::{CONNECTION_WINDOW_BYTES, FRAME_BYTES, SEND_BYTES};
 
@@ -29,13 +30,13 @@ const HEADER_BYTES: u32 = 64 * 1024;
 
 /// The server's end: opens streams.
 pub struct Opener<S> {
-    connection: client::Connection<S, Chunk>,
+    connection: client::Connection<Heard<S>, Chunk>,
     tuner: Tuner,
 }
 
 /// The agent's end: takes streams.
 pub struct Taker<S> {
-    connection: server::Connection<S, Chunk>,
+    connection: server::Connection<Heard<S>, Chunk>,
     tuner: Tuner,
 }
 
@@ -89,7 +90,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Opener<S> {
             .data_frame_budget(SMALL_FRAMES)
             .initial_max_send_streams(usize::MAX >> 1)
             .enable_push(false)
-            .handshake(stream)
+            .handshake(Heard::new(stream, inbound.clone()))
             .await?;
         let ping = connection.ping_pong().ok_or_else(unpingable)?;
         let tuner = Tuner::new(ping, inbound, budget, ping_timeout);
@@ -140,7 +141,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Taker<S> {
             .max_pending_accept_reset_streams(RESET_STREAMS)
             .max_local_error_reset_streams(None)
             .data_frame_budget(SMALL_FRAMES)
-            .handshake::<_, Chunk>(stream)
+            .handshake::<_, Chunk>(Heard::new(stream, inbound.clone()))
             .await?;
         let ping = connection.ping_pong().ok_or_else(unpingable)?;
         let tuner = Tuner::new(ping, inbound, limits.held_bytes, PING_TIMEOUT);
@@ -192,4 +193,42 @@ pub fn chunk(bytes: Bytes) -> Chunk {
 /// There is one handle for pings, and it is taken once.
 fn unpingable() -> h2::Error {
     h2::Reason::INTERNAL_ERROR.into()
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use tokio::io::{AsyncWriteExt as _, duplex, sink};
+    use tokio::time::{Instant, sleep, timeout};
+
+    use super::*;
+
+    const LIMIT: Duration = Duration::from_secs(5);
+
+    /// SETTINGS without a setting, and one more byte for the connection (RFC 9113, 6.5 and 6.9).
+    const SETTINGS: [u8; 9] = [0, 0, 0, 4, 0, 0, 0, 0, 0];
+    const WINDOW_UPDATE: [u8; 13] = [0, 0, 4, 8, 0, 0, 0, 0, 0, 0, 0, 0, 1];
+
+    #[tokio::test(start_paused = true)]
+    async fn every_frame_is_a_sign_of_life_and_silence_is_none() {
+        let (near, far) = duplex(1 << 16);
+        let (mut hears, mut says) = tokio::io::split(far);
+        // It reads, and answers no PING.
+        tokio::spawn(async move { tokio::io::copy(&mut hears, &mut sink()).await });
+        says.write_all(&SETTINGS).await.unwrap();
+        let (_requests, opener) = Opener::new(near, Arc::default(), 1 << 20, LIMIT)
+            .await
+            .unwrap();
+        let run = tokio::spawn(opener.run());
+        for _ in 0..10 {
+            sleep(LIMIT / 2).await;
+            assert!(!run.is_finished());
+            says.write_all(&WINDOW_UPDATE).await.unwrap();
+        }
+        let mute = Instant::now();
+        let ended = timeout(LIMIT * 3, run).await.unwrap().unwrap();
+        assert!(ended.unwrap_err().contains("silent"));
+        assert!(mute.elapsed() >= LIMIT, "{:?}", mute.elapsed());
+    }
 }

@@ -65,6 +65,8 @@ pub const PING_TIMEOUT: Duration = Duration::from_secs(20);
 pub struct Inbound {
     /// Bytes in all.
     pub received: AtomicU64,
+    /// Bytes of the connection itself, whatever they are: each is a sign of life.
+    pub heard: AtomicU64,
     /// Bytes that nobody has taken yet.
     pub held: AtomicUsize,
     /// Frames of streams that send little.
@@ -97,7 +99,7 @@ pub struct Tuner {
 struct Asked {
     at: Instant,
     received: u64,
-    /// The count at the last look: the answer may be on its way behind bulk.
+    /// The count at the last look: the answer may be on its way behind bulk, ours or the peer's.
     heard: u64,
 }
 
@@ -130,6 +132,7 @@ impl Inbound {
     pub fn new(window: u32) -> Self {
         Self {
             received: AtomicU64::new(0),
+            heard: AtomicU64::new(0),
             held: AtomicUsize::new(0),
             small: AtomicUsize::new(0),
             window: AtomicU32::new(window),
@@ -242,12 +245,13 @@ impl Tuner {
             self.ask(received);
         }
         if self.alarm.as_mut().poll(cx).is_ready() {
+            let heard = self.inbound.heard.load(Ordering::Relaxed);
             match &mut self.asked {
-                Some(asked) if asked.heard == received => {
+                Some(asked) if asked.heard == heard => {
                     return Err(Silent(self.ping_timeout));
                 }
                 Some(asked) => {
-                    asked.heard = received;
+                    asked.heard = heard;
                     self.set_alarm(self.ping_timeout);
                 }
                 None => self.ask(received),
@@ -266,7 +270,7 @@ impl Tuner {
             self.asked = Some(Asked {
                 at: Instant::now(),
                 received,
-                heard: received,
+                heard: self.inbound.heard.load(Ordering::Relaxed),
             });
             self.set_alarm(self.ping_timeout);
         }
