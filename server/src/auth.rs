@@ -39,6 +39,12 @@ const REVIEWS: usize = 16;
 /// How many tokens are remembered; beyond, each is asked for anew.
 const MAX_REMEMBERED: usize = 10_000;
 
+/// How long an API may say nothing in the middle of an answer, or instead of one. A firewall or load
+/// balancer that has forgotten a connection drops what is sent on it, so that nobody closes it; an
+/// API server in trouble accepts what it never answers. Well above what a large list takes to begin;
+/// watches are shorter than that (see [`mirror`](crate::mirror)).
+pub const SILENCE: Duration = Duration::from_secs(34);
+
 /// Whose tokens are good.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AgentAuth {
@@ -259,6 +265,9 @@ pub async fn client(kubeconfig: Option<&Path>) -> anyhow::Result<Client> {
     }
     // Callers try again by themselves, and say so.
     config.default_retry = false;
+    config.read_timeout = Some(SILENCE);
+    // What a connection has rested before a request is not the answer's silence.
+    config.reset_reader_on_write = true;
     Client::try_from(config).map_err(|error| {
         let advice = match error.to_string() {
             text if text.contains("UnsupportedCertVersion") => {
@@ -269,6 +278,15 @@ pub async fn client(kubeconfig: Option<&Path>) -> anyhow::Result<Client> {
         };
         anyhow::anyhow!("cannot use the Kubernetes account: {error}{advice}")
     })
+}
+
+/// What is at the bottom of a client's error: the layers above only repeat that there is one.
+pub fn root(error: &dyn std::error::Error) -> String {
+    let mut cause = error;
+    while let Some(deeper) = cause.source() {
+        cause = deeper;
+    }
+    cause.to_string()
 }
 
 fn digest(token: &str) -> [u8; 32] {

@@ -2,6 +2,10 @@
 //!
 //! A [`Mirror`] keeps what it knows while the API can not be reached, tells the log once when that
 //! begins and once when it is over, and what it holds is bounded if its owner says so.
+//!
+//! An API that has fallen silent is one that can not be reached: no answer may be silent for longer
+//! than [`SILENCE`]. So that a watch without changes is never that silent, the API is asked to end
+//! it after half a minute; the next one goes on from the version that was seen last.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -15,9 +19,22 @@ use serde::de::DeserializeOwned;
 use tokio::time::{Instant, sleep};
 use tracing::{error, info, warn};
 
+use crate::auth::{SILENCE, root};
+
 /// The pause before the first new try, and the longest. Real ones are half of that at least, so that
 /// not all who have lost an API come back at once.
 const PAUSES: [Duration; 2] = [Duration::from_millis(800), Duration::from_secs(30)];
+
+/// How long the API lets one watch live, in seconds. Kubernetes' own programs ask for 5 to 10 minutes:
+/// that long may a dead one be taken for one without changes. It costs one small request each time.
+const WATCH: u32 = 30;
+
+/// `watcher` takes a silent watch for one that has ended, and goes on, 5 s after its end is due.
+/// Before, it has to be a failure; and it must not be one if its end is a little late.
+const _: () = {
+    let silence = SILENCE.as_secs();
+    assert!(WATCH as u64 + 3 <= silence && silence < WATCH as u64 + 5);
+};
 
 /// Who has failed to watch that long after a list has watched meanwhile.
 const WATCHED: Duration = Duration::from_secs(3);
@@ -49,7 +66,8 @@ pub fn objects<K>(api: Api<K>) -> impl Stream<Item = Result<Event<K>, watcher::E
 where
     K: kube::Resource + Clone + fmt::Debug + DeserializeOwned + Send + 'static,
 {
-    let begin = move || watcher::watcher(api.clone(), watcher::Config::default()).boxed();
+    let config = watcher::Config::default().timeout(WATCH);
+    let begin = move || watcher::watcher(api.clone(), config.clone()).boxed();
     let first = (begin(), Pause::default());
     stream::unfold(
         (first, begin),
@@ -121,7 +139,11 @@ impl<T: PartialEq> Mirror<T> {
         let event = match event {
             Ok(event) => event,
             Err(failed) => {
-                self.fail(failed.to_string());
+                let (mut why, root) = (failed.to_string(), root(&failed));
+                if !why.contains(&root) {
+                    why = format!("{why}: {root}");
+                }
+                self.fail(why);
                 return false;
             }
         };

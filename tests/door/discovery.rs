@@ -201,6 +201,26 @@ async fn it_is_not_ready_before_it_knows_all() {
 }
 
 #[tokio::test]
+async fn an_api_that_does_not_answer_is_not_up() {
+    let api = KubeApi::start().await;
+    api.fault(Fault::delay(2 * LIMIT).on("endpointslices"));
+    let door = Door::watching(&api, &[]).await;
+    let asked = || {
+        let requests = api.requests();
+        let asked = |path: &str| requests.iter().any(|request| request.path.contains(path));
+        asked("/services?") && asked("/endpointslices?")
+    };
+    eventually("both are asked for", LIMIT, async || asked()).await;
+    let up = async || door.value("culvert_nodeport_proxy_source_up", &[]).await;
+    assert_eq!(up().await, 0.0);
+    assert_eq!(door.readiness().await.0, StatusCode::SERVICE_UNAVAILABLE);
+    api.clear_faults();
+    api.cut();
+    door.is_ready().await;
+    assert_eq!(up().await, 1.0);
+}
+
+#[tokio::test]
 async fn the_last_routes_stay_in_force_while_the_api_is_gone() {
     let services = Services::start().await.unwrap();
     let api = KubeApi::start().await;

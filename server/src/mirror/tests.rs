@@ -3,6 +3,10 @@
 use k8s_openapi::api::core::v1::Node;
 use kube::ResourceExt as _;
 use kube::core::Status;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::mpsc;
+use tokio::time::timeout;
 
 use super::*;
 
@@ -108,4 +112,141 @@ async fn pauses_grow_until_a_watch_has_lived() {
     assert_eq!(after(Ok(Event::InitDone)), None);
     tokio::time::advance(2 * WATCHED).await;
     assert!(after(Err(refused())).unwrap() <= shortest);
+}
+
+/// Longer than anything takes here.
+const MINUTE: Duration = Duration::from_secs(60);
+
+/// An API of Nodes that is answered by hand, one connection for each request.
+struct ByHand {
+    listener: TcpListener,
+    /// What [`objects`] gives, in short.
+    events: mpsc::UnboundedReceiver<&'static str>,
+}
+
+impl ByHand {
+    async fn start() -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let url = format!("http://{}", listener.local_addr().unwrap());
+        let dir = tempfile::tempdir().unwrap();
+        let kubeconfig = dir.path().join("kubeconfig");
+        let text = format!(
+            "{{current-context: c, contexts: [{{name: c, context: {{cluster: c, user: u}}}}], \
+             clusters: [{{name: c, cluster: {{server: '{url}'}}}}], users: [{{name: u, user: {{}}}}]}}"
+        );
+        std::fs::write(&kubeconfig, text).unwrap();
+        let client = crate::auth::client(Some(&kubeconfig)).await.unwrap();
+        let (sender, events) = mpsc::unbounded_channel();
+        tokio::spawn(async move {
+            let mut nodes = std::pin::pin!(objects::<Node>(Api::all(client)));
+            while let Some(event) = nodes.next().await {
+                let told = match event {
+                    Ok(Event::Init) => "list",
+                    Ok(Event::InitDone) => "listed",
+                    Ok(_) => "node",
+                    Err(error) if root(&error) == "timed out" => "silence",
+                    Err(error) => panic!("{error:?}"),
+                };
+                sender.send(told).unwrap();
+            }
+        });
+        Self { listener, events }
+    }
+
+    /// The next request: its first line, and where the answer goes.
+    async fn asked(&mut self) -> (String, TcpStream) {
+        let asked = async {
+            let (mut stream, _) = self.listener.accept().await.unwrap();
+            let mut head = Vec::new();
+            while !head.ends_with(b"\r\n\r\n") {
+                head.push(stream.read_u8().await.unwrap());
+            }
+            let head = String::from_utf8(head).unwrap();
+            (head.lines().next().unwrap().to_owned(), stream)
+        };
+        timeout(MINUTE, asked).await.unwrap()
+    }
+
+    async fn event(&mut self) -> &'static str {
+        timeout(MINUTE, self.events.recv()).await.unwrap().unwrap()
+    }
+
+    /// Answers a list that is asked for now.
+    async fn list(&mut self) {
+        let (line, mut stream) = self.asked().await;
+        assert!(line.starts_with("GET /api/v1/nodes?") && !line.contains("watch="));
+        let list = r#"{"kind":"NodeList","apiVersion":"v1","metadata":{"resourceVersion":"5"},"items":[]}"#;
+        let length = list.len();
+        let head = format!("{HEAD}content-length: {length}\r\n\r\n{list}");
+        stream.write_all(head.as_bytes()).await.unwrap();
+        assert_eq!([self.event().await, self.event().await], ["list", "listed"]);
+    }
+
+    /// Begins to answer a watch from a version, that is asked for now.
+    async fn watch(&mut self, version: &str) -> TcpStream {
+        let (line, mut stream) = self.asked().await;
+        for parameter in ["watch=true", "timeoutSeconds=30", version] {
+            assert!(line.contains(parameter), "{line}");
+        }
+        let head = format!("{HEAD}transfer-encoding: chunked\r\n\r\n");
+        stream.write_all(head.as_bytes()).await.unwrap();
+        stream
+    }
+
+    /// Sends an event by a watch.
+    async fn send(stream: &mut TcpStream, kind: &str, version: &str) {
+        let metadata = format!(r#"{{"name":"n","resourceVersion":"{version}"}}"#);
+        let node = format!(r#"{{"kind":"Node","apiVersion":"v1","metadata":{metadata}}}"#);
+        let line = format!("{{\"type\":\"{kind}\",\"object\":{node}}}\n");
+        let chunk = format!("{:x}\r\n{line}\r\n", line.len());
+        stream.write_all(chunk.as_bytes()).await.unwrap();
+    }
+
+    /// Nothing is sent from now on, until the event.
+    async fn silent_until(&mut self, event: &str) {
+        tokio::time::pause();
+        assert_eq!(self.event().await, event);
+        tokio::time::resume();
+    }
+}
+
+const HEAD: &str = "HTTP/1.1 200 OK\r\ncontent-type: application/json\r\nconnection: close\r\n";
+
+#[tokio::test]
+async fn silence_is_a_failure_and_all_begins_anew() {
+    let mut api = ByHand::start().await;
+    // A list that is not answered.
+    let (line, _silent) = api.asked().await;
+    assert!(!line.contains("watch="), "{line}");
+    assert_eq!(api.event().await, "list");
+    api.silent_until("silence").await;
+    api.list().await;
+    // A watch that is not answered.
+    let (line, _silent) = api.asked().await;
+    assert!(line.contains("watch=true"), "{line}");
+    api.silent_until("silence").await;
+    api.list().await;
+    // One that falls silent, as when something between has forgotten it.
+    let mut silent = api.watch("resourceVersion=5").await;
+    ByHand::send(&mut silent, "ADDED", "6").await;
+    assert_eq!(api.event().await, "node");
+    api.silent_until("silence").await;
+    api.list().await;
+}
+
+#[tokio::test]
+async fn a_watch_without_changes_goes_on_and_nothing_is_listed_anew() {
+    let mut api = ByHand::start().await;
+    api.list().await;
+    let mut watch = api.watch("resourceVersion=5").await;
+    for version in ["8", "9", "9"] {
+        tokio::time::pause();
+        tokio::time::advance(Duration::from_secs(WATCH.into())).await;
+        tokio::time::resume();
+        ByHand::send(&mut watch, "BOOKMARK", version).await;
+        watch.write_all(b"0\r\n\r\n").await.unwrap();
+        drop(watch);
+        watch = api.watch(&format!("resourceVersion={version}")).await;
+    }
+    assert!(api.events.try_recv().is_err(), "nothing has happened");
 }

@@ -117,9 +117,10 @@ impl Discovery {
                 }
                 () = stop.cancelled() => return,
             };
-            let up = self.services.is_up() && self.slices.is_up();
+            let synced = self.services.is_synced() && self.slices.is_synced();
+            let up = synced && self.services.is_up() && self.slices.is_up();
             self.metrics.set_source_up(up);
-            if changed && self.services.is_synced() && self.slices.is_synced() {
+            if changed && synced {
                 due.get_or_insert(Instant::now() + COLLECT);
             }
         }

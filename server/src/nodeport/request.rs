@@ -9,6 +9,7 @@ use tokio::time::timeout;
 use tracing::{error, info};
 
 use super::config::PROGRAM;
+use crate::auth::root;
 
 /// What a request is about.
 #[derive(Clone, Debug)]
@@ -157,15 +158,6 @@ pub fn writes() -> PostParams {
         field_manager: Some(PROGRAM.to_owned()),
         ..PostParams::default()
     }
-}
-
-/// What is at the bottom of a client's error: the layers above only repeat that there is one.
-fn root(error: &kube::Error) -> String {
-    let mut cause: &dyn std::error::Error = error;
-    while let Some(deeper) = cause.source() {
-        cause = deeper;
-    }
-    cause.to_string()
 }
 
 #[cfg(test)]
