@@ -120,6 +120,12 @@ impl<T: PartialEq> Mirror<T> {
         self.objects.values()
     }
 
+    /// Whether one of that name is known.
+    pub fn has(&self, namespace: &str, name: &str) -> bool {
+        let key = (namespace.to_owned(), name.to_owned());
+        self.objects.contains_key(&key)
+    }
+
     /// Whether the first list is complete.
     pub fn is_synced(&self) -> bool {
         self.synced
@@ -134,7 +140,17 @@ impl<T: PartialEq> Mirror<T> {
     pub fn take<K: kube::ResourceExt>(
         &mut self,
         event: Result<Event<K>, watcher::Error>,
-        convert: fn(K) -> Option<T>,
+        convert: impl FnOnce(K) -> Option<T>,
+    ) -> bool {
+        self.take_where(event, convert, |_| true)
+    }
+
+    /// The same, if a difference counts only where it `matters` before or after. All is kept.
+    pub fn take_where<K: kube::ResourceExt>(
+        &mut self,
+        event: Result<Event<K>, watcher::Error>,
+        convert: impl FnOnce(K) -> Option<T>,
+        matters: impl Fn(&T) -> bool,
     ) -> bool {
         let event = match event {
             Ok(event) => event,
@@ -160,16 +176,21 @@ impl<T: PartialEq> Mirror<T> {
                     Some(object) if self.objects.get(&key) == Some(&object) => false,
                     Some(object) => {
                         let has_room = has_room(&self.objects, &key, self.limit);
-                        if has_room {
-                            self.objects.insert(key, object);
-                        }
                         self.overflow(!has_room);
-                        has_room
+                        let counts = matters(&object);
+                        let before = match has_room {
+                            true => self.objects.insert(key, object),
+                            false => return false,
+                        };
+                        counts || before.is_some_and(|before| matters(&before))
                     }
-                    None => self.objects.remove(&key).is_some(),
+                    None => self.objects.remove(&key).is_some_and(|it| matters(&it)),
                 }
             }
-            Event::Delete(object) => self.objects.remove(&key(&object)).is_some(),
+            Event::Delete(object) => {
+                let before = self.objects.remove(&key(&object));
+                before.is_some_and(|before| matters(&before))
+            }
             Event::Init => {
                 self.listing = Some(HashMap::new());
                 self.overflowed = false;
@@ -188,10 +209,13 @@ impl<T: PartialEq> Mirror<T> {
             }
             Event::InitDone => {
                 let listed = self.listing.take().unwrap_or_default();
-                let changed = !self.synced || listed != self.objects;
-                self.objects = listed;
-                self.synced = true;
-                changed
+                let before = std::mem::replace(&mut self.objects, listed);
+                let differs = |these: &HashMap<Key, T>, those: &HashMap<Key, T>| {
+                    let mut these = these.iter();
+                    these.any(|(key, it)| matters(it) && those.get(key) != Some(it))
+                };
+                let was_synced = std::mem::replace(&mut self.synced, true);
+                !was_synced || differs(&self.objects, &before) || differs(&before, &self.objects)
             }
         }
     }

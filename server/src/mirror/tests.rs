@@ -89,6 +89,38 @@ fn no_more_is_kept_than_there_is_room_for() {
     assert_eq!(known(&mirror), ["d", "x"]);
 }
 
+#[test]
+fn what_does_not_matter_is_kept_and_does_not_count() {
+    let mut mirror = Mirror::new("Nodes");
+    let mut take = |event| {
+        let matters = |label: &String| label.starts_with('+');
+        mirror.take_where(Ok(event), label_of, matters)
+    };
+    assert!(!take(Event::Init) && !take(Event::InitApply(node("a", "1"))));
+    assert!(take(Event::InitDone), "the first list counts");
+    assert!(!take(Event::Apply(node("a", "2"))));
+    assert!(take(Event::Apply(node("a", "+3"))));
+    assert!(take(Event::Apply(node("a", "4"))), "it did matter");
+    assert!(!take(Event::Apply(node("b", "5"))));
+    assert!(!take(Event::Delete(node("a", "4"))));
+    for (b, c, counts) in [
+        ("6", "", false),
+        ("6", "+7", true),
+        ("8", "+7", false),
+        ("8", "9", true),
+        ("+1", "9", true),
+        ("+1", "9", false),
+        ("", "9", true),
+    ] {
+        take(Event::Init);
+        take(Event::InitApply(node("b", b)));
+        take(Event::InitApply(node("c", c)));
+        assert_eq!(take(Event::InitDone), counts, "{b:?} {c:?}");
+    }
+    assert_eq!(known(&mirror), ["9"]);
+    assert!(mirror.has("", "c") && !mirror.has("", "b") && !mirror.has("x", "c"));
+}
+
 #[tokio::test(start_paused = true)]
 async fn pauses_grow_until_a_watch_has_lived() {
     let mut pause = Pause::default();

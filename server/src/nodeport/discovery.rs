@@ -1,5 +1,8 @@
 //! Routes from the Kubernetes API: watches Services and EndpointSlices, and plans anew whenever
-//! one of them changes. While the API can not be reached the last routes stay in force.
+//! one that matters changes. While the API can not be reached the last routes stay in force.
+//!
+//! Of Services that are not exposed nothing is kept. Their EndpointSlices are: a Service that is
+//! annotated later does not change them, and nobody would tell of them again.
 
 use std::path::PathBuf;
 use std::pin::pin;
@@ -16,6 +19,7 @@ use tokio::time::{Instant, sleep_until};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
+use super::annotations::PORT_MAPPING_ANNOTATION;
 use super::balancer::{Balancer, BalancerConfig, Reporter};
 use super::exposure::{
     Endpoint, Options, Problem, Protocol, Service, ServicePort, Slice, SlicePort, expose,
@@ -51,6 +55,7 @@ pub struct Discovery {
     cluster: Cluster,
     table: Arc<Table>,
     metrics: Arc<ProxyMetrics>,
+    /// Those that have the annotation.
     services: Mirror<Service>,
     slices: Mirror<Slice>,
     /// Who else wants to know of Services.
@@ -106,9 +111,9 @@ impl Discovery {
             let changed = tokio::select! {
                 Some(event) = services.next() => {
                     self.report(&event);
-                    self.services.take(event, service_of)
+                    self.take_service(event)
                 }
-                Some(event) = slices.next() => self.slices.take(event, slice_of),
+                Some(event) = slices.next() => self.take_slice(event),
                 () = sleep_until(due.unwrap_or_else(Instant::now)), if due.is_some() => {
                     due = None;
                     self.apply();
@@ -124,6 +129,22 @@ impl Discovery {
                 due.get_or_insert(Instant::now() + COLLECT);
             }
         }
+    }
+
+    /// Whether there is something to plan anew.
+    fn take_service(&mut self, event: Result<Event<core::Service>, watcher::Error>) -> bool {
+        let annotation = &self.cluster.options.annotation;
+        let convert = |service| service_of(service, annotation);
+        self.services.take(event, convert)
+    }
+
+    /// The same. A slice of a Service that is not exposed, or not seen yet, changes nothing.
+    fn take_slice(
+        &mut self,
+        event: Result<Event<discovery::EndpointSlice>, watcher::Error>,
+    ) -> bool {
+        let exposed = |slice: &Slice| self.services.has(&slice.namespace, &slice.service);
+        self.slices.take_where(event, slice_of, exposed)
     }
 
     fn report(&self, event: &Result<Event<core::Service>, watcher::Error>) {
@@ -172,10 +193,15 @@ where
     }
 }
 
-/// What matters of a Service.
-fn service_of(service: core::Service) -> Option<Service> {
-    let spec = service.spec.unwrap_or_default();
+/// What matters of a Service; `None` for one without the annotation.
+fn service_of(service: core::Service, annotation: &str) -> Option<Service> {
     let metadata = service.metadata;
+    let mut annotations = metadata.annotations?;
+    if !annotations.contains_key(annotation) {
+        return None;
+    }
+    annotations.retain(|key, _| key == annotation || key == PORT_MAPPING_ANNOTATION);
+    let spec = service.spec.unwrap_or_default();
     let port = |port: core::ServicePort| ServicePort {
         protocol: protocol_of(port.protocol.as_deref()),
         port: number(Some(port.port)),
@@ -193,7 +219,7 @@ fn service_of(service: core::Service) -> Option<Service> {
         has_cluster_ip: spec
             .cluster_ip
             .is_some_and(|ip| !ip.is_empty() && ip != "None"),
-        annotations: metadata.annotations.unwrap_or_default(),
+        annotations,
         ports: spec
             .ports
             .unwrap_or_default()
@@ -244,3 +270,6 @@ fn protocol_of(protocol: Option<&str>) -> Protocol {
 fn number(port: Option<i32>) -> u16 {
     port.and_then(|port| u16::try_from(port).ok()).unwrap_or(0)
 }
+
+#[cfg(test)]
+mod tests;

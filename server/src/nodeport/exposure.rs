@@ -32,7 +32,7 @@ pub struct Service {
     pub is_node_port: bool,
     /// Whether it has a cluster IP.
     pub has_cluster_ip: bool,
-    /// All of its annotations.
+    /// Its annotations; no others than those of [`annotations`](super::annotations) are needed.
     pub annotations: BTreeMap<String, String>,
     /// Its ports.
     pub ports: Vec<ServicePort>,

@@ -1,0 +1,89 @@
+#![allow(clippy::unwrap_used)]
+
+use serde_json::{Value, json};
+
+use super::super::annotations::{EXPOSE_ANNOTATION, EXPOSE_NAMESPACED_ANNOTATION};
+use super::*;
+
+const AUTHORITY: &str = "api.demo.svc.cluster.local:443";
+
+/// What watches a cluster that is not there.
+async fn discovery() -> Discovery {
+    let dir = tempfile::tempdir().unwrap();
+    let kubeconfig = dir.path().join("kubeconfig");
+    let text = "{current-context: c, contexts: [{name: c, context: {cluster: c, user: u}}], \
+                clusters: [{name: c, cluster: {server: 'http://127.0.0.1:1'}}], \
+                users: [{name: u, user: {}}]}";
+    std::fs::write(&kubeconfig, text).unwrap();
+    let cluster = Cluster {
+        kubeconfig: Some(kubeconfig),
+        namespace: None,
+        options: Options {
+            annotation: EXPOSE_ANNOTATION.to_owned(),
+            server_names: true,
+            authorities: true,
+        },
+        balancer: None,
+    };
+    let (table, metrics) = (Arc::new(Table::new(10)), ProxyMetrics::new().unwrap());
+    let mut discovery = Discovery::new(cluster, table, metrics).await.unwrap();
+    for done in [Event::Init, Event::InitDone] {
+        discovery.take_service(Ok(done));
+    }
+    for done in [Event::Init, Event::InitDone] {
+        discovery.take_slice(Ok(done));
+    }
+    discovery
+}
+
+/// The Service `demo/api` with these annotations.
+fn service(annotations: Value) -> Event<core::Service> {
+    let object = json!({
+        "metadata": {"namespace": "demo", "name": "api", "annotations": annotations},
+        "spec": {"clusterIP": "10.0.0.1", "ports": [{"name": "https", "port": 443}]},
+    });
+    Event::Apply(serde_json::from_value(object).unwrap())
+}
+
+/// Its slice with one endpoint.
+fn slice(address: &str) -> Event<discovery::EndpointSlice> {
+    let object = json!({
+        "metadata": {"namespace": "demo", "name": "api-1", "labels": {SERVICE_LABEL: "api"}},
+        "addressType": "IPv4",
+        "ports": [{"name": "https", "port": 8443}],
+        "endpoints": [{"addresses": [address], "conditions": {"ready": true}}],
+    });
+    Event::Apply(serde_json::from_value(object).unwrap())
+}
+
+#[tokio::test]
+async fn services_that_are_not_exposed_are_not_kept_and_change_nothing() {
+    let mut discovery = discovery().await;
+    let foreign = json!({EXPOSE_NAMESPACED_ANNOTATION: "Tunneling", "x": "y"});
+    assert!(!discovery.take_service(Ok(service(foreign.clone()))));
+    assert!(!discovery.take_service(Ok(service(json!(null)))));
+    assert_eq!(discovery.services.values().count(), 0);
+    assert!(!discovery.take_slice(Ok(slice("10.0.0.2"))));
+    assert!(!discovery.take_slice(Ok(slice("10.0.0.3"))));
+
+    // One that is exposed later has the endpoints that were seen before.
+    let exposed = |x: &str| service(json!({EXPOSE_ANNOTATION: "Tunneling", "x": x}));
+    assert!(discovery.take_service(Ok(exposed("y"))));
+    discovery.apply();
+    assert!(discovery.table.by_authority(AUTHORITY).is_some());
+    assert!(discovery.take_slice(Ok(slice("10.0.0.4"))));
+    assert!(!discovery.take_slice(Ok(slice("10.0.0.4"))));
+
+    // Others may write what they like.
+    assert!(!discovery.take_service(Ok(exposed("z"))));
+    let mapped = json!({EXPOSE_ANNOTATION: "Tunneling", PORT_MAPPING_ANNOTATION: "{}", "x": "y"});
+    assert!(discovery.take_service(Ok(service(mapped))));
+    let kept = discovery.services.values().next().unwrap();
+    let kept: Vec<&String> = kept.annotations.keys().collect();
+    assert_eq!(kept, [EXPOSE_ANNOTATION, PORT_MAPPING_ANNOTATION]);
+
+    assert!(discovery.take_service(Ok(service(foreign))));
+    discovery.apply();
+    assert!(discovery.table.by_authority(AUTHORITY).is_none());
+    assert!(!discovery.take_slice(Ok(slice("10.0.0.5"))));
+}
