@@ -88,17 +88,33 @@ async fn a_file_that_is_wrong_changes_nothing_and_is_told() {
             .await,
         1.0
     );
+    let up = async || door.value("culvert_nodeport_proxy_source_up", &[]).await;
+    let says = async |text: &str| {
+        let what = format!("it is ready and says {text:?}");
+        eventually(&what, LIMIT, async || {
+            let (status, detail) = door.readiness().await;
+            let as_wanted = status == StatusCode::OK && detail.contains(text);
+            as_wanted.then_some(()).ok_or(detail)
+        })
+        .await;
+    };
+    says("the file is not in force").await;
+    assert_eq!(up().await, 0.0);
     std::fs::remove_file(door.file()).unwrap();
-    eventually("the source is gone", LIMIT, async || {
-        door.value("culvert_nodeport_proxy_source_up", &[]).await == 0.0
-    })
-    .await;
+    says("cannot be read").await;
+    assert_eq!(up().await, 0.0);
     assert!(client.open(RAW, b"").await.is_ok());
     door.route(&[]).await;
     assert_eq!(
         client.open(RAW, b"").await.err(),
         Some(StatusCode::NOT_FOUND)
     );
+    eventually("all is well", LIMIT, async || {
+        let (_, detail) = door.readiness().await;
+        (detail == "ok").then_some(()).ok_or(detail)
+    })
+    .await;
+    assert_eq!(up().await, 1.0);
 }
 
 #[tokio::test]

@@ -23,7 +23,7 @@ use super::config::{Config, Source, Tunneling};
 use super::discovery::Discovery;
 use super::file::Follower;
 use super::front::Front;
-use super::metrics::ProxyMetrics;
+use super::metrics::{ProxyMetrics, SourceState};
 use super::ports::NodePorts;
 use super::table::Table;
 use super::tunnel::Tunnels;
@@ -37,6 +37,9 @@ const NOT_SYNCED: &str = "not all Services are known yet; is the Kubernetes API 
 
 /// What it says while the last known routes are served.
 const STALE: &str = "ok, with the last known routes: their source cannot be read";
+
+/// What it says while they are not those of the file.
+const REJECTED: &str = "ok, with the last known routes: the file is not in force, because it is wrong; the log says where";
 
 /// Where a bound proxy listens; node ports come and go.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -235,9 +238,15 @@ fn pages(front: &Arc<Front>) -> admin::Routes {
             std::future::ready(match ready.metrics.draining.load(Ordering::Relaxed) {
                 true => Reply::text(StatusCode::SERVICE_UNAVAILABLE, DRAINING),
                 false if !synced => Reply::text(StatusCode::SERVICE_UNAVAILABLE, NOT_SYNCED),
-                // Ready, but with the last routes: the detail is for people.
-                false if !ready.metrics.is_source_up() => Reply::text(StatusCode::OK, STALE),
-                false => Reply::text(StatusCode::OK, "ok"),
+                // Ready, if only with the last routes: the detail is for people.
+                false => Reply::text(
+                    StatusCode::OK,
+                    match ready.metrics.source() {
+                        SourceState::Good => "ok",
+                        SourceState::Unreadable => STALE,
+                        SourceState::Rejected => REJECTED,
+                    },
+                ),
             })
         })
         .route("/stats/prometheus", move |_| page(&stats))

@@ -24,7 +24,7 @@ use super::balancer::{Balancer, BalancerConfig, Reporter};
 use super::exposure::{
     Endpoint, Options, Problem, Protocol, Service, ServicePort, Slice, SlicePort, expose,
 };
-use super::metrics::ProxyMetrics;
+use super::metrics::{ProxyMetrics, SourceState};
 use super::table::Table;
 use crate::auth::client;
 use crate::mirror::{Mirror, objects};
@@ -124,7 +124,10 @@ impl Discovery {
             };
             let synced = self.services.is_synced() && self.slices.is_synced();
             let up = synced && self.services.is_up() && self.slices.is_up();
-            self.metrics.set_source_up(up);
+            self.metrics.set_source(match up {
+                true => SourceState::Good,
+                false => SourceState::Unreadable,
+            });
             if changed && synced {
                 due.get_or_insert(Instant::now() + COLLECT);
             }

@@ -24,7 +24,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::{error, info};
 
 use super::annotations::server_name;
-use super::metrics::ProxyMetrics;
+use super::metrics::{ProxyMetrics, SourceState};
 use super::routes::{Routes, UpstreamKey};
 use super::table::Table;
 use crate::watched::{Limits, Look, Watched};
@@ -46,6 +46,8 @@ pub struct FileError(pub Vec<String>);
 /// Follows a file.
 pub struct Follower {
     file: Watched,
+    /// What became of the text that was read last.
+    read: SourceState,
     table: Arc<Table>,
     metrics: Arc<ProxyMetrics>,
 }
@@ -87,9 +89,10 @@ impl Follower {
         let file = Watched::open(path, LIMITS).map_err(|error| FileError(vec![error]))?;
         table.apply(parse(file.text(), &path.display().to_string())?);
         metrics.set_synced();
-        metrics.set_source_up(true);
+        metrics.set_source(SourceState::Good);
         Ok(Self {
             file,
+            read: SourceState::Good,
             table,
             metrics,
         })
@@ -106,19 +109,29 @@ impl Follower {
 
     /// Whether the file had other routes, which are in force now.
     fn look(&mut self) -> bool {
-        let look = self.file.look();
-        let readable = !matches!(look, Look::Unreadable { .. });
-        self.metrics.set_source_up(readable);
-        match look {
-            Look::Same => return false,
-            Look::Changed => {}
+        let (source, changed) = match self.file.look() {
+            Look::Same => (self.read, false),
+            Look::Changed => {
+                let changed = self.apply();
+                self.read = match changed {
+                    true => SourceState::Good,
+                    false => SourceState::Rejected,
+                };
+                (self.read, changed)
+            }
             Look::Unreadable { why, is_new } => {
                 if is_new {
                     error!("{why}; the last routes stay in force");
                 }
-                return false;
+                (SourceState::Unreadable, false)
             }
-        }
+        };
+        self.metrics.set_source(source);
+        changed
+    }
+
+    /// Whether the text could be put in force.
+    fn apply(&self) -> bool {
         match parse(self.file.text(), &self.file.path().display().to_string()) {
             Ok(routes) => {
                 let change = self.table.apply(routes);

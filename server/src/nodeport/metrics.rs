@@ -11,6 +11,7 @@ use culvert_common::telemetry::metrics::{
 };
 use culvert_common::tunnel::CloseReason;
 use metrics::{Counter, CounterFn, Gauge};
+use parking_lot::Mutex;
 
 use super::table::Table;
 use super::upstream::{Upstream, write_series};
@@ -94,7 +95,8 @@ pub struct ProxyMetrics {
     opened: Family<Entrance, Counter>,
     closed: Vec<(CloseReason, Counter)>,
     synced: Flag,
-    source_up: Flag,
+    source_up: Gauge,
+    source: Mutex<SourceState>,
     /// Changes that were put in force.
     pub applied: Counter,
     /// Sets of routes that were refused whole.
@@ -112,6 +114,17 @@ pub struct ProxyMetrics {
     pub http: HttpStats,
     /// Set while the proxy drains.
     pub draining: AtomicBool,
+}
+
+/// How the source of the routes is. The last good routes stay in force whatever it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SourceState {
+    /// What it says is in force.
+    Good,
+    /// It can not be read, or was not read yet.
+    Unreadable,
+    /// What it says can not be used.
+    Rejected,
 }
 
 /// A gauge of 0 or 1 that can be read.
@@ -183,11 +196,12 @@ impl ProxyMetrics {
                 &[],
                 "1 once all routes are known.",
             )),
-            source_up: Flag::new(registry.gauge(
+            source_up: registry.gauge(
                 "culvert_nodeport_proxy_source_up",
                 &[],
-                "1 while the Kubernetes API, or the file, can be read; the last routes stay in force otherwise.",
-            )),
+                "1 while what is in force is what the Kubernetes API, or the file, says; the last routes stay in force otherwise.",
+            ),
+            source: Mutex::new(SourceState::Unreadable),
             applied: registry.counter(
                 "culvert_nodeport_proxy_changes_total",
                 &[],
@@ -263,14 +277,16 @@ impl ProxyMetrics {
         self.synced.get()
     }
 
-    /// Whether the source of the routes can be read.
-    pub fn set_source_up(&self, up: bool) {
-        self.source_up.set(up);
+    /// How the source of the routes is.
+    pub fn set_source(&self, state: SourceState) {
+        let up = state == SourceState::Good;
+        self.source_up.set(f64::from(u8::from(up)));
+        *self.source.lock() = state;
     }
 
-    /// What [`set_source_up`](Self::set_source_up) said last.
-    pub fn is_source_up(&self) -> bool {
-        self.source_up.get()
+    /// What [`set_source`](Self::set_source) said last.
+    pub fn source(&self) -> SourceState {
+        *self.source.lock()
     }
 
     /// The registry.

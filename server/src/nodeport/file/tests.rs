@@ -151,3 +151,37 @@ fn a_file_that_is_wrong_or_gone_changes_nothing() {
     assert!(!follower.look() && follower.look());
     assert!(table.by_server_name("api.example.com").is_none());
 }
+
+#[test]
+fn a_file_that_is_not_in_force_is_told_until_one_is() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("door.yaml");
+    let metrics = ProxyMetrics::new().unwrap();
+    let write = |text: &str| std::fs::write(&path, text).unwrap();
+    write(GOOD);
+    let mut follower = Follower::open(&path, Arc::new(Table::new(10)), metrics.clone()).unwrap();
+    let mut state = || {
+        follower.look();
+        follower.look();
+        let page = metrics.registry().render();
+        let up = page.contains("\nculvert_nodeport_proxy_source_up 1\n");
+        let source = metrics.source();
+        assert_eq!(up, source == SourceState::Good);
+        source
+    };
+    assert_eq!(state(), SourceState::Good);
+    write("upstreams: [");
+    assert_eq!(state(), SourceState::Rejected);
+    assert_eq!(state(), SourceState::Rejected);
+    std::fs::remove_file(&path).unwrap();
+    assert_eq!(state(), SourceState::Unreadable);
+    write("upstreams: [");
+    assert_eq!(state(), SourceState::Rejected, "the same wrong one is back");
+    // The last good one, too, is another one than the wrong one.
+    write(GOOD);
+    assert_eq!(state(), SourceState::Good);
+    std::fs::remove_file(&path).unwrap();
+    assert_eq!(state(), SourceState::Unreadable);
+    write(GOOD);
+    assert_eq!(state(), SourceState::Good);
+}
