@@ -9,6 +9,8 @@
 //!     nodePorts: [30443]
 //! ```
 
+mod shape;
+
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
 use std::path::Path;
@@ -154,45 +156,53 @@ impl Follower {
 /// Reads routes from YAML text; `origin` names it in errors.
 ///
 /// # Errors
-/// The first mistake in the YAML itself, or every mistake in what it says, each with its line.
+/// The first mistake in the YAML itself, or every mistake in what it says, each with its line. An
+/// upstream without a name is not looked into.
 pub fn parse(text: &str, origin: &str) -> Result<Routes, FileError> {
-    // Comments alone are no document.
-    let document: Option<Document> = serde_saphyr::from_str(text).map_err(|error| {
-        let line = error.location().map_or(1, |location| location.line());
-        // The rest of the text is a picture of the place.
-        let why = error.to_string();
-        let why = why.lines().next().unwrap_or_default().to_owned();
-        FileError(vec![format!("{origin}:{line}: {why}")])
-    })?;
     let mut reader = RouteReader {
-        origin,
         routes: Routes::default(),
         problems: Vec::new(),
         names: BTreeSet::new(),
     };
-    let upstreams = document.and_then(|document| document.upstreams);
-    for entry in upstreams.unwrap_or_default() {
-        reader.entry(&entry);
+    // Comments alone are no document.
+    match serde_saphyr::from_str::<Option<Document>>(text) {
+        Ok(document) => {
+            let upstreams = document.and_then(|document| document.upstreams);
+            for entry in upstreams.unwrap_or_default() {
+                reader.entry(&entry);
+            }
+        }
+        Err(error) => {
+            if let Ok(document) = serde_saphyr::from_str(text) {
+                reader.tolerate(&document);
+            }
+            if reader.problems.is_empty() {
+                let line = error.location().map_or(1, |location| location.line());
+                // The rest of the text is a picture of the place.
+                let why = error.to_string();
+                let why = why.lines().next().unwrap_or_default().to_owned();
+                reader.problems.push((line, why));
+            }
+        }
     }
     if reader.problems.is_empty() {
-        Ok(reader.routes)
-    } else {
-        Err(FileError(reader.problems))
+        return Ok(reader.routes);
     }
+    reader.problems.sort_by_key(|(line, _)| *line);
+    let told = |(line, text)| format!("{origin}:{line}: {text}");
+    Err(FileError(reader.problems.into_iter().map(told).collect()))
 }
 
-struct RouteReader<'a> {
-    origin: &'a str,
+struct RouteReader {
     routes: Routes,
-    problems: Vec<String>,
+    /// Each with its line.
+    problems: Vec<(u64, String)>,
     names: BTreeSet<String>,
 }
 
-impl RouteReader<'_> {
+impl RouteReader {
     fn problem<T>(&mut self, at: &Spanned<T>, text: &str) {
-        let line = at.referenced.line();
-        self.problems
-            .push(format!("{}:{line}: {text}", self.origin));
+        self.problems.push((at.referenced.line(), text.to_owned()));
     }
 
     fn entry(&mut self, entry: &Entry) {

@@ -86,9 +86,53 @@ upstreams:
 }
 
 #[test]
-fn yaml_that_is_none_and_unknown_fields_are_named_with_their_line() {
+fn mistakes_of_all_kinds_are_named_at_once() {
+    let text = "\
+upstreams:
+  - name: a
+    endpoint: [10.0.0.1:1]
+    nodePorts: [abc, 30000]
+  - endpoints: nowhere
+    nodePorts:
+  - name: b
+    nodePorts: [70000, 30000, '']
+    endpoints: [10.0.0.1:1, [x], &x null, nowhere]
+    serverNames: {x: y}
+  - c
+  - name: 5
+    endpoints: [10.0.0.1:1]
+    authorities: [*x]
+upstream: []
+";
+    let problems = parse(text, "door.yaml").unwrap_err().0;
+    let begins = [
+        "door.yaml:2: upstream \"a\" needs at least one of endpoints",
+        "door.yaml:3: an upstream has no field \"endpoint\"; use name, endpoints,",
+        "door.yaml:4: node port \"abc\" is no number",
+        "door.yaml:5: endpoints has to be a list",
+        "door.yaml:5: an upstream needs a name",
+        "door.yaml:8: node port \"\" is no number",
+        "door.yaml:8: node port 70000 is not 1 to 65535",
+        "door.yaml:8: node port 30000 belongs to upstream a already",
+        "door.yaml:9: endpoints has something that is not a single value",
+        "door.yaml:9: endpoints has something that is not a single value",
+        "door.yaml:9: endpoint \"nowhere\" is not an IP address",
+        "door.yaml:10: serverNames has to be a list",
+        "door.yaml:11: an upstream has to be a mapping",
+        "door.yaml:14: authorities has something that is not a single value",
+        "door.yaml:15: the file has no field \"upstream\"; use upstreams",
+    ];
+    assert_eq!(problems.len(), begins.len(), "{problems:#?}");
+    for (problem, begin) in problems.iter().zip(begins) {
+        assert!(problem.starts_with(begin), "{problem}\n{begin}");
+    }
+}
+
+#[test]
+fn yaml_that_is_none_and_mistakes_alone_are_named_with_their_line() {
+    let unclear = "upstreams:\n  - name: a\n    endpoints: [10.0.0.1:1]\n    name: b\n";
     for (text, line) in [
-        ("upstreams:\n  - name: a\n    endpoint: [10.0.0.1:1]\n", 3),
+        (unclear, 4),
         ("upstreams:\n  - [\n", 2),
         ("upstreams: 5\n", 1),
         ("upstreams:\n  - endpoints: []\n", 2),
@@ -184,4 +228,17 @@ fn a_file_that_is_not_in_force_is_told_until_one_is() {
     assert_eq!(state(), SourceState::Unreadable);
     write(GOOD);
     assert_eq!(state(), SourceState::Good);
+}
+
+#[test]
+fn no_depth_is_too_much() {
+    for (depth, why) in [(60, "has to be a mapping"), (60_000, "")] {
+        let text = format!("{}{}", "[".repeat(depth), "]".repeat(depth));
+        let problems = parse(&text, "door.yaml").unwrap_err().0;
+        let [problem] = problems.as_slice() else {
+            panic!("{problems:?}")
+        };
+        assert!(problem.starts_with("door.yaml:1: "), "{problem}");
+        assert!(problem.contains(why), "{problem}");
+    }
 }
