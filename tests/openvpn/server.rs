@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use culvert::lab::client::{self, BoxedStream, FrontEnd};
 use culvert_tests::namespace::alone;
-use culvert_tests::openvpn::cluster::{NODE, POD, SEED, SEED_INSIDE};
+use culvert_tests::openvpn::cluster::{NODE, POD, RAW, SEED, SEED_INSIDE};
 use culvert_tests::openvpn::pki::Pair;
 use culvert_tests::openvpn::scenario::{BULK, Dial};
 use culvert_tests::openvpn::stock::{Options, lost_pings};
@@ -16,6 +16,8 @@ use culvert_tests::openvpn::{Cluster, OpenVpn, Stock, kkp, scenario};
 use culvert_tests::topology::PATIENCE;
 use culvert_tests::{Signal, eventually};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::time::timeout;
+use tokio_util::sync::CancellationToken;
 
 use crate::ours::{Ours, readable};
 
@@ -242,7 +244,7 @@ fn the_packet_protocols_clients_reach_everything_over_either_transport() {
 }
 
 #[test]
-fn keys_are_renewed_under_load() {
+fn our_server_renews_keys_under_load() {
     alone(async || {
         let Some(openvpn) = OpenVpn::get() else {
             return;
@@ -258,7 +260,7 @@ fn keys_are_renewed_under_load() {
         let server = Server::start(&cluster, "http-connect", &flags).await;
         let pair = &cluster.pki.user_cluster;
         for proto in ["tcp", "udp"] {
-            let with = format!("--proto {proto} --reneg-sec 8");
+            let with = format!("--proto {proto} --reneg-sec 0");
             let mut user = client_with(openvpn, &cluster, "tun5", pair, &with);
             user.is_up().await;
             server.has_clients(1).await;
@@ -286,6 +288,70 @@ fn keys_are_renewed_under_load() {
         let failed = [("outcome", "failed")];
         assert_eq!(server.metric("renegotiations_total", &failed).await, 0.0);
     });
+}
+
+/// A stock client begins three renegotiations, and we none, while bytes pass both ways without a pause.
+async fn a_client_renews_keys(with: &str) {
+    let Some(openvpn) = OpenVpn::get() else {
+        return;
+    };
+    let cluster = Cluster::start().await;
+    masquerade(&cluster);
+    let flags = [
+        "--openvpn-listen=tcp::1194",
+        "--openvpn-listen=udp::1194",
+        "--openvpn-reneg-sec=0",
+    ];
+    let server = Server::start(&cluster, "http-connect", &flags).await;
+    let pair = &cluster.pki.user_cluster;
+    let with = format!("{with} --reneg-sec 8");
+    let mut user = client_with(openvpn, &cluster, "tun5", pair, &with);
+    user.is_up().await;
+    server.has_clients(1).await;
+
+    let stop = CancellationToken::new();
+    let stream = server.dial(SocketAddrV4::new(POD, RAW)).await.unwrap();
+    let stream = tokio::spawn(scenario::steady(stream, stop.clone()));
+    eventually("three renegotiations", PATIENCE, async || {
+        let outcome = [("outcome", "done")];
+        let done = server.metric("renegotiations_total", &outcome).await;
+        (done >= 3.0).then_some(()).ok_or(done)
+    })
+    .await;
+    assert!(!stream.is_finished(), "it ended before");
+    stop.cancel();
+    let carried = timeout(PATIENCE, stream).await.expect("the rest of it");
+    let carried = carried.unwrap().unwrap();
+    eprintln!("{with}: {carried} bytes either way");
+    // With the last keys, too.
+    scenario::carries(&server, POD, BULK).await;
+
+    let log = user.program.log();
+    assert!(log.matches("TLS: soft reset sec=").count() >= 3, "{log}");
+    for complaint in ["TLS Error", "TLS handshake failed", "Authenticate/Decrypt"] {
+        let line = log.lines().find(|line| line.contains(complaint));
+        assert_eq!(line, None);
+    }
+    user.stop().await;
+    // Now all that its session has counted is on the page.
+    server.has_clients(0).await;
+    for reason in ["malformed", "not_authentic", "unknown_session"] {
+        let label = [("reason", reason)];
+        let dropped = server.metric("dropped_packets_total", &label).await;
+        assert_eq!(dropped, 0.0, "{reason}");
+    }
+    let failed = [("outcome", "failed")];
+    assert_eq!(server.metric("renegotiations_total", &failed).await, 0.0);
+}
+
+#[test]
+fn a_client_renews_keys_under_load_over_tcp() {
+    alone(async || a_client_renews_keys("--proto tcp").await);
+}
+
+#[test]
+fn a_client_renews_keys_under_load_over_udp() {
+    alone(async || a_client_renews_keys("--proto udp --explicit-exit-notify 1").await);
 }
 
 #[test]

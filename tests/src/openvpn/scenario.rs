@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use culvert::lab::check;
 use culvert::lab::client::BoxedStream;
+use culvert::lab::pattern::{self, MAX_PIECE, Verifier};
 use culvert::lab::services::BANNER;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::time::timeout;
@@ -147,6 +148,44 @@ pub async fn long(mut stream: BoxedStream, stop: CancellationToken) -> io::Resul
     stream.shutdown().await?;
     assert_eq!(stream.read_to_end(&mut Vec::new()).await?, 0);
     Ok(())
+}
+
+/// Sends through an echo as fast as that goes until it is stopped, and hears all of it again. Gives how many
+/// bytes that were.
+///
+/// # Errors
+/// When the stream ends before.
+///
+/// # Panics
+/// When a byte is wrong or missing.
+pub async fn steady(mut stream: BoxedStream, stop: CancellationToken) -> io::Result<u64> {
+    stream.write_all(b"echo\n").await?;
+    let (mut reader, mut writer) = tokio::io::split(stream);
+    let sending = async {
+        let mut sent = 0;
+        while !stop.is_cancelled() {
+            let piece = pattern::piece(sent, MAX_PIECE as u64);
+            writer.write_all(&piece).await?;
+            sent += piece.len() as u64;
+        }
+        writer.shutdown().await?;
+        Ok(sent)
+    };
+    let hearing = async {
+        let mut verifier = Verifier::default();
+        let mut buffer = vec![0; MAX_PIECE];
+        loop {
+            let n = reader.read(&mut buffer).await?;
+            let (heard, _) = buffer.split_at(n);
+            verifier.feed(heard).expect("the byte that was sent, at");
+            if n == 0 {
+                return io::Result::Ok(verifier.verified());
+            }
+        }
+    };
+    let (sent, heard) = tokio::try_join!(sending, hearing)?;
+    assert_eq!(heard, sent);
+    Ok(sent)
 }
 
 async fn within<T>(what: &str, exchange: impl Future<Output = T>) -> T {
