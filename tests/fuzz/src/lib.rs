@@ -1,7 +1,8 @@
-//! What the targets share: input that says how it is to be cut into pieces, and the simulation
-//! of the packet muxes.
+//! What the targets share: input that says how it is to be cut into pieces, certificates, and the
+//! simulation of the packet muxes.
 
 pub mod mux;
+pub mod pki;
 
 /// An input as the fuzzer makes it: a count, that many piece lengths, and the bytes to feed.
 pub struct Cut<'a> {

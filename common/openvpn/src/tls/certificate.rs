@@ -21,8 +21,8 @@ pub struct PeerIdentity {
 }
 
 impl PeerIdentity {
-    /// None if it cannot be read or has no common name.
-    pub(super) fn new(der: &CertificateDer<'_>) -> Option<Self> {
+    /// Of a certificate that somebody has verified. None if it cannot be read or has no common name.
+    pub fn new(der: &CertificateDer<'_>) -> Option<Self> {
         let (_, certificate) = X509Certificate::from_der(der).ok()?;
         let common_name = certificate
             .subject()

@@ -13,6 +13,8 @@ use culvert_openvpn::options::Transport;
 use culvert_openvpn::wrap::KeyDirection;
 use ipnet::Ipv4Net;
 
+pub use super::ccd::{ClientConfig, PushChange};
+
 /// The tunnel's settings.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Settings {
