@@ -45,6 +45,7 @@ pub static COMPARISON: Comparison = Comparison {
         ("hapr./envoy", HAPROXY, ENVOY),
     ],
     targets: &targets::TARGETS,
+    notes: &[],
 };
 
 /// What `--svg` draws.

@@ -53,6 +53,11 @@ pub static COMPARISON: Comparison = Comparison {
         ("o+s u/t", OURS_STOCK_UDP, OURS_STOCK),
     ],
     targets: &targets::TARGETS,
+    notes: &[(
+        rows::SERVER_GBIT,
+        "Gbit/CPU-s: the targets are per process, the server by its own processor time and the client by its own; \
+         what both reach together stands beside them, without a target",
+    )],
 };
 
 /// What `--svg` draws.

@@ -91,6 +91,8 @@ pub struct Comparison {
     pub ratios: &'static [(&'static str, &'static str, &'static str)],
     /// What the last column judges by.
     pub targets: &'static [Target],
+    /// Lines below the table, each if this figure was measured.
+    pub notes: &'static [(Metric, &'static str)],
 }
 
 /// One measurement of a row with one contender.

@@ -48,6 +48,11 @@ impl fmt::Display for Report {
             let met = verdicts.iter().filter(|verdict| verdict.met()).count();
             writeln!(f, "{met} of {} targets met", verdicts.len())?;
         }
+        for (metric, note) in self.comparison.notes {
+            if lines.iter().any(|line| line.metric == *metric) {
+                writeln!(f, "{note}")?;
+            }
+        }
         for (sample, error) in self.failures() {
             let Sample {
                 front,

@@ -30,6 +30,7 @@ pub static COMPARISON: Comparison = Comparison {
         ("ours/relay", OURS, RELAY),
     ],
     targets: &targets::TUNNEL,
+    notes: &[],
 };
 
 /// What to measure.

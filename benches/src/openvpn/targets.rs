@@ -43,6 +43,7 @@ const fn by(
 pub const TARGETS: [Target; 10] = [
     by(STOCK, OURS_STOCK, BULK, 1.0),
     alone(OURS_STOCK, BULK, SERVER_LOAD, Bound::AtMost(60.0)),
+    // Of each process by its own processor time. What both reach together is shown, and has no target.
     alone(OURS, BULK, SERVER_GBIT, Bound::AtLeast(5.0)),
     alone(OURS, BULK, CLIENT_GBIT, Bound::AtLeast(5.0)),
     by(OURS, OURS_UDP, BURSTS, 0.7),
@@ -57,7 +58,7 @@ pub const TARGETS: [Target; 10] = [
 mod tests {
     #![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
     use super::*;
-    use crate::openvpn::rows::ROWS;
+    use crate::openvpn::rows::{BOTH_GBIT, ROWS};
     use crate::openvpn::{COMPARISON, FRONT};
     use crate::report::{HUNG, Machine, Report};
 
@@ -108,11 +109,32 @@ mod tests {
         ]);
         assert_eq!(said(BURSTS[1], RATE, &rates), verdicts);
 
+        assert_eq!(
+            said(BULK[0], SERVER_GBIT, &[(OURS, 4.9)]),
+            expected([("ours >= 5", false)])
+        );
+        assert_eq!(
+            said(BULK[0], CLIENT_GBIT, &[(OURS, 5.0)]),
+            expected([("ours >= 5", true)])
+        );
+        assert_eq!(said(BULK[0], BOTH_GBIT, &[(OURS, 2.5)]), expected([]));
+
         let verdicts = expected([("ours <= 0", false)]);
         assert_eq!(said(SWITCHED[0], CUT, &[(OURS, 1.0)]), verdicts);
 
         let verdicts = expected([("ours <= 2", true), ("ours+stock <= 2", false)]);
         let ratios = [(OURS, 1.9), (OURS_STOCK, HUNG)];
         assert_eq!(said(CROWD[0], RATIO_STALLED, &ratios), verdicts);
+    }
+
+    #[test]
+    fn the_table_says_whose_processor_time_it_is() {
+        let said = |metric| {
+            let mut report = Report::new(&COMPARISON, Machine::this(), 1, 1.0);
+            report.add(FRONT, BULK[0], OURS, Ok(vec![(metric, 6.0)]));
+            report.to_string().contains("the targets are per process")
+        };
+        assert!(said(SERVER_GBIT));
+        assert!(!said(RATE));
     }
 }
