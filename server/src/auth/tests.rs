@@ -1,6 +1,6 @@
 //! Who shares a review with whom, and how long it may take. The clock stands still, so a sleep
 //! ends once everybody waits for something.
-#![allow(clippy::unwrap_used)]
+#![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use http::{Request, Response};
 use http_body_util::BodyExt as _;
@@ -86,7 +86,8 @@ impl Fake {
     }
 
     async fn review(&mut self) -> Asked {
-        self.asked.recv().await.unwrap()
+        let asked = timeout(REVIEW_TIMEOUT * 6, self.asked.recv()).await;
+        asked.expect("a review").unwrap()
     }
 
     fn nothing_else_is_asked(&mut self) {
