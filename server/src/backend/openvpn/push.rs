@@ -62,7 +62,10 @@ pub fn ping(options: &[String]) -> Option<Duration> {
         let seconds = option.strip_prefix("ping ")?.trim();
         seconds.parse().ok()
     });
-    seconds.next_back().filter(|&s| s > 0).map(Duration::from_secs)
+    seconds
+        .next_back()
+        .filter(|&s| s > 0)
+        .map(Duration::from_secs)
 }
 
 /// The network of a pushed `route`.
