@@ -115,6 +115,14 @@ fn cut_off(address: &str) {
     }
 }
 
+/// Drops nothing any more.
+fn restore() {
+    let output = Command::new("iptables")
+        .args(["-w", "-F", "INPUT"])
+        .output();
+    assert!(output.unwrap().status.success());
+}
+
 /// Nothing, and a line on stderr, where packets can not be dropped.
 fn can_cut_off() -> bool {
     let found = Command::new("iptables").arg("--version").output().is_ok();
@@ -201,6 +209,42 @@ fn a_client_that_does_not_read_is_kept_and_one_that_vanishes_meanwhile_is_not() 
         cut_off(CLIENT);
         let mut other = timely("the end", second).await.unwrap();
         ends(&mut other).await;
+        drop(door);
+    });
+}
+
+#[test]
+fn an_endpoint_that_only_sends_is_heard_and_a_short_loss_ends_nothing() {
+    if !can_cut_off() {
+        return;
+    }
+    alone(async || {
+        let Pairs { door, pairs } = Pairs::start().await;
+        let mut clients = Vec::new();
+        let mut heard = Vec::new();
+        for (client, endpoint) in pairs {
+            let (mut reads, writes) = client.into_split();
+            tokio::spawn(async move { tokio::io::copy(&mut reads, &mut tokio::io::sink()).await });
+            let (mut asks, mut says) = endpoint.into_split();
+            tokio::spawn(async move {
+                while says.write_all(b".").await.is_ok() {
+                    sleep(PATIENCE / 20).await;
+                }
+            });
+            heard.push(tokio::spawn(async move { asks.read_u8().await }));
+            clients.push(writes);
+        }
+        sleep(PATIENCE * 2).await;
+        cut_off(ENDPOINT);
+        for client in &mut clients {
+            client.write_all(b"!").await.unwrap();
+        }
+        // After 1.4 s it was sent again three times, and after 3 s once more.
+        sleep(Duration::from_millis(2800)).await;
+        restore();
+        for byte in heard {
+            assert_eq!(timely("a byte", byte).await.unwrap().unwrap(), b'!');
+        }
         drop(door);
     });
 }

@@ -17,8 +17,9 @@ use super::options::TcpInfo;
 const RETRANSMITS: u8 = 3;
 
 /// How many questions for room have to stay without an answer. One may be on its way: the kernel asks
-/// more and more seldom, every two minutes in the end, and hears nothing in between.
-const PROBES: u8 = 2;
+/// more and more seldom, every two minutes in the end, and hears nothing in between. Another may have
+/// been lost.
+const PROBES: u8 = 3;
 
 /// What the kernel has seen of a peer.
 #[derive(Clone, Copy, Debug)]
@@ -40,13 +41,23 @@ pub fn is_gone(socket: &impl AsFd, patience: Duration) -> bool {
     // Where the kernel does not say, TCP finds out by itself.
     getsockopt(socket, TcpInfo).is_ok_and(|info| {
         let seen = Seen {
-            silent: Duration::from_millis(info.tcpi_last_ack_recv.into()),
+            // Who only sends acknowledges nothing new, and who only listens sends nothing.
+            silent: Duration::from_millis(
+                info.tcpi_last_ack_recv.min(info.tcpi_last_data_recv).into(),
+            ),
             unacked: info.tcpi_unacked,
             retransmits: info.tcpi_retransmits,
             probes: info.tcpi_probes,
         };
         seen.is_gone(patience)
     })
+}
+
+/// Whether a TCP socket is of no use any more: its peer has reset the connection, or both have ended it.
+pub fn is_over(socket: &impl AsFd) -> bool {
+    /// Linux, `TCP_CLOSE`.
+    const CLOSE: u8 = 7;
+    getsockopt(socket, TcpInfo).is_ok_and(|info| info.tcpi_state == CLOSE)
 }
 
 impl Seen {
@@ -77,15 +88,15 @@ mod tests {
             seen.is_gone(patience)
         };
         assert!(gone(25, 1, 3, 0));
-        assert!(gone(30, 0, 0, 2));
+        assert!(gone(30, 0, 0, 3));
         // It was heard.
         assert!(!gone(24, 9, 9, 9));
         // Nothing waits for it, or it has hardly been asked.
         assert!(!gone(3600, 0, 0, 0));
         assert!(!gone(3600, 1, 0, 0));
-        assert!(!gone(3600, 2, 2, 1));
+        assert!(!gone(3600, 2, 2, 2));
         // The last of a closed window's answers may be two minutes old.
-        assert!(!gone(119, 0, 0, 1));
+        assert!(!gone(119, 0, 0, 2));
     }
 
     #[tokio::test]

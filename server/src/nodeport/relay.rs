@@ -12,14 +12,15 @@ use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-use culvert_common::tunnel::{CLOSE_STALL, CloseReason};
+use culvert_common::net::silence::is_over;
+use culvert_common::tunnel::{CLOSE_STALL, CloseReason, HALF_OPEN_IDLE};
 use rustix::pipe::{PipeFlags, SpliceFlags, fcntl_setpipe_size, pipe_with, splice};
 use socket2::SockRef;
 use tokio::io::Interest;
 use tokio::net::TcpStream;
 use tokio::sync::Notify;
 use tokio::task::{coop::consume_budget, yield_now};
-use tokio::time::{Instant, sleep, sleep_until};
+use tokio::time::{Instant, sleep, sleep_until, timeout};
 
 use super::watch::{Side, watch};
 
@@ -231,8 +232,16 @@ impl Way<'_> {
         // Fails if the peer has gone; the other direction tells.
         let _ = SockRef::from(self.to).shutdown(Shutdown::Write);
         self.done.notify_one();
-        // However long that idles: what the operator allows is the relay's to know.
-        other.done.notified().await;
+        // However long that idles: what the operator allows is the relay's to know. Nobody reads any
+        // more that `from` is reset meanwhile.
+        while timeout(HALF_OPEN_IDLE, other.done.notified())
+            .await
+            .is_err()
+        {
+            if is_over(self.from) {
+                return Err(from_lost);
+            }
+        }
         Ok(())
     }
 

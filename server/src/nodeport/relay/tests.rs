@@ -190,3 +190,18 @@ async fn half_a_connection_may_idle_for_as_long_as_a_whole_one() {
     assert_eq!(answer, "answer");
     assert_eq!(relay.await.unwrap().0.reason, CloseReason::Finished);
 }
+
+#[tokio::test(start_paused = true)]
+async fn half_a_connection_ends_if_the_other_half_is_reset() {
+    let (mut client, mut endpoint, relay) = relayed(None).await;
+    client.shutdown().await.unwrap();
+    assert_eq!(
+        endpoint.read_u8().await.unwrap_err().kind(),
+        io::ErrorKind::UnexpectedEof
+    );
+    SockRef::from(&client)
+        .set_linger(Some(Duration::ZERO))
+        .unwrap();
+    drop(client);
+    assert_eq!(relay.await.unwrap().0.reason, CloseReason::ClientLost);
+}
