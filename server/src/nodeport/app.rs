@@ -12,7 +12,7 @@ use culvert_common::tls::{self, Identity, TlsOptions, TrustBundle};
 use http::StatusCode;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
-use tokio::time::timeout;
+use tokio::time::{sleep, timeout};
 use tokio_rustls::TlsAcceptor;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
@@ -27,6 +27,7 @@ use super::metrics::{ProxyMetrics, SourceState};
 use super::ports::NodePorts;
 use super::table::Table;
 use super::tunnel::Tunnels;
+use super::upstream::CONNECT_TIMEOUT;
 use crate::app::on_shard;
 
 /// What `/readyz` says while connections are ended.
@@ -156,6 +157,9 @@ impl Bound {
         );
         upkeep.spawn(ports.run(changed));
         upkeep.spawn(admin::serve(self.stats, pages(&front), stop.clone()));
+        for shard in 0..self.shards.count() {
+            self.shards.spawn(shard, &upkeep, pulse(stop.clone()));
+        }
         let registry = front.metrics.registry().clone();
         upkeep.spawn({
             let stop = stop.clone();
@@ -204,6 +208,17 @@ impl Bound {
         upkeep.close();
         upkeep.wait().await;
     }
+}
+
+/// Keeps a timer of the thread always near. tokio interrupts the thread's own wait, by two system calls,
+/// for each timer that is due before all others: without this one, the timeout of nearly each connect.
+async fn pulse(stop: CancellationToken) {
+    let beat = async {
+        loop {
+            sleep(CONNECT_TIMEOUT / 2).await;
+        }
+    };
+    stop.run_until_cancelled(beat).await;
 }
 
 fn acceptor(tunneling: &Tunneling) -> anyhow::Result<Option<TlsAcceptor>> {
@@ -266,6 +281,7 @@ pub(super) async fn serve<C, T>(
 {
     let handle = |accepted| {
         let (seat, connection) = (shards.seat(), connection.clone());
+        let cut = front.cut.clone();
         let shard = seat.shard();
         on_shard(
             shards,
@@ -275,7 +291,7 @@ pub(super) async fn serve<C, T>(
             move |accepted| async move {
                 let _seat = seat;
                 if let Accepted::Tcp(stream, peer) = accepted {
-                    connection(stream, peer).await;
+                    cut.run_until_cancelled(connection(stream, peer)).await;
                 }
             },
         );

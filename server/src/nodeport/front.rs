@@ -16,6 +16,7 @@ use super::client_hello::{Hello, HelloError, HelloReader};
 use super::config::Limits;
 use super::metrics::{Entrance, ProxyMetrics, Refusal};
 use super::relay::{Relay, write_all};
+use super::socket::read_ready;
 use super::table::Table;
 use super::upstream::{ConnectError, Upstream};
 
@@ -57,10 +58,7 @@ impl Front {
             self.metrics.refused(Entrance::Sni, reason);
             debug!(%peer, why, "TLS connection refused");
         };
-        let hello = tokio::select! {
-            hello = timeout(FIRST_WORD_TIMEOUT, read_hello(&client)) => hello,
-            () = self.cut.cancelled() => return,
-        };
+        let hello = timeout(FIRST_WORD_TIMEOUT, read_hello(&client)).await;
         let (hello, received) = match hello.unwrap_or(Err(NoHello::Silent(Refusal::Timeout))) {
             Ok(hello) => hello,
             Err(NoHello::Silent(reason)) => return refuse(reason, "no ClientHello"),
@@ -97,11 +95,7 @@ impl Front {
         upstream: &Arc<Upstream>,
         received: Vec<u8>,
     ) {
-        let connected = tokio::select! {
-            connected = upstream.connect(&self.limits.upstream_keepalive) => connected,
-            () = self.cut.cancelled() => return,
-        };
-        let connected = match connected {
+        let connected = match upstream.connect().await {
             Ok(connected) => connected,
             Err(error) => {
                 self.metrics.refused(entrance, refusal_of(error));
@@ -109,12 +103,9 @@ impl Front {
                 return;
             }
         };
-        let hello = tokio::select! {
-            written = write_all(&connected.stream, &received) => written,
-            () = self.cut.cancelled() => return self.metrics.closed(CloseReason::Shutdown),
-        };
-        if hello.is_err() {
-            return self.metrics.closed(CloseReason::EndpointLost);
+        let carried = self.metrics.carried();
+        if write_all(&connected.stream, &received).await.is_err() {
+            return carried.end(CloseReason::EndpointLost);
         }
         let stats = &upstream.stats;
         stats
@@ -128,21 +119,16 @@ impl Front {
                 Entrance::Sni => self.limits.sni_idle,
                 _ => self.limits.node_port_idle,
             },
-            patience: [
-                self.limits.downstream_keepalive.patience(),
-                self.limits.upstream_keepalive.patience(),
+            keepalive: [
+                &self.limits.downstream_keepalive,
+                &self.limits.upstream_keepalive,
             ],
             sent: &stats.sent,
             received: &stats.received,
         };
-        let reason = tokio::select! {
-            ended = relay.run() => {
-                debug!(%peer, upstream = %upstream.key, ?ended, "connection closed");
-                ended.reason
-            }
-            () = self.cut.cancelled() => CloseReason::Shutdown,
-        };
-        self.metrics.closed(reason);
+        let ended = relay.run().await;
+        debug!(%peer, upstream = %upstream.key, ?ended, "connection closed");
+        carried.end(ended.reason);
     }
 }
 
@@ -162,7 +148,7 @@ async fn read_hello(client: &TcpStream) -> Result<(Hello, Vec<u8>), NoHello> {
         let gone = |_| NoHello::Silent(Refusal::Garbage);
         client.readable().await.map_err(gone)?;
         received.reserve(HELLO_READ_BYTES);
-        match client.try_read_buf(&mut received) {
+        match read_ready(client, &mut received) {
             Ok(0) => return Err(NoHello::Silent(Refusal::Garbage)),
             Ok(_) => match reader.read(&received) {
                 Ok(Some(hello)) => return Ok((hello, received)),

@@ -152,6 +152,12 @@ pub struct Tally {
     upward: bool,
 }
 
+/// What has reached an endpoint. Unless its end is told, it was cut when the proxy ended.
+pub struct Carried<'a> {
+    metrics: &'a ProxyMetrics,
+    reason: CloseReason,
+}
+
 // === impl ProxyMetrics ===
 
 impl ProxyMetrics {
@@ -260,10 +266,11 @@ impl ProxyMetrics {
         culvert_common::telemetry::metrics::GaugeGuard::new(self.open.get(entrance))
     }
 
-    /// Counts an end.
-    pub fn closed(&self, reason: CloseReason) {
-        if let Some((_, counter)) = self.closed.iter().find(|(known, _)| *known == reason) {
-            counter.increment(1);
+    /// A connection or tunnel that has reached an endpoint; its end is counted when the guard is dropped.
+    pub fn carried(&self) -> Carried<'_> {
+        Carried {
+            metrics: self,
+            reason: CloseReason::Shutdown,
         }
     }
 
@@ -392,6 +399,24 @@ fn resident_bytes() -> u64 {
     pages.unwrap_or(0) * rustix::param::page_size() as u64
 }
 
+// === impl Carried ===
+
+impl Carried<'_> {
+    /// Counts its end.
+    pub fn end(mut self, reason: CloseReason) {
+        self.reason = reason;
+    }
+}
+
+impl Drop for Carried<'_> {
+    fn drop(&mut self) {
+        let mut counters = self.metrics.closed.iter();
+        if let Some((_, counter)) = counters.find(|(known, _)| *known == self.reason) {
+            counter.increment(1);
+        }
+    }
+}
+
 // === impl Tally ===
 
 impl Tally {
@@ -426,4 +451,24 @@ impl CounterFn for Tally {
 
     /// Nobody sets these.
     fn absolute(&self, _: u64) {}
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    #[test]
+    fn what_is_cut_is_counted_as_what_ends() {
+        let metrics = ProxyMetrics::new().unwrap();
+        metrics.carried().end(CloseReason::Finished);
+        drop(metrics.carried());
+        drop(metrics.carried());
+        let page = metrics.registry().render();
+        for line in ["finished\"} 1\n", "shutdown\"} 2\n", "client_lost\"} 0\n"] {
+            let line = format!("culvert_connections_closed_total{{reason=\"{line}");
+            assert!(page.contains(&line), "{page}");
+        }
+    }
 }

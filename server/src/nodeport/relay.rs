@@ -12,8 +12,10 @@ use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
+use culvert_common::net::listen::Keepalive;
 use culvert_common::net::silence::is_over;
 use culvert_common::tunnel::{CLOSE_STALL, CloseReason, HALF_OPEN_IDLE};
+use futures_util::FutureExt as _;
 use rustix::pipe::{PipeFlags, SpliceFlags, fcntl_setpipe_size, pipe_with, splice};
 use socket2::SockRef;
 use tokio::io::Interest;
@@ -22,6 +24,7 @@ use tokio::sync::Notify;
 use tokio::task::{coop::consume_budget, yield_now};
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 
+use super::socket::read_ready;
 use super::watch::{Side, watch};
 
 /// The buffer of a thread. What fills it is bulk.
@@ -53,8 +56,8 @@ pub struct Relay<'a> {
     pub endpoint: &'a TcpStream,
     /// Ends the connection once nothing has moved for so long; `None` never does.
     pub idle: Option<Duration>,
-    /// How long the client, and the endpoint, may be silent while something waits for them.
-    pub patience: [Duration; 2],
+    /// How the client, and the endpoint, are probed.
+    pub keepalive: [&'a Keepalive; 2],
     /// Counts bytes from client to endpoint, here and elsewhere.
     pub sent: &'a AtomicU64,
     /// Counts bytes from endpoint to client.
@@ -129,16 +132,16 @@ impl Relay<'_> {
                 Err(reason) => reason,
             }
         };
-        let [client, endpoint] = self.patience;
+        let [client, endpoint] = self.keepalive;
         let sides = [
             Some(Side {
                 socket: self.client,
-                patience: client,
+                keepalive: client,
                 lost: CloseReason::ClientLost,
             }),
             Some(Side {
                 socket: self.endpoint,
-                patience: endpoint,
+                keepalive: endpoint,
                 lost: CloseReason::EndpointLost,
             }),
         ];
@@ -229,9 +232,13 @@ impl Way<'_> {
                 }
             }
         }
+        self.done.notify_one();
+        // Then both sockets are closed, which says the same in one system call less.
+        if other.done.notified().now_or_never().is_some() {
+            return Ok(());
+        }
         // Fails if the peer has gone; the other direction tells.
         let _ = SockRef::from(self.to).shutdown(Shutdown::Write);
-        self.done.notify_one();
         // However long that idles: what the operator allows is the relay's to know. Nobody reads any
         // more that `from` is reset meanwhile.
         while timeout(HALF_OPEN_IDLE, other.done.notified())
@@ -263,7 +270,7 @@ impl Way<'_> {
         loop {
             self.from.readable().await.map_err(|_| Broken::From)?;
             let moved = BUFFER.with_borrow_mut(|buffer| {
-                let read = match self.from.try_read(buffer) {
+                let read = match read_ready(self.from, &mut buffer.as_mut()) {
                     Ok(0) => return Ok(Some((0, Vec::new()))),
                     Ok(read) => read,
                     Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(None),

@@ -33,7 +33,7 @@ use super::allowed::AllowedNetworks;
 use super::front::{FIRST_WORD_TIMEOUT, Front, refusal_of};
 use super::metrics::{Entrance, Refusal, Tally};
 use super::socket::Socket;
-use super::upstream::{Connected, Upstream};
+use super::upstream::Connected;
 use super::watch::{Side, watch};
 
 /// The largest head of an HTTP/1.1 request; Envoy takes 60 KiB.
@@ -96,10 +96,7 @@ impl Tunnels {
                 "not in --tunneling-allowed-networks",
             );
         }
-        tokio::select! {
-            () = self.clone().begin(stream, peer) => {}
-            () = self.front.cut.cancelled() => {}
-        }
+        self.clone().begin(stream, peer).await;
     }
 
     fn refuse(&self, reason: Refusal, peer: SocketAddr, why: &str) {
@@ -220,9 +217,10 @@ impl Tunnels {
                 return say_and_leave(read, write, &answer).await;
             }
         };
+        let carried = metrics.carried();
         let established = write.write_all(b"HTTP/1.1 200 OK\r\n\r\n").await;
         if established.is_err() || write.flush().await.is_err() {
-            return metrics.closed(CloseReason::ClientLost);
+            return carried.end(CloseReason::ClientLost);
         }
         let lost = CloseReason::ClientLost;
         let mut source = ReadSource::new(read, received.freeze(), lost);
@@ -235,7 +233,7 @@ impl Tunnels {
             unread: None,
         };
         let reason = self.carry((&mut source, &mut sink), tunnel).await;
-        metrics.closed(reason);
+        carried.end(reason);
         if reason == CloseReason::EndpointLost {
             leave(source.into_inner(), sink.into_inner()).await;
         }
@@ -253,7 +251,7 @@ impl Tunnels {
             );
             return Err(StatusCode::NOT_FOUND);
         };
-        let connected = Upstream::connect(&upstream, &front.limits.upstream_keepalive).await;
+        let connected = upstream.connect().await;
         connected.map_err(|error| {
             self.refuse(refusal_of(error), peer, &format!("{authority}: {error}"));
             StatusCode::SERVICE_UNAVAILABLE
@@ -291,13 +289,13 @@ impl Tunnels {
         let pumped = pump_within(client, endpoint, &mut up, &mut down, half_open);
         let endpoint = Side {
             socket: &stream,
-            patience: limits.upstream_keepalive.patience(),
+            keepalive: &limits.upstream_keepalive,
             lost,
         };
         // A client that speaks HTTP/2 answers PINGs.
         let client = socket.map(|socket| Side {
             socket,
-            patience: limits.downstream_keepalive.patience(),
+            keepalive: &limits.downstream_keepalive,
             lost: CloseReason::ClientLost,
         });
         let sides = [Some(endpoint), client];

@@ -8,13 +8,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
-use culvert_common::net::listen::tune_with;
 use parking_lot::RwLock;
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 
 use self::times::Times;
-use super::config::Keepalive;
 use super::routes::UpstreamKey;
 
 /// How long one endpoint may take to accept a connection (the connect timeout that KKP gives
@@ -116,14 +114,12 @@ impl Upstream {
         changed
     }
 
-    /// Opens a connection to the endpoint whose turn it is, or to one of the next if that fails.
+    /// Opens a connection to the endpoint whose turn it is, or to one of the next if that fails. What is
+    /// to probe its peer is set by [`watch`](super::watch::watch).
     ///
     /// # Errors
     /// When there is no endpoint that accepts in time.
-    pub async fn connect(
-        self: &Arc<Self>,
-        keepalive: &Keepalive,
-    ) -> Result<Connected, ConnectError> {
+    pub async fn connect(self: &Arc<Self>) -> Result<Connected, ConnectError> {
         let open = self.enter().ok_or_else(|| {
             self.stats.overflowed.fetch_add(1, Ordering::Relaxed);
             ConnectError::Overflow
@@ -139,7 +135,7 @@ impl Upstream {
             match timeout(CONNECT_TIMEOUT, TcpStream::connect(endpoint)).await {
                 Ok(Ok(stream)) => {
                     // A connection that is gone already fails again at its first read.
-                    let _ = tune_with(&stream, keepalive);
+                    let _ = stream.set_nodelay(true);
                     self.stats.opened.fetch_add(1, Ordering::Relaxed);
                     return Ok(Connected {
                         stream,
@@ -315,20 +311,19 @@ mod tests {
         let (gone, c) = listener().await;
         drop(gone);
         let upstream = upstream(&[a, b, c], 100);
-        let keepalive = Keepalive::default();
         let mut peers = Vec::new();
         for _ in 0..6 {
-            let connected = upstream.connect(&keepalive).await.unwrap();
+            let connected = upstream.connect().await.unwrap();
             peers.push(connected.stream.peer_addr().unwrap());
         }
         // The third of each round finds its endpoint gone and takes the next.
         assert_eq!(peers, [a, b, a, a, b, a]);
         assert_eq!(upstream.stats.failed.load(Ordering::Relaxed), 2);
         upstream.set_endpoints(&[c]);
-        let refused = upstream.connect(&keepalive).await;
+        let refused = upstream.connect().await;
         assert_eq!(refused.err(), Some(ConnectError::Refused));
         upstream.set_endpoints(&[]);
-        let none = upstream.connect(&keepalive).await;
+        let none = upstream.connect().await;
         assert_eq!(none.err(), Some(ConnectError::NoEndpoint));
         assert_eq!(upstream.stats.active.load(Ordering::Relaxed), 0);
     }
@@ -337,12 +332,11 @@ mod tests {
     async fn no_more_connections_are_open_than_the_limit_allows() {
         let (_a, a) = listener().await;
         let upstream = upstream(&[a], 1);
-        let keepalive = Keepalive::default();
-        let first = upstream.connect(&keepalive).await.unwrap();
-        let second = upstream.connect(&keepalive).await;
+        let first = upstream.connect().await.unwrap();
+        let second = upstream.connect().await;
         assert_eq!(second.err(), Some(ConnectError::Overflow));
         drop(first);
-        assert!(upstream.connect(&keepalive).await.is_ok());
+        assert!(upstream.connect().await.is_ok());
         let mut page = String::new();
         write_series(&[upstream], &mut page);
         let line = "envoy_cluster_upstream_cx_overflow{envoy_cluster_name=\

@@ -3,6 +3,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use culvert_common::net::listen::{Keepalive, tune_with};
 use culvert_common::net::silence::is_gone;
 use culvert_common::tunnel::CloseReason;
 use tokio::net::TcpStream;
@@ -16,8 +17,9 @@ const LOOKS: u32 = 3;
 pub struct Side<'a> {
     /// Its socket.
     pub socket: &'a TcpStream,
-    /// How long its peer may be silent while something waits for it.
-    pub patience: Duration,
+    /// How its peer is probed. The options are set at the first look, which is before the first probe:
+    /// most connections are over by then, and need none.
+    pub keepalive: &'a Keepalive,
     /// What it is then.
     pub lost: CloseReason,
 }
@@ -37,9 +39,10 @@ pub async fn watch<const N: usize>(
     let look = sides
         .iter()
         .flatten()
-        .map(|side| side.patience / LOOKS)
+        .map(|side| side.keepalive.idle.min(side.keepalive.patience() / LOOKS))
         .min();
     let (mut before, mut since) = (moved(), Instant::now());
+    let mut is_first = true;
     loop {
         let left = idle.map(|idle| idle.saturating_sub(since.elapsed()));
         match [left, look].into_iter().flatten().min() {
@@ -52,9 +55,59 @@ pub async fn watch<const N: usize>(
         } else if idle.is_some_and(|idle| since.elapsed() >= idle) {
             return CloseReason::IdleTimeout;
         }
-        let is_lost = |side: &&Side<'_>| is_gone(side.socket, side.patience);
+        if std::mem::take(&mut is_first) {
+            for side in sides.iter().flatten() {
+                // Fails if the connection has broken; whoever reads from it is told.
+                let _ = tune_with(side.socket, side.keepalive);
+            }
+        }
+        let is_lost = |side: &&Side<'_>| is_gone(side.socket, side.keepalive.patience());
         if let Some(side) = sides.iter().flatten().find(is_lost) {
             return side.lost;
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use socket2::SockRef;
+    use tokio::net::TcpListener;
+    use tokio::time::timeout;
+
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_connection_that_lasts_is_probed_as_long_as_it_idles() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let socket = TcpStream::connect(listener.local_addr().unwrap())
+            .await
+            .unwrap();
+        let keepalive = Keepalive {
+            idle: Duration::from_secs(6),
+            interval: Duration::from_secs(60),
+            probes: 2,
+            user_timeout: None,
+        };
+        let side = Side {
+            socket: &socket,
+            keepalive: &keepalive,
+            lost: CloseReason::EndpointLost,
+        };
+        let none = AtomicU64::new(0);
+        let mut watched = std::pin::pin!(watch([&none], None, [Some(side), None]));
+        let options = SockRef::from(&socket);
+        // The first probe is due after 6 s.
+        let early = timeout(Duration::from_secs(5), &mut watched).await;
+        assert!(early.is_err() && !options.keepalive().unwrap());
+        let late = timeout(Duration::from_secs(1), &mut watched).await;
+        assert!(late.is_err() && options.keepalive().unwrap());
+        assert_eq!(options.tcp_keepalive_time().unwrap(), keepalive.idle);
+        assert_eq!(
+            options.tcp_keepalive_interval().unwrap(),
+            keepalive.interval
+        );
+        assert_eq!(options.tcp_keepalive_retries().unwrap(), keepalive.probes);
     }
 }

@@ -13,11 +13,12 @@ async fn relayed(idle: Option<Duration>) -> (TcpStream, TcpStream, JoinHandle<(E
     let (far, endpoint) = pair().await;
     let relay = tokio::spawn(async move {
         let (sent, received) = (AtomicU64::new(0), AtomicU64::new(0));
+        let keepalive = Keepalive::default();
         let relay = Relay {
             client: &near,
             endpoint: &far,
             idle,
-            patience: [Duration::from_secs(25); 2],
+            keepalive: [&keepalive; 2],
             sent: &sent,
             received: &received,
         };

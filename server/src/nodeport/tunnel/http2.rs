@@ -122,10 +122,9 @@ impl Tunnels {
                     }
                     let (tunnels, shared) = (self.clone(), shared.clone());
                     self.front.tasks.spawn(async move {
-                        tokio::select! {
-                            () = tunnels.stream(incoming, &shared) => {}
-                            () = tunnels.front.cut.cancelled() => {}
-                        }
+                        let cut = &tunnels.front.cut;
+                        cut.run_until_cancelled(tunnels.stream(incoming, &shared))
+                            .await;
                     });
                     // So that streams begin, and are judged, while many more wait.
                     consume_budget().await;
@@ -179,8 +178,9 @@ impl Tunnels {
                 return;
             }
         };
+        let carried = metrics.carried();
         let Ok(send) = respond.send_response(answer(StatusCode::OK), false) else {
-            return metrics.closed(CloseReason::ClientLost);
+            return carried.end(CloseReason::ClientLost);
         };
         let inbound = shared.inbound.clone();
         let (mut source, sink) = halves(send, body, inbound, CloseReason::ClientLost);
@@ -193,7 +193,7 @@ impl Tunnels {
             unread: Some(shared.unread.clone()),
         };
         let reason = self.carry((&mut source, &mut sink), tunnel).await;
-        metrics.closed(reason);
+        carried.end(reason);
         sink.end(reason, &self.front.tasks);
     }
 }
