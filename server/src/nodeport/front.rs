@@ -15,8 +15,7 @@ use tracing::debug;
 use super::client_hello::{Hello, HelloError, HelloReader};
 use super::config::Limits;
 use super::metrics::{Entrance, ProxyMetrics, Refusal};
-use super::relay::{Relay, write_all};
-use super::socket::read_ready;
+use super::relay::{Relay, read_tls, write_all};
 use super::table::Table;
 use super::upstream::{ConnectError, Upstream};
 
@@ -115,6 +114,7 @@ impl Front {
         let relay = Relay {
             client: &client,
             endpoint: &connected.stream,
+            is_tls: matches!(entrance, Entrance::Sni),
             idle: match entrance {
                 Entrance::Sni => self.limits.sni_idle,
                 _ => self.limits.node_port_idle,
@@ -148,7 +148,7 @@ async fn read_hello(client: &TcpStream) -> Result<(Hello, Vec<u8>), NoHello> {
         let gone = |_| NoHello::Silent(Refusal::Garbage);
         client.readable().await.map_err(gone)?;
         received.reserve(HELLO_READ_BYTES);
-        match read_ready(client, &mut received) {
+        match read_tls(client, &mut received) {
             Ok(0) => return Err(NoHello::Silent(Refusal::Garbage)),
             Ok(_) => match reader.read(&received) {
                 Ok(Some(hello)) => return Ok((hello, received)),

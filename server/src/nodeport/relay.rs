@@ -12,6 +12,7 @@ use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
+use bytes::BufMut;
 use culvert_common::net::listen::Keepalive;
 use culvert_common::net::silence::is_over;
 use culvert_common::tunnel::{CLOSE_STALL, CloseReason, HALF_OPEN_IDLE};
@@ -24,7 +25,6 @@ use tokio::sync::Notify;
 use tokio::task::{coop::consume_budget, yield_now};
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 
-use super::socket::read_ready;
 use super::watch::{Side, watch};
 
 /// The buffer of a thread. What fills it is bulk.
@@ -54,6 +54,8 @@ pub struct Relay<'a> {
     pub client: &'a TcpStream,
     /// To whom it goes.
     pub endpoint: &'a TcpStream,
+    /// It carries nothing but TLS.
+    pub is_tls: bool,
     /// Ends the connection once nothing has moved for so long; `None` never does.
     pub idle: Option<Duration>,
     /// How the client, and the endpoint, are probed.
@@ -68,6 +70,7 @@ pub struct Relay<'a> {
 struct Way<'a> {
     from: &'a TcpStream,
     to: &'a TcpStream,
+    is_tls: bool,
     total: &'a AtomicU64,
     /// Of this connection.
     moved: AtomicU64,
@@ -111,6 +114,7 @@ impl Relay<'_> {
         let up = Way {
             from: self.client,
             to: self.endpoint,
+            is_tls: self.is_tls,
             total: self.sent,
             moved: AtomicU64::new(0),
             done: Notify::new(),
@@ -120,6 +124,7 @@ impl Relay<'_> {
         let down = Way {
             from: self.endpoint,
             to: self.client,
+            is_tls: self.is_tls,
             total: self.received,
             moved: AtomicU64::new(0),
             done: Notify::new(),
@@ -265,12 +270,19 @@ impl Way<'_> {
         Broken::To
     }
 
+    fn read(&self, buffer: &mut [u8]) -> io::Result<usize> {
+        match self.is_tls {
+            true => read_tls(self.from, &mut &mut *buffer),
+            false => self.from.try_read(buffer),
+        }
+    }
+
     /// Moves what one read brings through the thread's buffer; 0 at the end.
     async fn copy(&self) -> Result<usize, Broken> {
         loop {
             self.from.readable().await.map_err(|_| Broken::From)?;
             let moved = BUFFER.with_borrow_mut(|buffer| {
-                let read = match read_ready(self.from, &mut buffer.as_mut()) {
+                let read = match self.read(buffer) {
                     Ok(0) => return Ok(Some((0, Vec::new()))),
                     Ok(read) => read,
                     Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(None),
@@ -342,6 +354,27 @@ impl Way<'_> {
 fn is_refused(error: &io::Error) -> bool {
     use io::ErrorKind::{InvalidInput, PermissionDenied, Unsupported};
     matches!(error.kind(), InvalidInput | PermissionDenied | Unsupported)
+}
+
+/// Reads from a socket that carries TLS, into the first piece of `target`, like
+/// [`TcpStream::try_read_buf`]. A read that does not fill it has emptied the socket, so that the next one
+/// waits at once instead of finding nothing first; tokio's own `poll_read` does so, too. That is not so of
+/// urgent data, at which a read stops (tcp(7)): what TLS has none of.
+///
+/// # Errors
+/// As the system call's.
+pub fn read_tls(socket: &TcpStream, target: &mut impl BufMut) -> io::Result<usize> {
+    let room = target.chunk_mut().len();
+    let mut read = Err(io::ErrorKind::WouldBlock.into());
+    // Its only outcome is whether the socket counts as ready, as of before the read.
+    let _ = socket.try_io(Interest::READABLE, || {
+        read = socket.try_read_buf(target);
+        match read {
+            Ok(bytes) if 0 < bytes && bytes < room => Err(io::ErrorKind::WouldBlock.into()),
+            _ => Ok(()),
+        }
+    });
+    read
 }
 
 /// Writes all of `bytes`.

@@ -6,30 +6,9 @@ use std::ops::Deref;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 
-use bytes::BufMut;
 use socket2::SockRef;
-use tokio::io::{AsyncRead, AsyncWrite, Interest, ReadBuf};
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
-
-/// Reads into the first piece of `target` like [`TcpStream::try_read_buf`]. A read that does not fill it has
-/// emptied the socket, so that the next one waits at once instead of finding nothing first, as tokio's own
-/// `poll_read` does for whoever owns the socket.
-///
-/// # Errors
-/// As the system call's.
-pub fn read_ready(socket: &TcpStream, target: &mut impl BufMut) -> io::Result<usize> {
-    let room = target.chunk_mut().len();
-    let mut read = Err(io::ErrorKind::WouldBlock.into());
-    // Its only outcome is whether the socket counts as ready, as of before the read.
-    let _ = socket.try_io(Interest::READABLE, || {
-        read = socket.try_read_buf(target);
-        match read {
-            Ok(bytes) if 0 < bytes && bytes < room => Err(io::ErrorKind::WouldBlock.into()),
-            _ => Ok(()),
-        }
-    });
-    read
-}
 
 /// Reads and writes a socket that somebody else holds as well. One task may read, and one write.
 #[derive(Clone, Copy, Debug)]
@@ -43,7 +22,7 @@ impl<T: Deref<Target = TcpStream> + Unpin> AsyncRead for Socket<T> {
     ) -> Poll<io::Result<()>> {
         loop {
             ready!(self.0.poll_read_ready(cx))?;
-            match read_ready(&self.0, target) {
+            match self.0.try_read_buf(target) {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                 read => return Poll::Ready(read.map(|_| ())),
             }
@@ -94,42 +73,5 @@ impl<T: Deref<Target = TcpStream> + Unpin> AsyncWrite for Socket<T> {
 
     fn is_write_vectored(&self) -> bool {
         true
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    #![allow(clippy::unwrap_used, clippy::indexing_slicing)]
-
-    use futures_util::FutureExt as _;
-    use tokio::io::AsyncWriteExt as _;
-    use tokio::net::TcpListener;
-
-    use super::*;
-
-    #[tokio::test]
-    async fn a_short_read_waits_for_the_next_bytes_and_misses_neither_them_nor_the_end() {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let near = TcpStream::connect(listener.local_addr().unwrap());
-        let (near, far) = tokio::join!(near, listener.accept());
-        let (near, mut far) = (near.unwrap(), far.unwrap().0);
-        let mut room = [0; 4];
-        for sent in [3, 1, 2] {
-            far.write_all(&[1; 3][..sent]).await.unwrap();
-            near.readable().await.unwrap();
-            assert_eq!(read_ready(&near, &mut room.as_mut()).unwrap(), sent);
-            // It is known to be empty: nobody has to ask.
-            assert!(near.readable().now_or_never().is_none());
-        }
-        // A read that fills its room may have left some.
-        far.write_all(&[1; 6]).await.unwrap();
-        near.readable().await.unwrap();
-        assert_eq!(read_ready(&near, &mut room.as_mut()).unwrap(), 4);
-        near.readable().now_or_never().unwrap().unwrap();
-        drop(far);
-        assert_eq!(read_ready(&near, &mut room.as_mut()).unwrap(), 2);
-        near.readable().await.unwrap();
-        assert_eq!(read_ready(&near, &mut room.as_mut()).unwrap(), 0);
-        near.readable().now_or_never().unwrap().unwrap();
     }
 }

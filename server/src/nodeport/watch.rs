@@ -6,6 +6,7 @@ use std::time::Duration;
 use culvert_common::net::listen::{Keepalive, tune_with};
 use culvert_common::net::silence::is_gone;
 use culvert_common::tunnel::CloseReason;
+use socket2::SockRef;
 use tokio::net::TcpStream;
 use tokio::time::{Instant, sleep};
 
@@ -17,8 +18,8 @@ const LOOKS: u32 = 3;
 pub struct Side<'a> {
     /// Its socket.
     pub socket: &'a TcpStream,
-    /// How its peer is probed. The options are set at the first look, which is before the first probe:
-    /// most connections are over by then, and need none.
+    /// How its peer is probed. A socket that has not inherited that is told at the first look, long before
+    /// the first probe: most connections are over by then.
     pub keepalive: &'a Keepalive,
     /// What it is then.
     pub lost: CloseReason,
@@ -36,16 +37,14 @@ pub async fn watch<const N: usize>(
         let each = counters.iter().map(|count| count.load(Ordering::Relaxed));
         each.sum()
     };
-    let look = sides
-        .iter()
-        .flatten()
-        .map(|side| side.keepalive.idle.min(side.keepalive.patience() / LOOKS))
-        .min();
+    let sides = || sides.iter().flatten();
+    let look = sides().map(|side| side.keepalive.patience() / LOOKS).min();
+    let first = sides().map(|side| side.keepalive.idle / 2).min();
+    let mut first = first.min(look);
     let (mut before, mut since) = (moved(), Instant::now());
-    let mut is_first = true;
     loop {
         let left = idle.map(|idle| idle.saturating_sub(since.elapsed()));
-        match [left, look].into_iter().flatten().min() {
+        match [left, first.or(look)].into_iter().flatten().min() {
             Some(pause) => sleep(pause).await,
             None => std::future::pending().await,
         }
@@ -55,14 +54,17 @@ pub async fn watch<const N: usize>(
         } else if idle.is_some_and(|idle| since.elapsed() >= idle) {
             return CloseReason::IdleTimeout;
         }
-        if std::mem::take(&mut is_first) {
-            for side in sides.iter().flatten() {
+        if first.take().is_some() {
+            // Not twice: that would bring a probe that is due forward.
+            let untold =
+                |side: &&Side<'_>| SockRef::from(side.socket).keepalive().is_ok_and(|on| !on);
+            for side in sides().filter(untold) {
                 // Fails if the connection has broken; whoever reads from it is told.
                 let _ = tune_with(side.socket, side.keepalive);
             }
         }
         let is_lost = |side: &&Side<'_>| is_gone(side.socket, side.keepalive.patience());
-        if let Some(side) = sides.iter().flatten().find(is_lost) {
+        if let Some(side) = sides().find(is_lost) {
             return side.lost;
         }
     }
@@ -72,7 +74,6 @@ pub async fn watch<const N: usize>(
 mod tests {
     #![allow(clippy::unwrap_used)]
 
-    use socket2::SockRef;
     use tokio::net::TcpListener;
     use tokio::time::timeout;
 
@@ -98,10 +99,10 @@ mod tests {
         let none = AtomicU64::new(0);
         let mut watched = std::pin::pin!(watch([&none], None, [Some(side), None]));
         let options = SockRef::from(&socket);
-        // The first probe is due after 6 s.
-        let early = timeout(Duration::from_secs(5), &mut watched).await;
+        // The first probe is due after 6 s, and half of that is early enough.
+        let early = timeout(Duration::from_secs(2), &mut watched).await;
         assert!(early.is_err() && !options.keepalive().unwrap());
-        let late = timeout(Duration::from_secs(1), &mut watched).await;
+        let late = timeout(Duration::from_secs(2), &mut watched).await;
         assert!(late.is_err() && options.keepalive().unwrap());
         assert_eq!(options.tcp_keepalive_time().unwrap(), keepalive.idle);
         assert_eq!(

@@ -7,16 +7,23 @@ use tokio::time::timeout;
 
 use super::*;
 
+type Relayed = JoinHandle<(Ended, [u64; 2])>;
+
 /// A client and an endpoint with a relay between them.
-async fn relayed(idle: Option<Duration>) -> (TcpStream, TcpStream, JoinHandle<(Ended, [u64; 2])>) {
+async fn relayed(idle: Option<Duration>) -> (TcpStream, TcpStream, Relayed) {
     let (client, near) = pair().await;
     let (far, endpoint) = pair().await;
-    let relay = tokio::spawn(async move {
+    (client, endpoint, relay(near, far, idle, true))
+}
+
+fn relay(near: TcpStream, far: TcpStream, idle: Option<Duration>, is_tls: bool) -> Relayed {
+    tokio::spawn(async move {
         let (sent, received) = (AtomicU64::new(0), AtomicU64::new(0));
         let keepalive = Keepalive::default();
         let relay = Relay {
             client: &near,
             endpoint: &far,
+            is_tls,
             idle,
             keepalive: [&keepalive; 2],
             sent: &sent,
@@ -24,8 +31,7 @@ async fn relayed(idle: Option<Duration>) -> (TcpStream, TcpStream, JoinHandle<(E
         };
         let ended = relay.run().await;
         (ended, [sent.into_inner(), received.into_inner()])
-    });
-    (client, endpoint, relay)
+    })
 }
 
 async fn pair() -> (TcpStream, TcpStream) {
@@ -205,4 +211,44 @@ async fn half_a_connection_ends_if_the_other_half_is_reset() {
         .unwrap();
     drop(client);
     assert_eq!(relay.await.unwrap().0.reason, CloseReason::ClientLost);
+}
+
+#[tokio::test]
+async fn a_short_read_waits_for_the_next_bytes_and_misses_neither_them_nor_the_end() {
+    let (near, mut far) = pair().await;
+    let mut room = [0; 4];
+    for sent in [3, 1, 2] {
+        far.write_all(&[1; 3][..sent]).await.unwrap();
+        near.readable().await.unwrap();
+        assert_eq!(read_tls(&near, &mut room.as_mut()).unwrap(), sent);
+        // It is known to be empty: nobody has to ask.
+        assert!(near.readable().now_or_never().is_none());
+    }
+    // A read that fills its room may have left some.
+    far.write_all(&[1; 6]).await.unwrap();
+    near.readable().await.unwrap();
+    assert_eq!(read_tls(&near, &mut room.as_mut()).unwrap(), 4);
+    near.readable().now_or_never().unwrap().unwrap();
+    drop(far);
+    assert_eq!(read_tls(&near, &mut room.as_mut()).unwrap(), 2);
+    near.readable().await.unwrap();
+    assert_eq!(read_tls(&near, &mut room.as_mut()).unwrap(), 0);
+    near.readable().now_or_never().unwrap().unwrap();
+}
+
+#[tokio::test]
+async fn what_follows_urgent_data_waits_for_nothing() {
+    let (mut client, near) = pair().await;
+    let (far, mut endpoint) = pair().await;
+    let _relay = relay(near, far, None, false);
+    let mut heard = [0; 6];
+    client.write_all(b"before").await.unwrap();
+    endpoint.read_exact(&mut heard).await.unwrap();
+    // A read stops at the mark.
+    client.write_all(b"abc").await.unwrap();
+    SockRef::from(&client).send_out_of_band(b"!").unwrap();
+    client.write_all(b"def").await.unwrap();
+    let read = timeout(Duration::from_secs(10), endpoint.read_exact(&mut heard));
+    read.await.unwrap().unwrap();
+    assert_eq!(&heard, b"abcdef");
 }
