@@ -216,10 +216,20 @@ async fn a_drain_spares_the_connections_of_every_thread() {
     let mut open = Vec::new();
     for _ in 0..6 {
         let mut stream = TcpStream::connect(("127.0.0.1", port)).await.unwrap();
-        stream.write_all(b"echo\nx").await.unwrap();
-        assert_eq!(timely("an echo", stream.read_u8()).await.unwrap(), b'x');
+        stream.write_all(b"echo\n").await.unwrap();
+        // So much at once that it is spread.
+        let sent: Vec<_> = (0..200_000_u32).map(|i| (i % 251) as u8).collect();
+        let mut heard = vec![0; sent.len()];
+        let (mut read, mut write) = stream.split();
+        let echo = tokio::try_join!(write.write_all(&sent), read.read_exact(&mut heard));
+        echo.unwrap();
+        assert!(heard == sent);
         open.push(stream);
     }
+    // Two connections of two sockets each.
+    let watched = watched_per_thread(door.program.pid());
+    assert!(watched.len() >= 3, "{watched:?}");
+    assert!(watched.iter().all(|sockets| *sockets >= 4), "{watched:?}");
     door.program.signal(Signal::TERM);
     eventually("the listener is closed", LIMIT, async || {
         TcpStream::connect(door.tunneling).await.is_err()
@@ -233,6 +243,29 @@ async fn a_drain_spares_the_connections_of_every_thread() {
     }
     let status = door.program.wait_exit(LIMIT).await;
     assert!(status.success(), "{status}");
+}
+
+/// How many sockets each epoll instance of a process watches; a thread may have its own twice.
+fn watched_per_thread(pid: u32) -> Vec<usize> {
+    let path = |file: &str| format!("/proc/{pid}/{file}");
+    let is_socket = |fd: &str| {
+        let link = std::fs::read_link(path(&format!("fd/{fd}"))).unwrap_or_default();
+        link.to_string_lossy().starts_with("socket:")
+    };
+    let mut watched = Vec::new();
+    for entry in std::fs::read_dir(path("fdinfo")).unwrap() {
+        // Gone meanwhile.
+        let Ok(info) = std::fs::read_to_string(entry.unwrap().path()) else {
+            continue;
+        };
+        let targets = info.lines().filter_map(|line| line.strip_prefix("tfd:"));
+        let fds = targets.filter_map(|line| line.split_whitespace().next());
+        let fds: Vec<_> = fds.collect();
+        if !fds.is_empty() {
+            watched.push(fds.iter().filter(|fd| is_socket(fd)).count());
+        }
+    }
+    watched
 }
 
 #[tokio::test]

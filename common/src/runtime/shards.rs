@@ -2,8 +2,9 @@
 //!
 //! A connection is served by one thread from its first byte to its last, and so is everything that
 //! it exchanges bytes with: a hand-over between threads costs a wake-up and cold caches for each
-//! chunk (docs/tuning.md). Work does not move between shards; new connections go where their peer
-//! is, and the peers sit where the fewest are.
+//! chunk (docs/tuning.md). New connections go where their peer is, and the peers sit where the fewest
+//! are. Where connections have no peer and most are short, they stay on the thread that accepts them, and
+//! those that move much go to where the fewest of their kind are, once.
 
 use std::cell::Cell;
 use std::io;
@@ -12,10 +13,15 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use tokio::runtime::{Builder, Handle};
 use tokio_util::sync::{CancellationToken, DropGuard};
-use tokio_util::task::TaskTracker;
+use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 
 /// The most shards that are made without being asked for. One carries about 10 Gbit/s.
 const DEFAULT_MAX: usize = 4;
+
+/// How many more seats than another shard's the caller's may have before a connection that may be short
+/// goes there: a hand-over costs a short one a sixth of its processor time, and so few that move little do
+/// not fill a thread.
+const SLACK: usize = 16;
 
 thread_local! {
     static CURRENT: Cell<usize> = const { Cell::new(0) };
@@ -25,13 +31,17 @@ thread_local! {
 pub struct Shards {
     handles: Vec<Handle>,
     /// How many seats are taken on each.
-    seats: Arc<[AtomicUsize]>,
+    seats: Taken,
+    /// How many of those are of connections that move bytes in bulk.
+    bulk: Taken,
     _stop: DropGuard,
 }
 
-/// A long-lived connection's place on a shard, free again when dropped.
+type Taken = Arc<[AtomicUsize]>;
+
+/// A connection's place on a shard, free again when dropped.
 pub struct Seat {
-    seats: Arc<[AtomicUsize]>,
+    seats: Taken,
     shard: usize,
 }
 
@@ -61,8 +71,10 @@ impl Shards {
                     runtime.shutdown_background();
                 })?;
         }
+        let none_taken = || handles.iter().map(|_| AtomicUsize::new(0)).collect();
         Ok(Self {
-            seats: handles.iter().map(|_| AtomicUsize::new(0)).collect(),
+            seats: none_taken(),
+            bulk: none_taken(),
             handles,
             _stop: stop.drop_guard(),
         })
@@ -78,17 +90,46 @@ impl Shards {
         CURRENT.get()
     }
 
-    /// Takes a place on the shard with the fewest; on the first of those, which also accepts
-    /// connections and has no hand-over to itself to pay for.
+    /// Takes a place on the shard with the fewest; the caller's, if it is one of those, has no hand-over
+    /// to itself to pay for.
     pub fn seat(&self) -> Seat {
-        let taken = self.seats.iter().map(|taken| taken.load(Ordering::Relaxed));
+        Self::take(&self.seats, 0)
+    }
+
+    /// Takes a place on the caller's shard, unless that has many more than another.
+    pub fn seat_nearby(&self) -> Seat {
+        Self::take(&self.seats, SLACK)
+    }
+
+    /// Takes a second place, on the shard with the fewest connections that move bytes in bulk.
+    pub fn bulk_seat(&self) -> Seat {
+        Self::take(&self.bulk, 0)
+    }
+
+    fn take(seats: &Taken, slack: usize) -> Seat {
+        let taken = seats.iter().map(|taken| taken.load(Ordering::Relaxed));
+        let own = seats.get(Self::current());
+        let own = own.map_or(usize::MAX, |taken| taken.load(Ordering::Relaxed));
         let emptiest = taken.enumerate().min_by_key(|(_, taken)| *taken);
         let seat = Seat {
-            seats: self.seats.clone(),
-            shard: emptiest.map_or(0, |(shard, _)| shard),
+            seats: seats.clone(),
+            shard: match emptiest {
+                Some((shard, taken)) if taken + slack < own => shard,
+                _ => Self::current(),
+            },
         };
         seat.count(|taken| taken.fetch_add(1, Ordering::Relaxed));
         seat
+    }
+
+    /// Runs a part of the caller's task on a shard; it ends with the handle. A shard that is not there is
+    /// the caller's.
+    pub fn run_on<F>(&self, shard: usize, part: F) -> AbortOnDropHandle<F::Output>
+    where
+        F: Future<Output: Send> + Send + 'static,
+    {
+        let handle = self.handles.get(shard).cloned();
+        AbortOnDropHandle::new(handle.unwrap_or_else(Handle::current).spawn(part))
     }
 
     /// Runs a task on a shard; one that is not there is shard 0.
@@ -122,7 +163,7 @@ impl Drop for Seat {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
+    #![allow(clippy::unwrap_used, clippy::indexing_slicing)]
 
     use tokio::sync::oneshot;
 
@@ -155,5 +196,33 @@ mod tests {
         assert_eq!(order, [0, 1, 2, 0]);
         seats.remove(2);
         assert_eq!(shards.seat().shard(), 2);
+    }
+
+    #[tokio::test]
+    async fn what_may_be_short_stays_where_it_is_until_that_is_much_fuller() {
+        let shards = Shards::start(2).unwrap();
+        let seats: Vec<_> = (0..SLACK + 3).map(|_| shards.seat_nearby()).collect();
+        let order: Vec<_> = seats.iter().map(Seat::shard).collect();
+        assert!(order[..=SLACK].iter().all(|shard| *shard == 0), "{order:?}");
+        assert_eq!(order[SLACK + 1..], [1, 0]);
+        // What moves much is counted by itself, and stays where it is if there is nothing to gain.
+        let bulk = Vec::from([(); 4].map(|()| shards.bulk_seat()));
+        let order: Vec<_> = bulk.iter().map(Seat::shard).collect();
+        assert_eq!(order, [0, 1, 0, 1]);
+        let there = shards.run_on(1, async { Shards::current() });
+        assert_eq!(there.await.unwrap(), 1);
+    }
+
+    #[tokio::test]
+    async fn a_part_ends_with_its_handle() {
+        let shards = Shards::start(2).unwrap();
+        let (dropped, drops) = oneshot::channel::<()>();
+        let part = shards.run_on(1, async move {
+            let _dropped = dropped;
+            std::future::pending::<()>().await;
+        });
+        tokio::task::yield_now().await;
+        drop(part);
+        drops.await.unwrap_err();
     }
 }

@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 use anyhow::Context as _;
 use culvert_common::admin::{self, METRICS_TYPE, Reply};
 use culvert_common::net::listen::{Accepted, Listener};
-use culvert_common::runtime::shards::Shards;
+use culvert_common::runtime::shards::{Seat, Shards};
 use culvert_common::tls::{self, Identity, TlsOptions, TrustBundle};
 use http::StatusCode;
 use tokio::net::{TcpListener, TcpStream};
@@ -67,7 +67,7 @@ pub struct Bound {
     metrics: Arc<ProxyMetrics>,
     table: Arc<Table>,
     feed: Feed,
-    shards: Arc<Shards>,
+    shards: Shards,
     sni: Option<TcpListener>,
     tunneling: Option<(TcpListener, Option<TlsAcceptor>)>,
     stats: TcpListener,
@@ -118,7 +118,7 @@ impl Bound {
             metrics,
             table,
             feed,
-            shards: Arc::new(shards),
+            shards,
             sni,
             tunneling,
             stats,
@@ -132,6 +132,7 @@ impl Bound {
             table: self.table,
             limits: self.config.limits,
             metrics: self.metrics,
+            shards: self.shards,
             tasks: TaskTracker::new(),
             cut: CancellationToken::new(),
             draining: shutdown.clone(),
@@ -150,15 +151,11 @@ impl Bound {
                 upkeep.spawn(discovery.run(changes, stop.clone()))
             }
         };
-        let ports = NodePorts::new(
-            front.clone(),
-            self.shards.clone(),
-            &self.config.node_port_host,
-        );
+        let ports = NodePorts::new(front.clone(), &self.config.node_port_host);
         upkeep.spawn(ports.run(changed));
         upkeep.spawn(admin::serve(self.stats, pages(&front), stop.clone()));
-        for shard in 0..self.shards.count() {
-            self.shards.spawn(shard, &upkeep, pulse(stop.clone()));
+        for shard in 0..front.shards.count() {
+            front.shards.spawn(shard, &upkeep, pulse(stop.clone()));
         }
         let registry = front.metrics.registry().clone();
         upkeep.spawn({
@@ -168,12 +165,12 @@ impl Bound {
 
         let keepalive = front.limits.downstream_keepalive;
         if let Some(listener) = self.sni {
-            let (front, shards, until) = (front.clone(), self.shards.clone(), shutdown.clone());
+            let (front, until) = (front.clone(), shutdown.clone());
             let listener = Listener::tcp(listener, &keepalive);
             upkeep.spawn(async move {
                 let sni = front.clone();
                 let connection = move |stream, peer| sni.clone().serve_sni(stream, peer);
-                serve(listener, until, &front, &shards, connection).await;
+                serve(listener, until, &front, Shards::seat_nearby, connection).await;
             });
         }
         if let (Some((listener, tls)), Some(tunneling)) = (self.tunneling, self.config.tunneling) {
@@ -183,11 +180,11 @@ impl Bound {
                 require_tls: tunneling.require_tls,
                 allowed: tunneling.allowed,
             });
-            let (front, shards, until) = (front.clone(), self.shards.clone(), shutdown.clone());
+            let (front, until) = (front.clone(), shutdown.clone());
             let listener = Listener::tcp(listener, &keepalive);
             upkeep.spawn(async move {
                 let connection = move |stream, peer| tunnels.clone().serve(stream, peer);
-                serve(listener, until, &front, &shards, connection).await;
+                serve(listener, until, &front, Shards::seat, connection).await;
             });
         }
 
@@ -202,8 +199,6 @@ impl Bound {
         }
         front.cut.cancel();
         front.tasks.wait().await;
-        // Not before: the threads end with it, and their connections with them.
-        drop(self.shards);
         stop.cancel();
         upkeep.close();
         upkeep.wait().await;
@@ -268,23 +263,23 @@ fn pages(front: &Arc<Front>) -> admin::Routes {
         .route("/metrics", move |_| page(&metrics))
 }
 
-/// Accepts connections until the token fires, each served on the thread with the fewest.
+/// Accepts connections until the token fires, each served on the thread that has a seat for it.
 pub(super) async fn serve<C, T>(
     listener: Listener,
     until: CancellationToken,
     front: &Front,
-    shards: &Shards,
+    seat: fn(&Shards) -> Seat,
     connection: C,
 ) where
     C: Fn(TcpStream, SocketAddr) -> T + Clone + Send + 'static,
     T: Future<Output = ()> + Send + 'static,
 {
     let handle = |accepted| {
-        let (seat, connection) = (shards.seat(), connection.clone());
+        let (seat, connection) = (seat(&front.shards), connection.clone());
         let cut = front.cut.clone();
         let shard = seat.shard();
         on_shard(
-            shards,
+            &front.shards,
             shard,
             &front.tasks,
             accepted,

@@ -5,19 +5,20 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use culvert_common::runtime::shards::Shards;
 use culvert_common::tunnel::CloseReason;
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
-use tracing::debug;
+use tracing::{debug, warn};
 
 use super::client_hello::{Hello, HelloError, HelloReader};
 use super::config::Limits;
 use super::metrics::{Entrance, ProxyMetrics, Refusal};
-use super::relay::{Relay, read_tls, write_all};
+use super::relay::{Ended, Relay, read_tls, write_all};
 use super::table::Table;
-use super::upstream::{ConnectError, Upstream};
+use super::upstream::{ConnectError, Stats, Upstream};
 
 /// How long a client may take to say where it wants to go (Envoy's listener filter timeout).
 pub const FIRST_WORD_TIMEOUT: Duration = Duration::from_secs(15);
@@ -33,6 +34,8 @@ pub struct Front {
     pub limits: Limits,
     /// The proxy's series.
     pub metrics: Arc<ProxyMetrics>,
+    /// The threads.
+    pub shards: Shards,
     /// Owns the tasks.
     pub tasks: TaskTracker,
     /// Ends all connections at once.
@@ -87,7 +90,7 @@ impl Front {
     }
 
     async fn pass(
-        &self,
+        self: &Arc<Self>,
         entrance: Entrance,
         client: TcpStream,
         peer: SocketAddr,
@@ -111,10 +114,68 @@ impl Front {
             .sent
             .fetch_add(received.len() as u64, std::sync::atomic::Ordering::Relaxed);
         drop(received);
-        let relay = Relay {
-            client: &client,
-            endpoint: &connected.stream,
+        let spreads = self.shards.count() > 1;
+        let sides = (&client, &connected.stream);
+        let mut ended = self.relay(entrance, sides, stats, spreads).run().await;
+        if ended.reason.is_none() {
+            let sides = (client, connected.stream);
+            let rest = Box::pin(self.pass_bulk(entrance, sides, upstream.clone()));
+            match rest.await {
+                Ok(rest) => {
+                    ended = Ended {
+                        reason: rest.reason,
+                        sent: ended.sent + rest.sent,
+                        received: ended.received + rest.received,
+                    };
+                }
+                Err(error) => {
+                    warn!(%peer, %error, "a connection could not go on in another thread");
+                }
+            }
+        }
+        debug!(%peer, upstream = %upstream.key, ?ended, "connection closed");
+        if let Some(reason) = ended.reason {
+            carried.end(reason);
+        }
+    }
+
+    /// Goes on with a connection that moves bytes in bulk, on the thread with the fewest of these.
+    async fn pass_bulk(
+        self: &Arc<Self>,
+        entrance: Entrance,
+        (client, endpoint): (TcpStream, TcpStream),
+        upstream: Arc<Upstream>,
+    ) -> io::Result<Ended> {
+        let seat = self.shards.bulk_seat();
+        if seat.shard() == Shards::current() {
+            let sides = (&client, &endpoint);
+            let relay = self.relay(entrance, sides, &upstream.stats, false);
+            return Ok(relay.run().await);
+        }
+        let (client, endpoint) = (client.into_std()?, endpoint.into_std()?);
+        let front = self.clone();
+        let rest = async move {
+            let client = TcpStream::from_std(client)?;
+            let endpoint = TcpStream::from_std(endpoint)?;
+            let sides = (&client, &endpoint);
+            let relay = front.relay(entrance, sides, &upstream.stats, false);
+            Ok(relay.run().await)
+        };
+        self.shards.run_on(seat.shard(), rest).await?
+    }
+
+    fn relay<'a>(
+        &'a self,
+        entrance: Entrance,
+        (client, endpoint): (&'a TcpStream, &'a TcpStream),
+        stats: &'a Stats,
+        stops_at_bulk: bool,
+    ) -> Relay<'a> {
+        Relay {
+            client,
+            endpoint,
             is_tls: matches!(entrance, Entrance::Sni),
+            stops_at_bulk,
             idle: match entrance {
                 Entrance::Sni => self.limits.sni_idle,
                 _ => self.limits.node_port_idle,
@@ -125,10 +186,7 @@ impl Front {
             ],
             sent: &stats.sent,
             received: &stats.received,
-        };
-        let ended = relay.run().await;
-        debug!(%peer, upstream = %upstream.key, ?ended, "connection closed");
-        carried.end(ended.reason);
+        }
     }
 }
 

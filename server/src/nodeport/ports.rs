@@ -22,7 +22,6 @@ const RETRY: Duration = Duration::from_secs(5);
 /// The open node ports.
 pub struct NodePorts {
     front: Arc<Front>,
-    shards: Arc<Shards>,
     host: String,
     listeners: TaskTracker,
     open: HashMap<u16, CancellationToken>,
@@ -32,10 +31,9 @@ pub struct NodePorts {
 
 impl NodePorts {
     /// None open yet.
-    pub fn new(front: Arc<Front>, shards: Arc<Shards>, host: &str) -> Self {
+    pub fn new(front: Arc<Front>, host: &str) -> Self {
         Self {
             front,
-            shards,
             host: host.to_owned(),
             listeners: TaskTracker::new(),
             open: HashMap::new(),
@@ -108,11 +106,11 @@ impl NodePorts {
     fn serve(&mut self, port: u16, listener: Listener) {
         let token = CancellationToken::new();
         self.open.insert(port, token.clone());
-        let (front, shards) = (self.front.clone(), self.shards.clone());
+        let front = self.front.clone();
         self.listeners.spawn(async move {
             let own = front.clone();
             let connection = move |stream, peer| own.clone().serve_node_port(stream, peer, port);
-            serve(listener, token, &front, &shards, connection).await;
+            serve(listener, token, &front, Shards::seat_nearby, connection).await;
         });
     }
 }

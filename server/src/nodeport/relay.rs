@@ -56,6 +56,8 @@ pub struct Relay<'a> {
     pub endpoint: &'a TcpStream,
     /// It carries nothing but TLS.
     pub is_tls: bool,
+    /// Stops once it moves bytes in bulk, so that another thread may go on.
+    pub stops_at_bulk: bool,
     /// Ends the connection once nothing has moved for so long; `None` never does.
     pub idle: Option<Duration>,
     /// How the client, and the endpoint, are probed.
@@ -71,6 +73,9 @@ struct Way<'a> {
     from: &'a TcpStream,
     to: &'a TcpStream,
     is_tls: bool,
+    stops_at_bulk: bool,
+    /// Waits for something to read, and holds nothing that was read.
+    rests: AtomicBool,
     total: &'a AtomicU64,
     /// Of this connection.
     moved: AtomicU64,
@@ -95,11 +100,18 @@ enum Broken {
     To,
 }
 
-/// How a connection ended.
+/// Why a direction stops.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stop {
+    Lost(CloseReason),
+    Bulk,
+}
+
+/// How a relay ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ended {
-    /// Why.
-    pub reason: CloseReason,
+    /// Why the connection has ended; `None` if it goes on, see [`Relay::stops_at_bulk`].
+    pub reason: Option<CloseReason>,
     /// Bytes from client to endpoint.
     pub sent: u64,
     /// Bytes from endpoint to client.
@@ -109,12 +121,15 @@ pub struct Ended {
 // === impl Relay ===
 
 impl Relay<'_> {
-    /// Moves bytes until both directions have ended, one has failed, or nothing moves any more.
+    /// Moves bytes until both directions have ended, one has failed, or nothing moves any more. The caller
+    /// then closes both sockets, which is how the last end is told.
     pub async fn run(&self) -> Ended {
         let up = Way {
             from: self.client,
             to: self.endpoint,
             is_tls: self.is_tls,
+            stops_at_bulk: self.stops_at_bulk,
+            rests: AtomicBool::new(false),
             total: self.sent,
             moved: AtomicU64::new(0),
             done: Notify::new(),
@@ -125,6 +140,8 @@ impl Relay<'_> {
             from: self.endpoint,
             to: self.client,
             is_tls: self.is_tls,
+            stops_at_bulk: self.stops_at_bulk,
+            rests: AtomicBool::new(false),
             total: self.received,
             moved: AtomicU64::new(0),
             done: Notify::new(),
@@ -133,8 +150,9 @@ impl Relay<'_> {
         };
         let both = async {
             match tokio::try_join!(up.run(&down), down.run(&up)) {
-                Ok(_) => CloseReason::Finished,
-                Err(reason) => reason,
+                Ok(_) => Some(CloseReason::Finished),
+                Err(Stop::Lost(reason)) => Some(reason),
+                Err(Stop::Bulk) => None,
             }
         };
         let [client, endpoint] = self.keepalive;
@@ -152,12 +170,12 @@ impl Relay<'_> {
         ];
         let reason = tokio::select! {
             reason = both => reason,
-            reason = watch([&up.moved, &down.moved], self.idle, sides) => reason,
+            reason = watch([&up.moved, &down.moved], self.idle, sides) => Some(reason),
         };
         match reason {
-            CloseReason::EndpointLost => self.settle().await,
+            Some(CloseReason::EndpointLost) => self.settle().await,
             // The endpoint must not take what came so far for all there is.
-            CloseReason::ClientLost => {
+            Some(CloseReason::ClientLost) => {
                 let _ = SockRef::from(self.endpoint).set_linger(Some(Duration::ZERO));
             }
             _ => {}
@@ -205,8 +223,8 @@ async fn idle(counter: &AtomicU64, bound: Duration) {
 // === impl Way ===
 
 impl Way<'_> {
-    async fn run(&self, other: &Way<'_>) -> Result<(), CloseReason> {
-        let [from_lost, to_lost] = self.lost;
+    async fn run(&self, other: &Way<'_>) -> Result<(), Stop> {
+        let [from_lost, to_lost] = self.lost.map(Stop::Lost);
         let (mut bulk, mut turn) = (false, 0);
         loop {
             let moved = if bulk {
@@ -219,6 +237,9 @@ impl Way<'_> {
                 Ok(0) => break,
                 Ok(bytes) => {
                     bulk |= bytes >= COPY_BYTES;
+                    if bulk && self.stops_at_bulk && other.rests.load(Ordering::Relaxed) {
+                        return Err(Stop::Bulk);
+                    }
                     // Sockets that are always ready never give way by themselves.
                     turn += bytes;
                     if turn >= TURN_BYTES {
@@ -270,6 +291,13 @@ impl Way<'_> {
         Broken::To
     }
 
+    async fn readable(&self) -> Result<(), Broken> {
+        self.rests.store(true, Ordering::Relaxed);
+        let ready = self.from.readable().await;
+        self.rests.store(false, Ordering::Relaxed);
+        ready.map_err(|_| Broken::From)
+    }
+
     fn read(&self, buffer: &mut [u8]) -> io::Result<usize> {
         match self.is_tls {
             true => read_tls(self.from, &mut &mut *buffer),
@@ -280,7 +308,7 @@ impl Way<'_> {
     /// Moves what one read brings through the thread's buffer; 0 at the end.
     async fn copy(&self) -> Result<usize, Broken> {
         loop {
-            self.from.readable().await.map_err(|_| Broken::From)?;
+            self.readable().await?;
             let moved = BUFFER.with_borrow_mut(|buffer| {
                 let read = match self.read(buffer) {
                     Ok(0) => return Ok(Some((0, Vec::new()))),
@@ -312,7 +340,7 @@ impl Way<'_> {
     /// Moves what a pipe takes at once; 0 at the end.
     async fn splice(&self) -> Result<usize, Broken> {
         loop {
-            self.from.readable().await.map_err(|_| Broken::From)?;
+            self.readable().await?;
             // For want of descriptors.
             let Ok(pipe) = Pipe::take() else {
                 return self.copy().await;

@@ -1,4 +1,4 @@
-#![allow(clippy::unwrap_used, clippy::indexing_slicing)]
+#![allow(clippy::unwrap_used, clippy::indexing_slicing, clippy::panic)]
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpListener;
@@ -24,6 +24,7 @@ fn relay(near: TcpStream, far: TcpStream, idle: Option<Duration>, is_tls: bool) 
             client: &near,
             endpoint: &far,
             is_tls,
+            stops_at_bulk: false,
             idle,
             keepalive: [&keepalive; 2],
             sent: &sent,
@@ -75,7 +76,7 @@ async fn bytes_pass_both_ways_in_all_sizes_and_each_direction_ends_by_itself() {
     received.unwrap();
     assert!(got == down, "{} of {} bytes", got.len(), down.len());
     let (ended, totals) = relay.await.unwrap();
-    assert_eq!(ended.reason, CloseReason::Finished);
+    assert_eq!(ended.reason, Some(CloseReason::Finished));
     assert_eq!((ended.sent, ended.received), (5_000_004, 2_000_000));
     assert_eq!(totals, [5_000_004, 2_000_000]);
 }
@@ -96,7 +97,7 @@ async fn a_receiver_that_does_not_read_stops_the_sender_and_goes_on_later() {
     endpoint.read_to_end(&mut got).await.unwrap();
     assert!(got == whole, "{} bytes", got.len());
     drop((endpoint, sender.await.unwrap()));
-    assert_eq!(relay.await.unwrap().0.reason, CloseReason::Finished);
+    assert_eq!(relay.await.unwrap().0.reason, Some(CloseReason::Finished));
 }
 
 #[tokio::test]
@@ -111,7 +112,10 @@ async fn an_answer_arrives_although_the_question_was_not_read() {
     client.read_to_string(&mut answer).await.unwrap();
     assert_eq!(answer, "413 too large");
     drop(client);
-    assert_eq!(relay.await.unwrap().0.reason, CloseReason::EndpointLost);
+    assert_eq!(
+        relay.await.unwrap().0.reason,
+        Some(CloseReason::EndpointLost)
+    );
 }
 
 #[tokio::test]
@@ -125,7 +129,7 @@ async fn a_connection_that_idles_is_ended_and_one_that_moves_is_not() {
     }
     assert!(!relay.is_finished());
     let ended = timeout(Duration::from_secs(10), relay).await.unwrap();
-    assert_eq!(ended.unwrap().0.reason, CloseReason::IdleTimeout);
+    assert_eq!(ended.unwrap().0.reason, Some(CloseReason::IdleTimeout));
     assert_eq!(client.read(&mut [0]).await.unwrap(), 0);
 }
 
@@ -136,7 +140,7 @@ async fn a_reset_ends_both_directions() {
         .set_linger(Some(Duration::ZERO))
         .unwrap();
     drop(client);
-    assert_eq!(relay.await.unwrap().0.reason, CloseReason::ClientLost);
+    assert_eq!(relay.await.unwrap().0.reason, Some(CloseReason::ClientLost));
     let error = endpoint.read(&mut [0]).await.unwrap_err();
     assert_eq!(error.kind(), io::ErrorKind::ConnectionReset);
 }
@@ -175,7 +179,7 @@ async fn a_reset_is_passed_on_amid_bytes_in_both_directions() {
         let was_told = received == Some(io::ErrorKind::ConnectionReset)
             || sender.is_finished() && sender.await.unwrap() == io::ErrorKind::ConnectionReset;
         assert!(was_told, "round {round}: {received:?}");
-        assert_eq!(relay.await.unwrap().0.reason, CloseReason::ClientLost);
+        assert_eq!(relay.await.unwrap().0.reason, Some(CloseReason::ClientLost));
     }
 }
 
@@ -195,7 +199,7 @@ async fn half_a_connection_may_idle_for_as_long_as_a_whole_one() {
     let mut answer = String::new();
     client.read_to_string(&mut answer).await.unwrap();
     assert_eq!(answer, "answer");
-    assert_eq!(relay.await.unwrap().0.reason, CloseReason::Finished);
+    assert_eq!(relay.await.unwrap().0.reason, Some(CloseReason::Finished));
 }
 
 #[tokio::test(start_paused = true)]
@@ -210,7 +214,7 @@ async fn half_a_connection_ends_if_the_other_half_is_reset() {
         .set_linger(Some(Duration::ZERO))
         .unwrap();
     drop(client);
-    assert_eq!(relay.await.unwrap().0.reason, CloseReason::ClientLost);
+    assert_eq!(relay.await.unwrap().0.reason, Some(CloseReason::ClientLost));
 }
 
 #[tokio::test]
@@ -251,4 +255,123 @@ async fn what_follows_urgent_data_waits_for_nothing() {
     let read = timeout(Duration::from_secs(10), endpoint.read_exact(&mut heard));
     read.await.unwrap().unwrap();
     assert_eq!(&heard, b"abcdef");
+}
+
+#[tokio::test]
+async fn a_relay_stops_at_bulk_with_nothing_in_hand_and_another_goes_on() {
+    let (mut client, near) = pair().await;
+    let (far, mut endpoint) = pair().await;
+    let (sent, received) = (AtomicU64::new(0), AtomicU64::new(0));
+    let keepalive = Keepalive::default();
+    let relay = |stops_at_bulk| Relay {
+        client: &near,
+        endpoint: &far,
+        is_tls: true,
+        stops_at_bulk,
+        idle: None,
+        keepalive: [&keepalive; 2],
+        sent: &sent,
+        received: &received,
+    };
+    let first = relay(true);
+    let mut first = std::pin::pin!(first.run());
+    let mut heard = [0; 5];
+    let small = async {
+        client.write_all(b"small").await.unwrap();
+        endpoint.read_exact(&mut heard).await.unwrap();
+    };
+    tokio::select! {
+        ended = &mut first => panic!("{ended:?}"),
+        () = small => {}
+    }
+    let up = pattern(3_000_000);
+    let (mut read, mut write) = client.split();
+    let talk = async {
+        let send = async {
+            write.write_all(&up).await.unwrap();
+            write.shutdown().await.unwrap();
+        };
+        let mut got = Vec::new();
+        tokio::join!(send, endpoint.read_to_end(&mut got))
+            .1
+            .unwrap();
+        assert!(got == up, "{} of {} bytes", got.len(), up.len());
+        endpoint.write_all(b"answer").await.unwrap();
+        drop(endpoint);
+        let mut answer = String::new();
+        read.read_to_string(&mut answer).await.unwrap();
+        assert_eq!(answer, "answer");
+    };
+    let carry = async {
+        let first = first.await;
+        assert_eq!(first.reason, None);
+        assert!(first.sent >= COPY_BYTES as u64, "{first:?}");
+        let second = relay(false).run().await;
+        assert_eq!(second.reason, Some(CloseReason::Finished));
+        assert_eq!(first.sent + second.sent, 3_000_005);
+        assert_eq!(first.received + second.received, 6);
+        // The end of both is for the owner of the sockets to say.
+        SockRef::from(&near).shutdown(Shutdown::Both).unwrap();
+    };
+    tokio::join!(talk, carry);
+    let total = [&sent, &received].map(|count| count.load(Ordering::Relaxed));
+    assert_eq!(total, [3_000_005, 6]);
+}
+
+#[tokio::test]
+async fn a_relay_that_holds_bytes_of_the_other_direction_does_not_stop() {
+    let (mut client, near) = pair().await;
+    let (far, mut endpoint) = pair().await;
+    let (sent, received) = (AtomicU64::new(0), AtomicU64::new(0));
+    let keepalive = Keepalive::default();
+    let relay = Relay {
+        client: &near,
+        endpoint: &far,
+        is_tls: true,
+        stops_at_bulk: true,
+        idle: None,
+        keepalive: [&keepalive; 2],
+        sent: &sent,
+        received: &received,
+    };
+    let mut relay = std::pin::pin!(relay.run());
+    // Small pieces are no bulk, until nothing more fits and the last of them is held.
+    let mut filled = 0;
+    let fill = async {
+        while let Ok(wrote) = timeout(Duration::from_millis(300), client.write(&[1; 4000])).await {
+            filled += wrote.unwrap();
+            yield_now().await;
+        }
+    };
+    tokio::select! {
+        ended = &mut relay => panic!("{ended:?}"),
+        () = fill => {}
+    }
+    let down = pattern(100_000);
+    let answer = async {
+        endpoint.write_all(&down).await.unwrap();
+        let mut got = vec![0; down.len()];
+        client.read_exact(&mut got).await.unwrap();
+        assert!(got == down);
+    };
+    tokio::select! {
+        ended = &mut relay => panic!("{ended:?}"),
+        () = answer => {}
+    }
+    // It stops once it holds nothing, and what it has not read is still there to be read.
+    let mut got = vec![0; filled];
+    let take = async {
+        let mut got = got.chunks_mut(1 << 20);
+        while sent.load(Ordering::Relaxed) < filled as u64 {
+            if let Some(got) = got.next() {
+                endpoint.read_exact(got).await.unwrap();
+            }
+            yield_now().await;
+        }
+    };
+    let ended = tokio::select! {
+        ended = relay => ended,
+        () = take => panic!("it has not stopped"),
+    };
+    assert_eq!(ended.reason, None);
 }
