@@ -218,7 +218,7 @@ async fn a_drain_spares_the_connections_of_every_thread() {
         let mut stream = TcpStream::connect(("127.0.0.1", port)).await.unwrap();
         stream.write_all(b"echo\n").await.unwrap();
         // So much at once that it is spread.
-        let sent: Vec<_> = (0..200_000_u32).map(|i| (i % 251) as u8).collect();
+        let sent: Vec<_> = (0..2_000_000_u32).map(|i| (i % 251) as u8).collect();
         let mut heard = vec![0; sent.len()];
         let (mut read, mut write) = stream.split();
         let echo = tokio::try_join!(write.write_all(&sent), read.read_exact(&mut heard));

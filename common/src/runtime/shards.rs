@@ -1,10 +1,10 @@
 //! Threads that carry connections, each with a runtime of its own.
 //!
-//! A connection is served by one thread from its first byte to its last, and so is everything that
-//! it exchanges bytes with: a hand-over between threads costs a wake-up and cold caches for each
-//! chunk (docs/tuning.md). New connections go where their peer is, and the peers sit where the fewest
-//! are. Where connections have no peer and most are short, they stay on the thread that accepts them, and
-//! those that move much go to where the fewest of their kind are, once.
+//! A connection is served by one thread, and so is everything that it exchanges bytes with: a hand-over
+//! between threads costs a wake-up and cold caches for each chunk (docs/tuning.md). New connections go
+//! where their peer is, and the peers sit where the fewest are. Where connections have no peer and most
+//! are short, they stay on the thread that accepts them, if that has few more than another; those that
+//! move much go to where the fewest of their kind are, once.
 
 use std::cell::Cell;
 use std::io;
@@ -32,7 +32,9 @@ pub struct Shards {
     handles: Vec<Handle>,
     /// How many seats are taken on each.
     seats: Taken,
-    /// How many of those are of connections that move bytes in bulk.
+    /// The same of connections that may be short.
+    nearby: Taken,
+    /// The same of connections that move bytes in bulk.
     bulk: Taken,
     _stop: DropGuard,
 }
@@ -74,6 +76,7 @@ impl Shards {
         let none_taken = || handles.iter().map(|_| AtomicUsize::new(0)).collect();
         Ok(Self {
             seats: none_taken(),
+            nearby: none_taken(),
             bulk: none_taken(),
             handles,
             _stop: stop.drop_guard(),
@@ -96,12 +99,13 @@ impl Shards {
         Self::take(&self.seats, 0)
     }
 
-    /// Takes a place on the caller's shard, unless that has many more than another.
+    /// Takes a place for a connection that may be short: on the caller's shard, unless that has many more
+    /// of these than another.
     pub fn seat_nearby(&self) -> Seat {
-        Self::take(&self.seats, SLACK)
+        Self::take(&self.nearby, SLACK)
     }
 
-    /// Takes a second place, on the shard with the fewest connections that move bytes in bulk.
+    /// Takes a place on the shard with the fewest connections that move bytes in bulk.
     pub fn bulk_seat(&self) -> Seat {
         Self::take(&self.bulk, 0)
     }
@@ -209,6 +213,8 @@ mod tests {
         let bulk = Vec::from([(); 4].map(|()| shards.bulk_seat()));
         let order: Vec<_> = bulk.iter().map(Seat::shard).collect();
         assert_eq!(order, [0, 1, 0, 1]);
+        // As are those that are spread from the start.
+        assert_eq!(shards.seat().shard(), 0);
         let there = shards.run_on(1, async { Shards::current() });
         assert_eq!(there.await.unwrap(), 1);
     }

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use culvert_common::runtime::shards::Shards;
 use culvert_common::tunnel::CloseReason;
+use socket2::SockRef;
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
@@ -139,7 +140,7 @@ impl Front {
         }
     }
 
-    /// Goes on with a connection that moves bytes in bulk, on the thread with the fewest of these.
+    /// Goes on with a connection that moves much, on the thread with the fewest of these.
     async fn pass_bulk(
         self: &Arc<Self>,
         entrance: Entrance,
@@ -152,11 +153,14 @@ impl Front {
             let relay = self.relay(entrance, sides, &upstream.stats, false);
             return Ok(relay.run().await);
         }
+        // If it can not be registered there: the endpoint must not take what came so far for all there is.
+        SockRef::from(&endpoint).set_linger(Some(Duration::ZERO))?;
         let (client, endpoint) = (client.into_std()?, endpoint.into_std()?);
         let front = self.clone();
         let rest = async move {
             let client = TcpStream::from_std(client)?;
             let endpoint = TcpStream::from_std(endpoint)?;
+            SockRef::from(&endpoint).set_linger(None)?;
             let sides = (&client, &endpoint);
             let relay = front.relay(entrance, sides, &upstream.stats, false);
             Ok(relay.run().await)
@@ -169,13 +173,13 @@ impl Front {
         entrance: Entrance,
         (client, endpoint): (&'a TcpStream, &'a TcpStream),
         stats: &'a Stats,
-        stops_at_bulk: bool,
+        stops_at_much: bool,
     ) -> Relay<'a> {
         Relay {
             client,
             endpoint,
             is_tls: matches!(entrance, Entrance::Sni),
-            stops_at_bulk,
+            stops_at_much,
             idle: match entrance {
                 Entrance::Sni => self.limits.sni_idle,
                 _ => self.limits.node_port_idle,

@@ -37,6 +37,10 @@ const PIPE_BYTES: usize = 256 * 1024;
 /// What one direction may move before others of its thread get a turn.
 const TURN_BYTES: usize = 1024 * 1024;
 
+/// What a connection has moved when it is worth a hand-over to another thread, which costs two wake-ups
+/// and four registrations.
+const MUCH_BYTES: u64 = 1024 * 1024;
+
 /// Pipes that a thread keeps for the next one who needs one.
 const SPARE_PIPES: usize = 32;
 
@@ -56,8 +60,8 @@ pub struct Relay<'a> {
     pub endpoint: &'a TcpStream,
     /// It carries nothing but TLS.
     pub is_tls: bool,
-    /// Stops once it moves bytes in bulk, so that another thread may go on.
-    pub stops_at_bulk: bool,
+    /// Stops once it has moved much, so that another thread may go on.
+    pub stops_at_much: bool,
     /// Ends the connection once nothing has moved for so long; `None` never does.
     pub idle: Option<Duration>,
     /// How the client, and the endpoint, are probed.
@@ -73,7 +77,7 @@ struct Way<'a> {
     from: &'a TcpStream,
     to: &'a TcpStream,
     is_tls: bool,
-    stops_at_bulk: bool,
+    stops_at_much: bool,
     /// Waits for something to read, and holds nothing that was read.
     rests: AtomicBool,
     total: &'a AtomicU64,
@@ -104,13 +108,13 @@ enum Broken {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stop {
     Lost(CloseReason),
-    Bulk,
+    Much,
 }
 
 /// How a relay ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ended {
-    /// Why the connection has ended; `None` if it goes on, see [`Relay::stops_at_bulk`].
+    /// Why the connection has ended; `None` if it goes on, see [`Relay::stops_at_much`].
     pub reason: Option<CloseReason>,
     /// Bytes from client to endpoint.
     pub sent: u64,
@@ -128,7 +132,7 @@ impl Relay<'_> {
             from: self.client,
             to: self.endpoint,
             is_tls: self.is_tls,
-            stops_at_bulk: self.stops_at_bulk,
+            stops_at_much: self.stops_at_much,
             rests: AtomicBool::new(false),
             total: self.sent,
             moved: AtomicU64::new(0),
@@ -140,7 +144,7 @@ impl Relay<'_> {
             from: self.endpoint,
             to: self.client,
             is_tls: self.is_tls,
-            stops_at_bulk: self.stops_at_bulk,
+            stops_at_much: self.stops_at_much,
             rests: AtomicBool::new(false),
             total: self.received,
             moved: AtomicU64::new(0),
@@ -152,7 +156,7 @@ impl Relay<'_> {
             match tokio::try_join!(up.run(&down), down.run(&up)) {
                 Ok(_) => Some(CloseReason::Finished),
                 Err(Stop::Lost(reason)) => Some(reason),
-                Err(Stop::Bulk) => None,
+                Err(Stop::Much) => None,
             }
         };
         let [client, endpoint] = self.keepalive;
@@ -237,8 +241,8 @@ impl Way<'_> {
                 Ok(0) => break,
                 Ok(bytes) => {
                     bulk |= bytes >= COPY_BYTES;
-                    if bulk && self.stops_at_bulk && other.rests.load(Ordering::Relaxed) {
-                        return Err(Stop::Bulk);
+                    if self.stops_at_much && self.is_much(other) {
+                        return Err(Stop::Much);
                     }
                     // Sockets that are always ready never give way by themselves.
                     turn += bytes;
@@ -289,6 +293,12 @@ impl Way<'_> {
             self.reset.store(true, Ordering::Relaxed);
         }
         Broken::To
+    }
+
+    /// It is time to stop, and nothing is held in either direction.
+    fn is_much(&self, other: &Way<'_>) -> bool {
+        let moved = [self, other].map(|way| way.moved.load(Ordering::Relaxed));
+        other.rests.load(Ordering::Relaxed) && moved.iter().sum::<u64>() >= MUCH_BYTES
     }
 
     async fn readable(&self) -> Result<(), Broken> {
