@@ -286,7 +286,11 @@ pub(super) async fn serve<C, T>(
             move |accepted| async move {
                 let _seat = seat;
                 if let Accepted::Tcp(stream, peer) = accepted {
-                    cut.run_until_cancelled(connection(stream, peer)).await;
+                    // Not `run_until_cancelled`, which has room for the connection twice.
+                    tokio::select! {
+                        () = connection(stream, peer) => {}
+                        () = cut.cancelled() => {}
+                    }
                 }
             },
         );

@@ -122,9 +122,10 @@ impl Tunnels {
                     }
                     let (tunnels, shared) = (self.clone(), shared.clone());
                     self.front.tasks.spawn(async move {
-                        let cut = &tunnels.front.cut;
-                        cut.run_until_cancelled(tunnels.stream(incoming, &shared))
-                            .await;
+                        tokio::select! {
+                            () = tunnels.stream(incoming, &shared) => {}
+                            () = tunnels.front.cut.cancelled() => {}
+                        }
                     });
                     // So that streams begin, and are judged, while many more wait.
                     consume_budget().await;
