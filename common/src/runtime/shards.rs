@@ -19,7 +19,7 @@ use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 const DEFAULT_MAX: usize = 4;
 
 /// How many more seats than another shard's the caller's may have before a connection that may be short
-/// goes there: a hand-over costs a short one a sixth of its processor time, and so few that move little do
+/// goes there: a hand-over costs a short one an eighth of its processor time, and so few that move little do
 /// not fill a thread.
 const SLACK: usize = 16;
 
