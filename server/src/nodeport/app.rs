@@ -1,6 +1,7 @@
 //! Wires the proxy: opens its listeners, follows its source, and drains at the end.
 
 use std::net::SocketAddr;
+use std::os::fd::AsFd as _;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -165,13 +166,26 @@ impl Bound {
 
         let keepalive = front.limits.downstream_keepalive;
         if let Some(listener) = self.sni {
-            let (front, until) = (front.clone(), shutdown.clone());
-            let listener = Listener::tcp(listener, &keepalive);
-            upkeep.spawn(async move {
-                let sni = front.clone();
-                let connection = move |stream, peer| sni.clone().serve_sni(stream, peer);
-                serve(listener, until, &front, Shards::seat_nearby, connection).await;
-            });
+            let (own, until) = (front.clone(), shutdown.clone());
+            let accept = move |listener| {
+                let front = own.clone();
+                let connection = move |stream, peer| front.clone().serve_sni(stream, peer);
+                let listener = Listener::tcp(listener, &keepalive);
+                let (front, until) = (own.clone(), until.clone());
+                serve(listener, until, front, Shards::seat_nearby, connection)
+            };
+            // All threads wait at the same socket, and one that is free accepts: most of these connections
+            // are short, and to hand one over costs an eighth of it.
+            for shard in 1..front.shards.count() {
+                let (shared, accept) = (listener.as_fd().try_clone_to_owned(), accept.clone());
+                front.shards.spawn(shard, &upkeep, async move {
+                    match shared.and_then(|shared| TcpListener::from_std(shared.into())) {
+                        Ok(listener) => accept(listener).await,
+                        Err(error) => warn!(%error, "a thread cannot accept; the others go on"),
+                    }
+                });
+            }
+            upkeep.spawn(accept(listener));
         }
         if let (Some((listener, tls)), Some(tunneling)) = (self.tunneling, self.config.tunneling) {
             let tunnels = Arc::new(Tunnels {
@@ -182,10 +196,8 @@ impl Bound {
             });
             let (front, until) = (front.clone(), shutdown.clone());
             let listener = Listener::tcp(listener, &keepalive);
-            upkeep.spawn(async move {
-                let connection = move |stream, peer| tunnels.clone().serve(stream, peer);
-                serve(listener, until, &front, Shards::seat, connection).await;
-            });
+            let connection = move |stream, peer| tunnels.clone().serve(stream, peer);
+            upkeep.spawn(serve(listener, until, front, Shards::seat, connection));
         }
 
         shutdown.cancelled().await;
@@ -267,7 +279,7 @@ fn pages(front: &Arc<Front>) -> admin::Routes {
 pub(super) async fn serve<C, T>(
     listener: Listener,
     until: CancellationToken,
-    front: &Front,
+    front: Arc<Front>,
     seat: fn(&Shards) -> Seat,
     connection: C,
 ) where
@@ -297,3 +309,6 @@ pub(super) async fn serve<C, T>(
     };
     listener.serve(until, handle).await;
 }
+
+#[cfg(test)]
+mod tests;

@@ -98,7 +98,7 @@ impl Front {
         upstream: &Arc<Upstream>,
         received: Vec<u8>,
     ) {
-        let connected = match upstream.connect().await {
+        let connected = match upstream.connect(&received).await {
             Ok(connected) => connected,
             Err(error) => {
                 self.metrics.refused(entrance, refusal_of(error));
@@ -107,7 +107,8 @@ impl Front {
             }
         };
         let carried = self.metrics.carried();
-        if write_all(&connected.stream, &received).await.is_err() {
+        let unsent = received.get(connected.sent..).unwrap_or_default();
+        if write_all(&connected.stream, unsent).await.is_err() {
             return carried.end(CloseReason::EndpointLost);
         }
         let stats = &upstream.stats;

@@ -106,11 +106,10 @@ impl NodePorts {
     fn serve(&mut self, port: u16, listener: Listener) {
         let token = CancellationToken::new();
         self.open.insert(port, token.clone());
+        let own = self.front.clone();
+        let connection = move |stream, peer| own.clone().serve_node_port(stream, peer, port);
         let front = self.front.clone();
-        self.listeners.spawn(async move {
-            let own = front.clone();
-            let connection = move |stream, peer| own.clone().serve_node_port(stream, peer, port);
-            serve(listener, token, &front, Shards::seat_nearby, connection).await;
-        });
+        let accepting = serve(listener, token, front, Shards::seat_nearby, connection);
+        self.listeners.spawn(accepting);
     }
 }

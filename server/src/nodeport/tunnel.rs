@@ -251,7 +251,7 @@ impl Tunnels {
             );
             return Err(StatusCode::NOT_FOUND);
         };
-        let connected = upstream.connect().await;
+        let connected = upstream.connect(&[]).await;
         connected.map_err(|error| {
             self.refuse(refusal_of(error), peer, &format!("{authority}: {error}"));
             StatusCode::SERVICE_UNAVAILABLE

@@ -88,7 +88,8 @@ fn hello(extensions: &[Vec<u8>]) -> Vec<u8> {
     records(&message(&body(extensions)), MAX_RECORD_BYTES)
 }
 
-fn hello_for(name: &[u8]) -> Vec<u8> {
+/// A ClientHello that names a server.
+pub(in crate::nodeport) fn hello_for(name: &[u8]) -> Vec<u8> {
     hello(&[server_name(&[entry(HOST_NAME, name)])])
 }
 

@@ -1,0 +1,66 @@
+#![allow(clippy::unwrap_used)]
+
+use std::ffi::OsString;
+use std::io::{Read as _, Write as _};
+use std::net::{Ipv4Addr, TcpListener, TcpStream};
+use std::time::Duration;
+
+use tokio::task::yield_now;
+
+use super::*;
+use crate::nodeport::client_hello::tests::hello_for;
+
+/// Far more than a byte takes on one machine.
+const LIMIT: Duration = Duration::from_secs(5);
+
+/// A proxy of two threads, this one among them, whose only Service is at `endpoint`.
+async fn proxy(endpoint: SocketAddr, dir: &tempfile::TempDir) -> Bound {
+    let routes = dir.path().join("routes.yaml");
+    let text = format!(
+        "upstreams:\n  - {{name: a, endpoints: ['{endpoint}'], serverNames: [a.example]}}\n"
+    );
+    std::fs::write(&routes, text).unwrap();
+    let flags = [
+        "culvert-nodeport-proxy".to_owned(),
+        format!("--config={}", routes.display()),
+        "--bind-address=127.0.0.1".to_owned(),
+        "--envoy-sni-port=6443".to_owned(),
+        "--worker-threads=2".to_owned(),
+    ];
+    let mut config = Config::from_args(flags.map(OsString::from)).unwrap();
+    config.sni.as_mut().unwrap().port = 0;
+    config.stats.port = 0;
+    Bound::bind(config).await.unwrap()
+}
+
+#[tokio::test]
+async fn a_thread_that_is_busy_does_not_hold_up_new_connections() {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    let endpoint = listener.local_addr().unwrap();
+    let hello = hello_for(b"a.example");
+    let length = hello.len();
+    let echo = std::thread::spawn(move || {
+        let (mut stream, _) = listener.accept().unwrap();
+        let mut received = vec![0; length];
+        stream.read_exact(&mut received).unwrap();
+        stream.write_all(&received).unwrap();
+    });
+    let dir = tempfile::tempdir().unwrap();
+    let bound = proxy(endpoint, &dir).await;
+    let door = bound.addresses.sni.unwrap();
+    let shutdown = CancellationToken::new();
+    let running = tokio::spawn(bound.run(shutdown.clone()));
+    // Its tasks begin, and then nothing runs in this thread but the test.
+    yield_now().await;
+    let mut client = TcpStream::connect(door).unwrap();
+    client.set_read_timeout(Some(LIMIT)).unwrap();
+    client.write_all(&hello).unwrap();
+    let mut received = vec![0; length];
+    client.read_exact(&mut received).unwrap();
+    assert_eq!(received, hello);
+    drop(client);
+    echo.join().unwrap();
+    shutdown.cancel();
+    running.await.unwrap();
+    TcpStream::connect(door).unwrap_err();
+}
