@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use culvert_common::admin::{self, Check, METRICS_TYPE, Reply};
 use culvert_common::net::listen::{Accepted, Keepalive, Listener};
+use culvert_common::net::pacing::spare_pacing;
 use culvert_common::telemetry::metrics::Registry;
 use http::StatusCode;
 use tokio::net::TcpListener;
@@ -111,6 +112,7 @@ impl Bound {
             let (carrier, tasks) = (Arc::new(carrier), tasks.clone());
             let handle = move |accepted| {
                 if let Accepted::Tcp(stream, peer) = accepted {
+                    spare_pacing(&stream);
                     let (read, write) = stream.into_split();
                     tasks.spawn(carrier.clone().serve(read, write, peer));
                 }

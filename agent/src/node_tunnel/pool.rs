@@ -15,6 +15,7 @@ use culvert_common::native::halves::Chunk;
 use culvert_common::native::link::{Opener, Requests};
 use culvert_common::native::window::Inbound;
 use culvert_common::net::dial::dial;
+use culvert_common::net::pacing::spare_pacing;
 use culvert_common::net::readahead::ReadAhead;
 use culvert_common::telemetry::metrics::GaugeGuard;
 use futures_util::FutureExt as _;
@@ -127,7 +128,9 @@ impl Reach for PlainTcp {
 
     async fn reach(&self) -> Result<Self::Stream, String> {
         let dialed = dial("tcp", &self.0.to_string(), CONNECT_TIMEOUT).await;
-        dialed.map(ReadAhead::new).map_err(|error| error.text)
+        let stream = dialed.map_err(|error| error.text)?;
+        spare_pacing(&stream);
+        Ok(ReadAhead::new(stream))
     }
 }
 

@@ -14,6 +14,7 @@ use std::time::Duration;
 
 use bytes::BufMut;
 use culvert_common::net::listen::Keepalive;
+use culvert_common::net::pacing::spare_pacing;
 use culvert_common::net::silence::is_over;
 use culvert_common::tunnel::{CLOSE_STALL, CloseReason, HALF_OPEN_IDLE};
 use futures_util::FutureExt as _;
@@ -240,7 +241,10 @@ impl Way<'_> {
                 Ok(0) if other.reset.load(Ordering::Relaxed) => return Err(from_lost),
                 Ok(0) => break,
                 Ok(bytes) => {
-                    bulk |= bytes >= COPY_BYTES;
+                    if !bulk && bytes >= COPY_BYTES {
+                        bulk = true;
+                        spare_pacing(self.to);
+                    }
                     if self.stops_at_much && self.is_much(other) {
                         return Err(Stop::Much);
                     }

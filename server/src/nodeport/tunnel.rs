@@ -16,6 +16,7 @@ use std::time::Duration;
 use bytes::{Bytes, BytesMut};
 use culvert_common::net::connect::{self, HeadReader};
 use culvert_common::net::dial::split_host_port;
+use culvert_common::net::pacing::spare_pacing;
 use culvert_common::net::readahead::ReadAhead;
 use culvert_common::tunnel::allowance::Allowance;
 use culvert_common::tunnel::io::{ReadSource, WriteSink, leave};
@@ -114,6 +115,7 @@ impl Tunnels {
             Ok(_) => return,
             Err(_) => return silent(&self),
         }
+        spare_pacing(&stream);
         let socket = Arc::new(stream);
         let stream = Socket(socket.clone());
         match &self.tls {
@@ -273,6 +275,7 @@ impl Tunnels {
         let Connected {
             stream, upstream, ..
         } = connected;
+        spare_pacing(&stream);
         let moved = Arc::<AtomicU64>::default();
         let [up, down] = Tally::both(&upstream, &self.front.metrics, &moved);
         let (mut up, mut down) = (Meter::new(up), Meter::new(down));
