@@ -156,8 +156,9 @@ impl Listener {
     pub async fn serve(self, shutdown: CancellationToken, mut handle: impl FnMut(Accepted)) {
         loop {
             let accepted = tokio::select! {
-                accepted = self.accept() => accepted,
+                biased;
                 () = shutdown.cancelled() => return,
+                accepted = self.accept() => accepted,
             };
             match accepted {
                 Ok(accepted) => handle(accepted),

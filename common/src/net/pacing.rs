@@ -9,10 +9,10 @@ use tokio::net::TcpStream;
 /// much as the peer has room for.
 const PLAIN: &[u8] = b"reno";
 
-/// Has a connection whose peer is on this host do without BBR, the congestion control of many systems. BBR
-/// spreads what it sends over time, so that no queue builds up on the path; here there is no path, and the
-/// kernel arms a timer for each 64 KiB (docs/tuning.md has what that costs). Other connections, and
-/// other kinds of congestion control, stay as the system has them.
+/// Has a connection between two equal addresses, or to a loopback address, go on without BBR, the
+/// congestion control of many systems. BBR spreads what it sends over time, so that no queue builds up on
+/// the path; here there is no path, and the kernel arms a timer for each 64 KiB (docs/tuning.md has what
+/// that costs). Other connections, and other kinds of congestion control, stay as the system has them.
 pub fn spare_pacing(stream: &TcpStream) {
     let socket = SockRef::from(stream);
     let is_bbr = |name: Vec<u8>| name.starts_with(b"bbr");
@@ -40,7 +40,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn a_connection_within_the_host_is_not_paced() {
+    async fn a_connection_within_the_host_does_without_bbr() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let stream = TcpStream::connect(listener.local_addr().unwrap());
         let stream = stream.await.unwrap();
@@ -62,7 +62,7 @@ mod tests {
     }
 
     #[test]
-    fn only_a_peer_with_the_same_address_is_on_this_host() {
+    fn a_peer_with_the_same_or_a_loopback_address_is_on_this_host() {
         let is_this_host = |own: &str, peer: &str| {
             let [own, peer] = [own, peer].map(|address| address.parse().unwrap());
             super::is_this_host(own, peer)

@@ -139,7 +139,7 @@ impl Bound {
             draining: shutdown.clone(),
         });
         info!(addresses = ?self.addresses, "serving");
-        let upkeep = TaskTracker::new();
+        let (accepting, upkeep) = (TaskTracker::new(), TaskTracker::new());
         let stop = CancellationToken::new();
         let (changes, changed) = watch::channel(0);
         match self.feed {
@@ -153,7 +153,7 @@ impl Bound {
             }
         };
         let ports = NodePorts::new(front.clone(), &self.config.node_port_host);
-        upkeep.spawn(ports.run(changed));
+        accepting.spawn(ports.run(changed));
         upkeep.spawn(admin::serve(self.stats, pages(&front), stop.clone()));
         for shard in 0..front.shards.count() {
             front.shards.spawn(shard, &upkeep, pulse(stop.clone()));
@@ -174,18 +174,18 @@ impl Bound {
                 let (front, until) = (own.clone(), until.clone());
                 serve(listener, until, front, Shards::seat_nearby, connection)
             };
-            // All threads wait at the same socket, and one that is free accepts: most of these connections
-            // are short, and to hand one over costs an eighth of it.
+            // All threads wait at the same socket, and the first one that comes accepts: most of these
+            // connections are short, and to hand one over costs an eighth of it.
             for shard in 1..front.shards.count() {
                 let (shared, accept) = (listener.as_fd().try_clone_to_owned(), accept.clone());
-                front.shards.spawn(shard, &upkeep, async move {
+                front.shards.spawn(shard, &accepting, async move {
                     match shared.and_then(|shared| TcpListener::from_std(shared.into())) {
                         Ok(listener) => accept(listener).await,
                         Err(error) => warn!(%error, "a thread cannot accept; the others go on"),
                     }
                 });
             }
-            upkeep.spawn(accept(listener));
+            accepting.spawn(accept(listener));
         }
         if let (Some((listener, tls)), Some(tunneling)) = (self.tunneling, self.config.tunneling) {
             let tunnels = Arc::new(Tunnels {
@@ -197,11 +197,14 @@ impl Bound {
             let (front, until) = (front.clone(), shutdown.clone());
             let listener = Listener::tcp(listener, &keepalive);
             let connection = move |stream, peer| tunnels.clone().serve(stream, peer);
-            upkeep.spawn(serve(listener, until, front, Shards::seat, connection));
+            accepting.spawn(serve(listener, until, front, Shards::seat, connection));
         }
 
         shutdown.cancelled().await;
         front.metrics.draining.store(true, Ordering::Relaxed);
+        // What a thread accepts a moment later than others hear of the end is drained like all else.
+        accepting.close();
+        accepting.wait().await;
         let open = front.tasks.len();
         info!(open, "draining");
         front.tasks.close();
