@@ -9,7 +9,7 @@ use std::cell::RefCell;
 use std::io;
 use std::net::Shutdown;
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use bytes::BufMut;
@@ -34,6 +34,12 @@ const COPY_BYTES: usize = 16 * 1024;
 /// What a pipe is asked to hold. The kernel counts pages, so it may hold more; it grants no more
 /// than `fs.pipe-max-size`, 1 MiB, and 64 MiB for all pipes of a user without privileges.
 const PIPE_BYTES: usize = 256 * 1024;
+
+/// What some are asked to hold instead: a quarter of the calls and wake-ups.
+const LARGE_PIPE_BYTES: usize = 1024 * 1024;
+
+/// How many of these there are at once: half of what a user without privileges has.
+const LARGE_PIPES: usize = 32;
 
 /// What one direction may move before others of its thread get a turn.
 const TURN_BYTES: usize = 1024 * 1024;
@@ -96,7 +102,12 @@ struct Way<'a> {
 struct Pipe {
     read: OwnedFd,
     write: OwnedFd,
+    /// What it was asked to hold.
+    bytes: usize,
 }
+
+/// How many large pipes there are.
+static LARGE: AtomicUsize = AtomicUsize::new(0);
 
 /// Which of the two sockets failed. What the system said is of no use to anybody.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -442,9 +453,15 @@ impl Pipe {
             return Ok(pipe);
         }
         let (read, write) = pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK)?;
+        let one_more = |large| (large < LARGE_PIPES).then_some(large + 1);
+        let large = LARGE.fetch_update(Ordering::Relaxed, Ordering::Relaxed, one_more);
+        let bytes = large.map_or(PIPE_BYTES, |_| LARGE_PIPE_BYTES);
+        let pipe = Self { read, write, bytes };
         // A smaller pipe takes more calls, no more.
-        let _ = fcntl_setpipe_size(&write, PIPE_BYTES);
-        Ok(Self { read, write })
+        if fcntl_setpipe_size(&pipe.write, bytes).is_err() {
+            let _ = fcntl_setpipe_size(&pipe.write, PIPE_BYTES);
+        }
+        Ok(pipe)
     }
 
     /// For the next one who needs one. The pipe has to be empty; one that is not is dropped.
@@ -457,11 +474,19 @@ impl Pipe {
     }
 
     fn fill(&self, from: &TcpStream) -> io::Result<usize> {
-        Ok(splice(from, None, &self.write, None, PIPE_BYTES, FLAGS)?)
+        Ok(splice(from, None, &self.write, None, self.bytes, FLAGS)?)
     }
 
     fn drain(&self, to: &TcpStream, len: usize) -> io::Result<usize> {
         Ok(splice(&self.read, None, to, None, len, FLAGS)?)
+    }
+}
+
+impl Drop for Pipe {
+    fn drop(&mut self) {
+        if self.bytes == LARGE_PIPE_BYTES {
+            LARGE.fetch_sub(1, Ordering::Relaxed);
+        }
     }
 }
 

@@ -383,3 +383,17 @@ async fn a_relay_that_holds_bytes_of_the_other_direction_does_not_stop() {
     };
     assert_eq!(ended.reason, None);
 }
+
+#[test]
+fn pipes_are_large_as_long_as_there_are_few() {
+    let held = |pipe: &Pipe| rustix::pipe::fcntl_getpipe_size(&pipe.write).unwrap();
+    let pipes: Vec<_> = (0..LARGE_PIPES + 8)
+        .map(|_| Pipe::take().unwrap())
+        .collect();
+    let large = pipes.iter().filter(|pipe| held(pipe) > PIPE_BYTES).count();
+    // Tests beside this one may have some.
+    assert!((1..=LARGE_PIPES).contains(&large), "{large} are large");
+    assert!(held(pipes.last().unwrap()) <= PIPE_BYTES);
+    drop(pipes);
+    assert_eq!(held(&Pipe::take().unwrap()), LARGE_PIPE_BYTES);
+}
