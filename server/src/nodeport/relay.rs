@@ -35,7 +35,7 @@ const COPY_BYTES: usize = 16 * 1024;
 /// than `fs.pipe-max-size`, 1 MiB, and 64 MiB for all pipes of a user without privileges.
 const PIPE_BYTES: usize = 256 * 1024;
 
-/// What some are asked to hold instead: a quarter of the calls and wake-ups.
+/// What some are asked to hold instead, which takes fewer calls (docs/tuning.md).
 const LARGE_PIPE_BYTES: usize = 1024 * 1024;
 
 /// How many of these there are at once: half of what a user without privileges has.
