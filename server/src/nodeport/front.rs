@@ -17,7 +17,8 @@ use tracing::{debug, warn};
 use super::client_hello::{Hello, HelloError, HelloReader};
 use super::config::Limits;
 use super::metrics::{Entrance, ProxyMetrics, Refusal};
-use super::relay::{Ended, Relay, read_tls, write_all};
+use super::relay::{Ended, Relay, write_all};
+use super::socket::read_once;
 use super::table::Table;
 use super::upstream::{ConnectError, Stats, Upstream};
 
@@ -211,7 +212,7 @@ async fn read_hello(client: &TcpStream) -> Result<(Hello, Vec<u8>), NoHello> {
         let gone = |_| NoHello::Silent(Refusal::Garbage);
         client.readable().await.map_err(gone)?;
         received.reserve(HELLO_READ_BYTES);
-        match read_tls(client, &mut received) {
+        match read_once(client, &mut received) {
             Ok(0) => return Err(NoHello::Silent(Refusal::Garbage)),
             Ok(_) => match reader.read(&received) {
                 Ok(Some(hello)) => return Ok((hello, received)),

@@ -12,7 +12,6 @@ use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
-use bytes::BufMut;
 use culvert_common::net::listen::Keepalive;
 use culvert_common::net::pacing::spare_pacing;
 use culvert_common::net::silence::is_over;
@@ -26,6 +25,7 @@ use tokio::sync::Notify;
 use tokio::task::{coop::consume_budget, yield_now};
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 
+use super::socket::read_once;
 use super::watch::{Side, watch};
 
 /// The buffer of a thread. What fills it is bulk.
@@ -325,7 +325,7 @@ impl Way<'_> {
 
     fn read(&self, buffer: &mut [u8]) -> io::Result<usize> {
         match self.is_tls {
-            true => read_tls(self.from, &mut &mut *buffer),
+            true => read_once(self.from, &mut &mut *buffer),
             false => self.from.try_read(buffer),
         }
     }
@@ -407,27 +407,6 @@ impl Way<'_> {
 fn is_refused(error: &io::Error) -> bool {
     use io::ErrorKind::{InvalidInput, PermissionDenied, Unsupported};
     matches!(error.kind(), InvalidInput | PermissionDenied | Unsupported)
-}
-
-/// Reads from a socket that carries TLS, into the first piece of `target`, like
-/// [`TcpStream::try_read_buf`]. A read that does not fill it has emptied the socket, so that the next one
-/// waits at once instead of finding nothing first; tokio's own `poll_read` does so, too. That is not so of
-/// urgent data, at which a read stops (tcp(7)): what TLS has none of.
-///
-/// # Errors
-/// As the system call's.
-pub fn read_tls(socket: &TcpStream, target: &mut impl BufMut) -> io::Result<usize> {
-    let room = target.chunk_mut().len();
-    let mut read = Err(io::ErrorKind::WouldBlock.into());
-    // Its only outcome is whether the socket counts as ready, as of before the read.
-    let _ = socket.try_io(Interest::READABLE, || {
-        read = socket.try_read_buf(target);
-        match read {
-            Ok(bytes) if 0 < bytes && bytes < room => Err(io::ErrorKind::WouldBlock.into()),
-            _ => Ok(()),
-        }
-    });
-    read
 }
 
 /// Writes all of `bytes`.

@@ -6,11 +6,13 @@ use std::ops::Deref;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 
+use bytes::BufMut;
 use socket2::SockRef;
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::io::{AsyncRead, AsyncWrite, Interest, ReadBuf};
 use tokio::net::TcpStream;
 
-/// Reads and writes a socket that somebody else holds as well. One task may read, and one write.
+/// Reads and writes a socket that somebody else holds as well. One task may read, and one write. It reads
+/// as tokio's own sockets do, see [`read_once`].
 #[derive(Clone, Copy, Debug)]
 pub struct Socket<T>(pub T);
 
@@ -22,7 +24,7 @@ impl<T: Deref<Target = TcpStream> + Unpin> AsyncRead for Socket<T> {
     ) -> Poll<io::Result<()>> {
         loop {
             ready!(self.0.poll_read_ready(cx))?;
-            match self.0.try_read_buf(target) {
+            match read_once(&self.0, target) {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                 read => return Poll::Ready(read.map(|_| ())),
             }
@@ -73,5 +75,63 @@ impl<T: Deref<Target = TcpStream> + Unpin> AsyncWrite for Socket<T> {
 
     fn is_write_vectored(&self) -> bool {
         true
+    }
+}
+
+/// Reads from a socket into the first piece of `target`, like [`TcpStream::try_read_buf`]. A read that does
+/// not fill it has emptied the socket, so that the next one waits at once instead of finding nothing first;
+/// tokio's own `poll_read` does so, too. That is not so of urgent data, at which a read stops (tcp(7)): what
+/// follows it is read late. TLS and HTTP have none.
+///
+/// # Errors
+/// As the system call's.
+pub fn read_once(socket: &TcpStream, target: &mut impl BufMut) -> io::Result<usize> {
+    let room = target.chunk_mut().len();
+    let mut read = Err(io::ErrorKind::WouldBlock.into());
+    // Its only outcome is whether the socket counts as ready, as of before the read.
+    let _ = socket.try_io(Interest::READABLE, || {
+        read = socket.try_read_buf(target);
+        match read {
+            Ok(bytes) if 0 < bytes && bytes < room => Err(io::ErrorKind::WouldBlock.into()),
+            _ => Ok(()),
+        }
+    });
+    read
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, clippy::indexing_slicing)]
+
+    use futures_util::FutureExt as _;
+    use tokio::io::AsyncWriteExt as _;
+    use tokio::net::TcpListener;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn a_short_read_waits_for_the_next_bytes_and_misses_neither_them_nor_the_end() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let far = TcpStream::connect(listener.local_addr().unwrap());
+        let (far, accepted) = tokio::join!(far, listener.accept());
+        let (mut far, (near, _)) = (far.unwrap(), accepted.unwrap());
+        let mut room = [0; 4];
+        for sent in [3, 1, 2] {
+            far.write_all(&[1; 3][..sent]).await.unwrap();
+            near.readable().await.unwrap();
+            assert_eq!(read_once(&near, &mut room.as_mut()).unwrap(), sent);
+            // It is known to be empty: nobody has to ask.
+            assert!(near.readable().now_or_never().is_none());
+        }
+        // A read that fills its room may have left some.
+        far.write_all(&[1; 6]).await.unwrap();
+        near.readable().await.unwrap();
+        assert_eq!(read_once(&near, &mut room.as_mut()).unwrap(), 4);
+        near.readable().now_or_never().unwrap().unwrap();
+        drop(far);
+        assert_eq!(read_once(&near, &mut room.as_mut()).unwrap(), 2);
+        near.readable().await.unwrap();
+        assert_eq!(read_once(&near, &mut room.as_mut()).unwrap(), 0);
+        near.readable().now_or_never().unwrap().unwrap();
     }
 }

@@ -220,7 +220,7 @@ async fn the_defaults_that_kkp_leaves_alone() {
         "HTTP/2",
         seen,
         "1024 streams, 16777216 bytes ahead",
-        "1024 streams, 262144 bytes ahead",
+        "1024 streams, 524288 bytes ahead",
     );
     let admin = pair.running.admin;
     let text = async |path| {

@@ -218,29 +218,6 @@ async fn half_a_connection_ends_if_the_other_half_is_reset() {
 }
 
 #[tokio::test]
-async fn a_short_read_waits_for_the_next_bytes_and_misses_neither_them_nor_the_end() {
-    let (near, mut far) = pair().await;
-    let mut room = [0; 4];
-    for sent in [3, 1, 2] {
-        far.write_all(&[1; 3][..sent]).await.unwrap();
-        near.readable().await.unwrap();
-        assert_eq!(read_tls(&near, &mut room.as_mut()).unwrap(), sent);
-        // It is known to be empty: nobody has to ask.
-        assert!(near.readable().now_or_never().is_none());
-    }
-    // A read that fills its room may have left some.
-    far.write_all(&[1; 6]).await.unwrap();
-    near.readable().await.unwrap();
-    assert_eq!(read_tls(&near, &mut room.as_mut()).unwrap(), 4);
-    near.readable().now_or_never().unwrap().unwrap();
-    drop(far);
-    assert_eq!(read_tls(&near, &mut room.as_mut()).unwrap(), 2);
-    near.readable().await.unwrap();
-    assert_eq!(read_tls(&near, &mut room.as_mut()).unwrap(), 0);
-    near.readable().now_or_never().unwrap().unwrap();
-}
-
-#[tokio::test]
 async fn what_follows_urgent_data_waits_for_nothing() {
     let (mut client, near) = pair().await;
     let (far, mut endpoint) = pair().await;

@@ -34,7 +34,7 @@ const UNREAD_BYTES: usize = 16 * 1024 * 1024;
 const MAX_STREAMS: u32 = 1024;
 
 /// How far a client may send ahead on a stream of a short path.
-const WINDOW_BYTES: u32 = 256 * 1024;
+const WINDOW_BYTES: u32 = 512 * 1024;
 
 /// Bytes of one tunnel that may wait in HTTP/2's send queue. A client may leave many unread.
 const SEND_BYTES: usize = 64 * 1024;
