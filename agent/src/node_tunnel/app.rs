@@ -6,12 +6,14 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use anyhow::Context as _;
 use culvert_common::admin::{self, Check, METRICS_TYPE, Reply};
 use culvert_common::net::listen::{Accepted, Keepalive, Listener};
 use culvert_common::net::pacing::spare_pacing;
+use culvert_common::runtime::shards::Shards;
 use culvert_common::telemetry::metrics::Registry;
 use http::StatusCode;
-use tokio::net::TcpListener;
+use tokio::net::{TcpListener, TcpStream};
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
@@ -41,6 +43,7 @@ pub struct Bound {
     pub addresses: Addresses,
     config: Config,
     metrics: Arc<TunnelMetrics>,
+    shards: Shards,
     keeper: Option<Keeper>,
     listeners: Vec<TcpListener>,
     stats: TcpListener,
@@ -54,6 +57,9 @@ impl Bound {
     /// says which and what to do.
     pub async fn bind(config: Config) -> anyhow::Result<Self> {
         let metrics = TunnelMetrics::new()?;
+        // What a connection carries is the work of one thread.
+        let threads = config.connections.min(Shards::default_count()?);
+        let shards = Shards::start(threads).context("cannot start threads")?;
         let keeper = match config.interface.clone() {
             Some(interface) => Some(Keeper::start(interface, metrics.clone()).await?),
             None => None,
@@ -73,6 +79,7 @@ impl Bound {
             },
             config,
             metrics,
+            shards,
             keeper,
             listeners,
             stats,
@@ -94,7 +101,7 @@ impl Bound {
         info!(addresses = ?self.addresses, %proxy, "serving");
         let (tasks, upkeep) = (TaskTracker::new(), TaskTracker::new());
         let (cut, stop) = (CancellationToken::new(), CancellationToken::new());
-        let pool = Pool::new(PlainTcp(proxy), connections, metrics.clone());
+        let pool = Pool::new(PlainTcp(proxy), connections, self.shards, metrics.clone());
         upkeep.spawn(pool.clone().run(stop.clone()));
         let health = self.keeper.as_ref().map(Keeper::health);
         let pages = pages(&pool, health, &registry, &shutdown);
@@ -113,8 +120,15 @@ impl Bound {
             let handle = move |accepted| {
                 if let Accepted::Tcp(stream, peer) = accepted {
                     spare_pacing(&stream);
-                    let (read, write) = stream.into_split();
-                    tasks.spawn(carrier.clone().serve(read, write, peer));
+                    let accepted_by = Shards::current();
+                    let client = move || {
+                        let stream = match Shards::current() == accepted_by {
+                            true => stream,
+                            false => TcpStream::from_std(stream.into_std()?)?,
+                        };
+                        Ok(stream.into_split())
+                    };
+                    tasks.spawn(carrier.clone().serve(client, peer));
                 }
             };
             // A client reads when it wants to.

@@ -5,6 +5,7 @@
 //! does.
 
 use std::collections::HashMap;
+use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -109,24 +110,37 @@ impl<R: Reach> Carrier<R> {
         }
     }
 
-    /// Serves one client to its end.
-    pub async fn serve<I, O>(self: Arc<Self>, read: I, write: O, peer: SocketAddr)
+    /// Opens a stream for one client, which is then served to its end by the thread of the connection
+    /// that has the stream. `client` gives the ways from and to the client, on the thread that calls it.
+    pub async fn serve<C, I, O>(self: Arc<Self>, client: C, peer: SocketAddr)
     where
-        I: AsyncRead + Unpin + Send,
-        O: AsyncWrite + Unpin + Send,
+        C: FnOnce() -> io::Result<(I, O)> + Send + 'static,
+        I: AsyncRead + Unpin + Send + 'static,
+        O: AsyncWrite + Unpin + Send + 'static,
     {
-        let _client = self.metrics.client();
+        let counted = self.metrics.client();
         let opened = tokio::select! {
             opened = self.open() => opened,
             () = self.cut.cancelled() => return self.metrics.closed(CloseReason::Shutdown),
         };
-        match opened {
-            Ok(tunnel) => self.carry(tunnel, read, write, peer).await,
+        let tunnel = match opened {
+            Ok(tunnel) => tunnel,
             Err(refused) => {
                 self.refuse(&refused, peer);
-                leave(read, write).await;
+                if let Ok((read, write)) = client() {
+                    leave(read, write).await;
+                }
+                return;
             }
-        }
+        };
+        let (shard, carrier) = (tunnel.counted.0.shard(), self.clone());
+        self.pool.shards().spawn(shard, &self.tasks, async move {
+            let _counted = counted;
+            match client() {
+                Ok((read, write)) => carrier.carry(tunnel, read, write, peer).await,
+                Err(error) => warn!(%peer, %error, "cannot serve an accepted connection"),
+            }
+        });
     }
 
     /// Asks once more if the connection took the request with it: nothing of the client was sent.

@@ -29,7 +29,7 @@ pub struct Config {
     /// The CONNECT port of the seed's nodeport-proxy. A name is looked up anew for each connection.
     pub proxy: HostPort,
     /// How many HTTP/2 connections to the proxy there are at once, 1 to [`MAX_CONNECTIONS`]. One
-    /// shares a single path and one processor of the proxy among all clients. Default 2.
+    /// shares a single path, and one processor here and at the proxy, among all clients. Default 2.
     pub connections: usize,
     /// Health and metrics. Default `0.0.0.0:8002`.
     pub stats: HostPort,

@@ -17,6 +17,7 @@ use culvert_common::native::window::Inbound;
 use culvert_common::net::dial::dial;
 use culvert_common::net::pacing::spare_pacing;
 use culvert_common::net::readahead::ReadAhead;
+use culvert_common::runtime::shards::{self, Shards};
 use culvert_common::telemetry::metrics::GaugeGuard;
 use futures_util::FutureExt as _;
 use h2::SendStream;
@@ -73,6 +74,7 @@ pub struct PlainTcp(pub HostPort);
 pub struct Pool<R> {
     reach: R,
     limit: usize,
+    shards: Shards,
     links: Mutex<Vec<Arc<Link>>>,
     /// The task that dials is to look again.
     look: Notify,
@@ -85,6 +87,8 @@ pub struct Pool<R> {
 /// One connection that takes new streams.
 struct Link {
     serial: u64,
+    /// The thread that drives it.
+    place: shards::Seat,
     requests: Requests,
     inbound: Arc<Inbound>,
     streams: AtomicUsize,
@@ -137,17 +141,23 @@ impl Reach for PlainTcp {
 // === impl Pool ===
 
 impl<R: Reach> Pool<R> {
-    /// A pool of at most `limit` connections; [`run`](Self::run) opens them.
-    pub fn new(reach: R, limit: usize, metrics: Arc<TunnelMetrics>) -> Arc<Self> {
+    /// A pool of at most `limit` connections, which `shards` share; [`run`](Self::run) opens them.
+    pub fn new(reach: R, limit: usize, shards: Shards, metrics: Arc<TunnelMetrics>) -> Arc<Self> {
         Arc::new(Self {
             reach,
             limit,
+            shards,
             links: Mutex::default(),
             look: Notify::new(),
             dialed: watch::Sender::new(None),
             metrics,
             tasks: TaskTracker::new(),
         })
+    }
+
+    /// The threads that drive connections.
+    pub fn shards(&self) -> &Shards {
+        &self.shards
     }
 
     /// Whether there is a connection for new streams.
@@ -269,23 +279,30 @@ impl<R: Reach> Pool<R> {
         stop: &CancellationToken,
     ) -> Result<(), String> {
         let inbound = Arc::new(Inbound::new(WINDOW_BYTES));
-        let begun = timeout(CONNECT_TIMEOUT, self.begin(inbound.clone())).await;
-        let (requests, opener) =
-            begun.unwrap_or_else(|_| Err(format!("no connection within {CONNECT_TIMEOUT:?}")))?;
+        let place = self.shards.seat();
+        let shard = place.shard();
+        let begin = self.clone().begin(inbound.clone());
+        let begun = timeout(CONNECT_TIMEOUT, self.shards.run_on(shard, begin)).await;
+        let begun = begun.map_err(|_| format!("no connection within {CONNECT_TIMEOUT:?}"))?;
+        let (requests, opener) = begun.map_err(|error| error.to_string())??;
         self.metrics.connected.increment(1);
         info!(connection = serial, "connected to the proxy");
         self.links.lock().push(Arc::new(Link {
             serial,
+            place,
             requests,
             inbound,
             streams: AtomicUsize::new(0),
         }));
-        self.tasks
-            .spawn(self.clone().drive(serial, opener, stop.clone()));
+        let drive = self.clone().drive(serial, opener, stop.clone());
+        self.shards.spawn(shard, &self.tasks, drive);
         Ok(())
     }
 
-    async fn begin(&self, inbound: Arc<Inbound>) -> Result<(Requests, Opener<R::Stream>), String> {
+    async fn begin(
+        self: Arc<Self>,
+        inbound: Arc<Inbound>,
+    ) -> Result<(Requests, Opener<R::Stream>), String> {
         let stream = self.reach.reach().await?;
         let opener = Opener::new(stream, inbound, HELD_BYTES, PING_TIMEOUT).await;
         opener.map_err(|error| error.to_string())
@@ -335,6 +352,11 @@ impl Seat {
     fn take(link: &Arc<Link>) -> Self {
         link.streams.fetch_add(1, Ordering::Relaxed);
         Self(link.clone())
+    }
+
+    /// The thread that drives the stream's connection.
+    pub fn shard(&self) -> usize {
+        self.0.place.shard()
     }
 }
 

@@ -55,7 +55,7 @@ impl Shards {
     /// When a thread can not be started.
     pub fn start(count: usize) -> io::Result<Self> {
         let count = match count {
-            0 => std::thread::available_parallelism()?.get().min(DEFAULT_MAX),
+            0 => Self::default_count()?,
             count => count,
         };
         let stop = CancellationToken::new();
@@ -81,6 +81,14 @@ impl Shards {
             handles,
             _stop: stop.drop_guard(),
         })
+    }
+
+    /// How many are made without being asked for: as many as this process may use processors, four at most.
+    ///
+    /// # Errors
+    /// When that cannot be found out.
+    pub fn default_count() -> io::Result<usize> {
+        Ok(std::thread::available_parallelism()?.get().min(DEFAULT_MAX))
     }
 
     /// How many there are.

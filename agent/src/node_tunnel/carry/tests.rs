@@ -4,11 +4,13 @@
 use std::net::{IpAddr, Ipv4Addr};
 
 use culvert_common::flags::HostPort;
+use culvert_common::runtime::shards::Shards;
 use culvert_common::tunnel::{Sink as _, Source as _};
 use http::Response;
 use http::uri::Authority;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, DuplexStream, duplex, split};
 use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::mpsc;
 use tokio::time::sleep;
 
 use super::super::pool::tests::{Dialer, FarEnd, Proxy};
@@ -27,7 +29,10 @@ struct Node {
 
 impl Node {
     async fn start() -> Self {
-        let mut proxy = Proxy::start(1);
+        Self::reaching(Proxy::start(1)).await
+    }
+
+    async fn reaching(mut proxy: Proxy) -> Self {
         let far = proxy.next_connection().await;
         let (tasks, cut) = (TaskTracker::new(), CancellationToken::new());
         let route = Route {
@@ -47,8 +52,7 @@ impl Node {
 
     fn client(&self) -> DuplexStream {
         let (client, near) = duplex(64 * 1024);
-        let (read, write) = split(near);
-        let serve = self.carrier.clone().serve(read, write, PEER);
+        let serve = self.carrier.clone().serve(|| Ok(split(near)), PEER);
         self.tasks.spawn(serve);
         client
     }
@@ -219,9 +223,8 @@ async fn a_client_that_resets_resets_its_stream() {
     let client = TcpStream::connect(listener.local_addr().unwrap());
     let (client, accepted) = tokio::join!(client, listener.accept());
     let (client, (near, peer)) = (client.unwrap(), accepted.unwrap());
-    let (read, write) = near.into_split();
-    node.tasks
-        .spawn(node.carrier.clone().serve(read, write, peer));
+    let near = || Ok(near.into_split());
+    node.tasks.spawn(node.carrier.clone().serve(near, peer));
     let (mut source, _sink) = node.accept().await;
     let socket = socket2::SockRef::from(&client);
     socket.set_linger(Some(Duration::ZERO)).unwrap();
@@ -251,4 +254,34 @@ async fn a_refusal_is_told_once_in_a_while() {
     assert!(node.carrier.is_news(Refusal::Unavailable));
     sleep(TELL_EVERY).await;
     assert!(node.carrier.is_news(Refusal::NotFound));
+}
+
+#[tokio::test]
+async fn each_client_is_served_by_the_thread_of_its_connection() {
+    let mut node = Node::reaching(Proxy::start_on(2, 2)).await;
+    let (sender, mut threads) = mpsc::unbounded_channel();
+    let (mut clients, mut other) = (Vec::new(), None);
+    for expected in [0, 1, 0, 1] {
+        if expected == 1 && other.is_none() {
+            // It is opened once the first one carries a client.
+            other = Some(node.proxy.next_connection().await);
+            let both = "envoy_cluster_upstream_cx_active{envoy_cluster_name=\"proxy_cluster\"} 2\n";
+            while !node.proxy.metrics.registry().render().contains(both) {
+                sleep(Duration::from_millis(1)).await;
+            }
+        }
+        if let Some(other) = &mut other {
+            std::mem::swap(&mut node.far, other);
+        }
+        let (client, near) = duplex(1024);
+        let sender = sender.clone();
+        let near = move || {
+            sender.send(Shards::current()).unwrap();
+            Ok(split(near))
+        };
+        node.tasks.spawn(node.carrier.clone().serve(near, PEER));
+        let far = node.accept().await;
+        assert_eq!(threads.recv().await, Some(expected));
+        clients.push((client, far));
+    }
 }

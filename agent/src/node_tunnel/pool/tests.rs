@@ -53,6 +53,10 @@ pub struct FarEnd {
 
 impl Proxy {
     pub fn start(limit: usize) -> Self {
+        Self::start_on(1, limit)
+    }
+
+    pub fn start_on(threads: usize, limit: usize) -> Self {
         let script = Arc::new(Script {
             dials: AtomicUsize::new(0),
             refuses: AtomicBool::new(false),
@@ -65,7 +69,8 @@ impl Proxy {
             far: sender,
         };
         let metrics = TunnelMetrics::new().unwrap();
-        let pool = Pool::new(dialer, limit, metrics.clone());
+        let shards = Shards::start(threads).unwrap();
+        let pool = Pool::new(dialer, limit, shards, metrics.clone());
         let stop = CancellationToken::new();
         let runs = tokio::spawn(pool.clone().run(stop.clone()));
         Self {
