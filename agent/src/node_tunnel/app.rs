@@ -8,12 +8,12 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use culvert_common::admin::{self, Check, METRICS_TYPE, Reply};
-use culvert_common::net::listen::{Accepted, Keepalive, Listener};
+use culvert_common::net::listen::{Accepted, Keepalive, Listener, rebind};
 use culvert_common::net::pacing::spare_pacing;
 use culvert_common::runtime::shards::Shards;
 use culvert_common::telemetry::metrics::Registry;
 use http::StatusCode;
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::TcpListener;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
@@ -58,8 +58,9 @@ impl Bound {
     pub async fn bind(config: Config) -> anyhow::Result<Self> {
         let metrics = TunnelMetrics::new()?;
         // What a connection carries is the work of one thread.
-        let threads = config.connections.min(Shards::default_count()?);
-        let shards = Shards::start(threads).context("cannot start threads")?;
+        let threads = Shards::default_count().map(|most| most.min(config.connections));
+        let shards = threads.and_then(Shards::start);
+        let shards = shards.context("cannot start threads")?;
         let keeper = match config.interface.clone() {
             Some(interface) => Some(Keeper::start(interface, metrics.clone()).await?),
             None => None,
@@ -101,6 +102,8 @@ impl Bound {
         info!(addresses = ?self.addresses, %proxy, "serving");
         let (tasks, upkeep) = (TaskTracker::new(), TaskTracker::new());
         let (cut, stop) = (CancellationToken::new(), CancellationToken::new());
+        // Tasks on other threads end with this one, however it ends.
+        let _ends = [&cut, &stop].map(|token| token.clone().drop_guard());
         let pool = Pool::new(PlainTcp(proxy), connections, self.shards, metrics.clone());
         upkeep.spawn(pool.clone().run(stop.clone()));
         let health = self.keeper.as_ref().map(Keeper::health);
@@ -124,7 +127,7 @@ impl Bound {
                     let client = move || {
                         let stream = match Shards::current() == accepted_by {
                             true => stream,
-                            false => TcpStream::from_std(stream.into_std()?)?,
+                            false => rebind(stream)?,
                         };
                         Ok(stream.into_split())
                     };

@@ -90,8 +90,8 @@ struct Tunnel {
 // === impl Carrier ===
 
 impl<R: Reach> Carrier<R> {
-    /// Serves the clients of `route` with streams of `pool`. `tasks` gets what is left to do when
-    /// a client has ended, `cut` ends all clients at once.
+    /// Serves the clients of `route` with streams of `pool`. `tasks`, which has to track what serves a
+    /// client, gets what goes on elsewhere or later; `cut` ends all clients at once.
     pub fn new(
         route: &Route,
         pool: Arc<Pool<R>>,
@@ -138,7 +138,11 @@ impl<R: Reach> Carrier<R> {
             let _counted = counted;
             match client() {
                 Ok((read, write)) => carrier.carry(tunnel, read, write, peer).await,
-                Err(error) => warn!(%peer, %error, "cannot serve an accepted connection"),
+                Err(error) => {
+                    warn!(%peer, %error, "cannot serve an accepted connection");
+                    carrier.metrics.closed(CloseReason::ClientLost);
+                    tunnel.sink.end(CloseReason::ClientLost, &carrier.tasks);
+                }
             }
         });
     }

@@ -17,7 +17,7 @@ use culvert_common::native::window::Inbound;
 use culvert_common::net::dial::dial;
 use culvert_common::net::pacing::spare_pacing;
 use culvert_common::net::readahead::ReadAhead;
-use culvert_common::runtime::shards::{self, Shards};
+use culvert_common::runtime::shards::Shards;
 use culvert_common::telemetry::metrics::GaugeGuard;
 use futures_util::FutureExt as _;
 use h2::SendStream;
@@ -88,7 +88,7 @@ pub struct Pool<R> {
 struct Link {
     serial: u64,
     /// The thread that drives it.
-    place: shards::Seat,
+    shard: usize,
     requests: Requests,
     inbound: Arc<Inbound>,
     streams: AtomicUsize,
@@ -273,23 +273,29 @@ impl<R: Reach> Pool<R> {
         links.len() < self.limit && links.iter().all(|link| link.count() > 0)
     }
 
+    fn emptiest_shard(&self) -> usize {
+        let links = self.links.lock();
+        let count = |shard: &usize| links.iter().filter(|link| link.shard == *shard).count();
+        (0..self.shards.count()).min_by_key(count).unwrap_or(0)
+    }
+
     async fn connect(
         self: &Arc<Self>,
         serial: u64,
         stop: &CancellationToken,
     ) -> Result<(), String> {
         let inbound = Arc::new(Inbound::new(WINDOW_BYTES));
-        let place = self.shards.seat();
-        let shard = place.shard();
-        let begin = self.clone().begin(inbound.clone());
-        let begun = timeout(CONNECT_TIMEOUT, self.shards.run_on(shard, begin)).await;
-        let begun = begun.map_err(|_| format!("no connection within {CONNECT_TIMEOUT:?}"))?;
-        let (requests, opener) = begun.map_err(|error| error.to_string())??;
+        let shard = self.emptiest_shard();
+        let begin = timeout(CONNECT_TIMEOUT, self.clone().begin(inbound.clone()));
+        let begun = self.shards.run_on(shard, begin).await;
+        let begun = begun.map_err(|error| error.to_string())?;
+        let (requests, opener) =
+            begun.unwrap_or_else(|_| Err(format!("no connection within {CONNECT_TIMEOUT:?}")))?;
         self.metrics.connected.increment(1);
         info!(connection = serial, "connected to the proxy");
         self.links.lock().push(Arc::new(Link {
             serial,
-            place,
+            shard,
             requests,
             inbound,
             streams: AtomicUsize::new(0),
@@ -356,7 +362,7 @@ impl Seat {
 
     /// The thread that drives the stream's connection.
     pub fn shard(&self) -> usize {
-        self.0.place.shard()
+        self.0.shard
     }
 }
 

@@ -193,10 +193,18 @@ impl Accepted {
     /// When the runtime can not watch it.
     pub fn rebind(self) -> io::Result<Self> {
         Ok(match self {
-            Self::Tcp(stream, peer) => Self::Tcp(TcpStream::from_std(stream.into_std()?)?, peer),
+            Self::Tcp(stream, peer) => Self::Tcp(rebind(stream)?, peer),
             Self::Unix(stream) => Self::Unix(UnixStream::from_std(stream.into_std()?)?),
         })
     }
+}
+
+/// Hands a connection to the runtime that calls.
+///
+/// # Errors
+/// When the runtime can not watch it.
+pub fn rebind(stream: TcpStream) -> io::Result<TcpStream> {
+    TcpStream::from_std(stream.into_std()?)
 }
 
 impl SocketFile {

@@ -202,14 +202,16 @@ impl Bound {
 
         shutdown.cancelled().await;
         front.metrics.draining.store(true, Ordering::Relaxed);
-        // What a thread accepts a moment later than others hear of the end is drained like all else.
+        info!(open = front.tasks.len(), "draining");
         accepting.close();
-        accepting.wait().await;
-        let open = front.tasks.len();
-        info!(open, "draining");
         front.tasks.close();
-        let drained = timeout(self.config.drain_timeout, front.tasks.wait()).await;
-        if drained.is_err() {
+        let drained = async {
+            // What a thread accepts a moment later than others hear of the end is drained like all else.
+            accepting.wait().await;
+            front.tasks.wait().await;
+        };
+        let is_over = timeout(self.config.drain_timeout, drained).await.is_ok();
+        if !is_over && !front.tasks.is_empty() {
             warn!(open = front.tasks.len(), "cutting what is left");
         }
         front.cut.cancel();

@@ -11,10 +11,31 @@ use socket2::SockRef;
 use tokio::io::{AsyncRead, AsyncWrite, Interest, ReadBuf};
 use tokio::net::TcpStream;
 
-/// Reads and writes a socket that somebody else holds as well. One task may read, and one write. It reads
-/// as tokio's own sockets do, see [`read_once`].
+/// Reads and writes a socket that somebody else holds as well. One task may read, and one write.
 #[derive(Clone, Copy, Debug)]
-pub struct Socket<T>(pub T);
+pub struct Socket<T> {
+    socket: T,
+    /// Nothing of it is urgent data.
+    is_framed: bool,
+}
+
+impl<T> Socket<T> {
+    /// A socket whose peer may send whatever TCP has.
+    pub fn new(socket: T) -> Self {
+        Self {
+            socket,
+            is_framed: false,
+        }
+    }
+
+    /// A socket whose peer speaks TLS or HTTP/2: read by fewer calls, see [`read_once`].
+    pub fn framed(socket: T) -> Self {
+        Self {
+            socket,
+            is_framed: true,
+        }
+    }
+}
 
 impl<T: Deref<Target = TcpStream> + Unpin> AsyncRead for Socket<T> {
     fn poll_read(
@@ -23,8 +44,12 @@ impl<T: Deref<Target = TcpStream> + Unpin> AsyncRead for Socket<T> {
         target: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
         loop {
-            ready!(self.0.poll_read_ready(cx))?;
-            match read_once(&self.0, target) {
+            ready!(self.socket.poll_read_ready(cx))?;
+            let read = match self.is_framed {
+                true => read_once(&self.socket, target),
+                false => self.socket.try_read_buf(target),
+            };
+            match read {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                 read => return Poll::Ready(read.map(|_| ())),
             }
@@ -39,8 +64,8 @@ impl<T: Deref<Target = TcpStream> + Unpin> Socket<T> {
         write: impl Fn(&TcpStream) -> io::Result<usize>,
     ) -> Poll<io::Result<usize>> {
         loop {
-            ready!(self.0.poll_write_ready(cx))?;
-            match write(&self.0) {
+            ready!(self.socket.poll_write_ready(cx))?;
+            match write(&self.socket) {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                 written => return Poll::Ready(written),
             }
@@ -62,7 +87,7 @@ impl<T: Deref<Target = TcpStream> + Unpin> AsyncWrite for Socket<T> {
     }
 
     fn poll_shutdown(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Poll::Ready(SockRef::from(&*self.0).shutdown(Shutdown::Write))
+        Poll::Ready(SockRef::from(&*self.socket).shutdown(Shutdown::Write))
     }
 
     fn poll_write_vectored(
@@ -81,7 +106,7 @@ impl<T: Deref<Target = TcpStream> + Unpin> AsyncWrite for Socket<T> {
 /// Reads from a socket into the first piece of `target`, like [`TcpStream::try_read_buf`]. A read that does
 /// not fill it has emptied the socket, so that the next one waits at once instead of finding nothing first;
 /// tokio's own `poll_read` does so, too. That is not so of urgent data, at which a read stops (tcp(7)): what
-/// follows it is read late. TLS and HTTP have none.
+/// follows it is read late. TLS and HTTP/2 have none.
 ///
 /// # Errors
 /// As the system call's.
@@ -103,18 +128,25 @@ pub fn read_once(socket: &TcpStream, target: &mut impl BufMut) -> io::Result<usi
 mod tests {
     #![allow(clippy::unwrap_used, clippy::indexing_slicing)]
 
+    use std::time::Duration;
+
     use futures_util::FutureExt as _;
-    use tokio::io::AsyncWriteExt as _;
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
     use tokio::net::TcpListener;
+    use tokio::time::timeout;
 
     use super::*;
 
-    #[tokio::test]
-    async fn a_short_read_waits_for_the_next_bytes_and_misses_neither_them_nor_the_end() {
+    async fn pair() -> (TcpStream, TcpStream) {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let far = TcpStream::connect(listener.local_addr().unwrap());
         let (far, accepted) = tokio::join!(far, listener.accept());
-        let (mut far, (near, _)) = (far.unwrap(), accepted.unwrap());
+        (accepted.unwrap().0, far.unwrap())
+    }
+
+    #[tokio::test]
+    async fn a_short_read_waits_for_the_next_bytes_and_misses_neither_them_nor_the_end() {
+        let (near, mut far) = pair().await;
         let mut room = [0; 4];
         for sent in [3, 1, 2] {
             far.write_all(&[1; 3][..sent]).await.unwrap();
@@ -133,5 +165,20 @@ mod tests {
         near.readable().await.unwrap();
         assert_eq!(read_once(&near, &mut room.as_mut()).unwrap(), 0);
         near.readable().now_or_never().unwrap().unwrap();
+    }
+
+    #[tokio::test]
+    async fn what_follows_urgent_data_waits_for_nothing() {
+        let (near, mut far) = pair().await;
+        far.write_all(b"abc").await.unwrap();
+        SockRef::from(&far).send_out_of_band(b"!").unwrap();
+        far.write_all(b"def").await.unwrap();
+        let (mut socket, mut heard) = (Socket::new(&near), [0; 64]);
+        let mut read = async || socket.read(&mut heard).await.unwrap();
+        // The first read stops at the mark.
+        assert_eq!(read().await, 3);
+        let rest = timeout(Duration::from_secs(10), read());
+        assert_eq!(rest.await.unwrap(), 3);
+        assert_eq!(heard[..3], *b"def");
     }
 }

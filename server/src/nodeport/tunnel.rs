@@ -107,19 +107,24 @@ impl Tunnels {
 
     async fn begin(self: Arc<Self>, stream: TcpStream, peer: SocketAddr) {
         let silent = |tunnels: &Self| tunnels.refuse(Refusal::Timeout, peer, "no request in time");
-        let mut first = [0];
+        let mut first = [0; PRIOR_KNOWLEDGE.len()];
         let peeked = timeout(FIRST_WORD_TIMEOUT, stream.peek(&mut first)).await;
         match peeked {
-            Ok(Ok(1)) => {}
+            Ok(Ok(1..)) => {}
             // Gone before it asked for anything: a port check.
             Ok(_) => return,
             Err(_) => return silent(&self),
         }
         spare_pacing(&stream);
         let socket = Arc::new(stream);
-        let stream = Socket(socket.clone());
+        let is_tls = first.starts_with(&[TLS_HANDSHAKE]);
+        // A preface that comes in pieces is read by more calls, no more.
+        let stream = match is_tls || first == *PRIOR_KNOWLEDGE {
+            true => Socket::framed(socket.clone()),
+            false => Socket::new(socket.clone()),
+        };
         match &self.tls {
-            Some(tls) if first == [TLS_HANDSHAKE] => {
+            Some(tls) if is_tls => {
                 let accept = tls.accept(ReadAhead::new(stream));
                 match timeout(FIRST_WORD_TIMEOUT, accept).await {
                     Ok(Ok(stream)) => self.converse(stream, &socket, peer).await,
@@ -280,8 +285,8 @@ impl Tunnels {
         let [up, down] = Tally::both(&upstream, &self.front.metrics, &moved);
         let (mut up, mut down) = (Meter::new(up), Meter::new(down));
         let lost = CloseReason::EndpointLost;
-        let mut source = ReadSource::new(Socket(&stream), Bytes::new(), lost).within(unread);
-        let mut sink = WriteSink::new(Socket(&stream), lost);
+        let mut source = ReadSource::new(Socket::new(&stream), Bytes::new(), lost).within(unread);
+        let mut sink = WriteSink::new(Socket::new(&stream), lost);
         let (mut asked, mut answered) = (Ending::new(client.0), Ending::new(&mut source));
         let endpoint = (&mut answered, &mut sink);
         let limits = &self.front.limits;

@@ -266,9 +266,13 @@ async fn each_client_is_served_by_the_thread_of_its_connection() {
             // It is opened once the first one carries a client.
             other = Some(node.proxy.next_connection().await);
             let both = "envoy_cluster_upstream_cx_active{envoy_cluster_name=\"proxy_cluster\"} 2\n";
-            while !node.proxy.metrics.registry().render().contains(both) {
-                sleep(Duration::from_millis(1)).await;
-            }
+            let metrics = node.proxy.metrics.clone();
+            let open = timeout(ANSWER_TIMEOUT, async move {
+                while !metrics.registry().render().contains(both) {
+                    sleep(Duration::from_millis(1)).await;
+                }
+            });
+            open.await.unwrap();
         }
         if let Some(other) = &mut other {
             std::mem::swap(&mut node.far, other);
@@ -284,4 +288,10 @@ async fn each_client_is_served_by_the_thread_of_its_connection() {
         assert_eq!(threads.recv().await, Some(expected));
         clients.push((client, far));
     }
+    node.cut.cancel();
+    for (client, _) in &mut clients {
+        assert_eq!(rest(client).await, "");
+    }
+    node.ended("culvert_connections_closed_total{reason=\"shutdown\"} 4")
+        .await;
 }

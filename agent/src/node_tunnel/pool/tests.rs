@@ -30,6 +30,8 @@ pub struct Proxy {
 /// How the proxy behaves from now on.
 pub struct Script {
     pub dials: AtomicUsize,
+    /// On which thread each was made.
+    pub threads: Mutex<Vec<usize>>,
     pub refuses: AtomicBool,
     /// It accepts, and says nothing.
     pub mute: AtomicBool,
@@ -59,6 +61,7 @@ impl Proxy {
     pub fn start_on(threads: usize, limit: usize) -> Self {
         let script = Arc::new(Script {
             dials: AtomicUsize::new(0),
+            threads: Mutex::default(),
             refuses: AtomicBool::new(false),
             mute: AtomicBool::new(false),
             max_streams: AtomicU32::new(1000),
@@ -103,6 +106,7 @@ impl Reach for Dialer {
 
     async fn reach(&self) -> Result<DuplexStream, String> {
         self.script.dials.fetch_add(1, Ordering::Relaxed);
+        self.script.threads.lock().push(Shards::current());
         sleep(DIAL_TAKES).await;
         if self.script.refuses.load(Ordering::Relaxed) {
             return Err("connection refused".into());
@@ -231,6 +235,38 @@ async fn a_second_connection_waits_until_the_first_is_used() {
     assert_eq!(proxy.dials(), 1);
     let _stream = proxy.open().await.unwrap();
     let _b = proxy.next_connection().await;
+}
+
+#[tokio::test]
+async fn a_connection_is_made_by_the_thread_that_has_the_fewest() {
+    let mut proxy = Proxy::start_on(2, 2);
+    let _first = proxy.open().await.unwrap();
+    let (_a, mut b) = (proxy.next_connection().await, proxy.next_connection().await);
+    let in_b = timeout(CONNECT_TIMEOUT, async {
+        loop {
+            let opened = proxy.open().await.unwrap();
+            if opened.seat.shard() == 1 {
+                break opened;
+            }
+            sleep(DIAL_TAKES).await;
+        }
+    });
+    let _in_b = in_b.await.unwrap();
+    let _stream = b.next_stream().await;
+    // It takes no more streams, and keeps the one it has.
+    b.drain.notify_one();
+    let _c = timeout(CONNECT_TIMEOUT, async {
+        loop {
+            if let Ok(far) = proxy.far.try_recv() {
+                break far;
+            }
+            let _ = proxy.open().await;
+            sleep(DIAL_TAKES).await;
+        }
+    });
+    let _c = _c.await.unwrap();
+    assert_eq!(*proxy.script.threads.lock(), [0, 1, 1]);
+    proxy.stop.cancel();
 }
 
 #[tokio::test(start_paused = true)]
