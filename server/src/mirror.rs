@@ -39,6 +39,9 @@ const _: () = {
 /// Who has failed to watch that long after a list has watched meanwhile.
 const WATCHED: Duration = Duration::from_secs(3);
 
+/// How many reasons of one failure are told once.
+const TOLD: usize = 4;
+
 /// A kind's objects, as far as they are known.
 pub struct Mirror<T> {
     /// Whose they are, for the log.
@@ -50,8 +53,8 @@ pub struct Mirror<T> {
     listing: Option<HashMap<Key, T>>,
     /// The first list is complete.
     synced: bool,
-    /// Why the watch fails at present, as the log has it.
-    failing: Option<String>,
+    /// Why the watch has failed since it last worked, as the log has it: the newest [`TOLD`] reasons.
+    failing: Vec<String>,
     /// The log knows that some are left out.
     overflowed: bool,
 }
@@ -103,7 +106,7 @@ impl<T: PartialEq> Mirror<T> {
             objects: HashMap::new(),
             listing: None,
             synced: false,
-            failing: None,
+            failing: Vec::new(),
             overflowed: false,
         }
     }
@@ -133,7 +136,7 @@ impl<T: PartialEq> Mirror<T> {
 
     /// Whether the last that was heard was no failure.
     pub fn is_up(&self) -> bool {
-        self.failing.is_none()
+        self.failing.is_empty()
     }
 
     /// Whether anything differs now. What `convert` makes nothing of counts as not there.
@@ -165,7 +168,8 @@ impl<T: PartialEq> Mirror<T> {
         };
         // A list that is not complete has not succeeded yet.
         let has_succeeded = !matches!(event, Event::Init | Event::InitApply(_));
-        if has_succeeded && self.failing.take().is_some() {
+        if has_succeeded && !self.is_up() {
+            self.failing.clear();
             info!("watching {} again", self.kind);
         }
         let key = |object: &K| (object.namespace().unwrap_or_default(), object.name_any());
@@ -221,13 +225,15 @@ impl<T: PartialEq> Mirror<T> {
     }
 
     fn fail(&mut self, why: String) {
-        if self.failing.as_ref() != Some(&why) {
+        // Reasons may take turns: what refuses connections resets some and closes others.
+        if !self.failing.contains(&why) {
             error!(
                 error = why,
                 "cannot watch {}; what was seen last stays in force, and it is tried again",
                 self.kind
             );
-            self.failing = Some(why);
+            self.failing.truncate(TOLD - 1);
+            self.failing.insert(0, why);
         }
     }
 

@@ -53,6 +53,21 @@ fn a_list_counts_once_it_is_complete_and_changes_follow() {
 }
 
 #[test]
+fn reasons_that_take_turns_are_told_once_and_anew_after_a_success() {
+    let mut mirror = Mirror::<String>::new("Nodes");
+    for why in ["reset", "closed", "reset", "closed"] {
+        mirror.fail(why.to_owned());
+    }
+    assert_eq!(mirror.failing, ["closed", "reset"]);
+    for reason in 0..100 {
+        mirror.fail(reason.to_string());
+    }
+    assert_eq!(mirror.failing, ["99", "98", "97", "96"]);
+    mirror.take(Ok(Event::InitDone), label_of);
+    assert!(mirror.is_up());
+}
+
+#[test]
 fn what_was_seen_last_stays_while_lists_fail() {
     let mut mirror = Mirror::new("Nodes");
     mirror.take(Ok(Event::Init), label_of);
