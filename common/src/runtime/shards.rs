@@ -2,10 +2,10 @@
 //!
 //! A connection is served by one thread, and so is everything that it exchanges bytes with: a hand-over
 //! between threads costs a wake-up and cold caches for each chunk (docs/tuning.md). New connections go
-//! where their peer is, and the peers sit where the fewest are; clients of a node go where their connection to the
-//! proxy is. Where connections have no peer and most
-//! are short, they stay on the thread that accepts them, if that has few more than another; those that
-//! move much go to where the fewest of their kind are, once.
+//! where their peer is, and the peers sit where the fewest are; clients of a node go where their connection
+//! to the proxy is. Where connections have no peer and most are short, they stay on the thread that accepts
+//! them, if that has few more than another; those that move much go to where the fewest of their kind are,
+//! once.
 
 use std::cell::Cell;
 use std::io;

@@ -255,7 +255,7 @@ async fn a_connection_is_made_by_the_thread_that_has_the_fewest() {
     let _stream = b.next_stream().await;
     // It takes no more streams, and keeps the one it has.
     b.drain.notify_one();
-    let _c = timeout(CONNECT_TIMEOUT, async {
+    let replaced = timeout(CONNECT_TIMEOUT, async {
         loop {
             if let Ok(far) = proxy.far.try_recv() {
                 break far;
@@ -264,7 +264,7 @@ async fn a_connection_is_made_by_the_thread_that_has_the_fewest() {
             sleep(DIAL_TAKES).await;
         }
     });
-    let _c = _c.await.unwrap();
+    let _c = replaced.await.unwrap();
     assert_eq!(*proxy.script.threads.lock(), [0, 1, 1]);
     proxy.stop.cancel();
 }
