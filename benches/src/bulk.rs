@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
-use culvert::lab::pattern::{self, MAX_PIECE};
+use culvert_kit::pattern::{self, MAX_PIECE};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep};

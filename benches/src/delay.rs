@@ -166,8 +166,8 @@ async fn hand_on(
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
-    use culvert::lab::pattern;
-    use culvert::lab::pattern::Verifier;
+    use culvert_kit::pattern;
+    use culvert_kit::pattern::Verifier;
     use tokio::io::{DuplexStream, duplex};
     use tokio::time::sleep;
 

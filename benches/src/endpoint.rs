@@ -24,8 +24,8 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use bytes::{Buf as _, BytesMut};
-use culvert::lab::pattern::{self, MAX_PIECE};
-use culvert::lab::services::Services;
+use culvert_kit::pattern::{self, MAX_PIECE};
+use culvert_kit::services::Services;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::sync::Notify;

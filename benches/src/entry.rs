@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, bail};
 use bytes::Bytes;
-use culvert::lab::client::{self, BoxedStream, FrontEnd};
+use culvert_kit::client::{self, BoxedStream, FrontEnd};
 use culvert_tests::openvpn::Namespace;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpStream, UnixStream};

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
-use culvert::lab::pki::{Pair, Pki};
+use culvert_kit::pki::{Pair, Pki};
 use culvert_tests::Program;
 use culvert_tests::ports::Ports;
 use tempfile::TempDir;
@@ -272,7 +272,7 @@ mod tests {
                     stream.write_all(b"download 100000\n").await.unwrap();
                     let mut received = vec![0; 100_000];
                     stream.read_exact(&mut received).await.unwrap();
-                    assert!(received == culvert::lab::pattern::prefix(100_000));
+                    assert!(received == culvert_kit::pattern::prefix(100_000));
                 }
                 Some(text) => {
                     let error = started.err().unwrap();

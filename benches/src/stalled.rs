@@ -7,8 +7,8 @@
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use culvert::lab::client::BoxedStream;
-use culvert::lab::pattern;
+use culvert_kit::client::BoxedStream;
+use culvert_kit::pattern;
 use futures_util::future::try_join_all;
 use tokio::io::AsyncWriteExt as _;
 use tokio::task::JoinSet;

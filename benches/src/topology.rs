@@ -13,7 +13,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context as _, anyhow, bail, ensure};
-use culvert::lab::client::FrontEnd;
+use culvert_kit::client::FrontEnd;
 use culvert_tests::interop::Interop;
 use culvert_tests::ports::Ports;
 use culvert_tests::{Executable, Mode, Program, Topology, Transport};

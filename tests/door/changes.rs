@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use culvert::lab::check;
-use culvert::lab::services::Services;
+use culvert_kit::check;
+use culvert_kit::services::Services;
 use culvert_tests::metrics::http_get;
 use culvert_tests::{Signal, eventually};
 use http::StatusCode;

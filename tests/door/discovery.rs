@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use culvert::lab::check;
-use culvert::lab::services::Services;
+use culvert_kit::check;
+use culvert_kit::services::Services;
 use culvert_tests::eventually;
 use culvert_tests::kube_api::{Fault, Gone, KubeApi, ServiceBuilder, SliceBuilder, service, slice};
 use http::StatusCode;

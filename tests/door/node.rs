@@ -3,8 +3,8 @@
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use culvert::lab::check;
-use culvert::lab::services::Services;
+use culvert_kit::check;
+use culvert_kit::services::Services;
 use culvert_tests::envoy::{Envoy, Seed};
 use culvert_tests::metrics::{http_get, scrape};
 use culvert_tests::ports::Ports;

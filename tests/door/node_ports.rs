@@ -1,7 +1,7 @@
 //! Listeners of Services' own.
 
-use culvert::lab::check;
-use culvert::lab::services::Services;
+use culvert_kit::check;
+use culvert_kit::services::Services;
 use culvert_tests::eventually;
 use tokio::net::{TcpListener, TcpStream};
 

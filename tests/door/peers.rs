@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 use std::process::Stdio;
 
-use culvert::lab::check;
-use culvert::lab::services::{HELLO, Services};
+use culvert_kit::check;
+use culvert_kit::services::{HELLO, Services};
 use culvert_tests::envoy::{self, Envoy};
 use culvert_tests::haproxy::HaProxy;
 use culvert_tests::ports::Ports;

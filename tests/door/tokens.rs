@@ -4,10 +4,10 @@
 use std::net::SocketAddr;
 use std::path::Path;
 
-use culvert::lab::check;
-use culvert::lab::client::{self, FrontEnd};
-use culvert::lab::pki::Pki;
-use culvert::lab::services::Services;
+use culvert_kit::check;
+use culvert_kit::client::{self, FrontEnd};
+use culvert_kit::pki::Pki;
+use culvert_kit::services::Services;
 use culvert_proto::Packet;
 use culvert_proto::agent_service_client::AgentServiceClient;
 use culvert_tests::interop::Interop;

@@ -4,9 +4,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use culvert::lab::check;
-use culvert::lab::pki::Pki;
-use culvert::lab::services::{BANNER, Services};
+use culvert_kit::check;
+use culvert_kit::pki::Pki;
+use culvert_kit::services::{BANNER, Services};
 use http::{Request, StatusCode};
 use rustls::ClientConfig;
 use rustls_pki_types::ServerName;
@@ -117,10 +117,10 @@ async fn what_comes_before_the_answer_is_kept() {
     let request = format!("CONNECT {RAW} HTTP/1.1\r\n\r\ndownload 10\n");
     let answer = converse(door.tunneling, request.as_bytes()).await;
     let body = answer.strip_prefix(b"HTTP/1.1 200 OK\r\n\r\n").unwrap();
-    assert_eq!(body, culvert::lab::pattern::prefix(10));
+    assert_eq!(body, culvert_kit::pattern::prefix(10));
     let client = Http2::connect(door.tunneling).await;
     let mut tunnel = client.open(RAW, b"download 10\n").await.unwrap();
-    assert_eq!(tunnel.hear(100).await, culvert::lab::pattern::prefix(10));
+    assert_eq!(tunnel.hear(100).await, culvert_kit::pattern::prefix(10));
 }
 
 #[tokio::test]

@@ -21,7 +21,7 @@ pub async fn open_as(
     topology: &Topology,
     agent: &mut Peer,
     connection: i64,
-) -> culvert::lab::client::BoxedStream {
+) -> culvert_kit::client::BoxedStream {
     let answers = async {
         let dial = agent.hear_dial().await;
         agent.say(opened(dial, connection)).await;
@@ -34,7 +34,7 @@ pub async fn open_as(
 pub async fn works(
     agent: &mut Peer,
     connection: i64,
-    stream: &mut culvert::lab::client::BoxedStream,
+    stream: &mut culvert_kit::client::BoxedStream,
 ) {
     stream.write_all(b"question").await.unwrap();
     stream.flush().await.unwrap();
@@ -232,7 +232,7 @@ async fn a_packet_at_the_size_limit_passes() {
 
 #[tokio::test]
 async fn a_packet_beyond_the_size_limit_ends_that_agents_stream_alone() {
-    let services = culvert::lab::services::Services::start().await.unwrap();
+    let services = culvert_kit::services::Services::start().await.unwrap();
     for mode in MODES {
         let mut topology = Topology::simple(mode, Transport::Uds).await;
         let mut innocent = Innocent::open(&topology, services.raw).await;

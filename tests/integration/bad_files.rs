@@ -7,8 +7,8 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use culvert::lab::pki::Pki;
-use culvert::lab::services::Services;
+use culvert_kit::pki::Pki;
+use culvert_kit::services::Services;
 use culvert_tests::ports::Ports;
 use culvert_tests::{Executable, Mode, Program, Topology, Transport};
 use tempfile::TempDir;

@@ -3,9 +3,9 @@
 
 use std::net::SocketAddr;
 
-use culvert::lab::client::{BoxedStream, FrontEnd};
-use culvert::lab::pki::{Pair, Pki};
-use culvert::lab::services::Services;
+use culvert_kit::client::{BoxedStream, FrontEnd};
+use culvert_kit::pki::{Pair, Pki};
+use culvert_kit::services::Services;
 use culvert_tests::{Mode, Topology, Transport, eventually};
 use rand::RngCore as _;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -272,7 +272,7 @@ async fn clients_without_a_certificate() {
     use rustls::{ClientConfig, RootCertStore};
     let mut topology = Topology::simple(Mode::Grpc, Transport::Tcp).await;
     let mut roots = RootCertStore::empty();
-    for cert in culvert::lab::pki::load_certs(&topology.pki().ca).unwrap() {
+    for cert in culvert_kit::pki::load_certs(&topology.pki().ca).unwrap() {
         roots.add(cert).unwrap();
     }
     let provider = rustls::crypto::aws_lc_rs::default_provider();

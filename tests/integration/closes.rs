@@ -2,10 +2,10 @@
 
 use std::net::SocketAddr;
 
-use culvert::lab::check;
-use culvert::lab::client::BoxedStream;
-use culvert::lab::pattern::{self, Digest};
-use culvert::lab::services::{BANNER, Services};
+use culvert_kit::check;
+use culvert_kit::client::BoxedStream;
+use culvert_kit::pattern::{self, Digest};
+use culvert_kit::services::{BANNER, Services};
 use culvert_tests::{Mode, Topology, Transport};
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
 

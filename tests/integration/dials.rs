@@ -192,7 +192,7 @@ async fn a_client_that_leaves_early_gives_its_dial_up() {
 #[tokio::test]
 async fn a_killed_agent_ends_its_connections_and_only_those() {
     for mode in MODES {
-        let services = culvert::lab::services::Services::start().await.unwrap();
+        let services = culvert_kit::services::Services::start().await.unwrap();
         let builder = Topology::builder(mode, Transport::Uds);
         let mut topology = builder.servers(1).agents(1).start().await;
         let mut stream = open(&topology, &services.raw.to_string()).await;
@@ -232,7 +232,7 @@ async fn a_silent_agent_is_avoided_while_another_one_answers() {
         let target = "10.0.0.1:443";
         let limit = Duration::from_secs(20);
         let front = topology.front_end();
-        let connect = culvert::lab::client::connect(front, target, limit);
+        let connect = culvert_kit::client::connect(front, target, limit);
         let (connected, ()) = tokio::join!(connect, answers);
         held.push(connected.unwrap());
     }

@@ -2,9 +2,9 @@
 //! HTTP/2 library, with HTTP/1.1 by Go's too. Without Go they are skipped, see
 //! [`culvert_tests::interop`].
 
-use culvert::lab::check;
-use culvert::lab::pki::Pair;
-use culvert::lab::services::Services;
+use culvert_kit::check;
+use culvert_kit::pki::Pair;
+use culvert_kit::services::Services;
 use culvert_tests::interop::Interop;
 use culvert_tests::{Mode, Program, Signal, Topology, Transport};
 use serde_json::Value;

@@ -2,8 +2,8 @@
 
 use std::net::{Ipv4Addr, SocketAddr};
 
-use culvert::lab::check;
-use culvert::lab::services::Services;
+use culvert_kit::check;
+use culvert_kit::services::Services;
 use culvert_tests::balancer::Balancer;
 use culvert_tests::{Mode, Topology, Transport};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, copy_bidirectional};

@@ -4,8 +4,8 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use culvert::lab::client::{self, FrontEnd};
-use culvert::lab::services::Services;
+use culvert_kit::client::{self, FrontEnd};
+use culvert_kit::services::Services;
 use culvert_tests::{Mode, Topology, Transport, black_hole, eventually};
 use rand::Rng as _;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};

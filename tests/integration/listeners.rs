@@ -2,7 +2,7 @@
 
 use std::net::SocketAddr;
 
-use culvert::lab::services::Services;
+use culvert_kit::services::Services;
 use culvert_tests::metrics::http_get;
 use culvert_tests::{Mode, Topology, Transport, black_hole, eventually};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};

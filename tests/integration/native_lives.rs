@@ -1,6 +1,6 @@
 //! Programs that die while they carry native connections, and namesakes.
 
-use culvert::lab::services::Services;
+use culvert_kit::services::Services;
 use culvert_tests::metrics::Metrics;
 use culvert_tests::{Mode, Signal, Topology, Transport, black_hole, eventually};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -24,7 +24,7 @@ async fn dials(topology: &Topology, agent: usize) -> f64 {
 }
 
 /// Opens a download and reads the first of it.
-async fn transfer(topology: &Topology, services: &Services) -> culvert::lab::client::BoxedStream {
+async fn transfer(topology: &Topology, services: &Services) -> culvert_kit::client::BoxedStream {
     let mut stream = open(topology, &services.raw.to_string()).await;
     let command = format!("download {BULK}\n");
     stream.write_all(command.as_bytes()).await.unwrap();
@@ -135,7 +135,7 @@ async fn a_pending_dial_moves_to_another_native_agent() {
         let front = topology.front_end().clone();
         let target = target.clone();
         let pending = tokio::spawn(async move {
-            let connected = culvert::lab::client::connect(&front, &target, LIMIT).await;
+            let connected = culvert_kit::client::connect(&front, &target, LIMIT).await;
             connected.err().map(|error| error.to_string())
         });
         let asked = eventually("an agent is asked", LIMIT, async || {

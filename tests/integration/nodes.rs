@@ -4,8 +4,8 @@
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::Duration;
 
-use culvert::lab::client::{self, FrontEnd};
-use culvert::lab::pki::Pki;
+use culvert_kit::client::{self, FrontEnd};
+use culvert_kit::pki::Pki;
 use culvert_tests::kube_api::{Fault, Gone, KubeApi, node};
 use culvert_tests::metrics::{http_get, scrape};
 use culvert_tests::ports::Ports;

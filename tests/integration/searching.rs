@@ -4,7 +4,7 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use culvert::lab::pki::{Pair, Pki};
+use culvert_kit::pki::{Pair, Pki};
 use culvert_tests::metrics::scrape;
 use culvert_tests::ports::Ports;
 use culvert_tests::{Program, eventually};

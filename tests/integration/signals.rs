@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use culvert::lab::client::FrontEnd;
-use culvert::lab::services::Services;
+use culvert_kit::client::FrontEnd;
+use culvert_kit::services::Services;
 use culvert_tests::{Executable, Mode, Signal, Topology, Transport, black_hole, eventually};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 
@@ -45,7 +45,7 @@ async fn a_server_ends_with_dials_pending_and_clients_undecided() {
         let pending = {
             let front = topology.front_end().clone();
             tokio::spawn(async move {
-                let connected = culvert::lab::client::connect(&front, &target, LIMIT).await;
+                let connected = culvert_kit::client::connect(&front, &target, LIMIT).await;
                 connected.is_ok()
             })
         };

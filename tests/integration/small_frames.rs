@@ -5,8 +5,8 @@
 use std::future::poll_fn;
 
 use bytes::Bytes;
-use culvert::lab::client::FrontEnd;
 use culvert_common::wire::{ConnectId, DialId, Message, grpc};
+use culvert_kit::client::FrontEnd;
 use culvert_tests::{Mode, Topology, Transport};
 use h2::{Ping, PingPong, RecvStream, SendStream};
 use http::Request;

@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use culvert::lab::client::BoxedStream;
-use culvert::lab::services::Services;
+use culvert_kit::client::BoxedStream;
+use culvert_kit::services::Services;
 use culvert_tests::{Mode, Topology, Transport, eventually};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::time::Instant;

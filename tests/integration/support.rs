@@ -3,7 +3,7 @@
 use std::future::Future;
 use std::time::Duration;
 
-use culvert::lab::client::{BoxedStream, ClientError};
+use culvert_kit::client::{BoxedStream, ClientError};
 use culvert_tests::metrics::Metrics;
 use culvert_tests::{Mode, Program, Topology, Transport, eventually};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};

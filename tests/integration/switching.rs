@@ -5,8 +5,8 @@ use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-use culvert::lab::pki::Pki;
-use culvert::lab::services::Services;
+use culvert_kit::pki::Pki;
+use culvert_kit::services::Services;
 use culvert_server::backend::tunnel::{Health, Kind};
 use culvert_server::switch::status::{Progress, Status};
 use culvert_server::switch::{Mode as TunnelMode, SetBy};

@@ -156,7 +156,7 @@ fn the_agent_takes_the_place_of_the_platforms_client() {
         let mut open = seed.connect(SocketAddrV4::new(POD, 7001)).await.unwrap();
         agent.program.signal(Signal::TERM);
         agent.says("draining").await;
-        let sent = culvert::lab::check::echo(&mut open, 20, 1000).await;
+        let sent = culvert_kit::check::echo(&mut open, 20, 1000).await;
         sent.unwrap();
         drop(open);
         let status = agent.program.wait_exit(PATIENCE).await;

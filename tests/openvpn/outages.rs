@@ -2,7 +2,7 @@
 
 use std::net::SocketAddrV4;
 
-use culvert::lab::check;
+use culvert_kit::check;
 use culvert_tests::namespace::alone;
 use culvert_tests::openvpn::cluster::{NODE, NODE_ACCESSED, POD, RAW};
 use culvert_tests::openvpn::scenario::Dial as _;

@@ -6,7 +6,7 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use culvert::lab::client::{self, BoxedStream, FrontEnd};
+use culvert_kit::client::{self, BoxedStream, FrontEnd};
 use culvert_tests::namespace::alone;
 use culvert_tests::openvpn::cluster::{NODE, POD, RAW, SEED, SEED_INSIDE};
 use culvert_tests::openvpn::pki::Pair;

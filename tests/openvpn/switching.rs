@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use culvert::lab::check;
-use culvert::lab::pki::Pki;
+use culvert_kit::check;
+use culvert_kit::pki::Pki;
 use culvert_server::backend::tunnel::{Health, Kind};
 use culvert_server::switch::status::{Progress, Status};
 use culvert_tests::interop::Interop;

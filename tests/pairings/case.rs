@@ -3,8 +3,8 @@
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use culvert::lab::client::FrontEnd;
-use culvert::lab::services::Services;
+use culvert_kit::client::FrontEnd;
+use culvert_kit::services::Services;
 use culvert_tests::interop::Interop;
 use culvert_tests::metrics::Metrics;
 use culvert_tests::topology::Builder;

@@ -6,10 +6,10 @@
 
 use std::time::Duration;
 
-use culvert::lab::check;
-use culvert::lab::client::BoxedStream;
-use culvert::lab::pattern;
-use culvert::lab::services::Services;
+use culvert_kit::check;
+use culvert_kit::client::BoxedStream;
+use culvert_kit::pattern;
+use culvert_kit::services::Services;
 use culvert_tests::interop::Interop;
 use culvert_tests::{Executable, Mode, Program, Topology, Transport, eventually};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};

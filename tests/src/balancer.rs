@@ -66,8 +66,8 @@ async fn relay(mut client: TcpStream, backend: SocketAddr) -> io::Result<()> {
 mod tests {
     use std::time::Duration;
 
-    use culvert::lab::check;
-    use culvert::lab::services::Services;
+    use culvert_kit::check;
+    use culvert_kit::services::Services;
     use tokio::io::AsyncReadExt as _;
 
     use super::*;

@@ -139,7 +139,7 @@ frontend sni
 
 #[cfg(test)]
 mod tests {
-    use culvert::lab::services::Services;
+    use culvert_kit::services::Services;
 
     use super::*;
     use crate::envoy::tests::echoed;

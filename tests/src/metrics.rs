@@ -157,7 +157,7 @@ fn parse_labels<'a>(
 
 #[cfg(test)]
 mod tests {
-    use culvert::lab::services::{HELLO, Services};
+    use culvert_kit::services::{HELLO, Services};
 
     use super::*;
 

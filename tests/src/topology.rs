@@ -26,8 +26,8 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use culvert::lab::client::{self, BoxedStream, ClientError, FrontEnd};
-use culvert::lab::pki::Pki;
+use culvert_kit::client::{self, BoxedStream, ClientError, FrontEnd};
+use culvert_kit::pki::Pki;
 use tempfile::TempDir;
 
 use crate::balancer::Balancer;

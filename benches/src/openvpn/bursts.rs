@@ -7,8 +7,8 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use anyhow::{Context as _, bail, ensure};
-use culvert::lab::client::BoxedStream;
-use culvert::lab::pattern::{self, MAX_PIECE};
+use culvert_kit::client::BoxedStream;
+use culvert_kit::pattern::{self, MAX_PIECE};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::time::{Instant, sleep};
 

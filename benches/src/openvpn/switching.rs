@@ -7,8 +7,8 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Context as _, bail, ensure};
-use culvert::lab::client::FrontEnd;
-use culvert::lab::pattern;
+use culvert_kit::client::FrontEnd;
+use culvert_kit::pattern;
 use culvert_tests::ports::Ports;
 use culvert_tests::{Executable, Mode, Program, Topology, Transport};
 use tempfile::TempDir;

@@ -20,7 +20,7 @@ use culvert_common::telemetry::logging::{LogConfig, Severity};
 use self::door::Door;
 use self::openvpn::OpenVpn;
 use self::tunnel::{Server, Tunnel, Way};
-use crate::lab::pki::{CLUSTER_NAME, KONNECTIVITY_NAME};
+use culvert_kit::pki::{CLUSTER_NAME, KONNECTIVITY_NAME};
 
 /// The flags of `culvert dev`.
 #[derive(clap::Args)]

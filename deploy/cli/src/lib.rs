@@ -1,4 +1,4 @@
-//! The operator's tool, and the lab that it shares with the tests and the benchmarks.
+//! The operator's tool.
 
 /// Prints a line. A reader that is gone is no reason to stop, nor to panic as `println!` would.
 macro_rules! say {
@@ -10,6 +10,5 @@ macro_rules! say {
 
 pub mod admin;
 pub mod dev;
-pub mod lab;
 pub mod status;
 pub mod switch;

@@ -1,7 +1,7 @@
 //! What a CONNECT is answered, and what is no CONNECT.
 
-use culvert::lab::pattern;
-use culvert::lab::services::{BANNER, Services};
+use culvert_kit::pattern;
+use culvert_kit::services::{BANNER, Services};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 

@@ -1,6 +1,6 @@
 //! One route changes while connections of others are open.
 
-use culvert::lab::services::{BANNER, Services};
+use culvert_kit::services::{BANNER, Services};
 use culvert_tests::envoy::{Envoy, Seed};
 use culvert_tests::eventually;
 use culvert_tests::ports::Ports;

@@ -3,7 +3,7 @@
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use culvert::lab::services::{BANNER, Services};
+use culvert_kit::services::{BANNER, Services};
 use culvert_tests::envoy::Settings;
 use culvert_tests::{BlackHole, black_hole};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};

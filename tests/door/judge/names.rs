@@ -1,6 +1,6 @@
 //! TLS by server name.
 
-use culvert::lab::services::{BANNER, Services};
+use culvert_kit::services::{BANNER, Services};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use culvert::lab::services::{BANNER, Services};
+use culvert_kit::services::{BANNER, Services};
 use culvert_tests::eventually;
 use culvert_tests::metrics::{Metrics, http_get};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};

@@ -1,4 +1,4 @@
-use culvert::lab::services::{BANNER, HELLO, Services};
+use culvert_kit::services::{BANNER, HELLO, Services};
 use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, AsyncWriteExt as _, BufReader};
 use tokio::net::TcpStream;
 

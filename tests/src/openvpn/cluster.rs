@@ -11,8 +11,8 @@ use std::net::{Ipv4Addr, SocketAddr, SocketAddrV4};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use culvert::lab::pki as lab;
-use culvert::lab::services::Services;
+use culvert_kit::pki as lab;
+use culvert_kit::services::Services;
 use parking_lot::Mutex;
 use rustls::ServerConfig;
 use rustls_pki_types::ServerName;

@@ -14,7 +14,7 @@ use std::net::SocketAddrV4;
 use std::sync::Arc;
 use std::time::Duration;
 
-use culvert::lab::client::BoxedStream;
+use culvert_kit::client::BoxedStream;
 use culvert_openvpn::session::{ClientConfig, Established, ServerConfig, Stats};
 use parking_lot::Mutex;
 use tokio::sync::{mpsc, oneshot};

@@ -215,7 +215,7 @@ mod tests {
         let pki = Pki::create();
         let key = PrivateKeyDer::from_pem_file(&pki.server.key).unwrap();
         assert!(matches!(key, PrivateKeyDer::Sec1(_)), "{key:?}");
-        let certs = culvert::lab::pki::load_certs(&pki.server.cert).unwrap();
+        let certs = culvert_kit::pki::load_certs(&pki.server.cert).unwrap();
         let provider = rustls::crypto::aws_lc_rs::default_provider();
         rustls::ServerConfig::builder_with_provider(provider.into())
             .with_safe_default_protocol_versions()

@@ -8,10 +8,10 @@ use std::io;
 use std::net::{Ipv4Addr, SocketAddrV4};
 use std::time::Duration;
 
-use culvert::lab::check;
-use culvert::lab::client::BoxedStream;
-use culvert::lab::pattern::{self, MAX_PIECE, Verifier};
-use culvert::lab::services::BANNER;
+use culvert_kit::check;
+use culvert_kit::client::BoxedStream;
+use culvert_kit::pattern::{self, MAX_PIECE, Verifier};
+use culvert_kit::services::BANNER;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;

@@ -1,6 +1,6 @@
 //! What is to be started.
 
-use culvert::lab::pki::Pki;
+use culvert_kit::pki::Pki;
 
 use crate::ports::Ports;
 

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use culvert::lab::pki::{Pair, Pki};
+use culvert_kit::pki::{Pair, Pki};
 
 use super::{Mode, Transport};
 

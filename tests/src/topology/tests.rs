@@ -1,7 +1,7 @@
 //! The harness and the lab's clients, judged by the stock programs.
 
-use culvert::lab::check;
-use culvert::lab::services::Services;
+use culvert_kit::check;
+use culvert_kit::services::Services;
 
 use super::*;
 use crate::interop::Interop;

@@ -1,5 +1,5 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
-use culvert::lab::pattern;
+use culvert_kit::pattern;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 
 use super::*;

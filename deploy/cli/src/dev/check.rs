@@ -11,8 +11,8 @@ use tokio::net::TcpStream;
 use tokio::time::{Instant, sleep, timeout};
 
 use super::tunnel::{Server, Tunnel};
-use crate::lab::check::{Outcome, download, echo, http_get, upload};
-use crate::lab::client::{BoxedStream, ByteStream, connect};
+use culvert_kit::check::{Outcome, download, echo, http_get, upload};
+use culvert_kit::client::{BoxedStream, ByteStream, connect};
 
 const MIB: u64 = 1 << 20;
 

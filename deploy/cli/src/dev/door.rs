@@ -18,7 +18,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use super::tunnel::any_port;
-use crate::lab::pki::{CLUSTER_NAME, KONNECTIVITY_NAME};
+use culvert_kit::pki::{CLUSTER_NAME, KONNECTIVITY_NAME};
 
 /// What CONNECT is asked for to reach the HTTP service.
 pub const WEB: &str = "web.cluster-dev.svc.cluster.local:80";

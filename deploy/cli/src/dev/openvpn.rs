@@ -27,8 +27,8 @@ use tokio_util::task::TaskTracker;
 
 use self::stock::Stock;
 use super::tunnel::{Server, agent_settings};
-use crate::lab::pki::{OpenVpnPki, Pair, Pki};
-use crate::lab::services::Services;
+use culvert_kit::pki::{OpenVpnPki, Pair, Pki};
+use culvert_kit::services::Services;
 
 /// Our client's name, as that of the platform.
 pub const CLIENT: &str = "user-cluster-client";

@@ -21,9 +21,9 @@ use tokio_util::task::TaskTracker;
 use super::balancer;
 use super::door::{Door, Endpoints};
 use super::openvpn::{Files, OpenVpn};
-use crate::lab::client::FrontEnd;
-use crate::lab::pki::{KONNECTIVITY_NAME, Pki};
-use crate::lab::services::Services;
+use culvert_kit::client::FrontEnd;
+use culvert_kit::pki::{KONNECTIVITY_NAME, Pki};
+use culvert_kit::services::Services;
 
 /// Short pauses: a person waits.
 const SYNC_INTERVAL: Duration = Duration::from_millis(50);

@@ -8,7 +8,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
-use culvert::lab::client::BoxedStream;
+use culvert_kit::client::BoxedStream;
 use culvert_openvpn::flows::{self, FlowId, Flows, Input, Refusal};
 use culvert_openvpn::ip::{self, Icmp, Packet, Sum};
 use culvert_openvpn::session::{ClientConfig, Event, ServerConfig};

@@ -4,7 +4,7 @@ use std::pin::Pin;
 use std::task::{Context, Poll};
 
 use bytes::{Buf as _, BytesMut};
-use culvert::lab::client::BoxedStream;
+use culvert_kit::client::BoxedStream;
 use culvert_openvpn::flows::{FlowId, Flows, Received};
 use tokio::io::{AsyncRead as _, AsyncWrite as _, ReadBuf};
 

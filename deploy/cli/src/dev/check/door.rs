@@ -12,10 +12,10 @@ use tokio::time::sleep;
 use super::{LOOK_AGAIN, MIB, Verdict, counted, downloaded, echoed, open, row, sample, text};
 use crate::dev::door::{KONNECTIVITY, WEB};
 use crate::dev::tunnel::{Tunnel, Way};
-use crate::lab::check::http_get;
-use crate::lab::client::{connect_plain, connect_tls};
-use crate::lab::pki::{CLUSTER_NAME, KONNECTIVITY_NAME};
-use crate::lab::services::HELLO;
+use culvert_kit::check::http_get;
+use culvert_kit::client::{connect_plain, connect_tls};
+use culvert_kit::pki::{CLUSTER_NAME, KONNECTIVITY_NAME};
+use culvert_kit::services::HELLO;
 
 const BY_NAME: &str = "door, server name";
 const CONNECT: &str = "door, CONNECT";

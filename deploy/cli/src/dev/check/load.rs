@@ -13,9 +13,9 @@ use tokio_util::sync::CancellationToken;
 use super::openvpn::{diverted, opened, settled};
 use super::{PATIENCE, Verdict, got, open, text};
 use crate::dev::tunnel::Server;
-use crate::lab::client::{BoxedStream, connect};
-use crate::lab::pattern;
-use crate::lab::services::Services;
+use culvert_kit::client::{BoxedStream, connect};
+use culvert_kit::pattern;
+use culvert_kit::services::Services;
 
 /// The pause between two dials: 125 a second.
 const DIAL_EVERY: Duration = Duration::from_millis(8);

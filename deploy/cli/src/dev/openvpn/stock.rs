@@ -26,7 +26,7 @@ use tokio_util::task::TaskTracker;
 
 use super::{Files, SERVICE};
 use crate::dev::balancer;
-use crate::lab::services::Services;
+use culvert_kit::services::Services;
 
 /// Where the client finds the way to the server.
 const WAY_OUT: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 1194);

@@ -3,10 +3,10 @@
 use culvert_common::tls::{Identity, TlsOptions, server_config};
 
 use super::*;
-use crate::lab::check;
-use crate::lab::client::connect_tls;
-use crate::lab::pattern::{self, Digest};
-use crate::lab::pki::{CLUSTER_NAME, Pki};
+use crate::check;
+use crate::client::connect_tls;
+use crate::pattern::{self, Digest};
+use crate::pki::{CLUSTER_NAME, Pki};
 
 async fn connect(address: SocketAddr) -> TcpStream {
     TcpStream::connect(address).await.unwrap()

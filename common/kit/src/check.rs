@@ -297,7 +297,7 @@ mod tests {
     use tokio::net::TcpStream;
 
     use super::*;
-    use crate::lab::services::Services;
+    use crate::services::Services;
 
     #[tokio::test]
     async fn good_streams_pass() {

@@ -13,9 +13,9 @@ use tokio::net::{TcpListener, UnixListener};
 use tokio_rustls::TlsAcceptor;
 
 use super::*;
-use crate::lab::check;
-use crate::lab::pki::{self, Pki};
-use crate::lab::services::Services;
+use crate::check;
+use crate::pki::{self, Pki};
+use crate::services::Services;
 
 const LIMIT: Duration = Duration::from_secs(30);
 

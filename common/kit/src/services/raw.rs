@@ -9,7 +9,7 @@ use tokio::io::{
 use tokio::net::TcpStream;
 
 use super::READ_BYTES;
-use crate::lab::pattern::{self, Digest};
+use crate::pattern::{self, Digest};
 
 /// The longest command line, in bytes: `download` and 20 digits fit well.
 const MAX_LINE: u64 = 64;

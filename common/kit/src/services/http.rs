@@ -13,7 +13,7 @@ use hyper::service::service_fn;
 use hyper_util::rt::TokioIo;
 use tokio::io::{AsyncRead, AsyncWrite};
 
-use crate::lab::pattern;
+use crate::pattern;
 
 /// The body of `GET /`.
 pub const HELLO: &str = "hello from the far end\n";
