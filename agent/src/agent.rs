@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use culvert_common::tunnel::CloseReason;
-use culvert_common::tunnel::excess::Pool;
+use culvert_konnectivity::excess::Pool;
+use culvert_stream::CloseReason;
 use metrics::Counter;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;

@@ -4,11 +4,11 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use culvert_common::admin::{self, Check};
-use culvert_common::tunnel::excess::Pool;
-use culvert_common::tunnel::memory::{Buffers, Stream};
-use culvert_common::tunnel::queue::ANSWER_BYTES;
-use culvert_common::wire::STOCK_DATA_BYTES;
+use culvert_host::admin::{self, Check};
+use culvert_konnectivity::excess::Pool;
+use culvert_konnectivity::memory::{Buffers, Stream};
+use culvert_konnectivity::message::STOCK_DATA_BYTES;
+use culvert_konnectivity::queue::ANSWER_BYTES;
 use metrics::Gauge;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
@@ -182,6 +182,7 @@ fn buffers(config: &Config) -> Buffers {
             http: HTTP_SEND_BYTES,
         },
         excess: config.excess_buffer_bytes,
+        native_connection: culvert_native::CONNECTION_BYTES,
         native_held: HELD_BYTES,
     }
 }

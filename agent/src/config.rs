@@ -15,8 +15,8 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use culvert_common::flags::{Exit, GoDuration, HostPort};
-use culvert_common::telemetry::logging::LogConfig;
+use culvert_host::flags::{Exit, GoDuration, HostPort};
+use culvert_host::telemetry::logging::LogConfig;
 
 use flags::Flags;
 

@@ -7,14 +7,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use culvert_common::net::dial;
-use culvert_common::telemetry::metrics::{Direction, GaugeGuard};
-use culvert_common::tunnel::first_word::FirstWord;
-use culvert_common::tunnel::inbox;
-use culvert_common::tunnel::io::{LINGER, ReadSource, WriteSink, drain};
-use culvert_common::tunnel::pump::{Meter, pump};
-use culvert_common::tunnel::{CLOSE_STALL, CloseReason, Dial, Sink, Source};
-use culvert_common::wire::{ConnectId, DialId, MAX_DATA_BYTES, Message};
+use culvert_host::net::dial;
+use culvert_host::telemetry::metrics::GaugeGuard;
+use culvert_konnectivity::inbox;
+use culvert_konnectivity::message::{ConnectId, DialId, MAX_DATA_BYTES, Message};
+use culvert_konnectivity::metrics::Direction;
+use culvert_stream::first_word::FirstWord;
+use culvert_stream::io::{LINGER, ReadSource, WriteSink, drain};
+use culvert_stream::pump::{Meter, pump};
+use culvert_stream::{CLOSE_STALL, CloseReason, Dial, Sink, Source};
 use tokio::io::AsyncWriteExt;
 use tokio::net::TcpStream;
 use tokio::time::{Instant, timeout};
@@ -22,8 +23,8 @@ use tokio_util::sync::CancellationToken;
 use tracing::{debug, warn};
 
 use crate::metrics::DialFailureReason;
-use crate::mux::closed;
 use crate::stream::ServerStream;
+use culvert_konnectivity::agent_mux::closed;
 
 /// How long a dial may take, as upstream's.
 pub const DIAL_TIMEOUT: Duration = Duration::from_secs(5);

@@ -8,7 +8,6 @@ pub mod config;
 pub mod connect;
 pub mod endpoint;
 pub mod metrics;
-pub mod mux;
 pub mod native;
 pub mod node_tunnel;
 pub mod openvpn;

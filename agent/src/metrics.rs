@@ -7,11 +7,12 @@
 
 use std::sync::Arc;
 
-use culvert_common::label_values;
-use culvert_common::telemetry::metrics::streams::StreamNames;
-use culvert_common::telemetry::metrics::{
-    Family, LabelSet, MetricsError, Registry, Segment, StreamMetrics, register_build_info,
+use culvert_host::label_values;
+use culvert_host::telemetry::metrics::{
+    Family, LabelSet, MetricsError, Registry, register_build_info,
 };
+use culvert_konnectivity::metrics::StreamNames;
+use culvert_konnectivity::metrics::{Segment, StreamMetrics};
 use metrics::{Counter, Gauge, Histogram};
 
 /// Upper bounds of dial latencies, in seconds: 5 ms to 30 s (upstream `pkg/agent/metrics`).

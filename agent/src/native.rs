@@ -1,21 +1,22 @@
-//! One native connection to one server: takes its streams, see [`culvert_common::native`].
+//! One native connection to one server: takes its streams, see [`culvert_native`].
 
 use std::future::poll_fn;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use culvert_common::native::halves::{Chunk, NativeSink, NativeSource, halves};
-use culvert_common::native::link::{Incoming, Taker, chunk};
-use culvert_common::native::window::Inbound;
-use culvert_common::native::{
+use culvert_host::net::dial::{self, DialError};
+use culvert_host::telemetry::metrics::GaugeGuard;
+use culvert_konnectivity::message::PacketType;
+use culvert_konnectivity::metrics::{Direction, Segment};
+use culvert_native::halves::{Chunk, NativeSink, NativeSource, halves};
+use culvert_native::link::{Incoming, Taker, chunk};
+use culvert_native::window::Inbound;
+use culvert_native::{
     ADDRESS_HEADER, CONTROL_PATH, DRAIN, ERROR_HEADER, NETWORK_HEADER, decode, encode,
 };
-use culvert_common::net::dial::{self, DialError};
-use culvert_common::telemetry::metrics::{Direction, GaugeGuard, Segment};
-use culvert_common::tunnel::io::{ReadSource, WriteSink, leave};
-use culvert_common::tunnel::pump::{Meter, pump};
-use culvert_common::tunnel::{CloseReason, Dial};
-use culvert_common::wire::PacketType;
+use culvert_stream::io::{ReadSource, WriteSink, leave};
+use culvert_stream::pump::{Meter, pump};
+use culvert_stream::{CloseReason, Dial};
 use h2::server::SendResponse;
 use http::{Method, Request, Response, StatusCode};
 use tokio::io::{AsyncRead, AsyncWrite};
@@ -30,7 +31,7 @@ use crate::endpoint::DIAL_TIMEOUT;
 use crate::metrics::DialFailureReason;
 
 /// Bytes that all connections of one server together may hold for endpoints that do not read,
-/// before each may hold no more than [`culvert_common::native::window::CROWDED_BYTES`]. Agents run
+/// before each may hold no more than [`culvert_native::window::CROWDED_BYTES`]. Agents run
 /// in small pods.
 pub const HELD_BYTES: usize = 16 * 1024 * 1024;
 

@@ -3,19 +3,19 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use culvert_common::telemetry::metrics::Segment;
-use culvert_common::tunnel::inbox::{self, inbox, weighed};
-use culvert_common::tunnel::queue::{self, SendWithinError};
-use culvert_common::tunnel::{CloseReason, PEER_STALL};
-use culvert_common::wire::grpc::Reader;
-use culvert_common::wire::{ConnectId, DialId, Message};
+use culvert_konnectivity::grpc::Reader;
+use culvert_konnectivity::inbox::{self, inbox, weighed};
+use culvert_konnectivity::message::{ConnectId, DialId, Message};
+use culvert_konnectivity::metrics::Segment;
+use culvert_konnectivity::queue::{self, SendWithinError};
+use culvert_stream::{CloseReason, PEER_STALL};
 use parking_lot::Mutex;
 use tokio_util::sync::CancellationToken;
 use tracing::warn;
 
 use crate::agent::Agent;
 use crate::endpoint::{Endpoint, Incoming};
-use crate::mux::{Effect, Mux};
+use culvert_konnectivity::agent_mux::{Effect, Mux};
 
 /// Bytes that may wait to be sent to one server, all connections together. Smaller costs
 /// throughput over long paths, larger costs latency of what queues behind.

@@ -5,7 +5,7 @@ use std::hint::black_box;
 
 use bytes::{BufMut, BytesMut};
 use criterion::{BatchSize, Criterion, Throughput, criterion_group, criterion_main};
-use culvert_common::wire::authority::AuthorityRewriter;
+use culvert_konnectivity::authority::AuthorityRewriter;
 
 /// How many frames of each kind one iteration has.
 const FRAMES: u32 = 64;

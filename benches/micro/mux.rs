@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
-use culvert_common::wire::{ConnectId, DialId, Message};
-use culvert_server::backend::mux::{Effect, Mux};
+use culvert_konnectivity::message::{ConnectId, DialId, Message};
+use culvert_konnectivity::server_mux::{Effect, Mux};
 
 /// As in the server: a connection is reached by something cheap to clone.
 type Handle = Arc<()>;

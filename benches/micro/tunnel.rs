@@ -2,10 +2,10 @@
 
 use bytes::Bytes;
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
-use culvert_common::tunnel::CloseReason;
-use culvert_common::tunnel::io::{ReadSource, WriteSink};
-use culvert_common::tunnel::pump::{Meter, pump};
-use culvert_common::tunnel::queue;
+use culvert_konnectivity::queue;
+use culvert_stream::CloseReason;
+use culvert_stream::io::{ReadSource, WriteSink};
+use culvert_stream::pump::{Meter, pump};
 use metrics::Counter;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, DuplexStream, duplex, split};
 use tokio::runtime::{Builder, Runtime};

@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use bytes::{Buf, Bytes, BytesMut};
 use criterion::{BatchSize, Criterion, Throughput, criterion_group, criterion_main};
-use culvert_common::wire::grpc::{self, PacketBody, Reader};
-use culvert_common::wire::{ConnectId, DialId, MAX_DATA_BYTES, Message};
+use culvert_konnectivity::grpc::{self, PacketBody, Reader};
+use culvert_konnectivity::message::{ConnectId, DialId, MAX_DATA_BYTES, Message};
 use culvert_proto::Packet;
 use futures_util::{FutureExt as _, StreamExt as _, stream};
 use http_body_util::{BodyExt as _, StreamBody};

@@ -5,17 +5,17 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use anyhow::Context as _;
-use culvert_common::admin;
-use culvert_common::native;
-use culvert_common::net::listen::{Accepted, Keepalive, Listener};
-use culvert_common::net::readahead::ReadAhead;
-use culvert_common::runtime::shards::Shards;
-use culvert_common::tls::{self, Identity, TlsOptions, TrustBundle};
-use culvert_common::tunnel::excess::Pool;
-use culvert_common::tunnel::memory::{Buffers, Stream};
-use culvert_common::tunnel::queue::ANSWER_BYTES;
-use culvert_common::wire::STOCK_DATA_BYTES;
-use culvert_common::wire::authority::AuthorityStream;
+use culvert_host::admin;
+use culvert_host::net::listen::{Accepted, Keepalive, Listener};
+use culvert_host::net::readahead::ReadAhead;
+use culvert_host::runtime::shards::Shards;
+use culvert_host::tls::{self, Identity, TlsOptions, TrustBundle};
+use culvert_konnectivity::authority::AuthorityStream;
+use culvert_konnectivity::excess::Pool;
+use culvert_konnectivity::memory::{Buffers, Stream};
+use culvert_konnectivity::message::STOCK_DATA_BYTES;
+use culvert_konnectivity::queue::ANSWER_BYTES;
+use culvert_native as native;
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
@@ -442,6 +442,7 @@ fn buffers(config: &Config) -> Buffers {
             http: HTTP_SEND_BYTES,
         },
         excess: config.excess_buffer_bytes,
+        native_connection: culvert_native::CONNECTION_BYTES,
         native_held: HELD_BYTES,
     }
 }

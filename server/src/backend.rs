@@ -7,7 +7,6 @@ pub mod agent;
 mod connection;
 pub mod flow;
 pub mod konnectivity;
-pub mod mux;
 pub mod native;
 pub mod openvpn;
 pub mod service;
@@ -16,8 +15,8 @@ pub mod tunnel;
 use std::collections::HashSet;
 use std::sync::Arc;
 
-use culvert_common::runtime::shards::Shards;
-use culvert_common::tunnel::Dial;
+use culvert_host::runtime::shards::Shards;
+use culvert_stream::Dial;
 use parking_lot::Mutex;
 use tokio::time::Instant;
 use tracing::info;

@@ -3,7 +3,7 @@
 use std::ffi::OsString;
 use std::process::ExitCode;
 
-use culvert_common::runtime::{self, Setup, Signals};
+use culvert_host::runtime::{self, Setup, Signals};
 use tokio_util::sync::CancellationToken;
 
 use crate::app::Bound;

@@ -14,9 +14,9 @@ use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use culvert_common::flags::{Exit, GoDuration, HostPort};
-use culvert_common::telemetry::logging::LogConfig;
-use culvert_common::tls::TlsOptions;
+use culvert_host::flags::{Exit, GoDuration, HostPort};
+use culvert_host::telemetry::logging::LogConfig;
+use culvert_host::tls::TlsOptions;
 
 use crate::auth::AgentAuth;
 use crate::backend::openvpn::settings::Settings as Openvpn;

@@ -7,9 +7,9 @@ pub mod http_connect;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, Ordering};
 
-use culvert_common::telemetry::metrics::Direction;
-use culvert_common::tunnel::pump::{Meter, pump};
-use culvert_common::tunnel::{CloseReason, Dial, Sink, Source};
+use culvert_konnectivity::metrics::Direction;
+use culvert_stream::pump::{Meter, pump};
+use culvert_stream::{CloseReason, Dial, Sink, Source};
 use metrics::Counter;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;

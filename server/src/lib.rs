@@ -21,4 +21,3 @@ pub mod mirror;
 pub mod nodeport;
 pub mod router;
 pub mod switch;
-pub mod watched;

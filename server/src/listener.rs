@@ -7,9 +7,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use culvert_common::runtime::TrackedExecutor;
-use culvert_common::tls;
-use culvert_common::wire::grpc;
+use culvert_host::runtime::TrackedExecutor;
+use culvert_host::tls;
+use culvert_konnectivity::grpc;
 use http::Request;
 use hyper::body::Incoming;
 use hyper::server::conn::http2;

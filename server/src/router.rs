@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::Duration;
 
-use culvert_common::tunnel::Dial;
+use culvert_stream::Dial;
 use tokio::time::Instant;
 use tracing::debug;
 

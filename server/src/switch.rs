@@ -23,7 +23,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
-use culvert_common::label_values;
+use culvert_host::label_values;
 use serde::{Deserialize, Serialize};
 
 use crate::backend::tunnel::Kind;

@@ -93,16 +93,16 @@ fn every_metric_has_a_row() {
     agent
         .dial_failures(culvert_agent::metrics::DialFailureReason::Timeout)
         .increment(1);
-    for reason in culvert_common::tunnel::CloseReason::ALL {
+    for reason in culvert_stream::CloseReason::ALL {
         server
             .streams
             .connections_closed(reason.label())
             .increment(1);
     }
-    let errors = |streams: &culvert_common::telemetry::metrics::StreamMetrics, segment| {
+    let errors = |streams: &culvert_konnectivity::metrics::StreamMetrics, segment| {
         streams.stream_error(segment, tonic::Code::Unavailable, None);
     };
-    use culvert_common::telemetry::metrics::Segment;
+    use culvert_konnectivity::metrics::Segment;
     errors(&server.streams, Segment::FromAgent);
     errors(&agent.streams, Segment::ToAgent);
     let pages = server.registry().render() + &agent.registry().render();

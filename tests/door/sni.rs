@@ -107,7 +107,7 @@ const SILENT: usize = 10_000;
 /// That many, where the limit of open files allows it, here and at the proxy; both raise theirs.
 /// Other tests of this process open some too.
 fn many() -> usize {
-    culvert_common::runtime::raise_open_file_limit();
+    culvert_host::runtime::raise_open_file_limit();
     let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
     let limit = usize::try_from(limit).unwrap_or(usize::MAX);
     if limit >= SILENT + 2_000 {

@@ -1,6 +1,6 @@
 //! What the server makes of an agent's packets, with agents whose every packet is scripted.
 
-use culvert_common::wire::{ConnectId, DialId, Message};
+use culvert_konnectivity::message::{ConnectId, DialId, Message};
 use culvert_proto::{Packet, PacketType};
 use culvert_tests::{Mode, Topology, Transport};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use culvert_common::wire::Message;
+use culvert_konnectivity::message::Message;
 use culvert_tests::{Mode, Topology, Transport, black_hole, eventually};
 use tokio::io::AsyncWriteExt as _;
 

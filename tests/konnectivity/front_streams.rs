@@ -1,7 +1,7 @@
 //! What the server makes of a gRPC front end's packets, with front ends whose every packet is
 //! scripted.
 
-use culvert_common::wire::{DialId, Message};
+use culvert_konnectivity::message::{DialId, Message};
 use culvert_proto::{Packet, PacketType};
 use culvert_tests::{Mode, Topology, Transport};
 

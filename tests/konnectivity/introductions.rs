@@ -3,9 +3,9 @@
 use std::net::Ipv4Addr;
 use std::sync::Arc;
 
-use culvert_common::native::hello;
 use culvert_kit::pki::{self, Pair};
 use culvert_kit::services::Services;
+use culvert_native::hello;
 use culvert_tests::{Mode, Topology, Transport, eventually};
 use rustls::ServerConfig;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};

@@ -3,10 +3,10 @@
 use std::collections::BTreeSet;
 
 use bytes::Bytes;
-use culvert_common::wire::{ConnectId, Message};
 use culvert_kit::client::BoxedStream;
 use culvert_kit::pattern::{self, Verifier};
 use culvert_kit::services::Services;
+use culvert_konnectivity::message::{ConnectId, Message};
 use culvert_tests::{Mode, Topology, Transport};
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::task::JoinSet;

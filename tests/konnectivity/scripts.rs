@@ -5,9 +5,9 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::path::Path;
 use std::sync::Arc;
 
-use culvert_common::wire::{ConnectId, DialId, Message};
 use culvert_kit::client::FrontEnd;
 use culvert_kit::pki::{self, Pair};
+use culvert_konnectivity::message::{ConnectId, DialId, Message};
 use culvert_proto::Packet;
 use culvert_proto::agent_service_client::AgentServiceClient;
 use culvert_proto::agent_service_server::{AgentService, AgentServiceServer};

@@ -1,7 +1,7 @@
 //! Agents that share an agent id, connection ids, or both; and draining ones.
 
-use culvert_common::wire::Message;
 use culvert_kit::client::BoxedStream;
+use culvert_konnectivity::message::Message;
 use culvert_tests::{Mode, Topology, Transport, eventually};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 

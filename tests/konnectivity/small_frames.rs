@@ -5,8 +5,9 @@
 use std::future::poll_fn;
 
 use bytes::Bytes;
-use culvert_common::wire::{ConnectId, DialId, Message, grpc};
 use culvert_kit::client::FrontEnd;
+use culvert_konnectivity::grpc;
+use culvert_konnectivity::message::{ConnectId, DialId, Message};
 use culvert_tests::{Mode, Topology, Transport};
 use h2::{Ping, PingPong, RecvStream, SendStream};
 use http::Request;

@@ -1,6 +1,6 @@
 //! What the agent makes of a server's packets, with servers whose every packet is scripted.
 
-use culvert_common::wire::{ConnectId, DialId, Message};
+use culvert_konnectivity::message::{ConnectId, DialId, Message};
 use culvert_tests::eventually;
 use culvert_tests::metrics::{http_get, scrape};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};

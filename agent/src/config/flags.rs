@@ -3,9 +3,9 @@
 use std::ffi::OsString;
 
 use clap::{Args, Parser};
-use culvert_common::flags::labels::{LabelError, check_selector};
-use culvert_common::flags::values::go_int;
-use culvert_common::flags::{Exit, GoDuration, KlogFlags, Parsed, Problems, StringSlice, parse};
+use culvert_host::flags::labels::{LabelError, check_selector};
+use culvert_host::flags::values::go_int;
+use culvert_host::flags::{Exit, GoDuration, KlogFlags, Parsed, Problems, StringSlice, parse};
 
 use super::openvpn::OpenVpnFlags;
 use super::{Config, PROGRAM};

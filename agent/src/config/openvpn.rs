@@ -5,10 +5,10 @@ use std::net::Ipv4Addr;
 use std::path::PathBuf;
 
 use clap::Args;
-use culvert_common::flags::{Problems, StringSlice};
-use culvert_common::openvpn::config_file::{self, Client, Material, Remote};
+use culvert_host::flags::{Problems, StringSlice};
 use culvert_openvpn::cipher::Cipher;
 use culvert_openvpn::options::Transport;
+use culvert_openvpn_io::config_file::{self, Client, Material, Remote};
 use ipnet::Ipv4Net;
 
 use crate::openvpn::nodes::NodeAccess;
@@ -325,7 +325,7 @@ impl OpenVpn {
 /// `HOST:PORT[,PROTO]`.
 fn remote(text: &str) -> Result<Remote, String> {
     let (address, proto) = text.rsplit_once(',').unwrap_or((text, "tcp"));
-    let (host, port) = culvert_common::net::dial::split_host_port(address)
+    let (host, port) = culvert_host::net::dial::split_host_port(address)
         .map_err(|error| error.reason.to_owned())?;
     Remote::new(host, Some(port), Some(proto))
 }

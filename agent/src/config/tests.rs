@@ -3,8 +3,8 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use culvert_common::flags::{Exit, HostPort};
-use culvert_common::telemetry::logging::LogConfig;
+use culvert_host::flags::{Exit, HostPort};
+use culvert_host::telemetry::logging::LogConfig;
 use tempfile::TempDir;
 
 use super::flags::Flags;

@@ -4,7 +4,7 @@
 
 use std::time::Duration;
 
-use culvert_common::flags::{HostPort, Problems, StringSlice};
+use culvert_host::flags::{HostPort, Problems, StringSlice};
 
 use super::flags::{
     CONTENT_TYPE, Flags, LEASE_NAMESPACE, LEASE_SELECTOR, SERVER_HOST, ServerFlags,

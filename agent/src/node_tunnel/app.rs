@@ -7,11 +7,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context as _;
-use culvert_common::admin::{self, Check, METRICS_TYPE, Reply};
-use culvert_common::net::listen::{Accepted, Keepalive, Listener, rebind};
-use culvert_common::net::pacing::spare_pacing;
-use culvert_common::runtime::shards::Shards;
-use culvert_common::telemetry::metrics::Registry;
+use culvert_host::admin::{self, Check, METRICS_TYPE, Reply};
+use culvert_host::net::listen::{Accepted, Keepalive, Listener, rebind};
+use culvert_host::net::pacing::spare_pacing;
+use culvert_host::runtime::shards::Shards;
+use culvert_host::telemetry::metrics::Registry;
 use http::StatusCode;
 use tokio::net::TcpListener;
 use tokio::time::timeout;

@@ -11,11 +11,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use culvert_common::native::halves::{NativeSink, NativeSource, halves};
-use culvert_common::telemetry::metrics::GaugeGuard;
-use culvert_common::tunnel::CloseReason;
-use culvert_common::tunnel::io::{ReadSource, WriteSink, leave};
-use culvert_common::tunnel::pump::{Meter, pump};
+use culvert_host::telemetry::metrics::GaugeGuard;
+use culvert_native::halves::{NativeSink, NativeSource, halves};
+use culvert_stream::CloseReason;
+use culvert_stream::io::{ReadSource, WriteSink, leave};
+use culvert_stream::pump::{Meter, pump};
 use h2::Reason;
 use http::{StatusCode, Uri};
 use parking_lot::Mutex;

@@ -5,8 +5,8 @@ mod flags;
 use std::ffi::OsString;
 use std::time::Duration;
 
-use culvert_common::flags::{Exit, GoDuration, HostPort};
-use culvert_common::telemetry::logging::LogConfig;
+use culvert_host::flags::{Exit, GoDuration, HostPort};
+use culvert_host::telemetry::logging::LogConfig;
 use http::uri::Authority;
 
 use self::flags::Flags;

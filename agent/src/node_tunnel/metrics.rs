@@ -2,11 +2,11 @@
 
 use std::sync::Arc;
 
-use culvert_common::label_values;
-use culvert_common::telemetry::metrics::{
+use culvert_host::label_values;
+use culvert_host::telemetry::metrics::{
     Family, GaugeGuard, LabelSet, MetricsError, Registry, register_build_info,
 };
-use culvert_common::tunnel::CloseReason;
+use culvert_stream::CloseReason;
 use metrics::{Counter, Gauge};
 
 /// What Envoy's series are told apart by; dashboards ask for this name.

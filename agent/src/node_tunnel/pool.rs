@@ -10,15 +10,15 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use culvert_common::flags::HostPort;
-use culvert_common::native::halves::Chunk;
-use culvert_common::native::link::{Opener, Requests};
-use culvert_common::native::window::Inbound;
-use culvert_common::net::dial::dial;
-use culvert_common::net::pacing::spare_pacing;
-use culvert_common::net::readahead::ReadAhead;
-use culvert_common::runtime::shards::Shards;
-use culvert_common::telemetry::metrics::GaugeGuard;
+use culvert_host::flags::HostPort;
+use culvert_host::net::dial::dial;
+use culvert_host::net::pacing::spare_pacing;
+use culvert_host::net::readahead::ReadAhead;
+use culvert_host::runtime::shards::Shards;
+use culvert_host::telemetry::metrics::GaugeGuard;
+use culvert_native::halves::Chunk;
+use culvert_native::link::{Opener, Requests};
+use culvert_native::window::Inbound;
 use futures_util::FutureExt as _;
 use h2::SendStream;
 use h2::client::ResponseFuture;
@@ -47,7 +47,7 @@ const FIRST_PAUSE: Duration = Duration::from_millis(100);
 const LAST_PAUSE: Duration = Duration::from_secs(5);
 
 /// Bytes that all streams of one connection together may hold for clients that do not read, before
-/// each may hold no more than [`culvert_common::native::window::CROWDED_BYTES`].
+/// each may hold no more than [`culvert_native::window::CROWDED_BYTES`].
 const HELD_BYTES: usize = 64 * 1024 * 1024;
 
 /// How far the proxy may send ahead on each stream, as a node's Envoy lets it. An Envoy at the seed

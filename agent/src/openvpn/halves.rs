@@ -3,9 +3,9 @@
 use std::future::poll_fn;
 
 use bytes::Bytes;
-use culvert_common::openvpn::stream::{Broken, Reader, Stream, Writer};
-use culvert_common::tunnel::{CloseReason, Sink, Source};
 use culvert_openvpn::flows::Closed;
+use culvert_openvpn_io::stream::{Broken, Reader, Stream, Writer};
+use culvert_stream::{CloseReason, Sink, Source};
 
 /// What comes out of the tunnel.
 pub(super) struct FlowSource(Reader);

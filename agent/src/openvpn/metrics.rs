@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use culvert_common::label_values;
-use culvert_common::telemetry::metrics::{Family, LabelSet as _, Registry};
+use culvert_host::label_values;
+use culvert_host::telemetry::metrics::{Family, LabelSet as _, Registry};
 use culvert_openvpn::flows;
 use culvert_openvpn::session;
 use metrics::{Counter, Gauge};

@@ -3,13 +3,13 @@
 use std::net::Ipv4Addr;
 use std::sync::Arc;
 
-use culvert_common::openvpn::Moment;
-use culvert_common::openvpn::link::Role;
-use culvert_common::openvpn::stream::Incoming;
-use culvert_common::openvpn::streams::Streams;
 use culvert_openvpn::flows::{self, Input, Pace};
 use culvert_openvpn::options::Transport;
 use culvert_openvpn::session::{Established, Event, Session, Stats};
+use culvert_openvpn_io::Moment;
+use culvert_openvpn_io::link::Role;
+use culvert_openvpn_io::stream::Incoming;
+use culvert_openvpn_io::streams::Streams;
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
 

@@ -9,8 +9,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
-use culvert_common::openvpn::stream::Peer;
 use culvert_openvpn::ip::{self, Packet, Sum, protocol};
+use culvert_openvpn_io::stream::Peer;
 use tokio::net::UdpSocket;
 use tokio::sync::mpsc::{self, Receiver, Sender, error::TrySendError};
 use tokio::time::{Instant, sleep_until};

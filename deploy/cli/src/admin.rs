@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use anyhow::{Context as _, bail};
 use bytes::Bytes;
-use culvert_common::net::dial::split_host_port;
-use culvert_common::tls::{self, Identity, TlsOptions, TrustBundle};
+use culvert_host::net::dial::split_host_port;
+use culvert_host::tls::{self, Identity, TlsOptions, TrustBundle};
 use culvert_server::switch::status::{Request, STATUS_PATH, SWITCH_PATH, Status};
 use http::{Method, StatusCode};
 use http_body_util::{BodyExt as _, Full, Limited};

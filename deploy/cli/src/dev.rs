@@ -14,8 +14,8 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use anyhow::Context as _;
-use culvert_common::runtime::{self, Setup, Signals};
-use culvert_common::telemetry::logging::{LogConfig, Severity};
+use culvert_host::runtime::{self, Setup, Signals};
+use culvert_host::telemetry::logging::{LogConfig, Severity};
 
 use self::door::Door;
 use self::openvpn::OpenVpn;

@@ -112,7 +112,7 @@ fn span(seconds: f64) -> String {
         return format!("{seconds:.1}s");
     }
     let whole = std::time::Duration::from_secs_f64(seconds.clamp(0.0, 1e9)).as_secs();
-    culvert_common::flags::GoDuration::from(std::time::Duration::from_secs(whole)).to_string()
+    culvert_host::flags::GoDuration::from(std::time::Duration::from_secs(whole)).to_string()
 }
 
 #[cfg(test)]

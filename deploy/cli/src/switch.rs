@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use anyhow::bail;
-use culvert_common::flags::GoDuration;
+use culvert_host::flags::GoDuration;
 use culvert_server::switch::Mode;
 use culvert_server::switch::status::{Progress, Request, Status};
 use tokio::time::{Instant, sleep};

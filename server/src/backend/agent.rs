@@ -10,10 +10,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-use culvert_common::tunnel::excess::Pool;
-use culvert_common::tunnel::queue;
-use culvert_common::tunnel::{CloseReason, Dial};
-use culvert_common::wire::Message;
+use culvert_konnectivity::excess::Pool;
+use culvert_konnectivity::message::Message;
+use culvert_konnectivity::queue;
+use culvert_stream::{CloseReason, Dial};
 use parking_lot::Mutex;
 use tokio::time::{Instant, timeout_at};
 use tokio_util::sync::CancellationToken;
@@ -22,8 +22,8 @@ use tracing::{debug, info, warn};
 pub use self::connection::{Connection, Cut, FromAgent, ToAgent};
 use self::connection::{Guard, Pending, Slot};
 pub use self::outgoing::Outgoing;
-use super::mux::{Effect, Mux};
 use crate::metrics::{DialFailureReason, ServerMetrics};
+use culvert_konnectivity::server_mux::{Effect, Mux};
 
 /// Bytes that may wait to be sent to one agent, all its connections together. Smaller costs
 /// throughput over long paths, larger costs latency of what queues behind.

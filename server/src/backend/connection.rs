@@ -1,7 +1,7 @@
 //! An open connection through whichever transport carries it.
 
 use bytes::Bytes;
-use culvert_common::tunnel::{CloseReason, Sink, Source};
+use culvert_stream::{CloseReason, Sink, Source};
 use tokio_util::task::TaskTracker;
 
 use super::flow::{FlowSink, FlowSource, FromFlow, ToFlow};

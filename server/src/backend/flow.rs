@@ -6,7 +6,7 @@ use std::future::poll_fn;
 use std::task::{Context, Poll};
 
 use bytes::Bytes;
-use culvert_common::tunnel::{CloseReason, Sink, Source};
+use culvert_stream::{CloseReason, Sink, Source};
 use tokio_util::task::TaskTracker;
 
 /// The endpoint's bytes.

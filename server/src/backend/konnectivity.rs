@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use culvert_common::tunnel::Dial;
+use culvert_stream::Dial;
 use tokio::time::Instant;
 use tracing::debug;
 

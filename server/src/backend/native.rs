@@ -1,20 +1,21 @@
 //! One native connection of one agent: an HTTP/2 stream for each dial, see
-//! [`culvert_common::native`].
+//! [`culvert_native`].
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
 use bytes::Bytes;
-use culvert_common::native::halves::{NativeSink, NativeSource, halves};
-use culvert_common::native::hello::{self, HelloError};
-use culvert_common::native::link::{Opener, Requests};
-use culvert_common::native::window::{Inbound, PING_TIMEOUT};
-use culvert_common::native::{
+use culvert_host::telemetry::metrics::GaugeGuard;
+use culvert_konnectivity::message::PacketType;
+use culvert_konnectivity::metrics::Segment;
+use culvert_native::halves::{NativeSink, NativeSource, halves};
+use culvert_native::hello::{self, HelloError};
+use culvert_native::link::{Opener, Requests};
+use culvert_native::window::{Inbound, PING_TIMEOUT};
+use culvert_native::{
     ADDRESS_HEADER, CONTROL_PATH, DRAIN, ERROR_HEADER, NETWORK_HEADER, decode, encode,
 };
-use culvert_common::telemetry::metrics::{GaugeGuard, Segment};
-use culvert_common::tunnel::{CloseReason, Dial, Sink, Source};
-use culvert_common::wire::PacketType;
+use culvert_stream::{CloseReason, Dial, Sink, Source};
 use http::uri::Authority;
 use http::{HeaderMap, HeaderValue, Method, Request, StatusCode, Uri};
 use parking_lot::Mutex;
@@ -33,7 +34,7 @@ use crate::listener::{Door, HANDSHAKE_TIMEOUT};
 use crate::metrics::{DialFailureReason, RejectReason, ServerMetrics, ServiceMethod};
 
 /// Bytes that all connections of one agent together may hold for clients that do not read, before
-/// each may hold no more than [`culvert_common::native::window::CROWDED_BYTES`].
+/// each may hold no more than [`culvert_native::window::CROWDED_BYTES`].
 pub const HELD_BYTES: usize = 64 * 1024 * 1024;
 
 /// HTTP/2 numbers streams up to 2^31 and every dial takes two. An agent's connection is renewed

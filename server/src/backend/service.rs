@@ -2,9 +2,10 @@
 
 use std::sync::Arc;
 
-use culvert_common::telemetry::metrics::{GaugeGuard, Segment};
-use culvert_common::wire::HALF_CLOSE_HEADER;
-use culvert_common::wire::grpc::{Reader, Service};
+use culvert_host::telemetry::metrics::GaugeGuard;
+use culvert_konnectivity::grpc::{Reader, Service};
+use culvert_konnectivity::message::HALF_CLOSE_HEADER;
+use culvert_konnectivity::metrics::Segment;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tonic::metadata::{MetadataMap, MetadataValue};

@@ -3,8 +3,8 @@
 
 use std::pin::Pin;
 
-use culvert_common::label_values;
-use culvert_common::tunnel::Dial;
+use culvert_host::label_values;
+use culvert_stream::Dial;
 use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
 

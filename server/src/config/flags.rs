@@ -3,8 +3,8 @@
 use std::ffi::OsString;
 
 use clap::{Args, Parser};
-use culvert_common::flags::values::go_int;
-use culvert_common::flags::{Exit, GoDuration, KlogFlags, Parsed, Problems, StringSlice, parse};
+use culvert_host::flags::values::go_int;
+use culvert_host::flags::{Exit, GoDuration, KlogFlags, Parsed, Problems, StringSlice, parse};
 
 use super::openvpn::OpenvpnFlags;
 use super::{Config, PROGRAM};

@@ -5,12 +5,12 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::Args;
-use culvert_common::flags::values::go_int;
-use culvert_common::flags::{GoDuration, HostPort, Problems, StringSlice};
-use culvert_common::openvpn::config_file::{self, DEFAULT_PORT, Material, Server};
+use culvert_host::flags::values::go_int;
+use culvert_host::flags::{GoDuration, HostPort, Problems, StringSlice};
 use culvert_openvpn::cipher::{Cipher, Digest};
 use culvert_openvpn::control::push::Topology;
 use culvert_openvpn::options::Transport;
+use culvert_openvpn_io::config_file::{self, DEFAULT_PORT, Material, Server};
 use ipnet::Ipv4Net;
 
 use crate::backend::openvpn::settings::{Listen, Settings};

@@ -3,12 +3,12 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use culvert_common::flags::{Exit, HostPort};
-use culvert_common::telemetry::logging::LogConfig;
+use culvert_host::flags::{Exit, HostPort};
+use culvert_host::telemetry::logging::LogConfig;
 use tempfile::TempDir;
 
 use super::flags::Flags;
-use culvert_common::tls::MinVersion;
+use culvert_host::tls::MinVersion;
 
 use super::*;
 

@@ -1,7 +1,7 @@
 //! The TLS flags: Go's names for versions and suites, and which of them there are here.
 
-use culvert_common::flags::{Problems, StringSlice};
-use culvert_common::tls::{MinVersion, SuiteSupport, TlsOptions, go_suite};
+use culvert_host::flags::{Problems, StringSlice};
+use culvert_host::tls::{MinVersion, SuiteSupport, TlsOptions, go_suite};
 
 use super::flags::TlsFlags;
 

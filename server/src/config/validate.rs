@@ -5,8 +5,8 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use culvert_common::flags::labels::check_labels;
-use culvert_common::flags::{GoDuration, HostPort, Problems};
+use culvert_host::flags::labels::check_labels;
+use culvert_host::flags::{GoDuration, HostPort, Problems};
 
 use crate::auth::AgentAuth;
 

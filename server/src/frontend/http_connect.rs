@@ -6,11 +6,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
-use culvert_common::net::connect::{self, ConnectHead, HeadReader};
-use culvert_common::telemetry::metrics::GaugeGuard;
-use culvert_common::tunnel::first_word::FirstWord;
-use culvert_common::tunnel::io::{ReadSource, WriteSink, leave};
-use culvert_common::tunnel::{CloseReason, Dial, Sink, Source};
+use culvert_host::net::connect::{self, ConnectHead, HeadReader};
+use culvert_host::telemetry::metrics::GaugeGuard;
+use culvert_stream::first_word::FirstWord;
+use culvert_stream::io::{ReadSource, WriteSink, leave};
+use culvert_stream::{CloseReason, Dial, Sink, Source};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, Interest};
 use tokio::net::TcpStream;
 use tokio::time::{Instant, sleep, timeout};

@@ -6,10 +6,10 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use anyhow::Context as _;
-use culvert_common::admin::{self, METRICS_TYPE, Reply};
-use culvert_common::net::listen::{Accepted, Listener};
-use culvert_common::runtime::shards::{Seat, Shards};
-use culvert_common::tls::{self, Identity, TlsOptions, TrustBundle};
+use culvert_host::admin::{self, METRICS_TYPE, Reply};
+use culvert_host::net::listen::{Accepted, Listener};
+use culvert_host::runtime::shards::{Seat, Shards};
+use culvert_host::tls::{self, Identity, TlsOptions, TrustBundle};
 use http::StatusCode;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;

@@ -9,7 +9,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use culvert_common::telemetry::metrics::GaugeGuard;
+use culvert_host::telemetry::metrics::GaugeGuard;
 use k8s_openapi::api::core::v1 as core;
 use kube::api::{ApiResource, DynamicObject};
 use kube::{Api, Client};

@@ -6,9 +6,9 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use culvert_common::flags::{Exit, GoDuration, HostPort};
-pub use culvert_common::net::listen::Keepalive;
-use culvert_common::telemetry::logging::LogConfig;
+use culvert_host::flags::{Exit, GoDuration, HostPort};
+pub use culvert_host::net::listen::Keepalive;
+use culvert_host::telemetry::logging::LogConfig;
 
 use self::flags::Flags;
 use super::allowed::AllowedNetworks;

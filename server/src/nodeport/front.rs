@@ -5,8 +5,8 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use culvert_common::runtime::shards::Shards;
-use culvert_common::tunnel::CloseReason;
+use culvert_host::runtime::shards::Shards;
+use culvert_stream::CloseReason;
 use socket2::SockRef;
 use tokio::net::TcpStream;
 use tokio::time::timeout;

@@ -5,11 +5,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use tokio::time::Instant;
 
-use culvert_common::label_values;
-use culvert_common::telemetry::metrics::{
+use culvert_host::label_values;
+use culvert_host::telemetry::metrics::{
     Family, LabelSet, MetricsError, Registry, register_build_info,
 };
-use culvert_common::tunnel::CloseReason;
+use culvert_stream::CloseReason;
 use metrics::{Counter, CounterFn, Gauge};
 use parking_lot::Mutex;
 
@@ -261,9 +261,9 @@ impl ProxyMetrics {
     }
 
     /// A client's connection; the gauge falls back when the guard is dropped.
-    pub fn open(&self, entrance: Entrance) -> culvert_common::telemetry::metrics::GaugeGuard {
+    pub fn open(&self, entrance: Entrance) -> culvert_host::telemetry::metrics::GaugeGuard {
         self.opened.get(entrance).increment(1);
-        culvert_common::telemetry::metrics::GaugeGuard::new(self.open.get(entrance))
+        culvert_host::telemetry::metrics::GaugeGuard::new(self.open.get(entrance))
     }
 
     /// A connection or tunnel that has reached an endpoint; its end is counted when the guard is dropped.

@@ -4,9 +4,9 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use culvert_common::admin;
-use culvert_common::net::listen::Listener;
-use culvert_common::runtime::shards::Shards;
+use culvert_host::admin;
+use culvert_host::net::listen::Listener;
+use culvert_host::runtime::shards::Shards;
 use tokio::sync::watch;
 use tokio::time::sleep;
 use tokio_util::sync::CancellationToken;

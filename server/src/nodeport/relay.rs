@@ -12,10 +12,10 @@ use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
-use culvert_common::net::listen::Keepalive;
-use culvert_common::net::pacing::spare_pacing;
-use culvert_common::net::silence::is_over;
-use culvert_common::tunnel::{CLOSE_STALL, CloseReason, HALF_OPEN_IDLE};
+use culvert_host::net::listen::Keepalive;
+use culvert_host::net::pacing::spare_pacing;
+use culvert_host::net::silence::is_over;
+use culvert_stream::{CLOSE_STALL, CloseReason, HALF_OPEN_IDLE};
 use futures_util::FutureExt as _;
 use rustix::pipe::{PipeFlags, SpliceFlags, fcntl_setpipe_size, pipe_with, splice};
 use socket2::SockRef;

@@ -14,14 +14,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
-use culvert_common::net::connect::{self, HeadReader};
-use culvert_common::net::dial::split_host_port;
-use culvert_common::net::pacing::spare_pacing;
-use culvert_common::net::readahead::ReadAhead;
-use culvert_common::tunnel::allowance::Allowance;
-use culvert_common::tunnel::io::{ReadSource, WriteSink, leave};
-use culvert_common::tunnel::pump::{Meter, pump_within};
-use culvert_common::tunnel::{CloseReason, HALF_OPEN_IDLE, Sink, Source};
+use culvert_host::net::connect::{self, HeadReader};
+use culvert_host::net::dial::split_host_port;
+use culvert_host::net::pacing::spare_pacing;
+use culvert_host::net::readahead::ReadAhead;
+use culvert_stream::allowance::Allowance;
+use culvert_stream::io::{ReadSource, WriteSink, leave};
+use culvert_stream::pump::{Meter, pump_within};
+use culvert_stream::{CloseReason, HALF_OPEN_IDLE, Sink, Source};
 use http::StatusCode;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::TcpStream;
@@ -129,7 +129,7 @@ impl Tunnels {
                 match timeout(FIRST_WORD_TIMEOUT, accept).await {
                     Ok(Ok(stream)) => self.converse(stream, &socket, peer).await,
                     Ok(Err(error)) => {
-                        let why = culvert_common::tls::explain(&error);
+                        let why = culvert_host::tls::explain(&error);
                         self.refuse(Refusal::Tls, peer, &why);
                     }
                     Err(_) => silent(&self),

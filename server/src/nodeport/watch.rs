@@ -3,9 +3,9 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use culvert_common::net::listen::{Keepalive, tune_with};
-use culvert_common::net::silence::is_gone;
-use culvert_common::tunnel::CloseReason;
+use culvert_host::net::listen::{Keepalive, tune_with};
+use culvert_host::net::silence::is_gone;
+use culvert_stream::CloseReason;
 use socket2::SockRef;
 use tokio::net::TcpStream;
 use tokio::time::{Instant, sleep};

@@ -3,9 +3,9 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use culvert_common::label_values;
-use culvert_common::telemetry::metrics::GaugeGuard;
-use culvert_common::tunnel::Dial;
+use culvert_host::label_values;
+use culvert_host::telemetry::metrics::GaugeGuard;
+use culvert_stream::Dial;
 use metrics::{Counter, Gauge};
 use parking_lot::Mutex;
 use tokio::time::Instant;

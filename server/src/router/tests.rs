@@ -6,8 +6,8 @@ use std::sync::atomic::AtomicUsize;
 use std::task::{Context, Poll, Waker};
 
 use bytes::Bytes;
-use culvert_common::tunnel::io::{ReadSource, WriteSink};
-use culvert_common::tunnel::{CloseReason, Sink as _, Source as _};
+use culvert_stream::io::{ReadSource, WriteSink};
+use culvert_stream::{CloseReason, Sink as _, Source as _};
 use parking_lot::Mutex;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, duplex, split};
 use tokio::time::sleep;

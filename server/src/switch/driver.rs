@@ -17,7 +17,7 @@ use super::status::{Progress, Status};
 use super::{Mode, SetBy, Unavailable, mode_file};
 use crate::metrics::ServerMetrics;
 use crate::router::Router;
-use crate::watched::{Look, Watched};
+use culvert_host::watched::{Look, Watched};
 
 /// How often the tunnels are looked at while a switch is in progress.
 const TICK: Duration = Duration::from_millis(100);

@@ -1,6 +1,6 @@
 //! The switch on the admin listener.
 
-use culvert_common::admin::{Ask, Reply, Routes};
+use culvert_host::admin::{Ask, Reply, Routes};
 use http::StatusCode;
 
 use super::driver::{Refusal, Switcher};

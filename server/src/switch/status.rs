@@ -1,7 +1,7 @@
 //! What the admin listener says of the tunnels and takes as a request, as values that the
 //! operator's tool reads and writes too.
 
-use culvert_common::flags::GoDuration;
+use culvert_host::flags::GoDuration;
 use serde::{Deserialize, Serialize};
 
 use super::{Mode, SetBy};

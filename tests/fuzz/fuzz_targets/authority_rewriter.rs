@@ -3,7 +3,7 @@
 #![no_main]
 
 use bytes::BytesMut;
-use culvert_common::wire::authority::{AuthorityRewriter, MAX_HEADER_BLOCK, RewriteError};
+use culvert_konnectivity::authority::{AuthorityRewriter, MAX_HEADER_BLOCK, RewriteError};
 use culvert_fuzz::Cut;
 use libfuzzer_sys::fuzz_target;
 

@@ -1,7 +1,7 @@
 //! The CONNECT request head: the cut of the input does not matter, and a target is harmless text.
 #![no_main]
 
-use culvert_common::net::connect::{HeadReader, parse};
+use culvert_host::net::connect::{HeadReader, parse};
 use culvert_fuzz::Cut;
 use libfuzzer_sys::fuzz_target;
 

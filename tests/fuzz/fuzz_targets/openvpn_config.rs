@@ -2,7 +2,7 @@
 //! name the file.
 #![no_main]
 
-use culvert_common::openvpn::config_file;
+use culvert_openvpn_io::config_file;
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|input: &[u8]| {

@@ -5,9 +5,9 @@
 use std::collections::{HashMap, HashSet, VecDeque};
 
 use bytes::Bytes;
-use culvert_agent::mux as agent;
-use culvert_common::wire::{ConnectId, DialId, Message};
-use culvert_server::backend::mux as server;
+use culvert_konnectivity::agent_mux as agent;
+use culvert_konnectivity::message::{ConnectId, DialId, Message};
+use culvert_konnectivity::server_mux as server;
 
 /// Every connection is known by a serial number that travels as its target address and in each of
 /// its packets: bytes that arrive under another number have crossed.

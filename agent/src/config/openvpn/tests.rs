@@ -5,7 +5,7 @@ use std::path::Path;
 use super::super::flags::Flags;
 use super::super::{Config, PROGRAM};
 use super::*;
-use culvert_common::flags::Exit;
+use culvert_host::flags::Exit;
 use culvert_openvpn::cipher::Digest;
 use culvert_openvpn::wrap::KeyDirection;
 

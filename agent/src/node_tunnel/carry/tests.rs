@@ -3,9 +3,9 @@
 
 use std::net::{IpAddr, Ipv4Addr};
 
-use culvert_common::flags::HostPort;
-use culvert_common::runtime::shards::Shards;
-use culvert_common::tunnel::{Sink as _, Source as _};
+use culvert_host::flags::HostPort;
+use culvert_host::runtime::shards::Shards;
+use culvert_stream::{Sink as _, Source as _};
 use http::Response;
 use http::uri::Authority;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, DuplexStream, duplex, split};

@@ -4,12 +4,12 @@ use std::ffi::OsString;
 use std::net::IpAddr;
 
 use clap::{Args, Parser};
-use culvert_common::flags::parse::with_two_dashes;
-use culvert_common::flags::values::go_int;
-use culvert_common::flags::{
+use culvert_host::flags::parse::with_two_dashes;
+use culvert_host::flags::values::go_int;
+use culvert_host::flags::{
     Exit, GoDuration, HostPort, KlogFlags, Parsed, Problems, StringSlice, parse,
 };
-use culvert_common::net::dial::split_host_port;
+use culvert_host::net::dial::split_host_port;
 use http::uri::Authority;
 
 use super::super::interface::{Interface, KIND};

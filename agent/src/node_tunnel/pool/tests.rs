@@ -4,7 +4,7 @@
 use std::future::pending;
 use std::sync::atomic::{AtomicBool, AtomicU32};
 
-use culvert_common::native::link::{Incoming, Taker, TakerLimits};
+use culvert_native::link::{Incoming, Taker, TakerLimits};
 use futures_util::future::join_all;
 use http::{Response, StatusCode};
 use tokio::io::{DuplexStream, duplex};

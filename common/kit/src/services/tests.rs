@@ -1,6 +1,6 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
 
-use culvert_common::tls::{Identity, TlsOptions, server_config};
+use culvert_host::tls::{Identity, TlsOptions, server_config};
 
 use super::*;
 use crate::check;

@@ -6,11 +6,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
-use culvert_common::telemetry::metrics::GaugeGuard;
-use culvert_common::tunnel::inbox::{Receiver, Sender, Watch, inbox, weighed};
-use culvert_common::tunnel::queue::SendWithinError;
-use culvert_common::tunnel::{CLOSE_STALL, CloseReason, PEER_STALL, Sink, Source};
-use culvert_common::wire::{ConnectId, DialId, MAX_DATA_BYTES, Message};
+use culvert_host::telemetry::metrics::GaugeGuard;
+use culvert_konnectivity::inbox::{Receiver, Sender, Watch, inbox, weighed};
+use culvert_konnectivity::message::{ConnectId, DialId, MAX_DATA_BYTES, Message};
+use culvert_konnectivity::queue::SendWithinError;
+use culvert_stream::{CLOSE_STALL, CloseReason, PEER_STALL, Sink, Source};
 use parking_lot::Mutex;
 use tokio::sync::oneshot;
 use tokio::time::Instant;

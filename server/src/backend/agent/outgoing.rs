@@ -4,9 +4,9 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
-use culvert_common::telemetry::metrics::Segment;
-use culvert_common::tunnel::queue;
-use culvert_common::wire::Message;
+use culvert_konnectivity::message::Message;
+use culvert_konnectivity::metrics::Segment;
+use culvert_konnectivity::queue;
 use futures_util::Stream;
 use tokio_util::sync::WaitForCancellationFutureOwned;
 use tonic::Status;

@@ -1,9 +1,9 @@
 #![allow(clippy::unwrap_used)]
 
 use bytes::Bytes;
-use culvert_common::tunnel::inbox::PACE;
-use culvert_common::tunnel::{PEER_STALL, Sink, Source};
-use culvert_common::wire::{ConnectId, DialId};
+use culvert_konnectivity::inbox::PACE;
+use culvert_konnectivity::message::{ConnectId, DialId};
+use culvert_stream::{PEER_STALL, Sink, Source};
 use metrics::Gauge;
 use tokio::time::timeout;
 

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use culvert_common::tunnel::excess::Pool;
+use culvert_konnectivity::excess::Pool;
 use metrics::Gauge;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, DuplexStream, duplex};
 

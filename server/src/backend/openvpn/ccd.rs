@@ -5,7 +5,7 @@ use std::io::{self, Read as _};
 use std::net::Ipv4Addr;
 use std::path::Path;
 
-use culvert_common::openvpn::config_file::lexer::{self, Directive};
+use culvert_openvpn_io::config_file::lexer::{self, Directive};
 use ipnet::Ipv4Net;
 
 /// The file for clients without one of their own.

@@ -9,15 +9,15 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use culvert_common::openvpn::stream::Peer;
-use culvert_common::openvpn::{Moment, now};
-use culvert_common::runtime::shards::Shards;
+use culvert_host::runtime::shards::Shards;
 use culvert_openvpn::firewall::Firewall;
 use culvert_openvpn::forward::{Forward, Stats, Verdict};
 use culvert_openvpn::options::Transport;
 use culvert_openvpn::peer_info::Protocol;
 use culvert_openvpn::routes::PeerId;
 use culvert_openvpn::session::Authenticated;
+use culvert_openvpn_io::stream::Peer;
+use culvert_openvpn_io::{Moment, now};
 use ipnet::Ipv4Net;
 use parking_lot::Mutex;
 use tokio_util::sync::CancellationToken;

@@ -4,10 +4,10 @@ use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
 use bytes::Bytes;
-use culvert_common::openvpn::stream::{Broken, Reader, Stream, Writer};
-use culvert_common::telemetry::metrics::GaugeGuard;
-use culvert_common::tunnel::CloseReason;
+use culvert_host::telemetry::metrics::GaugeGuard;
 use culvert_openvpn::flows::Closed;
+use culvert_openvpn_io::stream::{Broken, Reader, Stream, Writer};
+use culvert_stream::CloseReason;
 use tokio::time::Instant;
 use tokio_util::task::TaskTracker;
 

@@ -3,12 +3,12 @@
 use std::net::SocketAddr;
 use std::sync::Arc;
 
-use culvert_common::net::listen::{Accepted, Listener};
-use culvert_common::openvpn::link::{Link, LinkEnd, WireError};
-use culvert_common::openvpn::now;
-use culvert_common::runtime::shards::Shards;
+use culvert_host::net::listen::{Accepted, Listener};
+use culvert_host::runtime::shards::Shards;
 use culvert_openvpn::options::Transport;
 use culvert_openvpn::session::{ServerConfig, Session};
+use culvert_openvpn_io::link::{Link, LinkEnd, WireError};
+use culvert_openvpn_io::now;
 use tokio::net::TcpStream;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;

@@ -4,11 +4,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use culvert_common::openvpn::config_file::{Material, Server};
-use culvert_common::openvpn::files;
 use culvert_openvpn::Role;
 use culvert_openvpn::session::ServerConfig;
 use culvert_openvpn::tls::ServerTls;
+use culvert_openvpn_io::config_file::{Material, Server};
+use culvert_openvpn_io::files;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};

@@ -3,14 +3,14 @@
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 
-use culvert_common::openvpn::Moment;
-use culvert_common::openvpn::link::Role;
-use culvert_common::openvpn::streams::Streams;
 use culvert_openvpn::flows::{self, Input, Pace};
 use culvert_openvpn::options::Transport;
 use culvert_openvpn::session::{
     Authenticated, Ended, Established, Event, NotPushable, Push, ServerConfig, Session, Stats,
 };
+use culvert_openvpn_io::Moment;
+use culvert_openvpn_io::link::Role;
+use culvert_openvpn_io::streams::Streams;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};

@@ -5,12 +5,12 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
-use culvert_common::flags::HostPort;
-use culvert_common::openvpn::config_file::{Server, TlsAuth};
+use culvert_host::flags::HostPort;
 use culvert_openvpn::cipher::Cipher;
 use culvert_openvpn::control::push::Topology;
 use culvert_openvpn::options::Transport;
 use culvert_openvpn::wrap::KeyDirection;
+use culvert_openvpn_io::config_file::{Server, TlsAuth};
 use ipnet::Ipv4Net;
 
 pub use super::ccd::{ClientConfig, PushChange};

@@ -10,12 +10,12 @@ use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
-use culvert_common::openvpn::datagrams::Datagrams;
-use culvert_common::openvpn::streams::Streams;
-use culvert_common::openvpn::{Moment, now};
 use culvert_openvpn::hub::{Hub, HubStats, Limits, PeerId};
 use culvert_openvpn::options::Transport;
 use culvert_openvpn::session::{Ended, Event, ServerConfig};
+use culvert_openvpn_io::datagrams::Datagrams;
+use culvert_openvpn_io::streams::Streams;
+use culvert_openvpn_io::{Moment, now};
 use tokio::sync::watch;
 use tokio::time::{Instant, Sleep, sleep_until};
 use tokio_util::sync::CancellationToken;

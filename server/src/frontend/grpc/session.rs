@@ -3,8 +3,8 @@
 //! The contract of stock clients is one connection on each stream. The error texts are upstream's.
 
 use bytes::Bytes;
-use culvert_common::tunnel::Dial;
-use culvert_common::wire::{ConnectId, DialId, Message};
+use culvert_konnectivity::message::{ConnectId, DialId, Message};
+use culvert_stream::Dial;
 
 /// Where the stream stands.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

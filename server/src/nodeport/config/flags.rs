@@ -6,9 +6,9 @@ use std::ffi::OsString;
 use std::time::Duration;
 
 use clap::{Args, Parser};
-use culvert_common::flags::parse::with_two_dashes;
-use culvert_common::flags::values::go_int;
-use culvert_common::flags::{
+use culvert_host::flags::parse::with_two_dashes;
+use culvert_host::flags::values::go_int;
+use culvert_host::flags::{
     Exit, GoDuration, HostPort, KlogFlags, Parsed, Problems, StringSlice, parse,
 };
 

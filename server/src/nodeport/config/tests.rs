@@ -1,6 +1,6 @@
 #![allow(clippy::unwrap_used)]
 
-use culvert_common::telemetry::logging::LogFormat;
+use culvert_host::telemetry::logging::LogFormat;
 
 use super::*;
 

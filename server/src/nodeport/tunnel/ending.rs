@@ -1,7 +1,7 @@
 //! A source that remembers when it ended.
 
 use bytes::Bytes;
-use culvert_common::tunnel::{CloseReason, Source};
+use culvert_stream::{CloseReason, Source};
 use tokio::time::Instant;
 
 /// Passes everything on.

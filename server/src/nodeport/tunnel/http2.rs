@@ -6,12 +6,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use culvert_common::native::halves::halves;
-use culvert_common::native::link::{Incoming, Taker, TakerLimits};
-use culvert_common::native::window::Inbound;
-use culvert_common::tunnel::CloseReason;
-use culvert_common::tunnel::allowance::Allowance;
-use culvert_common::tunnel::io::LINGER;
+use culvert_native::halves::halves;
+use culvert_native::link::{Incoming, Taker, TakerLimits};
+use culvert_native::window::Inbound;
+use culvert_stream::CloseReason;
+use culvert_stream::allowance::Allowance;
+use culvert_stream::io::LINGER;
 use http::{Method, Response, StatusCode};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::task::coop::consume_budget;

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use bytes::Bytes;
-use culvert_common::tunnel::{CloseReason, Sink as _, Source as _};
+use culvert_stream::{CloseReason, Sink as _, Source as _};
 use proptest::prelude::*;
 use tokio::time::{Instant, sleep};
 use tokio_util::task::TaskTracker;

@@ -3,7 +3,7 @@
 
 use std::net::SocketAddr;
 
-use culvert_common::flags::GoDuration;
+use culvert_host::flags::GoDuration;
 use culvert_server::backend::tunnel::{Health, Kind};
 use culvert_server::switch::Mode;
 use culvert_server::switch::status::{Progress, Request, Status};

@@ -1,11 +1,11 @@
 #![allow(clippy::unwrap_used, clippy::indexing_slicing)]
 
-use culvert_common::openvpn::streams::Streams;
-use culvert_common::telemetry::metrics::Registry;
+use culvert_host::telemetry::metrics::Registry;
 use culvert_openvpn::control::push::Topology;
 use culvert_openvpn::flows::Config;
 use culvert_openvpn::peer_info::PeerInfo;
 use culvert_openvpn::tls::PeerIdentity;
+use culvert_openvpn_io::streams::Streams;
 use tempfile::TempDir;
 
 use super::*;

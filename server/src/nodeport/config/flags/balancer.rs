@@ -2,7 +2,7 @@
 //! election.
 
 use clap::Args;
-use culvert_common::flags::{GoDuration, Problems};
+use culvert_host::flags::{GoDuration, Problems};
 
 use super::SourceFlags;
 use crate::nodeport::balancer::BalancerConfig;

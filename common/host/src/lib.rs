@@ -1,0 +1,19 @@
+//! Parts that every program has and that know no protocol of the tunnel.
+//!
+//! | module | contents |
+//! |---|---|
+//! | [`flags`] | pflag-compatible value parsers and the klog flags |
+//! | [`telemetry`] | logging and the metrics registry |
+//! | [`admin`] | the plain HTTP listener for health, metrics and admin paths |
+//! | [`tls`] | identities, trust, cipher suites |
+//! | [`net`] | listeners, dialing with Go-shaped errors, the CONNECT request head, outbound proxies |
+//! | [`watched`] | a file that is read again when it changes |
+//! | [`runtime`] | start-up, signals, threads |
+
+pub mod admin;
+pub mod flags;
+pub mod net;
+pub mod runtime;
+pub mod telemetry;
+pub mod tls;
+pub mod watched;

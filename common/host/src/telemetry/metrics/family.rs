@@ -1,0 +1,160 @@
+//! Families of series over closed sets of labels.
+//!
+//! A label whose values are an enum can be resolved once and then found by index: no hashing, no
+//! lock, no allocation where packets are counted. It also bounds the number of series.
+
+use std::marker::PhantomData;
+use std::sync::{Arc, OnceLock};
+
+use metrics::{Counter, Gauge, Histogram};
+
+use super::Registry;
+
+/// A closed set of label values; [`label_values!`](crate::label_values) writes the implementation
+/// for one label, pairs are written by hand.
+pub trait LabelSet: Copy {
+    /// Every member.
+    fn all() -> Vec<Self>;
+    /// The member's place in [`LabelSet::all`].
+    fn index(self) -> usize;
+    /// Label names and values of the member.
+    fn labels(self) -> Vec<(&'static str, &'static str)>;
+}
+
+/// A kind of series.
+pub trait Handle: Sized + 'static {
+    /// Registers one series.
+    fn register(
+        registry: &Registry,
+        name: &'static str,
+        labels: &[(&'static str, &'static str)],
+        help: &'static str,
+    ) -> Self;
+    /// The handle that counts nothing.
+    fn noop() -> &'static Self;
+}
+
+/// One metric name, its series resolved per member of `L`. A series appears on the page with its
+/// first use, or at once with [`Family::at_zero`].
+pub struct Family<L, H> {
+    registry: Arc<Registry>,
+    name: &'static str,
+    help: &'static str,
+    handles: Box<[OnceLock<H>]>,
+    labels: PhantomData<fn(L)>,
+}
+
+// === impl Family ===
+
+impl<L: LabelSet, H: Handle> Family<L, H> {
+    /// A family with no series yet.
+    pub fn new(registry: &Arc<Registry>, name: &'static str, help: &'static str) -> Self {
+        Self {
+            registry: Arc::clone(registry),
+            name,
+            help,
+            handles: L::all().iter().map(|_| OnceLock::new()).collect(),
+            labels: PhantomData,
+        }
+    }
+
+    /// Registers the series of `members`, so that they are on the page before their first use.
+    #[must_use]
+    pub fn at_zero(self, members: impl IntoIterator<Item = L>) -> Self {
+        for member in members {
+            self.get(member);
+        }
+        self
+    }
+
+    /// The series of one member.
+    pub fn get(&self, member: L) -> &H {
+        match self.handles.get(member.index()) {
+            Some(slot) => slot.get_or_init(|| {
+                H::register(&self.registry, self.name, &member.labels(), self.help)
+            }),
+            // An index beyond `all()` is a mistake in a `LabelSet`; it must not end the program.
+            None => {
+                debug_assert!(false, "{}: label index out of range", self.name);
+                H::noop()
+            }
+        }
+    }
+}
+
+macro_rules! handle {
+    ($kind:ident, $method:ident) => {
+        impl Handle for $kind {
+            fn register(
+                registry: &Registry,
+                name: &'static str,
+                labels: &[(&'static str, &'static str)],
+                help: &'static str,
+            ) -> Self {
+                registry.$method(name, labels, help)
+            }
+
+            fn noop() -> &'static Self {
+                static NOOP: $kind = $kind::noop();
+                &NOOP
+            }
+        }
+    };
+}
+
+handle!(Counter, counter);
+handle!(Gauge, gauge);
+handle!(Histogram, histogram);
+
+/// Declares an enum that is the closed set of values of one label.
+///
+/// ```
+/// culvert_host::label_values! {
+///     /// Which way.
+///     pub enum Way("way") {
+///         /// In.
+///         In = "in",
+///         /// Out.
+///         Out = "out",
+///     }
+/// }
+/// assert_eq!(Way::ALL.len(), 2);
+/// assert_eq!(Way::Out.as_str(), "out");
+/// ```
+#[macro_export]
+macro_rules! label_values {
+    (
+        $(#[$meta:meta])*
+        pub enum $name:ident($label:literal) {
+            $($(#[$value_meta:meta])* $variant:ident = $value:literal,)+
+        }
+    ) => {
+        $(#[$meta])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        pub enum $name { $($(#[$value_meta])* $variant,)+ }
+
+        impl $name {
+            /// Every value, in the order of declaration.
+            pub const ALL: &'static [Self] = &[$(Self::$variant,)+];
+
+            /// The value as it stands in the label.
+            pub const fn as_str(self) -> &'static str {
+                match self { $(Self::$variant => $value,)+ }
+            }
+        }
+
+        impl $crate::telemetry::metrics::LabelSet for $name {
+            fn all() -> Vec<Self> {
+                Self::ALL.to_vec()
+            }
+
+            fn index(self) -> usize {
+                self as usize
+            }
+
+            fn labels(self) -> Vec<(&'static str, &'static str)> {
+                vec![($label, self.as_str())]
+            }
+        }
+    };
+}

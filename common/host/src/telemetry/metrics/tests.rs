@@ -1,0 +1,152 @@
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
+
+use super::*;
+
+crate::label_values! {
+    /// A label of two values.
+    pub enum Side("side") {
+        /// The first value.
+        Left = "left",
+        /// The second value.
+        Right = "right",
+    }
+}
+
+fn sample(page: &str, series: &str) -> Option<String> {
+    page.lines()
+        .find_map(|line| line.strip_prefix(series)?.strip_prefix(' '))
+        .map(str::to_owned)
+}
+
+#[test]
+fn names_help_and_values_are_verbatim() {
+    let registry = Registry::new(&[]).unwrap();
+    registry
+        .counter(
+            "x_failure_count",
+            &[("reason", "no \"agent\"")],
+            "Some help. (a)",
+        )
+        .increment(2);
+    registry.gauge("x_ready", &[], "Ready").set(3);
+    let page = registry.render();
+    assert!(
+        page.contains("# HELP x_failure_count Some help. (a)\n# TYPE x_failure_count counter\n")
+    );
+    assert_eq!(
+        sample(&page, r#"x_failure_count{reason="no \"agent\""}"#).unwrap(),
+        "2"
+    );
+    assert!(page.contains("# TYPE x_ready gauge\n"));
+    assert_eq!(sample(&page, "x_ready").unwrap(), "3");
+}
+
+#[test]
+fn histograms_have_their_buckets_from_the_start_and_print_them_as_go_does() {
+    let registry = Registry::new(&[("d_seconds", &[0.000_001, 0.000_025, 0.0001, 0.5])]).unwrap();
+    let own = registry.histogram("d_seconds", &[], "Duration");
+    let _other = registry.histogram("other_seconds", &[], "Default buckets");
+    let page = registry.render();
+    assert_eq!(sample(&page, "d_seconds_count").unwrap(), "0");
+    assert_eq!(
+        sample(&page, r#"d_seconds_bucket{le="1e-06"}"#).unwrap(),
+        "0"
+    );
+    assert!(page.contains("# TYPE other_seconds histogram\n"));
+    assert!(page.contains(r#"other_seconds_bucket{le="0.005"} 0"#));
+
+    own.record(0.00002);
+    own.record(0.4);
+    own.record(7.0);
+    let page = registry.render();
+    for (bound, count) in [
+        ("1e-06", "0"),
+        ("2.5e-05", "1"),
+        ("0.0001", "1"),
+        ("0.5", "2"),
+        ("+Inf", "3"),
+    ] {
+        let series = format!("d_seconds_bucket{{le=\"{bound}\"}}");
+        assert_eq!(sample(&page, &series).as_deref(), Some(count), "{series}");
+    }
+    assert_eq!(sample(&page, "d_seconds_count").unwrap(), "3");
+}
+
+#[test]
+fn an_empty_bucket_list_is_refused() {
+    let error = Registry::new(&[("d_seconds", &[])]).unwrap_err();
+    assert!(
+        error
+            .to_string()
+            .starts_with("histogram d_seconds has no usable buckets")
+    );
+}
+
+#[test]
+fn the_process_is_on_the_page() {
+    let page = Registry::new(&[]).unwrap().render();
+    for name in [
+        "process_cpu_seconds_total",
+        "process_resident_memory_bytes",
+        "process_open_fds",
+        "process_start_time_seconds",
+    ] {
+        assert!(
+            sample(&page, name).is_some(),
+            "{name} is missing from\n{page}"
+        );
+    }
+    assert!(page.contains("# HELP process_open_fds Number of open file descriptors."));
+}
+
+#[test]
+fn registries_do_not_share_series() {
+    let (one, two) = (Registry::new(&[]).unwrap(), Registry::new(&[]).unwrap());
+    one.counter("only_in_one", &[], "h").increment(1);
+    assert!(one.render().contains("only_in_one 1"));
+    assert!(!two.render().contains("only_in_one"));
+}
+
+#[test]
+fn a_guard_counts_for_its_life() {
+    let registry = Registry::new(&[]).unwrap();
+    let gauge = registry.gauge("open", &[], "h");
+    let first = GaugeGuard::new(&gauge);
+    let second = GaugeGuard::new(&gauge);
+    assert_eq!(sample(&registry.render(), "open").unwrap(), "2");
+    drop(first);
+    assert_eq!(sample(&registry.render(), "open").unwrap(), "1");
+    drop(second);
+    assert_eq!(sample(&registry.render(), "open").unwrap(), "0");
+}
+
+#[test]
+fn a_family_shows_a_member_on_first_use_or_at_zero() {
+    let registry = Registry::new(&[]).unwrap();
+    let lazy: Family<Side, Counter> = Family::new(&registry, "lazy", "h");
+    let _eager: Family<Side, Counter> = Family::new(&registry, "eager", "h").at_zero(Side::all());
+    let page = registry.render();
+    assert!(!page.contains("lazy{"));
+    assert_eq!(page.matches("\neager{").count(), Side::ALL.len());
+
+    lazy.get(Side::Right).increment(1);
+    lazy.get(Side::Right).increment(1);
+    let page = registry.render();
+    assert_eq!(sample(&page, r#"lazy{side="right"}"#).unwrap(), "2");
+    assert_eq!(page.matches("\nlazy{").count(), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn upkeep_runs_until_shutdown() {
+    let registry = Registry::new(&[]).unwrap();
+    registry.histogram("d_seconds", &[], "h").record(1.0);
+    let shutdown = CancellationToken::new();
+    let task = tokio::spawn({
+        let (registry, shutdown) = (registry.clone(), shutdown.clone());
+        async move { registry.run_upkeep(shutdown).await }
+    });
+    tokio::time::sleep(UPKEEP_INTERVAL * 2).await;
+    shutdown.cancel();
+    task.await.unwrap();
+    assert_eq!(sample(&registry.render(), "d_seconds_count").unwrap(), "1");
+}

@@ -1,0 +1,181 @@
+//! Messages as a body.
+
+use std::io::IoSlice;
+use std::pin::Pin;
+use std::task::{Context, Poll};
+
+use bytes::{Buf, Bytes};
+use futures_util::Stream;
+use http::HeaderMap;
+use hyper::body::{Body, Frame};
+use tonic::Status;
+
+use super::packet;
+use crate::message::Message;
+
+/// Messages that are ready together share a DATA frame up to about this size. Each frame costs
+/// the sender a write and the receiver an entry in a table; beyond two frames of the size that
+/// stock peers take, there is nothing more to gain.
+const BATCH_BYTES: usize = 32 * 1024;
+
+/// Payloads up to this size are copied into the shared frame: cheaper than a write of their own.
+/// Larger ones go out of the memory that they lie in.
+const COPY_BYTES: usize = 4 * 1024;
+
+/// The body of one direction of a call: what `packets` yields, until it ends.
+#[derive(Debug)]
+pub struct PacketBody<S> {
+    packets: Option<S>,
+    side: Side,
+    /// What ends the call once everything before is sent.
+    status: Option<Status>,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Side {
+    Client,
+    Server,
+}
+
+/// Part of a body: framed messages, the last of which may have its payload in a memory of its own.
+#[derive(Debug)]
+pub struct Piece {
+    head: Bytes,
+    payload: Bytes,
+}
+
+// === impl PacketBody ===
+
+impl<S> PacketBody<S> {
+    /// What a client sends; ends without a word.
+    pub fn request(packets: S) -> Self {
+        Self {
+            packets: Some(packets),
+            side: Side::Client,
+            status: None,
+        }
+    }
+
+    /// What a server answers; ends with the status in the trailers.
+    pub fn response(packets: S) -> Self {
+        Self {
+            packets: Some(packets),
+            side: Side::Server,
+            status: None,
+        }
+    }
+}
+
+/// A body that has ended.
+impl<S> Default for PacketBody<S> {
+    fn default() -> Self {
+        Self {
+            packets: None,
+            side: Side::Server,
+            status: None,
+        }
+    }
+}
+
+impl<S> PacketBody<S>
+where
+    S: Stream<Item = Result<Message, Status>> + Unpin,
+{
+    /// What is ready now, up to a batch; `None` at the end. Pending only with nothing in hand.
+    fn poll_batch(&mut self, cx: &mut Context<'_>) -> Poll<Option<Piece>> {
+        let Some(packets) = &mut self.packets else {
+            return Poll::Ready(None);
+        };
+        let mut head = Vec::new();
+        let mut payload = Bytes::new();
+        while head.len() < BATCH_BYTES {
+            match Pin::new(&mut *packets).poll_next(cx) {
+                Poll::Ready(Some(Ok(Message::Data { connection, bytes })))
+                    if bytes.len() > COPY_BYTES =>
+                {
+                    packet::encode_data_head(connection, bytes.len(), 0, &mut head);
+                    payload = bytes;
+                    break;
+                }
+                Poll::Ready(Some(Ok(message))) => packet::encode(message, &mut head),
+                Poll::Ready(end) => {
+                    self.status = Some(end.and_then(Result::err).unwrap_or_else(|| Status::ok("")));
+                    self.packets = None;
+                    break;
+                }
+                Poll::Pending if head.is_empty() => return Poll::Pending,
+                Poll::Pending => break,
+            }
+        }
+        let head = Bytes::from(head);
+        Poll::Ready((!head.is_empty()).then_some(Piece { head, payload }))
+    }
+}
+
+impl<S> Body for PacketBody<S>
+where
+    S: Stream<Item = Result<Message, Status>> + Unpin,
+{
+    type Data = Piece;
+    type Error = Status;
+
+    fn poll_frame(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Piece>, Status>>> {
+        let this = self.get_mut();
+        if let Some(piece) = std::task::ready!(this.poll_batch(cx)) {
+            return Poll::Ready(Some(Ok(Frame::data(piece))));
+        }
+        let Some(status) = this.status.take() else {
+            return Poll::Ready(None);
+        };
+        match this.side {
+            Side::Server => {
+                let mut trailers = HeaderMap::new();
+                let added = status.add_header(&mut trailers);
+                Poll::Ready(Some(added.map(|()| Frame::trailers(trailers))))
+            }
+            Side::Client if status.code() == tonic::Code::Ok => Poll::Ready(None),
+            Side::Client => Poll::Ready(Some(Err(status))),
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.packets.is_none() && self.status.is_none()
+    }
+}
+
+// === impl Piece ===
+
+impl Buf for Piece {
+    fn remaining(&self) -> usize {
+        self.head.len() + self.payload.len()
+    }
+
+    fn chunk(&self) -> &[u8] {
+        if self.head.is_empty() {
+            &self.payload
+        } else {
+            &self.head
+        }
+    }
+
+    fn advance(&mut self, count: usize) {
+        let of_head = count.min(self.head.len());
+        self.head.advance(of_head);
+        self.payload.advance(count - of_head);
+    }
+
+    // Without it, the parts would be written one by one.
+    fn chunks_vectored<'a>(&'a self, slices: &mut [IoSlice<'a>]) -> usize {
+        let parts = [&self.head, &self.payload].into_iter();
+        let parts = parts.filter(|part| !part.is_empty());
+        let mut filled = 0;
+        for (slice, part) in slices.iter_mut().zip(parts) {
+            *slice = IoSlice::new(part);
+            filled += 1;
+        }
+        filled
+    }
+}

@@ -1,0 +1,168 @@
+//! What surrounds the messages of a call: the request that opens it and the head of its answer.
+
+use futures_util::Stream;
+use http::header::{CONTENT_TYPE, TE};
+use http::uri::PathAndQuery;
+use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode, Uri, Version};
+use hyper::body::Incoming;
+use hyper::client::conn::http2::SendRequest;
+use tonic::metadata::{MetadataMap, MetadataValue};
+use tonic::{Code, Status};
+
+use super::{PacketBody, Reader};
+use crate::message::Message;
+
+/// The media type of every gRPC message format; `+proto` or parameters may follow.
+const GRPC: &str = "application/grpc";
+
+const ENCODING: &str = "grpc-encoding";
+const ACCEPT_ENCODING: &str = "grpc-accept-encoding";
+
+/// A service of one method, whose both directions are packets.
+pub trait Service<B = Incoming> {
+    /// Where the method is asked for.
+    const PATH: &'static str;
+
+    /// What is answered.
+    type Replies: Stream<Item = Result<Message, Status>> + Send + Unpin + 'static;
+
+    /// Takes a call.
+    ///
+    /// # Errors
+    /// The status that refuses the call.
+    fn take(
+        &self,
+        request: tonic::Request<Reader<B>>,
+    ) -> impl Future<Output = Result<tonic::Response<Self::Replies>, Status>> + Send;
+}
+
+/// Answers a request: with what `service` says, or with why it is no call of it.
+pub async fn answer<S: Service<B>, B>(
+    service: &S,
+    request: Request<B>,
+) -> Response<PacketBody<S::Replies>> {
+    let (head, body) = request.into_parts();
+    if let Err((http, status)) = is_call(&head, S::PATH) {
+        let mut refusal: Response<PacketBody<S::Replies>> = status.into_http();
+        *refusal.status_mut() = http;
+        return refusal;
+    }
+    let metadata = MetadataMap::from_headers(head.headers);
+    let inbound = Reader::request(body);
+    let request = tonic::Request::from_parts(metadata, head.extensions, inbound);
+    match service.take(request).await {
+        Ok(answer) => {
+            let (metadata, replies, _) = answer.into_parts();
+            let mut response = Response::new(PacketBody::response(replies));
+            *response.headers_mut() = metadata.into_headers();
+            let headers = response.headers_mut();
+            headers.insert(CONTENT_TYPE, HeaderValue::from_static(GRPC));
+            response
+        }
+        Err(status) => status.into_http(),
+    }
+}
+
+/// Whether a request is a call of the method at `path`; if not, the HTTP status and the gRPC
+/// status to refuse it with, which are grpc-go's.
+fn is_call(head: &http::request::Parts, path: &str) -> Result<(), (StatusCode, Status)> {
+    let kind = head.headers.get(CONTENT_TYPE).map(HeaderValue::as_bytes);
+    if !kind.is_some_and(is_grpc) {
+        let kind = String::from_utf8_lossy(kind.unwrap_or_default());
+        let text = format!("invalid gRPC request content-type {kind:?}");
+        let status = Status::invalid_argument(text);
+        return Err((StatusCode::UNSUPPORTED_MEDIA_TYPE, status));
+    }
+    if head.method != Method::POST {
+        let method = head.method.as_str();
+        let text = format!("Received a HEADERS frame with :method {method:?} which should be POST");
+        return Err((StatusCode::METHOD_NOT_ALLOWED, Status::internal(text)));
+    }
+    if head.uri.path() != path {
+        let status = Status::unimplemented(format!("unknown method {}", head.uri.path()));
+        return Err((StatusCode::OK, status));
+    }
+    is_plain(&head.headers).map_err(|status| (StatusCode::OK, status))
+}
+
+fn is_grpc(kind: &[u8]) -> bool {
+    let rest = kind.strip_prefix(GRPC.as_bytes());
+    rest.is_some_and(|rest| matches!(rest.first(), None | Some(b'+' | b';')))
+}
+
+/// Refuses compressed messages, in tonic's words.
+fn is_plain(headers: &HeaderMap) -> Result<(), Status> {
+    let Some(encoding) = headers.get(ENCODING).filter(|value| *value != "identity") else {
+        return Ok(());
+    };
+    let encoding = String::from_utf8_lossy(encoding.as_bytes());
+    let mut status = Status::unimplemented(format!(
+        "Content is compressed with `{encoding}` which isn't supported"
+    ));
+    let identity = MetadataValue::from_static("identity");
+    status.metadata_mut().insert(ACCEPT_ENCODING, identity);
+    Err(status)
+}
+
+/// The status in a head or in trailers. Without its details, which no peer of ours sends and whose
+/// encoding tonic takes for granted.
+pub(super) fn status_of(headers: &HeaderMap) -> Option<Status> {
+    if !headers.contains_key(Status::GRPC_STATUS_DETAILS) {
+        return Status::from_header_map(headers);
+    }
+    let mut headers = headers.clone();
+    headers.remove(Status::GRPC_STATUS_DETAILS);
+    Status::from_header_map(&headers)
+}
+
+/// Why a call was not answered with messages.
+#[derive(Debug, thiserror::Error)]
+pub enum CallError {
+    /// The address makes no URI.
+    #[error(transparent)]
+    Address(#[from] http::uri::InvalidUriParts),
+    /// The connection broke before the answer.
+    #[error(transparent)]
+    Connection(#[from] hyper::Error),
+    /// The server said no.
+    #[error("{} ({})", .0.message(), .0.code())]
+    Refused(Box<Status>),
+}
+
+/// Opens a call of the method at `path` and waits for the head of the answer. Gives its metadata
+/// and its messages.
+///
+/// # Errors
+/// See [`CallError`].
+pub async fn call<S>(
+    mut connection: SendRequest<PacketBody<S>>,
+    origin: &Uri,
+    path: &'static str,
+    metadata: MetadataMap,
+    packets: S,
+) -> Result<(MetadataMap, Reader), CallError>
+where
+    S: Stream<Item = Result<Message, Status>> + Send + Unpin + 'static,
+{
+    let mut uri = origin.clone().into_parts();
+    uri.path_and_query = Some(PathAndQuery::from_static(path));
+    let mut request = Request::new(PacketBody::request(packets));
+    *request.method_mut() = Method::POST;
+    *request.version_mut() = Version::HTTP_2;
+    *request.uri_mut() = Uri::from_parts(uri)?;
+    *request.headers_mut() = metadata.into_headers();
+    let headers = request.headers_mut();
+    headers.insert(TE, HeaderValue::from_static("trailers"));
+    headers.insert(CONTENT_TYPE, HeaderValue::from_static(GRPC));
+    connection.ready().await?;
+    let response = connection.send_request(request).await?;
+    let refused = |status| CallError::Refused(Box::new(status));
+    is_plain(response.headers()).map_err(refused)?;
+    let (head, body) = response.into_parts();
+    let reader = match status_of(&head.headers) {
+        Some(status) if status.code() != Code::Ok => return Err(refused(status)),
+        Some(_) => Reader::ended(body),
+        None => Reader::response(body, head.status),
+    };
+    Ok((MetadataMap::from_headers(head.headers), reader))
+}

@@ -1,0 +1,127 @@
+//! The bytes of one packet. Nearly all packets carry data, and those have one usual form, which is
+//! written and read here by hand; every other packet, and every unusual form, is prost's.
+
+use bytes::{BufMut, Bytes};
+use culvert_proto::{Packet, PacketType};
+use prost::{DecodeError, Message as _};
+
+use super::PREFIX_BYTES;
+use crate::message::{ConnectId, Message};
+
+/// `Packet.type`, and its value in what follows.
+const TYPE: u8 = 0x08;
+const TYPE_DATA: u8 = PacketType::Data as u8;
+/// `Packet.data`.
+const DATA: u8 = 0x22;
+/// `Data.connectID`.
+const DATA_CONNECT_ID: u8 = 0x08;
+/// `Data.data`.
+const DATA_DATA: u8 = 0x1a;
+
+/// Reads a packet. A payload is a slice of it.
+///
+/// # Errors
+/// When it is none, as prost sees it.
+pub fn decode(mut packet: Bytes) -> Result<Message, DecodeError> {
+    if let Some((connection, len)) = usual_data(&packet) {
+        let bytes = packet.split_off(packet.len() - len);
+        return Ok(Message::Data { connection, bytes });
+    }
+    Packet::decode(packet).map(Message::from)
+}
+
+/// Appends a message's packet, behind the prefix that gRPC puts before it.
+pub fn encode(message: Message, out: &mut Vec<u8>) {
+    if let Message::Data { connection, bytes } = &message {
+        encode_data_head(*connection, bytes.len(), bytes.len(), out);
+        out.extend_from_slice(bytes);
+        return;
+    }
+    let packet = Packet::from(message);
+    let len = packet.encoded_len();
+    out.reserve(PREFIX_BYTES + len);
+    put_prefix(len, out);
+    packet.encode_raw(out);
+}
+
+/// Appends what comes before the `len` bytes of a DATA packet, gRPC's prefix included. Makes room
+/// for `more` bytes behind it.
+pub fn encode_data_head(connection: ConnectId, len: usize, more: usize, out: &mut Vec<u8>) {
+    // As on every proto3 wire, zero and empty are left out.
+    let id = connection.0.cast_unsigned();
+    let id_len = if id == 0 { 0 } else { 1 + varint_len(id) };
+    let bytes_len = match len {
+        0 => 0,
+        _ => 1 + varint_len(len as u64) + len,
+    };
+    let data_len = id_len + bytes_len;
+    let packet_len = 2 + 1 + varint_len(data_len as u64) + data_len;
+    out.reserve(PREFIX_BYTES + packet_len - len + more);
+    put_prefix(packet_len, out);
+    out.extend_from_slice(&[TYPE, TYPE_DATA, DATA]);
+    put_varint(data_len as u64, out);
+    if id != 0 {
+        out.push(DATA_CONNECT_ID);
+        put_varint(id, out);
+    }
+    if len != 0 {
+        out.push(DATA_DATA);
+        put_varint(len as u64, out);
+    }
+}
+
+/// The connection of a DATA packet in its usual form, and how many bytes at its end are the data.
+fn usual_data(packet: &[u8]) -> Option<(ConnectId, usize)> {
+    let rest = packet.strip_prefix(&[TYPE, TYPE_DATA, DATA])?;
+    let (len, rest) = varint(rest)?;
+    if len != rest.len() as u64 {
+        return None;
+    }
+    let (id, rest) = match rest.strip_prefix(&[DATA_CONNECT_ID]) {
+        Some(rest) => varint(rest)?,
+        None => (0, rest),
+    };
+    let connection = ConnectId(id.cast_signed());
+    let Some(rest) = rest.strip_prefix(&[DATA_DATA]) else {
+        return rest.is_empty().then_some((connection, 0));
+    };
+    let (len, rest) = varint(rest)?;
+    (len == rest.len() as u64).then_some((connection, rest.len()))
+}
+
+fn put_prefix(len: usize, out: &mut Vec<u8>) {
+    out.put_u8(0);
+    // Packets are far below 4 GiB: what is sent was received below the message limit.
+    out.put_u32(u32::try_from(len).unwrap_or(u32::MAX));
+}
+
+fn put_varint(mut value: u64, out: &mut Vec<u8>) {
+    while value >= 0x80 {
+        out.push(value as u8 | 0x80);
+        value >>= 7;
+    }
+    out.push(value as u8);
+}
+
+const fn varint_len(value: u64) -> usize {
+    // Seven bits a byte, and one byte for zero.
+    (64 - (value | 1).leading_zeros() as usize).div_ceil(7)
+}
+
+/// A number and what follows it; `None` if it does not fit into 64 bits or is not all there.
+fn varint(bytes: &[u8]) -> Option<(u64, &[u8])> {
+    let mut value = 0;
+    let mut rest = bytes;
+    for shift in (0..64).step_by(7) {
+        let (&byte, behind) = rest.split_first()?;
+        rest = behind;
+        if shift == 63 && byte > 1 {
+            return None;
+        }
+        value |= u64::from(byte & 0x7f) << shift;
+        if byte < 0x80 {
+            return Some((value, rest));
+        }
+    }
+    None
+}

@@ -1,0 +1,222 @@
+//! Heads: what is taken for a call, and what a client makes of an answer.
+
+use std::convert::Infallible;
+use std::future::ready;
+use std::sync::Arc;
+
+use culvert_proto::proxy_service_client::ProxyServiceClient;
+use futures_util::FutureExt as _;
+use http::{Request, Response, StatusCode};
+use hyper::body::Incoming;
+use hyper::server::conn::http2 as server;
+use hyper_util::rt::{TokioExecutor, TokioIo};
+use tokio::io::DuplexStream;
+use tonic::Code;
+use tonic::metadata::MetadataMap;
+use tower::ServiceExt as _;
+
+use super::*;
+
+const PATH: &str = "/ProxyService/Proxy";
+
+/// Sends back what it gets, behind metadata.
+struct Echo;
+
+struct Replies<B>(Reader<B>);
+
+impl<B> Stream for Replies<B>
+where
+    B: Body<Data = Bytes> + Unpin,
+    B::Error: Into<Box<dyn std::error::Error + Send + Sync>>,
+{
+    type Item = Result<Message, Status>;
+
+    fn poll_next(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        self.0.poll_message(cx).map(Result::transpose)
+    }
+}
+
+/// Echo never waits before it answers.
+fn answered<B: Send>(request: Request<B>) -> Response<PacketBody<Replies<B>>>
+where
+    Echo: Service<B, Replies = Replies<B>>,
+{
+    answer(&Echo, request).now_or_never().unwrap()
+}
+
+impl<B> Service<B> for Echo
+where
+    B: Body<Data = Bytes> + Unpin + Send + 'static,
+    B::Error: Into<Box<dyn std::error::Error + Send + Sync>>,
+{
+    const PATH: &'static str = PATH;
+
+    type Replies = Replies<B>;
+
+    async fn take(
+        &self,
+        request: tonic::Request<Reader<B>>,
+    ) -> Result<tonic::Response<Self::Replies>, Status> {
+        let who = request.metadata().get("who").cloned();
+        let who = who.ok_or_else(|| Status::unknown("who are you?"))?;
+        let mut response = tonic::Response::new(Replies(request.into_inner()));
+        response.metadata_mut().insert("you", who);
+        Ok(response)
+    }
+}
+
+/// Serves one connection in a task of its own; gives its other end.
+fn served<F, B>(handle: F) -> DuplexStream
+where
+    F: Fn(Request<Incoming>) -> Response<B> + Send + Sync + 'static,
+    B: Body + Send + 'static,
+    B::Data: Send,
+    B::Error: Into<Box<dyn std::error::Error + Send + Sync>>,
+{
+    let (near, far) = tokio::io::duplex(1 << 16);
+    let handle = Arc::new(handle);
+    let service =
+        hyper::service::service_fn(move |request| ready(Ok::<_, Infallible>(handle(request))));
+    let connection = server::Builder::new(TokioExecutor::new());
+    tokio::spawn(connection.serve_connection(TokioIo::new(far), service));
+    near
+}
+
+async fn called<F, B>(handle: F, who: &str) -> Result<(MetadataMap, Reader), CallError>
+where
+    F: Fn(Request<Incoming>) -> Response<B> + Send + Sync + 'static,
+    B: Body + Send + 'static,
+    B::Data: Send,
+    B::Error: Into<Box<dyn std::error::Error + Send + Sync>>,
+{
+    let io = TokioIo::new(served(handle));
+    let (sender, connection) = hyper::client::conn::http2::handshake(TokioExecutor::new(), io)
+        .await
+        .unwrap();
+    tokio::spawn(connection);
+    let mut metadata = MetadataMap::new();
+    if !who.is_empty() {
+        metadata.insert("who", who.parse().unwrap());
+    }
+    let origin = http::Uri::from_static("http://server/");
+    call(sender, &origin, PATH, metadata, Rounds::new([said()])).await
+}
+
+fn said() -> Vec<Message> {
+    let dial = Message::CloseDial {
+        dial: crate::message::DialId(5),
+    };
+    vec![dial, data(1, 100), data(2, 100_000), data(3, 0)]
+}
+
+#[tokio::test]
+async fn both_ends_understand_each_other() {
+    let (metadata, mut reader) = called(answered, "me").await.unwrap();
+    assert_eq!(metadata.get("you").unwrap(), "me");
+    for expected in said() {
+        assert_eq!(reader.message().await.unwrap(), Some(expected));
+    }
+    assert_eq!(reader.message().await.unwrap(), None);
+}
+
+#[tokio::test]
+async fn a_library_client_understands_us() {
+    let io = TokioIo::new(served(answered));
+    let (sender, connection) =
+        hyper::client::conn::http2::handshake::<_, _, tonic::body::Body>(TokioExecutor::new(), io)
+            .await
+            .unwrap();
+    tokio::spawn(connection);
+    let service = tower::service_fn(move |request| sender.clone().send_request(request));
+    let mut client =
+        ProxyServiceClient::with_origin(service.boxed_clone(), "http://server".parse().unwrap());
+    let packets = || futures_util::stream::iter(said().into_iter().map(Packet::from));
+    let refused = client.proxy(packets()).await.unwrap_err();
+    assert_eq!(
+        (refused.code(), refused.message()),
+        (Code::Unknown, "who are you?")
+    );
+    let mut request = tonic::Request::new(packets());
+    request.metadata_mut().insert("who", "me".parse().unwrap());
+    let mut answer = client.proxy(request).await.unwrap().into_inner();
+    for expected in said() {
+        let packet = answer.message().await.unwrap().unwrap();
+        assert_eq!(Message::from(packet), expected);
+    }
+    assert!(answer.message().await.unwrap().is_none());
+    let trailers = answer.trailers().await.unwrap().unwrap();
+    assert_eq!(trailers.get("grpc-status").unwrap(), "0");
+}
+
+#[tokio::test]
+async fn a_refusal_reaches_the_client() {
+    let error = called(answered, "").await;
+    let error = error.map(|_| ()).unwrap_err();
+    assert!(error.to_string().starts_with("who are you? ("), "{error}");
+}
+
+#[tokio::test]
+async fn an_answer_in_a_foreign_encoding_is_refused() {
+    let handle = |_| {
+        let response = Response::builder().header("grpc-encoding", "gzip");
+        response.body(String::new()).unwrap()
+    };
+    let error = called(handle, "me").await.map(|_| ()).unwrap_err();
+    assert!(error.to_string().contains("compressed with `gzip`"));
+}
+
+#[tokio::test]
+async fn an_answer_without_a_status_shows_its_http_status() {
+    let handle = |_| Response::builder().status(503).body(String::new()).unwrap();
+    let (_, mut reader) = called(handle, "me").await.unwrap();
+    assert_eq!(
+        reader.message().await.unwrap_err().code(),
+        Code::Unavailable
+    );
+}
+
+#[tokio::test]
+async fn an_answer_may_be_its_head_alone() {
+    let handle = |_| {
+        let response = Response::builder().header("grpc-status", "0");
+        response.body(String::new()).unwrap()
+    };
+    let (_, mut reader) = called(handle, "me").await.unwrap();
+    assert_eq!(reader.message().await.unwrap(), None);
+}
+
+#[test]
+fn what_is_no_call_is_refused_as_grpc_go_does() {
+    let post = || {
+        let request = Request::post(PATH).header("who", "me");
+        request.header("content-type", "application/grpc+proto")
+    };
+    let kind = |kind: &str| {
+        let request = Request::post(PATH).header("who", "me");
+        request.header("content-type", kind)
+    };
+    let cases = [
+        (post(), 200, None),
+        (kind("application/grpc"), 200, None),
+        (kind("application/grpc;x=y"), 200, None),
+        (post().header("grpc-encoding", "identity"), 200, None),
+        (kind("application/grpc-web"), 415, Some(3)),
+        (kind("text/plain"), 415, Some(3)),
+        (Request::post(PATH), 415, Some(3)),
+        (post().method("GET"), 405, Some(13)),
+        (post().uri("/ProxyService/Other"), 200, Some(12)),
+        (post().uri("/"), 200, Some(12)),
+        (post().header("grpc-encoding", "gzip"), 200, Some(12)),
+    ];
+    for (request, http, grpc) in cases {
+        let request = request.body(Frames::new([])).unwrap();
+        let shown = format!("{} {:?}", request.method(), request.headers());
+        let response = answered(request);
+        assert_eq!(response.status(), StatusCode::from_u16(http).unwrap());
+        assert_eq!(response.headers()["content-type"], "application/grpc");
+        let status = response.headers().get("grpc-status");
+        let status = status.map(|value| value.to_str().unwrap().parse().unwrap());
+        assert_eq!(status, grpc, "{shown}");
+        assert_eq!(response.body().is_end_stream(), grpc.is_some(), "{shown}");
+    }
+}

@@ -1,0 +1,216 @@
+//! What both programs count about their packet streams and connections.
+
+use std::sync::Arc;
+
+use culvert_proto::PacketType;
+use metrics::{Counter, Gauge};
+use tonic::Code;
+use tracing::trace;
+
+use crate::message::Message;
+use culvert_host::label_values;
+use culvert_host::telemetry::metrics::{Family, LabelSet, Registry};
+
+label_values! {
+    /// One of the four directed parts of a tunnel, named from the server's place in the middle.
+    pub enum Segment("segment") {
+        /// Packets from the client (kube-apiserver) to the server.
+        FromClient = "from_client",
+        /// Packets from the server to the client.
+        ToClient = "to_client",
+        /// Packets from the agent to the server.
+        FromAgent = "from_agent",
+        /// Packets from the server to the agent.
+        ToAgent = "to_agent",
+    }
+}
+
+label_values! {
+    /// Which way payload travels, seen from the client.
+    pub enum Direction("direction") {
+        /// From the client toward the endpoint that the agent dialed.
+        ToEndpoint = "to_endpoint",
+        /// From the endpoint toward the client.
+        FromEndpoint = "from_endpoint",
+    }
+}
+
+const PACKET_TYPES: [PacketType; 7] = [
+    PacketType::DialReq,
+    PacketType::DialRsp,
+    PacketType::CloseReq,
+    PacketType::CloseRsp,
+    PacketType::Data,
+    PacketType::DialCls,
+    PacketType::Drain,
+];
+
+/// The names of a program's two stream families.
+#[derive(Clone, Copy, Debug)]
+pub struct StreamNames {
+    /// Name of the packet counter.
+    pub packets: &'static str,
+    /// Name of the error counter.
+    pub errors: &'static str,
+}
+
+/// Packets, stream errors, payload bytes and closed connections of one program.
+pub struct StreamMetrics {
+    registry: Arc<Registry>,
+    errors: &'static str,
+    packets: Family<PacketLabels, Counter>,
+    bytes: Family<Direction, Counter>,
+    /// Bytes that connections have queued beyond their own budgets.
+    pub excess_bytes: Gauge,
+}
+
+// === impl StreamMetrics ===
+
+impl StreamMetrics {
+    /// Registers the families; packets are on the page at 0 for the `segments` that this program
+    /// touches.
+    pub fn new(registry: &Arc<Registry>, names: StreamNames, segments: &[Segment]) -> Self {
+        let members = PacketLabels::all()
+            .into_iter()
+            .filter(|labels| segments.contains(&labels.segment));
+        Self {
+            registry: Arc::clone(registry),
+            errors: names.errors,
+            packets: Family::new(
+                registry,
+                names.packets,
+                "Count of packets processed, by segment and packet type (example: from_client, DIAL_REQ)",
+            )
+            .at_zero(members),
+            bytes: Family::new(
+                registry,
+                "culvert_tunnel_bytes_total",
+                "Payload bytes carried for connections, by direction.",
+            )
+            .at_zero(Direction::all()),
+            excess_bytes: registry.gauge(
+                "culvert_excess_buffer_bytes",
+                &[],
+                "Bytes queued beyond the budgets of their connections, out of --excess-buffer-bytes.",
+            ),
+        }
+    }
+
+    /// The counter of packets of one kind on one segment.
+    pub fn packets(&self, segment: Segment, packet_type: PacketType) -> &Counter {
+        self.packets.get(PacketLabels {
+            segment,
+            packet_type,
+        })
+    }
+
+    /// Counts what would be one packet in the packet dialect: the native transport has none, and
+    /// dashboards go on.
+    pub fn count_as(&self, segment: Segment, packet_type: PacketType) {
+        self.packets(segment, packet_type).increment(1);
+    }
+
+    /// Counts one packet on one segment, and logs it at the verbosity that asks for a line per
+    /// packet. Types from the future are not counted.
+    pub fn count(&self, segment: Segment, message: &Message) {
+        if let Some(packet_type) = message.packet_type() {
+            trace!(
+                segment = segment.as_str(),
+                packet = packet_type.as_str_name(),
+                "packet"
+            );
+            self.packets(segment, packet_type).increment(1);
+        }
+    }
+
+    /// The counter of payload bytes in one direction.
+    pub fn tunnel_bytes(&self, direction: Direction) -> &Counter {
+        self.bytes.get(direction)
+    }
+
+    /// Counts one gRPC stream error; `packet_type` is that of the packet that could not be sent,
+    /// `None` for errors on receive. Looks its series up: errors are rare.
+    pub fn stream_error(&self, segment: Segment, code: Code, packet_type: Option<PacketType>) {
+        let labels = [
+            ("segment", segment.as_str()),
+            ("code", grpc_code_name(code)),
+            (
+                "packet_type",
+                packet_type.map_or("Unknown", |packet_type| packet_type.as_str_name()),
+            ),
+        ];
+        self.registry
+            .counter(
+                self.errors,
+                &labels,
+                "Count of gRPC stream errors, by segment, grpc Code, packet type. (example: from_agent, Code.Unavailable, DIAL_RSP)",
+            )
+            .increment(1);
+    }
+
+    /// The counter of connections that ended for `reason`, which comes from a closed set. Whoever
+    /// owns that set resolves each reason once at start, which also puts it on the page at 0.
+    pub fn connections_closed(&self, reason: &'static str) -> Counter {
+        self.registry.counter(
+            "culvert_connections_closed_total",
+            &[("reason", reason)],
+            "Connections that ended, by reason; each connection has exactly one.",
+        )
+    }
+}
+
+/// Labels of the packet counter.
+#[derive(Clone, Copy, Debug)]
+struct PacketLabels {
+    segment: Segment,
+    packet_type: PacketType,
+}
+
+impl LabelSet for PacketLabels {
+    fn all() -> Vec<Self> {
+        let pairs = |segment: &Segment| {
+            PACKET_TYPES.map(|packet_type| Self {
+                segment: *segment,
+                packet_type,
+            })
+        };
+        Segment::ALL.iter().flat_map(pairs).collect()
+    }
+
+    fn index(self) -> usize {
+        self.segment.index() * PACKET_TYPES.len() + self.packet_type as usize
+    }
+
+    fn labels(self) -> Vec<(&'static str, &'static str)> {
+        vec![
+            ("segment", self.segment.as_str()),
+            ("packet_type", self.packet_type.as_str_name()),
+        ]
+    }
+}
+
+/// A gRPC status code as Go prints it, which is what the `code` label holds.
+pub const fn grpc_code_name(code: Code) -> &'static str {
+    match code {
+        Code::Ok => "OK",
+        Code::Cancelled => "Canceled",
+        Code::Unknown => "Unknown",
+        Code::InvalidArgument => "InvalidArgument",
+        Code::DeadlineExceeded => "DeadlineExceeded",
+        Code::NotFound => "NotFound",
+        Code::AlreadyExists => "AlreadyExists",
+        Code::PermissionDenied => "PermissionDenied",
+        Code::ResourceExhausted => "ResourceExhausted",
+        Code::FailedPrecondition => "FailedPrecondition",
+        Code::Aborted => "Aborted",
+        Code::OutOfRange => "OutOfRange",
+        Code::Unimplemented => "Unimplemented",
+        Code::Internal => "Internal",
+        Code::Unavailable => "Unavailable",
+        Code::DataLoss => "DataLoss",
+        Code::Unauthenticated => "Unauthenticated",
+    }
+}
+
+#[cfg(test)]
+mod tests;

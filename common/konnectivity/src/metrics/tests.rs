@@ -1,0 +1,48 @@
+#![allow(clippy::unwrap_used)]
+
+use super::*;
+
+#[test]
+fn pairs_have_distinct_indices_in_order() {
+    let all = PacketLabels::all();
+    let indices: Vec<usize> = all.iter().map(|pair| pair.index()).collect();
+    assert_eq!(indices, (0..28).collect::<Vec<_>>());
+}
+
+#[test]
+fn streams_count_packets_errors_bytes_and_ends() {
+    let registry = Registry::new(&[]).unwrap();
+    let names = StreamNames {
+        packets: "p_total",
+        errors: "e_total",
+    };
+    let streams = StreamMetrics::new(&registry, names, &[Segment::ToAgent]);
+    streams
+        .packets(Segment::ToAgent, PacketType::Data)
+        .increment(1);
+    streams.tunnel_bytes(Direction::ToEndpoint).increment(4096);
+    streams.connections_closed("peer_reset").increment(1);
+    streams.stream_error(Segment::FromAgent, Code::Cancelled, None);
+    streams.stream_error(
+        Segment::ToAgent,
+        Code::Unavailable,
+        Some(PacketType::DialRsp),
+    );
+
+    let page = registry.render();
+    for series in [
+        r#"p_total{segment="to_agent",packet_type="DATA"} 1"#,
+        r#"p_total{segment="to_agent",packet_type="DRAIN"} 0"#,
+        r#"culvert_tunnel_bytes_total{direction="to_endpoint"} 4096"#,
+        r#"culvert_tunnel_bytes_total{direction="from_endpoint"} 0"#,
+        r#"culvert_connections_closed_total{reason="peer_reset"} 1"#,
+        r#"e_total{segment="from_agent",code="Canceled",packet_type="Unknown"} 1"#,
+        r#"e_total{segment="to_agent",code="Unavailable",packet_type="DIAL_RSP"} 1"#,
+    ] {
+        assert!(
+            page.lines().any(|line| line == series),
+            "{series} is missing from\n{page}"
+        );
+    }
+    assert!(!page.contains(r#"p_total{segment="to_client""#));
+}

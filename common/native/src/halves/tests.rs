@@ -1,0 +1,510 @@
+//! Both ends of one HTTP/2 connection in memory, and what goes wrong between them.
+#![allow(clippy::unwrap_used, clippy::indexing_slicing)]
+
+use std::time::Duration;
+
+use http::{Request, Response};
+use metrics::Counter;
+use tokio::io::DuplexStream;
+use tokio::sync::mpsc;
+use tokio::task::JoinHandle;
+use tokio::time::Instant;
+
+use super::super::link::{Incoming, Opener, Requests, Taker, TakerLimits};
+use super::super::window::{CROWDED_BYTES, PING_TIMEOUT, SHORT_PATH_BYTES};
+use super::*;
+use culvert_stream::pump::{Meter, pump};
+
+/// More than windows and send queues hold.
+const MUCH: usize = 1 << 20;
+
+type Side = (NativeSource, NativeSink);
+
+/// A connection of the native transport; its server opens streams.
+struct Link {
+    requests: Requests,
+    incoming: mpsc::UnboundedReceiver<Incoming>,
+    opened: usize,
+    server: Arc<Inbound>,
+    agent: Arc<Inbound>,
+    drivers: [JoinHandle<Result<(), String>>; 2],
+}
+
+impl Link {
+    async fn new() -> Self {
+        let (near, far) = tokio::io::duplex(64 * 1024);
+        let (server, agent) = (Arc::<Inbound>::default(), Arc::<Inbound>::default());
+        let (opener, taker) = tokio::join!(
+            Opener::new(near, server.clone(), 1 << 26, PING_TIMEOUT),
+            Taker::new(far, agent.clone(), TakerLimits::trusting(1 << 24)),
+        );
+        let ((requests, opener), taker) = (opener.unwrap(), taker.unwrap());
+        let (streams, incoming) = mpsc::unbounded_channel();
+        let drivers = [
+            tokio::spawn(opener.run()),
+            tokio::spawn(take(taker, streams)),
+        ];
+        Self {
+            requests,
+            incoming,
+            opened: 0,
+            server,
+            agent,
+            drivers,
+        }
+    }
+
+    /// A new connection: the server's side and the agent's.
+    async fn open(&mut self) -> (Side, Side) {
+        let mut requests = self.requests.clone().ready().await.unwrap();
+        self.opened += 1;
+        let target = format!("host-{}:443", self.opened);
+        let request = Request::connect(&target).body(()).unwrap();
+        let (response, send) = requests.send_request(request, false).unwrap();
+        let (request, mut respond) = loop {
+            let incoming = self.incoming.recv().await.unwrap();
+            // There may be others that the test gave up.
+            if *incoming.0.uri() == *target {
+                break incoming;
+            }
+        };
+        let answer = respond.send_response(Response::new(()), false).unwrap();
+        let body = response.await.unwrap().into_body();
+        let (server, agent) = (self.server.clone(), self.agent.clone());
+        let near = halves(send, body, server, CloseReason::AgentLost);
+        let lost = CloseReason::ServerLost;
+        (near, halves(answer, request.into_body(), agent, lost))
+    }
+
+    /// Demands that the connection lives, and that bytes pass both ways.
+    async fn works(&mut self) {
+        let ((mut near, mut to_far), (mut far, mut to_near)) = self.open().await;
+        to_far.send(Bytes::from_static(b"there")).await.unwrap();
+        assert_eq!(far.recv().await.unwrap().unwrap(), "there");
+        to_near.send(Bytes::from_static(b"back")).await.unwrap();
+        assert_eq!(near.recv().await.unwrap().unwrap(), "back");
+        assert!(self.drivers.iter().all(|driver| !driver.is_finished()));
+    }
+
+    fn held(&self) -> [usize; 2] {
+        [&self.server, &self.agent].map(|inbound| inbound.held.load(Ordering::Relaxed))
+    }
+}
+
+async fn take(
+    mut taker: Taker<DuplexStream>,
+    streams: mpsc::UnboundedSender<Incoming>,
+) -> Result<(), String> {
+    while let Some(incoming) = taker.next().await? {
+        let _ = streams.send(incoming);
+    }
+    Ok(())
+}
+
+fn pattern(count: usize) -> Bytes {
+    (0..count).map(|i| (i * 31 + (i >> 8)) as u8).collect()
+}
+
+/// In pieces of all sizes.
+async fn send_all(sink: &mut NativeSink, mut bytes: Bytes) {
+    let mut size = 1;
+    while !bytes.is_empty() {
+        let piece = bytes.split_to(size.min(bytes.len()));
+        sink.send(piece).await.unwrap();
+        size = size * 3 % 100_003;
+    }
+}
+
+/// To the end, and what that was.
+async fn receive(source: &mut NativeSource) -> (Vec<u8>, Result<(), CloseReason>) {
+    let mut received = Vec::new();
+    loop {
+        match source.recv().await {
+            Ok(Some(bytes)) => {
+                assert!(!bytes.is_empty());
+                received.extend_from_slice(&bytes);
+            }
+            Ok(None) => return (received, Ok(())),
+            Err(reason) => return (received, Err(reason)),
+        }
+    }
+}
+
+#[tokio::test]
+async fn bytes_pass_both_ways_at_once_and_each_direction_ends_by_itself() {
+    let mut link = Link::new().await;
+    let ((mut near, mut to_far), (mut far, mut to_near)) = link.open().await;
+    let says = |mut sink: NativeSink, bytes| async move {
+        send_all(&mut sink, bytes).await;
+        sink.finish().await.unwrap();
+        sink
+    };
+    let sent = pattern(MUCH);
+    let (up, _to_far) = tokio::join!(receive(&mut far), says(to_far, sent.clone()));
+    assert!(up == (sent.to_vec(), Ok(())), "upward");
+    // The server has ended its direction; the agent's goes on.
+    let sent = pattern(MUCH + 1);
+    send_all(&mut to_near, Bytes::from_static(b"x")).await;
+    assert_eq!(near.recv().await.unwrap().unwrap(), "x");
+    let (down, _to_near) = tokio::join!(receive(&mut near), says(to_near, sent.clone()));
+    assert!(down == (sent.to_vec(), Ok(())), "downward");
+
+    // The other way round, and both at once in full.
+    let ((near_2, to_far_2), (far_2, mut to_near_2)) = link.open().await;
+    (near, to_far, far) = (near_2, to_far_2, far_2);
+    to_near_2.finish().await.unwrap();
+    assert_eq!(near.recv().await, Ok(None));
+    let (up, _to_far) = tokio::join!(receive(&mut far), says(to_far, sent.clone()));
+    assert!(up == (sent.to_vec(), Ok(())), "upward behind an end");
+    let ((mut near, to_far), (mut far, to_near)) = link.open().await;
+    let (up, down, _, _) = tokio::join!(
+        receive(&mut far),
+        receive(&mut near),
+        says(to_far, sent.clone()),
+        says(to_near, sent.clone()),
+    );
+    assert!(up == (sent.to_vec(), Ok(())) && down == up, "both at once");
+    assert_eq!(link.held(), [0, 0]);
+}
+
+#[tokio::test]
+async fn a_sink_that_is_held_back_gets_all_through_and_gives_back_what_it_held() {
+    let mut link = Link::new().await;
+    let ((_near, to_far), (mut far, _to_near)) = link.open().await;
+    let allowance = Allowance::new(MUCH);
+    let mut to_far = to_far.toward_any_peer().within(allowance.clone());
+    let others = allowance.hold(MUCH);
+    let sent = pattern(MUCH);
+    let send = async {
+        send_all(&mut to_far, sent.clone()).await;
+        to_far.finish().await.unwrap();
+    };
+    let (received, ()) = tokio::join!(receive(&mut far), send);
+    assert!(received == (sent.to_vec(), Ok(())));
+    to_far.queued.all_written().await;
+    assert_eq!(allowance.held(), MUCH);
+    drop(others);
+    assert_eq!(allowance.held(), 0);
+}
+
+#[tokio::test]
+async fn frames_that_wait_come_as_one_chunk_unless_they_are_large() {
+    let mut link = Link::new().await;
+    let ((_near, mut to_far), (mut far, _to_near)) = link.open().await;
+    let mut sent = pattern(6 * 16 * 1024 + ENOUGH_BYTES);
+    let whole = sent.clone();
+    for _ in 0..6 {
+        to_far.send(sent.split_to(16 * 1024)).await.unwrap();
+    }
+    to_far.send(sent).await.unwrap();
+    to_far.finish().await.unwrap();
+    tokio::time::timeout(Duration::from_secs(10), async {
+        while link.agent.received.load(Ordering::Relaxed) < whole.len() as u64 {
+            let _ = tokio::time::timeout(Duration::from_millis(1), far.fill()).await;
+        }
+    })
+    .await
+    .unwrap();
+    let first = far.recv().await.unwrap().unwrap();
+    assert_eq!((first.len(), far.recv().await), (whole.len(), Ok(None)));
+    assert_eq!(first, whole);
+    assert_eq!(link.held(), [0, 0]);
+
+    let large = pattern(ENOUGH_BYTES);
+    let ((_near, mut to_far), (mut far, _to_near)) = link.open().await;
+    for _ in 0..2 {
+        to_far.send(large.clone()).await.unwrap();
+    }
+    let _ = tokio::time::timeout(Duration::from_millis(100), far.fill()).await;
+    assert_eq!(far.recv().await.unwrap().unwrap().len(), ENOUGH_BYTES);
+}
+
+#[tokio::test]
+async fn all_bytes_come_before_the_reason_of_an_end() {
+    let mut link = Link::new().await;
+    let tasks = TaskTracker::new();
+    for reason in [CloseReason::ClientLost, CloseReason::Stalled] {
+        let ((_near, mut to_far), (mut far, _to_near)) = link.open().await;
+        let sent = pattern(MUCH);
+        let sends = async {
+            send_all(&mut to_far, sent.clone()).await;
+            to_far.end(reason, &tasks);
+        };
+        let reads = async {
+            // The first of them wait in queues by then.
+            tokio::task::yield_now().await;
+            receive(&mut far).await
+        };
+        let ((), (received, end)) = tokio::join!(sends, reads);
+        assert!(received == sent, "{} bytes", received.len());
+        assert_eq!(end, Err(reason));
+    }
+    tasks.close();
+    tasks.wait().await;
+    link.works().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_end_does_not_wait_for_a_peer_that_takes_nothing() {
+    let mut link = Link::new().await;
+    let tasks = TaskTracker::new();
+    let ((_near, mut to_far), (mut far, _to_near)) = link.open().await;
+    // Until the window is full and a chunk is left in the queue.
+    let piece = pattern(16 * 1024);
+    while timeout(CLOSE_STALL, to_far.send(piece.clone()))
+        .await
+        .is_ok()
+    {}
+    let started = Instant::now();
+    to_far.end(CloseReason::Shutdown, &tasks);
+    tasks.close();
+    tasks.wait().await;
+    assert!(started.elapsed() <= CLOSE_STALL * 2);
+    let (_, end) = receive(&mut far).await;
+    assert_eq!(end, Err(CloseReason::Shutdown));
+    link.works().await;
+}
+
+#[tokio::test]
+async fn an_abort_is_noticed_behind_a_half_close() {
+    let mut link = Link::new().await;
+    let tasks = TaskTracker::new();
+    let ((mut near, _to_far), (_far, mut to_near)) = link.open().await;
+    to_near.finish().await.unwrap();
+    assert_eq!(near.recv().await, Ok(None));
+    let aborts = async { to_near.end(CloseReason::EndpointLost, &tasks) };
+    let (reason, ()) = tokio::join!(near.aborted(), aborts);
+    assert_eq!(reason, CloseReason::EndpointLost);
+
+    let ((_near, mut to_far), (mut far, _to_near)) = link.open().await;
+    to_far.finish().await.unwrap();
+    assert_eq!(far.recv().await, Ok(None));
+    let aborts = async { to_far.end(CloseReason::ClientLost, &tasks) };
+    let (reason, ()) = tokio::join!(far.aborted(), aborts);
+    assert_eq!(reason, CloseReason::ClientLost);
+}
+
+#[tokio::test]
+async fn dropped_halves_end_the_connection_and_the_transport_ends_all() {
+    let mut link = Link::new().await;
+    let ((mut near, mut to_far), far) = link.open().await;
+    drop(far);
+    assert_eq!(receive(&mut near).await.1, Err(CloseReason::AgentLost));
+    let piece = pattern(16 * 1024);
+    while to_far.send(piece.clone()).await.is_ok() {}
+
+    let (near, (mut far, _to_near)) = link.open().await;
+    drop(near);
+    assert_eq!(receive(&mut far).await.1, Err(CloseReason::ServerLost));
+    link.works().await;
+
+    let ((mut near, _to_far), (mut far, mut to_near)) = link.open().await;
+    to_near.send(Bytes::from_static(b"last")).await.unwrap();
+    assert_eq!(near.recv().await.unwrap().unwrap(), "last");
+    link.drivers[0].abort();
+    assert_eq!(receive(&mut near).await.1, Err(CloseReason::AgentLost));
+    assert_eq!(receive(&mut far).await.1, Err(CloseReason::ServerLost));
+}
+
+#[tokio::test]
+async fn a_stream_that_is_not_read_stops_only_itself() {
+    let mut link = Link::new().await;
+    let ((_near, mut to_far), (mut far, _to_near)) = link.open().await;
+    let ((mut near, _to_far), (_far, mut to_near)) = link.open().await;
+    let sent = pattern(4 * MUCH);
+    let (up, down) = (sent.clone(), sent.clone());
+    let fills = [
+        tokio::spawn(async move {
+            send_all(&mut to_far, up).await;
+            to_far.finish().await.unwrap();
+            to_far
+        }),
+        tokio::spawn(async move {
+            send_all(&mut to_near, down).await;
+            to_near.finish().await.unwrap();
+            to_near
+        }),
+    ];
+    for _ in 0..100 {
+        link.works().await;
+    }
+    assert!(fills.iter().all(|fill| !fill.is_finished()));
+    let (up, down) = tokio::join!(receive(&mut far), receive(&mut near));
+    assert!(up == (sent.to_vec(), Ok(())) && down == up);
+    assert_eq!(link.held(), [0, 0]);
+}
+
+/// HTTP/2 ends a connection on which too many small frames wait.
+#[tokio::test]
+async fn many_small_chunks_to_a_stalled_stream_do_not_end_the_connection() {
+    const CHUNKS: usize = 10_000;
+    for taken_while_it_waits in [true, false] {
+        let mut link = Link::new().await;
+        let ((mut near, mut to_far), (mut far, mut to_near)) = link.open().await;
+        let sent = pattern(CHUNKS);
+        for at in 0..CHUNKS {
+            let chunk = sent.slice(at..=at);
+            to_far.send(chunk.clone()).await.unwrap();
+            to_near.send(chunk).await.unwrap();
+            tokio::task::yield_now().await;
+            if taken_while_it_waits {
+                // As a pump does whose sink is busy.
+                let _ = futures_util::FutureExt::now_or_never(far.fill());
+                let _ = futures_util::FutureExt::now_or_never(near.fill());
+            }
+        }
+        link.works().await;
+        to_far.finish().await.unwrap();
+        to_near.finish().await.unwrap();
+        let (up, down) = tokio::join!(receive(&mut far), receive(&mut near));
+        assert!(up == (sent.to_vec(), Ok(())) && down == up);
+        assert_eq!(link.held(), [0, 0]);
+        link.works().await;
+    }
+}
+
+#[tokio::test]
+async fn what_is_held_is_counted_until_it_is_taken_or_dropped() {
+    let mut link = Link::new().await;
+    let ((_near, mut to_far), (mut far, _to_near)) = link.open().await;
+    to_far.send(pattern(400_000)).await.unwrap();
+    let first = far.recv().await.unwrap().unwrap();
+    assert_eq!(link.held(), [0, first.len()]);
+    // The rest comes while the sink is busy with the first chunk.
+    let filling = timeout(CLOSE_STALL, async {
+        while link.held() != [0, 400_000] {
+            let _ = futures_util::FutureExt::now_or_never(far.fill());
+            tokio::task::yield_now().await;
+        }
+    });
+    filling.await.unwrap();
+    let second = far.recv().await.unwrap().unwrap();
+    assert_eq!(link.held(), [0, 400_000 - first.len()]);
+    assert_eq!(pattern(400_000)[first.len()..][..second.len()], second);
+    drop(far);
+    assert_eq!(link.held(), [0, 0]);
+}
+
+/// Either end counts resets, and ends a connection on which there are too many.
+#[tokio::test]
+async fn thousands_of_resets_with_bytes_in_flight_do_not_end_the_connection() {
+    let mut link = Link::new().await;
+    let tasks = TaskTracker::new();
+    let bytes = pattern(20_000);
+    for turn in 0..2000 {
+        let ((near, mut to_far), (far, mut to_near)) = link.open().await;
+        to_far.send(bytes.clone()).await.unwrap();
+        to_near.send(bytes.clone()).await.unwrap();
+        // What the other end still sends finds no stream any more.
+        match turn % 4 {
+            0 => drop((near, to_far)),
+            1 => drop((far, to_near)),
+            2 => to_far.end(CloseReason::ClientLost, &tasks),
+            _ => to_near.end(CloseReason::EndpointLost, &tasks),
+        }
+    }
+    link.works().await;
+    // And those that the agent has not answered.
+    for _ in 0..2000 {
+        let mut requests = link.requests.clone().ready().await.unwrap();
+        let request = Request::connect("given-up:443").body(()).unwrap();
+        drop(requests.send_request(request, false).unwrap());
+    }
+    link.works().await;
+}
+
+/// Takes the first chunk and is busy with it for ever.
+struct Stuck;
+
+impl Sink for Stuck {
+    async fn send(&mut self, _: Bytes) -> Result<(), CloseReason> {
+        std::future::pending().await
+    }
+
+    async fn finish(&mut self) -> Result<(), CloseReason> {
+        Ok(())
+    }
+}
+
+/// Neither says anything nor ends.
+struct Quiet;
+
+impl Source for Quiet {
+    async fn recv(&mut self) -> Result<Option<Bytes>, CloseReason> {
+        std::future::pending().await
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_aborted_connection_does_not_wait_for_an_endpoint_that_takes_nothing() {
+    let mut link = Link::new().await;
+    let tasks = TaskTracker::new();
+    let ((_near, mut to_far), (mut far, mut to_near)) = link.open().await;
+    let mut meters = [(); 2].map(|()| Meter::new(Counter::noop()));
+    let [up, down] = &mut meters;
+    let started = Instant::now();
+    {
+        let (mut quiet, mut stuck) = (Quiet, Stuck);
+        let run = pump((&mut far, &mut to_near), (&mut quiet, &mut stuck), up, down);
+        tokio::pin!(run);
+        to_far.send(pattern(10_000)).await.unwrap();
+        // While the client is there it is waited for, without end.
+        assert!(timeout(CLOSE_STALL * 100, &mut run).await.is_err());
+        let aborted = Instant::now();
+        to_far.end(CloseReason::ClientLost, &tasks);
+        assert_eq!(run.await, CloseReason::Stalled);
+        assert!(aborted.elapsed() >= CLOSE_STALL, "slow ones have a chance");
+        assert!(aborted.elapsed() < CLOSE_STALL * 2);
+    }
+    assert!(started.elapsed() >= CLOSE_STALL * 101);
+    drop((far, to_near));
+    assert_eq!(link.held(), [0, 0]);
+}
+
+/// Each time a stream has used a part of its window that is too small to be worth an update, the
+/// window becomes smaller than that part.
+#[tokio::test]
+async fn a_window_that_shrinks_leaves_no_stream_without_one() {
+    let mut link = Link::new().await;
+    let ((_source, mut sink), (mut source, _sink)) = link.open().await;
+    let (arrived, mut arrivals) = mpsc::unbounded_channel();
+    let reader = tokio::spawn(async move {
+        while let Ok(Some(bytes)) = source.recv().await {
+            arrived.send(bytes.len()).unwrap();
+        }
+    });
+    let (mut other, mut far) = link.open().await;
+    for (used, left) in [(300_000, CROWDED_BYTES), (0, SHORT_PATH_BYTES)].repeat(3) {
+        for sent in [used, 1] {
+            let pass = async {
+                sink.send(pattern(sent)).await.unwrap();
+                let mut missing = sent;
+                while missing > 0 {
+                    missing -= arrivals.recv().await.unwrap();
+                }
+            };
+            let passed = timeout(CLOSE_STALL, pass).await;
+            assert!(passed.is_ok(), "the stream stands still");
+            let held = &link.agent.held;
+            match (sent, left) {
+                (1, _) => continue,
+                (_, CROWDED_BYTES) => held.fetch_add(1 << 24, Ordering::Relaxed),
+                _ => held.fetch_sub(1 << 24, Ordering::Relaxed),
+            };
+            // The tuner looks when something happens, and measures now and then.
+            while link.agent.window() != left {
+                let count = 1 << 18;
+                let receive = async {
+                    let mut missing = count;
+                    while missing > 0 {
+                        missing -= far.0.recv().await.unwrap().unwrap().len();
+                    }
+                };
+                let (sent, ()) = tokio::join!(other.1.send(pattern(count)), receive);
+                sent.unwrap();
+                tokio::time::sleep(Duration::from_millis(60)).await;
+            }
+        }
+    }
+    reader.abort();
+}

@@ -1,0 +1,303 @@
+//! The options that both roles have.
+
+use std::time::Duration;
+
+use culvert_openvpn::cipher::{Cipher, Digest};
+use culvert_openvpn::compress::Framing;
+use culvert_openvpn::options::Transport;
+use culvert_openvpn::session;
+use culvert_openvpn::tls::{MinVersion, NameCheck};
+use culvert_openvpn::wrap::KeyDirection;
+
+use super::lexer::Directive;
+use super::{
+    Context, Material, Outcome, Taken, ciphers, port, seconds, seconds_or_never, value, word,
+};
+use culvert_host::flags::Problems;
+
+/// tls-auth's key and its direction.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TlsAuth {
+    /// The static key.
+    pub key: Material,
+    /// Of this side.
+    pub direction: KeyDirection,
+}
+
+/// What both roles may be told. `None` is what the file does not say.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Common {
+    /// `ca`.
+    pub ca: Option<Material>,
+    /// `cert`.
+    pub cert: Option<Material>,
+    /// `key`.
+    pub key: Option<Material>,
+    /// `remote-cert-tls`: the peer's certificate has to carry key usage and extended key usage.
+    pub require_usage: bool,
+    /// `verify-x509-name`.
+    pub name: Option<NameCheck>,
+    /// `tls-auth`, with its direction or `key-direction`.
+    pub tls_auth: Option<TlsAuth>,
+    /// `tls-crypt`.
+    pub tls_crypt: Option<Material>,
+    /// `data-ciphers`.
+    pub ciphers: Option<Vec<Cipher>>,
+    /// `data-ciphers-fallback`.
+    pub fallback: Option<Cipher>,
+    /// `cipher`.
+    pub cipher: Option<Cipher>,
+    /// `ncp-disable`.
+    pub ncp_disable: bool,
+    /// `auth`.
+    pub digest: Option<Digest>,
+    /// `comp-lzo` and `compress`.
+    pub framing: Framing,
+    /// `tun-mtu`, or what `link-mtu` leaves of it.
+    pub tun_mtu: Option<u16>,
+    /// `tls-version-min`.
+    pub min_version: MinVersion,
+    /// `port`, or the role's own of `lport` and `rport`.
+    pub port: Option<u16>,
+    /// `reneg-sec`.
+    pub reneg: Option<Duration>,
+    /// `hand-window`.
+    pub hand_window: Option<Duration>,
+    /// `tran-window`.
+    pub tran_window: Option<Duration>,
+    /// `tls-timeout`.
+    pub tls_timeout: Option<Duration>,
+    /// `ping`, or the first number of `keepalive`.
+    pub ping: Option<Duration>,
+    /// `ping-restart`, or what `keepalive` makes of its second number.
+    pub ping_restart: Option<Duration>,
+    key_direction: Option<KeyDirection>,
+    dev: Option<String>,
+    dev_type: Option<String>,
+}
+
+/// What `link-mtu` counts beside the inner packet, at most: AES-256-GCM over TCP as 2.5 calculates it.
+const LINK_OVERHEAD: u16 = 123;
+
+impl Common {
+    /// Lays the flags of `tls-auth` over what the file says: a key, and what `--openvpn-key-direction` was
+    /// given. Empty ones change nothing.
+    pub fn lay_tls_auth(&mut self, key: Option<Material>, direction: &str, p: &mut Problems) {
+        if let Some(key) = key {
+            let direction = KeyDirection::Both;
+            self.tls_auth = Some(TlsAuth { key, direction });
+        }
+        if direction.is_empty() {
+            return;
+        }
+        match (&mut self.tls_auth, parse_direction(direction)) {
+            (Some(auth), Some(direction)) => auth.direction = direction,
+            (None, Some(_)) => p.error("--openvpn-key-direction needs --openvpn-tls-auth"),
+            (_, None) => p.error(format!(
+                "--openvpn-key-direction must be 0 or 1, got {direction:?}"
+            )),
+        }
+    }
+
+    pub(super) fn take(&mut self, context: &Context<'_>, directive: &Directive) -> Outcome {
+        match directive.name.as_str() {
+            "ca" => set(&mut self.ca, context.material(directive)?),
+            "cert" => set(&mut self.cert, context.material(directive)?),
+            "key" => set(&mut self.key, context.material(directive)?),
+            "tls-crypt" => set(&mut self.tls_crypt, context.material(directive)?),
+            "tls-auth" => {
+                if let Some(key) = context.material(directive)? {
+                    let direction = KeyDirection::Both;
+                    self.tls_auth = Some(TlsAuth { key, direction });
+                }
+                if directive.argument(1).is_some() {
+                    self.key_direction = Some(direction(directive, 1)?);
+                }
+            }
+            "key-direction" => self.key_direction = Some(direction(directive, 0)?),
+            "verify-x509-name" => self.name = Some(name_check(directive)?),
+            "cipher" => {
+                self.cipher = Some(value(directive, 0, "a cipher that is supported here")?);
+            }
+            "data-ciphers-fallback" => {
+                self.fallback = Some(value(directive, 0, "a cipher that is supported here")?);
+            }
+            "data-ciphers" | "ncp-ciphers" => return self.data_ciphers(directive),
+            "ncp-disable" => self.ncp_disable = true,
+            "auth" => self.digest = Some(value(directive, 0, "a digest that is supported here")?),
+            "comp-lzo" => {
+                self.framing = Framing::Lzo;
+                return Ok(match directive.argument(0) {
+                    Some("no") => Taken::Yes,
+                    _ => Taken::Note("framing only: packets that the peer compresses are dropped, so it has to say `comp-lzo no`".into()),
+                });
+            }
+            "compress" => {
+                if directive.argument(0) == Some("migrate") {
+                    let note = "not needed: what clients ask for is pushed without compression";
+                    return Ok(Taken::Note(note.into()));
+                }
+                self.framing = Framing::of_compress(directive.argument(0))
+                    .ok_or("no such compression; use `compress stub-v2`")?;
+            }
+            "dev" => self.dev = Some(word(directive, 0, "a device")?.to_owned()),
+            "dev-type" => self.dev_type = Some(word(directive, 0, "tun or tap")?.to_owned()),
+            "tun-mtu" => {
+                let mtu = value(directive, 0, "a number of bytes")?;
+                if !(576..=9000).contains(&mtu) {
+                    return Err(format!("{mtu} is not between 576 and 9000"));
+                }
+                self.tun_mtu = Some(mtu);
+            }
+            "link-mtu" => {
+                let mtu: u16 = value(directive, 0, "a number of bytes")?;
+                let inner = mtu.saturating_sub(LINK_OVERHEAD);
+                if !(576..=9000).contains(&inner) {
+                    return Err(format!("{mtu} is not between 699 and 9123"));
+                }
+                self.tun_mtu = Some(self.tun_mtu.unwrap_or(inner));
+                return Ok(Taken::Note(format!("taken as tun-mtu {inner}")));
+            }
+            "tls-version-min" => {
+                self.min_version = match word(directive, 0, "a TLS version")? {
+                    "1.0" | "1.1" | "1.2" => MinVersion::Tls12,
+                    "1.3" => MinVersion::Tls13,
+                    other => return Err(format!("{other:?} is not a TLS version")),
+                };
+            }
+            "tls-version-max" => match word(directive, 0, "a TLS version")? {
+                "1.3" => {}
+                "1.2" => return Ok(Taken::Note("TLS 1.3 is spoken, too".into())),
+                _ => return Err("TLS 1.2 and 1.3 are spoken here, nothing older".into()),
+            },
+            "port" => self.port = Some(port(directive, 0)?),
+            "reneg-sec" => self.reneg = Some(seconds(directive, 0)?),
+            "reneg-bytes" | "reneg-pkts" => {
+                return Ok(Taken::Note(
+                    "keys are renewed by time (reneg-sec), and before they are worn".into(),
+                ));
+            }
+            "hand-window" => self.hand_window = Some(positive(directive)?),
+            "tran-window" => self.tran_window = Some(positive(directive)?),
+            "tls-timeout" => self.tls_timeout = Some(positive(directive)?),
+            "ping" => self.ping = seconds_or_never(directive, 0)?,
+            "ping-restart" => self.ping_restart = seconds_or_never(directive, 0)?,
+            "ping-exit" => {
+                self.ping_restart = seconds_or_never(directive, 0)?;
+                let note = "taken as ping-restart: the process stays and connects again";
+                return Ok(Taken::Note(note.into()));
+            }
+            _ => return Ok(Taken::No),
+        }
+        Ok(Taken::Yes)
+    }
+
+    fn data_ciphers(&mut self, directive: &Directive) -> Outcome {
+        let (known, unknown) = ciphers(word(directive, 0, "a list of ciphers")?);
+        let unknown = unknown.join(", ");
+        if known.is_empty() {
+            let all = Cipher::list(&Cipher::ALL);
+            return Err(format!("none of them is supported; these are: {all}"));
+        }
+        self.ciphers = Some(known);
+        Ok(match unknown.is_empty() {
+            true => Taken::Yes,
+            false => Taken::Note(format!("not supported, and left out: {unknown}")),
+        })
+    }
+
+    /// After the last line.
+    pub(super) fn finish(&mut self) -> Vec<String> {
+        let mut problems = Vec::new();
+        if let (Some(tls_auth), Some(direction)) = (&mut self.tls_auth, self.key_direction) {
+            tls_auth.direction = direction;
+        }
+        if self.tls_auth.is_some() && self.tls_crypt.is_some() {
+            problems.push("tls-auth and tls-crypt exclude each other".into());
+        }
+        if self.cert.is_some() != self.key.is_some() {
+            problems.push("cert and key need each other".into());
+        }
+        // A name that begins with tap is one, unless dev-type says otherwise.
+        let device = self.dev_type.as_ref().or(self.dev.as_ref());
+        if let Some(device) = device.filter(|device| device.starts_with("tap")) {
+            problems.push(format!(
+                "dev {device}: Ethernet frames are not carried; use `dev tun` on both sides"
+            ));
+        }
+        problems
+    }
+
+    /// Puts what the file says over a session's defaults. Key material is not in it.
+    pub fn apply(&self, to: &mut session::Common) {
+        if let Some(ciphers) = &self.ciphers {
+            to.ciphers.clone_from(ciphers);
+        }
+        if let Some(cipher) = self.cipher {
+            // As 2.5 does: a cipher by name is also offered.
+            if self.ncp_disable {
+                to.ciphers = vec![cipher];
+            } else if !to.ciphers.contains(&cipher) {
+                to.ciphers.push(cipher);
+            }
+        }
+        to.fallback = self.fallback.or(self.cipher);
+        to.digest = self.digest.unwrap_or(to.digest);
+        to.framing = self.framing;
+        if let Some(mtu) = self.tun_mtu {
+            (to.tun_mtu, to.max_tun_mtu) = (mtu, mtu);
+        }
+        to.tls_auth = self.tls_auth.as_ref().map(|tls_auth| tls_auth.direction);
+        let timers = &mut to.timers;
+        timers.reneg = self.reneg.unwrap_or(timers.reneg);
+        timers.hand_window = self.hand_window.unwrap_or(timers.hand_window);
+        timers.tran_window = self.tran_window.unwrap_or(timers.tran_window);
+        timers.tls_timeout = self.tls_timeout.unwrap_or(timers.tls_timeout);
+        timers.ping = self.ping.or(timers.ping);
+        timers.ping_restart = self.ping_restart.or(timers.ping_restart);
+    }
+
+    /// `proto`, with what goes for the role.
+    pub(super) fn proto(directive: &Directive, role: &str) -> Result<Transport, String> {
+        super::proto(word(directive, 0, "a protocol")?, role)
+    }
+}
+
+fn set<T>(slot: &mut Option<T>, value: Option<T>) {
+    if value.is_some() {
+        *slot = value;
+    }
+}
+
+fn positive(directive: &Directive) -> Result<Duration, String> {
+    let time = seconds(directive, 0)?;
+    match time.is_zero() {
+        true => Err("has to be more than 0".into()),
+        false => Ok(time),
+    }
+}
+
+fn direction(directive: &Directive, index: usize) -> Result<KeyDirection, String> {
+    let word = word(directive, index, "0 or 1")?;
+    parse_direction(word).ok_or_else(|| format!("{word:?} is not a key's direction, 0 or 1"))
+}
+
+fn parse_direction(word: &str) -> Option<KeyDirection> {
+    match word {
+        "0" => Some(KeyDirection::Normal),
+        "1" => Some(KeyDirection::Inverse),
+        _ => None,
+    }
+}
+
+fn name_check(directive: &Directive) -> Result<NameCheck, String> {
+    let name = word(directive, 0, "a name")?.to_owned();
+    match directive.argument(1) {
+        None | Some("subject") => Ok(NameCheck::Subject(name)),
+        Some("name") => Ok(NameCheck::CommonName(name)),
+        Some("name-prefix") => Ok(NameCheck::CommonNamePrefix(name)),
+        Some(other) => Err(format!(
+            "{other:?} is not one of subject, name, name-prefix"
+        )),
+    }
+}

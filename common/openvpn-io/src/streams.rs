@@ -1,0 +1,277 @@
+//! The flows of one peer together with their handles in other tasks.
+//!
+//! Belongs to the peer's task. Owns the flows, and tells every handle when it ends.
+
+use std::collections::{HashMap, VecDeque};
+use std::net::SocketAddrV4;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::task::{Context, Poll};
+
+use culvert_openvpn::flows::{Config, Event, FlowId, Flows, Input, Received, Stats};
+use rand::SeedableRng as _;
+use rand::rngs::StdRng;
+
+use super::Moment;
+use super::mailbox::{Mail, Mailbox, Order};
+use super::pipe::{Next, Pipe};
+use super::stream::{Broken, Incoming, Peer};
+use culvert_stream::CLOSE_STALL;
+
+/// How much is thrown away for a reader that is gone before the other side is told by a reset.
+const DISCARD_BYTES: usize = 1 << 20;
+
+/// A flow's handles, as the owner sees them.
+struct Entry {
+    pipe: Arc<Pipe>,
+    closed: bool,
+    /// Thrown away for want of a reader.
+    discarded: usize,
+    /// It is in `left`.
+    is_left: bool,
+}
+
+/// See the module.
+pub struct Streams {
+    flows: Flows,
+    entries: HashMap<FlowId, Entry>,
+    mailbox: Arc<Mailbox>,
+    /// Packets of other peers.
+    packets: VecDeque<Vec<u8>>,
+    /// Flows without handles, which have to end by then.
+    left: VecDeque<(Moment, FlowId)>,
+    close_wanted: bool,
+}
+
+impl Streams {
+    /// No flows yet.
+    pub fn new(config: Config, now: Moment) -> Self {
+        let random = Box::new(StdRng::from_os_rng());
+        Self {
+            flows: Flows::new(config, random, now),
+            entries: HashMap::new(),
+            mailbox: Mailbox::new(),
+            packets: VecDeque::new(),
+            left: VecDeque::new(),
+            close_wanted: false,
+        }
+    }
+
+    /// The way to this peer for other tasks.
+    pub fn peer(&self) -> Peer {
+        Peer(self.mailbox.clone())
+    }
+
+    /// Takes a packet out of the tunnel. What is not the flows' is the caller's.
+    pub fn input(&mut self, packet: &[u8], now: Moment) -> Input {
+        self.flows.input(packet, now)
+    }
+
+    /// The flows, to answer what is no flow's.
+    pub fn flows(&mut self) -> &mut Flows {
+        &mut self.flows
+    }
+
+    /// Counted since the start.
+    pub fn stats(&self) -> Stats {
+        self.flows.stats()
+    }
+
+    /// Something authentic came from the peer.
+    pub fn heard(&mut self, now: Moment) {
+        self.flows.heard(now);
+        self.mailbox.hear(now);
+    }
+
+    /// Carries out what others asked for, and moves bytes between flows and handles. What somebody
+    /// behind the peer wants to open is given to `incoming`.
+    pub fn work(&mut self, now: Moment, incoming: &mut dyn FnMut(Incoming)) {
+        if let Some(mail) = self.mailbox.take(&mut self.packets) {
+            self.carry_out(mail, now);
+        }
+        while let Some(event) = self.flows.poll_event() {
+            match event {
+                Event::Incoming {
+                    id,
+                    source,
+                    destination,
+                } => incoming(Incoming {
+                    source,
+                    destination,
+                    id,
+                    mailbox: Some(self.mailbox.clone()),
+                }),
+                Event::Connected(id) => {
+                    if let Some(entry) = self.entries.get(&id) {
+                        entry.pipe.opened();
+                    }
+                    self.send(id, now);
+                }
+                Event::Readable(id) => self.receive(id),
+                Event::Writable(id) => self.send(id, now),
+                Event::Closed(id, why) => self.forget(id, Broken::Flow(why)),
+            }
+        }
+        while let Some((_, id)) = self.left.front().copied().filter(|(at, _)| *at <= now) {
+            self.left.pop_front();
+            if self.entries.contains_key(&id) {
+                self.abort(id);
+            }
+        }
+    }
+
+    fn carry_out(&mut self, mail: Mail, now: Moment) {
+        for order in mail.orders {
+            match order {
+                Order::Dial(destination, pipe) => self.dial(destination, pipe, now),
+                Order::Accept(id, pipe) => match self.flows.accept(id, now) {
+                    Ok(()) => self.adopt(id, pipe),
+                    Err(_) => pipe.ended(Broken::Aborted),
+                },
+                Order::Refuse(id, how) => self.flows.refuse(id, how),
+                Order::Close => self.close_wanted = true,
+            }
+        }
+        for pipe in mail.pipes {
+            pipe.unring();
+            if let Some(id) = pipe.flow() {
+                self.send(id, now);
+                self.receive(id);
+            }
+        }
+    }
+
+    fn dial(&mut self, destination: SocketAddrV4, pipe: Arc<Pipe>, now: Moment) {
+        match self.flows.dial(destination, now) {
+            Ok(id) => {
+                pipe.belongs_to(id);
+                self.adopt(id, pipe);
+                // Its handles may have left before it had an id.
+                self.send(id, now);
+            }
+            Err(error) => pipe.ended(Broken::Dial(error)),
+        }
+    }
+
+    fn adopt(&mut self, id: FlowId, pipe: Arc<Pipe>) {
+        let entry = Entry {
+            pipe,
+            closed: false,
+            discarded: 0,
+            is_left: false,
+        };
+        self.entries.insert(id, entry);
+        self.mailbox
+            .flows
+            .store(self.entries.len(), Ordering::Relaxed);
+    }
+
+    fn forget(&mut self, id: FlowId, why: Broken) {
+        if let Some(entry) = self.entries.remove(&id) {
+            entry.pipe.ended(why);
+            self.mailbox
+                .flows
+                .store(self.entries.len(), Ordering::Relaxed);
+        }
+    }
+
+    fn abort(&mut self, id: FlowId) {
+        self.flows.abort(id);
+        self.forget(id, Broken::Aborted);
+    }
+
+    /// From the writer to the flow.
+    fn send(&mut self, id: FlowId, now: Moment) {
+        let Some(entry) = self.entries.get_mut(&id) else {
+            return;
+        };
+        let flows = &mut self.flows;
+        match entry.pipe.take(|bytes| flows.send(id, bytes).ok()) {
+            Next::Abort => return self.abort(id),
+            Next::Close if !entry.closed => {
+                entry.closed = true;
+                self.flows.close(id);
+            }
+            Next::Close | Next::Nothing => {}
+        }
+        if !entry.is_left && entry.pipe.is_left() {
+            entry.is_left = true;
+            self.left.push_back((now + CLOSE_STALL, id));
+        }
+    }
+
+    /// From the flow to the reader.
+    fn receive(&mut self, id: FlowId) {
+        let Some(entry) = self.entries.get_mut(&id) else {
+            return;
+        };
+        loop {
+            match self.flows.recv(id, |bytes| entry.pipe.put(bytes)) {
+                Ok(Received::Bytes(1..)) if entry.discarded > DISCARD_BYTES => {
+                    return self.abort(id);
+                }
+                Ok(Received::Bytes(taken @ 1..)) => {
+                    if entry.pipe.reader_gone() {
+                        entry.discarded += taken;
+                    }
+                }
+                Ok(Received::End) => return entry.pipe.put_end(),
+                Ok(Received::Bytes(0) | Received::Empty) | Err(_) => return,
+            }
+        }
+    }
+
+    /// Gives packets to the link until it says that it is full.
+    pub fn poll_output(&mut self, now: Moment, link: &mut dyn FnMut(&[u8]) -> bool) {
+        let mut sent = 0;
+        while let Some(packet) = self.packets.front() {
+            if !link(packet) {
+                break;
+            }
+            sent += packet.len();
+            self.packets.pop_front();
+        }
+        self.mailbox.sent(sent);
+        if self.packets.is_empty() {
+            self.flows.poll_output(now, link);
+        }
+    }
+
+    /// When [`work`](Self::work) and [`poll_output`](Self::poll_output) have to be called although
+    /// nothing has come.
+    pub fn poll_timeout(&self) -> Option<Moment> {
+        let left = self.left.front().map(|(at, _)| *at);
+        [left, self.flows.poll_timeout()]
+            .into_iter()
+            .flatten()
+            .min()
+    }
+
+    /// Ready once [`work`](Self::work) has something to do for others.
+    pub fn poll_mail(&self, cx: &Context<'_>) -> Poll<()> {
+        self.mailbox.poll(cx)
+    }
+
+    /// Whether somebody asked for the end of the session; told once.
+    pub fn take_close(&mut self) -> bool {
+        std::mem::take(&mut self.close_wanted)
+    }
+}
+
+impl Drop for Streams {
+    fn drop(&mut self) {
+        let mail = self.mailbox.close();
+        for order in mail.orders {
+            if let Order::Dial(_, pipe) | Order::Accept(_, pipe) = order {
+                pipe.ended(Broken::TunnelLost);
+            }
+        }
+        for (_, entry) in self.entries.drain() {
+            entry.pipe.ended(Broken::TunnelLost);
+        }
+        self.mailbox.flows.store(0, Ordering::Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests;
