@@ -9,6 +9,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use culvert_host::net::dial;
 use culvert_host::telemetry::metrics::GaugeGuard;
+use culvert_konnectivity::agent_mux::closed;
 use culvert_konnectivity::inbox;
 use culvert_konnectivity::message::{ConnectId, DialId, MAX_DATA_BYTES, Message};
 use culvert_konnectivity::metrics::Direction;
@@ -24,7 +25,6 @@ use tracing::{debug, warn};
 
 use crate::metrics::DialFailureReason;
 use crate::stream::ServerStream;
-use culvert_konnectivity::agent_mux::closed;
 
 /// How long a dial may take, as upstream's.
 pub const DIAL_TIMEOUT: Duration = Duration::from_secs(5);

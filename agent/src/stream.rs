@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use culvert_konnectivity::agent_mux::{Effect, Mux};
 use culvert_konnectivity::grpc::Reader;
 use culvert_konnectivity::inbox::{self, inbox, weighed};
 use culvert_konnectivity::message::{ConnectId, DialId, Message};
@@ -15,7 +16,6 @@ use tracing::warn;
 
 use crate::agent::Agent;
 use crate::endpoint::{Endpoint, Incoming};
-use culvert_konnectivity::agent_mux::{Effect, Mux};
 
 /// Bytes that may wait to be sent to one server, all connections together. Smaller costs
 /// throughput over long paths, larger costs latency of what queues behind.

@@ -8,20 +8,20 @@ use anyhow::Context as _;
 use culvert_host::admin;
 use culvert_host::net::listen::{Accepted, Keepalive, Listener};
 use culvert_host::net::readahead::ReadAhead;
-use culvert_host::runtime::shards::Shards;
+use culvert_host::runtime::shards::{Shards, on_shard};
 use culvert_host::tls::{self, Identity, TlsOptions, TrustBundle};
 use culvert_konnectivity::authority::AuthorityStream;
 use culvert_konnectivity::excess::Pool;
 use culvert_konnectivity::memory::{Buffers, Stream};
 use culvert_konnectivity::message::STOCK_DATA_BYTES;
 use culvert_konnectivity::queue::ANSWER_BYTES;
+use culvert_kube::tokens::Tokens;
 use culvert_native as native;
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
-use tracing::{info, warn};
+use tracing::info;
 
-use crate::auth::Tokens;
 use crate::backend::Registry;
 use crate::backend::agent::{self, Limits};
 use crate::backend::konnectivity::Konnectivity;
@@ -397,31 +397,6 @@ async fn serve_agents(listener: Listener, door: Arc<Door>, agents: Agents, shard
         );
     };
     listener.serve(shutdown, handle).await;
-}
-
-/// Serves a connection on a shard, from its first byte on.
-pub(crate) fn on_shard<F, T>(
-    shards: &Shards,
-    shard: usize,
-    tasks: &TaskTracker,
-    accepted: Accepted,
-    serve: F,
-) where
-    F: FnOnce(Accepted) -> T + Send + 'static,
-    T: Future<Output = ()> + Send + 'static,
-{
-    let moves = shard != Shards::current();
-    shards.spawn(shard, tasks, async move {
-        let accepted = if moves {
-            accepted.rebind()
-        } else {
-            Ok(accepted)
-        };
-        match accepted {
-            Ok(accepted) => serve(accepted).await,
-            Err(error) => warn!(%error, "cannot serve an accepted connection"),
-        }
-    });
 }
 
 /// What docs/architecture.md says of memory.

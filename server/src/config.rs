@@ -17,12 +17,11 @@ use std::time::Duration;
 use culvert_host::flags::{Exit, GoDuration, HostPort};
 use culvert_host::telemetry::logging::LogConfig;
 use culvert_host::tls::TlsOptions;
+use culvert_kube::tokens::AgentAuth;
+use flags::Flags;
 
-use crate::auth::AgentAuth;
 use crate::backend::openvpn::settings::Settings as Openvpn;
 use crate::switch;
-
-use flags::Flags;
 
 /// The program's name in usage texts and log file names.
 pub const PROGRAM: &str = "culvert-server";

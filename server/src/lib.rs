@@ -10,14 +10,12 @@
 //! And the door by which agents, kubelets and users come in to a seed: [`nodeport`].
 
 pub mod app;
-pub mod auth;
 pub mod backend;
 pub mod cli;
 pub mod config;
 pub mod frontend;
 pub mod listener;
 pub mod metrics;
-pub mod mirror;
 pub mod nodeport;
 pub mod router;
 pub mod switch;

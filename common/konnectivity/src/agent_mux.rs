@@ -4,9 +4,10 @@
 
 use std::collections::HashMap;
 
-use crate::message::{ConnectId, DialId, Message};
 use bytes::Bytes;
 use culvert_stream::Dial;
+
+use crate::message::{ConnectId, DialId, Message};
 
 /// The state of one server stream. `T` is the handle by which the caller reaches a connection.
 #[derive(Debug)]

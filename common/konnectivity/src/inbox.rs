@@ -12,12 +12,12 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use bytes::Bytes;
+use culvert_stream::CloseReason;
 use parking_lot::Mutex;
 use tokio::sync::Notify;
 use tokio::time::{Instant, sleep_until, timeout_at};
 
 use super::excess::{Account, Debtor, Exhausted, Pool};
-use culvert_stream::CloseReason;
 
 /// Chunks up to this size are copied before they wait: they are slices of a receive buffer that
 /// may be a hundred times larger, and would keep all of it.

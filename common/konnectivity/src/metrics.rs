@@ -2,14 +2,14 @@
 
 use std::sync::Arc;
 
+use culvert_host::label_values;
+use culvert_host::telemetry::metrics::{Family, LabelSet, Registry};
 use culvert_proto::PacketType;
 use metrics::{Counter, Gauge};
 use tonic::Code;
 use tracing::trace;
 
 use crate::message::Message;
-use culvert_host::label_values;
-use culvert_host::telemetry::metrics::{Family, LabelSet, Registry};
 
 label_values! {
     /// One of the four directed parts of a tunnel, named from the server's place in the middle.

@@ -7,8 +7,9 @@
 
 use std::collections::HashMap;
 
-use crate::message::{ConnectId, DialId, Message};
 use bytes::Bytes;
+
+use crate::message::{ConnectId, DialId, Message};
 
 /// How many connections may wait for the agent's word that they are closed. They cost a map entry
 /// each; beyond this number late packets of theirs are answered as stray ones.

@@ -8,6 +8,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::{Context, Poll, ready};
 
 use bytes::{Buf, Bytes, BytesMut};
+use culvert_stream::allowance::{Allowance, Held};
+use culvert_stream::{CLOSE_STALL, CloseReason, Sink, Source};
 use h2::{RecvStream, SendStream};
 use parking_lot::Mutex;
 use tokio::sync::Notify;
@@ -16,8 +18,6 @@ use tokio_util::task::TaskTracker;
 
 use super::window::Inbound;
 use super::{close_reason, reset_code};
-use culvert_stream::allowance::{Allowance, Held};
-use culvert_stream::{CLOSE_STALL, CloseReason, Sink, Source};
 
 /// Frames up to this size are put together while they wait: a task that is not read from must not
 /// cost a hundred bytes of bookkeeping for each byte.

@@ -9,6 +9,7 @@ use std::sync::atomic::Ordering;
 use std::task::{Context, Poll};
 
 use culvert_openvpn::flows::{Config, Event, FlowId, Flows, Input, Received, Stats};
+use culvert_stream::CLOSE_STALL;
 use rand::SeedableRng as _;
 use rand::rngs::StdRng;
 
@@ -16,7 +17,6 @@ use super::Moment;
 use super::mailbox::{Mail, Mailbox, Order};
 use super::pipe::{Next, Pipe};
 use super::stream::{Broken, Incoming, Peer};
-use culvert_stream::CLOSE_STALL;
 
 /// How much is thrown away for a reader that is gone before the other side is told by a reset.
 const DISCARD_BYTES: usize = 1 << 20;

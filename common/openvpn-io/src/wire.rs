@@ -10,6 +10,7 @@ use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 
 use bytes::{Buf, BytesMut};
+use culvert_host::net::options;
 use culvert_openvpn::framing::{self, LengthError, PREFIX_LEN};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpStream, UdpSocket};
@@ -17,7 +18,6 @@ use tokio::net::{TcpStream, UdpSocket};
 use super::batching::{Batching, LOW_WATER};
 use super::datagrams::Datagrams;
 use super::{Moment, now};
-use culvert_host::net::options;
 
 /// Bytes that are collected before they are written.
 const OUT_BYTES: usize = 128 << 10;

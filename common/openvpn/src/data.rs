@@ -14,15 +14,17 @@ mod cbc;
 #[cfg(test)]
 mod tests;
 
+use std::time::Instant;
+
+use aws_lc_rs::aead::{self, Aad, LessSafeKey, Nonce, UnboundKey};
+use bytes::{BufMut, BytesMut};
+use cbc::{CbcOpener, CbcSealer};
+
 use crate::Role;
 use crate::cipher::{Cipher, Digest};
 use crate::keys::{HalfBlock, KeyBlock};
 use crate::packet::{DataHeader, KeyId};
 use crate::replay::{ReplayError, ReplayWindow};
-use aws_lc_rs::aead::{self, Aad, LessSafeKey, Nonce, UnboundKey};
-use bytes::{BufMut, BytesMut};
-use cbc::{CbcOpener, CbcSealer};
-use std::time::Instant;
 
 /// The length of a packet id.
 const ID_LEN: usize = 4;

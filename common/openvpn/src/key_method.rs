@@ -10,9 +10,10 @@
 #[cfg(test)]
 mod tests;
 
+use bytes::{BufMut, BytesMut};
+
 use crate::Role;
 use crate::keys::KeySource;
-use bytes::{BufMut, BytesMut};
 
 /// The longest message. Stock reads it into a buffer of half that size.
 pub const MAX_MESSAGE_LEN: usize = 4096;

@@ -5,11 +5,12 @@
 #[cfg(test)]
 mod tests;
 
+use rand::RngCore;
+use zeroize::{Zeroize as _, Zeroizing};
+
 use crate::Role;
 use crate::packet::SessionId;
 use crate::prf::tls1_prf;
-use rand::RngCore;
-use zeroize::{Zeroize as _, Zeroizing};
 
 /// The label under which a key block is exported from TLS (RFC 5705), without a context.
 pub const EXPORTER_LABEL: &[u8] = b"EXPORTER-OpenVPN-datakeys";

@@ -12,9 +12,11 @@ use std::net::{Ipv4Addr, SocketAddrV4};
 use std::ops::RangeInclusive;
 use std::time::{Duration, Instant};
 
-use crate::ip::{Icmp, Malformed, Packet, Quote, Rewrite, Segment, flags, kind, protocol};
-pub use table::Untracked;
 use table::{Connection, Table};
+
+use crate::ip::{Icmp, Malformed, Packet, Quote, Rewrite, Segment, flags, kind, protocol};
+
+pub use table::Untracked;
 
 /// Local ports of masqueraded connections. Those of the own flows are [`FLOW_PORTS`].
 pub const MASQUERADE_PORTS: RangeInclusive<u16> = 1024..=32767;

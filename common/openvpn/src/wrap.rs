@@ -18,16 +18,18 @@ pub mod static_key;
 #[cfg(test)]
 mod tests;
 
+use std::sync::Arc;
+use std::time::Instant;
+
+use auth::AuthKeys;
+use bytes::BytesMut;
+use crypt::CryptKeys;
+
 use crate::Role;
 use crate::cipher::Digest;
 use crate::keys::KeyBlock;
 use crate::packet::{CONTROL_HEADER_LEN, ControlHeader, ControlPacket, PacketError};
 use crate::replay::{LongId, LongReplayWindow, ReplayError};
-use auth::AuthKeys;
-use bytes::BytesMut;
-use crypt::CryptKeys;
-use std::sync::Arc;
-use std::time::Instant;
 
 /// The most bytes that a wrap adds to a control packet.
 pub const MAX_OVERHEAD: usize = 64 + LongId::LEN;

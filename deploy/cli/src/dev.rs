@@ -16,11 +16,11 @@ use std::process::ExitCode;
 use anyhow::Context as _;
 use culvert_host::runtime::{self, Setup, Signals};
 use culvert_host::telemetry::logging::{LogConfig, Severity};
+use culvert_kit::pki::{CLUSTER_NAME, KONNECTIVITY_NAME};
 
 use self::door::Door;
 use self::openvpn::OpenVpn;
 use self::tunnel::{Server, Tunnel, Way};
-use culvert_kit::pki::{CLUSTER_NAME, KONNECTIVITY_NAME};
 
 /// The flags of `culvert dev`.
 #[derive(clap::Args)]

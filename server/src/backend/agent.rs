@@ -13,17 +13,18 @@ use std::time::Duration;
 use culvert_konnectivity::excess::Pool;
 use culvert_konnectivity::message::Message;
 use culvert_konnectivity::queue;
+use culvert_konnectivity::server_mux::{Effect, Mux};
 use culvert_stream::{CloseReason, Dial};
 use parking_lot::Mutex;
 use tokio::time::{Instant, timeout_at};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
 
-pub use self::connection::{Connection, Cut, FromAgent, ToAgent};
 use self::connection::{Guard, Pending, Slot};
-pub use self::outgoing::Outgoing;
 use crate::metrics::{DialFailureReason, ServerMetrics};
-use culvert_konnectivity::server_mux::{Effect, Mux};
+
+pub use self::connection::{Connection, Cut, FromAgent, ToAgent};
+pub use self::outgoing::Outgoing;
 
 /// Bytes that may wait to be sent to one agent, all its connections together. Smaller costs
 /// throughput over long paths, larger costs latency of what queues behind.

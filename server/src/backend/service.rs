@@ -6,6 +6,7 @@ use culvert_host::telemetry::metrics::GaugeGuard;
 use culvert_konnectivity::grpc::{Reader, Service};
 use culvert_konnectivity::message::HALF_CLOSE_HEADER;
 use culvert_konnectivity::metrics::Segment;
+use culvert_kube::tokens::{AuthError, Tokens};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tonic::metadata::{MetadataMap, MetadataValue};
@@ -14,7 +15,6 @@ use tracing::{Instrument, info, info_span, warn};
 
 use super::agent::{AgentStream, Hello, Limits, Outgoing};
 use super::{Backend, Registration, Registry};
-use crate::auth::{AuthError, Tokens};
 use crate::listener::ConnectionCut;
 use crate::metrics::{Listener, RejectReason, ServerMetrics, ServiceMethod};
 

@@ -5,11 +5,10 @@ use std::time::Duration;
 
 use culvert_host::flags::{Exit, HostPort};
 use culvert_host::telemetry::logging::LogConfig;
+use culvert_host::tls::MinVersion;
 use tempfile::TempDir;
 
 use super::flags::Flags;
-use culvert_host::tls::MinVersion;
-
 use super::*;
 
 /// A folder with the files that flags may name.

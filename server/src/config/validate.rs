@@ -8,7 +8,7 @@ use std::time::Duration;
 use culvert_host::flags::labels::check_labels;
 use culvert_host::flags::{GoDuration, HostPort, Problems};
 
-use crate::auth::AgentAuth;
+use culvert_kube::tokens::AgentAuth;
 
 use super::flags::{
     CONTENT_TYPE, Flags, FrontendFlags, LEASE_LABEL, LEASE_NAMESPACE, OperationsFlags, SwitchFlags,

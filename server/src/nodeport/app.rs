@@ -8,6 +8,7 @@ use std::sync::atomic::Ordering;
 use anyhow::Context as _;
 use culvert_host::admin::{self, METRICS_TYPE, Reply};
 use culvert_host::net::listen::{Accepted, Listener};
+use culvert_host::runtime::shards::on_shard;
 use culvert_host::runtime::shards::{Seat, Shards};
 use culvert_host::tls::{self, Identity, TlsOptions, TrustBundle};
 use http::StatusCode;
@@ -29,7 +30,6 @@ use super::ports::NodePorts;
 use super::table::Table;
 use super::tunnel::Tunnels;
 use super::upstream::CONNECT_TIMEOUT;
-use crate::app::on_shard;
 
 /// What `/readyz` says while connections are ended.
 const DRAINING: &str = "draining";

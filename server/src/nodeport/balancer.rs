@@ -3,13 +3,15 @@
 //!
 //! Owns the writes to that one Service. They follow what [`discovery`](super::discovery) sees, which
 //! reports Services that change, and the balancer's own when somebody else edits it. Each time the
-//! leader ([`election`](super::election)) reads it and writes what differs, in place of the version
+//! leader ([`election`](culvert_kube::election)) reads it and writes what differs, in place of the version
 //! that it read. Nothing here touches a connection.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use culvert_host::telemetry::metrics::GaugeGuard;
+use culvert_kube::election::{Candidate, Times};
+use culvert_kube::request::{Failing, RequestError, Target, request, writes};
 use k8s_openapi::api::core::v1 as core;
 use kube::api::{ApiResource, DynamicObject};
 use kube::{Api, Client};
@@ -22,10 +24,9 @@ use tracing::{debug, info};
 use super::balancer_ports::{
     BalancerOptions, balancer_ports, changed_ports, has_balancer_ports, read_ports,
 };
-use super::election::{Candidate, Times};
+use super::config::PROGRAM;
 use super::exposure::Service;
 use super::metrics::{ProxyMetrics, Step};
-use super::request::{Failing, RequestError, Target, request, writes};
 
 /// How long one read or write may take.
 const REQUEST: Duration = Duration::from_secs(10);
@@ -121,8 +122,9 @@ impl Balancer {
         let (namespace, name) = (config.namespace.as_str(), config.name.as_str());
         let lease = format!("{name}-updater");
         let times = config.times;
+        let failures = metrics.balancer_failures(Step::Lease).clone();
         let (candidate, leads) =
-            Candidate::new(client.clone(), namespace, &lease, times, metrics.clone());
+            Candidate::new(client.clone(), namespace, &lease, times, PROGRAM, failures);
         let (sender, services) = watch::channel(None);
         let kind = ApiResource::erase::<core::Service>(&());
         let writer = Writer {
@@ -206,7 +208,8 @@ impl Writer {
 
     async fn update(&self, services: &[Service]) -> Result<(), RequestError> {
         let read = self.read().await;
-        let mut object = read.inspect_err(|_| self.metrics.balancer_failed(Step::Read))?;
+        let mut object =
+            read.inspect_err(|_| self.metrics.balancer_failures(Step::Read).increment(1))?;
         let spec = object.data.get_mut("spec").and_then(Value::as_object_mut);
         let ports = spec.map(|spec| spec.entry("ports").or_insert_with(|| json!([])));
         let Some(Value::Array(ports)) = ports else {
@@ -221,10 +224,10 @@ impl Writer {
             return Ok(());
         };
         *ports = changed;
-        let writes = writes();
+        let writes = writes(PROGRAM);
         let call = self.api.replace(&self.target.name, &writes, &object);
         let written = request("update", &self.target, REQUEST, call).await;
-        written.inspect_err(|_| self.metrics.balancer_failed(Step::Write))?;
+        written.inspect_err(|_| self.metrics.balancer_failures(Step::Write).increment(1))?;
         self.metrics.balancer_updates.increment(1);
         let [added, removed] = [(&wanted, &known), (&known, &wanted)].map(|(these, those)| {
             let only = these.iter().filter(|port| !those.contains(port));

@@ -7,14 +7,15 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use culvert_host::flags::{Exit, GoDuration, HostPort};
-pub use culvert_host::net::listen::Keepalive;
 use culvert_host::telemetry::logging::LogConfig;
+use culvert_kube::election::Times;
 
 use self::flags::Flags;
 use super::allowed::AllowedNetworks;
 use super::balancer::BalancerConfig;
 use super::discovery::Cluster;
-use super::election::Times;
+
+pub use culvert_host::net::listen::Keepalive;
 
 /// The program's name in usage texts and log file names.
 pub const PROGRAM: &str = "culvert-nodeport-proxy";

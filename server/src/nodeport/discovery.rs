@@ -9,6 +9,8 @@ use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
+use culvert_kube::client::client;
+use culvert_kube::mirror::{Mirror, objects};
 use futures_util::StreamExt as _;
 use k8s_openapi::api::core::v1 as core;
 use k8s_openapi::api::discovery::v1 as discovery;
@@ -26,8 +28,6 @@ use super::exposure::{
 };
 use super::metrics::{ProxyMetrics, SourceState};
 use super::table::Table;
-use crate::auth::client;
-use crate::mirror::{Mirror, objects};
 
 /// How long changes are collected before they are put in force together: a rollout changes many
 /// slices at once.

@@ -18,6 +18,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use culvert_host::net::dial::split_host_port;
+use culvert_host::watched::{Limits, Look, Watched};
 use serde::Deserialize;
 use serde_saphyr::Spanned;
 use tokio::sync::watch;
@@ -29,7 +30,6 @@ use super::annotations::server_name;
 use super::metrics::{ProxyMetrics, SourceState};
 use super::routes::{Routes, UpstreamKey};
 use super::table::Table;
-use culvert_host::watched::{Limits, Look, Watched};
 
 /// How often the file is looked at. A change takes effect once it was seen twice.
 const POLL: Duration = Duration::from_millis(100);

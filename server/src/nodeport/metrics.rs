@@ -255,9 +255,9 @@ impl ProxyMetrics {
         self.refused.get(Refused(entrance, reason)).increment(1);
     }
 
-    /// Counts a failed request about the load balancer's Service; the caller says why.
-    pub fn balancer_failed(&self, step: Step) {
-        self.balancer_failures.get(step).increment(1);
+    /// Returns the counter of failed requests about the load balancer's Service.
+    pub fn balancer_failures(&self, step: Step) -> &Counter {
+        self.balancer_failures.get(step)
     }
 
     /// A client's connection; the gauge falls back when the guard is dropped.

@@ -4,6 +4,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use culvert_host::watched::{Look, Watched};
 use parking_lot::Mutex;
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::{Instant, interval, sleep_until};
@@ -17,7 +18,6 @@ use super::status::{Progress, Status};
 use super::{Mode, SetBy, Unavailable, mode_file};
 use crate::metrics::ServerMetrics;
 use crate::router::Router;
-use culvert_host::watched::{Look, Watched};
 
 /// How often the tunnels are looked at while a switch is in progress.
 const TICK: Duration = Duration::from_millis(100);

@@ -2,12 +2,12 @@
 
 use std::path::Path;
 
+use culvert_host::watched::{Limits, Watched};
 use tracing::{error, info, warn};
 
 use super::machine::{Phase, Switch, View};
 use super::state_file::{Clocks, Saved, StateFile};
 use super::{Mode, SetBy, Settings, Unavailable, mode_file};
-use culvert_host::watched::{Limits, Watched};
 
 /// What a server knows of its mode when it starts.
 pub struct Start {

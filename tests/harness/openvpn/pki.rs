@@ -5,6 +5,7 @@
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 
+use ExtendedKeyUsagePurpose::{ClientAuth, ServerAuth};
 use pem::{EncodeConfig, LineEnding, Pem};
 use rcgen::{
     BasicConstraints, CertificateParams, CertifiedIssuer, DnType, ExtendedKeyUsagePurpose, IsCa,
@@ -14,7 +15,6 @@ use tempfile::TempDir;
 use time::{Duration, OffsetDateTime};
 
 use super::network::directory;
-use ExtendedKeyUsagePurpose::{ClientAuth, ServerAuth};
 
 /// The object identifiers of an elliptic curve's public key and of P-256's parameters, as `[0]`.
 const P256: [u8; 12] = [

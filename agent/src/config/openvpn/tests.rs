@@ -2,12 +2,13 @@
 
 use std::path::Path;
 
-use super::super::flags::Flags;
-use super::super::{Config, PROGRAM};
-use super::*;
 use culvert_host::flags::Exit;
 use culvert_openvpn::cipher::Digest;
 use culvert_openvpn::wrap::KeyDirection;
+
+use super::super::flags::Flags;
+use super::super::{Config, PROGRAM};
+use super::*;
 
 /// A folder with the files that flags may name.
 fn files() -> tempfile::TempDir {

@@ -15,6 +15,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use tokio::runtime::{Builder, Handle};
 use tokio_util::sync::{CancellationToken, DropGuard};
 use tokio_util::task::{AbortOnDropHandle, TaskTracker};
+use tracing::warn;
+
+use crate::net::listen::Accepted;
 
 /// The most shards that are made without being asked for. One carries about 10 Gbit/s.
 const DEFAULT_MAX: usize = 4;
@@ -172,6 +175,31 @@ impl Drop for Seat {
     fn drop(&mut self) {
         self.count(|taken| taken.fetch_sub(1, Ordering::Relaxed));
     }
+}
+
+/// Serves a connection on a shard, from its first byte on.
+pub fn on_shard<F, T>(
+    shards: &Shards,
+    shard: usize,
+    tasks: &TaskTracker,
+    accepted: Accepted,
+    serve: F,
+) where
+    F: FnOnce(Accepted) -> T + Send + 'static,
+    T: Future<Output = ()> + Send + 'static,
+{
+    let moves = shard != Shards::current();
+    shards.spawn(shard, tasks, async move {
+        let accepted = if moves {
+            accepted.rebind()
+        } else {
+            Ok(accepted)
+        };
+        match accepted {
+            Ok(accepted) => serve(accepted).await,
+            Err(error) => warn!(%error, "cannot serve an accepted connection"),
+        }
+    });
 }
 
 #[cfg(test)]

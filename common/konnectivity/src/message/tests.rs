@@ -1,7 +1,8 @@
 #![allow(clippy::unwrap_used)]
 
-use super::*;
 use proptest::prelude::*;
+
+use super::*;
 
 pub(crate) fn message() -> impl Strategy<Value = Message> {
     let dial = any::<i64>().prop_map(DialId);

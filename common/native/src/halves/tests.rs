@@ -3,6 +3,7 @@
 
 use std::time::Duration;
 
+use culvert_stream::pump::{Meter, pump};
 use http::{Request, Response};
 use metrics::Counter;
 use tokio::io::DuplexStream;
@@ -13,7 +14,6 @@ use tokio::time::Instant;
 use super::super::link::{Incoming, Opener, Requests, Taker, TakerLimits};
 use super::super::window::{CROWDED_BYTES, PING_TIMEOUT, SHORT_PATH_BYTES};
 use super::*;
-use culvert_stream::pump::{Meter, pump};
 
 /// More than windows and send queues hold.
 const MUCH: usize = 1 << 20;

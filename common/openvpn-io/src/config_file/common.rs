@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use culvert_host::flags::Problems;
 use culvert_openvpn::cipher::{Cipher, Digest};
 use culvert_openvpn::compress::Framing;
 use culvert_openvpn::options::Transport;
@@ -13,7 +14,6 @@ use super::lexer::Directive;
 use super::{
     Context, Material, Outcome, Taken, ciphers, port, seconds, seconds_or_never, value, word,
 };
-use culvert_host::flags::Problems;
 
 /// tls-auth's key and its direction.
 #[derive(Clone, Debug, PartialEq, Eq)]

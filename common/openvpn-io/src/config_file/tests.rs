@@ -1,14 +1,14 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
 
-use proptest::prelude::*;
-
-use super::*;
 use culvert_openvpn::cipher::Digest;
 use culvert_openvpn::compress::Framing;
 use culvert_openvpn::control::push::Topology;
 use culvert_openvpn::session;
 use culvert_openvpn::tls::{MinVersion, NameCheck};
 use culvert_openvpn::wrap::KeyDirection;
+use proptest::prelude::*;
+
+use super::*;
 
 /// The ConfigMap `openvpn-client-config` of a KKP user cluster.
 const KKP_CLIENT: &str = r#"client

@@ -1,9 +1,11 @@
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
-use super::*;
+use std::path::Path;
+
 use culvert_openvpn::wrap::KeyDirection;
 use rcgen::{CertificateParams, KeyPair};
-use std::path::Path;
+
+use super::*;
 
 fn file(directory: &Path, name: &str, text: &str) -> Material {
     let path = directory.join(name);

@@ -1,7 +1,8 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
 
-use super::*;
 use proptest::prelude::*;
+
+use super::*;
 
 const ALL: [Framing; 4] = [Framing::None, Framing::Lzo, Framing::Stub, Framing::StubV2];
 

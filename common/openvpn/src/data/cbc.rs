@@ -1,8 +1,5 @@
 //! AES-CBC with a separate HMAC: encrypt, then authenticate.
 
-use super::{KeyError, OpenError, SealError};
-use crate::cipher::{Cipher, Digest};
-use crate::keys::HalfBlock;
 use aws_lc_rs::cipher::{
     self, AES_CBC_IV_LEN as IV_LEN, DecryptingKey, DecryptionContext, EncryptingKey,
     EncryptionContext, UnboundCipherKey,
@@ -10,6 +7,10 @@ use aws_lc_rs::cipher::{
 use aws_lc_rs::iv::FixedLength;
 use aws_lc_rs::{constant_time, hmac, rand};
 use bytes::{BufMut, BytesMut};
+
+use super::{KeyError, OpenError, SealError};
+use crate::cipher::{Cipher, Digest};
+use crate::keys::HalfBlock;
 
 const BLOCK_LEN: usize = 16;
 

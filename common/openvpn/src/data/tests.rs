@@ -1,10 +1,11 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
 
+use proptest::prelude::*;
+
 use super::*;
 use crate::compress::Framing;
 use crate::payload::PING;
 use crate::wrap::static_key;
-use proptest::prelude::*;
 
 fn hex(text: &str) -> Vec<u8> {
     let byte = |two: &[u8]| u8::from_str_radix(std::str::from_utf8(two).unwrap(), 16).unwrap();

@@ -1,7 +1,8 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
 
-use super::*;
 use proptest::prelude::*;
+
+use super::*;
 
 fn framed(packets: &[Vec<u8>]) -> BytesMut {
     let mut out = BytesMut::new();

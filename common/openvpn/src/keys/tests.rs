@@ -1,10 +1,11 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
 
+use rand::SeedableRng;
+use rand::rngs::StdRng;
+
 use super::{Half, KeyBlock, KeySource};
 use crate::Role;
 use crate::packet::SessionId;
-use rand::SeedableRng;
-use rand::rngs::StdRng;
 
 /// From RFC 2246 with Python's `hmac`: the master secret out of 00..2f, 01.., 03.., then the block out of 02.., 04..
 /// and the session ids.

@@ -1,7 +1,8 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
 
-use super::*;
 use Cipher::{Aes128Gcm, Aes256Cbc, Aes256Gcm, ChaCha20Poly1305};
+
+use super::*;
 
 fn client(lines: &str) -> PeerInfo {
     PeerInfo::parse(lines)

@@ -1,7 +1,8 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
 
-use super::*;
 use proptest::prelude::*;
+
+use super::*;
 
 const BASE: LocalOptions = LocalOptions {
     role: Role::Client,

@@ -1,8 +1,9 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
 
-use super::*;
 use proptest::prelude::*;
 use rand::{RngCore, SeedableRng};
+
+use super::*;
 
 const OPCODES: [Opcode; 5] = [
     Opcode::SoftResetV1,

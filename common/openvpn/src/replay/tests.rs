@@ -1,8 +1,10 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
 
-use super::*;
-use proptest::prelude::*;
 use std::collections::HashSet;
+
+use proptest::prelude::*;
+
+use super::*;
 
 #[test]
 fn each_id_once() {

@@ -1,12 +1,13 @@
 //! tls-auth: an HMAC over what is sent in the clear.
 
+use aws_lc_rs::{constant_time, hmac};
+use bytes::{BufMut, BytesMut};
+
 use super::{KeyDirection, OpenError, SealError};
 use crate::cipher::Digest;
 use crate::keys::{Half, KeyBlock};
 use crate::packet::{ControlPacket, PacketError};
 use crate::replay::LongId;
-use aws_lc_rs::{constant_time, hmac};
-use bytes::{BufMut, BytesMut};
 
 /// The keys of both directions.
 pub(super) struct AuthKeys {

@@ -1,17 +1,18 @@
 //! tls-crypt: authenticated, then encrypted, with a tag that is also the IV.
 
-use super::{KeyError, OpenError, SealError};
-use crate::Role;
-use crate::cipher::Digest;
-use crate::keys::{Half, HalfBlock, KeyBlock};
-use crate::packet::{ControlPacket, PacketError};
-use crate::replay::LongId;
 use aws_lc_rs::cipher::{
     AES_256, DecryptingKey, DecryptionContext, EncryptingKey, EncryptionContext, UnboundCipherKey,
 };
 use aws_lc_rs::iv::FixedLength;
 use aws_lc_rs::{constant_time, hmac};
 use bytes::{BufMut, BytesMut};
+
+use super::{KeyError, OpenError, SealError};
+use crate::Role;
+use crate::cipher::Digest;
+use crate::keys::{Half, HalfBlock, KeyBlock};
+use crate::packet::{ControlPacket, PacketError};
+use crate::replay::LongId;
 
 const KEY_LEN: usize = 32;
 const TAG_LEN: usize = 32;

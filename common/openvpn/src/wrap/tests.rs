@@ -1,8 +1,9 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
 
+use proptest::prelude::*;
+
 use super::*;
 use crate::packet::{Acks, KeyId, Opcode, SessionId};
-use proptest::prelude::*;
 
 const TIME: u32 = 0x6b02_6ecc;
 

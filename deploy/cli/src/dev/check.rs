@@ -7,12 +7,12 @@ mod openvpn;
 use std::net::SocketAddr;
 use std::time::Duration;
 
+use culvert_kit::check::{Outcome, download, echo, http_get, upload};
+use culvert_kit::client::{BoxedStream, ByteStream, connect};
 use tokio::net::TcpStream;
 use tokio::time::{Instant, sleep, timeout};
 
 use super::tunnel::{Server, Tunnel};
-use culvert_kit::check::{Outcome, download, echo, http_get, upload};
-use culvert_kit::client::{BoxedStream, ByteStream, connect};
 
 const MIB: u64 = 1 << 20;
 

@@ -10,6 +10,7 @@ use culvert_agent::node_tunnel::app as node;
 use culvert_agent::node_tunnel::config as node_config;
 use culvert_host::flags::HostPort;
 use culvert_host::telemetry::logging::LogConfig;
+use culvert_kit::pki::{CLUSTER_NAME, KONNECTIVITY_NAME};
 use culvert_server::nodeport::allowed::AllowedNetworks;
 use culvert_server::nodeport::app as door;
 use culvert_server::nodeport::config as door_config;
@@ -18,7 +19,6 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use super::tunnel::any_port;
-use culvert_kit::pki::{CLUSTER_NAME, KONNECTIVITY_NAME};
 
 /// What CONNECT is asked for to reach the HTTP service.
 pub const WEB: &str = "web.cluster-dev.svc.cluster.local:80";

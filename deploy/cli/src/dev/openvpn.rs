@@ -18,6 +18,8 @@ use anyhow::{Context as _, anyhow};
 use culvert_agent::app as agent;
 use culvert_agent::config as agent_config;
 use culvert_agent::openvpn::nodes::{DEFAULT_NETWORK, NodeAccess};
+use culvert_kit::pki::{OpenVpnPki, Pair, Pki};
+use culvert_kit::services::Services;
 use culvert_openvpn::control::push::Topology;
 use culvert_openvpn_io::config_file::{self, Read};
 use culvert_server::backend::openvpn::settings::Settings;
@@ -27,8 +29,6 @@ use tokio_util::task::TaskTracker;
 
 use self::stock::Stock;
 use super::tunnel::{Server, agent_settings};
-use culvert_kit::pki::{OpenVpnPki, Pair, Pki};
-use culvert_kit::services::Services;
 
 /// Our client's name, as that of the platform.
 pub const CLIENT: &str = "user-cluster-client";

@@ -10,6 +10,9 @@ use culvert_agent::config as agent_config;
 use culvert_host::flags::HostPort;
 use culvert_host::telemetry::logging::LogConfig;
 use culvert_host::tls::{self, Identity, TlsOptions};
+use culvert_kit::client::FrontEnd;
+use culvert_kit::pki::{KONNECTIVITY_NAME, Pki};
+use culvert_kit::services::Services;
 use culvert_server::app as server;
 use culvert_server::config as server_config;
 use culvert_server::switch::Settings;
@@ -21,9 +24,6 @@ use tokio_util::task::TaskTracker;
 use super::balancer;
 use super::door::{Door, Endpoints};
 use super::openvpn::{Files, OpenVpn};
-use culvert_kit::client::FrontEnd;
-use culvert_kit::pki::{KONNECTIVITY_NAME, Pki};
-use culvert_kit::services::Services;
 
 /// Short pauses: a person waits.
 const SYNC_INTERVAL: Duration = Duration::from_millis(50);

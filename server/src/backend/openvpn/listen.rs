@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use culvert_host::net::listen::{Accepted, Listener};
 use culvert_host::runtime::shards::Shards;
+use culvert_host::runtime::shards::on_shard;
 use culvert_openvpn::options::Transport;
 use culvert_openvpn::session::{ServerConfig, Session};
 use culvert_openvpn_io::link::{Link, LinkEnd, WireError};
@@ -19,7 +20,6 @@ use super::clients::Clients;
 use super::half_open::{HalfOpen, HalfOpens};
 use super::metrics::Handshake;
 use super::role::Client;
-use crate::app::on_shard;
 
 /// TCP connections without a certificate. Each costs up to 80 KiB while TLS shakes hands.
 const MAX_HALF_OPEN: usize = 256;

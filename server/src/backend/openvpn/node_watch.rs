@@ -6,6 +6,8 @@ use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
+use culvert_kube::client::client;
+use culvert_kube::mirror::{Mirror, objects};
 use futures_util::StreamExt as _;
 use ipnet::Ipv4Net;
 use k8s_openapi::api::core::v1 as core;
@@ -17,8 +19,6 @@ use tracing::{info, warn};
 
 use super::metrics::NodeMetrics;
 use super::nodes::{Known, Node};
-use crate::auth::client;
-use crate::mirror::{Mirror, objects};
 
 /// How long changes are collected before they are put in force together.
 const COLLECT: Duration = Duration::from_millis(200);

@@ -1,11 +1,13 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
 
+use std::net::Ipv4Addr;
+use std::time::Duration;
+
+use proptest::prelude::*;
+
 use super::*;
 use crate::compress::Framing;
 use crate::control::Message;
-use proptest::prelude::*;
-use std::net::Ipv4Addr;
-use std::time::Duration;
 
 fn joined(texts: &[String]) -> Result<PushOptions, PushError> {
     let mut assembler = Assembler::new();

@@ -1,8 +1,9 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
 
+use proptest::prelude::*;
+
 use super::*;
 use crate::keys::Half;
-use proptest::prelude::*;
 
 /// Made by `openvpn --genkey secret` of 2.6.14.
 const STOCK: &str = include_str!("stock.key");

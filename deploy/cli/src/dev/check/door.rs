@@ -4,6 +4,10 @@ use std::io;
 use std::net::SocketAddr;
 use std::process::Stdio;
 
+use culvert_kit::check::http_get;
+use culvert_kit::client::{connect_plain, connect_tls};
+use culvert_kit::pki::{CLUSTER_NAME, KONNECTIVITY_NAME};
+use culvert_kit::services::HELLO;
 use rustls_pki_types::ServerName;
 use tokio::net::TcpStream;
 use tokio::process::Command;
@@ -12,10 +16,6 @@ use tokio::time::sleep;
 use super::{LOOK_AGAIN, MIB, Verdict, counted, downloaded, echoed, open, row, sample, text};
 use crate::dev::door::{KONNECTIVITY, WEB};
 use crate::dev::tunnel::{Tunnel, Way};
-use culvert_kit::check::http_get;
-use culvert_kit::client::{connect_plain, connect_tls};
-use culvert_kit::pki::{CLUSTER_NAME, KONNECTIVITY_NAME};
-use culvert_kit::services::HELLO;
 
 const BY_NAME: &str = "door, server name";
 const CONNECT: &str = "door, CONNECT";

@@ -3,6 +3,9 @@
 
 use std::time::Duration;
 
+use culvert_kit::client::{BoxedStream, connect};
+use culvert_kit::pattern;
+use culvert_kit::services::Services;
 use culvert_server::backend::tunnel::Kind;
 use culvert_server::switch::Mode;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -13,9 +16,6 @@ use tokio_util::sync::CancellationToken;
 use super::openvpn::{diverted, opened, settled};
 use super::{PATIENCE, Verdict, got, open, text};
 use crate::dev::tunnel::Server;
-use culvert_kit::client::{BoxedStream, connect};
-use culvert_kit::pattern;
-use culvert_kit::services::Services;
 
 /// The pause between two dials: 125 a second.
 const DIAL_EVERY: Duration = Duration::from_millis(8);

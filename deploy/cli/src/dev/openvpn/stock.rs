@@ -17,6 +17,7 @@ use std::process::Stdio;
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
+use culvert_kit::services::Services;
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 use tokio::io::{AsyncBufReadExt as _, AsyncWriteExt as _, BufReader};
 use tokio::process::{Child, Command};
@@ -26,7 +27,6 @@ use tokio_util::task::TaskTracker;
 
 use super::{Files, SERVICE};
 use crate::dev::balancer;
-use culvert_kit::services::Services;
 
 /// Where the client finds the way to the server.
 const WAY_OUT: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 1194);

@@ -3,11 +3,11 @@
 
 use clap::Args;
 use culvert_host::flags::{GoDuration, Problems};
+use culvert_kube::election::Times;
 
 use super::SourceFlags;
 use crate::nodeport::balancer::BalancerConfig;
 use crate::nodeport::balancer_ports::BalancerOptions;
-use crate::nodeport::election::Times;
 
 const LB_NAME: &str = "nodeport-lb";
 const LB_NAMESPACE: &str = "nodeport-proxy";

@@ -8,8 +8,7 @@ use kube::api::PostParams;
 use tokio::time::timeout;
 use tracing::{error, info};
 
-use super::config::PROGRAM;
-use crate::auth::root;
+use crate::client::root;
 
 /// What a request is about.
 #[derive(Clone, Debug)]
@@ -152,10 +151,10 @@ pub async fn request<T>(
     })
 }
 
-/// The parameters of every write: who did it, for `managedFields`.
-pub fn writes() -> PostParams {
+/// Returns the parameters of every write by `program`, which Kubernetes keeps in `managedFields`.
+pub fn writes(program: &str) -> PostParams {
     PostParams {
-        field_manager: Some(PROGRAM.to_owned()),
+        field_manager: Some(program.to_owned()),
         ..PostParams::default()
     }
 }

@@ -19,7 +19,7 @@ use serde::de::DeserializeOwned;
 use tokio::time::{Instant, sleep};
 use tracing::{error, info, warn};
 
-use crate::auth::{SILENCE, root};
+use crate::client::{SILENCE, root};
 
 /// The pause before the first new try, and the longest. Real ones are half of that at least, so that
 /// not all who have lost an API come back at once.

@@ -7,43 +7,38 @@
 //! answered, is asked for again by those who come later.
 
 use std::collections::HashMap;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::Context as _;
 use futures_util::FutureExt as _;
 use futures_util::future::{BoxFuture, Shared, WeakShared};
 use k8s_openapi::api::authentication::v1::{TokenReview, TokenReviewSpec};
 use kube::api::PostParams;
-use kube::config::{KubeConfigOptions, Kubeconfig};
 use kube::{Api, Client};
 use parking_lot::Mutex;
 use tokio::sync::Semaphore;
 use tokio::time::{Instant, timeout};
 use tonic::metadata::MetadataMap;
 
-use crate::listener::HANDSHAKE_TIMEOUT;
+use crate::client::client;
 
 /// How long an accepted token is accepted without asking again. A token that is revoked meanwhile
 /// still opens streams; those that are open stay anyway, as upstream.
 pub const REMEMBER: Duration = Duration::from_secs(10);
 
-/// How long one review may take, once it has its turn. It waits for that as long as a peer may
-/// take for its handshake: the native transport waits no longer, and stock agents not for ever.
+/// How long one review may take, once it has its turn.
 const REVIEW_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// How long a review waits for its turn: as long as a peer has for its handshake. The native transport
+/// waits no longer than that, and a stock agent must not wait forever.
+const TURN_TIMEOUT: Duration = Duration::from_secs(15);
 
 /// How many reviews are asked for at once.
 const REVIEWS: usize = 16;
 
 /// How many tokens are remembered; beyond, each is asked for anew.
 const MAX_REMEMBERED: usize = 10_000;
-
-/// How long an API may say nothing in the middle of an answer, or instead of one. A firewall or load
-/// balancer that has forgotten a connection drops what is sent on it, so that nobody closes it; an
-/// API server in trouble accepts what it never answers. Well above what a large list takes to begin;
-/// watches are shorter than that (see [`mirror`](crate::mirror)).
-pub const SILENCE: Duration = Duration::from_secs(34);
 
 /// Whose tokens are good.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -184,12 +179,9 @@ impl Tokens {
             ..TokenReview::default()
         };
         let failed = |why: String| format!("Failed to authenticate request. err:{why}");
-        let turn = timeout(HANDSHAKE_TIMEOUT, self.turns.acquire()).await;
-        let _turn = turn.map_err(|_| {
-            failed(format!(
-                "no turn for a TokenReview within {HANDSHAKE_TIMEOUT:?}"
-            ))
-        })?;
+        let turn = timeout(TURN_TIMEOUT, self.turns.acquire()).await;
+        let _turn =
+            turn.map_err(|_| failed(format!("no turn for a TokenReview within {TURN_TIMEOUT:?}")))?;
         let params = PostParams::default();
         let asked = self.reviews.create(&params, &review);
         let answer = timeout(REVIEW_TIMEOUT, asked).await;
@@ -237,56 +229,6 @@ impl Tokens {
         }
         Ok(())
     }
-}
-
-/// A client by a kubeconfig file, or by the pod's own account.
-///
-/// # Errors
-/// When there are no credentials, or they can not be used.
-pub async fn client(kubeconfig: Option<&Path>) -> anyhow::Result<Client> {
-    let mut config = match kubeconfig {
-        Some(path) => {
-            let named = || format!("--kubeconfig {}", path.display());
-            let file = Kubeconfig::read_from(path).with_context(named)?;
-            let options = KubeConfigOptions::default();
-            let config = kube::Config::from_custom_kubeconfig(file, &options).await;
-            config.with_context(named)?
-        }
-        None => kube::Config::infer()
-            .await
-            .context("no Kubernetes account: run in a pod, or give --kubeconfig")?,
-    };
-    // A dot at the end keeps resolvers from searching; certificates do not have it.
-    let host = config.cluster_url.host().unwrap_or_default();
-    if let Some(name) = host.strip_suffix('.')
-        && config.tls_server_name.is_none()
-    {
-        config.tls_server_name = Some(name.to_owned());
-    }
-    // Callers try again by themselves, and say so.
-    config.default_retry = false;
-    config.read_timeout = Some(SILENCE);
-    // What a connection has rested before a request is not the answer's silence.
-    config.reset_reader_on_write = true;
-    Client::try_from(config).map_err(|error| {
-        let advice = match error.to_string() {
-            text if text.contains("UnsupportedCertVersion") => {
-                "; its client certificate is of X.509 version 1: issue it anew with an extension, \
-                 such as openssl's -extfile with extendedKeyUsage=clientAuth"
-            }
-            _ => "",
-        };
-        anyhow::anyhow!("cannot use the Kubernetes account: {error}{advice}")
-    })
-}
-
-/// What is at the bottom of a client's error: the layers above only repeat that there is one.
-pub fn root(error: &dyn std::error::Error) -> String {
-    let mut cause = error;
-    while let Some(deeper) = cause.source() {
-        cause = deeper;
-    }
-    cause.to_string()
 }
 
 fn digest(token: &str) -> [u8; 32] {

@@ -1,20 +1,19 @@
 //! Takes part in an election over the Kubernetes API.
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use k8s_openapi::api::coordination::v1::Lease;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::MicroTime;
 use k8s_openapi::jiff::Timestamp;
 use kube::{Api, Client};
+use metrics::Counter;
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use super::{Action, Election, Times};
-use crate::nodeport::metrics::{ProxyMetrics, Step};
-use crate::nodeport::request::{Failing, RequestError, Target, request, writes};
+use crate::request::{Failing, RequestError, Target, request, writes};
 
 /// How long an exit waits for the lease to be given back. Without that it ends by itself.
 const RELEASE: Duration = Duration::from_secs(2);
@@ -27,20 +26,22 @@ pub struct Candidate {
     /// How long one request may take.
     limit: Duration,
     leads: watch::Sender<Option<Instant>>,
-    metrics: Arc<ProxyMetrics>,
+    program: &'static str,
+    failures: Counter,
     failing: Failing,
     /// Who holds the lease, as the log has it.
     holder: String,
 }
 
 impl Candidate {
-    /// A candidate, and until when it leads; `None` or a time that is over while it does not.
+    /// A candidate of `program`, whose failed requests count as `failures`, and until when it leads; `None` or a time that is over while it does not.
     pub fn new(
         client: Client,
         namespace: &str,
         name: &str,
         times: Times,
-        metrics: Arc<ProxyMetrics>,
+        program: &'static str,
+        failures: Counter,
     ) -> (Self, watch::Receiver<Option<Instant>>) {
         let (leads, led) = watch::channel(None);
         let candidate = Self {
@@ -51,10 +52,11 @@ impl Candidate {
                 namespace: namespace.to_owned(),
                 name: name.to_owned(),
             },
-            election: Election::new(name, &identity(), times, Instant::now()),
+            election: Election::new(name, &identity(program), times, Instant::now()),
             limit: times.renew_deadline / 2,
             leads,
-            metrics,
+            program,
+            failures,
             failing: Failing::default(),
             holder: String::new(),
         };
@@ -117,7 +119,7 @@ impl Candidate {
         };
         match failed {
             Some(error) => {
-                self.metrics.balancer_failed(Step::Lease);
+                self.failures.increment(1);
                 self.failing.say(&error);
                 self.election.failed(Instant::now(), error.is_conflict());
             }
@@ -145,7 +147,7 @@ impl Candidate {
     }
 
     async fn put(&self, lease: &Lease) -> Result<Lease, RequestError> {
-        let (target, limit, writes) = (&self.target, self.limit, writes());
+        let (target, limit, writes) = (&self.target, self.limit, writes(self.program));
         match lease.metadata.resource_version {
             Some(_) => {
                 let call = self.api.replace(&target.name, &writes, lease);
@@ -157,11 +159,11 @@ impl Candidate {
 }
 
 /// The pod's name, for people, and something that no other run has.
-fn identity() -> String {
+fn identity(program: &str) -> String {
     let names = ["POD_NAME", "HOSTNAME"].into_iter();
     let mut names = names.filter_map(|name| std::env::var(name).ok());
     let pod = names.find(|name| !name.is_empty());
-    let pod = pod.unwrap_or_else(|| crate::nodeport::config::PROGRAM.to_owned());
+    let pod = pod.unwrap_or_else(|| program.to_owned());
     format!("{pod}_{}", uuid::Uuid::new_v4())
 }
 
