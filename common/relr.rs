@@ -8,7 +8,7 @@ use std::env::var;
 use std::process::Command;
 
 fn main() {
-    println!("cargo::rerun-if-changed=../common/relr.rs");
+    println!("cargo::rerun-if-env-changed=TARGET");
     let native = var("HOST").is_ok_and(|host| var("TARGET").is_ok_and(|target| host == target));
     if native && glibc().is_some_and(|version| version >= (2, 36)) {
         println!("cargo::rustc-link-arg-bins=-Wl,-z,pack-relative-relocs");

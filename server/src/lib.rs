@@ -6,8 +6,6 @@
 //!                                        ^
 //!                         switch: the choice between two tunnels
 //! ```
-//!
-//! And the door by which agents, kubelets and users come in to a seed: [`nodeport`].
 
 pub mod app;
 pub mod backend;
@@ -16,6 +14,5 @@ pub mod config;
 pub mod frontend;
 pub mod listener;
 pub mod metrics;
-pub mod nodeport;
 pub mod router;
 pub mod switch;

@@ -63,9 +63,10 @@ fn every_flag_has_a_row() {
 
 #[test]
 fn every_metric_of_the_front_door_has_a_row() {
-    use culvert_server::nodeport::{metrics::ProxyMetrics, table::Table};
+    use culvert_door::metrics::ProxyMetrics;
+    use culvert_door::table::Table;
     let proxy = ProxyMetrics::new().unwrap().render(&Table::new(1));
-    let tunnel = culvert_agent::node_tunnel::metrics::TunnelMetrics::new().unwrap();
+    let tunnel = culvert_node_tunnel::metrics::TunnelMetrics::new().unwrap();
     let pages = proxy + &tunnel.registry().render();
     let families = pages
         .lines()

@@ -5,11 +5,11 @@
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 
-use culvert_agent::node_tunnel::app::Bound;
-use culvert_agent::node_tunnel::config::{Config, PROGRAM};
-use culvert_agent::node_tunnel::interface::KIND;
 use culvert_kit::check;
 use culvert_kit::services::Services;
+use culvert_node_tunnel::app::Bound;
+use culvert_node_tunnel::config::{Config, PROGRAM};
+use culvert_node_tunnel::interface::KIND;
 use culvert_tests::metrics::{http_get, scrape};
 use culvert_tests::namespace::{alone, ip};
 use culvert_tests::process::ours;

@@ -4,7 +4,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use culvert_server::nodeport::annotations::{Exposure, check_ports, parse_port_mapping};
+use culvert_door::annotations::{Exposure, check_ports, parse_port_mapping};
 use libfuzzer_sys::fuzz_target;
 
 /// Well above what an error says on its own and what it shows of a value.

@@ -3,7 +3,7 @@
 #![no_main]
 
 use culvert_fuzz::Cut;
-use culvert_server::nodeport::client_hello::{HelloReader, MAX_RECEIVED_BYTES};
+use culvert_door::client_hello::{HelloReader, MAX_RECEIVED_BYTES};
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|input: &[u8]| {

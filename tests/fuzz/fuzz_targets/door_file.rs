@@ -1,7 +1,7 @@
 //! The file of routes: whatever it says, there are routes, or mistakes with their lines.
 #![no_main]
 
-use culvert_server::nodeport::file::parse;
+use culvert_door::file::parse;
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|input: &[u8]| {

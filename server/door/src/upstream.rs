@@ -328,8 +328,8 @@ mod tests {
     use tokio::io::AsyncReadExt as _;
     use tokio::net::TcpListener;
 
-    use super::super::relay::write_all;
     use super::*;
+    use crate::relay::write_all;
 
     async fn listener() -> (TcpListener, SocketAddr) {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();

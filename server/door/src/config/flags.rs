@@ -14,10 +14,10 @@ use culvert_host::flags::{
 
 use self::balancer::BalancerFlags;
 use super::{Config, IDLE, KEEPALIVE, Keepalive, Limits, PROGRAM, STREAM_IDLE, Source, Tunneling};
-use crate::nodeport::allowed::AllowedNetworks;
-use crate::nodeport::annotations::EXPOSE_ANNOTATION;
-use crate::nodeport::discovery::Cluster;
-use crate::nodeport::exposure::Options;
+use crate::allowed::AllowedNetworks;
+use crate::annotations::EXPOSE_ANNOTATION;
+use crate::discovery::Cluster;
+use crate::exposure::Options;
 
 /// The longest time that the kernel takes (`MAX_TCP_KEEPIDLE`); a longer one is cut to it, which is
 /// nine hours.

@@ -19,8 +19,8 @@ use tokio::time::{Instant, sleep, timeout};
 use tracing::debug;
 
 use super::{Tunnel, Tunnels};
-use crate::nodeport::front::FIRST_WORD_TIMEOUT;
-use crate::nodeport::metrics::Refusal;
+use crate::front::FIRST_WORD_TIMEOUT;
+use crate::metrics::Refusal;
 
 /// Bytes that all tunnels of one HTTP/2 connection together may hold for endpoints that do not
 /// read, before each may hold no more than 64 KiB.

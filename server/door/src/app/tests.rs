@@ -8,7 +8,7 @@ use std::time::Duration;
 use tokio::task::yield_now;
 
 use super::*;
-use crate::nodeport::client_hello::tests::hello_for;
+use crate::client_hello::tests::hello_for;
 
 /// Far more than a byte takes on one machine.
 const LIMIT: Duration = Duration::from_secs(5);

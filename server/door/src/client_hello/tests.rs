@@ -89,7 +89,7 @@ fn hello(extensions: &[Vec<u8>]) -> Vec<u8> {
 }
 
 /// A ClientHello that names a server.
-pub(in crate::nodeport) fn hello_for(name: &[u8]) -> Vec<u8> {
+pub(crate) fn hello_for(name: &[u8]) -> Vec<u8> {
     hello(&[server_name(&[entry(HOST_NAME, name)])])
 }
 

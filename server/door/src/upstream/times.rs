@@ -8,7 +8,7 @@ use std::fmt::Write as _;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use crate::nodeport::routes::UpstreamKey;
+use crate::routes::UpstreamKey;
 
 /// The family's name.
 pub const NAME: &str = "envoy_cluster_upstream_rq_time";

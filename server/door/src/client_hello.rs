@@ -6,7 +6,7 @@
 //! endpoint to say. Of an encrypted hello (ECH) the outer name counts; the inner one can not be read.
 
 #[cfg(test)]
-pub(in crate::nodeport) mod tests;
+pub(crate) mod tests;
 
 use rustls_pki_types::DnsName;
 

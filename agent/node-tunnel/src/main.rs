@@ -1,0 +1,7 @@
+//! The node's end of the tunnel to a seed: see `culvert_node_tunnel`.
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    culvert_node_tunnel::cli::run(std::env::args_os())
+}

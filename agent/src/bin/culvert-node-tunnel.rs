@@ -1,7 +1,0 @@
-//! The node's end of the tunnel to a seed: see `culvert_agent::node_tunnel`.
-
-use std::process::ExitCode;
-
-fn main() -> ExitCode {
-    culvert_agent::node_tunnel::cli::run(std::env::args_os())
-}
