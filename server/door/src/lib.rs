@@ -6,8 +6,6 @@
 //! | [`annotations`], [`exposure`] | from Services and EndpointSlices to routes |
 //! | [`balancer_ports`] | the ports of the load balancer's Service |
 //! | [`balancer`] | writes them, while this replica leads |
-//! | [`election`] | which replica leads, by a Lease |
-//! | [`request`] | one request to the Kubernetes API, and what to do if it fails |
 //! | [`discovery`] | Services and EndpointSlices, watched |
 //! | [`mod@file`] | routes from a YAML file, followed as it changes |
 //! | [`table`] | the routes in force; a change touches what differs |
