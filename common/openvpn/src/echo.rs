@@ -1,7 +1,7 @@
-//! What a host says by itself: echo replies, resets for unknown flows, ICMP errors.
+//! Packets that a host sends on its own account: echo replies, resets for unknown flows, ICMP errors.
 //!
-//! Owns the answers that wait to be sent and the rate of those that nobody asked for. What does
-//! not fit is dropped: each of them is repeated by whoever caused it.
+//! Owns the replies that wait to be sent and the rate limit for unsolicited replies. A reply without room
+//! is dropped, because the remote host repeats the packet that triggered the reply.
 
 use std::collections::VecDeque;
 use std::net::Ipv4Addr;
@@ -9,19 +9,19 @@ use std::time::{Duration, Instant};
 
 use crate::ip::{self, Icmp, Packet, Segment, Sum, flags, kind, protocol};
 
-/// Answers that may wait.
+/// Largest number of replies that wait to be sent.
 const MAX_WAITING: usize = 256;
-/// Bytes of answers that may wait.
+/// Largest number of bytes of waiting replies. The last reply may exceed the limit.
 const MAX_BYTES: usize = 128 << 10;
-/// Emptied buffers that are kept.
+/// Largest number of empty buffers kept for reuse.
 const MAX_SPARE: usize = 32;
-/// Unasked answers a second, and at once.
+/// Rate limit of resets and ICMP errors: replies per second, and replies in one burst.
 const RATE: u32 = 1000;
 const BURST: u32 = 250;
-/// What an ICMP error quotes of a packet, at most.
+/// Largest quote of the offending packet in an ICMP error, in bytes.
 const QUOTED: usize = 128;
 
-/// Answers that wait to be sent.
+/// Replies that wait to be sent.
 #[derive(Debug)]
 pub struct Replies {
     waiting: VecDeque<Vec<u8>>,
@@ -32,7 +32,7 @@ pub struct Replies {
 }
 
 impl Replies {
-    /// None yet.
+    /// Creates an empty queue.
     pub fn new(now: Instant) -> Self {
         Self {
             waiting: VecDeque::new(),
@@ -43,14 +43,14 @@ impl Replies {
         }
     }
 
-    /// An empty buffer for a reply.
+    /// Returns an empty buffer for a reply.
     pub(crate) fn buffer(&mut self) -> Vec<u8> {
         let mut buffer = self.spare.pop().unwrap_or_default();
         buffer.clear();
         buffer
     }
 
-    /// Queues a reply; counts it and forgets it if there is no room.
+    /// Queues a reply. Without room the reply is dropped and counted, and the result is false.
     pub(crate) fn queue(&mut self, reply: Vec<u8>) -> bool {
         let room = self.waiting.len() < MAX_WAITING && self.bytes < MAX_BYTES;
         if room {
@@ -75,12 +75,12 @@ impl Replies {
         }
     }
 
-    /// The oldest.
+    /// Returns the oldest reply.
     pub fn front(&self) -> Option<&[u8]> {
         self.waiting.front().map(Vec::as_slice)
     }
 
-    /// Forgets the oldest, which was sent.
+    /// Removes the oldest reply after it was sent.
     pub fn pop(&mut self) {
         if let Some(reply) = self.waiting.pop_front() {
             self.bytes -= reply.len();
@@ -88,19 +88,19 @@ impl Replies {
         }
     }
 
-    /// Takes the oldest.
+    /// Removes and returns the oldest reply.
     pub fn take(&mut self) -> Option<Vec<u8>> {
         let reply = self.waiting.pop_front()?;
         self.bytes -= reply.len();
         Some(reply)
     }
 
-    /// Nothing waits.
+    /// True if no reply waits.
     pub fn is_empty(&self) -> bool {
         self.waiting.is_empty()
     }
 
-    /// Answers that were not given, for want of room or because of the rate.
+    /// Number of replies that were dropped because the queue was full or the rate limit was reached.
     pub fn suppressed(&self) -> u64 {
         self.suppressed
     }
@@ -120,18 +120,19 @@ impl Replies {
         })
     }
 
-    /// Resets what sent `segment`, unless it is a reset itself.
+    /// Answers `segment` with a reset, unless `segment` itself is a reset.
     pub fn reset(&mut self, segment: &Segment<'_>, now: Instant) -> bool {
         !segment.has(flags::RST) && self.allowed(now) && self.push(|out| reset(out, segment))
     }
 
-    /// Acknowledges again what a flow that is gone had received.
+    /// Repeats the last acknowledgement of a flow that has ended.
     pub(crate) fn acknowledge(&mut self, segment: &Segment<'_>, sequence: u32, expected: u32) {
         self.push(|out| bare_segment(out, segment, sequence, expected, flags::ACK));
     }
 
-    /// Tells by ICMP that `packet` could not be delivered; `from` is who says so. Never about an
-    /// ICMP error (RFC 1122, 3.2.2).
+    /// Queues an ICMP error about `packet`, with source address `from`. ICMP packets other than echo
+    /// requests and replies get no error, because an ICMP error must not cause another error (RFC 1122,
+    /// 3.2.2).
     pub fn error(
         &mut self,
         packet: &Packet<'_>,
@@ -161,7 +162,7 @@ impl Replies {
     }
 }
 
-/// A reset in answer to `segment` (RFC 9293, 3.10.7.1).
+/// Writes the reset that answers `segment` (RFC 9293, 3.10.7.1).
 fn reset(out: &mut Vec<u8>, segment: &Segment<'_>) {
     let (sequence, acknowledgement, flags) = if segment.has(flags::ACK) {
         (segment.acknowledgement(), 0, flags::RST)
@@ -172,7 +173,7 @@ fn reset(out: &mut Vec<u8>, segment: &Segment<'_>) {
     bare_segment(out, segment, sequence, acknowledgement, flags);
 }
 
-/// A segment without options and data, back to where `segment` came from.
+/// Writes a segment without options and data to the sender of `segment`.
 fn bare_segment(
     out: &mut Vec<u8>,
     segment: &Segment<'_>,
@@ -211,7 +212,7 @@ fn icmp_message(
     out.extend_from_slice(body);
 }
 
-/// So many a second, and so many at once.
+/// Token bucket: `rate` tokens per second, at most `burst` tokens at once.
 #[derive(Debug)]
 struct RateLimit {
     rate: u32,

@@ -1,8 +1,8 @@
-//! One TCP flow: a smoltcp interface with one socket, and what smoltcp does not tell of it.
+//! One TCP flow: a smoltcp interface with one socket, plus the state that smoltcp does not expose.
 //!
-//! Owns the socket with its buffers, and what was seen of both directions on the wire: sequence
-//! numbers, windows and loss. An interface for each flow, because an interface looks through all
-//! of its sockets for every packet.
+//! Owns the socket with its buffers, and the state of both directions as seen on the wire: sequence numbers,
+//! windows and loss. Each flow has an interface of its own, because a smoltcp interface searches all its
+//! sockets for every packet.
 
 mod device;
 mod track;
@@ -25,8 +25,7 @@ use crate::ip::{Segment, flags};
 use crate::session::LARGE_TUN_MTU;
 use crate::tuple::Tuple;
 
-/// smoltcp's clock, which starts a second after its zero: some of its timers use zero as "long
-/// ago".
+/// smoltcp's clock. The clock starts at one second, because some smoltcp timers use zero for "long ago".
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Clock(Instant);
 
@@ -46,7 +45,7 @@ impl Clock {
     }
 }
 
-/// What a new flow is made of.
+/// Parameters of a new flow.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Shape {
     pub(crate) tuple: Tuple,
@@ -55,26 +54,26 @@ pub(crate) struct Shape {
     pub(crate) send_buffer: usize,
     pub(crate) keepalive: std::time::Duration,
     pub(crate) seed: u64,
-    /// Begin with an open congestion window, see [`Flow::send_room`].
+    /// Set to start without congestion control, see [`Flow::send_room`].
     pub(crate) eager: bool,
 }
 
-/// How far one turn of sending got.
+/// Result of one sending turn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Turn {
-    /// There is nothing more to send.
+    /// The flow has nothing left to send.
     Done,
-    /// There is more; it is others' turn.
+    /// The flow has more to send and waits for its next turn.
     More,
-    /// The link took no more.
+    /// The link is full.
     Full,
 }
 
-/// Bytes that a flow may send before it is others' turn.
+/// Bytes that a flow may send in one turn.
 pub(crate) const QUANTUM: usize = 32 << 10;
 
-/// What the ends of a flow take in a segment if both are programs of ours, which need no tun device. A kernel behind one
-/// takes what fits its device, 1500 bytes as a rule.
+/// Segment payload between two Culvert programs, which need no tun device. A kernel with a tun device
+/// accepts only packets that fit the device, usually 1500 bytes.
 const OWN_MSS: u16 = LARGE_TUN_MTU - 40;
 
 pub(crate) struct Flow {
@@ -85,37 +84,37 @@ pub(crate) struct Flow {
     mtu: usize,
     pub(crate) tuple: Tuple,
     pub(crate) track: Track,
-    /// The largest window that the other side is told.
+    /// Largest receive window that the flow advertises.
     pub(crate) receive_share: u32,
-    /// When bytes came last, as the shares are counted.
+    /// Slot of the receive share in which the flow last received data.
     pub(crate) received_in: u64,
-    /// What may be queued at most until it is acknowledged.
+    /// Limit for queued bytes, including sent bytes that are not yet acknowledged.
     pub(crate) send_share: usize,
-    /// When the owner gave bytes last.
+    /// Slot of the send share in which the owner last sent data.
     pub(crate) sent_in: u64,
-    /// Bytes of both buffers, for the budget.
+    /// Bytes of both buffers, charged to the buffer budget.
     pub(crate) buffers: usize,
-    /// The handshake is over.
+    /// Set when the handshake has succeeded.
     pub(crate) connected: bool,
-    /// The owner has closed its direction.
+    /// Set when the owner has closed the sending direction.
     pub(crate) closing: bool,
-    /// Why it ends, once that is known.
+    /// Why the flow ends, once known.
     pub(crate) ending: Option<Closed>,
-    /// The owner wants no more of it.
+    /// Set when the owner has aborted the flow.
     pub(crate) abandoned: bool,
-    /// It ends without another word on the wire.
+    /// Set when the flow ends without sending another packet.
     pub(crate) dropped: bool,
-    /// `Readable` was told, and the owner has not seen the end of it yet.
+    /// Set from a `Readable` event until `recv` finds nothing more to read.
     pub(crate) told_readable: bool,
-    /// The owner had more to send than there was room.
+    /// Set when `send` could not accept all bytes.
     pub(crate) wants_room: bool,
-    /// When a dial ends without an answer.
+    /// Deadline for the handshake; `None` once connected.
     pub(crate) connect_by: Option<Instant>,
-    /// When something was heard last, by the clock of the living link.
+    /// Time of the last segment from the remote end, on the liveness clock.
     pub(crate) heard: Instant,
-    /// Segments sent again since this was last taken.
+    /// Retransmitted segments since this counter was last reset.
     pub(crate) retransmitted: u64,
-    /// Still at its own slow start: what was acknowledged so far widens the window.
+    /// Set during the flow's own slow start: acknowledged bytes widen the window.
     eager: bool,
 }
 
@@ -129,7 +128,7 @@ impl Flow {
         let mut device = Inbound::new(&[], &mut replies, shape.mtu, offer);
         let mut interface = Interface::new(config, &mut device, clock.at(now));
         interface.update_ip_addrs(|addresses| {
-            // The first of several that it has room for.
+            // The list has room for at least one address.
             let _ = addresses.push(IpCidr::new(IpAddress::Ipv4(*shape.tuple.local.ip()), 32));
         });
         let mut socket = Socket::new(
@@ -171,7 +170,7 @@ impl Flow {
         }
     }
 
-    /// A flow that sends a SYN as soon as it is polled.
+    /// Creates a flow that sends a SYN when polled.
     pub(crate) fn dial(
         shape: Shape,
         clock: Clock,
@@ -188,7 +187,7 @@ impl Flow {
         Ok(flow)
     }
 
-    /// A flow that waits for the SYN that it is given next.
+    /// Creates a flow that waits for a SYN, which must be passed to `input` next.
     pub(crate) fn listen(
         shape: Shape,
         clock: Clock,
@@ -213,7 +212,7 @@ impl Flow {
         self.socket().state()
     }
 
-    /// Feeds a segment of this flow. Returns how many bytes it acknowledged.
+    /// Processes a segment of this flow. Returns the number of newly acknowledged bytes.
     pub(crate) fn input(
         &mut self,
         segment: &Segment<'_>,
@@ -238,7 +237,8 @@ impl Flow {
             self.track.output(&emitted, now);
         }
         let state = self.state();
-        // After both ends have been said a reset only tells that the other side has forgotten.
+        // In TIME-WAIT both directions have already ended; a reset only means that the remote end has
+        // forgotten the flow.
         if segment.has(flags::RST)
             && before != State::TimeWait
             && matches!(state, State::Closed | State::Listen)
@@ -252,8 +252,8 @@ impl Flow {
         acknowledged
     }
 
-    /// Whether smoltcp may see this in SYN-SENT. Simultaneous open and what comes before the SYN
-    /// has left are of no use here, and make smoltcp's window arithmetic underflow.
+    /// True if smoltcp may process `segment` in SYN-SENT. Simultaneous open and segments that arrive before
+    /// the SYN is sent are not supported, and would make smoltcp's window arithmetic underflow.
     fn answers_syn(&self, segment: &Segment<'_>) -> bool {
         self.track.syn_sent()
             && segment.has(flags::ACK)
@@ -261,7 +261,7 @@ impl Flow {
             && segment.has(flags::SYN | flags::RST)
     }
 
-    /// Sends for one turn, at most `packets`.
+    /// Sends for one turn, at most `packets` packets.
     pub(crate) fn transmit(
         &mut self,
         now: Instant,
@@ -271,8 +271,7 @@ impl Flow {
     ) -> Turn {
         let at = self.clock.at(now);
         for _ in 0..packets {
-            // Segments that are not full are held back while more is in flight, except for the
-            // last bytes of what is queued: these should not wait.
+            // Nagle: a partial segment waits while data is in flight, except for the last bytes of the queue.
             let nagle = self.unsent() >= self.mss();
             self.socket_mut().set_nagle_enabled(nagle);
             let offer = self.track.offer(self.receive_share);
@@ -289,7 +288,7 @@ impl Flow {
             if self.track.output(&emitted, now) {
                 self.retransmitted += 1;
                 if std::mem::take(&mut self.eager) {
-                    // Something got lost: from here on as everybody else.
+                    // After the first loss the flow uses normal congestion control.
                     self.socket_mut()
                         .set_congestion_control(CongestionControl::Cubic);
                 }
@@ -301,19 +300,19 @@ impl Flow {
         Turn::More
     }
 
-    /// When it wants to be polled; in the past: now.
+    /// Returns when the flow must be polled next; a time in the past means now.
     pub(crate) fn poll_at(&mut self, now: Instant) -> Option<Instant> {
         self.interface
             .poll_at(self.clock.at(now), &self.sockets)
             .map(|at| self.clock.back(at))
     }
 
-    /// The largest payload of a segment, as far as known.
+    /// Returns the largest payload of a segment, as far as known.
     pub(crate) fn mss(&self) -> usize {
         let own = self.mtu - 40;
         match self.track.remote_mss() {
             0 => own,
-            // Less than anybody has to take is not meant.
+            // An MSS below the default is treated as the default, because every host accepts the default.
             remote => own.min(remote.max(DEFAULT_MSS).into()),
         }
     }
@@ -323,10 +322,10 @@ impl Flow {
         self.socket().send_queue().saturating_sub(in_flight)
     }
 
-    /// Bytes that the flow has, or will have, on the way: all that is queued and that the other
-    /// side has a window for.
+    /// Returns the bytes that count as in flight: all queued bytes that fit the remote window.
     pub(crate) fn charge(&self) -> usize {
-        // What is being repeated is lost rather than on the way.
+        // During a retransmission at most two segments count as in flight; the other sent bytes are probably
+        // lost.
         let most = if self.track.is_repeating() {
             2 * self.mss()
         } else {
@@ -340,12 +339,12 @@ impl Flow {
         self.socket().send_capacity().min(self.send_share)
     }
 
-    /// How much may be queued now.
+    /// Returns how many bytes may be queued now.
     ///
-    /// Over a stream transport nothing is lost inside the tunnel, so that a flow begins without
-    /// smoltcp's congestion control and its initial window of 2 KiB: ten segments (RFC 6928) and
-    /// all that was acknowledged so far, which doubles with each round trip. It ends with the
-    /// first loss, which can only be behind the peer.
+    /// Over a stream transport nothing is lost inside the tunnel. The flow therefore starts without smoltcp's
+    /// congestion control and its initial window of 2 KiB. The window is ten segments (RFC 6928) plus all
+    /// bytes acknowledged so far, which doubles with each round trip. This slow start ends with the first
+    /// loss, which can only have happened behind the peer.
     pub(crate) fn send_room(&self) -> usize {
         let queue = self.socket().send_queue();
         let mut limit = self.send_limit();
@@ -356,28 +355,28 @@ impl Flow {
         limit.saturating_sub(queue)
     }
 
-    /// Bytes that [`send_room`](Self::send_room) has to reach until the owner is told.
+    /// Returns how large [`send_room`](Self::send_room) must be before the owner is notified.
     pub(crate) fn room_worth_telling(&self) -> usize {
         (self.send_limit() / 4).clamp(1, 8 * self.mss())
     }
 
-    /// The own direction is open, or will be.
+    /// True if the sending direction is open, or will be after the handshake.
     pub(crate) fn may_send(&self) -> bool {
         !self.closing && self.ending.is_none() && (!self.connected || self.socket().may_send())
     }
 
-    /// Queues bytes.
+    /// Queues bytes. Returns how many were accepted.
     pub(crate) fn send(&mut self, bytes: &[u8]) -> usize {
         self.socket_mut().send_slice(bytes).unwrap_or(0)
     }
 
-    /// Something can be read, or the end of it.
+    /// True if data or the end of the data can be read.
     pub(crate) fn is_readable(&self) -> bool {
         self.socket().can_recv()
             || (self.connected && self.ending.is_none() && !self.socket().may_recv())
     }
 
-    /// Received bytes that the owner has not read.
+    /// True if the owner has not read all received bytes.
     pub(crate) fn unread(&self) -> bool {
         self.socket().can_recv()
     }
@@ -394,12 +393,13 @@ impl Flow {
             Ok(Some(taken)) => Received::Bytes(taken),
             Ok(None) => Received::Empty,
             Err(RecvError::Finished) => Received::End,
-            // Reset: told by another event. Not yet connected: nothing.
+            // After a reset, another event reports the reset. Before the handshake there is nothing to read.
             Err(RecvError::InvalidState) => Received::Empty,
         }
     }
 
-    /// Ends the own direction; smoltcp would skip the handshake if it were not over.
+    /// Closes the sending direction. During the handshake the close is delayed, because smoltcp would skip
+    /// the rest of the handshake.
     pub(crate) fn close(&mut self) {
         self.closing = true;
         if self.connected {
@@ -407,12 +407,12 @@ impl Flow {
         }
     }
 
-    /// Notes the end of the handshake, once.
+    /// Records the end of the handshake. Returns true once.
     pub(crate) fn becomes_connected(&mut self) -> bool {
         if self.connected || matches!(self.state(), State::SynSent | State::SynReceived) {
             return false;
         }
-        // Closed or listening again: it was reset.
+        // Closed or Listen here means that the flow was reset.
         self.connected = !matches!(self.state(), State::Closed | State::Listen);
         self.connect_by = None;
         if self.connected && self.closing {
@@ -421,16 +421,16 @@ impl Flow {
         self.connected
     }
 
-    /// Ends with a reset, which is sent when polled.
+    /// Ends the flow with a reset, which is sent at the next poll.
     pub(crate) fn abort(&mut self) {
         self.socket_mut().abort();
     }
 
-    /// smoltcp is through with it: nothing will be sent or received any more.
+    /// True if smoltcp has finished: nothing more will be sent or received.
     pub(crate) fn is_over(&self) -> bool {
         match self.state() {
             _ if self.dropped => true,
-            // A reset is still to be sent while the addresses are known.
+            // While smoltcp still knows the remote endpoint, the reset is not yet sent.
             State::Closed => self.socket().remote_endpoint().is_none(),
             State::TimeWait => self.track.end_is_acknowledged(),
             State::Listen => true,

@@ -1,7 +1,7 @@
 //! The TCP flows of one peer, dialed into its tunnel or accepted out of it, in user space.
 //!
-//! Owns the flows, their ports and timers, and what waits to be sent. One `Flows` stands for one
-//! tunnel: its flows share the tunnel's link and its fate.
+//! Owns the flows, their ports and timers, and the packets that wait to be sent. One `Flows` belongs to one
+//! tunnel: all its flows use the tunnel's link and end with the tunnel.
 //!
 //! ```text
 //!   owner  dial accept send recv close abort  -->  Flows  --> poll_output -> link (may be full)
@@ -9,9 +9,9 @@
 //!                                                    +------- input <- packets out of the tunnel
 //! ```
 //!
-//! The owner's turn: `input` for what has come, `poll_event` until there is none, `send` and
-//! `recv` as they say, `poll_output` while the link takes packets, then wait for the link, for
-//! bytes to send, or until `poll_timeout`.
+//! The owner repeats these steps: call `input` for each received packet, `poll_event` until it returns
+//! `None`, `send` and `recv` as the events require, and `poll_output` while the link accepts packets. Then
+//! the owner waits for the link, for bytes to send, or until `poll_timeout`.
 
 mod config;
 mod events;
@@ -47,31 +47,32 @@ use crate::ip::{self, Packet, Segment, kind};
 use crate::masquerade::FLOW_PORTS;
 use crate::tuple::{Key, Keyed, Table, Tuple};
 
-/// The smallest buffer for one direction of a flow.
+/// Smallest buffer for one direction of a flow, in bytes.
 const MIN_BUFFER: usize = 16 << 10;
 
-/// What has been counted since the start.
+/// Counters since the start, and gauges.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stats {
-    /// Segments taken by flows.
+    /// Segments that belong to a flow.
     pub received: u64,
-    /// Packets handed to the link.
+    /// Packets passed to the link.
     pub sent: u64,
-    /// Packets that are no IPv4 or TCP packets: lengths, options, senseless fields.
+    /// Packets that are not valid IPv4 or TCP: wrong lengths, options or fields.
     pub malformed: u64,
     /// Packets with a wrong checksum.
     pub bad_checksum: u64,
-    /// Fragments, which are not put together.
+    /// Fragments. They are dropped, because fragments are not reassembled.
     pub fragments: u64,
-    /// Segments outside of the receive window: repetitions, mostly.
+    /// Segments outside the receive window, mostly repetitions.
     pub out_of_window: u64,
-    /// Segments of no flow that were answered with a reset.
+    /// Segments of unknown flows that were answered with a reset.
     pub resets_sent: u64,
-    /// Answers that were not given: too many a second, or too many waiting.
+    /// Replies that were dropped: rate limit reached, or too many replies waiting.
     pub suppressed: u64,
-    /// Segments that were sent again.
+    /// Segments that were retransmitted.
     pub retransmitted: u64,
-    /// SYNs dropped because too many wait for the owner.
+    /// SYNs that were dropped: too many SYNs wait for the owner, too many flows are open, or the packet is
+    /// too large.
     pub syns_dropped: u64,
     /// Flows dialed.
     pub dialed: u64,
@@ -79,9 +80,9 @@ pub struct Stats {
     pub accepted: u64,
     /// Flows refused by the owner.
     pub refused: u64,
-    /// Bytes that may be in flight now, with a [`Pace`].
+    /// Current limit of the bytes in flight, with a [`Pace`]; otherwise 0.
     pub in_flight_cap: u64,
-    /// Bytes of the open flows' buffers, see [`Config::buffer_budget`].
+    /// Current bytes of all flows' buffers, see [`Config::buffer_budget`].
     pub buffers: u64,
 }
 
@@ -90,11 +91,11 @@ pub struct Flows {
     config: Config,
     random: Box<dyn RngCore + Send>,
     clock: Clock,
-    /// The last time that was told.
+    /// Latest time passed by the owner.
     now: Instant,
     slots: Slots,
     table: Table<Key, u32>,
-    /// The last packet's flow: packets come in trains.
+    /// Flow of the last packet: consecutive packets usually belong to the same flow.
     last: (Key, u32),
     graves: Graves,
     pending: usize,
@@ -104,20 +105,20 @@ pub struct Flows {
     pacer: Option<Pacer>,
     receiving: Share,
     sending: Share,
-    /// What all flows have in flight, counted with a pacer only.
+    /// Bytes in flight of all flows; counted only with a pacer.
     charged: usize,
     replies: Replies,
     outbox: Outbox,
-    /// The link took no more, so that polling is of no use until it does.
+    /// Set when the link was full at the last poll. Polling is useless until the link has room.
     blocked: bool,
-    /// The pace allows no more until then.
+    /// Earliest time when the pacer allows the next packet.
     paced_until: Option<Instant>,
     stats: Stats,
 }
 
 impl Flows {
-    /// No flows yet. Ports and sequence numbers are drawn from `random`, which nobody should be
-    /// able to predict.
+    /// Creates an empty flow table. Ports and sequence numbers come from `random`, which must be
+    /// unpredictable.
     pub fn new(config: Config, mut random: Box<dyn RngCore + Send>, now: Instant) -> Self {
         let keyed = Keyed::new(&mut random);
         let span = FLOW_PORTS.end() - FLOW_PORTS.start();
@@ -148,7 +149,7 @@ impl Flows {
         }
     }
 
-    /// Connects from the own address; [`Event::Connected`] or [`Event::Closed`] follows.
+    /// Dials from the configured address. [`Event::Connected`] or [`Event::Closed`] follows.
     pub fn dial(&mut self, destination: SocketAddrV4, now: Instant) -> Result<FlowId, DialError> {
         self.tick(now);
         if destination.port() == 0
@@ -243,8 +244,8 @@ impl Flows {
         self.remove(id.index);
     }
 
-    /// Queues bytes and returns how many; if not all, [`Event::Writable`] follows. None before
-    /// the flow is connected.
+    /// Queues bytes and returns how many were accepted: 0 before the flow is connected. If not all were
+    /// accepted, [`Event::Writable`] follows.
     pub fn send(&mut self, id: FlowId, bytes: &[u8]) -> Result<usize, Gone> {
         let shared = self.pacer.as_ref().map(|pacer| pacer.room(self.charged));
         self.open(id)?;
@@ -260,11 +261,12 @@ impl Flows {
         let own = flow.send_room();
         let mut room = own;
         if let Some(shared) = shared {
-            // A flow with nothing in flight may always send a little, whatever others have.
+            // A flow with nothing in flight may always send two segments, however much the other flows have
+            // in flight.
             let least = (2 * flow.mss()).saturating_sub(flow.charge());
             room = own.min(shared.max(least));
         }
-        // Not a few bytes at a time.
+        // Avoid small segments while data is in flight.
         if room < bytes.len() && room < flow.mss() && flow.charge() > 0 {
             room = 0;
         }
@@ -285,8 +287,8 @@ impl Flows {
         Ok(taken)
     }
 
-    /// Shows received bytes to `take`, which returns how many it took. Call it again until it
-    /// says [`Received::Empty`] or [`Received::End`], or `take` wants no more.
+    /// Passes received bytes to `take`, which returns how many bytes it consumed. Call `recv` again until the
+    /// result is [`Received::Empty`] or [`Received::End`], or until `take` needs no more data.
     pub fn recv(
         &mut self,
         id: FlowId,
@@ -295,7 +297,7 @@ impl Flows {
         let flow = self.open(id)?;
         let received = flow.recv(take);
         match received {
-            // The window may have opened.
+            // Reading may have opened the window.
             Received::Bytes(1..) => self.slots.make_ready(id.index),
             Received::Bytes(0) => {}
             Received::Empty => flow.told_readable = false,
@@ -305,7 +307,7 @@ impl Flows {
         Ok(received)
     }
 
-    /// Ends the own direction, after what is queued. The other side may go on.
+    /// Closes the sending direction after the queued bytes. The remote end may continue to send.
     pub fn close(&mut self, id: FlowId) {
         if let Ok(flow) = self.open(id) {
             flow.close();
@@ -313,7 +315,7 @@ impl Flows {
         }
     }
 
-    /// Ends the flow with a reset, whatever is queued. No event follows.
+    /// Ends the flow with a reset and discards queued bytes. No event follows.
     pub fn abort(&mut self, id: FlowId) {
         let Some(entry) = self.slots.get(id) else {
             return;
@@ -324,29 +326,29 @@ impl Flows {
             return;
         };
         flow.abandoned = true;
-        // Nobody is there yet who could be told.
+        // In SYN-SENT no reset is sent, because the remote end has not answered yet.
         flow.dropped |= flow.state() == State::SynSent;
         flow.abort();
         self.slots.make_ready(id.index);
         self.settle(id.index);
     }
 
-    /// Tells that something authentic came from the peer, if only a ping. `input` does, too.
+    /// Records an authentic packet from the peer, even a ping. `input` does this as well.
     pub fn heard(&mut self, now: Instant) {
         self.liveness.heard(now);
     }
 
-    /// Flows that are open, being opened or waiting for an answer.
+    /// Number of flows: open, connecting, or waiting for the owner's answer.
     pub fn len(&self) -> usize {
         self.slots.len()
     }
 
-    /// No flow is open.
+    /// True if there is no flow.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Counted since the start.
+    /// Returns the counters.
     pub fn stats(&self) -> Stats {
         Stats {
             sent: self.outbox.packets,
@@ -368,9 +370,8 @@ impl Flows {
         }
     }
 
-    /// The next port that no flow to this destination uses, or has used a moment ago. One after
-    /// the other, so that each is used again as late as possible: the other end may be in
-    /// TIME-WAIT.
+    /// Returns the next local port without a current or recent flow to this destination. Ports are used in
+    /// order, so that each port is reused as late as possible: the remote end may still be in TIME-WAIT.
     fn free_port(&mut self, destination: SocketAddrV4) -> Option<SocketAddrV4> {
         for _ in FLOW_PORTS {
             let local = SocketAddrV4::new(self.config.address, self.port);

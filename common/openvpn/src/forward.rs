@@ -1,7 +1,7 @@
-//! The server's way for a packet that came out of one tunnel: to itself, to another peer, or
-//! nowhere.
+//! The forwarding path of the server: a packet out of one tunnel goes to the server itself, to another peer,
+//! or is dropped.
 //!
-//! Owns routes, firewall and masquerade of one server, and what is counted.
+//! Owns the routes, firewall and masquerade of one server, and the counters.
 
 #[cfg(test)]
 mod tests;
@@ -15,52 +15,52 @@ use crate::ip::{Malformed, Packet, Rewrite, kind, protocol};
 use crate::masquerade::{FLOW_PORTS, Masquerade, Untracked};
 use crate::routes::{PeerId, Routes};
 
-/// Where a packet goes.
+/// Destination of a packet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// To the server itself: ICMP, or a segment of one of its flows with this peer.
+    /// The server itself: an ICMP packet, or a segment to the ports of the server's own flows.
     Local,
-    /// To this peer; the packet has been translated in place.
+    /// This peer. The packet has been translated in place.
     To(PeerId),
-    /// Nowhere. Counted.
+    /// The packet is dropped and counted.
     Dropped,
 }
 
-/// What has been counted since the start.
+/// Counters since the start, and gauges.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stats {
     /// Packets to the server itself.
     pub local: u64,
     /// Packets from one peer to another.
     pub forwarded: u64,
-    /// Packets with contradictory lengths or senseless fields.
+    /// Packets with wrong lengths or invalid fields.
     pub malformed: u64,
     /// Packets with a wrong checksum.
     pub bad_checksum: u64,
     /// Fragments.
     pub fragments: u64,
-    /// Packets whose source is neither the peer's own address nor in its iroutes.
+    /// Packets with a source that is neither the peer's own address nor in its iroutes.
     pub bad_source: u64,
-    /// Packets to nobody.
+    /// Packets without a route to the destination.
     pub no_route: u64,
-    /// Packets that no rule lets through.
+    /// Packets that the firewall drops.
     pub filtered: u64,
-    /// Packets that came too far.
+    /// Packets with an exhausted TTL.
     pub ttl_exceeded: u64,
-    /// Packets of new connections that had no place in the table.
+    /// Packets of new connections that were dropped because the table was full.
     pub table_full: u64,
-    /// Packets of new connections for which there was no port.
+    /// Packets of new connections that were dropped because no port was free.
     pub ports_exhausted: u64,
-    /// Connections that are tracked now.
+    /// Current number of tracked connections.
     pub tracked: u64,
-    /// Connections that were forgotten early, to make room.
+    /// Connections that were removed early to make room.
     pub evicted: u64,
 }
 
 /// Routes, rules and tracked connections of one server.
 pub struct Forward {
     address: Ipv4Addr,
-    /// Who is where.
+    /// Addresses and networks of the peers.
     pub routes: Routes,
     firewall: Firewall,
     masquerade: Masquerade,
@@ -69,8 +69,8 @@ pub struct Forward {
 }
 
 impl Forward {
-    /// A server at `address` with these rules, tracking at most `max_tracked` connections, of
-    /// about 300 bytes each.
+    /// Creates the forwarding of a server at `address`, with at most `max_tracked` connections of about 300
+    /// bytes each.
     pub fn new(address: Ipv4Addr, firewall: Firewall, max_tracked: usize, now: Instant) -> Self {
         Self {
             address,
@@ -82,7 +82,7 @@ impl Forward {
         }
     }
 
-    /// Looks at a packet from `peer` and translates it.
+    /// Decides the destination of a packet from `peer`, and translates the packet.
     pub fn input(&mut self, peer: PeerId, packet: &mut [u8], now: Instant) -> Verdict {
         self.masquerade.expire(now);
         let (source, destination, port) = match Packet::parse(packet) {
@@ -127,7 +127,7 @@ impl Forward {
         }
     }
 
-    /// A packet to the own address: back to a client, or for the server.
+    /// Handles a packet to the server's address: an answer to a client, or a packet for the server itself.
     fn inward(&mut self, packet: &mut [u8], port: Option<(bool, u16)>, now: Instant) -> Verdict {
         match port {
             Some((true, port)) if FLOW_PORTS.contains(&port) => {
@@ -142,7 +142,8 @@ impl Forward {
                     self.stats.no_route += 1;
                     return Verdict::Dropped;
                 };
-                // It has been translated: its sender would not know it any more.
+                // No ICMP error here: the packet was already translated, and the sender would not recognize
+                // the quote.
                 if !Rewrite::new(packet).is_some_and(|mut rewrite| rewrite.decrement_ttl()) {
                     self.stats.ttl_exceeded += 1;
                     return Verdict::Dropped;
@@ -150,7 +151,7 @@ impl Forward {
                 self.stats.forwarded += 1;
                 Verdict::To(to)
             }
-            // Nothing but ICMP reaches the server itself.
+            // Only ICMP reaches the server itself.
             Err(Untracked::Unknown) if port.is_none() => {
                 self.stats.local += 1;
                 Verdict::Local
@@ -159,7 +160,7 @@ impl Forward {
         }
     }
 
-    /// Takes one hop off, or tells the sender that none was left.
+    /// Decrements the TTL. With an exhausted TTL the sender gets an ICMP error and the result is false.
     fn one_hop(&mut self, packet: &mut [u8], now: Instant) -> bool {
         if Rewrite::new(packet).is_some_and(|mut rewrite| rewrite.decrement_ttl()) {
             return true;
@@ -190,7 +191,7 @@ impl Forward {
         } += 1;
     }
 
-    /// An answer (ICMP) to a sender, and the peer that it goes to.
+    /// Returns the next ICMP answer to a sender, and its peer.
     pub fn poll_reply(&mut self) -> Option<(PeerId, Vec<u8>)> {
         loop {
             let reply = self.replies.take()?;
@@ -202,7 +203,7 @@ impl Forward {
         }
     }
 
-    /// Counted since the start.
+    /// Returns the counters.
     pub fn stats(&self) -> Stats {
         Stats {
             tracked: self.masquerade.len() as u64,

@@ -1,30 +1,31 @@
-//! Packets in a TCP stream: each has its length, as a `u16` that does not count itself, in front.
+//! Packets in a TCP stream. A `u16` length precedes each packet and does not include itself.
 
 #[cfg(test)]
 mod tests;
 
 use bytes::{Buf, BufMut, BytesMut};
 
-/// The length field.
+/// Size of the length field, in bytes.
 pub const PREFIX_LEN: usize = 2;
 
-/// Why a stream can not be read any further: where the next packet begins is unknown.
+/// A packet with an invalid length. The stream cannot continue, because the start of the next packet is
+/// unknown.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("packet length {length} is not between 1 and {max}")]
 pub struct LengthError {
-    /// What the peer sent.
+    /// Length that the peer sent.
     pub length: usize,
-    /// What was allowed.
+    /// Largest allowed length.
     pub max: usize,
 }
 
-/// A packet, and what follows it in its stream.
+/// A packet, and the bytes after it in the stream.
 pub type Split<'a> = (&'a mut [u8], &'a mut [u8]);
 
-/// Cuts the first packet off `stream`; `None` if it is not all there.
+/// Splits the first packet off `stream`. Returns `None` if the packet is incomplete.
 ///
-/// For reading many packets that stay where they were received: go on with the rest, and in the end
-/// advance the buffer by [`PREFIX_LEN`] and the length of each.
+/// For reading many packets in place: continue with the rest, and finally advance the buffer by
+/// [`PREFIX_LEN`] plus the length of each packet.
 pub fn split_first(stream: &mut [u8], max: usize) -> Result<Option<Split<'_>>, LengthError> {
     let Some(length) = first_length(stream, max)? else {
         return Ok(None);
@@ -33,9 +34,9 @@ pub fn split_first(stream: &mut [u8], max: usize) -> Result<Option<Split<'_>>, L
     Ok(rest.split_at_mut_checked(length))
 }
 
-/// Takes the first packet out of `stream`; `None` if it is not all there.
+/// Removes the first packet from `stream`. Returns `None` if the packet is incomplete.
 ///
-/// A stream that is read until this returns `None` holds less than [`PREFIX_LEN`] + `max` bytes.
+/// After `None` the stream contains less than [`PREFIX_LEN`] + `max` bytes.
 pub fn take_first(stream: &mut BytesMut, max: usize) -> Result<Option<BytesMut>, LengthError> {
     match first_length(stream, max)? {
         Some(length) if stream.len() >= PREFIX_LEN + length => {
@@ -46,8 +47,8 @@ pub fn take_first(stream: &mut BytesMut, max: usize) -> Result<Option<BytesMut>,
     }
 }
 
-/// Appends a packet that `build` appends, with its length in front. If that fails, or makes a packet
-/// whose length does not fit, `out` is as before.
+/// Appends a length and the packet that `build` appends. If `build` fails or the length is invalid, `out` is
+/// unchanged.
 pub fn write<E: From<LengthError>>(
     out: &mut BytesMut,
     build: impl FnOnce(&mut BytesMut) -> Result<(), E>,

@@ -1,11 +1,11 @@
-//! Who makes room when more have begun to come in than may be on their way in.
+//! The choice of a half-open session to drop when too many sessions are half-open.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
 
-/// The oldest one of the address that has the most; `waiting` begins with the oldest. One host that
-/// begins again and again displaces only itself. Behind a proxy, where all have one address, the
-/// oldest goes.
+/// Returns the oldest session of the address with the most sessions; `waiting` is sorted from oldest to
+/// newest. A host with many attempts displaces only its own sessions. Behind a proxy all clients share one
+/// address, and the oldest session is dropped.
 pub fn makes_room<T>(waiting: impl Iterator<Item = (T, IpAddr)> + Clone) -> Option<T> {
     let mut counts = BTreeMap::<u64, usize>::new();
     for (_, address) in waiting.clone() {
@@ -16,7 +16,7 @@ pub fn makes_room<T>(waiting: impl Iterator<Item = (T, IpAddr)> + Clone) -> Opti
     crowd.next().map(|(who, _)| who)
 }
 
-/// A host with IPv6 has as many addresses as it likes in a network of 64 bits.
+/// Returns a key for a host. IPv6 addresses are grouped by /64 network, because one host may use a whole /64.
 fn host(address: IpAddr) -> u64 {
     match address.to_canonical() {
         IpAddr::V4(v4) => v4.to_bits().into(),
@@ -36,7 +36,7 @@ mod tests {
     }
 
     #[test]
-    fn the_oldest_of_the_host_with_the_most_goes() {
+    fn oldest_session_of_the_host_with_the_most_sessions_is_dropped() {
         assert_eq!(makes_room_of(&[]), None);
         assert_eq!(makes_room_of(&["192.0.2.1"; 3]), Some(0));
         assert_eq!(makes_room_of(&["192.0.2.1", "192.0.2.2"]), Some(0));

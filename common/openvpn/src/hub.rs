@@ -1,13 +1,13 @@
-//! A UDP server's sessions behind one socket, without I/O: which session a datagram belongs to, who may
-//! start one, and where a client is that has moved.
+//! The sessions of a UDP server behind one socket, without I/O. The hub assigns datagrams to sessions, admits
+//! new clients, and follows clients that change their address.
 //!
-//! * A first packet costs no memory: the answer's session id is a cookie, and there is a session
-//!   once the client has echoed it. It never touches a session that exists, also not one from the same
-//!   address: that is replaced when the new one is established.
-//! * Control packets belong to the session with their address and session id; data packets to the one
-//!   with their peer-id, or, in the old form, with their address.
-//! * Data with a known peer-id that comes from another address moves the session there, once it has
-//!   authenticated.
+//! * A first packet allocates no memory: the session id in the answer is a cookie, and a session starts when
+//!   the client has echoed the cookie. A first packet never changes an existing session. An established
+//!   session of the same address is replaced only when the new session is established.
+//! * Control packets are assigned by address and session id; data packets by peer-id or, in the old form, by
+//!   address.
+//! * A data packet with a known peer-id from another address moves the session to this address, if the packet
+//!   authenticates.
 
 mod admission;
 mod cookie;
@@ -28,17 +28,17 @@ use crate::session::{Ended, Event, NotPushable, Push, SealError, ServerConfig, S
 use cookie::Cookies;
 pub use stats::HubStats;
 
-/// Names a session of a hub; also its peer-id on the wire. Not reused soon.
+/// Identifier of a session in a hub, and its peer-id on the wire. Reused as late as possible.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct PeerId(pub u32);
 
-/// What a hub holds at most.
+/// Limits of a hub.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Sessions in all, up to 2^22. What is established is never displaced.
+    /// Largest number of sessions, up to 2^22. An established session is never displaced by a new client.
     pub sessions: usize,
-    /// Sessions that are not established yet. A new one displaces the oldest of them, so that those who
-    /// only begin cannot keep others out.
+    /// Largest number of sessions that are not yet established. A new session displaces one of them, chosen
+    /// by `half_open::makes_room`, so that unfinished handshakes cannot block other clients.
     pub half_open: usize,
 }
 
@@ -54,13 +54,13 @@ impl Default for Limits {
 struct Entry {
     session: Session,
     address: SocketAddr,
-    /// The client's name for the session.
+    /// The client's session id.
     client: SessionId,
-    /// The certificate, once the session is established.
+    /// Fingerprint of the client certificate; `None` until the session is established.
     fingerprint: Option<[u8; 32]>,
-    /// The entry in `timers`.
+    /// Time of the session's entry in `timers`.
     scheduled: Option<Instant>,
-    /// Whether it is in `ready`.
+    /// True if the session is in `ready`.
     queued: bool,
 }
 
@@ -69,14 +69,14 @@ pub struct Hub {
     config: Arc<ServerConfig>,
     limits: Limits,
     cookies: Cookies,
-    /// By peer-id.
+    /// Sessions by peer-id.
     slots: Vec<Option<Box<Entry>>>,
-    /// Peer-ids to be used again, the longest unused first.
+    /// Free peer-ids, the longest unused first.
     free: VecDeque<PeerId>,
     live: usize,
     half_open: VecDeque<PeerId>,
     by_client: HashMap<(SocketAddr, SessionId), PeerId>,
-    /// Established sessions, for data without a peer-id.
+    /// Established sessions, for data packets without a peer-id.
     by_address: HashMap<SocketAddr, PeerId>,
     timers: BTreeSet<(Instant, PeerId)>,
     /// Sessions that may have something to send.
@@ -87,7 +87,7 @@ pub struct Hub {
 }
 
 impl Hub {
-    /// No sessions yet.
+    /// Creates a hub without sessions.
     pub fn new(config: Arc<ServerConfig>, limits: Limits, now: Instant) -> Self {
         Self {
             cookies: Cookies::new(config.common.timers.hand_window, now),
@@ -110,7 +110,7 @@ impl Hub {
         }
     }
 
-    /// Another configuration for new sessions, and other certificates for all.
+    /// Sets the configuration of new sessions, and the certificates of all sessions.
     pub fn set_config(&mut self, config: Arc<ServerConfig>) {
         for entry in self.slots.iter_mut().flatten() {
             entry.session.set_config(config.clone());
@@ -122,8 +122,7 @@ impl Hub {
         self.slots.get_mut(peer.0 as usize)?.as_deref_mut()
     }
 
-    /// Takes one datagram, which is decrypted in place. Inner packets are handed to `inner` with the
-    /// session they came from.
+    /// Processes one datagram, which is decrypted in place. Inner packets go to `inner` with their session.
     pub fn input(
         &mut self,
         from: SocketAddr,
@@ -164,7 +163,7 @@ impl Hub {
         let taken = entry
             .session
             .input(datagram, now, &mut |packet| inner(peer, packet));
-        // Data makes no output and moves timers away only: most of it ends here.
+        // Data produces no output and only postpones timers, so most data packets need no further work.
         let told = entry.session.has_events();
         if moved && taken.is_ok() {
             self.relocate(peer, from);
@@ -174,7 +173,8 @@ impl Hub {
         }
     }
 
-    /// Whether a session may move to an address: not if a client with another certificate lives there.
+    /// True if a session may move to the address `to`. An address with an established session of another
+    /// certificate is refused.
     fn may_move(&self, peer: PeerId, to: SocketAddr) -> bool {
         let fingerprint = |peer: PeerId| self.slots.get(peer.0 as usize)?.as_ref()?.fingerprint;
         let Some(own) = fingerprint(peer) else {
@@ -200,7 +200,7 @@ impl Hub {
         self.by_address.insert(to, peer);
     }
 
-    /// Whoever had `address` before `peer` has come again as `peer`.
+    /// Drops the other established session at `address`: its client has started again as `peer`.
     fn displace(&mut self, address: SocketAddr, peer: PeerId) {
         let Some(before) = self
             .by_address
@@ -214,7 +214,7 @@ impl Hub {
         self.drop_session(before, Ended::Replaced);
     }
 
-    /// Forgets a session for the sake of another, and says so unless it had ended anyway.
+    /// Drops a session in favor of another. Reports the end unless the session had already ended.
     fn drop_session(&mut self, peer: PeerId, reason: Ended) {
         let ended = self
             .entry(peer)
@@ -249,7 +249,7 @@ impl Hub {
         self.collect(peer, now);
     }
 
-    /// Forgets a session.
+    /// Removes a session.
     fn remove(&mut self, peer: PeerId) {
         let Some(entry) = self.slots.get_mut(peer.0 as usize).and_then(Option::take) else {
             return;
@@ -266,7 +266,7 @@ impl Hub {
         }
     }
 
-    /// Takes a session's events, and sees to its output and its timer.
+    /// Collects a session's events, and schedules its output and timer.
     fn collect(&mut self, peer: PeerId, now: Instant) {
         while let Some(event) = self
             .entry(peer)
@@ -309,7 +309,8 @@ impl Hub {
         let Some(entry) = self.slots.get_mut(peer.0 as usize).and_then(Option::as_mut) else {
             return;
         };
-        // A later time is left for when the earlier one comes: traffic moves it on with every packet.
+        // Only an earlier time moves the timer. Traffic postpones the timeout with every packet, so a later
+        // time is set when the timer fires.
         let at = entry.session.poll_timeout();
         let sooner = |at: &Instant| entry.scheduled.is_none_or(|scheduled| *at < scheduled);
         if let Some(at) = at.filter(sooner) {
@@ -320,7 +321,7 @@ impl Hub {
         }
     }
 
-    /// Appends one datagram to `out` and says where it goes.
+    /// Appends one datagram to `out` and returns its destination.
     pub fn poll_output(&mut self, now: Instant, out: &mut BytesMut) -> Option<SocketAddr> {
         if let Some((to, answer)) = self.answers.pop_front() {
             out.extend_from_slice(&answer);
@@ -343,18 +344,18 @@ impl Hub {
         None
     }
 
-    /// The next event of any session. After [`Event::Ended`] the hub says its goodbyes and forgets the
-    /// session by itself.
+    /// Returns the next event of any session. After [`Event::Ended`] the hub sends the session's last packets
+    /// and removes the session.
     pub fn poll_event(&mut self) -> Option<(PeerId, Event)> {
         self.events.pop_front()
     }
 
-    /// When to call [`Hub::handle_timeout`]; may be in the past.
+    /// Returns when to call [`Hub::handle_timeout`]; may be in the past.
     pub fn poll_timeout(&self) -> Option<Instant> {
         self.timers.first().map(|(at, _)| *at)
     }
 
-    /// Time has passed.
+    /// Handles all timers that are due.
     pub fn handle_timeout(&mut self, now: Instant) {
         while let Some((_, peer)) = self.timers.first().copied().filter(|(at, _)| *at <= now) {
             self.timers.pop_first();
@@ -369,12 +370,12 @@ impl Hub {
             {
                 self.events.push_back((peer, event));
             }
-            // What is due is sent by the next output, which sets the timer again.
+            // The next output sends the due packets and sets the timer again.
             self.queue(peer);
         }
     }
 
-    /// Encrypts one inner packet into `out` and says where the datagram goes.
+    /// Encrypts one inner packet into `out` and returns the destination of the datagram.
     pub fn seal(
         &mut self,
         peer: PeerId,
@@ -423,7 +424,7 @@ impl Hub {
         }
     }
 
-    /// The session, for its counters.
+    /// Returns the session, for its counters.
     pub fn session(&self, peer: PeerId) -> Option<&Session> {
         self.slots
             .get(peer.0 as usize)?
@@ -431,7 +432,7 @@ impl Hub {
             .map(|entry| &entry.session)
     }
 
-    /// Where the client is now.
+    /// Returns the client's current address.
     pub fn address(&self, peer: PeerId) -> Option<SocketAddr> {
         self.slots
             .get(peer.0 as usize)?
@@ -439,7 +440,7 @@ impl Hub {
             .map(|entry| entry.address)
     }
 
-    /// All sessions, also those that are not established.
+    /// Returns all sessions, including sessions that are not yet established.
     pub fn peers(&self) -> impl Iterator<Item = PeerId> + '_ {
         let live = self
             .slots
@@ -449,7 +450,7 @@ impl Hub {
         live.filter_map(|(index, _)| u32::try_from(index).ok().map(PeerId))
     }
 
-    /// Counters of what belongs to no session.
+    /// Returns the counters.
     pub fn stats(&self) -> &HubStats {
         &self.stats
     }

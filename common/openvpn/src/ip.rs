@@ -1,7 +1,6 @@
-//! Views of IPv4, TCP, UDP and ICMP packets that came from anybody, and their checksums.
+//! Views of untrusted IPv4, TCP, UDP and ICMP packets, and their checksums.
 //!
-//! A view exists only for a packet whose lengths and checksums are right, so that its fields can
-//! be read without a second look. Owns nothing.
+//! A view exists only for a packet with correct lengths and checksums, so its fields need no further checks.
 
 #[cfg(test)]
 pub(crate) mod build;
@@ -20,7 +19,7 @@ pub use rewrite::Rewrite;
 pub(crate) use tcp::window_scale;
 pub use tcp::{Segment, flags};
 
-/// An IPv4 header without options.
+/// Length of an IPv4 header without options, in bytes.
 pub const HEADER: usize = 20;
 
 /// IP protocol numbers.
@@ -33,37 +32,37 @@ pub mod protocol {
     pub const UDP: u8 = 17;
 }
 
-/// What is wrong with a packet.
+/// Reason why a packet is invalid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Malformed {
-    /// Not version 4.
+    /// Not IP version 4.
     #[error("not IPv4")]
     Version,
     /// Lengths that contradict each other or the packet.
     #[error("wrong length")]
     Length,
-    /// A header's checksum, or the payload's.
+    /// Wrong checksum of a header or of the payload.
     #[error("wrong checksum")]
     Checksum,
-    /// Part of a packet. They are not put together: TCP never needs it.
+    /// A fragment. Fragments are not reassembled, because TCP never needs them.
     #[error("fragment")]
     Fragment,
-    /// No unicast addresses, port 0, or flags that exclude each other.
-    #[error("senseless fields")]
+    /// An address that is not unicast, equal endpoints, port 0, or flags that exclude each other.
+    #[error("invalid fields")]
     Fields,
 }
 
-/// An IPv4 packet, whole.
+/// A complete IPv4 packet.
 #[derive(Clone, Copy, Debug)]
 pub struct Packet<'a> {
     header: &'a [u8; HEADER],
-    /// Header with options, and payload, without what came behind them.
+    /// Header with options, and payload, without trailing bytes.
     bytes: &'a [u8],
     payload: &'a [u8],
 }
 
 impl<'a> Packet<'a> {
-    /// Checks a packet's header. Bytes after its end are ignored.
+    /// Checks the header of a packet. Bytes after the end of the packet are ignored.
     pub fn parse(bytes: &'a [u8]) -> Result<Self, Malformed> {
         let header = bytes.first_chunk::<HEADER>().ok_or(Malformed::Length)?;
         if header[0] >> 4 != 4 {
@@ -81,7 +80,7 @@ impl<'a> Packet<'a> {
         if Sum::of(head).fold() != 0xffff {
             return Err(Malformed::Checksum);
         }
-        // More fragments, or an offset.
+        // The "more fragments" flag, or an offset.
         if u16::from_be_bytes([header[6], header[7]]) & 0x3fff != 0 {
             return Err(Malformed::Fragment);
         }
@@ -96,39 +95,39 @@ impl<'a> Packet<'a> {
         Ok(packet)
     }
 
-    /// Who sent it.
+    /// Returns the source address.
     pub fn source(&self) -> Ipv4Addr {
         let h = self.header;
         Ipv4Addr::new(h[12], h[13], h[14], h[15])
     }
 
-    /// Whom it is for.
+    /// Returns the destination address.
     pub fn destination(&self) -> Ipv4Addr {
         let h = self.header;
         Ipv4Addr::new(h[16], h[17], h[18], h[19])
     }
 
-    /// See [`protocol`].
+    /// Returns the protocol number, see [`protocol`].
     pub fn protocol(&self) -> u8 {
         self.header[9]
     }
 
-    /// Hops that it may still take.
+    /// Returns the remaining hops.
     pub fn ttl(&self) -> u8 {
         self.header[8]
     }
 
-    /// What is behind the header.
+    /// Returns the bytes after the header.
     pub fn payload(&self) -> &'a [u8] {
         self.payload
     }
 
-    /// The whole packet.
+    /// Returns the whole packet.
     pub fn bytes(&self) -> &'a [u8] {
         self.bytes
     }
 
-    /// The source and destination ports, for TCP and UDP. Lengths are not checked further.
+    /// Returns the source and destination ports of a TCP or UDP packet. Further lengths are not checked.
     pub fn ports(&self) -> Option<(u16, u16)> {
         if !matches!(self.protocol(), protocol::TCP | protocol::UDP) {
             return None;
@@ -140,7 +139,7 @@ impl<'a> Packet<'a> {
         ))
     }
 
-    /// Checks a UDP packet's length and, if it has one, its checksum.
+    /// Checks the length of a UDP packet, and its checksum if present.
     pub fn check_udp(&self) -> Result<(), Malformed> {
         let h = self.payload.first_chunk::<8>().ok_or(Malformed::Length)?;
         let length = usize::from(u16::from_be_bytes([h[4], h[5]]));
@@ -160,12 +159,12 @@ impl<'a> Packet<'a> {
     }
 }
 
-/// An address that one host can have. 0.0.0.0/8 stands for no host.
+/// True if the address can belong to one host. Addresses in 0.0.0.0/8 cannot.
 pub fn unicast(address: Ipv4Addr) -> bool {
     !address.is_multicast() && !address.is_broadcast() && address.octets()[0] != 0
 }
 
-/// The sum of what TCP and UDP checksums cover besides their own bytes.
+/// Returns the sum of the pseudo header, which TCP and UDP checksums cover in addition to their own bytes.
 pub fn pseudo(source: Ipv4Addr, destination: Ipv4Addr, protocol: u8, length: usize) -> Sum {
     let mut bytes = [0; 12];
     let [s0, s1, s2, s3] = source.octets();

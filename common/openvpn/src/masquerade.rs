@@ -1,8 +1,8 @@
-//! Translation of what VPN clients send into the user cluster, so that it comes from the server's
-//! own address: what `iptables -j MASQUERADE` and connection tracking do in the kernel.
+//! Source translation of connections from VPN clients into the user cluster: the destination receives packets
+//! from the server's own address. `iptables -j MASQUERADE` and connection tracking do the same in the kernel.
 //!
-//! Owns the tracked connections, their ports and timeouts. Peers do not appear here: who has an
-//! address is asked for each packet, so that connections survive a peer's reconnect.
+//! Owns the tracked connections, their ports and timeouts. Entries do not refer to peers: the peer of an
+//! address is looked up for each packet, so connections survive the reconnect of a peer.
 
 mod table;
 #[cfg(test)]
@@ -18,13 +18,13 @@ use crate::ip::{Icmp, Malformed, Packet, Quote, Rewrite, Segment, flags, kind, p
 
 pub use table::Untracked;
 
-/// Local ports of masqueraded connections. Those of the own flows are [`FLOW_PORTS`].
+/// Local ports of masqueraded connections. The server's own flows use [`FLOW_PORTS`].
 pub const MASQUERADE_PORTS: RangeInclusive<u16> = 1024..=32767;
 /// Local ports of dialed flows.
 pub const FLOW_PORTS: RangeInclusive<u16> = 32768..=65535;
 
-/// How long a connection is kept that nothing passes through, about as long as Linux does; an
-/// established one a day instead of five.
+/// Idle timeouts of connections. They are about as long as in Linux, except for established TCP connections:
+/// one day instead of five.
 mod kept {
     use super::Duration;
 
@@ -37,23 +37,23 @@ mod kept {
     pub(super) const ICMP: Duration = Duration::from_secs(30);
 }
 
-/// The ends of a packet, as far as translation goes: an echo's identifier stands for both ports.
+/// Both ends of a packet, as seen by the translation. For an echo, both ports are the identifier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Ends {
     protocol: u8,
     source: SocketAddrV4,
     destination: SocketAddrV4,
-    /// Flags, of TCP.
+    /// TCP flags; 0 for other protocols.
     flags: u8,
-    /// An echo reply, which opens nothing.
+    /// Set for an echo reply, which opens no connection.
     reply: bool,
 }
 
-/// What a packet is to the translation.
+/// Kind of a packet, as seen by the translation.
 enum Kind {
     Packet(Ends),
     Error(Quote),
-    /// Nothing that is tracked.
+    /// A packet that is not tracked.
     Other,
 }
 
@@ -65,7 +65,7 @@ pub struct Masquerade {
 }
 
 impl Masquerade {
-    /// Translates to `address`, for at most `max_tracked` connections.
+    /// Creates a table for at most `max_tracked` connections, translated to `address`.
     pub fn new(address: Ipv4Addr, max_tracked: usize) -> Self {
         Self {
             address,
@@ -73,8 +73,8 @@ impl Masquerade {
         }
     }
 
-    /// Translates a packet on its way out. A new connection is tracked only
-    /// if `open`; a segment in the middle of one counts as new, too, as it does in Linux.
+    /// Translates an outgoing packet. A new connection is tracked only if `open` is true. As in Linux, a
+    /// segment from the middle of an unknown TCP connection counts as a new connection.
     pub fn outward(
         &mut self,
         packet: &mut [u8],
@@ -103,7 +103,7 @@ impl Masquerade {
                 }
                 Ok(())
             }
-            // About a packet that came in: it was for the client, as the client saw it.
+            // The error quotes an incoming packet, with the client's address as destination.
             Kind::Error(quote) => {
                 let (remote, client) = quote_ends(&quote);
                 let connection = self
@@ -126,7 +126,8 @@ impl Masquerade {
         }
     }
 
-    /// Translates a packet to the own address back, and returns whom it is for.
+    /// Translates a packet to the server's address back to the client's address, and returns the client's
+    /// address.
     pub fn inward(&mut self, packet: &mut [u8], now: Instant) -> Result<Ipv4Addr, Untracked> {
         match Kind::of(packet)? {
             Kind::Packet(ends) => {
@@ -145,7 +146,7 @@ impl Masquerade {
                 }
                 Ok(*client.ip())
             }
-            // About a packet that went out: it came from here.
+            // The error quotes an outgoing packet, with the server's address as source.
             Kind::Error(quote) => {
                 let (own, remote) = quote_ends(&quote);
                 if *own.ip() != self.address
@@ -172,22 +173,22 @@ impl Masquerade {
         }
     }
 
-    /// Forgets connections whose time is over.
+    /// Removes connections after their timeout.
     pub fn expire(&mut self, now: Instant) {
         self.table.expire(now);
     }
 
-    /// Tracked connections.
+    /// Returns the number of tracked connections.
     pub fn len(&self) -> usize {
         self.table.len()
     }
 
-    /// Nothing is tracked.
+    /// True if no connection is tracked.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Connections that were forgotten early, to make room.
+    /// Returns the number of connections that were removed early to make room.
     pub fn evicted(&self) -> u64 {
         self.table.evicted
     }
@@ -239,12 +240,12 @@ impl Kind {
 }
 
 impl Connection {
-    /// Notes a packet, which may change how long the connection is kept.
+    /// Records a packet, which may change the connection's timeout.
     fn pass(&mut self, ends: &Ends, inward: bool, now: Instant) {
         self.answered |= inward;
         if ends.protocol == protocol::TCP {
             if ends.flags & flags::SYN != 0 && !inward {
-                // The ports are used again.
+                // A SYN from the client starts a new connection with the same ports.
                 (self.reset, self.ended) = (false, [false; 2]);
             }
             self.reset |= ends.flags & flags::RST != 0;

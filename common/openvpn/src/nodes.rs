@@ -1,14 +1,15 @@
-//! The node access network: the addresses under which nodes are reached through the VPN.
+//! The node access network: addresses for reaching nodes through the VPN.
 //!
-//! A node's InternalIP `a.b.c.d` is `X.Y.c.d` there, `X.Y` being the first two octets of the
-//! network. The server role translates what is dialed, the client role translates back.
+//! A node with the InternalIP `a.b.c.d` has the address `X.Y.c.d` there; `X.Y` are the first two octets of
+//! the network. The server role translates dialed addresses, and the client role translates them back.
 
 use std::net::{Ipv4Addr, SocketAddrV4};
 
 use ipnet::Ipv4Net;
 
-/// The rule that needs no list of nodes: what is neither a pod nor a Service is a node's
-/// InternalIP. It is wrong for ExternalIPs, which have to be replaced before.
+/// Translation without a list of nodes: every address that is neither a pod nor a Service counts as the
+/// InternalIP of a node. The caller must replace ExternalIPs first, because this rule is wrong for
+/// ExternalIPs.
 #[derive(Clone, Debug)]
 pub struct Nodes {
     access: Ipv4Net,
@@ -16,13 +17,13 @@ pub struct Nodes {
 }
 
 impl Nodes {
-    /// `access` is the node access network, 10.254.0.0/16 in KKP; addresses in it and in `direct`
-    /// (pods, Services) are never translated.
+    /// Creates the translation. `access` is the node access network, 10.254.0.0/16 in KKP. Addresses in
+    /// `access` and in `direct` (pods, Services) are never translated.
     pub fn new(access: Ipv4Net, direct: Vec<Ipv4Net>) -> Self {
         Self { access, direct }
     }
 
-    /// Where to dial through the VPN for `destination`.
+    /// Returns the address to dial through the VPN for `destination`.
     pub fn translate(&self, destination: SocketAddrV4) -> SocketAddrV4 {
         let mut kept = self.direct.iter().chain([&self.access]);
         if kept.any(|network| network.contains(destination.ip())) {
@@ -45,7 +46,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_pod_and_no_service_is_a_node() {
+    fn addresses_outside_pod_and_service_networks_are_translated() {
         let direct = ["172.25.0.0/16", "10.240.16.0/20"].map(|net| net.parse().unwrap());
         let nodes = Nodes::new("10.254.0.0/16".parse().unwrap(), direct.into());
         for (dialed, through) in [

@@ -1,10 +1,10 @@
-//! What peers say to each other inside of the data channel, beside IP packets: pings, and the messages
-//! of the "options consistency check", of which only the exit notification is still alive.
+//! The messages between peers inside the data channel, besides IP packets: pings, and messages of OpenVPN's
+//! "options consistency check" (OCC). Only the exit notification of the OCC is still in use.
 
 #[cfg(test)]
 mod tests;
 
-/// Keeps the peer's timer from running out. Never forwarded.
+/// Ping payload, which restarts the peer's timeout. Never forwarded.
 pub const PING: [u8; 16] = [
     0x2a, 0x18, 0x7b, 0xf3, 0x64, 0x1e, 0xb4, 0xcb, 0x07, 0xed, 0x2d, 0x0a, 0x98, 0x1f, 0xc7, 0x48,
 ];
@@ -15,7 +15,7 @@ const OCC_MAGIC: [u8; 16] = [
 
 const OCC_EXIT: u8 = 6;
 
-/// The exit notification that every version understands.
+/// Exit notification that every OpenVPN version understands.
 pub const EXIT: [u8; 17] = {
     let mut exit = [OCC_EXIT; 17];
     let (magic, _) = exit.split_at_mut(16);
@@ -23,21 +23,21 @@ pub const EXIT: [u8; 17] = {
     exit
 };
 
-/// What a payload is, without any compression framing.
+/// Kind of a payload, without compression framing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Payload<'a> {
-    /// To be routed; not checked any further.
+    /// An inner packet to be routed, not checked further.
     Inner(&'a [u8]),
-    /// Nothing but a sign of life.
+    /// A ping.
     Ping,
-    /// The peer goes away.
+    /// The peer's exit notification.
     Exit,
-    /// Another message of the consistency check, which needs no answer.
+    /// Another OCC message, which needs no answer.
     Occ,
 }
 
 impl<'a> Payload<'a> {
-    /// Tells them apart.
+    /// Determines the kind of a payload.
     pub fn classify(payload: &'a [u8]) -> Self {
         if payload == PING {
             return Self::Ping;

@@ -1,8 +1,9 @@
-//! Which peer owns an address inside the VPN, and which source addresses a peer may use.
+//! The routes of a server: which peer owns an address inside the VPN, and which source addresses a peer may
+//! use.
 //!
-//! Owns the peers' own addresses and their iroutes. The longest prefix wins; among equal ones the
-//! newest peer, and the one before it again once the newest is gone (two `user-cluster-client`s
-//! live side by side during a rolling update).
+//! Owns the peers' own addresses and their iroutes. The longest prefix wins. Among equal prefixes the newest
+//! peer wins; when the newest peer is removed, the one before is used again. During a rolling update, two
+//! `user-cluster-client`s are connected at the same time.
 
 #[cfg(test)]
 mod tests;
@@ -12,18 +13,18 @@ use std::net::Ipv4Addr;
 
 use ipnet::Ipv4Net;
 
-/// A peer of the server, issued by its owner; a later peer needs a larger one.
+/// Identifier of a peer, assigned by the owner of the routes. A newer peer must have a larger id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct PeerId(pub u64);
 
 /// The routes to all peers.
 #[derive(Debug)]
 pub struct Routes {
-    /// Who has a network, the newest last. No set is empty.
+    /// Peers of each network, the newest last. No set is empty.
     owners: HashMap<Ipv4Net, BTreeSet<PeerId>>,
-    /// How many networks there are of each prefix length, to look for these only.
+    /// Number of networks of each prefix length. A lookup skips lengths without networks.
     lengths: [usize; 33],
-    /// A peer's networks, its own address among them.
+    /// Networks of each peer, including its own address.
     peers: HashMap<PeerId, Vec<Ipv4Net>>,
 }
 
@@ -34,7 +35,7 @@ impl Default for Routes {
 }
 
 impl Routes {
-    /// No routes.
+    /// Creates an empty table.
     pub fn new() -> Self {
         Self {
             owners: HashMap::new(),
@@ -43,7 +44,7 @@ impl Routes {
         }
     }
 
-    /// Adds a peer's own address and the networks behind it. A peer that is there is replaced.
+    /// Adds a peer's own address and the networks behind the peer. An existing peer is replaced.
     pub fn add(&mut self, peer: PeerId, address: Ipv4Addr, iroutes: &[Ipv4Net]) {
         self.remove(peer);
         let mut networks: Vec<_> = iroutes.iter().map(Ipv4Net::trunc).collect();
@@ -78,7 +79,7 @@ impl Routes {
         }
     }
 
-    /// The peer that an address belongs to.
+    /// Returns the peer that owns an address.
     pub fn lookup(&self, destination: Ipv4Addr) -> Option<PeerId> {
         (0..=32_u8)
             .rev()
@@ -90,15 +91,15 @@ impl Routes {
             })
     }
 
-    /// Whether `peer` may send from this address: its own, or one inside its iroutes. Also where
-    /// another peer's routes win.
+    /// True if `peer` may send from this address: its own address, or an address inside its iroutes, even if
+    /// another peer's route wins.
     pub fn permits(&self, peer: PeerId, source: Ipv4Addr) -> bool {
         self.peers
             .get(&peer)
             .is_some_and(|networks| networks.iter().any(|network| network.contains(&source)))
     }
 
-    /// A peer's networks, its own address among them.
+    /// Returns a peer's networks, including its own address.
     pub fn networks(&self, peer: PeerId) -> &[Ipv4Net] {
         self.peers.get(&peer).map_or(&[], Vec::as_slice)
     }

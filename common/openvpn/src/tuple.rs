@@ -1,4 +1,4 @@
-//! The addresses and ports of a flow, by which its segments are told from others.
+//! The addresses and ports that identify a flow.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasher, Hasher};
@@ -13,7 +13,7 @@ pub(crate) struct Tuple {
     pub(crate) remote: SocketAddrV4,
 }
 
-/// A tuple as two numbers, which are compared and hashed faster.
+/// A tuple as two integers, for fast comparison and hashing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Key(u64, u64);
 
@@ -38,11 +38,11 @@ impl From<Tuple> for Key {
     }
 }
 
-/// A table by key.
+/// A hash map with keyed hashing.
 pub(crate) type Table<K, V> = HashMap<K, V, Keyed>;
 
-/// A hash for short keys: multiplied with secrets, both halves of the product mixed. Peers choose
-/// ports and addresses, but do not see the secrets.
+/// Keyed hash for short keys: multiplies with secrets and mixes both halves of the product. Peers choose
+/// ports and addresses, but do not know the secrets.
 #[derive(Clone, Debug)]
 pub(crate) struct Keyed([u64; 2]);
 
@@ -88,7 +88,7 @@ impl Hasher for Mixer {
     fn write_u64(&mut self, number: u64) {
         let product = u128::from(self.state ^ number) * u128::from(self.secret);
         self.state = (product as u64) ^ (product >> 64) as u64;
-        // Another odd factor for the next number, or two numbers could be exchanged.
+        // A different odd factor for the next number makes the hash depend on the order of the numbers.
         self.secret = self.secret.rotate_left(23) | 1;
     }
 

@@ -1,6 +1,6 @@
 //! The two ends of smoltcp's network device: one packet in, one packet out.
 //!
-//! Owns the buffer in which packets are made, and one packet that a full link has not taken.
+//! Owns the buffer for outgoing packets, and one packet that a full link has refused.
 
 use std::net::Ipv4Addr;
 
@@ -11,7 +11,8 @@ use super::track::Offer;
 use crate::echo::Replies;
 use crate::ip::{self, HEADER, Sum, flags, protocol, pseudo};
 
-/// Checksums are made and checked outside of smoltcp: once, and faster.
+/// Returns the device's capabilities. smoltcp's own checksums are disabled: this crate computes and checks
+/// them once, and faster.
 fn capabilities(mtu: usize) -> DeviceCapabilities {
     let mut capabilities = DeviceCapabilities::default();
     capabilities.medium = Medium::Ip;
@@ -22,7 +23,8 @@ fn capabilities(mtu: usize) -> DeviceCapabilities {
     capabilities
 }
 
-/// Tells no larger window than is offered. That of a SYN is as it is: small, and never scaled.
+/// Lowers the advertised window to the offer. The window of a SYN stays unchanged: it is small and never
+/// scaled.
 fn limit_window(packet: &mut [u8], offer: Offer) {
     let Some((_, tcp)) = packet.split_first_chunk_mut::<HEADER>() else {
         return;
@@ -58,13 +60,13 @@ fn fill_checksums(packet: &mut [u8]) {
     }
 }
 
-/// Packets on their way to the link.
+/// The packet buffer in front of the link.
 #[derive(Debug)]
 pub(crate) struct Outbox {
     buffer: Vec<u8>,
-    /// Length of the packet that the link has not taken; 0 for none.
+    /// Length of the packet that the link has refused; 0 if no packet waits.
     held: usize,
-    /// Packets and bytes that the link took.
+    /// Packets and bytes that the link has accepted.
     pub(crate) packets: u64,
     pub(crate) bytes: u64,
 }
@@ -79,12 +81,12 @@ impl Outbox {
         }
     }
 
-    /// A packet waits for the link.
+    /// True if a packet waits for the link.
     pub(crate) fn is_full(&self) -> bool {
         self.held > 0
     }
 
-    /// Offers the waiting packet to the link again.
+    /// Offers the waiting packet to the link again. Returns true if no packet waits afterwards.
     pub(crate) fn flush(&mut self, link: &mut dyn FnMut(&[u8]) -> bool) -> bool {
         let length = std::mem::take(&mut self.held);
         length == 0 || self.offer(length, link)
@@ -102,7 +104,7 @@ impl Outbox {
     }
 }
 
-/// What a packet that was made says.
+/// Header fields of a packet that smoltcp has emitted.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Emitted {
     pub(crate) sequence: u32,
@@ -110,7 +112,7 @@ pub(crate) struct Emitted {
     pub(crate) flags: u8,
     pub(crate) window: u16,
     pub(crate) data: u32,
-    /// The shift of an own SYN.
+    /// Window scale of a SYN; 0 without the option.
     pub(crate) shift: u8,
 }
 
@@ -131,7 +133,7 @@ impl Emitted {
     }
 }
 
-/// Where what smoltcp sends goes to: the link.
+/// smoltcp's device for sending: packets go to the link.
 pub(crate) struct Outbound<'a> {
     outbox: &'a mut Outbox,
     link: &'a mut dyn FnMut(&[u8]) -> bool,
@@ -156,7 +158,7 @@ impl<'a> Outbound<'a> {
         }
     }
 
-    /// The packet that was made, if there was one.
+    /// Returns the header of the emitted packet, if smoltcp emitted one.
     pub(crate) fn emitted(self) -> Option<Emitted> {
         self.emitted
     }
@@ -193,7 +195,7 @@ impl Device for Outbound<'_> {
     }
 }
 
-/// Room for one packet to the link.
+/// Token to send one packet to the link.
 pub(crate) struct ToLink<'a> {
     outbox: &'a mut Outbox,
     link: &'a mut dyn FnMut(&[u8]) -> bool,
@@ -206,7 +208,7 @@ impl TxToken for ToLink<'_> {
         if length > self.outbox.buffer.len() {
             self.outbox.buffer.resize(length, 0);
         }
-        // Never empty: it was made long enough just now.
+        // The resize above guarantees the length; `unwrap_or` never applies.
         let packet = self.outbox.buffer.get_mut(..length).unwrap_or(&mut []);
         let result = make(packet);
         limit_window(packet, self.offer);
@@ -217,7 +219,7 @@ impl TxToken for ToLink<'_> {
     }
 }
 
-/// Where what smoltcp receives comes from: one packet, and its answer goes to the replies.
+/// smoltcp's device for receiving: one packet comes in, and its answer goes to the replies.
 pub(crate) struct Inbound<'a, 'b> {
     packet: &'a [u8],
     replies: &'a mut Option<&'b mut Replies>,
@@ -242,7 +244,7 @@ impl<'a, 'b> Inbound<'a, 'b> {
         }
     }
 
-    /// The answer that was made, if there was one.
+    /// Returns the header of the emitted answer, if smoltcp emitted one.
     pub(crate) fn emitted(self) -> Option<Emitted> {
         self.emitted
     }
@@ -274,7 +276,7 @@ impl Device for Inbound<'_, '_> {
     }
 }
 
-/// The packet.
+/// The packet to receive.
 pub(crate) struct Received<'a>(&'a [u8]);
 
 impl RxToken for Received<'_> {
@@ -283,7 +285,7 @@ impl RxToken for Received<'_> {
     }
 }
 
-/// Room for its answer.
+/// Token to queue the answer.
 pub(crate) struct ToReplies<'a>(&'a mut Replies, Offer, &'a mut Option<Emitted>);
 
 impl TxToken for ToReplies<'_> {

@@ -1,42 +1,43 @@
-//! What both directions of a flow look like on the wire. smoltcp knows it, too, but keeps it to
-//! itself. Owns sequence numbers and windows.
+//! Sequence numbers and windows of both directions of a flow, as seen on the wire. smoltcp has the same state
+//! but does not expose it.
 
 use std::time::{Duration, Instant};
 
 use super::device::Emitted;
 use crate::ip::{Segment, flags};
 
-/// What one takes in a segment who does not say (RFC 9293, 3.7.1).
+/// MSS of a remote end that does not send the option (RFC 9293, 3.7.1).
 pub(crate) const DEFAULT_MSS: u16 = 536;
 
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Track {
     syn_sent: bool,
-    /// The first byte that is not acknowledged, and the first that was never sent.
+    /// Sequence numbers of the first unacknowledged byte and of the first byte never sent.
     unacknowledged: u32,
     sent: u32,
     acknowledged: u64,
     remote_window: u32,
     remote_shift: u8,
-    /// The largest payload that the other side takes in a segment; 0 until it is known.
+    /// Largest segment payload that the remote end accepts; 0 until known.
     remote_mss: u16,
-    /// What was acknowledged to the other side, and the end of the window that it was given with it.
+    /// Last acknowledgement sent to the remote end, and the end of the window advertised with it.
     expected: u32,
     allowed: Option<u32>,
     local_shift: u8,
-    /// The other side's first byte, once it is known.
+    /// Sequence number of the remote end's first byte, once known.
     first: Option<u32>,
-    /// It was told a window in a segment other than a SYN.
+    /// Set when a window was advertised in a segment other than a SYN.
     window_told: bool,
-    /// Something was repeated since bytes were acknowledged last.
+    /// Set when a segment was repeated and nothing was acknowledged since.
     repeating: bool,
-    /// The sequence number behind the other side's FIN.
+    /// Sequence number after the remote end's FIN.
     remote_end: Option<u32>,
-    /// A segment whose round trip is measured: the sequence number behind it, and when it left.
+    /// The segment used to measure a round trip: the sequence number after the segment, and the time when it
+    /// was sent.
     sample: Option<(u32, Instant)>,
 }
 
-/// The largest window that a segment may tell.
+/// Limit for the window that a segment may advertise.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Offer {
     share: u32,
@@ -45,8 +46,8 @@ pub(crate) struct Offer {
 }
 
 impl Offer {
-    /// The window to tell in a segment that acknowledges `acknowledgement`, where smoltcp wants to tell `window`. What was
-    /// told before is not taken back (RFC 9293, 3.8.6).
+    /// Returns the window to advertise in a segment with this `acknowledgement`, when smoltcp would advertise
+    /// `window`. An advertised window never shrinks (RFC 9293, 3.8.6).
     pub(crate) fn window(self, acknowledgement: u32, window: u16) -> u16 {
         let kept = self.allowed.filter(|end| before(acknowledgement, *end));
         let kept = kept.map_or(0, |end| end.wrapping_sub(acknowledgement));
@@ -55,7 +56,7 @@ impl Offer {
     }
 }
 
-/// `a` comes before `b`.
+/// True if sequence number `a` comes before `b`.
 fn before(a: u32, b: u32) -> bool {
     (a.wrapping_sub(b) as i32) < 0
 }
@@ -81,7 +82,7 @@ impl Track {
         }
     }
 
-    /// Notes a segment that came. Returns how many bytes it newly acknowledges.
+    /// Records a received segment. Returns the number of newly acknowledged bytes.
     pub(crate) fn input(&mut self, segment: &Segment<'_>) -> u32 {
         if segment.has(flags::RST) {
             return 0;
@@ -116,7 +117,7 @@ impl Track {
         newly
     }
 
-    /// The round trip that an acknowledgement has completed, once.
+    /// Returns the round trip that an acknowledgement has completed, once per sample.
     pub(crate) fn round_trip(&mut self, now: Instant) -> Option<Duration> {
         let (behind, left) = self.sample?;
         if before(self.unacknowledged, behind) {
@@ -126,7 +127,7 @@ impl Track {
         Some(now.saturating_duration_since(left))
     }
 
-    /// Whether a segment lies outside of the window that the other side was given.
+    /// True if the segment lies outside the window advertised to the remote end.
     pub(crate) fn outside_window(&self, segment: &Segment<'_>) -> bool {
         let first = segment.sequence();
         let behind = first.wrapping_add(segment.length());
@@ -134,15 +135,15 @@ impl Track {
             || (segment.length() > 0 && !before(self.expected, behind) && !segment.has(flags::SYN))
     }
 
-    /// Whether a segment ends behind the window of the own SYN while no other was told. smoltcp scales that one, too,
-    /// and would take more than its buffer holds.
+    /// True if the segment ends after the window of the own SYN and no later window was advertised. smoltcp
+    /// scales the window of the SYN as well, and would accept more than its buffer can store.
     pub(crate) fn is_behind_first_window(&self, segment: &Segment<'_>) -> bool {
         let behind = segment.sequence().wrapping_add(segment.length());
         let end = self.first.map(|first| first.wrapping_add(u16::MAX.into()));
         !self.window_told && end.is_some_and(|end| before(end, behind))
     }
 
-    /// What the other side is told at most.
+    /// Returns the limit for the next advertised window.
     pub(crate) fn offer(&self, share: u32) -> Offer {
         Offer {
             share,
@@ -151,7 +152,7 @@ impl Track {
         }
     }
 
-    /// Notes a segment that was made. Returns whether it repeats another one.
+    /// Records an emitted segment. Returns true if the segment is a retransmission.
     pub(crate) fn output(&mut self, emitted: &Emitted, now: Instant) -> bool {
         if emitted.flags & flags::RST != 0 {
             return false;
@@ -174,14 +175,15 @@ impl Track {
         }
         let fin = emitted.flags & flags::FIN != 0;
         let length = emitted.data + u32::from(syn || fin);
-        // Keepalives lie before what is acknowledged, window probes are a byte that does not fit.
+        // A keepalive's sequence number lies before the acknowledged bytes. A window probe is one byte
+        // outside the window.
         let keepalive = before(emitted.sequence, self.unacknowledged);
         let probe = emitted.data == 1 && self.remote_window == 0;
         if length == 0 || keepalive || probe {
             return false;
         }
         let behind = emitted.sequence.wrapping_add(length);
-        // A SYN is repeated because the other side takes its time, too: it may have to dial first.
+        // A repeated SYN does not count as a loss: the remote end may have to dial before it answers.
         let repeated = before(emitted.sequence, self.sent) && !syn;
         if before(self.sent, behind) {
             self.sent = behind;
@@ -199,17 +201,17 @@ impl Track {
         self.syn_sent
     }
 
-    /// The first sequence number that was never sent.
+    /// Returns the first sequence number that was never sent.
     pub(crate) fn sent(&self) -> u32 {
         self.sent
     }
 
-    /// The next byte that is expected of the other side, as it was told.
+    /// Returns the sequence number acknowledged last to the remote end.
     pub(crate) fn expected(&self) -> u32 {
         self.expected
     }
 
-    /// The other side knows that its end has arrived.
+    /// True if the remote end's FIN was acknowledged.
     pub(crate) fn end_is_acknowledged(&self) -> bool {
         self.remote_end == Some(self.expected)
     }
@@ -222,7 +224,7 @@ impl Track {
         self.sent.wrapping_sub(self.unacknowledged)
     }
 
-    /// A sequence number that is on its way: what an ICMP error has to quote to be believed.
+    /// True if `sequence` is in flight. An ICMP error is trusted only if it quotes such a sequence number.
     pub(crate) fn is_in_flight(&self, sequence: u32) -> bool {
         sequence.wrapping_sub(self.unacknowledged) < self.in_flight()
     }
@@ -231,7 +233,7 @@ impl Track {
         self.acknowledged
     }
 
-    /// The largest payload that the other side takes in a segment; 0 until it is known.
+    /// Returns the largest segment payload that the remote end accepts; 0 until known.
     pub(super) fn remote_mss(&self) -> u16 {
         self.remote_mss
     }
@@ -246,26 +248,26 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_window_is_no_larger_than_the_share_and_never_taken_back() {
+    fn a_window_is_no_larger_than_the_share_and_never_shrinks() {
         let offer = |share, allowed| Offer {
             share,
             allowed,
             shift: 4,
         };
-        // Nothing was told before, whatever the numbers are.
+        // Without an earlier window only the share counts, for any acknowledgement number.
         for acknowledgement in [0, 5, 1 << 31, u32::MAX] {
             let window = offer(16_000, None).window(acknowledgement, 32_768);
             assert_eq!(window, 1000);
         }
-        // Half of what was told is used.
+        // Half of the advertised window is used.
         let end = 100_u32;
         let acknowledgement = end.wrapping_sub(32_000);
         assert_eq!(offer(16_000, Some(end)).window(acknowledgement, 9000), 2000);
         assert_eq!(offer(48_000, Some(end)).window(acknowledgement, 9000), 3000);
-        // All of it is, and more.
+        // The whole window is used, and then exceeded.
         assert_eq!(offer(16_000, Some(end)).window(end, 9000), 1000);
         assert_eq!(offer(16_000, Some(end)).window(end + 1000, 9000), 1000);
-        // The buffer has no room for more.
+        // smoltcp's buffer has less room than the share.
         assert_eq!(offer(u32::MAX, None).window(end, 9), 9);
     }
 }

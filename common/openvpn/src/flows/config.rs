@@ -1,4 +1,4 @@
-//! The settings of one peer's flows, and the words in which a flow's fate is told.
+//! The settings of one peer's flows, and the types that report a flow's state.
 
 use std::fmt;
 use std::net::{Ipv4Addr, SocketAddrV4};
@@ -6,63 +6,66 @@ use std::time::Duration;
 
 use crate::session::LARGE_TUN_MTU;
 
-/// What bounds the flows of one peer.
+/// Settings and limits of the flows of one peer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
-    /// The own address inside the VPN, the source of every flow that is dialed. KKP's clients
-    /// masquerade only 10.20.0.0/24, so it has to be in there: 10.20.0.1.
+    /// Own address inside the VPN, the source of every dialed flow. KKP's clients masquerade only
+    /// 10.20.0.0/24, so the address must be inside this network. Default 10.20.0.1.
     pub address: Ipv4Addr,
-    /// The largest packet that the tunnel takes. Default 1500.
+    /// Largest packet that the tunnel accepts, in bytes. Default 1500.
     pub tun_mtu: u16,
-    /// The largest TCP payload of a packet, sent and asked for. What does not fit the path behind
-    /// the peer is lost without a word (smoltcp knows no path MTU discovery); too small costs
-    /// packets. Default 1360, which fits every tunnel that stock peers make out of a path of 1500.
+    /// Largest TCP payload of a packet, in bytes, for sending and as the advertised MSS. A larger payload
+    /// than the path behind the peer allows is lost silently, because smoltcp does not support path MTU
+    /// discovery; a smaller payload costs more packets. Default 1360, which fits every tunnel that stock
+    /// peers build on a path of 1500 bytes.
     pub mss: u16,
-    /// Bytes that a flow holds for an owner that does not read: the largest receive window. The
-    /// path's bandwidth times its delay, or it limits the flow. Default 512 KiB.
+    /// Receive buffer of a flow, in bytes, and the largest receive window. A buffer smaller than the path's
+    /// bandwidth-delay product limits the flow. Default 512 KiB.
     pub receive_buffer: usize,
-    /// Bytes that a flow holds until the peer has acknowledged them. Default 512 KiB.
+    /// Send buffer of a flow, in bytes: data kept until the remote end has acknowledged it. Default 512 KiB.
     pub send_buffer: usize,
-    /// What the flows that receive may be sent at once: their windows share it, none is less than 5840 bytes. Default
-    /// 512 KiB, 385 packets, for the queue of 500 that Linux gives the tun device of a stock peer. Flows whose
-    /// ends both take packets of [`LARGE_TUN_MTU`] bytes, as programs of ours do over TCP, have no part in it.
+    /// Budget in bytes for data in flight toward receiving flows. Their receive windows share the budget;
+    /// each window is at least 5840 bytes. Default 512 KiB, which is 385 packets and fits the queue of 500
+    /// packets that Linux gives the tun device of a stock peer. Flows are exempt if both ends accept packets
+    /// of [`LARGE_TUN_MTU`] bytes, as Culvert programs do over TCP.
     pub receive_budget: usize,
-    /// What the flows that send may have on the way to the peer, each at least 5840 bytes. Default
-    /// 1 MiB: its acknowledgements, one for two packets, have to wait in the same queue.
+    /// Budget in bytes for data in flight from sending flows to the peer; each flow may use at least 5840
+    /// bytes. Default 1 MiB: the acknowledgements, one for two packets, wait in the same queue of the peer's
+    /// tun device.
     pub send_budget: usize,
-    /// What the buffers of all flows may come to. The more of it is taken the smaller are the
-    /// buffers of the next flow, down to 16 KiB for each direction, which are given even beyond
-    /// it: in all no more than this and 32 KiB for each of [`max_flows`](Self::max_flows).
-    /// Default 256 MiB.
+    /// Budget in bytes for the buffers of all flows. The buffers of a new flow get smaller as the budget
+    /// fills, down to 16 KiB for each direction. This minimum is allocated even beyond the budget, so the
+    /// total is at most the budget plus 32 KiB for each of [`max_flows`](Self::max_flows). Default 256 MiB.
     ///
-    /// A buffer's memory is asked for at once but comes zeroed from the allocator, so that pages
-    /// are used when they are first written. smoltcp can not shrink a buffer: an idle flow keeps
-    /// the pages it has used until it ends.
+    /// A buffer is allocated at once but zeroed by the allocator, so pages are used only when first written.
+    /// smoltcp cannot shrink a buffer: an idle flow keeps its used pages until it ends.
     pub buffer_budget: usize,
-    /// Flows at once. Default 8192.
+    /// Largest number of flows at the same time. Default 8192.
     pub max_flows: usize,
-    /// Whether the owner accepts connections from the peer, to any address. Without it a SYN is
-    /// answered like a segment of an unknown flow.
+    /// True if the owner accepts connections from the peer, to any address. Otherwise a SYN is treated like a
+    /// segment of an unknown flow. Default false.
     pub accept: bool,
-    /// SYNs that wait for the owner's answer; more are dropped, the other side tries again.
-    /// Default 1024.
+    /// Largest number of SYNs that wait for the owner's answer. Further SYNs are dropped and the remote end
+    /// retries. Default 1024.
     pub max_pending: usize,
-    /// How long the owner may take to answer a SYN. Default 60 s.
+    /// Time for the owner to answer a SYN. Default 60 s.
     pub accept_timeout: Duration,
-    /// How long a dial waits for its SYN-ACK. Default 30 s.
+    /// Time for the handshake of a flow. Default 30 s.
     pub connect_timeout: Duration,
-    /// An idle flow asks the other side for a sign of life this often. Default 60 s.
+    /// Interval between keepalives of an idle flow. Default 60 s.
     pub keepalive: Duration,
-    /// A flow ends when the other side leaves data or keepalives unanswered for so long while the
-    /// tunnel is alive: time in which nothing is heard of the peer does not count. Default 150 s.
+    /// A flow ends when the remote end leaves data or keepalives unanswered for this long while the tunnel is
+    /// alive: time without any packet from the peer does not count. At least two keepalive intervals. Default
+    /// 150 s.
     pub user_timeout: Duration,
-    /// For a datagram transport; a stream takes what it can by itself.
+    /// Pacing for a datagram transport. `None` for a stream transport, which has its own flow control.
     pub pace: Option<Pace>,
 }
 
 impl Config {
-    /// For a tunnel that takes packets of `tun_mtu` bytes. Who takes [`LARGE_TUN_MTU`] ends connections itself, or leads
-    /// to hosts that say in their SYN what fits.
+    /// Returns the default settings for a tunnel with packets of `tun_mtu` bytes. With [`LARGE_TUN_MTU`] or
+    /// more the MSS fills the packet: the peer either terminates connections itself, or leads to hosts whose
+    /// SYN limits the MSS.
     pub fn for_mtu(tun_mtu: u16) -> Self {
         let config = Self::default();
         Self {
@@ -99,28 +102,28 @@ impl Default for Config {
     }
 }
 
-/// What may be on its way to one peer over a datagram transport.
+/// Limits for the data in flight to one peer over a datagram transport.
 ///
-/// The stock peer's socket buffer takes about 80 KiB of full packets. What comes on top is lost,
-/// and the stack, whose sender does not use selective acknowledgements, then stands still for a
-/// second.
+/// The socket buffer of a stock peer accepts about 80 KiB of full packets. Packets beyond this limit are
+/// lost, and smoltcp, whose sender does not use selective acknowledgements, then stalls for a second.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Pace {
-    /// Unacknowledged bytes of all flows together, to begin with; losses leave 64 KiB of it, if it is more. 64 KiB over a
-    /// round trip of 0.5 ms is 1 Gbit/s, over 50 ms 10 Mbit/s. Default 64 KiB.
+    /// Initial limit of unacknowledged bytes of all flows together. Losses lower the limit, but not below
+    /// 64 KiB or this initial limit, whichever is smaller. 64 KiB per round trip of 0.5 ms is 1 Gbit/s, per
+    /// 50 ms 10 Mbit/s. Default 64 KiB.
     pub in_flight: usize,
-    /// How far it may grow while nothing is lost. Default 4 MiB.
+    /// Maximum to which the limit may grow while nothing is lost, in bytes. Default 4 MiB.
     pub max_in_flight: usize,
-    /// It grows no further than what this rate needs on the path's shortest round trip; packets
-    /// leave no faster, either. Bytes a second; default 250 MB/s, 2 Gbit/s.
+    /// Maximum rate in bytes per second. The limit grows no further than this rate needs at the path's
+    /// shortest round trip, and packets are sent no faster. Default 250 MB/s, which is 2 Gbit/s.
     pub rate: u64,
-    /// Bytes that may leave at once. Default 48 KiB.
+    /// Bytes that may be sent in one burst. Default 48 KiB.
     pub burst: usize,
 }
 
 impl Pace {
-    /// For a server of our own: many datagrams cost it one system call, so that it takes them faster.
-    /// Its socket is shared by all clients.
+    /// Returns the pace toward a Culvert server, which receives many datagrams with one system call and is
+    /// therefore faster. All clients share the server's socket.
     pub fn to_own_server() -> Self {
         Self {
             rate: 1_000_000_000,
@@ -129,8 +132,9 @@ impl Pace {
         }
     }
 
-    /// For a client of our own. Nobody else sends to its socket, which takes 255 KiB of full packets
-    /// where the kernel gives no more than by default (`net.core.rmem_max`), twice as many as a stock client's.
+    /// Returns the pace toward a Culvert client. The client's socket receives only from this server. With
+    /// the kernel's default `net.core.rmem_max` the socket accepts 255 KiB of full packets, twice as many
+    /// as the socket of a stock client.
     pub fn to_own_client() -> Self {
         Self {
             in_flight: 192 << 10,
@@ -151,7 +155,7 @@ impl Default for Pace {
     }
 }
 
-/// A flow of one [`Flows`](super::Flows). Never valid again once its [`Event::Closed`] was given.
+/// Identifier of a flow in one [`Flows`](super::Flows). Invalid forever after the flow's [`Event::Closed`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct FlowId {
     pub(crate) index: u32,
@@ -164,58 +168,58 @@ impl fmt::Display for FlowId {
     }
 }
 
-/// What happened to a flow.
+/// An event of a flow.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Event {
-    /// Somebody behind the peer wants to connect; answer with
-    /// [`accept`](super::Flows::accept) or [`refuse`](super::Flows::refuse).
+    /// A host behind the peer wants to connect. Answer with [`accept`](super::Flows::accept) or
+    /// [`refuse`](super::Flows::refuse).
     Incoming {
-        /// The flow to be.
+        /// The new flow.
         id: FlowId,
-        /// Who dials.
+        /// Address of the host that dials.
         source: SocketAddrV4,
-        /// What is dialed.
+        /// Address that is dialed.
         destination: SocketAddrV4,
     },
-    /// The flow is open: bytes may be sent and will come.
+    /// The flow is open in both directions.
     Connected(FlowId),
-    /// There is something to receive, or the end of it. Told once; again after
-    /// [`recv`](super::Flows::recv) has found nothing.
+    /// Data or the end of the data can be read. Reported once, and again after [`recv`](super::Flows::recv)
+    /// has returned [`Received::Empty`].
     Readable(FlowId),
-    /// There is room again after [`send`](super::Flows::send) has taken less than it was given.
+    /// The send buffer has room again after [`send`](super::Flows::send) could not accept all bytes.
     Writable(FlowId),
-    /// The flow is gone, its id no longer valid. What had been received is read by then, and the
-    /// other side's end was or could have been seen if it is [`Closed::Finished`].
+    /// The flow is gone and its id is invalid. All received data has been read before this event. With
+    /// [`Closed::Finished`] the end of the data could be read as well.
     Closed(FlowId, Closed),
 }
 
-/// Why a flow is gone.
+/// Reason why a flow is gone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Closed {
-    /// Both sides closed and both know.
+    /// Both sides closed and both ends were acknowledged.
     #[error("closed by both sides")]
     Finished,
     /// The destination answered the SYN with a reset.
     #[error("connection refused")]
     Refused,
-    /// A router or the destination said so by ICMP while the flow was being connected.
+    /// A router or the destination sent an ICMP error before the flow was connected.
     #[error("destination unreachable: {0}")]
     Unreachable(Unreachable),
-    /// Nobody answered the SYN.
+    /// The handshake was not completed in time.
     #[error("connect timed out after {} s", .0.as_secs())]
     ConnectTimedOut(Duration),
     /// The owner did not answer the SYN in time.
     #[error("not accepted in time")]
     AcceptTimedOut,
-    /// The other side reset the flow.
+    /// The remote end reset the flow.
     #[error("reset by the other side")]
     Reset,
     /// Data or keepalives were not acknowledged.
-    #[error("nothing heard from the other side for {} s", .0.as_secs())]
+    #[error("the other side has not answered for {} s", .0.as_secs())]
     TimedOut(Duration),
 }
 
-/// What ICMP says of a destination.
+/// Code of an ICMP "destination unreachable" message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Unreachable {
     /// Code 0.
@@ -239,7 +243,7 @@ pub enum Unreachable {
 }
 
 impl Unreachable {
-    /// From the code of an ICMP message of type 3.
+    /// Converts the code of an ICMP message of type 3.
     pub fn from_code(code: u8) -> Self {
         match code {
             0 => Self::Network,
@@ -251,7 +255,7 @@ impl Unreachable {
         }
     }
 
-    /// The code in an ICMP message of type 3.
+    /// Returns the code for an ICMP message of type 3.
     pub fn code(self) -> u8 {
         match self {
             Self::Network => 0,
@@ -264,53 +268,53 @@ impl Unreachable {
     }
 }
 
-/// How a connection is refused.
+/// Answer to a refused connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Refusal {
-    /// As by a host with nobody on that port.
+    /// A reset, as from a host without a listener on the port.
     Reset,
-    /// As by a router on the way.
+    /// An ICMP error, as from a router on the path.
     Unreachable(Unreachable),
 }
 
-/// Why nothing is dialed.
+/// Reason why a dial failed before a SYN was sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum DialError {
-    /// [`Config::max_flows`].
-    #[error("{0} flows are open, no more are allowed")]
+    /// [`Config::max_flows`] is reached.
+    #[error("the limit of {0} open flows is reached")]
     TooManyFlows(usize),
-    /// Every local port is in use for this destination, or was a moment ago.
+    /// Every local port has a current or recent flow to this destination.
     #[error("no local port is free for {0}")]
     PortsExhausted(SocketAddrV4),
-    /// Port 0, or no unicast address.
-    #[error("{0} can not be dialed")]
+    /// Port 0, the configured own address, or not a unicast address.
+    #[error("{0} cannot be dialed")]
     Undialable(SocketAddrV4),
 }
 
-/// The flow is gone, or can not do that any more.
+/// The flow is gone or already closed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the flow is closed")]
 pub struct Gone;
 
-/// What [`recv`](super::Flows::recv) has found.
+/// Result of [`recv`](super::Flows::recv).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Received {
-    /// This many bytes were taken.
+    /// Number of bytes that were read.
     Bytes(usize),
-    /// Nothing now; [`Event::Readable`] will tell.
+    /// No data now; [`Event::Readable`] follows.
     Empty,
-    /// Nothing any more: the other side has closed its direction.
+    /// End of the data: the remote end has closed its direction.
     End,
 }
 
-/// Whose a packet was.
+/// Result of [`input`](super::Flows::input).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Input {
-    /// A flow's.
+    /// The packet belongs to a flow, or to a flow that has just ended.
     Taken,
-    /// Nobody's here: not TCP, or no flow has these ports. For others to look at; what nobody
-    /// wants goes to [`reject`](super::Flows::reject).
+    /// Not TCP, or no flow has these addresses and ports. If no other part of the program handles the packet,
+    /// pass it to [`reject`](super::Flows::reject).
     Unknown,
-    /// Broken, and dropped.
+    /// The packet is malformed and was dropped.
     Dropped,
 }

@@ -1,11 +1,11 @@
-//! What the owner is told, and the end of flows.
+//! Events for the owner, and the end of flows.
 
 use super::graves::Last;
 use super::slots::{Slot, told};
 use super::{Closed, Event, Flows};
 
 impl Flows {
-    /// The next thing that the owner should know.
+    /// Returns the next event for the owner.
     pub fn poll_event(&mut self) -> Option<Event> {
         loop {
             let index = self.slots.events.pop_front()?;
@@ -43,7 +43,7 @@ impl Flows {
         }
     }
 
-    /// Keeps the sum of what is in flight.
+    /// Updates the sum of the bytes in flight.
     pub(super) fn recharge(&mut self, index: u32) {
         if self.pacer.is_none() {
             return;
@@ -59,7 +59,7 @@ impl Flows {
         self.charged = self.charged + charge - before;
     }
 
-    /// Tells the owner what has changed for a flow, and buries it if it is over.
+    /// Reports state changes of a flow to the owner. Removes an aborted flow that is over.
     pub(super) fn settle(&mut self, index: u32) {
         let Some(flow) = self.slots.flow(index) else {
             return;
@@ -84,7 +84,7 @@ impl Flows {
             events |= told::READABLE;
         }
         if flow.wants_room && flow.connected && flow.send_room() >= flow.room_worth_telling() {
-            // With a cap that all share it is told in turn, unless it has nothing in flight.
+            // With the shared limit, flows get room in turn, except a flow with nothing in flight.
             if self.pacer.is_none() || flow.charge() == 0 {
                 flow.wants_room = false;
                 events |= told::WRITABLE;
@@ -100,7 +100,7 @@ impl Flows {
         }
     }
 
-    /// Tells those who wait for the shared cap that there is room.
+    /// Reports room below the shared limit to the flows that wait for it.
     pub(super) fn wake_waiting(&mut self) {
         let Some(pacer) = &self.pacer else {
             return;
@@ -125,7 +125,7 @@ impl Flows {
         }
     }
 
-    /// Forgets a flow, its tuple after a while.
+    /// Removes a flow. Its tuple stays reserved for a while.
     pub(super) fn remove(&mut self, index: u32) {
         let charge = self
             .slots

@@ -1,20 +1,19 @@
-//! Flows that are gone but not yet forgotten: TIME-WAIT, without the buffers.
+//! Flows that have ended but stay reserved for a while: TIME-WAIT without the buffers.
 //!
-//! Owns the tuples that a dial must not use again for a while, and what repeated
-//! segments are answered with.
+//! Owns the tuples that a dial must not reuse yet, and the sequence numbers for answers to repeated segments.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use crate::tuple::{Key, Keyed, Table};
 
-/// As long as Linux keeps its TIME-WAIT at the other end.
+/// Reservation time: as long as Linux keeps TIME-WAIT at the remote end.
 const KEPT_FOR: Duration = Duration::from_secs(60);
-/// Beyond it the oldest is forgotten earlier. Less than there are ports, so that there always is
-/// one for a destination with few open flows.
+/// Largest number of entries; beyond this number the oldest entry is dropped early. Smaller than the number
+/// of ports, so that a destination with few open flows always has a free port.
 const MAX_GRAVES: usize = 16 << 10;
 
-/// The last words: own sequence number, and the next that was expected.
+/// Sequence numbers of the last segment: the flow's own number, and the next expected number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Last {
     pub(crate) sequence: u32,
@@ -54,18 +53,19 @@ impl Graves {
         self.table.contains_key(&key)
     }
 
-    /// What a flow that ended well says to those who have not heard it.
+    /// Returns the last sequence numbers, if the flow ended normally. They answer a remote end that missed
+    /// the last acknowledgement.
     pub(crate) fn last(&self, key: Key) -> Option<Last> {
         self.table.get(&key).and_then(|(_, last)| *last)
     }
 
-    /// The tuple is used again.
+    /// Removes a tuple that is used again.
     pub(crate) fn remove(&mut self, key: Key) {
         self.table.remove(&key);
     }
 
     fn forget_oldest(&mut self) {
-        // The tuple may have been used, and buried, once more since.
+        // Another flow with this tuple may have ended later; its entry stays.
         if let Some((until, key)) = self.oldest.pop_front()
             && self.table.get(&key).is_some_and(|(at, _)| *at == until)
         {

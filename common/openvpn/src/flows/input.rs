@@ -1,4 +1,4 @@
-//! The way in: packets out of the tunnel, to their flows.
+//! The input of the flows: packets out of the tunnel go to their flows.
 
 use std::time::Instant;
 
@@ -7,11 +7,11 @@ use super::{Closed, Flows, Input, Unreachable};
 use crate::ip::{Icmp, Malformed, Packet, Segment, flags, kind, protocol};
 use crate::tuple::{Key, Tuple};
 
-/// A SYN with its options and no data, or little.
+/// Largest packet of a SYN, in bytes: options, and little or no data.
 const MAX_SYN: usize = 256;
 
 impl Flows {
-    /// Takes an inner packet out of the tunnel.
+    /// Processes an inner packet out of the tunnel.
     pub fn input(&mut self, packet: &[u8], now: Instant) -> Input {
         self.tick(now);
         self.liveness.heard(now);
@@ -49,7 +49,7 @@ impl Flows {
         let flow = match &mut entry.slot {
             Slot::Open(flow) => flow,
             Slot::Pending(pending) => {
-                // A repeated SYN waits as the first one does.
+                // A repeated SYN changes nothing: the first SYN still waits for the owner.
                 if segment.has(flags::RST) && pending.ending.is_none() {
                     pending.ending = Some(Closed::Reset);
                     self.give_up(index);
@@ -81,8 +81,8 @@ impl Flows {
         Input::Taken
     }
 
-    /// What an acknowledgement says of the path. Something was lost there only if it comes through
-    /// when it is repeated (`repaired`): a host behind the peer that is gone is no loss.
+    /// Passes an acknowledgement to the pacer. A repeated segment counts as lost only if the repetition was
+    /// acknowledged (`repaired`). Segments to a host that is gone are not a loss on the path.
     fn paced_input(&mut self, index: u32, acknowledged: u32, repaired: bool, now: Instant) {
         let measured = self
             .slots
@@ -101,7 +101,7 @@ impl Flows {
         self.recharge(index);
     }
 
-    /// A segment that belongs to no flow.
+    /// Processes a segment of an unknown flow.
     fn stranger(
         &mut self,
         packet: &Packet<'_>,
@@ -148,7 +148,8 @@ impl Flows {
         self.slots.tell(id.index, told::INCOMING);
     }
 
-    /// Ends what waits for the owner. One who has not heard of it need not hear that it is over.
+    /// Ends a flow that waits for the owner. If the owner has not received the `Incoming` event yet, no event
+    /// follows.
     pub(super) fn give_up(&mut self, index: u32) {
         if let Some(entry) = self.slots.entry(index) {
             if entry.events & told::INCOMING != 0 {
@@ -159,7 +160,7 @@ impl Flows {
         }
     }
 
-    /// An ICMP error about one of the flows' own packets.
+    /// Processes an ICMP error about a packet that a flow sent.
     fn icmp(&mut self, packet: &Packet<'_>) -> Input {
         if packet.protocol() != protocol::ICMP {
             return Input::Unknown;
@@ -184,8 +185,8 @@ impl Flows {
         let Some(index) = self.table.get(&tuple.into()).copied() else {
             return Input::Unknown;
         };
-        // Once connected these are hints at most (RFC 1122, 4.2.3.9): a broken path may heal.
-        // Code 4 asks for smaller packets, which smoltcp can not do; the clamp has to fit.
+        // Once connected, an ICMP error is only a hint (RFC 1122, 4.2.3.9): a broken path may recover. Code 4
+        // requests smaller packets, which smoltcp does not support; the MSS limit must be small enough.
         if let Some(flow) = self.slots.flow(index)
             && !flow.connected
             && flow.ending.is_none()
@@ -200,7 +201,7 @@ impl Flows {
         Input::Taken
     }
 
-    /// Answers an echo request to the own address; false if `packet` is not one.
+    /// Answers an echo request to the configured address. Returns false for any other packet.
     pub fn echo(&mut self, packet: &[u8], now: Instant) -> bool {
         self.tick(now);
         let Ok(packet) = Packet::parse(packet) else {
@@ -219,8 +220,8 @@ impl Flows {
         asked
     }
 
-    /// Answers a packet that nobody wanted: TCP with a reset, UDP and what is unknown with ICMP.
-    /// So many a second, and never ICMP.
+    /// Answers an unwanted packet: TCP with a reset, ICMP never, any other protocol with an ICMP error. The
+    /// rate of the answers is limited.
     pub fn reject(&mut self, packet: &[u8], now: Instant) {
         self.tick(now);
         let Ok(packet) = Packet::parse(packet) else {

@@ -1,11 +1,11 @@
-//! A clock that stands still while nothing is heard of the peer.
+//! A clock that stops while the peer is silent.
 //!
-//! An outer connection that stalls must not end the flows inside of it: whether the peer is dead
-//! is for the session to say. Owns when the peer was heard last.
+//! A stalled outer connection must not end its flows: only the session decides if the peer is dead. Owns the
+//! time of the peer's last packet.
 
 use std::time::{Duration, Instant};
 
-/// Silence that still counts as time. Stock servers send a ping every 5 s in KKP, 10 s is usual.
+/// Silence after which the clock stops. Stock servers send a ping every 5 s in KKP; 10 s is usual.
 const GRACE: Duration = Duration::from_secs(15);
 
 #[derive(Debug)]
@@ -28,13 +28,13 @@ impl Liveness {
         self.heard = self.heard.max(now);
     }
 
-    /// What the clock shows.
+    /// Returns the clock's time.
     pub(crate) fn now(&self, now: Instant) -> Instant {
         let shown = now.min(self.heard + GRACE);
         shown.checked_sub(self.stalled).unwrap_or(shown)
     }
 
-    /// When it may show `at` at the earliest.
+    /// Returns the earliest time at which the clock may reach `at`.
     pub(crate) fn when(&self, at: Instant, now: Instant) -> Instant {
         now + at.saturating_duration_since(self.now(now))
     }

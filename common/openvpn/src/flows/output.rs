@@ -1,4 +1,4 @@
-//! The way out: timers, and whose turn it is to send.
+//! The output of the flows: timers, and the order in which flows send.
 
 use std::time::{Duration, Instant};
 
@@ -6,12 +6,12 @@ use super::slots::Slot;
 use super::{Closed, Flows};
 use crate::flow::{QUANTUM, Turn};
 
-/// smoltcp wants to be polled, and has just been: not again at once.
+/// Shortest delay until a flow that was just polled is polled again.
 const PAUSE: Duration = Duration::from_millis(10);
 
 impl Flows {
-    /// Hands packets to the link until there are none or the link says that it is full by
-    /// returning false: it then has not taken that packet and gets it again.
+    /// Passes packets to the link until no packet is left or the link is full. A full link returns false; the
+    /// same packet is offered again later.
     pub fn poll_output(&mut self, now: Instant, link: &mut dyn FnMut(&[u8]) -> bool) {
         self.tick(now);
         self.graves.expire(now);
@@ -36,7 +36,7 @@ impl Flows {
         true
     }
 
-    /// A turn for each flow that may have something to send, until none has.
+    /// Gives each flow with something to send its turn, until all flows are done.
     fn send_flows(&mut self, now: Instant, link: &mut dyn FnMut(&[u8]) -> bool) {
         while let Some(index) = self.slots.ready.front().copied() {
             let mut packets = (QUANTUM / usize::from(self.config.mss.max(536))).max(1);
@@ -80,15 +80,15 @@ impl Flows {
         }
     }
 
-    /// When `poll_output` has to be called again, even if nothing comes. `now` or earlier: at
-    /// once. A full link does not count, its owner knows when it has room.
+    /// Returns when `poll_output` must be called again, even without input; `now` or earlier means at once. A
+    /// full link sets no timeout, because its owner knows when the link has room.
     pub fn poll_timeout(&self) -> Option<Instant> {
         let work = !self.slots.ready.is_empty() || !self.replies.is_empty();
         let soon = (work && !self.blocked).then(|| self.paced_until.unwrap_or(self.now));
         [soon, self.slots.next_timer()].into_iter().flatten().min()
     }
 
-    /// A flow's timer has come.
+    /// Handles the timer of a flow.
     fn wake(&mut self, index: u32, now: Instant) {
         let silent_since = self.liveness.now(now).checked_sub(self.user_timeout());
         let connect_timeout = self.config.connect_timeout;
@@ -126,7 +126,7 @@ impl Flows {
         self.schedule_deadlines(index, now);
     }
 
-    /// Sets a flow's timer after it has sent what it had.
+    /// Sets the timer of a flow after the flow has sent everything.
     fn schedule(&mut self, index: u32, now: Instant) {
         let Some(flow) = self.slots.flow(index) else {
             return;
@@ -154,7 +154,7 @@ impl Flows {
         self.slots.arm(index, until);
     }
 
-    /// Shorter than two keepalives it would end flows that are merely idle.
+    /// Returns the effective user timeout. Less than two keepalive intervals would end idle flows.
     fn user_timeout(&self) -> Duration {
         self.config.user_timeout.max(self.config.keepalive * 2)
     }

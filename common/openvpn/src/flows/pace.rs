@@ -1,22 +1,23 @@
-//! How much may be on its way to a peer over a datagram transport, and how fast it may leave.
+//! The pacer: limits the data in flight to a peer over a datagram transport, and the sending rate.
 //!
-//! Owns the cap for the bytes in flight and the pace. The cap grows while it is what limits and
-//! nothing is lost, up to what the rate needs on the shortest round trip seen. After a loss it
-//! stays below where it was lost for a while, longer each time: with smoltcp each loss may cost a
-//! second, so that asking again and again would cost more than a smaller cap.
+//! Owns the cap for the bytes in flight and the token bucket. The cap grows while it limits the flows and
+//! nothing is lost, up to the amount that the rate needs at the shortest round trip. After a loss the cap
+//! stays below the lossy value for a while, and longer after each loss. With smoltcp each loss may cost a
+//! second, so frequent attempts would cost more than a smaller cap.
 
 use std::time::{Duration, Instant};
 
 use super::Pace;
 
-/// What may be on its way whatever was lost: what the socket of a stock peer takes.
+/// Losses lower the cap no further than this value in bytes, or the initial limit if smaller. The socket of
+/// a stock peer accepts as much.
 const LEAST: usize = 64 << 10;
-/// How long the cap stays below the last loss, to begin with and at most.
+/// Time for which the cap stays below the last lossy value: initially and at most.
 const HOLD: Duration = Duration::from_secs(30);
 const MAX_HOLD: Duration = Duration::from_secs(600);
-/// Repetitions within this time tell of the same loss: smoltcp begins anew after a second.
+/// Retransmissions within this time belong to the same loss: smoltcp starts again a second after a loss.
 const SAME_LOSS: Duration = Duration::from_secs(3);
-/// How long the shortest round trip counts.
+/// Validity of the shortest round trip.
 const SHORTEST_FOR: Duration = Duration::from_secs(30);
 
 #[derive(Debug)]
@@ -27,7 +28,7 @@ pub(crate) struct Pacer {
     hold: Duration,
     lost: Option<Instant>,
     shortest: Option<(Duration, Instant)>,
-    /// Bytes that may leave now; below zero after a packet that was larger.
+    /// Bytes that may be sent now; negative after a packet larger than the balance.
     tokens: i64,
     filled: Instant,
 }
@@ -46,7 +47,7 @@ impl Pacer {
         }
     }
 
-    /// Bytes that may be queued besides those in flight.
+    /// Returns how many bytes may be queued in addition to `in_flight`.
     pub(crate) fn room(&self, in_flight: usize) -> usize {
         self.cap.saturating_sub(in_flight)
     }
@@ -64,10 +65,10 @@ impl Pacer {
         }
     }
 
-    /// Bytes were acknowledged while `in_flight` were on their way.
+    /// Raises the cap after `bytes` were acknowledged. `in_flight` is the number of bytes still in flight.
     pub(crate) fn acknowledged(&mut self, bytes: usize, in_flight: usize, now: Instant) {
         if in_flight.saturating_add(bytes) < self.cap / 4 * 3 {
-            return; // Not what limits.
+            return; // The cap does not limit the flows.
         }
         let Some((shortest, _)) = self.shortest else {
             return;
@@ -84,12 +85,12 @@ impl Pacer {
                 self.ceiling = None;
             }
         }
-        // An eighth more with each round trip.
+        // Growth by an eighth per round trip.
         let grown = self.cap.saturating_add(bytes / 8).min(most);
         self.cap = self.cap.max(grown);
     }
 
-    /// Something had to be sent again, and has arrived then.
+    /// Lowers the cap after a retransmitted segment was acknowledged.
     pub(crate) fn lost(&mut self, now: Instant) {
         let same = self
             .lost
@@ -103,7 +104,7 @@ impl Pacer {
         self.cap = (self.cap / 8 * 5).max(LEAST.min(self.settings.in_flight));
     }
 
-    /// Full packets that may leave now.
+    /// Returns how many full packets may be sent now.
     pub(crate) fn packets(&mut self, mtu: usize, now: Instant) -> usize {
         let passed = now.saturating_duration_since(self.filled);
         self.filled = now;
@@ -117,14 +118,14 @@ impl Pacer {
         tokens.div_ceil(mtu)
     }
 
-    /// Bytes have left.
+    /// Records sent bytes.
     pub(crate) fn spend(&mut self, bytes: u64) {
         self.tokens = self
             .tokens
             .saturating_sub(i64::try_from(bytes).unwrap_or(i64::MAX));
     }
 
-    /// When a quarter of the burst may leave again.
+    /// Returns when a quarter of the burst may be sent again.
     pub(crate) fn ready_at(&self) -> Instant {
         let missing = (self.settings.burst / 4) as i64 - self.tokens;
         let missing = u128::try_from(missing).unwrap_or(0);
@@ -162,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cap_stays_below_the_last_loss_for_its_time_and_grows_beyond_it_then() {
+    fn cap_stays_below_the_last_loss_for_the_hold_time_and_then_grows() {
         let start = Instant::now();
         let mut pacer = Pacer::new(Pace::to_own_client(), start);
         pacer.lost(start);
@@ -175,12 +176,12 @@ mod tests {
             pacer.cap()
         };
         assert_eq!(after(&mut pacer, 29), (192 << 10) / 8 * 7);
-        // What 1 GB/s needs on this round trip, and what may always be on its way.
+        // Bytes that 1 GB/s needs at this round trip, plus the initial limit.
         assert_eq!(after(&mut pacer, 31), 2_000_000 + (192 << 10));
     }
 
     #[test]
-    fn what_is_not_the_limit_does_not_grow() {
+    fn cap_that_does_not_limit_the_flows_does_not_grow() {
         let now = Instant::now();
         let mut pacer = Pacer::new(Pace::to_own_client(), now);
         pacer.round_trip(Duration::from_millis(2), now);

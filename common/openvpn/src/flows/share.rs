@@ -1,42 +1,44 @@
-//! What flows share: the window that all who receive are told, and what all who send may have on the way.
+//! Budgets shared by flows: the receive windows of all receiving flows, and the bytes in flight of all
+//! sending flows.
 //!
-//! A stock peer reads its tun device when its link leaves it time to. Until then packets wait in the device's queue, 500 in
-//! Linux, and are lost where that is full: bytes of several senders with a whole window each, and acknowledgements of
-//! what came too fast. Owns the count of the flows that move.
+//! A stock peer reads its tun device only when its link leaves enough time. Until then packets wait in the
+//! device's queue, 500 packets in Linux, and are lost when the queue is full. The queue fills with data of
+//! several senders that each use a whole window, or with acknowledgements for data that arrived too fast.
+//! Owns the count of active flows.
 //!
-//! A flow between two programs of ours that have agreed on large packets passes no such queue, and takes no share.
+//! A flow between two Culvert programs with large packets passes no such queue, and is exempt.
 
 use std::time::{Duration, Instant};
 
-/// A flow that moved nothing for this long, or twice as long, leaves its share to others.
+/// Length of a slot. A flow that moves no data for one to two slots leaves its share to other flows.
 const SLOT: Duration = Duration::from_millis(50);
 
-/// What a flow may have before it has moved anything: as much as a SYN can tell.
+/// Largest share of a flow that has not moved data recently, in bytes: the window limit of a SYN.
 const FIRST: usize = 64 << 10;
 
-/// What a flow may have in any case: four segments of a path of 1500 bytes.
+/// Smallest share of a flow, in bytes: four segments of a path of 1500 bytes.
 const LEAST: usize = 4 * 1460;
 
-/// In place of the slot of a flow that takes no share.
+/// Marker in place of the slot number for a flow that is exempt.
 pub(crate) const APART: u64 = u64::MAX;
 
-/// See the module.
+/// A budget and the number of active flows. See the module.
 #[derive(Debug)]
 pub(super) struct Share {
     budget: usize,
     slot: u64,
     until: Instant,
-    /// Flows that have moved something in this slot, and in the one before.
+    /// Flows that moved data in the current slot, and in the slot before.
     current: usize,
     before: usize,
 }
 
 impl Share {
-    /// `budget` bytes for all.
+    /// Creates a budget of `budget` bytes for all flows.
     pub(super) fn new(budget: usize, now: Instant) -> Self {
         Self {
             budget,
-            // Beyond what a flow begins with, as one that rests.
+            // Flows start with slot 0; two slots later they count as resting.
             slot: 2,
             until: now + SLOT,
             current: 0,
@@ -44,7 +46,7 @@ impl Share {
         }
     }
 
-    /// A flow has moved something; `last` is the slot in which it did so before.
+    /// Records that a flow has moved data. `last` is the flow's last active slot.
     pub(super) fn moved(&mut self, last: &mut u64, now: Instant) {
         if *last == APART {
             return;
@@ -62,8 +64,8 @@ impl Share {
         }
     }
 
-    /// What a flow may have, in bytes, that has moved something in the slot `last`. One that rests, or has only begun, may
-    /// be one of many that do: it gets little.
+    /// Returns the share of a flow in bytes; `last` is the flow's last active slot. A resting or new flow
+    /// gets little, because many such flows may become active at once.
     pub(super) fn of(&self, last: u64) -> u32 {
         if last == APART {
             return u32::MAX;
@@ -81,7 +83,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn those_that_move_share_it() {
+    fn active_flows_share_the_budget() {
         let start = Instant::now();
         let mut share = Share::new(1 << 20, start);
         let mut marks = [0; 300];
@@ -97,7 +99,7 @@ mod tests {
         }
         let [first, other, ..] = &mut marks;
         assert_eq!(share.of(*first), LEAST as u32);
-        // One goes on: the others' shares are its own in the slot after the next.
+        // Only one flow continues: after a full idle slot the shares of the other flows are free.
         share.moved(first, start + SLOT);
         assert_eq!(share.of(*first), LEAST as u32);
         share.moved(first, start + 2 * SLOT);

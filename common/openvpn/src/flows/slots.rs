@@ -1,6 +1,6 @@
-//! The flows by id: those that are open and those that wait for the owner's answer.
+//! The flows by id: open flows, and flows that wait for the owner's answer.
 //!
-//! Owns them, and for each what it waits for: its turn, its timer, an event that is to be told.
+//! Owns the flows, and the queues and timers in which they wait.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::time::Instant;
@@ -9,7 +9,7 @@ use super::{Closed, FlowId};
 use crate::flow::Flow;
 use crate::tuple::Tuple;
 
-/// Events of a flow that are to be told, the first of them first.
+/// Event bits of a flow that wait to be reported. The lowest bit is reported first.
 pub(crate) mod told {
     pub(crate) const INCOMING: u8 = 1;
     pub(crate) const CONNECTED: u8 = 2;
@@ -35,14 +35,15 @@ pub(crate) enum Slot {
 pub(crate) struct Entry {
     generation: u32,
     pub(crate) slot: Slot,
-    /// See [`told`].
+    /// Bits of [`told`].
     pub(crate) events: u8,
-    /// Whether it stands in these queues; it may while the slot is free or another's.
+    /// Set while the index is in the queue of this name. The index may stay in the queue after the slot was
+    /// freed or reused.
     pub(crate) in_events: bool,
     pub(crate) in_ready: bool,
     pub(crate) in_waiting: bool,
     armed: Option<Instant>,
-    /// What it has in flight, for the cap.
+    /// Bytes in flight, charged to the shared limit.
     pub(crate) charge: usize,
 }
 
@@ -53,7 +54,7 @@ pub(crate) struct Slots {
     timers: BTreeSet<(Instant, u32)>,
     pub(crate) ready: VecDeque<u32>,
     pub(crate) events: VecDeque<u32>,
-    /// Those that want to send more than the cap allows.
+    /// Flows that want to send more than the shared limit allows.
     pub(crate) waiting: VecDeque<u32>,
 }
 
@@ -84,7 +85,7 @@ impl Slots {
         FlowId { index, generation }
     }
 
-    /// Empties a slot; its id is never valid again.
+    /// Empties a slot. Its id becomes invalid forever.
     pub(crate) fn remove(&mut self, index: u32) -> Slot {
         self.disarm(index);
         let Some(entry) = self.entry(index) else {
@@ -121,7 +122,7 @@ impl Slots {
         FlowId { index, generation }
     }
 
-    /// It has something to send, perhaps.
+    /// Queues a flow that may have something to send.
     pub(crate) fn make_ready(&mut self, index: u32) {
         if let Some(entry) = self.entry(index)
             && !std::mem::replace(&mut entry.in_ready, true)
@@ -148,8 +149,8 @@ impl Slots {
         }
     }
 
-    /// Wakes a flow at `at`, or earlier: a timer that is set is moved forward only. What wakes
-    /// too early sleeps again, and moving it with each packet would cost more.
+    /// Sets the timer of a flow to `at`, or leaves an earlier timer. A flow that wakes too early sleeps
+    /// again, which costs less than moving the timer with each packet.
     pub(crate) fn arm(&mut self, index: u32, at: Instant) {
         let Some(entry) = self.entry(index) else {
             return;
@@ -176,7 +177,7 @@ impl Slots {
         self.timers.first().map(|(at, _)| *at)
     }
 
-    /// A flow whose time has come.
+    /// Removes the timer of a flow whose time has come, and returns the flow's index.
     pub(crate) fn expired(&mut self, now: Instant) -> Option<u32> {
         if self.next_timer()? > now {
             return None;

@@ -1,4 +1,4 @@
-//! Two ends against each other over a simulated tunnel, in virtual time.
+//! Two `Flows` connected by a simulated tunnel, in virtual time.
 
 #![allow(clippy::unwrap_used, clippy::indexing_slicing)]
 

@@ -16,7 +16,7 @@ fn at(text: &str) -> SocketAddrV4 {
     text.parse().unwrap()
 }
 
-/// KKP's server: one client of the user cluster, one of the seed.
+/// KKP's server with two peers: one client of the user cluster, one of the seed.
 fn server(now: Instant) -> Forward {
     let nets = |texts: &[&str]| {
         texts
@@ -68,7 +68,7 @@ fn a_seed_client_reaches_a_pod_and_gets_the_answer() {
     let stats = forward.stats();
     assert_eq!((stats.forwarded, stats.tracked), (2, 1));
 
-    // A router behind says that the pod is gone.
+    // A router behind the cluster's client reports that the pod is unreachable.
     let mut packet = syn(client, pod);
     forward.input(SEED, &mut packet, now);
     let mut error = icmp(
@@ -82,10 +82,10 @@ fn a_seed_client_reaches_a_pod_and_gets_the_answer() {
 }
 
 #[test]
-fn nothing_is_opened_from_the_user_cluster() {
+fn user_cluster_cannot_open_connections() {
     let now = Instant::now();
     let mut forward = server(now);
-    // To a client of the seed, from a pod and from the client itself.
+    // To a client of the seed: from a pod, and from the client of the user cluster.
     for from in ["172.25.0.7:5000", "10.20.0.6:5000"] {
         let mut packet = syn(at(from), at("10.20.0.10:443"));
         assert_eq!(forward.input(CLUSTER, &mut packet, now), Verdict::Dropped);
@@ -96,7 +96,7 @@ fn nothing_is_opened_from_the_user_cluster() {
         assert_eq!(forward.input(CLUSTER, &mut packet, now), Verdict::Dropped);
     }
     assert_eq!(forward.stats().filtered, 6);
-    // Its probes are answered, and segments of the server's own flows arrive.
+    // Pings of the client are answered, and segments of the server's own flows arrive.
     let mut ping = echo(at("10.20.0.6:0"), SocketAddrV4::new(OWN, 0), false, 1);
     assert_eq!(forward.input(CLUSTER, &mut ping, now), Verdict::Local);
     let own = SocketAddrV4::new(OWN, 40_000);
@@ -137,7 +137,7 @@ fn foreign_sources_are_dropped_and_counted() {
 }
 
 #[test]
-fn what_is_broken_or_goes_nowhere_is_counted() {
+fn malformed_and_unroutable_packets_are_counted() {
     let now = Instant::now();
     let mut forward = server(now);
     let client = at("10.20.0.10:45678");
@@ -159,7 +159,7 @@ fn what_is_broken_or_goes_nowhere_is_counted() {
 }
 
 #[test]
-fn too_many_hops_are_told_to_the_sender() {
+fn exhausted_ttl_is_reported_to_the_sender() {
     let now = Instant::now();
     let mut forward = server(now);
     let client = at("10.20.0.10:45678");
@@ -210,7 +210,7 @@ fn connections_survive_a_reconnect_of_their_peers() {
 
 proptest! {
     #[test]
-    fn any_bytes(mut bytes in proptest::collection::vec(any::<u8>(), 0..100), peer in 0..3_u64) {
+    fn any_bytes_never_panic(mut bytes in proptest::collection::vec(any::<u8>(), 0..100), peer in 0..3_u64) {
         let now = Instant::now();
         let mut forward = server(now);
         forward.input(PeerId(peer), &mut bytes, now);

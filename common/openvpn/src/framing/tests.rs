@@ -28,7 +28,7 @@ fn a_length_of_zero_or_above_the_limit_ends_the_stream() {
 }
 
 #[test]
-fn what_can_not_be_framed_leaves_nothing() {
+fn failed_write_leaves_the_buffer_unchanged() {
     let mut out = BytesMut::from(&b"before"[..]);
     for length in [0, 65536] {
         let result = write(&mut out, |out| {
@@ -48,9 +48,10 @@ fn what_can_not_be_framed_leaves_nothing() {
 }
 
 proptest! {
-    /// However a stream arrives, the packets in it are the same, and it never holds more than one.
+    /// The packets in a stream do not depend on the sizes of the reads, and the buffer contains at most one
+    /// packet.
     #[test]
-    fn packets_come_back(
+    fn written_packets_are_read_back(
         packets in prop::collection::vec(prop::collection::vec(any::<u8>(), 1..300), 0..10),
         cuts in prop::collection::vec(1..400_usize, 1..20),
     ) {

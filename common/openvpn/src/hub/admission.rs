@@ -1,5 +1,5 @@
-//! Who may start a session: packets of no session are answered from nothing, and whoever echoes the
-//! answer gets one.
+//! Admission of new clients: the first packet gets an answer without a session, and a client that echoes the
+//! answer gets a session.
 
 use std::net::SocketAddr;
 use std::time::Instant;
@@ -12,14 +12,16 @@ use crate::packet::{Acks, ControlHeader, ControlPacket, KeyId, Opcode, SessionId
 use crate::session::{Ended, Session, unix_time};
 use crate::wrap::Wrap;
 
-/// Answers to first packets that wait to be sent. More are dropped: clients ask again.
+/// Largest number of answers to first packets that wait to be sent. Further answers are dropped, and the
+/// clients retry.
 pub(super) const MAX_ANSWERS: usize = 256;
 
-/// The largest packet that may begin a session: a RESET, or the first TLS bytes.
+/// Largest packet that may start a session, in bytes: a RESET, or the first TLS bytes.
 const MAX_FIRST: usize = 2048;
 
 impl Hub {
-    /// A control packet of no session: answered without memory, or by a session if it echoes an answer.
+    /// Handles a control packet without a session. Returns a new session if the packet echoes an answer; a
+    /// RESET gets an answer without a session.
     pub(super) fn stranger(
         &mut self,
         from: SocketAddr,
@@ -35,7 +37,7 @@ impl Hub {
             self.stats.unknown += 1;
             return None;
         }
-        // A copy, as the session opens it again.
+        // The session opens the datagram a second time, so this check works on a copy.
         let mut copy = BytesMut::from(datagram);
         let Ok((packet, _)) = self.config.common.wrap.open(&mut copy) else {
             self.stats.bad_wrap += 1;
@@ -43,7 +45,7 @@ impl Hub {
         };
         match (packet.opcode, packet.peer_session, packet.id) {
             (Opcode::HardResetClientV2, None, Some(0)) => self.answer(from, header.session, now),
-            // The echo was lost; clients before 2.6 do not repeat it unless they are told once more.
+            // The echo was lost. Clients before 2.6 repeat the echo only after another answer.
             (Opcode::ControlV1, None, Some(1)) => self.answer(from, header.session, now),
             (Opcode::ControlV1 | Opcode::AckV1, Some(echoed), _) => {
                 if self.cookies.check(from, header.session, echoed, now) {
@@ -56,7 +58,7 @@ impl Hub {
         None
     }
 
-    /// The RESET of a server that remembers nothing.
+    /// Queues the RESET of the server, without keeping any state.
     fn answer(&mut self, to: SocketAddr, client: SessionId, now: Instant) {
         if self.answers.len() >= MAX_ANSWERS {
             self.stats.answers_dropped += 1;
@@ -72,7 +74,7 @@ impl Hub {
             payload: &[],
         };
         let mut out = BytesMut::new();
-        // The session, if there will be one, goes on behind this packet id.
+        // The session, if one follows, continues with the next packet id.
         if Wrap::new(self.config.common.wrap.clone(), unix_time())
             .seal(&packet, &mut out)
             .is_ok()
@@ -82,7 +84,7 @@ impl Hub {
         }
     }
 
-    /// A session for a client that is where it says.
+    /// Starts a session for a client with a proven address.
     fn open(
         &mut self,
         from: SocketAddr,
@@ -103,7 +105,7 @@ impl Hub {
             self.stats.evicted += 1;
             self.drop_session(displaced, Ended::Evicted);
         }
-        // Ids are used again late, so that what is still on its way to an old session finds none.
+        // Ids are reused late, so that late packets of an old session do not reach a new session.
         let peer = match self.slots.len() < 2 * self.limits.sessions {
             true => {
                 self.slots.push(None);

@@ -1,5 +1,5 @@
-//! A server's session ids as cookies: whoever echoes one receives at the address that it came from, and
-//! until then the server remembers nothing.
+//! Session ids of the server as cookies. A client that echoes a cookie has proven that it receives at its
+//! source address. Until then the server keeps no state.
 
 use std::net::{IpAddr, SocketAddr};
 use std::time::{Duration, Instant};
@@ -9,11 +9,10 @@ use rand::RngCore as _;
 
 use crate::packet::SessionId;
 
-/// Slots of time in which a cookie is good beside the current one: a client may take the whole
-/// hand-window, which is two slots.
+/// Number of past time slots with valid cookies. A client may need the whole hand-window, which is two slots.
 const OLD_SLOTS: u64 = 2;
 
-/// Makes and knows the cookies of one server.
+/// Creates and checks the cookies of one server.
 pub(super) struct Cookies {
     key: hmac::Key,
     began: Instant,
@@ -32,12 +31,12 @@ impl Cookies {
         }
     }
 
-    /// The server's session id for a client that sends `session` from `address`.
+    /// Returns the server's session id for a client with this `address` and this `session` id.
     pub(super) fn make(&self, address: SocketAddr, session: SessionId, now: Instant) -> SessionId {
         self.of_slot(address, session, self.slot_at(now))
     }
 
-    /// Whether `echoed` was made for this client a short time ago.
+    /// True if `echoed` was created recently for this client.
     pub(super) fn check(
         &self,
         address: SocketAddr,
@@ -47,7 +46,7 @@ impl Cookies {
     ) -> bool {
         let newest = self.slot_at(now);
         let oldest = newest.saturating_sub(OLD_SLOTS);
-        // Of 64 bits that are worth nothing after a minute, the time of a comparison gives nothing away.
+        // A constant-time comparison is not needed: the cookie has 64 bits and is worthless after a minute.
         (oldest..=newest).any(|slot| self.of_slot(address, session, slot) == echoed)
     }
 
@@ -66,7 +65,7 @@ impl Cookies {
         mac.update(&session.0);
         let tag = mac.sign();
         let id = tag.as_ref().first_chunk().copied().unwrap_or_default();
-        // Zeros stand for no session.
+        // An id of zeros means no session.
         SessionId(if id == [0; 8] { [1; 8] } else { id })
     }
 }

@@ -1,26 +1,26 @@
-//! What a hub counts beside its sessions.
+//! Counters of a hub, besides the counters of its sessions.
 
-/// Counters. They only grow.
+/// Counters since the start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct HubStats {
-    /// First packets that were answered, without a session.
+    /// First packets that were answered.
     pub answers: u64,
-    /// First packets that were not, as too many answers waited to be sent.
+    /// First packets without an answer: too many answers were waiting.
     pub answers_dropped: u64,
-    /// Echoes of answers that were not ours, or too old.
+    /// Echoed answers that were wrong or too old.
     pub bad_cookies: u64,
-    /// No OpenVPN packet, or one that is not spoken.
+    /// Control packets that are malformed or not supported.
     pub malformed: u64,
-    /// Packets of no session.
+    /// Packets without a session.
     pub unknown: u64,
-    /// Packets of no session that tls-auth or tls-crypt did not let pass.
+    /// Packets without a session that tls-auth or tls-crypt rejected.
     pub bad_wrap: u64,
-    /// Sessions that were not established yet and had to go for a new one.
+    /// Sessions that were dropped before they were established, to make room for a new session.
     pub evicted: u64,
-    /// Clients that were turned away, all sessions being in use.
+    /// Clients that were turned away because all sessions were in use.
     pub full: u64,
     /// Sessions that moved to another address.
     pub moved: u64,
-    /// Sessions whose client came again.
+    /// Established sessions that were replaced by a new session of the client at the same address.
     pub replaced: u64,
 }

@@ -20,7 +20,7 @@ struct Client {
     inner: usize,
 }
 
-/// A net without loss in which everything takes 10 ms.
+/// A network without loss, with a delay of 10 ms.
 struct Net {
     now: Instant,
     hub: Hub,
@@ -159,7 +159,7 @@ impl Net {
                 inner.push((peer, packet.to_vec()))
             });
         }
-        // Of clients with one address, the last is the one that lives.
+        // Of several clients with the same address, the last is active.
         else if let Some(client) = self.clients.iter_mut().rfind(|client| client.address == to) {
             let inner = &mut client.inner;
             let _ = client.session.input(bytes, self.now, &mut |_| *inner += 1);
@@ -180,7 +180,7 @@ impl Net {
         })
     }
 
-    /// From a client, from where it is.
+    /// Sends an inner packet from a client's current address.
     fn send(&mut self, client: usize, byte: u8) {
         let Client {
             session, address, ..
@@ -224,7 +224,7 @@ fn many_clients_share_one_socket() {
 }
 
 #[test]
-fn wrapped_handshakes_go_on_behind_the_cookie() {
+fn wrapped_handshakes_continue_after_the_cookie() {
     let key = || crate::keys::KeyBlock::from_bytes([7; crate::keys::KEY_BLOCK_LEN]);
     for crypt in [false, true] {
         let (mut client, mut server) = (usual(), server_config(Transport::Udp));
@@ -278,7 +278,7 @@ fn ten_thousand_first_packets_cost_no_memory() {
 }
 
 #[test]
-fn half_open_sessions_displace_the_oldest_of_their_kind() {
+fn new_half_open_session_displaces_the_oldest_half_open_session() {
     let limits = Limits {
         sessions: 10,
         half_open: 4,
@@ -286,7 +286,7 @@ fn half_open_sessions_displace_the_oldest_of_their_kind() {
     let mut net = Net::new(server_config(Transport::Udp), limits);
     let client = net.join(at(1, 1000), usual());
     net.run(Duration::from_secs(1));
-    // Clients that are where they say, and stop in the middle.
+    // Clients with a proven address that stop during the handshake.
     for host in 10..30 {
         let stuck = net.join(at(host, 1000), usual());
         net.run(2 * DELAY);
@@ -296,12 +296,12 @@ fn half_open_sessions_displace_the_oldest_of_their_kind() {
     assert!(net.hub.half_open.len() <= 4);
     assert!(net.hub.stats().evicted >= 15, "{:?}", net.hub.stats());
     assert!(net.hub.peers().count() <= 5);
-    // Those who go on come in all the same.
+    // A client that completes the handshake is still admitted.
     let late = net.join(at(2, 1000), usual());
     net.run(Duration::from_secs(1));
     assert!(net.clients[late].session.is_established());
     assert!(net.clients[client].session.is_established());
-    // And what stays in the middle is forgotten.
+    // Unfinished handshakes time out.
     net.run(Duration::from_secs(110));
     assert_eq!(net.hub.half_open.len(), 0);
     assert_eq!(net.hub.peers().count(), 2);
@@ -309,7 +309,7 @@ fn half_open_sessions_displace_the_oldest_of_their_kind() {
 }
 
 #[test]
-fn a_full_hub_turns_new_clients_away_and_keeps_the_old() {
+fn full_hub_rejects_new_clients_and_keeps_established_sessions() {
     let limits = Limits {
         sessions: 3,
         half_open: 3,
@@ -330,12 +330,12 @@ fn a_full_hub_turns_new_clients_away_and_keeps_the_old() {
 }
 
 #[test]
-fn a_client_that_comes_again_replaces_itself_once_it_is_established() {
+fn restarted_client_replaces_its_old_session_once_established() {
     let mut net = Net::default();
     let first = net.join(at(1, 1000), usual());
     net.run(Duration::from_secs(1));
     let old = net.established()[0];
-    // A RESET alone does nothing, nor does a handshake that fails.
+    // A RESET alone changes nothing, and neither does a failed handshake.
     let stranger = crate::tls::tests::Pki::new().client("stranger");
     let tls = PKI.client_tls_with(stranger.identity());
     net.join(at(1, 1000), ClientConfig::new(Transport::Udp, tls));
@@ -360,7 +360,7 @@ fn a_client_may_move_when_its_data_authenticates() {
     let client = net.join(at(1, 1000), usual());
     net.run(Duration::from_secs(1));
     let peer = net.established()[0];
-    // Noise, and what was seen before, from elsewhere.
+    // Noise, and replayed packets from another address.
     net.send(client, 1);
     net.run(Duration::from_secs(1));
     for (_, seen) in net.recorded.clone() {
@@ -379,7 +379,7 @@ fn a_client_may_move_when_its_data_authenticates() {
     assert_eq!(net.hub.address(peer), Some(at(2, 4000)));
     assert_eq!(net.inner.len(), 2);
     assert_eq!(net.hub.stats().moved, 1);
-    // The control channel has moved with it.
+    // The control channel has moved as well.
     net.clients[client].session.close(net.now);
     net.run(Duration::from_secs(1));
     assert_eq!(net.ended(peer), Some(&Ended::PeerExit));
@@ -391,7 +391,7 @@ fn a_client_may_move_when_its_data_authenticates() {
 }
 
 #[test]
-fn a_client_does_not_move_to_where_another_lives() {
+fn client_cannot_move_to_the_address_of_another_client() {
     let mut net = Net::default();
     let client = net.join(at(1, 1000), usual());
     let tls = PKI.client_tls("internal-client");
@@ -405,14 +405,15 @@ fn a_client_does_not_move_to_where_another_lives() {
     assert_eq!(net.established().len(), 2);
 }
 
-/// Clients before 2.6 send their acknowledgement of the RESET once. Without it nothing shows that they
-/// are where they say, so they are told again.
+/// Clients before 2.6 send the acknowledgement of the RESET once. Without the acknowledgement the client's
+/// address is not proven, so the server repeats the RESET.
 #[test]
-fn a_lost_echo_is_asked_for_again() {
+fn lost_echo_is_requested_again() {
     let mut net = Net::default();
     let client = net.join(at(1, 1000), usual());
     net.run(DELAY * 2);
-    // The server's RESET has arrived, and the answer to it is on its way: it loses its acknowledgement.
+    // The server's RESET has arrived, and the client's answer is in flight. Remove the acknowledgement from
+    // the answer.
     let lost: Vec<_> = net.flying.keys().copied().collect();
     for key in lost {
         let (_, _, packet) = net.flying.get_mut(&key).unwrap();
@@ -430,7 +431,7 @@ fn a_lost_echo_is_asked_for_again() {
 }
 
 #[test]
-fn the_owner_ends_sessions_and_rejects() {
+fn owner_can_end_and_reject_sessions() {
     let mut net = Net::default();
     for host in 0..3 {
         net.join(at(host, 1000), usual());
@@ -464,7 +465,7 @@ fn the_owner_ends_sessions_and_rejects() {
 }
 
 #[test]
-fn silent_clients_are_forgotten_and_ids_are_not_used_again_soon() {
+fn silent_clients_are_removed_and_peer_ids_are_reused_late() {
     let mut config = server_config(Transport::Udp);
     config.common.timers.ping_restart = Some(Duration::from_secs(30));
     let limits = Limits {
@@ -491,7 +492,7 @@ fn silent_clients_are_forgotten_and_ids_are_not_used_again_soon() {
 }
 
 #[test]
-fn noise_and_replays_from_anywhere_do_not_hurt() {
+fn noise_and_replays_do_not_disturb_a_session() {
     let mut net = Net::default();
     let client = net.join(at(1, 1000), usual());
     net.run(Duration::from_secs(2));
@@ -512,7 +513,7 @@ fn noise_and_replays_from_anywhere_do_not_hurt() {
                 *from
             };
             net.hub.input(from, &mut packet, net.now, &mut |_, _| {
-                panic!("a replay was taken")
+                panic!("a replay was accepted")
             });
         }
         net.run(DELAY);
@@ -531,7 +532,7 @@ fn noise_and_replays_from_anywhere_do_not_hurt() {
 }
 
 #[test]
-fn cookies_are_for_one_client_and_a_short_time() {
+fn cookie_is_valid_for_one_client_and_a_short_time() {
     let now = Instant::now();
     let cookies = Cookies::new(Duration::from_secs(60), now);
     let (address, client) = (at(1, 1000), SessionId([3; 8]));

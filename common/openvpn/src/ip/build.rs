@@ -4,11 +4,11 @@ use std::net::SocketAddrV4;
 
 use super::{HEADER, Sum, kind, protocol, pseudo, write_header};
 
-/// The numbers of a segment: sequence, acknowledgement, window.
+/// Sequence number, acknowledgement number and window of a segment.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Numbers(pub(crate) u32, pub(crate) u32, pub(crate) u16);
 
-/// A TCP packet with right checksums.
+/// Builds a TCP packet with correct checksums.
 pub(crate) fn tcp(
     from: SocketAddrV4,
     to: SocketAddrV4,
@@ -28,7 +28,7 @@ pub(crate) fn tcp(
     whole(from, to, protocol::TCP, segment, 16)
 }
 
-/// A UDP packet with right checksums.
+/// Builds a UDP packet with correct checksums.
 pub(crate) fn udp(from: SocketAddrV4, to: SocketAddrV4, data: &[u8]) -> Vec<u8> {
     let mut datagram = ports(from, to);
     datagram.extend((8 + data.len() as u16).to_be_bytes());
@@ -37,7 +37,7 @@ pub(crate) fn udp(from: SocketAddrV4, to: SocketAddrV4, data: &[u8]) -> Vec<u8> 
     whole(from, to, protocol::UDP, datagram, 6)
 }
 
-/// An ICMP packet with right checksums; the ports of the ends mean nothing.
+/// Builds an ICMP packet with correct checksums. The ports of both endpoints are ignored.
 pub(crate) fn icmp(
     from: SocketAddrV4,
     to: SocketAddrV4,
@@ -63,7 +63,7 @@ pub(crate) fn icmp(
     packet
 }
 
-/// An echo request, or its reply.
+/// Builds an echo request or an echo reply.
 pub(crate) fn echo(from: SocketAddrV4, to: SocketAddrV4, reply: bool, id: u16) -> Vec<u8> {
     let kind = if reply { kind::ECHO_REPLY } else { kind::ECHO };
     let [high, low] = id.to_be_bytes();

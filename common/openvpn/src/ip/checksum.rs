@@ -1,16 +1,16 @@
-//! The Internet checksum (RFC 1071) and its change by a change of the packet (RFC 1624).
+//! The Internet checksum (RFC 1071) and its incremental update (RFC 1624).
 
 use std::ops::Add;
 
-/// A sum of 16-bit words that is not yet folded.
+/// A sum of 16-bit words, not yet folded.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Sum(u64);
 
 impl Sum {
-    /// Adds up bytes; the last one of an odd number counts as if a zero followed.
+    /// Sums bytes. An odd last byte counts as if a zero byte followed.
     pub fn of(bytes: &[u8]) -> Self {
-        // Words of the machine's own order and four bytes at a time: carries go round, so only
-        // the result has to be swapped, and the compiler makes vectors of it.
+        // The loop adds four bytes at a time in native byte order, so the compiler can vectorize it. One's
+        // complement sums do not depend on the byte order, except for a final swap.
         let (words, rest) = bytes.as_chunks::<4>();
         let mut sum: u64 = words
             .iter()
@@ -24,12 +24,12 @@ impl Sum {
         Self(u64::from(u16::from_be(fold(sum))))
     }
 
-    /// The 16-bit one's complement sum. 0xffff for bytes that contain a right checksum.
+    /// Returns the 16-bit one's complement sum: 0xffff for bytes that include a correct checksum.
     pub fn fold(self) -> u16 {
         fold(self.0)
     }
 
-    /// What goes into the checksum field.
+    /// Returns the value of the checksum field.
     pub fn checksum(self) -> u16 {
         !self.fold()
     }
@@ -49,11 +49,11 @@ fn fold(mut sum: u64) -> u16 {
     sum = (sum & 0xffff) + (sum >> 16);
     sum = (sum & 0xffff) + (sum >> 16);
     sum = (sum & 0xffff) + (sum >> 16);
-    // Three folds bring it below 2^16.
+    // The sum is below 2^16 after three 16-bit folds.
     sum as u16
 }
 
-/// The checksum of a packet in which one word changes from `old` to `new` (RFC 1624, equation 3).
+/// Returns the checksum after one word has changed from `old` to `new` (RFC 1624, equation 3).
 pub fn adjust(checksum: u16, old: u16, new: u16) -> u16 {
     let sum = u64::from(!checksum) + u64::from(!old) + u64::from(new);
     !fold(sum)

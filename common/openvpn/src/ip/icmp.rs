@@ -1,4 +1,4 @@
-//! ICMP messages, and the packets that errors quote.
+//! ICMP messages, and the packets quoted by ICMP errors.
 
 use std::net::Ipv4Addr;
 
@@ -6,19 +6,19 @@ use super::{HEADER, Malformed, Packet, Sum, protocol};
 
 /// Message types.
 pub mod kind {
-    /// Answer to an echo request.
+    /// Echo reply.
     pub const ECHO_REPLY: u8 = 0;
-    /// The destination can not be reached.
+    /// Destination unreachable.
     pub const UNREACHABLE: u8 = 3;
-    /// Ping.
+    /// Echo request.
     pub const ECHO: u8 = 8;
-    /// Too many hops.
+    /// Time exceeded.
     pub const TIME_EXCEEDED: u8 = 11;
-    /// A header field is wrong.
+    /// Parameter problem: a header field is wrong.
     pub const PARAMETER_PROBLEM: u8 = 12;
 }
 
-/// An ICMP message, whole.
+/// A complete ICMP message.
 #[derive(Clone, Copy, Debug)]
 pub struct Icmp<'a> {
     header: &'a [u8; 8],
@@ -26,7 +26,7 @@ pub struct Icmp<'a> {
 }
 
 impl<'a> Icmp<'a> {
-    /// Checks a packet's message.
+    /// Checks the message in a packet.
     pub fn parse(packet: &Packet<'a>) -> Result<Self, Malformed> {
         let bytes = packet.payload();
         let header = bytes.first_chunk::<8>().ok_or(Malformed::Length)?;
@@ -37,33 +37,33 @@ impl<'a> Icmp<'a> {
         Ok(Self { header, body })
     }
 
-    /// See [`kind`].
+    /// Returns the type, see [`kind`].
     pub fn kind(&self) -> u8 {
         self.header[0]
     }
 
-    /// What it says in detail.
+    /// Returns the code, which refines the type.
     pub fn code(&self) -> u8 {
         self.header[1]
     }
 
-    /// The identifier of an echo or its reply.
+    /// Returns the identifier of an echo request or reply.
     pub fn identifier(&self) -> u16 {
         u16::from_be_bytes([self.header[4], self.header[5]])
     }
 
-    /// The four bytes behind the checksum.
+    /// Returns the four bytes after the checksum.
     pub fn rest(&self) -> [u8; 4] {
         let h = self.header;
         [h[4], h[5], h[6], h[7]]
     }
 
-    /// What is behind the header.
+    /// Returns the bytes after the header.
     pub fn body(&self) -> &'a [u8] {
         self.body
     }
 
-    /// The packet that an error message is about.
+    /// Returns the quoted packet of an error message. `None` for other messages.
     pub fn quote(&self) -> Option<Quote> {
         matches!(
             self.kind(),
@@ -74,26 +74,26 @@ impl<'a> Icmp<'a> {
     }
 }
 
-/// The beginning of a packet, as an ICMP error quotes it.
+/// The start of a packet, as quoted by an ICMP error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Quote {
-    /// Who sent the quoted packet.
+    /// Source address of the quoted packet.
     pub source: Ipv4Addr,
-    /// Whom it was for.
+    /// Destination address of the quoted packet.
     pub destination: Ipv4Addr,
-    /// See [`protocol`].
+    /// Protocol number, see [`protocol`].
     pub protocol: u8,
-    /// Source and destination port; twice the identifier for an ICMP echo.
+    /// Source and destination port. For an ICMP echo, both are the identifier.
     pub ports: (u16, u16),
-    /// The sequence number, for TCP.
+    /// Sequence number, for TCP.
     pub sequence: u32,
-    /// For ICMP: whether it was an echo request rather than its reply.
+    /// True for an ICMP echo request, false for its reply and for other protocols.
     pub echo_request: bool,
 }
 
 impl Quote {
-    /// A header and the eight bytes that every host quotes (RFC 792). None for a fragment, and
-    /// for an ICMP message that is no echo.
+    /// Parses a header and the eight bytes after it, which every host quotes (RFC 792). Returns `None` for a
+    /// later fragment, and for ICMP messages other than echo requests and replies.
     fn parse(bytes: &[u8]) -> Option<Self> {
         let h = bytes.first_chunk::<HEADER>()?;
         let header_len = usize::from(h[0] & 15) * 4;

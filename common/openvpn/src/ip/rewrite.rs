@@ -1,13 +1,13 @@
-//! Changes of addresses and ports in place, for translation.
+//! Translation of addresses and ports in place.
 
 use std::net::Ipv4Addr;
 
 use super::{HEADER, Sum, adjust, protocol};
 
-/// A packet, or a packet's beginning that an ICMP error quotes, about to be changed.
+/// A packet to be changed, or the start of a packet quoted by an ICMP error.
 ///
-/// Checksums are adjusted, not made anew: what was wrong stays wrong, and a quoted packet need
-/// not be whole. What lies outside of the packet is left alone.
+/// Checksums are adjusted, not recomputed: a wrong checksum stays wrong, and a quoted packet may be
+/// truncated. Fields outside the available bytes are ignored.
 #[derive(Debug)]
 pub struct Rewrite<'a> {
     bytes: &'a mut [u8],
@@ -16,7 +16,7 @@ pub struct Rewrite<'a> {
 }
 
 impl<'a> Rewrite<'a> {
-    /// None if there is not even a header.
+    /// Returns `None` if the header is incomplete.
     pub fn new(bytes: &'a mut [u8]) -> Option<Self> {
         let header = bytes.first_chunk::<HEADER>()?;
         let header_len = usize::from(header[0] & 15) * 4;
@@ -48,7 +48,7 @@ impl<'a> Rewrite<'a> {
         self.set_port(2, port);
     }
 
-    /// Takes one hop off; false if none is left.
+    /// Decrements the TTL. Returns false, without a change, if the TTL is already 1 or 0.
     pub fn decrement_ttl(&mut self) -> bool {
         let Some([ttl, protocol]) = self.word(8).map(u16::to_be_bytes) else {
             return false;
@@ -60,12 +60,12 @@ impl<'a> Rewrite<'a> {
         true
     }
 
-    /// What an ICMP error quotes.
+    /// Returns the packet quoted by an ICMP error.
     pub fn quoted(&mut self) -> Option<Rewrite<'_>> {
         Rewrite::new(self.bytes.get_mut(self.header_len + 8..)?)
     }
 
-    /// Makes an ICMP message's checksum anew, after its quote was changed.
+    /// Recomputes the checksum of an ICMP message after its quote was changed.
     pub fn fill_icmp_checksum(&mut self) {
         let Some(message) = self.bytes.get_mut(self.header_len..) else {
             return;
@@ -87,7 +87,7 @@ impl<'a> Rewrite<'a> {
     }
 
     fn set_port(&mut self, at: usize, port: u16) {
-        // The identifier of an echo lies behind its checksum.
+        // The identifier of an echo follows the checksum.
         let at = match self.protocol {
             protocol::TCP | protocol::UDP => self.header_len + at,
             protocol::ICMP => self.header_len + 4,
@@ -97,11 +97,11 @@ impl<'a> Rewrite<'a> {
         self.set_word(at, port, [checksum, None]);
     }
 
-    /// Where the transport's checksum is, if it is there. ICMP's does not cover addresses.
+    /// Returns the offset of the transport checksum, if present. The ICMP checksum does not cover addresses.
     fn transport_checksum(&self, ports: bool) -> Option<usize> {
         let at = match self.protocol {
             protocol::TCP => self.header_len + 16,
-            // 0 stands for none.
+            // A UDP checksum of 0 means that the packet has no checksum.
             protocol::UDP if self.word(self.header_len + 6) != Some(0) => self.header_len + 6,
             protocol::ICMP if ports => self.header_len + 2,
             _ => return None,

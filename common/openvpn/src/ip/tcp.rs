@@ -4,21 +4,21 @@ use std::net::SocketAddrV4;
 
 use super::{Malformed, Packet, Sum, protocol, pseudo};
 
-/// Bits of a segment's flags.
+/// Flag bits of a segment.
 pub mod flags {
-    /// No more data from the sender.
+    /// The sender has no further data.
     pub const FIN: u8 = 1;
-    /// Opens.
+    /// Opens a connection.
     pub const SYN: u8 = 2;
-    /// Ends at once.
+    /// Aborts a connection.
     pub const RST: u8 = 4;
-    /// Pass on now.
+    /// Deliver data without delay.
     pub const PSH: u8 = 8;
-    /// The acknowledgement number counts.
+    /// The acknowledgement number is valid.
     pub const ACK: u8 = 16;
 }
 
-/// A TCP segment, whole.
+/// A complete TCP segment.
 #[derive(Clone, Copy, Debug)]
 pub struct Segment<'a> {
     header: &'a [u8; 20],
@@ -29,7 +29,7 @@ pub struct Segment<'a> {
 }
 
 impl<'a> Segment<'a> {
-    /// Checks a packet's segment: lengths, checksum, ports, flags and options.
+    /// Checks the segment in a packet: lengths, checksum, ports, flags and options.
     pub fn parse(packet: &Packet<'a>) -> Result<Self, Malformed> {
         let bytes = packet.payload();
         let header = bytes.first_chunk::<20>().ok_or(Malformed::Length)?;
@@ -67,65 +67,65 @@ impl<'a> Segment<'a> {
         Ok(segment)
     }
 
-    /// Address and port of the sender.
+    /// Returns the sender's address and port.
     pub fn source(&self) -> SocketAddrV4 {
         self.source
     }
 
-    /// Address and port of the receiver.
+    /// Returns the receiver's address and port.
     pub fn destination(&self) -> SocketAddrV4 {
         self.destination
     }
 
-    /// The number of the first byte.
+    /// Returns the sequence number of the first byte.
     pub fn sequence(&self) -> u32 {
         let h = self.header;
         u32::from_be_bytes([h[4], h[5], h[6], h[7]])
     }
 
-    /// The next byte that the sender expects; counts with [`flags::ACK`] only.
+    /// Returns the next byte that the sender expects. Valid only with [`flags::ACK`].
     pub fn acknowledgement(&self) -> u32 {
         let h = self.header;
         u32::from_be_bytes([h[8], h[9], h[10], h[11]])
     }
 
-    /// See [`flags`].
+    /// Returns the flags, see [`flags`].
     pub fn flags(&self) -> u8 {
         self.header[13] & 0x3f
     }
 
-    /// Whether any of these flags is set.
+    /// True if at least one of `flags` is set.
     pub fn has(&self, flags: u8) -> bool {
         self.flags() & flags != 0
     }
 
-    /// A request to open a connection.
+    /// True if the segment requests a new connection.
     pub fn opens(&self) -> bool {
         self.flags() & (flags::SYN | flags::ACK) == flags::SYN
     }
 
-    /// The window, not scaled.
+    /// Returns the window field, unscaled.
     pub fn window(&self) -> u16 {
         u16::from_be_bytes([self.header[14], self.header[15]])
     }
 
-    /// The data.
+    /// Returns the data.
     pub fn payload(&self) -> &'a [u8] {
         self.payload
     }
 
-    /// How many sequence numbers it takes.
+    /// Returns the number of sequence numbers that the segment uses.
     pub fn length(&self) -> u32 {
         let data = u32::try_from(self.payload.len()).unwrap_or(u32::MAX);
         data + u32::from(self.has(flags::SYN | flags::FIN))
     }
 
-    /// The shift of later windows, of a segment with SYN.
+    /// Returns the window scale option of a SYN: the shift for the windows of later segments.
     pub fn window_scale(&self) -> Option<u8> {
         window_scale(self.options)
     }
 
-    /// The largest payload that the sender takes in a segment, of one with SYN (RFC 9293, 3.7.1).
+    /// Returns the MSS option of a SYN: the largest payload that the sender accepts (RFC 9293, 3.7.1).
     pub fn mss(&self) -> Option<u16> {
         options(self.options)
             .flatten()
@@ -136,7 +136,7 @@ impl<'a> Segment<'a> {
     }
 }
 
-/// The window scale option (RFC 7323). More than 14 counts as 14.
+/// Returns the window scale option (RFC 7323), at most 14.
 pub(crate) fn window_scale(bytes: &[u8]) -> Option<u8> {
     options(bytes).flatten().find_map(|option| match option {
         [3, 3, shift] => Some((*shift).min(14)),
@@ -144,7 +144,7 @@ pub(crate) fn window_scale(bytes: &[u8]) -> Option<u8> {
     })
 }
 
-/// The options that have a kind and a length; `None` if they are broken, and nothing after that.
+/// Iterates over the options with a length field. Yields `None` for a malformed option.
 fn options(mut rest: &[u8]) -> impl Iterator<Item = Option<&[u8]>> {
     std::iter::from_fn(move || {
         while let [1, behind @ ..] = rest {

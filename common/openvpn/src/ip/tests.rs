@@ -11,7 +11,7 @@ fn at(text: &str) -> SocketAddrV4 {
     text.parse().unwrap()
 }
 
-/// By RFC 1071's own words: 16-bit words, end-around carry.
+/// The checksum as specified in RFC 1071: 16-bit words, end-around carry.
 fn slow_checksum(bytes: &[u8]) -> u16 {
     let mut sum = 0_u32;
     for pair in bytes.chunks(2) {
@@ -25,7 +25,7 @@ fn slow_checksum(bytes: &[u8]) -> u16 {
 
 #[test]
 fn checksum_of_a_known_header() {
-    // From RFC 1071, 3, and a header that is printed in many books.
+    // The example of RFC 1071, section 3, and a header from many textbooks.
     assert_eq!(
         Sum::of(&[0, 1, 0xf2, 3, 0xf4, 0xf5, 0xf6, 0xf7]).fold(),
         0xddf2
@@ -37,7 +37,7 @@ fn checksum_of_a_known_header() {
 }
 
 #[test]
-fn views_show_what_was_written() {
+fn parsed_fields_equal_the_written_fields() {
     let (from, to) = (at("10.20.0.6:40000"), at("172.25.0.7:443"));
     let packet = tcp(
         from,
@@ -51,7 +51,11 @@ fn views_show_what_was_written() {
     let segment = Segment::parse(&view).unwrap();
     assert_eq!((segment.source(), segment.destination()), (from, to));
     assert_eq!((segment.sequence(), segment.window()), (7, 500));
-    assert_eq!(segment.window_scale(), Some(14), "more counts as 14");
+    assert_eq!(
+        segment.window_scale(),
+        Some(14),
+        "a larger scale counts as 14"
+    );
     assert!(segment.opens() && segment.length() == 1);
 
     let packet = udp(from, to, b"query");
@@ -70,14 +74,14 @@ fn views_show_what_was_written() {
     let quote = Icmp::parse(&view).unwrap().quote().unwrap();
     assert_eq!((quote.source, quote.destination), (*from.ip(), *to.ip()));
     assert_eq!((quote.protocol, quote.ports), (protocol::UDP, (40000, 443)));
-    // Bytes behind the end do not belong to it.
+    // Bytes after the end of the packet are ignored.
     let mut longer = packet.clone();
     longer.extend([1, 2, 3]);
     assert_eq!(Packet::parse(&longer).unwrap().bytes(), packet);
 }
 
 #[test]
-fn a_udp_packet_without_a_checksum_keeps_none() {
+fn udp_packet_without_a_checksum_stays_without() {
     let (from, to) = (at("10.20.0.6:40000"), at("172.25.0.7:53"));
     let mut packet = udp(from, to, b"query");
     packet[26..28].fill(0);
@@ -90,7 +94,7 @@ fn a_udp_packet_without_a_checksum_keeps_none() {
 }
 
 #[test]
-fn the_last_hop_is_kept() {
+fn ttl_of_one_is_not_decremented() {
     let mut packet = echo(at("10.0.0.1:0"), at("10.0.0.2:0"), false, 1);
     for ttl in (1..64).rev() {
         assert!(Rewrite::new(&mut packet).unwrap().decrement_ttl());
@@ -102,12 +106,12 @@ fn the_last_hop_is_kept() {
 
 proptest! {
     #[test]
-    fn the_fast_checksum_is_the_slow_one(
+    fn fast_checksum_equals_the_slow_checksum(
         bytes in proptest::collection::vec(any::<u8>(), 0..200),
         more in proptest::collection::vec(any::<u8>(), 0..50),
     ) {
         prop_assert_eq!(Sum::of(&bytes).checksum(), slow_checksum(&bytes));
-        // An even number of bytes may be continued.
+        // Sums of an even number of bytes can be added.
         let even = &bytes[..bytes.len() / 2 * 2];
         let joined = [even, &more].concat();
         prop_assert_eq!((Sum::of(even) + Sum::of(&more)).checksum(), slow_checksum(&joined));
@@ -150,7 +154,7 @@ proptest! {
     }
 
     #[test]
-    fn any_bytes_are_looked_at(
+    fn any_bytes_never_panic(
         mut bytes in proptest::collection::vec(any::<u8>(), 0..100),
         port in any::<u16>(),
     ) {

@@ -1,8 +1,8 @@
-//! The tracked connections, found from either side.
+//! The table of tracked connections, indexed in both directions.
 //!
-//! Owns their number, ports and timers. One source may have half of the table; when it is full
-//! the connection that was never answered and is nearest to its end makes room, as in Linux, and
-//! if there is none nothing new is tracked.
+//! Owns their number, ports and timers. One source may use half of the table. When the table is full, the
+//! unanswered connection closest to its timeout is removed, as in Linux. Without an unanswered connection, no
+//! new connection is tracked.
 
 use std::collections::hash_map::RandomState;
 use std::collections::{BTreeSet, HashMap};
@@ -12,27 +12,27 @@ use std::time::{Duration, Instant};
 use super::MASQUERADE_PORTS;
 use crate::ip::{Malformed, protocol};
 
-/// One source may have the table's size divided by this.
+/// Divisor of the table size for the share of one source.
 const SHARES: usize = 2;
-/// Ports that are tried for a new connection.
+/// Largest number of ports tried for a new connection.
 const TRIES: usize = 4096;
-/// Until a new connection's first packet has set its time.
+/// Initial timeout of a new connection, until its first packet sets the timeout.
 const FIRST: Duration = Duration::from_secs(30);
 
-/// Why a packet is not translated.
+/// Reason why a packet is not translated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Untracked {
-    /// Broken.
+    /// The packet is malformed.
     #[error(transparent)]
     Malformed(#[from] Malformed),
-    /// Of no connection that is known.
-    #[error("no connection is known")]
+    /// The packet belongs to no known connection.
+    #[error("the packet belongs to no known connection")]
     Unknown,
-    /// The table is full, or this source's part of it.
-    #[error("too many connections")]
+    /// The table is full, or the source has used its share.
+    #[error("too many tracked connections")]
     Full,
-    /// All ports are in use toward that destination.
-    #[error("no port is free")]
+    /// No port is free for this destination.
+    #[error("no port is free for this destination")]
     PortsExhausted,
 }
 
@@ -41,14 +41,14 @@ pub(super) struct Connection {
     protocol: u8,
     pub(super) source: SocketAddrV4,
     destination: SocketAddrV4,
-    /// The local port, or the identifier of echoes.
+    /// Local port, or the identifier of echoes.
     pub(super) port: u16,
     pub(super) answered: bool,
     pub(super) reset: bool,
-    /// Whether the source and the destination have ended.
+    /// FINs received: from the source, and from the destination.
     pub(super) ended: [bool; 2],
     pub(super) until: Instant,
-    /// When its timer is set, which is before `until` or then.
+    /// Time of the connection's timer. Packets change `until`, but not the timer.
     armed: Instant,
     unanswered_timer: bool,
 }
@@ -64,7 +64,7 @@ pub(super) struct Table {
     outward: HashMap<Outward, u64, RandomState>,
     inward: HashMap<Inward, u64, RandomState>,
     timers: BTreeSet<(Instant, u64)>,
-    /// Those that were not answered when their timer was set.
+    /// Timers of connections that were unanswered when the timer was set.
     unanswered: BTreeSet<(Instant, u64)>,
     sources: HashMap<Ipv4Addr, usize>,
     port: u16,
@@ -91,7 +91,7 @@ impl Table {
         self.connections.len()
     }
 
-    /// A connection by what its source sees.
+    /// Returns a connection by its addresses on the source's side.
     pub(super) fn outward(
         &mut self,
         protocol: u8,
@@ -102,7 +102,7 @@ impl Table {
         self.connections.get_mut(id)
     }
 
-    /// A connection by what its destination sees.
+    /// Returns a connection by its addresses on the destination's side.
     pub(super) fn inward(
         &mut self,
         protocol: u8,
@@ -158,7 +158,7 @@ impl Table {
         }))
     }
 
-    /// The source's own port if it is free, as in Linux, or the next one that is.
+    /// Returns the source's own port if free, as in Linux, or else the next free port.
     fn free_port(&mut self, protocol: u8, wanted: u16, destination: SocketAddrV4) -> Option<u16> {
         let any = protocol == protocol::ICMP;
         let free = |inward: &HashMap<_, _>, port| {
@@ -192,7 +192,7 @@ impl Table {
                 self.forget(id);
                 continue;
             }
-            // Packets have moved the end on; the timer follows only now.
+            // Packets have postponed the timeout; move the timer now.
             connection.armed = connection.until;
             connection.unanswered_timer = !connection.answered;
             self.timers.insert((connection.until, id));
@@ -202,7 +202,8 @@ impl Table {
         }
     }
 
-    /// Makes room for one.
+    /// Removes the unanswered connection closest to its timeout. Returns false if every connection is
+    /// answered.
     fn evict(&mut self) -> bool {
         while let Some((_, id)) = self.unanswered.pop_first() {
             let Some(connection) = self.connections.get_mut(&id) else {
@@ -239,7 +240,8 @@ impl Table {
     }
 }
 
-/// An echo's reply comes with the identifier that it was translated to.
+/// Returns the destination as the index key. For an echo the port is the translated identifier, which the
+/// reply carries.
 fn by_destination(protocol: u8, destination: SocketAddrV4, port: u16) -> SocketAddrV4 {
     if protocol == protocol::ICMP {
         SocketAddrV4::new(*destination.ip(), port)

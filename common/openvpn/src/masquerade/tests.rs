@@ -15,7 +15,7 @@ fn at(text: &str) -> SocketAddrV4 {
 fn ends(packet: &[u8]) -> (SocketAddrV4, SocketAddrV4) {
     match Kind::of(packet).unwrap() {
         Kind::Packet(ends) => (ends.source, ends.destination),
-        _ => panic!("no packet of a connection"),
+        _ => panic!("not a packet of a connection"),
     }
 }
 
@@ -24,7 +24,7 @@ fn segment(from: SocketAddrV4, to: SocketAddrV4, flags: u8) -> Vec<u8> {
 }
 
 #[test]
-fn there_and_back_for_each_protocol() {
+fn each_protocol_is_translated_there_and_back() {
     let now = Instant::now();
     let (client, pod) = (at("10.20.0.6:45678"), at("172.25.0.7:443"));
     let mut table = Masquerade::new(OWN, 100);
@@ -39,14 +39,14 @@ fn there_and_back_for_each_protocol() {
         let (from, to) = ends(&packet);
         assert_eq!((*from.ip(), to), (OWN, pod));
         assert!(MASQUERADE_PORTS.contains(&from.port()));
-        // The second packet goes the same way.
+        // The second packet gets the same translation.
         let mut again = make(client, pod);
         table.outward(&mut again, false, now).unwrap();
         assert_eq!(again, packet);
         let mut answer = make(pod, from);
         assert_eq!(table.inward(&mut answer, now), Ok(*client.ip()));
         assert_eq!(ends(&answer), (pod, client));
-        // Nobody else may answer.
+        // An answer from another host is not translated.
         let mut foreign = make(at("172.25.0.8:443"), from);
         assert_eq!(table.inward(&mut foreign, now), Err(Untracked::Unknown));
     }
@@ -56,7 +56,7 @@ fn there_and_back_for_each_protocol() {
     assert_eq!(
         ends(&ping).0,
         SocketAddrV4::new(OWN, 7),
-        "kept, as it is free"
+        "a free port is kept"
     );
     let mut other = echo(at("10.20.0.10:0"), pod, false, 7);
     table.outward(&mut other, true, now).unwrap();
@@ -69,7 +69,7 @@ fn there_and_back_for_each_protocol() {
 }
 
 #[test]
-fn replies_and_stray_packets_open_nothing() {
+fn replies_and_invalid_packets_open_no_connection() {
     let now = Instant::now();
     let (client, pod) = (at("10.20.0.6:45678"), at("172.25.0.7:443"));
     let mut table = Masquerade::new(OWN, 100);
@@ -80,7 +80,7 @@ fn replies_and_stray_packets_open_nothing() {
         table.outward(&mut packet, false, now),
         Err(Untracked::Unknown)
     );
-    // A ping from behind to the own address is for the server itself.
+    // A ping from a pod to the server's address is for the server itself.
     let mut ping = echo(pod, SocketAddrV4::new(OWN, 0), false, 7);
     assert_eq!(table.inward(&mut ping, now), Err(Untracked::Unknown));
     packet[25] ^= 1;
@@ -92,7 +92,7 @@ fn replies_and_stray_packets_open_nothing() {
 }
 
 #[test]
-fn two_clients_with_one_port_to_one_pod() {
+fn clients_with_the_same_port_get_different_local_ports() {
     let now = Instant::now();
     let pod = at("172.25.0.7:443");
     let mut table = Masquerade::new(OWN, 100);
@@ -106,12 +106,12 @@ fn two_clients_with_one_port_to_one_pod() {
         table.inward(&mut answer, now).unwrap();
         assert_eq!(ends(&answer).1, at(client));
     }
-    assert_eq!(ports[0], 2000, "kept, as it is free");
+    assert_eq!(ports[0], 2000, "a free port is kept");
     assert_ne!(ports[1], 2000);
 }
 
 #[test]
-fn errors_about_translated_packets_find_their_senders() {
+fn icmp_errors_reach_the_original_sender() {
     let now = Instant::now();
     let (client, pod) = (at("10.20.0.6:45678"), at("172.25.0.7:443"));
     let router = at("172.25.0.1:0");
@@ -123,7 +123,7 @@ fn errors_about_translated_packets_find_their_senders() {
     ] {
         let mut translated = packet.clone();
         table.outward(&mut translated, true, now).unwrap();
-        // Routers quote as little as a header and eight bytes, or more.
+        // Routers quote at least a header and eight bytes.
         for quoted in [28, translated.len()] {
             let mut error = icmp(
                 router,
@@ -137,17 +137,21 @@ fn errors_about_translated_packets_find_their_senders() {
             assert_eq!(view.destination(), *client.ip());
             assert_eq!(view.source(), *router.ip());
             let message = Icmp::parse(&view).unwrap();
-            assert_eq!(message.body(), &packet[..quoted], "as if never translated");
+            assert_eq!(
+                message.body(),
+                &packet[..quoted],
+                "the quote is translated back"
+            );
         }
     }
-    // About a packet that nobody has sent.
+    // The error quotes a packet that was never sent.
     let other = segment(SocketAddrV4::new(OWN, 5000), pod, flags::SYN);
     let mut error = icmp(router, SocketAddrV4::new(OWN, 0), [3, 1], [0; 4], &other);
     assert_eq!(table.inward(&mut error, now), Err(Untracked::Unknown));
 }
 
 #[test]
-fn errors_about_answers_go_out_translated() {
+fn icmp_errors_about_answers_are_translated() {
     let now = Instant::now();
     let (client, pod) = (at("10.20.0.6:45678"), at("172.25.0.7:53"));
     let mut table = Masquerade::new(OWN, 100);
@@ -157,7 +161,7 @@ fn errors_about_answers_go_out_translated() {
     let sent = udp(pod, own, b"answer");
     let mut answer = sent.clone();
     table.inward(&mut answer, now).unwrap();
-    // The client has closed its port meanwhile.
+    // The client has closed its port in the meantime.
     let mut error = icmp(client, pod, [3, 3], [0; 4], &answer);
     table.outward(&mut error, false, now).unwrap();
     let view = Packet::parse(&error).unwrap();
@@ -166,7 +170,7 @@ fn errors_about_answers_go_out_translated() {
 }
 
 #[test]
-fn connections_are_forgotten_in_their_time() {
+fn connections_expire_after_their_timeout() {
     let start = Instant::now();
     let (client, pod) = (at("10.20.0.6:45678"), at("172.25.0.7:443"));
     let mut table = Masquerade::new(OWN, 100);
@@ -179,7 +183,7 @@ fn connections_are_forgotten_in_their_time() {
         .inward(&mut udp(pod, own, b"answer"), start + 29 * SECOND)
         .unwrap();
     table.expire(start + 200 * SECOND);
-    assert_eq!(table.len(), 1, "an answered one is kept longer");
+    assert_eq!(table.len(), 1, "an answered connection is kept longer");
     table.expire(start + 210 * SECOND);
     assert!(table.is_empty());
 
@@ -200,7 +204,7 @@ fn connections_are_forgotten_in_their_time() {
         .outward(&mut segment(client, pod, fin), false, end)
         .unwrap();
     table.inward(&mut segment(pod, own, fin), end).unwrap();
-    // Its timer is the established one's, an hour later at most.
+    // The timer still has the established timeout, which ends at most an hour later.
     table.expire(end + 3700 * SECOND);
     assert!(table.is_empty());
 
@@ -215,12 +219,12 @@ fn connections_are_forgotten_in_their_time() {
 }
 
 #[test]
-fn the_table_is_bounded_and_makes_room() {
+fn full_table_evicts_unanswered_connections_only() {
     let now = Instant::now();
     let mut table = Masquerade::new(OWN, 1000);
     let client = |i: u32| SocketAddrV4::new(Ipv4Addr::from_bits(0x0a14_0100 + i % 7), 1 + i as u16);
     let pod = |i: u32| SocketAddrV4::new(Ipv4Addr::from_bits(0xac19_0000 + i), 443);
-    // One that is established.
+    // An established connection.
     let mut packet = segment(client(0), pod(0), flags::SYN);
     table.outward(&mut packet, true, now).unwrap();
     let own = ends(&packet).0;
@@ -241,7 +245,7 @@ fn the_table_is_bounded_and_makes_room() {
             .is_ok()
     );
 
-    // One client alone gets half of it, and established ones do not make room.
+    // One client gets half of the table, and established connections are not evicted.
     let mut table = Masquerade::new(OWN, 100);
     let mut full = 0;
     for i in 0..200 {
@@ -284,9 +288,9 @@ fn ports_run_out_for_one_destination_only() {
 }
 
 proptest! {
-    /// Whatever is translated out comes back to its sender, and no two share an own end.
+    /// Answers to translated packets return to the sender, and no two connections share a local endpoint.
     #[test]
-    fn translation_is_undone(
+    fn answers_are_translated_back(
         packets in proptest::collection::vec((0..4_u8, 1..200_u16, 0..3_u8, 1..4_u16, 0..3_usize), 1..60),
     ) {
         let now = Instant::now();
@@ -317,7 +321,7 @@ proptest! {
     }
 
     #[test]
-    fn any_bytes(mut bytes in proptest::collection::vec(any::<u8>(), 0..100), open in any::<bool>()) {
+    fn any_bytes_never_panic(mut bytes in proptest::collection::vec(any::<u8>(), 0..100), open in any::<bool>()) {
         let mut table = Masquerade::new(OWN, 10);
         let _ = table.outward(&mut bytes, open, Instant::now());
         let _ = table.inward(&mut bytes, Instant::now());

@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn what_is_for_the_peer_itself() {
+fn pings_and_occ_messages_are_recognized() {
     assert_eq!(Payload::classify(&PING), Payload::Ping);
     assert_eq!(Payload::classify(&EXIT), Payload::Exit);
     assert_eq!(EXIT[..16], OCC_MAGIC);
@@ -14,7 +14,7 @@ fn what_is_for_the_peer_itself() {
 }
 
 #[test]
-fn everything_else_is_inner() {
+fn other_payloads_are_inner_packets() {
     for payload in [
         &[][..],
         &[0x45, 0, 0, 20],

@@ -44,12 +44,12 @@ fn overlapping_networks_go_to_the_longest_prefix() {
     assert_eq!(routes.lookup([172, 25, 7, 1].into()), Some(PeerId(1)));
     assert_eq!(routes.lookup([172, 25, 8, 1].into()), Some(PeerId(9)));
     assert_eq!(routes.lookup([8, 8, 8, 8].into()), Some(PeerId(9)));
-    // Host bits do not matter.
+    // Host bits are ignored.
     routes.add(PeerId(10), [10, 20, 0, 11].into(), &[net("172.25.7.99/24")]);
     assert_eq!(routes.lookup([172, 25, 7, 1].into()), Some(PeerId(10)));
 }
 
-/// The same, by looking at everything.
+/// Reference implementation: a linear search.
 #[derive(Default)]
 struct Naive(Vec<(PeerId, Ipv4Net)>);
 
@@ -74,7 +74,7 @@ impl Naive {
     }
 }
 
-/// Addresses that often lie in each other's networks.
+/// Addresses that are often inside each other's networks.
 fn address() -> impl Strategy<Value = Ipv4Addr> {
     (0..4_u32, 0..4_u32, 0..4_u32).prop_map(|(a, b, c)| Ipv4Addr::from_bits(a << 30 | b << 16 | c))
 }

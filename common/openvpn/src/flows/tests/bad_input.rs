@@ -1,4 +1,4 @@
-//! Whatever comes out of the tunnel: counted and dropped, and never a panic.
+//! Malformed and hostile packets out of the tunnel are counted and dropped, and never cause a panic.
 
 use std::net::{Ipv4Addr, SocketAddrV4};
 use std::time::{Duration, Instant};
@@ -12,7 +12,7 @@ use crate::flows::{Closed, Config, Flows, Input};
 use crate::ip::build::{self, Numbers};
 use crate::ip::{Packet, Segment, Sum, flags};
 
-/// A TCP packet with right checksums.
+/// Builds a TCP packet with correct checksums.
 fn tcp(
     from: SocketAddrV4,
     to: SocketAddrV4,
@@ -27,7 +27,7 @@ fn tcp(
 }
 
 #[test]
-fn what_is_broken_is_counted() {
+fn malformed_packets_are_counted_and_dropped() {
     let mut net = Net::new();
     let now = net.now;
     let from = SocketAddrV4::new(SERVER, 40000);
@@ -120,7 +120,7 @@ fn a_flood_of_syns_is_bounded() {
     assert_eq!(net.b.flows.len(), 1024);
     assert_eq!(net.b.flows.stats().syns_dropped, 100_000 - 1024);
     assert_eq!(net.b.flows.stats().buffers, 0);
-    // They time out, and others come in again.
+    // After the timeout of the waiting SYNs, a new flow is accepted.
     net.run(Duration::from_secs(61), |_| false);
     assert!(net.b.flows.is_empty());
     net.b.door = Door::Accept;
@@ -166,7 +166,7 @@ fn segments_outside_of_the_window_do_nothing() {
     net.run(Duration::from_secs(5), |_| false);
     assert_eq!(net.accepted().closed, None);
     assert_eq!(net.accepted().received, 0);
-    // It still works.
+    // The flow still works.
     net.a.streams.get_mut(&id).unwrap().to_send = 1000;
     let now = net.now;
     net.a.pump(id, now);
@@ -176,7 +176,7 @@ fn segments_outside_of_the_window_do_nothing() {
     assert_eq!(net.accepted().received, 1000);
 }
 
-/// Segments that are nearly right, in all states, by someone who sees what the flow says.
+/// Almost valid segments in all states, from a remote end that sees the flow's packets.
 #[test]
 fn hostile_segments_never_panic() {
     let mut random = StdRng::seed_from_u64(7);
@@ -283,7 +283,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(2000))]
 
     #[test]
-    fn any_bytes(packets in proptest::collection::vec(
+    fn any_bytes_never_panic(packets in proptest::collection::vec(
         proptest::collection::vec(any::<u8>(), 0..120), 1..20))
     {
         let now = Instant::now();
@@ -291,7 +291,7 @@ proptest! {
         let mut flows = Flows::new(config, Box::new(StdRng::seed_from_u64(1)), now);
         for mut packet in packets {
             flows.input(&packet, now);
-            // The same with a header that passes.
+            // The same bytes with a valid IP header.
             if packet.len() >= 20 {
                 let length = packet.len() as u16;
                 packet[0] = 0x40 | (packet[0] & 15).clamp(5, 8);

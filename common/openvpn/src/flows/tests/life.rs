@@ -1,4 +1,4 @@
-//! How flows begin and end.
+//! The start and end of flows.
 
 use std::net::{Ipv4Addr, SocketAddrV4};
 use std::time::Duration;
@@ -11,7 +11,7 @@ use crate::ip::{Icmp, Packet, Segment, flags, kind};
 const SECOND: Duration = Duration::from_secs(1);
 
 #[test]
-fn both_see_who_dials_what() {
+fn incoming_event_reports_source_and_destination() {
     let mut net = Net::new();
     let id = net.dial(POD, 0);
     net.run(SECOND, |net| !net.b.incoming.is_empty());
@@ -22,11 +22,11 @@ fn both_see_who_dials_what() {
 }
 
 #[test]
-fn one_direction_ends_and_the_other_goes_on() {
+fn half_closed_flow_still_receives() {
     let mut net = Net::new();
     net.b.to_send = 3 << 20;
     let id = net.dial(POD, 1000);
-    // The accepting side sends only after it has seen the end of what it receives.
+    // The accepting side sends only after it has received the end of the other direction.
     net.run(SECOND, |net| {
         net.b
             .streams
@@ -52,7 +52,7 @@ fn one_direction_ends_and_the_other_goes_on() {
 }
 
 #[test]
-fn refused_by_reset_and_by_icmp() {
+fn refused_dial_closes_with_the_reason() {
     for (refusal, expected) in [
         (Refusal::Reset, Closed::Refused),
         (
@@ -78,7 +78,7 @@ fn refused_by_reset_and_by_icmp() {
 }
 
 #[test]
-fn nobody_answers() {
+fn unanswered_dial_times_out() {
     let mut net = Net::new();
     net.b.deaf = true;
     let id = net.dial(POD, 10);
@@ -91,7 +91,7 @@ fn nobody_answers() {
 }
 
 #[test]
-fn the_owner_does_not_answer_in_time() {
+fn flow_not_accepted_in_time_is_gone() {
     let mut net = Net::with(
         Config::default(),
         Config {
@@ -106,19 +106,19 @@ fn the_owner_does_not_answer_in_time() {
         !net.b.incoming.is_empty() && net.b.flows.is_empty()
     });
     let (id, ..) = net.b.incoming[0];
-    // The SYN is repeated, and asked for anew.
+    // The remote end repeats the SYN, which causes another `Incoming` event.
     assert_eq!(net.b.flows.accept(id, net.now), Err(Gone));
     net.b.flows.refuse(id, Refusal::Reset);
     assert_eq!(net.b.flows.stats().refused, 0);
 }
 
 #[test]
-fn accepted_late_after_the_target_was_dialed() {
+fn flow_can_be_accepted_after_repeated_syns() {
     let mut net = Net::new();
     net.b.door = Door::Silent;
     let id = net.dial(POD, 5000);
     net.run(4 * SECOND, |_| false);
-    // Repeated SYNs did not make more of it.
+    // Repeated SYNs caused no further events.
     assert_eq!(net.b.incoming.len(), 1);
     assert!(!net.a.streams[&id].connected);
     let (accepted, ..) = net.b.incoming[0];
@@ -133,7 +133,7 @@ fn accepted_late_after_the_target_was_dialed() {
 }
 
 #[test]
-fn the_dialer_gives_up_before_it_is_accepted() {
+fn flow_accepted_after_the_dialer_aborted_is_reset() {
     let mut net = Net::new();
     net.b.door = Door::Silent;
     let id = net.dial(POD, 0);
@@ -143,13 +143,13 @@ fn the_dialer_gives_up_before_it_is_accepted() {
     let (accepted, ..) = net.b.incoming[0];
     net.b.flows.accept(accepted, net.now).unwrap();
     net.b.streams.insert(accepted, Default::default());
-    // The SYN-ACK meets nobody and is reset.
+    // The flow no longer exists on the dialing side, which answers the SYN-ACK with a reset.
     net.settle(5 * SECOND);
     assert_eq!(net.accepted().closed, Some(Closed::Reset));
 }
 
 #[test]
-fn a_reset_arrives_after_the_data_before_it() {
+fn reset_is_reported_after_the_received_data_is_read() {
     let mut net = Net::new();
     net.b.to_send = 10_000;
     let id = net.dial(POD, 0);
@@ -167,10 +167,7 @@ fn a_reset_arrives_after_the_data_before_it() {
     net.b.flows.abort(accepted);
     net.run(SECOND, |net| net.b.flows.is_empty());
     net.run(SECOND, |_| false);
-    assert_eq!(
-        net.a.streams[&id].closed, None,
-        "there is something to read"
-    );
+    assert_eq!(net.a.streams[&id].closed, None, "received data is unread");
     net.a.streams.get_mut(&id).unwrap().paused = false;
     let now = net.now;
     net.a.pump(id, now);
@@ -181,7 +178,7 @@ fn a_reset_arrives_after_the_data_before_it() {
 }
 
 #[test]
-fn idle_flows_live_and_dead_ones_end() {
+fn idle_flow_stays_open_and_dead_flow_times_out() {
     let mut net = Net::new();
     let id = net.dial(POD, 0);
     net.a.streams.get_mut(&id).unwrap().keep_open = true;
@@ -190,7 +187,7 @@ fn idle_flows_live_and_dead_ones_end() {
     assert_eq!(net.a.streams[&id].closed, None);
     assert_eq!(net.accepted().closed, None);
 
-    // The host behind the peer is gone, the peer is not: it pings every 10 s.
+    // The host behind the peer is gone. The peer still sends a ping every 10 s.
     net.ba.loss = 1.0;
     let gone = net.now;
     while net.a.streams[&id].closed.is_none() && net.now - gone < 1000 * SECOND {
@@ -207,7 +204,7 @@ fn idle_flows_live_and_dead_ones_end() {
 }
 
 #[test]
-fn a_stalled_tunnel_ends_nothing() {
+fn flows_survive_a_stalled_tunnel() {
     let mut net = Net::new();
     let id = net.dial(POD, 3 << 20);
     net.run(SECOND, |net| net.a.streams[&id].sent > 1 << 20);
@@ -223,7 +220,7 @@ fn a_stalled_tunnel_ends_nothing() {
 }
 
 #[test]
-fn closed_before_it_is_connected() {
+fn flow_closed_before_the_handshake_still_finishes() {
     let mut net = Net::new();
     let id = net.dial(POD, 0);
     net.a.flows.close(id);
@@ -235,7 +232,7 @@ fn closed_before_it_is_connected() {
 }
 
 #[test]
-fn limits_are_told() {
+fn dial_fails_at_the_flow_limit_and_for_invalid_destinations() {
     let mut net = Net::with(
         Config {
             max_flows: 3,
@@ -262,7 +259,7 @@ fn limits_are_told() {
 }
 
 #[test]
-fn ports_run_out_for_one_destination_only_and_come_back() {
+fn ports_run_out_per_destination_and_unsent_dials_free_theirs() {
     let mut net = Net::with(
         Config {
             max_flows: 40_000,
@@ -282,13 +279,13 @@ fn ports_run_out_for_one_destination_only_and_come_back() {
     );
     let other = SocketAddrV4::new(*POD.ip(), 443);
     net.a.flows.dial(other, now).unwrap();
-    // Never sent: nobody can know of it, and its port is free at once.
+    // The SYN was never sent, so the port is free at once.
     net.a.flows.abort(ids[7]);
     net.a.flows.dial(POD, now).unwrap();
 }
 
 #[test]
-fn a_port_is_not_used_again_while_the_other_side_may_remember() {
+fn port_is_not_reused_during_time_wait() {
     let mut net = Net::new();
     let mut ports = std::collections::HashSet::new();
     for _ in 0..50 {
@@ -318,7 +315,7 @@ fn buffers_shrink_when_the_budget_is_used() {
 }
 
 #[test]
-fn pings_are_answered_and_strangers_refused() {
+fn pings_are_answered_and_unexpected_syns_are_reset() {
     let mut net = Net::new();
     let now = net.now;
     let ping = echo(POD, SocketAddrV4::new(SERVER, 0), false, 0x1234);
@@ -336,7 +333,7 @@ fn pings_are_answered_and_strangers_refused() {
     assert_eq!((icmp.kind(), icmp.identifier()), (0, 0x1234));
     assert_eq!(icmp.body(), &ping[28..]);
 
-    // The dialing side accepts nothing: its SYNs are refused by the other's default.
+    // The dialing side accepts no flows: by default its SYNs are answered with a reset.
     let id = net
         .b
         .flows
@@ -348,7 +345,7 @@ fn pings_are_answered_and_strangers_refused() {
 }
 
 #[test]
-fn resets_are_limited() {
+fn resets_are_rate_limited() {
     let mut net = Net::new();
     let mut syn = Vec::new();
     let id = net.dial(POD, 0);
@@ -367,7 +364,7 @@ fn resets_are_limited() {
     let stats = net.a.flows.stats();
     assert!(stats.resets_sent <= 250, "{}", stats.resets_sent);
     assert_eq!(stats.resets_sent + stats.suppressed, 10_000);
-    // And nothing waits for a link that takes nothing, beyond a bound.
+    // Without polling, replies wait only up to a bound.
     for second in 0..100 {
         net.a.flows.reject(&syn, now + Duration::from_secs(second));
     }
@@ -378,7 +375,7 @@ fn resets_are_limited() {
 }
 
 #[test]
-fn what_nobody_wants_is_told_by_icmp_but_never_about_icmp() {
+fn rejected_udp_gets_an_icmp_error_and_rejected_icmp_gets_no_answer() {
     let mut net = Net::new();
     let now = net.now;
     let own = SocketAddrV4::new(SERVER, 53);

@@ -15,21 +15,21 @@ pub const POD: SocketAddrV4 = SocketAddrV4::new(Ipv4Addr::new(172, 25, 0, 7), 10
 /// One direction of the tunnel.
 pub struct Wire {
     pub delay: Duration,
-    /// Packets on their way; more are not taken.
+    /// Largest number of packets in flight; a full wire refuses packets.
     pub room: usize,
     pub loss: f64,
     pub duplicate: f64,
     pub reorder: f64,
-    /// Takes packets and delivers none.
+    /// Accepts packets and delivers none.
     pub stalled: bool,
-    /// Bytes that the receiver's socket holds; more in one round are lost.
+    /// Receiver's socket buffer in bytes; more bytes in one round are lost.
     pub socket: usize,
-    /// Packets of this source port are lost.
+    /// Packets with this source port are lost.
     pub swallow: Option<[u8; 2]>,
     on_the_way: BTreeMap<(Instant, u64), Vec<u8>>,
     count: u64,
     pub lost: u64,
-    /// Bytes on their way, now and at most so far.
+    /// Bytes in flight: now, and the maximum so far.
     bytes: usize,
     pub peak: usize,
 }
@@ -92,7 +92,7 @@ impl Wire {
     }
 }
 
-/// What an application does with one flow.
+/// Behavior and state of an application for one flow.
 #[derive(Debug, Default)]
 pub struct Stream {
     pub to_send: usize,
@@ -108,9 +108,9 @@ pub struct Stream {
     pub closed: Option<Closed>,
     pub seed: u8,
     pub connected_at: Option<Instant>,
-    /// Sends back what it receives instead of `to_send`.
+    /// Sends received bytes back instead of `to_send`.
     pub echo: bool,
-    /// When each chunk of received bytes came, for echo times.
+    /// Time of the last received bytes.
     pub last_received: Option<Instant>,
 }
 
@@ -118,7 +118,7 @@ fn pattern(at: usize, seed: u8) -> u8 {
     (at as u8) ^ (at >> 8) as u8 ^ ((at >> 16) as u8).wrapping_mul(31) ^ seed
 }
 
-/// How connections that come are answered.
+/// Answer to incoming connections.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Door {
     Accept,
@@ -130,7 +130,7 @@ pub struct App {
     pub flows: Flows,
     pub streams: HashMap<FlowId, Stream>,
     pub door: Door,
-    /// For accepted flows.
+    /// Default of [`Stream::to_send`] for accepted flows.
     pub to_send: usize,
     pub echo: bool,
     pub incoming: Vec<(FlowId, SocketAddrV4, SocketAddrV4)>,
@@ -188,7 +188,7 @@ impl App {
                 Event::Readable(id) | Event::Writable(id) => self.pump(id, now),
                 Event::Closed(id, why) => {
                     if let Some(stream) = self.streams.get_mut(&id) {
-                        assert_eq!(stream.closed, None, "told twice");
+                        assert_eq!(stream.closed, None, "closed twice");
                         stream.closed = Some(why);
                     }
                 }
@@ -196,7 +196,7 @@ impl App {
         }
     }
 
-    /// Reads and writes what can be.
+    /// Reads and writes as much as possible.
     pub fn pump(&mut self, id: FlowId, now: Instant) {
         let Some(stream) = self.streams.get_mut(&id) else {
             return;
@@ -249,7 +249,7 @@ impl App {
     }
 }
 
-/// `a` dials, `b` accepts.
+/// The simulated network: `a` dials, `b` accepts.
 pub struct Net {
     pub now: Instant,
     pub a: App,
@@ -279,7 +279,7 @@ impl Net {
 
     pub fn dial(&mut self, to: SocketAddrV4, to_send: usize) -> FlowId {
         let id = self.a.flows.dial(to, self.now).unwrap();
-        // The other side knows the port, too.
+        // The accepting side derives the same seed from the port.
         let seed = self.port_of(id) as u8;
         self.a.streams.insert(
             id,
@@ -303,7 +303,7 @@ impl Net {
             .port()
     }
 
-    /// Everything that happens at one moment.
+    /// Processes everything that is due at the current time.
     pub fn turn(&mut self) {
         let now = self.now;
         for (app, wire) in [(&mut self.a, &mut self.ba), (&mut self.b, &mut self.ab)] {
@@ -331,7 +331,7 @@ impl Net {
         }
     }
 
-    /// Goes on until `done`, at most for `limit` of virtual time.
+    /// Runs until `done`, at most for `limit` of virtual time.
     pub fn run(&mut self, limit: Duration, mut done: impl FnMut(&mut Self) -> bool) -> bool {
         let until = self.now + limit;
         loop {
@@ -349,7 +349,7 @@ impl Net {
                 self.now = until;
                 return done(self);
             };
-            // Never twice the same moment: a link that is full has room later.
+            // Time always advances, so that a full link gets room.
             self.now = next.max(self.now + Duration::from_micros(10));
             if self.now > until {
                 self.now = until;
@@ -359,7 +359,7 @@ impl Net {
         }
     }
 
-    /// Until nothing happens any more.
+    /// Runs until both sides have no flows.
     pub fn settle(&mut self, limit: Duration) {
         self.run(limit, |net| {
             net.a.flows.is_empty() && net.b.flows.is_empty()

@@ -1,4 +1,4 @@
-//! Bytes arrive whole and in order, whatever the tunnel does to packets.
+//! Bytes arrive complete and in order, with any packet loss, delay or reordering in the tunnel.
 
 use std::net::{Ipv4Addr, SocketAddrV4};
 use std::time::Duration;
@@ -30,12 +30,12 @@ fn a_large_transfer_both_ways() {
     both_ways(&mut net, 20 << 20, 15 << 20, MINUTE);
     assert_eq!(net.a.flows.stats().retransmitted, 0);
     assert_eq!(net.b.flows.stats().retransmitted, 0);
-    // The clamp holds in both directions.
+    // The MSS limit applies in both directions.
     assert!(net.a.flows.stats().sent > (20 << 20) / 1360);
 }
 
 #[test]
-fn large_packets_carry_the_same() {
+fn large_packets_transfer_all_data() {
     for budget in [Config::default().buffer_budget, 0] {
         let large = || Config {
             buffer_budget: budget,
@@ -46,14 +46,14 @@ fn large_packets_carry_the_same() {
         let stats = net.a.flows.stats();
         assert_eq!(stats.retransmitted, 0);
         assert!(stats.sent < (5 << 20) / 4000, "{stats:?}");
-        // The other side's clamp holds.
+        // The MSS of the other side applies.
         let mut net = Net::with(large(), Config::default(), 5);
         both_ways(&mut net, 5 << 20, 0, MINUTE);
         assert!(net.a.flows.stats().sent > (5 << 20) / 1360);
     }
 }
 
-/// What eight transfers have on the way at most, there and back, between one who takes all it gets and another.
+/// Returns the peak of the bytes in flight, there and back, of eight transfers; `a` gets large budgets.
 fn peaks(a: Config, b: Config) -> (usize, usize) {
     let greedy = Config {
         receive_budget: 64 << 20,
@@ -77,13 +77,13 @@ fn peaks(a: Config, b: Config) -> (usize, usize) {
 }
 
 #[test]
-fn only_flows_that_a_tun_device_carries_share_what_is_on_the_way() {
+fn only_flows_with_small_packets_share_the_budgets() {
     let Config {
         receive_budget,
         send_budget,
         ..
     } = Config::default();
-    // With headers, and what one who rests may have besides.
+    // The budget, plus headers and the shares of resting flows.
     let most = |budget: usize| budget + budget / 4;
     let large = || Config::for_mtu(LARGE_TUN_MTU);
     let loud = || Config {
@@ -91,7 +91,7 @@ fn only_flows_that_a_tun_device_carries_share_what_is_on_the_way() {
         mss: u16::MAX - 40,
         ..Config::default()
     };
-    // Who says that it takes much has no more for it, where we do not.
+    // Large packets at one end only: the flows still share the budgets.
     for (a, b) in [(Config::default(), large()), (loud(), Config::default())] {
         let (there, back) = peaks(a, b);
         assert!(
@@ -107,7 +107,7 @@ fn only_flows_that_a_tun_device_carries_share_what_is_on_the_way() {
 }
 
 #[test]
-fn a_segment_is_reckoned_as_what_both_ends_take() {
+fn mss_is_the_smaller_of_both_ends() {
     let large = || Config::for_mtu(LARGE_TUN_MTU);
     for (a, b, expected) in [
         (Config::default(), large(), 1360),
@@ -126,7 +126,7 @@ fn a_segment_is_reckoned_as_what_both_ends_take() {
 }
 
 #[test]
-fn one_way_and_nothing_back() {
+fn one_way_and_empty_transfers_finish() {
     let mut net = Net::new();
     both_ways(&mut net, 0, 5 << 20, MINUTE);
     let mut net = Net::new();
@@ -136,7 +136,7 @@ fn one_way_and_nothing_back() {
 }
 
 #[test]
-fn loss_reordering_and_duplicates() {
+fn transfer_survives_loss_reordering_and_duplicates() {
     for seed in 0..12 {
         let mut net = Net::with(Config::default(), Config::default(), seed);
         for wire in [&mut net.ab, &mut net.ba] {
@@ -170,13 +170,13 @@ fn a_long_path_is_filled_without_smoltcps_slow_start() {
     net.ba.room = usize::MAX;
     let start = net.now;
     both_ways(&mut net, 100 << 10, 0, MINUTE);
-    // Handshake, 14, 28 and 56 KiB, the rest, and the end: not the eight round trips that
-    // smoltcp's initial window of 2 KiB would take.
+    // Round trips: handshake, 14, 28 and 56 KiB, the rest, and the end. smoltcp's initial window of 2 KiB
+    // would need eight round trips.
     assert!(net.now - start <= Duration::from_millis(7 * 50));
 }
 
 #[test]
-fn many_flows_and_one_that_is_not_read() {
+fn unread_flow_does_not_delay_other_flows() {
     let mut net = Net::new();
     net.b.echo = true;
     let stalled = net.dial(POD, 4 << 20);
@@ -190,7 +190,7 @@ fn many_flows_and_one_that_is_not_read() {
     });
     net.run(Duration::from_secs(5), |_| false);
     let stuck = net.a.streams[&stalled].sent;
-    assert!(stuck < 4 << 20, "the window ends");
+    assert!(stuck < 4 << 20, "the window limits the sender");
 
     let mut ids = Vec::new();
     for host in 0..200 {
@@ -213,7 +213,7 @@ fn many_flows_and_one_that_is_not_read() {
             assert_eq!(net.a.flows.send(*id, b"ping").unwrap(), 4);
             net.a.streams.get_mut(id).unwrap().received = 0;
         }
-        // What comes back is not of the pattern that an application sends.
+        // The echoed bytes do not follow the pattern of an application.
         for id in &ids {
             net.a.streams.get_mut(id).unwrap().echo = true;
         }
@@ -268,7 +268,7 @@ fn paced() -> Config {
 
 #[test]
 fn a_small_socket_at_the_other_end_is_not_overrun() {
-    // A stock peer's socket holds about 80 KiB, and is emptied once each millisecond here.
+    // The socket of a stock peer accepts about 80 KiB. Here the socket is emptied once per millisecond.
     let mut net = Net::with(paced(), paced(), 3);
     net.ab.room = usize::MAX;
     net.ab.socket = 80 << 10;
@@ -276,12 +276,12 @@ fn a_small_socket_at_the_other_end_is_not_overrun() {
     let start = net.now;
     both_ways(&mut net, 50 << 20, 0, 10 * MINUTE);
     let took = net.now - start;
-    // 64 KiB for each round trip of 2 ms are 32 MiB/s; a loss now and then is allowed.
+    // 64 KiB per round trip of 2 ms is 32 MiB/s; a few losses are allowed.
     assert!(took < Duration::from_secs(5), "{took:?}");
 }
 
 #[test]
-fn the_larger_socket_of_an_own_client_is_used_and_not_overrun() {
+fn larger_socket_of_a_culvert_client_is_used_and_not_overrun() {
     let server = Config {
         pace: Some(Pace::to_own_client()),
         ..Config::default()
@@ -292,7 +292,7 @@ fn the_larger_socket_of_an_own_client_is_used_and_not_overrun() {
     let start = net.now;
     both_ways(&mut net, 50 << 20, 0, 10 * MINUTE);
     let took = net.now - start;
-    // 128 KiB for each round trip of 2 ms are 64 MiB/s.
+    // 128 KiB per round trip of 2 ms is 64 MiB/s.
     assert!(took < Duration::from_secs(1), "{took:?}");
     assert_eq!(net.a.flows.stats().retransmitted, 0);
 }
@@ -329,7 +329,7 @@ fn the_cap_is_shared_and_a_dead_host_does_not_keep_it() {
     net.run(Duration::from_secs(1), |net| {
         net.a.streams[&dead].sent > 100 << 10
     });
-    // Its packets vanish from now on, while others' do not.
+    // From now on the packets of the dead flow vanish; packets of other flows arrive.
     let local = net.port_of(dead).to_be_bytes();
     net.ab.swallow = Some(local);
     let ids: Vec<_> = (0..20)
@@ -360,7 +360,7 @@ fn hosts_that_are_slow_or_gone_do_not_shrink_the_cap() {
     both_ways(&mut net, 20 << 20, 0, 10 * MINUTE);
     let grown = net.a.flows.stats().in_flight_cap;
     assert!(grown > 200 << 10, "{grown}");
-    // One takes 5 s to answer its SYN, the other vanishes in the middle of a transfer.
+    // One host answers its SYN after 5 s; the other host vanishes in the middle of a transfer.
     net.b.door = Door::Silent;
     let slow = net.dial(POD, 100 << 10);
     net.run(Duration::from_secs(5), |_| false);
