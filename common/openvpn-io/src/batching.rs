@@ -1,37 +1,37 @@
-//! Whether a TCP peer's packets are worth waiting for, so that one turn takes many.
+//! The decision to wait for more packets of a TCP peer, so that one turn reads many packets.
 //!
-//! A stock peer writes packet by packet, and a task that has nothing else to do takes them one by one:
-//! a system call for each packet, its acknowledgement and its bytes. While a peer sends in bulk its
-//! socket wakes the task at [`LOW_WATER`] instead. That bulk fills it in a fraction of [`WINDOW`], and
-//! that is how much later anything between it is taken. Once nothing is taken for a whole window, the
-//! bulk has ended, and what it left is taken.
+//! A stock peer writes packet by packet, and an otherwise idle task reads packet by packet: each packet then
+//! costs a system call, an acknowledgement, and a write. While a peer sends in bulk, its socket therefore
+//! wakes the task only at the mark of [`LOW_WATER`] bytes. Bulk traffic reaches the mark in a fraction of
+//! [`WINDOW`], so a packet in between is delayed by at most this fraction. A whole window without a read ends
+//! the bulk, and the task then reads the remaining bytes.
 
 use std::time::Duration;
 
 use super::Moment;
 
-/// Bytes that a socket waits for.
+/// Bytes for which a socket waits during bulk traffic.
 pub(super) const LOW_WATER: u16 = 16 << 10;
 
-/// Over which time a peer is judged, and the longest time for which bytes wait.
+/// Length of the measuring window, and the longest time for which bytes wait.
 const WINDOW: Duration = Duration::from_millis(1);
 
-/// Bytes in a window that are bulk: they reach the mark four times in it.
+/// Bytes per window from which traffic counts as bulk: enough to reach the mark four times.
 const BULK: usize = 4 * LOW_WATER as usize;
 
-/// Bytes in a read that saves nothing if it waits: our own peers write that much at once.
+/// Average size of reads, in bytes, from which waiting saves nothing. Culvert peers write this much at once.
 const LARGE: usize = LOW_WATER as usize / 2;
 
-/// One peer's reads.
+/// Read statistics of one peer.
 #[derive(Debug)]
 pub(super) struct Batching {
-    /// The mark is set.
+    /// True while the socket waits for the mark.
     waits: bool,
-    /// When this window began.
+    /// Start of the current window.
     since: Moment,
     reads: usize,
     bytes: usize,
-    /// Of the last read.
+    /// Time of the last read.
     last: Moment,
 }
 
@@ -46,7 +46,8 @@ impl Batching {
         }
     }
 
-    /// Counts a read. Says whether the mark is to be set or lowered, if that changes.
+    /// Counts a read. Returns `Some(true)` if the mark must be set now, and `Some(false)` if the mark must be
+    /// cleared.
     pub(super) fn read(&mut self, bytes: usize, now: Moment) -> Option<bool> {
         self.last = now;
         self.reads += 1;
@@ -63,12 +64,12 @@ impl Batching {
         self.change(waits)
     }
 
-    /// When [`expired`](Self::expired) is to be asked.
+    /// Returns the time of the next call of [`expired`](Self::expired).
     pub(super) fn poll_timeout(&self) -> Option<Moment> {
         self.waits.then(|| self.last + WINDOW)
     }
 
-    /// Whether the mark is to be lowered: nothing was read for a window.
+    /// Returns true if the mark must be cleared because a whole window passed without a read.
     pub(super) fn expired(&mut self, now: Moment) -> bool {
         self.poll_timeout().is_some_and(|at| at <= now) && self.change(false).is_some()
     }
@@ -83,7 +84,7 @@ mod tests {
     use super::super::now;
     use super::*;
 
-    /// Reads of that size, that far apart, for some windows: the changes.
+    /// Reads `bytes` at intervals of `apart` for eight windows, and returns the changes of the mark.
     fn reads(batching: &mut Batching, at: &mut Moment, bytes: usize, apart: Duration) -> Vec<bool> {
         let end = *at + 8 * WINDOW;
         let mut changes = Vec::new();
@@ -95,7 +96,7 @@ mod tests {
     }
 
     #[test]
-    fn packets_in_bulk_are_waited_for_until_they_stop() {
+    fn mark_is_set_during_bulk_and_cleared_after_it() {
         let mut at = now();
         let mut batching = Batching::new(at);
         let packet = Duration::from_micros(14);
@@ -108,17 +109,17 @@ mod tests {
         assert!(batching.expired(last + WINDOW));
         assert_eq!(batching.poll_timeout(), None);
         assert!(!batching.expired(last + WINDOW));
-        // And again.
+        // Bulk traffic that starts again sets the mark again.
         at += WINDOW;
         assert_eq!(reads(&mut batching, &mut at, 1450, packet), [true]);
     }
 
     #[test]
-    fn nothing_else_is_waited_for() {
+    fn mark_stays_clear_without_small_packets_in_bulk() {
         for (what, bytes, apart) in [
             ("acknowledgements of an upload", 100, 14),
-            ("what comes in large pieces anyway", 64 << 10, 100),
-            ("a transfer that takes its time", 1450, 100),
+            ("data in large pieces", 64 << 10, 100),
+            ("a slow transfer", 1450, 100),
         ] {
             let mut at = now();
             let mut batching = Batching::new(at);
@@ -131,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bulk_that_becomes_slow_is_not_waited_for() {
+    fn mark_is_cleared_when_bulk_becomes_slow() {
         let mut at = now();
         let mut batching = Batching::new(at);
         let packet = Duration::from_micros(14);

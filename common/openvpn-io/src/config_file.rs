@@ -1,8 +1,9 @@
-//! The subset of OpenVPN's own configuration syntax that a client or a server is made from here.
+//! The supported subset of OpenVPN's own configuration syntax, for clients and servers.
 //!
-//! Files that worked with the stock program are accepted: what has nothing to do in this process is
-//! reported ([`Read::notes`]), what would be needed and is not there is refused, every problem with its
-//! line and all of them at once. Flags of the programs override the values; nothing here reads a file.
+//! Files that worked with the stock program are accepted. An option without a purpose in this process is
+//! reported in [`Read::notes`]. An option with a necessary but unsupported effect is refused. All problems
+//! are reported together, each with its line. Flags of the programs override the values. This module does not
+//! read files.
 
 mod client;
 mod common;
@@ -27,27 +28,27 @@ pub use server::Server;
 
 use lexer::Directive;
 
-/// OpenVPN's port.
+/// OpenVPN's standard port.
 pub const DEFAULT_PORT: u16 = 1194;
 
-/// The largest configuration that is read. Keys and certificates in it take some KiB each.
+/// Size limit of a configuration, in bytes. Inline keys and certificates need some KiB each.
 pub const MAX_BYTES: usize = 1 << 20;
 
-/// A file, or its text.
+/// Key material: the path of a file, or its text.
 #[derive(Clone, PartialEq, Eq)]
 pub enum Material {
-    /// Read when it is used.
+    /// A file that is read on use.
     File(PathBuf),
-    /// A block of the configuration.
+    /// An inline block of the configuration.
     Inline {
-        /// For messages, as `<ca> in client.conf`.
+        /// Description for messages, such as `<ca> in client.conf`.
         origin: String,
-        /// What the file would hold.
+        /// The text that the file would contain.
         text: String,
     },
 }
 
-/// Where it comes from. Never what is in it: it may be a key.
+/// Prints the origin of the material, never its content, which may be a key.
 impl std::fmt::Display for Material {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
@@ -63,56 +64,56 @@ impl std::fmt::Debug for Material {
     }
 }
 
-/// A configuration, and what the operator should be told about it.
+/// A configuration, and notes for the operator.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Read<T> {
-    /// The values.
+    /// The parsed configuration.
     pub config: T,
-    /// Options that were accepted and have no effect, with their lines and the reasons.
+    /// Accepted options without effect, with their lines and the reasons.
     pub notes: Vec<String>,
 }
 
-/// Reads a client's configuration; `name` stands in messages.
+/// Parses a client's configuration. `name` is the file name for messages.
 ///
 /// # Errors
-/// Everything that is wrong, one text each, beginning with `name:line: `.
+/// A list of all problems. Each text starts with `name:line: `, or with `name: ` if the problem has no line.
 pub fn client(text: &str, name: &str) -> Result<Read<Client>, Vec<String>> {
     read(text, name, Client::default())
 }
 
-/// Reads a server's configuration; `name` stands in messages.
+/// Parses a server's configuration. `name` is the file name for messages.
 ///
 /// # Errors
-/// Everything that is wrong, one text each, beginning with `name:line: `.
+/// A list of all problems. Each text starts with `name:line: `, or with `name: ` if the problem has no line.
 pub fn server(text: &str, name: &str) -> Result<Read<Server>, Vec<String>> {
     read(text, name, Server::default())
 }
 
-/// What became of one directive.
+/// Result of applying one directive.
 enum Taken {
     Yes,
-    /// Accepted; the operator should know this.
+    /// Accepted, with a note for the operator.
     Note(String),
-    /// Not one of ours.
+    /// Unknown to this role.
     No,
 }
 
 type Outcome = Result<Taken, String>;
 
 trait Options {
-    /// Takes a directive of this role, `Taken::No` leaves it to others.
+    /// Applies a directive of this role. Returns `Taken::No` for all other directives.
     fn take(&mut self, context: &Context<'_>, directive: &Directive) -> Outcome;
-    /// After the last line: what belongs together.
+    /// Checks combinations of options after the last line.
     fn finish(&mut self) -> Vec<String>;
 }
 
-/// What directives need to know of their file.
+/// Properties of the file that directives depend on.
 struct Context<'a> {
-    /// For messages.
+    /// File name for messages.
     name: &'a str,
-    /// What relative paths are relative to.
+    /// Base directory of relative paths.
     directory: PathBuf,
-    /// `ignore-unknown-option`.
+    /// Arguments of `ignore-unknown-option`.
     optional: Vec<String>,
 }
 
@@ -121,7 +122,8 @@ impl Context<'_> {
         self.directory.join(path)
     }
 
-    /// The file or the block of a directive; nothing for `[inline]`, which announces a block.
+    /// Returns the file or the inline block of a directive, or `None` for `[inline]`, which announces a
+    /// block.
     fn material(&self, directive: &Directive) -> Result<Option<Material>, String> {
         if let Some(text) = &directive.block {
             return Ok(Some(Material::Inline {
@@ -147,7 +149,7 @@ fn read<T: Options>(text: &str, name: &str, mut config: T) -> Result<Read<T>, Ve
         .map(|error| (error.line, error.problem))
         .collect();
     let mut notes = Vec::new();
-    // These count wherever they stand.
+    // These directives apply to the whole file, at any position.
     let all = |name: &'static str| directives.iter().filter(move |d| d.name == name);
     let context = Context {
         name,
@@ -161,7 +163,7 @@ fn read<T: Options>(text: &str, name: &str, mut config: T) -> Result<Read<T>, Ve
     };
     for directive in &directives {
         let line = directive.line;
-        // `setenv opt NAME ...` is for an option that not every version knows.
+        // `setenv opt NAME ...` marks an option that some OpenVPN versions do not support.
         let is_optional = directive.name == "setenv" && directive.argument(0) == Some("opt");
         let taken = if is_optional {
             let mut words = directive.arguments.iter().skip(1).cloned();
@@ -230,18 +232,20 @@ fn take<T: Options>(
         return Err(format!("not supported: {reason}"));
     }
     if optional || context.optional.iter().any(|known| known == name) {
-        return Ok(Taken::Note("not known here, and marked as optional".into()));
+        return Ok(Taken::Note(
+            "ignored: unknown option that is marked as optional".into(),
+        ));
     }
     Ok(Taken::No)
 }
 
-/// The argument of that index.
+/// Returns the argument at `index`.
 fn word<'a>(directive: &'a Directive, index: usize, what: &str) -> Result<&'a str, String> {
     let word = directive.argument(index);
     word.ok_or_else(|| format!("needs {what}"))
 }
 
-/// The argument of that index as a value.
+/// Parses the argument at `index`.
 fn value<T: FromStr>(directive: &Directive, index: usize, what: &str) -> Result<T, String> {
     let word = word(directive, index, what)?;
     let parsed = word.parse();
@@ -253,7 +257,7 @@ fn seconds(directive: &Directive, index: usize) -> Result<Duration, String> {
         .map(|seconds| Duration::from_secs(seconds.into()))
 }
 
-/// A number of seconds of which 0 means never.
+/// Parses a number of seconds; 0 means never.
 fn seconds_or_never(directive: &Directive, index: usize) -> Result<Option<Duration>, String> {
     seconds(directive, index).map(|time| Some(time).filter(|time| !time.is_zero()))
 }
@@ -266,7 +270,8 @@ fn port(directive: &Directive, index: usize) -> Result<u16, String> {
     }
 }
 
-/// An address and a netmask at `index` and behind it; one address without.
+/// Parses the address at `index` and the netmask after the address. Without a netmask, the network is a
+/// single address.
 fn network(directive: &Directive, index: usize) -> Result<Ipv4Net, String> {
     let address: Ipv4Addr = value(directive, index, "an IPv4 address")?;
     let mask = match directive.argument(index + 1) {
@@ -283,7 +288,7 @@ fn network(directive: &Directive, index: usize) -> Result<Ipv4Net, String> {
     }
 }
 
-/// `udp`, `tcp4`, `tcp-client` and so on. `role` is the suffix of this role.
+/// Parses a protocol such as `udp`, `tcp4` or `tcp-client`. `role` is the suffix of this role.
 fn proto(word: &str, role: &str) -> Result<Transport, String> {
     let plain = word.trim_end_matches(['4', '6']);
     match plain {
@@ -297,8 +302,8 @@ fn proto(word: &str, role: &str) -> Result<Transport, String> {
     }
 }
 
-/// A colon-separated list of ciphers, with those that are not supported. `?` marks optional ones,
-/// `DEFAULT` stands for OpenVPN's own list.
+/// Parses a colon-separated list of ciphers into supported and unsupported ciphers. A leading `?` marks an
+/// optional cipher, and `DEFAULT` stands for OpenVPN's own list.
 pub fn ciphers(list: &str) -> (Vec<Cipher>, Vec<String>) {
     let (mut known, mut unknown) = (Vec::new(), Vec::new());
     let mut add = |cipher: Cipher| {

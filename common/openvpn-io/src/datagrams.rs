@@ -1,7 +1,8 @@
-//! A UDP socket of the tunnel: many datagrams in and out with one call of the kernel, where it can.
+//! A UDP socket of the tunnel. If the kernel supports batches, one system call sends or receives many
+//! datagrams.
 //!
-//! Owns the socket, the buffers of what has come, and the queue of what is to be sent. Nothing leaves the
-//! queue while the socket takes nothing: who fills it asks [`len`](Datagrams::len) first.
+//! [`Datagrams`] owns the socket, the receive buffers, and the send queue. While the socket is not writable
+//! the queue only grows, so callers check [`len`](Datagrams::len) before they append.
 
 mod queue;
 #[cfg(test)]
@@ -21,34 +22,35 @@ use queue::Queue;
 
 use culvert_host::net::options;
 
-/// What one buffer takes: the largest datagram, or as many as the kernel has joined.
+/// Size of one receive buffer, in bytes: fits the largest datagram, or several datagrams joined by the
+/// kernel.
 const BUFFER: usize = 64 << 10;
 
-/// Buffers that are filled by one call. A page of them is memory from when it is first needed.
+/// Buffers filled by one system call. A page of a buffer uses memory only after its first use.
 const BUFFERS: usize = 8;
 
-/// See the module.
+/// A UDP socket with batched input and output; see the module.
 #[derive(Debug)]
 pub struct Datagrams {
     socket: UdpSocket,
     state: UdpSocketState,
     input: Vec<u8>,
-    /// What is in the buffers.
+    /// Metadata of the filled buffers.
     metas: [RecvMeta; BUFFERS],
     filled: usize,
-    /// The buffer that is being looked at, and how far.
+    /// Position of the next datagram: index of its buffer, and offset in that buffer.
     at: (usize, usize),
     queue: Queue,
 }
 
 impl Datagrams {
-    /// Takes a socket over.
+    /// Takes ownership of a socket.
     ///
     /// # Errors
-    /// When its options cannot be set.
+    /// The socket's options cannot be set.
     pub fn new(socket: UdpSocket) -> io::Result<Self> {
-        // The crate forbids fragments and is deaf to a path's size, for QUIC's sake. Here `tun-mtu` is 1500
-        // whatever the path, so that some datagrams have to travel in fragments.
+        // quinn-udp forbids fragments and ignores reports of a path's MTU, as QUIC requires. Here `tun-mtu`
+        // is 1500 on every path, so some datagrams must travel in fragments.
         let v4 = sockopt::ip_mtu_discover(&socket);
         let v6 = sockopt::ipv6_mtu_discover(&socket);
         let state = UdpSocketState::new((&socket).into())?;
@@ -70,7 +72,8 @@ impl Datagrams {
         })
     }
 
-    /// Receives, in place of what was received before. Ready once there may be something to look at.
+    /// Receives a batch, which replaces the previous batch. Ready once the socket was readable, even if the
+    /// batch is empty.
     pub fn poll_receive(&mut self, cx: &mut Context<'_>) -> Poll<()> {
         (self.filled, self.at) = (0, (0, 0));
         let Self {
@@ -93,20 +96,20 @@ impl Datagrams {
             match received {
                 Ok(filled) => self.filled = filled,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => continue,
-                // What ICMP told of an earlier datagram.
+                // An ICMP error caused by an earlier datagram.
                 Err(_) => {}
             }
             return Poll::Ready(());
         }
     }
 
-    /// How many bytes came last.
+    /// Returns the size of the last batch, in bytes.
     pub fn received(&self) -> usize {
         let metas = self.metas.get(..self.filled).unwrap_or_default();
         metas.iter().map(|meta| meta.len).sum()
     }
 
-    /// The next datagram of those received, and who sent it. None is empty.
+    /// Returns the next received datagram and its sender. Empty datagrams are skipped.
     pub fn take(&mut self) -> Option<(SocketAddr, &mut [u8])> {
         loop {
             let (buffer, offset) = self.at;
@@ -123,27 +126,27 @@ impl Datagrams {
         }
     }
 
-    /// Where datagrams to be sent are appended; after each, [`cut`](Self::cut).
+    /// Returns the send buffer. Callers append a datagram and then call [`cut`](Self::cut).
     pub fn out(&mut self) -> &mut BytesMut {
         self.queue.out()
     }
 
-    /// What was appended behind `start` is a datagram, if it is anything.
+    /// Ends the datagram that was appended at `start`. An empty datagram is ignored.
     pub fn cut(&mut self, to: SocketAddr, start: usize) {
         self.queue.cut(to, start);
     }
 
-    /// Bytes that wait to be sent.
+    /// Returns the number of bytes in the send queue.
     pub fn len(&self) -> usize {
         self.queue.len()
     }
 
-    /// Whether all is sent.
+    /// Returns true if the send queue is empty.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Sends what was appended. Ready once all is sent, or dropped because it cannot be.
+    /// Sends the queue. Ready once every datagram was sent, or dropped after an error.
     pub fn poll_flush(&mut self, cx: &mut Context<'_>) -> Poll<()> {
         let Self {
             socket,

@@ -1,5 +1,5 @@
-//! Key material from files or from blocks of a configuration. Every error names where the text came
-//! from and says what to do.
+//! Key material from files or from inline blocks of a configuration. Every error names the origin of the
+//! material and the remedy.
 
 use std::io::Read as _;
 
@@ -10,34 +10,34 @@ use culvert_openvpn::{Role, tls};
 
 use super::config_file::{Material, TlsAuth};
 
-/// The largest file that is read.
+/// Size limit of a file, in bytes.
 const MAX_BYTES: u64 = 4 << 20;
 
-/// Why material can not be used.
+/// Reason why key material cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum FileError {
-    /// It can not be read.
+    /// The file cannot be read.
     #[error(
         "cannot read {origin}: {reason}; check that the file exists, is mounted, and may be read by this process"
     )]
     Read {
-        /// The file.
+        /// Path of the file.
         origin: String,
-        /// The system's error.
+        /// Error of the operating system.
         reason: String,
     },
-    /// It is larger than any key or certificate.
+    /// The file is larger than any key or certificate.
     #[error("{origin} is larger than {MAX_BYTES} bytes; is it a PEM file?")]
     TooLarge {
-        /// The file.
+        /// Path of the file.
         origin: String,
     },
-    /// It is not what it should be.
+    /// The content is invalid.
     #[error("{origin}: {problem}")]
     Unusable {
-        /// The file, or the block of a configuration.
+        /// The file, or the inline block of a configuration.
         origin: String,
-        /// Why, and what to do.
+        /// The problem and its remedy.
         problem: String,
     },
 }
@@ -51,7 +51,7 @@ impl FileError {
     }
 }
 
-/// The bytes of a file or block.
+/// Returns the bytes of a file or an inline block.
 ///
 /// # Errors
 /// [`FileError::Read`] and [`FileError::TooLarge`].
@@ -76,7 +76,7 @@ pub fn load(material: &Material) -> Result<Vec<u8>, FileError> {
     }
 }
 
-/// Our certificate and key.
+/// Loads this side's certificate and key.
 ///
 /// # Errors
 /// See [`FileError`].
@@ -96,13 +96,14 @@ pub fn identity(cert: &Material, key: &Material) -> Result<Identity, FileError> 
     })
 }
 
-/// Why peers will refuse our own certificate, for the log; it stops nothing, as they may have their own view.
+/// Returns a reason why peers will refuse this side's certificate, for a warning in the log. The reason is
+/// not an error, because peers may judge the certificate differently.
 pub fn doubt(cert: &Material, role: Role) -> Option<String> {
     let problem = tls::doubt(&load(cert).ok()?, role)?;
     Some(format!("{cert}: {problem}"))
 }
 
-/// A client's TLS.
+/// Creates the TLS configuration of a client.
 ///
 /// # Errors
 /// See [`FileError`].
@@ -119,7 +120,7 @@ pub fn client_tls(
         .map_err(|error| FileError::unusable(ca, error))
 }
 
-/// A server's TLS. `require_usage` is `remote-cert-tls client`.
+/// Creates the TLS configuration of a server. `require_usage` is set by `remote-cert-tls client`.
 ///
 /// # Errors
 /// See [`FileError`].
@@ -140,7 +141,7 @@ pub fn server_tls(
     })
 }
 
-/// User name and password, a line each.
+/// Loads the user name and the password, one per line.
 ///
 /// # Errors
 /// See [`FileError`].
@@ -152,12 +153,12 @@ pub fn credentials(material: &Material) -> Result<(String, String), FileError> {
         (Some(user), Some(password)) if !user.is_empty() => Ok((user.into(), password.into())),
         _ => Err(FileError::unusable(
             material,
-            "needs a user name and a password, a line each",
+            "must contain a user name and a password, one per line",
         )),
     }
 }
 
-/// What wraps control packets: tls-crypt, tls-auth with the digest of `auth`, or nothing.
+/// Creates the wrapping of control packets: tls-crypt, tls-auth with the digest of `auth`, or nothing.
 ///
 /// # Errors
 /// See [`FileError`].
@@ -171,7 +172,8 @@ pub fn wrap(
         let bytes = load(material)?;
         let text = String::from_utf8_lossy(&bytes);
         static_key::parse(&text).map_err(|error| {
-            let help = "make one with `openvpn --genkey tls-auth FILE` and give it to both sides";
+            let help =
+                "create a key with `openvpn --genkey tls-auth FILE` and install it on both sides";
             FileError::unusable(material, format!("{error}; {help}"))
         })
     };

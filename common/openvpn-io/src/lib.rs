@@ -4,11 +4,11 @@
 //!             one task for each peer                        any task, any thread
 //!  socket <-> wire <-> Session <-> Streams (Flows) <-> pipes <-> Stream (reader, writer)
 //!                         ^            ^-- mailbox <-- Peer: dial, forward, close
-//!                         +-- Role: what a server or a client decides
+//!                         +-- Role: decisions of a server or a client
 //! ```
 //!
-//! Packets never leave the owner's task: they are decrypted where they were read, and written by
-//! the flows straight into the buffer that goes to the socket. Other tasks see bytes only.
+//! Packets never leave the task that owns the peer. That task reads and decrypts packets, and its flows write
+//! packets straight into the buffer of the socket. Other tasks handle only bytes.
 
 mod batching;
 pub mod config_file;
@@ -21,14 +21,14 @@ pub mod stream;
 pub mod streams;
 mod wire;
 
-/// A point in time as the endpoint is told it.
+/// A point in time, as passed to the endpoint.
 #[allow(
     clippy::disallowed_types,
     reason = "a value that is passed on; the clock is tokio's"
 )]
 pub type Moment = std::time::Instant;
 
-/// The time of tokio's clock, which tests can pause.
+/// Returns the time of tokio's clock, which tests can pause.
 pub fn now() -> Moment {
     tokio::time::Instant::now().into_std()
 }

@@ -1,8 +1,8 @@
-//! One peer on one socket, in one task: TCP in both roles, UDP for a client.
+//! One peer on one socket, in one task: TCP in both roles, UDP only for a client.
 //!
-//! A turn of the task: what has come is decrypted and given to the flows, whose bytes go to their
-//! handles; what flows and control channel have to say is encrypted into one buffer and written.
-//! Then the other tasks of the thread have theirs, so that handles empty what was filled.
+//! In a turn, the task decrypts the received packets and passes them to the flows, whose bytes go to their
+//! handles. Then the task encrypts the output of the flows and of the control channel into one buffer, and
+//! writes the buffer. Finally the task yields, so that the tasks of the handles can process their bytes.
 
 use std::future::{Future as _, poll_fn};
 use std::io;
@@ -23,19 +23,19 @@ use super::{Moment, now};
 
 pub use super::wire::WireError;
 
-/// How often [`Role::report`] is called while there is traffic.
+/// Interval of [`Role::report`] while there is traffic.
 const REPORT_EVERY: Duration = Duration::from_secs(1);
 
-/// How long a peer may take to hear why the session ended.
+/// Time limit for sending the final messages of an ended session.
 const GOODBYE: Duration = Duration::from_secs(5);
 
-/// Batches that are written in one turn.
+/// Batches written in one turn.
 const BATCHES: usize = 4;
 
-/// What a role decides for one peer. Nothing here may block.
+/// Decisions of a role about one peer. The methods must not block.
 pub trait Role: Send {
-    /// Something happened to the session. A server answers [`Event::Authenticated`] by the session's
-    /// `accept` or `reject`; both roles put the peer's streams in place at [`Event::Established`].
+    /// Handles an event of the session. A server answers [`Event::Authenticated`] with `accept` or `reject`
+    /// of the session. Both roles create the peer's streams at [`Event::Established`].
     fn event(
         &mut self,
         event: Event,
@@ -44,31 +44,31 @@ pub trait Role: Send {
         now: Moment,
     );
 
-    /// A packet out of the tunnel, for [`Streams::input`] or for others.
+    /// Handles a packet from the tunnel, usually with [`Streams::input`].
     fn packet(&mut self, packet: &[u8], streams: &mut Streams, now: Moment);
 
-    /// Somebody behind the peer wants to open a flow. It is refused where nothing accepts it.
+    /// Handles a request from behind the peer to open a flow. Dropping `incoming` refuses the flow.
     fn incoming(&mut self, incoming: Incoming) {
         drop(incoming);
     }
 
-    /// Before each turn: for a server whose certificates have changed.
+    /// Runs before each turn. A server uses it to update certificates.
     fn turn(&mut self, session: &mut Session) {
         let _ = session;
     }
 
-    /// Counters so far: about once a second while there is traffic, and at the end.
+    /// Reports the counters: about once a second while there is traffic, and at the end.
     fn report(&mut self, session: &Stats, streams: Option<&Streams>, dropped: u64) {
         let _ = (session, streams, dropped);
     }
 }
 
-/// Why a link ended.
+/// Reason for the end of a link.
 #[derive(Debug)]
 pub enum LinkEnd {
-    /// The session said so.
+    /// The session ended.
     Session(Ended),
-    /// The socket did.
+    /// The socket failed or was closed.
     Wire(WireError),
 }
 
@@ -90,22 +90,22 @@ pub struct Link<R> {
     timer: Pin<Box<Sleep>>,
     timer_at: Option<Moment>,
     report_at: Option<Moment>,
-    /// Why, and until when what is left to be said may take.
+    /// Reason for the end of the session, and the deadline for its final messages.
     ended: Option<(Ended, Moment)>,
-    /// Inner packets that could not be sealed.
+    /// Inner packets that could not be encrypted.
     dropped: u64,
 }
 
 impl<R: Role> Link<R> {
-    /// Over a TCP connection. `tun_mtu` is the session's.
+    /// Creates a link over a TCP connection. `tun_mtu` is the MTU of the session.
     pub fn tcp(stream: TcpStream, session: Session, tun_mtu: u16, role: R) -> Self {
         Self::new(Wire::tcp(stream, tun_mtu), session, role)
     }
 
-    /// Over a UDP socket that is connected to the peer.
+    /// Creates a link over a UDP socket that is connected to the peer.
     ///
     /// # Errors
-    /// When the socket is of no use.
+    /// The socket cannot be used.
     pub fn udp(socket: UdpSocket, session: Session, role: R) -> io::Result<Self> {
         Ok(Self::new(Wire::udp(socket)?, session, role))
     }
@@ -124,8 +124,8 @@ impl<R: Role> Link<R> {
         }
     }
 
-    /// Serves the peer to its end. Once `shutdown` fires the peer is told, as far as its transport
-    /// needs it.
+    /// Serves the peer until the link ends. Once `shutdown` fires, the session is closed, and the peer is
+    /// notified if its transport requires a notification.
     pub async fn run(mut self, shutdown: &CancellationToken) -> (R, LinkEnd) {
         let end = self.serve(shutdown).await;
         self.streams_report();
@@ -148,7 +148,8 @@ impl<R: Role> Link<R> {
                 Err(error) => {
                     if error.is_hangup() {
                         let now = now();
-                        // It knows how far the handshake came; without effect if it ended before.
+                        // The session reports the stage of an unfinished handshake. No effect if the session
+                        // ended before.
                         self.session.disconnected(now);
                         self.work(now);
                     }
@@ -167,7 +168,7 @@ impl<R: Role> Link<R> {
         }
     }
 
-    /// Ready once something was done and there may be more to do.
+    /// Runs one turn. Ready after progress, when there may be more work.
     fn poll_turn(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), WireError>> {
         let mut active = false;
         self.role.turn(&mut self.session);
@@ -183,7 +184,7 @@ impl<R: Role> Link<R> {
         self.handle_timers(now);
         self.work(now);
         let written = self.write(now, cx)?;
-        // Flows that ended by what was sent, and what was said meanwhile.
+        // Processes flows that ended through sending, and mail that arrived meanwhile.
         self.work(now);
         if active || written {
             self.report_at.get_or_insert(now + REPORT_EVERY);
@@ -195,7 +196,7 @@ impl<R: Role> Link<R> {
         self.poll_wait(cx)
     }
 
-    /// Nothing is left to be said, or the peer does not want to hear it.
+    /// Returns true if the session has ended and its final messages are sent or their deadline has passed.
     fn is_over(&self, now: Moment) -> bool {
         let said = self.session.is_finished() && self.wire.is_empty();
         self.ended
@@ -220,7 +221,7 @@ impl<R: Role> Link<R> {
                 }
             });
             heard |= taken.is_ok();
-            // What an event changes, the next packet may need.
+            // The next packet may depend on the effects of these events.
             while let Some(event) = session.poll_event() {
                 if let Event::Ended(ended) = &event {
                     self.ended.get_or_insert((ended.clone(), now + GOODBYE));
@@ -271,7 +272,7 @@ impl<R: Role> Link<R> {
         }
     }
 
-    /// Collects and writes. True if there may be more to be written now.
+    /// Collects packets and writes them. Returns true if there may be more to write now.
     fn write(&mut self, now: Moment, cx: &mut Context<'_>) -> Result<bool, WireError> {
         for _ in 0..BATCHES {
             self.collect(now);
@@ -293,8 +294,8 @@ impl<R: Role> Link<R> {
             dropped,
             ..
         } = self;
-        // Even if there is no room: it is little, and a session that has something to say asks for
-        // a turn until it has said it.
+        // Collected even if the buffer is full: control packets are few, and a session with pending output
+        // requests turns until all of it is collected.
         loop {
             let start = wire.out().len();
             if !session.poll_output(now, wire.out()) {
@@ -312,7 +313,7 @@ impl<R: Role> Link<R> {
             let start = wire.out().len();
             match session.seal(packet, now, wire.out()) {
                 Ok(()) => wire.cut(start),
-                // The other side sends it again, if it can ever be sent.
+                // The flow's peer retransmits the data if the packet can ever be sent.
                 Err(_) => *dropped += 1,
             }
             true

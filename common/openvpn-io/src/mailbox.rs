@@ -1,7 +1,7 @@
-//! What other tasks and threads ask of the task that owns a peer.
+//! The requests of other tasks and threads to the task that owns a peer.
 //!
-//! Owns what waits for that task, each kind with a bound, and wakes it. Locked once for a chunk or
-//! a dial, never for a packet of a flow.
+//! A mailbox owns bounded queues of requests and wakes the owner. Its lock is taken once per chunk, dial, or
+//! forwarded packet, never for a packet of a flow.
 
 use std::collections::VecDeque;
 use std::mem;
@@ -18,18 +18,18 @@ use parking_lot::Mutex;
 use super::pipe::Pipe;
 use super::{Moment, now};
 
-/// Dials that wait for the owner.
+/// Largest number of dials that wait for the owner.
 const MAX_DIALS: usize = 4096;
 
-/// Bytes of forwarded packets that wait for room in the link: as many as a fast sender gets out
-/// between two turns of the owner. Longer only makes the delay longer.
+/// Limit of forwarded packets that wait for room in the link, in bytes: the output of a fast sender between
+/// two turns of the owner. A longer queue would only add delay.
 const MAX_FORWARDED: usize = 256 << 10;
 
-/// What is asked once.
+/// Request that the owner processes once.
 pub(super) enum Order {
-    /// Connects a flow for the pipe.
+    /// Opens a flow for the pipe.
     Dial(SocketAddrV4, Arc<Pipe>),
-    /// Takes an incoming flow.
+    /// Accepts an incoming flow.
     Accept(FlowId, Arc<Pipe>),
     /// Refuses an incoming flow.
     Refuse(FlowId, Refusal),
@@ -37,29 +37,29 @@ pub(super) enum Order {
     Close,
 }
 
-/// What waits for the owner.
+/// Everything that waits for the owner.
 #[derive(Default)]
 pub(super) struct Mail {
-    /// In the order in which they were given.
+    /// Requests in order of arrival.
     pub(super) orders: Vec<Order>,
-    /// Pipes whose handles did something; each is in here once.
+    /// Pipes whose handles changed state. A pipe is listed at most once.
     pub(super) pipes: Vec<Arc<Pipe>>,
-    /// Packets of other peers.
+    /// Packets from other peers.
     pub(super) packets: VecDeque<Vec<u8>>,
     packet_bytes: usize,
     dials: usize,
-    /// Nobody will look any more.
+    /// Set once the owner no longer reads the mailbox.
     closed: bool,
 }
 
-/// One peer's mailbox.
+/// Mailbox of one peer.
 pub(super) struct Mailbox {
     mail: Mutex<Mail>,
     any: AtomicBool,
     waker: AtomicWaker,
-    /// Flows that are open or being opened.
+    /// Number of flows that are open or opening.
     pub(super) flows: AtomicUsize,
-    /// When the peer was heard, in milliseconds since `since`.
+    /// Time of the last authentic packet from the peer, in milliseconds since `since`.
     heard: AtomicU64,
     since: Moment,
 }
@@ -76,7 +76,7 @@ impl Mailbox {
         })
     }
 
-    /// Gives an order; false if nobody will carry it out.
+    /// Queues a request. Returns false if the request will not be processed.
     pub(super) fn order(&self, order: Order) -> bool {
         self.put(|mail| {
             if matches!(order, Order::Dial(..)) {
@@ -90,7 +90,7 @@ impl Mailbox {
         })
     }
 
-    /// A pipe's handle did something.
+    /// Queues a pipe after its handle changed state.
     pub(super) fn ring(&self, pipe: Arc<Pipe>) {
         self.put(|mail| {
             mail.pipes.push(pipe);
@@ -98,7 +98,7 @@ impl Mailbox {
         });
     }
 
-    /// Queues a packet to be sent to the peer; false if it was dropped.
+    /// Queues a packet for the peer. Returns false if the packet was dropped.
     pub(super) fn forward(&self, packet: &[u8]) -> bool {
         self.put(|mail| {
             let room = mail.packet_bytes + packet.len() <= MAX_FORWARDED;
@@ -122,8 +122,8 @@ impl Mailbox {
         true
     }
 
-    /// Everything that waits. The packets are added to those that the owner still has, which count
-    /// as waiting until they are [`sent`](Self::sent).
+    /// Takes all waiting mail. Appends forwarded packets to `packets`; these packets count towards the limit
+    /// until [`sent`](Self::sent).
     pub(super) fn take(&self, packets: &mut VecDeque<Vec<u8>>) -> Option<Mail> {
         if !self.any.swap(false, Ordering::Acquire) {
             return None;
@@ -138,14 +138,14 @@ impl Mailbox {
         })
     }
 
-    /// Forwarded packets of so many bytes are in the link.
+    /// Releases `bytes` of forwarded packets that were moved to the link.
     pub(super) fn sent(&self, bytes: usize) {
         if bytes > 0 {
             self.mail.lock().packet_bytes -= bytes;
         }
     }
 
-    /// Ready once something waits.
+    /// Ready once mail is waiting.
     pub(super) fn poll(&self, cx: &Context<'_>) -> Poll<()> {
         if self.any.load(Ordering::Acquire) {
             return Poll::Ready(());
@@ -157,7 +157,7 @@ impl Mailbox {
         }
     }
 
-    /// Takes nothing any more, and gives what nobody will carry out.
+    /// Closes the mailbox and returns the unprocessed mail.
     pub(super) fn close(&self) -> Mail {
         let mut mail = self.mail.lock();
         let left = mem::take(&mut *mail);

@@ -1,7 +1,7 @@
-//! The bytes between one flow and its handles, a bounded queue for each direction.
+//! The bytes between one flow and its handles, in one bounded queue per direction.
 //!
-//! A handle that does not take its bytes fills the queue, then the flow's receive buffer, then the
-//! flow's window: it stops nobody else.
+//! A handle that does not read lets the queue fill up, then the flow's receive buffer, then the flow's
+//! window. The handle therefore stalls only its own flow.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,19 +15,19 @@ use parking_lot::Mutex;
 use super::mailbox::{Mailbox, Order};
 use super::stream::Broken;
 
-/// Bytes that wait for a reader, beside those in the flow's buffer. Less wakes it more often,
-/// more does not fit the caches.
+/// Bytes that wait for a reader, in addition to those in the flow's buffer. A smaller limit wakes the reader
+/// more often, and a larger limit exceeds the CPU caches.
 const DOWN_BYTES: usize = 128 << 10;
 /// Bytes that wait for the flow.
 const UP_BYTES: usize = 128 << 10;
-/// Chunks that wait, for peers that send few bytes at a time.
+/// Chunks that wait in one direction. Bounds the overhead of peers that send a few bytes at a time.
 const MAX_CHUNKS: usize = 64;
 
-/// See the module.
+/// The queues of one flow; see the module.
 pub(super) struct Pipe {
     mailbox: Arc<Mailbox>,
     flow: OnceLock<FlowId>,
-    /// It is in the mailbox.
+    /// True while the pipe is in the mailbox.
     rung: AtomicBool,
     state: Mutex<State>,
 }
@@ -36,15 +36,15 @@ pub(super) struct Pipe {
 struct State {
     open: bool,
     ended: Option<Broken>,
-    /// To the reader.
+    /// Bytes for the reader.
     down: VecDeque<Bytes>,
     down_bytes: usize,
     down_end: bool,
-    /// The flow has more.
+    /// True if the flow has more bytes than fit the queue.
     down_full: bool,
     reader: Option<Waker>,
     reader_gone: bool,
-    /// From the writer.
+    /// Bytes from the writer.
     up: VecDeque<Bytes>,
     up_bytes: usize,
     up_end: bool,
@@ -52,18 +52,18 @@ struct State {
     aborted: bool,
 }
 
-/// What the owner has to do for a flow after it was given a writer's bytes.
+/// Action required from the owner after [`Pipe::take`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Next {
-    /// Nothing.
+    /// No action.
     Nothing,
-    /// End the own direction.
+    /// Close the direction to the peer.
     Close,
-    /// End it at once.
+    /// Reset the flow.
     Abort,
 }
 
-// For both.
+// Methods for the owner and the handles.
 impl Pipe {
     pub(super) fn new(mailbox: Arc<Mailbox>) -> Arc<Self> {
         Arc::new(Self {
@@ -79,7 +79,7 @@ impl Pipe {
     }
 }
 
-// For the owner of the flow.
+// Methods for the owner of the flow.
 impl Pipe {
     pub(super) fn belongs_to(&self, flow: FlowId) {
         let _ = self.flow.set(flow);
@@ -96,7 +96,7 @@ impl Pipe {
         wake(&mut state.writer);
     }
 
-    /// Nothing goes either way any more; what is there can still be read.
+    /// Marks the flow as ended. Received bytes can still be read.
     pub(super) fn ended(&self, why: Broken) {
         let mut state = self.state.lock();
         state.ended.get_or_insert(why);
@@ -105,7 +105,7 @@ impl Pipe {
         wake(&mut state.writer);
     }
 
-    /// Takes received bytes, as many as there is room for.
+    /// Queues received bytes for the reader. Returns the number of accepted bytes.
     pub(super) fn put(&self, bytes: &[u8]) -> usize {
         let mut state = self.state.lock();
         if state.reader_gone {
@@ -125,15 +125,15 @@ impl Pipe {
         taken.len()
     }
 
-    /// The peer's direction has ended.
+    /// Marks the end of the peer's direction.
     pub(super) fn put_end(&self) {
         let mut state = self.state.lock();
         state.down_end = true;
         wake(&mut state.reader);
     }
 
-    /// Gives the writer's bytes to `send`, which says how many it took, `None` if it takes none
-    /// any more.
+    /// Passes the writer's bytes to `send`. `send` returns the number of accepted bytes, or `None` if the
+    /// flow no longer accepts bytes.
     pub(super) fn take(&self, mut send: impl FnMut(&[u8]) -> Option<usize>) -> Next {
         let mut state = self.state.lock();
         if state.aborted {
@@ -154,7 +154,7 @@ impl Pipe {
                 break;
             }
         }
-        // Not for a few bytes.
+        // The writer is not woken for a few bytes.
         if state.up_bytes <= UP_BYTES / 2 && state.up.len() <= MAX_CHUNKS / 2 {
             wake(&mut state.writer);
         }
@@ -164,7 +164,8 @@ impl Pipe {
         }
     }
 
-    /// Both handles are gone and the flow ends by itself.
+    /// Returns true if the reader is dropped and the writer has ended its direction: the flow ends without
+    /// further action of the handles.
     pub(super) fn is_left(&self) -> bool {
         let state = self.state.lock();
         state.reader_gone && state.up_end
@@ -175,7 +176,7 @@ impl Pipe {
     }
 }
 
-// For the handles.
+// Methods for the handles.
 impl Pipe {
     fn ring(self: &Arc<Self>) {
         if !self.rung.swap(true, Ordering::AcqRel) {
@@ -196,7 +197,7 @@ impl Pipe {
         }
     }
 
-    /// `limit` bytes at most, and at least one.
+    /// Receives a chunk of 1 to `limit` bytes.
     pub(super) fn poll_recv(
         self: &Arc<Self>,
         limit: usize,
@@ -224,7 +225,7 @@ impl Pipe {
         Poll::Ready(Ok(Some(chunk)))
     }
 
-    /// Ready once the flow has broken, whether or not bytes are left.
+    /// Ready once the flow is broken, even if unread bytes are left.
     pub(super) fn poll_broken(&self, cx: &mut Context<'_>) -> Poll<Broken> {
         let mut state = self.state.lock();
         match state.ended {
@@ -233,7 +234,7 @@ impl Pipe {
         }
     }
 
-    /// Takes bytes from the front of the chunk. Ready once there is nothing left of it.
+    /// Moves bytes from the front of the chunk into the queue. Ready once the chunk is empty.
     pub(super) fn poll_send(
         self: &Arc<Self>,
         chunk: &mut Bytes,
@@ -267,7 +268,7 @@ impl Pipe {
         polled
     }
 
-    /// Ends the own direction behind everything that was sent.
+    /// Ends the writer's direction after all queued bytes.
     pub(super) fn finish(self: &Arc<Self>) -> Result<(), Broken> {
         let mut state = self.state.lock();
         if !state.up_end
@@ -283,7 +284,7 @@ impl Pipe {
         Ok(())
     }
 
-    /// Ends the flow at once.
+    /// Resets the flow.
     pub(super) fn abort(self: &Arc<Self>) {
         let mut state = self.state.lock();
         state.aborted = true;
@@ -294,7 +295,7 @@ impl Pipe {
         self.ring();
     }
 
-    /// The writer is gone. What it has not ended is aborted.
+    /// Handles a dropped writer. Resets the flow unless the direction had ended.
     pub(super) fn writer_left(self: &Arc<Self>) {
         let state = self.state.lock();
         let orderly = state.up_end || state.ended.is_some();
@@ -304,7 +305,7 @@ impl Pipe {
         }
     }
 
-    /// The reader is gone: what comes is thrown away.
+    /// Handles a dropped reader: further bytes are discarded.
     pub(super) fn reader_left(self: &Arc<Self>) {
         let mut state = self.state.lock();
         state.reader_gone = true;

@@ -1,4 +1,4 @@
-//! The handles of a flow, for tasks on any thread, and of the peer whose flows they are.
+//! Handles for tasks on any thread: of a flow, and of the peer that carries the flow.
 
 use std::future::poll_fn;
 use std::io;
@@ -16,22 +16,22 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use super::mailbox::{Mailbox, Order};
 use super::pipe::Pipe;
 
-/// The largest chunk that a reader is given.
+/// Largest chunk passed to a reader, in bytes.
 const CHUNK_BYTES: usize = 64 << 10;
 
-/// Why a flow takes or gives no more bytes.
+/// Reason why a flow no longer carries bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Broken {
-    /// The flow itself: refused, reset, timed out.
+    /// The flow was closed, refused or reset, or timed out.
     #[error(transparent)]
     Flow(#[from] Closed),
-    /// Nothing was dialed.
+    /// The dial was rejected before any packet was sent.
     #[error(transparent)]
     Dial(#[from] DialError),
     /// The tunnel to the peer has ended.
     #[error("the tunnel to the peer ended")]
     TunnelLost,
-    /// The peer's task has too much to do already.
+    /// Too many dials wait for the peer's task.
     #[error("too many dials wait for the tunnel")]
     Busy,
     /// This side ended the flow.
@@ -40,7 +40,7 @@ pub enum Broken {
 }
 
 impl Broken {
-    /// Both sides have closed.
+    /// Both sides have closed the flow.
     pub(super) const FINISHED: Self = Self::Flow(Closed::Finished);
 }
 
@@ -59,13 +59,13 @@ impl From<Broken> for io::Error {
     }
 }
 
-/// A peer: the way to its task.
+/// Handle of a peer's task.
 #[derive(Clone)]
 pub struct Peer(pub(super) Arc<Mailbox>);
 
 impl Peer {
-    /// Connects to an address behind the peer. Dropping the future gives the dial up. How long it
-    /// takes at most is the flows' configuration.
+    /// Opens a flow to an address behind the peer. Dropping the future cancels the dial. The time limit is
+    /// part of the flows' configuration.
     ///
     /// # Errors
     /// See [`Broken`].
@@ -82,7 +82,8 @@ impl Peer {
         Ok(stream)
     }
 
-    /// Sends a packet to the peer as it is. False if it was dropped: the link is full, or gone.
+    /// Sends a packet to the peer unchanged. Returns false if the packet was dropped because the link is full
+    /// or gone.
     pub fn forward(&self, packet: &[u8]) -> bool {
         self.0.forward(packet)
     }
@@ -92,35 +93,35 @@ impl Peer {
         self.0.order(Order::Close);
     }
 
-    /// Flows that are open or being opened.
+    /// Returns the number of flows that are open or opening.
     pub fn flows(&self) -> usize {
         self.0.flows.load(Ordering::Relaxed)
     }
 
-    /// How long nothing was heard of the peer. Peers send pings where nothing else is to be sent.
+    /// Returns the time since the last authentic packet from the peer. Idle peers send pings.
     pub fn silence(&self) -> Duration {
         self.0.silence()
     }
 
-    /// Whether the tunnel has ended.
+    /// Returns true if the tunnel has ended.
     pub fn is_gone(&self) -> bool {
         self.0.is_closed()
     }
 }
 
-/// A flow that somebody behind the peer wants to open. Dropping it refuses it.
+/// Request from behind the peer to open a flow. Dropping the request refuses the flow.
 pub struct Incoming {
-    /// Who dials.
+    /// Address of the dialing side.
     pub source: SocketAddrV4,
-    /// What is dialed.
+    /// Dialed address.
     pub destination: SocketAddrV4,
     pub(super) id: FlowId,
     pub(super) mailbox: Option<Arc<Mailbox>>,
 }
 
 impl Incoming {
-    /// Takes the flow. Bytes can be sent at once; if the other side has left meanwhile, that is
-    /// how the stream ends.
+    /// Accepts the flow. Bytes can be sent at once. If the other side has left meanwhile, the stream ends
+    /// with an error. Returns `None` if the tunnel has ended.
     pub fn accept(mut self) -> Option<Stream> {
         let mailbox = self.mailbox.take()?;
         let pipe = Pipe::new(mailbox);
@@ -149,9 +150,9 @@ impl Drop for Incoming {
 
 /// Both halves of an open flow.
 pub struct Stream {
-    /// From the other side.
+    /// Bytes from the other side.
     pub reader: Reader,
-    /// To the other side.
+    /// Bytes to the other side.
     pub writer: Writer,
 }
 
@@ -164,16 +165,16 @@ impl Stream {
     }
 }
 
-/// Bytes from the other side. Once it is dropped, what comes is thrown away.
+/// Bytes from the other side. After the reader is dropped, further bytes are discarded.
 pub struct Reader(Arc<Pipe>);
 
 impl Reader {
-    /// The next chunk, never empty; `None` once the other side has closed its direction.
+    /// Returns the next chunk, which is never empty, or `None` once the other side has closed its direction.
     pub fn poll_recv(&mut self, cx: &mut Context<'_>) -> Poll<Result<Option<Bytes>, Broken>> {
         self.0.poll_recv(CHUNK_BYTES, cx)
     }
 
-    /// Ready once the whole flow was broken off, whether or not bytes are left to receive.
+    /// Ready once the whole flow is broken, even if unread bytes are left.
     pub fn poll_broken(&mut self, cx: &mut Context<'_>) -> Poll<Broken> {
         self.0.poll_broken(cx)
     }
@@ -200,12 +201,11 @@ impl Drop for Reader {
     }
 }
 
-/// Bytes to the other side. Dropped without [`finish`](Self::finish) or shutdown it breaks the
-/// flow off.
+/// Bytes to the other side. Dropping the writer without [`finish`](Self::finish) or shutdown resets the flow.
 pub struct Writer(Arc<Pipe>);
 
 impl Writer {
-    /// Takes bytes from the front of the chunk as there is room for them; ready once all are taken.
+    /// Queues bytes from the front of the chunk. Ready once the chunk is empty.
     pub fn poll_send(
         &mut self,
         chunk: &mut Bytes,
@@ -214,20 +214,20 @@ impl Writer {
         self.0.poll_send(chunk, cx)
     }
 
-    /// Ends this direction behind everything that was sent; sending goes on in the background.
+    /// Ends this direction after all queued bytes. Sending continues in the background.
     ///
     /// # Errors
-    /// When the flow has ended already.
+    /// The flow has already ended.
     pub fn finish(&mut self) -> Result<(), Broken> {
         self.0.finish()
     }
 
-    /// Breaks the flow off, whatever waits to be sent.
+    /// Resets the flow and discards queued bytes.
     pub fn abort(self) {
         self.0.abort();
     }
 
-    /// Names the flow in logs.
+    /// Returns the flow's identifier for logs.
     pub fn id(&self) -> Option<FlowId> {
         self.0.flow()
     }

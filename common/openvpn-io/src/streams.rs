@@ -1,6 +1,7 @@
-//! The flows of one peer together with their handles in other tasks.
+//! The flows of one peer, together with their handles in other tasks.
 //!
-//! Belongs to the peer's task. Owns the flows, and tells every handle when it ends.
+//! [`Streams`] belongs to the peer's task. All handles report [`Broken::TunnelLost`] after [`Streams`] is
+//! dropped.
 
 use std::collections::{HashMap, VecDeque};
 use std::net::SocketAddrV4;
@@ -18,33 +19,33 @@ use super::mailbox::{Mail, Mailbox, Order};
 use super::pipe::{Next, Pipe};
 use super::stream::{Broken, Incoming, Peer};
 
-/// How much is thrown away for a reader that is gone before the other side is told by a reset.
+/// Bytes discarded after a reader was dropped, before the flow is reset.
 const DISCARD_BYTES: usize = 1 << 20;
 
-/// A flow's handles, as the owner sees them.
+/// The handles of one flow, as seen by the owner.
 struct Entry {
     pipe: Arc<Pipe>,
     closed: bool,
-    /// Thrown away for want of a reader.
+    /// Bytes discarded because the reader was dropped.
     discarded: usize,
-    /// It is in `left`.
+    /// True if the flow is in `left`.
     is_left: bool,
 }
 
-/// See the module.
+/// The flows of one peer; see the module.
 pub struct Streams {
     flows: Flows,
     entries: HashMap<FlowId, Entry>,
     mailbox: Arc<Mailbox>,
-    /// Packets of other peers.
+    /// Packets from other peers.
     packets: VecDeque<Vec<u8>>,
-    /// Flows without handles, which have to end by then.
+    /// Flows with dropped handles, and their deadlines.
     left: VecDeque<(Moment, FlowId)>,
     close_wanted: bool,
 }
 
 impl Streams {
-    /// No flows yet.
+    /// Creates an empty set of flows.
     pub fn new(config: Config, now: Moment) -> Self {
         let random = Box::new(StdRng::from_os_rng());
         Self {
@@ -57,34 +58,34 @@ impl Streams {
         }
     }
 
-    /// The way to this peer for other tasks.
+    /// Returns the handle of this peer for other tasks.
     pub fn peer(&self) -> Peer {
         Peer(self.mailbox.clone())
     }
 
-    /// Takes a packet out of the tunnel. What is not the flows' is the caller's.
+    /// Passes a packet from the tunnel to the flows. The caller handles packets that belong to no flow.
     pub fn input(&mut self, packet: &[u8], now: Moment) -> Input {
         self.flows.input(packet, now)
     }
 
-    /// The flows, to answer what is no flow's.
+    /// Returns the flows, for answers to packets that belong to no flow.
     pub fn flows(&mut self) -> &mut Flows {
         &mut self.flows
     }
 
-    /// Counted since the start.
+    /// Returns the counters since the start.
     pub fn stats(&self) -> Stats {
         self.flows.stats()
     }
 
-    /// Something authentic came from the peer.
+    /// Records an authentic packet from the peer.
     pub fn heard(&mut self, now: Moment) {
         self.flows.heard(now);
         self.mailbox.hear(now);
     }
 
-    /// Carries out what others asked for, and moves bytes between flows and handles. What somebody
-    /// behind the peer wants to open is given to `incoming`.
+    /// Processes the requests of other tasks and moves bytes between flows and handles. Calls `incoming` for
+    /// each request to open a flow.
     pub fn work(&mut self, now: Moment, incoming: &mut dyn FnMut(Incoming)) {
         if let Some(mail) = self.mailbox.take(&mut self.packets) {
             self.carry_out(mail, now);
@@ -146,7 +147,7 @@ impl Streams {
             Ok(id) => {
                 pipe.belongs_to(id);
                 self.adopt(id, pipe);
-                // Its handles may have left before it had an id.
+                // The handles may have been dropped before the flow had an id.
                 self.send(id, now);
             }
             Err(error) => pipe.ended(Broken::Dial(error)),
@@ -180,7 +181,7 @@ impl Streams {
         self.forget(id, Broken::Aborted);
     }
 
-    /// From the writer to the flow.
+    /// Moves bytes from the writer to the flow.
     fn send(&mut self, id: FlowId, now: Moment) {
         let Some(entry) = self.entries.get_mut(&id) else {
             return;
@@ -200,7 +201,7 @@ impl Streams {
         }
     }
 
-    /// From the flow to the reader.
+    /// Moves bytes from the flow to the reader.
     fn receive(&mut self, id: FlowId) {
         let Some(entry) = self.entries.get_mut(&id) else {
             return;
@@ -221,7 +222,7 @@ impl Streams {
         }
     }
 
-    /// Gives packets to the link until it says that it is full.
+    /// Passes packets to the link until `link` returns false because the link is full.
     pub fn poll_output(&mut self, now: Moment, link: &mut dyn FnMut(&[u8]) -> bool) {
         let mut sent = 0;
         while let Some(packet) = self.packets.front() {
@@ -237,8 +238,8 @@ impl Streams {
         }
     }
 
-    /// When [`work`](Self::work) and [`poll_output`](Self::poll_output) have to be called although
-    /// nothing has come.
+    /// Returns the time of the next call of [`work`](Self::work) and [`poll_output`](Self::poll_output) if no
+    /// packet arrives.
     pub fn poll_timeout(&self) -> Option<Moment> {
         let left = self.left.front().map(|(at, _)| *at);
         [left, self.flows.poll_timeout()]
@@ -247,12 +248,12 @@ impl Streams {
             .min()
     }
 
-    /// Ready once [`work`](Self::work) has something to do for others.
+    /// Ready once other tasks have requests for [`work`](Self::work).
     pub fn poll_mail(&self, cx: &Context<'_>) -> Poll<()> {
         self.mailbox.poll(cx)
     }
 
-    /// Whether somebody asked for the end of the session; told once.
+    /// Returns true once after a request to end the session.
     pub fn take_close(&mut self) -> bool {
         std::mem::take(&mut self.close_wanted)
     }

@@ -1,8 +1,8 @@
-//! The socket of one peer, TCP or UDP: packets in and out, in batches.
+//! The socket of one peer, TCP or UDP: reads and writes packets in batches.
 //!
-//! Owns the buffers. What is to be sent is collected until a batch is full or there is no more,
-//! and while the socket takes nothing nothing more is collected: a queue of packets here would
-//! only make every flow's answers late.
+//! The wire owns the buffers. Outgoing packets are collected until a batch is full or no packet is left. No
+//! packet is collected while the socket is not writable, because a queue here would only delay the answers of
+//! every flow.
 
 use std::io;
 use std::net::SocketAddr;
@@ -19,31 +19,31 @@ use super::batching::{Batching, LOW_WATER};
 use super::datagrams::Datagrams;
 use super::{Moment, now};
 
-/// Bytes that are collected before they are written.
+/// Size of an outgoing batch, in bytes.
 const OUT_BYTES: usize = 128 << 10;
-/// The read buffer of a TCP peer at first: handshakes are small and may be many.
+/// Initial read buffer of a TCP peer, in bytes. Small, because there may be many peers in a handshake.
 const FIRST_READ: usize = 8 << 10;
-/// The most that is read at once. A larger batch saves system calls and falls out of the caches.
+/// Largest read buffer, in bytes. A larger batch saves system calls, but exceeds the CPU caches.
 const MAX_READ: usize = 256 << 10;
-/// What a packet has beside its inner packet, at most: headers, HMAC, IV and padding.
+/// Largest difference between a packet and its inner packet, in bytes: headers, HMAC, IV and padding.
 const OVERHEAD: usize = 256;
 
-/// Why nothing comes any more.
+/// Reason why a socket stopped delivering packets.
 #[derive(Debug, thiserror::Error)]
 pub enum WireError {
     /// The peer closed the connection.
     #[error("the peer closed the connection")]
     Closed,
-    /// The socket broke.
+    /// The socket failed.
     #[error(transparent)]
     Io(#[from] io::Error),
-    /// What the peer sends is not OpenVPN over TCP.
+    /// The peer's bytes are not OpenVPN over TCP.
     #[error("not OpenVPN over TCP: {0}")]
     Framing(#[from] LengthError),
 }
 
 impl WireError {
-    /// Whether the peer has gone: a connection that is closed with bytes unread is reset.
+    /// Returns true if the peer has left. Closing a connection with unread bytes resets the connection.
     pub(super) fn is_hangup(&self) -> bool {
         use io::ErrorKind::{BrokenPipe, ConnectionReset};
         match self {
@@ -57,7 +57,7 @@ impl WireError {
 /// A socket and its buffers.
 pub(super) enum Wire {
     Tcp(Stream),
-    /// Connected to the peer, whose address it is.
+    /// A socket that is connected to the peer, and the peer's address.
     Udp(Box<Datagrams>, SocketAddr),
 }
 
@@ -89,7 +89,7 @@ impl Wire {
         Ok(Self::Udp(Box::new(Datagrams::new(socket)?), peer))
     }
 
-    /// Where packets to be sent are appended; after each, [`cut`](Self::cut).
+    /// Returns the output buffer. Callers append a packet and then call [`cut`](Self::cut).
     pub(super) fn out(&mut self) -> &mut BytesMut {
         match self {
             Self::Tcp(stream) => &mut stream.out,
@@ -97,7 +97,7 @@ impl Wire {
         }
     }
 
-    /// One packet was appended behind `start`.
+    /// Ends the packet that was appended at `start`.
     pub(super) fn cut(&mut self, start: usize) {
         if let Self::Udp(datagrams, peer) = self {
             datagrams.cut(*peer, start);
@@ -111,7 +111,7 @@ impl Wire {
         }
     }
 
-    /// Whether more should be appended now.
+    /// Returns true if there is room for more packets.
     pub(super) fn has_room(&self) -> bool {
         self.len() < OUT_BYTES
     }
@@ -120,7 +120,7 @@ impl Wire {
         self.len() == 0
     }
 
-    /// Writes what was appended. Ready once all of it is written.
+    /// Writes the output buffer. Ready once the whole buffer is written.
     pub(super) fn poll_flush(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         match self {
             Self::Tcp(stream) => stream.poll_flush(cx),
@@ -128,16 +128,17 @@ impl Wire {
         }
     }
 
-    /// Reads a batch. Ready once there is something to look at.
+    /// Reads a batch. Ready once there may be packets.
     pub(super) fn poll_fill(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), WireError>> {
         match self {
             Self::Tcp(stream) => stream.poll_fill(cx),
-            // Errors are not its: the peer's port is closed for now, or a router says something.
+            // UDP errors are ignored: the peer's port may be closed for a moment, or a router may have sent
+            // an ICMP error.
             Self::Udp(datagrams, _) => datagrams.poll_receive(cx).map(Ok),
         }
     }
 
-    /// When [`handle_timeout`](Self::handle_timeout) is to be called.
+    /// Returns the time of the next call of [`handle_timeout`](Self::handle_timeout).
     pub(super) fn poll_timeout(&self) -> Option<Moment> {
         match self {
             Self::Tcp(stream) => stream.batching.poll_timeout(),
@@ -145,7 +146,7 @@ impl Wire {
         }
     }
 
-    /// Has the socket wake for whatever it holds, if that has waited for long enough.
+    /// Makes the socket readable at the first byte again, if its bytes have waited long enough.
     pub(super) fn handle_timeout(&mut self, now: Moment) {
         if let Self::Tcp(stream) = self
             && stream.batching.expired(now)
@@ -154,7 +155,7 @@ impl Wire {
         }
     }
 
-    /// Shows each packet of the batch to `take`.
+    /// Passes each packet of the batch to `take`.
     pub(super) fn packets(&mut self, mut take: impl FnMut(&mut [u8])) -> Result<(), LengthError> {
         match self {
             Self::Tcp(stream) => stream.packets(take),
@@ -197,13 +198,13 @@ impl Stream {
         Poll::Ready(Ok(()))
     }
 
-    /// Has the socket wake its reader at the mark, or at the first byte.
+    /// Makes the socket readable at the mark, or at the first byte.
     fn wake_at(&self, mark: bool) {
-        // Without it every packet costs a turn, no more.
+        // If the option cannot be set, the only cost is one turn per packet.
         let _ = options::set_receive_low_water(&self.socket, if mark { LOW_WATER } else { 1 });
     }
 
-    /// Makes room where there is none.
+    /// Doubles the read buffer if the buffer is full, up to the limit.
     fn grow(&mut self) {
         if self.filled == self.input.len() && self.filled < MAX_READ {
             self.input.resize((2 * self.filled).min(MAX_READ), 0);

@@ -1,4 +1,4 @@
-//! A client's options.
+//! The options of a client.
 
 use std::fmt;
 use std::time::Duration;
@@ -13,19 +13,19 @@ use super::{
 /// A server to connect to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Remote {
-    /// A name or an address.
+    /// A host name or an address.
     pub host: String,
-    /// Its port.
+    /// Port of the server.
     pub port: u16,
-    /// What carries the packets.
+    /// Transport of the packets.
     pub transport: Transport,
 }
 
 impl Remote {
-    /// From `host`, with a port and a protocol where they are given.
+    /// Creates a remote. The default port is [`DEFAULT_PORT`], and the default protocol is udp.
     ///
     /// # Errors
-    /// What is wrong.
+    /// A description of the invalid part.
     pub fn new(host: &str, port: Option<&str>, proto: Option<&str>) -> Result<Self, String> {
         if host.is_empty() {
             return Err("needs a host".into());
@@ -63,24 +63,24 @@ impl fmt::Display for Remote {
 /// A client's configuration.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Client {
-    /// What both roles have.
+    /// Options of both roles.
     pub common: Common,
-    /// `remote`, in order, with the ports and protocols of `port`, `rport` and `proto` where they have
-    /// none of their own.
+    /// `remote`, in order. A remote without a port or protocol uses the values of `port`, `rport` and
+    /// `proto`.
     pub remotes: Vec<Remote>,
-    /// `remote-random`: they are tried in random order.
+    /// `remote-random`: tries the servers in random order.
     pub random: bool,
-    /// `connect-retry`: the pause after the first failure, and the longest one.
+    /// `connect-retry`: pause after the first failure, and longest pause.
     pub retry: Option<(Duration, Duration)>,
     /// `connect-timeout`.
     pub connect_timeout: Option<Duration>,
-    /// `auth-user-pass`: user name and password, a line each.
+    /// `auth-user-pass`: user name and password on separate lines.
     pub credentials: Option<Material>,
     proto: Option<Transport>,
     named: Vec<Directive>,
 }
 
-/// The longest pause between two tries, as 2.6 has it.
+/// Longest pause between two attempts. The value is the default of OpenVPN 2.6.
 const LONGEST_RETRY: Duration = Duration::from_secs(300);
 
 impl Options for Client {
@@ -96,7 +96,8 @@ impl Options for Client {
             }
             "remote" => {
                 word(directive, 0, "a host")?;
-                // Checked now, for the line; made at the end, when `port` and `proto` are known.
+                // Checked here to report the line. Remotes are built at the end, when `port` and `proto` are
+                // known.
                 self.remote(directive)?;
                 self.named.push(directive.clone());
             }
@@ -104,11 +105,11 @@ impl Options for Client {
             "rport" => self.common.port = Some(port(directive, 0)?),
             "lport" | "local" => {
                 return Ok(Taken::Note(
-                    "not needed: the system chooses the own port".into(),
+                    "not needed: the system chooses the local port".into(),
                 ));
             }
             "remote-random" => self.random = true,
-            "remote-random-hostname" => return Err("names are used as they are; remove it".into()),
+            "remote-random-hostname" => return Err("names are used unchanged; remove this".into()),
             "connect-retry" => {
                 let first = seconds(directive, 0)?.max(Duration::from_secs(1));
                 let longest = match directive.argument(1) {
@@ -118,29 +119,29 @@ impl Options for Client {
                 self.retry = Some((first, longest.max(first)));
             }
             "connect-retry-max" => {
-                return Ok(Taken::Note("servers are tried for ever".into()));
+                return Ok(Taken::Note("servers are tried forever".into()));
             }
             "connect-timeout" | "server-poll-timeout" => {
                 let timeout = seconds(directive, 0)?;
                 if timeout.is_zero() {
-                    return Err("has to be more than 0".into());
+                    return Err("must be more than 0".into());
                 }
                 self.connect_timeout = Some(timeout);
             }
             "remote-cert-tls" => match word(directive, 0, "server")? {
                 "server" => self.common.require_usage = true,
-                other => return Err(format!("{other:?} is not server, whom a client talks to")),
+                other => return Err(format!("must be server for a client, got {other:?}")),
             },
             "auth-user-pass" => {
                 if directive.block.is_none() && directive.arguments.is_empty() {
-                    return Err("there is nobody to ask; name a file with user and password".into());
+                    return Err("there is no terminal to ask for credentials; name a file with user and password".into());
                 }
                 if let Some(material) = context.material(directive)? {
                     self.credentials = Some(material);
                 }
             }
             "crl-verify" => {
-                return Err("a server's certificate is not checked against a CRL; use verify-x509-name to name the one that is right".into());
+                return Err("a server's certificate is not checked against a CRL; use verify-x509-name to set the expected name".into());
             }
             "keepalive" => {
                 self.common.ping = super::seconds_or_never(directive, 0)?;
@@ -170,7 +171,7 @@ impl Options for Client {
 }
 
 const NO_DEVICE: &str =
-    "not needed: no tun device and no routes are made, packets end in this process";
+    "not needed: no tun device and no routes are created, packets end in this process";
 
 impl Client {
     fn remote(&self, directive: &Directive) -> Result<Remote, String> {

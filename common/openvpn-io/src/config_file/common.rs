@@ -1,4 +1,4 @@
-//! The options that both roles have.
+//! The options of both roles.
 
 use std::time::Duration;
 
@@ -15,16 +15,16 @@ use super::{
     Context, Material, Outcome, Taken, ciphers, port, seconds, seconds_or_never, value, word,
 };
 
-/// tls-auth's key and its direction.
+/// Key and direction of tls-auth.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TlsAuth {
     /// The static key.
     pub key: Material,
-    /// Of this side.
+    /// Direction on this side.
     pub direction: KeyDirection,
 }
 
-/// What both roles may be told. `None` is what the file does not say.
+/// Options of both roles. `None` means that the file does not contain the option.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Common {
     /// `ca`.
@@ -33,11 +33,11 @@ pub struct Common {
     pub cert: Option<Material>,
     /// `key`.
     pub key: Option<Material>,
-    /// `remote-cert-tls`: the peer's certificate has to carry key usage and extended key usage.
+    /// `remote-cert-tls`: the peer's certificate must contain key usage and extended key usage.
     pub require_usage: bool,
     /// `verify-x509-name`.
     pub name: Option<NameCheck>,
-    /// `tls-auth`, with its direction or `key-direction`.
+    /// `tls-auth`; the direction comes from its second argument or from `key-direction`.
     pub tls_auth: Option<TlsAuth>,
     /// `tls-crypt`.
     pub tls_crypt: Option<Material>,
@@ -53,11 +53,11 @@ pub struct Common {
     pub digest: Option<Digest>,
     /// `comp-lzo` and `compress`.
     pub framing: Framing,
-    /// `tun-mtu`, or what `link-mtu` leaves of it.
+    /// `tun-mtu`, or `link-mtu` minus its overhead.
     pub tun_mtu: Option<u16>,
     /// `tls-version-min`.
     pub min_version: MinVersion,
-    /// `port`, or the role's own of `lport` and `rport`.
+    /// `port`, or `lport` for a server and `rport` for a client.
     pub port: Option<u16>,
     /// `reneg-sec`.
     pub reneg: Option<Duration>,
@@ -67,21 +67,21 @@ pub struct Common {
     pub tran_window: Option<Duration>,
     /// `tls-timeout`.
     pub tls_timeout: Option<Duration>,
-    /// `ping`, or the first number of `keepalive`.
+    /// `ping`, or the first number of `keepalive`. `None` also for 0.
     pub ping: Option<Duration>,
-    /// `ping-restart`, or what `keepalive` makes of its second number.
+    /// `ping-restart`, or the value derived from the second number of `keepalive`. `None` also for 0.
     pub ping_restart: Option<Duration>,
     key_direction: Option<KeyDirection>,
     dev: Option<String>,
     dev_type: Option<String>,
 }
 
-/// What `link-mtu` counts beside the inner packet, at most: AES-256-GCM over TCP as 2.5 calculates it.
+/// Largest overhead that `link-mtu` includes, in bytes: AES-256-GCM over TCP, as calculated by OpenVPN 2.5.
 const LINK_OVERHEAD: u16 = 123;
 
 impl Common {
-    /// Lays the flags of `tls-auth` over what the file says: a key, and what `--openvpn-key-direction` was
-    /// given. Empty ones change nothing.
+    /// Overrides `tls-auth` of the file with the flags: a key, and the value of `--openvpn-key-direction`.
+    /// Empty flags change nothing.
     pub fn lay_tls_auth(&mut self, key: Option<Material>, direction: &str, p: &mut Problems) {
         if let Some(key) = key {
             let direction = KeyDirection::Both;
@@ -129,16 +129,16 @@ impl Common {
                 self.framing = Framing::Lzo;
                 return Ok(match directive.argument(0) {
                     Some("no") => Taken::Yes,
-                    _ => Taken::Note("framing only: packets that the peer compresses are dropped, so it has to say `comp-lzo no`".into()),
+                    _ => Taken::Note("framing only: compressed packets from the peer are dropped, so the peer needs `comp-lzo no`".into()),
                 });
             }
             "compress" => {
                 if directive.argument(0) == Some("migrate") {
-                    let note = "not needed: what clients ask for is pushed without compression";
+                    let note = "not needed: clients with compression are told to use framing without compression";
                     return Ok(Taken::Note(note.into()));
                 }
                 self.framing = Framing::of_compress(directive.argument(0))
-                    .ok_or("no such compression; use `compress stub-v2`")?;
+                    .ok_or("unknown compression; use `compress stub-v2`")?;
             }
             "dev" => self.dev = Some(word(directive, 0, "a device")?.to_owned()),
             "dev-type" => self.dev_type = Some(word(directive, 0, "tun or tap")?.to_owned()),
@@ -156,7 +156,7 @@ impl Common {
                     return Err(format!("{mtu} is not between 699 and 9123"));
                 }
                 self.tun_mtu = Some(self.tun_mtu.unwrap_or(inner));
-                return Ok(Taken::Note(format!("taken as tun-mtu {inner}")));
+                return Ok(Taken::Note(format!("used as tun-mtu {inner}")));
             }
             "tls-version-min" => {
                 self.min_version = match word(directive, 0, "a TLS version")? {
@@ -167,14 +167,14 @@ impl Common {
             }
             "tls-version-max" => match word(directive, 0, "a TLS version")? {
                 "1.3" => {}
-                "1.2" => return Ok(Taken::Note("TLS 1.3 is spoken, too".into())),
-                _ => return Err("TLS 1.2 and 1.3 are spoken here, nothing older".into()),
+                "1.2" => return Ok(Taken::Note("ignored: TLS 1.3 stays enabled".into())),
+                _ => return Err("only TLS 1.2 and 1.3 are supported".into()),
             },
             "port" => self.port = Some(port(directive, 0)?),
             "reneg-sec" => self.reneg = Some(seconds(directive, 0)?),
             "reneg-bytes" | "reneg-pkts" => {
                 return Ok(Taken::Note(
-                    "keys are renewed by time (reneg-sec), and before they are worn".into(),
+                    "keys are renewed by time (reneg-sec), and before they are used up".into(),
                 ));
             }
             "hand-window" => self.hand_window = Some(positive(directive)?),
@@ -184,7 +184,7 @@ impl Common {
             "ping-restart" => self.ping_restart = seconds_or_never(directive, 0)?,
             "ping-exit" => {
                 self.ping_restart = seconds_or_never(directive, 0)?;
-                let note = "taken as ping-restart: the process stays and connects again";
+                let note = "used as ping-restart: the process does not exit, but connects again";
                 return Ok(Taken::Note(note.into()));
             }
             _ => return Ok(Taken::No),
@@ -197,7 +197,7 @@ impl Common {
         let unknown = unknown.join(", ");
         if known.is_empty() {
             let all = Cipher::list(&Cipher::ALL);
-            return Err(format!("none of them is supported; these are: {all}"));
+            return Err(format!("no supported cipher listed; supported: {all}"));
         }
         self.ciphers = Some(known);
         Ok(match unknown.is_empty() {
@@ -206,7 +206,7 @@ impl Common {
         })
     }
 
-    /// After the last line.
+    /// Applies settings that depend on several options, after the last line.
     pub(super) fn finish(&mut self) -> Vec<String> {
         let mut problems = Vec::new();
         if let (Some(tls_auth), Some(direction)) = (&mut self.tls_auth, self.key_direction) {
@@ -218,7 +218,7 @@ impl Common {
         if self.cert.is_some() != self.key.is_some() {
             problems.push("cert and key need each other".into());
         }
-        // A name that begins with tap is one, unless dev-type says otherwise.
+        // A device name that starts with "tap" means a tap device, unless dev-type overrides the name.
         let device = self.dev_type.as_ref().or(self.dev.as_ref());
         if let Some(device) = device.filter(|device| device.starts_with("tap")) {
             problems.push(format!(
@@ -228,13 +228,13 @@ impl Common {
         problems
     }
 
-    /// Puts what the file says over a session's defaults. Key material is not in it.
+    /// Overrides the defaults of a session with the options of the file, except key material.
     pub fn apply(&self, to: &mut session::Common) {
         if let Some(ciphers) = &self.ciphers {
             to.ciphers.clone_from(ciphers);
         }
         if let Some(cipher) = self.cipher {
-            // As 2.5 does: a cipher by name is also offered.
+            // As in OpenVPN 2.5, the cipher of `cipher` is offered in addition to the list.
             if self.ncp_disable {
                 to.ciphers = vec![cipher];
             } else if !to.ciphers.contains(&cipher) {
@@ -257,7 +257,7 @@ impl Common {
         timers.ping_restart = self.ping_restart.or(timers.ping_restart);
     }
 
-    /// `proto`, with what goes for the role.
+    /// Parses `proto` for a role.
     pub(super) fn proto(directive: &Directive, role: &str) -> Result<Transport, String> {
         super::proto(word(directive, 0, "a protocol")?, role)
     }
@@ -272,14 +272,14 @@ fn set<T>(slot: &mut Option<T>, value: Option<T>) {
 fn positive(directive: &Directive) -> Result<Duration, String> {
     let time = seconds(directive, 0)?;
     match time.is_zero() {
-        true => Err("has to be more than 0".into()),
+        true => Err("must be more than 0".into()),
         false => Ok(time),
     }
 }
 
 fn direction(directive: &Directive, index: usize) -> Result<KeyDirection, String> {
     let word = word(directive, index, "0 or 1")?;
-    parse_direction(word).ok_or_else(|| format!("{word:?} is not a key's direction, 0 or 1"))
+    parse_direction(word).ok_or_else(|| format!("{word:?} is not a key direction; use 0 or 1"))
 }
 
 fn parse_direction(word: &str) -> Option<KeyDirection> {

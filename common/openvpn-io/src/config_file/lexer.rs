@@ -1,39 +1,39 @@
-//! The syntax of OpenVPN's configuration files: a directive on each line, words in quotes, comments,
-//! blocks of text between `<ca>` and `</ca>`.
+//! The syntax of OpenVPN's configuration files: one directive per line, quoted words, comments, and blocks of
+//! text between `<ca>` and `</ca>`.
 
 use std::str::Chars;
 
 /// One directive and its arguments.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Directive {
-    /// Its line in the file, from 1.
+    /// Line in the file, starting at 1.
     pub line: usize,
-    /// Without the dashes that a line may begin with.
+    /// Name without leading dashes.
     pub name: String,
-    /// The words that follow.
+    /// Words after the name.
     pub arguments: Vec<String>,
-    /// The text of a block.
+    /// Text of a block; `None` without a block.
     pub block: Option<String>,
 }
 
 impl Directive {
-    /// An argument, from 0.
+    /// Returns the argument at `index`, starting at 0.
     pub fn argument(&self, index: usize) -> Option<&str> {
         self.arguments.get(index).map(String::as_str)
     }
 }
 
-/// Something that is no directive.
+/// A line that is not a valid directive.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{line}: {problem}")]
 pub struct SyntaxError {
-    /// Its line in the file, from 1.
+    /// Line in the file, starting at 1.
     pub line: usize,
-    /// What is wrong.
+    /// Description of the problem.
     pub problem: String,
 }
 
-/// The directives of a file in order. What can not be read is told beside the others.
+/// Parses a file into its directives, in order, and its syntax errors.
 pub fn directives(text: &str) -> (Vec<Directive>, Vec<SyntaxError>) {
     let text = text.strip_prefix('\u{feff}').unwrap_or(text);
     let (mut read, mut errors) = (Vec::new(), Vec::new());
@@ -84,8 +84,8 @@ pub fn directives(text: &str) -> (Vec<Directive>, Vec<SyntaxError>) {
     (read, errors)
 }
 
-/// Splits a line as OpenVPN does: a backslash takes the next character as it is, except between single
-/// quotes; a closing quote ends its word; `#` and `;` where a word could begin start a comment.
+/// Splits a line by OpenVPN's rules. A backslash escapes the next character, except between single quotes. A
+/// closing quote ends its word. `#` and `;` at the start of a word begin a comment.
 pub fn words(line: &str) -> Result<Vec<String>, &'static str> {
     let mut words = Vec::new();
     let mut chars = line.chars();
@@ -113,7 +113,7 @@ fn single_quoted(chars: &mut Chars<'_>) -> Result<String, &'static str> {
     Err("no closing quotation mark (')")
 }
 
-/// The rest of a word that ends with `quote`, or else with whitespace.
+/// Parses the rest of a word that ends with `quote`, or with whitespace if `quote` is `None`.
 fn word(
     chars: &mut Chars<'_>,
     first: Option<char>,

@@ -1,4 +1,4 @@
-//! A server's options.
+//! The options of a server.
 
 use std::path::PathBuf;
 
@@ -12,27 +12,27 @@ use super::{Common, Context, Material, Options, Outcome, Taken, network, port, v
 /// A server's configuration.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Server {
-    /// What both roles have.
+    /// Options of both roles.
     pub common: Common,
     /// `proto`.
     pub transport: Option<Transport>,
     /// `local`: the address to listen on.
     pub local: Option<String>,
-    /// `server`: the network of the VPN, whose first address is the server's.
+    /// `server`: network of the VPN. Its first address belongs to the server.
     pub network: Option<Ipv4Net>,
     /// `topology`.
     pub topology: Option<Topology>,
-    /// `push`, and what `keepalive` pushes.
+    /// `push`, and the options that `keepalive` pushes.
     pub push: Vec<String>,
-    /// `route`: networks that are behind clients.
+    /// `route`: networks behind clients.
     pub routes: Vec<Ipv4Net>,
     /// `client-config-dir`.
     pub client_config_dir: Option<PathBuf>,
-    /// `ccd-exclusive`: clients without a file in it are refused.
+    /// `ccd-exclusive`: refuses clients without a file in `client-config-dir`.
     pub ccd_exclusive: bool,
-    /// `duplicate-cn`: clients of one name do not replace each other.
+    /// `duplicate-cn`: clients with the same name do not replace each other.
     pub duplicate_cn: bool,
-    /// `client-to-client`: clients reach each other.
+    /// `client-to-client`: forwards packets between clients.
     pub client_to_client: bool,
     /// `max-clients`.
     pub max_clients: Option<usize>,
@@ -65,7 +65,7 @@ impl Options for Server {
             "proto" => self.transport = Some(Common::proto(directive, "server")?),
             "local" => self.local = Some(word(directive, 0, "an address")?.to_owned()),
             "lport" => self.common.port = Some(port(directive, 0)?),
-            "rport" => return Ok(Taken::Note("not needed: clients have any port".into())),
+            "rport" => return Ok(Taken::Note("not needed: clients may use any port".into())),
             "push" => {
                 let option = directive.arguments.join(" ");
                 if option.trim().is_empty() {
@@ -83,7 +83,7 @@ impl Options for Server {
                     value(directive, 1, "a number of seconds")?,
                 );
                 if ping == 0 || restart / 2 < ping {
-                    return Err("the second number has to be at least twice the first".into());
+                    return Err("the second number must be at least twice the first".into());
                 }
                 let time = |seconds: u32| Some(std::time::Duration::from_secs(seconds.into()));
                 self.common.ping = time(ping);
@@ -102,17 +102,17 @@ impl Options for Server {
             "max-clients" => {
                 let clients = value(directive, 0, "a number of clients")?;
                 if clients == 0 {
-                    return Err("0 clients are none".into());
+                    return Err("must be at least 1".into());
                 }
                 self.max_clients = Some(clients);
             }
             "remote-cert-tls" => match word(directive, 0, "client")? {
                 "client" => self.common.require_usage = true,
-                other => return Err(format!("{other:?} is not client, whom a server talks to")),
+                other => return Err(format!("must be client for a server, got {other:?}")),
             },
             "verify-client-cert" => match directive.argument(0) {
                 None | Some("require") => {}
-                _ => return Err("clients are told apart by their certificates".into()),
+                _ => return Err("clients are identified by their certificates".into()),
             },
             "verify-x509-name" => {
                 return Err(
@@ -127,7 +127,7 @@ impl Options for Server {
             }
             "dev" => {
                 self.common.take(context, directive)?;
-                let note = "not needed: no tun device is made, packets end in this process";
+                let note = "not needed: no tun device is created, packets end in this process";
                 return Ok(Taken::Note(note.into()));
             }
             "ifconfig-pool-persist"
@@ -136,13 +136,13 @@ impl Options for Server {
             | "connect-freq"
             | "connect-freq-initial"
             | "push-peer-info" => {
-                return Ok(Taken::Note("not needed: it is bounded by itself".into()));
+                return Ok(Taken::Note("not needed: limits are built in".into()));
             }
             "ifconfig" | "ifconfig-pool" => {
-                return Err("give the VPN's network by `server NETWORK NETMASK`".into());
+                return Err("set the VPN's network with `server NETWORK NETMASK`".into());
             }
             "ifconfig-push" | "iroute" | "disable" | "push-reset" | "push-remove" => {
-                return Err("belongs into a file of client-config-dir".into());
+                return Err("belongs in a file of client-config-dir".into());
             }
             _ => return self.common.take(context, directive),
         }

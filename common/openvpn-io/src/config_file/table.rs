@@ -1,7 +1,6 @@
-//! The options that are accepted and have nothing to do here, and those that are refused, with the
-//! reasons.
+//! The accepted options without effect and the refused options, with the reasons.
 
-/// Why nothing has to be done for an option.
+/// Returns the reason why an option needs no action; `None` for other options.
 pub(super) fn not_needed(name: &str) -> Option<&'static str> {
     Some(match name {
         "dev-node" | "iproute" | "txqueuelen" | "tun-ipv6" | "ifconfig-noexec" | "route-noexec"
@@ -9,7 +8,7 @@ pub(super) fn not_needed(name: &str) -> Option<&'static str> {
         | "route-method" | "route-gateway" | "allow-pull-fqdn" | "block-outside-dns"
         | "register-dns" | "dhcp-option" | "dns" | "redirect-gateway" | "redirect-private"
         | "route-ipv6" | "block-ipv6" | "max-routes" | "windows-driver" | "show-net-up" => {
-            "no tun device and no routes are made, packets end in this process"
+            "no tun device and no routes are created, packets end in this process"
         }
         "script-security" | "up" | "down" | "up-delay" | "up-restart" | "down-pre" | "route-up"
         | "route-pre-down" | "ipchange" | "setenv" | "setenv-safe" => {
@@ -33,10 +32,10 @@ pub(super) fn not_needed(name: &str) -> Option<&'static str> {
         | "management"
         | "management-hold"
         | "management-log-cache"
-        | "management-up-down" => "logs go to stderr (--v), state is told by /readyz and /metrics",
-        "resolv-retry" => "names are looked up again at every try, for ever",
+        | "management-up-down" => "logs go to stderr (--v), state to /readyz and /metrics",
+        "resolv-retry" => "names are resolved again at every attempt, forever",
         "nobind" | "float" | "multihome" | "bind" | "rebind" => {
-            "sockets are bound as the role needs it"
+            "sockets are bound as the role requires"
         }
         "auth-nocache" | "auth-retry" => "credentials are read from their file",
         "tcp-nodelay" | "socket-flags" => "TCP_NODELAY is always set",
@@ -53,15 +52,15 @@ pub(super) fn not_needed(name: &str) -> Option<&'static str> {
         | "mtu-dynamic"
         | "ping-timer-rem"
         | "shaper"
-        | "allow-recursive-routing" => "sockets and queues are sized by themselves",
+        | "allow-recursive-routing" => "sockets and queues are sized automatically",
         "mssfix" => "TCP connections in the tunnel use segments of at most 1360 bytes",
         "keysize" => "the length of a key follows from its cipher",
         "dh" | "ecdh-curve" | "tls-groups" | "tls-cipher" | "tls-ciphersuites"
         | "tls-cert-profile" => {
-            "TLS 1.2 and 1.3 with ECDHE and AES-GCM or ChaCha20-Poly1305 are spoken"
+            "TLS 1.2 and 1.3 with ECDHE and AES-GCM or ChaCha20-Poly1305 are used"
         }
         "replay-window" => "the window holds 1024 packets",
-        "explicit-exit-notify" => "over UDP the peer is always told",
+        "explicit-exit-notify" => "over UDP the peer is always notified",
         "allow-compression" | "comp-noadapt" => "nothing is ever compressed",
         "opt-verify" | "opt-mismatch" | "disable-occ" => {
             "differing options that matter end the session anyway"
@@ -81,12 +80,12 @@ pub(super) fn not_needed(name: &str) -> Option<&'static str> {
     })
 }
 
-/// Why an option can not be left out silently, and what to do about it.
+/// Returns the reason why an option is refused, and the remedy; `None` for other options.
 pub(super) fn refused(name: &str) -> Option<&'static str> {
     Some(match name {
-        "fragment" => "its packet format is not spoken; remove it from both sides, or use TCP",
+        "fragment" => "its packet format is not implemented; remove it from both sides, or use TCP",
         "secret" => "static key mode has no certificates; use ca, cert and key on both sides",
-        "tls-crypt-v2" => "keys of one client each are not supported; use tls-crypt or tls-auth",
+        "tls-crypt-v2" => "per-client keys are not implemented; use tls-crypt or tls-auth",
         "plugin" => "no code is loaded into this process",
         "connection" => {
             "connection blocks are not read; write one `remote HOST PORT PROTO` for each"
@@ -94,7 +93,7 @@ pub(super) fn refused(name: &str) -> Option<&'static str> {
         "http-proxy" | "http-proxy-option" | "http-proxy-user-pass" | "socks-proxy" => {
             "servers are dialed directly; make the server reachable without the proxy"
         }
-        "pkcs12" => "take it apart with `openssl pkcs12` into ca, cert and key",
+        "pkcs12" => "split the file with `openssl pkcs12` into ca, cert and key",
         "capath" | "extra-certs" => "put all certificates into the files of ca and cert",
         "pkcs11-id"
         | "pkcs11-id-management"
@@ -104,7 +103,7 @@ pub(super) fn refused(name: &str) -> Option<&'static str> {
         | "askpass"
         | "management-external-key"
         | "management-external-cert" => {
-            "the private key has to be in a PEM file that is not encrypted"
+            "the private key must be stored in a PEM file without encryption"
         }
         "tls-verify"
         | "tls-export-cert"
@@ -120,7 +119,7 @@ pub(super) fn refused(name: &str) -> Option<&'static str> {
         | "management-client-pf"
         | "management-query-passwords"
         | "management-client" => {
-            "scripts and managers that decide about peers are not run; decide by certificates and client-config-dir"
+            "scripts and management clients cannot authorize peers; use certificates and client-config-dir"
         }
         "ns-cert-type" | "tls-remote" | "remote-cert-ku" | "remote-cert-eku" => {
             "this check of the peer's certificate is not made; use remote-cert-tls and verify-x509-name"
@@ -128,15 +127,15 @@ pub(super) fn refused(name: &str) -> Option<&'static str> {
         "verify-hash" | "peer-fingerprint" | "x509-username-field" | "x509-track" => {
             "this check of the peer's certificate is not made; use ca and verify-x509-name"
         }
-        "no-replay" | "no-iv" => "it makes the tunnel insecure; remove it from both sides",
-        "chroot" => "paths have to be given as this process sees them",
+        "no-replay" | "no-iv" => "this option makes the tunnel insecure; remove it from both sides",
+        "chroot" => "give all paths as this process sees them",
         "config" => "put everything into one file",
         "port-share" => "the port is not shared; put a load balancer in front",
         "server-bridge" | "ifconfig-ipv6-pool" | "server-ipv6" | "ifconfig-ipv6" => {
             "only IPv4 is carried, and no Ethernet frames"
         }
         "username-as-common-name" | "client-cert-not-required" => {
-            "clients are told apart by their certificates"
+            "clients are identified by their certificates"
         }
         "bind-dev" | "vrf" => "sockets are not bound to devices",
         _ => return None,

@@ -69,7 +69,7 @@ fn words_are_split_as_openvpn_does() {
 }
 
 #[test]
-fn kkps_client_is_read_as_it_is() {
+fn kkp_client_config_is_accepted_unchanged() {
     let Read { config, notes } = client_of(KKP_CLIENT);
     let common = &config.common;
     assert_eq!(
@@ -112,7 +112,7 @@ fn kkps_client_is_read_as_it_is() {
 }
 
 #[test]
-fn blocks_ports_and_protocols_are_put_together() {
+fn blocks_ports_and_protocols_are_combined() {
     let text = "\u{feff}--client\r\nremote one\r\nremote two 1200\r\nremote ::1 1201 udp\r\nproto tcp4-client\r\nport 1300\r\n\
         remote-random\nconnect-retry 2 60\nconnect-timeout 5\n\
         <ca>\n-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n </ca>\ncert [inline]\n<cert>\nC\n</cert>\n<key>\nK\n</key>\n\
@@ -155,13 +155,13 @@ fn blocks_ports_and_protocols_are_put_together() {
 }
 
 #[test]
-fn a_keys_text_is_never_shown() {
+fn key_text_is_not_in_debug_output() {
     let read = client_of("<key>\nsecret words\n</key>\n<cert>\nC\n</cert>\n");
     assert!(!format!("{read:?}").contains("secret words"));
 }
 
 #[test]
-fn ciphers_follow_what_the_file_says() {
+fn cipher_options_set_the_ciphers_of_the_session() {
     let session = |text: &str| {
         let mut session = session::Common::new(Transport::Udp);
         client_of(text).config.common.apply(&mut session);
@@ -186,7 +186,7 @@ fn ciphers_follow_what_the_file_says() {
 }
 
 #[test]
-fn everything_wrong_is_told_with_its_line() {
+fn all_problems_are_reported_with_their_lines() {
     let text = "client\nfragment 1400\n# fine\nsecret static.key\ntls-crypt-v2 k\ndev tap0\nplugin x.so\nremote\nremote h 99999\n\
         frobnicate 1\nup \"unclosed\ncipher BF-CBC\nauth none\ncert c\nserver 10.0.0.0 255.0.0.0\nkey-direction 2\n<ca>\nnever closed\n";
     let problems = client_problems(text);
@@ -218,14 +218,14 @@ fn unknown_options_may_be_marked_as_optional() {
     let read =
         client_of("ignore-unknown-option frob\nfrob 1\nsetenv opt nicate 2\nsetenv FORWARD 1\n");
     assert_eq!(read.notes.len(), 3, "{:?}", read.notes);
-    // Known ones are still looked at.
+    // Known options are still checked.
     let problems =
         client_problems("setenv opt fragment 1300\nignore-unknown-option secret\nsecret k\n");
     assert_eq!(problems.len(), 2, "{problems:?}");
 }
 
 #[test]
-fn a_servers_configuration_is_read() {
+fn server_config_is_parsed() {
     let text = "mode server\ntls-server\nproto tcp-server\nlport 1195\nlocal 0.0.0.0\ndev tun\nserver 10.20.0.0 255.255.255.0\n\
         topology subnet\nca ca\ncert crt\nkey key\ndh none\nduplicate-cn\nclient-config-dir clients\nccd-exclusive\n\
         push \"route 172.25.0.0 255.255.0.0\"\npush 'dhcp-option DNS 10.0.0.1'\nroute 172.25.0.0 255.255.0.0\nkeepalive 10 60\n\
@@ -268,7 +268,7 @@ fn a_servers_configuration_is_read() {
 }
 
 #[test]
-fn a_servers_mistakes_are_told() {
+fn server_config_problems_are_reported() {
     let text = "client\nserver 10.20.0.1 255.255.255.0\nserver 10.20.0.0 255.0.255.0\nccd-exclusive\nport-share h 443\n\
         proto tcp-client\npush \"a,b\"\nverify-client-cert none\nserver-ipv6 fd00::/64\nserver 10.20.0.0 255.255.255.252\n";
     let problems = server(text, "s").unwrap_err();
@@ -276,7 +276,7 @@ fn a_servers_mistakes_are_told() {
 }
 
 #[test]
-fn too_much_is_refused() {
+fn oversized_config_is_refused() {
     let problems = client_problems(&"#".repeat(MAX_BYTES + 1));
     assert!(
         problems[0].contains("is it a configuration?"),
@@ -284,7 +284,7 @@ fn too_much_is_refused() {
     );
 }
 
-/// Lines that are nearly right.
+/// Generates lines that are almost valid.
 fn line() -> impl Strategy<Value = String> {
     let name = prop::sample::select(vec![
         "remote",
@@ -316,12 +316,12 @@ fn line() -> impl Strategy<Value = String> {
 
 proptest! {
     #[test]
-    fn anything_is_read_or_refused(text in "\\PC{0,200}") {
+    fn arbitrary_text_does_not_panic(text in "\\PC{0,200}") {
         let _ = (client(&text, "c"), server(&text, "s"));
     }
 
     #[test]
-    fn what_is_nearly_right_is_read_or_refused_with_its_line(lines in prop::collection::vec(line(), 0..12)) {
+    fn problems_of_almost_valid_files_start_with_the_file_name(lines in prop::collection::vec(line(), 0..12)) {
         let text = lines.join("\n");
         for problems in [client(&text, "c").err(), server(&text, "c").err()].into_iter().flatten() {
             prop_assert!(!problems.is_empty());
@@ -331,9 +331,9 @@ proptest! {
         }
     }
 
-    /// Quoting any word gives it back.
+    /// A quoted word parses back to the same word.
     #[test]
-    fn quoted_words_come_back(word in "[^\0\r\n]{0,40}") {
+    fn quoted_word_parses_back(word in "[^\0\r\n]{0,40}") {
         let quoted = format!("\"{}\"", word.replace('\\', "\\\\").replace('"', "\\\""));
         prop_assert_eq!(lexer::words(&quoted).unwrap(), [word]);
     }

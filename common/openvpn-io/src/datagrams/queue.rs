@@ -1,7 +1,7 @@
-//! Datagrams that wait to be sent, and how many of them go out in one call.
+//! The send queue of datagrams, and the choice of datagrams for one system call.
 //!
-//! The kernel cuts what it is given into datagrams of one length, of which the last may be shorter
-//! (generic segmentation offload). So a batch is a run of equal lengths to one address.
+//! With generic segmentation offload the kernel splits one buffer into datagrams of equal length; only the
+//! last datagram may be shorter. A batch is therefore a run of equal lengths to one address.
 
 use std::collections::VecDeque;
 use std::io;
@@ -10,19 +10,20 @@ use std::net::SocketAddr;
 use bytes::{Buf as _, BytesMut};
 use quinn_udp::{Transmit, is_msg_size_err};
 
-/// The most that one call takes: what an IPv6 or IPv4 packet can hold, without headers.
+/// Largest batch, in bytes: the largest IP packet minus 48 bytes for IPv6 and UDP headers. IPv4 headers are
+/// smaller.
 const MAX_BATCH: usize = u16::MAX as usize - 48;
 
-/// See the module.
+/// Datagrams in one buffer, in sending order; see the module.
 #[derive(Debug)]
 pub(super) struct Queue {
     out: BytesMut,
-    /// Where the datagrams in `out` go, and their lengths.
+    /// Destinations and lengths of the datagrams in `out`.
     cuts: VecDeque<(SocketAddr, usize)>,
-    /// The first datagrams were refused as a batch: they go one by one.
+    /// Number of datagrams at the front to send one by one, after the kernel refused them as a batch.
     singly: usize,
-    /// Datagrams of this length or more do not fit a path whole. The kernel sends them in fragments,
-    /// but does not cut batches into such.
+    /// Length from which datagrams exceed the path MTU. The kernel sends such datagrams in fragments, but
+    /// does not split batches of them.
     oversize: usize,
 }
 
@@ -36,31 +37,31 @@ impl Queue {
         }
     }
 
-    /// Where datagrams are appended; after each, [`cut`](Self::cut).
+    /// Returns the buffer. Callers append a datagram and then call [`cut`](Self::cut).
     pub(super) fn out(&mut self) -> &mut BytesMut {
         &mut self.out
     }
 
-    /// What was appended behind `start` is a datagram.
+    /// Ends the datagram that was appended at `start`.
     pub(super) fn cut(&mut self, to: SocketAddr, start: usize) {
         if self.out.len() > start {
             self.cuts.push_back((to, self.out.len() - start));
         }
     }
 
-    /// Bytes that wait.
+    /// Returns the number of queued bytes.
     pub(super) fn len(&self) -> usize {
         self.out.len()
     }
 
-    /// Forgets all.
+    /// Drops all datagrams.
     pub(super) fn clear(&mut self) {
         self.out.clear();
         self.cuts.clear();
         self.singly = 0;
     }
 
-    /// What the next call takes, no more than `most` datagrams.
+    /// Returns the contents of the next system call: at most `most` datagrams.
     pub(super) fn next(&self, most: usize) -> Option<(Batch, Transmit<'_>)> {
         let (destination, length) = self.cuts.front().copied()?;
         let most = match self.singly > 0 || length >= self.oversize {
@@ -78,11 +79,11 @@ impl Queue {
         Some((batch, transmit))
     }
 
-    /// What became of it. Not to be told while the socket takes nothing.
+    /// Processes the result of a system call. Must not be called for `WouldBlock`.
     pub(super) fn sent(&mut self, batch: Batch, result: io::Result<()>) {
         match result {
-            // Nothing has left: a driver cannot cut them (EIO, EINVAL), the path is too narrow, or an
-            // earlier datagram was answered by ICMP.
+            // The kernel sent nothing: the driver cannot split the batch (EIO, EINVAL), the path MTU is too
+            // small, or an ICMP error for an earlier datagram was pending.
             Err(error) if batch.datagrams > 1 => {
                 self.singly = batch.datagrams;
                 if is_msg_size_err(&error)
@@ -91,7 +92,7 @@ impl Queue {
                     self.oversize = self.oversize.min(*length);
                 }
             }
-            // A datagram may be lost anyway. What ends the session is silence.
+            // UDP may lose any datagram. Only silence of the peer ends the session.
             Ok(()) | Err(_) => {
                 self.cuts.drain(..batch.datagrams.min(self.cuts.len()));
                 self.out.advance(batch.bytes.min(self.out.len()));
@@ -101,7 +102,7 @@ impl Queue {
     }
 }
 
-/// The first datagrams of a queue.
+/// The datagrams at the front of a queue that one system call sends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Batch {
     pub(super) datagrams: usize,
@@ -109,7 +110,7 @@ pub(super) struct Batch {
 }
 
 impl Batch {
-    /// The longest that one call takes, of at least one and at most `most` datagrams.
+    /// Returns the longest batch that one system call accepts, between one and `most` datagrams.
     pub(super) fn first_of(
         cuts: impl IntoIterator<Item = (SocketAddr, usize)>,
         most: usize,
@@ -166,7 +167,7 @@ mod tests {
         queue
     }
 
-    /// Sends all with a kernel of which `take` says how it answers a call.
+    /// Sends the whole queue. `take` simulates the kernel's result of each call.
     fn run(queue: &mut Queue, mut take: impl FnMut(usize, usize) -> io::Result<()>) -> Vec<usize> {
         let mut calls = Vec::new();
         while let Some((batch, transmit)) = queue.next(64) {
@@ -184,7 +185,7 @@ mod tests {
         assert_eq!(Batch::first_of([], 64), None);
         assert_eq!(first(&[(1, 100)], 64), (1, 100));
         assert_eq!(first(&[(1, 100), (1, 100), (2, 100)], 64), (2, 200));
-        // A shorter one is the last, a longer one begins anew.
+        // A shorter datagram ends a batch, and a longer datagram starts a new batch.
         assert_eq!(first(&[(1, 100), (1, 60), (1, 60)], 64), (2, 160));
         assert_eq!(first(&[(1, 100), (1, 101)], 64), (1, 100));
         assert_eq!(first(&[(1, 100); 100], 64), (64, 6400));
@@ -194,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_refused_as_a_batch_goes_one_by_one() {
+    fn refused_batch_is_sent_one_by_one() {
         let mut queue = queue(&[(1, 9), (1, 9), (1, 9), (2, 9), (2, 9)]);
         let mut refused = false;
         let calls = run(&mut queue, |count, _| match count > 1 && !refused {
@@ -208,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_the_path_is_never_batched_again() {
+    fn datagrams_above_the_path_mtu_are_not_batched_again() {
         let lengths = [90, 90, 90, 40, 90, 40, 40];
         let mut queue = queue(&lengths.map(|length| (1, length)));
         let calls = run(&mut queue, |count, size| match count > 1 && size > 50 {
@@ -219,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn a_datagram_that_nobody_takes_does_not_stop_the_next() {
+    fn undeliverable_datagram_does_not_block_the_next() {
         let mut queue = queue(&[(1, 70_000), (1, 10), (1, 10)]);
         let calls = run(&mut queue, |_, size| match size > 65_507 {
             true => Err(io::Error::from_raw_os_error(EMSGSIZE)),
@@ -230,7 +231,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn all_leave_in_order(
+        fn all_datagrams_are_sent_in_order(
             cuts in prop::collection::vec((1_u16..3, prop_oneof![1_usize..4, Just(1448)]), 0..200),
             most in 1_usize..65,
             fails in prop::collection::vec(any::<bool>(), 0..50),

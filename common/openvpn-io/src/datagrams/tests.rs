@@ -33,7 +33,7 @@ impl Datagrams {
         assert!(self.is_empty());
     }
 
-    /// Receives so many.
+    /// Receives at least `count` datagrams.
     async fn receive(&mut self, count: usize) -> Vec<(SocketAddr, Vec<u8>)> {
         let mut received = Vec::new();
         while received.len() < count {
@@ -45,7 +45,7 @@ impl Datagrams {
         received
     }
 
-    /// What was received and not taken.
+    /// Returns the remaining datagrams of the last batch.
     fn rest(&mut self) -> Vec<(SocketAddr, Vec<u8>)> {
         let mut rest = Vec::new();
         while let Some((from, datagram)) = self.take() {
@@ -56,10 +56,10 @@ impl Datagrams {
 }
 
 #[tokio::test]
-async fn datagrams_of_all_sizes_arrive_in_order_and_whole() {
+async fn datagrams_of_all_sizes_arrive_complete_and_in_order() {
     let (mut sender, own) = bind().await;
     let (mut one, to_one) = bind().await;
-    // One that knows nothing of batches.
+    // A plain socket without batching.
     let other = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
     let to_other = other.local_addr().unwrap();
     let sizes = [
@@ -92,7 +92,7 @@ async fn datagrams_of_all_sizes_arrive_in_order_and_whole() {
 }
 
 #[tokio::test]
-async fn a_socket_for_both_families_names_peers_as_before() {
+async fn dual_stack_socket_reports_mapped_ipv4_addresses() {
     let Ok(socket) = UdpSocket::bind((Ipv6Addr::UNSPECIFIED, 0)).await else {
         eprintln!("skipped: no IPv6");
         return;
@@ -118,7 +118,7 @@ async fn a_socket_for_both_families_names_peers_as_before() {
 }
 
 #[tokio::test]
-async fn an_error_of_an_earlier_datagram_costs_no_other() {
+async fn error_of_an_earlier_datagram_loses_no_other_datagram() {
     let (gone, address) = bind().await;
     drop(gone);
     let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
@@ -126,7 +126,7 @@ async fn an_error_of_an_earlier_datagram_costs_no_other() {
     let mut sender = Datagrams::new(socket).unwrap();
     sender.append(address, b"to nobody");
     sender.flush().await;
-    // The answer is here before the call has returned.
+    // The ICMP error arrives before the call returns.
     let back = UdpSocket::bind(address).await.unwrap();
     let mut back = Datagrams::new(back).unwrap();
     for tag in 0..10 {
@@ -139,7 +139,7 @@ async fn an_error_of_an_earlier_datagram_costs_no_other() {
 }
 
 #[tokio::test]
-async fn what_is_too_large_or_empty_is_left_out() {
+async fn oversized_and_empty_datagrams_are_skipped() {
     let (mut sender, own) = bind().await;
     let (mut receiver, address) = bind().await;
     sender.append(address, &content(70_000, 0));
@@ -157,7 +157,7 @@ async fn what_is_too_large_or_empty_is_left_out() {
 }
 
 #[tokio::test]
-async fn datagrams_may_still_travel_in_fragments() {
+async fn datagrams_may_be_fragmented() {
     let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
     let before = sockopt::ip_mtu_discover(&socket).unwrap();
     let datagrams = Datagrams::new(socket).unwrap();
@@ -172,7 +172,7 @@ async fn datagrams_may_still_travel_in_fragments() {
     let mut datagrams = Datagrams::new(socket).unwrap();
     let after = sockopt::ipv6_mtu_discover(&datagrams.socket).unwrap();
     assert_eq!(after, before);
-    // With its headers more than the loopback device takes in one packet.
+    // With headers, the datagram exceeds the MTU of the loopback device.
     let large = content(65_500, 0);
     datagrams.append(own, &large);
     datagrams.flush().await;
@@ -180,11 +180,11 @@ async fn datagrams_may_still_travel_in_fragments() {
 }
 
 #[tokio::test]
-async fn a_batch_leaves_and_arrives_by_one_call() {
+async fn batch_is_sent_and_received_by_one_call() {
     let (mut sender, _) = bind().await;
     let (mut receiver, address) = bind().await;
     if sender.state.max_gso_segments() == 1 || receiver.state.gro_segments() == 1 {
-        eprintln!("skipped: this kernel neither cuts nor joins datagrams");
+        eprintln!("skipped: this kernel neither splits nor joins datagrams");
         return;
     }
     for tag in 0..40 {

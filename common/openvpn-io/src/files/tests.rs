@@ -74,7 +74,7 @@ fn errors_name_the_file_that_is_wrong() {
 }
 
 #[test]
-fn static_keys_are_read() {
+fn static_keys_are_loaded() {
     let directory = tempfile::tempdir().unwrap();
     let lines = "0123456789abcdef0123456789abcdef\n".repeat(16);
     let text = format!(
@@ -113,6 +113,6 @@ fn user_and_password_are_two_lines() {
         read("me\n")
             .unwrap_err()
             .to_string()
-            .contains("a line each")
+            .contains("one per line")
     );
 }

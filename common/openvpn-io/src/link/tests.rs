@@ -22,7 +22,7 @@ const CLIENT: Ipv4Addr = Ipv4Addr::new(10, 20, 0, 6);
 const TARGET: SocketAddrV4 = SocketAddrV4::new(Ipv4Addr::new(172, 25, 1, 10), 443);
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Either role: lets anybody in, and echoes whatever is sent into a flow.
+/// A role for both sides: accepts every peer, and echoes all bytes of a flow.
 struct Echo {
     address: Ipv4Addr,
     peer: mpsc::UnboundedSender<Peer>,
@@ -178,7 +178,7 @@ fn configs(transport: Transport) -> (ServerConfig, ClientConfig) {
 }
 
 #[tokio::test]
-async fn a_pair_carries_flows_over_either_transport_while_keys_change() {
+async fn flows_work_over_both_transports_during_rekeys() {
     for transport in [Transport::Tcp, Transport::Udp] {
         let pair = Pair::start(transport).await;
         pair.echo(0).await;
@@ -186,7 +186,7 @@ async fn a_pair_carries_flows_over_either_transport_while_keys_change() {
         tokio::time::sleep(Duration::from_millis(1500)).await;
         let many = (0..20).map(|_| pair.echo(50_000));
         futures_util::future::join_all(many).await;
-        // A flow ends a moment after its streams.
+        // A flow ends shortly after its streams.
         let none = async {
             while pair.peer.flows() > 0 {
                 tokio::time::sleep(Duration::from_millis(1)).await;
@@ -200,7 +200,7 @@ async fn a_pair_carries_flows_over_either_transport_while_keys_change() {
         assert!(pair.peer.is_gone());
         let dialed = pair.peer.dial(TARGET).await;
         assert_eq!(dialed.err(), Some(Broken::TunnelLost));
-        // It hears of it.
+        // The client learns that the server has closed the session.
         let (_, end) = timeout(PATIENCE, pair.client).await.unwrap().unwrap();
         match transport {
             Transport::Tcp => assert!(
@@ -213,7 +213,7 @@ async fn a_pair_carries_flows_over_either_transport_while_keys_change() {
 }
 
 #[tokio::test]
-async fn a_client_that_stops_ends_its_flows() {
+async fn stopping_a_client_ends_its_flows() {
     let pair = Pair::start(Transport::Tcp).await;
     let mut stream = pair.peer.dial(TARGET).await.unwrap();
     pair.stop_client.cancel();
@@ -221,13 +221,13 @@ async fn a_client_that_stops_ends_its_flows() {
     let lost = stream.reader.read_to_end(&mut all).await.unwrap_err();
     assert_eq!(lost.kind(), std::io::ErrorKind::ConnectionAborted);
     let (_, end) = timeout(PATIENCE, pair.server).await.unwrap().unwrap();
-    // Closed, or reset where something was on its way.
+    // The client's TCP connection was closed, or reset if data was in transit.
     let gone = matches!(end, LinkEnd::Session(Ended::Disconnected { stage: None }));
     assert!(gone, "{end}");
 }
 
 #[tokio::test]
-async fn what_is_no_packet_ends_the_link() {
+async fn invalid_framing_ends_the_link() {
     let (config, _) = configs(Transport::Tcp);
     let config = Arc::new(config);
     for garbage in [&b"GET / HTTP/1.1\r\n\r\n"[..], &[0, 0, 1]] {

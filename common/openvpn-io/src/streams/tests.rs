@@ -16,7 +16,7 @@ use super::*;
 
 const TARGET: SocketAddrV4 = SocketAddrV4::new(Ipv4Addr::new(172, 25, 1, 10), 443);
 
-/// A dialing and an accepting end with a lossless wire between them.
+/// A dialing and an accepting side with a lossless wire between them.
 struct Pair {
     peer: Peer,
     accepting: Peer,
@@ -118,7 +118,7 @@ fn pattern(length: usize) -> Vec<u8> {
 }
 
 #[tokio::test(start_paused = true)]
-async fn bytes_go_both_ways_and_each_way_ends_by_itself() {
+async fn directions_of_a_flow_end_independently() {
     let mut pair = Pair::start();
     let (mut near, mut far) = pair.open().await;
     assert_eq!((pair.peer.flows(), pair.accepting.flows()), (1, 1));
@@ -140,13 +140,13 @@ async fn bytes_go_both_ways_and_each_way_ends_by_itself() {
     tokio::join!(sent, received);
     tokio::time::sleep(Duration::from_secs(1)).await;
     assert_eq!((pair.peer.flows(), pair.accepting.flows()), (0, 0));
-    // What ended in order was not broken off.
+    // An orderly end is not reported as broken.
     let broken = poll_fn(|cx| near.reader.poll_broken(cx));
     assert!(timeout(Duration::from_secs(1), broken).await.is_err());
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_reader_that_does_not_read_stops_its_own_flow_only() {
+async fn stalled_reader_stalls_only_its_own_flow() {
     let mut pair = Pair::start();
     let (mut stuck, _unread) = pair.open().await;
     let flood = async {
@@ -161,7 +161,7 @@ async fn a_reader_that_does_not_read_stops_its_own_flow_only() {
         sent
     };
     let sent = flood.await;
-    // Two pipes and two buffers.
+    // The limit is the size of two pipes and two flow buffers.
     assert!((128 << 10..600 << 10).contains(&sent), "{sent}");
     let (mut near, mut far) = pair.open().await;
     let bulk = pattern(2_000_000);
@@ -175,7 +175,7 @@ async fn a_reader_that_does_not_read_stops_its_own_flow_only() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_dial_says_what_the_other_side_does() {
+async fn dial_reports_refusal_timeout_and_invalid_port() {
     let mut pair = Pair::start();
     let peer = pair.peer.clone();
     let refuse = async {
@@ -196,7 +196,7 @@ async fn a_dial_says_what_the_other_side_does() {
         assert!(matches!(peer.dial(port).await.err(), Some(Broken::Dial(_))));
     };
     tokio::join!(refuse, dials);
-    // One that is given up leaves nothing behind.
+    // A cancelled dial leaves no flow behind.
     assert!(
         timeout(Duration::from_millis(10), peer.dial(TARGET))
             .await
@@ -222,7 +222,7 @@ async fn dropped_and_aborted_handles_reset_the_flow() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_was_sent_arrives_although_the_handles_are_gone() {
+async fn queued_bytes_arrive_after_the_handles_are_dropped() {
     let mut pair = Pair::start();
     let (mut near, mut far) = pair.open().await;
     let bulk = pattern(100_000);
@@ -235,14 +235,14 @@ async fn what_was_sent_arrives_although_the_handles_are_gone() {
     far.writer.shutdown().await.unwrap();
     tokio::time::sleep(Duration::from_secs(1)).await;
     assert_eq!(pair.peer.flows(), 0);
-    // Who goes on talking to nobody is told, ...
+    // A peer that keeps sending to a dropped reader is reset.
     let (mut near, mut far) = pair.open().await;
     near.writer.finish().unwrap();
     drop(near);
     let chunk = vec![0; 64 << 10];
     let told = async { while far.writer.write_all(&chunk).await.is_ok() {} };
     timeout(Duration::from_secs(20), told).await.unwrap();
-    // ... and so is who does not end.
+    // A peer that never closes its direction is reset after the close timeout.
     let (mut near, mut far) = pair.open().await;
     near.writer.finish().unwrap();
     drop(near);
@@ -254,7 +254,7 @@ async fn what_was_sent_arrives_although_the_handles_are_gone() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_end_of_the_tunnel_is_told_to_everyone() {
+async fn all_handles_report_the_end_of_the_tunnel() {
     let mut pair = Pair::start();
     let (mut near, _far) = pair.open().await;
     let peer = pair.peer.clone();
@@ -280,7 +280,7 @@ async fn forwarded_packets_wait_for_room_and_are_bounded() {
     let queued = (0..10_000).filter(|_| peer.forward(&packet)).count();
     assert!((100..1000).contains(&queued), "{queued}");
     streams.work(now(), &mut drop);
-    // Still waiting, so still bounded.
+    // Packets in the owner's queue still count towards the limit.
     assert!(!peer.forward(&packet));
     let mut sent = 0;
     streams.poll_output(now(), &mut |bytes| {
