@@ -1,21 +1,21 @@
-//! The tunnel of OpenVPN clients that connect to this server: stock ones, and our agent in that
+//! The tunnel of OpenVPN clients that connect to this server: stock clients, and Culvert agents in the client
 //! role.
 //!
 //! ```text
 //! dial -> way: longest prefix, newest client -> its task: a TCP flow from the server's address
-//! packet of a client -> a flow's, or an echo request -> its own streams
-//!                    -> another client's -> rules, masquerade -> that client's mailbox
+//! packet of a client -> for a flow, or an echo request -> streams of the same client
+//!                    -> for another client -> rules, masquerade -> mailbox of the other client
 //! ```
 //!
 //! | part | owns |
 //! |---|---|
-//! | `settings` | what flags and configuration file say |
-//! | `clients` | who is connected; addresses, routes, rules |
+//! | `settings` | settings from flags and the configuration file |
+//! | `clients` | connected clients; addresses, routes, rules |
 //! | `role` | decisions for one client |
 //! | `listen`, `udp` | sockets |
-//! | `renew` | the certificates' files |
-//! | `nodes`, `node_watch` | whose an ExternalIP or a name is, by the Nodes of the user cluster |
-//! | `pool`, `ccd`, `push` | addresses, files about clients, what they are told |
+//! | `renew` | the certificate files |
+//! | `nodes`, `node_watch` | translation of ExternalIPs and names, from the Nodes of the user cluster |
+//! | `pool`, `ccd`, `push` | addresses, per-client files, pushed options |
 
 mod ccd;
 mod clients;
@@ -74,30 +74,30 @@ use super::agent::StreamDialError;
 use super::tunnel::{DialError, Dialing, Health, Peer, Tunnel};
 use crate::metrics::{DialFailureReason, ServerMetrics};
 
-/// How long a target may leave a SYN unanswered. Agents of the other tunnel take 5 s.
+/// Time after which an unanswered SYN fails a dial. Agents of the Konnectivity tunnel also use 5 s.
 pub const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Clients that one dial tries.
+/// Number of clients that one dial tries.
 const MAX_ATTEMPTS: usize = 3;
 
-/// A UDP socket's buffers: what all clients send in a burst. The kernel grants what
-/// `net.core.rmem_max` and `wmem_max` allow.
+/// Buffer size requested for a UDP socket, in bytes: enough for a burst of all clients. The kernel limits the
+/// size to `net.core.rmem_max` and `wmem_max`.
 const UDP_BUFFER: usize = 4 << 20;
 
-/// The tunnel, for the router.
+/// The OpenVPN tunnel, as used by the router.
 pub struct Openvpn {
     clients: Arc<Clients>,
     nodes: Option<Nodes>,
-    /// Whose ExternalIPs and names are, if Nodes are watched.
+    /// Translation of ExternalIPs and names; `None` if Nodes are not watched.
     known: Option<watch::Receiver<Arc<Known>>>,
     metrics: Arc<ServerMetrics>,
 }
 
-/// Its listeners, bound and not served yet.
+/// The tunnel with bound listeners that do not accept clients yet.
 pub struct Bound {
-    /// For the router.
+    /// The tunnel, for the router.
     pub tunnel: Arc<Openvpn>,
-    /// Where clients connect, in the order of the settings.
+    /// Listening addresses, in the order of the settings.
     pub addresses: Vec<SocketAddr>,
     sockets: Vec<Socket>,
     files: Files,
@@ -105,7 +105,7 @@ pub struct Bound {
     max_clients: usize,
 }
 
-/// One listener's sessions' settings, which change with the certificates.
+/// Session settings of one listener. The settings change when certificates are renewed.
 type ConfigSender = watch::Sender<Arc<ServerConfig>>;
 
 enum Socket {
@@ -114,10 +114,10 @@ enum Socket {
 }
 
 impl Bound {
-    /// Reads keys and certificates and opens the listeners.
+    /// Loads keys and certificates, and opens the listeners.
     ///
     /// # Errors
-    /// When a file can not be used or an address is taken; the text says which and what to do.
+    /// A file cannot be used, or an address is in use. The text names the cause and the remedy.
     pub async fn bind(settings: &Settings, metrics: Arc<ServerMetrics>) -> anyhow::Result<Self> {
         let mut files = Files::new(&settings.server)?;
         let tls = Arc::new(files.load()?);
@@ -138,7 +138,7 @@ impl Bound {
                 Transport::Udp => {
                     let socket = bind_udp(&bind.host, bind.port).await;
                     let socket = socket.with_context(|| {
-                        format!("cannot listen on {listen}; check {flag} and who uses the port")
+                        format!("cannot listen on {listen}; check {flag} and which process uses the port")
                     })?;
                     addresses.push(socket.local_addr()?);
                     let socket = Datagrams::new(socket);
@@ -167,7 +167,7 @@ impl Bound {
         })
     }
 
-    /// Serves clients on tasks of the tracker until the token fires.
+    /// Starts serving clients, with tasks on the tracker, until the token fires.
     pub fn serve(self, shards: &Arc<Shards>, tasks: &TaskTracker, shutdown: &CancellationToken) {
         let clients = &self.tunnel.clients;
         let mut configs = Vec::new();
@@ -199,7 +199,7 @@ impl Bound {
     }
 }
 
-/// What one listener's sessions are told.
+/// Creates the session settings of one listener.
 fn session(
     settings: &Settings,
     transport: Transport,
@@ -223,13 +223,13 @@ async fn bind_udp(host: &str, port: u16) -> std::io::Result<UdpSocket> {
     let socket = match host {
         "" => match UdpSocket::bind(("::", port)).await {
             Ok(socket) => socket,
-            // No IPv6 here.
+            // The machine has no IPv6.
             Err(_) => UdpSocket::bind((Ipv4Addr::UNSPECIFIED, port)).await?,
         },
         host => UdpSocket::bind((host, port)).await?,
     };
     let options = socket2::SockRef::from(&socket);
-    // Slower without, no more.
+    // Smaller buffers only reduce the speed.
     let _ = options.set_recv_buffer_size(UDP_BUFFER);
     let _ = options.set_send_buffer_size(UDP_BUFFER);
     Ok(socket)
@@ -306,8 +306,8 @@ impl Openvpn {
         Err(last)
     }
 
-    /// Where in the VPN an address is: of a node that is known its InternalIP, and nodes in the node
-    /// access network.
+    /// Translates a dialed address into an address inside the VPN. An ExternalIP or name of a known node
+    /// becomes its InternalIP, and the address of a node is mapped into the node access network.
     async fn target(&self, address: &str) -> Result<SocketAddrV4, String> {
         let known = self.known.as_ref().map(|known| known.borrow().clone());
         let named = known.as_ref().and_then(|known| known.named(address));
@@ -324,12 +324,12 @@ impl Openvpn {
         flow::connection(stream, way.name.clone(), self.metrics.clone())
     }
 
-    /// In Go's words, as the agents of the other tunnel say it.
+    /// Converts the error into the Go wording that the agents of the Konnectivity tunnel use.
     fn failed(&self, broken: Broken, address: &str, way: &Way) -> DialError {
         let text = match broken {
             Broken::Flow(Closed::Refused | Closed::Reset) => "connect: connection refused",
             Broken::Flow(Closed::Unreachable(_)) => "connect: no route to host",
-            // Of a client that is not heard any more it says nothing about the target.
+            // The timeout of a silent client reveals nothing about the target.
             Broken::Flow(Closed::ConnectTimedOut(_)) if way.is_silent() => {
                 return StreamDialError::TimedOut.into();
             }
@@ -360,7 +360,7 @@ impl Tunnel for Openvpn {
     }
 }
 
-/// The address to dial. A name is looked up from here: nothing behind the tunnel does that.
+/// Resolves the dialed address. Names are resolved here, because nothing behind the tunnel can resolve names.
 async fn resolve(address: &str) -> Result<SocketAddrV4, String> {
     let text = |why: &str| format!("dial tcp {address}: {why}");
     if let Ok(address) = address.parse::<SocketAddr>() {

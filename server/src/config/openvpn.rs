@@ -1,4 +1,4 @@
-//! The flags of the OpenVPN tunnel, and the configuration file that they are laid over.
+//! The flags of the OpenVPN tunnel, and their combination with a configuration file.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -15,19 +15,20 @@ use ipnet::Ipv4Net;
 
 use crate::backend::openvpn::settings::{Listen, Settings};
 
-/// How often each side sends something at least.
+/// Default interval of pings in both directions.
 const PING: Duration = Duration::from_secs(5);
-/// Silence after which a client connects again.
+/// Default silence after which a client reconnects.
 const PING_RESTART: Duration = Duration::from_secs(30);
-/// As the stock program's.
+/// Default limit of clients. The stock program uses the same value.
 const MAX_CLIENTS: usize = 1024;
 
-/// Empty is what the configuration file says, and else what the help says.
+/// Flags of the OpenVPN tunnel. An empty flag uses the value of the configuration file, or else the default
+/// from the help text.
 #[derive(Args, Clone, Debug, Default, PartialEq, Eq)]
 #[command(next_help_heading = "OpenVPN clients (they connect here)")]
 pub(super) struct OpenvpnFlags {
-    /// Where OpenVPN clients connect: tcp:ADDRESS:PORT or udp:ADDRESS:PORT, comma-separated; empty is what
-    /// --openvpn-config says, and without it nothing of OpenVPN runs
+    /// Listeners for OpenVPN clients: tcp:ADDRESS:PORT or udp:ADDRESS:PORT, comma-separated; empty uses
+    /// --openvpn-config; without both flags OpenVPN is disabled
     #[arg(long, value_name = "LIST")]
     pub(super) openvpn_listen: Vec<StringSlice>,
 
@@ -39,7 +40,7 @@ pub(super) struct OpenvpnFlags {
     #[arg(long, value_name = "FILE", default_value = "")]
     pub(super) openvpn_ca: String,
 
-    /// PEM certificate chain shown to clients
+    /// PEM certificate chain presented to clients
     #[arg(long, value_name = "FILE", default_value = "")]
     pub(super) openvpn_cert: String,
 
@@ -51,7 +52,7 @@ pub(super) struct OpenvpnFlags {
     #[arg(long, value_name = "FILE", default_value = "")]
     pub(super) openvpn_tls_auth: String,
 
-    /// Direction of --openvpn-tls-auth: 0 or 1; empty uses one half of the key both ways
+    /// Key direction of --openvpn-tls-auth: 0 or 1; empty uses the same half of the key in both directions
     #[arg(long, value_name = "DIRECTION", default_value = "")]
     pub(super) openvpn_key_direction: String,
 
@@ -59,21 +60,22 @@ pub(super) struct OpenvpnFlags {
     #[arg(long, value_name = "FILE", default_value = "")]
     pub(super) openvpn_tls_crypt: String,
 
-    /// Network of the VPN, whose first address is this server's; empty is 10.20.0.0/24
+    /// Network of the VPN; its first address belongs to this server; empty means 10.20.0.0/24
     #[arg(long, value_name = "CIDR", default_value = "")]
     pub(super) openvpn_network: String,
 
-    /// How clients see the network: net30, subnet or p2p; empty is net30
+    /// Topology of the network for clients: net30, subnet or p2p; empty means net30
     #[arg(long, value_name = "TOPOLOGY", default_value = "")]
     pub(super) openvpn_topology: String,
 
-    /// Networks behind clients, comma-separated: pods, services, node access. Other clients may connect to them, and
-    /// addresses outside of them are taken for nodes if the node access network is one of them
+    /// Networks behind clients, comma-separated: pods, services, node access. Other clients may connect to
+    /// them. If the node access network is listed, addresses outside of all listed networks are treated as
+    /// nodes
     #[arg(long, value_name = "LIST")]
     pub(super) openvpn_route: Vec<StringSlice>,
 
-    /// Networks that clients are told to reach through the VPN, comma-separated; not told to one that has them behind
-    /// itself
+    /// Networks pushed to clients as routes into the VPN, comma-separated; not pushed to the client that has
+    /// the network behind itself
     #[arg(long, value_name = "LIST")]
     pub(super) openvpn_push_route: Vec<StringSlice>,
 
@@ -81,15 +83,16 @@ pub(super) struct OpenvpnFlags {
     #[arg(long, value_name = "LIST")]
     pub(super) openvpn_push: Vec<StringSlice>,
 
-    /// Network whose last two octets are a node's; empty is 10.254.0.0/16
+    /// Network for node access: its addresses end with the last two octets of a node; empty means
+    /// 10.254.0.0/16
     #[arg(long, value_name = "CIDR", default_value = "")]
     pub(super) openvpn_node_access_network: String,
 
-    /// Watch the Nodes of the cluster of --kubeconfig, and dial their ExternalIPs and names as their InternalIPs
+    /// Watch the Nodes of the cluster of --kubeconfig, and dial their ExternalIPs and names as InternalIPs
     #[arg(long)]
     pub(super) openvpn_watch_nodes: bool,
 
-    /// Folder with files about single clients, named as their certificates' common names
+    /// Folder with per-client files, named after the common names of the certificates
     #[arg(long, value_name = "DIR", default_value = "")]
     pub(super) openvpn_client_config_dir: String,
 
@@ -97,38 +100,40 @@ pub(super) struct OpenvpnFlags {
     #[arg(long)]
     pub(super) openvpn_ccd_exclusive: bool,
 
-    /// Let several clients have one name; otherwise the newest replaces the one before
+    /// Allow several clients with the same name; otherwise a new client replaces the previous client
     #[arg(long)]
     pub(super) openvpn_duplicate_cn: bool,
 
-    /// Clients at once; empty is 1024
+    /// Largest number of connected clients; empty means 1024
     #[arg(long, value_name = "N", value_parser = go_int)]
     pub(super) openvpn_max_clients: Option<i64>,
 
-    /// Ciphers of the data channel, colon-separated, the best first; empty is
+    /// Ciphers of the data channel, colon-separated, best first; empty means
     /// AES-256-GCM:AES-128-GCM:CHACHA20-POLY1305
     #[arg(long, value_name = "LIST", default_value = "")]
     pub(super) openvpn_data_ciphers: String,
 
-    /// Digest of tls-auth, and of ciphers that do not authenticate; empty is SHA1
+    /// Digest of tls-auth, and of ciphers without authentication; empty means SHA1
     #[arg(long, value_name = "DIGEST", default_value = "")]
     pub(super) openvpn_auth: String,
 
-    /// How often either side sends something at least; 0 is never, empty is 5s
+    /// Interval of pings in both directions; 0 disables pings; empty means 5s
     #[arg(long, value_name = "DURATION")]
     pub(super) openvpn_ping: Option<GoDuration>,
 
-    /// Silence after which a client connects again; the server waits twice as long. 0 is never, empty is 30s
+    /// Silence after which a client reconnects; the server waits twice as long; 0 means never; empty means
+    /// 30s
     #[arg(long, value_name = "DURATION")]
     pub(super) openvpn_ping_restart: Option<GoDuration>,
 
-    /// Age in seconds at which keys are renewed; 0 leaves it to clients, empty is 3600
+    /// Age in seconds at which keys are renewed; 0 leaves renewal to clients; empty means 3600
     #[arg(long, value_name = "SECONDS", value_parser = go_int)]
     pub(super) openvpn_reneg_sec: Option<i64>,
 }
 
 impl OpenvpnFlags {
-    /// The tunnel's settings, `None` where there is none. `kubeconfig` is the file of that flag.
+    /// Returns the tunnel's settings, or `None` if the flags do not enable the tunnel. `kubeconfig` is the
+    /// value of the flag with that name.
     pub(super) fn settings(&self, p: &mut Problems, kubeconfig: Option<&Path>) -> Option<Settings> {
         let mut server = self.file(p).unwrap_or_default();
         let listen = self.listen(p, &server);
@@ -163,7 +168,7 @@ impl OpenvpnFlags {
             self.openvpn_ping,
             file.ping.or(Some(PING)),
         );
-        // A file tells the server's own time, twice that of the clients.
+        // The file's value is the server's own time, which is twice the time of the clients.
         let restart = file
             .ping_restart
             .map(|time| time / 2)
@@ -177,7 +182,7 @@ impl OpenvpnFlags {
         if let (Some(ping), Some(restart)) = (ping, ping_restart) {
             p.require(restart >= 2 * ping, || {
                 format!(
-                    "openvpn-ping-restart must be at least twice openvpn-ping: {}s, {}s",
+                    "openvpn-ping-restart must be at least twice openvpn-ping, got {}s and {}s",
                     restart.as_secs(),
                     ping.as_secs()
                 )
@@ -276,7 +281,7 @@ impl OpenvpnFlags {
         common.ca = ca.or(common.ca.take());
         let given = !self.openvpn_cert.is_empty() || !self.openvpn_key.is_empty();
         p.require(common.ca.is_some() && (given || common.cert.is_some()), || {
-            "--openvpn-ca, --openvpn-cert and --openvpn-key must be set: OpenVPN clients have certificates".to_owned()
+            "--openvpn-ca, --openvpn-cert and --openvpn-key must be set: OpenVPN clients authenticate with certificates".to_owned()
         });
         let auth = file(p.file("OpenVPN tls-auth key", &self.openvpn_tls_auth));
         common.lay_tls_auth(auth, &self.openvpn_key_direction, p);
@@ -295,7 +300,7 @@ impl OpenvpnFlags {
             for name in unknown {
                 let all = Cipher::list(&Cipher::ALL);
                 p.error(format!(
-                    "--openvpn-data-ciphers: {name} is not supported; there are {all}"
+                    "--openvpn-data-ciphers: {name} is not supported; supported: {all}"
                 ));
             }
             common.ciphers = Some(known);
@@ -326,7 +331,7 @@ impl OpenvpnFlags {
         for option in StringSlice::concat(&self.openvpn_push) {
             let pushable = option.bytes().all(|byte| matches!(byte, b' '..=b'~'));
             p.require(pushable && !option.trim().is_empty() && option.len() < 900, || {
-                format!("--openvpn-push: {option:?} can not be pushed: printable ASCII, less than 900 bytes")
+                format!("--openvpn-push: {option:?} cannot be pushed; use printable ASCII, less than 900 bytes")
             });
             server.push.push(option);
         }
@@ -391,7 +396,7 @@ fn cidrs(p: &mut Problems, flag: &str, lists: &[StringSlice]) -> Vec<Ipv4Net> {
         .collect()
 }
 
-/// OpenVPN counts in whole seconds.
+/// Parses a time in whole seconds, as OpenVPN requires; 0 means never.
 fn time(
     p: &mut Problems,
     flag: &str,

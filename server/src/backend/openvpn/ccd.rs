@@ -1,5 +1,5 @@
-//! Files of the client-config-dir: what is special about one client, found by the common name of
-//! its certificate.
+//! The files of the client-config-dir: settings of single clients, found by the common name of the
+//! certificate.
 
 use std::io::{self, Read as _};
 use std::net::Ipv4Addr;
@@ -8,46 +8,46 @@ use std::path::Path;
 use culvert_openvpn_io::config_file::lexer::{self, Directive};
 use ipnet::Ipv4Net;
 
-/// The file for clients without one of their own.
+/// Name of the file for clients without their own file.
 const DEFAULT: &str = "DEFAULT";
 
-/// The largest file that is read.
+/// Largest part of a file that is read, in bytes.
 const MAX_BYTES: u64 = 256 << 10;
 
-/// The most iroutes of one client; the stock program has the same bound for what it learns.
+/// Largest number of iroutes per client. The stock program limits its learned routes to the same number.
 const MAX_IROUTES: usize = 256;
 
-/// One client's file.
+/// Contents of one client's file.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ClientConfig {
-    /// `ifconfig-push`: its address, and what stands behind it.
+    /// `ifconfig-push`: address of the client, and the remote end or netmask.
     pub address: Option<(Ipv4Addr, Option<Ipv4Addr>)>,
-    /// `iroute`: networks that are behind it.
+    /// `iroute`: networks behind the client.
     pub iroutes: Vec<Ipv4Net>,
-    /// What is changed about the options that are pushed to all, in order.
+    /// Changes to the pushed options, in order.
     pub push: Vec<PushChange>,
-    /// `disable`: it may not connect.
+    /// `disable`: the client is refused.
     pub disabled: bool,
-    /// Lines without effect, for the log.
+    /// Invalid lines, for the log.
     pub problems: Vec<String>,
 }
 
-/// A change of what is pushed.
+/// Change to the pushed options.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum PushChange {
     /// `push`.
     Add(String),
-    /// `push-reset`: nothing of what is pushed to all.
+    /// `push-reset`: removes all options.
     Reset,
-    /// `push-remove`: nothing that begins so.
+    /// `push-remove`: removes options with this prefix.
     Remove(String),
 }
 
 impl ClientConfig {
-    /// Looks for a client's file, then for the one named DEFAULT.
+    /// Reads a client's file, or the file DEFAULT if the client has no file.
     ///
     /// # Errors
-    /// When a file is there and can not be read.
+    /// A file exists but cannot be read.
     pub fn find(directory: &Path, common_name: &str) -> io::Result<Option<Self>> {
         for name in [file_name(common_name), DEFAULT.to_owned()] {
             let path = directory.join(&name);
@@ -65,8 +65,7 @@ impl ClientConfig {
         Ok(None)
     }
 
-    /// Reads a file's text. As with the stock program a line that can not be used costs nothing
-    /// but itself.
+    /// Parses the text of a file. As in the stock program, an invalid line does not affect other lines.
     pub fn parse(text: &str, name: &str) -> Self {
         let mut config = Self::default();
         let (directives, errors) = lexer::directives(text);
@@ -96,7 +95,7 @@ impl ClientConfig {
             }
             "iroute" => {
                 if self.iroutes.len() >= MAX_IROUTES {
-                    return Err(format!("more than {MAX_IROUTES} of them"));
+                    return Err(format!("more than {MAX_IROUTES} iroutes"));
                 }
                 let mask = match directive.argument(1) {
                     Some(_) => address(directive, 1)?,
@@ -112,7 +111,7 @@ impl ClientConfig {
             "disable" => self.disabled = true,
             _ => {
                 return Err(
-                    "not an option of a client's file that is known here; there are ifconfig-push, iroute, push, push-reset, push-remove and disable".into(),
+                    "not an option of a client's file; expected one of ifconfig-push, iroute, push, push-reset, push-remove, disable".into(),
                 );
             }
         }
@@ -120,7 +119,7 @@ impl ClientConfig {
     }
 }
 
-/// A common name as a file name: one that leads to another directory names a file all the same.
+/// Converts a common name into a file name that never leads to another directory.
 fn file_name(common_name: &str) -> String {
     match common_name {
         "." | ".." => "_".repeat(common_name.len()),
@@ -152,7 +151,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_file_is_read_and_bad_lines_cost_only_themselves() {
+    fn invalid_lines_do_not_affect_other_lines() {
         let text = "\
 # the user cluster
 iroute 172.25.0.0 255.255.0.0
@@ -200,7 +199,7 @@ up /bin/true
     }
 
     #[test]
-    fn a_name_finds_its_file_or_the_default_and_never_leaves_the_directory() {
+    fn name_selects_its_file_or_default_inside_the_directory() {
         let dir = tempfile::tempdir().unwrap();
         let write = |name: &str, text: &str| std::fs::write(dir.path().join(name), text).unwrap();
         let find = |name: &str| ClientConfig::find(dir.path(), name).unwrap();

@@ -1,7 +1,7 @@
-//! The clients that are connected: who may come in, what they are told, and who has an address.
+//! The connected clients: their admission, their pushed options, and their addresses.
 //!
-//! Owns routes, rules and addresses of the whole tunnel. An entry is owned by an [`Admission`] whose
-//! drop removes it.
+//! [`Clients`] owns routes, rules and addresses of the whole tunnel. Dropping an [`Admission`] removes the
+//! entry of its client.
 
 use std::collections::BTreeMap;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -29,28 +29,28 @@ use super::pool::{Lease, Pool};
 use super::push::{self, PushAll};
 use crate::backend::tunnel::{self, Health};
 
-/// Connections between clients that are remembered, about 300 bytes each.
+/// Largest number of tracked connections between clients, about 300 bytes each.
 const MAX_TRACKED: usize = 65_536;
 
-/// Pings that may be missed before a client counts as silent.
+/// Number of missed pings after which a client counts as silent.
 const MISSED_PINGS: u32 = 3;
 
-/// Who may come in, and how.
+/// Rules for the admission of clients.
 #[derive(Clone, Debug)]
 pub struct Admittance {
-    /// Files about single clients.
+    /// Directory with files of single clients.
     pub directory: Option<PathBuf>,
-    /// Clients without a file are refused.
+    /// True if clients without a file are refused.
     pub exclusive: bool,
-    /// Several clients may have one name.
+    /// True if several clients may use the same name.
     pub duplicates: bool,
-    /// Clients at once.
+    /// Largest number of connected clients.
     pub max_clients: usize,
-    /// What all are told.
+    /// Options pushed to all clients.
     pub push: PushAll,
 }
 
-/// See the module.
+/// Registry of the connected clients; see the module.
 pub struct Clients {
     admittance: Admittance,
     pool: Arc<Pool>,
@@ -72,53 +72,53 @@ struct Client {
     program: String,
     iroutes: Vec<Ipv4Net>,
     address: Ipv4Addr,
-    /// How often it was told to send something at least.
+    /// Interval at which the client was told to send pings.
     ping: Option<Duration>,
     kick: CancellationToken,
-    /// Once it is connected.
+    /// Handle of the client's task; `None` until the client is connected.
     peer: Option<Peer>,
     shard: usize,
 }
 
-/// A client that was let in. Its drop forgets the client.
+/// Admission of a client. Dropping the admission removes the client.
 pub struct Admission {
-    /// Newer ones are larger.
+    /// Identifier of the client. Newer clients have larger identifiers.
     pub id: PeerId,
-    /// What it is told.
+    /// Options pushed to the client.
     pub push: Vec<String>,
-    /// Its own address.
+    /// Address of the client in the VPN.
     pub address: Ipv4Addr,
-    /// What is behind it.
+    /// Networks behind the client.
     pub iroutes: Vec<Ipv4Net>,
-    /// What it is called.
+    /// Common name of the client's certificate.
     pub name: String,
     clients: Arc<Clients>,
     _lease: Lease,
 }
 
-/// Why a client was not let in: for the log, and for the client.
+/// Refusal of a client.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Refused {
-    /// What the operator should know.
+    /// Reason for the operator's log.
     pub reason: String,
-    /// What the client is told.
+    /// Reason sent to the client.
     pub told: String,
 }
 
-/// A client that a dial can go to.
+/// Connected client that can carry a dial.
 #[derive(Clone)]
 pub struct Way {
-    /// The way to its task.
+    /// Handle of the client's task.
     pub peer: Peer,
-    /// Its name, for logs.
+    /// Name of the client, for logs.
     pub name: Arc<str>,
-    /// Which one it is.
+    /// Identifier of the client.
     pub id: PeerId,
     ping: Option<Duration>,
 }
 
 impl Clients {
-    /// Nobody yet.
+    /// Creates an empty registry.
     pub fn new(
         admittance: Admittance,
         pool: Arc<Pool>,
@@ -139,15 +139,15 @@ impl Clients {
         })
     }
 
-    /// The server's own address in the VPN.
+    /// Returns the server's own address in the VPN.
     pub fn server(&self) -> Ipv4Addr {
         self.pool.server()
     }
 
-    /// Decides about a client whose certificate is good. `kick` ends it later, if need be.
+    /// Decides about a client with a valid certificate. The registry fires `kick` to end the client later.
     ///
     /// # Errors
-    /// When it may not come in.
+    /// The client is refused.
     pub fn admit(
         self: &Arc<Self>,
         client: &Authenticated,
@@ -156,7 +156,7 @@ impl Clients {
         kick: CancellationToken,
     ) -> Result<Admission, Refused> {
         let rules = &self.admittance;
-        // Plain AUTH_FAILED makes a client give up for long, or for good.
+        // A client stops trying for a long time, or forever, after a plain AUTH_FAILED.
         let later = |reason: String, told: &str| {
             let protocol = client.peer_info.protocol;
             let told = match protocol.has(Protocol::AUTH_FAIL_TEMP) {
@@ -168,13 +168,13 @@ impl Clients {
         let name = client.identity.common_name.clone();
         let file = match &rules.directory {
             Some(directory) => ClientConfig::find(directory, &name).map_err(|error| {
-                let why = format!("its file in the client-config-dir cannot be read: {error}");
+                let why = format!("the client's file in client-config-dir cannot be read: {error}");
                 later(why, "the server cannot read its files")
             })?,
             None => None,
         };
         if rules.exclusive && file.is_none() {
-            let reason = "it has no file in the client-config-dir, and ccd-exclusive is set";
+            let reason = "the client has no file in client-config-dir, and ccd-exclusive is set";
             return Err(Refused::because(reason));
         }
         let file = file.unwrap_or_default();
@@ -182,7 +182,7 @@ impl Clients {
             warn!(client = name, "{problem}; the line has no effect");
         }
         if file.disabled {
-            let reason = "its file in the client-config-dir says disable";
+            let reason = "the client's file in client-config-dir contains `disable`";
             return Err(Refused::because(reason));
         }
         let mut state = self.state.lock();
@@ -190,7 +190,10 @@ impl Clients {
         let others = |client: &&Client| !rules.duplicates && client.name == name;
         let replaced = state.clients.values().filter(others).count();
         if state.clients.len() - replaced >= rules.max_clients {
-            let reason = format!("{} clients are connected already", rules.max_clients);
+            let reason = format!(
+                "the limit of {} clients is reached; raise --openvpn-max-clients",
+                rules.max_clients
+            );
             return Err(later(reason, "too many clients"));
         }
         for other in state.clients.values().filter(others) {
@@ -205,7 +208,7 @@ impl Clients {
             }
         }
         let lease = match file.address {
-            // The one that it replaces still has it for a moment.
+            // The replaced client still has the address for a moment.
             Some((own, second))
                 if state
                     .clients
@@ -218,7 +221,7 @@ impl Clients {
             Some((own, second)) => self.pool.lease_static(own, second).or_else(|error| {
                 warn!(
                     client = name,
-                    "ifconfig-push: {error}; it gets another address"
+                    "ifconfig-push: {error}; the client gets another address"
                 );
                 self.pool.lease()
             }),
@@ -259,8 +262,8 @@ impl Clients {
         })
     }
 
-    /// Looks at a packet that is not for the flows of the client it came from, and sends it on.
-    /// True if it is for the server itself.
+    /// Forwards a packet to its destination, if the flows of its sender did not accept the packet. Returns
+    /// true if the packet is for the server itself.
     pub fn forward(&self, from: PeerId, packet: &[u8], now: Moment) -> bool {
         let mut packet = packet.to_vec();
         let mut state = self.state.lock();
@@ -281,7 +284,7 @@ impl Clients {
         }
     }
 
-    /// Counts what was forwarded and dropped since the last time.
+    /// Adds the forwarded and dropped packets since the last call to the metrics.
     pub fn report(&self) {
         let mut state = self.state.lock();
         let stats = state.forward.stats();
@@ -290,8 +293,8 @@ impl Clients {
         self.metrics.add_forward(&before, &stats);
     }
 
-    /// Who an address is dialed through: the longest prefix, then who was heard lately, then the
-    /// newest. Leaves out what was tried.
+    /// Selects the client for a dial: by longest prefix, then clients that are not silent, then the newest.
+    /// Skips the clients in `tried`.
     pub fn way(&self, destination: Ipv4Addr, tried: &[PeerId]) -> Option<Way> {
         let state = self.state.lock();
         let best = state
@@ -313,7 +316,7 @@ impl Clients {
         })
     }
 
-    /// The health of the best client that something is behind.
+    /// Returns the health of the best client with networks behind it.
     pub fn health(&self) -> Health {
         let state = self.state.lock();
         let ways = state.clients.values().filter(|c| !c.iroutes.is_empty());
@@ -321,7 +324,7 @@ impl Clients {
         health.unwrap_or(Health::Absent)
     }
 
-    /// The clients for people.
+    /// Returns descriptions of the connected clients for display.
     pub fn peers(&self) -> Vec<tunnel::Peer> {
         let state = self.state.lock();
         let connected = state.clients.values().filter(|c| c.peer.is_some());
@@ -342,7 +345,7 @@ impl Clients {
             .collect()
     }
 
-    /// Where the newest client that something is behind is served.
+    /// Returns the shard of the newest connected client with networks behind it.
     pub fn shard(&self) -> Option<usize> {
         let state = self.state.lock();
         let mut newest = state.clients.values().rev();
@@ -352,14 +355,14 @@ impl Clients {
     }
 }
 
-/// Peers send pings when they have nothing to say, so silence means that something is wrong.
+/// Idle peers send pings, so silence indicates a problem.
 fn is_silent(peer: &Peer, ping: Option<Duration>) -> bool {
     let bound = ping.map(|ping| ping.saturating_mul(MISSED_PINGS));
     bound.is_some_and(|bound| peer.silence() > bound)
 }
 
 impl Way {
-    /// Whether the client was not heard for longer than it should be.
+    /// Returns true if the client has been silent for too long.
     pub fn is_silent(&self) -> bool {
         is_silent(&self.peer, self.ping)
     }
@@ -375,7 +378,7 @@ impl Client {
         }
     }
 
-    /// The longest prefix of its own that an address is in.
+    /// Returns the length of the longest prefix of this client that contains the address.
     fn longest(&self, address: Ipv4Addr) -> Option<u8> {
         if address == self.address {
             return Some(32);
@@ -395,7 +398,7 @@ impl Refused {
 }
 
 impl Admission {
-    /// The client is connected: it can be dialed and sent to.
+    /// Marks the client as connected: from now on it receives dials and forwarded packets.
     pub fn connected(&self, peer: Peer) {
         let mut state = self.clients.state.lock();
         state
@@ -408,7 +411,7 @@ impl Admission {
         }
     }
 
-    /// Whether the client may send from an address.
+    /// Returns true if the client may send packets from this address.
     pub fn permits(&self, source: Ipv4Addr) -> bool {
         source == self.address || self.iroutes.iter().any(|net| net.contains(&source))
     }

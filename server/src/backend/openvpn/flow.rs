@@ -1,4 +1,4 @@
-//! A dialed flow as the halves of a connection.
+//! A dialed flow as the two halves of a connection.
 
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
@@ -16,10 +16,10 @@ use crate::backend::agent::next_serial;
 use crate::backend::flow::{FlowSink, FlowSource};
 use crate::metrics::ServerMetrics;
 
-/// The endpoint's bytes.
+/// Bytes from the endpoint.
 struct FromClient(Reader);
 
-/// The way to the endpoint.
+/// Bytes to the endpoint.
 struct ToClient {
     writer: Writer,
     peer: Arc<str>,
@@ -27,14 +27,14 @@ struct ToClient {
     _life: Life,
 }
 
-/// Counts an open connection.
+/// Counters of an open connection.
 struct Life {
     _open: GaugeGuard,
     opened: Instant,
     metrics: Arc<ServerMetrics>,
 }
 
-/// A connection of a flow that is open; `peer` is the client's name.
+/// Creates a connection from an open flow. `peer` is the client's name.
 pub fn connection(stream: Stream, peer: Arc<str>, metrics: Arc<ServerMetrics>) -> Connection {
     let life = Life {
         _open: GaugeGuard::new(&metrics.established_connections),
@@ -90,14 +90,14 @@ impl FlowSink for ToClient {
         &self.peer
     }
 
-    /// What was sent still arrives, then the flow ends; the flow's task sees to it.
+    /// Ends the flow. After an orderly end, the flow's task still delivers all queued bytes.
     fn end(mut self: Box<Self>, why: CloseReason, _: &TaskTracker) {
         match why {
             CloseReason::Finished
             | CloseReason::ClientClosed
             | CloseReason::EndpointClosed
             | CloseReason::HalfOpenIdle => {
-                // A flow that is over needs no end.
+                // An error means that the flow has already ended.
                 let _ = self.writer.finish();
             }
             _ => self.writer.abort(),

@@ -1,5 +1,5 @@
-//! Connections whose client has not come in yet. There may be only so many: a new one takes the place
-//! of another one, see [`makes_room`], so that those who only connect can not keep others out.
+//! Connections of clients that are not admitted yet. Their number is limited. At the limit, a new connection
+//! displaces an older connection, see [`makes_room`], so that idle connections cannot lock out other clients.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -9,7 +9,7 @@ use culvert_openvpn::half_open::makes_room;
 use parking_lot::Mutex;
 use tokio_util::sync::CancellationToken;
 
-/// All of them.
+/// All half-open connections of one listener.
 pub struct HalfOpens {
     limit: usize,
     waiting: Mutex<Waiting>,
@@ -21,14 +21,14 @@ struct Waiting {
     all: BTreeMap<u64, (IpAddr, CancellationToken)>,
 }
 
-/// A place, free again when dropped.
+/// Slot of one half-open connection. Dropping the slot frees it.
 pub struct HalfOpen {
     all: Arc<HalfOpens>,
     id: u64,
 }
 
 impl HalfOpens {
-    /// Room for so many.
+    /// Creates an empty set with room for `limit` connections.
     pub fn new(limit: usize) -> Arc<Self> {
         Arc::new(Self {
             limit,
@@ -36,7 +36,7 @@ impl HalfOpens {
         })
     }
 
-    /// Takes a place; `cut` fires when another one needs it.
+    /// Allocates a slot. `cut` fires when a newer connection displaces this connection.
     pub fn enter(self: &Arc<Self>, from: IpAddr, cut: CancellationToken) -> HalfOpen {
         let mut waiting = self.waiting.lock();
         if waiting.all.len() >= self.limit {
@@ -55,7 +55,7 @@ impl HalfOpens {
 }
 
 impl HalfOpen {
-    /// Whether another one has taken the place.
+    /// Returns true if a newer connection has displaced this connection.
     pub fn is_displaced(&self) -> bool {
         !self.all.waiting.lock().all.contains_key(&self.id)
     }
@@ -74,7 +74,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_goes_when_there_are_too_many() {
+    fn oldest_connection_is_displaced_at_the_limit() {
         let all = HalfOpens::new(2);
         let cuts: Vec<_> = (0..4).map(|_| CancellationToken::new()).collect();
         let from = "192.0.2.1".parse().unwrap();

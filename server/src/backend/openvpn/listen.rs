@@ -1,4 +1,4 @@
-//! The listeners of the tunnel.
+//! The TCP listeners of the tunnel.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -21,15 +21,16 @@ use super::half_open::{HalfOpen, HalfOpens};
 use super::metrics::Handshake;
 use super::role::Client;
 
-/// TCP connections without a certificate. Each costs up to 80 KiB while TLS shakes hands.
+/// Largest number of TCP connections without a verified certificate. Each costs up to 80 KiB during the TLS
+/// handshake.
 const MAX_HALF_OPEN: usize = 256;
 
-/// What a TCP listener's connections share.
+/// State shared by the connections of a TCP listener.
 #[derive(Clone)]
 pub struct Tcp {
-    /// Who is let in.
+    /// Registry that admits clients.
     pub clients: Arc<Clients>,
-    /// The session's settings, as they are for a new one.
+    /// Settings for new sessions.
     pub config: watch::Receiver<Arc<ServerConfig>>,
 }
 

@@ -1,4 +1,4 @@
-//! The series of the OpenVPN tunnel. They exist only in a server that has one.
+//! Metrics of the OpenVPN tunnel. They exist only in a server with this tunnel.
 
 use std::sync::Arc;
 
@@ -8,27 +8,27 @@ use culvert_openvpn::{flows, forward, hub, session};
 use metrics::{Counter, Gauge};
 
 label_values! {
-    /// What became of a client's attempt to connect.
+    /// Result of a client's attempt to connect.
     pub enum Handshake("outcome") {
-        /// It is connected.
+        /// The client is connected.
         Established = "established",
-        /// Its certificate, or ours, was not accepted, or TLS failed otherwise.
+        /// The client's or the server's certificate was not accepted, or TLS failed otherwise.
         Tls = "tls_failed",
-        /// It was refused by what is configured.
+        /// The server's configuration refused the client.
         Rejected = "rejected",
-        /// The two have nothing in common.
+        /// Client and server have no common settings.
         NoAgreement = "no_agreement",
-        /// It did not come to an end in time, or the client left.
+        /// The handshake timed out, or the client left.
         Unfinished = "unfinished",
-        /// What came was not OpenVPN's protocol, or not wrapped as it should be.
+        /// The peer does not use OpenVPN's protocol, or the wrapping of its packets is wrong.
         Protocol = "protocol_error",
-        /// Others needed the room.
+        /// Displaced by another client because of a limit.
         Evicted = "evicted",
     }
 }
 
 label_values! {
-    /// What became of a renegotiation.
+    /// Result of a renegotiation.
     pub enum Renegotiation("outcome") {
         /// New keys are in use.
         Done = "done",
@@ -38,7 +38,7 @@ label_values! {
 }
 
 label_values! {
-    /// As the server sees it.
+    /// Direction of a packet, as seen from the server.
     pub enum Direction("direction") {
         /// From clients.
         In = "in",
@@ -48,17 +48,17 @@ label_values! {
 }
 
 label_values! {
-    /// Why a packet was dropped.
+    /// Reason for dropping a packet.
     pub enum Drop("reason") {
-        /// Not a packet of the protocol, or not one that is spoken.
+        /// Not a packet of the protocol, or of an unsupported kind.
         Malformed = "malformed",
-        /// tls-auth or tls-crypt do not match.
+        /// tls-auth or tls-crypt does not match.
         Wrap = "wrap_mismatch",
-        /// It came before.
+        /// Received before.
         Replayed = "replayed",
-        /// It does not authenticate.
+        /// Data packet with failed authentication.
         Forged = "not_authentic",
-        /// Of a session or key that is not there.
+        /// For an unknown session or key.
         Unknown = "unknown_session",
         /// Compressed.
         Compressed = "compressed",
@@ -66,41 +66,41 @@ label_values! {
         Inner = "bad_inner_packet",
         /// The source address is not the client's.
         Source = "bad_source",
-        /// Nobody has the destination.
+        /// No client has the destination.
         NoRoute = "no_route",
-        /// No rule lets it through.
+        /// No rule allows the packet.
         Filtered = "filtered",
-        /// No room: for a connection, or in a link.
+        /// A limit is reached: of connections, or of a link's queue.
         Full = "full",
-        /// It could not be encrypted: too large, or the keys are gone.
+        /// Not encrypted: the packet is too large, or no key is usable.
         Unsealed = "not_sealed",
     }
 }
 
-/// All series.
+/// Metrics of the tunnel.
 pub struct OpenvpnMetrics {
-    /// Clients that are connected.
+    /// Number of connected clients.
     pub clients: Gauge,
     handshakes: Family<Handshake, Counter>,
     renegotiations: Family<Renegotiation, Counter>,
     bytes: Family<Direction, Counter>,
     packets: Family<Direction, Counter>,
     dropped: Family<Drop, Counter>,
-    /// Segments of flows that were sent again.
+    /// Number of retransmitted segments of flows.
     pub retransmitted: Counter,
 }
 
-/// What is known of nodes; only in a server that watches them.
+/// Metrics of the Node watch; only in a server that watches Nodes.
 #[derive(Clone)]
 pub struct NodeMetrics {
     /// 1 while the Kubernetes API answers.
     pub watch_up: Gauge,
-    /// Those that dials are translated for.
+    /// Number of nodes with translated addresses.
     pub nodes: Gauge,
 }
 
 impl NodeMetrics {
-    /// Adds the series to a server's page.
+    /// Registers the metrics.
     pub fn new(registry: &Arc<Registry>) -> Self {
         Self {
             watch_up: registry.gauge(
@@ -118,7 +118,7 @@ impl NodeMetrics {
 }
 
 impl OpenvpnMetrics {
-    /// Adds the series to a server's page.
+    /// Registers the metrics.
     pub fn new(registry: &Arc<Registry>) -> Self {
         Self {
             clients: registry.gauge(
@@ -164,7 +164,7 @@ impl OpenvpnMetrics {
         }
     }
 
-    /// Counts a handshake that is over.
+    /// Counts a finished handshake.
     pub fn handshake(&self, outcome: Handshake) {
         self.handshakes.get(outcome).increment(1);
     }
@@ -176,7 +176,7 @@ impl OpenvpnMetrics {
         }
     }
 
-    /// Adds what a session has counted since `before`.
+    /// Adds a session's counts since `before`.
     pub fn add_session(&self, before: &session::Stats, now: &session::Stats) {
         let count = |counter: &Counter, of: fn(&session::Stats) -> u64| {
             counter.increment(of(now).saturating_sub(of(before)));
@@ -203,7 +203,7 @@ impl OpenvpnMetrics {
         count(self.dropped.get(Drop::Compressed), |s| s.compressed);
     }
 
-    /// Adds what the flows of a client have counted since `before`.
+    /// Adds the counts of a client's flows since `before`.
     pub fn add_flows(&self, before: &flows::Stats, now: &flows::Stats) {
         let since = |of: fn(&flows::Stats) -> u64| of(now).saturating_sub(of(before));
         self.dropped(
@@ -214,7 +214,7 @@ impl OpenvpnMetrics {
         self.retransmitted.increment(since(|s| s.retransmitted));
     }
 
-    /// Adds what the way between clients has counted since `before`.
+    /// Adds the counts of forwarding between clients since `before`.
     pub fn add_forward(&self, before: &forward::Stats, now: &forward::Stats) {
         let since = |of: fn(&forward::Stats) -> u64| of(now).saturating_sub(of(before));
         self.dropped(
@@ -230,7 +230,7 @@ impl OpenvpnMetrics {
         );
     }
 
-    /// Adds what belongs to no session of a UDP socket.
+    /// Adds the counts of a UDP socket's packets without a session since `before`.
     pub fn add_hub(&self, before: &hub::HubStats, now: &hub::HubStats) {
         let since = |of: fn(&hub::HubStats) -> u64| of(now).saturating_sub(of(before));
         self.dropped(Drop::Malformed, since(|s| s.malformed));

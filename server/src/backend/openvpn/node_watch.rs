@@ -1,5 +1,5 @@
-//! Watches the Nodes of the user cluster, and publishes whose an address is. While the API can not
-//! be reached the last known nodes stay in force; before the first list none are known.
+//! The watch of the user cluster's Nodes. Publishes the translation of node addresses. While the API is
+//! unreachable, the last known nodes stay in force; before the first list, no node is known.
 
 use std::path::Path;
 use std::pin::pin;
@@ -20,29 +20,29 @@ use tracing::{info, warn};
 use super::metrics::NodeMetrics;
 use super::nodes::{Known, Node};
 
-/// How long changes are collected before they are put in force together.
+/// Time to collect changes before they are applied together.
 const COLLECT: Duration = Duration::from_millis(200);
 
-/// How many Nodes are remembered, some 500 bytes each. Kubernetes itself is made for 5,000.
+/// Largest number of stored Nodes, some 500 bytes each. Kubernetes is designed for 5,000.
 const MAX_NODES: usize = 50_000;
 
-/// See the module.
+/// Watch of the Nodes; see the module.
 pub struct NodeWatch {
     api: Api<core::Node>,
     mirror: Mirror<Node>,
-    /// Where addresses are dialed as they are.
+    /// Networks whose addresses are dialed without translation.
     direct: Vec<Ipv4Net>,
     known: watch::Sender<Arc<Known>>,
     metrics: NodeMetrics,
-    /// What the log has named.
+    /// Problems that were already logged.
     problems: Vec<String>,
 }
 
 impl NodeWatch {
-    /// Reads the account's credentials.
+    /// Creates the watch. Reads the credentials of the kubeconfig.
     ///
     /// # Errors
-    /// When they can not be used.
+    /// The credentials cannot be used.
     pub async fn new(
         kubeconfig: &Path,
         direct: Vec<Ipv4Net>,
@@ -58,7 +58,7 @@ impl NodeWatch {
         })
     }
 
-    /// What is known, from now on.
+    /// Returns a receiver for the current and all later translations.
     pub fn known(&self) -> watch::Receiver<Arc<Known>> {
         self.known.subscribe()
     }
@@ -66,7 +66,7 @@ impl NodeWatch {
     /// Watches until the token fires.
     pub async fn run(mut self, shutdown: CancellationToken) {
         let mut nodes = pin!(objects(self.api.clone()));
-        // When what has changed is put in force.
+        // Time to apply the collected changes.
         let mut due: Option<Instant> = None;
         loop {
             let changed = tokio::select! {

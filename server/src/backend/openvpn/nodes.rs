@@ -1,12 +1,13 @@
-//! Which node is dialed, by what Nodes say of themselves.
+//! The translation of dialed node addresses, based on the Nodes' reported addresses.
 //!
-//! Control planes may dial a node by its ExternalIP or by name. Behind the VPN only InternalIPs are
-//! known, so such an address becomes the InternalIP of the node that it belongs to. No I/O; the
-//! [`watch`](super::node_watch) feeds it.
+//! Control planes may dial a node by ExternalIP or by name. Behind the VPN only InternalIPs are known, so an
+//! ExternalIP or name is translated to the InternalIP of its node. This module does no I/O; the
+//! [`watch`](super::node_watch) supplies the Nodes.
 //!
-//! A kubelet writes the addresses of its own Node. So what one says can not take anything away from
-//! pods, Services and other nodes' InternalIPs, nor the name that the cluster knows another Node by. Else, of
-//! two that say the same the older is believed: whose an ExternalIP really is, nothing here tells.
+//! A kubelet writes the addresses of its own Node and could claim foreign addresses. Claims therefore never
+//! redirect dials to pods, Services, or InternalIPs of other nodes, nor dials to the object name of another
+//! Node. If two Nodes claim the same ExternalIP or name, the older Node wins, because the real owner cannot
+//! be determined here.
 
 use std::collections::{HashMap, HashSet};
 use std::net::{Ipv4Addr, SocketAddrV4};
@@ -14,32 +15,32 @@ use std::net::{Ipv4Addr, SocketAddrV4};
 use ipnet::Ipv4Net;
 use k8s_openapi::api::core::v1 as core;
 
-/// How many addresses of one Node count. Real ones have a handful.
+/// Number of addresses considered per Node. Real Nodes have a handful.
 const MAX_ADDRESSES: usize = 32;
 
-/// How many problems are told at once.
+/// Largest number of problems reported together.
 const MAX_PROBLEMS: usize = 100;
 
-/// What matters of a Node.
+/// The relevant parts of a Node.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Node {
     name: String,
     uid: String,
-    /// In seconds.
+    /// Creation time, in seconds.
     created: i64,
-    /// Where it is dialed.
+    /// InternalIP that dials use.
     internal: Ipv4Addr,
-    /// Further InternalIPs: addresses of its own that are dialed as they are.
+    /// Further InternalIPs, which are dialed without translation.
     others: Vec<Ipv4Addr>,
     external: Vec<Ipv4Addr>,
-    /// In lower case, without a dot at the end.
+    /// Names in lower case, without a trailing dot.
     names: Vec<String>,
 }
 
-/// Whose an address or a name is.
+/// Translation of ExternalIPs and names.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Known {
-    /// How many nodes these are.
+    /// Number of nodes.
     pub nodes: usize,
     /// InternalIPs by ExternalIP.
     external: HashMap<Ipv4Addr, Ipv4Addr>,
@@ -50,7 +51,8 @@ pub struct Known {
 // === impl Node ===
 
 impl Node {
-    /// `None` for one without an InternalIP of IPv4: there is no way to it.
+    /// Extracts the relevant parts of a Node. Returns `None` without an IPv4 InternalIP, because such a node
+    /// is unreachable.
     pub fn of(node: core::Node) -> Option<Self> {
         let metadata = node.metadata;
         let mut internal = Vec::new();
@@ -81,26 +83,26 @@ impl Node {
         })
     }
 
-    /// Its InternalIPs.
+    /// Returns the node's InternalIPs.
     fn own(&self) -> impl Iterator<Item = Ipv4Addr> {
         [self.internal]
             .into_iter()
             .chain(self.others.iter().copied())
     }
 
-    /// Smaller is older.
+    /// Returns a sort key; older nodes sort first.
     fn seniority(&self) -> (i64, [&String; 2]) {
         (self.created, [&self.uid, &self.name])
     }
 }
 
-/// A node's name as it is looked up. `None` for what is none, or is another's: an address, this
-/// machine, a Service.
+/// Normalizes a node's name for lookups. Returns `None` for an address, and for names that do not belong to
+/// nodes: `localhost` and Services.
 fn name_of(text: &str) -> Option<String> {
     let name = text.strip_suffix('.').unwrap_or(text).to_ascii_lowercase();
     let last = name.rsplit('.').next().unwrap_or_default();
     let is_taken = last == "localhost" || name.split('.').any(|label| label == "svc");
-    // No address in any notation: 010.1, 0x7f.1, 2130706433.
+    // Addresses in every notation are excluded: 010.1, 0x7f.1, 2130706433.
     let is_number = last.starts_with(|first: char| first.is_ascii_digit())
         && (name.contains('.')
             || last.starts_with("0x")
@@ -113,8 +115,8 @@ fn name_of(text: &str) -> Option<String> {
 // === impl Known ===
 
 impl Known {
-    /// Draws up what is known, and what the operator should know. An address in `direct` is dialed
-    /// as it is, whatever a Node says.
+    /// Builds the translation, and a list of problems for the operator. Addresses in `direct` are never
+    /// translated.
     pub fn of<'a>(
         nodes: impl Iterator<Item = &'a Node>,
         direct: &[Ipv4Net],
@@ -141,15 +143,18 @@ impl Known {
                     continue;
                 }
                 if direct.iter().any(|network| network.contains(ip)) {
-                    let text = format!("its ExternalIP {ip} is of the VPN or of --openvpn-route");
-                    problem(node, format!("{text}, and is dialed as it is"));
+                    let text = format!(
+                        "its ExternalIP {ip} is in the network of the VPN or of --openvpn-route"
+                    );
+                    problem(node, format!("{text}, and is dialed without translation"));
                 } else if internal.contains(ip) {
-                    let text = format!("its ExternalIP {ip} is another's InternalIP");
-                    problem(node, format!("{text}, and stays that"));
+                    let text = format!("its ExternalIP {ip} is the InternalIP of another Node");
+                    problem(node, format!("{text}, and is not translated"));
                 } else {
                     let (_, first) = *external.entry(*ip).or_insert((node.internal, *node));
                     if first != *node {
-                        let text = format!("its ExternalIP {ip} is Node {}'s, too", first.name);
+                        let text =
+                            format!("its ExternalIP {ip} also belongs to Node {}", first.name);
                         problem(node, format!("{text}, which is older and is dialed"));
                     }
                 }
@@ -159,7 +164,7 @@ impl Known {
                 let claim = of_name.unwrap_or(node);
                 let (_, first) = *names.entry(name.clone()).or_insert((claim.internal, claim));
                 if first != *node {
-                    let text = format!("its name {name} is Node {}'s, too", first.name);
+                    let text = format!("its name {name} also belongs to Node {}", first.name);
                     problem(node, format!("{text}, which is dialed"));
                 }
             }
@@ -175,14 +180,14 @@ impl Known {
         (known, problems)
     }
 
-    /// Where a node is that is dialed by name; `address` is `HOST:PORT`.
+    /// Translates a dialed node name; `address` is `HOST:PORT`.
     pub fn named(&self, address: &str) -> Option<SocketAddrV4> {
         let (host, port) = address.rsplit_once(':')?;
         let ip = self.names.get(&name_of(host)?)?;
         Some(SocketAddrV4::new(*ip, port.parse().ok()?))
     }
 
-    /// The InternalIP behind an ExternalIP; anything else as it is.
+    /// Translates an ExternalIP to an InternalIP. Returns other addresses unchanged.
     pub fn internal(&self, dialed: SocketAddrV4) -> SocketAddrV4 {
         let ip = self.external.get(dialed.ip()).unwrap_or(dialed.ip());
         SocketAddrV4::new(*ip, dialed.port())

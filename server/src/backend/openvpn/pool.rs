@@ -1,6 +1,6 @@
-//! The addresses of the VPN's network: which are free, and how a client is told its own.
+//! The addresses of the VPN's network, and the options that push an address to a client.
 //!
-//! Owns what is taken. A lease that is dropped gives its address back.
+//! [`Pool`] owns the leases. Dropping a lease frees its address.
 
 use std::collections::BTreeMap;
 use std::net::Ipv4Addr;
@@ -10,7 +10,7 @@ use culvert_openvpn::control::push::Topology;
 use ipnet::Ipv4Net;
 use parking_lot::Mutex;
 
-/// The addresses that clients may have.
+/// The addresses available to clients.
 #[derive(Debug)]
 pub struct Pool {
     network: Ipv4Net,
@@ -21,34 +21,34 @@ pub struct Pool {
 #[derive(Debug, Default)]
 struct Taken {
     last: u64,
-    /// By which lease.
+    /// Serial number of the current lease, by address.
     by: BTreeMap<Ipv4Addr, u64>,
 }
 
-/// An address in use.
+/// Lease of an address.
 #[derive(Debug)]
 pub struct Lease {
-    /// The client's.
+    /// Address of the client.
     pub address: Ipv4Addr,
-    /// What stands behind it in `ifconfig`: the other end, or the netmask.
+    /// Second argument of `ifconfig`: the remote end or the netmask.
     pub second: Ipv4Addr,
     serial: u64,
     pool: Arc<Pool>,
 }
 
-/// Why a client gets no address.
+/// Reason why a client gets no address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NoAddress {
-    /// All are in use.
-    #[error("all addresses of {0} are in use: give --openvpn-network a larger network")]
+    /// All addresses are in use.
+    #[error("all addresses of {0} are in use; set --openvpn-network to a larger network")]
     Exhausted(Ipv4Net),
-    /// Another client has the one that it should get.
+    /// Another client uses the requested address.
     #[error("{0} is in use by another client")]
     Taken(Ipv4Addr),
 }
 
 impl Pool {
-    /// All addresses free. The network's first one is the server's.
+    /// Creates a pool with all addresses free. The server uses the first address of the network.
     pub fn new(network: Ipv4Net, topology: Topology) -> Arc<Self> {
         Arc::new(Self {
             network: network.trunc(),
@@ -57,7 +57,7 @@ impl Pool {
         })
     }
 
-    /// The server's own address.
+    /// Returns the server's own address.
     pub fn server(&self) -> Ipv4Addr {
         self.at(1)
     }
@@ -72,8 +72,8 @@ impl Pool {
             .unwrap_or(u32::MAX)
     }
 
-    /// Addresses with their seconds, in the order in which they are given out. In blocks of four
-    /// (net30) neither the server's nor the last one is used, as in the stock program.
+    /// Iterates over the addresses and their second `ifconfig` arguments, in order of allocation. With net30
+    /// (blocks of four), the server's block and the last block stay unused, as in the stock program.
     fn candidates(&self) -> impl Iterator<Item = (Ipv4Addr, Ipv4Addr)> + '_ {
         let (first, step, count) = match self.topology {
             Topology::Net30 => (6, 4, (self.size() / 4).saturating_sub(2)),
@@ -93,10 +93,10 @@ impl Pool {
         }
     }
 
-    /// The first free address.
+    /// Leases the first free address.
     ///
     /// # Errors
-    /// When there is none.
+    /// All addresses are in use.
     pub fn lease(self: &Arc<Self>) -> Result<Lease, NoAddress> {
         let mut taken = self.taken.lock();
         let (address, second) = self
@@ -117,10 +117,10 @@ impl Pool {
         }
     }
 
-    /// A certain address, of a client's own file; it may be outside of the network.
+    /// Leases the address from a client's file. The address may be outside the network.
     ///
     /// # Errors
-    /// When another client has it.
+    /// The address belongs to the server or to another client.
     pub fn lease_static(
         self: &Arc<Self>,
         address: Ipv4Addr,
@@ -134,7 +134,8 @@ impl Pool {
         Ok(self.take(&mut taken, address, second))
     }
 
-    /// A certain address, whoever has it: it is not free again when that one drops its lease.
+    /// Leases an address even if another client uses the address. The address stays in use when the older
+    /// lease is dropped.
     pub fn take_over(self: &Arc<Self>, address: Ipv4Addr, second: Option<Ipv4Addr>) -> Lease {
         let second = second.unwrap_or_else(|| self.second(address));
         self.take(&mut self.taken.lock(), address, second)
@@ -142,7 +143,7 @@ impl Pool {
 }
 
 impl Lease {
-    /// What a client is told of its address and of the server's.
+    /// Returns the pushed options for the client's address and the route to the server.
     pub fn push(&self) -> Vec<String> {
         let (address, second, server) = (self.address, self.second, self.pool.server());
         let way = match self.pool.topology {
@@ -182,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn addresses_are_given_as_by_the_stock_program() {
+    fn addresses_match_the_stock_program() {
         let net30 = pool("10.20.0.0/24", Topology::Net30);
         let first = net30.lease().unwrap();
         assert_eq!(
@@ -211,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn an_address_has_one_client_and_comes_back() {
+    fn leased_addresses_are_unique_and_freed_on_drop() {
         for (topology, network, count) in [
             (Topology::Net30, "10.20.0.0/24", 62),
             (Topology::Subnet, "10.20.0.0/24", 253),
@@ -232,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn a_clients_own_address_is_left_out_by_the_pool() {
+    fn static_address_is_skipped_by_the_pool() {
         let pool = pool("10.20.0.0/24", Topology::Net30);
         let six: Ipv4Addr = "10.20.0.6".parse().unwrap();
         let own = pool.lease_static(six, None).unwrap();

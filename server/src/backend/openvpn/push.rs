@@ -1,4 +1,4 @@
-//! What one client is told: the options for all, what its own file changes about them, its address.
+//! The options pushed to one client: the common options, the changes from the client's file, and the address.
 
 use std::time::Duration;
 
@@ -8,19 +8,19 @@ use ipnet::Ipv4Net;
 use super::ccd::{ClientConfig, PushChange};
 use super::pool::Lease;
 
-/// The options for all clients, and what is added where the operator says nothing else.
+/// Options for all clients, and defaults for options that the operator did not set.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PushAll {
-    /// In the order in which they are sent.
+    /// Pushed options, in order.
     pub options: Vec<String>,
     /// Pushed as `ping`.
     pub ping: Option<Duration>,
-    /// Pushed as `ping-restart`: over TCP a client notices a dead path by nothing else.
+    /// Pushed as `ping-restart`. Over TCP, a client detects a dead path only through this option.
     pub ping_restart: Option<Duration>,
 }
 
 impl PushAll {
-    /// The options for one client.
+    /// Returns the options for one client.
     pub fn for_client(
         &self,
         client: &ClientConfig,
@@ -35,7 +35,7 @@ impl PushAll {
                 PushChange::Remove(start) => options.retain(|option| !option.starts_with(start)),
             }
         }
-        // What is behind a client must not be led into the tunnel by it.
+        // A client must not route its own networks into the tunnel.
         options.retain(|option| route(option).is_none_or(|net| !client.iroutes.contains(&net)));
         let has = |options: &[String], name: &str| {
             let mut names = options.iter().filter_map(|o| o.split_whitespace().next());
@@ -48,7 +48,8 @@ impl PushAll {
             }
         }
         if transport == Transport::Tcp && !has(&options, "socket-flags") {
-            // Clients before 2.8 leave Nagle's algorithm on: 40 ms for every short answer.
+            // OpenVPN clients before 2.8 leave Nagle's algorithm on, which delays every short answer by 40
+            // ms.
             options.push("socket-flags TCP_NODELAY".to_owned());
         }
         options.extend(lease.push());
@@ -56,7 +57,7 @@ impl PushAll {
     }
 }
 
-/// How often a client that is told this sends something; never, unless it is told so.
+/// Returns the ping interval from a client's pushed options; `None` if the client sends no pings.
 pub fn ping(options: &[String]) -> Option<Duration> {
     let mut seconds = options.iter().filter_map(|option| {
         let seconds = option.strip_prefix("ping ")?.trim();
@@ -68,7 +69,7 @@ pub fn ping(options: &[String]) -> Option<Duration> {
         .map(Duration::from_secs)
 }
 
-/// The network of a pushed `route`.
+/// Returns the network of a pushed `route`.
 fn route(option: &str) -> Option<Ipv4Net> {
     let mut words = option.split_whitespace();
     if words.next() != Some("route") {
@@ -111,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn a_client_is_not_told_the_way_to_what_is_behind_itself() {
+    fn routes_to_the_clients_own_networks_are_not_pushed() {
         let text = "iroute 172.25.0.0 255.255.0.0\niroute 10.240.16.0 255.255.240.0\n";
         let user_cluster = ClientConfig::parse(text, "ccd");
         assert_eq!(
@@ -132,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn a_clients_file_changes_what_is_pushed() {
+    fn client_file_changes_the_pushed_options() {
         let options = |text: &str| {
             let client = ClientConfig::parse(text, "ccd");
             all().for_client(&client, &lease(), Transport::Udp)

@@ -1,5 +1,5 @@
-//! Certificates that are renewed while the server runs: the files are read again, and count from the
-//! next negotiation on, of clients that are connected too.
+//! The renewal of certificates in a running server. Changed files are loaded and used from the next
+//! negotiation on, including renegotiations of connected clients.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,23 +13,23 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
-/// How often the files are looked at. Kubernetes takes about as long to bring a changed Secret.
+/// Interval at which the files are checked. Kubernetes takes about as long to deliver a changed Secret.
 const LOOK_EVERY: Duration = Duration::from_secs(30);
 
-/// The material of a server's TLS.
+/// The files of a server's TLS configuration.
 pub struct Files {
     ca: Material,
     cert: Material,
     key: Material,
     server: Server,
-    /// What was read last, good or bad.
+    /// Contents at the last check, valid or not.
     read: Vec<Vec<u8>>,
 }
 
 impl Files {
-    /// The files that a configuration names.
+    /// Creates the list of files from a configuration.
     pub fn new(server: &Server) -> anyhow::Result<Self> {
-        let needs = "clients connect over TLS: give --openvpn-ca, --openvpn-cert and --openvpn-key";
+        let needs = "clients connect over TLS; set --openvpn-ca, --openvpn-cert and --openvpn-key";
         let given = |material: &Option<Material>| {
             let material = material.clone();
             material.ok_or_else(|| anyhow::anyhow!(needs))
@@ -44,10 +44,10 @@ impl Files {
         })
     }
 
-    /// Reads them.
+    /// Loads the files.
     ///
     /// # Errors
-    /// When they can not be used; the text says which and what to do.
+    /// A file cannot be used. The text names the file and the remedy.
     pub fn load(&mut self) -> Result<ServerTls, files::FileError> {
         self.changed();
         if let Some(doubt) = files::doubt(&self.cert, Role::Server) {
@@ -64,8 +64,8 @@ impl Files {
         )
     }
 
-    /// Whether any of them is not what it was at the last look. A file that is not there for a
-    /// moment is about to be replaced.
+    /// Returns true if a file changed since the last check. Returns false while a file is missing, because it
+    /// is probably being replaced.
     fn changed(&mut self) -> bool {
         let all = [&self.ca, &self.cert, &self.key];
         let all = all.into_iter().chain(self.server.crl.as_ref());
@@ -77,7 +77,7 @@ impl Files {
         changed
     }
 
-    /// Gives new certificates to all listeners until the token fires.
+    /// Passes renewed certificates to all listeners until the token fires.
     pub async fn follow(
         mut self,
         configs: Vec<watch::Sender<Arc<ServerConfig>>>,
@@ -102,12 +102,12 @@ impl Files {
                         *config = Arc::new(renewed);
                     });
                 }
-                info!("OpenVPN certificates read again");
+                info!("OpenVPN certificates reloaded");
             }
             Err(error) => {
-                // Perhaps a file was just being replaced: they are tried again, and told again.
+                // A file may have been replaced halfway, so the next check tries again and logs again.
                 self.read.clear();
-                warn!(%error, "OpenVPN certificates stay as they are");
+                warn!(%error, "cannot reload OpenVPN certificates; the previous certificates stay in use");
             }
         }
     }
@@ -123,7 +123,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn changed_files_are_taken_if_they_are_good() {
+    fn changed_files_are_used_if_they_are_valid() {
         let dir = tempfile::tempdir().unwrap();
         let path = |name: &str| dir.path().join(name);
         let write = || {
@@ -145,7 +145,7 @@ mod tests {
         let config = Arc::new(ServerConfig::new(Transport::Tcp, tls));
         let sender = watch::Sender::new(config.clone());
         assert!(!files.changed());
-        // Half of it: told, and nothing changes.
+        // With only one changed file, the error is logged and the certificates stay in use.
         std::fs::write(path("key"), "nonsense").unwrap();
         assert!(files.changed());
         files.renew(std::slice::from_ref(&sender));

@@ -1,4 +1,4 @@
-//! The server's decisions for one client, whichever transport it came by.
+//! The server's decisions for one client, for both transports.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
@@ -20,27 +20,27 @@ use super::clients::{Admission, Clients};
 use super::half_open::HalfOpen;
 use super::metrics::{Drop as Dropped, Handshake};
 
-/// What is decided about a client, as its transport carries it out.
+/// Decision about a client, for its transport to carry out.
 pub enum Decision {
-    /// It is let in and told this.
+    /// The client is admitted and receives these options.
     Accept(Push),
-    /// It is not, and told why.
+    /// The client is refused and receives this reason.
     Reject(String),
 }
 
-/// See the module.
+/// State of one client, from its first packet to its end.
 pub struct Client {
     clients: Arc<Clients>,
     remote: SocketAddr,
     transport: Transport,
     kick: CancellationToken,
-    /// Its place among those who are not in yet.
+    /// Slot among the half-open connections.
     half_open: Option<HalfOpen>,
     admission: Option<Admission>,
     established: bool,
-    /// Why it is not let in was told where that was decided.
+    /// Set when the reason of a refusal was already logged.
     refused: bool,
-    /// The session's settings over TCP, as they change with the certificates.
+    /// Session settings over TCP, which change when certificates are renewed.
     config: Option<watch::Receiver<Arc<ServerConfig>>>,
     session: Stats,
     flows: flows::Stats,
@@ -48,7 +48,7 @@ pub struct Client {
 }
 
 impl Client {
-    /// A client of which nothing is known but where it comes from. `kick` ends it.
+    /// Creates the state of a client that has not authenticated. The registry fires `kick` to end the client.
     pub fn new(
         clients: Arc<Clients>,
         remote: SocketAddr,
@@ -56,7 +56,7 @@ impl Client {
         kick: CancellationToken,
         half_open: Option<HalfOpen>,
     ) -> Self {
-        // A listener of both families gives IPv4 clients addresses of IPv6.
+        // A dual-stack listener reports IPv4 clients with mapped IPv6 addresses.
         let remote = SocketAddr::new(remote.ip().to_canonical(), remote.port());
         Self {
             clients,
@@ -74,18 +74,18 @@ impl Client {
         }
     }
 
-    /// Gives its session other certificates when there are any.
+    /// Lets the session use renewed certificates from `config`.
     pub fn following(mut self, config: watch::Receiver<Arc<ServerConfig>>) -> Self {
         self.config = Some(config);
         self
     }
 
-    /// Who is it, for the log.
+    /// Returns the client's name for logs; "?" before admission.
     pub fn name(&self) -> &str {
         self.admission.as_ref().map_or("?", |known| &known.name)
     }
 
-    /// Its certificate is good: may it come in?
+    /// Decides about a client with a valid certificate.
     pub fn decide(&mut self, client: &Authenticated) -> Decision {
         let kick = self.kick.clone();
         let admitted = self
@@ -110,17 +110,17 @@ impl Client {
         }
     }
 
-    /// It was to be let in, but can not be told what it needs.
+    /// Logs that a client is refused because its options cannot be pushed.
     pub fn not_pushable(&mut self, error: &NotPushable) {
         self.refused = true;
         warn!(
             client = self.name(),
             remote = %self.remote,
-            "OpenVPN client refused: {error}; look at --openvpn-push and the client's file"
+            "OpenVPN client refused: {error}; check --openvpn-push and the client's file"
         );
     }
 
-    /// It is connected.
+    /// Marks the client as connected and creates its streams.
     pub fn established(&mut self, agreed: &Established, now: Moment) -> Option<Streams> {
         let admission = self.admission.as_ref()?;
         self.half_open = None;
@@ -154,7 +154,7 @@ impl Client {
         }
     }
 
-    /// A session's other events.
+    /// Handles the other events of a session.
     pub fn note(&mut self, event: &Event) {
         match event {
             Event::Rekeyed { key_id } => {
@@ -184,19 +184,19 @@ impl Client {
         self.failed(outcome, &ended.to_string());
     }
 
-    /// Whether its place among those who are not in yet went to another one.
+    /// Returns true if another connection has displaced this half-open connection.
     fn is_displaced(&self) -> bool {
         self.half_open.as_ref().is_some_and(HalfOpen::is_displaced)
     }
 
-    /// It did not get in.
+    /// Logs and counts a failed handshake.
     pub fn failed(&mut self, outcome: Handshake, why: &str) {
-        // Told and counted once.
+        // Prevents a second log line and count.
         self.established = true;
         self.clients.metrics.handshake(outcome);
         let (client, remote) = (self.name(), self.remote);
         match outcome {
-            // Port checks of load balancers do nothing else.
+            // Port checks of load balancers end like this.
             Handshake::Unfinished | Handshake::Evicted => {
                 debug!(client, %remote, "OpenVPN handshake did not finish: {why}");
             }
@@ -205,12 +205,12 @@ impl Client {
         }
     }
 
-    /// Whether it never got in, and nobody has said why yet.
+    /// Returns true if the client never connected and no failure was logged yet.
     pub fn is_untold(&self) -> bool {
         !self.established
     }
 
-    /// A packet out of its tunnel.
+    /// Handles a packet from the client's tunnel.
     pub fn inner(&mut self, packet: &[u8], streams: &mut Streams, now: Moment) {
         let Some(admission) = &self.admission else {
             return;
@@ -233,7 +233,7 @@ impl Client {
         }
     }
 
-    /// Counts what happened since the last time.
+    /// Adds the counts since the last call to the metrics.
     pub fn count(&mut self, session: &Stats, streams: Option<&Streams>, unsealed: u64) {
         let metrics = &self.clients.metrics;
         metrics.add_session(&self.session, session);
@@ -249,7 +249,7 @@ impl Client {
     }
 }
 
-/// Source and destination, unchecked.
+/// Returns source and destination of a packet that is not validated yet.
 fn addresses(packet: &[u8]) -> Option<(Ipv4Addr, Ipv4Addr)> {
     let (source, destination) = packet.get(12..20)?.split_first_chunk::<4>()?;
     let destination: [u8; 4] = destination.try_into().ok()?;

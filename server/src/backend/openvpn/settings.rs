@@ -1,4 +1,4 @@
-//! What the tunnel is told: checked flags and the values of a configuration file.
+//! The tunnel's settings, from checked flags and a configuration file.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -18,46 +18,46 @@ pub use super::ccd::{ClientConfig, PushChange};
 /// The tunnel's settings.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Settings {
-    /// Where clients connect; at least one.
+    /// Listeners for clients; at least one.
     pub listen: Vec<Listen>,
-    /// OpenVPN's own options: the configuration file's, with the flags' over them.
+    /// OpenVPN's own options: the configuration file, overridden by flags.
     pub server: Server,
-    /// The VPN's network.
+    /// Network of the VPN.
     pub network: Ipv4Net,
-    /// How clients see it.
+    /// Topology of the network for clients.
     pub topology: Topology,
-    /// Where nodes are reached: dialed addresses outside of all `routes` are taken for nodes. Out
-    /// of use if it is none of the routes.
+    /// Node access network. Dialed addresses outside of all `routes` are treated as nodes in this network.
+    /// Unused unless it is one of the routes.
     pub node_access: Ipv4Net,
-    /// The kubeconfig file of the cluster whose Nodes are watched, so that their ExternalIPs and
-    /// names are dialed as their InternalIPs; `None` watches none.
+    /// Kubeconfig of the cluster whose Nodes are watched. ExternalIPs and names of watched nodes are dialed
+    /// as InternalIPs. `None` disables the watch.
     pub watch_nodes: Option<PathBuf>,
-    /// Clients at once.
+    /// Largest number of connected clients.
     pub max_clients: usize,
-    /// How often each side sends something at least.
+    /// Interval of pings in both directions; `None` disables pings.
     pub ping: Option<Duration>,
-    /// Silence after which clients connect again; the server waits twice as long.
+    /// Silence after which clients reconnect; the server waits twice as long.
     pub ping_restart: Option<Duration>,
 }
 
 /// One listener.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Listen {
-    /// What carries the packets.
+    /// Transport of the packets.
     pub transport: Transport,
-    /// The address.
+    /// Listening address.
     pub bind: HostPort,
 }
 
-/// Not a listener.
+/// Error for text that is not a listener.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{0:?} is not tcp:ADDRESS:PORT or udp:ADDRESS:PORT")]
+#[error("{0:?} is not a listener; expected tcp:ADDRESS:PORT or udp:ADDRESS:PORT")]
 pub struct NotAListener(String);
 
 impl FromStr for Listen {
     type Err = NotAListener;
 
-    /// `tcp::1194`, `udp:10.0.0.1:1194`, `tcp:[::]:1194`.
+    /// Parses texts such as `tcp::1194`, `udp:10.0.0.1:1194` or `tcp:[::]:1194`.
     fn from_str(text: &str) -> Result<Self, NotAListener> {
         let refused = || NotAListener(text.to_owned());
         let (transport, address) = text.split_once(':').ok_or_else(refused)?;
@@ -90,7 +90,7 @@ impl fmt::Display for Listen {
 }
 
 impl Settings {
-    /// Every option in effect as `name=value`. Holds paths of secrets, never secrets.
+    /// Returns every option in effect as `name=value`. Contains paths of secrets, never secrets.
     pub fn describe(&self) -> Vec<String> {
         let Self {
             listen,
@@ -154,7 +154,7 @@ impl Settings {
     }
 }
 
-/// As flags and configuration files have it.
+/// Returns the name used by flags and configuration files.
 pub fn topology_name(topology: Topology) -> &'static str {
     match topology {
         Topology::Net30 => "net30",
@@ -178,7 +178,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn listeners_are_read() {
+    fn listeners_are_parsed() {
         for (text, shown) in [
             ("tcp::1194", "tcp::1194"),
             ("udp:10.0.0.1:1194", "udp:10.0.0.1:1194"),

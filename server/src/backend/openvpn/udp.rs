@@ -1,7 +1,7 @@
 //! All clients of one UDP socket, in one task.
 //!
-//! A turn looks at every client: that costs a few loads for each, and a turn takes up to
-//! [`READS`] batches of datagrams, or [`TURN_BYTES`] and what the last batch brings.
+//! A turn visits every client, at the cost of a few memory loads per client. A turn receives up to [`READS`]
+//! batches of datagrams, and stops after the batch that reaches [`TURN_BYTES`].
 
 use std::collections::BTreeMap;
 use std::future::{Future as _, poll_fn};
@@ -24,40 +24,40 @@ use super::clients::Clients;
 use super::metrics::Handshake;
 use super::role::{Client, Decision};
 
-/// How often a turn receives.
+/// Largest number of batches received in one turn.
 const READS: usize = 8;
 
-/// Bytes that a turn takes before it sends: what it has to say to others waits so long.
+/// Received bytes after which a turn starts to send. Bounds the delay of outgoing packets.
 const TURN_BYTES: usize = 256 << 10;
 
-/// Bytes that are collected before they are sent.
+/// Size of an outgoing batch, in bytes.
 const OUT_BYTES: usize = 64 << 10;
 
-/// Sessions that are not established yet; see [`Limits::half_open`].
+/// Limit of sessions that are not established; see [`Limits::half_open`].
 const MAX_HALF_OPEN: usize = 256;
 
-/// How often counters are folded into the metrics.
+/// Interval at which counters are added to the metrics.
 const REPORT_EVERY: Duration = Duration::from_secs(1);
 
-/// How long clients are told that the server stops.
+/// Time limit for notifying clients of the server's shutdown.
 const GOODBYE: Duration = Duration::from_millis(500);
 
 struct Member {
     client: Client,
     kick: CancellationToken,
     streams: Option<Streams>,
-    /// Inner packets that could not be sealed.
+    /// Inner packets that could not be encrypted.
     unsealed: u64,
 }
 
-/// See the module.
+/// State of one UDP socket; see the module.
 pub struct Udp {
     socket: Datagrams,
     hub: Hub,
     config: watch::Receiver<Arc<ServerConfig>>,
     clients: Arc<Clients>,
     members: BTreeMap<PeerId, Member>,
-    /// Whose turn it is to send first.
+    /// Client that sends first in the next turn.
     first: Option<PeerId>,
     timer: Pin<Box<Sleep>>,
     report_at: Moment,
@@ -65,7 +65,7 @@ pub struct Udp {
 }
 
 impl Udp {
-    /// Nobody yet.
+    /// Creates a socket without clients.
     pub fn new(
         socket: Datagrams,
         config: watch::Receiver<Arc<ServerConfig>>,
@@ -91,7 +91,7 @@ impl Udp {
         }
     }
 
-    /// Serves clients until the token fires, and tells them then.
+    /// Serves clients until the token fires, and then notifies them of the shutdown.
     pub async fn serve(mut self, shutdown: CancellationToken) {
         let served = async {
             loop {
@@ -117,7 +117,7 @@ impl Udp {
         self.report();
     }
 
-    /// Ready once something was done and there may be more to do.
+    /// Runs one turn. Ready after progress, when there may be more work.
     fn poll_turn(&mut self, cx: &mut Context<'_>) -> Poll<()> {
         let mut active = false;
         let now = now();
@@ -133,7 +133,7 @@ impl Udp {
             active = true;
             taken += self.socket.received();
         }
-        // Taking them may have lasted.
+        // Receiving may have taken time.
         let now = self::now();
         if self.hub.poll_timeout().is_some_and(|at| at <= now) {
             self.hub.handle_timeout(now);
@@ -223,7 +223,7 @@ impl Udp {
         }
     }
 
-    /// The end of a session whose client never showed a good certificate.
+    /// Handles the end of a session whose client never presented a valid certificate.
     fn stranger(&self, peer: PeerId, event: &Event) {
         match (self.hub.address(peer), event) {
             (Some(remote), _) => {
@@ -231,7 +231,7 @@ impl Udp {
                 let clients = self.clients.clone();
                 Client::new(clients, remote, Transport::Udp, kick, None).note(event);
             }
-            // It was forgotten at once: that is what others needed.
+            // An evicted session is removed at once, so its address is unknown.
             (None, Event::Ended(Ended::Evicted)) => {
                 self.clients.metrics.handshake(Handshake::Evicted);
             }
@@ -242,7 +242,7 @@ impl Udp {
     fn work(&mut self, now: Moment) {
         let mut close = Vec::new();
         for (peer, member) in &mut self.members {
-            // It may have been kicked before there was anything to close.
+            // The client may have been kicked before its streams existed.
             let mut over = member.kick.is_cancelled();
             if let Some(streams) = &mut member.streams {
                 streams.work(now, &mut drop);
@@ -257,7 +257,7 @@ impl Udp {
         }
     }
 
-    /// Collects and sends. True if there may be more to be sent now.
+    /// Collects and sends packets. Returns true if there may be more to send now.
     fn send(&mut self, now: Moment, cx: &mut Context<'_>) -> bool {
         if self.socket.poll_flush(cx).is_pending() {
             return false;
@@ -302,7 +302,7 @@ impl Udp {
                 true
             });
             if self.socket.len() >= OUT_BYTES {
-                // It has had its share.
+                // The next turn starts with the following client.
                 self.first = Some(PeerId(peer.0 + 1));
                 break;
             }

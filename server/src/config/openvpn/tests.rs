@@ -28,7 +28,7 @@ fn errors(files: &Files, more: &[&str]) -> Vec<String> {
 }
 
 #[test]
-fn nothing_of_it_runs_unless_it_is_asked_for() {
+fn openvpn_is_disabled_by_default() {
     let files = Files::new();
     assert_eq!(files.uds(&[]).unwrap().openvpn, None);
     let refused = errors(&files, &["--openvpn-ca=@ca"]);
@@ -37,7 +37,7 @@ fn nothing_of_it_runs_unless_it_is_asked_for() {
 }
 
 #[test]
-fn the_defaults_are_the_platforms() {
+fn defaults_match_the_platform() {
     let files = Files::new();
     let settings = settings(&files, &[]);
     assert_eq!(settings.listen[0].to_string(), "tcp::1194");
@@ -51,7 +51,7 @@ fn the_defaults_are_the_platforms() {
 }
 
 #[test]
-fn flags_are_values() {
+fn flags_set_the_settings() {
     let files = Files::new();
     let directory = format!("--openvpn-client-config-dir={}", files.path("").display());
     let config = read(
@@ -118,7 +118,7 @@ fn flags_are_values() {
 }
 
 #[test]
-fn everything_wrong_is_told_at_once() {
+fn all_mistakes_are_reported_together() {
     let files = Files::new();
     let refused = errors(
         &files,
@@ -166,7 +166,7 @@ fn everything_wrong_is_told_at_once() {
 }
 
 #[test]
-fn a_configuration_file_is_enough_and_flags_go_before_it() {
+fn config_file_is_sufficient_and_flags_override_it() {
     let files = Files::new();
     let text = format!(
         "mode server\nproto tcp\nlocal 127.0.0.1\nport 1199\nserver 10.21.0.0 255.255.255.0\n\
@@ -207,7 +207,7 @@ fn a_configuration_file_is_enough_and_flags_go_before_it() {
 }
 
 #[test]
-fn watching_nodes_needs_an_account_of_their_cluster() {
+fn watching_nodes_needs_a_kubeconfig() {
     let files = Files::new();
     let watch = ["--openvpn-watch-nodes", "--kubeconfig=@kubeconfig"];
     assert_eq!(settings(&files, &watch[1..]).watch_nodes, None);
@@ -220,7 +220,7 @@ fn watching_nodes_needs_an_account_of_their_cluster() {
     ] {
         assert!(shown.contains(&line), "{line}: {shown:?}");
     }
-    // The file is used.
+    // The kubeconfig is used, so there is no warning about it.
     assert_eq!(config.warnings, Vec::<String>::new());
     assert_eq!(config.openvpn.unwrap().watch_nodes, Some(kubeconfig));
 

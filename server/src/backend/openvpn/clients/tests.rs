@@ -95,7 +95,7 @@ impl World {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_newest_client_is_dialed_and_older_ones_stand_in() {
+async fn newest_client_is_dialed_and_older_clients_replace_it() {
     let world = World::new(|_| {});
     world.file("user", "iroute 172.25.0.0 255.255.0.0\n");
     assert_eq!(world.clients.health(), Health::Absent);
@@ -108,12 +108,12 @@ async fn the_newest_client_is_dialed_and_older_ones_stand_in() {
     assert_eq!(world.way("10.1.1.1"), None);
     let own = seed.admission.address.to_string();
     assert_eq!(world.way(&own), Some(seed.admission.id));
-    // What was tried is left out.
+    // Clients in `tried` are skipped.
     let other = world
         .clients
         .way("172.25.3.4".parse().unwrap(), &[new.admission.id]);
     assert_eq!(other.unwrap().id, old.admission.id);
-    // Silence counts more than age.
+    // A client with recent packets is preferred to a newer, silent client.
     tokio::time::advance(Duration::from_secs(20)).await;
     assert_eq!(world.clients.health(), Health::Doubtful);
     let mut old = old;
@@ -121,7 +121,7 @@ async fn the_newest_client_is_dialed_and_older_ones_stand_in() {
     assert_eq!(world.way("172.25.3.4"), Some(old.admission.id));
     new.streams.heard(now());
     assert_eq!(world.way("172.25.3.4"), Some(new.admission.id));
-    // A longer prefix counts more than both.
+    // A longer prefix outweighs silence and age.
     world.file("one", "iroute 172.25.3.0 255.255.255.0\n");
     let one = world.connect("one");
     tokio::time::advance(Duration::from_secs(20)).await;
@@ -130,7 +130,7 @@ async fn the_newest_client_is_dialed_and_older_ones_stand_in() {
     assert_eq!(world.way("172.25.4.4"), Some(old.admission.id));
     drop((new, one, seed));
     assert_eq!(world.way("172.25.3.4"), Some(old.admission.id));
-    // Without its task a client is gone.
+    // A client whose task has ended cannot be dialed.
     drop(old.streams);
     assert_eq!(world.way("172.25.3.4"), None);
     assert_eq!(world.clients.health(), Health::Absent);
@@ -139,7 +139,7 @@ async fn the_newest_client_is_dialed_and_older_ones_stand_in() {
 }
 
 #[tokio::test]
-async fn clients_of_one_name_replace_each_other_unless_it_is_allowed() {
+async fn clients_with_one_name_replace_each_other_unless_duplicates_are_allowed() {
     let world = World::new(|rules| {
         rules.duplicates = false;
         rules.max_clients = 1;
@@ -163,7 +163,7 @@ async fn clients_of_one_name_replace_each_other_unless_it_is_allowed() {
 }
 
 #[tokio::test]
-async fn files_decide_who_comes_in_and_with_which_address() {
+async fn client_files_decide_admission_and_address() {
     let world = World::new(|rules| rules.exclusive = true);
     assert!(world.admit("nobody").is_err());
     world.file("banned", "disable\n");
@@ -177,13 +177,13 @@ async fn files_decide_who_comes_in_and_with_which_address() {
             .push
             .contains(&"ifconfig 10.20.0.42 10.20.0.41".to_owned())
     );
-    // Until the one before is gone, the next one has another address.
+    // While the first client is connected, the second client gets another address.
     let again = world.connect("fixed");
     assert_eq!(again.admission.address.to_string(), "10.20.0.6");
 }
 
 #[tokio::test]
-async fn a_client_that_comes_back_takes_its_address_over() {
+async fn returning_client_keeps_its_address() {
     let world = World::new(|rules| rules.duplicates = false);
     world.file("fixed", "ifconfig-push 10.20.0.42 10.20.0.41\n");
     world.file("greedy", "ifconfig-push 10.20.0.42 10.20.0.41\n");
@@ -192,7 +192,7 @@ async fn a_client_that_comes_back_takes_its_address_over() {
     let back = world.connect("fixed");
     assert_eq!(address(&back), "10.20.0.42");
     assert_eq!(world.way("10.20.0.42"), Some(back.admission.id));
-    // What the one before gives back is not free.
+    // The dropped lease does not free the address of its successor.
     drop(gone);
     assert_eq!(address(&world.connect("greedy")), "10.20.0.6");
     assert_eq!(world.way("10.20.0.42"), Some(back.admission.id));
@@ -201,7 +201,7 @@ async fn a_client_that_comes_back_takes_its_address_over() {
 }
 
 #[tokio::test]
-async fn who_may_come_later_is_told_so_if_it_understands() {
+async fn temporary_refusal_is_marked_for_clients_that_support_it() {
     let world = World::new(|rules| rules.max_clients = 1);
     let _only = world.connect("user");
     for (lines, told) in [
@@ -217,7 +217,7 @@ async fn who_may_come_later_is_told_so_if_it_understands() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_client_is_silent_by_what_it_was_told_itself() {
+async fn silence_depends_on_the_ping_interval_of_the_client() {
     let world = World::new(|_| {});
     world.file("slow", "iroute 172.25.0.0 255.255.0.0\npush \"ping 60\"\n");
     world.file("mute", "iroute 172.26.0.0 255.255.0.0\npush \"ping 0\"\n");
@@ -230,7 +230,7 @@ async fn a_client_is_silent_by_what_it_was_told_itself() {
 }
 
 #[tokio::test]
-async fn a_foreign_source_is_not_forwarded() {
+async fn packet_with_foreign_source_is_not_forwarded() {
     let world = World::new(|_| {});
     world.file("user", "iroute 172.25.0.0 255.255.0.0\n");
     let user = world.connect("user");

@@ -7,7 +7,7 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// A Node as the API has it; `addresses` are `TYPE=ADDRESS`.
+/// Creates a Node object; `addresses` have the form `TYPE=ADDRESS`.
 fn object(name: &str, created: i64, addresses: &[&str]) -> core::Node {
     let addresses = addresses.iter().map(|address| {
         let (kind, address) = address.split_once('=').unwrap();
@@ -46,7 +46,7 @@ fn dialed(known: &Known, address: &str) -> String {
 }
 
 #[test]
-fn a_node_is_dialed_by_its_internal_ip_whatever_it_is_called() {
+fn node_is_dialed_by_its_internal_ip_for_every_address_and_name() {
     let nodes = [
         node(
             "one",
@@ -74,7 +74,7 @@ fn a_node_is_dialed_by_its_internal_ip_whatever_it_is_called() {
         ("ONE.internal.example:10250", "192.168.7.9:10250"),
         ("one.example.com.:10250", "192.168.7.9:10250"),
         ("two:1", "192.168.7.10:1"),
-        // As they are.
+        // Not translated.
         ("192.168.7.9:10250", "192.168.7.9:10250"),
         ("192.168.8.9:10250", "192.168.8.9:10250"),
         ("203.0.113.12:10250", "203.0.113.12:10250"),
@@ -87,7 +87,7 @@ fn a_node_is_dialed_by_its_internal_ip_whatever_it_is_called() {
 }
 
 #[test]
-fn a_node_without_an_internal_ip_is_none() {
+fn node_without_ipv4_internal_ip_is_ignored() {
     for addresses in [
         &[][..],
         &["ExternalIP=203.0.113.10", "Hostname=one"],
@@ -100,7 +100,7 @@ fn a_node_without_an_internal_ip_is_none() {
 }
 
 #[test]
-fn of_two_that_say_the_same_the_older_is_believed() {
+fn older_node_wins_a_shared_address_or_name() {
     let older = node(
         "zebra",
         1,
@@ -117,7 +117,7 @@ fn of_two_that_say_the_same_the_older_is_believed() {
             "InternalIP=192.168.7.10",
             "ExternalIP=203.0.113.10",
             "Hostname=Shared",
-            // Twice the same is no problem.
+            // A repeated address is not a problem.
             "ExternalIP=203.0.113.20",
             "ExternalIP=203.0.113.20",
         ],
@@ -132,27 +132,26 @@ fn of_two_that_say_the_same_the_older_is_believed() {
         assert_eq!(dialed(&known, "203.0.113.20:1"), "192.168.7.10:1");
         assert_eq!(problems.len(), 2, "{problems:?}");
         assert!(
-            problems
-                .iter()
-                .all(|text| text.starts_with("Node ant: ") && text.contains("Node zebra's, too")),
+            problems.iter().all(|text| text.starts_with("Node ant: ")
+                && text.contains("also belongs to Node zebra")),
             "{problems:?}"
         );
     }
-    // Once the older one is gone.
+    // After the older Node is deleted.
     let (known, problems) = known(&[newer]);
     assert_eq!(dialed(&known, "203.0.113.10:1"), "192.168.7.10:1");
     assert_eq!(problems, Vec::<String>::new());
 }
 
 #[test]
-fn a_node_takes_nothing_away_from_pods_services_and_other_nodes() {
+fn claims_do_not_redirect_pods_services_or_other_nodes() {
     let honest = node("honest", 2, &["InternalIP=192.168.7.9"]);
     let liar = node(
         "liar",
         1,
         &[
             "InternalIP=192.168.7.10",
-            // Its own, which some platforms do.
+            // Some platforms report the InternalIP as the ExternalIP.
             "ExternalIP=192.168.7.10",
             "ExternalIP=192.168.7.9",
             "ExternalIP=10.240.16.1",
@@ -180,7 +179,7 @@ fn a_node_takes_nothing_away_from_pods_services_and_other_nodes() {
 }
 
 #[test]
-fn the_cluster_and_not_a_node_says_whose_a_name_is() {
+fn object_name_outweighs_claimed_names() {
     let older = node(
         "liar",
         1,
@@ -189,7 +188,7 @@ fn the_cluster_and_not_a_node_says_whose_a_name_is() {
     let younger = node(
         "liar-too",
         3,
-        // One more address of its own does not keep another's from being translated.
+        // A second InternalIP does not block the translation of another Node's ExternalIP.
         &["InternalIP=192.168.7.11", "InternalIP=203.0.113.10"],
     );
     let honest = node(
@@ -205,12 +204,12 @@ fn the_cluster_and_not_a_node_says_whose_a_name_is() {
     assert_eq!(dialed(&known, "honest:1"), "192.168.7.9:1");
     assert_eq!(dialed(&known, "x:1"), "192.168.7.10:1");
     assert_eq!(dialed(&known, "203.0.113.10:1"), "192.168.7.9:1");
-    let told = "Node liar: its name honest is Node honest's, too, which is dialed";
+    let told = "Node liar: its name honest also belongs to Node honest, which is dialed";
     assert_eq!(problems, [told]);
 }
 
 #[test]
-fn names_are_no_addresses() {
+fn addresses_are_not_accepted_as_names() {
     for name in ["one", "ip-10-0-0-1.ec2.internal", "10-0-0-1", "1a", "a_b"] {
         assert!(name_of(name).is_some(), "{name}");
     }
@@ -231,7 +230,7 @@ fn names_are_no_addresses() {
 }
 
 #[test]
-fn what_a_node_says_is_bounded() {
+fn addresses_and_problems_are_bounded() {
     let many: Vec<String> = (0..10_000u32)
         .map(|i| format!("ExternalIP={}", Ipv4Addr::from_bits((203 << 24) + i)))
         .collect();
@@ -257,7 +256,7 @@ fn addresses() -> impl Strategy<Value = Vec<String>> {
         "ExternalDNS",
         "Other",
     ]);
-    // Few values, so that they meet.
+    // Few values, so that collisions are likely.
     let address = prop_oneof![
         (0u8..4).prop_map(|d| format!("192.168.7.{d}")),
         (0u8..4).prop_map(|d| format!("10.240.16.{d}")),
@@ -269,10 +268,10 @@ fn addresses() -> impl Strategy<Value = Vec<String>> {
 }
 
 proptest! {
-    /// Whatever Nodes say: all ways end at InternalIPs, those and pods are dialed as they are, and
-    /// the order in which Nodes are seen does not matter.
+    /// For arbitrary Nodes: translations lead only to InternalIPs, InternalIPs and pods are not translated,
+    /// and the order of the Nodes does not matter.
     #[test]
-    fn any_nodes_make_sense(all in prop::collection::vec((addresses(), 0i64..3), 0..8)) {
+    fn arbitrary_nodes_give_a_consistent_translation(all in prop::collection::vec((addresses(), 0i64..3), 0..8)) {
         let nodes: Vec<Node> = all
             .iter()
             .enumerate()
