@@ -1,14 +1,14 @@
-//! The client role of the OpenVPN mode: this process is an OpenVPN client without a tun device, and
-//! the connections that come out of the tunnel end here.
+//! The client role of the OpenVPN mode. This process is an OpenVPN client without a tun device: connections
+//! from the tunnel end in this process.
 //!
 //! ```text
 //!  OpenVPN server === link: Session, flows ---> endpoint: target, dial ---> TCP
-//!        ^                    |     (role: echo replies, datagrams, what nobody wants)
+//!        ^                    |     (role: echo replies, datagrams, rejections)
 //!        +---- search: servers in turn, pauses, until established
 //! ```
 //!
-//! What the stock client needs the kernel for (routes, masquerade, the translation of the node access
-//! network) is done in this process: a flow is dialed from the pod's own address.
+//! The stock client relies on the kernel for routes, masquerade, and the translation of the node access
+//! network. This process does the same work itself: each flow is dialed from the pod's own address.
 
 pub mod client;
 pub mod endpoint;

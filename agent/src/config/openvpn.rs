@@ -1,5 +1,5 @@
-//! The flags of the OpenVPN client and what they mean together, over a configuration file of OpenVPN's
-//! own if there is one.
+//! The flags of the OpenVPN client, their validation, and their combination with an OpenVPN configuration
+//! file. Flags override the file.
 
 use std::net::Ipv4Addr;
 use std::path::PathBuf;
@@ -13,25 +13,25 @@ use ipnet::Ipv4Net;
 
 use crate::openvpn::nodes::NodeAccess;
 
-/// What the OpenVPN client is told.
+/// Configuration of the OpenVPN client.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct OpenVpn {
-    /// Servers, key material, the session's settings.
+    /// Servers, key material, and session settings.
     pub client: Client,
-    /// Which node is behind an address of the node access network.
+    /// Mapping from addresses of the node access network to nodes.
     pub nodes: NodeAccess,
 }
 
 #[derive(Args, Debug)]
 #[command(next_help_heading = "OpenVPN client")]
 pub(super) struct OpenVpnFlags {
-    /// OpenVPN client configuration in OpenVPN's own syntax; starts the OpenVPN client. The flags below
-    /// override it
+    /// OpenVPN client configuration file in OpenVPN's own syntax; enables the OpenVPN client. The flags below
+    /// override the file
     #[arg(long, value_name = "FILE", default_value = "")]
     pub(super) openvpn_config: String,
 
-    /// OpenVPN server, `HOST:PORT[,PROTO]` with tcp (the default) or udp; may be repeated, and starts the
-    /// OpenVPN client
+    /// OpenVPN server as `HOST:PORT[,PROTO]` with tcp (the default) or udp; repeatable; enables the OpenVPN
+    /// client
     #[arg(long, value_name = "REMOTE")]
     pub(super) openvpn_remote: Vec<String>,
 
@@ -47,12 +47,12 @@ pub(super) struct OpenVpnFlags {
     #[arg(long, value_name = "FILE", default_value = "")]
     pub(super) openvpn_key: String,
 
-    /// Ciphers of the data channel that may be negotiated, the best first, colon-separated; empty is
+    /// Ciphers allowed for the data channel, best first, colon-separated; empty means
     /// AES-256-GCM:AES-128-GCM:CHACHA20-POLY1305
     #[arg(long, value_name = "LIST", default_value = "")]
     pub(super) openvpn_data_ciphers: String,
 
-    /// Digest of the HMAC of CBC ciphers and of --openvpn-tls-auth; empty is SHA1. Has to be the server's
+    /// HMAC digest for CBC ciphers and --openvpn-tls-auth; must match the server; empty means SHA1
     #[arg(long, value_name = "DIGEST", default_value = "")]
     pub(super) openvpn_auth: String,
 
@@ -60,8 +60,8 @@ pub(super) struct OpenVpnFlags {
     #[arg(long, value_name = "FILE", default_value = "")]
     pub(super) openvpn_tls_auth: String,
 
-    /// Direction of --openvpn-tls-auth: 1 where the server has 0, or 0; empty uses one half of the key both
-    /// ways
+    /// Key direction of --openvpn-tls-auth: 1 if the server uses 0, otherwise 0; empty uses the same half of
+    /// the key in both directions
     #[arg(long, value_name = "DIRECTION", default_value = "")]
     pub(super) openvpn_key_direction: String,
 
@@ -69,19 +69,19 @@ pub(super) struct OpenVpnFlags {
     #[arg(long, value_name = "FILE", default_value = "")]
     pub(super) openvpn_tls_crypt: String,
 
-    /// Network whose addresses stand for nodes in the tunnel: X.Y.c.d is the node a.b.c.d of
+    /// Network of the node addresses inside the tunnel: X.Y.c.d stands for the node a.b.c.d of
     /// --openvpn-nodes
     #[arg(long, value_name = "CIDR", default_value = "10.254.0.0/16")]
     pub(super) openvpn_node_access_network: String,
 
-    /// Addresses of nodes and networks of nodes (/16 or smaller), comma-separated; the first that
-    /// matches the last two octets counts
+    /// Addresses of nodes and networks of nodes (/16 or smaller), comma-separated; the first match of the
+    /// last two octets wins
     #[arg(long, value_name = "LIST")]
     pub(super) openvpn_nodes: Vec<StringSlice>,
 }
 
 impl OpenVpnFlags {
-    /// The checked configuration; `None` if there is to be no OpenVPN client.
+    /// Returns the checked configuration, or `None` if the flags do not enable the OpenVPN client.
     pub(super) fn validate(&self, p: &mut Problems) -> Option<OpenVpn> {
         let is_wanted = !self.openvpn_config.is_empty() || !self.openvpn_remote.is_empty();
         if !is_wanted {
@@ -100,7 +100,7 @@ impl OpenVpnFlags {
         Some(OpenVpn { client, nodes })
     }
 
-    /// The flags that are set.
+    /// Returns the names of the flags that differ from their defaults.
     fn set(&self) -> Vec<&'static str> {
         let nodes = !self.openvpn_nodes.is_empty();
         let network = self.openvpn_node_access_network != NodeAccess::default().network.to_string();
@@ -126,7 +126,8 @@ impl OpenVpnFlags {
         set.map(|(_, name)| name).collect()
     }
 
-    /// What the file says; `None` if it is of no use.
+    /// Reads the configuration file. Returns `None` if the file is unusable, and default settings if no file
+    /// is configured.
     fn file(&self, p: &mut Problems) -> Option<Client> {
         let name = &self.openvpn_config;
         if name.is_empty() {
@@ -173,7 +174,7 @@ impl OpenVpnFlags {
             !client.remotes.is_empty() || !self.openvpn_remote.is_empty(),
             || {
                 format!(
-                    "{}: no `remote`, and no --openvpn-remote",
+                    "{}: no server configured; add `remote`, or set --openvpn-remote",
                     self.openvpn_config
                 )
             },
@@ -186,7 +187,7 @@ impl OpenVpnFlags {
         common.ca = file(&self.openvpn_ca).or(common.ca.take());
         let given = (!self.openvpn_cert.is_empty(), !self.openvpn_key.is_empty());
         p.require(given.0 == given.1, || {
-            "--openvpn-cert and --openvpn-key need each other".to_owned()
+            "--openvpn-cert and --openvpn-key must be set together".to_owned()
         });
         if given == (true, true) {
             common.cert = file(&self.openvpn_cert);
@@ -196,7 +197,7 @@ impl OpenVpnFlags {
         p.require(auth.is_none() || crypt.is_none(), || {
             "--openvpn-tls-auth and --openvpn-tls-crypt exclude each other".to_owned()
         });
-        // One of them takes the place of the other in the file.
+        // A key from the flags replaces both kinds of keys from the file.
         if auth.is_some() || crypt.is_some() {
             (common.tls_auth, common.tls_crypt) = (None, crypt);
         }
@@ -237,7 +238,7 @@ impl OpenVpnFlags {
             let (known, unknown) = config_file::ciphers(&self.openvpn_data_ciphers);
             p.require(unknown.is_empty() && !known.is_empty(), || {
                 let (unknown, all) = (unknown.join(", "), Cipher::list(&Cipher::ALL));
-                format!("--openvpn-data-ciphers: not supported: {unknown}; these are: {all}")
+                format!("--openvpn-data-ciphers: unsupported: {unknown}; supported: {all}")
             });
             (common.ciphers, common.cipher, common.ncp_disable) = (Some(known), None, false);
         }
@@ -279,7 +280,7 @@ impl OpenVpnFlags {
         }
         for (first, second) in access.collisions() {
             p.warn(format!(
-                "--openvpn-nodes: addresses of {second} have the last two octets of {first}, which comes first: they are never reached"
+                "--openvpn-nodes: {second} is never reached: the earlier entry {first} covers the same last two octets"
             ));
         }
         access
@@ -287,7 +288,7 @@ impl OpenVpnFlags {
 }
 
 impl OpenVpn {
-    /// Every option in effect as `name=value`.
+    /// Returns every option in effect as `name=value`.
     pub(super) fn describe(&self) -> Vec<String> {
         let Self { client, nodes } = self;
         let common = &client.common;
@@ -322,7 +323,7 @@ impl OpenVpn {
     }
 }
 
-/// `HOST:PORT[,PROTO]`.
+/// Parses `HOST:PORT[,PROTO]`; the default protocol is tcp.
 fn remote(text: &str) -> Result<Remote, String> {
     let (address, proto) = text.rsplit_once(',').unwrap_or((text, "tcp"));
     let (host, port) = culvert_host::net::dial::split_host_port(address)

@@ -1,4 +1,4 @@
-//! The search for an OpenVPN server: all remotes in turn, for ever, with growing pauses.
+//! The search for an OpenVPN server: tries all remotes in turn, forever, with growing pauses.
 
 use std::net::SocketAddrV4;
 use std::sync::Arc;
@@ -27,34 +27,35 @@ use super::nodes::NodeAccess;
 use super::role::ClientRole;
 use crate::agent::Agent;
 
-/// The pause after the first failure, and the longest one, as 2.6 has them.
+/// Pause after the first failure, and longest pause. The values are the defaults of OpenVPN 2.6.
 const RETRY: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(300));
 
-/// How long the server's host may take to answer, for a start. Stock waits 120 s.
+/// Time limit for connecting to the server, or for resolving its name. The stock client waits 120 s.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// A tunnel that lived for less counts as a failure: pauses go on growing when a server takes this
-/// client and turns it out again, as it does when two clients have one name.
+/// Shortest lifetime of a tunnel that counts as a success. A shorter tunnel counts as a failure, so pauses
+/// keep growing when a server accepts this client and then drops it again. This happens when two clients
+/// share one name.
 const STABLE: Duration = Duration::from_secs(30);
 
-/// Up to this part of a pause is added at random, so that clients do not come all at once.
+/// Largest random fraction added to a pause, so that clients do not reconnect all at once.
 const JITTER: f64 = 0.1;
 
-/// Receive buffer of a UDP socket, as far as the system allows.
+/// Receive buffer requested for a UDP socket, in bytes; the system may grant less.
 const UDP_BUFFER: usize = 2 << 20;
 
-/// What sessions and connections share.
+/// State shared by sessions and connections.
 pub struct Tunnel {
-    /// Counts connections, owns their tasks.
+    /// Agent that counts connections and owns their tasks.
     pub agent: Arc<Agent>,
-    /// Counts what the tunnel does.
+    /// Metrics of the tunnel.
     pub metrics: OpenVpnMetrics,
     nodes: NodeAccess,
     up: AtomicBool,
 }
 
 impl Tunnel {
-    /// Not up yet.
+    /// Creates a tunnel that is down.
     pub fn new(agent: Arc<Agent>, nodes: NodeAccess) -> Arc<Self> {
         Arc::new(Self {
             metrics: OpenVpnMetrics::new(agent.metrics.registry()),
@@ -64,7 +65,7 @@ impl Tunnel {
         })
     }
 
-    /// Whether data can flow now.
+    /// Returns true while the tunnel can carry data.
     pub fn is_up(&self) -> bool {
         self.up.load(Ordering::Relaxed)
     }
@@ -74,10 +75,10 @@ impl Tunnel {
         self.metrics.up.set(if up { 1.0 } else { 0.0 });
     }
 
-    /// Where a destination out of the tunnel is from here.
+    /// Returns the address to dial for a destination from the tunnel.
     ///
     /// # Errors
-    /// Why it is nowhere.
+    /// The reason why the destination cannot be dialed.
     pub(super) fn target(&self, destination: SocketAddrV4) -> Result<SocketAddrV4, String> {
         target(&self.nodes, destination)
     }
@@ -87,34 +88,34 @@ fn target(nodes: &NodeAccess, destination: SocketAddrV4) -> Result<SocketAddrV4,
     let target = nodes.target(destination);
     let target = target.map_err(|error| error.to_string())?;
     let ip = target.ip();
-    // The kernel of a stock client's pod would not route these either. That a node is this machine
-    // itself is for the operator to say, not for whoever dials.
+    // The kernel of a stock client's pod does not route these targets either. A loopback target is allowed
+    // only if `--openvpn-nodes` maps a node address to it: the operator decides that, not the dialing side.
     let nowhere = (ip.is_loopback() && target == destination)
         || ip.is_unspecified()
         || ip.is_multicast()
         || ip.is_broadcast()
         || target.port() == 0;
     match nowhere {
-        true => Err(format!("{target} is not reached through a tunnel")),
+        true => Err(format!("{target} cannot be reached through the tunnel")),
         false => Ok(target),
     }
 }
 
-/// The search.
+/// The search for a server.
 pub struct Client {
     tunnel: Arc<Tunnel>,
     settings: Settings,
 }
 
-/// How a try or a session ended, and what to do about it.
+/// Outcome of one attempt and the consequences for the next attempt.
 struct Attempt {
     outcome: Option<Outcome>,
     text: String,
-    /// How long data could flow.
+    /// Time for which the tunnel carried data; `None` if it was never established.
     lived: Option<Duration>,
-    /// The server asked for the next one of the list.
+    /// True if the next attempt uses the next server of the list.
     next: bool,
-    /// It will not get better soon.
+    /// True if an early retry is pointless; the next pause is then the longest one.
     hopeless: bool,
 }
 
@@ -131,10 +132,10 @@ impl Attempt {
 }
 
 impl Client {
-    /// Reads all files once, so that mistakes show at the start.
+    /// Creates the search. Reads all files once, so that mistakes show up at the start.
     ///
     /// # Errors
-    /// A file that can not be used.
+    /// A file that cannot be used.
     pub fn new(tunnel: Arc<Tunnel>, settings: Settings) -> anyhow::Result<Self> {
         let client = Self { tunnel, settings };
         client
@@ -147,7 +148,7 @@ impl Client {
         Ok(client)
     }
 
-    /// Searches until the token fires, and serves what was found.
+    /// Connects to servers and serves the tunnel until the token fires.
     pub async fn run(mut self, stop: CancellationToken) {
         let (first, longest) = self.settings.retry.unwrap_or(RETRY);
         let mut remotes = std::mem::take(&mut self.settings.remotes);
@@ -186,9 +187,9 @@ impl Client {
         }
     }
 
-    /// One try at one server, and the session that comes of it. `None` if it was stopped.
+    /// Tries one server and runs the resulting session. Returns `None` after a shutdown.
     async fn attempt(&self, remote: &Remote, stop: &CancellationToken) -> Option<Attempt> {
-        // Files are read again for each session: certificates are renewed.
+        // Files are read again for each session, because certificates are renewed.
         let config = match self.session_config(remote.transport) {
             Ok(config) => config,
             Err(error) => return Some(Attempt::failed(Outcome::Files, error.to_string())),
@@ -213,7 +214,7 @@ impl Client {
             Ok(link) => link,
             Err(text) => return Some(Attempt::failed(Outcome::Unreachable, text)),
         };
-        debug!("the OpenVPN server is reached");
+        debug!("connected to the OpenVPN server");
         let began = Instant::now();
         let (role, end) = Box::pin(link.run(&self.tunnel.agent.shutdown)).await;
         let lived = role.established.then(|| began.elapsed());
@@ -258,7 +259,7 @@ impl Client {
 }
 
 impl Attempt {
-    /// The same failure again and again is told once.
+    /// Logs the attempt. A repeated identical failure is logged only at debug level.
     fn tell(&self, told: &mut String) {
         match self.lived {
             Some(lived) => {
@@ -281,7 +282,7 @@ impl Attempt {
     }
 }
 
-/// Doubles with each round through all servers.
+/// Returns the pause after a failure. The pause doubles with each round through all servers.
 fn pause(first: Duration, longest: Duration, failures: u32, remotes: usize) -> Duration {
     let remotes = u32::try_from(remotes).unwrap_or(u32::MAX).max(1);
     let rounds = failures.saturating_sub(1) / remotes;
@@ -313,12 +314,12 @@ async fn tcp(remote: &Remote, limit: Duration) -> Result<tokio::net::TcpStream, 
     let address = dial::join_host_port(&remote.host, remote.port);
     let stream = dial::dial("tcp", &address, limit).await;
     let stream = stream.map_err(|error| error.text)?;
-    // A stock server over TCP need not say anything for hours: the kernel has to notice a dead path.
+    // A stock server over TCP may stay silent for hours, so the kernel has to detect a dead path.
     listen::tune(&stream).map_err(|error| error.to_string())?;
     Ok(stream)
 }
 
-/// A socket that takes only this server's datagrams.
+/// Creates a socket that receives datagrams only from this server.
 async fn udp(remote: &Remote, limit: Duration) -> Result<UdpSocket, String> {
     let host = &remote.host;
     let found = timeout(limit, tokio::net::lookup_host((host.as_str(), remote.port))).await;
@@ -333,7 +334,7 @@ async fn udp(remote: &Remote, limit: Duration) -> Result<UdpSocket, String> {
         let connected = async {
             let socket = UdpSocket::bind(any).await?;
             socket.connect(address).await?;
-            // Less than asked for is taken as it is.
+            // A smaller buffer is acceptable.
             let _ = socket2::SockRef::from(&socket).set_recv_buffer_size(UDP_BUFFER);
             Ok::<_, std::io::Error>(socket)
         };

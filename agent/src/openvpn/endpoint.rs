@@ -1,4 +1,4 @@
-//! One connection out of the tunnel: finds its target, dials it, carries bytes until either side ends.
+//! One connection from the tunnel: finds the target, dials it, and copies bytes until either side ends.
 
 use std::net::SocketAddrV4;
 use std::sync::Arc;
@@ -22,18 +22,18 @@ use super::halves::halves;
 use crate::endpoint::DIAL_TIMEOUT;
 use crate::metrics::DialFailureReason;
 
-/// One connection, from its SYN on.
+/// One connection, starting at its SYN.
 pub struct Endpoint {
-    /// Where it comes from.
+    /// Tunnel of the connection.
     pub tunnel: Arc<Tunnel>,
-    /// The SYN.
+    /// Request to open the connection.
     pub incoming: Incoming,
     /// Fires when the tunnel has ended.
     pub ended: CancellationToken,
 }
 
 impl Endpoint {
-    /// Runs the connection to its end.
+    /// Dials the target and carries the connection to its end.
     pub async fn run(self) {
         let Self {
             tunnel,
@@ -41,7 +41,7 @@ impl Endpoint {
             ended,
         } = self;
         let agent = &tunnel.agent;
-        // From the dial on: a drained agent does not leave in the middle of one.
+        // Counted from the dial on, so that a draining agent waits for dials in progress.
         let _active = agent.activity();
         let metrics = &agent.metrics;
         let target = match tunnel.target(incoming.destination) {
@@ -67,7 +67,7 @@ impl Endpoint {
                     .record(started.elapsed().as_secs_f64());
                 let _open = GaugeGuard::new(&metrics.open_endpoint_connections);
                 let source = incoming.source;
-                // Else whoever asked has left already.
+                // `None` means that the tunnel has ended meanwhile.
                 if let Some(stream) = incoming.accept() {
                     carry(&tunnel, socket, stream, (source, target), &ended).await;
                 }
@@ -88,7 +88,7 @@ impl Endpoint {
     }
 }
 
-/// What the target's own network would have said, had the SYN gone there.
+/// Returns the answer that the network would send if the SYN had reached the target directly.
 fn refusal(text: &str) -> Refusal {
     let unreachable = |why| Refusal::Unreachable(why);
     if text.ends_with("network is unreachable") {
@@ -140,7 +140,7 @@ async fn carry(
         seconds = started.elapsed().as_secs_f64(),
         "connection closed"
     );
-    // Unless both directions had ended, this resets it.
+    // Dropping the halves resets the flow unless both directions had ended.
     drop((tunnel_source, tunnel_sink));
     if reason == CloseReason::Finished {
         leave(source.into_inner(), sink.into_inner()).await;
@@ -152,7 +152,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_failed_dial_is_told_as_the_network_would() {
+    fn dial_errors_map_to_the_matching_refusal() {
         let unreachable = Refusal::Unreachable;
         for (text, expected) in [
             (

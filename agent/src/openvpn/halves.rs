@@ -1,4 +1,4 @@
-//! [`Source`] and [`Sink`] over a flow of the tunnel.
+//! [`Source`] and [`Sink`] implementations for a flow of the tunnel.
 
 use std::future::poll_fn;
 
@@ -7,17 +7,17 @@ use culvert_openvpn::flows::Closed;
 use culvert_openvpn_io::stream::{Broken, Reader, Stream, Writer};
 use culvert_stream::{CloseReason, Sink, Source};
 
-/// What comes out of the tunnel.
+/// Bytes from the tunnel.
 pub(super) struct FlowSource(Reader);
 
-/// What goes into the tunnel. Dropped before [`finish`](Sink::finish) it resets the flow.
+/// Bytes into the tunnel. Dropping the sink before [`finish`](Sink::finish) resets the flow.
 pub(super) struct FlowSink {
     writer: Writer,
-    /// What a cancelled send has not given to the flow yet.
+    /// Bytes of a cancelled send that the flow has not accepted.
     rest: Bytes,
 }
 
-/// The two halves of a flow.
+/// Splits a flow into its two halves.
 pub(super) fn halves(stream: Stream) -> (FlowSource, FlowSink) {
     let sink = FlowSink {
         writer: stream.writer,

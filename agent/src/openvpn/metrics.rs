@@ -1,4 +1,5 @@
-//! What the OpenVPN client counts about its tunnel. Connections are counted with those of all tunnels.
+//! Metrics of the OpenVPN client's tunnel. Its connections are counted together with the connections of all
+//! tunnels.
 
 use std::sync::Arc;
 
@@ -15,25 +16,25 @@ macro_rules! name {
 }
 
 label_values! {
-    /// What became of a try to connect.
+    /// Result of an attempt to connect.
     pub enum Outcome("outcome") {
-        /// The tunnel was there.
+        /// The tunnel was established.
         Established = "established",
-        /// The server's host was not reached.
+        /// The server's host could not be reached.
         Unreachable = "unreachable",
         /// The server refused this client.
         Refused = "refused",
-        /// Own files can not be used.
+        /// This client's own files cannot be used.
         Files = "files",
-        /// Anything else: TLS, no agreement, time-outs.
+        /// Any other failure: TLS, no common settings, timeouts.
         Failed = "failed",
     }
 }
 
 label_values! {
-    /// Which way, seen from here.
+    /// Direction of a packet, as seen from this client.
     pub enum Way("direction") {
-        /// Out of the tunnel.
+        /// From the tunnel.
         In = "in",
         /// Into the tunnel.
         Out = "out",
@@ -41,39 +42,39 @@ label_values! {
 }
 
 label_values! {
-    /// Why a packet was dropped.
+    /// Reason for dropping a packet.
     pub enum Cause("cause") {
-        /// No OpenVPN packet that is understood here.
+        /// Not an OpenVPN packet that this version understands.
         Malformed = "malformed",
-        /// Not authentic: wrong keys, or somebody else's.
+        /// Not authentic: wrong keys, or from a third party.
         Unauthentic = "unauthentic",
-        /// Taken before.
+        /// Received before.
         Replayed = "replayed",
-        /// For a key or a session that is not there.
+        /// For an unknown key or session.
         UnknownKey = "unknown_key",
-        /// Compressed, which is not spoken.
+        /// Compressed; compression is not supported.
         Compressed = "compressed",
-        /// No inner packet of IPv4 that makes sense, or a wrong checksum, or a fragment.
+        /// Inner packet that is not valid IPv4, has a wrong checksum, or is a fragment.
         Inner = "inner",
-        /// More connections at once than are allowed.
+        /// SYN above the limit of connections.
         Crowded = "crowded",
-        /// Larger than the tunnel takes.
+        /// Larger than the tunnel's MTU, or sent while no usable key exists.
         Unsent = "unsent",
     }
 }
 
-/// The series of one client.
+/// Metrics of one client.
 pub struct OpenVpnMetrics {
-    /// 1 while the tunnel is established.
+    /// 1 while the tunnel is established, otherwise 0.
     pub up: Gauge,
-    /// Renegotiations that ended well.
+    /// Successful renegotiations.
     rekeys: Counter,
     connects: Family<Outcome, Counter>,
     bytes: Family<Way, Counter>,
     dropped: Family<Cause, Counter>,
 }
 
-/// What of a session's ever growing counters was counted already.
+/// Counter values that were already added. The counters of a session only grow.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Counted {
     session: session::Stats,
@@ -82,7 +83,7 @@ pub struct Counted {
 }
 
 impl OpenVpnMetrics {
-    /// Adds the families to a registry.
+    /// Registers the metrics.
     pub fn new(registry: &Arc<Registry>) -> Self {
         Self {
             up: registry.gauge(
@@ -116,12 +117,13 @@ impl OpenVpnMetrics {
         }
     }
 
-    /// Counts a try to connect.
+    /// Counts an attempt to connect.
     pub fn connect(&self, outcome: Outcome) {
         self.connects.get(outcome).increment(1);
     }
 
-    /// Counts what has grown since the last time. Without flows nothing of theirs has.
+    /// Adds the growth of the counters since the last call. If `flows` is `None`, the flow counters do not
+    /// grow.
     pub fn count(
         &self,
         counted: &mut Counted,
@@ -201,7 +203,7 @@ mod tests {
     use crate::metrics::AgentMetrics;
 
     #[test]
-    fn growing_counters_are_counted_once() {
+    fn growth_of_session_counters_is_counted_once() {
         let agent = AgentMetrics::new().unwrap();
         let metrics = OpenVpnMetrics::new(agent.registry());
         let mut counted = Counted::default();
@@ -218,7 +220,7 @@ mod tests {
         session.bytes_in = 15;
         metrics.count(&mut counted, &session, Some(flows), 1);
         metrics.count(&mut counted, &session, None, 1);
-        // The next session begins at zero.
+        // The counters of the next session start at zero.
         metrics.count(&mut Counted::default(), &session, Some(flows), 0);
         let page = agent.registry().render();
         for line in [

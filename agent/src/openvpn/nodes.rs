@@ -1,28 +1,27 @@
-//! The addresses under which nodes are reached through the VPN, and which node is behind one.
+//! Addresses of nodes inside the VPN, and their mapping to nodes.
 //!
-//! Control planes reach a node with the InternalIP `a.b.c.d` as `X.Y.c.d`, `X.Y` being the first two
-//! octets of the node access network. `c.d` alone does not tell the node: which `a.b` there are has to
-//! be known.
+//! Control planes reach a node with the InternalIP `a.b.c.d` as `X.Y.c.d`. `X.Y` are the first two octets of
+//! the node access network. `c.d` alone does not identify a node, so the possible `a.b` must be configured.
 
 use std::net::{Ipv4Addr, SocketAddrV4};
 
 use ipnet::Ipv4Net;
 
-/// The stock platform's node access network.
+/// Default node access network of the stock platform.
 pub const DEFAULT_NETWORK: Ipv4Net = Ipv4Net::new_assert(Ipv4Addr::new(10, 254, 0, 0), 16);
 
-/// The node access network and the nodes behind it.
+/// The node access network and the nodes reachable through it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NodeAccess {
-    /// Its first two octets count.
+    /// Node access network; only its first two octets are used.
     pub network: Ipv4Net,
-    /// Nodes' addresses, and networks of nodes of /16 or smaller. Of several that match the first counts.
+    /// Addresses of nodes, and networks of nodes of /16 or smaller. The first match wins.
     pub nodes: Vec<Ipv4Net>,
 }
 
-/// An address of the node access network behind which no node is known.
+/// Error for an address of the node access network without a known node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{0} is in the node access network, and no node of --openvpn-nodes is behind it")]
+#[error("{0} is in the node access network, but --openvpn-nodes has no matching node")]
 pub struct UnknownNode(pub Ipv4Addr);
 
 impl Default for NodeAccess {
@@ -35,7 +34,8 @@ impl Default for NodeAccess {
 }
 
 impl NodeAccess {
-    /// Where `destination`, as the control plane sees it, is from here.
+    /// Returns the real address of `destination`, an address as seen by the control plane. Addresses outside
+    /// the node access network are returned unchanged.
     ///
     /// # Errors
     /// [`UnknownNode`].
@@ -56,7 +56,8 @@ impl NodeAccess {
         }
     }
 
-    /// Pairs of which the second is never reached: its last two octets are those of the first.
+    /// Returns pairs of entries that cover the same last two octets. The second entry of a pair is never
+    /// reached.
     pub fn collisions(&self) -> Vec<(Ipv4Net, Ipv4Net)> {
         let moved = |nodes: &Ipv4Net| {
             let [_, _, c, d] = nodes.addr().octets();
@@ -99,7 +100,7 @@ mod tests {
             ("10.254.15.9:10250", "192.168.15.9:10250"),
             ("10.254.20.7:9100", "10.1.20.7:9100"),
             ("10.254.20.8:10250", "172.30.20.8:10250"),
-            // Not of the node access network.
+            // Outside the node access network.
             ("172.25.0.9:443", "172.25.0.9:443"),
             ("10.253.20.7:1", "10.253.20.7:1"),
         ] {
@@ -108,14 +109,14 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_known_is_not_guessed() {
+    fn unknown_node_is_an_error() {
         let access = access(&["192.168.0.0/24"]);
         let unknown = UnknownNode(Ipv4Addr::new(10, 254, 1, 1));
         assert_eq!(target(&access, "10.254.1.1:10250"), Err(unknown));
     }
 
     #[test]
-    fn collisions_are_seen() {
+    fn collisions_are_detected() {
         let access = access(&["10.1.0.0/16", "10.2.3.4/32", "10.1.0.0/24"]);
         let collisions = access.collisions();
         assert_eq!(collisions.len(), 2, "{collisions:?}");

@@ -1,4 +1,4 @@
-//! What a client decides about its tunnel: when it is up, and where packets out of it go.
+//! The decisions of a client about its tunnel: when the tunnel is up, and where its packets go.
 
 use std::net::Ipv4Addr;
 use std::sync::Arc;
@@ -18,16 +18,16 @@ use super::endpoint::Endpoint;
 use super::metrics::{Counted, Outcome};
 use super::udp::{Datagrams, Taken};
 
-/// What the buffers of all flows may come to: agents run in small pods.
+/// Limit for the buffers of all flows together, in bytes. Agents run in small pods.
 const BUFFER_BUDGET: usize = 64 << 20;
 
 /// One session with one server.
 pub(super) struct ClientRole {
     tunnel: Arc<Tunnel>,
     transport: Transport,
-    /// Ends with the tunnel.
+    /// Fires when the tunnel ends.
     ended: CancellationToken,
-    /// Data could flow.
+    /// True once the tunnel could carry data.
     pub(super) established: bool,
     counted: Counted,
     datagrams: Option<(Datagrams, Ipv4Addr)>,
@@ -68,7 +68,7 @@ impl ClientRole {
         );
         let pushed = established.push.as_ref();
         let Some(ifconfig) = pushed.and_then(|push| push.ifconfig) else {
-            warn!("the OpenVPN server gave this client no address (push \"ifconfig\"): leaving");
+            warn!("the OpenVPN server pushed no address (push \"ifconfig\"): closing the session");
             session.close(now);
             return;
         };
@@ -107,8 +107,9 @@ impl Role for ClientRole {
                 self.established(&established, session, streams, now);
             }
             Event::Rekeyed { key_id } => debug!(key_id, "the OpenVPN tunnel has new keys"),
-            Event::Notice(text) => info!(text, "the OpenVPN server says"),
-            // Of a server's role; and the owner of the link tells the end.
+            Event::Notice(text) => info!(text, "notice from the OpenVPN server"),
+            // `Authenticated` belongs to the server role. The caller of `Link::run` logs the end of the
+            // session.
             Event::Authenticated(_) | Event::Ended(_) => {}
         }
     }

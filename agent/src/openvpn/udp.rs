@@ -1,7 +1,7 @@
-//! Datagrams out of the tunnel: for each pair of addresses a socket of its own, until nothing moves any
-//! more. Control planes ask the cluster's DNS this way.
+//! Datagrams from the tunnel. Each pair of addresses has its own socket, which is closed when idle. Control
+//! planes query the cluster's DNS over UDP.
 //!
-//! Owns the pairs of one session. What does not fit is dropped, as datagrams are.
+//! This module owns the pairs of one session. Datagrams above a limit are dropped, as usual for UDP.
 
 use std::collections::HashMap;
 use std::net::{Ipv4Addr, SocketAddrV4};
@@ -19,37 +19,37 @@ use tracing::debug;
 
 use super::client::Tunnel;
 
-/// Pairs at once, each with a socket and a task.
+/// Largest number of pairs. Each pair has a socket and a task.
 const MAX_PAIRS: usize = 512;
 
-/// Datagrams that wait for one socket.
+/// Largest number of datagrams queued for one socket.
 const MAX_WAITING: usize = 64;
 
-/// How long a pair without any traffic is kept. Longer than any resolver waits for an answer.
+/// Time after which a pair without traffic is closed. Longer than any resolver waits for an answer.
 const IDLE: Duration = Duration::from_secs(30);
 
-/// IPv4 and UDP headers.
+/// Length of the IPv4 and UDP headers.
 const HEADERS: usize = ip::HEADER + 8;
 
-/// Who sends to whom.
+/// Source and destination of a datagram.
 type Pair = (SocketAddrV4, SocketAddrV4);
 
 /// The datagrams of one session.
 pub(super) struct Datagrams {
     tunnel: Arc<Tunnel>,
     peer: Peer,
-    /// The largest packet that goes back.
+    /// MTU of the tunnel: larger answers are dropped.
     mtu: usize,
     ended: CancellationToken,
     pairs: HashMap<Pair, Sender<Bytes>>,
 }
 
-/// What became of a packet.
+/// Result of `Datagrams::input`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Taken {
-    /// It is on its way, or was dropped as datagrams are.
+    /// The datagram was forwarded, or dropped because of a limit.
     Yes,
-    /// It is no datagram, or for nobody.
+    /// The packet is not a valid datagram, or its destination cannot be reached.
     No,
 }
 
@@ -64,7 +64,8 @@ impl Datagrams {
         }
     }
 
-    /// Takes a packet out of the tunnel. `own` is the client's address there, where no ports are.
+    /// Forwards a packet from the tunnel. `own` is the client's address in the tunnel, which has no open
+    /// ports.
     pub(super) fn input(&mut self, packet: &[u8], own: Ipv4Addr) -> Taken {
         let Some((pair, payload)) = parse(packet) else {
             return Taken::No;
@@ -75,7 +76,7 @@ impl Datagrams {
         if let Some(sender) = self.pairs.get(&pair) {
             match sender.try_send(Bytes::copy_from_slice(payload)) {
                 Ok(()) | Err(TrySendError::Full(_)) => return Taken::Yes,
-                // Its task has ended a moment ago.
+                // The task of the pair has just ended.
                 Err(TrySendError::Closed(_)) => {}
             }
         }
@@ -89,7 +90,7 @@ impl Datagrams {
             return Taken::Yes;
         }
         let (sender, receiver) = mpsc::channel(MAX_WAITING);
-        // There is room for one.
+        // The new channel has room for one datagram.
         let _ = sender.try_send(Bytes::copy_from_slice(payload));
         self.pairs.insert(pair, sender);
         let (peer, mtu, ended) = (self.peer.clone(), self.mtu, self.ended.clone());
@@ -97,14 +98,14 @@ impl Datagrams {
             let carried = carry(pair, target, receiver, &peer, mtu);
             let outcome = ended.run_until_cancelled(carried).await;
             if let Some(Err(error)) = outcome {
-                debug!(client = %pair.0, %target, %error, "datagrams are not answered");
+                debug!(client = %pair.0, %target, %error, "cannot carry datagrams");
             }
         });
         Taken::Yes
     }
 }
 
-/// Carries a pair's datagrams until nothing moves any more.
+/// Forwards the datagrams of a pair in both directions until the pair is idle.
 async fn carry(
     (client, destination): Pair,
     target: SocketAddrV4,
@@ -119,7 +120,7 @@ async fn carry(
     let mut until = Instant::now() + IDLE;
     loop {
         buffer.clear();
-        // Of a larger one nothing is used.
+        // The rest of a larger datagram is cut off; such a datagram is dropped below.
         buffer.reserve(mtu);
         tokio::select! {
             datagram = receiver.recv() => match datagram {
@@ -128,7 +129,7 @@ async fn carry(
             },
             read = socket.recv_buf(&mut buffer) => {
                 read?;
-                // The tunnel's packets are not cut into fragments.
+                // The tunnel's packets are not split into fragments.
                 if buffer.len() + HEADERS <= mtu {
                     packet.clear();
                     write(&mut packet, destination, client, &buffer);
@@ -141,7 +142,7 @@ async fn carry(
     }
 }
 
-/// A whole and right datagram, and what is in it.
+/// Parses a complete datagram with a valid checksum into its addresses and its payload.
 fn parse(packet: &[u8]) -> Option<(Pair, &[u8])> {
     let packet = Packet::parse(packet).ok()?;
     if packet.protocol() != protocol::UDP || packet.check_udp().is_err() {
@@ -159,7 +160,7 @@ fn parse(packet: &[u8]) -> Option<(Pair, &[u8])> {
     ))
 }
 
-/// Appends a datagram's packet.
+/// Appends an IPv4 packet with one datagram.
 fn write(out: &mut Vec<u8>, from: SocketAddrV4, to: SocketAddrV4, payload: &[u8]) {
     let length = 8 + payload.len();
     ip::write_header(out, *from.ip(), *to.ip(), protocol::UDP, length);
@@ -170,7 +171,7 @@ fn write(out: &mut Vec<u8>, from: SocketAddrV4, to: SocketAddrV4, payload: &[u8]
     let sum = ip::pseudo(*from.ip(), *to.ip(), protocol::UDP, length)
         + Sum::of(&header)
         + Sum::of(payload);
-    // Zero says that there is none (RFC 768).
+    // A checksum of zero means "no checksum" (RFC 768).
     let checksum = match sum.checksum() {
         0 => u16::MAX,
         checksum => checksum,
@@ -192,7 +193,7 @@ mod tests {
     const DNS: SocketAddrV4 = SocketAddrV4::new(Ipv4Addr::new(10, 240, 16, 10), 53);
 
     #[test]
-    fn what_is_not_a_whole_datagram_is_not_taken() {
+    fn truncated_or_corrupt_datagram_is_rejected() {
         let mut packet = Vec::new();
         write(&mut packet, CLIENT, DNS, b"question");
         assert_eq!(parse(&packet).unwrap().1, b"question");
@@ -206,7 +207,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_written_is_read(payload in prop::collection::vec(any::<u8>(), 0..1400)) {
+        fn written_datagram_parses_back(payload in prop::collection::vec(any::<u8>(), 0..1400)) {
             let mut packet = Vec::new();
             write(&mut packet, CLIENT, DNS, &payload);
             prop_assert_eq!(parse(&packet), Some(((CLIENT, DNS), payload.as_slice())));

@@ -10,7 +10,7 @@ use super::super::flags::Flags;
 use super::super::{Config, PROGRAM};
 use super::*;
 
-/// A folder with the files that flags may name.
+/// Creates a folder with the files that the flags refer to.
 fn files() -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
     for name in ["ca", "cert", "key", "static"] {
@@ -25,7 +25,7 @@ fn files() -> tempfile::TempDir {
     dir
 }
 
-/// `@name` stands for a file's path.
+/// Parses a command line. `@name` in an argument expands to the path of the file `name`.
 fn read(dir: &Path, line: &[&str]) -> Result<Config, Exit> {
     let root = format!("{}/", dir.display());
     let args = [PROGRAM].iter().chain(line);
@@ -39,10 +39,10 @@ fn openvpn(dir: &Path, line: &[&str]) -> (OpenVpn, Vec<String>) {
 }
 
 #[test]
-fn a_file_is_enough() {
+fn config_file_alone_is_sufficient() {
     let dir = files();
     let config = read(dir.path(), &["--openvpn-config=@config"]).unwrap();
-    // Nothing of the other tunnel is asked for.
+    // The flags of the Konnectivity tunnel are not required.
     assert_eq!(config.ca_cert, None);
     let OpenVpn { client, nodes } = config.openvpn.as_ref().unwrap();
     assert_eq!(client.remotes[0].to_string(), "vpn.example.com:31194,tcp");
@@ -94,7 +94,7 @@ fn flags_override_the_file() {
 }
 
 #[test]
-fn flags_alone_check_the_servers_usage() {
+fn flags_alone_require_a_server_certificate() {
     let dir = files();
     let (OpenVpn { client, .. }, _) = openvpn(
         dir.path(),
@@ -114,7 +114,7 @@ fn flags_alone_check_the_servers_usage() {
 }
 
 #[test]
-fn all_mistakes_are_told_at_once() {
+fn all_mistakes_are_reported_together() {
     let dir = files();
     std::fs::write(dir.path().join("bad"), "client\nfragment 1300\ndev tap\n").unwrap();
     let errors = |line: &[&str]| {
@@ -123,7 +123,7 @@ fn all_mistakes_are_told_at_once() {
             .filter(|line| line.starts_with("Error: "))
             .count()
     };
-    // Two of the file, and the flag.
+    // Two mistakes in the file, and one in the flag.
     let line = ["--openvpn-config=@bad", "--health-server-port=0"];
     assert_eq!(errors(&line), 3);
     let line = [
@@ -145,7 +145,7 @@ fn all_mistakes_are_told_at_once() {
 }
 
 #[test]
-fn flags_without_a_client_are_a_mistake() {
+fn openvpn_flags_without_config_or_remote_are_rejected() {
     let dir = files();
     let text = read(
         dir.path(),
@@ -166,7 +166,7 @@ fn flags_without_a_client_are_a_mistake() {
 }
 
 #[test]
-fn the_other_tunnels_flags_need_its_ca() {
+fn konnectivity_flags_require_ca_cert() {
     let dir = files();
     for line in [
         [

@@ -14,7 +14,7 @@ fn pauses_double_with_each_round() {
 }
 
 #[test]
-fn what_the_server_said_decides_what_follows() {
+fn reason_of_the_end_selects_the_next_attempt() {
     let ended = |ended| LinkEnd::Session(ended);
     let lived = Some(Duration::from_secs(60));
     let restart = |next_server| {
@@ -29,7 +29,7 @@ fn what_the_server_said_decides_what_follows() {
             temporary,
         })
     };
-    // After an established session the same server is tried first, unless it says otherwise.
+    // After an established session the same server is tried first, unless the server requests otherwise.
     for (end, lived, next, hopeless) in [
         (restart(false), lived, false, false),
         (restart(true), lived, true, false),
@@ -51,7 +51,7 @@ fn what_the_server_said_decides_what_follows() {
 }
 
 #[test]
-fn loopback_is_reached_where_the_operator_says_that_it_is_a_node() {
+fn loopback_is_dialed_only_if_mapped_as_a_node() {
     let none = NodeAccess::default();
     let own = NodeAccess {
         nodes: vec!["127.0.0.0/16".parse().unwrap()],
