@@ -1,6 +1,6 @@
-//! The agent's end of one server stream, without I/O: which connections are there, and what each
-//! packet of the server means. Connection ids count up from 1 on every stream, one for each dial,
-//! also for those that fail. The error texts are upstream's.
+//! The agent's end of one server stream, without I/O: a table of connections and the effect of each packet
+//! from the server. Connection ids count up from 1 on every stream. Every dial uses an id, even if the dial
+//! fails. The error texts are upstream's.
 
 use std::collections::HashMap;
 
@@ -9,7 +9,7 @@ use culvert_stream::Dial;
 
 use crate::message::{ConnectId, DialId, Message};
 
-/// The state of one server stream. `T` is the handle by which the caller reaches a connection.
+/// State of one server stream. `T` is the caller's handle for a connection.
 #[derive(Debug)]
 pub struct Mux<T> {
     connections: HashMap<ConnectId, T>,
@@ -17,24 +17,24 @@ pub struct Mux<T> {
     last: i64,
 }
 
-/// What a packet of the server means for the caller.
+/// Action for the caller after a packet from the server.
 #[derive(Debug, PartialEq)]
 pub enum Effect<T> {
-    /// Dial a target; [`Mux::insert`] follows.
+    /// Dial a target; the caller then calls [`Mux::insert`].
     Dial(DialId, ConnectId, Dial),
-    /// The server gave a pending dial up; its entry is gone.
+    /// The server cancelled a pending dial; the table entry is already removed.
     Cancelled(T),
     /// Bytes for an endpoint.
     Data(T, ConnectId, Bytes),
-    /// The client sends no more; the other direction stays open.
+    /// The client has finished sending; the other direction stays open.
     HalfClosed(T),
-    /// The client is gone: what was queued is still to be delivered. The entry is gone.
+    /// The client is gone and the table entry is removed. Queued bytes must still reach the endpoint.
     Closed(T),
-    /// A packet of no known connection: tell the server to forget it.
+    /// The packet belongs to no known connection. Send this reply, so that the server forgets the connection.
     Stray(Message),
-    /// The server waits for this answer: a stock one keeps its connection until it comes.
+    /// Send this reply. A stock server keeps the connection until the reply arrives.
     Answer(Message),
-    /// Nothing to do.
+    /// No action needed.
     Ignored,
 }
 
@@ -49,7 +49,7 @@ impl<T> Default for Mux<T> {
 }
 
 impl<T: Clone> Mux<T> {
-    /// Takes one packet of the server.
+    /// Processes one packet from the server.
     pub fn on_message(&mut self, message: Message) -> Effect<T> {
         match message {
             Message::DialRequest {
@@ -86,36 +86,36 @@ impl<T: Clone> Mux<T> {
         }
     }
 
-    /// Enters a connection whose dial has begun.
+    /// Adds a connection after its dial started.
     pub fn insert(&mut self, dial: DialId, connection: ConnectId, handle: T) {
         self.dials.insert(dial, connection);
         self.connections.insert(connection, handle);
     }
 
-    /// The dial has an outcome: it can not be given up any more.
+    /// Marks a dial as finished, so that the server can no longer cancel the dial.
     pub fn dialed(&mut self, dial: DialId, connection: ConnectId) {
         if self.dials.get(&dial) == Some(&connection) {
             self.dials.remove(&dial);
         }
     }
 
-    /// Forgets a connection that ended on our side.
+    /// Removes a connection that ended on the agent's side.
     pub fn remove(&mut self, connection: ConnectId) {
         self.connections.remove(&connection);
     }
 
-    /// How many connections there are, pending ones included.
+    /// Returns the number of connections, including pending dials.
     pub fn len(&self) -> usize {
         self.connections.len()
     }
 
-    /// Whether there is no connection.
+    /// True if the table is empty.
     pub fn is_empty(&self) -> bool {
         self.connections.is_empty()
     }
 }
 
-/// The word that a connection is closed.
+/// Returns the message that reports a closed connection.
 pub fn closed(connection: ConnectId, error: &str) -> Message {
     Message::CloseResponse {
         connection,

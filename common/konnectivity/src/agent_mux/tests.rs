@@ -27,7 +27,7 @@ fn close(connection: i64) -> Message {
 
 fn open(mux: &mut Mux<&'static str>, random: i64, name: &'static str) -> ConnectId {
     let Effect::Dial(id, connection, _) = mux.on_message(dial(random)) else {
-        panic!("a dial request is a dial");
+        panic!("a dial request must cause a dial");
     };
     mux.insert(id, connection, name);
     mux.dialed(id, connection);
@@ -58,7 +58,7 @@ fn unknown_ids_are_answered_with_upstreams_texts() {
 }
 
 #[test]
-fn a_close_is_handed_over_once() {
+fn close_request_is_delivered_once() {
     let mut mux = Mux::default();
     open(&mut mux, 70, "a");
     assert_eq!(mux.on_message(close(1)), Effect::Closed("a"));
@@ -67,10 +67,10 @@ fn a_close_is_handed_over_once() {
 }
 
 #[test]
-fn only_a_pending_dial_can_be_given_up() {
+fn only_pending_dials_can_be_cancelled() {
     let mut mux = Mux::default();
     let Effect::Dial(id, connection, _) = mux.on_message(dial(70)) else {
-        panic!("a dial request is a dial");
+        panic!("a dial request must cause a dial");
     };
     mux.insert(id, connection, "a");
     let give_up = Message::CloseDial { dial: id };
@@ -82,7 +82,7 @@ fn only_a_pending_dial_can_be_given_up() {
 }
 
 #[test]
-fn what_only_agents_say_is_ignored() {
+fn agent_messages_and_unknown_messages_are_ignored() {
     let mut mux: Mux<&str> = Mux::default();
     for message in [
         Message::Drain,
@@ -94,9 +94,9 @@ fn what_only_agents_say_is_ignored() {
 }
 
 proptest! {
-    /// Whatever the server sends, bytes reach only the connection whose id they carry.
+    /// For any sequence of packets, data reaches only the connection with the id in the packet.
     #[test]
-    fn no_sequence_crosses_connections(steps in prop::collection::vec((0..4_u8, 0..8_i64), 0..200)) {
+    fn data_never_reaches_another_connection(steps in prop::collection::vec((0..4_u8, 0..8_i64), 0..200)) {
         let mut mux = Mux::default();
         for (kind, id) in steps {
             let message = match kind {
