@@ -1,12 +1,12 @@
-//! Who of several replicas leads, by a Lease (`coordination.k8s.io/v1`). No I/O: what was read and
-//! written comes in, what to read or write goes out.
+//! The election of one leader among several replicas, by a Lease (`coordination.k8s.io/v1`). No I/O: the
+//! caller reads and writes the lease and reports the results.
 //!
-//! Owns what is known of the lease. The rules are client-go's, and only this program's own clock
-//! counts: a holder is gone once its lease has not changed for the duration that it names, counted
-//! from when the last change was seen here; times in the lease are for people. The holder leads for
-//! [`Times::renew_deadline`], counted from when its last renewal was sent. That is never later than
-//! when others saw it, and the deadline is shorter than the duration: no two lead at once, whatever
-//! their clocks show, as long as these run equally fast.
+//! The rules are client-go's, and only the local clock counts. A holder is dead once its lease has not
+//! changed for the duration in the lease, counted from when this replica saw the last change; the times in
+//! the lease are for people. The holder leads for [`Times::renew_deadline`], counted from when it sent its
+//! last successful renewal. Other replicas never see a renewal before it was sent, and the deadline is
+//! shorter than the duration. So two replicas never lead at once, as long as their clocks run at the same
+//! speed; the clocks may show different times.
 
 mod candidate;
 #[cfg(test)]
@@ -20,19 +20,19 @@ use tokio::time::Instant;
 
 pub use self::candidate::Candidate;
 
-/// How long a lease lasts and how often it is looked at. Each is longer than the next.
+/// The times of an election. Each is longer than the next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Times {
-    /// How long others wait for a silent holder. The lease has whole seconds: rounded up.
+    /// Time other replicas wait for a silent holder. The lease stores whole seconds, rounded up.
     pub lease_duration: Duration,
-    /// How long a holder leads without a renewal.
+    /// Time a holder leads without a renewal.
     pub renew_deadline: Duration,
-    /// The pause between renewals, and between looks at another's lease.
+    /// Pause between renewals, and between reads of another replica's lease.
     pub retry_period: Duration,
 }
 
 impl Default for Times {
-    /// client-go's.
+    /// Returns client-go's defaults.
     fn default() -> Self {
         Self {
             lease_duration: Duration::from_secs(15),
@@ -42,15 +42,15 @@ impl Default for Times {
     }
 }
 
-/// What to do next.
+/// The next step of a candidate.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Action {
-    /// Nothing, until then.
+    /// Wait until this time.
     Wait(Instant),
-    /// Read the lease, and tell [`Election::read`] or [`Election::failed`].
+    /// Read the lease, then call [`Election::read`] or [`Election::failed`].
     Read,
-    /// Replace the lease, or create it if it has no resource version yet, and tell
-    /// [`Election::written`] or [`Election::failed`].
+    /// Replace the lease, or create it if it has no resource version yet, then call [`Election::written`] or
+    /// [`Election::failed`].
     Write(Box<Lease>),
 }
 
@@ -60,23 +60,24 @@ pub struct Election {
     name: String,
     identity: String,
     times: Times,
-    /// The lease as it was read or written last, and since when it has been so.
+    /// Lease after the last read or write, and the time since when it is unchanged.
     seen: Option<(Lease, Instant)>,
-    /// Nothing was tried since `seen` was learned; otherwise it is read anew before a write.
+    /// Set after a successful read or write, until the next step uses the result. Otherwise the lease must be
+    /// read before a write.
     current: bool,
-    /// `seen` is what this candidate wrote, not what it read.
+    /// Set if this candidate wrote `seen`; false if it was read.
     own: bool,
-    /// The lease may name this candidate, even if no answer said so.
+    /// Set if the lease may name this candidate, even if no answer has confirmed it.
     may_hold: bool,
-    /// When the last renewal that succeeded was sent.
+    /// Time at which the last successful renewal was sent.
     renewed: Option<Instant>,
-    /// Nothing is done before.
+    /// Earliest time of the next step.
     due: Instant,
 }
 
 impl Election {
-    /// A candidate for the lease `name`. No other candidate may have its identity, not even an
-    /// earlier run of itself.
+    /// Creates a candidate for the lease `name`. The identity must be unique: not even an earlier run of the
+    /// same candidate may have used it.
     pub fn new(name: &str, identity: &str, times: Times, now: Instant) -> Self {
         Self {
             name: name.to_owned(),
@@ -91,7 +92,7 @@ impl Election {
         }
     }
 
-    /// What to do now; `wall` is the time to write into the lease.
+    /// Returns the next step; `wall` is the time to write into the lease.
     pub fn next(&mut self, now: Instant, wall: &MicroTime) -> Action {
         if now < self.due {
             return Action::Wait(self.due);
@@ -108,13 +109,13 @@ impl Election {
         Action::Write(Box::new(self.claim(wall)))
     }
 
-    /// The lease as it is now; `None` if there is none.
+    /// Reports the result of a read; `None` if there is no lease.
     pub fn read(&mut self, now: Instant, lease: Option<Lease>) {
         self.current = true;
         self.own = false;
         let known = self.seen.take();
         self.seen = lease.map(|lease| {
-            // What else changes of it, such as a label, is no sign of life.
+            // Other changes of the lease, such as a label, are no proof of a live holder.
             let same = known.filter(|(known, _)| known.spec == lease.spec);
             let since = same.map_or(now, |(_, since)| since);
             (lease, since)
@@ -125,7 +126,7 @@ impl Election {
         }
     }
 
-    /// The write that was sent at `sent` has succeeded; `lease` is the answer.
+    /// Reports the success of the write sent at `sent`; `lease` is the answer.
     pub fn written(&mut self, sent: Instant, now: Instant, lease: Lease) {
         self.current = true;
         self.own = true;
@@ -134,8 +135,8 @@ impl Election {
         self.due = now + self.times.retry_period;
     }
 
-    /// The read or the write has failed, or its outcome is not known. `conflict` says that the
-    /// lease was written by somebody else: a holder looks at once who it was.
+    /// Reports a failed read or write, or a write with unknown outcome. `conflict` means a change of the
+    /// lease by another writer: if this candidate wrote the lease last, it reads the lease again at once.
     pub fn failed(&mut self, now: Instant, conflict: bool) {
         let at_once = conflict && self.own;
         self.current = false;
@@ -145,13 +146,13 @@ impl Election {
         }
     }
 
-    /// Until when this candidate leads, unless it renews in time; it may be over. `None` if it does
-    /// not hold the lease.
+    /// Returns the end of this candidate's leadership unless it renews in time; this time may be in the past.
+    /// `None` if the candidate does not hold the lease.
     pub fn leads_until(&self) -> Option<Instant> {
         self.renewed.map(|sent| sent + self.times.renew_deadline)
     }
 
-    /// Who holds the lease, as far as it is known; empty for nobody.
+    /// Returns the last known holder of the lease; empty if there is no holder.
     pub fn holder(&self) -> &str {
         let spec = self
             .seen
@@ -161,13 +162,14 @@ impl Election {
         holder.unwrap_or_default()
     }
 
-    /// Whether there may be something to [`release`](Self::release).
+    /// Returns true if there may be a lease to [`release`](Self::release).
     pub fn may_hold(&self) -> bool {
         self.may_hold
     }
 
-    /// The lease to write so that the next candidate need not wait for its end; `None` if it is not
-    /// held. To be called when the lease was just read; leads no more.
+    /// Returns a lease without holder for the caller to write, so that the next candidate need not wait for
+    /// the expiry. `None` if this candidate is not the holder. Must be called right after a read of the
+    /// lease. The leadership ends with this call.
     pub fn release(&mut self, wall: &MicroTime) -> Option<Lease> {
         self.renewed = None;
         if self.holder() != self.identity {
@@ -176,14 +178,14 @@ impl Election {
         let (mut lease, _) = self.seen.take()?;
         let spec = lease.spec.get_or_insert_default();
         spec.holder_identity = Some(String::new());
-        // As client-go; 0 is not allowed.
+        // 1 as in client-go; 0 is not allowed.
         spec.lease_duration_seconds = Some(1);
         spec.acquire_time = Some(wall.clone());
         spec.renew_time = Some(wall.clone());
         Some(lease)
     }
 
-    /// Whether another one holds the lease and may be alive.
+    /// Returns true if another candidate holds the lease and may be alive.
     fn is_taken(&self, now: Instant) -> bool {
         let Some((lease, since)) = &self.seen else {
             return false;
@@ -191,13 +193,13 @@ impl Election {
         let holder = self.holder();
         let spec = lease.spec.as_ref();
         let seconds = spec.and_then(|spec| spec.lease_duration_seconds);
-        // A lease that does not say is given as long as one of ours.
+        // A lease without a duration counts for as long as our own.
         let duration = seconds.and_then(|seconds| u64::try_from(seconds).ok());
         let duration = duration.map_or(self.times.lease_duration, Duration::from_secs);
         !holder.is_empty() && holder != self.identity && now < *since + duration
     }
 
-    /// The lease with this candidate as its holder, fresh.
+    /// Returns the lease, renewed, with this candidate as its holder.
     fn claim(&self, wall: &MicroTime) -> Lease {
         let known = self.seen.as_ref().map(|(lease, _)| lease.clone());
         let created = known.is_none();

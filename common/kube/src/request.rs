@@ -1,5 +1,4 @@
-//! One request to the Kubernetes API about one object: bounded in time, and with errors that tell
-//! an operator what to do.
+//! A single request to the Kubernetes API for one object, with a time limit and error texts for operators.
 
 use std::fmt;
 use std::time::Duration;
@@ -10,16 +9,16 @@ use tracing::{error, info};
 
 use crate::client::root;
 
-/// What a request is about.
+/// The object of a request.
 #[derive(Clone, Debug)]
 pub struct Target {
-    /// What objects of the kind are called.
+    /// Kind of the object, as in `Service`.
     pub kind: &'static str,
-    /// What roles call them.
+    /// Name of the resource in roles, as in `services`.
     pub resource: &'static str,
-    /// The object's namespace.
+    /// Namespace of the object.
     pub namespace: String,
-    /// Its name.
+    /// Name of the object.
     pub name: String,
 }
 
@@ -29,66 +28,66 @@ impl fmt::Display for Target {
     }
 }
 
-/// Why a request failed.
+/// Reason why a request failed.
 #[derive(Debug, thiserror::Error)]
 pub enum RequestError {
-    /// Another one has written the object since it was read.
-    #[error("{what}: somebody else has written it meanwhile; it is read anew")]
+    /// Another writer has changed the object since it was read.
+    #[error("{what}: another writer has changed it; it is read again")]
     Conflict {
-        /// What was tried, with what.
+        /// The attempted request and its object.
         what: String,
     },
-    /// The account may not do that.
+    /// The account does not have the permission.
     #[error("{what}: {why}; allow the account to {verb} {resource} in namespace {namespace}")]
     Forbidden {
-        /// What was tried, with what.
+        /// The attempted request and its object.
         what: String,
-        /// The API's text.
+        /// Message from the API.
         why: String,
-        /// The verb that its role lacks.
+        /// Verb missing in the role.
         verb: &'static str,
-        /// The resource in that role.
+        /// Resource missing in the role.
         resource: &'static str,
-        /// Where it lacks it.
+        /// Namespace of the missing permission.
         namespace: String,
     },
-    /// There is no such object.
+    /// The object does not exist.
     #[error("there is no {what}: create it, or correct the flags that name it")]
     Missing {
-        /// What was looked for.
+        /// The requested object.
         what: String,
     },
-    /// Nothing came back in time.
+    /// No answer arrived in time.
     #[error("{what}: no answer within {limit:?}")]
     Timeout {
-        /// What was tried, with what.
+        /// The attempted request and its object.
         what: String,
-        /// How long an answer may take.
+        /// Time limit for the answer.
         limit: Duration,
     },
-    /// Anything else.
+    /// Any other failure.
     #[error("{what}: {why}")]
     Failed {
-        /// What was tried, with what.
+        /// The attempted request and its object.
         what: String,
-        /// The API's text, or why there is none.
+        /// Message from the API, or the reason for the missing answer.
         why: String,
     },
 }
 
 impl RequestError {
-    /// Whether the object has to be read anew.
+    /// Returns true if the object must be read again.
     pub fn is_conflict(&self) -> bool {
         matches!(self, Self::Conflict { .. })
     }
 }
 
-/// What fails at present, so that the log has it once.
+/// The current failure, remembered to log each failure only once.
 #[derive(Debug, Default)]
 pub struct Failing(Option<String>);
 
 impl Failing {
-    /// Logs an error, unless it is the last one again. A conflict is none.
+    /// Logs an error, unless the last error was the same. A conflict is not a failure.
     pub fn say(&mut self, failed: &RequestError) {
         if failed.is_conflict() {
             return info!("{failed}");
@@ -100,7 +99,7 @@ impl Failing {
         }
     }
 
-    /// Logs that it works again, if it did not.
+    /// Logs the recovery after a failure.
     pub fn over(&mut self, target: &Target) {
         if self.0.take().is_some() {
             info!("{target} can be used again");
@@ -108,7 +107,7 @@ impl Failing {
     }
 }
 
-/// Awaits an answer for at most `limit`; `verb` is what a role has to allow.
+/// Awaits an answer for at most `limit`; `verb` is the name of the permission in roles.
 ///
 /// # Errors
 /// [`RequestError`].
@@ -151,7 +150,7 @@ pub async fn request<T>(
     })
 }
 
-/// Returns the parameters of every write by `program`, which Kubernetes keeps in `managedFields`.
+/// Returns the parameters of every write: the writer's name for `managedFields`.
 pub fn writes(program: &str) -> PostParams {
     PostParams {
         field_manager: Some(program.to_owned()),
@@ -188,7 +187,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn errors_say_what_to_do() {
+    async fn errors_contain_the_remedy() {
         let conflict = fails("update", status(409)).await;
         assert!(conflict.is_conflict(), "{conflict}");
         let forbidden = fails("update", status(403)).await.to_string();

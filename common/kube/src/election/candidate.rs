@@ -1,4 +1,4 @@
-//! Takes part in an election over the Kubernetes API.
+//! The I/O of an election: reads and writes the Lease over the Kubernetes API.
 
 use std::time::Duration;
 
@@ -15,26 +15,27 @@ use tracing::{info, warn};
 use super::{Action, Election, Times};
 use crate::request::{Failing, RequestError, Target, request, writes};
 
-/// How long an exit waits for the lease to be given back. Without that it ends by itself.
+/// Time limit for releasing the lease at exit. Without a release, the lease expires later.
 const RELEASE: Duration = Duration::from_secs(2);
 
-/// One replica among those that may lead.
+/// A replica in the election.
 pub struct Candidate {
     api: Api<Lease>,
     target: Target,
     election: Election,
-    /// How long one request may take.
+    /// Time limit per request.
     limit: Duration,
     leads: watch::Sender<Option<Instant>>,
     program: &'static str,
     failures: Counter,
     failing: Failing,
-    /// Who holds the lease, as the log has it.
+    /// Holder of the lease in the last log line.
     holder: String,
 }
 
 impl Candidate {
-    /// A candidate of `program`, whose failed requests count as `failures`, and until when it leads; `None` or a time that is over while it does not.
+    /// Creates a candidate, and a receiver of the time until which it leads. The value is `None` or in the
+    /// past while the candidate does not lead.
     pub fn new(
         client: Client,
         namespace: &str,
@@ -63,15 +64,15 @@ impl Candidate {
         (candidate, led)
     }
 
-    /// Takes the lease whenever it is free, and renews it, until `stop`. Keeps it then:
-    /// [`release`](Self::release) gives it back.
+    /// Acquires the lease whenever it is free and renews it, until `stop`. Does not release it at the end;
+    /// call [`release`](Self::release).
     pub async fn campaign(&mut self, stop: &CancellationToken) {
         while stop.run_until_cancelled(self.step()).await.is_some() {}
         self.leads.send_replace(None);
     }
 
-    /// Gives the lease back if it is held, so that another replica leads at once. Nothing that a
-    /// leader does may go on any more.
+    /// Releases the lease if this candidate holds it, so that another replica can lead at once. The leader's
+    /// work must have stopped before.
     pub async fn release(&mut self) {
         if !self.election.may_hold() {
             return;
@@ -81,19 +82,16 @@ impl Candidate {
             Ok(Err(error)) => error.to_string(),
             Err(_) => format!("no answer within {RELEASE:?}"),
         };
-        warn!(
-            "{} is not given back and ends by itself: {why}",
-            self.target
-        );
+        warn!("{} was not released; it expires later: {why}", self.target);
     }
 
     async fn try_release(&mut self) -> Result<(), RequestError> {
-        // A write whose answer nobody waited for may have been done.
+        // An earlier write may have succeeded although its answer was not received.
         let lease = self.get().await?;
         self.election.read(Instant::now(), lease);
         if let Some(lease) = self.election.release(&wall()) {
             self.put(&lease).await?;
-            info!("gave {} back", self.target);
+            info!("released {}", self.target);
         }
         Ok(())
     }
@@ -131,7 +129,7 @@ impl Candidate {
     fn publish(&mut self) {
         if self.holder != self.election.holder() {
             self.holder = self.election.holder().to_owned();
-            info!(holder = self.holder, "{} has changed hands", self.target);
+            info!(holder = self.holder, "{} has a new holder", self.target);
         }
         let until = self.election.leads_until();
         self.leads.send_if_modified(|known| {
@@ -158,7 +156,7 @@ impl Candidate {
     }
 }
 
-/// The pod's name, for people, and something that no other run has.
+/// Returns the pod's name, for people, and a suffix unique to this run.
 fn identity(program: &str) -> String {
     let names = ["POD_NAME", "HOSTNAME"].into_iter();
     let mut names = names.filter_map(|name| std::env::var(name).ok());

@@ -6,7 +6,7 @@ use k8s_openapi::jiff::Timestamp;
 
 use super::*;
 
-/// A time to write, in seconds since 1970.
+/// Converts seconds since 1970 to the time to write.
 fn wall(seconds: i64) -> MicroTime {
     MicroTime(Timestamp::from_second(seconds).unwrap())
 }
@@ -19,7 +19,7 @@ fn candidate(identity: &str, now: Instant) -> Election {
     Election::new("lb-updater", identity, Times::default(), now)
 }
 
-/// A lease as the API has it.
+/// Creates a lease as returned by the API.
 fn lease(holder: &str, renewed: i64, version: &str) -> Lease {
     let mut lease = Lease::default();
     lease.metadata.resource_version = Some(version.to_owned());
@@ -32,7 +32,7 @@ fn lease(holder: &str, renewed: i64, version: &str) -> Lease {
     lease
 }
 
-/// What it writes next.
+/// Returns the lease that the candidate writes next.
 fn writes(election: &mut Election, now: Instant) -> Lease {
     match election.next(now, &wall(100)) {
         Action::Write(lease) => *lease,
@@ -40,7 +40,7 @@ fn writes(election: &mut Election, now: Instant) -> Lease {
     }
 }
 
-/// It looks at the lease, sees that, and waits.
+/// Lets the candidate read the lease, and checks that it then waits.
 fn sees(election: &mut Election, now: Instant, lease: &Lease) {
     assert_eq!(election.next(now, &wall(0)), Action::Read);
     election.read(now, Some(lease.clone()));
@@ -49,7 +49,7 @@ fn sees(election: &mut Election, now: Instant, lease: &Lease) {
     assert_eq!(election.leads_until(), None);
 }
 
-/// A leader since `now`.
+/// Creates a candidate that leads since `now`.
 fn leader(now: Instant) -> Election {
     let mut election = candidate("me", now);
     election.read(now, None);
@@ -60,7 +60,7 @@ fn leader(now: Instant) -> Election {
 }
 
 #[test]
-fn a_lease_that_is_not_there_is_created() {
+fn missing_lease_is_created() {
     let start = Instant::now();
     let mut election = candidate("me", start);
     assert_eq!(election.next(start, &wall(0)), Action::Read);
@@ -78,7 +78,7 @@ fn a_lease_that_is_not_there_is_created() {
         (spec.acquire_time, spec.renew_time),
         (Some(wall(100)), Some(wall(100)))
     );
-    // It leads from when it has the answer, and until a time after the request.
+    // Leadership begins with the answer and ends a fixed time after the request was sent.
     assert_eq!(election.leads_until(), None);
     let (sent, now) = (start, start + seconds(4));
     election.written(sent, now, written);
@@ -91,8 +91,8 @@ fn a_lease_that_is_not_there_is_created() {
 }
 
 #[test]
-fn a_silent_holder_is_waited_for_by_our_own_clock() {
-    // Far in the past or in the future: the holder's clock does not matter.
+fn silent_holder_expires_by_the_local_clock() {
+    // Far in the past and in the future: the holder's clock does not matter.
     for renewed in [0, 10_000_000_000] {
         let start = Instant::now();
         let mut election = candidate("me", start);
@@ -103,7 +103,7 @@ fn a_silent_holder_is_waited_for_by_our_own_clock() {
                 &lease("other", renewed, "5"),
             );
         }
-        // Seen first at 0, and for the eighth time at 14: not yet. At 16 it is over.
+        // First read at 0 s. At 14 s, the eighth read, the lease is still valid; at 16 s it has expired.
         sees(
             &mut election,
             start + seconds(14),
@@ -122,11 +122,11 @@ fn a_silent_holder_is_waited_for_by_our_own_clock() {
 }
 
 #[test]
-fn only_a_renewal_is_a_sign_of_life() {
+fn only_a_renewal_extends_the_wait() {
     let start = Instant::now();
     let mut election = candidate("me", start);
     sees(&mut election, start, &lease("other", 1, "5"));
-    // Renewed between: counted from when that was seen.
+    // A renewal between two reads counts from the second read.
     sees(&mut election, start + seconds(8), &lease("other", 2, "6"));
     let mut labelled = lease("other", 2, "7");
     labelled.metadata.labels = Some([("a".to_owned(), "b".to_owned())].into());
@@ -140,7 +140,7 @@ fn only_a_renewal_is_a_sign_of_life() {
 }
 
 #[test]
-fn a_lease_is_given_the_time_that_it_names() {
+fn lease_is_valid_for_the_duration_in_it() {
     for (named, free_after) in [(Some(3), 3), (Some(60), 60), (None, 15), (Some(-1), 15)] {
         let start = Instant::now();
         let mut election = candidate("me", start);
@@ -155,7 +155,7 @@ fn a_lease_is_given_the_time_that_it_names() {
 }
 
 #[test]
-fn a_lease_without_a_holder_is_taken_at_once() {
+fn lease_without_a_holder_is_acquired_at_once() {
     let now = Instant::now();
     for empty in [Some(String::new()), None] {
         let mut election = candidate("me", now);
@@ -171,7 +171,7 @@ fn a_lease_without_a_holder_is_taken_at_once() {
 }
 
 #[test]
-fn a_renewal_keeps_what_it_need_not_change() {
+fn renewal_keeps_unrelated_fields() {
     let start = Instant::now();
     let mut election = leader(start);
     let now = start + seconds(2);
@@ -179,7 +179,7 @@ fn a_renewal_keeps_what_it_need_not_change() {
     let spec = renewed.spec.as_mut().unwrap();
     assert_eq!(spec.lease_transitions, Some(0));
     assert_eq!(spec.acquire_time, Some(wall(100)));
-    // Fields of newer ways to elect.
+    // A field from a newer version of the API.
     spec.preferred_holder = Some("another".to_owned());
     renewed.metadata.resource_version = Some("2".to_owned());
     election.written(now, now, renewed);
@@ -193,7 +193,7 @@ fn a_renewal_keeps_what_it_need_not_change() {
 }
 
 #[test]
-fn without_renewals_the_leadership_ends_and_comes_back_with_the_api() {
+fn leadership_ends_without_renewals_and_resumes_with_the_api() {
     let start = Instant::now();
     let mut election = leader(start);
     let mut now = start + seconds(2);
@@ -207,7 +207,7 @@ fn without_renewals_the_leadership_ends_and_comes_back_with_the_api() {
         assert_eq!(election.leads_until(), until, "no failure prolongs it");
     }
     assert_eq!(until, Some(start + seconds(10)));
-    // Nobody else has taken it: it names us still.
+    // No other candidate has acquired the lease: it still contains our identity.
     election.read(now, Some(lease("me", 1, "9")));
     let spec = writes(&mut election, now).spec.unwrap();
     assert_eq!(spec.lease_transitions, Some(3));
@@ -216,19 +216,19 @@ fn without_renewals_the_leadership_ends_and_comes_back_with_the_api() {
 }
 
 #[test]
-fn a_leader_that_is_overtaken_stops_at_once() {
+fn replaced_leader_stops_at_once() {
     let start = Instant::now();
     let mut election = leader(start);
     let now = start + seconds(2);
     writes(&mut election, now);
     election.failed(now, true);
-    // No pause: who was it?
+    // No pause: the candidate reads the new holder at once.
     sees(&mut election, now, &lease("other", 1, "9"));
     assert!(!election.may_hold());
 }
 
 #[test]
-fn conflicts_without_end_are_not_tried_without_a_pause() {
+fn repeated_conflicts_cause_a_pause() {
     let start = Instant::now();
     let mut election = leader(start);
     let now = start + seconds(2);
@@ -242,7 +242,7 @@ fn conflicts_without_end_are_not_tried_without_a_pause() {
 }
 
 #[test]
-fn a_lease_that_somebody_deletes_ends_the_leadership() {
+fn deleted_lease_ends_the_leadership() {
     let start = Instant::now();
     let mut election = leader(start);
     let now = start + seconds(2);
@@ -257,7 +257,7 @@ fn a_lease_that_somebody_deletes_ends_the_leadership() {
 }
 
 #[test]
-fn a_lease_is_given_back_by_its_holder_alone() {
+fn only_the_holder_releases_the_lease() {
     let now = Instant::now();
     let mut election = leader(now);
     assert!(election.may_hold());
@@ -278,7 +278,7 @@ fn a_lease_is_given_back_by_its_holder_alone() {
 }
 
 #[test]
-fn a_write_without_an_answer_may_have_taken_the_lease() {
+fn write_without_an_answer_may_have_acquired_the_lease() {
     let now = Instant::now();
     let mut election = candidate("me", now);
     election.read(now, None);
@@ -290,7 +290,7 @@ fn a_write_without_an_answer_may_have_taken_the_lease() {
 }
 
 #[test]
-fn a_part_of_a_second_is_written_as_a_whole_one() {
+fn lease_duration_is_rounded_up_to_seconds() {
     let now = Instant::now();
     let times = Times {
         lease_duration: Duration::from_millis(2500),

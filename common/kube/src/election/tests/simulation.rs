@@ -1,5 +1,5 @@
-//! Several candidates on a bad network: requests and answers are late or lost, candidates stand
-//! still and die, and every clock shows another time.
+//! A simulation of several candidates on a bad network: requests and answers are late or lost, candidates
+//! freeze and die, and every clock shows a different time.
 
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
@@ -9,10 +9,10 @@ use super::*;
 /// One tick of the simulated time.
 const TICK: Duration = Duration::from_millis(100);
 
-/// How long a candidate waits for an answer.
+/// Time that a candidate waits for an answer.
 const TIMEOUT: Duration = Duration::from_secs(5);
 
-/// What the API was asked for; it may be done long after its sender has given up.
+/// A request to the API; the API may process it long after the sender has given up.
 struct Message {
     from: usize,
     number: u64,
@@ -21,7 +21,7 @@ struct Message {
     answered: Duration,
 }
 
-/// What comes back.
+/// An answer of the API.
 struct Answer {
     to: usize,
     number: u64,
@@ -37,9 +37,9 @@ enum Outcome {
 
 struct Node {
     election: Election,
-    /// Added to the true time.
+    /// Difference between this node's clock and the true time.
     clock: Duration,
-    /// The request that it waits for, and when it was sent by its own clock.
+    /// Number of the pending request, and the time when it was sent on the node's own clock.
     waiting: Option<(u64, Instant)>,
     stands_still_until: Duration,
     alive: bool,
@@ -97,7 +97,7 @@ impl World {
         self.start + self.time + self.nodes[node].clock
     }
 
-    /// How long a message takes; now and then, longer than anybody waits.
+    /// Returns the latency of a message; occasionally more than any candidate waits.
     fn latency(&mut self) -> Duration {
         let longest = match self.random.random_range(0..10) {
             _ if self.calm => 10,
@@ -139,7 +139,7 @@ impl World {
         }
     }
 
-    /// What the API does: a write is done if nobody else has written since.
+    /// Performs a request as the API does: a write succeeds if the lease is unchanged since it was read.
     fn perform(&mut self, action: Action) -> Outcome {
         let Action::Write(mut lease) = action else {
             return Outcome::Read(self.lease.clone());
@@ -215,7 +215,7 @@ impl World {
 }
 
 #[test]
-fn no_two_lead_at_once_and_in_the_end_one_does() {
+fn at_most_one_leads_at_any_time_and_exactly_one_in_the_end() {
     let mut handovers = 0;
     for seed in 0..300 {
         let mut world = World::new(seed);
@@ -223,7 +223,7 @@ fn no_two_lead_at_once_and_in_the_end_one_does() {
         while world.time < seconds(300) {
             world.tick();
             let leaders = world.leaders();
-            assert!(leaders.len() <= 1, "{leaders:?} lead, seed {seed}");
+            assert!(leaders.len() <= 1, "{leaders:?} lead at once, seed {seed}");
             if let Some(leader) = leaders.first() {
                 handovers += usize::from(last.is_some_and(|last| last != *leader));
                 last = Some(*leader);
@@ -236,6 +236,6 @@ fn no_two_lead_at_once_and_in_the_end_one_does() {
         }
         assert_eq!(world.leaders().len(), 1, "seed {seed}");
     }
-    // Otherwise the world is too good to show anything.
+    // With fewer handovers the simulation would prove nothing.
     assert!(handovers > 300, "{handovers}");
 }
