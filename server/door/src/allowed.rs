@@ -1,14 +1,14 @@
-//! Who may use the CONNECT listener, by address.
+//! The client networks with access to the CONNECT listener.
 
 use std::net::IpAddr;
 
 use ipnet::IpNet;
 
-/// Networks whose members may connect; none means everybody.
+/// Networks whose addresses may connect; an empty list allows every address.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct AllowedNetworks(Vec<IpNet>);
 
-/// Text that is no network.
+/// Error for an invalid network.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "{0:?} is not a network; write an address and a prefix length, such as 10.0.0.0/8 or fd00::/8"
@@ -16,10 +16,10 @@ pub struct AllowedNetworks(Vec<IpNet>);
 pub struct NetworkError(String);
 
 impl AllowedNetworks {
-    /// Reads networks. An address alone is a network of one.
+    /// Parses networks. An address without a prefix length is a network of one address.
     ///
     /// # Errors
-    /// The first text that is none.
+    /// Returns the first invalid text.
     pub fn parse<'a>(texts: impl IntoIterator<Item = &'a str>) -> Result<Self, NetworkError> {
         let network = |text: &str| {
             let text = text.trim();
@@ -35,14 +35,14 @@ impl AllowedNetworks {
             .map(Self)
     }
 
-    /// Whether `address` may connect. An IPv4 address that a socket of both families shows as IPv6
-    /// counts as IPv4.
+    /// Returns true if `address` may connect. An IPv4-mapped IPv6 address (from a dual-stack socket) counts
+    /// as IPv4.
     pub fn contains(&self, address: IpAddr) -> bool {
         let address = address.to_canonical();
         self.0.is_empty() || self.0.iter().any(|network| network.contains(&address))
     }
 
-    /// The networks as text, for the log at start.
+    /// Returns the networks as comma-separated text, for the log at start.
     pub fn describe(&self) -> String {
         let texts: Vec<String> = self.0.iter().map(ToString::to_string).collect();
         texts.join(",")
@@ -56,7 +56,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn members_are_let_in_and_nobody_else() {
+    fn only_members_are_allowed() {
         let allowed = AllowedNetworks::parse(["10.0.0.0/8", " fd00::/8", "192.0.2.7"]).unwrap();
         let contains = |text: &str| allowed.contains(text.parse().unwrap());
         assert!(contains("10.1.2.3") && contains("fd12::1") && contains("192.0.2.7"));
@@ -67,7 +67,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_network_is_named() {
+    fn invalid_network_is_reported() {
         for text in ["", "10.0.0.0/33", "example.com", "10.0.0/8"] {
             let error = AllowedNetworks::parse([text]).unwrap_err().to_string();
             assert!(error.contains(&format!("{text:?}")), "{error}");

@@ -1,7 +1,7 @@
-//! The annotations by which a Service asks to be exposed: their keys, and what their values mean.
+//! The annotations that expose a Service: their keys and the meaning of the values.
 //!
-//! Values are written by people and by other controllers, so a wrong one is normal input; the
-//! errors say what would be right, and show no more than the beginning of a long value.
+//! People and other controllers write the values, so a wrong value is normal input. The errors explain the
+//! correct form, and show only the beginning of a long value.
 
 #[cfg(test)]
 mod tests;
@@ -10,93 +10,92 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use rustls_pki_types::DnsName;
 
-/// How a Service is exposed by the proxy of the whole cluster; see [`Exposure`].
+/// Annotation to expose a Service on the proxy of the whole cluster; see [`Exposure`] for the values.
 pub const EXPOSE_ANNOTATION: &str = "nodeport-proxy.k8s.io/expose";
 
-/// The same for a proxy that serves the Services of its own namespace only.
+/// Annotation to expose a Service on a proxy for its own namespace only; the values are the same.
 pub const EXPOSE_NAMESPACED_ANNOTATION: &str = "nodeport-proxy.k8s.io/expose-namespaced";
 
-/// Which TLS server name leads to which port; see [`parse_port_mapping`].
+/// Annotation to map Service ports to TLS server names; see [`parse_port_mapping`].
 pub const PORT_MAPPING_ANNOTATION: &str = "nodeport-proxy.k8s.io/port-mapping";
 
-/// How many characters of a value an error shows. A value may have 256 KiB (the limit that
-/// Kubernetes sets for all annotations of an object); a log line should not.
+/// Longest part of a value in an error, in characters. Kubernetes allows 256 KiB for all annotations of an
+/// object, which is too much for a log line.
 const MAX_SHOWN: usize = 100;
 
-/// The ways in which a Service asks to be exposed. A value that parses has at least one.
+/// The ways to expose a Service. A valid value selects at least one way.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Exposure {
-    /// `NodePort`: a listener on the node port of every TCP port.
+    /// `NodePort`: the proxy listens on the node port of every TCP port.
     pub node_port: bool,
-    /// `SNI`: connections by their TLS server name, as the port mapping says.
+    /// `SNI`: the proxy routes TLS connections by server name, according to the port mapping.
     pub sni: bool,
-    /// `Tunneling`: CONNECT requests for any TCP port.
+    /// `Tunneling`: the proxy accepts CONNECT requests for any TCP port.
     pub tunneling: bool,
 }
 
-/// A value that is no list of ways to be exposed. All of it is void then.
+/// Error for an annotation value with a wrong entry. The whole value is ignored then.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "{entry:?} is not accepted: use a list such as \"SNI,Tunneling\" out of NodePort, SNI and \
-     Tunneling, or \"true\" alone, which means NodePort"
+    "{entry:?} is not accepted: use a list of NodePort, SNI and Tunneling, such as \
+     \"SNI,Tunneling\", or \"true\" alone, which means NodePort"
 )]
 pub struct ExposureError {
-    /// The first wrong entry, without blanks around it and shortened.
+    /// The first wrong entry, trimmed and shortened.
     pub entry: String,
 }
 
-/// Why a port mapping is void. What stems from its text is shortened.
+/// Reason to ignore a whole port mapping. Texts from the mapping are shortened.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum MappingError {
-    /// `SNI` without a mapping.
+    /// The Service selects `SNI` but has no port mapping.
     #[error(
-        "it is missing, and SNI needs it: add port names and their host names, such as \
+        "it is missing, but SNI needs it: add port names and their host names, such as \
          {{\"https\": \"name.example.com\"}}"
     )]
     Missing,
-    /// Not a JSON object of strings.
+    /// The value is not a JSON object of strings.
     #[error(
         "it has to be a JSON object of port names and host names, such as \
          {{\"https\": \"name.example.com\"}}: {0}"
     )]
     Json(String),
-    /// Nothing that a TLS client can ask for.
+    /// A host name is not a DNS name, and no TLS client can send such a name.
     #[error(
         "{host:?} of port {port:?} is not a DNS name; a name of letters, digits, hyphens and dots \
          is needed, and it may begin with \"*.\""
     )]
     HostName {
-        /// The port's name.
+        /// Name of the Service port.
         port: String,
-        /// What the mapping has for it.
+        /// Host name of the port in the mapping.
         host: String,
     },
-    /// Two ports with one host name.
+    /// Two ports have the same host name.
     #[error(
-        "the ports {first:?} and {second:?} both have the host name {host:?}: give each its own"
+        "the ports {first:?} and {second:?} both have the host name {host:?}: give each port its own"
     )]
     SharedHost {
         /// The host name in lower case.
         host: String,
-        /// The name of one port.
+        /// Name of the first port.
         first: String,
-        /// The name of the other.
+        /// Name of the second port.
         second: String,
     },
-    /// A key that is not the name of a TCP port.
+    /// A key is not the name of a TCP port of the Service.
     #[error("{port:?} is not the name of a TCP port of the Service; it has {known:?}")]
     UnknownPort {
         /// The key.
         port: String,
-        /// The names of the Service's TCP ports.
+        /// Names of the Service's TCP ports.
         known: Vec<String>,
     },
 }
 
-/// Parses the value of [`PORT_MAPPING_ANNOTATION`]: a JSON object from names of Service ports
-/// (empty for a port without a name) to host names. Returns the host names in the form of a route:
-/// lower case, no dot at the end. Of a key that is given twice the last value counts, as with Go's
-/// `encoding/json`.
+/// Parses the value of [`PORT_MAPPING_ANNOTATION`]: a JSON object from names of Service ports (empty for a
+/// port without a name) to host names. Returns the host names as routes use them: lower case, no dot at the
+/// end. If a key occurs twice, the last value wins, as in Go's `encoding/json`.
 ///
 /// # Errors
 /// [`MappingError::Json`], [`MappingError::HostName`] or [`MappingError::SharedHost`].
@@ -124,10 +123,10 @@ pub fn parse_port_mapping(json: &str) -> Result<BTreeMap<String, String>, Mappin
     Ok(mapping)
 }
 
-/// Checks that every key of a mapping is the name of a TCP port.
+/// Checks the keys of a mapping: each must be the name of a TCP port.
 ///
 /// # Errors
-/// [`MappingError::UnknownPort`] for the first that is not.
+/// [`MappingError::UnknownPort`] for the first wrong key.
 pub fn check_ports(
     mapping: &BTreeMap<String, String>,
     tcp_ports: &BTreeSet<&str>,
@@ -142,8 +141,8 @@ pub fn check_ports(
     }
 }
 
-/// The form in which server names are compared. The stock proxy takes any text here; this one
-/// does not, for a name that no client can send is a mistake that should be seen.
+/// Returns the form of a host name for comparisons, or `None` if `host` is not a DNS name. The stock proxy
+/// accepts any text; no client can send such a name, so an error makes the mistake visible.
 pub fn server_name(host: &str) -> Option<String> {
     DnsName::try_from(host.strip_prefix("*.").unwrap_or(host)).ok()?;
     Some(host.strip_suffix('.').unwrap_or(host).to_ascii_lowercase())
@@ -156,11 +155,11 @@ fn shortened(text: &str) -> String {
 // === impl Exposure ===
 
 impl Exposure {
-    /// Parses the value of [`EXPOSE_ANNOTATION`]: exactly `true`, or a comma-separated list with
-    /// blanks allowed around its entries. Case matters.
+    /// Parses the value of [`EXPOSE_ANNOTATION`]: exactly `true`, or a comma-separated list whose entries may
+    /// have blanks around them. Case matters.
     ///
     /// # Errors
-    /// [`ExposureError`] for the first wrong entry; an empty value is one empty entry.
+    /// [`ExposureError`] for the first wrong entry; an empty value counts as one empty entry.
     pub fn parse(value: &str) -> Result<Self, ExposureError> {
         let mut exposure = Self::default();
         if value == "true" {

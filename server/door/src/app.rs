@@ -1,4 +1,4 @@
-//! Wires the proxy: opens its listeners, follows its source, and drains at the end.
+//! The wiring of the proxy: opens the listeners, follows the source of routes, and drains at the end.
 
 use std::net::SocketAddr;
 use std::os::fd::AsFd as _;
@@ -31,38 +31,38 @@ use super::table::Table;
 use super::tunnel::Tunnels;
 use super::upstream::CONNECT_TIMEOUT;
 
-/// What `/readyz` says while connections are ended.
+/// `/readyz` text during the drain.
 const DRAINING: &str = "draining";
 
-/// What it says before the first routes are known.
+/// `/readyz` text before the first routes are known.
 const NOT_SYNCED: &str = "not all Services are known yet; is the Kubernetes API reachable?";
 
-/// What it says while the last known routes are served.
+/// `/readyz` text while the source cannot be read and the last known routes stay in force.
 const STALE: &str = "ok, with the last known routes: their source cannot be read";
 
-/// What it says while they are not those of the file.
-const REJECTED: &str = "ok, with the last known routes: the file is not in force, because it is wrong; the log says where";
+/// `/readyz` text while the file has mistakes and the last good routes stay in force.
+const REJECTED: &str = "ok, with the last known routes: the file is not in force because it has mistakes; the log names them";
 
-/// Where a bound proxy listens; node ports come and go.
+/// The addresses of a bound proxy. Node ports are not included: they come and go.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Addresses {
-    /// TLS by server name.
+    /// Listener for TLS connections, routed by server name.
     pub sni: Option<SocketAddr>,
-    /// CONNECT.
+    /// Listener for CONNECT requests.
     pub tunneling: Option<SocketAddr>,
-    /// Health and metrics.
+    /// Listener for health and metrics.
     pub stats: SocketAddr,
 }
 
-/// What brings the routes.
+/// The source of the routes.
 enum Feed {
     File(Follower),
     Kubernetes(Box<Discovery>, Option<Box<Balancer>>),
 }
 
-/// A proxy whose listeners are open and not served yet.
+/// A proxy with open listeners, before it accepts connections.
 pub struct Bound {
-    /// Where it listens.
+    /// The addresses of the open listeners.
     pub addresses: Addresses,
     config: Config,
     metrics: Arc<ProxyMetrics>,
@@ -75,11 +75,11 @@ pub struct Bound {
 }
 
 impl Bound {
-    /// Reads routes from their file, or the account of the Kubernetes API, and certificates, and
-    /// opens every listener but node ports.
+    /// Reads the routes (from their file) or the Kubernetes credentials, reads the certificates, and opens
+    /// every listener except node ports.
     ///
     /// # Errors
-    /// When a file can not be used or an address is taken; the text says which and what to do.
+    /// Fails if a file cannot be used or an address is in use; the text contains the cause and the remedy.
     pub async fn bind(config: Config) -> anyhow::Result<Self> {
         let shards = Shards::start(config.worker_threads)
             .context("cannot start --worker-threads threads")?;
@@ -126,8 +126,8 @@ impl Bound {
         })
     }
 
-    /// Serves until the token fires, then lets connections end for the drain timeout, and cuts
-    /// what is left.
+    /// Serves until `shutdown` fires, waits up to the drain timeout for connections to end, and then cuts the
+    /// remaining connections.
     pub async fn run(self, shutdown: CancellationToken) {
         let front = Arc::new(Front {
             table: self.table,
@@ -146,7 +146,7 @@ impl Bound {
             Feed::File(follower) => upkeep.spawn(follower.run(changes, stop.clone())),
             Feed::Kubernetes(discovery, balancer) => {
                 if let Some(balancer) = balancer {
-                    // Ends when the drain begins: another replica is to lead at once.
+                    // Stops when the drain begins; another replica can then lead at once.
                     upkeep.spawn(balancer.run(shutdown.clone()));
                 }
                 upkeep.spawn(discovery.run(changes, stop.clone()))
@@ -174,14 +174,14 @@ impl Bound {
                 let (front, until) = (own.clone(), until.clone());
                 serve(listener, until, front, Shards::seat_nearby, connection)
             };
-            // All threads wait at the same socket, and the first one that comes accepts: most of these
-            // connections are short, and to hand one over costs an eighth of it.
+            // All threads wait on the same socket, and the first thread to wake up accepts. Most of these
+            // connections are short, and a hand-over to another thread would be an eighth of their cost.
             for shard in 1..front.shards.count() {
                 let (shared, accept) = (listener.as_fd().try_clone_to_owned(), accept.clone());
                 front.shards.spawn(shard, &accepting, async move {
                     match shared.and_then(|shared| TcpListener::from_std(shared.into())) {
                         Ok(listener) => accept(listener).await,
-                        Err(error) => warn!(%error, "a thread cannot accept; the others go on"),
+                        Err(error) => warn!(%error, "a thread cannot accept connections; the other threads continue"),
                     }
                 });
             }
@@ -206,13 +206,16 @@ impl Bound {
         accepting.close();
         front.tasks.close();
         let drained = async {
-            // What a thread accepts a moment later than others hear of the end is drained like all else.
+            // A connection accepted shortly after the shutdown is drained as well.
             accepting.wait().await;
             front.tasks.wait().await;
         };
         let is_over = timeout(self.config.drain_timeout, drained).await.is_ok();
         if !is_over && !front.tasks.is_empty() {
-            warn!(open = front.tasks.len(), "cutting what is left");
+            warn!(
+                open = front.tasks.len(),
+                "cutting the remaining connections"
+            );
         }
         front.cut.cancel();
         front.tasks.wait().await;
@@ -222,8 +225,9 @@ impl Bound {
     }
 }
 
-/// Keeps a timer of the thread always near. tokio interrupts the thread's own wait, by two system calls,
-/// for each timer that is due before all others: without this one, the timeout of nearly each connect.
+/// Keeps a timer due soon on this thread. tokio wakes its driver, at the cost of two system calls, for each
+/// timer due before all others. Without this recurring timer, nearly every connect would cause such a wake-up
+/// with its timeout.
 async fn pulse(stop: CancellationToken) {
     let beat = async {
         loop {
@@ -251,7 +255,7 @@ fn pages(front: &Arc<Front>) -> admin::Routes {
         let text = front.metrics.render(&front.table);
         std::future::ready(Reply::new(StatusCode::OK, METRICS_TYPE, text))
     };
-    // Envoy's health check filter has no body.
+    // Envoy's health check filter sends no body.
     let told = |front: &Front| {
         std::future::ready(match front.metrics.draining.load(Ordering::Relaxed) {
             false => Reply::text(StatusCode::OK, ""),
@@ -265,7 +269,7 @@ fn pages(front: &Arc<Front>) -> admin::Routes {
             std::future::ready(match ready.metrics.draining.load(Ordering::Relaxed) {
                 true => Reply::text(StatusCode::SERVICE_UNAVAILABLE, DRAINING),
                 false if !synced => Reply::text(StatusCode::SERVICE_UNAVAILABLE, NOT_SYNCED),
-                // Ready, if only with the last routes: the detail is for people.
+                // Ready even with the last known routes; the detail is for people.
                 false => Reply::text(
                     StatusCode::OK,
                     match ready.metrics.source() {
@@ -280,7 +284,7 @@ fn pages(front: &Arc<Front>) -> admin::Routes {
         .route("/metrics", move |_| page(&metrics))
 }
 
-/// Accepts connections until the token fires, each served on the thread that has a seat for it.
+/// Accepts connections until `until` fires. Each connection runs on the thread picked by `seat`.
 pub(super) async fn serve<C, T>(
     listener: Listener,
     until: CancellationToken,
@@ -303,7 +307,7 @@ pub(super) async fn serve<C, T>(
             move |accepted| async move {
                 let _seat = seat;
                 if let Accepted::Tcp(stream, peer) = accepted {
-                    // Not `run_until_cancelled`, which has room for the connection twice.
+                    // Not `run_until_cancelled`: its future has space for the connection twice.
                     tokio::select! {
                         () = connection(stream, peer) => {}
                         () = cut.cancelled() => {}

@@ -1,10 +1,9 @@
-//! Keeps the ports of the LoadBalancer Service in front of the proxy (`--update-loadbalancer`): the
-//! job of KKP's lb-updater.
+//! The writer of the LoadBalancer Service's ports (`--update-loadbalancer`): the job of KKP's lb-updater.
 //!
-//! Owns the writes to that one Service. They follow what [`discovery`](super::discovery) sees, which
-//! reports Services that change, and the balancer's own when somebody else edits it. Each time the
-//! leader ([`election`](culvert_kube::election)) reads it and writes what differs, in place of the version
-//! that it read. Nothing here touches a connection.
+//! This module is the only writer of the Service in the proxy. [`discovery`](super::discovery) triggers
+//! writes: it reports changed Services, and changes of the load balancer's Service by other writers. On each
+//! trigger the leader ([`election`](culvert_kube::election)) reads the Service and, if the ports differ, replaces
+//! exactly the version just read. The module has no influence on connections.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -28,51 +27,51 @@ use super::config::PROGRAM;
 use super::exposure::Service;
 use super::metrics::{ProxyMetrics, Step};
 
-/// How long one read or write may take.
+/// Time limit for one read or write of the Service.
 const REQUEST: Duration = Duration::from_secs(10);
 
-/// The pause after every look at the Service: changes that come together cost the balancer one
-/// update, and another writer that disagrees costs the API server little. After failures it doubles
-/// each time, up to [`MAX_PAUSE`].
+/// Pause after every check of the Service: a burst of changes causes only one update of the load balancer,
+/// and a conflicting writer causes few requests to the API server. The pause doubles after each failure, up
+/// to [`MAX_PAUSE`].
 const FIRST_PAUSE: Duration = Duration::from_millis(200);
 
-/// The longest pause: what it costs an API server that is in trouble, and how late a change may be
-/// once it is well again.
+/// Longest pause after failures. This value limits both the load on an API server in trouble and the delay of
+/// a change after the API server has recovered.
 const MAX_PAUSE: Duration = Duration::from_secs(30);
 
-/// Which Service is kept, and how.
+/// The Service to update, and its ports.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BalancerConfig {
-    /// The Service's namespace, and the lease's.
+    /// Namespace of the Service and of the lease.
     pub namespace: String,
-    /// Its name. The lease has it, too, and `-updater` behind it.
+    /// Name of the Service. The lease has the same name plus the suffix `-updater`.
     pub name: String,
-    /// Which ports it has.
+    /// Selection of the ports.
     pub options: BalancerOptions,
-    /// The lease's times.
+    /// Times of the lease.
     pub times: Times,
 }
 
-/// The Services that have ports at the balancer; `None` while they are not all known. It is sent
-/// again, unchanged, when the balancer's own Service has changed.
+/// The Services with ports on the load balancer; `None` until all Services are known. The same value is sent
+/// again after a change of the load balancer's own Service.
 type WithPorts = Option<Vec<Service>>;
 
-/// Tells the balancer what happens to Services.
+/// Reports Services to the balancer.
 #[derive(Debug)]
 pub struct Reporter {
     config: BalancerConfig,
     services: watch::Sender<WithPorts>,
 }
 
-/// One replica's part in keeping the ports.
+/// One replica's part in the update of the ports: its candidacy and its writer.
 pub struct Balancer {
     candidate: Candidate,
     writer: Writer,
 }
 
-/// Writes while it leads.
+/// Writes the Service while this replica leads.
 struct Writer {
-    // Not the typed Service: what a newer API server has in it must come back as it is.
+    // Not the typed Service: fields from a newer API server must be written back unchanged.
     api: Api<DynamicObject>,
     target: Target,
     options: BalancerOptions,
@@ -85,12 +84,12 @@ struct Writer {
 // === impl Reporter ===
 
 impl Reporter {
-    /// All Services are known, and these are they.
+    /// Reports the complete set of Services.
     pub fn services<'a>(&self, services: impl Iterator<Item = &'a Service> + Clone) {
         let with_ports = services.filter(|it| has_balancer_ports(it, &self.config.options));
         self.services.send_if_modified(|known| {
             let same = |known: &Vec<Service>| known.iter().eq(with_ports.clone());
-            // Most changes are of endpoints.
+            // Most changes concern endpoints.
             let changed = !known.as_ref().is_some_and(same);
             if changed {
                 *known = Some(with_ports.cloned().collect());
@@ -99,7 +98,7 @@ impl Reporter {
         });
     }
 
-    /// A Service has come, gone or changed in whatever way; the balancer's own is read anew.
+    /// Reports any change of one Service. A change of the load balancer's own Service triggers a new read.
     pub fn touched(&self, service: &core::Service) {
         let metadata = &service.metadata;
         let is = |actual: &Option<String>, wanted| actual.as_ref() == Some(wanted);
@@ -113,7 +112,7 @@ impl Reporter {
 // === impl Balancer ===
 
 impl Balancer {
-    /// A replica, and what it has to be told.
+    /// Creates a replica, and the reporter for changes of Services.
     pub fn new(
         client: Client,
         config: &BalancerConfig,
@@ -148,9 +147,10 @@ impl Balancer {
         (Self { candidate, writer }, reporter)
     }
 
-    /// Keeps the ports while this replica leads, until `stop`; the next one leads at once then.
+    /// Updates the ports while this replica leads, until `stop`. Then releases the lease, so that another
+    /// replica can lead at once.
     pub async fn run(mut self, stop: CancellationToken) {
-        // Who does not know the Services must not keep others from leading.
+        // A replica that does not know the Services must not keep others from leading.
         let mut services = self.writer.services.clone();
         let known = services.wait_for(Option::is_some);
         if !matches!(stop.run_until_cancelled(known).await, Some(Ok(_))) {
@@ -168,18 +168,18 @@ impl Writer {
     async fn run(&mut self) {
         let leads = |until: &Option<Instant>| until.is_some_and(|until| Instant::now() < until);
         while self.leads.wait_for(leads).await.is_ok() {
-            info!("leading: this replica keeps the ports of {}", self.target);
+            info!("leading: this replica updates the ports of {}", self.target);
             let _leading = GaugeGuard::new(&self.metrics.leader);
             let lost = lost(self.leads.clone());
             tokio::select! {
                 biased;
-                () = lost => info!("no longer leading: the ports of {} are another's", self.target),
+                () = lost => info!("no longer leading: another replica may update the ports of {}", self.target),
                 () = self.keep() => return,
             }
         }
     }
 
-    /// Updates at once and then whenever something changes, as long as something can.
+    /// Updates the ports at once and after every change. Returns when the Services' sender is gone.
     async fn keep(&mut self) {
         let mut pause = FIRST_PAUSE;
         loop {
@@ -190,7 +190,7 @@ impl Writer {
                 Err(error) => self.failing.say(error),
             }
             match updated {
-                // A Service that comes is seen; asking for it would not bring it.
+                // A new Service is reported by discovery; more reads would not help.
                 Ok(()) | Err(RequestError::Missing { .. }) => {
                     pause = FIRST_PAUSE;
                     sleep(FIRST_PAUSE).await;
@@ -215,7 +215,7 @@ impl Writer {
         let Some(Value::Array(ports)) = ports else {
             return Err(RequestError::Failed {
                 what: format!("cannot update {}", self.target),
-                why: "its spec.ports are no list".to_owned(),
+                why: "its spec.ports is not a list".to_owned(),
             });
         };
         let known = read_ports(ports);
@@ -248,7 +248,7 @@ impl Writer {
     }
 }
 
-/// Returns when the leadership has ended.
+/// Returns when this replica no longer leads.
 async fn lost(mut leads: watch::Receiver<Option<Instant>>) {
     loop {
         let Some(until) = *leads.borrow_and_update() else {

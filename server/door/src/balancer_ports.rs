@@ -1,8 +1,8 @@
-//! The ports that the LoadBalancer Service in front of the proxy must have.
+//! The wanted ports of the LoadBalancer Service in front of the proxy.
 //!
-//! The balancer forwards each of them to the same port of the proxy. Names and node ports that it
-//! has already are kept: every change makes the balancer's implementation work, which is slow on
-//! some clouds. No I/O.
+//! The load balancer forwards each port to the same port of the proxy. Existing names and node ports are
+//! kept, because every change causes work in the implementation of the load balancer, which is slow on some
+//! clouds. No I/O.
 
 mod json;
 #[cfg(test)]
@@ -13,48 +13,49 @@ use std::collections::{BTreeMap, HashMap};
 pub use self::json::{changed_ports, read_ports};
 use super::exposure::Service;
 
-/// The longest name of a Service port (an RFC 1123 label).
+/// Longest name of a Service port, in characters (an RFC 1123 label).
 const MAX_NAME: usize = 63;
 
-/// A port of the balancer's Service. Its protocol is TCP.
+/// A TCP port of the load balancer's Service.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BalancerPort {
     /// Unique within the Service.
     pub name: String,
-    /// Where the balancer listens.
+    /// Port of the load balancer.
     pub port: u16,
-    /// The proxy's port behind it, as a number; the same as `port`.
+    /// Port of the proxy, as a number; the same as `port`.
     pub target_port: u16,
-    /// The balancer's own port on every node; 0 leaves the choice to Kubernetes.
+    /// The load balancer's own port on every node; 0 lets Kubernetes choose.
     pub node_port: u16,
 }
 
-/// What the balancer has to offer.
+/// Selection of the load balancer's ports.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BalancerOptions {
-    /// The key of the annotation to look at; see [`annotations`](super::annotations).
+    /// Key of the annotation that exposes a Service; see [`annotations`](super::annotations).
     pub annotation: String,
-    /// The proxy's listener for TLS server names, named `sni-listener`; 0 for none.
+    /// The proxy's port for TLS server names, named `sni-listener`; 0 if there is no such port.
     pub sni_port: u16,
-    /// The proxy's listener for CONNECT requests, named `tunneling-listener`; 0 for none.
+    /// The proxy's port for CONNECT requests, named `tunneling-listener`; 0 if there is no such port.
     pub tunneling_port: u16,
-    /// The proxy's listener for `/healthz` and metrics, named `healthz`: 8002 in the stock proxy.
-    /// 0 for none; but Kubernetes refuses a Service without ports.
+    /// The proxy's port for `/healthz` and metrics, named `healthz`: 8002 in the stock proxy. 0 if there is
+    /// no such port; but Kubernetes refuses a Service without ports.
     pub stats_port: u16,
-    /// Takes only the Services of this namespace.
+    /// Includes only the Services of this namespace; `None` includes all.
     pub namespace: Option<String>,
 }
 
-/// All ports of the balancer, sorted by name. If they equal the `current` ones sorted by name,
-/// there is nothing to write.
+/// Returns all ports of the load balancer, sorted by name. If the result equals the `current` ports sorted by
+/// name, no write is needed.
 ///
-/// Besides the fixed ports there is one for every node port of a Service that has a cluster IP and
-/// whose annotation is exactly `true` or exactly `NodePort`, whatever its protocol and whether or
-/// not there are endpoints. It is named `<namespace>-<service>-<node port>`, or
-/// `<namespace>-<service>-<port>-<node port>` if the balancer has that name of an older scheme.
+/// Besides the fixed ports there is a port for every node port of a Service with a cluster IP and an
+/// annotation of exactly `true` or exactly `NodePort`, for any protocol, with or without endpoints. Its name
+/// is `<namespace>-<service>-<node port>`, or `<namespace>-<service>-<port>-<node port>` if the load balancer
+/// already has such a name of an older scheme.
 ///
-/// No port number comes twice, as Kubernetes would refuse the whole list: a fixed port wins, and
-/// otherwise the first Service by name. TCP and UDP may share a node port.
+/// Every port number occurs once, because Kubernetes would refuse the whole list otherwise: a fixed port
+/// wins, and otherwise the first Service by name. Two Services may have the same node port, one for TCP and
+/// one for UDP.
 pub fn balancer_ports<'a>(
     services: impl Iterator<Item = &'a Service>,
     options: &BalancerOptions,
@@ -89,14 +90,14 @@ pub fn balancer_ports<'a>(
             });
         }
     }
-    // What has no number has no port.
+    // Port 0 means not configured.
     by_number.remove(&0);
     let mut ports: Vec<BalancerPort> = by_number.into_values().collect();
     ports.sort_unstable_by(|a, b| a.name.cmp(&b.name));
     ports
 }
 
-/// Whether a Service has ports at the balancer, if it has node ports.
+/// Returns true if the node ports of a Service belong on the load balancer.
 pub fn has_balancer_ports(service: &Service, options: &BalancerOptions) -> bool {
     let value = service.annotations.get(&options.annotation);
     let namespace = options.namespace.as_ref();
@@ -105,8 +106,9 @@ pub fn has_balancer_ports(service: &Service, options: &BalancerOptions) -> bool 
         && namespace.is_none_or(|namespace| *namespace == service.namespace)
 }
 
-/// The stock program does not shorten names, and one that is too long makes Kubernetes refuse all
-/// of its updates. The node port at the end keeps shortened ones apart.
+/// Returns the name of a port, shortened to [`MAX_NAME`]; the node port at the end keeps shortened names
+/// unique. The stock program does not shorten names, and a single long name makes Kubernetes refuse all its
+/// updates.
 fn name_of(service: &Service, node_port: u16) -> String {
     let end = format!("-{node_port}");
     let start = format!("{}-{}", service.namespace, service.name);

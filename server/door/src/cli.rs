@@ -9,8 +9,8 @@ use tokio_util::sync::CancellationToken;
 use super::app::Bound;
 use super::config::{Config, PROGRAM};
 
-/// Runs the proxy with a command line, program name first. Exit code 1 says that it could not
-/// start, or that a second signal cut its drain short.
+/// Runs the proxy with a command line, program name first. Exit code 1 means that the start failed, or that a
+/// second signal interrupted the drain.
 pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
     let config = match Config::from_args(args) {
         Ok(config) => config,

@@ -1,9 +1,9 @@
-//! The server name in a TLS ClientHello, by which a connection is routed without decrypting it.
+//! The server name in a TLS ClientHello, which routes a connection without decryption.
 //!
-//! Does no I/O: the caller collects what the client sends, asks a [`HelloReader`] whether the hello
-//! is complete, and later forwards the very bytes it has collected. Nothing of a hello is judged but
-//! what is needed to find the name: which versions, ciphers and extensions are good is for the
-//! endpoint to say. Of an encrypted hello (ECH) the outer name counts; the inner one can not be read.
+//! The module does no I/O. The caller collects the received bytes, passes them to a [`HelloReader`] until the
+//! hello is complete, and later forwards exactly these bytes. The parser checks only as much as it needs to
+//! find the name; the endpoint checks versions, ciphers and other extensions. For an encrypted hello (ECH)
+//! the outer name counts; the inner name cannot be read.
 
 #[cfg(test)]
 pub(crate) mod tests;
@@ -12,29 +12,29 @@ use rustls_pki_types::DnsName;
 
 use HelloError::{BadName, Malformed, NotHandshake, NotTls, TooLarge};
 
-/// The largest ClientHello in bytes, as a handshake message with its head.
+/// Largest ClientHello, in bytes, as a handshake message with its header.
 ///
-/// It is what one record can carry. Hellos have 200 to 2,000 bytes, the large ones with post-quantum
-/// key shares. More room would only be memory that anybody can claim.
+/// The limit is the payload of one record. Hellos have 200 to 2,000 bytes; the large ones contain
+/// post-quantum key shares. A higher limit would only let any client claim more memory.
 pub const MAX_HELLO_BYTES: usize = MAX_RECORD_BYTES;
 
-/// What a caller has to keep at most, in bytes: a hello that does not end within them is refused.
+/// Most bytes kept by a caller; a longer hello on the wire is refused.
 ///
-/// A hello may be cut into records as small as a byte, each with a head of five bytes. The heads get
-/// as much room as the hello: enough for the largest one in records of six bytes, or for one of
-/// 5,461 bytes in records of one.
+/// A hello may be split into records of a single byte, each with a header of five bytes. The headers get as
+/// much room as the hello: enough for the largest hello in records of six bytes, or for a hello of 5,461
+/// bytes in records of one byte.
 pub const MAX_RECEIVED_BYTES: usize = 2 * MAX_HELLO_BYTES;
 
-/// The largest payload of an unencrypted record, in bytes (RFC 8446, section 5.1).
+/// Largest payload of an unencrypted record, in bytes (RFC 8446, section 5.1).
 const MAX_RECORD_BYTES: usize = 1 << 14;
 
-/// Content type, legacy version and length.
+/// Record header: content type, legacy version and length.
 const RECORD_HEAD_BYTES: usize = 5;
 
-/// Message type and length.
+/// Handshake message header: type and length.
 const MESSAGE_HEAD_BYTES: usize = 4;
 
-/// The fields of fixed size at the start of a hello: `legacy_version` and `random`.
+/// Fields of fixed size at the start of a hello: `legacy_version` and `random`.
 const VERSION_AND_RANDOM_BYTES: usize = 2 + 32;
 
 // Content types of records (RFC 8446, section 5.1).
@@ -43,74 +43,75 @@ const ALERT: u8 = 21;
 const HANDSHAKE: u8 = 22;
 const APPLICATION_DATA: u8 = 23;
 
-/// The first byte of every version from SSL 3.0 to TLS 1.3.
+/// First byte of every version from SSL 3.0 to TLS 1.3.
 const MAJOR_VERSION: u8 = 3;
 
-/// The type of the handshake message (RFC 8446, section 4).
+/// Type of the handshake message (RFC 8446, section 4).
 const CLIENT_HELLO: u8 = 1;
 
-/// The type of the extension (RFC 6066, section 3).
+/// Type of the `server_name` extension (RFC 6066, section 3).
 const SERVER_NAME: u16 = 0;
 
-/// The type of a name in that extension; no other was ever defined.
+/// Type of a host name in the extension; no other type was ever defined.
 const HOST_NAME: u8 = 0;
 
-/// What a ClientHello says about where its connection belongs.
+/// The contents of a ClientHello that matter for routing.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Hello {
-    /// A DNS name in lower case without a dot at its end. `None` if the hello has no `server_name`
-    /// extension, or one without a host name.
+    /// DNS name in lower case without a dot at its end. `None` if the hello has no `server_name` extension,
+    /// or the extension has no host name.
     pub server_name: Option<String>,
 }
 
-/// Why a connection can not be routed by its ClientHello.
+/// Reason why a ClientHello cannot route its connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum HelloError {
-    /// The first bytes are no TLS record; an SSL 2.0 hello is none either.
+    /// The first bytes are not a TLS record. An SSL 2.0 hello is not a TLS record either.
     #[error("the client does not speak TLS; point it at a port that serves its protocol")]
     NotTls,
-    /// A record or a handshake message of another type comes first, or amid the hello.
+    /// A record or a handshake message of another type comes before or inside the hello.
     #[error("the client speaks TLS but sent something other than a ClientHello; check the client")]
     NotHandshake,
-    /// More than [`MAX_HELLO_BYTES`] or [`MAX_RECEIVED_BYTES`].
+    /// The hello exceeds [`MAX_HELLO_BYTES`] or [`MAX_RECEIVED_BYTES`].
     #[error(
-        "the ClientHello is larger than {MAX_HELLO_BYTES} bytes, or than {MAX_RECEIVED_BYTES} bytes with the heads of its records; let the client offer less, or send larger records"
+        "the ClientHello is larger than {MAX_HELLO_BYTES} bytes, or than {MAX_RECEIVED_BYTES} bytes with its record headers; make the client offer less, or send larger records"
     )]
     TooLarge,
-    /// Lengths disagree, a record is empty, something follows in the hello's last record, or there
-    /// is more than one server name.
+    /// Lengths disagree, a record is empty, something follows in the hello's last record, or there is more
+    /// than one server name.
     #[error(
-        "the ClientHello is malformed: its lengths disagree, or it has more than one server name; check the client and what lies between"
+        "the ClientHello is malformed: its lengths disagree, or it has more than one server name; check the client and the network between"
     )]
     Malformed,
-    /// The server name is no DNS host name in ASCII. IP addresses are none (RFC 6066, section 3).
-    #[error("the server name is no DNS host name; let the client connect by name, not by address")]
+    /// The server name is not a DNS host name in ASCII. IP addresses are not allowed (RFC 6066, section 3).
+    #[error(
+        "the server name is not a DNS host name; make the client connect by name, not by address"
+    )]
     BadName,
 }
 
-/// Finds a ClientHello that arrives in pieces, in one record or several.
+/// Finds a ClientHello in pieces, in one record or several. Each connection needs its own reader.
 ///
-/// Collects the message as it comes, so that every byte is looked at once in any number of pieces;
-/// that takes up to [`MAX_HELLO_BYTES`] besides what the caller keeps. One reader is for one
-/// connection.
+/// The reader copies the message as the pieces arrive, and therefore processes every byte only once. The copy
+/// takes up to [`MAX_HELLO_BYTES`] in addition to the caller's bytes.
 #[derive(Debug, Default)]
 pub struct HelloReader {
-    /// How many of the received bytes have been looked at.
+    /// Number of processed bytes.
     seen: usize,
-    /// How many bytes of the current record's payload are still to come.
+    /// Missing bytes of the current record's payload.
     record_left: usize,
-    /// The handshake message so far, without the heads of records.
+    /// The handshake message so far, without record headers.
     message: Vec<u8>,
 }
 
 // === impl HelloReader ===
 
 impl HelloReader {
-    /// Looks at everything received so far; `None` while the hello is incomplete. `received` may
-    /// only grow at its end between calls. Records behind the hello are not looked at.
+    /// Processes all bytes received so far; returns `None` while the hello is incomplete. Between calls,
+    /// `received` may only grow at its end. Records after the hello are ignored.
     ///
     /// # Errors
-    /// [`HelloError`], as soon as the bytes show it. Nothing that follows can mend the connection.
+    /// [`HelloError`], as soon as the bytes show the error. Later bytes cannot repair the connection.
     pub fn read(&mut self, received: &[u8]) -> Result<Option<Hello>, HelloError> {
         let within_limit = received.get(..MAX_RECEIVED_BYTES).unwrap_or(received);
         if self.collect(within_limit)? {
@@ -122,11 +123,11 @@ impl HelloReader {
         }
     }
 
-    /// Moves what is new into `message`; says whether that is complete.
+    /// Moves the new bytes into `message`; returns true if the message is complete.
     fn collect(&mut self, received: &[u8]) -> Result<bool, HelloError> {
         loop {
             match missing(&self.message)? {
-                // No message may follow a hello before it is answered.
+                // No other message may follow a hello before the server answers.
                 Some(left) if self.record_left > left => return Err(Malformed),
                 Some(0) => return Ok(true),
                 _ => {}
@@ -151,7 +152,7 @@ impl HelloReader {
     }
 }
 
-/// How many bytes a handshake message lacks; `None` while its head is incomplete.
+/// Returns the number of missing bytes of a handshake message; `None` while its header is incomplete.
 fn missing(message: &[u8]) -> Result<Option<usize>, HelloError> {
     if message.first().is_some_and(|&kind| kind != CLIENT_HELLO) {
         return Err(NotHandshake);
@@ -166,7 +167,7 @@ fn missing(message: &[u8]) -> Result<Option<usize>, HelloError> {
     len.checked_sub(message.len()).map(Some).ok_or(Malformed)
 }
 
-/// The payload length of the record that begins here; `None` while its head is incomplete.
+/// Returns the payload length of the record at this position; `None` while its header is incomplete.
 fn record_len(unseen: &[u8]) -> Result<Option<usize>, HelloError> {
     match unseen.first() {
         None | Some(&HANDSHAKE) => {}
@@ -186,7 +187,7 @@ fn record_len(unseen: &[u8]) -> Result<Option<usize>, HelloError> {
     }
 }
 
-/// Parses a ClientHello that is complete, with its head.
+/// Parses a complete ClientHello, including its header.
 fn parse_hello(message: &[u8]) -> Result<Hello, HelloError> {
     let mut hello = Fields(message);
     hello.bytes(MESSAGE_HEAD_BYTES + VERSION_AND_RANDOM_BYTES)?;
@@ -222,7 +223,8 @@ fn parse_server_name(extension: &[u8]) -> Result<Option<String>, HelloError> {
     let mut host = None;
     while !list.is_empty() {
         let kind = list.u8()?;
-        // RFC 6066 gives names of all types to come a length of two bytes, so they can be skipped.
+        // RFC 6066 requires a length of two bytes for names of all future types, so unknown names can be
+        // skipped.
         let name = list.vector16()?;
         if kind == HOST_NAME && host.replace(name).is_some() {
             return Err(Malformed);
@@ -231,15 +233,15 @@ fn parse_server_name(extension: &[u8]) -> Result<Option<String>, HelloError> {
     host.map(normalize).transpose()
 }
 
-/// The form in which names are compared.
+/// Returns the form of a name for comparisons.
 fn normalize(name: &[u8]) -> Result<String, HelloError> {
     let name = DnsName::try_from(name).map_err(|_| BadName)?;
     let name: &str = name.as_ref();
-    // The dot is against RFC 6066, but some clients send the name just as they were given it.
+    // RFC 6066 forbids the final dot, but some clients send the name as the user typed it.
     Ok(name.strip_suffix('.').unwrap_or(name).to_ascii_lowercase())
 }
 
-/// What is left to parse of a structure. Where it runs short, some length is wrong.
+/// The unparsed rest of a structure. If the data ends too early, a length is wrong.
 struct Fields<'a>(&'a [u8]);
 
 // === impl Fields ===
@@ -261,13 +263,13 @@ impl<'a> Fields<'a> {
         Ok(u16::from_be_bytes([self.u8()?, self.u8()?]))
     }
 
-    /// A vector whose length takes one byte.
+    /// Reads a vector whose length field has one byte.
     fn vector8(&mut self) -> Result<&'a [u8], HelloError> {
         let len = self.u8()?;
         self.bytes(len.into())
     }
 
-    /// A vector whose length takes two bytes.
+    /// Reads a vector whose length field has two bytes.
     fn vector16(&mut self) -> Result<&'a [u8], HelloError> {
         let len = self.u16()?;
         self.bytes(len.into())
@@ -277,7 +279,7 @@ impl<'a> Fields<'a> {
         self.0.is_empty()
     }
 
-    /// Refuses what is left.
+    /// Returns an error if there is remaining data.
     fn end(&self) -> Result<(), HelloError> {
         self.is_empty().then_some(()).ok_or(Malformed)
     }

@@ -1,4 +1,4 @@
-//! What the nodeport-proxy is told to do: the flags of the program that it replaces, and its own.
+//! The configuration of the nodeport-proxy: the flags of the program that it replaces, and new flags.
 
 mod flags;
 
@@ -17,37 +17,37 @@ use super::discovery::Cluster;
 
 pub use culvert_host::net::listen::Keepalive;
 
-/// The program's name in usage texts and log file names.
+/// Name of the program in usage texts and log file names.
 pub const PROGRAM: &str = "culvert-nodeport-proxy";
 
-/// Everything the proxy is told at start.
+/// The complete configuration of the proxy.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
-    /// What says what is exposed.
+    /// Source of the routes.
     pub source: Source,
-    /// Where TLS connections come in; `None` serves none.
+    /// Address for TLS connections; `None` disables this listener.
     pub sni: Option<HostPort>,
-    /// Where CONNECT requests come in; `None` serves none.
+    /// Listener for CONNECT requests; `None` disables this listener.
     pub tunneling: Option<Tunneling>,
-    /// Health and metrics.
+    /// Address for health and metrics.
     pub stats: HostPort,
-    /// The host of node ports.
+    /// Host for the listeners of node ports.
     pub node_port_host: String,
     /// Timeouts and keepalive.
     pub limits: Limits,
-    /// The most connections at once to one Service port. Envoy's default is 1024.
+    /// Most simultaneous connections to one Service port. Envoy's default is 1024.
     pub max_connections: u64,
-    /// How long connections may take to end after SIGTERM.
+    /// Time for connections to end after SIGTERM.
     pub drain_timeout: Duration,
-    /// Threads that carry connections; 0 is one for each processor, 4 at most.
+    /// Threads for connections; 0 means one per processor, at most 4.
     pub worker_threads: usize,
-    /// Where log lines go and how many of them.
+    /// Destination and verbosity of the log.
     pub logging: LogConfig,
-    /// What the operator should be told once logging works: one line each.
+    /// Warnings for the operator, one line each, logged once logging works.
     pub warnings: Vec<String>,
 }
 
-/// What says what is exposed.
+/// The source of the routes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Source {
     /// A file of routes (`--config`).
@@ -56,50 +56,50 @@ pub enum Source {
     Kubernetes(Cluster),
 }
 
-/// The listener of CONNECT requests.
+/// The listener for CONNECT requests.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Tunneling {
-    /// Where it listens.
+    /// Address of the listener.
     pub bind: HostPort,
-    /// Certificate and key; clients that begin with TLS are served with it.
+    /// Certificate and key. With them, clients may also connect with TLS; `None` serves only plain text.
     pub tls: Option<(PathBuf, PathBuf)>,
-    /// The CA bundle that clients' certificates must chain to.
+    /// CA bundle for client certificates; `None` accepts clients without a certificate.
     pub client_ca: Option<PathBuf>,
-    /// Turns clients away that speak plain text.
+    /// Refuses plain-text clients.
     pub require_tls: bool,
-    /// Who may connect.
+    /// Networks of permitted clients.
     pub allowed: AllowedNetworks,
 }
 
-/// How long what may stand still, and how a dead peer is noticed. `None` never ends anything.
+/// Idle limits and keepalive. An idle limit of `None` never ends a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// A TLS connection on which nothing moves. Envoy's default is 1 h.
+    /// Limit for a TLS connection without any data. Envoy's default is 1 h.
     pub sni_idle: Option<Duration>,
-    /// The same of a node port's connection, for which KKP has no flag. Envoy's default is 1 h.
+    /// Limit for a node port connection without any data; KKP has no flag for it. Envoy's default is 1 h.
     pub node_port_idle: Option<Duration>,
-    /// An HTTP/2 connection without tunnels. Envoy's default is 1 h.
+    /// Limit for an HTTP/2 connection without CONNECT streams. Envoy's default is 1 h.
     pub connection_idle: Option<Duration>,
-    /// A tunnel on which nothing moves. Envoy's default is 5 min.
+    /// Limit for a CONNECT tunnel without any data. Envoy's default is 5 min.
     pub stream_idle: Option<Duration>,
-    /// Toward clients.
+    /// Keepalive toward clients.
     pub downstream_keepalive: Keepalive,
-    /// Toward endpoints.
+    /// Keepalive toward endpoints.
     pub upstream_keepalive: Keepalive,
 }
 
-/// Idle times of Envoy where KKP sets none.
+/// Envoy's idle limit for connections, used where KKP sets none.
 pub(super) const IDLE: Duration = Duration::from_secs(3600);
-/// The same for one stream.
+/// Envoy's idle limit for one stream.
 pub(super) const STREAM_IDLE: Duration = Duration::from_secs(300);
 
-/// Notices a peer that is gone within half a minute. Without it, tunnels whose path has changed
-/// stay half open until TCP gives up, 15 minutes and more.
+/// Detects a dead peer within half a minute. Without keepalive, a tunnel whose path has changed would stay
+/// half open until TCP gives up, after 15 minutes or more.
 pub(super) const KEEPALIVE: Keepalive = Keepalive {
     idle: Duration::from_secs(10),
     interval: Duration::from_secs(5),
     probes: 3,
-    // Whoever reads nothing for a while is not dead.
+    // A peer that stops reading for a while is not dead.
     user_timeout: None,
 };
 
@@ -117,11 +117,11 @@ impl Default for Limits {
 }
 
 impl Config {
-    /// Reads a command line, program name first. Flags may have one dash or two, as in Go.
+    /// Parses a command line, program name first. Flags may start with one dash or two, as in Go.
     ///
     /// # Errors
-    /// [`Exit`] when there is nothing to run: help was asked for (code 0), or the command line is
-    /// wrong in one or more ways (code 1), all of which are named.
+    /// [`Exit`] if there is nothing to run: the user requested help (code 0), or the command line has
+    /// mistakes (code 1), which are all listed.
     pub fn from_args<I, A>(args: I) -> Result<Self, Exit>
     where
         I: IntoIterator<Item = A>,
@@ -130,9 +130,9 @@ impl Config {
         Flags::read(args.into_iter().map(Into::into))
     }
 
-    /// Every option in effect as `name=value`, for the log at start.
+    /// Returns every option in effect as `name=value`, for the log at start.
     pub fn describe(&self) -> Vec<String> {
-        // Destructured so that a new field can not be left out.
+        // Destructured, so the compiler rejects a forgotten field.
         let Self {
             source,
             sni,

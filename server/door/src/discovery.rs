@@ -1,8 +1,8 @@
-//! Routes from the Kubernetes API: watches Services and EndpointSlices, and plans anew whenever
-//! one that matters changes. While the API can not be reached the last routes stay in force.
+//! The routes from the Kubernetes API: watches Services and EndpointSlices, and computes new routes after
+//! each relevant change. While the API is unreachable, the last routes stay in force.
 //!
-//! Of Services that are not exposed nothing is kept. Their EndpointSlices are: a Service that is
-//! annotated later does not change them, and nobody would tell of them again.
+//! Only exposed Services are stored, but all EndpointSlices are: if a Service is annotated later, the watch
+//! does not report its slices again.
 
 use std::path::PathBuf;
 use std::pin::pin;
@@ -29,23 +29,22 @@ use super::exposure::{
 use super::metrics::{ProxyMetrics, SourceState};
 use super::table::Table;
 
-/// How long changes are collected before they are put in force together: a rollout changes many
-/// slices at once.
+/// Time to collect changes before they are applied together: a rollout changes many slices at once.
 const COLLECT: Duration = Duration::from_millis(20);
 
-/// By which an EndpointSlice names its Service.
+/// Label of an EndpointSlice with the name of its Service.
 const SERVICE_LABEL: &str = "kubernetes.io/service-name";
 
-/// What is watched, and by which account.
+/// The cluster to watch, and the account to use.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Cluster {
-    /// A kubeconfig file; `None` uses the pod's own account, or what `KUBECONFIG` names.
+    /// Kubeconfig file; `None` uses the pod's own account, or the file in `KUBECONFIG`.
     pub kubeconfig: Option<PathBuf>,
-    /// Only this namespace; `None` watches all.
+    /// Namespace to watch; `None` watches all.
     pub namespace: Option<String>,
-    /// Which annotation exposes a Service, and what can be served.
+    /// Key of the annotation, and the available listeners.
     pub options: Options,
-    /// The load balancer's Service whose ports are kept; `None` leaves them alone.
+    /// Load balancer's Service to update; `None` updates no Service.
     pub balancer: Option<Box<BalancerConfig>>,
 }
 
@@ -55,12 +54,12 @@ pub struct Discovery {
     cluster: Cluster,
     table: Arc<Table>,
     metrics: Arc<ProxyMetrics>,
-    /// Those that have the annotation.
+    /// Services with the annotation.
     services: Mirror<Service>,
     slices: Mirror<Slice>,
-    /// Who else wants to know of Services.
+    /// Receiver of changes for the load balancer, if there is one.
     reporter: Option<Reporter>,
-    /// What the log has named.
+    /// Problems already logged.
     problems: Vec<Problem>,
 }
 
@@ -68,7 +67,7 @@ impl Discovery {
     /// Reads the account's credentials.
     ///
     /// # Errors
-    /// When there are none, or they can not be used.
+    /// Fails if the credentials are missing or unusable.
     pub async fn new(
         cluster: Cluster,
         table: Arc<Table>,
@@ -87,7 +86,8 @@ impl Discovery {
         })
     }
 
-    /// Who keeps the load balancer's ports, if that is wanted; it follows what is seen here.
+    /// Returns the updater of the load balancer's ports, if configured. The updater receives the Services
+    /// from this watch.
     pub fn balancer(&mut self) -> Option<Balancer> {
         let config = self.cluster.balancer.as_ref()?;
         let (client, metrics) = (self.client.clone(), self.metrics.clone());
@@ -96,7 +96,7 @@ impl Discovery {
         Some(balancer)
     }
 
-    /// Watches until `stop`; each change that was put in force is sent to `changes`.
+    /// Watches until `stop`; sends to `changes` after each applied change.
     pub async fn run(mut self, changes: watch::Sender<u64>, stop: CancellationToken) {
         let namespace = self.cluster.namespace.clone();
         let namespace = namespace.as_deref();
@@ -105,7 +105,7 @@ impl Discovery {
             &self.client,
             namespace
         )));
-        // When what has changed is put in force.
+        // Time at which the collected changes are applied.
         let mut due: Option<Instant> = None;
         loop {
             let changed = tokio::select! {
@@ -134,14 +134,15 @@ impl Discovery {
         }
     }
 
-    /// Whether there is something to plan anew.
+    /// Stores a Service event; returns true if the routes must be computed again.
     fn take_service(&mut self, event: Result<Event<core::Service>, watcher::Error>) -> bool {
         let annotation = &self.cluster.options.annotation;
         let convert = |service| service_of(service, annotation);
         self.services.take(event, convert)
     }
 
-    /// The same. A slice of a Service that is not exposed, or not seen yet, changes nothing.
+    /// Stores an EndpointSlice event; returns true if the routes must be computed again. A slice changes
+    /// nothing while its Service is not exposed or not known yet.
     fn take_slice(
         &mut self,
         event: Result<Event<discovery::EndpointSlice>, watcher::Error>,
@@ -184,7 +185,7 @@ impl Discovery {
     }
 }
 
-/// One kind of object, of a namespace or of all.
+/// Returns the API for one kind of object, in one namespace or in all.
 fn api_of<K>(client: &Client, namespace: Option<&str>) -> Api<K>
 where
     K: kube::Resource<Scope = k8s_openapi::NamespaceResourceScope>,
@@ -196,7 +197,7 @@ where
     }
 }
 
-/// What matters of a Service; `None` for one without the annotation.
+/// Returns the relevant part of a Service; `None` without the annotation.
 fn service_of(service: core::Service, annotation: &str) -> Option<Service> {
     let metadata = service.metadata;
     let mut annotations = metadata.annotations?;
@@ -232,7 +233,7 @@ fn service_of(service: core::Service, annotation: &str) -> Option<Service> {
     })
 }
 
-/// What matters of an EndpointSlice; `None` for one that belongs to no Service.
+/// Returns the relevant part of an EndpointSlice; `None` if the slice belongs to no Service.
 fn slice_of(slice: discovery::EndpointSlice) -> Option<Slice> {
     let metadata = slice.metadata;
     let port = |port: discovery::EndpointPort| SlicePort {
@@ -242,7 +243,7 @@ fn slice_of(slice: discovery::EndpointSlice) -> Option<Slice> {
     };
     let endpoint = |endpoint: discovery::Endpoint| Endpoint {
         ready: endpoint.conditions.and_then(|conditions| conditions.ready) == Some(true),
-        // A slice may hold host names; those are for name servers.
+        // Host names are skipped: a slice may contain them, but only name servers use them.
         addresses: endpoint
             .addresses
             .iter()
@@ -264,7 +265,7 @@ fn slice_of(slice: discovery::EndpointSlice) -> Option<Slice> {
 
 fn protocol_of(protocol: Option<&str>) -> Protocol {
     match protocol {
-        // The API's default.
+        // TCP is the API's default.
         None | Some("TCP") => Protocol::Tcp,
         Some(_) => Protocol::Other,
     }

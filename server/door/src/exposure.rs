@@ -1,9 +1,9 @@
-//! From Services and their EndpointSlices to [`Routes`]: who is exposed, and how. No I/O.
+//! The computation of [`Routes`] from Services and their EndpointSlices. No I/O.
 //!
-//! Owns the precedence between Services and the texts for operators about what is not served.
-//! Services are taken oldest first, and what an older one has a newer one does not get. A Service
-//! without a ready endpoint has nothing and reserves nothing; its annotations are checked all the
-//! same, so that a mistake is seen before the first pod is up.
+//! This module decides the precedence between Services, and writes the messages for operators about
+//! everything not exposed as requested. Services are processed oldest first, and the older Service wins a
+//! conflict. A Service without a ready endpoint has no routes and reserves nothing; its annotations are
+//! checked anyway, to show a mistake before the first pod is up.
 
 #[cfg(test)]
 mod tests;
@@ -17,114 +17,114 @@ use super::annotations::{
 };
 use super::routes::{Routes, UpstreamKey};
 
-/// What of a Service matters here.
+/// The relevant part of a Service.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Service {
-    /// Its namespace.
+    /// Namespace of the Service.
     pub namespace: String,
-    /// Its name within the namespace.
+    /// Name within the namespace.
     pub name: String,
-    /// Decides between Services that were created in the same second.
+    /// UID; decides between Services created in the same second.
     pub uid: String,
-    /// When it was created, in seconds since 1970.
+    /// Time of creation, in seconds since 1970.
     pub created: i64,
-    /// Whether its type is `NodePort`.
+    /// True if the type is `NodePort`.
     pub is_node_port: bool,
-    /// Whether it has a cluster IP.
+    /// True if the Service has a cluster IP.
     pub has_cluster_ip: bool,
-    /// Its annotations; no others than those of [`annotations`](super::annotations) are needed.
+    /// Annotations; only those of [`annotations`](super::annotations) are needed.
     pub annotations: BTreeMap<String, String>,
-    /// Its ports.
+    /// Ports of the Service.
     pub ports: Vec<ServicePort>,
 }
 
 /// A port of a Service.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ServicePort {
-    /// May be empty in a Service with one port.
+    /// Name; may be empty in a Service with one port.
     pub name: String,
-    /// What it speaks.
+    /// Protocol of the port.
     pub protocol: Protocol,
-    /// Its number at the cluster IP.
+    /// Port number at the cluster IP.
     pub port: u16,
-    /// Its number on every node; 0 for none.
+    /// Port number on every node; 0 if there is no node port.
     pub node_port: u16,
 }
 
 /// The protocol of a port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Protocol {
-    /// TCP, the only one that is exposed.
+    /// TCP, the only exposed protocol.
     Tcp,
-    /// UDP, SCTP, and whatever may come.
+    /// UDP, SCTP, and any future protocol.
     Other,
 }
 
-/// What of an EndpointSlice matters here. A Service may have many.
+/// The relevant part of an EndpointSlice. A Service may have many slices.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Slice {
-    /// Its namespace, which is also the Service's.
+    /// Namespace of the slice and of the Service.
     pub namespace: String,
-    /// The name of the Service (label `kubernetes.io/service-name`).
+    /// Name of the Service (label `kubernetes.io/service-name`).
     pub service: String,
-    /// The ports that each of its endpoints has.
+    /// Ports of each endpoint in the slice.
     pub ports: Vec<SlicePort>,
-    /// Its endpoints, in any state.
+    /// Endpoints in any state.
     pub endpoints: Vec<Endpoint>,
 }
 
 /// A port of the endpoints in a slice.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SlicePort {
-    /// The name of the Service port that it stands behind.
+    /// Name of the Service port in front of this port.
     pub name: String,
-    /// What it speaks.
+    /// Protocol of the port.
     pub protocol: Protocol,
-    /// Its number at the endpoint; 0 if the slice does not say.
+    /// Port number at the endpoint; 0 if the slice has none.
     pub port: u16,
 }
 
-/// A pod, as a rule.
+/// An endpoint, usually a pod.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Endpoint {
-    /// All of them are used, of either family.
+    /// Addresses of the endpoint, IPv4 and IPv6; all are used.
     pub addresses: Vec<IpAddr>,
-    /// Whether condition `ready` is there and true.
+    /// True if the condition `ready` is present and true.
     pub ready: bool,
 }
 
-/// What the proxy looks for and what it can serve.
+/// The annotation to look for, and the available listeners.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Options {
-    /// The key of the annotation to look at, by default
+    /// Key of the annotation that exposes a Service, by default
     /// [`EXPOSE_ANNOTATION`](super::annotations::EXPOSE_ANNOTATION).
     pub annotation: String,
-    /// Whether there is a listener for TLS server names. Without it `SNI` is ignored.
+    /// True if there is a listener for TLS server names. Without it `SNI` is ignored.
     pub server_names: bool,
-    /// Whether there is a listener for CONNECT requests. Without it `Tunneling` is ignored.
+    /// True if there is a listener for CONNECT requests. Without it `Tunneling` is ignored.
     pub authorities: bool,
 }
 
-/// Something that a Service asks for and does not get.
+/// A part of a Service's request that cannot be fulfilled.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Problem {
     /// `<namespace>/<name>`.
     pub service: String,
-    /// What is wrong, and what to do about it.
+    /// Cause and remedy.
     pub text: String,
 }
 
-/// Routes in the making.
+/// Routes under construction.
 struct Plan<'a> {
     options: &'a Options,
     routes: Routes,
-    /// Who has which server name; also names whose port has no endpoint now.
+    /// Owner of each server name, including names whose port has no endpoint now.
     owners: HashMap<String, &'a Service>,
     problems: Vec<Problem>,
 }
 
-/// Plans the routes of all Services that have the annotation. The order of the input does not
-/// matter. Problems are sorted by Service.
+/// Computes the routes of all Services with the annotation. The order of the input does not matter. Problems
+/// are sorted by Service.
 pub fn expose<'a>(
     services: impl Iterator<Item = &'a Service>,
     slices: impl Iterator<Item = &'a Slice>,
@@ -155,7 +155,7 @@ pub fn expose<'a>(
     (plan.routes, plan.problems)
 }
 
-/// The host names that a Service asks for, by port name.
+/// Returns the host names requested by a Service, by port name.
 fn requested_hosts(service: &Service) -> Result<BTreeMap<String, String>, MappingError> {
     let json = service.annotations.get(PORT_MAPPING_ANNOTATION);
     let json = json.ok_or(MappingError::Missing)?;
@@ -165,12 +165,12 @@ fn requested_hosts(service: &Service) -> Result<BTreeMap<String, String>, Mappin
     Ok(mapping)
 }
 
-/// The ready endpoints behind a Service port, sorted, each once.
+/// Returns the ready endpoints of a Service port, sorted, without duplicates.
 fn endpoints_of(port: &ServicePort, slices: &[&Slice]) -> Vec<SocketAddr> {
     let mut found = BTreeSet::new();
     for slice in slices {
         let targets = slice.ports.iter().filter(|target| {
-            // A Service port may lack a name if it is the only one: all is behind it then.
+            // The only port of a Service may lack a name; all endpoint ports belong to it then.
             (port.name.is_empty() || port.name == target.name)
                 && target.protocol == Protocol::Tcp
                 && target.port != 0
@@ -231,8 +231,7 @@ impl<'a> Plan<'a> {
         }
     }
 
-    /// Takes all of the host names for a Service, or none: half of what it asks for would be
-    /// harder to notice.
+    /// Reserves all host names for a Service, or none: a partly served Service would be harder to notice.
     fn claim(&mut self, service: &'a Service, hosts: &BTreeMap<String, String>) -> bool {
         let taken = hosts
             .values()
@@ -240,7 +239,7 @@ impl<'a> Plan<'a> {
         if let Some((host, owner)) = taken {
             let text = format!(
                 "host name {host:?} is taken by the older Service {}, so none of this Service's \
-                 host names is served: change annotation {PORT_MAPPING_ANNOTATION} of one of them",
+                 host names is served: change annotation {PORT_MAPPING_ANNOTATION} of one of the two Services",
                 owner.full_name()
             );
             self.problem(service, text);
@@ -265,13 +264,13 @@ impl<'a> Plan<'a> {
             return;
         }
         let key = UpstreamKey::of_service(&service.namespace, &service.name, &port.name);
-        // Port `c` of Service `a-b` and port `b-c` of Service `a` have the same key. Without this
-        // the clients of one would be led to the other.
+        // Port `c` of Service `a-b` and port `b-c` of Service `a` have the same key. Without this check,
+        // clients of one Service would reach the other.
         let known = self.routes.upstreams.get(&key);
         if known.is_some_and(|known| *known != endpoints) {
             let text = format!(
-                "port {:?} is not served: together with the Service's name it reads {key}, and so \
-                 does a port of an older Service; rename one of the ports",
+                "port {:?} is not served: a port of an older Service has the same key {key}; \
+                 rename one of the ports",
                 port.name
             );
             self.problem(service, text);
@@ -293,8 +292,8 @@ impl<'a> Plan<'a> {
         }
     }
 
-    /// Kubernetes hands out a node port once, but maybe again before the old Service is seen to be
-    /// gone; then the answer is `false`.
+    /// Reserves a node port; returns false if an older Service has it. Kubernetes may assign the port of a
+    /// deleted Service again before the deletion is visible here.
     fn add_node_port(&mut self, service: &Service, port: u16, key: &UpstreamKey) -> bool {
         let node_ports = &mut self.routes.node_ports;
         let owner = node_ports.entry(port).or_insert_with(|| key.clone());
@@ -302,7 +301,7 @@ impl<'a> Plan<'a> {
             return true;
         }
         let text = format!(
-            "node port {port} is still that of {owner}, which is older; if this message stays, \
+            "node port {port} still belongs to {owner} of an older Service; if this message stays, \
              delete one of the two Services"
         );
         self.problem(service, text);
@@ -320,13 +319,13 @@ impl<'a> Plan<'a> {
 // === impl Service ===
 
 impl Service {
-    /// `<namespace>/<name>`.
+    /// Returns `<namespace>/<name>`.
     pub fn full_name(&self) -> String {
         format!("{}/{}", self.namespace, self.name)
     }
 
-    /// What a CONNECT request has to ask for, literally. The cluster's domain is fixed, as in the
-    /// stock proxy: the name is never resolved.
+    /// Returns the literal target for CONNECT requests. The cluster domain is fixed, as in the stock proxy:
+    /// the name is never resolved.
     fn authority(&self, port: u16) -> String {
         format!("{}.{}.svc.cluster.local:{port}", self.name, self.namespace)
     }
@@ -337,7 +336,7 @@ impl Service {
             .filter(|port| port.protocol == Protocol::Tcp)
     }
 
-    /// The smaller, the older. The names are there so that the order is always the same.
+    /// Returns the sort key for age, oldest first. The names make the order deterministic.
     fn seniority(&self) -> (i64, [&String; 3]) {
         (self.created, [&self.uid, &self.namespace, &self.name])
     }

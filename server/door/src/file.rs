@@ -1,4 +1,4 @@
-//! Routes from a YAML file. It is followed as it changes; a file that is wrong changes nothing.
+//! The routes from a YAML file. The module follows changes of the file; a file with mistakes changes nothing.
 //!
 //! ```yaml
 //! upstreams:
@@ -31,16 +31,16 @@ use super::metrics::{ProxyMetrics, SourceState};
 use super::routes::{Routes, UpstreamKey};
 use super::table::Table;
 
-/// How often the file is looked at. A change takes effect once it was seen twice.
+/// Time between two looks at the file. A change takes effect once two looks have seen it.
 const POLL: Duration = Duration::from_millis(100);
 
-/// The largest file, in bytes: 10,000 upstreams have room.
+/// Size limit of the file, enough for 10,000 upstreams.
 const LIMITS: Limits = Limits {
     max_bytes: 8 * 1024 * 1024,
     if_empty: "write `upstreams: []` to expose nothing",
 };
 
-/// A file that can not be used, in all the ways in which it can not.
+/// All reasons why a file cannot be used, one line each.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{}", .0.join("\n"))]
 pub struct FileError(pub Vec<String>);
@@ -48,7 +48,7 @@ pub struct FileError(pub Vec<String>);
 /// Follows a file.
 pub struct Follower {
     file: Watched,
-    /// What became of the text that was read last.
+    /// Result of the last read.
     read: SourceState,
     table: Arc<Table>,
     metrics: Arc<ProxyMetrics>,
@@ -57,7 +57,7 @@ pub struct Follower {
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Document {
-    /// Nothing behind the key counts as none.
+    /// An `upstreams` key without a value counts as an empty list.
     #[serde(default)]
     upstreams: Option<Vec<Entry>>,
 }
@@ -79,10 +79,10 @@ struct Entry {
 // === impl Follower ===
 
 impl Follower {
-    /// Reads the file for the first time and puts its routes in force.
+    /// Reads the file for the first time and applies its routes.
     ///
     /// # Errors
-    /// When it can not be read, or is wrong.
+    /// Fails if the file cannot be read or has mistakes.
     pub fn open(
         path: &Path,
         table: Arc<Table>,
@@ -100,7 +100,7 @@ impl Follower {
         })
     }
 
-    /// Follows the file until `stop`; each change that was put in force is sent to `changes`.
+    /// Follows the file until `stop`; sends to `changes` after each applied change.
     pub async fn run(mut self, changes: watch::Sender<u64>, stop: CancellationToken) {
         while stop.run_until_cancelled(sleep(POLL)).await.is_some() {
             if self.look() {
@@ -109,7 +109,7 @@ impl Follower {
         }
     }
 
-    /// Whether the file had other routes, which are in force now.
+    /// Looks at the file; returns true if it has changed and its routes are in force now.
     fn look(&mut self) -> bool {
         let (source, changed) = match self.file.look() {
             Look::Same => (self.read, false),
@@ -132,7 +132,7 @@ impl Follower {
         changed
     }
 
-    /// Whether the text could be put in force.
+    /// Applies the current text; returns false if it has mistakes.
     fn apply(&self) -> bool {
         match parse(self.file.text(), &self.file.path().display().to_string()) {
             Ok(routes) => {
@@ -153,18 +153,18 @@ impl Follower {
     }
 }
 
-/// Reads routes from YAML text; `origin` names it in errors.
+/// Parses routes from YAML text; `origin` is the name of the file in errors.
 ///
 /// # Errors
-/// The first mistake in the YAML itself, or every mistake in what it says, each with its line. An
-/// upstream without a name is not looked into.
+/// Returns the first mistake in the YAML syntax, or every mistake in the contents, each with its line. The
+/// contents of an upstream without a name are not checked.
 pub fn parse(text: &str, origin: &str) -> Result<Routes, FileError> {
     let mut reader = RouteReader {
         routes: Routes::default(),
         problems: Vec::new(),
         names: BTreeSet::new(),
     };
-    // Comments alone are no document.
+    // A text with only comments has no document.
     match serde_saphyr::from_str::<Option<Document>>(text) {
         Ok(document) => {
             let upstreams = document.and_then(|document| document.upstreams);
@@ -178,7 +178,7 @@ pub fn parse(text: &str, origin: &str) -> Result<Routes, FileError> {
             }
             if reader.problems.is_empty() {
                 let line = error.location().map_or(1, |location| location.line());
-                // The rest of the text is a picture of the place.
+                // The other lines of the text are an excerpt of the file.
                 let why = error.to_string();
                 let why = why.lines().next().unwrap_or_default().to_owned();
                 reader.problems.push((line, why));
@@ -195,7 +195,7 @@ pub fn parse(text: &str, origin: &str) -> Result<Routes, FileError> {
 
 struct RouteReader {
     routes: Routes,
-    /// Each with its line.
+    /// Each problem with its line.
     problems: Vec<(u64, String)>,
     names: BTreeSet<String>,
 }
@@ -207,7 +207,7 @@ impl RouteReader {
 
     fn entry(&mut self, entry: &Entry) {
         let name = &entry.name.value;
-        // It is a label of metrics.
+        // The name becomes a metric label.
         if name.is_empty()
             || !name
                 .bytes()
@@ -235,7 +235,7 @@ impl RouteReader {
         }
         for host in &entry.server_names {
             let Some(name) = server_name(&host.value) else {
-                let text = format!("server name {:?} is no DNS name", host.value);
+                let text = format!("server name {:?} is not a DNS name", host.value);
                 self.problem(host, &text);
                 continue;
             };
@@ -259,7 +259,7 @@ impl RouteReader {
     fn endpoints(&mut self, entry: &Entry) -> Vec<SocketAddr> {
         if entry.endpoints.is_empty() {
             let text = format!(
-                "upstream {:?} needs at least one of endpoints",
+                "upstream {:?} needs at least one endpoint",
                 entry.name.value
             );
             self.problem(&entry.name, &text);

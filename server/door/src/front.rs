@@ -1,4 +1,4 @@
-//! Connections that are passed on as they are: TLS by its server name, and node ports.
+//! The listeners that forward bytes unchanged: TLS by server name, and node ports.
 
 use std::io;
 use std::net::SocketAddr;
@@ -22,40 +22,41 @@ use super::socket::read_once;
 use super::table::Table;
 use super::upstream::{ConnectError, Stats, Upstream};
 
-/// How long a client may take to say where it wants to go (Envoy's listener filter timeout).
+/// Time limit for the first bytes of a client: its ClientHello or its request (Envoy's listener filter
+/// timeout).
 pub const FIRST_WORD_TIMEOUT: Duration = Duration::from_secs(15);
 
-/// The room for one read of a ClientHello. Most are smaller.
+/// Buffer space for one read of a ClientHello. Most hellos are smaller.
 const HELLO_READ_BYTES: usize = 2 * 1024;
 
-/// What all connections share.
+/// The shared state of all connections.
 pub struct Front {
-    /// Where connections go.
+    /// Routes in force.
     pub table: Arc<Table>,
     /// Timeouts and keepalive.
     pub limits: Limits,
-    /// The proxy's series.
+    /// The proxy's metrics.
     pub metrics: Arc<ProxyMetrics>,
-    /// The threads.
+    /// Threads for connections.
     pub shards: Shards,
-    /// Owns the tasks.
+    /// Tasks of all connections.
     pub tasks: TaskTracker,
-    /// Ends all connections at once.
+    /// Token to end all connections at once.
     pub cut: CancellationToken,
-    /// Fires when no new work is to begin.
+    /// Token for the start of the drain.
     pub draining: CancellationToken,
 }
 
-/// Why there is no hello.
+/// Reason why a connection has no usable ClientHello.
 enum NoHello {
-    /// The client left, or said nothing in time.
+    /// The client closed the connection, or sent no complete hello in time.
     Silent(Refusal),
-    /// What it said is none.
+    /// The client sent something other than a valid hello.
     Bad(HelloError),
 }
 
 impl Front {
-    /// Passes a TLS connection on to the Service that its ClientHello names.
+    /// Forwards a TLS connection to the Service that its ClientHello names.
     pub async fn serve_sni(self: Arc<Self>, client: TcpStream, peer: SocketAddr) {
         let _open = self.metrics.open(Entrance::Sni);
         let refuse = |reason, why: &str| {
@@ -69,7 +70,7 @@ impl Front {
             Err(NoHello::Bad(error)) => return refuse(Refusal::Garbage, &error.to_string()),
         };
         let Some(name) = hello.server_name else {
-            return refuse(Refusal::NoServerName, "the client named no server");
+            return refuse(Refusal::NoServerName, "the client sent no server name");
         };
         let Some(upstream) = self.table.by_server_name(&name) else {
             return refuse(Refusal::Unknown, &format!("no Service has the name {name}"));
@@ -78,7 +79,7 @@ impl Front {
             .await;
     }
 
-    /// Passes a connection on to the Service that owns the port.
+    /// Forwards a connection to the Service that owns the node port.
     pub async fn serve_node_port(self: Arc<Self>, client: TcpStream, peer: SocketAddr, port: u16) {
         let _open = self.metrics.open(Entrance::NodePort);
         match self.table.by_node_port(port) {
@@ -86,7 +87,7 @@ impl Front {
                 self.pass(Entrance::NodePort, client, peer, &upstream, Vec::new())
                     .await;
             }
-            // Closed between the accept and now.
+            // The port was closed after this connection was accepted.
             None => self.metrics.refused(Entrance::NodePort, Refusal::Unknown),
         }
     }
@@ -132,7 +133,7 @@ impl Front {
                     };
                 }
                 Err(error) => {
-                    warn!(%peer, %error, "a connection could not go on in another thread");
+                    warn!(%peer, %error, "a connection could not continue on another thread");
                 }
             }
         }
@@ -142,7 +143,7 @@ impl Front {
         }
     }
 
-    /// Goes on with a connection that moves much, on the thread with the fewest of these.
+    /// Continues a bulk connection on the thread with the fewest bulk connections.
     async fn pass_bulk(
         self: &Arc<Self>,
         entrance: Entrance,
@@ -155,7 +156,8 @@ impl Front {
             let relay = self.relay(entrance, sides, &upstream.stats, false);
             return Ok(relay.run().await);
         }
-        // If it can not be registered there: the endpoint must not take what came so far for all there is.
+        // If the registration on the other thread fails, the dropped socket sends a reset. Otherwise the
+        // endpoint would mistake the bytes so far for the complete stream.
         SockRef::from(&endpoint).set_linger(Some(Duration::ZERO))?;
         let (client, endpoint) = (client.into_std()?, endpoint.into_std()?);
         let front = self.clone();
@@ -196,7 +198,7 @@ impl Front {
     }
 }
 
-/// The label of a failed connect.
+/// Returns the metric label for a failed connect.
 pub fn refusal_of(error: ConnectError) -> Refusal {
     match error {
         ConnectError::Overflow => Refusal::Overflow,
@@ -204,7 +206,7 @@ pub fn refusal_of(error: ConnectError) -> Refusal {
     }
 }
 
-/// Reads until the hello is complete: what it says, and all that was read.
+/// Reads until the hello is complete; returns the hello and all received bytes.
 async fn read_hello(client: &TcpStream) -> Result<(Hello, Vec<u8>), NoHello> {
     let mut reader = HelloReader::default();
     let mut received = Vec::new();

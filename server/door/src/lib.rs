@@ -1,23 +1,23 @@
-//! The nodeport-proxy: lets connections from outside in to the Services of a seed.
+//! The nodeport-proxy: accepts connections from outside and forwards them to the Services of a seed cluster.
 //!
-//! | module | what it holds |
+//! | module | contents |
 //! |---|---|
-//! | [`routes`] | what is exposed at one moment |
-//! | [`annotations`], [`exposure`] | from Services and EndpointSlices to routes |
-//! | [`balancer_ports`] | the ports of the load balancer's Service |
-//! | [`balancer`] | writes them, while this replica leads |
-//! | [`discovery`] | Services and EndpointSlices, watched |
-//! | [`mod@file`] | routes from a YAML file, followed as it changes |
-//! | [`table`] | the routes in force; a change touches what differs |
-//! | [`upstream`] | one Service port's endpoints |
-//! | [`client_hello`] | the server name of a TLS connection, without I/O |
-//! | [`front`] | connections that are passed on: TLS by server name, node ports |
-//! | [`relay`] | bytes from socket to socket, in the kernel where there are many |
+//! | [`routes`] | a snapshot of everything exposed |
+//! | [`annotations`], [`exposure`] | computes routes from Services and EndpointSlices |
+//! | [`balancer_ports`] | computes the ports of the load balancer's Service |
+//! | [`balancer`] | writes these ports while this replica leads |
+//! | [`discovery`] | watches Services and EndpointSlices |
+//! | [`mod@file`] | reads routes from a YAML file and follows changes of the file |
+//! | [`table`] | the routes in force; a change touches only the difference |
+//! | [`upstream`] | the endpoints of one Service port |
+//! | [`client_hello`] | parses the server name of a TLS connection, without I/O |
+//! | [`front`] | forwards connections unchanged: TLS by server name, node ports |
+//! | [`relay`] | moves bytes between two sockets, inside the kernel if there are many |
 //! | [`tunnel`] | CONNECT over HTTP/1.1 and HTTP/2 |
-//! | [`watch`] | the end of connections that stand still or have lost a side |
-//! | [`socket`] | a socket to read, to write and to look at |
-//! | [`ports`] | node ports, opened and closed as Services come and go |
-//! | [`metrics`] | its series, and those under Envoy's names |
+//! | [`watch`] | ends idle connections, and connections with a dead peer |
+//! | [`socket`] | a socket for two tasks: one reads and writes, one inspects |
+//! | [`ports`] | opens and closes node ports as Services come and go |
+//! | [`metrics`] | the proxy's own metrics, and metrics with Envoy's names |
 //! | [`config`], [`cli`], [`app`] | flags, program, wiring |
 
 pub mod allowed;

@@ -1,4 +1,4 @@
-//! The seed's front door: see `culvert_door`.
+//! The front door of a seed: see the library.
 
 use std::process::ExitCode;
 

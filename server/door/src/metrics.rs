@@ -1,4 +1,4 @@
-//! The proxy's series: its own, and those under Envoy's names that dashboards read.
+//! The proxy's metrics: its own series, and the series with Envoy's names, for dashboards.
 
 use std::fmt::Write as _;
 use std::sync::Arc;
@@ -17,54 +17,54 @@ use super::table::Table;
 use super::upstream::{Upstream, write_series};
 
 label_values! {
-    /// By which listener a connection came.
+    /// Listener of a connection.
     pub enum Entrance("listener") {
         /// TLS by server name.
         Sni = "sni",
         /// CONNECT.
         Tunneling = "tunneling",
-        /// A port of a Service's own.
+        /// Node port of a Service.
         NodePort = "node_port",
     }
 }
 
 label_values! {
-    /// Why a connection or a CONNECT request got nowhere.
+    /// Reason why a connection or a CONNECT request did not reach an endpoint.
     pub enum Refusal("reason") {
-        /// Nothing that could be understood came in time.
+        /// The client sent no complete hello or request in time.
         Timeout = "timeout",
         /// The first bytes were not the listener's protocol.
         Garbage = "garbage",
-        /// The TLS client named no server.
+        /// The TLS client sent no server name.
         NoServerName = "no_server_name",
-        /// No Service is exposed under that name, authority or port.
+        /// No Service is exposed under the name, authority or port.
         Unknown = "unknown",
         /// No endpoint accepted the connection.
         Upstream = "upstream",
-        /// The upstream has as many connections as it may have.
+        /// The upstream already has the maximum number of connections.
         Overflow = "overflow",
-        /// The client's address is on no allowed network.
+        /// The client's address is in no allowed network.
         Address = "address",
-        /// The TLS handshake failed, or was left out.
+        /// The TLS handshake failed or is missing.
         Tls = "tls",
-        /// Most streams of an HTTP/2 connection were reset as soon as they were opened.
+        /// Most streams of an HTTP/2 connection were reset right after they were opened.
         Flood = "flood",
     }
 }
 
 label_values! {
-    /// What fails of the work on the load balancer's Service.
+    /// Step of the work on the load balancer's Service.
     pub enum Step("step") {
-        /// To read or write the lease of the replica that does it.
+        /// Read or write the lease of the leading replica.
         Lease = "lease",
-        /// To read the Service.
+        /// Read the Service.
         Read = "read",
-        /// To write it.
+        /// Write the Service.
         Write = "write",
     }
 }
 
-/// Where and why.
+/// Listener and reason of a refusal.
 #[derive(Clone, Copy)]
 struct Refused(Entrance, Refusal);
 
@@ -86,7 +86,7 @@ impl LabelSet for Refused {
     }
 }
 
-/// All series of one proxy.
+/// All metrics of one proxy.
 pub struct ProxyMetrics {
     registry: Arc<Registry>,
     started: Instant,
@@ -97,54 +97,54 @@ pub struct ProxyMetrics {
     synced: Flag,
     source_up: Gauge,
     source: Mutex<SourceState>,
-    /// Changes that were put in force.
+    /// Applied changes of routes.
     pub applied: Counter,
-    /// Sets of routes that were refused whole.
+    /// Rejected sets of routes.
     pub rejected: Counter,
-    /// Services that are not exposed as they ask to be.
+    /// Services not exposed as requested.
     pub problems: Gauge,
     /// Node ports that could not be opened.
     pub closed_ports: Gauge,
-    /// Whether this replica keeps the load balancer's ports.
+    /// 1 while this replica updates the load balancer's ports.
     pub leader: Gauge,
     /// Writes of the load balancer's Service.
     pub balancer_updates: Counter,
     balancer_failures: Family<Step, Counter>,
-    /// What is counted of CONNECT as a whole.
+    /// Totals over all CONNECT requests.
     pub http: HttpStats,
     /// Set while the proxy drains.
     pub draining: AtomicBool,
 }
 
-/// How the source of the routes is. The last good routes stay in force whatever it is.
+/// State of the source of the routes. The last good routes stay in force in every state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SourceState {
-    /// What it says is in force.
+    /// The routes in force match the source.
     Good,
-    /// It can not be read, or was not read yet.
+    /// The source cannot be read, or was not read yet.
     Unreadable,
-    /// What it says can not be used.
+    /// The contents of the source cannot be used.
     Rejected,
 }
 
-/// A gauge of 0 or 1 that can be read.
+/// A gauge of 0 or 1 whose value can be read back.
 struct Flag(Gauge, AtomicBool);
 
-/// Counters of all CONNECT requests.
+/// Counters over all CONNECT requests.
 #[derive(Debug, Default)]
 pub struct HttpStats {
-    /// Open downstream connections.
+    /// Open connections of clients.
     pub active: AtomicU64,
-    /// Requests, of any method.
+    /// Requests with any method.
     pub requests: AtomicU64,
-    /// Bytes of tunnels from clients.
+    /// Bytes received from clients inside CONNECT tunnels.
     pub received: AtomicU64,
-    /// Bytes of tunnels to clients.
+    /// Bytes sent to clients inside CONNECT tunnels.
     pub sent: AtomicU64,
 }
 
-/// Adds one tunnel's bytes of one direction to its upstream, to the whole, and to the tunnel's own
-/// count.
+/// Adds the bytes of one direction of a CONNECT tunnel to the totals of its upstream, of all tunnels, and of
+/// the tunnel itself.
 pub struct Tally {
     upstream: Arc<Upstream>,
     metrics: Arc<ProxyMetrics>,
@@ -152,7 +152,8 @@ pub struct Tally {
     upward: bool,
 }
 
-/// What has reached an endpoint. Unless its end is told, it was cut when the proxy ended.
+/// A connection to an endpoint; counts its end when dropped. Without a call of [`end`](Self::end) the reason
+/// is the shutdown of the proxy.
 pub struct Carried<'a> {
     metrics: &'a ProxyMetrics,
     reason: CloseReason,
@@ -161,7 +162,7 @@ pub struct Carried<'a> {
 // === impl ProxyMetrics ===
 
 impl ProxyMetrics {
-    /// Registers all series.
+    /// Registers all metrics.
     ///
     /// # Errors
     /// Never in practice; see [`Registry::new`].
@@ -250,23 +251,23 @@ impl ProxyMetrics {
         }))
     }
 
-    /// Counts and logs nothing; the caller says why.
+    /// Counts a refusal; the caller logs the cause.
     pub fn refused(&self, entrance: Entrance, reason: Refusal) {
         self.refused.get(Refused(entrance, reason)).increment(1);
     }
 
-    /// Returns the counter of failed requests about the load balancer's Service.
+    /// Counts a failed request for the load balancer's Service; the caller logs the cause.
     pub fn balancer_failures(&self, step: Step) -> &Counter {
         self.balancer_failures.get(step)
     }
 
-    /// A client's connection; the gauge falls back when the guard is dropped.
+    /// Counts a client connection; the gauge decreases when the guard is dropped.
     pub fn open(&self, entrance: Entrance) -> culvert_host::telemetry::metrics::GaugeGuard {
         self.opened.get(entrance).increment(1);
         culvert_host::telemetry::metrics::GaugeGuard::new(self.open.get(entrance))
     }
 
-    /// A connection or tunnel that has reached an endpoint; its end is counted when the guard is dropped.
+    /// Registers a connection or tunnel to an endpoint; its end is counted when the guard is dropped.
     pub fn carried(&self) -> Carried<'_> {
         Carried {
             metrics: self,
@@ -274,34 +275,34 @@ impl ProxyMetrics {
         }
     }
 
-    /// All routes are known, and in force.
+    /// Records that all routes are known and in force.
     pub fn set_synced(&self) {
         self.synced.set(true);
     }
 
-    /// Whether all routes are known.
+    /// Returns true if all routes are known.
     pub fn is_synced(&self) -> bool {
         self.synced.get()
     }
 
-    /// How the source of the routes is.
+    /// Records the state of the source.
     pub fn set_source(&self, state: SourceState) {
         let up = state == SourceState::Good;
         self.source_up.set(f64::from(u8::from(up)));
         *self.source.lock() = state;
     }
 
-    /// What [`set_source`](Self::set_source) said last.
+    /// Returns the state from the last call of [`set_source`](Self::set_source).
     pub fn source(&self) -> SourceState {
         *self.source.lock()
     }
 
-    /// The registry.
+    /// Returns the registry.
     pub fn registry(&self) -> &Arc<Registry> {
         &self.registry
     }
 
-    /// The page of metrics.
+    /// Renders the metrics page.
     pub fn render(&self, table: &Table) -> String {
         let mut page = self.registry.render();
         let memory = resident_bytes();
@@ -392,7 +393,7 @@ impl HttpStats {
     }
 }
 
-/// What the process has in memory; 0 where `/proc` does not say.
+/// Returns the resident memory of the process in bytes; 0 if `/proc` is not available.
 fn resident_bytes() -> u64 {
     let pages = std::fs::read_to_string("/proc/self/statm").unwrap_or_default();
     let pages = pages.split(' ').nth(1).and_then(|pages| pages.parse().ok());
@@ -402,7 +403,7 @@ fn resident_bytes() -> u64 {
 // === impl Carried ===
 
 impl Carried<'_> {
-    /// Counts its end.
+    /// Sets the close reason and counts the end.
     pub fn end(mut self, reason: CloseReason) {
         self.reason = reason;
     }
@@ -420,7 +421,7 @@ impl Drop for Carried<'_> {
 // === impl Tally ===
 
 impl Tally {
-    /// The counters of both directions of one tunnel: from the client, and to it.
+    /// Returns the counters for both directions of a tunnel: from the client, and to the client.
     pub fn both(
         upstream: &Arc<Upstream>,
         metrics: &Arc<ProxyMetrics>,
@@ -449,7 +450,7 @@ impl CounterFn for Tally {
         whole.fetch_add(bytes, Ordering::Relaxed);
     }
 
-    /// Nobody sets these.
+    /// No caller uses absolute values.
     fn absolute(&self, _: u64) {}
 }
 
@@ -460,7 +461,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_cut_is_counted_as_what_ends() {
+    fn cut_connection_counts_as_a_shutdown() {
         let metrics = ProxyMetrics::new().unwrap();
         metrics.carried().end(CloseReason::Finished);
         drop(metrics.carried());

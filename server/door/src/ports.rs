@@ -1,4 +1,4 @@
-//! The listeners of node ports: opened and closed as Services come and go, each by itself.
+//! The listeners of node ports, opened and closed independently as Services come and go.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -16,7 +16,7 @@ use tracing::{info, warn};
 use super::app::serve;
 use super::front::Front;
 
-/// How soon a port that could not be opened is tried again: its last owner may be about to leave.
+/// Pause before another attempt to open a port; its previous owner may be about to close it.
 const RETRY: Duration = Duration::from_secs(5);
 
 /// The open node ports.
@@ -25,12 +25,12 @@ pub struct NodePorts {
     host: String,
     listeners: TaskTracker,
     open: HashMap<u16, CancellationToken>,
-    /// Those that could not be opened, and that the log has named.
+    /// Ports that could not be opened, with the logged error.
     failed: HashMap<u16, String>,
 }
 
 impl NodePorts {
-    /// None open yet.
+    /// Creates a set without open ports.
     pub fn new(front: Arc<Front>, host: &str) -> Self {
         Self {
             front,
@@ -41,8 +41,8 @@ impl NodePorts {
         }
     }
 
-    /// Follows the table until the front drains: `changed` fires whenever it may differ. Returns
-    /// when every listener is closed.
+    /// Opens and closes ports as the table changes, until the drain begins; `changed` fires after each change
+    /// of the table. Returns when every listener is closed.
     pub async fn run(mut self, mut changed: watch::Receiver<u64>) {
         let draining = self.front.draining.clone();
         while !draining.is_cancelled() {
@@ -92,7 +92,11 @@ impl NodePorts {
                 Err(error) => {
                     let text = error.to_string();
                     if self.failed.insert(port, text.clone()).as_ref() != Some(&text) {
-                        warn!(port, error = text, "will be tried again every {RETRY:?}");
+                        warn!(
+                            port,
+                            error = text,
+                            "cannot open the node port; trying again every {RETRY:?}"
+                        );
                     }
                 }
             }

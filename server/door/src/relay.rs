@@ -1,9 +1,9 @@
-//! Moves bytes between two TCP sockets, each direction by itself.
+//! The relay of bytes between two TCP sockets, with independent directions.
 //!
-//! Small reads are copied through one buffer of the thread. A direction that fills it goes on by
-//! `splice(2)`: bytes then pass from socket to socket through a pipe in the kernel. Pipes are taken
-//! from a pool while there is something to move, so a connection that idles owns neither buffer
-//! nor pipe.
+//! Small reads are copied through one buffer per thread. After a full buffer, a direction continues with
+//! `splice(2)`: the bytes then move from socket to socket through a pipe in the kernel. A direction takes a
+//! pipe from a pool only while there are bytes to move, so an idle connection owns neither a buffer nor a
+//! pipe.
 
 use std::cell::RefCell;
 use std::io;
@@ -28,30 +28,30 @@ use tokio::time::{Instant, sleep, sleep_until, timeout};
 use super::socket::read_once;
 use super::watch::{Side, watch};
 
-/// The buffer of a thread. What fills it is bulk.
+/// Size of a thread's buffer. A direction with a read of this size counts as bulk.
 const COPY_BYTES: usize = 16 * 1024;
 
-/// What a pipe is asked to hold. The kernel counts pages, so it may hold more; it grants no more
-/// than `fs.pipe-max-size`, 1 MiB, and 64 MiB for all pipes of a user without privileges.
+/// Requested capacity of a pipe, in bytes. The kernel counts pages, so a pipe may hold more. The kernel
+/// allows at most `fs.pipe-max-size` (1 MiB) per pipe, and 64 MiB for all pipes of a user without privileges.
 const PIPE_BYTES: usize = 256 * 1024;
 
-/// What some are asked to hold instead, which takes fewer calls (docs/tuning.md).
+/// Requested capacity of a large pipe, in bytes; large pipes need fewer system calls (docs/tuning.md).
 const LARGE_PIPE_BYTES: usize = 1024 * 1024;
 
-/// How many of these there are at once: half of what a user without privileges has.
+/// Largest number of large pipes: half of the limit of a user without privileges.
 const LARGE_PIPES: usize = 32;
 
-/// What one direction may move before others of its thread get a turn.
+/// Bytes a direction may move before other tasks of the thread get a turn.
 const TURN_BYTES: usize = 1024 * 1024;
 
-/// What a connection has moved when it is worth a hand-over to another thread, which costs two wake-ups
-/// and four registrations.
+/// Bytes after which a hand-over to another thread pays off. A hand-over costs two wake-ups and four
+/// registrations.
 const MUCH_BYTES: u64 = 1024 * 1024;
 
-/// Pipes that a thread keeps for the next one who needs one.
+/// Largest number of empty pipes in a thread's pool.
 const SPARE_PIPES: usize = 32;
 
-/// How long unread input is waited out at the end of a connection, see [`Relay::settle`].
+/// Time limit for discarding unread input at the end of a connection, see [`Relay::settle`].
 const SETTLE: Duration = Duration::from_secs(2);
 
 thread_local! {
@@ -61,40 +61,40 @@ thread_local! {
 
 /// The two sockets of one connection.
 pub struct Relay<'a> {
-    /// From whom the connection came.
+    /// Socket toward the client.
     pub client: &'a TcpStream,
-    /// To whom it goes.
+    /// Socket toward the endpoint.
     pub endpoint: &'a TcpStream,
-    /// It carries nothing but TLS.
+    /// Set if the connection carries only TLS, which has no urgent data.
     pub is_tls: bool,
-    /// Stops once it has moved much, so that another thread may go on.
+    /// Stops the relay after many bytes, for a hand-over to another thread.
     pub stops_at_much: bool,
-    /// Ends the connection once nothing has moved for so long; `None` never does.
+    /// Time without any bytes after which the connection ends; `None` means no limit.
     pub idle: Option<Duration>,
-    /// How the client, and the endpoint, are probed.
+    /// Keepalive for the client and for the endpoint.
     pub keepalive: [&'a Keepalive; 2],
-    /// Counts bytes from client to endpoint, here and elsewhere.
+    /// Counter of bytes from client to endpoint, shared with other connections.
     pub sent: &'a AtomicU64,
-    /// Counts bytes from endpoint to client.
+    /// Counter of bytes from endpoint to client, shared with other connections.
     pub received: &'a AtomicU64,
 }
 
-/// One direction.
+/// A direction of the connection.
 struct Way<'a> {
     from: &'a TcpStream,
     to: &'a TcpStream,
     is_tls: bool,
     stops_at_much: bool,
-    /// Waits for something to read, and holds nothing that was read.
+    /// Set while this direction waits for input and has no unsent bytes.
     rests: AtomicBool,
     total: &'a AtomicU64,
-    /// Of this connection.
+    /// Bytes of this connection.
     moved: AtomicU64,
     done: Notify,
-    /// `to` has reset the connection: the error is told once, and an end that is read from the
-    /// socket afterwards is none.
+    /// Set when `to` has reset the connection. The kernel reports ECONNRESET once; a later read of 0 from the
+    /// socket is not an end of stream.
     reset: AtomicBool,
-    /// Why it ends when `from` fails, and when `to` does.
+    /// Close reasons for a failure of `from` and for a failure of `to`.
     lost: [CloseReason; 2],
 }
 
@@ -102,31 +102,31 @@ struct Way<'a> {
 struct Pipe {
     read: OwnedFd,
     write: OwnedFd,
-    /// What it was asked to hold.
+    /// Requested capacity.
     bytes: usize,
 }
 
-/// How many large pipes there are.
+/// Number of large pipes.
 static LARGE: AtomicUsize = AtomicUsize::new(0);
 
-/// Which of the two sockets failed. What the system said is of no use to anybody.
+/// The socket that failed. The system's error text would not help the operator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Broken {
     From,
     To,
 }
 
-/// Why a direction stops.
+/// Reason why a direction stops.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stop {
     Lost(CloseReason),
     Much,
 }
 
-/// How a relay ended.
+/// Result of a relay.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ended {
-    /// Why the connection has ended; `None` if it goes on, see [`Relay::stops_at_much`].
+    /// Reason of the close; `None` if the connection continues, see [`Relay::stops_at_much`].
     pub reason: Option<CloseReason>,
     /// Bytes from client to endpoint.
     pub sent: u64,
@@ -137,8 +137,8 @@ pub struct Ended {
 // === impl Relay ===
 
 impl Relay<'_> {
-    /// Moves bytes until both directions have ended, one has failed, or nothing moves any more. The caller
-    /// then closes both sockets, which is how the last end is told.
+    /// Moves bytes until both directions have ended, one direction has failed, or the connection was idle for
+    /// too long. The caller then closes both sockets, which passes on the last end of stream.
     pub async fn run(&self) -> Ended {
         let up = Way {
             from: self.client,
@@ -190,7 +190,7 @@ impl Relay<'_> {
         };
         match reason {
             Some(CloseReason::EndpointLost) => self.settle().await,
-            // The endpoint must not take what came so far for all there is.
+            // A reset prevents the endpoint from mistaking the bytes so far for the complete stream.
             Some(CloseReason::ClientLost) => {
                 let _ = SockRef::from(self.endpoint).set_linger(Some(Duration::ZERO));
             }
@@ -203,11 +203,11 @@ impl Relay<'_> {
         }
     }
 
-    /// Lets the client read the endpoint's last words. An endpoint may answer and close without
-    /// reading all it was sent; to close the client's socket with unread input would make TCP send
-    /// a reset, which discards what the client has not read yet.
+    /// Lets the client read the endpoint's last bytes. An endpoint may answer and close without reading all
+    /// its input. If the proxy closed the client's socket with unread input, TCP would send a reset, which
+    /// discards the bytes still unread by the client.
     async fn settle(&self) {
-        // Fails if the client has gone already.
+        // Fails if the client is already gone.
         let _ = SockRef::from(self.client).shutdown(Shutdown::Write);
         let deadline = Instant::now() + SETTLE;
         loop {
@@ -225,7 +225,7 @@ impl Relay<'_> {
     }
 }
 
-/// Resolves once `counter` has not changed for `bound`, at the latest after twice that.
+/// Returns once `counter` has not changed for `bound`, at the latest after twice `bound`.
 async fn idle(counter: &AtomicU64, bound: Duration) {
     loop {
         let before = counter.load(Ordering::Relaxed);
@@ -259,7 +259,7 @@ impl Way<'_> {
                     if self.stops_at_much && self.is_much(other) {
                         return Err(Stop::Much);
                     }
-                    // Sockets that are always ready never give way by themselves.
+                    // Permanently ready sockets never yield to other tasks.
                     turn += bytes;
                     if turn >= TURN_BYTES {
                         turn = 0;
@@ -268,7 +268,7 @@ impl Way<'_> {
                 }
                 Err(Broken::From) => return Err(from_lost),
                 Err(Broken::To) => {
-                    // What comes the other way is still good.
+                    // Bytes in the other direction are still good.
                     tokio::select! {
                         () = other.done.notified() => {}
                         () = idle(&other.moved, CLOSE_STALL) => {}
@@ -278,14 +278,14 @@ impl Way<'_> {
             }
         }
         self.done.notify_one();
-        // Then both sockets are closed, which says the same in one system call less.
+        // If the other direction has ended too, the caller closes both sockets; this saves the shutdown call.
         if other.done.notified().now_or_never().is_some() {
             return Ok(());
         }
-        // Fails if the peer has gone; the other direction tells.
+        // Fails if the peer is gone; the other direction reports the loss.
         let _ = SockRef::from(self.to).shutdown(Shutdown::Write);
-        // However long that idles: what the operator allows is the relay's to know. Nobody reads any
-        // more that `from` is reset meanwhile.
+        // This wait has no limit of its own: `watch` enforces the operator's idle limit. No task reads `from`
+        // any longer, so only a check of the socket state finds a reset.
         while timeout(HALF_OPEN_IDLE, other.done.notified())
             .await
             .is_err()
@@ -303,14 +303,14 @@ impl Way<'_> {
     }
 
     fn broken_to(&self, error: &io::Error) -> Broken {
-        // A peer that closed in order and reads no more breaks the pipe.
+        // A peer that closed normally and no longer reads causes a broken pipe, not a reset.
         if error.kind() == io::ErrorKind::ConnectionReset {
             self.reset.store(true, Ordering::Relaxed);
         }
         Broken::To
     }
 
-    /// It is time to stop, and nothing is held in either direction.
+    /// Returns true if the connection has moved many bytes, and neither direction has unsent bytes.
     fn is_much(&self, other: &Way<'_>) -> bool {
         let moved = [self, other].map(|way| way.moved.load(Ordering::Relaxed));
         other.rests.load(Ordering::Relaxed) && moved.iter().sum::<u64>() >= MUCH_BYTES
@@ -330,7 +330,7 @@ impl Way<'_> {
         }
     }
 
-    /// Moves what one read brings through the thread's buffer; 0 at the end.
+    /// Moves the bytes of one read through the thread's buffer; returns 0 at the end of the stream.
     async fn copy(&self) -> Result<usize, Broken> {
         loop {
             self.readable().await?;
@@ -362,11 +362,11 @@ impl Way<'_> {
         }
     }
 
-    /// Moves what a pipe takes at once; 0 at the end.
+    /// Moves as many bytes as a pipe accepts at once; returns 0 at the end of the stream.
     async fn splice(&self) -> Result<usize, Broken> {
         loop {
             self.readable().await?;
-            // For want of descriptors.
+            // Fails without free file descriptors.
             let Ok(pipe) = Pipe::take() else {
                 return self.copy().await;
             };
@@ -377,7 +377,7 @@ impl Way<'_> {
                     pipe.give_back();
                     continue;
                 }
-                // Some sandboxes refuse the call; nothing was read then.
+                // Some sandboxes refuse `splice`; no bytes were read then.
                 Err(error) if is_refused(&error) => {
                     pipe.give_back();
                     return self.copy().await;
@@ -412,7 +412,7 @@ fn is_refused(error: &io::Error) -> bool {
 /// Writes all of `bytes`.
 ///
 /// # Errors
-/// When the peer has gone.
+/// Fails if the peer is gone.
 pub async fn write_all(to: &TcpStream, mut bytes: &[u8]) -> io::Result<()> {
     while !bytes.is_empty() {
         match to.try_write(bytes) {
@@ -436,14 +436,15 @@ impl Pipe {
         let large = LARGE.fetch_update(Ordering::Relaxed, Ordering::Relaxed, one_more);
         let bytes = large.map_or(PIPE_BYTES, |_| LARGE_PIPE_BYTES);
         let pipe = Self { read, write, bytes };
-        // A smaller pipe takes more calls, no more.
+        // A smaller pipe only needs more system calls.
         if fcntl_setpipe_size(&pipe.write, bytes).is_err() {
             let _ = fcntl_setpipe_size(&pipe.write, PIPE_BYTES);
         }
         Ok(pipe)
     }
 
-    /// For the next one who needs one. The pipe has to be empty; one that is not is dropped.
+    /// Returns the pipe to the thread's pool. The pipe must be empty; a pipe with bytes in it must be dropped
+    /// instead.
     fn give_back(self) {
         PIPES.with_borrow_mut(|spare| {
             if spare.len() < SPARE_PIPES {

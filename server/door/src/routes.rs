@@ -1,38 +1,36 @@
-//! What the proxy is to do at one moment: listeners, names, and the endpoints behind them.
+//! The routes at one moment: node ports, names, and the endpoints behind them. No I/O.
 //!
-//! A source (the Kubernetes API, or a file) makes whole [`Routes`]; the proxy compares them with
-//! what it does and touches only what differs. Nothing here does I/O.
+//! A source (the Kubernetes API, or a file) always produces complete [`Routes`]; the proxy compares them with
+//! the current routes and touches only the difference.
 
 use std::collections::BTreeMap;
 use std::fmt;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
-/// Names the endpoints of one Service port: `<namespace>/<service>-<port name>`, without the last
-/// part if the port has no name. It is also the value of `envoy_cluster_name` in metrics.
+/// Key of a Service port: `<namespace>/<service>-<port name>`, without the last part if the port has no name.
+/// Also the value of `envoy_cluster_name` in metrics.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct UpstreamKey(Arc<str>);
 
-/// All that is exposed.
+/// Everything exposed by the proxy.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Routes {
-    /// The endpoints of every Service port that is exposed in any way, sorted, each once, at least
-    /// one.
+    /// Endpoints of every exposed Service port, sorted, without duplicates, at least one each.
     pub upstreams: BTreeMap<UpstreamKey, Vec<SocketAddr>>,
-    /// What listens on ports of its own.
+    /// Service ports with a node port.
     pub node_ports: BTreeMap<u16, UpstreamKey>,
-    /// TLS server names in lower case, without a dot at the end. One that begins with `*.` stands
-    /// for every name below it.
+    /// TLS server names in lower case, without a dot at the end. A name with the prefix `*.` matches every
+    /// name below the domain after the prefix.
     pub server_names: BTreeMap<String, UpstreamKey>,
-    /// Authorities of CONNECT requests, `<service>.<namespace>.svc.cluster.local:<port>`, in lower
-    /// case.
+    /// Authorities of CONNECT requests, `<service>.<namespace>.svc.cluster.local:<port>`, in lower case.
     pub authorities: BTreeMap<String, UpstreamKey>,
 }
 
 // === impl UpstreamKey ===
 
 impl UpstreamKey {
-    /// Of a Service's port; an empty name counts as none.
+    /// Returns the key of a Service port; `port_name` may be empty.
     pub fn of_service(namespace: &str, service: &str, port_name: &str) -> Self {
         Self::from(if port_name.is_empty() {
             format!("{namespace}/{service}")
@@ -41,7 +39,7 @@ impl UpstreamKey {
         })
     }
 
-    /// The text.
+    /// Returns the key as text.
     pub fn as_str(&self) -> &str {
         &self.0
     }

@@ -1,4 +1,4 @@
-//! A socket that is read and written in one place, and looked at in another.
+//! A socket that one task reads and writes while another task inspects it.
 
 use std::io;
 use std::net::Shutdown;
@@ -11,16 +11,16 @@ use socket2::SockRef;
 use tokio::io::{AsyncRead, AsyncWrite, Interest, ReadBuf};
 use tokio::net::TcpStream;
 
-/// Reads and writes a socket that somebody else holds as well. One task may read, and one write.
+/// Reads and writes a shared socket. Only one task may read, and only one may write.
 #[derive(Clone, Copy, Debug)]
 pub struct Socket<T> {
     socket: T,
-    /// Nothing of it is urgent data.
+    /// Set if the peer sends no urgent data.
     is_framed: bool,
 }
 
 impl<T> Socket<T> {
-    /// A socket whose peer may send whatever TCP has.
+    /// Wraps a socket whose peer may send urgent data.
     pub fn new(socket: T) -> Self {
         Self {
             socket,
@@ -28,7 +28,7 @@ impl<T> Socket<T> {
         }
     }
 
-    /// A socket whose peer speaks TLS or HTTP/2: read by fewer calls, see [`read_once`].
+    /// Wraps a socket whose peer speaks TLS or HTTP/2; reads need fewer system calls, see [`read_once`].
     pub fn framed(socket: T) -> Self {
         Self {
             socket,
@@ -103,17 +103,18 @@ impl<T: Deref<Target = TcpStream> + Unpin> AsyncWrite for Socket<T> {
     }
 }
 
-/// Reads from a socket into the first piece of `target`, like [`TcpStream::try_read_buf`]. A read that does
-/// not fill it has emptied the socket, so that the next one waits at once instead of finding nothing first;
-/// tokio's own `poll_read` does so, too. That is not so of urgent data, at which a read stops (tcp(7)): what
-/// follows it is read late. TLS and HTTP/2 have none.
+/// Reads from a socket into the first chunk of `target`, like [`TcpStream::try_read_buf`]. A read of fewer
+/// bytes than the chunk's size has emptied the socket. The socket then counts as not ready, and the next read
+/// waits at once, without a useless system call. tokio's own `poll_read` does the same. Do not use this
+/// function if the peer may send urgent data: a read stops at urgent data (tcp(7)), so the bytes after the
+/// urgent data would be read late. TLS and HTTP/2 have no urgent data.
 ///
 /// # Errors
-/// As the system call's.
+/// Returns the error of the system call.
 pub fn read_once(socket: &TcpStream, target: &mut impl BufMut) -> io::Result<usize> {
     let room = target.chunk_mut().len();
     let mut read = Err(io::ErrorKind::WouldBlock.into());
-    // Its only outcome is whether the socket counts as ready, as of before the read.
+    // The result only decides whether tokio still considers the socket ready, as it was before the read.
     let _ = socket.try_io(Interest::READABLE, || {
         read = socket.try_read_buf(target);
         match read {
@@ -145,17 +146,17 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_short_read_waits_for_the_next_bytes_and_misses_neither_them_nor_the_end() {
+    async fn short_read_clears_readiness_without_missing_bytes_or_the_end() {
         let (near, mut far) = pair().await;
         let mut room = [0; 4];
         for sent in [3, 1, 2] {
             far.write_all(&[1; 3][..sent]).await.unwrap();
             near.readable().await.unwrap();
             assert_eq!(read_once(&near, &mut room.as_mut()).unwrap(), sent);
-            // It is known to be empty: nobody has to ask.
+            // The socket is known to be empty, so no call is needed.
             assert!(near.readable().now_or_never().is_none());
         }
-        // A read that fills its room may have left some.
+        // A read that fills its buffer may leave bytes in the socket.
         far.write_all(&[1; 6]).await.unwrap();
         near.readable().await.unwrap();
         assert_eq!(read_once(&near, &mut room.as_mut()).unwrap(), 4);
@@ -168,14 +169,14 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_follows_urgent_data_waits_for_nothing() {
+    async fn bytes_after_urgent_data_arrive_without_delay() {
         let (near, mut far) = pair().await;
         far.write_all(b"abc").await.unwrap();
         SockRef::from(&far).send_out_of_band(b"!").unwrap();
         far.write_all(b"def").await.unwrap();
         let (mut socket, mut heard) = (Socket::new(&near), [0; 64]);
         let mut read = async || socket.read(&mut heard).await.unwrap();
-        // The first read stops at the mark.
+        // The first read stops at the urgent data.
         assert_eq!(read().await, 3);
         let rest = timeout(Duration::from_secs(10), read());
         assert_eq!(rest.await.unwrap(), 3);

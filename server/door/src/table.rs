@@ -1,6 +1,6 @@
-//! The routes in force. A change touches what differs: upstreams that stay keep their counters,
-//! their turn and their connections, and so do those that come back before the last of their
-//! connections has ended.
+//! The routes in force. A change touches only the difference. An upstream that stays keeps its counters, its
+//! position in the rotation, and its connections. An upstream that comes back while connections are still
+//! open also keeps them.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Weak};
@@ -10,17 +10,17 @@ use parking_lot::{Mutex, RwLock};
 use super::routes::{Routes, UpstreamKey};
 use super::upstream::Upstream;
 
-/// What every new connection looks its upstream up in.
+/// The table in which every new connection finds its upstream.
 #[derive(Debug)]
 pub struct Table {
     current: RwLock<Arc<Current>>,
-    /// Upstreams that went, as long as something is connected through them.
+    /// Removed upstreams with open connections.
     retired: Mutex<HashMap<UpstreamKey, Weak<Upstream>>>,
-    /// The most connections at once to one upstream.
+    /// Most simultaneous connections per upstream.
     limit: u64,
 }
 
-/// The routes of one moment.
+/// A snapshot of the routes.
 #[derive(Debug, Default)]
 struct Current {
     routes: Routes,
@@ -30,23 +30,23 @@ struct Current {
     node_ports: HashMap<u16, Arc<Upstream>>,
 }
 
-/// How much a change was.
+/// Summary of a change.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Change {
-    /// Upstreams that came.
+    /// Number of new upstreams.
     pub added: usize,
-    /// Upstreams that went.
+    /// Number of removed upstreams.
     pub removed: usize,
-    /// Upstreams whose endpoints are others now.
+    /// Number of upstreams with different endpoints.
     pub moved: usize,
-    /// Names, authorities or node ports differ.
+    /// True if names, authorities or node ports differ.
     pub rerouted: bool,
 }
 
 // === impl Table ===
 
 impl Table {
-    /// No routes. Each upstream will allow `limit` connections at once.
+    /// Creates a table without routes. Each upstream allows `limit` simultaneous connections.
     pub fn new(limit: u64) -> Self {
         Self {
             current: RwLock::default(),
@@ -55,7 +55,7 @@ impl Table {
         }
     }
 
-    /// Puts `routes` in force for all connections from now on.
+    /// Applies `routes` to all new connections.
     pub fn apply(&self, routes: Routes) -> Change {
         let before = self.current.read().clone();
         let mut retired = self.retired.lock();
@@ -82,7 +82,7 @@ impl Table {
         for (key, upstream) in &before.upstreams {
             if !upstreams.contains_key(key) {
                 change.removed += 1;
-                // Whoever looked it up a moment ago finds nobody there.
+                // A client that looked up the upstream a moment ago finds no endpoint.
                 upstream.set_endpoints(&[]);
                 retired.insert(key.clone(), Arc::downgrade(upstream));
             }
@@ -101,8 +101,8 @@ impl Table {
         change
     }
 
-    /// Who serves a TLS server name, given in lower case. An exact name goes before a wildcard, a
-    /// longer wildcard before a shorter one.
+    /// Returns the upstream for a TLS server name in lower case. An exact name wins over a wildcard, and a
+    /// longer wildcard over a shorter one.
     pub fn by_server_name(&self, name: &str) -> Option<Arc<Upstream>> {
         let current = self.current.read();
         if let Some(upstream) = current.server_names.get(name) {
@@ -118,30 +118,30 @@ impl Table {
         None
     }
 
-    /// Who serves an authority, in any case.
+    /// Returns the upstream for an authority; upper and lower case are equal.
     pub fn by_authority(&self, authority: &str) -> Option<Arc<Upstream>> {
         let authority = authority.to_ascii_lowercase();
         self.current.read().authorities.get(&authority).cloned()
     }
 
-    /// Who serves a node port.
+    /// Returns the upstream for a node port.
     pub fn by_node_port(&self, port: u16) -> Option<Arc<Upstream>> {
         self.current.read().node_ports.get(&port).cloned()
     }
 
-    /// The node ports that are to be open.
+    /// Returns the wanted node ports.
     pub fn node_ports(&self) -> Vec<u16> {
         let current = self.current.read();
         current.routes.node_ports.keys().copied().collect()
     }
 
-    /// Every upstream, in the order of keys.
+    /// Returns every upstream, sorted by key.
     pub fn upstreams(&self) -> Vec<Arc<Upstream>> {
         self.current.read().upstreams.values().cloned().collect()
     }
 }
 
-/// Replaces keys by what they name.
+/// Replaces each key by its upstream.
 fn resolve<N: Clone + Eq + std::hash::Hash>(
     names: &BTreeMap<N, UpstreamKey>,
     upstreams: &BTreeMap<UpstreamKey, Arc<Upstream>>,
@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn an_upstream_that_comes_back_is_the_same_while_it_is_in_use() {
+    fn returning_upstream_is_reused_while_it_has_connections() {
         let table = Table::new(10);
         table.apply(routes(&[("a", 1)]));
         let used = table.by_node_port(30_001).unwrap();
@@ -215,11 +215,11 @@ mod tests {
         table.apply(routes(&[("a", 1)]));
         let fresh = table.by_node_port(30_001).unwrap();
         assert_eq!(fresh.stats.opened.load(Ordering::Relaxed), 0);
-        assert!(table.retired.lock().is_empty(), "nothing is kept for ever");
+        assert!(table.retired.lock().is_empty(), "nothing is kept forever");
     }
 
     #[test]
-    fn the_closest_name_wins() {
+    fn most_specific_name_wins() {
         let table = Table::new(10);
         let mut routes = routes(&[("a", 1), ("b", 2), ("c", 3)]);
         let key = |service| UpstreamKey::of_service("ns", service, "");

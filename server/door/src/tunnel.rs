@@ -1,8 +1,9 @@
-//! CONNECT on one port: HTTP/1.1 and HTTP/2 by prior knowledge, in plain text or below TLS.
+//! The CONNECT listener: HTTP/1.1, and HTTP/2 with prior knowledge, in plain text or over TLS on the same
+//! port.
 //!
-//! The answers are those that Envoy gives with KKP's configuration: 404 for an authority that is
-//! not exposed and for every other method, 503 when no endpoint accepts, 200 once one has. Bytes
-//! that come before the answer are kept.
+//! The responses match Envoy with KKP's configuration: 404 for an unknown authority and for every other
+//! method, 503 if no endpoint accepts, 200 once an endpoint has accepted. Bytes received before the response
+//! are kept.
 
 mod ending;
 mod http2;
@@ -37,29 +38,29 @@ use super::socket::Socket;
 use super::upstream::Connected;
 use super::watch::{Side, watch};
 
-/// The largest head of an HTTP/1.1 request; Envoy takes 60 KiB.
+/// Largest head of an HTTP/1.1 request, in bytes; Envoy's limit is 60 KiB.
 const MAX_HEAD_BYTES: usize = 64 * 1024;
 
-/// How an HTTP/2 connection begins when the client knows what it talks to (RFC 9113, 3.4); no
-/// HTTP/1 method begins with these letters.
+/// First bytes of an HTTP/2 connection with prior knowledge (RFC 9113, section 3.4). No HTTP/1 method begins
+/// with these letters.
 const PRIOR_KNOWLEDGE: &[u8] = b"PRI ";
 
-/// The first byte of a TLS handshake.
+/// First byte of a TLS handshake.
 const TLS_HANDSHAKE: u8 = 22;
 
-/// The answer to a request that leads nowhere, and to one whose endpoints do not accept.
+/// Response to a request for an unknown authority or with another method.
 const NOT_FOUND: &[u8] =
     b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\nconnection: close\r\n\r\n";
 
 /// The listener of CONNECT requests.
 pub struct Tunnels {
-    /// What it shares with the other listeners.
+    /// State shared with the other listeners.
     pub front: Arc<Front>,
-    /// Speaks TLS with clients that begin with it.
+    /// TLS for clients that begin with a TLS handshake; `None` without a certificate.
     pub tls: Option<TlsAcceptor>,
-    /// Turns clients away that speak plain text.
+    /// Refuses plain-text clients.
     pub require_tls: bool,
-    /// Who may connect.
+    /// Networks of permitted clients.
     pub allowed: AllowedNetworks,
 }
 
@@ -68,13 +69,14 @@ struct Tunnel<'a> {
     connected: Connected,
     authority: &'a str,
     peer: SocketAddr,
-    /// The client's socket, if its HTTP/1.1 asks for no sign of life.
+    /// Client socket to check for a dead peer; `None` for HTTP/2, which has PINGs.
     client: Option<&'a TcpStream>,
-    /// Bounds what this tunnel holds for its client together with others.
+    /// Budget for bytes on their way to the client, shared with other tunnels of the same connection; `None`
+    /// for HTTP/1.1.
     unread: Option<Arc<Allowance>>,
 }
 
-/// A connection of a client that sends CONNECT requests; counted until dropped.
+/// A client connection for CONNECT requests; counted until dropped.
 struct Active<'a>(&'a AtomicU64);
 
 impl Drop for Active<'_> {
@@ -111,14 +113,14 @@ impl Tunnels {
         let peeked = timeout(FIRST_WORD_TIMEOUT, stream.peek(&mut first)).await;
         match peeked {
             Ok(Ok(1..)) => {}
-            // Gone before it asked for anything: a port check.
+            // The client closed without sending anything: a port check.
             Ok(_) => return,
             Err(_) => return silent(&self),
         }
         spare_pacing(&stream);
         let socket = Arc::new(stream);
         let is_tls = first.starts_with(&[TLS_HANDSHAKE]);
-        // A preface that comes in pieces is read by more calls, no more.
+        // A preface that arrives in pieces only needs more read calls.
         let stream = match is_tls || first == *PRIOR_KNOWLEDGE {
             true => Socket::framed(socket.clone()),
             false => Socket::new(socket.clone()),
@@ -140,7 +142,7 @@ impl Tunnels {
         }
     }
 
-    /// Finds out which HTTP the client speaks.
+    /// Detects the HTTP version and serves the connection.
     async fn converse<S>(self: Arc<Self>, mut stream: S, socket: &TcpStream, peer: SocketAddr)
     where
         S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
@@ -246,7 +248,7 @@ impl Tunnels {
         }
     }
 
-    /// Opens a connection for a request; the status to refuse it with otherwise.
+    /// Connects to an endpoint for a request; returns the status to refuse the request with otherwise.
     async fn connect(&self, authority: &str, peer: SocketAddr) -> Result<Connected, StatusCode> {
         let front = &self.front;
         front.metrics.http.requests.fetch_add(1, Ordering::Relaxed);
@@ -290,7 +292,7 @@ impl Tunnels {
         let (mut asked, mut answered) = (Ending::new(client.0), Ending::new(&mut source));
         let endpoint = (&mut answered, &mut sink);
         let limits = &self.front.limits;
-        // Half a connection may idle for as long as a whole one.
+        // The idle limit of half-closed connections is as long as for open connections.
         let half_open = limits.stream_idle;
         let half_open = half_open.map_or(Duration::MAX, |idle| idle.max(HALF_OPEN_IDLE));
         let client = (&mut asked, client.1);
@@ -300,7 +302,7 @@ impl Tunnels {
             keepalive: &limits.upstream_keepalive,
             lost,
         };
-        // A client that speaks HTTP/2 answers PINGs.
+        // HTTP/2 connections have no client socket here: HTTP/2 checks the client with PINGs.
         let client = socket.map(|socket| Side {
             socket,
             keepalive: &limits.downstream_keepalive,
@@ -329,7 +331,7 @@ impl Tunnels {
     }
 }
 
-/// What a client is told when no endpoint accepts.
+/// Body of the response if no endpoint accepts.
 const UNAVAILABLE: &str = "no endpoint of the Service accepted the connection\n";
 
 async fn say_and_leave<R, W>(read: R, mut write: W, answer: &[u8])

@@ -1,4 +1,4 @@
-//! One Service port's endpoints, and what is known about connections to them.
+//! The endpoints of one Service port, and the connections to them.
 
 mod times;
 
@@ -18,79 +18,78 @@ use tokio::time::timeout;
 use self::times::Times;
 use super::routes::UpstreamKey;
 
-/// How long one endpoint may take to accept a connection (the connect timeout that KKP gives
-/// Envoy).
+/// Time limit for one endpoint to accept a connection (KKP's connect timeout for Envoy).
 pub const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// How many endpoints one connection tries, so that a Service whose endpoints are all gone fails
-/// within seconds.
+/// Most endpoints per connection attempt; a Service with only dead endpoints fails within seconds.
 const ATTEMPTS: usize = 3;
 
-/// The endpoints behind one key. It lives as long as anything is connected through it; the
-/// endpoints change under it.
+/// The endpoints of one key. An upstream lives as long as any connection uses it; its endpoints may change
+/// during that time.
 #[derive(Debug)]
 pub struct Upstream {
-    /// Its name in metrics and logs.
+    /// Name in metrics and logs.
     pub key: UpstreamKey,
     /// Counters.
     pub stats: Stats,
     endpoints: RwLock<Arc<[SocketAddr]>>,
-    /// Where the next connection begins.
+    /// Number of connects so far; decides the first endpoint of the next connect.
     turn: AtomicUsize,
-    /// The most connections at once.
+    /// Most simultaneous connections.
     limit: u64,
 }
 
-/// What is counted for one upstream; the names are Envoy's, see [`write_series`].
+/// The counters of one upstream; [`write_series`] renders them under Envoy's names.
 #[derive(Debug, Default)]
 pub struct Stats {
     /// Open connections.
     pub active: AtomicU64,
-    /// Connections that were opened.
+    /// Opened connections.
     pub opened: AtomicU64,
-    /// Attempts that an endpoint refused.
+    /// Attempts refused by an endpoint.
     pub failed: AtomicU64,
-    /// Attempts that took too long.
+    /// Timed-out attempts.
     pub timed_out: AtomicU64,
-    /// Connections that were one too many.
+    /// Connections refused because of the limit.
     pub overflowed: AtomicU64,
-    /// Bytes to endpoints.
+    /// Bytes sent to endpoints.
     pub sent: AtomicU64,
-    /// Bytes from endpoints.
+    /// Bytes received from endpoints.
     pub received: AtomicU64,
-    /// From a tunnel's client's end to its endpoint's, where the client was the first.
+    /// Times from the end of a client's bytes to the end of the endpoint's bytes, for tunnels whose client
+    /// ended first.
     pub times: Times,
 }
 
 /// An open connection to an endpoint; counted until dropped.
 #[derive(Debug)]
 pub struct Connected {
-    /// The socket.
+    /// Socket of the connection.
     pub stream: TcpStream,
-    /// How many of the first bytes are on their way.
+    /// Number of the client's first bytes already sent.
     pub sent: usize,
-    /// Whose it is.
+    /// Upstream of the endpoint.
     pub upstream: Arc<Upstream>,
     _open: Open,
 }
 
-/// A place among the connections that an upstream may have.
+/// A place within the connection limit of an upstream.
 #[derive(Debug)]
 struct Open(Arc<Upstream>);
 
-/// Why there is no connection.
+/// Reason why a connection to an endpoint failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ConnectError {
-    /// As many as may be are open.
+    /// The limit of open connections is reached.
     #[error("the upstream has as many connections as --max-connections allows")]
     Overflow,
-    /// Nothing to connect to.
+    /// The upstream has no endpoint.
     #[error("the upstream has no ready endpoint")]
     NoEndpoint,
-    /// No endpoint accepted.
+    /// No endpoint accepted the connection.
     #[error("no endpoint accepted the connection")]
     Refused,
-    /// The last endpoint that was tried did not answer in time.
+    /// The last endpoint did not answer in time.
     #[error("the endpoint did not answer within {CONNECT_TIMEOUT:?}")]
     TimedOut,
 }
@@ -98,7 +97,7 @@ pub enum ConnectError {
 // === impl Upstream ===
 
 impl Upstream {
-    /// An upstream that allows `limit` connections at once.
+    /// Creates an upstream that allows `limit` simultaneous connections.
     pub fn new(key: UpstreamKey, endpoints: &[SocketAddr], limit: u64) -> Arc<Self> {
         Arc::new(Self {
             key,
@@ -109,7 +108,7 @@ impl Upstream {
         })
     }
 
-    /// Sets where new connections go; those that are open stay. Whether that is a change.
+    /// Sets the endpoints of new connections; open connections stay. Returns true if the endpoints differ.
     pub fn set_endpoints(&self, endpoints: &[SocketAddr]) -> bool {
         let mut current = self.endpoints.write();
         let changed = **current != *endpoints;
@@ -119,12 +118,12 @@ impl Upstream {
         changed
     }
 
-    /// Opens a connection to the endpoint whose turn it is, or to one of the next if that fails, and begins
-    /// to send what the client has said already. What is to probe its peer is set by
-    /// [`watch`](super::watch::watch).
+    /// Opens a connection to the next endpoint in the rotation, or to a later endpoint after a failure, and
+    /// begins to send the client's `first` bytes. [`watch`](super::watch::watch) sets the keepalive options
+    /// of the socket.
     ///
     /// # Errors
-    /// When there is no endpoint that accepts in time.
+    /// Fails if no endpoint accepts in time.
     pub async fn connect(self: &Arc<Self>, first: &[u8]) -> Result<Connected, ConnectError> {
         let place = self.enter().ok_or_else(|| {
             self.stats.overflowed.fetch_add(1, Ordering::Relaxed);
@@ -167,21 +166,21 @@ impl Upstream {
         (before < self.limit).then_some(open)
     }
 
-    /// How many endpoints it has.
+    /// Returns the number of endpoints.
     pub fn endpoint_count(&self) -> usize {
         self.endpoints.read().len()
     }
 }
 
-/// Connects, and how many of the `first` bytes were sent with that. To an endpoint on the same host a
-/// connection is open by the time that `connect(2)` returns, which saves a wait and two system calls;
-/// to others the attempt costs one.
+/// Connects, and returns the socket and the number of sent `first` bytes. A connection to an endpoint on the
+/// same host is open when `connect(2)` returns, so the immediate send saves a wait and two system calls; for
+/// other endpoints the immediate send costs a system call.
 async fn open(endpoint: SocketAddr, first: &[u8]) -> io::Result<(TcpStream, usize)> {
     let kind = Type::STREAM.nonblocking();
     let socket = Socket::new(Domain::for_address(endpoint), kind, None)?;
     socket.set_tcp_nodelay(true)?;
     if !first.is_empty() {
-        // The last acknowledgement of the handshake goes with these, in one packet less.
+        // The last acknowledgement of the handshake then travels with these bytes, which saves a packet.
         socket.set_tcp_quickack(false)?;
     }
     if let Err(error) = socket.connect(&endpoint.into())
@@ -189,7 +188,7 @@ async fn open(endpoint: SocketAddr, first: &[u8]) -> io::Result<(TcpStream, usiz
     {
         return Err(error);
     }
-    // Also if there is nothing to send: that asks whether the connection is open.
+    // Called even without bytes to send: the result shows whether the connection is open.
     match socket.send(first) {
         Ok(sent) => Ok((TcpStream::from_std(socket.into())?, sent)),
         Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
@@ -210,7 +209,7 @@ impl Drop for Open {
     }
 }
 
-/// A series of every upstream: name, type, help, value.
+/// A metric of every upstream: name, type, help, value.
 type Series = (
     &'static str,
     &'static str,
@@ -218,7 +217,7 @@ type Series = (
     fn(&Upstream) -> u64,
 );
 
-/// The names are what KKP's dashboards read and Envoy's neighbours of these.
+/// Metrics that KKP's dashboards read, and related Envoy metrics.
 const SERIES: [Series; 11] = [
     (
         "envoy_cluster_membership_total",
@@ -300,8 +299,8 @@ const SERIES: [Series; 11] = [
     ),
 ];
 
-/// Appends the series of all `upstreams` in Prometheus' text format. They are made when they are
-/// asked for, so that a Service that goes takes its series with it.
+/// Appends the metrics of all `upstreams` in Prometheus' text format. Computed on request, so the metrics of
+/// a removed Service disappear together with the Service.
 pub fn write_series(upstreams: &[Arc<Upstream>], page: &mut String) {
     for (name, kind, help, value) in SERIES {
         let _ = writeln!(page, "# HELP {name} {help}\n# TYPE {name} {kind}");
@@ -343,7 +342,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn endpoints_take_turns_and_one_that_refuses_is_passed_over() {
+    async fn endpoints_rotate_and_a_refusing_endpoint_is_skipped() {
         let (_a, a) = listener().await;
         let (_b, b) = listener().await;
         let (gone, c) = listener().await;
@@ -354,7 +353,7 @@ mod tests {
             let connected = upstream.connect(b"hello").await.unwrap();
             peers.push(connected.stream.peer_addr().unwrap());
         }
-        // The third of each round finds its endpoint gone and takes the next.
+        // Every third connection finds its endpoint gone and uses the next endpoint.
         assert_eq!(peers, [a, b, a, a, b, a]);
         assert_eq!(upstream.stats.failed.load(Ordering::Relaxed), 2);
         upstream.set_endpoints(&[c]);
@@ -382,7 +381,7 @@ mod tests {
         assert!(page.contains(line), "{page}");
     }
 
-    /// Whether an endpoint received `first`, what was not sent with the handshake after it.
+    /// Sends the rest of `first` after the handshake; returns true if the endpoint receives all of `first`.
     async fn arrives(listener: &TcpListener, opened: (TcpStream, usize), first: &[u8]) -> bool {
         let (stream, sent) = opened;
         let rest = write_all(&stream, &first[sent..]);
@@ -410,16 +409,17 @@ mod tests {
                 assert!(arrives(&listener, opened, &first).await, "{length} bytes");
             }
         }
-        // The kernel may be too busy for one of them, but not for all.
+        // The kernel may be too busy in one of the cases, but not in all.
         assert!(at_once > 0);
     }
 
     #[tokio::test]
-    async fn an_endpoint_may_take_its_time_to_accept() {
+    async fn slow_endpoint_is_waited_for() {
         let listener = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
         let any: SocketAddr = "127.0.0.1:0".parse().unwrap();
         listener.bind(&any.into()).unwrap();
-        // A queue of one: whoever comes next is heard when it asks again, after a second.
+        // The queue has room for a single connection: the kernel ignores the next SYN until the client
+        // repeats the SYN after a second.
         listener.listen(0).unwrap();
         listener.set_nonblocking(true).unwrap();
         let listener = TcpListener::from_std(listener.into()).unwrap();

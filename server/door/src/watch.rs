@@ -1,4 +1,4 @@
-//! Ends connections on which nothing moves, and those that have lost a side.
+//! The watch over a connection: detects an idle connection and a dead peer.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -10,24 +10,24 @@ use socket2::SockRef;
 use tokio::net::TcpStream;
 use tokio::time::{Instant, sleep};
 
-/// How many looks there are in the time that a peer may be silent.
+/// Number of checks within the longest silence permitted to a peer.
 const LOOKS: u32 = 3;
 
 /// One side of a connection.
 #[derive(Clone, Copy, Debug)]
 pub struct Side<'a> {
-    /// Its socket.
+    /// Socket of this side.
     pub socket: &'a TcpStream,
-    /// How its peer is probed. A socket that has not inherited that is told at the first look, long before
-    /// the first probe: most connections are over by then.
+    /// Keepalive for the peer. A socket without inherited keepalive options receives the options at the first
+    /// check, long before the first probe is due. Most connections end before the first check.
     pub keepalive: &'a Keepalive,
-    /// What it is then.
+    /// Close reason if the peer is gone.
     pub lost: CloseReason,
 }
 
-/// Resolves once none of the `counters` has changed for `idle`, at the latest after twice that, or
-/// once the peer of one of the `sides` is gone. `None` allows a connection to idle for ever. One timer
-/// for all of it: most connections idle.
+/// Returns once none of the `counters` has changed for `idle` (at the latest after twice `idle`), or once the
+/// peer on either of the `sides` is gone. `idle: None` allows a connection to idle forever. A single timer
+/// serves all checks, because most connections are idle.
 pub async fn watch<const N: usize>(
     counters: [&AtomicU64; N],
     idle: Option<Duration>,
@@ -55,11 +55,11 @@ pub async fn watch<const N: usize>(
             return CloseReason::IdleTimeout;
         }
         if first.take().is_some() {
-            // Not twice: that would bring a probe that is due forward.
+            // Only once: setting the options again would move a pending probe forward.
             let untold =
                 |side: &&Side<'_>| SockRef::from(side.socket).keepalive().is_ok_and(|on| !on);
             for side in sides().filter(untold) {
-                // Fails if the connection has broken; whoever reads from it is told.
+                // Fails if the connection has broken; the next read reports the error.
                 let _ = tune_with(side.socket, side.keepalive);
             }
         }
@@ -80,7 +80,7 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn a_connection_that_lasts_is_probed_as_long_as_it_idles() {
+    async fn long_lived_connection_gets_keepalive_options_at_the_first_check() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let socket = TcpStream::connect(listener.local_addr().unwrap())
             .await
@@ -99,7 +99,7 @@ mod tests {
         let none = AtomicU64::new(0);
         let mut watched = std::pin::pin!(watch([&none], None, [Some(side), None]));
         let options = SockRef::from(&socket);
-        // The first probe is due after 6 s, and half of that is early enough.
+        // The first probe is due after 6 s; half of 6 s is early enough.
         let early = timeout(Duration::from_secs(2), &mut watched).await;
         assert!(early.is_err() && !options.keepalive().unwrap());
         let late = timeout(Duration::from_secs(2), &mut watched).await;

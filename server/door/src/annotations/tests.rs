@@ -8,7 +8,7 @@ fn mapping(pairs: &[(&str, &str)]) -> BTreeMap<String, String> {
 }
 
 #[test]
-fn a_list_of_ways_is_read() {
+fn list_of_ways_is_parsed() {
     for (value, node_port, sni, tunneling) in [
         ("true", true, false, false),
         ("NodePort", true, false, false),
@@ -27,7 +27,7 @@ fn a_list_of_ways_is_read() {
 }
 
 #[test]
-fn one_wrong_entry_voids_the_value_and_is_named() {
+fn one_wrong_entry_invalidates_the_value_and_is_reported() {
     for (value, entry) in [
         ("", ""),
         ("Tunneling SNI", "Tunneling SNI"),
@@ -55,7 +55,7 @@ fn errors_show_only_the_beginning_of_long_values() {
 }
 
 #[test]
-fn a_mapping_is_read_and_of_two_equal_keys_the_last_counts() {
+fn mapping_is_parsed_and_the_last_of_two_equal_keys_wins() {
     for (json, expected) in [
         ("{}", mapping(&[])),
         (r#"{"": "host.com"}"#, mapping(&[("", "host.com")])),
@@ -74,7 +74,7 @@ fn a_mapping_is_read_and_of_two_equal_keys_the_last_counts() {
 }
 
 #[test]
-fn what_is_no_object_of_strings_is_no_mapping() {
+fn mapping_must_be_an_object_of_strings() {
     for json in [
         "",
         "{sdf: a}",
@@ -92,7 +92,7 @@ fn what_is_no_object_of_strings_is_no_mapping() {
 }
 
 #[test]
-fn a_host_name_has_to_be_a_dns_name() {
+fn host_name_must_be_a_dns_name() {
     for host in [
         "", "*", "*.", ".", "a..", "a b", "a:443", "a.*.b", "10.0.0.1", "ü.de",
     ] {
@@ -103,7 +103,7 @@ fn a_host_name_has_to_be_a_dns_name() {
 }
 
 #[test]
-fn two_ports_can_not_share_a_host_name() {
+fn two_ports_cannot_share_a_host_name() {
     let json = r#"{"a": "x.com", "b": "y.com", "c": "X.com."}"#;
     let text = parse_port_mapping(json).unwrap_err().to_string();
     assert!(
@@ -113,7 +113,7 @@ fn two_ports_can_not_share_a_host_name() {
 }
 
 #[test]
-fn every_key_has_to_name_a_tcp_port() {
+fn every_key_must_be_the_name_of_a_tcp_port() {
     let good = mapping(&[("port-a", "admin.host.com"), ("port-b", "host.com")]);
     assert_eq!(
         check_ports(&good, &["port-a", "port-b", "port-c"].into()),

@@ -10,10 +10,10 @@ use tokio::task::yield_now;
 use super::*;
 use crate::client_hello::tests::hello_for;
 
-/// Far more than a byte takes on one machine.
+/// Far more time than a byte needs on one machine.
 const LIMIT: Duration = Duration::from_secs(5);
 
-/// A proxy of two threads, this one among them, whose only Service is at `endpoint`.
+/// Creates a proxy with two threads, including the test's own thread, and with one Service at `endpoint`.
 async fn proxy(endpoint: SocketAddr, dir: &tempfile::TempDir) -> Bound {
     let routes = dir.path().join("routes.yaml");
     let text = format!(
@@ -34,7 +34,7 @@ async fn proxy(endpoint: SocketAddr, dir: &tempfile::TempDir) -> Bound {
 }
 
 #[tokio::test]
-async fn a_thread_that_is_busy_does_not_hold_up_new_connections() {
+async fn busy_thread_does_not_delay_new_connections() {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     let endpoint = listener.local_addr().unwrap();
     let hello = hello_for(b"a.example");
@@ -50,7 +50,7 @@ async fn a_thread_that_is_busy_does_not_hold_up_new_connections() {
     let door = bound.addresses.sni.unwrap();
     let shutdown = CancellationToken::new();
     let running = tokio::spawn(bound.run(shutdown.clone()));
-    // Its tasks begin, and then nothing runs in this thread but the test.
+    // The proxy's tasks start; after that, only the test runs on this thread.
     yield_now().await;
     let mut client = TcpStream::connect(door).unwrap();
     client.set_read_timeout(Some(LIMIT)).unwrap();

@@ -1,12 +1,11 @@
-//! The ports as a Service has them (`spec.ports`). What this program does not know of a port that
-//! stays is kept, such as `appProtocol`.
+//! The ports in the JSON form of a Service (`spec.ports`). A remaining port keeps its unknown fields, such as
+//! `appProtocol`.
 
 use serde_json::{Map, Value, json};
 
 use super::BalancerPort;
 
-/// The ports of a Service. Those that do not speak TCP are none of the balancer's: left out, they
-/// are replaced.
+/// Parses the TCP ports of a Service. Ports of other protocols are left out, so the next write removes them.
 pub fn read_ports(ports: &[Value]) -> Vec<BalancerPort> {
     let tcp = ports.iter().filter(|port| is_tcp(port));
     tcp.map(|port| BalancerPort {
@@ -18,8 +17,8 @@ pub fn read_ports(ports: &[Value]) -> Vec<BalancerPort> {
     .collect()
 }
 
-/// The ports to write so that the Service has the `wanted` ones, which are sorted by name; `None` if
-/// it has them already, in any order.
+/// Returns the ports to write so that the Service has exactly the `wanted` ports (sorted by name). `None` if
+/// the Service already has these ports, in any order.
 pub fn changed_ports(ports: &[Value], wanted: &[BalancerPort]) -> Option<Vec<Value>> {
     let mut present = ports.to_vec();
     present.sort_by(|a, b| name(a).cmp(name(b)));
@@ -47,7 +46,7 @@ fn name(port: &Value) -> &str {
 
 fn is_tcp(port: &Value) -> bool {
     let protocol = port.get("protocol").and_then(Value::as_str);
-    // The API's default.
+    // TCP is the API's default.
     protocol.is_none_or(|protocol| protocol == "TCP")
 }
 
@@ -92,13 +91,13 @@ mod tests {
     }
 
     #[test]
-    fn what_else_a_port_has_is_kept_and_what_is_wrong_is_not() {
+    fn unknown_fields_are_kept_and_wrong_values_replaced() {
         let present = array(json!([
             {"name": "gone", "protocol": "TCP", "port": 9, "targetPort": 9},
             {"name": "b", "protocol": "TCP", "port": 3, "targetPort": "web", "nodePort": 30002, "appProtocol": "https"},
             {"name": "a", "protocol": "UDP", "port": 1, "targetPort": 1, "nodePort": 30001},
         ]));
-        // A node port of UDP may be another's of TCP.
+        // The UDP port is left out: another Service may have the same node port for TCP.
         assert_eq!(read_ports(&present).len(), 2);
         let wanted = [port("a", 1, 0), port("b", 2, 30002)];
         let changed = changed_ports(&present, &wanted).unwrap();

@@ -4,7 +4,7 @@ use super::super::annotations::EXPOSE_ANNOTATION;
 use super::super::exposure::{Protocol, ServicePort};
 use super::*;
 
-/// A Service in namespace `cluster`, with one port 443.
+/// Creates a Service in namespace `cluster` with one port, 443.
 fn service(name: &str, expose: &str, node_port: u16) -> Service {
     Service {
         namespace: "cluster".to_owned(),
@@ -44,7 +44,7 @@ fn port(name: &str, port: u16, node_port: u16) -> BalancerPort {
 }
 
 #[test]
-fn what_is_not_exposed_by_node_port_gets_no_port() {
+fn only_services_exposed_by_node_port_get_a_port() {
     let mut without_ip = service("a", "true", 30443);
     without_ip.has_cluster_ip = false;
     let mut without_annotation = service("b", "true", 30443);
@@ -58,7 +58,7 @@ fn what_is_not_exposed_by_node_port_gets_no_port() {
 }
 
 #[test]
-fn a_name_of_either_scheme_is_kept_with_its_node_port() {
+fn existing_name_of_either_scheme_is_kept_with_its_node_port() {
     let services = [service("apiserver", "NodePort", 30443)];
     for (current, expected) in [
         (
@@ -82,7 +82,7 @@ fn a_name_of_either_scheme_is_kept_with_its_node_port() {
 }
 
 #[test]
-fn the_listeners_for_names_and_connect_requests_come_with_their_ports() {
+fn listeners_for_names_and_connect_requests_get_ports() {
     let services = [service("apiserver", "true", 30443)];
     let options = BalancerOptions {
         sni_port: 6443,
@@ -112,7 +112,7 @@ fn only_the_chosen_namespace_counts() {
 }
 
 #[test]
-fn no_port_number_comes_twice_and_the_order_of_services_does_not_matter() {
+fn port_numbers_are_unique_and_the_order_of_services_does_not_matter() {
     let mut udp = service("dns", "true", 30053);
     udp.ports[0].protocol = Protocol::Other;
     let mut services = [udp, service("a", "true", 30053), service("b", "true", 8002)];

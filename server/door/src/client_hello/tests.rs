@@ -1,4 +1,4 @@
-//! Hellos built by hand, and those of rustls, which also says how hellos with a flipped bit read.
+//! Hellos built by hand, and hellos from rustls. rustls is also the reference for hellos with a flipped bit.
 #![allow(clippy::unwrap_used, clippy::indexing_slicing)]
 
 use std::sync::Arc;
@@ -25,7 +25,8 @@ fn read(received: &[u8]) -> Outcome {
     HelloReader::default().read(received)
 }
 
-/// The first answer of a reader that is shown `bytes` up to each of `ends` in turn.
+/// Returns the first result other than `Ok(None)` of a reader that receives `bytes` up to each of `ends` in
+/// turn.
 fn read_to(bytes: &[u8], ends: impl IntoIterator<Item = usize>) -> Outcome {
     let mut reader = HelloReader::default();
     ends.into_iter()
@@ -43,7 +44,7 @@ fn extension(kind: u16, body: &[u8]) -> Vec<u8> {
     [&kind.to_be_bytes()[..], &vector16(body)].concat()
 }
 
-/// A name of some type, as it stands in the list of a `server_name` extension.
+/// Encodes a name of any type as an entry of a `server_name` extension.
 fn entry(kind: u8, name: &[u8]) -> Vec<u8> {
     [&[kind][..], &vector16(name)].concat()
 }
@@ -56,7 +57,7 @@ fn example() -> Vec<u8> {
     server_name(&[entry(HOST_NAME, b"a.example")])
 }
 
-/// A hello's body without extensions.
+/// Encodes the body of a hello without extensions.
 fn bare() -> Vec<u8> {
     let version_and_random = [3u8; VERSION_AND_RANDOM_BYTES];
     let session_id_suites_and_compression = [2u8, 8, 8, 0, 4, 0x13, 1, 0xc0, 0x2b, 1, 0];
@@ -72,13 +73,13 @@ fn message(body: &[u8]) -> Vec<u8> {
     [&[CLIENT_HELLO][..], &len[1..], body].concat()
 }
 
-/// A message of `len` bytes for `a.example`.
+/// Encodes a message of `len` bytes for `a.example`.
 fn message_of(len: usize) -> Vec<u8> {
     let padded_by = |len| message(&body(&[extension(21, &vec![0u8; len]), example()]));
     padded_by(len - padded_by(0).len())
 }
 
-/// A message in records of `size` bytes.
+/// Splits a message into records of `size` bytes.
 fn records(message: &[u8], size: usize) -> Vec<u8> {
     let record = |payload: &[u8]| [&[HANDSHAKE, 3, 1][..], &vector16(payload)].concat();
     message.chunks(size).flat_map(record).collect()
@@ -88,13 +89,13 @@ fn hello(extensions: &[Vec<u8>]) -> Vec<u8> {
     records(&message(&body(extensions)), MAX_RECORD_BYTES)
 }
 
-/// A ClientHello that names a server.
+/// Encodes a ClientHello with a server name.
 pub(crate) fn hello_for(name: &[u8]) -> Vec<u8> {
     hello(&[server_name(&[entry(HOST_NAME, name)])])
 }
 
 #[test]
-fn the_name_is_in_lower_case_without_a_dot_at_its_end() {
+fn name_is_in_lower_case_without_a_final_dot() {
     let longest = "a.".repeat(126) + "a";
     for (sent, name) in [
         ("a.example", "a.example"),
@@ -109,7 +110,7 @@ fn the_name_is_in_lower_case_without_a_dot_at_its_end() {
 }
 
 #[test]
-fn names_that_are_no_host_names_are_refused() {
+fn names_that_are_not_host_names_are_refused() {
     for name in [
         "",
         ".",
@@ -161,7 +162,7 @@ fn other_extensions_and_other_types_of_names_are_skipped() {
 #[test]
 fn a_hello_may_come_in_any_pieces() {
     let small = message_of(100);
-    // As large as with post-quantum key shares: no single segment holds it.
+    // As large as with post-quantum key shares: more than fits into one segment.
     let large = message_of(1_800);
     let in_records = (1..=10)
         .map(|size| records(&small, size))
@@ -177,7 +178,7 @@ fn a_hello_may_come_in_any_pieces() {
 }
 
 #[test]
-fn the_largest_hello_in_single_bytes_is_looked_at_once() {
+fn every_byte_of_the_largest_hello_is_processed_once() {
     let bytes = records(&message_of(MAX_HELLO_BYTES), 6);
     let mut reader = HelloReader::default();
     for end in 0..bytes.len() {
@@ -190,7 +191,7 @@ fn the_largest_hello_in_single_bytes_is_looked_at_once() {
 }
 
 #[test]
-fn too_much_is_refused() {
+fn too_large_hello_is_refused() {
     let larger = records(&message_of(MAX_HELLO_BYTES + 1), MAX_RECORD_BYTES);
     assert_eq!(read(&larger), Err(TooLarge));
 
@@ -204,7 +205,7 @@ fn too_much_is_refused() {
 }
 
 #[test]
-fn what_is_no_hello_is_refused_with_the_first_byte_that_shows_it() {
+fn invalid_hello_is_refused_at_the_first_wrong_byte() {
     let cases: &[(&[u8], HelloError)] = &[
         (b"G", NotTls),
         (b"\0", NotTls),
@@ -218,9 +219,9 @@ fn what_is_no_hello_is_refused_with_the_first_byte_that_shows_it() {
         (&[22, 3, 1, 0x40, 1], TooLarge),
         (&[22, 3, 1, 0, 50, 1, 0, 0x3f, 0xfd], TooLarge),
         (&[22, 3, 1, 0, 50, 1, 1, 0, 0], TooLarge),
-        // Something behind the hello in its record.
+        // Bytes after the hello in the same record.
         (&[22, 3, 1, 0, 50, 1, 0, 0, 45], Malformed),
-        // The same in further records.
+        // The same errors in later records.
         (&[22, 3, 1, 0, 1, 1, b'G'], NotTls),
         (&[22, 3, 1, 0, 1, 1, 22, 2], NotTls),
         (&[22, 3, 1, 0, 1, 1, 21], NotHandshake),
@@ -275,7 +276,7 @@ fn a_second_name_is_refused() {
 }
 
 #[test]
-fn what_follows_in_other_records_is_not_looked_at() {
+fn later_records_are_ignored() {
     let hello = hello_for(b"a.example");
     let early_data = [&hello[..], &[23, 3, 3, 0, 1, 9], &[0; MAX_RECEIVED_BYTES]].concat();
     let mut reader = HelloReader::default();
@@ -285,7 +286,7 @@ fn what_follows_in_other_records_is_not_looked_at() {
     }
 }
 
-/// The hello of a rustls client that offers `versions` and writes records of up to `record` bytes.
+/// Returns the hello of a rustls client that offers `versions` and writes records of up to `record` bytes.
 fn hello_of_rustls(
     name: &str,
     versions: &[&'static SupportedProtocolVersion],
@@ -294,7 +295,7 @@ fn hello_of_rustls(
     record: Option<usize>,
 ) -> Vec<u8> {
     let mut provider = rustls::crypto::aws_lc_rs::default_provider();
-    // A client sends key shares for the group that it likes best.
+    // A client sends key shares for its first group.
     provider
         .kx_groups
         .sort_by_key(|group| (group.name() == NamedGroup::X25519MLKEM768) != post_quantum);
@@ -337,7 +338,8 @@ fn the_hellos_of_rustls_are_read() {
     assert_eq!(read(&post_quantum), named("a.example"));
 }
 
-/// The name that rustls reads; `None` if it refuses the hello, waits for more, or finds no name.
+/// Returns the name according to rustls; `None` if rustls refuses the hello, waits for more, or finds no
+/// name.
 fn name_by_rustls(mut hello: &[u8]) -> Option<String> {
     let mut acceptor = Acceptor::default();
     while !hello.is_empty() {
@@ -349,15 +351,15 @@ fn name_by_rustls(mut hello: &[u8]) -> Option<String> {
 }
 
 #[test]
-fn what_rustls_accepts_with_a_bit_flipped_is_read_alike() {
+fn hellos_with_a_flipped_bit_are_read_as_by_rustls() {
     for versions in [&[&TLS12][..], &[&TLS13, &TLS12][..]] {
         let hello = hello_of_rustls("api.example", versions, &[b"h2"], false, None);
         let name = hello
             .windows(11)
             .position(|bytes| bytes == b"api.example")
             .unwrap();
-        // A shorter name makes its last bytes a name of another type: rustls ignores such a name
-        // without a look at its length.
+        // Skip the length of the name: with a shorter name, the remaining bytes become a name of another
+        // type, which rustls ignores without checking its length.
         let name_len = name - 2..name;
         let mut compared = 0;
         for at in (0..hello.len()).filter(|at| !name_len.contains(at)) {
@@ -372,12 +374,12 @@ fn what_rustls_accepts_with_a_bit_flipped_is_read_alike() {
                 assert_eq!(read(&flipped), outcome, "bit {bit} of byte {at}: {hello:?}");
             }
         }
-        // The random alone has so many bits.
+        // The random field alone has 256 bits.
         assert!(compared > 256, "{compared}");
     }
 }
 
-/// Noise, and hellos in records of all sizes with some bytes overwritten.
+/// Generates noise, and hellos in records of all sizes with some bytes overwritten.
 fn received() -> impl Strategy<Value = Vec<u8>> {
     let overwritten = prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..4);
     let hellos = (1..=100usize, overwritten).prop_map(|(size, overwritten)| {
@@ -392,7 +394,7 @@ fn received() -> impl Strategy<Value = Vec<u8>> {
 
 proptest! {
     #[test]
-    fn the_cut_of_the_input_does_not_matter(received in received(), size in 1usize..50) {
+    fn result_does_not_depend_on_how_the_input_is_split(received in received(), size in 1usize..50) {
         let len = received.len();
         let in_pieces = read_to(&received, (size..len).step_by(size).chain([len]));
         prop_assert_eq!(in_pieces, read(&received));

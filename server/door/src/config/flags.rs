@@ -1,4 +1,4 @@
-//! The flags as they are typed: names, defaults and help texts, and what they mean together.
+//! The command-line flags: names, defaults, help texts, and conversion to a [`Config`].
 
 mod balancer;
 
@@ -19,15 +19,15 @@ use crate::annotations::EXPOSE_ANNOTATION;
 use crate::discovery::Cluster;
 use crate::exposure::Options;
 
-/// The longest time that the kernel takes (`MAX_TCP_KEEPIDLE`); a longer one is cut to it, which is
-/// nine hours.
+/// Longest keepalive time of the kernel (`MAX_TCP_KEEPIDLE`), about nine hours. Longer values are reduced to
+/// this limit.
 const MAX_KEEPALIVE: Duration = Duration::from_secs(32_767);
 
-/// The verbosity unless `-v` or `--log-debug` is given: no line for each connection.
+/// Verbosity without `-v` or `--log-debug`: no line per connection.
 const VERBOSITY: &str = "--v=2";
 
-/// Lets connections from outside in to the Services of a seed: TLS by server name, HTTP CONNECT,
-/// and node ports.
+/// Forwards connections from outside to the Services of a seed cluster: TLS by server name, HTTP CONNECT, and
+/// node ports.
 #[derive(Parser, Debug)]
 #[command(name = PROGRAM, version)]
 pub(super) struct Flags {
@@ -46,18 +46,18 @@ pub(super) struct Flags {
 }
 
 #[derive(Args, Debug)]
-#[command(next_help_heading = "What is exposed")]
+#[command(next_help_heading = "Source of routes")]
 struct SourceFlags {
-    /// YAML file that says what is exposed; changes are put in force as they are made
+    /// YAML file of routes; changes take effect while the program runs
     #[arg(long, value_name = "FILE", default_value = "")]
     config: String,
 
-    /// Kubeconfig file of the account that watches Services and EndpointSlices; empty is the pod's own account. Not
-    /// used with --config
+    /// Kubeconfig file of the account that watches Services and EndpointSlices; empty uses the pod's own
+    /// account. Not used with --config
     #[arg(long, value_name = "FILE", default_value = "")]
     kubeconfig: String,
 
-    /// Namespace to watch; empty is all
+    /// Namespace to watch; empty watches all
     #[arg(long, value_name = "NAMESPACE", default_value = "")]
     namespace: String,
 
@@ -69,23 +69,23 @@ struct SourceFlags {
 #[derive(Args, Debug)]
 #[command(next_help_heading = "Listeners")]
 struct ListenerFlags {
-    /// Address of all listeners; empty is all interfaces of both families
+    /// Address of all listeners; empty means all interfaces, IPv4 and IPv6
     #[arg(long, value_name = "HOST", default_value = "0.0.0.0")]
     bind_address: String,
 
-    /// Port of TLS connections, told apart by server name (SNI); 0 serves none
+    /// Port for TLS connections, routed by server name (SNI); 0 disables it
     #[arg(long, value_name = "PORT", default_value = "0", value_parser = go_int)]
     envoy_sni_port: i64,
 
-    /// Port of CONNECT requests, HTTP/1.1 and HTTP/2; 0 serves none
+    /// Port for CONNECT requests, HTTP/1.1 and HTTP/2; 0 disables it
     #[arg(long, value_name = "PORT", default_value = "0", value_parser = go_int)]
     envoy_tunneling_port: i64,
 
-    /// Port of health and metrics
+    /// Port for health and metrics
     #[arg(long, value_name = "PORT", default_value = "8002", value_parser = go_int)]
     envoy_stats_port: i64,
 
-    /// PEM certificate chain for CONNECT over TLS; plain text is served beside it
+    /// PEM certificate chain for CONNECT over TLS; plain text is still accepted on the same port
     #[arg(long, value_name = "FILE", default_value = "")]
     tunneling_cert: String,
 
@@ -93,33 +93,33 @@ struct ListenerFlags {
     #[arg(long, value_name = "FILE", default_value = "")]
     tunneling_key: String,
 
-    /// PEM CA bundle that certificates of CONNECT clients must chain to; turns plain text away
+    /// PEM CA bundle for the certificates of CONNECT clients; implies --tunneling-require-tls
     #[arg(long, value_name = "FILE", default_value = "")]
     tunneling_client_ca: String,
 
-    /// Turn CONNECT clients away that speak plain text
+    /// Refuse CONNECT clients without TLS
     #[arg(long)]
     tunneling_require_tls: bool,
 
-    /// Networks that CONNECT clients may come from, comma-separated; empty allows all
+    /// Networks of permitted CONNECT clients, comma-separated; empty allows all
     #[arg(long, value_name = "CIDR,...")]
     tunneling_allowed_networks: Vec<StringSlice>,
 
-    /// No effect: there is no Envoy to configure
+    /// No effect: the proxy does not use Envoy
     #[arg(long, value_name = "ADDRESS", default_value = ":8001")]
     listen_address: String,
 
-    /// No effect: there is no Envoy to configure
+    /// No effect: the proxy does not use Envoy
     #[arg(long, value_name = "NAME", default_value = "kube")]
     envoy_node_name: String,
 
-    /// No effect: there is no Envoy to configure
+    /// No effect: the proxy does not use Envoy
     #[arg(long, value_name = "PORT", default_value = "9001", value_parser = go_int)]
     envoy_admin_port: i64,
 }
 
 #[derive(Args, Debug)]
-#[command(next_help_heading = "Times (0 keeps what is in parentheses)")]
+#[command(next_help_heading = "Times (0 means the default in parentheses)")]
 struct TimeFlags {
     /// Idle time after which a TLS connection is closed (1h)
     #[arg(long, value_name = "DURATION", default_value = "0")]
@@ -141,7 +141,7 @@ struct TimeFlags {
     #[arg(long, value_name = "DURATION", default_value = "0")]
     downstream_tcp_keepalive_interval: GoDuration,
 
-    /// How many probes stay unanswered before a client is given up (3)
+    /// Unanswered probes after which a client counts as dead (3)
     #[arg(long, value_name = "N", default_value = "0", value_parser = go_int)]
     downstream_tcp_keepalive_probes: i64,
 
@@ -153,7 +153,7 @@ struct TimeFlags {
     #[arg(long, value_name = "DURATION", default_value = "0")]
     upstream_tcp_keepalive_interval: GoDuration,
 
-    /// How many probes stay unanswered before an endpoint is given up (3)
+    /// Unanswered probes after which an endpoint counts as dead (3)
     #[arg(long, value_name = "N", default_value = "0", value_parser = go_int)]
     upstream_tcp_keepalive_probes: i64,
 }
@@ -161,7 +161,7 @@ struct TimeFlags {
 #[derive(Args, Debug)]
 #[command(next_help_heading = "Operation")]
 struct OperationsFlags {
-    /// Connections at once to one Service port; further ones are refused
+    /// Most simultaneous connections to one Service port; more are refused
     #[arg(long, value_name = "N", default_value = "1024", value_parser = go_int)]
     max_connections: i64,
 
@@ -169,7 +169,7 @@ struct OperationsFlags {
     #[arg(long, value_name = "DURATION", default_value = "25s")]
     drain_timeout: GoDuration,
 
-    /// Threads that carry connections; 0 is one for each processor, 4 at most
+    /// Threads for connections; 0 means one per processor, at most 4
     #[arg(long, value_name = "N", default_value = "0", value_parser = go_int)]
     worker_threads: i64,
 
@@ -179,7 +179,7 @@ struct OperationsFlags {
 }
 
 impl Flags {
-    /// Reads, checks and converts a command line.
+    /// Parses, validates and converts a command line.
     pub(super) fn read(args: impl Iterator<Item = OsString>) -> Result<Config, Exit> {
         let Parsed { flags, strays } = parse::<Self, _, _>(as_go_reads(args))?;
         flags
@@ -275,11 +275,12 @@ impl Flags {
 impl TimeFlags {
     fn limits(&self, p: &mut Problems) -> Limits {
         let mut time = |flag: &str, value: GoDuration, default: Duration| {
-            // Go's proxy cuts a time below a second down to nothing; that is the default then.
+            // Go's proxy truncates to whole seconds; a time below a second becomes 0, which means the
+            // default.
             let seconds = Duration::from_secs(value.saturating().as_secs());
             if value.nanos() != 0 && seconds.is_zero() {
                 p.warn(format!(
-                    "--{flag}={value} is less than a second: the default stands"
+                    "--{flag}={value} is less than a second: the default applies"
                 ));
             }
             if seconds.is_zero() { default } else { seconds }
@@ -310,7 +311,7 @@ impl TimeFlags {
             .min(MAX_KEEPALIVE),
             probes: match u32::try_from(probes) {
                 Ok(0) | Err(_) => KEEPALIVE.probes,
-                // The kernel's limit.
+                // 127 is the kernel's limit.
                 Ok(probes) => probes.min(127),
             },
             ..KEEPALIVE
@@ -336,8 +337,8 @@ impl TimeFlags {
     }
 }
 
-/// Go's flag package takes one dash for two, and KKP's programs name log formats in their own
-/// way. The first argument is the program.
+/// Converts KKP's forms of arguments: Go's flag package treats one dash like two, and KKP's programs have
+/// their own names for log formats. The first argument is the program name.
 fn as_go_reads(mut args: impl Iterator<Item = OsString>) -> Vec<OsString> {
     let program = args.next();
     let mut read: Vec<OsString> = program.into_iter().chain([VERBOSITY.into()]).collect();

@@ -4,7 +4,7 @@ use culvert_host::telemetry::logging::LogFormat;
 
 use super::*;
 
-/// Runs the flags; `@` stands for a file that is there.
+/// Parses flags; `@` is replaced by an existing file.
 fn read(line: &[&str]) -> Result<Config, Vec<String>> {
     let file = concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml");
     let args = line.iter().map(|arg| arg.replace('@', file));
@@ -20,7 +20,7 @@ fn read(line: &[&str]) -> Result<Config, Vec<String>> {
 }
 
 #[test]
-fn the_arguments_that_kkp_gives_are_taken() {
+fn arguments_from_kkp_are_accepted() {
     let config = read(&[
         "-config=@",
         "-listen-address=:8001",
@@ -65,7 +65,7 @@ fn the_arguments_that_kkp_gives_are_taken() {
 }
 
 #[test]
-fn the_defaults_listen_nowhere_but_for_health() {
+fn defaults_open_only_the_health_listener() {
     let config = read(&["--config", "@"]).unwrap();
     assert_eq!(
         (config.sni.as_ref(), config.tunneling.as_ref()),
@@ -107,7 +107,7 @@ fn without_a_file_the_cluster_is_watched() {
 }
 
 #[test]
-fn everything_that_is_wrong_is_named_at_once() {
+fn all_mistakes_are_reported_at_once() {
     let problems = read(&[
         "--expose-annotation-key=",
         "--envoy-sni-port=70000",
@@ -139,7 +139,7 @@ fn everything_that_is_wrong_is_named_at_once() {
     );
 }
 
-/// The balancer of a command line that is right.
+/// Returns the balancer's configuration for a valid command line.
 fn balancer(line: &[&str]) -> (BalancerConfig, Vec<String>) {
     let config = read(line).unwrap();
     let described = config.describe();
@@ -150,7 +150,7 @@ fn balancer(line: &[&str]) -> (BalancerConfig, Vec<String>) {
 }
 
 #[test]
-fn the_arguments_that_kkp_gives_its_updater_are_taken() {
+fn arguments_from_kkp_for_its_updater_are_accepted() {
     let (balancer, described) = balancer(&[
         "-update-loadbalancer=true",
         "-lb-namespace=kubermatic",
@@ -173,7 +173,7 @@ fn the_arguments_that_kkp_gives_its_updater_are_taken() {
 }
 
 #[test]
-fn one_namespace_has_its_own_balancer() {
+fn balancer_of_one_namespace_is_configured() {
     let (balancer, _) = balancer(&[
         "-update-loadbalancer",
         "-namespace=cluster-x",
@@ -198,7 +198,7 @@ fn one_namespace_has_its_own_balancer() {
 }
 
 #[test]
-fn a_balancer_that_can_not_be_kept_is_refused_with_what_to_do() {
+fn invalid_balancer_flags_are_refused_with_the_remedy() {
     for (line, part) in [
         (&["--config=@"][..], "leave out --config"),
         (&["--lb-name="], "needs --lb-name"),
@@ -213,7 +213,7 @@ fn a_balancer_that_can_not_be_kept_is_refused_with_what_to_do() {
             "longer than the next",
         ),
         (&["--leader-elect-retry-period=10s"], "longer than the next"),
-        (&["--leader-elect-retry-period=0"], "none 0"),
+        (&["--leader-elect-retry-period=0"], "greater than 0"),
     ] {
         let problems = read(&[&["--update-loadbalancer"], line].concat()).unwrap_err();
         assert_eq!(problems.len(), 1, "{problems:#?}");
@@ -223,7 +223,7 @@ fn a_balancer_that_can_not_be_kept_is_refused_with_what_to_do() {
 }
 
 #[test]
-fn flags_of_a_balancer_that_is_not_kept_are_warned_about() {
+fn balancer_flags_without_update_loadbalancer_cause_a_warning() {
     for flag in [
         "--lb-name=a",
         "--lb-namespace=a",

@@ -7,7 +7,7 @@ use super::*;
 
 const AUTHORITY: &str = "api.demo.svc.cluster.local:443";
 
-/// What watches a cluster that is not there.
+/// Creates the discovery for a cluster that does not exist.
 async fn discovery() -> Discovery {
     let dir = tempfile::tempdir().unwrap();
     let kubeconfig = dir.path().join("kubeconfig");
@@ -36,7 +36,7 @@ async fn discovery() -> Discovery {
     discovery
 }
 
-/// The Service `demo/api` with these annotations.
+/// Creates an event for the Service `demo/api` with the given annotations.
 fn service(annotations: Value) -> Event<core::Service> {
     let object = json!({
         "metadata": {"namespace": "demo", "name": "api", "annotations": annotations},
@@ -45,7 +45,7 @@ fn service(annotations: Value) -> Event<core::Service> {
     Event::Apply(serde_json::from_value(object).unwrap())
 }
 
-/// Its slice with one endpoint.
+/// Creates an event for the Service's slice with one endpoint.
 fn slice(address: &str) -> Event<discovery::EndpointSlice> {
     let object = json!({
         "metadata": {"namespace": "demo", "name": "api-1", "labels": {SERVICE_LABEL: "api"}},
@@ -57,7 +57,7 @@ fn slice(address: &str) -> Event<discovery::EndpointSlice> {
 }
 
 #[tokio::test]
-async fn services_that_are_not_exposed_are_not_kept_and_change_nothing() {
+async fn services_that_are_not_exposed_are_not_stored_and_change_nothing() {
     let mut discovery = discovery().await;
     let foreign = json!({EXPOSE_NAMESPACED_ANNOTATION: "Tunneling", "x": "y"});
     assert!(!discovery.take_service(Ok(service(foreign.clone()))));
@@ -66,7 +66,7 @@ async fn services_that_are_not_exposed_are_not_kept_and_change_nothing() {
     assert!(!discovery.take_slice(Ok(slice("10.0.0.2"))));
     assert!(!discovery.take_slice(Ok(slice("10.0.0.3"))));
 
-    // One that is exposed later has the endpoints that were seen before.
+    // A Service exposed later has the endpoints that were reported before.
     let exposed = |x: &str| service(json!({EXPOSE_ANNOTATION: "Tunneling", "x": x}));
     assert!(discovery.take_service(Ok(exposed("y"))));
     discovery.apply();
@@ -74,7 +74,7 @@ async fn services_that_are_not_exposed_are_not_kept_and_change_nothing() {
     assert!(discovery.take_slice(Ok(slice("10.0.0.4"))));
     assert!(!discovery.take_slice(Ok(slice("10.0.0.4"))));
 
-    // Others may write what they like.
+    // Changes of foreign annotations do not matter.
     assert!(!discovery.take_service(Ok(exposed("z"))));
     let mapped = json!({EXPOSE_ANNOTATION: "Tunneling", PORT_MAPPING_ANNOTATION: "{}", "x": "y"});
     assert!(discovery.take_service(Ok(service(mapped))));

@@ -3,7 +3,7 @@
 use super::super::annotations::EXPOSE_ANNOTATION;
 use super::*;
 
-/// A Service in namespace `test`, of type `ClusterIP`.
+/// Creates a Service in namespace `test`, of type `ClusterIP`.
 fn service(name: &str, expose: &str, ports: &[ServicePort]) -> Service {
     Service {
         namespace: "test".to_owned(),
@@ -43,7 +43,7 @@ fn port(name: &str, port: u16, node_port: u16) -> ServicePort {
     }
 }
 
-/// A slice whose endpoints are all ready.
+/// Creates a slice with ready endpoints only.
 fn slice(service: &str, ports: &[(&str, u16)], addresses: &[&str]) -> Slice {
     let port = |&(name, port): &(&str, u16)| SlicePort {
         name: name.to_owned(),
@@ -62,7 +62,7 @@ fn slice(service: &str, ports: &[(&str, u16)], addresses: &[&str]) -> Slice {
     }
 }
 
-/// One endpoint at `172.16.0.1:8443`, for the port `https`.
+/// Creates a slice with one endpoint at `172.16.0.1:8443`, for the port `https`.
 fn https_slice(service: &str) -> Slice {
     slice(service, &[("https", 8443)], &["172.16.0.1"])
 }
@@ -75,7 +75,7 @@ fn options() -> Options {
     }
 }
 
-/// The routes as lines of text, and the problems.
+/// Returns the routes as lines of text, and the problems.
 fn plan(services: &[Service], slices: &[Slice], options: &Options) -> (Vec<String>, Vec<String>) {
     let (routes, problems) = expose(services.iter(), slices.iter(), options);
     let mut lines = Vec::new();
@@ -91,7 +91,7 @@ fn plan(services: &[Service], slices: &[Slice], options: &Options) -> (Vec<Strin
     (lines, problems.iter().map(ToString::to_string).collect())
 }
 
-/// The routes of Services that have no problem.
+/// Returns the routes of Services without problems.
 fn routes(services: &[Service], slices: &[Slice]) -> Vec<String> {
     let (routes, problems) = plan(services, slices, &options());
     assert!(problems.is_empty(), "{problems:?}");
@@ -119,7 +119,7 @@ fn a_node_port_service_listens_for_each_of_its_ports() {
 }
 
 #[test]
-fn an_endpoint_that_is_not_ready_is_left_out() {
+fn endpoint_that_is_not_ready_is_left_out() {
     let services = [node_port_service(
         "a",
         "NodePort",
@@ -172,7 +172,7 @@ fn endpoints_come_from_all_slices_of_both_families_and_each_once() {
 }
 
 #[test]
-fn a_port_without_a_name_has_all_tcp_ports_of_the_endpoints() {
+fn port_without_a_name_uses_all_tcp_ports_of_the_endpoints() {
     let services = [sni_service("a", r#"{"": "host.com"}"#, &[port("", 443, 0)])];
     let mut slices = [slice(
         "a",
@@ -229,7 +229,7 @@ fn server_names_lead_to_the_mapped_ports_only() {
 }
 
 #[test]
-fn tunneling_and_server_names_share_an_upstream_and_need_their_listeners() {
+fn tunneling_and_sni_share_an_upstream_and_need_their_listeners() {
     let mut service = service("a", "SNI, Tunneling", &[port("https", 443, 0)]);
     annotate(
         &mut service,
@@ -279,7 +279,7 @@ fn the_older_service_keeps_a_host_name_whatever_the_order() {
     ];
     let problem = "Service test/newer: host name \"host.com\" is taken by the older Service \
                    test/older, so none of this Service's host names is served: change annotation \
-                   nodeport-proxy.k8s.io/port-mapping of one of them";
+                   nodeport-proxy.k8s.io/port-mapping of one of the two Services";
     for services in [
         [newer.clone(), older.clone()],
         [older.clone(), newer.clone()],
@@ -289,7 +289,7 @@ fn the_older_service_keeps_a_host_name_whatever_the_order() {
         assert_eq!(problems, [problem]);
     }
 
-    // Without a ready endpoint it holds nothing.
+    // Without a ready endpoint the older Service reserves nothing.
     slices[1].endpoints[0].ready = false;
     let lines = routes(&[newer, older], &slices);
     assert!(
@@ -299,7 +299,7 @@ fn the_older_service_keeps_a_host_name_whatever_the_order() {
 }
 
 #[test]
-fn services_of_one_second_are_ordered_by_uid() {
+fn services_created_in_the_same_second_are_ordered_by_uid() {
     let ports = [port("https", 443, 0)];
     let mapping = r#"{"https": "host.com"}"#;
     let mut first = sni_service("z", mapping, &ports);
@@ -313,7 +313,7 @@ fn services_of_one_second_are_ordered_by_uid() {
 }
 
 #[test]
-fn a_bad_mapping_ends_server_names_but_not_tunneling() {
+fn bad_mapping_disables_server_names_but_not_tunneling() {
     let slices = [https_slice("a")];
     let mut udp = port("dns", 53, 0);
     udp.protocol = Protocol::Other;
@@ -343,7 +343,7 @@ fn a_bad_mapping_ends_server_names_but_not_tunneling() {
 }
 
 #[test]
-fn mistakes_are_told_before_there_are_pods() {
+fn mistakes_are_reported_before_there_are_pods() {
     let ports = [port("https", 443, 32000)];
     let services = [
         service("c", "tru", &ports),
@@ -363,7 +363,7 @@ fn mistakes_are_told_before_there_are_pods() {
 }
 
 #[test]
-fn a_service_of_another_type_has_no_node_port_and_keeps_the_rest() {
+fn service_of_another_type_gets_no_node_port_but_its_other_routes() {
     let services = [service(
         "a",
         "NodePort,Tunneling",
@@ -413,7 +413,7 @@ fn the_older_service_keeps_a_node_port() {
 }
 
 #[test]
-fn two_ports_whose_keys_read_alike_do_not_mix() {
+fn two_ports_with_equal_keys_do_not_mix() {
     let mut newer = service("a", "Tunneling", &[port("b-c", 443, 0)]);
     newer.created = 2000;
     let services = [newer, service("a-b", "Tunneling", &[port("c", 443, 0)])];

@@ -1,6 +1,6 @@
-//! What is wrong with the shape of a file, all at once: unknown fields, lists that are none, ports
-//! that are no numbers. Only for a file that can not be read as what it should be; that ends at the
-//! first mistake. What is right in it is checked as ever.
+//! The mistakes in the shape of a file, reported all at once: unknown fields, values of the wrong kind, ports
+//! that are not numbers. Used only if deserialization fails, because deserialization stops at the first
+//! mistake. The valid parts get the usual checks.
 
 use std::fmt;
 
@@ -18,7 +18,7 @@ const FIELDS: [&str; 5] = [
     "authorities",
 ];
 
-/// Any YAML.
+/// Any YAML value.
 pub(super) enum Node {
     Nothing,
     Scalar(String),
@@ -29,7 +29,7 @@ pub(super) enum Node {
 // === impl RouteReader ===
 
 impl RouteReader {
-    /// Reads what there is, and names what is wrong.
+    /// Reads the valid parts of a document and reports all mistakes.
     pub(super) fn tolerate(&mut self, document: &Spanned<Node>) {
         for (_, upstreams) in self.fields(document, "the file", &["upstreams"]) {
             for upstream in self.list(upstreams, "upstreams") {
@@ -60,7 +60,7 @@ impl RouteReader {
                 server_names,
                 authorities,
             }),
-            // What is no mapping, or has a name that is none, is told already.
+            // A node that is not a mapping, or has an invalid name, is already reported.
             None => {
                 if let Node::Map(fields) = &node.value
                     && fields.iter().all(|(field, _)| field.value != "name")
@@ -71,7 +71,7 @@ impl RouteReader {
         }
     }
 
-    /// Those fields of a mapping that are known.
+    /// Returns the known fields of a mapping and reports the unknown ones.
     fn fields<'n>(
         &mut self,
         node: &'n Spanned<Node>,
@@ -114,7 +114,10 @@ impl RouteReader {
         for text in self.texts(node, field) {
             match text.value.parse() {
                 Ok(number) => numbers.push(Spanned::new(number, text.referenced, text.defined)),
-                Err(_) => self.problem(&text, &format!("node port {:?} is no number", text.value)),
+                Err(_) => self.problem(
+                    &text,
+                    &format!("node port {:?} is not a number", text.value),
+                ),
             }
         }
         numbers

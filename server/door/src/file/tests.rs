@@ -18,7 +18,7 @@ upstreams:
 ";
 
 #[test]
-fn routes_are_what_the_file_says() {
+fn file_contents_become_routes() {
     let routes = parse(GOOD, "door.yaml").unwrap();
     let key = UpstreamKey::from("demo/apiserver".to_owned());
     let endpoints: Vec<String> = routes
@@ -51,7 +51,7 @@ fn routes_are_what_the_file_says() {
 }
 
 #[test]
-fn every_mistake_is_named_with_its_line() {
+fn every_mistake_is_reported_with_its_line() {
     let text = "\
 upstreams:
   - name: a
@@ -86,7 +86,7 @@ upstreams:
 }
 
 #[test]
-fn mistakes_of_all_kinds_are_named_at_once() {
+fn mistakes_of_all_kinds_are_reported_at_once() {
     let text = "\
 upstreams:
   - name: a
@@ -106,12 +106,12 @@ upstream: []
 ";
     let problems = parse(text, "door.yaml").unwrap_err().0;
     let begins = [
-        "door.yaml:2: upstream \"a\" needs at least one of endpoints",
+        "door.yaml:2: upstream \"a\" needs at least one endpoint",
         "door.yaml:3: an upstream has no field \"endpoint\"; use name, endpoints,",
-        "door.yaml:4: node port \"abc\" is no number",
+        "door.yaml:4: node port \"abc\" is not a number",
         "door.yaml:5: endpoints has to be a list",
         "door.yaml:5: an upstream needs a name",
-        "door.yaml:8: node port \"\" is no number",
+        "door.yaml:8: node port \"\" is not a number",
         "door.yaml:8: node port 70000 is not 1 to 65535",
         "door.yaml:8: node port 30000 belongs to upstream a already",
         "door.yaml:9: endpoints has something that is not a single value",
@@ -129,7 +129,7 @@ upstream: []
 }
 
 #[test]
-fn yaml_that_is_none_and_mistakes_alone_are_named_with_their_line() {
+fn invalid_yaml_and_single_mistakes_are_reported_with_their_line() {
     let unclear = "upstreams:\n  - name: a\n    endpoints: [10.0.0.1:1]\n    name: b\n";
     for (text, line) in [
         (unclear, 4),
@@ -154,7 +154,7 @@ fn yaml_that_is_none_and_mistakes_alone_are_named_with_their_line() {
 }
 
 #[test]
-fn a_file_that_is_wrong_or_gone_changes_nothing() {
+fn invalid_or_missing_file_changes_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("door.yaml");
     let open = |path: &Path| {
@@ -177,11 +177,11 @@ fn a_file_that_is_wrong_or_gone_changes_nothing() {
     assert!(!follower.look() && !follower.look());
     assert!(table.by_server_name("api.example.com").is_some());
     std::fs::write(&path, GOOD.replace("API.", "other.")).unwrap();
-    assert!(!follower.look(), "it may be half of it");
+    assert!(!follower.look(), "the file may be half written");
     assert!(follower.look());
     assert!(table.by_server_name("api.example.com").is_none());
     assert!(table.by_server_name("other.example.com").is_some());
-    // A file that is put back with an old time stamp is another one still.
+    // A file restored with an old time stamp still counts as a change.
     let old = SystemTime::now() - Duration::from_secs(3600);
     let put = |text: &str, at: SystemTime| {
         std::fs::write(&path, text).unwrap();
@@ -197,7 +197,7 @@ fn a_file_that_is_wrong_or_gone_changes_nothing() {
 }
 
 #[test]
-fn a_file_that_is_not_in_force_is_told_until_one_is() {
+fn source_state_shows_a_bad_file_until_a_good_one_applies() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("door.yaml");
     let metrics = ProxyMetrics::new().unwrap();
@@ -220,8 +220,12 @@ fn a_file_that_is_not_in_force_is_told_until_one_is() {
     std::fs::remove_file(&path).unwrap();
     assert_eq!(state(), SourceState::Unreadable);
     write("upstreams: [");
-    assert_eq!(state(), SourceState::Rejected, "the same wrong one is back");
-    // The last good one, too, is another one than the wrong one.
+    assert_eq!(
+        state(),
+        SourceState::Rejected,
+        "the same wrong text is back"
+    );
+    // The last good text also differs from the wrong one.
     write(GOOD);
     assert_eq!(state(), SourceState::Good);
     std::fs::remove_file(&path).unwrap();
@@ -231,7 +235,7 @@ fn a_file_that_is_not_in_force_is_told_until_one_is() {
 }
 
 #[test]
-fn no_depth_is_too_much() {
+fn deeply_nested_yaml_is_rejected_with_its_line() {
     for (depth, why) in [(60, "has to be a mapping"), (60_000, "")] {
         let text = format!("{}{}", "[".repeat(depth), "]".repeat(depth));
         let problems = parse(&text, "door.yaml").unwrap_err().0;

@@ -9,7 +9,7 @@ use super::*;
 
 type Relayed = JoinHandle<(Ended, [u64; 2])>;
 
-/// A client and an endpoint with a relay between them.
+/// Connects a client and an endpoint through a relay.
 async fn relayed(idle: Option<Duration>) -> (TcpStream, TcpStream, Relayed) {
     let (client, near) = pair().await;
     let (far, endpoint) = pair().await;
@@ -47,7 +47,7 @@ fn pattern(count: usize) -> Vec<u8> {
 }
 
 #[tokio::test]
-async fn bytes_pass_both_ways_in_all_sizes_and_each_direction_ends_by_itself() {
+async fn bytes_of_all_sizes_pass_both_ways_and_directions_end_independently() {
     let (mut client, mut endpoint, relay) = relayed(None).await;
     let up = pattern(5_000_001);
     let mut read = vec![0; 3];
@@ -65,7 +65,7 @@ async fn bytes_pass_both_ways_in_all_sizes_and_each_direction_ends_by_itself() {
     let ((), received) = tokio::join!(send, endpoint.read_to_end(&mut got));
     received.unwrap();
     assert!(got == up, "{} of {} bytes", got.len(), up.len());
-    // The other direction goes on after the first has ended.
+    // The other direction continues after the first has ended.
     let down = pattern(2_000_000);
     let send = async {
         endpoint.write_all(&down).await.unwrap();
@@ -82,7 +82,7 @@ async fn bytes_pass_both_ways_in_all_sizes_and_each_direction_ends_by_itself() {
 }
 
 #[tokio::test]
-async fn a_receiver_that_does_not_read_stops_the_sender_and_goes_on_later() {
+async fn stalled_receiver_stops_the_sender_until_it_reads_again() {
     let (mut client, mut endpoint, relay) = relayed(None).await;
     let sent = pattern(64 << 20);
     let whole = sent.clone();
@@ -101,11 +101,11 @@ async fn a_receiver_that_does_not_read_stops_the_sender_and_goes_on_later() {
 }
 
 #[tokio::test]
-async fn an_answer_arrives_although_the_question_was_not_read() {
+async fn answer_arrives_although_the_endpoint_did_not_read_the_request() {
     let (mut client, mut endpoint, relay) = relayed(None).await;
     client.write_all(&[7; 100_000]).await.unwrap();
     endpoint.write_all(b"413 too large").await.unwrap();
-    // With unread input: the system resets the connection.
+    // The endpoint has unread input, so the system resets the connection.
     drop(endpoint);
     let mut answer = String::new();
     let _ = client.write_all(&[7; 1_000_000]).await;
@@ -119,7 +119,7 @@ async fn an_answer_arrives_although_the_question_was_not_read() {
 }
 
 #[tokio::test]
-async fn a_connection_that_idles_is_ended_and_one_that_moves_is_not() {
+async fn idle_connection_ends_and_active_connection_stays() {
     let idle = Duration::from_millis(200);
     let (mut client, mut endpoint, relay) = relayed(Some(idle)).await;
     for _ in 0..8 {
@@ -146,11 +146,12 @@ async fn a_reset_ends_both_directions() {
 }
 
 #[tokio::test]
-async fn a_reset_is_passed_on_amid_bytes_in_both_directions() {
+async fn reset_is_passed_on_while_bytes_move_in_both_directions() {
     for round in 0..20 {
         let (mut client, endpoint, relay) = relayed(None).await;
         let (mut read, mut write) = endpoint.into_split();
-        // What the endpoint sends meets the reset first. It is told once, here or below.
+        // The endpoint's sender may meet the reset first. The error is reported only once, to the sender or
+        // to the receiver.
         let sender = tokio::spawn(async move {
             loop {
                 if let Err(error) = write.write_all(&[7; 10_000]).await {
@@ -184,7 +185,7 @@ async fn a_reset_is_passed_on_amid_bytes_in_both_directions() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn half_a_connection_may_idle_for_as_long_as_a_whole_one() {
+async fn half_closed_connection_has_the_same_idle_limit() {
     let hour = Duration::from_secs(3600);
     let (mut client, mut endpoint, relay) = relayed(Some(hour * 2)).await;
     client.write_all(b"question").await.unwrap();
@@ -203,7 +204,7 @@ async fn half_a_connection_may_idle_for_as_long_as_a_whole_one() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn half_a_connection_ends_if_the_other_half_is_reset() {
+async fn half_closed_connection_ends_if_the_client_resets_it() {
     let (mut client, mut endpoint, relay) = relayed(None).await;
     client.shutdown().await.unwrap();
     assert_eq!(
@@ -218,14 +219,14 @@ async fn half_a_connection_ends_if_the_other_half_is_reset() {
 }
 
 #[tokio::test]
-async fn what_follows_urgent_data_waits_for_nothing() {
+async fn bytes_after_urgent_data_arrive_without_delay() {
     let (mut client, near) = pair().await;
     let (far, mut endpoint) = pair().await;
     let _relay = relay(near, far, None, false);
     let mut heard = [0; 6];
     client.write_all(b"before").await.unwrap();
     endpoint.read_exact(&mut heard).await.unwrap();
-    // A read stops at the mark.
+    // A read stops at the urgent data.
     client.write_all(b"abc").await.unwrap();
     SockRef::from(&client).send_out_of_band(b"!").unwrap();
     client.write_all(b"def").await.unwrap();
@@ -235,7 +236,7 @@ async fn what_follows_urgent_data_waits_for_nothing() {
 }
 
 #[tokio::test]
-async fn a_relay_stops_when_it_has_moved_much_and_another_goes_on() {
+async fn relay_stops_after_many_bytes_and_another_relay_continues() {
     let (mut client, near) = pair().await;
     let (far, mut endpoint) = pair().await;
     let (sent, received) = (AtomicU64::new(0), AtomicU64::new(0));
@@ -290,7 +291,7 @@ async fn a_relay_stops_when_it_has_moved_much_and_another_goes_on() {
         assert_eq!(second.reason, Some(CloseReason::Finished));
         assert_eq!(first.sent + second.sent, 3_000_005);
         assert_eq!(first.received + second.received, 6);
-        // The end of both is for the owner of the sockets to say.
+        // The owner of the sockets closes both of them.
         SockRef::from(&near).shutdown(Shutdown::Both).unwrap();
     };
     tokio::join!(talk, carry);
@@ -299,7 +300,7 @@ async fn a_relay_stops_when_it_has_moved_much_and_another_goes_on() {
 }
 
 #[tokio::test]
-async fn a_relay_that_holds_bytes_of_the_other_direction_does_not_stop() {
+async fn relay_with_unsent_bytes_does_not_stop() {
     let (mut client, near) = pair().await;
     let (far, mut endpoint) = pair().await;
     SockRef::from(&far).set_send_buffer_size(32 * 1024).unwrap();
@@ -319,7 +320,7 @@ async fn a_relay_that_holds_bytes_of_the_other_direction_does_not_stop() {
         received: &received,
     };
     let mut relay = std::pin::pin!(relay.run());
-    // Until nothing more fits, and something is held.
+    // Writes until the buffers are full, so that the relay has unsent bytes.
     let mut filled = 0;
     let fill = async {
         while let Ok(wrote) = timeout(Duration::from_millis(300), client.write(&[1; 4000])).await {
@@ -343,7 +344,7 @@ async fn a_relay_that_holds_bytes_of_the_other_direction_does_not_stop() {
         ended = &mut relay => panic!("{ended:?}"),
         () = answer => {}
     }
-    // It stops once it holds nothing, and what it has not read is still there to be read.
+    // The relay stops once it has no unsent bytes; the unread bytes remain in the socket.
     let mut got = vec![0; filled];
     let take = async {
         let mut got = got.chunks_mut(1 << 20);
@@ -356,19 +357,19 @@ async fn a_relay_that_holds_bytes_of_the_other_direction_does_not_stop() {
     };
     let ended = tokio::select! {
         ended = relay => ended,
-        () = take => panic!("it has not stopped"),
+        () = take => panic!("the relay has not stopped"),
     };
     assert_eq!(ended.reason, None);
 }
 
 #[test]
-fn pipes_are_large_as_long_as_there_are_few() {
+fn only_a_limited_number_of_pipes_is_large() {
     let held = |pipe: &Pipe| rustix::pipe::fcntl_getpipe_size(&pipe.write).unwrap();
     let pipes: Vec<_> = (0..LARGE_PIPES + 8)
         .map(|_| Pipe::take().unwrap())
         .collect();
     let large = pipes.iter().filter(|pipe| held(pipe) > PIPE_BYTES).count();
-    // Tests beside this one may have some.
+    // Other tests in this process may use some of the large pipes.
     assert!((1..=LARGE_PIPES).contains(&large), "{large} are large");
     assert!(held(pipes.last().unwrap()) <= PIPE_BYTES);
     drop(pipes);

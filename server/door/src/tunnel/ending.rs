@@ -1,18 +1,18 @@
-//! A source that remembers when it ended.
+//! A source that records its end time.
 
 use bytes::Bytes;
 use culvert_stream::{CloseReason, Source};
 use tokio::time::Instant;
 
-/// Passes everything on.
+/// Passes all bytes and errors on unchanged.
 pub struct Ending<'a, S> {
     source: &'a mut S,
-    /// When it ended in order.
+    /// Time of the normal end of the source; `None` before the end.
     pub at: Option<Instant>,
 }
 
 impl<'a, S> Ending<'a, S> {
-    /// Of a source that has not ended.
+    /// Wraps a source before its end.
     pub fn new(source: &'a mut S) -> Self {
         Self { source, at: None }
     }

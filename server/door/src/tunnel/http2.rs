@@ -1,4 +1,4 @@
-//! CONNECT in the streams of one HTTP/2 connection, and what its client may make the proxy do.
+//! The CONNECT streams of one HTTP/2 connection, with limits on the work caused by a client.
 
 use std::future::poll_fn;
 use std::net::SocketAddr;
@@ -22,45 +22,45 @@ use super::{Tunnel, Tunnels};
 use crate::front::FIRST_WORD_TIMEOUT;
 use crate::metrics::Refusal;
 
-/// Bytes that all tunnels of one HTTP/2 connection together may hold for endpoints that do not
-/// read, before each may hold no more than 64 KiB.
+/// Most bytes kept for stalled endpoints by all tunnels of an HTTP/2 connection together. Above this total,
+/// each tunnel may keep at most 64 KiB.
 const HELD_BYTES: usize = 16 * 1024 * 1024;
 
-/// Bytes that they may hold for a client that does not read; from half of it on each takes less at a
-/// time. 8 KiB for each tunnel come on top.
+/// Most bytes kept for a stalled client by all tunnels of an HTTP/2 connection together. Once half of the
+/// total is used, each tunnel reads less at a time. Each tunnel may keep 8 KiB in addition.
 const UNREAD_BYTES: usize = 16 * 1024 * 1024;
 
-/// The most tunnels at once in one HTTP/2 connection, as Envoy's; a node opens further ones.
+/// Most simultaneous tunnels per HTTP/2 connection, as in Envoy; a node opens more connections if needed.
 const MAX_STREAMS: u32 = 1024;
 
-/// How far a client may send ahead on a stream of a short path.
+/// Receive window of a stream on a short path, in bytes.
 const WINDOW_BYTES: u32 = 512 * 1024;
 
-/// Bytes of one tunnel that may wait in HTTP/2's send queue. A client may leave many unread.
+/// Most bytes per tunnel in HTTP/2's send queue. The limit is small because a client may leave many tunnels
+/// unread.
 const SEND_BYTES: usize = 64 * 1024;
 
-/// A stream that its client resets sooner than this, without an answer, was not meant (Envoy's
-/// `overload.premature_reset_min_stream_lifetime_seconds`).
+/// A stream counts as premature if the client resets the stream within this time and before a response
+/// (Envoy's `overload.premature_reset_min_stream_lifetime_seconds`).
 const PREMATURE: Duration = Duration::from_secs(1);
 
-/// How many streams a connection has to have opened before it is judged by them (Envoy's
-/// `overload.premature_reset_total_stream_count`).
+/// Least number of streams for the flood check (Envoy's `overload.premature_reset_total_stream_count`).
 const JUDGED_FROM: u64 = 500;
 
-/// What the streams of one connection share.
+/// The shared state of all streams of a connection.
 struct Shared {
     peer: SocketAddr,
     inbound: Arc<Inbound>,
     unread: Arc<Allowance>,
-    /// Streams so far.
+    /// Number of streams so far.
     opened: AtomicU64,
-    /// Those that were not meant.
+    /// Number of premature streams.
     premature: AtomicU64,
 }
 
 impl Shared {
-    /// Whether the client makes work for its own sake: more than half of its streams were not meant.
-    /// The rule and its figures are Envoy's.
+    /// Returns true if the client opens streams only to cause work: more than half of its streams are
+    /// premature. The rule and its numbers are Envoy's.
     fn is_flood(&self) -> bool {
         let opened = self.opened.load(Ordering::Relaxed).max(JUDGED_FROM);
         self.premature.load(Ordering::Relaxed) * 2 > opened
@@ -85,7 +85,7 @@ impl Tunnels {
             Err(_) => return self.refuse(Refusal::Timeout, peer, "no HTTP/2 settings in time"),
         };
         let draining = self.front.draining.clone();
-        // Each stream holds one.
+        // Each stream has a clone, so the reference count shows whether streams are open.
         let shared = Arc::new(Shared {
             peer,
             inbound,
@@ -127,23 +127,24 @@ impl Tunnels {
                             () = tunnels.front.cut.cancelled() => {}
                         }
                     });
-                    // So that streams begin, and are judged, while many more wait.
+                    // Yields to the tasks of the streams: they must start, and count premature resets, while
+                    // many more streams wait.
                     consume_budget().await;
                 }
                 Ok(None) => return,
                 Err(error) => {
-                    debug!(%peer, error, "an HTTP/2 connection broke");
+                    debug!(%peer, error, "an HTTP/2 connection failed");
                     return;
                 }
             }
         }
     }
 
-    /// One stream of an HTTP/2 connection.
+    /// Serves a stream of an HTTP/2 connection.
     async fn stream(&self, (request, mut respond): Incoming, shared: &Shared) {
         let metrics = &self.front.metrics;
         let peer = shared.peer;
-        // Not the rest of the head: it may be large, and endpoints take their time.
+        // The rest of the head is dropped: the head may be large, and endpoints may be slow to accept.
         let (method, authority, body) = {
             let (head, body) = request.into_parts();
             let authority = head.uri.authority().map(ToString::to_string);
@@ -161,7 +162,7 @@ impl Tunnels {
             }
         };
         let connected = tokio::select! {
-            // First: a stream that is gone already costs no endpoint a connection.
+            // Polled first: a stream already reset must not cause a connection to an endpoint.
             biased;
             reset = poll_fn(|cx| respond.poll_reset(cx)) => {
                 if reset.is_ok() && since.elapsed() < PREMATURE {
@@ -174,7 +175,7 @@ impl Tunnels {
         let connected = match connected {
             Ok(connected) => connected,
             Err(status) => {
-                // Fails if the client has gone.
+                // Fails if the client is gone.
                 let _ = respond.send_response(answer(status), true);
                 return;
             }
@@ -199,11 +200,11 @@ impl Tunnels {
     }
 }
 
-/// Ends a connection whose client floods it.
+/// Ends a connection whose client floods it with premature streams.
 async fn end<S: AsyncRead + AsyncWrite + Unpin>(mut taker: Taker<S>) {
     taker.refuse();
     let told = async { while matches!(taker.next().await, Ok(Some(_))) {} };
-    // A client that reads nothing is not told.
+    // A client that does not read never receives the refusal.
     let _ = timeout(LINGER, told).await;
 }
 

@@ -1,8 +1,9 @@
-//! How long endpoints go on after their clients have ended: `envoy_cluster_upstream_rq_time`.
+//! The histogram `envoy_cluster_upstream_rq_time`: the time from the end of a client's bytes to the end of
+//! the endpoint's bytes.
 //!
-//! An Envoy times a request from its end to the end of the response. A tunnel's request ends when
-//! its client does, so that is what its histogram shows of CONNECT; connections by name or by node
-//! port have none.
+//! Envoy measures from the end of a request to the end of the response. The request of a CONNECT tunnel ends
+//! with the client's bytes, so Envoy's histogram shows the same time for CONNECT. Connections by server name
+//! or by node port have no such time.
 
 use std::fmt::Write as _;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -10,10 +11,10 @@ use std::time::Duration;
 
 use crate::routes::UpstreamKey;
 
-/// The family's name.
+/// Name of the metric.
 pub const NAME: &str = "envoy_cluster_upstream_rq_time";
 
-/// Upper bounds in milliseconds, without `+Inf`: Envoy's.
+/// Upper bounds in milliseconds, without `+Inf`, as in Envoy.
 const BOUNDS: [f64; 19] = [
     0.5, 1.0, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0, 1e3, 2.5e3, 5e3, 1e4, 3e4, 6e4, 3e5, 6e5,
     1.8e6, 3.6e6,
@@ -22,9 +23,9 @@ const BOUNDS: [f64; 19] = [
 /// A histogram, in milliseconds.
 #[derive(Debug, Default)]
 pub struct Times {
-    /// Of each bound, not cumulative.
+    /// Count of each bucket, not cumulative.
     counts: [AtomicU64; BOUNDS.len()],
-    /// Beyond the last bound.
+    /// Count above the last bound.
     more: AtomicU64,
     sum: AtomicU64,
 }
@@ -32,7 +33,7 @@ pub struct Times {
 // === impl Times ===
 
 impl Times {
-    /// Counts one.
+    /// Records a time.
     pub fn record(&self, time: Duration) {
         let millis = time.as_secs_f64() * 1e3;
         let bound = BOUNDS.iter().position(|bound| millis <= *bound);
@@ -41,8 +42,8 @@ impl Times {
         self.sum.fetch_add(millis as u64, Ordering::Relaxed);
     }
 
-    /// Appends the series of one upstream, unless there was nothing to count yet: Envoy has none then
-    /// either, and there may be thousands.
+    /// Appends the series of one upstream, unless nothing was counted yet: Envoy has no series then either,
+    /// and there may be thousands of upstreams.
     pub fn write(&self, key: &UpstreamKey, page: &mut String) {
         let cluster = format!("envoy_cluster_name=\"{key}\"");
         let mut total = 0;
@@ -69,7 +70,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn times_fall_into_buckets_that_add_up() {
+    fn times_are_counted_in_cumulative_buckets() {
         let times = Times::default();
         let key = UpstreamKey::of_service("ns", "a", "");
         let mut page = String::new();

@@ -1,4 +1,4 @@
-//! The flags of the load balancer's Service: those of KKP's lb-updater, and client-go's of an
+//! The flags for the load balancer's Service: KKP's flags for lb-updater, and client-go's flags for leader
 //! election.
 
 use clap::Args;
@@ -15,7 +15,8 @@ const LB_NAMESPACE: &str = "nodeport-proxy";
 #[derive(Args, Debug)]
 #[command(next_help_heading = "Load balancer")]
 pub(super) struct BalancerFlags {
-    /// Keep the ports of the LoadBalancer Service in front of the proxy. Of several replicas one does, by a Lease
+    /// Keep the ports of the LoadBalancer Service in front of the proxy up to date. Only one of several
+    /// replicas does so, elected with a Lease
     #[arg(long)]
     update_loadbalancer: bool,
 
@@ -27,26 +28,26 @@ pub(super) struct BalancerFlags {
     #[arg(long, value_name = "NAMESPACE", default_value = LB_NAMESPACE)]
     lb_namespace: String,
 
-    /// Only Services of --lb-namespace get ports there
+    /// Give ports only to Services in --lb-namespace
     #[arg(long)]
     namespaced: bool,
 
-    /// How long other replicas wait for a silent leader
+    /// Time that other replicas wait for a silent leader
     #[arg(long, value_name = "DURATION", default_value = "15s")]
     leader_elect_lease_duration: GoDuration,
 
-    /// How long a leader goes on without renewing the Lease
+    /// Time that a leader continues without renewing the Lease
     #[arg(long, value_name = "DURATION", default_value = "10s")]
     leader_elect_renew_deadline: GoDuration,
 
-    /// Time between looks at the Lease, and between renewals
+    /// Time between reads of the Lease, and between renewals
     #[arg(long, value_name = "DURATION", default_value = "2s")]
     leader_elect_retry_period: GoDuration,
 }
 
 impl BalancerFlags {
-    /// What they mean together with those of the source and the ports for server names, CONNECT and
-    /// health.
+    /// Converts the flags, together with the flags of the source and the ports for server names, CONNECT and
+    /// health. `None` without `--update-loadbalancer`.
     pub(super) fn config(
         &self,
         p: &mut Problems,
@@ -66,11 +67,11 @@ impl BalancerFlags {
         }
         let namespace = &self.lb_namespace;
         p.require(source.config.is_empty(), || {
-            "--update-loadbalancer follows the Services of a cluster: leave out --config".to_owned()
+            "--update-loadbalancer works with the Services of a cluster: leave out --config"
+                .to_owned()
         });
         p.require(!self.lb_name.is_empty() && !namespace.is_empty(), || {
-            "--update-loadbalancer needs --lb-name and --lb-namespace: which Service is it?"
-                .to_owned()
+            "--update-loadbalancer needs --lb-name and --lb-namespace".to_owned()
         });
         let watched = &source.namespace;
         p.require(watched.is_empty() || watched == namespace, || {
@@ -80,7 +81,7 @@ impl BalancerFlags {
             )
         });
         p.require(stats_port != 0, || {
-            "--update-loadbalancer needs an --envoy-stats-port for the Service's port healthz"
+            "--update-loadbalancer needs an --envoy-stats-port other than 0 for the Service's port healthz"
                 .to_owned()
         });
         Some(Box::new(BalancerConfig {
@@ -109,7 +110,7 @@ impl BalancerFlags {
         p.require(falls && !retry_period.is_zero(), || {
             format!(
                 "--leader-elect-lease-duration, --leader-elect-renew-deadline and \
-                 --leader-elect-retry-period must each be longer than the next, and none 0; \
+                 --leader-elect-retry-period must each be longer than the next, and greater than 0; \
                  got {lease}, {renew} and {retry}"
             )
         });
