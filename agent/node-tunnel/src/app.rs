@@ -1,5 +1,5 @@
-//! Wires the tunnel: makes its interface, opens its listeners, keeps its connections, and drains at
-//! the end.
+//! The wiring of the node tunnel: creates the interface, opens the listeners, keeps the connections to the
+//! proxy, and drains at the end.
 
 use std::io;
 use std::net::SocketAddr;
@@ -25,21 +25,21 @@ use super::interface::{Health, Keeper};
 use super::metrics::TunnelMetrics;
 use super::pool::{PlainTcp, Pool};
 
-/// How long the proxy may take to take what is left of streams that were cut.
+/// Time for the proxy to accept the last bytes of streams after the cut.
 const CUT_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Where a bound tunnel listens.
+/// Listen addresses of a bound node tunnel.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Addresses {
-    /// For clients, in the order of the configuration.
+    /// Listeners for clients, in the order of the configuration.
     pub listen: Vec<SocketAddr>,
-    /// Health and metrics.
+    /// Listener for health and metrics.
     pub stats: SocketAddr,
 }
 
-/// A tunnel whose listeners are open and not served yet.
+/// A node tunnel with open listeners that does not accept clients yet.
 pub struct Bound {
-    /// Where it listens.
+    /// Listen addresses.
     pub addresses: Addresses,
     config: Config,
     metrics: Arc<TunnelMetrics>,
@@ -50,14 +50,14 @@ pub struct Bound {
 }
 
 impl Bound {
-    /// Makes the interface, if one is asked for, and opens every listener.
+    /// Creates the interface, if configured, and opens every listener.
     ///
     /// # Errors
-    /// When the interface can not be made, or an address is taken or not one of this node; the text
-    /// says which and what to do.
+    /// Fails if the interface cannot be created, or if an address is already in use or does not belong to
+    /// this node. The error text names the address and the remedy.
     pub async fn bind(config: Config) -> anyhow::Result<Self> {
         let metrics = TunnelMetrics::new()?;
-        // What a connection carries is the work of one thread.
+        // One thread does all work of a connection, so more threads than connections are useless.
         let threads = Shards::default_count().map(|most| most.min(config.connections));
         let shards = threads.and_then(Shards::start);
         let shards = shards.context("cannot start threads")?;
@@ -87,8 +87,8 @@ impl Bound {
         })
     }
 
-    /// Serves until the token fires, then lets clients end for the drain timeout, and cuts what is
-    /// left.
+    /// Serves until `shutdown` fires, waits up to the drain timeout for clients to end, then closes the
+    /// remaining clients.
     pub async fn run(self, shutdown: CancellationToken) {
         let Config {
             routes,
@@ -102,7 +102,7 @@ impl Bound {
         info!(addresses = ?self.addresses, %proxy, "serving");
         let (tasks, upkeep) = (TaskTracker::new(), TaskTracker::new());
         let (cut, stop) = (CancellationToken::new(), CancellationToken::new());
-        // Tasks on other threads end with this one, however it ends.
+        // Dropping this future also ends the tasks on other threads.
         let _ends = [&cut, &stop].map(|token| token.clone().drop_guard());
         let pool = Pool::new(PlainTcp(proxy), connections, self.shards, metrics.clone());
         upkeep.spawn(pool.clone().run(stop.clone()));
@@ -134,7 +134,7 @@ impl Bound {
                     tasks.spawn(carrier.clone().serve(client, peer));
                 }
             };
-            // A client reads when it wants to.
+            // No TCP user timeout: a client may pause reading for any length of time.
             let keepalive = Keepalive {
                 user_timeout: None,
                 ..Keepalive::default()
@@ -147,10 +147,13 @@ impl Bound {
         info!(open = tasks.len(), "draining");
         tasks.close();
         if timeout(drain_timeout, tasks.wait()).await.is_err() {
-            warn!(open = tasks.len(), "cutting what is left");
+            warn!(
+                open = tasks.len(),
+                "the drain timeout passed: closing the remaining clients"
+            );
         }
         cut.cancel();
-        // What the proxy does not take ends with the connections.
+        // Closing the connections drops any bytes the proxy has not accepted by then.
         let _ = timeout(CUT_TIMEOUT, tasks.wait()).await;
         stop.cancel();
         upkeep.close();

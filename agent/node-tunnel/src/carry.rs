@@ -1,8 +1,8 @@
-//! One client: a CONNECT stream is asked for, then bytes pass both ways until either side ends.
+//! One client: opens a CONNECT stream, then copies bytes both ways until either side ends.
 //!
-//! Nothing is read from the client before the proxy has answered 200, so its first bytes wait in
-//! its socket. A client that is turned away, or whose stream breaks, is closed in order, as Envoy
-//! does.
+//! The tunnel reads nothing from the client before the proxy has answered 200, so the client's first bytes
+//! wait in the socket. A refused client and a client with a broken stream get an orderly close, as with
+//! Envoy.
 
 use std::collections::HashMap;
 use std::io;
@@ -29,10 +29,10 @@ use super::config::Route;
 use super::metrics::{Refusal, TunnelMetrics};
 use super::pool::{Pool, PoolError, Reach, Seat, Stream};
 
-/// How long the proxy may take to answer a request. It tries several endpoints, a second each.
+/// Longest wait for the proxy's answer to a request. The proxy tries several endpoints, for one second each.
 pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How often one kind of refusal is told, for each listener.
+/// Shortest time between two warnings about the same kind of refusal on one listener.
 const TELL_EVERY: Duration = Duration::from_secs(10);
 
 /// Carries the clients of one listener.
@@ -46,52 +46,53 @@ pub struct Carrier<R> {
     told: Mutex<HashMap<Refusal, Instant>>,
 }
 
-/// Why a client got no stream.
+/// Reason why a client got no stream.
 #[derive(Debug, thiserror::Error)]
 pub enum Refused {
-    /// There is no connection to ask on.
+    /// The pool has no connection for the request.
     #[error(transparent)]
     Pool(#[from] PoolError),
-    /// The proxy knows no such Service.
+    /// The proxy has no such Service.
     #[error(
         "the proxy answered 404, so this Service is not exposed: check the authority of --listen, \
-         and on the seed the Service's annotation nodeport-proxy.k8s.io/expose, which has to name \
+         and on the seed the Service's annotation nodeport-proxy.k8s.io/expose, which must name \
          Tunneling"
     )]
     NotFound,
-    /// No endpoint of the Service accepts.
+    /// No endpoint of the Service accepts connections.
     #[error(
         "the proxy answered 503, so no endpoint of this Service accepts connections: check its \
          pods on the seed"
     )]
     Unavailable,
-    /// The proxy gave another answer.
+    /// The proxy answered with another status.
     #[error("the proxy answered {0}: check that --proxy is the CONNECT port of a nodeport-proxy")]
     Status(StatusCode),
-    /// The proxy gave no answer in time.
+    /// The proxy did not answer in time.
     #[error("the proxy did not answer within {ANSWER_TIMEOUT:?}: check its load and its log")]
     NoAnswer,
-    /// The proxy gave the stream up.
+    /// The proxy reset the stream.
     #[error("the proxy ended the stream before it answered ({0}): check its log")]
     Reset(h2::Error),
-    /// The connection took the request with it.
+    /// The connection to the proxy ended before the answer.
     #[error("the connection to the proxy ended before the answer ({0}): check the proxy's log")]
     Lost(h2::Error),
 }
 
-/// A stream that the proxy has accepted.
+/// A stream that the proxy accepted.
 struct Tunnel {
     source: NativeSource,
     sink: NativeSink,
-    /// Counts the stream, at the pool and in the metrics.
+    /// Counts the stream in the pool and in the metrics.
     counted: (Seat, GaugeGuard),
 }
 
 // === impl Carrier ===
 
 impl<R: Reach> Carrier<R> {
-    /// Serves the clients of `route` with streams of `pool`. `tasks`, which has to track what serves a
-    /// client, gets what goes on elsewhere or later; `cut` ends all clients at once.
+    /// Creates a carrier for the clients of `route`, with streams from `pool`. The caller must run
+    /// [`Self::serve`] on `tasks`; the carrier adds more tasks, on other threads or for later. `cut` ends all
+    /// clients at once.
     pub fn new(
         route: &Route,
         pool: Arc<Pool<R>>,
@@ -110,8 +111,8 @@ impl<R: Reach> Carrier<R> {
         }
     }
 
-    /// Opens a stream for one client, which is then served to its end by the thread of the connection
-    /// that has the stream. `client` gives the ways from and to the client, on the thread that calls it.
+    /// Opens a stream for one client. The thread of the stream's connection then serves the client until the
+    /// end. `client` returns the client's read and write halves, bound to the thread that calls `client`.
     pub async fn serve<C, I, O>(self: Arc<Self>, client: C, peer: SocketAddr)
     where
         C: FnOnce() -> io::Result<(I, O)> + Send + 'static,
@@ -147,11 +148,12 @@ impl<R: Reach> Carrier<R> {
         });
     }
 
-    /// Asks once more if the connection took the request with it: nothing of the client was sent.
+    /// Opens a stream. Repeats the request once if the connection ended before the answer, which is safe
+    /// because no client bytes were sent.
     async fn open(&self) -> Result<Tunnel, Refused> {
         match self.ask().await {
             Err(Refused::Lost(error)) => {
-                debug!(%error, "the connection ended before the answer, asking again");
+                debug!(%error, "the connection ended before the answer, repeating the request");
                 self.ask().await
             }
             asked => asked,
@@ -169,7 +171,7 @@ impl<R: Reach> Carrier<R> {
         let counted = (seat, GaugeGuard::new(&self.metrics.streams));
         let answer = timeout(ANSWER_TIMEOUT, answer).await;
         let answer = answer.map_err(|_| Refused::NoAnswer)?.map_err(|error| {
-            // A refused stream was not looked at: another connection may take it.
+            // The proxy has not processed a refused stream, so another connection may accept the request.
             match error.is_reset() && error.reason() != Some(Reason::REFUSED_STREAM) {
                 true => Refused::Reset(error),
                 false => Refused::Lost(error),

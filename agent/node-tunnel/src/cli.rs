@@ -1,4 +1,4 @@
-//! The program: flags, signals, exit code.
+//! The program `culvert-node-tunnel`: flags, signals, exit code.
 
 use std::ffi::OsString;
 use std::process::ExitCode;
@@ -9,8 +9,8 @@ use tokio_util::sync::CancellationToken;
 use super::app::Bound;
 use super::config::{Config, PROGRAM};
 
-/// Runs the tunnel with a command line, program name first. Exit code 1 says that it could not
-/// start, or that a second signal cut its drain short.
+/// Runs the node tunnel with a command line, program name first. Exit code 1 means a failed start, or a
+/// second signal during the drain.
 pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
     let config = match Config::from_args(args) {
         Ok(config) => config,

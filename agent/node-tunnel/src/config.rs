@@ -1,4 +1,4 @@
-//! What the node's end of the tunnel is told to do.
+//! The configuration of the node tunnel.
 
 mod flags;
 
@@ -15,38 +15,39 @@ use super::interface::Interface;
 /// The program's name in usage texts and log file names.
 pub const PROGRAM: &str = "culvert-node-tunnel";
 
-/// The most connections to the proxy. Each carries hundreds of streams; more than a few only cost
-/// memory at both ends.
+/// Largest number of connections to the proxy. Each connection carries hundreds of streams, so more than a
+/// few connections only cost memory at both ends.
 pub const MAX_CONNECTIONS: usize = 64;
 
-/// Everything the tunnel is told at start.
+/// Complete configuration of a node tunnel.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
-    /// Where it listens, and for whom.
+    /// Listeners, with the Service behind each.
     pub routes: Vec<Route>,
-    /// The interface to make and keep for these addresses; by default others see to it.
+    /// Interface to create and maintain for the listen addresses. `None` by default: the node already has the
+    /// addresses.
     pub interface: Option<Interface>,
-    /// The CONNECT port of the seed's nodeport-proxy. A name is looked up anew for each connection.
+    /// CONNECT port of the seed's nodeport-proxy. A host name is resolved again for each connection.
     pub proxy: HostPort,
-    /// How many HTTP/2 connections to the proxy there are at once, 1 to [`MAX_CONNECTIONS`]. One
-    /// shares a single path, and one processor here and at the proxy, among all clients. Default 2.
+    /// Number of HTTP/2 connections to the proxy, 1 to [`MAX_CONNECTIONS`]. With 1, all clients share one
+    /// network path and one processor at each end. Default 2.
     pub connections: usize,
-    /// Health and metrics. Default `0.0.0.0:8002`.
+    /// Listener for health and metrics. Default `0.0.0.0:8002`.
     pub stats: HostPort,
-    /// How long clients may take to end after SIGTERM; then they are cut. Default 25 s.
+    /// Time for clients to end after SIGTERM; clients still connected are then closed. Default 25 s.
     pub drain_timeout: Duration,
-    /// Where log lines go and how many of them.
+    /// Destination and verbosity of the log.
     pub logging: LogConfig,
-    /// What the operator should be told once logging works: one line each.
+    /// Warnings to log once logging works, one line each.
     pub warnings: Vec<String>,
 }
 
-/// One listener.
+/// A listener and its target.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Route {
-    /// Where clients connect.
+    /// Listen address for clients.
     pub listen: HostPort,
-    /// What the proxy is asked for.
+    /// Authority in the CONNECT request to the proxy: the target Service and port.
     pub authority: Authority,
 }
 
@@ -56,8 +57,8 @@ impl Config {
     /// Reads a command line, program name first. Flags may have one dash or two, as in Go.
     ///
     /// # Errors
-    /// [`Exit`] when there is nothing to run: help was asked for (code 0), or the command line is
-    /// wrong in one or more ways (code 1), all of which are named.
+    /// Returns [`Exit`] for a help request (code 0) or an invalid command line (code 1). The text for an
+    /// invalid command line lists every problem.
     pub fn from_args<I, A>(args: I) -> Result<Self, Exit>
     where
         I: IntoIterator<Item = A>,
@@ -66,9 +67,9 @@ impl Config {
         Flags::read(args.into_iter().map(Into::into))
     }
 
-    /// Every option in effect as `name=value`, for the log at start.
+    /// Returns every option in effect as `name=value`, for the log at start.
     pub fn describe(&self) -> Vec<String> {
-        // Destructured so that a new field can not be left out.
+        // Destructured so that a new field cannot be left out.
         let Self {
             routes,
             interface,

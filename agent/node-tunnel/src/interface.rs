@@ -1,14 +1,15 @@
-//! The interface whose addresses the tunnel listens on: made, and kept as it has to be.
+//! The network interface with the listen addresses: created and maintained.
 //!
-//! A node has no address for the seed's API server by itself. A dummy interface gives it one that
-//! never leaves the node, as KKP's network-interface-manager does. It is made before the listeners
-//! bind, kept while the program runs, and left behind at its end: the next start finds it, and a
-//! restart takes no address from a node. An interface of another kind is never touched.
+//! A node has no address of its own for the seed's API server. A dummy interface adds such an address, and
+//! the address never leaves the node. KKP's network-interface-manager does the same. The program creates the
+//! interface before the listeners bind, maintains the interface while running, and leaves the interface in
+//! place at exit. The next start finds the interface, so a restart removes no address from the node. The
+//! program never touches an interface of another kind.
 //!
-//! | module | what it holds |
+//! | module | contents |
 //! |---|---|
-//! | [`plan`] | what to do about an interface as it is found; no I/O |
-//! | [`message`] | the few rtnetlink messages that takes; no I/O |
+//! | [`plan`] | the changes that an interface needs; no I/O |
+//! | [`message`] | the necessary rtnetlink messages; no I/O |
 //! | [`netlink`] | the sockets |
 
 pub mod message;
@@ -32,115 +33,115 @@ use self::netlink::{Monitor, Netlink};
 use self::plan::{Foreign, Step, steps};
 use super::metrics::TunnelMetrics;
 
-/// The kind of the interface, by the kernel's name for it: the kind that KKP makes.
+/// Kind of the interface, as the kernel names it: the kind that KKP creates.
 pub const KIND: &str = "dummy";
 
-/// How often the interface is looked at although the kernel has told of no change: as often as
-/// network-interface-manager looks. It is the safety net for a notification that got lost.
+/// Longest time between two checks of the interface, as in network-interface-manager. Usually a kernel
+/// notification triggers a check; the interval covers lost notifications.
 pub const CHECK_INTERVAL: Duration = Duration::from_secs(10);
 
-/// The pause behind a look that found nothing to do: changes come in bursts.
+/// Pause after a check without a problem, because changes come in bursts.
 const CALM_PAUSE: Duration = Duration::from_millis(100);
 
-/// The first pause behind a repair or a failure. It doubles up to [`CHECK_INTERVAL`] as long as
-/// each look finds something wrong: against a program that wants it otherwise this one does not win,
-/// and must not load the node either.
+/// First pause after a repair or a failure. The pause doubles up to [`CHECK_INTERVAL`] while each check finds
+/// a problem. If another program keeps undoing the repairs, the pause limits the load on the node.
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
 
-/// How often one repair looks again. Three times are what it takes to make an interface; more are
-/// for changes that others make meanwhile.
+/// Largest number of checks in one repair. Creating an interface needs three checks; more checks allow for
+/// changes by other programs meanwhile.
 const MAX_LOOKS: usize = 8;
 
-/// What to make and keep.
+/// The interface to create and maintain.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Interface {
-    /// Its name: 1 to 15 bytes.
+    /// Name of the interface: 1 to 15 bytes.
     pub name: String,
-    /// Its kind. The command line can only say [`KIND`]; tests on kernels without it say another.
+    /// Kind of the interface. The command line always sets [`KIND`]. Tests use another kind on kernels
+    /// without dummy interfaces.
     pub kind: &'static str,
-    /// Its addresses, each alone in its network (`/32`, `/128`).
+    /// Addresses of the interface, each with a network of its own (`/32`, `/128`).
     pub addresses: Vec<IpAddr>,
 }
 
-/// Why the interface is not as it has to be.
+/// Reason why the interface could not be created or repaired.
 #[derive(Debug, thiserror::Error)]
 pub enum InterfaceError {
-    /// The process may not change interfaces.
+    /// The process lacks the permission to change interfaces.
     #[error(
-        "interface {name}: cannot {step}: not permitted; grant CAP_NET_ADMIN, or leave out --if and --addr and have it made by others"
+        "interface {name}: cannot {step}: not permitted; grant CAP_NET_ADMIN, or omit --if and --addr and create the interface by other means"
     )]
     Permission {
-        /// The interface.
+        /// Name of the interface.
         name: String,
-        /// What failed.
+        /// The failed step.
         step: Step,
     },
-    /// Somebody else's interface has the name.
+    /// An interface of another kind already has the name.
     #[error(
-        "interface {name} is there already and {found}: it is left alone; choose another name with --if, or remove it"
+        "interface {name} already exists and {found}; choose another name with --if, or remove the existing interface"
     )]
     Foreign {
-        /// The interface.
+        /// Name of the interface.
         name: String,
-        /// What it is.
+        /// The existing interface.
         found: Foreign,
     },
-    /// The kernel can not make such an interface.
+    /// The kernel does not support interfaces of the kind.
     #[error(
-        "interface {name}: this kernel knows no interfaces of kind {kind}; load the module that brings them, such as with `modprobe {kind}` on the node"
+        "interface {name}: this kernel does not support interfaces of kind {kind}; load the kernel module, for example with `modprobe {kind}` on the node"
     )]
     NoSuchKind {
-        /// The interface.
+        /// Name of the interface.
         name: String,
-        /// Its kind.
+        /// Kind of the interface.
         kind: &'static str,
     },
     /// IPv6 is switched off.
     #[error(
-        "interface {name}: cannot {step}: IPv6 is switched off, by net.ipv6.conf.default.disable_ipv6, that of {name}, or for the whole kernel; switch it on, or leave the address out of --addr"
+        "interface {name}: cannot {step}: IPv6 is switched off, by net.ipv6.conf.default.disable_ipv6, by net.ipv6.conf.{name}.disable_ipv6, or for the whole kernel; switch IPv6 on, or leave the address out of --addr"
     )]
     NoIpv6 {
-        /// The interface.
+        /// Name of the interface.
         name: String,
-        /// What failed.
+        /// The failed step.
         step: Step,
     },
-    /// Others change it as fast as it is repaired.
+    /// Another program keeps changing the interface during the repair.
     #[error(
-        "interface {name} changes while it is repaired; find the other program that manages it, and stop one of the two"
+        "interface {name} keeps changing during the repair; find the other program that manages the interface, and stop one of the two"
     )]
     Contended {
-        /// The interface.
+        /// Name of the interface.
         name: String,
     },
-    /// The kernel said no to something else.
-    #[error("interface {name}: cannot {step}: {reason}; `ip -d addr show` tells what is there")]
+    /// The kernel rejected a step for another reason.
+    #[error("interface {name}: cannot {step}: {reason}; `ip -d addr show` lists the current state")]
     Refused {
-        /// The interface.
+        /// Name of the interface.
         name: String,
-        /// What failed.
+        /// The failed step.
         step: Step,
         /// The kernel's error.
         reason: Errno,
     },
-    /// Nothing can be learned from the kernel.
-    #[error("interface {name}: cannot be looked at: {reason}; allow sockets of AF_NETLINK")]
+    /// The state of the interface cannot be read from the kernel.
+    #[error("interface {name}: cannot read the current state: {reason}; allow AF_NETLINK sockets")]
     Unseen {
-        /// The interface.
+        /// Name of the interface.
         name: String,
         /// The system's error.
         reason: io::Error,
     },
 }
 
-/// What one look has led to.
+/// Result of one successful repair. `done` is empty if the interface was already in place.
 #[derive(Debug)]
 struct Kept {
     index: u32,
     done: Vec<Step>,
 }
 
-/// Keeps one interface.
+/// Creates and maintains one interface.
 pub struct Keeper {
     wanted: Interface,
     monitor: Monitor,
@@ -149,14 +150,14 @@ pub struct Keeper {
     metrics: Arc<TunnelMetrics>,
 }
 
-/// Whether the interface was in place at the last look.
+/// Result of the last check: `None` if the interface was in place, otherwise the error.
 #[derive(Clone, Debug, Default)]
 pub struct Health(Arc<Mutex<Option<String>>>);
 
 // === impl Interface ===
 
 impl Interface {
-    /// Looks, and repairs until there is nothing left to do.
+    /// Checks and repairs the interface until there is nothing left to repair.
     fn repair(&self) -> Result<Kept, InterfaceError> {
         let unseen = |errno: Errno| self.unseen(errno.into());
         let mut netlink = Netlink::open().map_err(unseen)?;
@@ -175,7 +176,7 @@ impl Interface {
             if todo.is_empty() {
                 return Ok(Kept { index, done });
             }
-            // An address that can not be had, as without IPv6, keeps no other one away.
+            // A failed address, such as an IPv6 address without IPv6, must not prevent the next steps.
             let mut refused = None;
             for step in todo {
                 match netlink.carry_out(self, index, &step) {
@@ -192,14 +193,15 @@ impl Interface {
         Err(InterfaceError::Contended { name })
     }
 
-    /// The first repair. It finds out, too, whether there may be another one: what is in place by
-    /// chance must not hide until the next restart of the node that a capability is missing.
+    /// Does the first repair, and checks the permission for later repairs. Without the check, an interface
+    /// that is already in place would hide a missing capability until the node restarts.
     fn make(&self) -> Result<Kept, InterfaceError> {
         let kept = self.repair()?;
         if kept.done.is_empty() {
             let step = Step::SetUp;
             let outcome = Netlink::open().and_then(|mut netlink| {
-                // It is up: this changes nothing, and takes the same permission as a change.
+                // The interface is up, so this step changes nothing. The step still needs the permission for
+                // changes.
                 netlink.carry_out(self, kept.index, &step)
             });
             match outcome {
@@ -218,7 +220,7 @@ impl Interface {
                 let kind = self.kind;
                 InterfaceError::NoSuchKind { name, kind }
             }
-            // By a setting; without the protocol.
+            // ACCESS: a setting disables IPv6. OPNOTSUPP and AFNOSUPPORT: the kernel has no IPv6.
             (Errno::ACCESS | Errno::OPNOTSUPP | Errno::AFNOSUPPORT, Step::Add(address))
                 if address.ip.is_ipv6() =>
             {
@@ -233,8 +235,8 @@ impl Interface {
         InterfaceError::Unseen { name, reason }
     }
 
-    /// Does `work` on a thread that may wait: the kernel makes all who ask for interfaces wait
-    /// while others change theirs, and clients' bytes must not.
+    /// Runs `work` on a thread for blocking work. The kernel delays rtnetlink requests during changes by
+    /// other programs, and client traffic must not wait.
     async fn aside(
         &self,
         work: fn(&Self) -> Result<Kept, InterfaceError>,
@@ -245,7 +247,7 @@ impl Interface {
     }
 }
 
-/// Whether an error only says that others changed the interface meanwhile.
+/// True if the error only means that another program changed the interface meanwhile.
 fn has_changed(errno: Errno) -> bool {
     matches!(
         errno,
@@ -256,15 +258,15 @@ fn has_changed(errno: Errno) -> bool {
 // === impl Keeper ===
 
 impl Keeper {
-    /// Makes the interface, or finds it as it has to be.
+    /// Creates the interface, or verifies that the interface is already in place.
     ///
     /// # Errors
-    /// [`InterfaceError`]; whatever was done before the error stays.
+    /// Returns [`InterfaceError`]. Steps done before the error are not undone.
     pub async fn start(
         wanted: Interface,
         metrics: Arc<TunnelMetrics>,
     ) -> Result<Self, InterfaceError> {
-        // Before the first look, so that no change can fall between the two.
+        // Opened before the first check, so that no change between the two is missed.
         let monitor = Monitor::open().map_err(|error| wanted.unseen(error))?;
         let Kept { index, done } = wanted.aside(Interface::make).await?;
         let steps = Step::list(&done);
@@ -278,12 +280,13 @@ impl Keeper {
         })
     }
 
-    /// For the readiness page.
+    /// Returns the health state, for the readiness page.
     pub fn health(&self) -> Health {
         self.health.clone()
     }
 
-    /// Repairs the interface whenever it changes, until the token fires; leaves it as it is then.
+    /// Repairs the interface after every change, until the token fires. Leaves the interface in place at the
+    /// end.
     pub async fn run(mut self, stop: CancellationToken) {
         let mut pause = CALM_PAUSE;
         loop {
@@ -308,7 +311,8 @@ impl Keeper {
         }
     }
 
-    /// Looks and repairs. From the pause before it to the one behind it.
+    /// Checks and repairs the interface. `pause` is the pause before this check; returns the pause for the
+    /// next check.
     async fn look(&mut self, pause: Duration) -> Duration {
         let interface = &self.wanted.name;
         match self.wanted.aside(Interface::repair).await {
@@ -322,7 +326,8 @@ impl Keeper {
                 }
                 self.metrics.interface_repairs.increment(1);
                 let (steps, pause) = (Step::list(&done), longer(pause));
-                let text = "the interface was changed and is repaired; the next repair waits";
+                let text =
+                    "the interface was changed and is repaired; pausing before the next repair";
                 warn!(interface, steps, ?pause, "{text}");
                 pause
             }
@@ -330,7 +335,7 @@ impl Keeper {
                 self.metrics.interface_failures.increment(1);
                 let text = error.to_string();
                 let before = self.health.0.lock().replace(text.clone());
-                // Once, not at every look.
+                // Log an error once, not at every check.
                 if before.is_none_or(|before| before != text) {
                     error!("{text}");
                 }
@@ -340,7 +345,7 @@ impl Keeper {
     }
 }
 
-/// The pause behind something wrong, from the one before.
+/// Returns the next, longer pause after a problem.
 fn longer(pause: Duration) -> Duration {
     (pause * 2).clamp(FIRST_PAUSE, CHECK_INTERVAL)
 }
@@ -348,10 +353,10 @@ fn longer(pause: Duration) -> Duration {
 // === impl Health ===
 
 impl Health {
-    /// `Ok`, or what is wrong.
+    /// Reports the result of the last check.
     ///
     /// # Errors
-    /// The text of the last [`InterfaceError`].
+    /// Returns the text of the last [`InterfaceError`].
     pub fn check(&self) -> Result<(), String> {
         self.0.lock().clone().map_or(Ok(()), Err)
     }
@@ -363,7 +368,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pauses_grow_while_something_is_wrong_and_never_beyond_a_check() {
+    fn pauses_double_up_to_the_check_interval() {
         let mut pause = CALM_PAUSE;
         let mut pauses = Vec::new();
         for _ in 0..6 {
@@ -374,7 +379,7 @@ mod tests {
     }
 
     #[test]
-    fn errors_say_what_to_do() {
+    fn errors_name_the_remedy() {
         let interface = Interface {
             name: "envoyagent".to_owned(),
             kind: KIND,

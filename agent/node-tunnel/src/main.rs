@@ -1,4 +1,4 @@
-//! The node's end of the tunnel to a seed: see `culvert_node_tunnel`.
+//! The node's end of the tunnel to a seed: see the library.
 
 use std::process::ExitCode;
 

@@ -1,4 +1,4 @@
-//! The tunnel's series: its own, and those under Envoy's names that dashboards read.
+//! The node tunnel's metrics: series of its own, and series under Envoy's names for existing dashboards.
 
 use std::sync::Arc;
 
@@ -9,49 +9,49 @@ use culvert_host::telemetry::metrics::{
 use culvert_stream::CloseReason;
 use metrics::{Counter, Gauge};
 
-/// What Envoy's series are told apart by; dashboards ask for this name.
+/// Label of the series under Envoy's names; dashboards select by this name.
 const CLUSTER: [(&str, &str); 1] = [("envoy_cluster_name", "proxy_cluster")];
 
 label_values! {
-    /// Why a client was turned away.
+    /// Reason for closing a client without a stream.
     pub enum Refusal("reason") {
-        /// The proxy knows no such Service.
+        /// The proxy has no such Service.
         NotFound = "404",
-        /// No endpoint of the Service accepts.
+        /// No endpoint of the Service accepts connections.
         Unavailable = "503",
-        /// The proxy gave another answer.
+        /// The proxy answered with another status.
         OtherStatus = "other_status",
-        /// The proxy gave no answer in time.
+        /// The proxy did not answer in time.
         NoAnswer = "no_answer",
-        /// The stream, or the connection below it, ended before there was an answer.
+        /// The stream or the connection to the proxy ended before the answer.
         Lost = "lost",
-        /// The proxy can not be reached.
+        /// The proxy cannot be reached.
         Unreachable = "unreachable",
-        /// Every connection carries as many streams as the proxy allows.
+        /// Every connection has as many streams as the proxy allows.
         Full = "full",
     }
 }
 
-/// All series of one tunnel.
+/// All metrics of one node tunnel.
 pub struct TunnelMetrics {
     registry: Arc<Registry>,
     /// Open connections to the proxy.
     pub connections: Gauge,
-    /// Connections that were opened to the proxy.
+    /// Connections to the proxy opened so far.
     pub connected: Counter,
-    /// Attempts to connect to the proxy that failed.
+    /// Failed attempts to connect to the proxy.
     pub connect_failed: Counter,
-    /// Open CONNECT streams, those that wait for their answer included.
+    /// Open CONNECT streams, including streams that wait for the answer.
     pub streams: Gauge,
     /// CONNECT requests.
     pub requests: Counter,
-    /// Bytes of clients from the proxy.
+    /// Payload bytes received from the proxy.
     pub received: Counter,
-    /// Bytes of clients to the proxy.
+    /// Payload bytes sent to the proxy.
     pub sent: Counter,
-    /// Repairs of the interface after others changed it.
+    /// Repairs of the interface after changes by other programs.
     pub interface_repairs: Counter,
-    /// Repairs of the interface that failed.
+    /// Failed repairs of the interface.
     pub interface_failures: Counter,
     clients: Gauge,
     accepted: Counter,
@@ -65,7 +65,7 @@ impl TunnelMetrics {
     /// Registers all series.
     ///
     /// # Errors
-    /// Never in practice; see [`Registry::new`].
+    /// Does not fail in practice; see [`Registry::new`].
     pub fn new() -> Result<Arc<Self>, MetricsError> {
         let registry = Registry::new(&[])?;
         register_build_info(&registry, "node-tunnel", env!("CARGO_PKG_VERSION"));
@@ -144,23 +144,23 @@ impl TunnelMetrics {
         }))
     }
 
-    /// The registry, to render it and keep it up.
+    /// Returns the registry, for rendering and upkeep.
     pub fn registry(&self) -> &Arc<Registry> {
         &self.registry
     }
 
-    /// A client's connection; the gauge falls back when the guard is dropped.
+    /// Counts a new client. The gauge of open clients decreases when the guard is dropped.
     pub fn client(&self) -> GaugeGuard {
         self.accepted.increment(1);
         GaugeGuard::new(&self.clients)
     }
 
-    /// Counts a client that was turned away.
+    /// Counts a client closed without a stream.
     pub fn refused(&self, reason: Refusal) {
         self.refused.get(reason).increment(1);
     }
 
-    /// Counts the end of a client's connection.
+    /// Counts the end of a client's connection by reason.
     pub fn closed(&self, reason: CloseReason) {
         if let Some((_, counter)) = self.closed.iter().find(|(known, _)| *known == reason) {
             counter.increment(1);
@@ -175,7 +175,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_dashboards_ask_for_is_there_from_the_start() {
+    fn dashboard_series_exist_from_the_start() {
         let metrics = TunnelMetrics::new().unwrap();
         metrics.refused(Refusal::NotFound);
         let page = metrics.registry().render();

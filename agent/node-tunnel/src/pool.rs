@@ -1,9 +1,9 @@
-//! The connections to the proxy: a few, kept, and shared by all streams.
+//! The connections to the proxy: a few persistent connections, shared by all streams.
 //!
-//! One task dials, one dial at a time ([`Pool::run`]), so that all who wait share it and hear of
-//! its failure at once. It keeps one connection open even when nobody needs it, and opens further
-//! ones, up to the limit, while each carries a stream. A connection that broke, was told to end
-//! (GOAWAY) or does not answer a PING gets no new streams and is replaced.
+//! A single task ([`Pool::run`]) makes the dials, one at a time, so that all waiting clients share a dial and
+//! learn of a failed dial at once. The pool keeps one connection open even without clients, and opens more
+//! connections, up to the limit, while each open connection carries a stream. A connection gets no new
+//! streams and is replaced if it broke, received GOAWAY, or does not answer a PING.
 
 use std::pin::pin;
 use std::sync::Arc;
@@ -34,90 +34,91 @@ use tracing::{debug, info, warn};
 
 use super::metrics::TunnelMetrics;
 
-/// How long a dial may take, name lookup included, and how long a client waits for a connection
-/// (the connect timeout that KKP gives Envoy).
+/// Longest duration of a dial, name lookup included, and longest wait of a client for a connection. KKP sets
+/// the same connect timeout for Envoy.
 pub const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// How long the proxy may take to answer a PING (KKP's setting for Envoy).
+/// Longest wait for the proxy's answer to a PING. KKP sets the same timeout for Envoy.
 const PING_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The pause behind a dial; it doubles from the first to the last as long as connections do not
-/// last either. Half of it is jitter: after a restart of the proxy all nodes come at once.
+/// Shortest and longest pause after a dial. The pause doubles with each dial and starts over once a
+/// connection lasts. Up to half of the pause is cut at random: after a restart of the proxy, all nodes
+/// connect at the same time.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 const LAST_PAUSE: Duration = Duration::from_secs(5);
 
-/// Bytes that all streams of one connection together may hold for clients that do not read, before
-/// each may hold no more than [`culvert_native::window::CROWDED_BYTES`].
+/// Bytes that all streams of one connection together may buffer for clients that do not read. At this bound,
+/// each stream may buffer at most [`culvert_native::window::CROWDED_BYTES`].
 const HELD_BYTES: usize = 64 * 1024 * 1024;
 
-/// How far the proxy may send ahead on each stream, as a node's Envoy lets it. An Envoy at the seed
-/// loses what this holds back when the endpoint closes first: with 1 MiB a download of 20 MiB was
-/// cut, with 16 MiB, between two Envoys, one of 60 MB to a slow reader.
+/// Bytes the proxy may send ahead on each stream, equal to the window of a node's Envoy. If the endpoint
+/// closes first, an Envoy at the seed loses the bytes beyond the window: with 1 MiB, a download of 20 MiB was
+/// cut; with 16 MiB, between two Envoys, a download of 60 MB to a slow reader was cut.
 const WINDOW_BYTES: u32 = 16 * 1024 * 1024;
 
-/// How long connections may take to close once nobody uses them any more.
+/// Time for unused connections to close at the end.
 const LEAVE_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// How the proxy is reached.
+/// Way to dial the proxy.
 pub trait Reach: Send + Sync + 'static {
-    /// What lies below HTTP/2.
+    /// Connection below HTTP/2.
     type Stream: AsyncRead + AsyncWrite + Unpin + Send + 'static;
 
-    /// One try, name lookup included.
+    /// Makes one attempt to connect, name lookup included.
     fn reach(&self) -> impl Future<Output = Result<Self::Stream, String>> + Send;
 }
 
-/// TCP in plain text.
+/// Plain TCP to the address.
 pub struct PlainTcp(pub HostPort);
 
-/// The connections to one proxy.
+/// Pool of connections to one proxy.
 pub struct Pool<R> {
     reach: R,
     limit: usize,
     shards: Shards,
     links: Mutex<Vec<Arc<Link>>>,
-    /// The task that dials is to look again.
+    /// Wakes the dialing task to check for missing connections.
     look: Notify,
-    /// Changes with each dial: why it failed, or `None` after a success.
+    /// Result of the last dial: the reason for a failure, or `None` after a success. Changes with each dial.
     dialed: watch::Sender<Option<String>>,
     metrics: Arc<TunnelMetrics>,
     tasks: TaskTracker,
 }
 
-/// One connection that takes new streams.
+/// A connection that accepts new streams.
 struct Link {
     serial: u64,
-    /// The thread that drives it.
+    /// The thread that drives the connection.
     shard: usize,
     requests: Requests,
     inbound: Arc<Inbound>,
     streams: AtomicUsize,
 }
 
-/// A stream that was asked for.
+/// A requested stream.
 pub struct Stream {
-    /// What the proxy says to it.
+    /// The proxy's answer.
     pub answer: ResponseFuture,
-    /// The way to the proxy.
+    /// Sends bytes to the proxy.
     pub send: SendStream<Chunk>,
-    /// What counts the bytes of all streams of its connection.
+    /// Counts the bytes of all streams of the connection.
     pub inbound: Arc<Inbound>,
-    /// Its place in the connection, to be kept as long as the stream.
+    /// Counts the stream in its connection; must live as long as the stream.
     pub seat: Seat,
 }
 
-/// Counts one stream of a connection.
+/// Guard that counts one stream of a connection.
 pub struct Seat(Arc<Link>);
 
-/// Why there is no stream.
+/// Reason why a stream could not be opened.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PoolError {
-    /// There is no connection, and the last dial failed or took too long.
+    /// No connection is open, and the last dial failed or took too long.
     #[error(
         "cannot connect to the proxy: {0}; check --proxy, and that this node reaches that address"
     )]
     Unreachable(String),
-    /// The proxy allows no more streams.
+    /// Every open connection already has as many streams as the proxy allows.
     #[error(
         "every connection carries as many streams as the proxy allows: raise --connections, or the \
          proxy's limit of concurrent streams"
@@ -141,7 +142,8 @@ impl Reach for PlainTcp {
 // === impl Pool ===
 
 impl<R: Reach> Pool<R> {
-    /// A pool of at most `limit` connections, which `shards` share; [`run`](Self::run) opens them.
+    /// Creates a pool of at most `limit` connections, spread over `shards`. [`run`](Self::run) opens the
+    /// connections.
     pub fn new(reach: R, limit: usize, shards: Shards, metrics: Arc<TunnelMetrics>) -> Arc<Self> {
         Arc::new(Self {
             reach,
@@ -155,18 +157,18 @@ impl<R: Reach> Pool<R> {
         })
     }
 
-    /// The threads that drive connections.
+    /// Returns the threads that drive the connections.
     pub fn shards(&self) -> &Shards {
         &self.shards
     }
 
-    /// Whether there is a connection for new streams.
+    /// True if a connection accepts new streams.
     pub fn is_up(&self) -> bool {
         self.links.lock().iter().any(|link| link.takes_streams())
     }
 
-    /// Asks for a stream to `target` on the connection with the fewest; without a connection it
-    /// waits for one, [`CONNECT_TIMEOUT`] at most.
+    /// Requests a stream to `target` on the connection with the fewest streams. Without a connection, waits
+    /// up to [`CONNECT_TIMEOUT`] for one.
     ///
     /// # Errors
     /// See [`PoolError`].
@@ -174,13 +176,13 @@ impl<R: Reach> Pool<R> {
         let opened = timeout(CONNECT_TIMEOUT, self.open_or_wait(target)).await;
         opened.unwrap_or_else(|_| {
             let last = self.dialed.borrow().clone();
-            let reason = last.unwrap_or_else(|| "it takes too long".to_owned());
+            let reason = last.unwrap_or_else(|| "the dial takes too long".to_owned());
             Err(PoolError::Unreachable(reason))
         })
     }
 
     async fn open_or_wait(&self, target: &Uri) -> Result<Stream, PoolError> {
-        // What is dialed from here on is heard of.
+        // Subscribed before the first attempt, so that no dial result is missed.
         let mut dialed = self.dialed.subscribe();
         loop {
             let opened = self.try_open(target);
@@ -188,7 +190,7 @@ impl<R: Reach> Pool<R> {
             if let Some(stream) = opened? {
                 return Ok(stream);
             }
-            // Never an error: the sender is `self`'s.
+            // Cannot fail: `self` owns the sender.
             let _ = dialed.changed().await;
             let failed = dialed.borrow_and_update().clone();
             if let Some(reason) = failed {
@@ -205,7 +207,7 @@ impl<R: Reach> Pool<R> {
         };
         let mut requests = link.requests.clone();
         if link.count() >= requests.current_max_send_streams() {
-            // There may be one more soon.
+            // The pool may open another connection soon.
             return match links.len() < self.limit {
                 true => Ok(None),
                 false => Err(PoolError::Full),
@@ -224,11 +226,11 @@ impl<R: Reach> Pool<R> {
         }))
     }
 
-    /// Connects as needed until the token fires; then closes what is open. Streams should have
-    /// ended by then: those that have not are cut after a second.
+    /// Connects as needed until the token fires, then closes the connections. Streams should have ended by
+    /// then; streams still open are cut after one second.
     pub async fn run(self: Arc<Self>, stop: CancellationToken) {
         stop.run_until_cancelled(self.keep(&stop)).await;
-        // A connection that nobody can use any more ends in order, by itself.
+        // An unused connection closes in order once its last handle is dropped.
         self.links.lock().clear();
         self.tasks.close();
         self.tasks.wait().await;
@@ -248,7 +250,7 @@ impl<R: Reach> Pool<R> {
             let failed = self.connect(serial, stop).await.err();
             if let Some(reason) = &failed {
                 self.metrics.connect_failed.increment(1);
-                // The same failure again and again is told once.
+                // Repeated failures with the same reason are logged once.
                 if failed == told {
                     debug!(reason, "still no connection to the proxy");
                 } else {
@@ -266,7 +268,7 @@ impl<R: Reach> Pool<R> {
         }
     }
 
-    /// There is room for one more connection, and no idle one.
+    /// True if the pool is below its limit and has no idle connection.
     fn is_short(&self) -> bool {
         let mut links = self.links.lock();
         links.retain(|link| link.takes_streams());
@@ -341,7 +343,7 @@ impl<R: Reach> Pool<R> {
 // === impl Link ===
 
 impl Link {
-    /// Whether it is neither broken nor told to end. HTTP/2 knows at once.
+    /// True if the connection is neither broken nor ended by GOAWAY. HTTP/2 reports either state at once.
     fn takes_streams(&self) -> bool {
         let ready = self.requests.clone().ready().now_or_never();
         matches!(ready, Some(Ok(_)))
@@ -360,7 +362,7 @@ impl Seat {
         Self(link.clone())
     }
 
-    /// The thread that drives the stream's connection.
+    /// Returns the thread that drives the stream's connection.
     pub fn shard(&self) -> usize {
         self.0.shard
     }

@@ -1,4 +1,4 @@
-//! Clients of a tunnel whose proxy is in memory.
+//! Tests of clients, with a proxy in memory.
 #![allow(clippy::unwrap_used, clippy::indexing_slicing)]
 
 use std::net::{IpAddr, Ipv4Addr};
@@ -18,7 +18,7 @@ use super::*;
 
 const PEER: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 1);
 
-/// A listener's clients, and the proxy that they reach.
+/// A listener's carrier, and the proxy behind the carrier.
 struct Node {
     proxy: Proxy,
     far: FarEnd,
@@ -65,7 +65,8 @@ impl Node {
         halves(send, body, inbound, CloseReason::AgentLost)
     }
 
-    /// Answers the next request with 200, and waits until it has arrived: a reset overtakes it.
+    /// Answers the next request with 200 and waits until the client has received a byte. Without the wait, a
+    /// reset could overtake the answer.
     async fn carries(&mut self, client: &mut DuplexStream) -> (NativeSource, NativeSink) {
         let (source, mut sink) = self.accept().await;
         sink.send(chunk("x")).await.unwrap();
@@ -73,7 +74,7 @@ impl Node {
         (source, sink)
     }
 
-    /// Answers the next request with another status, and no more.
+    /// Answers the next request with `status` and ends the stream.
     async fn refuse(&mut self, status: StatusCode) {
         let (_request, mut respond) = self.far.next_stream().await;
         let mut response = Response::new(());
@@ -81,7 +82,7 @@ impl Node {
         respond.send_response(response, true).unwrap();
     }
 
-    /// Demands that all clients have ended, and that the page of metrics has this series.
+    /// Waits until all clients have ended and checks that the metrics page contains `series`.
     async fn ended(&self, series: &str) {
         self.tasks.close();
         self.tasks.wait().await;
@@ -97,7 +98,7 @@ impl Node {
     }
 }
 
-/// All that a client gets until its connection ends.
+/// Reads everything the client receives until the connection ends.
 async fn rest(client: &mut DuplexStream) -> String {
     let mut text = String::new();
     client.read_to_string(&mut text).await.unwrap();
@@ -109,7 +110,7 @@ fn chunk(text: &'static str) -> Bytes {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_client_that_ends_its_direction_gets_its_answer() {
+async fn client_gets_the_answer_after_its_half_close() {
     let mut node = Node::start().await;
     let mut client = node.client();
     client.write_all(b"question").await.unwrap();
@@ -125,7 +126,7 @@ async fn a_client_that_ends_its_direction_gets_its_answer() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_client_goes_on_after_the_proxys_direction_has_ended() {
+async fn client_can_send_after_the_proxys_half_close() {
     let mut node = Node::start().await;
     let mut client = node.client();
     let (mut source, mut sink) = node.accept().await;
@@ -141,7 +142,7 @@ async fn a_client_goes_on_after_the_proxys_direction_has_ended() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_clients_first_bytes_wait_for_the_answer() {
+async fn first_client_bytes_wait_for_the_answer() {
     let mut node = Node::start().await;
     let mut client = node.client();
     client.write_all(b"hello").await.unwrap();
@@ -170,7 +171,7 @@ async fn a_refusal_closes_the_client_and_is_counted_by_status() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_proxy_that_does_not_answer_is_given_up() {
+async fn client_is_closed_if_the_proxy_does_not_answer() {
     let mut node = Node::start().await;
     let started = Instant::now();
     let mut client = node.client();
@@ -187,7 +188,7 @@ async fn a_proxy_that_does_not_answer_is_given_up() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_request_that_ended_with_its_connection_is_made_again() {
+async fn request_is_repeated_if_its_connection_ends() {
     let mut node = Node::start().await;
     let mut client = node.client();
     let _unanswered = node.far.next_stream().await;
@@ -200,7 +201,7 @@ async fn a_request_that_ended_with_its_connection_is_made_again() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_stream_that_is_reset_closes_its_client_only() {
+async fn stream_reset_closes_only_its_client() {
     let mut node = Node::start().await;
     let mut other = node.client();
     let (_other_source, mut other_sink) = node.accept().await;
@@ -217,7 +218,7 @@ async fn a_stream_that_is_reset_closes_its_client_only() {
 }
 
 #[tokio::test]
-async fn a_client_that_resets_resets_its_stream() {
+async fn client_reset_resets_its_stream() {
     let mut node = Node::start().await;
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let client = TcpStream::connect(listener.local_addr().unwrap());
@@ -247,7 +248,7 @@ async fn a_cut_ends_both_sides_at_once() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_refusal_is_told_once_in_a_while() {
+async fn refusal_warnings_are_rate_limited() {
     let node = Node::start().await;
     assert!(node.carrier.is_news(Refusal::NotFound));
     assert!(!node.carrier.is_news(Refusal::NotFound));
@@ -263,7 +264,7 @@ async fn each_client_is_served_by_the_thread_of_its_connection() {
     let (mut clients, mut other) = (Vec::new(), None);
     for expected in [0, 1, 0, 1] {
         if expected == 1 && other.is_none() {
-            // It is opened once the first one carries a client.
+            // The pool opens the second connection once the first connection carries a client.
             other = Some(node.proxy.next_connection().await);
             let both = "envoy_cluster_upstream_cx_active{envoy_cluster_name=\"proxy_cluster\"} 2\n";
             let metrics = node.proxy.metrics.clone();

@@ -1,4 +1,4 @@
-//! The flags as they are typed: names, defaults and help texts, and what they mean together.
+//! The command-line flags of the node tunnel: names, defaults, help texts and validation.
 
 use std::ffi::OsString;
 use std::net::IpAddr;
@@ -15,27 +15,27 @@ use http::uri::Authority;
 use super::super::interface::{Interface, KIND};
 use super::{Config, MAX_CONNECTIONS, PROGRAM, Route};
 
-/// The verbosity unless `-v` is given: no line for each connection.
+/// Default verbosity: no log line per connection.
 const VERBOSITY: &str = "--v=2";
 
-/// What an address to listen on looks like.
+/// Example of a listen address, for error texts.
 const LISTEN: &str = "100.64.30.10:6443";
 
-/// What an interface's name and address look like: KKP's.
+/// Example of an interface name and address, as KKP uses them.
 const NAME: &str = "envoyagent";
 const ADDRESS: &str = "100.64.30.10";
 
-/// The longest name of an interface, in bytes (IFNAMSIZ without the end).
+/// Longest interface name, in bytes (IFNAMSIZ without the terminating NUL).
 const MAX_NAME: usize = 15;
 
-/// What an authority looks like.
+/// Example of an authority, for error texts.
 const AUTHORITY: &str = "apiserver-external.cluster-x.svc.cluster.local:443";
 
-/// What the proxy's address looks like.
+/// Example of a proxy address, for error texts.
 const PROXY: &str = "cluster-x.seed.example.com:8088";
 
-/// Carries connections to addresses of this node to Services of the seed, as CONNECT streams over a
-/// few HTTP/2 connections to the seed's nodeport-proxy.
+/// Carries connections to addresses of this node to Services of the seed, as CONNECT streams over a few
+/// HTTP/2 connections to the seed's nodeport-proxy.
 #[derive(Parser, Debug)]
 #[command(name = PROGRAM, version)]
 pub(super) struct Flags {
@@ -52,15 +52,15 @@ pub(super) struct Flags {
 #[derive(Args, Debug)]
 #[command(next_help_heading = "Tunnel")]
 struct TunnelFlags {
-    /// Where to listen, and the authority to ask the proxy for; comma-separated, or repeated
+    /// Listen address, and the authority to request from the proxy; comma-separated, or repeated
     #[arg(long, value_name = "HOST:PORT=AUTHORITY,...")]
     listen: Vec<StringSlice>,
 
-    /// CONNECT port of the seed's nodeport-proxy, spoken to in plain text
+    /// CONNECT port of the seed's nodeport-proxy; the connection is plain text
     #[arg(long, value_name = "HOST:PORT", default_value = "")]
     proxy: String,
 
-    /// HTTP/2 connections to the proxy that all clients share
+    /// HTTP/2 connections to the proxy, shared by all clients
     #[arg(long, value_name = "N", default_value = "2", value_parser = go_int)]
     connections: i64,
 }
@@ -68,7 +68,7 @@ struct TunnelFlags {
 #[derive(Args, Debug)]
 #[command(next_help_heading = "Interface")]
 struct InterfaceFlags {
-    /// Dummy interface to make and keep; needs CAP_NET_ADMIN. Empty makes none
+    /// Dummy interface to create and maintain; needs CAP_NET_ADMIN. Empty means no interface
     #[arg(long = "if", value_name = "NAME", default_value = "")]
     name: String,
 
@@ -80,7 +80,7 @@ struct InterfaceFlags {
 #[derive(Args, Debug)]
 #[command(next_help_heading = "Operation")]
 struct OperationsFlags {
-    /// Address of health and metrics; empty is all interfaces of both families
+    /// Address of health and metrics; empty means all interfaces, IPv4 and IPv6
     #[arg(long, value_name = "HOST", default_value = "0.0.0.0")]
     stats_address: String,
 
@@ -88,7 +88,7 @@ struct OperationsFlags {
     #[arg(long, value_name = "PORT", default_value = "8002", value_parser = go_int)]
     stats_port: i64,
 
-    /// Time for clients to end after SIGTERM; 0 ends them at once
+    /// Time for clients to end after SIGTERM; 0 closes clients at once
     #[arg(long, value_name = "DURATION", default_value = "25s")]
     drain_timeout: GoDuration,
 }
@@ -96,11 +96,11 @@ struct OperationsFlags {
 // === impl Flags ===
 
 impl Flags {
-    /// Reads, checks and converts a command line.
+    /// Parses, checks and converts a command line.
     pub(super) fn read(mut args: impl Iterator<Item = OsString>) -> Result<Config, Exit> {
         let program = args.next();
         let verbosity = OsString::from(VERBOSITY);
-        // As network-interface-manager's flags are written.
+        // Flags with one dash are valid too, as for network-interface-manager.
         let args = args.map(|arg| {
             arg.to_str()
                 .map(|arg| with_two_dashes(arg).into())
@@ -174,10 +174,10 @@ fn route(pair: &str) -> Result<Route, String> {
     let listen = host_port(listen, LISTEN)?;
     let target = host_port(authority, AUTHORITY)?.to_string();
     match Authority::try_from(target) {
-        // To HTTP a user name is a part of it, to a proxy it is none.
+        // The `http` crate accepts a user name in an authority; a proxy does not.
         Ok(authority) if !authority.as_str().contains('@') => Ok(Route { listen, authority }),
         _ => Err(format!(
-            "{authority:?} is no authority; write one such as {AUTHORITY}"
+            "{authority:?} is not a valid authority; write one such as {AUTHORITY}"
         )),
     }
 }
@@ -186,15 +186,15 @@ fn interface(p: &mut Problems, flags: &InterfaceFlags) -> Option<Interface> {
     let (name, texts) = (&flags.name, StringSlice::concat(&flags.addresses));
     if name.is_empty() {
         p.require(texts.is_empty(), || {
-            format!("--addr needs the interface to give it to; write --if={NAME}, too")
+            format!("--addr needs an interface; write --if={NAME} too")
         });
         return None;
     }
     p.require(is_name(name), || {
-        format!("--if: {name:?} is no name of an interface; write one such as {NAME}")
+        format!("--if: {name:?} is not a valid interface name; write one such as {NAME}")
     });
     p.require(!texts.is_empty(), || {
-        format!("--if needs an address for the interface; write --addr={ADDRESS}, or yours")
+        format!("--if needs an address; write --addr={ADDRESS}, or another address")
     });
     let mut addresses = Vec::new();
     for text in &texts {
@@ -202,14 +202,14 @@ fn interface(p: &mut Problems, flags: &InterfaceFlags) -> Option<Interface> {
             Ok(address)
                 if address.is_unspecified() || address.is_multicast() || address.is_loopback() =>
             {
-                p.error(format!("--addr: no dummy interface can have {address}"));
+                                p.error(format!("--addr: a dummy interface cannot have the address {address}"));
             }
             Ok(address) if addresses.contains(&address) => {
                 p.error(format!("--addr: {address} is given twice"));
             }
             Ok(address) => addresses.push(address),
             Err(_) => p.error(format!(
-                "--addr: {text:?} is no IP address; write one such as {ADDRESS}, without a prefix"
+                                "--addr: {text:?} is not an IP address; write one such as {ADDRESS}, without a prefix"
             )),
         }
     }
@@ -220,14 +220,15 @@ fn interface(p: &mut Problems, flags: &InterfaceFlags) -> Option<Interface> {
     })
 }
 
-/// What the kernel takes, without what it would replace by a number.
+/// True if the kernel accepts the name unchanged. The kernel replaces a `%d` by a number, so `%` is not
+/// allowed.
 fn is_name(name: &str) -> bool {
     let is_taken = |c: char| c.is_ascii_graphic() && !matches!(c, '/' | ':' | '%');
     name.len() <= MAX_NAME && name.chars().all(is_taken) && !matches!(name, "." | "..")
 }
 
-/// A host and a port of which neither may be left out: on all addresses of a node, everybody around
-/// it could reach the Service.
+/// Parses a host and a port, both required. An empty host would mean all addresses of the node, and any
+/// neighbor of the node could reach the Service.
 fn host_port(text: &str, example: &str) -> Result<HostPort, String> {
     let wrong = |what: &str| format!("{text:?} {what}; write HOST:PORT, such as {example}");
     let (host, port) = split_host_port(text).map_err(|error| wrong(error.reason))?;

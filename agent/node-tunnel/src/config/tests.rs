@@ -18,7 +18,7 @@ fn read(line: &[&str]) -> Result<Config, Vec<String>> {
     })
 }
 
-/// What is wrong with one value of `--listen`.
+/// Returns the error text for one value of `--listen`.
 fn listen_error(value: &str) -> String {
     read(&[PROXY, "--listen", value]).unwrap_err().join("\n")
 }
@@ -57,7 +57,7 @@ fn listeners_are_repeated_or_separated_by_commas() {
 }
 
 #[test]
-fn addresses_of_ipv6_keep_their_brackets_where_they_belong() {
+fn ipv6_brackets_are_kept_only_in_authorities() {
     let config = read(&[
         "--proxy=[fd00::1]:8088",
         "--listen=[fd00::2]:6443=[fd00::3]:443",
@@ -69,7 +69,7 @@ fn addresses_of_ipv6_keep_their_brackets_where_they_belong() {
 }
 
 #[test]
-fn a_listener_that_is_wrong_says_what_to_write() {
+fn invalid_listen_error_shows_an_example() {
     for (value, parts) in [
         ("100.64.30.10:6443", ["has no '='", "HOST:PORT=AUTHORITY"]),
         (
@@ -98,11 +98,11 @@ fn a_listener_that_is_wrong_says_what_to_write() {
         ),
         (
             "100.64.30.10:6443=u@a.b:443",
-            ["is no authority", "apiserver-external"],
+            ["is not a valid authority", "apiserver-external"],
         ),
         (
             "100.64.30.10:6443=a b:443",
-            ["is no authority", "apiserver-external"],
+            ["is not a valid authority", "apiserver-external"],
         ),
     ] {
         let error = listen_error(value);
@@ -113,7 +113,7 @@ fn a_listener_that_is_wrong_says_what_to_write() {
 }
 
 #[test]
-fn an_address_is_listened_on_once() {
+fn duplicate_listen_address_is_rejected() {
     let again = format!("{API},100.64.30.10:6443=other.cluster-x.svc.cluster.local:443");
     let error = listen_error(&again);
     assert_eq!(
@@ -123,7 +123,7 @@ fn an_address_is_listened_on_once() {
 }
 
 #[test]
-fn everything_that_is_wrong_is_named_at_once() {
+fn all_problems_are_reported_at_once() {
     let problems = read(&["--connections=0", "--stats-port=-1"]).unwrap_err();
     let parts = [
         "--listen must be set",
@@ -145,7 +145,7 @@ fn everything_that_is_wrong_is_named_at_once() {
 }
 
 #[test]
-fn an_interface_is_told_as_network_interface_manager_is() {
+fn interface_flags_match_network_interface_manager() {
     let line = [PROXY, "--listen", API, "-if", "envoyagent", "-addr"];
     let config = read(&[&line[..], &["100.64.30.10,fd00::10"]].concat()).unwrap();
     let interface = config.interface.clone().unwrap();
@@ -166,31 +166,34 @@ fn an_interface_is_told_as_network_interface_manager_is() {
 }
 
 #[test]
-fn an_interface_that_is_wrong_says_what_to_write() {
+fn invalid_interface_error_shows_an_example() {
     for (flags, part) in [
         (&["--if=envoyagent"][..], "write --addr=100.64.30.10"),
         (&["--addr=100.64.30.10"], "write --if=envoyagent"),
         (
             &["--if=a-name-that-is-long", "--addr=10.0.0.1"],
-            "\"a-name-that-is-long\" is no name",
+            "\"a-name-that-is-long\" is not a valid interface name",
         ),
-        (&["--if=a/b", "--addr=10.0.0.1"], "\"a/b\" is no name"),
+        (
+            &["--if=a/b", "--addr=10.0.0.1"],
+            "\"a/b\" is not a valid interface name",
+        ),
         (
             &["--if=dummy%d", "--addr=10.0.0.1"],
-            "\"dummy%d\" is no name",
+            "\"dummy%d\" is not a valid interface name",
         ),
         (
             &["--if=a", "--addr=10.0.0.1/32"],
-            "\"10.0.0.1/32\" is no IP address",
+            "\"10.0.0.1/32\" is not an IP address",
         ),
         (
             &["--if=a", "--addr=0.0.0.0"],
-            "no dummy interface can have 0.0.0.0",
+            "cannot have the address 0.0.0.0",
         ),
-        (&["--if=a", "--addr=::1"], "no dummy interface can have ::1"),
+        (&["--if=a", "--addr=::1"], "cannot have the address ::1"),
         (
             &["--if=a", "--addr=fd00::1,ff02::1"],
-            "no dummy interface can have ff02::1",
+            "cannot have the address ff02::1",
         ),
         (
             &["--if=a", "--addr=fd00::1,fd00::1"],

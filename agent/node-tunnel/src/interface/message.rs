@@ -1,16 +1,16 @@
-//! The rtnetlink messages that an interface takes: requests to bytes, and bytes to what matters of
-//! the answers. No I/O. The layouts are the kernel's (`linux/netlink.h`, `rtnetlink.h`,
-//! `if_link.h`, `if_addr.h`), in the machine's byte order.
+//! The rtnetlink messages for interfaces: encodes requests, and decodes the relevant parts of answers. No
+//! I/O. The layouts are the kernel's (`linux/netlink.h`, `rtnetlink.h`, `if_link.h`, `if_addr.h`), in the
+//! machine's byte order.
 //!
-//! By hand, because it is little: a crate for all of rtnetlink reads all attributes of an
-//! interface, and fails on the whole when a later kernel changes one that nobody asked for.
+//! Written by hand, because few messages are needed. A crate for all of rtnetlink decodes every attribute of
+//! an interface, and fails completely if a later kernel changes an attribute, even an unused attribute.
 
 use std::iter::from_fn;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use super::plan::Address;
 
-/// Bytes of a message's header; messages and attributes begin at multiples of [`ALIGNMENT`].
+/// Length of a message's header, in bytes. Messages and attributes start at multiples of [`ALIGNMENT`].
 const HEADER: usize = 16;
 const ALIGNMENT: usize = 4;
 
@@ -44,74 +44,74 @@ const IFA_F_NODAD: u8 = 0x02;
 const RT_SCOPE_UNIVERSE: u8 = 0;
 const RT_SCOPE_HOST: u8 = 254;
 
-/// The flags in an attribute's type (`NLA_F_NESTED`, `NLA_F_NET_BYTEORDER`).
+/// Flag bits in an attribute's type (`NLA_F_NESTED`, `NLA_F_NET_BYTEORDER`).
 const ATTRIBUTE_FLAGS: u16 = 0xc000;
 
-/// What can be asked for. Each is answered by as many messages as it takes, and an outcome.
+/// A request to the kernel. The kernel answers with zero or more messages, then an outcome.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Request<'a> {
-    /// The interface of a name.
+    /// Finds the interface with a name.
     Find(&'a str),
-    /// The addresses of all interfaces.
+    /// Lists the addresses of all interfaces.
     Addresses,
-    /// A new interface, up: name and kind.
+    /// Creates an interface that is up: name and kind.
     Create(&'a str, &'a str),
-    /// An interface set up, by its index.
+    /// Sets an interface up, by index.
     SetUp(u32),
-    /// A new address of an interface. One of IPv4 has the scope of the host, as
-    /// network-interface-manager gives it. One of IPv6 can be bound at once: nobody else is on such
-    /// an interface who could have it, too.
+    /// Adds an address to an interface. An IPv4 address gets host scope, as with network-interface-manager.
+    /// An IPv6 address can be bound at once, without duplicate address detection: a dummy interface has no
+    /// neighbors.
     Add(u32, Address),
-    /// An address taken away from an interface.
+    /// Removes an address from an interface.
     Remove(u32, Address),
 }
 
-/// What matters of a message from the kernel.
+/// Relevant content of a message from the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Incoming<'a> {
-    /// An interface that is, or was until now.
+    /// An interface that exists or was just removed.
     Link(LinkHead<'a>),
-    /// An address that is, or was until now.
+    /// An address that exists or was just removed.
     Address {
-        /// The interface's.
+        /// Index of the interface.
         index: u32,
         /// The address.
         address: Address,
     },
-    /// The end of an answer: 0, or the number of an error.
+    /// End of an answer: 0 for success, or an error number.
     Outcome(i32),
-    /// Anything else.
+    /// Any other message.
     Other,
 }
 
 /// An interface without its addresses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LinkHead<'a> {
-    /// The kernel's number for it.
+    /// Index of the interface.
     pub index: u32,
-    /// Its name.
+    /// Name of the interface.
     pub name: &'a str,
-    /// The kernel's name for its kind; a device has none.
+    /// Kind of the interface, as the kernel names it; `None` for a hardware device.
     pub kind: Option<&'a str>,
-    /// Whether it is set up.
+    /// True if the interface is up.
     pub is_up: bool,
 }
 
 /// One message from the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Message<'a> {
-    /// The number of the request that it answers; 0 if it answers none.
+    /// Number of the request, if the message answers a request; otherwise 0.
     pub number: u32,
-    /// Whether what it lists has changed meanwhile, so that the list has to be asked for again.
+    /// Set when the listed objects changed during the listing; the request must then be repeated.
     pub is_interrupted: bool,
-    /// What it says.
+    /// Content of the message.
     pub incoming: Incoming<'a>,
 }
 
 // === impl Request ===
 
 impl Request<'_> {
-    /// The message, with the number that its answers will bear.
+    /// Encodes the request. The kernel's answers carry the same `number`.
     pub fn encode(&self, number: u32) -> Vec<u8> {
         let (kind, flags, body) = match *self {
             Self::Find(name) => {
@@ -135,30 +135,30 @@ impl Request<'_> {
             }
             Self::Remove(index, address) => (RTM_DELADDR, NLM_F_ACK, address_body(index, address)),
         };
-        // A name has 15 bytes at most, so no length comes near the limit of its field.
+        // Interface names have at most 15 bytes, so every length fits its field.
         let length = (HEADER + body.len()) as u32;
         let mut message = length.to_ne_bytes().to_vec();
         message.extend(kind.to_ne_bytes());
         message.extend((NLM_F_REQUEST | flags).to_ne_bytes());
         message.extend(number.to_ne_bytes());
-        // The sender's port: the kernel knows it.
+        // The sender's port. The kernel fills in the real port.
         message.extend([0; 4]);
         message.extend(body);
         message
     }
 }
 
-/// `ifinfomsg`: an index, and flags to set.
+/// Encodes `ifinfomsg`: an index, and flags to set.
 fn link(index: u32, flags: u32) -> Vec<u8> {
     let mut body = vec![0; 4];
     body.extend(index.to_ne_bytes());
     body.extend(flags.to_ne_bytes());
-    // Which flags to change.
+    // The mask of flags to change.
     body.extend(flags.to_ne_bytes());
     body
 }
 
-/// `ifaddrmsg`, and the address.
+/// Encodes `ifaddrmsg` and the address.
 fn address_body(index: u32, Address { ip, prefix }: Address) -> Vec<u8> {
     let (family, flags, scope, octets) = match ip {
         IpAddr::V4(ip) => (AF_INET, 0, RT_SCOPE_HOST, ip.octets().to_vec()),
@@ -188,7 +188,7 @@ fn text(text: &str) -> Vec<u8> {
     [text.as_bytes(), &[0]].concat()
 }
 
-/// The messages of a datagram. What is cut off ends them.
+/// Decodes the messages of a datagram. Stops at a truncated message.
 pub fn decode(datagram: &[u8]) -> impl Iterator<Item = Message<'_>> {
     let mut reader = Reader(datagram);
     from_fn(move || {
@@ -231,7 +231,7 @@ fn link_head(mut body: Reader<'_>) -> Option<Incoming<'_>> {
 fn address(mut body: Reader<'_>) -> Option<Incoming<'_>> {
     let [family, prefix, _, _] = body.array()?;
     let index = body.u32()?;
-    // Between two ends of a line, IFA_ADDRESS is the other's.
+    // On a point-to-point interface, IFA_ADDRESS is the peer's address.
     let octets = body.find(IFA_LOCAL).or_else(|| body.find(IFA_ADDRESS))?;
     let ip = match family {
         AF_INET => Ipv4Addr::from(<[u8; 4]>::try_from(octets).ok()?).into(),
@@ -247,7 +247,7 @@ fn until_nul(value: &[u8]) -> Option<&str> {
     std::str::from_utf8(text).ok()
 }
 
-/// Takes values off the front.
+/// A parser that removes values from the front.
 #[derive(Clone, Copy)]
 struct Reader<'a>(&'a [u8]);
 
@@ -266,7 +266,8 @@ impl<'a> Reader<'a> {
         self.array().map(u32::from_ne_bytes)
     }
 
-    /// As many bytes as that, and skips what fills up to the next multiple of [`ALIGNMENT`].
+    /// Removes `length` bytes and the padding up to a multiple of [`ALIGNMENT`]; returns the bytes without
+    /// the padding.
     fn padded(&mut self, length: usize) -> Option<&'a [u8]> {
         let (value, _) = self.0.split_at_checked(length)?;
         let whole = length.next_multiple_of(ALIGNMENT).min(self.0.len());
@@ -274,7 +275,7 @@ impl<'a> Reader<'a> {
         Some(value)
     }
 
-    /// The value of the first attribute of a type, among those that are left.
+    /// Returns the value of the first attribute of the type `wanted` in the remaining bytes.
     fn find(mut self, wanted: u16) -> Option<&'a [u8]> {
         loop {
             let length = usize::from(self.u16()?);

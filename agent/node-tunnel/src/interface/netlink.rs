@@ -1,4 +1,4 @@
-//! The sockets: one that asks and waits for the answer, and one that hears of changes.
+//! Netlink sockets: a blocking socket for requests, and an asynchronous socket for notifications of changes.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -16,34 +16,34 @@ use super::Interface;
 use super::message::{Incoming, Request, decode};
 use super::plan::{Link, Step};
 
-/// The most that the kernel puts into one datagram, in bytes.
+/// Largest datagram from the kernel, in bytes.
 const DATAGRAM_BYTES: usize = 32 * 1024;
 
-/// How long an answer may take. The kernel gives it while it takes the request; this only keeps a
-/// defect from holding a thread for ever.
+/// Longest wait for an answer. The kernel answers while processing the request, so the timeout only prevents
+/// a defect from blocking a thread forever.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// RTNLGRP_LINK, RTNLGRP_IPV4_IFADDR and RTNLGRP_IPV6_IFADDR, as bits.
+/// Bit mask of the multicast groups RTNLGRP_LINK, RTNLGRP_IPV4_IFADDR and RTNLGRP_IPV6_IFADDR.
 const GROUPS: u32 = 1 << 0 | 1 << 4 | 1 << 8;
 
-/// A socket for requests. It blocks.
+/// A blocking socket for requests.
 pub struct Netlink {
     socket: OwnedFd,
     buffer: Vec<u8>,
-    /// Of the last request.
+    /// Number of the last request.
     number: u32,
 }
 
-/// A socket that hears of every change to interfaces and addresses. It needs no permission.
+/// A socket that receives every change to interfaces and addresses. Needs no permission.
 pub struct Monitor(AsyncFd<OwnedFd>);
 
 // === impl Netlink ===
 
 impl Netlink {
-    /// Opens a socket.
+    /// Opens a socket for requests.
     ///
     /// # Errors
-    /// When the system has no sockets of this family, or allows none.
+    /// Fails if the system does not support or does not allow netlink sockets.
     pub fn open() -> Result<Self, Errno> {
         let socket = open(SocketFlags::CLOEXEC, 0)?;
         set_socket_timeout(&socket, Timeout::Recv, Some(ANSWER_TIMEOUT))?;
@@ -54,10 +54,10 @@ impl Netlink {
         })
     }
 
-    /// The interface of a name with its addresses, or nothing.
+    /// Returns the interface with a name and its addresses, or `None` if the interface does not exist.
     ///
     /// # Errors
-    /// The kernel's; [`Errno::INTR`] when addresses changed while they were listed.
+    /// Returns the kernel's error, or [`Errno::INTR`] if addresses changed during the listing.
     pub fn find(&mut self, name: &str) -> Result<Option<Link>, Errno> {
         let mut link = None;
         let found = self.ask(Request::Find(name), |incoming| {
@@ -84,10 +84,10 @@ impl Netlink {
         Ok(link)
     }
 
-    /// Makes one change; `index` is that of the interface, unless the step makes it.
+    /// Makes one change. `index` is the index of the interface; ignored for [`Step::Create`].
     ///
     /// # Errors
-    /// The kernel's.
+    /// Returns the kernel's error.
     pub fn carry_out(
         &mut self,
         interface: &Interface,
@@ -103,7 +103,7 @@ impl Netlink {
         self.ask(request, |_| {})
     }
 
-    /// Sends a request and hands on what answers it, up to its outcome.
+    /// Sends a request and passes each answer to `on_answer`, until the outcome.
     fn ask(
         &mut self,
         request: Request<'_>,
@@ -116,7 +116,7 @@ impl Netlink {
         loop {
             let datagram = receive(&self.socket, &mut self.buffer)?;
             for message in decode(datagram) {
-                // A late answer to a request that was given up.
+                // Skip a late answer to an earlier request that timed out.
                 if message.number != self.number {
                     continue;
                 }
@@ -135,29 +135,29 @@ impl Netlink {
 // === impl Monitor ===
 
 impl Monitor {
-    /// Opens a socket that hears of what changes from now on.
+    /// Opens a socket that receives changes from now on.
     ///
     /// # Errors
-    /// When the system has no sockets of this family, or allows none.
+    /// Fails if the system does not support or does not allow netlink sockets.
     #[expect(
         deprecated,
-        reason = "its successor is unsafe, for types whose descriptor may change: an OwnedFd's does not"
+        reason = "the replacement is unsafe, for types with a changing descriptor; an OwnedFd keeps its descriptor"
     )]
     pub fn open() -> io::Result<Self> {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         AsyncFd::new(open(flags, GROUPS)?).map(Self)
     }
 
-    /// Waits until something was said that `concerns` the caller, or may have been: the kernel
-    /// drops what does not fit into the socket's buffer. All that has come by then is taken.
-    /// Cancel-safe.
+    /// Waits for a change for which `concerns` returns true, or for a receive error. The error may mean lost
+    /// changes: the kernel drops changes that do not fit into the socket's buffer. Reads all pending changes,
+    /// except after an error. Cancel safe.
     pub async fn heard(&self, concerns: impl Fn(&Incoming<'_>) -> bool) {
         loop {
             let Ok(mut guard) = self.0.readable().await else {
-                // The runtime ends.
+                // The runtime is shutting down.
                 return;
             };
-            // For the time that it takes: there is seldom anything to read.
+            // Allocated per wakeup, because changes are rare.
             let mut buffer = vec![0; DATAGRAM_BYTES];
             let mut is_concerned = false;
             loop {
@@ -167,7 +167,7 @@ impl Monitor {
                         is_concerned |= messages.any(|message| concerns(&message.incoming));
                     }
                     Err(Errno::AGAIN) => break,
-                    // There may be more behind it, so it stays readable.
+                    // More messages may follow the error, so the socket stays marked as readable.
                     Err(_) => return,
                 }
             }
@@ -180,7 +180,7 @@ impl Monitor {
 }
 
 fn open(flags: SocketFlags, groups: u32) -> Result<OwnedFd, Errno> {
-    // No protocol is NETLINK_ROUTE.
+    // Protocol 0 is NETLINK_ROUTE.
     let socket = socket_with(AddressFamily::NETLINK, SocketType::RAW, flags, None)?;
     bind(&socket, &SocketAddrNetlink::new(0, groups))?;
     Ok(socket)

@@ -1,4 +1,4 @@
-//! What to do about an interface as it is found. Values in, steps out.
+//! The changes that an interface needs, computed from the interface's current state. No I/O.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -8,52 +8,52 @@ use super::Interface;
 /// An address of an interface.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Address {
-    /// The address.
+    /// The IP address.
     pub ip: IpAddr,
-    /// Leading bits that its network has in common.
+    /// Length of the network prefix, in bits.
     pub prefix: u8,
 }
 
-/// An interface as it is found.
+/// Current state of an interface.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Link {
-    /// The kernel's number for it; never 0.
+    /// Index of the interface; never 0.
     pub index: u32,
-    /// The kernel's name for its kind. A device has none.
+    /// Kind of the interface, as the kernel names it; `None` for a hardware device.
     pub kind: Option<String>,
-    /// Whether it is set up.
+    /// True if the interface is up.
     pub is_up: bool,
-    /// All its addresses, of both families.
+    /// All addresses of the interface, IPv4 and IPv6.
     pub addresses: Vec<Address>,
 }
 
-/// One change.
+/// One change to an interface.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Step {
-    /// Make it, already up.
+    /// Create the interface, already up.
     Create,
-    /// Set it up: addresses of IPv6 are there only then.
+    /// Set the interface up. IPv6 addresses exist only on an interface that is up.
     SetUp,
-    /// Take an address away that nobody wants any more.
+    /// Remove an unwanted address.
     Remove(Address),
     /// Add an address.
     Add(Address),
 }
 
-/// An interface of another kind than the wanted one.
+/// The kind of an existing interface that differs from the wanted kind; `None` for a hardware device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Foreign(Option<String>);
 
 // === impl Address ===
 
 impl Address {
-    /// An address alone in its network.
+    /// Creates an address with a network of its own (`/32` or `/128`).
     pub fn host(ip: IpAddr) -> Self {
         let prefix = if ip.is_ipv4() { 32 } else { 128 };
         Self { ip, prefix }
     }
 
-    /// Whether the kernel gives it to every interface by itself.
+    /// True for an IPv6 link-local address. The kernel adds such an address to every interface.
     fn is_link_local(&self) -> bool {
         matches!(self.ip, IpAddr::V6(ip) if ip.is_unicast_link_local())
     }
@@ -68,7 +68,7 @@ impl fmt::Display for Address {
 // === impl Step ===
 
 impl Step {
-    /// Several steps for a log line.
+    /// Joins steps for a log line.
     pub fn list(steps: &[Self]) -> String {
         let steps: Vec<String> = steps.iter().map(Self::to_string).collect();
         steps.join(", ")
@@ -78,8 +78,8 @@ impl Step {
 impl fmt::Display for Step {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Create => write!(f, "make it"),
-            Self::SetUp => write!(f, "set it up"),
+            Self::Create => write!(f, "create the interface"),
+            Self::SetUp => write!(f, "set the interface up"),
             Self::Remove(address) => write!(f, "remove the address {address}"),
             Self::Add(address) => write!(f, "add the address {address}"),
         }
@@ -97,14 +97,15 @@ impl fmt::Display for Foreign {
     }
 }
 
-/// What it takes to make an interface as it has to be; nothing if it is. After [`Step::Create`]
-/// there is more to do, which another look tells.
+/// Returns the steps from the current state to the wanted interface; empty if nothing is left to do. After
+/// [`Step::Create`], the caller must check again for further steps.
 ///
-/// As network-interface-manager does, an address that is missing takes the place of those of its
-/// family: it was another one before `tunnelingAgentIP` changed. Otherwise what others add stays.
+/// A missing address replaces all addresses of the same family, as with network-interface-manager: the old
+/// address was wanted before `tunnelingAgentIP` changed. If no address of a family is missing, addresses
+/// added by other programs stay.
 ///
 /// # Errors
-/// [`Foreign`] for an interface of another kind.
+/// Returns [`Foreign`] for an interface of another kind.
 pub fn steps(wanted: &Interface, found: Option<&Link>) -> Result<Vec<Step>, Foreign> {
     let Some(link) = found else {
         return Ok(vec![Step::Create]);
@@ -125,7 +126,7 @@ pub fn steps(wanted: &Interface, found: Option<&Link>) -> Result<Vec<Step>, Fore
         !wanted.contains(one) && !one.is_link_local() && missing.clone().any(is_replaced)
     };
     let stale = link.addresses.iter().filter(is_stale);
-    // First the old ones: if this ends half way, the next look still finds the new one missing.
+    // Removals come first: after an interruption, the next check still finds the new address missing.
     let removals = stale.copied().map(Step::Remove);
     let additions = missing.clone().copied().map(Step::Add);
     Ok(set_up
@@ -149,7 +150,7 @@ mod tests {
         }
     }
 
-    /// The steps for both families, from a link with these addresses.
+    /// Returns the steps from a link with `addresses` to an interface with one address of each family.
     fn plan(is_up: bool, addresses: &[&str]) -> String {
         let wanted = Interface {
             name: "envoyagent".to_owned(),
@@ -169,22 +170,22 @@ mod tests {
     const V6: &str = "fd00::10/128";
 
     #[test]
-    fn what_is_in_place_is_left_alone() {
+    fn existing_addresses_are_kept() {
         assert_eq!(plan(true, &[V4, V6]), "");
         assert_eq!(plan(true, &[V4, "10.0.0.1/24", "fd00::1/64", V6]), "");
     }
 
     #[test]
-    fn what_is_missing_is_added() {
+    fn missing_addresses_are_added() {
         let both = "add the address 100.64.30.10/32, add the address fd00::10/128";
         assert_eq!(plan(true, &[]), both);
-        assert_eq!(plan(false, &[]), format!("set it up, {both}"));
-        assert_eq!(plan(false, &[V4, V6]), "set it up");
+        assert_eq!(plan(false, &[]), format!("set the interface up, {both}"));
+        assert_eq!(plan(false, &[V4, V6]), "set the interface up");
         assert_eq!(plan(true, &[V4]), "add the address fd00::10/128");
     }
 
     #[test]
-    fn a_missing_address_replaces_those_of_its_family() {
+    fn missing_address_replaces_others_of_its_family() {
         assert_eq!(
             plan(true, &["192.168.30.10/32", "fd00::1/64", V6]),
             "remove the address 192.168.30.10/32, add the address 100.64.30.10/32"
@@ -193,7 +194,7 @@ mod tests {
             plan(true, &[V4, "10.0.0.1/24", "fe80::1/64", "fd00::1/64"]),
             "remove the address fd00::1/64, add the address fd00::10/128"
         );
-        // A whole network would be local to the node.
+        // With /24, the whole network would be local to the node.
         assert_eq!(
             plan(true, &["100.64.30.10/24", V6]),
             "remove the address 100.64.30.10/24, add the address 100.64.30.10/32"
@@ -201,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn an_interface_is_made_and_one_of_another_kind_never_touched() {
+    fn missing_interface_is_created_and_other_kinds_are_rejected() {
         let wanted = Interface {
             name: "envoyagent".to_owned(),
             kind: "dummy",

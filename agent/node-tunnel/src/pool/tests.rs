@@ -1,4 +1,4 @@
-//! A proxy in memory, and what becomes of the connections to it.
+//! Tests of the pool, with a proxy in memory.
 #![allow(clippy::unwrap_used, clippy::indexing_slicing)]
 
 use std::future::pending;
@@ -13,27 +13,27 @@ use tokio::task::JoinHandle;
 
 use super::*;
 
-/// How long it takes to reach the proxy.
+/// Duration of a dial.
 const DIAL_TAKES: Duration = Duration::from_millis(10);
 
-/// A pool, and the proxy that its connections reach.
+/// A pool, and the proxy behind the pool.
 pub struct Proxy {
     pub pool: Arc<Pool<Dialer>>,
     pub metrics: Arc<TunnelMetrics>,
     pub script: Arc<Script>,
-    /// Connections in the order in which they were opened.
+    /// The proxy's ends of the connections, in the order of opening.
     pub far: mpsc::UnboundedReceiver<FarEnd>,
     stop: CancellationToken,
     runs: JoinHandle<()>,
 }
 
-/// How the proxy behaves from now on.
+/// Behaviour of the proxy from now on.
 pub struct Script {
     pub dials: AtomicUsize,
-    /// On which thread each was made.
+    /// The thread of each dial.
     pub threads: Mutex<Vec<usize>>,
     pub refuses: AtomicBool,
-    /// It accepts, and says nothing.
+    /// Set when the proxy accepts connections but never sends anything.
     pub mute: AtomicBool,
     pub max_streams: AtomicU32,
 }
@@ -49,7 +49,7 @@ pub struct FarEnd {
     pub inbound: Arc<Inbound>,
     pub driver: JoinHandle<()>,
     drain: Arc<Notify>,
-    /// It falls silent, and keeps the connection.
+    /// Silences the proxy's end but keeps the connection open.
     mute: Arc<Notify>,
 }
 
@@ -138,7 +138,7 @@ impl FarEnd {
                 let mut take = pin!(take);
                 tokio::select! {
                     () = &mut take => {}
-                    // What it has is kept.
+                    // Keeps the connection open.
                     () = mute.notified() => pending().await,
                 }
             })
@@ -189,7 +189,7 @@ async fn take(
 }
 
 #[tokio::test(start_paused = true)]
-async fn many_clients_share_one_dial_and_ask_by_authority_alone() {
+async fn waiting_clients_share_one_dial_and_send_only_the_authority() {
     let mut proxy = Proxy::start(1);
     assert!(!proxy.pool.is_up());
     let opened = join_all((0..20).map(|_| proxy.open())).await;
@@ -206,7 +206,7 @@ async fn many_clients_share_one_dial_and_ask_by_authority_alone() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_stream_goes_where_the_fewest_are() {
+async fn new_stream_uses_the_connection_with_the_fewest_streams() {
     let mut proxy = Proxy::start(2);
     let _first = proxy.open().await.unwrap();
     let (mut a, mut b) = (proxy.next_connection().await, proxy.next_connection().await);
@@ -222,13 +222,13 @@ async fn a_stream_goes_where_the_fewest_are() {
     let _fifth = proxy.open().await.unwrap();
     let _second_in_b = b.next_stream().await;
     assert!(a.streams.try_recv().is_err());
-    // Two are all that there are.
+    // The limit is two connections.
     sleep(LAST_PAUSE * 2).await;
     assert_eq!(proxy.dials(), 2);
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_second_connection_waits_until_the_first_is_used() {
+async fn second_connection_opens_only_once_the_first_is_used() {
     let mut proxy = Proxy::start(2);
     let _a = proxy.next_connection().await;
     sleep(LAST_PAUSE * 2).await;
@@ -238,7 +238,7 @@ async fn a_second_connection_waits_until_the_first_is_used() {
 }
 
 #[tokio::test]
-async fn a_connection_is_made_by_the_thread_that_has_the_fewest() {
+async fn new_connection_uses_the_thread_with_the_fewest_connections() {
     let mut proxy = Proxy::start_on(2, 2);
     let _first = proxy.open().await.unwrap();
     let (_a, mut b) = (proxy.next_connection().await, proxy.next_connection().await);
@@ -253,7 +253,7 @@ async fn a_connection_is_made_by_the_thread_that_has_the_fewest() {
     });
     let _in_b = in_b.await.unwrap();
     let _stream = b.next_stream().await;
-    // It takes no more streams, and keeps the one it has.
+    // The connection accepts no more streams, but keeps the open stream.
     b.drain.notify_one();
     let replaced = timeout(CONNECT_TIMEOUT, async {
         loop {
@@ -270,7 +270,7 @@ async fn a_connection_is_made_by_the_thread_that_has_the_fewest() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_connection_that_broke_is_replaced() {
+async fn broken_connection_is_replaced() {
     let mut proxy = Proxy::start(1);
     let lost = proxy.open().await.unwrap();
     let a = proxy.next_connection().await;
@@ -283,7 +283,7 @@ async fn a_connection_that_broke_is_replaced() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_connection_that_is_told_to_end_gets_no_new_streams_and_ends_with_its_last() {
+async fn connection_after_goaway_gets_no_new_streams_and_ends_with_its_last_stream() {
     let mut proxy = Proxy::start(1);
     let opened = proxy.open().await.unwrap();
     let Stream {
@@ -304,7 +304,7 @@ async fn a_connection_that_is_told_to_end_gets_no_new_streams_and_ends_with_its_
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_connection_that_answers_no_ping_is_replaced() {
+async fn connection_that_answers_no_ping_is_replaced() {
     let mut proxy = Proxy::start(1);
     proxy.script.mute.store(true, Ordering::Relaxed);
     let _a = proxy.next_connection().await;
@@ -316,7 +316,7 @@ async fn a_connection_that_answers_no_ping_is_replaced() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_connection_that_falls_silent_after_it_has_carried_a_stream_is_replaced() {
+async fn used_connection_that_falls_silent_is_replaced() {
     let mut proxy = Proxy::start(1);
     let stream = proxy.open().await.unwrap();
     let mut a = proxy.next_connection().await;
@@ -325,11 +325,11 @@ async fn a_connection_that_falls_silent_after_it_has_carried_a_stream_is_replace
     let mut body = stream.answer.await.unwrap().into_body();
     sleep(DIAL_TAKES).await;
     a.mute.notify_one();
-    // An idle connection is asked for a sign of life after 30 s.
+    // An idle connection gets a PING after 30 s.
     let (seconds, began) = (Duration::from_secs(35), Instant::now());
     let ended = timeout(seconds, body.data()).await.unwrap();
     assert!(matches!(ended, None | Some(Err(_))), "{ended:?}");
-    // The name is looked up anew.
+    // A new dial also resolves the name again.
     let second = timeout(
         seconds - began.elapsed() + DIAL_TAKES,
         proxy.next_connection(),
@@ -341,7 +341,7 @@ async fn a_connection_that_falls_silent_after_it_has_carried_a_stream_is_replace
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_failed_dial_is_told_to_all_who_wait_and_tried_again_without_them() {
+async fn failed_dial_fails_all_waiting_clients_and_is_retried() {
     let mut proxy = Proxy::start(1);
     proxy.script.refuses.store(true, Ordering::Relaxed);
     let started = Instant::now();
@@ -370,7 +370,7 @@ async fn a_failed_dial_is_told_to_all_who_wait_and_tried_again_without_them() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_proxy_that_takes_no_more_streams_is_not_waited_for() {
+async fn open_fails_at_once_if_the_proxy_allows_no_more_streams() {
     let mut proxy = Proxy::start(1);
     proxy.script.max_streams.store(1, Ordering::Relaxed);
     let _far = proxy.next_connection().await;
@@ -384,7 +384,7 @@ async fn a_proxy_that_takes_no_more_streams_is_not_waited_for() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_end_closes_connections_in_order() {
+async fn stop_closes_idle_connections_at_once() {
     let mut proxy = Proxy::start(1);
     let mut far = proxy.next_connection().await;
     sleep(DIAL_TAKES).await;

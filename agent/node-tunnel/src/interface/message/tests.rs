@@ -1,4 +1,4 @@
-//! Against bytes that a kernel has sent or taken.
+//! Tests against bytes that a real kernel has sent or accepted.
 #![allow(clippy::unwrap_used, clippy::indexing_slicing)]
 
 use proptest::prelude::*;
@@ -10,7 +10,7 @@ const V4: Address = Address {
     prefix: 32,
 };
 
-/// A message as the kernel sends it.
+/// Encodes a message like the kernel does.
 fn message(kind: u16, flags: u16, body: &[u8]) -> Vec<u8> {
     let length = u32::try_from(HEADER + body.len()).unwrap();
     let mut bytes = length.to_ne_bytes().to_vec();
@@ -31,7 +31,7 @@ fn one(datagram: &[u8]) -> Incoming<'_> {
 
 #[test]
 #[cfg(target_endian = "little")]
-fn requests_are_the_bytes_that_iproute2_sends() {
+fn requests_match_iproute2_bytes() {
     // ip addr add 100.64.30.10/32 scope host dev ... (index 7)
     let expected = [
         40, 0, 0, 0, 20, 0, 0x05, 0x06, 9, 0, 0, 0, 0, 0, 0, 0, // header
@@ -50,9 +50,9 @@ fn requests_are_the_bytes_that_iproute2_sends() {
     assert_eq!(Request::Create("d0", "dummy").encode(9), expected);
 }
 
-/// Requests and answers about the same thing have the same layout.
+/// A request has the same layout as the answer about the same object, so requests can be decoded.
 #[test]
-fn requests_say_what_they_are_for() {
+fn requests_decode_to_their_own_content() {
     let head = |name, kind, index| LinkHead {
         index,
         name,
@@ -73,12 +73,12 @@ fn requests_say_what_they_are_for() {
             );
         }
     }
-    // No wait for others on the link, who are not there.
+    // No duplicate address detection, since the interface has no neighbors.
     assert_eq!(Request::Add(7, v6).encode(1)[HEADER + 2], IFA_F_NODAD);
 }
 
 #[test]
-fn a_link_is_read_whatever_else_the_kernel_tells() {
+fn unknown_link_attributes_are_skipped() {
     let mut body = vec![0, 0, 1, 0];
     body.extend(7_u32.to_ne_bytes());
     body.extend([0x82, 0, 0, 0]);
@@ -102,7 +102,7 @@ fn a_link_is_read_whatever_else_the_kernel_tells() {
 }
 
 #[test]
-fn a_device_has_no_kind_and_a_link_without_a_name_is_none() {
+fn device_has_no_kind_and_nameless_link_is_ignored() {
     let mut body = link(1, IFF_UP);
     let bytes = message(RTM_NEWLINK, 0, &body);
     assert_eq!(one(&bytes), Incoming::Other);
@@ -112,7 +112,7 @@ fn a_device_has_no_kind_and_a_link_without_a_name_is_none() {
 }
 
 #[test]
-fn the_far_end_of_a_line_is_not_the_address() {
+fn peer_of_point_to_point_link_is_not_the_address() {
     let mut body = vec![AF_INET, 32, 0, 0];
     body.extend(7_u32.to_ne_bytes());
     attribute(&mut body, IFA_ADDRESS, &[10, 0, 0, 2]);
@@ -126,7 +126,7 @@ fn the_far_end_of_a_line_is_not_the_address() {
 }
 
 #[test]
-fn outcomes_and_interruptions_are_told() {
+fn outcomes_and_interruptions_are_decoded() {
     let refused = message(NLMSG_ERROR, 0, &(-17_i32).to_ne_bytes());
     let done = message(NLMSG_DONE, NLM_F_DUMP_INTR, &0_i32.to_ne_bytes());
     let other = message(99, 0, b"x");
@@ -141,7 +141,7 @@ fn outcomes_and_interruptions_are_told() {
 }
 
 #[test]
-fn what_is_cut_off_is_not_made_up() {
+fn truncated_messages_are_dropped() {
     let bytes = Request::Add(7, V4).encode(1);
     for length in 0..bytes.len() {
         assert_eq!(decode(&bytes[..length]).count(), 0, "{length}");
@@ -150,7 +150,7 @@ fn what_is_cut_off_is_not_made_up() {
 
 proptest! {
     #[test]
-    fn anything_is_read_to_an_end(
+    fn decode_terminates_on_random_bytes(
         kind in 0_u16..32,
         body in prop::collection::vec(any::<u8>(), 0..120),
         tail in prop::collection::vec(any::<u8>(), 0..40),
