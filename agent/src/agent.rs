@@ -1,4 +1,4 @@
-//! What all streams and connections of one agent share.
+//! Shared state of an agent's streams and connections.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,35 +12,35 @@ use tokio_util::task::TaskTracker;
 
 use crate::metrics::AgentMetrics;
 
-/// The shared part of one agent.
+/// Shared state of an agent.
 pub struct Agent {
-    /// The agent's series.
+    /// The agent's metrics.
     pub metrics: Arc<AgentMetrics>,
-    /// Owns the tasks of streams and connections.
+    /// Tracks the tasks of streams and connections.
     pub tasks: TaskTracker,
-    /// Ends them at once.
+    /// Ends all streams and connections at once.
     pub shutdown: CancellationToken,
-    /// What may wait for endpoints.
+    /// Bounds on the bytes that wait for endpoints.
     pub limits: Limits,
     closed: [(CloseReason, Counter); CloseReason::ALL.len()],
     active: watch::Sender<usize>,
 }
 
-/// What may wait for endpoints, and for how long.
+/// Bounds on the bytes that wait for slow endpoints.
 pub struct Limits {
-    /// Bytes for one endpoint without borrowing.
+    /// Budget of one connection, in bytes. A connection borrows from `excess` beyond its budget.
     pub connection_bytes: usize,
-    /// How long a connection may exceed them without a pause.
+    /// Longest time a connection may exceed the budget without a pause.
     pub stall: Duration,
-    /// What connections borrow from.
+    /// Pool that connections borrow from beyond their budgets.
     pub excess: Arc<Pool>,
 }
 
-/// Counts one connection, from its dial on, until it is dropped.
+/// Guard that counts a connection, from the start of the dial until the guard is dropped.
 pub struct Activity(Arc<Agent>);
 
 impl Agent {
-    /// An agent without streams.
+    /// Creates an agent without streams.
     pub fn new(
         metrics: Arc<AgentMetrics>,
         shutdown: CancellationToken,
@@ -58,18 +58,18 @@ impl Agent {
         })
     }
 
-    /// A connection is there until the guard is dropped.
+    /// Counts a connection until the returned guard is dropped.
     pub fn activity(self: &Arc<Self>) -> Activity {
         self.active.send_modify(|count| *count += 1);
         Activity(self.clone())
     }
 
-    /// The number of connections, to watch.
+    /// Returns a watch on the number of connections.
     pub fn active(&self) -> watch::Receiver<usize> {
         self.active.subscribe()
     }
 
-    /// Counts the end of a connection.
+    /// Counts a closed connection by its reason.
     pub fn closed(&self, reason: CloseReason) {
         if let Some((_, counter)) = self.closed.iter().find(|(r, _)| *r == reason) {
             counter.increment(1);

@@ -1,4 +1,4 @@
-//! Wires the agent: binds its listeners, runs the search for servers, drains, stops.
+//! The wiring of the agent: binds the listeners, searches for servers, drains and stops.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -25,24 +25,24 @@ use crate::openvpn::client::{Client, Tunnel};
 use crate::stream::OUTGOING_BYTES;
 use crate::sync::{Servers, Sync};
 
-/// Bounds of what may wait for one endpoint, in bytes; `--xfr-channel-size` moves between them.
+/// Smallest and largest budget of one connection, in bytes, whatever `--xfr-channel-size` is.
 const CONNECTION_BYTES: std::ops::RangeInclusive<usize> = 256 * 1024..=16 * 1024 * 1024;
 
-/// What HTTP/2 takes to send on one stream before it is written: hyper's default for clients.
+/// Bytes that HTTP/2 buffers for sending on one stream: hyper's default for clients.
 const HTTP_SEND_BYTES: usize = 1024 * 1024;
 
-/// Where a bound agent listens.
+/// Listen addresses of a bound agent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Addresses {
-    /// Health and metrics.
+    /// Listener for health and metrics.
     pub health: SocketAddr,
-    /// Admin.
+    /// Admin listener.
     pub admin: SocketAddr,
 }
 
-/// An agent whose listeners are open and that has not connected yet.
+/// An agent with open listeners and no server connection yet.
 pub struct Bound {
-    /// Where it listens.
+    /// Listen addresses.
     pub addresses: Addresses,
     agent: Arc<Agent>,
     servers: Arc<Servers>,
@@ -57,7 +57,8 @@ impl Bound {
     /// Reads certificates and opens the listeners.
     ///
     /// # Errors
-    /// When a file can not be used or an address is taken; the text says which and what to do.
+    /// Fails if a file cannot be used or an address is already in use. The error text names the file or
+    /// address and the remedy.
     pub async fn bind(config: Config, shutdown: CancellationToken) -> anyhow::Result<Self> {
         let metrics = Arc::new(AgentMetrics::new()?);
         let limits = Limits {
@@ -104,8 +105,8 @@ impl Bound {
         })
     }
 
-    /// Serves until the shutdown token fires, or until `drain` has fired and nothing is left to
-    /// serve. Awaits every task.
+    /// Serves until `shutdown` fires, or until `drain` has fired and no connection is left. Waits for every
+    /// task to end.
     pub async fn run(self, drain: CancellationToken) {
         let Agent {
             tasks,
@@ -152,7 +153,7 @@ impl Bound {
                 tokio::select! {
                     () = idle(self.agent.active(), drain_linger) => info!("drained"),
                     () = tokio::time::sleep(drain_timeout) => {
-                        warn!("the drain timeout passed: cutting what is still open");
+                                                warn!("the drain timeout passed: closing the connections that are still open");
                     }
                     () = shutdown.cancelled() => {}
                 }
@@ -164,14 +165,14 @@ impl Bound {
     }
 }
 
-/// Upstream's flag counts packets; ours are bounded in bytes.
+/// Converts `--xfr-channel-size`, a number of packets upstream, to a budget in bytes.
 fn connection_bytes(packets: usize) -> usize {
     packets
         .saturating_mul(STOCK_DATA_BYTES)
         .clamp(*CONNECTION_BYTES.start(), *CONNECTION_BYTES.end())
 }
 
-/// What docs/architecture.md says of memory.
+/// Returns the buffer sizes for the memory report in the log; docs/architecture.md explains them.
 fn buffers(config: &Config) -> Buffers {
     Buffers {
         connection_budget: connection_bytes(config.xfr_channel_size),
@@ -187,8 +188,8 @@ fn buffers(config: &Config) -> Buffers {
     }
 }
 
-/// Readiness as upstream's: at least one server is connected. And the OpenVPN tunnel is up, if there is
-/// to be one.
+/// Returns the readiness checks. As upstream, at least one server must be connected. The OpenVPN tunnel, if
+/// configured, must be up too.
 fn checks(servers: Option<Arc<Servers>>, tunnel: Option<Arc<Tunnel>>) -> Vec<Check> {
     let mut checks = vec![Check {
         name: "ping",
@@ -211,8 +212,8 @@ fn checks(servers: Option<Arc<Servers>>, tunnel: Option<Arc<Tunnel>>) -> Vec<Che
     checks
 }
 
-/// Resolves once no connection has been open for the whole linger time: servers go on sending
-/// dials to a draining agent if they have no other.
+/// Resolves once no connection has been open for the whole linger time. Servers without another agent keep
+/// sending dials to a draining agent.
 async fn idle(mut active: watch::Receiver<usize>, linger: Duration) {
     loop {
         if active.wait_for(|count| *count == 0).await.is_err() {
@@ -236,7 +237,7 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn a_late_dial_prolongs_the_linger() {
+    async fn late_dial_restarts_the_linger_time() {
         let (tx, rx) = watch::channel(1);
         let linger = Duration::from_secs(5);
         let started = Instant::now();
@@ -251,7 +252,7 @@ mod tests {
         };
         tokio::select! {
             () = idle(rx, linger) => {}
-            () = traffic => unreachable!("the linger ends before"),
+            () = traffic => unreachable!("the agent must be idle before the traffic ends"),
         }
         assert_eq!(started.elapsed(), Duration::from_secs(11));
     }

@@ -1,4 +1,4 @@
-//! The program: flags, signals, exit code.
+//! The program `culvert-agent`: flags, signals, exit code.
 
 use std::ffi::OsString;
 use std::process::ExitCode;
@@ -10,8 +10,7 @@ use tracing::info;
 use crate::app::Bound;
 use crate::config::{Config, PROGRAM};
 
-/// Runs the agent with a command line, program name first. Exit code 1 says that it could not
-/// start.
+/// Runs the agent with a command line, program name first. Exit code 1 means that the agent could not start.
 pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
     let config = match Config::from_args(args) {
         Ok(config) => config,
@@ -25,7 +24,8 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
     runtime::run(PROGRAM, &setup, serve(config.clone()))
 }
 
-/// The first signal drains, the second one stops at once; both are orderly ends.
+/// Serves until a signal arrives. The first signal drains, the second signal stops at once; the exit code is
+/// 0 in both cases.
 async fn serve(config: Config) -> anyhow::Result<()> {
     let mut signals = Signals::new()?;
     let (drain, shutdown) = (CancellationToken::new(), CancellationToken::new());

@@ -1,7 +1,7 @@
-//! What the agent is told to do: the stock program's flags, checked, as plain typed values.
+//! The agent's configuration: the stock program's flags, checked, as typed values.
 //!
-//! [`Config`] is all that the rest of the agent knows of the command line. [`Config::from_args`] makes it from flags
-//! under the stock program's rules; tests and embedders build it by hand, where port 0 is allowed for listeners.
+//! The rest of the agent sees only [`Config`], never the command line. [`Config::from_args`] applies the
+//! stock program's rules. Tests and embedders fill in the fields directly and may use port 0 for listeners.
 
 mod flags;
 mod identifiers;
@@ -25,89 +25,97 @@ pub use openvpn::OpenVpn;
 /// The program's name in usage texts and log file names.
 pub const PROGRAM: &str = "culvert-agent";
 
-/// Everything the agent is told at start.
+/// Complete configuration of an agent.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
-    /// The server's host name or address; also the name its certificate must carry. Default `127.0.0.1`.
+    /// Host name or address of the server. The server's certificate must be valid for this name. Default
+    /// `127.0.0.1`.
     pub server_host: String,
     /// The server's port for agents. Default 8091.
     pub server_port: u16,
-    /// Where the server is dialed, directly, instead of at `server_host`, whose name its certificate must carry all the
-    /// same: curl's `--connect-to`. No flag sets it; it is for embedders whose names no resolver knows.
+    /// Address to dial instead of resolving `server_host`, like curl's `--connect-to`. The certificate must
+    /// still be valid for `server_host`. Not set by any flag; embedders need the field for names missing in
+    /// DNS.
     pub server_address: Option<SocketAddr>,
-    /// PEM bundle of the CAs that the server's certificate must chain to. `None`: no server is looked for, this agent
-    /// is only an OpenVPN client.
+    /// PEM bundle of the CAs that the server's certificate must chain to. `None` means the agent is only an
+    /// OpenVPN client and looks for no servers.
     pub ca_cert: Option<PathBuf>,
-    /// The agent's own certificate, for servers that ask for one.
+    /// The agent's own certificate, for servers that require client certificates.
     pub client_cert: Option<ClientCert>,
-    /// ALPN names offered before `h2`. Default none.
+    /// ALPN names offered before `h2`. Empty by default.
     pub alpn: Vec<String>,
     /// The health listener (`/healthz`, `/readyz`, metrics). Default `:8093`.
     pub health: HostPort,
     /// The admin listener. Default `127.0.0.1:8094`.
     pub admin: HostPort,
-    /// The agent's id toward servers. Never empty when it comes from the command line.
+    /// The agent id, as sent to servers. Never empty when the configuration comes from the command line.
     pub agent_id: String,
-    /// Addresses the agent serves, URL-encoded as servers expect them: `ipv4=1.2.3.4&host=node1`. Checked, or empty.
+    /// Addresses served by the agent, URL-encoded as servers expect them: `ipv4=1.2.3.4&host=node1`. Syntax
+    /// already checked; may be empty.
     pub agent_identifiers: String,
-    /// Pause between two tries to reach a server that is not connected yet. Default 1 s, at least [`INTERVAL_FLOOR`].
+    /// Pause between two attempts to reach a server that is not connected yet. Default 1 s, at least
+    /// [`INTERVAL_FLOOR`].
     pub sync_interval: Duration,
-    /// What the pause grows to after failures. Default 10 s, never below `sync_interval`.
+    /// Longest pause after repeated failures. Default 10 s, never below `sync_interval`.
     pub sync_interval_cap: Duration,
-    /// Pause between two looks at a connection's state. Default 1 s, at least [`INTERVAL_FLOOR`].
+    /// Pause between two checks of a connection's state. Default 1 s, at least [`INTERVAL_FLOOR`].
     pub probe_interval: Duration,
-    /// Idle time after which a server's connection is pinged. Default 1 h, at least [`KEEPALIVE_FLOOR`].
+    /// Idle time before the agent pings a server. Default 1 h, at least [`KEEPALIVE_FLOOR`].
     pub keepalive_time: Duration,
-    /// File with the service account token, read at every connect. `None` sends no token.
+    /// File with the service account token, read again for every attempt to connect. `None` sends no token.
     pub token_path: Option<PathBuf>,
-    /// Go on looking for servers when as many as announced are connected. Default false.
+    /// True if the agent keeps looking for servers after reaching the announced number. Default false.
     pub sync_forever: bool,
-    /// Chunks buffered per connection and direction. Default 150, at most [`XFR_CHANNEL_SIZE_MAX`].
+    /// Budget of one connection, as a number of packets of the stock size, at most [`XFR_CHANNEL_SIZE_MAX`].
+    /// Default 150.
     pub xfr_channel_size: usize,
-    /// Bytes that connections may queue beyond their own budgets, all together. Smaller closes connections over short
-    /// bursts, larger costs memory while endpoints are slow. Default 8 MiB.
+    /// Bytes in the shared pool for connections that exceed their own budgets. A smaller value closes
+    /// connections during short bursts, a larger value costs memory while endpoints are slow. Default 8 MiB.
     pub excess_buffer_bytes: usize,
-    /// How long a connection may exceed its budget without a pause. Longer keeps the pool occupied. Default 10 s.
+    /// Longest time a connection may exceed the budget without a pause. A longer time keeps the shared pool
+    /// occupied. Default 10 s.
     pub stall_timeout: Duration,
-    /// How the number of servers to look for is found.
+    /// Source of the number of servers to look for.
     pub server_count_source: ServerCountSource,
-    /// How long connections may live on after the first SIGTERM; then they are cut. Default 10 min.
+    /// Time for connections to end after the first SIGTERM; connections still open are then closed. Default
+    /// 10 min.
     pub drain_timeout: Duration,
-    /// How long a drained agent without connections goes on serving new dials before it exits. Default 5 s.
+    /// Time a drained agent without connections keeps serving new dials before exiting. Default 5 s.
     pub drain_linger: Duration,
-    /// The OpenVPN client, if there is one.
+    /// OpenVPN client, if configured.
     pub openvpn: Option<OpenVpn>,
-    /// Where log lines go and how many of them.
+    /// Destination and verbosity of the log.
     pub logging: LogConfig,
-    /// What the operator should be told once logging works: one line each.
+    /// Warnings to log once logging works, one line each.
     pub warnings: Vec<String>,
 }
 
 /// grpc-go's lower bound on a client's keepalive interval (`internal.KeepaliveMinPingTime`).
 pub const KEEPALIVE_FLOOR: Duration = Duration::from_secs(10);
 
-/// Lower bound on the sync and probe intervals. The stock agent has none and spins at zero, with a TLS handshake a turn.
+/// Lower bound on the sync and probe intervals. The stock agent has no lower bound: at 0 the agent loops
+/// without a pause, with one TLS handshake per turn.
 pub const INTERVAL_FLOOR: Duration = Duration::from_millis(10);
 
-/// Upper bound on [`Config::xfr_channel_size`]: a queue longer than this is a typing error, not a tuning.
+/// Upper bound on [`Config::xfr_channel_size`]. A larger value is treated as a typing error.
 pub const XFR_CHANNEL_SIZE_MAX: usize = 1 << 20;
 
-/// PEM files of the agent's own identity.
+/// PEM files of the agent's certificate and key.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ClientCert {
     /// The certificate chain.
     pub cert: PathBuf,
-    /// Its private key.
+    /// The private key of the certificate.
     pub key: PathBuf,
 }
 
-/// How the number of servers to look for is found (`--server-count-source`).
+/// Source of the number of servers to look for (`--server-count-source`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ServerCountSource {
-    /// `default`: what the servers announce.
+    /// `default`: the number that the servers announce.
     #[default]
     Default,
-    /// `max`: the larger of what servers announce and of their leases.
+    /// `max`: the larger of the announced number and the number of server leases.
     Max,
 }
 
@@ -117,8 +125,8 @@ impl Config {
     /// Reads a command line, program name first, and the environment variable `PROXY_AGENT_ID`.
     ///
     /// # Errors
-    /// [`Exit`] when there is nothing to run: help was asked for (code 0), or the command line is wrong in one or more
-    /// ways (code 1), all of which are named.
+    /// Returns [`Exit`] for a help request (code 0) or an invalid command line (code 1). The text for an
+    /// invalid command line lists every problem.
     pub fn from_args<I, A>(args: I) -> Result<Self, Exit>
     where
         I: IntoIterator<Item = A>,
@@ -127,9 +135,10 @@ impl Config {
         Flags::read(args)
     }
 
-    /// Every option in effect as `name=value`, for the log at start. Holds paths of secrets, never secrets.
+    /// Returns every option in effect as `name=value`, for the log at start. The output has the paths of
+    /// secrets, never the secrets.
     pub fn describe(&self) -> Vec<String> {
-        // Destructured so that a new field can not be left out.
+        // Destructured so that a new field cannot be left out.
         let Self {
             server_host,
             server_port,
@@ -194,7 +203,7 @@ impl Config {
 }
 
 impl ServerCountSource {
-    /// The spelling of `--server-count-source`.
+    /// Returns the value's name as `--server-count-source` spells it.
     pub fn name(self) -> &'static str {
         match self {
             Self::Default => "default",

@@ -1,5 +1,5 @@
-//! One try to reach a server: TCP or an outbound proxy, TLS, HTTP/2, the `Connect` call. Every
-//! step is bounded, so that a silent server never stops the search for others.
+//! An attempt to reach a server: TCP or an outbound proxy, TLS, HTTP/2, the `Connect` call. Every step has a
+//! time limit, so a silent server cannot block the search for more servers.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -39,25 +39,25 @@ use crate::metrics::AgentMetrics;
 use crate::native::HELD_BYTES;
 use crate::stream::OUTGOING_BYTES;
 
-/// The longest that one try may take, as grpc-go's minimum connect timeout.
+/// Longest duration of one attempt: grpc-go's minimum connect timeout.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// How long the peer may take to answer a ping, as upstream's.
+/// Longest wait for the answer to a ping, as upstream.
 const PING_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Bytes that the server may send ahead of our reading. One stream carries all connections, so
-/// the stream's window is as large as the connection's. Bounds throughput to two thirds of
-/// window / RTT, because `h2` gives a window back once that is half of what is left of it: 16 MiB
-/// allow 106 MiB/s at 100 ms. As large as grpc-go's grows.
+/// Bytes the server may send ahead of the agent's reads. A single stream carries every connection, so the
+/// stream needs a large window. The window bounds throughput to two thirds of window / RTT, because `h2`
+/// returns credit only once the unreturned credit reaches half of the remaining window. 16 MiB allow 106
+/// MiB/s at 100 ms. grpc-go's window grows to the same size.
 pub const WINDOW_BYTES: u32 = 16 * 1024 * 1024;
 
-/// The largest frame that we take; a stock server sends 16 KiB at most.
+/// Largest accepted HTTP/2 frame, in bytes. A stock server sends at most 16 KiB.
 const FRAME_BYTES: u32 = 64 * 1024;
 
-/// Where servers take agents.
+/// Path of the call that connects an agent to a server.
 const PATH: &str = "/AgentService/Connect";
 
-/// Reaches servers at the configured address.
+/// Connects to servers at the configured address.
 pub struct Connector {
     agent: Arc<Agent>,
     tls: TlsConnector,
@@ -68,64 +68,64 @@ pub struct Connector {
 
 /// An accepted `Connect` call.
 pub struct Connected {
-    /// What tells servers apart.
+    /// Id of the server, unique among the servers.
     pub server_id: String,
-    /// How many servers there are, by this one's word; 0 reads as 1.
+    /// Number of servers, as announced by the server; 0 counts as 1.
     pub server_count: i64,
-    /// What carries the connections.
+    /// Transport for the connections.
     pub transport: Transport,
-    /// Closes the connection.
+    /// Closes the agent connection.
     pub ended: CancellationToken,
 }
 
-/// What the server chose in the TLS handshake.
+/// Transport chosen by the server in the TLS handshake.
 pub enum Transport {
-    /// A stream of packets for all connections.
+    /// One stream of packets for all connections.
     Packet {
-        /// The server understands half closes: one of ours.
+        /// True if the server supports half-closes; only Culvert servers do.
         half_close: bool,
-        /// The server's packets.
+        /// Packets from the server.
         inbound: Box<Reader>,
-        /// The way to the server.
+        /// Packets to the server.
         outgoing: queue::Sender<Message>,
     },
-    /// A stream for each connection: the server is one of ours.
+    /// One HTTP/2 stream per connection; only Culvert servers offer this transport.
     Native {
-        /// The server's streams.
+        /// Accepts the server's streams.
         taker: Box<Taker<Tls>>,
-        /// What they receive.
+        /// Counts the bytes that the streams receive, and sets their windows.
         inbound: Arc<Inbound>,
     },
 }
 
-/// The connection below HTTP/2.
+/// TLS connection that carries HTTP/2.
 type Tls = TlsStream<ReadAhead<TcpStream>>;
 
-/// Why a try failed.
+/// Reason why an attempt failed.
 #[derive(Debug, thiserror::Error)]
 pub enum ConnectError {
-    /// The server can not be reached.
+    /// The server cannot be reached.
     #[error("cannot reach the server: {0}")]
     Unreachable(String),
-    /// The outbound proxy from the environment is of no use.
+    /// The outbound proxy from the environment does not work.
     #[error("cannot reach the server through the proxy of HTTPS_PROXY: {0}")]
     Proxy(String),
     /// The TLS handshake failed.
     #[error("TLS handshake with the server failed: {0}")]
     Tls(String),
-    /// The server speaks no HTTP/2.
-    #[error("the server speaks no HTTP/2: {0}")]
+    /// The server does not support HTTP/2.
+    #[error("the server does not support HTTP/2: {0}")]
     Http(String),
-    /// The token file can not be used.
+    /// The token file cannot be used.
     #[error("cannot use the token of --service-account-token-path {0}: {1}")]
     Token(String, String),
     /// The server refused the call.
     #[error("the server refused this agent: {0}")]
     Refused(#[from] CallError),
-    /// The server did not take the introduction.
+    /// The server rejected the introduction.
     #[error("the server refused this agent: {0}")]
     Introduction(#[from] HelloError),
-    /// The server's answer lacks what every server says.
+    /// The server's answer lacks required headers, or a header value is invalid.
     #[error("{0}")]
     Answer(String),
     /// A step took too long.
@@ -136,10 +136,10 @@ pub enum ConnectError {
 // === impl Connector ===
 
 impl Connector {
-    /// Reads certificates and checks the address.
+    /// Loads the certificates and checks the address.
     ///
     /// # Errors
-    /// When a file can not be used or the host is neither a name nor an address.
+    /// Fails if a file cannot be used or the host is neither a name nor an address.
     pub fn new(agent: Arc<Agent>, config: Config) -> anyhow::Result<Self> {
         let ca_cert = config.ca_cert.as_deref();
         let trust = tls::TrustBundle::load(ca_cert.context("--ca-cert is not set")?)?;
@@ -177,7 +177,7 @@ impl Connector {
         })
     }
 
-    /// One try.
+    /// Makes one attempt to connect.
     ///
     /// # Errors
     /// See [`ConnectError`].
@@ -214,7 +214,7 @@ impl Connector {
             Some(address) => dial_direct(&address.to_string()).await?,
             None => self.tcp_by_name(deadline).await?,
         };
-        // A connection that is gone already fails here and again at the handshake.
+        // An error here is ignored: if the connection is already gone, the TLS handshake fails too.
         let _ = tune(&stream);
         Ok(stream)
     }
@@ -262,7 +262,7 @@ impl Connector {
     ) -> Result<SendRequest<PacketBody<ToServer>>, ConnectError> {
         if tls.get_ref().1.alpn_protocol().is_none() {
             return Err(ConnectError::Http(
-                "it negotiated no ALPN protocol; does the port belong to a Konnectivity server?"
+                "no ALPN protocol was negotiated; does the port belong to a Konnectivity server?"
                     .into(),
             ));
         }
@@ -314,7 +314,7 @@ impl Connector {
         })
     }
 
-    /// What the agent says of itself. The token is read anew each time: it is rotated.
+    /// Returns the metadata that introduces the agent. Reads the token each time, because tokens rotate.
     async fn metadata(&self) -> Result<MetadataMap, ConnectError> {
         let mut metadata = MetadataMap::new();
         let header = |value: &str| {
@@ -330,7 +330,7 @@ impl Connector {
                 .await
                 .map_err(|error| unusable(error.to_string()))?;
             let value = MetadataValue::try_from(format!("Bearer {}", token.trim()))
-                .map_err(|_| unusable("it holds bytes that no token has".into()))?;
+                .map_err(|_| unusable("the token has invalid characters".into()))?;
             metadata.insert("authorization", value);
         }
         Ok(metadata)
@@ -343,7 +343,8 @@ async fn dial_direct(address: &str) -> Result<TcpStream, ConnectError> {
         .map_err(|error| ConnectError::Unreachable(error.text))
 }
 
-/// Reads what a server says of itself; the texts are upstream's.
+/// Reads the server's id and server count from its metadata. The error texts for missing or repeated values
+/// are upstream's.
 fn server_of(metadata: &MetadataMap) -> Result<(String, i64), String> {
     let values = |key: &'static str| -> Vec<&str> {
         let all = metadata.get_all(key).iter();
@@ -366,7 +367,7 @@ fn server_of(metadata: &MetadataMap) -> Result<(String, i64), String> {
     Ok(((*id).to_owned(), count))
 }
 
-/// What goes to the server, counted.
+/// Stream of packets to the server; counts each packet.
 struct ToServer {
     messages: queue::Receiver<Message>,
     metrics: Arc<AgentMetrics>,
@@ -399,7 +400,7 @@ mod tests {
     }
 
     #[test]
-    fn a_server_says_its_id_and_count_once() {
+    fn server_must_send_one_id_and_one_count() {
         let both = [("serverid", "a"), ("servercount", "3")];
         assert_eq!(server(&both), Ok(("a".into(), 3)));
         assert_eq!(

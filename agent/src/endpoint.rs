@@ -1,7 +1,7 @@
-//! One connection of the agent: dials the target and carries bytes until either side ends.
+//! One connection of the agent: dials the endpoint and copies bytes until either side ends.
 //!
-//! Nothing is lost on the way out: bytes that the client sent before it closed still reach the
-//! endpoint, and bytes that the endpoint sent before it closed still reach the server.
+//! No bytes are lost at the end. The endpoint still gets the bytes the client sent before closing, and the
+//! server still gets the bytes the endpoint sent before closing.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -26,34 +26,34 @@ use tracing::{debug, warn};
 use crate::metrics::DialFailureReason;
 use crate::stream::ServerStream;
 
-/// How long a dial may take, as upstream's.
+/// Longest duration of a dial, as upstream.
 pub const DIAL_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// What the server's packets mean for one connection.
+/// Input of one connection, decoded from the server's packets.
 pub enum Incoming {
     /// Bytes for the endpoint.
     Data(Bytes),
-    /// The client sends no more.
+    /// The client has finished sending.
     HalfClosed,
     /// The client is gone.
     Closed,
 }
 
-/// One connection, from its dial on.
+/// A connection, from the start of the dial.
 pub struct Endpoint {
-    /// The stream that it belongs to.
+    /// Stream of the server that requested the connection.
     pub stream: Arc<ServerStream>,
-    /// Its dial's id.
+    /// Id of the dial.
     pub dial_id: DialId,
-    /// Its id.
+    /// Id of the connection.
     pub connection: ConnectId,
-    /// What to dial.
+    /// Network and address to dial.
     pub dial: Dial,
-    /// The client's side.
+    /// Queue of bytes and events from the client.
     pub incoming: inbox::Receiver<Incoming>,
-    /// Fires once the client is gone and the last of its bytes are queued.
+    /// Fires once the client is gone and its last bytes are queued.
     pub closing: CancellationToken,
-    /// Ends the connection at once, whatever is queued.
+    /// Ends the connection at once and drops queued bytes.
     pub cut: CancellationToken,
 }
 
@@ -68,7 +68,7 @@ struct ToServer {
     first_word: FirstWord,
 }
 
-/// Removes a connection from the stream's table.
+/// Guard that removes a connection from the stream's table when dropped.
 struct Entry {
     stream: Arc<ServerStream>,
     dial: DialId,
@@ -78,7 +78,7 @@ struct Entry {
 // === impl Endpoint ===
 
 impl Endpoint {
-    /// Runs the connection to its end.
+    /// Dials the endpoint and runs the connection until the end.
     pub async fn run(self) {
         let stream = self.stream.clone();
         let entry = Entry {
@@ -86,7 +86,7 @@ impl Endpoint {
             dial: self.dial_id,
             connection: self.connection,
         };
-        // From the dial on: a drained agent does not leave in the middle of one.
+        // Counted from the start of the dial, so that a drained agent does not exit during a dial.
         let _active = stream.agent.activity();
         let metrics = &stream.agent.metrics;
         let started = Instant::now();
@@ -143,7 +143,7 @@ impl Endpoint {
             self.closing.cancelled().await;
             watch.stalled(CLOSE_STALL).await;
         };
-        // Our own server holds the first bytes back by itself.
+        // A Culvert server delays the first bytes, so the agent need not.
         let first_word = if stream.half_close {
             FirstWord::spoken_already()
         } else {
@@ -169,7 +169,8 @@ impl Endpoint {
             ) => (reason, false),
             reason = watch.overdue(stream.agent.limits.stall) => (reason, true),
             () = client_gone => (CloseReason::Stalled, true),
-            // Given up just when the dial succeeded, or ended by the stream.
+            // `closing` is set if the server cancelled the dial just as the dial succeeded. Otherwise the
+            // stream ended.
             () = self.cut.cancelled() => match self.closing.is_cancelled() {
                 true => (CloseReason::ClientClosed, false),
                 false => (stream.cut_reason(), false),
@@ -181,10 +182,10 @@ impl Endpoint {
                 address = self.dial.address,
                 reason = %reason,
                 to_endpoint = up.bytes,
-                "the endpoint takes bytes more slowly than its client sends them: closing this \
-                 connection, others go on. A stock server can not be slowed down for one \
-                 connection, a culvert-server with flow control for each one is. For longer \
-                 bursts raise --excess-buffer-bytes or --stall-timeout"
+                "closing this connection: the endpoint reads more slowly than the client sends. Other \
+                 connections continue. An agent cannot slow down one connection of a stock server, only \
+                 of a culvert-server with flow control per connection. For longer bursts raise \
+                 --excess-buffer-bytes or --stall-timeout"
             );
         }
         drop(entry);
@@ -208,7 +209,7 @@ impl Endpoint {
         ));
         let leave = async {
             match reason {
-                // What the client sent before the endpoint's end still belongs to the endpoint.
+                // The endpoint still gets the bytes that the client sent before the endpoint closed.
                 CloseReason::EndpointClosed => server_source.flush(&mut sink).await,
                 CloseReason::ClientClosed => {}
                 _ => return,
@@ -218,7 +219,7 @@ impl Endpoint {
                 drain(source.into_inner()).await;
             }
         };
-        // An endpoint that takes longer than this has had its chance.
+        // An endpoint that needs longer is cut off.
         let _ = timeout(LINGER, leave).await;
     }
 }
@@ -233,7 +234,7 @@ impl Drop for Entry {
 
 impl FromServer {
     async fn flush(&mut self, sink: &mut impl Sink) {
-        // The rest of a chunk whose write was cut short comes first.
+        // Sends the rest of a chunk first if its write was interrupted.
         if sink.send(Bytes::new()).await.is_err() {
             return;
         }
@@ -284,7 +285,8 @@ impl Sink for ToServer {
         Ok(())
     }
 
-    /// To a stock server half of a close is a whole one.
+    /// Sends a half-close. Fails for a stock server, where only a full close exists; the error ends the
+    /// connection.
     async fn finish(&mut self) -> Result<(), CloseReason> {
         if !self.stream.half_close {
             return Err(CloseReason::EndpointClosed);

@@ -1,5 +1,6 @@
-//! The agent end of the tunnel: connects to every server and dials what they ask for.
-//! The same as an OpenVPN client: [`openvpn`].
+//! The Konnectivity agent: connects to every server and dials endpoints on request.
+//!
+//! The agent can also be an OpenVPN client: [`openvpn`].
 
 pub mod agent;
 pub mod app;

@@ -1,4 +1,4 @@
-//! The Konnectivity agent: see the library.
+//! The program `culvert-agent`; see the library.
 
 use std::process::ExitCode;
 

@@ -1,9 +1,9 @@
-//! The agent's metrics: upstream's names, labels, buckets and HELP texts, plus our own families
-//! under the prefix `culvert_`.
+//! The agent's metrics: upstream's names, labels, buckets and HELP texts, plus families under the prefix
+//! `culvert_`.
 //!
-//! Dial failures appear with their first use, because upstream's tests compare that family sample
-//! by sample and extra zeros would fail them. Everything else starts at 0; the tests rely on
-//! `open_server_connections` being there before the first connection.
+//! A dial failure series appears only after the first failure: upstream's tests compare that family sample by
+//! sample, and extra zeros would fail the tests. Every other series starts at 0, because upstream's tests
+//! expect `open_server_connections` before the first connection.
 
 use std::sync::Arc;
 
@@ -18,7 +18,7 @@ use metrics::{Counter, Gauge, Histogram};
 /// Upper bounds of dial latencies, in seconds: 5 ms to 30 s (upstream `pkg/agent/metrics`).
 const LATENCY_BUCKETS: [f64; 7] = [0.005, 0.025, 0.1, 0.5, 2.5, 10.0, 30.0];
 
-/// What an agent sends and receives.
+/// Directions of packets that an agent counts.
 const SEGMENTS: [Segment; 2] = [Segment::FromAgent, Segment::ToAgent];
 
 macro_rules! name {
@@ -28,37 +28,37 @@ macro_rules! name {
 }
 
 label_values! {
-    /// Why an endpoint could not be dialed.
+    /// Reason for a failed dial of an endpoint.
     pub enum DialFailureReason("reason") {
-        /// No answer in time.
+        /// The endpoint did not answer in time.
         Timeout = "timeout",
-        /// Anything else.
+        /// Any other failure.
         Unknown = "unknown",
     }
 }
 
 label_values! {
-    /// Which way a packet could not be carried on the stream to a server.
+    /// Direction in which the stream to a server failed.
     pub enum ServerDirection("direction") {
-        /// Sending failed.
+        /// Sending to the server failed.
         ToServer = "to_server",
-        /// Receiving failed.
+        /// Receiving from the server failed.
         FromServer = "from_server",
     }
 }
 
-/// Every series of one agent.
+/// All metrics of one agent.
 pub struct AgentMetrics {
     registry: Arc<Registry>,
-    /// Time that a successful dial of an endpoint took, in seconds.
+    /// Duration of successful dials of endpoints, in seconds.
     pub dial_duration: Histogram,
-    /// Servers with an open stream.
+    /// Number of servers with an open stream.
     pub open_server_connections: Gauge,
-    /// Servers that should have one.
+    /// Number of servers the agent tries to connect to.
     pub known_server_count: Gauge,
-    /// Open connections to endpoints.
+    /// Number of open connections to endpoints.
     pub open_endpoint_connections: Gauge,
-    /// Packets, stream errors, payload bytes, closed connections.
+    /// Packets, stream errors, payload bytes and closed connections.
     pub streams: StreamMetrics,
     dial_failures: Family<DialFailureReason, Counter>,
     server_failures: Family<ServerDirection, Counter>,
@@ -67,7 +67,7 @@ pub struct AgentMetrics {
 // === impl AgentMetrics ===
 
 impl AgentMetrics {
-    /// A registry with every family.
+    /// Creates a registry with every family.
     ///
     /// # Errors
     ///
@@ -116,17 +116,18 @@ impl AgentMetrics {
         })
     }
 
-    /// The registry, to render it, keep it up and add series to it.
+    /// Returns the registry, for rendering, upkeep and more series.
     pub fn registry(&self) -> &Arc<Registry> {
         &self.registry
     }
 
-    /// Failed dials of one reason; not on the page before its first use.
+    /// Returns the counter of failed dials for a reason. The series is missing from the metrics page until
+    /// first used.
     pub fn dial_failures(&self, reason: DialFailureReason) -> &Counter {
         self.dial_failures.get(reason)
     }
 
-    /// Failures on the stream to a server, one way; deprecated upstream in favour of
+    /// Returns the counter of stream failures in one direction. Deprecated upstream in favour of
     /// [`StreamMetrics::stream_error`].
     pub fn server_failures(&self, direction: ServerDirection) -> &Counter {
         self.server_failures.get(direction)
@@ -144,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn compared_families_are_upstreams() {
+    fn families_that_upstream_tests_compare_match_upstream() {
         let metrics = AgentMetrics::new().unwrap();
         let page = metrics.registry().render();
         assert!(!page.contains("endpoint_dial_failure_total{"));
@@ -165,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn everything_else_is_there_from_the_start() {
+    fn other_series_start_at_zero() {
         let page = AgentMetrics::new().unwrap().registry().render();
         for series in [
             "open_server_connections",

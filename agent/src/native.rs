@@ -1,4 +1,4 @@
-//! One native connection to one server: takes its streams, see [`culvert_native`].
+//! A native connection to one server. Accepts the server's streams; see [`culvert_native`].
 
 use std::future::poll_fn;
 use std::sync::Arc;
@@ -30,12 +30,12 @@ use crate::agent::Agent;
 use crate::endpoint::DIAL_TIMEOUT;
 use crate::metrics::DialFailureReason;
 
-/// Bytes that all connections of one server together may hold for endpoints that do not read,
-/// before each may hold no more than [`culvert_native::window::CROWDED_BYTES`]. Agents run
-/// in small pods.
+/// Bytes that all connections of one server together may buffer for endpoints that do not read. At this
+/// bound, each connection may buffer at most [`culvert_native::window::CROWDED_BYTES`]. Agents run in
+/// small pods, so the bound is small.
 pub const HELD_BYTES: usize = 16 * 1024 * 1024;
 
-/// What the streams of one native connection share.
+/// Shared state of the streams of one native connection.
 pub struct NativeServer {
     agent: Arc<Agent>,
     inbound: Arc<Inbound>,
@@ -44,7 +44,7 @@ pub struct NativeServer {
 }
 
 impl NativeServer {
-    /// A connection that ends with `ended`, and whose streams count into `inbound`.
+    /// Creates a native connection that ends when `ended` fires. `inbound` counts the bytes of the streams.
     pub fn new(agent: Arc<Agent>, inbound: Arc<Inbound>, ended: CancellationToken) -> Arc<Self> {
         Arc::new(Self {
             agent,
@@ -54,28 +54,28 @@ impl NativeServer {
         })
     }
 
-    /// Asks the server to prefer other agents.
+    /// Requests that the server prefer other agents.
     pub fn drain(&self) {
         self.drained.cancel();
     }
 
-    /// Takes streams until the connection ends, and says why it did; an error unless this agent
-    /// ended it.
+    /// Accepts streams until the connection ends. Returns the reason if this agent ended the connection.
     ///
     /// # Errors
-    /// When the connection broke, or the server closed it.
+    /// Returns the reason if the connection broke or the server closed the connection.
     pub async fn run<S>(self: Arc<Self>, mut taker: Taker<S>) -> Result<String, String>
     where
         S: AsyncRead + AsyncWrite + Unpin,
     {
-        // Also when this future is dropped.
+        // The guard also works if this future is dropped.
         let _ended = self.ended.clone().drop_guard();
         loop {
             let next = tokio::select! {
                 next = taker.next() => next,
-                () = self.ended.cancelled() => return Ok("given up".into()),
+                () = self.ended.cancelled() => return Ok("closed by this agent".into()),
             };
-            // The server has no other way to leave: a killed one and one that stops look the same.
+            // A server that shuts down closes the connection just like a killed server, so every close is an
+            // error.
             let next = next.and_then(|next| next.ok_or_else(|| "closed by the server".into()));
             let incoming = next.inspect_err(|_| {
                 let streams = &self.agent.metrics.streams;
@@ -90,12 +90,12 @@ impl NativeServer {
         match (request.method(), request.uri().path()) {
             (&Method::CONNECT, _) => self.connect(request, respond).await,
             (&Method::GET, CONTROL_PATH) => self.control(respond).await,
-            // From the future.
+            // A request type that this version does not know.
             _ => drop(respond.send_response(status(StatusCode::NOT_FOUND), true)),
         }
     }
 
-    /// Says what concerns all connections, when there is something to say.
+    /// Answers the control stream; sends the drain notice once the agent drains.
     async fn control(&self, mut respond: SendResponse<Chunk>) {
         let Ok(mut words) = respond.send_response(status(StatusCode::OK), false) else {
             return;
@@ -105,7 +105,7 @@ impl NativeServer {
                 self.count(Segment::FromAgent, PacketType::Drain);
                 let word = chunk(Bytes::from(format!("{DRAIN}\n")));
                 let _ = words.send_data(word, false);
-                // The stream stays open: its end would say that the connection ends.
+                // Keep the stream open: a closed control stream would mean the end of the connection.
                 self.ended.cancelled().await;
             }
             () = self.ended.cancelled() => {}
@@ -117,7 +117,7 @@ impl NativeServer {
     }
 
     async fn connect(&self, request: Request<h2::RecvStream>, mut respond: SendResponse<Chunk>) {
-        // From the dial on: a drained agent does not leave in the middle of one.
+        // Counted from the start of the dial, so that a drained agent does not exit during a dial.
         let _active = self.agent.activity();
         let metrics = &self.agent.metrics;
         self.count(Segment::ToAgent, PacketType::DialReq);
@@ -125,7 +125,7 @@ impl NativeServer {
         let started = Instant::now();
         let dialed = tokio::select! {
             dialed = dial::dial(&dial.protocol, &dial.address, DIAL_TIMEOUT) => dialed,
-            // The server gave the dial up, or is gone.
+            // The server cancelled the dial, or the connection to the server ended.
             _ = poll_fn(|cx| respond.poll_reset(cx)) => return,
             () = self.ended.cancelled() => return,
         };

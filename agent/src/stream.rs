@@ -1,4 +1,4 @@
-//! One stream to one server: reads its packets and hands them to the connections.
+//! One packet stream to one server: reads packets and delivers the packets to connections.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -17,22 +17,22 @@ use tracing::warn;
 use crate::agent::Agent;
 use crate::endpoint::{Endpoint, Incoming};
 
-/// Bytes that may wait to be sent to one server, all connections together. Smaller costs
-/// throughput over long paths, larger costs latency of what queues behind.
+/// Bytes that may wait for sending to one server, for all connections together. A smaller value costs
+/// throughput over long paths; a larger value adds latency to packets at the end of the queue.
 pub const OUTGOING_BYTES: usize = 512 * 1024;
 
-/// The shared part of one stream.
+/// Shared state of one packet stream.
 pub struct ServerStream {
-    /// The agent that it belongs to.
+    /// The agent of this stream.
     pub agent: Arc<Agent>,
-    /// The server understands half closes: one of ours.
+    /// True if the server supports half-closes; only Culvert servers do.
     pub half_close: bool,
     mux: Mutex<Mux<Arc<Slot>>>,
     outgoing: queue::Sender<Message>,
     ended: CancellationToken,
 }
 
-/// A connection's entry in the stream's table.
+/// Entry of a connection in the stream's table.
 struct Slot {
     incoming: inbox::Sender<Incoming>,
     half_closed: AtomicBool,
@@ -41,7 +41,8 @@ struct Slot {
 }
 
 impl ServerStream {
-    /// A new stream; what it sends goes into `outgoing`. `ended` ends with it and ends it.
+    /// Creates a stream that sends through `outgoing`. `ended` fires when the stream ends; firing `ended`
+    /// also ends the stream.
     pub fn new(
         agent: Arc<Agent>,
         half_close: bool,
@@ -57,16 +58,16 @@ impl ServerStream {
         })
     }
 
-    /// Reads packets until the stream ends, then cuts every connection. Returns why it ended; an
-    /// error if it broke.
+    /// Reads packets until the stream ends, then closes every connection. Returns the reason for the end, as
+    /// an error if the stream broke.
     pub async fn run(self: Arc<Self>, mut inbound: Reader) -> Result<String, String> {
-        // Also when this future is dropped: connections do not outlive their stream.
+        // The guard also works if this future is dropped: connections must not outlive their stream.
         let _cut = self.ended.clone().drop_guard();
         let metrics = &self.agent.metrics;
         loop {
             let next = tokio::select! {
                 next = inbound.message() => next,
-                () = self.ended.cancelled() => return Ok("given up".into()),
+                () = self.ended.cancelled() => return Ok("closed by this agent".into()),
             };
             match next {
                 Ok(Some(message)) => {
@@ -85,21 +86,21 @@ impl ServerStream {
         }
     }
 
-    /// Asks the server to prefer other agents.
+    /// Requests that the server prefer other agents.
     pub fn drain(&self) {
         self.tell(Message::Drain);
     }
 
-    /// Sends a message that belongs to a connection's life: there are few of them and none may
-    /// be lost.
+    /// Sends a message without waiting. Only for messages about the start or end of a connection: such
+    /// messages are few and must not be lost.
     pub fn tell(&self, message: Message) {
         let _ = self.outgoing.send_now(message);
     }
 
-    /// Sends a message once there is room for it.
+    /// Waits for room in the queue, then sends a message.
     ///
     /// # Errors
-    /// When the stream has ended, or the server has taken nothing for [`PEER_STALL`].
+    /// Fails if the stream has ended, or if the server has accepted nothing for [`PEER_STALL`].
     pub async fn send(&self, message: Message) -> Result<(), CloseReason> {
         let weight = message.weight();
         let sent = self.outgoing.send_within(message, weight, PEER_STALL).await;
@@ -107,7 +108,7 @@ impl ServerStream {
             SendWithinError::Closed => CloseReason::ServerLost,
             SendWithinError::Stalled => {
                 if !self.ended.is_cancelled() {
-                    warn!("the server takes no packets, giving its stream up");
+                    warn!("the server accepts no packets: closing the stream");
                 }
                 self.ended.cancel();
                 CloseReason::Stalled
@@ -115,7 +116,7 @@ impl ServerStream {
         })
     }
 
-    /// A dial has an outcome.
+    /// Marks a dial as finished.
     pub fn dialed(&self, dial: DialId, connection: ConnectId) {
         self.mux.lock().dialed(dial, connection);
     }
@@ -127,7 +128,7 @@ impl ServerStream {
         mux.remove(connection);
     }
 
-    /// Why the stream has ended under its connections.
+    /// Returns the close reason for the connections of an ended stream.
     pub fn cut_reason(&self) -> CloseReason {
         if self.agent.shutdown.is_cancelled() {
             CloseReason::Shutdown
@@ -136,8 +137,8 @@ impl ServerStream {
         }
     }
 
-    /// Takes one packet of the server. Waits for nothing: other connections' packets follow. Gives
-    /// the connection whose endpoint takes bytes too slowly.
+    /// Processes one packet from the server. Never waits, because packets of other connections follow.
+    /// Returns the connection if its endpoint reads bytes too slowly.
     fn on_message(self: &Arc<Self>, message: Message) -> Option<Arc<Slot>> {
         let effect = self.mux.lock().on_message(message);
         match effect {
@@ -175,7 +176,7 @@ impl ServerStream {
                 }
             }
             Effect::HalfClosed(slot) => {
-                // Once: it has no weight, and a peer could repeat it.
+                // Only once: a half-close has no weight in the queue, and a peer could send many.
                 if !slot.half_closed.swap(true, Ordering::Relaxed) {
                     slot.incoming.end(Incoming::HalfClosed);
                 }
@@ -185,7 +186,7 @@ impl ServerStream {
                 slot.closing.cancel();
             }
             Effect::Stray(reply) => {
-                // Without room it is dropped: the next stray packet is answered.
+                // Dropped if the queue is full; the next stray packet triggers another reply.
                 let weight = reply.weight();
                 let _ = self.outgoing.try_send(reply, weight);
             }

@@ -1,6 +1,6 @@
-//! The search for servers. One address stands for all of them (a load balancer picks one for each
-//! connection), so the agent tries again and again until it holds as many distinct servers as
-//! they announce.
+//! The search for servers. All servers share one address, and a load balancer picks a server for each
+//! connection. The agent therefore keeps connecting until the number of distinct servers reaches the
+//! announced number.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -20,26 +20,26 @@ use crate::metrics::ServerDirection;
 use crate::native::NativeServer;
 use crate::stream::ServerStream;
 
-/// How much longer each pause after a failure is than the one before, as upstream's.
+/// Growth factor of the pause after each failure, as upstream.
 const BACKOFF_FACTOR: f64 = 1.5;
 
-/// Up to this part of a pause is added at random, as upstream's.
+/// Largest random addition to a pause, as a fraction of the pause, as upstream.
 const JITTER: f64 = 0.1;
 
-/// The servers that an agent is connected to.
+/// The connected servers of an agent.
 pub struct Servers {
     agent: Arc<Agent>,
     streams: Mutex<HashMap<String, Stream>>,
 }
 
-/// The way to one server.
+/// Transport to one server.
 #[derive(Clone)]
 enum Stream {
     Packet(Arc<ServerStream>),
     Native(Arc<NativeServer>),
 }
 
-/// The search.
+/// The search for servers.
 pub struct Sync {
     servers: Arc<Servers>,
     connector: Connector,
@@ -49,7 +49,7 @@ pub struct Sync {
     announced: i64,
 }
 
-/// What a try came to.
+/// Result of one attempt to connect.
 enum Outcome {
     Added,
     Duplicate,
@@ -59,7 +59,7 @@ enum Outcome {
 // === impl Servers ===
 
 impl Servers {
-    /// No server yet.
+    /// Creates an empty set of servers.
     pub fn new(agent: Arc<Agent>) -> Arc<Self> {
         Arc::new(Self {
             agent,
@@ -67,12 +67,12 @@ impl Servers {
         })
     }
 
-    /// How many servers are connected.
+    /// Returns the number of connected servers.
     pub fn count(&self) -> usize {
         self.streams.lock().len()
     }
 
-    /// Asks every server to prefer other agents.
+    /// Requests that every server prefer other agents.
     pub fn drain(&self) {
         for stream in self.streams.lock().values() {
             match stream {
@@ -82,7 +82,7 @@ impl Servers {
         }
     }
 
-    /// Adds a server unless it is there already, and runs its stream to the end.
+    /// Adds a server and starts its stream, unless the server is already connected.
     fn add(self: &Arc<Self>, connected: Connected) -> Outcome {
         let Connected {
             server_id,
@@ -152,7 +152,7 @@ impl Servers {
 // === impl Sync ===
 
 impl Sync {
-    /// A search with the configured pauses.
+    /// Creates a search with the configured pauses.
     pub fn new(servers: Arc<Servers>, connector: Connector, config: &Config) -> Self {
         Self {
             servers,
@@ -164,7 +164,7 @@ impl Sync {
         }
     }
 
-    /// Searches until the token fires.
+    /// Searches for servers until the token fires.
     pub async fn run(mut self, stop: CancellationToken) {
         let mut pause = self.interval;
         let mut last_failure = String::new();
@@ -209,7 +209,7 @@ impl Sync {
             }
             Err(error) => {
                 let text = error.to_string();
-                // The same failure again and again is told once.
+                // Repeated failures with the same text are logged once.
                 if text == *last_failure {
                     debug!(error = text, "still cannot connect");
                 } else {
@@ -221,7 +221,8 @@ impl Sync {
         }
     }
 
-    /// Only a server that was added has a say: what a duplicate announces may be stale.
+    /// Stores the announced number of servers. Only called for added servers: the number from a duplicate may
+    /// be stale.
     fn announce(&mut self, count: i64) {
         if count != self.announced {
             info!(

@@ -1,4 +1,4 @@
-//! The program itself: its exit codes and what it says when it can not start.
+//! Tests of the program `culvert-agent`: exit codes and error texts at start.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use std::process::{Command, Output};
@@ -7,7 +7,7 @@ fn run(args: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_culvert-agent"))
         .args(args)
         .output()
-        .expect("the program starts")
+        .expect("the program must start")
 }
 
 fn stderr(output: &Output) -> String {
@@ -15,7 +15,7 @@ fn stderr(output: &Output) -> String {
 }
 
 #[test]
-fn help_and_version_end_well() {
+fn help_and_version_exit_with_code_0() {
     for flag in ["--help", "--version"] {
         let output = run(&[flag]);
         assert_eq!(output.status.code(), Some(0), "{flag}");
@@ -27,14 +27,14 @@ fn help_and_version_end_well() {
 }
 
 #[test]
-fn an_unknown_flag_is_named_with_exit_code_1() {
+fn unknown_flag_is_named_and_exits_with_code_1() {
     let output = run(&["--no-such-flag"]);
     assert_eq!(output.status.code(), Some(1));
     assert!(stderr(&output).contains("unknown flag: --no-such-flag"));
 }
 
 #[test]
-fn a_missing_ca_says_which_flag_to_give() {
+fn missing_ca_error_names_the_flag() {
     let output = run(&["--health-server-port=39993", "--admin-server-port=39994"]);
     assert_eq!(output.status.code(), Some(1));
     assert!(stderr(&output).contains("--ca-cert"), "{}", stderr(&output));

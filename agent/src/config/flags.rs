@@ -1,4 +1,5 @@
-//! The agent's flags as they are typed: names, defaults and help texts. What they mean together is in `validate`.
+//! The agent's command-line flags: names, defaults and help texts. The module `validate` checks the flags and
+//! converts them to the configuration.
 
 use std::ffi::OsString;
 
@@ -10,10 +11,10 @@ use culvert_host::flags::{Exit, GoDuration, KlogFlags, Parsed, Problems, StringS
 use super::openvpn::OpenVpnFlags;
 use super::{Config, PROGRAM};
 
-/// The variable that `--agent-id` defaults to.
+/// Environment variable for the default of `--agent-id`.
 const ID_VARIABLE: &str = "PROXY_AGENT_ID";
 
-/// Connects to the servers of a control plane and carries their connections into the network it runs in.
+/// Connects to the servers of a control plane and carries their connections into the agent's network.
 #[derive(Parser, Debug)]
 #[command(name = PROGRAM, version)]
 pub(super) struct Flags {
@@ -35,13 +36,13 @@ pub(super) struct Flags {
     pub(super) klog: KlogFlags,
 }
 
-/// The default of `--proxy-server-host`.
+/// Default of `--proxy-server-host`.
 pub(super) const SERVER_HOST: &str = "127.0.0.1";
 
 #[derive(Args, Debug)]
 #[command(next_help_heading = "Server")]
 pub(super) struct ServerFlags {
-    /// Host name or address of the server; its certificate must carry it
+    /// Host name or address of the server; the server's certificate must be valid for it
     #[arg(long, value_name = "HOST", default_value = SERVER_HOST)]
     pub(super) proxy_server_host: String,
 
@@ -54,7 +55,7 @@ pub(super) struct ServerFlags {
     #[arg(long, value_name = "FILE", default_value = "")]
     pub(super) ca_cert: String,
 
-    /// ALPN names offered before h2, comma-separated; lets a shared address tell agents from others
+    /// ALPN names offered before h2, comma-separated; a load balancer can recognize agents by them
     #[arg(long, value_name = "LIST")]
     pub(super) alpn_proto: Vec<StringSlice>,
 
@@ -66,15 +67,16 @@ pub(super) struct ServerFlags {
 #[derive(Args, Debug)]
 #[command(next_help_heading = "Identity")]
 pub(super) struct IdentityFlags {
-    /// Unique id of this agent; empty takes the environment variable PROXY_AGENT_ID, or else a random UUID
+    /// Unique id of this agent; if empty, the environment variable PROXY_AGENT_ID, else a random UUID
     #[arg(long, value_name = "ID", default_value = "")]
     pub(super) agent_id: String,
 
-    /// What this agent serves, URL-encoded: ipv4=, ipv6=, host=, cidr=, default-route=true, joined by &
+    /// Addresses that this agent serves, URL-encoded: ipv4=, ipv6=, host=, cidr=, default-route=true, joined
+    /// by &
     #[arg(long, value_name = "QUERY", default_value = "")]
     pub(super) agent_identifiers: String,
 
-    /// PEM client certificate chain, for servers that ask for one
+    /// PEM client certificate chain, for servers that require one
     #[arg(long, value_name = "FILE", default_value = "")]
     pub(super) agent_cert: String,
 
@@ -90,23 +92,24 @@ pub(super) struct IdentityFlags {
 #[derive(Args, Debug)]
 #[command(next_help_heading = "Finding servers")]
 pub(super) struct SyncFlags {
-    /// Pause between tries to reach servers that are not connected yet; at least 10ms
+    /// Pause between attempts to reach servers that are not connected yet; at least 10ms
     #[arg(long, value_name = "DURATION", default_value = "1s")]
     pub(super) sync_interval: GoDuration,
 
-    /// What the pause grows to after failures; not below --sync-interval
+    /// Longest pause after repeated failures; at least --sync-interval
     #[arg(long, value_name = "DURATION", default_value = "10s")]
     pub(super) sync_interval_cap: GoDuration,
 
-    /// Pause between looks at a connection's state; at least 10ms
+    /// Pause between checks of a connection's state; at least 10ms
     #[arg(long, value_name = "DURATION", default_value = "1s")]
     pub(super) probe_interval: GoDuration,
 
-    /// Go on looking for servers when as many as announced are connected
+    /// Keep looking for servers after reaching the announced number
     #[arg(long)]
     pub(super) sync_forever: bool,
 
-    /// How the number of servers is found: default (what they announce) or max. max is not yet acted upon
+    /// Source of the number of servers: default (as announced by the servers) or max. max is not yet acted
+    /// upon
     #[arg(long, value_name = "SOURCE", default_value = "default")]
     pub(super) server_count_source: String,
 }
@@ -118,24 +121,25 @@ pub(super) struct TunnelFlags {
     #[arg(long, value_name = "N", default_value = "150", value_parser = go_int)]
     pub(super) xfr_channel_size: i64,
 
-    /// Bytes that connections may queue beyond their own buffers, all together, while their endpoints are
-    /// slow; the largest is closed when it is used up
+    /// Bytes that all connections together may queue beyond their own buffers while endpoints are slow; when
+    /// the bytes are used up, the connection with the most of them is closed
     #[arg(long, value_name = "BYTES", default_value = "8388608", value_parser = go_int)]
     pub(super) excess_buffer_bytes: i64,
 
-    /// How long a connection may exceed its own buffer without a pause before it is closed
+    /// Longest time a connection may exceed its own buffer without a pause; then the connection is closed
     #[arg(long, value_name = "DURATION", default_value = "10s")]
     pub(super) stall_timeout: GoDuration,
 
-    /// Time for connections to end after SIGTERM; then they are cut. Keep the pod's termination grace period above it
+    /// Time for connections to end after SIGTERM; connections still open are then closed. Must be shorter
+    /// than the pod's termination grace period
     #[arg(long, value_name = "DURATION", default_value = "10m")]
     pub(super) drain_timeout: GoDuration,
 
-    /// Time that a draining agent without connections goes on serving new ones before it exits
+    /// Time a draining agent without connections keeps serving new ones before the agent exits
     #[arg(long, value_name = "DURATION", default_value = "5s")]
     pub(super) drain_linger: GoDuration,
 
-    /// No effect: a full buffer stops only its own connection
+    /// No effect: a full buffer delays only its own connection
     #[arg(long)]
     pub(super) warn_on_channel_limit: bool,
 }
@@ -143,7 +147,7 @@ pub(super) struct TunnelFlags {
 #[derive(Args, Debug)]
 #[command(next_help_heading = "Health, metrics, admin")]
 pub(super) struct OperationsFlags {
-    /// Address of the health listener; empty is all interfaces
+    /// Address of the health listener; empty means all interfaces
     #[arg(long, value_name = "HOST", default_value = "")]
     pub(super) health_server_host: String,
 
@@ -151,7 +155,7 @@ pub(super) struct OperationsFlags {
     #[arg(long, value_name = "PORT", default_value = "8093", value_parser = go_int)]
     pub(super) health_server_port: i64,
 
-    /// Address of the admin listener; empty is all interfaces
+    /// Address of the admin listener; empty means all interfaces
     #[arg(long, value_name = "HOST", default_value = "127.0.0.1")]
     pub(super) admin_bind_address: String,
 
@@ -168,11 +172,11 @@ pub(super) struct OperationsFlags {
     pub(super) enable_contention_profiling: bool,
 }
 
-/// The default of `--kube-api-content-type`.
+/// Default of `--kube-api-content-type`.
 pub(super) const CONTENT_TYPE: &str = "application/vnd.kubernetes.protobuf";
-/// The default of `--lease-namespace`.
+/// Default of `--lease-namespace`.
 pub(super) const LEASE_NAMESPACE: &str = "kube-system";
-/// The default of `--lease-label-selector`.
+/// Default of `--lease-label-selector`.
 pub(super) const LEASE_SELECTOR: &str = "k8s-app=konnectivity-server";
 
 #[derive(Args, Debug)]
@@ -186,13 +190,13 @@ pub(super) struct KubernetesFlags {
     #[arg(long, value_name = "NAMESPACE", default_value = LEASE_NAMESPACE)]
     pub(super) lease_namespace: String,
 
-    // The older spelling is a deprecated alias of the same value upstream, so the last of the two wins.
+    // Upstream, --lease-label is a deprecated alias of the same value, so the last of the two flags wins.
     /// Label selector of the leases; empty selects all
     #[arg(long, alias = "lease-label", value_name = "SELECTOR", default_value = LEASE_SELECTOR,
           value_parser = selector)]
     pub(super) lease_label_selector: String,
 
-    /// Kubeconfig file; empty is the pod's own account
+    /// Kubeconfig file; empty means the pod's own account
     #[arg(long, value_name = "FILE", default_value = "")]
     pub(super) kubeconfig: String,
 
@@ -206,7 +210,7 @@ fn selector(text: &str) -> Result<String, LabelError> {
 }
 
 impl Flags {
-    /// Reads, checks and converts a command line.
+    /// Parses, checks and converts a command line.
     pub(super) fn read<I, A>(args: I) -> Result<Config, Exit>
     where
         I: IntoIterator<Item = A>,
@@ -215,7 +219,7 @@ impl Flags {
         Self::read_with_id(args, std::env::var(ID_VARIABLE).ok())
     }
 
-    /// [`Flags::read`] with the environment's agent id.
+    /// Does the work of [`Flags::read`]; `id` is the agent id from the environment.
     pub(super) fn read_with_id<I, A>(args: I, id: Option<String>) -> Result<Config, Exit>
     where
         I: IntoIterator<Item = A>,

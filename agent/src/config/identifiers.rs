@@ -1,13 +1,14 @@
-//! `--agent-identifiers`: a URL query whose keys are the kinds of address an agent can serve.
+//! The flag `--agent-identifiers`: a URL query. Each key is a kind of address that an agent can serve.
 //!
-//! The text is sent to servers as it was given; here it is only checked, by the rules of Go's `url.ParseQuery`.
+//! This module only checks the text, by the rules of Go's `url.ParseQuery`. The agent sends the text to
+//! servers unchanged.
 
 use thiserror::Error;
 
-/// The keys that servers may know. A server ignores others, the stock agent refuses them.
+/// Valid keys. A server ignores other keys; the stock agent rejects them.
 const KEYS: [&str; 5] = ["ipv4", "ipv6", "host", "cidr", "default-route"];
 
-/// Why identifiers are refused.
+/// Reason why identifiers are invalid.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub(super) enum IdentifierError {
     #[error("agent address is invalid: unknown address type: {0}")]
@@ -18,7 +19,7 @@ pub(super) enum IdentifierError {
     Semicolon,
 }
 
-/// Checks the whole text; empty is fine, and so are empty items.
+/// Checks the whole text. An empty text and empty items are valid.
 pub(super) fn check(text: &str) -> Result<(), IdentifierError> {
     for item in text.split('&').filter(|item| !item.is_empty()) {
         if item.contains(';') {
@@ -66,7 +67,7 @@ mod tests {
     use super::check;
 
     #[test]
-    fn known_keys_and_url_syntax() {
+    fn known_keys_in_url_syntax_are_valid() {
         let valid = [
             "",
             "ipv4=1.2.3.4",
@@ -83,7 +84,7 @@ mod tests {
     }
 
     #[test]
-    fn refusals_in_gos_words() {
+    fn invalid_identifiers_get_upstreams_error_texts() {
         let invalid = [
             (
                 "uid=7",

@@ -10,7 +10,7 @@ use tempfile::TempDir;
 use super::flags::Flags;
 use super::*;
 
-/// A folder with the files that flags may name.
+/// A folder with the files that flags refer to.
 struct Files(TempDir);
 
 impl Files {
@@ -26,7 +26,7 @@ impl Files {
         self.0.path().join(name)
     }
 
-    /// Runs the flags after `--ca-cert`, `@name` standing for the file's path.
+    /// Parses the flags after `--ca-cert`. `@name` in a flag is replaced by the path of the file `name`.
     fn read_with_id(&self, line: &[&str], id: Option<&str>) -> Result<Config, Exit> {
         let root = format!("{}/", self.0.path().display());
         let args = [PROGRAM, "--ca-cert=@ca"].iter().chain(line);
@@ -38,7 +38,7 @@ impl Files {
         self.read_with_id(line, None)
     }
 
-    /// The error lines of a refusal, without their prefix.
+    /// Returns the error lines for an invalid command line, without their prefix.
     fn errors(&self, line: &[&str]) -> Vec<String> {
         let exit = self.read(line).unwrap_err();
         assert_eq!(exit.code, 1, "{line:?}");
@@ -52,7 +52,7 @@ impl Files {
 }
 
 #[test]
-fn the_defaults_are_the_stock_agents() {
+fn defaults_match_the_stock_agent() {
     let files = Files::new();
     let expected = Config {
         server_host: "127.0.0.1".to_owned(),
@@ -85,7 +85,7 @@ fn the_defaults_are_the_stock_agents() {
 }
 
 #[test]
-fn the_id_is_the_flags_or_the_environments_or_random() {
+fn agent_id_comes_from_flag_then_environment_then_random() {
     let files = Files::new();
     let id = |line: &[&str], env| files.read_with_id(line, env).unwrap().agent_id;
     assert_eq!(id(&["--agent-id=flag"], Some("env")), "flag");
@@ -97,9 +97,9 @@ fn the_id_is_the_flags_or_the_environments_or_random() {
     }
 }
 
-/// The stock test suite starts a foreign agent with every flag, hidden and empty ones included.
+/// The stock test suite starts foreign agents with every flag, including hidden flags and empty values.
 #[test]
-fn every_flag_at_once() {
+fn all_flags_together_are_accepted() {
     let files = Files::new();
     let config = files
         .read(&[
@@ -144,7 +144,7 @@ fn every_flag_at_once() {
 }
 
 #[test]
-fn hosting_platforms_agents_start() {
+fn command_lines_of_hosting_platforms_are_accepted() {
     let files = Files::new();
     let config = files
         .read(&[
@@ -194,7 +194,7 @@ fn hosting_platforms_agents_start() {
 }
 
 #[test]
-fn refusals_of_one_flag() {
+fn invalid_flags_are_rejected_with_a_reason() {
     let files = Files::new();
     let cases = [
         (
@@ -259,7 +259,7 @@ fn refusals_of_one_flag() {
         ),
         (
             "--alpn-proto=a,,b",
-            "--alpn-proto: a name has 1 to 255 bytes, got \"\"",
+            "--alpn-proto: a name must have 1 to 255 bytes, got \"\"",
         ),
         (
             "--kubeconfig=@no",
@@ -296,7 +296,7 @@ fn all_problems_are_reported_at_once() {
 }
 
 #[test]
-fn flags_not_acted_upon_are_named_in_one_line() {
+fn flags_without_effect_share_one_warning() {
     let files = Files::new();
     let config = files
         .read(&[
@@ -324,7 +324,7 @@ fn flags_not_acted_upon_are_named_in_one_line() {
 }
 
 #[test]
-fn the_selectors_two_spellings_are_one_flag() {
+fn lease_label_is_an_alias_of_lease_label_selector() {
     let files = Files::new();
     let back = [
         "--lease-label=a=b",
@@ -337,7 +337,7 @@ fn the_selectors_two_spellings_are_one_flag() {
 }
 
 #[test]
-fn odd_values_are_bent_with_a_warning() {
+fn too_small_intervals_are_raised_with_a_warning() {
     let files = Files::new();
     let config = files
         .read(&[
@@ -362,7 +362,7 @@ fn odd_values_are_bent_with_a_warning() {
 }
 
 #[test]
-fn effective_options_are_described() {
+fn describe_lists_effective_options() {
     let files = Files::new();
     let config = files
         .read(&[
@@ -394,7 +394,7 @@ fn effective_options_are_described() {
 }
 
 #[test]
-fn bounds_of_slow_connections() {
+fn bounds_of_slow_connections_are_checked() {
     let files = Files::new();
     let config = files
         .read(&["--excess-buffer-bytes=0", "--stall-timeout=1m30s"])

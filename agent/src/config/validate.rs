@@ -1,6 +1,6 @@
-//! From flags to [`Config`], under the stock agent's rules and with its texts.
+//! The conversion from flags to [`Config`], with the stock agent's rules and error texts.
 //!
-//! The stock agent stops at the first problem; here all of them are reported.
+//! The stock agent stops at the first problem. This code reports all problems.
 
 use std::time::Duration;
 
@@ -14,11 +14,11 @@ use super::{
     identifiers,
 };
 
-/// Longest ALPN name: its length is one byte on the wire (RFC 7301).
+/// Longest ALPN name, in bytes. The wire format has a one-byte length (RFC 7301).
 const MAX_ALPN: usize = 255;
 
 impl Flags {
-    /// The checked configuration, or all that is wrong.
+    /// Returns the checked configuration, or all problems.
     pub(super) fn validate(self, mut problems: Problems) -> Result<Config, Vec<String>> {
         let p = &mut problems;
         let id = &self.identity;
@@ -26,7 +26,7 @@ impl Flags {
         let client_cert = pair.map(|(cert, key)| ClientCert { cert, key });
         let ca_cert = p.file("agent CA cert", &self.server.ca_cert);
         let openvpn = self.openvpn.validate(p);
-        // The stock agent passes this and fails when it loads the bundle.
+        // The stock agent accepts an empty --ca-cert here and fails later, when it loads the bundle.
         p.require(ca_cert.is_some() || self.is_openvpn_only(), || {
             "--ca-cert must be set: the system's CAs are not used".to_owned()
         });
@@ -93,7 +93,8 @@ impl Flags {
         })
     }
 
-    /// There is an OpenVPN client, and nothing says that servers are to be looked for, too.
+    /// True if an OpenVPN client is configured and no flag indicates that the agent should look for servers
+    /// too.
     fn is_openvpn_only(&self) -> bool {
         let (openvpn, server, identity) = (&self.openvpn, &self.server, &self.identity);
         let wanted = !openvpn.openvpn_config.is_empty() || !openvpn.openvpn_remote.is_empty();
@@ -163,7 +164,8 @@ impl Flags {
 }
 
 impl ServerFlags {
-    /// `[]` is how Go prints an empty list, and programs that print their defaults back pass it; no ALPN name looks so.
+    /// Returns the ALPN names. Ignores `[]`: Go prints an empty list as `[]`, and some programs pass printed
+    /// defaults back. No real ALPN name is `[]`.
     fn alpn(&self, p: &mut Problems) -> Vec<String> {
         let names: Vec<String> = StringSlice::concat(&self.alpn_proto)
             .into_iter()
@@ -171,7 +173,7 @@ impl ServerFlags {
             .collect();
         for name in &names {
             p.require((1..=MAX_ALPN).contains(&name.len()), || {
-                format!("--alpn-proto: a name has 1 to {MAX_ALPN} bytes, got {name:?}")
+                format!("--alpn-proto: a name must have 1 to {MAX_ALPN} bytes, got {name:?}")
             });
         }
         names
