@@ -1,7 +1,7 @@
-//! Traffic through a tunnelled stream, every byte verified.
+//! Checks of a tunnelled stream: traffic with every byte verified.
 //!
-//! Each check takes a fresh stream to the matching one of the [services](super::services), runs one exchange
-//! and consumes the stream. None has a time limit of its own: callers know how long is too long.
+//! Each check needs a new stream to the matching [service](super::services), makes one exchange, and consumes
+//! the stream. The checks have no time limits: the caller sets the limit.
 
 use std::io;
 use std::time::Duration;
@@ -17,55 +17,55 @@ use tokio::time::Instant;
 use super::pattern::{self, Digest, MAX_PIECE, Verifier};
 use super::services::{Answer, HELLO, answer};
 
-/// What went through.
+/// Result of a successful check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Outcome {
-    /// How many payload bytes were moved and verified, one direction counted.
+    /// Payload bytes moved and verified; only one direction counts.
     pub bytes: u64,
-    /// From the first byte sent to the last byte received.
+    /// Time from the first byte sent to the last byte received.
     pub elapsed: Duration,
 }
 
-/// Why a check failed.
+/// Reason for a failed check.
 #[derive(Debug, thiserror::Error)]
 pub enum CheckError {
     /// The stream broke.
     #[error("the stream broke after {verified} verified bytes: {error}")]
     Broken {
-        /// How much had been verified before.
+        /// Number of bytes verified before.
         verified: u64,
-        /// What the stream said.
+        /// Error of the stream.
         error: io::Error,
     },
     /// The stream ended too early.
     #[error("the stream ended after {verified} of {expected} bytes")]
     Short {
-        /// How much had been verified before.
+        /// Number of bytes verified before.
         verified: u64,
-        /// How much there should have been.
+        /// Expected number of bytes.
         expected: u64,
     },
-    /// A byte is not what was sent.
-    #[error("byte {offset} is wrong, or one too many")]
+    /// A received byte differs from the sent byte, or follows the expected end.
+    #[error("byte {offset} is wrong, or follows the expected end")]
     Wrong {
-        /// Where the first difference is, in payload bytes.
+        /// Offset of the first wrong byte in the payload.
         offset: u64,
     },
-    /// The far end received something else than was sent.
+    /// The far end received other bytes than sent.
     #[error("the far end has digest {theirs:?}, not {ours}")]
     Digest {
-        /// Of what was sent.
+        /// Digest of the sent bytes.
         ours: String,
-        /// What the far end answered.
+        /// Digest in the far end's answer.
         theirs: String,
     },
-    /// HTTP itself failed.
+    /// The HTTP exchange failed.
     #[error("HTTP: {0}")]
     Http(#[from] hyper::Error),
-    /// The answer is not a success.
+    /// The answer's status is not 200.
     #[error("HTTP status {0}")]
     Status(StatusCode),
-    /// The lab's HTTP service knows no such path, so there is nothing to verify against.
+    /// The lab's HTTP service does not have the path, so the expected body is unknown.
     #[error("no such path in the lab: {0:?}")]
     Path(String),
 }
@@ -74,7 +74,7 @@ fn broken(verified: u64) -> impl Fn(io::Error) -> CheckError {
     move |error| CheckError::Broken { verified, error }
 }
 
-/// `GET path` from the HTTP service; demands 200 and exactly the body that belongs to the path.
+/// Sends `GET path` to the HTTP service. Requires status 200 and exactly the body of the path.
 ///
 /// # Errors
 /// See [`CheckError`].
@@ -104,7 +104,7 @@ where
         }
         body.finish()
     };
-    // The connection moves the bytes; it ends once the exchange drops its sender.
+    // The connection moves the bytes. The connection ends once the exchange drops the sender.
     let (bytes, _closed) = tokio::join!(exchange, connection);
     Ok(Outcome {
         bytes: bytes?,
@@ -112,7 +112,7 @@ where
     })
 }
 
-/// Compares a response body with what the lab's HTTP service sends.
+/// Compares a response body with the body that the lab's HTTP service sends.
 enum BodyVerifier {
     Hello { seen: usize },
     Pattern { verifier: Verifier, expected: u64 },
@@ -139,8 +139,8 @@ impl BodyVerifier {
                     .then_some(())
                     .ok_or(CheckError::Wrong { offset })
             }
-            // A body that is too long cannot happen: the parser stops at its Content-Length, which
-            // `finish` compares.
+            // A body cannot be too long: the parser stops at Content-Length, and `finish` compares the
+            // length.
             Self::Pattern { verifier, .. } => verifier
                 .feed(data)
                 .map_err(|offset| CheckError::Wrong { offset }),
@@ -160,7 +160,7 @@ impl BodyVerifier {
     }
 }
 
-/// Fetches `count` bytes from the raw service; demands the right bytes and then the end.
+/// Downloads `count` bytes from the raw service. Requires the right bytes and then the end of the stream.
 ///
 /// # Errors
 /// See [`CheckError`].
@@ -179,7 +179,7 @@ where
     })
 }
 
-/// Sends `count` bytes to the raw service; demands the digest of what was sent.
+/// Sends `count` bytes to the raw service. Requires the digest of the sent bytes as the answer.
 ///
 /// # Errors
 /// See [`CheckError`].
@@ -197,7 +197,7 @@ where
     stream.flush().await.map_err(broken(0))?;
     let ours = digest.finish();
     let mut answer = Vec::new();
-    // The digest, its newline, and one byte to notice more.
+    // The digest, the newline, and one more byte to detect a longer answer.
     let limit = ours.len() as u64 + 2;
     let mut reader = (&mut stream).take(limit);
     reader
@@ -214,9 +214,9 @@ where
     })
 }
 
-/// Sends `rounds` pieces of `size` bytes to the raw service's echo and awaits each before the next.
-/// Sending and receiving overlap, so a piece may be larger than all buffers on the way. The outcome's
-/// `elapsed` divided by `rounds` is the mean round trip.
+/// Sends `rounds` pieces of `size` bytes to the raw service's echo, and waits for each echo before the next
+/// piece. Sending and receiving overlap, so a piece may be larger than all buffers on the way. `elapsed`
+/// divided by `rounds` is the mean round trip.
 ///
 /// # Errors
 /// See [`CheckError`].
@@ -255,7 +255,7 @@ async fn command(stream: &mut (impl AsyncWrite + Unpin), line: &str) -> Result<(
     stream.flush().await.map_err(broken(0))
 }
 
-/// Reads until the verifier has seen `expected` bytes in all, never beyond.
+/// Reads until the verifier has received `expected` bytes in total, and never more.
 async fn receive(
     stream: &mut (impl AsyncRead + Unpin),
     verifier: &mut Verifier,
@@ -277,8 +277,8 @@ async fn receive(
     Ok(())
 }
 
-/// Demands that nothing follows. A TLS stream may end without a farewell, as a stock server's does
-/// now and then: all that was due has come, so nothing can have been cut off.
+/// Requires the end of the stream. A TLS stream may end without close_notify, as a stock server's streams
+/// sometimes do: all expected bytes have already arrived, so nothing was truncated.
 async fn expect_end(
     stream: &mut (impl AsyncRead + Unpin),
     verified: u64,
@@ -300,7 +300,7 @@ mod tests {
     use crate::services::Services;
 
     #[tokio::test]
-    async fn good_streams_pass() {
+    async fn correct_streams_pass() {
         let services = Services::start().await.unwrap();
         let raw = || async { TcpStream::connect(services.raw).await.unwrap() };
         let outcome = download(raw().await, 3_000_000).await.unwrap();
@@ -315,7 +315,8 @@ mod tests {
         download(raw().await, 0).await.unwrap();
     }
 
-    /// A far end that answers the command with `answer` and ends.
+    /// Runs `check` against a far end that sends `answer` and then ends the stream; returns the check's
+    /// error.
     async fn against(
         answer: &'static [u8],
         check: impl AsyncFnOnce(tokio::io::DuplexStream) -> Result<Outcome, CheckError>,
@@ -325,7 +326,7 @@ mod tests {
             far.read_u8().await.unwrap();
             far.write_all(answer).await.unwrap();
             far.shutdown().await.unwrap();
-            // Takes what is still sent, so that only the answer decides.
+            // Reads the rest of the input, so that the result depends only on the answer.
             tokio::io::copy(&mut far, &mut tokio::io::sink())
                 .await
                 .unwrap();
@@ -335,7 +336,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn bad_streams_are_told_apart() {
+    async fn each_kind_of_bad_stream_gets_its_own_error() {
         let error = against(&[0, 31], async |s| download(s, 3).await).await;
         assert!(matches!(
             error,

@@ -1,9 +1,9 @@
-//! Front-end clients that speak as kube-apiserver does.
+//! Front-end clients that behave like kube-apiserver.
 //!
-//! [`connect()`] opens one tunnelled connection over one connection of its own, in any of the four
-//! ways that an EgressSelectorConfiguration can name, and gives a plain byte stream. The clients
-//! are strict where kube-apiserver is strict (not one byte may come along with a CONNECT answer)
-//! and stricter where it shrugs: a packet that makes no sense is an error here.
+//! [`connect()`] opens one tunnelled connection over a new connection to the server, in any of the four ways
+//! that an EgressSelectorConfiguration supports, and returns a plain byte stream. The clients are as strict
+//! as kube-apiserver: no extra byte may arrive with a CONNECT answer. The clients also fail on nonsensical
+//! packets, unlike kube-apiserver.
 
 mod authority;
 mod connect;
@@ -27,7 +27,7 @@ use tokio_rustls::client::TlsStream;
 
 pub use self::authority::encode as encode_authority;
 
-/// Where and how a front end reaches the server.
+/// Address and protocol of a server's front end.
 #[derive(Debug, Clone)]
 pub enum FrontEnd {
     /// The packet protocol over a Unix socket, in plain text.
@@ -36,9 +36,10 @@ pub enum FrontEnd {
     GrpcTcp {
         /// The server's front-end listener.
         addr: SocketAddr,
-        /// Must offer `h2` by ALPN: a stock server refuses a connection without.
+        /// TLS configuration. Must offer `h2` by ALPN, because a stock server rejects connections without
+        /// ALPN.
         tls: Arc<ClientConfig>,
-        /// The name that the server's certificate must carry.
+        /// Required name in the server's certificate.
         server_name: ServerName<'static>,
     },
     /// HTTP CONNECT over a Unix socket, in plain text.
@@ -47,68 +48,68 @@ pub enum FrontEnd {
     ConnectTcp {
         /// The server's front-end listener.
         addr: SocketAddr,
-        /// Must not offer `h2`.
+        /// TLS configuration. Must not offer `h2`.
         tls: Arc<ClientConfig>,
-        /// The name that the server's certificate must carry.
+        /// Required name in the server's certificate.
         server_name: ServerName<'static>,
     },
 }
 
-/// A tunnelled connection. Shutting down its write side closes it the way the front end's protocol
-/// does: CLOSE_REQ over gRPC, which ends both directions; a half-closed socket under CONNECT.
+/// A tunnelled connection. A shutdown of the write side depends on the front end's protocol: gRPC sends
+/// CLOSE_REQ and so ends both directions; CONNECT half-closes the socket.
 pub trait ByteStream: AsyncRead + AsyncWrite + Send + Unpin {}
 
 impl<S: AsyncRead + AsyncWrite + Send + Unpin> ByteStream for S {}
 
-/// Any tunnelled connection.
+/// A tunnelled connection of any front end.
 pub type BoxedStream = Box<dyn ByteStream>;
 
-/// Why there is no connection.
+/// Reason for a failed attempt to connect.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
     /// The server could not be reached, or its connection broke.
     #[error("cannot {what}: {error}")]
     Io {
-        /// What was being done.
+        /// The failed action.
         what: &'static str,
-        /// What the system or TLS said.
+        /// Error from the system or from TLS.
         error: io::Error,
     },
-    /// No answer in the time that the caller gave.
+    /// The server did not answer within the caller's time limit.
     #[error("no answer in time")]
     Timeout,
-    /// A CONNECT was answered with another status than 200.
+    /// The answer to a CONNECT has a status other than 200.
     #[error("refused with status {status}: {body}")]
     Refused {
         /// The status code.
         status: u16,
-        /// The body, as text; cut at [`MAX_REFUSAL_BYTES`].
+        /// The body as text, limited to [`MAX_REFUSAL_BYTES`].
         body: String,
     },
-    /// The dial was answered with an error text (gRPC).
+    /// The answer to the dial is an error text (gRPC).
     #[error("dial refused: {0}")]
     Dial(String),
-    /// The stream ended before the dial was answered (gRPC), or the dial was given up for us.
+    /// The stream ended before the answer to the dial (gRPC), or the server cancelled the dial.
     #[error("the tunnel closed before the dial was answered")]
     Closed,
     /// The RPC ended with a gRPC status other than OK.
     #[error("gRPC status {status}: {message}")]
     Status {
-        /// The code, as in the `grpc-status` header.
+        /// The code in the `grpc-status` header.
         status: String,
-        /// The message, still percent-encoded.
+        /// The message, percent-encoded.
         message: String,
     },
-    /// HTTP/2 failed below the RPC.
+    /// HTTP/2 failed.
     #[error("HTTP/2: {0}")]
     Http2(#[from] h2::Error),
-    /// The server said something that its protocol does not allow at this place.
+    /// The server sent something that the protocol does not allow at this point.
     #[error("protocol violation: {0}")]
     Protocol(String),
 }
 
 impl ClientError {
-    /// The server's own words about why `target` was not reached, in either protocol.
+    /// Returns the server's text about a refused dial, in either protocol.
     pub fn refusal(&self) -> Option<&str> {
         match self {
             Self::Refused { body, .. } => Some(body),
@@ -118,13 +119,13 @@ impl ClientError {
     }
 }
 
-/// The largest part of a refusal's body that is kept, in bytes.
+/// Largest stored part of a refusal's body, in bytes.
 pub const MAX_REFUSAL_BYTES: u64 = 64 * 1024;
 
-/// Opens a tunnelled connection to `target` (`host:port` as the agent sees it).
+/// Opens a tunnelled connection to `target`, in the form `host:port` and resolved by the agent.
 ///
-/// `timeout` covers everything from the first system call to the server's answer. Over gRPC, running out
-/// of it after the dial was sent gives the dial up with DIAL_CLS, as kube-apiserver does.
+/// `timeout` covers everything from the first system call to the server's answer. Over gRPC, a timeout after
+/// the dial request cancels the dial with DIAL_CLS, as in kube-apiserver.
 ///
 /// # Errors
 /// See [`ClientError`].
@@ -139,7 +140,7 @@ pub async fn connect(
             let socket = within(deadline, unix(path)).await?;
             let encoded = encode_authority(&path.to_string_lossy());
             let io = authority::Rewriting::new(socket, authority::replace_with(encoded));
-            // The name is a stand-in that `io` replaces.
+            // "localhost" is a placeholder; `io` replaces it.
             let stream = grpc::open(io, "localhost", target, deadline).await?;
             Ok(Box::new(stream))
         }
@@ -184,8 +185,8 @@ async fn unix(path: &PathBuf) -> Result<UnixStream, ClientError> {
     UnixStream::connect(path).await.map_err(io_error(what))
 }
 
-/// Opens a connection to `target` by HTTP/1.1 CONNECT over plain TCP, as the seed's front door takes
-/// it. Has no time limit of its own.
+/// Opens a connection to `target` by HTTP/1.1 CONNECT over plain TCP, as accepted by the seed's front door.
+/// Has no time limit.
 ///
 /// # Errors
 /// See [`ClientError`].
@@ -193,7 +194,7 @@ pub async fn connect_plain(addr: SocketAddr, target: &str) -> Result<TcpStream, 
     connect::open(tcp(addr).await?, target).await
 }
 
-/// Opens a TLS connection; the server has to be `server_name`. Has no time limit of its own.
+/// Opens a TLS connection to the server `server_name`. Has no time limit.
 ///
 /// # Errors
 /// See [`ClientError`].
@@ -205,7 +206,7 @@ pub async fn connect_tls(
     TlsConnector::from(Arc::clone(tls))
         .connect(server_name.clone(), tcp(addr).await?)
         .await
-        .map_err(io_error("agree on TLS"))
+        .map_err(io_error("complete the TLS handshake"))
 }
 
 async fn tcp(addr: SocketAddr) -> Result<TcpStream, ClientError> {

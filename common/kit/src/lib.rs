@@ -1,16 +1,16 @@
-//! What a throw-away tunnel on one machine needs besides the two ends themselves.
+//! The lab: the parts of a throw-away tunnel on one machine, besides the two ends of the tunnel.
 //!
-//! `culvert dev`, the integration tests and the benchmark program all build on these parts:
+//! `culvert dev`, the integration tests and the benchmarks use these parts:
 //!
-//! | module | what it holds |
+//! | module | contents |
 //! |---|---|
-//! | [`pki`] | a certificate authority and one leaf per role, as files |
-//! | [`services`] | small TCP services for the far end, each with one habit worth testing |
-//! | [`client`] | front-end clients that speak as kube-apiserver does |
+//! | [`pki`] | a certificate authority and one leaf certificate per role, as files |
+//! | [`services`] | small TCP services for the far end, each with one behaviour worth testing |
+//! | [`client`] | front-end clients that behave like kube-apiserver |
 //! | [`check`] | traffic through a tunnelled stream, every byte verified |
 //! | [`pattern`] | the bytes that services send and checks expect |
 //!
-//! Nothing here listens beyond 127.0.0.1, and none of it is meant for production traffic.
+//! The parts listen only on 127.0.0.1, and are not meant for production traffic.
 
 pub mod check;
 pub mod client;

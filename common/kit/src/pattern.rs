@@ -1,36 +1,35 @@
 //! The deterministic byte stream that services send and checks expect.
 //!
-//! Byte `i` is `(i * 31 + (i >> 8)) & 0xff`. Neighbours differ, so a shifted, doubled or lost byte
-//! shows at once, and the stream repeats only every [`PERIOD`] bytes, so a lost or swapped buffer of
-//! any usual size shows too. Being periodic it is compared and sent straight out of one table.
+//! Byte `i` is `(i * 31 + (i >> 8)) & 0xff`. Neighbouring bytes differ, so a shifted, doubled or lost byte is
+//! detected at once. The stream repeats only every [`PERIOD`] bytes, so a lost or swapped buffer of any usual
+//! size is detected too. Because the stream is periodic, one table serves all sends and comparisons.
 
 use std::sync::LazyLock;
 
 use aws_lc_rs::digest::{Context, SHA256};
 use bytes::Bytes;
 
-/// After how many bytes the stream repeats: `i & 0xff` and `(i >> 8) & 0xff` fix a byte.
+/// Period of the stream, in bytes: `i & 0xff` and `(i >> 8) & 0xff` determine a byte.
 pub const PERIOD: usize = 1 << 16;
 
-/// The longest piece that [`piece`] gives: what services and checks write at once.
+/// Largest result of [`piece`], in bytes; services and checks write as much at once.
 pub const MAX_PIECE: usize = 256 * 1024;
 
-/// One period more than the longest piece, so that a piece can start anywhere.
+// One period longer than the largest piece, so that a piece can start at any offset.
 static TABLE: LazyLock<Bytes> = LazyLock::new(|| {
     (0..PERIOD + MAX_PIECE)
         .map(|i| (i.wrapping_mul(31).wrapping_add(i >> 8) & 0xff) as u8)
         .collect()
 });
 
-/// The bytes of the stream from `offset` on: `wanted` of them, or [`MAX_PIECE`] if that is less.
-/// Costs no copy.
+/// Returns the bytes of the stream from `offset`: `wanted` bytes, but at most [`MAX_PIECE`]. Does not copy.
 pub fn piece(offset: u64, wanted: u64) -> Bytes {
     let start = usize::try_from(offset % PERIOD as u64).unwrap_or(0);
     let len = usize::try_from(wanted).map_or(MAX_PIECE, |wanted| wanted.min(MAX_PIECE));
     TABLE.slice(start..start + len)
 }
 
-/// The first `len` bytes of the stream.
+/// Returns the first `len` bytes of the stream.
 pub fn prefix(len: u64) -> Vec<u8> {
     let mut bytes = Vec::new();
     for piece in pieces(len) {
@@ -39,7 +38,7 @@ pub fn prefix(len: u64) -> Vec<u8> {
     bytes
 }
 
-/// The first `len` bytes of the stream, as pieces to write.
+/// Returns the first `len` bytes of the stream, in pieces to write.
 pub fn pieces(len: u64) -> impl Iterator<Item = Bytes> {
     let mut offset = 0;
     std::iter::from_fn(move || {
@@ -49,22 +48,22 @@ pub fn pieces(len: u64) -> impl Iterator<Item = Bytes> {
     })
 }
 
-/// Compares received bytes with the stream, as they come.
+/// Compares received bytes with the stream as the bytes arrive.
 #[derive(Debug, Default)]
 pub struct Verifier {
     offset: u64,
 }
 
 impl Verifier {
-    /// How many bytes were right so far.
+    /// Returns the number of correct bytes so far.
     pub fn verified(&self) -> u64 {
         self.offset
     }
 
-    /// Takes the next received bytes.
+    /// Compares the next received bytes.
     ///
     /// # Errors
-    /// The offset of the first byte that is wrong.
+    /// Returns the offset of the first wrong byte.
     pub fn feed(&mut self, received: &[u8]) -> Result<(), u64> {
         for part in received.chunks(MAX_PIECE) {
             let expected = piece(self.offset, part.len() as u64);
@@ -78,7 +77,7 @@ impl Verifier {
     }
 }
 
-/// A running SHA-256 whose result is written as lower-case hex.
+/// A running SHA-256 with a lower-case hex result.
 pub struct Digest(Context);
 
 impl Default for Digest {
@@ -93,7 +92,7 @@ impl Digest {
         self.0.update(bytes);
     }
 
-    /// The 64 hex digits of what was added.
+    /// Returns the digest as 64 hex digits.
     pub fn finish(self) -> String {
         let digest = self.0.finish();
         digest.as_ref().iter().map(|b| format!("{b:02x}")).collect()
@@ -106,7 +105,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pieces_follow_the_formula_across_their_borders() {
+    fn pieces_follow_the_formula() {
         let len = (MAX_PIECE + PERIOD + 77) as u64;
         let bytes = prefix(len);
         assert_eq!(bytes.len() as u64, len);
@@ -116,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn the_verifier_names_the_first_wrong_byte() {
+    fn verifier_returns_the_offset_of_the_first_wrong_byte() {
         let mut bytes = prefix(100_000);
         let mut good = Verifier::default();
         for part in bytes.chunks(777) {
@@ -130,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn the_digest_is_sha256() {
+    fn digest_is_sha256() {
         let mut digest = Digest::default();
         digest.update(b"abc");
         assert_eq!(

@@ -1,7 +1,7 @@
-//! A certificate authority and one leaf per role, written as the files that operators' flags name.
+//! A certificate authority and one leaf certificate per role, written as files for the programs' flags.
 //!
-//! Everything is made afresh on every call and is good for [`VALID_DAYS`] days: enough for a
-//! laptop that sleeps, too little to be mistaken for a real one. Keys are ECDSA P-256.
+//! Every call creates new keys and certificates, valid for [`VALID_DAYS`] days: long enough for a laptop that
+//! sleeps, too short to be mistaken for real certificates. Keys are ECDSA P-256.
 
 use std::fs::OpenOptions;
 use std::io::{self, Write as _};
@@ -18,17 +18,17 @@ use rustls_pki_types::pem::{self, PemObject as _};
 use rustls_pki_types::{CertificateDer, PrivateKeyDer};
 use time::{Duration, OffsetDateTime};
 
-/// How long the certificates are good for, in days.
+/// Validity of the certificates, in days.
 pub const VALID_DAYS: i64 = 30;
 
-/// The external name of the lab's user cluster: that of its API server at the seed's front door.
-/// RFC 6761 leaves every name below `localhost` to this machine.
+/// Name of the lab's API server at the seed's front door, the external name of the lab's user cluster. RFC
+/// 6761 reserves every name below `localhost` for this machine.
 pub const CLUSTER_NAME: &str = "dev.localhost";
 
-/// The name of that cluster's Konnectivity server at the front door.
+/// Name of the lab's Konnectivity server at the front door.
 pub const KONNECTIVITY_NAME: &str = "konnectivity-server.dev.localhost";
 
-/// The names that every leaf carries; all of them lead to this machine.
+/// Names in every leaf certificate; every name means this machine.
 const NAMES: [&str; 5] = [
     "localhost",
     "127.0.0.1",
@@ -37,18 +37,18 @@ const NAMES: [&str; 5] = [
     KONNECTIVITY_NAME,
 ];
 
-/// Why certificates could not be made, written or loaded.
+/// Reason why certificates could not be created, written or loaded.
 #[derive(Debug, thiserror::Error)]
 pub enum PkiError {
-    /// Making a key or a certificate failed.
-    #[error("cannot make a certificate: {0}")]
+    /// A key or a certificate could not be created.
+    #[error("cannot create a certificate: {0}")]
     Make(#[from] rcgen::Error),
     /// A file could not be written.
     #[error("cannot write {}: {error}", path.display())]
     Write {
         /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// Error from the system.
         error: io::Error,
     },
     /// A file could not be read back as PEM.
@@ -56,10 +56,10 @@ pub enum PkiError {
     Load {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// Error from the PEM parser.
         error: pem::Error,
     },
-    /// The TLS library refused what was loaded.
+    /// The TLS library rejected a certificate or a key.
     #[error("unusable certificate: {0}")]
     Tls(#[from] rustls::Error),
 }
@@ -73,31 +73,31 @@ pub struct Pair {
     pub key: PathBuf,
 }
 
-/// One authority and a leaf for each of the four roles around a tunnel.
+/// One authority and a leaf certificate for each of the four roles around a tunnel.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Pki {
-    /// `ca.crt`, which signed all four leaves; its key is not kept.
+    /// `ca.crt`, the issuer of all four leaves. The authority's key is not stored.
     pub ca: PathBuf,
-    /// `server.crt`/`.key`: what the server shows to front ends in TCP mode.
+    /// `server.crt`/`.key`: the server's certificate for front ends in TCP mode.
     pub server: Pair,
-    /// `cluster.crt`/`.key`: what the server shows to agents.
+    /// `cluster.crt`/`.key`: the server's certificate for agents.
     pub cluster: Pair,
-    /// `agent.crt`/`.key`: what the agent shows to the server.
+    /// `agent.crt`/`.key`: the agent's certificate for the server.
     pub agent: Pair,
-    /// `client.crt`/`.key`: what a front end (kube-apiserver) shows to the server.
+    /// `client.crt`/`.key`: the certificate of a front-end client (kube-apiserver) for the server.
     pub client: Pair,
 }
 
-/// An authority that nobody trusts and a client certificate from it, for tests of refusal.
+/// An untrusted authority and a client certificate from this authority, for tests of refusal.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Stranger {
     /// `other-ca.crt`.
     pub ca: PathBuf,
-    /// `other-client.crt`/`.key`: well formed, signed by the wrong authority.
+    /// `other-client.crt`/`.key`: well-formed, but signed by the wrong authority.
     pub client: Pair,
 }
 
-/// The certificates of an OpenVPN server and its clients. A client's name is its common name.
+/// Certificates of an OpenVPN server and its clients. A client's name is the common name.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct OpenVpnPki {
     /// `openvpn-ca.crt`.
@@ -111,10 +111,10 @@ pub struct OpenVpnPki {
 }
 
 impl Pki {
-    /// Makes an authority and four leaves and writes them into `dir`, which must exist.
+    /// Creates an authority and four leaves, and writes the files into `dir`, which must exist.
     ///
     /// # Errors
-    /// When a file cannot be written, or exists already.
+    /// Fails if a file cannot be written or already exists.
     pub fn create(dir: &Path) -> Result<Self, PkiError> {
         let authority = Authority::new("culvert lab CA")?;
         Ok(Self {
@@ -126,10 +126,10 @@ impl Pki {
         })
     }
 
-    /// Makes a second, unrelated authority with one client certificate in `dir`.
+    /// Creates a second, unrelated authority with one client certificate in `dir`.
     ///
     /// # Errors
-    /// As for [`Pki::create`].
+    /// Fails like [`Pki::create`].
     pub fn create_other(dir: &Path) -> Result<Stranger, PkiError> {
         let authority = Authority::new("culvert lab stranger CA")?;
         Ok(Stranger {
@@ -138,10 +138,10 @@ impl Pki {
         })
     }
 
-    /// Makes an authority for OpenVPN alone, with a server and two clients, in `dir`.
+    /// Creates an authority for OpenVPN, with a server and two clients, in `dir`.
     ///
     /// # Errors
-    /// As for [`Pki::create`].
+    /// Fails like [`Pki::create`].
     pub fn create_openvpn(dir: &Path) -> Result<OpenVpnPki, PkiError> {
         let authority = Authority::new("culvert lab OpenVPN CA")?;
         let issue = |name, purpose| authority.issue_as(dir, name, name, purpose);
@@ -153,11 +153,11 @@ impl Pki {
         })
     }
 
-    /// A client configuration that trusts this authority, shows `pair` and offers `alpn` in order
-    /// (an empty list sends no ALPN at all).
+    /// Returns a client configuration that trusts this authority, sends the certificate `pair`, and offers
+    /// `alpn` in order. An empty `alpn` sends no ALPN extension.
     ///
     /// # Errors
-    /// When a file cannot be loaded or the pair does not fit together.
+    /// Fails if a file cannot be loaded, or if the certificate and the key do not match.
     pub fn client_tls(&self, pair: &Pair, alpn: &[&str]) -> Result<Arc<ClientConfig>, PkiError> {
         let mut roots = RootCertStore::empty();
         for cert in load_certs(&self.ca)? {
@@ -173,10 +173,10 @@ impl Pki {
     }
 }
 
-/// The certificates of a PEM file, in order.
+/// Returns the certificates of a PEM file, in order.
 ///
 /// # Errors
-/// When the file cannot be read or holds a malformed block.
+/// Fails if the file cannot be read or contains a malformed block.
 pub fn load_certs(path: &Path) -> Result<Vec<CertificateDer<'static>>, PkiError> {
     CertificateDer::pem_file_iter(path)
         .and_then(Iterator::collect)
@@ -186,10 +186,10 @@ pub fn load_certs(path: &Path) -> Result<Vec<CertificateDer<'static>>, PkiError>
         })
 }
 
-/// The first private key of a PEM file.
+/// Returns the first private key of a PEM file.
 ///
 /// # Errors
-/// When the file cannot be read or holds no key.
+/// Fails if the file cannot be read or contains no key.
 pub fn load_key(path: &Path) -> Result<PrivateKeyDer<'static>, PkiError> {
     PrivateKeyDer::from_pem_file(path).map_err(|error| PkiError::Load {
         path: path.to_owned(),
@@ -197,7 +197,7 @@ pub fn load_key(path: &Path) -> Result<PrivateKeyDer<'static>, PkiError> {
     })
 }
 
-/// A signing certificate whose key lives only as long as this value.
+/// A signing certificate. The key lives only as long as this value.
 struct Authority(CertifiedIssuer<'static, KeyPair>);
 
 impl Authority {
@@ -209,12 +209,12 @@ impl Authority {
         Ok(Self(CertifiedIssuer::self_signed(params, key)?))
     }
 
-    /// Writes the authority's own certificate as `stem.crt`.
+    /// Writes the authority's own certificate to `stem.crt`.
     fn write(&self, dir: &Path, stem: &str) -> Result<PathBuf, PkiError> {
         write_new(dir.join(format!("{stem}.crt")), 0o644, &self.0.pem())
     }
 
-    /// Signs a leaf for one `purpose` and writes it as `stem.crt` and `stem.key`.
+    /// Signs a leaf certificate for one `purpose`, and writes `stem.crt` and `stem.key`.
     fn issue(
         &self,
         dir: &Path,
@@ -224,7 +224,7 @@ impl Authority {
         self.issue_as(dir, stem, &format!("culvert lab {stem}"), purpose)
     }
 
-    /// The same with a common name of its own.
+    /// Does the work of [`Self::issue`], with the given common name.
     fn issue_as(
         &self,
         dir: &Path,
@@ -246,20 +246,20 @@ impl Authority {
     }
 }
 
-/// What authority and leaves have in common.
+/// Returns the parameters that the authority and the leaves share.
 fn parameters(common_name: &str, names: Vec<String>) -> Result<CertificateParams, PkiError> {
     let mut params = CertificateParams::new(names)?;
     params
         .distinguished_name
         .push(DnType::CommonName, common_name);
-    // A day in the past, for peers whose clock runs behind.
+    // Valid since yesterday, for peers with a slow clock.
     let now = OffsetDateTime::now_utc();
     params.not_before = now - Duration::days(1);
     params.not_after = now + Duration::days(VALID_DAYS);
     Ok(params)
 }
 
-/// Writes a new file; never follows or replaces one that is already there.
+/// Writes a new file. Fails if the path already exists, even as a symbolic link.
 fn write_new(path: PathBuf, mode: u32, text: &str) -> Result<PathBuf, PkiError> {
     let written = OpenOptions::new()
         .write(true)

@@ -1,8 +1,8 @@
-//! Small TCP services for the far end of a tunnel, each with one habit worth testing.
+//! Small TCP services for the far end of a tunnel, each with one behaviour worth testing.
 //!
-//! They listen on ports of 127.0.0.1 that the system chooses, and end, with every connection they
-//! hold, when [`Services`] is dropped. The `raw` service is for measuring too: it moves 256 KiB at
-//! a time straight out of a table.
+//! The services listen on ports of 127.0.0.1 chosen by the system. Dropping [`Services`] ends the services
+//! and closes every connection. The `raw` service is also for benchmarks: it sends 256 KiB at a time straight
+//! from a table.
 
 mod http;
 mod raw;
@@ -22,31 +22,31 @@ use tokio_util::task::TaskTracker;
 
 pub use self::http::{Answer, HELLO, answer};
 
-/// What the `first` service says before it is spoken to.
+/// First bytes from the `first` service, sent before the client sends anything.
 pub const BANNER: &[u8] = b"culvert-first\n";
 
-/// How much services read at once, in bytes.
+/// Size of one read, in bytes.
 const READ_BYTES: usize = 256 * 1024;
 
-/// How long to leave a listener alone that cannot accept, as when file descriptors ran out.
+/// Pause after a failed accept, for example without free file descriptors.
 const ACCEPT_RETRY: Duration = Duration::from_millis(50);
 
-/// The running services and where they listen.
+/// The running services, with their addresses.
 #[derive(Debug)]
 pub struct Services {
-    /// HTTP/1.1: `GET /` answers [`HELLO`], `GET /bytes/N` N bytes of the
-    /// [pattern](super::pattern), `POST /echo` what was sent.
+    /// HTTP/1.1. `GET /` returns [`HELLO`], `GET /bytes/N` returns N bytes of the [pattern](super::pattern),
+    /// `POST /echo` returns the request's body.
     pub http: SocketAddr,
-    /// One command line, then bytes. `download N` answers N bytes of the pattern and ends;
-    /// `upload N`, followed by N bytes, answers their SHA-256 as a line of hex and ends; `echo`
-    /// sends back all that follows until the client ends.
+    /// One command line, then bytes. `download N` sends N bytes of the pattern and ends. `upload N`, followed
+    /// by N bytes, sends the bytes' SHA-256 as a line of hex and ends. `echo` sends back all further bytes
+    /// until the client ends.
     pub raw: SocketAddr,
-    /// Speaks first: sends [`BANNER`] at once, then echoes.
+    /// Sends [`BANNER`] at once, then echoes.
     pub first: SocketAddr,
-    /// Accepts and then neither reads nor writes.
+    /// Accepts connections, then neither reads nor writes.
     pub silent: SocketAddr,
-    /// Reads until the client ends its side and only then answers, with the number of bytes read as a
-    /// decimal line: it can be heard only through a tunnel that carries a half-closed connection.
+    /// Reads until the client ends its side, then sends the number of received bytes as a decimal line. The
+    /// answer arrives only through a tunnel with support for half-closed connections.
     pub half: SocketAddr,
     host: Host,
     stop: DropGuard,
@@ -56,7 +56,7 @@ impl Services {
     /// Starts all services. Must be called within a tokio runtime.
     ///
     /// # Errors
-    /// When a listener cannot be bound.
+    /// Fails if a listener cannot be bound.
     pub async fn start() -> io::Result<Self> {
         let host = Host::default();
         Ok(Self {
@@ -70,10 +70,10 @@ impl Services {
         })
     }
 
-    /// Starts one more: what `http` serves, over TLS. Gives its address.
+    /// Starts the `http` service once more, over TLS. Returns the address.
     ///
     /// # Errors
-    /// When the listener cannot be bound.
+    /// Fails if the listener cannot be bound.
     pub async fn start_https(&self, tls: Arc<ServerConfig>) -> io::Result<SocketAddr> {
         let acceptor = TlsAcceptor::from(tls);
         let serve = move |stream| {
@@ -83,12 +83,12 @@ impl Services {
         self.host.listen(serve).await
     }
 
-    /// How many connections the services hold at this moment, all services together.
+    /// Returns the number of open connections of all services.
     pub fn open_connections(&self) -> usize {
         self.host.connections.len()
     }
 
-    /// Ends all services and waits until their sockets are closed.
+    /// Ends all services and waits until the sockets are closed.
     pub async fn shutdown(self) {
         self.stop.disarm().cancel();
         self.host.tasks.close();
@@ -98,7 +98,7 @@ impl Services {
     }
 }
 
-/// Where services and their connections run.
+/// Runs the services and their connections.
 #[derive(Debug, Default)]
 struct Host {
     tasks: TaskTracker,
@@ -107,8 +107,8 @@ struct Host {
 }
 
 impl Host {
-    /// Listens, and runs `serve` on every connection. Errors of a connection are its client's
-    /// business and end only that connection.
+    /// Starts a listener and runs `serve` on every connection. An error ends only its own connection and is
+    /// ignored.
     async fn listen<F>(
         &self,
         serve: impl Fn(TcpStream) -> F + Clone + Send + Sync + 'static,
@@ -148,7 +148,7 @@ async fn first(mut stream: TcpStream) -> io::Result<()> {
 }
 
 async fn silent(stream: TcpStream) -> io::Result<()> {
-    // Holds the socket without ever asking about it.
+    // Keeps the socket open without reading.
     let _held = stream;
     std::future::pending().await
 }

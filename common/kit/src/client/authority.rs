@@ -1,8 +1,8 @@
-//! The `:authority` that only a Go client sends, and the shim that sends it for us.
+//! The Go-style `:authority`, and a shim that sends it.
 //!
-//! kube-apiserver dials a Unix socket by its bare path, and grpc-go percent-encodes that path into
-//! `:authority` (`%2Fetc%2F...`). The `http` crate takes no such value, so our HTTP/2 client writes a
-//! stand-in, and [`Rewriting`] replaces it between HTTP/2 and the socket.
+//! kube-apiserver dials a Unix socket by its bare path, and grpc-go percent-encodes the path into
+//! `:authority` (`%2Fetc%2F...`). The `http` crate rejects such a value, so the HTTP/2 client sends a
+//! placeholder. [`Rewriting`] replaces the placeholder between HTTP/2 and the socket.
 
 use std::io::{self, IoSlice};
 use std::pin::Pin;
@@ -11,13 +11,13 @@ use std::task::{Context, Poll, ready};
 use bytes::{Buf as _, BufMut as _, BytesMut};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
-/// How much is taken from the writer at once, in bytes, and so about the size of both buffers.
+/// Largest number of bytes accepted from the writer at once. Also the approximate size of both buffers.
 const CHUNK_BYTES: usize = 64 * 1024;
 
-/// Percent-encodes `endpoint` as grpc-go does for `:authority`.
+/// Percent-encodes `endpoint` like grpc-go does for `:authority`.
 ///
-/// Kept as they are: unreserved characters, sub-delimiters, and `:`, `[`, `]`, `@`
-/// (grpc-go `clientconn.go`, `encodeAuthority`).
+/// Not encoded: unreserved characters, sub-delimiters, and `:`, `[`, `]`, `@` (grpc-go `clientconn.go`,
+/// `encodeAuthority`).
 pub fn encode(endpoint: &str) -> String {
     let mut encoded = String::with_capacity(endpoint.len() * 3);
     for byte in endpoint.bytes() {
@@ -30,7 +30,7 @@ pub fn encode(endpoint: &str) -> String {
     encoded
 }
 
-/// The rewriting of a connection whose first request, and only that, is to have `authority`.
+/// Returns a rewriting that sets `authority` in the first request of a connection, and only there.
 pub(super) fn replace_with(
     authority: String,
 ) -> impl FnMut(&mut BytesMut, &mut BytesMut) -> io::Result<()> + Send + Unpin + 'static {
@@ -38,14 +38,14 @@ pub(super) fn replace_with(
     move |input, output| phase.advance(&authority, input, output)
 }
 
-/// Where in the client's bytes the next byte lies.
+/// Position of the next byte in the client's output.
 #[derive(Debug)]
 enum Phase {
-    /// Before the end of the connection preface.
+    /// In the connection preface.
     Preface,
-    /// Before a frame; this much of the last frame's payload is still to come.
+    /// At the start of a frame, or `skip` bytes before the next frame.
     Frame { skip: usize },
-    /// Behind the request head.
+    /// After the request head.
     Behind,
 }
 
@@ -91,30 +91,30 @@ impl Phase {
     }
 }
 
-/// The bytes before the first frame (RFC 9113, section 3.4).
+/// Length of the connection preface (RFC 9113, section 3.4).
 const PREFACE_BYTES: usize = 24;
-/// The bytes before a frame's payload (RFC 9113, section 4.1).
+/// Length of a frame header (RFC 9113, section 4.1).
 const FRAME_HEAD_BYTES: usize = 9;
 const KIND_HEADERS: u8 = 1;
 const FLAG_END_HEADERS: u8 = 0x4;
 const FLAG_PADDED: u8 = 0x8;
 const FLAG_PRIORITY: u8 = 0x20;
-/// A literal field that enters the table, named by the static table's entry 1, `:authority`.
+/// Literal field with indexing; the name is entry 1 of the static table, `:authority`.
 const AUTHORITY_LITERAL: u8 = 0x41;
 
-/// A frame's kind and payload length.
+/// Returns a frame's kind and payload length, or `None` if the frame header is incomplete.
 fn frame_head(mut input: &[u8]) -> Option<(u8, usize)> {
     let len = usize::try_from(input.try_get_uint(3).ok()?).ok()?;
     let kind = input.try_get_u8().ok()?;
-    // Flags and stream must be there too.
+    // The flags and the stream id must be present too.
     (input.len() >= FRAME_HEAD_BYTES - 4).then_some((kind, len))
 }
 
-/// Copies a HEADERS frame with another `:authority`; nothing when the frame is not of the form that
-/// our HTTP/2 client writes: a whole block, in which only indexed fields precede the authority.
+/// Copies a HEADERS frame with another `:authority`. Returns `None` if the frame does not have the expected
+/// form: a complete header block with only indexed fields before the authority.
 ///
-/// The table entry grows with the value, so that its size is no longer what the writing side believes.
-/// That is harmless as long as the table has room for all of the one request.
+/// The new value changes the size of an entry in the peer's dynamic table, so the encoder's view of the table
+/// is wrong. The difference is harmless as long as the table has room for the only request.
 fn rewrite_headers(frame: &[u8], authority: &str, output: &mut BytesMut) -> Option<()> {
     let (head, mut block) = frame.split_at_checked(FRAME_HEAD_BYTES)?;
     let (kind_flags_stream, flags) = (head.get(3..)?, *head.get(4)?);
@@ -125,7 +125,7 @@ fn rewrite_headers(frame: &[u8], authority: &str, output: &mut BytesMut) -> Opti
     loop {
         match block.try_get_u8().ok()? {
             AUTHORITY_LITERAL => break,
-            // An indexed field (1xxxxxxx) or table size (001xxxxx) of one byte.
+            // An indexed field (1xxxxxxx) or a table size update (001xxxxx), one byte long.
             byte if (0x80..0xff).contains(&byte) || (0x20..0x3f).contains(&byte) => {
                 rewritten.put_u8(byte);
             }
@@ -143,8 +143,8 @@ fn rewrite_headers(frame: &[u8], authority: &str, output: &mut BytesMut) -> Opti
     Some(())
 }
 
-/// Takes a string's length, Huffman-coded or not (RFC 7541, sections 5.1 and 5.2). One that takes more
-/// than four bytes does not fit a frame.
+/// Reads the length of a string, Huffman-coded or not (RFC 7541, sections 5.1 and 5.2). Rejects lengths
+/// encoded in more than four bytes: such a string does not fit into a frame.
 fn take_length(block: &mut &[u8]) -> Option<usize> {
     let first = block.try_get_u8().ok()?;
     let mut len = usize::from(first & 0x7f);
@@ -161,10 +161,10 @@ fn take_length(block: &mut &[u8]) -> Option<usize> {
     None
 }
 
-/// Writes the length of a string that is not Huffman-coded.
+/// Writes the length of a string without Huffman coding.
 fn put_length(len: usize, output: &mut BytesMut) {
     let Some(mut rest) = len.checked_sub(0x7f) else {
-        // Below 0x7f.
+        // `len` is below 0x7f here.
         output.put_u8(len as u8);
         return;
     };
@@ -179,19 +179,19 @@ fn put_length(len: usize, output: &mut BytesMut) {
 fn unexpected() -> io::Error {
     io::Error::new(
         io::ErrorKind::InvalidData,
-        "a request head of an unexpected form",
+        "unexpected form of the request head",
     )
 }
 
-/// A socket whose written bytes go through `rewrite`; what is read stays as it is.
+/// A socket that passes written bytes through `rewrite`. Read bytes are unchanged.
 ///
-/// `rewrite` takes what it can use from its first argument and appends to the second.
+/// `rewrite` removes bytes from its first argument and appends the rewritten bytes to its second argument.
 pub(super) struct Rewriting<S, F> {
     socket: S,
     rewrite: F,
-    /// Written by HTTP/2, not taken by `rewrite` yet.
+    /// Bytes from HTTP/2, not yet rewritten.
     input: BytesMut,
-    /// Given by `rewrite`, not yet taken by the socket.
+    /// Rewritten bytes, not yet written to the socket.
     output: BytesMut,
 }
 
@@ -209,7 +209,7 @@ where
         }
     }
 
-    /// Gives `output` to the socket.
+    /// Writes `output` to the socket.
     fn poll_drain(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         while !self.output.is_empty() {
             let n = ready!(Pin::new(&mut self.socket).poll_write(cx, &self.output))?;
@@ -241,7 +241,7 @@ where
         bufs: &[IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
         let this = self.get_mut();
-        // Nothing is taken before the last piece is gone: that bounds both buffers.
+        // Accepts nothing before the last piece is written, which bounds both buffers.
         ready!(this.poll_drain(cx))?;
         let mut taken = 0;
         for buf in bufs {
@@ -251,7 +251,7 @@ where
             taken += n;
         }
         (this.rewrite)(&mut this.input, &mut this.output)?;
-        // What the socket does not take now goes with the next write or flush.
+        // The next write or flush sends the bytes that the socket does not accept now.
         if let Poll::Ready(Err(error)) = this.poll_drain(cx) {
             return Poll::Ready(Err(error));
         }

@@ -1,4 +1,4 @@
-//! gRPC's message framing: one flag byte, four bytes of length, one packet.
+//! The message framing of gRPC: one flag byte, four bytes of length, one packet.
 
 use std::io;
 
@@ -6,24 +6,24 @@ use bytes::{Buf as _, BufMut as _, BytesMut};
 use culvert_proto::Packet;
 use prost::Message as _;
 
-/// Flag and length, in bytes.
+/// Length of the flag and length fields, in bytes.
 const HEAD_BYTES: usize = 5;
 
-/// The largest message that a stock client takes, in bytes (grpc-go's default).
+/// Largest message that a stock client accepts, in bytes (grpc-go's default).
 const MAX_MESSAGE_BYTES: usize = 4 << 20;
 
-/// Why bytes are no message.
+/// Reason why bytes cannot be decoded.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum FramingError {
-    #[error("a compressed message, though no compression was agreed")]
+    #[error("compressed message without agreed compression")]
     Compressed,
-    #[error("a message of {0} bytes")]
+    #[error("message too large: {0} bytes")]
     TooLarge(usize),
-    #[error("no packet: {0}")]
+    #[error("invalid packet: {0}")]
     Packet(#[from] prost::DecodeError),
 }
 
-/// Appends a message.
+/// Appends a packet, with framing, to `output`.
 pub(super) fn encode(packet: &Packet, output: &mut BytesMut) -> io::Result<()> {
     let len = packet.encoded_len();
     let announced = u32::try_from(len).map_err(io::Error::other)?;
@@ -33,7 +33,7 @@ pub(super) fn encode(packet: &Packet, output: &mut BytesMut) -> io::Result<()> {
     packet.encode(output).map_err(io::Error::other)
 }
 
-/// Takes the first message out of `input`, if all of it is there.
+/// Removes the first message from `input` and returns the packet; `None` if the message is incomplete.
 pub(super) fn decode(input: &mut BytesMut) -> Result<Option<Packet>, FramingError> {
     let mut head = input.as_ref();
     let (Ok(flag), Ok(len)) = (head.try_get_u8(), head.try_get_u32()) else {

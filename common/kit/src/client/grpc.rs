@@ -1,8 +1,8 @@
-//! The packet protocol over gRPC, as konnectivity-client speaks it: one HTTP/2 connection, one
-//! `Proxy` stream on it, one dial on that stream.
+//! The packet protocol over gRPC, as in konnectivity-client: one HTTP/2 connection with one `Proxy` stream,
+//! and one dial on the stream.
 //!
-//! Raw HTTP/2 rather than a gRPC library, because the stream must push back: a byte is released to
-//! the server only when the reader has come for it, and a write waits for the server's windows.
+//! The code uses plain HTTP/2 instead of a gRPC library, because the stream needs backpressure: window credit
+//! returns to the server only as the reader reads, and a write waits for the server's windows.
 
 use std::io;
 use std::pin::Pin;
@@ -21,29 +21,29 @@ use tokio::time::{Instant, timeout, timeout_at};
 
 use super::{ClientError, framing, io_error};
 
-/// HTTP/2 windows, in bytes, stream and connection alike as there is one stream: enough that they do not
-/// bound the throughput on one machine.
+/// HTTP/2 window of the stream and of the connection, in bytes. Both are equal because the connection has
+/// only one stream. Large enough not to limit the throughput on one machine.
 const WINDOW_BYTES: u32 = 8 << 20;
 
-/// How much HTTP/2 may hold of what we send, in bytes.
+/// Largest amount of data queued for sending in HTTP/2, in bytes.
 const SEND_BUFFER_BYTES: usize = 1 << 20;
 
-/// The most payload in one DATA packet, in bytes: what a stock server reads from a socket at once.
+/// Largest payload of one DATA packet, in bytes: the size of a stock server's reads.
 const MAX_DATA_BYTES: usize = 32 * 1024;
 
-/// How long a dropped stream may take to tell the server so, before the socket is closed regardless.
+/// Longest time a dropped stream keeps the socket open to send its last frames.
 const FAREWELL: Duration = Duration::from_secs(1);
 
-/// One tunnelled connection.
+/// A tunnelled connection over gRPC.
 pub(super) struct GrpcStream {
     sender: Sender,
     receiver: Receiver,
     connect_id: i64,
-    /// Received and not read yet.
+    /// Received bytes that the caller has not read yet.
     ready: Bytes,
-    /// CLOSE_RSP came, or the stream ended.
+    /// Set when CLOSE_RSP arrived or the stream ended.
     ended: bool,
-    /// CLOSE_REQ went out.
+    /// Set when CLOSE_REQ was queued.
     closing: bool,
     _farewell: Farewell,
 }
@@ -92,7 +92,7 @@ where
     })
 }
 
-/// An RPC whose answer is outstanding.
+/// An RPC before the server's answer.
 struct Call {
     sender: Sender,
     response: ResponseFuture,
@@ -136,13 +136,14 @@ where
     })
 }
 
-/// Whatever holds an HTTP/2 stream open.
+/// A handle that keeps an HTTP/2 stream open.
 type Held = Box<dyn Send>;
 
-/// Sees to it that what was sent last goes out when the stream is dropped.
+/// Makes sure that the last frames of a dropped stream are still sent.
 ///
-/// HTTP/2 resets a stream when the last handle to it is gone and then forgets what is queued on it.
-/// So one more handle is kept here and left to the connection's task, which writes first.
+/// HTTP/2 resets a stream when the last handle is dropped, and then discards the stream's queued frames. This
+/// type keeps one more handle and passes the handle to the connection's task on drop. The task writes the
+/// frames first and then drops the handle.
 struct Farewell {
     kept: Option<Held>,
     leave: Option<oneshot::Sender<Option<Held>>>,
@@ -157,22 +158,23 @@ impl Farewell {
 impl Drop for Farewell {
     fn drop(&mut self) {
         if let Some(leave) = self.leave.take() {
-            // A connection that ended before has nothing to write.
+            // Fails if the connection has already ended; then there is nothing to write.
             leave.send(self.kept.take()).ok();
         }
     }
 }
 
-/// Moves the connection's frames until it ends, or until [`FAREWELL`] after its stream was dropped.
+/// Moves the connection's frames until the connection ends, or until [`FAREWELL`] after the stream was
+/// dropped.
 async fn drive<S>(
     mut connection: h2::client::Connection<S>,
     mut left: oneshot::Receiver<Option<Held>>,
 ) where
     S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
 {
-    // A connection's failure reaches its only stream by itself.
+    // The result is ignored: a failure of the connection also reaches its only stream.
     let held = tokio::select! {
-        // In this order: what is queued is written before the handle is let go.
+        // In this order, so that queued frames are written before the handle is dropped.
         biased;
         _ = &mut connection => return,
         held = &mut left => held,
@@ -181,7 +183,7 @@ async fn drive<S>(
     timeout(FAREWELL, connection).await.ok();
 }
 
-/// Awaits the response and in it the answer to the dial.
+/// Waits for the response and for the answer to the dial.
 async fn dialed(response: ResponseFuture, random: i64) -> Result<(Receiver, i64), ClientError> {
     let (head, stream) = response.await?.into_parts();
     if head.status != 200 {
@@ -208,7 +210,7 @@ async fn dialed(response: ResponseFuture, random: i64) -> Result<(Receiver, i64)
     }
 }
 
-/// A status in the trailers, or in the head when there is nothing but a head.
+/// Checks the gRPC status in the trailers, or in the head of a response without trailers.
 fn check_status(headers: &HeaderMap) -> Result<(), ClientError> {
     let text = |name| {
         let value = headers.get(name).map(http::HeaderValue::as_bytes);
@@ -224,7 +226,7 @@ fn check_status(headers: &HeaderMap) -> Result<(), ClientError> {
     })
 }
 
-/// A positive number that the answer to a dial repeats.
+/// Returns a random positive number. The server repeats the number in the answer to the dial.
 fn random_id() -> Result<i64, ClientError> {
     let mut bytes = [0; 8];
     aws_lc_rs::rand::fill(&mut bytes)
@@ -248,7 +250,7 @@ fn dial_request(target: &str, random: i64) -> Packet {
     packet(PacketType::DialReq, Payload::DialRequest(request))
 }
 
-/// Packets out, within the server's windows. Holds at most one packet.
+/// Sends packets within the server's windows. Buffers at most one packet.
 #[derive(Debug)]
 struct Sender {
     stream: SendStream<Bytes>,
@@ -266,7 +268,7 @@ impl Sender {
             .map_err(io_error("send a packet"))
     }
 
-    /// Gives what is pending to HTTP/2, as far as the windows allow.
+    /// Passes pending bytes to HTTP/2, as far as the windows allow.
     fn poll_drain(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         while !self.pending.is_empty() {
             let capacity = self.stream.capacity();
@@ -287,7 +289,7 @@ impl Sender {
     }
 }
 
-/// Packets in. Holds less than one packet and one HTTP/2 frame.
+/// Receives packets. Buffers less than one packet plus one HTTP/2 frame.
 #[derive(Debug)]
 struct Receiver {
     stream: RecvStream,
@@ -295,7 +297,7 @@ struct Receiver {
 }
 
 impl Receiver {
-    /// The next packet; nothing when the server ended the RPC in order.
+    /// Returns the next packet, or `None` if the server ended the RPC without an error.
     fn poll_packet(&mut self, cx: &mut Context<'_>) -> Poll<Result<Option<Packet>, ClientError>> {
         loop {
             let decoded = framing::decode(&mut self.buffer);
@@ -328,7 +330,7 @@ impl AsyncRead for GrpcStream {
         let this = self.get_mut();
         while this.ready.is_empty() && !this.ended {
             let packet = ready!(this.receiver.poll_packet(cx));
-            // After an error there is nothing more to come either.
+            // No packets follow an error.
             this.ended = !matches!(packet, Ok(Some(_)));
             let payload = packet
                 .map_err(io::Error::other)?
@@ -344,7 +346,7 @@ impl AsyncRead for GrpcStream {
                 }
                 None => {}
                 Some(other) => {
-                    let text = format!("unexpected in an open connection: {other:?}");
+                    let text = format!("unexpected packet in an open connection: {other:?}");
                     return Poll::Ready(Err(io::Error::new(io::ErrorKind::InvalidData, text)));
                 }
             }
@@ -376,7 +378,7 @@ impl AsyncWrite for GrpcStream {
         this.sender
             .queue(&packet(PacketType::Data, Payload::Data(data)))
             .map_err(io::Error::other)?;
-        // What the windows do not allow now goes with the next write or flush.
+        // The next write or flush sends the bytes that the windows do not allow now.
         if let Poll::Ready(Err(error)) = this.sender.poll_drain(cx) {
             return Poll::Ready(Err(error));
         }

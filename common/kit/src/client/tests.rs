@@ -1,4 +1,4 @@
-//! The clients against small servers that play the other side by hand.
+//! Tests of the clients against small hand-written servers.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
 
 use bytes::{Buf as _, Bytes, BytesMut};
@@ -71,7 +71,7 @@ fn grpc_front(end: &TlsEnd) -> FrontEnd {
     }
 }
 
-/// The server's half of one RPC.
+/// The server's end of one RPC.
 struct Rpc {
     recv: h2::RecvStream,
     send: h2::SendStream<Bytes>,
@@ -79,7 +79,7 @@ struct Rpc {
 }
 
 impl Rpc {
-    /// Takes the next packet; nothing at the end or after a reset.
+    /// Returns the next packet, or `None` after the end or a reset.
     async fn next(&mut self) -> Option<Packet> {
         loop {
             if let Some(packet) = framing::decode(&mut self.buffer).unwrap() {
@@ -105,7 +105,7 @@ impl Rpc {
             self.send.reserve_capacity(bytes.len());
             let granted = std::future::poll_fn(|cx| self.send.poll_capacity(cx)).await;
             let Some(Ok(granted)) = granted else {
-                // The client left.
+                // The client has closed the stream.
                 return;
             };
             let n = granted.min(bytes.len());
@@ -116,7 +116,7 @@ impl Rpc {
 
     async fn answer_dial(&mut self, error: &str) -> String {
         let Some(Payload::DialRequest(dial)) = self.next().await.unwrap().payload else {
-            panic!("the first packet is no dial");
+            panic!("the first packet is not a dial");
         };
         assert_eq!(dial.protocol, "tcp");
         assert!(dial.random > 0);
@@ -131,7 +131,7 @@ impl Rpc {
     }
 }
 
-/// Accepts one connection and its one RPC.
+/// Accepts one connection and its only RPC.
 async fn accept_rpc(end: &TlsEnd) -> Rpc {
     serve_rpc(end.accept().await).await
 }
@@ -146,7 +146,7 @@ async fn serve_rpc(stream: impl ByteStream + 'static) -> Rpc {
     let send = respond
         .send_response(head.body(()).unwrap(), false)
         .unwrap();
-    // Moves the frames until the client leaves.
+    // Moves the frames until the client closes the connection.
     tokio::spawn(async move { while connection.accept().await.is_some() {} });
     Rpc {
         recv: request.into_body(),
@@ -155,7 +155,7 @@ async fn serve_rpc(stream: impl ByteStream + 'static) -> Rpc {
     }
 }
 
-/// Plays server and agent for one connection: dials for real and pumps until either side closes.
+/// Acts as server and agent for one connection: makes the dial and copies bytes until either side closes.
 async fn tunnel(end: &TlsEnd) {
     let mut rpc = accept_rpc(end).await;
     let target = rpc.answer_dial("").await;
@@ -163,7 +163,7 @@ async fn tunnel(end: &TlsEnd) {
     let mut buffer = vec![0; 10_000];
     loop {
         tokio::select! {
-            packet = rpc.next() => match packet.expect("no goodbye").payload.unwrap() {
+            packet = rpc.next() => match packet.expect("the client must send CLOSE_REQ").payload.unwrap() {
                 Payload::Data(data) => {
                     assert_eq!(data.connect_id, 7);
                     assert!(data.data.len() <= 32 * 1024);
@@ -191,7 +191,7 @@ async fn tunnel(end: &TlsEnd) {
     };
     rpc.send(PacketType::CloseRsp, Payload::CloseResponse(close))
         .await;
-    // The client leaves once it has seen the end.
+    // The client closes once it has received the end.
     while rpc.next().await.is_some() {}
 }
 
@@ -222,7 +222,7 @@ async fn grpc_carries_traffic_within_the_windows() {
 }
 
 #[tokio::test]
-async fn grpc_shutdown_is_a_close_request_and_then_the_end() {
+async fn grpc_shutdown_sends_a_close_request_and_still_reads_to_the_end() {
     let end = TlsEnd::new("h2").await;
     let front = grpc_front(&end);
     let client = async {
@@ -256,7 +256,7 @@ async fn grpc_shutdown_is_a_close_request_and_then_the_end() {
 }
 
 #[tokio::test]
-async fn grpc_refusals_and_early_ends_are_told_apart() {
+async fn grpc_refusals_and_early_ends_get_different_errors() {
     let end = TlsEnd::new("h2").await;
     let front = grpc_front(&end);
     let dial = async || connect(&front, "a:1", LIMIT).await.err().unwrap();
@@ -286,17 +286,17 @@ async fn grpc_refusals_and_early_ends_are_told_apart() {
     );
 }
 
-/// In memory, so that the paused clock runs out exactly when both sides have nothing left to do.
+/// Runs in memory, so that the paused clock advances only when both sides are idle.
 #[tokio::test(start_paused = true)]
-async fn grpc_timeout_gives_the_dial_up() {
+async fn grpc_timeout_cancels_the_dial() {
     let (near, far) = tokio::io::duplex(64 * 1024);
     let server = async {
         let mut rpc = serve_rpc(far).await;
         let Some(Payload::DialRequest(dial)) = rpc.next().await.unwrap().payload else {
-            panic!("no dial");
+            panic!("the first packet is not a dial");
         };
         let Some(Payload::CloseDial(close)) = rpc.next().await.unwrap().payload else {
-            panic!("not given up");
+            panic!("the dial was not cancelled");
         };
         assert_eq!(close.random, dial.random);
         assert!(rpc.next().await.is_none());
@@ -308,7 +308,7 @@ async fn grpc_timeout_gives_the_dial_up() {
     tokio::join!(server, client);
 }
 
-/// Answers one CONNECT with `answer`, then echoes.
+/// Answers one CONNECT request with `answer`, sends `then`, and then echoes.
 async fn answer_connect(
     mut stream: impl ByteStream,
     answer: &[u8],
@@ -329,7 +329,7 @@ async fn answer_connect(
 const AGREED: &[u8] = b"HTTP/1.1 200 Connection Established\r\n\r\n";
 
 #[tokio::test]
-async fn connect_over_both_transports_leaves_the_tunnels_bytes_alone() {
+async fn connect_consumes_no_tunnelled_bytes_over_unix_socket_and_tls() {
     let end = TlsEnd::new("http/1.1").await;
     let socket = end.dir.path().join("front.sock");
     let uds = UnixListener::bind(&socket).unwrap();
@@ -350,7 +350,7 @@ async fn connect_over_both_transports_leaves_the_tunnels_bytes_alone() {
     };
     let server = async {
         let stream = uds.accept().await.unwrap().0;
-        // One write, so that head and tunnel bytes arrive together.
+        // One write, so that the head and the first tunnelled bytes arrive together.
         let joined = [AGREED, b"first"].concat();
         answer_connect(stream, &joined, b"").await.unwrap();
         answer_connect(end.accept().await, AGREED, b"first")
@@ -361,7 +361,7 @@ async fn connect_over_both_transports_leaves_the_tunnels_bytes_alone() {
 }
 
 #[tokio::test]
-async fn connect_reports_refusals_and_nonsense() {
+async fn connect_reports_refusals_and_invalid_answers() {
     let dir = tempfile::tempdir().unwrap();
     let socket = dir.path().join("front.sock");
     let uds = UnixListener::bind(&socket).unwrap();
@@ -373,7 +373,7 @@ async fn connect_reports_refusals_and_nonsense() {
             stream.read_exact(&mut head).await.unwrap();
             stream.write_all(answer).await.unwrap();
             stream.shutdown().await.unwrap();
-            // Keeps the socket until the client has all of the answer.
+            // Keeps the socket open until the client has received the whole answer.
             stream.read_to_end(&mut Vec::new()).await.unwrap();
         };
         let (asked, ()) = tokio::join!(connect(&front, "a:1", LIMIT), server);
@@ -389,7 +389,7 @@ async fn connect_reports_refusals_and_nonsense() {
 }
 
 #[tokio::test]
-async fn nobody_there() {
+async fn connect_without_a_server_is_an_io_error() {
     let dir = tempfile::tempdir().unwrap();
     for front in [
         FrontEnd::GrpcUds(dir.path().join("none")),

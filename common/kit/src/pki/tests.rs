@@ -32,7 +32,7 @@ fn server_tls(pki: &Pki, pair: &Pair) -> Arc<ServerConfig> {
     Arc::new(config)
 }
 
-/// Runs a mutual handshake in memory and passes one line from client to server.
+/// Runs a mutual TLS handshake in memory and sends one line from the client to the server.
 async fn handshake(
     server: Arc<ServerConfig>,
     client: Arc<ClientConfig>,
@@ -44,7 +44,7 @@ async fn handshake(
         let mut stream = TlsConnector::from(client).connect(name, near).await?;
         stream.write_all(b"hello").await?;
         stream.shutdown().await?;
-        // Kept until the server is done: it may still have session tickets to write.
+        // Kept open until the server is done, because the server may still write session tickets.
         io::Result::Ok(stream)
     };
     let accept = async move {
@@ -60,7 +60,7 @@ async fn handshake(
 }
 
 #[tokio::test]
-async fn both_sides_accept_each_other_by_every_name() {
+async fn mutual_tls_succeeds_under_every_name() {
     let dir = tempfile::tempdir().unwrap();
     let pki = Pki::create(dir.path()).unwrap();
     for (server, client) in [(&pki.server, &pki.client), (&pki.cluster, &pki.agent)] {
@@ -73,7 +73,7 @@ async fn both_sides_accept_each_other_by_every_name() {
 }
 
 #[tokio::test]
-async fn a_stranger_is_refused() {
+async fn client_of_another_authority_is_rejected() {
     let dir = tempfile::tempdir().unwrap();
     let pki = Pki::create(dir.path()).unwrap();
     let stranger = Pki::create_other(dir.path()).unwrap();
@@ -83,7 +83,7 @@ async fn a_stranger_is_refused() {
 }
 
 #[tokio::test]
-async fn a_server_leaf_does_not_pass_as_a_client() {
+async fn server_certificate_is_rejected_as_client_certificate() {
     let dir = tempfile::tempdir().unwrap();
     let pki = Pki::create(dir.path()).unwrap();
     let client = pki.client_tls(&pki.server, &[]).unwrap();
@@ -92,7 +92,7 @@ async fn a_server_leaf_does_not_pass_as_a_client() {
 }
 
 #[test]
-fn keys_are_private_and_nothing_is_overwritten() {
+fn key_files_are_private_and_never_overwritten() {
     let dir = tempfile::tempdir().unwrap();
     let pki = Pki::create(dir.path()).unwrap();
     let openvpn = Pki::create_openvpn(dir.path()).unwrap();

@@ -18,16 +18,16 @@ use crate::pattern;
 /// The body of `GET /`.
 pub const HELLO: &str = "hello from the far end\n";
 
-/// What a `GET` of a path answers.
+/// Answer to a `GET` request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Answer {
     /// [`HELLO`].
     Hello,
-    /// So many bytes of the [pattern].
+    /// The given number of bytes of the [pattern].
     Pattern(u64),
 }
 
-/// What the service answers to `GET path`; nothing when it has no such path.
+/// Returns the answer to `GET path`, or `None` if the service does not have the path.
 pub fn answer(path: &str) -> Option<Answer> {
     match path.strip_prefix("/bytes/") {
         Some(count) => count.parse().ok().map(Answer::Pattern),
@@ -37,7 +37,7 @@ pub fn answer(path: &str) -> Option<Answer> {
 
 type Body = BoxBody<Bytes, hyper::Error>;
 
-/// Serves one connection, keep-alive included.
+/// Serves one connection, including keep-alive.
 pub(super) async fn serve<S>(stream: S) -> io::Result<()>
 where
     S: AsyncRead + AsyncWrite + Unpin,

@@ -11,10 +11,10 @@ use tokio::net::TcpStream;
 use super::READ_BYTES;
 use crate::pattern::{self, Digest};
 
-/// The longest command line, in bytes: `download` and 20 digits fit well.
+/// Longest command line, in bytes. `download` with 20 digits fits.
 const MAX_LINE: u64 = 64;
 
-/// What a client may ask for.
+/// A client's command.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Command {
     Download(u64),
@@ -33,10 +33,10 @@ impl Command {
     }
 }
 
-/// Serves one connection. A line that is no command ends it without an answer.
+/// Serves one connection. An invalid command line ends the connection without an answer.
 pub(super) async fn serve(stream: TcpStream) -> io::Result<()> {
-    // Only the command line and what comes along with it go through this buffer: longer reads and
-    // writes pass it by.
+    // Only the command line and bytes that arrive with the command line pass through this buffer; longer
+    // reads and writes bypass the buffer.
     let mut stream = BufStream::new(stream);
     match read_command(&mut stream).await? {
         Command::Download(count) => {
@@ -62,7 +62,7 @@ async fn read_command(stream: &mut (impl AsyncBufRead + Unpin)) -> io::Result<Co
         .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "not a command"))
 }
 
-/// Reads exactly `count` bytes and gives their SHA-256 as hex.
+/// Reads exactly `count` bytes and returns the SHA-256 as hex.
 async fn digest_of(stream: &mut (impl AsyncRead + Unpin), count: u64) -> io::Result<String> {
     let mut digest = Digest::default();
     let mut buffer = vec![0; READ_BYTES];
@@ -76,7 +76,7 @@ async fn digest_of(stream: &mut (impl AsyncRead + Unpin), count: u64) -> io::Res
     Ok(digest.finish())
 }
 
-/// Sends back what comes until the client ends its side.
+/// Sends received bytes back until the client ends its side.
 pub(super) async fn echo(stream: &mut (impl AsyncRead + AsyncWrite + Unpin)) -> io::Result<()> {
     let mut buffer = vec![0; READ_BYTES];
     loop {

@@ -23,7 +23,7 @@ async fn exchange(address: SocketAddr, request: &[u8]) -> Vec<u8> {
 }
 
 #[tokio::test]
-async fn raw_commands() {
+async fn raw_commands_answer_as_documented() {
     let services = Services::start().await.unwrap();
     let download = exchange(services.raw, b"download 300000\n").await;
     assert_eq!(download, pattern::prefix(300_000));
@@ -39,7 +39,7 @@ async fn raw_commands() {
 }
 
 #[tokio::test]
-async fn raw_answers_nothing_to_what_is_no_command() {
+async fn raw_closes_without_an_answer_after_an_invalid_command() {
     let services = Services::start().await.unwrap();
     let long = [b'a'; 200];
     for line in [b"download x\n".as_slice(), b"\n", b"echo", b"upload 5\nabc"] {
@@ -47,13 +47,13 @@ async fn raw_answers_nothing_to_what_is_no_command() {
     }
     let mut stream = connect(services.raw).await;
     stream.write_all(&long).await.unwrap();
-    // The rest of the line is still unread when the service closes, hence a reset.
+    // The rest of the line is still unread when the service closes, so the client may get a reset.
     let ended = stream.read(&mut [0; 8]).await;
     assert!(matches!(ended, Ok(0) | Err(_)), "{ended:?}");
 }
 
 #[tokio::test]
-async fn first_speaks_first_and_half_counts() {
+async fn first_sends_its_banner_and_half_counts_bytes() {
     let services = Services::start().await.unwrap();
     let mut stream = connect(services.first).await;
     let mut banner = vec![0; BANNER.len()];
@@ -66,7 +66,7 @@ async fn first_speaks_first_and_half_counts() {
 }
 
 #[tokio::test]
-async fn http_paths() {
+async fn http_paths_answer_as_documented() {
     let services = Services::start().await.unwrap();
     for path in ["/", "/bytes/0", "/bytes/1000000"] {
         check::http_get(connect(services.http).await, path)
@@ -82,7 +82,7 @@ async fn http_paths() {
 }
 
 #[tokio::test]
-async fn https_is_http_over_tls() {
+async fn https_serves_the_http_paths_over_tls() {
     let dir = tempfile::tempdir().unwrap();
     let pki = Pki::create(dir.path()).unwrap();
     let identity = Identity::load(&pki.server.cert, &pki.server.key).unwrap();
@@ -95,13 +95,13 @@ async fn https_is_http_over_tls() {
         let stream = connect_tls(address, &tls, &name).await.unwrap();
         check::http_get(stream, path).await.unwrap();
     }
-    // Without TLS nothing is answered.
+    // A request without TLS gets no answer.
     let refused = check::http_get(connect(address).await, "/").await;
     assert!(refused.is_err(), "{refused:?}");
 }
 
 #[tokio::test]
-async fn shutdown_closes_what_is_open() {
+async fn shutdown_closes_open_connections() {
     let services = Services::start().await.unwrap();
     let mut silent = connect(services.silent).await;
     let mut first = connect(services.first).await;
@@ -116,7 +116,7 @@ async fn shutdown_closes_what_is_open() {
 }
 
 #[tokio::test]
-async fn dropping_ends_the_listeners() {
+async fn drop_ends_listeners_and_connections() {
     let services = Services::start().await.unwrap();
     let tasks = services.host.tasks.clone();
     let connections = services.host.connections.clone();

@@ -4,14 +4,14 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use super::*;
 
 #[test]
-fn paths_are_encoded_as_grpc_go_does() {
+fn encode_matches_grpc_go() {
     assert_eq!(encode("/etc/k8s/a_b.socket"), "%2Fetc%2Fk8s%2Fa_b.socket");
     assert_eq!(encode("127.0.0.1:80"), "127.0.0.1:80");
     assert_eq!(encode("[::1]:80"), "[::1]:80");
     assert_eq!(encode("a b%ü"), "a%20b%25%C3%BC");
 }
 
-/// Upper-cases whole words of four bytes, so that input may stay behind.
+/// Upper-cases complete words of four bytes and leaves the rest in `input`.
 fn shout(input: &mut BytesMut, output: &mut BytesMut) -> io::Result<()> {
     while input.len() >= 4 {
         output.extend_from_slice(&input.split_to(4).to_ascii_uppercase());
@@ -21,7 +21,7 @@ fn shout(input: &mut BytesMut, output: &mut BytesMut) -> io::Result<()> {
 
 #[tokio::test]
 async fn written_bytes_are_rewritten_and_read_bytes_are_not() {
-    // The socket takes 3 bytes at a time.
+    // The socket accepts 3 bytes at a time.
     let (near, mut far) = tokio::io::duplex(3);
     let mut stream = Rewriting::new(near, shout);
     let writing = async {
@@ -47,7 +47,7 @@ async fn written_bytes_are_rewritten_and_read_bytes_are_not() {
 }
 
 #[tokio::test]
-async fn large_writes_are_taken_in_bounded_pieces() {
+async fn large_writes_are_accepted_in_bounded_pieces() {
     let (near, mut far) = tokio::io::duplex(4096);
     let mut stream = Rewriting::new(near, shout);
     let body = vec![b'x'; 4 * CHUNK_BYTES];
@@ -63,8 +63,8 @@ async fn large_writes_are_taken_in_bounded_pieces() {
     assert_eq!(seen, body.to_ascii_uppercase());
 }
 
-/// Sends a request through the rewriting, `step` bytes at a time, to an HTTP/2 server, and gives the
-/// request's authority and one of its headers as the server sees them.
+/// Sends a request through the rewriting to an HTTP/2 server, `step` bytes at a time. Returns the authority
+/// and the marker header that the server received.
 async fn request_through(authority: &str, step: usize) -> (String, String) {
     let (near, far) = tokio::io::duplex(step);
     let io = Rewriting::new(near, replace_with(authority.to_owned()));
@@ -112,7 +112,7 @@ async fn request_through(authority: &str, step: usize) -> (String, String) {
 }
 
 #[tokio::test]
-async fn a_request_arrives_with_another_authority() {
+async fn request_arrives_with_the_new_authority() {
     let long = format!("{}.example", "long".repeat(40));
     for authority in ["a", "somewhere.else:1234", &long] {
         for step in [1, 5, 1000] {
@@ -124,7 +124,7 @@ async fn a_request_arrives_with_another_authority() {
 }
 
 #[test]
-fn an_encoded_path_is_written_as_it_is() {
+fn percent_encoded_authority_is_written_unchanged() {
     // POST, http, a Huffman-coded authority of one byte, an indexed field.
     let frame = b"\0\0\x06\x01\x04\0\0\0\x01\x83\x86\x41\x81\x1f\x84";
     let mut output = BytesMut::new();
@@ -136,7 +136,7 @@ fn an_encoded_path_is_written_as_it_is() {
 }
 
 #[test]
-fn lengths_are_written_as_they_are_read() {
+fn written_lengths_can_be_read_back() {
     for len in [0, 1, 126, 127, 128, 254, 255, 300, 16_000] {
         let mut coded = BytesMut::new();
         put_length(len, &mut coded);
@@ -145,9 +145,9 @@ fn lengths_are_written_as_they_are_read() {
 }
 
 #[test]
-fn other_forms_are_refused() {
+fn other_header_forms_are_rejected() {
     let frames: [&[u8]; 5] = [
-        // Not the end of the headers; padded; a literal before the authority; cut; no authority.
+        // In order: no END_HEADERS flag; padding; a literal before the authority; truncated; no authority.
         b"\0\0\x04\x01\0\0\0\0\x01\x83\x41\x01x",
         b"\0\0\x04\x01\x0c\0\0\0\x01\x83\x41\x01x",
         b"\0\0\x04\x01\x04\0\0\0\x01\x44\x01x\x83",
