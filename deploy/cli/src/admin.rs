@@ -1,4 +1,4 @@
-//! One server's admin pages: over its Unix socket, or over mutual TLS.
+//! A client for a server's admin pages, over the server's Unix socket or over mutual TLS.
 
 use std::io;
 use std::path::PathBuf;
@@ -19,30 +19,30 @@ use tokio::net::{TcpStream, UnixStream};
 use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
 
-/// The longest answer that is read, in bytes: a server with 100,000 agents.
+/// Longest accepted answer, in bytes; enough for a server with 100,000 agents.
 const MAX_ANSWER_BYTES: usize = 16 << 20;
 
-/// How long one question may take, its connection included.
+/// Longest duration of one request, connection included.
 const TIMEOUT: Duration = Duration::from_secs(30);
 
-/// How to reach a server.
+/// Address and credentials of a server's admin pages.
 #[derive(clap::Args, Clone, Debug)]
 #[command(next_help_heading = "The server")]
 pub struct Admin {
-    /// Its --admin-uds.
+    /// The server's --admin-uds.
     #[arg(long, value_name = "PATH", env = "CULVERT_ADMIN_UDS")]
     #[arg(required_unless_present = "admin", conflicts_with = "admin")]
     admin_uds: Option<PathBuf>,
 
-    /// Its admin listener, if that has --admin-cert; needs --ca-cert, --cert and --key.
+    /// The server's admin listener, if the server has --admin-cert; needs --ca-cert, --cert and --key.
     #[arg(long, value_name = "HOST:PORT", requires_all = ["ca_cert", "cert", "key"])]
     admin: Option<String>,
 
-    /// PEM CA bundle that its certificate must chain to.
+    /// PEM CA bundle that the server's certificate must chain to.
     #[arg(long, value_name = "FILE", requires = "admin")]
     ca_cert: Option<PathBuf>,
 
-    /// PEM certificate chain of ours, of its --admin-ca-cert.
+    /// PEM client certificate chain, signed by a CA of the server's --admin-ca-cert.
     #[arg(long, value_name = "FILE", requires = "admin")]
     cert: Option<PathBuf>,
 
@@ -50,7 +50,7 @@ pub struct Admin {
     #[arg(long, value_name = "FILE", requires = "admin")]
     key: Option<PathBuf>,
 
-    /// The name that its certificate must have; the host of --admin if nothing is said.
+    /// The name in the server's certificate; by default the host of --admin.
     #[arg(long, value_name = "NAME", requires = "admin")]
     server_name: Option<String>,
 }
@@ -60,7 +60,7 @@ trait Duplex: AsyncRead + AsyncWrite + Unpin + Send {}
 impl<T: AsyncRead + AsyncWrite + Unpin + Send> Duplex for T {}
 
 impl Admin {
-    /// A server's --admin-uds.
+    /// Returns the settings for a server's --admin-uds.
     pub fn uds(path: PathBuf) -> Self {
         Self {
             admin_uds: Some(path),
@@ -72,19 +72,19 @@ impl Admin {
         }
     }
 
-    /// What the server says of its tunnels.
+    /// Returns the status of the server's tunnels.
     ///
     /// # Errors
-    /// When it can not be reached, or gives no answer of its kind.
+    /// Fails if the server cannot be reached or the answer is not a status.
     pub async fn status(&self) -> anyhow::Result<Status> {
         let (code, body) = self.ask(Method::GET, STATUS_PATH, Bytes::new()).await?;
         understand(code, StatusCode::OK, &body)
     }
 
-    /// Asks for a mode.
+    /// Requests a tunnel mode.
     ///
     /// # Errors
-    /// When it can not be reached, or refuses; the text says why.
+    /// Fails if the server cannot be reached or rejects the request; the text gives the reason.
     pub async fn switch(&self, request: &Request) -> anyhow::Result<Status> {
         let body = serde_json::to_vec(request)?;
         let (code, body) = self.ask(Method::POST, SWITCH_PATH, body.into()).await?;
@@ -108,7 +108,7 @@ impl Admin {
         body: Bytes,
     ) -> anyhow::Result<(StatusCode, Bytes)> {
         let stream = self.connect().await?;
-        let broken = || format!("{} is no admin listener, or stopped", self.name());
+        let broken = || format!("{} is not an admin listener, or stopped", self.name());
         let (mut sender, connection) = http1::handshake(TokioIo::new(stream))
             .await
             .with_context(broken)?;
@@ -139,7 +139,7 @@ impl Admin {
             let stream = UnixStream::connect(path).await.with_context(|| {
                 let path = path.display();
                 format!(
-                    "cannot reach a server at {path}: it must run with --admin-uds={path}, and as this user"
+                    "cannot reach a server at {path}: the server must run with --admin-uds={path}, and as this user"
                 )
             })?;
             return Ok(Box::new(stream));
@@ -147,7 +147,7 @@ impl Admin {
         let (Some(address), Some(ca), Some(cert), Some(key)) =
             (&self.admin, &self.ca_cert, &self.cert, &self.key)
         else {
-            bail!("give --admin-uds, or --admin with --ca-cert, --cert and --key");
+            bail!("set --admin-uds, or --admin with --ca-cert, --cert and --key");
         };
         let trust = TrustBundle::load(ca)?;
         let identity = Identity::load(cert, key)?;
@@ -178,12 +178,14 @@ impl Admin {
 
 fn understand(code: StatusCode, expected: StatusCode, body: &[u8]) -> anyhow::Result<Status> {
     if code == expected {
-        return serde_json::from_slice(body).context("the server's answer is of another version");
+        return serde_json::from_slice(body).context(
+            "the answer does not match this version: use the culvert of the server's version",
+        );
     }
     let text = String::from_utf8_lossy(body);
     match code {
         StatusCode::NOT_FOUND => bail!(
-            "the server has no such page: a newer one is needed, or this is not its admin socket"
+            "the server has no such page: use a newer server, or check that this is the server's admin socket"
         ),
         _ => bail!("{}", text.trim_end()),
     }

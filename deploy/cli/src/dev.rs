@@ -1,8 +1,11 @@
-//! `culvert dev`: a whole tunnel on one machine. Makes throw-away certificates, starts a server
-//! for every front end, the seed's front door with a node tunnel, two agents of which one reaches
-//! all servers through a small load balancer and one through the door, and services behind the
-//! agents; with OpenVPN clients beside the agents if asked to; then checks itself through every front
-//! end and stays up.
+//! The command `culvert dev`: a whole tunnel on one machine. Creates throw-away certificates and starts
+//! - a server for every front end,
+//! - the seed's front door and a node tunnel,
+//! - two agents: the first reaches all servers through a small load balancer, the second through the door,
+//! - services behind the agents,
+//! - OpenVPN clients beside the agents, with `--openvpn`.
+//!
+//! The command then checks every front end and keeps running.
 
 mod balancer;
 mod check;
@@ -22,24 +25,24 @@ use self::door::Door;
 use self::openvpn::OpenVpn;
 use self::tunnel::{Server, Tunnel, Way};
 
-/// The flags of `culvert dev`.
+/// Flags of `culvert dev`.
 #[derive(clap::Args)]
 pub struct Options {
     /// Stop after the checks: exit code 0 if all passed, 1 otherwise.
     #[arg(long)]
     once: bool,
 
-    /// Connect OpenVPN clients beside the agents, ours and, for root, a stock one if it is installed;
-    /// check them, and switch to them and back under load.
+    /// Also connect OpenVPN clients: a Culvert client and, for root, a stock client if installed. Check the
+    /// clients, and switch to them and back under load.
     #[arg(long)]
     openvpn: bool,
 
-    /// Print the programs' logs with this verbosity too; without it only warnings are shown.
+    /// Also print the programs' logs with this verbosity; by default only warnings are shown.
     #[arg(short = 'v', value_name = "LEVEL")]
     verbosity: Option<i32>,
 }
 
-/// Runs the command to its exit code.
+/// Runs the command and returns its exit code.
 pub fn run(options: &Options) -> ExitCode {
     let logging = LogConfig {
         verbosity: options.verbosity.unwrap_or(0),
@@ -62,7 +65,7 @@ async fn dev(once: bool, openvpn: bool) -> anyhow::Result<()> {
     let folder = tempfile::Builder::new()
         .prefix("culvert-dev-")
         .tempdir()
-        .context("cannot make a temporary folder; set TMPDIR to one that is writable")?;
+        .context("cannot create a temporary folder; set TMPDIR to a writable folder")?;
     say!("Starting a tunnel in {} ...", folder.path().display());
     let tunnel = tokio::select! {
         tunnel = Tunnel::start(folder.path(), openvpn) => tunnel?,
@@ -119,7 +122,7 @@ fn describe(tunnel: &Tunnel, folder: &Path) {
     say!("\nCertificates are in {}", folder.display());
     say!("\nTry it:\n");
     hints(tunnel);
-    // The one that curl is told to use has the stock client, too.
+    // Only the last server has the stock client, so with OpenVPN the hints use the last server.
     let server = match tunnel.openvpn {
         Some(_) => tunnel.servers.last(),
         None => tunnel.servers.first(),
@@ -131,7 +134,7 @@ fn describe(tunnel: &Tunnel, folder: &Path) {
             say!("  culvert switch --admin-uds {socket} --to openvpn --wait\n");
         }
     }
-    say!("Ctrl-C stops it and removes the folder.");
+    say!("Ctrl-C stops the tunnel and removes the folder.");
 }
 
 fn describe_door(door: &Door) {
@@ -159,12 +162,12 @@ fn describe_openvpn(openvpn: &OpenVpn, servers: &[Server]) {
         );
     }
     match &openvpn.stock {
-        Ok(stock) => say!("  stock client         its log is {}", stock.log.display()),
+        Ok(stock) => say!("  stock client         log in {}", stock.log.display()),
         Err(why) => say!("  stock client         left out: {why}"),
     }
 }
 
-/// A curl line for each kind of front end that curl can use: CONNECT of a server, CONNECT of the
+/// Prints a curl command for each kind of front end that curl supports: CONNECT of a server, CONNECT of the
 /// front door, and TLS by server name.
 fn hints(tunnel: &Tunnel) {
     let (pki, door) = (&tunnel.pki, &tunnel.door);

@@ -1,6 +1,6 @@
-//! The operator's tool.
+//! The operator's tool `culvert`.
 
-/// Prints a line. A reader that is gone is no reason to stop, nor to panic as `println!` would.
+/// Prints a line. Ignores a closed output: `println!` would panic.
 macro_rules! say {
     ($($text:tt)*) => {{
         use std::io::Write as _;

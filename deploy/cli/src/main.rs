@@ -1,4 +1,4 @@
-//! `culvert`: the operator's tool.
+//! The program `culvert`, the operator's tool.
 
 use std::io::Write as _;
 use std::process::ExitCode;
@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 use culvert::{dev, status, switch};
 
-/// Tunnels between Kubernetes control planes and the worker networks that they cannot route to.
+/// Connects Kubernetes control planes to worker networks that they cannot route to.
 #[derive(Parser)]
 #[command(name = "culvert", version)]
 struct Cli {
@@ -16,9 +16,9 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Start a whole tunnel on this machine, check it from end to end, and keep it up.
+    /// Start a whole tunnel on this machine, check every part, and keep the tunnel running.
     Dev(dev::Options),
-    /// Show a server's tunnels, their peers and connections, and how far a switch is.
+    /// Show a server's tunnels, peers and connections, and the progress of a switch.
     Status(status::Options),
     /// Switch a server to another tunnel while it runs.
     Switch(switch::Options),
@@ -32,7 +32,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Runs a command that asks a server.
+/// Runs a command that sends a request to a server.
 fn ask(command: impl Future<Output = anyhow::Result<()>>) -> ExitCode {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()

@@ -1,4 +1,5 @@
-//! `culvert status`: a server's tunnels, their peers and connections, and how far a switch is.
+//! The command `culvert status`: shows a server's tunnels, peers and connections, and the progress of a
+//! switch.
 
 use std::fmt::Write as _;
 
@@ -6,7 +7,7 @@ use culvert_server::switch::status::{Progress, Status};
 
 use crate::admin::Admin;
 
-/// The flags of `culvert status`.
+/// Flags of `culvert status`.
 #[derive(clap::Args)]
 pub struct Options {
     #[command(flatten)]
@@ -20,7 +21,7 @@ pub struct Options {
 /// Runs the command.
 ///
 /// # Errors
-/// When the server can not be asked.
+/// Fails if the server does not answer the request.
 pub async fn run(options: &Options) -> anyhow::Result<()> {
     let status = options.admin.status().await?;
     if options.json {
@@ -31,7 +32,7 @@ pub async fn run(options: &Options) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The status for people.
+/// Formats the status as text for people.
 pub fn render(status: &Status) -> String {
     let mut text = String::new();
     let dials: Vec<&str> = status.new_dials.iter().map(|kind| kind.as_str()).collect();
@@ -68,7 +69,7 @@ pub fn render(status: &Status) -> String {
             let _ = writeln!(
                 text,
                 "  {:<22} {:<10}{:>12}{:>8}  {}",
-                // A peer says itself what it is called.
+                // The peer chooses its own name, so the name is escaped.
                 peer.name.escape_default().to_string(),
                 peer.health.as_str(),
                 peer.connections,
@@ -80,7 +81,7 @@ pub fn render(status: &Status) -> String {
     text
 }
 
-/// How far a switch is, for people.
+/// Describes the progress of a switch, for people.
 pub fn progress(progress: &Progress) -> String {
     match progress {
         Progress::Settled => "none in progress".to_owned(),
@@ -106,7 +107,7 @@ pub fn progress(progress: &Progress) -> String {
     }
 }
 
-/// A time for people: to the second, and to the tenth below one.
+/// Formats a time for people: in whole seconds, and below one second in tenths.
 fn span(seconds: f64) -> String {
     if seconds < 1.0 {
         return format!("{seconds:.1}s");
@@ -124,7 +125,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn everything_is_shown() {
+    fn render_shows_every_field() {
         let tunnel = |tunnel, connections, peers| TunnelStatus {
             tunnel,
             health: Health::Healthy,
@@ -171,7 +172,7 @@ openvpn                  healthy              3       1
     }
 
     #[test]
-    fn every_phase_has_its_words() {
+    fn every_phase_of_a_switch_is_described() {
         let waiting = Progress::Waiting {
             tunnel: Kind::Openvpn,
             seconds: 61.5,

@@ -1,4 +1,5 @@
-//! `culvert switch`: asks a server for a tunnel mode, and waits for it if asked to.
+//! The command `culvert switch`: requests a tunnel mode from a server, and can wait for the end of the
+//! switch.
 
 use std::time::Duration;
 
@@ -11,16 +12,16 @@ use tokio::time::{Instant, sleep};
 use crate::admin::Admin;
 use crate::status::progress;
 
-/// How often the server is asked how far it is.
+/// Pause between two status requests while waiting.
 const POLL: Duration = Duration::from_millis(250);
 
-/// How often the wait says so.
+/// Longest pause between two progress lines while waiting.
 const REPORT: Duration = Duration::from_secs(5);
 
-/// How long a server may not answer: it may restart in the middle of a switch.
+/// Longest time without an answer while waiting; the server may restart in the middle of a switch.
 const RESTART: Duration = Duration::from_secs(60);
 
-/// The flags of `culvert switch`.
+/// Flags of `culvert switch`.
 #[derive(clap::Args)]
 pub struct Options {
     #[command(flatten)]
@@ -30,16 +31,16 @@ pub struct Options {
     #[arg(long, value_name = "MODE")]
     to: Mode,
 
-    /// How long connections of the old tunnel may live on; the server's --tunnel-drain if nothing is
-    /// said. For the mode that is being switched to already, a new deadline from now on.
+    /// Time for connections of the old tunnel to end; by default the server's --tunnel-drain. If a switch to
+    /// the same mode is already in progress, sets a new deadline from now on.
     #[arg(long, value_name = "DURATION", value_parser = drain)]
     drain: Option<GoDuration>,
 
-    /// Wait until nothing is left of the old mode.
+    /// Wait until no connection of the old mode is left.
     #[arg(long)]
     wait: bool,
 
-    /// How long to wait at most; the switch goes on after that. Without it there is no end.
+    /// Longest wait; the switch continues after the wait. Without the flag, the wait has no limit.
     #[arg(long, value_name = "DURATION", requires = "wait", value_parser = drain)]
     timeout: Option<GoDuration>,
 }
@@ -47,7 +48,7 @@ pub struct Options {
 /// Runs the command.
 ///
 /// # Errors
-/// When the server refuses, or the wait is in vain.
+/// Fails if the server rejects the request, or if the wait ends before the switch is complete.
 pub async fn run(options: &Options) -> anyhow::Result<()> {
     let request = Request::new(options.to, options.drain);
     let status = options.admin.switch(&request).await?;
@@ -75,7 +76,10 @@ async fn wait(options: &Options, mut status: Status) -> anyhow::Result<()> {
     let (mut answered, mut told) = (started, started);
     while status.switch != Progress::Settled {
         if limit.is_some_and(|limit| Instant::now() >= limit) {
-            bail!("not complete yet: {}", progress(&status.switch));
+            bail!(
+                "the switch is not complete yet: {}",
+                progress(&status.switch)
+            );
         }
         sleep(POLL).await;
         let before = std::mem::discriminant(&status.switch);
@@ -86,7 +90,7 @@ async fn wait(options: &Options, mut status: Status) -> anyhow::Result<()> {
         }
         answered = Instant::now();
         if status.mode != options.to {
-            bail!("another switch came in between, to {}", status.mode);
+            bail!("another switch has changed the mode to {}", status.mode);
         }
         if before != std::mem::discriminant(&status.switch) || told.elapsed() >= REPORT {
             told = answered;

@@ -1,4 +1,4 @@
-//! `culvert dev` as a person runs it.
+//! Tests of `culvert dev`, run as a person runs the command.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
 
 use std::io::{BufRead, BufReader};
@@ -13,7 +13,7 @@ fn dev(args: &[&str]) -> Command {
     command
 }
 
-/// Ends the program also when the test fails.
+/// Guard that kills the program, even if the test fails.
 struct Running(Child);
 
 impl Drop for Running {
@@ -24,8 +24,8 @@ impl Drop for Running {
 }
 
 #[test]
-fn once_checks_every_front_end_and_exits_well() {
-    let output = dev(&["--once"]).output().expect("the program starts");
+fn once_checks_every_front_end_and_exits_with_code_0() {
+    let output = dev(&["--once"]).output().expect("the program must start");
     let text = String::from_utf8_lossy(&output.stdout);
     let errors = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(0), "{text}\n{errors}");
@@ -41,15 +41,15 @@ fn once_checks_every_front_end_and_exits_well() {
         let passed = passed.filter(|line| line.trim_start().starts_with(front_end));
         assert_eq!(passed.count(), rows, "{front_end}:\n{text}");
     }
-    assert_eq!(errors, "", "a tunnel that works warns of nothing");
+    assert_eq!(errors, "", "a working tunnel must not log warnings");
 }
 
 #[test]
-fn the_rows_of_the_door_say_what_came_through_it() {
+fn door_rows_show_the_received_data() {
     let folder = tempfile::tempdir().expect("a folder");
-    // The only folder where programs are looked for: there is no curl.
+    // The only folder in PATH, so curl is missing.
     let output = dev(&["--once"]).env("PATH", folder.path()).output();
-    let output = output.expect("the program starts");
+    let output = output.expect("the program must start");
     let text = String::from_utf8_lossy(&output.stdout);
     assert_eq!(output.status.code(), Some(0), "{text}");
     for (check, seen) in [
@@ -61,7 +61,7 @@ fn the_rows_of_the_door_say_what_came_through_it() {
         ("GET by that agent", "ok: 1 MiB counted by the door, native"),
         (
             "curl --proxytunnel",
-            "ok: curl is not installed; 23 bytes by our own",
+            "ok: curl is not installed; 23 bytes with the built-in client",
         ),
     ] {
         let row = text.lines().find(|line| line.contains(check));
@@ -70,7 +70,7 @@ fn the_rows_of_the_door_say_what_came_through_it() {
     }
 }
 
-/// Whether there is a stock client. Where there is none the reason is told; `CI=true` promises one.
+/// True if a stock client ran. Otherwise prints the reason; with `CI=true`, a missing client is a failure.
 fn has_stock_client(text: &str) -> bool {
     let left_out = text.lines().find(|line| line.contains(" left out: "));
     if let Some(line) = left_out {
@@ -81,7 +81,7 @@ fn has_stock_client(text: &str) -> bool {
     left_out.is_none()
 }
 
-/// The rows of a front end and a check that passed, from their results on.
+/// Returns the results of the passed rows for a front end and a check.
 fn results<'a>(text: &'a str, front_end: &str, check: &str) -> Vec<&'a str> {
     let rows = text.lines().filter_map(|line| {
         let row = line.trim_start().strip_prefix(front_end)?;
@@ -92,9 +92,9 @@ fn results<'a>(text: &'a str, front_end: &str, check: &str) -> Vec<&'a str> {
 }
 
 #[test]
-fn openvpn_is_checked_and_switches_lose_nothing() {
+fn openvpn_is_checked_and_switches_lose_no_connection() {
     let output = dev(&["--openvpn", "--once"]).output();
-    let output = output.expect("the program starts");
+    let output = output.expect("the program must start");
     let text = String::from_utf8_lossy(&output.stdout);
     let errors = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(0), "{text}\n{errors}");
@@ -145,10 +145,10 @@ fn openvpn_is_checked_and_switches_lose_nothing() {
         let client = results(&text, front_ends[2], "stock: connected").concat();
         assert!(client.contains(", OpenVPN 2."), "{client}");
     }
-    assert_eq!(errors, "", "a tunnel that works warns of nothing");
+    assert_eq!(errors, "", "a working tunnel must not log warnings");
 }
 
-/// The processes whose command lines have a text.
+/// Returns the command lines of all processes that contain `text`.
 fn processes(text: &str) -> Vec<String> {
     let all = std::fs::read_dir("/proc").expect("/proc");
     let lines = all.filter_map(|entry| {
@@ -158,12 +158,15 @@ fn processes(text: &str) -> Vec<String> {
     lines.filter(|line| line.contains(text)).collect()
 }
 
-/// Runs a line that is printed for people to try.
+/// Runs a command line that the program printed for people to try.
 fn try_line(text: &str, command: &str) -> String {
     let line = text.lines().find(|line| line.trim().starts_with(command));
     let words = line.expect("a line").split_whitespace().skip(1);
     let mut program = Command::new(env!("CARGO_BIN_EXE_culvert"));
-    let output = program.args(words).output().expect("the program starts");
+    let output = program
+        .args(words)
+        .output()
+        .expect("the program must start");
     let said = [output.stdout, output.stderr].concat();
     let said = String::from_utf8_lossy(&said).into_owned();
     assert!(output.status.success(), "{command}: {said}");
@@ -171,15 +174,15 @@ fn try_line(text: &str, command: &str) -> String {
 }
 
 #[tokio::test]
-async fn the_stock_client_ends_with_the_program_however_that_ends() {
+async fn stock_client_ends_with_the_program_after_any_signal() {
     use rustix::process::{Pid, Signal, kill_process};
-    // In the middle of the checks, and after them.
+    // KILL in the middle of the checks, INT after the checks.
     for (signal, until) in [(Signal::KILL, "stock"), (Signal::INT, "Ctrl-C")] {
         let mut running = Running(
             dev(&["--openvpn"])
                 .stdout(Stdio::piped())
                 .spawn()
-                .expect("the program starts"),
+                .expect("the program must start"),
         );
         let output = running.0.stdout.take().expect("its output");
         let mut lines = BufReader::new(output).lines();
@@ -218,7 +221,7 @@ async fn the_stock_client_ends_with_the_program_however_that_ends() {
     }
 }
 
-/// Where the files of a running one are.
+/// Returns the folder of a running program, from the program's output.
 fn folder(text: &str) -> &str {
     let mut lines = text.lines();
     let folder = lines.find_map(|line| line.strip_prefix("Starting a tunnel in "));
@@ -227,12 +230,12 @@ fn folder(text: &str) -> &str {
 }
 
 #[test]
-fn without_the_stock_client_the_rest_is_checked() {
+fn checks_pass_without_the_stock_client() {
     let folder = tempfile::tempdir().expect("a folder");
     let output = dev(&["--openvpn", "--once"])
         .env("PATH", folder.path())
         .output()
-        .expect("the program starts");
+        .expect("the program must start");
     let text = String::from_utf8_lossy(&output.stdout);
     assert_eq!(output.status.code(), Some(0), "{text}");
     assert_eq!(text.matches(" left out: ").count(), 1, "{text}");
@@ -240,7 +243,7 @@ fn without_the_stock_client_the_rest_is_checked() {
 }
 
 #[test]
-fn the_printed_curl_lines_work_and_ctrl_c_removes_the_folder() {
+fn printed_curl_lines_work_and_ctrl_c_removes_the_folder() {
     if Command::new("curl").arg("--version").output().is_err() {
         assert!(std::env::var_os("CI").is_none(), "curl is not on PATH");
         println!("skipped: curl not found");
@@ -250,7 +253,7 @@ fn the_printed_curl_lines_work_and_ctrl_c_removes_the_folder() {
         dev(&[])
             .stdout(Stdio::piped())
             .spawn()
-            .expect("the program starts"),
+            .expect("the program must start"),
     );
     let output = running.0.stdout.take().expect("its output");
     let mut lines = Vec::new();

@@ -1,5 +1,5 @@
-//! A TCP load balancer in a few lines: what stands between agents and servers in a real cluster.
-//! Turn by turn, so that every agent finds every server soon.
+//! A minimal TCP load balancer, as between agents and servers in a real cluster. Picks the backends in turn,
+//! so that every agent soon finds every server.
 
 use std::net::SocketAddr;
 
@@ -8,7 +8,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-/// Forwards connections of the listener to one backend after the other until the token fires.
+/// Forwards each accepted connection to the next backend, until the token fires.
 pub async fn serve(
     listener: TcpListener,
     backends: Vec<SocketAddr>,
@@ -24,7 +24,7 @@ pub async fn serve(
             continue;
         };
         let forward = async move {
-            // Either end may leave at any time; the other one notices by its own connection.
+            // Either end may close at any time; the other end notices through its own connection.
             if let Ok(mut server) = TcpStream::connect(backend).await {
                 let _ = client.set_nodelay(true).and(server.set_nodelay(true));
                 let _ = copy_bidirectional(&mut client, &mut server).await;

@@ -1,4 +1,4 @@
-//! The self-check: real traffic through every front end, and a small table of it.
+//! The self-check of `culvert dev`: real traffic through every front end, and a table of the results.
 
 mod door;
 mod load;
@@ -16,16 +16,16 @@ use super::tunnel::{Server, Tunnel};
 
 const MIB: u64 = 1 << 20;
 
-/// How long one check may take; all of them take milliseconds on a machine that works.
+/// Longest duration of one check. On a healthy machine, every check takes milliseconds.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// The pause between two looks at metrics.
+/// Pause between two reads of the metrics.
 const LOOK_AGAIN: Duration = Duration::from_millis(5);
 
-/// What one check saw, or why it failed.
+/// Result of one check: a summary, or the reason for the failure.
 type Verdict = Result<String, String>;
 
-/// Runs every check, prints a row for each, and says whether all passed.
+/// Runs every check and prints a row for each check. Returns true if every check passed.
 pub async fn all(tunnel: &Tunnel) -> bool {
     say!(
         "\n  {:<22} {:<22} {:>9}  result",
@@ -107,7 +107,7 @@ async fn uploaded(stream: impl ByteStream) -> Verdict {
     outcome.map(|_| "every byte verified".into()).map_err(text)
 }
 
-/// Waits until a series has a value.
+/// Waits until a series has the value.
 async fn counted(metrics: SocketAddr, series: &str, value: u64) -> Result<(), String> {
     while sample(metrics, series).await? != value {
         sleep(LOOK_AGAIN).await;
@@ -115,8 +115,8 @@ async fn counted(metrics: SocketAddr, series: &str, value: u64) -> Result<(), St
     Ok(())
 }
 
-/// The value of a series, whose labels are written as on the page. All that are asked for here
-/// count things.
+/// Returns the value of a series. `series` must have its labels as on the metrics page. The value must be a
+/// whole number.
 async fn sample(metrics: SocketAddr, series: &str) -> Result<u64, String> {
     let page = scrape(metrics).await?;
     let mut values = page.lines().filter_map(|line| line.strip_prefix(series));
@@ -125,7 +125,7 @@ async fn sample(metrics: SocketAddr, series: &str) -> Result<u64, String> {
     value.parse().map_err(|_| format!("{series} is {value}"))
 }
 
-/// The metrics page, read as plainly as the protocol allows.
+/// Fetches the metrics page with a minimal HTTP request.
 async fn scrape(address: SocketAddr) -> Result<String, String> {
     use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
     let page = async {
@@ -140,16 +140,16 @@ async fn scrape(address: SocketAddr) -> Result<String, String> {
         .map_err(|error: std::io::Error| error.to_string())
 }
 
-/// A target that nobody listens on must come back as the agent's error, not as a hang.
+/// Checks a dial to a port without a listener: the agent's error must arrive, without a hang.
 async fn refused(server: &Server) -> Verdict {
-    // Bound and closed again: nobody else is given the port so soon.
+    // Bound and closed again: the system does not reuse the port so soon.
     let free = tokio::net::TcpListener::bind("127.0.0.1:0")
         .await
         .map_err(text)?;
     let target = free.local_addr().map_err(text)?.to_string();
     drop(free);
     match connect(&server.front_end, &target, PATIENCE).await {
-        Ok(_) => Err("it was accepted".into()),
+        Ok(_) => Err("the dial was accepted".into()),
         Err(error) => match error.refusal() {
             Some(told) if told.contains("connection refused") => Ok(told.to_owned()),
             _ => Err(error.to_string()),

@@ -1,5 +1,5 @@
-//! The seed's front door, and a node's way to it, as the tunnel's user cluster would use them:
-//! users and an agent come by server name, nodes by CONNECT.
+//! The seed's front door and a node tunnel, used as in a real user cluster: users and an agent connect by
+//! server name, nodes by CONNECT.
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -20,51 +20,51 @@ use tokio_util::task::TaskTracker;
 
 use super::tunnel::any_port;
 
-/// What CONNECT is asked for to reach the HTTP service.
+/// Authority of the HTTP service in CONNECT requests.
 pub const WEB: &str = "web.cluster-dev.svc.cluster.local:80";
 
-/// What CONNECT is asked for to reach the raw service; the node tunnel's only target.
+/// Authority of the raw service in CONNECT requests; the node tunnel's only target.
 pub const RAW: &str = "raw.cluster-dev.svc.cluster.local:443";
 
-/// The upstream of agents, as the proxy's metrics name it.
+/// Name of the agents' upstream in the metrics of the nodeport-proxy.
 pub const KONNECTIVITY: &str = "cluster-dev/konnectivity-server-secure";
 
-/// How long connections may take to end at the stop; both their ends stop at the same time.
+/// Time for connections to end at the stop. Both ends of a connection stop at the same time.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The connections that one Service port may have; the proxy's default.
+/// Connection limit of one Service port: the default of the nodeport-proxy.
 const MAX_CONNECTIONS: u64 = 1024;
 
-/// What is behind the door.
+/// Endpoints behind the front door.
 pub struct Endpoints {
-    /// HTTP over TLS, in the place of an API server.
+    /// HTTP over TLS, in place of an API server.
     pub https: SocketAddr,
     /// Plain HTTP.
     pub http: SocketAddr,
     /// The raw service.
     pub raw: SocketAddr,
-    /// Where the servers take agents.
+    /// The servers' listeners for agents.
     pub agents: Vec<SocketAddr>,
 }
 
-/// A running nodeport-proxy and a node tunnel that leads to it.
+/// A running nodeport-proxy, and a node tunnel to the proxy.
 pub struct Door {
-    /// The file of routes.
+    /// The routes file.
     pub routes: PathBuf,
-    /// TLS by server name.
+    /// Listener for TLS by server name.
     pub sni: SocketAddr,
-    /// CONNECT.
+    /// Listener for CONNECT.
     pub tunneling: SocketAddr,
-    /// Health and metrics of the nodeport-proxy.
+    /// Listener for health and metrics of the nodeport-proxy.
     pub stats: SocketAddr,
-    /// The node tunnel's listener.
+    /// Listener of the node tunnel.
     pub node: SocketAddr,
-    /// Health and metrics of the node tunnel.
+    /// Listener for health and metrics of the node tunnel.
     pub node_stats: SocketAddr,
 }
 
 impl Door {
-    /// Starts both; the file of routes goes into `folder`.
+    /// Starts the nodeport-proxy and the node tunnel; writes the routes file into `folder`.
     pub async fn start(
         folder: &Path,
         endpoints: &Endpoints,
@@ -81,7 +81,7 @@ impl Door {
             stats,
         } = bound.addresses
         else {
-            anyhow::bail!("the front door has both listeners");
+            anyhow::bail!("the front door must have both listeners");
         };
         tasks.spawn(bound.run(shutdown.clone()));
         let bound = node::Bound::bind(node_settings(tunneling)).await?;
@@ -95,12 +95,15 @@ impl Door {
             sni,
             tunneling,
             stats,
-            node: listen.first().copied().context("a route has a listener")?,
+            node: listen
+                .first()
+                .copied()
+                .context("the node tunnel has no listener")?,
             node_stats,
         })
     }
 
-    /// The arguments by which curl reaches the HTTP service through the CONNECT listener.
+    /// Returns the curl arguments for the HTTP service through the CONNECT listener.
     pub fn curl(&self) -> [String; 4] {
         let proxy = format!("http://{}", self.tunneling);
         let url = format!("http://{WEB}/");
@@ -109,7 +112,7 @@ impl Door {
 }
 
 impl Endpoints {
-    /// The file of routes, with the names that a user cluster's Services have.
+    /// Returns the content of the routes file, with the names of a user cluster's Services.
     fn routes(&self) -> String {
         let Self {
             https,

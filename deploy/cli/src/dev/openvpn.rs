@@ -1,12 +1,12 @@
-//! OpenVPN beside the agents: every server is an OpenVPN server, too, with a client of ours behind it
-//! and, if this machine has the stock program and lets us use it, one of those behind the last.
+//! OpenVPN clients beside the agents. Every server is also an OpenVPN server and has a Culvert client. The
+//! last server has a stock client too, if the stock program is installed and the user may run it.
 //!
-//! Both clients have the file that the stock platform gives its own. Addresses:
+//! Both clients use the configuration of the stock platform's client. Addresses:
 //!
-//! | a server dials | in the tunnel | by | which reaches |
+//! | address dialed by a server | address inside the VPN | client | destination |
 //! |---|---|---|---|
-//! | 127.0.0.1, a node to it | 10.254.0.1 | our client | 127.0.0.1, whose nodes are 127.0.0.0/16 |
-//! | 10.240.16.1, a Service | the same | the stock client | relays in the stock client's own network |
+//! | 127.0.0.1, a node for the server | 10.254.0.1 | Culvert client | 127.0.0.1; the client's node network is 127.0.0.0/16 |
+//! | 10.240.16.1, a Service | 10.240.16.1 | stock client | relays in the stock client's own network |
 
 mod stock;
 
@@ -30,48 +30,48 @@ use tokio_util::task::TaskTracker;
 use self::stock::Stock;
 use super::tunnel::{Server, agent_settings};
 
-/// Our client's name, as that of the platform.
+/// Name of the Culvert client, the same as in the stock platform.
 pub const CLIENT: &str = "user-cluster-client";
 
-/// The stock client's name.
+/// Name of the stock client.
 pub const STOCK_CLIENT: &str = "stock-client";
 
-/// The addresses of the VPN.
+/// Network of the VPN.
 const NETWORK: Ipv4Net = Ipv4Net::new_assert(Ipv4Addr::new(10, 20, 0, 0), 24);
 
-/// What our client takes for nodes: what it dials is on this machine.
+/// Node network of the Culvert client: addresses of this machine.
 const NODES: Ipv4Net = Ipv4Net::new_assert(Ipv4Addr::new(127, 0, 0, 0), 16);
 
-/// The Services, behind the stock client.
+/// Network of the Services behind the stock client.
 const SERVICES: Ipv4Net = Ipv4Net::new_assert(Ipv4Addr::new(10, 240, 16, 0), 20);
 
-/// The one of them that there is.
+/// Address of the only Service in [`SERVICES`].
 const SERVICE: Ipv4Addr = Ipv4Addr::new(10, 240, 16, 1);
 
-/// A server's default.
+/// Keepalive interval: a server's default.
 const PING: Duration = Duration::from_secs(5);
 
-/// The same.
+/// Silence before a restart of the connection: a server's default.
 const PING_RESTART: Duration = Duration::from_secs(30);
 
-/// Certificates and files for servers and clients.
+/// Certificates and configuration files for servers and clients.
 pub struct Files {
     folder: PathBuf,
     pki: OpenVpnPki,
-    /// Files about single clients.
+    /// Folder with the per-client configuration files.
     clients: PathBuf,
 }
 
-/// The clients that run.
+/// The running OpenVPN clients.
 pub struct OpenVpn {
-    /// Ours, one for each server and in their order.
+    /// Culvert clients, one per server, in the order of the servers.
     pub clients: Vec<agent::Addresses>,
-    /// The stock one, or why there is none.
+    /// The stock client, or the reason why the stock client is missing.
     pub stock: Result<Stock, String>,
 }
 
 impl Files {
-    /// Makes them in `folder`.
+    /// Creates the files in `folder`.
     pub fn create(folder: &Path) -> anyhow::Result<Self> {
         let folder = folder.join("openvpn");
         let clients = folder.join("clients");
@@ -87,7 +87,7 @@ impl Files {
         })
     }
 
-    /// What a server is told, in the platform's words but for the port.
+    /// Returns the settings of a server. The configuration text is the stock platform's, except for the port.
     pub fn server(&self) -> anyhow::Result<Settings> {
         let mut text = format!(
             "mode server
@@ -121,7 +121,8 @@ auth SHA1
         })
     }
 
-    /// What the platform's client is told but for its script, which is for packet filters.
+    /// Returns the configuration of a client. The text is the stock platform's, without the platform's
+    /// script, which sets packet filters.
     fn client(&self, pair: &Pair, server: SocketAddr) -> String {
         format!(
             "client
@@ -153,7 +154,7 @@ auth SHA1
 }
 
 impl OpenVpn {
-    /// Connects a client of ours to every server, and a stock one to the last.
+    /// Connects a Culvert client to every server, and a stock client to the last server.
     pub async fn start(
         files: &Files,
         servers: &[Server],
@@ -188,7 +189,7 @@ impl OpenVpn {
         Ok(Self { clients, stock })
     }
 
-    /// Ends what does not end by itself.
+    /// Stops the stock client. The Culvert clients stop at the `shutdown` of [`Self::start`].
     pub async fn stop(self) {
         if let Ok(stock) = self.stock {
             stock.stop().await;
@@ -196,7 +197,8 @@ impl OpenVpn {
     }
 }
 
-/// A configuration of ours; what it says of options without effect is known.
+/// Returns the parsed configuration, or an error with all problems. Drops the notes about options without
+/// effect.
 fn read<T>(read: Result<Read<T>, Vec<String>>) -> anyhow::Result<T> {
     let read = read.map_err(|problems| anyhow!(problems.join("; ")))?;
     Ok(read.config)

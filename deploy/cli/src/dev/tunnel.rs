@@ -1,4 +1,4 @@
-//! The parts of the tunnel and how they are wired.
+//! The parts of the tunnel, and the code that starts and connects them.
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -25,65 +25,65 @@ use super::balancer;
 use super::door::{Door, Endpoints};
 use super::openvpn::{Files, OpenVpn};
 
-/// Short pauses: a person waits.
+/// Pause between an agent's attempts to connect. Short, because a person waits.
 const SYNC_INTERVAL: Duration = Duration::from_millis(50);
 
-/// A server of the tunnel and how to reach its front end.
+/// A server of the tunnel, with the address of its front end.
 pub struct Server {
-    /// The front end's name for people.
+    /// Display name of the front end.
     pub title: &'static str,
-    /// For the lab's client.
+    /// Front end, for the lab's client.
     pub front_end: FrontEnd,
-    /// For people.
+    /// Address of the front end, for display.
     pub front_end_address: String,
-    /// Where it listens.
+    /// Listen addresses of the server.
     pub addresses: server::Addresses,
-    /// Its socket for `culvert status`.
+    /// The server's admin socket, for `culvert status`.
     pub admin_socket: PathBuf,
 }
 
 /// An agent of the tunnel.
 pub struct Agent {
-    /// How it reaches the servers.
+    /// The agent's way to the servers.
     pub way: Way,
-    /// Where it listens.
+    /// Listen addresses of the agent.
     pub addresses: agent::Addresses,
 }
 
-/// How an agent reaches the servers.
+/// An agent's way to the servers.
 #[derive(Clone, Copy)]
 pub enum Way {
-    /// Through a load balancer of its own for TCP.
+    /// Through a TCP load balancer at this address.
     Balancer(SocketAddr),
-    /// Through the front door, by the name [`KONNECTIVITY_NAME`].
+    /// Through the front door at this address, by the name [`KONNECTIVITY_NAME`].
     Door(SocketAddr),
 }
 
-/// Everything that runs.
+/// All running parts.
 pub struct Tunnel {
     /// The certificates.
     pub pki: Pki,
     /// The services behind the agents.
     pub services: Services,
-    /// One for each front end.
+    /// The servers, one for each kind of front end.
     pub servers: Vec<Server>,
     /// The seed's front door and a node tunnel.
     pub door: Door,
-    /// One agent for each way to the servers, as a user cluster has replicas.
+    /// The agents, one for each way to the servers, like the replicas in a user cluster.
     pub agents: Vec<Agent>,
-    /// OpenVPN clients of the servers, if they were asked for.
+    /// OpenVPN clients of the servers, if requested.
     pub openvpn: Option<OpenVpn>,
     tasks: TaskTracker,
     shutdown: CancellationToken,
 }
 
-/// A front end to start.
+/// Description of a server to start.
 struct Plan {
     title: &'static str,
     mode: server_config::Mode,
-    /// The socket's file name, or TCP.
+    /// File name of the front end's Unix socket; `None` means TCP.
     socket: Option<&'static str>,
-    /// The admin socket's file name.
+    /// File name of the admin socket.
     admin: &'static str,
 }
 
@@ -109,7 +109,7 @@ const PLANS: [Plan; 3] = [
 ];
 
 impl Tunnel {
-    /// Starts every part, OpenVPN only `with_openvpn`; files go into `folder`.
+    /// Starts every part, with OpenVPN only if `with_openvpn`. Writes files into `folder`.
     pub async fn start(folder: &Path, with_openvpn: bool) -> anyhow::Result<Self> {
         let pki = Pki::create(folder)?;
         let openvpn = with_openvpn.then(|| Files::create(folder)).transpose()?;
@@ -150,7 +150,7 @@ impl Tunnel {
             let bound = agent::Bound::bind(config, shutdown.clone()).await?;
             let addresses = bound.addresses;
             agents.push(Agent { way, addresses });
-            // These agents are stopped at once: nothing of theirs outlives the command.
+            // The agents never drain: the command must leave nothing behind.
             tasks.spawn(bound.run(CancellationToken::new()));
         }
         let openvpn = match &openvpn {
@@ -171,7 +171,7 @@ impl Tunnel {
         })
     }
 
-    /// The address of the CONNECT front end that curl can use.
+    /// Returns the address of the TCP CONNECT front end, for curl.
     pub fn connect_tcp(&self) -> String {
         let mut addresses = self.servers.iter().filter_map(|s| s.addresses.frontend);
         addresses
@@ -179,7 +179,7 @@ impl Tunnel {
             .map_or_else(String::new, |address| address.to_string())
     }
 
-    /// Stops every part and waits for it.
+    /// Stops every part and waits for the end of each.
     pub async fn stop(self) {
         self.shutdown.cancel();
         if let Some(openvpn) = self.openvpn {
@@ -192,7 +192,7 @@ impl Tunnel {
 }
 
 impl Server {
-    /// Where OpenVPN clients connect.
+    /// Returns the listen address for OpenVPN clients.
     pub fn openvpn(&self) -> anyhow::Result<SocketAddr> {
         let address = self.addresses.openvpn.first().copied();
         address.with_context(|| format!("{}: no OpenVPN listener", self.title))
@@ -274,7 +274,7 @@ impl Plan {
                 };
                 (front_end, addr.to_string())
             }
-            (None, None) => anyhow::bail!("a TCP front end has an address"),
+            (None, None) => anyhow::bail!("a TCP front end must have an address"),
         };
         Ok(Server {
             title: self.title,
@@ -306,7 +306,7 @@ impl Way {
     }
 }
 
-/// An agent that looks for no server.
+/// Returns the settings of an agent that looks for no server.
 pub fn agent_settings(id: &str) -> agent_config::Config {
     agent_config::Config {
         server_host: "127.0.0.1".to_owned(),
@@ -337,12 +337,12 @@ pub fn agent_settings(id: &str) -> agent_config::Config {
     }
 }
 
-/// A port of this machine that the system chooses.
+/// Returns a loopback address with port 0: the system chooses the port.
 pub fn any_port() -> HostPort {
     HostPort::new("127.0.0.1", 0)
 }
 
-/// In the place of an API server: no certificate is asked for.
+/// Starts the HTTPS service, in place of an API server. The service requests no client certificate.
 async fn start_https(services: &Services, pki: &Pki) -> anyhow::Result<SocketAddr> {
     let identity = Identity::load(&pki.server.cert, &pki.server.key)?;
     let config = tls::server_config(&identity, None, &[b"http/1.1"], &TlsOptions::default())?;

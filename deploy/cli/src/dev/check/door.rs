@@ -1,4 +1,4 @@
-//! The rows of the front door: users and an agent by server name, CONNECT, a node.
+//! The checks of the front door: users and an agent by server name, CONNECT, and a node tunnel.
 
 use std::io;
 use std::net::SocketAddr;
@@ -21,8 +21,8 @@ const BY_NAME: &str = "door, server name";
 const CONNECT: &str = "door, CONNECT";
 const NODE: &str = "node tunnel to door";
 
-/// How often a request is made that goes to either of two agents by chance, until the right one
-/// has it: one in 2^64 series of requests fails for no reason.
+/// Number of requests until the agent behind the door must have received one. Each request goes to either of
+/// two agents at random, so the check fails wrongly once in 2^64 runs.
 const CHANCES: u32 = 64;
 
 /// Runs every check of the front door.
@@ -39,7 +39,7 @@ pub async fn all(tunnel: &Tunnel) -> bool {
     passed
 }
 
-/// As kubectl does. The door has no key: the certificate comes from behind it.
+/// Connects like kubectl. The door has no key, so the certificate comes from the server behind the door.
 async fn https(tunnel: &Tunnel) -> Verdict {
     let pki = &tunnel.pki;
     let tls = pki.client_tls(&pki.client, &["http/1.1"]).map_err(text)?;
@@ -52,7 +52,7 @@ async fn https(tunnel: &Tunnel) -> Verdict {
     Ok(format!("{bytes} bytes, verified as {CLUSTER_NAME}"))
 }
 
-/// The agent has found every server, by its own count and by the door's.
+/// Checks that the agent has found every server, by the agent's metrics and by the door's metrics.
 async fn agent_connected(tunnel: &Tunnel) -> Verdict {
     let servers = tunnel.servers.len() as u64;
     let found = "konnectivity_network_proxy_agent_open_server_connections";
@@ -61,9 +61,9 @@ async fn agent_connected(tunnel: &Tunnel) -> Verdict {
     Ok(format!("{servers} servers as {KONNECTIVITY_NAME}"))
 }
 
-/// A request through a server's front end that this agent has dialed for, whose answer the door
-/// has counted, and for which the agent has sent no packet: the packet dialect has one for each
-/// chunk, the native transport has none.
+/// Makes requests through a server's front end until the agent behind the door has dialed for one. The door
+/// must count the answer, and the agent must have sent no packet: the packet transport sends one packet per
+/// chunk, the native transport sends none.
 async fn agent_carries(tunnel: &Tunnel) -> Verdict {
     let agent = agent_at_door(tunnel)?;
     let server = tunnel.servers.first().ok_or("there is no server")?;
@@ -80,7 +80,7 @@ async fn agent_carries(tunnel: &Tunnel) -> Verdict {
         if sample(agent, dials).await? == dialed {
             continue;
         }
-        // The last bytes are counted a moment after they were sent.
+        // The door counts the last bytes a moment after sending.
         while sample(door, &passed).await? < before + MIB {
             sleep(LOOK_AGAIN).await;
         }
@@ -92,7 +92,7 @@ async fn agent_carries(tunnel: &Tunnel) -> Verdict {
     Err(format!("{CHANCES} requests went to the other agent"))
 }
 
-/// The metrics of the agent that comes through the door.
+/// Returns the metrics address of the agent behind the door.
 fn agent_at_door(tunnel: &Tunnel) -> Result<SocketAddr, String> {
     let mut agents = tunnel.agents.iter();
     let agent = agents.find(|agent| matches!(agent.way, Way::Door(_)));
@@ -100,16 +100,17 @@ fn agent_at_door(tunnel: &Tunnel) -> Result<SocketAddr, String> {
     Ok(agent.addresses.health)
 }
 
-/// A series of the door for the upstream of agents.
+/// Returns a series of the door for the upstream of agents.
 fn at_door(name: &str) -> String {
     format!("envoy_cluster_upstream_{name}{{envoy_cluster_name=\"{KONNECTIVITY}\"}}")
 }
 
-/// The command that people are told to try; without curl our own client asks for the same.
+/// Runs the curl command that `culvert dev` prints. Without curl, makes the same request with the test kit's
+/// client.
 async fn curl(tunnel: &Tunnel) -> Verdict {
     let door = &tunnel.door;
     let output = Command::new("curl")
-        // No ~/.curlrc; it has to come first. Nor are cluster names exempt from proxies here.
+        // Ignore ~/.curlrc; this option must come first. Clear the variables that exempt names from proxies.
         .arg("--disable")
         .env_remove("NO_PROXY")
         .env_remove("no_proxy")
@@ -132,7 +133,9 @@ async fn curl(tunnel: &Tunnel) -> Verdict {
             let stream = connect_plain(door.tunneling, WEB).await.map_err(text)?;
             let outcome = http_get(stream, "/").await.map_err(text)?;
             let bytes = outcome.bytes;
-            Ok(format!("curl is not installed; {bytes} bytes by our own"))
+            Ok(format!(
+                "curl is not installed; {bytes} bytes with the built-in client"
+            ))
         }
         Err(error) => Err(format!("cannot run curl: {error}")),
     }

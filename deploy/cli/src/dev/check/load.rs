@@ -1,5 +1,4 @@
-//! Switches from one tunnel to the other and back while connections are opened all the time and others
-//! live on.
+//! Switches between the tunnels under load: new connections open all the time, and long streams stay open.
 
 use std::time::Duration;
 
@@ -17,25 +16,25 @@ use super::openvpn::{diverted, opened, settled};
 use super::{PATIENCE, Verdict, got, open, text};
 use crate::dev::tunnel::Server;
 
-/// The pause between two dials: 125 a second.
+/// Pause between two dials: 125 dials a second.
 const DIAL_EVERY: Duration = Duration::from_millis(8);
 
-/// How often it goes there and back.
+/// Number of switches to the other tunnel and back.
 const ROUNDS: usize = 4;
 
-/// How long a tunnel is in use before the next switch.
+/// Time between two switches.
 const STAY: Duration = Duration::from_millis(200);
 
-/// Long streams that are opened before each switch.
+/// Number of long streams opened before each switch.
 const STREAMS: usize = 4;
 
-/// What a long stream sends at once, in bytes, and how often.
+/// Size of one write on a long stream, in bytes, and pause between two writes.
 const PIECE: (u64, Duration) = (512, Duration::from_millis(20));
 
-/// What became of connections: how they failed, if so.
+/// Tasks of connections; each task returns an error if its connection failed.
 type Connections = JoinSet<Result<(), String>>;
 
-/// Runs the load and the switches. Not one dial may fail, and not one long stream may be cut.
+/// Runs the load and the switches. Fails if any dial fails or any long stream is cut.
 pub async fn under_load(server: &Server, services: &Services) -> Verdict {
     let (http, raw) = (services.http.to_string(), services.raw.to_string());
     let count = async || {
@@ -69,7 +68,7 @@ pub async fn under_load(server: &Server, services: &Services) -> Verdict {
     }
 }
 
-/// A request every few milliseconds, on a connection of its own.
+/// Makes a request every few milliseconds, each on a new connection.
 async fn dials(server: &Server, target: &str, stop: &CancellationToken) -> Connections {
     let mut dials = JoinSet::new();
     let mut ticks = interval(DIAL_EVERY);
@@ -83,7 +82,7 @@ async fn dials(server: &Server, target: &str, stop: &CancellationToken) -> Conne
     dials
 }
 
-/// There and back, with some more long streams each time.
+/// Switches to OpenVPN and back several times, and opens more long streams before each switch.
 async fn switches(
     server: &Server,
     target: &str,
@@ -104,7 +103,7 @@ async fn switches(
     Ok(streams)
 }
 
-/// Sends and gets back now and then, until `stop`, and then ends in order.
+/// Sends bytes and reads the echo at intervals until `stop` fires, then closes in order.
 async fn hold(mut stream: BoxedStream, stop: CancellationToken) -> Result<(), String> {
     stream.write_all(b"echo\n").await.map_err(text)?;
     let (size, pause) = PIECE;
@@ -129,7 +128,7 @@ async fn hold(mut stream: BoxedStream, stop: CancellationToken) -> Result<(), St
     }
 }
 
-/// How many there were, and how some failed.
+/// Waits for all connections. Returns the number of connections and the errors of failed connections.
 async fn tally(mut connections: Connections) -> (usize, Vec<String>) {
     let mut failures = Vec::new();
     let count = connections.len();

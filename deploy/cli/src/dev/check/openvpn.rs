@@ -1,5 +1,5 @@
-//! The rows of OpenVPN: our client behind every server, the stock one behind the last, and switches
-//! between the tunnels. Every server ends with the mode that it began with.
+//! The checks of OpenVPN: the Culvert client of every server, the stock client of the last server, and
+//! switches between the tunnels. Each server ends in the mode that it started in.
 
 use std::net::SocketAddr;
 
@@ -47,7 +47,8 @@ pub async fn all(tunnel: &Tunnel, openvpn: &OpenVpn) -> bool {
     passed
 }
 
-/// What a server reaches through OpenVPN: two services' addresses for it.
+/// Checks that a server reaches services through OpenVPN: an HTTP request, a download and an upload. `http`
+/// and `raw` are the addresses to dial.
 async fn carries(server: &Server, by: &str, http: SocketAddr, raw: SocketAddr) -> bool {
     let (http, raw) = (http.to_string(), raw.to_string());
     let page = async {
@@ -65,14 +66,14 @@ async fn carries(server: &Server, by: &str, http: SocketAddr, raw: SocketAddr) -
     passed & row(server.title, &format!("{by}: 20 MiB up"), bulk).await
 }
 
-/// How many connections a server has opened by one of its tunnels.
+/// Returns the number of connections that a server has opened through a tunnel.
 pub async fn opened(server: &Server, tunnel: Kind) -> Result<u64, String> {
     let tunnel = tunnel.as_str();
     let series = format!("culvert_tunnel_dials_total{{tunnel=\"{tunnel}\",outcome=\"opened\"}}");
     sample(server.addresses.health, &series).await
 }
 
-/// Waits until the OpenVPN client of that name can be dialed through.
+/// Waits until the OpenVPN client `name` is healthy, so that dials can use it.
 async fn connected(server: &Server, name: &str) -> Verdict {
     loop {
         let status = status(server).await?;
@@ -87,7 +88,7 @@ async fn connected(server: &Server, name: &str) -> Verdict {
     }
 }
 
-/// Switches, and waits until nothing is left of the mode before.
+/// Switches, and waits until no connection of the previous mode is left.
 pub async fn settled(server: &Server, mode: Mode) -> Verdict {
     let mut status = switch(server, mode).await?;
     while status.switch != Progress::Settled {
@@ -101,7 +102,7 @@ pub async fn settled(server: &Server, mode: Mode) -> Verdict {
     }
 }
 
-/// Switches, and waits until new dials go by the mode's tunnel.
+/// Switches, and waits until new dials use the mode's tunnel.
 pub async fn diverted(server: &Server, mode: Mode) -> Result<(), String> {
     let mut status = switch(server, mode).await?;
     while status.new_dials.first() != Some(&mode.tunnel()) {
@@ -111,13 +112,13 @@ pub async fn diverted(server: &Server, mode: Mode) -> Result<(), String> {
     Ok(())
 }
 
-/// As `culvert switch`. Long streams have more time than any check.
+/// Sends the request of `culvert switch`. The drain time is longer than any check, so long streams survive.
 async fn switch(server: &Server, mode: Mode) -> Result<Status, String> {
     let request = Request::new(mode, Some(GoDuration::from(PATIENCE * 3)));
     admin(server).switch(&request).await.map_err(problem)
 }
 
-/// As `culvert status`.
+/// Sends the request of `culvert status`.
 async fn status(server: &Server) -> Result<Status, String> {
     admin(server).status().await.map_err(problem)
 }

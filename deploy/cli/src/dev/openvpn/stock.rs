@@ -1,11 +1,12 @@
-//! The stock OpenVPN client, in a network of its own that only relays of ours lead into and out of.
+//! The stock OpenVPN client, in a network namespace of its own. Only relays of this process lead into and out
+//! of the namespace.
 //!
 //! ```text
 //!  server <-- relay <-- 127.0.0.1:1194 <-- openvpn == tun0 --> 10.240.16.1 --> relay --> services
 //!  this network       |                its own network                    |     this network
 //! ```
-//! Nothing of it is to be seen from outside, and nothing has to be removed: network and device end
-//! with the program, and that ends with this process, however this process ends.
+//! Nothing is visible from outside, and nothing needs cleaning up: the network and the device end with the
+//! OpenVPN program, and the program ends with this process, however this process ends.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -28,13 +29,14 @@ use tokio_util::task::TaskTracker;
 use super::{Files, SERVICE};
 use crate::dev::balancer;
 
-/// Where the client finds the way to the server.
+/// Address of the relay to the server, inside the client's network.
 const WAY_OUT: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 1194);
 
-/// How long the network may take.
+/// Longest wait for the client's network.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// A network and a process table of its own, which end with `unshare`, as that does with us.
+/// Command line for a network namespace and a process namespace. Both end with `unshare`, and `unshare` ends
+/// with this process.
 const ALONE: [&str; 9] = [
     "--pdeathsig",
     "KILL",
@@ -47,26 +49,27 @@ const ALONE: [&str; 9] = [
     "-c",
 ];
 
-/// Its arguments are [`SERVICE`] and the client's configuration. Says when the network is there, and
-/// waits until the relays are.
+/// Shell script that runs in the namespaces. The arguments are [`SERVICE`] and the path of the client's
+/// configuration. Prints an empty line once the network is ready, then waits for a line, which means that the
+/// relays are ready.
 const SCRIPT: &str = "command -v openvpn >&2 || { echo 'openvpn is not installed' >&2; exit 1; }
 ip link set lo up && ip address add $0/32 dev lo || exit 1
 ip tuntap add dev probe mode tun && ip tuntap del dev probe mode tun || exit 1
 echo && read -r _ && exec openvpn --config \"$1\" >&2";
 
-/// A stock client that runs.
+/// A running stock client.
 pub struct Stock {
-    /// The HTTP service, as a server reaches it through this client.
+    /// The HTTP service's address, as dialed by a server through this client.
     pub http: SocketAddr,
-    /// The raw service.
+    /// The raw service's address, as dialed by a server through this client.
     pub raw: SocketAddr,
-    /// What the program says.
+    /// Log file of the program.
     pub log: PathBuf,
     child: Child,
 }
 
 impl Stock {
-    /// Starts it, if that is possible here.
+    /// Starts the stock client. Fails if this machine or user cannot run one.
     pub async fn start(
         files: &Files,
         server: SocketAddr,
@@ -89,7 +92,7 @@ impl Stock {
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(File::create(&log)?)
-            // Ctrl-C is for us.
+            // A process group of its own, so that Ctrl-C reaches only this process.
             .process_group(0)
             .kill_on_drop(true)
             .spawn()
@@ -100,13 +103,14 @@ impl Stock {
         let mut said = String::new();
         let mut stdout = BufReader::new(stdout);
         let ready = timeout(PATIENCE, stdout.read_line(&mut said)).await;
-        if ready.context("its network is not there in time")?? == 0 {
+        if ready.context("the client's network was not ready in time")?? == 0 {
             bail!("{}", last_line(&log));
         }
         let at = |service: SocketAddr| SocketAddr::new(SERVICE.into(), service.port());
         let (http, raw) = (at(services.http), at(services.raw));
-        let pid = child.id().context("it has ended")?;
-        let listeners = listen(pid, [WAY_OUT, http, raw]).context("its network")?;
+        let pid = child.id().context("the stock client has ended")?;
+        let listeners =
+            listen(pid, [WAY_OUT, http, raw]).context("cannot listen in the client's network")?;
         for (listener, to) in listeners
             .into_iter()
             .zip([server, services.http, services.raw])
@@ -124,19 +128,19 @@ impl Stock {
         })
     }
 
-    /// What it has said last.
+    /// Returns the last line of the program's log.
     pub fn last_line(&self) -> String {
         last_line(&self.log)
     }
 
-    /// Ends it and waits until it is gone.
+    /// Kills the program and waits for its exit.
     pub async fn stop(mut self) {
-        // It may have ended already.
+        // The program may already have ended.
         let _ = self.child.kill().await;
     }
 }
 
-/// The system's own folders are not on everybody's.
+/// Returns PATH with the system folders added; some users' PATH lacks them.
 fn path() -> OsString {
     let path = std::env::var_os("PATH");
     let mut path = path.unwrap_or_else(|| "/usr/bin:/bin".into());
@@ -154,7 +158,8 @@ fn last_line(log: &Path) -> String {
         .to_owned()
 }
 
-/// Listeners in the network of a process. A socket stays where its thread was when it made it.
+/// Opens listeners in the network namespace of a process. A socket belongs to the namespace of the thread
+/// that created the socket.
 fn listen(pid: u32, at: [SocketAddr; 3]) -> io::Result<Vec<TcpListener>> {
     let network = File::open(format!("/proc/{pid}/ns/net"))?;
     let inside = std::thread::spawn(move || {
@@ -162,7 +167,7 @@ fn listen(pid: u32, at: [SocketAddr; 3]) -> io::Result<Vec<TcpListener>> {
         at.into_iter().map(bind).collect()
     });
     let done = inside.join();
-    done.unwrap_or_else(|_| Err(io::Error::other("the thread in it panicked")))
+    done.unwrap_or_else(|_| Err(io::Error::other("the listener thread panicked")))
 }
 
 fn bind(at: SocketAddr) -> io::Result<TcpListener> {
