@@ -261,8 +261,8 @@ fn an_interface_of_another_kind_is_left_alone() {
         let mut program = Program::spawn(PROGRAM, args(NOWHERE, &BOTH), &[]);
         assert_eq!(program.wait_exit(LIMIT).await.code(), Some(1));
         let log = program.log();
-        let text = "interface envoyagent is there already and is of kind bridge: it is left alone; \
-                    choose another name with --if, or remove it";
+        let text = "interface envoyagent already exists and is of kind bridge; \
+                    choose another name with --if, or remove the existing interface";
         assert!(log.contains(text), "{log}");
         let after = (link().unwrap()["ifindex"].clone(), addresses().unwrap());
         assert_eq!(after, before);
@@ -331,7 +331,8 @@ fn a_missing_capability_is_named() {
         let mut program = spawn_without_permission(&args(NOWHERE, &BOTH));
         assert_eq!(program.wait_exit(LIMIT).await.code(), Some(1));
         let log = program.log();
-        let text = "interface envoyagent: cannot make it: not permitted; grant CAP_NET_ADMIN";
+        let text =
+            "interface envoyagent: cannot create the interface: not permitted; grant CAP_NET_ADMIN";
         assert!(log.contains(text), "{log}");
     });
 }
@@ -376,7 +377,7 @@ fn the_program_keeps_a_dummy_interface() {
         has(&PLACED).await;
         let line = program.wait_for_log("is repaired", LIMIT).await;
         assert!(
-            line.contains("make it, add the address 100.64.30.10/32"),
+            line.contains("create the interface, add the address 100.64.30.10/32"),
             "{line}"
         );
         carries().await;
@@ -388,6 +389,9 @@ fn the_program_keeps_a_dummy_interface() {
         let mut program = spawn_without_permission(&args);
         assert_eq!(program.wait_exit(LIMIT).await.code(), Some(1));
         let log = program.log();
-        assert!(log.contains("cannot set it up: not permitted"), "{log}");
+        assert!(
+            log.contains("cannot set the interface up: not permitted"),
+            "{log}"
+        );
     });
 }

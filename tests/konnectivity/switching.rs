@@ -239,7 +239,7 @@ async fn a_mounted_file_says_the_mode() {
         .await;
     mount(server.folder.path(), "..4", "konnectivity, please");
     server
-        .shows(TunnelMode::Konnectivity, SetBy::File, "is no tunnel mode")
+        .shows(TunnelMode::Konnectivity, SetBy::File, "unknown tunnel mode")
         .await;
 
     // The last change wins, by whatever way it comes.
@@ -342,7 +342,7 @@ async fn nobody_else_can_ask() {
     let foreign = ask(65_534);
     assert!(!foreign.status.success(), "{foreign:?}");
     let text = String::from_utf8_lossy(&foreign.stderr);
-    assert!(text.contains("is no admin listener"), "{text}");
+    assert!(text.contains("is not an admin listener"), "{text}");
     server
         .shows(TunnelMode::Konnectivity, SetBy::Flag, "")
         .await;
