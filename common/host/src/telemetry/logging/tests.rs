@@ -159,7 +159,7 @@ fn json_line() {
         format!("{before}{after}"),
         "\"level\":\"WARN\",\"message\":\"no answer\",\"host\":\"a\\nb\",\
          \"target\":\"culvert_host::telemetry::logging::tests\",\
-         \"filename\":\"common/src/telemetry/logging/tests.rs\",,\"spans\":[{\"id\":7,\"name\":\"conn\"}]}\n"
+         \"filename\":\"common/host/src/telemetry/logging/tests.rs\",,\"spans\":[{\"id\":7,\"name\":\"conn\"}]}\n"
     );
 }
 
