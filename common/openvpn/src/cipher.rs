@@ -1,4 +1,4 @@
-//! The names and sizes of the data channel's ciphers and digests.
+//! The ciphers and digests of the data channel: names and sizes.
 
 #[cfg(test)]
 mod tests;
@@ -6,32 +6,32 @@ mod tests;
 use std::fmt;
 use std::str::FromStr;
 
-/// A cipher of the data channel.
+/// Cipher of the data channel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Cipher {
-    /// The default wherever it can be negotiated.
+    /// AES-256-GCM, the default wherever ciphers are negotiated.
     Aes256Gcm,
-    /// Negotiable.
+    /// AES-192-GCM.
     Aes192Gcm,
-    /// Negotiable.
+    /// AES-128-GCM.
     Aes128Gcm,
-    /// Negotiable from 2.5 on.
+    /// ChaCha20-Poly1305, negotiable with peers from 2.5 on.
     ChaCha20Poly1305,
-    /// With a separate MAC, for old peers.
+    /// AES-256-CBC with a separate MAC, for old peers.
     Aes256Cbc,
-    /// With a separate MAC, for old peers.
+    /// AES-192-CBC with a separate MAC, for old peers.
     Aes192Cbc,
-    /// With a separate MAC, for old peers.
+    /// AES-128-CBC with a separate MAC, for old peers.
     Aes128Cbc,
 }
 
-/// A name that stands for no cipher or digest that is supported.
+/// Name of an unknown or unsupported cipher or digest.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0:?} is not supported")]
 pub struct UnknownName(pub String);
 
 impl Cipher {
-    /// All that are supported.
+    /// All supported ciphers.
     pub const ALL: [Self; 7] = [
         Self::Aes256Gcm,
         Self::Aes192Gcm,
@@ -42,10 +42,10 @@ impl Cipher {
         Self::Aes128Cbc,
     ];
 
-    /// What stock 2.6 offers unless told otherwise.
+    /// Ciphers that stock 2.6 offers by default.
     pub const DEFAULT: [Self; 3] = [Self::Aes256Gcm, Self::Aes128Gcm, Self::ChaCha20Poly1305];
 
-    /// The name in options, in lists, and on the wire.
+    /// Returns the name used in options, in cipher lists, and on the wire.
     pub fn name(self) -> &'static str {
         match self {
             Self::Aes256Gcm => "AES-256-GCM",
@@ -58,8 +58,8 @@ impl Cipher {
         }
     }
 
-    /// The cipher of that name. Case does not matter; mbedTLS and old OpenSSL libraries spell some names
-    /// in a way of their own.
+    /// Returns the cipher called `name`, or `None` if no supported cipher has this name. The comparison
+    /// ignores case. The aliases are spellings of mbedTLS and old OpenSSL libraries.
     pub fn from_name(name: &str) -> Option<Self> {
         let alias = [
             ("id-aes256-GCM", Self::Aes256Gcm),
@@ -73,12 +73,12 @@ impl Cipher {
             .map(|(_, cipher)| cipher)
     }
 
-    /// Whether the cipher authenticates what it encrypts, and needs no MAC of its own.
+    /// Returns true if the cipher authenticates its data and needs no separate MAC.
     pub fn is_aead(self) -> bool {
         !matches!(self, Self::Aes256Cbc | Self::Aes192Cbc | Self::Aes128Cbc)
     }
 
-    /// The length of its key in bytes.
+    /// Returns the key length in bytes.
     pub fn key_len(self) -> usize {
         match self {
             Self::Aes256Gcm | Self::ChaCha20Poly1305 | Self::Aes256Cbc => 32,
@@ -87,7 +87,7 @@ impl Cipher {
         }
     }
 
-    /// Reads a list like `AES-256-GCM:AES-128-GCM`, and leaves out the unknown and what is there already.
+    /// Parses a list like `AES-256-GCM:AES-128-GCM`. Unknown names and duplicates are left out.
     pub fn known_in(list: &str) -> Vec<Self> {
         let mut known = Vec::new();
         for cipher in list.split(':').filter_map(Self::from_name) {
@@ -98,7 +98,7 @@ impl Cipher {
         known
     }
 
-    /// Writes such a list.
+    /// Formats `ciphers` as a list like `AES-256-GCM:AES-128-GCM`.
     pub fn list(ciphers: &[Self]) -> String {
         let names: Vec<_> = ciphers.iter().map(|cipher| cipher.name()).collect();
         names.join(":")
@@ -119,11 +119,11 @@ impl FromStr for Cipher {
     }
 }
 
-/// The hash of the MACs: of tls-auth, and of a data channel whose cipher has no MAC built in. It is never
-/// negotiated; both sides are configured alike.
+/// Hash of the MACs: in tls-auth, and in a data channel with a CBC cipher. The digest is never negotiated;
+/// both sides must be configured alike.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum Digest {
-    /// The default of every version.
+    /// SHA-1, the default of every OpenVPN version.
     #[default]
     Sha1,
     /// SHA-256.
@@ -135,7 +135,7 @@ pub enum Digest {
 }
 
 impl Digest {
-    /// The name in options and on the wire.
+    /// Returns the name used in options and on the wire.
     pub fn name(self) -> &'static str {
         match self {
             Self::Sha1 => "SHA1",
@@ -145,7 +145,7 @@ impl Digest {
         }
     }
 
-    /// The length of its output, and of the keys that OpenVPN gives to its HMAC.
+    /// Returns the length of the output in bytes. OpenVPN's HMAC keys have the same length.
     pub fn output_len(self) -> usize {
         match self {
             Self::Sha1 => 20,
@@ -155,7 +155,7 @@ impl Digest {
         }
     }
 
-    /// Its HMAC, keyed with as much of `material` as it uses.
+    /// Returns an HMAC key made from the first [`output_len`](Self::output_len) bytes of `material`.
     pub(crate) fn hmac_key(self, material: &[u8]) -> aws_lc_rs::hmac::Key {
         use aws_lc_rs::hmac;
         let algorithm = match self {
@@ -180,7 +180,7 @@ impl fmt::Display for Digest {
 impl FromStr for Digest {
     type Err = UnknownName;
 
-    /// Case does not matter; OpenSSL's `RSA-SHA1` and `SHA-1` forms are names of the same.
+    /// Ignores case, and accepts OpenSSL's forms such as `RSA-SHA1` and `SHA-1`.
     fn from_str(name: &str) -> Result<Self, UnknownName> {
         let plain = name.to_ascii_uppercase().replace('-', "");
         let plain = plain.strip_prefix("RSA").unwrap_or(&plain);

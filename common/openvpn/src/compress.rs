@@ -1,22 +1,23 @@
-//! The framing that compression leaves on every payload, also where nothing is compressed. This crate
-//! never compresses, and does not decompress.
+//! The compression framing: bytes that compression adds to every payload, even to an uncompressed payload.
+//! This crate never compresses and never decompresses.
 
 #[cfg(test)]
 mod tests;
 
-/// LZO's mark for a payload that is not compressed.
+/// First byte of an uncompressed payload in LZO framing.
 const LZO_NONE: u8 = 0xfa;
-/// The mark of a payload that is not compressed, and whose first byte is at the end.
+/// First byte of an uncompressed payload in stub framing. The payload's original first byte is moved to the
+/// end.
 const SWAPPED: u8 = 0xfb;
 const LZO: u8 = 0x66;
 const LZ4: u8 = 0x69;
-/// The first byte of the newer framing, where the algorithm is in the second: 0 for none.
+/// First byte of the v2 framing. The second byte is the algorithm; 0 means uncompressed.
 const V2: u8 = 0x50;
 
-/// How payloads are framed.
+/// Framing of payloads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Framing {
-    /// Not at all.
+    /// No framing.
     #[default]
     None,
     /// `comp-lzo`, in any of its forms, and `compress lzo`.
@@ -27,7 +28,7 @@ pub enum Framing {
     StubV2,
 }
 
-/// Why a payload is dropped. Stock, from 2.5 on, sends none of these unless told to compress.
+/// Reason why a payload is dropped. Stock from 2.5 on sends no such payload unless configured to compress.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum CompressError {
     /// The peer compresses with LZO.
@@ -36,16 +37,16 @@ pub enum CompressError {
     /// The peer compresses with LZ4.
     #[error("payload is compressed with LZ4")]
     Lz4,
-    /// The peer frames in another way than was agreed.
-    #[error("payload is framed with {0:#04x}")]
+    /// The payload's first byte does not belong to the agreed framing, or the algorithm is unknown.
+    #[error("unexpected compression framing byte {0:#04x}")]
     Unknown(u8),
-    /// There is no framing, nor anything else.
+    /// The payload is empty, or ends inside its framing.
     #[error("payload is empty")]
     Empty,
 }
 
 impl Framing {
-    /// The framing that the option `compress ARGUMENT` asks for; `None` if there is no such algorithm.
+    /// Returns the framing for the option `compress ARGUMENT`, or `None` if the algorithm is unknown.
     pub fn of_compress(argument: Option<&str>) -> Option<Self> {
         Some(match argument {
             None | Some("stub" | "lz4") => Self::Stub,
@@ -55,10 +56,10 @@ impl Framing {
         })
     }
 
-    /// The most bytes that it adds.
+    /// Largest number of bytes that framing adds to a payload.
     pub const MAX_OVERHEAD: usize = 2;
 
-    /// The pieces which, one after the other, are `payload` with its framing.
+    /// Returns `payload` with its framing, as three pieces to be written one after the other.
     pub fn frame(self, payload: &[u8]) -> [&[u8]; 3] {
         match (self, payload.split_first()) {
             (Self::Lzo, _) => [&[LZO_NONE], payload, &[]],
@@ -68,7 +69,7 @@ impl Framing {
         }
     }
 
-    /// Takes the framing off, where the payload is.
+    /// Removes the framing in place and returns the payload.
     pub fn strip(self, payload: &mut [u8]) -> Result<&mut [u8], CompressError> {
         if self == Self::None {
             return Ok(payload);

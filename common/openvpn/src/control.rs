@@ -1,4 +1,4 @@
-//! What the sides say to each other over TLS behind the key method 2 messages: texts that end in a NUL.
+//! Control texts: NUL-terminated messages that both sides send over TLS after the key method 2 messages.
 
 pub mod push;
 #[cfg(test)]
@@ -6,29 +6,29 @@ mod tests;
 
 use bytes::{Buf, BytesMut};
 
-/// The longest text, its NUL included, that is taken. Stock reads into a buffer of this size, and
-/// sends about half of it at most.
+/// Longest accepted text in bytes, including the NUL. Stock's receive buffer has this size; stock sends at
+/// most about half as much.
 pub const MAX_TEXT_LEN: usize = 2048;
 
-/// Asks for the configuration.
+/// Client's request for its configuration.
 pub const PUSH_REQUEST: &str = "PUSH_REQUEST";
-/// Says goodbye, to peers that know `cc-exit`.
+/// Notice that the sender leaves, for peers that support `cc-exit`.
 pub const EXIT: &str = "EXIT";
-/// Tells a client that it is not let in. A comma and a reason may follow.
+/// Server's refusal of a client. A comma and a reason may follow.
 pub const AUTH_FAILED: &str = "AUTH_FAILED";
-/// Tells a client to connect again. A comma, flags in brackets, and a text may follow.
+/// Server's request to connect again. A comma, flags in brackets, and a text may follow.
 pub const RESTART: &str = "RESTART";
 
-/// Why control texts can not be read any further.
+/// Error for a text longer than [`MAX_TEXT_LEN`]. The rest of the stream cannot be read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("control text is longer than {MAX_TEXT_LEN} bytes")]
 pub struct TooLong;
 
-/// Takes the first text out of what TLS gave; `None` if its end is not there yet. A stream that is read
-/// until this returns `None` holds less than [`MAX_TEXT_LEN`] bytes.
+/// Removes the first text from `stream` and returns the text, or `None` if the text is incomplete. After
+/// `None`, `stream` contains less than [`MAX_TEXT_LEN`] bytes.
 ///
-/// Line ends at the end of a text are taken off, and everything that is not printable ASCII becomes `_`: texts
-/// are for logs and comparisons, and stock does the same.
+/// White space at the end is removed, and every byte outside printable ASCII becomes `_`, as in stock. The
+/// texts are only logged and compared.
 pub fn take_text(stream: &mut BytesMut) -> Result<Option<String>, TooLong> {
     let searched = stream
         .get(..MAX_TEXT_LEN.min(stream.len()))
@@ -53,41 +53,41 @@ pub fn take_text(stream: &mut BytesMut) -> Result<Option<String>, TooLong> {
     Ok(Some(text.map(printable).collect()))
 }
 
-/// A control text.
+/// Parsed control text.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Message<'a> {
-    /// A client asks for its configuration.
+    /// Client's request for its configuration.
     PushRequest,
-    /// One part of it, for [`push::Assembler`].
+    /// Part of the pushed configuration, for [`push::Assembler`].
     PushReply(&'a str),
-    /// A change of it, which is only for clients that offer to take it.
+    /// Change of the pushed configuration, only for clients that offer support for changes.
     PushUpdate(&'a str),
-    /// A server does not let the client in.
+    /// Server's refusal of the client.
     AuthFailed {
-        /// Whether it may be otherwise a moment later.
+        /// True if a later attempt may succeed.
         temporary: bool,
-        /// Empty if there is none.
+        /// Reason of the refusal; may be empty.
         reason: &'a str,
     },
-    /// The server waits for another means of authentication.
+    /// Notice that the server waits for another means of authentication.
     AuthPending(&'a str),
-    /// The client is to connect again.
+    /// Server's request to connect again.
     Restart {
-        /// To another server.
+        /// True if the client should connect to another server.
         next_server: bool,
-        /// Empty if there is none.
+        /// Reason of the restart; may be empty.
         reason: &'a str,
     },
-    /// The client is to end, and not to connect again.
+    /// Server's request to stop and not to connect again.
     Halt(&'a str),
-    /// The peer goes away.
+    /// Notice that the peer leaves.
     Exit,
-    /// For a user: `INFO`, `INFO_PRE`, `CR_RESPONSE`, or unknown.
+    /// Text for a user (`INFO`, `INFO_PRE`, `CR_RESPONSE`), or an unknown text.
     Other(&'a str),
 }
 
 impl<'a> Message<'a> {
-    /// Tells what a text is. Every text is something.
+    /// Parses a text. Unknown texts become [`Message::Other`].
     pub fn parse(text: &'a str) -> Self {
         let (word, rest) = text.split_once(',').unwrap_or((text, ""));
         match word {

@@ -1,14 +1,14 @@
-//! Tunnel data packets: one key, one direction.
+//! The data packets of one key in one direction.
 //!
 //! ```text
-//! AEAD  V1  [0x30 | key id]              [packet id 4][tag 16][ciphertext]   authenticates the packet id
-//!       V2  [0x48 | key id][peer id 3]   [packet id 4][tag 16][ciphertext]   authenticates all before the tag
+//! AEAD  V1  [0x30 | key id]              [packet id 4][tag 16][ciphertext]   AAD: the packet id
+//!       V2  [0x48 | key id][peer id 3]   [packet id 4][tag 16][ciphertext]   AAD: all before the tag
 //! CBC   V1, V2: the same headers, then   [HMAC][IV 16][AES-CBC(packet id 4, payload)]
-//!                                        authenticates what follows the HMAC
+//!                                        HMAC: over all after the HMAC
 //! ```
 //!
-//! The nonce of an AEAD is the packet id and 8 bytes that come with the key. Packets are sealed where
-//! they were written and opened where they were received; with an AEAD neither allocates.
+//! The nonce of an AEAD cipher is the packet id followed by 8 bytes of key material. Packets are sealed and
+//! opened in place. With an AEAD cipher neither operation allocates.
 
 mod cbc;
 #[cfg(test)]
@@ -26,60 +26,60 @@ use crate::keys::{HalfBlock, KeyBlock};
 use crate::packet::{DataHeader, KeyId};
 use crate::replay::{ReplayError, ReplayWindow};
 
-/// The length of a packet id.
+/// Length of a packet id in bytes.
 const ID_LEN: usize = 4;
 const TAG_LEN: usize = 16;
 const IMPLICIT_IV_LEN: usize = 8;
 
-/// From this packet id on stock asks for a new key.
+/// Packet id from which on the key should be replaced; stock renegotiates at the same id.
 const WORN_ID: u64 = 0xff00_0000;
 
-/// AES-GCM with one key keeps its promises for 2^36 - 1 blocks and packets together; stock 2.7 asks for
-/// a new key at 7/8 of that.
+/// Use of an AES-GCM key, in blocks plus packets, at which the key should be replaced. A key is safe up to
+/// 2^36 - 1; stock 2.7 renegotiates at 7/8 of this limit.
 const WORN_GCM: u64 = ((1 << 36) - 1) / 8 * 7;
 
-/// The most bytes that sealing adds to a payload, over all ciphers and digests.
+/// Largest number of bytes that sealing adds to a payload, over all ciphers and digests.
 pub const MAX_OVERHEAD: usize = 4 + 64 + 16 + ID_LEN + 16;
 
-/// Why a payload is not sealed.
+/// Reason why a payload is not sealed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum SealError {
-    /// The key has used up all packet ids. Nothing may be sent with it any more.
+    /// All packet ids of the key are used. The key must not seal any further packet.
     #[error("packet ids of this key are used up")]
     Exhausted,
-    /// The cryptographic library refused.
+    /// The cryptographic library reported an error.
     #[error("encryption failed")]
     Crypto,
 }
 
-/// Why a packet is not opened.
+/// Reason why a packet is rejected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum OpenError {
-    /// Not tunnel data.
+    /// The packet is not a data packet.
     #[error("not a data packet")]
     NotData,
-    /// It ends before its own fields do.
+    /// The packet is shorter than its fields.
     #[error("data packet is cut short")]
     Truncated,
-    /// Not made with this key, or changed on its way.
+    /// The packet was made with another key, or changed in transit.
     #[error("data packet failed authentication")]
     Authentication,
-    /// Its packet id must not be taken.
+    /// The packet id is zero, repeated, or too old.
     #[error(transparent)]
     Replay(#[from] ReplayError),
 }
 
-/// Why there is no sealer or opener: the cryptographic library does not take the key.
+/// Error for a key that the cryptographic library rejects.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("{0} is refused by the cryptographic library")]
 pub struct KeyError(pub Cipher);
 
-/// Encrypts what one side sends with one key.
+/// Encrypts the outgoing packets of one key.
 pub struct Sealer {
     engine: SealEngine,
     header: DataHeader,
     next_id: u64,
-    /// Blocks and packets, which wear out a key of AES-GCM.
+    /// Blocks plus packets sealed so far, which wear out an AES-GCM key.
     used: u64,
     gcm: bool,
 }
@@ -90,8 +90,8 @@ enum SealEngine {
 }
 
 impl Sealer {
-    /// What `sender` seals with its keys in `block`. With a `peer_id`, of which 24 bits are used, packets are
-    /// V2. `digest` is for ciphers that need one.
+    /// Creates a sealer with the keys of `sender` in `block`. With a `peer_id` (24 bits) packets are V2.
+    /// `digest` is used only with CBC ciphers.
     pub fn new(
         cipher: Cipher,
         digest: Digest,
@@ -118,12 +118,13 @@ impl Sealer {
         })
     }
 
-    /// Appends a packet with `payload`. If that fails, `out` is as before.
+    /// Appends a packet with `payload` to `out`. On error `out` is unchanged.
     pub fn seal(&mut self, payload: &[u8], out: &mut BytesMut) -> Result<(), SealError> {
         self.seal_with(out, |out| out.put_slice(payload))
     }
 
-    /// Appends a packet with what `write` appends, which is encrypted where it was written.
+    /// Appends a packet to `out`. `write` appends the payload, which is then encrypted in place. On error
+    /// `out` is unchanged.
     pub fn seal_with(
         &mut self,
         out: &mut BytesMut,
@@ -156,13 +157,13 @@ impl Sealer {
         Ok(())
     }
 
-    /// Whether the key should be replaced soon. It goes on working until the packet ids are used up.
+    /// Returns true if the key should be replaced soon. The key works until all packet ids are used.
     pub fn is_worn(&self) -> bool {
         self.next_id >= WORN_ID || self.gcm && self.used >= WORN_GCM
     }
 }
 
-/// Decrypts what one side receives with one key, and takes each packet once.
+/// Decrypts the incoming packets of one key, and rejects replays.
 pub struct Opener {
     engine: OpenEngine,
     replay: ReplayWindow,
@@ -174,7 +175,8 @@ enum OpenEngine {
 }
 
 impl Opener {
-    /// Opens what `sender` sealed with its keys in `block`. `digest` is for ciphers that need one.
+    /// Creates an opener for packets that `sender` sealed with its keys in `block`. `digest` is used only
+    /// with CBC ciphers.
     pub fn new(
         cipher: Cipher,
         digest: Digest,
@@ -193,8 +195,8 @@ impl Opener {
         })
     }
 
-    /// Opens `packet`, V1 or V2, where it is, and returns its payload. The key id and the peer id are the
-    /// caller's concern. What fails may have been overwritten.
+    /// Opens a V1 or V2 packet in place and returns its payload. The caller checks the key id and the peer
+    /// id. On error `packet` may be overwritten.
     pub fn open<'a>(
         &mut self,
         packet: &'a mut [u8],
@@ -229,7 +231,7 @@ impl Opener {
     }
 }
 
-/// The key of one direction for a cipher that authenticates.
+/// AEAD key of one direction.
 struct AeadKey {
     key: LessSafeKey,
     implicit_iv: [u8; IMPLICIT_IV_LEN],
@@ -257,7 +259,7 @@ impl AeadKey {
         })
     }
 
-    /// Encrypts a packet whose header and packet id are written, with room for the tag.
+    /// Encrypts a packet in place. Header, packet id and room for the tag must precede the payload.
     fn seal(&self, packet: &mut [u8], header_len: usize) -> Result<(), SealError> {
         let parts = Parts::split(packet, header_len).ok_or(SealError::Crypto)?;
         let nonce = self.nonce(parts.id);
@@ -291,10 +293,10 @@ impl AeadKey {
     }
 }
 
-/// A packet of an AEAD, cut into its fields.
+/// Fields of an AEAD packet.
 struct Parts<'a> {
     id: [u8; ID_LEN],
-    /// V1 leaves its header out.
+    /// Additional authenticated data; without the header in V1.
     authenticated: &'a [u8],
     tag: &'a mut [u8],
     body: &'a mut [u8],

@@ -1,11 +1,11 @@
-//! The key method 2 message, the first thing that each side says over TLS.
+//! The key method 2 message: the first message of each side over TLS.
 //!
 //! ```text
 //! [0 u32][2 u8][client only: pre master 48][random 32][random 32]
 //!     [options][user name][password][peer info]
 //! ```
 //!
-//! Each text is `[length u16][bytes][NUL]`, where the length counts the NUL; an empty one is a length of 0.
+//! Each text is `[length u16][bytes][NUL]`. The length includes the NUL. An empty text is only a length of 0.
 
 #[cfg(test)]
 mod tests;
@@ -15,19 +15,19 @@ use bytes::{BufMut, BytesMut};
 use crate::Role;
 use crate::keys::KeySource;
 
-/// The longest message. Stock reads it into a buffer of half that size.
+/// Longest message in bytes. Stock's receive buffer has half this size.
 pub const MAX_MESSAGE_LEN: usize = 4096;
 
-/// The longest options string, its NUL included, that stock takes.
+/// Longest options string that stock accepts, in bytes including the NUL.
 pub const MAX_OPTIONS_LEN: usize = 512;
 
-/// Why a message is not taken.
+/// Reason why a message is rejected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum KeyMethodError {
-    /// It does not begin as it has to.
+    /// The message does not begin with the header of key method 2.
     #[error("not a key method 2 message")]
     Method,
-    /// A text is longer than it may be.
+    /// The message or a text in the message is too long.
     #[error("key method 2 message is too long")]
     TooLong,
     /// The user name or the password is not UTF-8.
@@ -35,23 +35,24 @@ pub enum KeyMethodError {
     Credentials,
 }
 
-/// A key method 2 message of either role.
+/// Key method 2 message of either role.
 #[derive(Clone, PartialEq, Eq)]
 pub struct KeyMethod2 {
     /// Random bytes for the keys.
     pub source: KeySource,
-    /// The options string; see [`options`](crate::options).
+    /// Options string; see [`options`](crate::options).
     pub options: String,
-    /// Empty if there is none.
+    /// User name; empty if missing.
     pub username: String,
-    /// Empty if there is none.
+    /// Password; empty if missing.
     pub password: String,
-    /// What the client can; see [`peer_info`](crate::peer_info).
+    /// Abilities of the client; see [`peer_info`](crate::peer_info).
     pub peer_info: String,
 }
 
 impl KeyMethod2 {
-    /// Appends the message as `role` sends it. It has to go into one TLS record: stock looks at one at a time.
+    /// Appends the message in the format of `role`. Send the message as one TLS record, because stock parses
+    /// one record at a time.
     pub fn write(&self, role: Role, out: &mut BytesMut) -> Result<(), KeyMethodError> {
         let start = out.len();
         out.put_u32(0);
@@ -76,11 +77,11 @@ impl KeyMethod2 {
         Ok(())
     }
 
-    /// Reads a message of `sender` from the front of what TLS gave, and says how long it is; `None` if it is
-    /// not complete.
+    /// Parses a message of `sender` at the start of `bytes`, the plaintext of TLS. Returns the message and
+    /// its length, or `None` if the message is incomplete.
     ///
-    /// Peers may leave out texts at the end. As a message is one TLS record, and TLS gives whole
-    /// records, one that ends between two texts is complete.
+    /// Peers may leave out texts at the end. A message is one TLS record, and TLS delivers whole records, so
+    /// a message that ends between two texts is complete.
     pub fn parse(sender: Role, bytes: &[u8]) -> Result<Option<(Self, usize)>, KeyMethodError> {
         let mut rest = bytes;
         match parse_message(sender, &mut rest)? {
@@ -106,7 +107,7 @@ fn parse_message(sender: Role, rest: &mut &[u8]) -> Result<Option<KeyMethod2>, K
     let Some(&[zero @ .., method]) = take::<5>(rest) else {
         return Ok(None);
     };
-    // Later methods may use the upper bits.
+    // Ignore the upper bits, because later methods may use them.
     if zero != [0; 4] || method & 0x0f != 2 {
         return Err(KeyMethodError::Method);
     }
@@ -162,12 +163,12 @@ fn write_text(text: &str, out: &mut BytesMut) {
             out.put_slice(text.as_bytes());
             out.put_u8(0);
         }
-        // Too long in any case, and found to be by the length of the whole.
+        // The text is too long for any message; the caller checks the total length.
         Err(_) => out.put_slice(text.as_bytes()),
     }
 }
 
-/// Up to the first NUL.
+/// Reads a text, and returns the part before the first NUL.
 fn take_text<'a>(rest: &mut &'a [u8], max: usize) -> Result<Option<&'a [u8]>, KeyMethodError> {
     let Some((&len, after)) = rest.split_first_chunk() else {
         return Ok(None);

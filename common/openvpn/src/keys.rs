@@ -1,6 +1,5 @@
-//! The key material of one negotiation: from what the sides told each other to the keys of each direction.
-//! [`KeySource`] and [`KeyBlock`] wipe their bytes when they are dropped; copies that are made on the way to and from
-//! them are not theirs.
+//! The key material of one negotiation: from the random bytes of both sides to the keys of each direction.
+//! [`KeySource`] and [`KeyBlock`] wipe their bytes when dropped. Copies made by callers are not wiped.
 
 #[cfg(test)]
 mod tests;
@@ -12,25 +11,25 @@ use crate::Role;
 use crate::packet::SessionId;
 use crate::prf::tls1_prf;
 
-/// The label under which a key block is exported from TLS (RFC 5705), without a context.
+/// Label for exporting a key block from TLS (RFC 5705), without a context.
 pub const EXPORTER_LABEL: &[u8] = b"EXPORTER-OpenVPN-datakeys";
 
-/// The length of a [`KeyBlock`], and of a static key file's contents.
+/// Length in bytes of a [`KeyBlock`], and of the key in a static key file.
 pub const KEY_BLOCK_LEN: usize = 256;
 
-/// The random bytes that a side puts into its key method 2 message.
+/// Random bytes of one side in its key method 2 message.
 #[derive(Clone, PartialEq, Eq)]
 pub struct KeySource {
-    /// The client's alone; zeros in what a server has.
+    /// Pre-master secret of the client; zeros for a server.
     pub pre_master: [u8; 48],
-    /// For the master secret.
+    /// Input to the master secret.
     pub random1: [u8; 32],
-    /// For the key expansion.
+    /// Input to the key expansion.
     pub random2: [u8; 32],
 }
 
 impl KeySource {
-    /// New random bytes for a message of `role`.
+    /// Generates random bytes for a message of `role`.
     pub fn random(role: Role, rng: &mut dyn RngCore) -> Self {
         let mut source = Self {
             pre_master: [0; 48],
@@ -60,17 +59,17 @@ impl std::fmt::Debug for KeySource {
     }
 }
 
-/// Key material as both sides have it: two directions, each with 64 bytes for a cipher and 64 for a MAC.
+/// Key material shared by both sides: two directions, each with 64 bytes for a cipher and 64 for a MAC.
 #[derive(Clone, PartialEq, Eq)]
 pub struct KeyBlock([u8; KEY_BLOCK_LEN]);
 
 impl KeyBlock {
-    /// Takes the bytes as they are: out of a static key file, or what TLS exports for [`EXPORTER_LABEL`].
+    /// Creates a block from the bytes of a static key file, or from the TLS export for [`EXPORTER_LABEL`].
     pub fn from_bytes(bytes: [u8; KEY_BLOCK_LEN]) -> Self {
         Self(bytes)
     }
 
-    /// Derives the keys for peers that can not export them from TLS.
+    /// Derives the keys with the PRF, for peers that cannot export keys from TLS.
     pub fn from_prf(
         client: &KeySource,
         server: &KeySource,
@@ -96,7 +95,7 @@ impl KeyBlock {
         block
     }
 
-    /// One half of the block: a key pair for one direction.
+    /// Returns one half of the block: the keys of one direction.
     pub fn half(&self, half: Half) -> HalfBlock<'_> {
         let (zero, one) = self.0.split_at(KEY_BLOCK_LEN / 2);
         let (cipher, mac) = match half {
@@ -107,7 +106,7 @@ impl KeyBlock {
         HalfBlock { cipher, mac }
     }
 
-    /// The keys of what `sender` sends in the data channel.
+    /// Returns the keys for data packets from `sender`.
     pub fn data(&self, sender: Role) -> HalfBlock<'_> {
         self.half(match sender {
             Role::Client => Half::Zero,
@@ -128,7 +127,7 @@ impl std::fmt::Debug for KeyBlock {
     }
 }
 
-/// A half of a [`KeyBlock`], counted as they are stored.
+/// Half of a [`KeyBlock`], in storage order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Half {
     /// Bytes 0 to 127.
@@ -137,11 +136,11 @@ pub enum Half {
     One,
 }
 
-/// The keys of one direction. Ciphers and MACs use as many bytes from the front as their keys have.
+/// Keys of one direction. Ciphers and MACs use the first bytes, up to their key length.
 #[derive(Clone, Copy)]
 pub struct HalfBlock<'a> {
     /// 64 bytes for a cipher.
     pub cipher: &'a [u8],
-    /// 64 bytes for a MAC, or for the nonces of a cipher that needs none.
+    /// 64 bytes for a MAC, or for the nonces of an AEAD cipher.
     pub mac: &'a [u8],
 }

@@ -1,20 +1,20 @@
-//! OpenVPN's wire protocol in both roles, and what is carried inside it, without I/O: bytes and
-//! time in, bytes and events out.
+//! OpenVPN's wire protocol in both roles, and the traffic inside the VPN, without I/O: bytes and time in,
+//! bytes and events out.
 //!
-//! The leaf modules are codecs and cryptography of one format each, and know nothing of each other's
-//! state: [`packet`], [`framing`], [`wrap`], [`key_method`], [`options`], [`peer_info`], [`control`],
-//! [`prf`], [`keys`], [`cipher`], [`ncp`], [`data`], [`replay`], [`compress`], [`payload`].
+//! Each leaf module is the codec or the cryptography of one format, and shares no state with other modules:
+//! [`packet`], [`framing`], [`wrap`], [`key_method`], [`options`], [`peer_info`], [`control`], [`prf`],
+//! [`keys`], [`cipher`], [`ncp`], [`data`], [`replay`], [`compress`], [`payload`].
 //!
-//! [`session`] is one endpoint, in either role: [`reliable`] messages carry [`tls`], in which the keys of
-//! the data channel are negotiated. [`hub`] is a UDP server's many sessions behind one socket.
+//! [`session`] implements one session in either role: [`reliable`] messages carry [`tls`], and TLS negotiates
+//! the keys of the data channel. [`hub`] manages the many sessions of a UDP server behind one socket.
 //!
-//! What the tunnel carries: [`flows`] are TCP connections in user space, dialed into the tunnel or accepted
-//! out of it; [`forward`] is a server's way from one peer to another, by [`routes`], [`firewall`] and
-//! [`masquerade`]; [`nodes`] translates the addresses of Kubernetes nodes. [`ip`] are packets, [`echo`] is
-//! what a host says by itself.
+//! Traffic inside the VPN: [`flows`] are TCP connections in user space, dialed into the VPN or accepted out
+//! of the VPN. [`forward`] moves a server's packets from one peer to another, with [`routes`], [`firewall`]
+//! and [`masquerade`]. [`nodes`] translates the addresses of Kubernetes nodes. [`ip`] parses packets, and
+//! [`echo`] creates the unsolicited replies of a host.
 
-// No clock is read in this crate, but the time of day that tls-auth and tls-crypt send: `Instant` is a
-// value that callers pass in, and a test or a simulation passes what it likes.
+// The only clock that this crate reads is the time of day, for the packets of tls-auth and tls-crypt. Callers
+// pass in every `Instant`, so tests and simulations control the time.
 #![allow(clippy::disallowed_types)]
 
 pub mod cipher;
@@ -49,18 +49,18 @@ pub mod tls;
 mod tuple;
 pub mod wrap;
 
-/// Which end of the VPN an endpoint is. The VPN client is also the TLS client, whoever starts a
+/// Role of one end of the VPN. The VPN client is always the TLS client, even if the server starts a
 /// negotiation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Role {
-    /// Connects, sends the first packet, asks for its configuration.
+    /// Connects, sends the first packet, and requests its configuration.
     Client,
-    /// Is connected to, and pushes the configuration.
+    /// Waits for clients, and pushes the configuration.
     Server,
 }
 
 impl Role {
-    /// The other end's.
+    /// Returns the role of the other end.
     pub fn peer(self) -> Self {
         match self {
             Self::Client => Self::Server,

@@ -1,4 +1,4 @@
-//! The choice of the data channel's cipher.
+//! The negotiation of the data channel's cipher.
 
 #[cfg(test)]
 mod tests;
@@ -7,34 +7,35 @@ use crate::cipher::Cipher;
 use crate::options::PeerOptions;
 use crate::peer_info::PeerInfo;
 
-/// What a server tells a client with which it shares no cipher, behind `AUTH_FAILED,`.
+/// Reason after `AUTH_FAILED,` for a client that shares no cipher with the server.
 pub const NO_SHARED_CIPHER: &str = "Data channel cipher negotiation failed (no shared cipher)";
 
-/// What a server has chosen for one client.
+/// Server's choice for one client.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Choice {
-    /// To be used.
+    /// Cipher of the data channel.
     pub cipher: Cipher,
-    /// Whether the client is to be told: one that can not negotiate uses what it is configured with.
+    /// True if the cipher is pushed. A client that cannot negotiate uses its configured cipher.
     pub push: bool,
 }
 
-/// Why there is no cipher.
+/// Reason why no cipher was chosen.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum NcpError {
-    /// The client has none that the server allows.
-    #[error("client shares no cipher with us")]
+    /// The client offers no cipher that the server allows.
+    #[error("the client offers no cipher that is allowed here")]
     NoShared,
-    /// The server chose one that the client does not allow.
+    /// The server chose a cipher that the client does not allow.
     #[error("server chose cipher {0:?}, which is not allowed here")]
     NotAllowed(String),
-    /// The server neither chose a cipher nor says which one it uses.
-    #[error("server names no cipher")]
+    /// The server neither pushed a cipher nor named a cipher in its options string.
+    #[error("server neither pushed a cipher nor named a cipher in its options string")]
     Unnamed,
 }
 
-/// The server's choice: the first of `allowed` that the client offers. One that offers nothing has to
-/// be configured with one of `allowed`, or with the `fallback`.
+/// Chooses the first cipher of `allowed` that the client offers. A client that cannot negotiate offers only
+/// its configured cipher; `fallback` is chosen if the client is configured with `fallback` or names no
+/// cipher.
 pub fn choose_as_server(
     allowed: &[Cipher],
     fallback: Option<Cipher>,
@@ -59,7 +60,8 @@ pub fn choose_as_server(
         .ok_or(NcpError::NoShared)
 }
 
-/// The client's choice: what the server pushed, or else what it is configured with.
+/// Returns the cipher that the server pushed, or else the cipher in the server's options string. Fails if
+/// `allowed` does not contain the cipher.
 pub fn choose_as_client(
     allowed: &[Cipher],
     pushed: Option<&str>,

@@ -1,8 +1,8 @@
-//! One negotiation of keys: RESETs, the TLS handshake, the key-method messages, and afterwards the texts
-//! of the control channel.
+//! One key negotiation: RESETs, the TLS handshake, the key-method messages, and then the texts of the control
+//! channel.
 //!
-//! A session has one of these in use and, while it renegotiates, the next one beside it. Whoever starts
-//! it, the VPN client is the TLS client.
+//! A session has one negotiation in use, and a second negotiation during a renegotiation. The VPN client is
+//! always the TLS client, even if the server starts the negotiation.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -18,23 +18,23 @@ use crate::reliable::{MAX_PIGGYBACK, Received, Reliable};
 use crate::session::Dropped;
 use crate::tls::{Channel, TlsError};
 
-/// TLS bytes in one packet. Peers up to 2.5 take 1250 bytes in all, and the largest wrap adds 72.
+/// Most TLS bytes in one packet. Peers up to 2.5 accept packets of 1250 bytes, and the largest wrap adds 72.
 const MAX_CHUNK: usize = 1100;
 
-/// What came out of a negotiation's input.
+/// Progress of a negotiation, reported to the session.
 #[derive(Debug)]
 pub(crate) enum Step {
-    /// The TLS handshake has ended, on our side. A client sends its key-method message now.
+    /// The TLS handshake is complete on this side. A client sends its key-method message now.
     Secured,
-    /// The peer's key-method message. A server answers with its own now.
+    /// Key-method message of the peer. A server answers with its own message now.
     KeyMethod(Box<KeyMethod2>),
-    /// Both key-method messages are where they belong, and ours is acknowledged.
+    /// Both key-method messages are exchanged, and the peer has acknowledged all messages of this side.
     Complete,
-    /// A text of the control channel.
+    /// Text of the control channel.
     Text(String),
 }
 
-/// Why a negotiation cannot go on.
+/// Reason why a negotiation failed.
 #[derive(Debug)]
 pub(crate) enum Failure {
     Tls(TlsError),
@@ -47,31 +47,31 @@ impl From<TlsError> for Failure {
     }
 }
 
-/// The control channel of one key.
+/// Control channel of one key.
 pub(crate) struct Negotiation {
     key_id: KeyId,
     began: Instant,
     peer_role: Role,
-    /// Whether our side wanted it.
+    /// True if this side started the negotiation.
     initiated: bool,
     reliable: Reliable<Opcode>,
     channel: Option<Channel>,
     reset_received: bool,
     secured: bool,
-    /// Our part of the key material, once it is sent.
+    /// This side's part of the key material, once sent.
     own: Option<KeySource>,
-    /// The peer's part.
+    /// Peer's part of the key material, once received.
     peer: Option<KeySource>,
     complete: bool,
-    /// TLS is over; what is outstanding is still sent.
+    /// Set when TLS has failed. Outstanding messages are still sent.
     failed: bool,
     records: VecDeque<Vec<u8>>,
-    /// The begin of a text.
+    /// Received part of an incomplete message.
     text: BytesMut,
 }
 
 impl Negotiation {
-    /// Sends a RESET: a client's first packet, the answer of a server, or a SOFT_RESET.
+    /// Starts a negotiation with a RESET: a client's first packet, a server's answer, or a SOFT_RESET.
     pub(crate) fn new(
         role: Role,
         key_id: KeyId,
@@ -89,7 +89,7 @@ impl Negotiation {
         Self::with(role, key_id, initiated, reliable, now)
     }
 
-    /// A server's first one, where the RESETs were exchanged without state.
+    /// Creates the first negotiation of a server after a stateless exchange of the RESETs.
     pub(crate) fn after_cookie(first_retry: Duration, now: Instant) -> Self {
         let reliable = Reliable::after_reset(first_retry, 1);
         let mut this = Self::with(Role::Server, KeyId::FIRST, false, reliable, now);
@@ -146,19 +146,19 @@ impl Negotiation {
         self.channel.as_ref()
     }
 
-    /// The key material of both sides, once it is there: ours, the peer's.
+    /// Returns the key material of this side and of the peer, once both are known.
     pub(crate) fn sources(&self) -> Option<(&KeySource, &KeySource)> {
         Some((self.own.as_ref()?, self.peer.as_ref()?))
     }
 
-    /// How far it has come, for whoever looks why it went no further.
+    /// Describes the progress, with hints for operators on why the negotiation stopped.
     pub(crate) fn stage(&self) -> &'static str {
         match (self.reset_received, self.secured, &self.peer) {
             (false, ..) => {
-                "no answer at all: look at address, port and firewall, and whether both sides use the same tls-auth or tls-crypt key and direction"
+                "no answer at all: check address, port and firewall, and that both sides use the same tls-auth or tls-crypt key and direction"
             }
             (true, false, _) => {
-                "the TLS handshake did not end: the peer may refuse our certificate silently (its log says why), or larger packets do not get through"
+                "the TLS handshake did not finish: the peer may refuse our certificate silently (its log says why), or larger packets may get lost"
             }
             (true, true, None) => {
                 "the peer sent no key-method message: the peer may refuse our certificate silently (its log says why)"
@@ -167,8 +167,8 @@ impl Negotiation {
         }
     }
 
-    /// Takes an opened packet of this key. `open` makes the TLS connection when it is its time. After a
-    /// failure nothing is taken but acknowledgements.
+    /// Processes an opened packet of this key. `open` creates the TLS connection when needed. After a failure
+    /// only acknowledgements are processed.
     pub(crate) fn input(
         &mut self,
         packet: &ControlPacket<'_>,
@@ -194,7 +194,7 @@ impl Negotiation {
         })
     }
 
-    /// TLS is over: what it has to say (an alert) is sent, nothing more.
+    /// Ends TLS after a failure. Pending TLS output, such as an alert, is still sent.
     pub(crate) fn fail(&mut self, now: Instant) {
         self.flush(now);
         self.failed = true;
@@ -217,7 +217,8 @@ impl Negotiation {
             };
             channel.receive(&payload, &mut self.records)?;
         }
-        // The peer may not know that there is a new key before it has acknowledged our RESET.
+        // Open TLS only after the peer has acknowledged our RESET. Earlier, the peer may not know about the
+        // new key.
         if self.channel.is_none() && self.reset_received && self.reliable.is_acknowledged() {
             self.channel = Some(open()?);
         }
@@ -233,7 +234,7 @@ impl Negotiation {
         Ok(())
     }
 
-    /// What the peer wrote as one TLS record.
+    /// Processes the plaintext of one TLS record from the peer.
     fn record(&mut self, record: &[u8], steps: &mut Vec<Step>) -> Result<(), Failure> {
         self.text.extend_from_slice(record);
         if self.peer.is_none() {
@@ -254,7 +255,7 @@ impl Negotiation {
         Ok(())
     }
 
-    /// Sends our key-method message, once.
+    /// Sends this side's key-method message. Called once per negotiation.
     pub(crate) fn send_key_method(
         &mut self,
         role: Role,
@@ -270,7 +271,7 @@ impl Negotiation {
         Ok(())
     }
 
-    /// Sends a text of the control channel as one record.
+    /// Sends a text of the control channel as one TLS record.
     pub(crate) fn send_text(&mut self, text: &str, now: Instant) -> Result<(), Failure> {
         let mut bytes = Vec::with_capacity(text.len() + 1);
         bytes.extend_from_slice(text.as_bytes());
@@ -289,7 +290,7 @@ impl Negotiation {
         Ok(())
     }
 
-    /// Moves TLS bytes into the send window.
+    /// Moves TLS output into the send window.
     fn flush(&mut self, now: Instant) {
         let Some(channel) = &mut self.channel else {
             return;
@@ -307,27 +308,27 @@ impl Negotiation {
         }
     }
 
-    /// Whether the peer has acknowledged everything.
+    /// Returns true if all output is sent and acknowledged.
     pub(crate) fn is_drained(&self) -> bool {
         self.reliable.is_acknowledged() && !self.channel.as_ref().is_some_and(Channel::has_output)
     }
 
-    /// Whether acknowledgements are owed.
+    /// Returns true if acknowledgements wait to be sent.
     pub(crate) fn owes_acks(&self) -> bool {
         self.reliable.owes_acks()
     }
 
-    /// Forgets the acknowledgements that are owed.
+    /// Drops the acknowledgements that wait to be sent.
     pub(crate) fn discard_acks(&mut self) {
         self.reliable.discard_acks();
     }
 
-    /// When there is something to be sent next.
+    /// Returns the time at which the next message is due.
     pub(crate) fn timeout(&self) -> Option<Instant> {
         self.reliable.timeout()
     }
 
-    /// The next packet that is due, if any. It is taken as sent.
+    /// Returns the next due packet, if any, and counts the packet as sent.
     pub(crate) fn transmit(
         &mut self,
         session: SessionId,

@@ -1,4 +1,4 @@
-//! The options string of the "options consistency check", which each side puts into its key method 2
+//! The options string of the "options consistency check". Each side sends the string in its key method 2
 //! message:
 //!
 //! ```text
@@ -6,7 +6,7 @@
 //! keysize 256,key-method 2,tls-client
 //! ```
 //!
-//! A peer only warns about differences, but uses two of the options: `cipher` where ciphers can not be
+//! A peer only warns about differences, but uses two of the options: `cipher` if ciphers cannot be
 //! negotiated, and `comp-lzo`.
 
 #[cfg(test)]
@@ -18,37 +18,36 @@ use crate::compress::Framing;
 use crate::wrap::KeyDirection;
 use std::fmt::Write;
 
-/// What carries the packets.
+/// Protocol that carries the packets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Transport {
-    /// A stream.
+    /// TCP, a byte stream.
     Tcp,
-    /// Datagrams.
+    /// UDP, one datagram per packet.
     Udp,
 }
 
-/// What a peer's options string says, as far as anything depends on it. What is missing or not
-/// understood is as if it were not there.
+/// Options string of a peer, as far as this crate uses the options. A malformed option counts as missing.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct PeerOptions {
-    /// The cipher where none is negotiated, as the peer spells it.
+    /// Cipher for use without negotiation, in the peer's spelling.
     pub cipher: Option<String>,
-    /// The digest of its MACs.
+    /// Digest of the peer's MACs.
     pub auth: Option<String>,
-    /// Whether payloads have a compression framing.
+    /// True if payloads have a compression framing.
     pub comp_lzo: bool,
-    /// Whether the peer splits packets with `fragment`, which needs a header that is not supported.
+    /// True if the peer splits packets with `fragment`, which needs an unsupported header.
     pub mtu_dynamic: bool,
-    /// Its largest packet on the wire, as it calculates it.
+    /// Largest packet on the wire, in bytes, as calculated by the peer.
     pub link_mtu: Option<u16>,
-    /// Its largest inner packet.
+    /// Largest inner packet of the peer, in bytes.
     pub tun_mtu: Option<u16>,
-    /// Whether it is a TAP peer, which carries Ethernet frames.
+    /// True for a TAP peer, which carries Ethernet frames.
     pub tap: bool,
 }
 
 impl PeerOptions {
-    /// Reads an options string.
+    /// Parses an options string.
     pub fn parse(options: &str) -> Self {
         let mut peer = Self::default();
         for option in options.split(',') {
@@ -68,8 +67,8 @@ impl PeerOptions {
     }
 }
 
-/// The string that a peer expects from us, made from its own: each side names its own role. With
-/// it, a stock peer's log stays clean.
+/// Returns the options string that a peer with the string `peer` expects: the same options with both roles
+/// swapped. A stock peer then logs no warnings.
 pub fn mirror(peer: &str) -> String {
     let mirrored = peer.split(',').map(|option| match option {
         "proto TCPv4_SERVER" => "proto TCPv4_CLIENT",
@@ -85,27 +84,27 @@ pub fn mirror(peer: &str) -> String {
     mirrored.collect::<Vec<_>>().join(",")
 }
 
-/// What our own string is made from, where there is no peer's to mirror.
+/// Input for this side's options string, used if no string of the peer can be mirrored.
 #[derive(Debug, Clone, Copy)]
 pub struct LocalOptions {
-    /// Ours.
+    /// Role of this side.
     pub role: Role,
-    /// What carries the packets.
+    /// Protocol that carries the packets.
     pub transport: Transport,
-    /// The largest inner packet.
+    /// Largest inner packet, in bytes.
     pub tun_mtu: u16,
-    /// The cipher where none is negotiated.
+    /// Cipher for use without negotiation.
     pub cipher: Cipher,
-    /// The digest of MACs.
+    /// Digest of the MACs.
     pub digest: Digest,
-    /// Of payloads, as configured.
+    /// Configured framing of payloads.
     pub framing: Framing,
-    /// Ours, if tls-auth is used.
+    /// Key direction of this side; `None` without tls-auth.
     pub tls_auth: Option<KeyDirection>,
 }
 
 impl LocalOptions {
-    /// Writes the string as stock does.
+    /// Builds the same string as stock.
     pub fn build(&self) -> String {
         let (role, proto) = match (self.role, self.transport) {
             (Role::Client, Transport::Tcp) => ("client", "TCPv4_CLIENT"),
@@ -146,7 +145,8 @@ impl LocalOptions {
         out
     }
 
-    /// Stock's calculation, which counts room that no packet uses; only equality matters.
+    /// Calculates the link MTU like stock, which counts room that no packet uses. Peers only compare the
+    /// values for equality.
     fn link_mtu(&self) -> u32 {
         const OPCODE: usize = 1;
         const PACKET_ID: usize = 4;

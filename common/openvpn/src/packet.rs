@@ -1,4 +1,4 @@
-//! The first byte of every packet, and control packets as they are inside of a [`wrap`](crate::wrap).
+//! The first byte of every packet, and the format of control packets inside a [`wrap`](crate::wrap).
 //!
 //! Integers are big-endian. A control packet without a wrap:
 //!
@@ -13,45 +13,45 @@ mod tests;
 use bytes::{BufMut, BytesMut};
 use rand::RngCore;
 
-/// The most acknowledgements in one packet; stock rejects a packet with more.
+/// Most acknowledgements in one packet; stock rejects packets with more.
 pub const MAX_ACKS: usize = 8;
 
-/// The first byte and the session id: what a wrap leaves in the clear.
+/// Length in bytes of the part that a wrap does not encrypt: the first byte and the session id.
 pub const CONTROL_HEADER_LEN: usize = 9;
 
-/// The peer id that stands for none.
+/// Reserved peer id that means "no peer id".
 pub const NO_PEER_ID: u32 = 0x00ff_ffff;
 
-/// What a packet is: the upper five bits of its first byte.
+/// Type of a packet: the upper five bits of its first byte.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum Opcode {
-    /// Key method 1, which no peer speaks any more.
+    /// Client's reset of key method 1, which peers no longer use.
     HardResetClientV1 = 1,
-    /// Key method 1, which no peer speaks any more.
+    /// Server's reset of key method 1, which peers no longer use.
     HardResetServerV1 = 2,
-    /// The start of a renegotiation, by either side.
+    /// Start of a renegotiation, by either side.
     SoftResetV1 = 3,
-    /// A piece of the TLS stream.
+    /// Piece of the TLS stream.
     ControlV1 = 4,
-    /// Acknowledgements and nothing else.
+    /// Acknowledgements only.
     AckV1 = 5,
-    /// Tunnel data without a peer id.
+    /// Data without a peer id.
     DataV1 = 6,
-    /// The first packet of a client.
+    /// First packet of a client.
     HardResetClientV2 = 7,
-    /// The first packet of a server.
+    /// First packet of a server.
     HardResetServerV2 = 8,
-    /// Tunnel data with a peer id.
+    /// Data with a peer id.
     DataV2 = 9,
-    /// The first packet of a client with tls-crypt-v2, its wrapped key behind it.
+    /// First packet of a client with tls-crypt-v2, followed by the client's wrapped key.
     HardResetClientV3 = 10,
-    /// [`ControlV1`](Self::ControlV1) with a wrapped tls-crypt-v2 key behind it.
+    /// [`ControlV1`](Self::ControlV1) followed by a wrapped tls-crypt-v2 key.
     ControlWkcV1 = 11,
 }
 
 impl Opcode {
-    /// The opcode of a packet that begins with `byte`.
+    /// Returns the opcode of a packet that begins with `byte`.
     pub fn of(byte: u8) -> Option<Self> {
         Some(match byte >> 3 {
             1 => Self::HardResetClientV1,
@@ -69,42 +69,42 @@ impl Opcode {
         })
     }
 
-    /// The first byte of a packet with this opcode.
+    /// Returns the first byte of a packet with this opcode.
     pub fn first_byte(self, key_id: KeyId) -> u8 {
         (self as u8) << 3 | key_id.0
     }
 }
 
-/// Which of the keys of a session a packet belongs to: 0 for the first, then 1 to 7 in turn.
+/// Number of a key in its session: 0 for the first key, then 1 to 7 in turn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, PartialOrd, Ord)]
 pub struct KeyId(u8);
 
 impl KeyId {
-    /// The key of the first negotiation of a session.
+    /// Key of the first negotiation of a session.
     pub const FIRST: Self = Self(0);
 
-    /// The key id of a packet that begins with `byte`.
+    /// Returns the key id of a packet that begins with `byte`.
     pub fn of(byte: u8) -> Self {
         Self(byte & 7)
     }
 
-    /// The id of the key after this one. 0 is only ever the first: 7 is followed by 1.
+    /// Returns the id of the next key. 7 is followed by 1, because 0 is only used for the first key.
     pub fn next(self) -> Self {
         Self(if self.0 >= 7 { 1 } else { self.0 + 1 })
     }
 
-    /// The number, 0 to 7.
+    /// Returns the number, 0 to 7.
     pub fn get(self) -> u8 {
         self.0
     }
 }
 
-/// The name that one side gives to its half of a session. It survives renegotiations.
+/// Id that one side chooses for its half of a session. Renegotiations keep the id.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct SessionId(pub [u8; 8]);
 
 impl SessionId {
-    /// A new one; never all zero, which stands for none.
+    /// Generates an id. Zero is reserved for "no session" and never generated.
     pub fn random(rng: &mut dyn RngCore) -> Self {
         let mut id = [0; 8];
         while id == [0; 8] {
@@ -114,7 +114,7 @@ impl SessionId {
     }
 }
 
-/// Up to [`MAX_ACKS`] message ids that their sender has received.
+/// Ids of up to [`MAX_ACKS`] received messages.
 #[derive(Clone, Copy, Default)]
 pub struct Acks {
     ids: [u32; MAX_ACKS],
@@ -122,12 +122,12 @@ pub struct Acks {
 }
 
 impl Acks {
-    /// None.
+    /// Creates an empty list.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Appends one; `false` if there is no room.
+    /// Appends `id`. Returns false if the list is full.
     pub fn push(&mut self, id: u32) -> bool {
         let Some(slot) = self.ids.get_mut(usize::from(self.len)) else {
             return false;
@@ -137,12 +137,12 @@ impl Acks {
         true
     }
 
-    /// The ids in their order on the wire.
+    /// Returns the ids in the order on the wire.
     pub fn as_slice(&self) -> &[u32] {
         self.ids.get(..usize::from(self.len)).unwrap_or_default()
     }
 
-    /// Whether there are none.
+    /// Returns true if the list is empty.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -163,7 +163,7 @@ impl PartialEq for Acks {
 impl Eq for Acks {}
 
 impl FromIterator<u32> for Acks {
-    /// The first [`MAX_ACKS`] of `ids`.
+    /// Collects the first [`MAX_ACKS`] of `ids`.
     fn from_iter<T: IntoIterator<Item = u32>>(ids: T) -> Self {
         let mut acks = Self::new();
         for id in ids.into_iter().take(MAX_ACKS) {
@@ -173,59 +173,60 @@ impl FromIterator<u32> for Acks {
     }
 }
 
-/// Why something is not a control packet that this crate takes.
+/// Reason why a packet is not a supported control packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum PacketError {
-    /// It ends before its own fields do.
+    /// The packet is shorter than its fields.
     #[error("packet is cut short")]
     Truncated,
-    /// No peer sends such an opcode.
+    /// The opcode is unknown.
     #[error("unknown opcode {0}")]
     Opcode(u8),
-    /// Tunnel data where a control packet is expected.
+    /// The packet is a data packet.
     #[error("not a control packet")]
     Data,
-    /// A reset of key method 1, which every peer since 2.0 can do without.
+    /// The packet is a reset of key method 1. Peers since 2.0 do not need key method 1.
     #[error("peer asks for key method 1, which is not supported")]
     KeyMethod1,
-    /// A packet with a wrapped client key.
+    /// The packet contains a wrapped client key.
     #[error("peer uses tls-crypt-v2, which is not supported: use tls-crypt or tls-auth")]
     TlsCryptV2,
-    /// More than [`MAX_ACKS`].
+    /// The packet has more than [`MAX_ACKS`] acknowledgements.
     #[error("{0} acknowledgements in one packet")]
     TooManyAcks(u8),
-    /// A session id of zeros, which stands for none.
+    /// The session id is zero, which means "no session".
     #[error("session id is zero")]
     NoSession,
 }
 
-/// One control packet, its payload borrowed from what it was parsed from.
+/// Control packet. The payload is borrowed from the parsed bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ControlPacket<'a> {
-    /// What it is; never tunnel data.
+    /// Type of the packet; never data.
     pub opcode: Opcode,
-    /// The negotiation that it belongs to.
+    /// Key of the packet's negotiation.
     pub key_id: KeyId,
-    /// The sender's session.
+    /// Session id of the sender.
     pub session: SessionId,
-    /// What the sender has received. From 2.6 on peers repeat recent ones.
+    /// Ids of messages that the sender has received. Peers from 2.6 on repeat recent ids.
     pub acks: Acks,
-    /// The receiver's session as the sender knows it; on the wire if and only if there are `acks`.
+    /// Session id of the receiver, as known to the sender. Present on the wire if and only if `acks` is not
+    /// empty.
     pub peer_session: Option<SessionId>,
-    /// The message id, which [`Opcode::AckV1`] has not.
+    /// Message id; `None` for [`Opcode::AckV1`].
     pub id: Option<u32>,
     /// TLS bytes; empty in resets.
     pub payload: &'a [u8],
 }
 
 impl<'a> ControlPacket<'a> {
-    /// Reads a packet that has no wrap.
+    /// Parses a packet without a wrap.
     pub fn parse(packet: &'a [u8]) -> Result<Self, PacketError> {
         let (header, rest) = ControlHeader::split(packet)?;
         Self::parse_rest(header, rest)
     }
 
-    /// Reads what a wrap covers, behind its header.
+    /// Parses the part after the header, which a wrap covers.
     pub fn parse_rest(header: ControlHeader, rest: &'a [u8]) -> Result<Self, PacketError> {
         let ControlHeader {
             opcode,
@@ -259,7 +260,7 @@ impl<'a> ControlPacket<'a> {
         })
     }
 
-    /// The first byte and the session id.
+    /// Returns the header: the first byte and the session id.
     pub fn header(&self) -> ControlHeader {
         ControlHeader {
             opcode: self.opcode,
@@ -274,8 +275,8 @@ impl<'a> ControlPacket<'a> {
         self.write_rest(out);
     }
 
-    /// Appends what a wrap covers, behind the header. Acknowledgements without the peer's session, whose
-    /// ids they would be, are left out.
+    /// Appends the part after the header, which a wrap covers. Acknowledgements are left out if the peer's
+    /// session id is missing, because the acknowledged messages belong to the peer's session.
     pub fn write_rest(&self, out: &mut BytesMut) {
         match self.peer_session {
             Some(peer) if !self.acks.is_empty() => {
@@ -294,20 +295,19 @@ impl<'a> ControlPacket<'a> {
     }
 }
 
-/// The part of a control packet that no wrap hides. It is worth nothing until the wrap is opened.
+/// Part of a control packet that no wrap encrypts. The header is not trustworthy until the wrap is opened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ControlHeader {
-    /// What the packet is; never tunnel data.
+    /// Type of the packet; never data.
     pub opcode: Opcode,
-    /// The negotiation that it belongs to.
+    /// Key of the packet's negotiation.
     pub key_id: KeyId,
-    /// The sender's session.
+    /// Session id of the sender.
     pub session: SessionId,
 }
 
 impl ControlHeader {
-    /// Reads the header, and returns what follows it. Fails for tunnel data and for what this crate does
-    /// not speak.
+    /// Splits a packet into its header and the rest. Fails for data packets and for unsupported opcodes.
     pub fn split(packet: &[u8]) -> Result<(Self, &[u8]), PacketError> {
         let (&first, rest) = packet.split_first().ok_or(PacketError::Truncated)?;
         let opcode = match Opcode::of(first).ok_or(PacketError::Opcode(first >> 3))? {
@@ -334,7 +334,7 @@ impl ControlHeader {
         ))
     }
 
-    /// The header as it is on the wire.
+    /// Returns the header in wire format.
     pub fn to_bytes(self) -> [u8; CONTROL_HEADER_LEN] {
         let mut bytes = [0; CONTROL_HEADER_LEN];
         let (first, session) = bytes.split_at_mut(1);
@@ -344,23 +344,22 @@ impl ControlHeader {
     }
 }
 
-/// The part of a tunnel data packet in front of what is encrypted. Of it, only a V2 packet with AEAD
-/// authenticates anything.
+/// Unencrypted header of a data packet. Only a V2 packet with an AEAD cipher authenticates its header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DataHeader {
-    /// Which key opens it.
+    /// Id of the key that opens the packet.
     pub key_id: KeyId,
-    /// Whose it is, in V2. [`NO_PEER_ID`] is given as it is.
+    /// Peer id of a V2 packet, including [`NO_PEER_ID`]; `None` for V1.
     pub peer_id: Option<u32>,
 }
 
 impl DataHeader {
-    /// The length of a header without a peer id.
+    /// Length in bytes of a header without a peer id.
     pub const V1_LEN: usize = 1;
-    /// The length of a header with one.
+    /// Length in bytes of a header with a peer id.
     pub const V2_LEN: usize = 4;
 
-    /// Its length on the wire.
+    /// Returns the length on the wire, in bytes.
     pub fn wire_len(&self) -> usize {
         if self.peer_id.is_some() {
             Self::V2_LEN
@@ -369,7 +368,7 @@ impl DataHeader {
         }
     }
 
-    /// Appends the header. Of a peer id, 24 bits are written.
+    /// Appends the header. Only the lower 24 bits of a peer id are written.
     pub fn write(&self, out: &mut BytesMut) {
         match self.peer_id {
             None => out.put_u8(Opcode::DataV1.first_byte(self.key_id)),
@@ -380,7 +379,7 @@ impl DataHeader {
         }
     }
 
-    /// Reads the header of a tunnel data packet; `None` if it is none.
+    /// Parses the header of a data packet. Returns `None` for any other packet.
     pub fn parse(packet: &[u8]) -> Option<Self> {
         let (&first, rest) = packet.split_first()?;
         let key_id = KeyId::of(first);

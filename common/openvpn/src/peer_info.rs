@@ -1,33 +1,33 @@
-//! What a client says of itself in its key method 2 message: lines of `IV_NAME=value`.
+//! The peer info: lines of `IV_NAME=value` in a client's key method 2 message.
 
 #[cfg(test)]
 mod tests;
 
 use crate::cipher::Cipher;
 
-/// The bits of `IV_PROTO`: what the peer can.
+/// Bits of `IV_PROTO`: abilities of the peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Protocol(pub u32);
 
 impl Protocol {
-    /// Data packets with a peer id.
+    /// Supports data packets with a peer id.
     pub const DATA_V2: Self = Self(1 << 1);
-    /// Wants its configuration without asking for it.
+    /// Expects its configuration without a request.
     pub const REQUEST_PUSH: Self = Self(1 << 2);
-    /// Can derive data keys from TLS.
+    /// Can derive data keys with the TLS exporter.
     pub const TLS_KEY_EXPORT: Self = Self(1 << 3);
-    /// Takes a keyword with AUTH_PENDING.
+    /// Accepts a keyword with AUTH_PENDING.
     pub const AUTH_PENDING_KEYWORD: Self = Self(1 << 4);
-    /// Knows the exit message in the control channel, and the pushed option `protocol-flags`.
+    /// Supports the exit message in the control channel, and the pushed option `protocol-flags`.
     pub const CC_EXIT_NOTIFY: Self = Self(1 << 7);
-    /// Knows AUTH_FAILED,TEMP.
+    /// Supports AUTH_FAILED,TEMP.
     pub const AUTH_FAIL_TEMP: Self = Self(1 << 8);
-    /// Can wrap renegotiations with keys of the session. Never offered by us.
+    /// Can wrap renegotiations with keys of the session. Never offered by this crate.
     pub const DYNAMIC_TLS_CRYPT: Self = Self(1 << 9);
-    /// Knows data packets with epochs. Never offered by us.
+    /// Supports data packets with epochs. Never offered by this crate.
     pub const DATA_EPOCH: Self = Self(1 << 10);
 
-    /// What our client can.
+    /// Abilities of this crate's client.
     pub const OURS: Self = Self(
         Self::DATA_V2.0
             | Self::REQUEST_PUSH.0
@@ -36,43 +36,42 @@ impl Protocol {
             | Self::AUTH_FAIL_TEMP.0,
     );
 
-    /// Without these bits.
+    /// Returns the bits without the bits of `other`.
     pub fn without(self, other: Self) -> Self {
         Self(self.0 & !other.0)
     }
 
-    /// Whether all bits of `other` are there.
+    /// Returns true if all bits of `other` are set.
     pub fn has(self, other: Self) -> bool {
         self.0 & other.0 == other.0
     }
 }
 
-/// A client's lines, as far as anything depends on them. What is missing or not understood is as if it
-/// were not there.
+/// Peer info of a client, as far as this crate uses the lines. A malformed line counts as missing.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct PeerInfo {
-    /// `IV_VER`, for logs: `2.5.2`.
+    /// `IV_VER`, for logs, such as `2.5.2`.
     pub version: Option<String>,
-    /// `IV_GUI_VER`, for logs: the program around OpenVPN's own, or in its place: `culvert/0.1.0`.
+    /// `IV_GUI_VER`, for logs: a program that uses OpenVPN's program or replaces it, such as `culvert/0.1.0`.
     pub program: Option<String>,
-    /// `IV_PLAT`, for logs: `linux`.
+    /// `IV_PLAT`, for logs, such as `linux`.
     pub platform: Option<String>,
     /// `IV_PROTO`.
     pub protocol: Protocol,
-    /// `IV_CIPHERS`, without those that are not supported; `None` if the line is not there.
+    /// `IV_CIPHERS` without unsupported ciphers; `None` if the line is missing.
     pub ciphers: Option<Vec<Cipher>>,
-    /// `IV_NCP`: 2 stands for AES-256-GCM and AES-128-GCM, for clients that have no list yet.
+    /// `IV_NCP`: 2 means AES-256-GCM and AES-128-GCM, for old clients without a list.
     pub ncp: u32,
-    /// `IV_MTU`: the largest `tun-mtu` that can be pushed.
+    /// `IV_MTU`: largest `tun-mtu` that can be pushed.
     pub mtu: Option<u16>,
-    /// `IV_COMP_STUBv2=1`: knows the framing `compress stub-v2`.
+    /// `IV_COMP_STUBv2=1`: supports the framing `compress stub-v2`.
     pub stub_v2: bool,
-    /// `IV_LZO_STUB=1` or `IV_LZO=1`: knows the framing of `comp-lzo`.
+    /// `IV_LZO_STUB=1` or `IV_LZO=1`: supports the framing of `comp-lzo`.
     pub lzo_stub: bool,
 }
 
 impl PeerInfo {
-    /// Reads the lines. The first of each name counts: a client's own settings may follow.
+    /// Parses the lines. The first line of each name counts, because a client's own settings may follow.
     pub fn parse(lines: &str) -> Self {
         let mut info = Self::default();
         let mut protocol = None;
@@ -97,22 +96,22 @@ impl PeerInfo {
         info
     }
 
-    /// Whether it is this crate's client: connections end there, in a process.
+    /// Returns true for this crate's client, which terminates connections in its own process.
     pub fn is_ours(&self) -> bool {
         let ours = |program: &String| program.starts_with(PROGRAM);
         self.version.is_none() && self.program.as_ref().is_some_and(ours)
     }
 
-    /// Whether a cipher can be pushed to this client.
+    /// Returns true if a cipher can be pushed to this client.
     pub fn can_negotiate(&self) -> bool {
         self.ciphers.is_some() || self.ncp >= 2
     }
 }
 
-/// What our client's `IV_GUI_VER` begins with.
+/// Start of `IV_GUI_VER` in the lines of this crate's client.
 const PROGRAM: &str = "culvert/";
 
-/// The lines that our client sends; `protocol` is what it can do.
+/// Returns the lines of this crate's client with the abilities `protocol`.
 pub fn client_lines(protocol: Protocol, ciphers: &[Cipher], tun_mtu: u16) -> String {
     let mut out = format!(
         "IV_GUI_VER={PROGRAM}{}\nIV_PLAT={}\nIV_TCPNL=1\nIV_MTU={tun_mtu}\nIV_CIPHERS={}\nIV_PROTO={}\n\

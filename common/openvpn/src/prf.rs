@@ -1,5 +1,5 @@
-//! The pseudo-random function of TLS 1.0 (RFC 2246, section 5), by which peers older than 2.6 derive
-//! the keys of the data channel. Peers that export keys from TLS do not need it.
+//! The pseudo-random function of TLS 1.0 (RFC 2246, section 5). Peers older than 2.6 derive the keys of the
+//! data channel with this function; peers that export keys from TLS do not need it.
 
 #[cfg(test)]
 mod tests;
@@ -9,11 +9,11 @@ use hmac::{Hmac, Mac};
 use md5::Md5;
 use sha1::Sha1;
 
-/// The block of both hashes, and so the longest key that HMAC takes as it is.
+/// Block size of both hashes in bytes, and thus the longest key that HMAC uses unchanged.
 const BLOCK: usize = 64;
 
-/// Fills `out` with P_MD5 xor P_SHA1 of `label` followed by `seed`, each keyed with one half of `secret`.
-/// The halves share the middle byte if there is one.
+/// Fills `out` with P_MD5 xor P_SHA1 of `label` followed by `seed`. Each hash is keyed with one half of
+/// `secret`; in a secret of odd length the halves share the middle byte.
 pub fn tls1_prf<const S: usize>(secret: &[u8; S], label: &[u8], seed: &[&[u8]], out: &mut [u8]) {
     const {
         assert!(
@@ -31,7 +31,7 @@ pub fn tls1_prf<const S: usize>(secret: &[u8; S], label: &[u8], seed: &[&[u8]], 
     xor_p_hash::<Hmac<Sha1>>(secret.iter().skip(S - half), update, out);
 }
 
-/// `out ^= P_hash`, which is HMAC(A(1) + seed), HMAC(A(2) + seed), ... where A(0) is the seed and A(i) is
+/// Computes `out ^= P_hash`. P_hash is HMAC(A(1) + seed), HMAC(A(2) + seed), ..., with A(0) = seed and A(i) =
 /// HMAC(A(i - 1)).
 fn xor_p_hash<'a, M: Mac + KeyInit + Clone>(
     secret: impl Iterator<Item = &'a u8>,

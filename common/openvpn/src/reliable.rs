@@ -1,8 +1,8 @@
-//! The reliability layer of the control channel: numbered messages that are kept until they are
-//! acknowledged, put in order again, and the acknowledgements that are still owed.
+//! The reliability layer of the control channel: keeps numbered messages until the peer acknowledges them,
+//! restores the order of received messages, and queues acknowledgements.
 //!
-//! One [`Reliable`] belongs to one key negotiation: ids start at 0 with its RESET in either
-//! direction. OpenVPN over TCP uses the very same layer, just without loss.
+//! One [`Reliable`] belongs to one key negotiation: in both directions the RESET has id 0. OpenVPN over TCP
+//! uses the same layer, but without loss.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -12,64 +12,65 @@ use crate::packet::{Acks, MAX_ACKS};
 #[cfg(test)]
 mod tests;
 
-/// Messages that may be unacknowledged at once. Peers up to 2.5 buffer 8, but only 4 send slots are
-/// common to all versions.
+/// Most messages that may be unacknowledged at once. Peers up to 2.5 buffer 8 messages, but only 4 send slots
+/// are common to all versions.
 pub const SEND_WINDOW: usize = 4;
 
-/// Messages that are accepted ahead of the next one in order, itself included: as many as 2.6 keeps,
-/// whose send window is 6.
+/// Size of the receive window in messages, including the next message in order. Stock 2.6 keeps as many
+/// messages, and has a send window of 6.
 pub const RECEIVE_WINDOW: usize = 12;
 
-/// Acknowledgements that ride on a packet with a payload. SoftEther takes no more than these.
+/// Most acknowledgements in a packet with a payload. SoftEther accepts no more.
 pub const MAX_PIGGYBACK: usize = 4;
 
-/// Acknowledgements that are remembered while the owner does not ask for output: a full receive
-/// window and as many duplicates.
+/// Most acknowledgements that are queued until the owner polls for output: a full receive window and as many
+/// duplicates.
 const MAX_PENDING_ACKS: usize = 2 * RECEIVE_WINDOW;
 
-/// A message that was overtaken by this many acknowledged ones is sent again at once.
+/// Number of acknowledged later messages after which an unacknowledged message is sent again at once.
 const EARLY_RESEND_AFTER: u8 = 3;
 
-/// The longest pause between two attempts. The doubling would reach it only after five of them.
+/// Longest pause between two attempts. Doubling from 2 s reaches this limit only after five attempts.
 const MAX_RETRY: Duration = Duration::from_secs(60);
 
-/// A message that waits for its acknowledgement.
+/// Message that waits for its acknowledgement.
 #[derive(Debug)]
 struct Outstanding<K> {
     id: u32,
     kind: K,
     payload: Vec<u8>,
-    /// When it is to be sent; the first time at once.
+    /// Time of the next attempt. The first attempt is due at once.
     due: Instant,
-    /// The pause after the next attempt.
+    /// Pause after the next attempt.
     retry: Duration,
-    /// Messages sent after this one that were acknowledged before it.
+    /// Number of later messages acknowledged since the last attempt.
     overtaken: u8,
 }
 
-/// A message to put on the wire now.
+/// Message to be sent now.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Transmit<'a, K> {
-    /// Its number.
+    /// Message id.
     pub id: u32,
-    /// What was given to [`Reliable::push`].
+    /// Kind passed to [`Reliable::push`].
     pub kind: K,
-    /// Its bytes.
+    /// Payload passed to [`Reliable::push`].
     pub payload: &'a [u8],
 }
 
-/// What became of a numbered message from the peer.
+/// Outcome of a numbered message from the peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Received {
-    /// New, and kept until all before it are there.
+    /// New message, kept until all earlier messages have arrived.
     New,
-    /// Seen before: only acknowledged once more, since the first acknowledgement may be lost.
+    /// Repeated message, only acknowledged again, because the first acknowledgement may be lost.
     Duplicate,
-    /// Too far ahead, or more than can be acknowledged: dropped, the peer sends it again.
+    /// Message beyond the receive window, or with a full queue of acknowledgements. The message is dropped,
+    /// and the peer sends it again.
     Refused,
 }
 
-/// Both directions of one negotiation's control channel. `K` is what tells a RESET from a CONTROL.
+/// Both directions of one negotiation's control channel. `K` distinguishes a RESET from a CONTROL message.
 #[derive(Debug)]
 pub struct Reliable<K> {
     next_send: u32,
@@ -78,19 +79,19 @@ pub struct Reliable<K> {
     next_receive: u32,
     received: VecDeque<Option<(K, Vec<u8>)>>,
     acks: VecDeque<u32>,
-    /// Acknowledgements that were sent last, to be repeated where there is room (as 2.6 does): one that
-    /// is lost would cost the peer a retransmission, and us a packet that is not understood without it.
+    /// Acknowledgements that were sent last, repeated in packets with room, as in 2.6. A lost acknowledgement
+    /// costs the peer a retransmission, and may make a packet of this side useless to the peer.
     acked: VecDeque<u32>,
 }
 
 impl<K: Copy> Reliable<K> {
-    /// Both directions start at id 0. `first_retry` is the pause before the first retransmission
-    /// (`tls-timeout`, 2 s); it doubles each time.
+    /// Creates a state in which both directions start at id 0. `first_retry` is the pause before the first
+    /// retransmission (`tls-timeout`, 2 s); the pause doubles with each attempt.
     pub fn new(first_retry: Duration) -> Self {
         Self::after_reset(first_retry, 0)
     }
 
-    /// Both directions start at `id`: 1 where the RESETs were exchanged without state.
+    /// Creates a state in which both directions start at `id`: 1 after a stateless exchange of the RESETs.
     pub fn after_reset(first_retry: Duration, id: u32) -> Self {
         Self {
             next_send: id,
@@ -103,7 +104,8 @@ impl<K: Copy> Reliable<K> {
         }
     }
 
-    /// Messages that may be pushed now. The window is counted from the oldest unacknowledged one.
+    /// Returns the number of messages that may be pushed now. The window starts at the oldest unacknowledged
+    /// message.
     pub fn window(&self) -> usize {
         let used = self
             .sent
@@ -112,7 +114,7 @@ impl<K: Copy> Reliable<K> {
         SEND_WINDOW.saturating_sub(used)
     }
 
-    /// Numbers a message and has it sent; false if the window is full.
+    /// Numbers a message and queues it for sending. Returns false if the window is full.
     pub fn push(&mut self, kind: K, payload: Vec<u8>, now: Instant) -> bool {
         if self.window() == 0 {
             return false;
@@ -130,13 +132,13 @@ impl<K: Copy> Reliable<K> {
         true
     }
 
-    /// Whether everything that was pushed has been acknowledged.
+    /// Returns true if every pushed message is acknowledged.
     pub fn is_acknowledged(&self) -> bool {
         self.sent.is_empty()
     }
 
-    /// The peer has the message `id`. Ids that are not outstanding are normal: 2.6 and later repeat
-    /// acknowledgements.
+    /// Processes an acknowledgement of message `id`. An id that is not outstanding is normal, because peers
+    /// from 2.6 on repeat acknowledgements.
     pub fn acknowledged(&mut self, id: u32) {
         let Some(at) = self.sent.iter().position(|message| message.id == id) else {
             return;
@@ -147,7 +149,7 @@ impl<K: Copy> Reliable<K> {
         }
     }
 
-    /// A numbered message arrived.
+    /// Processes a numbered message from the peer.
     pub fn receive(&mut self, id: u32, kind: K, payload: &[u8]) -> Received {
         let ahead = id.wrapping_sub(self.next_receive);
         if ahead > u32::MAX / 2 {
@@ -174,14 +176,14 @@ impl<K: Copy> Reliable<K> {
         Received::New
     }
 
-    /// The next message in order, if it is there.
+    /// Returns the next message in order, if it has arrived.
     pub fn deliver(&mut self) -> Option<(K, Vec<u8>)> {
         self.received.front()?.as_ref()?;
         self.next_receive = self.next_receive.wrapping_add(1);
         self.received.pop_front().flatten()
     }
 
-    /// Notes an acknowledgement to be sent. False if too many wait already.
+    /// Queues an acknowledgement. Returns false if the queue is full.
     fn owe(&mut self, id: u32) -> bool {
         if self.acks.contains(&id) {
             return true;
@@ -193,13 +195,13 @@ impl<K: Copy> Reliable<K> {
         true
     }
 
-    /// Whether acknowledgements wait to be sent.
+    /// Returns true if acknowledgements wait to be sent.
     pub fn owes_acks(&self) -> bool {
         !self.acks.is_empty()
     }
 
-    /// Takes up to `most` acknowledgements, oldest first; earlier ones are repeated up to
-    /// [`MAX_PIGGYBACK`].
+    /// Removes and returns up to `most` acknowledgements, oldest first. Acknowledgements sent before are
+    /// repeated while the result has less than [`MAX_PIGGYBACK`] ids.
     pub fn take_acks(&mut self, most: usize) -> Acks {
         let mut acks = Acks::new();
         let count = most.min(self.acks.len());
@@ -216,12 +218,12 @@ impl<K: Copy> Reliable<K> {
         acks
     }
 
-    /// Forgets the acknowledgements that are owed.
+    /// Drops the acknowledgements that wait to be sent.
     pub fn discard_acks(&mut self) {
         self.acks.clear();
     }
 
-    /// The oldest message whose time has come. It is taken as sent.
+    /// Returns the oldest due message and counts the message as sent.
     pub fn transmit(&mut self, now: Instant) -> Option<Transmit<'_, K>> {
         let message = self
             .sent
@@ -237,13 +239,14 @@ impl<K: Copy> Reliable<K> {
         })
     }
 
-    /// When [`Reliable::transmit`] has something next; an instant in the past if it has now.
+    /// Returns the time at which [`Reliable::transmit`] has a message; a time in the past if a message is due
+    /// already.
     pub fn timeout(&self) -> Option<Instant> {
         self.sent
             .iter()
             .map(|message| {
                 if message.overtaken >= EARLY_RESEND_AFTER {
-                    // Due whenever asked: what the peer acknowledged since then overtook it.
+                    // The message is due at once: return a time that is not in the future.
                     message
                         .due
                         .checked_sub(message.retry)

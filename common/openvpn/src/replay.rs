@@ -1,4 +1,4 @@
-//! Which packet ids have been received, so that none is taken twice.
+//! Replay protection: records received packet ids, so that no packet is accepted twice.
 
 #[cfg(test)]
 mod tests;
@@ -8,52 +8,53 @@ use std::time::{Duration, Instant};
 const WORD_BITS: u32 = u64::BITS;
 const WORDS: u32 = 32;
 
-/// How far behind the newest id one is still taken. Stock's default is 64, which drops what
-/// arrives late on fast links; a bit per id costs next to nothing.
+/// Number of ids in the window, up to the newest id. Stock's default is 64, which drops late packets on fast
+/// links; one bit per id costs next to nothing.
 pub const WINDOW: u32 = (WORDS - 1) * WORD_BITS;
 
-/// How long after a newer packet a missing one is still taken, at least; at most it is twice as
+/// Shortest time for which a missing packet is accepted after a newer packet; the longest time is twice as
 /// long. Stock's default.
 pub const MAX_AGE: Duration = Duration::from_secs(15);
 
-/// Why a packet id is not taken.
+/// Reason why a packet id is rejected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum ReplayError {
-    /// 0 is never sent.
+    /// The id is 0, which is never sent.
     #[error("packet id is zero")]
     Zero,
-    /// It was received before.
+    /// The id was received before.
     #[error("packet id {0} was received before")]
     Repeated(u32),
-    /// Too far behind the newest id, or too long after newer ones.
+    /// The id is too far behind the newest id, or arrived too long after newer ids.
     #[error("packet id {0} is too old")]
     TooOld(u32),
-    /// The time of a long packet id is before that of an earlier one.
+    /// The time of a long packet id is earlier than the time of a previous id.
     #[error("packet time {0} goes backwards")]
     TimeBackwards(u32),
 }
 
-/// The ids of one key and direction: a ring of bits behind the newest.
+/// Received ids of one key and direction: a ring of bits that ends at the newest id.
 ///
-/// Ask with [`check`](Self::check) before a packet is authenticated, and [`record`](Self::record) it
-/// only afterwards: what anyone may have sent must not move the window.
+/// Call [`check`](Self::check) before a packet is authenticated, and [`record`](Self::record) only
+/// afterwards: a forged packet must not move the window.
 #[derive(Debug, Clone, Default)]
 pub struct ReplayWindow {
     newest: u32,
     seen: [u64; WORDS as usize],
-    /// Ids up to this one are too old by time.
+    /// Largest id that is too old by time.
     expired: u32,
-    /// The newest id at some moment, less than twice `MAX_AGE` ago while packets arrive.
+    /// Newest id at an earlier time. The first packet after `MAX_AGE` moves the id to `expired` and sets a
+    /// new mark.
     mark: Option<(u32, Instant)>,
 }
 
 impl ReplayWindow {
-    /// A window in which everything is new.
+    /// Creates a window without received ids.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Whether `id` may be taken.
+    /// Returns an error if a packet with this id must be rejected.
     pub fn check(&self, id: u32) -> Result<(), ReplayError> {
         if id == 0 {
             return Err(ReplayError::Zero);
@@ -70,7 +71,7 @@ impl ReplayWindow {
         }
     }
 
-    /// Notes that `id`, which [`check`](Self::check) allowed, was received by `now`.
+    /// Records that `id`, which [`check`](Self::check) allowed, was received at `now`.
     pub fn record(&mut self, id: u32, now: Instant) {
         if id > self.newest {
             let steps = (id / WORD_BITS - self.newest / WORD_BITS).min(WORDS);
@@ -103,21 +104,21 @@ fn bit(id: u32) -> u64 {
     1 << (id % WORD_BITS)
 }
 
-/// A packet id in long form, as control packets carry it inside of their wraps: a count, and the
-/// sender's time in seconds, so that a sender that starts anew is not taken for a replay.
+/// Long packet id of control packets inside their wraps: a counter, and the sender's time in seconds. After a
+/// restart the sender's time is later, so its packets do not count as replays.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LongId {
-    /// Counts from 1 while the time stays.
+    /// Counter; starts at 1 for each value of `time`.
     pub id: u32,
-    /// Unix time in seconds; may stay what it was when the session began.
+    /// Unix time in seconds; may remain the start time of the session.
     pub time: u32,
 }
 
 impl LongId {
-    /// Its length on the wire.
+    /// Length on the wire, in bytes.
     pub const LEN: usize = 8;
 
-    /// Reads it.
+    /// Parses the wire format.
     pub fn from_bytes(bytes: [u8; Self::LEN]) -> Self {
         let value = u64::from_be_bytes(bytes);
         Self {
@@ -126,13 +127,13 @@ impl LongId {
         }
     }
 
-    /// As it is on the wire.
+    /// Returns the wire format.
     pub fn to_bytes(self) -> [u8; Self::LEN] {
         (u64::from(self.id) << 32 | u64::from(self.time)).to_be_bytes()
     }
 }
 
-/// The long ids of one direction of a session. A later time starts an empty window.
+/// Replay window for the long ids of one direction of a session. A later time starts an empty window.
 #[derive(Debug, Clone, Default)]
 pub struct LongReplayWindow {
     time: u32,
@@ -140,7 +141,7 @@ pub struct LongReplayWindow {
 }
 
 impl LongReplayWindow {
-    /// Whether `id` may be taken.
+    /// Returns an error if a packet with this id must be rejected.
     pub fn check(&self, id: LongId) -> Result<(), ReplayError> {
         match id.time.cmp(&self.time) {
             std::cmp::Ordering::Less => Err(ReplayError::TimeBackwards(id.time)),
@@ -150,7 +151,7 @@ impl LongReplayWindow {
         }
     }
 
-    /// Notes that `id`, which [`check`](Self::check) allowed, was received by `now`.
+    /// Records that `id`, which [`check`](Self::check) allowed, was received at `now`.
     pub fn record(&mut self, id: LongId, now: Instant) {
         if id.time > self.time {
             *self = Self {

@@ -1,16 +1,15 @@
 //! One OpenVPN session in either role, without I/O: control channel, keys, data channel, timers.
 //!
-//! # How an owner drives it
+//! # Usage
 //!
-//! * TCP: cut the stream into packets (`u16` length, then so many bytes) and give each to
-//!   [`Session::input`]; UDP: give it each datagram.
-//! * After every call that takes `now`, drain [`Session::poll_event`] and [`Session::poll_output`],
-//!   then sleep until [`Session::poll_timeout`] or the next input. At the timeout call
-//!   [`Session::handle_timeout`].
-//! * Inner packets go in by [`Session::seal`], which encrypts straight into the owner's buffer, and
-//!   come out by the callback of [`Session::input`], decrypted in place. Neither allocates.
-//! * Over TCP the bytes of `seal` and `poll_output` go out in the order in which they were made: a
-//!   stock peer ends the connection at a packet id that goes backwards.
+//! * TCP: split the stream into packets (a `u16` length, then the packet) and pass each packet to
+//!   [`Session::input`]. UDP: pass each datagram.
+//! * After every call with `now`, drain [`Session::poll_event`] and [`Session::poll_output`], then sleep
+//!   until [`Session::poll_timeout`] or the next input. At the timeout call [`Session::handle_timeout`].
+//! * [`Session::seal`] encrypts outgoing inner packets straight into the owner's buffer. The callback of
+//!   [`Session::input`] receives incoming inner packets, decrypted in place. Neither path allocates.
+//! * Over TCP, send the bytes of `seal` and `poll_output` in the order of the calls: a stock peer ends the
+//!   connection if a packet id goes backwards.
 
 mod client;
 mod config;
@@ -49,23 +48,23 @@ pub use stats::{Dropped, Stats};
 use keys::{Agreed, Ids, Keys};
 use timers::Clocks;
 
-/// How long what is left to be said at the end is repeated.
+/// Longest time after the end of a session for which remaining messages are repeated.
 const LINGER: Duration = Duration::from_secs(5);
 
-/// What the server tells a client it lets in. Each option is one string as in a config file (`route
-/// 10.20.0.1`, `topology net30`, `ifconfig 10.20.0.6 10.20.0.5`, `ping 5`), without commas. Cipher,
-/// peer-id, protocol flags, MTU and compression are added by the session, from what was negotiated.
+/// Options that the server pushes to an accepted client. Each option is one string as in a config file
+/// (`route 10.20.0.1`, `topology net30`, `ifconfig 10.20.0.6 10.20.0.5`, `ping 5`), without commas. The
+/// session adds the negotiated cipher, peer-id, protocol flags, MTU and compression.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Push {
-    /// In the order in which they are sent.
+    /// Options in the order of sending.
     pub options: Vec<String>,
 }
 
-/// The role, with what belongs to it.
+/// Role of the session, with its configuration.
 #[derive(Clone)]
 enum Side {
     Client(Arc<ClientConfig>),
-    /// With the peer-id of its data packets.
+    /// Configuration, and the peer-id for data packets.
     Server(Arc<ServerConfig>, u32),
 }
 
@@ -85,58 +84,59 @@ impl Side {
     }
 }
 
-/// Which of the two negotiations of a session.
+/// Selects one of the two negotiations of a session.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Slot {
-    /// The one in use.
+    /// Negotiation in use.
     Current,
-    /// A renegotiation.
+    /// Renegotiation.
     Next,
 }
 
-/// The end of a session.
+/// State of a session after its end.
 struct End {
-    /// When to stop repeating what is left to be said.
+    /// Time at which the session stops repeating messages.
     until: Instant,
-    /// That moment has passed.
+    /// Set when nothing more is sent: after `until`, or without a peer to notify.
     over: bool,
-    /// OCC's exit notifications that are still to be sent, one each second.
+    /// Number of OCC exit notifications still to be sent, one per second.
     exits: u8,
     next_exit: Instant,
 }
 
-/// One session with one peer.
+/// Session with one peer.
 pub struct Session {
     side: Side,
     own: SessionId,
-    /// Both session ids, once the peer's is known.
+    /// Session ids of both sides, once the peer's id is known.
     ids: Option<Ids>,
     wrap: Wrap,
     current: Option<Negotiation>,
     next: Option<Negotiation>,
     keys: Keys,
     agreed: Option<Agreed>,
-    /// A server's view of its client, and the other way round.
+    /// Server role: state about the client.
     client: server::Client,
+    /// Client role: state about the server.
     server: client::Server,
-    /// A server's PUSH_REPLY.
+    /// Server role: texts of the PUSH_REPLY.
     reply: Vec<String>,
-    /// Texts that wait for the end of a renegotiation.
+    /// Texts to be sent after the renegotiation.
     texts: VecDeque<String>,
     events: VecDeque<Event>,
     clocks: Clocks,
     ended: Option<End>,
     stats: Stats,
-    /// What a client says of itself, where a test has it pretend to be another.
+    /// Peer info that a test substitutes for the client's own.
     #[cfg(test)]
     pretended: Option<String>,
-    /// Its options string.
+    /// Options string that a test substitutes for the client's own.
     #[cfg(test)]
     pretended_options: Option<String>,
 }
 
 impl Session {
-    /// A client's side: its first packet is in [`Session::poll_output`].
+    /// Creates a session in the client role. [`Session::poll_output`] returns the first packet.
     pub fn client(config: Arc<ClientConfig>, now: Instant) -> Self {
         let first_retry = config.common.timers.tls_timeout;
         let own = SessionId::random(&mut rand::rng());
@@ -146,14 +146,14 @@ impl Session {
         this
     }
 
-    /// A server's side, which waits for the client's first packet. `peer_id` (24 bits) goes into its data
-    /// packets; only a hub gives it a meaning.
+    /// Creates a session in the server role, which waits for the client's first packet. Outgoing data packets
+    /// contain `peer_id` (24 bits); only a hub uses the value.
     pub fn server(config: Arc<ServerConfig>, peer_id: u32, now: Instant) -> Self {
         let own = SessionId::random(&mut rand::rng());
         Self::new(Side::Server(config, peer_id), own, now)
     }
 
-    /// A server's side whose RESETs were exchanged without state.
+    /// Creates a session in the server role after a stateless exchange of the RESETs.
     pub(crate) fn after_cookie(
         config: Arc<ServerConfig>,
         peer_id: u32,
@@ -197,9 +197,9 @@ impl Session {
         }
     }
 
-    /// Takes one packet from the peer (without TCP's length), which is decrypted in place. Inner packets
-    /// are handed to `inner`. An error says why the packet was dropped and is counted already; what ends
-    /// the session is told by [`Session::poll_event`] alone.
+    /// Processes one packet from the peer, without TCP's length. The packet is decrypted in place, and an
+    /// inner packet is passed to `inner`. An error is the reason why the packet was dropped, and is counted
+    /// already. Only [`Session::poll_event`] reports the end of the session.
     pub fn input(
         &mut self,
         packet: &mut [u8],
@@ -253,8 +253,9 @@ impl Session {
         Ok(())
     }
 
-    /// Encrypts one inner packet and appends it to `out`, over TCP with its length. Fails, with `out` as
-    /// it was, before [`Event::Established`], after the end, and for packets larger than the agreed MTU.
+    /// Encrypts one inner packet and appends the result to `out`, over TCP with its length. Fails before
+    /// [`Event::Established`], after the end of the session, and for packets larger than the agreed MTU. On
+    /// error `out` is unchanged.
     pub fn seal(
         &mut self,
         inner: &[u8],
@@ -275,7 +276,7 @@ impl Session {
         Ok(())
     }
 
-    /// Also pings and the like.
+    /// Seals an inner packet, a ping or an exit notification.
     fn seal_payload(
         &mut self,
         payload: &[u8],
@@ -299,8 +300,8 @@ impl Session {
         Ok(())
     }
 
-    /// Appends one packet of the control channel, or a ping, to `out` (over TCP with its length). False
-    /// if there is none now.
+    /// Appends one control packet, ping or exit notification to `out`, over TCP with its length. Returns
+    /// false if no packet is due.
     pub fn poll_output(&mut self, now: Instant, out: &mut BytesMut) -> bool {
         self.control_output(now, out) || self.exit_output(now, out) || self.ping_output(now, out)
     }
@@ -309,7 +310,7 @@ impl Session {
         if self.ended.is_some() || self.clocks.ping_at().is_none_or(|at| at > now) {
             return false;
         }
-        // Also where it cannot be sent: the next one is due in its time.
+        // Restart the interval even if this ping cannot be sent.
         self.clocks.sent(now);
         self.seal_payload(&PING, now, out).is_ok()
     }
@@ -325,26 +326,27 @@ impl Session {
         self.seal_payload(&EXIT, now, out).is_ok()
     }
 
-    /// The next thing to be known.
+    /// Returns the next event.
     pub fn poll_event(&mut self) -> Option<Event> {
         self.events.pop_front()
     }
 
-    /// The TCP connection has ended. A stock peer ends it without a word when it refuses our certificate: its
-    /// alert never leaves it.
+    /// Ends the session after the end of the TCP connection. A stock peer that refuses our certificate closes
+    /// the connection without sending its TLS alert.
     pub fn disconnected(&mut self, now: Instant) {
         let stage = self.agreed.is_none().then(|| self.stage());
         self.end(Ended::Disconnected { stage }, now);
     }
 
-    /// Leaves: tells the peer (EXIT, or OCC's EXIT as it can) and ends with [`Ended::Closed`]. Over TCP
-    /// closing the connection says it all.
+    /// Ends the session with [`Ended::Closed`]. Over UDP the peer is notified with EXIT in the control
+    /// channel or with OCC's EXIT, depending on its abilities. Over TCP the end of the connection is enough.
     pub fn close(&mut self, now: Instant) {
         let udp = self.side.common().transport == Transport::Udp;
         if !self.is_ended() {
             self.leave(udp, now);
         }
-        // Nor is anything owed there to who never got in, whatever it has not acknowledged.
+        // Over TCP a session that was never established sends nothing more, even if messages are
+        // unacknowledged.
         if !udp
             && self.agreed.is_none()
             && let Some(end) = &mut self.ended
@@ -355,7 +357,7 @@ impl Session {
 
     fn leave(&mut self, udp: bool, now: Instant) {
         let tell = self.agreed.filter(|_| udp);
-        // During a renegotiation a text would have to wait.
+        // During a renegotiation a control text would have to wait.
         let by_control = tell.is_some_and(|agreed| agreed.cc_exit) && self.next.is_none();
         if by_control {
             self.say(crate::control::EXIT, now);
@@ -370,12 +372,12 @@ impl Session {
         }
     }
 
-    /// Ends the session, once.
+    /// Ends the session. Only the first call has an effect.
     fn end(&mut self, reason: Ended, now: Instant) {
         if self.ended.is_none() {
             self.ended = Some(End {
                 until: now + LINGER,
-                // Nobody is there to be told.
+                // Without the peer's session id there is no peer to notify.
                 over: self.ids.is_none(),
                 exits: 0,
                 next_exit: now,
@@ -384,17 +386,17 @@ impl Session {
         }
     }
 
-    /// Whether [`Event::Established`] has come, and [`Event::Ended`] has not.
+    /// Returns true between [`Event::Established`] and [`Event::Ended`].
     pub fn is_established(&self) -> bool {
         self.agreed.is_some() && self.ended.is_none()
     }
 
-    /// Whether [`Event::Ended`] has come.
+    /// Returns true after [`Event::Ended`].
     pub fn is_ended(&self) -> bool {
         self.ended.is_some()
     }
 
-    /// Whether the session has ended and nothing is left to be sent or acknowledged.
+    /// Returns true if the session has ended and nothing is left to be sent or acknowledged.
     pub fn is_finished(&self) -> bool {
         let talking = self.next.as_ref().or(self.current.as_ref());
         self.ended.as_ref().is_some_and(|end| {
@@ -403,12 +405,12 @@ impl Session {
         })
     }
 
-    /// Whether [`Session::poll_event`] has something.
+    /// Returns true if [`Session::poll_event`] has an event.
     pub(crate) fn has_events(&self) -> bool {
         !self.events.is_empty()
     }
 
-    /// Whether [`Session::poll_output`] may have something now.
+    /// Returns true if [`Session::poll_output`] may have a packet now.
     pub(crate) fn has_output(&self, now: Instant) -> bool {
         let due = |at: Option<Instant>| at.is_some_and(|at| at <= now);
         let talking = self.next.as_ref().or(self.current.as_ref());
@@ -422,26 +424,27 @@ impl Session {
             || due(self.clocks.ping_at())
     }
 
-    /// Whether the key is used up so far that a new one should be negotiated now.
+    /// Returns true if a new key should be negotiated now.
     pub(crate) fn wants_new_key(&self, now: Instant) -> bool {
         self.next.is_none() && self.clocks.renegotiate_at.is_some_and(|at| at <= now)
     }
 
-    /// Server role: other certificates, from the next negotiation on. What was agreed stays.
+    /// Replaces the configuration (server role). New certificates are used from the next negotiation on;
+    /// agreed parameters stay.
     pub fn set_config(&mut self, config: Arc<ServerConfig>) {
         if let Side::Server(ours, _) = &mut self.side {
             *ours = config;
         }
     }
 
-    /// Counters.
+    /// Returns the counters.
     pub fn stats(&self) -> &Stats {
         &self.stats
     }
 }
 
-/// What tls-auth and tls-crypt call the time of a packet, which is that of the session's begin. Nothing
-/// else asks for the time of day.
+/// Returns the Unix time in seconds, for the packet ids of tls-auth and tls-crypt. All packets of a session
+/// contain its start time. Nothing else uses the time of day.
 pub(crate) fn unix_time() -> u32 {
     let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
     since.map_or(1, |since| {
@@ -449,7 +452,7 @@ pub(crate) fn unix_time() -> u32 {
     })
 }
 
-/// Appends what `build` appends, over TCP with its length.
+/// Appends the output of `build`, over TCP with its length.
 fn framed<E: From<framing::LengthError>>(
     transport: Transport,
     out: &mut BytesMut,
@@ -461,18 +464,18 @@ fn framed<E: From<framing::LengthError>>(
     }
 }
 
-/// Why an inner packet is not sent. It is dropped; nothing else happens.
+/// Reason why an inner packet is dropped instead of sent. The session continues.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum SealError {
-    /// There are no keys yet, or the session has ended.
+    /// The session has no keys yet, or has ended.
     #[error("no established session")]
     NotEstablished,
-    /// Larger than the agreed `tun-mtu`.
+    /// The packet is larger than the agreed `tun-mtu`.
     #[error("packet larger than the tunnel's MTU")]
     TooLarge,
-    /// All packet ids of the key are used and a new one is not there yet.
-    #[error("the key is used up")]
+    /// All packet ids of the key are used, and the next key is not ready.
+    #[error("all packet ids of the key are used")]
     Exhausted,
 }
 

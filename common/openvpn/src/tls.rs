@@ -1,12 +1,12 @@
-//! TLS of the control channel: rustls without sockets, in both roles.
+//! The TLS of the control channel: rustls without sockets, in both roles.
 //!
-//! OpenVPN's certificates are not the web's: names are never matched against a host, sessions are
-//! never resumed, there is no SNI, and every negotiation of keys is a TLS connection of its own. What
-//! is decided by an operator's files is in [`ServerTls`] and [`ClientTls`]; replacing their `Arc` is
-//! how certificates are renewed.
+//! OpenVPN uses certificates in another way than the web: names are never matched against a host, sessions
+//! are never resumed, SNI is not sent, and every key negotiation is a separate TLS connection. [`ServerTls`]
+//! and [`ClientTls`] contain the settings from an operator's files; to renew certificates, replace their
+//! `Arc`.
 //!
-//! rustls speaks TLS 1.2 and 1.3 only, and webpki refuses what old EasyRSA versions made. [`TlsError`]
-//! says so in words that help.
+//! rustls supports only TLS 1.2 and 1.3, and webpki refuses certificates of old EasyRSA versions.
+//! [`TlsError`] explains such failures to the operator.
 
 mod certificate;
 mod channel;
@@ -56,12 +56,12 @@ impl MinVersion {
     }
 }
 
-/// Our own certificate chain and key.
+/// Certificate chain and private key of this side.
 #[derive(Clone, Debug)]
 pub struct Identity(Arc<SingleCertAndKey>);
 
 impl Identity {
-    /// From the PEM files that `cert` and `key` name.
+    /// Creates an identity from the contents of the PEM files `cert` and `key`.
     pub fn from_pem(certificate: &[u8], key: &[u8]) -> Result<Self, ConfigError> {
         let chain = certificates("certificate", certificate)?;
         let key = PrivateKeyDer::from_pem_slice(key)
@@ -71,7 +71,8 @@ impl Identity {
             .load_private_key(key)
             .map_err(|error| ConfigError::Key(error.to_string()))?;
         let certified = CertifiedKey::new(chain, key);
-        // An X.509 v1 certificate is not parsed here; whether its peer takes it is the peer's matter.
+        // Only a mismatch is an error. `keys_match` also fails for an X.509 v1 certificate, which rustls
+        // cannot parse, but the peer may accept such a certificate.
         if let Err(rustls::Error::InconsistentKeys(InconsistentKeys::KeyMismatch)) =
             certified.keys_match()
         {
@@ -81,14 +82,14 @@ impl Identity {
     }
 }
 
-/// Why peers will refuse a certificate of our own, from the PEM file that `cert` names: out of date, or made for the
-/// other role. Many of them say nothing when they do.
+/// Returns the reason why peers will refuse this side's certificate, the PEM file `cert`: out of date, or
+/// made for the other role. Many peers refuse a certificate silently.
 pub fn doubt(certificate: &[u8], role: Role) -> Option<String> {
     let own = CertificateDer::from_pem_slice(certificate).ok()?;
     certificate::doubt(&own, role)
 }
 
-/// The certificates of a PEM file; at least one.
+/// Parses the certificates of a PEM file. Fails if the file contains no certificate.
 fn certificates(
     what: &'static str,
     pem: &[u8],
@@ -102,7 +103,7 @@ fn certificates(
     Ok(all)
 }
 
-/// The PEM file that `ca` names.
+/// Parses the PEM file `ca`.
 fn roots(pem: &[u8]) -> Result<Arc<RootCertStore>, ConfigError> {
     let mut store = RootCertStore::empty();
     for certificate in certificates("CA", pem)? {
@@ -113,7 +114,7 @@ fn roots(pem: &[u8]) -> Result<Arc<RootCertStore>, ConfigError> {
     Ok(Arc::new(store))
 }
 
-/// TLS of a server, for all its sessions.
+/// TLS settings of a server, for all its sessions.
 pub struct ServerTls {
     provider: Arc<CryptoProvider>,
     min_version: MinVersion,
@@ -129,9 +130,9 @@ impl std::fmt::Debug for ServerTls {
 }
 
 impl ServerTls {
-    /// Clients need a certificate that `ca` (PEM) signed and `crl` (PEM, may be empty) does not
-    /// revoke. `require_usage` is `remote-cert-tls client`: key usage and extended key usage have to be
-    /// present, not just not wrong.
+    /// Creates settings that require client certificates signed by `ca` (PEM) and not revoked by `crl` (PEM,
+    /// may be empty). `require_usage` is `remote-cert-tls client`: key usage and extended key usage must be
+    /// present. If `require_usage` is false, the usages may be missing.
     pub fn new(
         ca: &[u8],
         crl: &[u8],
@@ -143,7 +144,7 @@ impl ServerTls {
         let crls: Vec<_> = CertificateRevocationListDer::pem_slice_iter(crl)
             .collect::<Result<_, _>>()
             .map_err(|error| ConfigError::pem("CRL", &error))?;
-        // As OpenVPN's crl-verify: a CA without a CRL is not asked about.
+        // Like OpenVPN's crl-verify: certificates of a CA without a CRL are accepted.
         let verifier = WebPkiClientVerifier::builder_with_provider(roots(ca)?, provider.clone())
             .with_crls(crls)
             .allow_unknown_revocation_status()
@@ -158,7 +159,7 @@ impl ServerTls {
         })
     }
 
-    /// A connection that waits for the client's hello.
+    /// Creates a connection that waits for the client's hello.
     pub(crate) fn accept(&self) -> Result<Channel, TlsError> {
         let (verifier, refused) =
             verify::ClientVerifier::new(self.verifier.clone(), self.require_usage);
@@ -173,7 +174,7 @@ impl ServerTls {
     }
 }
 
-/// TLS of a client.
+/// TLS settings of a client.
 pub struct ClientTls {
     config: ClientConfig,
     roots: Arc<RootCertStore>,
@@ -189,7 +190,7 @@ impl std::fmt::Debug for ClientTls {
 }
 
 impl ClientTls {
-    /// The server needs a certificate that `ca` (PEM) signed and that passes `check`.
+    /// Creates settings that require a server certificate signed by `ca` (PEM) and accepted by `check`.
     pub fn new(
         ca: &[u8],
         identity: Option<Identity>,
@@ -217,7 +218,7 @@ impl ClientTls {
         })
     }
 
-    /// A connection whose hello waits to be sent.
+    /// Creates a connection with a hello that waits to be sent.
     pub(crate) fn connect(&self) -> Result<Channel, TlsError> {
         let mut config = self.config.clone();
         let provider = config.crypto_provider().clone();

@@ -1,5 +1,5 @@
-//! What protects control packets before there is TLS: nothing, tls-auth or tls-crypt. Both use a key that
-//! all peers share.
+//! The protection of control packets outside TLS: none, tls-auth or tls-crypt. Both tls-auth and tls-crypt
+//! use a key that all peers share.
 //!
 //! ```text
 //! none       [header 9]                                       [rest]
@@ -7,10 +7,10 @@
 //! tls-crypt  [header 9][packet id 4][time 4]       [tag 32]   [AES-256-CTR(rest)]
 //! ```
 //!
-//! The HMAC of tls-auth covers packet id, time, header, rest, in that order. The tag of tls-crypt is an
-//! HMAC-SHA256 of header, packet id, time, rest before encryption; its first half is the IV.
+//! The HMAC of tls-auth covers packet id, time, header, rest, in this order. The tag of tls-crypt is an
+//! HMAC-SHA256 of header, packet id, time, rest before encryption. The first half of the tag is the IV.
 //!
-//! [`WrapKey`] is what is configured, [`Wrap`] the state of one session.
+//! [`WrapKey`] is the configured wrap, [`Wrap`] the state of one session.
 
 mod auth;
 mod crypt;
@@ -31,52 +31,52 @@ use crate::keys::KeyBlock;
 use crate::packet::{CONTROL_HEADER_LEN, ControlHeader, ControlPacket, PacketError};
 use crate::replay::{LongId, LongReplayWindow, ReplayError};
 
-/// The most bytes that a wrap adds to a control packet.
+/// Largest number of bytes that a wrap adds to a control packet.
 pub const MAX_OVERHEAD: usize = 64 + LongId::LEN;
 
-/// Why a control packet is not taken.
+/// Reason why a control packet is rejected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum OpenError {
-    /// It is none, or none that is supported.
+    /// The packet is not a supported control packet.
     #[error(transparent)]
     Packet(#[from] PacketError),
-    /// Not made with our key, or changed on its way, or without the wrap that we expect.
+    /// The packet was made with another key, changed in transit, or lacks the expected wrap.
     #[error("control packet failed authentication")]
     Authentication,
-    /// Its packet id must not be taken.
+    /// The packet id is zero, repeated, or too old.
     #[error(transparent)]
     Replay(#[from] ReplayError),
 }
 
-/// Why a control packet is not sent.
+/// Reason why a control packet is not sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum SealError {
-    /// The session has used up all packet ids.
+    /// The session has used all packet ids.
     #[error("packet ids of this session's control channel are used up")]
     Exhausted,
-    /// The cryptographic library refused.
+    /// The cryptographic library reported an error.
     #[error("encryption failed")]
     Crypto,
 }
 
-/// Why a key can not be used.
+/// Error for a key that the cryptographic library rejects.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("wrap key is refused by the cryptographic library")]
 pub struct KeyError;
 
-/// Which halves of a static key tls-auth uses: the second argument of `tls-auth`, or `key-direction`.
+/// Use of the halves of a static key in tls-auth: the second argument of `tls-auth`, or `key-direction`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum KeyDirection {
-    /// The first half, both ways.
+    /// First half in both directions.
     #[default]
     Both,
-    /// 0: sends with the first half. By convention the server's.
+    /// 0: sends with the first half. By convention the server's direction.
     Normal,
-    /// 1: sends with the second half. By convention the client's.
+    /// 1: sends with the second half. By convention the client's direction.
     Inverse,
 }
 
-/// How control packets are wrapped, as configured. Cheap to clone.
+/// Configured wrap of control packets. Cheap to clone.
 #[derive(Clone, Default)]
 pub struct WrapKey(Kind);
 
@@ -89,24 +89,24 @@ enum Kind {
 }
 
 impl WrapKey {
-    /// No wrap.
+    /// Returns the configuration without a wrap.
     pub fn none() -> Self {
         Self(Kind::None)
     }
 
-    /// tls-auth. `digest` is that of the `auth` option.
+    /// Creates a tls-auth wrap. `digest` is the value of the `auth` option.
     pub fn tls_auth(key: &KeyBlock, direction: KeyDirection, digest: Digest) -> Self {
         Self(Kind::Auth(Arc::new(AuthKeys::new(key, direction, digest))))
     }
 
-    /// tls-crypt, as `role`.
+    /// Creates a tls-crypt wrap for the role `role`.
     pub fn tls_crypt(key: &KeyBlock, role: Role) -> Result<Self, KeyError> {
         Ok(Self(Kind::Crypt(Arc::new(CryptKeys::new(key, role)?))))
     }
 
-    /// Opens a packet where it is, and returns it with its packet id if it has one. Nothing remembers
-    /// the id: this is to see whether a stranger knows the key before there is a session for it. What
-    /// fails may have been overwritten.
+    /// Opens a packet in place, and returns the packet and its packet id, if present. The id is not recorded,
+    /// because this function only checks the key of an unknown peer before a session exists. On error
+    /// `packet` may be overwritten.
     pub fn open<'a>(
         &self,
         packet: &'a mut [u8],
@@ -140,19 +140,19 @@ impl std::fmt::Debug for WrapKey {
     }
 }
 
-/// The wrap of one session: counts what it sends, and takes each packet once.
+/// Wrap of one session: counts sent packets, and rejects replays.
 #[derive(Debug)]
 pub struct Wrap {
     key: WrapKey,
-    /// `u64`, so that it can be past the last id.
+    /// Next packet id; `u64`, so that the value can exceed the last id.
     next_id: u64,
     time: u32,
     replay: LongReplayWindow,
 }
 
 impl Wrap {
-    /// A session that begins at `unix_time`, in seconds. Peers that remember an earlier session with the
-    /// same ids expect that it does not go backwards.
+    /// Creates the wrap of a session that starts at `unix_time`, in seconds. The time must not go backwards
+    /// for peers that remember an earlier session with the same ids.
     pub fn new(key: WrapKey, unix_time: u32) -> Self {
         Self {
             key,
@@ -162,13 +162,13 @@ impl Wrap {
         }
     }
 
-    /// The first packet was sent already, by a [`Wrap`] that nobody kept.
+    /// Skips the first packet id, because another [`Wrap`] has already sent the first packet and was dropped.
     pub fn skip_first(&mut self) {
         self.next_id = self.next_id.max(2);
     }
 
-    /// Appends `packet`, wrapped. If that fails, `out` is as before. A packet that is sent again has to be
-    /// sealed again.
+    /// Wraps `packet` and appends the result to `out`. On error `out` is unchanged. A packet that is sent
+    /// again must be sealed again.
     pub fn seal(
         &mut self,
         packet: &ControlPacket<'_>,
@@ -195,7 +195,7 @@ impl Wrap {
         sealed
     }
 
-    /// Opens a packet where it is. What fails may have been overwritten.
+    /// Opens a packet in place. On error `packet` may be overwritten.
     pub fn open<'a>(
         &mut self,
         packet: &'a mut [u8],

@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn names() {
+fn names_round_trip_and_unknown_names_fail() {
     for cipher in Cipher::ALL {
         assert_eq!(cipher.name().parse(), Ok(cipher));
         assert_eq!(cipher.name().to_lowercase().parse(), Ok(cipher));
@@ -24,7 +24,7 @@ fn names() {
 }
 
 #[test]
-fn lists() {
+fn lists_skip_unknown_names_and_duplicates() {
     let known = Cipher::known_in("AES-256-GCM:BF-CBC::aes-128-cbc:AES-256-GCM");
     assert_eq!(known, [Cipher::Aes256Gcm, Cipher::Aes128Cbc]);
     assert_eq!(Cipher::list(&known), "AES-256-GCM:AES-128-CBC");

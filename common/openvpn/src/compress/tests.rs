@@ -13,7 +13,7 @@ fn strip(framing: Framing, payload: &[u8]) -> Result<Vec<u8>, CompressError> {
 }
 
 #[test]
-fn as_stock_does() {
+fn frames_payloads_like_stock() {
     assert_eq!(Framing::None.frame(b"abc").concat(), b"abc");
     assert_eq!(Framing::Lzo.frame(b"abc").concat(), b"\xfaabc");
     assert_eq!(Framing::Stub.frame(b"abc").concat(), b"\xfbbca");
@@ -47,7 +47,7 @@ fn compressed_input_is_an_error() {
 }
 
 #[test]
-fn options() {
+fn compress_option_selects_the_framing() {
     assert_eq!(Framing::of_compress(None), Some(Framing::Stub));
     assert_eq!(Framing::of_compress(Some("lz4")), Some(Framing::Stub));
     assert_eq!(Framing::of_compress(Some("lzo")), Some(Framing::Lzo));
@@ -57,7 +57,7 @@ fn options() {
 
 proptest! {
     #[test]
-    fn payloads_come_back(payload in prop::collection::vec(any::<u8>(), 1..50)) {
+    fn payloads_round_trip(payload in prop::collection::vec(any::<u8>(), 1..50)) {
         for framing in ALL {
             let framed = framing.frame(&payload).concat();
             prop_assert!(framed.len() <= payload.len() + Framing::MAX_OVERHEAD);
@@ -66,7 +66,7 @@ proptest! {
     }
 
     #[test]
-    fn any_bytes(payload: Vec<u8>) {
+    fn arbitrary_bytes_never_grow(payload: Vec<u8>) {
         for framing in ALL {
             if let Ok(stripped) = strip(framing, &payload) {
                 prop_assert!(stripped.len() <= payload.len());

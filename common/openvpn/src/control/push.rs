@@ -1,5 +1,5 @@
-//! The configuration that a server pushes: options between commas, in as many `PUSH_REPLY` texts as they
-//! need.
+//! The pushed configuration: comma-separated options from the server, split into as many `PUSH_REPLY` texts
+//! as needed.
 
 mod options;
 #[cfg(test)]
@@ -7,34 +7,34 @@ mod tests;
 
 pub use options::{Ifconfig, OURS, PushOptions, Route, Topology};
 
-/// The longest text that is sent. Stock's buffers take 1024 bytes.
+/// Longest text to be sent, in bytes without the NUL. Stock's buffers have 1024 bytes.
 const MAX_REPLY_LEN: usize = 1000;
 
-/// The most that is gathered of a configuration in several texts: about 1500 routes.
+/// Largest accepted configuration over all its texts, in bytes: about 1500 routes.
 pub const MAX_CONFIGURATION_LEN: usize = 64 << 10;
 
 const CONTINUATION: &str = "push-continuation";
 
-/// Why a pushed configuration is not taken.
+/// Reason why a pushed configuration is rejected.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum PushError {
-    /// More than [`MAX_CONFIGURATION_LEN`].
+    /// The configuration is longer than [`MAX_CONFIGURATION_LEN`].
     #[error("pushed configuration is longer than {MAX_CONFIGURATION_LEN} bytes")]
     TooLong,
-    /// The data channel would not work without it.
+    /// The data channel would not work without this unsupported option.
     #[error("pushed option {0:?} is not supported")]
     Unsupported(String),
-    /// The data channel would not work without it.
-    #[error("pushed option {0:?} can not be understood")]
+    /// The data channel would not work without this option, and the option cannot be parsed.
+    #[error("pushed option {0:?} is malformed")]
     Malformed(String),
 }
 
-/// An option that can not be pushed: too long, or with a character that ends it.
+/// Option that cannot be pushed: empty, too long, or with a comma or a character outside printable ASCII.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("option {0:?} can not be pushed")]
+#[error("option {0:?} cannot be pushed")]
 pub struct NotPushable(pub String);
 
-/// Writes a configuration as texts, without their NULs. There is at least one.
+/// Builds the `PUSH_REPLY` texts for `options`, without NULs. Returns at least one text.
 pub fn build<T: AsRef<str>>(
     options: impl IntoIterator<Item = T>,
 ) -> Result<Vec<String>, NotPushable> {
@@ -64,19 +64,20 @@ pub fn build<T: AsRef<str>>(
     Ok(texts)
 }
 
-/// Puts the texts of one configuration together.
+/// Joins the texts of one configuration.
 #[derive(Debug, Default)]
 pub struct Assembler {
     gathered: String,
 }
 
 impl Assembler {
-    /// Nothing yet.
+    /// Creates an empty assembler.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Takes what followed `PUSH_REPLY,` in one text; the options once all are there.
+    /// Adds the options of one text, without `PUSH_REPLY,`. Returns the whole configuration after the last
+    /// text, else `None`.
     pub fn push(&mut self, reply: &str) -> Result<Option<PushOptions>, PushError> {
         let mut more = false;
         for option in reply.split(',').filter(|option| !option.is_empty()) {

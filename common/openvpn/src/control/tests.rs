@@ -20,7 +20,7 @@ fn texts_end_in_a_nul() {
 }
 
 #[test]
-fn a_text_without_an_end() {
+fn overlong_text_is_an_error() {
     let mut longest = vec![b'x'; MAX_TEXT_LEN - 1];
     assert_eq!(texts(&longest), Ok(vec![]));
     longest.push(0);
@@ -33,7 +33,7 @@ fn a_text_without_an_end() {
 }
 
 #[test]
-fn messages() {
+fn parses_every_kind_of_message() {
     let auth = |temporary, reason| Message::AuthFailed { temporary, reason };
     let restart = |next_server, reason| Message::Restart {
         next_server,
@@ -80,7 +80,7 @@ fn messages() {
 
 proptest! {
     #[test]
-    fn any_bytes(bytes: Vec<u8>) {
+    fn arbitrary_bytes_become_printable_texts(bytes: Vec<u8>) {
         for text in texts(&bytes).unwrap() {
             prop_assert!(text.bytes().all(|byte| matches!(byte, b' '..=b'~')));
             let _ = Message::parse(&text);
@@ -88,7 +88,7 @@ proptest! {
     }
 
     #[test]
-    fn any_text(word in "(AUTH_FAILED|RESTART|HALT|PUSH_REPLY|EXIT)", text: String) {
+    fn arbitrary_arguments_never_panic(word in "(AUTH_FAILED|RESTART|HALT|PUSH_REPLY|EXIT)", text: String) {
         let _ = Message::parse(&format!("{word},{text}"));
     }
 }

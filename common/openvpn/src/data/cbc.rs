@@ -1,4 +1,4 @@
-//! AES-CBC with a separate HMAC: encrypt, then authenticate.
+//! AES-CBC with a separate HMAC: encrypt, then MAC.
 
 use aws_lc_rs::cipher::{
     self, AES_CBC_IV_LEN as IV_LEN, DecryptingKey, DecryptionContext, EncryptingKey,
@@ -14,7 +14,7 @@ use crate::keys::HalfBlock;
 
 const BLOCK_LEN: usize = 16;
 
-/// One direction's keys, for its sender.
+/// Sender's keys of one direction.
 pub(super) struct CbcSealer {
     key: EncryptingKey,
     mac: hmac::Key,
@@ -35,12 +35,12 @@ impl CbcSealer {
         })
     }
 
-    /// Appends room for what stands in front of the ciphertext.
+    /// Appends room for the MAC and the IV in front of the ciphertext.
     pub(super) fn reserve_head(&self, out: &mut BytesMut) {
         out.put_bytes(0, self.mac_len + IV_LEN);
     }
 
-    /// Encrypts what is in `out` from `start` on, behind the room, and fills that.
+    /// Encrypts the text behind the reserved room at `start`, and fills in MAC and IV.
     pub(super) fn seal(&self, out: &mut BytesMut, start: usize) -> Result<(), SealError> {
         let mut iv = [0; IV_LEN];
         rand::fill(&mut iv).map_err(|_| SealError::Crypto)?;
@@ -57,7 +57,7 @@ impl CbcSealer {
             .len()
             .checked_sub(start + self.mac_len + IV_LEN)
             .ok_or(SealError::Crypto)?;
-        // PKCS #7: as many bytes of that value as are missing, at least one.
+        // PKCS #7: 1 to 16 padding bytes, each with the number of padding bytes as value.
         let padding = BLOCK_LEN - plain_len % BLOCK_LEN;
         out.put_bytes(padding as u8, padding);
 
@@ -78,7 +78,7 @@ impl CbcSealer {
     }
 }
 
-/// One direction's keys, for its receiver.
+/// Receiver's keys of one direction.
 pub(super) struct CbcOpener {
     key: DecryptingKey,
     mac: hmac::Key,
@@ -99,7 +99,7 @@ impl CbcOpener {
         })
     }
 
-    /// Returns the plaintext, in place, of what begins with the MAC.
+    /// Verifies and decrypts `body`, which begins with the MAC, and returns the plaintext in place.
     pub(super) fn open<'a>(&self, body: &'a mut [u8]) -> Result<&'a mut [u8], OpenError> {
         let (mac, rest) = body
             .split_at_mut_checked(self.mac_len)
@@ -108,7 +108,7 @@ impl CbcOpener {
         constant_time::verify_slices_are_equal(expected.as_ref(), mac)
             .map_err(|_| OpenError::Authentication)?;
 
-        // Only the peer gets here: its mistakes need not be hidden from it.
+        // The MAC is valid, so only the peer can cause the errors below, and they need not be hidden.
         let (iv, text) = rest
             .split_first_chunk_mut::<IV_LEN>()
             .ok_or(OpenError::Truncated)?;

@@ -12,7 +12,7 @@ fn hex(text: &str) -> Vec<u8> {
     text.as_bytes().chunks(2).map(byte).collect()
 }
 
-/// Bytes 0 to 255.
+/// Key block with the bytes 0 to 255.
 fn counting() -> KeyBlock {
     KeyBlock::from_bytes(std::array::from_fn(|i| i as u8))
 }
@@ -37,8 +37,9 @@ fn opener(cipher: Cipher) -> Opener {
     Opener::new(cipher, Digest::Sha1, &counting(), Role::Client).unwrap()
 }
 
-/// Sealed by the Python library `cryptography` (OpenSSL) under keys 00, 01, .. ff: from the client in V2 with
-/// key id 2 and peer id 01 02 03, and from the server in V1 with key id 7.
+/// Packets sealed by the Python library `cryptography` (OpenSSL) with the key bytes 00, 01, .. ff. The first
+/// packet of each cipher is from the client (V2, key id 2, peer id 01 02 03), the second from the server (V1,
+/// key id 7).
 const AEAD: [(Cipher, &str, &str); 4] = [
     (
         Cipher::Aes256Gcm,
@@ -81,10 +82,10 @@ fn aead_known_answers() {
     }
 }
 
-/// Pings of stock 2.6.14 with a static key, `--secret stock.key` and the direction. That mode has no opcode,
-/// and puts its time between packet id and payload.
+/// Pings of stock 2.6.14 in static key mode (`--secret stock.key` and the direction). This mode has no
+/// opcode, and puts a time between packet id and payload.
 #[test]
-fn cbc_packets_of_a_stock_peer() {
+fn opens_cbc_packets_of_a_stock_peer() {
     use Cipher::{Aes128Cbc, Aes192Cbc, Aes256Cbc};
     let captured = [
         (
@@ -129,7 +130,7 @@ fn cbc_packets_of_a_stock_peer() {
 }
 
 #[test]
-fn packet_ids_count_from_one_and_end() {
+fn worn_keys_are_reported_and_packet_ids_run_out() {
     for cipher in Cipher::ALL {
         let mut sealer = sealer(cipher, Some(1));
         sealer.next_id = u64::from(u32::MAX) - 1;
@@ -154,7 +155,7 @@ fn packet_ids_count_from_one_and_end() {
 }
 
 #[test]
-fn each_packet_once_and_only_by_the_other_side() {
+fn replayed_and_reflected_packets_are_rejected() {
     let now = Instant::now();
     for cipher in Cipher::ALL {
         let mut out = BytesMut::new();
@@ -173,9 +174,9 @@ fn each_packet_once_and_only_by_the_other_side() {
     }
 }
 
-/// What was not authenticated must not move the window.
+/// An unauthenticated packet must not move the replay window.
 #[test]
-fn a_forged_packet_id_changes_nothing() {
+fn forged_packet_id_does_not_move_the_window() {
     let now = Instant::now();
     for (cipher, v2, _) in AEAD {
         let mut opener = opener(cipher);
@@ -190,7 +191,7 @@ fn a_forged_packet_id_changes_nothing() {
 }
 
 #[test]
-fn every_changed_bit_is_noticed() {
+fn changed_bits_and_truncation_are_detected() {
     let now = Instant::now();
     for cipher in Cipher::ALL {
         for peer_id in [None, Some(5)] {
@@ -220,9 +221,9 @@ fn every_changed_bit_is_noticed() {
     }
 }
 
-/// With the keys of a peer that makes mistakes.
+/// The packets have a valid MAC but an invalid body.
 #[test]
-fn authentic_nonsense() {
+fn authenticated_garbage_is_an_error() {
     let mac = Digest::Sha1.hmac_key(counting().data(Role::Client).mac);
     let authentic = |body: &[u8]| {
         let tag = aws_lc_rs::hmac::sign(&mac, body);
@@ -234,7 +235,7 @@ fn authentic_nonsense() {
         let result = opener(Cipher::Aes256Cbc).open(&mut packet, now);
         assert_eq!(result, Err(OpenError::Truncated), "{len}");
     }
-    // Blocks that decrypt to a wrong padding.
+    // These blocks decrypt to wrong padding.
     let mut wrong = 0;
     for seed in 0..100_u8 {
         let mut packet = authentic(&[seed; 48]);
@@ -245,7 +246,7 @@ fn authentic_nonsense() {
 }
 
 #[test]
-fn written_in_place() {
+fn seal_with_and_seal_agree() {
     for cipher in Cipher::ALL {
         let (mut one, mut two) = (BytesMut::new(), BytesMut::new());
         sealer(cipher, Some(1))
@@ -267,7 +268,7 @@ fn written_in_place() {
 
 proptest! {
     #[test]
-    fn payloads_come_back(
+    fn payloads_round_trip(
         cipher in prop::sample::select(&Cipher::ALL[..]),
         digest in prop::sample::select(vec![Digest::Sha1, Digest::Sha256, Digest::Sha384, Digest::Sha512]),
         key: u8,
@@ -289,7 +290,7 @@ proptest! {
     }
 
     #[test]
-    fn any_bytes(cipher in prop::sample::select(&Cipher::ALL[..]), v2: bool, mut bytes: Vec<u8>) {
+    fn arbitrary_bytes_are_rejected(cipher in prop::sample::select(&Cipher::ALL[..]), v2: bool, mut bytes: Vec<u8>) {
         let now = Instant::now();
         prop_assert!(opener(cipher).open(&mut bytes.clone(), now).is_err());
         bytes.insert(0, if v2 { 0x48 } else { 0x30 });

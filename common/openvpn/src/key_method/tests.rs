@@ -33,9 +33,8 @@ fn written(role: Role, message: &KeyMethod2) -> BytesMut {
     out
 }
 
-/// The layout, byte by byte.
 #[test]
-fn on_the_wire() {
+fn messages_have_the_wire_format() {
     let client = KeyMethod2 {
         username: "me".to_owned(),
         peer_info: "IV_PROTO=2\n".to_owned(),
@@ -51,7 +50,7 @@ fn on_the_wire() {
 }
 
 #[test]
-fn incomplete_until_the_last_text() {
+fn message_may_end_only_after_a_text() {
     let whole = written(Role::Client, &message(Role::Client));
     let ends_of_texts = [whole.len() - 6, whole.len() - 4, whole.len() - 2];
     for len in 0..whole.len() {
@@ -64,7 +63,7 @@ fn incomplete_until_the_last_text() {
 }
 
 #[test]
-fn what_follows_is_left() {
+fn parsing_leaves_the_bytes_after_the_message() {
     let mut bytes = written(Role::Server, &message(Role::Server));
     let len = bytes.len();
     bytes.put_slice(b"PUSH_REPLY,ping 5\0");
@@ -73,7 +72,7 @@ fn what_follows_is_left() {
 }
 
 #[test]
-fn refused() {
+fn malformed_messages_are_rejected() {
     let good = written(Role::Server, &message(Role::Server));
     let changed = |at: usize, bytes: &[u8]| {
         let mut message = good.to_vec();
@@ -91,14 +90,14 @@ fn refused() {
         KeyMethod2::parse(Role::Server, &latin),
         Err(KeyMethodError::Credentials)
     );
-    // In what is only shown it does not matter.
+    // The peer info is only displayed, so invalid UTF-8 is replaced.
     let latin = [&good[..good.len() - 2], b"\0\x02\xe9\0"].concat();
     let (parsed, _) = KeyMethod2::parse(Role::Server, &latin).unwrap().unwrap();
     assert_eq!(parsed.peer_info, "\u{fffd}");
 }
 
 #[test]
-fn never_more_than_the_limit_is_waited_for() {
+fn texts_above_the_limit_are_rejected() {
     let good = written(Role::Server, &message(Role::Server));
     let endless = [&good[..good.len() - 2], &[0x10, 0], &[b'x'; 5000]].concat();
     let result = KeyMethod2::parse(Role::Server, &endless);
@@ -111,7 +110,7 @@ fn never_more_than_the_limit_is_waited_for() {
 }
 
 #[test]
-fn too_long_to_be_sent() {
+fn long_messages_are_not_written() {
     let long = KeyMethod2 {
         options: "x".repeat(512),
         ..message(Role::Client)
@@ -145,7 +144,7 @@ fn debug_output_has_no_password() {
 
 proptest! {
     #[test]
-    fn messages_come_back(
+    fn messages_round_trip(
         client: bool,
         options in "[^\0]{0,100}",
         username in "[^\0]{0,40}",
@@ -159,7 +158,7 @@ proptest! {
     }
 
     #[test]
-    fn any_bytes(client: bool, tail: Vec<u8>, random in prop::collection::vec(any::<u8>(), 64)) {
+    fn arbitrary_bytes_never_panic(client: bool, tail: Vec<u8>, random in prop::collection::vec(any::<u8>(), 64)) {
         let role = if client { Role::Client } else { Role::Server };
         let _ = KeyMethod2::parse(role, &tail);
         let bytes = [&[0, 0, 0, 0, 2][..], &random, &tail].concat();

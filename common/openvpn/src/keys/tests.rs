@@ -7,8 +7,8 @@ use super::{Half, KeyBlock, KeySource};
 use crate::Role;
 use crate::packet::SessionId;
 
-/// From RFC 2246 with Python's `hmac`: the master secret out of 00..2f, 01.., 03.., then the block out of 02.., 04..
-/// and the session ids.
+/// Key block calculated from RFC 2246 with Python's `hmac`: first the master secret from the bytes 00..2f,
+/// 01.. and 03.., then the block from 02.., 04.. and the session ids.
 const DERIVED: &str = "\
     21b6718793fccefb270d4f54922afd41e979ebcc38d624933629454a438a1e01\
     f4f13d432dc3d76da46d7b0ad57dbc37a9d1b1e2481d11d564c146dc94f6a9fd\
@@ -20,7 +20,7 @@ const DERIVED: &str = "\
     7fd2073ca3974d1b80ff1dc6dc4ab1937f44790a60aeb8e12c9ca0a0dd996e23";
 
 #[test]
-fn derived_from_what_both_sides_said() {
+fn prf_keys_match_a_known_answer() {
     let client = KeySource {
         pre_master: std::array::from_fn(|i| i as u8),
         random1: [1; 32],

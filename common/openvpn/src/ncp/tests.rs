@@ -28,7 +28,7 @@ fn the_servers_order_decides() {
 }
 
 #[test]
-fn a_list_is_all_that_a_client_offers() {
+fn client_offers_only_the_ciphers_in_its_list() {
     let peer = client("IV_CIPHERS=AES-128-GCM\nIV_NCP=2");
     assert_eq!(
         choose_as_server(&[Aes256Gcm], None, &peer, &options("AES-256-GCM")),
@@ -43,9 +43,9 @@ fn a_list_is_all_that_a_client_offers() {
     assert_eq!(fallback, Err(NcpError::NoShared));
 }
 
-/// 2.4 before 2.4.10.
+/// Clients of version 2.4 before 2.4.10.
 #[test]
-fn a_client_without_a_list() {
+fn client_without_a_list_offers_gcm_and_its_own_cipher() {
     let peer = client("IV_NCP=2");
     let choose =
         |allowed: &[Cipher], cipher| choose_as_server(allowed, None, &peer, &options(cipher));
@@ -76,9 +76,9 @@ fn a_client_without_a_list() {
     );
 }
 
-/// 2.3, or `ncp-disable`.
+/// Clients of version 2.3, or with `ncp-disable`.
 #[test]
-fn a_client_that_can_not_negotiate_keeps_its_own() {
+fn client_that_cannot_negotiate_keeps_its_cipher() {
     let peer = client("IV_VER=2.3.18");
     let own = |cipher| {
         Ok(Choice {
@@ -105,7 +105,7 @@ fn a_client_that_can_not_negotiate_keeps_its_own() {
         choose(&[Aes256Gcm], Some(Aes256Cbc), &options("BF-CBC")),
         Err(NcpError::NoShared)
     );
-    // `disable-occ`: it says nothing at all.
+    // With `disable-occ` the client sends no options string.
     assert_eq!(
         choose(&[Aes256Gcm], Some(Aes256Cbc), &PeerOptions::default()),
         own(Aes256Cbc)
@@ -117,7 +117,7 @@ fn a_client_that_can_not_negotiate_keeps_its_own() {
 }
 
 #[test]
-fn as_a_client() {
+fn client_accepts_only_allowed_ciphers() {
     let allowed = [Aes256Gcm, Aes256Cbc];
     let server = options("AES-256-CBC");
     assert_eq!(

@@ -14,9 +14,9 @@ const BASE: LocalOptions = LocalOptions {
     tls_auth: None,
 };
 
-/// As stock 2.6.14 prints its own with `--verb 7` and the same options.
+/// The expected strings are from stock 2.6.14, printed with `--verb 7` and the same options.
 #[test]
-fn as_stock_builds_it() {
+fn builds_the_same_string_as_stock() {
     let cbc = LocalOptions {
         cipher: Cipher::Aes256Cbc,
         ..BASE
@@ -93,7 +93,7 @@ fn as_stock_builds_it() {
     ] {
         assert_eq!(options.build(), expected);
     }
-    // With other digests stock leaves out the cipher, unless it is negotiable, but counts in the same way.
+    // With other digests stock leaves out a cipher that is not negotiable, but calculates in the same way.
     for (digest, link_mtu) in [
         (Digest::Sha256, 1569),
         (Digest::Sha384, 1585),
@@ -104,7 +104,7 @@ fn as_stock_builds_it() {
 }
 
 #[test]
-fn a_mirror_image_has_the_other_roles() {
+fn mirror_swaps_the_roles() {
     let server = LocalOptions {
         role: Role::Server,
         transport: Transport::Tcp,
@@ -122,7 +122,7 @@ fn a_mirror_image_has_the_other_roles() {
 }
 
 #[test]
-fn of_a_peer() {
+fn parses_the_options_of_a_peer() {
     let peer = PeerOptions::parse(
         "V4,dev-type tun,link-mtu 1558,tun-mtu 1500,proto TCPv4_CLIENT,comp-lzo,mtu-dynamic,\
          cipher AES-256-CBC,auth SHA1,keysize 256,key-method 2,tls-client",
@@ -146,7 +146,7 @@ fn of_a_peer() {
 
 proptest! {
     #[test]
-    fn any_text(text: String) {
+    fn arbitrary_text_is_unchanged_when_mirrored_twice(text: String) {
         let _ = PeerOptions::parse(&text);
         prop_assert_eq!(mirror(&mirror(&text)), text);
     }

@@ -20,9 +20,9 @@ fn hex(text: &str) -> Vec<u8> {
         .collect()
 }
 
-/// The first packet of stock 2.6.14 without a wrap.
+/// The packet is from stock 2.6.14, without a wrap.
 #[test]
-fn first_packet_of_a_stock_client() {
+fn parses_the_first_packet_of_a_stock_client() {
     let bytes = hex("38461cf6379aaa06ec0000000000");
     let packet = ControlPacket::parse(&bytes).unwrap();
     assert_eq!(
@@ -43,7 +43,7 @@ fn first_packet_of_a_stock_client() {
 }
 
 #[test]
-fn acknowledgements_come_with_the_session_that_they_are_for() {
+fn acknowledgements_include_the_receivers_session() {
     let bytes = hex("2b0102030405060708020000000500000006a1a2a3a4a5a6a7a8");
     let packet = ControlPacket::parse(&bytes).unwrap();
     assert_eq!(packet.opcode, Opcode::AckV1);
@@ -57,7 +57,7 @@ fn acknowledgements_come_with_the_session_that_they_are_for() {
 }
 
 #[test]
-fn what_is_not_spoken_has_an_error_of_its_own() {
+fn unsupported_opcodes_have_distinct_errors() {
     let refused = |first: u8| {
         ControlPacket::parse(&[first, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0]).unwrap_err()
     };
@@ -72,7 +72,7 @@ fn what_is_not_spoken_has_an_error_of_its_own() {
 }
 
 #[test]
-fn malformed() {
+fn malformed_packets_are_rejected() {
     let whole = hex("2001020304050607080100000005a1a2a3a4a5a6a7a800000001");
     assert!(ControlPacket::parse(&whole).is_ok());
     for len in 0..whole.len() {
@@ -127,7 +127,7 @@ fn a_session_id_is_never_zero() {
 }
 
 #[test]
-fn data_headers() {
+fn parses_data_headers() {
     assert_eq!(
         DataHeader::parse(&[0x35]),
         Some(DataHeader {
@@ -152,7 +152,7 @@ fn data_headers() {
 
 proptest! {
     #[test]
-    fn packets_come_back(
+    fn packets_round_trip(
         opcode in prop::sample::select(&OPCODES[..]),
         key_id in 0..8_u8,
         session: [u8; 8],
@@ -177,9 +177,8 @@ proptest! {
         prop_assert_eq!(ControlPacket::parse(&out), Ok(packet));
     }
 
-    /// Whatever is taken is written in the same way.
     #[test]
-    fn any_bytes(first in 0x18..0x48_u8, mut bytes in prop::collection::vec(any::<u8>(), 0..80), acks in 0..12_u8) {
+    fn parsed_packets_are_written_unchanged(first in 0x18..0x48_u8, mut bytes in prop::collection::vec(any::<u8>(), 0..80), acks in 0..12_u8) {
         if let Some(byte) = bytes.get_mut(8) {
             *byte = acks;
         }

@@ -5,7 +5,7 @@ use proptest::prelude::*;
 use super::*;
 
 #[test]
-fn of_stock_clients() {
+fn parses_the_lines_of_stock_clients() {
     let old =
         PeerInfo::parse("IV_VER=2.4.12\nIV_PLAT=linux\nIV_PROTO=2\nIV_NCP=2\nIV_LZO_STUB=1\n");
     assert_eq!(old.version.as_deref(), Some("2.4.12"));
@@ -42,7 +42,7 @@ fn of_stock_clients() {
 }
 
 #[test]
-fn the_first_of_each_counts() {
+fn first_line_of_each_name_counts() {
     let info = PeerInfo::parse(
         "IV_PROTO=2\nIV_PROTO=4\nIV_VER=a\nIV_VER=b\nIV_CIPHERS=x\nIV_CIPHERS=AES-128-GCM",
     );
@@ -52,7 +52,7 @@ fn the_first_of_each_counts() {
 }
 
 #[test]
-fn ours() {
+fn parses_the_lines_of_this_crates_client() {
     let info = PeerInfo::parse(&client_lines(Protocol::OURS, &Cipher::DEFAULT, 1500));
     assert_eq!(info.protocol, Protocol::OURS);
     assert_eq!(info.ciphers.as_deref(), Some(&Cipher::DEFAULT[..]));
@@ -61,7 +61,7 @@ fn ours() {
     for declined in [Protocol::DYNAMIC_TLS_CRYPT, Protocol::DATA_EPOCH] {
         assert!(!Protocol::OURS.has(declined));
     }
-    // Servers that know only IV_NCP would choose one that we do not take.
+    // Servers that support only IV_NCP would choose a cipher that this client does not allow.
     assert_eq!(
         PeerInfo::parse(&client_lines(Protocol::OURS, &[Cipher::Aes256Cbc], 1500)).ncp,
         0
@@ -70,7 +70,7 @@ fn ours() {
 
 proptest! {
     #[test]
-    fn any_text(text: String) {
+    fn arbitrary_text_never_panics(text: String) {
         let _ = PeerInfo::parse(&text);
         let _ = PeerInfo::parse(&format!("IV_PROTO={text}\nIV_CIPHERS={text}\nIV_MTU={text}"));
     }

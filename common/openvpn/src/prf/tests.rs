@@ -6,9 +6,10 @@ fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// The first eight bytes are in stock's self test; all come from RFC 2246 with Python's `hmac`.
+/// The expected bytes are calculated from RFC 2246 with Python's `hmac`. Stock's self test contains the first
+/// eight.
 #[test]
-fn known_answer() {
+fn output_matches_a_known_answer() {
     let mut out = [0; 32];
     tls1_prf(b"tls1-prf-test-secret", b"", &[b"tls1-prf-test"], &mut out);
     assert_eq!(
@@ -17,7 +18,7 @@ fn known_answer() {
     );
 }
 
-/// A secret of 13 bytes, whose halves share one, from the same.
+/// The secret has 13 bytes, so the halves share a byte. The expected bytes are from Python's `hmac`, too.
 #[test]
 fn halves_of_an_odd_secret_share_a_byte() {
     let mut out = [0; 48];

@@ -22,7 +22,7 @@ fn window_counts_from_the_oldest_unacknowledged() {
     assert!(!reliable.push((), vec![], now));
     reliable.acknowledged(1);
     reliable.acknowledged(2);
-    assert_eq!(reliable.window(), 0, "id 0 is still out");
+    assert_eq!(reliable.window(), 0, "id 0 is still unacknowledged");
     reliable.acknowledged(0);
     assert_eq!(reliable.window(), 3);
     reliable.acknowledged(3);
@@ -89,7 +89,7 @@ fn delivers_in_order_and_acknowledges_duplicates() {
 }
 
 #[test]
-fn what_cannot_be_acknowledged_is_not_kept() {
+fn messages_are_refused_while_the_ack_queue_is_full() {
     let mut reliable = Reliable::new(RETRY);
     for id in 0..RECEIVE_WINDOW as u32 {
         assert_eq!(reliable.receive(id, (), b""), Received::New);

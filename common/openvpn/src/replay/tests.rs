@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use super::*;
 
 #[test]
-fn each_id_once() {
+fn each_id_is_accepted_once() {
     let now = Instant::now();
     let mut window = ReplayWindow::new();
     assert_eq!(window.check(0), Err(ReplayError::Zero));
@@ -21,7 +21,7 @@ fn each_id_once() {
 }
 
 #[test]
-fn ends_of_the_number_range() {
+fn largest_ids_are_handled() {
     let now = Instant::now();
     let mut window = ReplayWindow::new();
     window.record(u32::MAX, now);
@@ -35,7 +35,7 @@ fn ends_of_the_number_range() {
 }
 
 #[test]
-fn a_missing_id_expires() {
+fn missing_id_expires() {
     let start = Instant::now();
     let mut window = ReplayWindow::new();
     window.record(10, start);
@@ -43,7 +43,7 @@ fn a_missing_id_expires() {
     assert_eq!(window.check(9), Ok(()));
     window.record(12, start + MAX_AGE);
     assert_eq!(window.check(9), Err(ReplayError::TooOld(9)));
-    // Ids of which newer ones came a moment ago only.
+    // The first id newer than 15 has arrived only now.
     window.record(20, start + MAX_AGE);
     assert_eq!(window.check(15), Ok(()));
     window.record(21, start + 2 * MAX_AGE);
@@ -54,7 +54,7 @@ fn a_missing_id_expires() {
 }
 
 #[test]
-fn a_later_time_starts_anew() {
+fn later_time_starts_an_empty_window() {
     let now = Instant::now();
     let mut window = LongReplayWindow::default();
     window.record(LongId { id: 7, time: 100 }, now);
@@ -80,7 +80,7 @@ fn a_later_time_starts_anew() {
 }
 
 #[test]
-fn long_ids_on_the_wire() {
+fn long_ids_have_the_wire_format() {
     let bytes = [0, 0, 0, 1, 0x6b, 0x02, 0x6e, 0xcc];
     let id = LongId {
         id: 1,
@@ -91,9 +91,9 @@ fn long_ids_on_the_wire() {
 }
 
 proptest! {
-    /// Against a set of all ids. Within the window everything new is taken, and nothing twice anywhere.
+    /// The window accepts every new id in its range, and no id twice, like a set of all ids.
     #[test]
-    fn like_a_set(
+    fn window_behaves_like_a_set(
         start in prop::sample::select(vec![0, 1000, u32::MAX - 5000]),
         steps in prop::collection::vec((-2500..2500_i64, prop::bool::weighted(0.05)), 1..300),
     ) {

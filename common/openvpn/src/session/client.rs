@@ -1,5 +1,5 @@
-//! What a client does in the control channel: its key-method message, asking for its options, and
-//! taking them.
+//! The client role in the control channel: sends the key-method message, requests the options, and applies
+//! them.
 
 use std::time::{Duration, Instant};
 
@@ -18,30 +18,30 @@ use crate::ncp;
 use crate::options::{LocalOptions, PeerOptions, Transport};
 use crate::peer_info::{self, Protocol};
 
-/// A 2.4 server ignores what comes before its own side is ready, so the first request waits a moment.
+/// Pause before the first request. A 2.4 server ignores requests that arrive before the server is ready.
 const FIRST_REQUEST: Duration = Duration::from_secs(1);
 
 /// Pause between requests.
 const NEXT_REQUEST: Duration = Duration::from_secs(5);
 
-/// `ping-restart` of a UDP client whose server pushes none. Over TCP there is no default.
+/// Default of `ping-restart` over UDP if the server pushes no value. TCP has no default.
 const UDP_PING_RESTART: Duration = Duration::from_secs(120);
 
-/// A client's knowledge of its server.
+/// Client's state about its server.
 #[derive(Default)]
 pub(super) struct Server {
     options: PeerOptions,
-    /// When to ask for the options.
+    /// Time of the next request for the options.
     pub(super) request_at: Option<Instant>,
     assembler: Assembler,
-    /// The options so far, as they were sent.
+    /// Options received so far, verbatim.
     raw: Vec<String>,
-    /// The password of renegotiations.
+    /// Password for renegotiations.
     token: Option<String>,
 }
 
 impl Session {
-    /// TLS is up: our key-method message.
+    /// Sends the client's key-method message after the TLS handshake.
     pub(super) fn client_secured(&mut self, slot: Slot, now: Instant) {
         let Side::Client(config) = &self.side else {
             return;
@@ -94,7 +94,7 @@ impl Session {
         peer_info::client_lines(protocol, &common.ciphers, common.max_tun_mtu)
     }
 
-    /// The server's key-method message of either slot.
+    /// Processes the server's key-method message in either slot.
     pub(super) fn server_key_method(&mut self, slot: Slot, message: &KeyMethod2, now: Instant) {
         match slot {
             Slot::Current => self.server.options = PeerOptions::parse(&message.options),
@@ -102,14 +102,14 @@ impl Session {
         }
     }
 
-    /// The first negotiation has ended.
+    /// Schedules the first request for the options, after the first negotiation.
     pub(super) fn schedule_request(&mut self, now: Instant) {
         if matches!(self.side, Side::Client(_)) {
             self.server.request_at = Some(now + FIRST_REQUEST);
         }
     }
 
-    /// Asks for the options, if it is time.
+    /// Requests the options if a request is due.
     pub(super) fn request_push(&mut self, now: Instant) {
         if self.server.request_at.is_some_and(|at| at <= now) {
             self.server.request_at = Some(now + NEXT_REQUEST);
@@ -117,7 +117,7 @@ impl Session {
         }
     }
 
-    /// A text from the server.
+    /// Processes a text from the server.
     pub(super) fn server_text(&mut self, text: &str, now: Instant) {
         match Message::parse(text) {
             Message::PushReply(options) => self.push_reply(options, now),
@@ -155,7 +155,7 @@ impl Session {
                 .as_ref()
                 .is_some_and(|current| current.is_complete())
         {
-            // Sent once more for a request that crossed it; or by a server that skips the rules.
+            // Ignore a repeated reply to a request that crossed the first reply, and a premature reply.
             return;
         }
         debug!(options, "push reply");
@@ -191,7 +191,7 @@ impl Session {
             Err(error) => {
                 let allowed = Cipher::list(&common.ciphers);
                 return self.end(
-                    Ended::Negotiation(format!("{error}: allowed are {allowed}")),
+                    Ended::Negotiation(format!("{error}; allowed ciphers: {allowed}")),
                     now,
                 );
             }
@@ -246,7 +246,7 @@ impl Session {
         self.establish(agreed, established, ping, ping_restart, now);
     }
 
-    /// For the log; a peer that says too much is cut short.
+    /// Queues a text for the log. A text is dropped if too many events are queued.
     pub(super) fn notice(&mut self, text: &str) {
         if self.events.len() < 16 && !text.is_empty() {
             self.events.push_back(Event::Notice(text.to_owned()));

@@ -1,4 +1,4 @@
-//! What a session is told by its owner.
+//! The configuration of a session.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,19 +12,21 @@ use crate::wrap::{KeyDirection, WrapKey};
 /// Times of a session, with OpenVPN's names and defaults.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Timers {
-    /// `hand-window`, 60 s: a negotiation that takes longer fails.
+    /// `hand-window`, 60 s: time limit of a negotiation.
     pub hand_window: Duration,
-    /// `tls-timeout`, 2 s: first retransmission of a control message. It doubles each time.
+    /// `tls-timeout`, 2 s: pause before the first retransmission of a control message. The pause doubles with
+    /// each attempt.
     pub tls_timeout: Duration,
-    /// `tran-window`, 3600 s: an old key is accepted for so long after a renegotiation.
+    /// `tran-window`, 3600 s: time for which an old key is accepted after a renegotiation.
     pub tran_window: Duration,
-    /// `reneg-sec`, 3600 s: age of a key at which a new one is negotiated; zero leaves it to the peer.
-    /// A server takes up to 10 % off, so that its clients do not come all at once.
+    /// `reneg-sec`, 3600 s: age of a key at which this side renegotiates. Zero leaves renegotiations to the
+    /// peer. A server subtracts up to 10 %, so that its clients do not all renegotiate at once.
     pub reneg: Duration,
-    /// `ping`: a ping is sent after so long without output. None: never, unless the server pushes it.
+    /// `ping`: time without output after which a ping is sent. `None` disables pings, unless the server
+    /// pushes a value.
     pub ping: Option<Duration>,
-    /// `ping-restart`: the session ends after so long without input. A server usually wants twice
-    /// what it pushes.
+    /// `ping-restart`: time without input after which the session ends. A server usually uses twice the
+    /// pushed value.
     pub ping_restart: Option<Duration>,
 }
 
@@ -41,46 +43,47 @@ impl Default for Timers {
     }
 }
 
-/// What both roles are told.
+/// Configuration common to both roles.
 #[derive(Clone, Debug)]
 pub struct Common {
-    /// What carries the packets.
+    /// Protocol that carries the packets.
     pub transport: Transport,
     /// `tls-auth` or `tls-crypt`.
     pub wrap: WrapKey,
-    /// `data-ciphers`: what may be negotiated, the best first.
+    /// `data-ciphers`: ciphers that may be negotiated, in order of preference.
     pub ciphers: Vec<Cipher>,
-    /// `data-ciphers-fallback`, or `cipher`: for peers that cannot negotiate and do not say what they
-    /// use, and what the options string names.
+    /// `data-ciphers-fallback`, or `cipher`: cipher for peers that cannot negotiate and do not name their
+    /// cipher, and the cipher in the options string.
     pub fallback: Option<Cipher>,
-    /// `auth`: of data packets where the cipher does not authenticate. Never negotiated.
+    /// `auth`: digest for data packets with a CBC cipher. Never negotiated.
     pub digest: Digest,
-    /// `comp-lzo no` or `compress stub`, where that is configured. A server pushes what fits to clients
-    /// that have it, so only clients need this.
+    /// `comp-lzo no` or `compress stub`, if configured. Only clients need this setting, because a server
+    /// pushes a matching framing to clients that use framing.
     pub framing: Framing,
-    /// Direction of `tls-auth`, for the options string.
+    /// Key direction of `tls-auth`, for the options string.
     pub tls_auth: Option<KeyDirection>,
-    /// Whether keys of the data channel may come from the TLS exporter, where the peer can do that. Without
-    /// it they come from the TLS 1.0 PRF, as with peers before 2.6.
+    /// True if keys of the data channel may come from the TLS exporter, provided that the peer supports the
+    /// exporter. Otherwise the keys come from the TLS 1.0 PRF, as with peers before 2.6.
     pub exporter: bool,
-    /// `tun-mtu`: the largest inner packet of a peer that can not be told another.
+    /// `tun-mtu`: largest inner packet in bytes, unless both sides agree on another value.
     pub tun_mtu: u16,
-    /// `tun-mtu-max`: the largest that may be agreed. A client says it (`IV_MTU`); a server pushes it to our
-    /// clients that can take as much, and `tun-mtu` to all others.
+    /// `tun-mtu-max`: largest `tun-mtu` that may be agreed, in bytes. A client sends the value as `IV_MTU`. A
+    /// server pushes the value to this crate's clients if their `IV_MTU` is large enough, and `tun-mtu` to
+    /// other clients.
     pub max_tun_mtu: u16,
-    /// Times.
+    /// Times of a session.
     pub timers: Timers,
 }
 
-/// OpenVPN's default of `tun-mtu`.
+/// OpenVPN's default of `tun-mtu`, in bytes.
 pub const TUN_MTU: u16 = 1500;
 
-/// The `tun-mtu` between two that end their connections in the process: over TCP no path has to have room for it, and a
-/// packet costs nearly the same whatever its size.
+/// `tun-mtu` in bytes between two peers that terminate connections in their own process. Over TCP the network
+/// path does not limit the packet size, and the cost of a packet hardly depends on its size.
 pub const LARGE_TUN_MTU: u16 = 16 << 10;
 
 impl Common {
-    /// OpenVPN's defaults: no wrap, the AEAD ciphers, SHA1, 1500 bytes.
+    /// Returns OpenVPN's defaults: no wrap, the AEAD ciphers, SHA1, 1500 bytes.
     pub fn new(transport: Transport) -> Self {
         Self {
             transport,
@@ -101,17 +104,17 @@ impl Common {
     }
 }
 
-/// A server, for all its sessions.
+/// Configuration of a server, for all its sessions.
 #[derive(Clone, Debug)]
 pub struct ServerConfig {
-    /// What both roles are told.
+    /// Configuration common to both roles.
     pub common: Common,
-    /// Certificate, key, and who may come in.
+    /// Certificate, key, and the check of client certificates.
     pub tls: Arc<ServerTls>,
 }
 
 impl ServerConfig {
-    /// With OpenVPN's defaults.
+    /// Creates a configuration with OpenVPN's defaults.
     pub fn new(transport: Transport, tls: Arc<ServerTls>) -> Self {
         Self {
             common: Common::new(transport),
@@ -120,12 +123,12 @@ impl ServerConfig {
     }
 }
 
-/// A client.
+/// Configuration of a client.
 #[derive(Clone)]
 pub struct ClientConfig {
-    /// What both roles are told.
+    /// Configuration common to both roles.
     pub common: Common,
-    /// Certificate, key, and who is trusted as the server.
+    /// Certificate, key, and the check of the server's certificate.
     pub tls: Arc<ClientTls>,
     /// `auth-user-pass`: user name and password, at most 127 bytes each.
     pub credentials: Option<(String, String)>,
@@ -143,7 +146,7 @@ impl std::fmt::Debug for ClientConfig {
 }
 
 impl ClientConfig {
-    /// With OpenVPN's defaults.
+    /// Creates a configuration with OpenVPN's defaults.
     pub fn new(transport: Transport, tls: Arc<ClientTls>) -> Self {
         Self {
             common: Common::new(transport),

@@ -1,4 +1,4 @@
-//! The control channel of a session: which negotiation a packet belongs to, and what its texts mean.
+//! The control channel of a session: assigns packets to negotiations, and acts on the results.
 
 use std::time::{Duration, Instant};
 
@@ -15,12 +15,12 @@ use crate::packet::{ControlPacket, KeyId, Opcode, PacketError};
 use crate::tls::{Channel, TlsError};
 use crate::wrap::OpenError;
 
-/// Renegotiations that fail one after the other before the session ends.
+/// Number of successive failed renegotiations that ends the session.
 const MAX_FAILURES: u8 = 3;
 
 impl Session {
-    /// Takes a control packet. Over TCP, where nothing is damaged by chance, one that is not right ends
-    /// the session.
+    /// Processes a control packet. Over TCP an invalid packet ends the session, because TCP does not damage
+    /// packets by chance.
     pub(super) fn control(&mut self, packet: &mut [u8], now: Instant) -> Result<(), Dropped> {
         let opened = self
             .wrap
@@ -66,7 +66,8 @@ impl Session {
             }
         };
         if slot == Slot::Current && self.next.is_some() {
-            // Stock ends a TCP connection at an acknowledgement for the old key once there is a new one.
+            // Once a new key is being negotiated, stock ends a TCP connection at an acknowledgement for the
+            // old key.
             self.negotiation(slot).map(Negotiation::discard_acks);
         }
         for step in steps {
@@ -78,7 +79,7 @@ impl Session {
         taken
     }
 
-    /// Both session ids have to be right; the first packet of the peer sets its own.
+    /// Checks both session ids. The peer's first packet sets the peer's id.
     fn check_session(&mut self, packet: &ControlPacket<'_>, now: Instant) -> Result<(), Dropped> {
         if packet.peer_session.is_some_and(|named| named != self.own) {
             return Err(Dropped::WrongSession);
@@ -92,8 +93,8 @@ impl Session {
         match self.ids {
             Some(ids) if ids.peer == packet.session => return Ok(()),
             _ if !first || self.ended.is_some() => return Err(Dropped::WrongSession),
-            // A RESET without our session id may be left over from an earlier session, or made by anyone:
-            // it gives way to one that echoes it, until it has acknowledged our own.
+            // A RESET without our session id may be left over from an earlier session, or forged. Until the
+            // peer has acknowledged our own RESET, a RESET that echoes our id replaces it.
             Some(_) if packet.peer_session.is_some() && self.may_start_over() => {
                 let reset =
                     Negotiation::new(Role::Client, KeyId::FIRST, true, timers.tls_timeout, now);
@@ -120,7 +121,7 @@ impl Session {
         matches!(self.side, Side::Client(_)) && !begun
     }
 
-    /// The negotiation that a packet belongs to. A SOFT_RESET for the key after the current one starts it.
+    /// Returns the negotiation for a packet. A SOFT_RESET for the next key starts a renegotiation.
     fn slot(&mut self, packet: &ControlPacket<'_>, now: Instant) -> Result<Slot, Dropped> {
         if self
             .next
@@ -192,8 +193,8 @@ impl Session {
         }
     }
 
-    /// Sends a text, after the end of a renegotiation if there is one: the old key's control channel is
-    /// over for the peer once it knows the new one.
+    /// Sends a text. During a renegotiation the text waits for the new key, because a peer with the new key
+    /// no longer reads the old key's control channel.
     pub(super) fn say(&mut self, text: &str, now: Instant) {
         let slot = match &self.next {
             Some(next) if next.sources().is_none() => return self.texts.push_back(text.to_owned()),
@@ -208,7 +209,8 @@ impl Session {
         }
     }
 
-    /// The next key's material is there: what the peer sends with it is taken from now on.
+    /// Derives the next key when its material is complete. From now on packets with the next key are
+    /// accepted.
     pub(super) fn prepare_next(&mut self, now: Instant) {
         let (Some(next), Some(agreed), Some(ids)) = (&self.next, &self.agreed, self.ids) else {
             return;
@@ -234,7 +236,7 @@ impl Session {
         }
     }
 
-    /// Data can flow.
+    /// Marks the session as established.
     pub(super) fn establish(
         &mut self,
         agreed: Agreed,
@@ -250,8 +252,9 @@ impl Session {
             .push_back(Event::Established(Box::new(established)));
     }
 
-    /// A negotiation cannot go on. Over UDP anyone on the path can spoil one, so that a session with keys
-    /// in use tries again; what a certificate is refused for stays wrong.
+    /// Handles the failure of a negotiation. Over UDP anyone on the path can make a negotiation fail, so an
+    /// established session tries again. A refused certificate always ends the session, because another
+    /// attempt would fail, too.
     pub(super) fn negotiation_failed(&mut self, slot: Slot, failure: Failure, now: Instant) {
         let ended = match failure {
             Failure::Tls(error) => Ended::Tls(error),
@@ -263,32 +266,33 @@ impl Session {
             _ if !(forged && spoilable) => self.end(ended, now),
             Slot::Next => self.abandon(&ended.to_string(), now),
             Slot::Current => {
-                self.notice(&format!("{ended}: the keys are renegotiated"));
+                self.notice(&format!("{ended}; renegotiating the keys"));
                 self.clocks.renegotiate_at = Some(now);
             }
         }
     }
 
-    /// Gives a renegotiation up; the old keys stay in use, and it is tried again.
+    /// Gives up a renegotiation. The old keys stay in use, and a renegotiation that this side started is
+    /// tried again.
     pub(super) fn abandon(&mut self, why: &str, now: Instant) {
         let initiated = self.next.take().is_some_and(|next| next.initiated());
         self.keys.abandon();
         self.stats.rekeys_failed += 1;
         if !initiated {
             return self.notice(&format!(
-                "a renegotiation that the peer began failed: {why}"
+                "a renegotiation started by the peer failed: {why}"
             ));
         }
         self.clocks.failures += 1;
         if self.clocks.failures >= MAX_FAILURES {
-            let text = format!("{MAX_FAILURES} renegotiations failed: {why}");
+            let text = format!("{MAX_FAILURES} successive renegotiations failed: {why}");
             return self.end(Ended::Protocol(text), now);
         }
         self.clocks.renegotiate_at = Some(now + self.side.common().timers.patience());
         self.notice(&format!("a renegotiation failed: {why}"));
     }
 
-    /// Appends the next packet of the control channel, if one is due.
+    /// Appends the next control packet to `out`. Returns false if no packet is due.
     pub(super) fn control_output(&mut self, now: Instant, out: &mut BytesMut) -> bool {
         let transport = self.side.common().transport;
         let peer = self.ids.map(|ids| ids.peer);
@@ -316,7 +320,7 @@ impl Session {
     }
 }
 
-/// A control packet that cannot be wrapped or framed.
+/// Error for a control packet that cannot be wrapped or framed.
 struct Unsendable;
 
 impl From<LengthError> for Unsendable {
@@ -332,7 +336,7 @@ fn open_channel(side: &Side) -> Result<Channel, TlsError> {
     }
 }
 
-/// How a packet that the wrap refused is counted.
+/// Returns the drop reason for a packet that the wrap rejected.
 fn refusal(error: OpenError) -> Dropped {
     match error {
         OpenError::Packet(PacketError::KeyMethod1 | PacketError::TlsCryptV2) => {

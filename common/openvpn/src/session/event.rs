@@ -1,4 +1,4 @@
-//! What a session tells its owner, and why it ended.
+//! The events of a session, and the reasons for its end.
 
 use std::fmt;
 use std::time::Duration;
@@ -8,42 +8,41 @@ use crate::control::push::PushOptions;
 use crate::peer_info::PeerInfo;
 use crate::tls::{PeerIdentity, TlsError};
 
-/// Something the owner of a session has to know. Events come from
-/// [`Session::poll_event`](super::Session::poll_event) after every call that takes `now`.
+/// Event for the owner of a session. Call [`Session::poll_event`](super::Session::poll_event) after every
+/// call with `now`.
 #[derive(Debug)]
 pub enum Event {
-    /// Server role, once per session: the client's certificate is verified and it has sent its
-    /// key-method message. Nothing goes on until the owner answers with
-    /// [`Session::accept`](super::Session::accept) or [`Session::reject`](super::Session::reject);
-    /// it has what is left of the hand-window for that.
+    /// Server role, once per session: the client's certificate is verified, and the client has sent its
+    /// key-method message. The session waits until the owner calls
+    /// [`Session::accept`](super::Session::accept) or [`Session::reject`](super::Session::reject), at most
+    /// for the rest of the hand-window.
     Authenticated(Box<Authenticated>),
-    /// Data can flow. Client role: these are the server's options. Server role: the PUSH_REPLY is
-    /// on its way.
+    /// Data can flow. Client role: the server's options have arrived. Server role: the PUSH_REPLY is queued.
     Established(Box<Established>),
-    /// A renegotiation has ended, keys of this id are in use beside the old ones.
+    /// A renegotiation has succeeded. The new keys are in use beside the old keys.
     Rekeyed {
-        /// 1 to 7.
+        /// Id of the new keys, 1 to 7.
         key_id: u8,
     },
-    /// A text of the peer for the log: INFO, AUTH_PENDING, a failed renegotiation that left the old
-    /// keys in use. Nothing to be done.
+    /// Text for the log: INFO or AUTH_PENDING from the peer, or a failed renegotiation that left the old keys
+    /// in use. No action is needed.
     Notice(String),
-    /// Nothing goes in or out any more. What is left in
-    /// [`Session::poll_output`](super::Session::poll_output) tells the peer why; a session may be
-    /// dropped at once, or polled until [`Session::is_finished`](super::Session::is_finished).
+    /// The session has ended, and no longer carries data. The remaining packets of
+    /// [`Session::poll_output`](super::Session::poll_output) notify the peer. The owner may drop the session
+    /// at once, or poll until [`Session::is_finished`](super::Session::is_finished).
     Ended(Ended),
 }
 
-/// Who asks to be let in.
+/// Client that waits to be accepted or rejected.
 #[derive(Clone)]
 pub struct Authenticated {
-    /// From the verified certificate.
+    /// Names in the verified certificate.
     pub identity: PeerIdentity,
-    /// What the client says of itself.
+    /// Peer info sent by the client.
     pub peer_info: PeerInfo,
-    /// `auth-user-pass`; empty if the client sent none.
+    /// User name of `auth-user-pass`; empty if missing.
     pub username: String,
-    /// Empty if the client sent none.
+    /// Password of `auth-user-pass`; empty if missing.
     pub password: String,
 }
 
@@ -57,77 +56,77 @@ impl fmt::Debug for Authenticated {
     }
 }
 
-/// What both sides agreed on.
+/// Parameters of an established session.
 #[derive(Debug, Clone)]
 pub struct Established {
-    /// The peer, from its certificate. None only for a server without a common name.
+    /// Names in the peer's certificate. `None` only for a server without a common name.
     pub identity: Option<PeerIdentity>,
-    /// The pushed options, one string each: what the server pushed (client role), or what was sent
-    /// (server role).
+    /// Pushed options, one string each: received (client role) or sent (server role).
     pub options: Vec<String>,
-    /// Client role: the options as values.
+    /// Client role: parsed options.
     pub push: Option<PushOptions>,
-    /// Of the data channel.
+    /// Cipher of the data channel.
     pub cipher: Cipher,
-    /// Whether keys come from the TLS exporter; otherwise from the TLS 1.0 PRF.
+    /// True if keys come from the TLS exporter, false if keys come from the TLS 1.0 PRF.
     pub exporter: bool,
-    /// Id in the data packets of this session, if they carry one (P_DATA_V2).
+    /// Peer id in the data packets of this session (P_DATA_V2); `None` for packets without an id.
     pub peer_id: Option<u32>,
-    /// The largest inner packet that may be sent, and that is received.
+    /// Largest inner packet in either direction, in bytes.
     pub tun_mtu: u16,
-    /// Whether the other side is this crate, too. A client is told so over UDP only, where it matters.
+    /// True if the peer is this crate, too. A client learns this only over UDP, where the value matters.
     pub ours: bool,
-    /// TLS version and suite of the control channel, for the log.
+    /// TLS version and cipher suite of the control channel, for the log.
     pub tls: String,
 }
 
-/// Why a session ended.
+/// Reason for the end of a session.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Ended {
-    /// The owner closed it.
+    /// The owner closed the session.
     Closed,
-    /// Server role: the owner rejected the client, or it failed a check of ours; the text was sent.
+    /// Server role: the owner rejected the client, or the client failed a check of the session. The client
+    /// receives the text.
     Rejected(String),
-    /// Client role: the server refused us.
+    /// Client role: the server refused the client.
     AuthFailed {
-        /// The server's text; may be empty.
+        /// Text of the server; may be empty.
         reason: String,
-        /// AUTH_FAILED,TEMP: another attempt later may succeed.
+        /// True for AUTH_FAILED,TEMP: a later attempt may succeed.
         temporary: bool,
     },
-    /// The peer said that it leaves (EXIT, or OCC's EXIT).
+    /// The peer announced its exit (EXIT, or OCC's EXIT).
     PeerExit,
-    /// Client role: the server asks to connect again.
+    /// Client role: the server requests a new connection.
     Restart {
-        /// To the next server of the list rather than to this one.
+        /// True to connect to the next server of the list, false for the same server.
         next_server: bool,
-        /// The server's text.
+        /// Text of the server; may be empty.
         reason: String,
     },
-    /// Client role: the server asks us to end for good.
+    /// Client role: the server requests a permanent stop.
     Halt(String),
-    /// The peer closed the connection, by TCP alone.
+    /// The peer closed the TCP connection without an exit message.
     Disconnected {
-        /// How far a handshake came that had not ended, and what that usually means.
+        /// Progress of an unfinished handshake, with the usual cause; `None` after the handshake.
         stage: Option<&'static str>,
     },
-    /// Nothing was received for the time of `ping-restart`.
+    /// No packet was received for this time (`ping-restart`).
     PingTimeout(Duration),
-    /// The negotiation did not end within the hand-window.
+    /// The negotiation did not finish within the hand-window.
     HandshakeTimeout {
-        /// How far it came, and what that usually means.
+        /// Progress of the negotiation, with the usual cause.
         stage: &'static str,
     },
     /// The TLS handshake or channel failed.
     Tls(TlsError),
-    /// The peers have nothing in common, or the peer asks for what is not spoken here.
+    /// The peers share no parameters, or the peer requires an unsupported feature.
     Negotiation(String),
-    /// Server role over UDP: the client came again from the same address.
+    /// Server role over UDP: the client connected again from the same address.
     Replaced,
-    /// Server role over UDP: displaced before it was established, as too many were beginning.
+    /// Server role over UDP: evicted before establishment, because too many sessions were starting.
     Evicted,
-    /// The peer broke the protocol. Over TCP any damaged control packet does.
+    /// The peer violated the protocol. Over TCP any damaged control packet is a violation.
     Protocol(String),
 }
 
@@ -158,12 +157,12 @@ impl fmt::Display for Ended {
             }
             Self::PingTimeout(after) => write!(f, "nothing received for {} s", after.as_secs()),
             Self::HandshakeTimeout { stage } => {
-                write!(f, "the handshake did not end in time: {stage}")
+                write!(f, "the handshake did not finish in time: {stage}")
             }
             Self::Tls(error) => write!(f, "TLS: {error}"),
-            Self::Negotiation(text) => write!(f, "no agreement: {text}"),
-            Self::Replaced => f.write_str("the client came again"),
-            Self::Evicted => f.write_str("too many sessions were beginning"),
+            Self::Negotiation(text) => write!(f, "negotiation failed: {text}"),
+            Self::Replaced => f.write_str("the client connected again"),
+            Self::Evicted => f.write_str("too many sessions were starting"),
             Self::Protocol(text) => write!(f, "protocol error: {text}"),
         }
     }

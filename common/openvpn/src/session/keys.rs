@@ -1,4 +1,4 @@
-//! The data channel's keys of one session: which one to send with, which ones are still taken.
+//! The data channel keys of one session: the key for sending, and the keys accepted for receiving.
 
 use std::time::Instant;
 
@@ -10,49 +10,49 @@ use crate::keys::KeyBlock;
 use crate::negotiation::{Failure, Negotiation};
 use crate::packet::{KeyId, SessionId};
 
-/// What the sides agreed on. It stays as it is when keys are renegotiated.
+/// Parameters agreed by both sides. Renegotiations do not change the parameters.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Agreed {
     pub(super) cipher: Cipher,
     pub(super) digest: Digest,
-    /// Keys come from TLS rather than from the PRF.
+    /// True if keys come from the TLS exporter, false if keys come from the PRF.
     pub(super) exporter: bool,
-    /// In what we send; the other side's packets may carry anything.
+    /// Peer id in outgoing data packets. Incoming packets may contain any peer id.
     pub(super) peer_id: Option<u32>,
     pub(super) framing: Framing,
     pub(super) tun_mtu: u16,
-    /// Goodbyes go over the control channel.
+    /// True if exit messages go through the control channel.
     pub(super) cc_exit: bool,
-    /// The other side is this crate.
+    /// True if the peer is this crate, too.
     pub(super) ours: bool,
 }
 
-/// The names of both sides' halves of a session.
+/// Session ids of both sides.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Ids {
     pub(super) own: SessionId,
     pub(super) peer: SessionId,
 }
 
-/// Both directions of one key.
+/// Data channel keys of both directions for one key id.
 pub(super) struct DataKey {
     key_id: KeyId,
     pub(super) sealer: Sealer,
     pub(super) opener: Opener,
     began: Instant,
-    /// The peer has used it.
+    /// Set when the peer has used the key.
     pub(super) confirmed: bool,
 }
 
 impl DataKey {
-    /// From a negotiation in which both key-method messages are there.
+    /// Derives the keys from a negotiation with both key-method messages.
     pub(super) fn derive(
         role: Role,
         negotiation: &Negotiation,
         ids: Ids,
         agreed: &Agreed,
     ) -> Result<Self, Failure> {
-        let missing = || Failure::Protocol("keys are derived before there is material".into());
+        let missing = || Failure::Protocol("the key material is incomplete".into());
         let block = if agreed.exporter {
             let channel = negotiation.channel().ok_or_else(missing)?;
             KeyBlock::from_bytes(channel.export_data_keys()?)
@@ -81,37 +81,37 @@ impl DataKey {
     }
 }
 
-/// All keys of a session.
+/// All data channel keys of a session.
 #[derive(Default)]
 pub(super) struct Keys {
     active: Option<DataKey>,
-    /// The one before, and until when it is taken.
+    /// Previous key, and the time until which the key is accepted.
     old: Option<(DataKey, Instant)>,
-    /// Of a negotiation that has not ended.
+    /// Key of an unfinished renegotiation.
     next: Option<DataKey>,
-    /// When to send with the active key though the peer has not used it.
+    /// Time at which sending switches to the active key even if the peer has not used the key.
     switch_at: Option<Instant>,
 }
 
 impl Keys {
-    /// The first key.
+    /// Installs the first key.
     pub(super) fn install(&mut self, key: DataKey) {
         self.active = Some(key);
     }
 
-    /// The key of a renegotiation: taken from now on, but not sent with.
+    /// Installs the key of a renegotiation. For now the key is only used for receiving.
     pub(super) fn prepare(&mut self, key: DataKey) {
         self.next = Some(key);
     }
 
-    /// The renegotiation is given up.
+    /// Drops the key of a failed renegotiation.
     pub(super) fn abandon(&mut self) {
         self.next = None;
     }
 
-    /// The renegotiation has ended. The peer may not know that yet, so the old key stays in use until the
-    /// peer uses the new one, or `patience` after the begin (stock: the smaller of `hand-window` and half
-    /// of `reneg-sec`).
+    /// Activates the key of a finished renegotiation. The peer may not have finished yet, so sending uses the
+    /// old key until the peer uses the new key, or until `patience` after the start of the renegotiation
+    /// (stock: the smaller of `hand-window` and half of `reneg-sec`).
     pub(super) fn promote(
         &mut self,
         patience: std::time::Duration,
@@ -123,19 +123,19 @@ impl Keys {
         self.old = self.active.replace(new).map(|key| (key, until));
     }
 
-    /// When the old key expires.
+    /// Returns the time at which the old key expires.
     pub(super) fn expiry(&self) -> Option<Instant> {
         self.old.as_ref().map(|(_, until)| *until)
     }
 
-    /// Forgets an old key whose time is over.
+    /// Drops the old key if it has expired.
     pub(super) fn expire(&mut self, now: Instant) {
         if self.expiry().is_some_and(|until| until <= now) {
             self.old = None;
         }
     }
 
-    /// The key to send with, and whether it is the newest.
+    /// Returns the key for sending, and true if the key is the newest key.
     pub(super) fn sending(&mut self, now: Instant) -> Option<(&mut DataKey, bool)> {
         let active = self.active.as_mut()?;
         match &mut self.old {
@@ -146,7 +146,7 @@ impl Keys {
         }
     }
 
-    /// The key that a packet names.
+    /// Returns the key with the id `key_id`.
     pub(super) fn named(&mut self, key_id: KeyId) -> Option<&mut DataKey> {
         let old = self.old.as_mut().map(|(key, _)| key);
         [self.active.as_mut(), self.next.as_mut(), old]

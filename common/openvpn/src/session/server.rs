@@ -1,5 +1,5 @@
-//! What a server does in the control channel: who asks to be let in, what is agreed with it, the
-//! PUSH_REPLY.
+//! The server role in the control channel: reports clients to the owner, chooses the parameters, and sends
+//! the PUSH_REPLY.
 
 use std::time::Instant;
 
@@ -20,37 +20,37 @@ use crate::options::{self, PeerOptions, Transport};
 use crate::peer_info::{PeerInfo, Protocol};
 use crate::tls::PeerIdentity;
 
-/// A server does not answer more requests for the options than one in so many seconds.
+/// Shortest pause between two answers to requests for the options.
 const PUSH_AGAIN: std::time::Duration = std::time::Duration::from_secs(5);
 
-/// A server's knowledge of its client.
+/// Server's state about its client.
 #[derive(Default)]
 pub(super) struct Client {
-    /// Certificate and user name are locked when they are first seen.
+    /// Certificate of the first negotiation. Renegotiations must use the same certificate and user name.
     identity: Option<PeerIdentity>,
     username: String,
     info: PeerInfo,
     options: PeerOptions,
     choice: Option<ncp::Choice>,
-    /// The owner's decision.
+    /// Options from the owner; `None` until the owner has accepted the client.
     accepted: Option<Push>,
     push_requested: bool,
     pushed_at: Option<Instant>,
 }
 
 impl Client {
-    /// Why the first negotiation has not ended in a session, once TLS and keys are done.
+    /// Describes why the session is not established although TLS and the keys are ready.
     pub(super) fn stage(&self) -> &'static str {
         if self.accepted.is_none() {
-            "nobody decided whether the client may come in"
+            "the server neither accepted nor rejected the client"
         } else {
-            "the client never asked for its options: is `client` or `pull` missing in its configuration?"
+            "the client never requested its options: is `client` or `pull` missing in its configuration?"
         }
     }
 }
 
 impl Session {
-    /// The client's key-method message of either slot.
+    /// Processes the client's key-method message in either slot.
     pub(super) fn client_key_method(&mut self, slot: Slot, message: &KeyMethod2, now: Instant) {
         let reply = KeyMethod2 {
             source: KeySource::random(Role::Server, &mut rand::rng()),
@@ -106,7 +106,7 @@ impl Session {
             })));
     }
 
-    /// A renegotiation must come from whom the session was given to.
+    /// Checks that a renegotiation uses the same certificate and user name as the first negotiation.
     fn check_again(&mut self, identity: &PeerIdentity, message: &KeyMethod2, now: Instant) {
         let locked = self.client.identity.as_ref();
         if locked.is_none_or(|locked| locked.fingerprint != identity.fingerprint) {
@@ -118,7 +118,7 @@ impl Session {
         self.prepare_next(now);
     }
 
-    /// Tells the client that it may not come in, and ends.
+    /// Sends AUTH_FAILED with a reason, and ends the session.
     pub(super) fn refuse(&mut self, reason: &str, now: Instant) {
         let reason: String = reason
             .chars()
@@ -134,8 +134,8 @@ impl Session {
         self.end(Ended::Rejected(reason), now);
     }
 
-    /// Server role, after [`Event::Authenticated`]: lets the client in. Fails if an option cannot be
-    /// pushed; then nothing has happened.
+    /// Accepts the client after [`Event::Authenticated`] (server role). Fails without any effect if an option
+    /// cannot be pushed.
     pub fn accept(&mut self, push: Push, now: Instant) -> Result<(), NotPushable> {
         push::build(&push.options)?;
         if self.client.identity.is_some() && self.client.accepted.is_none() && !self.is_ended() {
@@ -145,7 +145,8 @@ impl Session {
         Ok(())
     }
 
-    /// Server role, after [`Event::Authenticated`] or later: AUTH_FAILED with this text.
+    /// Rejects the client with AUTH_FAILED and `reason`, after [`Event::Authenticated`] or later (server
+    /// role).
     pub fn reject(&mut self, reason: &str, now: Instant) {
         if matches!(self.side, Side::Server(..))
             && self.client.identity.is_some()
@@ -155,8 +156,9 @@ impl Session {
         }
     }
 
-    /// Server role: asks the client to connect again, to the next server of its list if `next_server`,
-    /// and ends with [`Ended::Closed`]. For a shutdown on UDP; over TCP closing is enough.
+    /// Requests the client to connect again, to the next server of its list if `next_server`, and ends with
+    /// [`Ended::Closed`] (server role). Used for a shutdown over UDP; over TCP closing the connection is
+    /// enough.
     pub fn restart(&mut self, next_server: bool, now: Instant) {
         if matches!(self.side, Side::Server(..)) && !self.is_ended() {
             let flags = if next_server { ",[N]" } else { "" };
@@ -165,10 +167,11 @@ impl Session {
         }
     }
 
-    /// The client asks for its options.
+    /// Processes a request for the options.
     pub(super) fn push_requested(&mut self, now: Instant) {
         self.client.push_requested = true;
-        // It is a stream: whoever asks again did not want what it was told, or lost it by itself.
+        // The control channel is reliable, so the client received the first answer but did not use it: send
+        // the answer again.
         if self
             .client
             .pushed_at
@@ -182,7 +185,7 @@ impl Session {
         self.try_push(now);
     }
 
-    /// Sends the PUSH_REPLY once everything is there.
+    /// Sends the PUSH_REPLY as soon as the keys, the owner's decision and the client's request are present.
     pub(super) fn try_push(&mut self, now: Instant) {
         let Side::Server(config, peer_id) = &self.side else {
             return;
@@ -241,13 +244,14 @@ impl Session {
         self.establish(agreed, established, timers.ping, timers.ping_restart, now);
     }
 
-    /// A server's clients were often started together and should not renegotiate together: up to 10 % off.
+    /// Returns a random time of up to 10 % of `reneg`. Clients are often started together, and should not
+    /// renegotiate together.
     pub(super) fn jitter(reneg: std::time::Duration) -> std::time::Duration {
         reneg.mul_f64(rand::rng().random_range(0.0..0.1))
     }
 }
 
-/// What a client with these abilities gets, and the options that tell it so.
+/// Chooses the parameters for a client with these abilities, and returns them with the options to be pushed.
 fn agree(
     config: &super::ServerConfig,
     peer_id: u32,
@@ -285,12 +289,12 @@ fn agree(
             push.push(format!("tun-mtu {mtu}"));
             mtu
         }
-        // Too old to be told: what its own link-mtu leaves.
+        // The client is too old for a pushed MTU: use its own MTU as the limit.
         (None, Some(own)) => own.min(common.tun_mtu),
         (None, None) => common.tun_mtu,
     };
-    // Whoever has any compression configured frames its packets; the best for both is the framing that
-    // costs nothing (stock's `compress migrate`).
+    // A client with any compression setting frames its packets. The best framing for both sides is the
+    // cheapest framing, as in stock's `compress migrate`.
     let framing = match (options.comp_lzo, info.stub_v2) {
         (false, _) => Framing::None,
         (true, true) => {

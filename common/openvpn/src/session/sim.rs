@@ -1,5 +1,5 @@
-//! Two sessions and the net between them, in virtual time. What the net does with a packet comes from a
-//! seed.
+//! Simulation of two sessions and the network between them, in virtual time. A seed decides the fate of every
+//! packet.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
 
@@ -14,12 +14,12 @@ use rand::{Rng, SeedableRng};
 use super::*;
 use crate::tls::tests::PKI;
 
-/// What happens to packets on their way.
+/// Behaviour of the network.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Net {
     pub(crate) loss: f64,
     pub(crate) duplicate: f64,
-    /// Packets take this long, and up to `jitter` more: they overtake each other.
+    /// Transit time of a packet. A random time of up to `jitter` is added, so packets overtake each other.
     pub(crate) delay: Duration,
     pub(crate) jitter: Duration,
 }
@@ -53,7 +53,7 @@ impl To {
     }
 }
 
-/// One of the two, and what it has told.
+/// One of the two sessions, with its events and the inner packets that it delivered.
 pub(crate) struct Endpoint {
     pub(crate) session: Session,
     pub(crate) events: Vec<Event>,
@@ -99,9 +99,9 @@ pub(crate) struct Sim {
     pub(crate) client: Endpoint,
     pub(crate) server: Endpoint,
     pub(crate) net: Net,
-    /// Whether the server's owner lets clients in by itself.
+    /// True if the server's owner accepts every client.
     pub(crate) accept: bool,
-    /// All packets that were sent, if `record`.
+    /// All packets sent while `record` is true.
     pub(crate) sent: Vec<(To, Vec<u8>)>,
     pub(crate) record: bool,
     transport: Transport,
@@ -184,7 +184,7 @@ impl Sim {
         }
     }
 
-    /// Sends what the sessions have to send and takes their events.
+    /// Sends all output of both sessions, and collects their events.
     pub(crate) fn settle(&mut self) {
         for which in [To::Client, To::Server] {
             let now = self.now;
@@ -206,7 +206,7 @@ impl Sim {
         }
     }
 
-    /// Sends an inner packet; false if the session does not take it.
+    /// Sends an inner packet. Returns false if the session refuses the packet.
     pub(crate) fn send(&mut self, from: To, inner: &[u8]) -> bool {
         let now = self.now;
         let mut out = BytesMut::new();
@@ -217,7 +217,7 @@ impl Sim {
         sealed
     }
 
-    /// Hands bytes over as if they came from the net.
+    /// Passes bytes to a session as if they came from the network.
     pub(crate) fn deliver(&mut self, to: To, bytes: &[u8]) -> Result<(), Dropped> {
         let (now, transport) = (self.now, self.transport);
         let Endpoint {
@@ -241,7 +241,7 @@ impl Sim {
         }
     }
 
-    /// Goes on to the next thing that happens, or to `until`.
+    /// Advances the time to the next arrival or timeout, at most to `until`.
     pub(crate) fn step(&mut self, until: Instant) {
         self.settle();
         let arrival = self.flying.keys().next().map(|(at, _)| *at);
@@ -262,7 +262,7 @@ impl Sim {
         };
         assert!(
             self.stalls < 5,
-            "a timeout that nothing comes of: {timeouts:?}"
+            "repeated timeouts without any effect: {timeouts:?}"
         );
         self.now = at.max(self.now);
         while let Some(entry) = self
@@ -287,7 +287,7 @@ impl Sim {
         }
     }
 
-    /// Until both ends are established or one has ended.
+    /// Runs until both ends are established. Panics if an end ends, or after 200 s.
     pub(crate) fn connect(&mut self) {
         let until = self.now + Duration::from_secs(200);
         while self.now < until && self.client.ended().is_none() && self.server.ended().is_none() {
@@ -302,7 +302,8 @@ impl Sim {
         );
     }
 
-    /// Sends packets both ways, one each way every `every`, and returns how many were not taken.
+    /// Sends `packets` packets in each direction, at intervals of `every`. Returns the number of refused
+    /// packets.
     pub(crate) fn traffic(&mut self, packets: u32, every: Duration) -> u32 {
         let mut refused = 0;
         for number in 0..packets {

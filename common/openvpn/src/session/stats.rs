@@ -1,63 +1,63 @@
-//! What a session counts: traffic, and everything that was dropped, by cause.
+//! The counters of a session: traffic, and dropped packets by cause.
 
 use thiserror::Error;
 
-/// Why a packet was dropped. Each is counted in [`Stats`]; none needs an answer.
+/// Reason why a packet was dropped. [`Stats`] counts every dropped packet; the owner need not act.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum Dropped {
-    /// No OpenVPN packet, or a truncated one.
+    /// Packet that is truncated or not OpenVPN, for example with an unknown opcode.
     #[error("malformed packet")]
     Malformed,
-    /// An opcode that is not spoken: key method 1, tls-crypt-v2, or an unknown one.
+    /// Packet with an unsupported opcode: key method 1 or tls-crypt-v2.
     #[error("unsupported opcode")]
     Unsupported,
-    /// tls-auth or tls-crypt do not match: wrong key, direction or digest, or not wrapped at all.
+    /// Control packet with a mismatch of tls-auth or tls-crypt: wrong key, direction or digest, or no wrap.
     #[error("tls-auth or tls-crypt mismatch")]
     BadWrap,
-    /// A control packet whose packet id in tls-auth or tls-crypt was used before.
+    /// Control packet with a repeated packet id of tls-auth or tls-crypt.
     #[error("replayed control packet")]
     ReplayedControl,
-    /// A control packet of another session.
+    /// Control packet of another session.
     #[error("control packet of another session")]
     WrongSession,
-    /// A control packet for a key that is not, or no longer, negotiated.
+    /// Control packet for a key that is not, or no longer, being negotiated.
     #[error("control packet for another key")]
     WrongKey,
-    /// A control message too far ahead, or more than fit.
+    /// Control message beyond the receive window, or with a full queue of acknowledgements.
     #[error("control message outside of the window")]
     OutOfWindow,
-    /// Data with a key id for which there are no keys (yet, or any more).
+    /// Data with a key id that has no keys yet, or no longer.
     #[error("data for an unknown key")]
     UnknownKey,
-    /// Data that does not authenticate.
+    /// Data that fails authentication.
     #[error("data does not authenticate")]
     BadData,
-    /// Data whose packet id was used before, or is too old.
+    /// Data with a packet id that was used before or is too old.
     #[error("replayed data packet")]
     ReplayedData,
     /// Compressed data, or a compression framing that was not agreed.
     #[error("compressed data")]
     Compressed,
-    /// The session has ended.
+    /// Packet after the end of the session.
     #[error("the session has ended")]
     Ended,
 }
 
-/// Counters of one session. They only grow.
+/// Counters of one session. No counter ever decreases.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stats {
-    /// Inner packets received, pings and the like not counted.
+    /// Inner packets received, without pings and other internal messages.
     pub packets_in: u64,
-    /// Their bytes.
+    /// Bytes of the inner packets received.
     pub bytes_in: u64,
     /// Inner packets sent.
     pub packets_out: u64,
-    /// Their bytes.
+    /// Bytes of the inner packets sent.
     pub bytes_out: u64,
-    /// Renegotiations that ended well.
+    /// Renegotiations that succeeded.
     pub rekeys: u64,
-    /// Renegotiations that were given up, the old keys staying in use.
+    /// Renegotiations that failed; the old keys stayed in use.
     pub rekeys_failed: u64,
     /// See [`Dropped::Malformed`].
     pub malformed: u64,
@@ -86,7 +86,7 @@ pub struct Stats {
 }
 
 impl Stats {
-    /// Counts what was dropped.
+    /// Counts a dropped packet.
     pub(crate) fn count(&mut self, dropped: Dropped) {
         let counter = match dropped {
             Dropped::Malformed => &mut self.malformed,

@@ -1,4 +1,4 @@
-//! Sessions against each other.
+//! Tests of two sessions connected to each other.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
 

@@ -6,7 +6,7 @@ use super::event::Ended;
 use super::{Session, Side, Timers, Transport};
 
 impl Timers {
-    /// How long the old key is used for sending while nothing tells that the peer has the new one.
+    /// Returns the time for which the old key is used for sending if the peer does not use the new key.
     pub(super) fn patience(&self) -> Duration {
         if self.reneg.is_zero() {
             self.hand_window
@@ -16,16 +16,17 @@ impl Timers {
     }
 }
 
-/// Moments that matter.
+/// Deadlines and activity times of a session.
 pub(super) struct Clocks {
-    /// The end of the hand-window, until the session is established.
+    /// End of the hand-window, until the session is established.
     pub(super) deadline: Instant,
     last_sent: Instant,
     last_received: Instant,
     ping: Option<Duration>,
     ping_restart: Option<Duration>,
     pub(super) renegotiate_at: Option<Instant>,
-    /// Renegotiations of ours that failed since one succeeded.
+    /// Number of failed renegotiations since the last success. Counts only renegotiations that this side
+    /// started.
     pub(super) failures: u8,
 }
 
@@ -76,7 +77,8 @@ impl Clocks {
         self.ping_restart = after;
     }
 
-    /// The key is nearly used up. A renegotiation that failed is not repeated before its time.
+    /// Schedules a renegotiation now, because the key is nearly used up. After a failed renegotiation the
+    /// scheduled time stays.
     pub(super) fn worn(&mut self, now: Instant) {
         if self.failures == 0 {
             self.renegotiate_at = Some(now);
@@ -85,7 +87,7 @@ impl Clocks {
 }
 
 impl Session {
-    /// The current key is new.
+    /// Schedules the renegotiation of a new key.
     pub(super) fn schedule_renegotiation(&mut self, now: Instant) {
         let reneg = self.side.common().timers.reneg;
         let early = match self.side {
@@ -95,7 +97,8 @@ impl Session {
         self.clocks.renegotiate_at = (!reneg.is_zero()).then(|| now + reneg - early);
     }
 
-    /// When to call [`Session::handle_timeout`] and [`Session::poll_output`]; may be in the past.
+    /// Returns the time at which to call [`Session::handle_timeout`] and [`Session::poll_output`]; may be in
+    /// the past.
     pub fn poll_timeout(&self) -> Option<Instant> {
         let talking = self.next.as_ref().or(self.current.as_ref());
         let output = talking.and_then(|talking| talking.timeout());
@@ -130,7 +133,7 @@ impl Session {
         timeouts.into_iter().flatten().min()
     }
 
-    /// Time has passed.
+    /// Runs the timers that have expired at `now`.
     pub fn handle_timeout(&mut self, now: Instant) {
         if let Some(end) = &mut self.ended {
             end.over |= end.until <= now;
@@ -163,7 +166,7 @@ impl Session {
         }
     }
 
-    /// How far the first negotiation has come.
+    /// Describes the progress of the first negotiation.
     pub(super) fn stage(&self) -> &'static str {
         match (&self.current, &self.side) {
             (None, _) => "the client sent nothing",

@@ -1,5 +1,5 @@
-//! What is read from a certificate beside webpki: names for log and policy, usages, and the causes for
-//! which webpki refuses old certificates.
+//! The certificate properties that webpki does not report: names for log and policy, usages, and the reasons
+//! for which webpki refuses old certificates.
 
 use aws_lc_rs::digest;
 use rustls_pki_types::CertificateDer;
@@ -7,12 +7,12 @@ use x509_parser::prelude::{ASN1Time, FromDer, X509Certificate, X509Version};
 
 use crate::Role;
 
-/// The subject's names of a verified certificate.
+/// Names in a verified certificate.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PeerIdentity {
-    /// The last CN of the subject, as OpenVPN takes it.
+    /// Last CN of the subject, as in OpenVPN.
     pub common_name: String,
-    /// The whole subject, as OpenVPN writes it: `C=DE, O=Example, CN=client`.
+    /// Whole subject in OpenVPN's format: `C=DE, O=Example, CN=client`.
     pub subject: String,
     /// Serial number, in lower-case hex.
     pub serial: String,
@@ -21,7 +21,8 @@ pub struct PeerIdentity {
 }
 
 impl PeerIdentity {
-    /// Of a certificate that somebody has verified. None if it cannot be read or has no common name.
+    /// Reads the names in a certificate that the caller has verified. Returns `None` if the certificate
+    /// cannot be parsed or has no common name.
     pub fn new(der: &CertificateDer<'_>) -> Option<Self> {
         let (_, certificate) = X509Certificate::from_der(der).ok()?;
         let common_name = certificate
@@ -52,7 +53,7 @@ impl PeerIdentity {
     }
 }
 
-/// Whether the key usage extension is there, and which of the two extended key usages.
+/// Presence of the key usage extension and of the two extended key usages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Usage {
     pub(super) key_usage: bool,
@@ -78,7 +79,7 @@ impl Usage {
     }
 }
 
-/// Why peers will refuse a certificate of our own, as far as it can be seen from here.
+/// Returns the reason why peers will refuse this side's certificate, as far as the certificate shows.
 pub(super) fn doubt(own: &CertificateDer<'_>, role: Role) -> Option<String> {
     let (_, certificate) = X509Certificate::from_der(own).ok()?;
     let (validity, now) = (certificate.validity(), ASN1Time::now());
@@ -105,7 +106,7 @@ pub(super) fn doubt(own: &CertificateDer<'_>, role: Role) -> Option<String> {
     })
 }
 
-/// Subject and issuer for a log line.
+/// Returns subject and issuer for a log line.
 pub(super) fn describe(der: &CertificateDer<'_>) -> String {
     match X509Certificate::from_der(der) {
         Ok((_, certificate)) => format!(
@@ -117,13 +118,13 @@ pub(super) fn describe(der: &CertificateDer<'_>) -> String {
     }
 }
 
-/// Names come from anyone: what is logged of them has an end and no control characters.
+/// Shortens a name from an untrusted peer for the log, and removes control characters.
 fn shorten(name: String) -> String {
     name.chars().filter(|c| !c.is_control()).take(200).collect()
 }
 
-/// Properties that webpki does not accept in a chain, in words. Checked before the error of webpki is
-/// shown, since that often names a consequence only.
+/// Describes outdated properties in a chain that webpki does not accept. Takes precedence over the error of
+/// webpki, which often names only a consequence.
 pub(super) fn old_fashioned(
     leaf: &CertificateDer<'_>,
     intermediates: &[CertificateDer<'_>],
@@ -149,7 +150,7 @@ pub(super) fn old_fashioned(
         .contains(&algorithm.as_str())
         {
             return Some(format!(
-                "{what} is signed with SHA-1 or MD5, which is not accepted any more: issue it again with SHA-256 (EasyRSA 3 does)"
+                "{what} is signed with SHA-1 or MD5, which is no longer accepted: issue it again with SHA-256 (EasyRSA 3 does)"
             ));
         }
         if certificate.version() != X509Version::V3 {

@@ -1,4 +1,5 @@
-//! One TLS connection of the control channel: TLS bytes in and out, whole messages in and out.
+//! One TLS connection of the control channel, with TLS bytes on one side and whole messages on the other
+//! side.
 
 use std::collections::VecDeque;
 use std::io::BufRead as _;
@@ -14,7 +15,7 @@ use super::error::TlsError;
 use super::verify::Refused;
 use crate::keys::{EXPORTER_LABEL, KEY_BLOCK_LEN};
 
-/// One TLS connection.
+/// TLS connection of one negotiation.
 pub(crate) struct Channel {
     tls: Connection,
     refused: Refused,
@@ -33,7 +34,7 @@ impl Channel {
     }
 
     pub(super) fn client(config: ClientConfig, refused: Refused) -> Result<Self, TlsError> {
-        // No name is sent and none is checked.
+        // The name is only a placeholder: no name is sent or checked.
         let name = ServerName::IpAddress(Ipv4Addr::UNSPECIFIED.into());
         let tls = ClientConnection::new(Arc::new(config), name).map_err(TlsError::setup)?;
         let mut channel = Self {
@@ -45,8 +46,9 @@ impl Channel {
         Ok(channel)
     }
 
-    /// TLS bytes from the peer, in order. Each record's text is appended to `messages`: peers write one
-    /// message as one record. After an error the alert for the peer is in the output.
+    /// Processes TLS bytes from the peer, in order. The plaintext of each record is appended to `messages`,
+    /// because peers write one message as one record. After an error the output contains the alert for the
+    /// peer.
     pub(crate) fn receive(
         &mut self,
         mut bytes: &[u8],
@@ -87,41 +89,41 @@ impl Channel {
 
     fn collect(&mut self) {
         while self.tls.wants_write() {
-            // A deque takes all; a rustls that stops there would stop for good.
+            // A deque accepts all bytes, so a write without progress means that rustls will never progress.
             if !matches!(self.tls.write_tls(&mut self.output), Ok(1..)) {
                 break;
             }
         }
     }
 
-    /// Whether TLS bytes wait to be sent.
+    /// Returns true if TLS bytes wait to be sent.
     pub(crate) fn has_output(&self) -> bool {
         !self.output.is_empty()
     }
 
-    /// Takes up to `most` TLS bytes.
+    /// Removes and returns up to `most` TLS bytes.
     pub(crate) fn take_output(&mut self, most: usize) -> Vec<u8> {
         self.output.drain(..most.min(self.output.len())).collect()
     }
 
-    /// Whether messages can be exchanged.
+    /// Returns true after the handshake, when messages can be exchanged.
     pub(crate) fn is_established(&self) -> bool {
         !self.tls.is_handshaking()
     }
 
-    /// The peer, from its verified certificate.
+    /// Returns the names in the peer's verified certificate.
     pub(crate) fn identity(&self) -> Option<PeerIdentity> {
         PeerIdentity::new(self.tls.peer_certificates()?.first()?)
     }
 
-    /// Key material for the data channel.
+    /// Exports key material for the data channel.
     pub(crate) fn export_data_keys(&self) -> Result<[u8; KEY_BLOCK_LEN], TlsError> {
         self.tls
             .export_keying_material([0; KEY_BLOCK_LEN], EXPORTER_LABEL, None)
             .map_err(|error| TlsError::new(&error, None))
     }
 
-    /// Version and suite, for the log.
+    /// Returns TLS version and cipher suite, for the log.
     pub(crate) fn describe(&self) -> String {
         match (
             self.tls.protocol_version(),

@@ -1,28 +1,28 @@
-//! What went wrong with TLS, in words that tell an operator what to do.
+//! The TLS errors, with remedies for the operator.
 
 use rustls::{AlertDescription, CertificateError, ExtendedKeyPurpose, PeerIncompatible};
 use rustls_pki_types::pem;
 use thiserror::Error;
 
-/// A file that cannot be used.
+/// Error for a file that cannot be used.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum ConfigError {
-    /// No PEM.
-    #[error("the {what} is no valid PEM: {problem}")]
+    /// The file is not valid PEM.
+    #[error("the {what} is not valid PEM: {problem}")]
     Pem {
-        /// Which file.
+        /// Kind of the file.
         what: &'static str,
-        /// The parser's text.
+        /// Error text of the parser.
         problem: String,
     },
-    /// PEM without what is looked for.
-    #[error("the {0} file holds no certificate (-----BEGIN CERTIFICATE-----)")]
+    /// The PEM file contains no certificate.
+    #[error("the {0} file contains no certificate (-----BEGIN CERTIFICATE-----)")]
     Empty(&'static str),
-    /// A CA certificate, or the list of them.
+    /// A CA certificate, or the list of CA certificates, cannot be used.
     #[error("the CA cannot be used: {0}")]
     Authority(String),
-    /// A private key.
+    /// The private key cannot be used.
     #[error(
         "the private key cannot be used (EC P-256, P-384, P-521, Ed25519, or RSA of 2048 bits and more): {0}"
     )]
@@ -39,7 +39,7 @@ impl ConfigError {
         match error {
             pem::Error::NoItemsFound => Self::Pem {
                 what,
-                problem: "it holds none (an encrypted key has to be decrypted first)".into(),
+                problem: "no such PEM section found (decrypt an encrypted key first)".into(),
             },
             error => Self::Pem {
                 what,
@@ -49,33 +49,33 @@ impl ConfigError {
     }
 }
 
-/// Why TLS failed.
+/// Reason why TLS failed.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum TlsError {
-    /// We do not accept the peer's certificate.
+    /// This side refused the peer's certificate.
     #[error("certificate of {subject}: {problem}")]
     Certificate {
-        /// Its subject and issuer, as far as they could be read.
+        /// Subject and issuer, if readable.
         subject: String,
-        /// Why, and what to do.
+        /// Reason and remedy.
         problem: String,
     },
     /// The peer sent an alert.
     #[error("{0}")]
     Alert(String),
-    /// Everything else.
+    /// Any other error.
     #[error("{0}")]
     Other(String),
 }
 
 impl TlsError {
-    /// A configuration that rustls does not take.
+    /// Converts the error of a configuration that rustls rejects.
     pub(super) fn setup(error: rustls::Error) -> Self {
         Self::Other(error.to_string())
     }
 
-    /// `refused`: what our verifier noted about the certificate.
+    /// Converts an error of rustls. `refused` is the verifier's note about a refused certificate.
     pub(super) fn new(error: &rustls::Error, refused: Option<&(String, String)>) -> Self {
         match (error, refused) {
             (_, Some((subject, problem))) => Self::Certificate {
@@ -92,7 +92,7 @@ impl TlsError {
     }
 }
 
-/// What the peer's alert usually means.
+/// Describes the peer's alert with its usual meaning.
 fn explain_alert(alert: AlertDescription) -> String {
     let hint = match alert {
         AlertDescription::UnknownCA => "the peer's `ca` did not sign our certificate",
@@ -109,12 +109,12 @@ fn explain_alert(alert: AlertDescription) -> String {
         | AlertDescription::DecryptError => {
             "the peer does not accept our certificate; its log says why"
         }
-        AlertDescription::CertificateRequired => "the peer wants a certificate and we sent none",
+        AlertDescription::CertificateRequired => "the peer requires a certificate and we sent none",
         AlertDescription::ProtocolVersion => {
-            "no common TLS version: TLS 1.2 and 1.3 are spoken here"
+            "no common TLS version: this side supports TLS 1.2 and 1.3"
         }
         AlertDescription::HandshakeFailure => {
-            "no common cipher suite, curve or signature algorithm: ECDHE with AES-GCM or ChaCha20-Poly1305 is spoken here"
+            "no common cipher suite, curve or signature algorithm: this side supports ECDHE with AES-GCM or ChaCha20-Poly1305"
         }
         _ => return format!("the peer ended TLS with the alert {alert:?}"),
     };
@@ -131,21 +131,21 @@ fn explain_incompatible(why: &PeerIncompatible) -> String {
             "TLS 1.2 (ECDHE with AES-GCM or ChaCha20-Poly1305) or TLS 1.3 is needed: OpenVPN 2.4 or newer"
         }
         PeerIncompatible::NoCipherSuitesInCommon => {
-            "no common cipher suite: ECDHE with AES-GCM or ChaCha20-Poly1305 is spoken here, look at `tls-cipher`"
+            "no common cipher suite: this side supports ECDHE with AES-GCM or ChaCha20-Poly1305; check `tls-cipher`"
         }
         PeerIncompatible::NoKxGroupsInCommon => {
-            "no common curve: look at `ecdh-curve` and `tls-groups`"
+            "no common curve: check `ecdh-curve` and `tls-groups`"
         }
         PeerIncompatible::NoSignatureSchemesInCommon
         | PeerIncompatible::NoCertificateRequestSignatureSchemesInCommon => {
-            "no common signature algorithm: RSA, ECDSA or Ed25519 with SHA-256 or better is spoken here"
+            "no common signature algorithm: this side supports RSA, ECDSA or Ed25519 with SHA-256 or better"
         }
         _ => return format!("the peer's TLS is incompatible: {why:?}"),
     };
     format!("the peer's TLS is incompatible ({why:?}): {hint}")
 }
 
-/// Why webpki refused a certificate, where the certificate itself does not tell.
+/// Describes why webpki refused a certificate without outdated properties.
 pub(super) fn explain_certificate(error: &rustls::Error) -> String {
     let rustls::Error::InvalidCertificate(error) = error else {
         return error.to_string();
@@ -155,7 +155,7 @@ pub(super) fn explain_certificate(error: &rustls::Error) -> String {
             "not signed by our CA: compare `ca` on both sides; if there is an intermediate CA, its certificate has to be in the peer's `cert` file or in our `ca` file".into()
         }
         CertificateError::BadSignature => {
-            "not signed by our CA, but by one of the same name: was the CA made anew? compare `ca` on both sides".into()
+            "not signed by our CA, but by one of the same name: was the CA created again? compare `ca` on both sides".into()
         }
         CertificateError::Expired => "expired: renew it, or look at the clocks".into(),
         CertificateError::ExpiredContext { .. } => {

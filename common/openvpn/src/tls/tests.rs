@@ -1,4 +1,4 @@
-//! A PKI in the shape of KKP's, and how certificates that are not right are refused.
+//! Test PKI in the style of KKP, and tests of unusable certificates and files.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
 
@@ -12,10 +12,10 @@ use rcgen::{
 
 use super::*;
 
-/// A CA with P-256 and CN "CA".
+/// CA with a P-256 key.
 pub(crate) struct Pki(CertifiedIssuer<'static, KeyPair>);
 
-/// What most tests use.
+/// PKI of most tests; the CN of the CA is "CA".
 pub(crate) static PKI: LazyLock<Pki> = LazyLock::new(Pki::new);
 
 /// Certificate and key, in PEM.
@@ -91,7 +91,7 @@ impl Pki {
         ))
     }
 
-    /// A CRL, in PEM.
+    /// Returns a CRL in PEM.
     pub(crate) fn crl(&self, revoked: &[&Pair]) -> String {
         let now = rcgen::date_time_ymd(2020, 1, 1);
         let revoked = revoked.iter().map(|pair| RevokedCertParams {
@@ -147,7 +147,7 @@ impl Pki {
 }
 
 #[test]
-fn what_peers_will_refuse_is_seen_here() {
+fn doubt_finds_certificates_that_peers_refuse() {
     let doubted = |pair: &Pair, role| doubt(pair.certificate.as_bytes(), role);
     let (server, client) = (PKI.server(), PKI.client("a"));
     assert_eq!(doubted(&server, Role::Server), None);
@@ -170,26 +170,26 @@ fn what_peers_will_refuse_is_seen_here() {
 }
 
 #[test]
-fn files_that_cannot_be_used_are_named() {
+fn unusable_files_are_named_in_the_error() {
     let text = |result: Result<Identity, ConfigError>| result.unwrap_err().to_string();
     let (ours, other) = (PKI.server(), PKI.server());
     let of = |pem: &str| pem.as_bytes().to_vec();
     let mixed = Identity::from_pem(&of(&ours.certificate), &of(&other.key));
     assert!(text(mixed).contains("does not belong to the certificate"));
     let empty = Identity::from_pem(b"", &of(&ours.key));
-    assert!(text(empty).contains("certificate file holds no certificate"));
+    assert!(text(empty).contains("certificate file contains no certificate"));
     let swapped = Identity::from_pem(&of(&ours.key), &of(&ours.certificate));
-    assert!(text(swapped).contains("holds no certificate"));
+    assert!(text(swapped).contains("contains no certificate"));
     let keyless = Identity::from_pem(&of(&ours.certificate), &of(&ours.certificate));
     assert!(text(keyless).contains("private key"));
     let garbage = b"-----BEGIN CERTIFICATE-----\n!!!!\n-----END CERTIFICATE-----\n";
-    assert!(text(Identity::from_pem(garbage, b"")).contains("no valid PEM"));
+    assert!(text(Identity::from_pem(garbage, b"")).contains("not valid PEM"));
     let server = |ca: &[u8], crl: &[u8]| {
         ServerTls::new(ca, crl, PKI.server().identity(), MinVersion::Tls12, false)
             .unwrap_err()
             .to_string()
     };
-    assert!(server(b"", b"").contains("CA file holds no certificate"));
+    assert!(server(b"", b"").contains("CA file contains no certificate"));
     assert!(
         server(
             b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n",

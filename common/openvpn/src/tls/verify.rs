@@ -1,5 +1,5 @@
-//! The two certificate verifiers. Both are webpki's with OpenVPN's additions, and both note why they
-//! refused, since rustls hands only the kind of an error on.
+//! The two certificate verifiers: webpki's checks with OpenVPN's additions. Both verifiers record the reason
+//! of a refusal, because rustls forwards only the kind of an error.
 
 use std::sync::{Arc, OnceLock};
 
@@ -19,31 +19,31 @@ use rustls_pki_types::{CertificateDer, ServerName, UnixTime};
 use super::certificate::{self, PeerIdentity, Usage};
 use super::error::explain_certificate;
 
-/// Subject and problem of the certificate that a connection's verifier refused.
+/// Subject and problem of a certificate that the verifier of a connection refused.
 pub(super) type Refused = Arc<OnceLock<(String, String)>>;
 
 /// `verify-x509-name`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum NameCheck {
-    /// `name`: the common name.
+    /// `name`: the whole common name.
     CommonName(String),
-    /// `name-prefix`: the begin of the common name.
+    /// `name-prefix`: a prefix of the common name.
     CommonNamePrefix(String),
     /// `subject` (the default in OpenVPN): the whole subject, as in [`PeerIdentity::subject`].
     Subject(String),
 }
 
-/// What a client wants of its server's certificate beside the CA's signature.
+/// Client's requirements for the server's certificate, in addition to the CA's signature.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ServerCheck {
-    /// `remote-cert-tls server`: key usage and the extended key usage serverAuth have to be present.
-    /// Without it any client of the same CA without extended key usage could pose as the server.
+    /// `remote-cert-tls server`: key usage and the extended key usage serverAuth must be present. Otherwise
+    /// any client of the same CA with a certificate without extended key usage could pose as the server.
     pub require_usage: bool,
     /// `verify-x509-name`.
     pub name: Option<NameCheck>,
 }
 
-/// Notes the refusal for the log, and says what the peer's alert is to be made from.
+/// Records a refusal for the log, and returns the error for the alert to the peer.
 fn note(
     refused: &Refused,
     leaf: &CertificateDer<'_>,
@@ -54,7 +54,7 @@ fn note(
         .unwrap_or_else(|| explain_certificate(&error));
     let _ = refused.set((certificate::describe(leaf), problem));
     match error {
-        // The issuer has the right name and another key, as after a CA was made anew.
+        // The issuer has the right name but another key, for example after the CA was created again.
         Error::InvalidCertificate(CertificateError::BadSignature) => {
             Error::InvalidCertificate(CertificateError::UnknownIssuer)
         }
@@ -62,7 +62,7 @@ fn note(
     }
 }
 
-/// Refuses with a text of our own.
+/// Records a refusal with the text `problem`, and returns the error for the alert to the peer.
 fn refuse(
     refused: &Refused,
     leaf: &CertificateDer<'_>,
@@ -73,7 +73,7 @@ fn refuse(
     Error::InvalidCertificate(error)
 }
 
-/// A server's view of its clients.
+/// Verifier of client certificates.
 #[derive(Debug)]
 pub(super) struct ClientVerifier {
     webpki: Arc<dyn ClientCertVerifier>,
@@ -82,7 +82,7 @@ pub(super) struct ClientVerifier {
 }
 
 impl ClientVerifier {
-    /// Belongs to one connection.
+    /// Creates a verifier for one connection.
     pub(super) fn new(webpki: Arc<dyn ClientCertVerifier>, require_usage: bool) -> (Self, Refused) {
         let refused = Refused::default();
         (
@@ -112,7 +112,7 @@ impl ClientCertVerifier for ClientVerifier {
             .verify_client_cert(end_entity, intermediates, now)
             .map_err(|error| note(&self.refused, end_entity, intermediates, error))?;
         if PeerIdentity::new(end_entity).is_none() {
-            let problem = "it has no common name (CN), by which clients are told apart".into();
+            let problem = "it has no common name (CN), which identifies a client".into();
             return Err(refuse(
                 &self.refused,
                 end_entity,
@@ -156,7 +156,7 @@ impl ClientCertVerifier for ClientVerifier {
     }
 }
 
-/// A client's view of its server: no host name is ever matched.
+/// Verifier of server certificates. Host names are never matched.
 #[derive(Debug)]
 pub(super) struct ServerVerifier {
     roots: Arc<RootCertStore>,
@@ -166,7 +166,7 @@ pub(super) struct ServerVerifier {
 }
 
 impl ServerVerifier {
-    /// Belongs to one connection.
+    /// Creates a verifier for one connection.
     pub(super) fn new(
         roots: Arc<RootCertStore>,
         check: ServerCheck,
@@ -185,7 +185,7 @@ impl ServerVerifier {
         )
     }
 
-    /// What OpenVPN's options ask for beside the chain.
+    /// Checks the requirements of OpenVPN's options, in addition to the chain.
     fn check(&self, leaf: &CertificateDer<'_>) -> Result<(), (String, CertificateError)> {
         let usage = Usage::new(leaf);
         if self.check.require_usage && !(usage.key_usage && usage.server_auth) {
@@ -214,7 +214,7 @@ impl ServerVerifier {
         if matches {
             return Ok(());
         }
-        let problem = format!("verify-x509-name: it is not \"{wanted}\"");
+        let problem = format!("verify-x509-name: the name does not match \"{wanted}\"");
         Err((problem, CertificateError::ApplicationVerificationFailure))
     }
 }

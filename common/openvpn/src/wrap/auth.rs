@@ -1,4 +1,4 @@
-//! tls-auth: an HMAC over what is sent in the clear.
+//! The tls-auth wrap: an HMAC over unencrypted packets.
 
 use aws_lc_rs::{constant_time, hmac};
 use bytes::{BufMut, BytesMut};
@@ -9,7 +9,7 @@ use crate::keys::{Half, KeyBlock};
 use crate::packet::{ControlPacket, PacketError};
 use crate::replay::LongId;
 
-/// The keys of both directions.
+/// Keys of both directions.
 pub(super) struct AuthKeys {
     send: hmac::Key,
     receive: hmac::Key,
@@ -56,7 +56,7 @@ impl AuthKeys {
         Ok(())
     }
 
-    /// Opens what follows the header.
+    /// Opens the part after the header.
     pub(super) fn open<'a>(
         &self,
         header: &[u8],

@@ -1,4 +1,4 @@
-//! tls-crypt: authenticated, then encrypted, with a tag that is also the IV.
+//! The tls-crypt wrap: authenticates, then encrypts. The first half of the tag is also the IV.
 
 use aws_lc_rs::cipher::{
     AES_256, DecryptingKey, DecryptionContext, EncryptingKey, EncryptionContext, UnboundCipherKey,
@@ -18,7 +18,7 @@ const KEY_LEN: usize = 32;
 const TAG_LEN: usize = 32;
 const IV_LEN: usize = 16;
 
-/// The keys of both directions.
+/// Keys of both directions.
 pub(super) struct CryptKeys {
     send: EncryptingKey,
     send_mac: hmac::Key,
@@ -28,7 +28,7 @@ pub(super) struct CryptKeys {
 
 impl CryptKeys {
     pub(super) fn new(key: &KeyBlock, role: Role) -> Result<Self, KeyError> {
-        // The other way round than in the data channel.
+        // The halves are swapped in comparison with the data channel.
         let (send, receive) = match role {
             Role::Server => (key.half(Half::Zero), key.half(Half::One)),
             Role::Client => (key.half(Half::One), key.half(Half::Zero)),
@@ -65,7 +65,7 @@ impl CryptKeys {
         Ok(())
     }
 
-    /// Opens what follows the header, in place.
+    /// Opens the part after the header in place.
     pub(super) fn open<'a>(
         &self,
         header: &[u8],
@@ -102,7 +102,7 @@ fn tag(key: &hmac::Key, header: &[u8], id: &[u8], rest: &[u8]) -> hmac::Tag {
     mac.sign()
 }
 
-/// The first half of a tag.
+/// Returns the first half of a tag, which is the IV.
 fn iv(tag: &[u8; TAG_LEN]) -> [u8; IV_LEN] {
     let mut iv = [0; IV_LEN];
     iv.iter_mut().zip(tag).for_each(|(to, from)| *to = *from);

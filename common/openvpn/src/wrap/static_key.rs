@@ -1,5 +1,5 @@
-//! Static key files ("OpenVPN Static key V1"), as `openvpn --genkey secret` writes them: 256 bytes in
-//! hexadecimal between two marker lines.
+//! The static key files ("OpenVPN Static key V1") of `openvpn --genkey secret`: 256 bytes in hexadecimal
+//! between two marker lines.
 
 #[cfg(test)]
 mod tests;
@@ -10,25 +10,25 @@ const BEGIN: &str = "-----BEGIN OpenVPN Static key V1-----";
 const END: &str = "-----END OpenVPN Static key V1-----";
 const TLS_CRYPT_V2: &str = "-----BEGIN OpenVPN tls-crypt-v2";
 
-/// Why a text is not a static key. None of them shows any of it.
+/// Reason why a text is not a static key. No variant contains key material.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum StaticKeyError {
-    /// The first or the last line of the key is not there.
+    /// The first or the last line of the key is missing.
     #[error("not a static key file: {0:?} is missing")]
     NoMarker(&'static str),
-    /// The key is of a wrap that is not supported.
-    #[error("a tls-crypt-v2 key, which is not supported: use tls-crypt or tls-auth")]
+    /// The key is a tls-crypt-v2 key.
+    #[error("tls-crypt-v2 keys are not supported: use tls-crypt or tls-auth")]
     TlsCryptV2,
-    /// Something else than digits between the markers.
+    /// A line between the markers contains a character that is not a hexadecimal digit.
     #[error("line {0} of the static key file is not hexadecimal")]
     Digit(usize),
-    /// Not 256 bytes.
+    /// The key does not have 256 bytes.
     #[error("the static key has {0} bytes, not 256")]
     Length(usize),
 }
 
-/// Reads a key out of the text of its file, or of a configuration's inline block. What is before and
-/// after the markers does not matter; comments between them begin with `#` or `;`.
+/// Parses a key from the text of a file, or of an inline block in a configuration. Text before and after the
+/// markers is ignored. Comments between the markers begin with `#` or `;`.
 pub fn parse(text: &str) -> Result<KeyBlock, StaticKeyError> {
     let mut key = [0; KEY_BLOCK_LEN];
     let mut digits = 0_usize;

@@ -7,8 +7,8 @@ use crate::packet::{Acks, KeyId, Opcode, SessionId};
 
 const TIME: u32 = 0x6b02_6ecc;
 
-/// First packets of stock 2.6.14 with the key in `static_key/stock.key`: the options, the packet, and the key of who
-/// has to understand it.
+/// First packets of stock 2.6.14 with the key in `static_key/stock.key`: the sender's options, the packet,
+/// and the receiver's wrap.
 fn captured() -> Vec<(&'static str, &'static str, WrapKey)> {
     let key = key();
     let auth = |direction, digest| WrapKey::tls_auth(&key, direction, digest);
@@ -55,7 +55,7 @@ fn key() -> KeyBlock {
     static_key::parse(include_str!("static_key/stock.key")).unwrap()
 }
 
-/// What makes packets that the other makes, and opens what the other opens.
+/// Returns the wrap of a sender with these options.
 fn same_as_sender(options: &str) -> WrapKey {
     let key = key();
     match options {
@@ -80,7 +80,7 @@ fn hex(text: &str) -> Vec<u8> {
 }
 
 #[test]
-fn packets_of_a_stock_client() {
+fn opens_and_reproduces_packets_of_a_stock_client() {
     let now = Instant::now();
     for (options, packet, key) in captured() {
         let bytes = hex(packet);
@@ -94,14 +94,14 @@ fn packets_of_a_stock_client() {
         assert_eq!((packet.id, packet.payload), (Some(0), &[][..]));
         assert!(packet.acks.is_empty());
 
-        // Our client with the same options sends the same bytes.
+        // This crate's client with the same options sends the same bytes.
         let mut out = BytesMut::new();
         Wrap::new(same_as_sender(options), TIME)
             .seal(&packet, &mut out)
             .unwrap();
         assert_eq!(out, bytes, "{options}");
 
-        // And once is enough.
+        // A second copy of the packet is a replay.
         assert_eq!(
             wrap.open(&mut bytes.clone(), now),
             Err(OpenError::Replay(ReplayError::Repeated(1))),
@@ -111,10 +111,10 @@ fn packets_of_a_stock_client() {
 }
 
 #[test]
-fn every_changed_bit_is_noticed() {
+fn changed_bits_and_truncation_are_detected() {
     for (options, packet, key) in captured() {
         let bytes = hex(packet);
-        // The first byte's changes are other opcodes, which may have errors of their own.
+        // A changed first byte is another opcode, which may cause another error.
         for bit in 0..bytes.len() * 8 {
             let mut changed = bytes.clone();
             changed[bit / 8] ^= 1 << (bit % 8);
@@ -130,10 +130,10 @@ fn every_changed_bit_is_noticed() {
 }
 
 #[test]
-fn another_wrap_than_ours() {
+fn packets_with_another_wrap_are_rejected() {
     for (options, packet, _) in captured() {
         let mut unwrapped = hex(packet);
-        // Without a wrap nothing is authenticated, but these are no first packets.
+        // Without a wrap nothing is authenticated, but the bytes do not parse as first packets.
         let first = WrapKey::none()
             .open(&mut unwrapped)
             .ok()
@@ -172,7 +172,7 @@ fn tls_crypt_v2_is_refused_by_name() {
 }
 
 #[test]
-fn packet_ids_are_used_up_once() {
+fn sealing_fails_after_the_last_packet_id() {
     let packet = ControlPacket {
         opcode: Opcode::ControlV1,
         key_id: KeyId::FIRST,
@@ -217,7 +217,7 @@ fn debug_output_has_no_key() {
 
 proptest! {
     #[test]
-    fn packets_come_back(
+    fn packets_round_trip(
         payload: Vec<u8>,
         acks in prop::collection::vec(any::<u32>(), 0..=8),
         which in 0..7_usize,
@@ -252,7 +252,7 @@ proptest! {
     }
 
     #[test]
-    fn any_bytes(first in 0x18..0x48_u8, mut bytes: Vec<u8>) {
+    fn arbitrary_bytes_are_rejected(first in 0x18..0x48_u8, mut bytes: Vec<u8>) {
         bytes.insert(0, first);
         for (_, _, key) in captured() {
             prop_assert!(key.open(&mut bytes.clone()).is_err());

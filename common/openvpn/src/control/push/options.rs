@@ -1,4 +1,4 @@
-//! Pushed options as values.
+//! Parsed values of pushed options.
 
 use super::PushError;
 use crate::compress::Framing;
@@ -6,67 +6,66 @@ use std::net::{Ipv4Addr, Ipv6Addr};
 use std::str::{FromStr, SplitWhitespace};
 use std::time::Duration;
 
-/// What only this crate's server pushes, and only to this crate's client.
+/// Option that only this crate's server pushes, and only to this crate's client.
 pub const OURS: &str = "culvert-peer";
 
-/// How addresses are laid out in the VPN.
+/// Layout of the addresses in the VPN.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Topology {
-    /// Every client has a /30.
+    /// Every client has a /30 network.
     Net30,
-    /// Clients are in one subnet.
+    /// All clients are in one subnet.
     Subnet,
     /// Every client has a point-to-point link.
     P2p,
 }
 
-/// The client's address.
+/// Address of the client in the VPN.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Ifconfig {
-    /// Of the client.
+    /// Client's own address.
     pub local: Ipv4Addr,
-    /// The netmask in [`Topology::Subnet`], otherwise the other end's address.
+    /// Netmask in [`Topology::Subnet`], otherwise the address of the other end.
     pub second: Ipv4Addr,
 }
 
-/// Where the client is to send packets through the VPN.
+/// Network that the client reaches through the VPN.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Route {
-    /// An address, verbatim: it may be a name, as stock takes one.
+    /// Address or host name, verbatim; stock accepts both.
     pub network: String,
-    /// 255.255.255.255 if not given.
+    /// Netmask; 255.255.255.255 if missing.
     pub netmask: Ipv4Addr,
-    /// Verbatim; also `vpn_gateway` and the like.
+    /// Gateway, verbatim: an address or a keyword such as `vpn_gateway`. `None` if missing or `default`.
     pub gateway: Option<String>,
 }
 
-/// What a server pushed, as far as anything depends on it. Of an option that may be there once, the last
-/// counts.
+/// Pushed options, as far as this crate uses them. The last occurrence of a single-valued option counts.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct PushOptions {
     /// `ifconfig`.
     pub ifconfig: Option<Ifconfig>,
-    /// `ifconfig-ipv6 ADDRESS/BITS`, the address.
+    /// Address of `ifconfig-ipv6 ADDRESS/BITS`.
     pub ifconfig_ipv6: Option<Ipv6Addr>,
-    /// `topology`; [`Topology::Net30`] for peers if not given.
+    /// `topology`; peers use [`Topology::Net30`] if missing.
     pub topology: Option<Topology>,
     /// `route-gateway`.
     pub route_gateway: Option<Ipv4Addr>,
     /// `route`.
     pub routes: Vec<Route>,
-    /// `peer-id`, which makes data packets V2.
+    /// `peer-id`; makes data packets V2.
     pub peer_id: Option<u32>,
     /// `cipher`, verbatim.
     pub cipher: Option<String>,
-    /// `ping`: how often to give a sign of life.
+    /// `ping`: time without output after which a ping is sent.
     pub ping: Option<Duration>,
-    /// `ping-restart`: how long without one until the client connects again. 0 is never.
+    /// `ping-restart`: time without input after which the client connects again. 0 means never.
     pub ping_restart: Option<Duration>,
-    /// `ping-exit`: the same, but the client ends.
+    /// `ping-exit`: time without input after which the client ends. 0 means never.
     pub ping_exit: Option<Duration>,
-    /// `protocol-flags tls-ekm` or `key-derivation tls-ekm`: data keys come from TLS.
+    /// `protocol-flags tls-ekm` or `key-derivation tls-ekm`: data keys come from the TLS exporter.
     pub tls_ekm: bool,
-    /// `protocol-flags cc-exit`: goodbye is said in the control channel.
+    /// `protocol-flags cc-exit`: exit messages go through the control channel.
     pub cc_exit: bool,
     /// `tun-mtu`.
     pub tun_mtu: Option<u16>,
@@ -74,19 +73,19 @@ pub struct PushOptions {
     pub framing: Option<Framing>,
     /// `socket-flags TCP_NODELAY`.
     pub tcp_nodelay: bool,
-    /// `auth-token`, the password of renegotiations.
+    /// `auth-token`: password for renegotiations.
     pub auth_token: Option<String>,
-    /// `explicit-exit-notify`.
+    /// `explicit-exit-notify`; 1 without an argument.
     pub exit_notify: Option<u32>,
     /// `redirect-gateway`: all traffic is meant to go through the VPN.
     pub redirect_gateway: bool,
-    /// [`OURS`].
+    /// True if the server pushed [`OURS`].
     pub ours: bool,
 }
 
 impl PushOptions {
-    /// Reads options between commas. Unknown ones are ignored; an error is what would leave
-    /// a data channel in which neither side understands the other.
+    /// Parses comma-separated options. Unknown options are ignored. Fails for an option that would leave both
+    /// sides with incompatible data channels.
     pub fn parse(options: &str) -> Result<Self, PushError> {
         let mut push = Self::default();
         for option in options
@@ -127,7 +126,7 @@ impl PushOptions {
             "route-gateway" => self.route_gateway = parse(&mut words),
             "route" => {
                 if let Some(network) = words.next() {
-                    // `default` stands for what there would be without the argument.
+                    // `default` means the same as a missing argument.
                     let netmask = parse(&mut words).unwrap_or(Ipv4Addr::BROADCAST);
                     let gateway = words
                         .next()
@@ -153,7 +152,7 @@ impl PushOptions {
                     match flag {
                         "tls-ekm" => self.tls_ekm = true,
                         "cc-exit" => self.cc_exit = true,
-                        // The peer would use what we did not offer.
+                        // The server would use a feature that this client does not offer.
                         _ => return Err(PushError::Unsupported(format!("protocol-flags {flag}"))),
                     }
                 }

@@ -26,9 +26,9 @@ fn joined(texts: &[String]) -> Result<PushOptions, PushError> {
     unreachable!()
 }
 
-/// What a stock 2.6.14 server pushes in net30, less what it pushes only to those who offer it.
+/// Reply of a stock 2.6.14 server in net30, without options that a client must offer first.
 #[test]
-fn a_stock_servers_reply() {
+fn parses_the_reply_of_a_stock_server() {
     let push = PushOptions::parse(
         "route 10.20.0.1,topology net30,ifconfig 10.20.0.6 10.20.0.5,peer-id 0,cipher AES-256-GCM,\
          protocol-flags cc-exit tls-ekm,tun-mtu 1500,ping 5,ping-restart 30",
@@ -53,7 +53,7 @@ fn a_stock_servers_reply() {
 }
 
 #[test]
-fn the_rest_of_what_is_understood() {
+fn parses_all_other_supported_options() {
     let push = PushOptions::parse(
         "topology subnet,route-gateway 10.8.0.1,route 10.0.0.0 255.0.0.0 vpn_gateway,\
          ifconfig-ipv6 fd00::2/64 fd00::1,key-derivation tls-ekm,comp-lzo no,socket-flags TCP_NODELAY,\
@@ -81,7 +81,7 @@ fn the_rest_of_what_is_understood() {
 }
 
 #[test]
-fn what_would_break_the_data_channel() {
+fn options_that_break_the_data_channel_are_errors() {
     let unsupported = |text: &str| Err(PushError::Unsupported(text.to_owned()));
     let parse = PushOptions::parse;
     assert_eq!(
@@ -144,7 +144,7 @@ fn many_options_are_split_and_joined() {
 }
 
 #[test]
-fn a_configuration_without_an_end() {
+fn endless_configuration_is_rejected() {
     let mut assembler = Assembler::new();
     let reply = format!("{},push-continuation 2", "x".repeat(900));
     let error = (0..100).find_map(|_| assembler.push(&reply).err());
@@ -153,7 +153,7 @@ fn a_configuration_without_an_end() {
 }
 
 #[test]
-fn what_can_not_be_pushed() {
+fn unpushable_options_are_rejected() {
     let long = "x".repeat(1000);
     for option in ["", "a,b", "line\nbreak", "nul\0", "\u{e9}", &long] {
         assert_eq!(
@@ -165,7 +165,7 @@ fn what_can_not_be_pushed() {
 
 proptest! {
     #[test]
-    fn options_come_back(options in prop::collection::vec("[ -+.-~]{1,300}", 0..30)) {
+    fn options_round_trip(options in prop::collection::vec("[ -+.-~]{1,300}", 0..30)) {
         let Ok(texts) = build(&options) else { panic!("{options:?}") };
         let mut found = Vec::new();
         for (text, number) in texts.iter().zip(1..) {
@@ -181,7 +181,7 @@ proptest! {
     }
 
     #[test]
-    fn any_text(
+    fn arbitrary_text_never_panics(
         text: String,
         word in "(ifconfig|ifconfig-ipv6|route|topology|peer-id|cipher|protocol-flags|compress|ping|tun-mtu)",
     ) {

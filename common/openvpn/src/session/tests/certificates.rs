@@ -1,4 +1,4 @@
-//! Certificates that are not right: what either side says about it.
+//! Tests of invalid certificates and of the error texts on both sides.
 
 use rcgen::{
     BasicConstraints, CertificateParams, DistinguishedName, ExtendedKeyUsagePurpose, IsCa,
@@ -16,7 +16,7 @@ const OLD_KEY: &[u8] = include_bytes!("../../tls/tests/old-key.pem");
 const SHA1: &[u8] = include_bytes!("../../tls/tests/sha1.pem");
 const V1: &[u8] = include_bytes!("../../tls/tests/v1.pem");
 
-/// What the two ends say, over both transports: (server, client).
+/// Returns the error texts of both ends, over both transports: (server, client).
 fn texts(server: &Arc<ServerTls>, client: &Arc<ClientTls>) -> [(String, String); 2] {
     BOTH.map(|transport| {
         let server = ServerConfig::new(transport, server.clone());
@@ -37,7 +37,8 @@ fn contains(text: &str, words: &[&str]) {
     }
 }
 
-/// A client that the server refuses: what the server says, and what the client makes of its alert.
+/// Connects a client that the server refuses. Checks the error text of the server, and the client's error
+/// text for the server's alert.
 fn refused(identity: Identity, server: &[&str], client: &[&str]) {
     refused_by(&PKI.server_tls(), identity, server, client);
 }
@@ -56,7 +57,7 @@ fn changed(usage: ExtendedKeyUsagePurpose, change: impl FnOnce(&mut CertificateP
 }
 
 #[test]
-fn a_server_refuses_what_is_not_its_clients() {
+fn server_refuses_unsuitable_client_certificates() {
     refused(
         Pki::new().client("stranger").identity(),
         &[
@@ -102,7 +103,7 @@ fn a_server_refuses_what_is_not_its_clients() {
 }
 
 #[test]
-fn a_server_refuses_another_cas_clients() {
+fn server_refuses_clients_of_another_ca() {
     let identity = Identity::from_pem(SHA1, OLD_KEY).unwrap();
     refused(identity, &["SHA-1"], &["UnknownCA"]);
     let params = leaf("someone", Some(CLIENT));
@@ -115,7 +116,7 @@ fn a_server_refuses_another_cas_clients() {
 }
 
 #[test]
-fn a_server_refuses_old_fashioned_certificates_in_words() {
+fn server_explains_the_refusal_of_outdated_certificates() {
     let identity = PKI.server().identity();
     let tls = Arc::new(ServerTls::new(OLD_CA, b"", identity, MinVersion::Tls12, false).unwrap());
     for (certificate, words) in [(SHA1, "signed with SHA-1"), (V1, "X.509 v1")] {
@@ -130,7 +131,7 @@ fn a_server_refuses_old_fashioned_certificates_in_words() {
 }
 
 #[test]
-fn a_server_refuses_the_revoked() {
+fn server_refuses_revoked_certificates() {
     let client = PKI.client("user-cluster-client");
     let crl = PKI.crl(&[&client]);
     let identity = PKI.server().identity();
@@ -153,7 +154,7 @@ fn a_server_refuses_the_revoked() {
 }
 
 #[test]
-fn a_client_without_a_certificate_is_told_so() {
+fn missing_client_certificate_is_explained_on_both_sides() {
     let tls = ClientTls::new(
         PKI.ca().as_bytes(),
         None,
@@ -167,8 +168,8 @@ fn a_client_without_a_certificate_is_told_so() {
 }
 
 #[test]
-fn remote_cert_tls_wants_usages_present() {
-    // Without any usage a certificate is good for everything, unless that is asked for.
+fn remote_cert_tls_requires_key_usages() {
+    // A certificate without usages is valid for every purpose, except with `remote-cert-tls`.
     let mut params = leaf("user-cluster-client", None);
     params.key_usages.clear();
     let pair = PKI.issue(&params);
@@ -196,7 +197,7 @@ fn remote_cert_tls_wants_usages_present() {
     }
 }
 
-/// A server that the client refuses.
+/// Connects a client to a server that the client refuses, and checks the error texts of both.
 fn server_refused(pair: &Pair, check: ServerCheck, client: &[&str], server: &[&str]) {
     let ca = PKI.ca();
     let tls = ServerTls::new(
@@ -216,7 +217,7 @@ fn server_refused(pair: &Pair, check: ServerCheck, client: &[&str], server: &[&s
 }
 
 #[test]
-fn a_client_refuses_what_is_not_its_server() {
+fn client_refuses_unsuitable_server_certificates() {
     let usual = || ServerCheck {
         require_usage: true,
         name: None,
@@ -261,7 +262,7 @@ fn a_client_refuses_what_is_not_its_server() {
 }
 
 #[test]
-fn verify_x509_name_looks_at_the_name() {
+fn verify_x509_name_checks_the_name() {
     use NameCheck::{CommonName, CommonNamePrefix, Subject};
     for (check, fits) in [
         (CommonName("openvpn-server".into()), true),
@@ -289,14 +290,14 @@ fn verify_x509_name_looks_at_the_name() {
             server_refused(
                 &PKI.server(),
                 check,
-                &["verify-x509-name: it is not"],
+                &["verify-x509-name: the name does not match"],
                 &["AccessDenied"],
             );
         }
     }
 }
 
-/// Over UDP a session survives a spoiled renegotiation, but not a certificate that is not good any more.
+/// Other failures of a renegotiation do not end a session over UDP.
 #[test]
 fn a_renegotiation_with_a_bad_certificate_ends_the_session() {
     for transport in BOTH {

@@ -8,8 +8,8 @@ fn established(transport: Transport) -> Sim {
 }
 
 #[test]
-fn a_client_says_goodbye_over_udp() {
-    // With EXIT in the control channel, and with OCC's for peers without protocol-flags.
+fn closing_client_notifies_the_server_over_udp() {
+    // First with EXIT in the control channel, then with OCC's EXIT for peers without protocol-flags.
     for lines in [None, Some("IV_PROTO=6\nIV_NCP=2\n")] {
         let mut sim = Sim::default(Transport::Udp);
         sim.client.session.pretended = lines.map(str::to_owned);
@@ -26,7 +26,7 @@ fn a_client_says_goodbye_over_udp() {
 }
 
 #[test]
-fn a_server_says_goodbye_too() {
+fn closing_server_notifies_the_client_over_udp() {
     let mut sim = established(Transport::Udp);
     let now = sim.now;
     sim.server.session.close(now);
@@ -35,14 +35,14 @@ fn a_server_says_goodbye_too() {
 }
 
 #[test]
-fn over_tcp_nobody_is_waited_for_who_never_got_in() {
+fn tcp_session_closed_before_establishment_is_finished_at_once() {
     // The server's answer to the first packet is on its way.
     let mut sim = Sim::default(Transport::Tcp);
     sim.run(CLEAN.delay);
     let now = sim.now;
     sim.server.session.close(now);
     assert!(sim.server.session.is_finished());
-    // Nor who has failed already.
+    // The same is true for a session that has ended already.
     let mut sim = Sim::default(Transport::Tcp);
     sim.run(CLEAN.delay);
     let now = sim.now;
@@ -53,7 +53,7 @@ fn over_tcp_nobody_is_waited_for_who_never_got_in() {
 }
 
 #[test]
-fn restart_and_halt_are_told_apart() {
+fn restart_halt_and_auth_failed_have_distinct_reasons() {
     for (text, expected) in [
         (
             "RESTART",
@@ -103,7 +103,7 @@ fn restart_and_halt_are_told_apart() {
 }
 
 #[test]
-fn the_owner_rejects_a_client() {
+fn rejected_client_receives_the_reason() {
     for transport in BOTH {
         let mut sim = Sim::default(transport);
         sim.accept = false;
@@ -120,7 +120,7 @@ fn the_owner_rejects_a_client() {
             })
         );
         assert!(sim.server.session.is_finished());
-        // An answer that comes too late changes nothing.
+        // A late decision has no effect.
         assert!(sim.server.session.accept(push(), now).is_ok());
         sim.run(Duration::from_secs(10));
         assert!(!sim.server.session.is_established());
@@ -129,12 +129,12 @@ fn the_owner_rejects_a_client() {
 }
 
 #[test]
-fn an_undecided_owner_runs_into_the_hand_window() {
+fn undecided_owner_causes_a_handshake_timeout() {
     let mut sim = Sim::default(Transport::Tcp);
     sim.accept = false;
     sim.run(Duration::from_secs(70));
     for (end, words) in [
-        (&sim.server, "nobody decided"),
+        (&sim.server, "neither accepted nor rejected"),
         (&sim.client, "PUSH_REQUEST"),
     ] {
         let ended = end.ended().unwrap().to_string();
@@ -143,7 +143,7 @@ fn an_undecided_owner_runs_into_the_hand_window() {
 }
 
 #[test]
-fn nobody_there_is_told_with_a_hint() {
+fn missing_peer_is_reported_with_a_hint() {
     let mut sim = Sim::default(Transport::Udp);
     sim.net.loss = 1.0;
     sim.record = true;
@@ -198,7 +198,7 @@ fn pings_keep_a_session_and_silence_ends_it() {
 }
 
 #[test]
-fn a_udp_client_without_any_setting_gives_up_after_two_minutes() {
+fn default_ping_restart_is_two_minutes_over_udp() {
     let mut sim = established(Transport::Udp);
     sim.net.loss = 1.0;
     sim.run(Duration::from_secs(119));

@@ -10,7 +10,7 @@ fn static_key() -> KeyBlock {
     }))
 }
 
-/// Connects and sends some packets each way.
+/// Connects, and sends 20 packets in each direction.
 fn connects(mut sim: Sim) -> Sim {
     sim.connect();
     assert_eq!(sim.traffic(20, Duration::from_millis(1)), 0);
@@ -125,7 +125,7 @@ fn connects_with_every_wrap() {
 }
 
 #[test]
-fn another_wrap_ends_tcp_and_is_silence_over_udp() {
+fn wrap_mismatch_ends_tcp_and_times_out_over_udp() {
     for transport in BOTH {
         let mut server = server_config(transport);
         server.common.wrap = WrapKey::tls_auth(&static_key(), KeyDirection::Normal, Digest::Sha1);
@@ -164,7 +164,7 @@ fn every_cipher_carries_data() {
 }
 
 #[test]
-fn the_servers_order_of_ciphers_counts() {
+fn cipher_is_chosen_in_the_servers_order() {
     let mut client = client_config(Transport::Udp);
     client.common.ciphers = vec![Cipher::Aes256Gcm, Cipher::ChaCha20Poly1305];
     let mut server = server_config(Transport::Udp);
@@ -178,7 +178,7 @@ fn the_servers_order_of_ciphers_counts() {
 }
 
 #[test]
-fn no_shared_cipher_is_told_to_the_client() {
+fn client_is_refused_without_a_shared_cipher() {
     for transport in BOTH {
         let mut client = client_config(transport);
         client.common.ciphers = vec![Cipher::ChaCha20Poly1305];
@@ -198,12 +198,12 @@ fn no_shared_cipher_is_told_to_the_client() {
     }
 }
 
-/// What peers of other versions say of themselves, and what becomes of it: exporter, peer-id, options.
+/// The table has the peer info of other versions, and the expected exporter, peer-id and options.
 #[test]
-fn old_clients_get_what_they_can() {
+fn old_clients_get_only_supported_options() {
     let ciphers = "IV_CIPHERS=AES-256-GCM:AES-128-GCM";
     for (lines, exporter, peer_id, options) in [
-        // 2.5.2, KKP's
+        // 2.5.2, used by KKP
         (
             format!("IV_VER=2.5.2\nIV_PROTO=6\n{ciphers}\n"),
             false,
@@ -224,9 +224,9 @@ fn old_clients_get_what_they_can() {
             true,
             "peer-id 7",
         ),
-        // no data packets with peer-id, nothing at all
+        // no peer info, so no peer-id either
         (String::new(), false, false, ""),
-        // exporter, without knowing protocol-flags
+        // exporter without protocol-flags
         (
             format!("IV_PROTO=14\n{ciphers}\n"),
             true,
@@ -240,7 +240,7 @@ fn old_clients_get_what_they_can() {
             true,
             "peer-id 7,cipher AES-256-GCM,protocol-flags cc-exit",
         ),
-        // 2.6.14, and 2.7.6 with what we decline
+        // 2.6.14, then 2.7.6 with abilities that this crate declines
         (
             format!("IV_PROTO=990\nIV_MTU=1600\n{ciphers}\n"),
             true,
@@ -277,7 +277,7 @@ fn old_clients_get_what_they_can() {
 }
 
 #[test]
-fn compression_framing_is_migrated_to_what_costs_least() {
+fn compression_framing_is_migrated_to_the_cheapest_form() {
     for (framing, lines, pushed) in [
         (
             Framing::Lzo,
@@ -310,8 +310,9 @@ fn compression_framing_is_migrated_to_what_costs_least() {
 }
 
 #[test]
-fn a_client_that_does_not_ask_is_told_after_a_request() {
-    // Without IV_PROTO's bit 2 the options come a second later, on request; with it at once.
+fn options_are_pushed_at_once_only_to_clients_that_expect_them() {
+    // Without bit 2 of IV_PROTO the options arrive a second later, on request; with the bit they arrive at
+    // once.
     for (lines, least) in [
         ("IV_PROTO=2\nIV_NCP=2\n", 1000),
         ("IV_PROTO=6\nIV_NCP=2\n", 0),
@@ -326,7 +327,7 @@ fn a_client_that_does_not_ask_is_told_after_a_request() {
 }
 
 #[test]
-fn a_long_configuration_comes_in_pieces() {
+fn long_configuration_spans_several_texts() {
     let mut sim = Sim::default(Transport::Udp);
     sim.accept = false;
     sim.run(Duration::from_secs(1));
@@ -376,7 +377,7 @@ fn credentials_reach_the_owner_and_logs_do_not_show_them() {
 #[test]
 fn packets_larger_than_the_mtu_are_not_sent() {
     for transport in BOTH {
-        // A client that was told how large its packets may be stays with it, over TCP too.
+        // The client's configured maximum also applies over TCP.
         let mut client = client_config(transport);
         client.common.max_tun_mtu = 1500;
         let mut sim = Sim::new(client, server_config(transport), CLEAN, 1);
@@ -394,8 +395,8 @@ fn packets_larger_than_the_mtu_are_not_sent() {
 }
 
 #[test]
-fn tap_and_fragment_are_refused_with_their_reason() {
-    // Only stock sends these, so the options are put into the server's mouth by a client that mirrors.
+fn tap_and_fragment_are_refused_with_a_reason() {
+    // Only stock sends these options, so the client sends a substituted options string.
     for (options, word) in [
         ("V4,dev-type tap", "dev tap"),
         ("V4,dev-type tun,mtu-dynamic", "fragment"),
@@ -411,7 +412,7 @@ fn tap_and_fragment_are_refused_with_their_reason() {
 }
 
 #[test]
-fn keys_come_from_the_prf_where_either_side_does_not_export() {
+fn keys_come_from_the_prf_if_either_side_cannot_export() {
     for exporters in [(false, true), (true, false)] {
         let mut client = client_config(Transport::Udp);
         let mut server = server_config(Transport::Udp);
@@ -424,7 +425,7 @@ fn keys_come_from_the_prf_where_either_side_does_not_export() {
 }
 
 #[test]
-fn a_connection_that_ends_tells_how_far_the_handshake_came() {
+fn disconnect_reports_the_progress_of_the_handshake() {
     let now = Instant::now();
     let mut session = Session::client(Arc::new(client_config(Transport::Tcp)), now);
     session.disconnected(now);

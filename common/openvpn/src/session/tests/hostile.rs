@@ -2,8 +2,7 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// What a stage of a session gets thrown at it: noise, and everything that was ever sent, as it was and
-/// changed.
+/// Delivers noise to both sessions, and every packet sent so far, unchanged and changed.
 fn abuse(sim: &mut Sim, round: u64) {
     let mut rng = <rand::rngs::StdRng as rand::SeedableRng>::seed_from_u64(round);
     let sent = sim.sent.clone();
@@ -15,10 +14,10 @@ fn abuse(sim: &mut Sim, round: u64) {
         }
     }
     for (to, packet) in sent.iter() {
-        // As it was, also back to its sender.
+        // Unchanged, also back to the sender.
         let _ = sim.deliver(*to, packet);
         let _ = sim.deliver(to.other(), packet);
-        // Data with a changed bit, and what is cut short.
+        // Data with a changed bit, and truncated packets.
         let is_data = DataHeader::parse(packet).is_some();
         let bit = rand::Rng::random_range(&mut rng, 0..packet.len() * 8);
         let mut changed = packet.clone();
@@ -35,7 +34,7 @@ fn abuse(sim: &mut Sim, round: u64) {
 }
 
 #[test]
-fn noise_and_replays_at_every_stage_do_not_hurt_over_udp() {
+fn session_survives_noise_and_replays_at_every_stage_over_udp() {
     for round in 0..20 {
         let mut client = client_config(Transport::Udp);
         client.common.timers.reneg = Duration::from_secs(5);
@@ -105,7 +104,7 @@ fn over_tcp_a_broken_control_packet_ends_the_session() {
 }
 
 #[test]
-fn what_is_not_spoken_is_named() {
+fn unsupported_opcodes_are_named_in_the_error() {
     for (first, word) in [
         (1 << 3, "key method 1"),
         (10 << 3, "tls-crypt-v2"),
@@ -122,11 +121,11 @@ fn what_is_not_spoken_is_named() {
 }
 
 #[test]
-fn spoiled_tls_bytes_of_a_live_session_lead_to_new_keys_over_udp() {
+fn forged_tls_bytes_cause_a_renegotiation_over_udp() {
     let mut sim = Sim::default(Transport::Udp);
     sim.record = true;
     sim.connect();
-    // What only someone on the path can make: the next message of the control channel.
+    // Only an attacker on the path can forge the next message of the control channel.
     let (_, template) = sim
         .sent
         .iter()
@@ -161,7 +160,7 @@ fn message_id(packet: &[u8]) -> u32 {
 }
 
 #[test]
-fn a_stray_reset_does_not_keep_a_client_from_its_server() {
+fn stray_reset_does_not_prevent_the_connection() {
     let reset = |echo: Option<crate::packet::SessionId>| {
         let mut reset = vec![8 << 3];
         reset.extend_from_slice(&[9; 8]);
@@ -195,7 +194,7 @@ fn a_stray_reset_does_not_keep_a_client_from_its_server() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
 
-    /// Any packets in any order, at any stage, from both sides.
+    /// The packets arrive in any order, at any stage, from both sides.
     #[test]
     fn arbitrary_packets_do_not_panic(
         stage in 0..6_u32,
@@ -211,7 +210,7 @@ proptest! {
         }
         for (to_client, opcode, key, mut rest) in packets {
             let to = if to_client { To::Client } else { To::Server };
-            // As far as into the parsers: with the right session ids.
+            // With the right session id a packet gets past the first checks.
             let from = sim.end(to.other()).session.own;
             if own_session && rest.len() >= 8 {
                 rest[..8].copy_from_slice(&from.0);

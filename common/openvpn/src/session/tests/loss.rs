@@ -1,6 +1,6 @@
 use super::*;
 
-/// Connects, sends, renegotiates, over a net that loses, repeats and reorders.
+/// Connects, sends and renegotiates over a network that loses, repeats and reorders packets.
 fn survives(seed: u64, net: Net) {
     let mut client = client_config(Transport::Udp);
     client.common.timers.reneg = Duration::from_secs(120);
@@ -22,7 +22,7 @@ fn survives(seed: u64, net: Net) {
         assert_eq!(
             unique.len(),
             end.inner.len(),
-            "seed {seed}: a packet came twice"
+            "seed {seed}: a packet was delivered twice"
         );
         assert_eq!(end.rekeys(), 1, "seed {seed}: {:?}", end.events);
         let stats = end.session.stats();
@@ -31,14 +31,14 @@ fn survives(seed: u64, net: Net) {
 }
 
 #[test]
-fn loss_repetition_and_reordering_are_survived() {
+fn session_survives_loss_repetition_and_reordering() {
     for seed in 0..200 {
         survives(seed, LOSSY);
     }
 }
 
 #[test]
-fn heavy_loss_is_survived() {
+fn session_survives_heavy_loss() {
     let net = Net {
         loss: 0.2,
         duplicate: 0.2,
@@ -50,7 +50,7 @@ fn heavy_loss_is_survived() {
 }
 
 #[test]
-fn every_seed_over_tcp_connects_at_once() {
+fn tcp_connects_at_once_with_every_seed() {
     for seed in 0..50 {
         let mut sim = Sim::new(
             client_config(Transport::Tcp),
@@ -71,9 +71,9 @@ fn every_seed_over_tcp_connects_at_once() {
     }
 }
 
-/// Whatever is lost of the handshake, it ends: in a session or by the hand-window.
+/// With any loss of packets, the handshake ends in a session or at the hand-window.
 #[test]
-fn a_net_that_loses_nearly_all_ends_in_time() {
+fn handshake_ends_in_time_despite_extreme_loss() {
     let net = Net { loss: 0.7, ..LOSSY };
     for seed in 0..100 {
         let mut sim = Sim::new(

@@ -46,7 +46,7 @@ fn either_side_renegotiates_under_traffic_without_loss() {
 }
 
 #[test]
-fn both_sides_start_at_the_same_moment() {
+fn simultaneous_renegotiations_succeed() {
     for transport in BOTH {
         for offset in [-15_i64, -5, 0, 5, 15] {
             let mut sim = every(transport, 0, 0);
@@ -71,9 +71,9 @@ fn both_sides_start_at_the_same_moment() {
     }
 }
 
-/// Stock sends with the old key for up to a minute: so do we, unless the peer has used the new one.
+/// A session sends with the old key for up to a minute, like stock, unless the peer has used the new key.
 #[test]
-fn the_new_key_is_used_when_the_peer_has_used_it_or_after_a_while() {
+fn new_key_is_used_after_the_peer_used_it_or_after_a_minute() {
     let mut sim = every(Transport::Udp, 0, 0);
     sim.connect();
     let now = sim.now;
@@ -92,7 +92,7 @@ fn the_new_key_is_used_when_the_peer_has_used_it_or_after_a_while() {
     sim.run(Duration::from_secs(57));
     assert_eq!(key_of(&mut sim, To::Client), 0);
     sim.run(Duration::from_secs(3));
-    // Half a minute has made it 60 s on the client, which began first; what it sends tells the server.
+    // The client began first and has reached 60 s. Its packet confirms the new key to the server.
     assert_eq!(key_of(&mut sim, To::Client), 1);
     sim.run(Duration::from_secs(1));
     assert_eq!(key_of(&mut sim, To::Server), 1);
@@ -100,7 +100,7 @@ fn the_new_key_is_used_when_the_peer_has_used_it_or_after_a_while() {
 }
 
 #[test]
-fn an_old_key_is_forgotten_after_the_transition_window() {
+fn old_key_is_dropped_after_the_transition_window() {
     let mut server = server_config(Transport::Udp);
     server.common.timers.tran_window = Duration::from_secs(100);
     server.common.timers.reneg = Duration::ZERO;
@@ -134,7 +134,7 @@ fn a_worn_key_is_replaced() {
 }
 
 #[test]
-fn what_is_said_during_a_renegotiation_arrives_after_it() {
+fn text_sent_during_a_renegotiation_arrives_afterwards() {
     let mut sim = every(Transport::Udp, 0, 0);
     sim.connect();
     let now = sim.now;
@@ -159,7 +159,7 @@ fn another_certificate_or_user_in_a_renegotiation_is_refused() {
             client.credentials = Some(("jane".into(), "secret".into()));
             let mut changed = client.clone();
             match change {
-                // The same name does not help.
+                // A new certificate with the same name is refused, too.
                 0 => changed.tls = crate::tls::tests::PKI.client_tls("user-cluster-client"),
                 1 => changed.tls = crate::tls::tests::PKI.client_tls("internal-client"),
                 _ => changed.credentials = Some(("joe".into(), "secret".into())),
@@ -193,7 +193,7 @@ fn renewed_server_certificates_are_used_for_the_next_key() {
 }
 
 #[test]
-fn over_udp_a_renegotiation_that_fails_is_tried_again() {
+fn failed_renegotiation_is_tried_again_over_udp() {
     let mut sim = every(Transport::Udp, 0, 0);
     sim.connect();
     sim.client.session.clocks.ping_restart_for_test(None);

@@ -5,7 +5,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::keys::Half;
 
-/// Made by `openvpn --genkey secret` of 2.6.14.
+/// Key file made by `openvpn --genkey secret` of 2.6.14.
 const STOCK: &str = include_str!("stock.key");
 
 fn bytes(key: &KeyBlock) -> Vec<u8> {
@@ -22,7 +22,7 @@ fn file(key: &[u8]) -> String {
 }
 
 #[test]
-fn a_stock_file() {
+fn parses_a_stock_file() {
     let key = bytes(&parse(STOCK).unwrap());
     assert_eq!(key[..4], [0x12, 0x7a, 0xc3, 0x86]);
     assert_eq!(key[252..], [0x63, 0xbe, 0xc3, 0xe8]);
@@ -30,7 +30,7 @@ fn a_stock_file() {
 }
 
 #[test]
-fn comments_and_spaces_between_digits() {
+fn comments_and_spaces_between_digits_are_ignored() {
     let commented = STOCK.replace(
         "127ac386135bf2ab7dbe67deff4b26d1",
         "# a comment\n; another\n127ac386 135bf2ab\n\n\t7dbe67deff4b26d1",
@@ -42,7 +42,7 @@ fn comments_and_spaces_between_digits() {
 }
 
 #[test]
-fn what_is_no_static_key() {
+fn invalid_files_are_rejected() {
     assert_eq!(parse("").unwrap_err(), StaticKeyError::NoMarker(BEGIN));
     assert_eq!(
         parse(&STOCK.replace(END, "")).unwrap_err(),
@@ -63,19 +63,19 @@ fn what_is_no_static_key() {
     );
     let v2 = "-----BEGIN OpenVPN tls-crypt-v2 client key-----\nAAAA\n";
     assert_eq!(parse(v2).unwrap_err(), StaticKeyError::TlsCryptV2);
-    // An odd digit at the end is as much a mistake as a missing byte.
+    // A single extra digit at the end is an error, too.
     let odd = file(&[1; 256]).replace("\n-----END", "0\n-----END");
     assert_eq!(parse(&odd).unwrap_err(), StaticKeyError::Length(257));
 }
 
 proptest! {
     #[test]
-    fn keys_come_back(key in prop::collection::vec(any::<u8>(), 256)) {
+    fn keys_round_trip(key in prop::collection::vec(any::<u8>(), 256)) {
         prop_assert_eq!(bytes(&parse(&file(&key)).unwrap()), key);
     }
 
     #[test]
-    fn any_text(text: String, at in 0..700_usize) {
+    fn arbitrary_text_never_panics(text: String, at in 0..700_usize) {
         let _ = parse(&text);
         let mut broken = STOCK.to_owned();
         broken.insert_str(at.min(STOCK.len()), &text);
