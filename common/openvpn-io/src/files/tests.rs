@@ -50,7 +50,7 @@ fn errors_name_the_file_that_is_wrong() {
             "empty.pem: ",
             "-----BEGIN CERTIFICATE-----",
         ),
-        (load(&ca, &cert, &empty), "empty.pem: ", "decrypted"),
+        (load(&ca, &cert, &empty), "empty.pem: ", "decrypt"),
         (load(&ca, &cert, &other), "other.key", "compare"),
         (load(&missing, &cert, &key), "missing.pem: ", "is mounted"),
     ] {
