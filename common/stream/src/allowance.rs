@@ -1,26 +1,28 @@
-//! What all streams of one connection together may hold for a peer that does not read.
+//! The allowance: a bound on the bytes that all streams of one connection together keep for a peer that does
+//! not read.
 //!
-//! Each stream has bounds of its own, but a peer that opens a thousand streams makes a thousand times
-//! that. So streams draw on an amount for all of them. Nobody notices it while half of it is left;
-//! from then on each may take less at a time, and a little always: none starves another.
+//! Each stream has a bound of its own, but a peer with a thousand open streams multiplies the bound by a
+//! thousand. So the streams of a connection share an allowance. Reads are not limited while at least half of
+//! the allowance is free. Below half, a stream may read less at a time, but always [`LEAST_BYTES`], so no
+//! stream starves another.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// What a stream may take at a time however much is held.
+/// Bytes always permitted in one read of a stream, however much is charged.
 pub const LEAST_BYTES: usize = 4 * 1024;
 
-/// The part of what is left that one stream may take at a time.
+/// Divisor of the free bytes: the result is the limit for one read of a stream.
 const PARTS: usize = 32;
 
-/// The amount, and how much of it is held.
+/// Size of the allowance, and the bytes charged to it.
 #[derive(Debug)]
 pub struct Allowance {
     total: usize,
     held: AtomicUsize,
 }
 
-/// Bytes that are held until this is dropped.
+/// Charge of bytes to an allowance. Dropping the charge releases the bytes.
 #[derive(Debug)]
 pub struct Held {
     allowance: Arc<Allowance>,
@@ -30,7 +32,7 @@ pub struct Held {
 // === impl Allowance ===
 
 impl Allowance {
-    /// Of `total` bytes, and twice [`LEAST_BYTES`] beyond them for each stream.
+    /// Creates an allowance of `total` bytes. Every stream may use twice [`LEAST_BYTES`] on top.
     pub fn new(total: usize) -> Arc<Self> {
         Arc::new(Self {
             total,
@@ -38,14 +40,14 @@ impl Allowance {
         })
     }
 
-    /// How many bytes a stream may take at a time; `None` while there is plenty. A stream that may
-    /// not take what it likes has one part in its queue at most.
+    /// Returns how many bytes a stream may read at a time, or `None` while at least half of the allowance is
+    /// free. A limited stream has at most the bytes of one read in its send queue.
     pub fn limit(&self) -> Option<usize> {
         let left = self.total.saturating_sub(self.held());
         (left < self.total / 2).then(|| (left / PARTS).max(LEAST_BYTES))
     }
 
-    /// Holds `bytes`, whatever the limit is: they were read already.
+    /// Charges `bytes`, whatever the limit, because the bytes have already been read.
     pub fn hold(self: &Arc<Self>, bytes: usize) -> Held {
         self.held.fetch_add(bytes, Ordering::Relaxed);
         Held {
@@ -54,7 +56,7 @@ impl Allowance {
         }
     }
 
-    /// Bytes held at this moment.
+    /// Returns the bytes charged now.
     pub fn held(&self) -> usize {
         self.held.load(Ordering::Relaxed)
     }
@@ -73,7 +75,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nobody_is_limited_before_half_is_held_and_everybody_gets_a_little() {
+    fn reads_are_limited_beyond_half_but_never_below_the_minimum() {
         let allowance = Allowance::new(1 << 20);
         let first = allowance.hold(1 << 19);
         assert_eq!(allowance.limit(), None);

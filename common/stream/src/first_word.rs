@@ -1,10 +1,10 @@
-//! A short hold of an endpoint's first bytes, for the sake of stock peers.
+//! The short delay of an endpoint's first bytes, for stock peers.
 //!
-//! Stock gRPC clients close a connection whose bytes arrive before they have registered it, stock
-//! servers may write bytes before the CONNECT status line, and kube-apiserver's CONNECT client
-//! refuses bytes that arrive together with it. All of them race the answer to the dial against the
-//! first bytes of an endpoint that speaks first. The hold ends with the client's first byte, so
-//! that no other connection ever waits.
+//! Stock gRPC clients close a connection if bytes arrive before the client has registered the connection.
+//! Stock servers may write bytes before the CONNECT status line. kube-apiserver's CONNECT client refuses
+//! bytes that arrive together with the status line. In all three cases the answer to the dial races against
+//! the first bytes of an endpoint that sends first. The delay ends with the client's first byte, so no
+//! connection waits if its client sends first.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -13,29 +13,29 @@ use std::time::Duration;
 use tokio::sync::Notify;
 use tokio::time::timeout;
 
-/// Longer than a client takes to register its connection, shorter than a person notices.
+/// Length of the delay. Longer than a client needs to register a connection, shorter than a person notices.
 const HOLD: Duration = Duration::from_millis(25);
 
-/// Whether the client has sent a byte yet; clones share the answer.
+/// Flag for the client's first byte; clones share the flag.
 #[derive(Clone, Default)]
 pub struct FirstWord(Arc<(AtomicBool, Notify)>);
 
 impl FirstWord {
-    /// Holds nothing back.
+    /// Creates a flag already set, so nothing is delayed.
     pub fn spoken_already() -> Self {
         let word = Self::default();
         word.spoken();
         word
     }
 
-    /// The client has sent a byte.
+    /// Records that the client has sent a byte.
     pub fn spoken(&self) {
         if !self.0.0.swap(true, Ordering::Relaxed) {
             self.0.1.notify_one();
         }
     }
 
-    /// Waits for the client's first byte, for a short time and once only.
+    /// Waits for the client's first byte, for at most a short time and only once.
     pub async fn wait(&self) {
         if !self.0.0.load(Ordering::Relaxed) {
             let _ = timeout(HOLD, self.0.1.notified()).await;
@@ -51,7 +51,7 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn the_hold_ends_with_the_clients_first_byte_or_by_itself() {
+    async fn delay_ends_with_the_clients_first_byte_or_after_its_limit() {
         let word = FirstWord::default();
         let started = Instant::now();
         tokio::join!(word.wait(), async { word.spoken() });

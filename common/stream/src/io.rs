@@ -15,26 +15,28 @@ use tokio_util::io::poll_read_buf;
 use super::allowance::Allowance;
 use super::{CloseReason, Sink, Source};
 
-/// The read size of a connection that moves little.
+/// Smallest read size, in bytes, for a connection that moves little.
 const SMALL_READ_BYTES: usize = 4 * 1024;
-/// The read size that a busy connection grows to: four DATA packets, or one native frame.
+/// Largest read size, in bytes, for a busy connection: four DATA packets, or one native frame.
 const LARGE_READ_BYTES: usize = 4 * (64 * 1024 - 64);
-/// Reads up to this size are copied out, so that a few bytes in a slow queue do not pin a large
-/// buffer.
+/// Largest read, in bytes, to copy out of the buffer, so that a few bytes in a slow queue do not keep a large
+/// buffer alive.
 const COPY_BYTES: usize = 512;
 
-/// Reads chunks; the buffer grows while reads fill it and shrinks when they no longer do.
+/// Source that reads from a byte stream. The read buffer grows while reads fill it, and shrinks when reads
+/// are small.
 pub struct ReadSource<R> {
     reader: R,
     buffer: BytesMut,
     size: usize,
-    /// What is read counts toward it once a sink has it.
+    /// Limit for reads; the sink charges the bytes.
     allowance: Option<Arc<Allowance>>,
     lost: CloseReason,
 }
 
 impl<R> ReadSource<R> {
-    /// Reads `early` first, then from `reader`. A read error ends the connection with `lost`.
+    /// Creates a source that returns `early` before the bytes of `reader`. A read error ends the connection
+    /// with `lost`.
     pub fn new(reader: R, early: Bytes, lost: CloseReason) -> Self {
         Self {
             reader,
@@ -45,26 +47,27 @@ impl<R> ReadSource<R> {
         }
     }
 
-    /// Reads no more at a time than `allowance` permits. Its sink holds what is read.
+    /// Limits each read to the amount that `allowance` permits. The sink must charge the bytes to the same
+    /// allowance.
     #[must_use]
     pub fn within(mut self, allowance: Option<Arc<Allowance>>) -> Self {
         self.allowance = allowance;
         self
     }
 
-    /// The reader.
+    /// Returns a reference to the reader.
     pub fn get_ref(&self) -> &R {
         &self.reader
     }
 
-    /// Gives the reader back.
+    /// Returns the reader.
     pub fn into_inner(self) -> R {
         self.reader
     }
 
     fn take(&mut self) -> Bytes {
         let len = self.buffer.len();
-        // What is counted by its length must not pin much more.
+        // The allowance charges `len`: copy if the chunk would keep at least twice as much alive.
         let pins = self.allowance.is_some() && len <= self.buffer.capacity() / 2;
         if len <= COPY_BYTES || pins {
             let chunk = Bytes::copy_from_slice(&self.buffer);
@@ -77,14 +80,14 @@ impl<R> ReadSource<R> {
 }
 
 impl<R: AsyncRead + Unpin> ReadSource<R> {
-    /// Reads into a buffer that is there only while there is something to read: most connections
-    /// idle most of the time.
+    /// Reads into a buffer, which exists only while there is something to read: most connections are idle
+    /// most of the time.
     fn poll_fill(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<usize>> {
         if let Some(limit) = self.allowance.as_ref().and_then(|all| all.limit()) {
             self.size = self.size.min(limit);
         }
         self.buffer.reserve(self.size);
-        // The buffer may have more room than asked for; a chunk is to fit into one packet.
+        // The buffer may have more room than requested; a read must not exceed `size`.
         let mut room = (&mut self.buffer).limit(self.size);
         let read = poll_read_buf(Pin::new(&mut self.reader), cx, &mut room);
         if read.is_pending() {
@@ -102,7 +105,7 @@ impl<R: AsyncRead + Unpin + Send> Source for ReadSource<R> {
         let read = match poll_fn(|cx| self.poll_fill(cx)).await {
             Ok(0) => return Ok(None),
             Ok(read) => read,
-            // A TLS peer that closes without close_notify ends its direction as TCP does.
+            // A TLS peer that closes without close_notify ends the direction, as in TCP.
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(None),
             Err(_) => return Err(self.lost),
         };
@@ -115,16 +118,16 @@ impl<R: AsyncRead + Unpin + Send> Source for ReadSource<R> {
     }
 }
 
-/// Writes chunks; the end is a shutdown of the write side.
+/// Sink that writes to a byte stream. The end of the direction is a shutdown of the write side.
 pub struct WriteSink<W> {
     writer: W,
-    /// What a cancelled send has not written yet.
+    /// Unwritten bytes of a cancelled send.
     rest: Bytes,
     lost: CloseReason,
 }
 
 impl<W> WriteSink<W> {
-    /// Writes to `writer`. A write error ends the connection with `lost`.
+    /// Creates a sink for `writer`. A write error ends the connection with `lost`.
     pub fn new(writer: W, lost: CloseReason) -> Self {
         Self {
             writer,
@@ -133,7 +136,7 @@ impl<W> WriteSink<W> {
         }
     }
 
-    /// Gives the writer back.
+    /// Returns the writer.
     pub fn into_inner(self) -> W {
         self.writer
     }
@@ -152,8 +155,8 @@ impl<W: AsyncWrite + Unpin> WriteSink<W> {
 }
 
 impl<W: AsyncWrite + Unpin + Send> Sink for WriteSink<W> {
-    /// Cancel safe: the next send begins with what a dropped one has left, so that the stream has
-    /// no hole. An empty chunk writes just that.
+    /// Cancel safe: the next send starts with the unwritten bytes of a dropped send, so the stream has no
+    /// gap. An empty chunk writes only those bytes.
     async fn send(&mut self, chunk: Bytes) -> Result<(), CloseReason> {
         let lost = self.lost;
         self.write_rest().await.map_err(|_| lost)?;
@@ -162,17 +165,17 @@ impl<W: AsyncWrite + Unpin + Send> Sink for WriteSink<W> {
     }
 
     async fn finish(&mut self) -> Result<(), CloseReason> {
-        // A peer that is gone already has what it wanted; the read side tells the rest.
+        // Fails only if the peer is gone; the source then reports the reason.
         let _ = self.writer.shutdown().await;
         Ok(())
     }
 }
 
-/// How long a peer may take to accept what is left for it and to leave.
+/// Time for a peer to accept the remaining bytes and to close.
 pub const LINGER: Duration = Duration::from_secs(5);
 
-/// Closes so that the last bytes arrive, see [`drain`]; a peer that takes longer than [`LINGER`] has
-/// had its chance.
+/// Closes a connection so that the last bytes arrive, see [`drain`]. Stops waiting for the peer after
+/// [`LINGER`].
 pub async fn leave<R, W>(read: R, mut write: W)
 where
     R: AsyncRead + Unpin,
@@ -186,9 +189,9 @@ where
     let _ = timeout(LINGER, orderly).await;
 }
 
-/// Ends a socket so that nothing on its way to the peer is lost: closing one with unread input
-/// makes TCP send a reset, which discards what the peer has not read yet. Reads and drops input
-/// until the peer closes too; the caller bounds the time.
+/// Reads and drops input until the peer closes, so that no byte on its way to the peer is lost: if a socket
+/// is closed with unread input, TCP sends a reset, and the reset discards bytes not yet read by the peer. The
+/// caller bounds the time.
 pub async fn drain<R: AsyncRead + Unpin>(mut reader: R) {
     let mut scratch = BytesMut::with_capacity(SMALL_READ_BYTES);
     while matches!(reader.read_buf(&mut scratch).await, Ok(read) if read > 0) {
@@ -203,7 +206,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn a_cancelled_send_leaves_no_hole() {
+    async fn a_cancelled_send_leaves_no_gap() {
         let (near, mut far) = tokio::io::duplex(4);
         let mut sink = WriteSink::new(near, CloseReason::EndpointLost);
         let first = sink.send(Bytes::from_static(b"first "));
@@ -219,7 +222,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn reads_are_small_while_much_is_held_and_pin_no_more_than_they_count() {
+    async fn reads_are_small_while_the_allowance_is_used_up_and_keep_no_large_buffer_alive() {
         let (mut near, far) = tokio::io::duplex(1 << 20);
         let allowance = Allowance::new(1 << 24);
         let source = ReadSource::new(far, Bytes::new(), CloseReason::ClientLost);
@@ -242,7 +245,7 @@ mod tests {
         source.size = LARGE_READ_BYTES;
         near.write_all(&[7; 20_000]).await.unwrap();
         let chunk = source.recv().await.unwrap().unwrap();
-        // The buffer stays with the source.
+        // The buffer stays in the source.
         assert_eq!((chunk.len(), source.buffer.len()), (20_000, 0));
         assert!(source.buffer.capacity() >= LARGE_READ_BYTES);
     }

@@ -1,8 +1,8 @@
-//! The one shape of a tunnelled connection: a [`Source`] and a [`Sink`] on either side and a
-//! [`pump`](pump::pump) between them, ending with one [`CloseReason`].
+//! The common shape of every tunnelled connection: a [`Source`] and a [`Sink`] on either side, a
+//! [`pump`](pump::pump) between them, and one [`CloseReason`] at the end.
 //!
-//! Front ends and backends adapt their protocols to these traits; none of them knows another.
-//! Chunks are [`Bytes`], so that an adapter can hand over a buffer without copying it.
+//! Front ends and backends adapt protocols to the traits here and do not depend on each other. Chunks are
+//! [`Bytes`], so an adapter can pass a buffer on without a copy.
 
 pub mod allowance;
 pub mod first_word;
@@ -14,29 +14,29 @@ use std::time::Duration;
 
 use bytes::Bytes;
 
-/// How long a side may take nothing of what is left for it once the other side has closed. What
-/// is slow but moves is waited for, so that no byte sent before a close is lost.
+/// Longest wait for a side that accepts nothing of its remaining bytes after the other side has closed. A
+/// slow side that still accepts bytes may continue, so that no byte sent before a close is lost.
 pub const CLOSE_STALL: Duration = Duration::from_secs(30);
 
-/// How long the other end of a shared stream may take no packet at all before those who wait for
-/// it give the stream up. Long: a stock peer stops reading while one of its connections is full.
+/// Longest wait for the far end of a shared stream to accept any packet; then the waiting senders give up the
+/// stream. Long, because a stock peer stops reading while one of its connections is full.
 pub const PEER_STALL: Duration = Duration::from_secs(60);
 
-/// How long a connection may live with one direction ended and nothing moving in the other. TCP
-/// does not tell a peer that waits for an answer from one that is gone for good; without a bound
-/// the latter would be kept for ever. Longer than any answer is waited for.
+/// Longest time without movement in a half-open connection, after one direction has ended. TCP cannot
+/// distinguish a peer waiting for an answer from a dead peer; without a bound, connections to dead peers
+/// would stay forever. Longer than clients wait for an answer.
 pub const HALF_OPEN_IDLE: Duration = Duration::from_secs(600);
 
-/// What a front end asks for.
+/// Dial request of a front end.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Dial {
     /// Always `tcp` from stock front ends; passed on unchecked, the agent decides.
     pub protocol: String,
-    /// `host:port` as the agent is to see it.
+    /// `host:port` as seen by the agent.
     pub address: String,
 }
 
-/// Why a connection ended. The same value feeds the metric, the log line and what the peer is told.
+/// Reason why a connection ended: the same value in the metrics, in the log and in the message to the peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum CloseReason {
     /// Both directions ended in order.
@@ -45,27 +45,27 @@ pub enum CloseReason {
     ClientClosed,
     /// The client's connection broke.
     ClientLost,
-    /// The endpoint closed, and the peer in between can not express half of a close.
+    /// The endpoint closed, and the peer in between cannot express a half close.
     EndpointClosed,
     /// The endpoint's connection broke.
     EndpointLost,
-    /// The stream to the agent ended under the connection.
+    /// The stream to the agent ended before the connection.
     AgentLost,
-    /// The stream to the server ended under the connection.
+    /// The stream to the server ended before the connection.
     ServerLost,
-    /// One side took no bytes for longer than the stall deadline while its buffer was full.
+    /// One side accepted no bytes for longer than the stall deadline while its buffer was full.
     Stalled,
-    /// One side took bytes, but more slowly than they came through a packet stream, which can not
-    /// be slowed down for one connection: its budget was exceeded for too long, or by more than
-    /// there is room for.
+    /// One side accepted bytes, but more slowly than a packet stream delivered them. A packet stream cannot
+    /// be slowed down for one connection, so the connection exceeded its budget for too long, or by more than
+    /// the pool had room for.
     BufferExceeded,
-    /// One direction had ended and nothing moved in the other for [`HALF_OPEN_IDLE`].
+    /// One direction had ended, and nothing moved in the other direction for [`HALF_OPEN_IDLE`].
     HalfOpenIdle,
     /// A peer broke the rules of its protocol.
     ProtocolError,
     /// This program is stopping.
     Shutdown,
-    /// Nothing moved in either direction for as long as the operator allows.
+    /// No byte moved in either direction for the time that the operator allows.
     IdleTimeout,
     /// Traffic was switched to another tunnel, and the time for old connections to end is over.
     Switched,
@@ -90,7 +90,7 @@ impl CloseReason {
         Self::Switched,
     ];
 
-    /// The metric label and log value.
+    /// Returns the metric label, which is also the log value.
     pub fn label(self) -> &'static str {
         match self {
             Self::Finished => "finished",
@@ -117,33 +117,33 @@ impl fmt::Display for CloseReason {
     }
 }
 
-/// Where bytes come from.
+/// Source of bytes: the receiving half of one side.
 pub trait Source: Send {
-    /// The next chunk, never empty; `None` once this direction ended in order.
+    /// Returns the next chunk, never empty, or `None` once this direction has ended in order.
     ///
     /// Cancel safe: a dropped call loses no bytes.
     fn recv(&mut self) -> impl Future<Output = Result<Option<Bytes>, CloseReason>> + Send;
 
-    /// After [`recv`](Self::recv) gave `None`: resolves if the whole connection ends although
-    /// the other direction is still open. By default it never does.
+    /// Resolves if the whole connection ends while the other direction is still open. Called after
+    /// [`recv`](Self::recv) has returned `None`. The default never resolves.
     fn aborted(&mut self) -> impl Future<Output = CloseReason> + Send {
         std::future::pending()
     }
 
-    /// Runs while the sink is busy with the last chunk: an adapter may take what has arrived
-    /// meanwhile, within its bound. Resolves if the connection was aborted, so that nothing more
-    /// comes than what [`recv`](Self::recv) still gives. Cancel safe.
+    /// Runs while the sink is busy with the last chunk. An adapter may buffer arriving bytes meanwhile,
+    /// within its bound. Resolves if the connection was aborted: then [`recv`](Self::recv) returns only bytes
+    /// already received. Cancel safe.
     fn fill(&mut self) -> impl Future<Output = ()> + Send {
         std::future::pending()
     }
 }
 
-/// Where bytes go.
+/// Sink for bytes: the sending half of one side.
 pub trait Sink: Send {
-    /// Takes one chunk, and waits until there is room for it.
+    /// Sends one chunk, once there is room.
     fn send(&mut self, chunk: Bytes) -> impl Future<Output = Result<(), CloseReason>> + Send;
 
-    /// Says that no more bytes follow. An adapter that can not express half of a close ends the
-    /// connection instead and returns the reason as an error.
+    /// Ends this direction. An adapter that cannot express a half close ends the connection instead and
+    /// returns the reason as an error.
     fn finish(&mut self) -> impl Future<Output = Result<(), CloseReason>> + Send;
 }

@@ -1,4 +1,4 @@
-//! Moves bytes between the two sides of one connection, in one task.
+//! The pump: one task that moves bytes between the two sides of one connection.
 
 use std::pin::pin;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -11,27 +11,27 @@ use tokio::time::{sleep, timeout};
 
 use super::{CLOSE_STALL, CloseReason, HALF_OPEN_IDLE, Sink, Source};
 
-/// Counts the bytes of one direction, for the log line of the connection and for the program.
+/// Byte counter of a direction, for the log line of the connection and for the program.
 #[derive(Clone)]
 pub struct Meter {
-    /// Shared by all connections of the program.
+    /// Bytes of all connections of the program.
     pub total: Counter,
-    /// Of this connection.
+    /// Bytes of this connection.
     pub bytes: u64,
 }
 
 impl Meter {
-    /// Starts at zero for one connection.
+    /// Creates a counter at zero for one connection.
     pub fn new(total: Counter) -> Self {
         Self { total, bytes: 0 }
     }
 }
 
-/// Pumps both ways until both directions ended or one failed. Each direction waits for its own
-/// sink only. A sink that fails ends its own direction; the other one goes on to its end, as long
-/// as it moves. `up` runs from `client` to `endpoint`.
+/// Moves bytes both ways until both directions have ended or a direction has failed. Each direction waits
+/// only for its own sink. If a sink fails, its direction ends; the opposite direction continues to its end,
+/// as long as bytes move. `up` counts bytes from `client` to `endpoint`.
 ///
-/// Nothing is closed here: the caller owns the halves and tells both sides the returned reason.
+/// The pump closes nothing: the caller owns the halves and reports the returned reason to both sides.
 pub async fn pump<CS, CK, ES, EK>(
     client: (&mut CS, &mut CK),
     endpoint: (&mut ES, &mut EK),
@@ -47,7 +47,7 @@ where
     pump_within(client, endpoint, up, down, HALF_OPEN_IDLE).await
 }
 
-/// The same with another bound than [`HALF_OPEN_IDLE`].
+/// Runs [`pump`] with another bound than [`HALF_OPEN_IDLE`].
 pub async fn pump_within<CS, CK, ES, EK>(
     client: (&mut CS, &mut CK),
     endpoint: (&mut ES, &mut EK),
@@ -70,7 +70,7 @@ where
     }
 }
 
-/// What one direction knows of the other.
+/// State of a direction, as visible to the opposite direction.
 #[derive(Default)]
 struct Direction {
     done: Notify,
@@ -78,7 +78,7 @@ struct Direction {
 }
 
 impl Direction {
-    /// Resolves once nothing has moved for that long.
+    /// Resolves once nothing has moved for `bound`.
     async fn idle(&self, bound: Duration) {
         loop {
             let chunks = self.chunks.load(Ordering::Relaxed);
@@ -102,15 +102,15 @@ async fn one_way(
         match send(source, sink, chunk).await {
             Sent::Taken => {}
             Sent::Failed(reason) => {
-                // What comes the other way is still good: an endpoint may answer and close before
-                // it has read everything.
+                // Bytes in the opposite direction are still good: an endpoint may answer and close before
+                // reading everything.
                 tokio::select! {
                     () = other.done.notified() => {}
                     () = other.idle(CLOSE_STALL) => {}
                 }
                 return Err(reason);
             }
-            // Nobody is left who could hear an answer.
+            // The side that would receive an answer is gone.
             Sent::GivenUp => return Err(CloseReason::Stalled),
         }
         meter.bytes += bytes;
@@ -120,8 +120,8 @@ async fn one_way(
     sink.finish().await?;
     own.done.notify_one();
     tokio::select! {
-        // In this order: a peer closes the connection as soon as both directions have ended, and
-        // that changes nothing about how they ended.
+        // In this order, because a peer closes the connection as soon as both directions have ended, and the
+        // close must not change the reason.
         biased;
         () = other.done.notified() => Ok(()),
         reason = source.aborted() => Err(reason),
@@ -129,17 +129,17 @@ async fn one_way(
     }
 }
 
-/// What became of a chunk.
+/// Result of sending one chunk.
 enum Sent {
     Taken,
-    /// By the sink.
+    /// The sink failed.
     Failed(CloseReason),
-    /// The source was aborted, and the sink takes nothing.
+    /// The source was aborted, and the sink accepts nothing.
     GivenUp,
 }
 
-/// Sends one chunk, with the source at work meanwhile. Once the source was aborted, a sink that
-/// takes nothing is given up: what waits for it would otherwise be kept for as long as it stays.
+/// Sends one chunk while the source keeps buffering. Once the source was aborted, gives up a sink that does
+/// not accept the chunk within [`CLOSE_STALL`]: otherwise the waiting bytes would stay as long as the sink.
 async fn send(source: &mut impl Source, sink: &mut impl Sink, chunk: Bytes) -> Sent {
     let mut sent = pin!(sink.send(chunk));
     let sent = tokio::select! {
@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn each_direction_ends_by_itself() {
+    async fn each_direction_ends_independently() {
         let (mut client, near) = duplex(64);
         let (far, mut endpoint) = duplex(64);
         let (mut cs, mut ck) = halves(near, CloseReason::ClientLost);
@@ -232,7 +232,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_half_open_connection_may_idle_for_as_long_as_its_caller_says() {
+    async fn a_half_open_connection_may_idle_for_the_callers_bound() {
         let (mut client, near) = duplex(64);
         let (far, mut endpoint) = duplex(64);
         let (mut cs, mut ck) = halves(near, CloseReason::ClientLost);
