@@ -1,4 +1,4 @@
-//! The two halves of one connection on an HTTP/2 stream, as [`Source`] and [`Sink`].
+//! The two halves of one connection on an HTTP/2 stream, as a [`Source`] and a [`Sink`].
 
 use std::collections::VecDeque;
 use std::future::poll_fn;
@@ -19,72 +19,73 @@ use tokio_util::task::TaskTracker;
 use super::window::Inbound;
 use super::{close_reason, reset_code};
 
-/// Frames up to this size are put together while they wait: a task that is not read from must not
-/// cost a hundred bytes of bookkeeping for each byte.
+/// Largest frame, in bytes, to merge with adjacent frames while waiting. Otherwise an unread stream of
+/// one-byte frames would need a hundred bytes of bookkeeping for each byte.
 const GATHER_BYTES: usize = 4096;
 
-/// A sender that has more waits for this much room instead of sending what fits into the rest of a
-/// window or queue: each frame costs the peer a write. Windows are never smaller than this
-/// ([`super::window`]), and what a peer has taken it gives back whatever is left of one.
+/// Room, in bytes, that a sender waits for if there is at least this much to send. Each frame costs the peer
+/// a write, so the sender does not fill the last bytes of a window or queue. Waiting is safe: no window is
+/// smaller ([`super::window`]), and a peer returns the window of consumed bytes however much of the window is
+/// left.
 const ENOUGH_BYTES: usize = 32 * 1024;
 
-/// A chunk on its way through HTTP/2's send queue.
+/// Chunk in HTTP/2's send queue.
 #[derive(Debug)]
 pub struct Chunk {
     bytes: Bytes,
     queued: Arc<Queued>,
-    /// All that was read at once: a part of it pins the whole.
+    /// Charge for a whole read: any part keeps the whole buffer alive.
     _held: Option<Arc<Held>>,
 }
 
-/// Counts what HTTP/2 has not written yet of one stream: it throws that away when the stream is
-/// reset.
+/// Counter of the chunks of one stream that HTTP/2 has not written yet. HTTP/2 discards these chunks when the
+/// stream is reset.
 #[derive(Debug, Default)]
 struct Queued {
     chunks: AtomicUsize,
     written: Notify,
 }
 
-/// The sending half that both [`NativeSink`] and [`NativeSource`] look at: the first writes to it,
-/// the second learns from it that the peer gave the connection up.
+/// Sending half of a stream. [`NativeSink`] writes to this half; [`NativeSource`] watches it for a reset by
+/// the peer.
 type Shared = Arc<Mutex<SendStream<Chunk>>>;
 
-/// Bytes to the peer.
+/// Sink for bytes to the peer.
 pub struct NativeSink {
     stream: Shared,
     queued: Arc<Queued>,
-    /// The room that a chunk waits for, if it has as many bytes.
+    /// Room that a chunk of at least this size waits for, in bytes.
     enough: usize,
     allowance: Option<Arc<Allowance>>,
     finished: bool,
     lost: CloseReason,
 }
 
-/// Bytes from the peer.
+/// Source of bytes from the peer.
 pub struct NativeSource {
     stream: RecvStream,
     sending: Shared,
-    /// Taken from HTTP/2 while the sink was busy.
+    /// Frames read from HTTP/2 while the sink was busy.
     ahead: VecDeque<Bytes>,
     gathered: BytesMut,
-    /// What the peer's word ended with, once `ahead` is empty.
+    /// End of the stream as the peer reported it; returned once `ahead` is empty.
     end: Option<Result<(), CloseReason>>,
-    /// Bytes handed out last, which the sink may still have.
+    /// Size of the last returned chunk, in bytes. The sink may still be busy with the chunk.
     in_hand: usize,
-    /// Bytes received that the sink has not taken: these and those in `ahead`.
+    /// Bytes received and not yet accepted by the sink: the last returned chunk, `ahead` and `gathered`.
     held: usize,
-    /// Bytes whose window is to be given back.
+    /// Bytes accepted by the sink and not yet returned to the peer's window.
     done: usize,
-    /// A decaying sum of frames' sizes.
+    /// Decaying sum of frame sizes, in bytes.
     recent: usize,
-    /// The frames up to the last one were small.
+    /// True if `recent` was at most [`GATHER_BYTES`] after the last frame.
     small: bool,
     inbound: Arc<Inbound>,
     lost: CloseReason,
 }
 
-/// Makes the halves of one stream. `lost` is the reason when the transport under it ends;
-/// `inbound` counts the bytes of all streams of the connection.
+/// Returns the halves of one stream. `inbound` counts the bytes of all streams of the HTTP/2 connection.
+/// `lost` is the close reason if the transport ends.
 pub fn halves(
     send: SendStream<Chunk>,
     receive: RecvStream,
@@ -129,7 +130,7 @@ impl Chunk {
         }
     }
 
-    /// A chunk that nobody waits for.
+    /// Creates a chunk that no sender waits for.
     pub fn detached(bytes: Bytes) -> Self {
         Self::new(bytes, &Arc::default(), None)
     }
@@ -172,30 +173,30 @@ impl Queued {
 // === impl NativeSink ===
 
 impl NativeSink {
-    /// For a peer that is none of ours: its windows may be smaller than what is waited for
-    /// otherwise, so whatever fits is sent.
+    /// Sends whatever fits, because the peer is not one of our programs and its windows may be smaller than
+    /// the room that a sink otherwise waits for.
     #[must_use]
     pub fn toward_any_peer(mut self) -> Self {
         self.enough = 1;
         self
     }
 
-    /// Holds bytes toward `allowance`, and holds itself back when it is asked to.
+    /// Charges sent bytes to `allowance`, and obeys its limit.
     #[must_use]
     pub fn within(mut self, allowance: Arc<Allowance>) -> Self {
         self.allowance = Some(allowance);
         self
     }
 
-    /// Ends the connection and tells the peer why. What was sent before still reaches it, as long
-    /// as the path moves: HTTP/2 forgets what it has not written of a stream that is reset, so a
-    /// task of `tasks` waits for that.
+    /// Ends the connection and reports `reason` to the peer. Bytes sent before still reach the peer as long
+    /// as the path moves: HTTP/2 discards the unwritten chunks of a reset stream, so a task on `tasks` first
+    /// waits for the writes, for at most [`CLOSE_STALL`].
     pub fn end(self, reason: CloseReason, tasks: &TaskTracker) {
         if self.queued.is_empty() {
             self.reset(reason);
         } else {
             tasks.spawn(async move {
-                // A peer that takes nothing for so long has lost the rest.
+                // After [`CLOSE_STALL`] the unwritten rest is lost.
                 let _ = timeout(CLOSE_STALL, self.queued.all_written()).await;
                 self.reset(reason);
             });
@@ -203,12 +204,12 @@ impl NativeSink {
     }
 
     fn reset(&self, reason: CloseReason) {
-        // After both directions ended in order there is nothing to reset, and HTTP/2 knows.
+        // HTTP/2 ignores the reset if both directions have ended in order.
         self.stream.lock().send_reset(reset_code(reason));
     }
 
-    /// How much of `wanted` may go into HTTP/2's queue at once. Waits until nothing of this stream is
-    /// there while all streams hold much.
+    /// Returns how many of `wanted` bytes may enter HTTP/2's send queue now. While the allowance is limited,
+    /// waits until no chunk of the stream is in the queue.
     async fn turn(&self, wanted: usize) -> Result<usize, CloseReason> {
         loop {
             let limit = self.allowance.as_ref().and_then(|all| all.limit());
@@ -237,7 +238,7 @@ impl NativeSink {
             match ready!(stream.poll_capacity(cx)) {
                 Some(Ok(_)) => {}
                 Some(Err(error)) => return Poll::Ready(Err(reason_of(&error, self.lost))),
-                // The peer gave the stream up, or the connection ended.
+                // The peer reset the stream, or the HTTP/2 connection ended.
                 None => {
                     let reset = stream.poll_reset(cx);
                     return Poll::Ready(Err(match reset {
@@ -269,7 +270,7 @@ impl Sink for NativeSink {
         if !self.finished {
             self.finished = true;
             let end = Chunk::new(Bytes::new(), &self.queued, None);
-            // A peer that is gone already has what it wanted; the other half tells the rest.
+            // Fails only if the peer is gone; the source then reports the reason.
             let _ = self.stream.lock().send_data(end, true);
         }
         Ok(())
@@ -292,7 +293,8 @@ impl NativeSource {
                     self.inbound.held.fetch_add(count, Ordering::Relaxed);
                     self.recent = self.recent / 2 + count;
                     let small = self.recent <= GATHER_BYTES;
-                    // Bulk begins with a small frame, and has one where a window ends.
+                    // One small frame alone does not count: a bulk transfer starts with a small frame, and
+                    // has another wherever a window ends.
                     if small && self.small {
                         self.inbound.small.fetch_add(1, Ordering::Relaxed);
                     }
@@ -309,7 +311,7 @@ impl NativeSource {
         }
     }
 
-    /// What was handed out last was taken.
+    /// Records that the sink has accepted the last returned chunk.
     fn took(&mut self) {
         let bytes = std::mem::take(&mut self.in_hand);
         self.held -= bytes;
@@ -319,18 +321,19 @@ impl NativeSource {
 
     fn give_back(&mut self) {
         if self.inbound.is_due(self.done, self.held) {
-            // Fails only for a stream that has ended, which needs no window.
+            // Fails only for an ended stream, which needs no window.
             let _ = self.stream.flow_control().release_capacity(self.done);
             self.done = 0;
         }
     }
 
-    /// The next frame if there is one, without waiting for it.
+    /// Returns the next frame if already received, without waiting.
     async fn frame_at_hand(&mut self) -> Poll<Option<Bytes>> {
         poll_fn(|cx| Poll::Ready(self.poll_frame(cx))).await
     }
 
-    /// The next frame. While none is there the window may change, and what is due with it.
+    /// Returns the next frame. Whenever the window changes during the wait, returns the bytes now due to the
+    /// peer's window.
     async fn next_frame(&mut self) -> Option<Bytes> {
         let inbound = self.inbound.clone();
         loop {
@@ -347,8 +350,8 @@ impl NativeSource {
         }
     }
 
-    /// Puts frames that are there already behind one that is not large: a client of the packet
-    /// protocol sends 16 KiB at a time, and a copy costs less than a write to a socket.
+    /// Appends frames already received to `first`, unless `first` is large. A client of the packet protocol
+    /// sends 16 KiB at a time, and a copy costs less than a write to a socket.
     async fn join(&mut self, first: Bytes) -> Bytes {
         if first.len() >= ENOUGH_BYTES {
             return first;
@@ -413,8 +416,8 @@ impl Source for NativeSource {
         aborted(&self.sending, self.lost).await
     }
 
-    /// Takes every frame out of HTTP/2's queue at once, where small ones count against a budget
-    /// of the whole connection. The window bounds them.
+    /// Moves every frame out of HTTP/2's queue at once, because small frames in the queue count against a
+    /// budget of the whole HTTP/2 connection. The window of the stream bounds the moved bytes.
     async fn fill(&mut self) {
         while let Some(bytes) = poll_fn(|cx| self.poll_frame(cx)).await {
             if bytes.len() <= GATHER_BYTES {
@@ -436,7 +439,7 @@ impl Drop for NativeSource {
     }
 }
 
-/// Resolves once the peer gave the stream up, or the connection ended.
+/// Resolves once the peer has reset the stream or the HTTP/2 connection has ended.
 async fn aborted(stream: &Shared, lost: CloseReason) -> CloseReason {
     match poll_fn(|cx| stream.lock().poll_reset(cx)).await {
         Ok(code) => close_reason(code, lost),

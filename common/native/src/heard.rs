@@ -1,4 +1,4 @@
-//! Counts what is heard of a peer, below HTTP/2.
+//! The counter of all bytes read from a peer, below HTTP/2.
 
 use std::io;
 use std::pin::Pin;
@@ -10,7 +10,7 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 use super::window::Inbound;
 
-/// Counts all bytes that are read, in [`Inbound::heard`].
+/// Stream with a counter of all bytes read, in [`Inbound::heard`].
 #[derive(Debug)]
 pub struct Heard<S> {
     inner: S,
@@ -18,7 +18,7 @@ pub struct Heard<S> {
 }
 
 impl<S> Heard<S> {
-    /// Counts what `inner` reads.
+    /// Counts the bytes read from `inner`.
     pub fn new(inner: S, inbound: Arc<Inbound>) -> Self {
         Self { inner, inbound }
     }

@@ -1,6 +1,6 @@
-//! How the two ends introduce themselves: one HTTP/1.1 upgrade over the fresh TLS connection, whose
-//! headers are the metadata of the packet dialect's `Connect` call. A server that refuses says why
-//! in an ordinary response.
+//! The introduction of the two ends: one HTTP/1.1 upgrade on the fresh TLS connection. The headers are the
+//! metadata of the `Connect` call in the packet dialect. The server sends the reason of a refusal in an
+//! ordinary response.
 //!
 //! ```text
 //! agent:   GET /agent HTTP/1.1            server:  HTTP/1.1 101 Switching Protocols
@@ -15,27 +15,27 @@ use std::io;
 use http::{HeaderMap, HeaderName, HeaderValue};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
-/// The largest head that is read; tokens make it a few KiB.
+/// Largest head to read, in bytes. Tokens make a head a few KiB long.
 const HEAD_BYTES: usize = 64 * 1024;
 
-/// How many header lines are read.
+/// Largest number of header lines to read.
 const HEADER_LINES: usize = 64;
 
-/// Why an introduction failed.
+/// Reason why an introduction failed.
 #[derive(Debug, thiserror::Error)]
 pub enum HelloError {
     /// The connection broke.
     #[error("{0}")]
     Io(#[from] io::Error),
-    /// What came is not an introduction.
+    /// The peer did not send an introduction.
     #[error("not an introduction of the native protocol: {0}")]
     Malformed(String),
-    /// The server's answer to an agent that it does not want.
+    /// The server refused the agent; contains the text of the server's answer.
     #[error("{0}")]
     Refused(String),
 }
 
-/// Agent: introduces itself and reads the answer.
+/// Introduces the agent to the server, and returns the headers of the server's answer.
 ///
 /// # Errors
 /// See [`HelloError`].
@@ -57,13 +57,13 @@ where
         return Ok(headers);
     }
     let mut text = String::new();
-    // The peer closes behind its words.
+    // The peer closes the connection after the text.
     let mut rest = stream.take(HEAD_BYTES as u64);
     let _ = rest.read_to_string(&mut text).await;
     Err(HelloError::Refused(text.trim().to_owned()))
 }
 
-/// Server: reads an agent's introduction.
+/// Reads the introduction of an agent, on the server.
 ///
 /// # Errors
 /// See [`HelloError`].
@@ -76,10 +76,10 @@ pub async fn read<S: AsyncRead + Unpin>(stream: &mut S) -> Result<HeaderMap, Hel
     header_map(request.headers)
 }
 
-/// Server: takes the agent in. HTTP/2 follows.
+/// Accepts the agent, on the server. HTTP/2 follows.
 ///
 /// # Errors
-/// When the connection broke.
+/// Fails if the connection broke.
 pub async fn accept<S: AsyncWrite + Unpin>(stream: &mut S, headers: &HeaderMap) -> io::Result<()> {
     let mut head = b"HTTP/1.1 101 Switching Protocols\r\n".to_vec();
     upgrade_head(&mut head, headers);
@@ -87,10 +87,10 @@ pub async fn accept<S: AsyncWrite + Unpin>(stream: &mut S, headers: &HeaderMap) 
     stream.flush().await
 }
 
-/// Server: turns the agent away, with a text for its log.
+/// Refuses the agent, on the server, with a text for the agent's log.
 ///
 /// # Errors
-/// When the connection broke.
+/// Fails if the connection broke.
 pub async fn refuse<S: AsyncWrite + Unpin>(stream: &mut S, text: &str) -> io::Result<()> {
     let answer = format!(
         "HTTP/1.1 403 Forbidden\r\ncontent-type: text/plain\r\nconnection: close\r\ncontent-length: {}\r\n\r\n{text}",
@@ -113,13 +113,13 @@ fn upgrade_head(head: &mut Vec<u8>, headers: &HeaderMap) {
     head.extend_from_slice(b"\r\n");
 }
 
-/// Reads up to the empty line and not a byte further: HTTP/2 begins right behind it. Byte by byte,
-/// which costs nothing here: TLS has decrypted the whole record already.
+/// Reads up to and including the empty line, and no byte more: HTTP/2 begins directly after the empty line.
+/// Reading single bytes is cheap here, because TLS has already decrypted the whole record.
 async fn read_head<S: AsyncRead + Unpin>(stream: &mut S) -> Result<Vec<u8>, HelloError> {
     let mut head = Vec::with_capacity(1024);
     while !head.ends_with(b"\r\n\r\n") {
         if head.len() == HEAD_BYTES {
-            return Err(HelloError::Malformed("its head is too large".into()));
+            return Err(HelloError::Malformed("the head is too large".into()));
         }
         head.push(stream.read_u8().await?);
     }
@@ -132,7 +132,7 @@ fn header_map(lines: &[httparse::Header<'_>]) -> Result<HeaderMap, HelloError> {
         let name = HeaderName::from_bytes(line.name.as_bytes());
         let value = HeaderValue::from_bytes(line.value);
         let (Ok(name), Ok(value)) = (name, value) else {
-            let what = format!("the header {:?}", line.name);
+            let what = format!("invalid header {:?}", line.name);
             return Err(HelloError::Malformed(what));
         };
         headers.append(name, value);
@@ -159,7 +159,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn both_ends_hear_each_other_and_nothing_is_read_beyond() {
+    async fn both_ends_exchange_headers_and_read_nothing_beyond_them() {
         let (mut agent, mut server) = tokio::io::duplex(4096);
         let says = headers(&[("agentid", "a"), ("agentidentifiers", "")]);
         let answers = headers(&[("serverid", "s")]);

@@ -1,4 +1,4 @@
-//! One HTTP/2 connection of the native transport: its settings, and what drives it.
+//! One HTTP/2 connection of the native transport: the settings and the driver.
 
 use std::future::{Future as _, poll_fn};
 use std::pin::Pin;
@@ -17,42 +17,43 @@ use super::heard::Heard;
 use super::window::{Inbound, PING_TIMEOUT, Tuner};
 use super::{CONNECTION_WINDOW_BYTES, FRAME_BYTES, SEND_BYTES};
 
-/// How many streams that were reset a connection remembers. Frames that cross a reset in flight
-/// are expected for these; for others they cost a reset each.
+/// Number of reset streams to remember per connection. Frames in flight during the reset are expected for a
+/// remembered stream; for a forgotten stream, every such frame costs another reset.
 const RESET_STREAMS: usize = 4096;
 
-/// How much unread small DATA frames may cost before `h2` ends the connection (its own measure).
-/// Every frame is taken at once, see [`super::halves`], so that this is never near.
+/// Budget for unread small DATA frames, in bytes as `h2` counts them; `h2` ends a connection over this
+/// budget. Never nearly used up, because every frame is read at once, see [`super::halves`].
 const SMALL_FRAMES: usize = 64 * 1024 * 1024;
 
-/// The largest header block that is taken; ours are below 1 KiB, but for long texts of errors.
+/// Largest accepted header block, in bytes. Our programs send less than 1 KiB, except for long error texts.
 const HEADER_BYTES: u32 = 64 * 1024;
 
-/// The server's end: opens streams.
+/// Client end of an HTTP/2 connection, which opens streams; used by the server for an agent connection.
 pub struct Opener<S> {
     connection: client::Connection<Heard<S>, Chunk>,
     tuner: Tuner,
 }
 
-/// The agent's end: takes streams.
+/// Server end of an HTTP/2 connection, which accepts streams; used by the agent for an agent connection.
 pub struct Taker<S> {
     connection: server::Connection<Heard<S>, Chunk>,
     tuner: Tuner,
 }
 
-/// What the peer of a [`Taker`] may make it hold.
+/// Limits on the resources used by the peer of a [`Taker`].
 #[derive(Clone, Copy, Debug)]
 pub struct TakerLimits {
-    /// Bytes that all streams together may hold unread, before each gets the smallest window.
+    /// Budget for the unread bytes of all streams together. Once the budget is used up, every stream gets the
+    /// smallest window.
     pub held_bytes: usize,
-    /// How many streams there are at once.
+    /// Largest number of streams open at once.
     pub streams: u32,
-    /// Bytes of one stream that may wait to be sent.
+    /// Largest number of unsent bytes of one stream.
     pub send_bytes: usize,
 }
 
 impl TakerLimits {
-    /// Of a peer that is one of ours: as many streams as it likes.
+    /// Returns limits for a peer that is one of our own programs: any number of streams.
     pub fn trusting(held_bytes: usize) -> Self {
         Self {
             held_bytes,
@@ -62,18 +63,18 @@ impl TakerLimits {
     }
 }
 
-/// A stream that the server opened.
+/// Stream opened by the peer.
 pub type Incoming = (Request<RecvStream>, SendResponse<Chunk>);
 
-/// How one stream is opened.
+/// Handle for opening streams.
 pub type Requests = client::SendRequest<Chunk>;
 
 impl<S: AsyncRead + AsyncWrite + Unpin> Opener<S> {
-    /// Begins HTTP/2 as its client. `budget` bounds what all streams may hold unread, in bytes; a
-    /// peer that sends nothing for `ping_timeout` after it was pinged counts as gone.
+    /// Starts HTTP/2 as the client. `budget` bounds the unread bytes of all streams together. A peer that
+    /// sends nothing for `ping_timeout` after a ping counts as gone.
     ///
     /// # Errors
-    /// When the connection breaks.
+    /// Fails if the connection breaks.
     pub async fn new(
         stream: S,
         inbound: Arc<Inbound>,
@@ -97,10 +98,10 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Opener<S> {
         Ok((requests, Self { connection, tuner }))
     }
 
-    /// Drives the connection to its end; an error says why it broke.
+    /// Drives the connection to its end.
     ///
     /// # Errors
-    /// When the connection broke, or the peer is silent.
+    /// Fails with the cause if the connection broke or the peer is silent.
     pub async fn run(mut self) -> Result<(), String> {
         let Self { connection, tuner } = &mut self;
         poll_fn(|cx| {
@@ -121,10 +122,10 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Opener<S> {
 }
 
 impl<S: AsyncRead + AsyncWrite + Unpin> Taker<S> {
-    /// Begins HTTP/2 as its server.
+    /// Starts HTTP/2 as the server.
     ///
     /// # Errors
-    /// When the connection breaks, or the peer speaks something else.
+    /// Fails if the connection breaks or the peer uses another protocol.
     pub async fn new(
         stream: S,
         inbound: Arc<Inbound>,
@@ -148,24 +149,24 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Taker<S> {
         Ok(Self { connection, tuner })
     }
 
-    /// Tells the peer to open no more streams; those that are open go on, and
-    /// [`next`](Self::next) ends with the last of them.
+    /// Makes the peer stop opening streams. Open streams continue, and [`next`](Self::next) ends with the
+    /// last open stream.
     pub fn drain(&mut self) {
         self.connection.graceful_shutdown();
     }
 
-    /// Ends the connection at once, with every stream, and tells the peer that it asks for too much.
-    /// [`next`](Self::next) has to be called until it ends, to send that.
+    /// Ends the connection and all streams at once, with ENHANCE_YOUR_CALM: the peer makes too many requests.
+    /// Call [`next`](Self::next) until the end, to send the error.
     pub fn refuse(&mut self) {
         let calm = h2::Reason::ENHANCE_YOUR_CALM;
         self.connection.abrupt_shutdown(calm);
     }
 
-    /// The next stream; `None` once the connection ended in order. Drives the connection
+    /// Returns the next stream, or `None` once the connection has ended in order. Drives the connection
     /// meanwhile. Cancel safe.
     ///
     /// # Errors
-    /// When the connection broke, or the peer is silent.
+    /// Fails with the cause if the connection broke or the peer is silent.
     pub async fn next(&mut self) -> Result<Option<Incoming>, String> {
         let Self { connection, tuner } = self;
         poll_fn(|cx| {
@@ -185,12 +186,13 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Taker<S> {
     }
 }
 
-/// Bytes as HTTP/2 takes them here.
+/// Wraps bytes as a chunk for HTTP/2's send queue.
 pub fn chunk(bytes: Bytes) -> Chunk {
     Chunk::detached(bytes)
 }
 
-/// There is one handle for pings, and it is taken once.
+/// Returns the error for a missing ping handle. Never happens, because a connection has a handle and the
+/// constructor requests it only once.
 fn unpingable() -> h2::Error {
     h2::Reason::INTERNAL_ERROR.into()
 }
@@ -206,15 +208,16 @@ mod tests {
 
     const LIMIT: Duration = Duration::from_secs(5);
 
-    /// SETTINGS without a setting, and one more byte for the connection (RFC 9113, 6.5 and 6.9).
+    /// SETTINGS without a setting, and a WINDOW_UPDATE of one byte for the connection (RFC 9113, 6.5 and
+    /// 6.9).
     const SETTINGS: [u8; 9] = [0, 0, 0, 4, 0, 0, 0, 0, 0];
     const WINDOW_UPDATE: [u8; 13] = [0, 0, 4, 8, 0, 0, 0, 0, 0, 0, 0, 0, 1];
 
     #[tokio::test(start_paused = true)]
-    async fn every_frame_is_a_sign_of_life_and_silence_is_none() {
+    async fn any_frame_keeps_the_connection_alive_and_silence_ends_it() {
         let (near, far) = duplex(1 << 16);
         let (mut hears, mut says) = tokio::io::split(far);
-        // It reads, and answers no PING.
+        // The peer reads, and never answers a PING.
         tokio::spawn(async move { tokio::io::copy(&mut hears, &mut sink()).await });
         says.write_all(&SETTINGS).await.unwrap();
         let (_requests, opener) = Opener::new(near, Arc::default(), 1 << 20, LIMIT)

@@ -1,17 +1,16 @@
-//! How far a peer may send ahead on each stream of one connection.
+//! The flow-control window of the streams of one connection: how far a peer may send ahead.
 //!
-//! A window that is too large lets bulk queue up in the sockets between the two ends, where small
-//! streams wait behind it; one that is too small starves a long path. So the window follows the
-//! path: twice what was received during one round trip, counted at the shortest round trip that
-//! was seen. A queue lengthens the round trips under load but not the shortest one, and does not
-//! feed on itself. Nothing is sent for this while nothing is received.
+//! If the window is too large, bulk data queues up in the sockets between the two ends, and small streams
+//! wait behind the queue. If the window is too small, a long path is never full. So the window follows the
+//! path: twice the bytes received during a round trip, scaled to the shortest round trip seen. A queue
+//! lengthens the round trips under load but not the shortest round trip, so a queue does not enlarge the
+//! window. The measurement sends nothing while nothing is received.
 //!
-//! A window that shrinks has a trap. `h2` gives a window back once the part to give back is half
-//! of what the sender has left, and it looks at that only when more is handed to it. If what waits
-//! there is more than the smaller window, the sender has none left, nothing more arrives, and the
-//! stream stands still for ever. So nothing waits in `h2`: a source keeps what it has to give back
-//! until `h2` passes it on at once ([`Inbound::is_due`]), and looks again when the window in force
-//! changes.
+//! A shrinking window can stall a stream. `h2` sends a window update once the released bytes amount to half
+//! of the sender's remaining window, and checks the amount only when more bytes are released. If the bytes
+//! waiting in `h2` exceed the new, smaller window, the sender has no window left, nothing more arrives, and
+//! the stream stalls forever. So no released bytes wait in `h2`: a source keeps them until `h2` would send
+//! the update at once ([`Inbound::is_due`]), and checks again when the window in force changes.
 
 use std::future::Future as _;
 use std::pin::Pin;
@@ -25,73 +24,74 @@ use tokio::sync::Notify;
 use tokio::sync::futures::Notified;
 use tokio::time::{Instant, Sleep, sleep};
 
-/// The window of a short path, with which every connection begins. Smaller ones cost processor
-/// time: the two ends wait for each other more often (docs/tuning.md).
+/// Window of a short path, in bytes, and the initial window of every connection. Smaller windows cost
+/// processor time, because the two ends wait for each other more often (docs/tuning.md).
 pub const SHORT_PATH_BYTES: u32 = 1024 * 1024;
 
-/// The window of a short path while small streams are active beside bulk: what they queue behind.
+/// Window of a short path while small streams are active beside bulk, in bytes. Small streams queue behind
+/// that much bulk data.
 pub const BESIDE_BYTES: u32 = 64 * 1024;
 
-/// The largest window: 210 MiB/s at 100 ms. Up to a third of it is not at the sender's disposal,
-/// because `h2` gives a window back once that is half of what is left of it.
+/// Largest window, in bytes: 210 MiB/s at 100 ms. Up to a third of the window is not available to the sender,
+/// because `h2` sends a window update only once the released bytes amount to half of the remaining window.
 pub const LONG_PATH_BYTES: u32 = 32 * 1024 * 1024;
 
-/// The smallest window, when much is held for streams that stall.
+/// Smallest window, in bytes, for a connection with many unread bytes in stalled streams.
 pub const CROWDED_BYTES: u32 = 64 * 1024;
 
-/// How much has to come in before the path is measured again.
+/// Bytes to receive before the path is measured again.
 const SAMPLE_BYTES: u64 = 128 * 1024;
 
-/// The shortest pause between two measurements.
+/// Shortest pause between two measurements.
 const SAMPLE_PAUSE: Duration = Duration::from_millis(50);
 
-/// How long after its last frame a small stream counts as active.
+/// Time for which a small stream counts as active after a frame.
 const SMALL_LINGER: Duration = Duration::from_secs(1);
 
-/// How many measurements in a row have to ask for less before the window shrinks.
+/// Number of consecutive measurements that must call for a smaller window before the window shrinks.
 const SHRINK_AFTER: u32 = 8;
 
-/// How many measurements the shortest round trip stays valid: routes change.
+/// Number of measurements for which the shortest round trip stays valid, because routes change.
 const FORGET_AFTER: u32 = 4096;
 
-/// How long an idle peer is left alone.
+/// Time after a measurement until an idle peer is pinged.
 const PING_IDLE: Duration = Duration::from_secs(30);
 
-/// How long a peer may take to answer a ping, unless its kind of connection says otherwise.
+/// Default time within which a peer must send something after a ping.
 pub const PING_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// What the streams of one connection have received, and how far they let the peer send ahead.
+/// Counters of the bytes received on a connection, and the window of the streams.
 #[derive(Debug)]
 pub struct Inbound {
-    /// Bytes in all.
+    /// Bytes received on all streams since the start.
     pub received: AtomicU64,
-    /// Bytes of the connection itself, whatever they are: each is a sign of life.
+    /// Bytes received on the connection, of any kind. Every byte proves that the peer is alive.
     pub heard: AtomicU64,
-    /// Bytes that nobody has taken yet.
+    /// Bytes received and not yet accepted by a sink.
     pub held: AtomicUsize,
-    /// Frames of streams that send little.
+    /// Number of frames on small streams.
     pub small: AtomicUsize,
     window: AtomicU32,
     resized: Notify,
 }
 
-/// The peer did not answer a ping in time.
+/// Error for a peer that sent nothing for too long after a ping.
 #[derive(Debug, thiserror::Error)]
-#[error("the peer has been silent for {0:?} although it was asked for a sign of life")]
+#[error("the peer is silent: no byte received for {0:?} after a ping")]
 pub struct Silent(Duration);
 
-/// Measures the path of one connection and says what the window should be.
+/// Tuner of the stream windows of a connection. Measures the path with pings.
 pub struct Tuner {
     ping: PingPong,
     ping_timeout: Duration,
     inbound: Arc<Inbound>,
     estimate: Estimate,
-    /// The window that was announced last.
+    /// Window announced last, in bytes.
     announced: u32,
     asked: Option<Asked>,
-    /// When and at which count the last measurement ended.
+    /// Time of the last measurement, and the received bytes at that time.
     last: (Instant, u64),
-    /// When and at which count the last frame of a small stream was seen.
+    /// Time of the last frame on a small stream, and the number of such frames so far.
     small: (Option<Instant>, usize),
     alarm: Pin<Box<Sleep>>,
 }
@@ -99,20 +99,21 @@ pub struct Tuner {
 struct Asked {
     at: Instant,
     received: u64,
-    /// The count at the last look: the answer may be on its way behind bulk, ours or the peer's.
+    /// Value of [`Inbound::heard`] at the last check. Any byte counts, because the pong may be queued behind
+    /// bulk data of either end.
     heard: u64,
 }
 
-/// The arithmetic, without I/O.
+/// Computation of the window, without I/O.
 #[derive(Debug)]
 struct Estimate {
     window: u32,
-    /// The window of a short path.
+    /// Window of a short path, in bytes.
     short: u32,
     budget: usize,
-    /// Small streams are active.
+    /// True while small streams are active.
     beside: bool,
-    /// What the path holds by the last measurement, in bytes.
+    /// Bandwidth-delay product of the path by the last measurement, in bytes.
     bdp: u32,
     shortest: Duration,
     samples: u32,
@@ -128,7 +129,7 @@ impl Default for Inbound {
 }
 
 impl Inbound {
-    /// Of a connection whose streams begin with `window` bytes.
+    /// Creates the counters of a connection with initial stream windows of `window` bytes.
     pub fn new(window: u32) -> Self {
         Self {
             received: AtomicU64::new(0),
@@ -140,21 +141,21 @@ impl Inbound {
         }
     }
 
-    /// Whether a stream is to give `done` bytes back, while as many as `queued` wait in it: these
-    /// are enough for `h2` to tell the peer at once.
+    /// Returns true if a stream must return `done` bytes now, while `queued` more bytes wait in the stream.
+    /// The amount is then large enough for `h2` to send a window update at once.
     pub fn is_due(&self, done: usize, queued: usize) -> bool {
         let left = (self.window() as usize).saturating_sub(done + queued);
         done > 0 && done >= left / 2
     }
 
-    /// Resolves when what is due may have changed. Counts from the moment it is first polled or
-    /// enabled.
+    /// Resolves when the set of due bytes may have changed. Counts changes from the moment of the first poll
+    /// or `enable`.
     pub fn resized(&self) -> Notified<'_> {
         self.resized.notified()
     }
 
-    /// The window of every stream, in bytes; the larger of two while the peer has not confirmed the
-    /// second.
+    /// Returns the window of every stream, in bytes. While the peer has not confirmed a new window, returns
+    /// the larger of the old and the new window.
     pub fn window(&self) -> u32 {
         self.window.load(Ordering::Relaxed)
     }
@@ -168,9 +169,9 @@ impl Inbound {
 // === impl Tuner ===
 
 impl Tuner {
-    /// Watches a connection whose streams begin with what `inbound` says. All streams together
-    /// should hold no more than `budget` bytes; each may have [`CROWDED_BYTES`] in any case. A peer
-    /// that sends nothing for `ping_timeout` after it was pinged counts as gone.
+    /// Creates the tuner of a connection with the initial window of `inbound`. All streams together should
+    /// keep at most `budget` unread bytes, but every stream may keep [`CROWDED_BYTES`]. A peer that sends
+    /// nothing for `ping_timeout` after a ping counts as gone.
     pub fn new(
         ping: PingPong,
         inbound: Arc<Inbound>,
@@ -186,17 +187,17 @@ impl Tuner {
             asked: None,
             last: (Instant::now(), 0),
             small: (None, 0),
-            // At once: the first measurement of an idle path is the best one.
+            // At once: the first measurement, on an idle path, is the best.
             alarm: Box::pin(sleep(Duration::ZERO)),
         }
     }
 
-    /// Announces the window that the path needs, by `announce`, which fails as long as the peer has
-    /// not confirmed what was announced before. To be polled after the connection: it looks at the
-    /// counters then. Says whether the connection has something to send.
+    /// Announces the window that the path needs. `announce` fails until the peer has confirmed the previous
+    /// announcement. Call after polling the connection, because the connection's poll changes the counters.
+    /// Returns true if the connection has something to send.
     ///
     /// # Errors
-    /// [`Silent`] once the peer is not there any more.
+    /// Fails with [`Silent`] once the peer is gone.
     pub fn poll(
         &mut self,
         cx: &mut Context<'_>,
@@ -205,8 +206,7 @@ impl Tuner {
         self.look(cx)?;
         let (before, wanted) = (self.announced, self.estimate.window);
         let in_force = self.inbound.window();
-        // The last one is announced twice: that the second may be sent proves that the first is in
-        // force.
+        // The last window is announced twice: the second announcement succeeds only if the first is in force.
         if (in_force == wanted && before == wanted) || announce(wanted).is_err() {
             return Ok(false);
         }
@@ -222,7 +222,7 @@ impl Tuner {
         if small != self.small.1 {
             let now = Instant::now();
             self.small = (Some(now), small);
-            // Beside bulk, that is: alone they need nothing.
+            // Only beside bulk: small streams alone need no smaller window.
             if now - self.last.0 < SMALL_LINGER {
                 self.estimate.beside();
             }
@@ -236,7 +236,7 @@ impl Tuner {
                 self.set_alarm(PING_IDLE);
                 let small = self.small.0.filter(|at| at.elapsed() < SMALL_LINGER);
                 self.estimate.beside = small.is_some();
-                // An error is the connection's, which ends by itself.
+                // The connection reports the same error and ends.
                 if answer.is_ok() {
                     self.estimate.measured(bytes, took, held);
                 }
@@ -257,7 +257,7 @@ impl Tuner {
                 None => self.ask(received),
             }
         }
-        // Registers the alarm that `ask` has set, and interest in the answer.
+        // Registers the alarm that `ask` has set, and interest in the pong.
         let _ = self.alarm.as_mut().poll(cx);
         if self.asked.is_some() && self.ping.poll_pong(cx).is_ready() {
             cx.waker().wake_by_ref();
@@ -297,12 +297,12 @@ impl Estimate {
         }
     }
 
-    /// Shrinks at once when too much is held.
+    /// Shrinks the window at once if too many bytes are unread.
     fn crowded(&mut self, held: usize) {
         self.window = self.window.min(self.limit(held));
     }
 
-    /// Shrinks at once when a small stream shows up beside bulk.
+    /// Shrinks the window at once when a small stream appears beside bulk.
     fn beside(&mut self) {
         self.beside = true;
         self.window = self.window.min(self.wanted());
@@ -329,10 +329,10 @@ impl Estimate {
         }
     }
 
-    /// Twice what the path holds, at least what a short path needs.
+    /// Returns twice the bandwidth-delay product, and at least the window of a short path.
     fn wanted(&self) -> u32 {
         let floor = match self.beside {
-            // Who asks for more has a reason to.
+            // Callers that set another initial window opt out of shrinking.
             true if self.short == SHORT_PATH_BYTES => BESIDE_BYTES,
             _ => self.short,
         };
@@ -340,13 +340,13 @@ impl Estimate {
         twice.clamp(floor, LONG_PATH_BYTES).next_power_of_two()
     }
 
-    /// The largest window while so much is held: half of what is left of the budget, so that more
-    /// than one stream can stall before the next look, and a sixteenth more, so that what a stream
-    /// holds while it moves does not halve its window.
+    /// Returns the largest window while `held` bytes are unread: half of the remaining budget, so that
+    /// several streams can stall before the next check, plus a sixteenth, so that the bytes in a moving
+    /// stream do not halve the window.
     fn limit(&self, held: usize) -> u32 {
         let share = self.budget.saturating_sub(held) / 16 * 9;
         let share = u32::try_from(share).unwrap_or(u32::MAX);
-        // The largest power of two in it.
+        // Largest power of two in `share`.
         let power = 1u32.checked_shl(share.checked_ilog2().unwrap_or(0));
         power
             .unwrap_or(u32::MAX)
@@ -363,7 +363,8 @@ mod tests {
     const BUDGET: usize = 64 << 20;
     const MS: Duration = Duration::from_millis(1);
 
-    /// A path that passes `rate` bytes per ms at a round trip of `rtt` ms, until nothing changes.
+    /// Measures a path with `rate` bytes per ms and a round trip of `rtt` ms until the window no longer
+    /// changes.
     fn settle(estimate: &mut Estimate, rtt: u32, rate: u64) -> u32 {
         for _ in 0..100 {
             let bytes = u64::from(estimate.window).min(rate * u64::from(rtt));
@@ -373,7 +374,7 @@ mod tests {
     }
 
     #[test]
-    fn a_long_path_gets_what_it_can_fill_and_a_short_one_no_more_than_it_needs() {
+    fn window_fits_a_long_path_and_stays_at_the_minimum_on_a_short_path() {
         assert_eq!(
             settle(&mut Estimate::new(SHORT_PATH_BYTES, BUDGET), 100, 100_000),
             LONG_PATH_BYTES
@@ -389,7 +390,7 @@ mod tests {
     }
 
     #[test]
-    fn a_queue_does_not_feed_on_itself() {
+    fn queueing_delay_does_not_enlarge_the_window() {
         let mut estimate = Estimate::new(SHORT_PATH_BYTES, BUDGET);
         estimate.measured(0, MS / 10, 0);
         // 1 GB/s through a queue of 5 ms.
@@ -400,7 +401,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_held_shrinks_the_window_at_once_and_it_recovers() {
+    fn unread_bytes_shrink_the_window_at_once_and_it_recovers() {
         let mut estimate = Estimate::new(SHORT_PATH_BYTES, BUDGET);
         settle(&mut estimate, 100, 100_000);
         for (held, window) in [

@@ -1,4 +1,4 @@
-//! Both ends of one HTTP/2 connection in memory, and what goes wrong between them.
+//! Tests with both ends of one HTTP/2 connection in memory, and with failures between the ends.
 #![allow(clippy::unwrap_used, clippy::indexing_slicing)]
 
 use std::time::Duration;
@@ -15,12 +15,12 @@ use super::super::link::{Incoming, Opener, Requests, Taker, TakerLimits};
 use super::super::window::{CROWDED_BYTES, PING_TIMEOUT, SHORT_PATH_BYTES};
 use super::*;
 
-/// More than windows and send queues hold.
+/// More bytes than windows and send queues have room for.
 const MUCH: usize = 1 << 20;
 
 type Side = (NativeSource, NativeSink);
 
-/// A connection of the native transport; its server opens streams.
+/// Connection of the native transport; the server opens streams.
 struct Link {
     requests: Requests,
     incoming: mpsc::UnboundedReceiver<Incoming>,
@@ -54,7 +54,7 @@ impl Link {
         }
     }
 
-    /// A new connection: the server's side and the agent's.
+    /// Opens a connection; returns the server's side and the agent's side.
     async fn open(&mut self) -> (Side, Side) {
         let mut requests = self.requests.clone().ready().await.unwrap();
         self.opened += 1;
@@ -63,7 +63,7 @@ impl Link {
         let (response, send) = requests.send_request(request, false).unwrap();
         let (request, mut respond) = loop {
             let incoming = self.incoming.recv().await.unwrap();
-            // There may be others that the test gave up.
+            // Skip streams that the test has cancelled.
             if *incoming.0.uri() == *target {
                 break incoming;
             }
@@ -76,7 +76,7 @@ impl Link {
         (near, halves(answer, request.into_body(), agent, lost))
     }
 
-    /// Demands that the connection lives, and that bytes pass both ways.
+    /// Asserts that the connection is up and that bytes pass both ways.
     async fn works(&mut self) {
         let ((mut near, mut to_far), (mut far, mut to_near)) = self.open().await;
         to_far.send(Bytes::from_static(b"there")).await.unwrap();
@@ -105,7 +105,7 @@ fn pattern(count: usize) -> Bytes {
     (0..count).map(|i| (i * 31 + (i >> 8)) as u8).collect()
 }
 
-/// In pieces of all sizes.
+/// Sends `bytes` in pieces of many sizes.
 async fn send_all(sink: &mut NativeSink, mut bytes: Bytes) {
     let mut size = 1;
     while !bytes.is_empty() {
@@ -115,7 +115,7 @@ async fn send_all(sink: &mut NativeSink, mut bytes: Bytes) {
     }
 }
 
-/// To the end, and what that was.
+/// Receives to the end; returns the bytes and the end.
 async fn receive(source: &mut NativeSource) -> (Vec<u8>, Result<(), CloseReason>) {
     let mut received = Vec::new();
     loop {
@@ -131,7 +131,7 @@ async fn receive(source: &mut NativeSource) -> (Vec<u8>, Result<(), CloseReason>
 }
 
 #[tokio::test]
-async fn bytes_pass_both_ways_at_once_and_each_direction_ends_by_itself() {
+async fn bytes_pass_both_ways_at_once_and_each_direction_ends_independently() {
     let mut link = Link::new().await;
     let ((mut near, mut to_far), (mut far, mut to_near)) = link.open().await;
     let says = |mut sink: NativeSink, bytes| async move {
@@ -142,20 +142,23 @@ async fn bytes_pass_both_ways_at_once_and_each_direction_ends_by_itself() {
     let sent = pattern(MUCH);
     let (up, _to_far) = tokio::join!(receive(&mut far), says(to_far, sent.clone()));
     assert!(up == (sent.to_vec(), Ok(())), "upward");
-    // The server has ended its direction; the agent's goes on.
+    // The server has ended its direction; the agent's direction continues.
     let sent = pattern(MUCH + 1);
     send_all(&mut to_near, Bytes::from_static(b"x")).await;
     assert_eq!(near.recv().await.unwrap().unwrap(), "x");
     let (down, _to_near) = tokio::join!(receive(&mut near), says(to_near, sent.clone()));
     assert!(down == (sent.to_vec(), Ok(())), "downward");
 
-    // The other way round, and both at once in full.
+    // The same with the ends reversed, and then both directions at once.
     let ((near_2, to_far_2), (far_2, mut to_near_2)) = link.open().await;
     (near, to_far, far) = (near_2, to_far_2, far_2);
     to_near_2.finish().await.unwrap();
     assert_eq!(near.recv().await, Ok(None));
     let (up, _to_far) = tokio::join!(receive(&mut far), says(to_far, sent.clone()));
-    assert!(up == (sent.to_vec(), Ok(())), "upward behind an end");
+    assert!(
+        up == (sent.to_vec(), Ok(())),
+        "upward after the other direction has ended"
+    );
     let ((mut near, to_far), (mut far, to_near)) = link.open().await;
     let (up, down, _, _) = tokio::join!(
         receive(&mut far),
@@ -163,12 +166,15 @@ async fn bytes_pass_both_ways_at_once_and_each_direction_ends_by_itself() {
         says(to_far, sent.clone()),
         says(to_near, sent.clone()),
     );
-    assert!(up == (sent.to_vec(), Ok(())) && down == up, "both at once");
+    assert!(
+        up == (sent.to_vec(), Ok(())) && down == up,
+        "both directions at once"
+    );
     assert_eq!(link.held(), [0, 0]);
 }
 
 #[tokio::test]
-async fn a_sink_that_is_held_back_gets_all_through_and_gives_back_what_it_held() {
+async fn a_limited_sink_sends_all_bytes_and_releases_its_charges() {
     let mut link = Link::new().await;
     let ((_near, to_far), (mut far, _to_near)) = link.open().await;
     let allowance = Allowance::new(MUCH);
@@ -188,7 +194,7 @@ async fn a_sink_that_is_held_back_gets_all_through_and_gives_back_what_it_held()
 }
 
 #[tokio::test]
-async fn frames_that_wait_come_as_one_chunk_unless_they_are_large() {
+async fn waiting_frames_are_joined_unless_they_are_large() {
     let mut link = Link::new().await;
     let ((_near, mut to_far), (mut far, _to_near)) = link.open().await;
     let mut sent = pattern(6 * 16 * 1024 + ENOUGH_BYTES);
@@ -220,7 +226,7 @@ async fn frames_that_wait_come_as_one_chunk_unless_they_are_large() {
 }
 
 #[tokio::test]
-async fn all_bytes_come_before_the_reason_of_an_end() {
+async fn all_bytes_arrive_before_the_close_reason() {
     let mut link = Link::new().await;
     let tasks = TaskTracker::new();
     for reason in [CloseReason::ClientLost, CloseReason::Stalled] {
@@ -231,7 +237,7 @@ async fn all_bytes_come_before_the_reason_of_an_end() {
             to_far.end(reason, &tasks);
         };
         let reads = async {
-            // The first of them wait in queues by then.
+            // By now the first bytes wait in queues.
             tokio::task::yield_now().await;
             receive(&mut far).await
         };
@@ -245,11 +251,11 @@ async fn all_bytes_come_before_the_reason_of_an_end() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_end_does_not_wait_for_a_peer_that_takes_nothing() {
+async fn an_end_does_not_wait_for_a_peer_that_reads_nothing() {
     let mut link = Link::new().await;
     let tasks = TaskTracker::new();
     let ((_near, mut to_far), (mut far, _to_near)) = link.open().await;
-    // Until the window is full and a chunk is left in the queue.
+    // Until the window is full and a chunk remains in the queue.
     let piece = pattern(16 * 1024);
     while timeout(CLOSE_STALL, to_far.send(piece.clone()))
         .await
@@ -266,7 +272,7 @@ async fn an_end_does_not_wait_for_a_peer_that_takes_nothing() {
 }
 
 #[tokio::test]
-async fn an_abort_is_noticed_behind_a_half_close() {
+async fn an_abort_is_noticed_after_a_half_close() {
     let mut link = Link::new().await;
     let tasks = TaskTracker::new();
     let ((mut near, _to_far), (_far, mut to_near)) = link.open().await;
@@ -285,7 +291,7 @@ async fn an_abort_is_noticed_behind_a_half_close() {
 }
 
 #[tokio::test]
-async fn dropped_halves_end_the_connection_and_the_transport_ends_all() {
+async fn dropped_halves_end_one_connection_and_a_lost_transport_ends_all() {
     let mut link = Link::new().await;
     let ((mut near, mut to_far), far) = link.open().await;
     drop(far);
@@ -307,7 +313,7 @@ async fn dropped_halves_end_the_connection_and_the_transport_ends_all() {
 }
 
 #[tokio::test]
-async fn a_stream_that_is_not_read_stops_only_itself() {
+async fn an_unread_stream_does_not_block_other_streams() {
     let mut link = Link::new().await;
     let ((_near, mut to_far), (mut far, _to_near)) = link.open().await;
     let ((mut near, _to_far), (_far, mut to_near)) = link.open().await;
@@ -334,7 +340,7 @@ async fn a_stream_that_is_not_read_stops_only_itself() {
     assert_eq!(link.held(), [0, 0]);
 }
 
-/// HTTP/2 ends a connection on which too many small frames wait.
+/// HTTP/2 ends a connection with too many waiting small frames.
 #[tokio::test]
 async fn many_small_chunks_to_a_stalled_stream_do_not_end_the_connection() {
     const CHUNKS: usize = 10_000;
@@ -348,7 +354,7 @@ async fn many_small_chunks_to_a_stalled_stream_do_not_end_the_connection() {
             to_near.send(chunk).await.unwrap();
             tokio::task::yield_now().await;
             if taken_while_it_waits {
-                // As a pump does whose sink is busy.
+                // As a pump does while its sink is busy.
                 let _ = futures_util::FutureExt::now_or_never(far.fill());
                 let _ = futures_util::FutureExt::now_or_never(near.fill());
             }
@@ -364,13 +370,13 @@ async fn many_small_chunks_to_a_stalled_stream_do_not_end_the_connection() {
 }
 
 #[tokio::test]
-async fn what_is_held_is_counted_until_it_is_taken_or_dropped() {
+async fn unread_bytes_are_counted_until_they_are_read_or_dropped() {
     let mut link = Link::new().await;
     let ((_near, mut to_far), (mut far, _to_near)) = link.open().await;
     to_far.send(pattern(400_000)).await.unwrap();
     let first = far.recv().await.unwrap().unwrap();
     assert_eq!(link.held(), [0, first.len()]);
-    // The rest comes while the sink is busy with the first chunk.
+    // The rest arrives while the sink is busy with the first chunk.
     let filling = timeout(CLOSE_STALL, async {
         while link.held() != [0, 400_000] {
             let _ = futures_util::FutureExt::now_or_never(far.fill());
@@ -385,7 +391,7 @@ async fn what_is_held_is_counted_until_it_is_taken_or_dropped() {
     assert_eq!(link.held(), [0, 0]);
 }
 
-/// Either end counts resets, and ends a connection on which there are too many.
+/// Both ends count resets, and end a connection with too many resets.
 #[tokio::test]
 async fn thousands_of_resets_with_bytes_in_flight_do_not_end_the_connection() {
     let mut link = Link::new().await;
@@ -395,7 +401,7 @@ async fn thousands_of_resets_with_bytes_in_flight_do_not_end_the_connection() {
         let ((near, mut to_far), (far, mut to_near)) = link.open().await;
         to_far.send(bytes.clone()).await.unwrap();
         to_near.send(bytes.clone()).await.unwrap();
-        // What the other end still sends finds no stream any more.
+        // Bytes that the other end still sends arrive for a closed stream.
         match turn % 4 {
             0 => drop((near, to_far)),
             1 => drop((far, to_near)),
@@ -404,7 +410,7 @@ async fn thousands_of_resets_with_bytes_in_flight_do_not_end_the_connection() {
         }
     }
     link.works().await;
-    // And those that the agent has not answered.
+    // Cancel streams that the agent has not answered, too.
     for _ in 0..2000 {
         let mut requests = link.requests.clone().ready().await.unwrap();
         let request = Request::connect("given-up:443").body(()).unwrap();
@@ -413,7 +419,7 @@ async fn thousands_of_resets_with_bytes_in_flight_do_not_end_the_connection() {
     link.works().await;
 }
 
-/// Takes the first chunk and is busy with it for ever.
+/// Sink that accepts the first chunk and is then busy forever.
 struct Stuck;
 
 impl Sink for Stuck {
@@ -426,7 +432,7 @@ impl Sink for Stuck {
     }
 }
 
-/// Neither says anything nor ends.
+/// Source that neither sends anything nor ends.
 struct Quiet;
 
 impl Source for Quiet {
@@ -436,7 +442,7 @@ impl Source for Quiet {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_aborted_connection_does_not_wait_for_an_endpoint_that_takes_nothing() {
+async fn an_aborted_connection_does_not_wait_for_an_endpoint_that_reads_nothing() {
     let mut link = Link::new().await;
     let tasks = TaskTracker::new();
     let ((_near, mut to_far), (mut far, mut to_near)) = link.open().await;
@@ -448,12 +454,15 @@ async fn an_aborted_connection_does_not_wait_for_an_endpoint_that_takes_nothing(
         let run = pump((&mut far, &mut to_near), (&mut quiet, &mut stuck), up, down);
         tokio::pin!(run);
         to_far.send(pattern(10_000)).await.unwrap();
-        // While the client is there it is waited for, without end.
+        // While the client is there, the pump waits without limit.
         assert!(timeout(CLOSE_STALL * 100, &mut run).await.is_err());
         let aborted = Instant::now();
         to_far.end(CloseReason::ClientLost, &tasks);
         assert_eq!(run.await, CloseReason::Stalled);
-        assert!(aborted.elapsed() >= CLOSE_STALL, "slow ones have a chance");
+        assert!(
+            aborted.elapsed() >= CLOSE_STALL,
+            "a slow sink must get CLOSE_STALL"
+        );
         assert!(aborted.elapsed() < CLOSE_STALL * 2);
     }
     assert!(started.elapsed() >= CLOSE_STALL * 101);
@@ -461,10 +470,10 @@ async fn an_aborted_connection_does_not_wait_for_an_endpoint_that_takes_nothing(
     assert_eq!(link.held(), [0, 0]);
 }
 
-/// Each time a stream has used a part of its window that is too small to be worth an update, the
-/// window becomes smaller than that part.
+/// Each time a stream has used a part of its window too small for an update, the window becomes smaller than
+/// this part.
 #[tokio::test]
-async fn a_window_that_shrinks_leaves_no_stream_without_one() {
+async fn a_shrinking_window_stalls_no_stream() {
     let mut link = Link::new().await;
     let ((_source, mut sink), (mut source, _sink)) = link.open().await;
     let (arrived, mut arrivals) = mpsc::unbounded_channel();
@@ -484,14 +493,14 @@ async fn a_window_that_shrinks_leaves_no_stream_without_one() {
                 }
             };
             let passed = timeout(CLOSE_STALL, pass).await;
-            assert!(passed.is_ok(), "the stream stands still");
+            assert!(passed.is_ok(), "the stream is stalled");
             let held = &link.agent.held;
             match (sent, left) {
                 (1, _) => continue,
                 (_, CROWDED_BYTES) => held.fetch_add(1 << 24, Ordering::Relaxed),
                 _ => held.fetch_sub(1 << 24, Ordering::Relaxed),
             };
-            // The tuner looks when something happens, and measures now and then.
+            // The tuner checks when something happens, and measures from time to time.
             while link.agent.window() != left {
                 let count = 1 << 18;
                 let receive = async {
