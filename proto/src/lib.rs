@@ -1,8 +1,8 @@
-//! The Konnectivity wire schema and its generated code.
+//! The Konnectivity wire schema and the code generated from it.
 //!
-//! The `.proto` texts lie beside `src/`; the generated file is checked in, so that building needs
-//! neither protoc nor a build script. `tests/generated.rs` regenerates it (set
-//! `CULVERT_REGENERATE=1` to write the result) and fails when it is stale.
+//! The `.proto` files are next to `src/`. The generated file is checked in, so a build needs neither protoc
+//! nor a build script. `tests/generated.rs` generates the code again and fails if the checked-in file is
+//! stale; with `CULVERT_REGENERATE=1` the test writes the result to the file.
 
 #[allow(missing_docs, clippy::all)]
 #[rustfmt::skip]

@@ -1,4 +1,4 @@
-//! The checked-in code must be what the `.proto` texts generate.
+//! The check that the checked-in code is the code generated from the `.proto` files.
 
 #![allow(clippy::expect_used)]
 

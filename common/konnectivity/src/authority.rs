@@ -1,31 +1,31 @@
-//! Rewrites the `:authority` of HTTP/2 requests before the HTTP/2 server sees it.
+//! The `:authority` rewriter for HTTP/2 requests, in front of the HTTP/2 server.
 //!
-//! kube-apiserver dials its proxy over a Unix socket by path, and grpc-go then sends the
-//! percent-encoded path as the request's authority (`:authority: %2Frun%2Fproxy.socket`). The `http`
-//! crate takes no `%` in a host, so `h2` resets the stream before any handler runs. The value has no
-//! meaning to a proxy on a Unix socket, therefore every `:authority` value is replaced by one that
-//! parses, [`PLACEHOLDER`].
+//! kube-apiserver dials its proxy over a Unix socket by path, and grpc-go then sends the percent-encoded path
+//! as the request's authority (`:authority: %2Frun%2Fproxy.socket`). The `http` crate accepts no `%` in a
+//! host, so `h2` resets the stream before any handler runs. The value has no meaning to a proxy on a Unix
+//! socket. Therefore the rewriter replaces every `:authority` value with [`PLACEHOLDER`], a value that
+//! parses.
 //!
-//! This module owns the frame walk: [`AuthorityRewriter`] does no I/O and is given the bytes from
-//! client to server; [`AuthorityStream`] puts it under a socket. The header compression part
-//! is in `hpack`: it needs the lengths of strings and integers and no decompression.
+//! This module walks the frames: [`AuthorityRewriter`] does no I/O and receives the bytes from client to
+//! server; [`AuthorityStream`] connects the rewriter to a socket. The header compression is in `hpack`, which
+//! needs the lengths of strings and integers but no decompression.
 //!
 //! # Why the compression state stays in step
 //!
-//! The peer's encoder and the server's decoder each keep a table of header fields, and later requests name
-//! its entries by their distance from the newest one. The rewriter adds and removes no insertion, so an
-//! index means the same field on both sides as long as the decoder still has it. The decoder evicts by
-//! size, and a replaced value is one byte long: the entry is never longer than the encoder believes, hence
-//! never evicted earlier. The one exception is an empty value, which grows by a byte; should
-//! it ever cost an entry at the far end of a table filled to the last byte, the server's decoder
-//! finds nothing at that index and ends the connection: it can not mistake one field for another.
+//! The peer's encoder and the server's decoder each keep a table of header fields, and later requests refer
+//! to an entry by its distance from the newest entry. The rewriter neither adds nor removes an insertion, so
+//! an index means the same field on both sides as long as the decoder still has the entry. The decoder evicts
+//! by size, and a replaced value is one byte long. So the entry is never longer than the encoder assumes, and
+//! never evicted earlier. An empty value is the only exception, because it grows by a byte. If this byte ever
+//! evicts the last entry of a completely full table, the server's decoder finds nothing at that index and
+//! ends the connection; the decoder cannot confuse two fields.
 //!
-//! # What is held back
+//! # Buffered bytes
 //!
-//! At most one header block, [`MAX_HEADER_BLOCK`] bytes with its frame heads, or the first eight bytes
-//! of a frame head. The payload of any other frame (nearly all bytes) is only counted, never kept.
-//! Whatever the rewriter can not make sense of goes on unchanged, so that the error the
-//! peer gets is the HTTP/2 server's own.
+//! The rewriter buffers at most one header block ([`MAX_HEADER_BLOCK`] bytes with its frame heads), or the
+//! first eight bytes of a frame head. The payload of any other frame, nearly all bytes, is only counted,
+//! never kept. Bytes that the rewriter does not understand pass unchanged, so that the peer gets the HTTP/2
+//! server's own error.
 
 mod hpack;
 mod stream;
@@ -39,18 +39,18 @@ use bytes::{BufMut, BytesMut};
 use self::hpack::AuthorityNames;
 pub use self::stream::AuthorityStream;
 
-/// The value every `:authority` gets. One byte, see the module's text for why.
+/// Replacement for every `:authority` value. One byte long; the module documentation gives the reason.
 pub const PLACEHOLDER: u8 = b'x';
 
-/// The largest header block that is collected, in bytes, its frame heads included (so a flood of
-/// empty CONTINUATION frames is bounded too). Our choice; grpc-go's blocks are below 1 KiB.
+/// Largest header block that is collected, in bytes with its frame heads, so that a flood of empty
+/// CONTINUATION frames is bounded too. Our choice; grpc-go's blocks are below 1 KiB.
 pub const MAX_HEADER_BLOCK: usize = 64 * 1024;
 
 /// The client's connection preface (RFC 9113, section 3.4).
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
-/// Bytes before a frame's payload (RFC 9113, section 4.1).
+/// Length of a frame head, in bytes (RFC 9113, section 4.1).
 const FRAME_HEAD: usize = 9;
-/// The frame payload every HTTP/2 receiver takes (RFC 9113, section 4.2).
+/// Largest frame payload that every HTTP/2 receiver accepts, in bytes (RFC 9113, section 4.2).
 const MAX_FRAME: usize = 16_384;
 
 const KIND_HEADERS: u8 = 0x1;
@@ -58,10 +58,10 @@ const KIND_CONTINUATION: u8 = 0x9;
 const FLAG_END_HEADERS: u8 = 0x04;
 const FLAG_PADDED: u8 = 0x08;
 const FLAG_PRIORITY: u8 = 0x20;
-/// Bytes of the priority fields at the start of a HEADERS payload (RFC 9113, section 6.2).
+/// Length of the priority fields at the start of a HEADERS payload, in bytes (RFC 9113, section 6.2).
 const PRIORITY_FIELDS: usize = 5;
 
-/// Why a connection can not be carried on.
+/// Reason why a connection cannot continue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum RewriteError {
     /// A header block is larger than [`MAX_HEADER_BLOCK`].
@@ -69,30 +69,30 @@ pub enum RewriteError {
     HeaderBlockTooLarge,
 }
 
-/// Where in the byte stream the next byte lies.
+/// Position of the next byte in the byte stream.
 #[derive(Debug)]
 enum Phase {
-    /// In the connection preface, with this much of it still to come.
+    /// In the connection preface; contains the bytes of the preface still to come.
     Preface(&'static [u8]),
-    /// Between frames once `skip` bytes of a payload that is of no interest have passed.
+    /// Between frames, after `skip` more bytes of an irrelevant payload.
     Frames { skip: usize },
-    /// Nothing is looked at any more.
+    /// All further bytes pass unchanged.
     Transparent,
 }
 
-/// The rewriter of one connection's client-to-server bytes.
+/// Rewriter of the client-to-server bytes of one connection.
 ///
-/// [`pass`](Self::pass) tells how many bytes may go on where they lie, [`rewrite`](Self::rewrite) takes
-/// the others. Using `rewrite` alone is right too, and copies everything.
+/// [`pass`](Self::pass) returns how many bytes may go on in place; pass the other bytes to
+/// [`rewrite`](Self::rewrite). Calling only `rewrite` is also correct, but copies everything.
 #[derive(Debug)]
 pub struct AuthorityRewriter {
     phase: Phase,
     names: AuthorityNames,
-    /// An incomplete frame head or header block, as it came. Holds no memory otherwise.
+    /// An incomplete frame head or header block, as received. Allocates no memory otherwise.
     held: BytesMut,
-    /// Where in `held` the frame begins that is being collected.
+    /// Start of the frame being collected, as an index into `held`.
     frame_at: usize,
-    /// The length of `held` at which there is something to decide.
+    /// Length of `held`, in bytes, at which the next decision is possible.
     wanted: usize,
 }
 
@@ -109,8 +109,8 @@ impl Default for AuthorityRewriter {
 }
 
 impl AuthorityRewriter {
-    /// The number of leading bytes of `input` that go on unchanged; they count as taken. The bytes
-    /// behind them have to be given to [`rewrite`](Self::rewrite).
+    /// Consumes the leading bytes of `input` that go on unchanged, and returns their number. The caller must
+    /// pass the bytes after them to [`rewrite`](Self::rewrite).
     pub fn pass(&mut self, input: &[u8]) -> usize {
         if !self.held.is_empty() {
             return 0;
@@ -149,10 +149,10 @@ impl AuthorityRewriter {
         input.len() - rest.len()
     }
 
-    /// Takes all of `input` and appends to `output` what may go on by now.
+    /// Consumes all of `input`, and appends to `output` the bytes that may go on now.
     ///
     /// # Errors
-    /// [`RewriteError`], again on every further call: the connection has to be closed.
+    /// Returns a [`RewriteError`], also on every further call: the connection must be closed.
     pub fn rewrite(&mut self, mut input: &[u8], output: &mut BytesMut) -> Result<(), RewriteError> {
         while !input.is_empty() {
             let (passed, rest) = input.split_at(self.pass(input));
@@ -169,12 +169,12 @@ impl AuthorityRewriter {
         Ok(())
     }
 
-    /// The client sends no more: appends to `output` what was held back, as it came.
+    /// Appends the buffered bytes to `output`, as received. Call when the client sends no more.
     pub fn finish(&mut self, output: &mut BytesMut) {
         self.give_up(output);
     }
 
-    /// Decides on `held` as far as it goes.
+    /// Processes `held` as far as possible.
     fn step(&mut self, output: &mut BytesMut) -> Result<(), RewriteError> {
         loop {
             let Some(head) = self.held.get(self.frame_at..).and_then(FrameHead::parse) else {
@@ -206,24 +206,25 @@ impl AuthorityRewriter {
         }
     }
 
-    /// Whether a frame may stand inside the header block that is being collected.
+    /// Returns true if a frame continues the header block that is being collected.
     fn continues_block(&self, head: FrameHead) -> bool {
         head.kind == KIND_CONTINUATION
             && FrameHead::parse(&self.held).is_some_and(|first| first.stream == head.stream)
     }
 
-    /// `held` is a whole header block: sends it on, rewritten if it has an authority.
+    /// Appends the complete header block in `held` to `output`, rewritten if the block has an authority.
     fn finish_block(&mut self, output: &mut BytesMut) {
         let held = self.take_held();
         if self.replace(&held, output).is_none() {
-            // The server ends the connection over such a block. Until it does, looking for further
-            // authorities would be guessing: the name table has lost its alignment.
+            // The server ends the connection over this block. Until then, rewriting would be guesswork,
+            // because the name table no longer matches the peer's table.
             output.extend_from_slice(&held);
             self.phase = Phase::Transparent;
         }
     }
 
-    /// Writes the block of these frames to `output`; `None`, and nothing written, if it is malformed.
+    /// Writes the header block in `frames` to `output`. Returns `None` and writes nothing if the block is
+    /// malformed.
     fn replace(&mut self, frames: &[u8], output: &mut BytesMut) -> Option<()> {
         let block = HeaderBlock::parse(frames)?;
         let mut fields = BytesMut::new();
@@ -247,10 +248,10 @@ impl AuthorityRewriter {
     }
 }
 
-/// A frame's head (RFC 9113, section 4.1).
+/// Head of a frame (RFC 9113, section 4.1).
 #[derive(Debug, Clone, Copy)]
 struct FrameHead {
-    /// Of the payload, in bytes, below 2^24.
+    /// Length of the payload, in bytes, below 2^24.
     len: usize,
     kind: u8,
     flags: u8,
@@ -258,14 +259,14 @@ struct FrameHead {
 }
 
 impl FrameHead {
-    /// The head at the start of `bytes`; `None` if it is not all there.
+    /// Returns the head at the start of `bytes`, or `None` if the head is incomplete.
     fn parse(bytes: &[u8]) -> Option<Self> {
         let [l0, l1, l2, kind, flags, stream @ ..] = *bytes.first_chunk::<FRAME_HEAD>()?;
         Some(Self {
             len: usize::from(l0) << 16 | usize::from(l1) << 8 | usize::from(l2),
             kind,
             flags,
-            // The topmost bit is reserved and ignored by receivers.
+            // Receivers ignore the topmost bit, which is reserved.
             stream: u32::from_be_bytes(stream) & !(1 << 31),
         })
     }
@@ -278,17 +279,17 @@ impl FrameHead {
     }
 }
 
-/// A HEADERS frame and its CONTINUATION frames, taken apart.
+/// Parsed HEADERS frame with its CONTINUATION frames.
 struct HeaderBlock<'a> {
     head: FrameHead,
-    /// The priority fields as they came, or nothing.
+    /// The priority fields as received, or empty.
     priority: &'a [u8],
-    /// The compressed header fields of all frames.
+    /// Compressed header fields of all frames.
     fields: Cow<'a, [u8]>,
 }
 
 impl<'a> HeaderBlock<'a> {
-    /// `None` if the padding or the priority fields do not fit into the HEADERS frame.
+    /// Returns `None` if the padding or the priority fields do not fit into the HEADERS frame.
     fn parse(frames: &'a [u8]) -> Option<Self> {
         let head = FrameHead::parse(frames)?;
         let (mut payload, mut rest) = frames.get(FRAME_HEAD..)?.split_at_checked(head.len)?;
@@ -319,7 +320,8 @@ impl<'a> HeaderBlock<'a> {
         })
     }
 
-    /// Appends the block with other `fields`, without padding, cut into frames every server takes.
+    /// Appends the block with `fields` instead of its own fields, without padding, in frames small enough for
+    /// every server.
     fn write(&self, fields: &[u8], output: &mut BytesMut) {
         let room = MAX_FRAME - self.priority.len();
         let (first, mut rest) = fields.split_at(fields.len().min(room));

@@ -1,12 +1,12 @@
-//! The pool of bytes that connections may queue beyond their own budgets, all of one program
-//! together.
+//! The pool of bytes that connections may queue beyond their own budgets, shared by all connections of a
+//! program.
 //!
-//! A reader of a shared packet stream can not slow one connection down without the others, and may
-//! do that for a moment only. So a connection whose receiver is slow may borrow from this pool; when the pool is
-//! empty, the connection that has borrowed most is closed, and no other. Its bytes are freed
-//! before the next one gets any: the limit holds at every moment. A fixed share for each would be
-//! simpler, but then many slow connections empty the pool together and the next one to ask is
-//! closed, however little it needs.
+//! The reader of a shared packet stream cannot slow down one connection alone, and may slow down all of them
+//! only for a moment. So a connection with a slow receiver may borrow from this pool. When the pool is empty,
+//! the connection with the largest loan is closed, and no other. The bytes of the closed connection are freed
+//! before the next loan, so the pool never exceeds its limit. A fixed share per connection would be simpler,
+//! but then many slow connections empty the pool together, and the next borrower is closed, however small its
+//! loan.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -15,21 +15,21 @@ use std::sync::{Arc, Weak};
 use metrics::Gauge;
 use parking_lot::Mutex;
 
-/// Bytes beyond budgets; shared by all connections of a program.
+/// Pool of bytes beyond budgets, shared by the connections of a program.
 pub struct Pool {
     limit: usize,
     next: AtomicU64,
     state: Mutex<State>,
     /// Bytes in use, for the metrics page.
     bytes: Gauge,
-    /// How many connections use any.
+    /// Number of connections with a loan.
     borrowers: Gauge,
 }
 
 #[derive(Default)]
 struct State {
     used: usize,
-    /// Only those that have borrowed.
+    /// Loans by account; an account without a loan has no entry.
     loans: HashMap<Account, Loan>,
 }
 
@@ -38,29 +38,30 @@ struct Loan {
     debtor: Weak<dyn Debtor>,
 }
 
-/// Names a connection's loan.
+/// Identifier of a connection's loan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Account(u64);
 
-/// A queue that may have to give back all that it has borrowed.
+/// Queue with a loan, which may have to be returned at once.
 pub(super) trait Debtor: Send + Sync {
-    /// Frees everything that is queued, gives the loan back, and ends the connection.
+    /// Frees all queued items, returns the loan and ends the connection.
     fn evict(&self);
 }
 
-/// There is no room for a loan.
+/// Error for a loan larger than the free part of the pool.
 pub(super) enum Exhausted {
-    /// The one that asked would be the largest debtor.
+    /// The borrower itself would have the largest loan.
     Asker,
-    /// This one is; once it is evicted it is worth asking again.
+    /// Another queue has the largest loan: evict that queue, then try again.
     Other(Arc<dyn Debtor>),
 }
 
 // === impl Pool ===
 
 impl Pool {
-    /// A pool of `limit` bytes. Too small closes connections over short bursts, too large costs
-    /// memory when receivers are slow. Shows in the gauges what is borrowed, and by how many.
+    /// Creates a pool of `limit` bytes. Too small a pool closes connections over short bursts; too large a
+    /// pool costs memory when receivers are slow. The gauges show the borrowed bytes and the number of
+    /// borrowers.
     pub fn new(limit: usize, bytes: Gauge, borrowers: Gauge) -> Arc<Self> {
         Arc::new(Self {
             limit,
@@ -71,7 +72,7 @@ impl Pool {
         })
     }
 
-    /// Bytes that are borrowed now.
+    /// Returns the bytes borrowed now.
     pub fn used(&self) -> usize {
         self.state.lock().used
     }
@@ -80,7 +81,7 @@ impl Pool {
         Account(self.next.fetch_add(1, Ordering::Relaxed))
     }
 
-    /// Lends `more` bytes to an account.
+    /// Adds `more` bytes to the loan of an account.
     pub(super) fn borrow(
         &self,
         account: Account,
@@ -101,7 +102,7 @@ impl Pool {
         Ok(())
     }
 
-    /// Takes back `bytes` of what an account has borrowed.
+    /// Returns `bytes` of an account's loan to the pool.
     pub(super) fn give_back(&self, account: Account, bytes: usize) {
         let mut state = self.state.lock();
         let Some(loan) = state.loans.get_mut(&account) else {

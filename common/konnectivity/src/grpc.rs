@@ -1,13 +1,13 @@
-//! gRPC, as far as the three packet streams need it: messages framed on the bodies of HTTP/2
-//! calls, and the heads and trailers around them.
+//! The part of gRPC that the three packet streams need: messages framed in the bodies of HTTP/2 calls, and
+//! the heads and trailers around them.
 //!
-//! A general gRPC library copies each received frame into a buffer of its own and each payload
-//! into another one. Here a received payload stays a slice of the frame it came in, and one that
-//! is sent goes out of the memory it was read into. Statuses and metadata are tonic's, so that
-//! codes, texts and escapes are those of every other gRPC program.
+//! A general gRPC library copies each received frame into its own buffer, and each payload into another
+//! buffer. Here a received payload stays a slice of its frame, and a sent payload is written from the memory
+//! that it was read into. Statuses and metadata are types of tonic, so that codes, texts and escapes match
+//! every other gRPC program.
 //!
-//! [`Reader`] turns a body into messages, [`PacketBody`] messages into a body, [`answer`] and
-//! [`call`] do what surrounds them on either side. `packet` has the bytes of one packet.
+//! [`Reader`] turns a body into messages, and [`PacketBody`] turns messages into a body. [`answer`] and
+//! [`call`] handle the heads on the server and on the client. `packet` encodes and decodes one packet.
 
 mod body;
 mod head;
@@ -21,5 +21,5 @@ pub use self::head::{CallError, Service, answer, call};
 pub use self::packet::{decode, encode, encode_data_head};
 pub use self::reader::Reader;
 
-/// Bytes before a message: a flag for compression and the length.
+/// Length of the prefix of a message, in bytes: a compression flag and the length of the message.
 const PREFIX_BYTES: usize = 5;

@@ -1,11 +1,12 @@
-//! What a shared packet stream has brought for one connection and its receiver has not taken yet.
+//! The inbox of a connection: bytes already delivered by a shared packet stream and not yet read by the
+//! connection's receiver.
 //!
-//! Putting something in never waits: the stream's reader serves all connections. What exceeds the
-//! connection's own budget is borrowed from the program's [`Pool`]. A receiver that takes bytes
-//! more slowly than they come slows the reader down, within bounds; a connection that never gets
-//! back below its budget, or that is the largest debtor of an empty pool, has to end. Its own task
-//! learns that from its [`Watch`] and ends it. Bytes are counted exactly: they are given back when
-//! they are taken, when the receiver is dropped and when the connection is evicted.
+//! A push never waits, because the reader of the stream serves all connections. Bytes beyond the connection's
+//! own budget are borrowed from the program's [`Pool`]. A slow receiver slows the stream's reader down,
+//! within bounds. A connection has to end if its inbox stays over budget for too long, or has the largest
+//! loan of an empty pool. The connection's own task learns this from a [`Watch`] and ends the connection.
+//! Loans are counted exactly: bytes are returned when the receiver reads, when the receiver is dropped, and
+//! when the connection is evicted.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Weak};
@@ -19,26 +20,25 @@ use tokio::time::{Instant, sleep_until, timeout_at};
 
 use super::excess::{Account, Debtor, Exhausted, Pool};
 
-/// Chunks up to this size are copied before they wait: they are slices of a receive buffer that
-/// may be a hundred times larger, and would keep all of it.
+/// Largest chunk, in bytes, to copy before waiting. Chunks are slices of a receive buffer that may be a
+/// hundred times larger, and a waiting slice keeps the whole buffer alive.
 const COPY_BYTES: usize = 512;
 
-/// What one item costs beside its bytes: its allocation, and its place in a queue that grows by
-/// doubling.
+/// Memory per item besides the bytes: the allocation, and the place in a queue that grows by doubling.
 const ITEM_BYTES: usize = 128;
 
-/// A queue that was longer than this gives its memory back once it is empty.
+/// Longest queue, in items, that keeps its memory when it becomes empty.
 const KEEP_ITEMS: usize = 64;
 
-/// How long the stream's reader waits for one connection, each time that it brings bytes beyond the
-/// budget. With packets of 32 KiB, what stock programs send, a receiver that takes 640 KiB/s gets
-/// back below its budget.
+/// Longest wait of the stream's reader for one connection, per packet beyond the connection's budget. With
+/// the 32 KiB packets of stock programs, a receiver that reads 640 KiB/s gets back below its budget.
 pub const PACE: Duration = Duration::from_millis(50);
 
-/// A receiver that has taken nothing for so long stands still, and is not waited for.
+/// Time without a read after which a receiver counts as stalled. The stream's reader does not wait for a
+/// stalled receiver.
 const MOVING: Duration = Duration::from_secs(1);
 
-/// A received chunk as it may wait in an inbox, and its weight there.
+/// Prepares a received chunk for an inbox. Returns the chunk, copied if small, and its weight.
 pub fn weighed(chunk: Bytes) -> (Bytes, usize) {
     let weight = chunk.len() + ITEM_BYTES;
     if chunk.len() <= COPY_BYTES {
@@ -48,7 +48,7 @@ pub fn weighed(chunk: Bytes) -> (Bytes, usize) {
     }
 }
 
-/// Makes the inbox of one connection, which holds up to `budget` bytes of its own.
+/// Creates the inbox of a connection. Bytes beyond `budget` are borrowed from `pool`.
 pub fn inbox<T: Send + 'static>(budget: usize, pool: &Arc<Pool>) -> (Sender<T>, Receiver<T>) {
     let shared = Arc::new(Shared {
         budget,
@@ -75,26 +75,26 @@ struct Shared<T> {
     budget: usize,
     pool: Arc<Pool>,
     account: Account,
-    /// Locked before the pool, never while the pool is.
+    /// Lock this before the pool, never while the pool is locked.
     state: Mutex<State<T>>,
     /// Wakes the receiver.
     arrived: Notify,
     /// Wakes the stream's reader.
     eased: Notify,
-    /// Wake the watch.
+    /// Wakes the watch when the budget is exceeded.
     over: Notify,
     evicted: Notify,
 }
 
 struct State<T> {
-    /// With their weights.
+    /// Items with their weights.
     items: VecDeque<(T, usize)>,
-    /// The sum of the weights.
+    /// Sum of the weights.
     bytes: usize,
     last_taken: Instant,
-    /// Something was taken since the budget is exceeded.
+    /// True if an item was read since the budget was exceeded.
     moved: bool,
-    /// Since when the budget is exceeded without a pause.
+    /// Start of the current time over budget; `None` while within budget.
     over_since: Option<Instant>,
     phase: Phase,
     orphan: bool,
@@ -103,29 +103,30 @@ struct State<T> {
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Phase {
     Open,
-    /// No more bytes come: what is queued can only become less.
+    /// All bytes have arrived: the queue can only become shorter.
     Ended,
-    /// The bytes are gone, and so must the connection.
+    /// The queued bytes are freed, and the connection must end.
     Evicted,
-    /// Nobody takes anything any more.
+    /// The receiver is gone.
     Deaf,
 }
 
-/// The stream's end.
+/// The stream's end of an inbox.
 pub struct Sender<T>(Arc<Shared<T>>);
 
-/// The connection's end. Dropping it frees what is queued.
+/// The connection's end of an inbox. Dropping the receiver frees all queued items.
 pub struct Receiver<T>(Arc<Shared<T>>);
 
-/// Tells the connection's task how the receiver keeps up. One task at a time may wait on it.
+/// View of the receiver's progress for the connection's task. Only a single task at a time may wait on a
+/// watch.
 pub struct Watch<T>(Arc<Shared<T>>);
 
 // === impl Sender ===
 
 impl<T: Send + 'static> Sender<T> {
-    /// Queues bytes. If there is no room for them, either this connection or the pool's largest
-    /// debtor is evicted; only the latter's bytes, or these, are lost. Says whether the connection
-    /// is beyond its budget: then [`Sender::pace`] is due.
+    /// Queues bytes. If the pool is exhausted, evicts this connection or the pool's largest borrower; only
+    /// the evicted connection loses bytes. Returns true if the connection is over budget: then call
+    /// [`Sender::pace`].
     #[must_use]
     pub fn push(&self, item: T, weight: usize) -> bool {
         let shared = &self.0;
@@ -159,16 +160,16 @@ impl<T: Send + 'static> Sender<T> {
                     Err(Exhausted::Other(largest)) => largest,
                 }
             };
-            // Without a lock of our own: two connections could be evicting each other.
+            // Not under our own lock: two connections could be evicting each other.
             largest.evict();
         }
     }
 }
 
 impl<T> Sender<T> {
-    /// Slows the stream's reader down to a receiver that is beyond its budget but takes bytes, at
-    /// most by [`PACE`]: the protocol knows no other way to slow the sender down. One that stands
-    /// still is waited for once and so long, not again.
+    /// Slows the stream's reader down for a receiver that is over budget but still reads. Waits at most
+    /// [`PACE`]: the protocol has no other way to slow the sender down. A stalled receiver gets this wait
+    /// once, not again.
     pub async fn pace(&self) {
         let until = Instant::now() + PACE;
         while self.0.state.lock().is_slow() {
@@ -178,8 +179,8 @@ impl<T> Sender<T> {
         }
     }
 
-    /// Queues an end behind everything that was put in before. It weighs nothing; the caller
-    /// bounds the number of ends. Bytes that follow one are dropped.
+    /// Queues an end behind earlier items. An end weighs nothing; the caller bounds the number of ends. Bytes
+    /// pushed after an end are dropped.
     pub fn end(&self, item: T) {
         let mut state = self.0.state.lock();
         if matches!(state.phase, Phase::Open | Phase::Ended) {
@@ -201,11 +202,11 @@ impl<T> Drop for Sender<T> {
 // === impl Receiver ===
 
 impl<T> Receiver<T> {
-    /// The next item; `None` once the sender is gone and nothing is queued. After an eviction it
-    /// waits for ever: the watch says what happens. Cancel safe.
+    /// Returns the next item, or `None` once the sender is gone and nothing is queued. After an eviction the
+    /// call waits forever, and the watch reports the reason. Cancel safe.
     pub async fn recv(&mut self) -> Option<T> {
         loop {
-            // Notifications are kept for the next one who asks: none is lost in between.
+            // A notification without a waiter is kept for the next waiter, so no notification is lost.
             match self.0.take() {
                 Taken::Item(item) => return Some(item),
                 Taken::Orphaned => return None,
@@ -214,7 +215,7 @@ impl<T> Receiver<T> {
         }
     }
 
-    /// The next item if one is queued.
+    /// Returns the next item if one is queued.
     pub fn try_recv(&mut self) -> Option<T> {
         match self.0.take() {
             Taken::Item(item) => Some(item),
@@ -222,7 +223,7 @@ impl<T> Receiver<T> {
         }
     }
 
-    /// A view on how this receiver keeps up.
+    /// Returns a view of this receiver's progress.
     pub fn watch(&self) -> Watch<T> {
         Watch(self.0.clone())
     }
@@ -237,9 +238,9 @@ impl<T> Drop for Receiver<T> {
 // === impl Watch ===
 
 impl<T> Watch<T> {
-    /// Resolves once the connection has to end for the sake of others: it was evicted; or its
-    /// budget has been exceeded for `within` without a pause while bytes kept coming; or nothing
-    /// was taken for `within` since the last of them.
+    /// Resolves once the connection has to end for the sake of others: if the connection was evicted; if
+    /// bytes still arrive and the connection was over budget for `within` without a pause; or if all bytes
+    /// have arrived, the connection is over budget, and nothing was read for `within`.
     pub async fn overdue(&self, within: Duration) -> CloseReason {
         let shared = &self.0;
         let over = async {
@@ -251,7 +252,8 @@ impl<T> Watch<T> {
                 match due {
                     None => shared.over.notified().await,
                     Some(at) if at > Instant::now() => sleep_until(at).await,
-                    // Kernel buffers go on filling for a while after a peer has stopped.
+                    // Kernel buffers keep filling for a while after a peer has stopped, so half of the time
+                    // is enough proof of a stall.
                     Some(_) if last_taken.elapsed() >= within / 2 => return CloseReason::Stalled,
                     Some(_) => return CloseReason::BufferExceeded,
                 }
@@ -264,7 +266,7 @@ impl<T> Watch<T> {
         }
     }
 
-    /// Resolves once the receiver has taken nothing for `within`, counted from this call.
+    /// Resolves once the receiver has read nothing for `within`, counted from this call.
     pub async fn stalled(&self, within: Duration) {
         let asked = Instant::now();
         loop {
@@ -322,7 +324,7 @@ impl<T> Shared<T> {
         Taken::Item(item)
     }
 
-    /// Frees what is queued, and takes nothing in any more.
+    /// Frees all queued items, and accepts no new items.
     fn clear(&self, phase: Phase) {
         let items = {
             let mut state = self.state.lock();
@@ -339,7 +341,7 @@ impl<T> Shared<T> {
             }
             std::mem::take(&mut state.items)
         };
-        // Outside of the lock: there may be many.
+        // Outside the lock, because there may be many items.
         drop(items);
     }
 }
@@ -370,16 +372,17 @@ impl<T> State<T> {
         let Some(since) = self.over_since else {
             return false;
         };
-        // One that has had no time yet to show that it moves gets that once.
+        // A receiver that has had no time to read yet gets this time once.
         let moves = self.moved && self.last_taken.elapsed() < MOVING;
         self.phase == Phase::Open && (moves || since.elapsed() < PACE)
     }
 
-    /// When the connection has to end unless something is taken.
+    /// Returns the time at which the connection has to end unless items are read, or `None` if the connection
+    /// is within budget.
     fn due(&self, within: Duration) -> Option<Instant> {
         let since = self.over_since?;
         Some(match self.phase {
-            // What is queued can only become less: a slow receiver may take its time.
+            // The queue can only become shorter, so a slow receiver may continue.
             Phase::Ended => since.max(self.last_taken) + within,
             _ => since + within,
         })

@@ -1,41 +1,41 @@
-//! How much memory a program's buffers may take: the bound that docs/architecture.md states,
-//! computed from the numbers that the buffers are made with.
+//! The bound on the memory of a program's buffers, as stated in docs/architecture.md and computed from the
+//! constants that size the buffers.
 
 use tracing::info;
 
 use crate::message::{MAX_DATA_BYTES, MAX_MESSAGE_BYTES};
 
-/// The buffers on the way of tunnelled bytes, in bytes. Sockets' own buffers are the kernel's.
+/// Buffers for tunnelled bytes, in bytes. The kernel's socket buffers are not included.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Buffers {
-    /// What may wait for one connection's receiver without borrowing.
+    /// Bytes that may wait for a connection's receiver without a loan.
     pub connection_budget: usize,
-    /// What a client that is a gRPC stream of its own holds besides; 0 without such clients.
+    /// Additional buffers of a client with its own gRPC stream; 0 without such clients.
     pub client: Stream,
-    /// One packet stream between a server and an agent.
+    /// Buffers of a packet stream between a server and an agent.
     pub stream: Stream,
-    /// What all connections together may hold beyond their budgets.
+    /// Bytes beyond the budgets of connections, for all connections together.
     pub excess: usize,
-    /// Bound for one connection of a native peer, without the stream of its client.
+    /// Bound for one connection of a native peer, in bytes, without the stream of its client.
     pub native_connection: usize,
-    /// Bytes that all connections of one native peer may keep for receivers that do not read, before
-    /// each connection is limited to its smallest window.
+    /// Unread bytes of all connections of a native peer together. Beyond this amount, every connection may
+    /// keep at most its smallest window.
     pub native_held: usize,
 }
 
-/// The buffers of one gRPC stream, in bytes.
+/// Buffers of a gRPC stream, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stream {
-    /// What the peer may send ahead of our reading.
+    /// Bytes that the peer may send ahead of our reads.
     pub window: usize,
-    /// What is queued to be sent.
+    /// Bytes queued for sending.
     pub outgoing: usize,
-    /// What HTTP/2 has taken to send.
+    /// Bytes in HTTP/2's send buffer.
     pub http: usize,
 }
 
 impl Buffers {
-    /// Tells the operator what to expect.
+    /// Logs the bounds for the operator.
     pub fn log(&self) {
         info!(
             connection = self.per_connection(),
@@ -45,29 +45,31 @@ impl Buffers {
             native_peer = self.native_held,
             with_100_connections = self.total(1, 100),
             with_1000_connections = self.total(1, 1000),
-            "buffers take at most, in bytes: with stock peers connections x connection + streams \
-             of packets x stream_of_packets + excess; with our own connections x native_connection \
+            "buffers use at most this many bytes: with stock peers, connections x connection + streams \
+             of packets x stream_of_packets + excess; with our own peers, connections x native_connection \
              + peers x native_peer"
         );
     }
 
-    /// The bound for one connection: its budget, a chunk in hand each way, a read buffer, and its
-    /// client's stream.
+    /// Returns the bound for a connection: the budget, a chunk in transit each way, a read buffer, and the
+    /// stream of the client.
     pub fn per_connection(&self) -> usize {
         self.connection_budget + 3 * MAX_DATA_BYTES + self.client.bytes()
     }
 
-    /// The bound for one connection of a native peer: its own buffers and its client's stream.
+    /// Returns the bound for a connection through a native peer: the window of a crowded peer, HTTP/2's send
+    /// queue, a chunk in transit, a chunk being read, and the stream of the client. The connection's share of
+    /// `native_held` comes on top.
     pub fn per_native_connection(&self) -> usize {
         self.native_connection + self.client.bytes()
     }
 
-    /// The bound for one packet stream.
+    /// Returns the bound for a packet stream.
     pub fn per_stream(&self) -> usize {
         self.stream.bytes()
     }
 
-    /// The bound for all, with that many packet streams and connections.
+    /// Returns the bound for a program with `streams` packet streams and `connections` connections.
     pub fn total(&self, streams: usize, connections: usize) -> usize {
         let streams = streams.saturating_mul(self.per_stream());
         let connections = connections.saturating_mul(self.per_connection());
@@ -78,7 +80,7 @@ impl Buffers {
 }
 
 impl Stream {
-    /// With the message that is being put together from what was read.
+    /// Returns the sum of the buffers and of a message being assembled from received frames.
     fn bytes(&self) -> usize {
         match self.window {
             0 => 0,
@@ -95,7 +97,7 @@ mod tests {
     const CHUNKS: usize = 3 * MAX_DATA_BYTES;
 
     #[test]
-    fn every_buffer_counts_once_for_what_it_belongs_to() {
+    fn each_buffer_counts_once_in_the_bound_of_its_owner() {
         let buffers = Buffers {
             connection_budget: 320 * KIB,
             client: Stream::default(),

@@ -1,6 +1,6 @@
-//! The packet dialect below the state machines: typed messages over the generated [`Packet`], the
-//! half-close extension, and the `:authority` rewriter that lets an `h2` server take
-//! kube-apiserver's streams.
+//! The packet dialect below the state machines: typed messages over the generated [`Packet`], the half-close
+//! extension, and the `:authority` rewriter. With the rewriter, an `h2` server can accept kube-apiserver's
+//! streams.
 
 use bytes::Bytes;
 pub use culvert_proto::PacketType;
@@ -9,50 +9,50 @@ use culvert_proto::{
     CloseDial, CloseRequest, CloseResponse, Data, DialRequest, DialResponse, Drain, Packet,
 };
 
-/// The most tunnelled bytes we put into one DATA packet. Stock peers accept messages of 4 MiB but
-/// queue whole packets, so larger ones would only cost them memory; smaller ones cost both CPU.
-/// With its head, a packet fills one HTTP/2 frame of ours, or four of a stock peer, and leaves no
-/// small rest for another one: the receiver need not gather it.
+/// Largest payload of a sent DATA packet, in bytes. Stock peers accept messages of 4 MiB but queue whole
+/// packets, so larger packets would only cost the peer memory; smaller packets cost both ends CPU time. With
+/// its head, a full packet fits into one HTTP/2 frame of our programs, or into four frames of a stock peer.
+/// No small rest goes into a further frame, so the receiver need not gather the packet.
 pub const MAX_DATA_BYTES: usize = 64 * 1024 - 64;
 
-/// The most that stock front ends put into one DATA packet; what a flag that counts packets means
-/// in bytes.
+/// Largest payload of a DATA packet from a stock front end, in bytes. Converts flags that count packets to
+/// bytes.
 pub const STOCK_DATA_BYTES: usize = 32 * 1024;
 
-/// The largest message we accept: what a stock peer accepts (grpc-go's 4 MiB default) of payload,
-/// and room for the fields around it.
+/// Largest accepted message, in bytes: the limit of a stock peer (grpc-go's default of 4 MiB) for the
+/// payload, and room for the fields around the payload.
 pub const MAX_MESSAGE_BYTES: usize = 4 * 1024 * 1024 + 1024;
 
-/// Metadata key by which both ends of our own tunnel say that they understand
-/// [`Message::HalfClose`]. Stock peers read only the keys that they know.
+/// Metadata key that our server and our agent send to announce support for [`Message::HalfClose`]. Stock
+/// peers ignore unknown keys.
 pub const HALF_CLOSE_HEADER: &str = "culvert-half-close";
 
-/// What marks a DATA packet as [`Message::HalfClose`], in a field that no stock component sets.
+/// Error text that marks a DATA packet as [`Message::HalfClose`]. No stock program sets the error field.
 const HALF_CLOSE_MARK: &str = "culvert: half close";
 
-/// A connection's id, issued by the agent, valid on the stream that carried it and nowhere else.
+/// Identifier of a connection, issued by the agent. Valid only on the stream that carried it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ConnectId(pub i64);
 
-/// A dial's id (`random` on the wire), valid on the stream that carried it and nowhere else.
+/// Identifier of a dial (`random` on the wire). Valid only on the stream that carried it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct DialId(pub i64);
 
-/// A packet whose type and payload agree.
+/// Packet with matching type and payload.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Message {
-    /// Asks the agent for a connection.
+    /// Requests a connection from the agent.
     DialRequest {
         /// Always `tcp` from stock front ends.
         protocol: String,
-        /// `host:port`, as the agent is to see it.
+        /// `host:port`, as seen by the agent.
         address: String,
-        /// Correlates the answer.
+        /// Identifies the dial in the response.
         dial: DialId,
     },
-    /// The outcome of a dial: an id, or an error text that is not empty.
+    /// Result of a dial: a connection, or a non-empty error text.
     DialResponse {
-        /// The dial that this answers.
+        /// The dial from the request.
         dial: DialId,
         /// The new connection; 0 on failure.
         connection: ConnectId,
@@ -66,37 +66,37 @@ pub enum Message {
         /// The bytes.
         bytes: Bytes,
     },
-    /// No more bytes follow in this direction; the other one stays open. Sent only where both
-    /// ends said [`HALF_CLOSE_HEADER`].
+    /// End of the bytes in this direction; the opposite direction stays open. Sent only if both ends sent
+    /// [`HALF_CLOSE_HEADER`].
     HalfClose {
         /// The connection.
         connection: ConnectId,
     },
-    /// Asks the agent to close a connection.
+    /// Requests that the agent close a connection.
     CloseRequest {
         /// The connection.
         connection: ConnectId,
     },
-    /// Says that a connection is closed.
+    /// Reports that a connection is closed.
     CloseResponse {
         /// The connection.
         connection: ConnectId,
         /// Empty for an ordinary close.
         error: String,
     },
-    /// Gives up a dial.
+    /// Cancels a dial.
     CloseDial {
         /// The dial.
         dial: DialId,
     },
     /// The agent prefers to get no new dials.
     Drain,
-    /// A type from the future; receivers ignore it.
+    /// Packet type unknown to this version; ignored by receivers.
     Unknown(i32),
 }
 
 impl Message {
-    /// The wire's packet type, for metrics. The half-close mark travels as DATA.
+    /// Returns the packet type on the wire, for metrics. A half close is a DATA packet on the wire.
     pub fn packet_type(&self) -> Option<PacketType> {
         Some(match self {
             Self::DialRequest { .. } => PacketType::DialReq,
@@ -110,8 +110,8 @@ impl Message {
         })
     }
 
-    /// What this message may cost in memory while it waits, in bytes: its payload and a flat
-    /// amount for the rest.
+    /// Returns the memory that this message may use while waiting, in bytes: the payload and a flat amount
+    /// for the rest.
     pub fn weight(&self) -> usize {
         const FLAT: usize = 64;
         FLAT + match self {
@@ -125,7 +125,7 @@ impl Message {
     }
 }
 
-/// As stock receivers do, a payload that disagrees with the type reads as zero values.
+/// A payload that does not match the type reads as zero values, as in stock receivers.
 impl From<Packet> for Message {
     fn from(packet: Packet) -> Self {
         let Ok(kind) = PacketType::try_from(packet.r#type) else {

@@ -1,4 +1,4 @@
-//! What both programs count about their packet streams and connections.
+//! The metrics of packet streams and connections, shared by the server and the agent.
 
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ use tracing::trace;
 use crate::message::Message;
 
 label_values! {
-    /// One of the four directed parts of a tunnel, named from the server's place in the middle.
+    /// One of the four directed parts of a tunnel, as seen from the server in the middle.
     pub enum Segment("segment") {
         /// Packets from the client (kube-apiserver) to the server.
         FromClient = "from_client",
@@ -26,7 +26,7 @@ label_values! {
 }
 
 label_values! {
-    /// Which way payload travels, seen from the client.
+    /// Direction of payload, as seen from the client.
     pub enum Direction("direction") {
         /// From the client toward the endpoint that the agent dialed.
         ToEndpoint = "to_endpoint",
@@ -45,7 +45,7 @@ const PACKET_TYPES: [PacketType; 7] = [
     PacketType::Drain,
 ];
 
-/// The names of a program's two stream families.
+/// Names of a program's two stream families.
 #[derive(Clone, Copy, Debug)]
 pub struct StreamNames {
     /// Name of the packet counter.
@@ -60,15 +60,15 @@ pub struct StreamMetrics {
     errors: &'static str,
     packets: Family<PacketLabels, Counter>,
     bytes: Family<Direction, Counter>,
-    /// Bytes that connections have queued beyond their own budgets.
+    /// Bytes queued by connections beyond their own budgets.
     pub excess_bytes: Gauge,
 }
 
 // === impl StreamMetrics ===
 
 impl StreamMetrics {
-    /// Registers the families; packets are on the page at 0 for the `segments` that this program
-    /// touches.
+    /// Registers the families. `segments` lists the segments that this program uses; their packet counters
+    /// appear on the page at 0.
     pub fn new(registry: &Arc<Registry>, names: StreamNames, segments: &[Segment]) -> Self {
         let members = PacketLabels::all()
             .into_iter()
@@ -96,7 +96,7 @@ impl StreamMetrics {
         }
     }
 
-    /// The counter of packets of one kind on one segment.
+    /// Returns the counter of one packet type on one segment.
     pub fn packets(&self, segment: Segment, packet_type: PacketType) -> &Counter {
         self.packets.get(PacketLabels {
             segment,
@@ -104,14 +104,14 @@ impl StreamMetrics {
         })
     }
 
-    /// Counts what would be one packet in the packet dialect: the native transport has none, and
-    /// dashboards go on.
+    /// Counts an event of the `native` transport as the packet that the `packet` transport would send. The
+    /// `native` transport has no packets; dashboards keep working with these counts.
     pub fn count_as(&self, segment: Segment, packet_type: PacketType) {
         self.packets(segment, packet_type).increment(1);
     }
 
-    /// Counts one packet on one segment, and logs it at the verbosity that asks for a line per
-    /// packet. Types from the future are not counted.
+    /// Counts one packet on one segment, and logs the packet at trace level. A packet type that this version
+    /// does not know is not counted.
     pub fn count(&self, segment: Segment, message: &Message) {
         if let Some(packet_type) = message.packet_type() {
             trace!(
@@ -123,13 +123,13 @@ impl StreamMetrics {
         }
     }
 
-    /// The counter of payload bytes in one direction.
+    /// Returns the counter of payload bytes in one direction.
     pub fn tunnel_bytes(&self, direction: Direction) -> &Counter {
         self.bytes.get(direction)
     }
 
-    /// Counts one gRPC stream error; `packet_type` is that of the packet that could not be sent,
-    /// `None` for errors on receive. Looks its series up: errors are rare.
+    /// Counts one gRPC stream error. `packet_type` is the type of the packet that could not be sent; `None`
+    /// means a receive error. Each call looks up the series, because errors are rare.
     pub fn stream_error(&self, segment: Segment, code: Code, packet_type: Option<PacketType>) {
         let labels = [
             ("segment", segment.as_str()),
@@ -148,8 +148,8 @@ impl StreamMetrics {
             .increment(1);
     }
 
-    /// The counter of connections that ended for `reason`, which comes from a closed set. Whoever
-    /// owns that set resolves each reason once at start, which also puts it on the page at 0.
+    /// Returns the counter of connections that ended for `reason`, a member of a closed set. The owner of the
+    /// set resolves each reason once at startup, so that every reason appears on the page at 0.
     pub fn connections_closed(&self, reason: &'static str) -> Counter {
         self.registry.counter(
             "culvert_connections_closed_total",
@@ -189,7 +189,7 @@ impl LabelSet for PacketLabels {
     }
 }
 
-/// A gRPC status code as Go prints it, which is what the `code` label holds.
+/// Returns the name of a gRPC status code in Go, the value of the `code` label.
 pub const fn grpc_code_name(code: Code) -> &'static str {
     match code {
         Code::Ok => "OK",

@@ -1,9 +1,8 @@
-//! A FIFO bounded by bytes, between the tasks that own connections and the stream that sends for
-//! all of them.
+//! The queue: a FIFO bounded by bytes, between the tasks of connections and the shared stream to the peer.
 //!
-//! Weighed items wait for room; weightless ones (the end of a connection, a close) never wait and
-//! never overtake what was queued before them, so a close can be sent from a destructor and still
-//! arrives after the data.
+//! Items with a weight wait for room. Items without weight (the end of a connection, a close) never wait, and
+//! never overtake earlier items. So a destructor can send a close, and the close still arrives after the
+//! data.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -12,8 +11,8 @@ use std::time::Duration;
 use tokio::sync::{Semaphore, mpsc};
 use tokio::time::timeout;
 
-/// Makes a queue that holds up to `budget` bytes of weighed items. A single item heavier than
-/// that is taken when the queue is otherwise empty.
+/// Creates a queue for up to `budget` bytes of items with a weight. A single item heavier than `budget` is
+/// accepted when the queue has no other weight.
 pub fn bounded<T>(budget: usize) -> (Sender<T>, Receiver<T>) {
     let (items_tx, items_rx) = mpsc::unbounded_channel();
     let budget = u32::try_from(budget.max(1)).unwrap_or(u32::MAX);
@@ -35,26 +34,26 @@ pub fn bounded<T>(budget: usize) -> (Sender<T>, Receiver<T>) {
     )
 }
 
-/// Bytes of answers that a full queue still takes, beside its budget: some 3000 of them.
+/// Bytes of answers accepted beyond the budget of a full queue: about 3000 answers.
 pub const ANSWER_BYTES: usize = 256 * 1024;
 
-/// The queue's other end is gone.
+/// Error for a queue without a receiver.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the queue's receiver is gone")]
 pub struct Closed;
 
-/// Why [`Sender::send_within`] did not take an item.
+/// Reason why [`Sender::send_within`] did not queue an item.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SendWithinError {
     /// The receiver is gone.
     #[error("the queue's receiver is gone")]
     Closed,
-    /// The receiver took nothing for the whole deadline.
-    #[error("the receiver took nothing within the deadline")]
+    /// The receiver read nothing for the whole deadline.
+    #[error("the receiver read nothing within the deadline")]
     Stalled,
 }
 
-/// What a queued item occupies until it is taken.
+/// Room that a queued item occupies until the receiver reads the item.
 #[derive(Clone, Copy)]
 enum Charge {
     Room(u32),
@@ -64,20 +63,20 @@ enum Charge {
 
 struct Shared {
     room: Semaphore,
-    /// For items that may neither wait nor be lost.
+    /// Room for items, such as answers, that must neither wait nor be lost.
     answers: Semaphore,
     budget: u32,
-    /// How many items the receiver took; tells a slow receiver from a stalled one.
+    /// Number of items that the receiver has read; distinguishes a slow receiver from a stalled receiver.
     taken: AtomicU64,
 }
 
-/// The producing end; clones share one budget.
+/// The producing end of a queue; clones share one budget.
 pub struct Sender<T> {
     items: mpsc::UnboundedSender<(T, Charge)>,
     shared: Arc<Shared>,
 }
 
-/// The consuming end. Dropping it frees what is queued and fails every sender.
+/// The consuming end of a queue. Dropping the receiver frees all queued items and fails every sender.
 pub struct Receiver<T> {
     items: mpsc::UnboundedReceiver<(T, Charge)>,
     shared: Arc<Shared>,
@@ -102,8 +101,8 @@ impl<T> Sender<T> {
         self.items.send((item, charge)).map_err(|_| Closed)
     }
 
-    /// As [`send`](Self::send), but gives up when the receiver takes nothing at all for `stall`.
-    /// A receiver that is slow but moves is waited for.
+    /// Queues an item as [`send`](Self::send) does, but gives up if the receiver reads nothing at all for
+    /// `stall`. Waits for a slow receiver.
     pub async fn send_within(
         &self,
         item: T,
@@ -126,16 +125,16 @@ impl<T> Sender<T> {
         }
     }
 
-    /// Queues an item if there is room for it now; gives it back otherwise.
+    /// Queues an item if there is room now; otherwise returns the item.
     pub fn try_send(&self, item: T, weight: usize) -> Result<(), T> {
         let weight = self.clamp(weight);
         let charge = Charge::Room(weight);
         self.charged(&self.shared.room, weight, item, charge)
     }
 
-    /// Queues an item that the peer waits for, if there is room for it now, or else if few enough
-    /// of its kind wait; gives it back otherwise. A peer that asks without end and reads nothing
-    /// costs that much and no more.
+    /// Queues an answer to the peer if there is room now, or if few enough answers are waiting beyond the
+    /// budget; otherwise returns the item. A peer that sends requests without end and reads nothing costs at
+    /// most [`ANSWER_BYTES`] beyond the budget.
     pub fn try_answer(&self, item: T, weight: usize) -> Result<(), T> {
         self.try_send(item, weight).or_else(|item| {
             let weight = u32::try_from(weight).unwrap_or(u32::MAX);
@@ -144,13 +143,13 @@ impl<T> Sender<T> {
         })
     }
 
-    /// Queues an item of no weight behind everything queued so far. For items whose number is
-    /// bounded by something else, such as one close for each connection.
+    /// Queues an item without weight behind earlier items. Only for items of bounded number, such as a close
+    /// per connection.
     pub fn send_now(&self, item: T) -> Result<(), Closed> {
         self.items.send((item, Charge::Nothing)).map_err(|_| Closed)
     }
 
-    /// Resolves when the receiver is gone.
+    /// Resolves once the receiver is gone.
     pub async fn closed(&self) {
         self.items.closed().await;
     }
@@ -173,19 +172,19 @@ impl<T> Sender<T> {
 }
 
 impl<T> Receiver<T> {
-    /// The next item; `None` once all senders are gone and the queue is empty. Cancel safe.
+    /// Returns the next item, or `None` once all senders are gone and the queue is empty. Cancel safe.
     pub async fn recv(&mut self) -> Option<T> {
         let (item, charge) = self.items.recv().await?;
         Some(self.took(item, charge))
     }
 
-    /// As [`recv`](Self::recv), for poll-based callers.
+    /// Polls for the next item, as [`recv`](Self::recv) does.
     pub fn poll_recv(&mut self, cx: &mut std::task::Context<'_>) -> std::task::Poll<Option<T>> {
         let next = std::task::ready!(self.items.poll_recv(cx));
         std::task::Poll::Ready(next.map(|(item, charge)| self.took(item, charge)))
     }
 
-    /// The next item if one is queued.
+    /// Returns the next item if one is queued.
     pub fn try_recv(&mut self) -> Option<T> {
         let (item, charge) = self.items.try_recv().ok()?;
         Some(self.took(item, charge))
@@ -218,7 +217,7 @@ mod tests {
     const STALL: Duration = Duration::from_secs(10);
 
     #[tokio::test]
-    async fn items_wait_for_room_and_weightless_ones_do_not() {
+    async fn items_wait_for_room_and_weightless_items_do_not() {
         let (tx, mut rx) = bounded(10);
         tx.send(1, 6).await.unwrap();
         assert_eq!(tx.try_send(2, 6), Err(2));
@@ -240,7 +239,7 @@ mod tests {
         assert_eq!(tx.try_answer(3, 1), Err(3));
         assert_eq!(rx.recv().await, Some(0));
         assert_eq!(rx.recv().await, Some(1));
-        // The ordinary room comes first, and what was borrowed goes back to where it came from.
+        // An answer uses ordinary room first. Each item returns its room to the part that the room came from.
         assert_eq!(tx.try_answer(4, 10), Ok(()));
         assert_eq!(tx.try_answer(5, half), Ok(()));
         assert_eq!(tx.try_answer(6, half), Err(6));
@@ -257,7 +256,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_stalled_receiver_is_told_from_a_slow_one() {
+    async fn a_slow_receiver_is_waited_for_and_a_stalled_receiver_is_not() {
         let (tx, mut rx) = bounded(10);
         tx.send(1, 5).await.unwrap();
         tx.send(2, 5).await.unwrap();

@@ -1,9 +1,9 @@
-//! The server's end of one agent stream, without I/O: which dials wait for an answer, which
-//! connections are open, and what each packet of the agent means.
+//! The server's end of an agent stream, without I/O: pending dials, open connections, and the meaning of
+//! each packet from the agent.
 //!
-//! Ids belong to this stream. Two streams of one agent id have a [`Mux`] each and can not reach
-//! each other's connections. An agent that answers for ids it was not given gets a close back and
-//! reaches nobody.
+//! Ids belong to this stream. Streams of the same agent id have separate [`Mux`] values and cannot reach
+//! each other's connections. An agent that answers for unknown ids gets a close back and reaches no
+//! connection.
 
 use std::collections::HashMap;
 
@@ -11,11 +11,11 @@ use bytes::Bytes;
 
 use crate::message::{ConnectId, DialId, Message};
 
-/// How many connections may wait for the agent's word that they are closed. They cost a map entry
-/// each; beyond this number late packets of theirs are answered as stray ones.
+/// Most connections waiting for the agent to confirm a close. A waiting connection costs a map entry;
+/// beyond this number, late packets of closed connections count as stray.
 const MAX_CLOSING: usize = 65_536;
 
-/// The state of one agent stream. `T` is the handle by which the caller reaches a connection.
+/// State of an agent stream. `T` is the caller's handle of a connection.
 #[derive(Debug)]
 pub struct Mux<T> {
     pending: HashMap<DialId, T>,
@@ -27,32 +27,32 @@ pub struct Mux<T> {
 #[derive(Debug)]
 enum State<T> {
     Open(T),
-    /// We asked the agent to close; what still arrives is dropped.
+    /// A close request was sent to the agent; packets still arriving are dropped.
     Closing,
 }
 
-/// What a packet of the agent means for the caller.
+/// Meaning of an agent packet for the caller.
 #[derive(Debug, PartialEq)]
 pub enum Effect<T> {
     /// A dial succeeded; the connection is now open under this id.
     Opened(T, ConnectId),
-    /// A dial failed at the agent, with its text.
+    /// A dial failed at the agent; contains the agent's text.
     Refused(T, String),
-    /// The agent gave up a dial.
+    /// The agent abandoned a dial.
     Abandoned(T),
     /// Bytes for a connection.
     Data(T, ConnectId, Bytes),
-    /// The endpoint sends no more; the other direction stays open.
+    /// The endpoint has ended its direction; the other direction stays open.
     HalfClosed(T),
-    /// A connection is closed; the text is mostly empty.
+    /// The agent closed a connection; the text is usually empty.
     Closed(T, String),
-    /// A dial response that nobody waits for, and the close to send if it opened something.
+    /// A response to an unknown dial, with the close to send if the agent opened a connection.
     Unrecognized(Option<Message>),
-    /// A packet of no known connection: tell the agent to forget it.
+    /// A packet of an unknown connection, with the close to send to the agent.
     Stray(Message),
     /// The agent prefers to get no new dials.
     Drain,
-    /// Nothing to do.
+    /// No action is required.
     Ignored,
 }
 
@@ -68,10 +68,11 @@ impl<T> Default for Mux<T> {
 }
 
 impl<T: Clone> Mux<T> {
-    /// Registers a dial. Gives the handle back if the id is taken or the stream ended.
+    /// Registers a dial.
     ///
     /// # Errors
-    /// The handle, so that the caller can try another id.
+    /// Returns the handle if the id is in use or the stream has ended, so that the caller can try another
+    /// id.
     pub fn dial(&mut self, dial: DialId, handle: T) -> Result<(), T> {
         if self.ended || self.pending.contains_key(&dial) {
             return Err(handle);
@@ -80,14 +81,15 @@ impl<T: Clone> Mux<T> {
         Ok(())
     }
 
-    /// Gives up a dial: what to tell the agent, if it still waits for an answer. A late answer is
-    /// then a stray one and is closed.
+    /// Cancels a dial. Returns the message to the agent if the dial was still pending. A late answer is
+    /// then unrecognized, and its connection gets closed.
     pub fn cancel(&mut self, dial: DialId) -> Option<Message> {
         self.pending.remove(&dial)?;
         Some(Message::CloseDial { dial })
     }
 
-    /// Forgets a connection: what to tell the agent, unless it said itself that it is closed.
+    /// Forgets a connection. Returns the close request to the agent, unless the agent closed the connection
+    /// first.
     pub fn close(&mut self, connection: ConnectId) -> Option<Message> {
         match self.open.get_mut(&connection) {
             Some(state @ State::Open(_)) => {
@@ -103,7 +105,7 @@ impl<T: Clone> Mux<T> {
         }
     }
 
-    /// Takes one packet of the agent.
+    /// Processes a packet from the agent.
     pub fn on_message(&mut self, message: Message) -> Effect<T> {
         match message {
             Message::DialResponse {
@@ -140,8 +142,8 @@ impl<T: Clone> Mux<T> {
         }
     }
 
-    /// The stream ended: everything that was pending or open, for the caller to fail. Later dials
-    /// are refused.
+    /// Ends the stream. Returns the pending dials and the open connections, for the caller to fail. Later
+    /// dials are refused.
     pub fn end(&mut self) -> (Vec<T>, Vec<T>) {
         self.ended = true;
         self.closing = 0;
@@ -153,7 +155,7 @@ impl<T: Clone> Mux<T> {
         (pending, open.collect())
     }
 
-    /// How many dials wait for an answer, and how many connections are open.
+    /// Returns the number of pending dials and the number of open connections.
     pub fn counts(&self) -> (usize, usize) {
         (self.pending.len(), self.open.len() - self.closing)
     }
@@ -165,8 +167,8 @@ impl<T: Clone> Mux<T> {
         error: String,
     ) -> Effect<T> {
         let Some(handle) = self.pending.remove(&dial) else {
-            // An id that is open belongs to somebody else: closing it would let an agent's
-            // mistake, or a late answer, end a connection that works.
+            // An open id belongs to another dial. A close would let an agent's mistake, or a late answer,
+            // end a working connection.
             let orphan = connection != ConnectId(0) && !self.open.contains_key(&connection);
             return Effect::Unrecognized(orphan.then_some(Message::CloseRequest { connection }));
         };

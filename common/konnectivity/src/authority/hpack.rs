@@ -1,42 +1,42 @@
 //! The walk over a compressed header block (HPACK, RFC 7541) that finds `:authority` values.
 //!
-//! Owns the one piece of compression state that this takes: which entries of the peer's dynamic table
-//! have the name `:authority`. Strings are skipped by length and never decompressed.
+//! The walk keeps one piece of compression state: which entries of the peer's dynamic table have the name
+//! `:authority`. Strings are skipped by length and never decompressed.
 
 use bytes::BytesMut;
 
 use super::PLACEHOLDER;
 
-/// The name as it stands in a block uncompressed.
+/// The name without Huffman coding.
 const NAME: &[u8] = b":authority";
-/// The name's only Huffman form (57 bits of code and 7 padding bits, all ones).
+/// The only Huffman form of the name (57 bits of code and 7 padding bits, all ones).
 pub(super) const NAME_HUFFMAN: &[u8] = &[0xb8, 0x3b, 0x53, 0x39, 0xec, 0x32, 0x7d, 0x7f];
-/// `:authority` in the static table (RFC 7541, appendix A).
+/// Index of `:authority` in the static table (RFC 7541, appendix A).
 const STATIC_AUTHORITY: usize = 1;
-/// The last index of the static table.
+/// Last index of the static table.
 const STATIC_LAST: usize = 61;
-/// Entries a dynamic table can have: each counts 32 bytes and more (RFC 7541, section 4.1), and the
-/// table has 4096 bytes, since the server leaves SETTINGS_HEADER_TABLE_SIZE at its initial value.
+/// Largest number of entries in a dynamic table. Each entry counts at least 32 bytes (RFC 7541, section 4.1),
+/// and the table has 4096 bytes, because the server leaves SETTINGS_HEADER_TABLE_SIZE at its initial value.
 const DYNAMIC_ENTRIES: usize = 4096 / 32;
 
-/// For each entry of the dynamic table, newest in bit 0, whether its name is `:authority`.
+/// One bit per entry of the dynamic table, the newest entry in bit 0: set if the name is `:authority`.
 ///
-/// Evictions are not followed: an index behind the last entry is the server's to refuse.
+/// Evictions are not tracked: the server rejects an index beyond the last entry.
 #[derive(Debug, Default)]
 pub(super) struct AuthorityNames(u128);
 
 const _: () = assert!(u128::BITS as usize == DYNAMIC_ENTRIES);
 
 impl AuthorityNames {
-    /// Appends `block` to `output` with the value of each `:authority` literal replaced, and tells
-    /// whether there was one. `None` if the block is malformed; `output` is then of no use.
+    /// Appends `block` to `output` with the value of each `:authority` literal replaced. Returns true if
+    /// there was such a literal, or `None` if the block is malformed; `output` is then useless.
     pub(super) fn rewrite(&mut self, block: &[u8], output: &mut BytesMut) -> Option<bool> {
         let mut rest = block;
-        // Everything from here on is not yet copied.
+        // Bytes from here on are not copied yet.
         let mut pending = block;
         let mut found = false;
         while let Some(&first) = rest.first() {
-            // The leading one bit tells the representation (RFC 7541, section 6).
+            // The position of the first one bit gives the representation (RFC 7541, section 6).
             let insert = match first.leading_zeros() {
                 0 => {
                     self.indexed(&mut rest)?;
@@ -56,7 +56,7 @@ impl AuthorityNames {
                 found = true;
                 let (copied, _) = pending.split_at_checked(pending.len() - before_value)?;
                 output.extend_from_slice(copied);
-                // A length of one, not Huffman coded, and the byte.
+                // A length of one without Huffman coding, and the byte.
                 output.extend_from_slice(&[1, PLACEHOLDER]);
                 pending = rest;
             }
@@ -68,8 +68,8 @@ impl AuthorityNames {
         Some(found)
     }
 
-    /// Skips an indexed field. Its value needs no care: static entry 1 has none, and dynamic entries
-    /// were rewritten when they were inserted.
+    /// Skips an indexed field. The value needs no replacement: static entry 1 has no value, and the values of
+    /// dynamic entries were replaced at insertion.
     fn indexed(&self, rest: &mut &[u8]) -> Option<()> {
         let index = integer(rest, 7)?;
         (1..=STATIC_LAST + DYNAMIC_ENTRIES)
@@ -77,7 +77,7 @@ impl AuthorityNames {
             .then_some(())
     }
 
-    /// Skips a literal's name, given by index or as a string, and tells whether it is `:authority`.
+    /// Skips the name of a literal (an index or a string), and returns true if the name is `:authority`.
     fn name(&self, rest: &mut &[u8], prefix_bits: u32) -> Option<bool> {
         let is_authority = match integer(rest, prefix_bits)? {
             0 => match string(rest)? {
@@ -97,7 +97,7 @@ impl AuthorityNames {
     }
 }
 
-/// Takes a string (RFC 7541, section 5.2): whether it is Huffman coded, and its bytes as they are.
+/// Reads a string (RFC 7541, section 5.2). Returns a flag for Huffman coding, and the bytes as received.
 fn string<'a>(rest: &mut &'a [u8]) -> Option<(bool, &'a [u8])> {
     let huffman = rest.first()? & 0x80 != 0;
     let len = integer(rest, 7)?;
@@ -106,8 +106,8 @@ fn string<'a>(rest: &mut &'a [u8]) -> Option<(bool, &'a [u8])> {
     Some((huffman, bytes))
 }
 
-/// Takes an integer (RFC 7541, section 5.1) of at most five bytes, as `h2` does: 28 bits are far more
-/// than any length or index that can be right here.
+/// Reads an integer (RFC 7541, section 5.1) of at most five bytes, as `h2` does: 28 bits are far more than
+/// any correct length or index here.
 fn integer(rest: &mut &[u8], prefix_bits: u32) -> Option<usize> {
     let mask = (1 << prefix_bits) - 1;
     let mut value = usize::from(byte(rest)? & mask);

@@ -1,4 +1,4 @@
-//! A socket under the rewriter: what is read passes through it, what is written does not.
+//! A socket with the rewriter: reads pass through the rewriter, writes do not.
 
 use std::io::{self, IoSlice};
 use std::pin::Pin;
@@ -9,25 +9,24 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 use super::AuthorityRewriter;
 
-/// An accepted connection whose reader sees rewritten requests.
+/// Accepted connection that rewrites requests as they are read.
 ///
-/// Reads go straight into the caller's buffer, whose size is therefore the size of a read, and stay
-/// there untouched unless a header block (or a part of a frame head) is among them. From there on
-/// the read's bytes go through a buffer of this stream: at most one read and one block
-/// ([`MAX_HEADER_BLOCK`](super::MAX_HEADER_BLOCK)), freed once handed out. An idle connection owns no
-/// buffer.
+/// Reads go straight into the caller's buffer, so the size of that buffer is the size of a read. Bytes stay
+/// there untouched unless they contain a header block or a part of a frame head. From such a block or part
+/// on, the bytes of the read go through a buffer of this stream: at most one read and one block
+/// ([`MAX_HEADER_BLOCK`](super::MAX_HEADER_BLOCK)), freed once returned. An idle connection has no buffer.
 ///
-/// A read fails with [`io::ErrorKind::InvalidData`] when the rewriter gives up on the connection.
+/// A read fails with [`io::ErrorKind::InvalidData`] if the rewriter fails.
 #[derive(Debug)]
 pub struct AuthorityStream<S> {
     pub(super) inner: S,
     pub(super) rewriter: AuthorityRewriter,
-    /// Bytes that the next reads hand out before the socket is asked again.
+    /// Bytes that the next reads return before the next read from the socket.
     pub(super) ready: BytesMut,
 }
 
 impl<S> AuthorityStream<S> {
-    /// Wraps a connection that nothing has been read from yet.
+    /// Wraps a connection before the first read.
     pub fn new(inner: S) -> Self {
         Self {
             inner,
@@ -52,7 +51,7 @@ impl<S: AsyncRead + Unpin> AsyncRead for AuthorityStream<S> {
         buf: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
         let this = self.get_mut();
-        // Without room a read of nothing would be taken for the end of the connection.
+        // Without this check, a read into a full buffer would look like the end of the connection.
         while buf.remaining() > 0 {
             if !this.ready.is_empty() {
                 this.hand_out(buf);
@@ -98,7 +97,7 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for AuthorityStream<S> {
         Pin::new(&mut self.get_mut().inner).poll_shutdown(cx)
     }
 
-    // Without these two, the HTTP/2 server copies every frame head and payload together.
+    // Without these two methods, the HTTP/2 server copies every frame head and payload together.
     fn poll_write_vectored(
         self: Pin<&mut Self>,
         cx: &mut Context<'_>,

@@ -5,7 +5,7 @@ mod server;
 
 use super::*;
 
-/// A value as kube-apiserver's client sends it.
+/// Authority in the form that kube-apiserver's client sends.
 const SOCKET: &[u8] = b"%2Frun%2Fproxy.socket";
 
 const HEADERS: u8 = KIND_HEADERS;
@@ -31,18 +31,18 @@ fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
     bytes.to_vec()
 }
 
-/// An uncompressed string, at most 126 bytes long.
+/// Returns an uncompressed string of at most 126 bytes.
 fn text(value: &[u8]) -> Vec<u8> {
     assert!(value.len() < 127);
     [&[value.len() as u8], value].concat()
 }
 
-/// A connection's first bytes: the preface and an empty SETTINGS frame.
+/// Returns the first bytes of a connection: the preface and an empty SETTINGS frame.
 fn opening() -> Vec<u8> {
     [PREFACE, &frame(SETTINGS, 0, 0, &[])].concat()
 }
 
-/// Runs a rewriter over `pieces`; the output, what was held back at the end included.
+/// Runs a rewriter over `pieces`. The output includes the bytes that were buffered at the end.
 fn rewrite_pieces<'a>(
     pieces: impl IntoIterator<Item = &'a [u8]>,
 ) -> (Vec<u8>, Result<(), RewriteError>) {
@@ -57,7 +57,7 @@ fn rewrite_pieces<'a>(
     (output.to_vec(), Ok(()))
 }
 
-/// What becomes of frames that follow a connection's opening.
+/// Returns the rewritten form of frames that follow the opening of a connection.
 fn rewrite(frames: &[Vec<u8>]) -> Vec<u8> {
     let opening = opening();
     let input = [opening.clone(), frames.concat()].concat();
@@ -66,7 +66,7 @@ fn rewrite(frames: &[Vec<u8>]) -> Vec<u8> {
     output.strip_prefix(&opening[..]).unwrap().to_vec()
 }
 
-/// The rewritten fields of one header block that follows `earlier` ones on the connection.
+/// Returns the rewritten fields of a header block that follows the `earlier` blocks on the connection.
 fn rewrite_block(earlier: &[&[u8]], block: &[u8]) -> Vec<u8> {
     let mut names = AuthorityNames::default();
     for block in earlier {
@@ -77,8 +77,7 @@ fn rewrite_block(earlier: &[&[u8]], block: &[u8]) -> Vec<u8> {
     output.to_vec()
 }
 
-/// Every way to write an `:authority` literal without help of the dynamic table: the bytes before
-/// the value.
+/// Returns every form of an `:authority` name that needs no dynamic table: the bytes before the value.
 fn literal_names() -> Vec<Vec<u8>> {
     let raw = text(b":authority");
     let huffman = [

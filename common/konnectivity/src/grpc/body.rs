@@ -1,4 +1,4 @@
-//! Messages as a body.
+//! The body of a call, made from messages.
 
 use std::io::IoSlice;
 use std::pin::Pin;
@@ -13,21 +13,21 @@ use tonic::Status;
 use super::packet;
 use crate::message::Message;
 
-/// Messages that are ready together share a DATA frame up to about this size. Each frame costs
-/// the sender a write and the receiver an entry in a table; beyond two frames of the size that
-/// stock peers take, there is nothing more to gain.
+/// Approximate size limit, in bytes, for a DATA frame shared by messages that are ready together. Each frame
+/// costs the sender a write and the receiver a table entry. Beyond two frames of the size that stock peers
+/// accept, larger frames gain nothing.
 const BATCH_BYTES: usize = 32 * 1024;
 
-/// Payloads up to this size are copied into the shared frame: cheaper than a write of their own.
-/// Larger ones go out of the memory that they lie in.
+/// Largest payload, in bytes, that is copied into the shared frame, because the copy is cheaper than a
+/// separate write. Larger payloads are written from their own memory.
 const COPY_BYTES: usize = 4 * 1024;
 
-/// The body of one direction of a call: what `packets` yields, until it ends.
+/// Body of one direction of a call: the messages of `packets`, until the stream ends.
 #[derive(Debug)]
 pub struct PacketBody<S> {
     packets: Option<S>,
     side: Side,
-    /// What ends the call once everything before is sent.
+    /// Status that ends the call after all messages are sent.
     status: Option<Status>,
 }
 
@@ -37,7 +37,7 @@ enum Side {
     Server,
 }
 
-/// Part of a body: framed messages, the last of which may have its payload in a memory of its own.
+/// Part of a body: framed messages. The last message may have its payload in separate memory.
 #[derive(Debug)]
 pub struct Piece {
     head: Bytes,
@@ -47,7 +47,7 @@ pub struct Piece {
 // === impl PacketBody ===
 
 impl<S> PacketBody<S> {
-    /// What a client sends; ends without a word.
+    /// Creates the body of a client's request; ends without trailers.
     pub fn request(packets: S) -> Self {
         Self {
             packets: Some(packets),
@@ -56,7 +56,7 @@ impl<S> PacketBody<S> {
         }
     }
 
-    /// What a server answers; ends with the status in the trailers.
+    /// Creates the body of a server's response; ends with the status in the trailers.
     pub fn response(packets: S) -> Self {
         Self {
             packets: Some(packets),
@@ -66,7 +66,7 @@ impl<S> PacketBody<S> {
     }
 }
 
-/// A body that has ended.
+/// Creates a body that has ended.
 impl<S> Default for PacketBody<S> {
     fn default() -> Self {
         Self {
@@ -81,7 +81,8 @@ impl<S> PacketBody<S>
 where
     S: Stream<Item = Result<Message, Status>> + Unpin,
 {
-    /// What is ready now, up to a batch; `None` at the end. Pending only with nothing in hand.
+    /// Returns the messages that are ready now, up to a batch, or `None` at the end. Pending only if no
+    /// message is ready.
     fn poll_batch(&mut self, cx: &mut Context<'_>) -> Poll<Option<Piece>> {
         let Some(packets) = &mut self.packets else {
             return Poll::Ready(None);
@@ -167,7 +168,7 @@ impl Buf for Piece {
         self.payload.advance(count - of_head);
     }
 
-    // Without it, the parts would be written one by one.
+    // Without this method, the two parts would be written separately.
     fn chunks_vectored<'a>(&'a self, slices: &mut [IoSlice<'a>]) -> usize {
         let parts = [&self.head, &self.payload].into_iter();
         let parts = parts.filter(|part| !part.is_empty());

@@ -1,4 +1,4 @@
-//! What surrounds the messages of a call: the request that opens it and the head of its answer.
+//! The head of a call: the request that opens the call, and the head of the response.
 
 use futures_util::Stream;
 use http::header::{CONTENT_TYPE, TE};
@@ -18,25 +18,26 @@ const GRPC: &str = "application/grpc";
 const ENCODING: &str = "grpc-encoding";
 const ACCEPT_ENCODING: &str = "grpc-accept-encoding";
 
-/// A service of one method, whose both directions are packets.
+/// Service with one method that carries packets in both directions.
 pub trait Service<B = Incoming> {
-    /// Where the method is asked for.
+    /// Path of the method.
     const PATH: &'static str;
 
-    /// What is answered.
+    /// Stream of the replies.
     type Replies: Stream<Item = Result<Message, Status>> + Send + Unpin + 'static;
 
-    /// Takes a call.
+    /// Handles a call.
     ///
     /// # Errors
-    /// The status that refuses the call.
+    /// Returns the status that refuses the call.
     fn take(
         &self,
         request: tonic::Request<Reader<B>>,
     ) -> impl Future<Output = Result<tonic::Response<Self::Replies>, Status>> + Send;
 }
 
-/// Answers a request: with what `service` says, or with why it is no call of it.
+/// Answers a request with the reply of `service`, or with a refusal if the request is not a call of that
+/// service.
 pub async fn answer<S: Service<B>, B>(
     service: &S,
     request: Request<B>,
@@ -63,8 +64,8 @@ pub async fn answer<S: Service<B>, B>(
     }
 }
 
-/// Whether a request is a call of the method at `path`; if not, the HTTP status and the gRPC
-/// status to refuse it with, which are grpc-go's.
+/// Checks that a request is a call of the method at `path`. If not, returns the HTTP status and the gRPC
+/// status of the refusal, both as in grpc-go.
 fn is_call(head: &http::request::Parts, path: &str) -> Result<(), (StatusCode, Status)> {
     let kind = head.headers.get(CONTENT_TYPE).map(HeaderValue::as_bytes);
     if !kind.is_some_and(is_grpc) {
@@ -90,7 +91,7 @@ fn is_grpc(kind: &[u8]) -> bool {
     rest.is_some_and(|rest| matches!(rest.first(), None | Some(b'+' | b';')))
 }
 
-/// Refuses compressed messages, in tonic's words.
+/// Refuses compressed messages, with the error text of tonic.
 fn is_plain(headers: &HeaderMap) -> Result<(), Status> {
     let Some(encoding) = headers.get(ENCODING).filter(|value| *value != "identity") else {
         return Ok(());
@@ -104,8 +105,8 @@ fn is_plain(headers: &HeaderMap) -> Result<(), Status> {
     Err(status)
 }
 
-/// The status in a head or in trailers. Without its details, which no peer of ours sends and whose
-/// encoding tonic takes for granted.
+/// Returns the status in a head or in trailers. Ignores the status details: our programs never send details,
+/// and tonic assumes that their encoding is valid.
 pub(super) fn status_of(headers: &HeaderMap) -> Option<Status> {
     if !headers.contains_key(Status::GRPC_STATUS_DETAILS) {
         return Status::from_header_map(headers);
@@ -115,22 +116,22 @@ pub(super) fn status_of(headers: &HeaderMap) -> Option<Status> {
     Status::from_header_map(&headers)
 }
 
-/// Why a call was not answered with messages.
+/// Reason why a call was not answered with messages.
 #[derive(Debug, thiserror::Error)]
 pub enum CallError {
-    /// The address makes no URI.
+    /// The address is not a valid URI.
     #[error(transparent)]
     Address(#[from] http::uri::InvalidUriParts),
-    /// The connection broke before the answer.
+    /// The connection broke before the response.
     #[error(transparent)]
     Connection(#[from] hyper::Error),
-    /// The server said no.
+    /// The server refused the call.
     #[error("{} ({})", .0.message(), .0.code())]
     Refused(Box<Status>),
 }
 
-/// Opens a call of the method at `path` and waits for the head of the answer. Gives its metadata
-/// and its messages.
+/// Opens a call of the method at `path`, and waits for the head of the response. Returns the metadata and the
+/// messages of the response.
 ///
 /// # Errors
 /// See [`CallError`].

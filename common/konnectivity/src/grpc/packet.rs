@@ -1,5 +1,5 @@
-//! The bytes of one packet. Nearly all packets carry data, and those have one usual form, which is
-//! written and read here by hand; every other packet, and every unusual form, is prost's.
+//! The encoding of one packet. Nearly all packets carry data in one usual form, which is written and read
+//! here by hand; prost handles every other packet and every unusual form.
 
 use bytes::{BufMut, Bytes};
 use culvert_proto::{Packet, PacketType};
@@ -8,20 +8,20 @@ use prost::{DecodeError, Message as _};
 use super::PREFIX_BYTES;
 use crate::message::{ConnectId, Message};
 
-/// `Packet.type`, and its value in what follows.
+/// Tag of `Packet.type`; the next constant is its value for DATA.
 const TYPE: u8 = 0x08;
 const TYPE_DATA: u8 = PacketType::Data as u8;
-/// `Packet.data`.
+/// Tag of `Packet.data`.
 const DATA: u8 = 0x22;
-/// `Data.connectID`.
+/// Tag of `Data.connectID`.
 const DATA_CONNECT_ID: u8 = 0x08;
-/// `Data.data`.
+/// Tag of `Data.data`.
 const DATA_DATA: u8 = 0x1a;
 
-/// Reads a packet. A payload is a slice of it.
+/// Decodes a packet. A payload is a slice of `packet`.
 ///
 /// # Errors
-/// When it is none, as prost sees it.
+/// Fails if prost cannot decode the packet.
 pub fn decode(mut packet: Bytes) -> Result<Message, DecodeError> {
     if let Some((connection, len)) = usual_data(&packet) {
         let bytes = packet.split_off(packet.len() - len);
@@ -30,7 +30,7 @@ pub fn decode(mut packet: Bytes) -> Result<Message, DecodeError> {
     Packet::decode(packet).map(Message::from)
 }
 
-/// Appends a message's packet, behind the prefix that gRPC puts before it.
+/// Appends the packet of a message, after the gRPC prefix.
 pub fn encode(message: Message, out: &mut Vec<u8>) {
     if let Message::Data { connection, bytes } = &message {
         encode_data_head(*connection, bytes.len(), bytes.len(), out);
@@ -44,10 +44,10 @@ pub fn encode(message: Message, out: &mut Vec<u8>) {
     packet.encode_raw(out);
 }
 
-/// Appends what comes before the `len` bytes of a DATA packet, gRPC's prefix included. Makes room
-/// for `more` bytes behind it.
+/// Appends the gRPC prefix and the head of a DATA packet, for `len` data bytes that follow. Reserves room for
+/// `more` bytes.
 pub fn encode_data_head(connection: ConnectId, len: usize, more: usize, out: &mut Vec<u8>) {
-    // As on every proto3 wire, zero and empty are left out.
+    // proto3 omits a zero and an empty value.
     let id = connection.0.cast_unsigned();
     let id_len = if id == 0 { 0 } else { 1 + varint_len(id) };
     let bytes_len = match len {
@@ -70,7 +70,8 @@ pub fn encode_data_head(connection: ConnectId, len: usize, more: usize, out: &mu
     }
 }
 
-/// The connection of a DATA packet in its usual form, and how many bytes at its end are the data.
+/// Returns the connection of a DATA packet in the usual form, and the number of data bytes at the end of the
+/// packet.
 fn usual_data(packet: &[u8]) -> Option<(ConnectId, usize)> {
     let rest = packet.strip_prefix(&[TYPE, TYPE_DATA, DATA])?;
     let (len, rest) = varint(rest)?;
@@ -91,7 +92,8 @@ fn usual_data(packet: &[u8]) -> Option<(ConnectId, usize)> {
 
 fn put_prefix(len: usize, out: &mut Vec<u8>) {
     out.put_u8(0);
-    // Packets are far below 4 GiB: what is sent was received below the message limit.
+    // Cannot overflow: packets are far below 4 GiB, because each sent packet was received below the message
+    // limit.
     out.put_u32(u32::try_from(len).unwrap_or(u32::MAX));
 }
 
@@ -104,11 +106,11 @@ fn put_varint(mut value: u64, out: &mut Vec<u8>) {
 }
 
 const fn varint_len(value: u64) -> usize {
-    // Seven bits a byte, and one byte for zero.
+    // Seven bits per byte, and one byte for zero.
     (64 - (value | 1).leading_zeros() as usize).div_ceil(7)
 }
 
-/// A number and what follows it; `None` if it does not fit into 64 bits or is not all there.
+/// Returns a number and the bytes after the number, or `None` if the number is incomplete or exceeds 64 bits.
 fn varint(bytes: &[u8]) -> Option<(u64, &[u8])> {
     let mut value = 0;
     let mut rest = bytes;

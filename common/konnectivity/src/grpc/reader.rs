@@ -1,4 +1,4 @@
-//! Messages out of a body.
+//! The reader of messages from the body of a call.
 
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
@@ -12,31 +12,32 @@ use super::head::status_of;
 use super::{PREFIX_BYTES, packet};
 use crate::message::{MAX_MESSAGE_BYTES, Message};
 
-/// Reads the messages of one call.
+/// Reader of the messages of one call.
 ///
-/// A message that lies within one DATA frame is handed out as a slice of it. One that spans frames
-/// is gathered, in one buffer of its size. At most one frame is held beside that.
+/// A message within one DATA frame is a slice of that frame. A message that spans frames is gathered in one
+/// buffer of the message's size. Besides that buffer, the reader keeps at most one frame.
 #[derive(Debug)]
 pub struct Reader<B = Incoming> {
     body: B,
     ending: Ending,
-    /// What has not been looked at of the frame that was received last.
+    /// Unread rest of the last received frame.
     frame: Bytes,
-    /// The next message's length, once its prefix is read.
+    /// Length of the next message, in bytes; `None` before its prefix is read.
     wanted: Option<usize>,
-    /// The part of a prefix or of a message that earlier frames brought.
+    /// Part of a prefix or of a message, from earlier frames.
     gathered: BytesMut,
     ended: bool,
 }
 
-/// What a body's end means.
+/// Meaning of the end of a body.
 #[derive(Clone, Copy, Debug)]
 enum Ending {
-    /// The client has said all it wanted.
+    /// The client has sent everything.
     Request,
-    /// The trailers hold the call's status, or are missing and the HTTP status stands for it.
+    /// The trailers contain the status of the call. If the trailers are missing, the HTTP status determines
+    /// the status of the call.
     Response(StatusCode),
-    /// The status came with the head.
+    /// The head contained the status.
     Told,
 }
 
@@ -52,17 +53,17 @@ impl<B> Reader<B> {
         }
     }
 
-    /// Reads what a client sends.
+    /// Creates a reader for the request of a client.
     pub fn request(body: B) -> Self {
         Self::new(body, Ending::Request)
     }
 
-    /// Reads what a server answers, its HTTP status being `status`.
+    /// Creates a reader for the response of a server with the HTTP status `status`.
     pub fn response(body: B, status: StatusCode) -> Self {
         Self::new(body, Ending::Response(status))
     }
 
-    /// Reads the answer of a server whose head said that the call is over and went well.
+    /// Creates a reader for a response with a successful status in its head.
     pub(super) fn ended(body: B) -> Self {
         Self::new(body, Ending::Told)
     }
@@ -73,18 +74,18 @@ where
     B: Body<Data = Bytes> + Unpin,
     B::Error: Into<Box<dyn std::error::Error + Send + Sync>>,
 {
-    /// The next message; `None` at the end of the call, again on every further call. Cancel safe.
+    /// Returns the next message, or `None` at the end of the call and on every further call. Cancel safe.
     ///
     /// # Errors
-    /// The status that ends the call: the server's, or what is wrong with what was received.
+    /// Returns the status that ends the call: the server's status, or the error in the received bytes.
     pub async fn message(&mut self) -> Result<Option<Message>, Status> {
         std::future::poll_fn(|cx| self.poll_message(cx)).await
     }
 
-    /// As [`message`](Self::message), for poll-based callers.
+    /// Polls for the next message, as [`message`](Self::message) does.
     ///
     /// # Errors
-    /// As of `message`.
+    /// As for `message`.
     pub fn poll_message(&mut self, cx: &mut Context<'_>) -> Poll<Result<Option<Message>, Status>> {
         if self.ended {
             return Poll::Ready(Ok(None));
@@ -119,7 +120,7 @@ where
         }
     }
 
-    /// The next packet, if all of it is there. Leaves nothing in `frame` otherwise.
+    /// Returns the next packet if it is complete. Otherwise leaves nothing in `frame`.
     fn cut(&mut self) -> Result<Option<Bytes>, Status> {
         let len = match self.wanted {
             Some(len) => len,
@@ -139,7 +140,7 @@ where
         Ok(packet)
     }
 
-    /// The next `len` bytes, if all of them are there.
+    /// Returns the next `len` bytes if all of them have arrived.
     fn collect(&mut self, len: usize) -> Option<Bytes> {
         if self.gathered.is_empty() && self.frame.len() >= len {
             return Some(self.frame.split_to(len));
@@ -154,7 +155,7 @@ where
         (self.gathered.len() == len).then(|| std::mem::take(&mut self.gathered).freeze())
     }
 
-    /// The body is over.
+    /// Returns the result of the end of the body.
     fn end(&self, trailers: Option<&HeaderMap>) -> Result<Option<Message>, Status> {
         let status = trailers.and_then(status_of);
         let told = status.is_some();
@@ -170,13 +171,13 @@ where
         }
     }
 
-    /// The stream or its connection is no more.
+    /// Returns the result of a broken stream or connection.
     fn broken(
         &self,
         error: Box<dyn std::error::Error + Send + Sync>,
     ) -> Result<Option<Message>, Status> {
         let status = Status::from_error(error);
-        // A client that takes its call back has said all it wanted.
+        // A client that cancels its call has sent everything.
         if matches!(self.ending, Ending::Request) && status.code() == Code::Cancelled {
             return Ok(None);
         }
@@ -184,11 +185,11 @@ where
     }
 }
 
-/// Reads a message's prefix; the texts are tonic's.
+/// Parses the prefix of a message. The error texts are tonic's.
 fn length(mut prefix: Bytes) -> Result<usize, Status> {
     match prefix.try_get_u8() {
         Ok(0) => {}
-        // No call with an encoding is taken, so none was agreed on.
+        // Calls with an encoding are refused, so no encoding was agreed on.
         Ok(1) => {
             return Err(Status::internal(
                 "protocol error: received message with compressed-flag but no grpc-encoding was specified",
@@ -210,7 +211,7 @@ fn length(mut prefix: Bytes) -> Result<usize, Status> {
     Ok(len)
 }
 
-/// What stands for the status of a call that ended without one: gRPC's mapping of HTTP's codes.
+/// Returns the status of a call that ended without a status: the gRPC mapping of HTTP status codes.
 fn missing(http: StatusCode) -> Status {
     let code = match http {
         StatusCode::OK => {

@@ -20,7 +20,7 @@ use tonic::Status;
 use super::*;
 use crate::message::{ConnectId, Message};
 
-/// What a library would put on the wire for a message.
+/// Returns a message in the wire form that a library writes.
 fn framed(message: Message) -> Vec<u8> {
     let packet = Packet::from(message).encode_to_vec();
     let mut framed = vec![0];
@@ -36,7 +36,7 @@ fn data(connection: i64, len: usize) -> Message {
     }
 }
 
-/// A body of given frames.
+/// Body with the given frames.
 struct Frames(VecDeque<Result<Frame<Bytes>, Status>>);
 
 impl Frames {
@@ -71,7 +71,7 @@ impl Body for Frames {
     }
 }
 
-/// Messages in rounds: those of one round are ready together.
+/// Stream of messages in rounds: the messages of one round are ready together.
 struct Rounds(VecDeque<Option<Result<Message, Status>>>);
 
 impl Rounds {

@@ -16,7 +16,7 @@ fn open(pool: &Arc<Pool>) -> (Sender<&'static str>, Receiver<&'static str>) {
     inbox(BUDGET, pool)
 }
 
-/// Whether the connection is evicted by now.
+/// Returns true if the connection is evicted by now.
 async fn evicted<T>(receiver: &Receiver<T>) -> bool {
     let watch = receiver.watch();
     tokio::select! {
@@ -27,7 +27,7 @@ async fn evicted<T>(receiver: &Receiver<T>) -> bool {
 }
 
 #[tokio::test]
-async fn what_was_put_in_comes_out_in_order_and_every_byte_is_given_back() {
+async fn items_come_out_in_order_and_every_borrowed_byte_is_returned() {
     let pool = pool(100);
     let (tx, mut rx) = open(&pool);
     for (item, weight, used) in [("a", 6, 0), ("b", 6, 2), ("c", 50, 52), ("d", 1, 53)] {
@@ -45,7 +45,7 @@ async fn what_was_put_in_comes_out_in_order_and_every_byte_is_given_back() {
 }
 
 #[tokio::test]
-async fn a_dropped_receiver_gives_back_what_it_has_borrowed() {
+async fn a_dropped_receiver_returns_its_loan() {
     let pool = pool(100);
     let (tx, rx) = open(&pool);
     let (other, _other) = open(&pool);
@@ -60,7 +60,7 @@ async fn a_dropped_receiver_gives_back_what_it_has_borrowed() {
 }
 
 #[tokio::test]
-async fn a_waiting_receiver_hears_of_items_and_of_the_end() {
+async fn a_waiting_receiver_wakes_for_an_item_and_for_the_end() {
     let pool = pool(0);
     let (tx, mut rx) = open(&pool);
     let (heard, ()) = tokio::join!(rx.recv(), async { assert!(!tx.push("a", 1)) });
@@ -70,7 +70,7 @@ async fn a_waiting_receiver_hears_of_items_and_of_the_end() {
 }
 
 #[tokio::test]
-async fn the_largest_debtor_makes_room_for_the_innocent() {
+async fn the_largest_borrower_is_evicted_to_make_room() {
     let pool = pool(100);
     let (greedy, greedy_rx) = open(&pool);
     let (modest, modest_rx) = open(&pool);
@@ -82,7 +82,7 @@ async fn the_largest_debtor_makes_room_for_the_innocent() {
     assert!(evicted(&greedy_rx).await);
     assert!(!evicted(&modest_rx).await);
     assert!(!evicted(&innocent_rx).await);
-    // What still comes for an evicted one is dropped.
+    // Bytes for an evicted connection are dropped.
     let _ = greedy.push("more", 1);
     assert_eq!(pool.used(), 50);
     assert_eq!(innocent_rx.recv().await, Some("i"));
@@ -90,7 +90,7 @@ async fn the_largest_debtor_makes_room_for_the_innocent() {
 }
 
 #[tokio::test]
-async fn the_asker_is_evicted_if_it_would_be_the_largest_debtor() {
+async fn the_new_borrower_is_evicted_if_its_loan_would_be_the_largest() {
     let pool = pool(100);
     let (small, small_rx) = open(&pool);
     let (large, large_rx) = open(&pool);
@@ -103,7 +103,7 @@ async fn the_asker_is_evicted_if_it_would_be_the_largest_debtor() {
 }
 
 #[tokio::test]
-async fn as_many_are_evicted_as_it_takes_and_no_more() {
+async fn no_more_connections_are_evicted_than_necessary() {
     let pool = pool(100);
     let others: Vec<_> = (0..5).map(|_| open(&pool)).collect();
     for (tx, _) in &others {
@@ -130,14 +130,14 @@ async fn without_a_pool_the_budget_is_the_limit() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_receiver_that_takes_nothing_is_stalled_after_the_deadline() {
+async fn a_receiver_that_reads_nothing_is_stalled_after_the_deadline() {
     let pool = pool(100);
     let (tx, rx) = open(&pool);
     let watch = rx.watch();
     let started = Instant::now();
     let fill = async {
         sleep(WITHIN * 3).await;
-        // At its budget, not beyond it: that may last.
+        // At the budget, not over it: this may last.
         let _ = tx.push("a", BUDGET);
         sleep(WITHIN * 3).await;
         let _ = tx.push("b", 1);
@@ -148,14 +148,14 @@ async fn a_receiver_that_takes_nothing_is_stalled_after_the_deadline() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_slow_receiver_has_to_get_below_its_budget_in_time() {
+async fn a_slow_receiver_must_get_below_its_budget_in_time() {
     let pool = pool(100);
     let (tx, mut rx) = open(&pool);
     let watch = rx.watch();
     let started = Instant::now();
     let slow = async {
         for _ in 0..4 {
-            // Pauses begin the count anew.
+            // Each pause restarts the deadline.
             let _ = tx.push("a", BUDGET);
             let _ = tx.push("b", BUDGET);
             sleep(WITHIN * 2 / 3).await;
@@ -180,7 +180,7 @@ async fn a_slow_receiver_has_to_get_below_its_budget_in_time() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn after_the_last_byte_a_slow_receiver_may_take_its_time() {
+async fn a_slow_receiver_may_read_slowly_after_the_last_byte() {
     let pool = pool(100);
     let (tx, mut rx) = open(&pool);
     let watch = rx.watch();
@@ -205,7 +205,7 @@ async fn after_the_last_byte_a_slow_receiver_may_take_its_time() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_stall_counts_from_when_it_is_asked_for() {
+async fn a_stall_counts_from_the_call() {
     let pool = pool(100);
     let (tx, mut rx) = open(&pool);
     sleep(WITHIN * 5).await;
@@ -221,7 +221,7 @@ async fn a_stall_counts_from_when_it_is_asked_for() {
 }
 
 #[tokio::test]
-async fn small_chunks_do_not_pin_the_buffer_that_they_came_in() {
+async fn small_chunks_do_not_keep_their_receive_buffer_alive() {
     let buffer = Bytes::from(vec![7; 64 * 1024]);
     let (small, weight) = weighed(buffer.slice(..1));
     assert_ne!(small.as_ptr(), buffer.as_ptr());
@@ -231,7 +231,7 @@ async fn small_chunks_do_not_pin_the_buffer_that_they_came_in() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_slow_receiver_slows_the_reader_down_and_one_that_stands_still_does_not() {
+async fn a_slow_receiver_slows_the_reader_down_and_a_stalled_receiver_does_not() {
     const ITEMS: usize = 1000;
     let pool = pool(100);
     let (tx, mut rx) = open(&pool);

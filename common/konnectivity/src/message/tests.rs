@@ -42,7 +42,7 @@ pub(crate) fn message() -> impl Strategy<Value = Message> {
 
 proptest! {
     #[test]
-    fn a_message_survives_the_wire(message in message()) {
+    fn a_message_round_trips_through_the_wire_format(message in message()) {
         use prost::Message as _;
         let wire = Packet::from(message.clone()).encode_to_vec();
         let back = Message::from(Packet::decode(wire.as_slice()).unwrap());

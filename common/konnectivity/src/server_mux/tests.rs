@@ -47,7 +47,7 @@ fn a_dial_opens_carries_and_closes() {
         Effect::Closed("a", String::new())
     );
     assert_eq!(mux.counts(), (0, 0));
-    // Once the agent closed it there is nothing to tell it.
+    // The agent has already closed the connection, so no close is sent.
     assert_eq!(mux.close(ConnectId(1)), None);
 }
 
@@ -68,7 +68,7 @@ fn packets_that_cross_our_close_are_dropped_until_it_is_answered() {
 }
 
 #[test]
-fn a_late_answer_is_closed_but_never_takes_an_open_connection_with_it() {
+fn late_answer_is_closed_but_never_closes_an_open_connection() {
     let mut mux = Mux::default();
     mux.dial(DialId(5), "a").unwrap();
     assert_eq!(
@@ -101,7 +101,7 @@ fn an_id_in_use_fails_the_new_dial_only() {
 }
 
 #[test]
-fn an_ended_stream_hands_everything_back_once() {
+fn an_ended_stream_returns_every_handle_once() {
     let mut mux = Mux::default();
     mux.dial(DialId(1), 1).unwrap();
     mux.dial(DialId(2), 2).unwrap();
@@ -114,7 +114,7 @@ fn an_ended_stream_hands_everything_back_once() {
     assert_eq!(mux.counts(), (0, 0));
 }
 
-/// A sequence of what either side may do.
+/// One action of either side.
 #[derive(Clone, Debug)]
 enum Step {
     Dial(i64),
@@ -137,7 +137,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
 }
 
 proptest! {
-    /// Every dial has exactly one outcome, and bytes reach only the dial that was given the id.
+    /// Every dial has exactly one outcome, and bytes reach only the dial that received the id.
     #[test]
     fn no_sequence_crosses_connections(steps in steps()) {
         let mut mux = Mux::default();

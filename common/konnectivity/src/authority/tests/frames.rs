@@ -1,11 +1,11 @@
-//! Hand-made frames: what is replaced, what goes on unchanged, what is an error.
+//! Tests with hand-made frames: replaced values, unchanged bytes, and errors.
 
 use proptest::prelude::*;
 
 use super::*;
 
 #[test]
-fn the_huffman_form_of_the_name_is_right() {
+fn the_huffman_form_of_the_name_follows_the_rfc() {
     // RFC 7541, appendix B.
     let code = |symbol| match symbol {
         b':' => "1011100",
@@ -46,7 +46,7 @@ fn every_kind_of_literal_is_replaced() {
     }
 }
 
-/// A string whose length takes several bytes.
+/// Returns a string with a length of several bytes.
 fn long_string(len: usize) -> Vec<u8> {
     let rest = len - 127;
     let length = [127, 0x80 | (rest & 0x7f) as u8, (rest >> 7) as u8];
@@ -54,7 +54,7 @@ fn long_string(len: usize) -> Vec<u8> {
 }
 
 #[test]
-fn other_fields_stay() {
+fn other_fields_are_unchanged() {
     let block = [
         REQUEST,
         &[0x41 + 1], // incremental, :method
@@ -62,7 +62,7 @@ fn other_fields_stay() {
         &[0x40],
         &text(b":authorities"),
         &text(SOCKET),
-        &[0x0f, 0x2f], // without indexing, static name 62 - 1 + 1: the newest entry
+        &[0x0f, 0x2f], // without indexing, name of entry 62: the newest dynamic entry
         &text(SOCKET),
         &[0x81], // :authority with the static table's empty value
     ]
@@ -71,10 +71,10 @@ fn other_fields_stay() {
 }
 
 #[test]
-fn a_name_in_the_dynamic_table_is_known() {
+fn a_name_in_the_dynamic_table_is_recognized() {
     let other = [&[0x40][..], &text(b"name"), &text(b"value")].concat();
     let insert = [&[0x41][..], &text(SOCKET)].concat();
-    // With an authority and then `others` fields inserted, the authority is entry 62 + others.
+    // After the insertion of an authority and then `others` fields, the authority is entry 62 + others.
     for others in [0, 1, 40, 127] {
         let earlier = [insert.clone(), other.repeat(others)].concat();
         for (prefix, kind) in [(63u8, 0x40), (15, 0x00), (15, 0x10)] {
@@ -152,7 +152,7 @@ fn every_header_block_of_the_connection_is_rewritten() {
 }
 
 #[test]
-fn padding_goes_and_priority_stays() {
+fn padding_is_removed_and_priority_is_kept() {
     let fields = [REQUEST, &[0x41], &text(SOCKET)].concat();
     let expected = [REQUEST, &[0x41, 1, b'x']].concat();
     let priority = [0x80, 0, 0, 3, 200];
@@ -211,7 +211,7 @@ fn a_block_may_straddle_frames_anywhere() {
     for at in 0..=fields.len() {
         let (first, second) = fields.split_at(at);
         let frames = [
-            // The padding belongs to its frame alone.
+            // The padding belongs to this frame only.
             frame(HEADERS, FLAG_PADDED, 1, &[&[2], first, &[0; 2]].concat()),
             frame(CONTINUATION, 0, 1, &[]),
             frame(CONTINUATION, END_HEADERS, 1, second),
@@ -256,7 +256,7 @@ fn a_large_block_is_cut_into_legal_frames() {
 }
 
 #[test]
-fn what_is_malformed_ends_the_rewriting() {
+fn malformed_frames_end_the_rewriting() {
     let fields = [REQUEST, &[0x41], &text(SOCKET)].concat();
     let good = frame(HEADERS, END_HEADERS, 1, &fields);
     let blocks: [&[u8]; 7] = [
@@ -265,7 +265,7 @@ fn what_is_malformed_ends_the_rewriting() {
         &[0x41, 0x05, b'a'],                      // a value that ends early
         &[0x41, 0x7f, 0x80, 0x80, 0x80, 0x80, 0], // a length of six bytes
         &[0xff, 0xff],                            // an index that ends early
-        &[0xff, 0x40],                            // an index behind every table
+        &[0xff, 0x40],                            // an index beyond both tables
         &[0x7f, 0x7f, 0],                         // the same for a name
     ];
     for block in blocks {
@@ -298,7 +298,7 @@ fn what_is_malformed_ends_the_rewriting() {
 }
 
 #[test]
-fn the_end_of_the_connection_releases_what_was_held() {
+fn the_end_of_the_connection_releases_buffered_bytes() {
     let block = frame(HEADERS, 0, 1, &[REQUEST, &[0x41], &text(SOCKET)].concat());
     for frames in [
         block.clone(),
@@ -330,7 +330,7 @@ fn a_header_block_is_bounded() {
 }
 
 #[test]
-fn an_error_stays_and_holds_no_more() {
+fn an_error_repeats_and_buffers_no_more_bytes() {
     let mut rewriter = AuthorityRewriter::default();
     let mut output = BytesMut::new();
     rewriter.rewrite(&opening(), &mut output).unwrap();
@@ -362,18 +362,18 @@ fn anything_but_http2_goes_on_unchanged() {
 }
 
 #[test]
-fn payload_passes_where_it_lies() {
+fn payload_passes_in_place() {
     let mut rewriter = AuthorityRewriter::default();
     let data = frame(DATA, 0, 1, &vec![HEADERS; 40_000]);
     let input = [opening(), data.clone(), data].concat();
     for chunk in input.chunks(30_000) {
         assert_eq!(rewriter.pass(chunk), chunk.len());
     }
-    // Part of a frame head may be part of a header block, and waits.
+    // A part of a frame head may start a header block, so it waits.
     assert_eq!(rewriter.pass(&[0, 0, 1, HEADERS]), 0);
 }
 
-/// A connection with something of everything.
+/// Returns the bytes of a connection with every kind of frame.
 fn mixed() -> Vec<u8> {
     let fields = [REQUEST, &[0x41], &text(SOCKET)].concat();
     [
@@ -401,7 +401,7 @@ fn mixed() -> Vec<u8> {
 }
 
 #[test]
-fn the_cut_of_the_input_does_not_matter() {
+fn the_output_does_not_depend_on_the_read_sizes() {
     let input = mixed();
     let whole = rewrite_pieces([&input[..]]);
     assert_eq!(rewrite_pieces(input.chunks(1)), whole);
@@ -416,7 +416,7 @@ fn the_cut_of_the_input_does_not_matter() {
 
 proptest! {
     #[test]
-    fn any_bytes_are_survived(
+    fn no_input_causes_a_panic(
         mut tail in proptest::collection::vec(prop_oneof![any::<u8>(), 0u8..10], 0..600),
         change in any::<proptest::sample::Index>(),
         size in 1usize..40,

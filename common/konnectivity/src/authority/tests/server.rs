@@ -1,4 +1,4 @@
-//! The rewriter under a real HTTP/2 server.
+//! Tests of the rewriter in front of a real HTTP/2 server.
 
 use std::io::{self, IoSlice};
 use std::pin::Pin;
@@ -11,7 +11,7 @@ use tokio::io::{AsyncReadExt, AsyncWrite, AsyncWriteExt, DuplexStream, ReadBuf, 
 
 use super::*;
 
-/// What a request carries besides its authority.
+/// Request without its authority.
 #[derive(Debug, Clone, PartialEq)]
 struct Message {
     path: String,
@@ -20,7 +20,7 @@ struct Message {
     trailers: Option<HeaderMap>,
 }
 
-/// Serves until `count` requests have been seen whole; they come ordered by path.
+/// Serves until `count` requests have arrived completely. Returns the requests ordered by path.
 async fn serve(io: DuplexStream, count: usize) -> Vec<Message> {
     let mut connection = h2::server::handshake(AuthorityStream::new(io))
         .await
@@ -46,7 +46,7 @@ async fn serve(io: DuplexStream, count: usize) -> Vec<Message> {
             Some(message) = handlers.join_next() => seen.push(message.unwrap()),
         }
     }
-    // The answers go out; the client leaves when it has them all.
+    // The answers are sent; the client leaves once it has all of them.
     assert!(!matches!(connection.accept().await, Some(Ok(_))));
     seen.sort_by(|a, b| a.path.cmp(&b.path));
     seen
@@ -128,7 +128,7 @@ fn exchange() -> impl Strategy<Value = Vec<(String, Message)>> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
-    // The pipe has to hold the preface and SETTINGS: both ends write those before they read.
+    // The pipe must have room for the preface and SETTINGS: both ends write these bytes before they read.
     #[test]
     fn all_headers_arrive(exchange in exchange(), pipe in prop_oneof![64usize..200, Just(65_536)]) {
         let (authorities, messages): (Vec<_>, Vec<_>) = exchange.into_iter().unzip();
@@ -141,7 +141,7 @@ proptest! {
     }
 }
 
-/// A request whose block has `authority` behind its other fields.
+/// Returns a request with `authority` after the other fields of its header block.
 fn request(stream: u32, authority: &[u8]) -> Vec<u8> {
     frame(
         HEADERS,
@@ -158,10 +158,10 @@ async fn a_socket_path_is_accepted_in_every_form() {
         .map(|name| [name, text(SOCKET)].concat())
         .collect();
     authorities.extend([
-        // The newest entry of the table, and its name with another value.
+        // The newest entry of the table, and the name of that entry with another value.
         vec![0xbe],
         [&[0x0f, 62 - 15][..], &text(SOCKET)].concat(),
-        // The same behind a new entry; the second of these inserts the authority once more.
+        // The same two forms after another insertion; the second form inserts the authority again.
         [&[0xbe, 0x40][..], &text(b"name"), &text(b"value")].concat(),
         [&[0x7f, 63 - 63][..], &text(SOCKET)].concat(),
         vec![0xbe],
@@ -213,7 +213,7 @@ async fn an_endless_header_block_fails_the_read() {
 }
 
 #[tokio::test]
-async fn the_end_of_the_stream_is_the_end_and_loses_nothing() {
+async fn the_end_of_the_stream_loses_no_bytes() {
     let cut = request(1, &[&[0x41][..], &text(SOCKET)].concat());
     let input = [&opening()[..], &request(1, &[0x41, 1, b'a']), &cut[..20]].concat();
     let (mut client, server) = duplex(1 << 20);
@@ -228,7 +228,7 @@ async fn the_end_of_the_stream_is_the_end_and_loses_nothing() {
     assert_eq!(stream.ready.capacity() + stream.rewriter.held.capacity(), 0);
 }
 
-/// Counts what reaches it.
+/// Sink that records all writes.
 #[derive(Default)]
 struct Sink {
     vectored: usize,
@@ -272,7 +272,7 @@ impl AsyncWrite for Sink {
 }
 
 #[tokio::test]
-async fn writes_reach_the_socket_as_they_are() {
+async fn writes_reach_the_socket_unchanged() {
     let mut stream = AuthorityStream::new(Sink::default());
     assert!(stream.is_write_vectored());
     let parts = [IoSlice::new(b"head "), IoSlice::new(b"payload")];
@@ -288,7 +288,7 @@ async fn writes_reach_the_socket_as_they_are() {
     assert_eq!(AuthorityStream::new(plain).is_write_vectored(), vectored);
 }
 
-/// A reader that hands out everything it has at once and counts how often it is asked.
+/// Reader that returns as many bytes as fit, and counts the reads.
 struct Source {
     bytes: Bytes,
     reads: usize,

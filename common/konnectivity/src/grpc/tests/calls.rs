@@ -1,4 +1,4 @@
-//! Heads: what is taken for a call, and what a client makes of an answer.
+//! Tests of heads: requests that count as calls, and responses that a client accepts.
 
 use std::convert::Infallible;
 use std::future::ready;
@@ -19,7 +19,7 @@ use super::*;
 
 const PATH: &str = "/ProxyService/Proxy";
 
-/// Sends back what it gets, behind metadata.
+/// Service that returns the received messages, after metadata.
 struct Echo;
 
 struct Replies<B>(Reader<B>);
@@ -36,7 +36,7 @@ where
     }
 }
 
-/// Echo never waits before it answers.
+/// Returns the response of `Echo`, which never waits before its response.
 fn answered<B: Send>(request: Request<B>) -> Response<PacketBody<Replies<B>>>
 where
     Echo: Service<B, Replies = Replies<B>>,
@@ -65,7 +65,7 @@ where
     }
 }
 
-/// Serves one connection in a task of its own; gives its other end.
+/// Serves one connection in its own task, and returns the other end.
 fn served<F, B>(handle: F) -> DuplexStream
 where
     F: Fn(Request<Incoming>) -> Response<B> + Send + Sync + 'static,
@@ -110,7 +110,7 @@ fn said() -> Vec<Message> {
 }
 
 #[tokio::test]
-async fn both_ends_understand_each_other() {
+async fn our_client_calls_our_server() {
     let (metadata, mut reader) = called(answered, "me").await.unwrap();
     assert_eq!(metadata.get("you").unwrap(), "me");
     for expected in said() {
@@ -120,7 +120,7 @@ async fn both_ends_understand_each_other() {
 }
 
 #[tokio::test]
-async fn a_library_client_understands_us() {
+async fn a_tonic_client_calls_our_server() {
     let io = TokioIo::new(served(answered));
     let (sender, connection) =
         hyper::client::conn::http2::handshake::<_, _, tonic::body::Body>(TokioExecutor::new(), io)
@@ -166,7 +166,7 @@ async fn an_answer_in_a_foreign_encoding_is_refused() {
 }
 
 #[tokio::test]
-async fn an_answer_without_a_status_shows_its_http_status() {
+async fn an_answer_without_a_status_maps_its_http_status() {
     let handle = |_| Response::builder().status(503).body(String::new()).unwrap();
     let (_, mut reader) = called(handle, "me").await.unwrap();
     assert_eq!(
@@ -176,7 +176,7 @@ async fn an_answer_without_a_status_shows_its_http_status() {
 }
 
 #[tokio::test]
-async fn an_answer_may_be_its_head_alone() {
+async fn an_answer_may_consist_of_its_head_only() {
     let handle = |_| {
         let response = Response::builder().header("grpc-status", "0");
         response.body(String::new()).unwrap()
@@ -186,7 +186,7 @@ async fn an_answer_may_be_its_head_alone() {
 }
 
 #[test]
-fn what_is_no_call_is_refused_as_grpc_go_does() {
+fn invalid_calls_are_refused_as_in_grpc_go() {
     let post = || {
         let request = Request::post(PATH).header("who", "me");
         request.header("content-type", "application/grpc+proto")

@@ -1,4 +1,4 @@
-//! One packet's bytes, against prost.
+//! Tests of the encoding of one packet against prost.
 
 use culvert_proto::packet::Payload;
 use culvert_proto::{CloseRequest, Data};
@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::message::tests::message;
 
-/// What prost makes of a packet, or that it makes nothing of it.
+/// Returns the message that prost decodes, or `None` if prost fails.
 fn by_prost(packet: &[u8]) -> Option<Message> {
     Packet::decode(packet).ok().map(Message::from)
 }
@@ -16,7 +16,8 @@ fn by_us(packet: &[u8]) -> Option<Message> {
     decode(Bytes::copy_from_slice(packet)).ok()
 }
 
-/// A packet as no sender of ours writes it: with a type that disagrees, with an error beside data.
+/// Generates packets that our programs never send: with a payload that does not match the type, or with both
+/// an error and data.
 fn odd_packet() -> impl Strategy<Value = Packet> {
     let payload = prop_oneof![
         Just(None),
@@ -34,7 +35,7 @@ fn odd_packet() -> impl Strategy<Value = Packet> {
     (kind, payload).prop_map(|(r#type, payload)| Packet { r#type, payload })
 }
 
-/// Numbers of every length on the wire.
+/// Generates numbers of every length on the wire.
 fn connection() -> impl Strategy<Value = i64> {
     (0..64_u32, any::<i64>()).prop_map(|(shift, value)| value >> shift)
 }
@@ -43,14 +44,14 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(2000))]
 
     #[test]
-    fn what_is_written_is_what_prost_writes(message in message()) {
+    fn packets_are_written_as_prost_writes_them(message in message()) {
         let mut ours = Vec::new();
         encode(message.clone(), &mut ours);
         prop_assert_eq!(ours, framed(message));
     }
 
     #[test]
-    fn a_data_head_is_what_prost_writes_before_the_bytes(
+    fn a_data_head_equals_the_bytes_that_prost_writes_before_the_data(
         connection in connection(),
         len in prop_oneof![0..300_usize, Just(16_383), Just(16_384), Just(65_536)],
     ) {
@@ -74,7 +75,7 @@ proptest! {
     ) {
         let mut bytes = Packet::from(message).encode_to_vec();
         for (at, byte, kind) in damage {
-            // Nearly all that decides lies at the start.
+            // Nearly all decisions depend on the first bytes.
             let at = at.index(bytes.len().clamp(1, 20));
             match kind {
                 0 if at < bytes.len() => bytes[at] = byte,
@@ -96,14 +97,14 @@ fn unusual_forms_of_data_are_read_as_prost_reads_them() {
         // The connection twice, the data twice.
         &[0x08, 4, 0x22, 4, 0x08, 9, 0x08, 7],
         &[0x08, 4, 0x22, 6, 0x1a, 1, b'x', 0x1a, 1, b'y'],
-        // Numbers longer than they need to be.
+        // Numbers with superfluous bytes.
         &[0x08, 4, 0x22, 0x85, 0, 0x08, 9, 0x1a, 1, b'x'],
         &[0x08, 4, 0x22, 6, 0x08, 0x89, 0, 0x1a, 1, b'x'],
         // A number of more than 64 bits.
         &[
             0x08, 4, 0x22, 11, 0x08, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 2,
         ],
-        // A length beyond the end, and a tail behind the payload.
+        // A length beyond the end, and bytes after the payload.
         &[0x08, 4, 0x22, 5, 0x08, 9, 0x1a, 2, b'x'],
         &[0x08, 4, 0x22, 2, 0x08, 9, 0x48, 1],
     ];
@@ -117,7 +118,7 @@ fn the_bytes_of_a_packet_are_not_copied() {
     let packet = Bytes::from(Packet::from(data(4711, 100)).encode_to_vec());
     let end = packet.as_ptr_range().end;
     let Message::Data { bytes, .. } = decode(packet).unwrap() else {
-        panic!("no data");
+        panic!("expected a DATA message");
     };
     assert_eq!(bytes.as_ptr_range().end, end);
 }

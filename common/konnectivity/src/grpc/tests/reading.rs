@@ -1,4 +1,4 @@
-//! Messages out of frames, and how calls end.
+//! Tests of reading messages from frames, and of the ends of calls.
 
 use http::StatusCode;
 use proptest::prelude::*;
@@ -7,7 +7,7 @@ use tonic::Code;
 use super::*;
 use crate::message::MAX_MESSAGE_BYTES;
 
-/// All messages up to the end, and how it ended.
+/// Reads all messages to the end of the call. Returns the messages and the end.
 async fn read(mut reader: Reader<Frames>) -> (Vec<Message>, Result<(), Status>) {
     let mut messages = Vec::new();
     loop {
@@ -29,7 +29,7 @@ async fn refusal(frames: Frames) -> (Code, String) {
 
 proptest! {
     #[test]
-    fn messages_survive_any_cut_into_frames(
+    fn messages_are_read_from_frames_of_any_size(
         lens in prop::collection::vec(0..3000_usize, 0..8),
         cuts in prop::collection::vec(1..2000_usize, 0..40),
     ) {
@@ -54,14 +54,14 @@ async fn a_message_within_one_frame_is_a_slice_of_it() {
     let (messages, _) = read(Reader::request(Frames::new([wire.clone()]))).await;
     for message in messages {
         let Message::Data { bytes, .. } = message else {
-            panic!("no data");
+            panic!("expected a DATA message");
         };
         assert!(memory.contains(&bytes.as_ptr()));
     }
 }
 
 #[tokio::test]
-async fn a_message_beyond_the_limit_is_refused_before_it_comes() {
+async fn a_message_beyond_the_limit_is_refused_before_it_arrives() {
     let prefix = |len: usize| [&[0], &(len as u32).to_be_bytes()[..]].concat();
     let (code, text) = refusal(Frames::new([prefix(MAX_MESSAGE_BYTES + 1).into()])).await;
     assert_eq!(code, Code::OutOfRange);
@@ -134,7 +134,7 @@ async fn an_answer_without_a_status_is_an_error() {
 }
 
 #[tokio::test]
-async fn a_request_that_is_taken_back_has_ended_and_one_that_breaks_has_not() {
+async fn a_cancelled_request_has_ended_and_a_broken_request_fails() {
     let frames = || Frames::new([framed(data(1, 3)).into()]);
     let taken_back = frames().broken(Status::cancelled(""));
     let (messages, end) = read(Reader::request(taken_back)).await;

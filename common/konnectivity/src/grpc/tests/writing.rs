@@ -1,4 +1,4 @@
-//! Messages into frames.
+//! Tests of writing messages as frames.
 
 use std::io::IoSlice;
 
@@ -9,7 +9,7 @@ use tonic::Code;
 
 use super::*;
 
-/// The bytes of each DATA frame, and the trailers.
+/// Returns the bytes of each DATA frame, and the trailers.
 async fn write(mut body: PacketBody<Rounds>) -> (Vec<Vec<u8>>, Option<HeaderMap>) {
     let mut frames = Vec::new();
     while let Some(frame) = body.frame().await {
@@ -44,7 +44,7 @@ async fn small_messages_that_are_ready_together_share_a_frame() {
 }
 
 #[tokio::test]
-async fn a_flood_of_small_messages_is_cut_into_frames() {
+async fn many_small_messages_are_split_into_frames() {
     let flood: Vec<_> = (0..10_000).map(|id| data(id, 1)).collect();
     let (frames, _) = write(PacketBody::request(Rounds::new([flood.clone()]))).await;
     assert!(frames.iter().all(|frame| frame.len() < 33_000));
@@ -56,7 +56,7 @@ async fn a_flood_of_small_messages_is_cut_into_frames() {
 async fn a_large_payload_is_not_copied() {
     let large = data(2, 60_000);
     let Message::Data { bytes, .. } = &large else {
-        panic!("no data");
+        panic!("expected a DATA message");
     };
     let rounds = Rounds::new([vec![data(1, 3), large.clone(), data(3, 3)]]);
     let mut body = PacketBody::request(rounds);
@@ -74,7 +74,7 @@ async fn a_large_payload_is_not_copied() {
 }
 
 #[tokio::test]
-async fn a_failure_comes_behind_what_was_said_before() {
+async fn a_failure_is_sent_after_the_earlier_messages() {
     let mut rounds = Rounds::new([vec![data(1, 3)]]);
     rounds.0.pop_back();
     let failure = Status::out_of_range("too much");
@@ -95,9 +95,9 @@ async fn a_request_ends_without_trailers() {
 }
 
 proptest! {
-    /// HTTP/2 takes a piece in parts, as its windows allow.
+    /// HTTP/2 reads a piece in parts, as its windows allow.
     #[test]
-    fn a_piece_may_be_taken_in_any_steps(
+    fn a_piece_may_be_read_in_steps_of_any_size(
         lens in prop::collection::vec(0..9000_usize, 1..4),
         steps in prop::collection::vec(1..4000_usize, 1..30),
     ) {
