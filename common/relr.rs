@@ -1,8 +1,10 @@
-//! The build script of the server's and the agent's programs: has the linker pack the relocations of
-//! position-independent code. 24 bytes each become about one bit, and a start reads half a MiB less.
+//! The build script of the server's and the agent's programs.
 //!
-//! glibc loads such programs since 2.36 (2022). The option is left out where the machine that builds
-//! has an older one, or builds for another; GNU's linker warns of it before 2.38, and ignores it.
+//! The script makes the linker pack the relocations of position-independent code. A packed relocation takes
+//! about one bit instead of 24 bytes, and a program reads half a MiB less at startup.
+//!
+//! glibc loads such programs since version 2.36 (2022). The script omits the option if the build machine has
+//! an older glibc or compiles for another target. GNU ld before 2.38 warns about the option and ignores it.
 
 use std::env::var;
 use std::process::Command;
@@ -15,7 +17,7 @@ fn main() {
     }
 }
 
-/// The machine's own version of glibc, if it has that.
+/// Returns the glibc version of the build machine; `None` if `getconf` does not report a glibc version.
 fn glibc() -> Option<(u32, u32)> {
     let output = Command::new("getconf")
         .arg("GNU_LIBC_VERSION")

@@ -1,11 +1,12 @@
 //! The plain HTTP listener for health, metrics and admin paths.
 //!
-//! [`bind`] gives a listener, [`Routes`] says what there is to see, [`serve`] runs both until
-//! shutdown. No TLS and no authentication, as upstream: probes and scrapers expect that. So the
-//! listener is frugal instead: heads are bounded in size and time, connections in number and age.
+//! [`bind`] opens a TCP listener, [`Routes`] maps paths to handlers, and [`serve`] runs both until shutdown.
+//! As upstream, the TCP listener has neither TLS nor authentication, because probes and scrapers expect plain
+//! HTTP. The listener limits its cost instead: request heads are bounded in size and time, connections in
+//! number and age.
 //!
-//! What changes something is for a [`Door`] that knows who asks: a Unix socket for this process's own
-//! user, or mutual TLS.
+//! Paths that change state belong on a [`Door`] that authenticates its clients: a Unix socket for the
+//! process's own user, or mutual TLS.
 
 mod door;
 mod listener;
@@ -36,47 +37,47 @@ pub use door::{Door, Secret, UnixDoor};
 pub use listener::{BindError, bind};
 pub use pages::{Check, METRICS_TYPE};
 
-/// Most connections at once. Further ones wait in the kernel's queue.
+/// Maximum number of open connections. Further connections wait in the kernel's queue.
 const MAX_CONNECTIONS: usize = 256;
 
-/// How long a request's head may take (upstream's `ReadHeaderTimeout`).
+/// Time limit for a request head (upstream's `ReadHeaderTimeout`).
 const HEADER_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Longest head of a request, in bytes. Upstream allows 1 MiB, which nobody needs here and 256
-/// connections should not cost.
+/// Maximum size of a request head, in bytes. Upstream allows 1 MiB; no client needs so much, and 1 MiB for
+/// each of 256 connections would cost too much memory.
 const MAX_HEAD_BYTES: usize = 64 << 10;
 
-/// Longest body of a request, in bytes.
+/// Maximum size of a request body, in bytes.
 const MAX_BODY_BYTES: usize = 64 << 10;
 
-/// How long a request's body may take.
+/// Time limit for a request body.
 const BODY_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// After this time a connection is asked to end, so that idle ones can not fill the listener.
-/// Scrapers that keep their connection open notice nothing but a new connection now and then.
+/// Maximum age of a connection. The server closes older connections gracefully, so that idle connections
+/// cannot fill the listener. A scraper that keeps its connection open only has to reconnect now and then.
 const MAX_AGE: Duration = Duration::from_secs(600);
 
-/// How long a connection may take to end after it was asked to.
+/// Time limit for the graceful close of a connection.
 const GRACE: Duration = Duration::from_secs(5);
 
-/// Pause after a failed accept, such as for want of file descriptors.
+/// Pause after a failed accept, for example when the process is out of file descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 type BoxFuture<T> = Pin<Box<dyn Future<Output = T> + Send>>;
 type Handler = Box<dyn Fn(Ask) -> BoxFuture<Reply> + Send + Sync>;
 
-/// What a handler may know of a request.
+/// Parts of a request that a handler can read.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Ask {
-    /// The query string, without the question mark; empty if there is none.
+    /// Query string without the question mark; empty if missing.
     pub query: String,
-    /// The `Host` header; empty if there is none.
+    /// `Host` header; empty if missing.
     pub host: String,
-    /// The body of an action's request.
+    /// Request body of an action; empty for other paths.
     pub body: Bytes,
 }
 
-/// What a handler answers.
+/// Response of a handler.
 #[derive(Clone, Debug)]
 pub struct Reply {
     status: StatusCode,
@@ -90,7 +91,7 @@ pub struct Routes {
     handlers: HashMap<&'static str, (Verb, Handler)>,
 }
 
-/// What may be asked of a path.
+/// HTTP methods that a path accepts.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Verb {
     /// GET and HEAD.
@@ -102,7 +103,7 @@ enum Verb {
 // === impl Ask ===
 
 impl Ask {
-    /// Whether the query has the parameter `name`, with or without a value.
+    /// Returns true if the query has the parameter `name`, with or without a value.
     pub fn has(&self, name: &str) -> bool {
         self.query
             .split('&')
@@ -113,7 +114,7 @@ impl Ask {
 // === impl Reply ===
 
 impl Reply {
-    /// A reply of any kind.
+    /// Creates a reply with any status, content type and body.
     pub fn new(status: StatusCode, content_type: &'static str, body: impl Into<Bytes>) -> Self {
         Self {
             status,
@@ -122,12 +123,12 @@ impl Reply {
         }
     }
 
-    /// A reply in plain text.
+    /// Creates a reply in plain text.
     pub fn text(status: StatusCode, body: impl Into<Bytes>) -> Self {
         Self::new(status, "text/plain; charset=utf-8", body)
     }
 
-    /// The same reply with one more header.
+    /// Adds a header.
     #[must_use]
     pub fn with(mut self, name: HeaderName, value: HeaderValue) -> Self {
         self.headers.push((name, value));
@@ -145,13 +146,13 @@ impl Reply {
 // === impl Routes ===
 
 impl Routes {
-    /// No paths: everything is 404.
+    /// Creates routes without paths; every request gets 404.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Adds a path, which must match exactly. GET and HEAD reach the handler, other methods get 405.
-    /// A path that was there before is replaced.
+    /// Adds a path, or replaces the handler of an existing path. Requests must match the path exactly. GET
+    /// and HEAD requests reach the handler; other methods get 405.
     #[must_use]
     pub fn route<F, R>(self, path: &'static str, handler: F) -> Self
     where
@@ -161,7 +162,8 @@ impl Routes {
         self.add(Verb::Show, path, handler)
     }
 
-    /// Adds a path that changes something: POST reaches the handler, with a body of 64 KiB at most.
+    /// Adds a path that changes state. POST requests reach the handler, with a body of at most 64 KiB; other
+    /// methods get 405.
     #[must_use]
     pub fn action<F, R>(self, path: &'static str, handler: F) -> Self
     where
@@ -183,7 +185,7 @@ impl Routes {
 
     async fn answer(&self, request: Request<Incoming>) -> Reply {
         let Some((verb, handler)) = self.handlers.get(request.uri().path()) else {
-            // Go's text.
+            // Go sends the same body.
             return Reply::text(StatusCode::NOT_FOUND, "404 page not found\n");
         };
         let allowed = match verb {
@@ -240,15 +242,15 @@ impl fmt::Debug for Routes {
     }
 }
 
-/// Serves `routes` at a door until `shutdown`; then requests in flight have 5 s to end.
-/// Returns when all connections are closed.
+/// Serves `routes` on a listener until `shutdown`, then allows 5 s for requests in flight. Returns when all
+/// connections are closed.
 pub async fn serve(door: impl Into<Door>, routes: Routes, shutdown: CancellationToken) {
     let door = door.into();
     let routes = Arc::new(routes);
     let permits = Arc::new(Semaphore::new(MAX_CONNECTIONS));
     let connections = TaskTracker::new();
     let accept = async {
-        // The semaphore is never closed, so this loop has no end of its own.
+        // The semaphore is never closed, so only cancellation ends this loop.
         while let Ok(permit) = Arc::clone(&permits).acquire_owned().await {
             match door.accept().await {
                 Ok(guest) => {
@@ -274,7 +276,7 @@ pub async fn serve(door: impl Into<Door>, routes: Routes, shutdown: Cancellation
     connections.wait().await;
 }
 
-/// One connection, from its first byte to its end.
+/// Serves one connection until the connection ends.
 async fn converse<S>(stream: S, routes: Arc<Routes>, shutdown: CancellationToken)
 where
     S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
@@ -298,7 +300,7 @@ where
         Some(outcome) => outcome,
         None => {
             connection.as_mut().graceful_shutdown();
-            // A peer that does not read its answer is left.
+            // Drop a peer that does not read its response in time.
             let ended = tokio::time::timeout(GRACE, connection).await;
             ended.unwrap_or(Ok(()))
         }

@@ -1,16 +1,18 @@
-//! Command lines as the stock programs read them: pflag's values, cobra's outcomes, klog's flag group.
+//! The command line, compatible with the stock programs: pflag's value syntax, cobra's exit codes and klog's
+//! flag group.
 //!
-//! Operators switch a container image and keep its arguments, so whatever pflag accepts is accepted here, what it
-//! refuses is refused with the same exit code, and texts that scripts or people may know are kept.
+//! Operators replace a container image and keep its arguments. These modules therefore accept every argument
+//! that pflag accepts, refuse other arguments with the same exit code, and keep the texts that scripts or
+//! people may know.
 //!
-//! | module | what it holds |
+//! | module | contents |
 //! |---|---|
 //! | [`mod@parse`] | runs a clap command the way pflag and cobra would |
 //! | [`values`] | bools, integers, durations and string lists in Go's syntax |
 //! | [`address`] | host and port of a listener |
 //! | [`klog`] | the logging flags |
 //! | [`labels`] | Kubernetes labels and label selectors |
-//! | [`problems`] | collects everything that is wrong with a command line |
+//! | [`problems`] | collects all errors and warnings about a command line |
 
 pub mod address;
 pub mod klog;

@@ -1,5 +1,5 @@
-//! Sockets: listeners, dialing with Go-shaped errors, the CONNECT request head, outbound proxies,
-//! reading ahead, options, pacing, peers that are gone.
+//! Sockets: listeners, dialing with Go's error texts, the CONNECT request head, outbound proxies, read-ahead,
+//! socket options, pacing, and detection of dead peers.
 
 pub mod connect;
 pub mod dial;

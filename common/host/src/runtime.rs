@@ -1,4 +1,4 @@
-//! What both programs run on: start-up, tracked tasks, signals, the process's limits.
+//! The runtime of the programs: startup, tracked tasks, signals and process limits.
 
 pub mod shards;
 
@@ -13,12 +13,12 @@ use tracing::{error, info, warn};
 
 use crate::telemetry::logging::{self, LogConfig};
 
-/// glibc's allocator maps, faults in and gives back the buffers of bulk again and again, which
-/// costs more than their encryption (docs/tuning.md).
+/// The memory allocator. glibc's allocator maps, faults in and returns the buffers of bulk transfers again
+/// and again, which costs more than encrypting them (docs/tuning.md).
 #[global_allocator]
 static ALLOCATOR: tikv_jemallocator::Jemalloc = tikv_jemallocator::Jemalloc;
 
-/// Runs hyper's per-stream work on tracked tasks, so that a shutdown can await all of it.
+/// Executor that runs hyper's per-stream work on tracked tasks, so that a shutdown can wait for all tasks.
 #[derive(Clone, Debug)]
 pub struct TrackedExecutor(pub TaskTracker);
 
@@ -32,17 +32,17 @@ where
     }
 }
 
-/// SIGINT and SIGTERM, in the order in which they arrive.
+/// SIGINT and SIGTERM, in order of arrival.
 pub struct Signals {
     interrupt: Signal,
     terminate: Signal,
 }
 
 impl Signals {
-    /// Takes both signals over from their default action.
+    /// Replaces the default action of both signals.
     ///
     /// # Errors
-    /// When the runtime can not install a handler.
+    /// Fails if the runtime cannot install a handler.
     pub fn new() -> io::Result<Self> {
         Ok(Self {
             interrupt: signal(SignalKind::interrupt())?,
@@ -50,7 +50,7 @@ impl Signals {
         })
     }
 
-    /// The next signal's name.
+    /// Waits for the next signal and returns its name.
     pub async fn recv(&mut self) -> &'static str {
         tokio::select! {
             _ = self.interrupt.recv() => "SIGINT",
@@ -58,11 +58,11 @@ impl Signals {
         }
     }
 
-    /// Runs a program until it ends: by itself, or because the first signal cancels `shutdown`. The
-    /// logs call that `stop`, such as "drain".
+    /// Runs a program until it ends. The first signal cancels `shutdown`. `stop` is the word for the shutdown
+    /// in log lines, such as "drain".
     ///
     /// # Errors
-    /// When a second signal cuts the stop short.
+    /// Fails if a second signal arrives before the program has ended.
     pub async fn run(
         mut self,
         stop: &'static str,
@@ -82,7 +82,7 @@ impl Signals {
     }
 }
 
-/// A second signal came before the stop was over.
+/// Error of a second signal during the shutdown.
 #[derive(Debug, thiserror::Error)]
 #[error("{signal} during the {stop}")]
 pub struct CutShort {
@@ -90,29 +90,29 @@ pub struct CutShort {
     stop: &'static str,
 }
 
-/// Raises the soft limit of open files to the hard one, as the Go runtime does at start: every
-/// tunnelled connection costs a descriptor.
+/// Raises the soft limit of open files to the hard limit, as the Go runtime does at startup, because every
+/// tunnelled connection needs a descriptor.
 pub fn raise_open_file_limit() {
     use rustix::process::{Resource, getrlimit, setrlimit};
     let mut limit = getrlimit(Resource::Nofile);
     if limit.current != limit.maximum {
         limit.current = limit.maximum;
         if let Err(error) = setrlimit(Resource::Nofile, limit) {
-            warn!(%error, "cannot raise the limit of open files");
+            warn!(%error, "cannot raise the open file limit");
         }
     }
 }
 
-/// Runs a program from parsed flags to its exit code: sets up logging, tells what is in effect
-/// and what to mind, raises the process's limits, and runs `serve` on a runtime. Exit code 1 says
-/// that it could not start or did not end in order.
+/// Runs a program from parsed flags to its exit code: sets up logging, logs the options in effect and the
+/// warnings, raises the open file limit, and runs `serve` on a runtime. Exit code 1 means that the program
+/// could not start or did not end cleanly.
 pub fn run<F, E>(program: &str, setup: &Setup<'_>, serve: F) -> ExitCode
 where
     F: Future<Output = Result<(), E>>,
     E: fmt::Display,
 {
     if let Err(error) = logging::init(setup.logging, program) {
-        // There is no log to say it in.
+        // Logging does not work here.
         let _ = writeln!(io::stderr(), "error: {error}");
         return ExitCode::FAILURE;
     }
@@ -134,7 +134,7 @@ where
         }
     };
     let ended = runtime.block_on(serve);
-    // A name lookup that hangs in the system's resolver must not hold up the exit.
+    // A name lookup that hangs in the system's resolver must not delay the exit.
     runtime.shutdown_background();
     match ended {
         Ok(()) => ExitCode::SUCCESS,
@@ -145,12 +145,12 @@ where
     }
 }
 
-/// What [`run`] needs of a program's configuration.
+/// Configuration of a program for [`run`].
 pub struct Setup<'a> {
-    /// Where log lines go.
+    /// Logging configuration.
     pub logging: &'a LogConfig,
-    /// Every option in effect, one line each.
+    /// All options in effect, one line each.
     pub options: Vec<String>,
-    /// What the operator should mind, one line each.
+    /// Warnings for the operator, one line each.
     pub warnings: &'a [String],
 }

@@ -1,4 +1,4 @@
-//! Logging in klog's form and the metrics registry.
+//! Logging in klog's format, and the metrics registry.
 
 pub mod logging;
 pub mod metrics;

@@ -1,13 +1,11 @@
-//! Identities, trust and cipher suites: everything that turns files and flags into rustls
-//! configurations.
+//! Identities, trust and cipher suites: the conversion of files and flags into rustls configurations.
 //!
-//! The crypto provider is passed explicitly, so no process-wide default has to be installed.
-//! Configurations come as `Arc`s: whoever holds one may replace it while connections made from the
-//! old one live on.
+//! The crypto provider is passed explicitly, so no process-wide default has to be installed. A configuration
+//! is an `Arc`: its owner can replace the configuration while connections made from the old one continue.
 //!
-//! Differences from Go that an operator can meet are handled or at least explained: X.509 v1
-//! certificates work as our own identity ([`Identity`]), and [`explain()`] says in plain words why a
-//! handshake failed and what to do.
+//! Differences from Go that an operator may notice are handled or at least explained. X.509 v1 certificates
+//! work as our own identity ([`Identity`]), and [`explain()`] describes the cause of a failed handshake and
+//! the remedy.
 
 mod explain;
 mod identity;
@@ -27,10 +25,10 @@ pub use identity::Identity;
 pub use suites::{SuiteSupport, go_suite};
 pub use trust::TrustBundle;
 
-/// Largest PEM file that is read, in bytes. The system's whole CA bundle has about 220 KiB.
+/// Maximum size of a PEM file, in bytes. The system's whole CA bundle has about 220 KiB.
 const MAX_PEM_BYTES: u64 = 4 << 20;
 
-/// The oldest TLS version that is spoken. rustls has none below 1.2.
+/// Oldest allowed TLS version. rustls supports no version below 1.2.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum MinVersion {
     /// TLS 1.2 and 1.3; upstream's default.
@@ -41,7 +39,7 @@ pub enum MinVersion {
 }
 
 impl MinVersion {
-    /// Go's name, as flags spell it.
+    /// Returns Go's name, as in flags.
     pub fn name(self) -> &'static str {
         match self {
             Self::Tls12 => "VersionTLS12",
@@ -50,21 +48,22 @@ impl MinVersion {
     }
 }
 
-/// What flags say about TLS.
+/// TLS settings from flags.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct TlsOptions {
-    /// The oldest version spoken.
+    /// Oldest allowed TLS version.
     pub min_version: MinVersion,
-    /// Cipher suites for TLS 1.2 by their Go names; empty means all that we have. The suites of
-    /// TLS 1.3 are always on, as in Go.
+    /// Cipher suites for TLS 1.2 by their Go names; empty means all supported suites. The suites of TLS 1.3
+    /// are always enabled, as in Go.
     pub cipher_suites: Vec<String>,
 }
 
-/// What a connection's TLS may encrypt ahead of its socket. rustls's own bound of 64 KiB is less
-/// than one frame of the tunnel with its header: the rest would travel as a segment of its own.
+/// Maximum number of bytes that TLS may encrypt ahead of a connection's socket. rustls's default of 64 KiB is
+/// less than one frame of the tunnel with its header, and the rest of the frame would travel in its own
+/// segment.
 pub const BUFFER_BYTES: usize = 256 * 1024;
 
-/// Why TLS material can not be used. The texts name the file and say what to do.
+/// Error of unusable TLS files or settings. The texts name the file and the remedy.
 #[derive(Debug, thiserror::Error)]
 pub enum TlsError {
     /// A file could not be read.
@@ -72,78 +71,78 @@ pub enum TlsError {
         "cannot read {path}: {reason}; check that the file exists, is mounted, and may be read by this process"
     )]
     Read {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// The system's error.
+        /// Error from the operating system.
         reason: std::io::Error,
     },
-    /// A file is larger than any PEM file should be.
+    /// A file is too large for a PEM file.
     #[error("{path} is larger than {MAX_PEM_BYTES} bytes; is it a PEM file?")]
     TooLarge {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
     },
-    /// A file holds no certificate.
+    /// A file contains no certificate.
     #[error(
         "{path} holds no certificate; it must be a PEM file with a `-----BEGIN CERTIFICATE-----` block (for DER, convert it with `openssl x509 -inform der`)"
     )]
     NoCertificate {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
     },
-    /// A certificate in a file does not parse.
-    #[error("{path} holds a malformed certificate: {reason}; write the file anew")]
+    /// A certificate in a file cannot be parsed.
+    #[error("{path} holds a malformed certificate: {reason}; replace the file")]
     MalformedCertificate {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// The parser's complaint.
+        /// Error from the parser.
         reason: String,
     },
-    /// A file holds no private key.
+    /// A file contains no private key.
     #[error(
         "{path} holds no private key; it must be a PEM file with a `PRIVATE KEY` (PKCS#8), `RSA PRIVATE KEY` (PKCS#1) or `EC PRIVATE KEY` (SEC1) block (decrypt an encrypted key with `openssl pkey`)"
     )]
     NoKey {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
     },
-    /// A private key does not parse, or its kind is not supported.
+    /// A private key cannot be parsed, or its type is not supported.
     #[error(
         "{path} holds an unusable private key: {reason}; RSA from 2048 bits, ECDSA P-256, P-384, P-521 and Ed25519 are supported"
     )]
     BadKey {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// The parser's complaint.
+        /// Error from the parser.
         reason: String,
     },
-    /// The private key is not that of the certificate.
+    /// The private key does not belong to the certificate.
     #[error(
-        "the private key in {key} does not belong to the certificate in {cert}; check that both files come from the same issue"
+        "the private key in {key} does not belong to the certificate in {cert}; check that both files were issued together"
     )]
     KeyMismatch {
-        /// The certificate's file.
+        /// Path of the certificate file.
         cert: PathBuf,
-        /// The key's file.
+        /// Path of the key file.
         key: PathBuf,
     },
-    /// A CA bundle can not be used; the text begins as upstream's.
+    /// A CA bundle cannot be used. The text begins like upstream's.
     #[error("failed to load CA cert: {0}")]
     Ca(Box<TlsError>),
-    /// A cipher suite's name is none that Go knows.
+    /// A cipher suite name that Go does not know.
     #[error("cipher suite {0} not supported, doesn't exist or considered as insecure")]
     UnknownSuite(String),
-    /// rustls refused the combination.
+    /// rustls refused the combination of settings.
     #[error("TLS settings cannot be used: {0}")]
     Settings(String),
 }
 
-/// The configuration of a TLS listener. With `client_ca` every client must present a certificate
-/// that chains to it. `alpn` in order of preference; empty negotiates none.
+/// Creates the configuration of a TLS listener. With `client_ca`, every client must present a certificate
+/// that chains to this CA. `alpn` is in order of preference; an empty list disables ALPN.
 ///
 /// # Errors
 ///
-/// Unknown cipher suites.
+/// Fails for an unknown cipher suite, or if rustls refuses the settings.
 pub fn server_config(
     identity: &Identity,
     client_ca: Option<&TrustBundle>,
@@ -169,12 +168,13 @@ pub fn server_config(
     Ok(Arc::new(config))
 }
 
-/// The configuration of a TLS client that verifies servers by `trust` and presents `identity` when
-/// asked. `alpn` in order of preference; empty offers none.
+/// Creates the configuration of a TLS client. The client verifies servers with `trust`, and presents
+/// `identity` if the server requests a certificate. `alpn` is in order of preference; an empty list disables
+/// ALPN.
 ///
 /// # Errors
 ///
-/// Unknown cipher suites.
+/// Fails for an unknown cipher suite, or if rustls refuses the settings.
 pub fn client_config(
     trust: &TrustBundle,
     identity: Option<&Identity>,
@@ -197,7 +197,8 @@ pub fn client_config(
     Ok(Arc::new(config))
 }
 
-/// The versions to speak: 1.2 only if it is wanted and a suite is left for it.
+/// Returns the TLS versions to use. TLS 1.2 is included only if the options allow it and a suite for it is
+/// enabled.
 fn versions(
     options: &TlsOptions,
     provider: &rustls::crypto::CryptoProvider,
@@ -216,7 +217,7 @@ fn settings(error: impl std::fmt::Display) -> TlsError {
     TlsError::Settings(error.to_string())
 }
 
-/// Reads a PEM file whole.
+/// Reads a whole PEM file.
 fn read_pem(path: &Path) -> Result<Vec<u8>, TlsError> {
     use std::io::Read;
 

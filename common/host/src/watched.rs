@@ -1,54 +1,54 @@
-//! A small file that is followed as it changes. Kubernetes replaces a mounted ConfigMap by turning
-//! a link, editors write in place: both are noticed, and half of a text is never taken.
+//! A small file, followed for changes. Kubernetes replaces a mounted ConfigMap by changing a symbolic link;
+//! editors write in place. Both changes are noticed, and a partly written text is never used.
 
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
-/// How long after its last change a file is read whatever its time stamp says: two changes within
-/// one tick of the file system's clock have the same.
+/// Time after the last change during which a file is read even if its time stamp is unchanged: two changes
+/// within one tick of the file system's clock have the same time stamp.
 const SETTLED: Duration = Duration::from_secs(2);
 
-/// What a file may be.
+/// Limits of a watched file.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// The largest, in bytes.
+    /// Largest size, in bytes.
     pub max_bytes: u64,
-    /// Advice for an empty one, which is more likely about to be written than meant.
+    /// Advice for an empty file. An empty file is an error, because more text is probably about to follow.
     pub if_empty: &'static str,
 }
 
-/// A file that is followed.
+/// A file followed for changes.
 pub struct Watched {
     path: PathBuf,
     limits: Limits,
-    /// What was read last, good or bad.
+    /// Text in effect, valid or not.
     text: String,
-    /// What was read once and does not count yet: it may be half of what is being written.
+    /// New text seen once. Not yet in effect, because the file may be partly written.
     candidate: Option<String>,
-    /// The file that was read last, as the file system has it.
+    /// State of the file at the last read.
     stamp: Option<Stamp>,
-    /// Why the file could not be read at the last look.
+    /// Reason why the file could not be read at the last check; `None` after a success.
     unreadable: Option<String>,
 }
 
-/// What one look has shown.
+/// Result of one check.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Look {
-    /// Nothing that counts already.
+    /// No change, or no change in effect yet.
     Same,
-    /// Another text, see [`Watched::text`].
+    /// The text has changed, see [`Watched::text`].
     Changed,
-    /// The file can not be read.
+    /// The file cannot be read.
     Unreadable {
-        /// Why.
+        /// Reason.
         why: String,
-        /// It was not so, or not for this reason, at the last look.
+        /// True if the previous check succeeded or failed for another reason.
         is_new: bool,
     },
 }
 
-/// What tells one state of a file from another.
+/// Properties that distinguish two states of a file.
 #[derive(PartialEq, Eq)]
 struct Stamp {
     modified: SystemTime,
@@ -62,7 +62,7 @@ impl Watched {
     /// Reads the file for the first time.
     ///
     /// # Errors
-    /// When it can not be read; the text names it.
+    /// If the file cannot be read; the text names the file.
     pub fn open(path: &Path, limits: Limits) -> Result<Self, String> {
         let text = read(path, limits)?;
         Ok(Self {
@@ -71,7 +71,7 @@ impl Watched {
         })
     }
 
-    /// A file that was not read yet; any text is a change.
+    /// Creates a watch on a file that was not read yet. Any text counts as a change.
     pub fn unread(path: &Path, limits: Limits) -> Self {
         Self {
             path: path.to_owned(),
@@ -83,17 +83,17 @@ impl Watched {
         }
     }
 
-    /// Where it is.
+    /// Returns the path of the file.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// What it says.
+    /// Returns the text in effect.
     pub fn text(&self) -> &str {
         &self.text
     }
 
-    /// Looks at the file; a change counts once it was seen twice.
+    /// Checks the file. A change counts once two checks have seen the same text.
     pub fn look(&mut self) -> Look {
         let stamp = Stamp::of(&self.path);
         let calm = self.unreadable.is_none() && self.candidate.is_none();
@@ -114,7 +114,7 @@ impl Watched {
             self.candidate = None;
             return Look::Same;
         }
-        // A file that is written in place is empty first, and then in part.
+        // A file written in place is first empty, and then incomplete.
         if self.candidate.as_ref() != Some(&text) {
             self.candidate = Some(text);
             return Look::Same;
@@ -128,7 +128,8 @@ impl Watched {
 // === impl Stamp ===
 
 impl Stamp {
-    /// Through links: Kubernetes replaces a ConfigMap by turning one.
+    /// Reads the state of a file through symbolic links: Kubernetes replaces a ConfigMap by changing a
+    /// link.
     fn of(path: &Path) -> Option<Self> {
         let file = std::fs::metadata(path).ok()?;
         Some(Self {

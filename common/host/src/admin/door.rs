@@ -1,5 +1,7 @@
-//! Who may ask: anybody over plain TCP, holders of a certificate over mutual TLS, and this process's
-//! own user and root over a Unix socket.
+//! The admin listeners and their access rules.
+//!
+//! Plain TCP accepts every client, mutual TLS accepts clients with a certificate, and a Unix socket accepts
+//! the process's own user and root.
 
 use std::io;
 use std::os::unix::fs::FileTypeExt as _;
@@ -21,18 +23,18 @@ use tokio_rustls::server::TlsStream;
 use crate::net::listen::SocketFile;
 use crate::tls;
 
-/// Who may open the Unix socket: its owner.
+/// File mode of the Unix socket: only the owner may connect.
 const SOCKET_MODE: u32 = 0o600;
 
-/// Length of the queue of connections that wait to be accepted.
+/// Length of the kernel's queue of connections that wait to be accepted.
 const BACKLOG: i32 = 128;
 
-/// How long a TLS handshake may take.
+/// Time limit for a TLS handshake.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Where requests come in.
+/// A listener for admin requests.
 pub enum Door {
-    /// Plain HTTP for everybody.
+    /// Plain HTTP for every client.
     Plain(TcpListener),
     /// HTTP over mutual TLS.
     Tls(Secret),
@@ -40,19 +42,19 @@ pub enum Door {
     Unix(UnixDoor),
 }
 
-/// A listener for holders of a certificate.
+/// A TLS listener that requires client certificates.
 pub struct Secret {
     listener: TcpListener,
     acceptor: TlsAcceptor,
 }
 
-/// A listener for this process's own user, and root. Its file is removed when it is dropped.
+/// A Unix listener for the process's own user and root. Dropping the listener removes the socket file.
 pub struct UnixDoor {
     listener: UnixListener,
     _file: SocketFile,
 }
 
-/// Why the Unix socket could not be opened.
+/// Error of a Unix socket that could not be opened.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot listen on the Unix socket {path}: {why}; check {flag}")]
 pub struct UnixDoorError {
@@ -61,14 +63,14 @@ pub struct UnixDoorError {
     why: io::Error,
 }
 
-/// Somebody at the door.
+/// An accepted connection, before authentication.
 pub(super) enum Guest {
     Plain(TcpStream),
     Tls(TcpStream, TlsAcceptor),
     Unix(UnixStream),
 }
 
-/// A connection of any kind.
+/// An authenticated connection.
 pub(super) enum Stream {
     Plain(TcpStream),
     Tls(Box<TlsStream<TcpStream>>),
@@ -98,7 +100,7 @@ impl From<TcpListener> for Door {
 // === impl Secret, UnixDoor ===
 
 impl Secret {
-    /// A listener whose clients have to show a certificate, as the configuration says.
+    /// Creates a listener. `config` must require client certificates.
     pub fn new(listener: TcpListener, config: Arc<rustls::ServerConfig>) -> Self {
         Self {
             listener,
@@ -108,11 +110,13 @@ impl Secret {
 }
 
 impl UnixDoor {
-    /// Opens a socket of mode 0600. One that a program has left behind is replaced; nobody can
-    /// connect before the mode is set. `flag` names in errors what the operator can change.
+    /// Opens a socket with mode 0600. The mode is set before any client can connect. A stale socket file, on
+    /// which no program listens, is replaced. Error texts name `flag`, so that the operator knows the flag to
+    /// change.
     ///
     /// # Errors
-    /// When a program listens there, something else is at the path, or its folder can not be used.
+    /// Fails if another program listens on the socket, the path is not a socket, or its folder cannot be
+    /// used.
     pub fn bind(path: &Path, flag: &'static str) -> Result<Self, UnixDoorError> {
         let listener = remove_stale(path).and_then(|()| listen(path));
         let bound = listener.and_then(|listener| {
@@ -138,7 +142,7 @@ fn listen(path: &Path) -> io::Result<UnixListener> {
     UnixListener::from_std(socket.into())
 }
 
-/// Removes a socket where nobody listens any more.
+/// Removes a socket file if no program listens on the socket.
 fn remove_stale(path: &Path) -> io::Result<()> {
     let kind = match std::fs::symlink_metadata(path) {
         Ok(found) => found.file_type(),
@@ -146,7 +150,7 @@ fn remove_stale(path: &Path) -> io::Result<()> {
         Err(error) => return Err(error),
     };
     if !kind.is_socket() {
-        return Err(io::Error::other("what is there is no socket"));
+        return Err(io::Error::other("the path exists and is not a socket"));
     }
     match std::os::unix::net::UnixStream::connect(path) {
         Ok(_) => Err(io::Error::other("another program listens there")),
@@ -160,7 +164,7 @@ fn remove_stale(path: &Path) -> io::Result<()> {
 // === impl Guest ===
 
 impl Guest {
-    /// Lets the guest in, or not.
+    /// Authenticates the client. Returns `None` if the client is rejected.
     pub(super) async fn enter(self) -> Option<Stream> {
         match self {
             Self::Plain(stream) => Some(Stream::Plain(stream)),
@@ -169,19 +173,22 @@ impl Guest {
                     Ok(Ok(stream)) => Some(Stream::Tls(Box::new(stream))),
                     Ok(Err(error)) => {
                         let why = tls::explain(&error);
-                        tracing::warn!("turned away from the admin listener: {why}");
+                        tracing::warn!("admin client rejected: {why}");
                         None
                     }
                     Err(_) => None,
                 }
             }
             Self::Unix(stream) => {
-                // The file's mode says the same; but a file can be given away.
+                // The file mode already keeps other users out, but the file's owner can be changed.
                 let uid = stream.peer_cred().ok()?.uid();
                 if uid == 0 || uid == geteuid().as_raw() {
                     return Some(Stream::Unix(stream));
                 }
-                tracing::warn!(uid, "turned away from the admin socket: not our user");
+                tracing::warn!(
+                    uid,
+                    "admin client rejected: only root and the user of this process may use the socket"
+                );
                 None
             }
         }

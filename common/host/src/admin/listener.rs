@@ -1,4 +1,4 @@
-//! Binding the listener, with errors that name the flags to change.
+//! TCP listeners, with bind errors that name the flag to change.
 
 use std::io;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -8,31 +8,31 @@ use tokio::net::TcpListener;
 
 use crate::net::dial::join_host_port;
 
-/// Length of the kernel's queue of connections that wait to be accepted; the kernel cuts it to
-/// `net.core.somaxconn`. After a restart all agents, nodes and clients come at once.
+/// Length of the kernel's queue of connections that wait to be accepted; the kernel limits the length to
+/// `net.core.somaxconn`. After a restart, all agents, nodes and clients connect at the same time.
 const BACKLOG: i32 = 4096;
 
-/// Why a listener could not be bound.
+/// Error of a listener that could not be bound.
 #[derive(Debug, thiserror::Error)]
 pub enum BindError {
-    /// Another process has the port.
+    /// Another process uses the port.
     #[error(
         "cannot listen on {address}: the port is in use; stop the other process or change {flag}"
     )]
     InUse {
-        /// What was to be bound.
+        /// Address to bind.
         address: String,
-        /// The flag that set it.
+        /// Flag that sets the address.
         flag: String,
     },
-    /// The process may not bind the port.
+    /// The process is not allowed to bind the port.
     #[error(
         "cannot listen on {address}: permission denied; choose a port from 1024 with {flag}, or grant CAP_NET_BIND_SERVICE"
     )]
     Permission {
-        /// What was to be bound.
+        /// Address to bind.
         address: String,
-        /// The flag that set it.
+        /// Flag that sets the address.
         flag: String,
     },
     /// The host is not an address of this machine.
@@ -40,33 +40,33 @@ pub enum BindError {
         "cannot listen on {address}: not an address of this machine ({reason}); correct the host given for {flag}"
     )]
     NotLocal {
-        /// What was to be bound.
+        /// Address to bind.
         address: String,
-        /// The flag that set it.
+        /// Flag that sets the address.
         flag: String,
-        /// The system's error.
+        /// Error from the operating system.
         reason: io::Error,
     },
-    /// Anything else.
+    /// Any other error.
     #[error("cannot listen on {address}: {reason}; check {flag}")]
     Other {
-        /// What was to be bound.
+        /// Address to bind.
         address: String,
-        /// The flag that set it.
+        /// Flag that sets the address.
         flag: String,
-        /// The system's error.
+        /// Error from the operating system.
         reason: io::Error,
     },
 }
 
-/// Binds `host:port`. An empty host means all interfaces, IPv4 and IPv6 (IPv4 alone where there is
-/// no IPv6). A name is resolved, and its IPv4 address preferred, as Go's `net.Listen` does. `flag`
-/// names in errors what the operator can change, such as `--health-bind-port`. Port 0 takes any
-/// free one.
+/// Binds `host:port`. Port 0 selects a free port. An empty host means all interfaces, IPv4 and IPv6, or only
+/// IPv4 if the machine has no IPv6. A host name is resolved, and an IPv4 address is preferred, as in Go's
+/// `net.Listen`. Error texts name `flag`, such as `--health-bind-port`, so that the operator knows the flag
+/// to change.
 ///
 /// # Errors
 ///
-/// [`BindError`].
+/// Returns a [`BindError`] if the name has no address or the address cannot be bound.
 pub async fn bind(host: &str, port: u16, flag: &str) -> Result<TcpListener, BindError> {
     let fail = |reason: io::Error| {
         let (address, flag) = (join_host_port(host, port), flag.to_owned());
@@ -102,7 +102,7 @@ pub async fn bind(host: &str, port: u16, flag: &str) -> Result<TcpListener, Bind
 
 fn bind_all(port: u16) -> io::Result<TcpListener> {
     match listen((Ipv6Addr::UNSPECIFIED, port).into()) {
-        // No IPv6 in this kernel, or none configured.
+        // EAFNOSUPPORT or EADDRNOTAVAIL: the kernel has no IPv6, or IPv6 is not configured.
         Err(error) if matches!(error.raw_os_error(), Some(97 | 99)) => {
             listen((Ipv4Addr::UNSPECIFIED, port).into())
         }
@@ -110,13 +110,13 @@ fn bind_all(port: u16) -> io::Result<TcpListener> {
     }
 }
 
-/// The wildcard address of IPv6 takes IPv4 too, whatever the system's default.
+/// Binds one address. The IPv6 wildcard address accepts IPv4 too, regardless of the system's default.
 fn listen(address: SocketAddr) -> io::Result<TcpListener> {
     let socket = Socket::new(Domain::for_address(address), Type::STREAM, None)?;
     if address.is_ipv6() {
         socket.set_only_v6(!address.ip().is_unspecified())?;
     }
-    // As Go does: a restarted program gets its port back at once.
+    // As in Go, so that a restarted program can bind its port again at once.
     socket.set_reuse_address(true)?;
     socket.set_nonblocking(true)?;
     socket.bind(&address.into())?;

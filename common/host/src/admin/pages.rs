@@ -1,4 +1,4 @@
-//! The pages that both programs have, with upstream's statuses and bodies.
+//! The pages that the programs share, with upstream's statuses and bodies.
 
 use std::future::ready;
 use std::sync::Arc;
@@ -13,25 +13,25 @@ use crate::telemetry::metrics::Registry;
 /// Content type of the Prometheus text format.
 pub const METRICS_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
 
-/// One check of the agent's readiness.
+/// One readiness check of the agent.
 pub struct Check {
-    /// Its name in the page.
+    /// Name on the page.
     pub name: &'static str,
-    /// `Ok`, or why it fails.
+    /// Function that runs the check. Returns `Ok`, or the reason for the failure.
     pub run: Box<dyn Fn() -> Result<(), String> + Send + Sync>,
 }
 
 // === impl Routes ===
 
 impl Routes {
-    /// `/healthz`: always `ok`.
+    /// Adds `/healthz`, which always returns `ok`.
     #[must_use]
     pub fn with_healthz(self) -> Self {
         self.route("/healthz", |_| ready(Reply::text(StatusCode::OK, "ok")))
     }
 
-    /// The server's `/readyz`, and `/ready`, its old name: `ok`, or 500 with the text that `fault`
-    /// returns.
+    /// Adds the server's `/readyz` and its old name `/ready`. The page is `ok`, or status 500 with the text
+    /// from `fault`.
     #[must_use]
     pub fn with_server_readyz(
         self,
@@ -44,14 +44,14 @@ impl Routes {
         self.at_both_names(move |_| page())
     }
 
-    /// The agent's `/readyz`, and `/ready`, its old name: `ok`, a line per check with `?verbose`,
-    /// and 503 with these lines if a check fails.
+    /// Adds the agent's `/readyz` and its old name `/ready`. The page is `ok`; with `?verbose`, one line per
+    /// check. If a check fails, the page has status 503 and one line per check.
     #[must_use]
     pub fn with_agent_readyz(self, checks: Vec<Check>) -> Self {
         self.at_both_names(move |ask| check_page(&checks, ask.has("verbose")))
     }
 
-    /// `/metrics`, rendered anew for each request.
+    /// Adds `/metrics`, rendered for each request.
     #[must_use]
     pub fn with_metrics(self, registry: Arc<Registry>) -> Self {
         self.route("/metrics", move |_| {
@@ -59,14 +59,14 @@ impl Routes {
         })
     }
 
-    /// Sends `path` for good to the same path on another port of whatever host was asked (301).
-    /// Upstream's agent does so for its admin `/metrics`.
+    /// Redirects `path` permanently (301) to the same path on another port of the requested host. Upstream's
+    /// agent redirects its admin `/metrics` in the same way.
     #[must_use]
     pub fn with_redirect_to_port(self, path: &'static str, port: u16) -> Self {
         self.route(path, move |ask| ready(redirect(path, port, &ask)))
     }
 
-    /// Sends `path` for good to `target` on the same host and port (301).
+    /// Redirects `path` permanently (301) to `target` on the same host and port.
     #[must_use]
     pub fn with_redirect(self, path: &'static str, target: &'static str) -> Self {
         self.route(path, move |_| {
@@ -103,7 +103,7 @@ fn check_page(checks: &[Check], is_verbose: bool) -> Reply {
     }
 }
 
-/// The target has no scheme, as upstream's: it stays the one that was used.
+/// Builds a redirect without a scheme, as upstream, so that the client keeps the scheme of its request.
 fn redirect(path: &str, port: u16, ask: &Ask) -> Reply {
     let host = match split_host_port(&ask.host) {
         Ok((host, _)) => host,
@@ -114,7 +114,7 @@ fn redirect(path: &str, port: u16, ask: &Ask) -> Reply {
         "" => String::new(),
         query => format!("?{query}"),
     };
-    // The host comes from the request; anything but an authority could lead elsewhere.
+    // The host comes from the request. A malformed host could redirect the client elsewhere.
     let is_sound = authority.parse::<http::uri::Authority>().is_ok();
     match HeaderValue::try_from(format!("//{authority}{path}{query}")) {
         Ok(location) if is_sound => moved(location),

@@ -35,7 +35,7 @@ impl Running {
         TcpStream::connect(self.address).await.unwrap()
     }
 
-    /// The whole answer to one request, whose connection the server closes.
+    /// Sends one request on its own connection and returns the whole response.
     async fn ask(&self, method: &str, path: &str) -> String {
         self.ask_as(method, path, "host.example:8095").await
     }
@@ -65,7 +65,7 @@ fn body(answer: &str) -> &str {
 }
 
 #[tokio::test]
-async fn paths_are_exact_and_methods_few() {
+async fn paths_match_exactly_and_other_methods_get_405() {
     let server = Running::start(Routes::new().with_healthz()).await;
     let answer = server.ask("GET", "/healthz").await;
     assert_eq!((status(&answer), body(&answer)), ("200", "ok"));
@@ -83,7 +83,7 @@ async fn paths_are_exact_and_methods_few() {
 }
 
 #[tokio::test]
-async fn the_servers_readiness_is_upstreams() {
+async fn server_readiness_matches_upstream() {
     let is_ready = Arc::new(AtomicBool::new(false));
     let seen = Arc::clone(&is_ready);
     let fault =
@@ -103,7 +103,7 @@ async fn the_servers_readiness_is_upstreams() {
 }
 
 #[tokio::test]
-async fn the_agents_readiness_is_upstreams() {
+async fn agent_readiness_matches_upstream() {
     let is_ready = Arc::new(AtomicBool::new(false));
     let seen = Arc::clone(&is_ready);
     let ping = Check {
@@ -199,7 +199,7 @@ async fn a_connection_serves_several_requests() {
             answer.push(stream.read_u8().await.unwrap());
         }
     }
-    // Idle now: shutdown ends it at once.
+    // The connection is idle now, so the shutdown closes it at once.
     server.stop().await;
     assert_eq!(stream.read(&mut [0]).await.unwrap(), 0);
 }
@@ -241,7 +241,7 @@ async fn silent_slow_and_idle_connections_are_closed() {
     ] {
         let mut stream = server.connect().await;
         stream.write_all(bytes).await.unwrap();
-        // Ends only if the server closes the connection.
+        // The read ends only if the server closes the connection.
         let mut answer = Vec::new();
         stream.read_to_end(&mut answer).await.unwrap();
     }
@@ -257,7 +257,7 @@ async fn a_huge_head_is_refused() {
         vec![b'x'; MAX_HEAD_BYTES],
     ]
     .concat();
-    // The server may close, with a reset, before all is written or the answer is read.
+    // The server may reset the connection before the request is written or the response is read.
     let _ = stream.write_all(&head).await;
     let mut answer = Vec::new();
     let _ = stream.read_to_end(&mut answer).await;
@@ -267,7 +267,7 @@ async fn a_huge_head_is_refused() {
 }
 
 #[tokio::test]
-async fn a_reply_may_have_any_type() {
+async fn reply_may_have_any_content_type() {
     let page = Reply::new(StatusCode::CREATED, "application/json", "{}");
     let routes = Routes::new().route("/json", move |_| ready(page.clone()));
     let server = Running::start(routes).await;
@@ -278,7 +278,7 @@ async fn a_reply_may_have_any_type() {
 }
 
 #[tokio::test]
-async fn an_empty_host_is_all_interfaces() {
+async fn empty_host_binds_all_interfaces() {
     let listener = bind("", 0, "--port").await.unwrap();
     let address = listener.local_addr().unwrap();
     assert!(address.ip().is_unspecified());
@@ -341,7 +341,7 @@ async fn actions_are_posts_with_a_bounded_body() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_body_that_does_not_come_is_not_awaited_for_ever() {
+async fn missing_request_body_times_out() {
     let routes = Routes::new().action("/act", |_| ready(Reply::text(StatusCode::OK, "")));
     let server = Running::start(routes).await;
     let mut stream = server.connect().await;

@@ -1,21 +1,21 @@
-//! Host and port of a listener, as the bind-address and port flags give them.
+//! Host and port of a listener, from the bind-address and port flags.
 
 use std::fmt;
 
-/// Where to listen.
+/// Address to listen on.
 ///
-/// The host stays text, because host names are allowed (`--health-bind-address=localhost` is in common use) and are
-/// resolved only when the listener is bound.
+/// The host stays a string, because host names are allowed (`--health-bind-address=localhost` is in common
+/// use) and are resolved only when the listener is bound.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HostPort {
-    /// An IP address without brackets, a host name, or `""` for all interfaces of both families.
+    /// IP address without brackets, host name, or `""` for all interfaces, IPv4 and IPv6.
     pub host: String,
-    /// TCP port. 0 lets the system choose; the command line can not say 0, tests do.
+    /// TCP port. 0 lets the system choose a port; only tests use 0, the command line does not accept it.
     pub port: u16,
 }
 
 impl HostPort {
-    /// Joins the two halves. Brackets around an IPv6 address are taken off.
+    /// Joins a host and a port, and removes brackets around an IPv6 address.
     pub fn new(host: &str, port: u16) -> Self {
         let bare = host
             .strip_prefix('[')
@@ -42,7 +42,7 @@ mod tests {
     use super::HostPort;
 
     #[test]
-    fn displays_as_go_joins_host_and_port() {
+    fn display_matches_gos_join_host_port() {
         let cases = [
             ("", ":8091"),
             ("127.0.0.1", "127.0.0.1:8091"),

@@ -1,4 +1,4 @@
-//! klog's flag group, as both stock programs have it, and `--log-format`.
+//! The logging flags: klog's flag group, as in both stock programs, and `--log-format`.
 
 use std::path::PathBuf;
 
@@ -12,18 +12,19 @@ use crate::telemetry::logging::{
 
 /// The logging flags.
 ///
-/// Accepted for compatibility and without meaning here: `--one-output` (every line is written once, to one file),
-/// `--skip-log-headers` (log files have no header lines to skip). `--vmodule` and `--log-backtrace-at` are accepted and
-/// named in the start warning when set: there is one verbosity for the whole program, and no line carries a stack trace.
+/// Four flags are accepted for compatibility and have no effect. `--one-output`: every line is written once,
+/// to one file. `--skip-log-headers`: log files have no header lines. `--vmodule` and `--log-backtrace-at`:
+/// the program has one verbosity, and log lines carry no stack traces. If `--vmodule` or `--log-backtrace-at`
+/// is set, a warning at startup names the flag.
 #[derive(Args, Clone, Debug)]
 #[command(next_help_heading = "Logging")]
 pub struct KlogFlags {
-    /// Verbosity: up to 3 for what an operator wants to see, 4 adds debugging, 5 and more a line per packet, 8 and more
-    /// the libraries' own lines
+    /// Verbosity: up to 3 for normal operation, 4 adds debug lines, 5 adds a line per packet, 8 adds the
+    /// libraries' own debug lines
     #[arg(short = 'v', long = "v", value_name = "N", default_value = "4", value_parser = level)]
     v: i32,
 
-    /// Form of log lines: text (klog's) or json (one object per line)
+    /// Format of log lines: text (klog's format) or json (one object per line)
     #[arg(long, value_name = "FORMAT", default_value = "text", value_parser = log_format)]
     log_format: LogFormat,
 
@@ -47,24 +48,25 @@ pub struct KlogFlags {
     #[arg(long, default_value = "true")]
     legacy_stderr_threshold_behavior: bool,
 
-    /// Folder for a new log file per start; used with --logtostderr=false and without --log-file. Empty is the
-    /// system's folder for temporary files
+    /// Folder for log files, one new file per start; used with --logtostderr=false and without --log-file.
+    /// Empty means the system's folder for temporary files
     #[arg(long, value_name = "DIR", default_value = "")]
     log_dir: String,
 
-    /// Log file, appended to; used with --logtostderr=false
+    /// Log file to append to; used with --logtostderr=false
     #[arg(long, value_name = "FILE", default_value = "")]
     log_file: String,
 
-    /// Megabytes after which a log file is moved to FILE.1 and begun anew; 0 is unlimited
+    /// Size in megabytes at which a log file is renamed to FILE.1 and a new file is started; 0 means
+    /// unlimited
     #[arg(long, value_name = "MB", default_value_t = DEFAULT_MAX_MEGABYTES)]
     log_file_max_size: u64,
 
-    /// Show a source file with its folder
+    /// Show the folder of a source file
     #[arg(long)]
     add_dir_header: bool,
 
-    /// Leave time, severity and source out of text lines
+    /// Omit time, severity and source in text lines
     #[arg(long)]
     skip_headers: bool,
 
@@ -76,17 +78,17 @@ pub struct KlogFlags {
     #[arg(long)]
     skip_log_headers: bool,
 
-    /// No effect: there is one verbosity for the whole program
+    /// No effect: the whole program has one verbosity
     #[arg(long, value_name = "PATTERN=N,...", default_value = "", value_parser = vmodule)]
     vmodule: String,
 
-    /// No effect: lines carry no stack traces
+    /// No effect: log lines carry no stack traces
     #[arg(long, value_name = "FILE:N", default_value = "", value_parser = backtrace_at)]
     log_backtrace_at: String,
 }
 
 impl KlogFlags {
-    /// What the flags come to.
+    /// Returns the logging configuration that the flags describe.
     pub fn log_config(&self) -> LogConfig {
         let stderr_threshold = if self.logtostderr {
             if self.legacy_stderr_threshold_behavior {
@@ -124,7 +126,7 @@ impl KlogFlags {
         }
     }
 
-    /// Notes the flags that are set and that nothing acts upon.
+    /// Records the flags that are set but have no effect.
     pub fn note_unacted(&self, problems: &mut Problems) {
         problems.unacted(!self.vmodule.is_empty(), "vmodule");
         let backtrace = !matches!(self.log_backtrace_at.as_str(), "" | ":0");
@@ -132,7 +134,7 @@ impl KlogFlags {
     }
 }
 
-/// klog's level is 32 bits wide.
+/// Parses a verbosity level. klog's level is 32 bits wide.
 fn level(text: &str) -> Result<i32, ValueError> {
     let level = text
         .parse::<i64>()
@@ -148,7 +150,8 @@ fn log_format(text: &str) -> Result<LogFormat, &'static str> {
     }
 }
 
-/// A severity's name in any case, or its number. As in klog, a number beyond the ends means the end.
+/// Parses a severity: a name in any case, or a number. As in klog, a number beyond the ends means the nearest
+/// end.
 fn severity(text: &str) -> Result<Severity, ValueError> {
     match text.to_ascii_uppercase().as_str() {
         "INFO" => Ok(Severity::Info),
@@ -164,7 +167,7 @@ fn severity(text: &str) -> Result<Severity, ValueError> {
     }
 }
 
-/// `pattern=N[,pattern=N]`; empty items are skipped.
+/// Checks `pattern=N[,pattern=N]`; empty items are skipped.
 fn vmodule(text: &str) -> Result<String, &'static str> {
     const SYNTAX: &str = "syntax error: expect comma-separated list of filename=N";
     for item in text.split(',').filter(|item| !item.is_empty()) {
@@ -176,7 +179,8 @@ fn vmodule(text: &str) -> Result<String, &'static str> {
     Ok(text.to_owned())
 }
 
-/// `file.go:234`. Empty, and `:0` which klog prints for nothing, are nothing.
+/// Checks `file.go:234`. The empty string and `:0` mean that the flag is not set; klog prints `:0` for an
+/// unset flag.
 fn backtrace_at(text: &str) -> Result<String, &'static str> {
     const SYNTAX: &str = "syntax error: expect file.go:234";
     if matches!(text, "" | ":0") {

@@ -1,14 +1,15 @@
-//! Kubernetes label grammar: `k=v` lists and label selectors. Nothing matches labels here yet; flags are checked with it.
+//! The syntax of Kubernetes labels: `k=v` lists and label selectors. The module only validates flags; no code
+//! matches labels yet.
 
 use thiserror::Error;
 
-/// Longest name part of a key, and longest value (Kubernetes API conventions).
+/// Maximum length of a key's name part and of a value (Kubernetes API conventions).
 const MAX_NAME: usize = 63;
 
-/// Longest DNS prefix of a key (RFC 1123 subdomain).
+/// Maximum length of a key's DNS prefix (RFC 1123 subdomain).
 const MAX_PREFIX: usize = 253;
 
-/// Text that is no label list or no selector.
+/// An invalid label list or selector.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum LabelError {
     /// A list item without exactly one `=`.
@@ -24,18 +25,19 @@ pub enum LabelError {
         "invalid label value {0:?}: at most 63 of [A-Za-z0-9._-] with a letter or digit at both ends"
     )]
     Value(String),
-    /// A requirement of no known shape.
+    /// A requirement of unknown form.
     #[error("unable to parse requirement: {0:?}")]
     Requirement(String),
-    /// `>` or `<` against something that is no integer.
+    /// A `>` or `<` requirement whose value is not an integer.
     #[error("for 'Gt', 'Lt' operators, the value must be an integer, got {0:?}")]
     Integer(String),
 }
 
-/// Checks `k=v[,k=v]`, all of it: an empty list is an error, because leases without a label are never found again.
+/// Checks a whole list `k=v[,k=v]`. An empty list is an error, because leases without a label are never found
+/// again.
 ///
 /// # Errors
-/// [`LabelError::Format`], [`LabelError::Key`] or [`LabelError::Value`] for the first item that is wrong.
+/// Returns [`LabelError::Format`], [`LabelError::Key`] or [`LabelError::Value`] for the first invalid item.
 pub fn check_labels(text: &str) -> Result<(), LabelError> {
     for item in text.split(',') {
         let (key, value) = item
@@ -48,11 +50,11 @@ pub fn check_labels(text: &str) -> Result<(), LabelError> {
     Ok(())
 }
 
-/// Checks a label selector: comma-separated `k`, `!k`, `k=v`, `k==v`, `k!=v`, `k in (a,b)`, `k notin (a,b)`, `k>1`, `k<1`.
-/// Empty selects everything.
+/// Checks a label selector: comma-separated `k`, `!k`, `k=v`, `k==v`, `k!=v`, `k in (a,b)`, `k notin (a,b)`,
+/// `k>1`, `k<1`. An empty selector selects everything.
 ///
 /// # Errors
-/// [`LabelError`] for the first requirement that is wrong.
+/// Returns a [`LabelError`] for the first invalid requirement.
 pub fn check_selector(text: &str) -> Result<(), LabelError> {
     if text.trim().is_empty() {
         return Ok(());
@@ -62,7 +64,7 @@ pub fn check_selector(text: &str) -> Result<(), LabelError> {
         .try_for_each(|requirement| check_requirement(requirement.trim()))
 }
 
-/// Splits at the commas outside parentheses.
+/// Splits a selector at the commas outside parentheses.
 fn requirements(text: &str) -> Result<Vec<&str>, LabelError> {
     let unbalanced = || LabelError::Requirement(text.to_owned());
     let mut parts = Vec::new();
@@ -102,7 +104,7 @@ fn check_requirement(text: &str) -> Result<(), LabelError> {
     if let Some(members) = text.strip_suffix(')') {
         return check_membership(text, members);
     }
-    // The longer operators first: "=" is part of both.
+    // Longer operators come first, because `!=` and `==` contain `=`.
     for operator in ["!=", "==", "="] {
         if let Some((key, value)) = text.split_once(operator) {
             check_key(key.trim())?;
@@ -120,7 +122,7 @@ fn check_requirement(text: &str) -> Result<(), LabelError> {
     check_key(text)
 }
 
-/// `key in (a,b` or `key notin (a,b`, the closing parenthesis taken off.
+/// Checks `key in (a,b` or `key notin (a,b`, without the closing parenthesis.
 fn check_membership(text: &str, members: &str) -> Result<(), LabelError> {
     let malformed = || LabelError::Requirement(text.to_owned());
     let (head, values) = members.split_once('(').ok_or_else(malformed)?;
@@ -173,7 +175,7 @@ mod tests {
     use super::{check_labels, check_selector};
 
     #[test]
-    fn label_lists() {
+    fn label_lists_are_validated() {
         let valid = [
             "k8s-app=konnectivity-server",
             "a=b,c=d",
@@ -203,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn selectors() {
+    fn selectors_are_validated() {
         let valid = [
             "",
             " ",

@@ -1,11 +1,12 @@
-//! Runs a clap command the way pflag and cobra would.
+//! The command-line parser: runs a clap command the way pflag and cobra would.
 //!
-//! Flag structs are plain `#[derive(clap::Parser)]`; what makes them pflag-like is put on here, for all flags alike:
-//! - A `bool` field takes `--flag`, `--flag=true`, `--flag=F` and so on, and never the next argument.
-//! - Any other flag takes `--flag=value` and `--flag value`, where the value may begin with `-`.
-//! - The last of several uses wins; lists ([`StringSlice`](super::StringSlice)) append.
-//! - Stray positionals are ignored, and handed back so that they can be logged.
-//! - Nothing is abbreviated, and underscores are not dashes.
+//! Flag structs are plain `#[derive(clap::Parser)]` structs. The parser adds pflag's behaviour to every flag:
+//! - A `bool` field accepts `--flag`, `--flag=true`, `--flag=F` and so on, and never consumes the next
+//!   argument.
+//! - Any other flag accepts `--flag=value` and `--flag value`; the value may begin with `-`.
+//! - The last use of a flag wins; lists ([`StringSlice`](super::StringSlice)) append.
+//! - Stray positional arguments are ignored, and returned so that the caller can log them.
+//! - Flag names cannot be abbreviated, and an underscore does not match a dash.
 
 use std::ffi::OsString;
 use std::io::Write as _;
@@ -17,29 +18,29 @@ use clap::{Arg, ArgAction, Command, Parser};
 
 use super::values::go_bool;
 
-/// The id of the argument that swallows stray positionals.
+/// Id of the argument that collects stray positional arguments.
 const STRAYS: &str = "stray-positionals";
 
-/// A command line that was read.
+/// A parsed command line.
 #[derive(Debug)]
 pub struct Parsed<T> {
     /// The flags.
     pub flags: T,
-    /// Arguments that are no flags. They have no meaning.
+    /// Stray positional arguments. They have no effect.
     pub strays: Vec<String>,
 }
 
-/// Why there is nothing to run, ready to be shown.
+/// Reason to exit instead of running the program.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Exit {
-    /// The process's exit code: 0 for help and version, 1 for everything that is wrong.
+    /// Exit code of the process: 0 for help and version, 1 for errors.
     pub code: u8,
-    /// The text for stdout (code 0) or stderr, with its line end.
+    /// Text for stdout (code 0) or stderr (code 1), with the final line end.
     pub text: String,
 }
 
-/// A long flag with one dash as one with two: Go's own flag package, unlike pflag, reads both alike.
-/// Anything else stays as it is, `-v` and `-v3` too.
+/// Rewrites a long flag with one dash to two dashes. Go's own `flag` package, unlike pflag, accepts both
+/// forms. Other arguments stay as they are, including `-v` and `-v3`.
 pub fn with_two_dashes(arg: &str) -> String {
     let name = arg.strip_prefix('-').unwrap_or_default();
     let name = name.split('=').next().unwrap_or_default();
@@ -53,10 +54,10 @@ pub fn with_two_dashes(arg: &str) -> String {
     }
 }
 
-/// Reads a command line, program name first.
+/// Parses a command line. The first argument is the program name.
 ///
 /// # Errors
-/// [`Exit`] for `--help`, `--version` and for everything that pflag refuses.
+/// Returns an [`Exit`] for `--help`, `--version` and every argument that pflag refuses.
 pub fn parse<T, I, A>(args: I) -> Result<Parsed<T>, Exit>
 where
     T: Parser,
@@ -108,7 +109,7 @@ fn pflag_like_arg(arg: Arg) -> Arg {
             }
         }
         ArgAction::Set | ArgAction::Append => {
-            // `[default: ""]` tells nobody anything.
+            // Hide `[default: ""]`, which is of no use in the help text.
             let is_empty = arg
                 .get_default_values()
                 .iter()
@@ -122,7 +123,8 @@ fn pflag_like_arg(arg: Arg) -> Arg {
 // === impl Exit ===
 
 impl Exit {
-    /// A command line that reads well and is wrong: one line per problem, and where to read on.
+    /// Creates the exit for a command line that parses but is wrong: one line per problem, then a hint at
+    /// `--help`.
     pub fn problems(program: &str, problems: &[String]) -> Self {
         let mut text: String = problems
             .iter()
@@ -132,9 +134,9 @@ impl Exit {
         Self { code: 1, text }
     }
 
-    /// Writes the text to where it belongs and gives the code to return from `main`.
+    /// Writes the text to stdout or stderr and returns the exit code for `main`.
     pub fn report(&self) -> ExitCode {
-        // Nothing is left to be done about a closed stdout or stderr.
+        // A write error on a closed stdout or stderr cannot be reported anywhere.
         let _ = if self.code == 0 {
             std::io::stdout().write_all(self.text.as_bytes())
         } else {
@@ -165,14 +167,14 @@ impl Exit {
     }
 }
 
-/// pflag's text for what it has a text for.
+/// Returns pflag's text for a clap error; `None` if pflag has no text for the error.
 fn pflag_text(error: &clap::Error) -> Option<String> {
     let context = |kind| match error.get(kind) {
         Some(ContextValue::String(text)) => Some(text.clone()),
         _ => None,
     };
     let flag = context(ContextKind::InvalidArg)?;
-    // clap says "--name <VALUE>", or "--name[=<VALUE>]" for bools.
+    // clap formats the flag as "--name <VALUE>", or as "--name[=<VALUE>]" for bools.
     let name = flag.split([' ', '[', '=']).next().unwrap_or(&flag);
     match error.kind() {
         ErrorKind::UnknownArgument => Some(match name.strip_prefix("--") {

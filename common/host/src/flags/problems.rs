@@ -1,4 +1,4 @@
-//! Collects everything that is wrong with a command line, so that one start shows all of it, and what is merely odd.
+//! The collector of command-line problems, so that one start reports all errors and warnings.
 
 use std::io;
 use std::path::PathBuf;
@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use super::GoDuration;
 
-/// What is wrong, what was changed, and what will have no effect.
+/// Errors, warnings, and flags without effect.
 #[derive(Debug, Default)]
 pub struct Problems {
     errors: Vec<String>,
@@ -15,43 +15,46 @@ pub struct Problems {
 }
 
 impl Problems {
-    /// Begins with a warning about stray positionals, if there are any.
+    /// Creates a collector, with a warning if there are stray positional arguments.
     pub fn new(strays: &[String]) -> Self {
         let mut problems = Self::default();
         if !strays.is_empty() {
-            problems.warn(format!("ignored, no flags: {}", strays.join(" ")));
+            problems.warn(format!(
+                "ignored arguments that are not flags: {}",
+                strays.join(" ")
+            ));
         }
         problems
     }
 
-    /// Notes something that keeps the program from starting.
+    /// Adds an error. An error keeps the program from starting.
     pub fn error(&mut self, text: impl Into<String>) {
         self.errors.push(text.into());
     }
 
-    /// Notes something that the operator should know.
+    /// Adds a warning for the operator.
     pub fn warn(&mut self, text: impl Into<String>) {
         self.warnings.push(text.into());
     }
 
-    /// Notes an error unless `holds`.
+    /// Adds an error unless `holds` is true.
     pub fn require(&mut self, holds: bool, text: impl FnOnce() -> String) {
         if !holds {
             self.error(text());
         }
     }
 
-    /// Notes that a flag, without its dashes, was set to something that nothing acts upon.
+    /// Records a flag that has no effect, if `is_set` is true. `flag` is the name without dashes.
     pub fn unacted(&mut self, is_set: bool, flag: &str) {
         if is_set {
             self.unacted.push(format!("--{flag}"));
         }
     }
 
-    /// A file flag: `None` when empty, and an error when nothing is at the path.
+    /// Checks a file flag. Returns `None` if the flag is empty. Adds an error if the file does not exist.
     ///
-    /// Only absence counts. A file that can not be looked at passes, as it does in the stock programs, and fails with a
-    /// better text when it is opened.
+    /// A file that exists but cannot be inspected is accepted, as in the stock programs; opening the file
+    /// later fails with a better text.
     pub fn file(&mut self, what: &str, path: &str) -> Option<PathBuf> {
         if path.is_empty() {
             return None;
@@ -66,7 +69,7 @@ impl Problems {
         Some(PathBuf::from(path))
     }
 
-    /// A certificate flag and its key flag, both files: each needs the other.
+    /// Checks a certificate file flag and its key file flag. Neither flag may be set without the other.
     pub fn key_pair(&mut self, whose: &str, cert: &str, key: &str) -> Option<(PathBuf, PathBuf)> {
         let key_path = self.file(&format!("{whose} key"), key);
         self.require(key.is_empty() || !cert.is_empty(), || {
@@ -79,7 +82,7 @@ impl Problems {
         cert_path.zip(key_path)
     }
 
-    /// An interval flag; one below `floor` is raised to it, with a warning.
+    /// Checks an interval flag. A value below `floor` is raised to `floor`, with a warning.
     pub fn at_least(&mut self, flag: &str, value: GoDuration, floor: Duration) -> Duration {
         let given = value.saturating();
         if given < floor {
@@ -89,7 +92,8 @@ impl Problems {
         given.max(floor)
     }
 
-    /// A queue length flag: at least 1, and lowered to `max` with a warning.
+    /// Checks a queue length flag. The value must be at least 1; a value above `max` is lowered to `max`,
+    /// with a warning.
     pub fn channel_size(&mut self, flag: &str, what: &str, value: i64, max: usize) -> usize {
         self.require(value > 0, || {
             format!("{what} size {value} must be greater than 0")
@@ -101,13 +105,13 @@ impl Problems {
         size.min(max)
     }
 
-    /// A number of bytes, 0 included.
+    /// Checks a flag that counts bytes; 0 is allowed.
     pub fn bytes(&mut self, flag: &str, value: i64) -> usize {
         self.require(value >= 0, || format!("{flag} must be >= 0, got {value}"));
         usize::try_from(value).unwrap_or(0)
     }
 
-    /// A number of threads.
+    /// Checks a flag that counts threads.
     pub fn threads(&mut self, flag: &str, value: i64) -> usize {
         self.require((0..=1024).contains(&value), || {
             format!("{flag} must be 0 to 1024, got {value}")
@@ -115,7 +119,7 @@ impl Problems {
         usize::try_from(value).unwrap_or(0)
     }
 
-    /// A time that can not be nothing.
+    /// Checks a duration flag. The value must be above zero.
     pub fn above_zero(&mut self, flag: &str, value: GoDuration) -> Duration {
         self.require(value.nanos() > 0, || {
             format!("{flag} must be > 0, got {value}")
@@ -123,7 +127,7 @@ impl Problems {
         value.saturating()
     }
 
-    /// A flag that is sent in an HTTP/2 header, which holds only printable ASCII.
+    /// Checks a flag whose value is sent in an HTTP/2 header; only printable ASCII is allowed.
     pub fn header_value(&mut self, flag: &str, value: String) -> String {
         self.require(value.bytes().all(|b| matches!(b, b' '..=b'~')), || {
             format!("--{flag} must be printable ASCII, got {value:?}")
@@ -131,11 +135,10 @@ impl Problems {
         value
     }
 
-    /// All errors in the order they were noted; without errors the warnings, one of which names the flags that have no
-    /// effect.
+    /// Returns the warnings, in order. If there are flags without effect, the last warning names them.
     ///
     /// # Errors
-    /// The texts of what was noted as an error, if anything was.
+    /// Returns the error texts, in order, if there are errors.
     pub fn finish(mut self) -> Result<Vec<String>, Vec<String>> {
         if !self.errors.is_empty() {
             return Err(self.errors);

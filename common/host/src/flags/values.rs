@@ -1,4 +1,5 @@
-//! Values in Go's syntax: what pflag and `strconv` accept is accepted, with their texts where people may know them.
+//! Flag values in Go's syntax. The parsers accept the same values as pflag and `strconv`, and return Go's
+//! error texts where people may know them.
 
 use std::fmt;
 use std::str::FromStr;
@@ -6,41 +7,41 @@ use std::time::Duration;
 
 use thiserror::Error;
 
-/// A value that Go would refuse, with Go's text.
+/// A value that Go would refuse, with Go's error text.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum ValueError {
-    /// Not one of `strconv.ParseBool`'s words.
+    /// Not a word that `strconv.ParseBool` accepts.
     #[error("strconv.ParseBool: parsing {0:?}: invalid syntax")]
     Bool(String),
     /// Not an integer.
     #[error("strconv.ParseInt: parsing {0:?}: invalid syntax")]
     Int(String),
-    /// An integer that does not fit 64 bits.
+    /// An integer that does not fit into 64 bits.
     #[error("strconv.ParseInt: parsing {0:?}: value out of range")]
     IntRange(String),
-    /// Not a duration, or one beyond 292 years.
+    /// Not a duration, or a duration beyond 292 years.
     #[error("time: invalid duration {0:?}")]
     Duration(String),
-    /// A number of nothing.
+    /// A number without a unit.
     #[error("time: missing unit in duration {0:?}")]
     DurationNoUnit(String),
-    /// A unit that Go does not know; days are not in its list.
+    /// A unit that Go does not accept. Go has no unit for days.
     #[error("time: unknown unit {unit:?} in duration {text:?}")]
     DurationUnit {
-        /// What stands where the unit should.
+        /// Text in the place of the unit.
         unit: String,
         /// The whole value.
         text: String,
     },
-    /// Quotes that do not pair up in a comma-separated list.
+    /// Unbalanced quotes in a comma-separated list.
     #[error("parse error: extraneous or missing \" in quoted-field in {0:?}")]
     Csv(String),
 }
 
-/// `strconv.ParseBool`: `1 t T true TRUE True` and `0 f F false FALSE False`.
+/// Parses a bool like `strconv.ParseBool`: `1 t T true TRUE True` and `0 f F false FALSE False`.
 ///
 /// # Errors
-/// [`ValueError::Bool`] for anything else, the empty string too.
+/// Returns [`ValueError::Bool`] for any other text, including the empty string.
 pub fn go_bool(text: &str) -> Result<bool, ValueError> {
     match text {
         "1" | "t" | "T" | "true" | "TRUE" | "True" => Ok(true),
@@ -49,11 +50,11 @@ pub fn go_bool(text: &str) -> Result<bool, ValueError> {
     }
 }
 
-/// `strconv.ParseInt(text, 0, 64)` as pflag calls it: a sign, then decimal, `0x`, `0b`, `0o` or a leading-zero octal.
-/// Underscores may stand between digits.
+/// Parses an integer like `strconv.ParseInt(text, 0, 64)`, the call in pflag: a sign, then decimal, `0x`,
+/// `0b`, `0o` or octal with a leading zero. Underscores are allowed between digits.
 ///
 /// # Errors
-/// [`ValueError::Int`] or [`ValueError::IntRange`].
+/// Returns [`ValueError::Int`] or [`ValueError::IntRange`].
 pub fn go_int(text: &str) -> Result<i64, ValueError> {
     let invalid = || ValueError::Int(text.to_owned());
     let (negative, magnitude) = split_sign(text);
@@ -70,7 +71,7 @@ pub fn go_int(text: &str) -> Result<i64, ValueError> {
     } else {
         (10, lower.as_str())
     };
-    // Go allows an underscore after a base prefix too.
+    // Go also allows an underscore after a base prefix.
     let digits = if radix == 10 {
         digits
     } else {
@@ -87,7 +88,7 @@ pub fn go_int(text: &str) -> Result<i64, ValueError> {
     i64::from_str_radix(&plain, radix).map_err(|_| ValueError::IntRange(text.to_owned()))
 }
 
-/// Whether there is a minus, and the rest after a minus or plus.
+/// Splits off a sign. Returns true for a minus, and the text after the sign.
 fn split_sign(text: &str) -> (bool, &str) {
     match text.strip_prefix('-') {
         Some(rest) => (true, rest),
@@ -95,7 +96,7 @@ fn split_sign(text: &str) -> (bool, &str) {
     }
 }
 
-/// A signed duration in nanoseconds, written and read as Go's `time.Duration`.
+/// A signed duration in nanoseconds, parsed and printed like Go's `time.Duration`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct GoDuration(i64);
 
@@ -109,19 +110,19 @@ const HOUR: i64 = 60 * MINUTE;
 // === impl GoDuration ===
 
 impl GoDuration {
-    /// Nanoseconds, negative if the flag said so.
+    /// Returns the nanoseconds, which may be negative.
     pub fn nanos(self) -> i64 {
         self.0
     }
 
-    /// The duration; a negative one is zero.
+    /// Returns the duration; a negative duration becomes zero.
     pub fn saturating(self) -> Duration {
         Duration::from_nanos(u64::try_from(self.0).unwrap_or(0))
     }
 }
 
 impl From<Duration> for GoDuration {
-    /// Durations beyond 292 years become the largest that Go can hold.
+    /// Converts a duration. A duration beyond 292 years becomes the largest duration in Go.
     fn from(value: Duration) -> Self {
         Self(i64::try_from(value.as_nanos()).unwrap_or(i64::MAX))
     }
@@ -150,7 +151,7 @@ impl FromStr for GoDuration {
     }
 }
 
-/// Reads one number with its unit off the front of `rest`: its nanoseconds and what follows.
+/// Parses one number with its unit at the start of `rest`. Returns the nanoseconds and the remaining text.
 fn duration_part<'a>(rest: &'a str, text: &str) -> Result<(i64, &'a str), ValueError> {
     let invalid = || ValueError::Duration(text.to_owned());
     let (whole, rest) = split_digits(rest);
@@ -166,7 +167,7 @@ fn duration_part<'a>(rest: &'a str, text: &str) -> Result<(i64, &'a str), ValueE
     let scale = match unit {
         "" => return Err(ValueError::DurationNoUnit(text.to_owned())),
         "ns" => NANOSECOND,
-        // Both micro signs that Unicode has.
+        // Unicode has two micro signs.
         "us" | "\u{b5}s" | "\u{3bc}s" => MICROSECOND,
         "ms" => MILLISECOND,
         "s" => SECOND,
@@ -196,7 +197,7 @@ fn split_digits(text: &str) -> (&str, &str) {
     text.split_at(end.unwrap_or(text.len()))
 }
 
-/// `0.digits` of `scale`, cut to whole nanoseconds. No unit needs more than 18 digits.
+/// Returns `0.digits` of `scale`, cut to whole nanoseconds. No unit needs more than 18 digits.
 fn fraction_of(digits: &str, scale: i64) -> i64 {
     let mut nanos: i128 = 0;
     let mut base: i128 = 1;
@@ -240,7 +241,7 @@ impl fmt::Display for GoDuration {
     }
 }
 
-/// `nanos / scale` as a decimal without trailing zeros.
+/// Formats `nanos / scale` as a decimal without trailing zeros.
 fn decimal(nanos: u64, scale: u64) -> String {
     let (whole, part) = (nanos / scale, nanos % scale);
     if part == 0 {
@@ -251,14 +252,15 @@ fn decimal(nanos: u64, scale: u64) -> String {
     format!("{whole}.{}", digits.trim_end_matches('0'))
 }
 
-/// One use of a pflag stringSlice flag: a line of comma-separated values, `"` quoting those that hold commas.
+/// Values of one use of a pflag stringSlice flag: comma-separated, with `"` around values that contain
+/// commas.
 ///
-/// A field of this type is `Vec<StringSlice>`, one per use of the flag: pflag appends repeats.
+/// A flag's field has the type `Vec<StringSlice>`, one element per use, because pflag appends repeated uses.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct StringSlice(Vec<String>);
 
 impl StringSlice {
-    /// The values of all uses of a flag in order.
+    /// Returns the values of all uses of a flag, in order.
     pub fn concat(uses: &[Self]) -> Vec<String> {
         uses.iter().flat_map(|one| one.0.iter().cloned()).collect()
     }
@@ -267,7 +269,7 @@ impl StringSlice {
 impl FromStr for StringSlice {
     type Err = ValueError;
 
-    /// Reads the first line of `text`, as pflag's CSV reader does.
+    /// Parses the first line of `text`, as pflag's CSV reader does.
     fn from_str(text: &str) -> Result<Self, ValueError> {
         let line = text.lines().next().unwrap_or_default();
         if line.is_empty() {
@@ -302,7 +304,7 @@ impl FromStr for StringSlice {
     }
 }
 
-/// The rest of a field whose opening quote is read, up to its closing quote; `""` stands for a quote.
+/// Parses a field after its opening quote, up to the closing quote; `""` means a quote inside the field.
 fn quoted_field(chars: &mut std::iter::Peekable<std::str::Chars<'_>>) -> Option<String> {
     let mut field = String::new();
     loop {

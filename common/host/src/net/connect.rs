@@ -1,47 +1,47 @@
-//! The head of an HTTP/1 CONNECT request, and the answers to it.
+//! The head of an HTTP/1 CONNECT request, and the responses.
 //!
-//! Does no I/O: the caller collects what the client sends and asks a [`HeadReader`] whether the head is
-//! complete. The answers are the bytes that Go's `net/http` server and the upstream proxy send, without
-//! a `Date`: kube-apiserver shows them in its errors, and people search for those texts.
+//! The module does no I/O. The caller collects the received bytes, and a [`HeadReader`] finds the end of the
+//! head. The responses are the bytes that Go's `net/http` server and the upstream proxy send, without a
+//! `Date` header: kube-apiserver shows these texts in its errors, and people search for them.
 //!
-//! The target is what stands in the request line. The Host header is neither needed nor looked at:
-//! kube-apiserver sends `CONNECT host:port` together with `Host: 127.0.0.1`.
+//! The target is the authority in the request line. The Host header is optional and ignored: kube-apiserver
+//! sends `CONNECT host:port` together with `Host: 127.0.0.1`.
 
 #[cfg(test)]
 mod tests;
 
 use httparse::{EMPTY_HEADER, Error as Syntax, Request, Status};
 
-/// The answer to a request whose target is connected. The client refuses any tunnel data that it
-/// reads together with this, so it has to be written on its own.
+/// Response for a request whose target is connected. The client refuses tunnel data that it reads together
+/// with this response, so write the response separately.
 pub const ESTABLISHED: &[u8] = b"HTTP/1.1 200 Connection Established\r\n\r\n";
 
-/// The largest head, in bytes, the empty line included (Go's `http.DefaultMaxHeaderBytes`).
+/// Maximum size of a head in bytes, including the empty line (Go's `http.DefaultMaxHeaderBytes`).
 pub const MAX_HEAD_BYTES: usize = 1 << 20;
 
-/// The most header fields a head may have. Go has no such limit; clients send below ten.
+/// Maximum number of header fields. Go has no such limit; clients send fewer than ten.
 pub const MAX_HEADERS: usize = 256;
 
 /// A complete CONNECT request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ConnectHead {
-    /// The authority of the request line, verbatim: normally `host:port`, with an IPv6 address in
-    /// brackets. It has visible ASCII characters only, is not empty, and need not have a port.
+    /// Authority of the request line, verbatim: normally `host:port`, with an IPv6 address in brackets. The
+    /// authority is not empty, has only visible ASCII characters, and may lack a port.
     pub target: String,
-    /// The length of the head in bytes; what follows is tunnel data that came early.
+    /// Length of the head in bytes. Bytes after the head are early tunnel data.
     pub head_len: usize,
 }
 
-/// Why a request gets [`response`](Self::response) instead of a tunnel.
+/// Reason for sending [`response`](Self::response) instead of opening a tunnel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum ConnectError {
-    /// A well-formed request of another method.
+    /// A well-formed request with another method.
     #[error("method is not CONNECT")]
     Method,
-    /// Not a request, or a target that is no authority.
+    /// Not an HTTP request, or a target that is not an authority.
     #[error("malformed request")]
     Malformed,
-    /// More than [`MAX_HEAD_BYTES`] or [`MAX_HEADERS`].
+    /// More than [`MAX_HEAD_BYTES`] bytes or [`MAX_HEADERS`] fields.
     #[error("request head too large")]
     TooLarge,
     /// An HTTP version other than 1.0 and 1.1.
@@ -50,7 +50,7 @@ pub enum ConnectError {
 }
 
 impl ConnectError {
-    /// The whole answer; the connection is to be closed behind it.
+    /// Returns the whole response. The caller must close the connection after the response.
     pub fn response(self) -> &'static [u8] {
         match self {
             Self::Method => {
@@ -83,24 +83,24 @@ impl ConnectError {
     }
 }
 
-/// Finds the end of a head that arrives in pieces.
+/// Incremental search for the end of a request head.
 ///
-/// Remembers how far it has looked, so that a head of any length and any number of pieces is searched
-/// once. One reader is for one request.
+/// The reader remembers its position, so that it scans every byte only once, for any number of pieces. Each
+/// request needs its own reader.
 #[derive(Debug, Default)]
 pub struct HeadReader {
-    /// No line ends before this offset that has not been looked at.
+    /// Offset of the first byte that is not scanned yet.
     searched: usize,
-    /// Where the line begins that `searched` lies in.
+    /// Start of the line that contains the offset `searched`.
     line: usize,
 }
 
 impl HeadReader {
-    /// Looks at everything received so far; `None` while the head is incomplete. `received` may only grow
-    /// at its end between calls.
+    /// Scans all bytes received so far. Returns `None` while the head is incomplete. Between calls,
+    /// `received` may only grow at its end.
     ///
     /// # Errors
-    /// [`ConnectError`], whose response ends the connection.
+    /// Returns a [`ConnectError`]. The caller sends its response and closes the connection.
     pub fn read(&mut self, received: &[u8]) -> Result<Option<ConnectHead>, ConnectError> {
         let within_limit = received.get(..MAX_HEAD_BYTES).unwrap_or(received);
         match self.find_end(within_limit) {
@@ -110,7 +110,7 @@ impl HeadReader {
         }
     }
 
-    /// The head up to and with its empty line. Lines may end in a bare LF, as Go allows.
+    /// Returns the head, including its empty line. Lines may end in a bare LF, as in Go.
     fn find_end<'a>(&mut self, received: &'a [u8]) -> Option<&'a [u8]> {
         loop {
             let unseen = received.get(self.searched..)?;
@@ -121,7 +121,7 @@ impl HeadReader {
             let end = self.searched + offset;
             let line = received.get(self.line..end)?;
             if line.is_empty() || line == b"\r" {
-                // The fields stay as they are: another call finds the same end.
+                // The offsets stay as they are, so that another call finds the same end.
                 return received.get(..=end);
             }
             self.searched = end + 1;
@@ -130,16 +130,16 @@ impl HeadReader {
     }
 }
 
-/// Parses what a client has sent; `None` while the head is incomplete. For a head that arrives in many
-/// pieces use a [`HeadReader`].
+/// Parses the bytes received from a client. Returns `None` while the head is incomplete. For a head that
+/// arrives in many pieces, use a [`HeadReader`].
 ///
 /// # Errors
-/// [`ConnectError`], whose response ends the connection.
+/// Returns a [`ConnectError`]. The caller sends its response and closes the connection.
 pub fn parse(received: &[u8]) -> Result<Option<ConnectHead>, ConnectError> {
     HeadReader::default().read(received)
 }
 
-/// Parses a head that is complete.
+/// Parses a complete head.
 fn parse_head(head: &[u8]) -> Result<ConnectHead, ConnectError> {
     let mut headers = [EMPTY_HEADER; MAX_HEADERS];
     let mut request = Request::new(&mut headers);
@@ -147,7 +147,7 @@ fn parse_head(head: &[u8]) -> Result<ConnectHead, ConnectError> {
         Ok(Status::Complete(len)) if len == head.len() => {}
         Err(Syntax::TooManyHeaders) => return Err(ConnectError::TooLarge),
         Err(Syntax::Version) if names_a_version(head) => return Err(ConnectError::Version),
-        // A request that does not end where its head ends: no request line, for one.
+        // Includes requests that do not end at the end of the head, for example without a request line.
         Ok(_) | Err(_) => return Err(ConnectError::Malformed),
     }
     match (request.method, request.path) {
@@ -160,7 +160,7 @@ fn parse_head(head: &[u8]) -> Result<ConnectHead, ConnectError> {
     }
 }
 
-/// Whether the request line ends in a version, supported or not: `HTTP/`, a digit, a dot, a digit.
+/// Returns true if the request line ends in a version, supported or not: `HTTP/`, a digit, a dot, a digit.
 fn names_a_version(head: &[u8]) -> bool {
     let line = head
         .split(|&byte| byte == b'\n')
@@ -172,17 +172,19 @@ fn names_a_version(head: &[u8]) -> bool {
         if major.is_ascii_digit() && minor.is_ascii_digit())
 }
 
-/// Whether a target can be the authority of a URI without user information (RFC 3986, section 3.2).
-/// The agent's resolver judges the rest.
+/// Returns true if a target can be the authority of a URI without user information (RFC 3986, section 3.2).
+/// The agent's resolver checks the rest.
 fn is_authority(target: &str) -> bool {
     let allowed = |byte: u8| byte.is_ascii_graphic() && !b"/?#@\\".contains(&byte);
     !target.is_empty() && target.bytes().all(allowed)
 }
 
-/// An answer that says why a target is not connected; the connection is to be closed behind it.
+/// Builds the response for a target that could not be connected. The caller must close the connection after
+/// the response.
 ///
-/// The headers are upstream's: those of its "no tunnels available" for 500, those of its dial
-/// failures for 502, 503 and 504. There is no Content-Length, the body ends with the connection.
+/// The headers are upstream's: for 500, the headers of its "no tunnels available" response; for 502, 503 and
+/// 504, the headers of its dial failures. The response has no Content-Length; the end of the connection ends
+/// the body.
 pub fn failure(status: u16, body: &str) -> Vec<u8> {
     let headers = match status {
         500 => "Content-Type: text/plain",
@@ -195,8 +197,8 @@ pub fn failure(status: u16, body: &str) -> Vec<u8> {
     format!("HTTP/1.1 {status} {reason}\r\n{headers}\r\n\r\n{body}").into_bytes()
 }
 
-/// The status for an agent's dial error, told by its text: 504 for a timeout, 503 for a lack of
-/// sockets, 502 for all else.
+/// Returns the status for an agent's dial error, by its text: 504 for a timeout, 503 for too many open files,
+/// 502 otherwise.
 pub fn dial_failure_status(error: &str) -> u16 {
     let error = error.to_ascii_lowercase();
     let mentions = |texts: &[&str]| texts.iter().any(|text| error.contains(text));

@@ -1,10 +1,10 @@
-//! Dialing TCP as Go's `net.Dialer` does, error texts included.
+//! TCP dialing like Go's `net.Dialer`, including the error texts.
 //!
-//! The texts are part of the protocol: the server sorts dial failures by substrings such as
-//! `connection refused` or `no such host`, and kube-apiserver shows them to users. The order of
-//! attempts is Go's too: both address families race, the second one starting after 300 ms or as
-//! soon as the first has failed; within a family addresses are tried one by one, each with a share
-//! of the time that is left.
+//! The error texts are part of the protocol: the server classifies dial failures by substrings such as
+//! `connection refused` or `no such host`, and kube-apiserver shows the texts to users. The order of attempts
+//! is also Go's. The two address families race: the second family starts after 300 ms, or as soon as the
+//! first family has failed. Within a family, addresses are tried one after another, each with a share of the
+//! remaining time.
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -18,25 +18,25 @@ use tokio::time::{Instant, timeout_at};
 /// Head start of the first address family (`net.Dialer`'s default `FallbackDelay`).
 const FALLBACK_DELAY: Duration = Duration::from_millis(300);
 
-/// The least time that an address gets as long as that much is left (`net.partialDeadline`).
+/// Minimum time for one address, unless less time remains (`net.partialDeadline`).
 const SANE_MINIMUM: Duration = Duration::from_secs(2);
 
 /// Idle time before the first keepalive probe, and between probes (`net.Dialer`'s default).
 const KEEPALIVE: Duration = Duration::from_secs(15);
 
-/// How often a connection to ourselves is tried again (`net.sysDialer.doDialTCPProto`).
+/// Number of retries after a socket has connected to itself (`net.sysDialer.doDialTCPProto`).
 const SELF_CONNECT_RETRIES: u32 = 2;
 
-/// The longest timeout that is honoured; longer ones could not be added to the clock.
+/// Maximum timeout. A longer timeout is cut to this value, because adding it to the clock could fail.
 const FAR_FUTURE: Duration = Duration::from_secs(365 * 24 * 3600);
 
-/// A dial that failed.
+/// A failed dial.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{text}")]
 pub struct DialError {
-    /// What Go would say, such as `dial tcp 10.0.0.1:443: connect: connection refused`.
+    /// Go's error text, such as `dial tcp 10.0.0.1:443: connect: connection refused`.
     pub text: String,
-    /// Whether time ran out (Go's `net.Error.Timeout`).
+    /// True if the dial timed out (Go's `net.Error.Timeout`).
     pub timeout: bool,
 }
 
@@ -46,19 +46,20 @@ pub struct DialError {
 pub struct AddressError {
     /// The whole address.
     pub address: String,
-    /// What is wrong with it, in Go's words.
+    /// Reason in Go's words.
     pub reason: &'static str,
 }
 
-/// Dials `address` (`host:port`) by `protocol`: `tcp`, `tcp4` or `tcp6`. The whole dial, name
-/// lookup included, takes at most `timeout`. The connection has `TCP_NODELAY` set and sends
-/// keepalive probes every 15 s, as Go's.
+/// Dials `address` (`host:port`) by `protocol`: `tcp`, `tcp4` or `tcp6`. The whole dial, including the name
+/// lookup, takes at most `timeout`. As in Go, the connection has `TCP_NODELAY` set and sends keepalive probes
+/// every 15 s.
 ///
-/// Dropping the future gives up all attempts; a running name lookup ends by itself, unheard.
+/// Dropping the future cancels all attempts. A running name lookup continues in the background, and its
+/// result is discarded.
 ///
 /// # Errors
 ///
-/// [`DialError`], in Go's words.
+/// Returns a [`DialError`] with Go's error text.
 pub async fn dial(
     protocol: &str,
     address: &str,
@@ -87,12 +88,12 @@ pub async fn dial(
     Ok(stream)
 }
 
-/// Splits `host:port`, `[host]:port` or `[host%zone]:port` as Go's `net.SplitHostPort`; brackets
-/// are removed, the port may be empty or a name.
+/// Splits `host:port`, `[host]:port` or `[host%zone]:port` like Go's `net.SplitHostPort`. Brackets are
+/// removed. The port may be empty or a service name.
 ///
 /// # Errors
 ///
-/// [`AddressError`], in Go's words.
+/// Returns an [`AddressError`] with Go's reason.
 pub fn split_host_port(address: &str) -> Result<(&str, &str), AddressError> {
     let fail = |reason| AddressError {
         address: address.to_owned(),
@@ -124,7 +125,7 @@ pub fn split_host_port(address: &str) -> Result<(&str, &str), AddressError> {
     Ok((host, port))
 }
 
-/// Joins a host and a port as Go's `net.JoinHostPort`: a host with a colon is put in brackets.
+/// Joins a host and a port like Go's `net.JoinHostPort`: a host that contains a colon is put in brackets.
 pub fn join_host_port(host: &str, port: u16) -> String {
     if host.contains(':') {
         format!("[{host}]:{port}")
@@ -133,8 +134,8 @@ pub fn join_host_port(host: &str, port: u16) -> String {
     }
 }
 
-/// Go looks names of ports up in `/etc/services`. Here they are refused, with the text for a name
-/// that is not there: no Kubernetes component dials by one.
+/// Parses a port number. Go also looks up service names in `/etc/services`. Here every service name fails
+/// with Go's text for an unknown name, because no Kubernetes component dials by service name.
 fn parse_port(protocol: &str, port: &str) -> Result<u16, String> {
     if port.is_empty() {
         return Ok(0);
@@ -155,7 +156,7 @@ fn parse_port(protocol: &str, port: &str) -> Result<u16, String> {
     }
 }
 
-/// An address to try, and how Go would print it.
+/// An address to try, and its text in Go's format.
 #[derive(Clone, Debug)]
 struct Target {
     address: SocketAddr,
@@ -172,8 +173,8 @@ impl Target {
     }
 }
 
-/// All addresses of a host, of the family that `protocol` asks for. Fails with Go's text (without
-/// `dial tcp: `) and whether it was a timeout.
+/// Resolves a host to all addresses of the family in `protocol`. The error has Go's text without the prefix
+/// `dial tcp:`, and true for a timeout.
 async fn resolve(
     protocol: &str,
     host: &str,
@@ -181,7 +182,7 @@ async fn resolve(
     deadline: Instant,
 ) -> Result<Vec<Target>, (String, bool)> {
     if host.is_empty() {
-        // The local system; Go prints the address without a host.
+        // The local system. Go prints the address without a host.
         let loopback: IpAddr = match protocol {
             "tcp6" => Ipv6Addr::LOCALHOST.into(),
             _ => Ipv4Addr::LOCALHOST.into(),
@@ -217,7 +218,7 @@ async fn resolve(
     Ok(targets)
 }
 
-/// IPv4 addresses written as IPv6 are IPv4 to Go; a scope is kept for link-local addresses.
+/// Converts an IPv4 address in IPv6 form to IPv4, as Go does. A link-local address keeps its scope.
 fn canonical(found: SocketAddr) -> Target {
     match found.ip().to_canonical() {
         IpAddr::V4(ip) => Target::new(ip.into(), found.port()),
@@ -228,7 +229,8 @@ fn canonical(found: SocketAddr) -> Target {
     }
 }
 
-/// `getaddrinfo`'s error codes do not reach us, only their texts (glibc's and musl's).
+/// Returns Go's text for a failed lookup. The error contains only `getaddrinfo`'s text (glibc's or musl's),
+/// not its error code.
 fn lookup_text(host: &str, error: &io::Error) -> String {
     let text = error.to_string();
     let has = |parts: &[&str]| parts.iter().any(|part| text.contains(part));
@@ -252,7 +254,7 @@ fn lookup_text(host: &str, error: &io::Error) -> String {
     format!("lookup {host}: {reason}")
 }
 
-/// Races the two address families; the first address decides which one is first.
+/// Races the two address families. The family of the first address starts first.
 async fn dial_any(
     protocol: &str,
     targets: Vec<Target>,
@@ -283,13 +285,13 @@ async fn dial_any(
         },
         outcome = &mut fallback => match outcome {
             Ok(stream) => Ok(stream),
-            // The error of the first family is the one to tell.
+            // Report the error of the first family.
             Err(_) => primary.await,
         },
     }
 }
 
-/// Tries addresses in order; of several errors the first counts.
+/// Tries the addresses in order. If all fail, returns the first error.
 async fn dial_serial(
     protocol: &str,
     targets: &[Target],
@@ -323,19 +325,19 @@ async fn dial_serial(
     }))
 }
 
-/// Go's `partialDeadline`: an equal share for each address that is left, but at least two seconds
-/// as long as they last.
+/// Returns the time for the next address, like Go's `partialDeadline`: an equal share of the remaining time
+/// for each address, but at least two seconds if they remain.
 fn partial_timeout(remaining: Duration, addresses: usize) -> Duration {
     let addresses = u32::try_from(addresses).unwrap_or(u32::MAX).max(1);
     (remaining / addresses).max(SANE_MINIMUM).min(remaining)
 }
 
-/// One attempt. Fails with Go's text (without the address) and whether it was a timeout.
+/// Makes one attempt. The error has Go's text (without the address), and true for a timeout.
 async fn connect(address: SocketAddr) -> Result<TcpStream, (String, bool)> {
     let fail = |call: &str, error: io::Error| {
         let code = error.raw_os_error();
         let reason = code.map_or_else(|| error.to_string(), |code| errno_text(code, &error));
-        // The errnos that Go counts as timeouts: EAGAIN and ETIMEDOUT.
+        // Go counts EAGAIN and ETIMEDOUT as timeouts.
         (format!("{call}: {reason}"), matches!(code, Some(11 | 110)))
     };
     let mut retries = SELF_CONNECT_RETRIES;
@@ -349,7 +351,7 @@ async fn connect(address: SocketAddr) -> Result<TcpStream, (String, bool)> {
             .connect(address)
             .await
             .map_err(|error| fail("connect", error))?;
-        // A dial of a port in the ephemeral range of this host may meet itself.
+        // A dial to a port in this host's ephemeral range can connect the socket to itself.
         let is_self = matches!((stream.local_addr(), stream.peer_addr()), (Ok(a), Ok(b)) if a == b);
         if !is_self || retries == 0 {
             return Ok(stream);
@@ -358,8 +360,8 @@ async fn connect(address: SocketAddr) -> Result<TcpStream, (String, bool)> {
     }
 }
 
-/// Options that Go sets on a new connection. They fail only on a connection that is already dead,
-/// which its reader will notice; Go ignores that too.
+/// Sets the options that Go sets on a new connection. Setting an option fails only on a dead connection. Such
+/// a failure is ignored, as in Go, because the reader notices the dead connection.
 fn configure(stream: &TcpStream) {
     let keepalive = TcpKeepalive::new()
         .with_time(KEEPALIVE)
@@ -372,8 +374,8 @@ fn configure(stream: &TcpStream) {
     }
 }
 
-/// An errno in Go's words (`syscall/zerrors_linux_*.go`). Those that a dial can meet are spelled
-/// out, because musl words them differently; the rest is the C library's text in lower case.
+/// Returns an errno's text in Go's words (`syscall/zerrors_linux_*.go`). The errnos that a dial can return
+/// are listed, because musl words them differently. Other errnos have the C library's text in lower case.
 fn errno_text(code: i32, error: &io::Error) -> String {
     let known = match code {
         1 => "operation not permitted",

@@ -1,4 +1,4 @@
-//! Stream listeners, TCP and Unix, and the accept loop.
+//! Stream listeners (TCP and Unix) and the accept loop.
 
 use std::io;
 use std::net::SocketAddr;
@@ -11,31 +11,32 @@ use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
 use tokio_util::sync::CancellationToken;
 use tracing::{error, warn};
 
-/// Who may connect to a Unix socket: owner and group, as upstream's umask of 0007 leaves it.
+/// File mode of a Unix socket: owner and group may connect, as with upstream's umask of 0007.
 const SOCKET_MODE: u32 = 0o770;
 
-/// How long the accept loop rests after an error such as too many open files: long enough not to
-/// spin, short enough that clients only see a delay.
+/// Pause of the accept loop after an error such as too many open files: long enough to avoid a busy loop,
+/// short enough that clients notice only a delay.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// How soon TCP probes a silent peer, and when it counts as dead. The default suits agents and
-/// front-end clients: a broken path is noticed within a minute instead of hours.
+/// TCP keepalive times: when TCP starts to probe a silent connection, and when the connection counts as dead.
+/// The default suits agents and front-end clients: a broken path is detected within a minute instead of
+/// hours.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Keepalive {
-    /// Silence before the first probe; the kernel counts in whole seconds.
+    /// Silence before the first probe. The kernel counts whole seconds.
     pub idle: Duration,
     /// Time between probes.
     pub interval: Duration,
-    /// How many probes stay unanswered before the connection is given up.
+    /// Number of unanswered probes that ends the connection.
     pub probes: u32,
-    /// How long bytes may stay unacknowledged. It also ends a peer that lives and reads nothing, so
-    /// it is for peers that always read: those that speak HTTP/2. `None` leaves it to the kernel,
-    /// which tries for a quarter of an hour.
+    /// Maximum time for bytes to stay unacknowledged. The timeout also ends a live peer that reads nothing,
+    /// so it suits only peers that always read, such as HTTP/2 peers. `None` leaves the limit to the kernel,
+    /// which retries for a quarter of an hour.
     pub user_timeout: Option<Duration>,
 }
 
 impl Keepalive {
-    /// How long a peer may be silent: it is asked and does not answer for the last part of that.
+    /// Returns the maximum silence of a live peer: the idle time, then the time for all probes.
     pub fn patience(&self) -> Duration {
         self.idle + self.interval * self.probes
     }
@@ -52,12 +53,12 @@ impl Default for Keepalive {
     }
 }
 
-/// The send buffer that a Unix socket's client gets, in bytes: with the kernel's default of 208 KiB
-/// a frame of the native transport takes two writes and a wait between them. The kernel grants
-/// what `net.core.wmem_max` allows, doubled, and charges only for what waits there.
+/// Send buffer of an accepted Unix connection, in bytes. With the kernel's default of 208 KiB, a frame of the
+/// native transport needs two writes with a wait in between. The kernel grants at most `net.core.wmem_max`,
+/// doubled, and charges only for bytes that wait in the buffer.
 const UNIX_SEND_BYTES: usize = 256 * 1024;
 
-/// Why a Unix socket could not be opened.
+/// Error of a Unix socket that could not be opened.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot listen on the Unix socket {path}: {source}; {advice}")]
 pub struct UnixBindError {
@@ -70,45 +71,45 @@ pub struct UnixBindError {
 pub enum Listener {
     /// TCP.
     Tcp(TcpListener),
-    /// A Unix socket; its file is removed when the listener is dropped.
+    /// A Unix socket. Dropping the listener removes the socket file.
     Unix(UnixListener, SocketFile),
 }
 
-/// Removes the socket's file when dropped, unless another program has put its own in its place.
+/// Guard of a socket file. Dropping the guard removes the file, unless another program has replaced the file.
 pub struct SocketFile {
     path: PathBuf,
-    /// Device and inode.
+    /// Device and inode of the file.
     identity: (u64, u64),
 }
 
 /// An accepted connection.
 pub enum Accepted {
-    /// From a TCP listener.
+    /// Connection from a TCP listener, with the peer's address.
     Tcp(TcpStream, SocketAddr),
-    /// From a Unix listener.
+    /// Connection from a Unix listener.
     Unix(UnixStream),
 }
 
 impl Listener {
-    /// A TCP listener. Connections have its options from the start: Linux copies them, which saves
-    /// six system calls for each.
+    /// Wraps a TCP listener and sets its options. Linux copies the options to each accepted connection, which
+    /// saves six system calls per connection.
     pub fn tcp(listener: TcpListener, keepalive: &Keepalive) -> Self {
         if let Err(error) = tune_with(&listener, keepalive) {
-            warn!(%error, "cannot set TCP keepalive: dead peers are noticed late");
+            warn!(%error, "cannot set TCP keepalive; dead peers will be detected late");
         }
         Self::Tcp(listener)
     }
 
-    /// Binds a Unix socket with mode 0770. With `replace`, what is at the path is removed first.
+    /// Binds a Unix socket with mode 0770. With `replace`, an existing file at the path is removed first.
     ///
     /// # Errors
-    /// When the path is taken, its folder is missing or not writable, or it is longer than the
-    /// kernel allows (107 bytes).
+    /// Fails if the path is in use, if its folder is missing or not writable, or if the path is longer than
+    /// the kernel allows (107 bytes).
     pub fn unix(path: &Path, replace: bool) -> Result<Self, UnixBindError> {
         if replace && let Err(error) = std::fs::remove_file(path) {
-            // As upstream: a removal that fails is told, and the bind below decides.
+            // As upstream: log a failed removal and let the bind decide.
             if error.kind() != io::ErrorKind::NotFound {
-                warn!(path = %path.display(), %error, "cannot remove what is at the socket's path");
+                warn!(path = %path.display(), %error, "cannot remove the file at the socket's path");
             }
         }
         let bound = UnixListener::bind(path).and_then(|listener| {
@@ -133,7 +134,7 @@ impl Listener {
         })
     }
 
-    /// Where clients connect: the address, or the socket's path.
+    /// Returns the address or socket path that clients connect to.
     pub fn address(&self) -> String {
         match self {
             Self::Tcp(listener) => listener
@@ -143,7 +144,7 @@ impl Listener {
         }
     }
 
-    /// The TCP address, if it is one.
+    /// Returns the TCP address; `None` for a Unix socket.
     pub fn tcp_address(&self) -> Option<SocketAddr> {
         match self {
             Self::Tcp(listener) => listener.local_addr().ok(),
@@ -151,8 +152,8 @@ impl Listener {
         }
     }
 
-    /// Hands every connection to `handle` until the token fires. Errors of accept are told and
-    /// waited out: running out of descriptors must not end the program.
+    /// Passes every accepted connection to `handle` until `shutdown` is cancelled. An accept error is logged
+    /// and followed by a pause, because running out of file descriptors must not end the program.
     pub async fn serve(self, shutdown: CancellationToken, mut handle: impl FnMut(Accepted)) {
         loop {
             let accepted = tokio::select! {
@@ -178,7 +179,7 @@ impl Listener {
             }
             Self::Unix(listener, _) => {
                 let (stream, _) = listener.accept().await?;
-                // Slower without, no more.
+                // Without the larger buffer, the connection is only slower.
                 let _ = socket2::SockRef::from(&stream).set_send_buffer_size(UNIX_SEND_BYTES);
                 Ok(Accepted::Unix(stream))
             }
@@ -187,10 +188,10 @@ impl Listener {
 }
 
 impl Accepted {
-    /// Hands the connection to the runtime that calls.
+    /// Moves the connection to the caller's runtime.
     ///
     /// # Errors
-    /// When the runtime can not watch it.
+    /// Fails if the runtime cannot register the socket.
     pub fn rebind(self) -> io::Result<Self> {
         Ok(match self {
             Self::Tcp(stream, peer) => Self::Tcp(rebind(stream)?, peer),
@@ -199,19 +200,19 @@ impl Accepted {
     }
 }
 
-/// Hands a connection to the runtime that calls.
+/// Moves a TCP connection to the caller's runtime.
 ///
 /// # Errors
-/// When the runtime can not watch it.
+/// Fails if the runtime cannot register the socket.
 pub fn rebind(stream: TcpStream) -> io::Result<TcpStream> {
     TcpStream::from_std(stream.into_std()?)
 }
 
 impl SocketFile {
-    /// The file of a socket that was just bound.
+    /// Creates the guard for the file of a socket that was just bound.
     ///
     /// # Errors
-    /// When it is not there.
+    /// Fails if the file does not exist.
     pub fn at(path: &Path) -> io::Result<Self> {
         Ok(Self {
             path: path.to_owned(),
@@ -233,18 +234,18 @@ fn identity(path: &Path) -> io::Result<(u64, u64)> {
     Ok((metadata.dev(), metadata.ino()))
 }
 
-/// Sets what every tunnel socket wants: no Nagle delay, and a dead peer noticed by TCP itself.
+/// Sets the default options of a tunnel socket: no Nagle delay, and keepalive probes that detect a dead peer.
 ///
 /// # Errors
-/// When the socket is gone already.
+/// Fails if the socket is already closed.
 pub fn tune(stream: &TcpStream) -> io::Result<()> {
     tune_with(stream, &Keepalive::default())
 }
 
-/// The same with other times, for a fresh socket or a listener.
+/// Sets the options of [`tune`] with other times. `socket` is a new connection or a listener.
 ///
 /// # Errors
-/// When the socket is gone already.
+/// Fails if the socket is already closed.
 pub fn tune_with(socket: &impl AsFd, keepalive: &Keepalive) -> io::Result<()> {
     let Keepalive {
         idle,
@@ -286,7 +287,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_successors_socket_is_left_alone() {
+    async fn old_listener_does_not_remove_its_successors_socket() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("front.socket");
         let old = Listener::unix(&path, true).unwrap();
@@ -298,14 +299,14 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn accepted_connections_are_tuned() {
+    async fn accepted_connections_have_the_listeners_options() {
         let keepalive = Keepalive::default();
         let tcp = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = tcp.local_addr().unwrap();
         let listener = Listener::tcp(tcp, &keepalive);
         let _client = TcpStream::connect(address).await.unwrap();
         let Accepted::Tcp(stream, _) = listener.accept().await.unwrap() else {
-            panic!("no TCP");
+            panic!("not a TCP connection");
         };
         let socket = socket2::SockRef::from(&stream);
         assert!(socket.tcp_nodelay().unwrap() && socket.keepalive().unwrap());
@@ -319,7 +320,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_missing_folder_is_named() {
+    async fn missing_folder_error_says_to_create_the_folder() {
         let error = Listener::unix(Path::new("/nonexistent/dir/x.socket"), true);
         let error = error.err().unwrap().to_string();
         assert!(error.contains("create its folder"), "{error}");

@@ -1,27 +1,27 @@
-//! Socket options that no crate in use offers: the only unsafe code of the workspace, some of it from
-//! the macro of a crate.
+//! Socket options that no crate in use offers. The module has the only unsafe code of the workspace, partly
+//! from a crate's macro.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd as _};
 
 use nix::sys::socket::sockopt::GetStruct;
 
-/// Has a stream socket say that it can be read once it holds `bytes`, or has reached its end
-/// (`SO_RCVLOWAT`, socket(7)). What it holds can be read at any time, but whoever waits for readiness finds it
-/// late: see to a deadline. A lower mark takes effect at once (Linux `tcp_set_rcvlowat`). The kernel's
-/// default is 1.
+/// Sets the number of bytes that a stream socket must have received before it becomes readable
+/// (`SO_RCVLOWAT`, socket(7)). The end of the stream also makes the socket readable. Received bytes can be
+/// read at any time, but a task that waits for readiness gets them late, so use a deadline. A lower mark
+/// takes effect at once (Linux `tcp_set_rcvlowat`). The kernel's default is 1.
 ///
 /// # Errors
-/// When the socket is none, or its kind has no such mark.
+/// Fails if the descriptor is not a socket, or its socket type has no such mark.
 pub fn set_receive_low_water(socket: &impl AsFd, bytes: u16) -> io::Result<()> {
     set(socket, libc::SOL_SOCKET, libc::SO_RCVLOWAT, bytes.into())
 }
 
-/// Whether an IPv6 socket refuses datagrams that would have to travel in fragments (`IPV6_DONTFRAG`,
-/// RFC 3542 section 11.2).
+/// Sets `IPV6_DONTFRAG` to `refuses`. If true, the IPv6 socket refuses datagrams that need fragmentation (RFC
+/// 3542, section 11.2).
 ///
 /// # Errors
-/// When the socket is none, or not of IPv6.
+/// Fails if the descriptor is not an IPv6 socket.
 pub fn set_ipv6_dont_fragment(socket: &impl AsFd, refuses: bool) -> io::Result<()> {
     set(
         socket,
@@ -31,11 +31,11 @@ pub fn set_ipv6_dont_fragment(socket: &impl AsFd, refuses: bool) -> io::Result<(
     )
 }
 
-/// What the kernel knows of a TCP connection (`TCP_INFO`, tcp(7)).
+/// Socket option that reads the kernel's state of a TCP connection (`TCP_INFO`, tcp(7)).
 #[derive(Clone, Copy, Debug)]
 pub struct TcpInfo;
 
-// Numbers only, in whichever way they are filled in.
+// `tcp_info` contains only numbers, so any bytes from the kernel are valid.
 nix::getsockopt_impl!(
     TcpInfo,
     libc::IPPROTO_TCP,
@@ -51,8 +51,8 @@ fn set(
     value: libc::c_int,
 ) -> io::Result<()> {
     let length = size_of_val(&value) as libc::socklen_t;
-    // SAFETY: the descriptor is borrowed and open; the kernel reads `length` bytes at the pointer, which
-    // are a live integer's, and keeps neither.
+    // SAFETY: the descriptor is borrowed and open. The kernel reads `length` bytes at the pointer, all inside
+    // a live integer, and keeps neither the descriptor nor the pointer.
     #[allow(unsafe_code, reason = "a system call without a safe wrapper")]
     let result = unsafe {
         libc::setsockopt(
@@ -82,7 +82,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn a_reader_wakes_at_the_mark_and_when_it_is_lowered() {
+    async fn reader_wakes_at_the_mark_at_a_lowered_mark_and_at_the_end() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let mut here = TcpStream::connect(listener.local_addr().unwrap())
             .await
@@ -104,17 +104,17 @@ mod tests {
         set_receive_low_water(&here, 1).unwrap();
         assert_eq!(here.read(&mut read).await.unwrap(), 5);
 
-        // The end waits for nothing.
+        // The end of the stream wakes the reader regardless of the mark.
         set_receive_low_water(&here, 1000).unwrap();
         drop(there);
         assert_eq!(here.read(&mut read).await.unwrap(), 0);
     }
 
     #[tokio::test]
-    async fn what_has_no_mark_says_so() {
+    async fn low_water_mark_fails_on_a_file_but_not_on_udp() {
         let file = tempfile::tempfile().unwrap();
         set_receive_low_water(&file, 1).unwrap_err();
-        // Datagrams are taken one by one, whatever the mark.
+        // A UDP socket accepts the option, although datagrams are read one by one.
         let socket = UdpSocket::bind("127.0.0.1:0").await.unwrap();
         set_receive_low_water(&socket, 1).unwrap();
     }

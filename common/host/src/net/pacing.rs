@@ -5,14 +5,14 @@ use std::net::IpAddr;
 use socket2::SockRef;
 use tokio::net::TcpStream;
 
-/// What every kernel has and lets everybody choose (`tcp_allowed_congestion_control`, tcp(7)). It sends as
-/// much as the peer has room for.
+/// Congestion control for connections within the host. Every kernel has `reno` and lets every process choose
+/// it (`tcp_allowed_congestion_control`, tcp(7)). `reno` sends without pacing, as much as the peer accepts.
 const PLAIN: &[u8] = b"reno";
 
-/// Has a connection between two equal addresses, or to a loopback address, go on without BBR, the
-/// congestion control of many systems. BBR spreads what it sends over time, so that no queue builds up on
-/// the path; here there is no path, and the kernel arms a timer for each 64 KiB (docs/tuning.md has what
-/// that costs). Other connections, and other kinds of congestion control, stay as the system has them.
+/// Switches a connection from BBR to `reno` if its two addresses are equal or the peer's address is a
+/// loopback address. BBR, the default of many systems, spreads packets over time, so that no queue builds up
+/// on the path. A connection within a host has no path with queues, and the kernel would arm a timer for each
+/// 64 KiB (docs/tuning.md lists the cost). Other connections and other congestion controls stay as they are.
 pub fn spare_pacing(stream: &TcpStream) {
     let socket = SockRef::from(stream);
     let is_bbr = |name: Vec<u8>| name.starts_with(b"bbr");
@@ -20,12 +20,12 @@ pub fn spare_pacing(stream: &TcpStream) {
         && let (Ok(own), Ok(peer)) = (stream.local_addr(), stream.peer_addr())
         && is_this_host(own.ip(), peer.ip())
     {
-        // No more than slower without.
+        // A failure only makes the connection slower.
         let _ = socket.set_tcp_congestion(PLAIN);
     }
 }
 
-/// Whether a connection from `own` to `peer` stays on one host.
+/// Returns true if a connection from `own` to `peer` stays on one host.
 fn is_this_host(own: IpAddr, peer: IpAddr) -> bool {
     let [own, peer] = [own, peer].map(|address| address.to_canonical());
     own == peer || peer.is_loopback()
@@ -40,7 +40,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn a_connection_within_the_host_does_without_bbr() {
+    async fn connection_within_the_host_changes_from_bbr_to_reno() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let stream = TcpStream::connect(listener.local_addr().unwrap());
         let stream = stream.await.unwrap();

@@ -1,9 +1,9 @@
-//! The agent's way out through an HTTP proxy: `HTTPS_PROXY` and `NO_PROXY` as Go's
-//! `http.ProxyFromEnvironment` reads them, and the CONNECT request.
+//! The agent's connection through an HTTP proxy: `HTTPS_PROXY` and `NO_PROXY` as in Go's
+//! `http.ProxyFromEnvironment`, and the CONNECT request.
 //!
-//! hyper-util parses the proxy's URL. Whether a proxy is used at all is decided here, because
-//! `NO_PROXY` differs between curl, which hyper-util follows, and Go: ports, `*.domain`, a leading
-//! dot that leaves the domain itself out, and loopback addresses that are never proxied.
+//! hyper-util parses the proxy's URL. This module decides whether to use the proxy, because hyper-util
+//! follows curl, and curl and Go treat `NO_PROXY` differently: ports, `*.domain`, a leading dot that excludes
+//! the domain itself, and loopback addresses, which are never proxied.
 
 use std::fmt;
 use std::io;
@@ -17,22 +17,22 @@ use tokio::time::{Instant, timeout_at};
 
 use super::dial::{dial, join_host_port, split_host_port};
 
-/// Longest response head that a proxy may send, in bytes.
+/// Maximum size of a proxy's response head, in bytes.
 const MAX_HEAD_BYTES: usize = 8 << 10;
 
-/// Most header fields in that head.
+/// Maximum number of header fields in a proxy's response head.
 const MAX_HEADERS: usize = 64;
 
-/// The port of a proxy whose URL has none (that of the scheme `http`).
+/// Port of a proxy whose URL has no port (the default port of the scheme `http`).
 const DEFAULT_PROXY_PORT: u16 = 80;
 
-/// Variables that name the proxy for TLS targets; the first one that is not empty counts.
+/// Variables for the proxy of TLS targets. The first non-empty variable counts.
 const PROXY_VARIABLES: [&str; 2] = ["HTTPS_PROXY", "https_proxy"];
 
-/// Variables that name exceptions; the first one that is not empty counts.
+/// Variables for exceptions. The first non-empty variable counts.
 const NO_PROXY_VARIABLES: [&str; 2] = ["NO_PROXY", "no_proxy"];
 
-/// A proxy to connect through.
+/// An HTTP proxy.
 #[derive(Clone)]
 pub struct ProxyTarget {
     host: String,
@@ -40,35 +40,35 @@ pub struct ProxyTarget {
     authorization: Option<HeaderValue>,
 }
 
-/// Why the environment names no usable proxy. The variable's value is not shown: it may hold a
-/// password.
+/// Error of an unusable proxy in the environment. The error omits the variable's value, because the value may
+/// contain a password.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ProxyError {
     /// The value is not the URL of a proxy.
     #[error("HTTPS_PROXY is not a proxy URL; write it as http://[user:password@]host:port")]
     Invalid,
-    /// The proxy wants a protocol other than plain HTTP.
+    /// The proxy's URL has a scheme other than `http`.
     #[error(
         "HTTPS_PROXY names a proxy that is not http://; https and socks proxies are not supported (the tunnel through the proxy is TLS in any case)"
     )]
     Scheme,
 }
 
-/// The proxy for a TLS connection to `host:port`, by the process environment. `None`: connect
-/// directly.
+/// Returns the proxy for a TLS connection to `host:port`, from the process environment. `None` means a direct
+/// connection.
 ///
 /// # Errors
 ///
-/// A proxy is named and would be used, but can not be.
+/// Fails if the environment sets a proxy for this target but the proxy cannot be used.
 pub fn from_env(host: &str, port: u16) -> Result<Option<ProxyTarget>, ProxyError> {
     from_variables(host, port, |name| std::env::var(name).ok())
 }
 
-/// [`from_env`] with variables looked up by `get`.
+/// Returns the proxy as [`from_env`] does; `get` looks up a variable.
 ///
 /// # Errors
 ///
-/// As [`from_env`].
+/// Same as [`from_env`].
 pub fn from_variables(
     host: &str,
     port: u16,
@@ -88,12 +88,13 @@ pub fn from_variables(
     ProxyTarget::parse(&url).map(Some)
 }
 
-/// Connects to `host:port` through `proxy`. The stream stands right behind the proxy's answer: no
-/// byte of the tunnel is lost or taken.
+/// Connects to `host:port` through `proxy`. The returned stream starts directly after the proxy's response;
+/// no byte of the tunnel is lost.
 ///
 /// # Errors
 ///
-/// The proxy can not be reached, takes longer than `deadline`, refuses, or does not speak HTTP.
+/// Fails if the proxy cannot be reached, does not respond before `deadline`, refuses the request, or does not
+/// send HTTP.
 pub async fn connect(
     proxy: &ProxyTarget,
     host: &str,
@@ -131,9 +132,9 @@ pub async fn connect(
 // === impl ProxyTarget ===
 
 impl ProxyTarget {
-    /// Parses a proxy URL; without a scheme it is taken for `http://`.
+    /// Parses a proxy URL. A URL without a scheme means `http://`.
     fn parse(url: &str) -> Result<Self, ProxyError> {
-        // The scheme is told apart first, because hyper-util ignores what it does not know.
+        // Check the scheme first, because hyper-util ignores unknown schemes.
         match url.split_once("://") {
             Some((scheme, _)) if !scheme.eq_ignore_ascii_case("http") => {
                 return Err(ProxyError::Scheme);
@@ -161,14 +162,14 @@ impl fmt::Display for ProxyTarget {
     }
 }
 
-/// Leaves the credentials out.
+/// Omits the credentials.
 impl fmt::Debug for ProxyTarget {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "ProxyTarget({self})")
     }
 }
 
-/// Whether `NO_PROXY` or Go's own rules take a target out (`golang.org/x/net/http/httpproxy`).
+/// Returns true if `NO_PROXY` or Go's own rules exempt a target (`golang.org/x/net/http/httpproxy`).
 fn is_exempt(host: &str, port: u16, exceptions: &str) -> bool {
     let host = host.trim().to_lowercase();
     let ip = host.parse::<IpAddr>().ok().map(|ip| ip.to_canonical());
@@ -181,7 +182,8 @@ fn is_exempt(host: &str, port: u16, exceptions: &str) -> bool {
         .any(|entry| matches_entry(&entry, &host, ip, port))
 }
 
-/// One entry of `NO_PROXY`, in lower case: `*`, CIDR, IP or domain, each with an optional `:port`.
+/// Matches one entry of `NO_PROXY`, in lower case: `*`, a CIDR, an IP address or a domain. An IP address or
+/// domain may have a `:port`.
 fn matches_entry(entry: &str, host: &str, ip: Option<IpAddr>, port: u16) -> bool {
     if entry == "*" {
         return true;
@@ -201,7 +203,7 @@ fn matches_entry(entry: &str, host: &str, ip: Option<IpAddr>, port: u16) -> bool
         .filter(|rest| rest.starts_with('.'))
         .unwrap_or(name);
     match name.strip_prefix('.') {
-        // With a leading dot only what is below the domain.
+        // With a leading dot, only subdomains match.
         Some(domain) => is_below(host, domain),
         None => host == name && !name.is_empty() || is_below(host, name),
     }
@@ -234,7 +236,7 @@ fn contains(network: IpAddr, bits: u32, ip: IpAddr) -> bool {
 
 fn connect_request(proxy: &ProxyTarget, host: &str, port: u16) -> io::Result<Vec<u8>> {
     if host.is_empty() || !host.bytes().all(|byte| byte.is_ascii_graphic()) {
-        let text = "the host name can not be sent to a proxy";
+        let text = "the host name cannot be sent to a proxy";
         return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
     }
     let target = join_host_port(host, port);
@@ -248,8 +250,8 @@ fn connect_request(proxy: &ProxyTarget, host: &str, port: u16) -> io::Result<Vec
     Ok(request)
 }
 
-/// Reads up to and including the empty line, byte by byte: what follows belongs to the tunnel. A
-/// head has some hundred bytes, and there is one per connection to a server.
+/// Reads up to and including the empty line. The function reads one byte at a time, because later bytes
+/// belong to the tunnel. A head has a few hundred bytes, and a connection to a server has one head.
 async fn read_head(stream: &mut TcpStream) -> io::Result<Vec<u8>> {
     let mut head = Vec::with_capacity(256);
     while !head.ends_with(b"\r\n\r\n") {

@@ -1,6 +1,6 @@
-//! Reads ahead below TLS and HTTP/2. rustls asks for 4 KiB of a record at a time, four or five
-//! system calls for each 16 KiB, and `h2` for the rest of one frame, or 8 KiB; here one call brings
-//! several of them.
+//! The read-ahead buffer below TLS and HTTP/2. rustls reads 4 KiB of a record at a time, four or five system
+//! calls for each 16 KiB, and `h2` reads the rest of a frame, or 8 KiB. With the buffer, one system call
+//! serves several such reads.
 
 use std::io;
 use std::pin::Pin;
@@ -10,11 +10,11 @@ use bytes::{Buf, BytesMut};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio_util::io::poll_read_buf;
 
-/// What one call asks for. Larger ones gain nothing more and fall out of the processor's cache
-/// before they are decrypted.
+/// Maximum size of one read, in bytes. A larger read gains nothing, and its data falls out of the processor's
+/// cache before decryption.
 const READ_BYTES: usize = 128 * 1024;
 
-/// A stream that reads ahead. It holds no buffer while it has nothing to read.
+/// A stream with a read-ahead buffer. The buffer is freed while there is nothing to read.
 #[derive(Debug)]
 pub struct ReadAhead<S> {
     inner: S,
@@ -22,12 +22,12 @@ pub struct ReadAhead<S> {
 }
 
 impl<S> ReadAhead<S> {
-    /// Reads ahead of `inner`'s reader.
+    /// Adds a read-ahead buffer to `inner`.
     pub fn new(inner: S) -> Self {
         Self::behind(BytesMut::new(), inner)
     }
 
-    /// The same with bytes that were read before.
+    /// Adds a read-ahead buffer that already contains bytes from `inner`.
     pub fn behind(read: BytesMut, inner: S) -> Self {
         Self {
             inner,
@@ -99,7 +99,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn small_reads_get_every_byte_and_nothing_is_held_while_idle() {
+    async fn small_reads_get_every_byte_and_an_idle_stream_has_no_buffer() {
         let (near, mut far) = tokio::io::duplex(1 << 20);
         let mut ahead = ReadAhead::new(near);
         let sent: Vec<u8> = (0..200_000u32).map(|i| i as u8).collect();

@@ -1,9 +1,9 @@
-//! Peers that are gone while bytes are on their way to them.
+//! Detection of dead peers that still have bytes to receive.
 //!
-//! TCP sends no keepalive probes then: it sends the bytes again, for a quarter of an hour, or asks
-//! whether there is room for them at last. A user timeout would end both sooner, but also a peer
-//! that answers each time that there is none. Here only a peer counts as gone of which nothing at all
-//! was heard.
+//! TCP sends no keepalive probes to such a peer: TCP retransmits unacknowledged bytes for a quarter of an
+//! hour, or sends window probes if the peer's window is closed. A user timeout would end both cases sooner,
+//! but would also end a live peer that answers every window probe with a closed window. Here a peer is dead
+//! only if the kernel has received nothing from it.
 
 use std::os::fd::AsFd;
 use std::time::Duration;
@@ -12,36 +12,38 @@ use nix::sys::socket::getsockopt;
 
 use super::options::TcpInfo;
 
-/// How often the same bytes have to be sent again. They are sent again once or twice to a peer that
-/// turns out to have no room; from then on its kind of silence is counted by [`PROBES`].
+/// Number of retransmissions of the same bytes before silence means a dead peer. A peer whose window turns
+/// out to be closed gets only one or two retransmissions, and then window probes; [`PROBES`] limits the
+/// probes.
 const RETRANSMITS: u8 = 3;
 
-/// How many questions for room have to stay without an answer. One may be on its way: the kernel asks
-/// more and more seldom, every two minutes in the end, and hears nothing in between. Another may have
-/// been lost.
+/// Number of unanswered window probes before silence means a dead peer. One probe may be in flight: the
+/// kernel sends probes less and less often, in the end every two minutes, and receives nothing in between.
+/// Another probe may have been lost.
 const PROBES: u8 = 3;
 
-/// What the kernel has seen of a peer.
+/// The kernel's view of a peer.
 #[derive(Clone, Copy, Debug)]
 struct Seen {
-    /// Since its last sign of life.
+    /// Time since the last segment from the peer.
     silent: Duration,
-    /// Segments it has not acknowledged.
+    /// Number of segments that the peer has not acknowledged.
     unacked: u32,
-    /// How often they were sent again without a step forward.
+    /// Number of retransmissions of these segments without progress.
     retransmits: u8,
-    /// Questions since its last sign of life.
+    /// Number of window probes since the last segment from the peer.
     probes: u8,
 }
 
-/// Whether the peer of a TCP socket was asked for an answer and has been silent for `patience`, which
-/// is [`Keepalive::patience`](super::listen::Keepalive::patience) of the same socket: whoever idles is
-/// heard more often than that. A peer that reads nothing but answers is there.
+/// Returns true if the peer of a TCP socket has not answered retransmissions or window probes and has been
+/// silent for `patience`. `patience` is the [`Keepalive::patience`](super::listen::Keepalive::patience) of
+/// the same socket: an idle live peer answers keepalive probes within this time. A peer that reads nothing
+/// but answers probes is alive.
 pub fn is_gone(socket: &impl AsFd, patience: Duration) -> bool {
-    // Where the kernel does not say, TCP finds out by itself.
+    // If the kernel does not report the state, TCP's own timeouts apply.
     getsockopt(socket, TcpInfo).is_ok_and(|info| {
         let seen = Seen {
-            // Who only sends acknowledges nothing new, and who only listens sends nothing.
+            // A peer that only sends acknowledges nothing new, and a peer that only receives sends no data.
             silent: Duration::from_millis(
                 info.tcpi_last_ack_recv.min(info.tcpi_last_data_recv).into(),
             ),
@@ -53,9 +55,10 @@ pub fn is_gone(socket: &impl AsFd, patience: Duration) -> bool {
     })
 }
 
-/// Whether a TCP socket is of no use any more: its peer has reset the connection, or both have ended it.
+/// Returns true if a TCP socket is of no further use: the peer has reset the connection, or both sides have
+/// closed the connection.
 pub fn is_over(socket: &impl AsFd) -> bool {
-    /// Linux, `TCP_CLOSE`.
+    /// State `TCP_CLOSE` in Linux.
     const CLOSE: u8 = 7;
     getsockopt(socket, TcpInfo).is_ok_and(|info| info.tcpi_state == CLOSE)
 }
@@ -75,7 +78,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn silence_counts_once_the_peer_was_asked() {
+    fn silence_counts_only_after_enough_retransmissions_or_probes() {
         let patience = Duration::from_secs(25);
         let gone = |seconds, unacked, retransmits, probes| {
             let silent = Duration::from_secs(seconds);
@@ -89,18 +92,18 @@ mod tests {
         };
         assert!(gone(25, 1, 3, 0));
         assert!(gone(30, 0, 0, 3));
-        // It was heard.
+        // The last segment from the peer is too recent.
         assert!(!gone(24, 9, 9, 9));
-        // Nothing waits for it, or it has hardly been asked.
+        // Nothing is unacknowledged, or there were too few retransmissions and probes.
         assert!(!gone(3600, 0, 0, 0));
         assert!(!gone(3600, 1, 0, 0));
         assert!(!gone(3600, 2, 2, 2));
-        // The last of a closed window's answers may be two minutes old.
+        // With a closed window, the last answer may be two minutes old.
         assert!(!gone(119, 0, 0, 2));
     }
 
     #[tokio::test]
-    async fn what_is_no_connection_is_not_gone() {
+    async fn file_is_not_a_dead_peer() {
         let file = tempfile::tempfile().unwrap();
         assert!(!is_gone(&file, Duration::ZERO));
     }

@@ -1,11 +1,13 @@
-//! Threads that carry connections, each with a runtime of its own.
+//! Shards: threads that carry connections, each with its own runtime.
 //!
-//! A connection is served by one thread, and so is everything that it exchanges bytes with: a hand-over
-//! between threads costs a wake-up and cold caches for each chunk (docs/tuning.md). New connections go
-//! where their peer is, and the peers sit where the fewest are; clients of a node go where their connection
-//! to the proxy is. Where connections have no peer and most are short, they stay on the thread that accepts
-//! them, if that has few more than another; those that move much go to where the fewest of their kind are,
-//! once.
+//! One thread serves a connection and everything that exchanges bytes with the connection, because a
+//! hand-over between threads costs a wake-up and cold caches for each chunk (docs/tuning.md). New agent
+//! connections and OpenVPN clients go to the shard with the fewest of them. A proxied connection goes to the
+//! shard of its agent connection or OpenVPN client, and in the node tunnel to the shard of its connection to
+//! the proxy. At the front door, connections have no such peer, and most connections are short. A front-door
+//! connection stays on the shard that accepts it, unless this shard has many more connections than another
+//! shard. A front-door connection with much data then changes its shard once, to the shard with the fewest
+//! bulk connections.
 
 use std::cell::Cell;
 use std::io;
@@ -19,44 +21,44 @@ use tracing::warn;
 
 use crate::net::listen::Accepted;
 
-/// The most shards that are made without being asked for. One carries about 10 Gbit/s.
+/// Maximum default number of shards. One shard carries about 10 Gbit/s.
 const DEFAULT_MAX: usize = 4;
 
-/// How many more seats than another shard's the caller's may have before a connection that may be short
-/// goes there: a hand-over costs a short one an eighth of its processor time, and so few that move little do
-/// not fill a thread.
+/// Number of seats that the caller's shard may have in excess of another shard before a possibly short
+/// connection goes to the other shard. A hand-over costs a short connection an eighth of its processor time,
+/// and so few connections with little data do not fill a thread.
 const SLACK: usize = 16;
 
 thread_local! {
     static CURRENT: Cell<usize> = const { Cell::new(0) };
 }
 
-/// The shards of one program. Shard 0 is the runtime that made them.
+/// The shards of one program. Shard 0 is the runtime that created the shards.
 pub struct Shards {
     handles: Vec<Handle>,
-    /// How many seats are taken on each.
+    /// Number of seats in use on each shard.
     seats: Taken,
-    /// The same of connections that may be short.
+    /// Number of seats of possibly short connections on each shard.
     nearby: Taken,
-    /// The same of connections that move bytes in bulk.
+    /// Number of seats of bulk connections on each shard.
     bulk: Taken,
     _stop: DropGuard,
 }
 
 type Taken = Arc<[AtomicUsize]>;
 
-/// A connection's place on a shard, free again when dropped.
+/// A connection's place on a shard. Dropping the seat frees the place.
 pub struct Seat {
     seats: Taken,
     shard: usize,
 }
 
 impl Shards {
-    /// Starts threads until there are `count` shards, the caller's runtime included; 0 goes by the
-    /// processors that this process may use. The threads end when the value is dropped.
+    /// Starts threads until there are `count` shards, including the caller's runtime. 0 means
+    /// [`Shards::default_count`]. The threads end when the value is dropped.
     ///
     /// # Errors
-    /// When a thread can not be started.
+    /// Fails if a thread cannot be started.
     pub fn start(count: usize) -> io::Result<Self> {
         let count = match count {
             0 => Self::default_count()?,
@@ -73,7 +75,7 @@ impl Shards {
                 .spawn(move || {
                     CURRENT.set(index);
                     runtime.block_on(stop.cancelled());
-                    // A name lookup that hangs must not hold up the end.
+                    // A name lookup that hangs must not delay the end of the thread.
                     runtime.shutdown_background();
                 })?;
         }
@@ -87,37 +89,38 @@ impl Shards {
         })
     }
 
-    /// How many are made without being asked for: as many as this process may use processors, four at most.
+    /// Returns the default number of shards: the number of processors that this process may use, but at most
+    /// four.
     ///
     /// # Errors
-    /// When that cannot be found out.
+    /// Fails if the number of processors cannot be determined.
     pub fn default_count() -> io::Result<usize> {
         Ok(std::thread::available_parallelism()?.get().min(DEFAULT_MAX))
     }
 
-    /// How many there are.
+    /// Returns the number of shards.
     pub fn count(&self) -> usize {
         self.handles.len()
     }
 
-    /// The shard that runs the calling task; 0 outside of all shards.
+    /// Returns the shard that runs the calling task; 0 outside all shards.
     pub fn current() -> usize {
         CURRENT.get()
     }
 
-    /// Takes a place on the shard with the fewest; the caller's, if it is one of those, has no hand-over
-    /// to itself to pay for.
+    /// Assigns a seat on the shard with the fewest seats in use. The caller's shard wins a tie, because a
+    /// seat there needs no hand-over.
     pub fn seat(&self) -> Seat {
         Self::take(&self.seats, 0)
     }
 
-    /// Takes a place for a connection that may be short: on the caller's shard, unless that has many more
-    /// of these than another.
+    /// Assigns a seat to a possibly short connection: on the caller's shard, unless this shard has many more
+    /// such connections than another shard.
     pub fn seat_nearby(&self) -> Seat {
         Self::take(&self.nearby, SLACK)
     }
 
-    /// Takes a place on the shard with the fewest connections that move bytes in bulk.
+    /// Assigns a seat on the shard with the fewest bulk connections.
     pub fn bulk_seat(&self) -> Seat {
         Self::take(&self.bulk, 0)
     }
@@ -138,8 +141,8 @@ impl Shards {
         seat
     }
 
-    /// Runs a part of the caller's task on a shard; it ends with the handle. A shard that is not there is
-    /// the caller's.
+    /// Runs a part of the caller's task on a shard. Dropping the returned handle ends the part. A shard that
+    /// does not exist means the caller's runtime.
     pub fn run_on<F>(&self, shard: usize, part: F) -> AbortOnDropHandle<F::Output>
     where
         F: Future<Output: Send> + Send + 'static,
@@ -148,7 +151,7 @@ impl Shards {
         AbortOnDropHandle::new(handle.unwrap_or_else(Handle::current).spawn(part))
     }
 
-    /// Runs a task on a shard; one that is not there is shard 0.
+    /// Runs a task on a shard. A shard that does not exist means shard 0.
     pub fn spawn<F>(&self, shard: usize, tasks: &TaskTracker, task: F)
     where
         F: Future<Output = ()> + Send + 'static,
@@ -161,7 +164,7 @@ impl Shards {
 }
 
 impl Seat {
-    /// The shard's number.
+    /// Returns the number of the shard.
     pub fn shard(&self) -> usize {
         self.shard
     }
@@ -177,7 +180,7 @@ impl Drop for Seat {
     }
 }
 
-/// Serves a connection on a shard, from its first byte on.
+/// Serves an accepted connection on a shard, from its first byte on.
 pub fn on_shard<F, T>(
     shards: &Shards,
     shard: usize,
@@ -230,7 +233,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_seat_is_where_the_fewest_are() {
+    async fn seat_is_on_the_shard_with_the_fewest_seats() {
         let shards = Shards::start(3).unwrap();
         let mut seats = Vec::from([(); 4].map(|()| shards.seat()));
         let order: Vec<_> = seats.iter().map(Seat::shard).collect();
@@ -240,24 +243,24 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_may_be_short_stays_where_it_is_until_that_is_much_fuller() {
+    async fn short_connection_stays_until_its_shard_has_many_more_than_another() {
         let shards = Shards::start(2).unwrap();
         let seats: Vec<_> = (0..SLACK + 3).map(|_| shards.seat_nearby()).collect();
         let order: Vec<_> = seats.iter().map(Seat::shard).collect();
         assert!(order[..=SLACK].iter().all(|shard| *shard == 0), "{order:?}");
         assert_eq!(order[SLACK + 1..], [1, 0]);
-        // What moves much is counted by itself, and stays where it is if there is nothing to gain.
+        // Bulk connections are counted separately, and stay on their shard if a move gains nothing.
         let bulk = Vec::from([(); 4].map(|()| shards.bulk_seat()));
         let order: Vec<_> = bulk.iter().map(Seat::shard).collect();
         assert_eq!(order, [0, 1, 0, 1]);
-        // As are those that are spread from the start.
+        // Ordinary seats are counted separately too.
         assert_eq!(shards.seat().shard(), 0);
         let there = shards.run_on(1, async { Shards::current() });
         assert_eq!(there.await.unwrap(), 1);
     }
 
     #[tokio::test]
-    async fn a_part_ends_with_its_handle() {
+    async fn dropping_the_handle_ends_the_part() {
         let shards = Shards::start(2).unwrap();
         let (dropped, drops) = oneshot::channel::<()>();
         let part = shards.run_on(1, async move {

@@ -1,12 +1,13 @@
-//! Log lines in klog's form, so that what reads the stock programs' logs goes on reading them.
+//! Log lines in klog's format, so that tools for the stock programs' logs keep working.
 //!
 //! ```text
 //! I1121 00:05:08.048482    8894 clientset.rs:120] "agent connected" server="7f3a" attempt=2
 //! ```
 //!
-//! Severity letter, month and day, local time (UTC when the system does not know its zone), process id, source file and
-//! line, the quoted message, then fields: those of the event first, those of the spans around it after them, outermost
-//! first. `--log-format=json` writes one object per line instead.
+//! A line has the severity letter, month and day, local time (UTC if the system does not know its time zone),
+//! process id, source file and line, and the quoted message. The fields follow: first the event's fields,
+//! then the fields of the enclosing spans, outermost span first. `--log-format=json` writes one JSON object
+//! per line instead.
 //!
 //! | `-v` | our own lines | other crates' lines |
 //! |---|---|---|
@@ -15,8 +16,8 @@
 //! | 5 to 7 | TRACE and above: a line per packet | WARN and above |
 //! | 8 and up | TRACE and above | TRACE and above |
 //!
-//! Logging never ends or stalls the program because of a log file. A line that a file does not take goes to stderr, the
-//! first such failure is explained there, and [`lost_lines`] counts them.
+//! Problems with a log file never end or stall the program. A line that cannot be written to the file goes to
+//! stderr. A message on stderr explains the first such failure, and [`lost_lines`] counts all of them.
 
 mod format;
 mod sink;
@@ -35,49 +36,50 @@ use tracing_subscriber::registry::LookupSpan;
 use format::{KlogEvent, KlogFields};
 use sink::Sink;
 
-/// Prefix of the targets that count as our own: all of this workspace's crates begin with it.
+/// Prefix of our own log targets. The names of all crates in this workspace begin with it.
 const OWN_TARGET: &str = "culvert";
 
-/// Warns of a refused watch at every new try. Whoever watches says so once.
+/// Log target of the Kubernetes watch library. The library warns about a refused watch at every retry; our
+/// own code logs the failure once.
 const WATCHES_TARGET: &str = "kube_runtime";
 
-/// From this verbosity on, other crates' lines are not held back to warnings.
+/// Verbosity from which other crates' lines are not limited to warnings.
 const OTHERS_FROM: i32 = 8;
 
-/// klog's default for `--log-file-max-size`: 1800 MB.
+/// klog's default for `--log-file-max-size`, in megabytes.
 pub const DEFAULT_MAX_MEGABYTES: u64 = 1800;
 
-/// Bytes in the unit of `--log-file-max-size`; klog's megabyte is the binary one.
+/// Number of bytes in one megabyte of `--log-file-max-size`; klog's megabyte is binary.
 pub const MEGABYTE: u64 = 1024 * 1024;
 
-/// Where log lines go and how many of them.
+/// Logging configuration.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LogConfig {
-    /// klog's `-v`. Default 4; see the module's table.
+    /// klog's `-v`. Default 4; see the table at the top of the module.
     pub verbosity: i32,
     /// Text or JSON. Default text.
     pub format: LogFormat,
-    /// The file that all lines go to. `None`, the default, leaves only stderr.
+    /// File for all lines. `None`, the default, means only stderr.
     pub file: Option<LogFile>,
-    /// Lines of this severity and above go to stderr. Default [`Severity::Info`]: all of them.
+    /// Minimum severity of lines on stderr. Default [`Severity::Info`]: all lines.
     pub stderr_threshold: Severity,
-    /// Leave out everything up to and including `]` of text lines. Default false.
+    /// Set to omit everything up to and including `]` in text lines. Default false.
     pub skip_headers: bool,
-    /// Show a source file with its folder. Default false.
+    /// Set to show the folder of a source file. Default false.
     pub add_dir_header: bool,
 }
 
-/// The form of a line (`--log-format`).
+/// Format of log lines (`--log-format`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum LogFormat {
-    /// klog's text.
+    /// klog's text format.
     #[default]
     Text,
     /// One JSON object per line.
     Json,
 }
 
-/// klog's severities. Nothing is logged as fatal; as a threshold it means never.
+/// klog's severities. No line is logged as fatal; a threshold of fatal means never.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Severity {
     /// `INFO` or 0.
@@ -91,26 +93,27 @@ pub enum Severity {
     Fatal,
 }
 
-/// A log file and its bound.
+/// A log file and its size limit.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LogFile {
-    /// Which file.
+    /// Location of the file.
     pub place: LogPlace,
-    /// Bytes after which the file is moved to the same name with `.1` appended, over the one moved there before, and
-    /// begun anew: twice this is the most disk that logs take. `None` never moves it. Default 1800 MB.
+    /// Size limit in bytes. At the limit, the file is renamed to the same name with `.1` appended, which
+    /// replaces an older `.1` file, and a new file is started. The logs therefore use at most twice this size
+    /// on disk. `None` means no limit. Default 1800 MB.
     pub max_bytes: Option<u64>,
 }
 
-/// Which file lines go to.
+/// Location of a log file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum LogPlace {
-    /// This file, appended to.
+    /// This file. New lines are appended.
     File(PathBuf),
     /// A new file `PROGRAM.log.YYYYMMDD-HHMMSS.PID` in this folder.
     Dir(PathBuf),
 }
 
-/// Why logging could not be set up.
+/// Error while setting up logging.
 #[derive(Debug, Error)]
 pub enum LogError {
     /// The log file could not be opened.
@@ -119,12 +122,12 @@ pub enum LogError {
          --logtostderr=true"
     )]
     Open {
-        /// The file.
+        /// Path of the file.
         path: String,
-        /// What the system said.
+        /// Error from the operating system.
         source: io::Error,
     },
-    /// Something else in the process has set a global subscriber before.
+    /// The process already has a global subscriber.
     #[error("logging is already set up in this process")]
     AlreadySet,
 }
@@ -132,15 +135,15 @@ pub enum LogError {
 /// Sets up logging for the whole process.
 ///
 /// # Errors
-/// [`LogError`] if the log file can not be opened or logging is set up already.
+/// Returns a [`LogError`] if the log file cannot be opened or logging is already set up.
 pub fn init(config: &LogConfig, program: &str) -> Result<(), LogError> {
     let sink = Sink::open(config, program, sink::Stderr::Process)?;
     tracing::subscriber::set_global_default(subscriber(config, sink))
         .map_err(|_| LogError::AlreadySet)
 }
 
-/// Lines of this process that did not reach a place they should have gone to: their file (they are on stderr then) or
-/// stderr itself.
+/// Returns the number of failed line writes, to the log file or to stderr. A line that cannot be written to
+/// the file goes to stderr.
 pub fn lost_lines() -> u64 {
     sink::lost_lines()
 }
@@ -163,7 +166,7 @@ fn subscriber(config: &LogConfig, sink: Sink) -> impl tracing::Subscriber + Send
     tracing_subscriber::registry().with(lines(config, sink).with_filter(filter))
 }
 
-/// The layer that writes lines in the configured form.
+/// Creates the layer that writes lines in the configured format.
 fn lines<S>(config: &LogConfig, sink: Sink) -> Box<dyn Layer<S> + Send + Sync>
 where
     S: tracing::Subscriber + for<'a> LookupSpan<'a>,
@@ -192,7 +195,7 @@ where
 // === impl LogConfig ===
 
 impl Default for LogConfig {
-    /// klog's defaults at the stock programs' `-v=4`: everything as text on stderr.
+    /// Returns klog's defaults with the stock programs' `-v=4`: all lines as text on stderr.
     fn default() -> Self {
         Self {
             verbosity: 4,
@@ -206,7 +209,7 @@ impl Default for LogConfig {
 }
 
 impl LogConfig {
-    /// Every option in effect as `name=value`.
+    /// Returns every option in effect as `name=value`.
     pub fn describe(&self) -> Vec<String> {
         let Self {
             verbosity,
@@ -237,7 +240,7 @@ impl LogConfig {
 }
 
 impl LogFormat {
-    /// The spelling of `--log-format`.
+    /// Returns the value of `--log-format` for this format.
     pub fn name(self) -> &'static str {
         match self {
             Self::Text => "text",

@@ -1,12 +1,12 @@
 //! The metrics of one program instance, in Prometheus' text format.
 //!
-//! A [`Registry`] owns every series of one server or one agent. Nothing is global: several servers
-//! may live in one process (tests, the developer cluster), each with its own page of metrics.
-//! Handles are resolved once and kept by their users; [`Family`] does that for label sets that are
-//! closed enums, which is the only kind of label the hot path may use.
+//! A [`Registry`] owns every series of one server or one agent. No registry is global, because several
+//! servers may run in one process (tests, the developer cluster), each with its own metrics page. Callers
+//! resolve a handle once and keep it. [`Family`] does this for label sets that are closed enums; the hot path
+//! may use only such labels.
 //!
-//! Names are exported verbatim, because the upstream ones break the naming rules (a counter called
-//! `dial_failure_count`, for one) and dashboards depend on them.
+//! Names are exported verbatim, because some upstream names break the naming rules (for example, a counter
+//! called `dial_failure_count`) and dashboards depend on them.
 
 pub mod family;
 
@@ -23,30 +23,30 @@ use tokio_util::sync::CancellationToken;
 
 pub use family::{Family, Handle, LabelSet};
 
-/// The buckets of a histogram without buckets of its own, in seconds: the Prometheus client
-/// libraries' defaults. Without any, the exporter would turn the histogram into a summary.
+/// Default histogram buckets in seconds: the defaults of the Prometheus client libraries. Without buckets,
+/// the exporter would turn a histogram into a summary.
 pub const DEFAULT_BUCKETS: [f64; 11] = [
     0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
 ];
 
-/// How often samples that nobody scrapes are folded into their buckets. Until then each one
-/// occupies 8 bytes, so a longer pause costs memory and a shorter one CPU time.
+/// Interval for folding waiting histogram samples into their buckets. A waiting sample uses 8 bytes, so a
+/// longer interval costs memory and a shorter interval costs CPU time.
 pub const UPKEEP_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Below this bound Go prints a bucket's `le` label in exponent form (`1e-05`).
+/// Bound below which Go prints a bucket's `le` label in exponent form (`1e-05`).
 const GO_EXPONENT_BELOW: f64 = 1e-4;
 
 const METADATA: Metadata<'static> = Metadata::new("culvert", Level::INFO, None);
 
-/// Why a registry could not be built.
+/// Error while building a registry.
 #[derive(Debug, thiserror::Error)]
 pub enum MetricsError {
     /// A histogram was declared with an empty list of buckets.
     #[error("histogram {name} has no usable buckets: {reason}")]
     Buckets {
-        /// The histogram's name.
+        /// Name of the histogram.
         name: String,
-        /// The exporter's complaint.
+        /// Error from the exporter.
         reason: BuildError,
     },
 }
@@ -56,7 +56,7 @@ pub struct Registry {
     recorder: PrometheusRecorder,
     handle: PrometheusHandle,
     process: Collector,
-    /// Bucket bounds as the exporter prints them, and as Go does, where the two differ.
+    /// Bucket bounds that the exporter and Go print differently: the exporter's text, then Go's text.
     bounds: Vec<(String, String)>,
 }
 
@@ -69,12 +69,12 @@ impl fmt::Debug for Registry {
 // === impl Registry ===
 
 impl Registry {
-    /// A registry whose histograms have the given upper bounds (ascending, without `+Inf`), by
-    /// full name. Histograms that are not listed get [`DEFAULT_BUCKETS`].
+    /// Creates a registry. `buckets` lists the upper bounds of histograms (ascending, without `+Inf`), by
+    /// full name. Other histograms get [`DEFAULT_BUCKETS`].
     ///
     /// # Errors
     ///
-    /// A histogram with an empty list of bounds.
+    /// Fails if a histogram has an empty list of bounds.
     pub fn new(buckets: &[(&str, &[f64])]) -> Result<Arc<Self>, MetricsError> {
         let named = |name: &str| {
             let name = name.to_owned();
@@ -104,7 +104,7 @@ impl Registry {
         }))
     }
 
-    /// The counter `name` with these labels; created at 0. The first `help` for a name stands.
+    /// Returns the counter `name` with these labels, created at 0. The first `help` for a name is used.
     pub fn counter(
         &self,
         name: &'static str,
@@ -117,7 +117,7 @@ impl Registry {
             .register_counter(&key(name, labels), &METADATA)
     }
 
-    /// The gauge `name` with these labels; created at 0. The first `help` for a name stands.
+    /// Returns the gauge `name` with these labels, created at 0. The first `help` for a name is used.
     pub fn gauge(
         &self,
         name: &'static str,
@@ -129,8 +129,8 @@ impl Registry {
         self.recorder.register_gauge(&key(name, labels), &METADATA)
     }
 
-    /// The histogram `name` with these labels, created empty. Its buckets are those given to
-    /// [`Registry::new`]. The first `help` for a name stands.
+    /// Returns the histogram `name` with these labels, created empty. Its buckets come from
+    /// [`Registry::new`]. The first `help` for a name is used.
     pub fn histogram(
         &self,
         name: &'static str,
@@ -143,8 +143,8 @@ impl Registry {
             .register_histogram(&key(name, labels), &METADATA)
     }
 
-    /// The page of metrics (text format 0.0.4), with fresh `process_*` series. Reads `/proc`, so it
-    /// blocks for some tens of microseconds.
+    /// Renders the metrics page (text format 0.0.4), with current `process_*` series. The call reads `/proc`,
+    /// and therefore blocks for some tens of microseconds.
     pub fn render(&self) -> String {
         metrics::with_local_recorder(&self.recorder, || self.process.collect());
         self.handle.run_upkeep();
@@ -154,8 +154,8 @@ impl Registry {
         })
     }
 
-    /// Folds waiting histogram samples into their buckets every [`UPKEEP_INTERVAL`] until
-    /// `shutdown`. A program that is never scraped would otherwise keep every sample.
+    /// Folds waiting histogram samples into their buckets every [`UPKEEP_INTERVAL`] until `shutdown`. Without
+    /// this task, a program that is never scraped would keep every sample.
     pub async fn run_upkeep(&self, shutdown: CancellationToken) {
         let mut tick = tokio::time::interval(UPKEEP_INTERVAL);
         while shutdown.run_until_cancelled(tick.tick()).await.is_some() {
@@ -164,12 +164,12 @@ impl Registry {
     }
 }
 
-/// Counts a thing that exists: +1 now, -1 when dropped.
+/// Guard that counts an existing object: +1 when created, -1 when dropped.
 pub struct GaugeGuard(Gauge);
 
 impl GaugeGuard {
-    /// Adds one to `gauge` for the life of the guard.
-    #[must_use = "the gauge falls back as soon as the guard is dropped"]
+    /// Increments `gauge` until the guard is dropped.
+    #[must_use = "dropping the guard decrements the gauge"]
     pub fn new(gauge: &Gauge) -> Self {
         gauge.increment(1);
         Self(gauge.clone())
@@ -188,7 +188,7 @@ impl fmt::Debug for GaugeGuard {
     }
 }
 
-/// Registers `culvert_build_info`, always 1, whose labels name the program and its version.
+/// Registers `culvert_build_info`, always 1, with labels for the program and its version.
 pub fn register_build_info(registry: &Registry, component: &'static str, version: &'static str) {
     registry
         .gauge(
@@ -207,8 +207,8 @@ fn key(name: &'static str, labels: &[(&'static str, &str)]) -> Key {
     Key::from_parts(name, labels)
 }
 
-/// A bound as Rust and as Go print it, if they differ. `le` is part of a series' identity: sums
-/// over both implementations would otherwise have two buckets for one bound.
+/// Returns a bound as Rust and as Go print it; `None` if the texts are equal. `le` is part of a series'
+/// identity: with two texts for one bound, sums over both implementations would have two buckets.
 fn go_bound(bound: f64) -> Option<(String, String)> {
     if bound <= 0.0 || bound >= GO_EXPONENT_BELOW {
         return None;

@@ -1,6 +1,6 @@
-//! Handshake failures in an operator's words.
+//! Explanations of handshake failures for operators.
 //!
-//! rustls says what it saw. An operator wants to know which side is at fault and what to change.
+//! rustls reports the symptom. An operator needs to know the side at fault and the remedy.
 
 use std::io;
 
@@ -9,7 +9,7 @@ use rustls::{AlertDescription, CertificateError, Error, InvalidMessage, PeerInco
 use rustls_pki_types::UnixTime;
 use time::OffsetDateTime;
 
-/// Explains an error of a TLS stream or handshake; other errors are returned as they print.
+/// Explains an error of a TLS stream or handshake. Other errors are returned as their own text.
 pub fn explain(error: &io::Error) -> String {
     let inner = error.get_ref();
     if let Some(tls) = inner.and_then(|inner| inner.downcast_ref::<Error>()) {
@@ -17,15 +17,15 @@ pub fn explain(error: &io::Error) -> String {
     }
     match error.kind() {
         io::ErrorKind::UnexpectedEof => {
-            "the peer closed the connection during the handshake; it may not speak TLS here, or \
-             its log tells why it refused us"
+            "the peer closed the connection during the handshake; either the peer does not \
+             use TLS on this port, or the peer refused us and its log has the reason"
                 .to_owned()
         }
         _ => error.to_string(),
     }
 }
 
-/// Explains a rustls error: what happened, and in the common cases what to do.
+/// Explains a rustls error: the cause, and in common cases the remedy.
 pub fn explain_tls(error: &Error) -> String {
     match error {
         Error::InvalidCertificate(problem) => certificate(problem),
@@ -62,7 +62,7 @@ fn certificate(problem: &CertificateError) -> String {
         }
         CertificateError::BadSignature => {
             "the peer's certificate names one of our CAs but was not signed with its key; was the \
-             CA issued anew?"
+             CA reissued?"
                 .to_owned()
         }
         CertificateError::Expired => "the peer's certificate has expired; renew it".to_owned(),
@@ -85,8 +85,8 @@ fn certificate(problem: &CertificateError) -> String {
             presented,
         } => name_mismatch(&expected.to_str(), presented),
         CertificateError::InvalidPurpose | CertificateError::InvalidPurposeContext { .. } => {
-            "the peer's certificate may not be used for this: a server's needs the extended key \
-             usage serverAuth, a client's clientAuth"
+            "the peer's certificate has the wrong purpose: a server certificate needs the extended \
+             key usage serverAuth, a client certificate clientAuth"
                 .to_owned()
         }
         CertificateError::Other(_) => other_certificate_problem(&format!("{problem:?}")),
@@ -94,7 +94,8 @@ fn certificate(problem: &CertificateError) -> String {
     }
 }
 
-/// webpki's own errors come through rustls as opaque values; only their names can be seen.
+/// Explains an error from webpki. rustls passes such errors on as opaque values, and only their names are
+/// visible.
 fn other_certificate_problem(debug: &str) -> String {
     if debug.contains("UnsupportedCertVersion") {
         "the peer's certificate is X.509 v1, which is not accepted from peers; reissue it as v3: \
@@ -135,7 +136,7 @@ fn incompatible(problem: &PeerIncompatible) -> String {
         | PeerIncompatible::ServerDoesNotSupportTls12Or13
         | PeerIncompatible::SupportedVersionsExtensionRequired => {
             "no TLS version in common with the peer; check the minimum version on both sides (1.0 \
-             and 1.1 are never spoken)"
+             and 1.1 are not supported)"
                 .to_owned()
         }
         other => format!("the peer's TLS is incompatible: {other:?}"),
@@ -145,30 +146,30 @@ fn incompatible(problem: &PeerIncompatible) -> String {
 fn alert_received(alert: AlertDescription) -> String {
     match alert {
         AlertDescription::CertificateRequired => {
-            "the peer requires a client certificate and we have none; configure certificate and \
+            "the peer requires a client certificate and none is configured; configure a certificate and a \
              key"
             .to_owned()
         }
         AlertDescription::UnknownCA => {
             "the peer does not know the CA of our certificate; add the CA to its bundle, or use a \
-             certificate of a CA it knows"
+             certificate from a CA in that bundle"
                 .to_owned()
         }
         AlertDescription::BadCertificate | AlertDescription::UnsupportedCertificate => {
-            "the peer refused our certificate, or we presented none (its log tells why)".to_owned()
+            "the peer refused our certificate, or we presented none; the peer's log has the reason".to_owned()
         }
         AlertDescription::CertificateExpired => {
-            "the peer says that our certificate has expired; renew it, or check both clocks"
+            "the peer reports that our certificate has expired; renew it, or check both clocks"
                 .to_owned()
         }
         AlertDescription::NoApplicationProtocol => ALPN_MISMATCH.to_owned(),
         AlertDescription::ProtocolVersion => {
-            "the peer speaks none of our TLS versions; check the minimum version on both sides"
+            "the peer supports none of our TLS versions; check the minimum version on both sides"
                 .to_owned()
         }
         AlertDescription::HandshakeFailure => {
-            "the peer found no common settings (cipher suites, signature algorithms) or wants a \
-             client certificate; its log tells which"
+            "the peer found no common settings (cipher suites, signature algorithms) or requires a \
+             client certificate; the peer's log has the details"
                 .to_owned()
         }
         other => format!("the peer ended the handshake with the alert {other:?}"),

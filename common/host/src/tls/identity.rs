@@ -1,8 +1,8 @@
 //! Our own certificate and private key.
 //!
-//! rustls checks that a key belongs to its certificate with a parser that refuses X.509 v1, so
-//! [`Identity`] makes that check itself: the `openssl x509 -req` recipe in the Kubernetes
-//! documentation issues v1 certificates, and Go works with them.
+//! rustls checks that a key belongs to its certificate with a parser that refuses X.509 v1. [`Identity`]
+//! therefore makes this check without rustls: the `openssl x509 -req` recipe in the Kubernetes documentation
+//! issues v1 certificates, and Go accepts them.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -27,12 +27,13 @@ pub struct Identity {
 // === impl Identity ===
 
 impl Identity {
-    /// Loads a PEM chain and a PEM key (PKCS#8, PKCS#1 or SEC1). A certificate that has expired, or
-    /// is not valid yet, is loaded with a warning: the clock may be what is wrong.
+    /// Loads a PEM certificate chain and a PEM key (PKCS#8, PKCS#1 or SEC1). A certificate that has expired,
+    /// or is not valid yet, is loaded with a warning, because the clock may be wrong.
     ///
     /// # Errors
     ///
-    /// Unreadable files, no or malformed certificate or key, a key that is not the certificate's.
+    /// Fails for an unreadable file, a missing or malformed certificate or key, or a key that does not belong
+    /// to the certificate.
     pub fn load(cert_path: impl AsRef<Path>, key_path: impl AsRef<Path>) -> Result<Self, TlsError> {
         let (cert_path, key_path) = (cert_path.as_ref(), key_path.as_ref());
         let chain = certificates(cert_path)?;
@@ -61,18 +62,18 @@ impl Identity {
         })
     }
 
-    /// When the leaf expires.
+    /// Returns the expiry time of the leaf certificate.
     pub fn not_after(&self) -> OffsetDateTime {
         self.not_after
     }
 
-    /// The form that rustls wants.
+    /// Returns the identity as rustls's type.
     pub(super) fn certified_key(&self) -> Arc<CertifiedKey> {
         Arc::clone(&self.key)
     }
 }
 
-/// All certificates of a PEM file; other blocks are passed over, as Go does.
+/// Returns all certificates of a PEM file. Other blocks are skipped, as in Go.
 pub(super) fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsError> {
     let pem = read_pem(path)?;
     let chain = CertificateDer::pem_slice_iter(&pem)
@@ -104,8 +105,8 @@ fn private_key(path: &Path) -> Result<Arc<dyn SigningKey>, TlsError> {
     any_supported_type(&key).map_err(|error| bad(error.to_string()))
 }
 
-/// Compares the public keys' bits, not their algorithm identifiers, which may be written in more
-/// than one way.
+/// Compares the bits of the public keys, not their algorithm identifiers, because an identifier can be
+/// written in more than one way.
 fn is_key_of(leaf: &X509Certificate<'_>, key: &dyn SigningKey) -> bool {
     let Some(spki) = key.public_key() else {
         return false;

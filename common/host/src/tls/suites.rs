@@ -1,7 +1,7 @@
-//! Cipher suites by the names that Go gives them.
+//! Cipher suites by their names in Go.
 //!
-//! Flags carry Go's names. rustls implements the AEAD suites only; Go's CBC suites are known and
-//! skipped with a warning, so that a command line that lists them still starts.
+//! Flags use Go's names. rustls implements only the AEAD suites. Go's CBC suites are known and skipped with a
+//! warning, so that a command line with these suites still works.
 
 use rustls::SupportedCipherSuite;
 use rustls::crypto::CryptoProvider;
@@ -16,14 +16,14 @@ use rustls::version::TLS13;
 
 use super::{TlsError, TlsOptions};
 
-/// What we make of a suite's name.
+/// Support for a cipher suite name.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum SuiteSupport {
-    /// We have it.
+    /// A supported suite.
     Supported(SupportedCipherSuite),
-    /// Go has it among its secure suites, we do not.
+    /// One of Go's secure suites, but not supported here.
     KnownButUnsupported,
-    /// Neither: a mistake, or one of Go's insecure suites, which upstream refuses as well.
+    /// An unknown name, or one of Go's insecure suites, which upstream refuses as well.
     Unknown,
 }
 
@@ -56,15 +56,15 @@ pub fn go_suite(name: &str) -> SuiteSupport {
     }
 }
 
-/// The same suites with ring's ciphers.
+/// TLS 1.3 suites with ring's ciphers.
 const RING_SUITES: [SupportedCipherSuite; 2] = [
     ring::TLS13_AES_128_GCM_SHA256,
     ring::TLS13_AES_256_GCM_SHA384,
 ];
 
-/// Whether the processor has wide AES instructions without AVX-512, as AMD's Zen 3 and Intel's
-/// client processors since Alder Lake: ring uses these, aws-lc only together with AVX-512
-/// (docs/tuning.md has the difference).
+/// Returns true if the processor has wide AES instructions without AVX-512, such as AMD's Zen 3 and Intel's
+/// client processors since Alder Lake. ring uses these instructions; aws-lc uses them only together with
+/// AVX-512 (docs/tuning.md lists the difference).
 fn ring_is_faster() -> bool {
     #[cfg(target_arch = "x86_64")]
     {
@@ -77,7 +77,8 @@ fn ring_is_faster() -> bool {
     false
 }
 
-/// The provider with the suites of `options`: all of TLS 1.3, and of TLS 1.2 those listed.
+/// Creates the provider with all suites of TLS 1.3 and the TLS 1.2 suites in `options`. An empty list means
+/// all suites.
 pub(super) fn provider(options: &TlsOptions) -> Result<CryptoProvider, TlsError> {
     let mut provider = rustls::crypto::aws_lc_rs::default_provider();
     if ring_is_faster() {
@@ -87,7 +88,8 @@ pub(super) fn provider(options: &TlsOptions) -> Result<CryptoProvider, TlsError>
             }
         }
     }
-    // Go's order: as safe, and a quarter less work for each byte. A client's order decides.
+    // Go's order, with AES-128 first: equally safe, and a quarter less work per byte. A client's order
+    // decides.
     provider
         .cipher_suites
         .sort_by_key(|suite| !format!("{:?}", suite.suite()).contains("AES_128"));
@@ -99,7 +101,7 @@ pub(super) fn provider(options: &TlsOptions) -> Result<CryptoProvider, TlsError>
         match go_suite(name) {
             SuiteSupport::Supported(suite) => listed.push(suite),
             SuiteSupport::KnownButUnsupported => {
-                tracing::warn!(suite = %name, "cipher suite is not implemented here, leaving it out");
+                tracing::warn!(suite = %name, "cipher suite is not implemented; ignoring it");
             }
             SuiteSupport::Unknown => return Err(TlsError::UnknownSuite(name.clone())),
         }

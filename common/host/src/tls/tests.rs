@@ -16,7 +16,7 @@ use super::*;
 
 const H2: &[&[u8]] = &[b"h2"];
 
-/// A CA and a directory for the files that it issues.
+/// A CA, and a directory for the files that the CA issues.
 struct Authority {
     ca: CertifiedIssuer<'static, KeyPair>,
     dir: TempDir,
@@ -58,7 +58,7 @@ impl Authority {
         }
     }
 
-    /// A certificate for `localhost`.
+    /// Issues a certificate for `localhost`.
     fn leaf(&self, name: &str) -> Files {
         self.issue(
             name,
@@ -66,7 +66,7 @@ impl Authority {
         )
     }
 
-    /// A certificate as `openssl x509 -req` without extensions writes it: version 1.
+    /// Issues an X.509 v1 certificate, as `openssl x509 -req` does without extensions.
     fn v1_leaf(&self, name: &str) -> Files {
         let key = KeyPair::generate().unwrap();
         let v3 = CertificateParams::new(vec!["localhost".into()])
@@ -74,7 +74,7 @@ impl Authority {
             .signed_by(&key, &self.ca)
             .unwrap();
         let outer = der_fields(v3.der());
-        // Drops the fields [0] version and [3] extensions, and signs what is left.
+        // Drop the fields [0] version and [3] extensions, and sign the rest.
         let kept: Vec<u8> = der_fields(&outer[0])
             .into_iter()
             .filter(|field| field[0] != 0xa0 && field[0] != 0xa3)
@@ -100,7 +100,7 @@ impl Files {
     }
 }
 
-/// One DER element, its length in the shortest form.
+/// Encodes one DER element, with its length in the shortest form.
 fn der(tag: u8, content: &[u8]) -> Vec<u8> {
     let [high, low] = u16::try_from(content.len()).unwrap().to_be_bytes();
     let header = match (high, low) {
@@ -111,7 +111,7 @@ fn der(tag: u8, content: &[u8]) -> Vec<u8> {
     [&header, content].concat()
 }
 
-/// The elements inside the outermost one, each with its header.
+/// Returns the elements inside the outermost element, each with its header.
 fn der_fields(element: &[u8]) -> Vec<Vec<u8>> {
     let header = |bytes: &[u8]| match bytes[1] {
         short @ 0..=0x7f => (2, usize::from(short)),
@@ -153,7 +153,7 @@ fn pem_of(cert: &[u8]) -> String {
     text + "-----END CERTIFICATE-----\n"
 }
 
-/// What each side saw of a handshake followed by one byte each way.
+/// Results on both sides of a handshake, followed by one byte in each direction.
 struct Outcome {
     client: io::Result<Option<Vec<u8>>>,
     server: io::Result<Option<Vec<u8>>>,
@@ -183,7 +183,7 @@ async fn handshake_as(
         let name = ServerName::try_from(name).unwrap();
         let mut stream = TlsConnector::from(client).connect(name, near).await?;
         stream.write_all(b"?").await?;
-        // In TLS 1.3 a refused client certificate shows with the first read.
+        // In TLS 1.3 the client notices a refused certificate only at the first read.
         stream.read_exact(&mut [0]).await?;
         Ok(stream.get_ref().1.alpn_protocol().map(<[u8]>::to_vec))
     };
@@ -260,7 +260,7 @@ async fn a_wrong_ca_is_refused_on_either_side() {
 }
 
 #[tokio::test]
-async fn a_ca_of_the_same_name_with_another_key_is_told_apart() {
+async fn ca_with_the_same_name_and_another_key_is_detected() {
     let (ca, reissued) = (Authority::new("ca"), Authority::new("ca"));
     let server = ca.leaf("server").load();
     let outcome = handshake(mutual_server(&ca, &server), client_of(&reissued, None)).await;
@@ -308,12 +308,12 @@ async fn a_certificate_for_another_purpose_is_refused() {
 }
 
 #[tokio::test]
-async fn v1_certificates_work_as_our_identity_and_are_explained_as_a_peers() {
+async fn v1_certificates_work_as_our_identity_and_are_refused_from_peers() {
     let ca = Authority::new("ca");
     let v1 = ca.v1_leaf("v1").load();
     let server = ca.leaf("server").load();
 
-    // The key is used and the certificate sent, on both sides; the refusal is the peer's.
+    // Both sides use the key and send the certificate; only the peer refuses it.
     let outcome = handshake(mutual_server(&ca, &server), client_of(&ca, Some(&v1))).await;
     let advice = outcome.server_advice();
     assert!(
@@ -364,12 +364,12 @@ async fn versions_and_suites_are_honoured() {
     let config = server_config(&server, None, H2, &suite).unwrap();
     assert!(handshake(config, old.clone()).await.client.is_ok());
 
-    // Only suites for RSA keys: nothing in common with this server's ECDSA key at 1.2.
+    // Only suites for RSA keys: no common suite with this server's ECDSA key in TLS 1.2.
     let suite = listed("TLS_ECDHE_RSA_WITH_AES_128_GCM_SHA256");
     let config = server_config(&server, None, H2, &suite).unwrap();
     assert!(handshake(config, old.clone()).await.client.is_err());
 
-    // A list without any usable 1.2 suite leaves 1.3.
+    // A list without a usable TLS 1.2 suite leaves TLS 1.3.
     let suite = listed("TLS_ECDHE_RSA_WITH_AES_128_CBC_SHA");
     let config = server_config(&server, None, H2, &suite).unwrap();
     assert!(handshake(config.clone(), old).await.client.is_err());
@@ -453,8 +453,8 @@ fn pkcs1_and_sec1_keys_load() {
     }
 }
 
-/// Issues a self-signed certificate with a key in the old form of its kind. False if there is no
-/// `openssl`, which continuous integration must have.
+/// Issues a self-signed certificate with a key in the old PEM form of its type. Returns false if `openssl` is
+/// missing; continuous integration must have `openssl`.
 fn openssl_issue(is_rsa: bool, cert: &Path, key: &Path) -> bool {
     let run = |arguments: &[&str]| {
         std::process::Command::new("openssl")
@@ -484,7 +484,7 @@ fn openssl_issue(is_rsa: bool, cert: &Path, key: &Path) -> bool {
 }
 
 #[test]
-fn unusable_files_are_named_with_their_fault() {
+fn unusable_files_are_reported_with_path_and_reason() {
     let ca = Authority::new("ca");
     let (one, two) = (ca.leaf("one"), ca.leaf("two"));
     let missing = ca.dir.path().join("missing.pem");
@@ -531,7 +531,7 @@ fn unusable_files_are_named_with_their_fault() {
 }
 
 #[test]
-fn a_bundle_is_whole_or_refused() {
+fn incomplete_bundle_is_refused() {
     let ca = Authority::new("ca");
     let other = Authority::new("other");
     let both = ca.write("both.pem", ca.ca.pem() + &other.ca.pem());

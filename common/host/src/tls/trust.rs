@@ -1,4 +1,4 @@
-//! The CAs that we believe.
+//! The trusted CAs.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -15,12 +15,13 @@ pub struct TrustBundle(Arc<RootCertStore>);
 // === impl TrustBundle ===
 
 impl TrustBundle {
-    /// Loads a PEM bundle. Strict: one malformed certificate spoils the bundle, because a CA that
-    /// is silently missing shows much later, as peers that are refused.
+    /// Loads a PEM bundle. One malformed certificate makes the whole bundle invalid. A CA that is silently
+    /// missing would show only much later, as refused peers.
     ///
     /// # Errors
     ///
-    /// [`TlsError::Ca`] for an unreadable file, a malformed certificate or none at all.
+    /// Returns [`TlsError::Ca`] for an unreadable file, a malformed certificate, or a file without
+    /// certificates.
     pub fn load(path: impl AsRef<Path>) -> Result<Self, TlsError> {
         let path = path.as_ref();
         let mut roots = RootCertStore::empty();
@@ -35,17 +36,17 @@ impl TrustBundle {
         Ok(Self(Arc::new(roots)))
     }
 
-    /// How many CAs there are.
+    /// Returns the number of CAs.
     pub fn len(&self) -> usize {
         self.0.len()
     }
 
-    /// Never: a bundle without a CA is refused.
+    /// Returns false: a bundle without a CA is refused.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// The form that rustls wants.
+    /// Returns the bundle as rustls's type.
     pub(super) fn roots(&self) -> Arc<RootCertStore> {
         Arc::clone(&self.0)
     }

@@ -19,7 +19,7 @@ fn routes() -> Routes {
 
 async fn ask(mut stream: impl AsyncRead + AsyncWrite + Unpin) -> String {
     let request = b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n";
-    // Who is not let in may be left before everything was said.
+    // The server may close a rejected connection before the request is written.
     stream.write_all(request).await.ok();
     let mut answer = String::new();
     stream.read_to_string(&mut answer).await.ok();
@@ -27,7 +27,7 @@ async fn ask(mut stream: impl AsyncRead + AsyncWrite + Unpin) -> String {
 }
 
 #[tokio::test]
-async fn a_socket_is_its_owners_alone() {
+async fn socket_is_private_and_removed_at_the_end() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("admin.socket");
     let door = UnixDoor::bind(&path, "--admin-uds").unwrap();
@@ -43,7 +43,7 @@ async fn a_socket_is_its_owners_alone() {
 }
 
 #[tokio::test]
-async fn only_a_socket_that_nobody_serves_is_replaced() {
+async fn only_a_stale_socket_is_replaced() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("admin.socket");
     let fails = || {
@@ -55,20 +55,20 @@ async fn only_a_socket_that_nobody_serves_is_replaced() {
     std::fs::write(&path, "precious").unwrap();
     let error = fails();
     assert!(
-        error.contains("no socket") && error.contains("--admin-uds"),
+        error.contains("is not a socket") && error.contains("--admin-uds"),
         "{error}"
     );
     std::fs::remove_file(&path).unwrap();
     let served = UnixDoor::bind(&path, "--admin-uds").unwrap();
     assert!(fails().contains("another program"));
     drop(served);
-    // As a program leaves it that was killed.
+    // Leave a socket file behind, as a killed program does.
     drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
     assert!(path.exists());
     UnixDoor::bind(&path, "--admin-uds").unwrap();
 }
 
-/// A CA file, and a certificate of it with its key.
+/// A CA file, and a certificate from this CA with its key.
 struct Authority {
     ca: std::path::PathBuf,
     cert: std::path::PathBuf,
@@ -97,7 +97,7 @@ fn authority(folder: &Path, name: &str) -> Authority {
 }
 
 #[tokio::test]
-async fn a_certificate_of_the_ca_opens_the_door_and_nothing_else_does() {
+async fn only_clients_with_a_certificate_of_the_ca_are_served() {
     let folder = tempfile::tempdir().unwrap();
     let ours = authority(folder.path(), "ours");
     let foreign = authority(folder.path(), "foreign");

@@ -25,7 +25,7 @@ fn config(line: &[&str]) -> LogConfig {
 }
 
 #[test]
-fn the_defaults_are_klogs() {
+fn defaults_match_klog() {
     assert_eq!(config(&[]), LogConfig::default());
 }
 
@@ -65,7 +65,7 @@ fn flags_without_effect_are_named() {
 }
 
 #[test]
-fn where_lines_go() {
+fn flags_select_the_log_file_and_the_stderr_threshold() {
     let file = |path: &str| LogPlace::File(PathBuf::from(path));
     let dir = |path: &Path| LogPlace::Dir(path.to_owned());
     let temp = std::env::temp_dir();
@@ -122,7 +122,7 @@ fn where_lines_go() {
 }
 
 #[test]
-fn file_bounds() {
+fn log_file_max_size_is_converted_to_bytes() {
     let bound = |size: &str| {
         let config = config(&["--logtostderr=false", "--log-file=/x", size]);
         config.file.and_then(|LogFile { max_bytes, .. }| max_bytes)
@@ -136,14 +136,14 @@ fn file_bounds() {
 }
 
 #[test]
-fn form() {
+fn format_flags_are_applied() {
     let config = config(&["--log-format=json", "--skip-headers", "--add-dir-header=1"]);
     assert_eq!(config.format, LogFormat::Json);
     assert!(config.skip_headers && config.add_dir_header);
 }
 
 #[test]
-fn refusals() {
+fn invalid_values_are_refused() {
     for flag in [
         "-v=x",
         "-v=0x3",

@@ -6,14 +6,14 @@ use super::{Exit, Parsed, parse, with_two_dashes};
 use crate::flags::values::go_int;
 use crate::flags::{GoDuration, KlogFlags, StringSlice};
 
-/// A program like ours.
+/// Flags of an example program.
 #[derive(Parser, Debug)]
 #[command(name = "program", version = "1.2.3")]
 struct Flags {
-    /// Off unless said
+    /// Off by default
     #[arg(long)]
     off: bool,
-    /// On unless said
+    /// On by default
     #[arg(long, default_value = "true")]
     on: bool,
     /// A port
@@ -48,7 +48,7 @@ fn refused(line: &[&str]) -> String {
 }
 
 #[test]
-fn defaults() {
+fn unset_flags_have_their_defaults() {
     let flags = run(&[]).unwrap().flags;
     assert!(!flags.off);
     assert!(flags.on);
@@ -60,7 +60,7 @@ fn defaults() {
 }
 
 #[test]
-fn bools() {
+fn bools_accept_gos_spellings() {
     let cases: [(&[&str], bool); 8] = [
         (&["--off"], true),
         (&["--off=true"], true),
@@ -86,7 +86,7 @@ fn a_bare_bool_leaves_the_next_argument_alone() {
 }
 
 #[test]
-fn values_in_both_spellings() {
+fn values_follow_an_equals_sign_or_a_space() {
     for line in [&["--server-port=17"][..], &["--server-port", "17"]] {
         assert_eq!(run(line).unwrap().flags.server_port, 17, "{line:?}");
     }
@@ -145,14 +145,14 @@ fn verbosity_in_every_spelling() {
 }
 
 #[test]
-fn strays_are_handed_back() {
+fn stray_arguments_are_returned() {
     let parsed = run(&["a", "--off", "b", "-", "--", "--text", "c"]).unwrap();
     assert_eq!(parsed.strays, ["a", "b", "-", "--text", "c"]);
     assert!(parsed.flags.off);
 }
 
 #[test]
-fn refusals() {
+fn refused_arguments_have_pflags_texts() {
     let cases: [(&[&str], &str); 13] = [
         (&["--bogus"], "Error: unknown flag: --bogus"),
         (&["--bogus=1"], "Error: unknown flag: --bogus"),
@@ -189,7 +189,7 @@ fn refusals() {
 }
 
 #[test]
-fn help_and_version_are_no_errors() {
+fn help_and_version_exit_with_code_0() {
     for line in [["--help"], ["-h"]] {
         let exit = run(&line).unwrap_err();
         assert_eq!(exit.code, 0);
@@ -211,7 +211,7 @@ fn help_and_version_are_no_errors() {
 }
 
 #[test]
-fn problems_are_all_named() {
+fn exit_lists_all_problems() {
     let exit = Exit::problems("program", &["one".to_owned(), "two".to_owned()]);
     assert_eq!(exit.code, 1);
     assert_eq!(
@@ -221,7 +221,7 @@ fn problems_are_all_named() {
 }
 
 #[test]
-fn one_dash_becomes_two_before_a_long_name_only() {
+fn single_dash_is_doubled_only_before_a_long_name() {
     for (arg, read) in [
         ("-if", "--if"),
         ("-addr=10.0.0.1", "--addr=10.0.0.1"),

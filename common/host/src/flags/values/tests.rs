@@ -9,7 +9,7 @@ use crate::flags::labels::{check_labels, check_selector};
 use super::{GoDuration, StringSlice, go_bool, go_int};
 
 #[test]
-fn bool_words() {
+fn bools_parse_as_in_go() {
     for word in ["1", "t", "T", "true", "TRUE", "True"] {
         assert_eq!(go_bool(word), Ok(true), "{word}");
     }
@@ -26,7 +26,7 @@ fn bool_words() {
 }
 
 #[test]
-fn integers_in_every_base() {
+fn integers_parse_in_every_base() {
     let cases = [
         ("0", 0),
         ("00", 0),
@@ -50,7 +50,7 @@ fn integers_in_every_base() {
 }
 
 #[test]
-fn integers_refused_in_gos_words() {
+fn refused_integers_have_gos_texts() {
     for text in [
         "", "-", "+", "x", "0x", "0x0x1", "08", "1.5", "_1", "1_", "1__0", "--1", "+-1", "1 ",
     ] {
@@ -68,7 +68,7 @@ fn integers_refused_in_gos_words() {
 }
 
 #[test]
-fn durations_read_and_shown() {
+fn durations_parse_and_print_as_in_go() {
     let cases = [
         ("0", 0, "0s"),
         ("-0", 0, "0s"),
@@ -93,7 +93,7 @@ fn durations_read_and_shown() {
     ];
     for (text, nanos, shown) in cases {
         let read: GoDuration = text.parse().unwrap();
-        // Go rounds fractions down as well.
+        // Go rounds fractions down too.
         assert!(
             (read.nanos() - nanos).abs() <= 1,
             "{text} is {}",
@@ -106,7 +106,7 @@ fn durations_read_and_shown() {
 }
 
 #[test]
-fn durations_refused_in_gos_words() {
+fn refused_durations_have_gos_texts() {
     let cases = [
         ("5", "time: missing unit in duration \"5\""),
         ("1h5", "time: missing unit in duration \"1h5\""),
@@ -144,7 +144,7 @@ fn durations_convert_without_wrapping() {
 }
 
 #[test]
-fn string_slices() {
+fn string_slices_parse_as_in_pflag() {
     let cases: [(&str, &[&str]); 9] = [
         ("", &[]),
         ("a", &["a"]),
@@ -172,13 +172,13 @@ fn string_slices() {
 
 proptest! {
     #[test]
-    fn shown_durations_read_back(nanos in -i64::MAX..=i64::MAX) {
+    fn printed_durations_parse_back(nanos in -i64::MAX..=i64::MAX) {
         let shown = GoDuration(nanos).to_string();
         prop_assert_eq!(shown.parse(), Ok(GoDuration(nanos)));
     }
 
     #[test]
-    fn nothing_that_is_typed_panics(text in "\\PC*", numeric in "[-+0-9._a-fox\u{b5}mhns\",]{0,24}") {
+    fn no_input_panics(text in "\\PC*", numeric in "[-+0-9._a-fox\u{b5}mhns\",]{0,24}") {
         for text in [text, numeric] {
             let _ = (go_int(&text), go_bool(&text));
             let _ = (text.parse::<GoDuration>(), text.parse::<StringSlice>());
@@ -187,7 +187,7 @@ proptest! {
     }
 
     #[test]
-    fn decimal_integers_read_back(value: i64) {
+    fn decimal_integers_parse_back(value: i64) {
         prop_assert_eq!(go_int(&value.to_string()), Ok(value));
     }
 }

@@ -4,14 +4,14 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// The target of a complete request and the bytes behind its head.
+/// Returns the target of a complete request, and the bytes after its head.
 fn target(received: &[u8]) -> (String, &[u8]) {
     let head = parse(received).unwrap().expect("head is complete");
     (head.target, &received[head.head_len..])
 }
 
 #[test]
-fn the_target_is_the_request_lines() {
+fn target_comes_from_the_request_line() {
     let apiserver = b"CONNECT 10.0.0.1:10250 HTTP/1.1\r\nHost: 127.0.0.1\r\nUser-Agent: x\r\n\r\n";
     assert_eq!(target(apiserver), ("10.0.0.1:10250".into(), &b""[..]));
     for name in [
@@ -30,7 +30,7 @@ fn the_target_is_the_request_lines() {
 }
 
 #[test]
-fn bytes_behind_the_head_are_left() {
+fn bytes_after_the_head_are_not_consumed() {
     let received = b"CONNECT a:1 HTTP/1.1\r\nHost: b\r\n\r\n\r\n\r\nhello\x00\xff";
     assert_eq!(
         target(received),
@@ -43,7 +43,7 @@ fn bytes_behind_the_head_are_left() {
 }
 
 #[test]
-fn an_incomplete_head_waits() {
+fn incomplete_head_returns_none() {
     let request = b"CONNECT a:1 HTTP/1.1\r\nHost: a:1\r\n\r\n";
     for end in 0..request.len() {
         assert_eq!(parse(&request[..end]), Ok(None));
@@ -51,7 +51,7 @@ fn an_incomplete_head_waits() {
 }
 
 #[test]
-fn what_is_refused() {
+fn invalid_requests_are_refused() {
     use ConnectError::*;
     let cases: &[(&[u8], ConnectError)] = &[
         (b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", Method),
@@ -85,14 +85,14 @@ fn what_is_refused() {
     }
 }
 
-/// A request with one header field, `len` bytes long in all.
+/// Returns a request of `len` bytes with one header field.
 fn request_of(len: usize) -> Vec<u8> {
     let (start, end) = (&b"CONNECT a:1 HTTP/1.1\r\nX: "[..], &b"\r\n\r\n"[..]);
     [start, &vec![b'a'; len - start.len() - end.len()], end].concat()
 }
 
 #[test]
-fn a_head_is_bounded() {
+fn head_size_and_header_count_are_limited() {
     let largest = [&request_of(MAX_HEAD_BYTES)[..], b"early"].concat();
     assert_eq!(target(&largest), ("a:1".into(), &b"early"[..]));
     let larger = request_of(MAX_HEAD_BYTES + 1);
@@ -120,7 +120,7 @@ fn a_head_is_bounded() {
 }
 
 #[test]
-fn a_slow_head_is_searched_once() {
+fn head_in_many_pieces_is_scanned_once() {
     let request = request_of(MAX_HEAD_BYTES);
     let mut reader = HeadReader::default();
     for end in 0..request.len() {
@@ -134,7 +134,7 @@ fn a_slow_head_is_searched_once() {
 }
 
 #[test]
-fn refusals_are_whole_responses() {
+fn error_responses_are_complete() {
     use ConnectError::*;
     for (error, status) in [
         (Method, 405),
@@ -168,7 +168,7 @@ fn refusals_are_whole_responses() {
 }
 
 #[test]
-fn failures_carry_upstreams_headers() {
+fn failure_responses_have_upstreams_headers() {
     assert_eq!(
         failure(500, "currently no tunnels available: none"),
         b"HTTP/1.1 500 Internal Server Error\r\nContent-Type: text/plain\r\n\r\n\
@@ -188,7 +188,7 @@ fn failures_carry_upstreams_headers() {
 }
 
 #[test]
-fn a_dial_errors_text_tells_the_status() {
+fn dial_error_text_selects_the_status() {
     let cases = [
         ("dial tcp 10.0.0.1:80: i/o timeout", 504),
         ("context Deadline Exceeded", 504),
@@ -203,7 +203,7 @@ fn a_dial_errors_text_tells_the_status() {
     }
 }
 
-/// Bytes that are, or nearly are, a request.
+/// Generates bytes that are, or almost are, a request.
 fn received() -> impl Strategy<Value = Vec<u8>> {
     let pieces: [&[u8]; 11] = [
         b"CONNECT ",
@@ -227,7 +227,7 @@ fn received() -> impl Strategy<Value = Vec<u8>> {
 
 proptest! {
     #[test]
-    fn the_cut_of_the_input_does_not_matter(received in received(), size in 1usize..20) {
+    fn result_does_not_depend_on_the_piece_size(received in received(), size in 1usize..20) {
         let whole = parse(&received);
         let mut reader = HeadReader::default();
         let mut result = Ok(None);

@@ -5,7 +5,7 @@ use tokio::net::TcpListener;
 
 use super::*;
 
-/// Long enough never to matter.
+/// Timeout that is long enough for every test.
 const AMPLE: Duration = Duration::from_secs(60);
 
 async fn error_of(protocol: &str, address: &str) -> DialError {
@@ -16,7 +16,7 @@ fn target(address: SocketAddr) -> Target {
     Target::new(address.ip(), address.port())
 }
 
-/// A port of `ip` that refuses connections: bound, but not listening.
+/// Returns a port of `ip` that refuses connections: bound, but not listening.
 fn refusing(ip: IpAddr) -> (Socket, SocketAddr) {
     let address = SocketAddr::new(ip, 0);
     let socket = Socket::new(Domain::for_address(address), Type::STREAM, None).unwrap();
@@ -25,8 +25,8 @@ fn refusing(ip: IpAddr) -> (Socket, SocketAddr) {
     (socket, address)
 }
 
-/// A port of `ip` that answers nothing: the queue of its listener is full, so that the kernel
-/// drops every further SYN.
+/// A port of `ip` that never answers: the queue of its listener is full, so the kernel drops every further
+/// SYN.
 struct BlackHole {
     address: SocketAddr,
     _sockets: Vec<Socket>,
@@ -40,7 +40,7 @@ impl BlackHole {
         for _ in 0..4 {
             let socket = Socket::new(Domain::for_address(address), Type::STREAM, None).unwrap();
             socket.set_nonblocking(true).unwrap();
-            // In progress: the first ones fill the queue, the last one waits already.
+            // The attempts stay in progress: the first ones fill the queue, and the last one already waits.
             let _ = socket.connect(&address.into());
             sockets.push(socket);
         }
@@ -51,8 +51,8 @@ impl BlackHole {
     }
 }
 
-/// A listener on the IPv6 loopback; `None` where there is no IPv6, which continuous integration
-/// must have.
+/// Returns a listener on the IPv6 loopback; `None` if there is no IPv6. Continuous integration must have
+/// IPv6.
 async fn listener_v6() -> Option<TcpListener> {
     match TcpListener::bind("[::1]:0").await {
         Ok(listener) => Some(listener),
@@ -87,7 +87,7 @@ async fn a_connection_has_gos_options() {
 }
 
 #[tokio::test]
-async fn refused_says_so_with_the_address() {
+async fn refused_dial_names_the_address() {
     let (_socket, address) = refusing(Ipv4Addr::LOCALHOST.into());
     let error = error_of("tcp", &address.to_string()).await;
     assert_eq!(
@@ -103,7 +103,7 @@ async fn refused_says_so_with_the_address() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn silence_is_a_timeout() {
+async fn silent_endpoint_times_out() {
     let hole = BlackHole::new(Ipv4Addr::LOCALHOST.into());
     let address = hole.address;
     let error = error_of("tcp", &address.to_string()).await;
@@ -112,7 +112,7 @@ async fn silence_is_a_timeout() {
 }
 
 #[tokio::test]
-async fn bad_addresses_are_refused_in_gos_words() {
+async fn refused_addresses_have_gos_texts() {
     for (protocol, address, text) in [
         (
             "udp",
@@ -175,7 +175,7 @@ async fn bad_addresses_are_refused_in_gos_words() {
 }
 
 #[test]
-fn ports_are_parsed_as_go_does() {
+fn ports_parse_as_in_go() {
     for (port, number) in [
         ("", 0),
         ("0", 0),
@@ -189,7 +189,7 @@ fn ports_are_parsed_as_go_does() {
 }
 
 #[test]
-fn addresses_are_split_as_go_does() {
+fn addresses_split_as_in_go() {
     for (address, host, port) in [
         ("host:80", "host", "80"),
         ("host:", "host", ""),
@@ -226,7 +226,7 @@ fn addresses_are_split_as_go_does() {
 }
 
 #[test]
-fn lookup_errors_are_sorted() {
+fn lookup_errors_have_gos_texts() {
     let gai =
         |text: &str| io::Error::other(format!("failed to lookup address information: {text}"));
     for (error, text) in [
@@ -255,7 +255,7 @@ fn lookup_errors_are_sorted() {
 }
 
 #[test]
-fn errnos_are_in_gos_words() {
+fn errnos_have_gos_texts() {
     for (code, text) in [
         (24, "too many open files"),
         (101, "network is unreachable"),
@@ -269,7 +269,7 @@ fn errnos_are_in_gos_words() {
 }
 
 #[test]
-fn time_is_shared_as_go_does() {
+fn remaining_time_is_shared_as_in_go() {
     let seconds = Duration::from_secs;
     assert_eq!(partial_timeout(seconds(12), 3), seconds(4));
     assert_eq!(partial_timeout(seconds(5), 1), seconds(5));
@@ -279,7 +279,7 @@ fn time_is_shared_as_go_does() {
 }
 
 #[tokio::test]
-async fn the_next_address_is_tried_and_the_first_error_is_told() {
+async fn next_address_is_tried_and_the_first_error_is_reported() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let (_one, refused) = refusing(Ipv4Addr::LOCALHOST.into());
     let (_two, also) = refusing(Ipv4Addr::LOCALHOST.into());
@@ -297,7 +297,7 @@ async fn the_next_address_is_tried_and_the_first_error_is_told() {
 }
 
 #[tokio::test]
-async fn a_refused_family_yields_to_the_other() {
+async fn refused_address_family_falls_back_to_the_other() {
     let Some(listener) = listener_v6().await else {
         return;
     };
@@ -311,7 +311,7 @@ async fn a_refused_family_yields_to_the_other() {
 }
 
 #[tokio::test]
-async fn a_silent_family_yields_to_the_other() {
+async fn silent_address_family_falls_back_to_the_other() {
     let Some(listener) = listener_v6().await else {
         return;
     };
@@ -325,7 +325,7 @@ async fn a_silent_family_yields_to_the_other() {
 }
 
 #[tokio::test]
-async fn the_error_of_the_first_family_is_told() {
+async fn error_of_the_first_address_family_is_reported() {
     let Some(listener) = listener_v6().await else {
         return;
     };

@@ -22,7 +22,7 @@ fn soon() -> Instant {
 }
 
 #[test]
-fn the_proxy_comes_from_either_spelling() {
+fn proxy_variables_are_read_in_either_case() {
     for (variables, expected) in [
         (&[][..], None),
         (&[("HTTP_PROXY", "http://p:1")], None),
@@ -51,7 +51,7 @@ fn the_proxy_comes_from_either_spelling() {
 }
 
 #[test]
-fn unusable_proxies_are_errors_without_their_value() {
+fn unusable_proxy_error_does_not_show_the_value() {
     for (url, error) in [
         ("https://p:3128", ProxyError::Scheme),
         ("socks5://user:secret@p:1080", ProxyError::Scheme),
@@ -63,7 +63,7 @@ fn unusable_proxies_are_errors_without_their_value() {
         assert_eq!(found, error, "{url}");
         assert!(!found.to_string().contains("secret"));
     }
-    // Not used, so not looked at.
+    // The proxy is not used, so its URL is not checked.
     assert!(
         by(&[("HTTPS_PROXY", "https://p"), ("NO_PROXY", "*")], "x", 1)
             .unwrap()
@@ -85,7 +85,7 @@ fn credentials_are_sent_but_not_shown() {
 }
 
 #[test]
-fn exceptions_are_gos() {
+fn no_proxy_matches_as_in_go() {
     for (exceptions, host, port, exempt) in [
         ("", "localhost", 1, true),
         ("", "LOCALHOST", 1, true),
@@ -134,7 +134,7 @@ fn exceptions_are_gos() {
     }
 }
 
-/// A proxy that answers one CONNECT request with `answer`, and what it was asked.
+/// Starts a proxy that answers one CONNECT request with `answer`. The task returns the request.
 async fn proxy_that_answers(
     answer: &'static [u8],
 ) -> (ProxyTarget, tokio::task::JoinHandle<String>) {
@@ -150,7 +150,7 @@ async fn proxy_that_answers(
 }
 
 #[tokio::test]
-async fn the_tunnel_begins_right_behind_the_answer() {
+async fn tunnel_starts_directly_after_the_proxys_response() {
     let answer = b"HTTP/1.1 200 Connection established\r\nVia: x\r\n\r\nfirst bytes";
     let (proxy, task) = proxy_that_answers(answer).await;
     let mut stream = connect(&proxy, "2001:db8::1", 8091, soon()).await.unwrap();
@@ -164,7 +164,7 @@ async fn the_tunnel_begins_right_behind_the_answer() {
 }
 
 #[tokio::test]
-async fn refusals_and_nonsense_are_told() {
+async fn refusals_and_invalid_responses_are_reported() {
     for (answer, text) in [
         (
             &b"HTTP/1.1 407 Proxy Authentication Required\r\n\r\n"[..],
@@ -196,7 +196,7 @@ async fn refusals_and_nonsense_are_told() {
 }
 
 #[tokio::test]
-async fn a_silent_proxy_is_left_at_the_deadline() {
+async fn silent_proxy_times_out_at_the_deadline() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
     let proxy = ProxyTarget::parse(&url).unwrap();
@@ -206,8 +206,8 @@ async fn a_silent_proxy_is_left_at_the_deadline() {
 }
 
 #[tokio::test]
-async fn an_unreachable_proxy_and_a_bad_host_are_told() {
-    // Bound but not listening, so that nobody else gets the port.
+async fn unreachable_proxy_and_invalid_host_are_reported() {
+    // Bound but not listening, so that no other process gets the port.
     let socket = TcpSocket::new_v4().unwrap();
     socket.bind("127.0.0.1:0".parse().unwrap()).unwrap();
     let address = socket.local_addr().unwrap();

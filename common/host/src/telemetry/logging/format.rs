@@ -1,6 +1,7 @@
-//! klog's text form: the header, the quoted message, `key=value` fields.
+//! klog's text format: the header, the quoted message, then `key=value` fields.
 //!
-//! Strings are quoted with their control characters escaped: a host name that a client sends can not forge a log line.
+//! Strings are quoted and their control characters escaped, so that a client cannot forge a log line with a
+//! host name.
 
 use std::fmt::{self, Write as _};
 
@@ -14,15 +15,15 @@ use tracing_subscriber::registry::LookupSpan;
 
 use super::Severity;
 
-/// Writes an event as one klog line.
+/// Formatter that writes an event as one klog line.
 pub(super) struct KlogEvent {
-    /// Leave out the header.
+    /// Set to omit the header.
     pub(super) skip_header: bool,
-    /// Show the source file's folder too.
+    /// Set to show the source file's folder.
     pub(super) with_folder: bool,
 }
 
-/// Writes a span's fields as ` key=value`, ready to be appended to a line.
+/// Formatter that writes a span's fields as ` key=value`, ready to append to a line.
 pub(super) struct KlogFields;
 
 impl<S> FormatEvent<S, KlogFields> for KlogEvent
@@ -71,7 +72,7 @@ impl KlogEvent {
     }
 }
 
-/// Severity, date, time and process id, as klog lays them out.
+/// Formats severity, date, time and process id in klog's layout.
 pub(super) fn header(level: &tracing::Level, now: OffsetDateTime, pid: u32) -> String {
     let letter = match Severity::from(level) {
         Severity::Info => 'I',
@@ -105,12 +106,12 @@ impl<'writer> FormatFields<'writer> for KlogFields {
         current: &'writer mut FormattedFields<Self>,
         fields: &tracing::span::Record<'_>,
     ) -> fmt::Result {
-        // Without the space that the default puts between: each pair brings its own.
+        // The default implementation adds a space between pairs, but each pair already starts with a space.
         self.format_fields(current.as_writer(), fields)
     }
 }
 
-/// What a set of fields comes to: the message, and the other fields as ` key=value`.
+/// Text of a set of fields: the message, and the other fields as ` key=value`.
 #[derive(Default)]
 struct Line {
     message: String,

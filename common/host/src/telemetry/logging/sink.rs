@@ -1,7 +1,7 @@
-//! Where finished lines go: a file with a bound, stderr, or both.
+//! The destinations of finished lines: a file with a size limit, stderr, or both.
 //!
-//! Writers never report an error and never panic. A file's lock is held for one write, or for the rename when the file
-//! has reached its bound.
+//! Writers never report an error and never panic. The file's lock covers one write, or the rename when the
+//! file has reached its limit.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
@@ -27,25 +27,25 @@ fn lose_line() {
     LOST.fetch_add(1, Ordering::Relaxed);
 }
 
-/// Takes lines and spreads them.
+/// Destinations of log lines.
 pub(super) struct Sink {
     file: Option<Mutex<BoundedFile>>,
     stderr: Stderr,
     stderr_threshold: Severity,
 }
 
-/// The process's stderr, or a stand-in that a test can read.
+/// The process's stderr, or a buffer that a test can read.
 #[derive(Clone)]
 pub(super) enum Stderr {
     /// File descriptor 2.
     Process,
-    /// Memory.
-    #[cfg_attr(not(test), expect(dead_code, reason = "tests read what stderr got"))]
+    /// Buffer in memory.
+    #[cfg_attr(not(test), expect(dead_code, reason = "only tests use the buffer"))]
     Buffer(Arc<Mutex<Vec<u8>>>),
 }
 
 impl Stderr {
-    /// Writes all of `bytes` in one piece. `eprintln!` would panic where this returns an error.
+    /// Writes all of `bytes` at once. `eprintln!` would panic where this function returns an error.
     fn write(&self, bytes: &[u8]) -> io::Result<()> {
         match self {
             Self::Process => io::stderr().lock().write_all(bytes),
@@ -58,7 +58,7 @@ impl Stderr {
 }
 
 impl Sink {
-    /// Opens the file if there is to be one.
+    /// Opens the log file, if the configuration has one.
     pub(super) fn open(
         config: &LogConfig,
         program: &str,
@@ -114,7 +114,7 @@ impl Sink {
     }
 }
 
-/// `PROGRAM.log.YYYYMMDD-HHMMSS.PID`, in local time.
+/// Returns the file name `PROGRAM.log.YYYYMMDD-HHMMSS.PID`, in local time.
 fn file_name(program: &str) -> String {
     let now = OffsetDateTime::now_local().unwrap_or_else(|_| OffsetDateTime::now_utc());
     let stamp = now
@@ -127,7 +127,7 @@ fn file_name(program: &str) -> String {
 
 // === impl MakeWriter ===
 
-/// Takes one event's line.
+/// Writer for the line of one event.
 pub(super) struct LineWriter<'a> {
     sink: &'a Sink,
     severity: Severity,
@@ -152,7 +152,7 @@ impl<'a> MakeWriter<'a> for Sink {
 }
 
 impl Write for LineWriter<'_> {
-    /// The layer hands over a whole line at a time.
+    /// Writes one line. The layer always passes a whole line.
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
         self.sink.line(self.severity, line);
         Ok(line.len())
@@ -165,14 +165,14 @@ impl Write for LineWriter<'_> {
 
 // === impl BoundedFile ===
 
-/// A file that is moved aside when it has grown to its bound.
+/// A file that is renamed when it reaches its size limit.
 struct BoundedFile {
     file: File,
     path: PathBuf,
     size: u64,
-    /// `None` for no bound, and for what is not a regular file: devices and pipes do not grow.
+    /// Size limit in bytes. `None` means no limit. Devices and pipes have no limit, because they do not grow.
     max_bytes: Option<u64>,
-    /// The last write broke off within a line.
+    /// Set if the last write stopped inside a line.
     torn: bool,
     explained: bool,
 }
@@ -211,7 +211,7 @@ impl BoundedFile {
     fn rotate(&mut self) -> io::Result<()> {
         let mut aside = self.path.clone().into_os_string();
         aside.push(".1");
-        // Someone else may have moved the file away, or the new one could not be created the last time.
+        // The file may be missing: someone else moved it, or the last attempt to create the new file failed.
         match std::fs::rename(&self.path, aside) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
             _ => {}
@@ -222,14 +222,14 @@ impl BoundedFile {
         Ok(())
     }
 
-    /// What to tell the operator, the first time something fails.
+    /// Returns the message for the operator, but only after the first failure.
     fn explain_once(&mut self, error: &io::Error) -> Option<String> {
         if self.explained {
             return None;
         }
         self.explained = true;
         Some(format!(
-            "cannot write the log file {}: {error}; such lines go to stderr instead. Free space or make it writable; \
+            "cannot write the log file {}: {error}; affected lines go to stderr instead. Free space or make the file writable; \
              no restart is needed\n",
             self.path.display()
         ))

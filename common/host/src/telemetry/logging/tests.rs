@@ -12,7 +12,7 @@ use super::format::header;
 use super::sink::{Sink, Stderr};
 use super::{LogConfig, LogError, LogFile, LogFormat, LogPlace, Severity, lost_lines, subscriber};
 
-/// Runs `work` under a subscriber of its own and returns what stderr got.
+/// Runs `work` under its own subscriber and returns the text written to stderr.
 fn logged(config: &LogConfig, work: impl FnOnce()) -> String {
     let buffer = Arc::new(Mutex::new(Vec::new()));
     let sink = Sink::open(config, "program", Stderr::Buffer(Arc::clone(&buffer))).unwrap();
@@ -39,7 +39,7 @@ fn with_file(path: &Path) -> LogConfig {
 }
 
 #[test]
-fn header_as_klog_lays_it_out() {
+fn header_has_klogs_layout() {
     let now = datetime!(2026-11-21 00:05:08.048482 UTC);
     assert_eq!(
         header(&Level::INFO, now, 8894),
@@ -58,7 +58,7 @@ fn header_as_klog_lays_it_out() {
 }
 
 #[test]
-fn whole_text_line() {
+fn text_line_has_header_message_and_fields() {
     let line = logged(&LogConfig::default(), || {
         info!(attempt = 2, "agent connected")
     });
@@ -82,7 +82,7 @@ fn whole_text_line() {
 }
 
 #[test]
-fn fields_are_quoted_where_klog_quotes() {
+fn fields_are_quoted_as_in_klog() {
     let host = "evil\nI1121 00:00:00.000000 1 x.rs:1] \"forged\"";
     let line = logged(&bare(), || {
         info!(host, count = 3_u64, ok = true, ratio = 0.5, id = %"a b", list = ?[1, 2], "dial \"x\"");
@@ -106,7 +106,7 @@ fn span_fields_follow_outermost_first() {
 }
 
 #[test]
-fn verbosity_chooses_levels() {
+fn verbosity_selects_levels() {
     let everything = || {
         error!("e");
         warn!("w");
@@ -142,7 +142,7 @@ fn verbosity_chooses_levels() {
 }
 
 #[test]
-fn json_line() {
+fn json_line_has_message_fields_and_source() {
     let config = LogConfig {
         format: LogFormat::Json,
         ..LogConfig::default()
@@ -164,7 +164,7 @@ fn json_line() {
 }
 
 #[test]
-fn a_file_takes_all_lines_and_stderr_the_grave_ones() {
+fn file_gets_all_lines_and_stderr_only_severe_lines() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("program.log");
     std::fs::write(&path, "earlier\n").unwrap();
@@ -180,7 +180,7 @@ fn a_file_takes_all_lines_and_stderr_the_grave_ones() {
 }
 
 #[test]
-fn a_folder_gets_a_file_per_start() {
+fn folder_gets_one_file_per_start() {
     let dir = tempfile::tempdir().unwrap();
     let mut config = with_file(Path::new(""));
     config.file.as_mut().unwrap().place = LogPlace::Dir(dir.path().to_owned());
@@ -202,11 +202,11 @@ fn a_folder_gets_a_file_per_start() {
 }
 
 #[test]
-fn a_full_file_is_moved_aside() {
+fn full_file_is_renamed() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("program.log");
     let mut config = with_file(&path);
-    // Two lines of four bytes fit, a third does not.
+    // Two lines of four bytes fit, a third line does not.
     config.file.as_mut().unwrap().max_bytes = Some(10);
     logged(&config, || {
         for name in ["a", "b", "c", "d", "e"] {
@@ -219,7 +219,7 @@ fn a_full_file_is_moved_aside() {
 }
 
 #[test]
-fn a_line_longer_than_the_bound_is_written_whole() {
+fn line_longer_than_the_limit_is_written_whole() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("program.log");
     let mut config = with_file(&path);
@@ -232,7 +232,7 @@ fn a_line_longer_than_the_bound_is_written_whole() {
 }
 
 #[test]
-fn a_full_disk_costs_no_line_and_is_explained_once() {
+fn full_disk_loses_no_line_and_is_explained_once() {
     let before = lost_lines();
     let stderr = logged(&with_file(Path::new("/dev/full")), || {
         info!("first");
@@ -252,7 +252,7 @@ fn a_full_disk_costs_no_line_and_is_explained_once() {
 }
 
 #[test]
-fn a_folder_that_vanishes_ends_nothing_and_may_come_back() {
+fn logging_survives_a_deleted_folder_and_resumes_in_a_new_one() {
     let dir = tempfile::tempdir().unwrap();
     let folder = dir.path().join("logs");
     let path = folder.join("program.log");
@@ -272,7 +272,7 @@ fn a_folder_that_vanishes_ends_nothing_and_may_come_back() {
 }
 
 #[test]
-fn a_file_that_can_not_be_opened_is_an_error_at_start() {
+fn unopenable_log_file_is_an_error_at_startup() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("absent/program.log");
     let error = super::init(&with_file(&path), "program").expect_err("no such folder");

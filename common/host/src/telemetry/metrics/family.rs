@@ -1,7 +1,7 @@
 //! Families of series over closed sets of labels.
 //!
-//! A label whose values are an enum can be resolved once and then found by index: no hashing, no
-//! lock, no allocation where packets are counted. It also bounds the number of series.
+//! A label whose values are an enum is resolved once and then found by index: counting a packet needs no
+//! hashing, no lock and no allocation. The enum also limits the number of series.
 
 use std::marker::PhantomData;
 use std::sync::{Arc, OnceLock};
@@ -10,18 +10,18 @@ use metrics::{Counter, Gauge, Histogram};
 
 use super::Registry;
 
-/// A closed set of label values; [`label_values!`](crate::label_values) writes the implementation
-/// for one label, pairs are written by hand.
+/// A closed set of label values. [`label_values!`](crate::label_values) implements the trait for one label;
+/// implementations for pairs of labels are written by hand.
 pub trait LabelSet: Copy {
-    /// Every member.
+    /// Returns every member.
     fn all() -> Vec<Self>;
-    /// The member's place in [`LabelSet::all`].
+    /// Returns the member's position in [`LabelSet::all`].
     fn index(self) -> usize;
-    /// Label names and values of the member.
+    /// Returns the label names and values of the member.
     fn labels(self) -> Vec<(&'static str, &'static str)>;
 }
 
-/// A kind of series.
+/// A kind of series, such as a counter.
 pub trait Handle: Sized + 'static {
     /// Registers one series.
     fn register(
@@ -30,12 +30,12 @@ pub trait Handle: Sized + 'static {
         labels: &[(&'static str, &'static str)],
         help: &'static str,
     ) -> Self;
-    /// The handle that counts nothing.
+    /// Returns a handle that counts nothing.
     fn noop() -> &'static Self;
 }
 
-/// One metric name, its series resolved per member of `L`. A series appears on the page with its
-/// first use, or at once with [`Family::at_zero`].
+/// One metric name with one series per member of `L`. A series appears on the page with its first use, or at
+/// once with [`Family::at_zero`].
 pub struct Family<L, H> {
     registry: Arc<Registry>,
     name: &'static str,
@@ -47,7 +47,7 @@ pub struct Family<L, H> {
 // === impl Family ===
 
 impl<L: LabelSet, H: Handle> Family<L, H> {
-    /// A family with no series yet.
+    /// Creates a family without series.
     pub fn new(registry: &Arc<Registry>, name: &'static str, help: &'static str) -> Self {
         Self {
             registry: Arc::clone(registry),
@@ -58,7 +58,7 @@ impl<L: LabelSet, H: Handle> Family<L, H> {
         }
     }
 
-    /// Registers the series of `members`, so that they are on the page before their first use.
+    /// Registers the series of `members`, so that they appear on the page before their first use.
     #[must_use]
     pub fn at_zero(self, members: impl IntoIterator<Item = L>) -> Self {
         for member in members {
@@ -67,13 +67,13 @@ impl<L: LabelSet, H: Handle> Family<L, H> {
         self
     }
 
-    /// The series of one member.
+    /// Returns the series of one member.
     pub fn get(&self, member: L) -> &H {
         match self.handles.get(member.index()) {
             Some(slot) => slot.get_or_init(|| {
                 H::register(&self.registry, self.name, &member.labels(), self.help)
             }),
-            // An index beyond `all()` is a mistake in a `LabelSet`; it must not end the program.
+            // An index beyond `all()` is a bug in a `LabelSet`, but must not end the program.
             None => {
                 debug_assert!(false, "{}: label index out of range", self.name);
                 H::noop()
@@ -106,11 +106,11 @@ handle!(Counter, counter);
 handle!(Gauge, gauge);
 handle!(Histogram, histogram);
 
-/// Declares an enum that is the closed set of values of one label.
+/// Declares an enum: the closed set of values of one label.
 ///
 /// ```
 /// culvert_host::label_values! {
-///     /// Which way.
+///     /// Direction of travel.
 ///     pub enum Way("way") {
 ///         /// In.
 ///         In = "in",
@@ -137,7 +137,7 @@ macro_rules! label_values {
             /// Every value, in the order of declaration.
             pub const ALL: &'static [Self] = &[$(Self::$variant,)+];
 
-            /// The value as it stands in the label.
+            /// Returns the text of the value in the label.
             pub const fn as_str(self) -> &'static str {
                 match self { $(Self::$variant => $value,)+ }
             }

@@ -83,7 +83,7 @@ fn an_empty_bucket_list_is_refused() {
 }
 
 #[test]
-fn the_process_is_on_the_page() {
+fn process_metrics_are_on_the_page() {
     let page = Registry::new(&[]).unwrap().render();
     for name in [
         "process_cpu_seconds_total",
@@ -108,7 +108,7 @@ fn registries_do_not_share_series() {
 }
 
 #[test]
-fn a_guard_counts_for_its_life() {
+fn gauge_guard_counts_until_dropped() {
     let registry = Registry::new(&[]).unwrap();
     let gauge = registry.gauge("open", &[], "h");
     let first = GaugeGuard::new(&gauge);
@@ -121,7 +121,7 @@ fn a_guard_counts_for_its_life() {
 }
 
 #[test]
-fn a_family_shows_a_member_on_first_use_or_at_zero() {
+fn family_series_appears_on_first_use_or_at_zero() {
     let registry = Registry::new(&[]).unwrap();
     let lazy: Family<Side, Counter> = Family::new(&registry, "lazy", "h");
     let _eager: Family<Side, Counter> = Family::new(&registry, "eager", "h").at_zero(Side::all());
