@@ -7,16 +7,16 @@ use anyhow::Context as _;
 use kube::Client;
 use kube::config::{KubeConfigOptions, Kubeconfig};
 
-/// How long an API may say nothing in the middle of an answer, or instead of one. A firewall or load
-/// balancer that has forgotten a connection drops what is sent on it, so that nobody closes it; an
-/// API server in trouble accepts what it never answers. Well above what a large list takes to begin;
-/// watches are shorter than that (see [`mirror`](crate::mirror)).
+/// Longest silence of a Kubernetes API before or within an answer. A firewall or load balancer may forget a
+/// connection and drop its packets without closing the connection; an API server in trouble may accept
+/// requests and never answer. The limit is well above the time in which a large list begins. Watches are
+/// shorter (see [`mirror`](crate::mirror)).
 pub const SILENCE: Duration = Duration::from_secs(34);
 
-/// A client by a kubeconfig file, or by the pod's own account.
+/// Returns a client for a kubeconfig file, or for the pod's own account.
 ///
 /// # Errors
-/// When there are no credentials, or they can not be used.
+/// If the credentials are missing or cannot be used.
 pub async fn client(kubeconfig: Option<&Path>) -> anyhow::Result<Client> {
     let mut config = match kubeconfig {
         Some(path) => {
@@ -30,22 +30,23 @@ pub async fn client(kubeconfig: Option<&Path>) -> anyhow::Result<Client> {
             .await
             .context("no Kubernetes account: run in a pod, or give --kubeconfig")?,
     };
-    // A dot at the end keeps resolvers from searching; certificates do not have it.
+    // A trailing dot in the host name keeps resolvers from searching; names in certificates have no
+    // trailing dot.
     let host = config.cluster_url.host().unwrap_or_default();
     if let Some(name) = host.strip_suffix('.')
         && config.tls_server_name.is_none()
     {
         config.tls_server_name = Some(name.to_owned());
     }
-    // Callers try again by themselves, and say so.
+    // Callers retry, and log each failure.
     config.default_retry = false;
     config.read_timeout = Some(SILENCE);
-    // What a connection has rested before a request is not the answer's silence.
+    // Idle time before a request must not count as silence of the answer.
     config.reset_reader_on_write = true;
     Client::try_from(config).map_err(|error| {
         let advice = match error.to_string() {
             text if text.contains("UnsupportedCertVersion") => {
-                "; its client certificate is of X.509 version 1: issue it anew with an extension, \
+                "; its client certificate is of X.509 version 1: issue it again with an extension, \
                  such as openssl's -extfile with extendedKeyUsage=clientAuth"
             }
             _ => "",
@@ -54,7 +55,7 @@ pub async fn client(kubeconfig: Option<&Path>) -> anyhow::Result<Client> {
     })
 }
 
-/// What is at the bottom of a client's error: the layers above only repeat that there is one.
+/// Returns the innermost cause of a client's error. The outer layers only repeat that there was an error.
 pub fn root(error: &dyn std::error::Error) -> String {
     let mut cause = error;
     while let Some(deeper) = cause.source() {

@@ -1,11 +1,11 @@
-//! Objects of a Kubernetes API as they were seen last: a list, and a watch of what changes.
+//! A local copy of Kubernetes objects: a list, and then a watch for changes.
 //!
-//! A [`Mirror`] keeps what it knows while the API can not be reached, tells the log once when that
-//! begins and once when it is over, and what it holds is bounded if its owner says so.
+//! A [`Mirror`] keeps its objects while the API is unreachable, and logs the start and the end of an outage
+//! once. Its owner may limit the number of objects.
 //!
-//! An API that has fallen silent is one that can not be reached: no answer may be silent for longer
-//! than [`SILENCE`]. So that a watch without changes is never that silent, the API is asked to end
-//! it after half a minute; the next one goes on from the version that was seen last.
+//! A silent API counts as unreachable: no answer may be silent for longer than [`SILENCE`]. A watch without
+//! changes would be silent, so the API ends every watch after half a minute on request; the next watch
+//! continues from the last version received.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -21,50 +21,50 @@ use tracing::{error, info, warn};
 
 use crate::client::{SILENCE, root};
 
-/// The pause before the first new try, and the longest. Real ones are half of that at least, so that
-/// not all who have lost an API come back at once.
+/// Shortest and longest pause before a retry. The real pause is random, at least half as long, so that
+/// clients do not return to an API at the same moment.
 const PAUSES: [Duration; 2] = [Duration::from_millis(800), Duration::from_secs(30)];
 
-/// How long the API lets one watch live, in seconds. Kubernetes' own programs ask for 5 to 10 minutes:
-/// that long may a dead one be taken for one without changes. It costs one small request each time.
+/// Lifetime of a watch, in seconds, sent to the API. Kubernetes' own programs request 5 to 10 minutes, and
+/// for as long a dead watch may look like a watch without changes. Every new watch costs a small request.
 const WATCH: u32 = 30;
 
-/// `watcher` takes a silent watch for one that has ended, and goes on, 5 s after its end is due.
-/// Before, it has to be a failure; and it must not be one if its end is a little late.
+/// `watcher` treats a silent watch as ended 5 s after its end is due, and continues. The silence must
+/// become a failure before that, but a watch that ends a little late must not.
 const _: () = {
     let silence = SILENCE.as_secs();
     assert!(WATCH as u64 + 3 <= silence && silence < WATCH as u64 + 5);
 };
 
-/// Who has failed to watch that long after a list has watched meanwhile.
+/// A watch that stays up longer than this after its list resets the pauses.
 const WATCHED: Duration = Duration::from_secs(3);
 
-/// How many reasons of one failure are told once.
+/// Most reasons remembered of a failure. A remembered reason is not logged again.
 const TOLD: usize = 4;
 
-/// A kind's objects, as far as they are known.
+/// The known objects of a kind.
 pub struct Mirror<T> {
-    /// Whose they are, for the log.
+    /// Plural name of the kind, for the log.
     kind: &'static str,
-    /// How many are kept at most.
+    /// Most objects kept.
     limit: usize,
     objects: HashMap<Key, T>,
-    /// A list that is being received; it replaces the objects when it is complete.
+    /// The list in progress; replaces the objects when complete.
     listing: Option<HashMap<Key, T>>,
-    /// The first list is complete.
+    /// Set once the first list is complete.
     synced: bool,
-    /// Why the watch has failed since it last worked, as the log has it: the newest [`TOLD`] reasons.
+    /// Logged reasons of the current failure, newest first, at most [`TOLD`]. Empty while the watch works.
     failing: Vec<String>,
-    /// The log knows that some are left out.
+    /// Set once the log has reported that objects were left out.
     overflowed: bool,
 }
 
-/// Namespace, empty for what has none, and name.
+/// Namespace (empty for objects without one) and name.
 type Key = (String, String);
 
-/// All of an API's objects, from now on. After a failure it begins anew with a list, by pauses that
-/// grow: a watch that goes on from the version it knows would not show that it works again before
-/// something changes, and repeats for ever what a proxy in between makes of an expired version.
+/// Returns the events of all objects of an API, from now on. After a failure the stream starts again with a
+/// list, after growing pauses. A watch from the last known version would not show success before a change,
+/// and could fail forever if a proxy misreports an expired version.
 pub fn objects<K>(api: Api<K>) -> impl Stream<Item = Result<Event<K>, watcher::Error>> + use<K>
 where
     K: kube::Resource + Clone + fmt::Debug + DeserializeOwned + Send + 'static,
@@ -86,19 +86,19 @@ where
     )
 }
 
-/// How long the next new try waits.
+/// Schedule of the pauses before retries.
 #[derive(Default)]
 struct Pause {
     due: Option<Duration>,
     last: Option<Duration>,
-    /// When a list was complete, if nothing has failed since.
+    /// Time of the last complete list; `None` after a failure.
     listed: Option<Instant>,
 }
 
 // === impl Mirror ===
 
 impl<T: PartialEq> Mirror<T> {
-    /// Nothing yet. `kind` is a plural.
+    /// Creates an empty mirror. `kind` is a plural.
     pub fn new(kind: &'static str) -> Self {
         Self {
             kind,
@@ -111,35 +111,36 @@ impl<T: PartialEq> Mirror<T> {
         }
     }
 
-    /// Keeps no more than so many; the log names it when there are more.
+    /// Limits the number of objects. The log reports when objects are left out.
     #[must_use]
     pub fn at_most(mut self, limit: usize) -> Self {
         self.limit = limit;
         self
     }
 
-    /// What is known.
+    /// Returns the known objects.
     pub fn values(&self) -> impl Iterator<Item = &T> + Clone {
         self.objects.values()
     }
 
-    /// Whether one of that name is known.
+    /// Returns true if an object with the name is known.
     pub fn has(&self, namespace: &str, name: &str) -> bool {
         let key = (namespace.to_owned(), name.to_owned());
         self.objects.contains_key(&key)
     }
 
-    /// Whether the first list is complete.
+    /// Returns true once the first list is complete.
     pub fn is_synced(&self) -> bool {
         self.synced
     }
 
-    /// Whether the last that was heard was no failure.
+    /// Returns true unless the watch has failed since its last success.
     pub fn is_up(&self) -> bool {
         self.failing.is_empty()
     }
 
-    /// Whether anything differs now. What `convert` makes nothing of counts as not there.
+    /// Applies an event. Returns true if the known objects have changed. An object rejected by `convert`
+    /// counts as absent.
     pub fn take<K: kube::ResourceExt>(
         &mut self,
         event: Result<Event<K>, watcher::Error>,
@@ -148,7 +149,8 @@ impl<T: PartialEq> Mirror<T> {
         self.take_where(event, convert, |_| true)
     }
 
-    /// The same, if a difference counts only where it `matters` before or after. All is kept.
+    /// Applies an event as [`Mirror::take`] does, but a change counts only if the object `matters` before
+    /// or after the change. All objects are kept.
     pub fn take_where<K: kube::ResourceExt>(
         &mut self,
         event: Result<Event<K>, watcher::Error>,
@@ -166,7 +168,7 @@ impl<T: PartialEq> Mirror<T> {
                 return false;
             }
         };
-        // A list that is not complete has not succeeded yet.
+        // An incomplete list is not a success yet.
         let has_succeeded = !matches!(event, Event::Init | Event::InitApply(_));
         if has_succeeded && !self.is_up() {
             self.failing.clear();
@@ -225,12 +227,11 @@ impl<T: PartialEq> Mirror<T> {
     }
 
     fn fail(&mut self, why: String) {
-        // Reasons may take turns: what refuses connections resets some and closes others.
+        // Reasons may alternate: a peer that refuses connections resets some and closes others.
         if !self.failing.contains(&why) {
             error!(
                 error = why,
-                "cannot watch {}; what was seen last stays in force, and it is tried again",
-                self.kind
+                "cannot watch {}; keeping the last known objects and retrying", self.kind
             );
             self.failing.truncate(TOLD - 1);
             self.failing.insert(0, why);
@@ -253,9 +254,9 @@ fn has_room<T>(objects: &HashMap<Key, T>, key: &Key, limit: usize) -> bool {
 // === impl Pause ===
 
 impl Pause {
-    /// Plans the pause after a failure. A list that succeeds does not make it short again, but a
-    /// watch that lives for a while does: an account may be allowed to list and not to watch, and
-    /// what is in between may break every watch that it lets begin.
+    /// Plans the pause after a failure. A complete list does not shorten the pauses again, but a watch that
+    /// stays up does: an account may be allowed to list and not to watch, and a proxy may break every watch
+    /// soon after its start.
     fn note<K>(&mut self, event: &Result<Event<K>, watcher::Error>) {
         match event {
             Ok(Event::InitDone) => {

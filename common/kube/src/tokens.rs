@@ -1,10 +1,10 @@
-//! Authenticates agents by their service account tokens, with TokenReviews of the cluster that
-//! they come from. The rules and the texts are upstream's (`pkg/server/server.go`).
+//! Authenticates agents by their service account tokens. The agents' own cluster reviews each token
+//! (TokenReview). The rules and the error texts are upstream's (`pkg/server/server.go`).
 //!
-//! An accepted token is remembered for [`REMEMBER`], by its hash: agents that all reconnect at
-//! once, and those that look for further servers every second, cost one review. All who present a
-//! token while it is asked about share the outcome, whatever it is; what was refused, or not
-//! answered, is asked for again by those who come later.
+//! The server remembers the hash of an accepted token for [`REMEMBER`]. Agents with the same token cost one
+//! review, even if all of them reconnect at once or look for further servers every second. Agents share the
+//! outcome of a pending review, good or bad. After a refusal, or without an answer, the next agent with the
+//! token causes a new review.
 
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -23,54 +23,54 @@ use tonic::metadata::MetadataMap;
 
 use crate::client::client;
 
-/// How long an accepted token is accepted without asking again. A token that is revoked meanwhile
-/// still opens streams; those that are open stay anyway, as upstream.
+/// Time for which an accepted token is accepted without another review. A token revoked within this time
+/// still opens streams; open streams stay open in any case, as upstream.
 pub const REMEMBER: Duration = Duration::from_secs(10);
 
-/// How long one review may take, once it has its turn.
+/// Longest time for one review, counted from the start of its turn.
 const REVIEW_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How long a review waits for its turn: as long as a peer has for its handshake. The native transport
-/// waits no longer than that, and a stock agent must not wait forever.
+/// Longest wait of a review for its turn, equal to the time a peer has for its handshake: the native transport
+/// waits no longer, and stock agents do not wait forever.
 const TURN_TIMEOUT: Duration = Duration::from_secs(15);
 
-/// How many reviews are asked for at once.
+/// Most reviews in progress at once.
 const REVIEWS: usize = 16;
 
-/// How many tokens are remembered; beyond, each is asked for anew.
+/// Most tokens remembered. Beyond this number, a new token is reviewed every time.
 const MAX_REMEMBERED: usize = 10_000;
 
-/// Whose tokens are good.
+/// Requirements for agents' tokens, and the account that requests the reviews.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AgentAuth {
-    /// The namespace of the service account.
+    /// Namespace of the service account.
     pub namespace: String,
-    /// Its name.
+    /// Name of the service account.
     pub service_account: String,
-    /// Whom the tokens have to be for.
+    /// Audience of the tokens.
     pub audience: String,
-    /// The account that asks for reviews; `None` is the pod's own.
+    /// Kubeconfig of the account that requests reviews; `None` means the pod's own account.
     pub kubeconfig: Option<PathBuf>,
 }
 
-/// Why an agent is not let in; the texts are upstream's, and say no token.
+/// Reason for refusing an agent. The texts are upstream's and never contain the token.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum AuthError {
-    /// No `authorization`.
+    /// The `authorization` metadata is missing.
     #[error("Authentication context was not found in metadata")]
     Missing,
-    /// More than one.
+    /// More than one `authorization` value.
     #[error("too many ({0}) tokens are received")]
     Several(usize),
-    /// Another scheme.
+    /// The authorization scheme is not `Bearer`.
     #[error("received token does not have \"Bearer \" prefix")]
     Scheme,
-    /// The API refused the token, or could not be asked.
+    /// The API refused the token, or the review failed.
     #[error("Failed to validate authentication token, err:{0}")]
     Invalid(String),
 }
 
-/// Asks, and remembers.
+/// Reviews tokens and remembers the accepted ones.
 pub struct Tokens {
     reviews: Api<TokenReview>,
     auth: AgentAuth,
@@ -80,22 +80,22 @@ pub struct Tokens {
 
 type Outcome = BoxFuture<'static, Result<(), String>>;
 
-/// One token.
+/// State of one token.
 enum Known {
-    /// Is asked about, as long as somebody waits for the outcome. Any of those drives the review,
-    /// so that it does not end with who came first.
+    /// A review is in progress as long as a caller waits for the outcome. Every waiting caller drives the
+    /// review, so the review continues when the first caller leaves.
     Asked(WeakShared<Outcome>),
-    /// Was accepted then.
+    /// The token was accepted at this time.
     Accepted(Instant),
 }
 
 // === impl Tokens ===
 
 impl Tokens {
-    /// Reads the credentials of the account that asks.
+    /// Reads the credentials of the account that requests reviews.
     ///
     /// # Errors
-    /// When they are missing or can not be used.
+    /// If the credentials are missing or cannot be used.
     pub async fn new(auth: AgentAuth) -> anyhow::Result<Self> {
         let client = client(auth.kubeconfig.as_deref()).await?;
         Ok(Self::with(client, auth))
@@ -110,10 +110,10 @@ impl Tokens {
         }
     }
 
-    /// Lets an agent in, or says why not.
+    /// Checks the token of an agent.
     ///
     /// # Errors
-    /// [`AuthError`].
+    /// [`AuthError`] if the agent is refused.
     pub async fn check(self: &Arc<Self>, metadata: &MetadataMap) -> Result<(), AuthError> {
         let values: Vec<_> = metadata.get_all("authorization").iter().collect();
         let value = match values.as_slice() {
@@ -130,8 +130,8 @@ impl Tokens {
         }
     }
 
-    /// The review to wait for, which is another's if there is one; none if the token is known to
-    /// be good.
+    /// Returns the review to wait for, shared by all callers with the same token. Returns `None` if the
+    /// token was accepted recently.
     fn pending(self: &Arc<Self>, token: &str) -> Option<Shared<Outcome>> {
         let digest = digest(token);
         let mut known = self.known.lock();
@@ -147,7 +147,7 @@ impl Tokens {
         let (tokens, token) = (self.clone(), token.to_owned());
         let review = async move {
             let outcome = tokens.review(&token).await;
-            // Whoever comes from here on does not join.
+            // From here on, no further caller can join this review.
             let mut known = tokens.known.lock();
             match (&outcome, known.get_mut(&digest)) {
                 (Ok(()), Some(known)) => *known = Known::Accepted(Instant::now()),
@@ -203,7 +203,7 @@ impl Tokens {
         self.is_ours(&user.unwrap_or_default())
     }
 
-    /// Whether that is the agents' service account.
+    /// Checks that a user is the agents' service account.
     fn is_ours(&self, user: &str) -> Result<(), String> {
         let parts: Vec<&str> = user.split(':').collect();
         let [system, kind, namespace, name] = parts.as_slice() else {

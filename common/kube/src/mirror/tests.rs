@@ -18,7 +18,7 @@ fn node(name: &str, label: &str) -> Node {
     node
 }
 
-/// Nodes without a label are nothing.
+/// Returns the label of a node; `None` without one.
 fn label_of(node: Node) -> Option<String> {
     let label = node.labels().get("label").cloned();
     label.filter(|label| !label.is_empty())
@@ -53,7 +53,7 @@ fn a_list_counts_once_it_is_complete_and_changes_follow() {
 }
 
 #[test]
-fn reasons_that_take_turns_are_told_once_and_anew_after_a_success() {
+fn alternating_reasons_are_logged_once_and_again_after_a_success() {
     let mut mirror = Mirror::<String>::new("Nodes");
     for why in ["reset", "closed", "reset", "closed"] {
         mirror.fail(why.to_owned());
@@ -68,14 +68,14 @@ fn reasons_that_take_turns_are_told_once_and_anew_after_a_success() {
 }
 
 #[test]
-fn what_was_seen_last_stays_while_lists_fail() {
+fn known_objects_stay_while_lists_fail() {
     let mut mirror = Mirror::new("Nodes");
     mirror.take(Ok(Event::Init), label_of);
     mirror.take(Ok(Event::InitApply(node("a", "1"))), label_of);
     mirror.take(Ok(Event::InitDone), label_of);
     for _ in 0..3 {
         assert!(!mirror.take(Err(refused()), label_of));
-        // It is tried again, which is no success yet.
+        // A retry has begun, but it is not a success yet.
         assert!(!mirror.take(Ok(Event::<Node>::Init), label_of));
         assert!(!mirror.is_up());
         mirror.take(Ok(Event::InitApply(node("b", "2"))), label_of);
@@ -89,7 +89,7 @@ fn what_was_seen_last_stays_while_lists_fail() {
 }
 
 #[test]
-fn no_more_is_kept_than_there_is_room_for() {
+fn objects_beyond_the_limit_are_left_out() {
     let mut mirror = Mirror::new("Nodes").at_most(2);
     mirror.take(Ok(Event::Init), label_of);
     for name in ["a", "b", "c"] {
@@ -105,7 +105,7 @@ fn no_more_is_kept_than_there_is_room_for() {
 }
 
 #[test]
-fn what_does_not_matter_is_kept_and_does_not_count() {
+fn objects_that_do_not_matter_are_kept_but_report_no_change() {
     let mut mirror = Mirror::new("Nodes");
     let mut take = |event| {
         let matters = |label: &String| label.starts_with('+');
@@ -137,7 +137,7 @@ fn what_does_not_matter_is_kept_and_does_not_count() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn pauses_grow_until_a_watch_has_lived() {
+async fn pauses_grow_until_a_watch_stays_up() {
     let mut pause = Pause::default();
     let mut after = |event: Result<Event<Node>, watcher::Error>| {
         pause.note(&event);
@@ -152,22 +152,22 @@ async fn pauses_grow_until_a_watch_has_lived() {
         assert_eq!(after(Ok(Event::InitDone)), None);
         expected = (2 * expected).min(longest);
     }
-    // One that breaks as soon as it has begun.
+    // A watch that breaks as soon as it has begun.
     let broken = watcher::Error::WatchFailed(kube::Error::TlsRequired);
     assert!(after(Err(broken)).unwrap() >= longest / 2);
-    // What has watched for a while need not have failed by itself: the API may have gone.
+    // A watch that stayed up for a while resets the pauses: it may have failed because the API went away.
     assert_eq!(after(Ok(Event::InitDone)), None);
     tokio::time::advance(2 * WATCHED).await;
     assert!(after(Err(refused())).unwrap() <= shortest);
 }
 
-/// Longer than anything takes here.
+/// Longer than any step of these tests.
 const MINUTE: Duration = Duration::from_secs(60);
 
-/// An API of Nodes that is answered by hand, one connection for each request.
+/// An API of Nodes that the test answers, with one connection for each request.
 struct ByHand {
     listener: TcpListener,
-    /// What [`objects`] gives, in short.
+    /// Short names of the events that [`objects`] yields.
     events: mpsc::UnboundedReceiver<&'static str>,
 }
 
@@ -200,7 +200,7 @@ impl ByHand {
         Self { listener, events }
     }
 
-    /// The next request: its first line, and where the answer goes.
+    /// Waits for the next request. Returns its first line and the stream for the answer.
     async fn asked(&mut self) -> (String, TcpStream) {
         let asked = async {
             let (mut stream, _) = self.listener.accept().await.unwrap();
@@ -218,7 +218,7 @@ impl ByHand {
         timeout(MINUTE, self.events.recv()).await.unwrap().unwrap()
     }
 
-    /// Answers a list that is asked for now.
+    /// Answers the next request, a list.
     async fn list(&mut self) {
         let (line, mut stream) = self.asked().await;
         assert!(line.starts_with("GET /api/v1/nodes?") && !line.contains("watch="));
@@ -229,7 +229,7 @@ impl ByHand {
         assert_eq!([self.event().await, self.event().await], ["list", "listed"]);
     }
 
-    /// Begins to answer a watch from a version, that is asked for now.
+    /// Begins to answer the next request, a watch from a version.
     async fn watch(&mut self, version: &str) -> TcpStream {
         let (line, mut stream) = self.asked().await;
         for parameter in ["watch=true", "timeoutSeconds=30", version] {
@@ -240,7 +240,7 @@ impl ByHand {
         stream
     }
 
-    /// Sends an event by a watch.
+    /// Sends an event on a watch.
     async fn send(stream: &mut TcpStream, kind: &str, version: &str) {
         let metadata = format!(r#"{{"name":"n","resourceVersion":"{version}"}}"#);
         let node = format!(r#"{{"kind":"Node","apiVersion":"v1","metadata":{metadata}}}"#);
@@ -249,7 +249,7 @@ impl ByHand {
         stream.write_all(chunk.as_bytes()).await.unwrap();
     }
 
-    /// Nothing is sent from now on, until the event.
+    /// Sends nothing until the event arrives.
     async fn silent_until(&mut self, event: &str) {
         tokio::time::pause();
         assert_eq!(self.event().await, event);
@@ -260,20 +260,20 @@ impl ByHand {
 const HEAD: &str = "HTTP/1.1 200 OK\r\ncontent-type: application/json\r\nconnection: close\r\n";
 
 #[tokio::test]
-async fn silence_is_a_failure_and_all_begins_anew() {
+async fn silence_is_a_failure_and_leads_to_a_new_list() {
     let mut api = ByHand::start().await;
-    // A list that is not answered.
+    // A list without an answer.
     let (line, _silent) = api.asked().await;
     assert!(!line.contains("watch="), "{line}");
     assert_eq!(api.event().await, "list");
     api.silent_until("silence").await;
     api.list().await;
-    // A watch that is not answered.
+    // A watch without an answer.
     let (line, _silent) = api.asked().await;
     assert!(line.contains("watch=true"), "{line}");
     api.silent_until("silence").await;
     api.list().await;
-    // One that falls silent, as when something between has forgotten it.
+    // A watch that falls silent, as if a device on the path had forgotten its connection.
     let mut silent = api.watch("resourceVersion=5").await;
     ByHand::send(&mut silent, "ADDED", "6").await;
     assert_eq!(api.event().await, "node");
@@ -282,7 +282,7 @@ async fn silence_is_a_failure_and_all_begins_anew() {
 }
 
 #[tokio::test]
-async fn a_watch_without_changes_goes_on_and_nothing_is_listed_anew() {
+async fn watch_without_changes_continues_without_a_new_list() {
     let mut api = ByHand::start().await;
     api.list().await;
     let mut watch = api.watch("resourceVersion=5").await;

@@ -1,5 +1,5 @@
-//! Who shares a review with whom, and how long it may take. The clock stands still, so a sleep
-//! ends once everybody waits for something.
+//! Tests which agents share a review, and how long a review may take. The clock is paused, so a sleep ends
+//! once every task waits.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use http::{Request, Response};
@@ -32,7 +32,7 @@ impl Asked {
     }
 }
 
-/// Agents, and the API that they are checked with.
+/// Agents, and the fake API that reviews their tokens.
 struct Fake {
     tokens: Arc<Tokens>,
     asked: mpsc::UnboundedReceiver<Asked>,
@@ -70,7 +70,7 @@ impl Fake {
         }
     }
 
-    /// An agent that presents a token.
+    /// Presents a token as one agent.
     fn present(&self, token: &str) -> impl Future<Output = Result<(), AuthError>> + use<> {
         let tokens = self.tokens.clone();
         let mut metadata = MetadataMap::new();
@@ -78,7 +78,7 @@ impl Fake {
         async move { tokens.check(&metadata).await }
     }
 
-    /// A thousand of them at once, which all wait.
+    /// Presents a token as a thousand agents at once, all waiting for the outcome.
     async fn present_thousand(&self, token: &str) -> JoinSet<Result<(), AuthError>> {
         let agents = (0..1_000).map(|_| self.present(token)).collect();
         sleep(MOMENT).await;
@@ -95,7 +95,7 @@ impl Fake {
     }
 }
 
-/// What all of them hear.
+/// Returns the outcome that all agents received.
 async fn heard(agents: JoinSet<Result<(), AuthError>>) -> Result<(), String> {
     let mut heard = agents.join_all().await;
     assert_eq!(heard.len(), 1_000);
@@ -105,14 +105,14 @@ async fn heard(agents: JoinSet<Result<(), AuthError>>) -> Result<(), String> {
 }
 
 #[tokio::test(start_paused = true)]
-async fn all_who_wait_share_the_outcome_and_only_a_good_one_is_remembered() {
+async fn waiting_agents_share_the_outcome_and_only_acceptance_is_remembered() {
     let mut fake = Fake::new();
     let agents = fake.present_thousand("t").await;
     fake.review().await.refuse("expired");
     let text = "Failed to validate authentication token, err:lookup failed: expired";
     assert_eq!(heard(agents).await, Err(text.to_owned()));
     fake.nothing_else_is_asked();
-    // Those who come later ask anew.
+    // Later agents cause a new review.
     let agents = fake.present_thousand("t").await;
     let asked = fake.review().await;
     assert_eq!(asked.token, "t");
@@ -120,7 +120,7 @@ async fn all_who_wait_share_the_outcome_and_only_a_good_one_is_remembered() {
     assert_eq!(heard(agents).await, Ok(()));
     assert_eq!(heard(fake.present_thousand("t").await).await, Ok(()));
     fake.nothing_else_is_asked();
-    // For a while.
+    // The server remembers the token for a limited time.
     sleep(REMEMBER).await;
     let agents = fake.present_thousand("t").await;
     fake.review().await.refuse("revoked");
@@ -129,7 +129,7 @@ async fn all_who_wait_share_the_outcome_and_only_a_good_one_is_remembered() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_silent_api_is_awaited_once_by_all() {
+async fn waiting_agents_share_one_timeout_of_a_silent_api() {
     let mut fake = Fake::new();
     let started = Instant::now();
     let agents = fake.present_thousand("t").await;
@@ -147,7 +147,7 @@ async fn a_silent_api_is_awaited_once_by_all() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn who_leaves_does_not_take_the_review_along_unless_nobody_waits_for_it() {
+async fn a_review_ends_early_only_if_every_waiting_agent_has_left() {
     let mut fake = Fake::new();
     let first = tokio::spawn(fake.present("t"));
     let asked = fake.review().await;
@@ -170,7 +170,7 @@ async fn who_leaves_does_not_take_the_review_along_unless_nobody_waits_for_it() 
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_time_of_a_review_begins_with_its_turn() {
+async fn the_timeout_of_a_review_starts_with_its_turn() {
     let mut fake = Fake::new();
     let mut silent = Vec::new();
     let mut agents = JoinSet::new();
@@ -188,13 +188,13 @@ async fn the_time_of_a_review_begins_with_its_turn() {
     sleep(MOMENT).await;
     fake.nothing_else_is_asked();
     assert!(agents.join_all().await.iter().all(Result::is_err));
-    // Each has all of its time then.
+    // Every late review now has its full time.
     let mut reviews = Vec::new();
     for _ in 0..REVIEWS {
         reviews.push(fake.review().await);
     }
     assert_eq!(started.elapsed(), REVIEW_TIMEOUT);
-    // A turn is not awaited for ever.
+    // The wait for a turn is limited.
     let error = last.await.unwrap().unwrap_err().to_string();
     assert!(
         error.ends_with("no turn for a TokenReview within 15s"),
