@@ -1,4 +1,4 @@
-//! Wires the server: binds every listener first, then runs them until shutdown.
+//! Wires the server: opens every listener first, then serves them until shutdown.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -38,35 +38,35 @@ use crate::switch::driver::{self, Driver, Switcher};
 use crate::switch::pages;
 use crate::switch::start::Start;
 
-/// What HTTP/2 takes to send on one stream before it is written: hyper's default for servers.
+/// Bytes that HTTP/2 buffers for one stream before writing them: hyper's default for servers.
 const HTTP_SEND_BYTES: usize = 400 * 1024;
 
-/// Bounds of what may wait for one connection, in bytes; `--xfr-channel-size` moves between them.
+/// Range of the budget of one connection, in bytes. `--xfr-channel-size` selects a value in this range.
 const CONNECTION_BYTES: std::ops::RangeInclusive<usize> = 256 * 1024..=16 * 1024 * 1024;
 
-/// What `/readyz` says without agents, as upstream.
+/// Body of `/readyz` while no peer is connected; the text is upstream's.
 const NOT_READY: &str = "no connection to any proxy agent";
 
-/// Where a bound server listens.
+/// Addresses of a bound server's listeners.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Addresses {
-    /// The front end, on TCP.
+    /// Front end on TCP; `None` if it listens on a Unix socket.
     pub frontend: Option<SocketAddr>,
-    /// The front end, on a Unix socket.
+    /// Path of the front end's Unix socket; `None` on TCP.
     pub frontend_socket: Option<PathBuf>,
-    /// Where agents connect.
+    /// Listener for agents.
     pub agent: SocketAddr,
-    /// Where OpenVPN clients connect, in the order of the flag.
+    /// Listeners for OpenVPN clients, in the order of the flag.
     pub openvpn: Vec<SocketAddr>,
-    /// Health and metrics.
+    /// Health and metrics listener.
     pub health: SocketAddr,
-    /// Admin.
+    /// Admin listener.
     pub admin: SocketAddr,
 }
 
-/// A server whose listeners are open and not served yet.
+/// A server with open listeners that are not yet served.
 pub struct Bound {
-    /// Where it listens.
+    /// Addresses of the listeners.
     pub addresses: Addresses,
     config: Config,
     metrics: Arc<ServerMetrics>,
@@ -90,7 +90,7 @@ impl Bound {
     /// Reads certificates and opens every listener.
     ///
     /// # Errors
-    /// When a file can not be used or an address is taken; the text says which and what to do.
+    /// If a file cannot be used or an address is already in use; the text names the problem and the remedy.
     pub async fn bind(config: Config) -> anyhow::Result<Self> {
         let shards = Shards::start(config.worker_threads)
             .context("cannot start --worker-threads threads")?;
@@ -174,7 +174,7 @@ impl Bound {
         })
     }
 
-    /// Serves until the token fires, then cuts what is left and awaits every task.
+    /// Serves until the token fires, then closes the remaining connections and waits for every task.
     pub async fn run(self, shutdown: CancellationToken) {
         let shards = self.shards;
         let tasks = TaskTracker::new();
@@ -275,7 +275,7 @@ impl Bound {
     }
 }
 
-/// The admin listener for holders of a certificate.
+/// Returns the admin listener with mutual TLS.
 fn admin_tls(
     listener: TcpListener,
     files: &config::TlsFiles,
@@ -306,7 +306,8 @@ async fn bind_frontend(
             };
             let tls = tls::server_config(&identity, Some(&trust), &[alpn], &config.tls)?;
             let listener = admin::bind(&bind.host, bind.port, "--server-port").await?;
-            // A client of the packet protocol always reads; one of CONNECT reads when it wants to.
+            // A client of the packet protocol always reads. A CONNECT client may stop reading for as long
+            // as it wants.
             let keepalive = match config.mode {
                 Mode::Grpc => Keepalive::default(),
                 Mode::HttpConnect => Keepalive {
@@ -399,7 +400,7 @@ async fn serve_agents(listener: Listener, door: Arc<Door>, agents: Agents, shard
     listener.serve(shutdown, handle).await;
 }
 
-/// What docs/architecture.md says of memory.
+/// Returns the buffer sizes described in docs/architecture.md.
 fn buffers(config: &Config) -> Buffers {
     Buffers {
         connection_budget: connection_bytes(config.xfr_channel_size),
@@ -422,7 +423,7 @@ fn buffers(config: &Config) -> Buffers {
     }
 }
 
-/// Upstream's flag counts packets; ours are bounded in bytes.
+/// Converts the packet count of upstream's flag into a budget in bytes.
 fn connection_bytes(packets: usize) -> usize {
     packets
         .saturating_mul(STOCK_DATA_BYTES)

@@ -1,7 +1,7 @@
-//! Backends: the agents that are connected now, and the choice among them.
+//! The backends of both tunnels, and the registry that chooses an agent for each dial.
 //!
-//! The registry holds one entry for each live stream; an entry is owned by a [`Registration`]
-//! whose drop removes it. One agent id may have several streams side by side.
+//! The registry has an entry for each live agent connection, owned by a [`Registration`]. Dropping the
+//! registration removes the entry. An agent id may have several agent connections at the same time.
 
 pub mod agent;
 mod connection;
@@ -27,16 +27,16 @@ use self::native::NativeAgent;
 use self::tunnel::{Health, Peer};
 use crate::metrics::{ServerMetrics, Strategy};
 
-/// One way to one agent.
+/// An agent connection.
 #[derive(Clone)]
 pub enum Backend {
-    /// A shared stream of packets: a stock agent.
+    /// A packet stream shared by all connections: a stock agent.
     Packet(Arc<AgentStream>),
-    /// A connection with a stream for each dial: an agent of ours.
+    /// A native connection with a stream for each dial: a Culvert agent.
     Native(Arc<NativeAgent>),
 }
 
-/// The streams of all agents.
+/// The connected agents of a server.
 pub struct Registry {
     streams: Mutex<Vec<Entry>>,
     metrics: Arc<ServerMetrics>,
@@ -44,17 +44,17 @@ pub struct Registry {
 
 struct Entry {
     stream: Backend,
-    /// Where its connection is served.
+    /// Shard that serves the agent connection.
     shard: usize,
 }
 
-/// A stream's place in the registry.
+/// A stream's place in the registry; dropping the registration removes the stream.
 pub struct Registration {
     registry: Arc<Registry>,
     stream: Backend,
 }
 
-/// How willingly a stream is chosen; smaller is better.
+/// Preference for new dials; smaller is better.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct Rank {
     draining: bool,
@@ -64,7 +64,7 @@ struct Rank {
 // === impl Backend ===
 
 impl Backend {
-    /// Unique in this process.
+    /// Returns the number of the stream, unique in this process.
     pub fn serial(&self) -> u64 {
         match self {
             Self::Packet(stream) => stream.serial,
@@ -72,7 +72,7 @@ impl Backend {
         }
     }
 
-    /// What the agent said of itself.
+    /// Returns the agent's introduction.
     pub fn hello(&self) -> &Hello {
         match self {
             Self::Packet(stream) => &stream.hello,
@@ -80,7 +80,7 @@ impl Backend {
         }
     }
 
-    /// Opens a connection. Dropping the future gives the dial up.
+    /// Opens a connection. Dropping the future cancels the dial.
     ///
     /// # Errors
     /// See [`StreamDialError`].
@@ -95,7 +95,7 @@ impl Backend {
         }
     }
 
-    /// Gives up an agent that takes nothing: it can not be told, so its connection is cut.
+    /// Closes the connection to an agent that accepts no data. No message could reach the agent.
     pub fn abandon(&self) {
         match self {
             Self::Packet(stream) => stream.abandon(),
@@ -151,7 +151,7 @@ impl Rank {
 // === impl Registry ===
 
 impl Registry {
-    /// An empty registry.
+    /// Creates an empty registry.
     pub fn new(metrics: Arc<ServerMetrics>) -> Arc<Self> {
         Arc::new(Self {
             streams: Mutex::default(),
@@ -181,7 +181,7 @@ impl Registry {
         }
     }
 
-    /// The health of the best stream. Draining agents count as connected, as they do upstream.
+    /// Returns the health of the best stream. Draining agents count as connected, as upstream.
     pub fn health(&self) -> Health {
         let streams = self.streams.lock();
         let mut best = Health::Absent;
@@ -194,13 +194,14 @@ impl Registry {
         best
     }
 
-    /// The streams for people.
+    /// Returns the streams for the status output.
     pub fn peers(&self) -> Vec<Peer> {
         let streams = self.streams.lock();
         streams.iter().map(|entry| entry.stream.peer()).collect()
     }
 
-    /// Where a new client is best served: with any agent, chosen with equal chance.
+    /// Returns the shard of a random agent, where a new client is best served. Returns `None` without
+    /// agents.
     pub fn shard(&self) -> Option<usize> {
         let streams = self.streams.lock();
         if streams.is_empty() {
@@ -210,10 +211,10 @@ impl Registry {
         streams.get(index).map(|entry| entry.shard)
     }
 
-    /// Chooses a stream for a dial, leaving out the serials in `tried`: any agent with equal
-    /// chance, but one that neither drains nor is silent before all others, and among these one
-    /// that the calling thread serves. Of one agent's streams the oldest wins: a newer one may be a
-    /// probe that the agent is about to close.
+    /// Chooses a stream for a dial, leaving out the serials in `tried`. Streams that neither drain nor are
+    /// silent come first, then streams served by the calling thread; the choice among equals is random. If
+    /// an agent has several equal streams, the oldest is used: a newer stream may be a probe, about to be
+    /// closed by the agent.
     pub fn choose(&self, tried: &[u64]) -> Option<Backend> {
         let streams = self.streams.lock();
         let here = Shards::current();
@@ -244,7 +245,7 @@ impl Registry {
         candidates.get(index).map(|entry| entry.stream.clone())
     }
 
-    /// Whether a dial that fails on one stream could be tried on another one.
+    /// Returns true if a dial that fails on one stream could be retried on another stream.
     pub fn has_other(&self, tried: &[u64]) -> bool {
         let streams = self.streams.lock();
         let mut others = streams.iter().map(|entry| &entry.stream);

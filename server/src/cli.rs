@@ -1,4 +1,4 @@
-//! The program: flags, signals, exit code.
+//! The server program: flags, signals, exit code.
 
 use std::ffi::OsString;
 use std::process::ExitCode;
@@ -9,8 +9,8 @@ use tokio_util::sync::CancellationToken;
 use crate::app::Bound;
 use crate::config::{Config, PROGRAM};
 
-/// Runs the server with a command line, program name first. Exit code 1 says that it could not
-/// start, or that a second signal cut its stop short.
+/// Runs the server with a command line, program name first. Exit code 1 means that the server could not
+/// start, or that a second signal interrupted its shutdown.
 pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
     let config = match Config::from_args(args) {
         Ok(config) => config,

@@ -1,7 +1,7 @@
-//! What the server is told to do: the stock program's flags, checked, as plain typed values.
+//! The server's configuration: the stock program's flags, checked and converted to typed values.
 //!
-//! [`Config`] is all that the rest of the server knows of the command line. [`Config::from_args`] makes it from flags
-//! under the stock program's rules; tests and embedders build it by hand, where port 0 is allowed.
+//! The rest of the server sees the command line only as a [`Config`]. [`Config::from_args`] applies the
+//! stock program's rules to flags; tests and embedders build a [`Config`] by hand and may use port 0.
 
 mod flags;
 mod openvpn;
@@ -23,63 +23,67 @@ use flags::Flags;
 use crate::backend::openvpn::settings::Settings as Openvpn;
 use crate::switch;
 
-/// The program's name in usage texts and log file names.
+/// Name of the program in usage texts and log file names.
 pub const PROGRAM: &str = "culvert-server";
 
-/// Everything the server is told at start.
+/// Configuration of the server at start.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
-    /// The protocol that kube-apiserver speaks to the front end.
+    /// Protocol between kube-apiserver and the front end.
     pub mode: Mode,
-    /// Where kube-apiserver connects.
+    /// Listener for kube-apiserver.
     pub frontend: Frontend,
-    /// Where agents connect.
+    /// Listener for agents.
     pub agent_listener: AgentListener,
-    /// Whose tokens agents have to have; `None` asks for none.
+    /// Requirements for agents' tokens; `None` requires no tokens.
     pub agent_auth: Option<AgentAuth>,
-    /// The admin listener (metrics). Default `127.0.0.1:8095`.
+    /// Admin listener (metrics). Default `127.0.0.1:8095`.
     pub admin: HostPort,
-    /// Makes the admin listener one of mutual TLS, which serves the tunnels' status and switch too.
+    /// Certificates for mutual TLS on the admin listener. With mutual TLS the listener also serves the
+    /// tunnels' status and switch. `None` serves plain HTTP.
     pub admin_tls: Option<TlsFiles>,
-    /// A Unix socket for the tunnels' status and switch.
+    /// Unix socket for the tunnels' status and switch.
     pub admin_uds: Option<PathBuf>,
-    /// The tunnel of OpenVPN clients, if there is one.
+    /// The OpenVPN tunnel, if the server has one.
     pub openvpn: Option<Openvpn>,
-    /// Which tunnel new connections go by.
+    /// Choice of the tunnel for new connections.
     pub switch: switch::Settings,
-    /// The health listener (`/healthz`, `/readyz`, metrics). Default `:8092`.
+    /// Health listener (`/healthz`, `/readyz`, metrics). Default `:8092`.
     pub health: HostPort,
-    /// Idle time after which an agent's connection is pinged. Default 1 h, at least [`KEEPALIVE_FLOOR`].
+    /// Idle time before the server pings an agent's connection. Default 1 h, at least [`KEEPALIVE_FLOOR`].
     pub keepalive_time: Duration,
-    /// The same toward gRPC front-end clients. Default 1 h, at least [`KEEPALIVE_FLOOR`].
+    /// Idle time before the server pings a gRPC front-end client. Default 1 h, at least
+    /// [`KEEPALIVE_FLOOR`].
     pub frontend_keepalive_time: Duration,
-    /// What agents tell servers apart by. Never empty when it comes from the command line.
+    /// Id by which agents distinguish servers. Never empty if it comes from the command line.
     pub server_id: String,
-    /// How many servers agents are told to look for; sent as it is, zero and negative values too. Default 1.
+    /// Number of servers announced to agents, sent as is, even if zero or negative. Default 1.
     pub server_count: i64,
     /// TLS limits of both TLS listeners.
     pub tls: TlsOptions,
     /// Packets buffered per agent stream and per front-end stream. Default 10, at most [`XFR_CHANNEL_SIZE_MAX`].
     pub xfr_channel_size: usize,
-    /// Bytes that connections may queue beyond their own budgets, all together. Smaller closes connections over short
-    /// bursts, larger costs memory while clients are slow. Default 64 MiB.
+    /// Bytes that all connections together may queue beyond their own budgets. A smaller pool closes
+    /// connections over short bursts; a larger pool costs memory while clients are slow. Default 64 MiB.
     pub excess_buffer_bytes: usize,
-    /// How long a connection may exceed its budget without a pause. Longer keeps the pool occupied. Default 10 s.
+    /// Longest time for which a connection may continuously exceed its budget. A longer time keeps the pool
+    /// occupied. Default 10 s.
     pub stall_timeout: Duration,
-    /// Threads that carry connections; 0, the default, is one for each processor, 4 at most.
+    /// Threads that carry connections; 0, the default, means one for each processor, at most 4.
     pub worker_threads: usize,
-    /// Bound on sending a dial to an agent and on its answer. `None` (the default) does not bound it.
+    /// Longest time to send a dial to an agent and to receive the answer. `None`, the default, leaves only
+    /// the bound of the router, [`MAX_DIAL`](crate::router::MAX_DIAL).
     pub backend_dial_timeout: Option<Duration>,
-    /// Where log lines go and how many of them.
+    /// Destination and amount of log lines.
     pub logging: LogConfig,
-    /// What the operator should be told once logging works: one line each.
+    /// Warnings for the operator, one line each, logged once logging works.
     pub warnings: Vec<String>,
 }
 
 /// grpc-go's lower bound on a server's keepalive interval (`internal.KeepaliveMinServerPingTime`).
 pub const KEEPALIVE_FLOOR: Duration = Duration::from_secs(1);
 
-/// Upper bound on [`Config::xfr_channel_size`]: a queue longer than this is a typing error, not a tuning.
+/// Upper bound on [`Config::xfr_channel_size`]: a longer queue is a typing error, not a tuning.
 pub const XFR_CHANNEL_SIZE_MAX: usize = 1 << 20;
 
 /// The front end's protocol (`--mode`).
@@ -91,46 +95,47 @@ pub enum Mode {
     HttpConnect,
 }
 
-/// Where kube-apiserver connects.
+/// Listener for kube-apiserver.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Frontend {
-    /// A unix socket (`--uds-name`); who may connect is decided by the file system.
+    /// A Unix socket (`--uds-name`); the file system decides which processes may connect.
     Uds {
-        /// The socket's path.
+        /// Path of the socket.
         path: PathBuf,
-        /// Remove what is at the path before binding (`--delete-existing-uds-file`, default true).
+        /// True if an existing file at the path is removed before binding (`--delete-existing-uds-file`,
+        /// default true).
         delete_existing: bool,
     },
     /// TCP with mutual TLS.
     Tcp {
-        /// Default `:8090`.
+        /// Address to listen on. Default `:8090`.
         bind: HostPort,
         /// Certificate, key and the clients' CA.
         tls: TlsFiles,
     },
 }
 
-/// PEM files of a listener that demands client certificates.
+/// PEM files of a listener that requires client certificates.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TlsFiles {
-    /// The certificate chain shown to clients.
+    /// Certificate chain sent to clients.
     pub cert: PathBuf,
-    /// Its private key.
+    /// Private key of the certificate.
     pub key: PathBuf,
-    /// The CA bundle that client certificates must chain to.
+    /// CA bundle that client certificates must chain to.
     pub ca: PathBuf,
 }
 
-/// Where agents connect: TCP with TLS.
+/// Listener for agents: TCP with TLS.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AgentListener {
-    /// Default `:8091`.
+    /// Address to listen on. Default `:8091`.
     pub bind: HostPort,
-    /// PEM certificate chain shown to agents.
+    /// PEM certificate chain sent to agents.
     pub cert: PathBuf,
-    /// Its PEM private key.
+    /// PEM private key of the certificate.
     pub key: PathBuf,
-    /// CA bundle that agents' certificates must chain to. `None` asks agents for no certificate.
+    /// CA bundle that agents' certificates must chain to. `None` requests no certificate from agents.
     pub ca: Option<PathBuf>,
 }
 
@@ -140,8 +145,7 @@ impl Config {
     /// Reads a command line, program name first, and the environment variable `PROXY_SERVER_ID`.
     ///
     /// # Errors
-    /// [`Exit`] when there is nothing to run: help was asked for (code 0), or the command line is wrong in one or more
-    /// ways (code 1), all of which are named.
+    /// [`Exit`] with code 0 if help was requested, or with code 1 and all problems of a wrong command line.
     pub fn from_args<I, A>(args: I) -> Result<Self, Exit>
     where
         I: IntoIterator<Item = A>,
@@ -150,9 +154,10 @@ impl Config {
         Flags::read(args)
     }
 
-    /// Every option in effect as `name=value`, for the log at start. Holds paths of secrets, never secrets.
+    /// Returns every option in effect as `name=value`, for the log at start. The values include paths of
+    /// secrets, but no secrets.
     pub fn describe(&self) -> Vec<String> {
-        // Destructured so that a new field can not be left out.
+        // Destructured so that a new field cannot be left out.
         let Self {
             mode,
             frontend,
@@ -247,7 +252,7 @@ fn shown(path: &Option<PathBuf>) -> String {
 // === impl Mode, Frontend ===
 
 impl Mode {
-    /// The spelling of `--mode`.
+    /// Returns the value of `--mode`.
     pub fn name(self) -> &'static str {
         match self {
             Self::Grpc => "grpc",

@@ -1,5 +1,5 @@
-//! Front ends: what kube-apiserver connects to. Each turns its protocol into a dial and two
-//! halves; what they share is here.
+//! The front ends: the listeners that kube-apiserver connects to. A front end turns its protocol into a
+//! dial and the two halves of a connection; the shared part is here.
 
 pub mod grpc;
 pub mod http_connect;
@@ -21,15 +21,15 @@ use crate::backend::tunnel::DialError;
 use crate::metrics::ServerMetrics;
 use crate::router::Router;
 
-/// What all front-end connections of a server share.
+/// State shared by all front-end connections of a server.
 pub struct Frontend {
-    /// Opens connections.
+    /// Router for dials.
     pub router: Arc<Router>,
-    /// Owns the tasks of streams and connections.
+    /// Tracks the tasks of streams and connections.
     pub tasks: TaskTracker,
-    /// Ends them at once.
+    /// Ends all streams and connections at once.
     pub shutdown: CancellationToken,
-    /// The server's series.
+    /// Metrics of the server.
     pub metrics: Arc<ServerMetrics>,
     closed: [(CloseReason, Counter); CloseReason::ALL.len()],
     next: AtomicI64,
@@ -38,7 +38,7 @@ pub struct Frontend {
 // === impl Frontend ===
 
 impl Frontend {
-    /// The shared part of a server's front ends.
+    /// Creates the shared part of a server's front ends.
     pub fn new(
         router: Arc<Router>,
         tasks: TaskTracker,
@@ -57,13 +57,13 @@ impl Frontend {
         })
     }
 
-    /// A number for a new connection, unique in this process.
+    /// Returns a number for a new connection, unique in this process.
     pub fn next_connection(&self) -> i64 {
         self.next.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// Carries one connection to its end, and counts and logs why it ended. `client_gone` resolves
-    /// when the client is seen to have left although nothing is read from it.
+    /// Carries a connection to its end, then counts and logs the close reason. `client_gone` resolves when
+    /// the client has left although nothing is read from the client.
     pub async fn carry<S: Source, K: Sink>(
         &self,
         id: i64,
@@ -94,10 +94,10 @@ impl Frontend {
                 address = dial.address,
                 reason = %reason,
                 from_endpoint = down.bytes,
-                "the client takes bytes more slowly than its endpoint sends them: closing this \
-                 connection, others go on. A stock agent can not be slowed down for one \
-                 connection, a culvert-agent with flow control for each one is. For longer \
-                 bursts raise --excess-buffer-bytes or --stall-timeout"
+                "the client reads more slowly than its endpoint sends: closing this connection, other \
+                 connections go on. A stock agent cannot be slowed down for one connection; a \
+                 culvert-agent with flow control for each connection can. For longer bursts raise \
+                 --excess-buffer-bytes or --stall-timeout"
             );
         }
         self.closed(reason);
@@ -123,8 +123,8 @@ impl Frontend {
         }
     }
 
-    /// Tells the operator of a dial that failed for a reason of ours; what the agent reports of
-    /// the target is the client's affair.
+    /// Warns the operator about a dial without a connected peer. Other failures, such as errors that the
+    /// agent reports about the endpoint, concern only the client.
     pub fn log_failure(&self, dial: &Dial, error: &DialError) {
         match error {
             DialError::NoAgent => warn!(
@@ -134,7 +134,7 @@ impl Frontend {
             ),
             DialError::NoClient => warn!(
                 address = dial.address,
-                "no OpenVPN client with a route to it is connected: check that the client runs, \
+                "no OpenVPN client with a route to the address is connected: check that the client runs, \
                  reaches this server's OpenVPN port, and trusts its certificate"
             ),
             error => debug!(address = dial.address, %error, "dial failed"),

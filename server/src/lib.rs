@@ -1,4 +1,4 @@
-//! The server end of the tunnel: takes kube-apiserver's connections in and hands each to an agent.
+//! The server end of the tunnel: accepts kube-apiserver's connections and passes each to an agent.
 //!
 //! ```text
 //! frontend/grpc ---------\

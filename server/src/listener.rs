@@ -1,4 +1,4 @@
-//! From an accepted socket to a served protocol: TLS, HTTP/2, and the deadlines and counters for
+//! The way from an accepted socket to a served protocol: TLS, HTTP/2, and the deadlines and counters for
 //! peers that never get that far.
 
 use std::convert::Infallible;
@@ -25,58 +25,59 @@ use tracing::{debug, warn};
 
 use crate::metrics::{Listener, RejectReason, ServerMetrics};
 
-/// How long a peer may take for its TLS handshake, and again until its first request.
+/// Longest time for a peer's TLS handshake, and again for its first request.
 pub const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(15);
 
-/// How many TLS handshakes run at once on a listener; more wait their turn. Each costs about
-/// 40 KiB and, if the peer stalls, [`HANDSHAKE_TIMEOUT`].
+/// Most TLS handshakes in progress on a listener; further peers wait their turn. A handshake costs about 40
+/// KiB and, if the peer stalls, lasts [`HANDSHAKE_TIMEOUT`].
 const MAX_HANDSHAKES: usize = 4096;
 
-/// How long the peer may take to answer a ping, as upstream's.
+/// Longest time for a peer to answer a ping, as upstream.
 const PING_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Bytes that an agent may send ahead of our reading: its one stream carries all its connections.
-/// Bounds throughput to two thirds of window / RTT, because `h2` gives a window back once that is
-/// half of what is left of it: 16 MiB allow 106 MiB/s at 100 ms. As large as grpc-go's grows.
+/// Receive window of an agent's stream, in bytes: the stream carries all connections of the agent. The
+/// window limits throughput to two thirds of window / RTT, because `h2` returns a part of the window only
+/// once the part is half of the rest: 16 MiB allow 106 MiB/s at 100 ms. grpc-go's window grows to the same
+/// size.
 pub const AGENT_WINDOW_BYTES: u32 = 16 * 1024 * 1024;
 
-/// The same for a front-end stream, which carries one connection and comes from the same machine
-/// or network.
+/// Receive window of a front-end stream, in bytes. The stream carries a single connection and comes from
+/// the same machine or network.
 pub const CLIENT_WINDOW_BYTES: u32 = 1024 * 1024;
 
-/// The same for all streams of a connection. It also sets the budget of small unread DATA frames,
-/// beyond which `h2` ends the connection.
+/// Receive window of all streams of a connection, in bytes. The window also sets the budget of small unread
+/// DATA frames; `h2` ends a connection that exceeds the budget.
 const CONNECTION_WINDOW_BYTES: u32 = 32 * 1024 * 1024;
 
-/// The largest frame that we take; stock peers send 16 KiB at most.
+/// Largest accepted frame, in bytes; stock peers send at most 16 KiB.
 const FRAME_BYTES: u32 = 64 * 1024;
 
-/// The largest header block that we take; tokens make it a few KiB.
+/// Largest accepted header block, in bytes; tokens make it a few KiB.
 const HEADER_BYTES: u32 = 64 * 1024;
 
-/// Cuts the connection that a request came in by; in the request's extensions.
+/// Closes the connection that carried a request; stored in the request's extensions.
 #[derive(Clone)]
 pub struct ConnectionCut(pub CancellationToken);
 
-/// What the connections of one listener share.
+/// State shared by the connections of a listener.
 pub struct Door {
-    /// Names the listener in metrics and logs.
+    /// Name of the listener in metrics and logs.
     pub kind: Listener,
-    /// Terminates TLS, except on Unix sockets.
+    /// TLS acceptor; `None` on Unix sockets.
     pub tls: Option<TlsAcceptor>,
-    /// Idle time after which a peer is pinged.
+    /// Idle time before a peer is pinged.
     pub keepalive: Duration,
-    /// Owns the tasks.
+    /// Tracks the tasks.
     pub tasks: TaskTracker,
-    /// Ends them at once.
+    /// Ends all tasks at once.
     pub shutdown: CancellationToken,
-    /// The server's series.
+    /// Metrics of the server.
     pub metrics: Arc<ServerMetrics>,
     handshakes: Semaphore,
 }
 
 impl Door {
-    /// A door for one listener.
+    /// Creates the shared state of a listener.
     pub fn new(
         kind: Listener,
         tls: Option<Arc<rustls::ServerConfig>>,
@@ -96,14 +97,14 @@ impl Door {
         })
     }
 
-    /// Counts a peer that was turned away, and says why once at a level that operators see. In the
-    /// order that lets who sees the count find the line.
+    /// Logs a refused peer with the reason as a warning, then counts it. In this order, an observer of the
+    /// count finds the line.
     pub fn reject(&self, reason: RejectReason, peer: &str, why: &str) {
         warn!(listener = ?self.kind, peer, why, "connection refused");
         self.metrics.rejected(self.kind, reason).increment(1);
     }
 
-    /// Runs the TLS handshake; `None` if the peer failed it, which is counted and logged.
+    /// Runs the TLS handshake. Returns `None` after a failure, which is counted and logged.
     pub async fn handshake<S>(&self, stream: S, peer: &str) -> Option<TlsStream<S>>
     where
         S: AsyncRead + AsyncWrite + Unpin,
@@ -113,7 +114,7 @@ impl Door {
             let _turn = self.handshakes.acquire().await.ok()?;
             Some(timeout(HANDSHAKE_TIMEOUT, tls.accept(stream)).await)
         };
-        // A peer that stalls must not hold up the end of the program.
+        // A peer that stalls must not delay shutdown.
         let done = tokio::select! {
             done = handshake => done?,
             () = self.shutdown.cancelled() => return None,
@@ -123,7 +124,7 @@ impl Door {
                 stream.get_mut().1.set_buffer_limit(Some(tls::BUFFER_BYTES));
                 Some(stream)
             }
-            // A load balancer's port check: connected and left without a word.
+            // A load balancer's port check connects and leaves without sending a byte.
             Ok(Err(error)) if error.kind() == io::ErrorKind::UnexpectedEof => {
                 debug!(listener = ?self.kind, peer, "left during the TLS handshake");
                 let counter = self
@@ -147,8 +148,8 @@ impl Door {
         }
     }
 
-    /// Serves gRPC on one connection until it ends. A peer without a request is cut after
-    /// [`HANDSHAKE_TIMEOUT`]; afterwards it may idle.
+    /// Serves gRPC on a connection until the connection ends. Closes a peer that sends no request within
+    /// [`HANDSHAKE_TIMEOUT`]; afterwards the peer may idle.
     pub async fn serve_grpc<I, S>(&self, io: I, peer: &str, service: S)
     where
         I: AsyncRead + AsyncWrite + Unpin + Send + 'static,
@@ -177,7 +178,7 @@ impl Door {
             .max_concurrent_streams(None)
             .keep_alive_interval(self.keepalive)
             .keep_alive_timeout(PING_TIMEOUT)
-            // No gRPC server sends one.
+            // gRPC servers send no Date header.
             .auto_date_header(false)
             .serve_connection(TokioIo::new(io), service);
         let idle = async {

@@ -1,4 +1,4 @@
-//! The Konnectivity server: see the library.
+//! The Konnectivity server program: see the library.
 
 use std::process::ExitCode;
 

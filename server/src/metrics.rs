@@ -1,9 +1,9 @@
-//! The server's metrics: upstream's names, labels, buckets and HELP texts, plus our own families
-//! under the prefix `culvert_`.
+//! The server's metrics: upstream's names, labels, buckets and HELP texts, and own families with the prefix
+//! `culvert_`.
 //!
-//! A series that upstream creates at its first use is created then here too where upstream's tests
-//! compare the family sample by sample: extra zeros would fail them. All others start at 0, so
-//! that alerts on `== 0` and rates over the first event work.
+//! Upstream creates some series at first use, and upstream's tests compare their families sample by sample.
+//! Extra zeros would fail the tests, so the same series appear at first use here too. Other series start at
+//! 0, so that alerts on `== 0` and rates over the first event work.
 
 use std::sync::Arc;
 
@@ -29,7 +29,7 @@ const CONNECTION_BUCKETS: [f64; 12] = [
     1.0, 5.0, 15.0, 30.0, 60.0, 300.0, 900.0, 1800.0, 3600.0, 14_400.0, 43_200.0, 86_400.0,
 ];
 
-/// Upper bounds of the time that a switch of tunnels takes, in seconds: 1 s to 1 h.
+/// Upper bounds of the duration of a tunnel switch, in seconds: 1 s to 1 h.
 const SWITCH_BUCKETS: [f64; 9] = [1.0, 5.0, 15.0, 30.0, 60.0, 300.0, 600.0, 1800.0, 3600.0];
 
 const SWITCH_DURATION: &str = "culvert_tunnel_switch_duration_seconds";
@@ -41,7 +41,7 @@ macro_rules! name {
 }
 
 label_values! {
-    /// The gRPC method that a stream came in by.
+    /// gRPC method of a stream.
     pub enum ServiceMethod("service_method") {
         /// `ProxyService/Proxy`: front ends.
         Proxy = "Proxy",
@@ -51,7 +51,7 @@ label_values! {
 }
 
 label_values! {
-    /// How a backend is chosen.
+    /// Strategy for choosing a backend.
     pub enum Strategy("proxy_strategy") {
         /// Any agent.
         Default = "default",
@@ -63,21 +63,21 @@ label_values! {
 }
 
 label_values! {
-    /// Why a dial failed. One dial may count more than once.
+    /// Reason for a failed dial. A dial may count more than once.
     pub enum DialFailureReason("reason") {
-        /// No agent is connected that could serve the dial.
+        /// No connected agent could serve the dial.
         NoAgent = "no_agent",
         /// The agent reported an error.
         ErrorResponse = "error_response",
-        /// The agent answered a dial that the server does not know (any more).
+        /// The agent answered an unknown or forgotten dial.
         UnrecognizedResponse = "unrecognized_response",
-        /// The agent succeeded, but the front end could not be told.
+        /// The agent succeeded, but the response could not be sent to the front end.
         SendResponse = "send_rsp",
-        /// The agent gave the dial up, or its stream ended first.
+        /// The agent abandoned the dial, or its stream ended first.
         BackendClose = "backend_close",
-        /// The dial request could not be sent, or was not answered, in time.
+        /// The dial request could not be sent in time, or was not answered in time.
         BackendDialTimeout = "backend_dial_timeout",
-        /// The front end gave the dial up.
+        /// The front end cancelled the dial.
         FrontendClose = "frontend_close",
     }
 }
@@ -85,9 +85,9 @@ label_values! {
 label_values! {
     /// A listener of the server.
     pub enum Listener("listener") {
-        /// Where kube-apiserver connects.
+        /// Listener for kube-apiserver.
         Frontend = "frontend",
-        /// Where agents connect.
+        /// Listener for agents.
         Agent = "agent",
         /// Health and metrics.
         Health = "health",
@@ -97,13 +97,13 @@ label_values! {
 }
 
 label_values! {
-    /// Why a connection was refused before it became a stream.
+    /// Reason for refusing a connection before it became a stream.
     pub enum RejectReason("reason") {
         /// The first bytes were not the listener's protocol.
         Garbage = "garbage",
         /// The TLS handshake failed.
         HandshakeFailed = "handshake_failed",
-        /// Handshake or first request took too long.
+        /// The handshake or the first request took too long.
         Timeout = "timeout",
         /// Too many connections at once.
         TooManyConnections = "too_many_connections",
@@ -112,7 +112,7 @@ label_values! {
     }
 }
 
-/// Where and why: the labels of one `culvert_rejected_total` series.
+/// Labels of a `culvert_rejected_total` series: listener and reason.
 #[derive(Clone, Copy)]
 struct Rejection(Listener, RejectReason);
 
@@ -134,7 +134,7 @@ impl LabelSet for Rejection {
     }
 }
 
-/// The labels of one `culvert_tunnel_dials_total` series.
+/// Labels of a `culvert_tunnel_dials_total` series: tunnel and outcome.
 #[derive(Clone, Copy)]
 struct TunnelDials(Kind, DialOutcome);
 
@@ -156,22 +156,22 @@ impl LabelSet for TunnelDials {
     }
 }
 
-/// Every series of one server.
+/// All metrics of a server.
 pub struct ServerMetrics {
     registry: Arc<Registry>,
     /// Time from dial request to dial response, in seconds.
     pub dial_duration: Histogram,
-    /// Time that one write to a front end blocked, in seconds.
+    /// Time for which a write to a front end blocked, in seconds.
     pub frontend_write_duration: Histogram,
-    /// Life of a connection after its dial, in seconds.
+    /// Lifetime of an established connection, in seconds.
     pub connection_duration: Histogram,
     /// Open HTTP CONNECT connections.
     pub http_connections: Gauge,
     /// Distinct agents; deprecated upstream in favour of [`ServerMetrics::ready_backends`].
     pub ready_backend_connections: Gauge,
-    /// Dials that wait for their agent.
+    /// Dials that wait for an agent's answer.
     pub pending_backend_dials: Gauge,
-    /// Connections after their dial.
+    /// Established connections.
     pub established_connections: Gauge,
     /// Packets, stream errors, payload bytes, closed connections.
     pub streams: StreamMetrics,
@@ -180,7 +180,7 @@ pub struct ServerMetrics {
     ready_backends: Family<Strategy, Gauge>,
     dial_failures: Family<DialFailureReason, Counter>,
     rejected: Family<Rejection, Counter>,
-    /// Time from the request of a tunnel mode until nothing is left of the one before, in seconds.
+    /// Time from the request of a tunnel mode until nothing uses the previous tunnel, in seconds.
     pub switch_duration: Histogram,
     /// 1 while a switch of tunnels is in progress.
     pub switching: Gauge,
@@ -192,8 +192,8 @@ pub struct ServerMetrics {
 // === impl ServerMetrics ===
 
 impl ServerMetrics {
-    /// A registry with every family; `strategies` are those that this server is configured with
-    /// (only they have a `ready_backends` series, as upstream).
+    /// Creates a registry with every family. Only the configured `strategies` get a `ready_backends`
+    /// series, as upstream.
     ///
     /// # Errors
     ///
@@ -308,42 +308,42 @@ impl ServerMetrics {
         })
     }
 
-    /// The registry, to render it, keep it up and add series to it.
+    /// Returns the registry, for rendering, upkeep and additional series.
     pub fn registry(&self) -> &Arc<Registry> {
         &self.registry
     }
 
-    /// Open gRPC streams of one method.
+    /// Returns the number of open gRPC streams of a method.
     pub fn grpc_connections(&self, method: ServiceMethod) -> &Gauge {
         self.grpc_connections.get(method)
     }
 
-    /// Streams of one method whose receiver is blocked by a full queue right now.
+    /// Returns the number of streams of a method whose receiver a full queue blocks right now.
     pub fn full_receive_channels(&self, method: ServiceMethod) -> &Gauge {
         self.full_receive_channels.get(method)
     }
 
-    /// Distinct agent ids or identifiers that one strategy can choose from.
+    /// Returns the number of distinct agent ids or identifiers available to a strategy.
     pub fn ready_backends(&self, strategy: Strategy) -> &Gauge {
         self.ready_backends.get(strategy)
     }
 
-    /// Failed dials of one reason; not on the page before its first use.
+    /// Returns the count of failed dials for a reason. The series appears at first use.
     pub fn dial_failures(&self, reason: DialFailureReason) -> &Counter {
         self.dial_failures.get(reason)
     }
 
-    /// Open connections of one tunnel.
+    /// Returns the number of open connections of a tunnel.
     pub fn tunnel_connections(&self, kind: Kind) -> &Gauge {
         self.tunnel_connections.get(kind)
     }
 
-    /// Dials on one tunnel with one outcome.
+    /// Returns the count of dials on a tunnel with an outcome.
     pub fn tunnel_dials(&self, kind: Kind, outcome: DialOutcome) -> &Counter {
         self.tunnel_dials.get(TunnelDials(kind, outcome))
     }
 
-    /// Shows the tunnel mode that was set last.
+    /// Sets the gauges of the tunnel mode.
     pub fn set_tunnel_mode(&self, current: Mode) {
         for mode in Mode::ALL {
             let value = f64::from(u8::from(*mode == current));
@@ -351,7 +351,7 @@ impl ServerMetrics {
         }
     }
 
-    /// Connections refused by one listener.
+    /// Returns the count of connections refused by a listener for a reason.
     pub fn rejected(&self, listener: Listener, reason: RejectReason) -> &Counter {
         self.rejected.get(Rejection(listener, reason))
     }

@@ -1,6 +1,6 @@
-//! From a front end's [`Dial`] to an open connection: chooses the tunnel, bounds the wait, and
-//! fails over to the other tunnel where the route allows it. That is safe: no byte of the client
-//! has been sent yet.
+//! The router: turns a front end's [`Dial`] into an open connection. Chooses the tunnel, limits the wait,
+//! and fails over to the other tunnel where the route allows failover. Failover is safe because no byte of
+//! the client has been sent yet.
 
 mod lane;
 
@@ -22,30 +22,30 @@ use crate::switch::status::TunnelStatus;
 
 pub use self::lane::{DialOutcome, Held};
 
-/// The longest that a dial may take where no flag says so. Agents end a dial after 5 s and
-/// kube-apiserver's client library after 30 s, so what takes longer has been forgotten by both.
+/// Longest time for a dial if no flag sets a limit. Agents end a dial after 5 s, and kube-apiserver's
+/// client library after 30 s, so both ends have forgotten a longer dial.
 pub const MAX_DIAL: Duration = Duration::from_secs(35);
 
 /// Chooses tunnels for the dials of all front ends.
 pub struct Router {
     konnectivity: Arc<Lane>,
     openvpn: Option<Arc<Lane>>,
-    /// The [`Route`] in force.
+    /// The [`Route`] in force, as bits.
     route: AtomicU8,
-    /// `--backend-dial-timeout`.
+    /// Value of `--backend-dial-timeout`.
     dial_timeout: Option<Duration>,
     metrics: Arc<ServerMetrics>,
 }
 
-/// Counts a dial whose future is dropped before it had an outcome: its client left.
+/// Counts a dial whose future is dropped before the outcome: its client has left.
 struct Unfinished<'a> {
     metrics: &'a ServerMetrics,
     finished: bool,
 }
 
 impl Router {
-    /// A router over the tunnel of agents, and the OpenVPN tunnel if there is one. It begins with
-    /// the former; [`MAX_DIAL`] bounds a dial where `dial_timeout` does not.
+    /// Creates a router over the tunnel of agents and, if present, the OpenVPN tunnel. The first route is
+    /// the tunnel of agents alone. [`MAX_DIAL`] bounds a dial if `dial_timeout` is `None`.
     pub fn new(
         konnectivity: Arc<dyn Tunnel>,
         openvpn: Option<Arc<dyn Tunnel>>,
@@ -63,10 +63,10 @@ impl Router {
         })
     }
 
-    /// Opens a connection. Dropping the future gives the dial up.
+    /// Opens a connection. Dropping the future cancels the dial.
     ///
     /// # Errors
-    /// [`DialError`]; its text is what the client is told.
+    /// [`DialError`]; its text is sent to the client.
     pub async fn dial(&self, dial: &Dial) -> Result<Connection, DialError> {
         let started = Instant::now();
         let mut unfinished = Unfinished {
@@ -101,7 +101,8 @@ impl Router {
                 return Err(last.unwrap_or(DialError::NoAgent));
             };
             let held = lane.hold();
-            // From here on a switch that ends sees this dial. One that ended before is seen here.
+            // A switch that ends from here on sees this dial. The end of an earlier switch shows in the
+            // route.
             if !self.route().includes(lane.kind) {
                 held.moved();
                 continue;
@@ -124,8 +125,9 @@ impl Router {
         }
     }
 
-    /// The tunnel for a dial: the healthiest of the route, the route's first of equals. A later
-    /// try needs one that has a peer. Also says whether the other one would be a choice.
+    /// Chooses the tunnel for a dial: the healthiest of the route, or the first of the route if both are
+    /// equal. A later try requires a tunnel that has a peer. The boolean is true if both tunnels are
+    /// possible.
     fn choose(&self, failed: &[Kind], is_later: bool) -> Option<(&Arc<Lane>, bool)> {
         let route = self.route();
         let kinds = [Some(route.first), route.second()];
@@ -156,24 +158,24 @@ impl Router {
         }
     }
 
-    /// The route in force.
+    /// Returns the route in force.
     pub fn route(&self) -> Route {
         Route::from_bits(self.route.load(Ordering::SeqCst))
     }
 
-    /// Puts a route in force for the dials from now on.
+    /// Sets the route for all dials from now on.
     pub fn set_route(&self, route: Route) {
         self.route.store(route.to_bits(), Ordering::SeqCst);
     }
 
-    /// Ends the connections of one tunnel, and moves its pending dials to the route in force.
+    /// Ends the connections of a tunnel, and moves its pending dials to the route in force.
     pub fn cut(&self, kind: Kind) {
         if let Some(lane) = self.lane(kind) {
             lane.cut();
         }
     }
 
-    /// What a switch has to know of the tunnels.
+    /// Returns the state of the tunnels, as input for the switch.
     pub fn view(&self) -> View {
         let side = |lane: &Arc<Lane>| Side {
             health: lane.tunnel.health(),
@@ -185,7 +187,7 @@ impl Router {
         }
     }
 
-    /// The tunnels for people.
+    /// Returns the status of the tunnels, for people.
     pub fn tunnels(&self) -> Vec<TunnelStatus> {
         let lanes = [Some(&self.konnectivity), self.openvpn.as_ref()];
         lanes
@@ -195,7 +197,7 @@ impl Router {
             .collect()
     }
 
-    /// Whether new dials have any peer to go to.
+    /// Returns true if a tunnel of the route has a peer for new dials.
     pub fn is_ready(&self) -> bool {
         let route = self.route();
         [Some(route.first), route.second()]
@@ -205,7 +207,7 @@ impl Router {
             .any(|lane| lane.tunnel.health() > Health::Absent)
     }
 
-    /// The thread where a new client is best served.
+    /// Returns the thread where a new client is best served.
     pub fn shard(&self) -> Option<usize> {
         self.lane(self.route().first)
             .and_then(|lane| lane.tunnel.shard())
@@ -213,7 +215,7 @@ impl Router {
 }
 
 impl DialError {
-    /// What the failure counts as, unless the tunnel has counted it already.
+    /// Returns the reason to count for the failure; `None` if the tunnel has already counted it.
     fn failure_reason(&self) -> Option<DialFailureReason> {
         match self {
             Self::NoAgent | Self::NoClient => Some(DialFailureReason::NoAgent),

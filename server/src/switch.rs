@@ -1,4 +1,4 @@
-//! Which tunnel new connections go by, and how a live server changes from one to the other.
+//! The choice of the tunnel for new connections, and the switch between tunnels on a live server.
 //!
 //! ```text
 //! flag, state file --(start)--\
@@ -6,9 +6,9 @@
 //! culvert switch --(admin)-----/        \----> state file, log, metrics
 //! ```
 //!
-//! The last change wins: the mode is the flag's at first, the mode file's if there is one, and what
-//! was set by `culvert switch` from then on, also after a restart, until the file or the flag says
-//! something else than it did when the switch was made.
+//! The last change wins. At first the mode comes from the flag, or from the mode file if present.
+//! `culvert switch` overrides both, also after a restart, until the file or the flag differs from its value
+//! at the time of the switch.
 
 pub mod driver;
 pub mod machine;
@@ -29,22 +29,22 @@ use serde::{Deserialize, Serialize};
 use crate::backend::tunnel::Kind;
 
 label_values! {
-    /// Which tunnel new connections go by.
+    /// Choice of the tunnel for new connections.
     #[derive(Serialize, Deserialize)]
     #[serde(rename_all = "kebab-case")]
     pub enum Mode("mode") {
-        /// By agents alone.
+        /// Agents only.
         Konnectivity = "konnectivity",
-        /// By OpenVPN clients alone.
+        /// OpenVPN clients only.
         Openvpn = "openvpn",
-        /// By agents; by OpenVPN clients where no agent can take a connection.
+        /// Agents; OpenVPN clients while no agent can accept a connection.
         PreferKonnectivity = "prefer-konnectivity",
-        /// By OpenVPN clients; by agents where no client can take a connection.
+        /// OpenVPN clients; agents while no client can accept a connection.
         PreferOpenvpn = "prefer-openvpn",
     }
 }
 
-/// Who set the mode.
+/// Origin of the mode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum SetBy {
@@ -56,30 +56,30 @@ pub enum SetBy {
     Switch,
 }
 
-/// What flags say about the choice of the tunnel.
+/// Settings from flags for the choice of the tunnel.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Settings {
-    /// The mode to begin with. Default [`Mode::Konnectivity`].
+    /// Mode at start. Default [`Mode::Konnectivity`].
     pub mode: Mode,
-    /// A file that says the mode, followed as it changes.
+    /// File with the mode, followed as it changes.
     pub mode_file: Option<PathBuf>,
-    /// Where the mode and a switch in progress survive a restart.
+    /// File that keeps the mode and a switch in progress across restarts.
     pub state_file: Option<PathBuf>,
-    /// How long connections of the old tunnel may live on after a switch. Default 5 min.
+    /// Time for which connections of the old tunnel may stay open after a switch. Default 5 min.
     pub drain: Duration,
 }
 
-/// The default of [`Settings::drain`].
+/// Default of [`Settings::drain`].
 pub const DEFAULT_DRAIN: Duration = Duration::from_secs(5 * 60);
 
-/// Not the name of a mode.
+/// A text that is not the name of a mode.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "{0:?} is no tunnel mode; there are konnectivity, openvpn, prefer-konnectivity and prefer-openvpn"
+    "unknown tunnel mode {0:?}; expected konnectivity, openvpn, prefer-konnectivity or prefer-openvpn"
 )]
 pub struct UnknownMode(pub String);
 
-/// A mode of a tunnel that this server has not.
+/// A mode whose tunnel this server does not have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "the tunnel mode {0} needs an OpenVPN tunnel, and this server has none configured; konnectivity and prefer-konnectivity are possible"
@@ -89,7 +89,7 @@ pub struct Unavailable(pub Mode);
 // === impl Mode ===
 
 impl Mode {
-    /// The tunnel that connections go by if it can take them.
+    /// Returns the preferred tunnel.
     pub fn tunnel(self) -> Kind {
         match self {
             Self::Konnectivity | Self::PreferKonnectivity => Kind::Konnectivity,
@@ -97,7 +97,7 @@ impl Mode {
         }
     }
 
-    /// Whether the other tunnel stands in.
+    /// Returns true if the other tunnel is a fallback.
     pub fn prefers(self) -> bool {
         matches!(self, Self::PreferKonnectivity | Self::PreferOpenvpn)
     }

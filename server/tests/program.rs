@@ -1,4 +1,4 @@
-//! The program itself: its exit codes and what it says when it can not start.
+//! The program itself: its exit codes, and its messages when it cannot start.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use std::process::{Command, Output};
@@ -15,7 +15,7 @@ fn stderr(output: &Output) -> String {
 }
 
 #[test]
-fn help_and_version_end_well() {
+fn help_and_version_exit_with_code_0() {
     for flag in ["--help", "--version"] {
         let output = run(&[flag]);
         assert_eq!(output.status.code(), Some(0), "{flag}");
@@ -34,7 +34,7 @@ fn an_unknown_flag_is_named_with_exit_code_1() {
 }
 
 #[test]
-fn token_authentication_names_an_account_that_is_missing() {
+fn token_authentication_names_a_missing_kubeconfig() {
     let output = run(&[
         "--uds-name=/nonexistent/front.socket",
         "--server-port=0",
@@ -52,7 +52,7 @@ fn token_authentication_names_an_account_that_is_missing() {
 }
 
 #[test]
-fn a_missing_agent_certificate_says_which_flag_to_give() {
+fn missing_agent_certificate_names_the_flag() {
     let dir = tempfile::tempdir().unwrap();
     let socket = format!("--uds-name={}", dir.path().join("front.socket").display());
     let output = run(&[&socket, "--server-port=0"]);

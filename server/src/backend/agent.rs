@@ -1,7 +1,7 @@
-//! One stream of one agent: the dials and connections that it carries.
+//! A packet stream of an agent, with its dials and connections.
 //!
-//! The stream's reader task owns the inbound half; everybody else writes through a byte-bounded
-//! queue. Dials and connections are owned by guards, wherever their futures end.
+//! The stream's reader task owns the inbound half; other tasks write through a queue bounded in bytes.
+//! Guards own dials and connections, so cleanup does not depend on where their futures end.
 
 mod connection;
 mod outgoing;
@@ -26,73 +26,74 @@ use crate::metrics::{DialFailureReason, ServerMetrics};
 pub use self::connection::{Connection, Cut, FromAgent, ToAgent};
 pub use self::outgoing::Outgoing;
 
-/// Bytes that may wait to be sent to one agent, all its connections together. Smaller costs
-/// throughput over long paths, larger costs latency of what queues behind.
+/// Most bytes waiting to be sent to an agent, over all its connections. A smaller value costs throughput on
+/// long paths; a larger value delays everything queued behind.
 pub const OUTGOING_BYTES: usize = 512 * 1024;
 
-/// How long an agent may leave a dial unanswered before its stream counts as silent: agents end
-/// a dial after 5 s by themselves, the rest is travel.
+/// Time after which an unanswered dial makes a stream count as silent. Agents end a dial after 5 s; the
+/// rest is time on the network.
 pub const SILENT_AFTER: Duration = Duration::from_secs(7);
 
-/// What the agent said of itself when it connected.
+/// Introduction that an agent sends when it connects.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Hello {
-    /// Reused across streams and even across agents; never a key for connections.
+    /// Agent id. Agents reuse ids across streams, and several agents may share an id, so an id is never a
+    /// key for connections.
     pub agent_id: String,
-    /// Understands half closes: one of ours.
+    /// True if the agent understands half closes: a Culvert agent.
     pub half_close: bool,
 }
 
-/// Limits of one agent stream.
+/// Limits of an agent stream.
 #[derive(Clone)]
 pub struct Limits {
-    /// Bytes that may wait for one connection's client without borrowing.
+    /// Bytes waiting for a connection's client before the connection borrows from `excess`.
     pub connection_bytes: usize,
-    /// How long a connection may exceed them without a pause.
+    /// Longest time for which a connection may continuously exceed `connection_bytes`.
     pub stall: Duration,
-    /// What it borrows from, as all connections of the server.
+    /// Pool shared by all connections of the server.
     pub excess: Arc<Pool>,
 }
 
-/// One live stream of an agent.
+/// A live packet stream of an agent.
 pub struct AgentStream {
-    /// Unique in this process.
+    /// Number of the stream, unique in this process.
     pub serial: u64,
-    /// What the agent said of itself.
+    /// The agent's introduction.
     pub hello: Hello,
     mux: Mutex<Mux<Arc<Slot>>>,
     outgoing: queue::Sender<Message>,
     draining: AtomicBool,
-    /// When the oldest dial was sent that no packet followed.
+    /// Time of the first dial after the agent's last packet; `None` without such a dial.
     unanswered_since: Mutex<Option<Instant>>,
     retired: CancellationToken,
-    /// Cuts the connection that carries the stream, and nothing else.
+    /// Closes the connection that carries the stream, and nothing else.
     connection: CancellationToken,
     metrics: Arc<ServerMetrics>,
     limits: Limits,
 }
 
-/// Why a dial on one stream failed.
+/// Reason for a failed dial on a stream.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum StreamDialError {
-    /// The agent could not reach the target; its text, verbatim.
+    /// The agent could not reach the endpoint; the text is the agent's, verbatim.
     #[error("{0}")]
     Refused(String),
-    /// The agent gave the dial up.
+    /// The agent abandoned the dial.
     #[error("the agent abandoned the dial")]
     Abandoned,
-    /// The stream ended before the answer.
+    /// The stream ended before the agent answered.
     #[error("the agent's stream ended while the dial was pending")]
     AgentLost,
-    /// The agent took no packet until the deadline.
+    /// The agent accepted no packet before the deadline.
     #[error("timed out waiting for backend dial")]
     NotSent,
-    /// The agent gave no answer until the deadline.
+    /// The agent did not answer before the deadline.
     #[error("timed out waiting for backend dial")]
     TimedOut,
 }
 
-/// A number for a new stream of any kind, unique in this process.
+/// Returns a number for a new stream of any transport, unique in this process.
 pub fn next_serial() -> u64 {
     static SERIAL: AtomicU64 = AtomicU64::new(1);
     SERIAL.fetch_add(1, Ordering::Relaxed)
@@ -101,7 +102,7 @@ pub fn next_serial() -> u64 {
 // === impl AgentStream ===
 
 impl AgentStream {
-    /// A new stream; what it sends comes out of the receiver.
+    /// Creates a stream. The receiver yields the messages to the agent.
     pub fn new(
         hello: Hello,
         limits: Limits,
@@ -124,43 +125,43 @@ impl AgentStream {
         (stream, receiver)
     }
 
-    /// The agent asked for no new dials.
+    /// Returns true if the agent requested to get no new dials.
     pub fn is_draining(&self) -> bool {
         self.draining.load(Ordering::Relaxed)
     }
 
-    /// A dial waits for longer than any agent takes, and nothing came since: the path is
-    /// probably dead, although TCP does not know yet.
+    /// Returns true if a dial waits longer than any agent needs and no packet has arrived since. The path
+    /// is then probably dead, although TCP has not noticed.
     pub fn is_silent(&self) -> bool {
         let since = *self.unanswered_since.lock();
         since.is_some_and(|since| since.elapsed() >= SILENT_AFTER)
     }
 
-    /// Resolves once the stream was given up.
+    /// Resolves once the stream is retired.
     pub async fn retired(&self) {
         self.retired.cancelled().await;
     }
 
-    /// Gives up a stream whose agent takes no packets: it can not be told, so its connection is
-    /// cut. The agent connects again.
+    /// Retires a stream whose agent accepts no packets, and closes its connection, because no message could
+    /// reach the agent. The agent connects again.
     pub fn abandon(&self) {
         if !self.retired.is_cancelled() {
             warn!(
                 agent = self.hello.agent_id,
-                "the agent takes no packets, cutting its connection"
+                "the agent accepts no packets: closing its connection"
             );
         }
         self.retire();
         self.connection.cancel();
     }
 
-    /// Ends the stream: the agent sees the end of the call.
+    /// Ends the stream; the agent sees the end of the call.
     fn retire(&self) {
         self.draining.store(true, Ordering::Relaxed);
         self.retired.cancel();
     }
 
-    /// Opens a connection. Dropping the future gives the dial up.
+    /// Opens a connection. Dropping the future cancels the dial.
     ///
     /// # Errors
     /// See [`StreamDialError`].
@@ -192,22 +193,22 @@ impl AgentStream {
         Ok(Connection::new(source, guard, &slot))
     }
 
-    /// Takes one packet of the agent. Waits for nothing but a moment for a client that takes bytes
-    /// too slowly: other connections' packets follow.
+    /// Processes a packet from the agent. May wait briefly for a client that accepts bytes too slowly, but
+    /// not longer, because packets of other connections follow.
     pub async fn on_message(self: &Arc<Self>, message: Message) {
         if let Some(slow) = self.take(message) {
             slow.pace().await;
         }
     }
 
-    /// The connection whose client is to be waited for.
+    /// Processes a packet. Returns the connection whose client the reader has to wait for.
     fn take(self: &Arc<Self>, message: Message) -> Option<Arc<Slot>> {
         *self.unanswered_since.lock() = None;
         let effect = self.mux.lock().on_message(message);
         match effect {
             Effect::Opened(slot, connection) => {
                 let guard = Guard::new(self.clone(), connection);
-                // If nobody waits any more the guard comes back and its drop closes.
+                // If the dial was cancelled, the guard comes back and its drop closes the connection.
                 slot.resolve(Ok(guard));
             }
             Effect::Refused(slot, error) => {
@@ -232,13 +233,13 @@ impl AgentStream {
             Effect::Unrecognized(reply) => {
                 self.dial_failure(DialFailureReason::UnrecognizedResponse);
                 if let Some(reply) = reply {
-                    // The agent keeps what it has opened until it is told.
+                    // The agent keeps an opened connection until it receives a close.
                     let weight = reply.weight();
                     let _ = self.outgoing.try_answer(reply, weight);
                 }
             }
             Effect::Stray(reply) => {
-                // Without room it is dropped: the next stray packet is answered.
+                // Without room in the queue the reply is dropped: the next stray packet gets a reply.
                 let weight = reply.weight();
                 let _ = self.outgoing.try_send(reply, weight);
             }
@@ -252,7 +253,7 @@ impl AgentStream {
         None
     }
 
-    /// The stream ended: fails every dial and closes every connection that it carried.
+    /// Ends the stream: fails every pending dial and closes every open connection.
     pub fn end(&self) {
         self.retire();
         let (pending, open) = self.mux.lock().end();
@@ -264,7 +265,7 @@ impl AgentStream {
         }
     }
 
-    /// How many dials wait for an answer, and how many connections are open.
+    /// Returns the number of pending dials and the number of open connections.
     pub fn counts(&self) -> (usize, usize) {
         self.mux.lock().counts()
     }

@@ -1,4 +1,4 @@
-//! An open connection through whichever transport carries it.
+//! An open connection to an endpoint, independent of the transport.
 
 use bytes::Bytes;
 use culvert_stream::{CloseReason, Sink, Source};
@@ -8,47 +8,47 @@ use super::flow::{FlowSink, FlowSource, FromFlow, ToFlow};
 use super::{agent, native};
 use crate::router::Held;
 
-/// An open connection to an endpoint. Dropping it closes the connection at its peer.
+/// An open connection to an endpoint. Dropping it closes the connection at the peer.
 pub struct Connection {
-    /// From the endpoint.
+    /// Bytes from the endpoint.
     pub source: FromEndpoint,
-    /// To the endpoint.
+    /// Bytes to the endpoint.
     pub sink: ToEndpoint,
-    /// Says when it has to end although bytes are still queued for its client.
+    /// Signals that the connection must end although bytes are still queued for its client.
     pub cut: Cut,
 }
 
-/// The endpoint's bytes.
+/// Source of the endpoint's bytes.
 pub enum FromEndpoint {
-    /// Through a shared packet stream.
+    /// Source on a shared packet stream.
     Packet(agent::FromAgent),
-    /// Through a stream of its own.
+    /// Source on a separate native stream.
     Native(native::FromAgent),
-    /// As a flow of this process.
+    /// Source of a flow that ends in this process.
     Flow(FromFlow),
 }
 
-/// The way to the endpoint.
+/// Sink for bytes to the endpoint.
 pub enum ToEndpoint {
-    /// Through a shared packet stream.
+    /// Sink on a shared packet stream.
     Packet(agent::ToAgent),
-    /// Through a stream of its own.
+    /// Sink on a separate native stream.
     Native(native::ToAgent),
-    /// As a flow of this process.
+    /// Sink of a flow that ends in this process.
     Flow(ToFlow),
 }
 
-/// Ends a connection from outside of its two halves, and counts it until it is dropped.
+/// Ends a connection from outside its halves, and counts the connection until dropped.
 pub struct Cut {
-    /// Its client takes no bytes. One with flow control of its own needs no such end: what it does
-    /// not take stays at the endpoint.
+    /// Ends a connection whose client accepts no bytes. `None` for transports with flow control for each
+    /// connection: unread bytes stay at the endpoint.
     stall: Option<agent::Cut>,
-    /// Its place among the connections of its tunnel.
+    /// The connection's entry in the counts of its tunnel.
     held: Option<Held>,
 }
 
 impl Cut {
-    /// Resolves when the connection has to end.
+    /// Resolves when the connection must end.
     pub async fn due(&self) -> CloseReason {
         let stalled = async {
             match &self.stall {
@@ -67,7 +67,7 @@ impl Cut {
 }
 
 impl Connection {
-    /// The same connection, counted as its tunnel's.
+    /// Returns the same connection, counted for its tunnel.
     pub(crate) fn held_by(mut self, held: Held) -> Self {
         self.cut.held = Some(held);
         self
@@ -106,7 +106,7 @@ impl From<(Box<dyn FlowSource>, Box<dyn FlowSink>)> for Connection {
 }
 
 impl ToEndpoint {
-    /// The id by which the peer knows the connection; for logs.
+    /// Returns the peer's id of the connection, for logs.
     pub fn connection(&self) -> i64 {
         match self {
             Self::Packet(sink) => sink.connection().0,
@@ -115,7 +115,7 @@ impl ToEndpoint {
         }
     }
 
-    /// The agent, or other peer, that carries the connection; for logs.
+    /// Returns the name of the agent or other peer that carries the connection, for logs.
     pub fn agent_id(&self) -> &str {
         match self {
             Self::Packet(sink) => sink.agent_id(),
@@ -124,10 +124,11 @@ impl ToEndpoint {
         }
     }
 
-    /// Ends the connection behind everything that was sent, and tells the peer why.
+    /// Ends the connection after all sent bytes, and reports the reason to the peer if the transport can
+    /// carry a reason.
     pub fn end(self, reason: CloseReason, tasks: &TaskTracker) {
         match self {
-            // Its drop asks the agent to close.
+            // Dropping the sink sends a close request to the agent.
             Self::Packet(sink) => drop(sink),
             Self::Native(sink) => sink.end(reason, tasks),
             Self::Flow(sink) => sink.0.end(reason, tasks),

@@ -1,6 +1,6 @@
-//! The halves of a connection that is neither on a packet stream nor native: a TCP flow that ends
-//! in this process. Polled and boxed once for each connection, so that a chunk costs one call
-//! through a table and no allocation.
+//! The halves of a connection whose TCP flow ends in this process, without a packet stream or a native
+//! stream. Halves are polled, and boxed once for each connection, so a chunk costs a virtual call and no
+//! allocation.
 
 use std::future::poll_fn;
 use std::task::{Context, Poll};
@@ -9,42 +9,42 @@ use bytes::Bytes;
 use culvert_stream::{CloseReason, Sink, Source};
 use tokio_util::task::TaskTracker;
 
-/// The endpoint's bytes.
+/// Source of the endpoint's bytes.
 pub trait FlowSource: Send {
-    /// The next chunk, never empty; `None` once this direction ended in order.
+    /// Receives the next chunk, never empty; `None` after an orderly end of this direction.
     fn poll_recv(&mut self, cx: &mut Context<'_>) -> Poll<Result<Option<Bytes>, CloseReason>>;
 
-    /// Ready once the whole connection was aborted, whether or not bytes are left to receive.
+    /// Returns ready once the whole connection was aborted, even if bytes are left to receive.
     fn poll_aborted(&mut self, cx: &mut Context<'_>) -> Poll<CloseReason>;
 }
 
-/// The way to the endpoint.
+/// Sink for bytes to the endpoint.
 pub trait FlowSink: Send {
-    /// Takes bytes from the front of the chunk as there is room for them; ready once all are taken.
+    /// Sends bytes from the front of the chunk while there is room; ready once the chunk is empty.
     fn poll_send(
         &mut self,
         chunk: &mut Bytes,
         cx: &mut Context<'_>,
     ) -> Poll<Result<(), CloseReason>>;
 
-    /// Ends this direction behind everything that was sent.
+    /// Ends this direction after all sent bytes.
     fn poll_finish(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), CloseReason>>;
 
-    /// The peer's or the tunnel's number of the connection; for logs.
+    /// Returns the number of the connection at the peer or in the tunnel, for logs.
     fn id(&self) -> i64;
 
-    /// The peer that carries the connection; for logs.
+    /// Returns the name of the peer, for logs.
     fn peer(&self) -> &str;
 
-    /// Ends the connection behind everything that was sent, or aborts it if the reason says so.
-    /// What takes time is left to a task. A flow that is dropped without is aborted.
+    /// Ends the connection after all sent bytes, or aborts the connection if the reason requires an abort.
+    /// Slow work runs in a task. Dropping a flow without calling `end` aborts the flow.
     fn end(self: Box<Self>, reason: CloseReason, tasks: &TaskTracker);
 }
 
-/// Adapts the source.
+/// Adapts a [`FlowSource`] to [`Source`].
 pub struct FromFlow(pub Box<dyn FlowSource>);
 
-/// Adapts the sink.
+/// Adapts a [`FlowSink`] to [`Sink`].
 pub struct ToFlow(pub Box<dyn FlowSink>);
 
 impl Source for FromFlow {

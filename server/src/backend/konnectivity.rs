@@ -1,5 +1,5 @@
-//! The tunnel of agents: which of them a dial is given to, and which next where one is gone or
-//! silent. A retry is safe: no byte of the client has been sent yet.
+//! The konnectivity tunnel: chooses an agent for each dial, and retries with another agent if the first is
+//! gone or silent. A retry is safe because no byte of the client has been sent yet.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,19 +12,19 @@ use super::agent::{SILENT_AFTER, StreamDialError};
 use super::tunnel::{DialError, Dialing, Health, Peer, Tunnel};
 use super::{Connection, Registry};
 
-/// How many streams one dial tries.
+/// Most streams that one dial tries.
 const MAX_ATTEMPTS: usize = 3;
 
 /// The tunnel of a server's agents.
 pub struct Konnectivity {
     registry: Arc<Registry>,
-    /// `--backend-dial-timeout`.
+    /// Value of `--backend-dial-timeout`.
     dial_timeout: Option<Duration>,
 }
 
 impl Konnectivity {
-    /// The tunnel of the registry's agents. With a `dial_timeout` an agent stream that takes no
-    /// packet until the deadline is retired.
+    /// Creates the tunnel of the registry's agents. With a `dial_timeout`, the tunnel abandons an agent
+    /// stream that accepts no packet before the deadline.
     pub fn new(registry: Arc<Registry>, dial_timeout: Option<Duration>) -> Arc<Self> {
         Arc::new(Self {
             registry,

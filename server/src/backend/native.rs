@@ -1,5 +1,4 @@
-//! One native connection of one agent: an HTTP/2 stream for each dial, see
-//! [`culvert_native`].
+//! A native agent connection: an HTTP/2 stream for each dial, see [`culvert_native`].
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -33,19 +32,19 @@ use super::{Backend, Connection};
 use crate::listener::{Door, HANDSHAKE_TIMEOUT};
 use crate::metrics::{DialFailureReason, RejectReason, ServerMetrics, ServiceMethod};
 
-/// Bytes that all connections of one agent together may hold for clients that do not read, before
-/// each may hold no more than [`culvert_native::window::CROWDED_BYTES`].
+/// Bytes buffered by all connections of an agent together for clients that do not read. Beyond this sum, a
+/// connection may buffer at most [`culvert_native::window::CROWDED_BYTES`].
 pub const HELD_BYTES: usize = 64 * 1024 * 1024;
 
-/// HTTP/2 numbers streams up to 2^31 and every dial takes two. An agent's connection is renewed
-/// long before, as soon as it carries nothing.
+/// Number of dials after which an agent connection is closed as soon as no connection is open. The agent
+/// then connects again, long before HTTP/2's stream numbers end at 2^31; every dial uses two.
 const RENEW_AFTER: u64 = 1 << 29;
 
 /// A native connection of an agent.
 pub struct NativeAgent {
-    /// Unique in this process.
+    /// Number of the connection, unique in this process.
     pub serial: u64,
-    /// What the agent said of itself.
+    /// The agent's introduction.
     pub hello: Hello,
     requests: Requests,
     inbound: Arc<Inbound>,
@@ -57,30 +56,30 @@ pub struct NativeAgent {
     metrics: Arc<ServerMetrics>,
 }
 
-/// The dials that wait for an answer.
+/// Dials that wait for an answer.
 #[derive(Default)]
 struct Waiting {
     count: AtomicUsize,
-    /// Since when dials have waited without any of them being answered.
+    /// Start of the wait since the last answer; `None` while no dial waits.
     since: Mutex<Option<Instant>>,
 }
 
-/// One waiting dial.
+/// Counts a waiting dial until dropped.
 struct Wait<'a>(&'a Waiting);
 
-/// The endpoint's bytes.
+/// Source of the endpoint's bytes.
 pub struct FromAgent {
     source: NativeSource,
     metrics: Arc<ServerMetrics>,
 }
 
-/// The way to an endpoint.
+/// Sink for bytes to the endpoint.
 pub struct ToAgent {
     sink: NativeSink,
     life: Life,
 }
 
-/// Counts an open connection.
+/// Counts an open connection until dropped.
 struct Life {
     agent: Arc<NativeAgent>,
     opened: Instant,
@@ -90,12 +89,12 @@ struct Life {
 // === impl Agents ===
 
 impl Agents {
-    /// Serves one agent that chose the native protocol, to the end of its connection.
+    /// Serves an agent with the native transport, until its connection ends.
     pub async fn serve_native<S>(&self, door: &Door, mut stream: S, peer: &str)
     where
         S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
     {
-        // A peer that stalls must not hold up the end of the program.
+        // A peer that stalls must not delay shutdown.
         let introduced = tokio::select! {
             introduced = timeout(HANDSHAKE_TIMEOUT, self.introduce(&mut stream)) => introduced,
             () = door.shutdown.cancelled() => return,
@@ -103,7 +102,7 @@ impl Agents {
         let hello = match introduced {
             Ok(Ok(hello)) => hello,
             Ok(Err(HelloError::Io(error))) => {
-                debug!(peer, %error, "left before it introduced itself");
+                debug!(peer, %error, "the agent left before its introduction");
                 return;
             }
             Ok(Err(HelloError::Refused(why))) => {
@@ -122,7 +121,7 @@ impl Agents {
         let (requests, link) = match opener.await {
             Ok(opened) => opened,
             Err(error) => {
-                debug!(peer, %error, "broke before HTTP/2 began");
+                debug!(peer, %error, "the connection broke before HTTP/2 began");
                 return;
             }
         };
@@ -160,7 +159,7 @@ impl Agents {
                 }
             },
             () = agent.retired.cancelled() => "given up".to_owned(),
-            () = door.shutdown.cancelled() => "this server stops".to_owned(),
+            () = door.shutdown.cancelled() => "this server is stopping".to_owned(),
         };
         drop(registration);
         agent.retired.cancel();
@@ -187,7 +186,7 @@ impl Agents {
         }
         let mut answer = HeaderMap::new();
         let server_id = HeaderValue::try_from(&self.server_id)
-            .map_err(|_| HelloError::Malformed("the server id is no header value".into()))?;
+            .map_err(|_| HelloError::Malformed("the server id is not a header value".into()))?;
         answer.insert("serverid", server_id);
         answer.insert("servercount", self.server_count.into());
         hello::accept(stream, &answer).await?;
@@ -198,30 +197,30 @@ impl Agents {
 // === impl NativeAgent ===
 
 impl NativeAgent {
-    /// The agent asked for no new dials.
+    /// Returns true if the agent requested to get no new dials.
     pub fn is_draining(&self) -> bool {
         self.draining.load(Ordering::Relaxed)
     }
 
-    /// A dial waits for longer than any agent takes, and none was answered since: the path is
-    /// probably dead, although TCP does not know yet.
+    /// Returns true if a dial waits longer than any agent needs and no dial was answered since. The path is
+    /// then probably dead, although TCP has not noticed.
     pub fn is_silent(&self) -> bool {
         let since = *self.waiting.since.lock();
         since.is_some_and(|since| since.elapsed() >= SILENT_AFTER)
     }
 
-    /// How many connections are open.
+    /// Returns the number of open connections.
     pub fn connections(&self) -> usize {
         self.open.load(Ordering::Relaxed)
     }
 
-    /// Cuts the connection. The agent connects again.
+    /// Closes the connection. The agent connects again.
     pub fn abandon(&self) {
         self.draining.store(true, Ordering::Relaxed);
         self.retired.cancel();
     }
 
-    /// Opens a connection. Dropping the future gives the dial up.
+    /// Opens a connection. Dropping the future cancels the dial.
     ///
     /// # Errors
     /// See [`StreamDialError`].
@@ -271,7 +270,7 @@ impl NativeAgent {
         self.metrics.streams.count_as(segment, packet);
     }
 
-    /// Hears what the agent says of all its connections.
+    /// Reads the agent's control stream, with messages about the whole agent connection.
     async fn listen(self: Arc<Self>) {
         let mut request = Request::new(());
         *request.uri_mut() = Uri::from_static("https://agent/control");
@@ -282,7 +281,7 @@ impl NativeAgent {
             let mut words = response.await?.into_body();
             let mut line = Vec::new();
             while let Some(part) = words.data().await.transpose()? {
-                // A word is short; more than that is none that this server knows.
+                // Known words are short; a longer word is unknown, so the rest is dropped.
                 line.extend(part.iter().take(64));
                 words.flow_control().release_capacity(part.len())?;
                 while let Some(end) = line.iter().position(|byte| *byte == b'\n') {
@@ -314,7 +313,7 @@ impl NativeAgent {
 fn connect_request(dial: &Dial) -> Request<()> {
     let mut request = Request::new(());
     *request.method_mut() = Method::CONNECT;
-    // Most of what http calls an authority has the form of an address, and the other way round.
+    // Most addresses are valid HTTP authorities. Other addresses travel in a header.
     let authority = Authority::try_from(dial.address.as_str())
         .ok()
         .filter(|parsed| parsed.as_str() == dial.address && !dial.address.contains('@'));
@@ -354,7 +353,7 @@ impl Waiting {
 impl Drop for Wait<'_> {
     fn drop(&mut self) {
         if self.0.count.fetch_sub(1, Ordering::Relaxed) == 1 {
-            // Nothing is due from the agent: its silence says nothing.
+            // The agent owes no answer, so its silence means nothing.
             *self.0.since.lock() = None;
         }
     }
@@ -386,17 +385,17 @@ impl Source for FromAgent {
 // === impl ToAgent ===
 
 impl ToAgent {
-    /// The stream's number.
+    /// Returns the number of the HTTP/2 stream.
     pub fn stream_id(&self) -> u32 {
         self.life.stream_id
     }
 
-    /// The agent that carries the connection; for logs.
+    /// Returns the id of the agent that carries the connection, for logs.
     pub fn agent_id(&self) -> &str {
         &self.life.agent.hello.agent_id
     }
 
-    /// Ends the connection behind everything that was sent, and tells the agent why.
+    /// Ends the connection after all sent bytes, and reports the reason to the agent.
     pub fn end(self, reason: CloseReason, tasks: &TaskTracker) {
         let agent = &self.life.agent;
         agent.count(Segment::ToAgent, PacketType::CloseReq);

@@ -1,4 +1,4 @@
-//! `AgentService/Connect`: takes agents' streams in.
+//! The `AgentService/Connect` call: accepts agents' packet streams.
 
 use std::sync::Arc;
 
@@ -18,22 +18,22 @@ use super::{Backend, Registration, Registry};
 use crate::listener::ConnectionCut;
 use crate::metrics::{Listener, RejectReason, ServerMetrics, ServiceMethod};
 
-/// Serves the agents of one server.
+/// Serves the agents of a server.
 #[derive(Clone)]
 pub struct Agents {
-    /// Where streams are registered.
+    /// Registry of the streams.
     pub registry: Arc<Registry>,
-    /// What agents tell servers apart by.
+    /// Id by which agents distinguish servers.
     pub server_id: String,
-    /// How many servers agents are told to look for.
+    /// Number of servers announced to agents.
     pub server_count: i64,
     /// Limits of each stream.
     pub limits: Limits,
-    /// Checks tokens, if agents have to have one.
+    /// Checks agents' tokens; `None` if agents need no token.
     pub tokens: Option<Arc<Tokens>>,
-    /// Owns the reader tasks.
+    /// Tracks the reader tasks.
     pub tasks: TaskTracker,
-    /// The server's series.
+    /// Metrics of the server.
     pub metrics: Arc<ServerMetrics>,
 }
 
@@ -90,7 +90,7 @@ impl Agents {
     }
 }
 
-/// Reads one agent's packets until its stream ends.
+/// Reads an agent's packets until its stream ends.
 async fn read(
     mut inbound: Reader,
     stream: Arc<AgentStream>,
@@ -123,7 +123,7 @@ async fn read(
 }
 
 impl Hello {
-    /// Reads what an agent says of itself; the texts are upstream's.
+    /// Reads the introduction of an agent; the error texts are upstream's.
     pub(super) fn from_metadata(metadata: &MetadataMap) -> Result<Self, String> {
         let values = |key: &'static str| -> Vec<&str> {
             let all = metadata.get_all(key).iter();
@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn identifiers_come_once_at_most() {
+    fn more_than_one_set_of_identifiers_is_refused() {
         let twice = [
             ("agentid", "a"),
             ("agentidentifiers", "x"),

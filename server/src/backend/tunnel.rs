@@ -1,5 +1,5 @@
-//! The one shape of a way into the worker network. A server may have two side by side: agents, and
-//! OpenVPN clients. The router chooses between them for each dial.
+//! The interface of a tunnel into the worker network. A server may have two tunnels side by side: agents
+//! and OpenVPN clients. The router chooses a tunnel for each dial.
 
 use std::pin::Pin;
 
@@ -12,7 +12,7 @@ use super::Connection;
 use super::agent::StreamDialError;
 
 label_values! {
-    /// A tunnel.
+    /// A tunnel into the worker network.
     #[derive(Serialize, Deserialize)]
     #[serde(rename_all = "kebab-case")]
     pub enum Kind("tunnel") {
@@ -23,13 +23,13 @@ label_values! {
     }
 }
 
-/// Whether a tunnel, or one peer of it, can take new connections. Greater is better.
+/// Readiness of a tunnel or a peer for new connections. Greater is better.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Health {
     /// No peer is connected.
     Absent,
-    /// All that there is drains, or has not answered for too long.
+    /// Every connected peer drains, or has not answered for too long.
     Doubtful,
     /// A peer is ready.
     Healthy,
@@ -39,55 +39,56 @@ pub enum Health {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Peer {
-    /// How the peer calls itself.
+    /// Name of the peer, chosen by the peer.
     pub name: String,
-    /// What kind of peer it is.
+    /// Kind of the peer.
     pub kind: String,
-    /// Whether it can take new connections.
+    /// Readiness for new connections.
     pub health: Health,
-    /// Its open connections.
+    /// Number of open connections.
     pub connections: usize,
 }
 
-/// Why no tunnel could open a connection.
+/// Reason why no tunnel could open a connection.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum DialError {
     /// No agent is connected.
     #[error("No agent available")]
     NoAgent,
-    /// No OpenVPN client is connected that has a route to the address.
+    /// No connected OpenVPN client has a route to the address.
     #[error("No OpenVPN client available")]
     NoClient,
-    /// OpenVPN can not carry it: IPv6, or a name that is not known here. An agent may.
+    /// OpenVPN cannot carry the dial: the address is IPv6 or a name unknown to this server. An agent may
+    /// succeed.
     #[error("{0}")]
     Uncarried(String),
-    /// The peers that were asked failed.
+    /// The dial failed at a peer.
     #[error(transparent)]
     Stream(#[from] StreamDialError),
 }
 
-/// A dial in progress. Dropping it gives the dial up.
+/// A dial in progress. Dropping it cancels the dial.
 pub type Dialing<'a> = Pin<Box<dyn Future<Output = Result<Connection, DialError>> + Send + 'a>>;
 
-/// A tunnel: its peers, and connections through them. Open connections are counted by the router,
-/// which also ends them when traffic was switched to another tunnel.
+/// A tunnel: its peers, and connections through them. The router counts open connections, and ends
+/// connections after a switch to another tunnel.
 ///
-/// The families `established_connections`, `connection_duration_seconds` and `pending_backend_dials`
-/// are the tunnel's to keep, and so is the count of dials that a peer refused.
+/// The tunnel maintains the metrics `established_connections`, `connection_duration_seconds` and
+/// `pending_backend_dials`, and counts the dials that a peer refused.
 pub trait Tunnel: Send + Sync + 'static {
-    /// The health of its best peer. Asked for with every dial of a server with two tunnels: it must
-    /// be cheap.
+    /// Returns the health of the best peer. Must be cheap: a server with two tunnels needs the health for
+    /// every dial.
     fn health(&self) -> Health;
 
-    /// Opens a connection, until the deadline at the latest. It says [`StreamDialError::Refused`] if
-    /// the target itself can not be reached: that is final. All other errors may lead to a try by
-    /// the other tunnel, so nothing may have been sent to a target.
+    /// Opens a connection before the deadline. [`StreamDialError::Refused`] means that the endpoint itself
+    /// cannot be reached, and is final. After other errors the router may try the other tunnel, so nothing
+    /// may have been sent to the endpoint.
     fn dial<'a>(&'a self, dial: &'a Dial, deadline: Instant) -> Dialing<'a>;
 
-    /// The peers that are connected now.
+    /// Returns the connected peers.
     fn peers(&self) -> Vec<Peer>;
 
-    /// The thread where a new client is best served, if the tunnel has a preference.
+    /// Returns the thread where a new client is best served, if the tunnel has a preference.
     fn shard(&self) -> Option<usize> {
         None
     }
@@ -96,7 +97,7 @@ pub trait Tunnel: Send + Sync + 'static {
 // === impl Kind ===
 
 impl Kind {
-    /// The other one of the two.
+    /// Returns the other tunnel.
     #[must_use]
     pub fn other(self) -> Self {
         match self {
@@ -109,7 +110,7 @@ impl Kind {
 // === impl Health ===
 
 impl Health {
-    /// The word for people.
+    /// Returns the text shown to people.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Absent => "no peer",
@@ -122,7 +123,7 @@ impl Health {
 // === impl DialError ===
 
 impl DialError {
-    /// The target was asked, or nobody is left to ask: another tunnel would not help.
+    /// Returns true if a peer tried the endpoint and failed: another tunnel would not help.
     pub fn is_final(&self) -> bool {
         matches!(self, Self::Stream(StreamDialError::Refused(_)))
     }

@@ -1,4 +1,5 @@
-//! The server's flags as they are typed: names, defaults and help texts. What they mean together is in `validate`.
+//! The server's flags as typed: names, defaults and help texts. The module `validate` checks how they fit
+//! together.
 
 use std::ffi::OsString;
 
@@ -9,7 +10,7 @@ use culvert_host::flags::{Exit, GoDuration, KlogFlags, Parsed, Problems, StringS
 use super::openvpn::OpenvpnFlags;
 use super::{Config, PROGRAM};
 
-/// The variable that `--server-id` defaults to.
+/// Environment variable with the default of `--server-id`.
 const ID_VARIABLE: &str = "PROXY_SERVER_ID";
 
 /// Carries kube-apiserver's connections into a worker network, through agents that connect from there.
@@ -49,11 +50,11 @@ pub(super) struct FrontendFlags {
     #[arg(long, value_name = "PATH", default_value = "")]
     pub(super) uds_name: String,
 
-    /// Remove what is at --uds-name before serving it
+    /// Remove an existing file at --uds-name before listening
     #[arg(long, default_value = "true")]
     pub(super) delete_existing_uds_file: bool,
 
-    /// Address to listen on; empty is all interfaces
+    /// Address to listen on; empty means all interfaces
     #[arg(long, value_name = "HOST", default_value = "")]
     pub(super) server_bind_address: String,
 
@@ -77,7 +78,7 @@ pub(super) struct FrontendFlags {
     #[arg(long, value_name = "DURATION", default_value = "1h")]
     pub(super) frontend_keepalive_time: GoDuration,
 
-    /// Packets buffered per http-connect client. No effect: buffers there are bounded in bytes
+    /// Packets buffered per http-connect client. No effect: these buffers are bounded in bytes
     #[arg(long, value_name = "N", default_value = "10", value_parser = go_int)]
     pub(super) frontend_write_channel_size: i64,
 }
@@ -85,7 +86,7 @@ pub(super) struct FrontendFlags {
 #[derive(Args, Debug)]
 #[command(next_help_heading = "Agents (they connect here)")]
 pub(super) struct AgentFlags {
-    /// Address to listen on; empty is all interfaces
+    /// Address to listen on; empty means all interfaces
     #[arg(long, value_name = "HOST", default_value = "")]
     pub(super) agent_bind_address: String,
 
@@ -93,7 +94,7 @@ pub(super) struct AgentFlags {
     #[arg(long, value_name = "PORT", default_value = "8091", value_parser = go_int)]
     pub(super) agent_port: i64,
 
-    /// PEM certificate chain shown to agents; required
+    /// PEM certificate chain sent to agents; required
     #[arg(long, value_name = "FILE", default_value = "")]
     pub(super) cluster_cert: String,
 
@@ -101,7 +102,7 @@ pub(super) struct AgentFlags {
     #[arg(long, value_name = "FILE", default_value = "")]
     pub(super) cluster_key: String,
 
-    /// PEM CA bundle that agents' certificates must chain to; empty asks agents for no certificate
+    /// PEM CA bundle that agents' certificates must chain to; empty requests no certificate from agents
     #[arg(long, value_name = "FILE", default_value = "")]
     pub(super) cluster_ca_cert: String,
 
@@ -109,15 +110,16 @@ pub(super) struct AgentFlags {
     #[arg(long, value_name = "DURATION", default_value = "1h")]
     pub(super) keepalive_time: GoDuration,
 
-    /// Unique id of this server; empty takes the environment variable PROXY_SERVER_ID, or else a random UUID
+    /// Unique id of this server; empty uses the environment variable PROXY_SERVER_ID, or else a random UUID
     #[arg(long, value_name = "ID", default_value = "")]
     pub(super) server_id: String,
 
-    /// Number of servers that agents are told to connect to
+    /// Number of servers announced to agents
     #[arg(long, value_name = "N", default_value = "1", value_parser = go_int)]
     pub(super) server_count: i64,
 
-    /// How an agent is picked: comma-separated out of default, destHost, defaultRoute, tried in order
+    /// Strategies for choosing an agent: comma-separated list of default, destHost, defaultRoute, tried in
+    /// order
     #[arg(long, value_name = "LIST", default_value = "default")]
     pub(super) proxy_strategies: String,
 }
@@ -129,8 +131,8 @@ pub(super) struct TlsFlags {
     #[arg(long, value_name = "LIST")]
     pub(super) cipher_suites: Vec<StringSlice>,
 
-    /// Lowest TLS version: VersionTLS10, VersionTLS11, VersionTLS12 or VersionTLS13; empty is VersionTLS12, and nothing
-    /// lower is spoken
+    /// Lowest TLS version: VersionTLS10, VersionTLS11, VersionTLS12 or VersionTLS13; empty means
+    /// VersionTLS12, and lower versions are raised to VersionTLS12
     #[arg(long, value_name = "VERSION", default_value = "")]
     pub(super) tls_min_version: String,
 }
@@ -138,7 +140,7 @@ pub(super) struct TlsFlags {
 #[derive(Args, Debug)]
 #[command(next_help_heading = "Health, metrics, admin")]
 pub(super) struct OperationsFlags {
-    /// Address of the health listener; empty is all interfaces
+    /// Address of the health listener; empty means all interfaces
     #[arg(long, value_name = "HOST", default_value = "")]
     pub(super) health_bind_address: String,
 
@@ -146,7 +148,7 @@ pub(super) struct OperationsFlags {
     #[arg(long, value_name = "PORT", default_value = "8092", value_parser = go_int)]
     pub(super) health_port: i64,
 
-    /// Address of the admin listener; empty is all interfaces
+    /// Address of the admin listener; empty means all interfaces
     #[arg(long, value_name = "HOST", default_value = "127.0.0.1")]
     pub(super) admin_bind_address: String,
 
@@ -154,12 +156,13 @@ pub(super) struct OperationsFlags {
     #[arg(long, value_name = "PORT", default_value = "8095", value_parser = go_int)]
     pub(super) admin_port: i64,
 
-    /// Unix socket for `culvert status` and `culvert switch`, for this process's own user and root; empty serves none
+    /// Unix socket for `culvert status` and `culvert switch`, for this process's own user and root; empty
+    /// disables the socket
     #[arg(long, value_name = "PATH", default_value = "")]
     pub(super) admin_uds: String,
 
-    /// PEM certificate chain of the admin listener, which then serves mutual TLS alone, and `culvert status` and
-    /// `culvert switch` too
+    /// PEM certificate chain of the admin listener, which then requires mutual TLS and also serves
+    /// `culvert status` and `culvert switch`
     #[arg(long, value_name = "FILE", default_value = "")]
     pub(super) admin_cert: String,
 
@@ -187,20 +190,20 @@ pub(super) struct TunnelFlags {
     #[arg(long, value_name = "N", default_value = "10", value_parser = go_int)]
     pub(super) xfr_channel_size: i64,
 
-    /// Bytes that connections may queue beyond their own buffers, all together, while their clients are
-    /// slow; the largest is closed when it is used up
+    /// Bytes that all connections together may queue beyond their own buffers while their clients are slow;
+    /// when they are used up, the connection that uses most of them is closed
     #[arg(long, value_name = "BYTES", default_value = "67108864", value_parser = go_int)]
     pub(super) excess_buffer_bytes: i64,
 
-    /// How long a connection may exceed its own buffer without a pause before it is closed
+    /// Time for which a connection may continuously exceed its own buffer before it is closed
     #[arg(long, value_name = "DURATION", default_value = "10s")]
     pub(super) stall_timeout: GoDuration,
 
-    /// Threads that carry connections; 0 is one for each processor, 4 at most
+    /// Threads that carry connections; 0 means one for each processor, at most 4
     #[arg(long, value_name = "N", default_value = "0", value_parser = go_int)]
     pub(super) worker_threads: i64,
 
-    /// Bound on sending a dial to an agent and on its answer; 0 does not bound it
+    /// Longest time to send a dial to an agent and to receive the answer; 0 leaves a bound of 35s
     #[arg(long, value_name = "DURATION", default_value = "0")]
     pub(super) backend_dial_timeout: GoDuration,
 
@@ -216,20 +219,20 @@ pub(super) struct TunnelFlags {
 #[derive(Args, Debug)]
 #[command(next_help_heading = "Choice of the tunnel")]
 pub(super) struct SwitchFlags {
-    /// Tunnel that new connections go by: konnectivity, openvpn, prefer-konnectivity or prefer-openvpn
+    /// Tunnel for new connections: konnectivity, openvpn, prefer-konnectivity or prefer-openvpn
     #[arg(long, value_name = "MODE", default_value = "konnectivity")]
     pub(super) tunnel_mode: String,
 
-    /// File that says the mode, followed as it changes: one of these words, or `konnectivityEnabled: true` or false, in
-    /// YAML or JSON
+    /// File with the tunnel mode, followed as it changes: a value of --tunnel-mode, or
+    /// `konnectivityEnabled: true` or `false`, in YAML or JSON
     #[arg(long, value_name = "FILE", default_value = "")]
     pub(super) tunnel_mode_file: String,
 
-    /// File by which the mode that was set last, and a switch in progress, survive a restart
+    /// File that keeps the last tunnel mode, and a switch in progress, across restarts
     #[arg(long, value_name = "FILE", default_value = "")]
     pub(super) tunnel_state_file: String,
 
-    /// How long connections of the old tunnel may live on after a switch
+    /// Time for which connections of the old tunnel may stay open after a switch
     #[arg(long, value_name = "DURATION", default_value = "5m")]
     pub(super) tunnel_drain: GoDuration,
 }
@@ -239,38 +242,38 @@ pub(super) struct SwitchFlags {
     next_help_heading = "Service account tokens of agents (all or none), checked by TokenReview"
 )]
 pub(super) struct AuthFlags {
-    /// Namespace that agents' tokens must be of
+    /// Namespace required in agents' tokens
     #[arg(long, value_name = "NAMESPACE", default_value = "")]
     pub(super) agent_namespace: String,
 
-    /// Service account that agents' tokens must be of
+    /// Service account required in agents' tokens
     #[arg(long, value_name = "NAME", default_value = "")]
     pub(super) agent_service_account: String,
 
-    /// Audience that agents' tokens must be for
+    /// Audience required in agents' tokens
     #[arg(long, value_name = "AUDIENCE", default_value = "")]
     pub(super) authentication_audience: String,
 }
 
-/// The default of `--kube-api-content-type`.
+/// Default of `--kube-api-content-type`.
 pub(super) const CONTENT_TYPE: &str = "application/vnd.kubernetes.protobuf";
-/// The default of `--lease-namespace`.
+/// Default of `--lease-namespace`.
 pub(super) const LEASE_NAMESPACE: &str = "kube-system";
-/// The default of `--lease-label`.
+/// Default of `--lease-label`.
 pub(super) const LEASE_LABEL: &str = "k8s-app=konnectivity-server";
 
 #[derive(Args, Debug)]
 #[command(next_help_heading = "Kubernetes API")]
 pub(super) struct KubernetesFlags {
-    /// Kubeconfig file; empty is the pod's own account
+    /// Kubeconfig file; empty means the pod's own account
     #[arg(long, value_name = "FILE", default_value = "")]
     pub(super) kubeconfig: String,
 
-    /// Requests per second; 0 is 5
+    /// Requests per second; 0 means 5
     #[arg(long, value_name = "QPS", default_value = "0")]
     pub(super) kubeconfig_qps: f32,
 
-    /// Requests at once; 0 is 10
+    /// Requests at once; 0 means 10
     #[arg(long, value_name = "N", default_value = "0", value_parser = go_int)]
     pub(super) kubeconfig_burst: i64,
 
@@ -301,7 +304,7 @@ impl Flags {
         Self::read_with_id(args, std::env::var(ID_VARIABLE).ok())
     }
 
-    /// [`Flags::read`] with the environment's server id.
+    /// Reads a command line, with the server id of the environment.
     pub(super) fn read_with_id<I, A>(args: I, id: Option<String>) -> Result<Config, Exit>
     where
         I: IntoIterator<Item = A>,

@@ -11,7 +11,7 @@ use tempfile::TempDir;
 use super::flags::Flags;
 use super::*;
 
-/// A folder with the files that flags may name.
+/// A folder with the files named by flags.
 pub(super) struct Files(TempDir);
 
 impl Files {
@@ -27,7 +27,7 @@ impl Files {
         self.0.path().join(name)
     }
 
-    /// Runs the flags, `@name` standing for the file's path.
+    /// Reads flags; `@name` stands for the path of a file in the folder.
     fn read_with_id(&self, line: &[&str], id: Option<&str>) -> Result<Config, Exit> {
         let root = format!("{}/", self.0.path().display());
         let args = line.iter().map(|arg| arg.replace('@', &root));
@@ -39,7 +39,7 @@ impl Files {
         self.read_with_id(line, None)
     }
 
-    /// A unix socket front end and agents' TLS, and then `more`.
+    /// Reads flags for a Unix socket front end and agent TLS, followed by `more`.
     pub(super) fn uds(&self, more: &[&str]) -> Result<Config, Exit> {
         self.read(&[&UDS[..], more].concat())
     }
@@ -48,7 +48,7 @@ impl Files {
         self.read(&[&TCP[..], more].concat())
     }
 
-    /// The error lines of a refusal, without their prefix.
+    /// Returns the error lines of a refused command line, without their prefix.
     pub(super) fn errors(&self, line: &[&str]) -> Vec<String> {
         let exit = self.read(line).unwrap_err();
         assert_eq!(exit.code, 1, "{line:?}");
@@ -76,7 +76,7 @@ const TCP: [&str; 5] = [
 ];
 
 #[test]
-fn the_defaults_are_the_stock_servers() {
+fn defaults_match_the_stock_server() {
     let files = Files::new();
     let config = files.read_with_id(&TCP, Some("from-env")).unwrap();
     let expected = Config {
@@ -119,7 +119,7 @@ fn the_defaults_are_the_stock_servers() {
 }
 
 #[test]
-fn the_id_is_the_flags_or_the_environments_or_random() {
+fn server_id_comes_from_the_flag_or_the_environment_or_is_random() {
     let files = Files::new();
     let id = |more: &[&str], env| {
         let line = [&UDS[..], more].concat();
@@ -222,7 +222,7 @@ fn an_http_connect_sidecar_starts() {
 }
 
 #[test]
-fn refusals_of_one_flag() {
+fn invalid_values_of_single_flags_are_refused() {
     let files = Files::new();
     let cases = [
         (
@@ -314,7 +314,7 @@ fn refusals_of_one_flag() {
         ),
         (
             "--tunnel-mode=vpn",
-            "--tunnel-mode: \"vpn\" is no tunnel mode; there are konnectivity, openvpn, prefer-konnectivity and \
+            "--tunnel-mode: unknown tunnel mode \"vpn\"; expected konnectivity, openvpn, prefer-konnectivity or \
              prefer-openvpn",
         ),
         (
@@ -351,7 +351,7 @@ fn refusals_of_one_flag() {
 }
 
 #[test]
-fn refusals_of_a_tcp_front_end() {
+fn incomplete_flags_of_a_tcp_front_end_are_refused() {
     let files = Files::new();
     let without = |flag: &str| -> Vec<&str> {
         TCP.into_iter()
@@ -477,7 +477,7 @@ fn flags_not_acted_upon_are_named_in_one_line() {
 }
 
 #[test]
-fn odd_values_are_bent_with_a_warning() {
+fn out_of_range_values_are_adjusted_with_a_warning() {
     let files = Files::new();
     let config = files
         .uds(&[
@@ -493,7 +493,7 @@ fn odd_values_are_bent_with_a_warning() {
     assert_eq!(
         config.warnings,
         [
-            "ignored, no flags: stray",
+            "ignored arguments that are not flags: stray",
             "--xfr-channel-size=9999999999 is lowered to 1048576",
             "--keepalive-time=5ms is raised to 1s",
         ]
@@ -501,7 +501,7 @@ fn odd_values_are_bent_with_a_warning() {
 }
 
 #[test]
-fn tls_limits() {
+fn tls_flags_limit_version_and_cipher_suites() {
     const GCM: &str = "TLS_ECDHE_RSA_WITH_AES_128_GCM_SHA256";
     const CBC: &str = "TLS_ECDHE_RSA_WITH_AES_128_CBC_SHA";
     let files = Files::new();
@@ -548,7 +548,7 @@ fn tls_limits() {
 }
 
 #[test]
-fn the_command_line_is_refused_as_a_whole() {
+fn unknown_flags_are_errors_but_help_and_version_are_not() {
     let files = Files::new();
     let exit = files.uds(&["--bogus"]).unwrap_err();
     assert_eq!(exit.code, 1);
@@ -603,7 +603,7 @@ fn effective_options_are_described() {
 }
 
 #[test]
-fn the_choice_of_the_tunnel() {
+fn tunnel_choice_flags_are_read() {
     let files = Files::new();
     let config = files
         .uds(&[
@@ -633,7 +633,7 @@ fn the_choice_of_the_tunnel() {
 }
 
 #[test]
-fn bounds_of_slow_connections() {
+fn bounds_of_slow_connections_are_read_and_checked() {
     let files = Files::new();
     let config = files
         .uds(&["--excess-buffer-bytes=0", "--stall-timeout=1m30s"])

@@ -1,4 +1,4 @@
-//! The TLS flags: Go's names for versions and suites, and which of them there are here.
+//! The TLS flags: Go's names of versions and cipher suites, and the subset that this server supports.
 
 use culvert_host::flags::{Problems, StringSlice};
 use culvert_host::tls::{MinVersion, SuiteSupport, TlsOptions, go_suite};

@@ -1,6 +1,6 @@
-//! From flags to [`Config`], under the stock server's rules and with its texts.
+//! Conversion of flags to a [`Config`], under the stock server's rules and with its error texts.
 //!
-//! The stock server stops at the first problem; here all of them are reported.
+//! The stock server stops at the first problem; this module reports all problems.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -19,11 +19,11 @@ use super::{
 use crate::backend::tunnel::Kind;
 use crate::switch::{self, Unavailable};
 
-/// What grpc-go's server makes of a keepalive time of 0 (`defaultServerKeepaliveTime`).
+/// Keepalive time that grpc-go's server uses for 0 (`defaultServerKeepaliveTime`).
 const KEEPALIVE_OF_ZERO: Duration = Duration::from_secs(2 * 60 * 60);
 
 impl Flags {
-    /// The checked configuration, or all that is wrong.
+    /// Returns the checked configuration, or all problems.
     pub(super) fn validate(self, mut problems: Problems) -> Result<Config, Vec<String>> {
         let p = &mut problems;
         let mode = self.frontend.mode(p);
@@ -55,7 +55,7 @@ impl Flags {
         self.note_unacted(p);
 
         let warnings = problems.finish()?;
-        // Absent only where an error is noted, and then this is not reached.
+        // A value is missing only after an error, and then `finish` has already returned.
         let (Some(mode), Some(frontend), Some(agent_listener)) = (mode, frontend, agent_listener)
         else {
             return Err(vec!["the flags are incomplete".to_owned()]);
@@ -107,7 +107,7 @@ impl Flags {
         })
     }
 
-    /// All three or none.
+    /// Returns the requirements for tokens. Requires all three flags or none.
     fn agent_auth(&self, p: &mut Problems, kubeconfig: Option<PathBuf>) -> Option<AgentAuth> {
         let flags = [
             ("agent-namespace", &self.auth.agent_namespace),
@@ -163,14 +163,14 @@ impl Flags {
                     .to_owned()
             },
         );
-        // Without a file it would be the pod's own account, which is of the wrong cluster.
+        // Without a file the client would use the pod's own account, which belongs to the wrong cluster.
         p.require(
             !self.openvpn.openvpn_watch_nodes || !self.kubernetes.kubeconfig.is_empty(),
             || {
                 "--openvpn-watch-nodes needs --kubeconfig: a file for the user cluster, of an account that may list and watch nodes".to_owned()
             },
         );
-        // The stock server looks at the label at every start, whether it will be used or not.
+        // The stock server checks the label at every start, even if it is not used.
         if let Err(error) = check_labels(&self.kubernetes.lease_label) {
             p.error(format!("--lease-label: {error}"));
         }
@@ -218,7 +218,7 @@ impl Flags {
 }
 
 impl OperationsFlags {
-    /// All three or none.
+    /// Returns the admin certificates. Requires all three flags or none.
     fn admin_tls(&self, p: &mut Problems) -> Option<TlsFiles> {
         let pair = p.key_pair("admin", &self.admin_cert, &self.admin_key);
         let ca = p.file("admin CA cert", &self.admin_ca_cert);
@@ -316,12 +316,12 @@ impl FrontendFlags {
     }
 }
 
-/// A path that need not be there yet.
+/// Returns the path in a flag. The file may be missing.
 fn path(flag: &str) -> Option<PathBuf> {
     (!flag.is_empty()).then(|| PathBuf::from(flag))
 }
 
-/// The stock server keeps out of the system's two ends of the port range.
+/// Checks a port. The stock server refuses ports below 1024 and above 49151.
 fn port(p: &mut Problems, whose: &str, port: i64) -> u16 {
     let why = match port {
         ..1024 => "reserved",

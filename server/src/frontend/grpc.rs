@@ -1,5 +1,5 @@
-//! `ProxyService/Proxy`: the packet protocol of kube-apiserver's client library, one connection on
-//! each stream.
+//! The `ProxyService/Proxy` call: the packet protocol of kube-apiserver's client library, with a connection
+//! on each stream.
 
 pub mod session;
 
@@ -24,7 +24,7 @@ use super::Frontend;
 use crate::backend::Connection;
 use crate::metrics::{ServerMetrics, ServiceMethod};
 
-/// Bytes that may wait to be sent on one stream, beside what HTTP/2 itself holds.
+/// Most bytes waiting to be sent on a stream, in addition to HTTP/2's own buffer.
 pub const OUTGOING_BYTES: usize = 256 * 1024;
 
 /// Serves front-end streams.
@@ -33,27 +33,27 @@ pub struct Proxy {
     frontend: Arc<Frontend>,
 }
 
-/// What a stream's task sends: messages, and the status that ends the call if it fails.
+/// Message to the client, or the status that ends a failed call.
 type Reply = Result<Message, Box<Status>>;
 
-/// What goes to the client, counted.
+/// Stream of messages to the client; counts every message.
 pub struct ToClient {
     replies: queue::Receiver<Reply>,
     metrics: Arc<ServerMetrics>,
 }
 
-/// One stream: its packets, what they mean, and the way back.
+/// A stream with its inbound packets, its session, and the queue of replies.
 struct Client {
     inbound: Reader,
     session: Session,
-    /// The client sends no more, or its stream broke.
+    /// Set at the end of the client's packets, or when the stream broke.
     ended: bool,
     replies: queue::Sender<Reply>,
     first_word: FirstWord,
     metrics: Arc<ServerMetrics>,
 }
 
-/// The way to the client for one connection's bytes.
+/// Sink for the bytes of a connection to the client.
 struct ClientSink {
     connection: ConnectId,
     replies: queue::Sender<Reply>,
@@ -64,7 +64,7 @@ struct ClientSink {
 // === impl Proxy ===
 
 impl Proxy {
-    /// Serves streams for one front end.
+    /// Creates the service of a front end.
     pub fn new(frontend: Arc<Frontend>) -> Self {
         Self { frontend }
     }
@@ -120,7 +120,7 @@ impl Client {
         shutdown.run_until_cancelled(rest).await;
     }
 
-    /// Waits for a dial and its connection; `None` once there will be none.
+    /// Waits for a dial and its connection. Returns `None` if no connection will follow.
     async fn dialed(&mut self, frontend: &Frontend) -> Option<(Dial, Connection)> {
         let dial = self.next_dial().await?;
         let outcome = tokio::select! {
@@ -138,7 +138,7 @@ impl Client {
         }
     }
 
-    /// Waits for the dial; `None` once there will be none.
+    /// Waits for the dial. Returns `None` if no dial will follow.
     async fn next_dial(&mut self) -> Option<Dial> {
         loop {
             match self.step().await? {
@@ -166,7 +166,7 @@ impl Client {
     }
 
     async fn carry(&mut self, frontend: &Frontend, dial: &Dial, connection: Connection) {
-        // Our own number, not the agent's: agents number every stream of theirs from 1.
+        // The id is the server's own, because agents number the connections of every stream from 1.
         let id = frontend.next_connection();
         let reply = self.session.opened(ConnectId(id));
         self.tell(reply);
@@ -196,7 +196,7 @@ impl Client {
         self.tell(reply);
     }
 
-    /// The next packet's meaning; `None` once the client ended the call.
+    /// Returns the next packet's meaning; `None` once the client has ended the call.
     async fn step(&mut self) -> Option<Step> {
         if self.ended {
             return None;
@@ -214,21 +214,22 @@ impl Client {
                 self.ended = true;
                 let streams = &self.metrics.streams;
                 streams.stream_error(Segment::FromClient, status.code(), None);
-                // What was too large is told so; a client that is gone does not hear it.
+                // A client that sent too large a message receives the status; a client that is gone does
+                // not.
                 let _ = self.replies.send_now(Err(Box::new(status)));
                 None
             }
         }
     }
 
-    /// For what is said once for each dial and connection.
+    /// Queues messages that occur once for each dial or connection.
     fn tell(&self, messages: impl IntoIterator<Item = Message>) {
         for message in messages {
             let _ = self.replies.send_now(Ok(message));
         }
     }
 
-    /// For answers to a client that may send and not read: beyond the budget they are dropped.
+    /// Queues a reply to a client that may send without reading. Replies beyond the budget are dropped.
     fn reply(&self, message: Message) {
         let weight = message.weight();
         let _ = self.replies.try_send(Ok(message), weight);
@@ -245,7 +246,7 @@ impl Source for Client {
                     return Ok(Some(bytes));
                 }
                 Some(Step::Close(reply)) => {
-                    // Everything before was passed on: the client need not wait for the agent.
+                    // All earlier bytes were passed on, so the client need not wait for the agent.
                     self.tell(reply);
                     return Err(CloseReason::ClientClosed);
                 }
@@ -279,8 +280,8 @@ impl Sink for ClientSink {
         Ok(())
     }
 
-    /// The protocol has no half close toward clients: the end of the endpoint's bytes ends the
-    /// connection, as it does upstream.
+    /// The protocol has no half close toward clients: the end of the endpoint's bytes ends the connection,
+    /// as upstream.
     async fn finish(&mut self) -> Result<(), CloseReason> {
         Err(CloseReason::EndpointClosed)
     }

@@ -1,5 +1,5 @@
-//! HTTP CONNECT: one request on each connection, then its bytes. Answers are upstream's, byte for
-//! byte where clients look.
+//! The HTTP CONNECT front end: one request on each connection, then its bytes. Responses match upstream's
+//! byte for byte where clients look.
 
 use std::io;
 use std::sync::Arc;
@@ -24,24 +24,23 @@ use crate::backend::tunnel::DialError;
 use crate::listener::Door;
 use crate::metrics::{RejectReason, ServerMetrics};
 
-/// How long a client may take for its request, as upstream's.
+/// Longest time for a client to send its request, as upstream.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Bytes that a client may send before its connection is open. They are kept; with that many
-/// waiting, the client's leaving is noticed only once the dial has an outcome.
+/// Most bytes kept from a client before its connection is open. While the buffer is full, the server
+/// notices that the client has left only after the dial has an outcome.
 const EARLY_BYTES: usize = 64 * 1024;
 
-/// How often a half-closed client is looked at.
+/// Interval between checks of a half-closed client.
 const HANG_UP_CHECK: Duration = Duration::from_secs(1);
 
 /// The reading half of a client's connection.
 pub trait ClientRead: AsyncRead + Unpin + Send {
-    /// Whether a client that closed the whole connection can be told from one that ended its
-    /// writing half only.
+    /// True if closing the whole connection is distinguishable from ending only the writing half.
     const TELLS_HANG_UP: bool;
 
-    /// Resolves if the client is seen to have closed the whole connection, after it ended its
-    /// writing half. By default nothing is seen.
+    /// Resolves once the client has closed the whole connection, after the end of its writing half. The
+    /// default never resolves.
     fn hung_up(&self) -> impl Future<Output = ()> + Send {
         std::future::pending()
     }
@@ -50,8 +49,8 @@ pub trait ClientRead: AsyncRead + Unpin + Send {
 impl ClientRead for tokio::net::unix::OwnedReadHalf {
     const TELLS_HANG_UP: bool = true;
 
-    /// A Unix peer that closes hangs up at once; the kernel's word for it has no event of its
-    /// own here, so it is asked for.
+    /// A Unix peer hangs up at once when it closes. The hang-up causes no event here, so the function
+    /// polls.
     async fn hung_up(&self) {
         loop {
             match self.ready(Interest::WRITABLE).await {
@@ -66,7 +65,7 @@ impl ClientRead for tokio::io::ReadHalf<TlsStream<TcpStream>> {
     const TELLS_HANG_UP: bool = false;
 }
 
-/// Serves one connection to its end.
+/// Serves a connection to its end.
 pub async fn serve<R, W>(
     door: &Door,
     frontend: &Arc<Frontend>,
@@ -85,7 +84,7 @@ pub async fn serve<R, W>(
     };
     let head = match head {
         Ok(Ok(Some(head))) => head,
-        // Gone before it asked for anything: a port check.
+        // The client left before any request: a port check.
         Ok(Ok(None)) => return,
         Ok(Err(HeadError::Io(error))) => {
             debug!(peer, %error, "the client left before its request was complete");
@@ -118,7 +117,7 @@ pub async fn serve<R, W>(
     };
     match outcome {
         Ok(connection) => {
-            // A write that fails drops the connection, which closes it at the agent.
+            // If the write fails, the connection is dropped and thus closed at the agent.
             if say(&mut write, connect::ESTABLISHED).await.is_ok() {
                 carry(frontend, &dial, read, write, buffer.freeze(), connection).await;
             } else {
@@ -176,8 +175,8 @@ enum HeadError {
     Bad(connect::ConnectError),
 }
 
-/// Reads until the request's head is complete; what follows it stays in the buffer. `None` for a
-/// client that sent nothing.
+/// Reads until the head of the request is complete. Bytes after the head stay in the buffer. Returns `None`
+/// if the client sent nothing.
 async fn read_head<R: AsyncRead + Unpin>(
     read: &mut R,
     buffer: &mut BytesMut,
@@ -198,12 +197,12 @@ async fn read_head<R: AsyncRead + Unpin>(
     }
 }
 
-/// Resolves once the client has left; what it sends meanwhile is kept.
+/// Resolves once the client has left. Keeps bytes that arrive meanwhile.
 async fn left<R: ClientRead>(read: &mut R, buffer: &mut BytesMut) {
     while buffer.len() < EARLY_BYTES {
         buffer.reserve(4096);
         match read.read_buf(buffer).await {
-            // It may have said all it has to say, and wait for the answer.
+            // The client may have sent everything, and now wait for the response.
             Ok(0) if R::TELLS_HANG_UP => return read.hung_up().await,
             Ok(0) | Err(_) => return,
             Ok(_) => {}
@@ -227,7 +226,7 @@ where
     }
 }
 
-/// The response to a dial that failed, as upstream's.
+/// Returns the response to a failed dial, as upstream.
 fn answer(error: &DialError) -> Vec<u8> {
     match error {
         DialError::NoAgent | DialError::NoClient => {
@@ -265,8 +264,8 @@ impl<R: ClientRead> Source for ClientSource<R> {
         CloseReason::ClientLost
     }
 
-    /// While an endpoint takes nothing nobody reads here, and a client that has left would be
-    /// missed. Its last bytes wait in the socket.
+    /// Watches for a hang-up. While the endpoint accepts no bytes, nothing reads from the client, and a
+    /// client that leaves would go unnoticed. The client's last bytes wait in the socket.
     async fn fill(&mut self) {
         self.inner.get_ref().hung_up().await;
     }

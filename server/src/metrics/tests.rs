@@ -74,7 +74,7 @@ fn samples_that_upstream_compares_exactly_appear_with_their_first_use() {
 }
 
 #[test]
-fn everything_else_is_there_from_the_start() {
+fn all_other_series_exist_from_the_start() {
     let page = ServerMetrics::new(&ALL_STRATEGIES)
         .unwrap()
         .registry()

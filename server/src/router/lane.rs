@@ -1,4 +1,4 @@
-//! One tunnel with its books: the dials and connections that are on it, and their common end.
+//! A tunnel of the router: counts its dials and connections, and can end them all.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -18,40 +18,40 @@ use crate::metrics::ServerMetrics;
 use crate::switch::status::TunnelStatus;
 
 label_values! {
-    /// What became of a dial on one tunnel.
+    /// Outcome of a dial on a tunnel.
     pub enum DialOutcome("outcome") {
-        /// It is a connection.
+        /// A connection is open.
         Opened = "opened",
-        /// The peer could not reach the target.
+        /// The peer could not reach the endpoint.
         Refused = "refused",
         /// No peer was connected.
         NoPeer = "no_peer",
-        /// The peer left, or gave the dial up.
+        /// The peer left, or abandoned the dial.
         Lost = "lost",
-        /// No answer came in time.
+        /// No answer arrived in time.
         TimedOut = "timed_out",
-        /// The tunnel was switched away from; the dial went on by the other.
+        /// A switch left the tunnel, and the dial continued on the other tunnel.
         Moved = "moved",
-        /// The client left first.
+        /// The client left before the outcome.
         GivenUp = "given_up",
     }
 }
 
-/// One tunnel of the router.
+/// A tunnel of the router.
 pub(super) struct Lane {
     pub(super) kind: Kind,
     pub(super) tunnel: Arc<dyn Tunnel>,
-    /// Dials and connections.
+    /// Number of dials and connections.
     in_use: AtomicUsize,
-    /// Connections.
+    /// Number of connections.
     open: AtomicUsize,
-    /// Ends what is in use now; a new one for what comes later. `None` where no switch can happen.
+    /// Ends everything in use now; a cut replaces the token. `None` if no switch can happen.
     end: Option<Mutex<CancellationToken>>,
     connections: Gauge,
     dials: Vec<Counter>,
 }
 
-/// A dial's or a connection's place on its tunnel.
+/// Entry of a dial or connection in the counts of its tunnel, until dropped.
 pub struct Held {
     lane: Arc<Lane>,
     end: Option<CancellationToken>,
@@ -64,10 +64,10 @@ enum State {
     Open(#[allow(dead_code, reason = "counts until it is dropped")] GaugeGuard),
 }
 
-/// Why a dial has no connection by one tunnel.
+/// Reason why a dial got no connection on a tunnel.
 pub(super) enum Missed {
     Failed(DialError),
-    /// The tunnel was switched away from.
+    /// A switch left the tunnel.
     Moved,
 }
 
@@ -94,7 +94,7 @@ impl Lane {
         })
     }
 
-    /// A place for a new dial.
+    /// Adds a new dial to the counts.
     pub(super) fn hold(self: &Arc<Self>) -> Held {
         self.in_use.fetch_add(1, Ordering::SeqCst);
         Held {
@@ -104,7 +104,7 @@ impl Lane {
         }
     }
 
-    /// A dial by the only tunnel there is.
+    /// Dials on the only tunnel of the server.
     pub(super) async fn dial_alone(
         self: &Arc<Self>,
         dial: &Dial,
@@ -115,7 +115,7 @@ impl Lane {
         held.settle(outcome)
     }
 
-    /// A dial that ends early if the tunnel is switched away from.
+    /// Dials, but ends early if a switch leaves the tunnel.
     pub(super) async fn dial(
         &self,
         held: Held,
@@ -142,7 +142,7 @@ impl Lane {
         }
     }
 
-    /// Ends what is in use now.
+    /// Ends everything in use now.
     pub(super) fn cut(&self) {
         if let Some(end) = &self.end {
             std::mem::take(&mut *end.lock()).cancel();
@@ -175,12 +175,12 @@ impl Lane {
 // === impl Held ===
 
 impl Held {
-    /// Fires when the connection has to end; `None` where that never happens.
+    /// Returns the token that fires when the connection must end; `None` if no switch can happen.
     pub fn end(&self) -> Option<&CancellationToken> {
         self.end.as_ref()
     }
 
-    /// The dial goes on by another tunnel.
+    /// Records that the dial continues on another tunnel.
     pub(super) fn moved(mut self) {
         self.finish(DialOutcome::Moved);
     }

@@ -1,4 +1,4 @@
-//! Tunnels in memory, and the router over them.
+//! Tests of the router over tunnels in memory.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use std::collections::VecDeque;
@@ -19,16 +19,17 @@ use crate::backend::flow::{FlowSink, FlowSource};
 use crate::backend::tunnel::{Dialing, Peer};
 use crate::frontend::Frontend;
 
-/// What a flow holds before its sink waits.
+/// Bytes that a flow may buffer before its sink waits.
 const FLOW_BYTES: usize = 8;
 
-/// A tunnel whose endpoints echo.
+/// A tunnel in memory whose endpoints echo.
 pub(crate) struct Memory {
     kind: Kind,
     state: Mutex<State>,
-    /// Happens at the next look at the health: between a dial's look at the route and its place.
+    /// Runs at the next health check: after a dial has read the route, and before the dial counts as in
+    /// use.
     aside: Mutex<Option<Box<dyn FnOnce() + Send>>>,
-    /// Dials that came to an end of any kind.
+    /// Dials that have ended, with any outcome.
     pub(crate) dials: AtomicUsize,
     ends: Arc<Mutex<Vec<CloseReason>>>,
 }
@@ -40,7 +41,7 @@ struct State {
     delay: Duration,
 }
 
-/// What becomes of dials.
+/// Outcome of dials.
 #[derive(Clone, Copy)]
 pub(crate) enum Answer {
     Open,
@@ -50,7 +51,7 @@ pub(crate) enum Answer {
     Silence,
 }
 
-/// One echo: bytes that were sent and not received, and who waits.
+/// One echo: bytes that were sent and not yet received, and the tasks that wait.
 #[derive(Default)]
 struct Echo {
     chunks: VecDeque<Bytes>,
@@ -262,7 +263,7 @@ impl World {
         self.router.dial(&dial()).await
     }
 
-    /// Opens a connection, and says by which tunnel.
+    /// Opens a connection and returns the tunnel that carries it.
     pub(crate) async fn opened_by(&self) -> Kind {
         let dials = || self.openvpn.dials.load(Ordering::Relaxed);
         let before = dials();
@@ -299,7 +300,7 @@ const PREFER_KONNECTIVITY: Route = Route {
 };
 
 #[tokio::test(start_paused = true)]
-async fn one_tunnel_alone_is_asked_whatever_its_health() {
+async fn only_tunnel_is_dialed_whatever_its_health() {
     let konnectivity = Memory::new(Kind::Konnectivity);
     let metrics = Arc::new(ServerMetrics::new(&[]).unwrap());
     let router = Router::new(konnectivity.clone(), None, None, metrics);
@@ -339,7 +340,7 @@ async fn a_preferred_tunnel_is_replaced_dial_by_dial() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_the_target_says_is_final() {
+async fn refusal_by_the_endpoint_is_final() {
     let world = World::new();
     world.router.set_route(PREFER_KONNECTIVITY);
     world.konnectivity.set_answer(Answer::Refuse);
@@ -350,7 +351,7 @@ async fn what_the_target_says_is_final() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_openvpn_can_not_carry_an_agent_may() {
+async fn dial_that_openvpn_cannot_carry_goes_to_an_agent() {
     let world = World::new();
     world.router.set_route(Route {
         first: Kind::Openvpn,
@@ -359,7 +360,7 @@ async fn what_openvpn_can_not_carry_an_agent_may() {
     world.openvpn.set_answer(Answer::NotCarry);
     drop(world.dial().await.unwrap());
     assert!(world.dials(Kind::Konnectivity, "opened", 1));
-    // Without one the text is what there is to be told.
+    // Without an agent the client receives OpenVPN's text.
     world.konnectivity.set_health(Health::Absent);
     let error = world.dial().await.err().unwrap();
     assert_eq!(error.to_string(), "IPv4 only");
@@ -367,13 +368,13 @@ async fn what_openvpn_can_not_carry_an_agent_may() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_mode_without_a_stand_in_has_none() {
+async fn mode_without_fallback_fails_if_its_tunnel_has_no_peer() {
     let world = World::new();
     world.router.set_route(Route::only(Kind::Openvpn));
     world.openvpn.set_health(Health::Absent);
     assert_eq!(world.dial().await.err(), Some(DialError::NoClient));
     assert!(!world.router.is_ready());
-    // Both are gone: what the one that was asked last has said.
+    // Neither tunnel has a peer: the error is the preferred tunnel's.
     world.router.set_route(PREFER_KONNECTIVITY);
     assert!(world.router.is_ready());
     world.konnectivity.set_health(Health::Absent);
@@ -401,10 +402,10 @@ async fn a_dial_in_progress_moves_with_the_switch() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_tunnel_that_is_left_meanwhile_gets_no_dial() {
+async fn tunnel_left_by_a_switch_during_a_dial_gets_no_dial() {
     let world = World::new();
     let router = world.router.clone();
-    // The end of a switch that saw nothing in use.
+    // The end of a switch that found nothing in use.
     let left = move || router.set_route(Route::only(Kind::Openvpn));
     *world.konnectivity.aside.lock() = Some(Box::new(left));
     assert_eq!(world.opened_by().await, Kind::Openvpn);
@@ -413,7 +414,7 @@ async fn a_tunnel_that_is_left_meanwhile_gets_no_dial() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_client_that_leaves_is_counted_and_leaves_nothing() {
+async fn client_that_leaves_is_counted_and_releases_its_dial() {
     let world = World::new();
     world.konnectivity.set_answer(Answer::Silence);
     let dial = tokio::time::timeout(Duration::from_secs(1), world.dial());
@@ -431,7 +432,7 @@ async fn a_flow_is_a_connection_like_any_other() {
         cut,
     } = world.dial().await.unwrap();
     assert_eq!((sink.connection(), sink.agent_id()), (7, "memory"));
-    // More than the flow holds: its sink waits for its source.
+    // More than the flow may buffer: its sink waits for its source.
     let sent = async {
         sink.send(Bytes::from_static(b"a longer question")).await?;
         sink.finish().await
@@ -454,7 +455,7 @@ async fn a_flow_is_a_connection_like_any_other() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_cut_ends_what_is_open_and_nothing_that_comes_later() {
+async fn cut_ends_open_connections_and_no_later_ones() {
     let world = World::new();
     let frontend = Frontend::new(
         world.router.clone(),

@@ -1,5 +1,5 @@
-//! Runs the switch of one server: takes requests and changes of the mode file, looks at the tunnels
-//! while a switch is in progress, puts routes in force, saves the state, and tells.
+//! The driver of a server's switch: processes requests and changes of the mode file, checks the tunnels
+//! while a switch is in progress, sets routes, saves the state, and logs.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -19,16 +19,16 @@ use super::{Mode, SetBy, Unavailable, mode_file};
 use crate::metrics::ServerMetrics;
 use crate::router::Router;
 
-/// How often the tunnels are looked at while a switch is in progress.
+/// Interval between checks of the tunnels while a switch is in progress.
 const TICK: Duration = Duration::from_millis(100);
 
-/// How often the mode file is looked at. A change takes effect once it was seen twice.
+/// Interval between checks of the mode file. Two checks must see a change before the change takes effect.
 const POLL: Duration = Duration::from_millis(200);
 
-/// Requests that may wait; each one takes as long as the state file.
+/// Most requests waiting; a request takes as long as writing the state file.
 const WAITING_REQUESTS: usize = 16;
 
-/// The way to a server's switch.
+/// Handle of a server's switch.
 #[derive(Clone)]
 pub struct Switcher {
     requests: mpsc::Sender<Command>,
@@ -36,13 +36,13 @@ pub struct Switcher {
     router: Arc<Router>,
 }
 
-/// Why a request was not taken.
+/// Reason for refusing a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
-    /// The server has not the tunnel.
+    /// The server does not have the tunnel.
     #[error(transparent)]
     Unavailable(#[from] Unavailable),
-    /// The server stops.
+    /// The server is stopping.
     #[error("this server is stopping")]
     Stopping,
 }
@@ -53,21 +53,21 @@ struct Command {
     answer: oneshot::Sender<Result<(), Unavailable>>,
 }
 
-/// What the status shows of the switch itself.
+/// State of the switch for the status.
 struct Shown {
     mode: Mode,
     set_by: SetBy,
     phase: Phase,
     last: Option<Duration>,
-    /// The state can not be used or saved.
+    /// Set while the state file cannot be used or saved.
     state_problem: Option<String>,
-    /// The mode file can not be read.
+    /// Set while the mode file cannot be read.
     unreadable: Option<String>,
-    /// The mode file says nothing that is possible.
+    /// Set while the mode file has no usable mode.
     wrong: Option<String>,
 }
 
-/// The task.
+/// The task that runs the switch.
 pub struct Driver {
     machine: Switch,
     set_by: SetBy,
@@ -75,20 +75,20 @@ pub struct Driver {
     file: Option<Mode>,
     watched: Option<Watched>,
     state: Option<StateFile>,
-    /// What was saved last, without its times.
+    /// State saved last, without its times.
     saved: Option<(Mode, SetBy, Option<Mode>, Phase)>,
     requests: mpsc::Receiver<Command>,
-    /// Without anybody to ask, the file still is followed.
+    /// Keeps `requests` open without any [`Switcher`]; the task still follows the file.
     _sender: mpsc::Sender<Command>,
     shown: Arc<Mutex<Shown>>,
     router: Arc<Router>,
     metrics: Arc<ServerMetrics>,
 }
 
-/// Puts the mode to start with in force.
+/// Sets the mode and the route to start with.
 ///
 /// # Errors
-/// When it is not possible here.
+/// If this server does not have the tunnel of the mode.
 pub fn start(
     mut start: Start,
     router: Arc<Router>,
@@ -132,11 +132,11 @@ pub fn start(
 // === impl Switcher ===
 
 impl Switcher {
-    /// Asks for a mode. Once that is taken, it is saved, and new dials go where it says if its
-    /// tunnel has a healthy peer.
+    /// Requests a mode. Once the request is accepted, the mode is saved, and new dials use the mode's
+    /// tunnel if the tunnel has a healthy peer.
     ///
     /// # Errors
-    /// [`Refusal`]; nothing has changed then.
+    /// [`Refusal`]; then nothing has changed.
     pub async fn request(&self, mode: Mode, drain: Option<Duration>) -> Result<(), Refusal> {
         let (answer, answered) = oneshot::channel();
         let command = Command {
@@ -150,7 +150,7 @@ impl Switcher {
         Ok(taken?)
     }
 
-    /// Everything about the tunnels now.
+    /// Returns the status of the tunnels and of the switch.
     pub fn status(&self) -> Status {
         let shown = self.shown.lock();
         let route = self.router.route();
@@ -226,7 +226,7 @@ impl Driver {
         if outcome.is_ok() {
             self.advance().await;
         }
-        // Who does not wait any more sees it in the status.
+        // A requester that no longer waits finds the outcome in the status.
         let _ = command.answer.send(outcome);
     }
 
@@ -245,7 +245,7 @@ impl Driver {
         outcome
     }
 
-    /// Looks at the mode file. A file that is wrong changes nothing.
+    /// Checks the mode file. A wrong file changes nothing.
     fn look(&mut self) {
         let Some(watched) = &mut self.watched else {
             return;
@@ -275,7 +275,7 @@ impl Driver {
         error!("--tunnel-mode-file: {problem}; the mode stays as it is");
     }
 
-    /// Another text that says the same does not undo a switch.
+    /// Requests the mode of the file. A rewritten file with the same mode does not undo a switch.
     fn follow(&mut self, mode: Mode) -> Result<(), String> {
         if self.file == Some(mode) {
             return Ok(());
@@ -286,7 +286,7 @@ impl Driver {
         Ok(())
     }
 
-    /// Lets the machine go on, until the route that it wants is in force.
+    /// Advances the machine until its phase is stable and its route is in force.
     async fn advance(&mut self) {
         loop {
             let before = self.machine.phase();
@@ -369,7 +369,7 @@ impl Driver {
         if let Some(why) = &problem
             && shown.state_problem != problem
         {
-            error!("{why}; a restart would not know of the last switch");
+            error!("{why}; a restart would lose the last switch");
         }
         if problem.is_none() {
             self.saved = Some(now);
@@ -379,7 +379,7 @@ impl Driver {
 }
 
 impl Phase {
-    /// The phase without what changes from look to look.
+    /// Returns the phase without the fields that may change at every check.
     fn essence(self) -> Self {
         match self {
             Self::Draining {

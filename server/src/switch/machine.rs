@@ -1,16 +1,16 @@
-//! The switch from one tunnel to another as a state machine: what is asked for, the tunnels' state
-//! and the time go in, the route and events come out. No I/O, and no clock of its own.
+//! The switch from one tunnel to another as a state machine. Inputs are requests, the state of the tunnels,
+//! and the time; outputs are the route and events. The machine has no I/O and no clock.
 //!
 //! ```text
 //!            request                target healthy              nothing in use, or deadline
 //! Settled ------------> Waiting ---------------------> Draining ---------------------------> Settled
 //!                       old route, the other           new route, the old
-//!                       stands in                      stands in
+//!                       is the fallback                is the fallback
 //! ```
 //!
-//! A request may come in any state, also the one that turns round. While a switch is in progress
-//! each tunnel stands in for the other, dial by dial, so that none fails because of the switch
-//! while one of them is healthy. The end of a drain needs a healthy target for the same reason.
+//! A request may come in any state, and may also reverse the switch. While a switch is in progress the
+//! tunnels are each other's fallback, dial by dial, so no dial fails because of the switch while a tunnel
+//! is healthy. For the same reason the end of a drain requires a healthy target.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -20,88 +20,88 @@ use tokio::time::Instant;
 use super::{Mode, Unavailable};
 use crate::backend::tunnel::{Health, Kind};
 
-/// Where new dials go.
+/// Route of new dials.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Route {
-    /// Of two that are equally healthy, the one.
+    /// Preferred tunnel when both are equally healthy.
     pub first: Kind,
-    /// Whether the other one stands in.
+    /// True if the other tunnel is the fallback.
     pub both: bool,
 }
 
-/// The state of one tunnel.
+/// State of a tunnel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Side {
-    /// Whether it can take dials.
+    /// Readiness for dials.
     pub health: Health,
-    /// Its dials and connections.
+    /// Number of dials and connections.
     pub in_use: usize,
 }
 
-/// The state of the tunnels at one moment.
+/// State of the tunnels at a point in time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct View {
-    /// The agents.
+    /// The tunnel of agents.
     pub konnectivity: Side,
-    /// The OpenVPN clients, if the server has a tunnel for them.
+    /// The tunnel of OpenVPN clients, if the server has one.
     pub openvpn: Option<Side>,
 }
 
-/// How far a switch is.
+/// Progress of a switch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Phase {
     /// No switch is in progress.
     Settled,
     /// The target has no healthy peer yet.
     Waiting {
-        /// What dials go by until then.
+        /// Preferred tunnel of dials until then.
         first: Kind,
-        /// How long connections may live on afterwards.
+        /// Time for which connections may stay open afterwards.
         drain: Duration,
-        /// When the switch was asked for.
+        /// Time of the request.
         since: Instant,
     },
-    /// Connections of the other tunnel live on.
+    /// Connections of the other tunnel stay open.
     Draining {
-        /// When they are closed.
+        /// Time when the connections are closed.
         deadline: Instant,
-        /// When the switch was asked for.
+        /// Time of the request.
         since: Instant,
-        /// None were left at the last look. No dial goes there any more; one that was on its way
-        /// shows at the next look.
+        /// True if the last check found nothing in use. The route then excludes the old tunnel; a dial that
+        /// has read the earlier route shows at the next check.
         closing: bool,
-        /// The deadline has passed and the target is not healthy.
+        /// True if the deadline has passed without a healthy target.
         overdue: bool,
     },
 }
 
-/// What the owner has to do or to tell.
+/// Event for the owner to carry out or to log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Event {
-    /// Another mode was asked for.
+    /// Another mode was requested.
     Requested {
-        /// The mode before.
+        /// Previous mode.
         from: Mode,
-        /// The mode asked for.
+        /// Requested mode.
         to: Mode,
-        /// Another switch was in progress.
+        /// True if another switch was in progress.
         turned: bool,
     },
     /// The target has no healthy peer.
     Waits(Kind),
-    /// New dials go by this tunnel.
+    /// New dials use this tunnel.
     Diverted(Kind),
-    /// Connections of this tunnel have so much time to end.
+    /// Connections of this tunnel have the given time to end.
     Drains(Kind, Duration),
-    /// The time is over, but the target has no healthy peer any more.
+    /// The deadline of this tunnel's connections has passed, but the target no longer has a healthy peer.
     Overdue(Kind),
-    /// The connections of this tunnel are to be closed.
+    /// The owner must close the connections of this tunnel.
     Cut(Kind),
-    /// The mode is in force.
+    /// The mode is in force; contains the duration of the switch.
     Finished(Duration),
 }
 
-/// The switch of one server.
+/// The switch of a server.
 #[derive(Debug)]
 pub struct Switch {
     mode: Mode,
@@ -113,7 +113,7 @@ pub struct Switch {
 // === impl Switch ===
 
 impl Switch {
-    /// A server that starts with this mode, in the middle of a switch if `phase` says so.
+    /// Creates a switch in this mode, with a switch in progress if `phase` is not settled.
     pub fn new(mode: Mode, phase: Phase, default_drain: Duration) -> Self {
         Self {
             mode,
@@ -123,17 +123,17 @@ impl Switch {
         }
     }
 
-    /// The mode that was asked for last.
+    /// Returns the mode requested last.
     pub fn mode(&self) -> Mode {
         self.mode
     }
 
-    /// How far the switch to it is.
+    /// Returns the progress of the switch to the mode.
     pub fn phase(&self) -> Phase {
         self.phase
     }
 
-    /// Where dials have to go now.
+    /// Returns the route of new dials.
     pub fn route(&self) -> Route {
         let first = self.mode.tunnel();
         match self.phase {
@@ -149,13 +149,13 @@ impl Switch {
         }
     }
 
-    /// The next event.
+    /// Returns the next event.
     pub fn poll_event(&mut self) -> Option<Event> {
         self.events.pop_front()
     }
 
-    /// When something happens by time alone; besides, [`Switch::tick`] wants to be called now and
-    /// then while a switch is in progress.
+    /// Returns the next time at which the machine changes without other input. While a switch is in
+    /// progress, the owner must also call [`Switch::tick`] regularly.
     pub fn poll_timeout(&self) -> Option<Instant> {
         match self.phase {
             Phase::Draining {
@@ -167,10 +167,10 @@ impl Switch {
         }
     }
 
-    /// Asks for a mode. The mode that was asked for before is asked for again to change its drain.
+    /// Requests a mode. A repeated request for the current mode changes the drain time.
     ///
     /// # Errors
-    /// When the server has not the tunnel of the mode; nothing changes then.
+    /// If the server does not have the tunnel of the mode; nothing changes then.
     pub fn request(
         &mut self,
         mode: Mode,
@@ -210,7 +210,7 @@ impl Switch {
         Ok(())
     }
 
-    /// Looks at the tunnels and the time. A new route has to be in force before the next call.
+    /// Processes the state of the tunnels and the time. A new route must be in force before the next call.
     pub fn tick(&mut self, now: Instant, view: &View) {
         let target = self.mode.tunnel();
         match self.phase {
@@ -243,7 +243,7 @@ impl Switch {
         }
     }
 
-    /// The target takes the new dials. The other tunnel drains, unless it stays in use.
+    /// Sends new dials to the target. The other tunnel drains, unless it stays in use.
     fn divert(&mut self, before: Kind, drain: Duration, since: Instant, now: Instant, view: &View) {
         let target = self.mode.tunnel();
         if before != target {
@@ -308,27 +308,27 @@ impl Switch {
 // === impl Route ===
 
 impl Route {
-    /// By one tunnel alone.
+    /// Returns a route with one tunnel only.
     pub fn only(first: Kind) -> Self {
         Self { first, both: false }
     }
 
-    /// The tunnel that stands in.
+    /// Returns the fallback tunnel.
     pub fn second(self) -> Option<Kind> {
         self.both.then(|| self.first.other())
     }
 
-    /// Whether dials may go by a tunnel.
+    /// Returns true if dials may use a tunnel.
     pub fn includes(self, kind: Kind) -> bool {
         self.both || self.first == kind
     }
 
-    /// For an atomic.
+    /// Encodes the route for an atomic.
     pub fn to_bits(self) -> u8 {
         u8::from(self.first == Kind::Openvpn) | u8::from(self.both) << 1
     }
 
-    /// The reverse of [`Route::to_bits`].
+    /// Decodes the result of [`Route::to_bits`].
     pub fn from_bits(bits: u8) -> Self {
         Self {
             first: match bits & 1 {
@@ -343,7 +343,7 @@ impl Route {
 // === impl View ===
 
 impl View {
-    /// One tunnel's state, if the server has it.
+    /// Returns the state of a tunnel; `None` if the server does not have the tunnel.
     pub fn side(&self, kind: Kind) -> Option<Side> {
         match kind {
             Kind::Konnectivity => Some(self.konnectivity),
@@ -351,7 +351,7 @@ impl View {
         }
     }
 
-    /// Whether the server has the tunnel of a mode.
+    /// Returns true if the server has the tunnel of a mode.
     pub fn allows(&self, mode: Mode) -> bool {
         self.side(mode.tunnel()).is_some()
     }

@@ -1,17 +1,17 @@
-//! The mode as a file says it: one word, or the value of `konnectivityEnabled` alone or in YAML or
-//! JSON, as a hosting platform's cluster has it.
+//! The mode file: contains a single word, or the value of `konnectivityEnabled`, alone or in YAML or JSON,
+//! as in a hosting platform's Cluster object.
 
 use serde::Deserialize;
 
 use super::Mode;
 
-/// The longest file that is read, in bytes. A whole Cluster object fits.
+/// Largest mode file, in bytes. A whole Cluster object fits.
 pub const MAX_BYTES: u64 = 1 << 20;
 
-/// What to do about an empty file.
+/// Advice for an empty file.
 pub const IF_EMPTY: &str = "write a tunnel mode, such as konnectivity";
 
-/// The places where a document may say the mode; all others are left alone.
+/// Fields of a document that may contain the mode. Other fields are ignored.
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct Document {
@@ -21,10 +21,10 @@ struct Document {
     spec: Option<Box<Document>>,
 }
 
-/// Reads the text of a mode file.
+/// Parses the text of a mode file.
 ///
 /// # Errors
-/// When it says no mode, an unknown one, or two; the text says which.
+/// If the text has no mode, an unknown mode, or two modes; the error text names the problem.
 pub fn parse(text: &str) -> Result<Mode, String> {
     let word = text.trim();
     match word {
@@ -39,7 +39,7 @@ pub fn parse(text: &str) -> Result<Mode, String> {
         _ => {}
     }
     let document: Document = serde_saphyr::from_str(text).map_err(|error| {
-        // The rest of the text is a picture of the place.
+        // The other lines draw a picture of the place.
         let why = error.to_string();
         why.lines().next().unwrap_or_default().to_owned()
     })?;
@@ -48,10 +48,12 @@ pub fn parse(text: &str) -> Result<Mode, String> {
     modes.dedup();
     match modes.as_slice() {
         [mode] => Ok(*mode),
-        // Not even for a cluster where an absent value stands for OpenVPN: a key that was lost must
+        // A missing value is an error even for a cluster where absence stands for OpenVPN: a lost key must
         // not take a cluster down.
-        [] => Err("it says neither tunnelMode nor konnectivityEnabled".to_owned()),
-        [one, other, ..] => Err(format!("it says {one} in one place and {other} in another")),
+        [] => Err("neither tunnelMode nor konnectivityEnabled is set".to_owned()),
+        [one, other, ..] => Err(format!(
+            "two different modes: {one} in one place, {other} in another"
+        )),
     }
 }
 
@@ -86,7 +88,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_form_of_a_mode() {
+    fn every_form_of_a_mode_is_parsed() {
         for (text, mode) in [
             ("konnectivity", Mode::Konnectivity),
             ("openvpn\n", Mode::Openvpn),
@@ -112,11 +114,11 @@ mod tests {
     }
 
     #[test]
-    fn what_says_no_mode_is_refused() {
+    fn text_without_a_valid_mode_is_refused() {
         for (text, why) in [
-            ("OpenVPN", "no tunnel mode"),
-            ("", "no tunnel mode"),
-            ("tunnelMode: vpn", "no tunnel mode"),
+            ("OpenVPN", "unknown tunnel mode"),
+            ("", "unknown tunnel mode"),
+            ("tunnelMode: vpn", "unknown tunnel mode"),
             ("proxyMode: ipvs", "neither"),
             ("konnectivityEnabled:", "neither"),
             ("konnectivityEnabled: \"maybe\"", "bool"),

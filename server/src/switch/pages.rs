@@ -1,4 +1,4 @@
-//! The switch on the admin listener.
+//! The switch's pages on the admin listener.
 
 use culvert_host::admin::{Ask, Reply, Routes};
 use http::StatusCode;
@@ -8,7 +8,7 @@ use super::status::{Request, STATUS_PATH, SWITCH_PATH};
 
 const JSON: &str = "application/json";
 
-/// Adds the status and the request of a mode. Only for listeners that know who asks.
+/// Adds the pages for the status and for mode requests. The listener must authenticate its clients.
 #[must_use]
 pub fn add(routes: Routes, switcher: &Switcher) -> Routes {
     let (shown, asked) = (switcher.clone(), switcher.clone());

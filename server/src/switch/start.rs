@@ -1,4 +1,4 @@
-//! Which mode a server starts with.
+//! The choice of the mode at start.
 
 use std::path::Path;
 
@@ -9,52 +9,52 @@ use super::machine::{Phase, Switch, View};
 use super::state_file::{Clocks, Saved, StateFile};
 use super::{Mode, SetBy, Settings, Unavailable, mode_file};
 
-/// What a server knows of its mode when it starts.
+/// Inputs for the choice of the mode at start.
 pub struct Start {
     pub(super) settings: Settings,
-    /// The mode file, if one is followed.
+    /// The mode file, if configured.
     pub(super) watched: Option<Watched>,
     pub(super) state: Option<StateFile>,
-    /// What the mode file says.
+    /// Mode in the mode file.
     pub(super) file: Option<Mode>,
     saved: Option<Saved>,
-    /// Why the saved state does not count.
+    /// Reason for ignoring the saved state.
     pub(super) state_problem: Option<String>,
-    /// Why the mode file can not be read.
+    /// Reason why the mode file cannot be read.
     pub(super) unreadable: Option<String>,
 }
 
-/// Why a server can not start with its mode.
+/// Reason why a server cannot start in its mode.
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
-    /// The mode file says none.
+    /// The mode file has no valid mode.
     #[error("--tunnel-mode-file {path}: {why}")]
     File {
-        /// The file.
+        /// Path of the file.
         path: String,
-        /// What is wrong.
+        /// Problem with the file.
         why: String,
     },
-    /// The flag or the file says one that is not possible here.
+    /// The flag or the file names a mode whose tunnel this server does not have.
     #[error(transparent)]
     Unavailable(#[from] Unavailable),
 }
 
-/// The mode to start with.
+/// Mode at start.
 #[derive(Debug, PartialEq, Eq)]
 struct Decision {
     mode: Mode,
     set_by: SetBy,
-    /// The saved state is the one that counts.
+    /// True if the mode comes from the saved state.
     from_state: bool,
 }
 
 impl Start {
-    /// Reads the files. A mode file that is not there yet is waited for, with the mode that there
-    /// would be without; a state file that can not be used counts for none.
+    /// Reads the state file and the mode file. If the mode file is missing, the server chooses its mode
+    /// without the file, and waits for the file. An unusable state file is ignored.
     ///
     /// # Errors
-    /// When the mode file says no mode.
+    /// If the mode file has no valid mode.
     pub fn read(settings: Settings) -> Result<Self, StartError> {
         let state = settings.state_file.as_deref().map(StateFile::new);
         let (saved, state_problem) = match state.as_ref().map(StateFile::load) {
@@ -103,10 +103,10 @@ impl Start {
         Ok(())
     }
 
-    /// The machine to start with, and who set its mode.
+    /// Returns the machine to start with, and the origin of its mode.
     ///
     /// # Errors
-    /// When flag or file say a mode that is not possible here.
+    /// If the flag or the file names a mode whose tunnel this server does not have.
     pub fn machine(&mut self, view: &View, clocks: Clocks) -> Result<(Switch, SetBy), Unavailable> {
         let possible = self
             .saved
@@ -123,7 +123,7 @@ impl Start {
             return Err(Unavailable(mode));
         }
         if decision.from_state && self.unreadable.is_some() {
-            // It may say the same once it can be read.
+            // Once readable, the file may still have the same mode as when the state was saved.
             self.file = self.saved.as_ref().and_then(|saved| saved.file);
         }
         let drain = self.settings.drain;
@@ -141,8 +141,8 @@ impl Start {
     }
 }
 
-/// The state counts as long as neither the file nor, without one, the flag says something else than
-/// when it was saved.
+/// Chooses the mode. The saved state counts as long as the file, or without a file the flag, has the same
+/// mode as when the state was saved.
 fn decide(flag: Mode, file: Option<Mode>, saved: Option<&Saved>) -> Decision {
     let unchanged = saved.filter(|saved| match file {
         Some(mode) => saved.file == Some(mode),
@@ -168,7 +168,7 @@ fn decide(flag: Mode, file: Option<Mode>, saved: Option<&Saved>) -> Decision {
 }
 
 impl SetBy {
-    /// The word for people.
+    /// Returns the word for people.
     pub fn name(self) -> &'static str {
         match self {
             Self::Flag => "flag",

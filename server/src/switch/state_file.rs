@@ -1,4 +1,4 @@
-//! The file by which the mode and a switch in progress survive a restart.
+//! The state file: keeps the mode and a switch in progress across restarts.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read as _, Write as _};
@@ -13,32 +13,32 @@ use super::machine::Phase;
 use super::{Mode, SetBy};
 use crate::backend::tunnel::Kind;
 
-/// The longest file that is read, in bytes.
+/// Largest state file, in bytes.
 const MAX_BYTES: u64 = 64 * 1024;
 
-/// The only version there is.
+/// The only version so far.
 const VERSION: u32 = 1;
 
-/// What is saved.
+/// Content of the state file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct Saved {
     version: u32,
-    /// The mode that was set last.
+    /// Mode that was set last.
     pub mode: Mode,
-    /// Who set it.
+    /// Origin of the mode.
     pub set_by: SetBy,
-    /// What `--tunnel-mode` said at that time.
+    /// Value of `--tunnel-mode` at that time.
     pub flag: Mode,
-    /// What the mode file said at that time.
+    /// Mode in the mode file at that time.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub file: Option<Mode>,
-    /// The switch in progress.
+    /// Switch in progress.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub switch: Option<SavedSwitch>,
 }
 
-/// A switch in progress. Times are of the wall clock, in ms since 1970.
+/// A switch in progress. Times are wall-clock times in ms since 1970.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(
     tag = "phase",
@@ -48,41 +48,42 @@ pub struct Saved {
 pub enum SavedSwitch {
     /// The target had no healthy peer.
     Waiting {
-        /// Where dials went.
+        /// Preferred tunnel of dials.
         first: Kind,
-        /// How long connections may live on afterwards.
+        /// Time for which connections may stay open afterwards, in ms.
         drain_ms: u64,
-        /// When the switch was asked for.
+        /// Time of the request.
         since_ms: u64,
     },
-    /// Connections of the other tunnel lived on.
+    /// Connections of the other tunnel were still open.
     Draining {
-        /// Until when.
+        /// Time when the connections are closed.
         deadline_ms: u64,
-        /// When the switch was asked for.
+        /// Time of the request.
         since_ms: u64,
     },
 }
 
-/// The file.
+/// The state file at a path.
 #[derive(Clone, Debug)]
 pub struct StateFile {
     path: PathBuf,
 }
 
-/// The two clocks at one moment: one goes on by restarts, the other is never set.
+/// Both clocks at a point in time. The wall clock continues across restarts; the clock of the process is
+/// never set.
 #[derive(Clone, Copy, Debug)]
 pub struct Clocks {
-    /// Of this process.
+    /// Clock of this process.
     pub now: Instant,
-    /// Of the world.
+    /// Wall clock.
     pub wall: SystemTime,
 }
 
 // === impl Saved ===
 
 impl Saved {
-    /// What is to be saved.
+    /// Creates the state to save, without a switch in progress.
     pub fn new(mode: Mode, set_by: SetBy, flag: Mode, file: Option<Mode>) -> Self {
         Self {
             version: VERSION,
@@ -94,7 +95,7 @@ impl Saved {
         }
     }
 
-    /// The same in the middle of a switch.
+    /// Adds the switch in progress, if any.
     #[must_use]
     pub fn with_phase(mut self, phase: Phase, clocks: Clocks) -> Self {
         self.switch = match phase {
@@ -118,8 +119,8 @@ impl Saved {
         self
     }
 
-    /// The phase that was saved. No time is longer than it was meant to be, wherever the clock was
-    /// set to in between.
+    /// Returns the saved phase. No time becomes longer than intended, even if the wall clock was set in
+    /// between.
     pub fn phase(&self, longest_drain: Duration, clocks: Clocks) -> Phase {
         match self.switch {
             None => Phase::Settled,
@@ -152,7 +153,7 @@ impl Saved {
 // === impl Clocks ===
 
 impl Clocks {
-    /// The clocks now.
+    /// Reads both clocks.
     pub fn read() -> Self {
         Self {
             now: Instant::now(),
@@ -174,7 +175,8 @@ impl Clocks {
         Duration::from_millis(wall_ms.saturating_sub(self.wall_ms()))
     }
 
-    /// A process can not look back to before the machine started.
+    /// Converts a wall-clock time. The clock of a process has no times before the start of the machine;
+    /// such times become the current time.
     fn since(self, wall_ms: u64) -> Instant {
         let ago = Duration::from_millis(self.wall_ms().saturating_sub(wall_ms));
         self.now.checked_sub(ago).unwrap_or(self.now)
@@ -188,17 +190,17 @@ fn millis(duration: Duration) -> u64 {
 // === impl StateFile ===
 
 impl StateFile {
-    /// The file at a path, which need not be there yet.
+    /// Creates a handle for the file at a path. The file may be missing.
     pub fn new(path: &Path) -> Self {
         Self {
             path: path.to_owned(),
         }
     }
 
-    /// Reads the file; `None` if there is none.
+    /// Reads the file; `None` if it is missing.
     ///
     /// # Errors
-    /// When it can not be read, or is none of ours; the text names it.
+    /// If the file cannot be read, or is not a state file of this program; the text names the file.
     pub fn load(&self) -> Result<Option<Saved>, String> {
         let fail = |why: String| format!("--tunnel-state-file {}: {why}", self.path.display());
         let file = match File::open(&self.path) {
@@ -216,19 +218,21 @@ impl StateFile {
         let saved: Saved = serde_json::from_str(&text).map_err(|error| fail(error.to_string()))?;
         if saved.version != VERSION {
             let version = saved.version;
-            return Err(fail(format!("version {version}, and {VERSION} is known")));
+            return Err(fail(format!(
+                "unknown version {version}; expected {VERSION}"
+            )));
         }
         Ok(Some(saved))
     }
 
-    /// Replaces the file, so that there is the old or the new one after whatever happens.
+    /// Replaces the file. After a crash at any point, either the old or the new file exists.
     ///
     /// # Errors
-    /// When it can not be written; the text names it.
+    /// If the file cannot be written; the text names the file.
     pub async fn save(&self, saved: &Saved) -> Result<(), String> {
         let path = self.path.clone();
         let text = serde_json::to_vec(saved).map_err(|error| error.to_string())?;
-        // A disk may take its time.
+        // Writing to a disk may block.
         let written = tokio::task::spawn_blocking(move || replace(&path, &text)).await;
         let written = written.map_err(io::Error::other).flatten();
         written.map_err(|error| {

@@ -1,5 +1,4 @@
-//! What the admin listener says of the tunnels and takes as a request, as values that the
-//! operator's tool reads and writes too.
+//! The admin listener's status of the tunnels, and its requests. The operator's tool uses the same types.
 
 use culvert_host::flags::GoDuration;
 use serde::{Deserialize, Serialize};
@@ -7,34 +6,34 @@ use serde::{Deserialize, Serialize};
 use super::{Mode, SetBy};
 use crate::backend::tunnel::{Health, Kind, Peer};
 
-/// The path of the status: GET.
+/// Path of the status (GET).
 pub const STATUS_PATH: &str = "/tunnel";
 
-/// The path of a [`Request`]: POST.
+/// Path of a [`Request`] (POST).
 pub const SWITCH_PATH: &str = "/tunnel/switch";
 
-/// Everything about the tunnels of one server.
+/// Status of all tunnels of a server.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Status {
-    /// The mode that was set last.
+    /// Mode that was set last.
     pub mode: Mode,
-    /// Who set it.
+    /// Origin of the mode.
     pub set_by: SetBy,
-    /// Where new dials go: the tunnel, and the one that stands in for it.
+    /// Tunnels of new dials: the preferred tunnel, then its fallback.
     pub new_dials: Vec<Kind>,
-    /// How far the switch to the mode is.
+    /// Progress of the switch to the mode.
     pub switch: Progress,
-    /// The tunnels that this server has.
+    /// Tunnels that this server has.
     pub tunnels: Vec<TunnelStatus>,
-    /// How long the last switch took that is over.
+    /// Duration of the last completed switch, in seconds.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub last_switch_seconds: Option<f64>,
-    /// What does not work: a mode file that can not be used, a state that can not be saved.
+    /// Current problems: a mode file that cannot be used, or a state that cannot be saved.
     pub problems: Vec<String>,
 }
 
-/// How far a switch is.
+/// Progress of a switch.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(
     tag = "phase",
@@ -44,66 +43,66 @@ pub struct Status {
 pub enum Progress {
     /// The mode is in force.
     Settled,
-    /// It will be once this tunnel has a healthy peer.
+    /// The switch waits until this tunnel has a healthy peer.
     Waiting {
-        /// The tunnel.
+        /// Tunnel that the switch waits for.
         tunnel: Kind,
-        /// For how long already.
+        /// Time since the request, in seconds.
         seconds: f64,
     },
-    /// It is for new dials; connections of this tunnel live on.
+    /// New dials use the other tunnel; connections of this tunnel stay open.
     Draining {
-        /// The tunnel.
+        /// Tunnel that drains.
         tunnel: Kind,
-        /// For how long the switch has been in progress.
+        /// Time since the request, in seconds.
         seconds: f64,
-        /// How many dials and connections it still has.
+        /// Number of remaining dials and connections.
         left: usize,
-        /// When they are closed; 0 if the time is over and only a healthy peer of the other tunnel
-        /// is missing.
+        /// Time until the connections are closed, in seconds. 0 if the deadline has passed and only a
+        /// healthy peer of the other tunnel is missing.
         seconds_left: f64,
     },
 }
 
-/// One tunnel.
+/// Status of a tunnel.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct TunnelStatus {
-    /// Which one.
+    /// Kind of the tunnel.
     pub tunnel: Kind,
-    /// The health of its best peer.
+    /// Health of the best peer.
     pub health: Health,
-    /// Open connections.
+    /// Number of open connections.
     pub connections: usize,
-    /// Dials in progress.
+    /// Number of dials in progress.
     pub dials: usize,
-    /// Its peers.
+    /// Peers of the tunnel.
     pub peers: Vec<Peer>,
 }
 
-/// A request for a mode.
+/// Request for a mode.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct Request {
-    /// The mode.
+    /// Requested mode.
     pub to: Mode,
-    /// How long connections of the old tunnel may live on, in Go's syntax; the server's default if
-    /// nothing is said.
+    /// Time for which connections of the old tunnel may stay open, in Go's duration syntax. `None` means
+    /// the server's default.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub drain: Option<String>,
 }
 
 impl Request {
-    /// The request for a mode.
+    /// Creates a request for a mode.
     pub fn new(to: Mode, drain: Option<GoDuration>) -> Self {
         let drain = drain.map(|drain| drain.to_string());
         Self { to, drain }
     }
 
-    /// The drain.
+    /// Returns the drain time.
     ///
     /// # Errors
-    /// When it is not a duration, or below zero.
+    /// If the text is not a duration, or is below zero.
     pub fn drain(&self) -> Result<Option<std::time::Duration>, String> {
         let Some(text) = &self.drain else {
             return Ok(None);

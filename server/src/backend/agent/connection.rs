@@ -1,5 +1,6 @@
-//! The connections of one agent stream, and what owns them: a pending dial by [`Pending`], an open
-//! connection by [`Guard`]. Dropping either takes it out of the stream's table and tells the agent.
+//! The connections of an agent stream, and their owners: a [`Pending`] owns a pending dial, a [`Guard`]
+//! owns an open connection. Dropping the owner removes the entry from the stream's table and notifies the
+//! agent.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -19,7 +20,7 @@ use tokio_util::sync::CancellationToken;
 use super::{AgentStream, Limits, StreamDialError};
 use crate::metrics::ServiceMethod;
 
-/// A connection's entry in the stream's table.
+/// Entry of a connection in the stream's table.
 pub(super) struct Slot {
     outcome: Mutex<Option<oneshot::Sender<Outcome>>>,
     incoming: Sender<Incoming>,
@@ -37,25 +38,25 @@ pub(super) enum Incoming {
 
 /// An open connection through the agent.
 pub struct Connection {
-    /// From the endpoint.
+    /// Bytes from the endpoint.
     pub source: FromAgent,
-    /// To the endpoint.
+    /// Bytes to the endpoint.
     pub sink: ToAgent,
-    /// Says when it has to end although bytes are still queued for its client.
+    /// Signals that the connection must end although bytes are still queued for its client.
     pub cut: Cut,
 }
 
-/// Ends a connection whose client takes no bytes, or takes them too slowly.
+/// Ends a connection whose client accepts no bytes, or accepts bytes too slowly.
 #[derive(Clone)]
 pub struct Cut {
-    /// The endpoint or the agent is gone: the client gets what is queued while it takes it.
+    /// Fires when the endpoint or the agent is gone. The client may still receive the queued bytes.
     closing: CancellationToken,
     watch: Watch<Incoming>,
     stall: Duration,
 }
 
 impl Cut {
-    /// Resolves when the connection has to end.
+    /// Resolves when the connection must end.
     pub async fn due(&self) -> CloseReason {
         let closed = async {
             self.closing.cancelled().await;
@@ -68,39 +69,39 @@ impl Cut {
     }
 }
 
-/// The endpoint's bytes.
+/// Source of the endpoint's bytes.
 pub struct FromAgent {
     incoming: Receiver<Incoming>,
 }
 
-/// The way to the endpoint.
+/// Sink for bytes to the endpoint.
 pub struct ToAgent {
     guard: Guard,
     cut: Cut,
     finished: bool,
 }
 
-/// Owns an open connection: dropping it closes the connection at the agent.
+/// Owns an open connection: dropping the guard closes the connection at the agent.
 pub(super) struct Guard {
     stream: Arc<AgentStream>,
     connection: ConnectId,
     opened: Instant,
-    /// The agent was asked to close it already.
+    /// Set when a close request was already sent to the agent.
     asked: bool,
 }
 
-/// Owns a pending dial: dropping it gives the dial up.
+/// Owns a pending dial: dropping the owner cancels the dial.
 pub(super) struct Pending<'a> {
     stream: &'a Arc<AgentStream>,
     pub(super) dial: DialId,
-    /// The agent was asked: it has to be told of a change of mind.
+    /// Set when the dial request was sent; the agent must then learn of a cancellation.
     pub(super) sent: bool,
 }
 
 // === impl Slot ===
 
 impl Slot {
-    /// A new entry, with the two ends that the dial keeps.
+    /// Creates an entry, with the two ends that the dial keeps.
     pub(super) fn new(limits: &Limits) -> (Arc<Self>, oneshot::Receiver<Outcome>, FromAgent) {
         let (outcome_tx, outcome) = oneshot::channel();
         let (incoming_tx, incoming) = inbox(limits.connection_bytes, &limits.excess);
@@ -117,16 +118,16 @@ impl Slot {
         (Arc::new(slot), outcome, FromAgent { incoming })
     }
 
-    /// Gives the dial its outcome.
+    /// Completes the dial.
     pub(super) fn resolve(&self, outcome: Outcome) {
         let sender = self.outcome.lock().take();
         if let Some(sender) = sender {
-            // A receiver that is gone drops the guard here.
+            // If the receiver is gone, the guard is dropped here.
             let _ = sender.send(outcome);
         }
     }
 
-    /// Queues the end of the endpoint's bytes. Once: it has no weight, and a peer could repeat it.
+    /// Queues the end of the endpoint's bytes, once: the marker has no weight, and a peer could repeat it.
     pub(super) fn half_close(&self) {
         if !self.half_closed.swap(true, Ordering::Relaxed) {
             self.incoming.end(Incoming::HalfClosed);
@@ -139,14 +140,14 @@ impl Slot {
         self.cut.closing.cancel();
     }
 
-    /// Queues bytes, or ends the connection if there is no room for them. Says whether the
-    /// stream's reader has to [`Slot::pace`] itself.
+    /// Queues bytes, or ends the connection for lack of room. Returns true if the stream's reader must call
+    /// [`Slot::pace`].
     pub(super) fn deliver(&self, bytes: Bytes) -> bool {
         let (bytes, weight) = weighed(bytes);
         self.incoming.push(Incoming::Data(bytes), weight)
     }
 
-    /// See [`Sender::pace`].
+    /// Slows the stream's reader down, see [`Sender::pace`].
     pub(super) async fn pace(&self) {
         self.incoming.pace().await;
     }
@@ -155,7 +156,7 @@ impl Slot {
 // === impl Pending ===
 
 impl<'a> Pending<'a> {
-    /// Enters the dial under a fresh id.
+    /// Registers the dial under a fresh id.
     pub(super) fn register(
         stream: &'a Arc<AgentStream>,
         mut slot: Arc<Slot>,
@@ -164,7 +165,7 @@ impl<'a> Pending<'a> {
             if stream.retired.is_cancelled() {
                 return Err(StreamDialError::AgentLost);
             }
-            // Our own id, not the front end's: two front ends may choose the same one.
+            // The server chooses the id, because two front ends may choose the same id.
             let dial = DialId(rand::random_range(1..i64::MAX));
             match stream.mux.lock().dial(dial, slot) {
                 Ok(()) => {
@@ -189,7 +190,7 @@ impl Drop for Pending<'_> {
             (mux.cancel(self.dial), mux.counts().0)
         };
         if waiting == 0 {
-            // Nothing is due from the agent: its silence says nothing.
+            // The agent owes no answer, so its silence means nothing.
             *self.stream.unanswered_since.lock() = None;
         }
         if let Some(message) = message.filter(|_| self.sent) {
@@ -201,7 +202,7 @@ impl Drop for Pending<'_> {
 // === impl Guard ===
 
 impl Guard {
-    /// Takes ownership of a connection that is in the stream's table already.
+    /// Creates the owner of a connection that is already in the stream's table.
     pub(super) fn new(stream: Arc<AgentStream>, connection: ConnectId) -> Self {
         stream.metrics.established_connections.increment(1.0);
         Self {
@@ -253,7 +254,7 @@ impl Source for FromAgent {
 // === impl Connection ===
 
 impl Connection {
-    /// Puts the ends of a dial that succeeded together.
+    /// Combines the ends of a dial that succeeded.
     pub(super) fn new(source: FromAgent, guard: Guard, slot: &Slot) -> Self {
         Self {
             source,
@@ -270,12 +271,12 @@ impl Connection {
 // === impl ToAgent ===
 
 impl ToAgent {
-    /// The id by which the agent knows the connection; for logs.
+    /// Returns the agent's id of the connection, for logs.
     pub fn connection(&self) -> ConnectId {
         self.guard.connection
     }
 
-    /// The agent that carries the connection; for logs.
+    /// Returns the id of the agent that carries the connection, for logs.
     pub fn agent_id(&self) -> &str {
         &self.guard.stream.hello.agent_id
     }
@@ -307,9 +308,9 @@ impl Sink for ToAgent {
         Ok(())
     }
 
-    /// To a stock agent half of a close is a whole one: it answers with its own close after what
-    /// it has read, as it does to a stock server. One that does not answer is not waited for
-    /// longer than [`CLOSE_STALL`].
+    /// Ends the direction to the endpoint. A stock agent has no half close and receives a close request:
+    /// the agent answers with its own close after the bytes that it has read, as with a stock server. The
+    /// wait for the answer is limited to [`CLOSE_STALL`].
     async fn finish(&mut self) -> Result<(), CloseReason> {
         if self.finished {
             return Ok(());

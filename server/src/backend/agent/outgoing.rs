@@ -1,4 +1,4 @@
-//! What goes to the agent, as the body of the `Connect` call's response.
+//! The messages to the agent: the body of the `Connect` call's response.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use tonic::Status;
 
 use super::AgentStream;
 
-/// What goes to the agent, counted.
+/// Stream of messages to the agent; counts every message.
 pub struct Outgoing {
     messages: queue::Receiver<Message>,
     stream: Arc<AgentStream>,

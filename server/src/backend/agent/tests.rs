@@ -81,7 +81,7 @@ async fn fill(sink: &mut impl Sink) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_stalled_client_loses_its_connection_and_nobody_else_waits() {
+async fn stalled_client_loses_its_connection_and_other_connections_do_not_wait() {
     let mut agent = Agent::connected();
     let stalled = agent.open(1).await;
     let mut other = agent.open(2).await;
@@ -91,7 +91,7 @@ async fn a_stalled_client_loses_its_connection_and_nobody_else_waits() {
         agent.stream.on_message(data(2)).await;
         assert_eq!(other.source.recv().await, Ok(Some(CHUNK)));
     }
-    // Once, to see whether it moves.
+    // The reader waits once, to find out whether the client still accepts bytes.
     assert_eq!(started.elapsed(), PACE);
     assert!(agent.excess.used() > 0);
     assert_eq!(stalled.cut.due().await, CloseReason::Stalled);
@@ -123,11 +123,11 @@ async fn a_client_that_empties_the_pool_is_closed_at_once() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_full_way_to_the_agent_drops_only_answers_that_come_again() {
+async fn full_outgoing_queue_drops_only_replies_that_can_be_repeated() {
     let mut agent = Agent::connected();
     let mut connection = agent.open(1).await;
     fill(&mut connection.sink).await;
-    // What is left is less than a chunk, and a thousand answers fill it.
+    // The remaining room is less than one chunk, and a thousand replies fill it.
     for _ in 0..2000 {
         agent.stream.on_message(data(98)).await;
     }
@@ -149,7 +149,7 @@ async fn a_full_way_to_the_agent_drops_only_answers_that_come_again() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_agent_that_takes_no_packets_loses_its_stream() {
+async fn agent_that_accepts_no_packets_loses_its_stream() {
     let mut agent = Agent::connected();
     let mut connection = agent.open(1).await;
     fill(&mut connection.sink).await;

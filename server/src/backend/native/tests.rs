@@ -1,4 +1,4 @@
-//! Agents that never get as far as an introduction.
+//! Agents that do not complete an introduction.
 #![allow(clippy::unwrap_used)]
 
 use std::time::Duration;
@@ -52,7 +52,7 @@ impl Server {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_introduction_that_does_not_come_or_not_to_its_end_is_not_awaited_for_ever() {
+async fn missing_or_incomplete_introduction_times_out() {
     for beginning in ["", "GET /agent HTTP/1.1\r\nagentid: a\r\n"] {
         let server = Server::new();
         let (near, mut far) = duplex(4096);
@@ -66,7 +66,7 @@ async fn an_introduction_that_does_not_come_or_not_to_its_end_is_not_awaited_for
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_silent_peer_does_not_hold_up_the_end_of_the_server() {
+async fn silent_peer_does_not_delay_shutdown() {
     let server = Server::new();
     let (near, _far) = duplex(4096);
     let started = Instant::now();
@@ -80,7 +80,7 @@ async fn a_silent_peer_does_not_hold_up_the_end_of_the_server() {
 }
 
 #[tokio::test]
-async fn an_agent_without_an_id_is_told_so() {
+async fn agent_without_an_id_receives_the_reason() {
     let server = Server::new();
     let (near, mut far) = duplex(4096);
     far.write_all(b"GET /agent HTTP/1.1\r\nupgrade: culvert/1\r\n\r\n")

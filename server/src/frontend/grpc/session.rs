@@ -1,12 +1,12 @@
-//! What a front end's packets mean on one `Proxy` stream, without I/O.
+//! The session of a `Proxy` stream, without I/O: interprets the front end's packets.
 //!
-//! The contract of stock clients is one connection on each stream. The error texts are upstream's.
+//! Stock clients open one connection on each stream. The error texts are upstream's.
 
 use bytes::Bytes;
 use culvert_konnectivity::message::{ConnectId, DialId, Message};
 use culvert_stream::Dial;
 
-/// Where the stream stands.
+/// State of the stream.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum State {
     /// No dial yet.
@@ -16,36 +16,36 @@ enum State {
     Dialing(DialId),
     /// A connection is open.
     Open(ConnectId),
-    /// Nothing more is acted upon; the client ends the call.
+    /// The connection or the dial has ended; only closes are answered. The client ends the call.
     Ended,
 }
 
-/// The state of one stream.
+/// State of a stream.
 #[derive(Debug, Default)]
 pub struct Session {
     state: State,
 }
 
-/// What to do about a packet.
+/// Action that a packet requires.
 #[derive(Debug, PartialEq)]
 pub enum Step {
     /// Open a connection.
     Dial(Dial),
     /// Pass bytes on to the endpoint.
     Data(Bytes),
-    /// The client gave its dial up or closed its connection. The reply, if any, is due once
-    /// everything before was passed on.
+    /// The client cancelled its dial or closed its connection. The reply, if any, is due once all earlier
+    /// bytes were passed on.
     Close(Option<Message>),
-    /// Answer, and go on.
+    /// Send the reply, and go on.
     Reply(Message),
-    /// Answer, close the connection if there is one, and act upon nothing more.
+    /// Send the replies, close the connection if open, and ignore later packets.
     Fail(Vec<Message>),
-    /// Nothing.
+    /// Do nothing.
     Ignore,
 }
 
 impl Session {
-    /// Takes one packet of the client.
+    /// Processes a packet from the client.
     pub fn on_message(&mut self, message: Message) -> Step {
         match message {
             Message::DialRequest {
@@ -63,7 +63,7 @@ impl Session {
         }
     }
 
-    /// The dial succeeded: what to tell the client.
+    /// Records a successful dial. Returns the response to the client.
     pub fn opened(&mut self, connection: ConnectId) -> Option<Message> {
         let State::Dialing(dial) = self.state else {
             return None;
@@ -76,7 +76,7 @@ impl Session {
         })
     }
 
-    /// The dial failed: what to tell the client.
+    /// Records a failed dial. Returns the response to the client.
     pub fn refused(&mut self, error: String) -> Option<Message> {
         let State::Dialing(dial) = self.state else {
             return None;
@@ -89,8 +89,8 @@ impl Session {
         })
     }
 
-    /// The connection ended for another reason than the client's word: what to tell the client,
-    /// unless it was told.
+    /// Records an end of the connection not caused by the client. Returns the close to the client, unless
+    /// it was already sent.
     pub fn closed(&mut self, error: &str) -> Option<Message> {
         let State::Open(connection) = self.state else {
             return None;
@@ -138,7 +138,8 @@ impl Session {
     fn on_close(&mut self, connection: ConnectId) -> Step {
         match self.state {
             State::Idle => Step::Reply(close(connection, "backend uninitialized")),
-            // The client may close what we have just closed: it waits for an answer.
+            // The client may close a connection that the server has just closed, and then waits for an
+            // answer.
             State::Ended => Step::Reply(close(connection, "")),
             State::Dialing(_) | State::Open(_) => {
                 self.state = State::Ended;
@@ -201,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn another_connections_id_closes_both() {
+    fn data_for_another_connection_id_closes_both() {
         let mut session = open();
         assert_eq!(
             session.on_message(data(ID)),
@@ -219,14 +220,14 @@ mod tests {
     }
 
     #[test]
-    fn a_second_dial_is_refused_without_harm() {
+    fn second_dial_is_refused_and_the_connection_stays_open() {
         let mut session = open();
         assert!(matches!(session.on_message(dial(8)), Step::Reply(_)));
         assert!(matches!(session.on_message(data(ID)), Step::Data(_)));
     }
 
     #[test]
-    fn only_the_pending_dial_can_be_given_up() {
+    fn only_the_pending_dial_can_be_cancelled() {
         let mut session = Session::default();
         session.on_message(dial(7));
         let other = Message::CloseDial { dial: DialId(8) };
@@ -237,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn a_close_is_answered_once_and_again_when_asked_again() {
+    fn every_close_is_answered() {
         let mut session = open();
         let request = Message::CloseRequest { connection: ID };
         let answer = close(ID, "");

@@ -1,4 +1,4 @@
-//! The whole of it over tunnels in memory, in virtual time.
+//! Tests of the whole switch over tunnels in memory, in virtual time.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
 
 use std::os::unix::fs::symlink;
@@ -57,7 +57,7 @@ impl Running {
         }
     }
 
-    /// A stream that talks until it is cut, or the test ends.
+    /// Runs an echo until the connection is cut or the test ends. The flag is set by a cut.
     fn stream(&self, connection: Connection) -> Arc<AtomicBool> {
         let cut = Arc::new(AtomicBool::new(false));
         let (seen, stop) = (cut.clone(), self.stop.clone());
@@ -77,7 +77,7 @@ impl Running {
     }
 }
 
-/// Ends only when the connection is cut.
+/// Returns only when the connection is cut.
 async fn echo(connection: Connection) {
     let Connection {
         mut source,
@@ -118,7 +118,7 @@ async fn twenty_switches_under_load_fail_no_dial_and_cut_no_stream() {
                     match running.world.dial().await {
                         Ok(connection) => {
                             opened.fetch_add(1, Ordering::Relaxed);
-                            // What is cut fails as much as what is not opened.
+                            // A cut connection counts as a failure, like a failed dial.
                             let talk = tokio::time::timeout(ms(200), echo(connection));
                             let cut = usize::from(talk.await.is_ok());
                             failed.fetch_add(cut, Ordering::Relaxed);
@@ -133,7 +133,7 @@ async fn twenty_switches_under_load_fail_no_dial_and_cut_no_stream() {
     for round in 0..20 {
         let mode = [Mode::Openvpn, Mode::Konnectivity][round % 2];
         streams.push(running.stream(running.world.dial().await.unwrap()));
-        // Only now and then a peer that has to be waited for.
+        // Only some of the switches have to wait for a peer.
         let target = [&running.world.openvpn, &running.world.konnectivity][round % 2];
         if round % 3 == 0 {
             target.set_health(Health::Absent);
@@ -157,7 +157,7 @@ async fn twenty_switches_under_load_fail_no_dial_and_cut_no_stream() {
         cut.count()
     };
     assert_eq!(cut(&streams), 0);
-    // The deadline of the last switch ends the streams of the other tunnel, and only those.
+    // The deadline of the last switch ends the streams of the old tunnel, and only those streams.
     sleep(super::super::DEFAULT_DRAIN).await;
     running.settled().await;
     assert_eq!(cut(&streams), 10);
@@ -167,7 +167,7 @@ async fn twenty_switches_under_load_fail_no_dial_and_cut_no_stream() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_deadline_cuts_to_the_moment_and_the_status_tells_all_of_it() {
+async fn deadline_cuts_on_time_and_the_status_shows_the_switch() {
     let running = Running::start(Settings::default());
     let old = running.stream(running.world.dial().await.unwrap());
     running.switch(Mode::Openvpn, Some(ms(10_000))).await;
@@ -224,7 +224,7 @@ async fn the_deadline_cuts_to_the_moment_and_the_status_tells_all_of_it() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn turned_round_half_way_the_old_streams_stay() {
+async fn streams_of_the_old_tunnel_stay_if_a_switch_is_reversed() {
     let running = Running::start(Settings::default());
     let old = running.stream(running.world.dial().await.unwrap());
     running.switch(Mode::Openvpn, Some(ms(10_000))).await;
@@ -258,7 +258,8 @@ async fn a_target_without_a_peer_is_waited_for() {
     running.end().await;
 }
 
-/// What the kubelet does with a ConfigMap: a folder for each version, and a link that turns.
+/// Mounts a ConfigMap as the kubelet does: a folder for each version, and a symbolic link to the current
+/// version.
 fn mount(folder: &Path, version: &str, text: &str) {
     std::fs::create_dir(folder.join(version)).unwrap();
     std::fs::write(folder.join(version).join("mode"), text).unwrap();
@@ -269,7 +270,7 @@ fn mount(folder: &Path, version: &str, text: &str) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_file_is_followed_by_its_links_and_a_wrong_one_changes_nothing() {
+async fn mode_file_is_followed_through_links_and_a_wrong_file_changes_nothing() {
     let folder = tempfile::tempdir().unwrap();
     mount(folder.path(), "..1", "konnectivityEnabled: true\n");
     let running = Running::start(Settings {
@@ -296,7 +297,7 @@ async fn the_file_is_followed_by_its_links_and_a_wrong_one_changes_nothing() {
     shows(Mode::Openvpn, SetBy::File, "").await;
     running.switch(Mode::PreferKonnectivity, None).await;
     shows(Mode::PreferKonnectivity, SetBy::Switch, "").await;
-    // Another text that says the same is nothing new.
+    // A new text with the same mode is not a change.
     mount(
         folder.path(),
         "..2b",
@@ -314,7 +315,7 @@ async fn the_file_is_followed_by_its_links_and_a_wrong_one_changes_nothing() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_file_that_is_back_with_its_old_word_undoes_no_switch() {
+async fn mode_file_that_returns_with_the_same_mode_undoes_no_switch() {
     let folder = tempfile::tempdir().unwrap();
     let settings = || Settings {
         mode_file: Some(folder.path().join("mode")),
@@ -337,7 +338,7 @@ async fn a_file_that_is_back_with_its_old_word_undoes_no_switch() {
     sleep(POLL * 4).await;
     let status = second.switcher.status();
     assert_eq!((status.mode, status.set_by), (Mode::Openvpn, SetBy::Switch));
-    // Another word is one.
+    // A different mode is a change.
     mount(folder.path(), "..3", "prefer-konnectivity");
     while second.switcher.status().mode != Mode::PreferKonnectivity {
         sleep(ms(50)).await;
@@ -357,7 +358,7 @@ async fn a_switch_in_progress_survives_a_restart() {
     first.switch(Mode::Openvpn, None).await;
     first.end().await;
 
-    // Waiting still.
+    // The switch still waits.
     let second = Running::start(settings());
     second.world.openvpn.set_health(Health::Absent);
     sleep(ms(1000)).await;
@@ -370,7 +371,7 @@ async fn a_switch_in_progress_survives_a_restart() {
     assert!(!stream.load(Ordering::Relaxed));
     second.end().await;
 
-    // Draining still: until the target is back, the old tunnel stands in.
+    // The switch still drains: until the target is back, the old tunnel is the fallback.
     let third = Running::start(settings());
     third.world.openvpn.set_health(Health::Absent);
     sleep(ms(1000)).await;
@@ -392,7 +393,7 @@ async fn a_switch_in_progress_survives_a_restart() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_state_that_can_not_be_saved_is_told_and_holds_up_nothing() {
+async fn state_that_cannot_be_saved_is_reported_and_blocks_nothing() {
     let folder = tempfile::tempdir().unwrap();
     let state = folder.path().join("gone/state");
     let running = Running::start(Settings {
@@ -413,7 +414,7 @@ async fn a_state_that_can_not_be_saved_is_told_and_holds_up_nothing() {
 #[derive(Clone, Debug)]
 enum Move {
     Switch(Mode, u64),
-    /// The other one becomes healthy.
+    /// The health of this tunnel changes, and the other tunnel becomes healthy.
     Health(Kind, Health),
     Delay(Kind, u64),
     Rest(u64),
@@ -436,7 +437,7 @@ fn moves() -> impl Strategy<Value = Vec<Move>> {
     proptest::collection::vec(one, 1..60)
 }
 
-/// A dial fails only where the mode in force is that of a tunnel that is not healthy.
+/// Plays the moves. A dial may fail only if the tunnel of the mode in force is not healthy.
 async fn play(moves: Vec<Move>) -> Result<(), String> {
     let running = Arc::new(Running::start(Settings::default()));
     let fault = Arc::new(Mutex::new(None));

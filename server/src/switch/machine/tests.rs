@@ -6,7 +6,7 @@ use super::*;
 
 const DRAIN: Duration = Duration::from_secs(300);
 
-/// A machine, the tunnels that it sees, and the time.
+/// A machine, its view of the tunnels, and the time.
 struct Sim {
     switch: Switch,
     view: View,
@@ -41,7 +41,7 @@ impl Sim {
         self.switch.request(mode, drain, self.now, &view).unwrap();
     }
 
-    /// Ticks as the driver does: until nothing changes.
+    /// Ticks until nothing changes, as the driver does.
     fn tick(&mut self) {
         loop {
             let before = self.switch.phase();
@@ -122,7 +122,7 @@ fn a_switch_ends_as_soon_as_nothing_is_left() {
 fn a_dial_that_was_on_its_way_keeps_the_drain_open() {
     let mut sim = Sim::new(Mode::Konnectivity);
     sim.request(Mode::Openvpn, None);
-    // No dial goes there any more; this one had read the route before.
+    // New dials do not use the old tunnel; this dial had read the earlier route.
     assert_eq!(sim.switch.route(), Route::only(O));
     sim.side(K).in_use = 1;
     sim.tick();
@@ -133,7 +133,7 @@ fn a_dial_that_was_on_its_way_keeps_the_drain_open() {
 }
 
 #[test]
-fn a_switch_can_be_turned_round_in_every_phase() {
+fn a_switch_can_be_reversed_in_every_phase() {
     // While it waits.
     let mut sim = Sim::new(Mode::Konnectivity);
     sim.side(K).in_use = 5;
@@ -144,7 +144,7 @@ fn a_switch_can_be_turned_round_in_every_phase() {
     assert!(sim.is_settled());
     assert_eq!(sim.switch.route(), Route::only(K));
 
-    // While it drains: the connections of the old tunnel stay, those of the new one drain.
+    // While it drains: connections of the old tunnel stay, connections of the new tunnel drain.
     sim.side(O).health = Health::Healthy;
     sim.request(Mode::Openvpn, None);
     sim.side(O).in_use = 2;
@@ -188,7 +188,7 @@ fn nothing_is_cut_while_the_target_is_not_healthy() {
     assert_eq!(sim.switch.route(), both(O));
     let events = sim.events();
     assert_eq!(events.last(), Some(&Event::Overdue(K)));
-    // Time alone changes nothing any more.
+    // Time alone changes nothing.
     assert_eq!(sim.switch.poll_timeout(), None);
     sim.side(O).health = Health::Healthy;
     sim.tick();
@@ -199,13 +199,13 @@ fn nothing_is_cut_while_the_target_is_not_healthy() {
 }
 
 #[test]
-fn a_preference_ends_no_connection() {
+fn preference_mode_ends_no_connection() {
     let mut sim = Sim::new(Mode::Konnectivity);
     sim.side(K).in_use = 4;
     sim.request(Mode::PreferOpenvpn, None);
     assert!(sim.is_settled());
     assert_eq!(sim.switch.route(), both(O));
-    // Without a peer it is waited for, as ever.
+    // A tunnel without a peer is waited for, as in other modes.
     sim.request(Mode::Konnectivity, None);
     sim.tick();
     assert!(sim.is_settled());
@@ -216,18 +216,18 @@ fn a_preference_ends_no_connection() {
 }
 
 #[test]
-fn giving_up_the_stand_in_drains_it() {
+fn fallback_drains_when_a_mode_gives_it_up() {
     let mut sim = Sim::new(Mode::PreferKonnectivity);
     sim.side(O).in_use = 1;
     sim.request(Mode::Konnectivity, None);
     assert_eq!(sim.events().last(), Some(&Event::Drains(O, DRAIN)));
-    // With nobody to take its place it is waited for.
+    // If the remaining tunnel has no peer, the switch waits for one.
     let mut sim = Sim::new(Mode::PreferKonnectivity);
     sim.side(K).health = Health::Absent;
     sim.request(Mode::Konnectivity, None);
     assert_eq!(sim.events().last(), Some(&Event::Waits(K)));
     assert_eq!(sim.switch.route(), both(K));
-    // To get one, nothing has to be waited for.
+    // A switch that adds a fallback does not wait.
     let mut sim = Sim::new(Mode::Konnectivity);
     sim.side(K).health = Health::Absent;
     sim.request(Mode::PreferKonnectivity, None);
@@ -235,7 +235,7 @@ fn giving_up_the_stand_in_drains_it() {
 }
 
 #[test]
-fn a_tunnel_that_is_not_there_can_not_be_chosen_nor_missed() {
+fn missing_tunnel_is_refused_and_never_waited_for() {
     let mut sim = Sim::new(Mode::Konnectivity);
     sim.view.openvpn = None;
     sim.side(K).health = Health::Absent;
@@ -253,7 +253,7 @@ fn a_tunnel_that_is_not_there_can_not_be_chosen_nor_missed() {
 }
 
 #[test]
-fn routes_survive_an_atomic() {
+fn routes_round_trip_through_bits() {
     for first in [K, O] {
         for both in [false, true] {
             let route = Route { first, both };
@@ -288,8 +288,8 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
 }
 
 proptest! {
-    /// While a switch is in progress, every tunnel that is healthy is within reach; new dials change
-    /// over to a healthy one only; and nothing is cut before its time, nor left behind.
+    /// While a switch is in progress, dials can reach every healthy tunnel; new dials move only to a
+    /// healthy tunnel; and no connection is closed early or left behind.
     #[test]
     fn no_switch_puts_a_healthy_tunnel_out_of_reach(steps in steps()) {
         let mut sim = Sim::new(Mode::Konnectivity);
@@ -306,7 +306,7 @@ proptest! {
                 }
                 Step::Health(kind, health) => sim.side(kind).health = health,
                 Step::InUse(kind, count) => {
-                    // Nobody gets to a tunnel that is not on the route.
+                    // No dial reaches a tunnel outside the route.
                     let route = sim.switch.route();
                     let side = sim.side(kind);
                     if route.includes(kind) || count < side.in_use {

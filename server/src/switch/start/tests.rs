@@ -19,10 +19,10 @@ fn the_last_change_wins() {
         let decision = decide(flag, file, saved.as_ref());
         (decision.mode, decision.set_by)
     };
-    // Without a state: the file, or else the flag.
+    // Without a saved state: the file, or else the flag.
     assert_eq!(decided(k, None, None), (k, SetBy::Flag));
     assert_eq!(decided(k, Some(o), None), (o, SetBy::File));
-    // A switch survives, as long as the flag is the same,
+    // A switch survives a restart if the flag is unchanged.
     assert_eq!(
         decided(k, None, Some(saved(o, k, None))),
         (o, SetBy::Switch)
@@ -31,12 +31,12 @@ fn the_last_change_wins() {
         decided(prefer, None, Some(saved(o, k, None))),
         (prefer, SetBy::Flag)
     );
-    // or the file, whatever the flag says.
+    // With a file, a switch survives if the file is unchanged, whatever the flag.
     let state = || Some(saved(prefer, k, Some(o)));
     assert_eq!(decided(k, Some(o), state()), (prefer, SetBy::Switch));
     assert_eq!(decided(o, Some(o), state()), (prefer, SetBy::Switch));
     assert_eq!(decided(k, Some(k), state()), (k, SetBy::File));
-    // A file that is new, and one that is gone.
+    // A new file, and a removed file.
     assert_eq!(
         decided(k, Some(k), Some(saved(o, k, None))),
         (k, SetBy::File)
@@ -65,7 +65,7 @@ fn settings(folder: &tempfile::TempDir) -> Settings {
 }
 
 #[tokio::test]
-async fn a_state_of_another_server_is_left_behind() {
+async fn unusable_state_is_ignored() {
     let folder = tempfile::tempdir().unwrap();
     let settings = settings(&folder);
     let state = StateFile::new(settings.state_file.as_ref().unwrap());
@@ -94,7 +94,7 @@ async fn a_state_of_another_server_is_left_behind() {
 }
 
 #[test]
-fn a_mode_file_that_is_wrong_stops_the_start() {
+fn mode_file_without_a_possible_mode_prevents_the_start() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("mode");
     std::fs::write(&path, "vpn").unwrap();

@@ -18,7 +18,7 @@ fn draining(clocks: Clocks, left: u64) -> Phase {
 
 const LONGEST: Duration = Duration::from_secs(300);
 
-/// The clocks of a process that starts later.
+/// Returns the clocks of a process that starts later.
 fn later(clocks: Clocks, seconds: u64) -> Clocks {
     let time = Duration::from_secs(seconds);
     Clocks {
@@ -28,7 +28,7 @@ fn later(clocks: Clocks, seconds: u64) -> Clocks {
 }
 
 #[tokio::test]
-async fn what_was_saved_is_read() {
+async fn saved_state_is_read_back() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("state");
     let file = StateFile::new(&path);
@@ -50,7 +50,7 @@ async fn what_was_saved_is_read() {
 }
 
 #[test]
-fn the_time_that_is_left_goes_on_while_the_program_is_down() {
+fn drain_time_passes_while_the_program_is_down() {
     let clocks = Clocks::read();
     let saved = saved(draining(clocks, 60), clocks);
     for (down, left) in [(0, 60), (20, 40), (60, 0), (4000, 0)] {
@@ -62,7 +62,7 @@ fn the_time_that_is_left_goes_on_while_the_program_is_down() {
         let found = (deadline - clocks.now + Duration::from_millis(5)).as_secs();
         assert_eq!(found, left, "{down}");
     }
-    // A clock that was set back a year makes no drain of a year.
+    // A clock that was set back by a year does not extend the drain by a year.
     let back = Clocks {
         now: clocks.now,
         wall: clocks.wall - Duration::from_secs(365 * 86_400),
@@ -74,7 +74,7 @@ fn the_time_that_is_left_goes_on_while_the_program_is_down() {
 }
 
 #[tokio::test]
-async fn a_file_that_is_none_of_ours_is_named() {
+async fn invalid_state_file_is_refused_with_its_flag() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("state");
     let file = StateFile::new(&path);
