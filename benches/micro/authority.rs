@@ -1,5 +1,5 @@
-//! What the authority rewriter costs: bytes that it lets pass where they lie, bytes that it copies, and
-//! requests that it rewrites.
+//! The cost of the authority rewriter: for bytes that pass in place, for copied bytes, and for rewritten
+//! requests.
 
 use std::hint::black_box;
 
@@ -7,7 +7,7 @@ use bytes::{BufMut, BytesMut};
 use criterion::{BatchSize, Criterion, Throughput, criterion_group, criterion_main};
 use culvert_konnectivity::authority::AuthorityRewriter;
 
-/// How many frames of each kind one iteration has.
+/// Frames of each kind per iteration.
 const FRAMES: u32 = 64;
 
 const DATA: u8 = 0;
@@ -23,14 +23,14 @@ fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8], output: &mut BytesMut
     output.put_slice(payload);
 }
 
-/// What a client sends first.
+/// Returns the first bytes of a client: the preface and an empty SETTINGS frame.
 fn opening() -> BytesMut {
     let mut bytes = BytesMut::from(&b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"[..]);
     frame(SETTINGS, 0, 0, &[], &mut bytes);
     bytes
 }
 
-/// The frames of a busy stream.
+/// Returns the DATA frames of a busy stream.
 fn data() -> BytesMut {
     let mut bytes = BytesMut::new();
     for _ in 0..FRAMES {
@@ -39,8 +39,8 @@ fn data() -> BytesMut {
     bytes
 }
 
-/// Requests as grpc-go sends them over a Unix socket: fields of the static table by index, and the
-/// authority, the socket's path, as a literal that enters the table.
+/// Returns requests as grpc-go sends them over a Unix socket: fields of the static table by index, and the
+/// authority (the path of the socket) as a literal with insertion into the dynamic table.
 fn requests() -> BytesMut {
     let authority = b"%2Fetc%2Fkubernetes%2Fkonnectivity-server%2Fkonnectivity-server.socket";
     let mut fields = BytesMut::from(&[0x83, 0x86, 0x41, authority.len() as u8][..]);
@@ -54,7 +54,7 @@ fn requests() -> BytesMut {
     bytes
 }
 
-/// A rewriter that has seen the opening.
+/// Returns a rewriter after the opening bytes.
 fn rewriter() -> AuthorityRewriter {
     let mut rewriter = AuthorityRewriter::default();
     let opening = opening();

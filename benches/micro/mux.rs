@@ -1,4 +1,4 @@
-//! What the server's table of connections costs per packet and per connection, nearly empty and full.
+//! The cost of the server's connection table, per packet and per connection: nearly empty and full.
 
 use std::hint::black_box;
 use std::sync::Arc;
@@ -8,7 +8,7 @@ use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use culvert_konnectivity::message::{ConnectId, DialId, Message};
 use culvert_konnectivity::server_mux::{Effect, Mux};
 
-/// As in the server: a connection is reached by something cheap to clone.
+/// Handle of a connection; cheap to clone, as in the server.
 type Handle = Arc<()>;
 
 fn opened(connection: i64) -> Message {
@@ -19,7 +19,7 @@ fn opened(connection: i64) -> Message {
     }
 }
 
-/// A table with connections 1 to `count`.
+/// Returns a table with connections 1 to `count`.
 fn mux(count: i64) -> Mux<Handle> {
     let mut mux = Mux::default();
     for id in 1..=count {

@@ -1,4 +1,4 @@
-//! What the byte queue and the pump cost per chunk, on one thread and without any socket.
+//! The cost of the byte queue and of the pump, per chunk, on one thread and without sockets.
 
 use bytes::Bytes;
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
@@ -10,19 +10,19 @@ use metrics::Counter;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, DuplexStream, duplex, split};
 use tokio::runtime::{Builder, Runtime};
 
-/// How many chunks go through the queue in one iteration.
+/// Chunks that pass through the queue per iteration.
 const CHUNKS: usize = 256;
 
-/// What the queue may hold, in bytes.
+/// Budget of the queue, in bytes.
 const BUDGET: usize = 256 * 1024;
 
-/// How much goes through the pump in one iteration, and how much each of the pipes around it holds.
+/// Bytes pumped per iteration, and the capacity of the pipes around the pump.
 const PUMPED: usize = 8 << 20;
 const PIPE: usize = 256 * 1024;
 
 fn runtime() -> Runtime {
     let runtime = Builder::new_current_thread().build();
-    runtime.unwrap_or_else(|error| panic!("no runtime: {error}"))
+    runtime.unwrap_or_else(|error| panic!("cannot build the runtime: {error}"))
 }
 
 async fn through_queue(chunk: Bytes) -> usize {
@@ -59,7 +59,7 @@ fn byte_queue(c: &mut Criterion) {
     group.finish();
 }
 
-/// One side of the pump.
+/// Returns the source and the sink of a side of the pump.
 macro_rules! side {
     ($stream:expr, $lost:ident) => {{
         let (read, write) = split::<DuplexStream>($stream);

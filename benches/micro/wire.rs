@@ -1,5 +1,5 @@
-//! What a packet costs between its typed form and its bytes, and between its typed form and the
-//! DATA frames of a call, in both directions; beside it what prost and tonic take for the same.
+//! The cost of converting packets between typed form and bytes, and between typed form and the DATA frames of
+//! a call, in both directions; compared with prost and tonic.
 
 use std::hint::black_box;
 use std::time::Duration;
@@ -17,7 +17,8 @@ use tonic::Status;
 use tonic::codec::{EncodeBody, SingleMessageCompressionOverride, Streaming};
 use tonic_prost::{ProstDecoder, ProstEncoder};
 
-/// Measures for this long each: what is timed takes microseconds, and there are many.
+/// Warm-up and measurement time of one benchmark. Short, because the measured operations need only
+/// microseconds and there are many benchmarks.
 const WARM_UP: Duration = Duration::from_millis(500);
 const MEASUREMENT: Duration = Duration::from_millis(1500);
 
@@ -38,7 +39,7 @@ fn dial() -> Message {
 
 fn encode(message: Message, buffer: &mut BytesMut) {
     buffer.clear();
-    // A buffer that grows as it needs to takes any packet.
+    // The buffer grows as needed, so encoding cannot fail.
     let encoded = Packet::from(message).encode(buffer);
     assert_eq!(encoded, Ok(()));
 }
@@ -85,7 +86,7 @@ fn packets(c: &mut Criterion) {
     group.finish();
 }
 
-/// Messages that are all ready.
+/// Stream of messages, all of them ready at once.
 type Ready = stream::Iter<std::vec::IntoIter<Result<Message, Status>>>;
 
 fn ready(messages: &[Message]) -> Ready {
@@ -104,7 +105,7 @@ fn body_of_tonic(messages: Ready) -> impl Body<Data = Bytes, Error = Status> {
     EncodeBody::new_server(encoder, packets, None, compression, None)
 }
 
-/// Takes all frames of a body that never waits; gives the number of their bytes.
+/// Reads all frames of a body that never waits, and returns the number of bytes.
 fn drained<B: Body>(body: B) -> usize {
     let mut body = Box::pin(body);
     let mut total = 0;
@@ -114,7 +115,7 @@ fn drained<B: Body>(body: B) -> usize {
     total
 }
 
-/// A call's bytes as they come from a peer like us that sends frames of up to `size`.
+/// Returns the bytes of a call as frames of at most `size` bytes, as one of our programs sends them.
 fn frames(messages: &[Message], size: usize) -> Vec<Bytes> {
     let mut body = body_of_ours(ready(messages));
     let mut frames = Vec::new();
@@ -136,7 +137,7 @@ fn received(frames: &[Bytes]) -> impl Body<Data = Bytes, Error = Status> + Unpin
 
 fn read_by_us(body: impl Body<Data = Bytes, Error = Status> + Unpin) -> usize {
     let mut reader = Reader::request(body);
-    // Messages wait in queues: no buffer is free again at once.
+    // Messages wait in queues in practice, so no buffer is reusable at once.
     let mut messages = Vec::new();
     while let Some(Ok(Some(message))) = reader.message().now_or_never() {
         messages.push(message);
