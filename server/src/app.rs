@@ -22,13 +22,11 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tracing::info;
 
-use crate::backend::Registry;
 use crate::backend::agent::{self, Limits};
 use crate::backend::konnectivity::Konnectivity;
 use crate::backend::native::HELD_BYTES;
-use crate::backend::openvpn;
 use crate::backend::service::Agents;
-use crate::backend::tunnel::Tunnel;
+use crate::backend::{Registry, Tunnel, openvpn};
 use crate::config::{self, Config, Mode};
 use crate::frontend::{Frontend, grpc, grpc::Proxy, http_connect};
 use crate::listener::{AGENT_WINDOW_BYTES, CLIENT_WINDOW_BYTES, Door};

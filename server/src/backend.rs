@@ -5,12 +5,13 @@
 
 pub mod agent;
 mod connection;
+pub mod dial;
 pub mod flow;
 pub mod konnectivity;
 pub mod native;
 pub mod openvpn;
 pub mod service;
-pub mod tunnel;
+mod usage;
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -21,11 +22,14 @@ use parking_lot::Mutex;
 use tokio::time::Instant;
 use tracing::info;
 
-use self::agent::{AgentStream, Hello, StreamDialError};
+use self::agent::{AgentStream, Hello};
 pub use self::connection::{Connection, ToEndpoint};
+pub use self::dial::{DialError, Dialing, Tunnel};
 use self::native::NativeAgent;
-use self::tunnel::{Health, Peer};
+pub use self::usage::{DialGuard, Usage};
+use crate::backend::dial::StreamDialError;
 use crate::metrics::{ServerMetrics, Strategy};
+use crate::tunnel::{Health, Peer};
 
 /// An agent connection.
 #[derive(Clone)]

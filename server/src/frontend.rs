@@ -16,8 +16,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tracing::{debug, warn};
 
-use crate::backend::Connection;
-use crate::backend::tunnel::DialError;
+use crate::backend::{Connection, DialError};
 use crate::metrics::ServerMetrics;
 use crate::router::Router;
 

@@ -16,3 +16,4 @@ pub mod listener;
 pub mod metrics;
 pub mod router;
 pub mod switch;
+pub mod tunnel;

@@ -11,13 +11,10 @@ use culvert_host::label_values;
 use culvert_host::telemetry::metrics::{
     Family, LabelSet, MetricsError, Registry, register_build_info,
 };
-use culvert_konnectivity::metrics::StreamNames;
-use culvert_konnectivity::metrics::{Segment, StreamMetrics};
+use culvert_konnectivity::metrics::{Segment, StreamMetrics, StreamNames};
 use metrics::{Counter, Gauge, Histogram};
 
-use crate::backend::tunnel::Kind;
-use crate::router::DialOutcome;
-use crate::switch::Mode;
+use crate::tunnel::{Kind, Mode};
 
 /// Upper bounds of dial and write latencies, in seconds (upstream `pkg/server/metrics`).
 const LATENCY_BUCKETS: [f64; 9] = [
@@ -79,6 +76,26 @@ label_values! {
         BackendDialTimeout = "backend_dial_timeout",
         /// The front end cancelled the dial.
         FrontendClose = "frontend_close",
+    }
+}
+
+label_values! {
+    /// Outcome of a dial on a tunnel.
+    pub enum DialOutcome("outcome") {
+        /// A connection is open.
+        Opened = "opened",
+        /// The peer could not reach the endpoint.
+        Refused = "refused",
+        /// No peer was connected.
+        NoPeer = "no_peer",
+        /// The peer left, or abandoned the dial.
+        Lost = "lost",
+        /// No answer arrived in time.
+        TimedOut = "timed_out",
+        /// A switch left the tunnel, and the dial continued on the other tunnel.
+        Moved = "moved",
+        /// The client left before the outcome.
+        GivenUp = "given_up",
     }
 }
 

@@ -2,7 +2,8 @@
 //! and fails over to the other tunnel where the route allows failover. Failover is safe because no byte of
 //! the client has been sent yet.
 
-mod lane;
+pub mod route;
+mod slot;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
@@ -12,15 +13,13 @@ use culvert_stream::Dial;
 use tokio::time::Instant;
 use tracing::debug;
 
-use self::lane::{Lane, Missed};
-use crate::backend::Connection;
-use crate::backend::agent::{SILENT_AFTER, StreamDialError};
-use crate::backend::tunnel::{DialError, Health, Kind, Tunnel};
+use self::slot::{DialFailure, TunnelSlot};
+use crate::backend::dial::{SILENT_AFTER, StreamDialError};
+use crate::backend::{Connection, DialError, Tunnel};
 use crate::metrics::{DialFailureReason, ServerMetrics};
-use crate::switch::machine::{Route, Side, View};
-use crate::switch::status::TunnelStatus;
+use crate::tunnel::{Health, Kind, TunnelStatus};
 
-pub use self::lane::{DialOutcome, Held};
+pub use self::route::{Route, Side, View};
 
 /// Longest time for a dial if no flag sets a limit. Agents end a dial after 5 s, and kube-apiserver's
 /// client library after 30 s, so both ends have forgotten a longer dial.
@@ -28,8 +27,8 @@ pub const MAX_DIAL: Duration = Duration::from_secs(35);
 
 /// Chooses tunnels for the dials of all front ends.
 pub struct Router {
-    konnectivity: Arc<Lane>,
-    openvpn: Option<Arc<Lane>>,
+    konnectivity: TunnelSlot,
+    openvpn: Option<TunnelSlot>,
     /// The [`Route`] in force, as bits.
     route: AtomicU8,
     /// Value of `--backend-dial-timeout`.
@@ -53,10 +52,10 @@ impl Router {
         metrics: Arc<ServerMetrics>,
     ) -> Arc<Self> {
         let switchable = openvpn.is_some();
-        let lane = |kind, tunnel| Lane::new(kind, tunnel, switchable, &metrics);
+        let slot = |kind, tunnel| TunnelSlot::new(kind, tunnel, switchable, &metrics);
         Arc::new(Self {
-            konnectivity: lane(Kind::Konnectivity, konnectivity),
-            openvpn: openvpn.map(|tunnel| lane(Kind::Openvpn, tunnel)),
+            konnectivity: slot(Kind::Konnectivity, konnectivity),
+            openvpn: openvpn.map(|tunnel| slot(Kind::Openvpn, tunnel)),
             route: AtomicU8::new(Route::only(Kind::Konnectivity).to_bits()),
             dial_timeout,
             metrics,
@@ -97,30 +96,30 @@ impl Router {
         let mut failed = Vec::new();
         let mut last = None;
         loop {
-            let Some((lane, has_other)) = self.choose(&failed, last.is_some()) else {
+            let Some((slot, has_other)) = self.choose(&failed, last.is_some()) else {
                 return Err(last.unwrap_or(DialError::NoAgent));
             };
-            let held = lane.hold();
+            let guard = slot.usage.begin();
             // A switch that ends from here on sees this dial. The end of an earlier switch shows in the
             // route.
-            if !self.route().includes(lane.kind) {
-                held.moved();
+            if !self.route().includes(slot.kind) {
+                guard.moved();
                 continue;
             }
             let limit = match has_other {
                 true => deadline.min(Instant::now() + SILENT_AFTER),
                 false => deadline,
             };
-            let error = match lane.dial(held, dial, limit).await {
+            let error = match slot.dial(guard, dial, limit).await {
                 Ok(connection) => return Ok(connection),
-                Err(Missed::Moved) => continue,
-                Err(Missed::Failed(error)) => error,
+                Err(DialFailure::Moved) => continue,
+                Err(DialFailure::Failed(error)) => error,
             };
             if error.is_final() || Instant::now() >= deadline {
                 return Err(error);
             }
-            debug!(tunnel = lane.kind.as_str(), %error, "looking for another tunnel");
-            failed.push(lane.kind);
+            debug!(tunnel = slot.kind.as_str(), %error, "looking for another tunnel");
+            failed.push(slot.kind);
             last = Some(error);
         }
     }
@@ -128,30 +127,30 @@ impl Router {
     /// Chooses the tunnel for a dial: the healthiest of the route, or the first of the route if both are
     /// equal. A later try requires a tunnel that has a peer. The boolean is true if both tunnels are
     /// possible.
-    fn choose(&self, failed: &[Kind], is_later: bool) -> Option<(&Arc<Lane>, bool)> {
+    fn choose(&self, failed: &[Kind], is_later: bool) -> Option<(&TunnelSlot, bool)> {
         let route = self.route();
         let kinds = [Some(route.first), route.second()];
-        let mut best: Option<(&Arc<Lane>, Health)> = None;
+        let mut best: Option<(&TunnelSlot, Health)> = None;
         let mut choices = 0;
-        for lane in kinds
+        for slot in kinds
             .into_iter()
             .flatten()
-            .filter_map(|kind| self.lane(kind))
+            .filter_map(|kind| self.slot(kind))
         {
-            let health = lane.tunnel.health();
+            let health = slot.tunnel.health();
             let has_peer = health > Health::Absent;
-            if failed.contains(&lane.kind) || (is_later && !has_peer) {
+            if failed.contains(&slot.kind) || (is_later && !has_peer) {
                 continue;
             }
             choices += usize::from(has_peer);
             if best.is_none_or(|(_, best)| health > best) {
-                best = Some((lane, health));
+                best = Some((slot, health));
             }
         }
-        best.map(|(lane, _)| (lane, choices > 1))
+        best.map(|(slot, _)| (slot, choices > 1))
     }
 
-    fn lane(&self, kind: Kind) -> Option<&Arc<Lane>> {
+    fn slot(&self, kind: Kind) -> Option<&TunnelSlot> {
         match kind {
             Kind::Konnectivity => Some(&self.konnectivity),
             Kind::Openvpn => self.openvpn.as_ref(),
@@ -170,16 +169,16 @@ impl Router {
 
     /// Ends the connections of a tunnel, and moves its pending dials to the route in force.
     pub fn cut(&self, kind: Kind) {
-        if let Some(lane) = self.lane(kind) {
-            lane.cut();
+        if let Some(slot) = self.slot(kind) {
+            slot.usage.cut();
         }
     }
 
     /// Returns the state of the tunnels, as input for the switch.
     pub fn view(&self) -> View {
-        let side = |lane: &Arc<Lane>| Side {
-            health: lane.tunnel.health(),
-            in_use: lane.in_use(),
+        let side = |slot: &TunnelSlot| Side {
+            health: slot.tunnel.health(),
+            in_use: slot.usage.in_use(),
         };
         View {
             konnectivity: side(&self.konnectivity),
@@ -189,11 +188,11 @@ impl Router {
 
     /// Returns the status of the tunnels, for people.
     pub fn tunnels(&self) -> Vec<TunnelStatus> {
-        let lanes = [Some(&self.konnectivity), self.openvpn.as_ref()];
-        lanes
+        let slots = [Some(&self.konnectivity), self.openvpn.as_ref()];
+        slots
             .into_iter()
             .flatten()
-            .map(|lane| lane.status())
+            .map(|slot| slot.status())
             .collect()
     }
 
@@ -203,14 +202,14 @@ impl Router {
         [Some(route.first), route.second()]
             .into_iter()
             .flatten()
-            .filter_map(|kind| self.lane(kind))
-            .any(|lane| lane.tunnel.health() > Health::Absent)
+            .filter_map(|kind| self.slot(kind))
+            .any(|slot| slot.tunnel.health() > Health::Absent)
     }
 
     /// Returns the thread where a new client is best served.
     pub fn shard(&self) -> Option<usize> {
-        self.lane(self.route().first)
-            .and_then(|lane| lane.tunnel.shard())
+        self.slot(self.route().first)
+            .and_then(|slot| slot.tunnel.shard())
     }
 }
 

@@ -18,31 +18,12 @@ pub mod start;
 pub mod state_file;
 pub mod status;
 
-use std::fmt;
 use std::path::PathBuf;
-use std::str::FromStr;
 use std::time::Duration;
 
-use culvert_host::label_values;
 use serde::{Deserialize, Serialize};
 
-use crate::backend::tunnel::Kind;
-
-label_values! {
-    /// Choice of the tunnel for new connections.
-    #[derive(Serialize, Deserialize)]
-    #[serde(rename_all = "kebab-case")]
-    pub enum Mode("mode") {
-        /// Agents only.
-        Konnectivity = "konnectivity",
-        /// OpenVPN clients only.
-        Openvpn = "openvpn",
-        /// Agents; OpenVPN clients while no agent can accept a connection.
-        PreferKonnectivity = "prefer-konnectivity",
-        /// OpenVPN clients; agents while no client can accept a connection.
-        PreferOpenvpn = "prefer-openvpn",
-    }
-}
+use crate::tunnel::Mode;
 
 /// Origin of the mode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -72,51 +53,12 @@ pub struct Settings {
 /// Default of [`Settings::drain`].
 pub const DEFAULT_DRAIN: Duration = Duration::from_secs(5 * 60);
 
-/// A text that is not the name of a mode.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error(
-    "unknown tunnel mode {0:?}; expected konnectivity, openvpn, prefer-konnectivity or prefer-openvpn"
-)]
-pub struct UnknownMode(pub String);
-
 /// A mode whose tunnel this server does not have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "the tunnel mode {0} needs an OpenVPN tunnel, and this server has none configured; konnectivity and prefer-konnectivity are possible"
 )]
 pub struct Unavailable(pub Mode);
-
-// === impl Mode ===
-
-impl Mode {
-    /// Returns the preferred tunnel.
-    pub fn tunnel(self) -> Kind {
-        match self {
-            Self::Konnectivity | Self::PreferKonnectivity => Kind::Konnectivity,
-            Self::Openvpn | Self::PreferOpenvpn => Kind::Openvpn,
-        }
-    }
-
-    /// Returns true if the other tunnel is a fallback.
-    pub fn prefers(self) -> bool {
-        matches!(self, Self::PreferKonnectivity | Self::PreferOpenvpn)
-    }
-}
-
-impl fmt::Display for Mode {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.as_str())
-    }
-}
-
-impl FromStr for Mode {
-    type Err = UnknownMode;
-
-    fn from_str(text: &str) -> Result<Self, UnknownMode> {
-        let known = Self::ALL.iter().find(|mode| mode.as_str() == text);
-        known.copied().ok_or_else(|| UnknownMode(text.to_owned()))
-    }
-}
 
 // === impl Settings ===
 

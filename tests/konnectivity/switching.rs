@@ -7,9 +7,10 @@ use std::process::{Command, Output};
 
 use culvert_kit::pki::Pki;
 use culvert_kit::services::Services;
-use culvert_server::backend::tunnel::{Health, Kind};
+use culvert_server::switch::SetBy;
 use culvert_server::switch::status::{Progress, Status};
-use culvert_server::switch::{Mode as TunnelMode, SetBy};
+use culvert_server::tunnel::Mode as TunnelMode;
+use culvert_server::tunnel::{Health, Kind};
 use culvert_tests::envoy::skip;
 use culvert_tests::metrics::http_get;
 use culvert_tests::process::ours;

@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use culvert_kit::check;
 use culvert_kit::pki::Pki;
-use culvert_server::backend::tunnel::{Health, Kind};
 use culvert_server::switch::status::{Progress, Status};
+use culvert_server::tunnel::{Health, Kind};
 use culvert_tests::interop::Interop;
 use culvert_tests::metrics::Metrics;
 use culvert_tests::namespace::alone;

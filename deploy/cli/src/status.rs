@@ -118,9 +118,8 @@ fn span(seconds: f64) -> String {
 
 #[cfg(test)]
 mod tests {
-    use culvert_server::backend::tunnel::{Health, Kind, Peer};
-    use culvert_server::switch::status::TunnelStatus;
-    use culvert_server::switch::{Mode, SetBy};
+    use culvert_server::switch::SetBy;
+    use culvert_server::tunnel::{Health, Kind, Mode, Peer, TunnelStatus};
 
     use super::*;
 

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use anyhow::bail;
 use culvert_host::flags::GoDuration;
-use culvert_server::switch::Mode;
 use culvert_server::switch::status::{Progress, Request, Status};
+use culvert_server::tunnel::Mode;
 use tokio::time::{Instant, sleep};
 
 use crate::admin::Admin;

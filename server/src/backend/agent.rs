@@ -7,7 +7,7 @@ mod connection;
 mod outgoing;
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use culvert_konnectivity::excess::Pool;
@@ -21,6 +21,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
 
 use self::connection::{Guard, Pending, Slot};
+use crate::backend::dial::{SILENT_AFTER, StreamDialError, next_serial};
 use crate::metrics::{DialFailureReason, ServerMetrics};
 
 pub use self::connection::{Connection, Cut, FromAgent, ToAgent};
@@ -29,10 +30,6 @@ pub use self::outgoing::Outgoing;
 /// Most bytes waiting to be sent to an agent, over all its connections. A smaller value costs throughput on
 /// long paths; a larger value delays everything queued behind.
 pub const OUTGOING_BYTES: usize = 512 * 1024;
-
-/// Time after which an unanswered dial makes a stream count as silent. Agents end a dial after 5 s; the
-/// rest is time on the network.
-pub const SILENT_AFTER: Duration = Duration::from_secs(7);
 
 /// Introduction that an agent sends when it connects.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -71,32 +68,6 @@ pub struct AgentStream {
     connection: CancellationToken,
     metrics: Arc<ServerMetrics>,
     limits: Limits,
-}
-
-/// Reason for a failed dial on a stream.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum StreamDialError {
-    /// The agent could not reach the endpoint; the text is the agent's, verbatim.
-    #[error("{0}")]
-    Refused(String),
-    /// The agent abandoned the dial.
-    #[error("the agent abandoned the dial")]
-    Abandoned,
-    /// The stream ended before the agent answered.
-    #[error("the agent's stream ended while the dial was pending")]
-    AgentLost,
-    /// The agent accepted no packet before the deadline.
-    #[error("timed out waiting for backend dial")]
-    NotSent,
-    /// The agent did not answer before the deadline.
-    #[error("timed out waiting for backend dial")]
-    TimedOut,
-}
-
-/// Returns a number for a new stream of any transport, unique in this process.
-pub fn next_serial() -> u64 {
-    static SERIAL: AtomicU64 = AtomicU64::new(1);
-    SERIAL.fetch_add(1, Ordering::Relaxed)
 }
 
 // === impl AgentStream ===

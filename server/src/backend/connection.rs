@@ -5,8 +5,8 @@ use culvert_stream::{CloseReason, Sink, Source};
 use tokio_util::task::TaskTracker;
 
 use super::flow::{FlowSink, FlowSource, FromFlow, ToFlow};
+use super::usage::DialGuard;
 use super::{agent, native};
-use crate::router::Held;
 
 /// An open connection to an endpoint. Dropping it closes the connection at the peer.
 pub struct Connection {
@@ -44,7 +44,7 @@ pub struct Cut {
     /// connection: unread bytes stay at the endpoint.
     stall: Option<agent::Cut>,
     /// The connection's entry in the counts of its tunnel.
-    held: Option<Held>,
+    guard: Option<DialGuard>,
 }
 
 impl Cut {
@@ -56,7 +56,7 @@ impl Cut {
                 None => std::future::pending().await,
             }
         };
-        match self.held.as_ref().and_then(Held::end) {
+        match self.guard.as_ref().and_then(DialGuard::end) {
             None => stalled.await,
             Some(end) => tokio::select! {
                 reason = stalled => reason,
@@ -68,13 +68,13 @@ impl Cut {
 
 impl Connection {
     /// Returns the same connection, counted for its tunnel.
-    pub(crate) fn held_by(mut self, held: Held) -> Self {
-        self.cut.held = Some(held);
+    pub(super) fn guarded_by(mut self, guard: DialGuard) -> Self {
+        self.cut.guard = Some(guard);
         self
     }
 
     fn new(source: FromEndpoint, sink: ToEndpoint, stall: Option<agent::Cut>) -> Self {
-        let cut = Cut { stall, held: None };
+        let cut = Cut { stall, guard: None };
         Self { source, sink, cut }
     }
 }

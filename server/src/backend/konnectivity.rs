@@ -8,9 +8,10 @@ use culvert_stream::Dial;
 use tokio::time::Instant;
 use tracing::debug;
 
-use super::agent::{SILENT_AFTER, StreamDialError};
-use super::tunnel::{DialError, Dialing, Health, Peer, Tunnel};
 use super::{Connection, Registry};
+use crate::backend::dial::{SILENT_AFTER, StreamDialError};
+use crate::backend::{DialError, Dialing, Tunnel};
+use crate::tunnel::{Health, Peer};
 
 /// Most streams that one dial tries.
 const MAX_ATTEMPTS: usize = 3;

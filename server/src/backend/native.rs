@@ -26,9 +26,10 @@ use tonic::Code;
 use tonic::metadata::MetadataMap;
 use tracing::{Instrument, debug, info, info_span};
 
-use super::agent::{Hello, SILENT_AFTER, StreamDialError, next_serial};
+use super::agent::Hello;
 use super::service::Agents;
 use super::{Backend, Connection};
+use crate::backend::dial::{SILENT_AFTER, StreamDialError, next_serial};
 use crate::listener::{Door, HANDSHAKE_TIMEOUT};
 use crate::metrics::{DialFailureReason, RejectReason, ServerMetrics, ServiceMethod};
 

@@ -70,9 +70,10 @@ use self::renew::Files;
 use self::settings::Settings;
 use self::udp::Udp;
 use super::Connection;
-use super::agent::StreamDialError;
-use super::tunnel::{DialError, Dialing, Health, Peer, Tunnel};
+use crate::backend::dial::StreamDialError;
+use crate::backend::{DialError, Dialing, Tunnel};
 use crate::metrics::{DialFailureReason, ServerMetrics};
+use crate::tunnel::{Health, Peer};
 
 /// Time after which an unanswered SYN fails a dial. Agents of the Konnectivity tunnel also use 5 s.
 pub const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);

@@ -618,7 +618,7 @@ fn tunnel_choice_flags_are_read() {
         ])
         .unwrap();
     let expected = switch::Settings {
-        mode: switch::Mode::PreferKonnectivity,
+        mode: crate::tunnel::Mode::PreferKonnectivity,
         mode_file: Some(files.path("not-there-yet")),
         state_file: Some(files.path("state")),
         drain: Duration::from_secs(90),

@@ -16,8 +16,8 @@ use super::flags::{
 use super::{
     AgentListener, Config, Frontend, KEEPALIVE_FLOOR, Mode, TlsFiles, XFR_CHANNEL_SIZE_MAX,
 };
-use crate::backend::tunnel::Kind;
 use crate::switch::{self, Unavailable};
+use crate::tunnel::{self, Kind};
 
 /// Keepalive time that grpc-go's server uses for 0 (`defaultServerKeepaliveTime`).
 const KEEPALIVE_OF_ZERO: Duration = Duration::from_secs(2 * 60 * 60);
@@ -235,7 +235,7 @@ impl SwitchFlags {
     fn settings(&self, p: &mut Problems, has_openvpn: bool) -> switch::Settings {
         let mode = self.tunnel_mode.parse().unwrap_or_else(|error| {
             p.error(format!("--tunnel-mode: {error}"));
-            switch::Mode::Konnectivity
+            tunnel::Mode::Konnectivity
         });
         p.require(has_openvpn || mode.tunnel() == Kind::Konnectivity, || {
             format!("--tunnel-mode: {}", Unavailable(mode))

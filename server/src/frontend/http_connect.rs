@@ -18,9 +18,8 @@ use tokio_rustls::server::TlsStream;
 use tracing::debug;
 
 use super::Frontend;
-use crate::backend::Connection;
-use crate::backend::agent::StreamDialError;
-use crate::backend::tunnel::DialError;
+use crate::backend::dial::StreamDialError;
+use crate::backend::{Connection, DialError};
 use crate::listener::Door;
 use crate::metrics::{RejectReason, ServerMetrics};
 

@@ -15,9 +15,10 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use super::*;
+use crate::backend::Dialing;
 use crate::backend::flow::{FlowSink, FlowSource};
-use crate::backend::tunnel::{Dialing, Peer};
 use crate::frontend::Frontend;
+use crate::tunnel::Peer;
 
 /// Bytes that a flow may buffer before its sink waits.
 const FLOW_BYTES: usize = 8;

@@ -15,9 +15,10 @@ use super::machine::{Event, Phase, Switch};
 use super::start::{Start, StartError};
 use super::state_file::{Clocks, Saved, StateFile};
 use super::status::{Progress, Status};
-use super::{Mode, SetBy, Unavailable, mode_file};
+use super::{SetBy, Unavailable, mode_file};
 use crate::metrics::ServerMetrics;
 use crate::router::Router;
+use crate::tunnel::Mode;
 
 /// Interval between checks of the tunnels while a switch is in progress.
 const TICK: Duration = Duration::from_millis(100);

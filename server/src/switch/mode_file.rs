@@ -3,7 +3,7 @@
 
 use serde::Deserialize;
 
-use super::Mode;
+use crate::tunnel::Mode;
 
 /// Largest mode file, in bytes. A whole Cluster object fits.
 pub const MAX_BYTES: u64 = 1 << 20;
@@ -34,7 +34,7 @@ pub fn parse(text: &str) -> Result<Mode, String> {
         _ if !word.contains([':', '{', '\n']) => {
             return word
                 .parse()
-                .map_err(|error: super::UnknownMode| error.to_string());
+                .map_err(|error: crate::tunnel::UnknownMode| error.to_string());
         }
         _ => {}
     }
@@ -69,7 +69,7 @@ impl Document {
         if let Some(word) = &self.tunnel_mode {
             let mode = word
                 .parse()
-                .map_err(|error: super::UnknownMode| error.to_string())?;
+                .map_err(|error: crate::tunnel::UnknownMode| error.to_string())?;
             modes.push(mode);
         }
         modes.extend(self.konnectivity_enabled.map(enabled));

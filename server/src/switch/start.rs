@@ -5,9 +5,11 @@ use std::path::Path;
 use culvert_host::watched::{Limits, Watched};
 use tracing::{error, info, warn};
 
-use super::machine::{Phase, Switch, View};
+use super::machine::{Phase, Switch};
 use super::state_file::{Clocks, Saved, StateFile};
-use super::{Mode, SetBy, Settings, Unavailable, mode_file};
+use super::{SetBy, Settings, Unavailable, mode_file};
+use crate::router::View;
+use crate::tunnel::Mode;
 
 /// Inputs for the choice of the mode at start.
 pub struct Start {

@@ -9,9 +9,9 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
 
+use super::SetBy;
 use super::machine::Phase;
-use super::{Mode, SetBy};
-use crate::backend::tunnel::Kind;
+use crate::tunnel::{Kind, Mode};
 
 /// Largest state file, in bytes.
 const MAX_BYTES: u64 = 64 * 1024;

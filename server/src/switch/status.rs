@@ -3,8 +3,8 @@
 use culvert_host::flags::GoDuration;
 use serde::{Deserialize, Serialize};
 
-use super::{Mode, SetBy};
-use crate::backend::tunnel::{Health, Kind, Peer};
+use super::SetBy;
+use crate::tunnel::{Kind, Mode, TunnelStatus};
 
 /// Path of the status (GET).
 pub const STATUS_PATH: &str = "/tunnel";
@@ -62,22 +62,6 @@ pub enum Progress {
         /// healthy peer of the other tunnel is missing.
         seconds_left: f64,
     },
-}
-
-/// Status of a tunnel.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub struct TunnelStatus {
-    /// Kind of the tunnel.
-    pub tunnel: Kind,
-    /// Health of the best peer.
-    pub health: Health,
-    /// Number of open connections.
-    pub connections: usize,
-    /// Number of dials in progress.
-    pub dials: usize,
-    /// Peers of the tunnel.
-    pub peers: Vec<Peer>,
 }
 
 /// Request for a mode.

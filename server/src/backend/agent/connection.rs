@@ -17,7 +17,8 @@ use tokio::sync::oneshot;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use super::{AgentStream, Limits, StreamDialError};
+use super::{AgentStream, Limits};
+use crate::backend::dial::StreamDialError;
 use crate::metrics::ServiceMethod;
 
 /// Entry of a connection in the stream's table.

@@ -27,7 +27,8 @@ use super::ccd::ClientConfig;
 use super::metrics::{Drop as Dropped, OpenvpnMetrics};
 use super::pool::{Lease, Pool};
 use super::push::{self, PushAll};
-use crate::backend::tunnel::{self, Health};
+use crate::tunnel;
+use crate::tunnel::Health;
 
 /// Largest number of tracked connections between clients, about 300 bytes each.
 const MAX_TRACKED: usize = 65_536;

@@ -12,7 +12,7 @@ use tokio::time::Instant;
 use tokio_util::task::TaskTracker;
 
 use crate::backend::Connection;
-use crate::backend::agent::next_serial;
+use crate::backend::dial::next_serial;
 use crate::backend::flow::{FlowSink, FlowSource};
 use crate::metrics::ServerMetrics;
 

@@ -6,7 +6,7 @@ use culvert_openvpn::wrap::KeyDirection;
 use super::super::Config;
 use super::super::tests::{Files, UDS};
 use super::*;
-use crate::switch::Mode;
+use crate::tunnel::Mode;
 
 const KEYS: [&str; 4] = [
     "--openvpn-listen=tcp::1194",

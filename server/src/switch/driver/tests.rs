@@ -12,10 +12,10 @@ use tokio::time::{Instant, sleep};
 use tokio_util::task::TaskTracker;
 
 use super::*;
-use crate::backend::Connection;
-use crate::backend::tunnel::{DialError, Health, Kind};
+use crate::backend::{Connection, DialError};
 use crate::router::tests::World;
 use crate::switch::Settings;
+use crate::tunnel::{Health, Kind};
 
 const K: Kind = Kind::Konnectivity;
 const O: Kind = Kind::Openvpn;

@@ -3,6 +3,8 @@
 use proptest::prelude::*;
 
 use super::*;
+use crate::router::Side;
+use crate::tunnel::Health;
 
 const DRAIN: Duration = Duration::from_secs(300);
 

@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use super::*;
-use crate::backend::tunnel::Health;
-use crate::switch::machine::Side;
+use crate::router::Side;
+use crate::tunnel::Health;
 
 const FLAG: Mode = Mode::Konnectivity;
 

@@ -4,9 +4,8 @@
 use std::net::SocketAddr;
 
 use culvert_host::flags::GoDuration;
-use culvert_server::backend::tunnel::{Health, Kind};
-use culvert_server::switch::Mode;
 use culvert_server::switch::status::{Progress, Request, Status};
+use culvert_server::tunnel::{Health, Kind, Mode};
 use tokio::time::sleep;
 
 use super::load::under_load;

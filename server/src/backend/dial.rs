@@ -1,52 +1,39 @@
-//! The interface of a tunnel into the worker network. A server may have two tunnels side by side: agents
-//! and OpenVPN clients. The router chooses a tunnel for each dial.
+//! A dial through one tunnel: its interface, its errors, and the time after which a peer counts as silent.
+//! A server may have two tunnels side by side: agents and OpenVPN clients. The router chooses a tunnel for
+//! each dial.
 
 use std::pin::Pin;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
-use culvert_host::label_values;
 use culvert_stream::Dial;
-use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
 
 use super::Connection;
-use super::agent::StreamDialError;
+use crate::tunnel::{Health, Peer};
 
-label_values! {
-    /// A tunnel into the worker network.
-    #[derive(Serialize, Deserialize)]
-    #[serde(rename_all = "kebab-case")]
-    pub enum Kind("tunnel") {
-        /// Agents that connect to this server.
-        Konnectivity = "konnectivity",
-        /// OpenVPN clients that connect to this server.
-        Openvpn = "openvpn",
-    }
-}
+/// Time after which an unanswered dial makes a stream count as silent. Agents end a dial after 5 s; the
+/// rest is time on the network.
+pub const SILENT_AFTER: Duration = Duration::from_secs(7);
 
-/// Readiness of a tunnel or a peer for new connections. Greater is better.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Health {
-    /// No peer is connected.
-    Absent,
-    /// Every connected peer drains, or has not answered for too long.
-    Doubtful,
-    /// A peer is ready.
-    Healthy,
-}
-
-/// A peer as `culvert status` shows it.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub struct Peer {
-    /// Name of the peer, chosen by the peer.
-    pub name: String,
-    /// Kind of the peer.
-    pub kind: String,
-    /// Readiness for new connections.
-    pub health: Health,
-    /// Number of open connections.
-    pub connections: usize,
+/// Reason for a failed dial on a stream.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum StreamDialError {
+    /// The agent could not reach the endpoint; the text is the agent's, verbatim.
+    #[error("{0}")]
+    Refused(String),
+    /// The agent abandoned the dial.
+    #[error("the agent abandoned the dial")]
+    Abandoned,
+    /// The stream ended before the agent answered.
+    #[error("the agent's stream ended while the dial was pending")]
+    AgentLost,
+    /// The agent accepted no packet before the deadline.
+    #[error("timed out waiting for backend dial")]
+    NotSent,
+    /// The agent did not answer before the deadline.
+    #[error("timed out waiting for backend dial")]
+    TimedOut,
 }
 
 /// Reason why no tunnel could open a connection.
@@ -94,30 +81,10 @@ pub trait Tunnel: Send + Sync + 'static {
     }
 }
 
-// === impl Kind ===
-
-impl Kind {
-    /// Returns the other tunnel.
-    #[must_use]
-    pub fn other(self) -> Self {
-        match self {
-            Self::Konnectivity => Self::Openvpn,
-            Self::Openvpn => Self::Konnectivity,
-        }
-    }
-}
-
-// === impl Health ===
-
-impl Health {
-    /// Returns the text shown to people.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Absent => "no peer",
-            Self::Doubtful => "doubtful",
-            Self::Healthy => "healthy",
-        }
-    }
+/// Returns a number for a new stream of any transport, unique in this process.
+pub fn next_serial() -> u64 {
+    static SERIAL: AtomicU64 = AtomicU64::new(1);
+    SERIAL.fetch_add(1, Ordering::Relaxed)
 }
 
 // === impl DialError ===

@@ -1,0 +1,162 @@
+//! The use of one tunnel: counts its dials and connections, and can end them all.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use culvert_host::telemetry::metrics::GaugeGuard;
+use metrics::{Counter, Gauge};
+use parking_lot::Mutex;
+use tokio_util::sync::CancellationToken;
+
+use super::Connection;
+use super::dial::{DialError, StreamDialError};
+use crate::metrics::{DialOutcome, ServerMetrics};
+use crate::tunnel::Kind;
+
+/// Dials and connections of one tunnel.
+pub struct Usage {
+    /// Number of dials and connections.
+    in_use: AtomicUsize,
+    /// Number of connections.
+    open: AtomicUsize,
+    /// Ends everything in use now; a cut replaces the token. `None` if no switch can happen.
+    end: Option<Mutex<CancellationToken>>,
+    connections: Gauge,
+    dials: Vec<Counter>,
+}
+
+/// Entry of a dial or connection in the counts of its tunnel, until dropped.
+pub struct DialGuard {
+    usage: Arc<Usage>,
+    end: Option<CancellationToken>,
+    dial: State,
+}
+
+enum State {
+    Pending,
+    Ended,
+    Open(#[allow(dead_code, reason = "counts until it is dropped")] GaugeGuard),
+}
+
+// === impl Usage ===
+
+impl Usage {
+    /// Creates the counts of a tunnel without dials. A tunnel that is not `switchable` is never cut.
+    pub fn new(kind: Kind, switchable: bool, metrics: &ServerMetrics) -> Arc<Self> {
+        let outcomes = DialOutcome::ALL.iter();
+        Arc::new(Self {
+            in_use: AtomicUsize::new(0),
+            open: AtomicUsize::new(0),
+            end: switchable.then(Mutex::default),
+            connections: metrics.tunnel_connections(kind).clone(),
+            dials: outcomes
+                .map(|outcome| metrics.tunnel_dials(kind, *outcome).clone())
+                .collect(),
+        })
+    }
+
+    /// Adds a new dial to the counts.
+    pub fn begin(self: &Arc<Self>) -> DialGuard {
+        self.in_use.fetch_add(1, Ordering::SeqCst);
+        DialGuard {
+            usage: self.clone(),
+            end: self.end.as_ref().map(|end| end.lock().clone()),
+            dial: State::Pending,
+        }
+    }
+
+    /// Ends everything in use now.
+    pub fn cut(&self) {
+        if let Some(end) = &self.end {
+            std::mem::take(&mut *end.lock()).cancel();
+        }
+    }
+
+    /// Returns the number of dials and connections.
+    pub fn in_use(&self) -> usize {
+        self.in_use.load(Ordering::SeqCst)
+    }
+
+    /// Returns the number of connections.
+    pub fn open(&self) -> usize {
+        self.open.load(Ordering::Relaxed)
+    }
+
+    fn count(&self, outcome: DialOutcome) {
+        let index = DialOutcome::ALL.iter().position(|known| *known == outcome);
+        if let Some(counter) = index.and_then(|index| self.dials.get(index)) {
+            counter.increment(1);
+        }
+    }
+}
+
+// === impl DialGuard ===
+
+impl DialGuard {
+    /// Returns the token that fires when the connection must end; `None` if no switch can happen.
+    pub fn end(&self) -> Option<&CancellationToken> {
+        self.end.as_ref()
+    }
+
+    /// Records that the dial continues on another tunnel.
+    pub fn moved(mut self) {
+        self.finish(DialOutcome::Moved);
+    }
+
+    /// Records the outcome of the dial. An open connection keeps the guard.
+    ///
+    /// # Errors
+    /// The error of the dial.
+    pub fn settle(
+        mut self,
+        outcome: Result<Connection, DialError>,
+    ) -> Result<Connection, DialError> {
+        match outcome {
+            Ok(connection) => {
+                self.usage.count(DialOutcome::Opened);
+                self.usage.open.fetch_add(1, Ordering::Relaxed);
+                self.dial = State::Open(GaugeGuard::new(&self.usage.connections));
+                Ok(connection.guarded_by(self))
+            }
+            Err(error) => {
+                self.finish(DialOutcome::from(&error));
+                Err(error)
+            }
+        }
+    }
+
+    fn finish(&mut self, outcome: DialOutcome) {
+        self.usage.count(outcome);
+        self.dial = State::Ended;
+    }
+}
+
+impl Drop for DialGuard {
+    fn drop(&mut self) {
+        match self.dial {
+            State::Pending => self.usage.count(DialOutcome::GivenUp),
+            State::Ended => {}
+            State::Open(_) => {
+                self.usage.open.fetch_sub(1, Ordering::Relaxed);
+            }
+        }
+        self.usage.in_use.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+impl From<&DialError> for DialOutcome {
+    fn from(error: &DialError) -> Self {
+        match error {
+            DialError::NoAgent | DialError::NoClient => Self::NoPeer,
+            DialError::Uncarried(_) | DialError::Stream(StreamDialError::Refused(_)) => {
+                Self::Refused
+            }
+            DialError::Stream(StreamDialError::Abandoned | StreamDialError::AgentLost) => {
+                Self::Lost
+            }
+            DialError::Stream(StreamDialError::NotSent | StreamDialError::TimedOut) => {
+                Self::TimedOut
+            }
+        }
+    }
+}
