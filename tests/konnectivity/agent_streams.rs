@@ -1,4 +1,4 @@
-//! What the server makes of an agent's packets, with agents whose every packet is scripted.
+//! Packets of scripted agents, and the server's reaction to each.
 
 use culvert_konnectivity::message::{ConnectId, DialId, Message};
 use culvert_proto::{Packet, PacketType};
@@ -16,7 +16,7 @@ async fn server_alone(mode: Mode) -> Topology {
     builder.servers(1).start().await
 }
 
-/// Opens a connection that the agent calls `connection`.
+/// Opens a connection with the agent's connection id `connection`.
 pub async fn open_as(
     topology: &Topology,
     agent: &mut Peer,
@@ -30,7 +30,7 @@ pub async fn open_as(
     connected.unwrap()
 }
 
-/// Demands that bytes pass both ways.
+/// Checks that bytes pass in both directions.
 pub async fn works(
     agent: &mut Peer,
     connection: i64,
@@ -48,7 +48,7 @@ pub async fn works(
 }
 
 #[tokio::test]
-async fn the_server_introduces_itself_at_once() {
+async fn server_sends_its_id_and_count_at_once() {
     let topology = server_alone(Mode::Grpc).await;
     let Ok(agent) = agent_with(&topology, &[("agentid", "terse")]).await else {
         panic!("identifiers are optional");
@@ -89,7 +89,7 @@ async fn the_server_introduces_itself_at_once() {
 }
 
 #[tokio::test]
-async fn an_agent_without_one_clear_id_is_turned_away() {
+async fn agent_with_a_missing_or_repeated_id_is_refused() {
     let topology = server_alone(Mode::Grpc).await;
     let cases: [(&[(&str, &str)], &str); 3] = [
         (&[], "expected one agent ID in the context, got []"),
@@ -114,12 +114,12 @@ async fn an_agent_without_one_clear_id_is_turned_away() {
 }
 
 #[tokio::test]
-async fn stray_packets_are_answered_or_ignored() {
+async fn stray_packets_are_ignored_or_answered_with_a_close() {
     for mode in MODES {
         let topology = server_alone(mode).await;
         let mut agent = scripts::agent(&topology, "stray").await;
         let mut stream = open_as(&topology, &mut agent, 7).await;
-        // Nobody can be told of these.
+        // The server ignores these packets.
         let of_unknown_type = Packet {
             r#type: 99,
             payload: None,
@@ -142,7 +142,7 @@ async fn stray_packets_are_answered_or_ignored() {
                 connection: ConnectId(55),
             })
             .await;
-        // These get a close back, each one.
+        // The server answers each of these packets with a close.
         for _ in 0..2 {
             agent.say(data(99, b"whose?")).await;
             assert_eq!(agent.hear().await, close_request(99));
@@ -152,7 +152,7 @@ async fn stray_packets_are_answered_or_ignored() {
         works(&mut agent, 7, &mut stream).await;
         drop(stream);
         assert_eq!(agent.hear().await, close_request(7));
-        // Late packets of a connection that is being closed are no strays.
+        // The server ignores late packets of a closing connection.
         agent.say(data(7, b"late")).await;
         agent.say(close_response(7, "")).await;
         agent.say(close_response(7, "")).await;
@@ -163,7 +163,7 @@ async fn stray_packets_are_answered_or_ignored() {
 }
 
 #[tokio::test]
-async fn an_answer_with_an_unusable_id_fails_that_dial_alone() {
+async fn answer_with_an_unusable_id_fails_only_that_dial() {
     for mode in MODES {
         let topology = server_alone(mode).await;
         let mut agent = scripts::agent(&topology, "confused").await;
@@ -198,7 +198,7 @@ async fn a_dial_abandoned_by_the_agent_fails_at_once() {
 }
 
 #[tokio::test]
-async fn the_endpoints_last_bytes_come_before_its_close() {
+async fn last_bytes_of_an_endpoint_arrive_before_its_close() {
     for mode in MODES {
         let topology = server_alone(mode).await;
         let mut agent = scripts::agent(&topology, "orderly").await;

@@ -1,5 +1,4 @@
-//! Files, paths and ports that cannot be used: what the programs say of them, and what they
-//! survive.
+//! Unusable files, paths and ports: error texts at startup, and faults that the programs survive.
 
 use std::fs;
 use std::net::{Ipv4Addr, TcpListener};
@@ -16,7 +15,7 @@ use tempfile::TempDir;
 use crate::searching::Lone;
 use crate::support::*;
 
-/// Flags of a server that would start.
+/// Valid flags of a server, and the files and ports behind the flags.
 struct Flags {
     dir: TempDir,
     pki: Pki,
@@ -86,7 +85,7 @@ impl Flags {
     }
 }
 
-/// Demands that a program with these flags ends with code 1 and says each of the texts.
+/// Checks that a program with these flags exits with code 1 and logs every text.
 async fn ends_with(program: &str, flags: &[String], extra: &[String], texts: &[&str]) {
     let mut program = Program::spawn(program, flags.iter().chain(extra), &[]);
     let status = program.wait_exit(LIMIT).await;
@@ -103,7 +102,7 @@ fn flag(name: &str, path: &Path) -> String {
 }
 
 #[tokio::test]
-async fn certificates_and_keys_that_do_not_fit_are_named() {
+async fn unusable_certificate_and_key_files_are_named_in_the_error() {
     let flags = Flags::new();
     let empty = flags.file("empty.pem", "");
     let garbage = flags.file(
@@ -171,7 +170,7 @@ async fn certificates_and_keys_that_do_not_fit_are_named() {
 }
 
 #[tokio::test]
-async fn a_socket_path_in_use_is_kept_on_request() {
+async fn existing_file_at_the_socket_path_is_kept_on_request() {
     let flags = Flags::new();
     fs::write(flags.socket(), "somebody's file").unwrap();
     let keep = ["--delete-existing-uds-file=false".to_owned()];
@@ -181,7 +180,7 @@ async fn a_socket_path_in_use_is_kept_on_request() {
         fs::read_to_string(flags.socket()).unwrap(),
         "somebody's file"
     );
-    // By default it goes, and the new one is for owner and group alone.
+    // By default the server replaces the existing file. Only owner and group may use the new socket.
     let program = Program::spawn("culvert-server", flags.on_unix(), &[]);
     program.wait_for_log("serving", LIMIT).await;
     let mode = fs::metadata(flags.socket()).unwrap().permissions().mode();
@@ -189,7 +188,7 @@ async fn a_socket_path_in_use_is_kept_on_request() {
 }
 
 #[tokio::test]
-async fn a_socket_path_that_cannot_be_is_explained() {
+async fn unusable_socket_path_is_explained() {
     let flags = Flags::new();
     let missing = flag(
         "uds-name",
@@ -207,7 +206,7 @@ async fn a_socket_path_that_cannot_be_is_explained() {
 }
 
 #[tokio::test]
-async fn ports_in_use_are_named() {
+async fn error_names_the_flag_of_a_port_in_use() {
     let taken = [
         "--agent-port",
         "--admin-port",
@@ -215,8 +214,8 @@ async fn ports_in_use_are_named() {
         "--server-port",
     ];
     for (index, name) in taken.into_iter().enumerate() {
-        // Fresh ports each time: a child that another test has just forked may hold a closed
-        // listener for a moment longer.
+        // Every round uses new ports: a child process that another test has just forked may keep a closed
+        // listener open for a moment.
         let flags = Flags::new();
         let _other = TcpListener::bind((Ipv4Addr::LOCALHOST, flags.ports[index])).unwrap();
         let port = flags.ports[index].to_string();
@@ -236,7 +235,7 @@ async fn ports_in_use_are_named() {
 }
 
 #[tokio::test]
-async fn a_full_disk_under_the_log_file_harms_no_traffic() {
+async fn full_log_disk_does_not_disturb_traffic() {
     let services = Services::start().await.unwrap();
     let full = ["--logtostderr=false", "--log-file=/dev/full", "--v=5"];
     let mut topology = Topology::builder(Mode::HttpConnect, Transport::Uds)
@@ -255,7 +254,7 @@ async fn a_full_disk_under_the_log_file_harms_no_traffic() {
 }
 
 #[tokio::test]
-async fn a_log_file_that_cannot_be_opened_stops_the_start() {
+async fn unopenable_log_file_is_an_error_at_startup() {
     let flags = Flags::new();
     let path = flags.dir.path().join("no/such/dir/log");
     let args = ["--logtostderr=false".to_owned(), flag("log-file", &path)];
@@ -268,8 +267,8 @@ async fn a_log_file_that_cannot_be_opened_stops_the_start() {
     .await;
 }
 
-/// Makes a certificate of X.509 version 1, signed by an authority made for it, with the tool that
-/// operators make them with. Gives certificate, key and authority.
+/// Creates an X.509 version 1 certificate, signed by a new CA, with `openssl`, as operators do. Returns the
+/// paths of certificate, key and CA.
 fn version_1(dir: &Path) -> [PathBuf; 3] {
     let file = |name: &str| dir.join(name);
     let run = |args: &[&str]| {
@@ -336,13 +335,14 @@ fn version_1(dir: &Path) -> [PathBuf; 3] {
 }
 
 #[tokio::test]
-async fn an_x509_v1_certificate_serves_as_own_identity_and_is_refused_from_peers() {
+async fn x509_v1_certificate_works_as_our_identity_and_is_refused_from_peers() {
     let services = Services::start().await.unwrap();
     let mut topology = Topology::simple(Mode::HttpConnect, Transport::Uds).await;
     let mut innocent = Innocent::open(&topology, services.raw).await;
     let mut lone = Lone::new();
     let [cert, key, ca] = version_1(lone.dir.path());
-    // An agent takes it as its own; the server that trusts its issuer refuses it, with advice.
+    // An agent accepts a v1 certificate as its own. A server that trusts the CA still refuses this agent,
+    // with advice.
     let flags = Flags::new();
     let trusting = [flag("cluster-ca-cert", &ca)];
     let server = Program::spawn(
@@ -364,7 +364,7 @@ async fn an_x509_v1_certificate_serves_as_own_identity_and_is_refused_from_peers
     assert!(line.contains("reissue it as v3"), "{line}");
     lone.program().wait_for_log("cannot connect", LIMIT).await;
     assert_eq!(lone.program().exited(), None);
-    // A server takes it as its own too; ours refuses it as a peer's.
+    // A server also accepts a v1 certificate as its own. Our agent refuses this server.
     let mut served = Lone::new();
     let flags = Flags::new();
     let own = [flag("cluster-cert", &cert), flag("cluster-key", &key)];
@@ -379,7 +379,7 @@ async fn an_x509_v1_certificate_serves_as_own_identity_and_is_refused_from_peers
 }
 
 #[tokio::test]
-async fn an_x509_v1_certificate_in_a_kubeconfig_ends_a_program_with_advice() {
+async fn x509_v1_certificate_in_a_kubeconfig_stops_startup_with_advice() {
     let flags = Flags::new();
     let [cert, key, ca] = version_1(flags.dir.path());
     let kubeconfig = format!(
@@ -408,10 +408,10 @@ current-context: a
     let texts = [
         "cannot use the Kubernetes account",
         "its client certificate is of X.509 version 1",
-        "issue it anew",
+        "issue it again",
         "extendedKeyUsage=clientAuth",
     ];
-    // Agents have either certificates or tokens.
+    // The server authenticates agents by certificates or by tokens, not both.
     let mut server = flags.on_unix();
     server.retain(|flag| !flag.starts_with("--cluster-ca-cert="));
     let tokens = [

@@ -1,5 +1,5 @@
-//! Peers that speak nonsense. After each misdeed an open connection still echoes, the programs
-//! live and have not panicked, and the refusal is counted.
+//! Peers with invalid input. After each attempt, an open connection still echoes, the programs are running
+//! and have not panicked, and the rejection is counted.
 
 use std::net::SocketAddr;
 
@@ -14,7 +14,7 @@ use tokio_rustls::TlsConnector;
 
 use crate::support::*;
 
-/// How many peers a listener of the first server has turned away, for one reason or for any.
+/// Returns the number of peers rejected by a listener of the first server, for `reason` or in total.
 async fn rejected(topology: &Topology, listener: &str, reason: Option<&str>) -> f64 {
     let mut labels = vec![("listener", listener)];
     labels.extend(reason.map(|reason| ("reason", reason)));
@@ -24,7 +24,7 @@ async fn rejected(topology: &Topology, listener: &str, reason: Option<&str>) -> 
 
 async fn becomes_rejected(topology: &Topology, listener: &str, reason: Option<&str>, count: f64) {
     eventually(
-        &format!("{count} refused at {listener}: {reason:?}"),
+        &format!("{count} peers rejected at {listener}, reason {reason:?}"),
         LIMIT,
         async || {
             let seen = rejected(topology, listener, reason).await;
@@ -34,7 +34,7 @@ async fn becomes_rejected(topology: &Topology, listener: &str, reason: Option<&s
     .await;
 }
 
-/// A raw connection to the first server's front: no TLS, no protocol.
+/// Opens a raw connection to the first server's front end, without TLS and without any protocol.
 async fn raw_front(topology: &Topology) -> BoxedStream {
     match topology.front_end() {
         FrontEnd::GrpcUds(path) | FrontEnd::ConnectUds(path) => {
@@ -46,7 +46,7 @@ async fn raw_front(topology: &Topology) -> BoxedStream {
     }
 }
 
-/// A front end's connection with TLS done, if the front has TLS.
+/// Opens a connection to the front end, and completes the TLS handshake if the front end uses TLS.
 async fn front_stream(topology: &Topology) -> BoxedStream {
     match topology.front_end() {
         FrontEnd::GrpcTcp {
@@ -67,9 +67,9 @@ async fn front_stream(topology: &Topology) -> BoxedStream {
     }
 }
 
-/// Sends `bytes` and an end, and gives all that comes back.
+/// Sends `bytes`, ends the sending direction, and returns everything received.
 async fn provoke(mut stream: BoxedStream, bytes: &[u8]) -> Vec<u8> {
-    // The other end may have had enough before the last byte.
+    // The server may close the connection before the last byte.
     if stream.write_all(bytes).await.is_ok() {
         stream.flush().await.ok();
         stream.shutdown().await.ok();
@@ -80,7 +80,7 @@ async fn provoke(mut stream: BoxedStream, bytes: &[u8]) -> Vec<u8> {
 fn nonsense() -> Vec<Vec<u8>> {
     let mut random = vec![0; 100_000];
     rand::rng().fill_bytes(&mut random);
-    // Neither a TLS record nor a request by chance.
+    // Prevents a valid TLS record or request by chance.
     random[0] = 0xff;
     vec![
         b"\0".to_vec(),
@@ -94,7 +94,7 @@ fn nonsense() -> Vec<Vec<u8>> {
 }
 
 #[tokio::test]
-async fn nonsense_at_every_port() {
+async fn garbage_at_any_port_is_rejected_and_counted() {
     let services = Services::start().await.unwrap();
     for (mode, transport) in FRONTS {
         let mut topology = Topology::simple(mode, transport).await;
@@ -119,7 +119,7 @@ async fn nonsense_at_every_port() {
 }
 
 #[tokio::test]
-async fn connect_requests_that_are_none() {
+async fn invalid_connect_requests_are_rejected_and_counted() {
     let services = Services::start().await.unwrap();
     for transport in [Transport::Uds, Transport::Tcp] {
         let mut topology = Topology::simple(Mode::HttpConnect, transport).await;
@@ -151,7 +151,7 @@ async fn connect_requests_that_are_none() {
             becomes_rejected(&topology, "frontend", Some("garbage"), f64::from(count)).await;
             innocent.still_echoes(status).await;
         }
-        // Broken off, at any point: nothing to answer, nothing left behind.
+        // A request cut off at any point leaves nothing behind.
         let head = "CONNECT 127.0.0.1:1 HTTP/1.1\r\nHost: x\r\n\r\n";
         for end in 0..head.len() {
             provoke(front_stream(&topology).await, &head.as_bytes()[..end]).await;
@@ -163,7 +163,7 @@ async fn connect_requests_that_are_none() {
 }
 
 #[tokio::test]
-async fn the_answer_to_a_wrong_method_is_upstreams() {
+async fn wrong_method_gets_the_same_answer_as_upstream() {
     let topology = Topology::simple(Mode::HttpConnect, Transport::Uds).await;
     let request = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n";
     let answer = provoke(raw_front(&topology).await, request).await;
@@ -174,7 +174,7 @@ async fn the_answer_to_a_wrong_method_is_upstreams() {
 }
 
 #[tokio::test]
-async fn early_bytes_and_the_bare_status_line() {
+async fn connect_answer_is_a_bare_status_line_and_early_bytes_are_forwarded() {
     let services = Services::start().await.unwrap();
     let topology = Topology::simple(Mode::HttpConnect, Transport::Uds).await;
     let request = format!(
@@ -192,7 +192,7 @@ async fn early_bytes_and_the_bare_status_line() {
 }
 
 #[tokio::test]
-async fn handshakes_that_stall() {
+async fn stalled_handshakes_time_out_without_disturbing_others() {
     let services = Services::start().await.unwrap();
     let mut topology = Topology::simple(Mode::HttpConnect, Transport::Tcp).await;
     let mut innocent = Innocent::open(&topology, services.raw).await;
@@ -214,7 +214,9 @@ async fn handshakes_that_stall() {
     for listener in ["agent", "frontend"] {
         becomes_rejected(&topology, listener, Some("timeout"), 50.0).await;
     }
-    innocent.still_echoes("the end of them").await;
+    innocent
+        .still_echoes("the end of the stalled handshakes")
+        .await;
     assert_unharmed(&mut topology);
 }
 
@@ -227,7 +229,7 @@ async fn tls_refused(topology: &Topology, addr: SocketAddr, pair: &Pair) {
     );
     let stream = TcpStream::connect(addr).await.unwrap();
     let name = "localhost".try_into().unwrap();
-    // With TLS 1.3 the refusal may come only after the client's handshake is done.
+    // With TLS 1.3, the refusal may arrive after the client has completed the handshake.
     if let Ok(mut stream) = timely("a handshake", tls.connect(name, stream)).await {
         let mut rest = Vec::new();
         timely("a refusal", stream.read_to_end(&mut rest))
@@ -244,7 +246,7 @@ fn front_addr(topology: &Topology) -> SocketAddr {
 }
 
 #[tokio::test]
-async fn certificates_of_strangers() {
+async fn certificates_of_an_unknown_ca_are_refused() {
     let services = Services::start().await.unwrap();
     for mode in MODES {
         let mut topology = Topology::simple(mode, Transport::Tcp).await;
@@ -262,13 +264,13 @@ async fn certificates_of_strangers() {
             log.contains("signed by a CA that is not in our CA bundle"),
             "{log}"
         );
-        innocent.still_echoes("strangers").await;
+        innocent.still_echoes("certificates of an unknown CA").await;
         assert_unharmed(&mut topology);
     }
 }
 
 #[tokio::test]
-async fn clients_without_a_certificate() {
+async fn clients_without_a_certificate_are_refused() {
     use rustls::{ClientConfig, RootCertStore};
     let mut topology = Topology::simple(Mode::Grpc, Transport::Tcp).await;
     let mut roots = RootCertStore::empty();

@@ -1,4 +1,4 @@
-//! Ends of connections and the bytes before them, with our programs at both ends.
+//! Closes and the bytes before them, with our programs at both ends.
 
 use std::net::SocketAddr;
 
@@ -14,7 +14,7 @@ use crate::support::*;
 
 const MIB: u64 = 1024 * 1024;
 
-/// Both transports of CONNECT mode, which alone has half closes.
+/// Both kinds of front-end sockets in CONNECT mode. Only CONNECT mode has half closes.
 const CONNECTS: [Transport; 2] = [Transport::Uds, Transport::Tcp];
 
 async fn send(stream: &mut (impl AsyncWrite + Unpin), count: u64) {
@@ -32,7 +32,7 @@ fn digest_of(count: u64) -> String {
     digest.finish()
 }
 
-/// The digest of everything up to the end, and how much that was.
+/// Reads to the end. Returns the number of bytes and their digest.
 async fn digest_to_end(stream: &mut (impl AsyncRead + Unpin)) -> (u64, String) {
     let mut digest = Digest::default();
     let mut buffer = vec![0; 64 * 1024];
@@ -49,7 +49,7 @@ async fn digest_to_end(stream: &mut (impl AsyncRead + Unpin)) -> (u64, String) {
 }
 
 #[tokio::test]
-async fn a_client_that_half_closes_gets_its_answer() {
+async fn client_that_half_closes_gets_its_answer() {
     let services = Services::start().await.unwrap();
     for transport in CONNECTS {
         let topology = Topology::simple(Mode::HttpConnect, transport).await;
@@ -72,15 +72,15 @@ async fn a_client_that_half_closes_gets_its_answer() {
 }
 
 #[tokio::test]
-async fn an_endpoint_that_half_closes_still_receives() {
+async fn endpoint_that_half_closes_still_receives() {
     for transport in CONNECTS {
         let endpoint = Endpoint::start().await;
         let topology = Topology::simple(Mode::HttpConnect, transport).await;
         let mut stream = open(&topology, &endpoint.addr().to_string()).await;
         let mut far = endpoint.accept().await;
-        far.write_all(b"the last I say").await.unwrap();
+        far.write_all(b"last bytes").await.unwrap();
         far.shutdown().await.unwrap();
-        assert_eq!(read_rest(&mut stream).await, b"the last I say");
+        assert_eq!(read_rest(&mut stream).await, b"last bytes");
         let sends = async {
             send(&mut stream, MIB).await;
             stream.shutdown().await.unwrap();
@@ -104,7 +104,7 @@ async fn bytes_before_the_clients_close_arrive() {
             let sends = async {
                 send(&mut stream, MIB).await;
                 stream.shutdown().await.unwrap();
-                // A gRPC client awaits the answer to its close, as the stock one does.
+                // A gRPC client waits for the answer to its close, as the stock client does.
                 if mode == Mode::Grpc {
                     assert!(read_rest(&mut stream).await.is_empty());
                 }
@@ -139,7 +139,7 @@ async fn bytes_before_the_endpoints_close_arrive() {
 }
 
 #[tokio::test]
-async fn ten_mib_each_way_in_every_mode() {
+async fn ten_mib_transfers_arrive_intact_in_every_mode() {
     let services = Services::start().await.unwrap();
     let raw = services.raw.to_string();
     for (mode, transport) in FRONTS {
@@ -176,7 +176,7 @@ async fn concurrent_echoes_keep_their_bytes_apart() {
 }
 
 #[tokio::test]
-async fn an_endpoint_that_speaks_first_is_heard() {
+async fn first_bytes_of_an_endpoint_reach_a_client_that_has_sent_nothing() {
     let services = Services::start().await.unwrap();
     for (mode, transport) in FRONTS {
         let topology = Topology::simple(mode, transport).await;
@@ -191,7 +191,7 @@ async fn an_endpoint_that_speaks_first_is_heard() {
     }
 }
 
-/// One connection whose endpoint the caller holds.
+/// Opens one connection and returns both ends.
 async fn pair(topology: &Topology, endpoint: &Endpoint) -> (BoxedStream, tokio::net::TcpStream) {
     let target: SocketAddr = endpoint.addr();
     let stream = open(topology, &target.to_string()).await;
@@ -199,7 +199,7 @@ async fn pair(topology: &Topology, endpoint: &Endpoint) -> (BoxedStream, tokio::
 }
 
 #[tokio::test]
-async fn resets_are_passed_on_as_ends() {
+async fn resets_are_forwarded_as_closes() {
     for (mode, transport) in FRONTS {
         let endpoint = Endpoint::start().await;
         let topology = Topology::simple(mode, transport).await;
@@ -217,9 +217,9 @@ async fn resets_are_passed_on_as_ends() {
     }
 }
 
-/// As an HTTP service does that refuses an upload: it answers, and closes without reading on.
+/// Models an HTTP service that refuses an upload: the service answers, then closes without reading the rest.
 #[tokio::test]
-async fn an_early_answer_arrives_although_the_upload_was_not_read() {
+async fn early_answer_arrives_although_the_upload_was_not_read() {
     const ANSWER: &[u8] = b"413 too large\n";
     for (mode, transport) in FRONTS {
         let topology = Topology::simple(mode, transport).await;
@@ -228,7 +228,7 @@ async fn an_early_answer_arrives_although_the_upload_was_not_read() {
         let (mut read, mut write) = tokio::io::split(stream);
         let upload = async {
             for piece in pattern::pieces(8 * MIB) {
-                // The tunnel may close under it at any time.
+                // The tunnel may close the connection during the upload.
                 if write.write_all(&piece).await.is_err() {
                     return;
                 }
@@ -239,7 +239,7 @@ async fn an_early_answer_arrives_although_the_upload_was_not_read() {
             let mut first = [0; 1024];
             socket.read_exact(&mut first).await.expect("an upload");
             socket.write_all(ANSWER).await.expect("answering");
-            // Unread input makes this a reset.
+            // Unread input turns this close into a reset.
             drop(socket);
         };
         let answer = async {

@@ -15,7 +15,7 @@ async fn server_alone(mode: Mode, args: &[&str]) -> Topology {
 }
 
 #[tokio::test]
-async fn without_an_agent() {
+async fn dial_without_an_agent_is_refused() {
     for mode in MODES {
         let topology = server_alone(mode, &[]).await;
         let error = refusal(&topology, "10.0.0.1:443").await;
@@ -27,7 +27,7 @@ async fn without_an_agent() {
 }
 
 #[tokio::test]
-async fn refused_by_the_target() {
+async fn dial_refused_by_the_endpoint_reports_its_error() {
     for (mode, transport) in FRONTS {
         let topology = Topology::simple(mode, transport).await;
         let error = refusal(&topology, "127.0.0.1:1").await;
@@ -68,7 +68,7 @@ async fn a_target_that_does_not_answer_times_out_at_the_agent() {
 }
 
 #[tokio::test]
-async fn an_agent_that_does_not_answer_costs_only_that_dial() {
+async fn unanswered_dial_times_out_and_the_agent_stays_in_use() {
     for mode in MODES {
         let topology = server_alone(mode, &["--backend-dial-timeout=1s"]).await;
         let mut agent = scripts::agent(&topology, "mute").await;
@@ -78,7 +78,7 @@ async fn an_agent_that_does_not_answer_costs_only_that_dial() {
         assert_eq!(dial_failures(&topology, "backend_dial_timeout").await, 1.0);
         let dial = agent.hear_dial().await;
         assert_eq!(agent.hear().await, Message::CloseDial { dial });
-        // The stream serves on, and a late answer is closed.
+        // The agent stays in use, and the server closes the connection of a late answer.
         agent.say(opened(dial, 9)).await;
         assert_eq!(agent.hear().await, close_request(9));
         assert_eq!(dial_failures(&topology, "unrecognized_response").await, 1.0);
@@ -92,7 +92,7 @@ async fn an_agent_that_does_not_answer_costs_only_that_dial() {
 }
 
 #[tokio::test]
-async fn an_agent_that_takes_no_packets_is_retired() {
+async fn agent_that_stops_reading_is_retired() {
     let topology = server_alone(Mode::HttpConnect, &["--backend-dial-timeout=1s"]).await;
     let mut agent = scripts::agent(&topology, "deaf").await;
     let answers = async {
@@ -101,7 +101,7 @@ async fn an_agent_that_takes_no_packets_is_retired() {
     };
     let (connected, ()) = tokio::join!(topology.connect("10.0.0.1:443"), answers);
     let mut stream = connected.unwrap();
-    // From here on the agent reads nothing, so what is sent piles up, in bounds.
+    // From now on the agent reads nothing, so the sent bytes pile up to a limit.
     let flood = tokio::spawn(async move {
         let piece = vec![0; 64 * 1024];
         while stream.write_all(&piece).await.is_ok() {}
@@ -125,7 +125,7 @@ async fn an_agent_that_takes_no_packets_is_retired() {
 }
 
 #[tokio::test]
-async fn the_agents_end_fails_its_pending_dials_at_once() {
+async fn end_of_the_agent_stream_fails_its_pending_dials_at_once() {
     for mode in MODES {
         let topology = server_alone(mode, &[]).await;
         let mut agent = scripts::agent(&topology, "mortal").await;
@@ -168,7 +168,7 @@ async fn a_pending_dial_moves_to_another_agent_when_its_own_dies() {
 }
 
 #[tokio::test]
-async fn a_client_that_leaves_early_gives_its_dial_up() {
+async fn client_that_leaves_cancels_its_pending_dial() {
     for mode in MODES {
         let topology = server_alone(mode, &[]).await;
         let mut agent = scripts::agent(&topology, "slow").await;
@@ -190,7 +190,7 @@ async fn a_client_that_leaves_early_gives_its_dial_up() {
 }
 
 #[tokio::test]
-async fn a_killed_agent_ends_its_connections_and_only_those() {
+async fn killed_agent_ends_its_connections_and_a_new_agent_works() {
     for mode in MODES {
         let services = culvert_kit::services::Services::start().await.unwrap();
         let builder = Topology::builder(mode, Transport::Uds);
@@ -211,19 +211,19 @@ async fn a_killed_agent_ends_its_connections_and_only_those() {
 }
 
 #[tokio::test]
-async fn a_silent_agent_is_avoided_while_another_one_answers() {
+async fn silent_agent_is_avoided_while_another_agent_answers() {
     let topology = server_alone(Mode::HttpConnect, &[]).await;
     let mut silent = scripts::agent(&topology, "silent").await;
     let dialing = topology.connect("10.0.0.1:443");
     tokio::pin!(dialing);
     tokio::select! {
-        _ = &mut dialing => panic!("nobody has answered"),
+        _ = &mut dialing => panic!("the dial ended without an answer"),
         _ = silent.hear_dial() => {}
     }
     let mut other = scripts::agent(&topology, "other").await;
     let mut held = Vec::new();
-    // The dial is tied to the silent one, which was alone; the next ones find the other agent or
-    // are moved to it.
+    // The pending dial waits for the silent agent, which was the only agent when the dial started. The next
+    // dials go or move to the other agent.
     for connection in 1..=3 {
         let answers = async {
             let dial = other.hear_dial().await;

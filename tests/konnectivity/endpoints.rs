@@ -1,4 +1,4 @@
-//! Far ends with habits that the lab's services do not have.
+//! Endpoints with behavior missing from the lab's services.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::time::Duration;
@@ -7,13 +7,13 @@ use tokio::net::{TcpListener, TcpStream};
 
 use crate::support::timely;
 
-/// A far end that hands each of its connections to the test.
+/// An endpoint whose connections are handled by the test.
 pub struct Endpoint {
     listener: TcpListener,
 }
 
 impl Endpoint {
-    /// Listens on a port of 127.0.0.1 that the system chooses.
+    /// Listens on a free port of 127.0.0.1.
     pub async fn start() -> Self {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await;
         Self {
@@ -21,12 +21,12 @@ impl Endpoint {
         }
     }
 
-    /// Where it listens.
+    /// Returns the address of the listener.
     pub fn addr(&self) -> SocketAddr {
         self.listener.local_addr().unwrap()
     }
 
-    /// The next connection.
+    /// Waits for the next connection.
     pub async fn accept(&self) -> TcpStream {
         let accepted = timely("a connection to the endpoint", self.listener.accept());
         accepted.await.unwrap().0
@@ -36,6 +36,6 @@ impl Endpoint {
 /// Closes a connection with a reset.
 pub fn reset(stream: TcpStream) {
     let socket = socket2::SockRef::from(&stream);
-    // A peer that was faster has ended it as abruptly.
+    // Setting the option fails if the peer has already reset the connection.
     socket.set_linger(Some(Duration::ZERO)).ok();
 }

@@ -1,6 +1,5 @@
-//! The native transport against peers that nobody here wrote: an agent and a server by Go's
-//! HTTP/2 library, with HTTP/1.1 by Go's too. Without Go they are skipped, see
-//! [`culvert_tests::interop`].
+//! The native transport against independent implementations: an agent and a server built on Go's HTTP/2 and
+//! HTTP/1.1 libraries. Without Go the tests are skipped, see [`culvert_tests::interop`].
 
 use culvert_kit::check;
 use culvert_kit::pki::Pair;
@@ -23,14 +22,14 @@ fn args(command: &str, addr: &str, ca: &std::path::Path, pair: &Pair) -> Vec<Str
     ]
 }
 
-/// The driver's line with that event.
+/// Waits for the driver's log line with an event, and returns the parsed line.
 async fn event(driver: &Program, name: &str) -> Value {
     let name = format!("\"event\":\"{name}\"");
     let line = driver.wait_for_log(&name, LIMIT).await;
     serde_json::from_str(&line).unwrap()
 }
 
-/// A server of ours, and a foreign agent that is connected to it.
+/// Starts our server and connects a foreign agent to it.
 async fn with_foreign_agent(interop: &Interop, mode: Mode) -> (Topology, Program) {
     let builder = Topology::builder(mode, Transport::Uds);
     let topology = builder.servers(1).start().await;

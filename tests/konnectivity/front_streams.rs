@@ -1,5 +1,4 @@
-//! What the server makes of a gRPC front end's packets, with front ends whose every packet is
-//! scripted.
+//! Packets of scripted gRPC front ends, and the server's reaction to each.
 
 use culvert_konnectivity::message::{DialId, Message};
 use culvert_proto::{Packet, PacketType};
@@ -17,7 +16,7 @@ async fn server_and_agent() -> (Topology, Peer) {
     (topology, agent)
 }
 
-/// Opens a connection; gives its id toward the front end.
+/// Opens a connection and returns its id on the front end's side.
 async fn open_call(front: &mut Peer, agent: &mut Peer, connection: i64) -> i64 {
     front.say(dial(77, TARGET)).await;
     let dial = agent.hear_dial().await;
@@ -36,7 +35,7 @@ async fn open_call(front: &mut Peer, agent: &mut Peer, connection: i64) -> i64 {
 }
 
 #[tokio::test]
-async fn data_before_a_dial_ends_what_the_stream_can_do() {
+async fn data_before_a_dial_disables_dials_on_that_call() {
     let (topology, mut agent) = server_and_agent().await;
     let mut front = front(&topology).await;
     front.say(data(5, b"early")).await;
@@ -47,7 +46,7 @@ async fn data_before_a_dial_ends_what_the_stream_can_do() {
     front.say(dial(1, TARGET)).await;
     front.say(close_request(5)).await;
     assert_eq!(front.hear().await, close_response(5, ""));
-    // The dial behind it was not acted upon.
+    // The server ignored the dial on the same call: the agent's next message is the answer to the fence.
     agent.say(data(9, b"fence")).await;
     assert_eq!(agent.hear().await, scripts::close_request(9));
     drop(front);
@@ -84,7 +83,7 @@ async fn mismatched_ids_close_the_connection() {
 }
 
 #[tokio::test]
-async fn odd_packets_change_nothing() {
+async fn unexpected_packets_do_not_disturb_the_connection() {
     let (topology, mut agent) = server_and_agent().await;
     let mut front = front(&topology).await;
     front
@@ -129,13 +128,13 @@ async fn odd_packets_change_nothing() {
 }
 
 #[tokio::test]
-async fn a_close_is_answered_by_the_server_itself() {
+async fn close_is_answered_without_waiting_for_the_agent() {
     let (topology, mut agent) = server_and_agent().await;
     let mut front = front(&topology).await;
     let id = open_call(&mut front, &mut agent, 3).await;
     front.say(data(id, b"last words")).await;
     front.say(close_request(id)).await;
-    // The agent has not said a word.
+    // The server answers without any packet from the agent.
     assert_eq!(front.hear().await, close_response(id, ""));
     agent.hear_bytes(3, b"last words").await;
     assert_eq!(agent.hear().await, close_request(3));
@@ -145,7 +144,7 @@ async fn a_close_is_answered_by_the_server_itself() {
 }
 
 #[tokio::test]
-async fn a_dial_can_be_given_up() {
+async fn pending_dial_can_be_cancelled() {
     let (topology, mut agent) = server_and_agent().await;
     let front = front(&topology).await;
     front.say(dial(77, TARGET)).await;
@@ -160,7 +159,7 @@ async fn a_dial_can_be_given_up() {
 }
 
 #[tokio::test]
-async fn the_end_of_the_call_closes_the_connection() {
+async fn end_of_the_call_closes_the_connection() {
     let (topology, mut agent) = server_and_agent().await;
     let mut broken = front(&topology).await;
     open_call(&mut broken, &mut agent, 3).await;
@@ -175,7 +174,7 @@ async fn the_end_of_the_call_closes_the_connection() {
 }
 
 #[tokio::test]
-async fn the_agents_close_reaches_the_front_end() {
+async fn close_by_the_agent_reaches_the_front_end() {
     let (topology, mut agent) = server_and_agent().await;
     let mut front = front(&topology).await;
     let id = open_call(&mut front, &mut agent, 3).await;
@@ -191,7 +190,7 @@ async fn the_agents_close_reaches_the_front_end() {
 }
 
 #[tokio::test]
-async fn the_agents_death_reaches_the_front_end() {
+async fn loss_of_the_agent_reaches_the_front_end_as_a_close() {
     let (topology, mut agent) = server_and_agent().await;
     let mut front = front(&topology).await;
     let id = open_call(&mut front, &mut agent, 3).await;
@@ -200,7 +199,7 @@ async fn the_agents_death_reaches_the_front_end() {
 }
 
 #[tokio::test]
-async fn data_up_to_the_size_limit_passes_and_beyond_it_ends_the_call_alone() {
+async fn data_at_the_size_limit_passes_and_larger_data_ends_only_its_call() {
     let (topology, mut agent) = server_and_agent().await;
     let mut good = front(&topology).await;
     let good_id = open_call(&mut good, &mut agent, 1).await;
@@ -218,7 +217,7 @@ async fn data_up_to_the_size_limit_passes_and_beyond_it_ends_the_call_alone() {
 }
 
 #[tokio::test]
-async fn many_calls_share_one_front_ends_connection() {
+async fn many_calls_share_one_http2_connection() {
     let (topology, mut agent) = server_and_agent().await;
     let calls = scripts::fronts(&topology, 300).await;
     let mut open = Vec::new();

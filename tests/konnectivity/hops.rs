@@ -1,4 +1,4 @@
-//! What stands between an agent and a server of ours decides nothing; the TLS handshake does.
+//! Hops between agent and server. The TLS handshake alone selects the transport.
 
 use std::net::{Ipv4Addr, SocketAddr};
 
@@ -15,7 +15,7 @@ use crate::scripts::acceptor;
 use crate::searching::Lone;
 use crate::support::*;
 
-/// A server, and an agent that reaches it by some way round.
+/// Starts an agent behind the hop at `by`, and checks the transport in the agent's log.
 async fn around(topology: &Topology, by: SocketAddr, native: bool) -> Lone {
     let mut lone = Lone::new();
     lone.pki = topology.pki().clone();
@@ -69,18 +69,19 @@ async fn carries_everything(topology: &Topology) {
     let metrics = topology.server_metrics(0).await;
     let finished = [("reason", "finished")];
     let closed = value(&metrics, "culvert_connections_closed_total", &finished);
-    assert!(closed >= 4.0, "{closed} ended in order");
+    assert!(closed >= 4.0, "only {closed} connections finished in order");
 }
 
 #[tokio::test]
-async fn a_relay_of_tcp_changes_nothing() {
+async fn tcp_relay_keeps_the_native_transport() {
     let topology = server_alone().await;
     let relay = Balancer::start(vec![topology.agent_address(0)]).await;
     let _agent = around(&topology, relay.addr(), true).await;
     carries_everything(&topology).await;
 }
 
-/// Terminates TLS and speaks HTTP/2 and nothing else on both sides, as a proxy for gRPC does.
+/// Starts a hop that terminates TLS and offers only HTTP/2 on both sides, as a gRPC proxy does. Returns the
+/// hop's address.
 async fn tls_hop(topology: &Topology) -> SocketAddr {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
     let addr = listener.local_addr().unwrap();
@@ -104,9 +105,9 @@ async fn tls_hop(topology: &Topology) -> SocketAddr {
     addr
 }
 
-/// Our programs in the dialect of the stock ones, which has a word for half closes between ours.
+/// Our programs fall back to the packet transport, which also carries half closes between our programs.
 #[tokio::test]
-async fn a_hop_that_knows_only_http2_leads_to_packets() {
+async fn http2_only_tls_hop_causes_the_packet_transport() {
     let topology = server_alone().await;
     let hop = tls_hop(&topology).await;
     let _agent = around(&topology, hop, false).await;

@@ -1,4 +1,4 @@
-//! Peers that chose the native transport in the TLS handshake and then say something else.
+//! Introductions on the native transport: invalid, refused and accepted.
 
 use std::net::Ipv4Addr;
 use std::sync::Arc;
@@ -17,7 +17,7 @@ use crate::support::*;
 
 const ALPN: &str = "culvert/1";
 
-/// Says something at the first server's door for agents, and gives all that comes back.
+/// Sends bytes to the first server's agent listener after the TLS handshake, and returns the answer.
 async fn answer_to(topology: &Topology, says: &[u8]) -> String {
     let socket = TcpStream::connect(topology.agent_address(0)).await.unwrap();
     let pki = topology.pki();
@@ -25,18 +25,21 @@ async fn answer_to(topology: &Topology, says: &[u8]) -> String {
     let name = "localhost".try_into().unwrap();
     let mut stream = tls.connect(name, socket).await.unwrap();
     assert_eq!(stream.get_ref().1.alpn_protocol(), Some(ALPN.as_bytes()));
-    // The server may have had enough before the last byte.
+    // The server may close the connection before the last byte.
     stream.write_all(says).await.ok();
     stream.flush().await.ok();
     let mut answer = Vec::new();
-    timely("the server's end", stream.read_to_end(&mut answer))
-        .await
-        .ok();
+    timely(
+        "the end of the server's answer",
+        stream.read_to_end(&mut answer),
+    )
+    .await
+    .ok();
     String::from_utf8(answer).unwrap()
 }
 
 #[tokio::test]
-async fn what_is_none_is_counted_and_harms_nobody() {
+async fn invalid_introductions_are_counted_and_disturb_no_other_connection() {
     let services = Services::start().await.unwrap();
     let mut topology = Topology::simple(Mode::HttpConnect, Transport::Uds).await;
     let mut innocent = Innocent::open(&topology, services.raw).await;
@@ -56,7 +59,7 @@ async fn what_is_none_is_counted_and_harms_nobody() {
     for (count, says) in (1..).zip(cases) {
         assert_eq!(answer_to(&topology, says.as_bytes()).await, "");
         refused_as_garbage(&topology, f64::from(count)).await;
-        innocent.still_echoes("an introduction that is none").await;
+        innocent.still_echoes("an invalid introduction").await;
     }
     let twice = "GET /agent HTTP/1.1\r\nagentid: a\r\nagentid: b\r\n\r\n";
     let answer = answer_to(&topology, twice.as_bytes()).await;
@@ -65,13 +68,13 @@ async fn what_is_none_is_counted_and_harms_nobody() {
     assert_eq!(text, "expected one agent ID in the context, got [a b]");
     refused_as_garbage(&topology, 1.0 + cases.len() as f64).await;
     server_shows(&topology, "ready_backends", &[], 1.0).await;
-    innocent.still_echoes("all of them").await;
+    innocent.still_echoes("all invalid introductions").await;
     assert_unharmed(&mut topology);
 }
 
 async fn refused_as_garbage(topology: &Topology, count: f64) {
     let labels = [("listener", "agent"), ("reason", "garbage")];
-    eventually("it is counted", LIMIT, async || {
+    eventually("the rejection is counted", LIMIT, async || {
         let metrics = topology.server_metrics(0).await;
         let seen = value(&metrics, "culvert_rejected_total", &labels);
         (seen == count).then_some(()).ok_or(seen)
@@ -79,7 +82,7 @@ async fn refused_as_garbage(topology: &Topology, count: f64) {
     .await;
 }
 
-/// A server that takes native agents as far as TLS goes.
+/// A server for native agents with only the TLS handshake implemented. The test does the rest.
 struct Scripted {
     listener: TcpListener,
     tls: TlsAcceptor,
@@ -107,7 +110,7 @@ impl Scripted {
         format!("--proxy-server-port={port}")
     }
 
-    /// The next agent, which has introduced itself.
+    /// Accepts the next agent and reads its introduction.
     async fn agent(&self) -> (server::TlsStream<TcpStream>, http::HeaderMap) {
         let (socket, _) = timely("an agent", self.listener.accept()).await.unwrap();
         let mut stream = timely("TLS", self.tls.accept(socket)).await.unwrap();
@@ -117,7 +120,7 @@ impl Scripted {
 }
 
 #[tokio::test]
-async fn a_refusal_is_in_the_agents_log_and_it_goes_on_trying() {
+async fn agent_logs_a_refusal_and_keeps_retrying() {
     let mut lone = Lone::new();
     let token = lone.dir.path().join("token");
     std::fs::write(&token, "secret\n").unwrap();
@@ -155,7 +158,7 @@ async fn a_refusal_is_in_the_agents_log_and_it_goes_on_trying() {
         lone.program().wait_for_log(told, LIMIT).await;
     }
     lone.shows("open_server_connections", 0.0).await;
-    // One that takes it in after all.
+    // After every failure, the agent still connects to a server with a valid answer.
     let (mut stream, _) = server.agent().await;
     let mut answer = http::HeaderMap::new();
     answer.insert("serverid", "late".parse().unwrap());

@@ -1,4 +1,4 @@
-//! Many that stop reading at once, and many others that must not notice.
+//! Many connections stall at the same time, without any effect on many other connections.
 
 use std::collections::BTreeSet;
 
@@ -21,18 +21,18 @@ use crate::support::*;
 const STALLED: i64 = 8;
 const OTHERS: i64 = 20;
 
-/// What a script sends to each stalled connection: packets of 64 KiB.
+/// Number of 64 KiB packets that a script sends to each stalled connection.
 const FLOOD: usize = 192;
 
-/// What each stalled connection between our programs carries: far more than sockets and windows on
-/// its way hold, so that it does stall.
+/// Number of bytes on each stalled connection between our programs. Far more than the sockets and windows on
+/// the path can buffer, so the connection really stalls.
 const STALLED_BYTES: u64 = 32 * 1024 * 1024;
 
-/// What a program may keep of it all, with everything around: a fraction of what would pile up
-/// without bounds.
+/// Limit for the memory growth of one program during the test, in bytes. A fraction of the growth without
+/// bounds.
 const HELD_LIMIT: u64 = 96 * 1024 * 1024;
 
-/// What the others get with each of them.
+/// Number of bytes for each of the other connections per round of the flood.
 const PIECE: usize = 2048;
 
 fn bytes_of(connection: i64) -> Vec<u8> {
@@ -40,7 +40,8 @@ fn bytes_of(connection: i64) -> Vec<u8> {
     bytes.collect()
 }
 
-/// The flood, with the others' bytes in between.
+/// Returns the flood for the stalled connections, with the bytes for the other connections in between. The
+/// ids of the other connections start at `first_other`.
 fn interleaved(first_other: i64) -> Vec<Message> {
     let block = Bytes::from(vec![0; 64 * 1024]);
     let others: Vec<_> = (first_other..first_other + OTHERS)
@@ -60,7 +61,7 @@ fn interleaved(first_other: i64) -> Vec<Message> {
     messages
 }
 
-/// Echoes in both programs' middle: every byte comes back.
+/// Sends all bytes of a connection through the echo service, piece by piece, and checks every echo.
 async fn echoes(mut stream: BoxedStream, connection: i64) -> BoxedStream {
     let bytes = bytes_of(connection);
     let mut back = vec![0; PIECE];
@@ -75,7 +76,7 @@ async fn echoes(mut stream: BoxedStream, connection: i64) -> BoxedStream {
     stream
 }
 
-/// Asks for a flood and reads nothing of it.
+/// Opens a connection, requests a flood and reads nothing.
 async fn stalled_client(topology: &Topology, services: &Services) -> BoxedStream {
     let mut stream = open(topology, &services.raw.to_string()).await;
     let command = format!("download {STALLED_BYTES}\n");
@@ -84,7 +85,7 @@ async fn stalled_client(topology: &Topology, services: &Services) -> BoxedStream
     stream
 }
 
-/// Sends everything, to an endpoint that reads nothing for now.
+/// Sends all bytes, although the endpoint reads nothing at first.
 async fn sends(mut stream: BoxedStream) -> BoxedStream {
     for piece in pattern::pieces(STALLED_BYTES) {
         stream.write_all(&piece).await.unwrap();
@@ -93,24 +94,24 @@ async fn sends(mut stream: BoxedStream) -> BoxedStream {
     stream
 }
 
-/// Reads everything, every byte verified.
+/// Reads and verifies all bytes.
 async fn reads(stream: &mut (impl AsyncRead + Unpin)) {
     let mut verifier = Verifier::default();
     let mut buffer = vec![0; 64 * 1024];
     while verifier.verified() < STALLED_BYTES {
         let n = timely("bytes", stream.read(&mut buffer)).await.unwrap();
         assert_ne!(n, 0, "ended after {}", verifier.verified());
-        verifier.feed(&buffer[..n]).expect("the very bytes");
+        verifier.feed(&buffer[..n]).expect("the expected bytes");
     }
 }
 
-/// What both programs occupy.
+/// Returns the memory use of the server and the agent, in bytes.
 fn memory(topology: &mut Topology) -> [u64; 2] {
     [topology.server(0).rss(), topology.agent(0).rss()]
 }
 
-/// Between our programs each connection has flow control of its own: whoever does not read is
-/// waited for, at the cost of a bounded buffer, and nobody else notices.
+/// Between our programs, every connection has its own flow control. A stalled reader stops only its own
+/// sender, costs only a bounded buffer, and does not affect other connections.
 async fn between_our_programs(mode: Mode) {
     let services = Services::start().await.unwrap();
     let endpoint = Endpoint::start().await;
@@ -140,16 +141,16 @@ async fn between_our_programs(mode: Mode) {
     let after = memory(&mut topology);
     for (after, before) in after.iter().zip(before) {
         let grown = after.saturating_sub(before);
-        assert!(grown < HELD_LIMIT, "{grown} bytes more are in memory");
+        assert!(grown < HELD_LIMIT, "memory grew by {grown} bytes");
     }
     assert!(
         sending.try_join_next().is_none(),
-        "a deaf endpoint's client"
+        "a client has sent everything to an endpoint that reads nothing"
     );
     let open = 2.0 * STALLED as f64 + OTHERS as f64;
     server_shows(&topology, "established_connections", &[], open).await;
 
-    // As soon as they read, they get it all.
+    // Once the readers resume, every byte arrives.
     let mut reading = JoinSet::new();
     for mut stream in stalled {
         reading.spawn(async move {
@@ -193,14 +194,14 @@ async fn excess_is_given_back(topology: &Topology) {
 }
 
 #[tokio::test]
-async fn many_that_stall_between_our_programs() {
+async fn stalled_connections_between_our_programs_do_not_disturb_others() {
     for mode in MODES {
         between_our_programs(mode).await;
     }
 }
 
 #[tokio::test]
-async fn clients_that_stall_while_a_stock_agent_sends() {
+async fn stalled_clients_of_a_stock_agent_are_closed_without_harming_others() {
     for mode in MODES {
         let topology = Topology::builder(mode, Transport::Uds)
             .servers(1)
@@ -221,7 +222,7 @@ async fn clients_that_stall_while_a_stock_agent_sends() {
                 timely("bytes", stream.read_exact(&mut bytes))
                     .await
                     .unwrap();
-                assert!(bytes == bytes_of(id), "the bytes of {id}");
+                assert!(bytes == bytes_of(id), "wrong bytes on connection {id}");
                 stream
             });
         }
@@ -245,9 +246,10 @@ async fn clients_that_stall_while_a_stock_agent_sends() {
     }
 }
 
-/// A packet stream is slowed down for one connection by no more than so much, and others go on.
+/// A slow connection delays a packet stream only by a limited time, so other connections of the stream
+/// continue.
 #[tokio::test]
-async fn a_client_that_is_slower_than_a_stock_agent_is_closed_once_the_pool_is_empty() {
+async fn client_slower_than_a_stock_agent_is_closed_once_the_pool_is_empty() {
     let topology = Topology::builder(Mode::HttpConnect, Transport::Uds)
         .servers(1)
         .server_args(&["--excess-buffer-bytes=1048576"])
@@ -262,7 +264,7 @@ async fn a_client_that_is_slower_than_a_stock_agent_is_closed_once_the_pool_is_e
     loop {
         agent.say(data(1, &block)).await;
         sent += block.len();
-        assert!(sent < 1 << 30, "nothing stops it");
+        assert!(sent < 1 << 30, "the slow client is never closed");
         match timely("bytes or the end", slow.read(&mut buffer)).await {
             Ok(0) | Err(_) => break,
             Ok(n) => received += n,
@@ -273,7 +275,8 @@ async fn a_client_that_is_slower_than_a_stock_agent_is_closed_once_the_pool_is_e
     let metrics = topology.server_metrics(0).await;
     let closed = value(&metrics, "culvert_connections_closed_total", &exceeded);
     assert_eq!(closed, 1.0);
-    // The other one goes on. What came for the slow one after its end was answered so.
+    // The other connection continues. The server has answered late packets for the slow connection with
+    // closes.
     other.write_all(b"question").await.unwrap();
     other.flush().await.unwrap();
     let mut closes = 0;
@@ -292,7 +295,7 @@ async fn a_client_that_is_slower_than_a_stock_agent_is_closed_once_the_pool_is_e
 }
 
 #[tokio::test]
-async fn many_small_packets_to_a_stalled_client() {
+async fn client_stalled_on_many_small_packets_is_closed_as_stalled() {
     let topology = Topology::builder(Mode::HttpConnect, Transport::Uds)
         .servers(1)
         .server_args(&["--stall-timeout=15s"])
@@ -316,7 +319,7 @@ async fn many_small_packets_to_a_stalled_client() {
 }
 
 #[tokio::test]
-async fn endpoints_that_stall_while_a_stock_server_sends() {
+async fn stalled_endpoints_of_a_stock_server_are_closed_without_harming_others() {
     let endpoint = Endpoint::start().await;
     let target = endpoint.addr().to_string();
     let mut lone = Lone::new();
@@ -343,7 +346,7 @@ async fn endpoints_that_stall_while_a_stock_server_sends() {
         readers.spawn(async move {
             let mut bytes = vec![0; FLOOD * PIECE];
             timely("bytes", far.read_exact(&mut bytes)).await.unwrap();
-            assert!(bytes == bytes_of(id), "the bytes of {id}");
+            assert!(bytes == bytes_of(id), "wrong bytes on connection {id}");
             far
         });
     }
@@ -352,7 +355,10 @@ async fn endpoints_that_stall_while_a_stock_server_sends() {
     while closed.len() < STALLED as usize {
         match call.hear().await {
             Message::CloseResponse { connection, error } if error.starts_with("closed: ") => {
-                assert!(closed.insert(connection.0), "{connection:?} is closed once");
+                assert!(
+                    closed.insert(connection.0),
+                    "{connection:?} was closed twice"
+                );
             }
             Message::CloseResponse { connection, error } => {
                 assert_eq!(error, "unrecognized connectID");
@@ -378,7 +384,7 @@ async fn endpoints_that_stall_while_a_stock_server_sends() {
             Message::CloseResponse { connection, .. } => {
                 assert!(closed.contains(&connection.0), "{connection:?}");
             }
-            other => panic!("neither bytes nor a stray: {other:?}"),
+            other => panic!("neither data nor a late close: {other:?}"),
         }
     }
     assert_eq!(heard, (others..others + OTHERS).collect());

@@ -17,63 +17,63 @@ use tokio::time::timeout;
 use crate::endpoints::reset;
 use crate::support::*;
 
-/// Connections in flight at once: enough to overlap, few enough for the limit of open files.
+/// Number of concurrent connections: enough to overlap, few enough for the limit on open files.
 const AT_ONCE: usize = 100;
 
-/// Descriptors that a program may hold beyond those it started with: connections of the tests' own
-/// scrapes that it has not closed yet.
+/// Allowed growth of a program's number of file descriptors, for connections of the test's own metric scrapes
+/// that the program has not closed yet.
 const SCRAPES: usize = 3;
 
-/// Where connections lead.
+/// Dialed addresses.
 #[derive(Clone, Copy)]
 struct Targets {
     raw: SocketAddr,
-    /// Says nothing.
+    /// A silent endpoint.
     quiet: SocketAddr,
-    /// Closes at once, or resets, by turns.
+    /// An endpoint that closes or resets connections at once, in turn.
     abrupt: SocketAddr,
     hole: SocketAddr,
 }
 
-/// The ways to end.
+/// Number of ways to end a connection.
 const WAYS: usize = 8;
 
-/// Lives one connection to an awkward end. Any error is an end too.
+/// Runs one connection to an awkward end. An error is also an end.
 async fn live(way: usize, front: &FrontEnd, targets: Targets) {
     let connect =
         async |target: SocketAddr| client::connect(front, &target.to_string(), LIMIT).await;
     let moment = Duration::from_micros(rand::rng().random_range(0..3000));
     match way {
-        // Leaves before its request is complete.
+        // The client leaves before its request is complete.
         0 => break_off(front).await,
-        // Leaves while its dial is pending.
+        // The client leaves while its dial is pending.
         1 => drop(timeout(moment, connect(targets.hole)).await),
-        // Leaves about when its dial is answered.
+        // The client leaves about when its dial is answered.
         2 => drop(timeout(moment, connect(targets.raw)).await),
-        // Leaves as soon as it is open.
+        // The client leaves as soon as the connection is open.
         3 => drop(connect(targets.raw).await),
-        // Leaves in the middle of a download.
+        // The client leaves during a download.
         4 => {
             if let Ok(mut stream) = connect(targets.raw).await {
                 stream.write_all(b"download 10000000\n").await.ok();
                 stream.read_exact(&mut vec![0; 10_000]).await.ok();
             }
         }
-        // Leaves in the middle of an upload.
+        // The client leaves during an upload.
         5 => {
             if let Ok(mut stream) = connect(targets.raw).await {
                 stream.write_all(b"upload 10000000\n").await.ok();
                 stream.write_all(&vec![0; 100_000]).await.ok();
             }
         }
-        // The endpoint ends first, in order or not.
+        // The endpoint closes or resets the connection first.
         6 => {
             if let Ok(mut stream) = connect(targets.abrupt).await {
                 stream.write_all(b"anybody there?").await.ok();
                 stream.read_to_end(&mut Vec::new()).await.ok();
             }
         }
-        // Leaves an endpoint that says nothing.
+        // The client leaves a silent endpoint.
         _ => {
             if let Ok(mut stream) = connect(targets.quiet).await {
                 stream.write_all(&vec![0; 1000]).await.ok();
@@ -82,7 +82,7 @@ async fn live(way: usize, front: &FrontEnd, targets: Targets) {
     }
 }
 
-/// Breaks off in the middle of a request, and over TCP with a reset.
+/// Leaves in the middle of a request; over TCP, with a reset.
 async fn break_off(front: &FrontEnd) {
     let piece = b"CONNECT 127.0.0.1:1 HT";
     match front {
@@ -100,7 +100,8 @@ async fn break_off(front: &FrontEnd) {
     }
 }
 
-/// An endpoint that ends every connection at once: with a close, with a reset, after bytes.
+/// Starts an endpoint that ends every connection at once, in turn with a close or a reset, with or without
+/// bytes before the end.
 async fn abrupt_endpoint() -> SocketAddr {
     let listener = TcpListener::bind(("127.0.0.1", 0)).await.unwrap();
     let addr = listener.local_addr().unwrap();
@@ -131,7 +132,8 @@ async fn leaves_nothing(mode: Mode, transport: Transport, count: usize) {
     let mut topology = Topology::simple(mode, transport).await;
     let targets = Targets {
         raw: services.raw,
-        // A CONNECT client's close is half of one to an endpoint, which has to end the other half.
+        // In CONNECT mode, a client's close reaches the endpoint as a half close. The endpoint must close the
+        // other half.
         quiet: match mode {
             Mode::Grpc => services.silent,
             Mode::HttpConnect => services.half,
@@ -152,19 +154,19 @@ async fn leaves_nothing(mode: Mode, transport: Transport, count: usize) {
             timely(&format!("way {way}"), live(way, &front, targets)).await;
         });
     }
-    while let Some(lived) = timely("the last lives", lives.join_next()).await {
+    while let Some(lived) = timely("the remaining connections", lives.join_next()).await {
         lived.unwrap();
     }
-    innocent.still_echoes("all of that").await;
-    // The innocent one is all there is.
+    innocent.still_echoes("all awkward ends").await;
+    // Only the innocent connection is left.
     server_shows(&topology, "pending_backend_dials", &[], 0.0).await;
     server_shows(&topology, "established_connections", &[], 1.0).await;
     agent_shows(&topology, "open_endpoint_connections", &[], 1.0).await;
-    eventually("all descriptors are back", LIMIT, async || {
+    eventually("all file descriptors are closed again", LIMIT, async || {
         let now = (topology.server(0).fd_count(), topology.agent(0).fd_count());
         (now.0 <= before.0 + SCRAPES && now.1 <= before.1 + SCRAPES)
             .then_some(())
-            .ok_or_else(|| format!("{now:?}, and {before:?} before"))
+            .ok_or_else(|| format!("{now:?} now, {before:?} at the start"))
     })
     .await;
     drop(innocent);
@@ -172,7 +174,7 @@ async fn leaves_nothing(mode: Mode, transport: Transport, count: usize) {
     agent_shows(&topology, "open_endpoint_connections", &[], 0.0).await;
     let full = [("service_method", "Connect")];
     server_shows(&topology, "full_receive_channels", &full, 0.0).await;
-    // The silent service never looks at its sockets, so it does not see them end.
+    // The silent service never reads its sockets, so the service does not notice their ends.
     if mode == Mode::HttpConnect {
         let closed = async || services.open_connections() == 0;
         eventually("the endpoints' connections ended", LIMIT, closed).await;
@@ -181,21 +183,21 @@ async fn leaves_nothing(mode: Mode, transport: Transport, count: usize) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn connect_over_a_unix_socket() {
+async fn connect_over_a_unix_socket_leaks_nothing() {
     leaves_nothing(Mode::HttpConnect, Transport::Uds, 4000).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn connect_over_tls() {
+async fn connect_over_tls_leaks_nothing() {
     leaves_nothing(Mode::HttpConnect, Transport::Tcp, 1500).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn grpc_over_a_unix_socket() {
+async fn grpc_over_a_unix_socket_leaks_nothing() {
     leaves_nothing(Mode::Grpc, Transport::Uds, 3500).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn grpc_over_tls() {
+async fn grpc_over_tls_leaks_nothing() {
     leaves_nothing(Mode::Grpc, Transport::Tcp, 1000).await;
 }

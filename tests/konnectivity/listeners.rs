@@ -1,4 +1,5 @@
-//! Health, admin and metrics: paths, codes, bodies, families, and gauges that follow reality.
+//! Health, admin and metrics pages: paths, status codes, bodies, metric families, and gauges that match the
+//! actual state.
 
 use std::net::SocketAddr;
 
@@ -22,7 +23,7 @@ async fn page(addr: SocketAddr, path: &str, status: u16, body: &str) {
 }
 
 #[tokio::test]
-async fn a_servers_pages() {
+async fn server_serves_health_readiness_and_metrics_pages() {
     let builder = Topology::builder(Mode::Grpc, Transport::Uds);
     let topology = builder.servers(1).start().await;
     let (health, admin) = (topology.server_health(0), topology.server_admin(0));
@@ -57,7 +58,7 @@ async fn a_servers_pages() {
 }
 
 #[tokio::test]
-async fn an_agents_pages() {
+async fn agent_serves_health_and_readiness_pages_and_redirects_metrics() {
     let mut lone = Lone::new();
     lone.start(&["--proxy-server-port=1"], &[]);
     lone.shows("open_server_connections", 0.0).await;
@@ -90,7 +91,7 @@ async fn an_agents_pages() {
     );
 }
 
-/// Name, type and label names of a family.
+/// Name, type and label names of a metric family.
 type Expected = (&'static str, &'static str, &'static [&'static str]);
 
 const SERVER: [Expected; 13] = [
@@ -165,7 +166,7 @@ fn assert_families(metrics: &culvert_tests::metrics::Metrics, prefix: &str, all:
 }
 
 #[tokio::test]
-async fn every_family_is_there_after_some_life() {
+async fn all_metric_families_are_present_after_some_use() {
     let services = Services::start().await.unwrap();
     let mut topology = Topology::simple(Mode::Grpc, Transport::Uds).await;
     Innocent::open(&topology, services.raw).await;
@@ -197,7 +198,7 @@ async fn every_family_is_there_after_some_life() {
     );
 }
 
-/// The agent counts the break of its stream, and upstream's count of failed sends is there.
+/// Waits until the agent has counted its broken stream. Upstream's counter of failed sends must stay 0.
 async fn break_counted(topology: &Topology) {
     let name = agent_name("server_connection_failure_count");
     eventually("from_server", LIMIT, async || {
@@ -210,7 +211,7 @@ async fn break_counted(topology: &Topology) {
 }
 
 #[tokio::test]
-async fn gauges_follow_reality_and_return_to_zero() {
+async fn gauges_match_the_actual_state_and_return_to_zero() {
     let services = Services::start().await.unwrap();
     let hole = black_hole().await;
     for (mode, transport) in FRONTS {
@@ -265,7 +266,7 @@ async fn gauges_follow_reality_and_return_to_zero() {
 }
 
 #[tokio::test]
-async fn odd_requests_do_not_harm_the_pages() {
+async fn malformed_requests_do_not_disturb_health_and_admin_pages() {
     let mut topology = Topology::simple(Mode::Grpc, Transport::Uds).await;
     let listeners = [
         topology.server_health(0),

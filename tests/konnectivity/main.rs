@@ -1,10 +1,10 @@
-//! The real programs, in every mode, with good and bad input.
+//! Tests of the real programs, in every mode, with valid and invalid input.
 //!
-//! | module | what it holds |
+//! | module | contents |
 //! |---|---|
-//! | [`support`] | waiting, gauges, an innocent connection that must never suffer |
-//! | [`scripts`] | agents, front ends and servers whose every packet a test decides |
-//! | [`endpoints`] | far ends with awkward habits |
+//! | [`support`] | waiting, metric values, an innocent connection that must always work |
+//! | [`scripts`] | agents, front ends and servers whose every packet is decided by a test |
+//! | [`endpoints`] | endpoints with awkward behavior |
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
 
 mod endpoints;

@@ -1,4 +1,4 @@
-//! Programs that die while they carry native connections, and namesakes.
+//! Killed programs with open native connections, and agents with the same id.
 
 use culvert_kit::services::Services;
 use culvert_tests::metrics::Metrics;
@@ -8,7 +8,7 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use crate::searching::Lone;
 use crate::support::*;
 
-/// Far more than is carried before a program is killed.
+/// Size of a download, in bytes. Far more than arrives before a program is killed.
 const BULK: u64 = 1 << 40;
 
 fn closed(metrics: &Metrics, reason: &str) -> f64 {
@@ -16,14 +16,14 @@ fn closed(metrics: &Metrics, reason: &str) -> f64 {
     value(metrics, name, &[("reason", reason)])
 }
 
-/// How many dials have reached an agent.
+/// Returns the number of dials received by an agent.
 async fn dials(topology: &Topology, agent: usize) -> f64 {
     let metrics = topology.agent_metrics(agent).await;
     let labels = [("segment", "to_agent"), ("packet_type", "DIAL_REQ")];
     value(&metrics, &agent_name("stream_packets_total"), &labels)
 }
 
-/// Opens a download and reads the first of it.
+/// Opens a download and reads its first MiB.
 async fn transfer(topology: &Topology, services: &Services) -> culvert_kit::client::BoxedStream {
     let mut stream = open(topology, &services.raw.to_string()).await;
     let command = format!("download {BULK}\n");
@@ -37,7 +37,7 @@ async fn transfer(topology: &Topology, services: &Services) -> culvert_kit::clie
 }
 
 #[tokio::test]
-async fn an_agent_is_killed_in_the_middle_of_a_transfer() {
+async fn agent_killed_during_a_transfer_closes_the_connection_as_agent_lost() {
     let services = Services::start().await.unwrap();
     for mode in MODES {
         let mut topology = Topology::simple(mode, Transport::Uds).await;
@@ -60,7 +60,7 @@ async fn an_agent_is_killed_in_the_middle_of_a_transfer() {
 }
 
 #[tokio::test]
-async fn a_server_is_killed_in_the_middle_of_a_transfer_and_found_again() {
+async fn agent_reconnects_to_a_server_killed_during_a_transfer() {
     let services = Services::start().await.unwrap();
     let mut topology = Topology::simple(Mode::HttpConnect, Transport::Uds).await;
     let mut stream = transfer(&topology, &services).await;
@@ -74,7 +74,7 @@ async fn a_server_is_killed_in_the_middle_of_a_transfer_and_found_again() {
     assert_eq!(closed(&metrics, "server_lost"), 1.0, "{}", metrics.text());
     let ended = async || services.open_connections() == 0;
     eventually("the endpoint's connection ended", LIMIT, ended).await;
-    // The agent's search finds it without being told.
+    // The agent finds the restarted server in its own search.
     std::fs::remove_file(topology.dir().join("front-0.socket")).ok();
     topology.start_server(0).await;
     topology.wait_for_agents().await;
@@ -83,14 +83,14 @@ async fn a_server_is_killed_in_the_middle_of_a_transfer_and_found_again() {
 }
 
 #[tokio::test]
-async fn namesakes_carry_their_own_connections_and_die_alone() {
+async fn agents_with_one_id_keep_separate_connections() {
     let services = Services::start().await.unwrap();
     let mut topology = Topology::simple(Mode::HttpConnect, Transport::Uds).await;
     let mut of_first = Vec::new();
     for _ in 0..3 {
         of_first.push(Innocent::open(&topology, services.raw).await);
     }
-    // New dials prefer the other one from now on.
+    // From now on, new dials prefer the other agent.
     topology.agent(0).signal(Signal::TERM);
     let drains = [("segment", "from_agent"), ("packet_type", "DRAIN")];
     server_shows(&topology, "stream_packets_total", &drains, 1.0).await;
@@ -117,7 +117,9 @@ async fn namesakes_carry_their_own_connections_and_die_alone() {
     let metrics = topology.server_metrics(0).await;
     assert_eq!(closed(&metrics, "agent_lost"), 3.0, "{}", metrics.text());
     for innocent in &mut of_second {
-        innocent.still_echoes("a namesake's death").await;
+        innocent
+            .still_echoes("the death of the other agent with the same id")
+            .await;
     }
     server_shows(&topology, "ready_backends", &[], 1.0).await;
     Innocent::open(&topology, services.raw).await;
@@ -126,7 +128,7 @@ async fn namesakes_carry_their_own_connections_and_die_alone() {
 }
 
 #[tokio::test]
-async fn a_pending_dial_moves_to_another_native_agent() {
+async fn pending_dial_moves_to_another_native_agent_when_its_agent_dies() {
     let hole = black_hole().await;
     let target = hole.addr().to_string();
     for mode in MODES {
@@ -138,19 +140,19 @@ async fn a_pending_dial_moves_to_another_native_agent() {
             let connected = culvert_kit::client::connect(&front, &target, LIMIT).await;
             connected.err().map(|error| error.to_string())
         });
-        let asked = eventually("an agent is asked", LIMIT, async || {
+        let asked = eventually("an agent receives the dial", LIMIT, async || {
             for agent in 0..2 {
                 if dials(&topology, agent).await == 1.0 {
                     return Ok(agent);
                 }
             }
-            Err("neither")
+            Err("neither agent")
         })
         .await;
         let other = 1 - asked;
         assert_eq!(dials(&topology, other).await, 0.0);
         topology.kill_agent(asked);
-        eventually("the other is asked", LIMIT, async || {
+        eventually("the other agent receives the dial", LIMIT, async || {
             dials(&topology, other).await == 1.0
         })
         .await;

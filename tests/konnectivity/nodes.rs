@@ -1,5 +1,5 @@
-//! Nodes of a cluster that the OpenVPN tunnel finds by their ExternalIPs and names. Both programs are
-//! ours; a node is an address of this machine, which the agent takes for one.
+//! Dials to nodes by ExternalIP and by name, through the OpenVPN tunnel. Both programs are ours. The nodes
+//! have addresses of this machine, and the agent treats 127.0.0.0/16 as the network of the nodes.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::Duration;
@@ -18,24 +18,24 @@ use tokio::task::JoinSet;
 
 use crate::support::LIMIT;
 
-/// What KKP routes: pods, Services, the node access network.
+/// KKP's routes: pods, Services and the node access network.
 const ROUTES: &str = "--openvpn-route=172.25.0.0/16,10.240.16.0/20,10.254.0.0/16";
 
-/// A server that watches nodes, and its OpenVPN client.
+/// A server with a watch on Nodes, and the server's OpenVPN client.
 struct Tunnel {
     api: KubeApi,
     server: Program,
     _agent: Program,
     front_end: FrontEnd,
     health: SocketAddr,
-    /// Where all nodes listen.
+    /// Port on which all nodes listen.
     port: u16,
     nodes: JoinSet<()>,
     _dir: TempDir,
 }
 
 impl Tunnel {
-    /// With an API that has what `prepare` does to it.
+    /// Starts both programs and a Kubernetes API, which `prepare` fills first.
     async fn start(prepare: impl FnOnce(&KubeApi)) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let agents = Pki::create(dir.path()).unwrap();
@@ -107,7 +107,7 @@ impl Tunnel {
         }
     }
 
-    /// Whoever connects to the node is told where.
+    /// Listens as the node with this InternalIP. Every client receives the InternalIP.
     async fn serve(&mut self, internal: &str) {
         let ip: IpAddr = internal.parse().unwrap();
         let listener = TcpListener::bind((ip, self.port)).await.unwrap();
@@ -119,7 +119,7 @@ impl Tunnel {
         });
     }
 
-    /// Which node answers at an address or a name.
+    /// Dials a node by address or name, and returns the InternalIP sent by the node.
     async fn dial(&self, host: &str) -> Result<String, String> {
         let target = format!("{host}:{}", self.port);
         let stream = client::connect(&self.front_end, &target, LIMIT).await;
@@ -131,7 +131,7 @@ impl Tunnel {
     }
 
     async fn reaches(&self, host: &str, internal: &str) {
-        let what = format!("{host} is {internal}");
+        let what = format!("{host} reaches {internal}");
         eventually(&what, LIMIT, async || {
             let answer = self.dial(host).await;
             (answer.as_deref() == Ok(internal))
@@ -142,11 +142,12 @@ impl Tunnel {
     }
 
     async fn comes_to_refuse(&self, host: &str) {
-        let what = format!("{host} is nobody's");
+        let what = format!("{host} is refused");
         eventually(&what, LIMIT, async || self.refusal(host).await).await;
     }
 
-    /// Taken for an InternalIP, as without a list of nodes, it has nobody behind it.
+    /// Checks that a dial is refused. Without an entry in the list of nodes, the server treats the address as
+    /// an InternalIP, and nothing listens there.
     async fn refusal(&self, host: &str) -> Result<(), String> {
         match self.dial(host).await {
             Err(text) if text.contains("connection refused") => Ok(()),
@@ -168,19 +169,23 @@ impl Tunnel {
         .await;
     }
 
-    /// How often the log has a text.
+    /// Returns the number of occurrences of a text in the log.
     fn told(&self, text: &str) -> usize {
         self.server.log().matches(text).count()
     }
 
-    /// Waits until the API was asked so many times more.
+    /// Waits until the API has received `times` more requests.
     async fn asks(&self, times: usize) {
         let asked = || self.api.requests().len();
         let before = asked();
-        eventually(&format!("{times} new tries"), LIMIT, async || {
-            let now = asked() - before;
-            (now >= times).then_some(()).ok_or(now)
-        })
+        eventually(
+            &format!("{times} more requests to the API"),
+            LIMIT,
+            async || {
+                let now = asked() - before;
+                (now >= times).then_some(()).ok_or(now)
+            },
+        )
         .await;
     }
 }
@@ -229,7 +234,7 @@ async fn nodes_are_reached_by_external_ip_and_by_name() {
     tunnel.shows(1.0, 1.0).await;
     tunnel.refusal("203.0.113.11").await.unwrap();
 
-    // A node that is new, that changes, that goes.
+    // A Node is added, changed and deleted.
     tunnel.api.put("nodes", two("203.0.113.11"));
     tunnel.reaches("203.0.113.11", "127.0.7.10").await;
     tunnel.reaches("two", "127.0.7.10").await;
@@ -240,7 +245,7 @@ async fn nodes_are_reached_by_external_ip_and_by_name() {
     tunnel.api.delete("nodes", "", "two");
     tunnel.comes_to_refuse("203.0.113.12").await;
 
-    // One that says what an older one says, and what is a Service's.
+    // A newer Node claims an ExternalIP of an older Node, and an address of a Service.
     let mut late = node(
         "late",
         &[
@@ -277,7 +282,7 @@ async fn nodes_stay_known_while_the_api_is_gone() {
     .await;
     tunnel.serve("127.0.7.9").await;
     tunnel.serve("127.0.7.10").await;
-    // Before the first list all is as without one.
+    // Before the first list, dials work as without a list.
     tunnel.asks(2).await;
     tunnel.reaches("127.0.7.9", "127.0.7.9").await;
     tunnel.refusal("203.0.113.10").await.unwrap();
@@ -292,18 +297,18 @@ async fn nodes_stay_known_while_the_api_is_gone() {
     tunnel.shows(1.0, 1.0).await;
     assert_eq!(tunnel.told("watching Nodes again"), 1);
 
-    // New tries come quickly again once a watch has lived for a while.
+    // Retries start quickly again after a watch has been up for a while.
     tokio::time::sleep(Duration::from_secs(4)).await;
     tunnel.api.fault(Fault::refuse());
     tunnel.api.cut();
     tunnel.shows(0.0, 1.0).await;
-    // What changes meanwhile is not seen, and what is known stays.
+    // Changes during the outage are not seen, and known Nodes stay reachable.
     tunnel.api.put("nodes", two("203.0.113.11"));
     tokio::time::sleep(Duration::from_secs(4)).await;
     tunnel.reaches("203.0.113.10", "127.0.7.9").await;
     tunnel.reaches("one", "127.0.7.9").await;
     tunnel.refusal("203.0.113.11").await.unwrap();
-    // The first try that is refused differs from the watch that was cut.
+    // The cut watch and the refused retries have different errors, and each new error is logged.
     let log = tunnel.server.log();
     assert!(tunnel.told("cannot watch Nodes") <= 4, "{log}");
 
@@ -314,16 +319,16 @@ async fn nodes_stay_known_while_the_api_is_gone() {
     tunnel.shows(1.0, 2.0).await;
     assert_eq!(tunnel.told("watching Nodes again"), 2);
 
-    // A watch that is cut goes on, and is no failure.
+    // A cut watch resumes without a failure.
     tunnel.api.cut();
     tunnel.asks(1).await;
     tunnel.shows(1.0, 2.0).await;
     assert_eq!(tunnel.told("watching Nodes again"), 2);
-    // One that works again after a failure says so although nothing changes.
+    // Recovery after a failure is logged even if no Node has changed.
     tokio::time::sleep(Duration::from_secs(4)).await;
     tunnel.api.fault(Fault::status(500).times(1));
     tunnel.api.cut();
-    eventually("it is told once more", LIMIT, async || {
+    eventually("the recovery is logged once more", LIMIT, async || {
         let told = tunnel.told("watching Nodes again");
         (told == 3).then_some(()).ok_or(told)
     })

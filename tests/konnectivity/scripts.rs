@@ -1,4 +1,4 @@
-//! Agents, front ends and servers whose every packet a test decides.
+//! Agents, front ends and servers whose every packet is decided by a test.
 
 use std::future::Future;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -30,18 +30,18 @@ use tower::{ServiceExt as _, service_fn};
 
 use crate::support::timely;
 
-/// How many packets may wait to be sent by a script.
+/// Capacity of a script's queues, in packets or calls.
 const OUTGOING: usize = 64;
 
-/// HTTP/2 window of scripted peers, in bytes: the protocol's default, so that one that does not
-/// read is noticed soon.
+/// HTTP/2 window of scripted peers, in bytes. The protocol's default, so a peer that does not read is noticed
+/// soon.
 const WINDOW_BYTES: u32 = 65_535;
 
-/// One open call, seen from the scripted side. Dropping it breaks the connection without a word.
+/// An open call, seen from the scripted side. Dropping the call aborts its connection without a close.
 pub struct Peer {
     to: mpsc::Sender<Packet>,
     from: Streaming<Packet>,
-    /// The headers of the answer.
+    /// Headers of the server's answer.
     pub metadata: MetadataMap,
     connection: AbortHandle,
 }
@@ -63,13 +63,13 @@ impl Peer {
         self.to.send(packet).await.expect("an open call");
     }
 
-    /// The next message.
+    /// Waits for the next message.
     pub async fn hear(&mut self) -> Message {
         let next = timely("a packet for the script", self.from.message()).await;
         next.expect("a living call").expect("a packet").into()
     }
 
-    /// Demands that the call ends, and gives its status unless that is OK.
+    /// Checks that the call ends. Returns the status unless the status is OK.
     pub async fn hear_end(&mut self) -> Option<Status> {
         let next = timely("the end of the call", self.from.message()).await;
         match next {
@@ -79,7 +79,7 @@ impl Peer {
         }
     }
 
-    /// Demands a dial request and gives its id.
+    /// Waits for a dial request and returns its id.
     pub async fn hear_dial(&mut self) -> DialId {
         match self.hear().await {
             Message::DialRequest { dial, .. } => dial,
@@ -87,7 +87,7 @@ impl Peer {
         }
     }
 
-    /// Demands that the call ends, after a word that its connection is closed or without it.
+    /// Checks that the call ends. The server may send close responses before the end.
     pub async fn hear_end_after_close(&mut self) {
         loop {
             match timely("the end of the call", self.from.message()).await {
@@ -100,7 +100,8 @@ impl Peer {
         }
     }
 
-    /// Demands bytes of one connection, as many as `expected` has, in any pieces.
+    /// Reads as many bytes of one connection as `expected` has, in pieces of any size, and compares the
+    /// bytes.
     pub async fn hear_bytes(&mut self, connection: i64, expected: &[u8]) {
         let mut seen = Vec::new();
         while seen.len() < expected.len() {
@@ -115,13 +116,13 @@ impl Peer {
         assert_eq!(seen, expected);
     }
 
-    /// Ends the sending half of the call; the other one goes on.
+    /// Ends the sending half of the call. The receiving half stays open.
     pub fn end_sending(&mut self) {
         self.to = mpsc::channel(1).0;
     }
 }
 
-/// A message that answers a dial with a connection.
+/// Returns the answer to a successful dial.
 pub fn opened(dial: DialId, connection: i64) -> Message {
     Message::DialResponse {
         dial,
@@ -130,7 +131,7 @@ pub fn opened(dial: DialId, connection: i64) -> Message {
     }
 }
 
-/// A message that asks for a connection.
+/// Returns a dial request.
 pub fn dial(random: i64, address: &str) -> Message {
     Message::DialRequest {
         protocol: "tcp".into(),
@@ -139,7 +140,7 @@ pub fn dial(random: i64, address: &str) -> Message {
     }
 }
 
-/// A message with bytes.
+/// Returns a message with bytes.
 pub fn data(connection: i64, bytes: &[u8]) -> Message {
     Message::Data {
         connection: ConnectId(connection),
@@ -147,14 +148,14 @@ pub fn data(connection: i64, bytes: &[u8]) -> Message {
     }
 }
 
-/// A message that asks for a close.
+/// Returns a request to close a connection.
 pub fn close_request(connection: i64) -> Message {
     Message::CloseRequest {
         connection: ConnectId(connection),
     }
 }
 
-/// A message that says that a connection is closed.
+/// Returns a message about a closed connection.
 pub fn close_response(connection: i64, error: &str) -> Message {
     Message::CloseResponse {
         connection: ConnectId(connection),
@@ -162,13 +163,13 @@ pub fn close_response(connection: i64, error: &str) -> Message {
     }
 }
 
-/// An agent with an id, connected to the first server.
+/// Connects an agent with an id to the first server.
 pub async fn agent(topology: &Topology, id: &str) -> Peer {
     let connected = agent_with(topology, &[("agentid", id), ("agentidentifiers", "")]).await;
     connected.expect("an accepted agent")
 }
 
-/// An agent with any metadata.
+/// Connects an agent with arbitrary metadata to the first server. The error is the server's refusal.
 pub async fn agent_with(topology: &Topology, metadata: &[(&str, &str)]) -> Result<Peer, Status> {
     let socket = TcpStream::connect(topology.agent_address(0)).await.unwrap();
     let pki = topology.pki();
@@ -183,12 +184,12 @@ pub async fn agent_with(topology: &Topology, metadata: &[(&str, &str)]) -> Resul
     Ok(peer(to, answer?, connection))
 }
 
-/// A front end's call to the first server, which listens on a Unix socket in gRPC mode.
+/// Opens a front-end call to the first server, which must listen on a Unix socket in gRPC mode.
 pub async fn front(topology: &Topology) -> Peer {
     fronts(topology, 1).await.remove(0)
 }
 
-/// Several calls on one connection to the first server.
+/// Opens several front-end calls over one connection to the first server.
 pub async fn fronts(topology: &Topology, count: usize) -> Vec<Peer> {
     let FrontEnd::GrpcUds(path) = topology.front_end() else {
         panic!("scripted front ends use a Unix socket");
@@ -245,7 +246,7 @@ where
 
 /// A call of an agent, seen from a scripted server.
 pub struct Call {
-    /// What the agent said of itself.
+    /// Metadata sent by the agent.
     pub metadata: MetadataMap,
     from: Streaming<Packet>,
     to: mpsc::Sender<Result<Packet, Status>>,
@@ -260,7 +261,7 @@ impl Call {
             .expect("an open call");
     }
 
-    /// Sends messages while the test listens.
+    /// Returns a future that sends the messages, so that the test can receive meanwhile.
     pub fn saying(&self, messages: Vec<Message>) -> impl Future<Output = ()> + use<> {
         let to = self.to.clone();
         async move {
@@ -270,13 +271,13 @@ impl Call {
         }
     }
 
-    /// The agent's next message.
+    /// Waits for the agent's next message.
     pub async fn hear(&mut self) -> Message {
         let next = timely("a packet of the agent", self.from.message()).await;
         next.expect("a living call").expect("a packet").into()
     }
 
-    /// Demands that the agent ends the call, in order or not.
+    /// Checks that the agent ends the call, with or without an error.
     pub async fn hear_end(&mut self) {
         let next = timely("the end of the agent's call", self.from.message()).await;
         if let Ok(Some(packet)) = next {
@@ -285,18 +286,18 @@ impl Call {
     }
 }
 
-/// A server for agents; the test takes each call.
+/// A scripted server for agents. The test processes each call.
 pub struct Server {
-    /// Where it listens.
+    /// Address of the listener.
     pub addr: SocketAddr,
     calls: mpsc::Receiver<Call>,
     _stop: DropGuard,
 }
 
-/// What a scripted server says in its headers.
+/// Response headers of a scripted server, and the queue of its calls.
 #[derive(Clone)]
 struct Script {
-    /// Serves calls with these ids in turn, the last one for ever.
+    /// Server ids for the calls, in turn. The last id repeats forever.
     ids: Arc<[&'static str]>,
     count: &'static str,
     taken: Arc<std::sync::atomic::AtomicUsize>,
@@ -304,13 +305,13 @@ struct Script {
 }
 
 impl Server {
-    /// Serves with a certificate. Calls are answered with the `ids` in turn, the last one for
-    /// ever, and with `count`.
+    /// Starts a server with a certificate. The server answers calls with the `ids` in turn, repeats the last
+    /// id forever, and always sends `count`.
     pub async fn start(pair: &Pair, ids: &[&'static str], count: &'static str) -> Self {
         Self::after(pair, ids, count, |stream| async move { Some(stream) }).await
     }
 
-    /// The same, but `admit` decides on each TCP connection before.
+    /// Starts a server like `start`, but `admit` first accepts or rejects each TCP connection.
     pub async fn after<F>(
         pair: &Pair,
         ids: &[&'static str],
@@ -354,19 +355,19 @@ impl Server {
         }
     }
 
-    /// The next call of an agent.
+    /// Waits for the next call of an agent.
     pub async fn call(&mut self) -> Call {
         let call = timely("a call of the agent", self.calls.recv()).await;
         call.expect("a running server")
     }
 
-    /// Whether a call waits to be taken.
+    /// Returns true if a call is waiting.
     pub fn has_call(&self) -> bool {
         !self.calls.is_empty()
     }
 }
 
-/// Accepts TLS with a certificate, and asks for none.
+/// Returns a TLS acceptor with a server certificate and without client authentication.
 pub fn acceptor(cert: &Path, key: &Path) -> TlsAcceptor {
     let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
     let mut config = ServerConfig::builder_with_provider(provider)
@@ -385,7 +386,7 @@ where
 {
     let service = AgentServiceServer::new(script);
     let service = hyper::service::service_fn(move |request| service.clone().oneshot(request));
-    // Agents come and go; a broken connection shows in the call.
+    // Agents come and go. A broken connection appears as an error of the call.
     hyper::server::conn::http2::Builder::new(TokioExecutor::new())
         .serve_connection(TokioIo::new(stream), service)
         .await

@@ -1,4 +1,4 @@
-//! How an agent finds its servers: silent ones, duplicates, tokens, outbound proxies.
+//! An agent's search for servers: silent servers, duplicates, tokens and outbound proxies.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
@@ -17,21 +17,21 @@ use tokio::net::{TcpListener, TcpStream};
 use crate::scripts::{Server, acceptor};
 use crate::support::*;
 
-/// An agent without a server of ours.
+/// A single agent outside of any topology.
 pub struct Lone {
     program: Option<Program>,
-    /// Its health listener.
+    /// Address of the health listener.
     pub health: SocketAddr,
-    /// Certificates.
+    /// Certificates of the agent and of servers.
     pub pki: Pki,
     admin_port: u16,
     _ports: Ports,
-    /// Free for a test's own files.
+    /// Temporary folder. Tests may add files.
     pub dir: TempDir,
 }
 
 impl Lone {
-    /// Its surroundings; it does not run yet.
+    /// Prepares folder, certificates and ports. Does not start the agent.
     pub fn new() -> Self {
         let dir = tempfile::Builder::new()
             .prefix("culvert-")
@@ -48,7 +48,7 @@ impl Lone {
         }
     }
 
-    /// Starts the agent with more flags, and more environment.
+    /// Starts the agent with additional flags and environment variables.
     pub fn start(&mut self, args: &[&str], env: &[(&str, &str)]) {
         let mut all = vec![
             format!("--agent-cert={}", self.pki.agent.cert.display()),
@@ -67,12 +67,12 @@ impl Lone {
         self.program = Some(Program::spawn("culvert-agent", all, env));
     }
 
-    /// The running agent.
+    /// Returns the running agent.
     pub fn program(&mut self) -> &mut Program {
         self.program.as_mut().expect("a running agent")
     }
 
-    /// Waits until one of its values is `expected`.
+    /// Waits until a metric of the agent has the value `expected`.
     pub async fn shows(&self, name: &str, expected: f64) {
         let name = agent_name(name);
         eventually(&format!("{name} is {expected}"), LIMIT, async || {
@@ -93,7 +93,7 @@ fn port(server: &Server) -> String {
 }
 
 #[tokio::test]
-async fn a_duplicate_server_is_left_and_the_search_goes_on() {
+async fn agent_leaves_a_duplicate_server_and_keeps_searching() {
     let mut lone = Lone::new();
     let ids = ["a", "a", "a", "b"];
     let mut server = Server::start(&lone.pki.cluster, &ids, "2").await;
@@ -104,14 +104,14 @@ async fn a_duplicate_server_is_left_and_the_search_goes_on() {
     }
     let second = server.call().await;
     lone.shows("open_server_connections", 2.0).await;
-    // The oldest one is kept.
+    // The agent has kept its first connection to the duplicate server.
     first.say(crate::scripts::close_request(1)).await;
     assert_eq!(
         first.hear().await,
         crate::scripts::close_response(1, "Unknown connectID")
     );
     assert!(!server.has_call());
-    // The place of a server that is gone is filled again.
+    // The agent replaces the connection to a lost server.
     drop(second);
     server.call().await;
 }
@@ -128,7 +128,7 @@ async fn a_server_count_of_0_means_1() {
     server.call().await;
 }
 
-/// What a silent server does with a connection before it falls silent.
+/// Last connection step completed by a silent server.
 #[derive(Clone, Copy)]
 enum Silence {
     Tcp,
@@ -136,7 +136,8 @@ enum Silence {
     Preface,
 }
 
-/// The first connection meets a server that falls silent, the later ones a good one.
+/// Runs an agent against a server that is silent on the first connection. The agent must give up this
+/// connection and open another connection.
 async fn gets_past(silence: Silence) {
     let mut lone = Lone::new();
     let seen = Arc::new(AtomicUsize::new(0));
@@ -152,7 +153,7 @@ async fn gets_past(silence: Silence) {
                 }
                 match silence {
                     Silence::Tcp => {
-                        // Reads and says nothing, until the agent gives up.
+                        // The server reads, but sends nothing, until the agent gives up.
                         stream.read_to_end(&mut Vec::new()).await.ok();
                     }
                     Silence::Tls => {
@@ -161,7 +162,7 @@ async fn gets_past(silence: Silence) {
                     }
                     Silence::Preface => {
                         let stream = tls.accept(stream).await.unwrap();
-                        // Takes the call and never answers it.
+                        // The server accepts the call and never answers.
                         let mut http = h2::server::handshake(stream).await.unwrap();
                         let mut held = Vec::new();
                         while let Some(Ok(call)) = http.accept().await {
@@ -183,7 +184,7 @@ async fn gets_past(silence: Silence) {
 }
 
 #[tokio::test]
-async fn a_server_that_says_nothing_does_not_end_the_search() {
+async fn silent_server_does_not_stop_the_search() {
     tokio::join!(
         gets_past(Silence::Tcp),
         gets_past(Silence::Tls),
@@ -192,7 +193,7 @@ async fn a_server_that_says_nothing_does_not_end_the_search() {
 }
 
 #[tokio::test]
-async fn a_server_that_lacks_an_id_or_a_count_is_left() {
+async fn server_with_an_invalid_count_is_left() {
     let mut lone = Lone::new();
     let mut server = Server::start(&lone.pki.cluster, &["a"], "many").await;
     lone.start(&[&port(&server)], &[]);
@@ -202,7 +203,7 @@ async fn a_server_that_lacks_an_id_or_a_count_is_left() {
 }
 
 #[tokio::test]
-async fn the_token_is_read_anew_on_every_connect() {
+async fn token_file_is_read_again_for_every_connect() {
     let mut lone = Lone::new();
     let mut server = Server::start(&lone.pki.cluster, &["a"], "1").await;
     let path = lone.dir.path().join("token");
@@ -215,7 +216,7 @@ async fn the_token_is_read_anew_on_every_connect() {
     drop(call);
     let call = server.call().await;
     assert_eq!(call.metadata.get("authorization").unwrap(), "Bearer second");
-    // A file that is gone for a while is told and waited for.
+    // While the file is missing, the agent logs the problem and retries.
     std::fs::remove_file(&path).unwrap();
     drop(call);
     lone.program()
@@ -226,7 +227,7 @@ async fn the_token_is_read_anew_on_every_connect() {
     assert_eq!(call.metadata.get("authorization").unwrap(), "Bearer third");
 }
 
-/// An HTTP proxy that writes down what it is asked.
+/// An HTTP proxy with a record of its requests.
 struct Proxy {
     addr: SocketAddr,
     asked: Arc<Mutex<Vec<String>>>,
@@ -260,8 +261,8 @@ async fn tunnel(mut stream: TcpStream, asked: Arc<Mutex<Vec<String>>>) {
     copy_bidirectional(&mut stream, &mut far).await.ok();
 }
 
-/// A server's certificate for an address that Go's rules do not count as loopback, although it
-/// leads to this machine; and the CA to trust.
+/// Creates a server certificate for 0.0.0.0. The address leads to this machine, but does not count as
+/// loopback under Go's rules. Returns certificate and key, and the agent's flag for the CA.
 fn wildcard_pair(lone: &Lone) -> (Pair, String) {
     let mut ca = CertificateParams::new(Vec::new()).unwrap();
     ca.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
@@ -284,7 +285,7 @@ fn wildcard_pair(lone: &Lone) -> (Pair, String) {
 }
 
 #[tokio::test]
-async fn https_proxy_is_used_and_no_proxy_honoured() {
+async fn https_proxy_is_used_unless_no_proxy_lists_the_server() {
     let proxy = Proxy::start().await;
     let url = format!("http://user:secret@{}", proxy.addr);
     let mut lone = Lone::new();

@@ -1,4 +1,4 @@
-//! Agents that share an agent id, connection ids, or both; and draining ones.
+//! Agents with the same agent id, the same connection ids, or both; and draining agents.
 
 use culvert_kit::client::BoxedStream;
 use culvert_konnectivity::message::Message;
@@ -15,7 +15,7 @@ async fn server_alone(mode: Mode) -> Topology {
     builder.servers(1).start().await
 }
 
-/// Opens a connection through an agent that is expected to be chosen.
+/// Opens a connection, and expects the server to choose this agent.
 async fn open_through(topology: &Topology, agent: &mut Peer, connection: i64) -> BoxedStream {
     let answers = async {
         let dial = agent.hear_dial().await;
@@ -33,7 +33,8 @@ async fn read(stream: &mut BoxedStream, expected: &[u8]) {
     assert_eq!(bytes, expected);
 }
 
-/// Makes the server prefer others, and waits until it does: a packet behind the drain was answered.
+/// Makes the server prefer other agents. Returns after the server has answered a packet sent after the drain,
+/// and therefore has processed the drain.
 async fn drain(agent: &mut Peer) {
     agent.say(Message::Drain).await;
     agent.say(data(4711, b"fence")).await;
@@ -41,7 +42,7 @@ async fn drain(agent: &mut Peer) {
 }
 
 #[tokio::test]
-async fn two_streams_of_one_agent_id_never_cross() {
+async fn streams_of_agents_with_one_id_are_kept_apart() {
     for mode in MODES {
         let topology = server_alone(mode).await;
         let mut old = scripts::agent(&topology, "same").await;
@@ -49,7 +50,7 @@ async fn two_streams_of_one_agent_id_never_cross() {
         let mut new = scripts::agent(&topology, "same").await;
         let streams = [("service_method", "Connect")];
         server_shows(&topology, "grpc_connections", &streams, 2.0).await;
-        // One agent, however many streams it has.
+        // Several streams of one agent id count as one agent.
         server_shows(&topology, "ready_backends", &[], 1.0).await;
         let mut first = open_through(&topology, &mut old, 1).await;
         drain(&mut old).await;
@@ -66,7 +67,7 @@ async fn two_streams_of_one_agent_id_never_cross() {
         old.hear_bytes(1, b"to the old").await;
         new.hear_bytes(1, b"to the new").await;
 
-        // The close of one stream's connection is not the close of the other's.
+        // A close on one stream does not close the connection with the same id on the other stream.
         new.say(close_response(1, "")).await;
         assert!(read_rest(&mut second).await.is_empty());
         drop(second);
@@ -84,14 +85,14 @@ async fn two_streams_of_one_agent_id_never_cross() {
 }
 
 #[tokio::test]
-async fn an_agent_cannot_touch_the_connections_of_another_one() {
+async fn agent_cannot_touch_the_connections_of_another_agent() {
     for mode in MODES {
         let topology = server_alone(mode).await;
         let mut victim = scripts::agent(&topology, "victim").await;
         server_shows(&topology, "ready_backends", &[], 1.0).await;
         let dialed = async {
             let dial = victim.hear_dial().await;
-            // Before the rightful answer, somebody else answers with the very same ids.
+            // Before the real answer, another agent answers with the same ids.
             let mut thief = scripts::agent(&topology, "victim").await;
             thief.say(opened(dial, 7)).await;
             assert_eq!(thief.hear().await, close_request(7));
@@ -110,14 +111,14 @@ async fn an_agent_cannot_touch_the_connections_of_another_one() {
         stream.flush().await.unwrap();
         victim.hear_bytes(7, b"secret").await;
         assert_eq!(dial_failures(&topology, "unrecognized_response").await, 1.0);
-        // Nothing of that reached the thief.
+        // The thief has received nothing else.
         thief.say(data(8, b"fence")).await;
         assert_eq!(thief.hear().await, close_request(8));
     }
 }
 
 #[tokio::test]
-async fn a_draining_agent_gets_dials_only_when_there_is_no_other() {
+async fn draining_agent_gets_dials_only_without_another_agent() {
     for mode in MODES {
         let topology = server_alone(mode).await;
         let mut draining = scripts::agent(&topology, "draining").await;

@@ -1,4 +1,4 @@
-//! How the programs end.
+//! How the programs react to signals: exit codes, drains and cleanup.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use crate::searching::Lone;
 use crate::support::*;
 
 #[tokio::test]
-async fn a_server_ends_on_the_first_signal_and_removes_its_socket() {
+async fn server_exits_on_the_first_signal_and_removes_its_socket() {
     let services = Services::start().await.unwrap();
     for mode in MODES {
         for signal in [Signal::TERM, Signal::INT] {
@@ -29,7 +29,7 @@ async fn a_server_ends_on_the_first_signal_and_removes_its_socket() {
             assert_eq!(status.code(), Some(0), "{}", topology.server(0).log());
             assert!(!socket.exists());
             assert!(read_rest(&mut stream).await.is_empty());
-            // The agent is left without a server and knows it.
+            // The agent notices the loss of its server.
             agent_shows(&topology, "open_server_connections", &[], 0.0).await;
             agent_shows(&topology, "open_endpoint_connections", &[], 0.0).await;
         }
@@ -37,7 +37,7 @@ async fn a_server_ends_on_the_first_signal_and_removes_its_socket() {
 }
 
 #[tokio::test]
-async fn a_server_ends_with_dials_pending_and_clients_undecided() {
+async fn server_exits_despite_pending_dials_and_unfinished_handshakes() {
     let hole = black_hole().await;
     for (mode, transport) in FRONTS {
         let mut topology = Topology::simple(mode, transport).await;
@@ -52,7 +52,7 @@ async fn a_server_ends_with_dials_pending_and_clients_undecided() {
         server_shows(&topology, "pending_backend_dials", &[], 1.0).await;
         let _undecided = tokio::net::TcpStream::connect(topology.agent_address(0)).await;
         topology.server(0).signal(Signal::TERM);
-        // Sooner than a stalled handshake is given up.
+        // Shorter than the timeout of a stalled handshake.
         let soon = Duration::from_secs(10);
         let status = topology.server(0).wait_exit(soon).await;
         assert_eq!(status.code(), Some(0));
@@ -76,7 +76,7 @@ async fn an_idle_agent_exits_after_its_linger() {
 }
 
 #[tokio::test]
-async fn a_draining_agent_keeps_its_connections_and_exits_behind_the_last_one() {
+async fn draining_agent_keeps_its_connections_and_exits_after_the_last() {
     let services = Services::start().await.unwrap();
     for mode in MODES {
         let builder = Topology::builder(mode, Transport::Uds);
@@ -89,7 +89,7 @@ async fn a_draining_agent_keeps_its_connections_and_exits_behind_the_last_one() 
         topology.agent(0).signal(Signal::TERM);
         topology.agent(0).wait_for_log("draining", LIMIT).await;
         innocent.still_echoes("the signal").await;
-        // It is the only agent, so new dials still come to it.
+        // No other agent exists, so new dials still reach the draining agent.
         Innocent::open(&topology, services.raw)
             .await
             .still_echoes("a late dial")
@@ -161,7 +161,7 @@ async fn an_agent_without_servers_exits_on_a_signal() {
 }
 
 #[tokio::test]
-async fn an_agent_that_waits_for_a_silent_server_exits_on_a_signal() {
+async fn agent_waiting_for_a_silent_server_exits_on_a_signal() {
     let silent = crate::endpoints::Endpoint::start().await;
     let mut lone = Lone::new();
     let port = format!("--proxy-server-port={}", silent.addr().port());

@@ -1,6 +1,6 @@
-//! Interactive traffic: bytes one by one, each in a packet and an HTTP/2 frame of its own, toward
-//! somebody who does not read. HTTP/2 ends a connection on which too many small frames wait to be
-//! taken, and all tunnels on it would end with it.
+//! Interactive traffic: every byte in a separate packet and HTTP/2 frame, sent to a peer that does not read.
+//! The HTTP/2 library ends a connection with too many unread small frames, which would end all proxied
+//! connections of that transport.
 
 use std::future::poll_fn;
 
@@ -21,10 +21,11 @@ use crate::support::*;
 
 const TARGET: &str = "10.0.0.1:443";
 
-/// More packets than the queue toward an agent that does not read has room for, by 10,000.
+/// Number of bytes to send, one per packet: 10,000 more packets than fit into the queue to an agent that does
+/// not read.
 const FLOOD: usize = 18_000;
 
-/// A call that puts every packet into a frame of its own.
+/// A call with every packet in a separate HTTP/2 frame.
 struct Raw {
     frames: SendStream<Bytes>,
     answers: RecvStream,
@@ -76,7 +77,8 @@ impl Raw {
         self.frames.send_data(frame.into(), false).unwrap();
     }
 
-    /// Says `bytes` one by one, and waits until HTTP/2 at the other end has them all.
+    /// Sends `bytes` one by one. Returns after the answer to a ping, when the HTTP/2 peer has received every
+    /// byte.
     async fn say_bytes(&mut self, connection: i64, bytes: &[u8]) {
         for byte in bytes {
             self.say(data(connection, &[*byte])).await;
@@ -85,7 +87,7 @@ impl Raw {
         timely("an answer to a ping", pong).await.unwrap();
     }
 
-    /// The next message, if it comes alone.
+    /// Waits for the next message, which must be alone in its frame.
     async fn hear(&mut self) -> Message {
         let frame = timely("a frame", self.answers.data()).await;
         let frame = frame.expect("an open call").unwrap();
@@ -107,7 +109,7 @@ async fn server_alone() -> Topology {
 }
 
 #[tokio::test]
-async fn of_a_front_end_toward_an_agent_that_does_not_read() {
+async fn small_frames_to_an_agent_that_does_not_read_all_arrive() {
     let topology = server_alone().await;
     let mut agent = scripts::agent(&topology, "scripted").await;
     let FrontEnd::GrpcUds(path) = topology.front_end() else {
@@ -133,7 +135,7 @@ async fn of_a_front_end_toward_an_agent_that_does_not_read() {
 }
 
 #[tokio::test]
-async fn of_an_agent_toward_a_client_that_does_not_read() {
+async fn small_frames_to_a_client_that_does_not_read_all_arrive() {
     let topology = server_alone().await;
     let socket = TcpStream::connect(topology.agent_address(0)).await.unwrap();
     let pki = topology.pki();

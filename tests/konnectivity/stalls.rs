@@ -1,4 +1,4 @@
-//! Readers that stop reading, between our programs.
+//! Stalled readers between our programs.
 
 use std::time::Duration;
 
@@ -11,14 +11,14 @@ use tokio::time::Instant;
 use crate::endpoints::Endpoint;
 use crate::support::*;
 
-/// More than all buffers on the way hold.
+/// Size of a download, in bytes. More than all buffers on the path can store.
 const FLOOD: u64 = 1 << 30;
 
-/// How long nothing has to move before it counts as standing still: longer than the deadline after
-/// which a connection in a packet stream would be closed.
+/// Time without progress after which a connection counts as stalled. Longer than the `--stall-timeout` of 1 s
+/// in these tests, which would close a connection in a packet stream.
 const STILL: Duration = Duration::from_millis(2500);
 
-/// A client that asks for a flood and reads nothing of it.
+/// Opens a connection, requests a flood and reads nothing.
 async fn stalled_reader(topology: &Topology, services: &Services) -> BoxedStream {
     let mut stream = open(topology, &services.raw.to_string()).await;
     stream
@@ -29,22 +29,23 @@ async fn stalled_reader(topology: &Topology, services: &Services) -> BoxedStream
     stream
 }
 
-/// Between our programs it is waited for, however long; then it leaves, its bytes unread.
+/// Between our programs, the server waits for a stalled client without a time limit. In the end, the client
+/// leaves without reading the bytes.
 async fn a_client_that_stops_reading(mode: Mode, transport: Transport) {
     let services = Services::start().await.unwrap();
     let builder = Topology::builder(mode, transport).servers(1).agents(1);
-    // Far less than the test takes: here it means nothing.
+    // Far shorter than the stall, but without effect between our programs.
     let builder = builder.server_args(&["--stall-timeout=1s"]);
     let mut topology = builder.start().await;
     let mut innocent = Innocent::open(&topology, services.raw).await;
     let stalled = stalled_reader(&topology, &services).await;
     innocent.still_echoes("the stall").await;
-    // TCP's buffers and the windows are full by then.
+    // Waits until TCP's buffers and the windows are full.
     nothing_moves(&topology).await;
     server_shows(&topology, "established_connections", &[], 2.0).await;
     Innocent::open(&topology, services.raw)
         .await
-        .still_echoes("the stall, anew")
+        .still_echoes("a new connection during the stall")
         .await;
     assert_eq!(closed_as_slow(&topology.server_metrics(0).await), 0.0);
     drop((stalled, innocent));
@@ -55,10 +56,10 @@ async fn a_client_that_stops_reading(mode: Mode, transport: Transport) {
     assert_unharmed(&mut topology);
 }
 
-/// Waits until the server has carried nothing for a while.
+/// Waits until the server has transferred nothing for `STILL`.
 async fn nothing_moves(topology: &Topology) {
     let mut last = (f64::NAN, Instant::now());
-    eventually("everything stands still", LIMIT, async || {
+    eventually("no more bytes move", LIMIT, async || {
         let metrics = topology.server_metrics(0).await;
         let bytes = value(&metrics, "culvert_tunnel_bytes_total", &[]);
         if bytes != last.0 {
@@ -70,7 +71,7 @@ async fn nothing_moves(topology: &Topology) {
 }
 
 #[tokio::test]
-async fn connect_clients_that_stop_reading() {
+async fn connect_clients_that_stop_reading_stay_open() {
     tokio::join!(
         a_client_that_stops_reading(Mode::HttpConnect, Transport::Uds),
         a_client_that_stops_reading(Mode::HttpConnect, Transport::Tcp),
@@ -78,12 +79,12 @@ async fn connect_clients_that_stop_reading() {
 }
 
 #[tokio::test]
-async fn a_grpc_client_that_stops_reading() {
+async fn grpc_client_that_stops_reading_stays_open() {
     a_client_that_stops_reading(Mode::Grpc, Transport::Uds).await;
 }
 
 #[tokio::test]
-async fn an_endpoint_that_stops_reading() {
+async fn endpoint_that_stops_reading_stays_open() {
     let services = Services::start().await.unwrap();
     let builder = Topology::builder(Mode::HttpConnect, Transport::Uds);
     let builder = builder.servers(1).agents(1);
@@ -99,7 +100,7 @@ async fn an_endpoint_that_stops_reading() {
     innocent.still_echoes("a stalled endpoint").await;
     assert!(!flood.is_finished());
     assert_eq!(closed_as_slow(&topology.agent_metrics(0).await), 0.0);
-    // The client gives up; the bytes that nobody took do not hold it.
+    // The client leaves. The unread bytes must not keep the connection open.
     flood.abort();
     drop(innocent);
     server_is_idle(&topology).await;
@@ -109,7 +110,7 @@ async fn an_endpoint_that_stops_reading() {
 }
 
 #[tokio::test]
-async fn a_slow_reader_is_no_stalled_one() {
+async fn slow_reader_is_not_closed_as_stalled() {
     let services = Services::start().await.unwrap();
     let topology = Topology::simple(Mode::HttpConnect, Transport::Uds).await;
     let count = 64 * 1024 * 1024;
@@ -122,7 +123,7 @@ async fn a_slow_reader_is_no_stalled_one() {
     let mut received = 0;
     let mut buffer = vec![0; 64 * 1024];
     while received < count {
-        // Another connection's round trip between any two reads.
+        // Slows the reader down by a round trip of another connection.
         if received % (8 * 1024 * 1024) == 0 {
             topology.server_metrics(0).await;
         }
@@ -134,7 +135,7 @@ async fn a_slow_reader_is_no_stalled_one() {
 }
 
 #[tokio::test]
-async fn a_client_that_leaves_unread_bytes_behind_leaves_nothing_else() {
+async fn client_that_leaves_with_unread_bytes_leaks_nothing() {
     let endpoint = Endpoint::start().await;
     let topology = Topology::simple(Mode::HttpConnect, Transport::Uds).await;
     let mut stream = open(&topology, &endpoint.addr().to_string()).await;

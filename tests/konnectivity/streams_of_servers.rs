@@ -1,4 +1,4 @@
-//! What the agent makes of a server's packets, with servers whose every packet is scripted.
+//! Packets of scripted servers, and the agent's reaction to each.
 
 use culvert_konnectivity::message::{ConnectId, DialId, Message};
 use culvert_tests::eventually;
@@ -10,7 +10,7 @@ use crate::scripts::{Call, Server, close_request, close_response, data, dial};
 use crate::searching::Lone;
 use crate::support::*;
 
-/// One server and one agent that is connected to it.
+/// Starts a scripted server and an agent, and waits for the agent's call.
 async fn connected() -> (Lone, Server, Call) {
     let mut lone = Lone::new();
     let mut server = Server::start(&lone.pki.cluster, &["a"], "1").await;
@@ -22,7 +22,7 @@ async fn connected() -> (Lone, Server, Call) {
     (lone, server, call)
 }
 
-/// Has the agent dial; gives the connection's id and error text.
+/// Makes the agent dial. Returns the connection id and the error text.
 pub async fn dialed(call: &mut Call, random: i64, protocol: &str, address: &str) -> (i64, String) {
     let request = Message::DialRequest {
         protocol: protocol.into(),
@@ -60,7 +60,7 @@ async fn hear_bytes(call: &mut Call, connection: i64, expected: &[u8]) {
 }
 
 #[tokio::test]
-async fn the_agent_introduces_itself() {
+async fn agent_sends_its_id_and_identifiers() {
     let mut lone = Lone::new();
     let mut server = Server::start(&lone.pki.cluster, &["a"], "1").await;
     let port = format!("--proxy-server-port={}", server.addr.port());
@@ -96,7 +96,7 @@ async fn unknown_connections_are_answered_with_upstreams_texts() {
     );
     call.say(close_request(43)).await;
     assert_eq!(call.hear().await, close_response(43, "Unknown connectID"));
-    // These are ignored.
+    // The agent ignores these messages.
     call.say(data(0, b"nobody's")).await;
     call.say(close_response(42, "")).await;
     call.say(Message::Drain).await;
@@ -118,7 +118,7 @@ async fn unknown_connections_are_answered_with_upstreams_texts() {
 }
 
 #[tokio::test]
-async fn connections_are_numbered_from_1_also_where_a_dial_fails() {
+async fn connection_ids_start_at_1_and_failed_dials_use_one_each() {
     let endpoint = Endpoint::start().await;
     let target = endpoint.addr().to_string();
     let (lone, _server, mut call) = connected().await;
@@ -153,7 +153,7 @@ async fn connections_are_numbered_from_1_also_where_a_dial_fails() {
         (8, String::new())
     );
     lone.shows("open_endpoint_connections", 2.0).await;
-    // A stream numbers its own connections.
+    // The end of the call ends the endpoint connections.
     let mut far = endpoint.accept().await;
     drop(call);
     assert!(far.read_to_end(&mut Vec::new()).await.is_ok_and(|n| n == 0));
@@ -161,7 +161,7 @@ async fn connections_are_numbered_from_1_also_where_a_dial_fails() {
 }
 
 #[tokio::test]
-async fn a_new_stream_numbers_its_connections_anew() {
+async fn new_stream_starts_connection_ids_at_1_again() {
     let endpoint = Endpoint::start().await;
     let target = endpoint.addr().to_string();
     let (_lone, mut server, mut call) = connected().await;
@@ -174,11 +174,11 @@ async fn a_new_stream_numbers_its_connections_anew() {
 }
 
 #[tokio::test]
-async fn a_stock_server_gets_a_close_for_every_end() {
+async fn stock_server_gets_a_close_for_every_ended_connection() {
     let endpoint = Endpoint::start().await;
     let target = endpoint.addr().to_string();
     let (lone, _server, mut call) = connected().await;
-    // The endpoint closes: its bytes first, then the close; bytes of the client still arrive.
+    // The endpoint closes: its bytes arrive first, then the close.
     assert_eq!(dialed(&mut call, 1, "tcp", &target).await.0, 1);
     let mut far = endpoint.accept().await;
     far.write_all(b"good bye").await.unwrap();
@@ -186,11 +186,11 @@ async fn a_stock_server_gets_a_close_for_every_end() {
     hear_bytes(&mut call, 1, b"good bye").await;
     assert_eq!(call.hear().await, close_response(1, ""));
     drop(far);
-    // The endpoint's connection breaks.
+    // The endpoint resets the connection.
     assert_eq!(dialed(&mut call, 2, "tcp", &target).await.0, 2);
     reset(endpoint.accept().await);
     assert_eq!(call.hear().await, close_response(2, ""));
-    // The client closes: its last bytes reach the endpoint.
+    // The client closes: the last bytes still reach the endpoint.
     assert_eq!(dialed(&mut call, 3, "tcp", &target).await.0, 3);
     let mut far = endpoint.accept().await;
     let bytes = vec![3; 1024 * 1024];
@@ -213,18 +213,18 @@ async fn a_stock_server_gets_a_close_for_every_end() {
 }
 
 #[tokio::test]
-async fn a_pending_dial_is_given_up_on_request() {
+async fn pending_dial_is_cancelled_on_request() {
     let hole = culvert_tests::black_hole().await;
     let (_lone, _server, mut call) = connected().await;
     call.say(dial(9, &hole.addr().to_string())).await;
     call.say(Message::CloseDial { dial: DialId(9) }).await;
-    // Its connection is unknown at once, and no answer to the dial comes before this one.
+    // The agent sends no answer to the cancelled dial, and the connection id is unknown at once.
     call.say(close_request(1)).await;
     assert_eq!(call.hear().await, close_response(1, "Unknown connectID"));
 }
 
 #[tokio::test]
-async fn a_packet_beyond_the_size_limit_ends_the_stream_and_the_agent_comes_back() {
+async fn packet_over_the_size_limit_ends_the_stream_and_the_agent_reconnects() {
     let (mut lone, mut server, call) = connected().await;
     call.say(data(1, &vec![0; 5 * 1024 * 1024])).await;
     let mut again = server.call().await;
@@ -235,7 +235,7 @@ async fn a_packet_beyond_the_size_limit_ends_the_stream_and_the_agent_comes_back
     let errors = scrape(lone.health).await.unwrap();
     let name = agent_name("stream_errors_total");
     assert_eq!(errors.value(&name, &[("segment", "to_agent")]), Some(1.0));
-    eventually("the agent lives", LIMIT, async || {
+    eventually("the agent is still running", LIMIT, async || {
         lone.program().exited().is_none()
     })
     .await;

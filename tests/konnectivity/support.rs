@@ -1,4 +1,4 @@
-//! What all modules share: waiting, gauges, an innocent connection that must never suffer.
+//! Shared helpers: waiting, metric values, and an innocent connection that must always work.
 
 use std::future::Future;
 use std::time::Duration;
@@ -9,13 +9,13 @@ use culvert_tests::{Mode, Program, Topology, Transport, eventually};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::time::timeout;
 
-/// How long anything may take that has to happen. Generous: two cores run many tests.
+/// Time limit for every expected event. Generous, because two cores run many tests.
 pub const LIMIT: Duration = Duration::from_secs(60);
 
 /// Both modes over a Unix socket.
 pub const MODES: [Mode; 2] = [Mode::Grpc, Mode::HttpConnect];
 
-/// Every way to reach a server.
+/// Every front end: both modes over both kinds of socket.
 pub const FRONTS: [(Mode, Transport); 4] = [
     (Mode::Grpc, Transport::Uds),
     (Mode::Grpc, Transport::Tcp),
@@ -23,43 +23,43 @@ pub const FRONTS: [(Mode, Transport); 4] = [
     (Mode::HttpConnect, Transport::Tcp),
 ];
 
-/// Awaits what has to happen.
+/// Waits for `work`. The panic text contains `what`.
 ///
 /// # Panics
-/// When it does not in [`LIMIT`].
+/// If `work` does not finish within [`LIMIT`].
 pub async fn timely<T>(what: &str, work: impl Future<Output = T>) -> T {
     timeout(LIMIT, work)
         .await
-        .unwrap_or_else(|_| panic!("{what}: not within {LIMIT:?}"))
+        .unwrap_or_else(|_| panic!("{what}: did not happen within {LIMIT:?}"))
 }
 
-/// The name of one of the server's families.
+/// Returns the full name of a server metric.
 pub fn server_name(name: &str) -> String {
     format!("konnectivity_network_proxy_server_{name}")
 }
 
-/// The name of one of the agent's families.
+/// Returns the full name of an agent metric.
 pub fn agent_name(name: &str) -> String {
     format!("konnectivity_network_proxy_agent_{name}")
 }
 
-/// A value of one of the server's families; 0 while it has none.
+/// Returns a metric value of the first server, or 0 if the series is missing.
 pub async fn server_value(topology: &Topology, name: &str, labels: &[(&str, &str)]) -> f64 {
     let metrics = topology.server_metrics(0).await;
     value(&metrics, &server_name(name), labels)
 }
 
-/// A value of any family; 0 while it has none.
+/// Returns a metric value, or 0 if the series is missing.
 pub fn value(metrics: &Metrics, name: &str, labels: &[(&str, &str)]) -> f64 {
     metrics.value(name, labels).unwrap_or_default()
 }
 
-/// How many dials of the first server failed for a reason.
+/// Returns the number of failed dials of the first server with this reason.
 pub async fn dial_failures(topology: &Topology, reason: &str) -> f64 {
     server_value(topology, "dial_failure_count", &[("reason", reason)]).await
 }
 
-/// Waits until a value of the first server is `expected`.
+/// Waits until a metric value of the first server is `expected`.
 pub async fn server_shows(topology: &Topology, name: &str, labels: &[(&str, &str)], expected: f64) {
     let name = server_name(name);
     eventually(
@@ -75,7 +75,7 @@ pub async fn server_shows(topology: &Topology, name: &str, labels: &[(&str, &str
     .await;
 }
 
-/// Waits until a value of the first agent is `expected`.
+/// Waits until a metric value of the first agent is `expected`.
 pub async fn agent_shows(topology: &Topology, name: &str, labels: &[(&str, &str)], expected: f64) {
     let name = agent_name(name);
     eventually(
@@ -91,7 +91,7 @@ pub async fn agent_shows(topology: &Topology, name: &str, labels: &[(&str, &str)
     .await;
 }
 
-/// Waits until the first server carries nothing: no dial, no connection, no front end.
+/// Waits until the first server has no pending dial, no connection and no front-end call.
 pub async fn server_is_idle(topology: &Topology) {
     for name in [
         "pending_backend_dials",
@@ -109,7 +109,7 @@ pub async fn server_is_idle(topology: &Topology) {
     .await;
 }
 
-/// How many connections a program has closed because their bytes were not taken.
+/// Returns the number of connections closed by a program because of a slow receiver.
 pub fn closed_as_slow(metrics: &Metrics) -> f64 {
     let closed = |reason| {
         let name = "culvert_connections_closed_total";
@@ -118,19 +118,19 @@ pub fn closed_as_slow(metrics: &Metrics) -> f64 {
     closed("stalled") + closed("buffer_exceeded")
 }
 
-/// A front end's stream to `target`.
+/// Opens a connection to `target` through the front end.
 ///
 /// # Panics
-/// When the dial fails.
+/// If the dial fails.
 pub async fn open(topology: &Topology, target: &str) -> BoxedStream {
     let connected = topology.connect(target).await;
     connected.unwrap_or_else(|error| panic!("{target}: {error}"))
 }
 
-/// Why a dial fails.
+/// Dials `target` and returns the error.
 ///
 /// # Panics
-/// When it succeeds.
+/// If the dial succeeds.
 pub async fn refusal(topology: &Topology, target: &str) -> ClientError {
     let Err(error) = topology.connect(target).await else {
         panic!("{target} was connected");
@@ -138,7 +138,7 @@ pub async fn refusal(topology: &Topology, target: &str) -> ClientError {
     error
 }
 
-/// Demands a refusal, with a status in CONNECT mode and a text in both.
+/// Checks the refusal of a dial: status and text in CONNECT mode, only the text in gRPC mode.
 pub fn assert_refused(error: &ClientError, status: u16, http_text: &str, grpc_text: &str) {
     match error {
         ClientError::Refused { status: seen, body } => {
@@ -148,11 +148,11 @@ pub fn assert_refused(error: &ClientError, status: u16, http_text: &str, grpc_te
         ClientError::Dial(text) => {
             assert!(text.contains(grpc_text), "{text:?} lacks {grpc_text:?}");
         }
-        other => panic!("neither kind of refusal: {other}"),
+        other => panic!("not a refusal: {other}"),
     }
 }
 
-/// Reads to the end; a reset is an end too.
+/// Reads to the end of the stream. A reset is also an end.
 pub async fn read_rest(stream: &mut BoxedStream) -> Vec<u8> {
     let mut rest = Vec::new();
     let read = stream.read_to_end(&mut rest);
@@ -160,11 +160,11 @@ pub async fn read_rest(stream: &mut BoxedStream) -> Vec<u8> {
     rest
 }
 
-/// An open connection that echoes, to be used between misdeeds of others.
+/// An open echo connection. Tests check the echo after misbehavior of other peers.
 pub struct Innocent(BoxedStream);
 
 impl Innocent {
-    /// Opens one to the raw service.
+    /// Opens a connection to the raw service.
     pub async fn open(topology: &Topology, raw: std::net::SocketAddr) -> Self {
         let mut stream = open(topology, &raw.to_string()).await;
         stream.write_all(b"echo\n").await.unwrap();
@@ -173,7 +173,7 @@ impl Innocent {
         innocent
     }
 
-    /// Demands that bytes still come back.
+    /// Checks that bytes still come back. Panic texts contain `when`, the preceding event.
     pub async fn still_echoes(&mut self, when: &str) {
         let echo = async {
             self.0.write_all(when.as_bytes()).await?;
@@ -188,7 +188,7 @@ impl Innocent {
     }
 }
 
-/// Demands that the programs of a topology with one of each live and have not panicked.
+/// Checks that the first server and the first agent are running and have not panicked.
 pub fn assert_unharmed(topology: &mut Topology) {
     let unharmed = |program: &mut Program| {
         assert_eq!(program.exited(), None);

@@ -18,7 +18,7 @@ use culvert_tests::{Mode, Program, Topology, Transport, eventually};
 
 use crate::support::*;
 
-/// A server and an agent, with files for the server that outlive it.
+/// A server and an agent. The server's files outlive the server.
 struct Switchable {
     topology: Topology,
     folder: tempfile::TempDir,
@@ -29,7 +29,7 @@ impl Switchable {
         Self::start_in(tempfile::tempdir().unwrap(), more).await
     }
 
-    /// `@name` in a flag stands for a file of the folder.
+    /// Starts both programs. `@name` in a flag becomes the path of a file in the folder.
     async fn start_in(folder: tempfile::TempDir, more: &[&str]) -> Self {
         let root = format!("{}/", folder.path().display());
         let usual = ["--admin-uds=@admin.socket", "--tunnel-state-file=@state"];
@@ -78,7 +78,7 @@ async fn culvert(args: &[&str]) -> (bool, String) {
 }
 
 #[tokio::test]
-async fn a_server_switches_and_shows_it() {
+async fn switch_takes_effect_and_appears_in_status_and_metrics() {
     let services = Services::start().await.unwrap();
     let mut server = Switchable::start(&[]).await;
     let mut innocent = Innocent::open(&server.topology, services.raw).await;
@@ -124,7 +124,7 @@ async fn a_server_switches_and_shows_it() {
     let count = "culvert_tunnel_switch_duration_seconds_count";
     assert_eq!(page.value(count, &[]), Some(1.0));
 
-    // There is no OpenVPN tunnel.
+    // The server has no OpenVPN tunnel.
     for mode in ["openvpn", "prefer-openvpn"] {
         let (done, text) = server.culvert(&["switch", "--to", mode, "--wait"]).await;
         assert!(!done && text.contains("needs an OpenVPN tunnel"), "{text}");
@@ -161,13 +161,14 @@ async fn a_server_switches_and_shows_it() {
 }
 
 #[tokio::test]
-async fn what_was_switched_survives_restarts() {
+async fn switched_mode_survives_restarts() {
     let mut server = Switchable::start(&[]).await;
     let (done, text) = server
         .culvert(&["switch", "--to=prefer-konnectivity"])
         .await;
     assert!(done, "{text}");
-    // Without a word: the switch was saved before it was confirmed. The admin socket is left behind.
+    // A killed server leaves the admin socket behind. The switch survives, because the server saved the
+    // switch before confirming it.
     server.topology.kill_server(0);
     assert!(server.path("admin.socket").exists());
     server.topology.start_server(0).await;
@@ -179,7 +180,7 @@ async fn what_was_switched_survives_restarts() {
         .shows(TunnelMode::PreferKonnectivity, SetBy::Switch, "")
         .await;
 
-    // A state that is of no use is told, and counts for none.
+    // An unusable state file is logged and ignored.
     server.topology.kill_server(0);
     std::fs::write(server.path("state"), "{\"version\":1,").unwrap();
     server.topology.start_server(0).await;
@@ -189,7 +190,7 @@ async fn what_was_switched_survives_restarts() {
         .shows(TunnelMode::Konnectivity, SetBy::Flag, "")
         .await;
 
-    // As is one of a time when there was another tunnel.
+    // A state file with the mode of a missing tunnel is also logged and ignored.
     server.topology.kill_server(0);
     let openvpn = r#"{"version":1,"mode":"openvpn","setBy":"switch","flag":"konnectivity"}"#;
     std::fs::write(server.path("state"), openvpn).unwrap();
@@ -203,7 +204,8 @@ async fn what_was_switched_survives_restarts() {
     assert_unharmed(&mut server.topology);
 }
 
-/// What the kubelet does with a ConfigMap: a folder for each version, and a link that turns.
+/// Updates a mounted ConfigMap as the kubelet does: a new folder for each version, and an atomic change of a
+/// link.
 fn mount(folder: &Path, version: &str, text: &str) {
     std::fs::create_dir(folder.join(version)).unwrap();
     std::fs::write(folder.join(version).join("mode"), text).unwrap();
@@ -213,7 +215,7 @@ fn mount(folder: &Path, version: &str, text: &str) {
 }
 
 #[tokio::test]
-async fn a_mounted_file_says_the_mode() {
+async fn mounted_file_sets_the_mode() {
     let folder = tempfile::tempdir().unwrap();
     mount(folder.path(), "..1", "tunnelMode: prefer-konnectivity\n");
     let server = Switchable::start_in(folder, &["--tunnel-mode-file=@mode"]).await;
@@ -229,7 +231,7 @@ async fn a_mounted_file_says_the_mode() {
         .shows(TunnelMode::Konnectivity, SetBy::File, "")
         .await;
 
-    // Neither what is not possible here nor nonsense changes anything, and both are told.
+    // An impossible mode and an unknown mode change nothing, and the status shows both problems.
     mount(server.folder.path(), "..3", "konnectivityEnabled: false\n");
     server
         .shows(
@@ -243,12 +245,12 @@ async fn a_mounted_file_says_the_mode() {
         .shows(TunnelMode::Konnectivity, SetBy::File, "unknown tunnel mode")
         .await;
 
-    // The last change wins, by whatever way it comes.
+    // The last change wins, whether the file or a command made the change.
     let (done, text) = server
         .culvert(&["switch", "--to=prefer-konnectivity"])
         .await;
     assert!(done, "{text}");
-    // What says the same as when the switch was made is no change.
+    // A file with the same mode as at the time of the switch is not a change.
     mount(server.folder.path(), "..5", "konnectivity");
     server
         .shows(TunnelMode::PreferKonnectivity, SetBy::Switch, "")
@@ -270,7 +272,7 @@ async fn a_mounted_file_says_the_mode() {
     server
         .shows(TunnelMode::PreferKonnectivity, SetBy::Switch, "")
         .await;
-    // Changed while the server was down.
+    // The file changes while the server is down.
     server.topology.kill_server(0);
     mount(server.folder.path(), "..8", "konnectivityEnabled: true");
     mount(server.folder.path(), "..9", "prefer-konnectivity");
@@ -282,7 +284,7 @@ async fn a_mounted_file_says_the_mode() {
 }
 
 #[tokio::test]
-async fn a_mode_that_is_not_possible_stops_the_start() {
+async fn impossible_mode_is_an_error_at_startup() {
     let folder = tempfile::tempdir().unwrap();
     let pki = Pki::create(folder.path()).unwrap();
     let file = folder.path().join("mode");
@@ -311,7 +313,7 @@ async fn a_mode_that_is_not_possible_stops_the_start() {
 }
 
 #[tokio::test]
-async fn nobody_else_can_ask() {
+async fn switch_api_accepts_only_the_servers_user_on_the_admin_socket() {
     let server = Switchable::start(&[]).await;
     for path in ["/tunnel", "/tunnel/switch"] {
         for listener in [
@@ -328,7 +330,7 @@ async fn nobody_else_can_ask() {
     if !rustix::process::geteuid().is_root() {
         return skip("another user's requests need root");
     }
-    // A socket that was opened to others is so for nothing.
+    // File permissions for other users do not give them access to the socket.
     for (path, mode) in [(server.folder.path(), 0o755), (&socket, 0o666)] {
         std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).unwrap();
     }
@@ -350,7 +352,7 @@ async fn nobody_else_can_ask() {
 }
 
 #[tokio::test]
-async fn a_certificate_of_the_admins_ca_can_ask_from_afar() {
+async fn remote_switch_requires_a_certificate_of_the_admin_ca() {
     let folder = tempfile::tempdir().unwrap();
     let pki = Pki::create(folder.path()).unwrap();
     let other = tempfile::tempdir().unwrap();
@@ -384,6 +386,6 @@ async fn a_certificate_of_the_admins_ca_can_ask_from_afar() {
         done && text.contains("prefer-konnectivity (set by switch)"),
         "{text}"
     );
-    // In plain text there is nothing any more, metrics included.
+    // The listener no longer answers in plain text, not even for metrics.
     assert!(http_get(address, "/metrics").await.is_err());
 }
