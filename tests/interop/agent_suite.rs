@@ -1,4 +1,4 @@
-//! Upstream's own suite, against our agent.
+//! Upstream's own integration suite, run against our agent.
 
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
@@ -6,27 +6,27 @@ use std::process::{Command, Output, Stdio};
 use culvert_tests::interop::Interop;
 use culvert_tests::process::ours;
 
-/// What the script ends with where it cannot run.
+/// Exit code of the script if the machine cannot run the suite.
 const CANNOT: i32 = 77;
 
-/// Beginnings of the lines of `go test -v` that say how something ended.
+/// Prefixes of the result lines of `go test -v`.
 const SUMMARY: [&str; 5] = ["--- ", "    --- ", "ok ", "FAIL", "panic:"];
 
-/// Tests that race with themselves inside the client, and may be repeated: on a busy machine they
-/// fail with the stock agent too.
+/// Tests with races inside the client, which may be repeated. On a busy machine these tests also fail with
+/// the stock agent.
 const RACY: [&str; 2] = [
-    // Releases the response at the very moment at which the client's deadline passes.
+    // Releases the response exactly when the client's deadline passes.
     "TestProxyHandle_RequestDeadlineExceeded_GRPC",
-    // Cancels tunnel and request at once; the request may see the tunnel's end first.
+    // Cancels the tunnel and the request together; the request may see the end of the tunnel first.
     "TestProxyHandle_TunnelContextCancelled_GRPC",
 ];
 
-/// How often a racy test is repeated.
+/// Largest number of repetitions of a racy test.
 const REPEATS: usize = 4;
 
-/// The name of the module makes it the first to start: it takes long and needs little of the processor.
+/// Starts first because of the module's name: the suite takes long and needs little CPU time.
 #[test]
-fn passes_upstreams() {
+fn agent_passes_upstreams_suite() {
     if Interop::get().is_none() {
         return;
     }
@@ -63,7 +63,7 @@ fn passes_upstreams() {
     );
 }
 
-/// Runs the suite with these flags for `go test`.
+/// Runs the suite with additional flags for `go test`.
 fn run(flags: &[&str]) -> Output {
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("interop/upstream-suite");
     Command::new(script)
@@ -74,7 +74,7 @@ fn run(flags: &[&str]) -> Output {
         .expect("starting upstream's suite")
 }
 
-/// The lines that say how something ended; they are printed too.
+/// Prints and returns the result lines.
 fn summary(output: &Output) -> Vec<String> {
     let stdout = String::from_utf8_lossy(&output.stdout);
     let is_summary = |line: &&str| SUMMARY.iter().any(|start| line.starts_with(start));

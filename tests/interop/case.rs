@@ -1,4 +1,4 @@
-//! One pairing behind one front end, and the driver that speaks to it.
+//! A pairing behind a front end, and the driver as the client.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -13,19 +13,19 @@ use serde_json::Value;
 
 use crate::held::Held;
 
-/// How long a consequence may take to show: two cores run many tests.
+/// Time limit for an effect to appear. Generous, because two cores run many tests.
 pub const LIMIT: Duration = Duration::from_secs(30);
 
-/// Whose program plays a part.
+/// Origin of a program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Make {
-    /// This workspace's.
+    /// This workspace.
     Ours,
-    /// Upstream's.
+    /// Upstream.
     Stock,
 }
 
-/// How the driver speaks to the server.
+/// Protocol and socket between the driver and the server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Front {
     /// The packet protocol over a Unix socket.
@@ -36,34 +36,35 @@ pub enum Front {
     ConnectTcp,
 }
 
-/// One pairing behind one front end.
+/// A pairing behind a front end.
 #[derive(Debug, Clone, Copy)]
 pub struct Case {
-    /// Whose servers.
+    /// Origin of the servers.
     pub server: Make,
-    /// Whose agents.
+    /// Origin of the agents.
     pub agent: Make,
-    /// How the driver speaks to the first of the servers.
+    /// Protocol and socket between the driver and the first server.
     pub front: Front,
 }
 
 impl Case {
-    /// Whether both ends are ours.
+    /// Returns true if both programs are ours.
     pub fn all_ours(self) -> bool {
         self.server == Make::Ours && self.agent == Make::Ours
     }
 
-    /// Whether neither end is ours.
+    /// Returns true if both programs are stock programs.
     pub fn all_stock(self) -> bool {
         self.server == Make::Stock && self.agent == Make::Stock
     }
 
-    /// Whether the front end is HTTP CONNECT.
+    /// Returns true if the front end is HTTP CONNECT.
     pub fn is_connect(self) -> bool {
         self.front != Front::GrpcUds
     }
 
-    /// A running tunnel with agents of these additional flags; nothing without Go.
+    /// Starts `servers` servers, and one agent for each list of additional flags in `agents`. Returns `None`
+    /// without Go.
     pub async fn start(self, servers: usize, agents: &[&[&str]]) -> Option<Tunnel> {
         let interop = Interop::get()?;
         let (mode, transport) = match self.front {
@@ -93,26 +94,26 @@ impl Case {
     }
 }
 
-/// A running tunnel of one case, and what there is to reach through it.
+/// A running tunnel of a case, and the services behind the tunnel.
 #[derive(Debug)]
 pub struct Tunnel {
-    /// What is under test.
+    /// The case under test.
     pub case: Case,
-    /// Behind the agents.
+    /// Services behind the agents.
     pub services: Services,
-    /// The programs.
+    /// The running programs.
     pub topology: Topology,
     agents: usize,
     interop: &'static Interop,
 }
 
 impl Tunnel {
-    /// Runs a command of the driver through the first server and gives its result, good or bad.
+    /// Runs a command of the driver through the first server. Returns the result of a success or a failure.
     pub async fn run(&self, command: &str, target: &str, flags: &[&str]) -> Value {
         self.run_through(0, command, target, flags).await
     }
 
-    /// Runs a command of the driver through a server and gives its result, good or bad.
+    /// Runs a command of the driver through a server. Returns the result of a success or a failure.
     pub async fn run_through(
         &self,
         server: usize,
@@ -127,39 +128,39 @@ impl Tunnel {
     /// Runs a command of the driver through the first server.
     ///
     /// # Panics
-    /// When it does not succeed.
+    /// If the command fails.
     pub async fn succeeds(&self, command: &str, target: SocketAddr, flags: &[&str]) {
         let result = self.run(command, &target.to_string(), flags).await;
         assert_eq!(result["ok"], true, "{result}");
     }
 
-    /// Opens an echoing connection through the first server and leaves it open.
+    /// Opens an echo connection through the first server and leaves the connection open.
     pub async fn hold(&self) -> Held {
         let target = self.services.raw.to_string();
         let args = self.args(0, "hold", &target, &[]);
         Held::open(self.interop.start(&args)).await
     }
 
-    /// How many connections to endpoints an agent holds.
+    /// Returns the number of an agent's open endpoint connections.
     pub async fn endpoint_connections(&self, agent: usize) -> f64 {
         let metrics = self.topology.agent_metrics(agent).await;
         agent_value(&metrics, "open_endpoint_connections")
     }
 
-    /// Waits until exactly one of the agents holds the only open connection, and gives its index.
+    /// Waits until exactly one agent has the only open connection, and returns the agent's index.
     pub async fn serving_agent(&self) -> usize {
-        eventually("one agent holds the connection", LIMIT, async || {
+        eventually("one agent has the connection", LIMIT, async || {
             let mut held = Vec::new();
             for agent in 0..self.agents {
                 held.push(self.endpoint_connections(agent).await);
             }
             let busy = held.iter().position(|count| *count == 1.0);
-            busy.ok_or_else(|| format!("they hold {held:?}"))
+            busy.ok_or_else(|| format!("connections per agent: {held:?}"))
         })
         .await
     }
 
-    /// Waits until the first server counts so many agents and no more.
+    /// Waits until the first server counts exactly `count` agents.
     pub async fn counts_agents(&self, count: usize) {
         eventually("the server's count of agents", LIMIT, async || {
             let ready = self.topology.ready_agents(0).await;
@@ -168,8 +169,8 @@ impl Tunnel {
         .await;
     }
 
-    /// Waits until nothing is left of any connection or dial: in our programs (the first server and
-    /// all agents, which must run), and, if one of them had a hand in it, at the endpoints.
+    /// Waits until no connection and no dial is left: in our programs (the first server and all agents, which
+    /// must be running), and at the endpoints if at least one program is ours.
     pub async fn settles(&self) {
         if self.case.server == Make::Ours {
             eventually("the server is idle", LIMIT, async || {
@@ -236,13 +237,13 @@ impl Tunnel {
     }
 }
 
-/// One of upstream's series of an agent; a series that is not there yet counts as 0.
+/// Returns the value of an upstream metric of an agent, or 0 if the series is missing.
 pub fn agent_value(metrics: &Metrics, name: &str) -> f64 {
     let name = format!("konnectivity_network_proxy_agent_{name}");
     metrics.value(&name, &[]).unwrap_or_default()
 }
 
-/// One of upstream's series of a server; a series that is not there yet counts as 0.
+/// Returns the value of an upstream metric of a server, or 0 if the series is missing.
 pub fn server_value(metrics: &Metrics, name: &str, labels: &[(&str, &str)]) -> f64 {
     let name = format!("konnectivity_network_proxy_server_{name}");
     metrics.value(&name, labels).unwrap_or_default()

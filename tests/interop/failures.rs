@@ -1,17 +1,17 @@
-//! Dials that fail, and dials that are given up.
+//! Failed dials, and dials cancelled by the client.
 
 use culvert_tests::{black_hole, eventually};
 use serde_json::Value;
 
 use crate::case::{Case, LIMIT, Make, Tunnel, server_value};
 
-/// A port on which nothing listens.
+/// Address of a port on which nothing listens.
 const REFUSING: &str = "127.0.0.1:1";
 
-/// A name that no resolver needs to ask anyone about.
+/// An invalid name, which a resolver rejects without a query.
 const NO_NAME: &str = "no..such..name:80";
 
-/// Refused, unknown, unanswered and given up, all at once.
+/// Runs four dials at the same time: refused, unknown name, unanswered, and cancelled by the client.
 pub async fn dials_that_fail(case: Case) {
     let Some(tunnel) = case.start(1, &[&[]]).await else {
         return;
@@ -21,7 +21,7 @@ pub async fn dials_that_fail(case: Case) {
     let (refused, unknown, unanswered, given_up) = tokio::join!(
         tunnel.run("dial", REFUSING, &[]),
         tunnel.run("dial", NO_NAME, &[]),
-        // Far more than the agent's 5 s: the agent ends it.
+        // Far longer than the agent's limit of 5 s, so the agent ends the dial.
         tunnel.run("dial", &nowhere, &["--timeout=25s"]),
         tunnel.run("cancel", &nowhere, &["--after=1s"]),
     );
@@ -40,7 +40,7 @@ pub async fn dials_that_fail(case: Case) {
     tunnel.settles().await;
 }
 
-/// What the client was told, after a look at how it was told.
+/// Returns the client's error text, after a check of the form of the refusal.
 fn refusal(case: Case, result: &Value, status: u64) -> &str {
     assert_eq!(result["ok"], false, "{result}");
     if case.is_connect() {
@@ -52,7 +52,7 @@ fn refusal(case: Case, result: &Value, status: u64) -> &str {
 }
 
 async fn notices_the_given_up_dial(tunnel: &Tunnel) {
-    eventually("the server notices", LIMIT, async || {
+    eventually("the server counts the cancelled dial", LIMIT, async || {
         let metrics = tunnel.topology.server_metrics(0).await;
         let labels = [("reason", "frontend_close")];
         let given_up = server_value(&metrics, "dial_failure_count", &labels);

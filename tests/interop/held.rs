@@ -1,21 +1,21 @@
-//! A connection that stays open while things happen around it.
+//! A connection kept open during other events.
 
 use culvert_tests::{Program, eventually};
 use serde_json::Value;
 
 use crate::case::LIMIT;
 
-/// A connection to an echoing service, held by a driver of its own.
+/// A connection to an echo service, kept open by a separate driver process.
 #[derive(Debug)]
 pub struct Held {
     driver: Program,
 }
 
 impl Held {
-    /// Takes over a driver that was told to hold a connection.
+    /// Wraps a driver with the `hold` command, and waits until the connection is open.
     ///
     /// # Panics
-    /// When it cannot open the connection.
+    /// If the driver cannot open the connection.
     pub async fn open(driver: Program) -> Self {
         let held = Self { driver };
         let first = held.event("the connection is open", |_| true).await;
@@ -23,10 +23,10 @@ impl Held {
         held
     }
 
-    /// Sends a line and waits until it is back.
+    /// Sends a line and waits for the echo.
     ///
     /// # Panics
-    /// When it does not come back, or something else does.
+    /// If the echo does not arrive.
     pub async fn echoes(&mut self, line: &str) {
         self.send(line);
         self.hears(line).await;
@@ -37,26 +37,26 @@ impl Held {
         self.driver.send_line(line);
     }
 
-    /// Waits until a line is back.
+    /// Waits for the echo of a line.
     ///
     /// # Panics
-    /// When it does not come back.
+    /// If the echo does not arrive.
     pub async fn hears(&self, line: &str) {
         self.event("the line is back", |event| event["line"] == line)
             .await;
     }
 
-    /// The lines that came back so far, in order.
+    /// Returns the echoed lines so far, in order.
     pub fn heard(&self) -> Vec<String> {
         let events = self.events();
         let lines = events.iter().filter_map(|event| event["line"].as_str());
         lines.map(str::to_owned).collect()
     }
 
-    /// Waits until the other side has ended the connection.
+    /// Waits until the other side has closed the connection.
     ///
     /// # Panics
-    /// When it does not, or the driver saw another end.
+    /// If the connection stays open, or if the driver itself closed the connection.
     pub async fn ends(self) {
         let end = self.event("the connection ends", |event| event["event"] == "closed");
         let end = end.await;
@@ -73,7 +73,7 @@ impl Held {
         .await
     }
 
-    /// What the driver has said; anything else it writes is for people.
+    /// Returns the events printed by the driver. The driver's other lines are for people.
     fn events(&self) -> Vec<Value> {
         let log = self.driver.log();
         let lines = log.lines().filter(|line| line.starts_with('{'));

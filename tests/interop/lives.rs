@@ -1,10 +1,10 @@
-//! Programs that are killed, restarted and drained.
+//! Killed, restarted and drained programs.
 
 use culvert_tests::{Signal, eventually};
 
 use crate::case::{Case, LIMIT, Make, server_value};
 
-/// An agent killed under an open connection: the client hears of it, and another agent takes over.
+/// Kills an agent with an open connection: the client's connection ends, and another agent takes over.
 pub async fn killed_agent(case: Case) {
     let Some(mut tunnel) = case.start(1, &[&[], &[]]).await else {
         return;
@@ -14,17 +14,17 @@ pub async fn killed_agent(case: Case) {
     let agent = tunnel.serving_agent().await;
     tunnel.topology.kill_agent(agent);
     held.ends().await;
-    // A stock server that has not noticed yet sends a dial into the void.
+    // A stock server that has not noticed the loss yet sends dials to the dead agent.
     tunnel.counts_agents(1).await;
     let raw = tunnel.services.raw;
     tunnel.succeeds("echo", raw, &["--connections=5"]).await;
-    // Whether nothing is left, a program must be there to say.
+    // Only a running agent can report that nothing is left.
     tunnel.topology.start_agent(agent).await;
     tunnel.counts_agents(2).await;
     tunnel.settles().await;
 }
 
-/// The only agent goes and comes back.
+/// Kills the only agent and starts it again.
 pub async fn restarted_agent(case: Case) {
     let Some(mut tunnel) = case.start(1, &[&[]]).await else {
         return;
@@ -45,7 +45,7 @@ pub async fn restarted_agent(case: Case) {
     tunnel.settles().await;
 }
 
-/// A server that ends under an open connection and comes back on the same ports.
+/// Restarts a server on the same ports while a connection is open.
 pub async fn restarted_server(case: Case) {
     let Some(mut tunnel) = case.start(1, &[&[]]).await else {
         return;
@@ -54,7 +54,7 @@ pub async fn restarted_server(case: Case) {
     held.echoes("before").await;
     match case.server {
         Make::Ours => tunnel.topology.restart_server(0).await,
-        // On SIGTERM, a stock one waits until its gRPC clients have left.
+        // On SIGTERM, a stock server waits until its gRPC clients have left.
         Make::Stock => {
             tunnel.topology.kill_server(0);
             tunnel.topology.start_server(0).await;
@@ -67,7 +67,7 @@ pub async fn restarted_server(case: Case) {
     tunnel.settles().await;
 }
 
-/// The only agent drains: what is open stays, and new connections still work.
+/// Drains the only agent: open connections stay open, and new connections still work.
 pub async fn drained_agent(case: Case) {
     let Some(mut tunnel) = case.start(1, &[&[]]).await else {
         return;
@@ -75,8 +75,8 @@ pub async fn drained_agent(case: Case) {
     let mut held = tunnel.hold().await;
     held.echoes("before").await;
     tunnel.topology.agent(0).signal(Signal::TERM);
-    eventually("the server hears of it", LIMIT, async || {
-        // A released stock agent says it only along with other packets.
+    eventually("the server receives the drain", LIMIT, async || {
+        // A released stock agent sends the drain only along with other packets.
         held.echoes("meanwhile").await;
         let metrics = tunnel.topology.server_metrics(0).await;
         let labels = [("segment", "from_agent"), ("packet_type", "DRAIN")];

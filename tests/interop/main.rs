@@ -1,19 +1,19 @@
-//! The four pairings of our programs and the stock ones behind each front end, and upstream's own
-//! suite against our agent.
+//! The four pairings of our programs with the stock programs behind each front end, and upstream's own suite
+//! against our agent.
 //!
-//! | module | what it holds |
+//! | module | contents |
 //! |---|---|
-//! | [`case`] | one pairing behind one front end, and the driver that speaks to it |
-//! | [`held`] | a connection that stays open while things happen around it |
-//! | [`traffic`] | bytes, many connections, services that speak first, half closes |
-//! | [`failures`] | dials that fail, and dials that are given up |
-//! | [`lives`] | programs that are killed, restarted and drained |
-//! | [`many`] | several servers, several agents of one name |
-//! | [`stalls`] | connections that stand still beside one that does not |
+//! | [`case`] | a pairing behind a front end, and the driver as the client |
+//! | [`held`] | a connection kept open during other events |
+//! | [`traffic`] | bulk transfers, many connections, services that send first, half closes |
+//! | [`failures`] | failed dials, and dials cancelled by the client |
+//! | [`lives`] | killed, restarted and drained programs |
+//! | [`many`] | several servers, and several agents with one id |
+//! | [`stalls`] | stalled connections beside a working connection |
 //! | [`agent_suite`] | upstream's suite |
 //!
-//! Pairings are named server first: `ours_stock` is our server with the stock agent. The pairing
-//! `stock_stock` judges the tests themselves.
+//! The name of a pairing has the server first: `ours_stock` is our server with the stock agent. The pairing
+//! `stock_stock` checks the tests themselves.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
 
 mod agent_suite;
@@ -25,7 +25,8 @@ mod many;
 mod stalls;
 mod traffic;
 
-/// One test for each subject of one pairing behind one front end; some have subjects of their own.
+/// Creates one test for each subject of one pairing behind one front end. Some pairings have additional
+/// subjects.
 macro_rules! front_end {
     ($name:ident = $front:ident, $server:ident, $agent:ident: $($own:ident::$subject:ident),*) => {
         mod $name {
@@ -76,7 +77,7 @@ macro_rules! pairing {
 
 pairing!(ours_ours = Ours, Ours: traffic::endpoint_first, many::namesakes_at_once);
 pairing!(ours_stock = Ours, Stock: traffic::endpoint_first, many::namesakes_at_once);
-// Of two agents with one id, a stock server uses the first alone, even while that one drains.
+// Of two agents with one id, a stock server uses only the first agent, even while the first agent drains.
 pairing!(stock_ours = Stock, Ours: traffic::endpoint_first);
-// And between two stock programs, what an endpoint says first may be lost.
+// Between two stock programs, the first bytes of an endpoint may be lost.
 pairing!(stock_stock = Stock, Stock:);

@@ -1,14 +1,14 @@
-//! Several servers, several agents of one name.
+//! Several servers, and several agents with one id.
 
 use culvert_tests::{Signal, eventually};
 
 use crate::case::{Case, LIMIT, Tunnel, agent_value};
 use crate::held::Held;
 
-/// Connections open at the same time through each of two agents of one name.
+/// Number of connections open at the same time through each of two agents with one id.
 const EACH: usize = 3;
 
-/// Two agents with one id: traffic arrives unharmed, and one takes over from the other.
+/// Two agents with one id: transfers arrive intact, and one agent takes over from the other.
 pub async fn agents_of_one_name(case: Case) {
     let Some(mut tunnel) = namesakes(case).await else {
         return;
@@ -19,7 +19,7 @@ pub async fn agents_of_one_name(case: Case) {
     tunnel.topology.kill_agent(first);
     held.ends().await;
     let raw = tunnel.services.raw.to_string();
-    // A stock server that has not noticed yet sends a dial into the void.
+    // A stock server that has not noticed the loss yet sends dials to the dead agent.
     eventually("the other agent takes over", LIMIT, async || {
         let result = tunnel.run("dial", &raw, &["--timeout=2s"]).await;
         let works = result["ok"] == true;
@@ -31,7 +31,7 @@ pub async fn agents_of_one_name(case: Case) {
     tunnel.settles().await;
 }
 
-/// Two agents with one id, whose connections carry equal numbers and must not meet.
+/// Two agents with one id, whose connections have the same numbers and must stay separate.
 pub async fn namesakes_at_once(case: Case) {
     let Some(mut tunnel) = namesakes(case).await else {
         return;
@@ -41,7 +41,7 @@ pub async fn namesakes_at_once(case: Case) {
     while held.len() < EACH {
         held.push(tunnel.hold().await);
     }
-    // A draining agent keeps what it has, and leaves what is new to the other one.
+    // A draining agent keeps its connections, and the other agent gets the new connections.
     tunnel.topology.agent(first).signal(Signal::TERM);
     while tunnel.endpoint_connections(1 - first).await < EACH as f64 {
         held.push(tunnel.hold().await);
@@ -63,7 +63,7 @@ async fn namesakes(case: Case) -> Option<Tunnel> {
     Some(tunnel)
 }
 
-/// Transfers of different lengths at the same time, each with its checksum.
+/// Runs transfers of different lengths at the same time, each with a checksum.
 async fn transfers(tunnel: &Tunnel) {
     let raw = tunnel.services.raw;
     tokio::join!(
@@ -74,7 +74,7 @@ async fn transfers(tunnel: &Tunnel) {
     );
 }
 
-/// Sends lines through all connections and looks for every line where it belongs.
+/// Sends lines through all connections, and checks that each connection receives exactly its own lines.
 async fn talk_at_once(held: &mut [Held]) {
     let line = |connection: usize, round: usize| {
         format!("{connection} {round} ").repeat(500 + 10 * connection)
@@ -95,7 +95,7 @@ async fn talk_at_once(held: &mut [Held]) {
     }
 }
 
-/// Three servers behind a balancer: one agent comes to each of them.
+/// Three servers behind a balancer: one agent connects to each of them.
 pub async fn servers_behind_a_balancer(case: Case) {
     let Some(tunnel) = case.start(3, &[&[]]).await else {
         return;

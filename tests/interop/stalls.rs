@@ -1,8 +1,8 @@
-//! Connections that stand still beside one that does not, where one of the programs is upstream's.
+//! Stalled connections beside a working connection, with one of our programs and one stock program.
 //!
-//! What our program holds for them is bounded. Where it is the one that has to wait for what does not
-//! read, it ends those connections alone; where the stock program waits, and with it the stream
-//! that all share, ours gives the stream up, so that others go on over a new one.
+//! The memory of our program is bounded. If our program has to wait for a stalled reader, our program closes
+//! only the stalled connections. If the stock program waits, the stream that all connections share stops. Our
+//! program then gives up that stream, and other connections continue on a new stream.
 
 use std::time::Duration;
 
@@ -20,25 +20,25 @@ use crate::case::LIMIT;
 
 const STALLED: usize = 8;
 
-/// What each of them carries: far more than all buffers on its way.
+/// Number of bytes on each stalled connection. Far more than all buffers on the path can store.
 const BYTES: u64 = 128 * 1024 * 1024;
 
-/// By how much our program may grow for all of them: by the excess that they share, 64 MiB in the
-/// server, what each has beside it, and as much again that the allocator rounds up and keeps for a while.
+/// Limit for the memory growth of our program, in bytes: the shared excess of 64 MiB in the server, each
+/// connection's own buffers, and as much again for the allocator, which rounds up and frees late.
 const GROWTH: u64 = 256 * 1024 * 1024;
 
-/// How long a stock program may stop the stream that it shares with ours, which gives up a peer
-/// that takes nothing for a minute.
+/// Limit for the time that a stock program may stop the stream shared with our program. Our program gives up
+/// a peer that reads nothing for a minute.
 const STOPPED: Duration = Duration::from_secs(120);
 
-/// Which ends do not read.
+/// The connection ends that do not read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Deaf {
     Clients,
     Endpoints,
 }
 
-/// Our side of a tunnel whose other side is stock.
+/// Our program in a tunnel with one stock program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Ours {
     Server,
@@ -68,7 +68,7 @@ impl Ours {
         }
     }
 
-    /// How many connections it has closed for these reasons.
+    /// Returns the number of connections closed by our program for these reasons.
     async fn closed(self, topology: &Topology, reasons: &[&str]) -> f64 {
         let metrics = match self {
             Self::Server => topology.server_metrics(0).await,
@@ -82,7 +82,7 @@ impl Ours {
     }
 }
 
-/// Makes a connection stand still. What it sends is left to a task.
+/// Makes a connection stall. Returns a stalled client, or starts a task that sends to a stalled endpoint.
 async fn stall(
     mut stream: BoxedStream,
     deaf: Deaf,
@@ -102,7 +102,7 @@ async fn stall(
                         return;
                     }
                 }
-                unreachable!("an endpoint that reads nothing was sent everything");
+                unreachable!("everything was sent to an endpoint that reads nothing");
             });
             None
         }
@@ -131,7 +131,7 @@ async fn stalled_beside_one(ours: Ours, deaf: Deaf, mode: Mode) {
         Deaf::Clients => raw.clone(),
         Deaf::Endpoints => services.silent.to_string(),
     };
-    // The first that stands still may stop the dials of the others.
+    // Dial first: the first stalled connection may block further dials.
     let mut streams = Vec::new();
     for _ in 0..STALLED {
         streams.push(topology.connect(&target).await.expect("a dial"));
@@ -144,7 +144,7 @@ async fn stalled_beside_one(ours: Ours, deaf: Deaf, mode: Mode) {
     let waits_itself = (ours == Ours::Server) == (deaf == Deaf::Clients);
     if waits_itself {
         let slow = ["stalled", "buffer_exceeded"];
-        eventually("those that stand still are closed", LIMIT, async || {
+        eventually("the stalled connections are closed", LIMIT, async || {
             echo(&mut other).await;
             let closed = ours.closed(&topology, &slow).await;
             (closed == STALLED as f64).then_some(()).ok_or(closed)
@@ -153,8 +153,8 @@ async fn stalled_beside_one(ours: Ours, deaf: Deaf, mode: Mode) {
         echo(&mut other).await;
     }
     if mode == Mode::HttpConnect && (ours, deaf) == (Ours::Agent, Deaf::Clients) {
-        // A stock server waits for such a client without end, and uses the agent's dead stream as long
-        // as it does, although there is a new one: only the client can end that.
+        // A stock server waits for a stalled client without a limit. Meanwhile it keeps using the agent's
+        // dead stream, although the agent has opened a new stream. Only the client can end this wait.
         clients.clear();
     }
     eventually("new connections carry bytes again", STOPPED, async || {
@@ -167,7 +167,7 @@ async fn stalled_beside_one(ours: Ours, deaf: Deaf, mode: Mode) {
     })
     .await;
     let grown = ours.program(&mut topology).rss().saturating_sub(before);
-    assert!(grown < GROWTH, "{grown} bytes more are in memory");
+    assert!(grown < GROWTH, "memory grew by {grown} bytes");
 }
 
 macro_rules! tests {

@@ -1,8 +1,8 @@
-//! Bytes, many connections, services that speak first, half closes.
+//! Bulk transfers, many connections, services that send first, half closes.
 
 use crate::case::{Case, agent_value};
 
-/// Bulk in both directions with a checksum, and 100 concurrent echoes over two agents.
+/// Transfers bulk data with a checksum in both directions, and runs 100 concurrent echoes over two agents.
 pub async fn transfers_and_echoes(case: Case) {
     let Some(tunnel) = case.start(1, &[&[], &[]]).await else {
         return;
@@ -27,7 +27,7 @@ pub async fn transfers_and_echoes(case: Case) {
     tunnel.settles().await;
 }
 
-/// A client that ends only its own direction.
+/// A client that closes only its own direction.
 pub async fn half_close(case: Case) {
     let Some(tunnel) = case.start(1, &[&[]]).await else {
         return;
@@ -35,13 +35,13 @@ pub async fn half_close(case: Case) {
     let half = tunnel.services.half.to_string();
     let result = tunnel.run("half", &half, &[]).await;
     let error = result["error"].as_str().unwrap_or_default();
-    // A stock peer closes both directions and may lose the answer; the end must be clean.
+    // A stock peer closes both directions and may lose the answer. The connection must still end cleanly.
     let clean = error.is_empty() || (!case.all_ours() && error.starts_with(r#"answer is """#));
     assert!(clean, "{result}");
     tunnel.settles().await;
 }
 
-/// A service that speaks before it is spoken to.
+/// A service that sends before the client does.
 pub async fn endpoint_first(case: Case) {
     let Some(tunnel) = case.start(1, &[&[]]).await else {
         return;
