@@ -1,5 +1,5 @@
-//! Clients of the CONNECT port that mean ill, in raw frames of HTTP/2. Each is kept within bounds,
-//! its connection is closed, and nobody else notices.
+//! Malicious clients of the CONNECT port, written in raw HTTP/2 frames. The front door bounds the memory of
+//! each client and closes its connection. Other clients are not affected.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -23,21 +23,23 @@ use crate::support::{Door, Http2, LIMIT, Tunnel, Upstream, timely};
 const RAW: &str = "raw.demo.svc.cluster.local:443";
 const SILENT: &str = "silent.demo.svc.cluster.local:443";
 
-/// What a flood may add to the program's memory: far less than what is sent.
+/// Limit of the program's memory growth during a flood, in bytes. A flood sends far more.
 const FLOOD_BYTES: u64 = 16 << 20;
 
-/// The same for one client that reads none of a thousand tunnels: 24 MiB that the tunnels share, and
-/// what a thousand tasks and sockets take in a build without optimisations.
+/// Limit of the program's memory growth for one client with a thousand unread tunnels, in bytes: 24 MiB of
+/// buffers, plus a thousand tasks and sockets in a build without optimizations.
 const UNREAD_BYTES: u64 = 48 << 20;
 
-/// PROTOCOL_ERROR and ENHANCE_YOUR_CALM of RFC 9113.
+/// HTTP/2 error code PROTOCOL_ERROR (RFC 9113, section 7).
 const PROTOCOL_ERROR: u32 = 1;
+/// HTTP/2 error code ENHANCE_YOUR_CALM (RFC 9113, section 7).
 const CALM: u32 = 11;
 
-/// How long a peer that answers nothing is borne with: a ping is answered within 20 s.
+/// Time limit for the door to close the connection of a peer that answers nothing. The door waits 20 s for the
+/// answer to a ping.
 const SILENCE: Duration = Duration::from_secs(60);
 
-/// A door, and a tunnel of somebody who means well.
+/// A front door, and the tunnel of a well-behaved client.
 struct Stage {
     door: Door,
     _services: Services,
@@ -72,7 +74,8 @@ impl Stage {
         self.door.tunneling
     }
 
-    /// Nobody else has noticed, and memory is within `bound`.
+    /// Asserts that well-behaved clients are served, and that the program's memory has grown by less than
+    /// `bound` bytes.
     async fn is_well(&mut self, bound: u64) {
         self.bystander.say(b"y");
         assert_eq!(self.bystander.hear(1).await, b"y");
@@ -80,25 +83,25 @@ impl Stage {
         let mut tunnel = other.open(RAW, b"download 100000\n").await.unwrap();
         assert_eq!(tunnel.hear(100_001).await.len(), 100_000);
         let more = self.door.program.rss().saturating_sub(self.before);
-        assert!(more < bound, "{} KiB more than before", more / 1024);
+        assert!(more < bound, "memory has grown by {} KiB", more / 1024);
     }
 }
 
-/// Sends `bytes` again and again until the door has closed the connection, or for `limit`; whether
-/// it has.
+/// Sends `bytes` repeatedly until the door closes the connection or `limit` has passed. Returns true if the
+/// door closed the connection.
 async fn flood(write: &mut OwnedWriteHalf, bytes: &[u8], limit: Duration) -> bool {
     let all = async { while write.write_all(bytes).await.is_ok() {} };
     timeout(limit, all).await.is_ok()
 }
 
-/// Floods a new connection while all that comes is read, and says with which error it was closed.
-/// The reset behind it may have thrown the last frame away.
+/// Floods a new connection while reading all input, and asserts that the door closes the connection. Returns
+/// the error code of the GOAWAY frame, or `None` if a TCP reset discarded the frame.
 pub async fn answered_flood(at: SocketAddr, begin: &[u8], bytes: &[u8]) -> Option<u32> {
     let (mut frames, mut write) = frames::connect(at, &[]).await;
-    // Fails if that is enough.
+    // Fails if the door has closed the connection already.
     let _ = write.write_all(begin).await;
     let (closed, goaway) = tokio::join!(flood(&mut write, bytes, SILENCE), frames.next_of(GOAWAY));
-    assert!(closed, "the connection stays open");
+    assert!(closed, "the door did not close the connection");
     goaway.map(|frame| frame.code())
 }
 
@@ -107,10 +110,10 @@ fn is_closed_for(code: u32, seen: Option<u32>, what: &str) {
 }
 
 #[tokio::test]
-async fn a_header_block_without_an_end() {
+async fn endless_header_block_closes_the_connection() {
     let mut stage = Stage::new(&[]).await;
     let begin = frame(HEADERS, 0, 1, &connect_fields(RAW));
-    // Fields of 100 bytes, so that each frame can be decoded by itself.
+    // Each field has 100 bytes, so that a frame contains whole fields only.
     let fields = field("x", &"y".repeat(96)).repeat(160);
     for (what, block) in [
         ("empty", Vec::new()),
@@ -122,7 +125,7 @@ async fn a_header_block_without_an_end() {
         is_closed_for(CALM, seen, what);
         stage.is_well(FLOOD_BYTES).await;
     }
-    // One field that never ends: a value of 2 GiB, of which 16 KiB come at a time.
+    // A single field with a value of 2 GiB, sent in frames of 16 KiB.
     let endless = [&[0, 1, b'x', 0x7f], &[0xff; 4][..], &[7]].concat();
     let begin = frame(HEADERS, 0, 1, &[connect_fields(RAW), endless].concat());
     let more = frame(CONTINUATION, 0, 1, &[b'y'; 16_384]);
@@ -135,9 +138,10 @@ async fn a_header_block_without_an_end() {
 }
 
 #[tokio::test]
-async fn a_header_list_of_many_mebibytes_in_few_bytes() {
+async fn compressed_header_list_of_48_mb_closes_the_connection() {
     let mut stage = Stage::new(&[]).await;
-    // A field of 4,000 bytes in the dynamic table, then one byte for each further copy of it.
+    // Adds a field of 4,000 bytes to the dynamic table, then refers to the field 12,000 times with one byte
+    // each.
     let value = [&[0x40, 1, b'x', 0x7f], &[0x9d, 30][..], &[b'y'; 3996]].concat();
     let block = [connect_fields(RAW), value, vec![0x80 | 62; 12_000]].concat();
     let bomb = frame(HEADERS, END_HEADERS, 1, &block);
@@ -148,8 +152,8 @@ async fn a_header_list_of_many_mebibytes_in_few_bytes() {
     stage.is_well(FLOOD_BYTES).await;
 }
 
-/// Opens streams and resets each at once, until the connection is closed; whether 3,000 were enough,
-/// and which error was told.
+/// Opens up to 3,000 streams and resets each stream at once. Returns true if the door closed the connection,
+/// and the error code of the GOAWAY frame.
 pub async fn reset_many(at: SocketAddr, authority: &str) -> (bool, Option<u32>) {
     let (mut frames, mut write) = frames::connect(at, &[]).await;
     let send = async {
@@ -170,7 +174,7 @@ pub async fn reset_many(at: SocketAddr, authority: &str) -> (bool, Option<u32>) 
 }
 
 #[tokio::test]
-async fn streams_that_are_reset_as_soon_as_they_are_opened() {
+async fn streams_reset_right_after_opening_close_the_connection() {
     let mut stage = Stage::new(&[]).await;
     for (floods, authority) in [(1.0, SILENT), (2.0, "other.demo.svc.cluster.local:443")] {
         let (closed, code) = reset_many(stage.at(), authority).await;
@@ -186,12 +190,12 @@ async fn streams_that_are_reset_as_soon_as_they_are_opened() {
 }
 
 #[tokio::test]
-async fn many_that_give_up_are_borne_with_among_as_many_that_do_not() {
+async fn resets_of_half_the_streams_are_tolerated() {
     let mut stage = Stage::new(&["--max-connections=5000"]).await;
     let (mut frames, mut write) = frames::connect(stage.at(), &[]).await;
     let mut id = 1;
     for _ in 0..600 {
-        // One is answered and ended, the next is given up at once.
+        // The first stream gets an answer; the client resets the second stream at once.
         let unknown = connect_fields("other.demo.svc.cluster.local:443");
         let open = frame(HEADERS, END_HEADERS, id, &unknown);
         write.write_all(&open).await.unwrap();
@@ -207,7 +211,7 @@ async fn many_that_give_up_are_borne_with_among_as_many_that_do_not() {
 }
 
 #[tokio::test]
-async fn frames_that_ask_for_answers_which_nobody_reads() {
+async fn ping_and_settings_floods_with_unread_answers_are_closed() {
     let mut stage = Stage::new(&[]).await;
     let at = stage.at();
     let pings = frame(PING, 0, 0, &[7; 8]).repeat(1000);
@@ -232,7 +236,7 @@ async fn frames_that_ask_for_answers_which_nobody_reads() {
 }
 
 #[tokio::test]
-async fn frames_that_carry_nothing() {
+async fn flood_of_empty_data_frames_is_closed() {
     let mut stage = Stage::new(&[]).await;
     let begin = frame(HEADERS, END_HEADERS, 1, &connect_fields(RAW));
     let empty = frame(DATA, 0, 1, &[]).repeat(1000);
@@ -242,7 +246,7 @@ async fn frames_that_carry_nothing() {
 }
 
 #[tokio::test]
-async fn what_follows_a_refused_connect_reaches_nobody() {
+async fn bytes_after_a_refused_connect_are_discarded() {
     let stage = Stage::new(&[]).await;
     let smuggled = format!("CONNECT {RAW} HTTP/1.1\r\n\r\ndownload 10\n");
     for (refused, status) in [
@@ -266,19 +270,19 @@ async fn what_follows_a_refused_connect_reaches_nobody() {
         );
         assert_eq!(heard.matches("HTTP/1.1 ").count(), 1, "{heard}");
     }
-    // The bystander's, and no other.
+    // Only the bystander has a connection to the endpoint.
     let labels = [("envoy_cluster_name", "demo/raw")];
     let opened = stage.door.value("envoy_cluster_upstream_cx_total", &labels);
     assert_eq!(opened.await, 1.0);
 }
 
-/// A window that an endpoint fills at once.
+/// Small stream window, in bytes: an endpoint fills the window at once.
 const USED_UP: u32 = 100_000;
 
-/// How much each tunnel may go on by. A thousand of these are read in no time.
+/// Increment of each tunnel's window, in bytes. A client reads a thousand increments quickly.
 const MORE: u32 = 1000;
 
-/// Shows that the client lives, whatever it reads: one that says nothing for 20 s is taken for dead.
+/// Sends a ping every 4 s, because the door closes the connection of a client that sends nothing for 20 s.
 fn stay_alive(write: &Arc<Mutex<OwnedWriteHalf>>) -> JoinSet<()> {
     let write = write.clone();
     let mut task = JoinSet::new();
@@ -291,7 +295,8 @@ fn stay_alive(write: &Arc<Mutex<OwnedWriteHalf>>) -> JoinSet<()> {
     task
 }
 
-/// Opens a thousand tunnels whose endpoints send for ever, with windows that let them.
+/// Opens a thousand tunnels and requests 300,000 bytes through each tunnel. The connection window has the
+/// largest possible size.
 async fn a_thousand(at: SocketAddr, settings: Settings<'_>) -> (Frames, OwnedWriteHalf) {
     let (mut frames, mut write) = frames::connect(at, settings).await;
     let all = frame(WINDOW_UPDATE, 0, 0, &(i32::MAX - 65_535).to_be_bytes());
@@ -302,8 +307,8 @@ async fn a_thousand(at: SocketAddr, settings: Settings<'_>) -> (Frames, OwnedWri
         let answer = frames.next_of(HEADERS).await.unwrap();
         assert_eq!(answer.status(), Some(200));
     }
-    // Far more than the proxy may hold, and all of it far less than the kernel: when that runs out of memory
-    // for TCP, it drops what it has no room for, and tries again after half a minute.
+    // The total of 300 MB is far above the proxy's limit, but far below the kernel's limit for TCP. A kernel
+    // without memory for TCP drops packets and retries after half a minute.
     for id in (1..2000).step_by(2) {
         let ask = frame(DATA, 0, id, b"download 300000\n");
         write.write_all(&ask).await.unwrap();
@@ -311,11 +316,11 @@ async fn a_thousand(at: SocketAddr, settings: Settings<'_>) -> (Frames, OwnedWri
     (frames, write)
 }
 
-/// Waits until nothing more comes from the endpoints.
+/// Waits until the endpoints stop sending.
 async fn stands_still(door: &Door) {
     let labels = [("envoy_cluster_name", "demo/raw")];
     let mut before = -1.0;
-    eventually("the tunnels stand still", SILENCE, async || {
+    eventually("the endpoints stop sending", SILENCE, async || {
         tokio::time::sleep(Duration::from_millis(500)).await;
         let sent = door
             .value("envoy_cluster_upstream_cx_rx_bytes_total", &labels)
@@ -327,8 +332,9 @@ async fn stands_still(door: &Door) {
 }
 
 #[tokio::test]
-async fn a_thousand_tunnels_that_are_not_read_hold_no_more_than_they_share() {
-    // With the first, nothing is read at all; the second is used up and not given back.
+async fn a_thousand_unread_tunnels_stay_within_the_memory_limit() {
+    // With the large window, the client reads nothing. With the small window, the client reads all of the
+    // window and sends no WINDOW_UPDATE.
     for window in [1 << 30, USED_UP] {
         let mut stage = Stage::new(&["--max-connections=3000"]).await;
         let settings = [(INITIAL_WINDOW_SIZE, window)];
@@ -342,7 +348,7 @@ async fn a_thousand_tunnels_that_are_not_read_hold_no_more_than_they_share() {
         }
         stands_still(&stage.door).await;
         stage.is_well(UNREAD_BYTES).await;
-        // None is forgotten: each goes on when it may.
+        // Every tunnel continues after a WINDOW_UPDATE.
         let mut windows = Vec::new();
         for id in (1..2000).step_by(2) {
             windows.extend(frame(WINDOW_UPDATE, 0, id, &MORE.to_be_bytes()));
@@ -355,16 +361,20 @@ async fn a_thousand_tunnels_that_are_not_read_hold_no_more_than_they_share() {
                 moved.insert(data.stream);
             }
         };
-        timely("all move", go_on).await;
+        timely("data from every tunnel", go_on).await;
         drop((frames, write, alive));
         let labels = [("envoy_cluster_name", "demo/raw")];
-        eventually("only the bystander's is left", SILENCE, async || {
-            let open = stage
-                .door
-                .value("envoy_cluster_upstream_cx_active", &labels);
-            let open = open.await;
-            (open == 1.0).then_some(()).ok_or(open)
-        })
+        eventually(
+            "only the bystander's connection is open",
+            SILENCE,
+            async || {
+                let open = stage
+                    .door
+                    .value("envoy_cluster_upstream_cx_active", &labels);
+                let open = open.await;
+                (open == 1.0).then_some(()).ok_or(open)
+            },
+        )
         .await;
         stage.is_well(UNREAD_BYTES).await;
     }

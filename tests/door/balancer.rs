@@ -1,4 +1,4 @@
-//! The ports of the load balancer's Service: kept by one replica of several, whatever the API does.
+//! The ports of the load balancer's Service: one replica of several keeps them current, even if the API fails.
 
 use std::time::Duration;
 
@@ -18,27 +18,28 @@ const LEADER: &str = "culvert_nodeport_proxy_leader";
 const UPDATES: &str = "culvert_nodeport_proxy_balancer_updates_total";
 const FAILURES: &str = "culvert_nodeport_proxy_balancer_failures_total";
 
-/// Nobody else leads before the end of the test, unless the lease is given back.
+/// Flags with lease times longer than a test. Another replica leads only after the leader has released the
+/// lease.
 const LONG: [&str; 2] = [
     "--leader-elect-lease-duration=2h",
     "--leader-elect-renew-deadline=1h",
 ];
 
-/// The balancer as an operator creates it.
+/// Returns the load balancer's Service as an operator creates it.
 fn balancer() -> ServiceBuilder {
     service(NAMESPACE, NAME)
         .of_type("LoadBalancer")
         .node_port(HEALTHZ, 8002, 32002)
 }
 
-/// A Service with a node port that the balancer has to offer.
+/// Returns a Service with a node port that the load balancer must offer.
 fn exposed(namespace: &str, name: &str, node_port: u16) -> ServiceBuilder {
     service(namespace, name)
         .node_port("secure", 443, node_port)
         .annotation(EXPOSE, "true")
 }
 
-/// A proxy that keeps the ports. What is in `flags` counts.
+/// Starts a proxy that keeps the load balancer's ports current. `flags` override the flags set here.
 async fn replica(api: &KubeApi, flags: &[&str]) -> Door {
     let namespace = format!("-lb-namespace={NAMESPACE}");
     let name = format!("-lb-name={NAME}");
@@ -58,7 +59,7 @@ async fn leads(door: &Door) -> bool {
 }
 
 async fn comes_to_lead(door: &Door) {
-    eventually("it leads", LIMIT, async || leads(door).await).await;
+    eventually("the replica leads", LIMIT, async || leads(door).await).await;
 }
 
 async fn failures(door: &Door, step: &str) -> f64 {
@@ -70,7 +71,7 @@ fn ports(api: &KubeApi) -> Vec<Value> {
     balancer["spec"]["ports"].as_array().unwrap().clone()
 }
 
-/// Waits until the balancer has ports with these names and no others.
+/// Waits until the load balancer has exactly the ports with these names, and returns the ports.
 async fn comes_to_have(api: &KubeApi, mut names: Vec<&str>) -> Vec<Value> {
     names.sort_unstable();
     let what = format!("the balancer has {names:?}");
@@ -83,14 +84,14 @@ async fn comes_to_have(api: &KubeApi, mut names: Vec<&str>) -> Vec<Value> {
     .await
 }
 
-/// What was asked about Services by anything but GET.
+/// Returns the recorded requests for Services, except GET requests.
 fn writes(api: &KubeApi) -> Vec<Recorded> {
     let mut requests = api.requests();
     requests.retain(|request| request.method != "GET" && request.path.contains("/services"));
     requests
 }
 
-/// How often the balancer was read.
+/// Returns the number of times that the load balancer's Service was read.
 fn reads(api: &KubeApi) -> usize {
     let requests = api.requests();
     let path = format!("/services/{NAME}");
@@ -106,10 +107,10 @@ fn lease_requests(api: &KubeApi) -> usize {
     leases.count()
 }
 
-/// Waits until the lease was asked for so many times more, which takes 100 ms each at least.
+/// Waits for `looks` more requests for the lease. There are at least 100 ms between two requests.
 async fn time_passes(api: &KubeApi, looks: usize) {
     let end = lease_requests(api) + looks;
-    eventually("the lease is looked at", LIMIT, async || {
+    eventually("more requests for the lease arrive", LIMIT, async || {
         lease_requests(api) >= end
     })
     .await;
@@ -121,7 +122,7 @@ fn holder(api: &KubeApi) -> String {
 }
 
 #[tokio::test]
-async fn ports_come_and_go_and_nothing_else_is_touched() {
+async fn ports_follow_services_and_other_fields_stay_unchanged() {
     let api = KubeApi::start().await;
     let mut before: Value = balancer()
         .node_port("cluster-a-old-443-30001", 30001, 31001)
@@ -164,13 +165,13 @@ async fn ports_come_and_go_and_nothing_else_is_touched() {
     ]);
     assert_eq!(json!(now), expected);
 
-    // What changes nothing of the ports is not written.
+    // Changes that do not affect the ports cause no write.
     api.put("services", service("cluster-b", "new").port("secure", 443));
     let mut edited = api.get("services", NAMESPACE, NAME).unwrap();
     edited["metadata"]["labels"]["team"] = json!("edge");
     let read = reads(&api);
     api.put("services", edited);
-    eventually("it is looked at", LIMIT, async || reads(&api) > read).await;
+    eventually("another read", LIMIT, async || reads(&api) > read).await;
     before["metadata"]["labels"]["team"] = json!("edge");
     api.put("services", exposed("cluster-b", "new", 30002));
     let new = "cluster-b-new-30002";
@@ -190,7 +191,7 @@ async fn ports_come_and_go_and_nothing_else_is_touched() {
         assert_eq!(write.method, "PUT");
         assert!(write.path.starts_with(path), "{write:?}");
     }
-    eventually("they are counted", LIMIT, async || {
+    eventually("the updates are counted", LIMIT, async || {
         door.value(UPDATES, &[]).await == 4.0
     })
     .await;
@@ -241,10 +242,10 @@ async fn one_namespace_can_have_its_own_balancer() {
 }
 
 #[tokio::test]
-async fn what_somebody_else_does_to_the_balancer_is_undone() {
+async fn foreign_changes_to_the_balancer_are_undone() {
     let api = KubeApi::start().await;
     let door = replica(&api, &[]).await;
-    // There is none yet.
+    // The Service does not exist yet.
     let line = door
         .program
         .wait_for_log("there is no Service", LIMIT)
@@ -257,7 +258,7 @@ async fn what_somebody_else_does_to_the_balancer_is_undone() {
             1 => {
                 api.delete("services", NAMESPACE, NAME);
             }
-            // With the name of a port that is to be there, but not its number.
+            // A port with the right name and a wrong number.
             2 => {
                 let wrong = balancer().node_port("cluster-a-api-30001", 30009, 31001);
                 api.put("services", wrong);
@@ -281,11 +282,11 @@ async fn what_somebody_else_does_to_the_balancer_is_undone() {
     assert_eq!(ports(&api)[0]["nodePort"], 31001);
 }
 
-/// Of two replicas, the one that leads first.
+/// Starts two replicas and returns the leader first.
 async fn leader_and_follower(api: &KubeApi, flags: &[&str]) -> (Door, Door) {
     let one = replica(api, flags).await;
     let two = replica(api, flags).await;
-    let first = eventually("one of the two leads", LIMIT, async || {
+    let first = eventually("one of the two replicas leads", LIMIT, async || {
         match [leads(&one).await, leads(&two).await] {
             [true, false] => Ok(true),
             [false, true] => Ok(false),
@@ -296,7 +297,7 @@ async fn leader_and_follower(api: &KubeApi, flags: &[&str]) -> (Door, Door) {
     if first { (one, two) } else { (two, one) }
 }
 
-/// Waits until a replica has written the balancer: its port for health is its own.
+/// Waits until the replica `door` has written the Service: the Service then has the replica's port for health.
 async fn comes_to_write(api: &KubeApi, door: &Door) {
     eventually("the replica has written", LIMIT, async || {
         let ports = ports(api);
@@ -307,7 +308,7 @@ async fn comes_to_write(api: &KubeApi, door: &Door) {
 }
 
 #[tokio::test]
-async fn one_of_two_replicas_writes_and_hands_over_when_it_is_stopped() {
+async fn only_the_leader_writes_and_a_stopped_leader_hands_over() {
     let api = KubeApi::start().await;
     api.put("services", balancer());
     let (mut leader, follower) = leader_and_follower(&api, &LONG).await;
@@ -316,7 +317,7 @@ async fn one_of_two_replicas_writes_and_hands_over_when_it_is_stopped() {
         let before = writes(&api).len();
         let name = format!("api-{number}");
         api.put("services", exposed("cluster-a", &name, number));
-        eventually("it is written", LIMIT, async || writes(&api).len() > before).await;
+        eventually("another write", LIMIT, async || writes(&api).len() > before).await;
     }
     time_passes(&api, 10).await;
     assert_eq!(writes(&api).len(), 4, "{:#?}", writes(&api));
@@ -331,7 +332,7 @@ async fn one_of_two_replicas_writes_and_hands_over_when_it_is_stopped() {
     let lease = api.get("leases", NAMESPACE, LEASE).unwrap();
     assert_eq!(lease["spec"]["leaseTransitions"], 1);
     assert!(leader.program.wait_exit(LIMIT).await.success());
-    // The last one gives it back, too.
+    // The last replica releases the lease, too.
     let mut follower = follower;
     follower.program.signal(Signal::TERM);
     assert!(follower.program.wait_exit(LIMIT).await.success());
@@ -359,7 +360,7 @@ async fn a_leader_that_is_killed_is_replaced_when_its_lease_ends() {
 }
 
 #[tokio::test]
-async fn a_leader_that_can_not_renew_stops_writing() {
+async fn a_leader_that_cannot_renew_its_lease_stops_writing() {
     let api = KubeApi::start().await;
     api.put("services", balancer());
     let short = [
@@ -369,13 +370,13 @@ async fn a_leader_that_can_not_renew_stops_writing() {
     let door = replica(&api, &short).await;
     comes_to_write(&api, &door).await;
     api.fault(Fault::status(500).on("/leases"));
-    eventually("it leads no more", LIMIT, async || !leads(&door).await).await;
+    eventually("no longer leads", LIMIT, async || !leads(&door).await).await;
     let before = writes(&api).len();
     api.put("services", exposed("cluster-a", "api", 30001));
     time_passes(&api, 10).await;
     assert_eq!(writes(&api).len(), before);
     assert!(failures(&door, "lease").await >= 10.0);
-    // Routes do not depend on it.
+    // Routes do not depend on the lease.
     door.is_ready().await;
     api.clear_faults();
     comes_to_have(&api, vec!["cluster-a-api-30001", HEALTHZ]).await;
@@ -383,7 +384,7 @@ async fn a_leader_that_can_not_renew_stops_writing() {
 }
 
 #[tokio::test]
-async fn errors_are_counted_and_the_ports_come_in_the_end() {
+async fn failed_reads_and_writes_are_counted_and_retried() {
     let api = KubeApi::start().await;
     api.put("services", balancer());
     let door = replica(&api, &LONG).await;
@@ -405,7 +406,7 @@ async fn errors_are_counted_and_the_ports_come_in_the_end() {
         comes_to_have(&api, names.iter().map(String::as_str).collect()).await;
         assert_eq!(failures(&door, step).await, before + 3.0, "{step}");
     }
-    // The API goes away in the middle of it all.
+    // The API becomes unreachable.
     api.fault(Fault::refuse());
     api.cut();
     api.put("services", exposed("cluster-b", "api", 30010));
@@ -419,7 +420,7 @@ async fn errors_are_counted_and_the_ports_come_in_the_end() {
 }
 
 #[tokio::test]
-async fn a_write_never_replaces_what_it_has_not_read() {
+async fn a_concurrent_edit_is_not_overwritten() {
     let api = KubeApi::start().await;
     api.put("services", balancer());
     let door = replica(&api, &LONG).await;
@@ -428,7 +429,7 @@ async fn a_write_never_replaces_what_it_has_not_read() {
     let slow = Fault::delay(Duration::from_secs(3)).method("PUT");
     api.fault(slow.on(&format!("/services/{NAME}")).times(1));
     api.put("services", exposed("cluster-a", "api", 30001));
-    eventually("the write is on its way", LIMIT, async || {
+    eventually("the write has begun", LIMIT, async || {
         writes(&api).len() > before
     })
     .await;
@@ -443,7 +444,7 @@ async fn a_write_never_replaces_what_it_has_not_read() {
 }
 
 #[tokio::test]
-async fn a_missing_permission_is_named_and_not_asked_for_all_the_time() {
+async fn a_missing_permission_is_logged_once_and_retried_with_backoff() {
     let api = KubeApi::start().await;
     api.put("services", balancer());
     let forbidden = |method: &str, path: &str| Fault::status(403).method(method).on(path);
@@ -467,18 +468,18 @@ async fn a_missing_permission_is_named_and_not_asked_for_all_the_time() {
     let advice = format!("allow the account to update services in namespace {NAMESPACE}");
     door.program.wait_for_log(&advice, LIMIT).await;
     time_passes(&api, 40).await;
-    // Four seconds: after 0.2, 0.6, 1.4 and 3 s, and more only if the machine is slow.
+    // Four seconds have passed, with retries after 0.2, 0.6, 1.4 and 3 s. On a slow machine there are more.
     let asked = writes(&api).len();
     assert!((2..=10).contains(&asked), "{asked}");
     let told = door.program.log().matches(&advice).count();
-    assert_eq!(told, 1, "each failure is told once");
+    assert_eq!(told, 1, "each failure is logged once");
     door.is_ready().await;
     api.clear_faults();
     comes_to_write(&api, &door).await;
 }
 
 #[tokio::test]
-async fn without_the_flag_nothing_is_ever_written() {
+async fn without_update_loadbalancer_nothing_is_written() {
     let api = KubeApi::start().await;
     let before = api.put("services", balancer());
     let names = ["-lb-namespace=kubermatic", "-lb-name=nodeport-proxy"];

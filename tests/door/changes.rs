@@ -1,4 +1,4 @@
-//! Routes that change under open connections, and the end of the program.
+//! Route changes while connections are open, and the end of the program.
 
 use std::time::Duration;
 
@@ -15,7 +15,7 @@ use crate::support::{Door, Http2, LIMIT, TlsEndpoint, Upstream, ask, timely};
 const RAW: &str = "raw.demo.svc.cluster.local:443";
 
 #[tokio::test]
-async fn one_change_among_a_thousand_drops_nothing() {
+async fn changing_one_of_a_thousand_routes_closes_no_connection() {
     let services = Services::start().await.unwrap();
     let endpoint = TlsEndpoint::start("api.example.com").await;
     let mut upstreams: Vec<Upstream> = (0..1000)
@@ -39,7 +39,7 @@ async fn one_change_among_a_thousand_drops_nothing() {
         tunnels.push(client.open(&authority, b"").await.unwrap());
     }
     let port = door.ports.next_port();
-    // Its endpoint moves, another one goes, a third one comes.
+    // One upstream gets another endpoint, one upstream is removed, and one upstream is added.
     upstreams[7].endpoints = vec![services.first];
     upstreams.remove(500);
     upstreams.push(Upstream::new("new/service", services.raw).node_port(port));
@@ -49,7 +49,7 @@ async fn one_change_among_a_thousand_drops_nothing() {
         tunnel.say(b"download 5\n");
         assert_eq!(tunnel.hear(9).await.len(), 5, "{i}");
     }
-    eventually("the new one is there", LIMIT, async || {
+    eventually("the new node port is open", LIMIT, async || {
         TcpStream::connect(("127.0.0.1", port)).await.map(|_| ())
     })
     .await;
@@ -71,7 +71,7 @@ async fn one_change_among_a_thousand_drops_nothing() {
 }
 
 #[tokio::test]
-async fn a_file_that_is_wrong_changes_nothing_and_is_told() {
+async fn an_invalid_file_is_reported_and_the_last_routes_stay() {
     let services = Services::start().await.unwrap();
     let door = Door::start(&[Upstream::new("demo/raw", services.raw).authority(RAW)]).await;
     let client = Http2::connect(door.tunneling).await;
@@ -90,7 +90,7 @@ async fn a_file_that_is_wrong_changes_nothing_and_is_told() {
     );
     let up = async || door.value("culvert_nodeport_proxy_source_up", &[]).await;
     let says = async |text: &str| {
-        let what = format!("it is ready and says {text:?}");
+        let what = format!("/readyz is 200 and contains {text:?}");
         eventually(&what, LIMIT, async || {
             let (status, detail) = door.readiness().await;
             let as_wanted = status == StatusCode::OK && detail.contains(text);
@@ -109,7 +109,7 @@ async fn a_file_that_is_wrong_changes_nothing_and_is_told() {
         client.open(RAW, b"").await.err(),
         Some(StatusCode::NOT_FOUND)
     );
-    eventually("all is well", LIMIT, async || {
+    eventually("/readyz reports no problem", LIMIT, async || {
         let (_, detail) = door.readiness().await;
         (detail == "ok").then_some(()).ok_or(detail)
     })
@@ -118,7 +118,7 @@ async fn a_file_that_is_wrong_changes_nothing_and_is_told() {
 }
 
 #[tokio::test]
-async fn a_drain_takes_no_more_and_lets_open_connections_end() {
+async fn a_drain_refuses_new_connections_and_lets_open_ones_finish() {
     let services = Services::start().await.unwrap();
     let mut door = Door::start_with(
         &[Upstream::new("demo/raw", services.raw).authority(RAW)],
@@ -130,7 +130,7 @@ async fn a_drain_takes_no_more_and_lets_open_connections_end() {
     let (status, _, _) = http_get(door.stats, "/readyz").await.unwrap();
     assert_eq!(status, StatusCode::OK);
     door.program.signal(Signal::TERM);
-    eventually("it drains", LIMIT, async || {
+    eventually("the proxy drains", LIMIT, async || {
         let (status, _, body) = http_get(door.stats, "/healthz").await?;
         anyhow::ensure!(
             status == StatusCode::SERVICE_UNAVAILABLE,
@@ -153,7 +153,7 @@ async fn a_drain_takes_no_more_and_lets_open_connections_end() {
 }
 
 #[tokio::test]
-async fn what_does_not_end_is_cut_after_the_drain_or_a_second_signal() {
+async fn open_connections_are_cut_after_the_drain_timeout_or_a_second_signal() {
     let services = Services::start().await.unwrap();
     for (flag, signals, code) in [("--drain-timeout=1s", 1, 0), ("--drain-timeout=5m", 2, 1)] {
         let upstreams = [Upstream::new("demo/raw", services.raw).authority(RAW)];
@@ -172,7 +172,7 @@ async fn what_does_not_end_is_cut_after_the_drain_or_a_second_signal() {
 }
 
 #[tokio::test]
-async fn a_connection_by_name_outlives_its_route_and_ends_with_its_endpoint() {
+async fn a_connection_outlives_its_route_and_ends_with_its_endpoint() {
     let services = Services::start().await.unwrap();
     let mut door = Door::start(&[]).await;
     let port = door.ports.next_port();
@@ -202,7 +202,7 @@ async fn a_connection_by_name_outlives_its_route_and_ends_with_its_endpoint() {
 }
 
 #[tokio::test]
-async fn a_drain_spares_the_connections_of_every_thread() {
+async fn a_drain_keeps_the_connections_of_every_thread() {
     let services = Services::start().await.unwrap();
     let flags = ["--worker-threads=3", "--drain-timeout=30s"];
     let mut door = Door::start_with(&[], &flags).await;
@@ -217,7 +217,7 @@ async fn a_drain_spares_the_connections_of_every_thread() {
     for _ in 0..6 {
         let mut stream = TcpStream::connect(("127.0.0.1", port)).await.unwrap();
         stream.write_all(b"echo\n").await.unwrap();
-        // So much at once that it is spread.
+        // Enough bytes at once that the connections spread over the threads.
         let sent: Vec<_> = (0..2_000_000_u32).map(|i| (i % 251) as u8).collect();
         let mut heard = vec![0; sent.len()];
         let (mut read, mut write) = stream.split();
@@ -226,7 +226,7 @@ async fn a_drain_spares_the_connections_of_every_thread() {
         assert!(heard == sent);
         open.push(stream);
     }
-    // Two connections of two sockets each.
+    // Each thread serves two connections with two sockets each.
     let watched = watched_per_thread(door.program.pid());
     assert!(watched.len() >= 3, "{watched:?}");
     assert!(watched.iter().all(|sockets| *sockets >= 4), "{watched:?}");
@@ -235,7 +235,7 @@ async fn a_drain_spares_the_connections_of_every_thread() {
         TcpStream::connect(door.tunneling).await.is_err()
     })
     .await;
-    // Longer than the threads of a program that ends take to end.
+    // Longer than the threads of an exiting program need to stop.
     tokio::time::sleep(Duration::from_millis(300)).await;
     for mut stream in open {
         stream.write_all(b"y").await.unwrap();
@@ -245,7 +245,8 @@ async fn a_drain_spares_the_connections_of_every_thread() {
     assert!(status.success(), "{status}");
 }
 
-/// How many sockets each epoll instance of a process watches; a thread may have its own twice.
+/// Returns the number of sockets that each epoll descriptor of a process watches. A thread may have two
+/// descriptors of its epoll instance.
 fn watched_per_thread(pid: u32) -> Vec<usize> {
     let path = |file: &str| format!("/proc/{pid}/{file}");
     let is_socket = |fd: &str| {
@@ -254,7 +255,7 @@ fn watched_per_thread(pid: u32) -> Vec<usize> {
     };
     let mut watched = Vec::new();
     for entry in std::fs::read_dir(path("fdinfo")).unwrap() {
-        // Gone meanwhile.
+        // The descriptor may be closed by now.
         let Ok(info) = std::fs::read_to_string(entry.unwrap().path()) else {
             continue;
         };
@@ -269,7 +270,7 @@ fn watched_per_thread(pid: u32) -> Vec<usize> {
 }
 
 #[tokio::test]
-async fn a_service_that_comes_back_is_the_one_that_went() {
+async fn a_service_that_returns_keeps_its_connection_count_and_metrics() {
     let services = Services::start().await.unwrap();
     let routes = [Upstream::new("demo/raw", services.raw).authority(RAW)];
     let door = Door::start_with(&routes, &["--max-connections=2"]).await;
@@ -280,7 +281,7 @@ async fn a_service_that_comes_back_is_the_one_that_went() {
     door.route(&[]).await;
     assert_eq!(open().await.err(), Some(StatusCode::NOT_FOUND));
     door.route(&routes).await;
-    // Those of before still count.
+    // The open connections still count towards the limit.
     assert_eq!(open().await.err(), Some(StatusCode::SERVICE_UNAVAILABLE));
     let cluster = [("envoy_cluster_name", "demo/raw")];
     for (series, expected) in [("active", 2.0), ("total", 2.0), ("overflow", 1.0)] {
@@ -291,7 +292,7 @@ async fn a_service_that_comes_back_is_the_one_that_went() {
     assert_eq!(one.hear(1).await, b"x");
     one.finish();
     assert_eq!(one.hear(1).await, b"");
-    eventually("there is room again", LIMIT, async || {
+    eventually("a new connection is accepted again", LIMIT, async || {
         open()
             .await
             .map(|_| ())

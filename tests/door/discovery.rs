@@ -1,4 +1,4 @@
-//! Routes from the Kubernetes API, and what happens to them when it misbehaves.
+//! Routes from the Kubernetes API, also while the API fails.
 
 use std::time::Duration;
 
@@ -15,14 +15,14 @@ const EXPOSE: &str = "nodeport-proxy.k8s.io/expose";
 const MAPPING: &str = "nodeport-proxy.k8s.io/port-mapping";
 const RAW: &str = "raw.cluster-a.svc.cluster.local:443";
 
-/// A Service of a namespace, reached by CONNECT.
+/// Returns a Service that is exposed through CONNECT.
 fn tunneled(namespace: &str, name: &str) -> ServiceBuilder {
     service(namespace, name)
         .port("secure", 443)
         .annotation(EXPOSE, "Tunneling")
 }
 
-/// Its only endpoint.
+/// Returns an EndpointSlice with the only endpoint of a Service.
 fn behind(namespace: &str, name: &str, port: u16) -> SliceBuilder {
     slice(namespace, name)
         .port("secure", port)
@@ -40,12 +40,12 @@ async fn works(client: &Http2, authority: &str) -> Result<(), String> {
 }
 
 async fn comes_to_work(client: &Http2, authority: &str) {
-    let what = format!("{authority} is reached");
+    let what = format!("{authority} is reachable");
     eventually(&what, LIMIT, async || works(client, authority).await).await;
 }
 
 async fn comes_to_be_gone(client: &Http2, authority: &str) {
-    let what = format!("{authority} is not exposed any more");
+    let what = format!("{authority} is no longer exposed");
     eventually(&what, LIMIT, async || {
         let status = client.open(authority, b"").await.err();
         (status == Some(StatusCode::NOT_FOUND))
@@ -56,7 +56,7 @@ async fn comes_to_be_gone(client: &Http2, authority: &str) {
 }
 
 #[tokio::test]
-async fn annotated_services_with_ready_endpoints_are_exposed_and_no_others() {
+async fn only_annotated_services_with_ready_endpoints_are_exposed() {
     let services = Services::start().await.unwrap();
     let endpoint = TlsEndpoint::start("api.example.com").await;
     let api = KubeApi::start().await;
@@ -112,7 +112,7 @@ async fn annotated_services_with_ready_endpoints_are_exposed_and_no_others() {
         let status = client.open(&authority, b"").await.err();
         assert_eq!(status, Some(StatusCode::NOT_FOUND), "{name}");
     }
-    // The mistake is told, with what would be right.
+    // The log contains the mistake and the correct value.
     let line = door.program.wait_for_log("cluster-a/wrong", LIMIT).await;
     assert!(line.contains("Tunneling"), "{line}");
     assert_eq!(
@@ -120,7 +120,7 @@ async fn annotated_services_with_ready_endpoints_are_exposed_and_no_others() {
         1.0
     );
 
-    // Readiness comes and goes, and so do annotations and Services.
+    // Routes follow readiness, annotations and Services.
     api.put(
         "endpointslices",
         behind("cluster-a", "unready", raw).name("unready"),
@@ -137,7 +137,7 @@ async fn annotated_services_with_ready_endpoints_are_exposed_and_no_others() {
 }
 
 #[tokio::test]
-async fn one_namespace_and_another_annotation_are_watched_on_request() {
+async fn namespace_and_annotation_key_are_configurable() {
     let services = Services::start().await.unwrap();
     let api = KubeApi::start().await;
     let namespaced = "nodeport-proxy.k8s.io/expose-namespaced";
@@ -173,7 +173,7 @@ async fn one_namespace_and_another_annotation_are_watched_on_request() {
 }
 
 #[tokio::test]
-async fn it_is_not_ready_before_it_knows_all() {
+async fn proxy_is_not_ready_before_services_and_endpoints_are_listed() {
     let services = Services::start().await.unwrap();
     let api = KubeApi::start().await;
     api.put("services", tunneled("cluster-a", "raw"));
@@ -201,7 +201,7 @@ async fn it_is_not_ready_before_it_knows_all() {
 }
 
 #[tokio::test]
-async fn an_api_that_does_not_answer_is_not_up() {
+async fn an_api_that_does_not_answer_is_reported_as_down() {
     let api = KubeApi::start().await;
     api.fault(Fault::delay(2 * LIMIT).on("endpointslices"));
     let door = Door::watching(&api, &[]).await;
@@ -210,7 +210,12 @@ async fn an_api_that_does_not_answer_is_not_up() {
         let asked = |path: &str| requests.iter().any(|request| request.path.contains(path));
         asked("/services?") && asked("/endpointslices?")
     };
-    eventually("both are asked for", LIMIT, async || asked()).await;
+    eventually(
+        "Services and EndpointSlices are requested",
+        LIMIT,
+        async || asked(),
+    )
+    .await;
     let up = async || door.value("culvert_nodeport_proxy_source_up", &[]).await;
     assert_eq!(up().await, 0.0);
     assert_eq!(door.readiness().await.0, StatusCode::SERVICE_UNAVAILABLE);
@@ -242,7 +247,7 @@ async fn the_last_routes_stay_in_force_while_the_api_is_gone() {
     let (status, text) = door.readiness().await;
     assert_eq!(status, StatusCode::OK);
     assert!(text.contains("last known routes"), "{text}");
-    // Meanwhile things change, and the version that was seen last is forgotten.
+    // Meanwhile routes change, and the resource version of the proxy's watch expires.
     api.put("services", tunneled("cluster-b", "raw"));
     api.put("endpointslices", behind("cluster-b", "raw", raw));
     api.delete("services", "cluster-a", "raw");
@@ -254,7 +259,7 @@ async fn the_last_routes_stay_in_force_while_the_api_is_gone() {
 }
 
 #[tokio::test]
-async fn routes_follow_through_expired_watches_throttling_errors_and_cuts() {
+async fn routes_stay_current_through_expired_watches_throttling_errors_and_cuts() {
     let services = Services::start().await.unwrap();
     let api = KubeApi::start().await;
     let raw = services.raw.port();
@@ -303,7 +308,7 @@ async fn routes_follow_through_expired_watches_throttling_errors_and_cuts() {
 }
 
 #[tokio::test]
-async fn of_two_services_with_one_name_the_older_has_it() {
+async fn the_older_of_two_services_gets_a_shared_server_name() {
     let one = TlsEndpoint::start("api.example.com").await;
     let two = TlsEndpoint::start("api.example.com").await;
     let api = KubeApi::start().await;
@@ -317,12 +322,12 @@ async fn of_two_services_with_one_name_the_older_has_it() {
             "endpointslices",
             behind("cluster-a", name, endpoint.address.port()),
         );
-        // Creation times have seconds.
+        // Creation times have a resolution of one second.
         tokio::time::sleep(Duration::from_millis(1100)).await;
     }
     let door = Door::watching(&api, &[]).await;
     door.is_ready().await;
-    // The client checks the certificate: the two have different ones.
+    // The client checks the certificate, which differs between the two endpoints.
     one.answers(door.sni, "api.example.com").await;
     let line = door.program.wait_for_log("cluster-a/newer", LIMIT).await;
     assert!(
@@ -330,7 +335,7 @@ async fn of_two_services_with_one_name_the_older_has_it() {
         "{line}"
     );
     api.delete("services", "cluster-a", "older");
-    eventually("the newer one has the name", LIMIT, async || {
+    eventually("the newer Service has the server name", LIMIT, async || {
         let stream = two
             .connect(door.sni, "api.example.com", rustls::ALL_VERSIONS)
             .await;

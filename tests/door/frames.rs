@@ -1,4 +1,4 @@
-//! HTTP/2 in single frames, for what no client library would send.
+//! HTTP/2 in single frames, for input that no client library sends.
 
 use std::net::SocketAddr;
 
@@ -21,12 +21,12 @@ pub const END_HEADERS: u8 = 4;
 
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 
-/// The settings that the client of [`connect`] announces, by id.
+/// Identifiers and values of the settings that [`connect`] sends.
 pub type Settings<'a> = &'a [(u16, u32)];
 
 pub const INITIAL_WINDOW_SIZE: u16 = 4;
 
-/// A frame that was received.
+/// A received frame.
 #[derive(Debug)]
 pub struct Frame {
     pub kind: u8,
@@ -34,10 +34,10 @@ pub struct Frame {
     pub payload: Vec<u8>,
 }
 
-/// What the peer sends.
+/// The frames that the peer sends.
 pub struct Frames(BufReader<OwnedReadHalf>);
 
-/// Begins HTTP/2 and leaves the rest to the caller.
+/// Connects and sends the HTTP/2 preface and a SETTINGS frame. The caller sends all other frames.
 pub async fn connect(door: SocketAddr, settings: Settings<'_>) -> (Frames, OwnedWriteHalf) {
     let stream = TcpStream::connect(door).await.unwrap();
     stream.set_nodelay(true).unwrap();
@@ -52,7 +52,7 @@ pub async fn connect(door: SocketAddr, settings: Settings<'_>) -> (Frames, Owned
     (Frames(BufReader::with_capacity(64 << 10, read)), write)
 }
 
-/// One frame as bytes.
+/// Encodes a frame.
 pub fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
     let len = u32::try_from(payload.len()).unwrap().to_be_bytes();
     let mut bytes = vec![len[1], len[2], len[3], kind, flags];
@@ -61,25 +61,28 @@ pub fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// A header field in HPACK: a new name, not indexed, not compressed.
+/// Encodes a header field in HPACK, with a literal name, without indexing and compression.
 pub fn field(name: &str, value: &str) -> Vec<u8> {
     let mut bytes = vec![0];
     for text in [name, value] {
         let len = u8::try_from(text.len()).unwrap();
-        assert!(len < 127, "longer texts have longer lengths");
+        assert!(
+            len < 127,
+            "longer texts need a longer encoding of the length"
+        );
         bytes.push(len);
         bytes.extend(text.as_bytes());
     }
     bytes
 }
 
-/// The fields of a CONNECT request.
+/// Encodes the fields of a CONNECT request.
 pub fn connect_fields(authority: &str) -> Vec<u8> {
     [field(":method", "CONNECT"), field(":authority", authority)].concat()
 }
 
 impl Frames {
-    /// The next frame; `None` once the connection has ended, in whatever way.
+    /// Returns the next frame, or `None` if the connection has ended for any reason.
     pub async fn next(&mut self) -> Option<Frame> {
         let mut head = [0; 9];
         timely("a frame", self.0.read_exact(&mut head)).await.ok()?;
@@ -93,7 +96,7 @@ impl Frames {
         })
     }
 
-    /// The next frame of one kind, without those before it.
+    /// Returns the next frame of one kind, and skips all frames before.
     pub async fn next_of(&mut self, kind: u8) -> Option<Frame> {
         loop {
             let next = self.next().await?;
@@ -105,23 +108,24 @@ impl Frames {
 }
 
 impl Frame {
-    /// The error code of RST_STREAM and GOAWAY.
+    /// Returns the error code of a RST_STREAM or GOAWAY frame.
     pub fn code(&self) -> u32 {
         let at = if self.kind == GOAWAY { 4 } else { 0 };
         let bytes = self.payload[at..at + 4].try_into().unwrap();
         u32::from_be_bytes(bytes)
     }
 
-    /// The status of a response, where it is one of those that HPACK has in its table.
+    /// Returns the status of a response, or `None` if the status is not encoded as an index of HPACK's static
+    /// table.
     pub fn status(&self) -> Option<u16> {
-        // Behind a change of the dynamic table's size.
+        // Skips updates of the dynamic table's size.
         let first = self.payload.iter().find(|byte| *byte & 0xe0 != 0x20)?;
         [(8, 200), (12, 400), (13, 404), (14, 500)]
             .iter()
             .find_map(|(index, status)| (*first == 0x80 | index).then_some(*status))
     }
 
-    /// One of the values that SETTINGS announce.
+    /// Returns the value of one setting in a SETTINGS frame.
     pub fn setting(&self, id: u16) -> Option<u32> {
         let mut entries = self.payload.chunks_exact(6);
         let entry = entries.find(|entry| entry[..2] == id.to_be_bytes())?;

@@ -1,7 +1,8 @@
-//! The node tunnel's own interface, on kernels as they are, each test in a network of its own.
+//! The node tunnel's own interface, on the kernel of the test machine. Every test runs in a separate network
+//! namespace.
 //!
-//! The programs make dummy interfaces. Where the kernel has none, most tests run the same code
-//! with the kind that is most like it, and the last ones say that they can not.
+//! The programs create dummy interfaces. If the kernel does not support dummy interfaces, most tests run the
+//! same code with the most similar kind of interface, and the tests of the real program are skipped.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 
@@ -29,18 +30,18 @@ const V4: &str = "100.64.30.10";
 const V6: &str = "fd00::10";
 const BOTH: [&str; 2] = [V4, V6];
 
-/// Nobody listens there: for tests that carry nothing.
+/// Address without a listener, for tests without traffic.
 const NOWHERE: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 1);
 const STATS: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 8002);
 
-/// A door with something behind it.
+/// Starts services and a front door with a route to them.
 async fn seed() -> (Services, Door) {
     let services = Services::start().await.unwrap();
     let door = Door::start(&[Upstream::new("demo/raw", services.raw).authority(RAW)]).await;
     (services, door)
 }
 
-/// The command line of a tunnel that listens on these addresses, port 6443.
+/// Returns the command line of a node tunnel that listens on port 6443 of these addresses.
 fn args(proxy: SocketAddr, addresses: &[&str]) -> Vec<String> {
     let mut args = vec![
         format!("--proxy={proxy}"),
@@ -60,13 +61,13 @@ fn has_kind(kind: &str) -> bool {
     made.is_ok_and(|_| ip("link del probe").is_ok())
 }
 
-/// The programs' kind, or the one that is most like it.
+/// Returns the interface kind of the programs if the kernel supports it, and the most similar kind otherwise.
 fn kind() -> &'static str {
     let kind = [KIND, "ifb"].into_iter().find(|kind| has_kind(kind));
     kind.expect("a kernel with dummy or ifb interfaces")
 }
 
-/// Whether the programs can be tested as they are.
+/// Returns true if the kernel supports the interface kind of the programs. Otherwise prints a line to stderr.
 fn has_programs_kind() -> bool {
     if !has_kind(KIND) {
         eprintln!("skipped: this kernel has no {KIND} interfaces");
@@ -74,13 +75,13 @@ fn has_programs_kind() -> bool {
     has_kind(KIND)
 }
 
-/// Makes the interface as another program would.
+/// Creates the interface like another program.
 fn make(kind: &str, address: &str) {
     ip(&format!("link add {NAME} up type {kind}")).unwrap();
     ip(&format!("addr add {address} dev {NAME}")).unwrap();
 }
 
-/// The tunnel in this process, with an interface of a kind that the kernel has.
+/// A node tunnel in this process, with an interface kind that the kernel supports.
 struct Node {
     stop: CancellationToken,
     task: JoinHandle<()>,
@@ -117,7 +118,7 @@ async fn counted(what: &str) -> f64 {
     scrape(STATS).await.unwrap().value(&name, &[]).unwrap()
 }
 
-/// What the readiness page says about the interface.
+/// Returns the line about the interface from the readiness page.
 async fn readiness() -> String {
     let (_, _, body) = http_get(STATS, "/readyz?verbose").await.unwrap();
     let body = String::from_utf8(body.to_vec()).unwrap();
@@ -125,14 +126,14 @@ async fn readiness() -> String {
     line.expect("a line about the interface").to_owned()
 }
 
-/// The interface's only link, as `ip` tells of it.
+/// Returns the interface as reported by `ip`.
 fn link() -> Result<Value, String> {
     let text = ip(&format!("-json -details addr show dev {NAME}"))?;
     let links: Value = serde_json::from_str(&text).map_err(|error| error.to_string())?;
     Ok(links[0].clone())
 }
 
-/// The interface's addresses but those that the kernel gives, with all that matters of them.
+/// Returns the interface's addresses with prefix length, scope and flags, without link-local addresses.
 fn addresses() -> Result<Vec<String>, String> {
     let link = link()?;
     let flags = link["flags"].as_array().unwrap();
@@ -155,7 +156,7 @@ fn addresses() -> Result<Vec<String>, String> {
 
 const PLACED: [&str; 2] = ["100.64.30.10/32 host", "fd00::10/128 global nodad"];
 
-/// Waits until the interface has these addresses, and no others.
+/// Waits until the interface has exactly these addresses.
 async fn has(expected: &[&str]) {
     eventually("the interface is in place", LIMIT, async || {
         let now = addresses()?;
@@ -176,19 +177,19 @@ async fn carries() {
     }
 }
 
-/// The route sockets of all programs in this network.
+/// Returns the number of netlink route sockets of all programs in this network namespace.
 fn route_sockets() -> usize {
     let sockets = std::fs::read_to_string("/proc/net/netlink").unwrap();
     let sockets = sockets
         .lines()
         .map(|line| line.split_whitespace().collect());
     sockets
-        // Of NETLINK_ROUTE, and none of the kernel's own.
+        // Protocol 0 is NETLINK_ROUTE. Port id 0 belongs to the kernel's own sockets.
         .filter(|fields: &Vec<&str>| fields[1] == "0" && fields[2] != "0")
         .count()
 }
 
-/// Changes the interface, and waits until it is repaired and the listeners from before serve.
+/// Runs the `ip` command `harm`, and waits until the interface is repaired and the old listeners serve again.
 async fn survives(harm: &str) {
     let before = counted("repairs").await;
     ip(harm).unwrap();
@@ -198,7 +199,7 @@ async fn survives(harm: &str) {
 }
 
 #[test]
-fn listeners_are_on_addresses_that_come_back() {
+fn removed_addresses_are_restored_and_listeners_keep_working() {
     alone(async || {
         let (_services, door) = seed().await;
         let node = Node::start(door.tunneling, &BOTH).await;
@@ -212,7 +213,7 @@ fn listeners_are_on_addresses_that_come_back() {
         assert_eq!(timely("an echo", held.read_u8()).await.unwrap(), b'x');
         survives("addr del 100.64.30.10/32 dev envoyagent").await;
         survives("addr del fd00::10/128 dev envoyagent").await;
-        // Neither do connections end with an address that comes back.
+        // The open connection survived the removal of its address.
         held.write_all(b"y").await.unwrap();
         assert_eq!(timely("an echo", held.read_u8()).await.unwrap(), b'y');
         drop(held);
@@ -225,7 +226,7 @@ fn listeners_are_on_addresses_that_come_back() {
 }
 
 #[test]
-fn listeners_are_on_an_interface_that_comes_back() {
+fn a_removed_interface_is_restored_and_listeners_keep_working() {
     alone(async || {
         let (_services, door) = seed().await;
         let node = Node::start(door.tunneling, &BOTH).await;
@@ -236,7 +237,7 @@ fn listeners_are_on_an_interface_that_comes_back() {
 }
 
 #[test]
-fn an_interface_that_is_there_is_taken_on_and_its_old_address_replaced() {
+fn an_existing_interface_is_reused_and_its_old_address_replaced() {
     alone(async || {
         make(kind(), "192.168.30.10/32");
         ip("addr add fd00::1/64 dev envoyagent").unwrap();
@@ -244,7 +245,7 @@ fn an_interface_that_is_there_is_taken_on_and_its_old_address_replaced() {
         let node = Node::start(NOWHERE, &[V4]).await;
         has(&["100.64.30.10/32 host", "fd00::1/64 global"]).await;
         assert_eq!(link().unwrap()["ifindex"], index);
-        // What others add beside it stays.
+        // An address that another program adds stays.
         ip("addr add 10.0.0.1/32 dev envoyagent").unwrap();
         ip("link set envoyagent down").unwrap();
         eventually("a repair", LIMIT, async || counted("repairs").await == 1.0).await;
@@ -267,17 +268,21 @@ fn an_interface_of_another_kind_is_left_alone() {
         let after = (link().unwrap()["ifindex"].clone(), addresses().unwrap());
         assert_eq!(after, before);
 
-        // Nor while it runs.
+        // The same is true while the program runs.
         ip("link del envoyagent").unwrap();
         let node = Node::start(NOWHERE, &BOTH).await;
         ip("link set envoyagent down").unwrap();
         eventually("a repair", LIMIT, async || counted("repairs").await == 1.0).await;
         ip("link del envoyagent").unwrap();
         let taken = make_soon("bridge").await;
-        eventually("it is told", LIMIT, async || {
-            let told = readiness().await;
-            told.contains("is of kind bridge").then_some(()).ok_or(told)
-        })
+        eventually(
+            "the readiness page reports the wrong kind",
+            LIMIT,
+            async || {
+                let told = readiness().await;
+                told.contains("is of kind bridge").then_some(()).ok_or(told)
+            },
+        )
         .await;
         assert!(counted("failures").await >= 1.0);
         assert_eq!(link().unwrap()["ifindex"], taken);
@@ -289,7 +294,8 @@ fn an_interface_of_another_kind_is_left_alone() {
     });
 }
 
-/// Puts an interface where another one may come back at any moment; its index.
+/// Creates an interface with the name of the program's interface, although the program may create its interface
+/// again at any moment. Returns the index of the new interface.
 async fn make_soon(kind: &str) -> Value {
     eventually("the name is free", LIMIT, async || {
         ip(&format!("link add {NAME} up type {kind}"))
@@ -301,12 +307,12 @@ async fn make_soon(kind: &str) -> Value {
 }
 
 #[test]
-fn what_the_kernel_lacks_is_told() {
+fn missing_kernel_support_is_reported() {
     alone(async || {
         let error = Node::start_of("nonsense", NOWHERE, &BOTH).await.err();
         let error = error.unwrap().to_string();
         assert!(error.contains("modprobe nonsense"), "{error}");
-        // As where a node has IPv6 switched off.
+        // Like a node with IPv6 switched off.
         std::fs::write("/proc/sys/net/ipv6/conf/default/disable_ipv6", "1").unwrap();
         let error = Node::start_of(kind(), NOWHERE, &BOTH).await.err();
         let error = error.unwrap().to_string();
@@ -317,7 +323,7 @@ fn what_the_kernel_lacks_is_told() {
     });
 }
 
-/// The program as root without CAP_NET_ADMIN.
+/// Starts the program as root without CAP_NET_ADMIN.
 fn spawn_without_permission(args: &[String]) -> Program {
     let program = ours(PROGRAM).to_str().unwrap().to_owned();
     let without = ["--inh-caps=-net_admin", "--bounding-set=-net_admin"].map(str::to_owned);
@@ -338,7 +344,7 @@ fn a_missing_capability_is_named() {
 }
 
 #[test]
-fn nothing_is_asked_of_the_kernel_unless_it_is_asked_for() {
+fn without_the_flag_no_interface_is_created() {
     alone(async || {
         let args = [
             format!("--proxy={NOWHERE}"),
@@ -356,7 +362,7 @@ fn nothing_is_asked_of_the_kernel_unless_it_is_asked_for() {
 }
 
 #[test]
-fn the_program_keeps_a_dummy_interface() {
+fn the_program_creates_and_repairs_a_dummy_interface() {
     alone(async || {
         if !has_programs_kind() {
             return;
@@ -364,7 +370,7 @@ fn the_program_keeps_a_dummy_interface() {
         let (_services, door) = seed().await;
         let args = args(door.tunneling, &BOTH);
         let mut program = Program::spawn(PROGRAM, &args, &[]);
-        eventually("it is ready", LIMIT, async || {
+        eventually("the node tunnel is ready", LIMIT, async || {
             let (status, _, body) = http_get(STATS, "/readyz").await?;
             anyhow::ensure!(status == StatusCode::OK, "{status} {body:?}");
             anyhow::Ok(())
@@ -385,7 +391,7 @@ fn the_program_keeps_a_dummy_interface() {
         assert!(program.wait_exit(LIMIT).await.success());
         assert_eq!(addresses().unwrap(), PLACED);
 
-        // In place by chance is not enough.
+        // The capability is required even if the interface is in place already.
         let mut program = spawn_without_permission(&args);
         assert_eq!(program.wait_exit(LIMIT).await.code(), Some(1));
         let log = program.log();

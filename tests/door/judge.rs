@@ -1,17 +1,18 @@
-//! Envoy as the judge: the same client does the same at both doors, side by side.
+//! Comparison with Envoy: the same client runs against Envoy and against our front door.
 //!
-//! The Envoy is configured as KKP's control plane does it. A row says what a client, or an endpoint,
-//! sees: at both the same, or what at each. docs/compatibility.md has the reasons where they differ.
+//! Envoy has the configuration of KKP's control plane. Each row has the expected result at the client or at the
+//! endpoint: one result for both proxies, or one result for each. docs/compatibility.md gives the reasons for
+//! the differences.
 //!
-//! | module | what it holds |
+//! | module | content |
 //! |---|---|
-//! | [`clients`], [`endpoints`] | those that look on, at either end |
-//! | [`names`] | TLS by server name: who is found, who is closed |
-//! | [`answers`] | what a CONNECT is answered |
-//! | [`ends`] | half closes and resets, by every way in |
-//! | [`limits`] | idle times, circuit breakers, endpoints that do not accept |
-//! | [`changes`] | one route changes under open connections |
-//! | [`node`] | what a node's end sends to a seed |
+//! | [`clients`], [`endpoints`] | clients and endpoints that report results |
+//! | [`names`] | TLS by server name: known and unknown names |
+//! | [`answers`] | answers to CONNECT requests |
+//! | [`ends`] | half closes and resets on every listener |
+//! | [`limits`] | idle timeouts, circuit breakers, endpoints that do not accept |
+//! | [`changes`] | a new route while connections are open |
+//! | [`node`] | requests from a node to a seed |
 //! | [`stats`] | health and metrics |
 
 mod clients;
@@ -33,17 +34,17 @@ use culvert_tests::ports::Ports;
 
 use crate::support::{Door, Upstream};
 
-/// Where one of the two doors is.
+/// Addresses of one of the two proxies.
 #[derive(Clone, Debug)]
 pub struct Side {
     pub sni: SocketAddr,
     pub tunnel: SocketAddr,
     pub stats: SocketAddr,
-    /// By upstream.
+    /// Node port addresses by upstream name.
     pub node_ports: BTreeMap<String, SocketAddr>,
 }
 
-/// Both doors, with the same routes.
+/// Envoy and our front door with the same routes.
 pub struct Pair {
     pub envoy: Side,
     pub ours: Side,
@@ -52,7 +53,7 @@ pub struct Pair {
     _ports: Ports,
 }
 
-/// An upstream that is reached by server name and by CONNECT.
+/// Returns an upstream that is reachable by server name and by CONNECT.
 pub fn exposed(name: &str, endpoint: SocketAddr) -> Upstream {
     Upstream::new(&format!("demo/{name}"), endpoint)
         .server_name(&server_name(name))
@@ -68,7 +69,7 @@ pub fn authority(name: &str) -> String {
 }
 
 impl Pair {
-    /// Nothing, and a line on stderr, where there is no Envoy.
+    /// Starts both proxies. If Envoy is not installed, prints a line to stderr and returns `None`.
     pub async fn start(upstreams: &[Upstream]) -> Option<Self> {
         Self::start_with(upstreams, Settings::default()).await
     }
@@ -78,7 +79,7 @@ impl Pair {
         let mut ports = Ports::default();
         let mut seed = Seed::new(&mut ports);
         seed.settings = settings;
-        // The two have the same node ports but not the same address to have them at.
+        // Both proxies listen on the same address, so Envoy gets other numbers for the node ports.
         let local = |port| SocketAddr::from((Ipv4Addr::LOCALHOST, port));
         let (mut theirs, mut own) = (BTreeMap::new(), BTreeMap::new());
         for upstream in upstreams {
@@ -113,19 +114,19 @@ impl Pair {
         })
     }
 
-    /// What is seen at either, one after the other.
+    /// Runs `look` against Envoy, and then against our front door.
     pub async fn see<T>(&self, look: impl AsyncFn(&Side) -> T) -> [T; 2] {
         [look(&self.envoy).await, look(&self.ours).await]
     }
 
-    /// What is seen at either, at once: for what takes its time.
+    /// Runs `look` against both proxies at the same time; saves time in slow checks.
     pub async fn see_together<T>(&self, look: impl AsyncFn(&Side) -> T) -> [T; 2] {
         let (envoy, ours) = tokio::join!(look(&self.envoy), look(&self.ours));
         [envoy, ours]
     }
 }
 
-/// Adds names, authorities and endpoints to a seed.
+/// Adds the names, authorities and endpoints of an upstream to a seed.
 pub fn add(seed: &mut Seed, upstream: &Upstream) {
     let cluster = &upstream.name;
     for name in &upstream.server_names {
@@ -138,7 +139,7 @@ pub fn add(seed: &mut Seed, upstream: &Upstream) {
         .insert(cluster.clone(), upstream.endpoints.clone());
 }
 
-/// KKP's settings as our flags.
+/// Returns KKP's settings as flags of our front door.
 fn flags(settings: &Settings) -> Vec<String> {
     let idle = [
         ("sni-listener", settings.sni_idle),
@@ -154,18 +155,17 @@ fn flags(settings: &Settings) -> Vec<String> {
         .collect()
 }
 
-/// Compares what was seen with what is known, row by row, and panics at the end with all rows that
-/// are wrong.
+/// Compares observed with expected results row by row. A drop panics with all wrong rows.
 #[derive(Default)]
 pub struct Verdicts(Vec<String>);
 
 impl Verdicts {
-    /// Both do the same.
+    /// Expects the same result at both proxies.
     pub fn same(&mut self, case: &str, seen: [String; 2], both: &str) {
         self.differ(case, seen, both, both);
     }
 
-    /// They differ, and that is on purpose.
+    /// Expects different results on purpose.
     pub fn differ(
         &mut self,
         case: &str,

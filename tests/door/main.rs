@@ -1,11 +1,11 @@
-//! The seed's front door: the real program, with good and bad input and foreign peers.
+//! Tests of the seed's front door: the real program with good and bad input and with foreign peers.
 //!
-//! | module | what it holds |
+//! | module | content |
 //! |---|---|
-//! | [`support`] | a running nodeport-proxy and its routes, endpoints, clients |
+//! | [`support`] | a running nodeport-proxy with routes, endpoints and clients |
 //! | [`frames`] | HTTP/2 in single frames |
-//! | [`abuse`] | clients that mean ill |
-//! | [`judge`] | Envoy and ours, side by side |
+//! | [`abuse`] | malicious clients |
+//! | [`judge`] | comparison with Envoy |
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
 
 mod frames;

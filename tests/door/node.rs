@@ -1,4 +1,4 @@
-//! The node's end: our node tunnel, in front of our door and of an Envoy.
+//! The node tunnel, with our front door and with Envoy at the seed.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -28,7 +28,7 @@ struct Node {
 }
 
 impl Node {
-    /// One listener for each authority.
+    /// Starts a node tunnel with one listener for each authority.
     async fn start(proxy: SocketAddr, authorities: &[&str], flags: &[&str]) -> Self {
         let mut ports = Ports::default();
         let mut next = || SocketAddr::from(([127, 0, 0, 1], ports.next_port()));
@@ -77,7 +77,7 @@ impl Node {
     }
 }
 
-/// What a node has to carry, whoever is at the seed.
+/// Checks all traffic that a node must carry, with any proxy at the seed.
 async fn carries(node: &Node, download: u64) {
     check::download(node.connect(0).await, download)
         .await
@@ -104,14 +104,14 @@ async fn carries(node: &Node, download: u64) {
             0
         );
     }
-    // Refused ones took no connection with them.
+    // Tunnels still work after the refusals.
     check::echo(node.connect(0).await, 2, 100).await.unwrap();
 }
 
 const UNKNOWN: &str = "unknown.demo.svc.cluster.local:1";
 
 #[tokio::test]
-async fn a_node_tunnels_through_our_door() {
+async fn node_tunnel_works_with_our_front_door() {
     let services = Services::start().await.unwrap();
     let gone = ([127, 0, 0, 1], 1).into();
     let door = Door::start(&[
@@ -129,7 +129,7 @@ async fn a_node_tunnels_through_our_door() {
             .await
     };
     assert_eq!((refused("404").await, refused("503").await), (1.0, 1.0));
-    // The log says what to do about it.
+    // The log line contains the remedy.
     let line = node.program.wait_for_log("answered 404", LIMIT).await;
     assert!(line.contains("nodeport-proxy.k8s.io/expose"), "{line}");
     door.has_refused("tunneling", "unknown", 1.0).await;
@@ -141,7 +141,7 @@ async fn a_node_tunnels_through_our_door() {
 }
 
 #[tokio::test]
-async fn a_node_tunnels_through_an_envoy() {
+async fn node_tunnel_works_with_envoy() {
     let Some(envoy) = Envoy::get() else { return };
     let services = Services::start().await.unwrap();
     let mut ports = Ports::default();
@@ -158,12 +158,12 @@ async fn a_node_tunnels_through_an_envoy() {
     let _running = envoy.start(&seed.bootstrap()).await;
     let node = Node::start(seed.tunnel, &[RAW, HALF, GONE, UNKNOWN], &[]).await;
     node.is_ready().await;
-    // It loses what does not fit into the window of a stream, 16 MiB, when the endpoint closes first.
+    // If the endpoint closes first, Envoy loses all bytes beyond the stream window of 16 MiB.
     carries(&node, 15_000_000).await;
 }
 
 #[tokio::test]
-async fn a_client_that_reads_nothing_stops_only_itself() {
+async fn a_client_that_reads_nothing_stalls_only_itself() {
     let services = Services::start().await.unwrap();
     let door = Door::start(&[Upstream::new("demo/raw", services.raw).authority(RAW)]).await;
     let node = Node::start(door.tunneling, &[RAW], &["--connections=1"]).await;
@@ -181,10 +181,10 @@ async fn a_client_that_reads_nothing_stops_only_itself() {
 }
 
 #[tokio::test]
-async fn a_door_that_restarts_is_found_again() {
+async fn node_tunnel_reconnects_to_a_restarted_front_door() {
     let services = Services::start().await.unwrap();
     let upstreams = [Upstream::new("demo/raw", services.raw).authority(RAW)];
-    // A relay stands for the load balancer's address.
+    // A relay keeps the address stable, like a load balancer.
     let balancer = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = balancer.local_addr().unwrap();
     let door = Door::start(&upstreams).await;
@@ -204,8 +204,8 @@ async fn a_door_that_restarts_is_found_again() {
     let next = Door::start(&upstreams).await;
     target.send(next.tunneling).unwrap();
     door.program.kill();
-    // Those who come meanwhile may be closed, but not for long.
-    eventually("clients are carried again", LIMIT, async || {
+    // New connections may fail for a short time.
+    eventually("connections work again", LIMIT, async || {
         check::echo(node.connect(0).await, 2, 100).await.map(|_| ())
     })
     .await;
@@ -214,7 +214,7 @@ async fn a_door_that_restarts_is_found_again() {
 }
 
 #[tokio::test]
-async fn a_node_that_drains_lets_its_clients_end() {
+async fn a_draining_node_tunnel_lets_open_connections_finish() {
     let services = Services::start().await.unwrap();
     let door = Door::start(&[Upstream::new("demo/raw", services.raw).authority(RAW)]).await;
     let mut node = Node::start(door.tunneling, &[RAW], &["--drain-timeout=30s"]).await;

@@ -1,4 +1,4 @@
-//! Listeners of Services' own.
+//! Listeners on the node ports of Services.
 
 use culvert_kit::check;
 use culvert_kit::services::Services;
@@ -8,7 +8,7 @@ use tokio::net::{TcpListener, TcpStream};
 use crate::support::{Door, LIMIT, Upstream};
 
 #[tokio::test]
-async fn ports_open_and_close_as_services_come_and_go() {
+async fn ports_open_and_close_with_their_services() {
     let services = Services::start().await.unwrap();
     let mut door = Door::start(&[]).await;
     let (one, two) = (door.ports.next_port(), door.ports.next_port());
@@ -29,19 +29,19 @@ async fn ports_open_and_close_as_services_come_and_go() {
         connect(one).await.is_err()
     })
     .await;
-    eventually("the other is open", LIMIT, async || {
+    eventually("the new port is open", LIMIT, async || {
         connect(two).await.map(|_| ())
     })
     .await;
     check::upload(connect(two).await.unwrap(), 5_000_000)
         .await
         .unwrap();
-    // A connection outlives the listener that it came by.
+    // A connection outlives its listener.
     check::echo(stays, 5, 1000).await.unwrap();
 }
 
 #[tokio::test]
-async fn a_port_in_use_is_told_and_tried_again_and_hurts_no_other() {
+async fn a_port_in_use_is_reported_and_retried_and_affects_no_other_port() {
     let services = Services::start().await.unwrap();
     let mut door = Door::start(&[]).await;
     let (taken, free) = (door.ports.next_port(), door.ports.next_port());
@@ -54,14 +54,14 @@ async fn a_port_in_use_is_told_and_tried_again_and_hurts_no_other() {
         connect(free).await.map(|_| ())
     })
     .await;
-    eventually("one port is closed", LIMIT, async || {
+    eventually("one port is reported as closed", LIMIT, async || {
         door.value("culvert_nodeport_proxy_closed_ports", &[]).await == 1.0
     })
     .await;
     let line = door.program.wait_for_log("the port is in use", LIMIT).await;
     assert!(line.contains(&taken.to_string()), "{line}");
     drop(owner);
-    eventually("the port is open at last", LIMIT, async || {
+    eventually("the released port is open", LIMIT, async || {
         connect(taken).await.map(|_| ())
     })
     .await;

@@ -1,4 +1,4 @@
-//! Foreign peers at the door: curl, haproxy, and a node's Envoy.
+//! Foreign peers of the front door: curl, haproxy, and a node's Envoy.
 
 use std::collections::BTreeMap;
 use std::process::Stdio;
@@ -38,13 +38,13 @@ async fn curl_reaches_a_service_by_its_cluster_name() {
     let (code, text) = curl(&door, &format!("http://{HTTP}/")).await;
     assert_eq!((code, text.as_str()), (Some(0), HELLO));
     let (code, text) = curl(&door, "http://other.demo.svc.cluster.local:80/").await;
-    // 56: failure in receiving network data, which is what curl makes of a refused CONNECT.
+    // curl reports a refused CONNECT as exit code 56, a failure in receiving network data.
     assert_eq!(code, Some(56), "{text}");
     assert!(text.contains("404"), "{text}");
 }
 
 #[tokio::test]
-async fn haproxy_in_front_changes_nothing() {
+async fn tls_works_through_haproxy_and_the_front_door() {
     let Some(haproxy) = HaProxy::get() else {
         return;
     };
@@ -59,7 +59,7 @@ async fn haproxy_in_front_changes_nothing() {
 }
 
 #[tokio::test]
-async fn a_nodes_envoy_tunnels_through_the_door() {
+async fn a_nodes_envoy_works_with_the_front_door() {
     let Some(envoy) = Envoy::get() else { return };
     let services = Services::start().await.unwrap();
     let gone = ([127, 0, 0, 1], 1).into();

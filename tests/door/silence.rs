@@ -1,5 +1,5 @@
-//! Peers that vanish without a word while bytes are on their way to them, each test in a network of its
-//! own, and peers that only do not read.
+//! Peers that vanish while bytes are on the way to them, and live peers that do not read. Every test runs in a
+//! separate network namespace.
 
 use std::process::Command;
 use std::sync::Arc;
@@ -19,11 +19,12 @@ use crate::support::{Door, LIMIT, Upstream, timely};
 const NAME: &str = "raw.example.com";
 const AUTHORITY: &str = "raw.demo.svc.cluster.local:443";
 
-/// Where clients come from, and where the endpoint is: what is cut off.
+/// Address of the clients; a test can isolate this address.
 const CLIENT: &str = "127.0.0.2";
+/// Address of the endpoint; a test can isolate this address.
 const ENDPOINT: &str = "127.0.0.3";
 
-/// A peer may be silent for 4 s.
+/// Flags with which a peer is lost after 4 s of silence.
 const FLAGS: [&str; 6] = [
     "--downstream-tcp-keepalive-time=1s",
     "--downstream-tcp-keepalive-interval=1s",
@@ -34,10 +35,10 @@ const FLAGS: [&str; 6] = [
 ];
 const PATIENCE: Duration = Duration::from_secs(4);
 
-/// A door, and two connections through it: by server name, and by HTTP/1.1 CONNECT.
+/// A front door with two connections: one by server name, and one by HTTP/1.1 CONNECT.
 struct Pairs {
     door: Door,
-    /// Clients and endpoints.
+    /// Sockets of client and endpoint for each connection.
     pairs: [(TcpStream, TcpStream); 2],
 }
 
@@ -70,7 +71,7 @@ impl Pairs {
         Self { door, pairs }
     }
 
-    /// Waits until both connections have ended for this reason.
+    /// Waits until both connections have ended with this close reason.
     async fn have_ended(&self, reason: &str) {
         eventually(reason, LIMIT, async || {
             let labels = [("reason", reason)];
@@ -83,7 +84,7 @@ impl Pairs {
     }
 }
 
-/// With little room for what is not read.
+/// Connects with a small receive buffer.
 async fn connect(door: std::net::SocketAddr) -> TcpStream {
     let socket = TcpSocket::new_v4().unwrap();
     socket.set_recv_buffer_size(256 * 1024).unwrap();
@@ -115,7 +116,7 @@ fn cut_off(address: &str) {
     }
 }
 
-/// Drops nothing any more.
+/// Removes the rules of [`cut_off`].
 fn restore() {
     let output = Command::new("iptables")
         .args(["-w", "-F", "INPUT"])
@@ -123,7 +124,7 @@ fn restore() {
     assert!(output.unwrap().status.success());
 }
 
-/// Nothing, and a line on stderr, where packets can not be dropped.
+/// Returns true if iptables is installed. Otherwise the test is skipped with a line on stderr.
 fn can_cut_off() -> bool {
     let found = Command::new("iptables").arg("--version").output().is_ok();
     if !found {
@@ -132,14 +133,14 @@ fn can_cut_off() -> bool {
     found
 }
 
-/// Reads until the end, which may be a reset.
+/// Reads until the end of the stream or a reset.
 async fn ends(stream: &mut TcpStream) {
     let mut rest = Vec::new();
     let _ = timely("the end", stream.read_to_end(&mut rest)).await;
 }
 
 #[test]
-fn a_client_that_vanishes_with_bytes_on_the_way_is_noticed() {
+fn a_client_that_vanishes_with_bytes_in_flight_is_detected() {
     if !can_cut_off() {
         return;
     }
@@ -157,7 +158,7 @@ fn a_client_that_vanishes_with_bytes_on_the_way_is_noticed() {
 }
 
 #[test]
-fn an_endpoint_that_vanishes_with_bytes_on_the_way_is_noticed() {
+fn an_endpoint_that_vanishes_with_bytes_in_flight_is_detected() {
     if !can_cut_off() {
         return;
     }
@@ -175,7 +176,7 @@ fn an_endpoint_that_vanishes_with_bytes_on_the_way_is_noticed() {
 }
 
 #[test]
-fn a_client_that_does_not_read_is_kept_and_one_that_vanishes_meanwhile_is_not() {
+fn a_client_that_does_not_read_is_kept_until_it_vanishes() {
     const BYTES: usize = 32 << 20;
     if !can_cut_off() {
         return;
@@ -190,20 +191,20 @@ fn a_client_that_does_not_read_is_kept_and_one_that_vanishes_meanwhile_is_not() 
                 endpoint
             })
         });
-        // The kernel asks for room after 6, 13 and 25 s: it hears nothing for longer than a peer may be
-        // silent.
+        // The kernel probes the full receive window after 6, 13 and 25 s. Between two probes, the client is
+        // silent for longer than 4 s.
         sleep(PATIENCE * 5).await;
         assert!(!first.is_finished() && !second.is_finished());
         let mut read = vec![0; BYTES];
-        timely("what waits", reader.read_exact(&mut read))
+        timely("the waiting bytes", reader.read_exact(&mut read))
             .await
             .unwrap();
         assert!(read.iter().all(|byte| *byte == 7));
         let mut endpoint = timely("the rest", &mut first).await.unwrap();
-        // The other one is still there, too, and begins to read when it is cut off.
+        // The other client is still connected, too. It begins to read just before the cut.
         vanishing.read_exact(&mut read[..1 << 20]).await.unwrap();
         reader.write_all(b"here").await.unwrap();
-        timely("a word", endpoint.read_exact(&mut read[..4]))
+        timely("four bytes", endpoint.read_exact(&mut read[..4]))
             .await
             .unwrap();
         cut_off(CLIENT);
@@ -214,7 +215,7 @@ fn a_client_that_does_not_read_is_kept_and_one_that_vanishes_meanwhile_is_not() 
 }
 
 #[test]
-fn an_endpoint_that_only_sends_is_heard_and_a_short_loss_ends_nothing() {
+fn an_endpoint_that_only_sends_survives_a_short_packet_loss() {
     if !can_cut_off() {
         return;
     }
@@ -239,7 +240,7 @@ fn an_endpoint_that_only_sends_is_heard_and_a_short_loss_ends_nothing() {
         for client in &mut clients {
             client.write_all(b"!").await.unwrap();
         }
-        // After 1.4 s it was sent again three times, and after 3 s once more.
+        // The kernel sends the byte again three times within 1.4 s, and once more after 3 s.
         sleep(Duration::from_millis(2800)).await;
         restore();
         for byte in heard {

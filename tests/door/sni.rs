@@ -1,4 +1,4 @@
-//! TLS by its server name.
+//! TLS connections, routed by server name.
 
 use culvert_tests::envoy::skip;
 use rustix::process::{Resource, getrlimit};
@@ -20,7 +20,7 @@ async fn two() -> (Door, TlsEndpoint, TlsEndpoint) {
 }
 
 #[tokio::test]
-async fn each_name_leads_to_its_service_and_the_proxy_does_not_decrypt() {
+async fn each_name_reaches_its_service_without_decryption() {
     let (door, one, other) = two().await;
     for versions in [&[&TLS12][..], &[&TLS13], &[&TLS13, &TLS12]] {
         // The client checks the endpoint's own certificate.
@@ -60,12 +60,12 @@ async fn each_name_leads_to_its_service_and_the_proxy_does_not_decrypt() {
 }
 
 #[tokio::test]
-async fn who_names_nobody_is_closed_and_counted() {
+async fn connections_without_a_known_name_are_closed_and_counted() {
     let (door, one, _other) = two().await;
     let unknown = one.connect(door.sni, "example.com", &[&TLS13]).await;
     assert!(unknown.is_err());
     door.has_refused("sni", "unknown", 1.0).await;
-    // An address is no server name: the extension is left out.
+    // An IP address is not a valid server name, so the client omits the extension.
     let nameless = one.connect(door.sni, "127.0.0.1", &[&TLS13]).await;
     assert!(nameless.is_err());
     door.has_refused("sni", "no_server_name", 1.0).await;
@@ -76,9 +76,9 @@ async fn who_names_nobody_is_closed_and_counted() {
 }
 
 #[tokio::test]
-async fn a_hello_in_single_bytes_arrives_whole() {
+async fn a_client_hello_in_single_bytes_is_routed() {
     let (door, one, _other) = two().await;
-    // A relay that sends each byte by itself.
+    // The relay sends each byte separately.
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let relay = listener.local_addr().unwrap();
     let sni = door.sni;
@@ -101,11 +101,11 @@ async fn a_hello_in_single_bytes_arrives_whole() {
     one.answers(relay, "one.example.com").await;
 }
 
-/// How many connections that say nothing are opened.
+/// Number of silent connections to open.
 const SILENT: usize = 10_000;
 
-/// That many, where the limit of open files allows it, here and at the proxy; both raise theirs.
-/// Other tests of this process open some too.
+/// Returns [`SILENT`], or a smaller number if the limit of open files is too low. The test and the proxy both
+/// raise their limits. The margin is for other tests in this process.
 fn many() -> usize {
     culvert_host::runtime::raise_open_file_limit();
     let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
@@ -115,13 +115,13 @@ fn many() -> usize {
     }
     let count = limit / 2;
     skip(&format!(
-        "{limit} open files allow {count} silent connections of {SILENT}"
+        "the limit of {limit} open files allows only {count} of {SILENT} silent connections"
     ));
     count
 }
 
 #[tokio::test]
-async fn thousands_that_say_nothing_hurt_nobody() {
+async fn thousands_of_silent_connections_do_not_affect_other_clients() {
     let (door, one, _other) = two().await;
     let resident = door.value("process_resident_memory_bytes", &[]).await;
     let count = many();
@@ -131,7 +131,7 @@ async fn thousands_that_say_nothing_hurt_nobody() {
     }
     one.answers(door.sni, "one.example.com").await;
     let open = [("listener", "sni")];
-    culvert_tests::eventually("all are accepted", LIMIT, async || {
+    culvert_tests::eventually("all connections are accepted", LIMIT, async || {
         let open = door
             .value("culvert_nodeport_proxy_connections", &open)
             .await;
@@ -139,9 +139,9 @@ async fn thousands_that_say_nothing_hurt_nobody() {
     })
     .await;
     let each = (door.value("process_resident_memory_bytes", &[]).await - resident) / count as f64;
-    assert!(each < 8_192.0, "{each} bytes each");
-    // In less than the time that each gets to speak, and a bit.
-    timely("they are turned away", async {
+    assert!(each < 8_192.0, "{each} bytes per connection");
+    // The door closes a silent connection after 15 s; `timely` waits slightly longer.
+    timely("the end of the silent connections", async {
         for stream in &mut silent {
             assert_eq!(stream.read(&mut [0]).await.unwrap_or(0), 0);
         }

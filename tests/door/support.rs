@@ -1,4 +1,4 @@
-//! A running nodeport-proxy and its routes, endpoints, clients.
+//! A running nodeport-proxy with routes, endpoints and clients.
 
 use std::fmt::Write as _;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -23,16 +23,16 @@ use tokio::time::timeout;
 use tokio_rustls::client::TlsStream;
 use tokio_rustls::{TlsAcceptor, TlsConnector};
 
-/// Far more than anything here takes.
+/// Time limit of each step, far longer than any step takes.
 pub const LIMIT: Duration = Duration::from_secs(20);
 
-/// Awaits what has to happen.
+/// Awaits `work`, and panics after [`LIMIT`].
 pub async fn timely<T>(what: &str, work: impl Future<Output = T>) -> T {
     let done = timeout(LIMIT, work).await;
     done.unwrap_or_else(|_| panic!("{what}: not within {LIMIT:?}"))
 }
 
-/// One upstream of the file of routes.
+/// One upstream in the file of routes.
 #[derive(Clone, Debug, Default)]
 pub struct Upstream {
     pub name: String,
@@ -92,7 +92,7 @@ fn yaml(upstreams: &[Upstream]) -> String {
     text
 }
 
-/// A running proxy.
+/// A running front door.
 pub struct Door {
     pub program: Program,
     pub ports: Ports,
@@ -116,8 +116,8 @@ impl Door {
         Self::start_in(dir, &flags).await
     }
 
-    /// With routes from a Kubernetes API. Serves health and metrics when this returns, and is not
-    /// ready yet.
+    /// Starts a front door with routes from a Kubernetes API. On return, the front door serves health and
+    /// metrics, but may not be ready.
     pub async fn watching(api: &KubeApi, flags: &[&str]) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let kubeconfig = format!("--kubeconfig={}", api.kubeconfig(dir.path()).display());
@@ -150,7 +150,7 @@ impl Door {
         door
     }
 
-    /// What `/readyz` says.
+    /// Returns status and body of `/readyz`.
     pub async fn readiness(&self) -> (StatusCode, String) {
         let (status, _, body) = http_get(self.stats, "/readyz").await.unwrap();
         (status, String::from_utf8(body.to_vec()).unwrap())
@@ -164,7 +164,7 @@ impl Door {
         .await;
     }
 
-    /// Where the routes are.
+    /// Returns the path of the file of routes.
     pub fn file(&self) -> PathBuf {
         self.dir.path().join("door.yaml")
     }
@@ -200,7 +200,7 @@ impl Door {
             .await
     }
 
-    /// Waits until as many connections as that were refused.
+    /// Waits until `expected` connections were refused.
     pub async fn has_refused(&self, listener: &str, reason: &str, expected: f64) {
         let what = format!("{expected} refused on {listener} for {reason}");
         eventually(&what, LIMIT, async || {
@@ -210,7 +210,7 @@ impl Door {
         .await;
     }
 
-    /// Waits until no connection of a client is open.
+    /// Waits until no client has an open connection.
     pub async fn is_idle(&self) {
         eventually("no connection is open", LIMIT, async || {
             let metrics = self.metrics().await;
@@ -227,8 +227,7 @@ impl Door {
     }
 }
 
-/// An endpoint that terminates TLS for one name and answers every line with the name and the
-/// line.
+/// An endpoint that terminates TLS for one name. The answer to each line is the name, followed by the line.
 pub struct TlsEndpoint {
     pub address: SocketAddr,
     pub certificate: CertificateDer<'static>,
@@ -281,7 +280,7 @@ impl TlsEndpoint {
         }
     }
 
-    /// Says hello through `door` under `name`, and demands this endpoint's answer.
+    /// Connects through `door` with the server name `name`, and asserts that this endpoint answers.
     pub async fn answers(&self, door: SocketAddr, name: &str) {
         let mut stream = self
             .connect(door, name, rustls::ALL_VERSIONS)
@@ -310,7 +309,7 @@ impl TlsEndpoint {
     }
 }
 
-/// Exchanges a line and gives the answer without it.
+/// Sends a line, and returns the answer without that line.
 pub async fn ask(stream: &mut TlsStream<TcpStream>) -> String {
     stream.write_all(b" hello\n").await.unwrap();
     stream.flush().await.unwrap();
@@ -329,7 +328,7 @@ fn provider() -> Arc<rustls::crypto::CryptoProvider> {
     Arc::new(rustls::crypto::aws_lc_rs::default_provider())
 }
 
-/// An HTTP/2 client that knows what it talks to.
+/// An HTTP/2 client that starts without negotiation (prior knowledge).
 pub struct Http2 {
     requests: SendRequest<Bytes>,
     task: tokio::task::JoinHandle<Result<(), h2::Error>>,
@@ -341,7 +340,7 @@ impl Drop for Http2 {
     }
 }
 
-/// A tunnel: what arrives, and where to send.
+/// A CONNECT tunnel over HTTP/2.
 pub struct Tunnel {
     pub receive: RecvStream,
     pub send: SendStream<Bytes>,
@@ -360,12 +359,12 @@ impl Http2 {
         Self::with_window(stream, 65_535).await
     }
 
-    /// With another window for each stream.
+    /// Starts HTTP/2 on `stream`, with `window` as the initial window of each HTTP/2 stream, in bytes.
     pub async fn with_window<S>(stream: S, window: u32) -> Self
     where
         S: tokio::io::AsyncRead + tokio::io::AsyncWrite + Unpin + Send + 'static,
     {
-        // Streams that a test leaves unread must not use up the window of all.
+        // Unread streams must not use up the window of the connection.
         let (requests, connection) = h2::client::Builder::new()
             .initial_window_size(window)
             .initial_connection_window_size(1 << 30)
@@ -378,7 +377,8 @@ impl Http2 {
         }
     }
 
-    /// Asks for a tunnel, with bytes that do not wait for the answer.
+    /// Requests a tunnel, and sends `early` before the answer arrives. Returns the status if the tunnel is
+    /// refused.
     pub async fn open(&self, authority: &str, early: &'static [u8]) -> Result<Tunnel, StatusCode> {
         let answer = self.connect_to(authority, early).await.unwrap();
         match answer {
@@ -387,7 +387,8 @@ impl Http2 {
         }
     }
 
-    /// The same with whatever is answered; an error if the stream or the connection ends instead.
+    /// Requests a tunnel like [`Http2::open`], and returns any answer. Fails if the stream or the connection
+    /// ends before the answer.
     pub async fn connect_to(
         &self,
         authority: &str,
@@ -405,7 +406,7 @@ impl Http2 {
         Ok((status, Tunnel { receive, send }))
     }
 
-    /// Sends any request and gives the status.
+    /// Sends a request, and returns the status.
     pub async fn ask(&self, request: Request<()>) -> StatusCode {
         let mut requests = timely("room for a stream", self.requests.clone().ready())
             .await
@@ -426,7 +427,7 @@ impl Tunnel {
         self.send.send_data(Bytes::new(), true).unwrap();
     }
 
-    /// Reads that many bytes, or all to the end if there are fewer.
+    /// Reads until at least `count` bytes have arrived or the stream has ended.
     pub async fn hear(&mut self, count: usize) -> Vec<u8> {
         let mut heard = Vec::new();
         while heard.len() < count {
@@ -444,7 +445,7 @@ impl Tunnel {
     }
 }
 
-/// Sends bytes to a listener and reads the answer to its end, which may be a reset.
+/// Sends bytes to a listener, and reads the answer until the end of the stream or a reset.
 pub async fn converse(door: SocketAddr, bytes: &[u8]) -> Vec<u8> {
     let mut stream = TcpStream::connect(door).await.unwrap();
     let mut answer = Vec::new();

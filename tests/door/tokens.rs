@@ -1,5 +1,5 @@
-//! Agents that come through the door as KKP runs them: by server name, with a service account
-//! token that the server has reviewed.
+//! Agents that connect through the front door as in KKP: by server name, and with a service account token. The
+//! server sends the token to the API for review.
 
 use std::net::SocketAddr;
 use std::path::Path;
@@ -30,7 +30,7 @@ use crate::support::{Door, LIMIT, Upstream, timely};
 const USER: &str = "system:serviceaccount:kube-system:system-konnectivity-agent";
 const AUDIENCE: &str = "system:konnectivity-server";
 
-/// A server behind the door, with the arguments that KKP gives it but for paths and ports.
+/// A server behind the front door. Its arguments are those that KKP sets, except for paths and ports.
 struct Cluster {
     api: KubeApi,
     server: Program,
@@ -99,12 +99,12 @@ impl Cluster {
         Self::start(Path::new("culvert-server")).await
     }
 
-    /// An agent with the arguments that KKP gives it, which connects to the door.
+    /// Starts an agent with KKP's arguments. The agent connects to the front door.
     fn agent(&mut self, program: &Path, token: &str) -> Program {
         self.agent_with_metrics(program, token).0
     }
 
-    /// The same, and where its metrics are.
+    /// Starts an agent like [`Cluster::agent`], and also returns the address of the agent's metrics.
     fn agent_with_metrics(&mut self, program: &Path, token: &str) -> (Program, SocketAddr) {
         let health = SocketAddr::from(([127, 0, 0, 1], self.ports.next_port()));
         let path = self
@@ -150,7 +150,7 @@ impl Cluster {
         check::echo(stream, 5, 10_000).await.unwrap();
     }
 
-    /// A connection through the door that speaks gRPC by itself.
+    /// Opens a connection through the front door for gRPC calls of the test.
     async fn caller(&self) -> Caller {
         let socket = TcpStream::connect(self.door.sni).await.unwrap();
         let tls = TlsConnector::from(self.pki.client_tls(&self.pki.agent, &["h2"]).unwrap());
@@ -171,7 +171,7 @@ impl Cluster {
     }
 }
 
-/// How many packets of a type an agent has sent.
+/// Returns the number of packets of one type that an agent has sent.
 async fn packets(agent: SocketAddr, packet_type: &str) -> f64 {
     let name = "konnectivity_network_proxy_agent_stream_packets_total";
     let labels = [("segment", "from_agent"), ("packet_type", packet_type)];
@@ -179,12 +179,12 @@ async fn packets(agent: SocketAddr, packet_type: &str) -> f64 {
     metrics.value(name, &labels).unwrap_or_default()
 }
 
-/// An agent's end of a connection, for calls with any metadata.
+/// The agent's side of a connection, for calls with any metadata.
 #[derive(Clone)]
 struct Caller(http2::SendRequest<Body>);
 
 impl Caller {
-    /// Presents these values of `authorization`.
+    /// Calls `Connect` with these values of the metadata key `authorization`.
     async fn call(self, authorization: &[&str]) -> Result<Streaming<Packet>, Status> {
         let service = service_fn(move |request| self.0.clone().send_request(request));
         let origin = http::Uri::from_static("https://localhost");
@@ -199,7 +199,7 @@ impl Caller {
         Ok(answer?.into_inner())
     }
 
-    /// As many calls at once with one token.
+    /// Makes `count` calls at the same time with one token.
     async fn calls(&self, count: usize, token: &str) -> Vec<Result<Streaming<Packet>, Status>> {
         let value = format!("Bearer {token}");
         let call = || {
@@ -212,7 +212,7 @@ impl Caller {
 }
 
 #[tokio::test]
-async fn agents_come_through_the_door_with_their_token() {
+async fn agents_connect_through_the_door_with_their_token() {
     let services = Services::start().await.unwrap();
     let mut cluster = Cluster::ours().await;
     let token = "no-log-has-this-token";
@@ -222,15 +222,14 @@ async fn agents_come_through_the_door_with_their_token() {
     let (agent, metrics) = cluster.agent_with_metrics(ours, &format!("{token}\n"));
     cluster.ready_agents(1.0).await;
     cluster.carries(&services).await;
-    // The native transport came through, where an agent sends no packets of data: the door passes
-    // ALPN on untouched.
+    // The agent uses the native transport, which has no DATA packets: the front door does not change ALPN.
     assert_eq!(packets(metrics, "DIAL_RSP").await, 1.0);
     assert_eq!(packets(metrics, "DATA").await, 0.0);
     let reviews = cluster.api.reviews();
     assert_eq!(reviews[0].token, token);
     assert_eq!(reviews[0].audiences, [AUDIENCE]);
     for program in [&agent, &cluster.server] {
-        assert!(!program.log().contains(token), "a token in a log");
+        assert!(!program.log().contains(token), "the token is in a log");
     }
     if let Some(interop) = Interop::get() {
         let (stock, metrics) = cluster.agent_with_metrics(&interop.proxy_agent, token);
@@ -243,7 +242,7 @@ async fn agents_come_through_the_door_with_their_token() {
     }
 }
 
-/// What the API says of a token, and a part of what agent and server say then.
+/// Returns rows of a token, the API's answer for this token, and a text that agent and server log as a result.
 fn table() -> Vec<(&'static str, TokenStatus, &'static str)> {
     let user = TokenStatus::user;
     vec![
@@ -298,7 +297,7 @@ fn table() -> Vec<(&'static str, TokenStatus, &'static str)> {
 }
 
 #[tokio::test]
-async fn every_other_token_is_refused_and_both_ends_say_why() {
+async fn every_other_token_is_refused_and_both_ends_log_the_reason() {
     let mut cluster = Cluster::ours().await;
     for (token, status, text) in table() {
         cluster.api.token(token, status);
@@ -306,7 +305,7 @@ async fn every_other_token_is_refused_and_both_ends_say_why() {
         let agent = cluster.agent(Path::new("culvert-agent"), token);
         let wanted = text.replace('"', "\\\"");
         let says = async |program: &Program, who: &str| {
-            let what = format!("{who} says {text}");
+            let what = format!("{who} logs {text}");
             eventually(&what, LIMIT, async || {
                 let log = program.log();
                 (log.contains(text) || log.contains(&wanted))
@@ -331,7 +330,7 @@ async fn every_other_token_is_refused_and_both_ends_say_why() {
 }
 
 #[tokio::test]
-async fn a_call_needs_one_bearer_token_and_its_audiences_are_the_api_s_business() {
+async fn a_call_needs_one_bearer_token_and_only_the_api_checks_audiences() {
     let cluster = Cluster::ours().await;
     let elsewhere = TokenStatus::user(USER).audiences(&["https://elsewhere"]);
     cluster.api.token("elsewhere", elsewhere);
@@ -364,17 +363,17 @@ async fn a_call_needs_one_bearer_token_and_its_audiences_are_the_api_s_business(
     assert_eq!(
         asked.len(),
         1,
-        "only what may be a token is reviewed: {asked:?}"
+        "only a well-formed token is reviewed: {asked:?}"
     );
     cluster.ready_agents(0.0).await;
-    // Upstream does not look at those in the answer.
+    // Like upstream, the server ignores the audiences in the API's answer.
     let call = cluster.caller().await.call(&["Bearer elsewhere"]).await;
     cluster.ready_agents(1.0).await;
     drop(call.unwrap());
 }
 
 #[tokio::test]
-async fn without_an_answer_nobody_is_let_in_and_later_everybody() {
+async fn agents_are_refused_while_the_api_fails_and_accepted_afterwards() {
     let services = Services::start().await.unwrap();
     let mut cluster = Cluster::ours().await;
     cluster.api.token("good", TokenStatus::user(USER));
@@ -390,7 +389,7 @@ async fn without_an_answer_nobody_is_let_in_and_later_everybody() {
 }
 
 #[tokio::test]
-async fn agents_that_come_together_cost_few_reviews() {
+async fn agents_that_connect_at_once_need_few_reviews() {
     let mut cluster = Cluster::ours().await;
     cluster.api.token("good", TokenStatus::user(USER));
     cluster
@@ -409,14 +408,14 @@ async fn agents_that_come_together_cost_few_reviews() {
 }
 
 #[tokio::test]
-async fn a_thousand_calls_with_one_token_cost_few_reviews() {
+async fn a_thousand_calls_with_one_token_need_few_reviews() {
     const CALLS: usize = 1_000;
     let cluster = Cluster::ours().await;
     cluster.api.token("good", TokenStatus::user(USER));
     let slow = Fault::delay(std::time::Duration::from_secs(1));
     cluster.api.fault(slow.on("tokenreviews"));
     let caller = cluster.caller().await;
-    // One by one they would take a thousand seconds.
+    // One after the other, the calls would take a thousand seconds.
     let calls = caller.calls(CALLS, "refused").await;
     let text = "Failed to validate authentication token, err:lookup failed: invalid bearer token";
     for call in calls {

@@ -1,4 +1,4 @@
-//! CONNECT over HTTP/1.1 and HTTP/2, in plain text and below TLS.
+//! CONNECT over HTTP/1.1 and HTTP/2, in plain text and over TLS.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -47,7 +47,7 @@ fn text(bytes: Vec<u8>) -> String {
     String::from_utf8(bytes).unwrap()
 }
 
-/// Opens a tunnel by HTTP/1.1.
+/// Opens a tunnel over HTTP/1.1.
 async fn http1(door: &Door, authority: &str) -> TcpStream {
     let mut stream = TcpStream::connect(door.tunneling).await.unwrap();
     let request = format!("CONNECT {authority} HTTP/1.1\r\nHost: {authority}\r\n\r\n");
@@ -62,7 +62,7 @@ async fn http1(door: &Door, authority: &str) -> TcpStream {
 }
 
 #[tokio::test]
-async fn a_tunnel_by_http_1_carries_bytes_and_ends_in_halves() {
+async fn http1_tunnel_carries_bytes_and_half_closes() {
     let (door, _services) = start(&[]).await;
     check::echo(http1(&door, RAW).await, 20, 100_000)
         .await
@@ -112,7 +112,7 @@ async fn a_tunnel_by_http_1_carries_bytes_and_ends_in_halves() {
 }
 
 #[tokio::test]
-async fn what_comes_before_the_answer_is_kept() {
+async fn bytes_sent_before_the_answer_are_kept() {
     let (door, _services) = start(&[]).await;
     let request = format!("CONNECT {RAW} HTTP/1.1\r\n\r\ndownload 10\n");
     let answer = converse(door.tunneling, request.as_bytes()).await;
@@ -124,7 +124,7 @@ async fn what_comes_before_the_answer_is_kept() {
 }
 
 #[tokio::test]
-async fn what_leads_nowhere_is_answered_as_envoy_does() {
+async fn refused_requests_are_answered_like_envoy() {
     let (door, _services) = start(&[]).await;
     let get = format!("GET / HTTP/1.1\r\nHost: {RAW}\r\n\r\n");
     for (request, answer) in [
@@ -148,7 +148,7 @@ async fn what_leads_nowhere_is_answered_as_envoy_does() {
         assert!(answered.starts_with(answer), "{request:?}: {answered:?}");
         assert_eq!(answered.matches("HTTP/1.1 ").count(), 1, "{answered}");
     }
-    // A second request behind one that was refused is not looked at.
+    // The door ignores a second request after a refused request.
     let smuggled = format!("{get}CONNECT {RAW} HTTP/1.1\r\n\r\n");
     let answered = text(converse(door.tunneling, smuggled.as_bytes()).await);
     assert_eq!(answered.matches("HTTP/1.1 ").count(), 1, "{answered}");
@@ -166,7 +166,7 @@ async fn what_leads_nowhere_is_answered_as_envoy_does() {
     assert_eq!(refused(GONE).await, StatusCode::SERVICE_UNAVAILABLE);
     let get = Request::get(format!("http://{RAW}/")).body(()).unwrap();
     assert_eq!(client.ask(get).await, StatusCode::NOT_FOUND);
-    // The connection serves on.
+    // The connection still works.
     let mut tunnel = client.open(RAW, b"download 3\n").await.unwrap();
     assert_eq!(tunnel.hear(9).await.len(), 3);
     assert_eq!(door.refused("tunneling", "upstream").await, 2.0);
@@ -174,7 +174,7 @@ async fn what_leads_nowhere_is_answered_as_envoy_does() {
 }
 
 #[tokio::test]
-async fn a_tunnel_by_http_2_ends_in_halves_and_by_a_reset() {
+async fn http2_tunnel_half_closes_and_resets() {
     let (door, services) = start(&[]).await;
     let client = Http2::connect(door.tunneling).await;
     let mut half = client.open(HALF, b"").await.unwrap();
@@ -182,15 +182,19 @@ async fn a_tunnel_by_http_2_ends_in_halves_and_by_a_reset() {
     half.finish();
     assert_eq!(half.hear(100).await, b"3\n");
     let first = client.open(FIRST, b"").await.unwrap();
-    culvert_tests::eventually("two tunnels", Duration::from_secs(10), async || {
-        let open = services.open_connections();
-        (open == 1).then_some(()).ok_or(open)
-    })
+    culvert_tests::eventually(
+        "one connection to an endpoint is open",
+        Duration::from_secs(10),
+        async || {
+            let open = services.open_connections();
+            (open == 1).then_some(()).ok_or(open)
+        },
+    )
     .await;
     let mut send = first.send;
     send.send_reset(h2::Reason::CANCEL);
     culvert_tests::eventually(
-        "the endpoint is left",
+        "the connection to the endpoint is closed",
         Duration::from_secs(10),
         async || {
             let open = services.open_connections();
@@ -198,7 +202,7 @@ async fn a_tunnel_by_http_2_ends_in_halves_and_by_a_reset() {
         },
     )
     .await;
-    // An endpoint that resets ends the stream, not the connection.
+    // A reset by the endpoint ends the stream, but not the HTTP/2 connection.
     let abrupt = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let mut upstreams = routes(&services).await;
     upstreams[4].endpoints = vec![abrupt.local_addr().unwrap()];
@@ -217,14 +221,14 @@ async fn a_tunnel_by_http_2_ends_in_halves_and_by_a_reset() {
 }
 
 #[tokio::test]
-async fn a_tunnel_that_is_not_read_stops_only_itself() {
+async fn an_unread_tunnel_stalls_only_itself() {
     let (door, _services) = start(&[]).await;
     let client = Http2::connect(door.tunneling).await;
     let mut stalled = Vec::new();
     for _ in 0..8 {
         stalled.push(client.open(RAW, b"download 1000000000\n").await.unwrap());
     }
-    // And eight whose endpoints take nothing.
+    // Eight more tunnels have endpoints that read nothing.
     let filler = Bytes::from(vec![7; 1 << 20]);
     for _ in 0..8 {
         let mut tunnel = client.open(SILENT, b"").await.unwrap();
@@ -239,7 +243,7 @@ async fn a_tunnel_that_is_not_read_stops_only_itself() {
 }
 
 #[tokio::test]
-async fn no_more_tunnels_are_open_than_an_upstream_may_have() {
+async fn max_connections_limits_the_tunnels_of_an_upstream() {
     let (door, _services) = start(&["--max-connections=3"]).await;
     let client = Http2::connect(door.tunneling).await;
     let mut open = Vec::new();
@@ -250,13 +254,17 @@ async fn no_more_tunnels_are_open_than_an_upstream_may_have() {
     assert_eq!(refused, Some(StatusCode::SERVICE_UNAVAILABLE));
     client.open(FIRST, b"").await.unwrap();
     drop(open);
-    culvert_tests::eventually("there is room again", Duration::from_secs(10), async || {
-        client
-            .open(RAW, b"")
-            .await
-            .map(|_| ())
-            .map_err(|status| status.to_string())
-    })
+    culvert_tests::eventually(
+        "a new tunnel opens again",
+        Duration::from_secs(10),
+        async || {
+            client
+                .open(RAW, b"")
+                .await
+                .map(|_| ())
+                .map_err(|status| status.to_string())
+        },
+    )
     .await;
 }
 
@@ -282,7 +290,7 @@ async fn an_idle_tunnel_is_closed_and_a_busy_one_is_not() {
 }
 
 #[tokio::test]
-async fn who_is_on_no_allowed_network_is_turned_away() {
+async fn clients_outside_the_allowed_networks_are_refused() {
     let (door, _services) = start(&["--tunneling-allowed-networks=10.0.0.0/8,192.0.2.1"]).await;
     assert_eq!(converse(door.tunneling, b"").await, b"");
     door.has_refused("tunneling", "address", 1.0).await;
@@ -334,7 +342,7 @@ async fn tls_and_plain_text_share_the_listener_unless_tls_is_required() {
     let stranger = Pki::create_other(dir.path()).unwrap();
     let config = pki.client_tls(&stranger.client, &["h2"]).unwrap();
     if let Ok(mut stream) = tls(&door, config).await {
-        // With TLS 1.3 the refusal comes behind the client's handshake.
+        // With TLS 1.3, the refusal arrives after the client has finished its handshake.
         assert!(stream.read_u8().await.is_err());
     }
     door.has_refused("tunneling", "tls", 2.0).await;
@@ -350,7 +358,7 @@ async fn tls(
 }
 
 #[tokio::test]
-async fn a_client_with_the_smallest_windows_is_served() {
+async fn a_client_with_small_windows_is_served() {
     let (door, _services) = start(&[]).await;
     let stream = TcpStream::connect(door.tunneling).await.unwrap();
     let client = Http2::with_window(stream, 1_000).await;

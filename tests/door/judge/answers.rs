@@ -1,4 +1,4 @@
-//! What a CONNECT is answered, and what is no CONNECT.
+//! Answers to CONNECT requests and to other requests.
 
 use culvert_kit::pattern;
 use culvert_kit::services::{BANNER, Services};
@@ -20,7 +20,7 @@ async fn pair(services: &Services) -> Option<Pair> {
 }
 
 #[tokio::test]
-async fn http_1_is_answered_alike() {
+async fn http1_answers_match_envoy() {
     let services = Services::start().await.unwrap();
     let Some(pair) = pair(&services).await else {
         return;
@@ -55,13 +55,13 @@ async fn http_1_is_answered_alike() {
             "503 Service Unavailable, end",
         ),
         (
-            "GET of what is exposed",
+            "GET of an exposed authority",
             format!("GET / HTTP/1.1\r\nHost: {known}\r\n\r\n"),
             "404 Not Found, open",
             "404 Not Found, end",
         ),
         (
-            "GET of what is not",
+            "GET of an unknown authority",
             "GET / HTTP/1.1\r\nHost: x\r\n\r\n".to_owned(),
             "404 Not Found, open",
             "404 Not Found, end",
@@ -79,13 +79,13 @@ async fn http_1_is_answered_alike() {
             "400 Bad Request, end",
         ),
         (
-            "no request",
+            "not a request",
             "nonsense\r\n\r\n".to_owned(),
             "400 Bad Request, end",
             "400 Bad Request, end",
         ),
         (
-            "a version of its own",
+            "an unknown version",
             format!("CONNECT {known} HTTP/3.7\r\n\r\n"),
             "426 Upgrade Required, end",
             "505 HTTP Version Not Supported: unsupported protocol version, end",
@@ -97,7 +97,7 @@ async fn http_1_is_answered_alike() {
             "404 Not Found, end",
         ),
         (
-            "a head that is too large",
+            "an oversized head",
             format!("CONNECT {known} HTTP/1.1\r\nx: {long}\r\n\r\n"),
             "431 Request Header Fields Too Large, end",
             "431 Request Header Fields Too Large, end",
@@ -114,16 +114,17 @@ async fn http_1_is_answered_alike() {
             .await;
         verdicts.same(case, seen, "end");
     }
-    // What comes behind a CONNECT that is refused is not a second request.
+    // Bytes after a refused CONNECT are not read as a second request.
     let other = connect(&authority("other"));
     let smuggled = format!("{other}{}", connect(&known));
     let seen = pair
         .see(async |side| converse(side.tunnel, smuggled.as_bytes()).await)
         .await;
-    verdicts.same("behind a refused CONNECT", seen, "404 Not Found, end");
+    verdicts.same("after a refused CONNECT", seen, "404 Not Found, end");
 }
 
-/// Opens a tunnel and hears the first words of an endpoint that speaks first.
+/// Opens a tunnel to an endpoint that sends a banner first. Returns the status line, and `, banner` if the
+/// banner arrived.
 async fn banner(side: &Side, request: &str) -> String {
     let mut stream = TcpStream::connect(side.tunnel).await.unwrap();
     stream.write_all(request.as_bytes()).await.unwrap();
@@ -139,7 +140,7 @@ async fn banner(side: &Side, request: &str) -> String {
 }
 
 #[tokio::test]
-async fn http_1_tunnels_open_alike() {
+async fn http1_tunnels_open_like_envoys() {
     let services = Services::start().await.unwrap();
     let Some(pair) = pair(&services).await else {
         return;
@@ -149,7 +150,7 @@ async fn http_1_tunnels_open_alike() {
     let upper = known.to_uppercase();
     for (case, request) in [
         (
-            "as it should be",
+            "a valid request",
             format!("CONNECT {known} HTTP/1.1\r\nHost: {known}\r\n\r\n"),
         ),
         ("no Host", format!("CONNECT {known} HTTP/1.1\r\n\r\n")),
@@ -162,7 +163,7 @@ async fn http_1_tunnels_open_alike() {
             format!("CONNECT {upper} HTTP/1.1\r\nHost: {upper}\r\n\r\n"),
         ),
         (
-            "line feeds alone",
+            "line feeds only",
             format!("CONNECT {known} HTTP/1.1\nHost: {known}\n\n"),
         ),
     ] {
@@ -184,7 +185,7 @@ async fn http_1_tunnels_open_alike() {
     let again = async |side: &Side| {
         let mut stream = TcpStream::connect(side.tunnel).await.unwrap();
         let first = http1(&mut stream, &authority("other")).await;
-        // Fails if the door has closed already.
+        // Fails if the door has closed the connection already.
         let second = format!("GET / HTTP/1.1\r\nHost: {}\r\n\r\n", authority("raw"));
         let _ = stream.write_all(second.as_bytes()).await;
         let second = head(&mut stream).await;
@@ -222,7 +223,7 @@ async fn http_1_tunnels_open_alike() {
 }
 
 #[tokio::test]
-async fn http_2_is_answered_alike() {
+async fn http2_answers_match_envoy() {
     let services = Services::start().await.unwrap();
     let Some(pair) = pair(&services).await else {
         return;
@@ -244,7 +245,7 @@ async fn http_2_is_answered_alike() {
             "404",
             "404",
         ),
-        // It ends the whole connection, with all tunnels.
+        // Envoy ends the whole connection with all tunnels.
         (
             "user information",
             format!("user@{}", authority("raw")),
@@ -260,13 +261,13 @@ async fn http_2_is_answered_alike() {
         verdicts.differ(case, pair.see(look).await, envoy, ours);
     }
     for (case, target) in [
-        ("GET of what is exposed", authority("raw")),
-        ("GET of what is not", authority("other")),
+        ("GET of an exposed authority", authority("raw")),
+        ("GET of an unknown authority", authority("other")),
     ] {
         let look = async |side: &Side| {
             let client = Http2::connect(side.tunnel).await;
             let status = http2_get(&client, &target).await;
-            // And the connection serves on.
+            // The connection still works.
             format!(
                 "{status}, {}",
                 http2_status(&client, &authority("raw")).await
@@ -276,7 +277,7 @@ async fn http_2_is_answered_alike() {
     }
 }
 
-/// Sends one request in a frame of HTTP/2 and says how its stream, or the connection, is answered.
+/// Sends one request in a raw HTTP/2 frame. Returns the answer on the stream or on the connection.
 async fn raw(side: &Side, fields: &[u8]) -> String {
     let (mut frames, mut write) = frames::connect(side.tunnel, &[]).await;
     let request = frame(HEADERS, END_HEADERS, 1, fields);
@@ -293,7 +294,7 @@ async fn raw(side: &Side, fields: &[u8]) -> String {
 }
 
 #[tokio::test]
-async fn malformed_requests_of_http_2_are_refused() {
+async fn malformed_http2_requests_are_refused() {
     let services = Services::start().await.unwrap();
     let Some(pair) = pair(&services).await else {
         return;
@@ -302,8 +303,8 @@ async fn malformed_requests_of_http_2_are_refused() {
     let known = connect_fields(&authority("raw"));
     let with = |name, value| [known.clone(), field(name, value)].concat();
     let seen = pair.see(async |side| raw(side, &known).await).await;
-    verdicts.same("as it should be", seen, "200");
-    // An Envoy ends the whole connection, with all tunnels, without a word.
+    verdicts.same("a valid request", seen, "200");
+    // Envoy ends the whole connection with all tunnels, and sends no GOAWAY.
     for (case, fields, ours) in [
         ("with a path", with(":path", "/"), "reset 1"),
         ("with a scheme", with(":scheme", "http"), "reset 1"),

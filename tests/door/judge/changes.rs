@@ -1,4 +1,4 @@
-//! One route changes while connections of others are open.
+//! A new route while connections of other routes are open.
 
 use culvert_kit::services::{BANNER, Services};
 use culvert_tests::envoy::{Envoy, Seed};
@@ -11,7 +11,7 @@ use super::clients::{Way, hello, http2, http2_rest, http2_status, open, say};
 use super::{Side, Verdicts, add, authority, exposed};
 use crate::support::{Door, Http2, LIMIT, Tunnel, Upstream, timely};
 
-/// Connections that were opened before the change.
+/// Connections from before the change.
 struct Open {
     client: Http2,
     tunnel: Tunnel,
@@ -35,9 +35,10 @@ async fn before(side: &Side) -> Open {
     }
 }
 
-/// What becomes of them, once the new route is there.
+/// Waits for the new route, and returns the state of the older connections. `cut` is true if the proxy is
+/// expected to end the older tunnel.
 async fn after(side: &Side, mut open: Open, cut: bool) -> String {
-    eventually("the new route is there", LIMIT, async || {
+    eventually("the new route works", LIMIT, async || {
         let client = Http2::connect(side.tunnel).await;
         http2(&client, "new")
             .await
@@ -63,7 +64,7 @@ async fn after(side: &Side, mut open: Open, cut: bool) -> String {
 }
 
 #[tokio::test]
-async fn a_new_service_beside_open_tunnels() {
+async fn a_new_service_closes_no_open_tunnel() {
     let Some(envoy) = Envoy::get() else { return };
     let services = Services::start().await.unwrap();
     let mut upstreams: Vec<Upstream> = vec![
@@ -79,7 +80,7 @@ async fn a_new_service_beside_open_tunnels() {
     let cluster = new.name.clone();
     seed.clusters.insert(cluster, new.endpoints.clone());
     let dir = tempfile::tempdir().unwrap();
-    // KKP's has 600 s.
+    // KKP sets 600 s.
     let flags = ["--drain-time-s", "2"];
     let _running = envoy.start_with(&seed.following(dir.path()), &flags).await;
     let theirs = Side {

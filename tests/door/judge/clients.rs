@@ -1,4 +1,4 @@
-//! Clients that say in words what they saw.
+//! Clients that return their results as text.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -12,7 +12,7 @@ use tokio::time::timeout;
 use super::{Side, authority, server_name};
 use crate::support::{Http2, Tunnel, timely};
 
-/// The ways in that a plain socket takes.
+/// Listeners for clients with a plain socket.
 #[derive(Clone, Copy, Debug)]
 pub enum Way {
     Sni,
@@ -20,7 +20,7 @@ pub enum Way {
     Http1,
 }
 
-/// A whole ClientHello of TLS 1.2 in one record, with a server name or without.
+/// Returns a whole TLS 1.2 ClientHello in one record. A `name` of `None` omits the server name.
 pub fn hello(name: Option<&str>) -> Vec<u8> {
     let two = |len: usize| u16::try_from(len).unwrap().to_be_bytes();
     let vector = |bytes: &[u8]| [&two(bytes.len()), bytes].concat();
@@ -40,8 +40,7 @@ pub fn hello(name: Option<&str>) -> Vec<u8> {
     [&[22, 3, 1], vector(&message).as_slice()].concat()
 }
 
-/// A connection through the door to an upstream; the endpoint sees a ClientHello first if it came
-/// by its server name.
+/// Connects to an upstream through a proxy. With [`Way::Sni`], the endpoint receives a ClientHello first.
 pub async fn open(side: &Side, way: Way, name: &str) -> TcpStream {
     let at = match way {
         Way::Sni => side.sni,
@@ -63,14 +62,14 @@ pub async fn open(side: &Side, way: Way, name: &str) -> TcpStream {
     stream
 }
 
-/// Sends a CONNECT and reads the head of the answer; less if the connection ends.
+/// Sends a CONNECT and returns the head of the answer, or a part of the head if the connection ends.
 pub async fn http1(stream: &mut TcpStream, authority: &str) -> Vec<u8> {
     let request = format!("CONNECT {authority} HTTP/1.1\r\nHost: {authority}\r\n\r\n");
     stream.write_all(request.as_bytes()).await.unwrap();
     head(stream).await
 }
 
-/// Reads to the empty line, or to the end.
+/// Reads until an empty line or the end of the connection.
 pub async fn head(stream: &mut TcpStream) -> Vec<u8> {
     let mut head = Vec::new();
     while !head.ends_with(b"\r\n\r\n") {
@@ -82,16 +81,16 @@ pub async fn head(stream: &mut TcpStream) -> Vec<u8> {
     head
 }
 
-/// The first line.
+/// Returns the first line of a head.
 pub fn status(head: &[u8]) -> String {
     let text = String::from_utf8_lossy(head);
     text.lines().next().unwrap_or_default().to_owned()
 }
 
-/// How long a door may take to close by itself a connection that it has no more to say to.
+/// Time after which a connection counts as open if the proxy has not closed it.
 const PATIENCE: Duration = Duration::from_secs(3);
 
-/// All that comes until the end, and how that looks.
+/// Reads until the end of the connection. Returns the received text, followed by `end` or `reset`.
 pub async fn rest(stream: &mut TcpStream) -> String {
     let mut heard = Vec::new();
     let end = timely("the end", stream.read_to_end(&mut heard)).await;
@@ -99,12 +98,13 @@ pub async fn rest(stream: &mut TcpStream) -> String {
     format!("{}{end}", String::from_utf8_lossy(&heard))
 }
 
-/// Says something to a port; the status lines of all answers, and how the connection ends.
+/// Sends bytes to a port. Returns the status lines of all answers (or the received text if no answer is HTTP),
+/// followed by `end`, `reset` or `open`.
 pub async fn converse(at: SocketAddr, bytes: &[u8]) -> String {
     speak(at, bytes, false).await
 }
 
-/// The same, with the client's end behind it.
+/// Sends bytes like [`converse`], and then closes the client's sending side.
 pub async fn last_words(at: SocketAddr, bytes: &[u8]) -> String {
     speak(at, bytes, true).await
 }
@@ -113,7 +113,7 @@ async fn speak(at: SocketAddr, bytes: &[u8], last: bool) -> String {
     let Ok(mut stream) = TcpStream::connect(at).await else {
         return "refused".to_owned();
     };
-    // Both fail if the door has heard enough.
+    // Both calls fail if the proxy has closed the connection already.
     let _ = stream.write_all(bytes).await;
     if last {
         let _ = stream.shutdown().await;
@@ -133,12 +133,13 @@ async fn speak(at: SocketAddr, bytes: &[u8], last: bool) -> String {
     }
 }
 
-/// Opens a tunnel in a stream of HTTP/2.
+/// Opens a tunnel in an HTTP/2 stream.
 pub async fn http2(client: &Http2, name: &str) -> Result<Tunnel, StatusCode> {
     client.open(&authority(name), b"").await
 }
 
-/// The status of a CONNECT, or what ends instead.
+/// Returns the status of a CONNECT. Returns `reset` if the stream ends first, and `lost` if the connection ends
+/// first.
 pub async fn http2_status(client: &Http2, authority: &str) -> String {
     match client.connect_to(authority, b"").await {
         Ok((status, _)) => status.as_u16().to_string(),
@@ -147,14 +148,14 @@ pub async fn http2_status(client: &Http2, authority: &str) -> String {
     }
 }
 
-/// The status of a GET.
+/// Returns the status of a GET.
 pub async fn http2_get(client: &Http2, authority: &str) -> String {
     let get = Request::get(format!("http://{authority}/"));
     let status = client.ask(get.body(()).unwrap()).await;
     status.as_u16().to_string()
 }
 
-/// All that comes until the end of a stream, and how that looks.
+/// Reads until the end of a stream. Returns the received text, followed by `end`, `reset` or `lost`.
 pub async fn http2_rest(tunnel: &mut Tunnel) -> String {
     let mut heard = Vec::new();
     let end = loop {

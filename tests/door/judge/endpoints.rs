@@ -1,4 +1,4 @@
-//! Endpoints that do as a test says, and tell what they saw.
+//! Endpoints that run a script and report the result.
 
 use std::future::Future;
 use std::io;
@@ -13,7 +13,7 @@ use tokio::task::JoinHandle;
 
 use crate::support::timely;
 
-/// A listener whose every connection runs the same script.
+/// A listener that runs the same script for every connection.
 pub struct Endpoint {
     pub address: SocketAddr,
     seen: UnboundedReceiver<String>,
@@ -43,7 +43,7 @@ impl Endpoint {
                         Ok(saw) => saw.to_owned(),
                         Err(error) => error.kind().to_string(),
                     };
-                    // Nobody may be interested any more.
+                    // The test may have ended already.
                     sees.send(saw).ok();
                 });
             }
@@ -55,15 +55,15 @@ impl Endpoint {
         }
     }
 
-    /// What its next connection ended with.
+    /// Returns the result of the next connection.
     pub async fn saw(&mut self) -> String {
-        timely("the endpoint's view", self.seen.recv())
+        timely("the endpoint's result", self.seen.recv())
             .await
             .unwrap()
     }
 }
 
-/// Reads a ClientHello, if there is one, and the line `go`.
+/// Reads an optional ClientHello, and then `go`.
 pub async fn begin(stream: &mut TcpStream) -> io::Result<()> {
     let mut first = stream.read_u8().await?;
     if first == 22 {
@@ -77,7 +77,7 @@ pub async fn begin(stream: &mut TcpStream) -> io::Result<()> {
     Ok(())
 }
 
-/// Reads until the client has ended, then answers with the number of bytes.
+/// Sends `ok`, reads until the client's end, and sends the number of bytes.
 pub async fn counts(mut stream: TcpStream) -> io::Result<&'static str> {
     begin(&mut stream).await?;
     stream.write_all(b"ok").await?;
@@ -89,7 +89,7 @@ pub async fn counts(mut stream: TcpStream) -> io::Result<&'static str> {
     Ok("end")
 }
 
-/// The same, 16 s later: longer than Envoy's route timeout.
+/// Reads until the client's end, and sends the number of bytes 16 s later, after Envoy's route timeout of 15 s.
 pub async fn counts_late(mut stream: TcpStream) -> io::Result<&'static str> {
     begin(&mut stream).await?;
     let mut heard = Vec::new();
@@ -101,7 +101,7 @@ pub async fn counts_late(mut stream: TcpStream) -> io::Result<&'static str> {
     Ok("end")
 }
 
-/// Says its last word, ends, and goes on listening.
+/// Sends `bye`, closes the sending side, and continues to read.
 pub async fn ends_first(mut stream: TcpStream) -> io::Result<&'static str> {
     begin(&mut stream).await?;
     stream.write_all(b"bye ").await?;
@@ -115,7 +115,7 @@ pub async fn ends_first(mut stream: TcpStream) -> io::Result<&'static str> {
     })
 }
 
-/// Answers, and listens for the end.
+/// Sends `ok`, and reads until the end.
 pub async fn listens(mut stream: TcpStream) -> io::Result<&'static str> {
     begin(&mut stream).await?;
     stream.write_all(b"ok").await?;
@@ -123,7 +123,7 @@ pub async fn listens(mut stream: TcpStream) -> io::Result<&'static str> {
     Ok("end")
 }
 
-/// Answers, waits for one byte more, and resets the connection.
+/// Sends `ok`, waits for one more byte, and resets the connection.
 pub async fn resets(mut stream: TcpStream) -> io::Result<&'static str> {
     begin(&mut stream).await?;
     stream.write_all(b"ok").await?;

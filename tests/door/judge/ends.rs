@@ -1,4 +1,4 @@
-//! Half closes and resets: what each end learns of the other's.
+//! Half closes and resets, as seen at the other end.
 
 use std::future::Future;
 use std::io;
@@ -15,7 +15,7 @@ use super::endpoints::{Endpoint, counts, ends_first, listens, resets};
 use super::{Pair, Side, Verdicts, exposed};
 use crate::support::{Http2, timely};
 
-/// An endpoint behind every way in.
+/// Starts both proxies in front of one endpoint, which is reachable through every listener.
 async fn behind<S, F>(script: S) -> Option<(Pair, Endpoint, Ports)>
 where
     S: Fn(TcpStream) -> F + Send + 'static,
@@ -25,7 +25,7 @@ where
     let mut ports = Ports::default();
     let upstream = exposed("end", endpoint.address).node_port(ports.next_port());
     let pair = Pair::start(&[upstream]).await?;
-    // The node port opens by itself.
+    // The node port opens some time after the start.
     let at = pair.ours.node_ports["demo/end"];
     culvert_tests::eventually("the node port is open", crate::support::LIMIT, async || {
         TcpStream::connect(at).await.map(|_| ())
@@ -37,11 +37,11 @@ where
 
 const WAYS: [Way; 3] = [Way::Sni, Way::NodePort, Way::Http1];
 
-/// What it looks like, by every way: at Envoy and here. The last one is HTTP/2.
+/// Expected results at Envoy and at our front door, for each of [`WAYS`] and then for HTTP/2.
 type Known<'a> = [(&'a str, &'a str); 4];
 
 #[tokio::test]
-async fn a_client_that_has_ended_hears_the_answer() {
+async fn a_client_that_half_closed_receives_the_answer() {
     let Some((pair, _endpoint, _ports)) = behind(counts).await else {
         return;
     };
@@ -74,7 +74,7 @@ async fn a_client_that_has_ended_hears_the_answer() {
 }
 
 #[tokio::test]
-async fn an_endpoint_that_has_ended_hears_on() {
+async fn an_endpoint_that_half_closed_still_receives() {
     let Some((pair, endpoint, _ports)) = behind(ends_first).await else {
         return;
     };
@@ -91,7 +91,7 @@ async fn an_endpoint_that_has_ended_hears_on() {
             let mut stream = open(side, way, "end").await;
             stream.write_all(b"go").await.unwrap();
             let heard = rest(&mut stream).await;
-            // Fails if the door has closed both ways.
+            // Fails if the proxy has closed both directions.
             let _ = stream.write_all(b"late").await;
             let _ = stream.shutdown().await;
             format!("{heard}, {}", endpoint.lock().await.saw().await)
@@ -112,7 +112,7 @@ async fn an_endpoint_that_has_ended_hears_on() {
 }
 
 #[tokio::test]
-async fn an_endpoint_learns_of_a_clients_reset() {
+async fn a_clients_reset_reaches_the_endpoint() {
     let Some((pair, endpoint, _ports)) = behind(listens).await else {
         return;
     };
@@ -148,7 +148,7 @@ async fn an_endpoint_learns_of_a_clients_reset() {
 }
 
 #[tokio::test]
-async fn a_client_learns_of_an_endpoints_reset() {
+async fn an_endpoints_reset_reaches_the_client() {
     let Some((pair, _endpoint, _ports)) = behind(resets).await else {
         return;
     };
@@ -176,7 +176,7 @@ async fn a_client_learns_of_an_endpoints_reset() {
         assert_eq!(tunnel.hear(2).await, b"ok");
         say(&mut tunnel, b"x");
         let end = http2_rest(&mut tunnel).await;
-        // Only the stream ends.
+        // The connection still works.
         http2(&client, "end").await.unwrap();
         end
     };

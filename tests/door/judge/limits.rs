@@ -1,4 +1,4 @@
-//! What ends by itself, and what is too much.
+//! Timeouts, limits, floods, and endpoints that do not accept.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -18,15 +18,15 @@ use crate::support::{Http2, Upstream, timely};
 
 const GONE: ([u8; 4], u16) = ([127, 0, 0, 1], 1);
 
-/// A pair whose upstream `two` has a bad endpoint beside a good one, and whose upstream `one` has
-/// only the bad one.
+/// Starts a pair with two upstreams: `two` has a good and a bad endpoint, and `one` has only the bad endpoint.
 async fn bad(bad: SocketAddr, good: SocketAddr) -> Option<Pair> {
     let mut two = exposed("two", good);
     two.endpoints.push(bad);
     Pair::start(&[two, exposed("one", bad)]).await
 }
 
-/// How many of eight connections by name reach the endpoint.
+/// Opens eight connections by server name. Returns the share that reached the good endpoint: `all`, `some` or
+/// `none`.
 async fn reached(side: &Side) -> String {
     let mut reached = 0;
     for _ in 0..8 {
@@ -44,7 +44,7 @@ async fn reached(side: &Side) -> String {
 }
 
 #[tokio::test]
-async fn an_endpoint_that_refuses() {
+async fn a_refusing_endpoint_is_replaced_by_another_endpoint() {
     let services = Services::start().await.unwrap();
     let Some(pair) = bad(GONE.into(), services.first).await else {
         return;
@@ -54,12 +54,17 @@ async fn an_endpoint_that_refuses() {
     let seen = pair
         .see(async |side| converse(side.sni, &hello).await)
         .await;
-    verdicts.differ("alone, by name", seen, "reset", "end");
-    verdicts.differ("beside another", pair.see(reached).await, "some", "all");
+    verdicts.differ("the only endpoint, by server name", seen, "reset", "end");
+    verdicts.differ(
+        "next to a good endpoint",
+        pair.see(reached).await,
+        "some",
+        "all",
+    );
 }
 
 #[tokio::test]
-async fn an_endpoint_that_does_not_answer() {
+async fn an_unresponsive_endpoint_is_replaced_by_another_endpoint() {
     let services = Services::start().await.unwrap();
     let hole: BlackHole = black_hole().await;
     let Some(pair) = bad(hole.addr(), services.first).await else {
@@ -70,20 +75,20 @@ async fn an_endpoint_that_does_not_answer() {
     let seen = pair
         .see_together(async |side| converse(side.sni, &hello).await)
         .await;
-    verdicts.differ("alone, by name", seen, "reset", "end");
+    verdicts.differ("the only endpoint, by server name", seen, "reset", "end");
     let status = async |side: &Side| {
         let client = Http2::connect(side.tunnel).await;
         http2_status(&client, &authority("one")).await
     };
-    // One answer, so there was no 200 before the endpoint had accepted.
+    // The 503 is the only answer: there is no 200 before the endpoint has accepted.
     let seen = pair.see_together(status).await;
-    verdicts.same("alone, by CONNECT", seen, "503");
+    verdicts.same("the only endpoint, by CONNECT", seen, "503");
     let seen = pair.see_together(reached).await;
-    verdicts.differ("beside another", seen, "some", "all");
+    verdicts.differ("next to a good endpoint", seen, "some", "all");
 }
 
 #[tokio::test]
-async fn what_stands_still_for_too_long_is_closed() {
+async fn idle_connections_are_closed_after_the_timeout() {
     let services = Services::start().await.unwrap();
     let settings = Settings {
         sni_idle: Some("1s"),
@@ -101,7 +106,7 @@ async fn what_stands_still_for_too_long_is_closed() {
         let look = async |side: &Side| {
             let mut stream = open(side, way, "first").await;
             let heard = rest(&mut stream).await;
-            // By name, the ClientHello comes back before the end.
+            // With a server name, the ClientHello comes back before the end.
             assert!(heard.starts_with(&banner), "{heard}");
             let is_reset = heard.ends_with("reset");
             if is_reset { "reset" } else { "end" }.to_owned()
@@ -116,7 +121,7 @@ async fn what_stands_still_for_too_long_is_closed() {
         heard.strip_prefix(&banner).unwrap().to_owned()
     };
     let seen = pair.see_together(stream).await;
-    verdicts.same("a stream of HTTP/2", seen, "reset");
+    verdicts.same("an HTTP/2 stream", seen, "reset");
     let connection = async |side: &Side| {
         let (mut frames, _write) = frames::connect(side.tunnel, &[]).await;
         let goaway = frames.next_of(GOAWAY).await;
@@ -127,7 +132,7 @@ async fn what_stands_still_for_too_long_is_closed() {
 }
 
 #[tokio::test]
-async fn no_answer_is_too_late_for_an_open_tunnel() {
+async fn an_open_tunnel_has_no_answer_timeout() {
     let services = Services::start().await.unwrap();
     let late = Endpoint::start(counts_late).await;
     let upstreams = [exposed("raw", services.raw), exposed("late", late.address)];
@@ -149,12 +154,12 @@ async fn no_answer_is_too_late_for_an_open_tunnel() {
         format!("{late}, {}", String::from_utf8_lossy(&echo))
     };
     let seen = pair.see_together(look).await;
-    // Its route timeout of 15 s begins when the client has ended.
-    verdicts.differ("16 s", seen, "reset, y", "5 end, y");
+    // Envoy's route timeout of 15 s starts when the client has closed its sending side.
+    verdicts.differ("an answer after 16 s", seen, "reset, y", "5 end, y");
 }
 
 #[tokio::test]
-async fn there_are_no_more_connections_than_allowed() {
+async fn connections_beyond_max_connections_are_refused() {
     let services = Services::start().await.unwrap();
     let settings = Settings {
         max_connections: Some(2),
@@ -203,7 +208,7 @@ async fn there_are_no_more_connections_than_allowed() {
 }
 
 #[tokio::test]
-async fn the_defaults_that_kkp_leaves_alone() {
+async fn defaults_that_kkp_does_not_set_are_as_documented() {
     let services = Services::start().await.unwrap();
     let Some(pair) = Pair::start(&[exposed("raw", services.raw)]).await else {
         return;
@@ -246,7 +251,7 @@ async fn the_defaults_that_kkp_leaves_alone() {
 }
 
 #[tokio::test]
-async fn a_client_that_reads_nothing_stops_its_endpoint() {
+async fn a_client_that_reads_nothing_stops_its_endpoint_from_sending() {
     let services = Services::start().await.unwrap();
     let Some(pair) = Pair::start(&[exposed("raw", services.raw)]).await else {
         return;
@@ -268,20 +273,24 @@ async fn a_client_that_reads_nothing_stops_its_endpoint() {
             metrics.value(name, &cluster).unwrap_or_default()
         };
         let mut before = 0.0;
-        culvert_tests::eventually("it stands still", crate::support::LIMIT, async || {
-            tokio::time::sleep(Duration::from_millis(300)).await;
-            let last = std::mem::replace(&mut before, received().await);
-            (last > 0.0 && last == before).then_some(()).ok_or(before)
-        })
+        culvert_tests::eventually(
+            "the endpoint stops sending",
+            crate::support::LIMIT,
+            async || {
+                tokio::time::sleep(Duration::from_millis(300)).await;
+                let last = std::mem::replace(&mut before, received().await);
+                (last > 0.0 && last == before).then_some(()).ok_or(before)
+            },
+        )
         .await;
-        // Far less than what there is to come: buffers of the door's and the kernel's.
+        // Far less than the requested bytes: only the buffers of the proxy and of the kernel are full.
         if before < 64e6 { "stopped" } else { "goes on" }.to_owned()
     };
     verdicts.same("unread", pair.see(stall).await, "stopped");
 }
 
 #[tokio::test]
-async fn floods_are_closed() {
+async fn floods_close_the_connection() {
     let services = Services::start().await.unwrap();
     let Some(pair) = Pair::start(&[exposed("silent", services.silent)]).await else {
         return;
@@ -296,10 +305,10 @@ async fn floods_are_closed() {
     let endless = async |side: &Side| {
         let begin = frame(HEADERS, 0, 1, &connect_fields(&authority("silent")));
         let more = frame(CONTINUATION, 0, 1, &field("x", "y"));
-        // Panics unless it is closed.
+        // Panics unless the connection is closed.
         answered_flood(side.tunnel, &begin, &more).await;
         "closed".to_owned()
     };
     let seen = pair.see_together(endless).await;
-    verdicts.same("a header block without an end", seen, "closed");
+    verdicts.same("an endless header block", seen, "closed");
 }

@@ -1,4 +1,4 @@
-//! TLS by server name.
+//! TLS connections, routed by server name.
 
 use culvert_kit::services::{BANNER, Services};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -8,12 +8,12 @@ use super::clients::{converse, hello, last_words, rest};
 use super::{Pair, Side, Verdicts, exposed};
 use crate::support::{Upstream, timely};
 
-/// Says `hello`, in two pieces if `cut` says where, and says whether it arrived at the endpoint.
+/// Sends `hello`, in two pieces if `cut` is not 0. Returns `found` if the endpoint's echo of `hello` arrives.
 async fn greet(side: &Side, hello: &[u8], cut: usize) -> String {
     let mut stream = TcpStream::connect(side.sni).await.unwrap();
     stream.set_nodelay(true).unwrap();
     stream.write_all(&hello[..cut]).await.unwrap();
-    // Fails if the door has heard enough.
+    // Fails if the proxy has closed the connection already.
     let _ = stream.write_all(&hello[cut..]).await;
     let expected = [BANNER, hello].concat();
     let mut heard = vec![0; expected.len()];
@@ -27,7 +27,7 @@ async fn greet(side: &Side, hello: &[u8], cut: usize) -> String {
 }
 
 #[tokio::test]
-async fn names_are_found_and_others_are_closed() {
+async fn known_names_are_routed_and_others_are_closed() {
     let services = Services::start().await.unwrap();
     let wildcard = Upstream::new("demo/apps", services.first).server_name("*.apps.example.com");
     let upper = Upstream::new("demo/upper", services.first).server_name("Upper.example.com");
@@ -47,9 +47,9 @@ async fn names_are_found_and_others_are_closed() {
         (Some(""), "reset", "closed"),
         (Some("127.0.0.1"), "reset", "closed"),
         (None, "reset", "closed"),
-        // Against RFC 6066, but sent by some.
+        // RFC 6066 forbids the trailing dot, but some clients send it.
         (Some("one.example.com."), "reset", "found"),
-        // KKP hands host names on as they are written in the annotation.
+        // KKP does not change the case of host names in the annotation.
         (Some("upper.example.com"), "found", "found"),
     ] {
         let seen = pair
@@ -60,7 +60,7 @@ async fn names_are_found_and_others_are_closed() {
 }
 
 #[tokio::test]
-async fn a_hello_arrives_in_pieces_and_in_several_records() {
+async fn a_client_hello_in_pieces_or_in_several_records_is_routed() {
     let services = Services::start().await.unwrap();
     let Some(pair) = Pair::start(&[exposed("one", services.first)]).await else {
         return;
@@ -82,7 +82,7 @@ async fn a_hello_arrives_in_pieces_and_in_several_records() {
 }
 
 #[tokio::test]
-async fn what_is_no_hello_is_closed() {
+async fn input_that_is_not_a_client_hello_is_closed() {
     let services = Services::start().await.unwrap();
     let Some(pair) = Pair::start(&[exposed("one", services.first)]).await else {
         return;
@@ -94,7 +94,7 @@ async fn what_is_no_hello_is_closed() {
         ("SSH", b"SSH-2.0-x\r\n"),
         ("garbage in a record", b"\x16\x03\x01\x00\x05hello"),
         (
-            "a record that is no handshake",
+            "a record that is not a handshake",
             b"\x17\x03\x03\x00\x05hello",
         ),
         ("half a hello", &hello(Some("one.example.com"))[..50]),
@@ -102,7 +102,8 @@ async fn what_is_no_hello_is_closed() {
         let seen = pair
             .see(async |side| last_words(side.sni, bytes).await)
             .await;
-        // An Envoy only looks at what it has received, and a socket with unread input is reset.
+        // Envoy only peeks at the input, and the kernel sends a reset when a socket with unread input is
+        // closed.
         let at_envoy = if bytes.is_empty() { "end" } else { "reset" };
         verdicts.differ(case, seen, at_envoy, "end");
     }
@@ -114,7 +115,7 @@ async fn what_is_no_hello_is_closed() {
 }
 
 #[tokio::test]
-async fn listeners_are_open_before_anything_is_exposed() {
+async fn listeners_are_open_before_any_service_is_exposed() {
     let Some(pair) = Pair::start(&[]).await else {
         return;
     };

@@ -1,4 +1,4 @@
-//! What a node's end sends to a seed: a stock Envoy's, and ours.
+//! Requests from a node to a seed: from a stock Envoy, and from our node tunnel.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -16,7 +16,8 @@ use tokio::time::timeout;
 use super::{Verdicts, authority};
 use crate::support::{LIMIT, timely};
 
-/// A seed that looks at requests, answers each 200 after a while, and echoes.
+/// Starts a seed that sends a description of each request to the receiver, answers with 200 after at most 500
+/// ms, and echoes.
 async fn seed() -> (SocketAddr, UnboundedReceiver<String>) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
@@ -69,8 +70,8 @@ async fn serve(
     send.send_data(Bytes::new(), true)
 }
 
-/// Opens 20 connections through a node; what the seed saw of the first, and how many connections it
-/// got.
+/// Opens 20 connections through a node. Returns the distinct requests at the seed, and `few` or `many` for the
+/// number of connections from the node.
 async fn look(node: SocketAddr, seen: &mut UnboundedReceiver<String>) -> String {
     let mut clients = Vec::new();
     for _ in 0..20 {
@@ -86,7 +87,7 @@ async fn look(node: SocketAddr, seen: &mut UnboundedReceiver<String>) -> String 
         requests.push(request.to_owned());
     }
     for mut stream in clients {
-        // What the seed took for early data is not echoed.
+        // The seed does not echo early data.
         stream.write_all(b"y").await.unwrap();
         timely("an echo", stream.read_u8()).await.unwrap();
     }
@@ -103,7 +104,7 @@ async fn look(node: SocketAddr, seen: &mut UnboundedReceiver<String>) -> String 
 }
 
 #[tokio::test]
-async fn a_nodes_requests_look_alike() {
+async fn node_tunnel_requests_look_like_envoys() {
     let Some(envoy) = Envoy::get() else { return };
     let target = authority("raw");
     let mut ports = Ports::default();

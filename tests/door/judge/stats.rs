@@ -1,4 +1,4 @@
-//! Health and metrics, as probes and dashboards see them.
+//! Health and metrics for probes and dashboards.
 
 use std::collections::BTreeSet;
 
@@ -19,7 +19,7 @@ async fn page(side: &Side) -> String {
 }
 
 #[tokio::test]
-async fn health_is_answered_alike() {
+async fn health_answers_match_envoy() {
     let Some(pair) = Pair::start(&[]).await else {
         return;
     };
@@ -36,8 +36,9 @@ async fn health_is_answered_alike() {
     verdicts.same("/", pair.see(unknown).await, "404");
 }
 
-/// Connections that end in the ways that count: two by name, of which one stays open, and CONNECTs
-/// whose client ends first, whose endpoint does, that are reset, and that lead nowhere.
+/// Opens connections with every outcome that the metrics distinguish. Two connections are by server name, and
+/// one connection of the two stays open. The CONNECT tunnels are ended by the client, ended by the endpoint,
+/// reset, or refused.
 async fn traffic(side: &Side) -> (Http2, TcpStream) {
     let echo = BANNER.len() + hello(Some(&server_name("first"))).len();
     let mut named = Vec::new();
@@ -68,7 +69,7 @@ async fn traffic(side: &Side) -> (Http2, TcpStream) {
     (client, named.pop().unwrap())
 }
 
-/// One series of a cluster.
+/// Returns the value of one series of a cluster, or `absent`.
 fn value(page: &str, name: &str, series: &str) -> String {
     let name = format!("demo/{name}");
     let labels = [("envoy_cluster_name", name.as_str())];
@@ -77,14 +78,14 @@ fn value(page: &str, name: &str, series: &str) -> String {
     value.map_or("absent".to_owned(), |value| value.to_string())
 }
 
-/// Name and type of every family of Envoy's.
+/// Returns name and type of every metric family with Envoy's prefix.
 fn families(page: &str) -> BTreeSet<String> {
     let types = page.lines().filter_map(|line| line.strip_prefix("# TYPE "));
     let theirs = types.filter(|line| line.starts_with("envoy_"));
     theirs.map(str::to_owned).collect()
 }
 
-/// The upper bounds of a histogram's buckets.
+/// Returns the upper bounds of the histogram's buckets.
 fn bounds(page: &str) -> BTreeSet<String> {
     let metrics = Metrics::parse(page).unwrap();
     let buckets = metrics.samples("envoy_cluster_upstream_rq_time_bucket");
@@ -92,7 +93,7 @@ fn bounds(page: &str) -> BTreeSet<String> {
 }
 
 #[tokio::test]
-async fn dashboards_find_the_same_series() {
+async fn dashboards_find_the_same_series_as_with_envoy() {
     let services = Services::start().await.unwrap();
     let mut upstreams = vec![
         exposed("first", services.first),
@@ -103,8 +104,8 @@ async fn dashboards_find_the_same_series() {
         return;
     };
     let _open = pair.see(traffic).await;
-    // An Envoy fills its histograms every 5 s.
-    eventually("all is counted", LIMIT, async || {
+    // Envoy updates its histograms every 5 s.
+    eventually("the request time is counted", LIMIT, async || {
         let time = async |side: &Side| value(&page(side).await, "asked", "upstream_rq_time_count");
         let seen = pair.see(time).await;
         (seen == ["1", "1"]).then_some(()).ok_or(seen.join(", "))
@@ -159,5 +160,5 @@ async fn dashboards_find_the_same_series() {
     assert_eq!(bounds(&pages[0]), bounds(&pages[1]));
     let (theirs, own) = (families(&pages[0]), families(&pages[1]));
     let strange: Vec<&String> = own.difference(&theirs).collect();
-    assert!(strange.is_empty(), "an Envoy does not have {strange:?}");
+    assert!(strange.is_empty(), "Envoy does not have {strange:?}");
 }
