@@ -1,4 +1,4 @@
-//! Wires that repeat, damage and invent packets.
+//! Links that repeat, damage and invent packets.
 
 use std::net::SocketAddrV4;
 use std::time::Duration;
@@ -15,11 +15,11 @@ use crate::support::{
     server_config, tls_auth, tls_crypt,
 };
 
-/// The wire's own port, beside the server.
+/// Port of the tampering relay, next to the server.
 const TAMPERED: u16 = 1195;
 
 #[test]
-fn a_tampered_wire_to_our_server() {
+fn our_server_survives_a_tampered_link() {
     alone(async || {
         let Some(openvpn) = OpenVpn::get() else {
             return;
@@ -54,7 +54,7 @@ fn a_tampered_wire_to_our_server() {
 }
 
 #[test]
-fn a_tampered_wire_to_our_client() {
+fn our_client_survives_a_tampered_link() {
     alone(async || {
         let Some(openvpn) = OpenVpn::get() else {
             return;
@@ -83,7 +83,7 @@ fn a_tampered_wire_to_our_client() {
     });
 }
 
-/// All of it was dropped, and counted for what it was.
+/// Asserts that the session is still up, and that the bad packets were dropped and counted by kind.
 fn survived(ours: &Endpoint, tamper: &Tamper) {
     let seen = ours.seen();
     assert_eq!(seen.ended, None);

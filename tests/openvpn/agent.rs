@@ -1,4 +1,4 @@
-//! The agent as the client of a stock server: the platform's configuration file, no privileges.
+//! The agent as the client of a stock server, with the platform's configuration file and without privileges.
 
 use std::net::{Ipv4Addr, SocketAddrV4};
 use std::ops::{Deref, DerefMut};
@@ -18,7 +18,7 @@ use crate::ours::{Ours, readable};
 /// The client's address in the tunnel.
 const CLIENT: &str = "10.20.0.6";
 
-/// The networks of the cluster's nodes.
+/// Flag with the network of the cluster's nodes.
 const NODES: &str = "--openvpn-nodes=192.168.1.0/24";
 
 /// A running agent.
@@ -49,14 +49,14 @@ impl Agent {
         Self(Ours::start(at, "culvert-agent", 8093, series, &flags))
     }
 
-    /// Waits until `/readyz` says so.
+    /// Waits until `/readyz` reports that the agent is ready, or not ready if `wanted` is false.
     pub async fn is_ready(&mut self, wanted: bool) {
         eventually(
-            &format!("the agent is ready: {wanted}"),
+            &format!("the agent's readiness is {wanted}"),
             PATIENCE,
             async || {
                 if let Some(status) = self.program.exited() {
-                    panic!("the agent ended: {status}");
+                    panic!("the agent exited: {status}");
                 }
                 let answer = self.get("/readyz?verbose").await.unwrap_or_default();
                 let is = answer.starts_with("HTTP/1.1 200");
@@ -69,19 +69,20 @@ impl Agent {
     }
 }
 
-/// The platform's file for the client, with further lines.
+/// Writes the platform's configuration file for the client, with the lines of `more` at the end. Returns the
+/// path.
 pub fn platform_file(cluster: &Cluster, more: &str) -> PathBuf {
     let dir = cluster.dir("agent");
     let _ = kkp::user_cluster_client(&cluster.pki, &dir, &SEED.to_string());
     let path = dir.join("config");
     let text = std::fs::read_to_string(&path).unwrap();
-    // The line that 2.6 does not take any more is still in the platform's.
+    // The platform's file still contains `keysize`, which OpenVPN 2.6 rejects.
     std::fs::write(&path, format!("{text}keysize 256\n{more}")).unwrap();
     readable(&[dir.parent().unwrap(), cluster.pki.ca.parent().unwrap()]);
     path
 }
 
-/// A resolver of the seed asks the cluster's.
+/// Exchanges UDP datagrams between the seed and the resolver of the cluster.
 async fn datagrams_are_answered(cluster: &Cluster) {
     let resolver = SocketAddrV4::new(POD, 53);
     let server = cluster.node.udp(resolver);
@@ -105,7 +106,7 @@ async fn datagrams_are_answered(cluster: &Cluster) {
 }
 
 #[test]
-fn the_agent_takes_the_place_of_the_platforms_client() {
+fn the_agent_replaces_the_platforms_client() {
     alone(async || {
         let Some(openvpn) = OpenVpn::get() else {
             return;
@@ -116,7 +117,7 @@ fn the_agent_takes_the_place_of_the_platforms_client() {
         let options = kkp::server(&cluster.pki, &cluster.dir("server"));
         let config = platform_file(&cluster, "");
         let config = format!("--openvpn-config={}", config.display());
-        // It looks for its server until there is one.
+        // The agent retries until the server runs.
         let mut agent = Agent::start(client, &[&config]);
         agent.is_ready(false).await;
         let mut server = openvpn.start(seed, &options);
@@ -134,14 +135,14 @@ fn the_agent_takes_the_place_of_the_platforms_client() {
         scenario::carries(seed, POD, BULK).await;
         scenario::carries_many(seed, POD, 50).await;
         scenario::refuses(seed, POD).await;
-        // A node that nobody named, and what a kernel would not route.
+        // A node outside the networks of `--openvpn-nodes` is refused.
         let unknown = SocketAddrV4::new(Ipv4Addr::new(10, 254, 9, 9), 10250);
         let refused = seed.connect(unknown).await.unwrap_err();
         assert_eq!(refused.kind(), std::io::ErrorKind::ConnectionRefused);
         datagrams_are_answered(&cluster).await;
         assert_eq!(agent.metric("up", &[]).await, 1.0);
 
-        // The server dies, and another comes in its place.
+        // The server is killed and replaced.
         server.program.kill();
         agent.is_ready(false).await;
         agent.says("lost the OpenVPN server").await;
@@ -152,7 +153,7 @@ fn the_agent_takes_the_place_of_the_platforms_client() {
         let established = [("outcome", "established")];
         assert_eq!(agent.metric("connects_total", &established).await, 2.0);
 
-        // It drains: what is open goes on, and its end is the agent's.
+        // While the agent drains, open connections continue. The agent exits after the last connection.
         let mut open = seed.connect(SocketAddrV4::new(POD, 7001)).await.unwrap();
         agent.program.signal(Signal::TERM);
         agent.says("draining").await;
@@ -166,7 +167,7 @@ fn the_agent_takes_the_place_of_the_platforms_client() {
 }
 
 #[test]
-fn keys_are_renewed_and_nothing_is_lost() {
+fn key_renewal_loses_no_packet() {
     alone(async || {
         let Some(openvpn) = OpenVpn::get() else {
             return;
@@ -198,7 +199,7 @@ fn keys_are_renewed_and_nothing_is_lost() {
 }
 
 #[test]
-fn flags_alone_make_a_client_over_udp() {
+fn flags_alone_configure_a_client_over_udp() {
     alone(async || {
         let Some(openvpn) = OpenVpn::get() else {
             return;
@@ -212,7 +213,7 @@ fn flags_alone_make_a_client_over_udp() {
         server.is_up().await;
         readable(&[cluster.pki.ca.parent().unwrap()]);
         let pair = &cluster.pki.user_cluster;
-        // The first remote is nobody's.
+        // The first remote has no listener.
         let flags = [
             "--openvpn-remote=192.168.77.1:9".to_owned(),
             "--openvpn-remote=192.168.77.1:1194,udp".to_owned(),
@@ -229,7 +230,7 @@ fn flags_alone_make_a_client_over_udp() {
         scenario::reaches_everything(&cluster.seed, &cluster, NODE_ACCESSED).await;
         scenario::carries(&cluster.seed, POD, BULK).await;
 
-        // It says goodbye and asks to come again: no silence has to be waited for.
+        // The stopping server asks the agent to reconnect, so the agent does not wait for a timeout.
         server.stop().await;
         agent.says("the server asks to connect again").await;
         agent.is_ready(false).await;
@@ -237,7 +238,7 @@ fn flags_alone_make_a_client_over_udp() {
         server.is_up().await;
         agent.is_ready(true).await;
 
-        // It stops, without a word.
+        // The server stops without a notification.
         server.program.signal(Signal::STOP);
         agent.says("nothing received for 5 s").await;
         server.program.signal(Signal::CONT);
@@ -251,7 +252,7 @@ fn flags_alone_make_a_client_over_udp() {
 }
 
 #[test]
-fn mistakes_are_told_in_words() {
+fn mistakes_in_certificates_and_files_are_logged() {
     alone(async || {
         let Some(openvpn) = OpenVpn::get() else {
             return;
@@ -265,7 +266,7 @@ fn mistakes_are_told_in_words() {
         let text = std::fs::read_to_string(&config).unwrap();
         let own = &pki.user_cluster;
 
-        // A certificate of a CA that the server does not know, one that is out of date, and a server's.
+        // The agent has a certificate of an unknown CA, an expired certificate, or a server certificate.
         let cases = [
             (&pki.stranger.client, ""),
             (&pki.expired.client, "expired at"),
@@ -289,7 +290,7 @@ fn mistakes_are_told_in_words() {
             agent.is_ready(false).await;
             assert_eq!(agent.metric("up", &[]).await, 0.0);
         }
-        // A server of another CA, and ones whose certificates are a client's, and out of date.
+        // The server has a certificate of another CA, a client certificate, or an expired certificate.
         std::fs::write(&config, &text).unwrap();
         let flag = format!("--openvpn-config={}", config.display());
         let ca = format!("--openvpn-ca={}", pki.stranger.server.cert.display());
@@ -310,7 +311,7 @@ fn mistakes_are_told_in_words() {
             agent.says(told).await;
         }
 
-        // What is wrong with files ends the start.
+        // Mistakes in files prevent the start.
         std::fs::write(&config, format!("{text}fragment 1300\nfrobnicate\n")).unwrap();
         let mut agent = Agent::start(client, &[&flag]);
         let status = agent.program.wait_exit(PATIENCE).await;

@@ -1,4 +1,4 @@
-//! The stock program with itself, as the platform runs it: the lab's own check.
+//! A stock server with stock clients, configured as on the platform. These tests check the test setup.
 
 use std::time::Duration;
 
@@ -10,11 +10,11 @@ use culvert_tests::openvpn::stock::lost_pings;
 use culvert_tests::openvpn::{Cluster, OpenVpn, kkp, scenario};
 use culvert_tests::topology::PATIENCE;
 
-/// The server's address in the tunnel, which the platform's probes ping.
+/// The server's address in the tunnel. The platform's probes ping this address.
 const SERVER: &str = "10.20.0.1";
 
 #[test]
-fn a_stock_pair_carries_what_the_platform_needs() {
+fn a_stock_pair_carries_the_platforms_traffic() {
     alone(async || {
         let Some(openvpn) = OpenVpn::get() else {
             return;
@@ -39,7 +39,7 @@ fn a_stock_pair_carries_what_the_platform_needs() {
         scenario::carries_many(seed, POD, 50).await;
         scenario::refuses(seed, POD).await;
 
-        // A control plane's pod, with the rules that the platform makes there.
+        // A pod of the control plane, with the platform's packet filter rules.
         let sidecar = &cluster.sidecar;
         let options = kkp::sidecar(
             &cluster.pki,
@@ -51,7 +51,7 @@ fn a_stock_pair_carries_what_the_platform_needs() {
         kkp::node_access_at_sidecar(sidecar, &[NODE]);
         scenario::reaches_everything(sidecar, &cluster, NODE).await;
         scenario::carries(sidecar, POD, BULK).await;
-        // Nobody comes from the cluster to the seed, by whatever route.
+        // The cluster cannot reach the seed, even with a route.
         client.ip("route add 10.20.0.0/24 dev kube");
         let intruder = client.run("ping", "-c 1 -W 1 10.20.0.10").await;
         assert!(intruder.is_err(), "{intruder:?}");
@@ -84,7 +84,7 @@ fn iperf3_measures_a_stock_pair() {
         for options in ["", "-R"] {
             let bits = cluster.iperf3(&cluster.seed, options).await;
             eprintln!("iperf3 {options}: {:.0} Mbit/s", bits / 1e6);
-            // What it measures depends on the machine; that it measures does not.
+            // The figure depends on the machine, so the test accepts any plausible figure.
             assert!(bits > 1e6, "{options} {bits}");
         }
     });

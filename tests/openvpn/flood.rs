@@ -1,5 +1,5 @@
-//! Floods in front of our server, and bad wires in front of both programs, while somebody well-behaved
-//! is connected and must not notice.
+//! Floods against our server, and tampered links to our server and to our agent. A well-behaved peer stays
+//! connected and must not be affected.
 
 use std::collections::VecDeque;
 use std::net::{Ipv4Addr, SocketAddrV4};
@@ -26,31 +26,32 @@ use crate::agent::{Agent, platform_file};
 use crate::ours::Ours;
 use crate::server::{Server, client_at, client_with, masquerade};
 
-/// The server.
+/// Address of the server.
 const TO: SocketAddrV4 = SocketAddrV4::new(SEED, 1194);
 
-/// The port of a bad wire, beside a server or a client.
+/// Port of the tampering relay, next to a server or a client.
 const TAMPERED: u16 = 1195;
 
-/// First packets over UDP, each from a port of its own.
+/// Number of first packets over UDP. Every packet has a separate source port.
 const FIRST: usize = 2000;
 
-/// Handshakes that go no further than that.
+/// Number of unfinished handshakes over each transport.
 const HALF: usize = 10_000;
 
-/// How many of those over TCP stay open at a time: more than the server keeps, fewer than a program's
-/// descriptors.
+/// Number of unfinished TCP connections that stay open at a time: more than the server keeps, and fewer than
+/// the limit of open files.
 const HELD: usize = 900;
 
-/// Descriptors that the server may have more meanwhile: the 256 connections that it keeps, and those
-/// that it is about to close.
+/// Limit of the server's additional descriptors during a flood: the 256 connections that the server keeps, and
+/// connections that the server is about to close.
 const DESCRIPTORS: usize = 600;
 
-/// What the server's resident memory may grow by meanwhile. What is half open is 256 sessions of each
-/// transport, with some 20 KiB each before TLS has begun; the rest is for data and the allocator.
+/// Limit of the growth of the server's resident memory during a flood, in bytes. The server keeps 256 half-open
+/// sessions of each transport, with about 20 KiB each before TLS begins. The rest is for data and the
+/// allocator.
 const GROWTH: u64 = 48 << 20;
 
-/// A checked stream through a tunnel, from now on until it is stopped.
+/// A stream through the tunnel that checks its echo until the test stops the stream.
 struct Long {
     stop: CancellationToken,
     task: JoinHandle<std::io::Result<()>>,
@@ -64,16 +65,16 @@ impl Long {
         Self { stop, task }
     }
 
-    /// It was right to the end.
+    /// Stops the stream, and asserts that the echo was right to the end.
     async fn end(self) {
         self.stop.cancel();
         self.task.await.unwrap().unwrap();
     }
 }
 
-/// Waits until a counter has grown so far.
+/// Waits until a counter has reached `wanted`.
 async fn counts(ours: &Ours, name: &str, label: (&str, &str), wanted: f64) {
-    let what = format!("{name} of {label:?} is {wanted}");
+    let what = format!("{name} with {label:?} reaches {wanted}");
     eventually(&what, PATIENCE, async || {
         let seen = ours.metric(name, &[label]).await;
         (seen >= wanted).then_some(()).ok_or(seen)
@@ -81,7 +82,7 @@ async fn counts(ours: &Ours, name: &str, label: (&str, &str), wanted: f64) {
     .await;
 }
 
-/// Packets were dropped for each of these reasons.
+/// Waits until packets were dropped for each of these reasons.
 async fn dropped(ours: &Ours, label: &str, reasons: &[&str]) {
     for reason in reasons {
         counts(ours, "dropped_packets_total", (label, reason), 1.0).await;
@@ -94,7 +95,7 @@ fn noise(length: usize) -> Vec<u8> {
     noise
 }
 
-/// A control packet as a client has it; `server` is the session that it answers.
+/// Encodes a client's control packet. `server` is the server's session if the packet answers the server.
 fn packet(opcode: Opcode, client: SessionId, server: Option<SessionId>, payload: &[u8]) -> Vec<u8> {
     let mut out = BytesMut::new();
     let packet = ControlPacket {
@@ -119,20 +120,20 @@ fn first_packet() -> Vec<u8> {
     packet(Opcode::HardResetClientV2, client, None, &[])
 }
 
-/// With the length that TCP needs.
+/// Prepends the packet length, which OpenVPN requires over TCP.
 fn framed(packet: &[u8]) -> Vec<u8> {
     let length = u16::try_from(packet.len()).unwrap();
     [&length.to_be_bytes(), packet].concat()
 }
 
-/// A first packet, and an echo of the answer, with or without something that is no TLS.
+/// Sends a first packet, and acknowledges the server's answer. `tls` is an optional payload that is not TLS.
 async fn half_handshake(at: &Namespace, tls: Option<&[u8]>) {
     let socket = at.udp(SocketAddrV4::new(Ipv4Addr::UNSPECIFIED, 0));
     socket.connect(TO).await.unwrap();
     let client = SessionId::random(&mut rand::rng());
     let first = packet(Opcode::HardResetClientV2, client, None, &[]);
     let mut bytes = [0; 2000];
-    // What is lost is sent again.
+    // A retry sends the packet again, because a datagram may be lost.
     let length = eventually("an answer to a first packet", PATIENCE, async || {
         socket.send(&first).await.unwrap();
         let answer = timeout(Duration::from_secs(1), socket.recv(&mut bytes)).await;
@@ -147,7 +148,7 @@ async fn half_handshake(at: &Namespace, tls: Option<&[u8]>) {
     socket.send(&echo).await.unwrap();
 }
 
-/// Everything that is no OpenVPN, or only its beginning, over UDP.
+/// Sends first packets, invalid packets and unfinished handshakes over UDP.
 async fn flood_udp(at: &Namespace) {
     for _ in 0..FIRST {
         let socket = at.udp(SocketAddrV4::new(Ipv4Addr::UNSPECIFIED, 0));
@@ -157,7 +158,7 @@ async fn flood_udp(at: &Namespace) {
     for length in 0..1000 {
         let mut bytes = noise(length);
         match length % 4 {
-            // Of no kind that there is, cut short, and data of sessions that may be there.
+            // Packets with an unknown opcode, truncated packets, and data packets of possible sessions.
             0 => bytes.fill(0),
             1 => bytes = first_packet()[..length % 14].to_vec(),
             2 => bytes
@@ -173,7 +174,8 @@ async fn flood_udp(at: &Namespace) {
     }
 }
 
-/// The same over TCP; gives connections that go no further, which are still open.
+/// Sends invalid packets and unfinished handshakes over TCP. Returns the unfinished connections that are still
+/// open.
 async fn flood_tcp(at: &Namespace, server: &Server) -> VecDeque<TcpStream> {
     let before = server.program.fd_count();
     let client = SessionId::random(&mut rand::rng());
@@ -197,7 +199,7 @@ async fn flood_tcp(at: &Namespace, server: &Server) -> VecDeque<TcpStream> {
     let mut held = VecDeque::new();
     for number in 0..HALF {
         let mut stream = at.connect(TO).await.unwrap();
-        // The others say nothing at all.
+        // Every fourth connection sends nothing.
         if number % 4 > 0 {
             stream.write_all(&first).await.unwrap();
         }
@@ -211,7 +213,7 @@ async fn flood_tcp(at: &Namespace, server: &Server) -> VecDeque<TcpStream> {
     held
 }
 
-/// First packets over TCP as fast as it goes, until it is stopped.
+/// Sends first packets over TCP as fast as possible until `stop` is cancelled.
 async fn flood_on(at: Namespace, stop: CancellationToken) {
     let first = framed(&first_packet());
     let mut held = VecDeque::new();
@@ -246,9 +248,12 @@ async fn a_flood(proto: &str) {
     let held = flood_tcp(&cluster.client, &server).await;
     scenario::carries(&server, POD, BULK).await;
     let grown = server.program.rss().saturating_sub(before);
-    eprintln!("{grown} bytes more than {before}");
-    assert!(grown < GROWTH, "{grown} bytes more than {before}");
-    // It goes on while somebody comes in: one host takes only its own places.
+    eprintln!("memory has grown by {grown} bytes from {before}");
+    assert!(
+        grown < GROWTH,
+        "memory has grown by {grown} bytes from {before}"
+    );
+    // Another host connects during the flood: the flooding host displaces only its own sessions.
     let stop = CancellationToken::new();
     let more = tokio::spawn(flood_on(cluster.client.clone(), stop.clone()));
     let dir = cluster.dir("sidecar");
@@ -264,7 +269,7 @@ async fn a_flood(proto: &str) {
     for (outcome, count) in [
         ("protocol_error", 5.0),
         ("tls_failed", 5.0),
-        // All but 256 over TCP, and over UDP what TLS has not ended before.
+        // All TCP handshakes except 256, and all UDP handshakes that did not fail in TLS before.
         ("evicted", 15_000.0),
         ("unfinished", 5.0),
     ] {
@@ -278,17 +283,17 @@ async fn a_flood(proto: &str) {
 }
 
 #[test]
-fn a_flood_beside_a_client_over_tcp() {
+fn a_flood_does_not_affect_a_client_over_tcp() {
     alone(async || a_flood("tcp").await);
 }
 
 #[test]
-fn a_flood_beside_a_client_over_udp() {
+fn a_flood_does_not_affect_a_client_over_udp() {
     alone(async || a_flood("udp").await);
 }
 
 #[test]
-fn a_tampered_wire_to_our_server_over_udp() {
+fn our_server_survives_a_tampered_link_over_udp() {
     alone(async || {
         let Some(openvpn) = OpenVpn::get() else {
             return;
@@ -329,7 +334,7 @@ fn a_tampered_wire_to_our_server_over_udp() {
 }
 
 #[test]
-fn a_tampered_wire_to_our_server_over_tcp() {
+fn our_server_survives_a_tampered_link_over_tcp() {
     alone(async || {
         let Some(openvpn) = OpenVpn::get() else {
             return;
@@ -353,14 +358,14 @@ fn a_tampered_wire_to_our_server_over_tcp() {
             (added >= 8).then_some(()).ok_or(added)
         })
         .await;
-        // A damaged packet is lost, no more.
+        // The damage of one packet has no other effect than its loss.
         relay.damage(Way::ToServer).await;
         dropped(&server, "reason", &["not_authentic"]).await;
         long.end().await;
         let established = ("outcome", "established");
         let seen = server.metric("handshakes_total", &[established]).await;
         assert_eq!(seen, 1.0);
-        // The stock program ends the connection for that, and comes back.
+        // The stock client ends the connection after a damaged packet, and reconnects.
         relay.damage(Way::ToClient).await;
         user.is_up_again(2).await;
         server.has_clients(1).await;
@@ -370,7 +375,7 @@ fn a_tampered_wire_to_our_server_over_tcp() {
 }
 
 #[test]
-fn a_tampered_wire_to_our_agent_over_udp() {
+fn our_agent_survives_a_tampered_link_over_udp() {
     alone(async || {
         let Some(openvpn) = OpenVpn::get() else {
             return;
@@ -404,7 +409,7 @@ fn a_tampered_wire_to_our_agent_over_udp() {
 }
 
 #[test]
-fn a_tampered_wire_to_our_agent_over_tcp() {
+fn our_agent_survives_a_tampered_link_over_tcp() {
     alone(async || {
         let Some(openvpn) = OpenVpn::get() else {
             return;
@@ -419,12 +424,12 @@ fn a_tampered_wire_to_our_agent_over_tcp() {
         let mut agent = agent_by(&cluster, &near.to_string(), &[]);
         agent.is_ready(true).await;
         scenario::carries(&cluster.seed, POD, 1_000_001).await;
-        // A damaged packet is lost, no more.
+        // The damage of one packet has no other effect than its loss.
         relay.damage(Way::ToClient).await;
         dropped(&agent, "cause", &["unauthentic"]).await;
         scenario::carries(&cluster.seed, POD, 200_001).await;
         assert!(!agent.program.log().contains("lost the OpenVPN server"));
-        // The stock program ends the connection for that.
+        // The stock server ends the connection after a damaged packet.
         relay.damage(Way::ToServer).await;
         agent.says("lost the OpenVPN server").await;
         let established = ("outcome", "established");
@@ -435,7 +440,7 @@ fn a_tampered_wire_to_our_agent_over_tcp() {
     });
 }
 
-/// An agent with the platform's file, but for its way to the server.
+/// Starts an agent with the platform's file, but with `remote` as the address of the server.
 fn agent_by(cluster: &Cluster, remote: &str, flags: &[&str]) -> Agent {
     let config = platform_file(cluster, "");
     let config = format!("--openvpn-config={}", config.display());

@@ -1,4 +1,4 @@
-//! Renegotiations, goodbyes, and peers that stop, die and come back.
+//! Renegotiations, exit notifications, and peers that stop, die and reconnect.
 
 use std::time::Duration;
 
@@ -12,7 +12,7 @@ use crate::support::{
     our_server_carries, server_config,
 };
 
-/// Who starts the renegotiations.
+/// The side that starts the renegotiations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Starter {
     Ours,
@@ -36,7 +36,8 @@ impl Starter {
     }
 }
 
-/// Every pair renegotiates three times, more if both start.
+/// Returns the cases: transport, starting side, and use of TLS keying material exporters. Each pair
+/// renegotiates at least three times.
 fn starters() -> [(Proto, Starter, bool); 6] {
     [
         (Proto::Tcp, Starter::Ours, true),
@@ -44,16 +45,16 @@ fn starters() -> [(Proto, Starter, bool); 6] {
         (Proto::Udp, Starter::Ours, true),
         (Proto::Udp, Starter::Theirs, true),
         (Proto::Udp, Starter::Both, true),
-        // With keys of the old kind.
+        // Without the TLS exporter.
         (Proto::Tcp, Starter::Both, false),
     ]
 }
 
-/// Pings while keys change: so many, at this interval.
+/// Number and interval of the pings during the renegotiations.
 const FLOOD: (u16, Duration) = (1000, Duration::from_millis(10));
 
 #[test]
-fn our_server_renegotiates_and_loses_nothing() {
+fn our_server_renegotiates_without_packet_loss() {
     alone(async || {
         let Some(openvpn) = OpenVpn::get() else {
             return;
@@ -84,7 +85,7 @@ fn our_server_renegotiates_and_loses_nothing() {
 }
 
 #[test]
-fn our_client_renegotiates_and_loses_nothing() {
+fn our_client_renegotiates_without_packet_loss() {
     alone(async || {
         let Some(openvpn) = OpenVpn::get() else {
             return;
@@ -115,7 +116,7 @@ fn our_client_renegotiates_and_loses_nothing() {
     });
 }
 
-/// No renegotiation failed on either side.
+/// Asserts that no renegotiation failed on either side.
 fn is_quiet(ours: &Endpoint, log: &str) {
     let seen = ours.seen();
     assert_eq!(seen.ended, None);
@@ -128,13 +129,13 @@ fn is_quiet(ours: &Endpoint, log: &str) {
 }
 
 #[test]
-fn goodbyes_are_heard() {
+fn exit_notifications_end_the_session() {
     alone(async || {
         let Some(openvpn) = OpenVpn::get() else {
             return;
         };
         let pki = Pki::create();
-        // In the control channel.
+        // A stock client sends an exit notification in the control channel.
         let wire = Wire::new(1);
         let listener = wire.listener(Proto::Udp);
         let with = "--explicit-exit-notify 1";
@@ -146,7 +147,7 @@ fn goodbyes_are_heard() {
         client.stop().await;
         assert_eq!(ours.ended().await, "the peer left");
 
-        // As a data packet, by a client that was not told that it can say it there.
+        // A stock client that ignores the pushed protocol flags sends an exit notification as a data packet.
         let wire = Wire::new(2);
         let listener = wire.listener(Proto::Udp);
         let with = "--explicit-exit-notify 1 --pull-filter ignore protocol-flags";
@@ -159,7 +160,7 @@ fn goodbyes_are_heard() {
         client.stop().await;
         assert_eq!(ours.ended().await, "the peer left");
 
-        // Ours, to a stock server.
+        // Our client notifies a stock server.
         let wire = Wire::new(3);
         let with = "--explicit-exit-notify 1";
         let server = wire.stock_server(openvpn, Proto::Udp, &pki, with).await;
@@ -169,7 +170,7 @@ fn goodbyes_are_heard() {
         ours.close().await;
         server.says("exit message received by peer", 1).await;
 
-        // A stock server's, which asks its clients to come again.
+        // A stock server that exits asks its clients to reconnect.
         let config = client_config(Proto::Udp, &pki, &pki.user_cluster);
         let ours = Endpoint::client(wire.link(Proto::Udp).await, config, None);
         ours.established().await;
@@ -177,7 +178,7 @@ fn goodbyes_are_heard() {
         let why = ours.ended().await;
         assert!(why.starts_with("the server asks to connect again"), "{why}");
 
-        // Ours, to a stock client.
+        // Our server notifies a stock client.
         let wire = Wire::new(4);
         let listener = wire.listener(Proto::Udp);
         let mut client = wire.stock_client(openvpn, Proto::Udp, &pki, "");
@@ -191,7 +192,7 @@ fn goodbyes_are_heard() {
 }
 
 #[test]
-fn a_client_that_stops_is_noticed_and_comes_back() {
+fn a_stopped_client_times_out_and_reconnects() {
     alone(async || {
         let Some(openvpn) = OpenVpn::get() else {
             return;
@@ -215,13 +216,13 @@ fn a_client_that_stops_is_noticed_and_comes_back() {
         client.program.signal(Signal::STOP);
         assert_eq!(ours.ended().await, "nothing received for 3 s");
         drop(ours);
-        // It finds its connection closed.
+        // The client continues, and finds the connection closed.
         client.program.signal(Signal::CONT);
         let ours = accept().await;
         client.is_up_again(2).await;
         our_server_carries(&ours, &wire).await;
 
-        // Killed, and another in its place.
+        // The client is killed and replaced.
         client.program.kill();
         assert_eq!(ours.ended().await, "the peer closed the connection");
         let mut client = wire.stock_client(openvpn, Proto::Tcp, &pki, "");
@@ -232,13 +233,13 @@ fn a_client_that_stops_is_noticed_and_comes_back() {
 }
 
 #[test]
-fn a_server_that_stops_is_noticed_and_comes_back() {
+fn a_stopped_server_times_out_and_serves_a_new_connection() {
     alone(async || {
         let Some(openvpn) = OpenVpn::get() else {
             return;
         };
         let (pki, wire) = (Pki::create(), Wire::new(1));
-        // It pushes `ping 1` and `ping-restart 3`.
+        // The server pushes `ping 1` and `ping-restart 3`.
         let server = wire
             .stock_server(openvpn, Proto::Udp, &pki, "--keepalive 1 3")
             .await;
@@ -254,7 +255,7 @@ fn a_server_that_stops_is_noticed_and_comes_back() {
         assert_eq!(ours.ended().await, "nothing received for 3 s");
         server.program.signal(Signal::CONT);
         let ours = connect().await;
-        // Killed without a word, and another in its place.
+        // The server is killed without a notification, and replaced.
         server.program.kill();
         assert_eq!(ours.ended().await, "nothing received for 3 s");
         let _server = wire
@@ -266,14 +267,14 @@ fn a_server_that_stops_is_noticed_and_comes_back() {
 }
 
 #[test]
-fn a_client_that_comes_back_over_udp_takes_its_place() {
+fn a_client_that_returns_over_udp_replaces_its_old_session() {
     alone(async || {
         let Some(openvpn) = OpenVpn::get() else {
             return;
         };
         let (pki, wire) = (Pki::create(), Wire::new(1));
         let listener = wire.listener(Proto::Udp);
-        // From the same port, as a client does whose address is translated on the way.
+        // The client returns from the same port, like a client behind NAT.
         let start = || {
             let options = Options::default()
                 .with("--client --dev tun --verb 4 --proto udp --lport 5000")
@@ -293,7 +294,7 @@ fn a_client_that_comes_back_over_udp_takes_its_place() {
         our_server_carries(&ours, &wire).await;
         client.program.kill();
 
-        // From another one.
+        // The client returns from another port.
         let mut client = wire.stock_client(openvpn, Proto::Udp, &pki, "");
         client.is_up().await;
         assert_eq!(ours.seen().sessions, 3);

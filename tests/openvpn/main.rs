@@ -1,21 +1,21 @@
-//! OpenVPN, with Debian's stock program in either role, in networks that each test makes for itself.
+//! Tests of OpenVPN with Debian's stock program in either role. Every test runs in separate network namespaces.
 //!
-//! | module | what it holds |
+//! | module | content |
 //! |---|---|
-//! | [`baseline`] | the stock program with itself, as the platform runs it: the lab's own check |
-//! | [`support`] | a stock peer and one of ours with a wire between them |
+//! | [`baseline`] | a stock server with stock clients, configured as on the platform; checks the test setup |
+//! | [`support`] | a link between a stock peer and one of our sessions |
 //! | [`matrix`] | the options of OpenVPN, one by one, with our sessions in either role |
-//! | [`lifetime`] | renegotiations, goodbyes, and peers that stop, die and come back |
-//! | [`platform`] | our sessions in the places of the platform's server and client |
-//! | [`refusal`] | certificates that are not let in, and what is said about them |
-//! | [`agent`] | the agent as the client of a stock server, as the platform configures it |
-//! | [`server`] | the server with stock clients, as the platform configures them |
-//! | [`pair`] | our server and our agent with each other |
-//! | [`switching`] | both tunnels of one server, and the way from one to the other |
+//! | [`lifetime`] | renegotiations, exit notifications, and peers that stop, die and reconnect |
+//! | [`platform`] | our sessions in place of the platform's server and client |
+//! | [`refusal`] | refused certificates, and the resulting log texts |
+//! | [`agent`] | our agent as the client of a stock server, with the platform's configuration |
+//! | [`server`] | our server with stock clients, with the platform's configuration |
+//! | [`pair`] | our server with our agent |
+//! | [`switching`] | both tunnels of one server, and switches between the tunnels |
 //! | [`ours`] | a program of ours in a namespace |
-//! | [`abuse`] | wires that repeat, damage and invent packets |
-//! | [`flood`] | such wires, and floods, in front of our programs |
-//! | [`outages`] | programs that stop, die and come back |
+//! | [`abuse`] | links that repeat, damage and invent packets |
+//! | [`flood`] | floods and tampered links in front of our programs |
+//! | [`outages`] | programs that stop, die and restart |
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
 
 mod support;

@@ -15,22 +15,23 @@ use crate::support::{
 
 use Proto::{Tcp, Udp};
 
-/// Opcodes of data packets, the second with the id of the peer.
+/// Opcode of data packets without a peer id.
 const DATA_V1: u8 = 6;
+/// Opcode of data packets with a peer id.
 const DATA_V2: u8 = 9;
 
-/// One pair of peers.
+/// One pair of a stock peer and our session.
 struct Case {
     proto: Proto,
     /// Options of the stock program; `KEY` stands for the path of a static key.
     stock: &'static str,
-    /// The same in our words, given the text of that key.
+    /// Sets the same options for our session, from the text of the static key.
     ours: fn(&mut Common, &str),
-    /// What must have been agreed on.
+    /// Checks the negotiated parameters.
     agreed: fn(&Established) -> bool,
 }
 
-/// Nothing but defaults.
+/// Keeps all defaults.
 fn plain(_: &mut Common, _: &str) {}
 
 fn is_default(agreed: &Established) -> bool {
@@ -42,7 +43,7 @@ fn only(common: &mut Common, cipher: Cipher) {
     common.ciphers = vec![cipher];
 }
 
-/// What either role can be told; `role` is ours.
+/// Returns the cases that exist in both roles. `role` is the role of our session.
 fn cases(role: Role) -> Vec<Case> {
     let case = |proto, stock, ours, agreed| Case {
         proto,
@@ -133,7 +134,7 @@ fn cases(role: Role) -> Vec<Case> {
     cases
 }
 
-/// What only a server of ours meets.
+/// Returns the cases that exist only for our server.
 fn odd_clients() -> Vec<Case> {
     let case = |proto, stock| Case {
         proto,
@@ -145,14 +146,14 @@ fn odd_clients() -> Vec<Case> {
         case(Tcp, "--comp-lzo no"),
         case(Udp, "--compress stub"),
         case(Tcp, "--compress stub-v2"),
-        // Sends P_DATA_V1, as it never hears of its id.
+        // The client ignores its peer id, and therefore sends P_DATA_V1.
         case(Tcp, "--pull-filter ignore peer-id"),
         case(Udp, "--pull-filter ignore peer-id"),
         case(Tcp, "--link-mtu 1432"),
     ]
 }
 
-/// What only a client of ours meets.
+/// Returns the cases that exist only for our client.
 fn odd_servers() -> Vec<Case> {
     let case = |proto, stock, ours| Case {
         proto,
@@ -174,7 +175,7 @@ fn odd_servers() -> Vec<Case> {
 }
 
 #[test]
-fn stock_clients_of_our_server() {
+fn our_server_works_with_stock_clients() {
     alone(async || {
         let Some(openvpn) = OpenVpn::get() else {
             return;
@@ -189,7 +190,7 @@ fn stock_clients_of_our_server() {
 }
 
 #[test]
-fn stock_servers_of_our_client() {
+fn our_client_works_with_stock_servers() {
     alone(async || {
         let Some(openvpn) = OpenVpn::get() else {
             return;
@@ -255,7 +256,7 @@ async fn stock_server(openvpn: &OpenVpn, pki: &Pki, number: u8, case: &Case) {
     is_clean(&name, &ours, &server.program.log());
 }
 
-/// Neither side has dropped a packet or complains about the other's options.
+/// Asserts that our session dropped no packet, and that the stock peer logged no complaint about the options.
 fn is_clean(name: &str, ours: &Endpoint, log: &str) {
     let seen = ours.seen();
     let dropped = culvert_openvpn::session::Stats {

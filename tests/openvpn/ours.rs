@@ -1,4 +1,4 @@
-//! A program of ours in a test's namespace, without any privilege: what it answers and says.
+//! A program of ours in a test's namespace, without privileges: HTTP answers, metrics and log.
 
 use std::net::{Ipv4Addr, SocketAddrV4};
 use std::path::Path;
@@ -10,7 +10,7 @@ use culvert_tests::topology::PATIENCE;
 use culvert_tests::{Program, eventually, process};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 
-/// Nobody, without any capability.
+/// Arguments of `setpriv` for the user nobody without capabilities.
 const UNPRIVILEGED: [&str; 6] = [
     "--reuid=65534",
     "--regid=65534",
@@ -25,7 +25,7 @@ pub struct Ours {
     pub program: Program,
     at: Namespace,
     health: SocketAddrV4,
-    /// What the names of its OpenVPN series begin with.
+    /// Prefix of the program's OpenVPN metrics.
     series: &'static str,
 }
 
@@ -49,7 +49,7 @@ impl Ours {
         }
     }
 
-    /// Its health listener's answer, head and body.
+    /// Returns head and body of an answer of the program's health listener.
     pub async fn get(&self, path: &str) -> std::io::Result<String> {
         let mut stream = self.at.connect(self.health).await?;
         let request = format!("GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n");
@@ -68,14 +68,19 @@ impl Ours {
     }
 
     pub async fn says(&self, text: &str) {
-        eventually(&format!("it says {text:?}"), PATIENCE, async || {
-            let log = self.program.log();
-            log.contains(text).then_some(()).ok_or(log)
-        })
+        eventually(
+            &format!("the log contains {text:?}"),
+            PATIENCE,
+            async || {
+                let log = self.program.log();
+                log.contains(text).then_some(()).ok_or(log)
+            },
+        )
         .await;
     }
 
-    /// It is nobody, may do nothing, and there is no tun device, also not under the platform's name.
+    /// Asserts that the program runs as the user nobody without capabilities. Also asserts that no tun device
+    /// exists, not even under the platform's name.
     pub fn has_no_privileges(&self) {
         assert_eq!(self.status("Uid:"), ["65534"; 4]);
         for set in ["CapPrm:", "CapEff:", "CapBnd:", "CapAmb:"] {
@@ -87,7 +92,7 @@ impl Ours {
         }
     }
 
-    /// Of a line of its `/proc/PID/status`.
+    /// Returns the words in one line of the program's `/proc/PID/status`.
     fn status(&self, name: &str) -> Vec<String> {
         let path = format!("/proc/{}/status", self.program.pid());
         let status = std::fs::read_to_string(path).unwrap();
@@ -97,7 +102,7 @@ impl Ours {
     }
 }
 
-/// Lets anybody read what a program is given.
+/// Makes files readable for all users, because our programs run as the user nobody.
 pub fn readable(paths: &[&Path]) {
     for path in paths {
         let status = Command::new("chmod")

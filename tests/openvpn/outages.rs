@@ -1,4 +1,4 @@
-//! Programs that stop, die and come back, ours and the stock ones, while the other side goes on.
+//! Our programs and stock programs that stop, die and restart while the other side keeps running.
 
 use std::net::SocketAddrV4;
 
@@ -17,7 +17,7 @@ use crate::server::{Server, client_with, masquerade};
 
 const TO: SocketAddrV4 = SocketAddrV4::new(POD, RAW);
 
-/// Bytes that show that a tunnel works again.
+/// Number of bytes that a test sends to check that a tunnel works again.
 const LITTLE: u64 = 200_001;
 
 async fn echoes(server: &Server) {
@@ -25,10 +25,10 @@ async fn echoes(server: &Server) {
     check::echo(stream, 5, 1000).await.unwrap();
 }
 
-/// Why a dial fails.
+/// Dials an endpoint, and returns the text of the expected error.
 async fn refusal(server: &Server) -> String {
     let dialed = server.dial(TO).await;
-    dialed.err().expect("nobody takes a dial").to_string()
+    dialed.err().expect("a failed dial").to_string()
 }
 
 async fn our_server_and_its_clients(proto: &str) {
@@ -41,7 +41,7 @@ async fn our_server_and_its_clients(proto: &str) {
     std::fs::create_dir_all(&clients).unwrap();
     std::fs::write(clients.join("DEFAULT"), "iroute 172.25.0.0 255.255.0.0\n").unwrap();
     let listen = format!("--openvpn-listen={proto}::1194");
-    // The server waits twice as long as its clients.
+    // The server's own timeout is twice as long as the timeout of its clients.
     let flags = [&listen, "--openvpn-ping=1s", "--openvpn-ping-restart=3s"];
     let server = Server::start(&cluster, "http-connect", &flags).await;
     let with = format!("--proto {proto}");
@@ -53,7 +53,7 @@ async fn our_server_and_its_clients(proto: &str) {
     user.is_up().await;
     server.has_clients(1).await;
 
-    // The only client stops: dials fail and say why, and what was open ends.
+    // The only client stops: dials fail with the reason, and open connections end.
     let mut open = server.dial(TO).await.unwrap();
     user.program.signal(Signal::STOP);
     let why = refusal(&server).await;
@@ -73,7 +73,7 @@ async fn our_server_and_its_clients(proto: &str) {
     server.has_clients(1).await;
     scenario::reaches_everything(&server, &cluster, NODE).await;
 
-    // Our agent, which comes first as it is newer, stops: its dials go to the other one.
+    // Our agent stops. The server tries the agent first because the agent is the newer client.
     let config = platform_file(&cluster, &format!("proto {proto}\n"));
     let pair = &cluster.pki.internal;
     let flags = [
@@ -94,7 +94,8 @@ async fn our_server_and_its_clients(proto: &str) {
     agent.is_ready(true).await;
     scenario::carries(&server, POD, LITTLE).await;
 
-    // Killed, and another in its place, which over UDP is mostly there before the first one is missed.
+    // The client is killed and replaced. Over UDP, the new client usually connects before the server misses the
+    // old client.
     const REPLACED: &str = "replaced by a newer client of the same name";
     const MISSED: &str = "nothing received for 6 s";
     let missed = server.program.log().matches(MISSED).count();
@@ -104,8 +105,8 @@ async fn our_server_and_its_clients(proto: &str) {
     server.has_clients(2).await;
     scenario::reaches_everything(&server, &cluster, NODE).await;
     if proto == "udp" {
-        // On a loaded machine a start takes longer than it takes to miss the first one.
-        eventually("the first one is gone", PATIENCE, async || {
+        // On a loaded machine, the server may miss the old client before the new client has started.
+        eventually("the old client is gone", PATIENCE, async || {
             let log = server.program.log();
             let gone = log.contains(REPLACED) || log.matches(MISSED).count() > missed;
             gone.then_some(()).ok_or("neither replaced nor missed")
@@ -113,7 +114,7 @@ async fn our_server_and_its_clients(proto: &str) {
         .await;
     }
 
-    // The server is killed: all come to the next one by themselves.
+    // The server is killed: all clients connect to the next server on their own.
     drop(server);
     let server = Server::start(&cluster, "http-connect", &[&listen]).await;
     user.is_up_again(2).await;
@@ -123,12 +124,12 @@ async fn our_server_and_its_clients(proto: &str) {
 }
 
 #[test]
-fn our_server_and_its_clients_over_tcp() {
+fn our_server_and_its_clients_recover_over_tcp() {
     alone(async || our_server_and_its_clients("tcp").await);
 }
 
 #[test]
-fn our_server_and_its_clients_over_udp() {
+fn our_server_and_its_clients_recover_over_udp() {
     alone(async || our_server_and_its_clients("udp").await);
 }
 
@@ -166,11 +167,11 @@ async fn our_agent_and_a_stock_server(proto: &str) {
 }
 
 #[test]
-fn our_agent_and_a_stock_server_over_tcp() {
+fn our_agent_recovers_from_server_outages_over_tcp() {
     alone(async || our_agent_and_a_stock_server("tcp").await);
 }
 
 #[test]
-fn our_agent_and_a_stock_server_over_udp() {
+fn our_agent_recovers_from_server_outages_over_udp() {
     alone(async || our_agent_and_a_stock_server("udp").await);
 }

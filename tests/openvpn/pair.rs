@@ -1,4 +1,4 @@
-//! Both ends of the tunnel ours: the server's front ends, the agent, and no stock program between them.
+//! Our server with our agent, without a stock OpenVPN program.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use culvert_tests::openvpn::{Cluster, OpenVpn, scenario};
 use crate::agent::{Agent, platform_file};
 use crate::server::Server;
 
-/// Alone in its namespaces.
+/// Runs our server and our agent over one transport. The caller must be in the namespaces of [`alone`].
 async fn need_nobody_else(proto: &str) {
     if OpenVpn::get().is_none() {
         return;
@@ -29,7 +29,7 @@ async fn need_nobody_else(proto: &str) {
     let mut agent = Agent::start(&cluster.client, &[&config]);
     agent.is_ready(true).await;
     server.has_clients(1).await;
-    // The server translates nodes' addresses, and the agent back.
+    // The server translates the addresses of nodes, and the agent reverses the translation.
     scenario::reaches_everything(&server, &cluster, NODE).await;
     for _ in 0..3 {
         scenario::carries(&server, POD, BULK).await;
@@ -39,7 +39,7 @@ async fn need_nobody_else(proto: &str) {
     scenario::refuses(&server, POD).await;
     assert!(agent.metric("rekeys_total", &[]).await >= 1.0);
 
-    // Another server in the place of the first.
+    // The server is replaced.
     drop(server);
     agent.is_ready(false).await;
     let server = Server::start(&cluster, "http-connect", &[&listen]).await;
@@ -49,16 +49,17 @@ async fn need_nobody_else(proto: &str) {
 }
 
 #[test]
-fn our_server_and_our_agent_need_nobody_else_over_tcp() {
+fn our_server_and_our_agent_work_together_over_tcp() {
     alone(async || need_nobody_else("tcp").await);
 }
 
 #[test]
-fn our_server_and_our_agent_need_nobody_else_over_udp() {
+fn our_server_and_our_agent_work_together_over_udp() {
     alone(async || need_nobody_else("udp").await);
 }
 
-/// What a program hears whose certificate the other one refuses, and what that one says.
+/// Log texts for each kind of wrong certificate: at the owner of the certificate, and at the peer that refuses
+/// the certificate.
 const REFUSALS: [(&str, &str); 3] = [
     (
         "`ca` did not sign our certificate",
@@ -75,7 +76,7 @@ const REFUSALS: [(&str, &str); 3] = [
 ];
 
 #[test]
-fn wrong_certificates_are_told_at_both_ends() {
+fn wrong_certificates_are_logged_at_both_ends() {
     alone(async || {
         if OpenVpn::get().is_none() {
             return;

@@ -1,4 +1,4 @@
-//! Our sessions in the places of the platform's server and client, with all that surrounds these.
+//! Our sessions in place of the platform's server and client, with the platform's packet filters and sidecar.
 
 use std::net::SocketAddrV4;
 use std::time::Duration;
@@ -11,11 +11,11 @@ use culvert_tests::openvpn::{Cluster, Endpoint, Link, OpenVpn, kkp, scenario};
 
 use crate::support::{CLIENT, PUSH, Proto, SERVER, client_config, server_config};
 
-/// Between two pings.
+/// Time between two pings.
 const INTERVAL: Duration = Duration::from_millis(50);
 
 #[test]
-fn our_server_before_the_platforms_client() {
+fn our_server_works_with_the_platforms_client() {
     alone(async || {
         let Some(openvpn) = OpenVpn::get() else {
             return;
@@ -42,7 +42,7 @@ fn our_server_before_the_platforms_client() {
 }
 
 #[test]
-fn our_client_behind_the_platforms_server() {
+fn our_client_works_with_the_platforms_server() {
     alone(async || {
         let Some(openvpn) = OpenVpn::get() else {
             return;

@@ -1,4 +1,4 @@
-//! Certificates that are not let in, and what is said about them.
+//! Refused certificates, and the resulting log texts.
 
 use std::time::Duration;
 
@@ -8,35 +8,36 @@ use culvert_tests::openvpn::{Endpoint, OpenVpn, Pki};
 
 use crate::support::{PUSH, Proto, Wire, client_config, each, server_config};
 
-/// Whose certificate is wrong.
+/// The side with the wrong certificate.
 #[derive(Clone, Copy)]
 enum Wrong {
     Ours,
     Theirs,
 }
 
-/// How long a silent peer is waited for.
+/// Time limit of the handshake with a silent peer.
 const HAND_WINDOW: Duration = Duration::from_secs(5);
 
-/// A stock peer closes its connection, or is silent, before its alert has left it.
+/// Parts of our close reason if a stock peer refuses our certificate. The stock peer closes the connection or
+/// becomes silent before it sends a TLS alert.
 const SILENT: &[&str] = &[
     "the peer may refuse our certificate silently",
     "its log says why",
 ];
 
-/// A pair that must not come to an agreement.
+/// A pair of peers that must not establish a session.
 struct Case {
     proto: Proto,
     wrong: Wrong,
     pair: fn(&Pki) -> &Pair,
-    /// What our reason has to say, in any case of letters.
+    /// Texts that our close reason must contain, in any letter case.
     reason: &'static [&'static str],
-    /// What the stock program's log has to say.
+    /// Text that the stock program's log must contain.
     log: &'static str,
 }
 
 #[test]
-fn our_server_and_clients_with_wrong_certificates() {
+fn our_server_reports_wrong_certificates_on_either_side() {
     let cases = [
         Case {
             proto: Proto::Tcp,
@@ -106,7 +107,7 @@ fn our_server_and_clients_with_wrong_certificates() {
 }
 
 #[test]
-fn our_client_and_servers_with_wrong_certificates() {
+fn our_client_reports_wrong_certificates_on_either_side() {
     let cases = [
         Case {
             proto: Proto::Tcp,
@@ -187,7 +188,7 @@ async fn says(ours: &Endpoint, case: &Case) {
     for word in case.reason {
         assert!(
             reason.to_lowercase().contains(word),
-            "{reason:?} without {word:?}"
+            "{reason:?} does not contain {word:?}"
         );
     }
     assert!(ours.seen().established.is_none());

@@ -1,4 +1,5 @@
-//! The server in the place of the platform's: stock clients, every front end, no privileges.
+//! Our server in place of the platform's server: with stock clients, with every front end, and without
+//! privileges.
 
 use std::net::SocketAddrV4;
 use std::ops::{Deref, DerefMut};
@@ -24,10 +25,10 @@ use crate::ours::{Ours, readable};
 /// The server's address in the tunnel.
 const SERVER: &str = "10.20.0.1";
 
-/// What the platform gives its server for pods, Services and nodes.
+/// Networks of pods, Services and nodes in the platform's configuration of its server.
 const NETWORKS: &str = "172.25.0.0/16,10.240.16.0/20,10.254.0.0/16";
 
-/// A running server, and its front end.
+/// A running server and its front end.
 pub struct Server {
     ours: Ours,
     front_end: FrontEnd,
@@ -48,7 +49,7 @@ impl DerefMut for Server {
 }
 
 impl Server {
-    /// In the seed, as nobody, in the platform's shape with further flags.
+    /// Starts the server in the seed as the user nobody, with the platform's settings and additional flags.
     pub async fn start(cluster: &Cluster, mode: &str, flags: &[&str]) -> Self {
         let dir = cluster.dir("culvert");
         let _ = kkp::server(&cluster.pki, &dir);
@@ -86,12 +87,13 @@ impl Server {
         server
     }
 
-    /// Waits until so many clients are connected, and dials have somewhere to go if there are any.
+    /// Waits until `wanted` clients are connected. If `wanted` is not 0, also waits until a client has routes.
     pub async fn has_clients(&self, wanted: usize) {
         self.has(wanted, wanted > 0).await;
     }
 
-    /// Waits until so many clients are connected. One of them has routes, or none has.
+    /// Waits until `wanted` clients are connected, and until the server is ready (`routed` is true) or not
+    /// ready. The server is ready if at least one client has routes.
     async fn has(&self, wanted: usize, routed: bool) {
         let what = format!("{wanted} clients are connected");
         eventually(&what, PATIENCE, async || {
@@ -113,14 +115,14 @@ impl Dial for Server {
     }
 }
 
-/// The platform's client of the user cluster.
+/// Starts the platform's client in the user cluster.
 pub fn user_cluster(openvpn: &OpenVpn, cluster: &Cluster, name: &str) -> Stock {
     let dir = cluster.dir(name);
     let options = kkp::user_cluster_client(&cluster.pki, &dir, &SEED.to_string());
     openvpn.start(&cluster.client, &options)
 }
 
-/// A stock client of the user cluster with other options; its tun device is `name`.
+/// Starts a stock client in the user cluster with other options. `name` is the name of the tun device.
 pub fn client_with(
     openvpn: &OpenVpn,
     cluster: &Cluster,
@@ -132,7 +134,7 @@ pub fn client_with(
     client_at(openvpn, cluster, name, pair, &with)
 }
 
-/// The same whose options say where the server is.
+/// Starts a stock client like [`client_with`]. The options in `with` must contain the server's address.
 pub fn client_at(
     openvpn: &OpenVpn,
     cluster: &Cluster,
@@ -149,7 +151,7 @@ pub fn client_at(
     openvpn.start(&cluster.client, &options)
 }
 
-/// What the platform's client does to packets, where it has not done so itself.
+/// Adds the masquerading rule of the platform's client, for tests with another client.
 pub fn masquerade(cluster: &Cluster) {
     cluster
         .client
@@ -157,7 +159,7 @@ pub fn masquerade(cluster: &Cluster) {
 }
 
 #[test]
-fn the_server_takes_the_place_of_the_platforms_server() {
+fn our_server_replaces_the_platforms_server() {
     alone(async || {
         let Some(openvpn) = OpenVpn::get() else {
             return;
@@ -179,7 +181,7 @@ fn the_server_takes_the_place_of_the_platforms_server() {
         scenario::carries_many(&server, POD, 50).await;
         scenario::refuses(&server, POD).await;
 
-        // A control plane's pod, with the rules that the platform makes there.
+        // A pod of the control plane, with the platform's packet filter rules.
         let sidecar = &cluster.sidecar;
         let dir = cluster.dir("sidecar");
         let options = kkp::sidecar(&cluster.pki, &dir, &SEED_INSIDE.to_string());
@@ -190,7 +192,7 @@ fn the_server_takes_the_place_of_the_platforms_server() {
         scenario::reaches_everything(sidecar, &cluster, NODE).await;
         scenario::carries(sidecar, POD, BULK).await;
         assert_eq!(lost_pings(sidecar, &POD.to_string(), 3, pause).await, 0);
-        // Nobody comes from the cluster to the seed, by whatever route.
+        // The cluster cannot reach the seed, even with a route.
         cluster.client.ip("route add 10.20.0.0/24 dev kube");
         let intruder = cluster.client.run("ping", "-c 1 -W 1 10.20.0.10").await;
         assert!(intruder.is_err(), "{intruder:?}");
@@ -201,7 +203,7 @@ fn the_server_takes_the_place_of_the_platforms_server() {
                 > 0.0
         );
 
-        // The client dies and comes back.
+        // The client is killed and restarted.
         user.program.kill();
         server.has(1, false).await;
         let mut user = user_cluster(openvpn, &cluster, "user");
@@ -216,7 +218,7 @@ fn the_server_takes_the_place_of_the_platforms_server() {
 }
 
 #[test]
-fn the_packet_protocols_clients_reach_everything_over_either_transport() {
+fn grpc_front_end_reaches_everything_over_tcp_and_udp() {
     alone(async || {
         let Some(openvpn) = OpenVpn::get() else {
             return;
@@ -236,7 +238,7 @@ fn the_packet_protocols_clients_reach_everything_over_either_transport() {
             scenario::refuses(&server, POD).await;
             server.program.signal(Signal::TERM);
             server.program.wait_exit(PATIENCE).await;
-            // It hears that the server stops, and looks for another.
+            // The stopping server notifies the client, and the client restarts.
             user.says("process restarting", 1).await;
             user.stop().await;
         }
@@ -290,7 +292,8 @@ fn our_server_renews_keys_under_load() {
     });
 }
 
-/// A stock client begins three renegotiations, and we none, while bytes pass both ways without a pause.
+/// Runs a stock client that starts three renegotiations while bytes pass in both directions without a pause.
+/// Our server starts no renegotiation.
 async fn a_client_renews_keys(with: &str) {
     let Some(openvpn) = OpenVpn::get() else {
         return;
@@ -318,12 +321,14 @@ async fn a_client_renews_keys(with: &str) {
         (done >= 3.0).then_some(()).ok_or(done)
     })
     .await;
-    assert!(!stream.is_finished(), "it ended before");
+    assert!(!stream.is_finished(), "the stream ended too early");
     stop.cancel();
-    let carried = timeout(PATIENCE, stream).await.expect("the rest of it");
+    let carried = timeout(PATIENCE, stream)
+        .await
+        .expect("the rest of the stream");
     let carried = carried.unwrap().unwrap();
     eprintln!("{with}: {carried} bytes either way");
-    // With the last keys, too.
+    // The last keys work, too.
     scenario::carries(&server, POD, BULK).await;
 
     let log = user.program.log();
@@ -333,7 +338,7 @@ async fn a_client_renews_keys(with: &str) {
         assert_eq!(line, None);
     }
     user.stop().await;
-    // Now all that its session has counted is on the page.
+    // After the end of the session, the metrics contain all counts of the session.
     server.has_clients(0).await;
     for reason in ["malformed", "not_authentic", "unknown_session"] {
         let label = [("reason", reason)];
@@ -355,7 +360,7 @@ fn a_client_renews_keys_under_load_over_udp() {
 }
 
 #[test]
-fn two_clients_of_one_name_stand_in_for_each_other_or_replace_each_other() {
+fn two_clients_of_one_name_coexist_only_with_duplicate_cn() {
     alone(async || {
         let Some(openvpn) = OpenVpn::get() else {
             return;
@@ -395,7 +400,7 @@ fn two_clients_of_one_name_stand_in_for_each_other_or_replace_each_other() {
 }
 
 #[test]
-fn who_is_not_let_in_is_told_why_and_so_is_the_operator() {
+fn rejected_clients_are_logged_and_do_not_affect_others() {
     alone(async || {
         let Some(openvpn) = OpenVpn::get() else {
             return;
@@ -407,7 +412,7 @@ fn who_is_not_let_in_is_told_why_and_so_is_the_operator() {
         let refused = |count: f64| {
             let server = &server;
             async move {
-                let what = format!("{count} failures of TLS are counted");
+                let what = format!("{count} TLS failures are counted");
                 eventually(&what, PATIENCE, async || {
                     let failed = [("outcome", "tls_failed")];
                     let seen = server.metric("handshakes_total", &failed).await;
@@ -429,13 +434,13 @@ fn who_is_not_let_in_is_told_why_and_so_is_the_operator() {
             refused(number as f64 + 1.0).await;
             client.program.kill();
         }
-        // Its certificate is good, but it has no file.
+        // The client has a valid certificate, but no file in the directory of client configurations.
         let client = client_with(openvpn, &cluster, "tun9", &pki.internal, "--proto tcp");
         client.says("AUTH_FAILED", 1).await;
         server.says("ccd-exclusive").await;
         let rejected = [("outcome", "rejected")];
         assert_eq!(server.metric("handshakes_total", &rejected).await, 1.0);
-        // What is no OpenVPN at all costs its own connection only.
+        // Input that is not OpenVPN ends only the connection that carries it.
         for garbage in [&b"GET / HTTP/1.1\r\n\r\n"[..], &[0; 64], &[0, 14, 0xff, 1]] {
             let to = SocketAddrV4::new(SEED, 1194);
             let mut stream = cluster.client.connect(to).await.unwrap();
@@ -455,7 +460,7 @@ fn who_is_not_let_in_is_told_why_and_so_is_the_operator() {
 }
 
 #[test]
-fn a_server_whose_certificate_is_refused_says_so() {
+fn a_refused_server_certificate_is_logged() {
     alone(async || {
         let Some(openvpn) = OpenVpn::get() else {
             return;

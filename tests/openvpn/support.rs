@@ -1,4 +1,4 @@
-//! A stock peer and one of ours, each in a network of its own, with a wire between them.
+//! A link between a stock peer and one of our sessions, in separate network namespaces.
 
 use std::net::{Ipv4Addr, SocketAddrV4};
 use std::panic::AssertUnwindSafe;
@@ -22,20 +22,20 @@ use futures_util::future::join_all;
 /// The server's address in the tunnel.
 pub const SERVER: Ipv4Addr = Ipv4Addr::new(10, 20, 0, 1);
 
-/// The first client's.
+/// The first client's address in the tunnel.
 pub const CLIENT: Ipv4Addr = Ipv4Addr::new(10, 20, 0, 6);
 
-/// What our server tells a client, as a stock one with net30 does.
+/// Options that our server pushes to a client, like a stock server with topology net30.
 pub const PUSH: [&str; 3] = [
     "topology net30",
     "ifconfig 10.20.0.6 10.20.0.5",
     "route 10.20.0.1",
 ];
 
-/// What every pair carries each way, in bytes.
+/// Number of bytes per direction for every pair.
 const BULK: u64 = 300_001;
 
-/// Which transport.
+/// Transport protocol of a tunnel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Proto {
     Tcp,
@@ -58,7 +58,7 @@ impl Proto {
     }
 }
 
-/// Two networks with a wire between them: ours and the stock program's.
+/// A link between two network namespaces: ours and the stock program's.
 #[derive(Debug)]
 pub struct Wire {
     pub ours: Namespace,
@@ -68,7 +68,7 @@ pub struct Wire {
 }
 
 impl Wire {
-    /// The `number`th of a test.
+    /// Creates a link. `number` must be unique within a test.
     pub fn new(number: u8) -> Self {
         let ours = Namespace::add(&format!("ours{number}"));
         let theirs = Namespace::add(&format!("theirs{number}"));
@@ -95,13 +95,13 @@ impl Wire {
         }
     }
 
-    /// A stock client of ours.
+    /// Starts a stock client of our server.
     pub fn stock_client(&self, openvpn: &OpenVpn, proto: Proto, pki: &Pki, with: &str) -> Stock {
         let options = Options::client(proto.name(), &self.our_address.to_string(), pki);
         openvpn.start(&self.theirs, &options.with(with))
     }
 
-    /// A stock server, listening.
+    /// Starts a stock server, and waits until the server listens.
     pub async fn stock_server(
         &self,
         openvpn: &OpenVpn,
@@ -115,7 +115,7 @@ impl Wire {
         server
     }
 
-    /// A connection to the stock server.
+    /// Connects to the stock server.
     pub async fn link(&self, proto: Proto) -> Link {
         let to = SocketAddrV4::new(self.their_address, 1194);
         match proto {
@@ -134,7 +134,7 @@ impl Wire {
 /// Runs `body` for all cases at once, numbered from 1.
 ///
 /// # Panics
-/// At the end, when any of them has.
+/// If a case has panicked, after all cases have ended.
 pub async fn each<T>(cases: impl IntoIterator<Item = T>, body: impl AsyncFn(u8, T)) {
     let body = &body;
     let runs = (1..).zip(cases).map(async |(number, case)| {
@@ -144,17 +144,17 @@ pub async fn each<T>(cases: impl IntoIterator<Item = T>, body: impl AsyncFn(u8, 
     let passed = join_all(runs).await;
     let count = passed.len();
     let failed = passed.iter().filter(|passed| !**passed).count();
-    assert_eq!(failed, 0, "failed, of {count} cases; see above");
+    assert_eq!(failed, 0, "failed cases out of {count}; see above");
 }
 
-/// Where a server of ours waits.
+/// Listening socket of our server.
 pub enum Listener {
     Tcp(tokio::net::TcpListener),
     Udp(tokio::net::UdpSocket),
 }
 
 impl Listener {
-    /// The next client; over UDP there is but one.
+    /// Returns the link to the next client. Over UDP, there is only one client.
     pub async fn link(self) -> Link {
         match self {
             Self::Tcp(listener) => Link::tcp(listener.accept().await.expect("a client").0),
@@ -171,7 +171,7 @@ fn identity(pair: &Pair) -> Identity {
     Identity::from_pem(&read(&pair.cert), &read(&pair.key)).expect("a certificate")
 }
 
-/// A server of ours that shows `pair`.
+/// Returns the configuration of a server of ours with the certificate in `pair`.
 pub fn server_config(proto: Proto, pki: &Pki, pair: &Pair) -> ServerConfig {
     let tls = ServerTls::new(
         &read(&pki.ca),
@@ -183,7 +183,7 @@ pub fn server_config(proto: Proto, pki: &Pki, pair: &Pair) -> ServerConfig {
     ServerConfig::new(proto.transport(), Arc::new(tls.expect("a TLS server")))
 }
 
-/// A client of ours that shows `pair`.
+/// Returns the configuration of a client of ours with the certificate in `pair`.
 pub fn client_config(proto: Proto, pki: &Pki, pair: &Pair) -> ClientConfig {
     let check = ServerCheck {
         require_usage: true,
@@ -198,20 +198,20 @@ pub fn client_config(proto: Proto, pki: &Pki, pair: &Pair) -> ClientConfig {
     ClientConfig::new(proto.transport(), Arc::new(tls.expect("a TLS client")))
 }
 
-/// `tls-auth`.
+/// Enables `tls-auth`.
 pub fn tls_auth(key: &str, direction: KeyDirection, common: &mut Common) {
     let key = static_key::parse(key).expect("a static key");
     common.wrap = WrapKey::tls_auth(&key, direction, common.digest);
     common.tls_auth = Some(direction);
 }
 
-/// `tls-crypt`.
+/// Enables `tls-crypt`.
 pub fn tls_crypt(key: &str, role: Role, common: &mut Common) {
     let key = static_key::parse(key).expect("a static key");
     common.wrap = WrapKey::tls_crypt(&key, role).expect("a key");
 }
 
-/// Pings both ways, and TCP out of our server's flows to what the stock client's host serves.
+/// Checks pings in both directions, and TCP from the flows of our server to services at the stock client.
 pub async fn our_server_carries(ours: &Endpoint, wire: &Wire) {
     let interval = Duration::from_millis(20);
     assert_eq!(
@@ -224,7 +224,7 @@ pub async fn our_server_carries(ours: &Endpoint, wire: &Wire) {
     scenario::refuses(ours, CLIENT).await;
 }
 
-/// Pings both ways, and TCP from the stock server's host into the flows of our client.
+/// Checks pings in both directions, and TCP from the stock server to services behind the flows of our client.
 pub async fn our_client_carries(ours: &Endpoint, wire: &Wire, own: Ipv4Addr) {
     let interval = Duration::from_millis(20);
     assert_eq!(
@@ -232,7 +232,7 @@ pub async fn our_client_carries(ours: &Endpoint, wire: &Wire, own: Ipv4Addr) {
         0
     );
     assert_eq!(ours.lost_pings(SERVER, 5, interval).await, 0);
-    // What comes out of the tunnel is connected from here.
+    // Our client dials services in this namespace.
     wire.ours.address(own);
     let _services = serve(&wire.ours).await;
     scenario::carries(&wire.theirs, own, BULK).await;

@@ -1,4 +1,4 @@
-//! A live cluster with both tunnels: switched to and fro under load.
+//! A live cluster with both tunnels, switched back and forth under load.
 
 use std::net::{Ipv4Addr, SocketAddrV4};
 use std::path::Path;
@@ -27,13 +27,13 @@ use crate::agent::{Agent, platform_file};
 use crate::ours::readable;
 use crate::server::{Server, user_cluster};
 
-/// How often the mode changes.
+/// Number of switches.
 const SWITCHES: usize = 20;
-/// Dials that are seen to be done in each mode.
+/// Number of finished dials to wait for after each switch.
 const DIALS: usize = 100;
-/// Streams of each tunnel that live through all switches.
+/// Number of streams of each tunnel that must survive all switches.
 const LONG: usize = 10;
-/// Where agents are waited for.
+/// Port of the server for agents.
 const AGENTS: u16 = 8091;
 
 const TO: SocketAddrV4 = SocketAddrV4::new(POD, RAW);
@@ -92,7 +92,7 @@ impl Both {
         let drain = format!("--drain={drain}");
         self.culvert(&["switch", "--to", name(to), &drain]).await;
         let goes = |status: &Status| status.new_dials.first() == Some(&to);
-        self.shows(&format!("dials go to {to:?}"), goes).await;
+        self.shows(&format!("new dials go to {to:?}"), goes).await;
     }
 
     async fn opened(&self, tunnel: Kind) -> f64 {
@@ -113,7 +113,7 @@ fn name(tunnel: Kind) -> &'static str {
     }
 }
 
-/// The agents' way to the server, by an address that is in its certificate.
+/// Relays agents to the server from a local address that is in the server's certificate.
 fn way(cluster: &Cluster) -> JoinHandle<()> {
     let near = SocketAddrV4::new(Ipv4Addr::LOCALHOST, AGENTS);
     let listener = cluster.client.listen(near);
@@ -127,7 +127,7 @@ fn way(cluster: &Cluster) -> JoinHandle<()> {
     })
 }
 
-/// What an agent needs to find its way.
+/// Returns the flags that an agent needs to connect to the server.
 fn konnectivity(cluster: &Cluster) -> [String; 3] {
     let ca = cluster.dir("agents").join("ca.crt");
     [
@@ -137,7 +137,7 @@ fn konnectivity(cluster: &Cluster) -> [String; 3] {
     ]
 }
 
-/// Opens connections one after the other, 200 in a second where the machine is fast enough.
+/// Load of up to 200 new connections per second. A slow machine opens fewer.
 struct Load {
     done: Arc<AtomicUsize>,
     stop: CancellationToken,
@@ -193,7 +193,8 @@ async fn open(streams: &mut JoinSet<std::io::Result<()>>, both: &Both, stop: &Ca
     }
 }
 
-/// To and fro, and back, with nothing lost. Then a drain that ends before the connections do.
+/// Switches back and forth, and asserts that no dial and no stream fails. Then switches with a drain that ends
+/// before the open connections.
 async fn switches(both: &Both) {
     let healthy = |status: &Status| {
         let mut tunnels = status.tunnels.iter();
@@ -226,12 +227,13 @@ async fn switches(both: &Both) {
         ended.unwrap();
     }
     let settled = |status: &Status| status.switch == Progress::Settled;
-    both.shows("nothing is left", settled).await;
+    both.shows("the switch is settled", settled).await;
 
     let (stop, mut streams) = (CancellationToken::new(), JoinSet::new());
     open(&mut streams, both, &stop).await;
     both.switch(Kind::Openvpn, "1s").await;
-    both.shows("what was left is closed", settled).await;
+    both.shows("the remaining streams are closed", settled)
+        .await;
     for ended in streams.join_all().await {
         ended.unwrap_err();
     }
@@ -240,7 +242,7 @@ async fn switches(both: &Both) {
 }
 
 #[test]
-fn a_live_cluster_of_stock_programs_is_switched_with_nothing_lost() {
+fn switching_a_cluster_of_stock_programs_loses_no_connection() {
     alone(async || {
         let (Some(openvpn), Some(interop)) = (OpenVpn::get(), Interop::get()) else {
             return;
@@ -258,7 +260,7 @@ fn a_live_cluster_of_stock_programs_is_switched_with_nothing_lost() {
 }
 
 #[test]
-fn a_live_cluster_of_one_agent_is_switched_with_nothing_lost() {
+fn switching_a_cluster_with_one_agent_loses_no_connection() {
     alone(async || {
         if OpenVpn::get().is_none() {
             return;
