@@ -12,6 +12,9 @@ use tokio_util::task::TaskTracker;
 
 use crate::metrics::AgentMetrics;
 
+/// Longest duration of a dial, as upstream.
+pub const DIAL_TIMEOUT: Duration = Duration::from_secs(5);
+
 /// Shared state of an agent.
 pub struct Agent {
     /// The agent's metrics.
@@ -67,6 +70,15 @@ impl Agent {
     /// Returns a watch on the number of connections.
     pub fn active(&self) -> watch::Receiver<usize> {
         self.active.subscribe()
+    }
+
+    /// Resolves with the close reason of connections whose server is gone: the token `ended` ends them.
+    pub async fn server_lost(&self, ended: &CancellationToken) -> CloseReason {
+        ended.cancelled().await;
+        match self.shutdown.is_cancelled() {
+            true => CloseReason::Shutdown,
+            false => CloseReason::ServerLost,
+        }
     }
 
     /// Counts a closed connection by its reason.

@@ -21,9 +21,10 @@ use crate::config::{Config, OpenVpn};
 use crate::connect::{Connector, WINDOW_BYTES};
 use crate::metrics::AgentMetrics;
 use crate::native::HELD_BYTES;
-use crate::openvpn::client::{Client, Tunnel};
-use crate::stream::OUTGOING_BYTES;
-use crate::sync::{Servers, Sync};
+use crate::openvpn::client::Client;
+use crate::openvpn::tunnel::Tunnel;
+use crate::packet::OUTGOING_BYTES;
+use crate::servers::{Servers, Sync};
 
 /// Smallest and largest budget of one connection, in bytes, whatever `--xfr-channel-size` is.
 const CONNECTION_BYTES: std::ops::RangeInclusive<usize> = 256 * 1024..=16 * 1024 * 1024;

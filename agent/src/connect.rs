@@ -37,7 +37,7 @@ use crate::agent::Agent;
 use crate::config::Config;
 use crate::metrics::AgentMetrics;
 use crate::native::HELD_BYTES;
-use crate::stream::OUTGOING_BYTES;
+use crate::packet::OUTGOING_BYTES;
 
 /// Longest duration of one attempt: grpc-go's minimum connect timeout.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(20);

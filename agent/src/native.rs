@@ -1,22 +1,23 @@
 //! A native connection to one server. Accepts the server's streams; see [`culvert_native`].
 
 use std::future::poll_fn;
+use std::pin::pin;
 use std::sync::Arc;
 
 use bytes::Bytes;
 use culvert_host::net::dial::{self, DialError};
 use culvert_host::telemetry::metrics::GaugeGuard;
 use culvert_konnectivity::message::PacketType;
-use culvert_konnectivity::metrics::{Direction, Segment};
+use culvert_konnectivity::metrics::Segment;
 use culvert_native::halves::{Chunk, NativeSink, NativeSource, halves};
 use culvert_native::link::{Incoming, Taker, chunk};
 use culvert_native::window::Inbound;
 use culvert_native::{
     ADDRESS_HEADER, CONTROL_PATH, DRAIN, ERROR_HEADER, NETWORK_HEADER, decode, encode,
 };
+use culvert_stream::connection::run_connection;
 use culvert_stream::io::{ReadSource, WriteSink, leave};
-use culvert_stream::pump::{Meter, pump};
-use culvert_stream::{CloseReason, Dial};
+use culvert_stream::{CloseReason, Dial, HALF_OPEN_IDLE, log_closed};
 use h2::server::SendResponse;
 use http::{Method, Request, Response, StatusCode};
 use tokio::io::{AsyncRead, AsyncWrite};
@@ -26,8 +27,7 @@ use tokio_util::sync::CancellationToken;
 use tonic::Code;
 use tracing::debug;
 
-use crate::agent::Agent;
-use crate::endpoint::DIAL_TIMEOUT;
+use crate::agent::{Agent, DIAL_TIMEOUT};
 use crate::metrics::DialFailureReason;
 
 /// Bytes that all connections of one server together may buffer for endpoints that do not read. At this
@@ -162,34 +162,21 @@ impl NativeServer {
         (mut server_source, mut server_sink): (NativeSource, NativeSink),
         dial: &Dial,
     ) {
-        let streams = &self.agent.metrics.streams;
-        let mut up = Meter::new(streams.tunnel_bytes(Direction::ToEndpoint).clone());
-        let mut down = Meter::new(streams.tunnel_bytes(Direction::FromEndpoint).clone());
-        let started = Instant::now();
         let (read, write) = socket.into_split();
         let mut source = ReadSource::new(read, Bytes::new(), CloseReason::EndpointLost);
         let mut sink = WriteSink::new(write, CloseReason::EndpointLost);
-        let reason = tokio::select! {
-            reason = pump(
-                (&mut server_source, &mut server_sink),
-                (&mut source, &mut sink),
-                &mut up,
-                &mut down,
-            ) => reason,
-            () = self.ended.cancelled() => match self.agent.shutdown.is_cancelled() {
-                true => CloseReason::Shutdown,
-                false => CloseReason::ServerLost,
-            },
-        };
+        let cut = pin!(self.agent.server_lost(&self.ended));
+        let ended = run_connection(
+            (&mut server_source, &mut server_sink),
+            (&mut source, &mut sink),
+            self.agent.metrics.streams.both_directions(),
+            HALF_OPEN_IDLE,
+            cut,
+        )
+        .await;
+        let reason = ended.reason;
         self.agent.closed(reason);
-        debug!(
-            address = dial.address,
-            reason = %reason,
-            to_endpoint = up.bytes,
-            from_endpoint = down.bytes,
-            seconds = started.elapsed().as_secs_f64(),
-            "connection closed"
-        );
+        log_closed!(ended, address = dial.address);
         server_sink.end(reason, &self.agent.tasks);
         drop(server_source);
         if reason == CloseReason::ClientClosed {

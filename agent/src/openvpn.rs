@@ -16,4 +16,5 @@ mod halves;
 pub mod metrics;
 pub mod nodes;
 mod role;
+pub mod tunnel;
 mod udp;

@@ -4,14 +4,13 @@
 pub mod grpc;
 pub mod http_connect;
 
+use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, Ordering};
 
-use culvert_konnectivity::metrics::Direction;
-use culvert_stream::pump::{Meter, pump};
-use culvert_stream::{CloseReason, Dial, Sink, Source};
+use culvert_stream::connection::run_connection;
+use culvert_stream::{CloseReason, Dial, HALF_OPEN_IDLE, Sink, Source, log_closed};
 use metrics::Counter;
-use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tracing::{debug, warn};
@@ -76,23 +75,24 @@ impl Frontend {
             mut sink,
             cut,
         } = connection;
-        let bytes = |direction| self.metrics.streams.tunnel_bytes(direction).clone();
-        let mut up = Meter::new(bytes(Direction::ToEndpoint));
-        let mut down = Meter::new(bytes(Direction::FromEndpoint));
-        let started = Instant::now();
-        let (reason, overdue) = tokio::select! {
-            reason = pump(client, (&mut source, &mut sink), &mut up, &mut down) => (reason, false),
-            reason = cut.due() => (reason, true),
-            () = client_gone => (CloseReason::ClientLost, false),
-            () = self.shutdown.cancelled() => (CloseReason::Shutdown, false),
-        };
-        if overdue && reason != CloseReason::Switched {
+        let cut = pin!(async {
+            tokio::select! {
+                reason = cut.due() => reason,
+                () = client_gone => CloseReason::ClientLost,
+                () = self.shutdown.cancelled() => CloseReason::Shutdown,
+            }
+        });
+        let bytes = self.metrics.streams.both_directions();
+        let endpoint = (&mut source, &mut sink);
+        let ended = run_connection(client, endpoint, bytes, HALF_OPEN_IDLE, cut).await;
+        let reason = ended.reason;
+        if ended.is_overdue() {
             warn!(
                 connection = id,
                 agent = sink.agent_id(),
                 address = dial.address,
                 reason = %reason,
-                from_endpoint = down.bytes,
+                from_endpoint = ended.from_endpoint,
                 "the client reads more slowly than its endpoint sends: closing this connection, other \
                  connections go on. A stock agent cannot be slowed down for one connection; a \
                  culvert-agent with flow control for each connection can. For longer bursts raise \
@@ -100,16 +100,12 @@ impl Frontend {
             );
         }
         self.closed(reason);
-        debug!(
+        log_closed!(
+            ended,
             connection = id,
             agent = sink.agent_id(),
             agent_connection = sink.connection(),
-            address = dial.address,
-            reason = %reason,
-            to_endpoint = up.bytes,
-            from_endpoint = down.bytes,
-            seconds = started.elapsed().as_secs_f64(),
-            "connection closed"
+            address = dial.address
         );
         sink.end(reason, &self.tasks);
         reason

@@ -1,8 +1,6 @@
 //! The search for an OpenVPN server: tries all remotes in turn, forever, with growing pauses.
 
-use std::net::SocketAddrV4;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use anyhow::Context as _;
@@ -22,10 +20,9 @@ use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use tracing::{Instrument, debug, info_span, warn};
 
-use super::metrics::{OpenVpnMetrics, Outcome};
-use super::nodes::NodeAccess;
+use super::metrics::Outcome;
 use super::role::ClientRole;
-use crate::agent::Agent;
+use super::tunnel::Tunnel;
 
 /// Pause after the first failure, and longest pause. The values are the defaults of OpenVPN 2.6.
 const RETRY: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(300));
@@ -43,63 +40,6 @@ const JITTER: f64 = 0.1;
 
 /// Receive buffer requested for a UDP socket, in bytes; the system may grant less.
 const UDP_BUFFER: usize = 2 << 20;
-
-/// State shared by sessions and connections.
-pub struct Tunnel {
-    /// Agent that counts connections and owns their tasks.
-    pub agent: Arc<Agent>,
-    /// Metrics of the tunnel.
-    pub metrics: OpenVpnMetrics,
-    nodes: NodeAccess,
-    up: AtomicBool,
-}
-
-impl Tunnel {
-    /// Creates a tunnel that is down.
-    pub fn new(agent: Arc<Agent>, nodes: NodeAccess) -> Arc<Self> {
-        Arc::new(Self {
-            metrics: OpenVpnMetrics::new(agent.metrics.registry()),
-            agent,
-            nodes,
-            up: AtomicBool::new(false),
-        })
-    }
-
-    /// Returns true while the tunnel can carry data.
-    pub fn is_up(&self) -> bool {
-        self.up.load(Ordering::Relaxed)
-    }
-
-    pub(super) fn set_up(&self, up: bool) {
-        self.up.store(up, Ordering::Relaxed);
-        self.metrics.up.set(if up { 1.0 } else { 0.0 });
-    }
-
-    /// Returns the address to dial for a destination from the tunnel.
-    ///
-    /// # Errors
-    /// The reason why the destination cannot be dialed.
-    pub(super) fn target(&self, destination: SocketAddrV4) -> Result<SocketAddrV4, String> {
-        target(&self.nodes, destination)
-    }
-}
-
-fn target(nodes: &NodeAccess, destination: SocketAddrV4) -> Result<SocketAddrV4, String> {
-    let target = nodes.target(destination);
-    let target = target.map_err(|error| error.to_string())?;
-    let ip = target.ip();
-    // The kernel of a stock client's pod does not route these targets either. A loopback target is allowed
-    // only if `--openvpn-nodes` maps a node address to it: the operator decides that, not the dialing side.
-    let nowhere = (ip.is_loopback() && target == destination)
-        || ip.is_unspecified()
-        || ip.is_multicast()
-        || ip.is_broadcast()
-        || target.port() == 0;
-    match nowhere {
-        true => Err(format!("{target} cannot be reached through the tunnel")),
-        false => Ok(target),
-    }
-}
 
 /// The search for a server.
 pub struct Client {

@@ -1,25 +1,25 @@
 //! One connection from the tunnel: finds the target, dials it, and copies bytes until either side ends.
 
 use std::net::SocketAddrV4;
+use std::pin::pin;
 use std::sync::Arc;
 
 use bytes::Bytes;
 use culvert_host::net::dial;
 use culvert_host::telemetry::metrics::GaugeGuard;
-use culvert_konnectivity::metrics::Direction;
 use culvert_openvpn::flows::{Refusal, Unreachable};
 use culvert_openvpn_io::stream::{Incoming, Stream};
-use culvert_stream::CloseReason;
+use culvert_stream::connection::run_connection;
 use culvert_stream::io::{ReadSource, WriteSink, leave};
-use culvert_stream::pump::{Meter, pump};
+use culvert_stream::{CloseReason, HALF_OPEN_IDLE, log_closed};
 use tokio::net::TcpStream;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tracing::debug;
 
-use super::client::Tunnel;
 use super::halves::halves;
-use crate::endpoint::DIAL_TIMEOUT;
+use super::tunnel::Tunnel;
+use crate::agent::DIAL_TIMEOUT;
 use crate::metrics::DialFailureReason;
 
 /// One connection, starting at its SYN.
@@ -110,39 +110,24 @@ async fn carry(
     ended: &CancellationToken,
 ) {
     let agent = &tunnel.agent;
-    let streams = &agent.metrics.streams;
-    let mut up = Meter::new(streams.tunnel_bytes(Direction::ToEndpoint).clone());
-    let mut down = Meter::new(streams.tunnel_bytes(Direction::FromEndpoint).clone());
-    let started = Instant::now();
     let (read, write) = socket.into_split();
     let mut source = ReadSource::new(read, Bytes::new(), CloseReason::EndpointLost);
     let mut sink = WriteSink::new(write, CloseReason::EndpointLost);
     let (mut tunnel_source, mut tunnel_sink) = halves(stream);
-    let reason = tokio::select! {
-        reason = pump(
-            (&mut tunnel_source, &mut tunnel_sink),
-            (&mut source, &mut sink),
-            &mut up,
-            &mut down,
-        ) => reason,
-        () = ended.cancelled() => match agent.shutdown.is_cancelled() {
-            true => CloseReason::Shutdown,
-            false => CloseReason::ServerLost,
-        },
-    };
-    agent.closed(reason);
-    debug!(
-        %client,
-        %target,
-        reason = %reason,
-        to_endpoint = up.bytes,
-        from_endpoint = down.bytes,
-        seconds = started.elapsed().as_secs_f64(),
-        "connection closed"
-    );
+    let cut = pin!(agent.server_lost(ended));
+    let ended = run_connection(
+        (&mut tunnel_source, &mut tunnel_sink),
+        (&mut source, &mut sink),
+        agent.metrics.streams.both_directions(),
+        HALF_OPEN_IDLE,
+        cut,
+    )
+    .await;
+    agent.closed(ended.reason);
+    log_closed!(ended, %client, %target);
     // Dropping the halves resets the flow unless both directions had ended.
     drop((tunnel_source, tunnel_sink));
-    if reason == CloseReason::Finished {
+    if ended.reason == CloseReason::Finished {
         leave(source.into_inner(), sink.into_inner()).await;
     }
 }

@@ -13,9 +13,9 @@ use culvert_openvpn_io::streams::Streams;
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
 
-use super::client::Tunnel;
 use super::endpoint::Endpoint;
 use super::metrics::{Counted, Outcome};
+use super::tunnel::Tunnel;
 use super::udp::{Datagrams, Taken};
 
 /// Limit for the buffers of all flows together, in bytes. Agents run in small pods.

@@ -17,7 +17,7 @@ use tokio::time::{Instant, sleep_until};
 use tokio_util::sync::CancellationToken;
 use tracing::debug;
 
-use super::client::Tunnel;
+use super::tunnel::Tunnel;
 
 /// Largest number of pairs. Each pair has a socket and a task.
 const MAX_PAIRS: usize = 512;

@@ -128,6 +128,12 @@ impl StreamMetrics {
         self.bytes.get(direction)
     }
 
+    /// Returns the counters of payload bytes to and from endpoints.
+    pub fn both_directions(&self) -> [Counter; 2] {
+        [Direction::ToEndpoint, Direction::FromEndpoint]
+            .map(|direction| self.bytes.get(direction).clone())
+    }
+
     /// Counts one gRPC stream error. `packet_type` is the type of the packet that could not be sent; `None`
     /// means a receive error. Each call looks up the series, because errors are rare.
     pub fn stream_error(&self, segment: Segment, code: Code, packet_type: Option<PacketType>) {

@@ -5,6 +5,7 @@
 //! [`Bytes`], so an adapter can pass a buffer on without a copy.
 
 pub mod allowance;
+pub mod connection;
 pub mod first_word;
 pub mod io;
 pub mod pump;

@@ -49,25 +49,3 @@ fn reason_of_the_end_selects_the_next_attempt() {
         assert_eq!(attempt.outcome.is_some(), lived.is_none());
     }
 }
-
-#[test]
-fn loopback_is_dialed_only_if_mapped_as_a_node() {
-    let none = NodeAccess::default();
-    let own = NodeAccess {
-        nodes: vec!["127.0.0.0/16".parse().unwrap()],
-        ..NodeAccess::default()
-    };
-    let to = |nodes: &NodeAccess, text: &str| target(nodes, text.parse().unwrap()).ok();
-    for nodes in [&none, &own] {
-        for nowhere in ["127.0.0.1:80", "0.0.0.0:80", "224.0.0.1:80", "172.25.0.1:0"] {
-            assert_eq!(to(nodes, nowhere), None, "{nowhere}");
-        }
-        let pod = "172.25.0.1:80";
-        assert_eq!(to(nodes, pod), Some(pod.parse().unwrap()));
-    }
-    assert_eq!(to(&none, "10.254.0.1:80"), None);
-    assert_eq!(
-        to(&own, "10.254.0.1:80"),
-        Some("127.0.0.1:80".parse().unwrap())
-    );
-}

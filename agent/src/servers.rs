@@ -18,7 +18,7 @@ use crate::config::Config;
 use crate::connect::{Connected, Connector, Transport};
 use crate::metrics::ServerDirection;
 use crate::native::NativeServer;
-use crate::stream::ServerStream;
+use crate::packet::ServerStream;
 
 /// Growth factor of the pause after each failure, as upstream.
 const BACKOFF_FACTOR: f64 = 1.5;

@@ -3,8 +3,8 @@
 //! No bytes are lost at the end. The endpoint still gets the bytes the client sent before closing, and the
 //! server still gets the bytes the endpoint sent before closing.
 
+use std::pin::pin;
 use std::sync::Arc;
-use std::time::Duration;
 
 use bytes::Bytes;
 use culvert_host::net::dial;
@@ -12,22 +12,19 @@ use culvert_host::telemetry::metrics::GaugeGuard;
 use culvert_konnectivity::agent_mux::closed;
 use culvert_konnectivity::inbox;
 use culvert_konnectivity::message::{ConnectId, DialId, MAX_DATA_BYTES, Message};
-use culvert_konnectivity::metrics::Direction;
+use culvert_stream::connection::run_connection;
 use culvert_stream::first_word::FirstWord;
 use culvert_stream::io::{LINGER, ReadSource, WriteSink, drain};
-use culvert_stream::pump::{Meter, pump};
-use culvert_stream::{CLOSE_STALL, CloseReason, Dial, Sink, Source};
+use culvert_stream::{CLOSE_STALL, CloseReason, Dial, HALF_OPEN_IDLE, Sink, Source, log_closed};
 use tokio::io::AsyncWriteExt;
 use tokio::net::TcpStream;
 use tokio::time::{Instant, timeout};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, warn};
 
+use super::ServerStream;
+use crate::agent::DIAL_TIMEOUT;
 use crate::metrics::DialFailureReason;
-use crate::stream::ServerStream;
-
-/// Longest duration of a dial, as upstream.
-pub const DIAL_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Input of one connection, decoded from the server's packets.
 pub enum Incoming {
@@ -133,10 +130,6 @@ impl Endpoint {
     async fn carry(self, socket: TcpStream, entry: Entry) {
         let stream = self.stream;
         let connection = self.connection;
-        let streams = &stream.agent.metrics.streams;
-        let mut up = Meter::new(streams.tunnel_bytes(Direction::ToEndpoint).clone());
-        let mut down = Meter::new(streams.tunnel_bytes(Direction::FromEndpoint).clone());
-        let started = Instant::now();
         let (read, write) = socket.into_split();
         let watch = self.incoming.watch();
         let client_gone = async {
@@ -160,28 +153,33 @@ impl Endpoint {
         };
         let mut source = ReadSource::new(read, Bytes::new(), CloseReason::EndpointLost);
         let mut sink = WriteSink::new(write, CloseReason::EndpointLost);
-        let (reason, overdue) = tokio::select! {
-            reason = pump(
-                (&mut server_source, &mut server_sink),
-                (&mut source, &mut sink),
-                &mut up,
-                &mut down,
-            ) => (reason, false),
-            reason = watch.overdue(stream.agent.limits.stall) => (reason, true),
-            () = client_gone => (CloseReason::Stalled, true),
-            // `closing` is set if the server cancelled the dial just as the dial succeeded. Otherwise the
-            // stream ended.
-            () = self.cut.cancelled() => match self.closing.is_cancelled() {
-                true => (CloseReason::ClientClosed, false),
-                false => (stream.cut_reason(), false),
-            },
-        };
-        if overdue {
+        let cut = pin!(async {
+            tokio::select! {
+                reason = watch.overdue(stream.agent.limits.stall) => reason,
+                () = client_gone => CloseReason::Stalled,
+                // `closing` is set if the server cancelled the dial just as the dial succeeded. Otherwise
+                // the stream ended.
+                () = self.cut.cancelled() => match self.closing.is_cancelled() {
+                    true => CloseReason::ClientClosed,
+                    false => stream.cut_reason(),
+                },
+            }
+        });
+        let ended = run_connection(
+            (&mut server_source, &mut server_sink),
+            (&mut source, &mut sink),
+            stream.agent.metrics.streams.both_directions(),
+            HALF_OPEN_IDLE,
+            cut,
+        )
+        .await;
+        let reason = ended.reason;
+        if ended.is_overdue() {
             warn!(
                 connection = connection.0,
                 address = self.dial.address,
                 reason = %reason,
-                to_endpoint = up.bytes,
+                to_endpoint = ended.to_endpoint,
                 "closing this connection: the endpoint reads more slowly than the client sends. Other \
                  connections continue. An agent cannot slow down one connection of a stock server, only \
                  of a culvert-server with flow control per connection. For longer bursts raise \
@@ -190,14 +188,10 @@ impl Endpoint {
         }
         drop(entry);
         stream.agent.closed(reason);
-        debug!(
+        log_closed!(
+            ended,
             connection = connection.0,
-            address = self.dial.address,
-            reason = %reason,
-            to_endpoint = up.bytes,
-            from_endpoint = down.bytes,
-            seconds = started.elapsed().as_secs_f64(),
-            "connection closed"
+            address = self.dial.address
         );
         stream.tell(closed(
             connection,

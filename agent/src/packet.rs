@@ -1,5 +1,7 @@
 //! One packet stream to one server: reads packets and delivers the packets to connections.
 
+mod endpoint;
+
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -14,8 +16,8 @@ use parking_lot::Mutex;
 use tokio_util::sync::CancellationToken;
 use tracing::warn;
 
+use self::endpoint::{Endpoint, Incoming};
 use crate::agent::Agent;
-use crate::endpoint::{Endpoint, Incoming};
 
 /// Bytes that may wait for sending to one server, for all connections together. A smaller value costs
 /// throughput over long paths; a larger value adds latency to packets at the end of the queue.

@@ -1,0 +1,130 @@
+//! The life of one connection: bytes both ways until the end, with byte counters and one close reason.
+
+use std::pin::Pin;
+use std::time::Duration;
+
+use metrics::Counter;
+use tokio::time::Instant;
+
+use super::pump::{Meter, pump_within};
+use super::{CloseReason, Sink, Source};
+
+/// End of a connection.
+#[derive(Clone, Copy, Debug)]
+pub struct Ended {
+    /// The only close reason of the connection.
+    pub reason: CloseReason,
+    /// True if the reason came from outside the connection, not from one of its sides.
+    pub cut: bool,
+    /// Bytes from the client to the endpoint.
+    pub to_endpoint: u64,
+    /// Bytes from the endpoint to the client.
+    pub from_endpoint: u64,
+    /// Time from the open connection to its end.
+    pub duration: Duration,
+}
+
+/// Carries a connection until both directions have ended, a side has failed, or `cut` resolves.
+/// `bytes` counts the bytes to and from the endpoint. A direction that ended waits for the opposite
+/// direction as long as bytes move within `half_open`.
+///
+/// `cut` is pinned by the caller, because a future that is moved into another future needs its memory
+/// twice. The caller closes both sides with the returned reason.
+pub async fn run_connection<CS, CK, ES, EK>(
+    client: (&mut CS, &mut CK),
+    endpoint: (&mut ES, &mut EK),
+    bytes: [Counter; 2],
+    half_open: Duration,
+    cut: Pin<&mut impl Future<Output = CloseReason>>,
+) -> Ended
+where
+    CS: Source,
+    CK: Sink,
+    ES: Source,
+    EK: Sink,
+{
+    let started = Instant::now();
+    let [mut up, mut down] = bytes.map(Meter::new);
+    let (reason, cut) = tokio::select! {
+        reason = pump_within(client, endpoint, &mut up, &mut down, half_open) => (reason, false),
+        reason = cut => (reason, true),
+    };
+    Ended {
+        reason,
+        cut,
+        to_endpoint: up.bytes,
+        from_endpoint: down.bytes,
+        duration: started.elapsed(),
+    }
+}
+
+impl Ended {
+    /// Returns true if the connection was closed because a receiver was too slow for a shared stream.
+    pub fn is_overdue(&self) -> bool {
+        let slow = matches!(
+            self.reason,
+            CloseReason::Stalled | CloseReason::BufferExceeded
+        );
+        self.cut && slow
+    }
+}
+
+/// Logs the end of a connection: the given fields, then close reason, bytes and duration.
+#[macro_export]
+macro_rules! log_closed {
+    ($ended:expr, $($field:tt)+) => {
+        ::tracing::debug!(
+            $($field)+,
+            reason = %$ended.reason,
+            to_endpoint = $ended.to_endpoint,
+            from_endpoint = $ended.from_endpoint,
+            seconds = $ended.duration.as_secs_f64(),
+            "connection closed"
+        )
+    };
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use std::pin::pin;
+
+    use bytes::Bytes;
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, duplex, split};
+
+    use super::super::HALF_OPEN_IDLE;
+    use super::super::io::{ReadSource, WriteSink};
+    use super::*;
+
+    #[tokio::test]
+    async fn connection_ends_with_the_reason_of_its_cut_and_the_bytes_so_far() {
+        let (client, near) = duplex(64);
+        let (far, mut endpoint) = duplex(64);
+        let cut = async {
+            let (mut read, mut write) = split(client);
+            write.write_all(b"ping").await.unwrap();
+            endpoint.read_exact(&mut [0; 4]).await.unwrap();
+            endpoint.write_all(b"po").await.unwrap();
+            read.read_exact(&mut [0; 2]).await.unwrap();
+            CloseReason::Shutdown
+        };
+        let lost = CloseReason::ClientLost;
+        let ((read, write), (far_read, far_write)) = (split(near), split(far));
+        let mut source = ReadSource::new(read, Bytes::new(), lost);
+        let mut sink = WriteSink::new(write, lost);
+        let mut far_source = ReadSource::new(far_read, Bytes::new(), lost);
+        let mut far_sink = WriteSink::new(far_write, lost);
+        let ended = run_connection(
+            (&mut source, &mut sink),
+            (&mut far_source, &mut far_sink),
+            [Counter::noop(), Counter::noop()],
+            HALF_OPEN_IDLE,
+            pin!(cut),
+        )
+        .await;
+        assert_eq!(ended.reason, CloseReason::Shutdown);
+        assert!(ended.cut && !ended.is_overdue());
+        assert_eq!((ended.to_endpoint, ended.from_endpoint), (4, 2));
+    }
+}
