@@ -63,3 +63,16 @@ fn missing_agent_certificate_names_the_flag() {
         stderr(&output)
     );
 }
+
+#[test]
+fn allocator_settings_do_not_depend_on_the_build_folder() {
+    let output = Command::new(env!("CARGO_BIN_EXE_culvert-server"))
+        .arg("--version")
+        .env("_RJEM_MALLOC_CONF", "stats_print:true")
+        .output()
+        .expect("the program starts");
+    let text = stderr(&output);
+    for setting in ["opt.narenas: 4", "opt.dirty_decay_ms: 2000"] {
+        assert!(text.contains(setting), "{setting} is missing from {text}");
+    }
+}

@@ -2,6 +2,8 @@
 
 use std::process::ExitCode;
 
+culvert_host::jemalloc!();
+
 fn main() -> ExitCode {
     culvert_node_tunnel::cli::run(std::env::args_os())
 }

@@ -8,9 +8,11 @@
 //! | [`tls`] | identities, trust, cipher suites |
 //! | [`net`] | listeners, dialing with Go-shaped errors, the CONNECT request head, outbound proxies |
 //! | [`watched`] | a file that is read again when it changes |
+//! | [`allocator`] | jemalloc and its settings |
 //! | [`runtime`] | start-up, signals, threads |
 
 pub mod admin;
+pub mod allocator;
 pub mod flags;
 pub mod net;
 pub mod runtime;

@@ -14,9 +14,6 @@ use tracing::{error, info, warn};
 use crate::telemetry::logging::{self, LogConfig};
 
 /// The memory allocator. glibc's allocator maps, faults in and returns the buffers of bulk transfers again
-/// and again, which costs more than encrypting them (docs/tuning.md).
-#[global_allocator]
-static ALLOCATOR: tikv_jemallocator::Jemalloc = tikv_jemallocator::Jemalloc;
 
 /// Executor that runs hyper's per-stream work on tracked tasks, so that a shutdown can wait for all tasks.
 #[derive(Clone, Debug)]

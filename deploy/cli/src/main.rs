@@ -24,6 +24,8 @@ enum Command {
     Switch(switch::Options),
 }
 
+culvert_host::jemalloc!();
+
 fn main() -> ExitCode {
     match Cli::parse().command {
         Command::Dev(options) => dev::run(&options),

@@ -2,6 +2,8 @@
 
 use std::process::ExitCode;
 
+culvert_host::jemalloc!();
+
 fn main() -> ExitCode {
     culvert_door::cli::run(std::env::args_os())
 }

@@ -1,0 +1,32 @@
+//! The allocator of a program: jemalloc, with settings for programs that carry connections.
+//!
+//! glibc's allocator maps, faults in and unmaps the buffers of bulk transfers again and again, which costs
+//! more than their encryption (docs/decisions/). Only a program chooses its allocator, never a library:
+//! `main.rs` calls [`jemalloc!`](crate::jemalloc).
+
+#[doc(hidden)]
+pub use tikv_jemallocator::Jemalloc;
+
+/// Settings of jemalloc, as a C string. Memory of a past peak returns to the system within seconds. Few
+/// arenas keep little unused memory each; connections stay on one thread, so few arenas are enough.
+pub const SETTINGS: &[u8; 87] =
+    b"narenas:4,dirty_decay_ms:2000,muzzy_decay_ms:0,tcache_max:524288,tcache_nslots_large:4\0";
+
+/// Makes jemalloc the allocator of a program. Call once, in `main.rs`.
+#[macro_export]
+macro_rules! jemalloc {
+    () => {
+        #[global_allocator]
+        static ALLOCATOR: $crate::allocator::Jemalloc = $crate::allocator::Jemalloc;
+
+        // SAFETY: jemalloc declares this symbol as a pointer to a C string, and reads it once. A reference
+        // to an array is such a pointer, and no other part of the program defines the symbol.
+        #[allow(
+            unsafe_code,
+            reason = "jemalloc reads its settings from an exported symbol"
+        )]
+        #[unsafe(export_name = "_rjem_malloc_conf")]
+        #[used]
+        static MALLOC_CONF: &[u8; $crate::allocator::SETTINGS.len()] = $crate::allocator::SETTINGS;
+    };
+}
