@@ -69,16 +69,15 @@ const CODES: u32 = 0xc0de_0000;
 
 /// Returns the error code that reports `reason` to the peer.
 pub fn reset_code(reason: CloseReason) -> Reason {
-    let index = CloseReason::ALL.iter().position(|known| *known == reason);
-    Reason::from(CODES + index.and_then(|i| u32::try_from(i).ok()).unwrap_or(0))
+    Reason::from(CODES + u32::from(reason.code()))
 }
 
 /// Returns the close reason in an error code of the peer, or `lost` for a code that our programs never send
 /// on purpose.
 pub fn close_reason(code: Reason, lost: CloseReason) -> CloseReason {
-    let index = u32::from(code).checked_sub(CODES);
-    let known = index.and_then(|index| CloseReason::ALL.get(index as usize));
-    known.copied().unwrap_or(lost)
+    let code = u32::from(code).checked_sub(CODES);
+    let code = code.and_then(|code| u8::try_from(code).ok());
+    code.and_then(CloseReason::from_code).unwrap_or(lost)
 }
 
 /// ASCII characters escaped by [`encode`]: control characters and `%`.
@@ -113,7 +112,13 @@ mod tests {
             let code = reset_code(reason);
             assert_eq!(close_reason(code, CloseReason::AgentLost), reason);
         }
-        let foreign = [Reason::CANCEL, Reason::from(u32::MAX)];
+        let recorded = CODES + 13;
+        assert_eq!(reset_code(CloseReason::Switched), Reason::from(recorded));
+        let foreign = [
+            Reason::from(recorded + 1),
+            Reason::CANCEL,
+            Reason::from(u32::MAX),
+        ];
         for code in foreign {
             assert_eq!(
                 close_reason(code, CloseReason::AgentLost),

@@ -37,79 +37,78 @@ pub struct Dial {
     pub address: String,
 }
 
-/// Reason why a connection ended: the same value in the metrics, in the log and in the message to the peer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum CloseReason {
-    /// Both directions ended in order.
-    Finished,
-    /// The client closed the whole connection.
-    ClientClosed,
-    /// The client's connection broke.
-    ClientLost,
-    /// The endpoint closed, and the peer in between cannot express a half close.
-    EndpointClosed,
-    /// The endpoint's connection broke.
-    EndpointLost,
-    /// The stream to the agent ended before the connection.
-    AgentLost,
-    /// The stream to the server ended before the connection.
-    ServerLost,
-    /// One side accepted no bytes for longer than the stall deadline while its buffer was full.
-    Stalled,
-    /// One side accepted bytes, but more slowly than a packet stream delivered them. A packet stream cannot
-    /// be slowed down for one connection, so the connection exceeded its budget for too long, or by more than
-    /// the pool had room for.
-    BufferExceeded,
-    /// One direction had ended, and nothing moved in the other direction for [`HALF_OPEN_IDLE`].
-    HalfOpenIdle,
-    /// A peer broke the rules of its protocol.
-    ProtocolError,
-    /// This program is stopping.
-    Shutdown,
-    /// No byte moved in either direction for the time that the operator allows.
-    IdleTimeout,
-    /// Traffic was switched to another tunnel, and the time for old connections to end is over.
-    Switched,
+/// Defines [`CloseReason`]: each variant with its code on the wire and its label in metrics and logs.
+macro_rules! close_reasons {
+    ($($(#[$doc:meta])+ $reason:ident = $code:literal, $label:literal;)+) => {
+        /// Reason why a connection ended: the same value in the metrics, in the log and in the message to
+        /// the peer.
+        ///
+        /// The codes are a contract between releases: a code never changes its meaning, and the code of a
+        /// deleted reason is never used again.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        #[repr(u8)]
+        pub enum CloseReason {
+            $($(#[$doc])+ $reason = $code,)+
+        }
+
+        impl CloseReason {
+            /// Every reason.
+            pub const ALL: [Self; [$($code),+].len()] = [$(Self::$reason),+];
+
+            /// Returns the metric label, which is also the log value.
+            pub fn label(self) -> &'static str {
+                match self {
+                    $(Self::$reason => $label,)+
+                }
+            }
+
+            /// Returns the code of the reason in messages between peers.
+            pub const fn code(self) -> u8 {
+                self as u8
+            }
+
+            /// Returns the reason with this code; `None` for a code that this version does not know.
+            pub const fn from_code(code: u8) -> Option<Self> {
+                match code {
+                    $($code => Some(Self::$reason),)+
+                    _ => None,
+                }
+            }
+        }
+    };
 }
 
-impl CloseReason {
-    /// Every reason, for registering metrics.
-    pub const ALL: [Self; 14] = [
-        Self::Finished,
-        Self::ClientClosed,
-        Self::ClientLost,
-        Self::EndpointClosed,
-        Self::EndpointLost,
-        Self::AgentLost,
-        Self::ServerLost,
-        Self::Stalled,
-        Self::BufferExceeded,
-        Self::HalfOpenIdle,
-        Self::ProtocolError,
-        Self::Shutdown,
-        Self::IdleTimeout,
-        Self::Switched,
-    ];
-
-    /// Returns the metric label, which is also the log value.
-    pub fn label(self) -> &'static str {
-        match self {
-            Self::Finished => "finished",
-            Self::ClientClosed => "client_closed",
-            Self::ClientLost => "client_lost",
-            Self::EndpointClosed => "endpoint_closed",
-            Self::EndpointLost => "endpoint_lost",
-            Self::AgentLost => "agent_lost",
-            Self::ServerLost => "server_lost",
-            Self::Stalled => "stalled",
-            Self::BufferExceeded => "buffer_exceeded",
-            Self::HalfOpenIdle => "half_open_idle",
-            Self::ProtocolError => "protocol_error",
-            Self::Shutdown => "shutdown",
-            Self::IdleTimeout => "idle_timeout",
-            Self::Switched => "switched",
-        }
-    }
+close_reasons! {
+        /// Both directions ended in order.
+        Finished = 0, "finished";
+        /// The client closed the whole connection.
+        ClientClosed = 1, "client_closed";
+        /// The client's connection broke.
+        ClientLost = 2, "client_lost";
+        /// The endpoint closed, and the peer in between cannot express a half close.
+        EndpointClosed = 3, "endpoint_closed";
+        /// The endpoint's connection broke.
+        EndpointLost = 4, "endpoint_lost";
+        /// The stream to the agent ended before the connection.
+        AgentLost = 5, "agent_lost";
+        /// The stream to the server ended before the connection.
+        ServerLost = 6, "server_lost";
+        /// One side accepted no bytes for longer than the stall deadline while its buffer was full.
+        Stalled = 7, "stalled";
+        /// One side accepted bytes, but more slowly than a packet stream delivered them. A packet stream cannot
+        /// be slowed down for one connection, so the connection exceeded its budget for too long, or by more than
+        /// the pool had room for.
+        BufferExceeded = 8, "buffer_exceeded";
+        /// One direction had ended, and nothing moved in the other direction for [`HALF_OPEN_IDLE`].
+        HalfOpenIdle = 9, "half_open_idle";
+        /// A peer broke the rules of its protocol.
+        ProtocolError = 10, "protocol_error";
+        /// This program is stopping.
+        Shutdown = 11, "shutdown";
+        /// No byte moved in either direction for the time that the operator allows.
+        IdleTimeout = 12, "idle_timeout";
+        /// Traffic was switched to another tunnel, and the time for old connections to end is over.
+        Switched = 13, "switched";
 }
 
 impl fmt::Display for CloseReason {
@@ -147,4 +146,38 @@ pub trait Sink: Send {
     /// Ends this direction. An adapter that cannot express a half close ends the connection instead and
     /// returns the reason as an error.
     fn finish(&mut self) -> impl Future<Output = Result<(), CloseReason>> + Send;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Codes and labels of release 0.1.0. Lines may be added, never changed.
+    const RECORDED: [(u8, &str); 14] = [
+        (0, "finished"),
+        (1, "client_closed"),
+        (2, "client_lost"),
+        (3, "endpoint_closed"),
+        (4, "endpoint_lost"),
+        (5, "agent_lost"),
+        (6, "server_lost"),
+        (7, "stalled"),
+        (8, "buffer_exceeded"),
+        (9, "half_open_idle"),
+        (10, "protocol_error"),
+        (11, "shutdown"),
+        (12, "idle_timeout"),
+        (13, "switched"),
+    ];
+
+    #[test]
+    fn codes_and_labels_of_close_reasons_never_change() {
+        for (code, label) in RECORDED {
+            let reason = CloseReason::from_code(code);
+            assert_eq!(reason.map(CloseReason::label), Some(label), "code {code}");
+            assert_eq!(reason.map(CloseReason::code), Some(code));
+        }
+        assert_eq!(CloseReason::ALL.len(), RECORDED.len());
+        assert_eq!(CloseReason::from_code(14), None);
+    }
 }
