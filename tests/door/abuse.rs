@@ -96,7 +96,7 @@ async fn flood(write: &mut OwnedWriteHalf, bytes: &[u8], limit: Duration) -> boo
 
 /// Floods a new connection while reading all input, and asserts that the door closes the connection. Returns
 /// the error code of the GOAWAY frame, or `None` if a TCP reset discarded the frame.
-pub async fn answered_flood(at: SocketAddr, begin: &[u8], bytes: &[u8]) -> Option<u32> {
+pub(crate) async fn answered_flood(at: SocketAddr, begin: &[u8], bytes: &[u8]) -> Option<u32> {
     let (mut frames, mut write) = frames::connect(at, &[]).await;
     // Fails if the door has closed the connection already.
     let _ = write.write_all(begin).await;
@@ -154,7 +154,7 @@ async fn compressed_header_list_of_48_mb_closes_the_connection() {
 
 /// Opens up to 3,000 streams and resets each stream at once. Returns true if the door closed the connection,
 /// and the error code of the GOAWAY frame.
-pub async fn reset_many(at: SocketAddr, authority: &str) -> (bool, Option<u32>) {
+pub(crate) async fn reset_many(at: SocketAddr, authority: &str) -> (bool, Option<u32>) {
     let (mut frames, mut write) = frames::connect(at, &[]).await;
     let send = async {
         let fields = connect_fields(authority);

@@ -8,37 +8,37 @@ use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 
 use crate::support::timely;
 
-pub const DATA: u8 = 0;
-pub const HEADERS: u8 = 1;
-pub const RST_STREAM: u8 = 3;
-pub const SETTINGS: u8 = 4;
-pub const PING: u8 = 6;
-pub const GOAWAY: u8 = 7;
-pub const WINDOW_UPDATE: u8 = 8;
-pub const CONTINUATION: u8 = 9;
+pub(crate) const DATA: u8 = 0;
+pub(crate) const HEADERS: u8 = 1;
+pub(crate) const RST_STREAM: u8 = 3;
+pub(crate) const SETTINGS: u8 = 4;
+pub(crate) const PING: u8 = 6;
+pub(crate) const GOAWAY: u8 = 7;
+pub(crate) const WINDOW_UPDATE: u8 = 8;
+pub(crate) const CONTINUATION: u8 = 9;
 
-pub const END_HEADERS: u8 = 4;
+pub(crate) const END_HEADERS: u8 = 4;
 
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 
 /// Identifiers and values of the settings that [`connect`] sends.
-pub type Settings<'a> = &'a [(u16, u32)];
+pub(crate) type Settings<'a> = &'a [(u16, u32)];
 
-pub const INITIAL_WINDOW_SIZE: u16 = 4;
+pub(crate) const INITIAL_WINDOW_SIZE: u16 = 4;
 
 /// A received frame.
 #[derive(Debug)]
-pub struct Frame {
+pub(crate) struct Frame {
     pub kind: u8,
     pub stream: u32,
     pub payload: Vec<u8>,
 }
 
 /// The frames that the peer sends.
-pub struct Frames(BufReader<OwnedReadHalf>);
+pub(crate) struct Frames(BufReader<OwnedReadHalf>);
 
 /// Connects and sends the HTTP/2 preface and a SETTINGS frame. The caller sends all other frames.
-pub async fn connect(door: SocketAddr, settings: Settings<'_>) -> (Frames, OwnedWriteHalf) {
+pub(crate) async fn connect(door: SocketAddr, settings: Settings<'_>) -> (Frames, OwnedWriteHalf) {
     let stream = TcpStream::connect(door).await.unwrap();
     stream.set_nodelay(true).unwrap();
     let (read, mut write) = stream.into_split();
@@ -53,7 +53,7 @@ pub async fn connect(door: SocketAddr, settings: Settings<'_>) -> (Frames, Owned
 }
 
 /// Encodes a frame.
-pub fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
+pub(crate) fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
     let len = u32::try_from(payload.len()).unwrap().to_be_bytes();
     let mut bytes = vec![len[1], len[2], len[3], kind, flags];
     bytes.extend(stream.to_be_bytes());
@@ -62,7 +62,7 @@ pub fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
 }
 
 /// Encodes a header field in HPACK, with a literal name, without indexing and compression.
-pub fn field(name: &str, value: &str) -> Vec<u8> {
+pub(crate) fn field(name: &str, value: &str) -> Vec<u8> {
     let mut bytes = vec![0];
     for text in [name, value] {
         let len = u8::try_from(text.len()).unwrap();
@@ -77,13 +77,13 @@ pub fn field(name: &str, value: &str) -> Vec<u8> {
 }
 
 /// Encodes the fields of a CONNECT request.
-pub fn connect_fields(authority: &str) -> Vec<u8> {
+pub(crate) fn connect_fields(authority: &str) -> Vec<u8> {
     [field(":method", "CONNECT"), field(":authority", authority)].concat()
 }
 
 impl Frames {
     /// Returns the next frame, or `None` if the connection has ended for any reason.
-    pub async fn next(&mut self) -> Option<Frame> {
+    pub(crate) async fn next(&mut self) -> Option<Frame> {
         let mut head = [0; 9];
         timely("a frame", self.0.read_exact(&mut head)).await.ok()?;
         let len = u32::from_be_bytes([0, head[0], head[1], head[2]]);
@@ -97,7 +97,7 @@ impl Frames {
     }
 
     /// Returns the next frame of one kind, and skips all frames before.
-    pub async fn next_of(&mut self, kind: u8) -> Option<Frame> {
+    pub(crate) async fn next_of(&mut self, kind: u8) -> Option<Frame> {
         loop {
             let next = self.next().await?;
             if next.kind == kind {
@@ -109,7 +109,7 @@ impl Frames {
 
 impl Frame {
     /// Returns the error code of a RST_STREAM or GOAWAY frame.
-    pub fn code(&self) -> u32 {
+    pub(crate) fn code(&self) -> u32 {
         let at = if self.kind == GOAWAY { 4 } else { 0 };
         let bytes = self.payload[at..at + 4].try_into().unwrap();
         u32::from_be_bytes(bytes)
@@ -117,7 +117,7 @@ impl Frame {
 
     /// Returns the status of a response, or `None` if the status is not encoded as an index of HPACK's static
     /// table.
-    pub fn status(&self) -> Option<u16> {
+    pub(crate) fn status(&self) -> Option<u16> {
         // Skips updates of the dynamic table's size.
         let first = self.payload.iter().find(|byte| *byte & 0xe0 != 0x20)?;
         [(8, 200), (12, 400), (13, 404), (14, 500)]
@@ -126,7 +126,7 @@ impl Frame {
     }
 
     /// Returns the value of one setting in a SETTINGS frame.
-    pub fn setting(&self, id: u16) -> Option<u32> {
+    pub(crate) fn setting(&self, id: u16) -> Option<u32> {
         let mut entries = self.payload.chunks_exact(6);
         let entry = entries.find(|entry| entry[..2] == id.to_be_bytes())?;
         Some(u32::from_be_bytes(entry[2..].try_into().unwrap()))

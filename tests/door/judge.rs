@@ -36,7 +36,7 @@ use crate::support::{Door, Upstream};
 
 /// Addresses of one of the two proxies.
 #[derive(Clone, Debug)]
-pub struct Side {
+pub(crate) struct Side {
     pub sni: SocketAddr,
     pub tunnel: SocketAddr,
     pub stats: SocketAddr,
@@ -45,7 +45,7 @@ pub struct Side {
 }
 
 /// Envoy and our front door with the same routes.
-pub struct Pair {
+pub(crate) struct Pair {
     pub envoy: Side,
     pub ours: Side,
     pub running: RunningEnvoy,
@@ -54,27 +54,27 @@ pub struct Pair {
 }
 
 /// Returns an upstream that is reachable by server name and by CONNECT.
-pub fn exposed(name: &str, endpoint: SocketAddr) -> Upstream {
+pub(crate) fn exposed(name: &str, endpoint: SocketAddr) -> Upstream {
     Upstream::new(&format!("demo/{name}"), endpoint)
         .server_name(&server_name(name))
         .authority(&authority(name))
 }
 
-pub fn server_name(name: &str) -> String {
+pub(crate) fn server_name(name: &str) -> String {
     format!("{name}.example.com")
 }
 
-pub fn authority(name: &str) -> String {
+pub(crate) fn authority(name: &str) -> String {
     format!("{name}.demo.svc.cluster.local:443")
 }
 
 impl Pair {
     /// Starts both proxies. If Envoy is not installed, prints a line to stderr and returns `None`.
-    pub async fn start(upstreams: &[Upstream]) -> Option<Self> {
+    pub(crate) async fn start(upstreams: &[Upstream]) -> Option<Self> {
         Self::start_with(upstreams, Settings::default()).await
     }
 
-    pub async fn start_with(upstreams: &[Upstream], settings: Settings) -> Option<Self> {
+    pub(crate) async fn start_with(upstreams: &[Upstream], settings: Settings) -> Option<Self> {
         let envoy = Envoy::get()?;
         let mut ports = Ports::default();
         let mut seed = Seed::new(&mut ports);
@@ -115,19 +115,19 @@ impl Pair {
     }
 
     /// Runs `look` against Envoy, and then against our front door.
-    pub async fn see<T>(&self, look: impl AsyncFn(&Side) -> T) -> [T; 2] {
+    pub(crate) async fn see<T>(&self, look: impl AsyncFn(&Side) -> T) -> [T; 2] {
         [look(&self.envoy).await, look(&self.ours).await]
     }
 
     /// Runs `look` against both proxies at the same time; saves time in slow checks.
-    pub async fn see_together<T>(&self, look: impl AsyncFn(&Side) -> T) -> [T; 2] {
+    pub(crate) async fn see_together<T>(&self, look: impl AsyncFn(&Side) -> T) -> [T; 2] {
         let (envoy, ours) = tokio::join!(look(&self.envoy), look(&self.ours));
         [envoy, ours]
     }
 }
 
 /// Adds the names, authorities and endpoints of an upstream to a seed.
-pub fn add(seed: &mut Seed, upstream: &Upstream) {
+pub(crate) fn add(seed: &mut Seed, upstream: &Upstream) {
     let cluster = &upstream.name;
     for name in &upstream.server_names {
         seed.server_names.insert(name.clone(), cluster.clone());
@@ -157,16 +157,16 @@ fn flags(settings: &Settings) -> Vec<String> {
 
 /// Compares observed with expected results row by row. A drop panics with all wrong rows.
 #[derive(Default)]
-pub struct Verdicts(Vec<String>);
+pub(crate) struct Verdicts(Vec<String>);
 
 impl Verdicts {
     /// Expects the same result at both proxies.
-    pub fn same(&mut self, case: &str, seen: [String; 2], both: &str) {
+    pub(crate) fn same(&mut self, case: &str, seen: [String; 2], both: &str) {
         self.differ(case, seen, both, both);
     }
 
     /// Expects different results on purpose.
-    pub fn differ(
+    pub(crate) fn differ(
         &mut self,
         case: &str,
         [envoy, ours]: [String; 2],

@@ -24,17 +24,17 @@ use tokio_rustls::client::TlsStream;
 use tokio_rustls::{TlsAcceptor, TlsConnector};
 
 /// Time limit of each step, far longer than any step takes.
-pub const LIMIT: Duration = Duration::from_secs(20);
+pub(crate) const LIMIT: Duration = Duration::from_secs(20);
 
 /// Awaits `work`, and panics after [`LIMIT`].
-pub async fn timely<T>(what: &str, work: impl Future<Output = T>) -> T {
+pub(crate) async fn timely<T>(what: &str, work: impl Future<Output = T>) -> T {
     let done = timeout(LIMIT, work).await;
     done.unwrap_or_else(|_| panic!("{what}: not within {LIMIT:?}"))
 }
 
 /// One upstream in the file of routes.
 #[derive(Clone, Debug, Default)]
-pub struct Upstream {
+pub(crate) struct Upstream {
     pub name: String,
     pub endpoints: Vec<SocketAddr>,
     pub server_names: Vec<String>,
@@ -43,7 +43,7 @@ pub struct Upstream {
 }
 
 impl Upstream {
-    pub fn new(name: &str, endpoint: SocketAddr) -> Self {
+    pub(crate) fn new(name: &str, endpoint: SocketAddr) -> Self {
         Self {
             name: name.to_owned(),
             endpoints: vec![endpoint],
@@ -51,17 +51,17 @@ impl Upstream {
         }
     }
 
-    pub fn server_name(mut self, name: &str) -> Self {
+    pub(crate) fn server_name(mut self, name: &str) -> Self {
         self.server_names.push(name.to_owned());
         self
     }
 
-    pub fn authority(mut self, authority: &str) -> Self {
+    pub(crate) fn authority(mut self, authority: &str) -> Self {
         self.authorities.push(authority.to_owned());
         self
     }
 
-    pub fn node_port(mut self, port: u16) -> Self {
+    pub(crate) fn node_port(mut self, port: u16) -> Self {
         self.node_ports.push(port);
         self
     }
@@ -93,7 +93,7 @@ fn yaml(upstreams: &[Upstream]) -> String {
 }
 
 /// A running front door.
-pub struct Door {
+pub(crate) struct Door {
     pub program: Program,
     pub ports: Ports,
     pub sni: SocketAddr,
@@ -103,11 +103,11 @@ pub struct Door {
 }
 
 impl Door {
-    pub async fn start(upstreams: &[Upstream]) -> Self {
+    pub(crate) async fn start(upstreams: &[Upstream]) -> Self {
         Self::start_with(upstreams, &[]).await
     }
 
-    pub async fn start_with(upstreams: &[Upstream], flags: &[&str]) -> Self {
+    pub(crate) async fn start_with(upstreams: &[Upstream], flags: &[&str]) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("door.yaml");
         std::fs::write(&file, yaml(upstreams)).unwrap();
@@ -118,7 +118,7 @@ impl Door {
 
     /// Starts a front door with routes from a Kubernetes API. On return, the front door serves health and
     /// metrics, but may not be ready.
-    pub async fn watching(api: &KubeApi, flags: &[&str]) -> Self {
+    pub(crate) async fn watching(api: &KubeApi, flags: &[&str]) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let kubeconfig = format!("--kubeconfig={}", api.kubeconfig(dir.path()).display());
         let flags: Vec<&str> = [kubeconfig.as_str()].iter().chain(flags).copied().collect();
@@ -151,12 +151,12 @@ impl Door {
     }
 
     /// Returns status and body of `/readyz`.
-    pub async fn readiness(&self) -> (StatusCode, String) {
+    pub(crate) async fn readiness(&self) -> (StatusCode, String) {
         let (status, _, body) = http_get(self.stats, "/readyz").await.unwrap();
         (status, String::from_utf8(body.to_vec()).unwrap())
     }
 
-    pub async fn is_ready(&self) {
+    pub(crate) async fn is_ready(&self) {
         eventually("the proxy is ready", LIMIT, async || {
             let (status, text) = self.readiness().await;
             (status == StatusCode::OK).then_some(()).ok_or(text)
@@ -165,12 +165,12 @@ impl Door {
     }
 
     /// Returns the path of the file of routes.
-    pub fn file(&self) -> PathBuf {
+    pub(crate) fn file(&self) -> PathBuf {
         self.dir.path().join("door.yaml")
     }
 
     /// Replaces the routes and waits until they are in force.
-    pub async fn route(&self, upstreams: &[Upstream]) {
+    pub(crate) async fn route(&self, upstreams: &[Upstream]) {
         let before = self
             .value("culvert_nodeport_proxy_changes_total", &[])
             .await;
@@ -186,22 +186,22 @@ impl Door {
         .await;
     }
 
-    pub async fn metrics(&self) -> Metrics {
+    pub(crate) async fn metrics(&self) -> Metrics {
         scrape(self.stats).await.unwrap()
     }
 
-    pub async fn value(&self, name: &str, labels: &[(&str, &str)]) -> f64 {
+    pub(crate) async fn value(&self, name: &str, labels: &[(&str, &str)]) -> f64 {
         self.metrics().await.value(name, labels).unwrap_or_default()
     }
 
-    pub async fn refused(&self, listener: &str, reason: &str) -> f64 {
+    pub(crate) async fn refused(&self, listener: &str, reason: &str) -> f64 {
         let labels = [("listener", listener), ("reason", reason)];
         self.value("culvert_nodeport_proxy_refused_total", &labels)
             .await
     }
 
     /// Waits until `expected` connections were refused.
-    pub async fn has_refused(&self, listener: &str, reason: &str, expected: f64) {
+    pub(crate) async fn has_refused(&self, listener: &str, reason: &str, expected: f64) {
         let what = format!("{expected} refused on {listener} for {reason}");
         eventually(&what, LIMIT, async || {
             let refused = self.refused(listener, reason).await;
@@ -211,7 +211,7 @@ impl Door {
     }
 
     /// Waits until no client has an open connection.
-    pub async fn is_idle(&self) {
+    pub(crate) async fn is_idle(&self) {
         eventually("no connection is open", LIMIT, async || {
             let metrics = self.metrics().await;
             let open: f64 = ["sni", "tunneling", "node_port"]
@@ -228,7 +228,7 @@ impl Door {
 }
 
 /// An endpoint that terminates TLS for one name. The answer to each line is the name, followed by the line.
-pub struct TlsEndpoint {
+pub(crate) struct TlsEndpoint {
     pub address: SocketAddr,
     pub certificate: CertificateDer<'static>,
     task: tokio::task::JoinHandle<()>,
@@ -241,7 +241,7 @@ impl Drop for TlsEndpoint {
 }
 
 impl TlsEndpoint {
-    pub async fn start(name: &'static str) -> Self {
+    pub(crate) async fn start(name: &'static str) -> Self {
         let key = rcgen::generate_simple_self_signed([name.to_owned()]).unwrap();
         let certificate = key.cert.der().clone();
         let private = PrivatePkcs8KeyDer::from(key.signing_key.serialize_der());
@@ -281,7 +281,7 @@ impl TlsEndpoint {
     }
 
     /// Connects through `door` with the server name `name`, and asserts that this endpoint answers.
-    pub async fn answers(&self, door: SocketAddr, name: &str) {
+    pub(crate) async fn answers(&self, door: SocketAddr, name: &str) {
         let mut stream = self
             .connect(door, name, rustls::ALL_VERSIONS)
             .await
@@ -289,7 +289,7 @@ impl TlsEndpoint {
         ask(&mut stream).await;
     }
 
-    pub async fn connect(
+    pub(crate) async fn connect(
         &self,
         door: SocketAddr,
         name: &str,
@@ -310,7 +310,7 @@ impl TlsEndpoint {
 }
 
 /// Sends a line, and returns the answer without that line.
-pub async fn ask(stream: &mut TlsStream<TcpStream>) -> String {
+pub(crate) async fn ask(stream: &mut TlsStream<TcpStream>) -> String {
     stream.write_all(b" hello\n").await.unwrap();
     stream.flush().await.unwrap();
     let mut answer = Vec::new();
@@ -329,7 +329,7 @@ fn provider() -> Arc<rustls::crypto::CryptoProvider> {
 }
 
 /// An HTTP/2 client that starts without negotiation (prior knowledge).
-pub struct Http2 {
+pub(crate) struct Http2 {
     requests: SendRequest<Bytes>,
     task: tokio::task::JoinHandle<Result<(), h2::Error>>,
 }
@@ -341,17 +341,17 @@ impl Drop for Http2 {
 }
 
 /// A CONNECT tunnel over HTTP/2.
-pub struct Tunnel {
+pub(crate) struct Tunnel {
     pub receive: RecvStream,
     pub send: SendStream<Bytes>,
 }
 
 impl Http2 {
-    pub async fn connect(door: SocketAddr) -> Self {
+    pub(crate) async fn connect(door: SocketAddr) -> Self {
         Self::over(TcpStream::connect(door).await.unwrap()).await
     }
 
-    pub async fn over<S>(stream: S) -> Self
+    pub(crate) async fn over<S>(stream: S) -> Self
     where
         S: tokio::io::AsyncRead + tokio::io::AsyncWrite + Unpin + Send + 'static,
     {
@@ -360,7 +360,7 @@ impl Http2 {
     }
 
     /// Starts HTTP/2 on `stream`, with `window` as the initial window of each HTTP/2 stream, in bytes.
-    pub async fn with_window<S>(stream: S, window: u32) -> Self
+    pub(crate) async fn with_window<S>(stream: S, window: u32) -> Self
     where
         S: tokio::io::AsyncRead + tokio::io::AsyncWrite + Unpin + Send + 'static,
     {
@@ -379,7 +379,11 @@ impl Http2 {
 
     /// Requests a tunnel, and sends `early` before the answer arrives. Returns the status if the tunnel is
     /// refused.
-    pub async fn open(&self, authority: &str, early: &'static [u8]) -> Result<Tunnel, StatusCode> {
+    pub(crate) async fn open(
+        &self,
+        authority: &str,
+        early: &'static [u8],
+    ) -> Result<Tunnel, StatusCode> {
         let answer = self.connect_to(authority, early).await.unwrap();
         match answer {
             (StatusCode::OK, tunnel) => Ok(tunnel),
@@ -389,7 +393,7 @@ impl Http2 {
 
     /// Requests a tunnel like [`Http2::open`], and returns any answer. Fails if the stream or the connection
     /// ends before the answer.
-    pub async fn connect_to(
+    pub(crate) async fn connect_to(
         &self,
         authority: &str,
         early: &'static [u8],
@@ -407,7 +411,7 @@ impl Http2 {
     }
 
     /// Sends a request, and returns the status.
-    pub async fn ask(&self, request: Request<()>) -> StatusCode {
+    pub(crate) async fn ask(&self, request: Request<()>) -> StatusCode {
         let mut requests = timely("room for a stream", self.requests.clone().ready())
             .await
             .unwrap();
@@ -417,18 +421,18 @@ impl Http2 {
 }
 
 impl Tunnel {
-    pub fn say(&mut self, bytes: &'static [u8]) {
+    pub(crate) fn say(&mut self, bytes: &'static [u8]) {
         self.send
             .send_data(Bytes::from_static(bytes), false)
             .unwrap();
     }
 
-    pub fn finish(&mut self) {
+    pub(crate) fn finish(&mut self) {
         self.send.send_data(Bytes::new(), true).unwrap();
     }
 
     /// Reads until at least `count` bytes have arrived or the stream has ended.
-    pub async fn hear(&mut self, count: usize) -> Vec<u8> {
+    pub(crate) async fn hear(&mut self, count: usize) -> Vec<u8> {
         let mut heard = Vec::new();
         while heard.len() < count {
             let Some(bytes) = timely("bytes", self.receive.data()).await else {
@@ -446,7 +450,7 @@ impl Tunnel {
 }
 
 /// Sends bytes to a listener, and reads the answer until the end of the stream or a reset.
-pub async fn converse(door: SocketAddr, bytes: &[u8]) -> Vec<u8> {
+pub(crate) async fn converse(door: SocketAddr, bytes: &[u8]) -> Vec<u8> {
     let mut stream = TcpStream::connect(door).await.unwrap();
     let mut answer = Vec::new();
     let _ = stream.write_all(bytes).await;

@@ -14,11 +14,11 @@ use serde_json::Value;
 use crate::held::Held;
 
 /// Time limit for an effect to appear. Generous, because two cores run many tests.
-pub const LIMIT: Duration = Duration::from_secs(30);
+pub(crate) const LIMIT: Duration = Duration::from_secs(30);
 
 /// Origin of a program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Make {
+pub(crate) enum Make {
     /// This workspace.
     Ours,
     /// Upstream.
@@ -27,7 +27,7 @@ pub enum Make {
 
 /// Protocol and socket between the driver and the server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Front {
+pub(crate) enum Front {
     /// The packet protocol over a Unix socket.
     GrpcUds,
     /// HTTP CONNECT over a Unix socket.
@@ -38,7 +38,7 @@ pub enum Front {
 
 /// A pairing behind a front end.
 #[derive(Debug, Clone, Copy)]
-pub struct Case {
+pub(crate) struct Case {
     /// Origin of the servers.
     pub server: Make,
     /// Origin of the agents.
@@ -49,23 +49,23 @@ pub struct Case {
 
 impl Case {
     /// Returns true if both programs are ours.
-    pub fn all_ours(self) -> bool {
+    pub(crate) fn all_ours(self) -> bool {
         self.server == Make::Ours && self.agent == Make::Ours
     }
 
     /// Returns true if both programs are stock programs.
-    pub fn all_stock(self) -> bool {
+    pub(crate) fn all_stock(self) -> bool {
         self.server == Make::Stock && self.agent == Make::Stock
     }
 
     /// Returns true if the front end is HTTP CONNECT.
-    pub fn is_connect(self) -> bool {
+    pub(crate) fn is_connect(self) -> bool {
         self.front != Front::GrpcUds
     }
 
     /// Starts `servers` servers, and one agent for each list of additional flags in `agents`. Returns `None`
     /// without Go.
-    pub async fn start(self, servers: usize, agents: &[&[&str]]) -> Option<Tunnel> {
+    pub(crate) async fn start(self, servers: usize, agents: &[&[&str]]) -> Option<Tunnel> {
         let interop = Interop::get()?;
         let (mode, transport) = match self.front {
             Front::GrpcUds => (Mode::Grpc, Transport::Uds),
@@ -96,7 +96,7 @@ impl Case {
 
 /// A running tunnel of a case, and the services behind the tunnel.
 #[derive(Debug)]
-pub struct Tunnel {
+pub(crate) struct Tunnel {
     /// The case under test.
     pub case: Case,
     /// Services behind the agents.
@@ -109,12 +109,12 @@ pub struct Tunnel {
 
 impl Tunnel {
     /// Runs a command of the driver through the first server. Returns the result of a success or a failure.
-    pub async fn run(&self, command: &str, target: &str, flags: &[&str]) -> Value {
+    pub(crate) async fn run(&self, command: &str, target: &str, flags: &[&str]) -> Value {
         self.run_through(0, command, target, flags).await
     }
 
     /// Runs a command of the driver through a server. Returns the result of a success or a failure.
-    pub async fn run_through(
+    pub(crate) async fn run_through(
         &self,
         server: usize,
         command: &str,
@@ -129,26 +129,26 @@ impl Tunnel {
     ///
     /// # Panics
     /// If the command fails.
-    pub async fn succeeds(&self, command: &str, target: SocketAddr, flags: &[&str]) {
+    pub(crate) async fn succeeds(&self, command: &str, target: SocketAddr, flags: &[&str]) {
         let result = self.run(command, &target.to_string(), flags).await;
         assert_eq!(result["ok"], true, "{result}");
     }
 
     /// Opens an echo connection through the first server and leaves the connection open.
-    pub async fn hold(&self) -> Held {
+    pub(crate) async fn hold(&self) -> Held {
         let target = self.services.raw.to_string();
         let args = self.args(0, "hold", &target, &[]);
         Held::open(self.interop.start(&args)).await
     }
 
     /// Returns the number of an agent's open endpoint connections.
-    pub async fn endpoint_connections(&self, agent: usize) -> f64 {
+    pub(crate) async fn endpoint_connections(&self, agent: usize) -> f64 {
         let metrics = self.topology.agent_metrics(agent).await;
         agent_value(&metrics, "open_endpoint_connections")
     }
 
     /// Waits until exactly one agent has the only open connection, and returns the agent's index.
-    pub async fn serving_agent(&self) -> usize {
+    pub(crate) async fn serving_agent(&self) -> usize {
         eventually("one agent has the connection", LIMIT, async || {
             let mut held = Vec::new();
             for agent in 0..self.agents {
@@ -161,7 +161,7 @@ impl Tunnel {
     }
 
     /// Waits until the first server counts exactly `count` agents.
-    pub async fn counts_agents(&self, count: usize) {
+    pub(crate) async fn counts_agents(&self, count: usize) {
         eventually("the server's count of agents", LIMIT, async || {
             let ready = self.topology.ready_agents(0).await;
             (ready == count as f64).then_some(()).ok_or(ready)
@@ -171,7 +171,7 @@ impl Tunnel {
 
     /// Waits until no connection and no dial is left: in our programs (the first server and all agents, which
     /// must be running), and at the endpoints if at least one program is ours.
-    pub async fn settles(&self) {
+    pub(crate) async fn settles(&self) {
         if self.case.server == Make::Ours {
             eventually("the server is idle", LIMIT, async || {
                 let metrics = self.topology.server_metrics(0).await;
@@ -238,13 +238,13 @@ impl Tunnel {
 }
 
 /// Returns the value of an upstream metric of an agent, or 0 if the series is missing.
-pub fn agent_value(metrics: &Metrics, name: &str) -> f64 {
+pub(crate) fn agent_value(metrics: &Metrics, name: &str) -> f64 {
     let name = format!("konnectivity_network_proxy_agent_{name}");
     metrics.value(&name, &[]).unwrap_or_default()
 }
 
 /// Returns the value of an upstream metric of a server, or 0 if the series is missing.
-pub fn server_value(metrics: &Metrics, name: &str, labels: &[(&str, &str)]) -> f64 {
+pub(crate) fn server_value(metrics: &Metrics, name: &str, labels: &[(&str, &str)]) -> f64 {
     let name = format!("konnectivity_network_proxy_server_{name}");
     metrics.value(&name, labels).unwrap_or_default()
 }

@@ -12,7 +12,7 @@ const REFUSING: &str = "127.0.0.1:1";
 const NO_NAME: &str = "no..such..name:80";
 
 /// Runs four dials at the same time: refused, unknown name, unanswered, and cancelled by the client.
-pub async fn dials_that_fail(case: Case) {
+pub(crate) async fn dials_that_fail(case: Case) {
     let Some(tunnel) = case.start(1, &[&[]]).await else {
         return;
     };

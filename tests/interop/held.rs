@@ -7,7 +7,7 @@ use crate::case::LIMIT;
 
 /// A connection to an echo service, kept open by a separate driver process.
 #[derive(Debug)]
-pub struct Held {
+pub(crate) struct Held {
     driver: Program,
 }
 
@@ -16,7 +16,7 @@ impl Held {
     ///
     /// # Panics
     /// If the driver cannot open the connection.
-    pub async fn open(driver: Program) -> Self {
+    pub(crate) async fn open(driver: Program) -> Self {
         let held = Self { driver };
         let first = held.event("the connection is open", |_| true).await;
         assert_eq!(first["event"], "open", "{first}");
@@ -27,13 +27,13 @@ impl Held {
     ///
     /// # Panics
     /// If the echo does not arrive.
-    pub async fn echoes(&mut self, line: &str) {
+    pub(crate) async fn echoes(&mut self, line: &str) {
         self.send(line);
         self.hears(line).await;
     }
 
     /// Sends a line.
-    pub fn send(&mut self, line: &str) {
+    pub(crate) fn send(&mut self, line: &str) {
         self.driver.send_line(line);
     }
 
@@ -41,13 +41,13 @@ impl Held {
     ///
     /// # Panics
     /// If the echo does not arrive.
-    pub async fn hears(&self, line: &str) {
+    pub(crate) async fn hears(&self, line: &str) {
         self.event("the line is back", |event| event["line"] == line)
             .await;
     }
 
     /// Returns the echoed lines so far, in order.
-    pub fn heard(&self) -> Vec<String> {
+    pub(crate) fn heard(&self) -> Vec<String> {
         let events = self.events();
         let lines = events.iter().filter_map(|event| event["line"].as_str());
         lines.map(str::to_owned).collect()
@@ -57,7 +57,7 @@ impl Held {
     ///
     /// # Panics
     /// If the connection stays open, or if the driver itself closed the connection.
-    pub async fn ends(self) {
+    pub(crate) async fn ends(self) {
         let end = self.event("the connection ends", |event| event["event"] == "closed");
         let end = end.await;
         assert_ne!(end["how"], "self", "{end}");

@@ -5,7 +5,7 @@ use culvert_tests::{Signal, eventually};
 use crate::case::{Case, LIMIT, Make, server_value};
 
 /// Kills an agent with an open connection: the client's connection ends, and another agent takes over.
-pub async fn killed_agent(case: Case) {
+pub(crate) async fn killed_agent(case: Case) {
     let Some(mut tunnel) = case.start(1, &[&[], &[]]).await else {
         return;
     };
@@ -25,7 +25,7 @@ pub async fn killed_agent(case: Case) {
 }
 
 /// Kills the only agent and starts it again.
-pub async fn restarted_agent(case: Case) {
+pub(crate) async fn restarted_agent(case: Case) {
     let Some(mut tunnel) = case.start(1, &[&[]]).await else {
         return;
     };
@@ -46,7 +46,7 @@ pub async fn restarted_agent(case: Case) {
 }
 
 /// Restarts a server on the same ports while a connection is open.
-pub async fn restarted_server(case: Case) {
+pub(crate) async fn restarted_server(case: Case) {
     let Some(mut tunnel) = case.start(1, &[&[]]).await else {
         return;
     };
@@ -68,7 +68,7 @@ pub async fn restarted_server(case: Case) {
 }
 
 /// Drains the only agent: open connections stay open, and new connections still work.
-pub async fn drained_agent(case: Case) {
+pub(crate) async fn drained_agent(case: Case) {
     let Some(mut tunnel) = case.start(1, &[&[]]).await else {
         return;
     };

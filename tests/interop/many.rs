@@ -9,7 +9,7 @@ use crate::held::Held;
 const EACH: usize = 3;
 
 /// Two agents with one id: transfers arrive intact, and one agent takes over from the other.
-pub async fn agents_of_one_name(case: Case) {
+pub(crate) async fn agents_of_one_name(case: Case) {
     let Some(mut tunnel) = namesakes(case).await else {
         return;
     };
@@ -32,7 +32,7 @@ pub async fn agents_of_one_name(case: Case) {
 }
 
 /// Two agents with one id, whose connections have the same numbers and must stay separate.
-pub async fn namesakes_at_once(case: Case) {
+pub(crate) async fn namesakes_at_once(case: Case) {
     let Some(mut tunnel) = namesakes(case).await else {
         return;
     };
@@ -96,7 +96,7 @@ async fn talk_at_once(held: &mut [Held]) {
 }
 
 /// Three servers behind a balancer: one agent connects to each of them.
-pub async fn servers_behind_a_balancer(case: Case) {
+pub(crate) async fn servers_behind_a_balancer(case: Case) {
     let Some(tunnel) = case.start(3, &[&[]]).await else {
         return;
     };

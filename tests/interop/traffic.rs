@@ -3,7 +3,7 @@
 use crate::case::{Case, agent_value};
 
 /// Transfers bulk data with a checksum in both directions, and runs 100 concurrent echoes over two agents.
-pub async fn transfers_and_echoes(case: Case) {
+pub(crate) async fn transfers_and_echoes(case: Case) {
     let Some(tunnel) = case.start(1, &[&[], &[]]).await else {
         return;
     };
@@ -28,7 +28,7 @@ pub async fn transfers_and_echoes(case: Case) {
 }
 
 /// A client that closes only its own direction.
-pub async fn half_close(case: Case) {
+pub(crate) async fn half_close(case: Case) {
     let Some(tunnel) = case.start(1, &[&[]]).await else {
         return;
     };
@@ -42,7 +42,7 @@ pub async fn half_close(case: Case) {
 }
 
 /// A service that sends before the client does.
-pub async fn endpoint_first(case: Case) {
+pub(crate) async fn endpoint_first(case: Case) {
     let Some(tunnel) = case.start(1, &[&[]]).await else {
         return;
     };

@@ -17,7 +17,7 @@ async fn server_alone(mode: Mode) -> Topology {
 }
 
 /// Opens a connection with the agent's connection id `connection`.
-pub async fn open_as(
+pub(crate) async fn open_as(
     topology: &Topology,
     agent: &mut Peer,
     connection: i64,
@@ -31,7 +31,7 @@ pub async fn open_as(
 }
 
 /// Checks that bytes pass in both directions.
-pub async fn works(
+pub(crate) async fn works(
     agent: &mut Peer,
     connection: i64,
     stream: &mut culvert_kit::client::BoxedStream,

@@ -8,13 +8,13 @@ use tokio::net::{TcpListener, TcpStream};
 use crate::support::timely;
 
 /// An endpoint whose connections are handled by the test.
-pub struct Endpoint {
+pub(crate) struct Endpoint {
     listener: TcpListener,
 }
 
 impl Endpoint {
     /// Listens on a free port of 127.0.0.1.
-    pub async fn start() -> Self {
+    pub(crate) async fn start() -> Self {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await;
         Self {
             listener: listener.unwrap(),
@@ -22,19 +22,19 @@ impl Endpoint {
     }
 
     /// Returns the address of the listener.
-    pub fn addr(&self) -> SocketAddr {
+    pub(crate) fn addr(&self) -> SocketAddr {
         self.listener.local_addr().unwrap()
     }
 
     /// Waits for the next connection.
-    pub async fn accept(&self) -> TcpStream {
+    pub(crate) async fn accept(&self) -> TcpStream {
         let accepted = timely("a connection to the endpoint", self.listener.accept());
         accepted.await.unwrap().0
     }
 }
 
 /// Closes a connection with a reset.
-pub fn reset(stream: TcpStream) {
+pub(crate) fn reset(stream: TcpStream) {
     let socket = socket2::SockRef::from(&stream);
     // Setting the option fails if the peer has already reset the connection.
     socket.set_linger(Some(Duration::ZERO)).ok();

@@ -38,7 +38,7 @@ const OUTGOING: usize = 64;
 const WINDOW_BYTES: u32 = 65_535;
 
 /// An open call, seen from the scripted side. Dropping the call aborts its connection without a close.
-pub struct Peer {
+pub(crate) struct Peer {
     to: mpsc::Sender<Packet>,
     from: Streaming<Packet>,
     /// Headers of the server's answer.
@@ -54,23 +54,23 @@ impl Drop for Peer {
 
 impl Peer {
     /// Sends a message.
-    pub async fn say(&self, message: Message) {
+    pub(crate) async fn say(&self, message: Message) {
         self.say_packet(message.into()).await;
     }
 
     /// Sends any packet.
-    pub async fn say_packet(&self, packet: Packet) {
+    pub(crate) async fn say_packet(&self, packet: Packet) {
         self.to.send(packet).await.expect("an open call");
     }
 
     /// Waits for the next message.
-    pub async fn hear(&mut self) -> Message {
+    pub(crate) async fn hear(&mut self) -> Message {
         let next = timely("a packet for the script", self.from.message()).await;
         next.expect("a living call").expect("a packet").into()
     }
 
     /// Checks that the call ends. Returns the status unless the status is OK.
-    pub async fn hear_end(&mut self) -> Option<Status> {
+    pub(crate) async fn hear_end(&mut self) -> Option<Status> {
         let next = timely("the end of the call", self.from.message()).await;
         match next {
             Ok(None) => None,
@@ -80,7 +80,7 @@ impl Peer {
     }
 
     /// Waits for a dial request and returns its id.
-    pub async fn hear_dial(&mut self) -> DialId {
+    pub(crate) async fn hear_dial(&mut self) -> DialId {
         match self.hear().await {
             Message::DialRequest { dial, .. } => dial,
             other => panic!("not a dial: {other:?}"),
@@ -88,7 +88,7 @@ impl Peer {
     }
 
     /// Checks that the call ends. The server may send close responses before the end.
-    pub async fn hear_end_after_close(&mut self) {
+    pub(crate) async fn hear_end_after_close(&mut self) {
         loop {
             match timely("the end of the call", self.from.message()).await {
                 Ok(Some(packet)) => match Message::from(packet) {
@@ -102,7 +102,7 @@ impl Peer {
 
     /// Reads as many bytes of one connection as `expected` has, in pieces of any size, and compares the
     /// bytes.
-    pub async fn hear_bytes(&mut self, connection: i64, expected: &[u8]) {
+    pub(crate) async fn hear_bytes(&mut self, connection: i64, expected: &[u8]) {
         let mut seen = Vec::new();
         while seen.len() < expected.len() {
             match self.hear().await {
@@ -117,13 +117,13 @@ impl Peer {
     }
 
     /// Ends the sending half of the call. The receiving half stays open.
-    pub fn end_sending(&mut self) {
+    pub(crate) fn end_sending(&mut self) {
         self.to = mpsc::channel(1).0;
     }
 }
 
 /// Returns the answer to a successful dial.
-pub fn opened(dial: DialId, connection: i64) -> Message {
+pub(crate) fn opened(dial: DialId, connection: i64) -> Message {
     Message::DialResponse {
         dial,
         connection: ConnectId(connection),
@@ -132,7 +132,7 @@ pub fn opened(dial: DialId, connection: i64) -> Message {
 }
 
 /// Returns a dial request.
-pub fn dial(random: i64, address: &str) -> Message {
+pub(crate) fn dial(random: i64, address: &str) -> Message {
     Message::DialRequest {
         protocol: "tcp".into(),
         address: address.into(),
@@ -141,7 +141,7 @@ pub fn dial(random: i64, address: &str) -> Message {
 }
 
 /// Returns a message with bytes.
-pub fn data(connection: i64, bytes: &[u8]) -> Message {
+pub(crate) fn data(connection: i64, bytes: &[u8]) -> Message {
     Message::Data {
         connection: ConnectId(connection),
         bytes: bytes.to_vec().into(),
@@ -149,14 +149,14 @@ pub fn data(connection: i64, bytes: &[u8]) -> Message {
 }
 
 /// Returns a request to close a connection.
-pub fn close_request(connection: i64) -> Message {
+pub(crate) fn close_request(connection: i64) -> Message {
     Message::CloseRequest {
         connection: ConnectId(connection),
     }
 }
 
 /// Returns a message about a closed connection.
-pub fn close_response(connection: i64, error: &str) -> Message {
+pub(crate) fn close_response(connection: i64, error: &str) -> Message {
     Message::CloseResponse {
         connection: ConnectId(connection),
         error: error.into(),
@@ -164,13 +164,16 @@ pub fn close_response(connection: i64, error: &str) -> Message {
 }
 
 /// Connects an agent with an id to the first server.
-pub async fn agent(topology: &Topology, id: &str) -> Peer {
+pub(crate) async fn agent(topology: &Topology, id: &str) -> Peer {
     let connected = agent_with(topology, &[("agentid", id), ("agentidentifiers", "")]).await;
     connected.expect("an accepted agent")
 }
 
 /// Connects an agent with arbitrary metadata to the first server. The error is the server's refusal.
-pub async fn agent_with(topology: &Topology, metadata: &[(&str, &str)]) -> Result<Peer, Status> {
+pub(crate) async fn agent_with(
+    topology: &Topology,
+    metadata: &[(&str, &str)],
+) -> Result<Peer, Status> {
     let socket = TcpStream::connect(topology.agent_address(0)).await.unwrap();
     let pki = topology.pki();
     let tls = TlsConnector::from(pki.client_tls(&pki.agent, &["h2"]).unwrap());
@@ -185,12 +188,12 @@ pub async fn agent_with(topology: &Topology, metadata: &[(&str, &str)]) -> Resul
 }
 
 /// Opens a front-end call to the first server, which must listen on a Unix socket in gRPC mode.
-pub async fn front(topology: &Topology) -> Peer {
+pub(crate) async fn front(topology: &Topology) -> Peer {
     fronts(topology, 1).await.remove(0)
 }
 
 /// Opens several front-end calls over one connection to the first server.
-pub async fn fronts(topology: &Topology, count: usize) -> Vec<Peer> {
+pub(crate) async fn fronts(topology: &Topology, count: usize) -> Vec<Peer> {
     let FrontEnd::GrpcUds(path) = topology.front_end() else {
         panic!("scripted front ends use a Unix socket");
     };
@@ -245,7 +248,7 @@ where
 }
 
 /// A call of an agent, seen from a scripted server.
-pub struct Call {
+pub(crate) struct Call {
     /// Metadata sent by the agent.
     pub metadata: MetadataMap,
     from: Streaming<Packet>,
@@ -254,7 +257,7 @@ pub struct Call {
 
 impl Call {
     /// Sends a message to the agent.
-    pub async fn say(&self, message: Message) {
+    pub(crate) async fn say(&self, message: Message) {
         self.to
             .send(Ok(message.into()))
             .await
@@ -262,7 +265,7 @@ impl Call {
     }
 
     /// Returns a future that sends the messages, so that the test can receive meanwhile.
-    pub fn saying(&self, messages: Vec<Message>) -> impl Future<Output = ()> + use<> {
+    pub(crate) fn saying(&self, messages: Vec<Message>) -> impl Future<Output = ()> + use<> {
         let to = self.to.clone();
         async move {
             for message in messages {
@@ -272,13 +275,13 @@ impl Call {
     }
 
     /// Waits for the agent's next message.
-    pub async fn hear(&mut self) -> Message {
+    pub(crate) async fn hear(&mut self) -> Message {
         let next = timely("a packet of the agent", self.from.message()).await;
         next.expect("a living call").expect("a packet").into()
     }
 
     /// Checks that the agent ends the call, with or without an error.
-    pub async fn hear_end(&mut self) {
+    pub(crate) async fn hear_end(&mut self) {
         let next = timely("the end of the agent's call", self.from.message()).await;
         if let Ok(Some(packet)) = next {
             panic!("not the end: {:?}", Message::from(packet));
@@ -287,7 +290,7 @@ impl Call {
 }
 
 /// A scripted server for agents. The test processes each call.
-pub struct Server {
+pub(crate) struct Server {
     /// Address of the listener.
     pub addr: SocketAddr,
     calls: mpsc::Receiver<Call>,
@@ -307,12 +310,12 @@ struct Script {
 impl Server {
     /// Starts a server with a certificate. The server answers calls with the `ids` in turn, repeats the last
     /// id forever, and always sends `count`.
-    pub async fn start(pair: &Pair, ids: &[&'static str], count: &'static str) -> Self {
+    pub(crate) async fn start(pair: &Pair, ids: &[&'static str], count: &'static str) -> Self {
         Self::after(pair, ids, count, |stream| async move { Some(stream) }).await
     }
 
     /// Starts a server like `start`, but `admit` first accepts or rejects each TCP connection.
-    pub async fn after<F>(
+    pub(crate) async fn after<F>(
         pair: &Pair,
         ids: &[&'static str],
         count: &'static str,
@@ -356,19 +359,19 @@ impl Server {
     }
 
     /// Waits for the next call of an agent.
-    pub async fn call(&mut self) -> Call {
+    pub(crate) async fn call(&mut self) -> Call {
         let call = timely("a call of the agent", self.calls.recv()).await;
         call.expect("a running server")
     }
 
     /// Returns true if a call is waiting.
-    pub fn has_call(&self) -> bool {
+    pub(crate) fn has_call(&self) -> bool {
         !self.calls.is_empty()
     }
 }
 
 /// Returns a TLS acceptor with a server certificate and without client authentication.
-pub fn acceptor(cert: &Path, key: &Path) -> TlsAcceptor {
+pub(crate) fn acceptor(cert: &Path, key: &Path) -> TlsAcceptor {
     let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
     let mut config = ServerConfig::builder_with_provider(provider)
         .with_safe_default_protocol_versions()

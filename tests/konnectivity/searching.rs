@@ -18,7 +18,7 @@ use crate::scripts::{Server, acceptor};
 use crate::support::*;
 
 /// A single agent outside of any topology.
-pub struct Lone {
+pub(crate) struct Lone {
     program: Option<Program>,
     /// Address of the health listener.
     pub health: SocketAddr,
@@ -32,7 +32,7 @@ pub struct Lone {
 
 impl Lone {
     /// Prepares folder, certificates and ports. Does not start the agent.
-    pub fn new() -> Self {
+    pub(crate) fn new() -> Self {
         let dir = tempfile::Builder::new()
             .prefix("culvert-")
             .tempdir()
@@ -49,7 +49,7 @@ impl Lone {
     }
 
     /// Starts the agent with additional flags and environment variables.
-    pub fn start(&mut self, args: &[&str], env: &[(&str, &str)]) {
+    pub(crate) fn start(&mut self, args: &[&str], env: &[(&str, &str)]) {
         let mut all = vec![
             format!("--agent-cert={}", self.pki.agent.cert.display()),
             format!("--agent-key={}", self.pki.agent.key.display()),
@@ -68,12 +68,12 @@ impl Lone {
     }
 
     /// Returns the running agent.
-    pub fn program(&mut self) -> &mut Program {
+    pub(crate) fn program(&mut self) -> &mut Program {
         self.program.as_mut().expect("a running agent")
     }
 
     /// Waits until a metric of the agent has the value `expected`.
-    pub async fn shows(&self, name: &str, expected: f64) {
+    pub(crate) async fn shows(&self, name: &str, expected: f64) {
         let name = agent_name(name);
         eventually(&format!("{name} is {expected}"), LIMIT, async || {
             let metrics = scrape(self.health)

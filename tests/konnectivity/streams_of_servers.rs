@@ -23,7 +23,12 @@ async fn connected() -> (Lone, Server, Call) {
 }
 
 /// Makes the agent dial. Returns the connection id and the error text.
-pub async fn dialed(call: &mut Call, random: i64, protocol: &str, address: &str) -> (i64, String) {
+pub(crate) async fn dialed(
+    call: &mut Call,
+    random: i64,
+    protocol: &str,
+    address: &str,
+) -> (i64, String) {
     let request = Message::DialRequest {
         protocol: protocol.into(),
         address: address.into(),

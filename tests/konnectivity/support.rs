@@ -10,13 +10,13 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::time::timeout;
 
 /// Time limit for every expected event. Generous, because two cores run many tests.
-pub const LIMIT: Duration = Duration::from_secs(60);
+pub(crate) const LIMIT: Duration = Duration::from_secs(60);
 
 /// Both modes over a Unix socket.
-pub const MODES: [Mode; 2] = [Mode::Grpc, Mode::HttpConnect];
+pub(crate) const MODES: [Mode; 2] = [Mode::Grpc, Mode::HttpConnect];
 
 /// Every front end: both modes over both kinds of socket.
-pub const FRONTS: [(Mode, Transport); 4] = [
+pub(crate) const FRONTS: [(Mode, Transport); 4] = [
     (Mode::Grpc, Transport::Uds),
     (Mode::Grpc, Transport::Tcp),
     (Mode::HttpConnect, Transport::Uds),
@@ -27,40 +27,45 @@ pub const FRONTS: [(Mode, Transport); 4] = [
 ///
 /// # Panics
 /// If `work` does not finish within [`LIMIT`].
-pub async fn timely<T>(what: &str, work: impl Future<Output = T>) -> T {
+pub(crate) async fn timely<T>(what: &str, work: impl Future<Output = T>) -> T {
     timeout(LIMIT, work)
         .await
         .unwrap_or_else(|_| panic!("{what}: did not happen within {LIMIT:?}"))
 }
 
 /// Returns the full name of a server metric.
-pub fn server_name(name: &str) -> String {
+pub(crate) fn server_name(name: &str) -> String {
     format!("konnectivity_network_proxy_server_{name}")
 }
 
 /// Returns the full name of an agent metric.
-pub fn agent_name(name: &str) -> String {
+pub(crate) fn agent_name(name: &str) -> String {
     format!("konnectivity_network_proxy_agent_{name}")
 }
 
 /// Returns a metric value of the first server, or 0 if the series is missing.
-pub async fn server_value(topology: &Topology, name: &str, labels: &[(&str, &str)]) -> f64 {
+pub(crate) async fn server_value(topology: &Topology, name: &str, labels: &[(&str, &str)]) -> f64 {
     let metrics = topology.server_metrics(0).await;
     value(&metrics, &server_name(name), labels)
 }
 
 /// Returns a metric value, or 0 if the series is missing.
-pub fn value(metrics: &Metrics, name: &str, labels: &[(&str, &str)]) -> f64 {
+pub(crate) fn value(metrics: &Metrics, name: &str, labels: &[(&str, &str)]) -> f64 {
     metrics.value(name, labels).unwrap_or_default()
 }
 
 /// Returns the number of failed dials of the first server with this reason.
-pub async fn dial_failures(topology: &Topology, reason: &str) -> f64 {
+pub(crate) async fn dial_failures(topology: &Topology, reason: &str) -> f64 {
     server_value(topology, "dial_failure_count", &[("reason", reason)]).await
 }
 
 /// Waits until a metric value of the first server is `expected`.
-pub async fn server_shows(topology: &Topology, name: &str, labels: &[(&str, &str)], expected: f64) {
+pub(crate) async fn server_shows(
+    topology: &Topology,
+    name: &str,
+    labels: &[(&str, &str)],
+    expected: f64,
+) {
     let name = server_name(name);
     eventually(
         &format!("{name}{labels:?} is {expected}"),
@@ -76,7 +81,12 @@ pub async fn server_shows(topology: &Topology, name: &str, labels: &[(&str, &str
 }
 
 /// Waits until a metric value of the first agent is `expected`.
-pub async fn agent_shows(topology: &Topology, name: &str, labels: &[(&str, &str)], expected: f64) {
+pub(crate) async fn agent_shows(
+    topology: &Topology,
+    name: &str,
+    labels: &[(&str, &str)],
+    expected: f64,
+) {
     let name = agent_name(name);
     eventually(
         &format!("{name}{labels:?} is {expected}"),
@@ -92,7 +102,7 @@ pub async fn agent_shows(topology: &Topology, name: &str, labels: &[(&str, &str)
 }
 
 /// Waits until the first server has no pending dial, no connection and no front-end call.
-pub async fn server_is_idle(topology: &Topology) {
+pub(crate) async fn server_is_idle(topology: &Topology) {
     for name in [
         "pending_backend_dials",
         "established_connections",
@@ -110,7 +120,7 @@ pub async fn server_is_idle(topology: &Topology) {
 }
 
 /// Returns the number of connections closed by a program because of a slow receiver.
-pub fn closed_as_slow(metrics: &Metrics) -> f64 {
+pub(crate) fn closed_as_slow(metrics: &Metrics) -> f64 {
     let closed = |reason| {
         let name = "culvert_connections_closed_total";
         value(metrics, name, &[("reason", reason)])
@@ -122,7 +132,7 @@ pub fn closed_as_slow(metrics: &Metrics) -> f64 {
 ///
 /// # Panics
 /// If the dial fails.
-pub async fn open(topology: &Topology, target: &str) -> BoxedStream {
+pub(crate) async fn open(topology: &Topology, target: &str) -> BoxedStream {
     let connected = topology.connect(target).await;
     connected.unwrap_or_else(|error| panic!("{target}: {error}"))
 }
@@ -131,7 +141,7 @@ pub async fn open(topology: &Topology, target: &str) -> BoxedStream {
 ///
 /// # Panics
 /// If the dial succeeds.
-pub async fn refusal(topology: &Topology, target: &str) -> ClientError {
+pub(crate) async fn refusal(topology: &Topology, target: &str) -> ClientError {
     let Err(error) = topology.connect(target).await else {
         panic!("{target} was connected");
     };
@@ -139,7 +149,7 @@ pub async fn refusal(topology: &Topology, target: &str) -> ClientError {
 }
 
 /// Checks the refusal of a dial: status and text in CONNECT mode, only the text in gRPC mode.
-pub fn assert_refused(error: &ClientError, status: u16, http_text: &str, grpc_text: &str) {
+pub(crate) fn assert_refused(error: &ClientError, status: u16, http_text: &str, grpc_text: &str) {
     match error {
         ClientError::Refused { status: seen, body } => {
             assert_eq!(*seen, status, "{body}");
@@ -153,7 +163,7 @@ pub fn assert_refused(error: &ClientError, status: u16, http_text: &str, grpc_te
 }
 
 /// Reads to the end of the stream. A reset is also an end.
-pub async fn read_rest(stream: &mut BoxedStream) -> Vec<u8> {
+pub(crate) async fn read_rest(stream: &mut BoxedStream) -> Vec<u8> {
     let mut rest = Vec::new();
     let read = stream.read_to_end(&mut rest);
     timely("the end of a stream", read).await.ok();
@@ -161,11 +171,11 @@ pub async fn read_rest(stream: &mut BoxedStream) -> Vec<u8> {
 }
 
 /// An open echo connection. Tests check the echo after misbehavior of other peers.
-pub struct Innocent(BoxedStream);
+pub(crate) struct Innocent(BoxedStream);
 
 impl Innocent {
     /// Opens a connection to the raw service.
-    pub async fn open(topology: &Topology, raw: std::net::SocketAddr) -> Self {
+    pub(crate) async fn open(topology: &Topology, raw: std::net::SocketAddr) -> Self {
         let mut stream = open(topology, &raw.to_string()).await;
         stream.write_all(b"echo\n").await.unwrap();
         let mut innocent = Self(stream);
@@ -174,7 +184,7 @@ impl Innocent {
     }
 
     /// Checks that bytes still come back. Panic texts contain `when`, the preceding event.
-    pub async fn still_echoes(&mut self, when: &str) {
+    pub(crate) async fn still_echoes(&mut self, when: &str) {
         let echo = async {
             self.0.write_all(when.as_bytes()).await?;
             self.0.flush().await?;
@@ -189,7 +199,7 @@ impl Innocent {
 }
 
 /// Checks that the first server and the first agent are running and have not panicked.
-pub fn assert_unharmed(topology: &mut Topology) {
+pub(crate) fn assert_unharmed(topology: &mut Topology) {
     let unharmed = |program: &mut Program| {
         assert_eq!(program.exited(), None);
         let log = program.log();

@@ -22,7 +22,7 @@ const CLIENT: &str = "10.20.0.6";
 const NODES: &str = "--openvpn-nodes=192.168.1.0/24";
 
 /// A running agent.
-pub struct Agent(Ours);
+pub(crate) struct Agent(Ours);
 
 impl Deref for Agent {
     type Target = Ours;
@@ -39,7 +39,7 @@ impl DerefMut for Agent {
 }
 
 impl Agent {
-    pub fn start(at: &Namespace, flags: &[&str]) -> Self {
+    pub(crate) fn start(at: &Namespace, flags: &[&str]) -> Self {
         let flags: Vec<_> = [NODES]
             .iter()
             .chain(flags)
@@ -50,7 +50,7 @@ impl Agent {
     }
 
     /// Waits until `/readyz` reports that the agent is ready, or not ready if `wanted` is false.
-    pub async fn is_ready(&mut self, wanted: bool) {
+    pub(crate) async fn is_ready(&mut self, wanted: bool) {
         eventually(
             &format!("the agent's readiness is {wanted}"),
             PATIENCE,
@@ -71,7 +71,7 @@ impl Agent {
 
 /// Writes the platform's configuration file for the client, with the lines of `more` at the end. Returns the
 /// path.
-pub fn platform_file(cluster: &Cluster, more: &str) -> PathBuf {
+pub(crate) fn platform_file(cluster: &Cluster, more: &str) -> PathBuf {
     let dir = cluster.dir("agent");
     let _ = kkp::user_cluster_client(&cluster.pki, &dir, &SEED.to_string());
     let path = dir.join("config");

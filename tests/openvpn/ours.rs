@@ -21,7 +21,7 @@ const UNPRIVILEGED: [&str; 6] = [
 ];
 
 /// A running program.
-pub struct Ours {
+pub(crate) struct Ours {
     pub program: Program,
     at: Namespace,
     health: SocketAddrV4,
@@ -30,7 +30,7 @@ pub struct Ours {
 }
 
 impl Ours {
-    pub fn start(
+    pub(crate) fn start(
         at: &Namespace,
         name: &str,
         health_port: u16,
@@ -50,7 +50,7 @@ impl Ours {
     }
 
     /// Returns head and body of an answer of the program's health listener.
-    pub async fn get(&self, path: &str) -> std::io::Result<String> {
+    pub(crate) async fn get(&self, path: &str) -> std::io::Result<String> {
         let mut stream = self.at.connect(self.health).await?;
         let request = format!("GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n");
         stream.write_all(request.as_bytes()).await?;
@@ -59,7 +59,7 @@ impl Ours {
         Ok(answer)
     }
 
-    pub async fn metric(&self, name: &str, labels: &[(&str, &str)]) -> f64 {
+    pub(crate) async fn metric(&self, name: &str, labels: &[(&str, &str)]) -> f64 {
         let answer = self.get("/metrics").await.unwrap();
         let (_, page) = answer.split_once("\r\n\r\n").unwrap();
         let metrics = Metrics::parse(page).unwrap();
@@ -67,7 +67,7 @@ impl Ours {
         value.unwrap_or_else(|| panic!("no {name} in {page}"))
     }
 
-    pub async fn says(&self, text: &str) {
+    pub(crate) async fn says(&self, text: &str) {
         eventually(
             &format!("the log contains {text:?}"),
             PATIENCE,
@@ -81,7 +81,7 @@ impl Ours {
 
     /// Asserts that the program runs as the user nobody without capabilities. Also asserts that no tun device
     /// exists, not even under the platform's name.
-    pub fn has_no_privileges(&self) {
+    pub(crate) fn has_no_privileges(&self) {
         assert_eq!(self.status("Uid:"), ["65534"; 4]);
         for set in ["CapPrm:", "CapEff:", "CapBnd:", "CapAmb:"] {
             assert_eq!(self.status(set), ["0000000000000000"], "{set}");
@@ -103,7 +103,7 @@ impl Ours {
 }
 
 /// Makes files readable for all users, because our programs run as the user nobody.
-pub fn readable(paths: &[&Path]) {
+pub(crate) fn readable(paths: &[&Path]) {
     for path in paths {
         let status = Command::new("chmod")
             .args(["-R", "a+rX"])

@@ -29,7 +29,7 @@ const SERVER: &str = "10.20.0.1";
 const NETWORKS: &str = "172.25.0.0/16,10.240.16.0/20,10.254.0.0/16";
 
 /// A running server and its front end.
-pub struct Server {
+pub(crate) struct Server {
     ours: Ours,
     front_end: FrontEnd,
 }
@@ -50,7 +50,7 @@ impl DerefMut for Server {
 
 impl Server {
     /// Starts the server in the seed as the user nobody, with the platform's settings and additional flags.
-    pub async fn start(cluster: &Cluster, mode: &str, flags: &[&str]) -> Self {
+    pub(crate) async fn start(cluster: &Cluster, mode: &str, flags: &[&str]) -> Self {
         let dir = cluster.dir("culvert");
         let _ = kkp::server(&cluster.pki, &dir);
         readable(&[dir.parent().unwrap(), cluster.pki.ca.parent().unwrap()]);
@@ -88,7 +88,7 @@ impl Server {
     }
 
     /// Waits until `wanted` clients are connected. If `wanted` is not 0, also waits until a client has routes.
-    pub async fn has_clients(&self, wanted: usize) {
+    pub(crate) async fn has_clients(&self, wanted: usize) {
         self.has(wanted, wanted > 0).await;
     }
 
@@ -116,14 +116,14 @@ impl Dial for Server {
 }
 
 /// Starts the platform's client in the user cluster.
-pub fn user_cluster(openvpn: &OpenVpn, cluster: &Cluster, name: &str) -> Stock {
+pub(crate) fn user_cluster(openvpn: &OpenVpn, cluster: &Cluster, name: &str) -> Stock {
     let dir = cluster.dir(name);
     let options = kkp::user_cluster_client(&cluster.pki, &dir, &SEED.to_string());
     openvpn.start(&cluster.client, &options)
 }
 
 /// Starts a stock client in the user cluster with other options. `name` is the name of the tun device.
-pub fn client_with(
+pub(crate) fn client_with(
     openvpn: &OpenVpn,
     cluster: &Cluster,
     name: &str,
@@ -135,7 +135,7 @@ pub fn client_with(
 }
 
 /// Starts a stock client like [`client_with`]. The options in `with` must contain the server's address.
-pub fn client_at(
+pub(crate) fn client_at(
     openvpn: &OpenVpn,
     cluster: &Cluster,
     name: &str,
@@ -152,7 +152,7 @@ pub fn client_at(
 }
 
 /// Adds the masquerading rule of the platform's client, for tests with another client.
-pub fn masquerade(cluster: &Cluster) {
+pub(crate) fn masquerade(cluster: &Cluster) {
     cluster
         .client
         .iptables("-t nat -I POSTROUTING -s 10.20.0.0/24 -j MASQUERADE");

@@ -20,13 +20,13 @@ use futures_util::FutureExt as _;
 use futures_util::future::join_all;
 
 /// The server's address in the tunnel.
-pub const SERVER: Ipv4Addr = Ipv4Addr::new(10, 20, 0, 1);
+pub(crate) const SERVER: Ipv4Addr = Ipv4Addr::new(10, 20, 0, 1);
 
 /// The first client's address in the tunnel.
-pub const CLIENT: Ipv4Addr = Ipv4Addr::new(10, 20, 0, 6);
+pub(crate) const CLIENT: Ipv4Addr = Ipv4Addr::new(10, 20, 0, 6);
 
 /// Options that our server pushes to a client, like a stock server with topology net30.
-pub const PUSH: [&str; 3] = [
+pub(crate) const PUSH: [&str; 3] = [
     "topology net30",
     "ifconfig 10.20.0.6 10.20.0.5",
     "route 10.20.0.1",
@@ -37,13 +37,13 @@ const BULK: u64 = 300_001;
 
 /// Transport protocol of a tunnel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Proto {
+pub(crate) enum Proto {
     Tcp,
     Udp,
 }
 
 impl Proto {
-    pub fn name(self) -> &'static str {
+    pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Tcp => "tcp",
             Self::Udp => "udp",
@@ -60,7 +60,7 @@ impl Proto {
 
 /// A link between two network namespaces: ours and the stock program's.
 #[derive(Debug)]
-pub struct Wire {
+pub(crate) struct Wire {
     pub ours: Namespace,
     pub theirs: Namespace,
     pub our_address: Ipv4Addr,
@@ -69,7 +69,7 @@ pub struct Wire {
 
 impl Wire {
     /// Creates a link. `number` must be unique within a test.
-    pub fn new(number: u8) -> Self {
+    pub(crate) fn new(number: u8) -> Self {
         let ours = Namespace::add(&format!("ours{number}"));
         let theirs = Namespace::add(&format!("theirs{number}"));
         let our_address = Ipv4Addr::new(192, 168, number, 1);
@@ -87,7 +87,7 @@ impl Wire {
         }
     }
 
-    pub fn listener(&self, proto: Proto) -> Listener {
+    pub(crate) fn listener(&self, proto: Proto) -> Listener {
         let at = SocketAddrV4::new(self.our_address, 1194);
         match proto {
             Proto::Tcp => Listener::Tcp(self.ours.listen(at)),
@@ -96,13 +96,19 @@ impl Wire {
     }
 
     /// Starts a stock client of our server.
-    pub fn stock_client(&self, openvpn: &OpenVpn, proto: Proto, pki: &Pki, with: &str) -> Stock {
+    pub(crate) fn stock_client(
+        &self,
+        openvpn: &OpenVpn,
+        proto: Proto,
+        pki: &Pki,
+        with: &str,
+    ) -> Stock {
         let options = Options::client(proto.name(), &self.our_address.to_string(), pki);
         openvpn.start(&self.theirs, &options.with(with))
     }
 
     /// Starts a stock server, and waits until the server listens.
-    pub async fn stock_server(
+    pub(crate) async fn stock_server(
         &self,
         openvpn: &OpenVpn,
         proto: Proto,
@@ -116,7 +122,7 @@ impl Wire {
     }
 
     /// Connects to the stock server.
-    pub async fn link(&self, proto: Proto) -> Link {
+    pub(crate) async fn link(&self, proto: Proto) -> Link {
         let to = SocketAddrV4::new(self.their_address, 1194);
         match proto {
             Proto::Tcp => {
@@ -135,7 +141,7 @@ impl Wire {
 ///
 /// # Panics
 /// If a case has panicked, after all cases have ended.
-pub async fn each<T>(cases: impl IntoIterator<Item = T>, body: impl AsyncFn(u8, T)) {
+pub(crate) async fn each<T>(cases: impl IntoIterator<Item = T>, body: impl AsyncFn(u8, T)) {
     let body = &body;
     let runs = (1..).zip(cases).map(async |(number, case)| {
         let run = AssertUnwindSafe(body(number, case)).catch_unwind();
@@ -148,14 +154,14 @@ pub async fn each<T>(cases: impl IntoIterator<Item = T>, body: impl AsyncFn(u8, 
 }
 
 /// Listening socket of our server.
-pub enum Listener {
+pub(crate) enum Listener {
     Tcp(tokio::net::TcpListener),
     Udp(tokio::net::UdpSocket),
 }
 
 impl Listener {
     /// Returns the link to the next client. Over UDP, there is only one client.
-    pub async fn link(self) -> Link {
+    pub(crate) async fn link(self) -> Link {
         match self {
             Self::Tcp(listener) => Link::tcp(listener.accept().await.expect("a client").0),
             Self::Udp(socket) => Link::udp(socket, None),
@@ -172,7 +178,7 @@ fn identity(pair: &Pair) -> Identity {
 }
 
 /// Returns the configuration of a server of ours with the certificate in `pair`.
-pub fn server_config(proto: Proto, pki: &Pki, pair: &Pair) -> ServerConfig {
+pub(crate) fn server_config(proto: Proto, pki: &Pki, pair: &Pair) -> ServerConfig {
     let tls = ServerTls::new(
         &read(&pki.ca),
         b"",
@@ -184,7 +190,7 @@ pub fn server_config(proto: Proto, pki: &Pki, pair: &Pair) -> ServerConfig {
 }
 
 /// Returns the configuration of a client of ours with the certificate in `pair`.
-pub fn client_config(proto: Proto, pki: &Pki, pair: &Pair) -> ClientConfig {
+pub(crate) fn client_config(proto: Proto, pki: &Pki, pair: &Pair) -> ClientConfig {
     let check = ServerCheck {
         require_usage: true,
         name: None,
@@ -199,20 +205,20 @@ pub fn client_config(proto: Proto, pki: &Pki, pair: &Pair) -> ClientConfig {
 }
 
 /// Enables `tls-auth`.
-pub fn tls_auth(key: &str, direction: KeyDirection, common: &mut Common) {
+pub(crate) fn tls_auth(key: &str, direction: KeyDirection, common: &mut Common) {
     let key = static_key::parse(key).expect("a static key");
     common.wrap = WrapKey::tls_auth(&key, direction, common.digest);
     common.tls_auth = Some(direction);
 }
 
 /// Enables `tls-crypt`.
-pub fn tls_crypt(key: &str, role: Role, common: &mut Common) {
+pub(crate) fn tls_crypt(key: &str, role: Role, common: &mut Common) {
     let key = static_key::parse(key).expect("a static key");
     common.wrap = WrapKey::tls_crypt(&key, role).expect("a key");
 }
 
 /// Checks pings in both directions, and TCP from the flows of our server to services at the stock client.
-pub async fn our_server_carries(ours: &Endpoint, wire: &Wire) {
+pub(crate) async fn our_server_carries(ours: &Endpoint, wire: &Wire) {
     let interval = Duration::from_millis(20);
     assert_eq!(
         lost_pings(&wire.theirs, &SERVER.to_string(), 5, interval).await,
@@ -225,7 +231,7 @@ pub async fn our_server_carries(ours: &Endpoint, wire: &Wire) {
 }
 
 /// Checks pings in both directions, and TCP from the stock server to services behind the flows of our client.
-pub async fn our_client_carries(ours: &Endpoint, wire: &Wire, own: Ipv4Addr) {
+pub(crate) async fn our_client_carries(ours: &Endpoint, wire: &Wire, own: Ipv4Addr) {
     let interval = Duration::from_millis(20);
     assert_eq!(
         lost_pings(&wire.theirs, &own.to_string(), 5, interval).await,

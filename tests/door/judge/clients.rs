@@ -14,14 +14,14 @@ use crate::support::{Http2, Tunnel, timely};
 
 /// Listeners for clients with a plain socket.
 #[derive(Clone, Copy, Debug)]
-pub enum Way {
+pub(super) enum Way {
     Sni,
     NodePort,
     Http1,
 }
 
 /// Returns a whole TLS 1.2 ClientHello in one record. A `name` of `None` omits the server name.
-pub fn hello(name: Option<&str>) -> Vec<u8> {
+pub(super) fn hello(name: Option<&str>) -> Vec<u8> {
     let two = |len: usize| u16::try_from(len).unwrap().to_be_bytes();
     let vector = |bytes: &[u8]| [&two(bytes.len()), bytes].concat();
     // supported_groups: x25519.
@@ -41,7 +41,7 @@ pub fn hello(name: Option<&str>) -> Vec<u8> {
 }
 
 /// Connects to an upstream through a proxy. With [`Way::Sni`], the endpoint receives a ClientHello first.
-pub async fn open(side: &Side, way: Way, name: &str) -> TcpStream {
+pub(super) async fn open(side: &Side, way: Way, name: &str) -> TcpStream {
     let at = match way {
         Way::Sni => side.sni,
         Way::NodePort => side.node_ports[&format!("demo/{name}")],
@@ -63,14 +63,14 @@ pub async fn open(side: &Side, way: Way, name: &str) -> TcpStream {
 }
 
 /// Sends a CONNECT and returns the head of the answer, or a part of the head if the connection ends.
-pub async fn http1(stream: &mut TcpStream, authority: &str) -> Vec<u8> {
+pub(super) async fn http1(stream: &mut TcpStream, authority: &str) -> Vec<u8> {
     let request = format!("CONNECT {authority} HTTP/1.1\r\nHost: {authority}\r\n\r\n");
     stream.write_all(request.as_bytes()).await.unwrap();
     head(stream).await
 }
 
 /// Reads until an empty line or the end of the connection.
-pub async fn head(stream: &mut TcpStream) -> Vec<u8> {
+pub(super) async fn head(stream: &mut TcpStream) -> Vec<u8> {
     let mut head = Vec::new();
     while !head.ends_with(b"\r\n\r\n") {
         match timely("an answer", stream.read_u8()).await {
@@ -82,7 +82,7 @@ pub async fn head(stream: &mut TcpStream) -> Vec<u8> {
 }
 
 /// Returns the first line of a head.
-pub fn status(head: &[u8]) -> String {
+pub(super) fn status(head: &[u8]) -> String {
     let text = String::from_utf8_lossy(head);
     text.lines().next().unwrap_or_default().to_owned()
 }
@@ -91,7 +91,7 @@ pub fn status(head: &[u8]) -> String {
 const PATIENCE: Duration = Duration::from_secs(3);
 
 /// Reads until the end of the connection. Returns the received text, followed by `end` or `reset`.
-pub async fn rest(stream: &mut TcpStream) -> String {
+pub(super) async fn rest(stream: &mut TcpStream) -> String {
     let mut heard = Vec::new();
     let end = timely("the end", stream.read_to_end(&mut heard)).await;
     let end = end.map_or("reset", |_| "end");
@@ -100,12 +100,12 @@ pub async fn rest(stream: &mut TcpStream) -> String {
 
 /// Sends bytes to a port. Returns the status lines of all answers (or the received text if no answer is HTTP),
 /// followed by `end`, `reset` or `open`.
-pub async fn converse(at: SocketAddr, bytes: &[u8]) -> String {
+pub(super) async fn converse(at: SocketAddr, bytes: &[u8]) -> String {
     speak(at, bytes, false).await
 }
 
 /// Sends bytes like [`converse`], and then closes the client's sending side.
-pub async fn last_words(at: SocketAddr, bytes: &[u8]) -> String {
+pub(super) async fn last_words(at: SocketAddr, bytes: &[u8]) -> String {
     speak(at, bytes, true).await
 }
 
@@ -134,13 +134,13 @@ async fn speak(at: SocketAddr, bytes: &[u8], last: bool) -> String {
 }
 
 /// Opens a tunnel in an HTTP/2 stream.
-pub async fn http2(client: &Http2, name: &str) -> Result<Tunnel, StatusCode> {
+pub(super) async fn http2(client: &Http2, name: &str) -> Result<Tunnel, StatusCode> {
     client.open(&authority(name), b"").await
 }
 
 /// Returns the status of a CONNECT. Returns `reset` if the stream ends first, and `lost` if the connection ends
 /// first.
-pub async fn http2_status(client: &Http2, authority: &str) -> String {
+pub(super) async fn http2_status(client: &Http2, authority: &str) -> String {
     match client.connect_to(authority, b"").await {
         Ok((status, _)) => status.as_u16().to_string(),
         Err(error) if error.is_reset() => "reset".to_owned(),
@@ -149,14 +149,14 @@ pub async fn http2_status(client: &Http2, authority: &str) -> String {
 }
 
 /// Returns the status of a GET.
-pub async fn http2_get(client: &Http2, authority: &str) -> String {
+pub(super) async fn http2_get(client: &Http2, authority: &str) -> String {
     let get = Request::get(format!("http://{authority}/"));
     let status = client.ask(get.body(()).unwrap()).await;
     status.as_u16().to_string()
 }
 
 /// Reads until the end of a stream. Returns the received text, followed by `end`, `reset` or `lost`.
-pub async fn http2_rest(tunnel: &mut Tunnel) -> String {
+pub(super) async fn http2_rest(tunnel: &mut Tunnel) -> String {
     let mut heard = Vec::new();
     let end = loop {
         match timely("bytes or the end", tunnel.receive.data()).await {
@@ -173,7 +173,7 @@ pub async fn http2_rest(tunnel: &mut Tunnel) -> String {
 }
 
 /// Sends bytes on a stream.
-pub fn say(tunnel: &mut Tunnel, bytes: &'static [u8]) {
+pub(super) fn say(tunnel: &mut Tunnel, bytes: &'static [u8]) {
     let sent = tunnel.send.send_data(Bytes::from_static(bytes), false);
     // Fails if the stream was reset.
     sent.ok();

@@ -14,7 +14,7 @@ use tokio::task::JoinHandle;
 use crate::support::timely;
 
 /// A listener that runs the same script for every connection.
-pub struct Endpoint {
+pub(super) struct Endpoint {
     pub address: SocketAddr,
     seen: UnboundedReceiver<String>,
     task: JoinHandle<()>,
@@ -27,7 +27,7 @@ impl Drop for Endpoint {
 }
 
 impl Endpoint {
-    pub async fn start<S, F>(script: S) -> Self
+    pub(super) async fn start<S, F>(script: S) -> Self
     where
         S: Fn(TcpStream) -> F + Send + 'static,
         F: Future<Output = io::Result<&'static str>> + Send + 'static,
@@ -56,7 +56,7 @@ impl Endpoint {
     }
 
     /// Returns the result of the next connection.
-    pub async fn saw(&mut self) -> String {
+    pub(super) async fn saw(&mut self) -> String {
         timely("the endpoint's result", self.seen.recv())
             .await
             .unwrap()
@@ -64,7 +64,7 @@ impl Endpoint {
 }
 
 /// Reads an optional ClientHello, and then `go`.
-pub async fn begin(stream: &mut TcpStream) -> io::Result<()> {
+pub(super) async fn begin(stream: &mut TcpStream) -> io::Result<()> {
     let mut first = stream.read_u8().await?;
     if first == 22 {
         let mut head = [0; 4];
@@ -78,7 +78,7 @@ pub async fn begin(stream: &mut TcpStream) -> io::Result<()> {
 }
 
 /// Sends `ok`, reads until the client's end, and sends the number of bytes.
-pub async fn counts(mut stream: TcpStream) -> io::Result<&'static str> {
+pub(super) async fn counts(mut stream: TcpStream) -> io::Result<&'static str> {
     begin(&mut stream).await?;
     stream.write_all(b"ok").await?;
     let mut heard = Vec::new();
@@ -90,7 +90,7 @@ pub async fn counts(mut stream: TcpStream) -> io::Result<&'static str> {
 }
 
 /// Reads until the client's end, and sends the number of bytes 16 s later, after Envoy's route timeout of 15 s.
-pub async fn counts_late(mut stream: TcpStream) -> io::Result<&'static str> {
+pub(super) async fn counts_late(mut stream: TcpStream) -> io::Result<&'static str> {
     begin(&mut stream).await?;
     let mut heard = Vec::new();
     stream.read_to_end(&mut heard).await?;
@@ -102,7 +102,7 @@ pub async fn counts_late(mut stream: TcpStream) -> io::Result<&'static str> {
 }
 
 /// Sends `bye`, closes the sending side, and continues to read.
-pub async fn ends_first(mut stream: TcpStream) -> io::Result<&'static str> {
+pub(super) async fn ends_first(mut stream: TcpStream) -> io::Result<&'static str> {
     begin(&mut stream).await?;
     stream.write_all(b"bye ").await?;
     stream.shutdown().await?;
@@ -116,7 +116,7 @@ pub async fn ends_first(mut stream: TcpStream) -> io::Result<&'static str> {
 }
 
 /// Sends `ok`, and reads until the end.
-pub async fn listens(mut stream: TcpStream) -> io::Result<&'static str> {
+pub(super) async fn listens(mut stream: TcpStream) -> io::Result<&'static str> {
     begin(&mut stream).await?;
     stream.write_all(b"ok").await?;
     stream.read_to_end(&mut Vec::new()).await?;
@@ -124,7 +124,7 @@ pub async fn listens(mut stream: TcpStream) -> io::Result<&'static str> {
 }
 
 /// Sends `ok`, waits for one more byte, and resets the connection.
-pub async fn resets(mut stream: TcpStream) -> io::Result<&'static str> {
+pub(super) async fn resets(mut stream: TcpStream) -> io::Result<&'static str> {
     begin(&mut stream).await?;
     stream.write_all(b"ok").await?;
     stream.read_u8().await?;
