@@ -1,4 +1,4 @@
-//! docs/compatibility.md has a row for everything that the programs offer, and for nothing else.
+//! Checks that docs/compatibility.md has a row for every flag and metric of the programs, and no other rows.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use std::collections::BTreeSet;
@@ -14,7 +14,7 @@ fn document() -> String {
     std::fs::read_to_string(path).unwrap()
 }
 
-/// The code spans of one column of the table under a heading.
+/// Returns the code spans in one column of the table below a heading.
 fn rows(heading: &str, column: usize) -> BTreeSet<String> {
     let document = document();
     let section = document.split(heading).nth(1).expect(heading);
@@ -26,7 +26,7 @@ fn rows(heading: &str, column: usize) -> BTreeSet<String> {
         .collect()
 }
 
-/// The long flags of a program's help, and those that it hides.
+/// Returns the long flags that the help of a program lists, plus the `hidden` flags.
 fn flags(program: &str, hidden: &[&str]) -> BTreeSet<String> {
     let path = std::env::current_exe().unwrap();
     let path = path.parent().unwrap().parent().unwrap().join(program);
@@ -44,7 +44,7 @@ fn flags(program: &str, hidden: &[&str]) -> BTreeSet<String> {
 }
 
 #[test]
-fn every_flag_has_a_row() {
+fn compatibility_page_lists_exactly_the_flags_of_every_program() {
     let logging = rows("### Logging flags of both", 1);
     for (program, heading, hidden) in [
         ("culvert-server", "### Server flags", &[][..]),
@@ -80,7 +80,7 @@ fn every_metric_of_the_front_door_has_a_row() {
 }
 
 #[test]
-fn every_metric_has_a_row() {
+fn compatibility_page_lists_exactly_the_metrics_of_server_and_agent() {
     use culvert_server::metrics::DialFailureReason;
     let server = ServerMetrics::new(&[Strategy::Default]).unwrap();
     server
@@ -89,7 +89,7 @@ fn every_metric_has_a_row() {
     let _openvpn = OpenvpnMetrics::new(server.registry());
     let _nodes = NodeMetrics::new(server.registry());
     let agent = AgentMetrics::new().unwrap();
-    // Only there where an OpenVPN client is.
+    // Present only in an agent with an OpenVPN client.
     let _openvpn = culvert_agent::openvpn::metrics::OpenVpnMetrics::new(agent.registry());
     agent
         .dial_failures(culvert_agent::metrics::DialFailureReason::Timeout)

@@ -1,4 +1,4 @@
-//! A TCP load balancer that picks a backend at random, as the Service in front of several servers does.
+//! A TCP load balancer that picks a backend at random, like the Service in front of several servers.
 
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -9,7 +9,7 @@ use tokio::io::copy_bidirectional;
 use tokio::net::{TcpListener, TcpStream};
 use tokio_util::sync::{CancellationToken, DropGuard};
 
-/// A running balancer; dropping it cuts all connections through it.
+/// A running balancer. Dropping the value closes all connections through the balancer.
 #[derive(Debug)]
 pub struct Balancer {
     addr: SocketAddr,
@@ -17,13 +17,16 @@ pub struct Balancer {
 }
 
 impl Balancer {
-    /// Listens on a port of 127.0.0.1 that the system chooses. A connection whose backend does not
-    /// answer is closed.
+    /// Listens on a port of 127.0.0.1 that the system chooses. If the backend of a connection is unreachable,
+    /// the balancer closes the connection.
     ///
     /// # Panics
-    /// When it cannot listen, or there is no backend.
+    /// If the balancer cannot listen, or `backends` is empty.
     pub async fn start(backends: Vec<SocketAddr>) -> Self {
-        assert!(!backends.is_empty(), "a balancer without backends");
+        assert!(
+            !backends.is_empty(),
+            "a balancer needs at least one backend"
+        );
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await;
         let listener = listener.expect("a balancer's listener");
         let addr = listener.local_addr().unwrap();
@@ -36,7 +39,7 @@ impl Balancer {
         }
     }
 
-    /// Where it listens.
+    /// Returns the address of the listener.
     pub fn addr(&self) -> SocketAddr {
         self.addr
     }
@@ -46,7 +49,7 @@ async fn accept(listener: TcpListener, backends: Arc<[SocketAddr]>, stop: Cancel
     loop {
         let (client, _) = listener.accept().await.expect("accepting in a balancer");
         let backend = *backends.choose(&mut rand::rng()).unwrap();
-        // Either end may break off; both are closed then.
+        // An error of one side ends this task, which closes both sides.
         tokio::spawn(
             stop.clone()
                 .run_until_cancelled_owned(relay(client, backend)),
@@ -92,7 +95,7 @@ mod tests {
         .await;
         drop(balancer);
         for mut stream in held {
-            // The rest of the banner may still come.
+            // The balancer may already have forwarded the rest of the banner.
             stream.read_to_end(&mut Vec::new()).await.ok();
         }
     }

@@ -1,4 +1,4 @@
-//! An address whose connects never end: they neither succeed nor fail.
+//! An address where a connect neither succeeds nor fails.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::time::Duration;
@@ -7,14 +7,14 @@ use socket2::{Domain, Socket, Type};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 
-/// How long a connect on one machine must hang to count as hanging: the kernel completes one
-/// within microseconds, without the listener's help.
+/// Time after which a connect on the same machine counts as hanging. The kernel completes a connect within
+/// microseconds, without help from the listener.
 const HANGS: Duration = Duration::from_millis(250);
 
-/// More connections than any kernel queues on a backlog of 0.
+/// More connections than any kernel queues with a backlog of 0.
 const MAX_FILLERS: usize = 16;
 
-/// Keeps the hole open.
+/// An open black hole. Dropping the value closes the listener.
 #[derive(Debug)]
 pub struct BlackHole {
     addr: SocketAddr,
@@ -23,17 +23,17 @@ pub struct BlackHole {
 }
 
 impl BlackHole {
-    /// The address to connect to, on 127.0.0.1.
+    /// Returns the address to connect to, on 127.0.0.1.
     pub fn addr(&self) -> SocketAddr {
         self.addr
     }
 }
 
-/// Opens a black hole: a listener that never accepts and whose queue is full, so that the kernel drops
-/// every further SYN.
+/// Opens a black hole: a listener that never accepts and has a full queue, so that the kernel drops every
+/// further SYN.
 ///
 /// # Panics
-/// When the queue cannot be filled.
+/// If the queue does not fill up.
 pub async fn black_hole() -> BlackHole {
     let listener = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
     let any = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
@@ -43,7 +43,10 @@ pub async fn black_hole() -> BlackHole {
     let mut fillers = Vec::new();
     while let Ok(filler) = timeout(HANGS, TcpStream::connect(addr)).await {
         fillers.push(filler.expect("a filler of the black hole"));
-        assert!(fillers.len() < MAX_FILLERS, "the black hole does not fill");
+        assert!(
+            fillers.len() < MAX_FILLERS,
+            "the queue of the listener does not fill up"
+        );
     }
     BlackHole {
         addr,
@@ -57,7 +60,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn connects_hang_while_it_is_open_and_fail_afterwards() {
+    async fn connects_hang_while_the_black_hole_is_open_and_fail_afterwards() {
         let hole = black_hole().await;
         let connect = TcpStream::connect(hole.addr());
         tokio::pin!(connect);

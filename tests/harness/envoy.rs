@@ -1,9 +1,9 @@
 //! Envoy at both ends of a tunnel: as the front door of a seed and as the listener on a node.
 //!
-//! `tests/peers/install` brings the program. The configurations are those of a platform that Culvert
-//! takes over from, with listeners on 127.0.0.1 instead of all addresses and nothing loaded at run
-//! time but what [`Seed::following`] says. What they leave out has Envoy's default, such as 1,024
-//! connections to a cluster, unless [`Bootstrap::allowing`] sets it.
+//! `tests/peers/install` installs Envoy. The configurations are copied from the platform that Culvert
+//! replaces. Two things differ: listeners are on 127.0.0.1 instead of all addresses, and Envoy loads nothing
+//! at run time except the files of [`Seed::following`]. Unset options have Envoy's defaults, such as 1,024
+//! connections per cluster, unless [`Bootstrap::allowing`] sets a limit.
 
 use std::collections::BTreeMap;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -29,21 +29,22 @@ const TLS_INSPECTOR: &str = "extensions.filters.listener.tls_inspector.v3.TlsIns
 const ACCESS_LOG: &str = "extensions.access_loggers.file.v3.FileAccessLog";
 const HTTP_OPTIONS: &str = "extensions.upstreams.http.v3.HttpProtocolOptions";
 
-/// What an Envoy that follows files finds in its folder.
+/// Names of the files that Envoy watches for changes; see [`Seed::following`].
 const LISTENERS_FILE: &str = "listeners.json";
 const CLUSTERS_FILE: &str = "clusters.json";
 
-/// The installed program.
+/// The installed Envoy program.
 #[derive(Debug)]
 pub struct Envoy {
     program: PathBuf,
 }
 
 impl Envoy {
-    /// Installs it, once per process. Nothing, and a line on stderr, where it cannot be had.
+    /// Installs Envoy, once per process. If the installation fails, returns `None` and prints the reason on
+    /// stderr.
     ///
     /// # Panics
-    /// When it cannot be had though `CI=true`.
+    /// If the installation fails and `CI=true`.
     pub fn get() -> Option<&'static Self> {
         static INSTALLED: OnceLock<Result<Envoy, String>> = OnceLock::new();
         let installed = INSTALLED.get_or_init(Self::install);
@@ -64,26 +65,26 @@ impl Envoy {
         })
     }
 
-    /// Starts it with two workers and waits until it serves.
+    /// Starts Envoy with two workers and waits until Envoy is live.
     ///
     /// # Panics
-    /// When it does not come up in [`PATIENCE`], as with a configuration that it refuses.
+    /// If Envoy is not live within [`PATIENCE`], for example because Envoy rejects the configuration.
     pub async fn start(&self, bootstrap: &Bootstrap) -> RunningEnvoy {
         self.start_with(bootstrap, &[]).await
     }
 
-    /// The same with further flags.
+    /// Does the same as [`start`](Self::start), with additional flags.
     ///
     /// # Panics
     /// As [`start`](Self::start).
     pub async fn start_with(&self, bootstrap: &Bootstrap, flags: &[&str]) -> RunningEnvoy {
         let dir = tempfile::Builder::new().prefix("culvert-").tempdir();
         let dir = dir.expect("a temporary directory");
-        // The name's ending tells Envoy what is in the file.
+        // Envoy derives the format of the file from the extension.
         let path = dir.path().join("envoy.json");
         std::fs::write(&path, bootstrap.config.to_string()).expect("writing Envoy's configuration");
         let path = path.to_str().expect("a path in UTF-8");
-        // Without hot restart: it would leave a file in /dev/shm behind for every start.
+        // Hot restart would leave a file in /dev/shm at every start.
         #[rustfmt::skip]
         let mut args = vec![
             "--config-path", path, "--disable-hot-restart", "--concurrency", "2", "--log-level", "warning",
@@ -96,7 +97,7 @@ impl Envoy {
         };
         eventually("Envoy is live", PATIENCE, async || {
             if let Some(status) = running.program.exited() {
-                panic!("Envoy ended at its start: {status}");
+                panic!("Envoy exited during startup: {status}");
             }
             match http_get(running.admin, "/ready").await {
                 Ok((_, _, body)) if body.starts_with(b"LIVE") => Ok(()),
@@ -109,33 +110,33 @@ impl Envoy {
     }
 }
 
-/// Says that tests against a peer are skipped.
+/// Reports on stderr that tests against a peer program are skipped.
 ///
 /// # Panics
-/// If `CI=true`, which promises that the peers are there.
+/// If `CI=true`: in CI all peer programs must be installed.
 pub fn skip(why: &str) {
     let ci = std::env::var("CI").is_ok_and(|ci| ci == "true");
     assert!(!ci, "{why}, though CI=true");
     eprintln!("skipped: {why}");
 }
 
-/// A running Envoy. Dropping it kills the program.
+/// A running Envoy. Dropping the value kills the program.
 #[derive(Debug)]
 pub struct RunningEnvoy {
-    /// The program, for its log and its footprint.
+    /// The program, for its log and its resource use.
     pub program: Program,
-    /// The admin listener, such as for `GET /stats/prometheus`.
+    /// Address of the admin listener, for example for `GET /stats/prometheus`.
     pub admin: SocketAddr,
-    // Last, so that the program is gone before its files are.
+    // Last field, so that the program is killed before its files are deleted.
     _dir: TempDir,
 }
 
-/// A configuration to start Envoy with.
+/// A configuration for starting Envoy.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Bootstrap {
-    /// The admin listener that `config` names.
+    /// Address of the admin listener in `config`.
     pub admin: SocketAddr,
-    /// The bootstrap file. JSON, which is YAML too.
+    /// Contents of the bootstrap file, as JSON, which is also valid YAML.
     pub config: Value,
 }
 
@@ -148,8 +149,9 @@ impl Bootstrap {
         Self { admin, config }
     }
 
-    /// Allows each cluster so many connections, and as many requests at once, instead of 1,024. Of a
-    /// seed that follows a file only its own clusters are meant.
+    /// Limits each cluster to this number of connections, and to as many concurrent requests, instead of
+    /// 1,024. For a bootstrap from [`Seed::following`], the limit applies only to the clusters in the
+    /// bootstrap, not to those in files.
     #[must_use]
     pub fn allowing(mut self, connections: u32) -> Self {
         let limits = json!({
@@ -165,9 +167,9 @@ impl Bootstrap {
     }
 }
 
-/// A node's Envoy: each connection to one of `listeners` becomes a CONNECT to the authority beside
-/// it, in plain HTTP/2 to `upstream`. A connection to `upstream` that leaves a ping unanswered for
-/// 5 s is given up; pings go out every 30 s.
+/// Returns the configuration of a node's Envoy: each connection to one of the `listeners` becomes a CONNECT
+/// to the authority next to the listener, in plain-text HTTP/2 to `upstream`. Every 30 s, Envoy pings
+/// `upstream`; a ping without an answer for 5 s ends the connection.
 pub fn node(
     ports: &mut Ports,
     listeners: &[(SocketAddr, &str)],
@@ -189,44 +191,45 @@ pub fn node(
     Bootstrap::new(local(ports), listeners.collect(), vec![cluster])
 }
 
-/// A seed's Envoy, as its control plane configures it. Routes are added to the maps; a front
-/// listener without any is left out, so that its port refuses connections.
+/// A seed's Envoy, with the configuration from the platform's control plane. Add routes to the maps. A front
+/// listener without routes is left out, so that its port refuses connections.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Seed {
-    /// Where TLS clients are sent on by the server name they ask for; TLS is passed through.
+    /// Listener for TLS clients, routed by server name. TLS is passed through.
     pub sni: SocketAddr,
-    /// Where CONNECT is served in plain text, as HTTP/1.1 and as HTTP/2.
+    /// Listener for CONNECT in plain text, over HTTP/1.1 and HTTP/2.
     pub tunnel: SocketAddr,
-    /// `/healthz`, `/stats` and what lies below it.
+    /// Listener for `/healthz`, and for `/stats` and the paths below it.
     pub stats: SocketAddr,
-    /// Clusters by server name.
+    /// Cluster names by server name.
     pub server_names: BTreeMap<String, String>,
-    /// Clusters by the `host:port` of a CONNECT.
+    /// Cluster names by the `host:port` of a CONNECT.
     pub authorities: BTreeMap<String, String>,
-    /// Clusters by the port on 127.0.0.1 that leads to them.
+    /// Cluster names by the port on 127.0.0.1 that leads to the cluster.
     pub node_ports: BTreeMap<u16, String>,
-    /// The endpoints of each cluster, used in turn.
+    /// Endpoints of each cluster, used in turn.
     pub clusters: BTreeMap<String, Vec<SocketAddr>>,
-    /// What an operator may set.
+    /// Settings that an operator may change.
     pub settings: Settings,
     admin: SocketAddr,
 }
 
-/// What an operator of the platform sets; `None` is Envoy's default. Times are such as `5s`.
+/// Settings that an operator of the platform may change. `None` is Envoy's default. Times have a unit, for
+/// example `5s`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Settings {
-    /// How long nothing may move on a connection that came by its server name.
+    /// Idle time after which a connection that was routed by server name is closed.
     pub sni_idle: Option<&'static str>,
-    /// How long a connection may be without a CONNECT.
+    /// Time without any CONNECT after which a client's connection is closed.
     pub connection_idle: Option<&'static str>,
-    /// How long nothing may move in a CONNECT.
+    /// Idle time after which a CONNECT stream is closed.
     pub stream_idle: Option<&'static str>,
-    /// The most connections to each cluster. The platform has no setting for this.
+    /// Largest number of connections to each cluster. The platform has no such setting.
     pub max_connections: Option<u32>,
 }
 
 impl Seed {
-    /// A seed that exposes nothing yet.
+    /// Creates a seed without routes.
     pub fn new(ports: &mut Ports) -> Self {
         Self {
             sni: local(ports),
@@ -241,17 +244,17 @@ impl Seed {
         }
     }
 
-    /// The configuration.
+    /// Returns a configuration with all routes in the bootstrap file.
     pub fn bootstrap(&self) -> Bootstrap {
         let clusters = [self.stats_cluster()].into_iter().chain(self.clusters());
         Bootstrap::new(self.admin, self.listeners(), clusters.collect())
     }
 
-    /// The same in files of `dir`, which Envoy follows as it would its control plane; they are written
-    /// by this call.
+    /// Writes the listeners and the clusters to files in `dir`, and returns a configuration that makes Envoy
+    /// watch these files as a replacement for the control plane.
     ///
     /// # Panics
-    /// When they can not be written.
+    /// If the files cannot be written.
     pub fn following(&self, dir: &Path) -> Bootstrap {
         self.write_listeners(dir);
         self.write_clusters(dir);
@@ -270,19 +273,19 @@ impl Seed {
         bootstrap
     }
 
-    /// Replaces the listeners that an Envoy follows in `dir`.
+    /// Replaces the listeners in the files of `dir`, which a running Envoy picks up.
     ///
     /// # Panics
-    /// When they can not be written.
+    /// If the file cannot be written.
     pub fn write_listeners(&self, dir: &Path) {
         let listeners = self.listeners().into_iter();
         publish(&dir.join(LISTENERS_FILE), "listener.v3.Listener", listeners);
     }
 
-    /// Replaces the clusters that an Envoy follows in `dir`.
+    /// Replaces the clusters in the files of `dir`, which a running Envoy picks up.
     ///
     /// # Panics
-    /// When they can not be written.
+    /// If the file cannot be written.
     pub fn write_clusters(&self, dir: &Path) {
         let file = dir.join(CLUSTERS_FILE);
         publish(&file, "cluster.v3.Cluster", self.clusters());
@@ -397,7 +400,7 @@ impl Seed {
     }
 }
 
-/// Writes resources for an Envoy that follows `file`: by a rename, it notices nothing else.
+/// Writes resources to `file` by renaming a new file: Envoy notices no other kind of change.
 fn publish(file: &Path, kind: &str, resources: impl Iterator<Item = Value>) {
     let resources = resources.map(|mut resource| {
         resource["@type"] = json!(format!("type.googleapis.com/envoy.config.{kind}"));
@@ -449,7 +452,7 @@ fn access_log() -> Value {
     json!([filter(ACCESS_LOG, json!({ "path": "/dev/stdout" }))])
 }
 
-/// An extension: its type decides what it is, its name only has to be there.
+/// Returns an extension. Its type selects the implementation; its name is required but otherwise unused.
 fn filter(kind: &str, config: Value) -> Value {
     json!({ "name": kind, "typed_config": typed(kind, config) })
 }

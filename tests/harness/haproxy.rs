@@ -1,8 +1,8 @@
-//! haproxy as a front door that tells TLS clients apart by server name and passes TLS through: what
-//! operators put there who have no Envoy, and the pace to hold.
+//! haproxy as a front door that routes TLS clients by server name and passes TLS through. Operators without
+//! Envoy use haproxy for this, and its performance is the reference.
 //!
-//! Debian's package is taken from `PATH`. Tests say so and pass where it is missing, except where
-//! `CI=true` promises that it is there.
+//! The program is Debian's package, found through `PATH`. Without haproxy, tests print a message and pass;
+//! with `CI=true`, they fail.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -18,20 +18,20 @@ use crate::process::Program;
 use crate::topology::PATIENCE;
 use crate::wait::eventually;
 
-/// Where Debian puts it, which is on the `PATH` of root only.
+/// Debian's directory for haproxy, which is only on the `PATH` of root.
 const SYSTEM_DIR: &str = "/usr/sbin";
 
-/// The installed program.
+/// The installed haproxy program.
 #[derive(Debug)]
 pub struct HaProxy {
     program: PathBuf,
 }
 
 impl HaProxy {
-    /// Looks for it, once per process. Nothing, and a line on stderr, without it.
+    /// Finds haproxy, once per process. If haproxy is missing, returns `None` and prints a message on stderr.
     ///
     /// # Panics
-    /// Without it if `CI=true`.
+    /// If haproxy is missing and `CI=true`.
     pub fn get() -> Option<&'static Self> {
         static FOUND: OnceLock<Option<HaProxy>> = OnceLock::new();
         let found = FOUND.get_or_init(Self::find).as_ref();
@@ -50,11 +50,11 @@ impl HaProxy {
             .map(|program| Self { program })
     }
 
-    /// Starts it with two threads and waits until it listens. `server_names` holds the endpoints of
-    /// each name, used in turn; a client that asks for another name, or for none, is closed.
+    /// Starts haproxy with two threads and waits until haproxy listens. `server_names` maps each name to its
+    /// endpoints, used in turn. A client with another name, or without a name, is disconnected.
     ///
     /// # Panics
-    /// When it does not come up in [`PATIENCE`].
+    /// If haproxy does not listen within [`PATIENCE`].
     pub async fn start(
         &self,
         listen: SocketAddr,
@@ -67,7 +67,7 @@ impl HaProxy {
         std::fs::write(&names, name_map(server_names)).expect("writing haproxy's map");
         let text = configuration(listen, &names, server_names);
         std::fs::write(&config, text).expect("writing haproxy's configuration");
-        // In the foreground, so that the process is the one that serves.
+        // In the foreground, so that the started process is the serving process.
         let args = ["-db", "-f", config.to_str().expect("a path in UTF-8")];
         let mut running = RunningHaProxy {
             program: Program::spawn(&self.program, args, &[]),
@@ -75,7 +75,7 @@ impl HaProxy {
         };
         eventually("haproxy listens", PATIENCE, async || {
             if let Some(status) = running.program.exited() {
-                panic!("haproxy ended at its start: {status}");
+                panic!("haproxy exited during startup: {status}");
             }
             TcpStream::connect(listen).await
         })
@@ -84,17 +84,17 @@ impl HaProxy {
     }
 }
 
-/// A running haproxy. Dropping it kills the program.
+/// A running haproxy. Dropping the value kills the program.
 #[derive(Debug)]
 pub struct RunningHaProxy {
-    /// The program, for its log and its footprint.
+    /// The program, for its log and its resource use.
     pub program: Program,
-    // Last, so that the program is gone before its files are.
+    // Last field, so that the program is killed before its files are deleted.
     _dir: TempDir,
 }
 
-/// The lookup from lower-case names to backends, which are called `b0`, `b1` and so on. As a map, it
-/// takes the same time for a thousand names as for one.
+/// Returns the lookup table from lower-case server names to backends, which are named `b0`, `b1` and so on. A
+/// map lookup takes the same time for a thousand names as for a single name.
 fn name_map(server_names: &BTreeMap<String, Vec<SocketAddr>>) -> String {
     let mut text = String::new();
     for (i, name) in server_names.keys().enumerate() {
@@ -103,8 +103,9 @@ fn name_map(server_names: &BTreeMap<String, Vec<SocketAddr>>) -> String {
     text
 }
 
-/// The time-outs are those of the Envoy that it is compared with. The limit on files keeps haproxy
-/// from making room at once for as many connections as the machine allows; a quarter is in use.
+/// Returns the configuration. The timeouts are equal to the settings of the Envoy in the same comparison.
+/// `fd-hard-limit` keeps haproxy from allocating memory at startup for as many connections as the machine
+/// allows; a quarter of the limit is in use.
 fn configuration(
     listen: SocketAddr,
     names: &Path,
@@ -146,7 +147,7 @@ mod tests {
     use crate::ports::Ports;
 
     #[tokio::test]
-    async fn clients_are_sent_on_by_server_name() {
+    async fn clients_are_routed_by_server_name() {
         let Some(haproxy) = HaProxy::get() else {
             return;
         };

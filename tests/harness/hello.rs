@@ -1,14 +1,15 @@
-//! What a TLS client says first, for doors that look no further.
+//! The first message of a TLS client, for front doors that need no further bytes.
 
 use std::sync::Arc;
 
 use rustls::{ClientConfig, ClientConnection, RootCertStore};
 use rustls_pki_types::ServerName;
 
-/// The first bytes of a TLS client that asks for `name`: one record, with a whole ClientHello in it.
+/// Returns the first bytes of a TLS client that connects to the server name `name`: one record with a
+/// complete ClientHello.
 ///
 /// # Panics
-/// When it is no DNS name.
+/// If `name` is not a DNS name.
 pub fn client_hello(name: &str) -> Vec<u8> {
     let provider = rustls::crypto::aws_lc_rs::default_provider();
     let config = ClientConfig::builder_with_provider(provider.into())

@@ -1,7 +1,7 @@
-//! The stock programs and the Go driver, which speaks to a tunnel as kube-apiserver does.
+//! The stock programs and the Go driver, which uses a tunnel in the same way as kube-apiserver.
 //!
-//! They are built from `tests/interop` when first asked for. Without Go there is nothing to test
-//! against: tests then say so and pass, except where `CI=true` promises that Go is there.
+//! The programs are built from `tests/interop` at first use. Without Go, tests print a message and pass; with
+//! `CI=true`, they fail.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -13,25 +13,26 @@ use tokio::time::timeout;
 
 use crate::process::Program;
 
-/// How long a run of the driver may take: far more than any needs.
+/// Longest run of the driver: far more than any run needs.
 const RUN_LIMIT: Duration = Duration::from_secs(120);
 
-/// Where the built programs are.
+/// Paths of the built programs.
 #[derive(Debug)]
 pub struct Interop {
-    /// The stock server.
+    /// Path of the stock server.
     pub proxy_server: PathBuf,
-    /// The stock agent.
+    /// Path of the stock agent.
     pub proxy_agent: PathBuf,
-    /// The driver.
+    /// Path of the driver.
     pub driver: PathBuf,
 }
 
 impl Interop {
-    /// Builds the programs, once per process. Nothing, and a line on stderr, without Go.
+    /// Builds the programs, once per process. If Go is missing, returns `None` and prints a message on
+    /// stderr.
     ///
     /// # Panics
-    /// When the build fails, and without Go if `CI=true`.
+    /// If the build fails, or if Go is missing and `CI=true`.
     pub fn get() -> Option<&'static Self> {
         static BUILT: OnceLock<Option<Interop>> = OnceLock::new();
         let built = BUILT.get_or_init(Self::build).as_ref();
@@ -66,11 +67,11 @@ impl Interop {
         })
     }
 
-    /// Runs the driver to its end and gives the result that it prints as its last line, whether it
-    /// is a success (`"ok": true`) or not.
+    /// Runs the driver to its end and returns the result that the driver prints as its last line, successful
+    /// (`"ok": true`) or not.
     ///
     /// # Panics
-    /// When it prints no result, or does not end in two minutes.
+    /// If the driver prints no result, or does not exit within two minutes.
     pub async fn run<A: AsRef<str>>(&self, args: &[A]) -> Value {
         let args: Vec<&str> = args.iter().map(AsRef::as_ref).collect();
         let output = tokio::process::Command::new(&self.driver)
@@ -79,7 +80,7 @@ impl Interop {
             .kill_on_drop(true)
             .output();
         let output = timeout(RUN_LIMIT, output).await;
-        let output = output.unwrap_or_else(|_| panic!("driver {args:?} does not end"));
+        let output = output.unwrap_or_else(|_| panic!("driver {args:?} does not exit"));
         let output = output.expect("starting the driver");
         let stdout = String::from_utf8_lossy(&output.stdout);
         let last = stdout.lines().last().unwrap_or_default();
@@ -92,10 +93,10 @@ impl Interop {
         })
     }
 
-    /// Starts the driver and leaves it running, for subcommands that are spoken to.
+    /// Starts the driver and leaves it running, for subcommands that read commands from stdin.
     ///
     /// # Panics
-    /// When it cannot be started.
+    /// If the driver cannot be started.
     pub fn start<A: AsRef<str>>(&self, args: &[A]) -> Program {
         Program::spawn(&self.driver, args.iter().map(AsRef::as_ref), &[])
     }

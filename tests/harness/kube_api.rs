@@ -1,22 +1,22 @@
 //! A Kubernetes API in memory, for programs that list, watch and write objects with `kube` or client-go.
 //!
-//! It speaks plain HTTP/1.1 on a port of 127.0.0.1 and belongs to the test's own process: the test
-//! puts objects in, looks at what the program wrote and asked, and breaks the API whenever it likes.
+//! The API serves plain HTTP/1.1 on a port of 127.0.0.1, inside the test's own process. The test adds
+//! objects, inspects the requests and writes of the program under test, and injects faults at any time.
 //!
-//! | module | what it holds |
+//! | module | contents |
 //! |---|---|
-//! | `address` | the kinds that are served, and what a URL names and selects |
-//! | `serve` | connections, and the way of one request through faults and verbs |
+//! | `address` | the supported kinds, and the objects that a URL names and selects |
+//! | `serve` | connections, and the path of a request through faults and verbs |
 //! | `verbs` | get, list, watch, create, update, patch, delete |
 //! | `store` | the objects, their versions, and the log that watches resume from |
-//! | `watch` | one watch: its events and its body |
+//! | `watch` | a single watch: its events and its body |
 //! | `tokens` | `TokenReview` |
-//! | `fault` | what a test can break |
+//! | `fault` | faults that a test can inject |
 //! | `status` | errors as `Status` objects |
-//! | `objects` | Services, EndpointSlices and Nodes to put in |
+//! | `objects` | builders for Services, EndpointSlices and Nodes |
 //!
-//! Left out: authorization, admission, defaults, subresources, finalizers, paging (a list is always
-//! whole), and every encoding but JSON. A body in protobuf gets 415, so stock programs need
+//! Not supported: authorization, admission, defaults, subresources, finalizers, paging (a list is always
+//! complete), and all encodings except JSON. A body in protobuf gets 415, so stock programs need
 //! `--kube-api-content-type=application/json`.
 
 mod address;
@@ -46,13 +46,13 @@ pub use self::tokens::{Review, TokenStatus};
 use self::address::Kind;
 use self::store::Store;
 
-/// The bearer token in the kubeconfig file that [`KubeApi::kubeconfig`] writes.
+/// The bearer token in the kubeconfig file of [`KubeApi::kubeconfig`].
 pub const TOKEN: &str = "harness-token";
 
-/// How many requests, and how many reviews, are remembered. The oldest are forgotten first.
+/// Largest number of requests, and of reviews, that the API records. The oldest records are dropped first.
 const MAX_REMEMBERED: usize = 10_000;
 
-/// A running API. Dropping it closes its port and every connection.
+/// A running API. Dropping the value closes the port and all connections.
 #[derive(Debug)]
 pub struct KubeApi {
     addr: SocketAddr,
@@ -61,14 +61,14 @@ pub struct KubeApi {
     _stop: DropGuard,
 }
 
-/// One request as it came, whatever was answered.
+/// A received request, recorded even if a fault makes the request fail.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Recorded {
-    /// The method, such as `GET`.
+    /// The method, for example `GET`.
     pub method: String,
-    /// Path and query as they were sent, not decoded.
+    /// Path and query as sent, without decoding.
     pub path: String,
-    /// The `Authorization` header, such as `Bearer harness-token`.
+    /// The `Authorization` header, for example `Bearer harness-token`.
     pub authorization: Option<String>,
 }
 
@@ -79,7 +79,7 @@ struct State {
     tokens: HashMap<String, TokenStatus>,
     reviews: VecDeque<Review>,
     requests: VecDeque<Recorded>,
-    /// Cancelled to close the connections that are open now.
+    /// Cancelled to close all connections that are open now.
     cut: CancellationToken,
 }
 
@@ -89,7 +89,7 @@ impl KubeApi {
     /// Starts an API without objects on a port of 127.0.0.1 that the system chooses.
     ///
     /// # Panics
-    /// When it cannot listen.
+    /// If the API cannot listen.
     pub async fn start() -> Self {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await;
         let listener = listener.expect("a Kubernetes API's listener");
@@ -113,21 +113,21 @@ impl KubeApi {
         }
     }
 
-    /// Where it listens.
+    /// Returns the address of the listener.
     pub fn addr(&self) -> SocketAddr {
         self.addr
     }
 
-    /// The URL to reach it at, without a slash at the end.
+    /// Returns the base URL, without a slash at the end.
     pub fn url(&self) -> String {
         format!("http://{}", self.addr)
     }
 
-    /// Writes the file `kubeconfig` into `dir`: this API, and a user with the bearer token [`TOKEN`].
-    /// Gives the file's path.
+    /// Writes the file `kubeconfig` into `dir`, with this API and a user with the bearer token [`TOKEN`].
+    /// Returns the path of the file.
     ///
     /// # Panics
-    /// When the file cannot be written.
+    /// If the file cannot be written.
     pub fn kubeconfig(&self, dir: &Path) -> PathBuf {
         let url = self.url();
         let text = format!(
@@ -154,61 +154,62 @@ current-context: harness
         path
     }
 
-    /// Creates or replaces an object, and gives it as it is stored. `resource` is a plural, such as
-    /// `services`; version and times are filled in. A put that changes nothing makes no event.
+    /// Creates or replaces an object, and returns the stored object. `resource` is a plural, for example
+    /// `services`; the API sets version and times. A call that changes nothing creates no event.
     ///
     /// # Panics
-    /// When the resource is not served, or the object lacks its name or namespace.
+    /// If the resource is not supported, or the object lacks its name or namespace.
     pub fn put(&self, resource: &str, object: impl Into<Value>) -> Value {
         let (kind, object) = (Kind::of(resource), object.into());
         let (_, namespace, name) = store::key(kind, &object);
-        assert!(!name.is_empty(), "without a name: {object}");
+        assert!(!name.is_empty(), "the object has no name: {object}");
         assert!(
             !kind.namespaced || !namespace.is_empty(),
-            "without a namespace: {object}"
+            "the object has no namespace: {object}"
         );
         self.state.lock().store.set(kind, object)
     }
 
-    /// Deletes an object, and gives it as it was. The namespace of a node is empty.
+    /// Deletes an object, and returns its last state. The namespace of a node is empty.
     ///
     /// # Panics
-    /// When the resource is not served, or there is no such object.
+    /// If the resource is not supported, or the object does not exist.
     pub fn delete(&self, resource: &str, namespace: &str, name: &str) -> Value {
         let kind = Kind::of(resource);
         let key = (kind.plural, namespace.to_owned(), name.to_owned());
         let removed = self.state.lock().store.remove(kind, &key);
-        removed.unwrap_or_else(|| panic!("there is no {key:?} to delete"))
+        removed.unwrap_or_else(|| panic!("cannot delete {key:?}: no such object"))
     }
 
-    /// An object as it is stored now. The namespace of a node is empty.
+    /// Returns an object as stored now. The namespace of a node is empty.
     ///
     /// # Panics
-    /// When the resource is not served.
+    /// If the resource is not supported.
     pub fn get(&self, resource: &str, namespace: &str, name: &str) -> Option<Value> {
         let plural = Kind::of(resource).plural;
         let key = (plural, namespace.to_owned(), name.to_owned());
         self.state.lock().store.get(&key).cloned()
     }
 
-    /// Sends a bookmark with the present version to every open watch that allows them.
+    /// Sends a bookmark with the current version to every open watch that allows bookmarks.
     pub fn bookmark(&self) {
         self.state.lock().store.bookmark();
     }
 
-    /// Forgets the log of changes: a watch that resumes from any version known so far is told, in
-    /// the way of `gone`, to list anew. Open watches go on; [`KubeApi::cut`] makes them resume.
+    /// Drops the log of changes. A watch that resumes from any version known so far gets the error that
+    /// `gone` selects, and its client lists again. Open watches continue; [`KubeApi::cut`] makes their
+    /// clients resume.
     pub fn expire(&self, gone: Gone) {
         self.state.lock().store.expire(gone);
     }
 
-    /// How many watches are open, without those that have fallen silent.
+    /// Returns the number of open watches, not counting silent watches.
     pub fn watches(&self) -> usize {
         self.state.lock().store.watches()
     }
 
-    /// Adds a fault. Of several that apply to one request, all delays add up and the first status
-    /// is answered.
+    /// Adds a fault. If several faults apply to a request, the delays add up and the first status is the
+    /// answer.
     pub fn fault(&self, fault: Fault) {
         let mut state = self.state.lock();
         if let Some(path) = fault.hangs() {
@@ -217,13 +218,13 @@ current-context: harness
         state.faults.push(fault);
     }
 
-    /// Ends all faults. Watches that have fallen silent stay so.
+    /// Removes all faults. Watches that were made silent stay silent.
     pub fn clear_faults(&self) {
         self.state.lock().faults.clear();
     }
 
-    /// Closes all connections that are open, in the middle of whatever they carry. No watch on them
-    /// sees a change that is made after this call. New connections are accepted.
+    /// Closes all open connections, even in the middle of an answer. Their watches see no change that is made
+    /// after this call. New connections are accepted.
     pub fn cut(&self) {
         let mut state = self.state.lock();
         state.store.silence("");
@@ -231,23 +232,23 @@ current-context: harness
         std::mem::replace(&mut state.cut, next).cancel();
     }
 
-    /// The requests so far, oldest first: the last 10,000.
+    /// Returns the received requests, oldest first; at most the last 10,000.
     pub fn requests(&self) -> Vec<Recorded> {
         self.state.lock().requests.iter().cloned().collect()
     }
 
-    /// Says what a `TokenReview` of `token` is answered from now on. Other tokens are not known.
+    /// Sets the result of a `TokenReview` of `token` from now on. All other tokens are invalid.
     pub fn token(&self, token: &str, status: TokenStatus) {
         self.state.lock().tokens.insert(token.to_owned(), status);
     }
 
-    /// The token reviews that were answered, oldest first: the last 10,000.
+    /// Returns the answered token reviews, oldest first; at most the last 10,000.
     pub fn reviews(&self) -> Vec<Review> {
         self.state.lock().reviews.iter().cloned().collect()
     }
 }
 
-/// The text at `pointer`, a JSON pointer; empty if there is none.
+/// Returns the text at the JSON pointer `pointer`; empty if the text is missing.
 fn text<'a>(object: &'a Value, pointer: &str) -> &'a str {
     let found = object.pointer(pointer).and_then(Value::as_str);
     found.unwrap_or_default()

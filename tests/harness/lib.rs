@@ -1,22 +1,22 @@
 //! The harness for tests that run the real programs as processes.
 //!
-//! | module | what it holds |
+//! | module | contents |
 //! |---|---|
-//! | [`topology`] | servers and agents of any make, certificates, ports: a whole tunnel, connected |
-//! | [`process`] | a program, its log, and what the kernel knows about it |
+//! | [`topology`] | a whole connected tunnel: servers, agents, certificates and ports |
+//! | [`process`] | a program, its log, and its figures from the kernel |
 //! | [`wait`] | [`eventually`], the only way to wait |
 //! | [`metrics`] | scraping, and plain HTTP to the programs' own listeners |
-//! | [`namespace`] | a network of a test's own |
+//! | [`namespace`] | a private network for a test |
 //! | [`ports`] | port numbers that no other test process uses |
 //! | [`balancer`] | a TCP load balancer that picks a backend at random |
-//! | [`black_hole`](mod@black_hole) | an address whose connects never end |
+//! | [`black_hole`](mod@black_hole) | an address where connects hang |
 //! | [`interop`] | the stock programs and the Go driver |
-//! | [`envoy`], [`haproxy`] | foreign doors |
+//! | [`envoy`], [`haproxy`] | front doors of other projects |
 //! | [`openvpn`] | stock OpenVPN, its certificates, and the networks that it connects |
-//! | [`hello`] | what a TLS client says first |
-//! | [`kube_api`] | a Kubernetes API that does as a test wants |
+//! | [`hello`] | the first message of a TLS client |
+//! | [`kube_api`] | a Kubernetes API under the control of a test |
 //!
-//! A harness reports by panicking, with a text that says what was expected and what was seen.
+//! The harness reports failures by panicking, with a text that has the expected and the observed state.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
 
 pub mod balancer;

@@ -11,13 +11,13 @@ use http_body_util::{BodyExt as _, Empty, Limited};
 use hyper_util::rt::TokioIo;
 use tokio::net::TcpStream;
 
-/// The longest body that is taken, in bytes.
+/// Longest accepted body, in bytes.
 const MAX_BODY: usize = 64 << 20;
 
-/// `GET path` on a connection of its own.
+/// Sends `GET path` on a new connection.
 ///
 /// # Errors
-/// When there is no answer. Any status is an answer.
+/// If the answer is missing or broken. An answer with any status is a success.
 pub async fn http_get(
     addr: SocketAddr,
     path: &str,
@@ -35,22 +35,22 @@ pub async fn http_get(
         let body = body.map_err(|error| anyhow::anyhow!(error))?.to_bytes();
         anyhow::Ok((head.status, head.headers, body))
     };
-    // The connection moves the bytes; what it ends with shows in the exchange.
+    // The connection task moves the bytes. The exchange reports any error of the connection.
     let (answer, _closed) = tokio::join!(exchange, connection);
     answer
 }
 
-/// `GET /metrics`.
+/// Sends `GET /metrics`.
 ///
 /// # Errors
-/// When there is no answer, or it is no Prometheus text.
+/// If the request fails, the status is not 200, or the answer is not Prometheus text.
 pub async fn scrape(addr: SocketAddr) -> anyhow::Result<Metrics> {
     let (status, _, body) = http_get(addr, "/metrics").await?;
     ensure!(status == StatusCode::OK, "status {status}");
     Metrics::parse(std::str::from_utf8(&body)?)
 }
 
-/// One line of a scrape.
+/// A sample: a single line of a scrape.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Sample {
     /// The name with its suffix, as in `x_bucket`.
@@ -61,7 +61,7 @@ pub struct Sample {
     pub value: f64,
 }
 
-/// A scrape.
+/// The parsed result of a scrape.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Metrics {
     samples: Vec<Sample>,
@@ -72,7 +72,7 @@ impl Metrics {
     /// Parses the Prometheus text format.
     ///
     /// # Errors
-    /// With the first line that is none.
+    /// Names the first line that is not valid.
     pub fn parse(text: &str) -> anyhow::Result<Self> {
         let lines = text.lines().map(str::trim);
         let samples = lines
@@ -85,8 +85,8 @@ impl Metrics {
         })
     }
 
-    /// The sum of the samples of `name` that carry all of `labels`, whatever else they carry; nothing when
-    /// there is no such sample.
+    /// Returns the sum of all samples of `name` that have all of the `labels`, and possibly more labels;
+    /// `None` if no sample matches.
     pub fn value(&self, name: &str, labels: &[(&str, &str)]) -> Option<f64> {
         self.samples(name)
             .filter(|sample| {
@@ -98,14 +98,14 @@ impl Metrics {
             .reduce(|a, b| a + b)
     }
 
-    /// All samples of `name`.
+    /// Returns all samples of `name`.
     pub fn samples<'a>(&'a self, name: &'a str) -> impl Iterator<Item = &'a Sample> {
         self.samples
             .iter()
             .filter(move |sample| sample.name == name)
     }
 
-    /// The scrape as it came, HELP and TYPE lines included.
+    /// Returns the text of the scrape as received, including HELP and TYPE lines.
     pub fn text(&self) -> &str {
         &self.text
     }
@@ -127,7 +127,7 @@ fn parse_sample(line: &str) -> anyhow::Result<Sample> {
     })
 }
 
-/// Takes `key="value",...}` and gives what follows.
+/// Parses `key="value",...}` into `labels` and returns the text behind the brace.
 fn parse_labels<'a>(
     mut rest: &'a str,
     labels: &mut BTreeMap<String, String>,
@@ -141,9 +141,9 @@ fn parse_labels<'a>(
         let mut value = String::new();
         let mut chars = quoted.char_indices();
         let end = loop {
-            match chars.next().context("an open label value")? {
+            match chars.next().context("unterminated label value")? {
                 (at, '"') => break at,
-                (_, '\\') => match chars.next().context("an open label value")?.1 {
+                (_, '\\') => match chars.next().context("unterminated label value")?.1 {
                     'n' => value.push('\n'),
                     other => value.push(other),
                 },
@@ -173,7 +173,7 @@ ratio NaN
 "#;
 
     #[test]
-    fn values_by_name_and_labels() {
+    fn values_are_found_by_name_and_labels() {
         let metrics = Metrics::parse(TEXT).unwrap();
         assert_eq!(metrics.value("up", &[]), Some(1.0));
         assert_eq!(metrics.value("dials", &[]), Some(5.0));
@@ -188,14 +188,14 @@ ratio NaN
     }
 
     #[test]
-    fn nonsense_is_an_error() {
+    fn invalid_text_is_an_error() {
         for text in ["up", "up x", "up{a=\"b\" 1", "up{a} 1", "up{a=\"b\\"] {
             assert!(Metrics::parse(text).is_err(), "{text:?}");
         }
     }
 
     #[tokio::test]
-    async fn http_get_takes_any_answer() {
+    async fn http_get_accepts_any_status() {
         let services = Services::start().await.unwrap();
         let (status, headers, body) = http_get(services.http, "/").await.unwrap();
         assert_eq!(status, StatusCode::OK);

@@ -1,17 +1,18 @@
-//! A network of a test's own.
+//! A private network for a test.
 //!
-//! The test runs once more, alone in its process, in namespaces that `unshare` makes: whatever it
-//! does to interfaces, and whatever it starts, ends with that process, however the test ends.
+//! The test runs again in a child process of its own, inside namespaces created by `unshare`. All interfaces,
+//! settings and processes that the test creates disappear with the child process, however the test ends.
 
 use std::ffi::OsStr;
 use std::process::Command;
 
 use crate::envoy::skip;
 
-/// Says to a program that it is in its namespaces.
+/// Environment variable that marks a process inside its own namespaces.
 const INSIDE: &str = "CULVERT_TEST_NAMESPACE";
 
-/// A network of its own, processes that end with the test, and the `/proc` that belongs to them.
+/// Options of `unshare` for a private network, for processes that end with the test, and for the matching
+/// `/proc`.
 const NAMESPACES: [&str; 6] = [
     "--net",
     "--mount",
@@ -21,12 +22,11 @@ const NAMESPACES: [&str; 6] = [
     "--mount-proc",
 ];
 
-/// Runs a test in a network that has nothing but a loopback interface. To be called by a `#[test]`
-/// function with its whole body, an `async` closure. Nothing, and a line on stderr, where
-/// namespaces can not be made.
+/// Runs a test in a network with only a loopback interface. A `#[test]` function must call `alone` with its
+/// whole body as an `async` closure. If namespaces cannot be created, prints a message on stderr and returns.
 ///
 /// # Panics
-/// As the body does; where namespaces can not be made, if `CI=true`.
+/// If the body panics, or if namespaces cannot be created and `CI=true`.
 pub fn alone<F: AsyncFnOnce()>(body: F) {
     if is_inside() {
         ip("link set lo up").expect("a loopback interface");
@@ -41,7 +41,7 @@ pub fn alone<F: AsyncFnOnce()>(body: F) {
     let test = path
         .split_once("::")
         .and_then(|(_, path)| path.strip_suffix("::{{closure}}"))
-        .unwrap_or_else(|| panic!("{path} is no closure of a test"));
+        .unwrap_or_else(|| panic!("{path} is not a closure in a test"));
     let mut again = match again(["--exact", test, "--nocapture"]) {
         Ok(again) => again,
         Err(why) => return skip(&why),
@@ -51,36 +51,38 @@ pub fn alone<F: AsyncFnOnce()>(body: F) {
     let said = String::from_utf8_lossy(&said);
     eprintln!("{said}");
     let is_passed = again.status.success() && said.contains("1 passed");
-    assert!(is_passed, "{test}: {} in its namespaces", again.status);
+    assert!(is_passed, "{test} in its own namespaces: {}", again.status);
 }
 
-/// Whether this process is in namespaces of its own already.
+/// Returns true if this process is already inside its own namespaces.
 pub fn is_inside() -> bool {
     std::env::var_os(INSIDE).is_some()
 }
 
-/// This very program once more, in namespaces of its own, to be started. It ends with the thread that starts
-/// it, and all that it has started ends with it.
+/// Returns a command that runs the current program again, in its own namespaces. The new process and all of
+/// its children end with the thread that starts the command.
 ///
 /// # Errors
-/// Where namespaces can not be made.
+/// If namespaces cannot be created.
 pub fn again<A: AsRef<OsStr>>(args: impl IntoIterator<Item = A>) -> Result<Command, String> {
-    outcome(unshare().arg("true")).map_err(|why| format!("no namespaces: {}", why.trim()))?;
+    outcome(unshare().arg("true"))
+        .map_err(|why| format!("cannot create namespaces: {}", why.trim()))?;
     let program = std::env::current_exe().map_err(|error| error.to_string())?;
     let mut command = unshare();
     command.arg(program).args(args).env(INSIDE, "1");
     Ok(command)
 }
 
-/// Runs `ip` with these words, and gives what it says.
+/// Runs `ip` with these arguments, and returns its output.
 ///
 /// # Errors
-/// What it complains about.
+/// Returns the error output of `ip`.
 pub fn ip(words: &str) -> Result<String, String> {
     outcome(Command::new("ip").args(words.split(' ')))
 }
 
-/// The namespaces end with `unshare`, and that ends with the thread that started it, even if that is killed.
+/// Returns an `unshare` command. The namespaces end with `unshare`, and `unshare` ends with the thread that
+/// starts the command, even if the thread is killed.
 fn unshare() -> Command {
     let mut command = Command::new("setpriv");
     command.args(["--pdeathsig", "KILL", "unshare"]);
@@ -103,7 +105,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_test_has_a_network_of_its_own() {
+    fn a_test_runs_in_a_private_network() {
         let outside = std::fs::read_link("/proc/self/ns/net").unwrap();
         alone(async || {
             ip("link add alone type bridge").unwrap();

@@ -1,18 +1,18 @@
-//! Stock OpenVPN as a peer, in networks of a test's own.
+//! Stock OpenVPN as a peer, in private networks of a test.
 //!
-//! | module | what it holds |
+//! | module | contents |
 //! |---|---|
-//! | [`network`] | network namespaces within those of a test, the links between them, and sockets in them |
-//! | [`pki`] | the certificates of a cluster, and wrong ones |
-//! | [`stock`] | the stock program in either role, started with what an operator writes |
-//! | [`kkp`] | the command lines, files and packet filters of the platform that is taken over from |
-//! | [`cluster`] | a user cluster behind a VPN client: pods, a Service, a node, and what they serve |
-//! | [`endpoint`] | a session of our own and its flows on a socket, in either role |
-//! | [`tamper`] | a wire on which datagrams are repeated, damaged and invented |
-//! | [`relay`] | the same for TCP, where packets are repeated beside the connection that they belong to |
-//! | [`scenario`] | what has to pass through a tunnel, whoever its ends are |
+//! | [`network`] | network namespaces inside the test's own namespaces, links between them, and sockets in them |
+//! | [`pki`] | the certificates of a cluster, and invalid certificates |
+//! | [`stock`] | the stock program in either role, with the options of an operator |
+//! | [`kkp`] | command lines, files and packet filters of the platform that Culvert replaces |
+//! | [`cluster`] | a user cluster behind a VPN client: pods, a Service, a node, and their services |
+//! | [`endpoint`] | a session of our own with its flows on a socket, in either role |
+//! | [`tamper`] | a UDP wire that adds repeated, damaged and invented datagrams |
+//! | [`relay`] | the equivalent for TCP: repeated packets arrive on additional connections |
+//! | [`scenario`] | the traffic that every tunnel must carry, whatever its ends are |
 //!
-//! All of it runs within [`namespace::alone`](crate::namespace::alone) and ends with that.
+//! Everything runs inside [`namespace::alone`](crate::namespace::alone) and ends with the test.
 
 pub mod cluster;
 pub mod endpoint;

@@ -1,21 +1,21 @@
 //! Port numbers that no other test process uses.
 //!
-//! The programs' flags take 1024 to 49151 and no 0, so the system cannot choose. Ports come in blocks from
-//! below the ephemeral range, and whoever listens on a block's first port owns the block: that
-//! lock holds across processes and cannot be left behind.
+//! The programs' flags accept ports 1024 to 49151 but not 0, so the system cannot choose a port. Ports are
+//! allocated in blocks below the ephemeral range. A listener on the first port of a block is the lock of the
+//! block: this lock works across processes, and the kernel always releases the lock of a dead process.
 
 use std::net::{Ipv4Addr, TcpListener};
 use std::ops::Range;
 
 use rand::Rng as _;
 
-/// Where blocks lie. Linux hands out 32768 and up by itself.
+/// Range of all blocks. Linux assigns ports from 32768 up on its own.
 const RANGE: Range<u16> = 10_000..32_000;
 
-/// How many ports a block has, its lock included.
+/// Number of ports in a block, including the lock.
 pub const BLOCK: u16 = 20;
 
-/// A block of ports, owned until it is dropped.
+/// A block of ports, locked until the value is dropped.
 #[derive(Debug)]
 pub struct PortBlock {
     _lock: TcpListener,
@@ -23,18 +23,18 @@ pub struct PortBlock {
 }
 
 impl PortBlock {
-    /// Takes a free block.
+    /// Allocates a free block.
     ///
     /// # Panics
-    /// When every block is taken.
+    /// If every block is in use.
     pub fn allocate() -> Self {
         let blocks = (RANGE.end - RANGE.start) / BLOCK;
-        // A random start, so that processes do not try the same blocks one after the other.
+        // A random start, so that different processes rarely try the same blocks.
         let start = rand::rng().random_range(0..blocks);
         (0..blocks)
             .map(|i| RANGE.start + (start + i) % blocks * BLOCK)
             .find_map(Self::lock)
-            .expect("every block of ports is taken")
+            .expect("a free block of ports")
     }
 
     fn lock(first: u16) -> Option<Self> {
@@ -45,25 +45,25 @@ impl PortBlock {
         })
     }
 
-    /// The next port of the block on which nothing listens; none when the block is used up.
+    /// Returns the next port of the block that has no listener; `None` when the block is used up.
     pub fn next_port(&mut self) -> Option<u16> {
-        // A bind to all addresses clashes with a listener on any of them.
+        // A bind to all addresses fails if any address has a listener on the port.
         self.left
             .find(|port| TcpListener::bind((Ipv4Addr::UNSPECIFIED, *port)).is_ok())
     }
 }
 
-/// As many ports as it takes.
+/// An unlimited supply of ports: allocates blocks as needed.
 #[derive(Debug, Default)]
 pub struct Ports {
     blocks: Vec<PortBlock>,
 }
 
 impl Ports {
-    /// A port on which nothing listens and that no other test process gets while this value lives.
+    /// Returns a port without a listener. No other test process gets the port while this value exists.
     ///
     /// # Panics
-    /// When every block is taken.
+    /// If every block is in use.
     pub fn next_port(&mut self) -> u16 {
         loop {
             let port = self.blocks.last_mut().and_then(PortBlock::next_port);
@@ -82,7 +82,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn no_port_is_given_twice() {
+    fn no_port_is_allocated_twice() {
         let (mut one, mut two) = (Ports::default(), Ports::default());
         let mut seen = HashSet::new();
         for _ in 0..3 * BLOCK {
@@ -95,12 +95,12 @@ mod tests {
     }
 
     #[test]
-    fn a_block_in_use_is_not_given_again_and_a_dropped_one_may_be() {
+    fn a_block_stays_locked_until_it_is_dropped() {
         let block = PortBlock::allocate();
         let first = block.left.start - 1;
         assert!(PortBlock::lock(first).is_none());
         drop(block);
-        // Another test may have taken it meanwhile; then its lock shows.
+        // Another test may have locked the block meanwhile. Its listener is then open.
         if PortBlock::lock(first).is_none() {
             assert!(TcpListener::bind((Ipv4Addr::LOCALHOST, first)).is_err());
         }

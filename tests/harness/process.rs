@@ -1,4 +1,4 @@
-//! A program, its log, and what the kernel knows about it.
+//! A program, its log, and its figures from the kernel.
 
 use std::collections::VecDeque;
 use std::ffi::OsStr;
@@ -17,10 +17,10 @@ pub use rustix::process::Signal;
 
 use crate::wait::eventually;
 
-/// How much of a program's output is kept, in bytes; the newest.
+/// Size of the kept output of a program, in bytes. The oldest output is dropped first.
 const LOG_BYTES: usize = 1 << 20;
 
-/// What must not leak from the developer's environment into a program under test.
+/// Environment variables of the developer that must not reach a program under test.
 const UNSET: [&str; 9] = [
     "HTTP_PROXY",
     "HTTPS_PROXY",
@@ -33,10 +33,11 @@ const UNSET: [&str; 9] = [
     "PROXY_AGENT_ID",
 ];
 
-/// Where a program of this workspace lies: beside the directory of the test that runs.
+/// Returns the path of a program of this workspace in `target/<profile>`, the parent of the running test's
+/// directory.
 ///
 /// # Panics
-/// When it was not built.
+/// If the program was not built.
 pub fn ours(name: &str) -> PathBuf {
     let test = std::env::current_exe().expect("the path of this test");
     let path = test
@@ -52,8 +53,7 @@ pub fn ours(name: &str) -> PathBuf {
     path
 }
 
-/// A running program. It is killed when dropped; if that happens because the test fails, its output is
-/// printed.
+/// A running program. Dropping the value kills the program, and prints its output if the test is panicking.
 #[derive(Debug)]
 pub struct Program {
     name: String,
@@ -63,11 +63,11 @@ pub struct Program {
 }
 
 impl Program {
-    /// Starts `program` with `args` and additional environment variables. A bare name is one
-    /// of [`ours`], anything with a `/` is a path.
+    /// Starts `program` with `args` and additional environment variables. A bare name is a program of this
+    /// workspace, see [`ours`]; a name with a `/` is a path.
     ///
     /// # Panics
-    /// When it cannot be started.
+    /// If the program cannot be started.
     pub fn spawn<A: AsRef<OsStr>>(
         program: impl AsRef<Path>,
         args: impl IntoIterator<Item = A>,
@@ -106,14 +106,14 @@ impl Program {
         }
     }
 
-    /// The same program under another name, for what a failed test prints.
+    /// Changes the name of the program in the messages of a failed test.
     #[must_use]
     pub fn named(mut self, name: &str) -> Self {
         name.clone_into(&mut self.name);
         self
     }
 
-    /// The process id.
+    /// Returns the process id.
     pub fn pid(&self) -> u32 {
         self.child.id()
     }
@@ -121,56 +121,56 @@ impl Program {
     /// Sends a signal.
     ///
     /// # Panics
-    /// When the program is gone and was awaited.
+    /// If the program has exited and its exit status was already read.
     pub fn signal(&self, signal: Signal) {
         kill_process(Pid::from_child(&self.child), signal)
             .unwrap_or_else(|error| panic!("cannot signal {}: {error}", self.name));
     }
 
-    /// Kills the program and waits until it is gone.
+    /// Kills the program and waits until the process is gone.
     pub fn kill(mut self) {
         self.end();
     }
 
-    /// The exit status, if the program has ended.
+    /// Returns the exit status, if the program has exited.
     pub fn exited(&mut self) -> Option<ExitStatus> {
         self.child.try_wait().expect("waiting for a child")
     }
 
-    /// Waits until the program ends by itself. Its log is complete then.
+    /// Waits until the program exits on its own. The log is complete afterwards.
     ///
     /// # Panics
-    /// When it still runs after `deadline`.
+    /// If the program still runs after `deadline`.
     pub async fn wait_exit(&mut self, deadline: Duration) -> ExitStatus {
         let what = format!("{} exits", self.name);
         let status = eventually(&what, deadline, async || {
-            self.exited().ok_or("it still runs")
+            self.exited().ok_or("still running")
         })
         .await;
-        eventually("its last words are collected", deadline, async || {
+        eventually("the output is read to its end", deadline, async || {
             self.readers.iter().all(thread::JoinHandle::is_finished)
         })
         .await;
         status
     }
 
-    /// What the program has written to stdout and stderr so far, the newest 1 MiB of it.
+    /// Returns the output of the program on stdout and stderr so far; at most the newest 1 MiB.
     pub fn log(&self) -> String {
         let mut log = self.log.lock();
         String::from_utf8_lossy(log.make_contiguous()).into_owned()
     }
 
-    /// Waits until the program has written a line with `text` in it, and gives that line.
+    /// Waits until the program has written a line that contains `text`, and returns the line.
     ///
     /// # Panics
-    /// When there is none after `deadline`.
+    /// If the line does not appear within `deadline`.
     pub async fn wait_for_log(&self, text: &str, deadline: Duration) -> String {
-        let what = format!("{} says {text:?}", self.name);
+        let what = format!("{} logs {text:?}", self.name);
         eventually(&what, deadline, async || {
             let log = self.log();
             let line = log.lines().find(|line| line.contains(text));
             line.map(str::to_owned)
-                .ok_or_else(|| format!("{} lines without it", log.lines().count()))
+                .ok_or_else(|| format!("{} lines without the text", log.lines().count()))
         })
         .await
     }
@@ -178,26 +178,26 @@ impl Program {
     /// Writes a line to the program's stdin.
     ///
     /// # Panics
-    /// When the program does not take it.
+    /// If the program has closed its stdin.
     pub fn send_line(&mut self, line: &str) {
         let stdin = self.child.stdin.as_mut().expect("an open stdin");
         writeln!(stdin, "{line}").expect("writing to the program's stdin");
     }
 
-    /// How many file descriptors the program has open.
+    /// Returns the number of open file descriptors of the program.
     ///
     /// # Panics
-    /// When the program is gone.
+    /// If the program has exited.
     pub fn fd_count(&self) -> usize {
         std::fs::read_dir(self.proc("fd"))
             .expect("a living program")
             .count()
     }
 
-    /// The program's resident memory, in bytes.
+    /// Returns the program's resident memory, in bytes.
     ///
     /// # Panics
-    /// When the program is gone.
+    /// If the program has exited.
     pub fn rss(&self) -> u64 {
         let status = std::fs::read_to_string(self.proc("status")).expect("a living program");
         let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
@@ -205,14 +205,15 @@ impl Program {
         1024 * kib.expect("VmRSS in kB").parse::<u64>().unwrap()
     }
 
-    /// The processor time that the program has used, user and system together.
+    /// Returns the processor time that the program has used, user and system together.
     ///
     /// # Panics
-    /// When the program is gone.
+    /// If the program has exited.
     pub fn cpu_time(&self) -> Duration {
         let stat = std::fs::read_to_string(self.proc("stat")).expect("a living program");
-        // The second field is the program's name in brackets and may hold anything. Counted after
-        // it, user and system ticks (fields 14 and 15) are at 11 and 12; see proc(5).
+        // The second field is the program's name in parentheses and may contain any character. Counted from
+        // the field after the name, user and system ticks (fields 14 and 15) have the indexes 11 and 12; see
+        // proc(5).
         let (_, fields) = stat.rsplit_once(") ").expect("a name in brackets");
         let fields: Vec<&str> = fields.split(' ').collect();
         let ticks: u64 = fields[11..=12]
@@ -228,7 +229,7 @@ impl Program {
     }
 
     fn end(&mut self) {
-        // It may have ended before; all that matters is that it is gone.
+        // An error means that the program has already exited.
         self.child.kill().ok();
         self.child.wait().ok();
     }
@@ -251,7 +252,7 @@ impl Drop for Program {
     }
 }
 
-/// Collects what comes from `pipe` until its end.
+/// Collects the output from `pipe` until its end.
 fn collect(
     mut pipe: impl Read + Send + 'static,
     log: &Arc<Mutex<VecDeque<u8>>>,
@@ -279,7 +280,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn output_exit_and_stdin() {
+    async fn output_stdin_and_exit_status_are_connected() {
         let mut program = shell("echo $GREETING; read x; echo got $x >&2; exit 3");
         program.wait_for_log("hello", LIMIT).await;
         program.send_line("this");
@@ -288,7 +289,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn signals_arrive() {
+    async fn signals_reach_the_program() {
         let mut program = shell("trap 'echo bye; exit 0' TERM; echo up; while :; do read x; done");
         program.wait_for_log("up", LIMIT).await;
         program.signal(Signal::TERM);
@@ -297,7 +298,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn the_kernel_knows_it_until_it_is_dropped() {
+    async fn kernel_figures_are_available_until_the_program_is_dropped() {
         let mut program = shell("echo up; read x; exec 7</dev/null; echo open; read x");
         program.wait_for_log("up", LIMIT).await;
         let before = program.fd_count();
@@ -314,7 +315,7 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "run `cargo build --workspace` first")]
-    fn a_program_that_was_not_built() {
+    fn a_program_that_was_not_built_panics_with_advice() {
         Program::spawn("culvert-nothing", [""; 0], &[]);
     }
 }

@@ -1,4 +1,4 @@
-//! Servers and agents of any make, certificates, ports: a whole tunnel, connected.
+//! A whole connected tunnel: servers, agents, certificates and ports. Each program may be ours or stock.
 //!
 //! ```no_run
 //! # async fn example() {
@@ -14,8 +14,8 @@
 //! # }
 //! ```
 //!
-//! Programs get their settings as operators pass them, and intervals short enough for tests. With more than one
-//! server, agents reach them through a [random balancer](Balancer), as through a Service.
+//! Programs get the flags that operators use, with intervals short enough for tests. With more than one
+//! server, agents connect through a [random balancer](Balancer), as through a Service.
 
 mod builder;
 mod flags;
@@ -40,22 +40,23 @@ pub use self::builder::Builder;
 use self::builder::Part;
 use self::member::Member;
 
-/// How long programs may take to start, or to find each other. Generous: two cores run many tests.
+/// Time limit for programs to start, or to connect to each other. Generous, because many tests share two
+/// cores.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
-/// The agents' count of servers.
+/// Metric of an agent with the number of servers that the agent is connected to.
 const OPEN_SERVERS: &str = "konnectivity_network_proxy_agent_open_server_connections";
 
-/// What a front end speaks to the server.
+/// Protocol of the front end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Mode {
-    /// `--mode=grpc`.
+    /// gRPC, `--mode=grpc`.
     Grpc,
-    /// `--mode=http-connect`.
+    /// HTTP CONNECT, `--mode=http-connect`.
     HttpConnect,
 }
 
-/// How a front end reaches the server.
+/// Transport between the front end and its client.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Transport {
     /// A Unix socket, in plain text.
@@ -64,12 +65,12 @@ pub enum Transport {
     Tcp,
 }
 
-/// Which program plays a part.
+/// The program of a server or an agent.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Executable {
-    /// The one of this workspace.
+    /// The program of this workspace.
     Ours,
-    /// Any program with the same flags, such as the stock one.
+    /// Any program with the same flags, for example the stock program.
     At(PathBuf),
 }
 
@@ -82,7 +83,7 @@ impl Executable {
     }
 }
 
-/// Ports, files and flags of one server's front.
+/// A server, its port for agents and its front end.
 #[derive(Debug)]
 struct Server {
     member: Member,
@@ -90,7 +91,7 @@ struct Server {
     front_end: FrontEnd,
 }
 
-/// A running tunnel. Dropping it kills all programs.
+/// A running tunnel. Dropping the value kills all programs.
 #[derive(Debug)]
 pub struct Topology {
     mode: Mode,
@@ -100,12 +101,12 @@ pub struct Topology {
     balancer: Option<Balancer>,
     ports: Ports,
     pki: Pki,
-    // Last, so that programs are gone before their files are.
+    // Last field, so that the programs are killed before their files are deleted.
     dir: TempDir,
 }
 
 impl Topology {
-    /// Begins to describe a topology.
+    /// Starts the description of a topology.
     pub fn builder(mode: Mode, transport: Transport) -> Builder {
         Builder {
             mode,
@@ -117,7 +118,7 @@ impl Topology {
         }
     }
 
-    /// One server and one agent of our own.
+    /// Starts a tunnel with a server and an agent of our own.
     pub async fn simple(mode: Mode, transport: Transport) -> Self {
         Self::builder(mode, transport)
             .servers(1)
@@ -126,32 +127,32 @@ impl Topology {
             .await
     }
 
-    /// The certificates.
+    /// Returns the certificates.
     pub fn pki(&self) -> &Pki {
         &self.pki
     }
 
-    /// Where certificates and sockets are; free for a test's own files.
+    /// Returns the directory of certificates and sockets. A test may add its own files.
     pub fn dir(&self) -> &Path {
         self.dir.path()
     }
 
-    /// A port for a test's own use.
+    /// Returns a port for a test's own use.
     pub fn next_port(&mut self) -> u16 {
         self.ports.next_port()
     }
 
-    /// How front ends reach the first server.
+    /// Returns the settings to reach the first server's front end.
     pub fn front_end(&self) -> &FrontEnd {
         self.front_end_of(0)
     }
 
-    /// How front ends reach a server.
+    /// Returns the settings to reach a server's front end.
     pub fn front_end_of(&self, server: usize) -> &FrontEnd {
         &self.servers[server].front_end
     }
 
-    /// Opens a tunnelled connection through the first server.
+    /// Opens a connection through the tunnel of the first server.
     ///
     /// # Errors
     /// See [`client::connect`].
@@ -159,100 +160,100 @@ impl Topology {
         client::connect(self.front_end(), target, PATIENCE).await
     }
 
-    /// A server's listener for agents.
+    /// Returns the address of a server's listener for agents.
     pub fn agent_address(&self, server: usize) -> SocketAddr {
         loopback(self.servers[server].agent_port)
     }
 
-    /// A server's health listener.
+    /// Returns the address of a server's health listener.
     pub fn server_health(&self, server: usize) -> SocketAddr {
         self.servers[server].member.health
     }
 
-    /// A server's admin listener.
+    /// Returns the address of a server's admin listener.
     pub fn server_admin(&self, server: usize) -> SocketAddr {
         self.servers[server].member.admin
     }
 
-    /// An agent's health listener.
+    /// Returns the address of an agent's health listener.
     pub fn agent_health(&self, agent: usize) -> SocketAddr {
         self.agents[agent].health
     }
 
-    /// An agent's admin listener.
+    /// Returns the address of an agent's admin listener.
     pub fn agent_admin(&self, agent: usize) -> SocketAddr {
         self.agents[agent].admin
     }
 
-    /// A server's metrics.
+    /// Returns a server's metrics.
     ///
     /// # Panics
-    /// When it does not answer.
+    /// If the server does not answer.
     pub async fn server_metrics(&self, server: usize) -> Metrics {
         scrape(self.server_health(server))
             .await
             .expect("a server's metrics")
     }
 
-    /// An agent's metrics.
+    /// Returns an agent's metrics.
     ///
     /// # Panics
-    /// When it does not answer.
+    /// If the agent does not answer.
     pub async fn agent_metrics(&self, agent: usize) -> Metrics {
         scrape(self.agent_health(agent))
             .await
             .expect("an agent's metrics")
     }
 
-    /// A running server.
+    /// Returns a running server.
     ///
     /// # Panics
-    /// When it was killed and not started again.
+    /// If the server was killed and not started again.
     pub fn server(&mut self, server: usize) -> &mut Program {
         self.servers[server].member.running()
     }
 
-    /// A running agent.
+    /// Returns a running agent.
     ///
     /// # Panics
-    /// When it was killed and not started again.
+    /// If the agent was killed and not started again.
     pub fn agent(&mut self, agent: usize) -> &mut Program {
         self.agents[agent].running()
     }
 
-    /// Kills a server without a word (SIGKILL).
+    /// Kills a server with SIGKILL, without a shutdown.
     pub fn kill_server(&mut self, server: usize) {
         self.servers[server].member.program = None;
     }
 
-    /// Kills an agent without a word (SIGKILL).
+    /// Kills an agent with SIGKILL, without a shutdown.
     pub fn kill_agent(&mut self, agent: usize) {
         self.agents[agent].program = None;
     }
 
-    /// Starts a killed server as it was, and waits until it is healthy.
+    /// Starts a killed server with the same flags, and waits until the server is healthy.
     ///
     /// # Panics
-    /// When it runs already, or does not come up.
+    /// If the server already runs, or does not become healthy.
     pub async fn start_server(&mut self, server: usize) {
         self.servers[server].member.start();
         self.wait_for_server(server).await;
     }
 
-    /// Starts a killed agent as it was, and waits until it is healthy.
+    /// Starts a killed agent with the same flags, and waits until the agent is healthy.
     ///
     /// # Panics
-    /// When it runs already, or does not come up.
+    /// If the agent already runs, or does not become healthy.
     pub async fn start_agent(&mut self, agent: usize) {
         self.agents[agent].start();
         self.agents[agent].wait_for_health().await;
     }
 
-    /// Ends a server as an operator does (SIGTERM, and all the time it wants), and starts it anew.
-    /// Its agents are back once [`wait_for_agents`](Self::wait_for_agents) returns.
+    /// Stops a server as an operator does, with SIGTERM and enough time, and starts the server again. Its
+    /// agents are connected again when [`wait_for_agents`](Self::wait_for_agents) returns.
     ///
     /// # Panics
-    /// When it does not run, does not end, or does not come up.
+    /// If the server does not run, does not exit, or does not become healthy.
     pub async fn restart_server(&mut self, server: usize) {
         let program = self.server(server);
         program.signal(Signal::TERM);
@@ -261,26 +262,26 @@ impl Topology {
         self.start_server(server).await;
     }
 
-    /// How many agents a server counts as ready. Those with one id count once.
+    /// Returns the number of agents that a server counts as ready. Agents with the same id count once.
     ///
     /// # Panics
-    /// When it does not answer.
+    /// If the server does not answer.
     pub async fn ready_agents(&self, server: usize) -> f64 {
         ready_backends(&self.server_metrics(server).await)
     }
 
-    /// Waits until every running server counts every running agent as ready (of several agents with
-    /// one id, one), and every agent knows as many servers: a server counts an agent before that
-    /// has read the answer.
+    /// Waits until every running server counts every running agent as ready (agents with the same id count
+    /// once), and until every agent reports a connection to every running server. Both checks are necessary:
+    /// a server counts an agent before the agent has read the server's answer.
     ///
     /// # Panics
-    /// When that does not come to be in [`PATIENCE`].
+    /// If the counts are not complete within [`PATIENCE`].
     pub async fn wait_for_agents(&mut self) {
         let running = self.agents.iter_mut().filter(|a| a.program.is_some());
         let mut ids = HashSet::new();
         for agent in running {
             agent.wait_for_health().await;
-            // The last one wins.
+            // A program uses the last value of a repeated flag.
             ids.extend(
                 agent
                     .args
@@ -387,7 +388,7 @@ impl Topology {
         }
     }
 
-    /// Waits for health and for the front listener, which a stock server may open later.
+    /// Waits for health and for the front listener, which a stock server may open after the health listener.
     async fn wait_for_server(&mut self, server: usize) {
         let Server {
             member, front_end, ..
@@ -405,7 +406,7 @@ impl Topology {
         .await;
     }
 
-    /// Where agents connect to: the only server, or a balancer before all of them.
+    /// Returns the port for agents: the port of the only server, or of a balancer in front of all servers.
     async fn agent_port(&mut self) -> u16 {
         if let [only] = self.servers.as_slice() {
             return only.agent_port;
@@ -422,8 +423,8 @@ impl Topology {
     }
 }
 
-/// How many agents a server counts as ready. Strategies count separately, and one that knows an agent
-/// by nothing counts it not at all, so the largest count is the one that says it.
+/// Returns the number of agents that a server counts as ready. Strategies count separately, and a strategy
+/// ignores agents without a matching identifier, so the largest count is the number of agents.
 fn ready_backends(metrics: &Metrics) -> f64 {
     metrics
         .samples("konnectivity_network_proxy_server_ready_backends")

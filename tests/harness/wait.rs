@@ -1,22 +1,22 @@
-//! Waiting for a state, never for a time.
+//! Waiting for a state instead of a fixed time.
 
 use std::fmt::Display;
 use std::time::Duration;
 
 use tokio::time::{Instant, sleep, timeout_at};
 
-/// How long to leave the world alone between two looks at it.
+/// Pause between two calls of the probe.
 const STEP: Duration = Duration::from_millis(10);
 
-/// What one look has shown: the awaited value, or a description of what there is instead.
+/// The result of a probe: the awaited value, or a description of the current state.
 pub trait Observation {
-    /// What the wait gives once it is over.
+    /// The value that the wait returns.
     type Value;
 
-    /// The value, or the present state in words.
+    /// Returns the awaited value.
     ///
     /// # Errors
-    /// While the awaited state is not there.
+    /// Returns a description of the current state while the awaited state is not reached.
     fn judge(self) -> Result<Self::Value, String>;
 }
 
@@ -24,7 +24,7 @@ impl Observation for bool {
     type Value = ();
 
     fn judge(self) -> Result<(), String> {
-        self.then_some(()).ok_or_else(|| "not so".to_owned())
+        self.then_some(()).ok_or_else(|| "still false".to_owned())
     }
 }
 
@@ -36,24 +36,24 @@ impl<T, E: Display> Observation for Result<T, E> {
     }
 }
 
-/// Looks every 10 ms until `probe` shows what is awaited, and gives that.
+/// Calls `probe` every 10 ms until the awaited state is reached, and returns the awaited value.
 ///
-/// `probe` says `true`/`false`, or better a `Result` whose error describes the present state.
+/// `probe` returns a `bool`, or preferably a `Result` whose error describes the current state.
 ///
 /// # Panics
-/// When `deadline` passes first, with the state last seen.
+/// If `deadline` passes first; the panic has the last observed state.
 pub async fn eventually<O: Observation>(
     what: &str,
     deadline: Duration,
     mut probe: impl AsyncFnMut() -> O,
 ) -> O::Value {
     let end = Instant::now() + deadline;
-    let mut last = "nothing seen".to_owned();
+    let mut last = "nothing".to_owned();
     loop {
         match timeout_at(end, probe()).await.map(Observation::judge) {
             Ok(Ok(value)) => return value,
             Ok(Err(state)) => last = state,
-            Err(_) => panic!("{what}: the look did not end in {deadline:?}; before it: {last}"),
+            Err(_) => panic!("{what}: the probe did not end in {deadline:?}; last seen: {last}"),
         }
         assert!(
             Instant::now() < end,
@@ -70,9 +70,9 @@ mod tests {
     const LIMIT: Duration = Duration::from_secs(5);
 
     #[tokio::test(start_paused = true)]
-    async fn gives_the_value_once_it_is_there() {
+    async fn returns_the_value_once_the_state_is_reached() {
         let mut looks = 0;
-        let value = eventually("third look", LIMIT, async || {
+        let value = eventually("the third probe", LIMIT, async || {
             looks += 1;
             (looks == 3).then_some(looks).ok_or(looks)
         });
@@ -81,13 +81,13 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     #[should_panic(expected = "four legs: not within 5s; last seen: 2 legs")]
-    async fn panics_with_the_last_state() {
+    async fn panics_with_the_last_state_at_the_deadline() {
         eventually("four legs", LIMIT, async || Err::<(), _>("2 legs")).await;
     }
 
     #[tokio::test(start_paused = true)]
-    #[should_panic(expected = "an answer: the look did not end in 5s")]
-    async fn a_look_that_hangs_does_not_hang_the_test() {
+    #[should_panic(expected = "an answer: the probe did not end in 5s")]
+    async fn a_hanging_probe_ends_at_the_deadline() {
         eventually("an answer", LIMIT, std::future::pending::<bool>).await;
     }
 }

@@ -1,4 +1,4 @@
-//! The fuzz targets' simulations as property tests, for machines without a fuzzer.
+//! Runs the fuzz targets' simulations as property tests, for machines without a fuzzer.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
 
 #[path = "../fuzz/src/mux.rs"]
@@ -10,13 +10,13 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(2000))]
 
     #[test]
-    fn the_packet_muxes_never_cross_connections(input in prop::collection::vec(any::<u8>(), 0..900)) {
+    fn packet_muxes_never_mix_up_connections(input in prop::collection::vec(any::<u8>(), 0..900)) {
         mux::run(&input);
     }
 
-    /// Without made-up packets, so that the strict half of the invariants is always reached.
+    /// Only operations without forged packets, so that the stricter invariants are always checked.
     #[test]
-    fn honest_muxes_deliver_every_byte_to_its_own_connection(
+    fn muxes_without_forged_packets_deliver_every_byte_to_its_own_connection(
         input in prop::collection::vec((0..9_u8, any::<u8>(), any::<u8>()), 0..300)
     ) {
         let input: Vec<u8> = input.into_iter().flat_map(|(k, a, b)| [k, a, b]).collect();

@@ -1,5 +1,6 @@
-//! The annotations of exposed Services: what parses means the same when it is written out again, and
-//! errors are short. The input's first line is the way of exposure, the rest is the port mapping.
+//! Annotations of exposed Services: a parsed value, written out again, parses to the same result, and error
+//! texts are short. The first line of the input is the value of the exposure annotation; the rest is the port
+//! mapping.
 #![no_main]
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -7,7 +8,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use culvert_door::annotations::{Exposure, check_ports, parse_port_mapping};
 use libfuzzer_sys::fuzz_target;
 
-/// Well above what an error says on its own and what it shows of a value.
+/// Bound for the length of an error text, in bytes: far more than the fixed text and the quoted part of the
+/// value need.
 const MAX_ERROR_BYTES: usize = 4096;
 
 fn check_exposure(value: &str) {

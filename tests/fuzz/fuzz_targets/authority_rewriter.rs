@@ -1,5 +1,5 @@
-//! The `:authority` rewriter: the cut of the input does not matter, the output is bounded, and what
-//! was rewritten is left alone by a second rewriter.
+//! The `:authority` rewriter: the result does not depend on how the input is cut into pieces, the output is
+//! bounded, and a second rewriter leaves the output of the first unchanged.
 #![no_main]
 
 use bytes::BytesMut;
@@ -24,7 +24,7 @@ fn rewrite<'a>(pieces: impl Iterator<Item = &'a [u8]>) -> (BytesMut, Result<(), 
         given = output.len();
         assert!(
             taken.saturating_sub(given) <= MAX_HEADER_BLOCK,
-            "held back too much"
+            "the rewriter buffers more than a header block"
         );
     }
     rewriter.finish(&mut output);

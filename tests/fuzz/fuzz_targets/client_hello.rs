@@ -1,5 +1,5 @@
-//! The ClientHello: the cut of the input does not matter, what a caller has to keep is bounded, and
-//! a server name is a host name.
+//! The ClientHello reader: the result does not depend on how the input is cut into pieces, the caller buffers
+//! a bounded number of bytes, and every server name is a host name.
 #![no_main]
 
 use culvert_fuzz::Cut;

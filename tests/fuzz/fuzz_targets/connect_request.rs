@@ -1,4 +1,5 @@
-//! The CONNECT request head: the cut of the input does not matter, and a target is harmless text.
+//! The head of a CONNECT request: the result does not depend on how the input is cut into pieces, and a
+//! target contains printable ASCII only.
 #![no_main]
 
 use culvert_host::net::connect::{HeadReader, parse};

@@ -1,4 +1,4 @@
-//! The file of routes: whatever it says, there are routes, or mistakes with their lines.
+//! The front door's file of routes: every text gives either routes or a list of problems with line numbers.
 #![no_main]
 
 use culvert_door::file::parse;

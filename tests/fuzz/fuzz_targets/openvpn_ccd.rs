@@ -1,5 +1,5 @@
-//! Files of the client-config-dir: whatever they say, there is a bounded number of networks, and problems
-//! that name the file.
+//! Files of the client-config-dir: every text gives a bounded number of networks, and each problem names the
+//! file and the line.
 #![no_main]
 
 use culvert_server::backend::openvpn::settings::{ClientConfig, PushChange};

@@ -1,6 +1,7 @@
-//! A peer's certificate. If the first byte is even it is the rest as it is, otherwise the rest is its contents,
-//! and our CA has signed them. Who is let in, by either role, has a certificate of the CA and a name in it; what is
-//! said of the others has an end, and no control characters.
+//! A peer's certificate. If the first byte is even, the rest of the input is the certificate. If the first
+//! byte is odd, the rest is the certificate's contents, and our CA signs the contents. In both roles, a peer
+//! is accepted only if its certificate is signed by the CA and contains a name. The reason for a refusal is
+//! short and has no control characters.
 #![no_main]
 
 use std::sync::{Arc, LazyLock};
@@ -17,7 +18,8 @@ use libfuzzer_sys::fuzz_target;
 use rcgen::ExtendedKeyUsagePurpose::{ClientAuth, ServerAuth};
 use rustls_pki_types::CertificateDer;
 
-/// Well above two names and what is said of them.
+/// Bound for the length of a refusal's reason, in bytes: far more than two names and the text around the
+/// names need.
 const MAX_TEXT: usize = 4096;
 
 static GOOD: LazyLock<[Identity; 2]> = LazyLock::new(|| {
@@ -25,8 +27,8 @@ static GOOD: LazyLock<[Identity; 2]> = LazyLock::new(|| {
     [good("client", ClientAuth), good("server", ServerAuth)]
 });
 
-/// Lets the two negotiate until nobody has anything to say. Gives whom the server takes for a client, which
-/// comes after the client has taken it for a server.
+/// Runs both sessions until neither has any output. Returns the client's identity if the server has
+/// authenticated the client, which happens only after the client has accepted the server.
 fn meet(client: Arc<ClientTls>, server: Arc<ServerTls>) -> Option<Box<Authenticated>> {
     let now = Instant::now();
     let client = ClientConfig::new(Transport::Udp, client);
@@ -60,7 +62,7 @@ fn meet(client: Arc<ClientTls>, server: Arc<ServerTls>) -> Option<Box<Authentica
             return authenticated;
         }
     }
-    panic!("they never end");
+    panic!("the sessions still have output after 100 rounds");
 }
 
 fuzz_target!(|input: &[u8]| {
@@ -78,7 +80,7 @@ fuzz_target!(|input: &[u8]| {
         let doubt = doubt(pem.as_bytes(), role);
         assert!(doubt.is_none_or(|why| !why.is_empty()));
     }
-    // What nobody can read takes no handshake to find out, mostly.
+    // Most certificates without a readable name need no handshake: run one for a quarter of these inputs.
     if named.is_none() && choice % 8 < 6 {
         return;
     }

@@ -1,5 +1,5 @@
-//! OpenVPN's configuration syntax, in both roles: whatever it says, there are values, or problems that
-//! name the file.
+//! OpenVPN configuration files, read in both roles: every text gives either settings or problems that name
+//! the file.
 #![no_main]
 
 use culvert_openvpn_io::config_file;

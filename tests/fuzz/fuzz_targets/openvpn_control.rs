@@ -1,5 +1,6 @@
-//! Control texts: the cut of their stream does not matter, no more than one is held, and every text is some
-//! message. Pushed options between them are put together.
+//! Control texts in a stream: the result does not depend on how the stream is cut into pieces, the buffer
+//! keeps less than one longest text, and every text parses to a message. The assembler receives all push
+//! replies in order.
 #![no_main]
 
 use bytes::BytesMut;

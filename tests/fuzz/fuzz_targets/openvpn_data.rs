@@ -1,5 +1,5 @@
-//! Data packets. The first byte chooses the cipher, the second the compression framing. What was not
-//! made with the key is refused; what was, comes back once.
+//! Data packets. The first byte selects the cipher, the second the compression framing. A packet made without
+//! the key is refused; a packet sealed with the key is opened exactly once.
 #![no_main]
 
 use bytes::BytesMut;
@@ -32,7 +32,7 @@ fuzz_target!(|input: &[u8]| {
         "made without the key"
     );
 
-    // What a peer seals need not make sense.
+    // A peer with the key may seal any bytes, including malformed payloads.
     if let Ok(payload) = framing.strip(&mut input.to_vec()) {
         let _ = Payload::classify(payload);
     }
@@ -60,5 +60,8 @@ fuzz_target!(|input: &[u8]| {
     if !input.is_empty() {
         assert_eq!(framing.strip(opened).expect("framed by us"), input);
     }
-    assert!(opener.open(&mut again, now).is_err(), "taken twice");
+    assert!(
+        opener.open(&mut again, now).is_err(),
+        "a replayed packet was accepted"
+    );
 });

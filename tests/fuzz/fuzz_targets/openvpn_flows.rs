@@ -1,5 +1,6 @@
-//! Flows inside the tunnel, against somebody who sees what they say and answers anything. The first
-//! byte says who dials. After that every step is a byte that chooses what happens, and what it needs.
+//! Flows inside the tunnel, against a hostile peer that reads our segments and sends arbitrary packets. The
+//! first byte sets the configuration, such as the side that dials. Every later step starts with a byte that
+//! selects the action, followed by the bytes that the action needs.
 #![no_main]
 
 use std::net::{Ipv4Addr, SocketAddrV4};
@@ -13,7 +14,7 @@ use rand::rngs::StdRng;
 
 const POD: SocketAddrV4 = SocketAddrV4::new(Ipv4Addr::new(172, 25, 0, 7), 443);
 
-/// A segment with right lengths and checksums.
+/// Builds an IP packet with one TCP segment. Lengths and checksums are correct.
 fn segment(
     from: SocketAddrV4,
     to: SocketAddrV4,
@@ -38,7 +39,7 @@ fn segment(
     packet
 }
 
-/// The input, from which zeros come once it is over.
+/// The unread input. Reads past the end return zeros.
 struct Bytes<'a>(&'a [u8]);
 
 impl Bytes<'_> {
@@ -52,7 +53,7 @@ impl Bytes<'_> {
         u16::from_be_bytes([self.byte(), self.byte()])
     }
 
-    /// A number near `at`, mostly.
+    /// Returns `at` for half of all inputs, otherwise a number at some distance from `at`.
     fn near(&mut self, at: u32) -> u32 {
         match self.byte() {
             0..=127 => at,

@@ -1,6 +1,7 @@
-//! Packets from one peer to another through firewall and translation: what passes is whole, comes from the
-//! server's own address or goes to who asked. An input is packets, each behind its length and its peer; their
-//! checksums are made right.
+//! Packets from one peer to another through firewall and address translation. A forwarded packet is well
+//! formed, and either its source is the server's own address, or the packet is a reply and goes back to the
+//! peer that sent the request. The input is a list of packets, each preceded by a length byte and a peer
+//! byte. The target corrects the checksums.
 #![no_main]
 
 use std::net::Ipv4Addr;
@@ -14,7 +15,7 @@ use libfuzzer_sys::fuzz_target;
 
 const OWN: Ipv4Addr = Ipv4Addr::new(10, 20, 0, 1);
 
-/// Nobody guesses checksums.
+/// Corrects the checksums of the IP header and of TCP, UDP or ICMP: the fuzzer cannot guess valid checksums.
 fn fix_checksums(packet: &mut [u8]) {
     let header_len = packet
         .first()
@@ -72,13 +73,13 @@ fuzz_target!(|input: &[u8]| {
         if verdict == Verdict::Dropped {
             continue;
         }
-        let (source, destination, ttl) = before.expect("what is broken is dropped");
+        let (source, destination, ttl) = before.expect("a malformed packet is dropped");
         assert!(forward.routes.permits(from, source));
         let Verdict::To(to) = verdict else {
             assert_eq!(destination, OWN);
             continue;
         };
-        let view = Packet::parse(&packet).expect("whole after translation");
+        let view = Packet::parse(&packet).expect("a well-formed packet after translation");
         assert_eq!(view.ttl(), ttl - 1);
         assert_eq!(forward.routes.lookup(view.destination()), Some(to));
         if destination == OWN {

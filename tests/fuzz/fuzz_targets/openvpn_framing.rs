@@ -1,4 +1,5 @@
-//! Packets in a TCP stream: its cut does not matter, and no more than one packet is held.
+//! Packets in a TCP stream: the result does not depend on how the stream is cut into pieces, and the buffer
+//! keeps less than one longest packet.
 #![no_main]
 
 use bytes::BytesMut;

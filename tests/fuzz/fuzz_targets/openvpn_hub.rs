@@ -1,9 +1,11 @@
-//! A UDP server's sessions: with clients that are as they should be, with what becomes of their datagrams on
-//! the way, and with what others make up. The first byte chooses what the owner does. After that every step is a
-//! byte that chooses what happens, and what it needs.
+//! The sessions of a UDP server. Their datagrams come from correct clients, from a network that loses,
+//! reorders, damages and repeats datagrams, and from attackers. The first byte sets the behavior of the hub's
+//! owner. Every later step starts with a byte that selects the action, followed by the bytes that the action
+//! needs.
 //!
-//! A session goes only with a word, and all of them do once nobody speaks any more. Their number is bounded.
-//! Nothing is sent to where nothing came from. What comes out of a tunnel was put into it, and comes out once.
+//! Invariants: every established session that goes away reports an `Ended` event, and all sessions end once
+//! all peers are silent. The number of sessions is bounded. The hub sends only to addresses that have sent a
+//! datagram. Every inner packet that leaves a tunnel was put into the tunnel, and leaves only once.
 #![no_main]
 
 use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
@@ -25,10 +27,11 @@ const LIMITS: Limits = Limits {
 };
 const MAX_CLIENTS: usize = 6;
 
-/// Datagrams that are kept, on their way or to be repeated.
+/// Largest number of datagrams kept in each queue: datagrams under way, and arrived datagrams that a later
+/// step may repeat.
 const KEPT: usize = 64;
 
-/// Two clients.
+/// The configurations of two different clients.
 static CLIENTS: LazyLock<[Arc<ClientConfig>; 2]> = LazyLock::new(|| {
     ["a", "b"].map(|name| {
         let identity = pki::identity(&pki::leaf(name, ClientAuth)).expect("an identity");
@@ -38,7 +41,7 @@ static CLIENTS: LazyLock<[Arc<ClientConfig>; 2]> = LazyLock::new(|| {
     })
 });
 
-/// Before and after the operator's certificate was renewed.
+/// The server's configurations before and after the operator renews the certificate.
 static SERVERS: LazyLock<[Arc<ServerConfig>; 2]> = LazyLock::new(|| {
     [60, 20].map(|reneg| {
         let identity = pki::identity(&pki::leaf("server", ServerAuth)).expect("an identity");
@@ -50,7 +53,7 @@ static SERVERS: LazyLock<[Arc<ServerConfig>; 2]> = LazyLock::new(|| {
     })
 });
 
-/// The input, from which zeros come once it is over.
+/// The unread input. Reads past the end return zeros.
 struct Bytes<'a>(&'a [u8]);
 
 impl Bytes<'_> {
@@ -82,22 +85,23 @@ fn push() -> Push {
 struct World {
     now: Instant,
     hub: Hub,
-    /// Whether clients are let in at once.
+    /// True if the hub's owner accepts every authenticated client at once.
     decided: bool,
     clients: Vec<(SocketAddr, Session)>,
-    /// From clients, by their number.
+    /// Datagrams from clients, each with the index of its client.
     wire: VecDeque<(usize, Vec<u8>)>,
-    /// What has arrived.
+    /// Datagrams that have arrived at the hub.
     old: VecDeque<Vec<u8>>,
-    /// Where anything came from.
+    /// Addresses that have sent at least one datagram.
     heard: BTreeSet<SocketAddr>,
-    /// The newest session that the server has answered there, and its own name for it.
+    /// By client address: the session id of the last client that the server has answered, and the server's
+    /// own session id.
     answered: HashMap<SocketAddr, (SessionId, SessionId)>,
-    /// Of the hub's sessions: those that are established, that ever were, and that have ended.
+    /// The hub's sessions: established now, established at any time, and ended.
     open: BTreeSet<PeerId>,
     established: BTreeSet<PeerId>,
     ended: BTreeSet<PeerId>,
-    /// Inner packets that have not come out, and how many there were.
+    /// Inner packets that are sealed but not yet delivered.
     inside: HashSet<Vec<u8>>,
     sealed: u32,
 }
@@ -122,7 +126,7 @@ impl World {
         }
     }
 
-    /// An inner packet that was not there before, for a client or from one.
+    /// Returns a new, unique inner packet, `out` to a client or otherwise from a client.
     fn packet(&mut self, peer: u32, out: bool) -> Vec<u8> {
         self.sealed += 1;
         let words = [u32::from(out), peer, self.sealed];
@@ -134,14 +138,20 @@ impl World {
         let (open, inside) = (&self.open, &mut self.inside);
         self.hub
             .input(from, &mut datagram, self.now, &mut |peer, packet| {
-                assert!(open.contains(&peer), "data of no session");
-                assert!(inside.remove(packet), "not sent, or taken twice");
+                assert!(
+                    open.contains(&peer),
+                    "data from a peer without an established session"
+                );
+                assert!(
+                    inside.remove(packet),
+                    "an inner packet was never sent, or was delivered twice"
+                );
                 assert_eq!(packet[..4], [0; 4], "from the server");
             });
         self.check();
     }
 
-    /// The next datagram of a client.
+    /// Removes and returns the next datagram of a client, and keeps a copy for repetition.
     fn next(&mut self) -> Option<(SocketAddr, Vec<u8>)> {
         let (client, datagram) = self.wire.pop_front()?;
         if self.old.len() == KEPT {
@@ -151,7 +161,7 @@ impl World {
         Some((self.clients[client].0, datagram))
     }
 
-    /// The hub says all that it has to, and clients answer.
+    /// Handles all events and delivers all output of the hub, then queues the output of the clients.
     fn settle(&mut self) {
         let now = self.now;
         loop {
@@ -161,7 +171,7 @@ impl World {
                     Event::Authenticated(_) if self.decided => {
                         self.hub
                             .accept(peer, push(), now)
-                            .expect("it can be pushed");
+                            .expect("options that can be pushed");
                     }
                     Event::Established(_) => {
                         self.open.insert(peer);
@@ -178,7 +188,10 @@ impl World {
             let Some(to) = self.hub.poll_output(now, &mut out) else {
                 break;
             };
-            assert!(self.heard.contains(&to), "nothing came from {to}");
+            assert!(
+                self.heard.contains(&to),
+                "datagram to {to}, which has never sent one"
+            );
             self.delivers(to, &out);
         }
         for (number, (_, session)) in self.clients.iter_mut().enumerate() {
@@ -191,7 +204,7 @@ impl World {
         self.wire.truncate(KEPT);
     }
 
-    /// To clients.
+    /// Delivers one datagram of the hub to every client at this address.
     fn delivers(&mut self, to: SocketAddr, datagram: &[u8]) {
         if let Ok(packet) = ControlPacket::parse(datagram)
             && packet.opcode == Opcode::HardResetServerV2
@@ -203,7 +216,10 @@ impl World {
         let there = self.clients.iter_mut().filter(|(at, _)| *at == to);
         for (_, session) in there {
             let _ = session.input(&mut datagram.to_vec(), self.now, &mut |packet| {
-                assert!(inside.remove(packet), "not sent, or taken twice");
+                assert!(
+                    inside.remove(packet),
+                    "an inner packet was never sent, or was delivered twice"
+                );
                 assert_eq!(packet[..4], [0, 0, 0, 1], "from a client");
             });
         }
@@ -217,7 +233,7 @@ impl World {
         self.hub.handle_timeout(self.now);
     }
 
-    /// What always holds.
+    /// Checks the invariants that hold after every step.
     fn check(&mut self) {
         self.settle();
         let due = |hub: &Hub, now| hub.poll_timeout().is_some_and(|at| at <= now);
@@ -227,18 +243,25 @@ impl World {
                 self.settle();
             }
         }
-        assert!(!due(&self.hub, self.now), "a timeout that nothing comes of");
+        assert!(
+            !due(&self.hub, self.now),
+            "a timeout is still due after five calls"
+        );
 
         let peers: BTreeSet<PeerId> = self.hub.peers().collect();
         assert!(peers.len() <= LIMITS.sessions);
-        assert!(self.open.is_subset(&peers), "gone without a word");
+        assert!(
+            self.open.is_subset(&peers),
+            "an established session is gone without an Ended event"
+        );
         self.established.retain(|peer| peers.contains(peer));
         self.ended.retain(|peer| peers.contains(peer));
         assert!(peers.len() - self.established.len() <= LIMITS.half_open);
     }
 }
 
-/// A control packet that fits to what was answered last at an address, as far as `bytes` want it.
+/// Returns a control packet with the session ids of the last answer at an address. `bytes` selects all other
+/// fields, and may leave out the server's session id.
 fn made_up(bytes: &mut Bytes<'_>, answered: Option<&(SessionId, SessionId)>) -> Vec<u8> {
     let unknown = (SessionId([1; 8]), SessionId([2; 8]));
     let (client, server) = answered.copied().unwrap_or(unknown);
@@ -367,10 +390,14 @@ fuzz_target!(|input: &[u8]| {
         }
         world.check();
     }
-    // Nobody says anything any more.
+    // All peers are silent from here on.
     for _ in 0..5 {
         world.passes(Duration::from_secs(100));
         world.check();
     }
-    assert_eq!(world.hub.peers().count(), 0, "kept for ever");
+    assert_eq!(
+        world.hub.peers().count(),
+        0,
+        "sessions remain after all peers are silent"
+    );
 });

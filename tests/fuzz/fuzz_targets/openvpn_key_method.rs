@@ -1,4 +1,5 @@
-//! Key method 2 messages, of a client if the first byte is odd: what is taken comes back once it is written.
+//! Key method 2 messages, from a client if the first byte is odd: an accepted message, written and parsed
+//! again, stays the same.
 #![no_main]
 
 use bytes::BytesMut;
@@ -19,7 +20,8 @@ fuzz_target!(|input: &[u8]| {
         Ok(Some((message, used))) => {
             assert!(used <= input.len() && used <= MAX_MESSAGE_LEN);
             let mut written = BytesMut::new();
-            // A character that replaces a byte is longer, and may be too long.
+            // The parser replaces an invalid byte by a longer character, so the text may now be too long to
+            // write.
             if message.write(sender, &mut written).is_ok() {
                 let len = written.len();
                 assert_eq!(
@@ -28,7 +30,10 @@ fuzz_target!(|input: &[u8]| {
                 );
             }
         }
-        Ok(None) => assert!(input.len() <= MAX_MESSAGE_LEN, "waits for ever"),
+        Ok(None) => assert!(
+            input.len() <= MAX_MESSAGE_LEN,
+            "the parser waits for more than the longest message"
+        ),
         Err(_) => {}
     }
 });

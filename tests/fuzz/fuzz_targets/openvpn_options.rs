@@ -1,5 +1,5 @@
-//! A peer's options string and its lines of information, with a NUL between them, and the cipher that is
-//! chosen by them: one that is allowed.
+//! A peer's options string and its peer-info lines, separated by a NUL, and the cipher chosen from both. The
+//! chosen cipher is always an allowed cipher.
 #![no_main]
 
 use culvert_openvpn::cipher::Cipher;

@@ -1,4 +1,4 @@
-//! Control packets and the headers of data packets: what is taken is written in the same way.
+//! Control packets and the headers of data packets: an accepted packet is written back byte for byte.
 #![no_main]
 
 use bytes::BytesMut;

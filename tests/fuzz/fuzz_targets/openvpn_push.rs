@@ -1,4 +1,5 @@
-//! Pushed options: the lines of the input, as far as they can be pushed, arrive as if they had been in one text.
+//! Pushed options: all pushable lines of the input, split over several texts, arrive as if a single text had
+//! contained all of them.
 #![no_main]
 
 use culvert_openvpn::control::push::{Assembler, PushOptions, build};
@@ -7,7 +8,7 @@ use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|input: &str| {
     let _ = PushOptions::parse(input);
-    // Marks of our own are put between the texts.
+    // `build` adds its own continuation marks between the texts, so lines that look like a mark are skipped.
     let pushable = |line: &&str| build([line]).is_ok() && !line.starts_with("push-continuation");
     let lines: Vec<_> = input.lines().filter(pushable).collect();
     let texts = build(&lines).expect("each can be pushed");

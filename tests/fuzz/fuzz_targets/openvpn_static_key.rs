@@ -1,4 +1,4 @@
-//! Static key files: no text but one with 512 digits between the markers is a key.
+//! Static key files: only a text with the markers and at least 512 hexadecimal digits is a key.
 #![no_main]
 
 use culvert_openvpn::wrap::static_key;

@@ -1,5 +1,5 @@
-//! Wraps of control packets. The first byte chooses one. What was not made with the key is refused; what
-//! was, comes back once.
+//! Wrapping of control packets. The first byte selects the kind of wrapping. Except for the kind without a
+//! key, a packet made without the key is refused, and a packet made with the key is opened exactly once.
 #![no_main]
 
 use bytes::BytesMut;
@@ -12,7 +12,7 @@ use libfuzzer_sys::fuzz_target;
 use std::sync::LazyLock;
 use std::time::Instant;
 
-/// Pairs of a client's and a server's.
+/// Pairs of a client key and a server key, one pair for each kind of wrapping.
 static KEYS: LazyLock<Vec<(WrapKey, WrapKey)>> = LazyLock::new(|| {
     let key = KeyBlock::from_bytes(std::array::from_fn(|i| i as u8));
     let auth = |client, server, digest| {
@@ -54,6 +54,6 @@ fuzz_target!(|input: &[u8]| {
     assert_eq!(server.open(&mut wrapped.clone(), now), Ok(packet));
     assert!(
         choice == 0 || server.open(&mut wrapped, now).is_err(),
-        "taken twice"
+        "a replayed packet was accepted"
     );
 });

@@ -1,4 +1,4 @@
-//! A packet that decodes is the same packet after encoding and decoding it once more.
+//! A packet that decodes is still the same after another round of encoding and decoding.
 #![no_main]
 
 use culvert_proto::Packet;

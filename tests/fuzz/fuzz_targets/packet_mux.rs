@@ -1,4 +1,4 @@
-//! The two packet muxes against each other; see the library's `mux` for what must hold.
+//! The two packet muxes against each other; the `mux` module of the library checks the invariants.
 #![no_main]
 
 use culvert_fuzz::mux;

@@ -1,5 +1,5 @@
-//! The file of the tunnel mode: a word, YAML or JSON. A mode that is found is known by its name, too; what is
-//! wrong is said in one line.
+//! The tunnel mode file: a word, YAML or JSON. The name of a mode found in the file parses to the same mode,
+//! and an error is a single line.
 #![no_main]
 
 use culvert_server::switch::mode_file::parse;

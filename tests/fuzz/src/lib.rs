@@ -1,26 +1,26 @@
-//! What the targets share: input that says how it is to be cut into pieces, certificates, and the
+//! Code shared by the fuzz targets: input that specifies its own cut into pieces, certificates, and the
 //! simulation of the packet muxes.
 
 pub mod mux;
 pub mod pki;
 
-/// An input as the fuzzer makes it: a count, that many piece lengths, and the bytes to feed.
+/// Input as the fuzzer generates it: a count, that number of piece lengths, and the bytes to feed.
 pub struct Cut<'a> {
     lengths: &'a [u8],
-    /// The bytes to feed, uncut.
+    /// The bytes to feed, in one piece.
     pub bytes: &'a [u8],
 }
 
 impl<'a> Cut<'a> {
-    /// `None` if the lengths are not all there.
+    /// Splits the input; `None` if the input is too short for its lengths.
     pub fn new(input: &'a [u8]) -> Option<Self> {
         let (&count, rest) = input.split_first()?;
         let (lengths, bytes) = rest.split_at_checked(usize::from(count))?;
         Some(Self { lengths, bytes })
     }
 
-    /// The ends of the pieces in `0..=len`, the last one being `len`. The lengths are used in turn,
-    /// over and over; a length of 0 stands for 256. Without lengths there is one piece.
+    /// Returns the ends of the pieces in `0..=len`; the last end is `len`. The lengths repeat from the start
+    /// as often as needed, and a length of 0 means 256. Without lengths there is a single piece.
     pub fn ends(&self, len: usize) -> impl Iterator<Item = usize> {
         let mut lengths = self.lengths.iter().cycle();
         let mut end = 0;

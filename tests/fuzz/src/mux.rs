@@ -1,6 +1,6 @@
-//! Both ends' packet muxes, joined by two pipes, under any sequence of what the programs around
-//! them may do, and of packets that no honest peer sends. Shared by the fuzz target and its
-//! property test.
+//! Simulation of the server's and the agent's packet mux, connected by two queues. The input selects any
+//! sequence of actions that the programs around the muxes can perform, and of packets that no correct peer
+//! sends. The fuzz target and its property test share this module.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 
@@ -9,8 +9,8 @@ use culvert_konnectivity::agent_mux as agent;
 use culvert_konnectivity::message::{ConnectId, DialId, Message};
 use culvert_konnectivity::server_mux as server;
 
-/// Every connection is known by a serial number that travels as its target address and in each of
-/// its packets: bytes that arrive under another number have crossed.
+/// Serial number of a connection. Its dial carries the number as the target address, and every packet carries
+/// the number as data, so bytes that arrive under another number have crossed between connections.
 type Serial = u64;
 
 #[derive(Default)]
@@ -19,23 +19,23 @@ struct Pair {
     agent: agent::Mux<Serial>,
     to_agent: VecDeque<Message>,
     to_server: VecDeque<Message>,
-    /// The server's view: what waits and what is open.
+    /// Pending dials and open connections, as the server sees both.
     pending: HashMap<Serial, DialId>,
     open: HashMap<Serial, ConnectId>,
-    /// The agent's view.
+    /// Dials in progress and connected endpoints, as the agent sees both.
     dialing: HashMap<Serial, (DialId, ConnectId)>,
     endpoints: HashMap<Serial, ConnectId>,
     outcomes: HashSet<Serial>,
     last: Serial,
-    /// A packet was made up: ids may then be answered that were never given, but still nothing may
-    /// reach a connection that it was not addressed to.
+    /// Set once the input has forged a packet. From then on, an answer may name an id that was never
+    /// assigned, but a packet must still reach only the connection that the packet names.
     forged: bool,
 }
 
-/// Runs the operations that the bytes stand for, three bytes each.
+/// Runs the operations that the bytes encode, three bytes per operation.
 ///
 /// # Panics
-/// When an invariant does not hold.
+/// If an invariant does not hold.
 pub fn run(input: &[u8]) {
     let mut pair = Pair::default();
     for operation in input.chunks_exact(3) {
@@ -69,7 +69,7 @@ impl Pair {
             6 => {
                 if let Some((serial, dial)) = pick(&self.pending, a) {
                     let message = self.server.cancel(dial);
-                    assert!(message.is_some(), "a pending dial can be given up");
+                    assert!(message.is_some(), "a pending dial can be cancelled");
                     self.to_agent.extend(message);
                     self.pending.remove(&serial);
                 }
@@ -100,7 +100,7 @@ impl Pair {
         }
     }
 
-    /// Dial ids are never used twice on a stream: the server draws them from 63 random bits.
+    /// Every dial gets a new id: the server draws dial ids from 63 random bits.
     fn dial(&mut self) {
         self.last += 1;
         let (serial, dial) = (self.last, DialId(self.last.cast_signed()));
@@ -120,7 +120,7 @@ impl Pair {
         };
         match self.agent.on_message(message) {
             agent::Effect::Dial(dial, connection, request) => {
-                // A forged request carries no number of ours.
+                // A forged request has no serial number as its address.
                 let serial = request.address.parse().unwrap_or_else(|_| {
                     self.last += 1;
                     self.last
@@ -132,7 +132,7 @@ impl Pair {
             agent::Effect::Cancelled(serial) => {
                 assert!(
                     self.dialing.remove(&serial).is_some(),
-                    "only a dial is given up"
+                    "only a dial in progress is cancelled"
                 );
             }
             agent::Effect::Data(serial, connection, bytes) => {
@@ -211,13 +211,13 @@ impl Pair {
     fn outcome(&mut self, serial: Serial) {
         assert!(
             self.pending.remove(&serial).is_some(),
-            "only what waits has an outcome"
+            "only a pending dial has an outcome"
         );
         assert!(self.outcomes.insert(serial), "a dial has one outcome");
     }
 
-    /// Honest bytes reach the connection that they were sent on. A dial answered by a forged
-    /// packet may hold another's id, which is the forger's doing, but only on its own stream.
+    /// Checks that bytes reach the connection that sent them. After a forged packet, a dial may carry the id
+    /// of another connection, so the contents are no longer checked.
     fn arrived(&self, serial: Serial, bytes: &Bytes) {
         if !self.forged {
             assert_eq!(bytes.as_ref(), serial.to_be_bytes(), "bytes have crossed");
@@ -239,7 +239,7 @@ fn data(connection: ConnectId, serial: Serial) -> Message {
     Message::Data { connection, bytes }
 }
 
-/// A packet that no honest peer sends at this point, with ids that may well be in use.
+/// Returns a packet that no correct peer sends at this point. Its ids may be in use.
 fn forge(kind: u8, id: u8) -> Message {
     let (dial, connection) = (DialId(i64::from(id % 16)), ConnectId(i64::from(id % 8)));
     match kind % 8 {
@@ -265,7 +265,7 @@ fn forge(kind: u8, id: u8) -> Message {
     }
 }
 
-/// One of the map's entries, the same for the same map and number.
+/// Returns an entry of the map; the same map and number always give the same entry.
 fn pick<V: Copy>(map: &HashMap<Serial, V>, which: u8) -> Option<(Serial, V)> {
     let mut serials: Vec<Serial> = map.keys().copied().collect();
     serials.sort_unstable();

@@ -1,5 +1,5 @@
-//! Certificates of which all have one key, always the same: inputs can be made with it, and signed again
-//! once they are damaged.
+//! Certificates that all use the same fixed key. Seed inputs made with this key can be signed again after the
+//! fuzzer has changed them.
 
 use std::sync::{Arc, LazyLock};
 
@@ -10,12 +10,12 @@ use rcgen::{
 };
 use rustls_pki_types::PrivatePkcs8KeyDer;
 
-/// What stands before the 32 bytes of an Ed25519 key in PKCS #8.
+/// The bytes before the 32 bytes of an Ed25519 private key in PKCS #8.
 const PKCS8: [u8; 16] = [
     0x30, 0x2e, 2, 1, 0, 0x30, 5, 6, 3, 0x2b, 0x65, 0x70, 4, 0x22, 4, 0x20,
 ];
 
-/// The algorithm of Ed25519's signatures.
+/// The algorithm identifier of an Ed25519 signature, in DER.
 const ED25519: [u8; 7] = [0x30, 5, 6, 3, 0x2b, 0x65, 0x70];
 
 static CA: LazyLock<CertifiedIssuer<'static, KeyPair>> = LazyLock::new(|| {
@@ -33,7 +33,7 @@ fn key() -> KeyPair {
     KeyPair::from_pkcs8_der_and_sign_algo(&pkcs8, &PKCS_ED25519).expect("a key")
 }
 
-/// A good certificate.
+/// Returns a valid certificate, in DER.
 pub fn leaf(common_name: &str, usage: ExtendedKeyUsagePurpose) -> Vec<u8> {
     let mut params = CertificateParams::default();
     params.distinguished_name = DistinguishedName::new();
@@ -46,13 +46,13 @@ pub fn leaf(common_name: &str, usage: ExtendedKeyUsagePurpose) -> Vec<u8> {
     certificate.der().to_vec()
 }
 
-/// The certificate of these contents, whatever they are, with the CA's signature.
+/// Returns a certificate with these contents, valid or not, and the CA's signature.
 pub fn sign(contents: &[u8]) -> Vec<u8> {
     let signature = key().sign(contents).expect("a signature");
     let mut certificate = [contents, &ED25519, &[3, 65, 0], &signature].concat();
     let length = u32::try_from(certificate.len()).expect("a length");
     let mut head = vec![0x30, 0x84];
-    // As short as DER wants it.
+    // DER requires the shortest form of the length.
     match length {
         0..=127 => head = vec![0x30, length as u8],
         128..=255 => head = vec![0x30, 0x81, length as u8],
@@ -66,24 +66,24 @@ pub fn sign(contents: &[u8]) -> Vec<u8> {
     certificate
 }
 
-/// The PEM of a certificate, or of what should be one.
+/// Returns the bytes as a PEM certificate, even if the bytes are not a valid certificate.
 pub fn pem(der: &[u8]) -> String {
     pem::encode(&pem::Pem::new("CERTIFICATE", der))
 }
 
-/// Somebody who shows this certificate; nothing if it has another key.
+/// Returns an identity with this certificate and the fixed key; `None` if the certificate has another key.
 pub fn identity(der: &[u8]) -> Option<Identity> {
     Identity::from_pem(pem(der).as_bytes(), key().serialize_pem().as_bytes()).ok()
 }
 
-/// A server that shows this, and trusts the CA.
+/// Returns the TLS settings of a server with this identity that trusts the CA.
 pub fn server_tls(identity: Identity) -> Arc<ServerTls> {
     let ca = CA.pem();
     let tls = ServerTls::new(ca.as_bytes(), b"", identity, MinVersion::Tls12, true);
     Arc::new(tls.expect("a server"))
 }
 
-/// A client that shows this, and trusts the CA.
+/// Returns the TLS settings of a client with this identity that trusts the CA.
 pub fn client_tls(identity: Identity) -> Arc<ClientTls> {
     let ca = CA.pem();
     let check = ServerCheck {

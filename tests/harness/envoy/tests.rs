@@ -7,21 +7,21 @@ use crate::hello::client_hello;
 
 const AUTHORITY: &str = "web.ns.svc.cluster.local:80";
 
-/// What a client that asks for `name` hears from the service that echoes after a banner; less when
-/// the connection is closed.
+/// Connects to the service that echoes after a banner, by the server name `name`. Returns the received bytes,
+/// which are fewer if the connection is closed early, and the expected bytes.
 pub(crate) async fn echoed(door: SocketAddr, name: &str) -> (Vec<u8>, Vec<u8>) {
     let hello = client_hello(name);
     let expected = [BANNER, &hello].concat();
     let mut stream = TcpStream::connect(door).await.unwrap();
     stream.write_all(&hello).await.unwrap();
     let mut heard = Vec::new();
-    // A reset is an end as well.
+    // A reset also ends the stream.
     let limit = u64::try_from(expected.len()).unwrap();
     stream.take(limit).read_to_end(&mut heard).await.ok();
     (heard, expected)
 }
 
-/// The status line that a CONNECT is answered with.
+/// Sends a CONNECT and returns the status line of the answer.
 async fn connect(tunnel: SocketAddr, authority: &str) -> String {
     let mut stream = TcpStream::connect(tunnel).await.unwrap();
     let request = format!("CONNECT {authority} HTTP/1.1\r\nHost: {authority}\r\n\r\n");
@@ -31,7 +31,8 @@ async fn connect(tunnel: SocketAddr, authority: &str) -> String {
     line
 }
 
-/// A seed with a web server behind the authority and a node port, and an echo behind a name.
+/// Creates a seed with a web server behind the authority and a node port, and an echo service behind a server
+/// name.
 async fn seed(ports: &mut Ports, node_port: u16) -> (Seed, Services) {
     let services = Services::start().await.unwrap();
     let mut seed = Seed::new(ports);
@@ -46,7 +47,7 @@ async fn seed(ports: &mut Ports, node_port: u16) -> (Seed, Services) {
 }
 
 #[tokio::test]
-async fn the_seed_routes_by_name_authority_and_port() {
+async fn seed_routes_by_server_name_authority_and_node_port() {
     let Some(envoy) = Envoy::get() else { return };
     let mut ports = Ports::default();
     let node_port = ports.next_port();
@@ -68,7 +69,7 @@ async fn the_seed_routes_by_name_authority_and_port() {
 }
 
 #[tokio::test]
-async fn the_seed_follows_its_files() {
+async fn envoy_follows_changes_of_the_seed_files() {
     let Some(envoy) = Envoy::get() else { return };
     let mut ports = Ports::default();
     let node_port = ports.next_port();
@@ -81,14 +82,18 @@ async fn the_seed_follows_its_files() {
 
     seed.clusters.insert("ns/web".into(), vec![services.first]);
     seed.write_clusters(dir.path());
-    eventually("the node port leads elsewhere", PATIENCE, async || {
-        let mut banner = vec![0; BANNER.len()];
-        let mut stream = TcpStream::connect(at).await?;
-        stream.write_all(b"GET / HTTP/1.0\r\n\r\n").await?;
-        stream.read_exact(&mut banner).await?;
-        anyhow::ensure!(banner == BANNER, "{banner:?}");
-        anyhow::Ok(())
-    })
+    eventually(
+        "the node port leads to the other service",
+        PATIENCE,
+        async || {
+            let mut banner = vec![0; BANNER.len()];
+            let mut stream = TcpStream::connect(at).await?;
+            stream.write_all(b"GET / HTTP/1.0\r\n\r\n").await?;
+            stream.read_exact(&mut banner).await?;
+            anyhow::ensure!(banner == BANNER, "{banner:?}");
+            anyhow::Ok(())
+        },
+    )
     .await;
 }
 

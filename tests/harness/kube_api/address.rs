@@ -1,4 +1,4 @@
-//! The kinds that are served, and what a URL says: which objects it names, and which it selects.
+//! The supported kinds, and the meaning of a URL: the objects that its path names and its query selects.
 
 use std::collections::BTreeMap;
 
@@ -6,23 +6,23 @@ use serde_json::Value;
 
 use super::text;
 
-/// One kind of object.
+/// A kind of object.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Kind {
-    /// Group and version, such as `discovery.k8s.io/v1`; `v1` alone for the core group.
+    /// Group and version, for example `discovery.k8s.io/v1`; only `v1` for the core group.
     pub(super) api_version: &'static str,
-    /// What URLs call it.
+    /// Name in URLs, a plural.
     pub(super) plural: &'static str,
-    /// What objects call it.
+    /// Name in the `kind` field of objects.
     pub(super) name: &'static str,
     pub(super) namespaced: bool,
-    /// Whether a PUT of an object that is not there creates it.
+    /// True if a PUT creates an object that does not exist.
     pub(super) put_creates: bool,
-    /// Whether a PUT may leave out the version that it replaces.
+    /// True if a PUT may omit the version of the object that it replaces.
     pub(super) put_without_version: bool,
 }
 
-/// All kinds. What a PUT may do is what the API server's update strategy of each kind allows.
+/// All supported kinds. The rules for PUT are from the API server's update strategy of each kind.
 static KINDS: [Kind; 4] = [
     Kind {
         api_version: "v1",
@@ -58,7 +58,7 @@ static KINDS: [Kind; 4] = [
     },
 ];
 
-/// What a path names: one object, or all of a kind, in one namespace or in all.
+/// The meaning of a path: a single object, or all objects of a kind, in one namespace or in all namespaces.
 #[derive(Debug)]
 pub(super) struct Address {
     pub(super) kind: &'static Kind,
@@ -66,11 +66,11 @@ pub(super) struct Address {
     pub(super) name: Option<String>,
 }
 
-/// The parameters of a query, decoded. Of a name that comes twice, the last counts.
+/// The decoded parameters of a query. If a parameter is repeated, the last value counts.
 #[derive(Debug)]
 pub(super) struct Query(BTreeMap<String, String>);
 
-/// Which objects a list or a watch is about.
+/// Condition for the objects of a list or a watch.
 #[derive(Debug)]
 pub(super) struct Filter {
     pub(super) kind: &'static Kind,
@@ -79,11 +79,11 @@ pub(super) struct Filter {
     fields: Vec<Rule>,
 }
 
-/// One requirement of a selector.
+/// A single requirement of a selector.
 #[derive(Debug, PartialEq, Eq)]
 struct Rule {
     key: String,
-    /// The value to have; any will do if there is none.
+    /// The required value; `None` accepts every value.
     value: Option<String>,
     negated: bool,
 }
@@ -91,20 +91,20 @@ struct Rule {
 // === impl Kind ===
 
 impl Kind {
-    /// The kind whose plural is `resource`; panics if it is not served.
+    /// Returns the kind with the plural `resource`. Panics if the kind is not supported.
     pub(super) fn of(resource: &str) -> &'static Self {
         let kind = KINDS.iter().find(|kind| kind.plural == resource);
         kind.unwrap_or_else(|| panic!("{resource:?} is not served; add it to KINDS"))
     }
 
-    /// The API group; empty for the core group.
+    /// Returns the API group; empty for the core group.
     pub(super) fn group(&self) -> &'static str {
         self.api_version
             .split_once('/')
             .map_or("", |(group, _)| group)
     }
 
-    /// What error messages call it, such as `leases.coordination.k8s.io`.
+    /// Returns the name for error messages, for example `leases.coordination.k8s.io`.
     pub(super) fn resource(&self) -> String {
         match self.group() {
             "" => self.plural.to_owned(),
@@ -116,7 +116,7 @@ impl Kind {
 // === impl Address ===
 
 impl Address {
-    /// Reads a path; nothing if it names nothing that is served.
+    /// Parses a path; `None` if nothing is served there.
     pub(super) fn parse(path: &str) -> Option<Self> {
         KINDS.iter().find_map(|kind| Self::of_kind(kind, path))
     }
@@ -158,20 +158,20 @@ impl Query {
         Self(decoded.collect())
     }
 
-    /// The value of a parameter. An empty one counts as none, as the API has it.
+    /// Returns the value of a parameter. As in the API server, an empty value counts as a missing parameter.
     pub(super) fn get(&self, name: &str) -> Option<&str> {
         let value = self.0.get(name).map(String::as_str);
         value.filter(|value| !value.is_empty())
     }
 
-    /// Whether a parameter is there and is neither `false` nor `0`.
+    /// Returns true if a parameter is present and is neither `false` nor `0`.
     pub(super) fn is_true(&self, name: &str) -> bool {
         self.get(name)
             .is_some_and(|value| !matches!(value, "false" | "0"))
     }
 }
 
-/// Undoes the percent-encoding of a query. What is not well encoded is left as it is.
+/// Decodes the percent-encoding of a query. Invalid sequences stay unchanged.
 fn decode(text: &str) -> String {
     let mut decoded = Vec::with_capacity(text.len());
     let mut rest = text.as_bytes();
@@ -194,8 +194,8 @@ fn decode(text: &str) -> String {
 // === impl Filter ===
 
 impl Filter {
-    /// What a list or a watch of `address` selects; a text for the client if the query's selectors
-    /// can not be understood.
+    /// Creates the filter for a list or a watch of `address`. The error is a text for the client, if a
+    /// selector in the query is invalid.
     pub(super) fn new(address: &Address, query: &Query) -> Result<Self, String> {
         let rules = |name: &str| parse_rules(query.get(name).unwrap_or_default());
         Ok(Self {
@@ -206,7 +206,7 @@ impl Filter {
         })
     }
 
-    /// Whether an object of this kind is selected.
+    /// Returns true if an object of this filter's kind is selected.
     pub(super) fn matches(&self, object: &Value) -> bool {
         let namespace = text(object, "/metadata/namespace");
         let here = self.namespace.as_deref().is_none_or(|it| it == namespace);
@@ -232,13 +232,13 @@ impl Rule {
     }
 }
 
-/// Reads `a=b`, `a==b`, `a!=b`, `a` and `!a`, separated by commas.
+/// Parses `a=b`, `a==b`, `a!=b`, `a` and `!a`, separated by commas.
 fn parse_rules(selector: &str) -> Result<Vec<Rule>, String> {
     let parts = selector.split(',').map(str::trim);
     let rules = parts.filter(|part| !part.is_empty()).map(|part| {
         if part.contains(['(', ')']) {
             return Err(format!(
-                "the selector {selector:?} has a set in it; this API knows only equality"
+                "the selector {selector:?} contains a set; this API supports only equality"
             ));
         }
         let (key, value, negated) = if let Some((key, value)) = part.split_once("!=") {

@@ -1,4 +1,4 @@
-//! What a test can break, and which requests that strikes.
+//! Faults that a test can inject, and the requests to which a fault applies.
 
 use std::time::Duration;
 
@@ -6,16 +6,16 @@ use http::StatusCode;
 
 use super::status::Failure;
 
-/// Something that goes wrong until [`KubeApi::clear_faults`](super::KubeApi::clear_faults), with every
-/// request unless it is narrowed down.
+/// A fault, active until [`KubeApi::clear_faults`](super::KubeApi::clear_faults). A fault applies to all
+/// requests unless the test restricts the fault.
 #[derive(Debug, Clone)]
 pub struct Fault {
     effect: Effect,
-    /// The text that path and query must contain; empty for any.
+    /// Text that path and query must contain; empty for any request.
     path: String,
-    /// The method that it must have; empty for any.
+    /// Method that the request must have; empty for any method.
     method: String,
-    /// How often it strikes yet; nothing for ever.
+    /// Remaining number of times that the fault applies; `None` for no limit.
     left: Option<usize>,
 }
 
@@ -30,21 +30,22 @@ enum Effect {
     Refuse,
 }
 
-/// How a watch from an expired version is told so. The API server has both ways, by where it finds out.
+/// The answer to a watch that resumes from an expired version. The API server answers in both ways, depending
+/// on where it detects the expiry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Gone {
-    /// The watch opens with 200, and its only event is an `ERROR` with a `Status` of code 410.
+    /// The watch opens with status 200, and its only event is an `ERROR` with a `Status` of code 410.
     Event,
-    /// The watch is answered 410.
+    /// The watch gets status 410.
     Http,
 }
 
-/// What the faults do to one request.
+/// The combined effect of all faults on a request.
 #[derive(Debug, Default)]
 pub(super) struct Mishap {
     pub(super) delay: Duration,
     pub(super) failure: Option<Failure>,
-    /// The watch that it opens never says anything.
+    /// True if the watch opened by this request never sends an event.
     pub(super) silent: bool,
 }
 
@@ -60,10 +61,10 @@ impl Fault {
         }
     }
 
-    /// Requests are answered with this status and a `Status` object.
+    /// Makes requests fail with this status and a `Status` object.
     ///
     /// # Panics
-    /// When it is no HTTP status.
+    /// If `status` is not an HTTP status.
     #[must_use]
     pub fn status(status: u16) -> Self {
         Self::new(Effect::Answer {
@@ -72,66 +73,67 @@ impl Fault {
         })
     }
 
-    /// Answers come so much later.
+    /// Delays every answer by `delay`.
     #[must_use]
     pub fn delay(delay: Duration) -> Self {
         Self::new(Effect::Delay(delay))
     }
 
-    /// Watches are accepted and then say nothing, not even once the fault has ended; those that are
-    /// open fall silent at once. They still end after their `timeoutSeconds`.
+    /// Makes watches silent: new watches are accepted but send nothing, and open watches stop sending at
+    /// once. Both stay silent after the fault has ended. They still end after their `timeoutSeconds`.
     #[must_use]
     pub fn hang_watches() -> Self {
         Self::new(Effect::HangWatches)
     }
 
-    /// New connections are closed at once. Those that are open stay; see
-    /// [`KubeApi::cut`](super::KubeApi::cut).
+    /// Closes new connections at once. Open connections stay open; see [`KubeApi::cut`](super::KubeApi::cut).
     #[must_use]
     pub fn refuse() -> Self {
         Self::new(Effect::Refuse)
     }
 
-    /// Sends `Retry-After` with the status.
+    /// Adds a `Retry-After` header to the answer.
     ///
     /// # Panics
-    /// When the fault is no status.
+    /// If the fault has no status.
     #[must_use]
     pub fn retry_after(mut self, seconds: u64) -> Self {
         let Effect::Answer { retry_after, .. } = &mut self.effect else {
-            panic!("only a status goes with Retry-After: {self:?}");
+            panic!("Retry-After needs a fault with a status: {self:?}");
         };
         *retry_after = Some(seconds);
         self
     }
 
-    /// Strikes only requests whose path and query, as they are sent, contain `text`: such as
-    /// `/leases`, `watch=true` or `sendInitialEvents`. Refused connections have no path yet.
+    /// Restricts the fault to requests with `text` in their path and query as sent, for example `/leases`,
+    /// `watch=true` or `sendInitialEvents`. Has no effect on [`refuse`](Self::refuse): a refused connection
+    /// has no path yet.
     #[must_use]
     pub fn on(mut self, text: &str) -> Self {
         text.clone_into(&mut self.path);
         self
     }
 
-    /// Strikes only requests with this method, such as `PUT`. Refused connections have none yet.
+    /// Restricts the fault to requests with this method, for example `PUT`. Has no effect on
+    /// [`refuse`](Self::refuse): a refused connection has no method yet.
     #[must_use]
     pub fn method(mut self, method: &str) -> Self {
         method.clone_into(&mut self.method);
         self
     }
 
-    /// Strikes so many times only.
+    /// Limits the number of times that the fault applies.
     ///
     /// # Panics
-    /// When that is 0.
+    /// If `times` is 0.
     #[must_use]
     pub fn times(mut self, times: usize) -> Self {
-        assert!(times > 0, "a fault that never strikes");
+        assert!(times > 0, "a fault must apply at least once");
         self.left = Some(times);
         self
     }
 
-    /// If this hangs watches: the text that is in the paths of those.
+    /// Returns, for a fault that makes watches silent, the text that the paths of these watches contain.
     pub(super) fn hangs(&self) -> Option<&str> {
         matches!(self.effect, Effect::HangWatches).then_some(self.path.as_str())
     }
@@ -141,7 +143,8 @@ impl Fault {
     }
 }
 
-/// What the faults do to a request. Those that have struck often enough end.
+/// Applies the faults to a request and returns their combined effect. Removes faults that have reached their
+/// limit.
 pub(super) fn strike(faults: &mut Vec<Fault>, method: &str, path: &str, watch: bool) -> Mishap {
     let mut mishap = Mishap::default();
     for fault in faults.iter_mut() {
@@ -156,7 +159,7 @@ pub(super) fn strike(faults: &mut Vec<Fault>, method: &str, path: &str, watch: b
                 status,
                 retry_after,
             } if mishap.failure.is_none() => {
-                let failure = Failure::new(status, "the test wants this request to fail");
+                let failure = Failure::new(status, "the test makes this request fail");
                 mishap.failure = Some(failure.retry_after(retry_after));
             }
             _ => continue,
@@ -167,7 +170,7 @@ pub(super) fn strike(faults: &mut Vec<Fault>, method: &str, path: &str, watch: b
     mishap
 }
 
-/// Whether a connection is to be refused.
+/// Returns true if the next connection must be refused.
 pub(super) fn refuses(faults: &mut Vec<Fault>) -> bool {
     let refusing = faults
         .iter_mut()

@@ -1,16 +1,16 @@
-//! Services, EndpointSlices and Nodes as a cluster makes them.
+//! Services, EndpointSlices and Nodes in the form that a cluster creates.
 
 use serde_json::{Value, json};
 
-/// Makes a Service, of type ClusterIP at first.
+/// Builds a Service, initially of type ClusterIP.
 #[derive(Debug, Clone)]
 pub struct ServiceBuilder(Value);
 
-/// Makes an EndpointSlice, of IPv4 and without endpoints at first.
+/// Builds an EndpointSlice, initially for IPv4 and without endpoints.
 #[derive(Debug, Clone)]
 pub struct SliceBuilder(Value);
 
-/// A Service without ports, which selects pods by the label `app` with its own name.
+/// Starts a Service without ports. Its selector is the label `app` with the Service's own name.
 pub fn service(namespace: &str, name: &str) -> ServiceBuilder {
     ServiceBuilder(json!({
         "apiVersion": "v1",
@@ -31,7 +31,7 @@ pub fn service(namespace: &str, name: &str) -> ServiceBuilder {
     }))
 }
 
-/// The first slice of a Service, `<service>-slice`.
+/// Starts the first slice of a Service, named `<service>-slice`.
 pub fn slice(namespace: &str, service: &str) -> SliceBuilder {
     SliceBuilder(json!({
         "apiVersion": "discovery.k8s.io/v1",
@@ -50,7 +50,7 @@ pub fn slice(namespace: &str, service: &str) -> SliceBuilder {
     }))
 }
 
-/// A Node with addresses, each with its type, such as `InternalIP`.
+/// Returns a Node with these addresses. Each address is preceded by its type, for example `InternalIP`.
 pub fn node(name: &str, addresses: &[(&str, &str)]) -> Value {
     let address = |(kind, address): &(&str, &str)| json!({"type": kind, "address": address});
     json!({
@@ -68,7 +68,7 @@ pub fn node(name: &str, addresses: &[(&str, &str)]) -> Value {
 // === impl ServiceBuilder ===
 
 impl ServiceBuilder {
-    /// A TCP port, with the same number at the pods. A Service with one port may leave its name empty.
+    /// Adds a TCP port with an equal target port. In a Service with a single port, `name` may be empty.
     #[must_use]
     pub fn port(mut self, name: &str, port: u16) -> Self {
         let mut object = json!({"protocol": "TCP", "port": port, "targetPort": port});
@@ -79,7 +79,7 @@ impl ServiceBuilder {
         self
     }
 
-    /// The same on a port of every node too. A ClusterIP Service becomes one of type NodePort.
+    /// Adds a TCP port that is also open on every node. A ClusterIP Service becomes a NodePort Service.
     #[must_use]
     pub fn node_port(mut self, name: &str, port: u16, node_port: u16) -> Self {
         self = self.port(name, port);
@@ -90,17 +90,17 @@ impl ServiceBuilder {
         self
     }
 
-    /// The protocol of the port added last: `TCP`, `UDP` or `SCTP`.
+    /// Sets the protocol of the last port: `TCP`, `UDP` or `SCTP`.
     ///
     /// # Panics
-    /// When there is no port.
+    /// If the Service has no ports.
     #[must_use]
     pub fn protocol(mut self, protocol: &str) -> Self {
         self.last_port()["protocol"] = json!(protocol);
         self
     }
 
-    /// The type: `ClusterIP`, `NodePort`, `LoadBalancer` or `ExternalName`.
+    /// Sets the type: `ClusterIP`, `NodePort`, `LoadBalancer` or `ExternalName`.
     #[must_use]
     pub fn of_type(mut self, service_type: &str) -> Self {
         let spec = &mut self.0["spec"];
@@ -111,7 +111,7 @@ impl ServiceBuilder {
         self
     }
 
-    /// The address in the cluster; `None` for a headless Service.
+    /// Sets the address in the cluster; the text `None` makes the Service headless.
     #[must_use]
     pub fn cluster_ip(mut self, address: &str) -> Self {
         self.0["spec"]["clusterIP"] = json!(address);
@@ -119,14 +119,14 @@ impl ServiceBuilder {
         self
     }
 
-    /// An annotation.
+    /// Adds an annotation.
     #[must_use]
     pub fn annotation(mut self, name: &str, value: &str) -> Self {
         self.0["metadata"]["annotations"][name] = json!(value);
         self
     }
 
-    /// A label.
+    /// Adds a label.
     #[must_use]
     pub fn label(mut self, name: &str, value: &str) -> Self {
         self.0["metadata"]["labels"][name] = json!(value);
@@ -149,14 +149,14 @@ impl From<ServiceBuilder> for Value {
 // === impl SliceBuilder ===
 
 impl SliceBuilder {
-    /// Another name, as a Service with several slices needs.
+    /// Changes the name: every further slice of a Service needs a different name.
     #[must_use]
     pub fn name(mut self, name: &str) -> Self {
         self.0["metadata"]["name"] = json!(name);
         self
     }
 
-    /// A TCP port of all the endpoints, with the name of the Service's port.
+    /// Adds a TCP port to all endpoints. `name` is the name of the Service's port.
     #[must_use]
     pub fn port(mut self, name: &str, port: u16) -> Self {
         let object = json!({"name": name, "protocol": "TCP", "port": port});
@@ -164,29 +164,29 @@ impl SliceBuilder {
         self
     }
 
-    /// An endpoint that takes connections.
+    /// Adds an endpoint that accepts connections.
     #[must_use]
     pub fn ready(self, address: &str) -> Self {
         let conditions = json!({"ready": true, "serving": true, "terminating": false});
         self.endpoint(address, conditions)
     }
 
-    /// An endpoint that does not take connections.
+    /// Adds an endpoint that does not accept connections.
     #[must_use]
     pub fn not_ready(self, address: &str) -> Self {
         let conditions = json!({"ready": false, "serving": false, "terminating": false});
         self.endpoint(address, conditions)
     }
 
-    /// An endpoint that still takes connections but ends soon, so that it is not ready.
+    /// Adds an endpoint that still accepts connections but terminates soon, and is therefore not ready.
     #[must_use]
     pub fn terminating(self, address: &str) -> Self {
         let conditions = json!({"ready": false, "serving": true, "terminating": true});
         self.endpoint(address, conditions)
     }
 
-    /// An endpoint with these conditions; one that has none counts as ready. An IPv6 address makes
-    /// the slice one of IPv6.
+    /// Adds an endpoint with these conditions; without conditions, an endpoint counts as ready. An IPv6
+    /// address makes the whole slice an IPv6 slice.
     #[must_use]
     pub fn endpoint(mut self, address: &str, conditions: Value) -> Self {
         if address.contains(':') {

@@ -1,4 +1,4 @@
-//! Connections, and the way of one request: recorded, struck by faults, performed, answered.
+//! Connections, and the path of a request: recorded, subjected to faults, performed, answered.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -24,12 +24,12 @@ use super::status::Failure;
 use super::verbs::{self, Call, Reply};
 use super::{Recorded, State, remember};
 
-/// The longest body of a request, in bytes: the API server's limit.
+/// Longest body of a request, in bytes. Equal to the limit of the API server.
 const MAX_BODY: usize = 3 << 20;
 
 type Answer = Response<UnsyncBoxBody<Bytes, Infallible>>;
 
-/// Accepts connections for ever.
+/// Accepts connections forever.
 pub(super) async fn accept(listener: TcpListener, state: Arc<Mutex<State>>) {
     loop {
         let accepted = listener.accept().await;
@@ -42,7 +42,7 @@ pub(super) async fn accept(listener: TcpListener, state: Arc<Mutex<State>>) {
     }
 }
 
-/// One connection, from its first byte to its end.
+/// Serves a single connection until its end.
 async fn converse(stream: TcpStream, state: Arc<Mutex<State>>) {
     stream.set_nodelay(true).ok();
     let service = service_fn(move |request| {
@@ -50,7 +50,7 @@ async fn converse(stream: TcpStream, state: Arc<Mutex<State>>) {
         async move { Ok::<_, Infallible>(respond(&state, request).await) }
     });
     let connection = http1::Builder::new().serve_connection(TokioIo::new(stream), service);
-    // What breaks a connection is its client's business.
+    // The client handles errors of its connection.
     connection.await.ok();
 }
 
@@ -81,7 +81,7 @@ async fn answer(state: &Mutex<State>, request: Request<Incoming>) -> Result<Repl
     }
     let body = Limited::new(body, MAX_BODY).collect().await;
     let body = body.map_err(|error| {
-        let message = format!("the body can not be read: {error}");
+        let message = format!("the body cannot be read: {error}");
         Failure::new(StatusCode::PAYLOAD_TOO_LARGE, message)
     })?;
     let content_type = header(&head, CONTENT_TYPE).unwrap_or_default();
@@ -121,12 +121,12 @@ fn header(head: &Parts, name: HeaderName) -> Option<String> {
 // === impl State ===
 
 impl State {
-    /// What ends a new connection; nothing if it is refused.
+    /// Returns the token that ends a new connection; `None` if the connection is refused.
     fn admit(&mut self) -> Option<CancellationToken> {
         (!fault::refuses(&mut self.faults)).then(|| self.cut.clone())
     }
 
-    /// Records a request, and says what the faults do to it.
+    /// Records a request and returns the effect of the faults.
     fn receive(&mut self, head: &Parts, query: &Query) -> Mishap {
         let recorded = Recorded {
             method: head.method.to_string(),

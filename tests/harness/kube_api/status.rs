@@ -5,11 +5,11 @@ use serde_json::{Value, json};
 
 use super::address::Kind;
 
-/// Why a request fails.
+/// The cause of a failed request.
 #[derive(Debug, Clone)]
 pub(super) struct Failure {
     code: StatusCode,
-    /// The word that clients go by, since one code can have several reasons.
+    /// The word that clients evaluate, because a status code can have several reasons.
     reason: &'static str,
     message: String,
     details: Value,
@@ -19,7 +19,7 @@ pub(super) struct Failure {
 // === impl Failure ===
 
 impl Failure {
-    /// A failure with the usual reason for its code.
+    /// Creates a failure with the usual reason for its code.
     pub(super) fn new(code: StatusCode, message: impl Into<String>) -> Self {
         let reason = match code.as_u16() {
             400 => "BadRequest",
@@ -67,7 +67,7 @@ impl Failure {
 
     pub(super) fn conflict(kind: &Kind, name: &str, why: &str) -> Self {
         let resource = kind.resource();
-        let message = format!("{resource} {name:?} can not be written: {why}");
+        let message = format!("{resource} {name:?} cannot be written: {why}");
         Self::new(StatusCode::CONFLICT, message).about(kind, name)
     }
 
@@ -76,7 +76,7 @@ impl Failure {
         Self::new(StatusCode::UNPROCESSABLE_ENTITY, message)
     }
 
-    /// A watch wants to resume from a version that the log no longer reaches back to.
+    /// Creates the failure of a watch that resumes from a version before the start of the log.
     pub(super) fn expired(asked: u64, oldest: u64) -> Self {
         let message = format!("too old resource version: {asked} ({oldest})");
         Self::new(StatusCode::GONE, message)
@@ -87,7 +87,7 @@ impl Failure {
         self
     }
 
-    /// Says, if there is a number of seconds, when to try again.
+    /// Sets the number of seconds after which the client may retry; `None` leaves the number out.
     pub(super) fn retry_after(mut self, seconds: Option<u64>) -> Self {
         self.retry_after = seconds;
         if let Some(seconds) = seconds {
@@ -96,12 +96,12 @@ impl Failure {
         self
     }
 
-    /// The HTTP status, and the value of the `Retry-After` header.
+    /// Returns the HTTP status and the value of the `Retry-After` header.
     pub(super) fn head(&self) -> (StatusCode, Option<u64>) {
         (self.code, self.retry_after)
     }
 
-    /// The `Status` object.
+    /// Returns the `Status` object.
     pub(super) fn object(&self) -> Value {
         json!({
             "kind": "Status",

@@ -1,4 +1,4 @@
-//! The objects, the one version that counts all their changes, and the log that watches resume from.
+//! The objects, the version counter that all changes share, and the log that watches resume from.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -12,13 +12,13 @@ use super::status::Failure;
 use super::text;
 use super::watch::{Change, Start, WatchBody, WatchRequest, Watcher, bookmark, event};
 
-/// How many changes a watch can resume over. A watch from further back is expired.
+/// Number of changes that the log keeps. A watch that resumes from an older version is expired.
 const MAX_LOG: usize = 10_000;
 
-/// Plural, namespace (empty for a kind without) and name.
+/// Plural, namespace (empty for a kind without namespaces) and name.
 pub(super) type Key = (&'static str, String, String);
 
-/// The key of an object.
+/// Returns the key of an object.
 pub(super) fn key(kind: &'static Kind, object: &Value) -> Key {
     let namespace = if kind.namespaced {
         text(object, "/metadata/namespace")
@@ -29,11 +29,11 @@ pub(super) fn key(kind: &'static Kind, object: &Value) -> Key {
     (kind.plural, namespace.to_owned(), name.to_owned())
 }
 
-/// All that the API keeps of objects.
+/// All objects, their log and their watches.
 #[derive(Debug)]
 pub(super) struct Store {
     version: u64,
-    /// The oldest version that a watch can resume from.
+    /// Oldest version that a watch can resume from.
     oldest: u64,
     gone: Gone,
     objects: BTreeMap<Key, Value>,
@@ -44,7 +44,7 @@ pub(super) struct Store {
 // === impl Store ===
 
 impl Store {
-    /// No objects. The version is not 0 even then: in a request 0 stands for any version.
+    /// Creates a store without objects. The first version is 1, because 0 in a request means any version.
     pub(super) fn new() -> Self {
         Self {
             version: 1,
@@ -74,8 +74,8 @@ impl Store {
         of_kind.filter(move |object| filter.matches(object))
     }
 
-    /// Creates or replaces an object, and gives it as it is stored. A write that changes nothing
-    /// makes no version, as with the API server. `object` and its metadata must be JSON objects.
+    /// Creates or replaces an object, and returns the stored object. As in the API server, a write that
+    /// changes nothing creates no version. `object` and its metadata must be JSON objects.
     pub(super) fn set(&mut self, kind: &'static Kind, mut object: Value) -> Value {
         let key = key(kind, &object);
         let before = self.objects.get(&key).cloned();
@@ -108,7 +108,7 @@ impl Store {
         object
     }
 
-    /// Deletes an object, and gives it as it was.
+    /// Deletes an object, and returns its last state.
     pub(super) fn remove(&mut self, kind: &'static Kind, key: &Key) -> Option<Value> {
         let before = self.objects.remove(key)?;
         self.version += 1;
@@ -159,7 +159,7 @@ impl Store {
         Ok(body)
     }
 
-    /// How many watches are open and not silent.
+    /// Returns the number of watches that are open and not silent.
     pub(super) fn watches(&self) -> usize {
         let watchers = self.watchers.iter();
         watchers
@@ -167,22 +167,22 @@ impl Store {
             .count()
     }
 
-    /// Sends a bookmark to every watch that wants them.
+    /// Sends a bookmark to every watch that allows bookmarks.
     pub(super) fn bookmark(&mut self) {
         let version = self.version;
         self.watchers.retain(|watcher| watcher.mark(version));
     }
 
-    /// Makes open watches whose path and query contain `text` say nothing any more.
+    /// Makes open watches silent if their path and query contain `text`.
     pub(super) fn silence(&mut self, text: &str) {
         for watcher in &mut self.watchers {
             watcher.silence(text);
         }
     }
 
-    /// Lets every version known so far expire, and says how watches learn of it.
+    /// Makes all versions known so far expire. `gone` selects the answer that later watches get.
     pub(super) fn expire(&mut self, gone: Gone) {
-        // A version that no object has: it expires even the newest one that a client can have seen.
+        // A version without an object: even the newest version that a client can know expires.
         self.version += 1;
         self.oldest = self.version;
         self.gone = gone;
@@ -190,11 +190,11 @@ impl Store {
     }
 }
 
-/// The present time as the API writes it, to the second.
+/// Returns the current time in the format of the API, in whole seconds.
 fn timestamp() -> String {
     let elapsed = SystemTime::now().duration_since(UNIX_EPOCH);
     let seconds = elapsed.expect("a clock after 1970").as_secs();
-    // The calendar that comes with the certificates.
+    // The calendar of `rcgen`, which the certificates need anyway.
     let now = rcgen::date_time_ymd(1970, 1, 1) + Duration::from_secs(seconds);
     format!(
         "{}-{:02}-{:02}T{:02}:{:02}:{:02}Z",

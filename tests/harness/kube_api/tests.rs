@@ -1,4 +1,4 @@
-//! The API over HTTP, as its clients see it.
+//! The API over HTTP, from the view of a client.
 
 mod faults;
 mod watches;
@@ -22,7 +22,7 @@ use crate::wait::eventually;
 
 const LIMIT: Duration = Duration::from_secs(10);
 
-/// How long nothing must come to count as silence.
+/// Time without an event after which a watch counts as silent.
 const SILENCE: Duration = Duration::from_millis(200);
 
 const JSON: &str = "application/json";
@@ -32,7 +32,7 @@ const LEASES: &str = "/apis/coordination.k8s.io/v1/namespaces/a/leases";
 
 type Sender = SendRequest<Full<Bytes>>;
 
-/// Sends one request on a connection of its own, which lives as long as the sender.
+/// Sends a request on its own connection, which stays open as long as the sender.
 async fn ask(
     api: &KubeApi,
     method: &str,
@@ -81,7 +81,7 @@ async fn call(
     send(api, method, path, JSON, &object.into().to_string()).await
 }
 
-/// The code and the reason of a failure, after a look at its form.
+/// Checks the form of a failure, and returns its code and its reason.
 fn failure(answer: &(StatusCode, Value)) -> (u16, &str) {
     let (status, object) = answer;
     assert_eq!(object["kind"], "Status", "{object}");
@@ -116,7 +116,7 @@ impl Watch {
         }
     }
 
-    /// The next event, or nothing at the end.
+    /// Returns the next event; `None` at the end of the watch.
     async fn next(&mut self) -> Option<Value> {
         timeout(LIMIT, self.read())
             .await
@@ -134,7 +134,7 @@ impl Watch {
         }
     }
 
-    /// The next event in short: its type and the object's name.
+    /// Returns the type of the next event and the name of its object.
     async fn seen(&mut self) -> String {
         let event = self.next().await.expect("an event");
         let name = text(&event, "/object/metadata/name");
@@ -247,7 +247,7 @@ async fn patches_merge_and_apply_creates() {
 }
 
 #[tokio::test]
-async fn bad_requests_get_a_status() {
+async fn bad_requests_are_answered_with_a_status_object() {
     let api = KubeApi::start().await;
     let protobuf = "application/vnd.kubernetes.protobuf";
     let cases = [
@@ -302,7 +302,7 @@ async fn bad_requests_get_a_status() {
         assert_eq!(failure(&answer).0, code, "{method} {path} {body}");
     }
     let long = "x".repeat(4 << 20);
-    // The API may break off a body that it does not want to read.
+    // The API may close the connection before it has read the whole body.
     if let Ok((_sender, response)) = ask(&api, "POST", SERVICES, JSON, &long).await {
         assert_eq!(response.status(), StatusCode::PAYLOAD_TOO_LARGE);
     }
@@ -372,7 +372,7 @@ fn paths_name_one_object_or_many() {
 }
 
 #[test]
-fn builders_make_what_a_cluster_has() {
+fn builders_make_objects_like_those_of_a_cluster() {
     let service: Value = service("a", "web")
         .node_port("http", 80, 30080)
         .node_port("dns", 53, 30053)
@@ -407,7 +407,7 @@ fn builders_make_what_a_cluster_has() {
 }
 
 #[tokio::test]
-async fn token_reviews_are_answered_from_the_table_and_counted() {
+async fn token_reviews_are_answered_from_the_table_and_recorded() {
     let api = KubeApi::start().await;
     api.token("good", TokenStatus::user("system:serviceaccount:a:agent"));
     api.token("narrow", TokenStatus::user("x").audiences(&["other"]));
@@ -440,7 +440,7 @@ async fn token_reviews_are_answered_from_the_table_and_counted() {
 }
 
 #[tokio::test]
-async fn requests_are_recorded_and_the_kubeconfig_leads_here() {
+async fn requests_are_recorded_and_the_kubeconfig_points_to_this_api() {
     let api = KubeApi::start().await;
     get(&api, "/api/v1/nodes?labelSelector=a%3Db").await;
     let expected = Recorded {

@@ -1,39 +1,39 @@
-//! `TokenReview`: what the test says of each token, and what was asked.
+//! `TokenReview`: the results that the test sets for tokens, and a record of the reviews.
 
 use serde_json::{Value, json};
 
 use super::status::Failure;
 use super::{State, remember, text};
 
-/// Where reviews are posted.
+/// Path that reviews are posted to.
 pub(super) const PATH: &str = "/apis/authentication.k8s.io/v1/tokenreviews";
 
-/// What a review of a token says.
+/// Result of a review of a token.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct TokenStatus {
-    /// Whether the token is good.
+    /// True if the token is valid.
     pub authenticated: bool,
-    /// Whose it is, such as `system:serviceaccount:kube-system:konnectivity-agent`.
+    /// User of the token, for example `system:serviceaccount:kube-system:konnectivity-agent`.
     pub username: String,
-    /// The audiences that it is good for among those asked for; nothing for all of them.
+    /// Audiences in the answer; `None` repeats the requested audiences.
     pub audiences: Option<Vec<String>>,
-    /// Why it is not good, or why that is not known.
+    /// Reason why the token is invalid, or why the review failed.
     pub error: String,
 }
 
-/// One review that was answered.
+/// A review that was answered.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Review {
-    /// The token.
+    /// The reviewed token.
     pub token: String,
-    /// The audiences asked for.
+    /// The requested audiences.
     pub audiences: Vec<String>,
 }
 
 // === impl TokenStatus ===
 
 impl TokenStatus {
-    /// The token is good, for every audience.
+    /// Creates the result for a token that is valid for every audience.
     #[must_use]
     pub fn user(username: &str) -> Self {
         Self {
@@ -43,7 +43,7 @@ impl TokenStatus {
         }
     }
 
-    /// The token is not good.
+    /// Creates the result for an invalid token.
     #[must_use]
     pub fn rejected(error: &str) -> Self {
         Self {
@@ -52,14 +52,14 @@ impl TokenStatus {
         }
     }
 
-    /// The same with these audiences in the answer, whatever was asked for.
+    /// Sets the audiences in the answer, independent of the requested audiences.
     #[must_use]
     pub fn audiences(mut self, audiences: &[&str]) -> Self {
         self.audiences = Some(audiences.iter().copied().map(String::from).collect());
         self
     }
 
-    /// The `status` of a review. As in Go's JSON, what is false or empty is left out.
+    /// Returns the `status` of a review. As in Go's JSON, false and empty fields are omitted.
     fn object(&self, asked: &[String]) -> Value {
         let mut status = json!({"user": {}});
         if self.authenticated {
@@ -76,7 +76,7 @@ impl TokenStatus {
     }
 }
 
-/// Answers one review.
+/// Answers a review.
 pub(super) fn review(state: &mut State, mut object: Value) -> Result<Value, Failure> {
     let token = text(&object, "/spec/token").to_owned();
     if token.is_empty() {

@@ -1,4 +1,4 @@
-//! What is done with objects: get, list, watch, create, update, patch, delete.
+//! The verbs: get, list, watch, create, update, patch, delete.
 
 use std::time::Duration;
 
@@ -12,31 +12,32 @@ use super::store::{self, Key, Store};
 use super::watch::{Start, WatchBody, WatchRequest};
 use super::{State, text, tokens};
 
-/// Where an object's version is.
+/// JSON pointer to the version of an object.
 const VERSION: &str = "/metadata/resourceVersion";
 
 const JSON: &str = "application/json";
 const MERGE: &str = "application/merge-patch+json";
 /// Treated as a plain merge: lists are replaced, not merged by their keys.
 const STRATEGIC: &str = "application/strategic-merge-patch+json";
-/// Server-side apply, treated as a merge that may create. The body is YAML, but clients send JSON.
+/// Server-side apply, treated as a merge that may create the object. The body may be YAML, but clients send
+/// JSON.
 const APPLY: &str = "application/apply-patch+yaml";
 
-/// How long a watch lives that does not say: the API server's least (`--min-request-timeout`).
+/// Lifetime of a watch without `timeoutSeconds`: the API server's minimum (`--min-request-timeout`).
 const WATCH_LIFETIME: Duration = Duration::from_secs(1800);
 
-/// A request that has been read.
+/// A request whose body has been read.
 #[derive(Debug)]
 pub(super) struct Call {
     pub(super) method: String,
     pub(super) path: String,
     pub(super) query: Query,
-    /// Path and query as they were sent.
+    /// Path and query as sent.
     pub(super) sent: String,
-    /// The media type of the body, without parameters; empty if none is given.
+    /// Media type of the body, without parameters; empty without a Content-Type header.
     pub(super) media_type: String,
     pub(super) body: Bytes,
-    /// Whether a watch that this opens is to say nothing.
+    /// True if a watch opened by this request must send nothing.
     pub(super) silent: bool,
 }
 
@@ -49,7 +50,7 @@ pub(super) enum Reply {
     Watch(WatchBody),
 }
 
-/// Does what a request asks for.
+/// Performs a request.
 pub(super) fn perform(state: &mut State, call: &Call) -> Result<Reply, Failure> {
     if call.path == tokens::PATH && call.method == "POST" {
         let review = tokens::review(state, call.json(&[JSON])?)?;
@@ -69,7 +70,7 @@ pub(super) fn perform(state: &mut State, call: &Call) -> Result<Reply, Failure> 
         ("GET", None) if call.query.is_true("watch") => request.watch(),
         ("GET", None) => request.list(),
         ("GET", Some(name)) => request.get(name),
-        // An object is created in its namespace, not in all of them.
+        // A namespaced object is created in its namespace, never through the path for all namespaces.
         ("POST", None) if address.kind.namespaced == address.namespace.is_some() => {
             request.create()
         }
@@ -83,7 +84,7 @@ pub(super) fn perform(state: &mut State, call: &Call) -> Result<Reply, Failure> 
     }
 }
 
-/// A request about objects of one kind.
+/// A request for objects of a single kind.
 struct Request<'a> {
     kind: &'static Kind,
     store: &'a mut Store,
@@ -94,20 +95,21 @@ struct Request<'a> {
 // === impl Call ===
 
 impl Call {
-    /// The body, of one of these media types: a JSON object whose metadata, if any, is one too.
+    /// Parses the body, which must have one of these media types and be a JSON object. Its `metadata`, if
+    /// present, must be an object too.
     fn json(&self, media_types: &[&str]) -> Result<Value, Failure> {
         let given = self.media_type.as_str();
         if !given.is_empty() && !media_types.contains(&given) {
-            let message = format!("the body is {given:?}, which is none of {media_types:?}");
+            let message = format!("the body is {given:?}, expected one of {media_types:?}");
             return Err(Failure::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, message));
         }
         let body: Value = serde_json::from_slice(&self.body)
-            .map_err(|error| Failure::bad_request(format!("the body is no JSON: {error}")))?;
+            .map_err(|error| Failure::bad_request(format!("the body is not JSON: {error}")))?;
         let metadata = body.get("metadata").unwrap_or(&Value::Null);
         if body.is_object() && (metadata.is_object() || metadata.is_null()) {
             return Ok(body);
         }
-        Err(Failure::bad_request("the body is no Kubernetes object"))
+        Err(Failure::bad_request("the body is not a Kubernetes object"))
     }
 }
 
@@ -122,7 +124,7 @@ impl Request<'_> {
     fn list(self) -> Result<Reply, Failure> {
         let filter = self.filter()?;
         let items = self.store.list(&filter).cloned().map(|mut item| {
-            // In a list of one type the API server leaves these out.
+            // The API server omits these fields in a list of a single kind.
             item.as_object_mut()
                 .unwrap()
                 .retain(|field, _| field != "kind" && field != "apiVersion");
@@ -253,29 +255,32 @@ impl Request<'_> {
         Filter::new(self.address, &self.call.query).map_err(Failure::bad_request)
     }
 
-    /// A number in the query; 0 if it is not there.
+    /// Returns a number from the query; 0 if the parameter is missing.
     fn number(&self, name: &str) -> Result<u64, Failure> {
         let number = self.call.query.get(name).unwrap_or("0");
         number
             .parse()
-            .map_err(|_| Failure::bad_request(format!("{name} is no number: {number:?}")))
+            .map_err(|_| Failure::bad_request(format!("{name} is not a number: {number:?}")))
     }
 
     fn stored(self, status: StatusCode, object: Value) -> Result<Reply, Failure> {
         Ok(Reply::Object(status, self.store.set(self.kind, object)))
     }
 
-    /// The object in the body, complete with what the URL says of it.
+    /// Returns the object in the body, with namespace and name from the URL.
     fn sent_object(&self) -> Result<Value, Failure> {
         self.placed(self.call.json(&[JSON])?)
     }
 
-    /// The object with the namespace and the name that the URL says. Fails if it says otherwise
-    /// itself, or still has no name.
+    /// Returns the object with namespace and name from the URL. Fails if the object contradicts the URL, or
+    /// has no name in either place.
     fn placed(&self, mut object: Value) -> Result<Value, Failure> {
         let kind = text(&object, "/kind");
         if !kind.is_empty() && kind != self.kind.name {
-            let message = format!("the body is a {kind}, but this is for a {}", self.kind.name);
+            let message = format!(
+                "the body is a {kind}, but the URL is for a {}",
+                self.kind.name
+            );
             return Err(Failure::bad_request(message));
         }
         let places = [
@@ -286,7 +291,7 @@ impl Request<'_> {
             let Some(place) = place else { continue };
             let given = text(&object, &format!("/metadata/{field}"));
             if !given.is_empty() && given != place {
-                let message = format!("the object's {field} is {given}, but the URL says {place}");
+                let message = format!("the object's {field} is {given}, but the URL has {place}");
                 return Err(Failure::bad_request(message));
             }
             object["metadata"][field] = json!(place);
@@ -298,19 +303,22 @@ impl Request<'_> {
         Ok(object)
     }
 
-    /// Fails if `object` says that it replaces another version than `before`.
+    /// Fails if `object` has a version that differs from the version of `before`.
     fn same_version(&self, before: &Value, object: &Value) -> Result<(), Failure> {
         let (actual, wanted) = (text(before, VERSION), text(object, VERSION));
         if wanted.is_empty() || wanted == actual {
             return Ok(());
         }
-        let why = format!("it is at version {actual}, not {wanted}; read it and change it anew");
+        let why = format!(
+            "the stored version is {actual}, not {wanted}; read the object again and repeat the change"
+        );
         let name = text(before, "/metadata/name");
         Err(Failure::conflict(self.kind, name, &why))
     }
 }
 
-/// JSON merge patch (RFC 7396): what is null goes, what is an object is merged, the rest replaces.
+/// Applies a JSON merge patch (RFC 7396): null removes a field, an object is merged, and any other value
+/// replaces the field.
 fn merge(target: &mut Value, patch: &Value) {
     let Value::Object(fields) = patch else {
         *target = patch.clone();

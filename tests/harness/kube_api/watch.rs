@@ -1,4 +1,4 @@
-//! One watch: what it selects of each change, its events as lines of JSON, and its body.
+//! A single watch: the changes that it selects, its events as lines of JSON, and its body.
 
 use std::convert::Infallible;
 use std::pin::Pin;
@@ -13,44 +13,44 @@ use tokio::time::Sleep;
 
 use super::address::{Filter, Kind};
 
-/// How many events wait for a client that does not read. With more, the watch ends, as the API
-/// server's does, and the client resumes it.
+/// Number of events that wait for a client that does not read. A further event ends the watch, as in the API
+/// server, and the client resumes.
 const MAX_WAITING: usize = 1000;
 
-/// What a client asks for.
+/// A client's request to watch.
 #[derive(Debug)]
 pub(super) struct WatchRequest {
     pub(super) filter: Filter,
-    /// Path and query as they were sent.
+    /// Path and query as sent.
     pub(super) path: String,
     pub(super) start: Start,
-    /// Whether bookmarks are wanted.
+    /// True if the client allows bookmarks.
     pub(super) bookmarks: bool,
     pub(super) lifetime: Duration,
-    /// Whether the watch is to say nothing at all.
+    /// True if the watch must send nothing at all.
     pub(super) silent: bool,
 }
 
-/// Where a watch starts.
+/// The first events of a watch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Start {
-    /// With what has changed since a version.
+    /// All changes after this version.
     After(u64),
-    /// With what there is, as if it were added now.
+    /// All existing objects, as if each were added now.
     Present,
-    /// The same, and then a bookmark that says that this was all: a streaming list.
+    /// All existing objects, and then a bookmark that marks the end of the list: a streaming list.
     PresentAndMark,
 }
 
-/// One change of one object.
+/// A change of an object.
 #[derive(Debug)]
 pub(super) struct Change {
-    /// The version that the change makes.
+    /// The version that the change creates.
     pub(super) version: u64,
     pub(super) kind: &'static Kind,
-    /// The object before; nothing if it is created.
+    /// The object before the change; `None` if the object is created.
     pub(super) before: Option<Value>,
-    /// The object after; nothing if it is deleted.
+    /// The object after the change; `None` if the object is deleted.
     pub(super) after: Option<Value>,
 }
 
@@ -64,20 +64,20 @@ pub(super) struct Watcher {
     lines: mpsc::Sender<Bytes>,
 }
 
-/// The client's end of a watch: ends with the watch or after its time, whichever is first.
+/// The client's end of a watch. Ends with the watch or after its lifetime, whichever is first.
 #[derive(Debug)]
 pub(super) struct WatchBody {
     lines: mpsc::Receiver<Bytes>,
     end: Pin<Box<Sleep>>,
 }
 
-/// One event as a line.
+/// Returns an event as a line.
 pub(super) fn event(kind: &str, object: &Value) -> Bytes {
-    // The type first, as the API server has it, so that a client need not hold back the object.
+    // The type comes first, as in the API server, so that a client can decode the object without buffering.
     Bytes::from(format!("{{\"type\":\"{kind}\",\"object\":{object}}}\n"))
 }
 
-/// A bookmark for a version, which may end a streaming list.
+/// Returns a bookmark with this version. With `ends_list`, the bookmark ends a streaming list.
 pub(super) fn bookmark(kind: &Kind, version: u64, ends_list: bool) -> Bytes {
     let mut object = json!({
         "kind": kind.name,
@@ -93,8 +93,8 @@ pub(super) fn bookmark(kind: &Kind, version: u64, ends_list: bool) -> Bytes {
 // === impl Change ===
 
 impl Change {
-    /// What a watch with this filter sees of it. An object that begins or ceases to be selected is
-    /// added or deleted for that watch.
+    /// Returns the event for a watch with this filter. An object that starts or stops to match the filter is
+    /// an added or deleted object for the watch.
     pub(super) fn line(&self, filter: &Filter) -> Option<Bytes> {
         if self.kind != filter.kind {
             return None;
@@ -108,7 +108,7 @@ impl Change {
             (None, Some(after)) => Some(event("ADDED", &after)),
             (Some(_), Some(after)) => Some(event("MODIFIED", &after)),
             (Some(mut before), None) => {
-                // The last state, but with the version to go on from.
+                // The last state, with the version of the deletion, from which the client continues.
                 before["metadata"]["resourceVersion"] = json!(self.version.to_string());
                 Some(event("DELETED", &before))
             }
@@ -119,7 +119,7 @@ impl Change {
 // === impl Watcher ===
 
 impl Watcher {
-    /// Opens a watch whose first events are `lines`.
+    /// Opens a watch with `lines` as its first events.
     pub(super) fn open(request: WatchRequest, lines: Vec<Bytes>) -> (Self, WatchBody) {
         let (sender, body) = WatchBody::new(lines.len() + MAX_WAITING, request.lifetime);
         let watcher = Self {
@@ -130,23 +130,23 @@ impl Watcher {
             lines: sender,
         };
         for line in lines {
-            assert!(watcher.send(line), "there is room for the first events");
+            assert!(watcher.send(line), "room for the first events");
         }
         (watcher, body)
     }
 
-    /// Tells it about a change; false if the watch is over.
+    /// Sends the event for a change, if the watch selects the change. Returns false if the watch is closed.
     pub(super) fn tell(&self, change: &Change) -> bool {
         let line = change.line(&self.filter);
         line.is_none_or(|line| self.send(line))
     }
 
-    /// Sends it a bookmark if it wants them; false if the watch is over.
+    /// Sends a bookmark, if the client allows bookmarks. Returns false if the watch is closed.
     pub(super) fn mark(&self, version: u64) -> bool {
         !self.bookmarks || self.send(bookmark(self.filter.kind, version, false))
     }
 
-    /// Makes it say nothing any more if its path and query contain `text`.
+    /// Makes the watch silent if its path and query contain `text`.
     pub(super) fn silence(&mut self, text: &str) {
         self.silent |= self.path.contains(text);
     }
@@ -173,7 +173,7 @@ impl WatchBody {
         (sender, Self { lines, end })
     }
 
-    /// A watch that has one event and ends.
+    /// Creates a watch with a single event, which ends afterwards.
     pub(super) fn only(line: Bytes) -> Self {
         let (sender, body) = Self::new(1, Duration::MAX);
         sender.try_send(line).expect("room for one event");

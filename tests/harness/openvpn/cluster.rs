@@ -1,10 +1,10 @@
-//! A user cluster behind a VPN client, and the seed in front of it.
+//! A user cluster behind a VPN client, and the seed in front of the cluster.
 //!
 //! ```text
 //! sidecar --192.168.78.0/24-- seed --192.168.77.0/24-- client --172.25.0.0/24-- node
 //!                          VPN server                VPN client             pod, Service, kubelet
 //! ```
-//! The seed has no route to what lies behind the client: only a tunnel leads there.
+//! The seed has no route to the networks behind the client, so they can be reached only through a tunnel.
 
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr, SocketAddrV4};
@@ -27,44 +27,45 @@ use super::network::{Namespace, directory};
 use super::pki::Pki;
 use crate::topology::PATIENCE;
 
-/// The pods' network and its mask.
+/// The network of the pods, with its mask.
 pub const PODS: (&str, &str) = ("172.25.0.0", "255.255.0.0");
-/// The Services' network.
+/// The network of the Services, with its mask.
 pub const SERVICES: (&str, &str) = ("10.240.16.0", "255.255.240.0");
-/// The network in which the seed knows the nodes.
+/// The network of the node addresses on the seed's side, with its mask.
 pub const NODE_ACCESS: (&str, &str) = ("10.254.0.0", "255.255.0.0");
 
-/// Where the seed's VPN server is for clients in the user cluster.
+/// Address of the seed's VPN server, for clients in the user cluster.
 pub const SEED: Ipv4Addr = Ipv4Addr::new(192, 168, 77, 1);
-/// Where it is for sidecars.
+/// Address of the seed's VPN server, for sidecars.
 pub const SEED_INSIDE: Ipv4Addr = Ipv4Addr::new(192, 168, 78, 1);
-/// The VPN client's own address in the cluster: what its pods and nodes see.
+/// The VPN client's own address in the cluster. Pods and nodes see this address as the source.
 pub const CLIENT: Ipv4Addr = Ipv4Addr::new(172, 25, 0, 2);
-/// A pod. It has the cluster's services.
+/// Address of a pod that runs the cluster's services.
 pub const POD: Ipv4Addr = Ipv4Addr::new(172, 25, 1, 10);
-/// A Service in front of that pod, for [`HTTPS`] alone.
+/// Address of a Service in front of the pod. The Service has the single port [`HTTPS`].
 pub const SERVICE: Ipv4Addr = Ipv4Addr::new(10, 240, 16, 10);
-/// A node's internal address. Its kubelet serves [`KUBELET`].
+/// Internal address of a node. The kubelet of the node serves [`KUBELET`].
 pub const NODE: Ipv4Addr = Ipv4Addr::new(192, 168, 1, 11);
-/// What the seed's side makes of that.
+/// Address of the node on the seed's side, translated from [`NODE`].
 pub const NODE_ACCESSED: Ipv4Addr = Ipv4Addr::new(10, 254, 1, 11);
 
-/// HTTP/1.1 over TLS: what [`Services::http`] serves.
+/// Port of HTTP/1.1 over TLS, served by [`Services::http`].
 pub const HTTPS: u16 = 443;
-/// The same on a node.
+/// Port of the same service on a node.
 pub const KUBELET: u16 = 10250;
-/// [`Services::raw`].
+/// Port of [`Services::raw`].
 pub const RAW: u16 = 7001;
-/// [`Services::first`].
+/// Port of [`Services::first`].
 pub const FIRST: u16 = 7002;
-/// [`Services::half`].
+/// Port of [`Services::half`].
 pub const HALF: u16 = 7003;
-/// [`Services::silent`].
+/// Port of [`Services::silent`].
 pub const SILENT: u16 = 7004;
-/// `iperf3`, while it measures.
+/// Port of `iperf3` during a measurement.
 const IPERF: u16 = 5201;
 
-/// Serves [`RAW`], [`FIRST`], [`HALF`] and [`SILENT`] on every address of a namespace, as long as the result lives.
+/// Serves [`RAW`], [`FIRST`], [`HALF`] and [`SILENT`] on every address of a namespace, until the result is
+/// dropped.
 pub async fn serve(at: &Namespace) -> (Services, JoinSet<()>) {
     let services = Services::start().await.expect("services");
     let mut tasks = JoinSet::new();
@@ -75,22 +76,22 @@ pub async fn serve(at: &Namespace) -> (Services, JoinSet<()>) {
 /// A connection that arrived at the far end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Arrival {
-    /// From where, as the service saw it.
+    /// Source address, as the service saw it.
     pub from: SocketAddr,
-    /// At which of its addresses.
+    /// Address of the service that the connection reached.
     pub at: SocketAddr,
 }
 
 /// The networks, the services at the far end and the certificates. All end with the test.
 #[derive(Debug)]
 pub struct Cluster {
-    /// Where the VPN server goes.
+    /// Namespace of the VPN server.
     pub seed: Namespace,
-    /// A pod of the seed whose VPN client reaches the cluster through the server.
+    /// Namespace of a pod in the seed. Its VPN client reaches the cluster through the server.
     pub sidecar: Namespace,
-    /// Where the cluster's VPN client goes.
+    /// Namespace of the cluster's VPN client.
     pub client: Namespace,
-    /// The far end.
+    /// Namespace of the far end.
     pub node: Namespace,
     /// The tunnel's certificates.
     pub pki: Pki,
@@ -102,10 +103,10 @@ pub struct Cluster {
 }
 
 impl Cluster {
-    /// Builds all but the tunnel.
+    /// Creates everything except the tunnel.
     ///
     /// # Panics
-    /// Outside of [`alone`](crate::namespace::alone).
+    /// If the caller is not inside [`alone`](crate::namespace::alone).
     pub async fn start() -> Self {
         let dir = directory();
         let [seed, sidecar, client, node] =
@@ -116,13 +117,13 @@ impl Cluster {
         for net in ["172.25.0.0/16", "10.240.16.0/20", "192.168.1.0/24"] {
             client.ip(&format!("route add {net} via 172.25.0.1"));
         }
-        // Addresses are translated only after a route was found.
+        // The kernel translates addresses only after it has found a route.
         sidecar.ip(&format!("route add default via {SEED_INSIDE}"));
         client.forward();
         node_access(&client);
         node.address(POD);
         node.address(NODE);
-        // As kube-proxy does.
+        // The same rule as from kube-proxy.
         node.iptables(&format!(
             "-t nat -A PREROUTING -d {SERVICE} -p tcp --dport {HTTPS} -j DNAT --to-destination {POD}"
         ));
@@ -144,28 +145,28 @@ impl Cluster {
         cluster
     }
 
-    /// A directory of its own for the files of a program.
+    /// Creates a directory for the files of a program.
     ///
     /// # Panics
-    /// When it cannot be made.
+    /// If the directory cannot be created.
     pub fn dir(&self, name: &str) -> PathBuf {
         let dir = self.dir.path().join(name);
         std::fs::create_dir_all(&dir).expect("a directory");
         dir
     }
 
-    /// Whoever has connected to the far end since it was asked last.
+    /// Returns the connections that have arrived at the far end since the last call.
     pub fn arrivals(&self) -> Vec<Arrival> {
         std::mem::take(&mut self.arrivals.lock())
     }
 
-    /// What `iperf3` measures for a second from a namespace to the pod, with further options such as `-R`, in
-    /// bits per second.
+    /// Measures the throughput from a namespace to the pod with `iperf3` for a second. `options` are further
+    /// options, for example `-R`. Returns bits per second.
     ///
     /// # Panics
-    /// When it does not measure, with what it says.
+    /// If the measurement fails; the panic has the output of `iperf3`.
     pub async fn iperf3(&self, from: &Namespace, options: &str) -> f64 {
-        // One server for each run: it refuses a client while it still ends with the one before.
+        // Every run has a new server: while a server finishes a client, it refuses the next client.
         let port = IPERF.to_string();
         let args = ["-s", "-1", "--forceflush", "-p", &port];
         let mut server = self.node.spawn(Path::new("/usr/bin/iperf3"), &args);
@@ -179,13 +180,13 @@ impl Cluster {
         bits.unwrap_or_else(|| panic!("iperf3 {words}: {said}"))
     }
 
-    /// Turns a stream to [`HTTPS`] or [`KUBELET`] into one that TLS protects.
+    /// Adds TLS to a stream to [`HTTPS`] or [`KUBELET`].
     ///
     /// # Errors
-    /// When it breaks, or leads elsewhere.
+    /// If the stream breaks, or its far end is another service.
     ///
     /// # Panics
-    /// When the client's own certificate is unusable.
+    /// If the client's own certificate is unusable.
     pub async fn tls<S>(&self, stream: S) -> io::Result<TlsStream<S>>
     where
         S: AsyncRead + AsyncWrite + Unpin,
@@ -218,7 +219,8 @@ impl Cluster {
     }
 }
 
-/// What the platform's controller does beside the VPN client: the seed's name of a node leads to the node.
+/// Translates the seed's address of the node to the node's own address, as the platform's controller does
+/// beside the VPN client.
 fn node_access(client: &Namespace) {
     client.iptables("-t nat -N host_dnat");
     client.iptables("-t nat -I PREROUTING -j host_dnat");
@@ -247,7 +249,7 @@ fn relays(
     }
 }
 
-/// The services listen in the test's own network; this brings their connections there.
+/// Forwards connections of a listener to a service, which listens in the test's own network.
 async fn relay(listener: TcpListener, to: SocketAddr, arrivals: Arc<Mutex<Vec<Arrival>>>) {
     let mut connections = JoinSet::new();
     while let Ok((mut stream, from)) = listener.accept().await {
@@ -257,7 +259,7 @@ async fn relay(listener: TcpListener, to: SocketAddr, arrivals: Arc<Mutex<Vec<Ar
             let mut service = TcpStream::connect(to).await?;
             stream.set_nodelay(true)?;
             service.set_nodelay(true)?;
-            // Errors of a connection are its client's business.
+            // The client reports errors of its connection.
             copy_bidirectional(&mut stream, &mut service).await
         });
         while connections.try_join_next().is_some() {}

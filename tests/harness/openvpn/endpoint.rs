@@ -1,7 +1,7 @@
-//! A session and its flows on a socket, in either role: what our programs do, in its simplest form.
+//! A session and its flows on a socket, in either role: the work of our programs in its simplest form.
 //!
-//! One task owns everything and looks at all of it whenever anything has happened. That is slow with
-//! thousands of flows and easy to trust.
+//! A single task owns all state and polls everything after each event. This is slow with thousands of flows,
+//! but easy to trust.
 
 mod core;
 mod driver;
@@ -28,28 +28,28 @@ use crate::wait::eventually;
 use self::driver::{Command, Driver};
 pub use self::link::Link;
 
-/// What an endpoint has seen of its session.
+/// Observations of an endpoint about its session.
 #[derive(Debug, Clone, Default)]
 pub struct Seen {
-    /// What was agreed on, once it was.
+    /// Negotiated parameters; `None` before the session is established.
     pub established: Option<Established>,
-    /// How many sessions were established: a UDP server's clients may come back.
+    /// Number of established sessions. Clients of a UDP server may connect again.
     pub sessions: u32,
-    /// Key ids of renegotiations that ended well.
+    /// Key ids of successful renegotiations.
     pub rekeyed: Vec<u8>,
     /// Texts for the log.
     pub notices: Vec<String>,
-    /// Why the session ended.
+    /// Reason for the end of the session; `None` while the session runs.
     pub ended: Option<String>,
-    /// Packets dropped, by cause, with the session's other counters.
+    /// Dropped packets by cause, and the session's other counters.
     pub stats: Stats,
-    /// Packets received, by opcode.
+    /// Number of received packets, by opcode.
     pub received: BTreeMap<u8, u64>,
-    /// Echo replies to `ping`.
+    /// Number of echo replies to `ping`.
     pub pongs: u16,
 }
 
-/// A running endpoint. Dropping it closes its socket, without a word to the peer.
+/// A running endpoint. Dropping the value closes the socket without notice to the peer.
 #[derive(Debug)]
 pub struct Endpoint {
     commands: mpsc::UnboundedSender<Command>,
@@ -58,15 +58,15 @@ pub struct Endpoint {
 }
 
 impl Endpoint {
-    /// A server for the one client at the other end of `link`, who is let in and told these options. Over UDP
-    /// another one may take its place.
+    /// Starts a server for the client at the other end of `link`. The server accepts the client and pushes
+    /// these options. Over UDP, a later client may replace the first client.
     pub fn server(link: Link, config: ServerConfig, push: &[&str]) -> Self {
         let push = push.iter().map(|option| (*option).to_owned()).collect();
         Self::start(|commands, seen| Driver::server(link, config, push, commands, seen))
     }
 
-    /// A client. What comes out of the tunnel is connected from `cluster`, whatever it asks for, or
-    /// refused without.
+    /// Starts a client. Flows from the tunnel are connected from the namespace `cluster` to any requested
+    /// destination; without `cluster`, flows are refused.
     pub fn client(link: Link, config: ClientConfig, cluster: Option<Namespace>) -> Self {
         Self::start(|commands, seen| Driver::client(link, config, cluster, commands, seen))
     }
@@ -85,15 +85,15 @@ impl Endpoint {
         }
     }
 
-    /// What it has seen so far.
+    /// Returns the observations so far.
     pub fn seen(&self) -> Seen {
         self.seen.lock().clone()
     }
 
-    /// Waits until data can flow.
+    /// Waits until the session can carry data.
     ///
     /// # Panics
-    /// When the session ends before, or nothing happens in [`PATIENCE`].
+    /// If the session ends first, or is not established within [`PATIENCE`].
     pub async fn established(&self) -> Established {
         eventually("the session is established", PATIENCE, async || {
             let seen = self.seen();
@@ -105,10 +105,10 @@ impl Endpoint {
         .await
     }
 
-    /// Waits until the session ends, and gives the reason.
+    /// Waits until the session ends, and returns the reason.
     ///
     /// # Panics
-    /// When it does not within [`PATIENCE`].
+    /// If the session does not end within [`PATIENCE`].
     pub async fn ended(&self) -> String {
         eventually("the session ends", PATIENCE, async || {
             let seen = self.seen();
@@ -117,10 +117,10 @@ impl Endpoint {
         .await
     }
 
-    /// Waits for the end of so many renegotiations.
+    /// Waits until at least `times` renegotiations have completed.
     ///
     /// # Panics
-    /// When they do not come within [`PATIENCE`].
+    /// If the renegotiations do not complete within [`PATIENCE`].
     pub async fn rekeyed(&self, times: usize) {
         let what = format!("{times} renegotiations");
         eventually(&what, PATIENCE, async || {
@@ -132,14 +132,14 @@ impl Endpoint {
         .await;
     }
 
-    /// Pings through the tunnel, so many times at this interval. Gives how many answers are missing.
+    /// Sends `count` pings through the tunnel, one per `interval`. Returns the number of missing replies.
     pub async fn lost_pings(&self, to: std::net::Ipv4Addr, count: u16, interval: Duration) -> u16 {
         let before = self.seen().pongs;
         for sequence in 0..count {
             self.tell(Command::Ping(to, sequence));
             tokio::time::sleep(interval).await;
         }
-        // The last answers need a moment.
+        // Waits up to 2 s for the last replies.
         for _ in 0..100 {
             if self.seen().pongs - before == count {
                 break;
@@ -149,14 +149,14 @@ impl Endpoint {
         count - (self.seen().pongs - before)
     }
 
-    /// Leaves as the protocol has it, and waits until everything is said.
+    /// Closes the session with the protocol's goodbye, and waits until everything is sent.
     pub async fn close(mut self) {
         self.tell(Command::Close);
         (&mut self.task).await.expect("an endpoint");
     }
 
     fn tell(&self, command: Command) {
-        // After its end nobody listens any more.
+        // An error means that the task has ended.
         self.commands.send(command).ok();
     }
 }

@@ -1,7 +1,7 @@
-//! The command lines, files and packet filters of the platform that is taken over from, Kubermatic's.
+//! Command lines, files and packet filters of Kubermatic's platform, which Culvert replaces.
 //!
-//! Word for word but for `--keysize 256`, which its OpenVPN 2.5 takes and 2.6 refuses to know, and for
-//! where files lie.
+//! Copied literally, except for file paths and for `--keysize 256`: OpenVPN 2.5 on the platform accepts this
+//! option, and 2.6 rejects the option.
 
 use std::net::Ipv4Addr;
 use std::path::Path;
@@ -11,13 +11,13 @@ use super::network::Namespace;
 use super::pki::Pki;
 use super::stock::Options;
 
-/// The networks that a server leads into the user cluster, in the platform's order.
+/// The networks in the user cluster that a server routes to, in the platform's order.
 const NETWORKS: [(&str, &str); 3] = [PODS, SERVICES, NODE_ACCESS];
 
-/// What the server's pod starts, with its files below `dir`.
+/// Returns the options of the server's pod, and writes its files below `dir`.
 ///
 /// # Panics
-/// When files cannot be written.
+/// If a file cannot be written.
 pub fn server(pki: &Pki, dir: &Path) -> Options {
     let clients = dir.join("clients");
     std::fs::create_dir_all(&clients).expect("a directory");
@@ -38,10 +38,10 @@ pub fn server(pki: &Pki, dir: &Path) -> Options {
     options
 }
 
-/// What the user cluster's pod starts, with its files below `dir`.
+/// Returns the options of the user cluster's pod, and writes its files below `dir`.
 ///
 /// # Panics
-/// When files cannot be written.
+/// If a file cannot be written.
 pub fn user_cluster_client(pki: &Pki, dir: &Path, host: &str) -> Options {
     std::fs::create_dir_all(dir).expect("a directory");
     let (ca, pair) = (&pki.ca, &pki.user_cluster);
@@ -74,10 +74,11 @@ log /dev/stdout
     Options::default().option("--config", path)
 }
 
-/// What a pod of the seed starts beside a control plane's program, with its files below `dir`.
+/// Returns the options of a sidecar, which runs in the seed beside a program of the control plane, and
+/// creates the directory `dir` for its files.
 ///
 /// # Panics
-/// When files cannot be written.
+/// If the directory cannot be created.
 pub fn sidecar(pki: &Pki, dir: &Path, host: &str) -> Options {
     std::fs::create_dir_all(dir).expect("a directory");
     Options::default()
@@ -91,8 +92,8 @@ pub fn sidecar(pki: &Pki, dir: &Path, host: &str) -> Options {
         .with("--log /dev/stdout")
 }
 
-/// What the server's pod does to packets: only its clients of the seed open connections, and only to
-/// the user cluster; anyone may ping it.
+/// Sets the packet filter of the server's pod. Only tunnel clients may open connections, and only to networks
+/// of the user cluster. Every client may ping the server.
 pub fn filter_at_server(seed: &Namespace) {
     seed.forward();
     seed.iptables("-t nat -A POSTROUTING -o tun0 -s 10.20.0.0/24 -j MASQUERADE");
@@ -111,8 +112,8 @@ pub fn filter_at_server(seed: &Namespace) {
     );
 }
 
-/// What a controller does to packets beside kube-apiserver's VPN client: a node's kubelet has another address in
-/// the tunnel.
+/// Translates the kubelet address of each node to the node's address in the tunnel, as the platform's
+/// controller does beside kube-apiserver's VPN client.
 pub fn node_access_at_sidecar(sidecar: &Namespace, nodes: &[Ipv4Addr]) {
     sidecar.iptables("-t nat -N node-access-dnat");
     sidecar.iptables("-t nat -I OUTPUT -j node-access-dnat");

@@ -1,7 +1,7 @@
-//! Network namespaces within those of a test, links between them, and sockets in them.
+//! Network namespaces inside the test's own namespaces, links between them, and sockets in them.
 //!
-//! Their names are mounts below `/run`, on a file system of the test's own, so that the machine's
-//! `/run` never shows them. Files of a test lie there too.
+//! Their names are mounts below `/run`, on a private file system of the test, so that the machine's `/run`
+//! never contains them. The test's files are there too.
 
 use std::ffi::OsStr;
 use std::fs::File;
@@ -19,20 +19,20 @@ use tokio::net::{TcpListener, TcpSocket, TcpStream, UdpSocket};
 use crate::namespace::ip;
 use crate::process::Program;
 
-/// Where `ip` keeps them.
+/// Directory where `ip` keeps named network namespaces.
 const DIR: &str = "/run/netns";
 
-/// A network namespace with a loopback interface. It ends with the test.
+/// A network namespace with a loopback interface. The namespace ends with the test.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Namespace {
     name: String,
 }
 
 impl Namespace {
-    /// Makes one. Names have 8 letters at most: interfaces are called after them.
+    /// Creates a namespace. A name has at most 8 letters, because interfaces have the same names.
     ///
     /// # Panics
-    /// Outside of [`alone`](crate::namespace::alone), or when it cannot be made.
+    /// If the caller is not inside [`alone`](crate::namespace::alone), or the namespace cannot be created.
     pub fn add(name: &str) -> Self {
         assert!(name.len() <= 8, "{name} is too long");
         assert!(is_alone(), "call namespace::alone first");
@@ -45,11 +45,11 @@ impl Namespace {
         namespace
     }
 
-    /// Links it with another: `near` and `far` are addresses with prefix lengths, such as
-    /// `192.168.77.1/24`.
+    /// Links this namespace with another namespace. `near` and `far` are addresses with prefix lengths, for
+    /// example `192.168.77.1/24`.
     ///
     /// # Panics
-    /// When they are linked already.
+    /// If the namespaces are already linked.
     pub fn link(&self, near: &str, other: &Self, far: &str) {
         let (here, there) = (&self.name, &other.name);
         let pair = format!("link add {there} type veth peer name {here} netns {there}");
@@ -60,27 +60,27 @@ impl Namespace {
         }
     }
 
-    /// Gives it one more address, which nothing but routes lead to.
+    /// Adds an address to the loopback interface. Other namespaces need a route to reach the address.
     ///
     /// # Panics
-    /// When it has it already.
+    /// If the namespace already has the address.
     pub fn address(&self, address: Ipv4Addr) {
         self.ip(&format!("address add {address}/32 dev lo"));
     }
 
-    /// Runs `ip` in it, and gives what that says.
+    /// Runs `ip` in the namespace and returns its output.
     ///
     /// # Panics
-    /// With what it complains about.
+    /// If `ip` fails; the panic has the error output.
     pub fn ip(&self, words: &str) -> String {
         let name = &self.name;
         ip(&format!("-netns {name} {words}")).unwrap_or_else(|why| panic!("{name}: {words}: {why}"))
     }
 
-    /// Runs `iptables` in it.
+    /// Runs `iptables` in the namespace.
     ///
     /// # Panics
-    /// With what it complains about.
+    /// If `iptables` fails; the panic has the error output.
     pub fn iptables(&self, words: &str) {
         let output = Command::new("nsenter")
             .arg(self.entrance())
@@ -91,19 +91,19 @@ impl Namespace {
         told(output).unwrap_or_else(|why| panic!("{}: iptables {words}: {why}", self.name));
     }
 
-    /// Lets it route from one link to another.
+    /// Enables routing between the links of the namespace.
     ///
     /// # Panics
-    /// When the kernel does not.
+    /// If the kernel setting cannot be written.
     pub fn forward(&self) {
         self.within(|| std::fs::write("/proc/sys/net/ipv4/ip_forward", "1"))
             .expect("ip_forward");
     }
 
-    /// Starts a program in it.
+    /// Starts a program in the namespace.
     ///
     /// # Panics
-    /// When it cannot be started.
+    /// If the program cannot be started.
     pub fn spawn<A: AsRef<OsStr>>(&self, program: &Path, args: &[A]) -> Program {
         let name = program.file_name().unwrap_or_default().to_string_lossy();
         let entrance = self.entrance();
@@ -112,10 +112,10 @@ impl Namespace {
         Program::spawn("/usr/bin/nsenter", words, &[]).named(&format!("{name} in {}", self.name))
     }
 
-    /// Runs a program in it to its end, and gives what that says.
+    /// Runs a program in the namespace to its end and returns its output.
     ///
     /// # Errors
-    /// What it says if it fails.
+    /// Returns the exit status and the output if the program fails.
     pub async fn run(&self, program: &str, words: &str) -> Result<String, String> {
         let output = tokio::process::Command::new("nsenter")
             .arg(self.entrance())
@@ -127,7 +127,7 @@ impl Namespace {
         told(output.expect("nsenter"))
     }
 
-    /// Does `work` on a thread in it. The sockets that it makes stay in it.
+    /// Runs `work` on a new thread in the namespace. Sockets that `work` creates stay in the namespace.
     pub fn within<T: Send>(&self, work: impl FnOnce() -> T + Send) -> T {
         let path = Path::new(DIR).join(&self.name);
         std::thread::scope(|scope| {
@@ -141,10 +141,10 @@ impl Namespace {
         })
     }
 
-    /// A listener in it.
+    /// Opens a listener in the namespace.
     ///
     /// # Panics
-    /// When the address is not there, or taken.
+    /// If the namespace does not have the address, or the address is in use.
     pub fn listen(&self, at: SocketAddrV4) -> TcpListener {
         let listener = self.within(|| {
             let listener = std::net::TcpListener::bind(at)?;
@@ -155,19 +155,19 @@ impl Namespace {
         TcpListener::from_std(listener).expect("a runtime")
     }
 
-    /// Connects from it.
+    /// Connects from the namespace.
     ///
     /// # Errors
-    /// As the kernel says.
+    /// Returns the error of the kernel.
     pub async fn connect(&self, to: SocketAddrV4) -> io::Result<TcpStream> {
         let socket = self.within(TcpSocket::new_v4)?;
         socket.connect(SocketAddr::V4(to)).await
     }
 
-    /// A UDP socket in it.
+    /// Opens a UDP socket in the namespace.
     ///
     /// # Panics
-    /// When the address is not there, or taken.
+    /// If the namespace does not have the address, or the address is in use.
     pub fn udp(&self, at: SocketAddrV4) -> UdpSocket {
         let socket = self.within(|| {
             let socket = std::net::UdpSocket::bind(at)?;
@@ -183,7 +183,7 @@ impl Namespace {
     }
 }
 
-/// A directory that ends with the test, also if that is killed.
+/// Creates a directory that ends with the test, even if the test is killed.
 pub(super) fn directory() -> TempDir {
     let mut builder = tempfile::Builder::new();
     builder.prefix("culvert-");
@@ -196,12 +196,12 @@ pub(super) fn directory() -> TempDir {
     dir.expect("a temporary directory")
 }
 
-/// Whether this process is the first of its namespaces.
+/// Returns true if this process is the first process of its PID namespace.
 fn is_alone() -> bool {
     std::process::id() == 1
 }
 
-/// Has a `/run` in memory that only this process and its children see.
+/// Mounts, at the first call, a `/run` in memory that only this process and its children see.
 fn private_run() {
     static MOUNTED: Once = Once::new();
     MOUNTED.call_once(|| {

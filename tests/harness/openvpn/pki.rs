@@ -1,6 +1,6 @@
-//! The certificates of a cluster in the shape that the platform gives them, and wrong ones.
+//! The certificates of a cluster in the platform's format, and invalid certificates.
 //!
-//! ECDSA P-256, no alternative names, keys as `EC PRIVATE KEY`.
+//! Keys are ECDSA P-256, stored as `EC PRIVATE KEY`. Certificates have no alternative names.
 
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
@@ -16,7 +16,7 @@ use time::{Duration, OffsetDateTime};
 
 use super::network::directory;
 
-/// The object identifiers of an elliptic curve's public key and of P-256's parameters, as `[0]`.
+/// Object identifier of P-256 as the parameters field of an EC private key (tag `[0]`).
 const P256: [u8; 12] = [
     0xa0, 0x0a, 0x06, 0x08, 0x2a, 0x86, 0x48, 0xce, 0x3d, 0x03, 0x01, 0x07,
 ];
@@ -26,26 +26,26 @@ const P256: [u8; 12] = [
 pub struct Pair {
     /// The certificate, without its issuer.
     pub cert: PathBuf,
-    /// Its key, as `EC PRIVATE KEY`.
+    /// Key of the certificate, as `EC PRIVATE KEY`.
     pub key: PathBuf,
 }
 
-/// Certificates as files, which last as long as this value.
+/// Certificates as files, which are deleted with this value.
 #[derive(Debug)]
 pub struct Pki {
     /// The authority's certificate.
     pub ca: PathBuf,
-    /// `openvpn-server`.
+    /// Certificate of the server, with the name `openvpn-server`.
     pub server: Pair,
-    /// `user-cluster-client`.
+    /// Certificate of the user cluster's client, with the name `user-cluster-client`.
     pub user_cluster: Pair,
-    /// `internal-client`, for the sidecars of the seed.
+    /// Certificate of the seed's sidecars, with the name `internal-client`.
     pub internal: Pair,
-    /// Each role's certificate, but out of date since yesterday.
+    /// A certificate for each role that expired yesterday.
     pub expired: Roles,
-    /// Each role's certificate, but for the other role.
+    /// A certificate for each role with the key usage of the other role.
     pub swapped: Roles,
-    /// Each role's certificate, but from an authority that nobody knows.
+    /// A certificate for each role from an unknown authority.
     pub stranger: Roles,
     dir: TempDir,
 }
@@ -53,17 +53,17 @@ pub struct Pki {
 /// A certificate for each role.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Roles {
-    /// `openvpn-server`.
+    /// Certificate with the name `openvpn-server`.
     pub server: Pair,
-    /// `user-cluster-client`.
+    /// Certificate with the name `user-cluster-client`.
     pub client: Pair,
 }
 
 impl Pki {
-    /// Makes a new authority and new leaves.
+    /// Creates a new authority and new certificates.
     ///
     /// # Panics
-    /// When files cannot be written.
+    /// If a file cannot be written.
     pub fn create() -> Self {
         let dir = directory();
         let authority = Authority::new(dir.path());
@@ -82,10 +82,10 @@ impl Pki {
         }
     }
 
-    /// A new static key for `tls-auth` or `tls-crypt`: its file, and what is in it.
+    /// Creates a new static key for `tls-auth` or `tls-crypt`. Returns the path of the file and its text.
     ///
     /// # Panics
-    /// When it cannot be written.
+    /// If the file cannot be written.
     pub fn static_key(&self) -> (PathBuf, String) {
         let mut text = "-----BEGIN OpenVPN Static key V1-----\n".to_owned();
         for _ in 0..16 {
@@ -96,10 +96,10 @@ impl Pki {
         (self.write(&name, &text), text)
     }
 
-    /// Writes a further file beside them, such as a static key, and gives its path.
+    /// Writes a further file beside the certificates, for example a static key. Returns the path of the file.
     ///
     /// # Panics
-    /// When it cannot be written.
+    /// If the file cannot be written.
     pub fn write(&self, name: &str, text: &str) -> PathBuf {
         let path = self.dir.path().join(name);
         std::fs::write(&path, text).expect("writing a file");
@@ -107,7 +107,7 @@ impl Pki {
     }
 }
 
-/// A signing certificate and where its leaves go.
+/// A signing certificate, and the directory for the certificates that it signs.
 struct Authority<'a> {
     issuer: CertifiedIssuer<'static, KeyPair>,
     dir: &'a Path,
@@ -162,7 +162,7 @@ impl<'a> Authority<'a> {
             cert: file("crt", &cert.pem()),
             key: file("key", &sec1(&key)),
         };
-        // Otherwise the stock program warns about it.
+        // The stock program warns about a key file that others can read.
         let mode = std::os::unix::fs::PermissionsExt::from_mode(0o600);
         std::fs::set_permissions(&pair.key, mode).expect("a private key");
         pair
@@ -185,7 +185,8 @@ fn parameters(common_name: &str) -> CertificateParams {
     params
 }
 
-/// A P-256 key as RFC 5915 has it, in PEM: what is within PKCS #8, and the curve's name.
+/// Encodes a P-256 key as PEM in the format of RFC 5915: the ECPrivateKey from PKCS #8, with the curve's
+/// name.
 fn sec1(key: &KeyPair) -> String {
     let pkcs8 = key.serialized_der();
     // ECPrivateKey starts with version 1 and an octet string of 32 bytes.

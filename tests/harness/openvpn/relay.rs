@@ -1,8 +1,9 @@
-//! A wire between TCP peers on which what was said is said again, damaged or cut, on connections of its own.
+//! A wire between TCP peers that repeats recorded packets on additional connections: unchanged, damaged or
+//! cut.
 //!
-//! In a stream that is to live nothing can be tampered with: TCP brings everything once and in order, and a
-//! stock peer ends at the first packet that is not authentic. So the real connections stay as they are,
-//! but for a packet that a test has [damaged](Relay::damage).
+//! The packets of a working connection cannot be repeated or reordered: TCP delivers every byte once and in
+//! order, and a stock peer closes the connection at the first packet that is not authentic. The real
+//! connections therefore stay unchanged, except for packets that a test has [damaged](Relay::damage).
 
 use std::net::SocketAddrV4;
 use std::sync::Arc;
@@ -19,22 +20,22 @@ use super::network::Namespace;
 use crate::topology::PATIENCE;
 use crate::wait::eventually;
 
-/// How many packets of a connection are kept: the handshake, and the data that comes next.
+/// Number of packets recorded per connection: the handshake and the first data packets.
 const KEPT: usize = 40;
 
-/// After so many packets of a client they are said again.
+/// Number of client packets after which the recorded packets are repeated.
 const EVERY: usize = 50;
 
-/// Which way a packet goes.
+/// The direction of a packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Way {
-    /// From the client.
+    /// From the client to the server.
     ToServer,
-    /// To it.
+    /// From the server to the client.
     ToClient,
 }
 
-/// A running wire. It ends when it is dropped.
+/// A running wire. Dropping the value ends the wire.
 #[derive(Debug)]
 pub struct Relay {
     added: Arc<AtomicUsize>,
@@ -43,7 +44,7 @@ pub struct Relay {
 }
 
 impl Relay {
-    /// Forwards between `server` and clients that connect to `listen`, both seen from `at`.
+    /// Starts a wire in the namespace `at`, between `server` and the clients that connect to `listen`.
     pub fn start(at: &Namespace, listen: SocketAddrV4, server: SocketAddrV4) -> Self {
         let listener = at.listen(listen);
         let (added, damage) = (
@@ -67,7 +68,7 @@ impl Relay {
                 let hurt = to_server.clone();
                 let forth = pump(from_client, to, hurt, move |packet| record.take(packet));
                 let back = pump(answers, back, to_client.clone(), |_| {});
-                // The end of either side is that of both.
+                // The end of either direction closes both sides.
                 connections.spawn(async move {
                     tokio::select! {
                         _ = forth => {}
@@ -84,15 +85,15 @@ impl Relay {
         }
     }
 
-    /// How many connections it has added so far.
+    /// Returns the number of connections that the wire has added so far.
     pub fn added(&self) -> usize {
         self.added.load(Ordering::Relaxed)
     }
 
-    /// Damages the next data packet that goes this way, and waits until one has gone.
+    /// Damages the next data packet in this direction, and waits until the packet was damaged.
     ///
     /// # Panics
-    /// When there is none within [`PATIENCE`].
+    /// If no data packet passes within [`PATIENCE`].
     pub async fn damage(&self, way: Way) {
         let damage = &self.damage[way as usize];
         damage.store(true, Ordering::Relaxed);
@@ -103,7 +104,7 @@ impl Relay {
     }
 }
 
-/// Brings packets from one side to the other, and shows them.
+/// Forwards packets in a single direction, and passes each packet to `show`.
 async fn pump(
     from: OwnedReadHalf,
     mut to: OwnedWriteHalf,
@@ -117,7 +118,7 @@ async fn pump(
         packet.resize(2 + usize::from(length), 0);
         from.read_exact(&mut packet[2..]).await?;
         show(&packet);
-        // P_DATA_V1 and V2.
+        // The opcodes P_DATA_V1 and P_DATA_V2.
         let is_data = matches!(packet.get(2).map(|first| first >> 3), Some(6 | 9));
         if is_data && damage.swap(false, Ordering::Relaxed) {
             *packet.last_mut().expect("a packet") ^= 1;
@@ -126,7 +127,7 @@ async fn pump(
     }
 }
 
-/// What a client has said, with the lengths in front.
+/// The first packets of a client, each with its length prefix.
 struct Record {
     packets: Vec<Vec<u8>>,
     count: usize,
@@ -148,13 +149,14 @@ impl Record {
         }
         self.count += 1;
         if self.count.is_multiple_of(EVERY) {
-            // While the last one is still being said, this one need not be.
+            // Fails while an earlier record is still being repeated. This record is then skipped.
             self.full.try_send(self.packets.clone()).ok();
         }
     }
 }
 
-/// Says again what was recorded: as it was, from the middle on, damaged, and cut within a packet.
+/// Repeats recorded packets on new connections: unchanged, from the middle on, damaged, and cut within a
+/// packet.
 async fn repeat(
     at: Namespace,
     server: SocketAddrV4,
@@ -179,7 +181,7 @@ async fn repeat(
     }
 }
 
-/// Says all of it and hears the other side out, which may end at any moment.
+/// Sends all bytes, then reads until the other side closes the connection, which may happen at any moment.
 pub async fn said(mut stream: TcpStream, bytes: &[u8]) {
     if stream.write_all(bytes).await.is_ok() {
         stream.shutdown().await.ok();

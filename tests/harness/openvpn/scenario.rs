@@ -1,7 +1,7 @@
-//! What has to pass through a tunnel, whoever its ends are.
+//! The traffic that every tunnel must carry, whatever its ends are.
 //!
-//! A tunnel is whatever [`Dial`]s: a network namespace whose routes lead into one, a front end of our
-//! server, or flows of a session.
+//! A tunnel is any type that implements [`Dial`]: a network namespace with routes into a tunnel, a front end
+//! of our server, or the flows of a session.
 
 use std::future::Future;
 use std::io;
@@ -21,15 +21,15 @@ use super::cluster::{
 };
 use super::network::Namespace;
 
-/// How long one exchange may take. Generous: two cores run many tests.
+/// Time limit of an exchange. Generous, because many tests share two cores.
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// Bytes for [`carries`]: many windows, and an odd end.
+/// Bytes for [`carries`]: many windows, and an odd last piece.
 pub const BULK: u64 = 5_000_001;
 
-/// Whatever opens connections through a tunnel.
+/// Opens connections through a tunnel.
 pub trait Dial {
-    /// Opens one.
+    /// Opens a connection.
     fn dial(&self, to: SocketAddrV4) -> impl Future<Output = io::Result<BoxedStream>>;
 }
 
@@ -41,11 +41,12 @@ impl Dial for Namespace {
     }
 }
 
-/// Reaches a pod, a Service and a node, whose address the seed's side translates to `node` if it does
-/// so before the tunnel. All of them see the VPN client's own address.
+/// Checks that a pod, a Service and a node are reachable, and that all of them see the VPN client's own
+/// address as the source. `node` is the address of the node before the tunnel; the seed's side may translate
+/// node addresses.
 ///
 /// # Panics
-/// When one of them is not reached, or sees another address.
+/// If an endpoint is unreachable, or sees another source address.
 pub async fn reaches_everything(dial: &impl Dial, cluster: &Cluster, node: Ipv4Addr) {
     cluster.arrivals();
     let places = [
@@ -71,11 +72,11 @@ pub async fn reaches_everything(dial: &impl Dial, cluster: &Cluster, node: Ipv4A
     }
 }
 
-/// Carries so many bytes in either direction, little many times, a half-closed connection, and one whose far end speaks
-/// first.
+/// Checks a download and an upload of `bulk` bytes, many small messages, a half-closed connection, and a
+/// connection whose far end sends first.
 ///
 /// # Panics
-/// When a byte is wrong or missing.
+/// If a byte is wrong or missing.
 pub async fn carries(dial: &impl Dial, pod: Ipv4Addr, bulk: u64) {
     let to = async |port| dial.dial(SocketAddrV4::new(pod, port)).await.unwrap();
     let exchange = async {
@@ -96,16 +97,16 @@ pub async fn carries(dial: &impl Dial, pod: Ipv4Addr, bulk: u64) {
     within("bytes through the tunnel", exchange).await;
 }
 
-/// Carries so many connections at once, while one more is stuck at a far end that reads nothing.
+/// Checks `count` connections at once, while a further connection is stuck because its far end reads nothing.
 ///
 /// # Panics
-/// When one of them hears something wrong.
+/// If a connection receives a wrong byte.
 pub async fn carries_many(dial: &impl Dial, pod: Ipv4Addr, count: usize) {
     let to = async |port| dial.dial(SocketAddrV4::new(pod, port)).await.unwrap();
     let mut stuck = to(SILENT).await;
     let all = async {
         let flood = vec![0; 65536];
-        // Written until nothing fits any more.
+        // Writes until all buffers are full.
         let filled = async { while stuck.write_all(&flood).await.is_ok() {} };
         timeout(Duration::from_secs(1), filled).await.ok();
         let echoes = (0..count).map(|_| async { check::echo(to(RAW).await, 5, 2000).await });
@@ -116,23 +117,23 @@ pub async fn carries_many(dial: &impl Dial, pod: Ipv4Addr, count: usize) {
     within("many connections", all).await;
 }
 
-/// A connection to a port on which nothing listens is refused, not left alone.
+/// Checks that a connection to a port without a listener is refused and does not hang.
 ///
 /// # Panics
-/// When it is opened, or not refused.
+/// If the connection opens, or is not refused in time.
 pub async fn refuses(dial: &impl Dial, pod: Ipv4Addr) {
     let closed = SocketAddrV4::new(pod, 4);
     let outcome = within("a refusal", dial.dial(closed)).await;
     assert!(outcome.is_err(), "{closed} is open");
 }
 
-/// Echoes until it is stopped, and then ends as a whole.
+/// Echoes until `stop` is cancelled, and then closes the stream cleanly.
 ///
 /// # Errors
-/// When the stream ends before.
+/// If the stream ends too early.
 ///
 /// # Panics
-/// When a byte is wrong.
+/// If a byte is wrong.
 pub async fn long(mut stream: BoxedStream, stop: CancellationToken) -> io::Result<()> {
     stream.write_all(b"echo\n").await?;
     let mut round = 0_u8;
@@ -150,14 +151,14 @@ pub async fn long(mut stream: BoxedStream, stop: CancellationToken) -> io::Resul
     Ok(())
 }
 
-/// Sends through an echo as fast as that goes until it is stopped, and hears all of it again. Gives how many
-/// bytes that were.
+/// Sends to an echo service as fast as possible until `stop` is cancelled, and checks that all bytes come
+/// back. Returns the number of bytes.
 ///
 /// # Errors
-/// When the stream ends before.
+/// If the stream ends too early.
 ///
 /// # Panics
-/// When a byte is wrong or missing.
+/// If a byte is wrong or missing.
 pub async fn steady(mut stream: BoxedStream, stop: CancellationToken) -> io::Result<u64> {
     stream.write_all(b"echo\n").await?;
     let (mut reader, mut writer) = tokio::io::split(stream);

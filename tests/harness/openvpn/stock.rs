@@ -1,6 +1,7 @@
 //! The stock program in either role.
 //!
-//! Its options are written as its manual has them; a test adds to a role's basic set what it is about.
+//! Options have the form of the program's manual. A test adds the options under test to the basic set of a
+//! role.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
@@ -15,13 +16,13 @@ use crate::process::{Program, Signal};
 use crate::topology::PATIENCE;
 use crate::wait::eventually;
 
-/// The version that the tests are written for: Debian 12's.
+/// The version that the tests expect: Debian 12's.
 const VERSION: &str = "2.6.14";
 
-/// What it says when a tunnel is up, and a server when it listens.
+/// Log text of the program when a client's tunnel is up, or when a server listens.
 const UP: &str = "Initialization Sequence Completed";
 
-/// The tools that the tests of this mode need besides it.
+/// Further tools that the tests of this mode need.
 const TOOLS: [&str; 5] = ["ip", "iptables", "iperf3", "ping", "setpriv"];
 
 /// The installed program.
@@ -31,19 +32,19 @@ pub struct OpenVpn {
 }
 
 impl OpenVpn {
-    /// Looks for it and for what its tests need, once per process. Nothing, and a line on stderr, where
-    /// that is incomplete.
+    /// Finds the program and the tools, once per process. If anything is missing, returns `None` and prints a
+    /// message on stderr.
     ///
     /// # Panics
-    /// Then, if `CI=true`.
+    /// If anything is missing and `CI=true`.
     pub fn get() -> Option<&'static Self> {
         Self::look().inspect_err(|why| skip(why)).ok()
     }
 
-    /// Looks for the same, and says nothing.
+    /// Finds the program and the tools, without a message.
     ///
     /// # Errors
-    /// What is missing.
+    /// Names the missing part.
     pub fn look() -> Result<&'static Self, &'static str> {
         static FOUND: OnceLock<Result<OpenVpn, String>> = OnceLock::new();
         let found = FOUND.get_or_init(Self::find);
@@ -52,10 +53,10 @@ impl OpenVpn {
 
     fn find() -> Result<Self, String> {
         if !rustix::process::geteuid().is_root() {
-            return Err("no tunnels without root".to_owned());
+            return Err("a tunnel needs root".to_owned());
         }
         if !Path::new("/dev/net/tun").exists() {
-            return Err("no /dev/net/tun".to_owned());
+            return Err("/dev/net/tun not found".to_owned());
         }
         if let Some(tool) = TOOLS.iter().find(|tool| which(tool).is_none()) {
             return Err(format!("{tool} not found"));
@@ -71,7 +72,7 @@ impl OpenVpn {
         Ok(Self { program })
     }
 
-    /// Starts it in a namespace.
+    /// Starts the program in a namespace.
     pub fn start(&self, at: &Namespace, options: &Options) -> Stock {
         Stock {
             program: at.spawn(&self.program, &options.words),
@@ -79,7 +80,7 @@ impl OpenVpn {
     }
 }
 
-/// Where a program lies. The system's own directory is on the `PATH` of root only.
+/// Finds a program in `PATH` or in `/usr/sbin`, which is only on the `PATH` of root.
 fn which(program: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     std::env::split_paths(&path)
@@ -88,14 +89,15 @@ fn which(program: &str) -> Option<PathBuf> {
         .find(|path| path.is_file())
 }
 
-/// Its command line.
+/// The command line of the program.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Options {
     words: Vec<String>,
 }
 
 impl Options {
-    /// A server for many clients on port 1194, with the addresses 10.20.0.0/24. `proto` is `tcp` or `udp`.
+    /// Creates the options of a server for many clients, on port 1194, with the tunnel network 10.20.0.0/24.
+    /// `proto` is `tcp` or `udp`.
     pub fn server(proto: &str, pki: &Pki) -> Self {
         Self::default()
             .with(&format!("--mode server --proto {proto} --dev tun"))
@@ -103,7 +105,7 @@ impl Options {
             .identity(&pki.ca, &pki.server)
     }
 
-    /// A client of the server at `remote`. `proto` is `tcp` or `udp`.
+    /// Creates the options of a client of the server at `remote`. `proto` is `tcp` or `udp`.
     pub fn client(proto: &str, remote: &str, pki: &Pki) -> Self {
         Self::default()
             .with(&format!("--client --proto {proto} --dev tun"))
@@ -112,7 +114,7 @@ impl Options {
             .identity(&pki.ca, &pki.user_cluster)
     }
 
-    /// Adds options, divided by blanks. A value with blanks in it stands in double quotes.
+    /// Adds options, separated by spaces. A value that contains spaces needs double quotes.
     #[must_use]
     pub fn with(mut self, options: &str) -> Self {
         for (i, part) in options.split('"').enumerate() {
@@ -134,7 +136,7 @@ impl Options {
         self
     }
 
-    /// Says whom to trust and what to show. Later ones win.
+    /// Sets the trusted authority and the certificate to present. A later call replaces an earlier call.
     #[must_use]
     pub fn identity(self, ca: &Path, pair: &Pair) -> Self {
         self.option("--ca", ca)
@@ -143,7 +145,7 @@ impl Options {
     }
 }
 
-/// A running one. Dropping it kills the program.
+/// A running stock program. Dropping the value kills the program.
 #[derive(Debug)]
 pub struct Stock {
     /// The program, for its log and signals.
@@ -151,23 +153,23 @@ pub struct Stock {
 }
 
 impl Stock {
-    /// Waits until its tunnel is up or, of a server, until it listens.
+    /// Waits until a client's tunnel is up, or until a server listens.
     ///
     /// # Panics
-    /// When that does not come in [`PATIENCE`], or when it ends before.
+    /// If the program is not up within [`PATIENCE`], or exits first.
     pub async fn is_up(&mut self) {
         self.is_up_again(1).await;
     }
 
-    /// Waits until its tunnel has come up so many times since it was started.
+    /// Waits until the tunnel has come up `times` times since the program was started.
     ///
     /// # Panics
     /// As [`is_up`](Self::is_up).
     pub async fn is_up_again(&mut self, times: usize) {
-        let what = format!("its tunnel is up {times} times");
+        let what = format!("the tunnel has come up {times} times");
         eventually(&what, PATIENCE, async || {
             if let Some(status) = self.program.exited() {
-                panic!("openvpn ended: {status}");
+                panic!("openvpn exited: {status}");
             }
             let seen = self.program.log().matches(UP).count();
             (seen >= times).then_some(()).ok_or(seen)
@@ -175,12 +177,12 @@ impl Stock {
         .await;
     }
 
-    /// Waits until its log has a text so many times.
+    /// Waits until the log contains a text at least `times` times.
     ///
     /// # Panics
-    /// When that does not come in [`PATIENCE`].
+    /// If the text does not appear within [`PATIENCE`].
     pub async fn says(&self, text: &str, times: usize) {
-        let what = format!("openvpn says {text:?} {times} times");
+        let what = format!("openvpn logs {text:?} {times} times");
         eventually(&what, PATIENCE, async || {
             let seen = self.program.log().matches(text).count();
             (seen >= times).then_some(()).ok_or(seen)
@@ -188,20 +190,21 @@ impl Stock {
         .await;
     }
 
-    /// Ends it as an operator does, and waits until it is gone.
+    /// Ends the program as an operator does, and waits until the program has exited.
     ///
     /// # Panics
-    /// When it does not end within [`PATIENCE`].
+    /// If the program does not exit within [`PATIENCE`].
     pub async fn stop(mut self) {
         self.program.signal(Signal::TERM);
         self.program.wait_exit(PATIENCE).await;
     }
 }
 
-/// Pings an address from a namespace: `count` times at this interval. Gives how many answers are missing.
+/// Pings an address from a namespace `count` times, once per `interval`. Returns the number of missing
+/// replies.
 ///
 /// # Panics
-/// When `ping` says nothing of the kind.
+/// If the output of `ping` has no number of replies.
 pub async fn lost_pings(from: &Namespace, to: &str, count: u32, interval: Duration) -> u32 {
     let interval = interval.as_secs_f32();
     let words = format!("-n -q -c {count} -i {interval} -W 5 {to}");

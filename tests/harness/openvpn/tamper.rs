@@ -1,4 +1,4 @@
-//! A wire between two UDP peers on which datagrams are repeated, damaged and invented.
+//! A wire between two UDP peers that adds repeated, damaged and invented datagrams.
 
 use std::net::{Ipv4Addr, SocketAddr, SocketAddrV4};
 use std::sync::Arc;
@@ -10,10 +10,10 @@ use tokio::task::JoinSet;
 
 use super::network::Namespace;
 
-/// How many datagrams are kept for a repetition.
+/// Number of datagrams kept per direction for repetition.
 const KEPT: usize = 200;
 
-/// A running wire. It ends when it is dropped.
+/// A running wire. Dropping the value ends the wire.
 #[derive(Debug)]
 pub struct Tamper {
     bad: Arc<AtomicUsize>,
@@ -21,9 +21,9 @@ pub struct Tamper {
 }
 
 impl Tamper {
-    /// Forwards between `server` and the one client that sends to `listen`, both seen from `at`. Every real
-    /// datagram arrives, once at its time, and is followed by an old one of the same direction, by a damaged
-    /// copy, and by noise.
+    /// Starts a wire in the namespace `at`, between `server` and the only client that sends to `listen`.
+    /// Every real datagram arrives once and in time. After each datagram, the wire adds a damaged copy,
+    /// noise, a truncated copy, and an older datagram of the same direction.
     pub fn start(at: &Namespace, listen: SocketAddrV4, server: SocketAddrV4) -> Self {
         let front = Arc::new(at.udp(listen));
         let back = Arc::new(at.udp(SocketAddrV4::new(Ipv4Addr::UNSPECIFIED, 0)));
@@ -45,7 +45,7 @@ impl Tamper {
         tasks.spawn(async move {
             let mut direction = Direction::new(counted);
             let mut bytes = vec![0; 4096];
-            // The server may not listen yet, which the kernel tells as an error.
+            // The kernel reports an error while the server does not listen yet.
             loop {
                 let Ok((count, _)) = back.recv_from(&mut bytes).await else {
                     continue;
@@ -59,13 +59,13 @@ impl Tamper {
         Self { bad, _tasks: tasks }
     }
 
-    /// How many datagrams it has added so far.
+    /// Returns the number of datagrams that the wire has added so far.
     pub fn added(&self) -> usize {
         self.bad.load(Ordering::Relaxed)
     }
 }
 
-/// What has gone one way.
+/// The datagrams of a single direction.
 struct Direction {
     old: Vec<Vec<u8>>,
     bad: Arc<AtomicUsize>,
@@ -80,7 +80,7 @@ impl Direction {
     }
 
     async fn pass(&mut self, datagram: &[u8], socket: &UdpSocket, to: SocketAddr) {
-        // What cannot be sent is lost, as datagrams are.
+        // A datagram that cannot be sent is lost, as on any network.
         socket.send_to(datagram, to).await.ok();
         for bad in self.made_up(datagram) {
             socket.send_to(&bad, to).await.ok();
@@ -99,7 +99,6 @@ impl Direction {
         damaged[at] ^= 1 << random.random_range(0..8);
         let mut noise = vec![0; random.random_range(0..200)];
         random.fill(noise.as_mut_slice());
-        // A truncated one too.
         let cut = datagram[..random.random_range(0..datagram.len())].to_vec();
         let mut all = vec![damaged, noise, cut];
         if !self.old.is_empty() {

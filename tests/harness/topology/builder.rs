@@ -1,4 +1,4 @@
-//! What is to be started.
+//! The builder of a topology.
 
 use culvert_kit::pki::Pki;
 
@@ -6,7 +6,7 @@ use crate::ports::Ports;
 
 use super::{Executable, Mode, Topology, Transport};
 
-/// One program to be, and the flags it gets besides the usual ones; as those come last, they win.
+/// A program to start, and its extra flags. The extra flags come after the usual flags and override them.
 #[derive(Debug, Clone)]
 pub(super) struct Part {
     pub(super) executable: Executable,
@@ -22,7 +22,7 @@ impl Part {
     }
 }
 
-/// What is to be started.
+/// The description of a topology that is not started yet.
 #[derive(Debug)]
 pub struct Builder {
     pub(super) mode: Mode,
@@ -50,21 +50,21 @@ impl Builder {
         self
     }
 
-    /// Adds one server, with flags of its own.
+    /// Adds a server with extra flags.
     #[must_use]
     pub fn server(mut self, executable: Executable, extra: &[&str]) -> Self {
         self.servers.push(Part::new(executable, extra));
         self
     }
 
-    /// Adds one agent, with flags of its own.
+    /// Adds an agent with extra flags.
     #[must_use]
     pub fn agent(mut self, executable: Executable, extra: &[&str]) -> Self {
         self.agents.push(Part::new(executable, extra));
         self
     }
 
-    /// More flags for every server.
+    /// Adds flags for every server.
     #[must_use]
     pub fn server_args(mut self, args: &[&str]) -> Self {
         self.server_args
@@ -72,7 +72,7 @@ impl Builder {
         self
     }
 
-    /// More flags for every agent.
+    /// Adds flags for every agent.
     #[must_use]
     pub fn agent_args(mut self, args: &[&str]) -> Self {
         self.agent_args
@@ -83,9 +83,12 @@ impl Builder {
     /// Starts everything and waits until every server answers `/healthz` and counts every agent as ready.
     ///
     /// # Panics
-    /// When there is no server, or something does not come up in [`PATIENCE`](super::PATIENCE).
+    /// If there is no server, or a program is not ready within [`PATIENCE`](super::PATIENCE).
     pub async fn start(self) -> Topology {
-        assert!(!self.servers.is_empty(), "a topology without servers");
+        assert!(
+            !self.servers.is_empty(),
+            "a topology needs at least one server"
+        );
         let dir = tempfile::Builder::new().prefix("culvert-").tempdir();
         let dir = dir.expect("a temporary directory");
         let pki = Pki::create(dir.path()).expect("certificates");

@@ -1,4 +1,4 @@
-//! The flags that every server and agent gets, in the form that operators use.
+//! The flags of every server and agent, in the form that operators use.
 
 use std::path::Path;
 
@@ -6,7 +6,7 @@ use culvert_kit::pki::{Pair, Pki};
 
 use super::{Mode, Transport};
 
-/// A server's front: mode and listener.
+/// Returns the flags of a server's front end: mode and listener.
 pub(super) fn front(
     mode: Mode,
     transport: Transport,
@@ -36,7 +36,7 @@ pub(super) fn front(
     args
 }
 
-/// The rest of a server: agents (by certificate), admin, health, identity.
+/// Returns the remaining flags of a server: agents (authenticated by certificate), admin, health, identity.
 pub(super) fn server(
     pki: &Pki,
     index: usize,
@@ -54,13 +54,13 @@ pub(super) fn server(
         "--health-bind-address=127.0.0.1".to_owned(),
         format!("--server-id=server-{index}"),
         format!("--server-count={server_count}"),
-        // The stock default logs every packet.
+        // The default of the stock server logs every packet.
         "--v=2".to_owned(),
     ]);
     args
 }
 
-/// An agent that reaches its servers on one port of this machine.
+/// Returns the flags of an agent that reaches its servers at a single port of this machine.
 pub(super) fn agent(
     pki: &Pki,
     index: usize,

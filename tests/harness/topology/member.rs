@@ -1,4 +1,4 @@
-//! One program of a topology.
+//! A program of a topology.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -8,7 +8,7 @@ use crate::metrics::http_get;
 use crate::process::Program;
 use crate::wait::eventually;
 
-/// How to start it, and the running program if it runs.
+/// The start command and addresses of a program, and the program if it runs.
 #[derive(Debug)]
 pub(super) struct Member {
     pub(super) name: String,
@@ -21,7 +21,7 @@ pub(super) struct Member {
 
 impl Member {
     pub(super) fn start(&mut self) {
-        assert!(self.program.is_none(), "{} runs already", self.name);
+        assert!(self.program.is_none(), "{} is already running", self.name);
         self.program = Some(Program::spawn(&self.path, &self.args, &[]));
     }
 
@@ -29,15 +29,15 @@ impl Member {
         let name = &self.name;
         self.program
             .as_mut()
-            .unwrap_or_else(|| panic!("{name} does not run"))
+            .unwrap_or_else(|| panic!("{name} is not running"))
     }
 
-    /// Waits until the health listener answers; a program that ends meanwhile fails at once.
+    /// Waits until the health listener answers. Panics at once if the program exits.
     pub(super) async fn wait_for_health(&mut self) {
         let what = format!("{} is healthy", self.name);
         eventually(&what, PATIENCE, async || {
             if let Some(status) = self.running().exited() {
-                panic!("{} ended at its start: {status}", self.name);
+                panic!("{} exited during startup: {status}", self.name);
             }
             match http_get(self.health, "/healthz").await {
                 Ok((status, ..)) if status.is_success() => Ok(()),

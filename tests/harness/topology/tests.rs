@@ -1,4 +1,4 @@
-//! The harness and the lab's clients, judged by the stock programs.
+//! Tests of the harness and of the lab's clients, against the stock programs.
 
 use culvert_kit::check;
 use culvert_kit::services::Services;
@@ -14,7 +14,7 @@ fn stock(interop: &Interop, mode: Mode, transport: Transport, servers: usize) ->
     builder.agent(Executable::At(interop.proxy_agent.clone()), &[])
 }
 
-/// Traffic through stock programs at both ends, in one mode.
+/// Checks traffic through stock programs at both ends, with a given mode and transport.
 async fn carries(mode: Mode, transport: Transport) {
     let Some(interop) = Interop::get() else {
         return;
@@ -34,34 +34,34 @@ async fn carries(mode: Mode, transport: Transport) {
     check::upload(connect(services.raw).await, 3_000_000)
         .await
         .unwrap();
-    // Nothing listens on port 1.
+    // Port 1 has no listener.
     let refused = topology.connect("127.0.0.1:1").await.err().unwrap();
     let text = refused.refusal().unwrap_or_default();
     assert!(text.contains("connection refused"), "{refused}");
 }
 
 #[tokio::test]
-async fn grpc_over_uds() {
+async fn stock_programs_carry_grpc_over_uds() {
     carries(Mode::Grpc, Transport::Uds).await;
 }
 
 #[tokio::test]
-async fn grpc_over_tcp() {
+async fn stock_programs_carry_grpc_over_tcp() {
     carries(Mode::Grpc, Transport::Tcp).await;
 }
 
 #[tokio::test]
-async fn connect_over_uds() {
+async fn stock_programs_carry_connect_over_uds() {
     carries(Mode::HttpConnect, Transport::Uds).await;
 }
 
 #[tokio::test]
-async fn connect_over_tcp() {
+async fn stock_programs_carry_connect_over_tcp() {
     carries(Mode::HttpConnect, Transport::Tcp).await;
 }
 
 #[tokio::test]
-async fn restarts_and_kills() {
+async fn topology_survives_restarts_and_kills_of_stock_programs() {
     let Some(interop) = Interop::get() else {
         return;
     };
@@ -77,8 +77,9 @@ async fn restarts_and_kills() {
     topology.wait_for_agents().await;
     topology.kill_server(1);
     topology.kill_agent(1);
-    // A stock server that has not noticed yet sends a dial into the void.
-    eventually("the server misses an agent", PATIENCE, async || {
+    // Wait: a stock server that has not noticed the dead agent yet may dial through that agent, without an
+    // answer.
+    eventually("the killed agent is gone", PATIENCE, async || {
         ready_backends(&topology.server_metrics(0).await) == 1.0
     })
     .await;
@@ -116,7 +117,7 @@ async fn the_driver_reports_success_and_failure() {
     let services = Services::start().await.unwrap();
     let topology = stock(interop, Mode::Grpc, Transport::Uds, 1).start().await;
     let FrontEnd::GrpcUds(socket) = topology.front_end() else {
-        panic!("another front end was asked for");
+        panic!("the front end must be gRPC over a Unix socket");
     };
     let dial = async |target: &str| {
         let uds = socket.to_str().unwrap();

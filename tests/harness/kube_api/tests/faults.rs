@@ -1,9 +1,9 @@
-//! Faults: what they strike, and that the API is well again afterwards.
+//! Faults: the requests to which a fault applies, and the recovery afterwards.
 
 use super::*;
 
 #[tokio::test]
-async fn a_status_strikes_its_path_so_many_times() {
+async fn a_status_fault_applies_to_its_path_a_limited_number_of_times() {
     let api = KubeApi::start().await;
     api.fault(Fault::status(429).retry_after(7).on("/leases").times(2));
     for _ in 0..2 {
@@ -13,15 +13,11 @@ async fn a_status_strikes_its_path_so_many_times() {
         assert_eq!(get(&api, SERVICES).await.0, StatusCode::OK);
     }
     assert_eq!(get(&api, LEASES).await.0, StatusCode::OK);
-    assert_eq!(
-        api.requests().len(),
-        5,
-        "a request that fails is recorded too"
-    );
+    assert_eq!(api.requests().len(), 5, "a failed request is recorded too");
 }
 
 #[tokio::test]
-async fn a_fault_can_strike_one_method() {
+async fn a_fault_can_apply_to_one_method() {
     let api = KubeApi::start().await;
     api.fault(Fault::status(500).method("PUT").on("/services").times(1));
     assert_eq!(get(&api, SERVICES).await.0, StatusCode::OK);
@@ -35,7 +31,7 @@ async fn a_fault_can_strike_one_method() {
 }
 
 #[tokio::test]
-async fn a_status_lasts_until_it_is_cleared() {
+async fn a_status_fault_lasts_until_it_is_cleared() {
     let api = KubeApi::start().await;
     for (code, reason) in [
         (403, "Forbidden"),
@@ -63,7 +59,7 @@ async fn delays_add_up() {
 }
 
 #[tokio::test]
-async fn hung_watches_say_nothing_even_afterwards() {
+async fn hung_watches_stay_silent_after_the_fault_is_cleared() {
     let api = KubeApi::start().await;
     let services = format!("{SERVICES}?watch=true");
     let mut open = Watch::open(&api, &services).await;
@@ -85,7 +81,7 @@ async fn hung_watches_say_nothing_even_afterwards() {
 }
 
 #[tokio::test]
-async fn a_cut_breaks_watches_off_in_the_middle() {
+async fn cut_breaks_open_watches() {
     let api = KubeApi::start().await;
     let path = format!("{SERVICES}?watch=true");
     let mut watch = Watch::open(&api, &path).await;
@@ -98,7 +94,7 @@ async fn a_cut_breaks_watches_off_in_the_middle() {
 }
 
 #[tokio::test]
-async fn connections_are_refused_until_they_are_not() {
+async fn connections_are_refused_until_the_fault_is_cleared() {
     let api = KubeApi::start().await;
     let mut watch = Watch::open(&api, &format!("{SERVICES}?watch=true")).await;
     api.fault(Fault::refuse());

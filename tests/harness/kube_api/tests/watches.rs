@@ -1,9 +1,9 @@
-//! Watches: where they start, what they show, and how they end.
+//! Watches: their start, their events and their end.
 
 use super::*;
 
 #[tokio::test]
-async fn a_watch_replays_the_log_and_goes_on_live() {
+async fn a_watch_replays_the_log_and_continues_with_new_changes() {
     let api = KubeApi::start().await;
     api.put("services", service("a", "old"));
     let version = get(&api, SERVICES).await.1["metadata"]["resourceVersion"].clone();
@@ -22,7 +22,7 @@ async fn a_watch_replays_the_log_and_goes_on_live() {
     let deleted = watch.next().await.unwrap();
     assert_eq!(
         deleted["type"], "DELETED",
-        "a write that changes nothing makes no event"
+        "a write that changes nothing creates no event"
     );
     assert_eq!(deleted["object"]["spec"], before["spec"]);
     let version = |object: &Value| {
@@ -49,7 +49,7 @@ async fn a_selective_watch_sees_objects_enter_and_leave() {
 }
 
 #[tokio::test]
-async fn a_watch_without_a_version_starts_with_what_there_is() {
+async fn a_watch_without_a_version_starts_with_all_existing_objects() {
     let api = KubeApi::start().await;
     api.put("services", service("a", "web"));
     for version in ["", "&resourceVersion=0"] {
@@ -85,7 +85,7 @@ async fn a_streaming_list_ends_with_its_bookmark() {
 }
 
 #[tokio::test]
-async fn bookmarks_reach_those_that_allow_them() {
+async fn bookmarks_reach_only_watches_that_allow_them() {
     let api = KubeApi::start().await;
     let mut plain = Watch::open(&api, &format!("{SERVICES}?watch=true")).await;
     let path = format!("{SERVICES}?watch=true&allowWatchBookmarks=true");
@@ -100,7 +100,7 @@ async fn bookmarks_reach_those_that_allow_them() {
 }
 
 #[tokio::test]
-async fn a_watch_ends_after_its_time() {
+async fn a_watch_ends_after_its_timeout() {
     let api = KubeApi::start().await;
     let start = Instant::now();
     let mut watch = Watch::open(&api, &format!("{SERVICES}?watch=true&timeoutSeconds=1")).await;
@@ -109,10 +109,10 @@ async fn a_watch_ends_after_its_time() {
 }
 
 #[tokio::test]
-async fn a_watch_that_nobody_reads_ends_and_holds_little() {
+async fn an_unread_watch_ends_after_a_bounded_number_of_events() {
     let api = KubeApi::start().await;
     let mut watch = Watch::open(&api, &format!("{SERVICES}?watch=true")).await;
-    // Without a pause between them nothing can be read meanwhile.
+    // Without an await between the writes, nothing reads the watch meanwhile.
     for port in 1..=2000 {
         api.put("services", service("a", "web").port("", port));
     }
@@ -124,7 +124,7 @@ async fn a_watch_that_nobody_reads_ends_and_holds_little() {
 }
 
 #[tokio::test]
-async fn an_expired_version_is_told_as_an_event_or_as_a_status() {
+async fn an_expired_version_is_reported_as_an_event_or_as_a_status() {
     let api = KubeApi::start().await;
     api.put("services", service("a", "web"));
     let resume = async || {

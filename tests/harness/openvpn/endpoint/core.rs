@@ -1,4 +1,5 @@
-//! One session, or a hub with as many as a UDP socket brings, of which the newest counts.
+//! A single session, or a hub with a session for each client of a UDP socket. The newest established session
+//! of a hub is its current session.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -12,18 +13,19 @@ use tokio::time::Instant;
 
 use super::driver::now;
 
-/// See the module.
+/// The session or the hub of an endpoint; see the module.
 pub(super) enum Core {
     One(Box<Session>),
     Hub {
         hub: Box<Hub>,
-        /// Who asks to be let in.
+        /// The client that waits for admission.
         asking: Option<PeerId>,
-        /// Who was let in last.
+        /// The client that was accepted last.
         current: Option<PeerId>,
-        /// Whom goodbye is being said to. Some come back before that is over.
+        /// The clients at the time of the close; the endpoint waits until their sessions are gone. New
+        /// sessions of returning clients do not count.
         leaving: Option<Vec<PeerId>>,
-        /// What that one had counted when it was last seen.
+        /// The last known counters of the current session.
         stats: Stats,
     },
 }
@@ -47,7 +49,7 @@ impl Core {
         }
     }
 
-    /// What is dropped is counted.
+    /// Handles a received packet. The counters include dropped packets.
     pub(super) fn input(
         &mut self,
         from: SocketAddr,
@@ -60,7 +62,7 @@ impl Core {
         }
     }
 
-    /// A packet for the peer: the one at this address, if there is more than one.
+    /// Returns the next packet to send. A hub also returns the address of the peer.
     pub(super) fn poll_output(&mut self) -> Option<(BytesMut, Option<SocketAddr>)> {
         let mut packet = BytesMut::new();
         match self {
@@ -74,7 +76,7 @@ impl Core {
         }
     }
 
-    /// The same for an inner packet.
+    /// Encrypts an inner packet. A hub also returns the address of the peer.
     pub(super) fn seal(
         &mut self,
         inner: &[u8],
@@ -103,7 +105,7 @@ impl Core {
                 match event {
                     Event::Authenticated(_) => *asking = Some(peer),
                     Event::Established(_) => *current = Some(peer),
-                    // Of one that is not, or no longer, the one that counts.
+                    // Skip events of all sessions except the current session.
                     _ if current.is_some_and(|current| current != peer) => continue,
                     _ => {}
                 }
@@ -117,7 +119,7 @@ impl Core {
         let accepted = match self {
             Self::One(session) => session.accept(push, now()),
             Self::Hub { hub, asking, .. } => {
-                let peer = asking.take().expect("somebody who asks");
+                let peer = asking.take().expect("a client that waits for admission");
                 hub.accept(peer, push, now())
             }
         };
@@ -137,7 +139,7 @@ impl Core {
         }
     }
 
-    /// Of a stream.
+    /// Reports the end of a stream transport.
     pub(super) fn disconnected(&mut self) {
         if let Self::One(session) = self {
             session.disconnected(now());
@@ -170,7 +172,7 @@ impl Core {
         self.session().is_some_and(Session::is_established)
     }
 
-    /// Whether the session has ended and has said so; a hub goes on until it is closed.
+    /// Returns true if the session has ended and has sent its goodbye. A hub continues until it is closed.
     pub(super) fn is_finished(&self) -> bool {
         match self {
             Self::One(session) => session.is_finished(),
@@ -180,7 +182,7 @@ impl Core {
         }
     }
 
-    /// A session's counters, with a hub's of the same names.
+    /// Returns the counters of the current session. For a hub, counters with equal names are added.
     pub(super) fn stats(&mut self) -> Stats {
         let seen = self.session().map(|session| *session.stats());
         match self {

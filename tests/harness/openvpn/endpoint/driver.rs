@@ -30,21 +30,21 @@ use super::pipe::Pipe;
 /// The server's address in the tunnel.
 const SERVER: Ipv4Addr = Ipv4Addr::new(10, 20, 0, 1);
 
-/// What a pipe to a dialed flow holds each way, in bytes.
+/// Capacity of the pipe to a dialed flow, in bytes, in each direction.
 const PIPE: usize = 64 * 1024;
 
-/// What the owner of an endpoint wants.
+/// Requests from the owner of an endpoint.
 pub(super) enum Command {
     Dial(SocketAddrV4, oneshot::Sender<io::Result<BoxedStream>>),
     Ping(Ipv4Addr, u16),
     Close,
 }
 
-/// See the module.
+/// State of the task; see the module.
 pub(super) struct Driver {
     link: Link,
     core: Core,
-    /// Once the own address is known.
+    /// `None` until the endpoint's own address is known.
     flows: Option<Flows>,
     own: Ipv4Addr,
     push: Vec<String>,
@@ -52,7 +52,7 @@ pub(super) struct Driver {
     commands: mpsc::UnboundedReceiver<Command>,
     pipes: HashMap<FlowId, Pipe>,
     dialing: HashMap<FlowId, oneshot::Sender<io::Result<BoxedStream>>>,
-    /// Targets of flows that came out of the tunnel.
+    /// Connection attempts to the targets of flows from the tunnel.
     targets: JoinSet<(FlowId, io::Result<TcpStream>)>,
     reached: HashMap<FlowId, TcpStream>,
     seen: Arc<Mutex<Seen>>,
@@ -119,7 +119,7 @@ impl Driver {
         self.flows = Some(Flows::new(config, Box::new(StdRng::from_os_rng()), now()));
     }
 
-    /// Until the session has ended and has said so.
+    /// Runs until the session has ended and everything is sent.
     pub(super) async fn run(mut self) {
         poll_fn(|cx| self.poll(cx)).await;
     }
@@ -153,7 +153,7 @@ impl Driver {
             turns += 1;
             assert!(
                 turns < 10_000,
-                "timeouts without end: {:?}",
+                "timeouts are due again and again: {:?}",
                 self.seen.lock()
             );
             self.timer.as_mut().reset(at);
@@ -166,7 +166,7 @@ impl Driver {
 
     fn timeout(&self) -> Option<Instant> {
         let flows = self.flows.as_ref().and_then(Flows::poll_timeout);
-        // With a full link the flows wait for that.
+        // While the link is full, the flows wait for the link instead of a timeout.
         let flows = flows.filter(|_| !self.link.is_full() && self.core.is_established());
         let flows = flows.map(Instant::from_std);
         self.core.timeout().into_iter().chain(flows).min()
@@ -174,7 +174,7 @@ impl Driver {
 
     fn read(&mut self, cx: &mut Context<'_>) -> io::Result<bool> {
         let mut is_read = false;
-        // Not for ever: others want a turn.
+        // Bounded, so that the other work of the loop gets a turn.
         for _ in 0..64 {
             let Poll::Ready(packet) = self.link.poll_packet(cx) else {
                 break;
@@ -237,7 +237,7 @@ impl Driver {
                 (id, Err(_)) => flows.refuse(id, Refusal::Reset),
             }
         }
-        // Pipes first: they read what has come before they are closed.
+        // Pipes first: each pipe reads the received bytes before its flow is closed.
         for (id, pipe) in &mut self.pipes {
             is_moved |= pipe.pump(*id, &mut flows, cx);
         }
@@ -281,7 +281,7 @@ impl Driver {
                     answer.send(Err(io::Error::other(why))).ok();
                 }
             }
-            // Every pipe is looked at every time.
+            // The loop polls every pipe in each turn anyway.
             flows::Event::Readable(_) | flows::Event::Writable(_) => {}
         }
     }
@@ -310,7 +310,7 @@ impl Driver {
         }
     }
 
-    /// Everything that wants to be sent.
+    /// Queues everything that is ready to be sent.
     fn produce(&mut self) {
         while let Some((packet, to)) = self.core.poll_output() {
             self.link.queue(packet, to);
@@ -344,7 +344,7 @@ fn inner(flows: &mut Flows, packet: &[u8], own: Ipv4Addr, seen: &Mutex<Seen>) {
     }
 }
 
-/// The seed's name of the lab's node leads to the node.
+/// Translates the seed's address of the lab's node to the node's own address.
 fn real(destination: SocketAddrV4) -> SocketAddrV4 {
     let address = match *destination.ip() {
         NODE_ACCESSED => NODE,
@@ -372,7 +372,7 @@ fn echo_request(from: Ipv4Addr, to: Ipv4Addr, sequence: u16) -> Vec<u8> {
     packet
 }
 
-/// The time of day of a runtime, which may be paused.
+/// Returns the time of the runtime's clock, which a test may pause.
 #[allow(clippy::disallowed_types)]
 pub(super) fn now() -> std::time::Instant {
     Instant::now().into_std()

@@ -1,4 +1,4 @@
-//! The socket below a session: packets out of a stream, or datagrams.
+//! The socket below a session: packets from a stream, or datagrams.
 
 use std::collections::VecDeque;
 use std::io;
@@ -11,13 +11,13 @@ use culvert_openvpn::options::Transport;
 use tokio::io::{AsyncRead as _, AsyncWrite as _, ReadBuf};
 use tokio::net::{TcpStream, UdpSocket};
 
-/// The largest packet of a peer.
+/// Largest packet from a peer, in bytes.
 const MAX_PACKET: usize = 4096;
 
-/// How much may wait to be sent, in bytes.
+/// Number of queued bytes at which the link is full.
 const FULL: usize = 256 * 1024;
 
-/// A socket and what waits on it.
+/// A socket and the packets in its send queue.
 #[derive(Debug)]
 pub struct Link {
     socket: Socket,
@@ -29,18 +29,18 @@ pub struct Link {
 #[derive(Debug)]
 enum Socket {
     Tcp(TcpStream),
-    /// A client's, with the address of its server; or a server's.
+    /// A client's socket with the address of its server, or a server's socket without an address.
     Udp(UdpSocket, Option<SocketAddr>),
 }
 
 impl Link {
-    /// A connection.
+    /// Creates a link on a TCP connection.
     pub fn tcp(stream: TcpStream) -> Self {
         stream.set_nodelay(true).expect("a TCP socket");
         Self::new(Socket::Tcp(stream))
     }
 
-    /// A socket for one peer, or a server's.
+    /// Creates a link on a UDP socket: for a single `peer`, or without `peer` for a server.
     pub fn udp(socket: UdpSocket, peer: Option<SocketAddr>) -> Self {
         Self::new(Socket::Udp(socket, peer))
     }
@@ -54,7 +54,7 @@ impl Link {
         }
     }
 
-    /// What carries the packets.
+    /// Returns the transport of the packets.
     pub fn transport(&self) -> Transport {
         match self.socket {
             Socket::Tcp(_) => Transport::Tcp,
@@ -62,7 +62,7 @@ impl Link {
         }
     }
 
-    /// The next packet and where it comes from. An error, or the end, of a stream.
+    /// Returns the next packet and its source address. Fails on an error or the end of a stream.
     pub(super) fn poll_packet(
         &mut self,
         cx: &mut Context<'_>,
@@ -94,7 +94,7 @@ impl Link {
                     Poll::Ready(Ok(from)) if peer.is_none_or(|peer| peer == from) => {
                         return Poll::Ready(Ok((buffer.filled().into(), from)));
                     }
-                    // Of somebody else, or that nobody is there.
+                    // A packet from another peer, or an ICMP error because the peer does not listen.
                     Poll::Ready(_) => {}
                     Poll::Pending => return Poll::Pending,
                 }
@@ -102,23 +102,24 @@ impl Link {
         }
     }
 
-    /// Whether no more should be queued now.
+    /// Returns true if the caller must not queue more packets now.
     pub(super) fn is_full(&self) -> bool {
         self.bytes >= FULL
     }
 
-    /// Whether nothing waits.
+    /// Returns true if the send queue is empty.
     pub(super) fn is_empty(&self) -> bool {
         self.waiting.is_empty()
     }
 
-    /// Queues one packet, over TCP with its length, for the peer or for who is at this address.
+    /// Queues a packet for the peer, or for the address `to`. Over TCP, the packet must include its length
+    /// prefix.
     pub(super) fn queue(&mut self, packet: BytesMut, to: Option<SocketAddr>) {
         self.bytes += packet.len();
         self.waiting.push_back((packet, to));
     }
 
-    /// Sends what is queued, and says whether there was anything that could be sent.
+    /// Sends queued packets. Returns true if anything was sent.
     pub(super) fn poll_flush(&mut self, cx: &mut Context<'_>) -> io::Result<bool> {
         let mut is_sent = false;
         while let Some((packet, to)) = self.waiting.front_mut() {
@@ -126,7 +127,7 @@ impl Link {
                 Socket::Tcp(stream) => std::pin::Pin::new(stream).poll_write(cx, packet),
                 Socket::Udp(socket, peer) => {
                     let to = to.or(*peer).expect("an address");
-                    // What cannot be sent is lost, as datagrams are.
+                    // A datagram that cannot be sent is lost, as on any network.
                     let sent = socket.poll_send_to(cx, packet, to);
                     sent.map(|sent| Ok(sent.unwrap_or(packet.len())))
                 }

@@ -1,4 +1,4 @@
-//! One flow of a tunnel and the stream that it belongs to.
+//! A pipe between a flow of a tunnel and its stream.
 
 use std::pin::Pin;
 use std::task::{Context, Poll};
@@ -8,7 +8,7 @@ use culvert_kit::client::BoxedStream;
 use culvert_openvpn::flows::{FlowId, Flows, Received};
 use tokio::io::{AsyncRead as _, AsyncWrite as _, ReadBuf};
 
-/// Bytes between the two, each way with its own end.
+/// Bytes between a flow and a stream. Each direction ends separately.
 pub(super) struct Pipe {
     stream: BoxedStream,
     to_flow: BytesMut,
@@ -28,7 +28,7 @@ impl Pipe {
         }
     }
 
-    /// Moves what can be moved, and says whether there was any.
+    /// Moves as many bytes as possible in both directions. Returns true if anything moved.
     pub(super) fn pump(&mut self, id: FlowId, flows: &mut Flows, cx: &mut Context<'_>) -> bool {
         let sent = self.send(id, flows, cx);
         let received = self.receive(id, flows, cx);
@@ -74,7 +74,7 @@ impl Pipe {
         let stream = &mut self.stream;
         let write = |bytes: &[u8]| match Pin::new(&mut *stream).poll_write(cx, bytes) {
             Poll::Ready(Ok(written)) => written,
-            // Nobody wants it any more.
+            // The stream is closed: discard the bytes.
             Poll::Ready(Err(_)) => bytes.len(),
             Poll::Pending => 0,
         };
