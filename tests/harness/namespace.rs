@@ -6,6 +6,8 @@
 use std::ffi::OsStr;
 use std::process::Command;
 
+use parking_lot::{Condvar, Mutex};
+
 use crate::envoy::skip;
 
 /// Environment variable that marks a process inside its own namespaces.
@@ -21,6 +23,33 @@ const NAMESPACES: [&str; 6] = [
     "--kill-child",
     "--mount-proc",
 ];
+
+/// Number of tests that run in namespaces at once. Kernel tunnels and stock programs drop packets if the
+/// processor is busy for too long, and many of these tests check that no packet is lost.
+const AT_ONCE: usize = 2;
+
+static RUNNING: Mutex<usize> = Mutex::new(0);
+static ENDED: Condvar = Condvar::new();
+
+/// Place among the tests that run in namespaces, until dropped.
+struct Place;
+
+impl Place {
+    /// Waits until fewer than [`AT_ONCE`] tests run.
+    fn wait() -> Self {
+        let mut running = RUNNING.lock();
+        ENDED.wait_while(&mut running, |running| *running >= AT_ONCE);
+        *running += 1;
+        Self
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        *RUNNING.lock() -= 1;
+        ENDED.notify_one();
+    }
+}
 
 /// Runs a test in a network with only a loopback interface. A `#[test]` function must call `alone` with its
 /// whole body as an `async` closure. If namespaces cannot be created, prints a message on stderr and returns.
@@ -46,6 +75,7 @@ pub fn alone<F: AsyncFnOnce()>(body: F) {
         Ok(again) => again,
         Err(why) => return skip(&why),
     };
+    let _place = Place::wait();
     let again = again.output().expect("unshare");
     let said = [again.stdout, again.stderr].concat();
     let said = String::from_utf8_lossy(&said);
