@@ -25,7 +25,7 @@ use tokio::sync::futures::Notified;
 use tokio::time::{Instant, Sleep, sleep};
 
 /// Window of a short path, in bytes, and the initial window of every connection. Smaller windows cost
-/// processor time, because the two ends wait for each other more often (docs/tuning.md).
+/// processor time, because the two ends wait for each other more often (docs/decisions/0008).
 pub const SHORT_PATH_BYTES: u32 = 1024 * 1024;
 
 /// Window of a short path while small streams are active beside bulk, in bytes. Small streams queue behind

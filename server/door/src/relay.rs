@@ -35,7 +35,7 @@ const COPY_BYTES: usize = 16 * 1024;
 /// allows at most `fs.pipe-max-size` (1 MiB) per pipe, and 64 MiB for all pipes of a user without privileges.
 const PIPE_BYTES: usize = 256 * 1024;
 
-/// Requested capacity of a large pipe, in bytes; large pipes need fewer system calls (docs/tuning.md).
+/// Requested capacity of a large pipe, in bytes; large pipes need fewer system calls (docs/decisions/0005).
 const LARGE_PIPE_BYTES: usize = 1024 * 1024;
 
 /// Largest number of large pipes: half of the limit of a user without privileges.

@@ -12,7 +12,7 @@ const PLAIN: &[u8] = b"reno";
 /// Switches a connection from BBR to `reno` if its two addresses are equal or the peer's address is a
 /// loopback address. BBR, the default of many systems, spreads packets over time, so that no queue builds up
 /// on the path. A connection within a host has no path with queues, and the kernel would arm a timer for each
-/// 64 KiB (docs/tuning.md lists the cost). Other connections and other congestion controls stay as they are.
+/// 64 KiB (docs/decisions/0004). Other connections and other congestion controls stay as they are.
 pub fn spare_pacing(stream: &TcpStream) {
     let socket = SockRef::from(stream);
     let is_bbr = |name: Vec<u8>| name.starts_with(b"bbr");

@@ -1,7 +1,7 @@
 //! Shards: threads that carry connections, each with its own runtime.
 //!
 //! One thread serves a connection and everything that exchanges bytes with the connection, because a
-//! hand-over between threads costs a wake-up and cold caches for each chunk (docs/tuning.md). New agent
+//! hand-over between threads costs a wake-up and cold caches for each chunk (docs/decisions/0001). New agent
 //! connections and OpenVPN clients go to the shard with the fewest of them. A proxied connection goes to the
 //! shard of its agent connection or OpenVPN client, and in the node tunnel to the shard of its connection to
 //! the proxy. At the front door, connections have no such peer, and most connections are short. A front-door

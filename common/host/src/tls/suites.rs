@@ -64,7 +64,7 @@ const RING_SUITES: [SupportedCipherSuite; 2] = [
 
 /// Returns true if the processor has wide AES instructions without AVX-512, such as AMD's Zen 3 and Intel's
 /// client processors since Alder Lake. ring uses these instructions; aws-lc uses them only together with
-/// AVX-512 (docs/tuning.md lists the difference).
+/// AVX-512 (docs/decisions/0012).
 fn ring_is_faster() -> bool {
     #[cfg(target_arch = "x86_64")]
     {
