@@ -15,7 +15,7 @@
 
 mod config;
 mod events;
-mod graves;
+mod flow;
 mod input;
 mod liveness;
 mod output;
@@ -24,6 +24,7 @@ mod share;
 mod slots;
 #[cfg(test)]
 mod tests;
+mod time_wait;
 
 use std::net::{Ipv4Addr, SocketAddrV4};
 use std::time::Instant;
@@ -34,15 +35,14 @@ use smoltcp::socket::tcp::State;
 pub use config::{
     Closed, Config, DialError, Event, FlowId, Gone, Input, Pace, Received, Refusal, Unreachable,
 };
-use graves::Graves;
+use flow::{Clock, Flow, Outbox, Shape};
 use liveness::Liveness;
 use pace::Pacer;
-pub(crate) use share::APART;
 use share::Share;
 use slots::{Slot, Slots};
+use time_wait::TimeWait;
 
 use crate::echo::Replies;
-use crate::flow::{Clock, Flow, Outbox, Shape};
 use crate::ip::{self, Packet, Segment, kind};
 use crate::masquerade::FLOW_PORTS;
 use crate::tuple::{Key, Keyed, Table, Tuple};
@@ -97,7 +97,7 @@ pub struct Flows {
     table: Table<Key, u32>,
     /// Flow of the last packet: consecutive packets usually belong to the same flow.
     last: (Key, u32),
-    graves: Graves,
+    time_wait: TimeWait,
     pending: usize,
     port: u16,
     buffers: usize,
@@ -130,7 +130,7 @@ impl Flows {
             slots: Slots::default(),
             table: Table::with_hasher(keyed.clone()),
             last: (Key::new(nowhere, nowhere), u32::MAX),
-            graves: Graves::new(keyed),
+            time_wait: TimeWait::new(keyed),
             pending: 0,
             port,
             buffers: 0,
@@ -380,7 +380,7 @@ impl Flows {
                 _ => *FLOW_PORTS.start(),
             };
             let key = Key::new(local, destination);
-            if !self.table.contains_key(&key) && !self.graves.contains(key) {
+            if !self.table.contains_key(&key) && !self.time_wait.contains(key) {
                 return Some(local);
             }
         }

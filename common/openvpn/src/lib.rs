@@ -23,7 +23,6 @@ pub mod control;
 pub mod data;
 pub mod echo;
 pub mod firewall;
-mod flow;
 pub mod flows;
 pub mod forward;
 pub mod framing;

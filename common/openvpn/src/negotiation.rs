@@ -15,7 +15,6 @@ use crate::key_method::KeyMethod2;
 use crate::keys::KeySource;
 use crate::packet::{ControlPacket, KeyId, MAX_ACKS, Opcode, SessionId};
 use crate::reliable::{MAX_PIGGYBACK, Received, Reliable};
-use crate::session::Dropped;
 use crate::tls::{Channel, TlsError};
 
 /// Most TLS bytes in one packet. Peers up to 2.5 accept packets of 1250 bytes, and the largest wrap adds 72.
@@ -175,7 +174,7 @@ impl Negotiation {
         now: Instant,
         open: &dyn Fn() -> Result<Channel, TlsError>,
         steps: &mut Vec<Step>,
-    ) -> Result<Result<(), Dropped>, Failure> {
+    ) -> Result<Received, Failure> {
         for &id in packet.acks.as_slice() {
             self.reliable.acknowledged(id);
         }
@@ -188,10 +187,7 @@ impl Negotiation {
             self.fail(now);
             return Err(failure);
         }
-        Ok(match received {
-            Received::New | Received::Duplicate => Ok(()),
-            Received::Refused => Err(Dropped::OutOfWindow),
-        })
+        Ok(received)
     }
 
     /// Ends TLS after a failure. Pending TLS output, such as an alert, is still sent.

@@ -1,7 +1,7 @@
 //! Events for the owner, and the end of flows.
 
-use super::graves::Last;
 use super::slots::{Slot, told};
+use super::time_wait::Last;
 use super::{Closed, Event, Flows};
 
 impl Flows {
@@ -146,7 +146,7 @@ impl Flows {
                     expected: flow.track.expected(),
                 });
                 if flow.track.syn_sent() {
-                    self.graves.add(flow.tuple.into(), last, self.now);
+                    self.time_wait.add(flow.tuple.into(), last, self.now);
                 }
                 flow.tuple
             }

@@ -113,7 +113,7 @@ impl Flows {
             self.incoming(packet, segment, key, now);
             return Input::Taken;
         }
-        let Some(last) = self.graves.last(key) else {
+        let Some(last) = self.time_wait.last(key) else {
             return Input::Unknown;
         };
         if segment.length() > 0 && !segment.has(flags::SYN | flags::RST) {
@@ -131,7 +131,7 @@ impl Flows {
             self.stats.syns_dropped += 1;
             return;
         }
-        self.graves.remove(key);
+        self.time_wait.remove(key);
         let until = now + self.config.accept_timeout;
         let id = self.slots.insert(Slot::Pending(Pending {
             tuple: Tuple {

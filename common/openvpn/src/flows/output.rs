@@ -2,9 +2,9 @@
 
 use std::time::{Duration, Instant};
 
+use super::flow::{QUANTUM, Turn};
 use super::slots::Slot;
 use super::{Closed, Flows};
-use crate::flow::{QUANTUM, Turn};
 
 /// Shortest delay until a flow that was just polled is polled again.
 const PAUSE: Duration = Duration::from_millis(10);
@@ -14,7 +14,7 @@ impl Flows {
     /// same packet is offered again later.
     pub fn poll_output(&mut self, now: Instant, link: &mut dyn FnMut(&[u8]) -> bool) {
         self.tick(now);
-        self.graves.expire(now);
+        self.time_wait.expire(now);
         while let Some(index) = self.slots.expired(now) {
             self.wake(index, now);
         }

@@ -20,7 +20,7 @@ const FIRST: usize = 64 << 10;
 const LEAST: usize = 4 * 1460;
 
 /// Marker in place of the slot number for a flow that is exempt.
-pub(crate) const APART: u64 = u64::MAX;
+pub(crate) const NO_SHARE: u64 = u64::MAX;
 
 /// A budget and the number of active flows. See the module.
 #[derive(Debug)]
@@ -48,7 +48,7 @@ impl Share {
 
     /// Records that a flow has moved data. `last` is the flow's last active slot.
     pub(super) fn moved(&mut self, last: &mut u64, now: Instant) {
-        if *last == APART {
+        if *last == NO_SHARE {
             return;
         }
         if now >= self.until {
@@ -67,7 +67,7 @@ impl Share {
     /// Returns the share of a flow in bytes; `last` is the flow's last active slot. A resting or new flow
     /// gets little, because many such flows may become active at once.
     pub(super) fn of(&self, last: u64) -> u32 {
-        if last == APART {
+        if last == NO_SHARE {
             return u32::MAX;
         }
         let mut share = self.budget / self.current.max(self.before).max(1);
@@ -106,9 +106,9 @@ mod tests {
         assert_eq!((share.of(*first), share.of(*other)), (1 << 20, 65_536));
         share.moved(first, start + 9 * SLOT);
         assert_eq!(share.of(*first), 1 << 20);
-        let mut apart = APART;
-        share.moved(&mut apart, start + 9 * SLOT);
-        assert_eq!((apart, share.of(apart)), (APART, u32::MAX));
+        let mut exempt = NO_SHARE;
+        share.moved(&mut exempt, start + 9 * SLOT);
+        assert_eq!((exempt, share.of(exempt)), (NO_SHARE, u32::MAX));
         assert_eq!(share.of(*first), 1 << 20);
     }
 }

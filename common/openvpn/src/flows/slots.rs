@@ -5,8 +5,8 @@
 use std::collections::{BTreeSet, VecDeque};
 use std::time::Instant;
 
-use super::{Closed, FlowId};
-use crate::flow::Flow;
+use super::config::{Closed, FlowId};
+use super::flow::Flow;
 use crate::tuple::Tuple;
 
 /// Event bits of a flow that wait to be reported. The lowest bit is reported first.

@@ -12,6 +12,7 @@ use crate::control::Message;
 use crate::framing::LengthError;
 use crate::negotiation::{Failure, Negotiation, Step};
 use crate::packet::{ControlPacket, KeyId, Opcode, PacketError};
+use crate::reliable::Received;
 use crate::tls::{Channel, TlsError};
 use crate::wrap::OpenError;
 
@@ -58,8 +59,9 @@ impl Session {
             return Err(Dropped::WrongKey);
         };
         let failed_before = negotiation.has_failed();
-        let taken = match negotiation.input(packet, now, &open, &mut steps) {
-            Ok(taken) => taken,
+        let result = match negotiation.input(packet, now, &open, &mut steps) {
+            Ok(Received::Refused) => Err(Dropped::OutOfWindow),
+            Ok(Received::New | Received::Duplicate) => Ok(()),
             Err(failure) => {
                 self.negotiation_failed(slot, failure, now);
                 Ok(())
@@ -76,7 +78,7 @@ impl Session {
             }
             self.step(slot, step, now);
         }
-        taken
+        result
     }
 
     /// Checks both session ids. The peer's first packet sets the peer's id.

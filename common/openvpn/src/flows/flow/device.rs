@@ -7,9 +7,9 @@ use std::net::Ipv4Addr;
 use smoltcp::phy::{Checksum, Device, DeviceCapabilities, Medium, RxToken, TxToken};
 use smoltcp::time::Instant;
 
-use super::track::Offer;
+use super::track::{Emitted, Offer};
 use crate::echo::Replies;
-use crate::ip::{self, HEADER, Sum, flags, protocol, pseudo};
+use crate::ip::{HEADER, Sum, flags, protocol, pseudo};
 
 /// Returns the device's capabilities. smoltcp's own checksums are disabled: this crate computes and checks
 /// them once, and faster.
@@ -101,35 +101,6 @@ impl Outbox {
             self.held = length;
         }
         taken
-    }
-}
-
-/// Header fields of a packet that smoltcp has emitted.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Emitted {
-    pub(crate) sequence: u32,
-    pub(crate) acknowledgement: u32,
-    pub(crate) flags: u8,
-    pub(crate) window: u16,
-    pub(crate) data: u32,
-    /// Window scale of a SYN; 0 without the option.
-    pub(crate) shift: u8,
-}
-
-impl Emitted {
-    fn of(packet: &[u8]) -> Option<Self> {
-        let (_, tcp) = packet.split_first_chunk::<HEADER>()?;
-        let (head, behind) = tcp.split_first_chunk::<HEADER>()?;
-        let options_len = (usize::from(head[12] >> 4) * 4).checked_sub(HEADER)?;
-        let (options, data) = behind.split_at_checked(options_len)?;
-        Some(Self {
-            sequence: u32::from_be_bytes([head[4], head[5], head[6], head[7]]),
-            acknowledgement: u32::from_be_bytes([head[8], head[9], head[10], head[11]]),
-            flags: head[13],
-            window: u16::from_be_bytes([head[14], head[15]]),
-            data: u32::try_from(data.len()).unwrap_or(u32::MAX),
-            shift: ip::window_scale(options).unwrap_or(0),
-        })
     }
 }
 

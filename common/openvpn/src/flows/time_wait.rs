@@ -8,10 +8,10 @@ use std::time::{Duration, Instant};
 use crate::tuple::{Key, Keyed, Table};
 
 /// Reservation time: as long as Linux keeps TIME-WAIT at the remote end.
-const KEPT_FOR: Duration = Duration::from_secs(60);
+const RESERVED_FOR: Duration = Duration::from_secs(60);
 /// Largest number of entries; beyond this number the oldest entry is dropped early. Smaller than the number
 /// of ports, so that a destination with few open flows always has a free port.
-const MAX_GRAVES: usize = 16 << 10;
+const MAX_ENTRIES: usize = 16 << 10;
 
 /// Sequence numbers of the last segment: the flow's own number, and the next expected number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -21,12 +21,12 @@ pub(crate) struct Last {
 }
 
 #[derive(Debug)]
-pub(crate) struct Graves {
+pub(crate) struct TimeWait {
     table: Table<Key, (Instant, Option<Last>)>,
     oldest: VecDeque<(Instant, Key)>,
 }
 
-impl Graves {
+impl TimeWait {
     pub(crate) fn new(keyed: Keyed) -> Self {
         Self {
             table: Table::with_hasher(keyed),
@@ -35,10 +35,10 @@ impl Graves {
     }
 
     pub(crate) fn add(&mut self, key: Key, last: Option<Last>, now: Instant) {
-        while self.oldest.len() >= MAX_GRAVES {
+        while self.oldest.len() >= MAX_ENTRIES {
             self.forget_oldest();
         }
-        let until = now + KEPT_FOR;
+        let until = now + RESERVED_FOR;
         self.table.insert(key, (until, last));
         self.oldest.push_back((until, key));
     }

@@ -19,8 +19,9 @@ use device::{Inbound, Outbound};
 use track::DEFAULT_MSS;
 pub(crate) use track::Track;
 
+use super::config::{Closed, Received};
+use super::share::NO_SHARE;
 use crate::echo::Replies;
-use crate::flows::{APART, Closed, Received};
 use crate::ip::{Segment, flags};
 use crate::session::LARGE_TUN_MTU;
 use crate::tuple::Tuple;
@@ -226,7 +227,7 @@ impl Flow {
         }
         let acknowledged = self.track.input(segment);
         if self.mss() >= OWN_MSS.into() {
-            (self.received_in, self.sent_in) = (APART, APART);
+            (self.received_in, self.sent_in) = (NO_SHARE, NO_SHARE);
         }
         let mut replies = Some(replies);
         let offer = self.track.offer(self.receive_share);

@@ -3,8 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::device::Emitted;
-use crate::ip::{Segment, flags};
+use crate::ip::{self, HEADER, Segment, flags};
 
 /// MSS of a remote end that does not send the option (RFC 9293, 3.7.1).
 pub(crate) const DEFAULT_MSS: u16 = 536;
@@ -53,6 +52,35 @@ impl Offer {
         let kept = kept.map_or(0, |end| end.wrapping_sub(acknowledgement));
         let most = self.share.max(kept).div_ceil(1 << self.shift);
         window.min(u16::try_from(most).unwrap_or(u16::MAX))
+    }
+}
+
+/// Header fields of a packet that smoltcp has emitted.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Emitted {
+    pub(crate) sequence: u32,
+    pub(crate) acknowledgement: u32,
+    pub(crate) flags: u8,
+    pub(crate) window: u16,
+    pub(crate) data: u32,
+    /// Window scale of a SYN; 0 without the option.
+    pub(crate) shift: u8,
+}
+
+impl Emitted {
+    pub(super) fn of(packet: &[u8]) -> Option<Self> {
+        let (_, tcp) = packet.split_first_chunk::<HEADER>()?;
+        let (head, behind) = tcp.split_first_chunk::<HEADER>()?;
+        let options_len = (usize::from(head[12] >> 4) * 4).checked_sub(HEADER)?;
+        let (options, data) = behind.split_at_checked(options_len)?;
+        Some(Self {
+            sequence: u32::from_be_bytes([head[4], head[5], head[6], head[7]]),
+            acknowledgement: u32::from_be_bytes([head[8], head[9], head[10], head[11]]),
+            flags: head[13],
+            window: u16::from_be_bytes([head[14], head[15]]),
+            data: u32::try_from(data.len()).unwrap_or(u32::MAX),
+            shift: ip::window_scale(options).unwrap_or(0),
+        })
     }
 }
 
