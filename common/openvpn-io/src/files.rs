@@ -99,7 +99,7 @@ pub fn identity(cert: &Material, key: &Material) -> Result<Identity, FileError> 
 /// Returns a reason why peers will refuse this side's certificate, for a warning in the log. The reason is
 /// not an error, because peers may judge the certificate differently.
 pub fn doubt(cert: &Material, role: Role) -> Option<String> {
-    let problem = tls::doubt(&load(cert).ok()?, role)?;
+    let problem = tls::certificate_problem(&load(cert).ok()?, role)?;
     Some(format!("{cert}: {problem}"))
 }
 

@@ -80,7 +80,7 @@ impl Streams {
 
     /// Records an authentic packet from the peer.
     pub fn heard(&mut self, now: Moment) {
-        self.flows.heard(now);
+        self.flows.packet_received(now);
         self.mailbox.hear(now);
     }
 

@@ -156,7 +156,7 @@ impl Replies {
     }
 
     fn allowed(&mut self, now: Instant) -> bool {
-        let allowed = self.limit.take(now);
+        let allowed = self.limit.allows(now);
         self.suppressed += u64::from(!allowed);
         allowed
     }
@@ -231,7 +231,7 @@ impl RateLimit {
         }
     }
 
-    fn take(&mut self, now: Instant) -> bool {
+    fn allows(&mut self, now: Instant) -> bool {
         let passed = now.saturating_duration_since(self.since);
         let earned = passed.as_micros() * u128::from(self.rate) / 1_000_000;
         if earned > 0 {

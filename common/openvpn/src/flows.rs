@@ -169,8 +169,8 @@ impl Flows {
             remote: destination,
         };
         let shape = self.shape(tuple);
-        let heard = self.liveness.now(now);
-        let mut flow = Flow::dial(shape, self.clock, now, heard)
+        let last_received = self.liveness.now(now);
+        let mut flow = Flow::dial(shape, self.clock, now, last_received)
             .map_err(|_| DialError::Undialable(destination))?;
         let until = now + self.config.connect_timeout;
         flow.connect_by = Some(until);
@@ -198,8 +198,8 @@ impl Flows {
             let tuple = pending.tuple;
             self.shape(tuple)
         };
-        let heard = self.liveness.now(now);
-        let mut flow = Flow::listen(shape, self.clock, now, heard).map_err(|_| Gone)?;
+        let last_received = self.liveness.now(now);
+        let mut flow = Flow::listen(shape, self.clock, now, last_received).map_err(|_| Gone)?;
         if let Ok(packet) = Packet::parse(&syn)
             && let Ok(segment) = Segment::parse(&packet)
         {
@@ -270,37 +270,37 @@ impl Flows {
         if room < bytes.len() && room < flow.mss() && flow.charge() > 0 {
             room = 0;
         }
-        let taken = if flow.connected {
+        let accepted = if flow.connected {
             flow.send(bytes.get(..room).unwrap_or(bytes))
         } else {
             0
         };
-        let short = taken < bytes.len();
+        let short = accepted < bytes.len();
         flow.wants_room |= short;
         if short && room < own {
             self.slots.wait(id.index);
         }
-        if taken > 0 {
+        if accepted > 0 {
             self.recharge(id.index);
             self.slots.make_ready(id.index);
         }
-        Ok(taken)
+        Ok(accepted)
     }
 
-    /// Passes received bytes to `take`, which returns how many bytes it consumed. Call `recv` again until the
-    /// result is [`Received::Empty`] or [`Received::End`], or until `take` needs no more data.
+    /// Passes received bytes to `consume`, which returns the number of bytes to remove. Call `recv` again
+    /// until the result is [`Received::Empty`] or [`Received::End`], or until `consume` needs no more data.
     pub fn recv(
         &mut self,
         id: FlowId,
-        take: impl FnOnce(&[u8]) -> usize,
+        consume: impl FnOnce(&[u8]) -> usize,
     ) -> Result<Received, Gone> {
         let flow = self.open(id)?;
-        let received = flow.recv(take);
+        let received = flow.recv(consume);
         match received {
             // Reading may have opened the window.
             Received::Bytes(1..) => self.slots.make_ready(id.index),
             Received::Bytes(0) => {}
-            Received::Empty => flow.told_readable = false,
+            Received::Empty => flow.readable_reported = false,
             Received::End => {}
         }
         self.settle(id.index);
@@ -334,8 +334,8 @@ impl Flows {
     }
 
     /// Records an authentic packet from the peer, even a ping. `input` does this as well.
-    pub fn heard(&mut self, now: Instant) {
-        self.liveness.heard(now);
+    pub fn packet_received(&mut self, now: Instant) {
+        self.liveness.received(now);
     }
 
     /// Number of flows: open, connecting, or waiting for the owner's answer.

@@ -160,15 +160,15 @@ impl Hub {
         let Some(entry) = self.entry(peer) else {
             return;
         };
-        let taken = entry
+        let result = entry
             .session
             .input(datagram, now, &mut |packet| inner(peer, packet));
         // Data produces no output and only postpones timers, so most data packets need no further work.
-        let told = entry.session.has_events();
-        if moved && taken.is_ok() {
+        let has_events = entry.session.has_events();
+        if moved && result.is_ok() {
             self.relocate(peer, from);
         }
-        if told {
+        if has_events {
             self.collect(peer, now);
         }
     }
@@ -182,7 +182,7 @@ impl Hub {
         };
         self.by_address
             .get(&to)
-            .is_none_or(|there| fingerprint(*there) == Some(own))
+            .is_none_or(|peer| fingerprint(*peer) == Some(own))
     }
 
     fn relocate(&mut self, peer: PeerId, to: SocketAddr) {
@@ -237,7 +237,7 @@ impl Hub {
             return;
         };
         let known = self.by_client.get(&(from, header.session)).copied();
-        let Some(peer) = known.or_else(|| self.stranger(from, header, datagram, now)) else {
+        let Some(peer) = known.or_else(|| self.unknown_session(from, header, datagram, now)) else {
             return;
         };
         let Some(entry) = self.entry(peer) else {

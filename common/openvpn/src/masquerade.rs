@@ -25,7 +25,7 @@ pub const FLOW_PORTS: RangeInclusive<u16> = 32768..=65535;
 
 /// Idle timeouts of connections. They are about as long as in Linux, except for established TCP connections:
 /// one day instead of five.
-mod kept {
+mod timeout {
     use super::Duration;
 
     pub(super) const OPENING: Duration = Duration::from_secs(120);
@@ -95,7 +95,7 @@ impl Masquerade {
                         }
                         None => return Err(Untracked::Unknown),
                     };
-                connection.pass(&ends, false, now);
+                connection.record(&ends, false, now);
                 let port = connection.port;
                 if let Some(mut rewrite) = Rewrite::new(packet) {
                     rewrite.set_source(self.address);
@@ -138,7 +138,7 @@ impl Masquerade {
                     .table
                     .inward(ends.protocol, ends.source, ends.destination.port())
                     .ok_or(Untracked::Unknown)?;
-                connection.pass(&ends, true, now);
+                connection.record(&ends, true, now);
                 let client = connection.source;
                 if let Some(mut rewrite) = Rewrite::new(packet) {
                     rewrite.set_destination(*client.ip());
@@ -241,7 +241,7 @@ impl Kind {
 
 impl Connection {
     /// Records a packet, which may change the connection's timeout.
-    fn pass(&mut self, ends: &Ends, inward: bool, now: Instant) {
+    fn record(&mut self, ends: &Ends, inward: bool, now: Instant) {
         self.answered |= inward;
         if ends.protocol == protocol::TCP {
             if ends.flags & flags::SYN != 0 && !inward {
@@ -255,13 +255,13 @@ impl Connection {
             }
         }
         let keep = match ends.protocol {
-            protocol::TCP if self.reset => kept::RESET,
-            protocol::TCP if self.ended == [true; 2] => kept::CLOSING,
-            protocol::TCP if self.answered => kept::ESTABLISHED,
-            protocol::TCP => kept::OPENING,
-            protocol::UDP if self.answered => kept::UDP_ANSWERED,
-            protocol::UDP => kept::UDP,
-            _ => kept::ICMP,
+            protocol::TCP if self.reset => timeout::RESET,
+            protocol::TCP if self.ended == [true; 2] => timeout::CLOSING,
+            protocol::TCP if self.answered => timeout::ESTABLISHED,
+            protocol::TCP => timeout::OPENING,
+            protocol::UDP if self.answered => timeout::UDP_ANSWERED,
+            protocol::UDP => timeout::UDP,
+            _ => timeout::ICMP,
         };
         self.until = now + keep;
     }

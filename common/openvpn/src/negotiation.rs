@@ -310,8 +310,8 @@ impl Negotiation {
     }
 
     /// Returns true if acknowledgements wait to be sent.
-    pub(crate) fn owes_acks(&self) -> bool {
-        self.reliable.owes_acks()
+    pub(crate) fn has_pending_acks(&self) -> bool {
+        self.reliable.has_pending_acks()
     }
 
     /// Drops the acknowledgements that wait to be sent.
@@ -332,7 +332,7 @@ impl Negotiation {
         now: Instant,
     ) -> Option<ControlPacket<'_>> {
         let due = self.reliable.timeout().is_some_and(|at| at <= now);
-        if !due && !self.reliable.owes_acks() {
+        if !due && !self.reliable.has_pending_acks() {
             return None;
         }
         let most = if due { MAX_PIGGYBACK } else { MAX_ACKS };

@@ -153,7 +153,7 @@ impl<K: Copy> Reliable<K> {
     pub fn receive(&mut self, id: u32, kind: K, payload: &[u8]) -> Received {
         let ahead = id.wrapping_sub(self.next_receive);
         if ahead > u32::MAX / 2 {
-            self.owe(id);
+            self.queue_ack(id);
             return Received::Duplicate;
         }
         let ahead = ahead as usize;
@@ -164,10 +164,10 @@ impl<K: Copy> Reliable<K> {
             self.received.push_back(None);
         }
         if self.received.get(ahead).is_some_and(Option::is_some) {
-            self.owe(id);
+            self.queue_ack(id);
             return Received::Duplicate;
         }
-        if !self.owe(id) {
+        if !self.queue_ack(id) {
             return Received::Refused;
         }
         if let Some(slot) = self.received.get_mut(ahead) {
@@ -184,7 +184,7 @@ impl<K: Copy> Reliable<K> {
     }
 
     /// Queues an acknowledgement. Returns false if the queue is full.
-    fn owe(&mut self, id: u32) -> bool {
+    fn queue_ack(&mut self, id: u32) -> bool {
         if self.acks.contains(&id) {
             return true;
         }
@@ -196,7 +196,7 @@ impl<K: Copy> Reliable<K> {
     }
 
     /// Returns true if acknowledgements wait to be sent.
-    pub fn owes_acks(&self) -> bool {
+    pub fn has_pending_acks(&self) -> bool {
         !self.acks.is_empty()
     }
 

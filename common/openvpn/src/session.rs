@@ -206,15 +206,15 @@ impl Session {
         now: Instant,
         inner: &mut dyn FnMut(&[u8]),
     ) -> Result<(), Dropped> {
-        let taken = match DataHeader::parse(packet) {
+        let result = match DataHeader::parse(packet) {
             Some(header) => self.data(header, packet, now, inner),
             None => self.control(packet, now),
         };
-        match taken {
+        match result {
             Ok(()) => self.clocks.received(now),
             Err(dropped) => self.stats.count(dropped),
         }
-        taken
+        result
     }
 
     fn data(
@@ -343,7 +343,7 @@ impl Session {
     pub fn close(&mut self, now: Instant) {
         let udp = self.side.common().transport == Transport::Udp;
         if !self.is_ended() {
-            self.leave(udp, now);
+            self.close_and_notify(udp, now);
         }
         // Over TCP a session that was never established sends nothing more, even if messages are
         // unacknowledged.
@@ -355,18 +355,18 @@ impl Session {
         }
     }
 
-    fn leave(&mut self, udp: bool, now: Instant) {
-        let tell = self.agreed.filter(|_| udp);
+    fn close_and_notify(&mut self, udp: bool, now: Instant) {
+        let notified = self.agreed.filter(|_| udp);
         // During a renegotiation a control text would have to wait.
-        let by_control = tell.is_some_and(|agreed| agreed.cc_exit) && self.next.is_none();
+        let by_control = notified.is_some_and(|agreed| agreed.cc_exit) && self.next.is_none();
         if by_control {
-            self.say(crate::control::EXIT, now);
+            self.send_text(crate::control::EXIT, now);
         }
         self.end(Ended::Closed, now);
         if let Some(end) = self
             .ended
             .as_mut()
-            .filter(|_| tell.is_some() && !by_control)
+            .filter(|_| notified.is_some() && !by_control)
         {
             end.exits = 2;
         }
@@ -398,9 +398,10 @@ impl Session {
 
     /// Returns true if the session has ended and nothing is left to be sent or acknowledged.
     pub fn is_finished(&self) -> bool {
-        let talking = self.next.as_ref().or(self.current.as_ref());
+        let active = self.next.as_ref().or(self.current.as_ref());
         self.ended.as_ref().is_some_and(|end| {
-            let silent = talking.is_none_or(|talking| talking.is_drained() && !talking.owes_acks());
+            let silent =
+                active.is_none_or(|active| active.is_drained() && !active.has_pending_acks());
             end.over || silent && end.exits == 0
         })
     }
@@ -413,13 +414,13 @@ impl Session {
     /// Returns true if [`Session::poll_output`] may have a packet now.
     pub(crate) fn has_output(&self, now: Instant) -> bool {
         let due = |at: Option<Instant>| at.is_some_and(|at| at <= now);
-        let talking = self.next.as_ref().or(self.current.as_ref());
+        let active = self.next.as_ref().or(self.current.as_ref());
         let exit = self
             .ended
             .as_ref()
             .filter(|end| end.exits > 0)
             .map(|end| end.next_exit);
-        talking.is_some_and(|talking| talking.owes_acks() || due(talking.timeout()))
+        active.is_some_and(|active| active.has_pending_acks() || due(active.timeout()))
             || due(exit)
             || due(self.clocks.ping_at())
     }

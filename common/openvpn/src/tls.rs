@@ -84,9 +84,9 @@ impl Identity {
 
 /// Returns the reason why peers will refuse this side's certificate, the PEM file `cert`: out of date, or
 /// made for the other role. Many peers refuse a certificate silently.
-pub fn doubt(certificate: &[u8], role: Role) -> Option<String> {
+pub fn certificate_problem(certificate: &[u8], role: Role) -> Option<String> {
     let own = CertificateDer::from_pem_slice(certificate).ok()?;
-    certificate::doubt(&own, role)
+    certificate::certificate_problem(&own, role)
 }
 
 /// Parses the certificates of a PEM file. Fails if the file contains no certificate.

@@ -13,7 +13,7 @@ use culvert_openvpn::Role;
 use culvert_openvpn::session::{
     Authenticated, ClientConfig, Event, ServerConfig, Session, Transport,
 };
-use culvert_openvpn::tls::{ClientTls, Identity, PeerIdentity, ServerTls, doubt};
+use culvert_openvpn::tls::{ClientTls, Identity, PeerIdentity, ServerTls, certificate_problem};
 use libfuzzer_sys::fuzz_target;
 use rcgen::ExtendedKeyUsagePurpose::{ClientAuth, ServerAuth};
 use rustls_pki_types::CertificateDer;
@@ -77,8 +77,8 @@ fuzz_target!(|input: &[u8]| {
     let pem = pki::pem(&der);
     let named = PeerIdentity::new(&CertificateDer::from(&der[..]));
     for role in [Role::Client, Role::Server] {
-        let doubt = doubt(pem.as_bytes(), role);
-        assert!(doubt.is_none_or(|why| !why.is_empty()));
+        let problem = certificate_problem(pem.as_bytes(), role);
+        assert!(problem.is_none_or(|why| !why.is_empty()));
     }
     // Most certificates without a readable name need no handshake: run one for a quarter of these inputs.
     if named.is_none() && choice % 8 < 6 {

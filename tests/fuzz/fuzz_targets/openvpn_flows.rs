@@ -133,7 +133,7 @@ fuzz_target!(|input: &[u8]| {
             (10, Some(id)) => flows.close(id),
             (11, Some(id)) => flows.abort(id),
             (12, _) => now += Duration::from_millis(1 << (bytes.byte() % 20)),
-            (13, _) => flows.heard(now),
+            (13, _) => flows.packet_received(now),
             (14, _) if !config.accept => open.extend(flows.dial(POD, now)),
             _ => {}
         }

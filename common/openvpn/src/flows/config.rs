@@ -311,7 +311,7 @@ pub enum Received {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Input {
     /// The packet belongs to a flow, or to a flow that has just ended.
-    Taken,
+    Accepted,
     /// Not TCP, or no flow has these addresses and ports. If no other part of the program handles the packet,
     /// pass it to [`reject`](super::Flows::reject).
     Unknown,

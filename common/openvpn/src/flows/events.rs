@@ -1,6 +1,6 @@
 //! Events for the owner, and the end of flows.
 
-use super::slots::{Slot, told};
+use super::slots::{Slot, event};
 use super::time_wait::Last;
 use super::{Closed, Event, Flows};
 
@@ -15,7 +15,7 @@ impl Flows {
             let event = entry.events & entry.events.wrapping_neg();
             entry.events &= !event;
             if entry.events != 0 {
-                self.slots.tell(index, 0);
+                self.slots.report(index, 0);
             }
             let Some(entry) = self.slots.get(id) else {
                 continue;
@@ -26,15 +26,15 @@ impl Flows {
                 Slot::Open(flow) => (flow.tuple, flow.ending),
             };
             return Some(match event {
-                told::INCOMING => Event::Incoming {
+                event::INCOMING => Event::Incoming {
                     id,
                     source: tuple.remote,
                     destination: tuple.local,
                 },
-                told::CONNECTED => Event::Connected(id),
-                told::READABLE => Event::Readable(id),
-                told::WRITABLE => Event::Writable(id),
-                told::CLOSED => {
+                event::CONNECTED => Event::Connected(id),
+                event::READABLE => Event::Readable(id),
+                event::WRITABLE => Event::Writable(id),
+                event::CLOSED => {
                     self.remove(index);
                     Event::Closed(id, ending.unwrap_or(Closed::Finished))
                 }
@@ -73,30 +73,30 @@ impl Flows {
         }
         let mut events = 0;
         if flow.becomes_connected() {
-            events |= told::CONNECTED;
+            events |= event::CONNECTED;
             if flow.wants_room {
                 flow.wants_room = false;
-                events |= told::WRITABLE;
+                events |= event::WRITABLE;
             }
         }
-        if !flow.told_readable && flow.is_readable() {
-            flow.told_readable = true;
-            events |= told::READABLE;
+        if !flow.readable_reported && flow.is_readable() {
+            flow.readable_reported = true;
+            events |= event::READABLE;
         }
-        if flow.wants_room && flow.connected && flow.send_room() >= flow.room_worth_telling() {
+        if flow.wants_room && flow.connected && flow.send_room() >= flow.room_to_report() {
             // With the shared limit, flows get room in turn, except a flow with nothing in flight.
             if self.pacer.is_none() || flow.charge() == 0 {
                 flow.wants_room = false;
-                events |= told::WRITABLE;
+                events |= event::WRITABLE;
             } else {
                 self.slots.wait(index);
             }
         }
         if over && !self.slots.flow(index).is_some_and(|flow| flow.unread()) {
-            events |= told::CLOSED;
+            events |= event::CLOSED;
         }
         if events != 0 {
-            self.slots.tell(index, events);
+            self.slots.report(index, events);
         }
     }
 
@@ -119,8 +119,8 @@ impl Flows {
                 && flow.send_room() > 0
             {
                 flow.wants_room = false;
-                room = room.saturating_sub(flow.room_worth_telling());
-                self.slots.tell(index, told::WRITABLE);
+                room = room.saturating_sub(flow.room_to_report());
+                self.slots.report(index, event::WRITABLE);
             }
         }
     }
@@ -140,8 +140,8 @@ impl Flows {
             }
             Slot::Open(flow) => {
                 self.buffers -= flow.buffers;
-                let well = flow.ending.is_none() && !flow.abandoned;
-                let last = well.then(|| Last {
+                let finished = flow.ending.is_none() && !flow.abandoned;
+                let last = finished.then(|| Last {
                     sequence: flow.track.sent(),
                     expected: flow.track.expected(),
                 });

@@ -106,13 +106,13 @@ pub(crate) struct Flow {
     /// Set when the flow ends without sending another packet.
     pub(crate) dropped: bool,
     /// Set from a `Readable` event until `recv` finds nothing more to read.
-    pub(crate) told_readable: bool,
+    pub(crate) readable_reported: bool,
     /// Set when `send` could not accept all bytes.
     pub(crate) wants_room: bool,
     /// Deadline for the handshake; `None` once connected.
     pub(crate) connect_by: Option<Instant>,
     /// Time of the last segment from the remote end, on the liveness clock.
-    pub(crate) heard: Instant,
+    pub(crate) last_received: Instant,
     /// Retransmitted segments since this counter was last reset.
     pub(crate) retransmitted: u64,
     /// Set during the flow's own slow start: acknowledged bytes widen the window.
@@ -120,7 +120,7 @@ pub(crate) struct Flow {
 }
 
 impl Flow {
-    fn new(shape: Shape, clock: Clock, now: Instant, heard: Instant) -> Self {
+    fn new(shape: Shape, clock: Clock, now: Instant, last_received: Instant) -> Self {
         let mut config = Config::new(HardwareAddress::Ip);
         config.random_seed = shape.seed;
         let mut replies = None;
@@ -162,10 +162,10 @@ impl Flow {
             ending: None,
             abandoned: false,
             dropped: false,
-            told_readable: false,
+            readable_reported: false,
             wants_room: false,
             connect_by: None,
-            heard,
+            last_received,
             retransmitted: 0,
             eager: shape.eager,
         }
@@ -176,9 +176,9 @@ impl Flow {
         shape: Shape,
         clock: Clock,
         now: Instant,
-        heard: Instant,
+        last_received: Instant,
     ) -> Result<Box<Self>, tcp::ConnectError> {
-        let mut flow = Box::new(Self::new(shape, clock, now, heard));
+        let mut flow = Box::new(Self::new(shape, clock, now, last_received));
         let (local, remote) = (shape.tuple.local, shape.tuple.remote);
         let flow_mut = &mut *flow;
         flow_mut
@@ -193,9 +193,9 @@ impl Flow {
         shape: Shape,
         clock: Clock,
         now: Instant,
-        heard: Instant,
+        last_received: Instant,
     ) -> Result<Box<Self>, tcp::ListenError> {
-        let mut flow = Box::new(Self::new(shape, clock, now, heard));
+        let mut flow = Box::new(Self::new(shape, clock, now, last_received));
         let local = shape.tuple.local;
         flow.socket_mut().listen(IpListenEndpoint::from(local))?;
         Ok(flow)
@@ -357,7 +357,7 @@ impl Flow {
     }
 
     /// Returns how large [`send_room`](Self::send_room) must be before the owner is notified.
-    pub(crate) fn room_worth_telling(&self) -> usize {
+    pub(crate) fn room_to_report(&self) -> usize {
         (self.send_limit() / 4).clamp(1, 8 * self.mss())
     }
 
@@ -382,16 +382,16 @@ impl Flow {
         self.socket().can_recv()
     }
 
-    pub(crate) fn recv(&mut self, take: impl FnOnce(&[u8]) -> usize) -> Received {
-        let taken = self.socket_mut().recv(|bytes| {
+    pub(crate) fn recv(&mut self, consume: impl FnOnce(&[u8]) -> usize) -> Received {
+        let read = self.socket_mut().recv(|bytes| {
             if bytes.is_empty() {
                 return (0, None);
             }
-            let taken = take(bytes).min(bytes.len());
-            (taken, Some(taken))
+            let read = consume(bytes).min(bytes.len());
+            (read, Some(read))
         });
-        match taken {
-            Ok(Some(taken)) => Received::Bytes(taken),
+        match read {
+            Ok(Some(read)) => Received::Bytes(read),
             Ok(None) => Received::Empty,
             Err(RecvError::Finished) => Received::End,
             // After a reset, another event reports the reset. Before the handshake there is nothing to read.

@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use super::slots::{Pending, Slot, told};
+use super::slots::{Pending, Slot, event};
 use super::{Closed, Flows, Input, Unreachable};
 use crate::ip::{Icmp, Malformed, Packet, Segment, flags, kind, protocol};
 use crate::tuple::{Key, Tuple};
@@ -14,7 +14,7 @@ impl Flows {
     /// Processes an inner packet out of the tunnel.
     pub fn input(&mut self, packet: &[u8], now: Instant) -> Input {
         self.tick(now);
-        self.liveness.heard(now);
+        self.liveness.received(now);
         let segment = Packet::parse(packet).and_then(|packet| {
             Ok(match packet.protocol() {
                 protocol::TCP => Some((packet, Segment::parse(&packet)?)),
@@ -39,10 +39,10 @@ impl Flows {
             self.last = (key, *index);
             *index
         } else {
-            return self.stranger(packet, segment, key, now);
+            return self.unknown_flow(packet, segment, key, now);
         };
         self.stats.received += 1;
-        let heard = self.liveness.now(now);
+        let last_received = self.liveness.now(now);
         let Some(entry) = self.slots.entry(index) else {
             return Input::Unknown;
         };
@@ -54,16 +54,16 @@ impl Flows {
                     pending.ending = Some(Closed::Reset);
                     self.give_up(index);
                 }
-                return Input::Taken;
+                return Input::Accepted;
             }
             Slot::Free => return Input::Unknown,
         };
-        let behind = flow.track.is_behind_first_window(segment);
-        if behind || flow.connected && flow.track.outside_window(segment) {
+        let beyond = flow.track.is_beyond_first_window(segment);
+        if beyond || flow.connected && flow.track.outside_window(segment) {
             self.stats.out_of_window += 1;
         }
-        if behind {
-            return Input::Taken;
+        if beyond {
+            return Input::Accepted;
         }
         if !segment.payload().is_empty() {
             self.receiving.moved(&mut flow.received_in, now);
@@ -71,14 +71,14 @@ impl Flows {
         flow.receive_share = self.receiving.of(flow.received_in);
         let repeating = flow.track.is_repeating();
         let acknowledged = flow.input(segment, packet.bytes(), &mut self.replies, now);
-        flow.heard = heard;
+        flow.last_received = last_received;
         self.slots.make_ready(index);
         if self.pacer.is_some() {
             self.paced_input(index, acknowledged, repeating && acknowledged > 0, now);
         }
         self.settle(index);
         self.wake_waiting();
-        Input::Taken
+        Input::Accepted
     }
 
     /// Passes an acknowledgement to the pacer. A repeated segment counts as lost only if the repetition was
@@ -102,7 +102,7 @@ impl Flows {
     }
 
     /// Processes a segment of an unknown flow.
-    fn stranger(
+    fn unknown_flow(
         &mut self,
         packet: &Packet<'_>,
         segment: &Segment<'_>,
@@ -111,7 +111,7 @@ impl Flows {
     ) -> Input {
         if segment.opens() && self.config.accept && segment.destination().port() != 0 {
             self.incoming(packet, segment, key, now);
-            return Input::Taken;
+            return Input::Accepted;
         }
         let Some(last) = self.time_wait.last(key) else {
             return Input::Unknown;
@@ -120,7 +120,7 @@ impl Flows {
             self.replies
                 .acknowledge(segment, last.sequence, last.expected);
         }
-        Input::Taken
+        Input::Accepted
     }
 
     fn incoming(&mut self, packet: &Packet<'_>, segment: &Segment<'_>, key: Key, now: Instant) {
@@ -145,17 +145,17 @@ impl Flows {
         self.pending += 1;
         self.table.insert(key, id.index);
         self.slots.arm(id.index, until);
-        self.slots.tell(id.index, told::INCOMING);
+        self.slots.report(id.index, event::INCOMING);
     }
 
     /// Ends a flow that waits for the owner. If the owner has not received the `Incoming` event yet, no event
     /// follows.
     pub(super) fn give_up(&mut self, index: u32) {
         if let Some(entry) = self.slots.entry(index) {
-            if entry.events & told::INCOMING != 0 {
+            if entry.events & event::INCOMING != 0 {
                 self.remove(index);
             } else {
-                self.slots.tell(index, told::CLOSED);
+                self.slots.report(index, event::CLOSED);
             }
         }
     }
@@ -198,7 +198,7 @@ impl Flows {
             flow.dropped = true;
             self.settle(index);
         }
-        Input::Taken
+        Input::Accepted
     }
 
     /// Answers an echo request to the configured address. Returns false for any other packet.
@@ -213,11 +213,11 @@ impl Flows {
         let Ok(icmp) = Icmp::parse(&packet) else {
             return false;
         };
-        let asked = icmp.kind() == kind::ECHO && icmp.code() == 0;
-        if asked {
+        let is_request = icmp.kind() == kind::ECHO && icmp.code() == 0;
+        if is_request {
             self.replies.echo(&packet, &icmp);
         }
-        asked
+        is_request
     }
 
     /// Answers an unwanted packet: TCP with a reset, ICMP never, any other protocol with an ICMP error. The

@@ -10,27 +10,27 @@ const GRACE: Duration = Duration::from_secs(15);
 
 #[derive(Debug)]
 pub(crate) struct Liveness {
-    heard: Instant,
+    last_received: Instant,
     stalled: Duration,
 }
 
 impl Liveness {
     pub(crate) fn new(now: Instant) -> Self {
         Self {
-            heard: now,
+            last_received: now,
             stalled: Duration::ZERO,
         }
     }
 
-    pub(crate) fn heard(&mut self, now: Instant) {
-        let silence = now.saturating_duration_since(self.heard);
+    pub(crate) fn received(&mut self, now: Instant) {
+        let silence = now.saturating_duration_since(self.last_received);
         self.stalled += silence.saturating_sub(GRACE);
-        self.heard = self.heard.max(now);
+        self.last_received = self.last_received.max(now);
     }
 
     /// Returns the clock's time.
     pub(crate) fn now(&self, now: Instant) -> Instant {
-        let shown = now.min(self.heard + GRACE);
+        let shown = now.min(self.last_received + GRACE);
         shown.checked_sub(self.stalled).unwrap_or(shown)
     }
 

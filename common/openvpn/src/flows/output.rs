@@ -117,7 +117,7 @@ impl Flows {
         }
         if flow.connected
             && flow.ending.is_none()
-            && silent_since.is_some_and(|since| flow.heard <= since)
+            && silent_since.is_some_and(|since| flow.last_received <= since)
         {
             flow.ending = Some(Closed::TimedOut(self.config.user_timeout));
             flow.abort();
@@ -143,12 +143,12 @@ impl Flows {
         let Some(flow) = self.slots.flow(index) else {
             return;
         };
-        let heard = flow.heard;
+        let last_received = flow.last_received;
         let until = match flow.connect_by {
             Some(until) => until,
             None => self
                 .liveness
-                .when(heard + user_timeout, now)
+                .when(last_received + user_timeout, now)
                 .max(now + PAUSE),
         };
         self.slots.arm(index, until);

@@ -13,8 +13,8 @@ use super::Pace;
 /// a stock peer accepts as much.
 const LEAST: usize = 64 << 10;
 /// Time for which the cap stays below the last lossy value: initially and at most.
-const HOLD: Duration = Duration::from_secs(30);
-const MAX_HOLD: Duration = Duration::from_secs(600);
+const CEILING_TIME: Duration = Duration::from_secs(30);
+const MAX_CEILING_TIME: Duration = Duration::from_secs(600);
 /// Retransmissions within this time belong to the same loss: smoltcp starts again a second after a loss.
 const SAME_LOSS: Duration = Duration::from_secs(3);
 /// Validity of the shortest round trip.
@@ -25,7 +25,7 @@ pub(crate) struct Pacer {
     settings: Pace,
     cap: usize,
     ceiling: Option<(usize, Instant)>,
-    hold: Duration,
+    ceiling_time: Duration,
     lost: Option<Instant>,
     shortest: Option<(Duration, Instant)>,
     /// Bytes that may be sent now; negative after a packet larger than the balance.
@@ -40,7 +40,7 @@ impl Pacer {
             tokens: settings.burst as i64,
             settings,
             ceiling: None,
-            hold: HOLD,
+            ceiling_time: CEILING_TIME,
             lost: None,
             shortest: None,
             filled: now,
@@ -99,8 +99,8 @@ impl Pacer {
         if same {
             return;
         }
-        self.ceiling = Some((self.cap, now + self.hold));
-        self.hold = (self.hold * 2).min(MAX_HOLD);
+        self.ceiling = Some((self.cap, now + self.ceiling_time));
+        self.ceiling_time = (self.ceiling_time * 2).min(MAX_CEILING_TIME);
         self.cap = (self.cap / 8 * 5).max(LEAST.min(self.settings.in_flight));
     }
 
@@ -139,7 +139,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn losses_lower_the_cap_to_what_a_stock_socket_takes_and_no_further() {
+    fn losses_lower_the_cap_to_what_a_stock_socket_accepts_and_no_further() {
         let mut now = Instant::now();
         let mut pacer = Pacer::new(Pace::to_own_client(), now);
         let mut caps = vec![pacer.cap()];
@@ -163,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn cap_stays_below_the_last_loss_for_the_hold_time_and_then_grows() {
+    fn cap_stays_below_the_last_loss_for_the_ceiling_time_and_then_grows() {
         let start = Instant::now();
         let mut pacer = Pacer::new(Pace::to_own_client(), start);
         pacer.lost(start);

@@ -10,7 +10,7 @@ use super::flow::Flow;
 use crate::tuple::Tuple;
 
 /// Event bits of a flow that wait to be reported. The lowest bit is reported first.
-pub(crate) mod told {
+pub(crate) mod event {
     pub(crate) const INCOMING: u8 = 1;
     pub(crate) const CONNECTED: u8 = 2;
     pub(crate) const READABLE: u8 = 4;
@@ -35,7 +35,7 @@ pub(crate) enum Slot {
 pub(crate) struct Entry {
     generation: u32,
     pub(crate) slot: Slot,
-    /// Bits of [`told`].
+    /// Bits of [`event`].
     pub(crate) events: u8,
     /// Set while the index is in the queue of this name. The index may stay in the queue after the slot was
     /// freed or reused.
@@ -131,7 +131,7 @@ impl Slots {
         }
     }
 
-    pub(crate) fn tell(&mut self, index: u32, events: u8) {
+    pub(crate) fn report(&mut self, index: u32, events: u8) {
         let Some(entry) = self.entry(index) else {
             return;
         };

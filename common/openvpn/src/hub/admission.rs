@@ -22,7 +22,7 @@ const MAX_FIRST: usize = 2048;
 impl Hub {
     /// Handles a control packet without a session. Returns a new session if the packet echoes an answer; a
     /// RESET gets an answer without a session.
-    pub(super) fn stranger(
+    pub(super) fn unknown_session(
         &mut self,
         from: SocketAddr,
         header: ControlHeader,

@@ -33,11 +33,11 @@ impl<'a> Segment<'a> {
     pub fn parse(packet: &Packet<'a>) -> Result<Self, Malformed> {
         let bytes = packet.payload();
         let header = bytes.first_chunk::<20>().ok_or(Malformed::Length)?;
-        let (_, behind) = bytes.split_at_checked(20).ok_or(Malformed::Length)?;
+        let (_, after) = bytes.split_at_checked(20).ok_or(Malformed::Length)?;
         let options_len = (usize::from(header[12] >> 4) * 4)
             .checked_sub(20)
             .ok_or(Malformed::Length)?;
-        let (options, payload) = behind
+        let (options, payload) = after
             .split_at_checked(options_len)
             .ok_or(Malformed::Length)?;
         let (from, to) = (packet.source(), packet.destination());
@@ -147,8 +147,8 @@ pub(crate) fn window_scale(bytes: &[u8]) -> Option<u8> {
 /// Iterates over the options with a length field. Yields `None` for a malformed option.
 fn options(mut rest: &[u8]) -> impl Iterator<Item = Option<&[u8]>> {
     std::iter::from_fn(move || {
-        while let [1, behind @ ..] = rest {
-            rest = behind;
+        while let [1, after @ ..] = rest {
+            rest = after;
         }
         match rest {
             [] | [0, ..] => None,
@@ -158,8 +158,8 @@ fn options(mut rest: &[u8]) -> impl Iterator<Item = Option<&[u8]>> {
             }
             [kind, length, ..] => {
                 let split = rest.split_at_checked(usize::from(*length));
-                rest = split.map_or(&[], |(_, behind)| behind);
-                let right = |option: &&[u8]| match kind {
+                rest = split.map_or(&[], |(_, after)| after);
+                let valid = |option: &&[u8]| match kind {
                     2 => option.len() == 4,
                     3 => option.len() == 3,
                     4 => option.len() == 2,
@@ -167,7 +167,7 @@ fn options(mut rest: &[u8]) -> impl Iterator<Item = Option<&[u8]>> {
                     8 => option.len() == 10,
                     _ => option.len() >= 2,
                 };
-                Some(split.map(|(option, _)| option).filter(right))
+                Some(split.map(|(option, _)| option).filter(valid))
             }
         }
     })

@@ -103,7 +103,7 @@ fn messages_are_refused_while_the_ack_queue_is_full() {
         Received::Refused
     );
     let mut taken = 0;
-    while reliable.owes_acks() {
+    while reliable.has_pending_acks() {
         taken += reliable.take_acks(MAX_ACKS).as_slice().len();
     }
     assert_eq!(taken, MAX_PENDING_ACKS);
@@ -121,7 +121,7 @@ fn acknowledgements_are_repeated_where_there_is_room() {
     }
     assert_eq!(reliable.take_acks(MAX_PIGGYBACK).as_slice(), [0, 1, 2, 3]);
     assert_eq!(reliable.take_acks(MAX_PIGGYBACK).as_slice(), [4, 5, 3, 2]);
-    assert!(!reliable.owes_acks());
+    assert!(!reliable.has_pending_acks());
     assert_eq!(reliable.take_acks(MAX_PIGGYBACK).as_slice(), [5, 4, 3, 2]);
     reliable.receive(3, (), b"");
     assert_eq!(reliable.take_acks(MAX_ACKS).as_slice(), [3, 5, 4, 2]);

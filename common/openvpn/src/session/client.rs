@@ -113,7 +113,7 @@ impl Session {
     pub(super) fn request_push(&mut self, now: Instant) {
         if self.server.request_at.is_some_and(|at| at <= now) {
             self.server.request_at = Some(now + NEXT_REQUEST);
-            self.say(PUSH_REQUEST, now);
+            self.send_text(PUSH_REQUEST, now);
         }
     }
 
@@ -159,17 +159,17 @@ impl Session {
             return;
         }
         debug!(options, "push reply");
-        let taken = options.split(',').filter(|option| !option.is_empty());
-        let taken = taken.filter(|option| !option.starts_with("push-continuation"));
-        self.server.raw.extend(taken.map(str::to_owned));
+        let received = options.split(',').filter(|option| !option.is_empty());
+        let received = received.filter(|option| !option.starts_with("push-continuation"));
+        self.server.raw.extend(received.map(str::to_owned));
         match self.server.assembler.push(options) {
             Ok(None) => {}
-            Ok(Some(push)) => self.take_options(push, now),
+            Ok(Some(push)) => self.apply_options(push, now),
             Err(error) => self.end(Ended::Negotiation(error.to_string()), now),
         }
     }
 
-    fn take_options(&mut self, push: PushOptions, now: Instant) {
+    fn apply_options(&mut self, push: PushOptions, now: Instant) {
         let Side::Client(config) = &self.side else {
             return;
         };

@@ -27,13 +27,13 @@ impl Session {
             .wrap
             .open(packet, now)
             .map_err(|error| (refusal(error), error.to_string()));
-        let taken = match opened {
+        let result = match opened {
             Ok(packet) => self
                 .opened(&packet, now)
                 .map_err(|dropped| (dropped, dropped.to_string())),
             Err(refused) => Err(refused),
         };
-        taken.map_err(|(dropped, text)| {
+        result.map_err(|(dropped, text)| {
             let harmless = matches!(
                 dropped,
                 Dropped::OutOfWindow | Dropped::WrongKey | Dropped::Ended
@@ -197,7 +197,7 @@ impl Session {
 
     /// Sends a text. During a renegotiation the text waits for the new key, because a peer with the new key
     /// no longer reads the old key's control channel.
-    pub(super) fn say(&mut self, text: &str, now: Instant) {
+    pub(super) fn send_text(&mut self, text: &str, now: Instant) {
         let slot = match &self.next {
             Some(next) if next.sources().is_none() => return self.texts.push_back(text.to_owned()),
             Some(_) => Slot::Next,
@@ -234,7 +234,7 @@ impl Session {
         self.stats.rekeys += 1;
         self.events.push_back(Event::Rekeyed { key_id });
         for text in std::mem::take(&mut self.texts) {
-            self.say(&text, now);
+            self.send_text(&text, now);
         }
     }
 

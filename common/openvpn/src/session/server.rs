@@ -70,12 +70,12 @@ impl Session {
             return self.refuse("the certificate has no common name", now);
         };
         match slot {
-            Slot::Current => self.ask_owner(identity, message, now),
+            Slot::Current => self.report_client(identity, message, now),
             Slot::Next => self.check_again(&identity, message, now),
         }
     }
 
-    fn ask_owner(&mut self, identity: PeerIdentity, message: &KeyMethod2, now: Instant) {
+    fn report_client(&mut self, identity: PeerIdentity, message: &KeyMethod2, now: Instant) {
         let info = PeerInfo::parse(&message.peer_info);
         let options = PeerOptions::parse(&message.options);
         let common = self.side.common();
@@ -130,7 +130,7 @@ impl Session {
         } else {
             format!("{AUTH_FAILED},{reason}")
         };
-        self.say(&text, now);
+        self.send_text(&text, now);
         self.end(Ended::Rejected(reason), now);
     }
 
@@ -162,7 +162,7 @@ impl Session {
     pub fn restart(&mut self, next_server: bool, now: Instant) {
         if matches!(self.side, Side::Server(..)) && !self.is_ended() {
             let flags = if next_server { ",[N]" } else { "" };
-            self.say(&format!("{RESTART}{flags}"), now);
+            self.send_text(&format!("{RESTART}{flags}"), now);
             self.end(Ended::Closed, now);
         }
     }
@@ -179,7 +179,7 @@ impl Session {
         {
             self.client.pushed_at = Some(now);
             for text in self.reply.clone() {
-                self.say(&text, now);
+                self.send_text(&text, now);
             }
         }
         self.try_push(now);
@@ -226,7 +226,7 @@ impl Session {
         }
         for text in &texts {
             debug!(text, "push reply");
-            self.say(text, now);
+            self.send_text(text, now);
         }
         self.reply = texts;
         let established = Established {

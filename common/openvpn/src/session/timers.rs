@@ -100,8 +100,8 @@ impl Session {
     /// Returns the time at which to call [`Session::handle_timeout`] and [`Session::poll_output`]; may be in
     /// the past.
     pub fn poll_timeout(&self) -> Option<Instant> {
-        let talking = self.next.as_ref().or(self.current.as_ref());
-        let output = talking.and_then(|talking| talking.timeout());
+        let active = self.next.as_ref().or(self.current.as_ref());
+        let output = active.and_then(|active| active.timeout());
         if let Some(end) = &self.ended {
             let exit = (end.exits > 0).then_some(end.next_exit);
             let timeouts = [output, exit, Some(end.until)].into_iter().flatten();

@@ -80,7 +80,7 @@ impl Usage {
 }
 
 /// Returns the reason why peers will refuse this side's certificate, as far as the certificate shows.
-pub(super) fn doubt(own: &CertificateDer<'_>, role: Role) -> Option<String> {
+pub(super) fn certificate_problem(own: &CertificateDer<'_>, role: Role) -> Option<String> {
     let (_, certificate) = X509Certificate::from_der(own).ok()?;
     let (validity, now) = (certificate.validity(), ASN1Time::now());
     if validity.not_after < now {
@@ -96,13 +96,13 @@ pub(super) fn doubt(own: &CertificateDer<'_>, role: Role) -> Option<String> {
         ));
     }
     let extended = certificate.extended_key_usage().ok().flatten()?.value;
-    let (fits, needed, whose) = match role {
+    let (fits, needed, owner) = match role {
         Role::Server => (extended.server_auth, "serverAuth", "server"),
         Role::Client => (extended.client_auth, "clientAuth", "client"),
     };
     let fits = fits || extended.any;
     (!fits).then(|| {
-        format!("wrong extended key usage: {needed} is needed, is it a {whose}'s certificate?")
+        format!("wrong extended key usage: {needed} is needed, is it a {owner}'s certificate?")
     })
 }
 
@@ -125,7 +125,7 @@ fn shorten(name: String) -> String {
 
 /// Describes outdated properties in a chain that webpki does not accept. Takes precedence over the error of
 /// webpki, which often names only a consequence.
-pub(super) fn old_fashioned(
+pub(super) fn outdated(
     leaf: &CertificateDer<'_>,
     intermediates: &[CertificateDer<'_>],
 ) -> Option<String> {

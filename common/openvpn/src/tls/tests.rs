@@ -148,11 +148,14 @@ impl Pki {
 
 #[test]
 fn doubt_finds_certificates_that_peers_refuse() {
-    let doubted = |pair: &Pair, role| doubt(pair.certificate.as_bytes(), role);
+    let problem_of = |pair: &Pair, role| certificate_problem(pair.certificate.as_bytes(), role);
     let (server, client) = (PKI.server(), PKI.client("a"));
-    assert_eq!(doubted(&server, Role::Server), None);
-    assert_eq!(doubted(&client, Role::Client), None);
-    assert_eq!(doubted(&PKI.issue(&leaf("any", None)), Role::Server), None);
+    assert_eq!(problem_of(&server, Role::Server), None);
+    assert_eq!(problem_of(&client, Role::Client), None);
+    assert_eq!(
+        problem_of(&PKI.issue(&leaf("any", None)), Role::Server),
+        None
+    );
     let mut expired = leaf("expired", None);
     expired.not_after = rcgen::date_time_ymd(2020, 1, 1);
     let mut early = leaf("early", None);
@@ -163,10 +166,10 @@ fn doubt_finds_certificates_that_peers_refuse() {
         (&PKI.issue(&expired), Role::Server, "expired at"),
         (&PKI.issue(&early), Role::Client, "not valid before"),
     ] {
-        let told = doubted(pair, role).unwrap();
-        assert!(told.contains(text), "{told}");
+        let problem = problem_of(pair, role).unwrap();
+        assert!(problem.contains(text), "{problem}");
     }
-    assert_eq!(doubt(b"", Role::Server), None);
+    assert_eq!(certificate_problem(b"", Role::Server), None);
 }
 
 #[test]

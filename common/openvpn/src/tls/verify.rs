@@ -50,8 +50,8 @@ fn note(
     intermediates: &[CertificateDer<'_>],
     error: Error,
 ) -> Error {
-    let problem = certificate::old_fashioned(leaf, intermediates)
-        .unwrap_or_else(|| explain_certificate(&error));
+    let problem =
+        certificate::outdated(leaf, intermediates).unwrap_or_else(|| explain_certificate(&error));
     let _ = refused.set((certificate::describe(leaf), problem));
     match error {
         // The issuer has the right name but another key, for example after the CA was created again.

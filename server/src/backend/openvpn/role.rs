@@ -221,7 +221,7 @@ impl Client {
         let local = destination == self.clients.server() && admission.permits(source);
         if local {
             match streams.input(packet, now) {
-                Input::Taken | Input::Dropped => return,
+                Input::Accepted | Input::Dropped => return,
                 Input::Unknown => {}
             }
             if streams.flows().echo(packet, now) {

@@ -93,12 +93,12 @@ impl PushOptions {
             .map(str::trim)
             .filter(|option| !option.is_empty())
         {
-            push.take(option)?;
+            push.apply(option)?;
         }
         Ok(push)
     }
 
-    fn take(&mut self, option: &str) -> Result<(), PushError> {
+    fn apply(&mut self, option: &str) -> Result<(), PushError> {
         let mut words = option.split_whitespace();
         let malformed = || PushError::Malformed(option.to_owned());
         let unsupported = || PushError::Unsupported(option.to_owned());

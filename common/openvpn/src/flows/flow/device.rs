@@ -65,7 +65,7 @@ fn fill_checksums(packet: &mut [u8]) {
 pub(crate) struct Outbox {
     buffer: Vec<u8>,
     /// Length of the packet that the link has refused; 0 if no packet waits.
-    held: usize,
+    refused: usize,
     /// Packets and bytes that the link has accepted.
     pub(crate) packets: u64,
     pub(crate) bytes: u64,
@@ -75,7 +75,7 @@ impl Outbox {
     pub(crate) fn new(mtu: usize) -> Self {
         Self {
             buffer: vec![0; mtu.max(576)],
-            held: 0,
+            refused: 0,
             packets: 0,
             bytes: 0,
         }
@@ -83,24 +83,24 @@ impl Outbox {
 
     /// True if a packet waits for the link.
     pub(crate) fn is_full(&self) -> bool {
-        self.held > 0
+        self.refused > 0
     }
 
     /// Offers the waiting packet to the link again. Returns true if no packet waits afterwards.
     pub(crate) fn flush(&mut self, link: &mut dyn FnMut(&[u8]) -> bool) -> bool {
-        let length = std::mem::take(&mut self.held);
+        let length = std::mem::take(&mut self.refused);
         length == 0 || self.offer(length, link)
     }
 
     fn offer(&mut self, length: usize, link: &mut dyn FnMut(&[u8]) -> bool) -> bool {
-        let taken = self.buffer.get(..length).is_none_or(link);
-        if taken {
+        let accepted = self.buffer.get(..length).is_none_or(link);
+        if accepted {
             self.packets += 1;
             self.bytes += length as u64;
         } else {
-            self.held = length;
+            self.refused = length;
         }
-        taken
+        accepted
     }
 }
 

@@ -26,7 +26,7 @@ pub(crate) struct Track {
     /// Sequence number of the remote end's first byte, once known.
     first: Option<u32>,
     /// Set when a window was advertised in a segment other than a SYN.
-    window_told: bool,
+    window_advertised: bool,
     /// Set when a segment was repeated and nothing was acknowledged since.
     repeating: bool,
     /// Sequence number after the remote end's FIN.
@@ -70,9 +70,9 @@ pub(crate) struct Emitted {
 impl Emitted {
     pub(super) fn of(packet: &[u8]) -> Option<Self> {
         let (_, tcp) = packet.split_first_chunk::<HEADER>()?;
-        let (head, behind) = tcp.split_first_chunk::<HEADER>()?;
+        let (head, after) = tcp.split_first_chunk::<HEADER>()?;
         let options_len = (usize::from(head[12] >> 4) * 4).checked_sub(HEADER)?;
-        let (options, data) = behind.split_at_checked(options_len)?;
+        let (options, data) = after.split_at_checked(options_len)?;
         Some(Self {
             sequence: u32::from_be_bytes([head[4], head[5], head[6], head[7]]),
             acknowledgement: u32::from_be_bytes([head[8], head[9], head[10], head[11]]),
@@ -103,7 +103,7 @@ impl Track {
             allowed: None,
             local_shift: 0,
             first: None,
-            window_told: false,
+            window_advertised: false,
             repeating: false,
             remote_end: None,
             sample: None,
@@ -147,28 +147,28 @@ impl Track {
 
     /// Returns the round trip that an acknowledgement has completed, once per sample.
     pub(crate) fn round_trip(&mut self, now: Instant) -> Option<Duration> {
-        let (behind, left) = self.sample?;
-        if before(self.unacknowledged, behind) {
+        let (end, sent_at) = self.sample?;
+        if before(self.unacknowledged, end) {
             return None;
         }
         self.sample = None;
-        Some(now.saturating_duration_since(left))
+        Some(now.saturating_duration_since(sent_at))
     }
 
     /// True if the segment lies outside the window advertised to the remote end.
     pub(crate) fn outside_window(&self, segment: &Segment<'_>) -> bool {
         let first = segment.sequence();
-        let behind = first.wrapping_add(segment.length());
-        self.allowed.is_some_and(|end| before(end, first))
-            || (segment.length() > 0 && !before(self.expected, behind) && !segment.has(flags::SYN))
+        let end = first.wrapping_add(segment.length());
+        self.allowed.is_some_and(|allowed| before(allowed, first))
+            || (segment.length() > 0 && !before(self.expected, end) && !segment.has(flags::SYN))
     }
 
     /// True if the segment ends after the window of the own SYN and no later window was advertised. smoltcp
     /// scales the window of the SYN as well, and would accept more than its buffer can store.
-    pub(crate) fn is_behind_first_window(&self, segment: &Segment<'_>) -> bool {
-        let behind = segment.sequence().wrapping_add(segment.length());
-        let end = self.first.map(|first| first.wrapping_add(u16::MAX.into()));
-        !self.window_told && end.is_some_and(|end| before(end, behind))
+    pub(crate) fn is_beyond_first_window(&self, segment: &Segment<'_>) -> bool {
+        let end = segment.sequence().wrapping_add(segment.length());
+        let limit = self.first.map(|first| first.wrapping_add(u16::MAX.into()));
+        !self.window_advertised && limit.is_some_and(|limit| before(limit, end))
     }
 
     /// Returns the limit for the next advertised window.
@@ -195,7 +195,7 @@ impl Track {
             self.local_shift = emitted.shift;
         }
         if emitted.flags & flags::ACK != 0 {
-            self.window_told |= !syn;
+            self.window_advertised |= !syn;
             self.expected = emitted.acknowledgement;
             let shift = if syn { 0 } else { self.local_shift };
             let window = u32::from(emitted.window) << shift;
@@ -210,17 +210,17 @@ impl Track {
         if length == 0 || keepalive || probe {
             return false;
         }
-        let behind = emitted.sequence.wrapping_add(length);
+        let end = emitted.sequence.wrapping_add(length);
         // A repeated SYN does not count as a loss: the remote end may have to dial before it answers.
         let repeated = before(emitted.sequence, self.sent) && !syn;
-        if before(self.sent, behind) {
-            self.sent = behind;
+        if before(self.sent, end) {
+            self.sent = end;
         }
         if repeated {
             self.repeating = true;
             self.sample = None;
         } else if self.sample.is_none() && !syn {
-            self.sample = Some((behind, now));
+            self.sample = Some((end, now));
         }
         repeated
     }

@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
-use super::net::{Door, Net, POD, SERVER};
+use super::net::{Answer, Net, POD, SERVER};
 use crate::flows::{Closed, Config, Flows, Input};
 use crate::ip::build::{self, Numbers};
 use crate::ip::{Packet, Segment, Sum, flags};
@@ -107,7 +107,7 @@ fn malformed_packets_are_counted_and_dropped() {
 #[test]
 fn a_flood_of_syns_is_bounded() {
     let mut net = Net::new();
-    net.b.door = Door::Silent;
+    net.b.answer = Answer::Silent;
     let now = net.now;
     for i in 0..100_000_u32 {
         let from = SocketAddrV4::new(
@@ -115,7 +115,7 @@ fn a_flood_of_syns_is_bounded() {
             1 + (i % 60000) as u16,
         );
         let syn = tcp(from, POD, (i, 0), flags::SYN, 1000, &[2, 4, 5, 0x50], &[]);
-        assert_eq!(net.b.flows.input(&syn, now), Input::Taken);
+        assert_eq!(net.b.flows.input(&syn, now), Input::Accepted);
     }
     assert_eq!(net.b.flows.len(), 1024);
     assert_eq!(net.b.flows.stats().syns_dropped, 100_000 - 1024);
@@ -123,7 +123,7 @@ fn a_flood_of_syns_is_bounded() {
     // After the timeout of the waiting SYNs, a new flow is accepted.
     net.run(Duration::from_secs(61), |_| false);
     assert!(net.b.flows.is_empty());
-    net.b.door = Door::Accept;
+    net.b.answer = Answer::Accept;
     let id = net.dial(POD, 10);
     net.settle(Duration::from_secs(10));
     assert_eq!(net.a.streams[&id].closed, Some(Closed::Finished));
@@ -160,7 +160,7 @@ fn segments_outside_of_the_window_do_nothing() {
             &[],
             b"data",
         );
-        assert_eq!(net.b.flows.input(&packet, now), Input::Taken);
+        assert_eq!(net.b.flows.input(&packet, now), Input::Accepted);
     }
     assert_eq!(net.b.flows.stats().out_of_window, 5);
     net.run(Duration::from_secs(5), |_| false);

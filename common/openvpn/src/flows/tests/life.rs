@@ -3,7 +3,7 @@
 use std::net::{Ipv4Addr, SocketAddrV4};
 use std::time::Duration;
 
-use super::net::{Door, Net, POD, SERVER};
+use super::net::{Answer, Net, POD, SERVER};
 use crate::flows::{Closed, Config, DialError, Gone, Input, Received, Refusal, Unreachable};
 use crate::ip::build::{echo, icmp, udp};
 use crate::ip::{Icmp, Packet, Segment, flags, kind};
@@ -65,7 +65,7 @@ fn refused_dial_closes_with_the_reason() {
         ),
     ] {
         let mut net = Net::new();
-        net.b.door = Door::Refuse(refusal);
+        net.b.answer = Answer::Refuse(refusal);
         let id = net.dial(POD, 10);
         let start = net.now;
         net.settle(SECOND);
@@ -80,7 +80,7 @@ fn refused_dial_closes_with_the_reason() {
 #[test]
 fn unanswered_dial_times_out() {
     let mut net = Net::new();
-    net.b.deaf = true;
+    net.b.drops_input = true;
     let id = net.dial(POD, 10);
     let start = net.now;
     net.run(100 * SECOND, |net| net.a.streams[&id].closed.is_some());
@@ -100,7 +100,7 @@ fn flow_not_accepted_in_time_is_gone() {
         },
         1,
     );
-    net.b.door = Door::Silent;
+    net.b.answer = Answer::Silent;
     net.dial(POD, 10);
     net.run(10 * SECOND, |net| {
         !net.b.incoming.is_empty() && net.b.flows.is_empty()
@@ -115,7 +115,7 @@ fn flow_not_accepted_in_time_is_gone() {
 #[test]
 fn flow_can_be_accepted_after_repeated_syns() {
     let mut net = Net::new();
-    net.b.door = Door::Silent;
+    net.b.answer = Answer::Silent;
     let id = net.dial(POD, 5000);
     net.run(4 * SECOND, |_| false);
     // Repeated SYNs caused no further events.
@@ -135,7 +135,7 @@ fn flow_can_be_accepted_after_repeated_syns() {
 #[test]
 fn flow_accepted_after_the_dialer_aborted_is_reset() {
     let mut net = Net::new();
-    net.b.door = Door::Silent;
+    net.b.answer = Answer::Silent;
     let id = net.dial(POD, 0);
     net.run(SECOND, |net| !net.b.incoming.is_empty());
     net.a.flows.abort(id);
@@ -193,7 +193,7 @@ fn idle_flow_stays_open_and_dead_flow_times_out() {
     while net.a.streams[&id].closed.is_none() && net.now - gone < 1000 * SECOND {
         net.run(10 * SECOND, |net| net.a.streams[&id].closed.is_some());
         let now = net.now;
-        net.a.flows.heard(now);
+        net.a.flows.packet_received(now);
     }
     assert_eq!(
         net.a.streams[&id].closed,
@@ -402,7 +402,7 @@ fn rejected_udp_gets_an_icmp_error_and_rejected_icmp_gets_no_answer() {
 #[test]
 fn an_icmp_error_ends_a_dial_only_if_it_quotes_its_syn() {
     let mut net = Net::new();
-    net.b.deaf = true;
+    net.b.drops_input = true;
     let id = net.dial(POD, 0);
     let now = net.now;
     let mut syn = Vec::new();
@@ -416,11 +416,11 @@ fn an_icmp_error_ends_a_dial_only_if_it_quotes_its_syn() {
     guessed[24] ^= 1;
     for (code, quoted) in [(1, &guessed), (4, &syn)] {
         let error = icmp(router, own, [kind::UNREACHABLE, code], [0; 4], quoted);
-        assert_eq!(net.a.flows.input(&error, now), Input::Taken);
+        assert_eq!(net.a.flows.input(&error, now), Input::Accepted);
         assert_eq!(net.a.flows.poll_event(), None);
     }
     let error = icmp(router, own, [kind::UNREACHABLE, 1], [0; 4], &syn[..28]);
-    assert_eq!(net.a.flows.input(&error, now), Input::Taken);
+    assert_eq!(net.a.flows.input(&error, now), Input::Accepted);
     net.turn();
     let closed = net.a.streams[&id].closed.unwrap();
     assert_eq!(closed, Closed::Unreachable(Unreachable::Host));

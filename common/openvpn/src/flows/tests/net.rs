@@ -120,7 +120,7 @@ fn pattern(at: usize, seed: u8) -> u8 {
 
 /// Answer to incoming connections.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Door {
+pub enum Answer {
     Accept,
     Refuse(Refusal),
     Silent,
@@ -129,12 +129,12 @@ pub enum Door {
 pub struct App {
     pub flows: Flows,
     pub streams: HashMap<FlowId, Stream>,
-    pub door: Door,
+    pub answer: Answer,
     /// Default of [`Stream::to_send`] for accepted flows.
     pub to_send: usize,
     pub echo: bool,
     pub incoming: Vec<(FlowId, SocketAddrV4, SocketAddrV4)>,
-    pub deaf: bool,
+    pub drops_input: bool,
     buffer: Vec<u8>,
 }
 
@@ -143,11 +143,11 @@ impl App {
         Self {
             flows: Flows::new(config, Box::new(StdRng::seed_from_u64(seed)), now),
             streams: HashMap::new(),
-            door: Door::Accept,
+            answer: Answer::Accept,
             to_send: 0,
             echo: false,
             incoming: Vec::new(),
-            deaf: false,
+            drops_input: false,
             buffer: Vec::new(),
         }
     }
@@ -161,8 +161,8 @@ impl App {
                     destination,
                 } => {
                     self.incoming.push((id, source, destination));
-                    match self.door {
-                        Door::Accept => {
+                    match self.answer {
+                        Answer::Accept => {
                             self.flows.accept(id, now).unwrap();
                             self.streams.insert(
                                 id,
@@ -175,8 +175,8 @@ impl App {
                                 },
                             );
                         }
-                        Door::Refuse(refusal) => self.flows.refuse(id, refusal),
-                        Door::Silent => {}
+                        Answer::Refuse(refusal) => self.flows.refuse(id, refusal),
+                        Answer::Silent => {}
                     }
                 }
                 Event::Connected(id) => {
@@ -314,7 +314,7 @@ impl Net {
                     wire.lost += 1;
                     continue;
                 }
-                if app.deaf {
+                if app.drops_input {
                     continue;
                 }
                 if app.flows.input(&packet, now) == Input::Unknown && !app.flows.echo(&packet, now)

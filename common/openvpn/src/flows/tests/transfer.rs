@@ -3,7 +3,7 @@
 use std::net::{Ipv4Addr, SocketAddrV4};
 use std::time::Duration;
 
-use super::net::{Door, Net, POD, Stream};
+use super::net::{Answer, Net, POD, Stream};
 use crate::flows::{Closed, Config, Pace};
 use crate::session::LARGE_TUN_MTU;
 
@@ -361,10 +361,10 @@ fn hosts_that_are_slow_or_gone_do_not_shrink_the_cap() {
     let grown = net.a.flows.stats().in_flight_cap;
     assert!(grown > 200 << 10, "{grown}");
     // One host answers its SYN after 5 s; the other host vanishes in the middle of a transfer.
-    net.b.door = Door::Silent;
+    net.b.answer = Answer::Silent;
     let slow = net.dial(POD, 100 << 10);
     net.run(Duration::from_secs(5), |_| false);
-    net.b.door = Door::Accept;
+    net.b.answer = Answer::Accept;
     let (incoming, ..) = *net.b.incoming.last().unwrap();
     net.b.flows.accept(incoming, net.now).unwrap();
     let seed = net.port_of(slow) as u8;

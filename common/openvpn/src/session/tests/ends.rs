@@ -87,7 +87,7 @@ fn restart_halt_and_auth_failed_have_distinct_reasons() {
     ] {
         let mut sim = established(Transport::Tcp);
         let now = sim.now;
-        sim.server.session.say(text, now);
+        sim.server.session.send_text(text, now);
         sim.run(Duration::from_secs(1));
         assert_eq!(sim.client.ended(), Some(&expected));
     }

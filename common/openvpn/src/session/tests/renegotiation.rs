@@ -141,11 +141,11 @@ fn text_sent_during_a_renegotiation_arrives_afterwards() {
     sim.server.session.clocks.renegotiate_at = Some(now);
     sim.server.session.handle_timeout(now);
     assert!(sim.server.session.next.is_some());
-    sim.server.session.say("INFO,hello", now);
+    sim.server.session.send_text("INFO,hello", now);
     sim.run(Duration::from_secs(1));
-    let told = |event: &Event| matches!(event, Event::Notice(text) if text == "INFO,hello");
+    let is_notice = |event: &Event| matches!(event, Event::Notice(text) if text == "INFO,hello");
     assert!(
-        sim.client.events.iter().any(told),
+        sim.client.events.iter().any(is_notice),
         "{:?}",
         sim.client.events
     );
