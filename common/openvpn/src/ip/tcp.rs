@@ -144,31 +144,27 @@ pub(crate) fn window_scale(bytes: &[u8]) -> Option<u8> {
     })
 }
 
-/// Iterates over the options with a length field. Yields `None` for a malformed option.
+/// Iterates over the options with a length field. Yields `None` for a malformed option, and then ends.
 fn options(mut rest: &[u8]) -> impl Iterator<Item = Option<&[u8]>> {
     std::iter::from_fn(move || {
         while let [1, after @ ..] = rest {
             rest = after;
         }
-        match rest {
-            [] | [0, ..] => None,
-            [_] => {
-                rest = &[];
-                Some(None)
-            }
-            [kind, length, ..] => {
-                let split = rest.split_at_checked(usize::from(*length));
-                rest = split.map_or(&[], |(_, after)| after);
-                let valid = |option: &&[u8]| match kind {
-                    2 => option.len() == 4,
-                    3 => option.len() == 3,
-                    4 => option.len() == 2,
-                    5 => matches!(option.len(), 10 | 18 | 26 | 34),
-                    8 => option.len() == 10,
-                    _ => option.len() >= 2,
-                };
-                Some(split.map(|(option, _)| option).filter(valid))
-            }
-        }
+        let (kind, length) = match rest {
+            [] | [0, ..] => return None,
+            [kind] => (kind, 0),
+            [kind, length, ..] => (kind, usize::from(*length)),
+        };
+        let valid = match kind {
+            2 => length == 4,
+            3 => length == 3,
+            4 => length == 2,
+            5 => matches!(length, 10 | 18 | 26 | 34),
+            8 => length == 10,
+            _ => length >= 2,
+        };
+        let split = rest.split_at_checked(length).filter(|_| valid);
+        rest = split.map_or(&[], |(_, after)| after);
+        Some(split.map(|(option, _)| option))
     })
 }

@@ -37,6 +37,17 @@ fn checksum_of_a_known_header() {
 }
 
 #[test]
+fn malformed_option_ends_the_options() {
+    // Option lengths of 0, 1 and beyond the end, and a missing length.
+    for malformed in [[3, 0], [3, 1], [3, 40]] {
+        let options = [&malformed[..], &[3, 3, 7]].concat();
+        assert_eq!(window_scale(&options), None, "{options:?}");
+    }
+    assert_eq!(window_scale(&[1, 3]), None);
+    assert_eq!(window_scale(&[1, 1, 3, 3, 7, 0, 3, 0]), Some(7));
+}
+
+#[test]
 fn parsed_fields_equal_the_written_fields() {
     let (from, to) = (at("10.20.0.6:40000"), at("172.25.0.7:443"));
     let packet = tcp(
