@@ -82,8 +82,7 @@ impl Replies {
 
     /// Removes the oldest reply after it was sent.
     pub fn pop(&mut self) {
-        if let Some(reply) = self.waiting.pop_front() {
-            self.bytes -= reply.len();
+        if let Some(reply) = self.take() {
             self.keep(reply);
         }
     }

@@ -168,9 +168,8 @@ impl Flows {
             local,
             remote: destination,
         };
-        let shape = self.shape(tuple);
-        let last_received = self.liveness.now(now);
-        let mut flow = Flow::dial(shape, self.clock, now, last_received)
+        let mut flow = self.new_flow(tuple, now);
+        flow.dial()
             .map_err(|_| DialError::Undialable(destination))?;
         let until = now + self.config.connect_timeout;
         flow.connect_by = Some(until);
@@ -194,12 +193,9 @@ impl Flows {
             return Err(Gone);
         }
         let syn = std::mem::take(&mut pending.syn);
-        let shape = {
-            let tuple = pending.tuple;
-            self.shape(tuple)
-        };
-        let last_received = self.liveness.now(now);
-        let mut flow = Flow::listen(shape, self.clock, now, last_received).map_err(|_| Gone)?;
+        let tuple = pending.tuple;
+        let mut flow = self.new_flow(tuple, now);
+        flow.listen().map_err(|_| Gone)?;
         if let Ok(packet) = Packet::parse(&syn)
             && let Ok(segment) = Segment::parse(&packet)
         {
@@ -387,10 +383,10 @@ impl Flows {
         None
     }
 
-    fn shape(&mut self, tuple: Tuple) -> Shape {
+    fn new_flow(&mut self, tuple: Tuple, now: Instant) -> Box<Flow> {
         let left = self.config.buffer_budget.saturating_sub(self.buffers);
         let fair = (left / 64).max(MIN_BUFFER);
-        Shape {
+        let shape = Shape {
             tuple,
             mtu: usize::from(self.config.mss.max(536) + 40)
                 .min(usize::from(self.config.tun_mtu.max(576))),
@@ -403,6 +399,8 @@ impl Flows {
             keepalive: self.config.keepalive,
             seed: self.random.next_u64(),
             eager: self.config.pace.is_none(),
-        }
+        };
+        let last_received = self.liveness.now(now);
+        Box::new(Flow::new(shape, self.clock, now, last_received))
     }
 }

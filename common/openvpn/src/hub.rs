@@ -118,6 +118,10 @@ impl Hub {
         self.config = config;
     }
 
+    fn get(&self, peer: PeerId) -> Option<&Entry> {
+        self.slots.get(peer.0 as usize)?.as_deref()
+    }
+
     fn entry(&mut self, peer: PeerId) -> Option<&mut Entry> {
         self.slots.get_mut(peer.0 as usize)?.as_deref_mut()
     }
@@ -176,7 +180,7 @@ impl Hub {
     /// True if a session may move to the address `to`. An address with an established session of another
     /// certificate is refused.
     fn may_move(&self, peer: PeerId, to: SocketAddr) -> bool {
-        let fingerprint = |peer: PeerId| self.slots.get(peer.0 as usize)?.as_ref()?.fingerprint;
+        let fingerprint = |peer: PeerId| self.get(peer)?.fingerprint;
         let Some(own) = fingerprint(peer) else {
             return false;
         };
@@ -306,7 +310,7 @@ impl Hub {
     }
 
     fn schedule(&mut self, peer: PeerId) {
-        let Some(entry) = self.slots.get_mut(peer.0 as usize).and_then(Option::as_mut) else {
+        let Some(Some(entry)) = self.slots.get_mut(peer.0 as usize) else {
             return;
         };
         // Only an earlier time moves the timer. Traffic postpones the timeout with every packet, so a later
@@ -426,18 +430,12 @@ impl Hub {
 
     /// Returns the session, for its counters.
     pub fn session(&self, peer: PeerId) -> Option<&Session> {
-        self.slots
-            .get(peer.0 as usize)?
-            .as_ref()
-            .map(|entry| &entry.session)
+        self.get(peer).map(|entry| &entry.session)
     }
 
     /// Returns the client's current address.
     pub fn address(&self, peer: PeerId) -> Option<SocketAddr> {
-        self.slots
-            .get(peer.0 as usize)?
-            .as_ref()
-            .map(|entry| entry.address)
+        self.get(peer).map(|entry| entry.address)
     }
 
     /// Returns all sessions, including sessions that are not yet established.

@@ -84,12 +84,17 @@ impl KeyMethod2 {
     /// a message that ends between two texts is complete.
     pub fn parse(sender: Role, bytes: &[u8]) -> Result<Option<(Self, usize)>, KeyMethodError> {
         let mut rest = bytes;
-        match parse_message(sender, &mut rest)? {
-            _ if bytes.len() - rest.len() > MAX_MESSAGE_LEN => Err(KeyMethodError::TooLong),
-            None if bytes.len() > MAX_MESSAGE_LEN => Err(KeyMethodError::TooLong),
-            None => Ok(None),
-            Some(message) => Ok(Some((message, bytes.len() - rest.len()))),
+        let message = match parse_message(sender, &mut rest) {
+            Ok(message) => Some(message),
+            Err(Stop::Incomplete) => None,
+            Err(Stop::Error(error)) => return Err(error),
+        };
+        let len = bytes.len() - rest.len();
+        let used = if message.is_some() { len } else { bytes.len() };
+        if used > MAX_MESSAGE_LEN {
+            return Err(KeyMethodError::TooLong);
         }
+        Ok(message.map(|message| (message, len)))
     }
 }
 
@@ -103,42 +108,38 @@ impl std::fmt::Debug for KeyMethod2 {
     }
 }
 
-fn parse_message(sender: Role, rest: &mut &[u8]) -> Result<Option<KeyMethod2>, KeyMethodError> {
-    let Some(&[zero @ .., method]) = take::<5>(rest) else {
-        return Ok(None);
-    };
+/// Reason why no message can be parsed.
+enum Stop {
+    /// More bytes are needed.
+    Incomplete,
+    Error(KeyMethodError),
+}
+
+impl From<KeyMethodError> for Stop {
+    fn from(error: KeyMethodError) -> Self {
+        Self::Error(error)
+    }
+}
+
+fn parse_message(sender: Role, rest: &mut &[u8]) -> Result<KeyMethod2, Stop> {
+    let [zero @ .., method] = take::<5>(rest)?;
     // Ignore the upper bits, because later methods may use them.
     if zero != [0; 4] || method & 0x0f != 2 {
-        return Err(KeyMethodError::Method);
+        return Err(KeyMethodError::Method.into());
     }
-    let mut source = KeySource {
-        pre_master: [0; 48],
-        random1: [0; 32],
-        random2: [0; 32],
-    };
+    let mut source = KeySource::zero();
     if sender == Role::Client {
-        let Some(bytes) = take(rest) else {
-            return Ok(None);
-        };
-        source.pre_master = *bytes;
+        source.pre_master = take(rest)?;
     }
-    let (Some(random1), Some(random2)) = (take(rest), take(rest)) else {
-        return Ok(None);
-    };
-    (source.random1, source.random2) = (*random1, *random2);
+    (source.random1, source.random2) = (take(rest)?, take(rest)?);
 
-    let Some(options) = take_text(rest, MAX_OPTIONS_LEN)? else {
-        return Ok(None);
-    };
+    let options = take_text(rest, MAX_OPTIONS_LEN)?;
     let mut texts = [&[][..]; 3];
     for text in &mut texts {
         if rest.is_empty() {
             break;
         }
-        let Some(taken) = take_text(rest, MAX_MESSAGE_LEN)? else {
-            return Ok(None);
-        };
-        *text = taken;
+        *text = take_text(rest, MAX_MESSAGE_LEN)?;
     }
     let [username, password, peer_info] = texts;
     let credential = |bytes: &[u8]| {
@@ -146,13 +147,13 @@ fn parse_message(sender: Role, rest: &mut &[u8]) -> Result<Option<KeyMethod2>, K
             .map(str::to_owned)
             .map_err(|_| KeyMethodError::Credentials)
     };
-    Ok(Some(KeyMethod2 {
+    Ok(KeyMethod2 {
         source,
         options: String::from_utf8_lossy(options).into_owned(),
         username: credential(username)?,
         password: credential(password)?,
         peer_info: String::from_utf8_lossy(peer_info).into_owned(),
-    }))
+    })
 }
 
 fn write_text(text: &str, out: &mut BytesMut) {
@@ -169,23 +170,19 @@ fn write_text(text: &str, out: &mut BytesMut) {
 }
 
 /// Reads a text, and returns the part before the first NUL.
-fn take_text<'a>(rest: &mut &'a [u8], max: usize) -> Result<Option<&'a [u8]>, KeyMethodError> {
-    let Some((&len, after)) = rest.split_first_chunk() else {
-        return Ok(None);
-    };
-    let len = usize::from(u16::from_be_bytes(len));
+fn take_text<'a>(rest: &mut &'a [u8], max: usize) -> Result<&'a [u8], Stop> {
+    let mut after = *rest;
+    let len = usize::from(u16::from_be_bytes(take(&mut after)?));
     if len > max {
-        return Err(KeyMethodError::TooLong);
+        return Err(KeyMethodError::TooLong.into());
     }
-    let Some((text, after)) = after.split_at_checked(len) else {
-        return Ok(None);
-    };
+    let (text, after) = after.split_at_checked(len).ok_or(Stop::Incomplete)?;
     *rest = after;
-    Ok(text.split(|byte| *byte == 0).next())
+    Ok(text.split(|byte| *byte == 0).next().unwrap_or_default())
 }
 
-fn take<'a, const N: usize>(rest: &mut &'a [u8]) -> Option<&'a [u8; N]> {
-    let (taken, after) = rest.split_first_chunk()?;
+fn take<const N: usize>(rest: &mut &[u8]) -> Result<[u8; N], Stop> {
+    let (taken, after) = rest.split_first_chunk().ok_or(Stop::Incomplete)?;
     *rest = after;
-    Some(taken)
+    Ok(*taken)
 }

@@ -29,13 +29,17 @@ pub struct KeySource {
 }
 
 impl KeySource {
-    /// Generates random bytes for a message of `role`.
-    pub fn random(role: Role, rng: &mut dyn RngCore) -> Self {
-        let mut source = Self {
+    pub(crate) fn zero() -> Self {
+        Self {
             pre_master: [0; 48],
             random1: [0; 32],
             random2: [0; 32],
-        };
+        }
+    }
+
+    /// Generates random bytes for a message of `role`.
+    pub fn random(role: Role, rng: &mut dyn RngCore) -> Self {
+        let mut source = Self::zero();
         if role == Role::Client {
             rng.fill_bytes(&mut source.pre_master);
         }

@@ -115,8 +115,9 @@ impl SessionId {
 }
 
 /// Ids of up to [`MAX_ACKS`] received messages.
-#[derive(Clone, Copy, Default)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Acks {
+    /// Zero beyond `len`.
     ids: [u32; MAX_ACKS],
     len: u8,
 }
@@ -147,20 +148,6 @@ impl Acks {
         self.len == 0
     }
 }
-
-impl std::fmt::Debug for Acks {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_list().entries(self.as_slice()).finish()
-    }
-}
-
-impl PartialEq for Acks {
-    fn eq(&self, other: &Self) -> bool {
-        self.as_slice() == other.as_slice()
-    }
-}
-
-impl Eq for Acks {}
 
 impl FromIterator<u32> for Acks {
     /// Collects the first [`MAX_ACKS`] of `ids`.

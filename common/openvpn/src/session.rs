@@ -398,12 +398,17 @@ impl Session {
 
     /// Returns true if the session has ended and nothing is left to be sent or acknowledged.
     pub fn is_finished(&self) -> bool {
-        let active = self.next.as_ref().or(self.current.as_ref());
+        let active = self.active();
         self.ended.as_ref().is_some_and(|end| {
             let silent =
                 active.is_none_or(|active| active.is_drained() && !active.has_pending_acks());
             end.over || silent && end.exits == 0
         })
+    }
+
+    /// Returns the negotiation that sends.
+    fn active(&self) -> Option<&Negotiation> {
+        self.next.as_ref().or(self.current.as_ref())
     }
 
     /// Returns true if [`Session::poll_event`] has an event.
@@ -414,7 +419,7 @@ impl Session {
     /// Returns true if [`Session::poll_output`] may have a packet now.
     pub(crate) fn has_output(&self, now: Instant) -> bool {
         let due = |at: Option<Instant>| at.is_some_and(|at| at <= now);
-        let active = self.next.as_ref().or(self.current.as_ref());
+        let active = self.active();
         let exit = self
             .ended
             .as_ref()
@@ -454,11 +459,11 @@ pub(crate) fn unix_time() -> u32 {
 }
 
 /// Appends the output of `build`, over TCP with its length.
-fn framed<E: From<framing::LengthError>>(
+fn framed(
     transport: Transport,
     out: &mut BytesMut,
-    build: impl FnOnce(&mut BytesMut) -> Result<(), E>,
-) -> Result<(), E> {
+    build: impl FnOnce(&mut BytesMut) -> Result<(), SealError>,
+) -> Result<(), SealError> {
     match transport {
         Transport::Tcp => framing::write(out, build),
         Transport::Udp => build(out),

@@ -13,6 +13,7 @@ mod channel;
 mod error;
 mod verify;
 
+use std::net::Ipv4Addr;
 use std::sync::Arc;
 
 use rustls::crypto::CryptoProvider;
@@ -22,10 +23,11 @@ use rustls::server::{NoServerSessionStorage, WebPkiClientVerifier};
 use rustls::sign::{CertifiedKey, SingleCertAndKey};
 use rustls::version::{TLS12, TLS13};
 use rustls::{
-    ClientConfig, InconsistentKeys, RootCertStore, ServerConfig, SupportedProtocolVersion,
+    ClientConfig, ClientConnection, InconsistentKeys, RootCertStore, ServerConfig,
+    ServerConnection, SupportedProtocolVersion,
 };
 use rustls_pki_types::pem::PemObject;
-use rustls_pki_types::{CertificateDer, CertificateRevocationListDer, PrivateKeyDer};
+use rustls_pki_types::{CertificateDer, CertificateRevocationListDer, PrivateKeyDer, ServerName};
 
 use crate::Role;
 
@@ -170,7 +172,8 @@ impl ServerTls {
             .with_cert_resolver(self.identity.0.clone());
         config.send_tls13_tickets = 0;
         config.session_storage = Arc::new(NoServerSessionStorage {});
-        Channel::server(config, refused)
+        let tls = ServerConnection::new(Arc::new(config)).map_err(TlsError::setup)?;
+        Ok(Channel::new(tls, refused))
     }
 }
 
@@ -227,7 +230,10 @@ impl ClientTls {
         config
             .dangerous()
             .set_certificate_verifier(Arc::new(verifier));
-        Channel::client(config, refused)
+        // The name is only a placeholder: no name is sent or checked.
+        let name = ServerName::IpAddress(Ipv4Addr::UNSPECIFIED.into());
+        let tls = ClientConnection::new(Arc::new(config), name).map_err(TlsError::setup)?;
+        Ok(Channel::new(tls, refused))
     }
 }
 

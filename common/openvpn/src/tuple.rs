@@ -14,15 +14,8 @@ pub(crate) struct Tuple {
 }
 
 /// A tuple as two integers, for fast comparison and hashing.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Key(u64, u64);
-
-impl std::hash::Hash for Key {
-    fn hash<H: Hasher>(&self, state: &mut H) {
-        state.write_u64(self.0);
-        state.write_u64(self.1);
-    }
-}
 
 impl Key {
     pub(crate) fn new(local: SocketAddrV4, remote: SocketAddrV4) -> Self {
@@ -71,18 +64,6 @@ impl Hasher for Mixer {
         for byte in bytes {
             self.write_u64(u64::from(*byte));
         }
-    }
-
-    fn write_u8(&mut self, number: u8) {
-        self.write_u64(number.into());
-    }
-
-    fn write_u16(&mut self, number: u16) {
-        self.write_u64(number.into());
-    }
-
-    fn write_u32(&mut self, number: u32) {
-        self.write_u64(number.into());
     }
 
     fn write_u64(&mut self, number: u64) {

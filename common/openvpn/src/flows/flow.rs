@@ -15,7 +15,7 @@ use smoltcp::time::{Duration as SmolDuration, Instant as SmolInstant};
 use smoltcp::wire::{HardwareAddress, IpAddress, IpCidr, IpListenEndpoint};
 
 pub(crate) use device::Outbox;
-use device::{Inbound, Outbound};
+use device::{Sink, Wire};
 use track::DEFAULT_MSS;
 pub(crate) use track::Track;
 
@@ -120,13 +120,11 @@ pub(crate) struct Flow {
 }
 
 impl Flow {
-    fn new(shape: Shape, clock: Clock, now: Instant, last_received: Instant) -> Self {
+    pub(crate) fn new(shape: Shape, clock: Clock, now: Instant, last_received: Instant) -> Self {
         let mut config = Config::new(HardwareAddress::Ip);
         config.random_seed = shape.seed;
-        let mut replies = None;
-        let track = Track::new();
-        let offer = track.offer(u32::MAX);
-        let mut device = Inbound::new(&[], &mut replies, shape.mtu, offer);
+        let track = Track::default();
+        let mut device = Wire::new(&[], Sink::None, shape.mtu, track.offer(u32::MAX));
         let mut interface = Interface::new(config, &mut device, clock.at(now));
         interface.update_ip_addrs(|addresses| {
             // The list has room for at least one address.
@@ -171,34 +169,17 @@ impl Flow {
         }
     }
 
-    /// Creates a flow that sends a SYN when polled.
-    pub(crate) fn dial(
-        shape: Shape,
-        clock: Clock,
-        now: Instant,
-        last_received: Instant,
-    ) -> Result<Box<Self>, tcp::ConnectError> {
-        let mut flow = Box::new(Self::new(shape, clock, now, last_received));
-        let (local, remote) = (shape.tuple.local, shape.tuple.remote);
-        let flow_mut = &mut *flow;
-        flow_mut
-            .sockets
-            .get_mut::<Socket<'_>>(flow_mut.handle)
-            .connect(flow_mut.interface.context(), remote, local)?;
-        Ok(flow)
+    /// Starts to dial: the next poll sends a SYN.
+    pub(crate) fn dial(&mut self) -> Result<(), tcp::ConnectError> {
+        let Tuple { local, remote } = self.tuple;
+        let socket = self.sockets.get_mut::<Socket<'_>>(self.handle);
+        socket.connect(self.interface.context(), remote, local)
     }
 
-    /// Creates a flow that waits for a SYN, which must be passed to `input` next.
-    pub(crate) fn listen(
-        shape: Shape,
-        clock: Clock,
-        now: Instant,
-        last_received: Instant,
-    ) -> Result<Box<Self>, tcp::ListenError> {
-        let mut flow = Box::new(Self::new(shape, clock, now, last_received));
-        let local = shape.tuple.local;
-        flow.socket_mut().listen(IpListenEndpoint::from(local))?;
-        Ok(flow)
+    /// Waits for a SYN, which must be passed to `input` next.
+    pub(crate) fn listen(&mut self) -> Result<(), tcp::ListenError> {
+        let local = self.tuple.local;
+        self.socket_mut().listen(IpListenEndpoint::from(local))
     }
 
     fn socket(&self) -> &Socket<'static> {
@@ -229,9 +210,8 @@ impl Flow {
         if self.mss() >= OWN_MSS.into() {
             (self.received_in, self.sent_in) = (NO_SHARE, NO_SHARE);
         }
-        let mut replies = Some(replies);
         let offer = self.track.offer(self.receive_share);
-        let mut device = Inbound::new(packet, &mut replies, self.mtu, offer);
+        let mut device = Wire::new(packet, Sink::Replies(replies), self.mtu, offer);
         self.interface
             .poll_ingress_single(self.clock.at(now), &mut device, &mut self.sockets);
         if let Some(emitted) = device.emitted() {
@@ -276,7 +256,7 @@ impl Flow {
             let nagle = self.unsent() >= self.mss();
             self.socket_mut().set_nagle_enabled(nagle);
             let offer = self.track.offer(self.receive_share);
-            let mut device = Outbound::new(outbox, link, self.mtu, offer);
+            let mut device = Wire::new(&[], Sink::Link(outbox, link), self.mtu, offer);
             self.interface
                 .poll_egress(at, &mut device, &mut self.sockets);
             let Some(emitted) = device.emitted() else {

@@ -26,12 +26,15 @@ pub(crate) struct Pending {
     pub(crate) ending: Option<Closed>,
 }
 
+#[derive(Default)]
 pub(crate) enum Slot {
+    #[default]
     Free,
     Pending(Pending),
     Open(Box<Flow>),
 }
 
+#[derive(Default)]
 pub(crate) struct Entry {
     generation: u32,
     pub(crate) slot: Slot,
@@ -65,16 +68,7 @@ impl Slots {
 
     pub(crate) fn insert(&mut self, slot: Slot) -> FlowId {
         let index = self.free.pop().unwrap_or_else(|| {
-            self.entries.push(Entry {
-                generation: 0,
-                slot: Slot::Free,
-                events: 0,
-                in_events: false,
-                in_ready: false,
-                in_waiting: false,
-                armed: None,
-                charge: 0,
-            });
+            self.entries.push(Entry::default());
             u32::try_from(self.entries.len() - 1).unwrap_or(u32::MAX)
         });
         let mut generation = 0;
@@ -96,7 +90,7 @@ impl Slots {
         }
         entry.generation = entry.generation.wrapping_add(1);
         entry.events = 0;
-        let slot = std::mem::replace(&mut entry.slot, Slot::Free);
+        let slot = std::mem::take(&mut entry.slot);
         self.free.push(index);
         slot
     }

@@ -94,10 +94,8 @@ impl Hub {
     ) -> Option<PeerId> {
         if self.half_open.len() >= self.limits.half_open.max(1) || self.live >= self.limits.sessions
         {
-            let waiting = self.half_open.iter().filter_map(|peer| {
-                let entry = self.slots.get(peer.0 as usize)?.as_ref()?;
-                Some((*peer, entry.address.ip()))
-            });
+            let waiting = self.half_open.iter();
+            let waiting = waiting.filter_map(|peer| Some((*peer, self.get(*peer)?.address.ip())));
             let Some(displaced) = makes_room(waiting) else {
                 self.stats.full += 1;
                 return None;

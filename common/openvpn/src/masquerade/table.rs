@@ -4,7 +4,6 @@
 //! unanswered connection closest to its timeout is removed, as in Linux. Without an unanswered connection, no
 //! new connection is tracked.
 
-use std::collections::hash_map::RandomState;
 use std::collections::{BTreeSet, HashMap};
 use std::net::{Ipv4Addr, SocketAddrV4};
 use std::time::{Duration, Instant};
@@ -56,13 +55,13 @@ pub(super) struct Connection {
 type Outward = (u8, SocketAddrV4, SocketAddrV4);
 type Inward = (u8, SocketAddrV4, u16);
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Table {
     max: usize,
     connections: HashMap<u64, Connection>,
     next: u64,
-    outward: HashMap<Outward, u64, RandomState>,
-    inward: HashMap<Inward, u64, RandomState>,
+    outward: HashMap<Outward, u64>,
+    inward: HashMap<Inward, u64>,
     timers: BTreeSet<(Instant, u64)>,
     /// Timers of connections that were unanswered when the timer was set.
     unanswered: BTreeSet<(Instant, u64)>,
@@ -75,15 +74,8 @@ impl Table {
     pub(super) fn new(max: usize) -> Self {
         Self {
             max,
-            connections: HashMap::new(),
-            next: 0,
-            outward: HashMap::new(),
-            inward: HashMap::new(),
-            timers: BTreeSet::new(),
-            unanswered: BTreeSet::new(),
-            sources: HashMap::new(),
             port: *MASQUERADE_PORTS.start(),
-            evicted: 0,
+            ..Self::default()
         }
     }
 

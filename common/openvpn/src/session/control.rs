@@ -6,10 +6,9 @@ use bytes::BytesMut;
 
 use super::event::{Ended, Established, Event};
 use super::keys::{Agreed, DataKey, Ids};
-use super::{Dropped, Session, Side, Slot, Transport, framed};
+use super::{Dropped, SealError, Session, Side, Slot, Transport, framed};
 use crate::Role;
 use crate::control::Message;
-use crate::framing::LengthError;
 use crate::negotiation::{Failure, Negotiation, Step};
 use crate::packet::{ControlPacket, KeyId, Opcode, PacketError};
 use crate::reliable::Received;
@@ -307,8 +306,9 @@ impl Session {
         let Some(packet) = negotiation.transmit(self.own, peer, now) else {
             return false;
         };
-        let wrapped: Result<(), Unsendable> = framed(transport, out, |out| {
-            self.wrap.seal(&packet, out).map_err(|_| Unsendable)
+        let wrapped = framed(transport, out, |out| {
+            let sealed = self.wrap.seal(&packet, out);
+            sealed.map_err(|_| SealError::Exhausted)
         });
         if wrapped.is_err() {
             self.end(
@@ -319,15 +319,6 @@ impl Session {
         }
         self.clocks.sent(now);
         true
-    }
-}
-
-/// Error for a control packet that cannot be wrapped or framed.
-struct Unsendable;
-
-impl From<LengthError> for Unsendable {
-    fn from(_: LengthError) -> Self {
-        Self
     }
 }
 

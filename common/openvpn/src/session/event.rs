@@ -80,15 +80,18 @@ pub struct Established {
 }
 
 /// Reason for the end of a session.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Ended {
     /// The owner closed the session.
+    #[error("closed")]
     Closed,
     /// Server role: the owner rejected the client, or the client failed a check of the session. The client
     /// receives the text.
+    #[error("client rejected: {0}")]
     Rejected(String),
     /// Client role: the server refused the client.
+    #[error("the server refused us{}: {reason}", if *temporary { " for now" } else { "" })]
     AuthFailed {
         /// Text of the server; may be empty.
         reason: String,
@@ -96,8 +99,10 @@ pub enum Ended {
         temporary: bool,
     },
     /// The peer announced its exit (EXIT, or OCC's EXIT).
+    #[error("the peer left")]
     PeerExit,
     /// Client role: the server requests a new connection.
+    #[error("the server asks to connect again: {reason}")]
     Restart {
         /// True to connect to the next server of the list, false for the same server.
         next_server: bool,
@@ -105,65 +110,42 @@ pub enum Ended {
         reason: String,
     },
     /// Client role: the server requests a permanent stop.
+    #[error("the server asks to stop: {0}")]
     Halt(String),
     /// The peer closed the TCP connection without an exit message.
+    #[error("the peer closed the connection{}", during(*stage))]
     Disconnected {
         /// Progress of an unfinished handshake, with the usual cause; `None` after the handshake.
         stage: Option<&'static str>,
     },
     /// No packet was received for this time (`ping-restart`).
+    #[error("nothing received for {} s", .0.as_secs())]
     PingTimeout(Duration),
     /// The negotiation did not finish within the hand-window.
+    #[error("the handshake did not finish in time: {stage}")]
     HandshakeTimeout {
         /// Progress of the negotiation, with the usual cause.
         stage: &'static str,
     },
     /// The TLS handshake or channel failed.
+    #[error("TLS: {0}")]
     Tls(TlsError),
     /// The peers share no parameters, or the peer requires an unsupported feature.
+    #[error("negotiation failed: {0}")]
     Negotiation(String),
     /// Server role over UDP: the client connected again from the same address.
+    #[error("the client connected again")]
     Replaced,
     /// Server role over UDP: evicted before establishment, because too many sessions were starting.
+    #[error("too many sessions were starting")]
     Evicted,
     /// The peer violated the protocol. Over TCP any damaged control packet is a violation.
+    #[error("protocol error: {0}")]
     Protocol(String),
 }
 
-impl fmt::Display for Ended {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Closed => f.write_str("closed"),
-            Self::Rejected(reason) => write!(f, "client rejected: {reason}"),
-            Self::AuthFailed {
-                reason,
-                temporary: false,
-            } => write!(f, "the server refused us: {reason}"),
-            Self::AuthFailed {
-                reason,
-                temporary: true,
-            } => {
-                write!(f, "the server refused us for now: {reason}")
-            }
-            Self::PeerExit => f.write_str("the peer left"),
-            Self::Restart { reason, .. } => write!(f, "the server asks to connect again: {reason}"),
-            Self::Halt(reason) => write!(f, "the server asks to stop: {reason}"),
-            Self::Disconnected { stage: None } => f.write_str("the peer closed the connection"),
-            Self::Disconnected { stage: Some(stage) } => {
-                write!(
-                    f,
-                    "the peer closed the connection during the handshake: {stage}"
-                )
-            }
-            Self::PingTimeout(after) => write!(f, "nothing received for {} s", after.as_secs()),
-            Self::HandshakeTimeout { stage } => {
-                write!(f, "the handshake did not finish in time: {stage}")
-            }
-            Self::Tls(error) => write!(f, "TLS: {error}"),
-            Self::Negotiation(text) => write!(f, "negotiation failed: {text}"),
-            Self::Replaced => f.write_str("the client connected again"),
-            Self::Evicted => f.write_str("too many sessions were starting"),
-            Self::Protocol(text) => write!(f, "protocol error: {text}"),
-        }
-    }
+fn during(stage: Option<&str>) -> String {
+    stage.map_or_else(String::new, |stage| {
+        format!(" during the handshake: {stage}")
+    })
 }

@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use super::event::Ended;
 use super::{Session, Side, Timers, Transport};
+use crate::negotiation::Negotiation;
 
 impl Timers {
     /// Returns the time for which the old key is used for sending if the peer does not use the new key.
@@ -100,8 +101,7 @@ impl Session {
     /// Returns the time at which to call [`Session::handle_timeout`] and [`Session::poll_output`]; may be in
     /// the past.
     pub fn poll_timeout(&self) -> Option<Instant> {
-        let active = self.next.as_ref().or(self.current.as_ref());
-        let output = active.and_then(|active| active.timeout());
+        let output = self.active().and_then(Negotiation::timeout);
         if let Some(end) = &self.ended {
             let exit = (end.exits > 0).then_some(end.next_exit);
             let timeouts = [output, exit, Some(end.until)].into_iter().flatten();
@@ -109,26 +109,16 @@ impl Session {
         }
         let hand_window = self.side.common().timers.hand_window;
         let timeouts = if self.agreed.is_none() {
-            [
-                output,
-                Some(self.clocks.deadline),
-                self.server.request_at,
-                None,
-                None,
-            ]
+            let deadline = Some(self.clocks.deadline);
+            [output, deadline, self.server.request_at, None, None]
         } else {
             let rekey = match &self.next {
                 Some(next) => Some(next.began() + hand_window),
                 None => self.clocks.renegotiate_at,
             };
             let silent = self.clocks.silent_at().map(|(at, _)| at);
-            [
-                output,
-                rekey,
-                self.clocks.ping_at(),
-                silent,
-                self.keys.expiry(),
-            ]
+            let (ping, expiry) = (self.clocks.ping_at(), self.keys.expiry());
+            [output, rekey, ping, silent, expiry]
         };
         timeouts.into_iter().flatten().min()
     }

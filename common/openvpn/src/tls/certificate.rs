@@ -32,13 +32,8 @@ impl PeerIdentity {
             .as_str()
             .ok()?
             .to_owned();
-        let mut fingerprint = [0; 32];
-        for (to, from) in fingerprint
-            .iter_mut()
-            .zip(digest::digest(&digest::SHA256, der).as_ref())
-        {
-            *to = *from;
-        }
+        let fingerprint = digest::digest(&digest::SHA256, der);
+        let fingerprint = *fingerprint.as_ref().first_chunk()?;
         let serial: String = certificate
             .raw_serial()
             .iter()

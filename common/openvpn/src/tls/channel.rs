@@ -4,11 +4,8 @@
 use std::collections::VecDeque;
 use std::io::BufRead as _;
 use std::io::Write as _;
-use std::net::Ipv4Addr;
-use std::sync::Arc;
 
-use rustls::{ClientConfig, ClientConnection, Connection, ServerConfig, ServerConnection};
-use rustls_pki_types::ServerName;
+use rustls::Connection;
 
 use super::certificate::PeerIdentity;
 use super::error::TlsError;
@@ -24,26 +21,14 @@ pub(crate) struct Channel {
 }
 
 impl Channel {
-    pub(super) fn server(config: ServerConfig, refused: Refused) -> Result<Self, TlsError> {
-        let tls = ServerConnection::new(Arc::new(config)).map_err(TlsError::setup)?;
-        Ok(Self {
-            tls: tls.into(),
-            refused,
-            output: VecDeque::new(),
-        })
-    }
-
-    pub(super) fn client(config: ClientConfig, refused: Refused) -> Result<Self, TlsError> {
-        // The name is only a placeholder: no name is sent or checked.
-        let name = ServerName::IpAddress(Ipv4Addr::UNSPECIFIED.into());
-        let tls = ClientConnection::new(Arc::new(config), name).map_err(TlsError::setup)?;
+    pub(super) fn new(tls: impl Into<Connection>, refused: Refused) -> Self {
         let mut channel = Self {
             tls: tls.into(),
             refused,
             output: VecDeque::new(),
         };
         channel.collect();
-        Ok(channel)
+        channel
     }
 
     /// Processes TLS bytes from the peer, in order. The plaintext of each record is appended to `messages`,

@@ -147,7 +147,7 @@ impl Pki {
 }
 
 #[test]
-fn doubt_finds_certificates_that_peers_refuse() {
+fn certificates_that_peers_refuse_are_found() {
     let problem_of = |pair: &Pair, role| certificate_problem(pair.certificate.as_bytes(), role);
     let (server, client) = (PKI.server(), PKI.client("a"));
     assert_eq!(problem_of(&server, Role::Server), None);

@@ -66,10 +66,10 @@ fn note(
 fn refuse(
     refused: &Refused,
     leaf: &CertificateDer<'_>,
-    problem: String,
+    problem: impl Into<String>,
     error: CertificateError,
 ) -> Error {
-    let _ = refused.set((certificate::describe(leaf), problem));
+    let _ = refused.set((certificate::describe(leaf), problem.into()));
     Error::InvalidCertificate(error)
 }
 
@@ -94,6 +94,20 @@ impl ClientVerifier {
             refused,
         )
     }
+
+    /// Checks the requirements of OpenVPN's options, in addition to the chain.
+    fn check(&self, leaf: &CertificateDer<'_>) -> Result<(), (&'static str, CertificateError)> {
+        if PeerIdentity::new(leaf).is_none() {
+            let problem = "it has no common name (CN), which identifies a client";
+            return Err((problem, CertificateError::BadEncoding));
+        }
+        let usage = Usage::new(leaf);
+        if self.require_usage && !(usage.key_usage && usage.client_auth) {
+            let problem = "remote-cert-tls client: key usage and the extended key usage clientAuth have to be present";
+            return Err((problem, CertificateError::InvalidPurpose));
+        }
+        Ok(())
+    }
 }
 
 impl ClientCertVerifier for ClientVerifier {
@@ -111,25 +125,8 @@ impl ClientCertVerifier for ClientVerifier {
             .webpki
             .verify_client_cert(end_entity, intermediates, now)
             .map_err(|error| note(&self.refused, end_entity, intermediates, error))?;
-        if PeerIdentity::new(end_entity).is_none() {
-            let problem = "it has no common name (CN), which identifies a client".into();
-            return Err(refuse(
-                &self.refused,
-                end_entity,
-                problem,
-                CertificateError::BadEncoding,
-            ));
-        }
-        let usage = Usage::new(end_entity);
-        if self.require_usage && !(usage.key_usage && usage.client_auth) {
-            let problem = "remote-cert-tls client: key usage and the extended key usage clientAuth have to be present".into();
-            return Err(refuse(
-                &self.refused,
-                end_entity,
-                problem,
-                CertificateError::InvalidPurpose,
-            ));
-        }
+        self.check(end_entity)
+            .map_err(|(problem, error)| refuse(&self.refused, end_entity, problem, error))?;
         Ok(verified)
     }
 
@@ -192,24 +189,19 @@ impl ServerVerifier {
             let problem = "remote-cert-tls server: key usage and the extended key usage serverAuth have to be present";
             return Err((problem.into(), CertificateError::InvalidPurpose));
         }
-        let identity = PeerIdentity::new(leaf);
-        let (wanted, matches) = match (&self.check.name, &identity) {
-            (None, _) => return Ok(()),
-            (Some(NameCheck::CommonName(name)), Some(identity)) => {
-                (name, identity.common_name == *name)
-            }
-            (Some(NameCheck::CommonNamePrefix(prefix)), Some(identity)) => {
+        let Some(check) = &self.check.name else {
+            return Ok(());
+        };
+        let Some(identity) = PeerIdentity::new(leaf) else {
+            let problem = "it has no common name (CN)".into();
+            return Err((problem, CertificateError::BadEncoding));
+        };
+        let (wanted, matches) = match check {
+            NameCheck::CommonName(name) => (name, identity.common_name == *name),
+            NameCheck::CommonNamePrefix(prefix) => {
                 (prefix, identity.common_name.starts_with(prefix.as_str()))
             }
-            (Some(NameCheck::Subject(subject)), Some(identity)) => {
-                (subject, identity.subject == *subject)
-            }
-            (Some(_), None) => {
-                return Err((
-                    "it has no common name (CN)".into(),
-                    CertificateError::BadEncoding,
-                ));
-            }
+            NameCheck::Subject(subject) => (subject, identity.subject == *subject),
         };
         if matches {
             return Ok(());

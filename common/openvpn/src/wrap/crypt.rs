@@ -104,7 +104,5 @@ fn tag(key: &hmac::Key, header: &[u8], id: &[u8], rest: &[u8]) -> hmac::Tag {
 
 /// Returns the first half of a tag, which is the IV.
 fn iv(tag: &[u8; TAG_LEN]) -> [u8; IV_LEN] {
-    let mut iv = [0; IV_LEN];
-    iv.iter_mut().zip(tag).for_each(|(to, from)| *to = *from);
-    iv
+    tag.first_chunk().copied().unwrap_or_default()
 }

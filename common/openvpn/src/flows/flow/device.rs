@@ -104,25 +104,31 @@ impl Outbox {
     }
 }
 
-/// smoltcp's device for sending: packets go to the link.
-pub(crate) struct Outbound<'a> {
-    outbox: &'a mut Outbox,
-    link: &'a mut dyn FnMut(&[u8]) -> bool,
+/// Receiver of the packets that smoltcp emits.
+pub(crate) enum Sink<'a> {
+    /// Nothing may be emitted.
+    None,
+    /// Packets go to the link.
+    Link(&'a mut Outbox, &'a mut dyn FnMut(&[u8]) -> bool),
+    /// The answer to a received packet goes to the replies.
+    Replies(&'a mut Replies),
+}
+
+/// smoltcp's device for one packet in either direction.
+pub(crate) struct Wire<'a> {
+    /// Packet to receive; empty if none.
+    packet: &'a [u8],
+    sink: Sink<'a>,
     mtu: usize,
     offer: Offer,
     emitted: Option<Emitted>,
 }
 
-impl<'a> Outbound<'a> {
-    pub(crate) fn new(
-        outbox: &'a mut Outbox,
-        link: &'a mut dyn FnMut(&[u8]) -> bool,
-        mtu: usize,
-        offer: Offer,
-    ) -> Self {
+impl<'a> Wire<'a> {
+    pub(crate) fn new(packet: &'a [u8], sink: Sink<'a>, mtu: usize, offer: Offer) -> Self {
         Self {
-            outbox,
-            link,
+            packet,
+            sink,
             mtu,
             offer,
             emitted: None,
@@ -135,111 +141,26 @@ impl<'a> Outbound<'a> {
     }
 }
 
-impl Device for Outbound<'_> {
+impl<'a> Device for Wire<'a> {
     type RxToken<'b>
         = Received<'b>
     where
         Self: 'b;
     type TxToken<'b>
-        = ToLink<'b>
+        = Emit<'a, 'b>
     where
         Self: 'b;
 
-    fn receive(&mut self, _: Instant) -> Option<(Received<'_>, ToLink<'_>)> {
-        None
-    }
-
-    fn transmit(&mut self, _: Instant) -> Option<ToLink<'_>> {
-        if self.outbox.is_full() {
-            return None;
-        }
-        Some(ToLink {
-            outbox: self.outbox,
-            link: self.link,
-            offer: self.offer,
-            emitted: &mut self.emitted,
-        })
-    }
-
-    fn capabilities(&self) -> DeviceCapabilities {
-        capabilities(self.mtu)
-    }
-}
-
-/// Token to send one packet to the link.
-pub(crate) struct ToLink<'a> {
-    outbox: &'a mut Outbox,
-    link: &'a mut dyn FnMut(&[u8]) -> bool,
-    offer: Offer,
-    emitted: &'a mut Option<Emitted>,
-}
-
-impl TxToken for ToLink<'_> {
-    fn consume<R, F: FnOnce(&mut [u8]) -> R>(self, length: usize, make: F) -> R {
-        if length > self.outbox.buffer.len() {
-            self.outbox.buffer.resize(length, 0);
-        }
-        // The resize above guarantees the length; `unwrap_or` never applies.
-        let packet = self.outbox.buffer.get_mut(..length).unwrap_or(&mut []);
-        let result = make(packet);
-        limit_window(packet, self.offer);
-        fill_checksums(packet);
-        *self.emitted = Emitted::of(packet);
-        self.outbox.offer(length, self.link);
-        result
-    }
-}
-
-/// smoltcp's device for receiving: one packet comes in, and its answer goes to the replies.
-pub(crate) struct Inbound<'a, 'b> {
-    packet: &'a [u8],
-    replies: &'a mut Option<&'b mut Replies>,
-    mtu: usize,
-    offer: Offer,
-    emitted: Option<Emitted>,
-}
-
-impl<'a, 'b> Inbound<'a, 'b> {
-    pub(crate) fn new(
-        packet: &'a [u8],
-        replies: &'a mut Option<&'b mut Replies>,
-        mtu: usize,
-        offer: Offer,
-    ) -> Self {
-        Self {
-            packet,
-            replies,
-            mtu,
-            offer,
-            emitted: None,
-        }
-    }
-
-    /// Returns the header of the emitted answer, if smoltcp emitted one.
-    pub(crate) fn emitted(self) -> Option<Emitted> {
-        self.emitted
-    }
-}
-
-impl Device for Inbound<'_, '_> {
-    type RxToken<'c>
-        = Received<'c>
-    where
-        Self: 'c;
-    type TxToken<'c>
-        = ToReplies<'c>
-    where
-        Self: 'c;
-
-    fn receive(&mut self, _: Instant) -> Option<(Received<'_>, ToReplies<'_>)> {
-        let replies = self.replies.as_deref_mut()?;
+    fn receive(&mut self, _: Instant) -> Option<(Received<'_>, Emit<'a, '_>)> {
         let packet = std::mem::take(&mut self.packet);
-        let to = ToReplies(replies, self.offer, &mut self.emitted);
-        (!packet.is_empty()).then_some((Received(packet), to))
+        (!packet.is_empty()).then_some((Received(packet), Emit(self)))
     }
 
-    fn transmit(&mut self, _: Instant) -> Option<ToReplies<'_>> {
-        None
+    fn transmit(&mut self, _: Instant) -> Option<Emit<'a, '_>> {
+        match &self.sink {
+            Sink::Link(outbox, _) if !outbox.is_full() => Some(Emit(self)),
+            _ => None,
+        }
     }
 
     fn capabilities(&self) -> DeviceCapabilities {
@@ -247,29 +168,54 @@ impl Device for Inbound<'_, '_> {
     }
 }
 
-/// The packet to receive.
+/// Token to receive the packet.
 pub(crate) struct Received<'a>(&'a [u8]);
 
 impl RxToken for Received<'_> {
-    fn consume<R, F: FnOnce(&[u8]) -> R>(self, take: F) -> R {
-        take(self.0)
+    fn consume<R, F: FnOnce(&[u8]) -> R>(self, read: F) -> R {
+        read(self.0)
     }
 }
 
-/// Token to queue the answer.
-pub(crate) struct ToReplies<'a>(&'a mut Replies, Offer, &'a mut Option<Emitted>);
+/// Token to emit one packet.
+pub(crate) struct Emit<'a, 'b>(&'b mut Wire<'a>);
 
-impl TxToken for ToReplies<'_> {
+impl TxToken for Emit<'_, '_> {
     fn consume<R, F: FnOnce(&mut [u8]) -> R>(self, length: usize, make: F) -> R {
-        let mut packet = self.0.buffer();
-        packet.resize(length, 0);
-        let result = make(&mut packet);
-        limit_window(&mut packet, self.1);
-        fill_checksums(&mut packet);
-        let emitted = Emitted::of(&packet);
-        if self.0.queue(packet) {
-            *self.2 = emitted;
+        let Wire {
+            sink,
+            offer,
+            emitted,
+            ..
+        } = self.0;
+        let finish = |packet: &mut [u8]| {
+            limit_window(packet, *offer);
+            fill_checksums(packet);
+            Emitted::of(packet)
+        };
+        match sink {
+            Sink::Link(outbox, link) => {
+                if length > outbox.buffer.len() {
+                    outbox.buffer.resize(length, 0);
+                }
+                // The resize above guarantees the length; `unwrap_or` never applies.
+                let packet = outbox.buffer.get_mut(..length).unwrap_or(&mut []);
+                let result = make(packet);
+                *emitted = finish(packet);
+                outbox.offer(length, *link);
+                result
+            }
+            Sink::Replies(replies) => {
+                let mut packet = replies.buffer();
+                packet.resize(length, 0);
+                let result = make(&mut packet);
+                let header = finish(&mut packet);
+                if replies.queue(packet) {
+                    *emitted = header;
+                }
+                result
+            }
+            Sink::None => make(&mut vec![0; length]),
         }
-        result
     }
 }

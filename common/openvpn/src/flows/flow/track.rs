@@ -8,7 +8,7 @@ use crate::ip::{self, HEADER, Segment, flags};
 /// MSS of a remote end that does not send the option (RFC 9293, 3.7.1).
 pub(crate) const DEFAULT_MSS: u16 = 536;
 
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Track {
     syn_sent: bool,
     /// Sequence numbers of the first unacknowledged byte and of the first byte never sent.
@@ -90,26 +90,6 @@ fn before(a: u32, b: u32) -> bool {
 }
 
 impl Track {
-    pub(crate) fn new() -> Self {
-        Self {
-            syn_sent: false,
-            unacknowledged: 0,
-            sent: 0,
-            acknowledged: 0,
-            remote_window: 0,
-            remote_shift: 0,
-            remote_mss: 0,
-            expected: 0,
-            allowed: None,
-            local_shift: 0,
-            first: None,
-            window_advertised: false,
-            repeating: false,
-            remote_end: None,
-            sample: None,
-        }
-    }
-
     /// Records a received segment. Returns the number of newly acknowledged bytes.
     pub(crate) fn input(&mut self, segment: &Segment<'_>) -> u32 {
         if segment.has(flags::RST) {
