@@ -231,7 +231,7 @@ async fn a_packet_at_the_size_limit_passes() {
 }
 
 #[tokio::test]
-async fn a_packet_beyond_the_size_limit_ends_that_agents_stream_alone() {
+async fn packet_over_the_size_limit_ends_only_that_agents_stream() {
     let services = culvert_kit::services::Services::start().await.unwrap();
     for mode in MODES {
         let mut topology = Topology::simple(mode, Transport::Uds).await;

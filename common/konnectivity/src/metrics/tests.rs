@@ -10,7 +10,7 @@ fn pairs_have_distinct_indices_in_order() {
 }
 
 #[test]
-fn streams_count_packets_errors_bytes_and_ends() {
+fn stream_metrics_count_packets_errors_bytes_and_closes() {
     let registry = Registry::new(&[]).unwrap();
     let names = StreamNames {
         packets: "p_total",
