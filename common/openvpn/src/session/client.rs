@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 
 use tracing::debug;
 
-use super::event::{Ended, Established, Event};
-use super::keys::{Agreed, DataKey};
+use super::event::{Ended, Event};
+use super::keys::Agreed;
 use super::{Common, Session, Side, Slot};
 use crate::Role;
 use crate::cipher::Cipher;
@@ -15,8 +15,10 @@ use crate::control::{Message, PUSH_REQUEST};
 use crate::key_method::KeyMethod2;
 use crate::keys::KeySource;
 use crate::ncp;
+use crate::negotiation::Negotiation;
 use crate::options::{LocalOptions, PeerOptions, Transport};
 use crate::peer_info::{self, Protocol};
+use crate::tls::Channel;
 
 /// Pause before the first request. A 2.4 server ignores requests that arrive before the server is ready.
 const FIRST_REQUEST: Duration = Duration::from_secs(1);
@@ -122,25 +124,19 @@ impl Session {
         match Message::parse(text) {
             Message::PushReply(options) => self.push_reply(options, now),
             Message::AuthFailed { temporary, reason } => {
-                self.end(
-                    Ended::AuthFailed {
-                        reason: reason.into(),
-                        temporary,
-                    },
-                    now,
-                );
+                let reason = reason.into();
+                self.end(Ended::AuthFailed { reason, temporary }, now);
             }
             Message::Restart {
                 next_server,
                 reason,
             } => {
-                self.end(
-                    Ended::Restart {
-                        next_server,
-                        reason: reason.into(),
-                    },
-                    now,
-                );
+                let reason = reason.into();
+                let ended = Ended::Restart {
+                    next_server,
+                    reason,
+                };
+                self.end(ended, now);
             }
             Message::Halt(reason) => self.end(Ended::Halt(reason.into()), now),
             Message::Exit => self.end(Ended::PeerExit, now),
@@ -149,12 +145,8 @@ impl Session {
     }
 
     fn push_reply(&mut self, options: &str, now: Instant) {
-        if self.agreed.is_some()
-            || !self
-                .current
-                .as_ref()
-                .is_some_and(|current| current.is_complete())
-        {
+        let complete = self.current.as_ref().is_some_and(Negotiation::is_complete);
+        if self.agreed.is_some() || !complete {
             // Ignore a repeated reply to a request that crossed the first reply, and a premature reply.
             return;
         }
@@ -175,9 +167,6 @@ impl Session {
         };
         let config = config.clone();
         let common = &config.common;
-        let (Some(negotiation), Some(ids)) = (self.current.as_ref(), self.ids) else {
-            return;
-        };
         if self.server.options.mtu_dynamic {
             let text = "the server uses the option fragment, which is not supported";
             return self.end(Ended::Negotiation(text.into()), now);
@@ -190,10 +179,8 @@ impl Session {
             Ok(cipher) => cipher,
             Err(error) => {
                 let allowed = Cipher::list(&common.ciphers);
-                return self.end(
-                    Ended::Negotiation(format!("{error}; allowed ciphers: {allowed}")),
-                    now,
-                );
+                let text = format!("{error}; allowed ciphers: {allowed}");
+                return self.end(Ended::Negotiation(text), now);
             }
         };
         let agreed = Agreed {
@@ -209,15 +196,8 @@ impl Session {
             cc_exit: push.cc_exit,
             ours: push.ours,
         };
-        let derived = DataKey::derive(Role::Client, negotiation, ids, &agreed);
-        let tls = negotiation
-            .channel()
-            .map(|channel| channel.describe())
-            .unwrap_or_default();
-        let identity = negotiation.channel().and_then(|channel| channel.identity());
-        match derived {
-            Ok(key) => self.keys.install(key),
-            Err(failure) => return self.negotiation_failed(Slot::Current, failure, now),
+        if !self.install_first_key(&agreed, now) {
+            return;
         }
         self.server.request_at = None;
         self.server.token = push.auth_token.clone();
@@ -232,18 +212,11 @@ impl Session {
             .or(common.timers.ping_restart)
             .or(default_restart)
             .filter(|after| !after.is_zero());
-        let established = Established {
-            identity,
-            options: std::mem::take(&mut self.server.raw),
-            push: Some(push),
-            cipher: agreed.cipher,
-            exporter: agreed.exporter,
-            peer_id: agreed.peer_id,
-            tun_mtu: agreed.tun_mtu,
-            ours: agreed.ours,
-            tls,
-        };
-        self.establish(agreed, established, ping, ping_restart, now);
+        self.clocks.established(ping, ping_restart, now);
+        let channel = self.current.as_ref().and_then(Negotiation::channel);
+        let identity = channel.and_then(Channel::identity);
+        let options = std::mem::take(&mut self.server.raw);
+        self.establish(agreed, identity, options, Some(push), now);
     }
 
     /// Queues a text for the log. A text is dropped if too many events are queued.

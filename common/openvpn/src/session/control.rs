@@ -1,6 +1,6 @@
 //! The control channel of a session: assigns packets to negotiations, and acts on the results.
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use bytes::BytesMut;
 
@@ -9,10 +9,11 @@ use super::keys::{Agreed, DataKey, Ids};
 use super::{Dropped, SealError, Session, Side, Slot, Transport, framed};
 use crate::Role;
 use crate::control::Message;
+use crate::control::push::PushOptions;
 use crate::negotiation::{Failure, Negotiation, Step};
 use crate::packet::{ControlPacket, KeyId, Opcode, PacketError};
 use crate::reliable::Received;
-use crate::tls::{Channel, TlsError};
+use crate::tls::{Channel, PeerIdentity, TlsError};
 use crate::wrap::OpenError;
 
 /// Number of successive failed renegotiations that ends the session.
@@ -237,17 +238,44 @@ impl Session {
         }
     }
 
-    /// Marks the session as established.
+    /// Derives and installs the first key. Returns false after a failure, which may end the session.
+    pub(super) fn install_first_key(&mut self, agreed: &Agreed, now: Instant) -> bool {
+        let (Some(current), Some(ids)) = (&self.current, self.ids) else {
+            return false;
+        };
+        match DataKey::derive(self.side.role(), current, ids, agreed) {
+            Ok(key) => self.keys.install(key),
+            Err(failure) => {
+                self.negotiation_failed(Slot::Current, failure, now);
+                return false;
+            }
+        }
+        true
+    }
+
+    /// Marks the session as established. `options` are the pushed options, and `pushed` are the parsed
+    /// options of a client.
     pub(super) fn establish(
         &mut self,
         agreed: Agreed,
-        established: Established,
-        ping: Option<Duration>,
-        ping_restart: Option<Duration>,
+        identity: Option<PeerIdentity>,
+        options: Vec<String>,
+        pushed: Option<PushOptions>,
         now: Instant,
     ) {
+        let channel = self.current.as_ref().and_then(Negotiation::channel);
+        let established = Established {
+            identity,
+            options,
+            push: pushed,
+            cipher: agreed.cipher,
+            exporter: agreed.exporter,
+            peer_id: agreed.peer_id,
+            tun_mtu: agreed.tun_mtu,
+            ours: agreed.ours,
+            tls: channel.map(Channel::describe).unwrap_or_default(),
+        };
         self.agreed = Some(agreed);
-        self.clocks.established(ping, ping_restart, now);
         self.schedule_renegotiation(now);
         self.events
             .push_back(Event::Established(Box::new(established)));

@@ -1,14 +1,14 @@
 //! The server role in the control channel: reports clients to the owner, chooses the parameters, and sends
 //! the PUSH_REPLY.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use rand::Rng as _;
 use tracing::debug;
 
-use super::event::{Authenticated, Ended, Established, Event};
-use super::keys::{Agreed, DataKey};
-use super::{Push, Session, Side, Slot};
+use super::event::{Authenticated, Ended, Event};
+use super::keys::Agreed;
+use super::{Push, ServerConfig, Session, Side, Slot};
 use crate::Role;
 use crate::compress::Framing;
 use crate::control::push::{self, NotPushable, OURS};
@@ -16,12 +16,13 @@ use crate::control::{AUTH_FAILED, RESTART};
 use crate::key_method::KeyMethod2;
 use crate::keys::KeySource;
 use crate::ncp;
+use crate::negotiation::Negotiation;
 use crate::options::{self, PeerOptions, Transport};
 use crate::peer_info::{PeerInfo, Protocol};
 use crate::tls::PeerIdentity;
 
 /// Shortest pause between two answers to requests for the options.
-const PUSH_AGAIN: std::time::Duration = std::time::Duration::from_secs(5);
+const PUSH_AGAIN: Duration = Duration::from_secs(5);
 
 /// Server's state about its client.
 #[derive(Default)]
@@ -148,10 +149,8 @@ impl Session {
     /// Rejects the client with AUTH_FAILED and `reason`, after [`Event::Authenticated`] or later (server
     /// role).
     pub fn reject(&mut self, reason: &str, now: Instant) {
-        if matches!(self.side, Side::Server(..))
-            && self.client.identity.is_some()
-            && !self.is_ended()
-        {
+        let known = self.client.identity.is_some();
+        if matches!(self.side, Side::Server(..)) && known && !self.is_ended() {
             self.refuse(reason, now);
         }
     }
@@ -193,67 +192,45 @@ impl Session {
         let (config, peer_id) = (config.clone(), *peer_id);
         let client = &mut self.client;
         let wanted = client.push_requested || client.info.protocol.has(Protocol::REQUEST_PUSH);
-        let Some(negotiation) = self
-            .current
-            .as_ref()
-            .filter(|current| current.is_complete())
-        else {
-            return;
-        };
-        if !wanted || client.pushed_at.is_some() || self.ended.is_some() {
+        let complete = self.current.as_ref().is_some_and(Negotiation::is_complete);
+        if !wanted || !complete || client.pushed_at.is_some() || self.ended.is_some() {
             return;
         }
-        let (Some(choice), Some(push), Some(ids)) =
-            (client.choice, client.accepted.as_ref(), self.ids)
-        else {
+        let (Some(choice), Some(push)) = (client.choice, client.accepted.as_ref()) else {
             return;
         };
         let (agreed, additions) = agree(&config, peer_id, choice, &client.info, &client.options);
         let all: Vec<String> = push.options.iter().cloned().chain(additions).collect();
-        let key = DataKey::derive(Role::Server, negotiation, ids, &agreed);
-        let tls = negotiation
-            .channel()
-            .map(|channel| channel.describe())
-            .unwrap_or_default();
         client.pushed_at = Some(now);
         let texts = match push::build(&all) {
             Ok(texts) => texts,
             Err(error) => return self.end(Ended::Negotiation(error.to_string()), now),
         };
-        match key {
-            Ok(key) => self.keys.install(key),
-            Err(failure) => return self.negotiation_failed(Slot::Current, failure, now),
+        if !self.install_first_key(&agreed, now) {
+            return;
         }
         for text in &texts {
             debug!(text, "push reply");
             self.send_text(text, now);
         }
         self.reply = texts;
-        let established = Established {
-            identity: self.client.identity.clone(),
-            options: all,
-            push: None,
-            cipher: agreed.cipher,
-            exporter: agreed.exporter,
-            peer_id: agreed.peer_id,
-            tun_mtu: agreed.tun_mtu,
-            ours: agreed.ours,
-            tls,
-        };
         let timers = config.common.timers;
-        self.establish(agreed, established, timers.ping, timers.ping_restart, now);
+        self.clocks
+            .established(timers.ping, timers.ping_restart, now);
+        let identity = self.client.identity.clone();
+        self.establish(agreed, identity, all, None, now);
     }
 
     /// Returns a random time of up to 10 % of `reneg`. Clients are often started together, and should not
     /// renegotiate together.
-    pub(super) fn jitter(reneg: std::time::Duration) -> std::time::Duration {
+    pub(super) fn jitter(reneg: Duration) -> Duration {
         reneg.mul_f64(rand::rng().random_range(0.0..0.1))
     }
 }
 
 /// Chooses the parameters for a client with these abilities, and returns them with the options to be pushed.
 fn agree(
-    config: &super::ServerConfig,
+    config: &ServerConfig,
     peer_id: u32,
     choice: ncp::Choice,
     info: &PeerInfo,

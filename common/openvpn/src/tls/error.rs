@@ -36,16 +36,13 @@ pub enum ConfigError {
 
 impl ConfigError {
     pub(super) fn pem(what: &'static str, error: &pem::Error) -> Self {
-        match error {
-            pem::Error::NoItemsFound => Self::Pem {
-                what,
-                problem: "no such PEM section found (decrypt an encrypted key first)".into(),
-            },
-            error => Self::Pem {
-                what,
-                problem: error.to_string(),
-            },
-        }
+        let problem = match error {
+            pem::Error::NoItemsFound => {
+                "no such PEM section found (decrypt an encrypted key first)".into()
+            }
+            error => error.to_string(),
+        };
+        Self::Pem { what, problem }
     }
 }
 
