@@ -74,12 +74,11 @@ impl Cipher {
     }
 
     /// Returns true if the cipher authenticates its data and needs no separate MAC.
-    pub fn is_aead(self) -> bool {
+    pub(crate) fn is_aead(self) -> bool {
         !matches!(self, Self::Aes256Cbc | Self::Aes192Cbc | Self::Aes128Cbc)
     }
 
-    /// Returns the key length in bytes.
-    pub fn key_len(self) -> usize {
+    pub(crate) fn key_len(self) -> usize {
         match self {
             Self::Aes256Gcm | Self::ChaCha20Poly1305 | Self::Aes256Cbc => 32,
             Self::Aes192Gcm | Self::Aes192Cbc => 24,
@@ -88,7 +87,7 @@ impl Cipher {
     }
 
     /// Parses a list like `AES-256-GCM:AES-128-GCM`. Unknown names and duplicates are left out.
-    pub fn known_in(list: &str) -> Vec<Self> {
+    pub(crate) fn known_in(list: &str) -> Vec<Self> {
         let mut known = Vec::new();
         for cipher in list.split(':').filter_map(Self::from_name) {
             if !known.contains(&cipher) {
@@ -146,7 +145,7 @@ impl Digest {
     }
 
     /// Returns the length of the output in bytes. OpenVPN's HMAC keys have the same length.
-    pub fn output_len(self) -> usize {
+    pub(crate) fn output_len(self) -> usize {
         match self {
             Self::Sha1 => 20,
             Self::Sha256 => 32,

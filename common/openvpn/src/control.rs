@@ -11,9 +11,9 @@ use bytes::{Buf, BytesMut};
 pub const MAX_TEXT_LEN: usize = 2048;
 
 /// Client's request for its configuration.
-pub const PUSH_REQUEST: &str = "PUSH_REQUEST";
+pub(crate) const PUSH_REQUEST: &str = "PUSH_REQUEST";
 /// Notice that the sender leaves, for peers that support `cc-exit`.
-pub const EXIT: &str = "EXIT";
+pub(crate) const EXIT: &str = "EXIT";
 /// Server's refusal of a client. A comma and a reason may follow.
 pub const AUTH_FAILED: &str = "AUTH_FAILED";
 /// Server's request to connect again. A comma, flags in brackets, and a text may follow.

@@ -158,7 +158,7 @@ impl Sealer {
     }
 
     /// Returns true if the key should be replaced soon. The key works until all packet ids are used.
-    pub fn is_worn(&self) -> bool {
+    pub(crate) fn is_worn(&self) -> bool {
         self.next_id >= WORN_ID || self.gcm && self.used >= WORN_GCM
     }
 }
@@ -191,7 +191,7 @@ impl Opener {
         };
         Ok(Self {
             engine,
-            replay: ReplayWindow::new(),
+            replay: ReplayWindow::default(),
         })
     }
 

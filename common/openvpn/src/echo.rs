@@ -23,7 +23,7 @@ const QUOTED: usize = 128;
 
 /// Replies that wait to be sent.
 #[derive(Debug)]
-pub struct Replies {
+pub(crate) struct Replies {
     waiting: VecDeque<Vec<u8>>,
     spare: Vec<Vec<u8>>,
     bytes: usize,
@@ -32,8 +32,7 @@ pub struct Replies {
 }
 
 impl Replies {
-    /// Creates an empty queue.
-    pub fn new(now: Instant) -> Self {
+    pub(crate) fn new(now: Instant) -> Self {
         Self {
             waiting: VecDeque::new(),
             spare: Vec::new(),
@@ -43,7 +42,6 @@ impl Replies {
         }
     }
 
-    /// Returns an empty buffer for a reply.
     pub(crate) fn buffer(&mut self) -> Vec<u8> {
         let mut buffer = self.spare.pop().unwrap_or_default();
         buffer.clear();
@@ -75,37 +73,33 @@ impl Replies {
         }
     }
 
-    /// Returns the oldest reply.
-    pub fn front(&self) -> Option<&[u8]> {
+    pub(crate) fn front(&self) -> Option<&[u8]> {
         self.waiting.front().map(Vec::as_slice)
     }
 
     /// Removes the oldest reply after it was sent.
-    pub fn pop(&mut self) {
+    pub(crate) fn pop(&mut self) {
         if let Some(reply) = self.take() {
             self.keep(reply);
         }
     }
 
-    /// Removes and returns the oldest reply.
-    pub fn take(&mut self) -> Option<Vec<u8>> {
+    pub(crate) fn take(&mut self) -> Option<Vec<u8>> {
         let reply = self.waiting.pop_front()?;
         self.bytes -= reply.len();
         Some(reply)
     }
 
-    /// True if no reply waits.
-    pub fn is_empty(&self) -> bool {
+    pub(crate) fn is_empty(&self) -> bool {
         self.waiting.is_empty()
     }
 
     /// Number of replies that were dropped because the queue was full or the rate limit was reached.
-    pub fn suppressed(&self) -> u64 {
+    pub(crate) fn suppressed(&self) -> u64 {
         self.suppressed
     }
 
-    /// Answers an echo request.
-    pub fn echo(&mut self, packet: &Packet<'_>, icmp: &Icmp<'_>) -> bool {
+    pub(crate) fn echo(&mut self, packet: &Packet<'_>, icmp: &Icmp<'_>) -> bool {
         let (from, to) = (packet.destination(), packet.source());
         self.push(|out| {
             icmp_message(
@@ -120,7 +114,7 @@ impl Replies {
     }
 
     /// Answers `segment` with a reset, unless `segment` itself is a reset.
-    pub fn reset(&mut self, segment: &Segment<'_>, now: Instant) -> bool {
+    pub(crate) fn reset(&mut self, segment: &Segment<'_>, now: Instant) -> bool {
         !segment.has(flags::RST) && self.allowed(now) && self.push(|out| reset(out, segment))
     }
 
@@ -132,7 +126,7 @@ impl Replies {
     /// Queues an ICMP error about `packet`, with source address `from`. ICMP packets other than echo
     /// requests and replies get no error, because an ICMP error must not cause another error (RFC 1122,
     /// 3.2.2).
-    pub fn error(
+    pub(crate) fn error(
         &mut self,
         packet: &Packet<'_>,
         from: Ipv4Addr,

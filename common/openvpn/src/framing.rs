@@ -20,7 +20,7 @@ pub struct LengthError {
 }
 
 /// A packet, and the bytes after it in the stream.
-pub type Split<'a> = (&'a mut [u8], &'a mut [u8]);
+pub(crate) type Split<'a> = (&'a mut [u8], &'a mut [u8]);
 
 /// Splits the first packet off `stream`. Returns `None` if the packet is incomplete.
 ///

@@ -253,7 +253,6 @@ impl Hub {
         self.collect(peer, now);
     }
 
-    /// Removes a session.
     fn remove(&mut self, peer: PeerId) {
         let Some(entry) = self.slots.get_mut(peer.0 as usize).and_then(Option::take) else {
             return;

@@ -13,9 +13,11 @@ mod tests;
 
 use std::net::Ipv4Addr;
 
-pub use checksum::{Sum, adjust};
-pub use icmp::{Icmp, Quote, kind};
-pub use rewrite::Rewrite;
+pub use checksum::Sum;
+use checksum::adjust;
+pub(crate) use icmp::Quote;
+pub use icmp::{Icmp, kind};
+pub(crate) use rewrite::Rewrite;
 pub(crate) use tcp::window_scale;
 pub use tcp::{Segment, flags};
 
@@ -160,7 +162,7 @@ impl<'a> Packet<'a> {
 }
 
 /// True if the address can belong to one host. Addresses in 0.0.0.0/8 cannot.
-pub fn unicast(address: Ipv4Addr) -> bool {
+pub(crate) fn unicast(address: Ipv4Addr) -> bool {
     !address.is_multicast() && !address.is_broadcast() && address.octets()[0] != 0
 }
 

@@ -19,7 +19,7 @@ use crate::keys::KeySource;
 pub const MAX_MESSAGE_LEN: usize = 4096;
 
 /// Longest options string that stock accepts, in bytes including the NUL.
-pub const MAX_OPTIONS_LEN: usize = 512;
+pub(crate) const MAX_OPTIONS_LEN: usize = 512;
 
 /// Reason why a message is rejected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -39,7 +39,7 @@ pub enum KeyMethodError {
 #[derive(Clone, PartialEq, Eq)]
 pub struct KeyMethod2 {
     /// Random bytes for the keys.
-    pub source: KeySource,
+    pub(crate) source: KeySource,
     /// Options string; see [`options`](crate::options).
     pub options: String,
     /// User name; empty if missing.

@@ -1,5 +1,5 @@
 //! The key material of one negotiation: from the random bytes of both sides to the keys of each direction.
-//! [`KeySource`] and [`KeyBlock`] wipe their bytes when dropped. Copies made by callers are not wiped.
+//! `KeySource` and [`KeyBlock`] wipe their bytes when dropped. Copies made by callers are not wiped.
 
 #[cfg(test)]
 mod tests;
@@ -12,20 +12,20 @@ use crate::packet::SessionId;
 use crate::prf::tls1_prf;
 
 /// Label for exporting a key block from TLS (RFC 5705), without a context.
-pub const EXPORTER_LABEL: &[u8] = b"EXPORTER-OpenVPN-datakeys";
+pub(crate) const EXPORTER_LABEL: &[u8] = b"EXPORTER-OpenVPN-datakeys";
 
 /// Length in bytes of a [`KeyBlock`], and of the key in a static key file.
-pub const KEY_BLOCK_LEN: usize = 256;
+pub(crate) const KEY_BLOCK_LEN: usize = 256;
 
 /// Random bytes of one side in its key method 2 message.
 #[derive(Clone, PartialEq, Eq)]
-pub struct KeySource {
+pub(crate) struct KeySource {
     /// Pre-master secret of the client; zeros for a server.
-    pub pre_master: [u8; 48],
+    pub(crate) pre_master: [u8; 48],
     /// Input to the master secret.
-    pub random1: [u8; 32],
+    pub(crate) random1: [u8; 32],
     /// Input to the key expansion.
-    pub random2: [u8; 32],
+    pub(crate) random2: [u8; 32],
 }
 
 impl KeySource {
@@ -37,8 +37,7 @@ impl KeySource {
         }
     }
 
-    /// Generates random bytes for a message of `role`.
-    pub fn random(role: Role, rng: &mut dyn RngCore) -> Self {
+    pub(crate) fn random(role: Role, rng: &mut dyn RngCore) -> Self {
         let mut source = Self::zero();
         if role == Role::Client {
             rng.fill_bytes(&mut source.pre_master);
@@ -68,13 +67,13 @@ impl std::fmt::Debug for KeySource {
 pub struct KeyBlock([u8; KEY_BLOCK_LEN]);
 
 impl KeyBlock {
-    /// Creates a block from the bytes of a static key file, or from the TLS export for [`EXPORTER_LABEL`].
+    /// Creates a block from the bytes of a static key file, or from the TLS export for `EXPORTER_LABEL`.
     pub fn from_bytes(bytes: [u8; KEY_BLOCK_LEN]) -> Self {
         Self(bytes)
     }
 
     /// Derives the keys with the PRF, for peers that cannot export keys from TLS.
-    pub fn from_prf(
+    pub(crate) fn from_prf(
         client: &KeySource,
         server: &KeySource,
         client_session: SessionId,
@@ -100,7 +99,7 @@ impl KeyBlock {
     }
 
     /// Returns one half of the block: the keys of one direction.
-    pub fn half(&self, half: Half) -> HalfBlock<'_> {
+    pub(crate) fn half(&self, half: Half) -> HalfBlock<'_> {
         let (zero, one) = self.0.split_at(KEY_BLOCK_LEN / 2);
         let (cipher, mac) = match half {
             Half::Zero => zero,
@@ -111,7 +110,7 @@ impl KeyBlock {
     }
 
     /// Returns the keys for data packets from `sender`.
-    pub fn data(&self, sender: Role) -> HalfBlock<'_> {
+    pub(crate) fn data(&self, sender: Role) -> HalfBlock<'_> {
         self.half(match sender {
             Role::Client => Half::Zero,
             Role::Server => Half::One,
@@ -133,7 +132,7 @@ impl std::fmt::Debug for KeyBlock {
 
 /// Half of a [`KeyBlock`], in storage order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Half {
+pub(crate) enum Half {
     /// Bytes 0 to 127.
     Zero,
     /// Bytes 128 to 255.
@@ -142,9 +141,9 @@ pub enum Half {
 
 /// Keys of one direction. Ciphers and MACs use the first bytes, up to their key length.
 #[derive(Clone, Copy)]
-pub struct HalfBlock<'a> {
+pub(crate) struct HalfBlock<'a> {
     /// 64 bytes for a cipher.
-    pub cipher: &'a [u8],
+    pub(crate) cipher: &'a [u8],
     /// 64 bytes for a MAC, or for the nonces of an AEAD cipher.
-    pub mac: &'a [u8],
+    pub(crate) mac: &'a [u8],
 }

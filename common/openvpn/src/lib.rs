@@ -2,16 +2,16 @@
 //! bytes and events out.
 //!
 //! Each leaf module is the codec or the cryptography of one format, and shares no state with other modules:
-//! [`packet`], [`framing`], [`wrap`], [`key_method`], [`options`], [`peer_info`], [`control`], [`prf`],
-//! [`keys`], [`cipher`], [`ncp`], [`data`], [`replay`], [`compress`], [`payload`].
+//! [`packet`], [`framing`], [`wrap`], [`key_method`], [`options`], [`peer_info`], [`control`], `prf`,
+//! [`keys`], [`cipher`], [`ncp`], [`data`], `replay`, [`compress`], [`payload`].
 //!
-//! [`session`] implements one session in either role: [`reliable`] messages carry [`tls`], and TLS negotiates
+//! [`session`] implements one session in either role: `reliable` messages carry [`tls`], and TLS negotiates
 //! the keys of the data channel. [`hub`] manages the many sessions of a UDP server behind one socket.
 //!
 //! Traffic inside the VPN: [`flows`] are TCP connections in user space, dialed into the VPN or accepted out
 //! of the VPN. [`forward`] moves a server's packets from one peer to another, with [`routes`], [`firewall`]
-//! and [`masquerade`]. [`nodes`] translates the addresses of Kubernetes nodes. [`ip`] parses packets, and
-//! [`echo`] creates the unsolicited replies of a host.
+//! and `masquerade`. [`nodes`] translates the addresses of Kubernetes nodes. [`ip`] parses packets, and
+//! `echo` creates the unsolicited replies of a host.
 
 // The only clock that this crate reads is the time of day, for the packets of tls-auth and tls-crypt. Callers
 // pass in every `Instant`, so tests and simulations control the time.
@@ -21,7 +21,7 @@ pub mod cipher;
 pub mod compress;
 pub mod control;
 pub mod data;
-pub mod echo;
+mod echo;
 pub mod firewall;
 pub mod flows;
 pub mod forward;
@@ -31,7 +31,7 @@ pub mod hub;
 pub mod ip;
 pub mod key_method;
 pub mod keys;
-pub mod masquerade;
+mod masquerade;
 pub mod ncp;
 mod negotiation;
 pub mod nodes;
@@ -39,9 +39,9 @@ pub mod options;
 pub mod packet;
 pub mod payload;
 pub mod peer_info;
-pub mod prf;
-pub mod reliable;
-pub mod replay;
+mod prf;
+mod reliable;
+mod replay;
 pub mod routes;
 pub mod session;
 pub mod tls;

@@ -16,12 +16,12 @@ use table::{Connection, Table};
 
 use crate::ip::{Icmp, Malformed, Packet, Quote, Rewrite, Segment, flags, kind, protocol};
 
-pub use table::Untracked;
+pub(crate) use table::Untracked;
 
 /// Local ports of masqueraded connections. The server's own flows use [`FLOW_PORTS`].
-pub const MASQUERADE_PORTS: RangeInclusive<u16> = 1024..=32767;
+pub(crate) const MASQUERADE_PORTS: RangeInclusive<u16> = 1024..=32767;
 /// Local ports of dialed flows.
-pub const FLOW_PORTS: RangeInclusive<u16> = 32768..=65535;
+pub(crate) const FLOW_PORTS: RangeInclusive<u16> = 32768..=65535;
 
 /// Idle timeouts of connections. They are about as long as in Linux, except for established TCP connections:
 /// one day instead of five.
@@ -59,14 +59,14 @@ enum Kind {
 
 /// The translation table.
 #[derive(Debug)]
-pub struct Masquerade {
+pub(crate) struct Masquerade {
     address: Ipv4Addr,
     table: Table,
 }
 
 impl Masquerade {
     /// Creates a table for at most `max_tracked` connections, translated to `address`.
-    pub fn new(address: Ipv4Addr, max_tracked: usize) -> Self {
+    pub(crate) fn new(address: Ipv4Addr, max_tracked: usize) -> Self {
         Self {
             address,
             table: Table::new(max_tracked),
@@ -75,7 +75,7 @@ impl Masquerade {
 
     /// Translates an outgoing packet. A new connection is tracked only if `open` is true. As in Linux, a
     /// segment from the middle of an unknown TCP connection counts as a new connection.
-    pub fn outward(
+    pub(crate) fn outward(
         &mut self,
         packet: &mut [u8],
         open: bool,
@@ -128,7 +128,11 @@ impl Masquerade {
 
     /// Translates a packet to the server's address back to the client's address, and returns the client's
     /// address.
-    pub fn inward(&mut self, packet: &mut [u8], now: Instant) -> Result<Ipv4Addr, Untracked> {
+    pub(crate) fn inward(
+        &mut self,
+        packet: &mut [u8],
+        now: Instant,
+    ) -> Result<Ipv4Addr, Untracked> {
         match Kind::of(packet)? {
             Kind::Packet(ends) => {
                 if ends.protocol == protocol::ICMP && !ends.reply {
@@ -173,23 +177,15 @@ impl Masquerade {
         }
     }
 
-    /// Removes connections after their timeout.
-    pub fn expire(&mut self, now: Instant) {
+    pub(crate) fn expire(&mut self, now: Instant) {
         self.table.expire(now);
     }
 
-    /// Returns the number of tracked connections.
-    pub fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         self.table.len()
     }
 
-    /// True if no connection is tracked.
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
-
-    /// Returns the number of connections that were removed early to make room.
-    pub fn evicted(&self) -> u64 {
+    pub(crate) fn evicted(&self) -> u64 {
         self.table.evicted
     }
 }

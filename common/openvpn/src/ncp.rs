@@ -8,7 +8,8 @@ use crate::options::PeerOptions;
 use crate::peer_info::PeerInfo;
 
 /// Reason after `AUTH_FAILED,` for a client that shares no cipher with the server.
-pub const NO_SHARED_CIPHER: &str = "Data channel cipher negotiation failed (no shared cipher)";
+pub(crate) const NO_SHARED_CIPHER: &str =
+    "Data channel cipher negotiation failed (no shared cipher)";
 
 /// Server's choice for one client.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -309,12 +309,10 @@ impl Negotiation {
         self.reliable.is_acknowledged() && !self.channel.as_ref().is_some_and(Channel::has_output)
     }
 
-    /// Returns true if acknowledgements wait to be sent.
     pub(crate) fn has_pending_acks(&self) -> bool {
         self.reliable.has_pending_acks()
     }
 
-    /// Drops the acknowledgements that wait to be sent.
     pub(crate) fn discard_acks(&mut self) {
         self.reliable.discard_acks();
     }

@@ -32,14 +32,10 @@ pub enum Transport {
 pub struct PeerOptions {
     /// Cipher for use without negotiation, in the peer's spelling.
     pub cipher: Option<String>,
-    /// Digest of the peer's MACs.
-    pub auth: Option<String>,
     /// True if payloads have a compression framing.
     pub comp_lzo: bool,
     /// True if the peer splits packets with `fragment`, which needs an unsupported header.
     pub mtu_dynamic: bool,
-    /// Largest packet on the wire, in bytes, as calculated by the peer.
-    pub link_mtu: Option<u16>,
     /// Largest inner packet of the peer, in bytes.
     pub tun_mtu: Option<u16>,
     /// True for a TAP peer, which carries Ethernet frames.
@@ -54,10 +50,8 @@ impl PeerOptions {
             let (name, value) = option.split_once(' ').unwrap_or((option, ""));
             match name {
                 "cipher" => peer.cipher = Some(value.to_owned()),
-                "auth" => peer.auth = Some(value.to_owned()),
                 "comp-lzo" => peer.comp_lzo = true,
                 "mtu-dynamic" => peer.mtu_dynamic = true,
-                "link-mtu" => peer.link_mtu = value.parse().ok(),
                 "tun-mtu" => peer.tun_mtu = value.parse().ok(),
                 "dev-type" => peer.tap = value == "tap",
                 _ => {}
@@ -86,26 +80,24 @@ pub fn mirror(peer: &str) -> String {
 
 /// Input for this side's options string, used if no string of the peer can be mirrored.
 #[derive(Debug, Clone, Copy)]
-pub struct LocalOptions {
-    /// Role of this side.
-    pub role: Role,
+pub(crate) struct LocalOptions {
+    pub(crate) role: Role,
     /// Protocol that carries the packets.
-    pub transport: Transport,
+    pub(crate) transport: Transport,
     /// Largest inner packet, in bytes.
-    pub tun_mtu: u16,
+    pub(crate) tun_mtu: u16,
     /// Cipher for use without negotiation.
-    pub cipher: Cipher,
-    /// Digest of the MACs.
-    pub digest: Digest,
+    pub(crate) cipher: Cipher,
+    pub(crate) digest: Digest,
     /// Configured framing of payloads.
-    pub framing: Framing,
+    pub(crate) framing: Framing,
     /// Key direction of this side; `None` without tls-auth.
-    pub tls_auth: Option<KeyDirection>,
+    pub(crate) tls_auth: Option<KeyDirection>,
 }
 
 impl LocalOptions {
     /// Builds the same string as stock.
-    pub fn build(&self) -> String {
+    pub(crate) fn build(&self) -> String {
         let (role, proto) = match (self.role, self.transport) {
             (Role::Client, Transport::Tcp) => ("client", "TCPv4_CLIENT"),
             (Role::Server, Transport::Tcp) => ("server", "TCPv4_SERVER"),

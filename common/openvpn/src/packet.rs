@@ -17,10 +17,10 @@ use rand::RngCore;
 pub const MAX_ACKS: usize = 8;
 
 /// Length in bytes of the part that a wrap does not encrypt: the first byte and the session id.
-pub const CONTROL_HEADER_LEN: usize = 9;
+pub(crate) const CONTROL_HEADER_LEN: usize = 9;
 
 /// Reserved peer id that means "no peer id".
-pub const NO_PEER_ID: u32 = 0x00ff_ffff;
+pub(crate) const NO_PEER_ID: u32 = 0x00ff_ffff;
 
 /// Type of a packet: the upper five bits of its first byte.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -70,7 +70,7 @@ impl Opcode {
     }
 
     /// Returns the first byte of a packet with this opcode.
-    pub fn first_byte(self, key_id: KeyId) -> u8 {
+    pub(crate) fn first_byte(self, key_id: KeyId) -> u8 {
         (self as u8) << 3 | key_id.0
     }
 }
@@ -214,7 +214,7 @@ impl<'a> ControlPacket<'a> {
     }
 
     /// Parses the part after the header, which a wrap covers.
-    pub fn parse_rest(header: ControlHeader, rest: &'a [u8]) -> Result<Self, PacketError> {
+    pub(crate) fn parse_rest(header: ControlHeader, rest: &'a [u8]) -> Result<Self, PacketError> {
         let ControlHeader {
             opcode,
             key_id,
@@ -248,7 +248,7 @@ impl<'a> ControlPacket<'a> {
     }
 
     /// Returns the header: the first byte and the session id.
-    pub fn header(&self) -> ControlHeader {
+    pub(crate) fn header(&self) -> ControlHeader {
         ControlHeader {
             opcode: self.opcode,
             key_id: self.key_id,
@@ -264,7 +264,7 @@ impl<'a> ControlPacket<'a> {
 
     /// Appends the part after the header, which a wrap covers. Acknowledgements are left out if the peer's
     /// session id is missing, because the acknowledged messages belong to the peer's session.
-    pub fn write_rest(&self, out: &mut BytesMut) {
+    pub(crate) fn write_rest(&self, out: &mut BytesMut) {
         match self.peer_session {
             Some(peer) if !self.acks.is_empty() => {
                 out.put_u8(self.acks.len);
@@ -284,18 +284,18 @@ impl<'a> ControlPacket<'a> {
 
 /// Part of a control packet that no wrap encrypts. The header is not trustworthy until the wrap is opened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ControlHeader {
+pub(crate) struct ControlHeader {
     /// Type of the packet; never data.
-    pub opcode: Opcode,
+    pub(crate) opcode: Opcode,
     /// Key of the packet's negotiation.
-    pub key_id: KeyId,
+    pub(crate) key_id: KeyId,
     /// Session id of the sender.
-    pub session: SessionId,
+    pub(crate) session: SessionId,
 }
 
 impl ControlHeader {
     /// Splits a packet into its header and the rest. Fails for data packets and for unsupported opcodes.
-    pub fn split(packet: &[u8]) -> Result<(Self, &[u8]), PacketError> {
+    pub(crate) fn split(packet: &[u8]) -> Result<(Self, &[u8]), PacketError> {
         let (&first, rest) = packet.split_first().ok_or(PacketError::Truncated)?;
         let opcode = match Opcode::of(first).ok_or(PacketError::Opcode(first >> 3))? {
             Opcode::DataV1 | Opcode::DataV2 => return Err(PacketError::Data),
@@ -321,8 +321,7 @@ impl ControlHeader {
         ))
     }
 
-    /// Returns the header in wire format.
-    pub fn to_bytes(self) -> [u8; CONTROL_HEADER_LEN] {
+    pub(crate) fn to_bytes(self) -> [u8; CONTROL_HEADER_LEN] {
         let mut bytes = [0; CONTROL_HEADER_LEN];
         let (first, session) = bytes.split_at_mut(1);
         first.copy_from_slice(&[self.opcode.first_byte(self.key_id)]);
@@ -336,15 +335,15 @@ impl ControlHeader {
 pub struct DataHeader {
     /// Id of the key that opens the packet.
     pub key_id: KeyId,
-    /// Peer id of a V2 packet, including [`NO_PEER_ID`]; `None` for V1.
+    /// Peer id of a V2 packet, including 0xffffff, which means "no peer id"; `None` for V1.
     pub peer_id: Option<u32>,
 }
 
 impl DataHeader {
     /// Length in bytes of a header without a peer id.
-    pub const V1_LEN: usize = 1;
+    pub(crate) const V1_LEN: usize = 1;
     /// Length in bytes of a header with a peer id.
-    pub const V2_LEN: usize = 4;
+    pub(crate) const V2_LEN: usize = 4;
 
     /// Returns the length on the wire, in bytes.
     pub fn wire_len(&self) -> usize {

@@ -16,7 +16,7 @@ const OCC_MAGIC: [u8; 16] = [
 const OCC_EXIT: u8 = 6;
 
 /// Exit notification that every OpenVPN version understands.
-pub const EXIT: [u8; 17] = {
+pub(crate) const EXIT: [u8; 17] = {
     let mut exit = [OCC_EXIT; 17];
     let (magic, _) = exit.split_at_mut(16);
     magic.copy_from_slice(&OCC_MAGIC);

@@ -13,19 +13,13 @@ impl Protocol {
     /// Supports data packets with a peer id.
     pub const DATA_V2: Self = Self(1 << 1);
     /// Expects its configuration without a request.
-    pub const REQUEST_PUSH: Self = Self(1 << 2);
+    pub(crate) const REQUEST_PUSH: Self = Self(1 << 2);
     /// Can derive data keys with the TLS exporter.
-    pub const TLS_KEY_EXPORT: Self = Self(1 << 3);
-    /// Accepts a keyword with AUTH_PENDING.
-    pub const AUTH_PENDING_KEYWORD: Self = Self(1 << 4);
+    pub(crate) const TLS_KEY_EXPORT: Self = Self(1 << 3);
     /// Supports the exit message in the control channel, and the pushed option `protocol-flags`.
-    pub const CC_EXIT_NOTIFY: Self = Self(1 << 7);
+    pub(crate) const CC_EXIT_NOTIFY: Self = Self(1 << 7);
     /// Supports AUTH_FAILED,TEMP.
     pub const AUTH_FAIL_TEMP: Self = Self(1 << 8);
-    /// Can wrap renegotiations with keys of the session. Never offered by this crate.
-    pub const DYNAMIC_TLS_CRYPT: Self = Self(1 << 9);
-    /// Supports data packets with epochs. Never offered by this crate.
-    pub const DATA_EPOCH: Self = Self(1 << 10);
 
     /// Abilities of this crate's client.
     pub const OURS: Self = Self(
@@ -36,8 +30,7 @@ impl Protocol {
             | Self::AUTH_FAIL_TEMP.0,
     );
 
-    /// Returns the bits without the bits of `other`.
-    pub fn without(self, other: Self) -> Self {
+    pub(crate) fn without(self, other: Self) -> Self {
         Self(self.0 & !other.0)
     }
 
@@ -66,8 +59,6 @@ pub struct PeerInfo {
     pub mtu: Option<u16>,
     /// `IV_COMP_STUBv2=1`: supports the framing `compress stub-v2`.
     pub stub_v2: bool,
-    /// `IV_LZO_STUB=1` or `IV_LZO=1`: supports the framing of `comp-lzo`.
-    pub lzo_stub: bool,
 }
 
 impl PeerInfo {
@@ -87,7 +78,6 @@ impl PeerInfo {
                 "IV_NCP" => ncp = ncp.or(value.parse().ok()),
                 "IV_MTU" => info.mtu = info.mtu.or(value.parse().ok()),
                 "IV_COMP_STUBv2" => info.stub_v2 |= value == "1",
-                "IV_LZO_STUB" | "IV_LZO" => info.lzo_stub |= value == "1",
                 _ => {}
             }
         }
@@ -97,7 +87,7 @@ impl PeerInfo {
     }
 
     /// Returns true for this crate's client, which terminates connections in its own process.
-    pub fn is_ours(&self) -> bool {
+    pub(crate) fn is_ours(&self) -> bool {
         let ours = |program: &String| program.starts_with(PROGRAM);
         self.version.is_none() && self.program.as_ref().is_some_and(ours)
     }
@@ -112,7 +102,7 @@ impl PeerInfo {
 const PROGRAM: &str = "culvert/";
 
 /// Returns the lines of this crate's client with the abilities `protocol`.
-pub fn client_lines(protocol: Protocol, ciphers: &[Cipher], tun_mtu: u16) -> String {
+pub(crate) fn client_lines(protocol: Protocol, ciphers: &[Cipher], tun_mtu: u16) -> String {
     let mut out = format!(
         "IV_GUI_VER={PROGRAM}{}\nIV_PLAT={}\nIV_TCPNL=1\nIV_MTU={tun_mtu}\nIV_CIPHERS={}\nIV_PROTO={}\n\
          IV_LZO_STUB=1\nIV_COMP_STUB=1\nIV_COMP_STUBv2=1\n",

@@ -14,7 +14,12 @@ const BLOCK: usize = 64;
 
 /// Fills `out` with P_MD5 xor P_SHA1 of `label` followed by `seed`. Each hash is keyed with one half of
 /// `secret`; in a secret of odd length the halves share the middle byte.
-pub fn tls1_prf<const S: usize>(secret: &[u8; S], label: &[u8], seed: &[&[u8]], out: &mut [u8]) {
+pub(crate) fn tls1_prf<const S: usize>(
+    secret: &[u8; S],
+    label: &[u8],
+    seed: &[&[u8]],
+    out: &mut [u8],
+) {
     const {
         assert!(
             S > 0 && S <= 2 * BLOCK,

@@ -14,14 +14,14 @@ mod tests;
 
 /// Most messages that may be unacknowledged at once. Peers up to 2.5 buffer 8 messages, but only 4 send slots
 /// are common to all versions.
-pub const SEND_WINDOW: usize = 4;
+pub(crate) const SEND_WINDOW: usize = 4;
 
 /// Size of the receive window in messages, including the next message in order. Stock 2.6 keeps as many
 /// messages, and has a send window of 6.
-pub const RECEIVE_WINDOW: usize = 12;
+pub(crate) const RECEIVE_WINDOW: usize = 12;
 
 /// Most acknowledgements in a packet with a payload. SoftEther accepts no more.
-pub const MAX_PIGGYBACK: usize = 4;
+pub(crate) const MAX_PIGGYBACK: usize = 4;
 
 /// Most acknowledgements that are queued until the owner polls for output: a full receive window and as many
 /// duplicates.
@@ -49,18 +49,17 @@ struct Outstanding<K> {
 
 /// Message to be sent now.
 #[derive(Debug, PartialEq, Eq)]
-pub struct Transmit<'a, K> {
-    /// Message id.
-    pub id: u32,
+pub(crate) struct Transmit<'a, K> {
+    pub(crate) id: u32,
     /// Kind passed to [`Reliable::push`].
-    pub kind: K,
+    pub(crate) kind: K,
     /// Payload passed to [`Reliable::push`].
-    pub payload: &'a [u8],
+    pub(crate) payload: &'a [u8],
 }
 
 /// Outcome of a numbered message from the peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Received {
+pub(crate) enum Received {
     /// New message, kept until all earlier messages have arrived.
     New,
     /// Repeated message, only acknowledged again, because the first acknowledgement may be lost.
@@ -72,7 +71,7 @@ pub enum Received {
 
 /// Both directions of one negotiation's control channel. `K` distinguishes a RESET from a CONTROL message.
 #[derive(Debug)]
-pub struct Reliable<K> {
+pub(crate) struct Reliable<K> {
     next_send: u32,
     sent: VecDeque<Outstanding<K>>,
     first_retry: Duration,
@@ -87,12 +86,12 @@ pub struct Reliable<K> {
 impl<K: Copy> Reliable<K> {
     /// Creates a state in which both directions start at id 0. `first_retry` is the pause before the first
     /// retransmission (`tls-timeout`, 2 s); the pause doubles with each attempt.
-    pub fn new(first_retry: Duration) -> Self {
+    pub(crate) fn new(first_retry: Duration) -> Self {
         Self::after_reset(first_retry, 0)
     }
 
     /// Creates a state in which both directions start at `id`: 1 after a stateless exchange of the RESETs.
-    pub fn after_reset(first_retry: Duration, id: u32) -> Self {
+    pub(crate) fn after_reset(first_retry: Duration, id: u32) -> Self {
         Self {
             next_send: id,
             sent: VecDeque::new(),
@@ -106,7 +105,7 @@ impl<K: Copy> Reliable<K> {
 
     /// Returns the number of messages that may be pushed now. The window starts at the oldest unacknowledged
     /// message.
-    pub fn window(&self) -> usize {
+    pub(crate) fn window(&self) -> usize {
         let used = self
             .sent
             .front()
@@ -115,7 +114,7 @@ impl<K: Copy> Reliable<K> {
     }
 
     /// Numbers a message and queues it for sending. Returns false if the window is full.
-    pub fn push(&mut self, kind: K, payload: Vec<u8>, now: Instant) -> bool {
+    pub(crate) fn push(&mut self, kind: K, payload: Vec<u8>, now: Instant) -> bool {
         if self.window() == 0 {
             return false;
         }
@@ -132,14 +131,13 @@ impl<K: Copy> Reliable<K> {
         true
     }
 
-    /// Returns true if every pushed message is acknowledged.
-    pub fn is_acknowledged(&self) -> bool {
+    pub(crate) fn is_acknowledged(&self) -> bool {
         self.sent.is_empty()
     }
 
     /// Processes an acknowledgement of message `id`. An id that is not outstanding is normal, because peers
     /// from 2.6 on repeat acknowledgements.
-    pub fn acknowledged(&mut self, id: u32) {
+    pub(crate) fn acknowledged(&mut self, id: u32) {
         let Some(at) = self.sent.iter().position(|message| message.id == id) else {
             return;
         };
@@ -150,7 +148,7 @@ impl<K: Copy> Reliable<K> {
     }
 
     /// Processes a numbered message from the peer.
-    pub fn receive(&mut self, id: u32, kind: K, payload: &[u8]) -> Received {
+    pub(crate) fn receive(&mut self, id: u32, kind: K, payload: &[u8]) -> Received {
         let ahead = id.wrapping_sub(self.next_receive);
         if ahead > u32::MAX / 2 {
             self.queue_ack(id);
@@ -177,7 +175,7 @@ impl<K: Copy> Reliable<K> {
     }
 
     /// Returns the next message in order, if it has arrived.
-    pub fn deliver(&mut self) -> Option<(K, Vec<u8>)> {
+    pub(crate) fn deliver(&mut self) -> Option<(K, Vec<u8>)> {
         self.received.front()?.as_ref()?;
         self.next_receive = self.next_receive.wrapping_add(1);
         self.received.pop_front().flatten()
@@ -195,14 +193,13 @@ impl<K: Copy> Reliable<K> {
         true
     }
 
-    /// Returns true if acknowledgements wait to be sent.
-    pub fn has_pending_acks(&self) -> bool {
+    pub(crate) fn has_pending_acks(&self) -> bool {
         !self.acks.is_empty()
     }
 
     /// Removes and returns up to `most` acknowledgements, oldest first. Acknowledgements sent before are
     /// repeated while the result has less than [`MAX_PIGGYBACK`] ids.
-    pub fn take_acks(&mut self, most: usize) -> Acks {
+    pub(crate) fn take_acks(&mut self, most: usize) -> Acks {
         let mut acks = Acks::new();
         let count = most.min(self.acks.len());
         for id in self.acks.drain(..count) {
@@ -218,13 +215,12 @@ impl<K: Copy> Reliable<K> {
         acks
     }
 
-    /// Drops the acknowledgements that wait to be sent.
-    pub fn discard_acks(&mut self) {
+    pub(crate) fn discard_acks(&mut self) {
         self.acks.clear();
     }
 
     /// Returns the oldest due message and counts the message as sent.
-    pub fn transmit(&mut self, now: Instant) -> Option<Transmit<'_, K>> {
+    pub(crate) fn transmit(&mut self, now: Instant) -> Option<Transmit<'_, K>> {
         let message = self
             .sent
             .iter_mut()
@@ -241,7 +237,7 @@ impl<K: Copy> Reliable<K> {
 
     /// Returns the time at which [`Reliable::transmit`] has a message; a time in the past if a message is due
     /// already.
-    pub fn timeout(&self) -> Option<Instant> {
+    pub(crate) fn timeout(&self) -> Option<Instant> {
         self.sent
             .iter()
             .map(|message| {

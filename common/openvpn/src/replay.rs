@@ -10,11 +10,11 @@ const WORDS: u32 = 32;
 
 /// Number of ids in the window, up to the newest id. Stock's default is 64, which drops late packets on fast
 /// links; one bit per id costs next to nothing.
-pub const WINDOW: u32 = (WORDS - 1) * WORD_BITS;
+pub(crate) const WINDOW: u32 = (WORDS - 1) * WORD_BITS;
 
 /// Shortest time for which a missing packet is accepted after a newer packet; the longest time is twice as
 /// long. Stock's default.
-pub const MAX_AGE: Duration = Duration::from_secs(15);
+pub(crate) const MAX_AGE: Duration = Duration::from_secs(15);
 
 /// Reason why a packet id is rejected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -38,7 +38,7 @@ pub enum ReplayError {
 /// Call [`check`](Self::check) before a packet is authenticated, and [`record`](Self::record) only
 /// afterwards: a forged packet must not move the window.
 #[derive(Debug, Clone, Default)]
-pub struct ReplayWindow {
+pub(crate) struct ReplayWindow {
     newest: u32,
     seen: [u64; WORDS as usize],
     /// Largest id that is too old by time.
@@ -49,13 +49,8 @@ pub struct ReplayWindow {
 }
 
 impl ReplayWindow {
-    /// Creates a window without received ids.
-    pub fn new() -> Self {
-        Self::default()
-    }
-
     /// Returns an error if a packet with this id must be rejected.
-    pub fn check(&self, id: u32) -> Result<(), ReplayError> {
+    pub(crate) fn check(&self, id: u32) -> Result<(), ReplayError> {
         if id == 0 {
             return Err(ReplayError::Zero);
         }
@@ -72,7 +67,7 @@ impl ReplayWindow {
     }
 
     /// Records that `id`, which [`check`](Self::check) allowed, was received at `now`.
-    pub fn record(&mut self, id: u32, now: Instant) {
+    pub(crate) fn record(&mut self, id: u32, now: Instant) {
         if id > self.newest {
             let steps = (id / WORD_BITS - self.newest / WORD_BITS).min(WORDS);
             for step in 0..steps {
@@ -109,17 +104,15 @@ fn bit(id: u32) -> u64 {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LongId {
     /// Counter; starts at 1 for each value of `time`.
-    pub id: u32,
+    pub(crate) id: u32,
     /// Unix time in seconds; may remain the start time of the session.
-    pub time: u32,
+    pub(crate) time: u32,
 }
 
 impl LongId {
-    /// Length on the wire, in bytes.
-    pub const LEN: usize = 8;
+    pub(crate) const LEN: usize = 8;
 
-    /// Parses the wire format.
-    pub fn from_bytes(bytes: [u8; Self::LEN]) -> Self {
+    pub(crate) fn from_bytes(bytes: [u8; Self::LEN]) -> Self {
         let value = u64::from_be_bytes(bytes);
         Self {
             id: (value >> 32) as u32,
@@ -127,22 +120,21 @@ impl LongId {
         }
     }
 
-    /// Returns the wire format.
-    pub fn to_bytes(self) -> [u8; Self::LEN] {
+    pub(crate) fn to_bytes(self) -> [u8; Self::LEN] {
         (u64::from(self.id) << 32 | u64::from(self.time)).to_be_bytes()
     }
 }
 
 /// Replay window for the long ids of one direction of a session. A later time starts an empty window.
 #[derive(Debug, Clone, Default)]
-pub struct LongReplayWindow {
+pub(crate) struct LongReplayWindow {
     time: u32,
     window: ReplayWindow,
 }
 
 impl LongReplayWindow {
     /// Returns an error if a packet with this id must be rejected.
-    pub fn check(&self, id: LongId) -> Result<(), ReplayError> {
+    pub(crate) fn check(&self, id: LongId) -> Result<(), ReplayError> {
         match id.time.cmp(&self.time) {
             std::cmp::Ordering::Less => Err(ReplayError::TimeBackwards(id.time)),
             std::cmp::Ordering::Equal => self.window.check(id.id),
@@ -152,11 +144,11 @@ impl LongReplayWindow {
     }
 
     /// Records that `id`, which [`check`](Self::check) allowed, was received at `now`.
-    pub fn record(&mut self, id: LongId, now: Instant) {
+    pub(crate) fn record(&mut self, id: LongId, now: Instant) {
         if id.time > self.time {
             *self = Self {
                 time: id.time,
-                window: ReplayWindow::new(),
+                window: ReplayWindow::default(),
             };
         }
         self.window.record(id.id, now);

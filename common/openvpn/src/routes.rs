@@ -100,7 +100,8 @@ impl Routes {
     }
 
     /// Returns a peer's networks, including its own address.
-    pub fn networks(&self, peer: PeerId) -> &[Ipv4Net] {
+    #[cfg(test)]
+    pub(crate) fn networks(&self, peer: PeerId) -> &[Ipv4Net] {
         self.peers.get(&peer).map_or(&[], Vec::as_slice)
     }
 }

@@ -41,7 +41,8 @@ use crate::wrap::Wrap;
 
 pub use crate::control::push::NotPushable;
 pub use crate::options::Transport;
-pub use config::{ClientConfig, Common, LARGE_TUN_MTU, ServerConfig, Timers};
+pub(crate) use config::LARGE_TUN_MTU;
+pub use config::{ClientConfig, Common, ServerConfig, Timers};
 pub use event::{Authenticated, Ended, Established, Event};
 pub use stats::{Dropped, Stats};
 
@@ -392,7 +393,7 @@ impl Session {
     }
 
     /// Returns true after [`Event::Ended`].
-    pub fn is_ended(&self) -> bool {
+    pub(crate) fn is_ended(&self) -> bool {
         self.ended.is_some()
     }
 

@@ -115,18 +115,12 @@ impl WrapKey {
         let (clear, body) = packet
             .split_first_chunk_mut::<CONTROL_HEADER_LEN>()
             .ok_or(PacketError::Truncated)?;
-        let (id, rest): (_, &[u8]) = match &self.0 {
-            Kind::None => (None, body),
-            Kind::Auth(keys) => {
-                let (id, rest) = keys.open(clear, body)?;
-                (Some(id), rest)
-            }
-            Kind::Crypt(keys) => {
-                let (id, rest) = keys.open(clear, body)?;
-                (Some(id), rest)
-            }
+        let (id, rest) = match &self.0 {
+            Kind::None => return Ok((ControlPacket::parse_rest(header, body)?, None)),
+            Kind::Auth(keys) => keys.open(clear, body)?,
+            Kind::Crypt(keys) => keys.open(clear, body)?,
         };
-        Ok((ControlPacket::parse_rest(header, rest)?, id))
+        Ok((ControlPacket::parse_rest(header, rest)?, Some(id)))
     }
 }
 
@@ -163,7 +157,7 @@ impl Wrap {
     }
 
     /// Skips the first packet id, because another [`Wrap`] has already sent the first packet and was dropped.
-    pub fn skip_first(&mut self) {
+    pub(crate) fn skip_first(&mut self) {
         self.next_id = self.next_id.max(2);
     }
 

@@ -5,20 +5,20 @@ mod options;
 #[cfg(test)]
 mod tests;
 
-pub use options::{Ifconfig, OURS, PushOptions, Route, Topology};
+pub use options::{Ifconfig, OURS, PushOptions, Topology};
 
 /// Longest text to be sent, in bytes without the NUL. Stock's buffers have 1024 bytes.
 const MAX_REPLY_LEN: usize = 1000;
 
 /// Largest accepted configuration over all its texts, in bytes: about 1500 routes.
-pub const MAX_CONFIGURATION_LEN: usize = 64 << 10;
+pub(crate) const MAX_CONFIGURATION_LEN: usize = 64 << 10;
 
 const CONTINUATION: &str = "push-continuation";
 
 /// Reason why a pushed configuration is rejected.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum PushError {
-    /// The configuration is longer than [`MAX_CONFIGURATION_LEN`].
+    /// The configuration is longer than `MAX_CONFIGURATION_LEN`.
     #[error("pushed configuration is longer than {MAX_CONFIGURATION_LEN} bytes")]
     TooLong,
     /// The data channel would not work without this unsupported option.

@@ -27,7 +27,7 @@ pub struct Config {
     /// Budget in bytes for data in flight toward receiving flows. Their receive windows share the budget;
     /// each window is at least 5840 bytes. Default 512 KiB, which is 385 packets and fits the queue of 500
     /// packets that Linux gives the tun device of a stock peer. Flows are exempt if both ends accept packets
-    /// of [`LARGE_TUN_MTU`] bytes, as Culvert programs do over TCP.
+    /// of `LARGE_TUN_MTU` bytes, as Culvert programs do over TCP.
     pub receive_budget: usize,
     /// Budget in bytes for data in flight from sending flows to the peer; each flow may use at least 5840
     /// bytes. Default 1 MiB: the acknowledgements, one for two packets, wait in the same queue of the peer's
@@ -63,7 +63,7 @@ pub struct Config {
 }
 
 impl Config {
-    /// Returns the default settings for a tunnel with packets of `tun_mtu` bytes. With [`LARGE_TUN_MTU`] or
+    /// Returns the default settings for a tunnel with packets of `tun_mtu` bytes. With `LARGE_TUN_MTU` or
     /// more the MSS fills the packet: the peer either terminates connections itself, or leads to hosts whose
     /// SYN limits the MSS.
     pub fn for_mtu(tun_mtu: u16) -> Self {
@@ -244,7 +244,7 @@ pub enum Unreachable {
 
 impl Unreachable {
     /// Converts the code of an ICMP message of type 3.
-    pub fn from_code(code: u8) -> Self {
+    pub(crate) fn from_code(code: u8) -> Self {
         match code {
             0 => Self::Network,
             1 => Self::Host,

@@ -54,7 +54,7 @@ fn fold(mut sum: u64) -> u16 {
 }
 
 /// Returns the checksum after one word has changed from `old` to `new` (RFC 1624, equation 3).
-pub fn adjust(checksum: u16, old: u16, new: u16) -> u16 {
+pub(crate) fn adjust(checksum: u16, old: u16, new: u16) -> u16 {
     let sum = u64::from(!checksum) + u64::from(!old) + u64::from(new);
     !fold(sum)
 }

@@ -9,13 +9,13 @@ pub mod kind {
     /// Echo reply.
     pub const ECHO_REPLY: u8 = 0;
     /// Destination unreachable.
-    pub const UNREACHABLE: u8 = 3;
+    pub(crate) const UNREACHABLE: u8 = 3;
     /// Echo request.
     pub const ECHO: u8 = 8;
     /// Time exceeded.
-    pub const TIME_EXCEEDED: u8 = 11;
+    pub(crate) const TIME_EXCEEDED: u8 = 11;
     /// Parameter problem: a header field is wrong.
-    pub const PARAMETER_PROBLEM: u8 = 12;
+    pub(crate) const PARAMETER_PROBLEM: u8 = 12;
 }
 
 /// A complete ICMP message.
@@ -48,7 +48,7 @@ impl<'a> Icmp<'a> {
     }
 
     /// Returns the identifier of an echo request or reply.
-    pub fn identifier(&self) -> u16 {
+    pub(crate) fn identifier(&self) -> u16 {
         u16::from_be_bytes([self.header[4], self.header[5]])
     }
 
@@ -64,7 +64,7 @@ impl<'a> Icmp<'a> {
     }
 
     /// Returns the quoted packet of an error message. `None` for other messages.
-    pub fn quote(&self) -> Option<Quote> {
+    pub(crate) fn quote(&self) -> Option<Quote> {
         matches!(
             self.kind(),
             kind::UNREACHABLE | kind::TIME_EXCEEDED | kind::PARAMETER_PROBLEM
@@ -76,19 +76,19 @@ impl<'a> Icmp<'a> {
 
 /// The start of a packet, as quoted by an ICMP error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Quote {
+pub(crate) struct Quote {
     /// Source address of the quoted packet.
-    pub source: Ipv4Addr,
+    pub(crate) source: Ipv4Addr,
     /// Destination address of the quoted packet.
-    pub destination: Ipv4Addr,
+    pub(crate) destination: Ipv4Addr,
     /// Protocol number, see [`protocol`].
-    pub protocol: u8,
+    pub(crate) protocol: u8,
     /// Source and destination port. For an ICMP echo, both are the identifier.
-    pub ports: (u16, u16),
+    pub(crate) ports: (u16, u16),
     /// Sequence number, for TCP.
-    pub sequence: u32,
+    pub(crate) sequence: u32,
     /// True for an ICMP echo request, false for its reply and for other protocols.
-    pub echo_request: bool,
+    pub(crate) echo_request: bool,
 }
 
 impl Quote {

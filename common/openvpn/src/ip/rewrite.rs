@@ -9,7 +9,7 @@ use super::{HEADER, Sum, adjust, protocol};
 /// Checksums are adjusted, not recomputed: a wrong checksum stays wrong, and a quoted packet may be
 /// truncated. Fields outside the available bytes are ignored.
 #[derive(Debug)]
-pub struct Rewrite<'a> {
+pub(crate) struct Rewrite<'a> {
     bytes: &'a mut [u8],
     header_len: usize,
     protocol: u8,
@@ -17,7 +17,7 @@ pub struct Rewrite<'a> {
 
 impl<'a> Rewrite<'a> {
     /// Returns `None` if the header is incomplete.
-    pub fn new(bytes: &'a mut [u8]) -> Option<Self> {
+    pub(crate) fn new(bytes: &'a mut [u8]) -> Option<Self> {
         let header = bytes.first_chunk::<HEADER>()?;
         let header_len = usize::from(header[0] & 15) * 4;
         let protocol = header[9];
@@ -28,28 +28,26 @@ impl<'a> Rewrite<'a> {
         })
     }
 
-    /// Changes the source address.
-    pub fn set_source(&mut self, address: Ipv4Addr) {
+    pub(crate) fn set_source(&mut self, address: Ipv4Addr) {
         self.set_address(12, address);
     }
 
-    /// Changes the destination address.
-    pub fn set_destination(&mut self, address: Ipv4Addr) {
+    pub(crate) fn set_destination(&mut self, address: Ipv4Addr) {
         self.set_address(16, address);
     }
 
     /// Changes the source port, or the identifier of an ICMP echo.
-    pub fn set_source_port(&mut self, port: u16) {
+    pub(crate) fn set_source_port(&mut self, port: u16) {
         self.set_port(0, port);
     }
 
     /// Changes the destination port, or the identifier of an ICMP echo.
-    pub fn set_destination_port(&mut self, port: u16) {
+    pub(crate) fn set_destination_port(&mut self, port: u16) {
         self.set_port(2, port);
     }
 
     /// Decrements the TTL. Returns false, without a change, if the TTL is already 1 or 0.
-    pub fn decrement_ttl(&mut self) -> bool {
+    pub(crate) fn decrement_ttl(&mut self) -> bool {
         let Some([ttl, protocol]) = self.word(8).map(u16::to_be_bytes) else {
             return false;
         };
@@ -61,12 +59,12 @@ impl<'a> Rewrite<'a> {
     }
 
     /// Returns the packet quoted by an ICMP error.
-    pub fn quoted(&mut self) -> Option<Rewrite<'_>> {
+    pub(crate) fn quoted(&mut self) -> Option<Rewrite<'_>> {
         Rewrite::new(self.bytes.get_mut(self.header_len + 8..)?)
     }
 
     /// Recomputes the checksum of an ICMP message after its quote was changed.
-    pub fn fill_icmp_checksum(&mut self) {
+    pub(crate) fn fill_icmp_checksum(&mut self) {
         let Some(message) = self.bytes.get_mut(self.header_len..) else {
             return;
         };

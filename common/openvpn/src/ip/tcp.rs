@@ -12,8 +12,6 @@ pub mod flags {
     pub const SYN: u8 = 2;
     /// Aborts a connection.
     pub const RST: u8 = 4;
-    /// Deliver data without delay.
-    pub const PSH: u8 = 8;
     /// The acknowledgement number is valid.
     pub const ACK: u8 = 16;
 }
@@ -100,7 +98,7 @@ impl<'a> Segment<'a> {
     }
 
     /// True if the segment requests a new connection.
-    pub fn opens(&self) -> bool {
+    pub(crate) fn opens(&self) -> bool {
         self.flags() & (flags::SYN | flags::ACK) == flags::SYN
     }
 
@@ -121,12 +119,12 @@ impl<'a> Segment<'a> {
     }
 
     /// Returns the window scale option of a SYN: the shift for the windows of later segments.
-    pub fn window_scale(&self) -> Option<u8> {
+    pub(crate) fn window_scale(&self) -> Option<u8> {
         window_scale(self.options)
     }
 
     /// Returns the MSS option of a SYN: the largest payload that the sender accepts (RFC 9293, 3.7.1).
-    pub fn mss(&self) -> Option<u16> {
+    pub(crate) fn mss(&self) -> Option<u16> {
         options(self.options)
             .flatten()
             .find_map(|option| match option {

@@ -20,7 +20,7 @@ const FIRST: Duration = Duration::from_secs(30);
 
 /// Reason why a packet is not translated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Untracked {
+pub(crate) enum Untracked {
     /// The packet is malformed.
     #[error(transparent)]
     Malformed(#[from] Malformed),
@@ -106,7 +106,6 @@ impl Table {
         self.connections.get_mut(id)
     }
 
-    /// Tracks a new connection.
     pub(super) fn open(
         &mut self,
         protocol: u8,

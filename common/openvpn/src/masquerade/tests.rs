@@ -88,7 +88,7 @@ fn replies_and_invalid_packets_open_no_connection() {
         table.outward(&mut packet, true, now),
         Err(Untracked::Malformed(Malformed::Checksum))
     );
-    assert!(table.is_empty());
+    assert_eq!(table.len(), 0);
 }
 
 #[test]
@@ -185,7 +185,7 @@ fn connections_expire_after_their_timeout() {
     table.expire(start + 200 * SECOND);
     assert_eq!(table.len(), 1, "an answered connection is kept longer");
     table.expire(start + 210 * SECOND);
-    assert!(table.is_empty());
+    assert_eq!(table.len(), 0);
 
     table
         .outward(&mut segment(client, pod, flags::SYN), true, start)
@@ -206,7 +206,7 @@ fn connections_expire_after_their_timeout() {
     table.inward(&mut segment(pod, own, fin), end).unwrap();
     // The timer still has the established timeout, which ends at most an hour later.
     table.expire(end + 3700 * SECOND);
-    assert!(table.is_empty());
+    assert_eq!(table.len(), 0);
 
     table
         .outward(&mut segment(client, pod, flags::SYN), true, end)
@@ -215,7 +215,7 @@ fn connections_expire_after_their_timeout() {
         .outward(&mut segment(client, pod, flags::RST), false, end)
         .unwrap();
     table.expire(end + 31 * SECOND);
-    assert!(table.is_empty());
+    assert_eq!(table.len(), 0);
 }
 
 #[test]

@@ -131,10 +131,8 @@ fn parses_the_options_of_a_peer() {
         peer,
         PeerOptions {
             cipher: Some("AES-256-CBC".to_owned()),
-            auth: Some("SHA1".to_owned()),
             comp_lzo: true,
             mtu_dynamic: true,
-            link_mtu: Some(1558),
             tun_mtu: Some(1500),
             tap: false,
         }

@@ -9,7 +9,7 @@ use super::*;
 #[test]
 fn each_id_is_accepted_once() {
     let now = Instant::now();
-    let mut window = ReplayWindow::new();
+    let mut window = ReplayWindow::default();
     assert_eq!(window.check(0), Err(ReplayError::Zero));
     for id in [1, 3, 2, 100, 99, WINDOW, WINDOW + 50] {
         assert_eq!(window.check(id), Ok(()), "{id}");
@@ -23,7 +23,7 @@ fn each_id_is_accepted_once() {
 #[test]
 fn largest_ids_are_handled() {
     let now = Instant::now();
-    let mut window = ReplayWindow::new();
+    let mut window = ReplayWindow::default();
     window.record(u32::MAX, now);
     assert_eq!(window.check(u32::MAX), Err(ReplayError::Repeated(u32::MAX)));
     assert_eq!(window.check(u32::MAX - WINDOW + 1), Ok(()));
@@ -37,7 +37,7 @@ fn largest_ids_are_handled() {
 #[test]
 fn missing_id_expires() {
     let start = Instant::now();
-    let mut window = ReplayWindow::new();
+    let mut window = ReplayWindow::default();
     window.record(10, start);
     window.record(11, start + MAX_AGE - Duration::from_millis(1));
     assert_eq!(window.check(9), Ok(()));
@@ -98,7 +98,7 @@ proptest! {
         steps in prop::collection::vec((-2500..2500_i64, prop::bool::weighted(0.05)), 1..300),
     ) {
         let now = Instant::now();
-        let mut window = ReplayWindow::new();
+        let mut window = ReplayWindow::default();
         let mut seen = HashSet::new();
         let mut newest = 0;
         let mut at = i64::from(start);

@@ -23,7 +23,6 @@ use crate::tls::Channel;
 /// Pause before the first request. A 2.4 server ignores requests that arrive before the server is ready.
 const FIRST_REQUEST: Duration = Duration::from_secs(1);
 
-/// Pause between requests.
 const NEXT_REQUEST: Duration = Duration::from_secs(5);
 
 /// Default of `ping-restart` over UDP if the server pushes no value. TCP has no default.
@@ -119,7 +118,6 @@ impl Session {
         }
     }
 
-    /// Processes a text from the server.
     pub(super) fn server_text(&mut self, text: &str, now: Instant) {
         match Message::parse(text) {
             Message::PushReply(options) => self.push_reply(options, now),

@@ -76,11 +76,11 @@ pub struct Common {
 }
 
 /// OpenVPN's default of `tun-mtu`, in bytes.
-pub const TUN_MTU: u16 = 1500;
+const TUN_MTU: u16 = 1500;
 
 /// `tun-mtu` in bytes between two peers that terminate connections in their own process. Over TCP the network
 /// path does not limit the packet size, and the cost of a packet hardly depends on its size.
-pub const LARGE_TUN_MTU: u16 = 16 << 10;
+pub(crate) const LARGE_TUN_MTU: u16 = 16 << 10;
 
 impl Common {
     /// Returns OpenVPN's defaults: no wrap, the AEAD ciphers, SHA1, 1500 bytes.

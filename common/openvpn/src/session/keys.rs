@@ -1,6 +1,6 @@
 //! The data channel keys of one session: the key for sending, and the keys accepted for receiving.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use crate::Role;
 use crate::cipher::{Cipher, Digest};
@@ -94,7 +94,6 @@ pub(super) struct Keys {
 }
 
 impl Keys {
-    /// Installs the first key.
     pub(super) fn install(&mut self, key: DataKey) {
         self.active = Some(key);
     }
@@ -104,7 +103,6 @@ impl Keys {
         self.next = Some(key);
     }
 
-    /// Drops the key of a failed renegotiation.
     pub(super) fn abandon(&mut self) {
         self.next = None;
     }
@@ -112,23 +110,17 @@ impl Keys {
     /// Activates the key of a finished renegotiation. The peer may not have finished yet, so sending uses the
     /// old key until the peer uses the new key, or until `patience` after the start of the renegotiation
     /// (stock: the smaller of `hand-window` and half of `reneg-sec`).
-    pub(super) fn promote(
-        &mut self,
-        patience: std::time::Duration,
-        tran_window: std::time::Duration,
-    ) {
+    pub(super) fn promote(&mut self, patience: Duration, tran_window: Duration) {
         let Some(new) = self.next.take() else { return };
         self.switch_at = Some(new.began + patience);
         let until = new.began + tran_window;
         self.old = self.active.replace(new).map(|key| (key, until));
     }
 
-    /// Returns the time at which the old key expires.
     pub(super) fn expiry(&self) -> Option<Instant> {
         self.old.as_ref().map(|(_, until)| *until)
     }
 
-    /// Drops the old key if it has expired.
     pub(super) fn expire(&mut self, now: Instant) {
         if self.expiry().is_some_and(|until| until <= now) {
             self.old = None;
@@ -146,7 +138,6 @@ impl Keys {
         }
     }
 
-    /// Returns the key with the id `key_id`.
     pub(super) fn named(&mut self, key_id: KeyId) -> Option<&mut DataKey> {
         let old = self.old.as_mut().map(|(key, _)| key);
         [self.active.as_mut(), self.next.as_mut(), old]

@@ -166,7 +166,6 @@ impl Session {
         }
     }
 
-    /// Processes a request for the options.
     pub(super) fn push_requested(&mut self, now: Instant) {
         self.client.push_requested = true;
         // The control channel is reliable, so the client received the first answer but did not use it: send

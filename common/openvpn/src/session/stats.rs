@@ -86,7 +86,6 @@ pub struct Stats {
 }
 
 impl Stats {
-    /// Counts a dropped packet.
     pub(crate) fn count(&mut self, dropped: Dropped) {
         let counter = match dropped {
             Dropped::Malformed => &mut self.malformed,

@@ -81,7 +81,6 @@ impl Channel {
         }
     }
 
-    /// Returns true if TLS bytes wait to be sent.
     pub(crate) fn has_output(&self) -> bool {
         !self.output.is_empty()
     }

@@ -2,7 +2,7 @@
 
 use super::PushError;
 use crate::compress::Framing;
-use std::net::{Ipv4Addr, Ipv6Addr};
+use std::net::Ipv4Addr;
 use std::str::{FromStr, SplitWhitespace};
 use std::time::Duration;
 
@@ -29,30 +29,13 @@ pub struct Ifconfig {
     pub second: Ipv4Addr,
 }
 
-/// Network that the client reaches through the VPN.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Route {
-    /// Address or host name, verbatim; stock accepts both.
-    pub network: String,
-    /// Netmask; 255.255.255.255 if missing.
-    pub netmask: Ipv4Addr,
-    /// Gateway, verbatim: an address or a keyword such as `vpn_gateway`. `None` if missing or `default`.
-    pub gateway: Option<String>,
-}
-
 /// Pushed options, as far as this crate uses them. The last occurrence of a single-valued option counts.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct PushOptions {
     /// `ifconfig`.
     pub ifconfig: Option<Ifconfig>,
-    /// Address of `ifconfig-ipv6 ADDRESS/BITS`.
-    pub ifconfig_ipv6: Option<Ipv6Addr>,
     /// `topology`; peers use [`Topology::Net30`] if missing.
     pub topology: Option<Topology>,
-    /// `route-gateway`.
-    pub route_gateway: Option<Ipv4Addr>,
-    /// `route`.
-    pub routes: Vec<Route>,
     /// `peer-id`; makes data packets V2.
     pub peer_id: Option<u32>,
     /// `cipher`, verbatim.
@@ -71,14 +54,8 @@ pub struct PushOptions {
     pub tun_mtu: Option<u16>,
     /// `comp-lzo` or `compress`.
     pub framing: Option<Framing>,
-    /// `socket-flags TCP_NODELAY`.
-    pub tcp_nodelay: bool,
     /// `auth-token`: password for renegotiations.
     pub auth_token: Option<String>,
-    /// `explicit-exit-notify`; 1 without an argument.
-    pub exit_notify: Option<u32>,
-    /// `redirect-gateway`: all traffic is meant to go through the VPN.
-    pub redirect_gateway: bool,
     /// True if the server pushed [`OURS`].
     pub ours: bool,
 }
@@ -108,12 +85,6 @@ impl PushOptions {
                 let (local, second) = local.zip(second).ok_or_else(malformed)?;
                 self.ifconfig = Some(Ifconfig { local, second });
             }
-            "ifconfig-ipv6" => {
-                let address = words
-                    .next()
-                    .map(|word| word.split_once('/').map_or(word, |(address, _)| address));
-                self.ifconfig_ipv6 = address.and_then(|address| address.parse().ok());
-            }
             "topology" => {
                 self.topology = match words.next() {
                     Some("net30") => Some(Topology::Net30),
@@ -123,22 +94,6 @@ impl PushOptions {
                 }
             }
             OURS => self.ours = true,
-            "route-gateway" => self.route_gateway = parse(&mut words),
-            "route" => {
-                if let Some(network) = words.next() {
-                    // `default` means the same as a missing argument.
-                    let netmask = parse(&mut words).unwrap_or(Ipv4Addr::BROADCAST);
-                    let gateway = words
-                        .next()
-                        .filter(|word| *word != "default")
-                        .map(str::to_owned);
-                    self.routes.push(Route {
-                        network: network.to_owned(),
-                        netmask,
-                        gateway,
-                    });
-                }
-            }
             "peer-id" => {
                 let id = parse(&mut words).filter(|id| *id < 1 << 24);
                 self.peer_id = Some(id.ok_or_else(malformed)?);
@@ -167,10 +122,7 @@ impl PushOptions {
                 self.framing = Some(Framing::of_compress(words.next()).ok_or_else(unsupported)?);
             }
             "fragment" => return Err(unsupported()),
-            "socket-flags" => self.tcp_nodelay |= words.any(|flag| flag == "TCP_NODELAY"),
             "auth-token" => self.auth_token = words.next().map(str::to_owned),
-            "explicit-exit-notify" => self.exit_notify = Some(parse(&mut words).unwrap_or(1)),
-            "redirect-gateway" => self.redirect_gateway = true,
             _ => {}
         }
         Ok(())

@@ -9,29 +9,29 @@ use rand::{Rng, RngCore, SeedableRng};
 
 use crate::flows::{Closed, Config, Event, FlowId, Flows, Input, Received, Refusal};
 
-pub const SERVER: Ipv4Addr = Ipv4Addr::new(10, 20, 0, 1);
-pub const POD: SocketAddrV4 = SocketAddrV4::new(Ipv4Addr::new(172, 25, 0, 7), 10250);
+pub(crate) const SERVER: Ipv4Addr = Ipv4Addr::new(10, 20, 0, 1);
+pub(crate) const POD: SocketAddrV4 = SocketAddrV4::new(Ipv4Addr::new(172, 25, 0, 7), 10250);
 
 /// One direction of the tunnel.
-pub struct Wire {
-    pub delay: Duration,
+pub(crate) struct Wire {
+    pub(crate) delay: Duration,
     /// Largest number of packets in flight; a full wire refuses packets.
-    pub room: usize,
-    pub loss: f64,
-    pub duplicate: f64,
-    pub reorder: f64,
+    pub(crate) room: usize,
+    pub(crate) loss: f64,
+    pub(crate) duplicate: f64,
+    pub(crate) reorder: f64,
     /// Accepts packets and delivers none.
-    pub stalled: bool,
+    pub(crate) stalled: bool,
     /// Receiver's socket buffer in bytes; more bytes in one round are lost.
-    pub socket: usize,
+    pub(crate) socket: usize,
     /// Packets with this source port are lost.
-    pub swallow: Option<[u8; 2]>,
+    pub(crate) swallow: Option<[u8; 2]>,
     on_the_way: BTreeMap<(Instant, u64), Vec<u8>>,
     count: u64,
-    pub lost: u64,
+    pub(crate) lost: u64,
     /// Bytes in flight: now, and the maximum so far.
     bytes: usize,
-    pub peak: usize,
+    pub(crate) peak: usize,
 }
 
 impl Wire {
@@ -94,24 +94,24 @@ impl Wire {
 
 /// Behavior and state of an application for one flow.
 #[derive(Debug, Default)]
-pub struct Stream {
-    pub to_send: usize,
-    pub sent: usize,
-    pub received: usize,
-    pub connected: bool,
+pub(crate) struct Stream {
+    pub(crate) to_send: usize,
+    pub(crate) sent: usize,
+    pub(crate) received: usize,
+    pub(crate) connected: bool,
     /// Reads nothing.
-    pub paused: bool,
+    pub(crate) paused: bool,
     /// Keeps its direction open after `to_send`.
-    pub keep_open: bool,
-    pub closed_own: bool,
-    pub end: bool,
-    pub closed: Option<Closed>,
-    pub seed: u8,
-    pub connected_at: Option<Instant>,
+    pub(crate) keep_open: bool,
+    pub(crate) closed_own: bool,
+    pub(crate) end: bool,
+    pub(crate) closed: Option<Closed>,
+    pub(crate) seed: u8,
+    pub(crate) connected_at: Option<Instant>,
     /// Sends received bytes back instead of `to_send`.
-    pub echo: bool,
+    pub(crate) echo: bool,
     /// Time of the last received bytes.
-    pub last_received: Option<Instant>,
+    pub(crate) last_received: Option<Instant>,
 }
 
 fn pattern(at: usize, seed: u8) -> u8 {
@@ -120,21 +120,21 @@ fn pattern(at: usize, seed: u8) -> u8 {
 
 /// Answer to incoming connections.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Answer {
+pub(crate) enum Answer {
     Accept,
     Refuse(Refusal),
     Silent,
 }
 
-pub struct App {
-    pub flows: Flows,
-    pub streams: HashMap<FlowId, Stream>,
-    pub answer: Answer,
+pub(crate) struct App {
+    pub(crate) flows: Flows,
+    pub(crate) streams: HashMap<FlowId, Stream>,
+    pub(crate) answer: Answer,
     /// Default of [`Stream::to_send`] for accepted flows.
-    pub to_send: usize,
-    pub echo: bool,
-    pub incoming: Vec<(FlowId, SocketAddrV4, SocketAddrV4)>,
-    pub drops_input: bool,
+    pub(crate) to_send: usize,
+    pub(crate) echo: bool,
+    pub(crate) incoming: Vec<(FlowId, SocketAddrV4, SocketAddrV4)>,
+    pub(crate) drops_input: bool,
     buffer: Vec<u8>,
 }
 
@@ -197,7 +197,7 @@ impl App {
     }
 
     /// Reads and writes as much as possible.
-    pub fn pump(&mut self, id: FlowId, now: Instant) {
+    pub(crate) fn pump(&mut self, id: FlowId, now: Instant) {
         let Some(stream) = self.streams.get_mut(&id) else {
             return;
         };
@@ -250,21 +250,21 @@ impl App {
 }
 
 /// The simulated network: `a` dials, `b` accepts.
-pub struct Net {
-    pub now: Instant,
-    pub a: App,
-    pub b: App,
-    pub ab: Wire,
-    pub ba: Wire,
-    pub random: StdRng,
+pub(crate) struct Net {
+    pub(crate) now: Instant,
+    pub(crate) a: App,
+    pub(crate) b: App,
+    pub(crate) ab: Wire,
+    pub(crate) ba: Wire,
+    pub(crate) random: StdRng,
 }
 
 impl Net {
-    pub fn new() -> Self {
+    pub(crate) fn new() -> Self {
         Self::with(Config::default(), Config::default(), 1)
     }
 
-    pub fn with(a: Config, b: Config, seed: u64) -> Self {
+    pub(crate) fn with(a: Config, b: Config, seed: u64) -> Self {
         let now = Instant::now();
         let mut random = StdRng::seed_from_u64(seed);
         Self {
@@ -277,7 +277,7 @@ impl Net {
         }
     }
 
-    pub fn dial(&mut self, to: SocketAddrV4, to_send: usize) -> FlowId {
+    pub(crate) fn dial(&mut self, to: SocketAddrV4, to_send: usize) -> FlowId {
         let id = self.a.flows.dial(to, self.now).unwrap();
         // The accepting side derives the same seed from the port.
         let seed = self.port_of(id) as u8;
@@ -292,7 +292,7 @@ impl Net {
         id
     }
 
-    pub fn port_of(&mut self, id: FlowId) -> u16 {
+    pub(crate) fn port_of(&mut self, id: FlowId) -> u16 {
         self.a
             .flows
             .slots
@@ -304,7 +304,7 @@ impl Net {
     }
 
     /// Processes everything that is due at the current time.
-    pub fn turn(&mut self) {
+    pub(crate) fn turn(&mut self) {
         let now = self.now;
         for (app, wire) in [(&mut self.a, &mut self.ba), (&mut self.b, &mut self.ab)] {
             let mut held = 0;
@@ -332,7 +332,7 @@ impl Net {
     }
 
     /// Runs until `done`, at most for `limit` of virtual time.
-    pub fn run(&mut self, limit: Duration, mut done: impl FnMut(&mut Self) -> bool) -> bool {
+    pub(crate) fn run(&mut self, limit: Duration, mut done: impl FnMut(&mut Self) -> bool) -> bool {
         let until = self.now + limit;
         loop {
             self.turn();
@@ -360,14 +360,14 @@ impl Net {
     }
 
     /// Runs until both sides have no flows.
-    pub fn settle(&mut self, limit: Duration) {
+    pub(crate) fn settle(&mut self, limit: Duration) {
         self.run(limit, |net| {
             net.a.flows.is_empty() && net.b.flows.is_empty()
         });
     }
 
     /// The only stream of the accepting side.
-    pub fn accepted(&self) -> &Stream {
+    pub(crate) fn accepted(&self) -> &Stream {
         assert_eq!(self.b.streams.len(), 1);
         self.b.streams.values().next().unwrap()
     }
