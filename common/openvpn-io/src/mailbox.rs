@@ -15,7 +15,6 @@ use culvert_openvpn::flows::{FlowId, Refusal};
 use futures_util::task::AtomicWaker;
 use parking_lot::Mutex;
 
-use super::pipe::Pipe;
 use super::{Moment, now};
 
 /// Largest number of dials that wait for the owner.
@@ -26,11 +25,11 @@ const MAX_DIALS: usize = 4096;
 const MAX_FORWARDED: usize = 256 << 10;
 
 /// Request that the owner processes once.
-pub(super) enum Order {
+pub(super) enum Order<P> {
     /// Opens a flow for the pipe.
-    Dial(SocketAddrV4, Arc<Pipe>),
+    Dial(SocketAddrV4, Arc<P>),
     /// Accepts an incoming flow.
-    Accept(FlowId, Arc<Pipe>),
+    Accept(FlowId, Arc<P>),
     /// Refuses an incoming flow.
     Refuse(FlowId, Refusal),
     /// Ends the session.
@@ -38,12 +37,11 @@ pub(super) enum Order {
 }
 
 /// Everything that waits for the owner.
-#[derive(Default)]
-pub(super) struct Mail {
+pub(super) struct Mail<P> {
     /// Requests in order of arrival.
-    pub(super) orders: Vec<Order>,
+    pub(super) orders: Vec<Order<P>>,
     /// Pipes whose handles changed state. A pipe is listed at most once.
-    pub(super) pipes: Vec<Arc<Pipe>>,
+    pub(super) pipes: Vec<Arc<P>>,
     /// Packets from other peers.
     pub(super) packets: VecDeque<Vec<u8>>,
     packet_bytes: usize,
@@ -52,9 +50,22 @@ pub(super) struct Mail {
     closed: bool,
 }
 
-/// Mailbox of one peer.
-pub(super) struct Mailbox {
-    mail: Mutex<Mail>,
+impl<P> Default for Mail<P> {
+    fn default() -> Self {
+        Self {
+            orders: Vec::new(),
+            pipes: Vec::new(),
+            packets: VecDeque::new(),
+            packet_bytes: 0,
+            dials: 0,
+            closed: false,
+        }
+    }
+}
+
+/// Mailbox of one peer. `P` is the type of a flow's pipe.
+pub(super) struct Mailbox<P> {
+    mail: Mutex<Mail<P>>,
     any: AtomicBool,
     waker: AtomicWaker,
     /// Number of flows that are open or opening.
@@ -64,7 +75,7 @@ pub(super) struct Mailbox {
     since: Moment,
 }
 
-impl Mailbox {
+impl<P> Mailbox<P> {
     pub(super) fn new() -> Arc<Self> {
         Arc::new(Self {
             mail: Mutex::default(),
@@ -77,7 +88,7 @@ impl Mailbox {
     }
 
     /// Queues a request. Returns false if the request will not be processed.
-    pub(super) fn order(&self, order: Order) -> bool {
+    pub(super) fn order(&self, order: Order<P>) -> bool {
         self.put(|mail| {
             if matches!(order, Order::Dial(..)) {
                 if mail.dials >= MAX_DIALS {
@@ -91,7 +102,7 @@ impl Mailbox {
     }
 
     /// Queues a pipe after its handle changed state.
-    pub(super) fn ring(&self, pipe: Arc<Pipe>) {
+    pub(super) fn ring(&self, pipe: Arc<P>) {
         self.put(|mail| {
             mail.pipes.push(pipe);
             true
@@ -110,7 +121,7 @@ impl Mailbox {
         })
     }
 
-    fn put(&self, put: impl FnOnce(&mut Mail) -> bool) -> bool {
+    fn put(&self, put: impl FnOnce(&mut Mail<P>) -> bool) -> bool {
         {
             let mut mail = self.mail.lock();
             if mail.closed || !put(&mut mail) {
@@ -124,7 +135,7 @@ impl Mailbox {
 
     /// Takes all waiting mail. Appends forwarded packets to `packets`; these packets count towards the limit
     /// until [`sent`](Self::sent).
-    pub(super) fn take(&self, packets: &mut VecDeque<Vec<u8>>) -> Option<Mail> {
+    pub(super) fn take(&self, packets: &mut VecDeque<Vec<u8>>) -> Option<Mail<P>> {
         if !self.any.swap(false, Ordering::Acquire) {
             return None;
         }
@@ -158,7 +169,7 @@ impl Mailbox {
     }
 
     /// Closes the mailbox and returns the unprocessed mail.
-    pub(super) fn close(&self) -> Mail {
+    pub(super) fn close(&self) -> Mail<P> {
         let mut mail = self.mail.lock();
         let left = mem::take(&mut *mail);
         mail.closed = true;

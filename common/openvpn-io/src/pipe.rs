@@ -4,16 +4,16 @@
 //! window. The handle therefore stalls only its own flow.
 
 use std::collections::VecDeque;
+use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::task::{Context, Poll, Waker};
 
 use bytes::{Buf, Bytes};
-use culvert_openvpn::flows::FlowId;
+use culvert_openvpn::flows::{Closed, DialError, FlowId};
 use parking_lot::Mutex;
 
 use super::mailbox::{Mailbox, Order};
-use super::stream::Broken;
 
 /// Bytes that wait for a reader, in addition to those in the flow's buffer. A smaller limit wakes the reader
 /// more often, and a larger limit exceeds the CPU caches.
@@ -23,9 +23,49 @@ const UP_BYTES: usize = 128 << 10;
 /// Chunks that wait in one direction. Bounds the overhead of peers that send a few bytes at a time.
 const MAX_CHUNKS: usize = 64;
 
+/// Reason why a flow no longer carries bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Broken {
+    /// The flow was closed, refused or reset, or timed out.
+    #[error(transparent)]
+    Flow(#[from] Closed),
+    /// The dial was rejected before any packet was sent.
+    #[error(transparent)]
+    Dial(#[from] DialError),
+    /// The tunnel to the peer has ended.
+    #[error("the tunnel to the peer ended")]
+    TunnelLost,
+    /// Too many dials wait for the peer's task.
+    #[error("too many dials wait for the tunnel")]
+    Busy,
+    /// This side ended the flow.
+    #[error("aborted")]
+    Aborted,
+}
+
+impl Broken {
+    /// Both sides have closed the flow.
+    pub(super) const FINISHED: Self = Self::Flow(Closed::Finished);
+}
+
+impl From<Broken> for io::Error {
+    fn from(broken: Broken) -> Self {
+        let kind = match broken {
+            Broken::Flow(Closed::Refused) => io::ErrorKind::ConnectionRefused,
+            Broken::Flow(Closed::Unreachable(_)) => io::ErrorKind::HostUnreachable,
+            Broken::Flow(Closed::ConnectTimedOut(_) | Closed::TimedOut(_)) => {
+                io::ErrorKind::TimedOut
+            }
+            Broken::Flow(Closed::Reset) => io::ErrorKind::ConnectionReset,
+            _ => io::ErrorKind::ConnectionAborted,
+        };
+        Self::new(kind, broken)
+    }
+}
+
 /// The queues of one flow; see the module.
 pub(super) struct Pipe {
-    mailbox: Arc<Mailbox>,
+    mailbox: Arc<Mailbox<Self>>,
     flow: OnceLock<FlowId>,
     /// True while the pipe is in the mailbox.
     rung: AtomicBool,
@@ -65,7 +105,7 @@ pub(super) enum Next {
 
 // Methods for the owner and the handles.
 impl Pipe {
-    pub(super) fn new(mailbox: Arc<Mailbox>) -> Arc<Self> {
+    pub(super) fn new(mailbox: Arc<Mailbox<Self>>) -> Arc<Self> {
         Arc::new(Self {
             mailbox,
             flow: OnceLock::new(),
@@ -184,7 +224,7 @@ impl Pipe {
         }
     }
 
-    pub(super) fn order(&self, order: Order) -> bool {
+    pub(super) fn order(&self, order: Order<Self>) -> bool {
         self.mailbox.order(order)
     }
 

@@ -10,58 +10,20 @@ use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use bytes::Bytes;
-use culvert_openvpn::flows::{Closed, DialError, FlowId, Refusal};
+use culvert_openvpn::flows::{FlowId, Refusal};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 use super::mailbox::{Mailbox, Order};
 use super::pipe::Pipe;
 
+pub use super::pipe::Broken;
+
 /// Largest chunk passed to a reader, in bytes.
 const CHUNK_BYTES: usize = 64 << 10;
 
-/// Reason why a flow no longer carries bytes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Broken {
-    /// The flow was closed, refused or reset, or timed out.
-    #[error(transparent)]
-    Flow(#[from] Closed),
-    /// The dial was rejected before any packet was sent.
-    #[error(transparent)]
-    Dial(#[from] DialError),
-    /// The tunnel to the peer has ended.
-    #[error("the tunnel to the peer ended")]
-    TunnelLost,
-    /// Too many dials wait for the peer's task.
-    #[error("too many dials wait for the tunnel")]
-    Busy,
-    /// This side ended the flow.
-    #[error("aborted")]
-    Aborted,
-}
-
-impl Broken {
-    /// Both sides have closed the flow.
-    pub(super) const FINISHED: Self = Self::Flow(Closed::Finished);
-}
-
-impl From<Broken> for io::Error {
-    fn from(broken: Broken) -> Self {
-        let kind = match broken {
-            Broken::Flow(Closed::Refused) => io::ErrorKind::ConnectionRefused,
-            Broken::Flow(Closed::Unreachable(_)) => io::ErrorKind::HostUnreachable,
-            Broken::Flow(Closed::ConnectTimedOut(_) | Closed::TimedOut(_)) => {
-                io::ErrorKind::TimedOut
-            }
-            Broken::Flow(Closed::Reset) => io::ErrorKind::ConnectionReset,
-            _ => io::ErrorKind::ConnectionAborted,
-        };
-        Self::new(kind, broken)
-    }
-}
-
 /// Handle of a peer's task.
 #[derive(Clone)]
-pub struct Peer(pub(super) Arc<Mailbox>);
+pub struct Peer(pub(super) Arc<Mailbox<Pipe>>);
 
 impl Peer {
     /// Opens a flow to an address behind the peer. Dropping the future cancels the dial. The time limit is
@@ -116,7 +78,7 @@ pub struct Incoming {
     /// Dialed address.
     pub destination: SocketAddrV4,
     pub(super) id: FlowId,
-    pub(super) mailbox: Option<Arc<Mailbox>>,
+    pub(super) mailbox: Option<Arc<Mailbox<Pipe>>>,
 }
 
 impl Incoming {

@@ -36,7 +36,7 @@ struct Entry {
 pub struct Streams {
     flows: Flows,
     entries: HashMap<FlowId, Entry>,
-    mailbox: Arc<Mailbox>,
+    mailbox: Arc<Mailbox<Pipe>>,
     /// Packets from other peers.
     packets: VecDeque<Vec<u8>>,
     /// Flows with dropped handles, and their deadlines.
@@ -121,7 +121,7 @@ impl Streams {
         }
     }
 
-    fn carry_out(&mut self, mail: Mail, now: Moment) {
+    fn carry_out(&mut self, mail: Mail<Pipe>, now: Moment) {
         for order in mail.orders {
             match order {
                 Order::Dial(destination, pipe) => self.dial(destination, pipe, now),
