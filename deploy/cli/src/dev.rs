@@ -11,6 +11,8 @@ mod balancer;
 mod check;
 mod door;
 mod openvpn;
+mod server;
+mod settings;
 mod tunnel;
 
 use std::path::Path;
@@ -23,7 +25,8 @@ use culvert_kit::pki::{CLUSTER_NAME, KONNECTIVITY_NAME};
 
 use self::door::Door;
 use self::openvpn::OpenVpn;
-use self::tunnel::{Server, Tunnel, Way};
+use self::server::Server;
+use self::tunnel::{Tunnel, Way};
 
 /// Flags of `culvert dev`.
 #[derive(clap::Args)]

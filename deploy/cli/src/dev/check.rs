@@ -3,6 +3,7 @@
 mod door;
 mod load;
 mod openvpn;
+mod switching;
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -12,7 +13,8 @@ use culvert_kit::client::{BoxedStream, ByteStream, connect};
 use tokio::net::TcpStream;
 use tokio::time::{Instant, sleep, timeout};
 
-use super::tunnel::{Server, Tunnel};
+use super::server::Server;
+use super::tunnel::Tunnel;
 
 const MIB: u64 = 1 << 20;
 

@@ -18,7 +18,7 @@ use http::uri::Authority;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-use super::tunnel::any_port;
+use super::settings::any_port;
 
 /// Authority of the HTTP service in CONNECT requests.
 pub const WEB: &str = "web.cluster-dev.svc.cluster.local:80";

@@ -28,7 +28,8 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use self::stock::Stock;
-use super::tunnel::{Server, agent_settings};
+use super::server::Server;
+use super::settings::agent_settings;
 
 /// Name of the Culvert client, the same as in the stock platform.
 pub const CLIENT: &str = "user-cluster-client";

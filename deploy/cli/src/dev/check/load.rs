@@ -11,9 +11,9 @@ use tokio::task::JoinSet;
 use tokio::time::{interval, sleep};
 use tokio_util::sync::CancellationToken;
 
-use super::openvpn::{diverted, opened, settled};
+use super::switching::{diverted, opened, settled};
 use super::{PATIENCE, Verdict, got, open, text};
-use crate::dev::tunnel::Server;
+use crate::dev::server::Server;
 
 /// Pause between two dials: 125 dials a second.
 const DIAL_EVERY: Duration = Duration::from_millis(8);

@@ -3,16 +3,15 @@
 
 use std::net::SocketAddr;
 
-use culvert_host::flags::GoDuration;
-use culvert_server::switch::status::{Progress, Request, Status};
 use culvert_server::tunnel::{Health, Kind, Mode};
 use tokio::time::sleep;
 
 use super::load::under_load;
-use super::{LOOK_AGAIN, PATIENCE, Verdict, downloaded, got, open, row, sample, text, uploaded};
-use crate::admin::Admin;
+use super::switching::{opened, settled, status};
+use super::{LOOK_AGAIN, PATIENCE, Verdict, downloaded, got, open, row, uploaded};
 use crate::dev::openvpn::{CLIENT, OpenVpn, STOCK_CLIENT};
-use crate::dev::tunnel::{Server, Tunnel};
+use crate::dev::server::Server;
+use crate::dev::tunnel::Tunnel;
 
 /// Runs every check of OpenVPN.
 pub async fn all(tunnel: &Tunnel, openvpn: &OpenVpn) -> bool {
@@ -65,13 +64,6 @@ async fn carries(server: &Server, by: &str, http: SocketAddr, raw: SocketAddr) -
     passed & row(server.title, &format!("{by}: 20 MiB up"), bulk).await
 }
 
-/// Returns the number of connections that a server has opened through a tunnel.
-pub async fn opened(server: &Server, tunnel: Kind) -> Result<u64, String> {
-    let tunnel = tunnel.as_str();
-    let series = format!("culvert_tunnel_dials_total{{tunnel=\"{tunnel}\",outcome=\"opened\"}}");
-    sample(server.addresses.health, &series).await
-}
-
 /// Waits until the OpenVPN client `name` is healthy, so that dials can use it.
 async fn connected(server: &Server, name: &str) -> Verdict {
     loop {
@@ -85,47 +77,4 @@ async fn connected(server: &Server, name: &str) -> Verdict {
             None => sleep(LOOK_AGAIN).await,
         }
     }
-}
-
-/// Switches, and waits until no connection of the previous mode is left.
-pub async fn settled(server: &Server, mode: Mode) -> Verdict {
-    let mut status = switch(server, mode).await?;
-    while status.switch != Progress::Settled {
-        sleep(LOOK_AGAIN).await;
-        status = self::status(server).await?;
-    }
-    let dials: Vec<&str> = status.new_dials.iter().map(|kind| kind.as_str()).collect();
-    match status.mode == mode {
-        true => Ok(format!("new dials by {}", dials.join(", else "))),
-        false => Err(format!("the mode is {}", status.mode)),
-    }
-}
-
-/// Switches, and waits until new dials use the mode's tunnel.
-pub async fn diverted(server: &Server, mode: Mode) -> Result<(), String> {
-    let mut status = switch(server, mode).await?;
-    while status.new_dials.first() != Some(&mode.tunnel()) {
-        sleep(LOOK_AGAIN).await;
-        status = self::status(server).await?;
-    }
-    Ok(())
-}
-
-/// Sends the request of `culvert switch`. The drain time is longer than any check, so long streams survive.
-async fn switch(server: &Server, mode: Mode) -> Result<Status, String> {
-    let request = Request::new(mode, Some(GoDuration::from(PATIENCE * 3)));
-    admin(server).switch(&request).await.map_err(problem)
-}
-
-/// Sends the request of `culvert status`.
-async fn status(server: &Server) -> Result<Status, String> {
-    admin(server).status().await.map_err(problem)
-}
-
-fn admin(server: &Server) -> Admin {
-    Admin::uds(server.admin_socket.clone())
-}
-
-fn problem(error: anyhow::Error) -> String {
-    text(format!("{error:#}"))
 }
