@@ -11,8 +11,6 @@ use culvert_openvpn::session::{
 };
 use tokio::time::Instant;
 
-use super::driver::now;
-
 /// The session or the hub of an endpoint; see the module.
 pub(super) enum Core {
     One(Box<Session>),
@@ -198,4 +196,10 @@ impl Core {
             }
         }
     }
+}
+
+/// Returns the time of the runtime's clock, which a test may pause.
+#[allow(clippy::disallowed_types)]
+pub(super) fn now() -> std::time::Instant {
+    Instant::now().into_std()
 }

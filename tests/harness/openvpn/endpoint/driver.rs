@@ -23,7 +23,7 @@ use tokio::time::{Instant, Sleep, sleep_until};
 use super::super::cluster::{NODE, NODE_ACCESSED};
 use super::super::network::Namespace;
 use super::Seen;
-use super::core::Core;
+use super::core::{Core, now};
 use super::link::Link;
 use super::pipe::Pipe;
 
@@ -370,10 +370,4 @@ fn echo_request(from: Ipv4Addr, to: Ipv4Addr, sequence: u16) -> Vec<u8> {
     packet.extend_from_slice(&header);
     packet.extend_from_slice(&body);
     packet
-}
-
-/// Returns the time of the runtime's clock, which a test may pause.
-#[allow(clippy::disallowed_types)]
-pub(super) fn now() -> std::time::Instant {
-    Instant::now().into_std()
 }
