@@ -9,6 +9,7 @@ use hyper::client::conn::http2::SendRequest;
 use tonic::metadata::{MetadataMap, MetadataValue};
 use tonic::{Code, Status};
 
+use super::reader::status_of;
 use super::{PacketBody, Reader};
 use crate::message::Message;
 
@@ -103,17 +104,6 @@ fn is_plain(headers: &HeaderMap) -> Result<(), Status> {
     let identity = MetadataValue::from_static("identity");
     status.metadata_mut().insert(ACCEPT_ENCODING, identity);
     Err(status)
-}
-
-/// Returns the status in a head or in trailers. Ignores the status details: our programs never send details,
-/// and tonic assumes that their encoding is valid.
-pub(super) fn status_of(headers: &HeaderMap) -> Option<Status> {
-    if !headers.contains_key(Status::GRPC_STATUS_DETAILS) {
-        return Status::from_header_map(headers);
-    }
-    let mut headers = headers.clone();
-    headers.remove(Status::GRPC_STATUS_DETAILS);
-    Status::from_header_map(&headers)
 }
 
 /// Reason why a call was not answered with messages.

@@ -8,7 +8,6 @@ use http::{HeaderMap, StatusCode};
 use hyper::body::{Body, Incoming};
 use tonic::{Code, Status};
 
-use super::head::status_of;
 use super::{PREFIX_BYTES, packet};
 use crate::message::{MAX_MESSAGE_BYTES, Message};
 
@@ -209,6 +208,17 @@ fn length(mut prefix: Bytes) -> Result<usize, Status> {
         )));
     }
     Ok(len)
+}
+
+/// Returns the status in a head or in trailers. Ignores the status details: our programs never send details,
+/// and tonic assumes that their encoding is valid.
+pub(super) fn status_of(headers: &HeaderMap) -> Option<Status> {
+    if !headers.contains_key(Status::GRPC_STATUS_DETAILS) {
+        return Status::from_header_map(headers);
+    }
+    let mut headers = headers.clone();
+    headers.remove(Status::GRPC_STATUS_DETAILS);
+    Status::from_header_map(&headers)
 }
 
 /// Returns the status of a call that ended without a status: the gRPC mapping of HTTP status codes.
