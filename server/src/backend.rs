@@ -11,6 +11,7 @@ pub mod konnectivity;
 pub mod native;
 pub mod openvpn;
 pub mod service;
+mod tunnel;
 mod usage;
 
 use std::collections::HashSet;
@@ -24,8 +25,9 @@ use tracing::info;
 
 use self::agent::{AgentStream, Hello};
 pub use self::connection::{Connection, ToEndpoint};
-pub use self::dial::{DialError, Dialing, Tunnel};
+pub use self::dial::DialError;
 use self::native::NativeAgent;
+pub use self::tunnel::{Dialing, Tunnel};
 pub use self::usage::{DialGuard, Usage};
 use crate::backend::dial::StreamDialError;
 use crate::metrics::{ServerMetrics, Strategy};
@@ -95,7 +97,7 @@ impl Backend {
     ) -> Result<Connection, StreamDialError> {
         match self {
             Self::Packet(stream) => stream.dial(dial, deadline).await.map(Connection::from),
-            Self::Native(agent) => agent.dial(dial, deadline).await,
+            Self::Native(agent) => agent.dial(dial, deadline).await.map(Connection::from),
         }
     }
 

@@ -4,6 +4,7 @@ use bytes::Bytes;
 use culvert_stream::{CloseReason, Sink, Source};
 use tokio_util::task::TaskTracker;
 
+use super::dial::DialError;
 use super::flow::{FlowSink, FlowSource, FromFlow, ToFlow};
 use super::usage::DialGuard;
 use super::{agent, native};
@@ -66,13 +67,26 @@ impl Cut {
     }
 }
 
-impl Connection {
-    /// Returns the same connection, counted for its tunnel.
-    pub(super) fn guarded_by(mut self, guard: DialGuard) -> Self {
-        self.cut.guard = Some(guard);
-        self
+impl DialGuard {
+    /// Records the outcome of the dial. An open connection keeps the guard.
+    ///
+    /// # Errors
+    /// The error of the dial.
+    pub fn settle(self, outcome: Result<Connection, DialError>) -> Result<Connection, DialError> {
+        match outcome {
+            Ok(mut connection) => {
+                connection.cut.guard = Some(self.opened());
+                Ok(connection)
+            }
+            Err(error) => {
+                self.failed(&error);
+                Err(error)
+            }
+        }
     }
+}
 
+impl Connection {
     fn new(source: FromEndpoint, sink: ToEndpoint, stall: Option<agent::Cut>) -> Self {
         let cut = Cut { stall, guard: None };
         Self { source, sink, cut }

@@ -26,9 +26,9 @@ use tonic::Code;
 use tonic::metadata::MetadataMap;
 use tracing::{Instrument, debug, info, info_span};
 
+use super::Backend;
 use super::agent::Hello;
 use super::service::Agents;
-use super::{Backend, Connection};
 use crate::backend::dial::{SILENT_AFTER, StreamDialError, next_serial};
 use crate::listener::{Door, HANDSHAKE_TIMEOUT};
 use crate::metrics::{DialFailureReason, RejectReason, ServerMetrics, ServiceMethod};
@@ -229,7 +229,7 @@ impl NativeAgent {
         self: &Arc<Self>,
         dial: &Dial,
         deadline: Instant,
-    ) -> Result<Connection, StreamDialError> {
+    ) -> Result<(FromAgent, ToAgent), StreamDialError> {
         let lost = |_| StreamDialError::AgentLost;
         let request = connect_request(dial);
         let _pending = GaugeGuard::new(&self.metrics.pending_backend_dials);
@@ -264,7 +264,7 @@ impl NativeAgent {
             source,
             metrics: self.metrics.clone(),
         };
-        Ok((source, ToAgent { sink, life }).into())
+        Ok((source, ToAgent { sink, life }))
     }
 
     fn count(&self, segment: Segment, packet: PacketType) {

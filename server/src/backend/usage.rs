@@ -8,7 +8,6 @@ use metrics::{Counter, Gauge};
 use parking_lot::Mutex;
 use tokio_util::sync::CancellationToken;
 
-use super::Connection;
 use super::dial::{DialError, StreamDialError};
 use crate::metrics::{DialOutcome, ServerMetrics};
 use crate::tunnel::Kind;
@@ -103,26 +102,17 @@ impl DialGuard {
         self.finish(DialOutcome::Moved);
     }
 
-    /// Records the outcome of the dial. An open connection keeps the guard.
-    ///
-    /// # Errors
-    /// The error of the dial.
-    pub fn settle(
-        mut self,
-        outcome: Result<Connection, DialError>,
-    ) -> Result<Connection, DialError> {
-        match outcome {
-            Ok(connection) => {
-                self.usage.count(DialOutcome::Opened);
-                self.usage.open.fetch_add(1, Ordering::Relaxed);
-                self.dial = State::Open(GaugeGuard::new(&self.usage.connections));
-                Ok(connection.guarded_by(self))
-            }
-            Err(error) => {
-                self.finish(DialOutcome::from(&error));
-                Err(error)
-            }
-        }
+    /// Counts the connection of a successful dial.
+    pub(super) fn opened(mut self) -> Self {
+        self.usage.count(DialOutcome::Opened);
+        self.usage.open.fetch_add(1, Ordering::Relaxed);
+        self.dial = State::Open(GaugeGuard::new(&self.usage.connections));
+        self
+    }
+
+    /// Records the failure of the dial.
+    pub(super) fn failed(mut self, error: &DialError) {
+        self.finish(DialOutcome::from(error));
     }
 
     fn finish(&mut self, outcome: DialOutcome) {
