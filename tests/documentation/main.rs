@@ -1,117 +1,32 @@
-//! Checks that docs/compatibility.md has a row for every flag and metric of the programs, and no other rows.
-#![allow(clippy::unwrap_used, clippy::expect_used)]
+//! Checks of the documents against the programs, and of the source text against the rules of the project.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
 
-use std::collections::BTreeSet;
-use std::path::Path;
+mod architecture;
+mod layout;
+mod programs;
+mod prose;
+
+use std::path::PathBuf;
 use std::process::Command;
 
-use culvert_agent::metrics::AgentMetrics;
-use culvert_server::backend::openvpn::metrics::{NodeMetrics, OpenvpnMetrics};
-use culvert_server::metrics::{ServerMetrics, Strategy};
-
-fn document() -> String {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/compatibility.md");
-    std::fs::read_to_string(path).unwrap()
+/// Returns the top folder of the repository.
+fn root() -> PathBuf {
+    let tests = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
+    tests.parent().unwrap().to_owned()
 }
 
-/// Returns the code spans in one column of the table below a heading.
-fn rows(heading: &str, column: usize) -> BTreeSet<String> {
-    let document = document();
-    let section = document.split(heading).nth(1).expect(heading);
-    let table = section.lines().skip_while(|line| !line.starts_with('|'));
-    table
-        .take_while(|line| line.starts_with('|'))
-        .filter_map(|line| line.split('|').nth(column)?.trim().strip_prefix('`'))
-        .map(|cell| cell.trim_end_matches('`').to_owned())
-        .collect()
-}
-
-/// Returns the long flags that the help of a program lists, plus the `hidden` flags.
-fn flags(program: &str, hidden: &[&str]) -> BTreeSet<String> {
-    let path = std::env::current_exe().unwrap();
-    let path = path.parent().unwrap().parent().unwrap().join(program);
-    let output = Command::new(path).arg("--help").output().expect(program);
-    let help = String::from_utf8(output.stdout).unwrap();
-    let declared = help.lines().filter_map(|line| {
-        let line = line.trim_start();
-        let line = line.strip_prefix("-v, ").unwrap_or(line);
-        let name = line.strip_prefix("--")?;
-        let end = name.find(|c: char| !c.is_ascii_alphanumeric() && c != '-');
-        Some(format!("--{}", &name[..end.unwrap_or(name.len())]))
-    });
-    let hidden = hidden.iter().map(|flag| (*flag).to_owned());
-    declared.chain(hidden).collect()
-}
-
-#[test]
-fn compatibility_page_lists_exactly_the_flags_of_every_program() {
-    let logging = rows("### Logging flags of both", 1);
-    for (program, heading, hidden) in [
-        ("culvert-server", "### Server flags", &[][..]),
-        ("culvert-agent", "### Agent flags", &["--lease-label"][..]),
-        (
-            "culvert-nodeport-proxy",
-            "### Nodeport-proxy flags",
-            &[][..],
-        ),
-        ("culvert-node-tunnel", "### Node tunnel flags", &[][..]),
-    ] {
-        let documented: BTreeSet<String> = rows(heading, 1).union(&logging).cloned().collect();
-        assert_eq!(documented, flags(program, hidden), "{program}");
-    }
-}
-
-#[test]
-fn every_metric_of_the_front_door_has_a_row() {
-    use culvert_door::metrics::ProxyMetrics;
-    use culvert_door::table::Table;
-    let proxy = ProxyMetrics::new().unwrap().render(&Table::new(1));
-    let tunnel = culvert_node_tunnel::metrics::TunnelMetrics::new().unwrap();
-    let pages = proxy + &tunnel.registry().render();
-    let families = pages
-        .lines()
-        .filter_map(|line| line.strip_prefix("# TYPE "));
-    let families: BTreeSet<String> = families
-        .filter_map(|rest| rest.split(' ').next())
-        .filter(|name| !name.starts_with("process_"))
-        .map(str::to_owned)
-        .collect();
-    assert_eq!(families, rows("## Front door endpoints and metrics", 1));
-}
-
-#[test]
-fn compatibility_page_lists_exactly_the_metrics_of_server_and_agent() {
-    use culvert_server::metrics::DialFailureReason;
-    let server = ServerMetrics::new(&[Strategy::Default]).unwrap();
-    server
-        .dial_failures(DialFailureReason::NoAgent)
-        .increment(1);
-    let _openvpn = OpenvpnMetrics::new(server.registry());
-    let _nodes = NodeMetrics::new(server.registry());
-    let agent = AgentMetrics::new().unwrap();
-    // Present only in an agent with an OpenVPN client.
-    let _openvpn = culvert_agent::openvpn::metrics::OpenVpnMetrics::new(agent.registry());
-    agent
-        .dial_failures(culvert_agent::metrics::DialFailureReason::Timeout)
-        .increment(1);
-    for reason in culvert_stream::CloseReason::ALL {
-        server
-            .streams
-            .connections_closed(reason.label())
-            .increment(1);
-    }
-    let errors = |streams: &culvert_konnectivity::metrics::StreamMetrics, segment| {
-        streams.stream_error(segment, tonic::Code::Unavailable, None);
-    };
-    use culvert_konnectivity::metrics::Segment;
-    errors(&server.streams, Segment::FromAgent);
-    errors(&agent.streams, Segment::ToAgent);
-    let pages = server.registry().render() + &agent.registry().render();
-    let offered: BTreeSet<String> = pages
-        .lines()
-        .filter_map(|line| line.strip_prefix("# TYPE ")?.split(' ').next())
-        .filter(|name| !name.starts_with("process_"))
-        .map(str::to_owned)
-        .collect();
-    assert_eq!(rows("## Metrics", 1), offered);
+/// Returns cargo's description of the workspace, without other crates.
+fn metadata() -> serde_json::Value {
+    let mut command = Command::new(std::env::var("CARGO").unwrap_or("cargo".to_owned()));
+    command.current_dir(root());
+    command.args([
+        "metadata",
+        "--no-deps",
+        "--offline",
+        "--format-version",
+        "1",
+    ]);
+    let output = command.output().expect("cargo metadata");
+    assert!(output.status.success(), "{output:?}");
+    serde_json::from_slice(&output.stdout).unwrap()
 }
