@@ -18,7 +18,7 @@ use culvert_host::runtime::shards::Shards;
 use culvert_host::telemetry::metrics::GaugeGuard;
 use culvert_native::halves::Chunk;
 use culvert_native::link::{Opener, Requests};
-use culvert_native::window::Inbound;
+use culvert_native::window::{Inbound, WindowProfile};
 use futures_util::FutureExt as _;
 use h2::SendStream;
 use h2::client::ResponseFuture;
@@ -286,7 +286,7 @@ impl<R: Reach> Pool<R> {
         serial: u64,
         stop: &CancellationToken,
     ) -> Result<(), String> {
-        let inbound = Arc::new(Inbound::new(WINDOW_BYTES));
+        let inbound = Arc::new(Inbound::new(WindowProfile::Fixed(WINDOW_BYTES)));
         let shard = self.emptiest_shard();
         let begin = timeout(CONNECT_TIMEOUT, self.clone().begin(inbound.clone()));
         let begun = self.shards.run_on(shard, begin).await;

@@ -24,7 +24,7 @@ use tokio::sync::Notify;
 use tokio::sync::futures::Notified;
 use tokio::time::{Instant, Sleep, sleep};
 
-/// Window of a short path, in bytes, and the initial window of every connection. Smaller windows cost
+/// Window of a short path and initial window of a Konnectivity connection, in bytes. Smaller windows cost
 /// processor time, because the two ends wait for each other more often (docs/decisions/0008).
 pub const SHORT_PATH_BYTES: u32 = 1024 * 1024;
 
@@ -60,6 +60,18 @@ const PING_IDLE: Duration = Duration::from_secs(30);
 /// Default time within which a peer must send something after a ping.
 pub const PING_TIMEOUT: Duration = Duration::from_secs(20);
 
+/// Smallest windows of a connection's streams. Crowding shrinks the windows further, down to
+/// [`CROWDED_BYTES`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum WindowProfile {
+    /// Konnectivity connections: [`SHORT_PATH_BYTES`], and [`BESIDE_BYTES`] while small streams are active
+    /// beside bulk.
+    #[default]
+    Shared,
+    /// Connections with a given window in bytes, which small streams do not shrink.
+    Fixed(u32),
+}
+
 /// Counters of the bytes received on a connection, and the window of the streams.
 #[derive(Debug)]
 pub struct Inbound {
@@ -71,6 +83,7 @@ pub struct Inbound {
     pub held: AtomicUsize,
     /// Number of frames on small streams.
     pub small: AtomicUsize,
+    profile: WindowProfile,
     window: AtomicU32,
     resized: Notify,
 }
@@ -108,8 +121,7 @@ struct Asked {
 #[derive(Debug)]
 struct Estimate {
     window: u32,
-    /// Window of a short path, in bytes.
-    short: u32,
+    profile: WindowProfile,
     budget: usize,
     /// True while small streams are active.
     beside: bool,
@@ -120,23 +132,44 @@ struct Estimate {
     smaller: u32,
 }
 
+// === impl WindowProfile ===
+
+impl WindowProfile {
+    /// Returns the initial window, which is also the window of a short path, in bytes.
+    fn short_path(self) -> u32 {
+        match self {
+            Self::Shared => SHORT_PATH_BYTES,
+            Self::Fixed(bytes) => bytes,
+        }
+    }
+
+    /// Returns the window of a short path while small streams are active beside bulk, in bytes.
+    fn beside(self) -> u32 {
+        match self {
+            Self::Shared => BESIDE_BYTES,
+            Self::Fixed(bytes) => bytes,
+        }
+    }
+}
+
 // === impl Inbound ===
 
 impl Default for Inbound {
     fn default() -> Self {
-        Self::new(SHORT_PATH_BYTES)
+        Self::new(WindowProfile::default())
     }
 }
 
 impl Inbound {
-    /// Creates the counters of a connection with initial stream windows of `window` bytes.
-    pub fn new(window: u32) -> Self {
+    /// Creates the counters of a connection with the stream windows of `profile`.
+    pub fn new(profile: WindowProfile) -> Self {
         Self {
             received: AtomicU64::new(0),
             heard: AtomicU64::new(0),
             held: AtomicUsize::new(0),
             small: AtomicUsize::new(0),
-            window: AtomicU32::new(window),
+            profile,
+            window: AtomicU32::new(profile.short_path()),
             resized: Notify::new(),
         }
     }
@@ -169,7 +202,7 @@ impl Inbound {
 // === impl Tuner ===
 
 impl Tuner {
-    /// Creates the tuner of a connection with the initial window of `inbound`. All streams together should
+    /// Creates the tuner of a connection with the window profile of `inbound`. All streams together should
     /// keep at most `budget` unread bytes, but every stream may keep [`CROWDED_BYTES`]. A peer that sends
     /// nothing for `ping_timeout` after a ping counts as gone.
     pub fn new(
@@ -181,7 +214,7 @@ impl Tuner {
         Self {
             ping,
             ping_timeout,
-            estimate: Estimate::new(inbound.window(), budget),
+            estimate: Estimate::new(inbound.profile, budget),
             announced: inbound.window(),
             inbound,
             asked: None,
@@ -284,10 +317,10 @@ impl Tuner {
 // === impl Estimate ===
 
 impl Estimate {
-    fn new(short: u32, budget: usize) -> Self {
+    fn new(profile: WindowProfile, budget: usize) -> Self {
         Self {
-            window: short,
-            short,
+            window: profile.short_path(),
+            profile,
             budget,
             beside: false,
             bdp: 0,
@@ -332,9 +365,8 @@ impl Estimate {
     /// Returns twice the bandwidth-delay product, and at least the window of a short path.
     fn wanted(&self) -> u32 {
         let floor = match self.beside {
-            // Callers that set another initial window opt out of shrinking.
-            true if self.short == SHORT_PATH_BYTES => BESIDE_BYTES,
-            _ => self.short,
+            true => self.profile.beside(),
+            false => self.profile.short_path(),
         };
         let twice = self.bdp.saturating_mul(2);
         twice.clamp(floor, LONG_PATH_BYTES).next_power_of_two()
@@ -376,22 +408,34 @@ mod tests {
     #[test]
     fn window_fits_a_long_path_and_stays_at_the_minimum_on_a_short_path() {
         assert_eq!(
-            settle(&mut Estimate::new(SHORT_PATH_BYTES, BUDGET), 100, 100_000),
+            settle(
+                &mut Estimate::new(WindowProfile::Shared, BUDGET),
+                100,
+                100_000
+            ),
             LONG_PATH_BYTES
         );
         assert_eq!(
-            settle(&mut Estimate::new(SHORT_PATH_BYTES, BUDGET), 100, 10_000),
+            settle(
+                &mut Estimate::new(WindowProfile::Shared, BUDGET),
+                100,
+                10_000
+            ),
             2 << 20
         );
         assert_eq!(
-            settle(&mut Estimate::new(SHORT_PATH_BYTES, BUDGET), 1, 100_000),
+            settle(
+                &mut Estimate::new(WindowProfile::Shared, BUDGET),
+                1,
+                100_000
+            ),
             SHORT_PATH_BYTES
         );
     }
 
     #[test]
     fn queueing_delay_does_not_enlarge_the_window() {
-        let mut estimate = Estimate::new(SHORT_PATH_BYTES, BUDGET);
+        let mut estimate = Estimate::new(WindowProfile::Shared, BUDGET);
         estimate.measured(0, MS / 10, 0);
         // 1 GB/s through a queue of 5 ms.
         for _ in 0..100 {
@@ -402,7 +446,7 @@ mod tests {
 
     #[test]
     fn unread_bytes_shrink_the_window_at_once_and_it_recovers() {
-        let mut estimate = Estimate::new(SHORT_PATH_BYTES, BUDGET);
+        let mut estimate = Estimate::new(WindowProfile::Shared, BUDGET);
         settle(&mut estimate, 100, 100_000);
         for (held, window) in [
             (BUDGET / 16, LONG_PATH_BYTES),
@@ -418,22 +462,32 @@ mod tests {
 
     #[test]
     fn small_streams_shrink_the_window_of_a_short_path_only() {
-        let mut near = Estimate::new(SHORT_PATH_BYTES, BUDGET);
+        let mut near = Estimate::new(WindowProfile::Shared, BUDGET);
         settle(&mut near, 1, 100_000);
         near.beside();
         assert_eq!(near.window, 256 * 1024);
         assert_eq!(settle(&mut near, 1, 10_000), BESIDE_BYTES);
         near.beside = false;
         assert_eq!(settle(&mut near, 1, 10_000), SHORT_PATH_BYTES);
-        let mut far = Estimate::new(SHORT_PATH_BYTES, BUDGET);
+        let mut far = Estimate::new(WindowProfile::Shared, BUDGET);
         settle(&mut far, 100, 100_000);
         far.beside();
         assert_eq!(far.window, LONG_PATH_BYTES);
     }
 
     #[test]
+    fn small_streams_do_not_shrink_a_fixed_window() {
+        for bytes in [SHORT_PATH_BYTES, 16 << 20] {
+            let mut estimate = Estimate::new(WindowProfile::Fixed(bytes), BUDGET);
+            settle(&mut estimate, 1, 10_000);
+            estimate.beside();
+            assert_eq!(settle(&mut estimate, 1, 10_000), bytes);
+        }
+    }
+
+    #[test]
     fn a_window_shrinks_after_the_path_got_faster() {
-        let mut estimate = Estimate::new(SHORT_PATH_BYTES, BUDGET);
+        let mut estimate = Estimate::new(WindowProfile::Shared, BUDGET);
         settle(&mut estimate, 100, 100_000);
         assert_eq!(settle(&mut estimate, 1, 100_000), SHORT_PATH_BYTES);
     }

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use culvert_native::halves::halves;
 use culvert_native::link::{Incoming, Taker, TakerLimits};
-use culvert_native::window::Inbound;
+use culvert_native::window::{Inbound, WindowProfile};
 use culvert_stream::CloseReason;
 use culvert_stream::allowance::Allowance;
 use culvert_stream::io::LINGER;
@@ -72,7 +72,7 @@ impl Tunnels {
     where
         S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
     {
-        let inbound = Arc::new(Inbound::new(WINDOW_BYTES));
+        let inbound = Arc::new(Inbound::new(WindowProfile::Fixed(WINDOW_BYTES)));
         let limits = TakerLimits {
             held_bytes: HELD_BYTES,
             streams: MAX_STREAMS,
