@@ -6,9 +6,9 @@ use std::time::Duration;
 
 use culvert_host::admin::{self, Check};
 use culvert_konnectivity::excess::Pool;
-use culvert_konnectivity::memory::{Buffers, Stream};
-use culvert_konnectivity::message::STOCK_DATA_BYTES;
+use culvert_konnectivity::memory::{Buffers, Stream, connection_bytes};
 use culvert_konnectivity::queue::ANSWER_BYTES;
+use culvert_native::window::TAKER_HELD_BYTES;
 use metrics::Gauge;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
@@ -20,14 +20,10 @@ use crate::agent::{Agent, Limits};
 use crate::config::{Config, OpenVpn};
 use crate::connect::{Connector, WINDOW_BYTES};
 use crate::metrics::AgentMetrics;
-use crate::native::HELD_BYTES;
 use crate::openvpn::client::Client;
 use crate::openvpn::tunnel::Tunnel;
 use crate::packet::OUTGOING_BYTES;
 use crate::servers::{Servers, Sync};
-
-/// Smallest and largest budget of one connection, in bytes, whatever `--xfr-channel-size` is.
-const CONNECTION_BYTES: std::ops::RangeInclusive<usize> = 256 * 1024..=16 * 1024 * 1024;
 
 /// Bytes that HTTP/2 buffers for sending on one stream: hyper's default for clients.
 const HTTP_SEND_BYTES: usize = 1024 * 1024;
@@ -166,13 +162,6 @@ impl Bound {
     }
 }
 
-/// Converts `--xfr-channel-size`, a number of packets upstream, to a budget in bytes.
-fn connection_bytes(packets: usize) -> usize {
-    packets
-        .saturating_mul(STOCK_DATA_BYTES)
-        .clamp(*CONNECTION_BYTES.start(), *CONNECTION_BYTES.end())
-}
-
 /// Returns the buffer sizes for the memory report in the log; docs/architecture.md explains them.
 fn buffers(config: &Config) -> Buffers {
     Buffers {
@@ -185,7 +174,7 @@ fn buffers(config: &Config) -> Buffers {
         },
         excess: config.excess_buffer_bytes,
         native_connection: culvert_native::CONNECTION_BYTES,
-        native_held: HELD_BYTES,
+        native_held: TAKER_HELD_BYTES,
     }
 }
 

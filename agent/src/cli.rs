@@ -12,16 +12,16 @@ use crate::config::{Config, PROGRAM};
 
 /// Runs the agent with a command line, program name first. Exit code 1 means that the agent could not start.
 pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
-    let config = match Config::from_args(args) {
-        Ok(config) => config,
-        Err(exit) => return exit.report(),
-    };
-    let setup = Setup {
-        logging: &config.logging,
-        options: config.describe(),
-        warnings: &config.warnings,
-    };
-    runtime::run(PROGRAM, &setup, serve(config.clone()))
+    runtime::run_config(
+        PROGRAM,
+        Config::from_args(args),
+        |config| Setup {
+            logging: &config.logging,
+            options: config.describe(),
+            warnings: &config.warnings,
+        },
+        serve,
+    )
 }
 
 /// Serves until a signal arrives. The first signal drains, the second signal stops at once; the exit code is

@@ -19,7 +19,7 @@ use culvert_konnectivity::queue;
 use culvert_native as native;
 use culvert_native::hello::{self, HelloError};
 use culvert_native::link::{Taker, TakerLimits};
-use culvert_native::window::Inbound;
+use culvert_native::window::{Inbound, PING_TIMEOUT};
 use futures_util::Stream;
 use hyper::client::conn::http2::{self, SendRequest};
 use hyper_util::rt::{TokioIo, TokioTimer};
@@ -36,14 +36,10 @@ use tracing::debug;
 use crate::agent::Agent;
 use crate::config::Config;
 use crate::metrics::AgentMetrics;
-use crate::native::HELD_BYTES;
 use crate::packet::OUTGOING_BYTES;
 
 /// Longest duration of one attempt: grpc-go's minimum connect timeout.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(20);
-
-/// Longest wait for the answer to a ping, as upstream.
-const PING_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Bytes the server may send ahead of the agent's reads. A single stream carries every connection, so the
 /// stream needs a large window. The window bounds throughput to two thirds of window / RTT, because `h2`
@@ -242,7 +238,7 @@ impl Connector {
         let (server_id, server_count) =
             server_of(&MetadataMap::from_headers(answer)).map_err(ConnectError::Answer)?;
         let inbound = Arc::new(Inbound::default());
-        let taker = Taker::new(tls, inbound.clone(), TakerLimits::trusting(HELD_BYTES)).await;
+        let taker = Taker::new(tls, inbound.clone(), TakerLimits::trusting()).await;
         let taker = taker.map_err(|error| ConnectError::Http(error.to_string()))?;
         Ok(Connected {
             server_id,

@@ -30,11 +30,6 @@ use tracing::debug;
 use crate::agent::{Agent, DIAL_TIMEOUT};
 use crate::metrics::DialFailureReason;
 
-/// Bytes that all connections of one server together may buffer for endpoints that do not read. At this
-/// bound, each connection may buffer at most [`culvert_native::window::CROWDED_BYTES`]. Agents run in
-/// small pods, so the bound is small.
-pub const HELD_BYTES: usize = 16 * 1024 * 1024;
-
 /// Shared state of the streams of one native connection.
 pub struct NativeServer {
     agent: Arc<Agent>,

@@ -12,11 +12,11 @@ use culvert_host::runtime::shards::{Shards, on_shard};
 use culvert_host::tls::{self, Identity, TlsOptions, TrustBundle};
 use culvert_konnectivity::authority::AuthorityStream;
 use culvert_konnectivity::excess::Pool;
-use culvert_konnectivity::memory::{Buffers, Stream};
-use culvert_konnectivity::message::STOCK_DATA_BYTES;
+use culvert_konnectivity::memory::{Buffers, Stream, connection_bytes};
 use culvert_konnectivity::queue::ANSWER_BYTES;
 use culvert_kube::tokens::Tokens;
 use culvert_native as native;
+use culvert_native::window::OPENER_HELD_BYTES;
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
@@ -24,7 +24,6 @@ use tracing::info;
 
 use crate::backend::agent::{self, Limits};
 use crate::backend::konnectivity::Konnectivity;
-use crate::backend::native::HELD_BYTES;
 use crate::backend::service::Agents;
 use crate::backend::{Registry, Tunnel, openvpn};
 use crate::config::{self, Config, Mode};
@@ -38,9 +37,6 @@ use crate::switch::start::Start;
 
 /// Bytes that HTTP/2 buffers for one stream before writing them: hyper's default for servers.
 const HTTP_SEND_BYTES: usize = 400 * 1024;
-
-/// Range of the budget of one connection, in bytes. `--xfr-channel-size` selects a value in this range.
-const CONNECTION_BYTES: std::ops::RangeInclusive<usize> = 256 * 1024..=16 * 1024 * 1024;
 
 /// Body of `/readyz` while no peer is connected; the text is upstream's.
 const NOT_READY: &str = "no connection to any proxy agent";
@@ -417,13 +413,6 @@ fn buffers(config: &Config) -> Buffers {
         },
         excess: config.excess_buffer_bytes,
         native_connection: culvert_native::CONNECTION_BYTES,
-        native_held: HELD_BYTES,
+        native_held: OPENER_HELD_BYTES,
     }
-}
-
-/// Converts the packet count of upstream's flag into a budget in bytes.
-fn connection_bytes(packets: usize) -> usize {
-    packets
-        .saturating_mul(STOCK_DATA_BYTES)
-        .clamp(*CONNECTION_BYTES.start(), *CONNECTION_BYTES.end())
 }

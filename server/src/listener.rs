@@ -10,6 +10,7 @@ use std::time::Duration;
 use culvert_host::runtime::TrackedExecutor;
 use culvert_host::tls;
 use culvert_konnectivity::grpc;
+use culvert_native::window::PING_TIMEOUT;
 use http::Request;
 use hyper::body::Incoming;
 use hyper::server::conn::http2;
@@ -31,9 +32,6 @@ pub const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(15);
 /// Most TLS handshakes in progress on a listener; further peers wait their turn. A handshake costs about 40
 /// KiB and, if the peer stalls, lasts [`HANDSHAKE_TIMEOUT`].
 const MAX_HANDSHAKES: usize = 4096;
-
-/// Longest time for a peer to answer a ping, as upstream.
-const PING_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Receive window of an agent's stream, in bytes: the stream carries all connections of the agent. The
 /// window limits throughput to two thirds of window / RTT, because `h2` returns a part of the window only

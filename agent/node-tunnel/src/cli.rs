@@ -3,8 +3,7 @@
 use std::ffi::OsString;
 use std::process::ExitCode;
 
-use culvert_host::runtime::{self, Setup, Signals};
-use tokio_util::sync::CancellationToken;
+use culvert_host::runtime::{self, Setup};
 
 use super::app::Bound;
 use super::config::{Config, PROGRAM};
@@ -12,22 +11,14 @@ use super::config::{Config, PROGRAM};
 /// Runs the node tunnel with a command line, program name first. Exit code 1 means a failed start, or a
 /// second signal during the drain.
 pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
-    let config = match Config::from_args(args) {
-        Ok(config) => config,
-        Err(exit) => return exit.report(),
-    };
-    let setup = Setup {
-        logging: &config.logging,
-        options: config.describe(),
-        warnings: &config.warnings,
-    };
-    runtime::run(PROGRAM, &setup, serve(config.clone()))
-}
-
-async fn serve(config: Config) -> anyhow::Result<()> {
-    let signals = Signals::new()?;
-    let shutdown = CancellationToken::new();
-    let bound = Bound::bind(config).await?;
-    let run = bound.run(shutdown.clone());
-    Ok(signals.run("drain", shutdown, run).await?)
+    runtime::run_config(
+        PROGRAM,
+        Config::from_args(args),
+        |config| Setup {
+            logging: &config.logging,
+            options: config.describe(),
+            warnings: &config.warnings,
+        },
+        |config| runtime::serve("drain", Bound::bind(config), Bound::run),
+    )
 }

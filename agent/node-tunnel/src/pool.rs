@@ -47,10 +47,6 @@ const PING_TIMEOUT: Duration = Duration::from_secs(5);
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 const LAST_PAUSE: Duration = Duration::from_secs(5);
 
-/// Bytes that all streams of one connection together may buffer for clients that do not read. At this bound,
-/// each stream may buffer at most [`culvert_native::window::CROWDED_BYTES`].
-const HELD_BYTES: usize = 64 * 1024 * 1024;
-
 /// Bytes the proxy may send ahead on each stream, equal to the window of a node's Envoy. If the endpoint
 /// closes first, an Envoy at the seed loses the bytes beyond the window: with 1 MiB, a download of 20 MiB was
 /// cut; with 16 MiB, between two Envoys, a download of 60 MB to a slow reader was cut.
@@ -312,7 +308,7 @@ impl<R: Reach> Pool<R> {
         inbound: Arc<Inbound>,
     ) -> Result<(Requests, Opener<R::Stream>), String> {
         let stream = self.reach.reach().await?;
-        let opener = Opener::new(stream, inbound, HELD_BYTES, PING_TIMEOUT).await;
+        let opener = Opener::new(stream, inbound, PING_TIMEOUT).await;
         opener.map_err(|error| error.to_string())
     }
 

@@ -11,6 +11,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tracing::{error, info, warn};
 
+use crate::flags::Exit;
 use crate::telemetry::logging::{self, LogConfig};
 
 /// The memory allocator. glibc's allocator maps, faults in and returns the buffers of bulk transfers again
@@ -60,7 +61,7 @@ impl Signals {
     ///
     /// # Errors
     /// Fails if a second signal arrives before the program has ended.
-    pub async fn run(
+    async fn run(
         mut self,
         stop: &'static str,
         shutdown: CancellationToken,
@@ -98,6 +99,45 @@ pub fn raise_open_file_limit() {
             warn!(%error, "cannot raise the open file limit");
         }
     }
+}
+
+/// Runs a program from the outcome of reading its flags to its exit code. `setup` borrows the parts of the
+/// configuration that [`run`] needs; `serve` is the program.
+pub fn run_config<C, F, E>(
+    program: &str,
+    config: Result<C, Exit>,
+    setup: impl for<'a> FnOnce(&'a C) -> Setup<'a>,
+    serve: impl FnOnce(C) -> F,
+) -> ExitCode
+where
+    C: Clone,
+    F: Future<Output = Result<(), E>>,
+    E: fmt::Display,
+{
+    match config {
+        Ok(config) => run(program, &setup(&config), serve(config.clone())),
+        Err(exit) => exit.report(),
+    }
+}
+
+/// Binds a program, then runs it until it ends after the first signal. `stop` is the word for the shutdown in
+/// log lines, such as "drain".
+///
+/// # Errors
+/// Fails if `bind` fails or a second signal arrives before the program has ended.
+pub async fn serve<B, F, E>(
+    stop: &'static str,
+    bind: impl Future<Output = Result<B, E>>,
+    run: impl FnOnce(B, CancellationToken) -> F,
+) -> Result<(), E>
+where
+    F: Future<Output = ()>,
+    E: From<io::Error> + From<CutShort>,
+{
+    let signals = Signals::new()?;
+    let shutdown = CancellationToken::new();
+    let run = run(bind.await?, shutdown.clone());
+    Ok(signals.run(stop, shutdown, run).await?)
 }
 
 /// Runs a program from parsed flags to its exit code: sets up logging, logs the options in effect and the

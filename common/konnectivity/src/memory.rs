@@ -3,7 +3,17 @@
 
 use tracing::info;
 
-use crate::message::{MAX_DATA_BYTES, MAX_MESSAGE_BYTES};
+use crate::message::{MAX_DATA_BYTES, MAX_MESSAGE_BYTES, STOCK_DATA_BYTES};
+
+/// Range of the budget of one connection, in bytes, whatever `--xfr-channel-size` is.
+const CONNECTION_BYTES: std::ops::RangeInclusive<usize> = 256 * 1024..=16 * 1024 * 1024;
+
+/// Converts `--xfr-channel-size`, a number of packets upstream, to the budget of one connection in bytes.
+pub fn connection_bytes(packets: usize) -> usize {
+    packets
+        .saturating_mul(STOCK_DATA_BYTES)
+        .clamp(*CONNECTION_BYTES.start(), *CONNECTION_BYTES.end())
+}
 
 /// Buffers for tunnelled bytes, in bytes. The kernel's socket buffers are not included.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -95,6 +105,13 @@ mod tests {
 
     const KIB: usize = 1024;
     const CHUNKS: usize = 3 * MAX_DATA_BYTES;
+
+    #[test]
+    fn the_budget_of_a_connection_follows_the_flag_within_its_range() {
+        for (packets, bytes) in [(0, 256), (10, 320), (150, 4800), (usize::MAX, 16_384)] {
+            assert_eq!(connection_bytes(packets), bytes * KIB);
+        }
+    }
 
     #[test]
     fn each_buffer_counts_once_in_the_bound_of_its_owner() {

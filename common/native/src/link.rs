@@ -14,7 +14,7 @@ use tokio::io::{AsyncRead, AsyncWrite};
 
 use super::halves::Chunk;
 use super::heard::Heard;
-use super::window::{Inbound, PING_TIMEOUT, Tuner};
+use super::window::{Inbound, OPENER_HELD_BYTES, PING_TIMEOUT, TAKER_HELD_BYTES, Tuner};
 use super::{CONNECTION_WINDOW_BYTES, FRAME_BYTES, SEND_BYTES};
 
 /// Number of reset streams to remember per connection. Frames in flight during the reset are expected for a
@@ -54,9 +54,9 @@ pub struct TakerLimits {
 
 impl TakerLimits {
     /// Returns limits for a peer that is one of our own programs: any number of streams.
-    pub fn trusting(held_bytes: usize) -> Self {
+    pub fn trusting() -> Self {
         Self {
-            held_bytes,
+            held_bytes: TAKER_HELD_BYTES,
             streams: u32::MAX,
             send_bytes: SEND_BYTES,
         }
@@ -70,15 +70,13 @@ pub type Incoming = (Request<RecvStream>, SendResponse<Chunk>);
 pub type Requests = client::SendRequest<Chunk>;
 
 impl<S: AsyncRead + AsyncWrite + Unpin> Opener<S> {
-    /// Starts HTTP/2 as the client. `budget` bounds the unread bytes of all streams together. A peer that
-    /// sends nothing for `ping_timeout` after a ping counts as gone.
+    /// Starts HTTP/2 as the client. A peer that sends nothing for `ping_timeout` after a ping counts as gone.
     ///
     /// # Errors
     /// Fails if the connection breaks.
     pub async fn new(
         stream: S,
         inbound: Arc<Inbound>,
-        budget: usize,
         ping_timeout: Duration,
     ) -> Result<(Requests, Self), h2::Error> {
         let (requests, mut connection) = client::Builder::new()
@@ -94,7 +92,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Opener<S> {
             .handshake(Heard::new(stream, inbound.clone()))
             .await?;
         let ping = connection.ping_pong().ok_or_else(unpingable)?;
-        let tuner = Tuner::new(ping, inbound, budget, ping_timeout);
+        let tuner = Tuner::new(ping, inbound, OPENER_HELD_BYTES, ping_timeout);
         Ok((requests, Self { connection, tuner }))
     }
 
@@ -220,9 +218,7 @@ mod tests {
         // The peer reads, and never answers a PING.
         tokio::spawn(async move { tokio::io::copy(&mut hears, &mut sink()).await });
         says.write_all(&SETTINGS).await.unwrap();
-        let (_requests, opener) = Opener::new(near, Arc::default(), 1 << 20, LIMIT)
-            .await
-            .unwrap();
+        let (_requests, opener) = Opener::new(near, Arc::default(), LIMIT).await.unwrap();
         let run = tokio::spawn(opener.run());
         for _ in 0..10 {
             sleep(LIMIT / 2).await;

@@ -57,7 +57,17 @@ const FORGET_AFTER: u32 = 4096;
 /// Time after a measurement until an idle peer is pinged.
 const PING_IDLE: Duration = Duration::from_secs(30);
 
-/// Default time within which a peer must send something after a ping.
+/// Unread bytes of all streams of one connection together at an [`Opener`](super::link::Opener): the server
+/// and the node tunnel. Above this total, each stream may keep at most [`CROWDED_BYTES`].
+pub const OPENER_HELD_BYTES: usize = 64 * 1024 * 1024;
+
+/// Unread bytes of all streams of one connection together at a [`Taker`](super::link::Taker): the agent,
+/// which runs in small pods, and the front door, which many nodes connect to. Above this total, each stream
+/// may keep at most [`CROWDED_BYTES`].
+pub const TAKER_HELD_BYTES: usize = 16 * 1024 * 1024;
+
+/// Time within which a peer must send something after a ping, as upstream. The packet dialect uses the same
+/// time. The node tunnel has its own.
 pub const PING_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Smallest windows of a connection's streams. Crowding shrinks the windows further, down to

@@ -33,10 +33,6 @@ use crate::backend::dial::{SILENT_AFTER, StreamDialError, next_serial};
 use crate::listener::{Door, HANDSHAKE_TIMEOUT};
 use crate::metrics::{DialFailureReason, RejectReason, ServerMetrics, ServiceMethod};
 
-/// Bytes buffered by all connections of an agent together for clients that do not read. Beyond this sum, a
-/// connection may buffer at most [`culvert_native::window::CROWDED_BYTES`].
-pub const HELD_BYTES: usize = 64 * 1024 * 1024;
-
 /// Number of dials after which an agent connection is closed as soon as no connection is open. The agent
 /// then connects again, long before HTTP/2's stream numbers end at 2^31; every dial uses two.
 const RENEW_AFTER: u64 = 1 << 29;
@@ -118,7 +114,7 @@ impl Agents {
             }
         };
         let inbound = Arc::new(Inbound::default());
-        let opener = Opener::new(stream, inbound.clone(), HELD_BYTES, PING_TIMEOUT);
+        let opener = Opener::new(stream, inbound.clone(), PING_TIMEOUT);
         let (requests, link) = match opener.await {
             Ok(opened) => opened,
             Err(error) => {

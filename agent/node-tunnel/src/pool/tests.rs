@@ -166,7 +166,7 @@ async fn take(
 ) {
     let limits = TakerLimits {
         streams: max_streams,
-        ..TakerLimits::trusting(1 << 24)
+        ..TakerLimits::trusting()
     };
     let Ok(mut taker) = Taker::new(stream, inbound, limits).await else {
         return;

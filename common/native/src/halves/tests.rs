@@ -35,8 +35,8 @@ impl Link {
         let (near, far) = tokio::io::duplex(64 * 1024);
         let (server, agent) = (Arc::<Inbound>::default(), Arc::<Inbound>::default());
         let (opener, taker) = tokio::join!(
-            Opener::new(near, server.clone(), 1 << 26, PING_TIMEOUT),
-            Taker::new(far, agent.clone(), TakerLimits::trusting(1 << 24)),
+            Opener::new(near, server.clone(), PING_TIMEOUT),
+            Taker::new(far, agent.clone(), TakerLimits::trusting()),
         );
         let ((requests, opener), taker) = (opener.unwrap(), taker.unwrap());
         let (streams, incoming) = mpsc::unbounded_channel();

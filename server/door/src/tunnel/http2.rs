@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use culvert_native::halves::halves;
 use culvert_native::link::{Incoming, Taker, TakerLimits};
-use culvert_native::window::{Inbound, WindowProfile};
+use culvert_native::window::{Inbound, TAKER_HELD_BYTES, WindowProfile};
 use culvert_stream::CloseReason;
 use culvert_stream::allowance::Allowance;
 use culvert_stream::io::LINGER;
@@ -21,10 +21,6 @@ use tracing::debug;
 use super::{Tunnel, Tunnels};
 use crate::front::FIRST_WORD_TIMEOUT;
 use crate::metrics::Refusal;
-
-/// Most bytes kept for stalled endpoints by all tunnels of an HTTP/2 connection together. Above this total,
-/// each tunnel may keep at most 64 KiB.
-const HELD_BYTES: usize = 16 * 1024 * 1024;
 
 /// Most bytes kept for a stalled client by all tunnels of an HTTP/2 connection together. Once half of the
 /// total is used, each tunnel reads less at a time. Each tunnel may keep 8 KiB in addition.
@@ -74,7 +70,7 @@ impl Tunnels {
     {
         let inbound = Arc::new(Inbound::new(WindowProfile::Fixed(WINDOW_BYTES)));
         let limits = TakerLimits {
-            held_bytes: HELD_BYTES,
+            held_bytes: TAKER_HELD_BYTES,
             streams: MAX_STREAMS,
             send_bytes: SEND_BYTES,
         };
