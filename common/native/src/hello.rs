@@ -12,6 +12,8 @@
 
 use std::io;
 
+use bytes::BytesMut;
+use culvert_stream::head::{HeadError, read_head};
 use http::{HeaderMap, HeaderName, HeaderValue};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
@@ -47,7 +49,7 @@ where
     upgrade_head(&mut head, headers);
     stream.write_all(&head).await?;
     stream.flush().await?;
-    let head = read_head(stream).await?;
+    let head = read_hello(stream).await?;
     let mut lines = [httparse::EMPTY_HEADER; HEADER_LINES];
     let mut response = httparse::Response::new(&mut lines);
     let parsed = response.parse(&head);
@@ -68,7 +70,7 @@ where
 /// # Errors
 /// See [`HelloError`].
 pub async fn read<S: AsyncRead + Unpin>(stream: &mut S) -> Result<HeaderMap, HelloError> {
-    let head = read_head(stream).await?;
+    let head = read_hello(stream).await?;
     let mut lines = [httparse::EMPTY_HEADER; HEADER_LINES];
     let mut request = httparse::Request::new(&mut lines);
     let parsed = request.parse(&head);
@@ -113,17 +115,14 @@ fn upgrade_head(head: &mut Vec<u8>, headers: &HeaderMap) {
     head.extend_from_slice(b"\r\n");
 }
 
-/// Reads up to and including the empty line, and no byte more: HTTP/2 begins directly after the empty line.
-/// Reading single bytes is cheap here, because TLS has already decrypted the whole record.
-async fn read_head<S: AsyncRead + Unpin>(stream: &mut S) -> Result<Vec<u8>, HelloError> {
-    let mut head = Vec::with_capacity(1024);
-    while !head.ends_with(b"\r\n\r\n") {
-        if head.len() == HEAD_BYTES {
-            return Err(HelloError::Malformed("the head is too large".into()));
-        }
-        head.push(stream.read_u8().await?);
-    }
-    Ok(head)
+/// Reads a head and no byte more: HTTP/2 begins directly after the empty line. Reading single bytes is cheap
+/// here, because TLS has already decrypted the whole record.
+async fn read_hello<S: AsyncRead + Unpin>(stream: &mut S) -> Result<BytesMut, HelloError> {
+    let head = read_head(stream, HEAD_BYTES).await;
+    head.map_err(|error| match error {
+        HeadError::Io(error) => error.into(),
+        HeadError::TooLarge => HelloError::Malformed("the head is too large".into()),
+    })
 }
 
 fn header_map(lines: &[httparse::Header<'_>]) -> Result<HeaderMap, HelloError> {

@@ -7,6 +7,7 @@
 pub mod allowance;
 pub mod connection;
 pub mod first_word;
+pub mod head;
 pub mod io;
 pub mod pump;
 

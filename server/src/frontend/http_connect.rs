@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
-use culvert_host::net::connect::{self, ConnectHead, HeadReader};
+use culvert_host::net::connect::{self, MAX_HEAD_BYTES, RequestError};
 use culvert_host::telemetry::metrics::GaugeGuard;
 use culvert_stream::first_word::FirstWord;
 use culvert_stream::io::{ReadSource, WriteSink, leave};
@@ -78,18 +78,18 @@ pub async fn serve<R, W>(
     let _open = GaugeGuard::new(&frontend.metrics.http_connections);
     let mut buffer = BytesMut::new();
     let head = tokio::select! {
-        head = timeout(HEAD_TIMEOUT, read_head(&mut read, &mut buffer)) => head,
+        head = timeout(HEAD_TIMEOUT, connect::read_request(&mut read, &mut buffer, MAX_HEAD_BYTES)) => head,
         () = frontend.shutdown.cancelled() => return,
     };
     let head = match head {
-        Ok(Ok(Some(head))) => head,
+        Ok(Ok(head)) => head,
         // The client left before any request: a port check.
-        Ok(Ok(None)) => return,
-        Ok(Err(HeadError::Io(error))) => {
+        Ok(Err(RequestError::Io(_))) if buffer.is_empty() => return,
+        Ok(Err(RequestError::Io(error))) => {
             debug!(peer, %error, "the client left before its request was complete");
             return;
         }
-        Ok(Err(HeadError::Bad(error))) => {
+        Ok(Err(RequestError::Bad(error))) => {
             door.reject(RejectReason::Garbage, peer, &error.to_string());
             return refuse(read, write, error.response()).await;
         }
@@ -166,33 +166,6 @@ async fn carry<R, W>(
         CloseReason::EndpointClosed | CloseReason::AgentLost | CloseReason::Switched
     ) {
         leave(source.inner.into_inner(), sink.inner.into_inner()).await;
-    }
-}
-
-enum HeadError {
-    Io(io::Error),
-    Bad(connect::ConnectError),
-}
-
-/// Reads until the head of the request is complete. Bytes after the head stay in the buffer. Returns `None`
-/// if the client sent nothing.
-async fn read_head<R: AsyncRead + Unpin>(
-    read: &mut R,
-    buffer: &mut BytesMut,
-) -> Result<Option<ConnectHead>, HeadError> {
-    let mut reader = HeadReader::default();
-    loop {
-        buffer.reserve(4096);
-        if read.read_buf(buffer).await.map_err(HeadError::Io)? == 0 {
-            return match buffer.is_empty() {
-                true => Ok(None),
-                false => Err(HeadError::Io(io::ErrorKind::UnexpectedEof.into())),
-            };
-        }
-        if let Some(head) = reader.read(buffer).map_err(HeadError::Bad)? {
-            let _ = buffer.split_to(head.head_len);
-            return Ok(Some(head));
-        }
     }
 }
 

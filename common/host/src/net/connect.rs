@@ -1,7 +1,7 @@
 //! The head of an HTTP/1 CONNECT request, and the responses.
 //!
-//! The module does no I/O. The caller collects the received bytes, and a [`HeadReader`] finds the end of the
-//! head. The responses are the bytes that Go's `net/http` server and the upstream proxy send, without a
+//! [`read_request`] reads a request from a connection. A caller that collects the received bytes itself finds
+//! the end of the head with a [`HeadReader`]. The responses are the bytes that Go's `net/http` server and the upstream proxy send, without a
 //! `Date` header: kube-apiserver shows these texts in its errors, and people search for them.
 //!
 //! The target is the authority in the request line. The Host header is optional and ignored: kube-apiserver
@@ -10,7 +10,12 @@
 #[cfg(test)]
 mod tests;
 
+use std::io;
+
+use bytes::BytesMut;
+use culvert_stream::head::{HeadEnd, HeadError, read_head_ahead};
 use httparse::{EMPTY_HEADER, Error as Syntax, Request, Status};
+use tokio::io::AsyncRead;
 
 /// Response for a request whose target is connected. The client refuses tunnel data that it reads together
 /// with this response, so write the response separately.
@@ -49,6 +54,15 @@ pub enum ConnectError {
     Version,
 }
 
+/// Reason why [`read_request`] returned no request.
+#[derive(Debug)]
+pub enum RequestError {
+    /// The connection broke or ended before the end of the request.
+    Io(io::Error),
+    /// Not an acceptable request.
+    Bad(ConnectError),
+}
+
 impl ConnectError {
     /// Returns the whole response. The caller must close the connection after the response.
     pub fn response(self) -> &'static [u8] {
@@ -83,17 +97,31 @@ impl ConnectError {
     }
 }
 
+/// Reads a request whose head has at most `limit` bytes and begins with the bytes in `buffer`. Early tunnel
+/// data that was read along with the head is left in `buffer`. If the client sent nothing, `buffer` is empty
+/// after the error.
+///
+/// # Errors
+/// See [`RequestError`].
+pub async fn read_request<R: AsyncRead + Unpin>(
+    reader: &mut R,
+    buffer: &mut BytesMut,
+    limit: usize,
+) -> Result<ConnectHead, RequestError> {
+    let head = match read_head_ahead(reader, buffer, limit).await {
+        Ok(head) => head,
+        Err(HeadError::Io(error)) => return Err(RequestError::Io(error)),
+        Err(HeadError::TooLarge) => return Err(RequestError::Bad(ConnectError::TooLarge)),
+    };
+    parse_head(&head).map_err(RequestError::Bad)
+}
+
 /// Incremental search for the end of a request head.
 ///
 /// The reader remembers its position, so that it scans every byte only once, for any number of pieces. Each
 /// request needs its own reader.
 #[derive(Debug, Default)]
-pub struct HeadReader {
-    /// Offset of the first byte that is not scanned yet.
-    searched: usize,
-    /// Start of the line that contains the offset `searched`.
-    line: usize,
-}
+pub struct HeadReader(HeadEnd);
 
 impl HeadReader {
     /// Scans all bytes received so far. Returns `None` while the head is incomplete. Between calls,
@@ -103,29 +131,14 @@ impl HeadReader {
     /// Returns a [`ConnectError`]. The caller sends its response and closes the connection.
     pub fn read(&mut self, received: &[u8]) -> Result<Option<ConnectHead>, ConnectError> {
         let within_limit = received.get(..MAX_HEAD_BYTES).unwrap_or(received);
-        match self.find_end(within_limit) {
+        let head = self
+            .0
+            .find(within_limit)
+            .and_then(|len| received.get(..len));
+        match head {
             Some(head) => parse_head(head).map(Some),
             None if within_limit.len() == MAX_HEAD_BYTES => Err(ConnectError::TooLarge),
             None => Ok(None),
-        }
-    }
-
-    /// Returns the head, including its empty line. Lines may end in a bare LF, as in Go.
-    fn find_end<'a>(&mut self, received: &'a [u8]) -> Option<&'a [u8]> {
-        loop {
-            let unseen = received.get(self.searched..)?;
-            let Some(offset) = unseen.iter().position(|&byte| byte == b'\n') else {
-                self.searched = received.len();
-                return None;
-            };
-            let end = self.searched + offset;
-            let line = received.get(self.line..end)?;
-            if line.is_empty() || line == b"\r" {
-                // The offsets stay as they are, so that another call finds the same end.
-                return received.get(..=end);
-            }
-            self.searched = end + 1;
-            self.line = end + 1;
         }
     }
 }

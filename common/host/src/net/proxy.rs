@@ -9,9 +9,11 @@ use std::fmt;
 use std::io;
 use std::net::IpAddr;
 
+use bytes::BytesMut;
+use culvert_stream::head::{HeadError, read_head};
 use http::header::HeaderValue;
 use hyper_util::client::proxy::matcher::Matcher;
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::io::AsyncWriteExt;
 use tokio::net::TcpStream;
 use tokio::time::{Instant, timeout_at};
 
@@ -115,7 +117,7 @@ pub async fn connect(
         })?;
     let exchange = async {
         stream.write_all(&request).await?;
-        let head = read_head(&mut stream).await?;
+        let head = read_answer(&mut stream).await?;
         check_head(&head)
     };
     match timeout_at(deadline, exchange).await {
@@ -250,24 +252,20 @@ fn connect_request(proxy: &ProxyTarget, host: &str, port: u16) -> io::Result<Vec
     Ok(request)
 }
 
-/// Reads up to and including the empty line. The function reads one byte at a time, because later bytes
-/// belong to the tunnel. A head has a few hundred bytes, and a connection to a server has one head.
-async fn read_head(stream: &mut TcpStream) -> io::Result<Vec<u8>> {
-    let mut head = Vec::with_capacity(256);
-    while !head.ends_with(b"\r\n\r\n") {
-        if head.len() == MAX_HEAD_BYTES {
+/// Reads the head of the proxy's response. Later bytes belong to the tunnel and stay in `stream`.
+async fn read_answer(stream: &mut TcpStream) -> io::Result<BytesMut> {
+    let head = read_head(stream, MAX_HEAD_BYTES).await;
+    head.map_err(|error| match error {
+        HeadError::Io(error) if error.kind() == io::ErrorKind::UnexpectedEof => io::Error::new(
+            error.kind(),
+            "closed the connection instead of answering the CONNECT request",
+        ),
+        HeadError::Io(error) => error,
+        HeadError::TooLarge => {
             let text = format!("the answer's head is longer than {MAX_HEAD_BYTES} bytes");
-            return Err(io::Error::new(io::ErrorKind::InvalidData, text));
+            io::Error::new(io::ErrorKind::InvalidData, text)
         }
-        head.push(stream.read_u8().await.map_err(|error| match error.kind() {
-            io::ErrorKind::UnexpectedEof => io::Error::new(
-                error.kind(),
-                "closed the connection instead of answering the CONNECT request",
-            ),
-            _ => error,
-        })?);
-    }
-    Ok(head)
+    })
 }
 
 fn check_head(head: &[u8]) -> io::Result<()> {

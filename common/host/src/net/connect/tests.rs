@@ -125,7 +125,7 @@ fn head_in_many_pieces_is_scanned_once() {
     let mut reader = HeadReader::default();
     for end in 0..request.len() {
         assert_eq!(reader.read(&request[..end]), Ok(None));
-        assert_eq!(reader.searched, end);
+        assert_eq!(reader.0.searched(), end);
     }
     assert_eq!(
         reader.read(&request).unwrap().unwrap().head_len,

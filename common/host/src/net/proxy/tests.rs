@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use tokio::io::AsyncReadExt as _;
 use tokio::net::{TcpListener, TcpSocket};
 
 use super::*;
@@ -78,7 +79,7 @@ fn credentials_are_sent_but_not_shown() {
     assert_eq!(format!("{proxy} {proxy:?}"), "p:3128 ProxyTarget(p:3128)");
     let request = connect_request(&proxy, "server.example", 8091).unwrap();
     assert_eq!(
-        String::from_utf8(request).unwrap(),
+        String::from_utf8(request.to_vec()).unwrap(),
         "CONNECT server.example:8091 HTTP/1.1\r\nHost: server.example:8091\r\n\
          Proxy-Authorization: Basic QWxhZGRpbjpvcGVuIHNlc2FtZQ==\r\n\r\n"
     );
@@ -142,9 +143,9 @@ async fn proxy_that_answers(
     let url = format!("http://{}", listener.local_addr().unwrap());
     let task = tokio::spawn(async move {
         let (mut stream, _) = listener.accept().await.unwrap();
-        let request = read_head(&mut stream).await.unwrap();
+        let request = read_answer(&mut stream).await.unwrap();
         stream.write_all(answer).await.unwrap();
-        String::from_utf8(request).unwrap()
+        String::from_utf8(request.to_vec()).unwrap()
     });
     (ProxyTarget::parse(&url).unwrap(), task)
 }
