@@ -7,15 +7,15 @@
 //! | [`admin`] | the plain HTTP listener for health, metrics and admin paths |
 //! | [`tls`] | identities, trust, cipher suites |
 //! | [`net`] | listeners, dialing with Go-shaped errors, the CONNECT request head, outbound proxies |
-//! | [`watched`] | a file that is read again when it changes |
+//! | [`file_follower`] | files that are read again when they change |
 //! | [`allocator`] | jemalloc and its settings |
 //! | [`runtime`] | start-up, signals, threads |
 
 pub mod admin;
 pub mod allocator;
+pub mod file_follower;
 pub mod flags;
 pub mod net;
 pub mod runtime;
 pub mod telemetry;
 pub mod tls;
-pub mod watched;

@@ -11,7 +11,7 @@ use culvert_openvpn::{Role, tls};
 use super::config_file::{Material, TlsAuth};
 
 /// Size limit of a file, in bytes.
-const MAX_BYTES: u64 = 4 << 20;
+pub const MAX_BYTES: u64 = 4 << 20;
 
 /// Reason why key material cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

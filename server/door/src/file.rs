@@ -17,8 +17,8 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use culvert_host::file_follower::{FileFollower, Limits, Outcome};
 use culvert_host::net::dial::split_host_port;
-use culvert_host::watched::{Limits, Look, Watched};
 use serde::Deserialize;
 use serde_saphyr::Spanned;
 use tokio::sync::watch;
@@ -47,7 +47,7 @@ pub struct FileError(pub Vec<String>);
 
 /// Follows a file.
 pub struct Follower {
-    file: Watched,
+    file: FileFollower,
     /// Result of the last read.
     read: SourceState,
     table: Arc<Table>,
@@ -88,7 +88,7 @@ impl Follower {
         table: Arc<Table>,
         metrics: Arc<ProxyMetrics>,
     ) -> Result<Self, FileError> {
-        let file = Watched::open(path, LIMITS).map_err(|error| FileError(vec![error]))?;
+        let file = FileFollower::open(path, LIMITS).map_err(|error| FileError(vec![error]))?;
         table.apply(parse(file.text(), &path.display().to_string())?);
         metrics.set_synced();
         metrics.set_source(SourceState::Good);
@@ -111,9 +111,9 @@ impl Follower {
 
     /// Looks at the file; returns true if it has changed and its routes are in force now.
     fn look(&mut self) -> bool {
-        let (source, changed) = match self.file.look() {
-            Look::Same => (self.read, false),
-            Look::Changed => {
+        let (source, changed) = match self.file.check() {
+            Outcome::Same => (self.read, false),
+            Outcome::Changed => {
                 let changed = self.apply();
                 self.read = match changed {
                     true => SourceState::Good,
@@ -121,7 +121,7 @@ impl Follower {
                 };
                 (self.read, changed)
             }
-            Look::Unreadable { why, is_new } => {
+            Outcome::Unreadable { why, is_new } => {
                 if is_new {
                     error!("{why}; the last routes stay in force");
                 }

@@ -13,11 +13,12 @@
 //! | `clients` | connected clients; addresses, routes, rules |
 //! | `role` | decisions for one client |
 //! | `listen`, `udp` | sockets |
-//! | `renew` | the certificate files |
+//! | `certificate_reload` | the certificate files |
 //! | `nodes`, `node_watch` | translation of ExternalIPs and names, from the Nodes of the user cluster |
 //! | `pool`, `ccd`, `push` | addresses, per-client files, pushed options |
 
 mod ccd;
+mod certificate_reload;
 mod clients;
 mod flow;
 mod half_open;
@@ -27,7 +28,6 @@ mod node_watch;
 mod nodes;
 mod pool;
 mod push;
-mod renew;
 mod role;
 pub mod settings;
 mod udp;
@@ -59,6 +59,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tracing::{debug, info};
 
+use self::certificate_reload::Files;
 use self::clients::{Admittance, Clients, Way};
 use self::listen::Tcp;
 use self::metrics::{NodeMetrics, OpenvpnMetrics};
@@ -66,7 +67,6 @@ use self::node_watch::NodeWatch;
 use self::nodes::Known;
 use self::pool::Pool;
 use self::push::PushAll;
-use self::renew::Files;
 use self::settings::Settings;
 use self::udp::Udp;
 use super::Connection;

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use culvert_host::watched::{Look, Watched};
+use culvert_host::file_follower::{FileFollower, Outcome};
 use parking_lot::Mutex;
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::{Instant, interval, sleep_until};
@@ -74,7 +74,7 @@ pub struct Driver {
     set_by: SetBy,
     flag: Mode,
     file: Option<Mode>,
-    watched: Option<Watched>,
+    mode_file: Option<FileFollower>,
     state: Option<StateFile>,
     /// State saved last, without its times.
     saved: Option<(Mode, SetBy, Option<Mode>, Phase)>,
@@ -118,7 +118,7 @@ pub fn start(
         set_by,
         flag: start.settings.mode,
         file: start.file,
-        watched: start.watched,
+        mode_file: start.mode_file,
         state: start.state,
         saved: None,
         requests,
@@ -206,7 +206,7 @@ impl Driver {
             let look_again = self.look_again();
             tokio::select! {
                 Some(command) = self.requests.recv() => self.take(command).await,
-                _ = poll.tick(), if self.watched.is_some() => self.look(),
+                _ = poll.tick(), if self.mode_file.is_some() => self.check_mode_file(),
                 () = sleep_until(look_again.unwrap_or_else(Instant::now)), if look_again.is_some() => {}
                 () = shutdown.cancelled() => return,
             }
@@ -247,23 +247,23 @@ impl Driver {
     }
 
     /// Checks the mode file. A wrong file changes nothing.
-    fn look(&mut self) {
-        let Some(watched) = &mut self.watched else {
+    fn check_mode_file(&mut self) {
+        let Some(follower) = &mut self.mode_file else {
             return;
         };
-        let problem = match watched.look() {
-            Look::Same => {
+        let problem = match follower.check() {
+            Outcome::Same => {
                 self.shown.lock().unreadable = None;
                 return;
             }
-            Look::Unreadable { is_new: false, .. } => return,
-            Look::Unreadable { why, .. } => {
+            Outcome::Unreadable { is_new: false, .. } => return,
+            Outcome::Unreadable { why, .. } => {
                 self.shown.lock().unreadable = Some(why.clone());
                 why
             }
-            Look::Changed => {
-                let path = watched.path().display().to_string();
-                let parsed = mode_file::parse(watched.text());
+            Outcome::Changed => {
+                let path = follower.path().display().to_string();
+                let parsed = mode_file::parse(follower.text());
                 let wrong = parsed.and_then(|mode| self.follow(mode)).err();
                 let wrong = wrong.map(|why| format!("{path}: {why}"));
                 let mut shown = self.shown.lock();

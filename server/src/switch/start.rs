@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use culvert_host::watched::{Limits, Watched};
+use culvert_host::file_follower::{FileFollower, Limits};
 use tracing::{error, info, warn};
 
 use super::machine::{Phase, Switch};
@@ -15,7 +15,7 @@ use crate::tunnel::Mode;
 pub struct Start {
     pub(super) settings: Settings,
     /// The mode file, if configured.
-    pub(super) watched: Option<Watched>,
+    pub(super) mode_file: Option<FileFollower>,
     pub(super) state: Option<StateFile>,
     /// Mode in the mode file.
     pub(super) file: Option<Mode>,
@@ -68,7 +68,7 @@ impl Start {
             }
         };
         let mut start = Self {
-            watched: None,
+            mode_file: None,
             state,
             file: None,
             saved,
@@ -87,19 +87,19 @@ impl Start {
             max_bytes: mode_file::MAX_BYTES,
             if_empty: mode_file::IF_EMPTY,
         };
-        match Watched::open(path, limits) {
-            Ok(watched) => {
-                let mode = mode_file::parse(watched.text()).map_err(|why| StartError::File {
+        match FileFollower::open(path, limits) {
+            Ok(follower) => {
+                let mode = mode_file::parse(follower.text()).map_err(|why| StartError::File {
                     path: path.display().to_string(),
                     why,
                 })?;
                 self.file = Some(mode);
-                self.watched = Some(watched);
+                self.mode_file = Some(follower);
             }
             Err(why) => {
                 warn!("--tunnel-mode-file: {why}; going on without it until it can be read");
                 self.unreadable = Some(why);
-                self.watched = Some(Watched::unread(path, limits));
+                self.mode_file = Some(FileFollower::unread(path, limits));
             }
         }
         Ok(())

@@ -4,6 +4,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use culvert_host::file_follower::{FileFollower, Outcome};
 use culvert_openvpn::Role;
 use culvert_openvpn::session::ServerConfig;
 use culvert_openvpn::tls::ServerTls;
@@ -22,8 +23,9 @@ pub struct Files {
     cert: Material,
     key: Material,
     server: Server,
-    /// Contents at the last check, valid or not.
-    read: Vec<Vec<u8>>,
+    follower: FileFollower,
+    /// Error of the last attempt to load the files; `None` after a success.
+    failure: Option<files::FileError>,
 }
 
 impl Files {
@@ -35,12 +37,23 @@ impl Files {
             material.ok_or_else(|| anyhow::anyhow!(needs))
         };
         let common = &server.common;
+        let (ca, cert, key) = (
+            given(&common.ca)?,
+            given(&common.cert)?,
+            given(&common.key)?,
+        );
+        let all = [&ca, &cert, &key].into_iter().chain(&server.crl);
+        let paths = all.filter_map(|material| match material {
+            Material::File(path) => Some(path.clone()),
+            Material::Inline { .. } => None,
+        });
         Ok(Self {
-            ca: given(&common.ca)?,
-            cert: given(&common.cert)?,
-            key: given(&common.key)?,
+            follower: FileFollower::unit(paths.collect(), files::MAX_BYTES),
+            ca,
+            cert,
+            key,
             server: server.clone(),
-            read: Vec::new(),
+            failure: None,
         })
     }
 
@@ -49,7 +62,8 @@ impl Files {
     /// # Errors
     /// A file cannot be used. The text names the file and the remedy.
     pub fn load(&mut self) -> Result<ServerTls, files::FileError> {
-        self.changed();
+        // Remembers the contents; a file that cannot be read is reported below.
+        let _ = self.follower.check();
         if let Some(doubt) = files::doubt(&self.cert, Role::Server) {
             warn!("OpenVPN clients will refuse this server's certificate: {doubt}");
         }
@@ -67,14 +81,16 @@ impl Files {
     /// Returns true if a file changed since the last check. Returns false while a file is missing, because it
     /// is probably being replaced.
     fn changed(&mut self) -> bool {
-        let all = [&self.ca, &self.cert, &self.key];
-        let all = all.into_iter().chain(self.server.crl.as_ref());
-        let Ok(read) = all.map(files::load).collect::<Result<Vec<_>, _>>() else {
-            return false;
-        };
-        let changed = read != self.read;
-        self.read = read;
-        changed
+        match self.follower.check() {
+            Outcome::Same => false,
+            Outcome::Changed => true,
+            Outcome::Unreadable { why, is_new } => {
+                if is_new {
+                    warn!("{why}; the previous OpenVPN certificates stay in use");
+                }
+                false
+            }
+        }
     }
 
     /// Passes renewed certificates to all listeners until the token fires.
@@ -94,6 +110,7 @@ impl Files {
     fn renew(&mut self, configs: &[watch::Sender<Arc<ServerConfig>>]) {
         match self.load() {
             Ok(tls) => {
+                self.failure = None;
                 let tls = Arc::new(tls);
                 for config in configs {
                     config.send_modify(|config| {
@@ -105,9 +122,12 @@ impl Files {
                 info!("OpenVPN certificates reloaded");
             }
             Err(error) => {
-                // A file may have been replaced halfway, so the next check tries again and logs again.
-                self.read.clear();
-                warn!(%error, "cannot reload OpenVPN certificates; the previous certificates stay in use");
+                // A file may have been replaced halfway, so the next check tries again.
+                self.follower.retry();
+                if self.failure.as_ref() != Some(&error) {
+                    warn!(%error, "cannot reload OpenVPN certificates; the previous certificates stay in use");
+                    self.failure = Some(error);
+                }
             }
         }
     }
