@@ -17,8 +17,8 @@
 //! no other connection. The window of the whole HTTP/2 connection is as large as HTTP/2 permits
 //! ([`CONNECTION_WINDOW_BYTES`]): if stalled streams could use up the shared window, every stream would wait.
 
+mod counting_reader;
 pub mod halves;
-mod heard;
 pub mod hello;
 pub mod link;
 pub mod window;

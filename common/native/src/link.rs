@@ -12,8 +12,8 @@ use h2::{RecvStream, client, server};
 use http::Request;
 use tokio::io::{AsyncRead, AsyncWrite};
 
+use super::counting_reader::CountingReader;
 use super::halves::Chunk;
-use super::heard::Heard;
 use super::window::{Inbound, OPENER_HELD_BYTES, PING_TIMEOUT, TAKER_HELD_BYTES, Tuner};
 use super::{CONNECTION_WINDOW_BYTES, FRAME_BYTES, SEND_BYTES};
 
@@ -30,13 +30,13 @@ const HEADER_BYTES: u32 = 64 * 1024;
 
 /// Client end of an HTTP/2 connection, which opens streams; used by the server for an agent connection.
 pub struct Opener<S> {
-    connection: client::Connection<Heard<S>, Chunk>,
+    connection: client::Connection<CountingReader<S>, Chunk>,
     tuner: Tuner,
 }
 
 /// Server end of an HTTP/2 connection, which accepts streams; used by the agent for an agent connection.
 pub struct Taker<S> {
-    connection: server::Connection<Heard<S>, Chunk>,
+    connection: server::Connection<CountingReader<S>, Chunk>,
     tuner: Tuner,
 }
 
@@ -89,7 +89,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Opener<S> {
             .data_frame_budget(SMALL_FRAMES)
             .initial_max_send_streams(usize::MAX >> 1)
             .enable_push(false)
-            .handshake(Heard::new(stream, inbound.clone()))
+            .handshake(CountingReader::new(stream, inbound.clone()))
             .await?;
         let ping = connection.ping_pong().ok_or_else(unpingable)?;
         let tuner = Tuner::new(ping, inbound, OPENER_HELD_BYTES, ping_timeout);
@@ -140,7 +140,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Taker<S> {
             .max_pending_accept_reset_streams(RESET_STREAMS)
             .max_local_error_reset_streams(None)
             .data_frame_budget(SMALL_FRAMES)
-            .handshake::<_, Chunk>(Heard::new(stream, inbound.clone()))
+            .handshake::<_, Chunk>(CountingReader::new(stream, inbound.clone()))
             .await?;
         let ping = connection.ping_pong().ok_or_else(unpingable)?;
         let tuner = Tuner::new(ping, inbound, limits.held_bytes, PING_TIMEOUT);

@@ -6,6 +6,7 @@
 
 pub mod allowance;
 pub mod connection;
+mod delegate;
 pub mod first_word;
 pub mod head;
 pub mod io;
