@@ -7,6 +7,9 @@ use std::time::Duration;
 /// rest is time on the network.
 pub const SILENT_AFTER: Duration = Duration::from_secs(7);
 
+/// Most peers of one tunnel that a dial tries.
+const MAX_ATTEMPTS: usize = 3;
+
 /// Reason for a failed dial on a stream.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum StreamDialError {
@@ -45,10 +48,57 @@ pub enum DialError {
     Stream(#[from] StreamDialError),
 }
 
+/// Peers of one tunnel that a dial has tried, by their identifiers.
+pub struct Attempts<I> {
+    tried: Vec<I>,
+    /// Error of the last peer.
+    last: DialError,
+}
+
 /// Returns a number for a new stream of any transport, unique in this process.
 pub fn next_serial() -> u64 {
     static SERIAL: AtomicU64 = AtomicU64::new(1);
     SERIAL.fetch_add(1, Ordering::Relaxed)
+}
+
+// === impl Attempts ===
+
+impl<I> Attempts<I> {
+    /// Creates the attempts of a dial that fails with `no_peer` if no peer can be tried.
+    pub fn new(no_peer: DialError) -> Self {
+        Self {
+            tried: Vec::new(),
+            last: no_peer,
+        }
+    }
+
+    /// Returns the next peer to try. `choose` chooses a peer that was not tried yet; `id` identifies the peer.
+    ///
+    /// # Errors
+    /// The error of the last peer, if no peer is left or too many peers failed.
+    pub fn next<P>(
+        &mut self,
+        choose: impl FnOnce(&[I]) -> Option<P>,
+        id: impl FnOnce(&P) -> I,
+    ) -> Result<P, DialError> {
+        if self.tried.len() < MAX_ATTEMPTS
+            && let Some(peer) = choose(&self.tried)
+        {
+            self.tried.push(id(&peer));
+            return Ok(peer);
+        }
+        Err(self.last.clone())
+    }
+
+    /// Returns the peers tried so far, including the current peer.
+    pub fn tried(&self) -> &[I] {
+        &self.tried
+    }
+
+    /// Records the error of the current peer.
+    pub fn failed(&mut self, error: DialError) {
+        self.last = error;
+    }
 }
 
 // === impl DialError ===

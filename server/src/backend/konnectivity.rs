@@ -8,13 +8,10 @@ use culvert_stream::Dial;
 use tokio::time::Instant;
 use tracing::debug;
 
-use super::{Connection, Registry};
-use crate::backend::dial::{SILENT_AFTER, StreamDialError};
+use super::{Backend, Connection, Registry};
+use crate::backend::dial::{Attempts, SILENT_AFTER, StreamDialError};
 use crate::backend::{DialError, Dialing, Tunnel};
 use crate::tunnel::{Health, Peer};
-
-/// Most streams that one dial tries.
-const MAX_ATTEMPTS: usize = 3;
 
 /// The tunnel of a server's agents.
 pub struct Konnectivity {
@@ -34,14 +31,10 @@ impl Konnectivity {
     }
 
     async fn try_streams(&self, dial: &Dial, deadline: Instant) -> Result<Connection, DialError> {
-        let mut tried = Vec::new();
-        let mut last = DialError::NoAgent;
-        while tried.len() < MAX_ATTEMPTS {
-            let Some(stream) = self.registry.choose(&tried) else {
-                return Err(last);
-            };
-            tried.push(stream.serial());
-            let limit = if self.registry.has_other(&tried) {
+        let mut attempts = Attempts::new(DialError::NoAgent);
+        loop {
+            let stream = attempts.next(|tried| self.registry.choose(tried), Backend::serial)?;
+            let limit = if self.registry.has_other(attempts.tried()) {
                 deadline.min(Instant::now() + SILENT_AFTER)
             } else {
                 deadline
@@ -58,13 +51,12 @@ impl Konnectivity {
                 StreamDialError::NotSent | StreamDialError::TimedOut => Instant::now() < deadline,
                 StreamDialError::Refused(_) | StreamDialError::Abandoned => false,
             };
-            last = error.into();
             if !again {
-                return Err(last);
+                return Err(error.into());
             }
-            debug!(agent = stream.hello().agent_id, error = %last, "trying another agent");
+            debug!(agent = stream.hello().agent_id, %error, "trying another agent");
+            attempts.failed(error.into());
         }
-        Err(last)
     }
 }
 

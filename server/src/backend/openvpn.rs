@@ -70,16 +70,13 @@ use self::push::PushAll;
 use self::settings::Settings;
 use self::udp::Udp;
 use super::Connection;
-use crate::backend::dial::StreamDialError;
+use crate::backend::dial::{Attempts, StreamDialError};
 use crate::backend::{DialError, Dialing, Tunnel};
 use crate::metrics::{DialFailureReason, ServerMetrics};
 use crate::tunnel::{Health, Peer};
 
 /// Time after which an unanswered SYN fails a dial. Agents of the Konnectivity tunnel also use 5 s.
 pub const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-
-/// Number of clients that one dial tries.
-const MAX_ATTEMPTS: usize = 3;
 
 /// Buffer size requested for a UDP socket, in bytes: enough for a burst of all clients. The kernel limits the
 /// size to `net.core.rmem_max` and `wmem_max`.
@@ -287,24 +284,21 @@ impl Openvpn {
             Ok(address) => address,
             Err(text) => return Err(DialError::Uncarried(text)),
         };
-        let mut tried = Vec::new();
-        let mut last = DialError::NoClient;
-        while tried.len() < MAX_ATTEMPTS {
-            let Some(way) = self.clients.way(*target.ip(), &tried) else {
-                break;
-            };
-            tried.push(way.id);
-            match timeout_at(deadline, way.peer.dial(target)).await {
+        let mut attempts = Attempts::new(DialError::NoClient);
+        loop {
+            let choose = |tried: &[_]| self.clients.way(*target.ip(), tried);
+            let way = attempts.next(choose, |way| way.id)?;
+            let error = match timeout_at(deadline, way.peer.dial(target)).await {
                 Ok(Ok(stream)) => return Ok(self.connection(stream, &way)),
                 Err(_) => return Err(StreamDialError::TimedOut.into()),
-                Ok(Err(broken)) => last = self.failed(broken, &dial.address, &way),
+                Ok(Err(broken)) => self.failed(broken, &dial.address, &way),
+            };
+            if error.is_final() {
+                return Err(error);
             }
-            if last.is_final() {
-                return Err(last);
-            }
-            debug!(client = %way.name, error = %last, "trying another OpenVPN client");
+            debug!(client = %way.name, %error, "trying another OpenVPN client");
+            attempts.failed(error);
         }
-        Err(last)
     }
 
     /// Translates a dialed address into an address inside the VPN. An ExternalIP or name of a known node
