@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use culvert_konnectivity::excess::Pool;
+use culvert_konnectivity::excess::OverflowBudget;
 use culvert_stream::CloseReason;
 use metrics::Counter;
 use tokio::sync::watch;
@@ -35,8 +35,8 @@ pub struct Limits {
     pub connection_bytes: usize,
     /// Longest time a connection may exceed the budget without a pause.
     pub stall: Duration,
-    /// Pool that connections borrow from beyond their budgets.
-    pub excess: Arc<Pool>,
+    /// Budget that connections borrow from beyond their budgets.
+    pub excess: Arc<OverflowBudget>,
 }
 
 /// Guard that counts a connection, from the start of the dial until the guard is dropped.

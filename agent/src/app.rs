@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use culvert_host::admin::{self, Check};
-use culvert_konnectivity::excess::Pool;
+use culvert_konnectivity::excess::OverflowBudget;
 use culvert_konnectivity::memory::{Buffers, Stream, connection_bytes};
 use culvert_konnectivity::queue::ANSWER_BYTES;
 use culvert_native::window::TAKER_HELD_BYTES;
@@ -61,7 +61,7 @@ impl Bound {
         let limits = Limits {
             connection_bytes: connection_bytes(config.xfr_channel_size),
             stall: config.stall_timeout,
-            excess: Pool::new(
+            excess: OverflowBudget::new(
                 config.excess_buffer_bytes,
                 metrics.streams.excess_bytes.clone(),
                 Gauge::noop(),

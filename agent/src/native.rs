@@ -16,7 +16,7 @@ use culvert_native::{
     ADDRESS_HEADER, CONTROL_PATH, DRAIN, ERROR_HEADER, NETWORK_HEADER, decode, encode,
 };
 use culvert_stream::connection::run_connection;
-use culvert_stream::io::{ReadSource, WriteSink, leave};
+use culvert_stream::io::{ReadSource, WriteSink, linger_close};
 use culvert_stream::{CloseReason, Dial, HALF_OPEN_IDLE, log_closed};
 use h2::server::SendResponse;
 use http::{Method, Request, Response, StatusCode};
@@ -175,7 +175,7 @@ impl NativeServer {
         server_sink.end(reason, &self.agent.tasks);
         drop(server_source);
         if reason == CloseReason::ClientClosed {
-            leave(source.into_inner(), sink.into_inner()).await;
+            linger_close(source.into_inner(), sink.into_inner()).await;
         }
     }
 }

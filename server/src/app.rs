@@ -11,7 +11,7 @@ use culvert_host::net::readahead::ReadAhead;
 use culvert_host::runtime::shards::{Shards, on_shard};
 use culvert_host::tls::{self, Identity, TlsOptions, TrustBundle};
 use culvert_konnectivity::authority::AuthorityStream;
-use culvert_konnectivity::excess::Pool;
+use culvert_konnectivity::excess::OverflowBudget;
 use culvert_konnectivity::memory::{Buffers, Stream, connection_bytes};
 use culvert_konnectivity::queue::ANSWER_BYTES;
 use culvert_kube::tokens::Tokens;
@@ -28,7 +28,7 @@ use crate::backend::service::Agents;
 use crate::backend::{Registry, Tunnel, openvpn};
 use crate::config::{self, Config, Mode};
 use crate::frontend::{Frontend, grpc, grpc::Proxy, http_connect};
-use crate::listener::{AGENT_WINDOW_BYTES, CLIENT_WINDOW_BYTES, Door};
+use crate::listener::{AGENT_WINDOW_BYTES, CLIENT_WINDOW_BYTES, ListenerContext};
 use crate::metrics::{self, ServerMetrics, ServiceMethod, Strategy};
 use crate::router::Router;
 use crate::switch::driver::{self, Driver, Switcher};
@@ -70,8 +70,8 @@ pub struct Bound {
     agent_tls: Arc<rustls::ServerConfig>,
     tokens: Option<Arc<Tokens>>,
     health: TcpListener,
-    admin: admin::Door,
-    admin_socket: Option<admin::UnixDoor>,
+    admin: admin::AdminSocket,
+    admin_socket: Option<admin::UnixSocket>,
     registry: Arc<Registry>,
     openvpn: Option<openvpn::Bound>,
     router: Arc<Router>,
@@ -125,12 +125,12 @@ impl Bound {
         let admin = admin::bind(&config.admin.host, config.admin.port, "--admin-port").await?;
         let admin_address = admin.local_addr()?;
         let admin = match &config.admin_tls {
-            Some(files) => admin::Door::Tls(admin_tls(admin, files, &config.tls)?),
-            None => admin::Door::Plain(admin),
+            Some(files) => admin::AdminSocket::Tls(admin_tls(admin, files, &config.tls)?),
+            None => admin::AdminSocket::Plain(admin),
         };
         let socket = config.admin_uds.as_deref();
         let admin_socket = socket
-            .map(|path| admin::UnixDoor::bind(path, "--admin-uds"))
+            .map(|path| admin::UnixSocket::bind(path, "--admin-uds"))
             .transpose()?;
         let health = admin::bind(&config.health.host, config.health.port, "--health-port").await?;
         let frontend_socket = match &config.frontend {
@@ -182,7 +182,7 @@ impl Bound {
             limits: Limits {
                 connection_bytes: connection_bytes(config.xfr_channel_size),
                 stall: config.stall_timeout,
-                excess: Pool::new(
+                excess: OverflowBudget::new(
                     config.excess_buffer_bytes,
                     metrics.streams.excess_bytes.clone(),
                     metrics
@@ -200,8 +200,8 @@ impl Bound {
             shutdown.clone(),
             metrics.clone(),
         );
-        let door = |kind, tls, keepalive| {
-            Door::new(
+        let context = |kind, tls, keepalive| {
+            ListenerContext::new(
                 kind,
                 tls,
                 keepalive,
@@ -210,12 +210,12 @@ impl Bound {
                 metrics.clone(),
             )
         };
-        let front_door = door(
+        let frontend_context = context(
             metrics::Listener::Frontend,
             self.frontend_tls,
             config.frontend_keepalive_time,
         );
-        let agent_door = door(
+        let agent_context = context(
             metrics::Listener::Agent,
             Some(self.agent_tls),
             config.keepalive_time,
@@ -232,7 +232,7 @@ impl Bound {
         tasks.spawn(serve_frontend(
             self.frontend,
             config.mode,
-            front_door,
+            frontend_context,
             frontend,
             shards.clone(),
         ));
@@ -240,7 +240,7 @@ impl Bound {
         if let Some(openvpn) = self.openvpn {
             openvpn.serve(&shards, &tasks, &shutdown);
         }
-        tasks.spawn(serve_agents(self.agent, agent_door, agents, shards));
+        tasks.spawn(serve_agents(self.agent, agent_context, agents, shards));
         let page = metrics.registry().clone();
         tasks.spawn({
             let (page, shutdown) = (page.clone(), shutdown.clone());
@@ -252,13 +252,13 @@ impl Bound {
             .with_metrics(page.clone());
         let pages = || admin::Routes::new().with_metrics(page.clone());
         let admin_routes = match &self.admin {
-            admin::Door::Plain(_) => pages(),
+            admin::AdminSocket::Plain(_) => pages(),
             _ => pages::add(pages(), &switcher),
         };
         if let Some(socket) = self.admin_socket {
             let routes = pages::add(pages(), &switcher);
-            let door = admin::Door::Unix(socket);
-            tasks.spawn(admin::serve(door, routes, shutdown.clone()));
+            let socket = admin::AdminSocket::Unix(socket);
+            tasks.spawn(admin::serve(socket, routes, shutdown.clone()));
         }
         tasks.spawn(admin::serve(self.health, health, shutdown.clone()));
         tasks.spawn(admin::serve(self.admin, admin_routes, shutdown.clone()));
@@ -274,12 +274,12 @@ fn admin_tls(
     listener: TcpListener,
     files: &config::TlsFiles,
     options: &TlsOptions,
-) -> anyhow::Result<admin::Secret> {
+) -> anyhow::Result<admin::TlsSocket> {
     let trust = TrustBundle::load(&files.ca)?;
     let identity = Identity::load(&files.cert, &files.key)
         .context("an admin listener with TLS needs --admin-cert and --admin-key")?;
     let tls = tls::server_config(&identity, Some(&trust), &[b"http/1.1"], options)?;
-    Ok(admin::Secret::new(listener, tls))
+    Ok(admin::TlsSocket::new(listener, tls))
 }
 
 async fn bind_frontend(
@@ -317,14 +317,14 @@ async fn bind_frontend(
 async fn serve_frontend(
     listener: Listener,
     mode: Mode,
-    door: Arc<Door>,
+    context: Arc<ListenerContext>,
     frontend: Arc<Frontend>,
     shards: Arc<Shards>,
 ) {
     let service = Proxy::new(frontend.clone());
-    let (tasks, shutdown) = (door.tasks.clone(), door.shutdown.clone());
+    let (tasks, shutdown) = (context.tasks.clone(), context.shutdown.clone());
     let handle = |accepted| {
-        let (door, frontend, service) = (door.clone(), frontend.clone(), service.clone());
+        let (context, frontend, service) = (context.clone(), frontend.clone(), service.clone());
         let shard = frontend.router.shard().unwrap_or_else(Shards::current);
         on_shard(
             &shards,
@@ -335,25 +335,25 @@ async fn serve_frontend(
                 match (accepted, mode) {
                     (Accepted::Unix(stream), Mode::Grpc) => {
                         let stream = AuthorityStream::new(ReadAhead::new(stream));
-                        door.serve_grpc(stream, "unix", service).await;
+                        context.serve_grpc(stream, "unix", service).await;
                     }
                     (Accepted::Unix(stream), Mode::HttpConnect) => {
                         let (read, write) = stream.into_split();
-                        http_connect::serve(&door, &frontend, read, write, "unix").await;
+                        http_connect::serve(&context, &frontend, read, write, "unix").await;
                     }
                     (Accepted::Tcp(stream, peer), mode) => {
                         let peer = peer.to_string();
-                        let Some(stream) = door.handshake(stream, &peer).await else {
+                        let Some(stream) = context.handshake(stream, &peer).await else {
                             return;
                         };
                         match mode {
                             Mode::Grpc => {
                                 let stream = AuthorityStream::new(stream);
-                                door.serve_grpc(stream, &peer, service).await;
+                                context.serve_grpc(stream, &peer, service).await;
                             }
                             Mode::HttpConnect => {
                                 let (read, write) = tokio::io::split(stream);
-                                http_connect::serve(&door, &frontend, read, write, &peer).await;
+                                http_connect::serve(&context, &frontend, read, write, &peer).await;
                             }
                         }
                     }
@@ -364,10 +364,15 @@ async fn serve_frontend(
     listener.serve(shutdown, handle).await;
 }
 
-async fn serve_agents(listener: Listener, door: Arc<Door>, agents: Agents, shards: Arc<Shards>) {
-    let (tasks, shutdown) = (door.tasks.clone(), door.shutdown.clone());
+async fn serve_agents(
+    listener: Listener,
+    context: Arc<ListenerContext>,
+    agents: Agents,
+    shards: Arc<Shards>,
+) {
+    let (tasks, shutdown) = (context.tasks.clone(), context.shutdown.clone());
     let handle = |accepted| {
-        let (door, agents) = (door.clone(), agents.clone());
+        let (context, agents) = (context.clone(), agents.clone());
         let seat = shards.seat();
         on_shard(
             &shards,
@@ -380,13 +385,13 @@ async fn serve_agents(listener: Listener, door: Arc<Door>, agents: Agents, shard
                     return;
                 };
                 let peer = peer.to_string();
-                let Some(stream) = door.handshake(ReadAhead::new(stream), &peer).await else {
+                let Some(stream) = context.handshake(ReadAhead::new(stream), &peer).await else {
                     return;
                 };
                 if stream.get_ref().1.alpn_protocol() == Some(native::ALPN) {
-                    agents.serve_native(&door, stream, &peer).await;
+                    agents.serve_native(&context, stream, &peer).await;
                 } else {
-                    door.serve_grpc(stream, &peer, agents).await;
+                    context.serve_grpc(stream, &peer, agents).await;
                 }
             },
         );

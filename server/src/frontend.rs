@@ -62,7 +62,7 @@ impl Frontend {
 
     /// Carries a connection to its end, then counts and logs the close reason. `client_gone` resolves when
     /// the client has left although nothing is read from the client.
-    pub async fn carry<S: Source, K: Sink>(
+    pub async fn run<S: Source, K: Sink>(
         &self,
         id: i64,
         dial: &Dial,

@@ -58,7 +58,7 @@ const HEADER_BYTES: u32 = 64 * 1024;
 pub struct ConnectionCut(pub CancellationToken);
 
 /// State shared by the connections of a listener.
-pub struct Door {
+pub struct ListenerContext {
     /// Name of the listener in metrics and logs.
     pub kind: Listener,
     /// TLS acceptor; `None` on Unix sockets.
@@ -74,7 +74,7 @@ pub struct Door {
     handshakes: Semaphore,
 }
 
-impl Door {
+impl ListenerContext {
     /// Creates the shared state of a listener.
     pub fn new(
         kind: Listener,

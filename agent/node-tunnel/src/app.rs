@@ -9,7 +9,7 @@ use std::time::Duration;
 use anyhow::Context as _;
 use culvert_host::admin::{self, Check, METRICS_TYPE, Reply};
 use culvert_host::net::listen::{Accepted, Keepalive, Listener, rebind};
-use culvert_host::net::pacing::spare_pacing;
+use culvert_host::net::pacing::disable_bbr_on_loopback;
 use culvert_host::runtime::shards::Shards;
 use culvert_host::telemetry::metrics::Registry;
 use http::StatusCode;
@@ -122,7 +122,7 @@ impl Bound {
             let (carrier, tasks) = (Arc::new(carrier), tasks.clone());
             let handle = move |accepted| {
                 if let Accepted::Tcp(stream, peer) = accepted {
-                    spare_pacing(&stream);
+                    disable_bbr_on_loopback(&stream);
                     let accepted_by = Shards::current();
                     let client = move || {
                         let stream = match Shards::current() == accepted_by {

@@ -14,7 +14,7 @@ use bytes::Bytes;
 use culvert_host::telemetry::metrics::GaugeGuard;
 use culvert_native::halves::{NativeSink, NativeSource, halves};
 use culvert_stream::CloseReason;
-use culvert_stream::io::{ReadSource, WriteSink, leave};
+use culvert_stream::io::{ReadSource, WriteSink, linger_close};
 use culvert_stream::pump::{Meter, pump};
 use h2::Reason;
 use http::{StatusCode, Uri};
@@ -129,7 +129,7 @@ impl<R: Reach> Carrier<R> {
             Err(refused) => {
                 self.refuse(&refused, peer);
                 if let Ok((read, write)) = client() {
-                    leave(read, write).await;
+                    linger_close(read, write).await;
                 }
                 return;
             }
@@ -227,7 +227,7 @@ impl<R: Reach> Carrier<R> {
         drop((source, counted));
         match reason {
             CloseReason::Finished | CloseReason::ClientLost | CloseReason::Shutdown => {}
-            _ => leave(from_client.into_inner(), to_client.into_inner()).await,
+            _ => linger_close(from_client.into_inner(), to_client.into_inner()).await,
         }
     }
 

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use culvert_host::flags::HostPort;
 use culvert_host::net::dial::dial;
-use culvert_host::net::pacing::spare_pacing;
+use culvert_host::net::pacing::disable_bbr_on_loopback;
 use culvert_host::net::readahead::ReadAhead;
 use culvert_host::runtime::shards::Shards;
 use culvert_host::telemetry::metrics::GaugeGuard;
@@ -130,7 +130,7 @@ impl Reach for PlainTcp {
     async fn reach(&self) -> Result<Self::Stream, String> {
         let dialed = dial("tcp", &self.0.to_string(), CONNECT_TIMEOUT).await;
         let stream = dialed.map_err(|error| error.text)?;
-        spare_pacing(&stream);
+        disable_bbr_on_loopback(&stream);
         Ok(ReadAhead::new(stream))
     }
 }

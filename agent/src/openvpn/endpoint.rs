@@ -10,7 +10,7 @@ use culvert_host::telemetry::metrics::GaugeGuard;
 use culvert_openvpn::flows::{Refusal, Unreachable};
 use culvert_openvpn_io::stream::{Incoming, Stream};
 use culvert_stream::connection::run_connection;
-use culvert_stream::io::{ReadSource, WriteSink, leave};
+use culvert_stream::io::{ReadSource, WriteSink, linger_close};
 use culvert_stream::{CloseReason, HALF_OPEN_IDLE, log_closed};
 use tokio::net::TcpStream;
 use tokio::time::Instant;
@@ -128,7 +128,7 @@ async fn carry(
     // Dropping the halves resets the flow unless both directions had ended.
     drop((tunnel_source, tunnel_sink));
     if ended.reason == CloseReason::Finished {
-        leave(source.into_inner(), sink.into_inner()).await;
+        linger_close(source.into_inner(), sink.into_inner()).await;
     }
 }
 

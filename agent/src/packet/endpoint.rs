@@ -13,7 +13,7 @@ use culvert_konnectivity::agent_mux::closed;
 use culvert_konnectivity::inbox;
 use culvert_konnectivity::message::{ConnectId, DialId, MAX_DATA_BYTES, Message};
 use culvert_stream::connection::run_connection;
-use culvert_stream::first_word::FirstWord;
+use culvert_stream::first_byte_gate::FirstByteGate;
 use culvert_stream::io::{LINGER, ReadSource, WriteSink, drain};
 use culvert_stream::{CLOSE_STALL, CloseReason, Dial, HALF_OPEN_IDLE, Sink, Source, log_closed};
 use tokio::io::AsyncWriteExt;
@@ -56,13 +56,13 @@ pub struct Endpoint {
 
 struct FromServer {
     incoming: inbox::Receiver<Incoming>,
-    first_word: FirstWord,
+    first_byte_gate: FirstByteGate,
 }
 
 struct ToServer {
     stream: Arc<ServerStream>,
     connection: ConnectId,
-    first_word: FirstWord,
+    first_byte_gate: FirstByteGate,
 }
 
 /// Guard that removes a connection from the stream's table when dropped.
@@ -137,19 +137,19 @@ impl Endpoint {
             watch.stalled(CLOSE_STALL).await;
         };
         // A Culvert server delays the first bytes, so the agent need not.
-        let first_word = if stream.half_close {
-            FirstWord::spoken_already()
+        let first_byte_gate = if stream.half_close {
+            FirstByteGate::already_open()
         } else {
-            FirstWord::default()
+            FirstByteGate::default()
         };
         let mut server_source = FromServer {
             incoming: self.incoming,
-            first_word: first_word.clone(),
+            first_byte_gate: first_byte_gate.clone(),
         };
         let mut server_sink = ToServer {
             stream: stream.clone(),
             connection,
-            first_word,
+            first_byte_gate,
         };
         let mut source = ReadSource::new(read, Bytes::new(), CloseReason::EndpointLost);
         let mut sink = WriteSink::new(write, CloseReason::EndpointLost);
@@ -244,7 +244,7 @@ impl Source for FromServer {
     async fn recv(&mut self) -> Result<Option<Bytes>, CloseReason> {
         match self.incoming.recv().await {
             Some(Incoming::Data(bytes)) => {
-                self.first_word.spoken();
+                self.first_byte_gate.open();
                 Ok(Some(bytes))
             }
             Some(Incoming::HalfClosed) => Ok(None),
@@ -268,7 +268,7 @@ impl Source for FromServer {
 
 impl Sink for ToServer {
     async fn send(&mut self, mut chunk: Bytes) -> Result<(), CloseReason> {
-        self.first_word.wait().await;
+        self.first_byte_gate.wait().await;
         while !chunk.is_empty() {
             let bytes = chunk.split_to(chunk.len().min(MAX_DATA_BYTES));
             let connection = self.connection;

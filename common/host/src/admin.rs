@@ -5,12 +5,12 @@
 //! HTTP. The listener limits its cost instead: request heads are bounded in size and time, connections in
 //! number and age.
 //!
-//! Paths that change state belong on a [`Door`] that authenticates its clients: a Unix socket for the
+//! Paths that change state belong on an [`AdminSocket`] that authenticates its clients: a Unix socket for the
 //! process's own user, or mutual TLS.
 
-mod door;
 mod listener;
 mod pages;
+mod socket;
 
 use std::collections::HashMap;
 use std::convert::Infallible;
@@ -33,9 +33,9 @@ use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-pub use door::{Door, Secret, UnixDoor};
 pub use listener::{BindError, bind};
 pub use pages::{Check, METRICS_TYPE};
+pub use socket::{AdminSocket, TlsSocket, UnixSocket};
 
 /// Maximum number of open connections. Further connections wait in the kernel's queue.
 const MAX_CONNECTIONS: usize = 256;
@@ -244,21 +244,21 @@ impl fmt::Debug for Routes {
 
 /// Serves `routes` on a listener until `shutdown`, then allows 5 s for requests in flight. Returns when all
 /// connections are closed.
-pub async fn serve(door: impl Into<Door>, routes: Routes, shutdown: CancellationToken) {
-    let door = door.into();
+pub async fn serve(socket: impl Into<AdminSocket>, routes: Routes, shutdown: CancellationToken) {
+    let socket = socket.into();
     let routes = Arc::new(routes);
     let permits = Arc::new(Semaphore::new(MAX_CONNECTIONS));
     let connections = TaskTracker::new();
     let accept = async {
         // The semaphore is never closed, so only cancellation ends this loop.
         while let Ok(permit) = Arc::clone(&permits).acquire_owned().await {
-            match door.accept().await {
+            match socket.accept().await {
                 Ok(guest) => {
                     let (routes, shutdown) = (Arc::clone(&routes), shutdown.clone());
                     connections.spawn(async move {
                         let entered = shutdown.run_until_cancelled(guest.enter()).await;
                         if let Some(Some(stream)) = entered {
-                            converse(stream, routes, shutdown).await;
+                            serve_http(stream, routes, shutdown).await;
                         }
                         drop(permit);
                     });
@@ -271,13 +271,13 @@ pub async fn serve(door: impl Into<Door>, routes: Routes, shutdown: Cancellation
         }
     };
     shutdown.run_until_cancelled(accept).await;
-    drop(door);
+    drop(socket);
     connections.close();
     connections.wait().await;
 }
 
 /// Serves one connection until the connection ends.
-async fn converse<S>(stream: S, routes: Arc<Routes>, shutdown: CancellationToken)
+async fn serve_http<S>(stream: S, routes: Arc<Routes>, shutdown: CancellationToken)
 where
     S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
 {

@@ -15,8 +15,8 @@ use std::sync::{Arc, Weak};
 use metrics::Gauge;
 use parking_lot::Mutex;
 
-/// Pool of bytes beyond budgets, shared by the connections of a program.
-pub struct Pool {
+/// Budget of bytes beyond budgets, shared by the connections of a program.
+pub struct OverflowBudget {
     limit: usize,
     next: AtomicU64,
     state: Mutex<State>,
@@ -56,9 +56,9 @@ pub(super) enum Exhausted {
     Other(Arc<dyn Debtor>),
 }
 
-// === impl Pool ===
+// === impl OverflowBudget ===
 
-impl Pool {
+impl OverflowBudget {
     /// Creates a pool of `limit` bytes. Too small a pool closes connections over short bursts; too large a
     /// pool costs memory when receivers are slow. The gauges show the borrowed bytes and the number of
     /// borrowers.

@@ -2,9 +2,9 @@
 //! connection's receiver.
 //!
 //! A push never waits, because the reader of the stream serves all connections. Bytes beyond the connection's
-//! own budget are borrowed from the program's [`Pool`]. A slow receiver slows the stream's reader down,
-//! within bounds. A connection has to end if its inbox stays over budget for too long, or has the largest
-//! loan of an empty pool. The connection's own task learns this from a [`Watch`] and ends the connection.
+//! own budget are borrowed from the program's [`OverflowBudget`]. A slow receiver slows the stream's reader
+//! down, within bounds. A connection has to end if its inbox stays over budget for too long, or has the
+//! largest loan of an empty pool. The connection's own task learns this from a [`Watch`] and ends the connection.
 //! Loans are counted exactly: bytes are returned when the receiver reads, when the receiver is dropped, and
 //! when the connection is evicted.
 
@@ -18,7 +18,7 @@ use parking_lot::Mutex;
 use tokio::sync::Notify;
 use tokio::time::{Instant, sleep_until, timeout_at};
 
-use super::excess::{Account, Debtor, Exhausted, Pool};
+use super::excess::{Account, Debtor, Exhausted, OverflowBudget};
 
 /// Largest chunk, in bytes, to copy before waiting. Chunks are slices of a receive buffer that may be a
 /// hundred times larger, and a waiting slice keeps the whole buffer alive.
@@ -49,7 +49,10 @@ pub fn weighed(chunk: Bytes) -> (Bytes, usize) {
 }
 
 /// Creates the inbox of a connection. Bytes beyond `budget` are borrowed from `pool`.
-pub fn inbox<T: Send + 'static>(budget: usize, pool: &Arc<Pool>) -> (Sender<T>, Receiver<T>) {
+pub fn inbox<T: Send + 'static>(
+    budget: usize,
+    pool: &Arc<OverflowBudget>,
+) -> (Sender<T>, Receiver<T>) {
     let shared = Arc::new(Shared {
         budget,
         pool: pool.clone(),
@@ -73,7 +76,7 @@ pub fn inbox<T: Send + 'static>(budget: usize, pool: &Arc<Pool>) -> (Sender<T>, 
 
 struct Shared<T> {
     budget: usize,
-    pool: Arc<Pool>,
+    pool: Arc<OverflowBudget>,
     account: Account,
     /// Lock this before the pool, never while the pool is locked.
     state: Mutex<State<T>>,
@@ -108,7 +111,7 @@ enum Phase {
     /// The queued bytes are freed, and the connection must end.
     Evicted,
     /// The receiver is gone.
-    Deaf,
+    ReceiverGone,
 }
 
 /// The stream's end of an inbox.
@@ -231,7 +234,7 @@ impl<T> Receiver<T> {
 
 impl<T> Drop for Receiver<T> {
     fn drop(&mut self) {
-        self.0.clear(Phase::Deaf);
+        self.0.clear(Phase::ReceiverGone);
     }
 }
 
@@ -328,7 +331,7 @@ impl<T> Shared<T> {
     fn clear(&self, phase: Phase) {
         let items = {
             let mut state = self.state.lock();
-            if matches!(state.phase, Phase::Evicted | Phase::Deaf) {
+            if matches!(state.phase, Phase::Evicted | Phase::ReceiverGone) {
                 return;
             }
             state.phase = phase;

@@ -176,7 +176,7 @@ pub const LINGER: Duration = Duration::from_secs(5);
 
 /// Closes a connection so that the last bytes arrive, see [`drain`]. Stops waiting for the peer after
 /// [`LINGER`].
-pub async fn leave<R, W>(read: R, mut write: W)
+pub async fn linger_close<R, W>(read: R, mut write: W)
 where
     R: AsyncRead + Unpin,
     W: AsyncWrite + Unpin,

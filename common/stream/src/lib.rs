@@ -7,7 +7,7 @@
 pub mod allowance;
 pub mod connection;
 mod delegate;
-pub mod first_word;
+pub mod first_byte_gate;
 pub mod head;
 pub mod io;
 pub mod pump;

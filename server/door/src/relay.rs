@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use culvert_host::net::listen::Keepalive;
-use culvert_host::net::pacing::spare_pacing;
+use culvert_host::net::pacing::disable_bbr_on_loopback;
 use culvert_host::net::silence::is_over;
 use culvert_stream::{CLOSE_STALL, CloseReason, HALF_OPEN_IDLE};
 use futures_util::FutureExt as _;
@@ -254,7 +254,7 @@ impl Way<'_> {
                 Ok(bytes) => {
                     if !bulk && bytes >= COPY_BYTES {
                         bulk = true;
-                        spare_pacing(self.to);
+                        disable_bbr_on_loopback(self.to);
                     }
                     if self.stops_at_much && self.is_much(other) {
                         return Err(Stop::Much);

@@ -17,10 +17,10 @@ use std::time::Duration;
 use bytes::{Bytes, BytesMut};
 use culvert_host::net::connect::{self, HeadReader};
 use culvert_host::net::dial::split_host_port;
-use culvert_host::net::pacing::spare_pacing;
+use culvert_host::net::pacing::disable_bbr_on_loopback;
 use culvert_host::net::readahead::ReadAhead;
 use culvert_stream::allowance::Allowance;
-use culvert_stream::io::{ReadSource, WriteSink, leave};
+use culvert_stream::io::{ReadSource, WriteSink, linger_close};
 use culvert_stream::pump::{Meter, pump_within};
 use culvert_stream::{CloseReason, HALF_OPEN_IDLE, Sink, Source};
 use http::StatusCode;
@@ -117,7 +117,7 @@ impl Tunnels {
             Ok(_) => return,
             Err(_) => return silent(&self),
         }
-        spare_pacing(&stream);
+        disable_bbr_on_loopback(&stream);
         let socket = Arc::new(stream);
         let is_tls = first.starts_with(&[TLS_HANDSHAKE]);
         // A preface that arrives in pieces only needs more read calls.
@@ -244,7 +244,7 @@ impl Tunnels {
         let reason = self.carry((&mut source, &mut sink), tunnel).await;
         carried.end(reason);
         if reason == CloseReason::EndpointLost {
-            leave(source.into_inner(), sink.into_inner()).await;
+            linger_close(source.into_inner(), sink.into_inner()).await;
         }
     }
 
@@ -282,7 +282,7 @@ impl Tunnels {
         let Connected {
             stream, upstream, ..
         } = connected;
-        spare_pacing(&stream);
+        disable_bbr_on_loopback(&stream);
         let moved = Arc::<AtomicU64>::default();
         let [up, down] = Tally::both(&upstream, &self.front.metrics, &moved);
         let (mut up, mut down) = (Meter::new(up), Meter::new(down));
@@ -340,6 +340,6 @@ where
     W: AsyncWrite + Unpin,
 {
     if write.write_all(answer).await.is_ok() && write.flush().await.is_ok() {
-        leave(read, write).await;
+        linger_close(read, write).await;
     }
 }

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use culvert_konnectivity::excess::Pool;
+use culvert_konnectivity::excess::OverflowBudget;
 use culvert_konnectivity::message::Message;
 use culvert_konnectivity::queue;
 use culvert_konnectivity::server_mux::{Effect, Mux};
@@ -48,8 +48,8 @@ pub struct Limits {
     pub connection_bytes: usize,
     /// Longest time for which a connection may continuously exceed `connection_bytes`.
     pub stall: Duration,
-    /// Pool shared by all connections of the server.
-    pub excess: Arc<Pool>,
+    /// Budget shared by all connections of the server.
+    pub excess: Arc<OverflowBudget>,
 }
 
 /// A live packet stream of an agent.

@@ -30,7 +30,7 @@ use super::Backend;
 use super::agent::Hello;
 use super::service::Agents;
 use crate::backend::dial::{SILENT_AFTER, StreamDialError, next_serial};
-use crate::listener::{Door, HANDSHAKE_TIMEOUT};
+use crate::listener::{HANDSHAKE_TIMEOUT, ListenerContext};
 use crate::metrics::{DialFailureReason, RejectReason, ServerMetrics, ServiceMethod};
 
 /// Number of dials after which an agent connection is closed as soon as no connection is open. The agent
@@ -87,14 +87,14 @@ struct Life {
 
 impl Agents {
     /// Serves an agent with the native transport, until its connection ends.
-    pub async fn serve_native<S>(&self, door: &Door, mut stream: S, peer: &str)
+    pub async fn serve_native<S>(&self, context: &ListenerContext, mut stream: S, peer: &str)
     where
         S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
     {
         // A peer that stalls must not delay shutdown.
         let introduced = tokio::select! {
             introduced = timeout(HANDSHAKE_TIMEOUT, self.introduce(&mut stream)) => introduced,
-            () = door.shutdown.cancelled() => return,
+            () = context.shutdown.cancelled() => return,
         };
         let hello = match introduced {
             Ok(Ok(hello)) => hello,
@@ -103,14 +103,14 @@ impl Agents {
                 return;
             }
             Ok(Err(HelloError::Refused(why))) => {
-                return door.reject(RejectReason::Unauthenticated, peer, &why);
+                return context.reject(RejectReason::Unauthenticated, peer, &why);
             }
             Ok(Err(error)) => {
-                return door.reject(RejectReason::Garbage, peer, &error.to_string());
+                return context.reject(RejectReason::Garbage, peer, &error.to_string());
             }
             Err(_) => {
                 let why = "no introduction after the TLS handshake";
-                return door.reject(RejectReason::Timeout, peer, why);
+                return context.reject(RejectReason::Timeout, peer, why);
             }
         };
         let inbound = Arc::new(Inbound::default());
@@ -137,10 +137,10 @@ impl Agents {
         let span = info_span!("agent", id = agent.hello.agent_id, stream = agent.serial);
         let listen = agent.clone().listen().instrument(span.clone());
         self.tasks.spawn(listen);
-        self.carry(door, agent, link).instrument(span).await;
+        self.carry(context, agent, link).instrument(span).await;
     }
 
-    async fn carry<S>(&self, door: &Door, agent: Arc<NativeAgent>, link: Opener<S>)
+    async fn carry<S>(&self, context: &ListenerContext, agent: Arc<NativeAgent>, link: Opener<S>)
     where
         S: AsyncRead + AsyncWrite + Unpin,
     {
@@ -156,7 +156,7 @@ impl Agents {
                 }
             },
             () = agent.retired.cancelled() => "given up".to_owned(),
-            () = door.shutdown.cancelled() => "this server is stopping".to_owned(),
+            () = context.shutdown.cancelled() => "this server is stopping".to_owned(),
         };
         drop(registration);
         agent.retired.cancel();

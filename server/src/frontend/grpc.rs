@@ -13,7 +13,7 @@ use culvert_konnectivity::grpc::{Reader, Service};
 use culvert_konnectivity::message::{ConnectId, MAX_DATA_BYTES, Message};
 use culvert_konnectivity::metrics::Segment;
 use culvert_konnectivity::queue;
-use culvert_stream::first_word::FirstWord;
+use culvert_stream::first_byte_gate::FirstByteGate;
 use culvert_stream::{CloseReason, Dial, Sink, Source};
 use futures_util::Stream;
 use tokio::time::Instant;
@@ -49,7 +49,7 @@ struct Client {
     /// Set at the end of the client's packets, or when the stream broke.
     ended: bool,
     replies: queue::Sender<Reply>,
-    first_word: FirstWord,
+    first_byte_gate: FirstByteGate,
     metrics: Arc<ServerMetrics>,
 }
 
@@ -57,7 +57,7 @@ struct Client {
 struct ClientSink {
     connection: ConnectId,
     replies: queue::Sender<Reply>,
-    first_word: FirstWord,
+    first_byte_gate: FirstByteGate,
     metrics: Arc<ServerMetrics>,
 }
 
@@ -83,7 +83,7 @@ impl Service for Proxy {
             session: Session::default(),
             ended: false,
             replies,
-            first_word: FirstWord::default(),
+            first_byte_gate: FirstByteGate::default(),
             metrics: metrics.clone(),
         };
         let frontend = self.frontend.clone();
@@ -173,12 +173,12 @@ impl Client {
         let mut sink = ClientSink {
             connection: ConnectId(id),
             replies: self.replies.clone(),
-            first_word: self.first_word.clone(),
+            first_byte_gate: self.first_byte_gate.clone(),
             metrics: self.metrics.clone(),
         };
         let replies = self.replies.clone();
         let reason = frontend
-            .carry(
+            .run(
                 id,
                 dial,
                 (&mut *self, &mut sink),
@@ -242,7 +242,7 @@ impl Source for Client {
             match self.step().await {
                 None => return Err(CloseReason::ClientLost),
                 Some(Step::Data(bytes)) => {
-                    self.first_word.spoken();
+                    self.first_byte_gate.open();
                     return Ok(Some(bytes));
                 }
                 Some(Step::Close(reply)) => {
@@ -265,7 +265,7 @@ impl Source for Client {
 
 impl Sink for ClientSink {
     async fn send(&mut self, mut chunk: Bytes) -> Result<(), CloseReason> {
-        self.first_word.wait().await;
+        self.first_byte_gate.wait().await;
         let started = Instant::now();
         while !chunk.is_empty() {
             let bytes = chunk.split_to(chunk.len().min(MAX_DATA_BYTES));

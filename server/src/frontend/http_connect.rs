@@ -8,8 +8,8 @@ use std::time::Duration;
 use bytes::{Bytes, BytesMut};
 use culvert_host::net::connect::{self, MAX_HEAD_BYTES, RequestError};
 use culvert_host::telemetry::metrics::GaugeGuard;
-use culvert_stream::first_word::FirstWord;
-use culvert_stream::io::{ReadSource, WriteSink, leave};
+use culvert_stream::first_byte_gate::FirstByteGate;
+use culvert_stream::io::{ReadSource, WriteSink, linger_close};
 use culvert_stream::{CloseReason, Dial, Sink, Source};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, Interest};
 use tokio::net::TcpStream;
@@ -20,7 +20,7 @@ use tracing::debug;
 use super::Frontend;
 use crate::backend::dial::StreamDialError;
 use crate::backend::{Connection, DialError};
-use crate::listener::Door;
+use crate::listener::ListenerContext;
 use crate::metrics::{RejectReason, ServerMetrics};
 
 /// Longest time for a client to send its request, as upstream.
@@ -66,7 +66,7 @@ impl ClientRead for tokio::io::ReadHalf<TlsStream<TcpStream>> {
 
 /// Serves a connection to its end.
 pub async fn serve<R, W>(
-    door: &Door,
+    context: &ListenerContext,
     frontend: &Arc<Frontend>,
     mut read: R,
     mut write: W,
@@ -90,11 +90,11 @@ pub async fn serve<R, W>(
             return;
         }
         Ok(Err(RequestError::Bad(error))) => {
-            door.reject(RejectReason::Garbage, peer, &error.to_string());
+            context.reject(RejectReason::Garbage, peer, &error.to_string());
             return refuse(read, write, error.response()).await;
         }
         Err(_) => {
-            door.reject(
+            context.reject(
                 RejectReason::Timeout,
                 peer,
                 "no CONNECT request within a minute",
@@ -108,7 +108,7 @@ pub async fn serve<R, W>(
     };
     let outcome = tokio::select! {
         outcome = frontend.router.dial(&dial) => outcome,
-        () = left(&mut read, &mut buffer) => {
+        () = client_disconnected(&mut read, &mut buffer) => {
             debug!(peer, address = dial.address, "the client left while its dial was pending");
             return;
         }
@@ -117,7 +117,7 @@ pub async fn serve<R, W>(
     match outcome {
         Ok(connection) => {
             // If the write fails, the connection is dropped and thus closed at the agent.
-            if say(&mut write, connect::ESTABLISHED).await.is_ok() {
+            if write_flush(&mut write, connect::ESTABLISHED).await.is_ok() {
                 carry(frontend, &dial, read, write, buffer.freeze(), connection).await;
             } else {
                 frontend.closed(CloseReason::ClientLost);
@@ -141,19 +141,19 @@ async fn carry<R, W>(
     R: ClientRead,
     W: AsyncWrite + Unpin + Send,
 {
-    let first_word = FirstWord::default();
+    let first_byte_gate = FirstByteGate::default();
     let mut source = ClientSource {
         inner: ReadSource::new(read, early, CloseReason::ClientLost),
-        first_word: first_word.clone(),
+        first_byte_gate: first_byte_gate.clone(),
     };
     let mut sink = ClientSink {
         inner: WriteSink::new(write, CloseReason::ClientLost),
-        first_word,
+        first_byte_gate,
         metrics: frontend.metrics.clone(),
     };
     let id = frontend.next_connection();
     let reason = frontend
-        .carry(
+        .run(
             id,
             dial,
             (&mut source, &mut sink),
@@ -165,12 +165,12 @@ async fn carry<R, W>(
         reason,
         CloseReason::EndpointClosed | CloseReason::AgentLost | CloseReason::Switched
     ) {
-        leave(source.inner.into_inner(), sink.inner.into_inner()).await;
+        linger_close(source.inner.into_inner(), sink.inner.into_inner()).await;
     }
 }
 
 /// Resolves once the client has left. Keeps bytes that arrive meanwhile.
-async fn left<R: ClientRead>(read: &mut R, buffer: &mut BytesMut) {
+async fn client_disconnected<R: ClientRead>(read: &mut R, buffer: &mut BytesMut) {
     while buffer.len() < EARLY_BYTES {
         buffer.reserve(4096);
         match read.read_buf(buffer).await {
@@ -183,7 +183,7 @@ async fn left<R: ClientRead>(read: &mut R, buffer: &mut BytesMut) {
     std::future::pending::<()>().await;
 }
 
-async fn say<W: AsyncWrite + Unpin>(write: &mut W, bytes: &[u8]) -> io::Result<()> {
+async fn write_flush<W: AsyncWrite + Unpin>(write: &mut W, bytes: &[u8]) -> io::Result<()> {
     write.write_all(bytes).await?;
     write.flush().await
 }
@@ -193,8 +193,8 @@ where
     R: AsyncRead + Unpin,
     W: AsyncWrite + Unpin,
 {
-    if say(&mut write, bytes).await.is_ok() {
-        leave(read, write).await;
+    if write_flush(&mut write, bytes).await.is_ok() {
+        linger_close(read, write).await;
     }
 }
 
@@ -221,13 +221,13 @@ fn answer(error: &DialError) -> Vec<u8> {
 
 struct ClientSource<R> {
     inner: ReadSource<R>,
-    first_word: FirstWord,
+    first_byte_gate: FirstByteGate,
 }
 
 impl<R: ClientRead> Source for ClientSource<R> {
     async fn recv(&mut self) -> Result<Option<Bytes>, CloseReason> {
         let chunk = self.inner.recv().await?;
-        self.first_word.spoken();
+        self.first_byte_gate.open();
         Ok(chunk)
     }
 
@@ -245,13 +245,13 @@ impl<R: ClientRead> Source for ClientSource<R> {
 
 struct ClientSink<W> {
     inner: WriteSink<W>,
-    first_word: FirstWord,
+    first_byte_gate: FirstByteGate,
     metrics: Arc<ServerMetrics>,
 }
 
 impl<W: AsyncWrite + Unpin + Send> Sink for ClientSink<W> {
     async fn send(&mut self, chunk: Bytes) -> Result<(), CloseReason> {
-        self.first_word.wait().await;
+        self.first_byte_gate.wait().await;
         let started = Instant::now();
         self.inner.send(chunk).await?;
         let elapsed = started.elapsed().as_secs_f64();

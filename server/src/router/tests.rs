@@ -472,7 +472,7 @@ async fn cut_ends_open_connections_and_no_later_ones() {
         let gone = std::future::pending();
         let dial = dial();
         let halves = (&mut source, &mut sink);
-        let carried = frontend.carry(1, &dial, halves, gone, connection);
+        let carried = frontend.run(1, &dial, halves, gone, connection);
         let talk = async {
             let (mut read, mut write) = split(client);
             loop {

@@ -13,7 +13,7 @@ const PLAIN: &[u8] = b"reno";
 /// loopback address. BBR, the default of many systems, spreads packets over time, so that no queue builds up
 /// on the path. A connection within a host has no path with queues, and the kernel would arm a timer for each
 /// 64 KiB (docs/decisions/0004). Other connections and other congestion controls stay as they are.
-pub fn spare_pacing(stream: &TcpStream) {
+pub fn disable_bbr_on_loopback(stream: &TcpStream) {
     let socket = SockRef::from(stream);
     let is_bbr = |name: Vec<u8>| name.starts_with(b"bbr");
     if socket.tcp_congestion().is_ok_and(is_bbr)
@@ -50,12 +50,12 @@ mod tests {
             String::from_utf8(name).unwrap().replace('\0', "")
         };
         if socket.set_tcp_congestion(b"bbr").is_ok() {
-            spare_pacing(&stream);
+            disable_bbr_on_loopback(&stream);
             assert_eq!(control(), "reno");
         }
         for name in ["cubic", "reno"] {
             if socket.set_tcp_congestion(name.as_bytes()).is_ok() {
-                spare_pacing(&stream);
+                disable_bbr_on_loopback(&stream);
                 assert_eq!(control(), name);
             }
         }

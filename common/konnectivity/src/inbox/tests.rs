@@ -8,11 +8,11 @@ use super::*;
 const BUDGET: usize = 10;
 const WITHIN: Duration = Duration::from_secs(10);
 
-fn pool(limit: usize) -> Arc<Pool> {
-    Pool::new(limit, Gauge::noop(), Gauge::noop())
+fn pool(limit: usize) -> Arc<OverflowBudget> {
+    OverflowBudget::new(limit, Gauge::noop(), Gauge::noop())
 }
 
-fn open(pool: &Arc<Pool>) -> (Sender<&'static str>, Receiver<&'static str>) {
+fn open(pool: &Arc<OverflowBudget>) -> (Sender<&'static str>, Receiver<&'static str>) {
     inbox(BUDGET, pool)
 }
 

@@ -16,12 +16,12 @@ struct Agent {
     stream: Arc<AgentStream>,
     hears: queue::Receiver<Message>,
     cut: CancellationToken,
-    excess: Arc<Pool>,
+    excess: Arc<OverflowBudget>,
 }
 
 impl Agent {
     fn connected() -> Self {
-        let excess = Pool::new(256 * 1024, Gauge::noop(), Gauge::noop());
+        let excess = OverflowBudget::new(256 * 1024, Gauge::noop(), Gauge::noop());
         let limits = Limits {
             connection_bytes: 128 * 1024,
             stall: STALL,

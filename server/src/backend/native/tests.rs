@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use culvert_konnectivity::excess::Pool;
+use culvert_konnectivity::excess::OverflowBudget;
 use metrics::Gauge;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, DuplexStream, duplex};
 
@@ -14,7 +14,7 @@ use crate::metrics::Listener;
 
 struct Server {
     agents: Agents,
-    door: Arc<Door>,
+    context: Arc<ListenerContext>,
 }
 
 impl Server {
@@ -28,19 +28,22 @@ impl Server {
             limits: Limits {
                 connection_bytes: 1,
                 stall: Duration::from_secs(1),
-                excess: Pool::new(1, Gauge::noop(), Gauge::noop()),
+                excess: OverflowBudget::new(1, Gauge::noop(), Gauge::noop()),
             },
             tokens: None,
             tasks: tasks.clone(),
             metrics: metrics.clone(),
         };
         let (shutdown, keepalive) = (CancellationToken::new(), Duration::from_secs(60));
-        let door = Door::new(Listener::Agent, None, keepalive, tasks, shutdown, metrics);
-        Self { agents, door }
+        let context =
+            ListenerContext::new(Listener::Agent, None, keepalive, tasks, shutdown, metrics);
+        Self { agents, context }
     }
 
     async fn serve(&self, stream: DuplexStream) {
-        self.agents.serve_native(&self.door, stream, "peer").await;
+        self.agents
+            .serve_native(&self.context, stream, "peer")
+            .await;
     }
 
     fn rejected(&self, reason: &str) -> bool {
@@ -72,7 +75,7 @@ async fn silent_peer_does_not_delay_shutdown() {
     let started = Instant::now();
     let ends = async {
         tokio::task::yield_now().await;
-        server.door.shutdown.cancel();
+        server.context.shutdown.cancel();
     };
     tokio::join!(server.serve(near), ends);
     assert_eq!(started.elapsed(), Duration::ZERO);

@@ -30,11 +30,11 @@ async fn ask(mut stream: impl AsyncRead + AsyncWrite + Unpin) -> String {
 async fn socket_is_private_and_removed_at_the_end() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("admin.socket");
-    let door = UnixDoor::bind(&path, "--admin-uds").unwrap();
+    let socket = UnixSocket::bind(&path, "--admin-uds").unwrap();
     let mode = std::fs::metadata(&path).unwrap().mode();
     assert_eq!(mode & 0o777, 0o600);
     let stop = CancellationToken::new();
-    let task = tokio::spawn(serve(Door::Unix(door), routes(), stop.clone()));
+    let task = tokio::spawn(serve(AdminSocket::Unix(socket), routes(), stop.clone()));
     let answer = ask(UnixStream::connect(&path).await.unwrap()).await;
     assert!(answer.ends_with("\r\n\r\nhello"), "{answer}");
     stop.cancel();
@@ -47,7 +47,7 @@ async fn only_a_stale_socket_is_replaced() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("admin.socket");
     let fails = || {
-        UnixDoor::bind(&path, "--admin-uds")
+        UnixSocket::bind(&path, "--admin-uds")
             .err()
             .unwrap()
             .to_string()
@@ -59,13 +59,13 @@ async fn only_a_stale_socket_is_replaced() {
         "{error}"
     );
     std::fs::remove_file(&path).unwrap();
-    let served = UnixDoor::bind(&path, "--admin-uds").unwrap();
+    let served = UnixSocket::bind(&path, "--admin-uds").unwrap();
     assert!(fails().contains("another program"));
     drop(served);
     // Leave a socket file behind, as a killed program does.
     drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
     assert!(path.exists());
-    UnixDoor::bind(&path, "--admin-uds").unwrap();
+    UnixSocket::bind(&path, "--admin-uds").unwrap();
 }
 
 /// A CA file, and a certificate from this CA with its key.
@@ -108,8 +108,8 @@ async fn only_clients_with_a_certificate_of_the_ca_are_served() {
     let listener = bind("127.0.0.1", 0, "--admin-port").await.unwrap();
     let address = listener.local_addr().unwrap();
     let stop = CancellationToken::new();
-    let door = Door::Tls(Secret::new(listener, config.unwrap()));
-    let task = tokio::spawn(serve(door, routes(), stop.clone()));
+    let socket = AdminSocket::Tls(TlsSocket::new(listener, config.unwrap()));
+    let task = tokio::spawn(serve(socket, routes(), stop.clone()));
     for (who, lets_in) in [(Some(&ours), true), (Some(&foreign), false), (None, false)] {
         let who = who.map(identity);
         let config = client_config(&trust, who.as_ref(), &[b"http/1.1"], &options).unwrap();

@@ -18,18 +18,18 @@ const HOLD: Duration = Duration::from_millis(25);
 
 /// Flag for the client's first byte; clones share the flag.
 #[derive(Clone, Default)]
-pub struct FirstWord(Arc<(AtomicBool, Notify)>);
+pub struct FirstByteGate(Arc<(AtomicBool, Notify)>);
 
-impl FirstWord {
+impl FirstByteGate {
     /// Creates a flag already set, so nothing is delayed.
-    pub fn spoken_already() -> Self {
-        let word = Self::default();
-        word.spoken();
-        word
+    pub fn already_open() -> Self {
+        let gate = Self::default();
+        gate.open();
+        gate
     }
 
-    /// Records that the client has sent a byte.
-    pub fn spoken(&self) {
+    /// Ends the delay: the client has sent a byte.
+    pub fn open(&self) {
         if !self.0.0.swap(true, Ordering::Relaxed) {
             self.0.1.notify_one();
         }
@@ -52,15 +52,15 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn delay_ends_with_the_clients_first_byte_or_after_its_limit() {
-        let word = FirstWord::default();
+        let gate = FirstByteGate::default();
         let started = Instant::now();
-        tokio::join!(word.wait(), async { word.spoken() });
+        tokio::join!(gate.wait(), async { gate.open() });
         assert_eq!(started.elapsed(), Duration::ZERO);
 
-        FirstWord::spoken_already().wait().await;
+        FirstByteGate::already_open().wait().await;
         assert_eq!(started.elapsed(), Duration::ZERO);
 
-        let silent = FirstWord::default();
+        let silent = FirstByteGate::default();
         silent.wait().await;
         assert_eq!(started.elapsed(), HOLD);
         silent.wait().await;

@@ -33,23 +33,23 @@ const BACKLOG: i32 = 128;
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A listener for admin requests.
-pub enum Door {
+pub enum AdminSocket {
     /// Plain HTTP for every client.
     Plain(TcpListener),
     /// HTTP over mutual TLS.
-    Tls(Secret),
+    Tls(TlsSocket),
     /// HTTP over a Unix socket.
-    Unix(UnixDoor),
+    Unix(UnixSocket),
 }
 
 /// A TLS listener that requires client certificates.
-pub struct Secret {
+pub struct TlsSocket {
     listener: TcpListener,
     acceptor: TlsAcceptor,
 }
 
 /// A Unix listener for the process's own user and root. Dropping the listener removes the socket file.
-pub struct UnixDoor {
+pub struct UnixSocket {
     listener: UnixListener,
     _file: SocketFile,
 }
@@ -57,7 +57,7 @@ pub struct UnixDoor {
 /// Error of a Unix socket that could not be opened.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot listen on the Unix socket {path}: {why}; check {flag}")]
-pub struct UnixDoorError {
+pub struct UnixSocketError {
     path: String,
     flag: &'static str,
     why: io::Error,
@@ -77,29 +77,29 @@ pub(super) enum Stream {
     Unix(UnixStream),
 }
 
-// === impl Door ===
+// === impl AdminSocket ===
 
-impl Door {
+impl AdminSocket {
     pub(super) async fn accept(&self) -> io::Result<Guest> {
         Ok(match self {
             Self::Plain(listener) => Guest::Plain(listener.accept().await?.0),
-            Self::Tls(Secret { listener, acceptor }) => {
+            Self::Tls(TlsSocket { listener, acceptor }) => {
                 Guest::Tls(listener.accept().await?.0, acceptor.clone())
             }
-            Self::Unix(door) => Guest::Unix(door.listener.accept().await?.0),
+            Self::Unix(socket) => Guest::Unix(socket.listener.accept().await?.0),
         })
     }
 }
 
-impl From<TcpListener> for Door {
+impl From<TcpListener> for AdminSocket {
     fn from(listener: TcpListener) -> Self {
         Self::Plain(listener)
     }
 }
 
-// === impl Secret, UnixDoor ===
+// === impl TlsSocket, UnixSocket ===
 
-impl Secret {
+impl TlsSocket {
     /// Creates a listener. `config` must require client certificates.
     pub fn new(listener: TcpListener, config: Arc<rustls::ServerConfig>) -> Self {
         Self {
@@ -109,7 +109,7 @@ impl Secret {
     }
 }
 
-impl UnixDoor {
+impl UnixSocket {
     /// Opens a socket with mode 0600. The mode is set before any client can connect. A stale socket file, on
     /// which no program listens, is replaced. Error texts name `flag`, so that the operator knows the flag to
     /// change.
@@ -117,7 +117,7 @@ impl UnixDoor {
     /// # Errors
     /// Fails if another program listens on the socket, the path is not a socket, or its folder cannot be
     /// used.
-    pub fn bind(path: &Path, flag: &'static str) -> Result<Self, UnixDoorError> {
+    pub fn bind(path: &Path, flag: &'static str) -> Result<Self, UnixSocketError> {
         let listener = remove_stale(path).and_then(|()| listen(path));
         let bound = listener.and_then(|listener| {
             Ok(Self {
@@ -125,7 +125,7 @@ impl UnixDoor {
                 _file: SocketFile::at(path)?,
             })
         });
-        bound.map_err(|why| UnixDoorError {
+        bound.map_err(|why| UnixSocketError {
             path: path.display().to_string(),
             flag,
             why,
