@@ -8,6 +8,7 @@
 use std::sync::Arc;
 
 use culvert_host::label_values;
+use culvert_host::net::dial::DialError;
 use culvert_host::telemetry::metrics::{
     Family, LabelSet, MetricsError, Registry, register_build_info,
 };
@@ -34,6 +35,15 @@ label_values! {
         Timeout = "timeout",
         /// Any other failure.
         Unknown = "unknown",
+    }
+}
+
+impl From<&DialError> for DialFailureReason {
+    fn from(error: &DialError) -> Self {
+        match error.is_timeout() {
+            true => Self::Timeout,
+            false => Self::Unknown,
+        }
     }
 }
 

@@ -28,7 +28,6 @@ use tonic::Code;
 use tracing::debug;
 
 use crate::agent::{Agent, DIAL_TIMEOUT};
-use crate::metrics::DialFailureReason;
 
 /// Shared state of the streams of one native connection.
 pub struct NativeServer {
@@ -140,11 +139,7 @@ impl NativeServer {
                 self.carry(socket, server, &dial).await;
             }
             Err(error) => {
-                let reason = match error.timeout {
-                    true => DialFailureReason::Timeout,
-                    false => DialFailureReason::Unknown,
-                };
-                metrics.dial_failures(reason).increment(1);
+                metrics.dial_failures((&error).into()).increment(1);
                 debug!(address = dial.address, error = error.text, "dial failed");
                 let _ = respond.send_response(refusal(&error), true);
             }
@@ -199,7 +194,7 @@ fn status(status: StatusCode) -> Response<()> {
 }
 
 fn refusal(error: &DialError) -> Response<()> {
-    let mut response = status(match error.timeout {
+    let mut response = status(match error.is_timeout() {
         true => StatusCode::GATEWAY_TIMEOUT,
         false => StatusCode::BAD_GATEWAY,
     });

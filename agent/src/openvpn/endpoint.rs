@@ -1,5 +1,6 @@
 //! One connection from the tunnel: finds the target, dials it, and copies bytes until either side ends.
 
+use std::io;
 use std::net::SocketAddrV4;
 use std::pin::pin;
 use std::sync::Arc;
@@ -73,33 +74,22 @@ impl Endpoint {
                 }
             }
             Err(error) => {
-                let (reason, refusal) = match (error.timeout, error.text.as_str()) {
-                    (true, _) => (
-                        DialFailureReason::Timeout,
-                        Refusal::Unreachable(Unreachable::Host),
-                    ),
-                    (false, text) => (DialFailureReason::Unknown, refusal(text)),
-                };
-                metrics.dial_failures(reason).increment(1);
+                metrics.dial_failures((&error).into()).increment(1);
                 debug!(address, error = error.text, "dial failed");
-                incoming.refuse(refusal);
+                incoming.refuse(refusal(error.kind));
             }
         }
     }
 }
 
 /// Returns the answer that the network would send if the SYN had reached the target directly.
-fn refusal(text: &str) -> Refusal {
-    let unreachable = |why| Refusal::Unreachable(why);
-    if text.ends_with("network is unreachable") {
-        unreachable(Unreachable::Network)
-    } else if text.ends_with("no route to host") || text.ends_with("host is down") {
-        unreachable(Unreachable::Host)
-    } else if text.ends_with("permission denied") || text.ends_with("operation not permitted") {
-        unreachable(Unreachable::Prohibited)
-    } else {
-        Refusal::Reset
-    }
+fn refusal(kind: io::ErrorKind) -> Refusal {
+    Refusal::Unreachable(match kind {
+        io::ErrorKind::NetworkUnreachable => Unreachable::Network,
+        io::ErrorKind::HostUnreachable | io::ErrorKind::TimedOut => Unreachable::Host,
+        io::ErrorKind::PermissionDenied => Unreachable::Prohibited,
+        _ => return Refusal::Reset,
+    })
 }
 
 async fn carry(
@@ -138,26 +128,23 @@ mod tests {
 
     #[test]
     fn dial_errors_map_to_the_matching_refusal() {
+        use io::ErrorKind;
         let unreachable = Refusal::Unreachable;
-        for (text, expected) in [
+        for (kind, expected) in [
+            (ErrorKind::ConnectionRefused, Refusal::Reset),
+            (ErrorKind::Other, Refusal::Reset),
+            (ErrorKind::HostUnreachable, unreachable(Unreachable::Host)),
+            (ErrorKind::TimedOut, unreachable(Unreachable::Host)),
             (
-                "dial tcp 10.0.0.1:1: connect: connection refused",
-                Refusal::Reset,
-            ),
-            (
-                "dial tcp 10.0.0.1:1: connect: no route to host",
-                unreachable(Unreachable::Host),
-            ),
-            (
-                "dial tcp 10.0.0.1:1: connect: network is unreachable",
+                ErrorKind::NetworkUnreachable,
                 unreachable(Unreachable::Network),
             ),
             (
-                "dial tcp 10.0.0.1:1: connect: permission denied",
+                ErrorKind::PermissionDenied,
                 unreachable(Unreachable::Prohibited),
             ),
         ] {
-            assert_eq!(refusal(text), expected);
+            assert_eq!(refusal(kind), expected, "{kind}");
         }
     }
 }

@@ -24,7 +24,6 @@ use tracing::{debug, warn};
 
 use super::ServerStream;
 use crate::agent::DIAL_TIMEOUT;
-use crate::metrics::DialFailureReason;
 
 /// Input of one connection, decoded from the server's packets.
 pub enum Incoming {
@@ -106,12 +105,7 @@ impl Endpoint {
                 self.carry(socket, entry).await;
             }
             Err(error) => {
-                let reason = if error.timeout {
-                    DialFailureReason::Timeout
-                } else {
-                    DialFailureReason::Unknown
-                };
-                metrics.dial_failures(reason).increment(1);
+                metrics.dial_failures((&error).into()).increment(1);
                 debug!(
                     address = self.dial.address,
                     error = error.text,

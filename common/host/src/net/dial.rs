@@ -36,8 +36,16 @@ const FAR_FUTURE: Duration = Duration::from_secs(365 * 24 * 3600);
 pub struct DialError {
     /// Go's error text, such as `dial tcp 10.0.0.1:443: connect: connection refused`.
     pub text: String,
-    /// True if the dial timed out (Go's `net.Error.Timeout`).
-    pub timeout: bool,
+    /// Kind of the failure: `TimedOut` where Go's `net.Error.Timeout` is true, and `Other` if no attempt to
+    /// connect was made.
+    pub kind: io::ErrorKind,
+}
+
+impl DialError {
+    /// Returns true if the dial timed out.
+    pub fn is_timeout(&self) -> bool {
+        self.kind == io::ErrorKind::TimedOut
+    }
 }
 
 /// An address that is not `host:port`.
@@ -65,24 +73,25 @@ pub async fn dial(
     address: &str,
     timeout: Duration,
 ) -> Result<TcpStream, DialError> {
-    let fail = |reason: String, timeout| DialError {
+    let fail = |reason: String, kind| DialError {
         text: format!("dial {protocol}: {reason}"),
-        timeout,
+        kind,
     };
+    let unusable = |reason| fail(reason, io::ErrorKind::Other);
     if !matches!(protocol, "tcp" | "tcp4" | "tcp6") {
         let reason = format!("unknown network {protocol} (only tcp is allowed)");
-        return Err(fail(reason, false));
+        return Err(unusable(reason));
     }
     if address.is_empty() {
-        return Err(fail("missing address".to_owned(), false));
+        return Err(unusable("missing address".to_owned()));
     }
-    let (host, port) = split_host_port(address).map_err(|error| fail(error.to_string(), false))?;
-    let port = parse_port(protocol, port).map_err(|reason| fail(reason, false))?;
+    let (host, port) = split_host_port(address).map_err(|error| unusable(error.to_string()))?;
+    let port = parse_port(protocol, port).map_err(unusable)?;
 
     let deadline = Instant::now() + timeout.min(FAR_FUTURE);
     let targets = resolve(protocol, host, port, deadline)
         .await
-        .map_err(|(reason, timeout)| fail(reason, timeout))?;
+        .map_err(|(reason, kind)| fail(reason, kind))?;
     let stream = dial_any(protocol, targets, deadline).await?;
     configure(&stream);
     Ok(stream)
@@ -174,13 +183,14 @@ impl Target {
 }
 
 /// Resolves a host to all addresses of the family in `protocol`. The error has Go's text without the prefix
-/// `dial tcp:`, and true for a timeout.
+/// `dial tcp:`, and its kind.
 async fn resolve(
     protocol: &str,
     host: &str,
     port: u16,
     deadline: Instant,
-) -> Result<Vec<Target>, (String, bool)> {
+) -> Result<Vec<Target>, (String, io::ErrorKind)> {
+    let fail = |reason: String| (reason, io::ErrorKind::Other);
     if host.is_empty() {
         // The local system. Go prints the address without a host.
         let loopback: IpAddr = match protocol {
@@ -196,12 +206,15 @@ async fn resolve(
         Ok(ip) => vec![SocketAddr::new(ip, port)],
         Err(_) => match timeout_at(deadline, tokio::net::lookup_host((host, port))).await {
             Ok(Ok(found)) => found.collect(),
-            Ok(Err(error)) => return Err((lookup_text(host, &error), false)),
-            Err(_) => return Err((format!("lookup {host}: i/o timeout"), true)),
+            Ok(Err(error)) => return Err(fail(lookup_text(host, &error))),
+            Err(_) => {
+                let reason = format!("lookup {host}: i/o timeout");
+                return Err((reason, io::ErrorKind::TimedOut));
+            }
         },
     };
     if found.is_empty() {
-        return Err((format!("lookup {host}: no such host"), false));
+        return Err(fail(format!("lookup {host}: no such host")));
     }
     let targets: Vec<Target> = found
         .into_iter()
@@ -213,7 +226,7 @@ async fn resolve(
         })
         .collect();
     if targets.is_empty() {
-        return Err((format!("address {host}: no suitable address found"), false));
+        return Err(fail(format!("address {host}: no suitable address found")));
     }
     Ok(targets)
 }
@@ -304,14 +317,14 @@ async fn dial_serial(
         let attempt = async {
             timeout_at(Instant::now() + share, connect(target.address))
                 .await
-                .unwrap_or_else(|_| Err(("i/o timeout".to_owned(), true)))
+                .unwrap_or_else(|_| Err(("i/o timeout".to_owned(), io::ErrorKind::TimedOut)))
         };
         match attempt.await {
             Ok(stream) => return Ok(stream),
-            Err((reason, timeout)) => {
+            Err((reason, kind)) => {
                 first.get_or_insert_with(|| DialError {
                     text: format!("dial {protocol} {}: {reason}", target.text),
-                    timeout,
+                    kind,
                 });
             }
         }
@@ -321,7 +334,7 @@ async fn dial_serial(
     }
     Err(first.unwrap_or_else(|| DialError {
         text: format!("dial {protocol}: missing address"),
-        timeout: false,
+        kind: io::ErrorKind::Other,
     }))
 }
 
@@ -332,13 +345,12 @@ fn partial_timeout(remaining: Duration, addresses: usize) -> Duration {
     (remaining / addresses).max(SANE_MINIMUM).min(remaining)
 }
 
-/// Makes one attempt. The error has Go's text (without the address), and true for a timeout.
-async fn connect(address: SocketAddr) -> Result<TcpStream, (String, bool)> {
+/// Makes one attempt. The error has Go's text (without the address), and its kind.
+async fn connect(address: SocketAddr) -> Result<TcpStream, (String, io::ErrorKind)> {
     let fail = |call: &str, error: io::Error| {
         let code = error.raw_os_error();
         let reason = code.map_or_else(|| error.to_string(), |code| errno_text(code, &error));
-        // Go counts EAGAIN and ETIMEDOUT as timeouts.
-        (format!("{call}: {reason}"), matches!(code, Some(11 | 110)))
+        (format!("{call}: {reason}"), kind(&error))
     };
     let mut retries = SELF_CONNECT_RETRIES;
     loop {
@@ -357,6 +369,16 @@ async fn connect(address: SocketAddr) -> Result<TcpStream, (String, bool)> {
             return Ok(stream);
         }
         retries -= 1;
+    }
+}
+
+/// Returns the kind of a failed call. Go counts EAGAIN and ETIMEDOUT as timeouts. The standard library has no
+/// kind for EHOSTDOWN.
+fn kind(error: &io::Error) -> io::ErrorKind {
+    match error.raw_os_error() {
+        Some(11 | 110) => io::ErrorKind::TimedOut,
+        Some(112) => io::ErrorKind::HostUnreachable,
+        _ => error.kind(),
     }
 }
 

@@ -107,14 +107,7 @@ pub async fn connect(
     let remaining = deadline.saturating_duration_since(Instant::now());
     let mut stream = dial("tcp", &join_host_port(&proxy.host, proxy.port), remaining)
         .await
-        .map_err(|error| {
-            let kind = if error.timeout {
-                io::ErrorKind::TimedOut
-            } else {
-                io::ErrorKind::Other
-            };
-            io::Error::new(kind, format!("proxy {proxy}: {error}"))
-        })?;
+        .map_err(|error| io::Error::new(error.kind, format!("proxy {proxy}: {error}")))?;
     let exchange = async {
         stream.write_all(&request).await?;
         let head = read_answer(&mut stream).await?;

@@ -94,7 +94,7 @@ async fn refused_dial_names_the_address() {
         error.text,
         format!("dial tcp {address}: connect: connection refused")
     );
-    assert!(!error.timeout);
+    assert_eq!(error.kind, io::ErrorKind::ConnectionRefused);
     let error = error_of("tcp4", &format!(":{}", address.port())).await;
     assert_eq!(
         error.text,
@@ -108,7 +108,7 @@ async fn silent_endpoint_times_out() {
     let address = hole.address;
     let error = error_of("tcp", &address.to_string()).await;
     assert_eq!(error.text, format!("dial tcp {address}: i/o timeout"));
-    assert!(error.timeout);
+    assert!(error.is_timeout());
 }
 
 #[tokio::test]
@@ -170,7 +170,7 @@ async fn refused_addresses_have_gos_texts() {
     ] {
         let error = error_of(protocol, address).await;
         assert_eq!(error.text, text);
-        assert!(!error.timeout);
+        assert!(!error.is_timeout());
     }
 }
 
@@ -265,6 +265,22 @@ fn errnos_have_gos_texts() {
         (32, "broken pipe"),
     ] {
         assert_eq!(errno_text(code, &io::Error::from_raw_os_error(code)), text);
+    }
+}
+
+#[test]
+fn errnos_have_kinds() {
+    for (code, expected) in [
+        (1, io::ErrorKind::PermissionDenied),
+        (11, io::ErrorKind::TimedOut),
+        (13, io::ErrorKind::PermissionDenied),
+        (101, io::ErrorKind::NetworkUnreachable),
+        (110, io::ErrorKind::TimedOut),
+        (111, io::ErrorKind::ConnectionRefused),
+        (112, io::ErrorKind::HostUnreachable),
+        (113, io::ErrorKind::HostUnreachable),
+    ] {
+        assert_eq!(kind(&io::Error::from_raw_os_error(code)), expected);
     }
 }
 
