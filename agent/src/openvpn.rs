@@ -12,7 +12,6 @@
 
 pub mod client;
 pub mod endpoint;
-mod halves;
 pub mod metrics;
 pub mod nodes;
 mod role;

@@ -6,7 +6,6 @@
 pub mod agent;
 mod connection;
 pub mod dial;
-pub mod flow;
 pub mod konnectivity;
 pub mod native;
 pub mod openvpn;

@@ -8,8 +8,9 @@ use std::sync::Arc;
 use bytes::Bytes;
 use culvert_host::net::dial;
 use culvert_host::telemetry::metrics::GaugeGuard;
-use culvert_openvpn::flows::{Refusal, Unreachable};
-use culvert_openvpn_io::stream::{Incoming, Stream};
+use culvert_openvpn::flows::{Closed, Refusal, Unreachable};
+use culvert_openvpn_io::flow::halves;
+use culvert_openvpn_io::stream::{Broken, Incoming, Stream};
 use culvert_stream::connection::run_connection;
 use culvert_stream::io::{ReadSource, WriteSink, linger_close};
 use culvert_stream::{CloseReason, HALF_OPEN_IDLE, log_closed};
@@ -18,7 +19,6 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tracing::debug;
 
-use super::halves::halves;
 use super::tunnel::Tunnel;
 use crate::agent::DIAL_TIMEOUT;
 use crate::metrics::DialFailureReason;
@@ -92,6 +92,15 @@ fn refusal(kind: io::ErrorKind) -> Refusal {
     })
 }
 
+/// Returns the close reason of a connection whose flow has ended.
+fn reason(broken: Broken) -> CloseReason {
+    match broken {
+        Broken::TunnelLost => CloseReason::ServerLost,
+        Broken::Flow(Closed::Finished) => CloseReason::Finished,
+        _ => CloseReason::ClientLost,
+    }
+}
+
 async fn carry(
     tunnel: &Tunnel,
     socket: TcpStream,
@@ -103,7 +112,7 @@ async fn carry(
     let (read, write) = socket.into_split();
     let mut source = ReadSource::new(read, Bytes::new(), CloseReason::EndpointLost);
     let mut sink = WriteSink::new(write, CloseReason::EndpointLost);
-    let (mut tunnel_source, mut tunnel_sink) = halves(stream);
+    let (mut tunnel_source, mut tunnel_sink) = halves(stream, reason);
     let cut = pin!(agent.server_lost(ended));
     let ended = run_connection(
         (&mut tunnel_source, &mut tunnel_sink),

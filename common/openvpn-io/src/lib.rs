@@ -14,6 +14,7 @@ mod batching;
 pub mod config_file;
 pub mod datagrams;
 pub mod files;
+pub mod flow;
 pub mod link;
 mod mailbox;
 mod pipe;

@@ -1,11 +1,12 @@
 //! An open connection to an endpoint, independent of the transport.
 
 use bytes::Bytes;
+use culvert_openvpn_io::flow::FlowSource;
 use culvert_stream::{CloseReason, Sink, Source};
 use tokio_util::task::TaskTracker;
 
 use super::dial::DialError;
-use super::flow::{FlowSink, FlowSource, FromFlow, ToFlow};
+use super::openvpn::flow::ToClient;
 use super::usage::DialGuard;
 use super::{agent, native};
 
@@ -26,7 +27,7 @@ pub enum FromEndpoint {
     /// Source on a separate native stream.
     Native(native::FromAgent),
     /// Source of a flow that ends in this process.
-    Flow(FromFlow),
+    Flow(FlowSource),
 }
 
 /// Sink for bytes to the endpoint.
@@ -36,7 +37,7 @@ pub enum ToEndpoint {
     /// Sink on a separate native stream.
     Native(native::ToAgent),
     /// Sink of a flow that ends in this process.
-    Flow(ToFlow),
+    Flow(ToClient),
 }
 
 /// Ends a connection from outside its halves, and counts the connection until dropped.
@@ -109,13 +110,9 @@ impl From<(native::FromAgent, native::ToAgent)> for Connection {
     }
 }
 
-impl From<(Box<dyn FlowSource>, Box<dyn FlowSink>)> for Connection {
-    fn from((source, sink): (Box<dyn FlowSource>, Box<dyn FlowSink>)) -> Self {
-        Self::new(
-            FromEndpoint::Flow(FromFlow(source)),
-            ToEndpoint::Flow(ToFlow(sink)),
-            None,
-        )
+impl From<(FlowSource, ToClient)> for Connection {
+    fn from((source, sink): (FlowSource, ToClient)) -> Self {
+        Self::new(FromEndpoint::Flow(source), ToEndpoint::Flow(sink), None)
     }
 }
 
@@ -125,7 +122,7 @@ impl ToEndpoint {
         match self {
             Self::Packet(sink) => sink.connection().0,
             Self::Native(sink) => sink.stream_id().into(),
-            Self::Flow(sink) => sink.0.id(),
+            Self::Flow(sink) => sink.id(),
         }
     }
 
@@ -134,7 +131,7 @@ impl ToEndpoint {
         match self {
             Self::Packet(sink) => sink.agent_id(),
             Self::Native(sink) => sink.agent_id(),
-            Self::Flow(sink) => sink.0.peer(),
+            Self::Flow(sink) => sink.peer(),
         }
     }
 
@@ -145,7 +142,7 @@ impl ToEndpoint {
             // Dropping the sink sends a close request to the agent.
             Self::Packet(sink) => drop(sink),
             Self::Native(sink) => sink.end(reason, tasks),
-            Self::Flow(sink) => sink.0.end(reason, tasks),
+            Self::Flow(sink) => sink.end(reason),
         }
     }
 }

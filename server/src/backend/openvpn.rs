@@ -20,7 +20,7 @@
 mod ccd;
 mod certificate_reload;
 mod clients;
-mod flow;
+pub(crate) mod flow;
 mod half_open;
 mod listen;
 pub mod metrics;

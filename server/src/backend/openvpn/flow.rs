@@ -1,27 +1,22 @@
-//! A dialed flow as the two halves of a connection.
+//! A dialed flow as a connection.
 
 use std::sync::Arc;
-use std::task::{Context, Poll, ready};
 
 use bytes::Bytes;
 use culvert_host::telemetry::metrics::GaugeGuard;
 use culvert_openvpn::flows::Closed;
-use culvert_openvpn_io::stream::{Broken, Reader, Stream, Writer};
-use culvert_stream::CloseReason;
+use culvert_openvpn_io::flow::{FlowSink, halves};
+use culvert_openvpn_io::stream::{Broken, Stream};
+use culvert_stream::{CloseReason, Sink};
 use tokio::time::Instant;
-use tokio_util::task::TaskTracker;
 
 use crate::backend::Connection;
 use crate::backend::dial::next_serial;
-use crate::backend::flow::{FlowSink, FlowSource};
 use crate::metrics::ServerMetrics;
 
-/// Bytes from the endpoint.
-struct FromClient(Reader);
-
 /// Bytes to the endpoint.
-struct ToClient {
-    writer: Writer,
+pub struct ToClient {
+    sink: FlowSink,
     peer: Arc<str>,
     id: i64,
     _life: Life,
@@ -41,14 +36,14 @@ pub fn connection(stream: Stream, peer: Arc<str>, metrics: Arc<ServerMetrics>) -
         opened: Instant::now(),
         metrics,
     };
-    let source: Box<dyn FlowSource> = Box::new(FromClient(stream.reader));
-    let sink: Box<dyn FlowSink> = Box::new(ToClient {
-        writer: stream.writer,
+    let (source, sink) = halves(stream, reason);
+    let sink = ToClient {
+        sink,
         peer,
         id: i64::try_from(next_serial()).unwrap_or(i64::MAX),
         _life: life,
-    });
-    Connection::from((source, sink))
+    };
+    (source, sink).into()
 }
 
 fn reason(broken: Broken) -> CloseReason {
@@ -59,49 +54,36 @@ fn reason(broken: Broken) -> CloseReason {
     }
 }
 
-impl FlowSource for FromClient {
-    fn poll_recv(&mut self, cx: &mut Context<'_>) -> Poll<Result<Option<Bytes>, CloseReason>> {
-        Poll::Ready(ready!(self.0.poll_recv(cx)).map_err(reason))
-    }
-
-    fn poll_aborted(&mut self, cx: &mut Context<'_>) -> Poll<CloseReason> {
-        self.0.poll_broken(cx).map(reason)
-    }
-}
-
-impl FlowSink for ToClient {
-    fn poll_send(
-        &mut self,
-        chunk: &mut Bytes,
-        cx: &mut Context<'_>,
-    ) -> Poll<Result<(), CloseReason>> {
-        self.writer.poll_send(chunk, cx).map_err(reason)
-    }
-
-    fn poll_finish(&mut self, _: &mut Context<'_>) -> Poll<Result<(), CloseReason>> {
-        Poll::Ready(self.writer.finish().map_err(reason))
-    }
-
-    fn id(&self) -> i64 {
+impl ToClient {
+    /// Returns the serial number of the connection, for logs.
+    pub fn id(&self) -> i64 {
         self.id
     }
 
-    fn peer(&self) -> &str {
+    /// Returns the name of the client, for logs.
+    pub fn peer(&self) -> &str {
         &self.peer
     }
 
     /// Ends the flow. After an orderly end, the flow's task still delivers all queued bytes.
-    fn end(mut self: Box<Self>, why: CloseReason, _: &TaskTracker) {
+    pub fn end(self, why: CloseReason) {
         match why {
             CloseReason::Finished
             | CloseReason::ClientClosed
             | CloseReason::EndpointClosed
-            | CloseReason::HalfOpenIdle => {
-                // An error means that the flow has already ended.
-                let _ = self.writer.finish();
-            }
-            _ => self.writer.abort(),
+            | CloseReason::HalfOpenIdle => self.sink.end(),
+            _ => self.sink.abort(),
         }
+    }
+}
+
+impl Sink for ToClient {
+    async fn send(&mut self, chunk: Bytes) -> Result<(), CloseReason> {
+        self.sink.send(chunk).await
+    }
+
+    async fn finish(&mut self) -> Result<(), CloseReason> {
+        self.sink.finish().await
     }
 }
 

@@ -104,7 +104,12 @@ fn progress(running: &Running) -> (Mode, Vec<Kind>, Progress) {
 
 #[tokio::test(start_paused = true)]
 async fn twenty_switches_under_load_fail_no_dial_and_cut_no_stream() {
-    let running = Arc::new(Running::start(Settings::default()));
+    // Longer than a round, and short because every connection runs over a real flow.
+    let drain = ms(10_000);
+    let running = Arc::new(Running::start(Settings {
+        drain,
+        ..Settings::default()
+    }));
     running.world.konnectivity.set_delay(ms(30));
     running.world.openvpn.set_delay(ms(80));
     let (opened, failed) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
@@ -158,7 +163,7 @@ async fn twenty_switches_under_load_fail_no_dial_and_cut_no_stream() {
     };
     assert_eq!(cut(&streams), 0);
     // The deadline of the last switch ends the streams of the old tunnel, and only those streams.
-    sleep(super::super::DEFAULT_DRAIN).await;
+    sleep(drain).await;
     running.settled().await;
     assert_eq!(cut(&streams), 10);
     assert_eq!(failed.load(Ordering::Relaxed), 0);
