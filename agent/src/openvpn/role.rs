@@ -8,13 +8,14 @@ use culvert_openvpn::options::Transport;
 use culvert_openvpn::session::{Established, Event, Session, Stats};
 use culvert_openvpn_io::Moment;
 use culvert_openvpn_io::link::Role;
+use culvert_openvpn_io::metrics::Counters;
 use culvert_openvpn_io::stream::Incoming;
 use culvert_openvpn_io::streams::Streams;
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
 
 use super::endpoint::Endpoint;
-use super::metrics::{Counted, Outcome};
+use super::metrics::Outcome;
 use super::tunnel::Tunnel;
 use super::udp::{Datagrams, Taken};
 
@@ -29,7 +30,7 @@ pub(super) struct ClientRole {
     ended: CancellationToken,
     /// True once the tunnel could carry data.
     pub(super) established: bool,
-    counted: Counted,
+    counters: Counters,
     datagrams: Option<(Datagrams, Ipv4Addr)>,
 }
 
@@ -41,7 +42,7 @@ impl ClientRole {
             transport,
             ended,
             established: false,
-            counted: Counted::default(),
+            counters: Counters::default(),
             datagrams: None,
         }
     }
@@ -138,8 +139,8 @@ impl Role for ClientRole {
 
     fn report(&mut self, session: &Stats, streams: Option<&Streams>, dropped: u64) {
         let flows = streams.map(Streams::stats);
-        let metrics = &self.tunnel.metrics;
-        metrics.count(&mut self.counted, session, flows, dropped);
+        let growth = self.counters.update(session, flows, dropped);
+        self.tunnel.metrics.add(&growth);
     }
 }
 

@@ -17,6 +17,7 @@ pub mod files;
 pub mod flow;
 pub mod link;
 mod mailbox;
+pub mod metrics;
 mod pipe;
 pub mod stream;
 pub mod streams;

@@ -16,6 +16,7 @@ use culvert_openvpn::options::Transport;
 use culvert_openvpn::peer_info::Protocol;
 use culvert_openvpn::routes::PeerId;
 use culvert_openvpn::session::Authenticated;
+use culvert_openvpn_io::metrics::{DropReason, Growth};
 use culvert_openvpn_io::stream::Peer;
 use culvert_openvpn_io::{Moment, now};
 use ipnet::Ipv4Net;
@@ -24,7 +25,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::warn;
 
 use super::ccd::ClientConfig;
-use super::metrics::{Drop as Dropped, OpenvpnMetrics};
+use super::metrics::OpenvpnMetrics;
 use super::pool::{Lease, Pool};
 use super::push::{self, PushAll};
 use crate::tunnel;
@@ -281,7 +282,7 @@ impl Clients {
     fn send(&self, state: &State, to: PeerId, packet: &[u8]) {
         let peer = state.clients.get(&to).and_then(|to| to.peer.as_ref());
         if !peer.is_some_and(|peer| peer.forward(packet)) {
-            self.metrics.dropped(Dropped::Full, 1);
+            self.metrics.traffic.dropped(DropReason::Full);
         }
     }
 
@@ -289,9 +290,9 @@ impl Clients {
     pub fn report(&self) {
         let mut state = self.state.lock();
         let stats = state.forward.stats();
-        let before = std::mem::replace(&mut state.reported, stats);
+        let growth = Growth::update(&mut state.reported, stats);
         drop(state);
-        self.metrics.add_forward(&before, &stats);
+        self.metrics.add_forward(&growth);
     }
 
     /// Selects the client for a dial: by longest prefix, then clients that are not silent, then the newest.

@@ -10,6 +10,7 @@ use culvert_openvpn::session::{
 };
 use culvert_openvpn_io::Moment;
 use culvert_openvpn_io::link::Role;
+use culvert_openvpn_io::metrics::Counters;
 use culvert_openvpn_io::streams::Streams;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
@@ -18,7 +19,7 @@ use tracing::{debug, info, warn};
 use super::CONNECT_TIMEOUT;
 use super::clients::{Admission, Clients};
 use super::half_open::HalfOpen;
-use super::metrics::{Drop as Dropped, Handshake};
+use super::metrics::Handshake;
 
 /// Decision about a client, for its transport to carry out.
 pub enum Decision {
@@ -42,9 +43,7 @@ pub struct Client {
     refused: bool,
     /// Session settings over TCP, which change when certificates are renewed.
     config: Option<watch::Receiver<Arc<ServerConfig>>>,
-    session: Stats,
-    flows: flows::Stats,
-    unsealed: u64,
+    counters: Counters,
 }
 
 impl Client {
@@ -68,9 +67,7 @@ impl Client {
             established: false,
             refused: false,
             config: None,
-            session: Stats::default(),
-            flows: flows::Stats::default(),
-            unsealed: 0,
+            counters: Counters::default(),
         }
     }
 
@@ -235,16 +232,9 @@ impl Client {
 
     /// Adds the counts since the last call to the metrics.
     pub fn count(&mut self, session: &Stats, streams: Option<&Streams>, unsealed: u64) {
-        let metrics = &self.clients.metrics;
-        metrics.add_session(&self.session, session);
-        self.session = *session;
-        if let Some(streams) = streams {
-            let flows = streams.stats();
-            metrics.add_flows(&self.flows, &flows);
-            self.flows = flows;
-        }
-        metrics.dropped(Dropped::Unsealed, unsealed.saturating_sub(self.unsealed));
-        self.unsealed = unsealed;
+        let flows = streams.map(Streams::stats);
+        let growth = self.counters.update(session, flows, unsealed);
+        self.clients.metrics.add_client(&growth);
         self.clients.report();
     }
 }

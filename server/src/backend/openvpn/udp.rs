@@ -14,6 +14,7 @@ use culvert_openvpn::hub::{Hub, HubStats, Limits, PeerId};
 use culvert_openvpn::options::Transport;
 use culvert_openvpn::session::{Ended, Event, ServerConfig};
 use culvert_openvpn_io::datagrams::Datagrams;
+use culvert_openvpn_io::metrics::Growth;
 use culvert_openvpn_io::streams::Streams;
 use culvert_openvpn_io::{Moment, now};
 use tokio::sync::watch;
@@ -344,8 +345,7 @@ impl Udp {
                 member.client.count(session.stats(), streams, unsealed);
             }
         }
-        let stats = *self.hub.stats();
-        let before = std::mem::replace(&mut self.reported, stats);
-        self.clients.metrics.add_hub(&before, &stats);
+        let growth = Growth::update(&mut self.reported, *self.hub.stats());
+        self.clients.metrics.add_hub(&growth);
     }
 }
