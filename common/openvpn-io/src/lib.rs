@@ -11,6 +11,7 @@
 //! packets straight into the buffer of the socket. Other tasks handle only bytes.
 
 mod batching;
+pub mod clock;
 pub mod config_file;
 pub mod datagrams;
 pub mod files;

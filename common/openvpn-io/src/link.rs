@@ -6,28 +6,20 @@
 
 use std::future::{Future as _, poll_fn};
 use std::io;
-use std::pin::Pin;
 use std::task::{Context, Poll};
-use std::time::Duration;
 
 use culvert_openvpn::framing::LengthError;
 use culvert_openvpn::session::{Ended, Event, Session, Stats};
 use tokio::net::{TcpStream, UdpSocket};
-use tokio::time::{Instant, Sleep, sleep_until};
 use tokio_util::sync::CancellationToken;
 
+use super::clock::{Clock, LINK_GOODBYE};
 use super::stream::Incoming;
 use super::streams::Streams;
 use super::wire::Wire;
 use super::{Moment, now};
 
 pub use super::wire::WireError;
-
-/// Interval of [`Role::report`] while there is traffic.
-const REPORT_EVERY: Duration = Duration::from_secs(1);
-
-/// Time limit for sending the final messages of an ended session.
-const GOODBYE: Duration = Duration::from_secs(5);
 
 /// Batches written in one turn.
 const BATCHES: usize = 4;
@@ -87,9 +79,7 @@ pub struct Link<R> {
     session: Session,
     streams: Option<Streams>,
     wire: Wire,
-    timer: Pin<Box<Sleep>>,
-    timer_at: Option<Moment>,
-    report_at: Option<Moment>,
+    clock: Clock,
     /// Reason for the end of the session, and the deadline for its final messages.
     ended: Option<(Ended, Moment)>,
     /// Inner packets that could not be encrypted.
@@ -116,9 +106,7 @@ impl<R: Role> Link<R> {
             session,
             streams: None,
             wire,
-            timer: Box::pin(sleep_until(Instant::now())),
-            timer_at: None,
-            report_at: None,
+            clock: Clock::default(),
             ended: None,
             dropped: 0,
         }
@@ -128,7 +116,7 @@ impl<R: Role> Link<R> {
     /// notified if its transport requires a notification.
     pub async fn run(mut self, shutdown: &CancellationToken) -> (R, LinkEnd) {
         let end = self.serve(shutdown).await;
-        self.streams_report();
+        self.report();
         (self.role, end)
     }
 
@@ -187,7 +175,7 @@ impl<R: Role> Link<R> {
         // Processes flows that ended through sending, and mail that arrived meanwhile.
         self.work(now);
         if active || written {
-            self.report_at.get_or_insert(now + REPORT_EVERY);
+            self.clock.report_soon(now);
             return Poll::Ready(Ok(()));
         }
         if self.is_over(now) {
@@ -211,6 +199,7 @@ impl<R: Role> Link<R> {
             session,
             streams,
             wire,
+            ended,
             ..
         } = self;
         let mut heard = false;
@@ -222,12 +211,7 @@ impl<R: Role> Link<R> {
             });
             heard |= taken.is_ok();
             // The next packet may depend on the effects of these events.
-            while let Some(event) = session.poll_event() {
-                if let Event::Ended(ended) = &event {
-                    self.ended.get_or_insert((ended.clone(), now + GOODBYE));
-                }
-                role.event(event, session, streams, now);
-            }
+            events(role, session, streams, ended, now);
         });
         if heard && let Some(streams) = &mut self.streams {
             streams.heard(now);
@@ -240,34 +224,33 @@ impl<R: Role> Link<R> {
             self.session.handle_timeout(now);
         }
         self.wire.handle_timeout(now);
-        if self.report_at.is_some_and(|at| at <= now) {
-            self.streams_report();
+        if self.clock.take_report(now) {
+            self.report();
         }
     }
 
-    fn streams_report(&mut self) {
-        self.report_at = None;
+    fn report(&mut self) {
         self.role
             .report(self.session.stats(), self.streams.as_ref(), self.dropped);
     }
 
     fn work(&mut self, now: Moment) {
-        if let Some(streams) = &mut self.streams {
-            let role = &mut self.role;
+        let Self {
+            role,
+            session,
+            streams,
+            ended,
+            ..
+        } = self;
+        if let Some(streams) = streams {
             streams.work(now, &mut |incoming| role.incoming(incoming));
             if streams.take_close() {
-                self.session.close(now);
+                session.close(now);
             }
         }
-        while let Some(event) = self.session.poll_event() {
-            if let Event::Ended(ended) = &event {
-                self.ended.get_or_insert((ended.clone(), now + GOODBYE));
-            }
-            self.role
-                .event(event, &mut self.session, &mut self.streams, now);
-        }
+        events(role, session, streams, ended, now);
         if self.ended.is_some() && self.streams.is_some() {
-            self.streams_report();
+            self.report();
             self.streams = None;
         }
     }
@@ -276,10 +259,7 @@ impl<R: Role> Link<R> {
     fn write(&mut self, now: Moment, cx: &mut Context<'_>) -> Result<bool, WireError> {
         for _ in 0..BATCHES {
             self.collect(now);
-            if self.wire.is_empty() {
-                return Ok(false);
-            }
-            if self.wire.poll_flush(cx)?.is_pending() {
+            if self.wire.is_empty() || self.wire.poll_flush(cx)?.is_pending() {
                 return Ok(false);
             }
         }
@@ -326,26 +306,30 @@ impl<R: Role> Link<R> {
         {
             return Poll::Ready(Ok(()));
         }
-        let streams = self.streams.as_ref().and_then(Streams::poll_timeout);
-        let goodbye = self.ended.as_ref().map(|(_, until)| *until);
         let timeouts = [
             self.session.poll_timeout(),
-            streams,
+            self.streams.as_ref().and_then(Streams::poll_timeout),
             self.wire.poll_timeout(),
-            self.report_at,
-            goodbye,
+            self.ended.as_ref().map(|(_, until)| *until),
         ];
-        let Some(at) = timeouts.into_iter().flatten().min() else {
-            return Poll::Pending;
-        };
-        if self.timer_at != Some(at) {
-            self.timer_at = Some(at);
-            self.timer.as_mut().reset(Instant::from_std(at));
+        let timeouts = timeouts.into_iter().flatten();
+        self.clock.poll_until(timeouts, cx).map(Ok)
+    }
+}
+
+/// Passes the events of a session to its role.
+fn events<R: Role>(
+    role: &mut R,
+    session: &mut Session,
+    streams: &mut Option<Streams>,
+    ended: &mut Option<(Ended, Moment)>,
+    now: Moment,
+) {
+    while let Some(event) = session.poll_event() {
+        if let Event::Ended(reason) = &event {
+            ended.get_or_insert((reason.clone(), now + LINK_GOODBYE));
         }
-        self.timer.as_mut().poll(cx).map(|()| {
-            self.timer_at = None;
-            Ok(())
-        })
+        role.event(event, session, streams, now);
     }
 }
 

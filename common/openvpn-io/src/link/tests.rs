@@ -2,6 +2,7 @@
 
 use std::net::{Ipv4Addr, SocketAddrV4};
 use std::sync::Arc;
+use std::time::Duration;
 
 use culvert_openvpn::flows;
 use culvert_openvpn::options::Transport;

@@ -4,21 +4,19 @@
 //! batches of datagrams, and stops after the batch that reaches [`TURN_BYTES`].
 
 use std::collections::BTreeMap;
-use std::future::{Future as _, poll_fn};
-use std::pin::Pin;
+use std::future::poll_fn;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
-use std::time::Duration;
 
 use culvert_openvpn::hub::{Hub, HubStats, Limits, PeerId};
 use culvert_openvpn::options::Transport;
 use culvert_openvpn::session::{Ended, Event, ServerConfig};
+use culvert_openvpn_io::clock::{Clock, UDP_SERVER_GOODBYE};
 use culvert_openvpn_io::datagrams::Datagrams;
 use culvert_openvpn_io::metrics::Growth;
 use culvert_openvpn_io::streams::Streams;
 use culvert_openvpn_io::{Moment, now};
 use tokio::sync::watch;
-use tokio::time::{Instant, Sleep, sleep_until};
 use tokio_util::sync::CancellationToken;
 
 use super::clients::Clients;
@@ -37,12 +35,6 @@ const OUT_BYTES: usize = 64 << 10;
 /// Limit of sessions that are not established; see [`Limits::half_open`].
 const MAX_HALF_OPEN: usize = 256;
 
-/// Interval at which counters are added to the metrics.
-const REPORT_EVERY: Duration = Duration::from_secs(1);
-
-/// Time limit for notifying clients of the server's shutdown.
-const GOODBYE: Duration = Duration::from_millis(500);
-
 struct Member {
     client: Client,
     kick: CancellationToken,
@@ -60,8 +52,7 @@ pub struct Udp {
     members: BTreeMap<PeerId, Member>,
     /// Client that sends first in the next turn.
     first: Option<PeerId>,
-    timer: Pin<Box<Sleep>>,
-    report_at: Moment,
+    clock: Clock,
     reported: HubStats,
 }
 
@@ -73,7 +64,6 @@ impl Udp {
         clients: Arc<Clients>,
         max_clients: usize,
     ) -> Self {
-        let now = now();
         let first = config.borrow().clone();
         let limits = Limits {
             sessions: max_clients.saturating_add(MAX_HALF_OPEN),
@@ -81,13 +71,12 @@ impl Udp {
         };
         Self {
             socket,
-            hub: Hub::new(first, limits, now),
+            hub: Hub::new(first, limits, now()),
             config,
             clients,
             members: BTreeMap::new(),
             first: None,
-            timer: Box::pin(sleep_until(Instant::from_std(now))),
-            report_at: now + REPORT_EVERY,
+            clock: Clock::default(),
             reported: HubStats::default(),
         }
     }
@@ -96,8 +85,7 @@ impl Udp {
     pub async fn serve(mut self, shutdown: CancellationToken) {
         let served = async {
             loop {
-                poll_fn(|cx| self.poll_turn(cx)).await;
-                tokio::task::yield_now().await;
+                self.turn().await;
             }
         };
         let _: Option<()> = shutdown.run_until_cancelled(served).await;
@@ -106,16 +94,17 @@ impl Udp {
             self.hub.restart(peer, false, now);
         }
         let told = async {
-            loop {
-                poll_fn(|cx| self.poll_turn(cx)).await;
-                if self.members.is_empty() && self.socket.is_empty() {
-                    return;
-                }
-                tokio::task::yield_now().await;
+            while !self.members.is_empty() || !self.socket.is_empty() {
+                self.turn().await;
             }
         };
-        let _ = tokio::time::timeout(GOODBYE, told).await;
+        let _ = tokio::time::timeout(UDP_SERVER_GOODBYE, told).await;
         self.report();
+    }
+
+    async fn turn(&mut self) {
+        poll_fn(|cx| self.poll_turn(cx)).await;
+        tokio::task::yield_now().await;
     }
 
     /// Runs one turn. Ready after progress, when there may be more work.
@@ -144,9 +133,11 @@ impl Udp {
         self.events(now);
         let sent = self.send(now, cx);
         self.work(now);
-        if self.report_at <= now {
+        if self.clock.take_report(now) {
             self.report();
-            self.report_at = now + REPORT_EVERY;
+        }
+        if active || sent || !self.members.is_empty() {
+            self.clock.report_soon(now);
         }
         if active || sent {
             return Poll::Ready(());
@@ -312,30 +303,14 @@ impl Udp {
     }
 
     fn poll_wait(&mut self, cx: &mut Context<'_>) -> Poll<()> {
-        let mut next = self.hub.poll_timeout();
-        let mut mail = false;
-        let mut sooner = |at: Option<Moment>| {
-            next = [next, at].into_iter().flatten().min();
-        };
-        for member in self.members.values() {
-            if let Some(streams) = &member.streams {
-                mail |= streams.poll_mail(cx).is_ready();
-                sooner(streams.poll_timeout());
-            }
-        }
-        if !self.members.is_empty() {
-            sooner(Some(self.report_at));
-        }
-        if mail {
+        let streams = || self.members.values().filter_map(|m| m.streams.as_ref());
+        // Every mailbox is polled, because each has a waker of its own.
+        if streams().filter(|s| s.poll_mail(cx).is_ready()).count() > 0 {
             return Poll::Ready(());
         }
-        match next {
-            Some(at) => {
-                self.timer.as_mut().reset(Instant::from_std(at));
-                self.timer.as_mut().poll(cx)
-            }
-            None => Poll::Pending,
-        }
+        let timeouts = streams().filter_map(Streams::poll_timeout);
+        let timeouts = timeouts.chain(self.hub.poll_timeout());
+        self.clock.poll_until(timeouts, cx)
     }
 
     fn report(&mut self) {
