@@ -257,11 +257,6 @@ fn seconds(directive: &Directive, index: usize) -> Result<Duration, String> {
         .map(|seconds| Duration::from_secs(seconds.into()))
 }
 
-/// Parses a number of seconds; 0 means never.
-fn seconds_or_never(directive: &Directive, index: usize) -> Result<Option<Duration>, String> {
-    seconds(directive, index).map(|time| Some(time).filter(|time| !time.is_zero()))
-}
-
 fn port(directive: &Directive, index: usize) -> Result<u16, String> {
     let port: u16 = value(directive, index, "a port")?;
     match port {

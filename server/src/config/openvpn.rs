@@ -396,21 +396,21 @@ fn cidrs(p: &mut Problems, flag: &str, lists: &[StringSlice]) -> Vec<Ipv4Net> {
         .collect()
 }
 
-/// Parses a time in whole seconds, as OpenVPN requires; 0 means never.
+/// Parses a time in whole seconds, as OpenVPN requires. 0 means never, also in the configuration file.
 fn time(
     p: &mut Problems,
     flag: &str,
     given: Option<GoDuration>,
     otherwise: Option<Duration>,
 ) -> Option<Duration> {
-    let Some(given) = given else {
-        return otherwise;
-    };
-    let time = given.saturating();
-    p.require(given.nanos() >= 0 && time.subsec_nanos() == 0, || {
-        format!("{flag} must be whole seconds, got {given}")
+    let given = given.map(|given| {
+        let time = given.saturating();
+        p.require(given.nanos() >= 0 && time.subsec_nanos() == 0, || {
+            format!("{flag} must be whole seconds, got {given}")
+        });
+        time
     });
-    Some(time).filter(|time| !time.is_zero())
+    given.or(otherwise).filter(|time| !time.is_zero())
 }
 
 #[cfg(test)]

@@ -144,8 +144,8 @@ impl Options for Client {
                 return Err("a server's certificate is not checked against a CRL; use verify-x509-name to set the expected name".into());
             }
             "keepalive" => {
-                self.common.ping = super::seconds_or_never(directive, 0)?;
-                self.common.ping_restart = super::seconds_or_never(directive, 1)?;
+                self.common.ping = Some(super::seconds(directive, 0)?);
+                self.common.ping_restart = Some(super::seconds(directive, 1)?);
             }
             "dev" => {
                 self.common.take(context, directive)?;

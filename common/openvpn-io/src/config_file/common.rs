@@ -11,9 +11,7 @@ use culvert_openvpn::tls::{MinVersion, NameCheck};
 use culvert_openvpn::wrap::KeyDirection;
 
 use super::lexer::Directive;
-use super::{
-    Context, Material, Outcome, Taken, ciphers, port, seconds, seconds_or_never, value, word,
-};
+use super::{Context, Material, Outcome, Taken, ciphers, port, seconds, value, word};
 
 /// Key and direction of tls-auth.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -67,9 +65,10 @@ pub struct Common {
     pub tran_window: Option<Duration>,
     /// `tls-timeout`.
     pub tls_timeout: Option<Duration>,
-    /// `ping`, or the first number of `keepalive`. `None` also for 0.
+    /// `ping`, or the first number of `keepalive`. 0 disables pings.
     pub ping: Option<Duration>,
-    /// `ping-restart`, or the value derived from the second number of `keepalive`. `None` also for 0.
+    /// `ping-restart`, or the value derived from the second number of `keepalive`. 0 disables the
+    /// restart.
     pub ping_restart: Option<Duration>,
     key_direction: Option<KeyDirection>,
     dev: Option<String>,
@@ -180,10 +179,10 @@ impl Common {
             "hand-window" => self.hand_window = Some(positive(directive)?),
             "tran-window" => self.tran_window = Some(positive(directive)?),
             "tls-timeout" => self.tls_timeout = Some(positive(directive)?),
-            "ping" => self.ping = seconds_or_never(directive, 0)?,
-            "ping-restart" => self.ping_restart = seconds_or_never(directive, 0)?,
+            "ping" => self.ping = Some(seconds(directive, 0)?),
+            "ping-restart" => self.ping_restart = Some(seconds(directive, 0)?),
             "ping-exit" => {
-                self.ping_restart = seconds_or_never(directive, 0)?;
+                self.ping_restart = Some(seconds(directive, 0)?);
                 let note = "used as ping-restart: the process does not exit, but connects again";
                 return Ok(Taken::Note(note.into()));
             }

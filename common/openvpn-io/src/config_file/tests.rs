@@ -338,3 +338,12 @@ proptest! {
         prop_assert_eq!(lexer::words(&quoted).unwrap(), [word]);
     }
 }
+
+#[test]
+fn zero_disables_pings_instead_of_leaving_the_default() {
+    for text in ["ping 0\nping-restart 0\n", "keepalive 0 0\n"] {
+        let common = client_of(&format!("{KKP_CLIENT}{text}")).config.common;
+        let never = Some(Duration::ZERO);
+        assert_eq!((common.ping, common.ping_restart), (never, never));
+    }
+}

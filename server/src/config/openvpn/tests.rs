@@ -176,7 +176,7 @@ fn config_file_is_sufficient_and_flags_override_it() {
         cert = files.path("cert").display(),
         key = files.path("key").display(),
     );
-    std::fs::write(files.path("server.conf"), text).unwrap();
+    std::fs::write(files.path("server.conf"), &text).unwrap();
     let config = files.uds(&["--openvpn-config=@server.conf"]).unwrap();
     let settings = config.openvpn.unwrap();
     assert_eq!(settings.listen[0].to_string(), "tcp:127.0.0.1:1199");
@@ -193,6 +193,11 @@ fn config_file_is_sufficient_and_flags_override_it() {
     assert_eq!(settings.listen[0].to_string(), "udp::1194");
     assert_eq!(settings.network.to_string(), "10.22.0.0/24");
     assert_eq!(settings.ping, Some(Duration::from_secs(3)));
+    let never = text.replace("ping 7", "ping 0\nping-restart 0");
+    std::fs::write(files.path("never.conf"), never).unwrap();
+    let config = files.uds(&["--openvpn-config=@never.conf"]).unwrap();
+    let settings = config.openvpn.unwrap();
+    assert_eq!((settings.ping, settings.ping_restart), (None, None));
     std::fs::write(files.path("bad.conf"), "dev tap\nup\nnonsense 1\n").unwrap();
     let refused = errors(&files, &["--openvpn-config=@bad.conf"]);
     assert!(
