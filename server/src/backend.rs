@@ -6,6 +6,7 @@
 pub mod agent;
 mod connection;
 pub mod dial;
+pub(crate) mod flow;
 pub mod konnectivity;
 pub mod native;
 pub mod openvpn;

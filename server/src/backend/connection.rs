@@ -6,7 +6,7 @@ use culvert_stream::{CloseReason, Sink, Source};
 use tokio_util::task::TaskTracker;
 
 use super::dial::DialError;
-use super::openvpn::flow::ToClient;
+use super::flow::ToClient;
 use super::usage::DialGuard;
 use super::{agent, native};
 

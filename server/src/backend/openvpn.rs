@@ -20,7 +20,6 @@
 mod ccd;
 mod certificate_reload;
 mod clients;
-pub(crate) mod flow;
 mod half_open;
 mod listen;
 pub mod metrics;
@@ -69,7 +68,7 @@ use self::pool::Pool;
 use self::push::PushAll;
 use self::settings::Settings;
 use self::udp::Udp;
-use super::Connection;
+use super::{Connection, flow};
 use crate::backend::dial::{Attempts, StreamDialError};
 use crate::backend::{DialError, Dialing, Tunnel};
 use crate::metrics::{DialFailureReason, ServerMetrics};
@@ -316,7 +315,7 @@ impl Openvpn {
     }
 
     fn connection(&self, stream: Stream, way: &Way) -> Connection {
-        flow::connection(stream, way.name.clone(), self.metrics.clone())
+        flow::open(stream, way.name.clone(), self.metrics.clone()).into()
     }
 
     /// Converts the error into the Go wording that the agents of the Konnectivity tunnel use.

@@ -24,7 +24,7 @@ use tokio_util::task::TaskTracker;
 
 use super::*;
 use crate::backend::Dialing;
-use crate::backend::openvpn::flow;
+use crate::backend::flow;
 use crate::frontend::Frontend;
 use crate::tunnel::Peer;
 
@@ -118,7 +118,7 @@ impl Memory {
                 let peer = self.peer.get_or_init(|| flows(self.ends.clone()));
                 let stream = peer.dial(TARGET).await.unwrap();
                 let metrics = self.metrics.clone();
-                Ok(flow::connection(stream, "memory".into(), metrics))
+                Ok(flow::open(stream, "memory".into(), metrics).into())
             }
             Answer::Refuse => Err(StreamDialError::Refused("connection refused".into()).into()),
             Answer::NotCarry => Err(DialError::Uncarried("IPv4 only".into())),

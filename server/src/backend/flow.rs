@@ -1,17 +1,16 @@
-//! A dialed flow as a connection.
+//! The halves of a dialed flow, which ends in this process.
 
 use std::sync::Arc;
 
 use bytes::Bytes;
 use culvert_host::telemetry::metrics::GaugeGuard;
 use culvert_openvpn::flows::Closed;
-use culvert_openvpn_io::flow::{FlowSink, halves};
+use culvert_openvpn_io::flow::{FlowSink, FlowSource, halves};
 use culvert_openvpn_io::stream::{Broken, Stream};
 use culvert_stream::{CloseReason, Sink};
 use tokio::time::Instant;
 
-use crate::backend::Connection;
-use crate::backend::dial::next_serial;
+use super::dial::next_serial;
 use crate::metrics::ServerMetrics;
 
 /// Bytes to the endpoint.
@@ -29,8 +28,8 @@ struct Life {
     metrics: Arc<ServerMetrics>,
 }
 
-/// Creates a connection from an open flow. `peer` is the client's name.
-pub fn connection(stream: Stream, peer: Arc<str>, metrics: Arc<ServerMetrics>) -> Connection {
+/// Splits an open flow into the halves of a connection. `peer` is the client's name.
+pub fn open(stream: Stream, peer: Arc<str>, metrics: Arc<ServerMetrics>) -> (FlowSource, ToClient) {
     let life = Life {
         _open: GaugeGuard::new(&metrics.established_connections),
         opened: Instant::now(),
@@ -43,7 +42,7 @@ pub fn connection(stream: Stream, peer: Arc<str>, metrics: Arc<ServerMetrics>) -
         id: i64::try_from(next_serial()).unwrap_or(i64::MAX),
         _life: life,
     };
-    (source, sink).into()
+    (source, sink)
 }
 
 fn reason(broken: Broken) -> CloseReason {
