@@ -7,12 +7,11 @@ use std::sync::atomic::Ordering;
 
 use anyhow::Context as _;
 use culvert_host::admin::{self, METRICS_TYPE, Reply};
-use culvert_host::net::listen::{Accepted, Listener};
-use culvert_host::runtime::shards::on_shard;
-use culvert_host::runtime::shards::{Seat, Shards};
+use culvert_host::net::listen::Listener;
+use culvert_host::runtime::shards::Shards;
 use culvert_host::tls::{self, Identity, TlsOptions, TrustBundle};
 use http::StatusCode;
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tokio::time::{sleep, timeout};
 use tokio_rustls::TlsAcceptor;
@@ -172,7 +171,7 @@ impl Bound {
                 let connection = move |stream, peer| front.clone().serve_sni(stream, peer);
                 let listener = Listener::tcp(listener, &keepalive);
                 let (front, until) = (own.clone(), until.clone());
-                serve(listener, until, front, Shards::seat_nearby, connection)
+                front.accept(listener, until, Shards::seat_nearby, connection)
             };
             // All threads wait on the same socket, and the first thread to wake up accepts. Most of these
             // connections are short, and a hand-over to another thread would be an eighth of their cost.
@@ -197,7 +196,7 @@ impl Bound {
             let (front, until) = (front.clone(), shutdown.clone());
             let listener = Listener::tcp(listener, &keepalive);
             let connection = move |stream, peer| tunnels.clone().serve(stream, peer);
-            accepting.spawn(serve(listener, until, front, Shards::seat, connection));
+            accepting.spawn(front.accept(listener, until, Shards::seat, connection));
         }
 
         shutdown.cancelled().await;
@@ -282,41 +281,6 @@ fn pages(front: &Arc<Front>) -> admin::Routes {
         })
         .route("/stats/prometheus", move |_| page(&stats))
         .route("/metrics", move |_| page(&metrics))
-}
-
-/// Accepts connections until `until` fires. Each connection runs on the thread picked by `seat`.
-pub(super) async fn serve<C, T>(
-    listener: Listener,
-    until: CancellationToken,
-    front: Arc<Front>,
-    seat: fn(&Shards) -> Seat,
-    connection: C,
-) where
-    C: Fn(TcpStream, SocketAddr) -> T + Clone + Send + 'static,
-    T: Future<Output = ()> + Send + 'static,
-{
-    let handle = |accepted| {
-        let (seat, connection) = (seat(&front.shards), connection.clone());
-        let cut = front.cut.clone();
-        let shard = seat.shard();
-        on_shard(
-            &front.shards,
-            shard,
-            &front.tasks,
-            accepted,
-            move |accepted| async move {
-                let _seat = seat;
-                if let Accepted::Tcp(stream, peer) = accepted {
-                    // Not `run_until_cancelled`: its future has space for the connection twice.
-                    tokio::select! {
-                        () = connection(stream, peer) => {}
-                        () = cut.cancelled() => {}
-                    }
-                }
-            },
-        );
-    };
-    listener.serve(until, handle).await;
 }
 
 #[cfg(test)]

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use culvert_host::telemetry::metrics::GaugeGuard;
-use culvert_kube::election::{Candidate, Times};
+use culvert_kube::election::Candidate;
 use culvert_kube::request::{Failing, RequestError, Target, request, writes};
 use k8s_openapi::api::core::v1 as core;
 use kube::api::{ApiResource, DynamicObject};
@@ -23,7 +23,7 @@ use tracing::{debug, info};
 use super::balancer_ports::{
     BalancerOptions, balancer_ports, changed_ports, has_balancer_ports, read_ports,
 };
-use super::config::PROGRAM;
+use super::config::{BalancerConfig, PROGRAM};
 use super::exposure::Service;
 use super::metrics::{ProxyMetrics, Step};
 
@@ -38,19 +38,6 @@ const FIRST_PAUSE: Duration = Duration::from_millis(200);
 /// Longest pause after failures. This value limits both the load on an API server in trouble and the delay of
 /// a change after the API server has recovered.
 const MAX_PAUSE: Duration = Duration::from_secs(30);
-
-/// The Service to update, and its ports.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct BalancerConfig {
-    /// Namespace of the Service and of the lease.
-    pub namespace: String,
-    /// Name of the Service. The lease has the same name plus the suffix `-updater`.
-    pub name: String,
-    /// Selection of the ports.
-    pub options: BalancerOptions,
-    /// Times of the lease.
-    pub times: Times,
-}
 
 /// The Services with ports on the load balancer; `None` until all Services are known. The same value is sent
 /// again after a change of the load balancer's own Service.

@@ -12,8 +12,8 @@ use culvert_kube::election::Times;
 
 use self::flags::Flags;
 use super::allowed::AllowedNetworks;
-use super::balancer::BalancerConfig;
-use super::discovery::Cluster;
+use super::balancer_ports::BalancerOptions;
+use super::exposure::Options;
 
 pub use culvert_host::net::listen::Keepalive;
 
@@ -54,6 +54,32 @@ pub enum Source {
     File(PathBuf),
     /// The Kubernetes API.
     Kubernetes(Cluster),
+}
+
+/// The cluster to watch, and the account to use.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Cluster {
+    /// Kubeconfig file; `None` uses the pod's own account, or the file in `KUBECONFIG`.
+    pub kubeconfig: Option<PathBuf>,
+    /// Namespace to watch; `None` watches all.
+    pub namespace: Option<String>,
+    /// Key of the annotation, and the available listeners.
+    pub options: Options,
+    /// Load balancer's Service to update; `None` updates no Service.
+    pub balancer: Option<Box<BalancerConfig>>,
+}
+
+/// The Service to update, and its ports.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct BalancerConfig {
+    /// Namespace of the Service and of the lease.
+    pub namespace: String,
+    /// Name of the Service. The lease has the same name plus the suffix `-updater`.
+    pub name: String,
+    /// Selection of the ports.
+    pub options: BalancerOptions,
+    /// Times of the lease.
+    pub times: Times,
 }
 
 /// The listener for CONNECT requests.

@@ -4,7 +4,6 @@
 //! Only exposed Services are stored, but all EndpointSlices are: if a Service is annotated later, the watch
 //! does not report its slices again.
 
-use std::path::PathBuf;
 use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
@@ -22,9 +21,10 @@ use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use super::annotations::PORT_MAPPING_ANNOTATION;
-use super::balancer::{Balancer, BalancerConfig, Reporter};
+use super::balancer::{Balancer, Reporter};
+use super::config::Cluster;
 use super::exposure::{
-    Endpoint, Options, Problem, Protocol, Service, ServicePort, Slice, SlicePort, expose,
+    Endpoint, Problem, Protocol, Service, ServicePort, Slice, SlicePort, expose,
 };
 use super::metrics::{ProxyMetrics, SourceState};
 use super::table::Table;
@@ -34,19 +34,6 @@ const COLLECT: Duration = Duration::from_millis(20);
 
 /// Label of an EndpointSlice with the name of its Service.
 const SERVICE_LABEL: &str = "kubernetes.io/service-name";
-
-/// The cluster to watch, and the account to use.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Cluster {
-    /// Kubeconfig file; `None` uses the pod's own account, or the file in `KUBECONFIG`.
-    pub kubeconfig: Option<PathBuf>,
-    /// Namespace to watch; `None` watches all.
-    pub namespace: Option<String>,
-    /// Key of the annotation, and the available listeners.
-    pub options: Options,
-    /// Load balancer's Service to update; `None` updates no Service.
-    pub balancer: Option<Box<BalancerConfig>>,
-}
 
 /// Watches one cluster.
 pub struct Discovery {

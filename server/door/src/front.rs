@@ -5,7 +5,8 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use culvert_host::runtime::shards::Shards;
+use culvert_host::net::listen::{Accepted, Listener};
+use culvert_host::runtime::shards::{Seat, Shards, on_shard};
 use culvert_stream::CloseReason;
 use socket2::SockRef;
 use tokio::net::TcpStream;
@@ -56,6 +57,35 @@ enum NoHello {
 }
 
 impl Front {
+    /// Accepts connections until `until` fires. Each connection runs on the thread picked by `seat`.
+    pub async fn accept<C, T>(
+        self: Arc<Self>,
+        listener: Listener,
+        until: CancellationToken,
+        seat: fn(&Shards) -> Seat,
+        connection: C,
+    ) where
+        C: Fn(TcpStream, SocketAddr) -> T + Clone + Send + 'static,
+        T: Future<Output = ()> + Send + 'static,
+    {
+        let handle = |accepted| {
+            let (seat, connection) = (seat(&self.shards), connection.clone());
+            let (shard, cut) = (seat.shard(), self.cut.clone());
+            let serve = move |accepted| async move {
+                let _seat = seat;
+                if let Accepted::Tcp(stream, peer) = accepted {
+                    // Not `run_until_cancelled`: its future has space for the connection twice.
+                    tokio::select! {
+                        () = connection(stream, peer) => {}
+                        () = cut.cancelled() => {}
+                    }
+                }
+            };
+            on_shard(&self.shards, shard, &self.tasks, accepted, serve);
+        };
+        listener.serve(until, handle).await;
+    }
+
     /// Forwards a TLS connection to the Service that its ClientHello names.
     pub async fn serve_sni(self: Arc<Self>, client: TcpStream, peer: SocketAddr) {
         let _open = self.metrics.open(Entrance::Sni);

@@ -13,7 +13,6 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tracing::{info, warn};
 
-use super::app::serve;
 use super::front::Front;
 
 /// Pause before another attempt to open a port; its previous owner may be about to close it.
@@ -112,8 +111,8 @@ impl NodePorts {
         self.open.insert(port, token.clone());
         let own = self.front.clone();
         let connection = move |stream, peer| own.clone().serve_node_port(stream, peer, port);
-        let front = self.front.clone();
-        let accepting = serve(listener, token, front, Shards::seat_nearby, connection);
+        let accepting = self.front.clone();
+        let accepting = accepting.accept(listener, token, Shards::seat_nearby, connection);
         self.listeners.spawn(accepting);
     }
 }

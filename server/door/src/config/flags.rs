@@ -13,10 +13,11 @@ use culvert_host::flags::{
 };
 
 use self::balancer::BalancerFlags;
-use super::{Config, IDLE, KEEPALIVE, Keepalive, Limits, PROGRAM, STREAM_IDLE, Source, Tunneling};
+use super::{
+    Cluster, Config, IDLE, KEEPALIVE, Keepalive, Limits, PROGRAM, STREAM_IDLE, Source, Tunneling,
+};
 use crate::allowed::AllowedNetworks;
 use crate::annotations::EXPOSE_ANNOTATION;
-use crate::discovery::Cluster;
 use crate::exposure::Options;
 
 /// Longest keepalive time of the kernel (`MAX_TCP_KEEPIDLE`), about nine hours. Longer values are reduced to

@@ -3,6 +3,7 @@
 use serde_json::{Value, json};
 
 use super::super::annotations::{EXPOSE_ANNOTATION, EXPOSE_NAMESPACED_ANNOTATION};
+use super::super::exposure::Options;
 use super::*;
 
 const AUTHORITY: &str = "api.demo.svc.cluster.local:443";

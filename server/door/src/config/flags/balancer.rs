@@ -6,8 +6,8 @@ use culvert_host::flags::{GoDuration, Problems};
 use culvert_kube::election::Times;
 
 use super::SourceFlags;
-use crate::balancer::BalancerConfig;
 use crate::balancer_ports::BalancerOptions;
+use crate::config::BalancerConfig;
 
 const LB_NAME: &str = "nodeport-lb";
 const LB_NAMESPACE: &str = "nodeport-proxy";
