@@ -30,13 +30,13 @@ use super::metrics::{Refusal, TunnelMetrics};
 use super::pool::{Pool, PoolError, Reach, Seat, Stream};
 
 /// Longest wait for the proxy's answer to a request. The proxy tries several endpoints, for one second each.
-pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
+pub(crate) const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Shortest time between two warnings about the same kind of refusal on one listener.
 const TELL_EVERY: Duration = Duration::from_secs(10);
 
 /// Carries the clients of one listener.
-pub struct Carrier<R> {
+pub(crate) struct Carrier<R> {
     listener: String,
     target: Uri,
     pool: Arc<Pool<R>>,
@@ -48,7 +48,7 @@ pub struct Carrier<R> {
 
 /// Reason why a client got no stream.
 #[derive(Debug, thiserror::Error)]
-pub enum Refused {
+pub(crate) enum Refused {
     /// The pool has no connection for the request.
     #[error(transparent)]
     Pool(#[from] PoolError),
@@ -93,7 +93,7 @@ impl<R: Reach> Carrier<R> {
     /// Creates a carrier for the clients of `route`, with streams from `pool`. The caller must run
     /// [`Self::serve`] on `tasks`; the carrier adds more tasks, on other threads or for later. `cut` ends all
     /// clients at once.
-    pub fn new(
+    pub(crate) fn new(
         route: &Route,
         pool: Arc<Pool<R>>,
         metrics: Arc<TunnelMetrics>,
@@ -113,7 +113,7 @@ impl<R: Reach> Carrier<R> {
 
     /// Opens a stream for one client. The thread of the stream's connection then serves the client until the
     /// end. `client` returns the client's read and write halves, bound to the thread that calls `client`.
-    pub async fn serve<C, I, O>(self: Arc<Self>, client: C, peer: SocketAddr)
+    pub(crate) async fn serve<C, I, O>(self: Arc<Self>, client: C, peer: SocketAddr)
     where
         C: FnOnce() -> io::Result<(I, O)> + Send + 'static,
         I: AsyncRead + Unpin + Send + 'static,

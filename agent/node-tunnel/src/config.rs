@@ -17,7 +17,7 @@ pub const PROGRAM: &str = "culvert-node-tunnel";
 
 /// Largest number of connections to the proxy. Each connection carries hundreds of streams, so more than a
 /// few connections only cost memory at both ends.
-pub const MAX_CONNECTIONS: usize = 64;
+pub(crate) const MAX_CONNECTIONS: usize = 64;
 
 /// Complete configuration of a node tunnel.
 #[derive(Clone, Debug, PartialEq, Eq)]

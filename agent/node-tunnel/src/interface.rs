@@ -12,9 +12,9 @@
 //! | [`message`] | the necessary rtnetlink messages; no I/O |
 //! | [`netlink`] | the sockets |
 
-pub mod message;
-pub mod netlink;
-pub mod plan;
+mod message;
+mod netlink;
+mod plan;
 
 use std::io;
 use std::net::IpAddr;
@@ -38,7 +38,7 @@ pub const KIND: &str = "dummy";
 
 /// Longest time between two checks of the interface, as in network-interface-manager. Usually a kernel
 /// notification triggers a check; the interval covers lost notifications.
-pub const CHECK_INTERVAL: Duration = Duration::from_secs(10);
+pub(crate) const CHECK_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Pause after a check without a problem, because changes come in bursts.
 const CALM_PAUSE: Duration = Duration::from_millis(100);
@@ -65,7 +65,7 @@ pub struct Interface {
 
 /// Reason why the interface could not be created or repaired.
 #[derive(Debug, thiserror::Error)]
-pub enum InterfaceError {
+pub(crate) enum InterfaceError {
     /// The process lacks the permission to change interfaces.
     #[error(
         "interface {name}: cannot {step}: not permitted; grant CAP_NET_ADMIN, or omit --if and --addr and create the interface by other means"
@@ -142,7 +142,7 @@ struct Kept {
 }
 
 /// Creates and maintains one interface.
-pub struct Keeper {
+pub(crate) struct Keeper {
     wanted: Interface,
     monitor: Monitor,
     index: u32,
@@ -152,7 +152,7 @@ pub struct Keeper {
 
 /// Result of the last check: `None` if the interface was in place, otherwise the error.
 #[derive(Clone, Debug, Default)]
-pub struct Health(Arc<Mutex<Option<String>>>);
+pub(crate) struct Health(Arc<Mutex<Option<String>>>);
 
 // === impl Interface ===
 
@@ -262,7 +262,7 @@ impl Keeper {
     ///
     /// # Errors
     /// Returns [`InterfaceError`]. Steps done before the error are not undone.
-    pub async fn start(
+    pub(crate) async fn start(
         wanted: Interface,
         metrics: Arc<TunnelMetrics>,
     ) -> Result<Self, InterfaceError> {
@@ -281,13 +281,13 @@ impl Keeper {
     }
 
     /// Returns the health state, for the readiness page.
-    pub fn health(&self) -> Health {
+    pub(crate) fn health(&self) -> Health {
         self.health.clone()
     }
 
     /// Repairs the interface after every change, until the token fires. Leaves the interface in place at the
     /// end.
-    pub async fn run(mut self, stop: CancellationToken) {
+    pub(crate) async fn run(mut self, stop: CancellationToken) {
         let mut pause = CALM_PAUSE;
         loop {
             let due = Instant::now() + CHECK_INTERVAL;
@@ -357,7 +357,7 @@ impl Health {
     ///
     /// # Errors
     /// Returns the text of the last [`InterfaceError`].
-    pub fn check(&self) -> Result<(), String> {
+    pub(crate) fn check(&self) -> Result<(), String> {
         self.0.lock().clone().map_or(Ok(()), Err)
     }
 }

@@ -12,9 +12,9 @@
 //! | [`config`], [`cli`], [`app`] | flags, program, wiring |
 
 pub mod app;
-pub mod carry;
+mod carry;
 pub mod cli;
 pub mod config;
 pub mod interface;
 pub mod metrics;
-pub mod pool;
+mod pool;

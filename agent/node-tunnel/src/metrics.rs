@@ -14,7 +14,7 @@ const CLUSTER: [(&str, &str); 1] = [("envoy_cluster_name", "proxy_cluster")];
 
 label_values! {
     /// Reason for closing a client without a stream.
-    pub enum Refusal("reason") {
+    pub(crate) enum Refusal("reason") {
         /// The proxy has no such Service.
         NotFound = "404",
         /// No endpoint of the Service accepts connections.
@@ -36,23 +36,23 @@ label_values! {
 pub struct TunnelMetrics {
     registry: Arc<Registry>,
     /// Open connections to the proxy.
-    pub connections: Gauge,
+    pub(crate) connections: Gauge,
     /// Connections to the proxy opened so far.
-    pub connected: Counter,
+    pub(crate) connected: Counter,
     /// Failed attempts to connect to the proxy.
-    pub connect_failed: Counter,
+    pub(crate) connect_failed: Counter,
     /// Open CONNECT streams, including streams that wait for the answer.
-    pub streams: Gauge,
+    pub(crate) streams: Gauge,
     /// CONNECT requests.
-    pub requests: Counter,
+    pub(crate) requests: Counter,
     /// Payload bytes received from the proxy.
-    pub received: Counter,
+    pub(crate) received: Counter,
     /// Payload bytes sent to the proxy.
-    pub sent: Counter,
+    pub(crate) sent: Counter,
     /// Repairs of the interface after changes by other programs.
-    pub interface_repairs: Counter,
+    pub(crate) interface_repairs: Counter,
     /// Failed repairs of the interface.
-    pub interface_failures: Counter,
+    pub(crate) interface_failures: Counter,
     clients: Gauge,
     accepted: Counter,
     refused: Family<Refusal, Counter>,
@@ -150,18 +150,18 @@ impl TunnelMetrics {
     }
 
     /// Counts a new client. The gauge of open clients decreases when the guard is dropped.
-    pub fn client(&self) -> GaugeGuard {
+    pub(crate) fn client(&self) -> GaugeGuard {
         self.accepted.increment(1);
         GaugeGuard::new(&self.clients)
     }
 
     /// Counts a client closed without a stream.
-    pub fn refused(&self, reason: Refusal) {
+    pub(crate) fn refused(&self, reason: Refusal) {
         self.refused.get(reason).increment(1);
     }
 
     /// Counts the end of a client's connection by reason.
-    pub fn closed(&self, reason: CloseReason) {
+    pub(crate) fn closed(&self, reason: CloseReason) {
         if let Some((_, counter)) = self.closed.iter().find(|(known, _)| *known == reason) {
             counter.increment(1);
         }

@@ -36,7 +36,7 @@ use super::metrics::TunnelMetrics;
 
 /// Longest duration of a dial, name lookup included, and longest wait of a client for a connection. KKP sets
 /// the same connect timeout for Envoy.
-pub const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+pub(crate) const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Longest wait for the proxy's answer to a PING. KKP sets the same timeout for Envoy.
 const PING_TIMEOUT: Duration = Duration::from_secs(5);
@@ -56,7 +56,7 @@ const WINDOW_BYTES: u32 = 16 * 1024 * 1024;
 const LEAVE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Way to dial the proxy.
-pub trait Reach: Send + Sync + 'static {
+pub(crate) trait Reach: Send + Sync + 'static {
     /// Connection below HTTP/2.
     type Stream: AsyncRead + AsyncWrite + Unpin + Send + 'static;
 
@@ -65,10 +65,10 @@ pub trait Reach: Send + Sync + 'static {
 }
 
 /// Plain TCP to the address.
-pub struct PlainTcp(pub HostPort);
+pub(crate) struct PlainTcp(pub HostPort);
 
 /// Pool of connections to one proxy.
-pub struct Pool<R> {
+pub(crate) struct Pool<R> {
     reach: R,
     limit: usize,
     shards: Shards,
@@ -92,7 +92,7 @@ struct Link {
 }
 
 /// A requested stream.
-pub struct Stream {
+pub(crate) struct Stream {
     /// The proxy's answer.
     pub answer: ResponseFuture,
     /// Sends bytes to the proxy.
@@ -104,11 +104,11 @@ pub struct Stream {
 }
 
 /// Guard that counts one stream of a connection.
-pub struct Seat(Arc<Link>);
+pub(crate) struct Seat(Arc<Link>);
 
 /// Reason why a stream could not be opened.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum PoolError {
+pub(crate) enum PoolError {
     /// No connection is open, and the last dial failed or took too long.
     #[error(
         "cannot connect to the proxy: {0}; check --proxy, and that this node reaches that address"
@@ -140,7 +140,12 @@ impl Reach for PlainTcp {
 impl<R: Reach> Pool<R> {
     /// Creates a pool of at most `limit` connections, spread over `shards`. [`run`](Self::run) opens the
     /// connections.
-    pub fn new(reach: R, limit: usize, shards: Shards, metrics: Arc<TunnelMetrics>) -> Arc<Self> {
+    pub(crate) fn new(
+        reach: R,
+        limit: usize,
+        shards: Shards,
+        metrics: Arc<TunnelMetrics>,
+    ) -> Arc<Self> {
         Arc::new(Self {
             reach,
             limit,
@@ -154,12 +159,12 @@ impl<R: Reach> Pool<R> {
     }
 
     /// Returns the threads that drive the connections.
-    pub fn shards(&self) -> &Shards {
+    pub(crate) fn shards(&self) -> &Shards {
         &self.shards
     }
 
     /// True if a connection accepts new streams.
-    pub fn is_up(&self) -> bool {
+    pub(crate) fn is_up(&self) -> bool {
         self.links.lock().iter().any(|link| link.takes_streams())
     }
 
@@ -168,7 +173,7 @@ impl<R: Reach> Pool<R> {
     ///
     /// # Errors
     /// See [`PoolError`].
-    pub async fn open(&self, target: &Uri) -> Result<Stream, PoolError> {
+    pub(crate) async fn open(&self, target: &Uri) -> Result<Stream, PoolError> {
         let opened = timeout(CONNECT_TIMEOUT, self.open_or_wait(target)).await;
         opened.unwrap_or_else(|_| {
             let last = self.dialed.borrow().clone();
@@ -224,7 +229,7 @@ impl<R: Reach> Pool<R> {
 
     /// Connects as needed until the token fires, then closes the connections. Streams should have ended by
     /// then; streams still open are cut after one second.
-    pub async fn run(self: Arc<Self>, stop: CancellationToken) {
+    pub(crate) async fn run(self: Arc<Self>, stop: CancellationToken) {
         stop.run_until_cancelled(self.keep(&stop)).await;
         // An unused connection closes in order once its last handle is dropped.
         self.links.lock().clear();
@@ -359,7 +364,7 @@ impl Seat {
     }
 
     /// Returns the thread that drives the stream's connection.
-    pub fn shard(&self) -> usize {
+    pub(crate) fn shard(&self) -> usize {
         self.0.shard
     }
 }

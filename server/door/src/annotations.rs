@@ -11,13 +11,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use rustls_pki_types::DnsName;
 
 /// Annotation to expose a Service on the proxy of the whole cluster; see [`Exposure`] for the values.
-pub const EXPOSE_ANNOTATION: &str = "nodeport-proxy.k8s.io/expose";
-
-/// Annotation to expose a Service on a proxy for its own namespace only; the values are the same.
-pub const EXPOSE_NAMESPACED_ANNOTATION: &str = "nodeport-proxy.k8s.io/expose-namespaced";
+pub(crate) const EXPOSE_ANNOTATION: &str = "nodeport-proxy.k8s.io/expose";
 
 /// Annotation to map Service ports to TLS server names; see [`parse_port_mapping`].
-pub const PORT_MAPPING_ANNOTATION: &str = "nodeport-proxy.k8s.io/port-mapping";
+pub(crate) const PORT_MAPPING_ANNOTATION: &str = "nodeport-proxy.k8s.io/port-mapping";
 
 /// Longest part of a value in an error, in characters. Kubernetes allows 256 KiB for all annotations of an
 /// object, which is too much for a log line.
@@ -143,7 +140,7 @@ pub fn check_ports(
 
 /// Returns the form of a host name for comparisons, or `None` if `host` is not a DNS name. The stock proxy
 /// accepts any text; no client can send such a name, so an error makes the mistake visible.
-pub fn server_name(host: &str) -> Option<String> {
+pub(crate) fn server_name(host: &str) -> Option<String> {
     DnsName::try_from(host.strip_prefix("*.").unwrap_or(host)).ok()?;
     Some(host.strip_suffix('.').unwrap_or(host).to_ascii_lowercase())
 }

@@ -45,13 +45,13 @@ type WithPorts = Option<Vec<Service>>;
 
 /// Reports Services to the balancer.
 #[derive(Debug)]
-pub struct Reporter {
+pub(crate) struct Reporter {
     config: BalancerConfig,
     services: watch::Sender<WithPorts>,
 }
 
 /// One replica's part in the update of the ports: its candidacy and its writer.
-pub struct Balancer {
+pub(crate) struct Balancer {
     candidate: Candidate,
     writer: Writer,
 }
@@ -72,7 +72,7 @@ struct Writer {
 
 impl Reporter {
     /// Reports the complete set of Services.
-    pub fn services<'a>(&self, services: impl Iterator<Item = &'a Service> + Clone) {
+    pub(crate) fn services<'a>(&self, services: impl Iterator<Item = &'a Service> + Clone) {
         let with_ports = services.filter(|it| has_balancer_ports(it, &self.config.options));
         self.services.send_if_modified(|known| {
             let same = |known: &Vec<Service>| known.iter().eq(with_ports.clone());
@@ -86,7 +86,7 @@ impl Reporter {
     }
 
     /// Reports any change of one Service. A change of the load balancer's own Service triggers a new read.
-    pub fn touched(&self, service: &core::Service) {
+    pub(crate) fn touched(&self, service: &core::Service) {
         let metadata = &service.metadata;
         let is = |actual: &Option<String>, wanted| actual.as_ref() == Some(wanted);
         if is(&metadata.name, &self.config.name) && is(&metadata.namespace, &self.config.namespace)
@@ -100,7 +100,7 @@ impl Reporter {
 
 impl Balancer {
     /// Creates a replica, and the reporter for changes of Services.
-    pub fn new(
+    pub(crate) fn new(
         client: Client,
         config: &BalancerConfig,
         metrics: Arc<ProxyMetrics>,
@@ -136,7 +136,7 @@ impl Balancer {
 
     /// Updates the ports while this replica leads, until `stop`. Then releases the lease, so that another
     /// replica can lead at once.
-    pub async fn run(mut self, stop: CancellationToken) {
+    pub(crate) async fn run(mut self, stop: CancellationToken) {
         // A replica that does not know the Services must not keep others from leading.
         let mut services = self.writer.services.clone();
         let known = services.wait_for(Option::is_some);

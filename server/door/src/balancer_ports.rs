@@ -10,7 +10,7 @@ mod tests;
 
 use std::collections::{BTreeMap, HashMap};
 
-pub use self::json::{changed_ports, read_ports};
+pub(crate) use self::json::{changed_ports, read_ports};
 use super::exposure::Service;
 
 /// Longest name of a Service port, in characters (an RFC 1123 label).
@@ -18,7 +18,7 @@ const MAX_NAME: usize = 63;
 
 /// A TCP port of the load balancer's Service.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct BalancerPort {
+pub(crate) struct BalancerPort {
     /// Unique within the Service.
     pub name: String,
     /// Port of the load balancer.
@@ -56,7 +56,7 @@ pub struct BalancerOptions {
 /// Every port number occurs once, because Kubernetes would refuse the whole list otherwise: a fixed port
 /// wins, and otherwise the first Service by name. Two Services may have the same node port, one for TCP and
 /// one for UDP.
-pub fn balancer_ports<'a>(
+pub(crate) fn balancer_ports<'a>(
     services: impl Iterator<Item = &'a Service>,
     options: &BalancerOptions,
     current: &[BalancerPort],
@@ -98,7 +98,7 @@ pub fn balancer_ports<'a>(
 }
 
 /// Returns true if the node ports of a Service belong on the load balancer.
-pub fn has_balancer_ports(service: &Service, options: &BalancerOptions) -> bool {
+pub(crate) fn has_balancer_ports(service: &Service, options: &BalancerOptions) -> bool {
     let value = service.annotations.get(&options.annotation);
     let namespace = options.namespace.as_ref();
     value.is_some_and(|value| value == "true" || value == "NodePort")

@@ -16,7 +16,7 @@ use HelloError::{BadName, Malformed, NotHandshake, NotTls, TooLarge};
 ///
 /// The limit is the payload of one record. Hellos have 200 to 2,000 bytes; the large ones contain
 /// post-quantum key shares. A higher limit would only let any client claim more memory.
-pub const MAX_HELLO_BYTES: usize = MAX_RECORD_BYTES;
+pub(crate) const MAX_HELLO_BYTES: usize = MAX_RECORD_BYTES;
 
 /// Most bytes kept by a caller; a longer hello on the wire is refused.
 ///

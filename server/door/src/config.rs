@@ -7,6 +7,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use culvert_host::flags::{Exit, GoDuration, HostPort};
+use culvert_host::net::listen::Keepalive;
 use culvert_host::telemetry::logging::LogConfig;
 use culvert_kube::election::Times;
 
@@ -15,10 +16,8 @@ use super::allowed::AllowedNetworks;
 use super::balancer_ports::BalancerOptions;
 use super::exposure::Options;
 
-pub use culvert_host::net::listen::Keepalive;
-
 /// Name of the program in usage texts and log file names.
-pub const PROGRAM: &str = "culvert-nodeport-proxy";
+pub(crate) const PROGRAM: &str = "culvert-nodeport-proxy";
 
 /// The complete configuration of the proxy.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -36,7 +36,7 @@ const COLLECT: Duration = Duration::from_millis(20);
 const SERVICE_LABEL: &str = "kubernetes.io/service-name";
 
 /// Watches one cluster.
-pub struct Discovery {
+pub(crate) struct Discovery {
     client: Client,
     cluster: Cluster,
     table: Arc<Table>,
@@ -55,7 +55,7 @@ impl Discovery {
     ///
     /// # Errors
     /// Fails if the credentials are missing or unusable.
-    pub async fn new(
+    pub(crate) async fn new(
         cluster: Cluster,
         table: Arc<Table>,
         metrics: Arc<ProxyMetrics>,
@@ -75,7 +75,7 @@ impl Discovery {
 
     /// Returns the updater of the load balancer's ports, if configured. The updater receives the Services
     /// from this watch.
-    pub fn balancer(&mut self) -> Option<Balancer> {
+    pub(crate) fn balancer(&mut self) -> Option<Balancer> {
         let config = self.cluster.balancer.as_ref()?;
         let (client, metrics) = (self.client.clone(), self.metrics.clone());
         let (balancer, reporter) = Balancer::new(client, config, metrics);
@@ -84,7 +84,7 @@ impl Discovery {
     }
 
     /// Watches until `stop`; sends to `changes` after each applied change.
-    pub async fn run(mut self, changes: watch::Sender<u64>, stop: CancellationToken) {
+    pub(crate) async fn run(mut self, changes: watch::Sender<u64>, stop: CancellationToken) {
         let namespace = self.cluster.namespace.clone();
         let namespace = namespace.as_deref();
         let mut services = pin!(objects(api_of::<core::Service>(&self.client, namespace)));

@@ -19,7 +19,7 @@ use super::routes::{Routes, UpstreamKey};
 
 /// The relevant part of a Service.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Service {
+pub(crate) struct Service {
     /// Namespace of the Service.
     pub namespace: String,
     /// Name within the namespace.
@@ -40,7 +40,7 @@ pub struct Service {
 
 /// A port of a Service.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ServicePort {
+pub(crate) struct ServicePort {
     /// Name; may be empty in a Service with one port.
     pub name: String,
     /// Protocol of the port.
@@ -53,7 +53,7 @@ pub struct ServicePort {
 
 /// The protocol of a port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Protocol {
+pub(crate) enum Protocol {
     /// TCP, the only exposed protocol.
     Tcp,
     /// UDP, SCTP, and any future protocol.
@@ -62,7 +62,7 @@ pub enum Protocol {
 
 /// The relevant part of an EndpointSlice. A Service may have many slices.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Slice {
+pub(crate) struct Slice {
     /// Namespace of the slice and of the Service.
     pub namespace: String,
     /// Name of the Service (label `kubernetes.io/service-name`).
@@ -75,7 +75,7 @@ pub struct Slice {
 
 /// A port of the endpoints in a slice.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct SlicePort {
+pub(crate) struct SlicePort {
     /// Name of the Service port in front of this port.
     pub name: String,
     /// Protocol of the port.
@@ -86,7 +86,7 @@ pub struct SlicePort {
 
 /// An endpoint, usually a pod.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Endpoint {
+pub(crate) struct Endpoint {
     /// Addresses of the endpoint, IPv4 and IPv6; all are used.
     pub addresses: Vec<IpAddr>,
     /// True if the condition `ready` is present and true.
@@ -107,7 +107,7 @@ pub struct Options {
 
 /// A part of a Service's request that cannot be fulfilled.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Problem {
+pub(crate) struct Problem {
     /// `<namespace>/<name>`.
     pub service: String,
     /// Cause and remedy.
@@ -125,7 +125,7 @@ struct Plan<'a> {
 
 /// Computes the routes of all Services with the annotation. The order of the input does not matter. Problems
 /// are sorted by Service.
-pub fn expose<'a>(
+pub(crate) fn expose<'a>(
     services: impl Iterator<Item = &'a Service>,
     slices: impl Iterator<Item = &'a Slice>,
     options: &Options,
@@ -320,7 +320,7 @@ impl<'a> Plan<'a> {
 
 impl Service {
     /// Returns `<namespace>/<name>`.
-    pub fn full_name(&self) -> String {
+    pub(crate) fn full_name(&self) -> String {
         format!("{}/{}", self.namespace, self.name)
     }
 

@@ -46,7 +46,7 @@ const LIMITS: Limits = Limits {
 pub struct FileError(pub Vec<String>);
 
 /// Follows a file.
-pub struct Follower {
+pub(crate) struct Follower {
     file: FileFollower,
     /// Result of the last read.
     read: SourceState,
@@ -83,7 +83,7 @@ impl Follower {
     ///
     /// # Errors
     /// Fails if the file cannot be read or has mistakes.
-    pub fn open(
+    pub(crate) fn open(
         path: &Path,
         table: Arc<Table>,
         metrics: Arc<ProxyMetrics>,
@@ -101,7 +101,7 @@ impl Follower {
     }
 
     /// Follows the file until `stop`; sends to `changes` after each applied change.
-    pub async fn run(mut self, changes: watch::Sender<u64>, stop: CancellationToken) {
+    pub(crate) async fn run(mut self, changes: watch::Sender<u64>, stop: CancellationToken) {
         while stop.run_until_cancelled(sleep(POLL)).await.is_some() {
             if self.look() {
                 changes.send_modify(|count| *count += 1);

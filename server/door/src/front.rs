@@ -25,13 +25,13 @@ use super::upstream::{ConnectError, Stats, Upstream};
 
 /// Time limit for the first bytes of a client: its ClientHello or its request (Envoy's listener filter
 /// timeout).
-pub const FIRST_WORD_TIMEOUT: Duration = Duration::from_secs(15);
+pub(crate) const FIRST_WORD_TIMEOUT: Duration = Duration::from_secs(15);
 
 /// Buffer space for one read of a ClientHello. Most hellos are smaller.
 const HELLO_READ_BYTES: usize = 2 * 1024;
 
 /// The shared state of all connections.
-pub struct Front {
+pub(crate) struct Front {
     /// Routes in force.
     pub table: Arc<Table>,
     /// Timeouts and keepalive.
@@ -58,7 +58,7 @@ enum NoHello {
 
 impl Front {
     /// Accepts connections until `until` fires. Each connection runs on the thread picked by `seat`.
-    pub async fn accept<C, T>(
+    pub(crate) async fn accept<C, T>(
         self: Arc<Self>,
         listener: Listener,
         until: CancellationToken,
@@ -87,7 +87,7 @@ impl Front {
     }
 
     /// Forwards a TLS connection to the Service that its ClientHello names.
-    pub async fn serve_sni(self: Arc<Self>, client: TcpStream, peer: SocketAddr) {
+    pub(crate) async fn serve_sni(self: Arc<Self>, client: TcpStream, peer: SocketAddr) {
         let _open = self.metrics.open(Entrance::Sni);
         let refuse = |reason, why: &str| {
             self.metrics.refused(Entrance::Sni, reason);
@@ -110,7 +110,12 @@ impl Front {
     }
 
     /// Forwards a connection to the Service that owns the node port.
-    pub async fn serve_node_port(self: Arc<Self>, client: TcpStream, peer: SocketAddr, port: u16) {
+    pub(crate) async fn serve_node_port(
+        self: Arc<Self>,
+        client: TcpStream,
+        peer: SocketAddr,
+        port: u16,
+    ) {
         let _open = self.metrics.open(Entrance::NodePort);
         match self.table.by_node_port(port) {
             Some(upstream) => {
@@ -229,7 +234,7 @@ impl Front {
 }
 
 /// Returns the metric label for a failed connect.
-pub fn refusal_of(error: ConnectError) -> Refusal {
+pub(crate) fn refusal_of(error: ConnectError) -> Refusal {
     match error {
         ConnectError::Overflow => Refusal::Overflow,
         _ => Refusal::Upstream,

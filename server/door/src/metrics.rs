@@ -18,7 +18,7 @@ use super::upstream::{Upstream, write_series};
 
 label_values! {
     /// Listener of a connection.
-    pub enum Entrance("listener") {
+    pub(crate) enum Entrance("listener") {
         /// TLS by server name.
         Sni = "sni",
         /// CONNECT.
@@ -30,7 +30,7 @@ label_values! {
 
 label_values! {
     /// Reason why a connection or a CONNECT request did not reach an endpoint.
-    pub enum Refusal("reason") {
+    pub(crate) enum Refusal("reason") {
         /// The client sent no complete hello or request in time.
         Timeout = "timeout",
         /// The first bytes were not the listener's protocol.
@@ -54,7 +54,7 @@ label_values! {
 
 label_values! {
     /// Step of the work on the load balancer's Service.
-    pub enum Step("step") {
+    pub(crate) enum Step("step") {
         /// Read or write the lease of the leading replica.
         Lease = "lease",
         /// Read the Service.
@@ -98,27 +98,27 @@ pub struct ProxyMetrics {
     source_up: Gauge,
     source: Mutex<SourceState>,
     /// Applied changes of routes.
-    pub applied: Counter,
+    pub(crate) applied: Counter,
     /// Rejected sets of routes.
-    pub rejected: Counter,
+    pub(crate) rejected: Counter,
     /// Services not exposed as requested.
-    pub problems: Gauge,
+    pub(crate) problems: Gauge,
     /// Node ports that could not be opened.
-    pub closed_ports: Gauge,
+    pub(crate) closed_ports: Gauge,
     /// 1 while this replica updates the load balancer's ports.
-    pub leader: Gauge,
+    pub(crate) leader: Gauge,
     /// Writes of the load balancer's Service.
-    pub balancer_updates: Counter,
+    pub(crate) balancer_updates: Counter,
     balancer_failures: Family<Step, Counter>,
     /// Totals over all CONNECT requests.
-    pub http: HttpStats,
+    pub(crate) http: HttpStats,
     /// Set while the proxy drains.
-    pub draining: AtomicBool,
+    pub(crate) draining: AtomicBool,
 }
 
 /// State of the source of the routes. The last good routes stay in force in every state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum SourceState {
+pub(crate) enum SourceState {
     /// The routes in force match the source.
     Good,
     /// The source cannot be read, or was not read yet.
@@ -132,7 +132,7 @@ struct Flag(Gauge, AtomicBool);
 
 /// Counters over all CONNECT requests.
 #[derive(Debug, Default)]
-pub struct HttpStats {
+pub(crate) struct HttpStats {
     /// Open connections of clients.
     pub active: AtomicU64,
     /// Requests with any method.
@@ -145,7 +145,7 @@ pub struct HttpStats {
 
 /// Adds the bytes of one direction of a CONNECT tunnel to the totals of its upstream, of all tunnels, and of
 /// the tunnel itself.
-pub struct Tally {
+pub(crate) struct Tally {
     upstream: Arc<Upstream>,
     metrics: Arc<ProxyMetrics>,
     moved: Arc<AtomicU64>,
@@ -154,7 +154,7 @@ pub struct Tally {
 
 /// A connection to an endpoint; counts its end when dropped. Without a call of [`end`](Self::end) the reason
 /// is the shutdown of the proxy.
-pub struct Carried<'a> {
+pub(crate) struct Carried<'a> {
     metrics: &'a ProxyMetrics,
     reason: CloseReason,
 }
@@ -252,23 +252,23 @@ impl ProxyMetrics {
     }
 
     /// Counts a refusal; the caller logs the cause.
-    pub fn refused(&self, entrance: Entrance, reason: Refusal) {
+    pub(crate) fn refused(&self, entrance: Entrance, reason: Refusal) {
         self.refused.get(Refused(entrance, reason)).increment(1);
     }
 
     /// Counts a failed request for the load balancer's Service; the caller logs the cause.
-    pub fn balancer_failures(&self, step: Step) -> &Counter {
+    pub(crate) fn balancer_failures(&self, step: Step) -> &Counter {
         self.balancer_failures.get(step)
     }
 
     /// Counts a client connection; the gauge decreases when the guard is dropped.
-    pub fn open(&self, entrance: Entrance) -> culvert_host::telemetry::metrics::GaugeGuard {
+    pub(crate) fn open(&self, entrance: Entrance) -> culvert_host::telemetry::metrics::GaugeGuard {
         self.opened.get(entrance).increment(1);
         culvert_host::telemetry::metrics::GaugeGuard::new(self.open.get(entrance))
     }
 
     /// Registers a connection or tunnel to an endpoint; its end is counted when the guard is dropped.
-    pub fn carried(&self) -> Carried<'_> {
+    pub(crate) fn carried(&self) -> Carried<'_> {
         Carried {
             metrics: self,
             reason: CloseReason::Shutdown,
@@ -276,29 +276,29 @@ impl ProxyMetrics {
     }
 
     /// Records that all routes are known and in force.
-    pub fn set_synced(&self) {
+    pub(crate) fn set_synced(&self) {
         self.synced.set(true);
     }
 
     /// Returns true if all routes are known.
-    pub fn is_synced(&self) -> bool {
+    pub(crate) fn is_synced(&self) -> bool {
         self.synced.get()
     }
 
     /// Records the state of the source.
-    pub fn set_source(&self, state: SourceState) {
+    pub(crate) fn set_source(&self, state: SourceState) {
         let up = state == SourceState::Good;
         self.source_up.set(f64::from(u8::from(up)));
         *self.source.lock() = state;
     }
 
     /// Returns the state from the last call of [`set_source`](Self::set_source).
-    pub fn source(&self) -> SourceState {
+    pub(crate) fn source(&self) -> SourceState {
         *self.source.lock()
     }
 
     /// Returns the registry.
-    pub fn registry(&self) -> &Arc<Registry> {
+    pub(crate) fn registry(&self) -> &Arc<Registry> {
         &self.registry
     }
 
@@ -404,7 +404,7 @@ fn resident_bytes() -> u64 {
 
 impl Carried<'_> {
     /// Sets the close reason and counts the end.
-    pub fn end(mut self, reason: CloseReason) {
+    pub(crate) fn end(mut self, reason: CloseReason) {
         self.reason = reason;
     }
 }
@@ -422,7 +422,7 @@ impl Drop for Carried<'_> {
 
 impl Tally {
     /// Returns the counters for both directions of a tunnel: from the client, and to the client.
-    pub fn both(
+    pub(crate) fn both(
         upstream: &Arc<Upstream>,
         metrics: &Arc<ProxyMetrics>,
         moved: &Arc<AtomicU64>,

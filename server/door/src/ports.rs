@@ -19,7 +19,7 @@ use super::front::Front;
 const RETRY: Duration = Duration::from_secs(5);
 
 /// The open node ports.
-pub struct NodePorts {
+pub(crate) struct NodePorts {
     front: Arc<Front>,
     host: String,
     listeners: TaskTracker,
@@ -30,7 +30,7 @@ pub struct NodePorts {
 
 impl NodePorts {
     /// Creates a set without open ports.
-    pub fn new(front: Arc<Front>, host: &str) -> Self {
+    pub(crate) fn new(front: Arc<Front>, host: &str) -> Self {
         Self {
             front,
             host: host.to_owned(),
@@ -42,7 +42,7 @@ impl NodePorts {
 
     /// Opens and closes ports as the table changes, until the drain begins; `changed` fires after each change
     /// of the table. Returns when every listener is closed.
-    pub async fn run(mut self, mut changed: watch::Receiver<u64>) {
+    pub(crate) async fn run(mut self, mut changed: watch::Receiver<u64>) {
         let draining = self.front.draining.clone();
         while !draining.is_cancelled() {
             self.follow().await;

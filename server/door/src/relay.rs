@@ -60,7 +60,7 @@ thread_local! {
 }
 
 /// The two sockets of one connection.
-pub struct Relay<'a> {
+pub(crate) struct Relay<'a> {
     /// Socket toward the client.
     pub client: &'a TcpStream,
     /// Socket toward the endpoint.
@@ -125,7 +125,7 @@ enum Stop {
 
 /// Result of a relay.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Ended {
+pub(crate) struct Ended {
     /// Reason of the close; `None` if the connection continues, see [`Relay::stops_at_much`].
     pub reason: Option<CloseReason>,
     /// Bytes from client to endpoint.
@@ -139,7 +139,7 @@ pub struct Ended {
 impl Relay<'_> {
     /// Moves bytes until both directions have ended, one direction has failed, or the connection was idle for
     /// too long. The caller then closes both sockets, which passes on the last end of stream.
-    pub async fn run(&self) -> Ended {
+    pub(crate) async fn run(&self) -> Ended {
         let up = Way {
             from: self.client,
             to: self.endpoint,
@@ -413,7 +413,7 @@ fn is_refused(error: &io::Error) -> bool {
 ///
 /// # Errors
 /// Fails if the peer is gone.
-pub async fn write_all(to: &TcpStream, mut bytes: &[u8]) -> io::Result<()> {
+pub(crate) async fn write_all(to: &TcpStream, mut bytes: &[u8]) -> io::Result<()> {
     while !bytes.is_empty() {
         match to.try_write(bytes) {
             Ok(written) => bytes = bytes.get(written..).unwrap_or_default(),

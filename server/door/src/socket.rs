@@ -13,7 +13,7 @@ use tokio::net::TcpStream;
 
 /// Reads and writes a shared socket. Only one task may read, and only one may write.
 #[derive(Clone, Copy, Debug)]
-pub struct Socket<T> {
+pub(crate) struct Socket<T> {
     socket: T,
     /// Set if the peer sends no urgent data.
     is_framed: bool,
@@ -21,7 +21,7 @@ pub struct Socket<T> {
 
 impl<T> Socket<T> {
     /// Wraps a socket whose peer may send urgent data.
-    pub fn new(socket: T) -> Self {
+    pub(crate) fn new(socket: T) -> Self {
         Self {
             socket,
             is_framed: false,
@@ -29,7 +29,7 @@ impl<T> Socket<T> {
     }
 
     /// Wraps a socket whose peer speaks TLS or HTTP/2; reads need fewer system calls, see [`read_once`].
-    pub fn framed(socket: T) -> Self {
+    pub(crate) fn framed(socket: T) -> Self {
         Self {
             socket,
             is_framed: true,
@@ -111,7 +111,7 @@ impl<T: Deref<Target = TcpStream> + Unpin> AsyncWrite for Socket<T> {
 ///
 /// # Errors
 /// Returns the error of the system call.
-pub fn read_once(socket: &TcpStream, target: &mut impl BufMut) -> io::Result<usize> {
+pub(crate) fn read_once(socket: &TcpStream, target: &mut impl BufMut) -> io::Result<usize> {
     let room = target.chunk_mut().len();
     let mut read = Err(io::ErrorKind::WouldBlock.into());
     // The result only decides whether tokio still considers the socket ready, as it was before the read.

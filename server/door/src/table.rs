@@ -32,7 +32,7 @@ struct Current {
 
 /// Summary of a change.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Change {
+pub(crate) struct Change {
     /// Number of new upstreams.
     pub added: usize,
     /// Number of removed upstreams.
@@ -56,7 +56,7 @@ impl Table {
     }
 
     /// Applies `routes` to all new connections.
-    pub fn apply(&self, routes: Routes) -> Change {
+    pub(crate) fn apply(&self, routes: Routes) -> Change {
         let before = self.current.read().clone();
         let mut retired = self.retired.lock();
         retired.retain(|_, upstream| upstream.strong_count() > 0);
@@ -103,7 +103,7 @@ impl Table {
 
     /// Returns the upstream for a TLS server name in lower case. An exact name wins over a wildcard, and a
     /// longer wildcard over a shorter one.
-    pub fn by_server_name(&self, name: &str) -> Option<Arc<Upstream>> {
+    pub(crate) fn by_server_name(&self, name: &str) -> Option<Arc<Upstream>> {
         let current = self.current.read();
         if let Some(upstream) = current.server_names.get(name) {
             return Some(upstream.clone());
@@ -119,24 +119,24 @@ impl Table {
     }
 
     /// Returns the upstream for an authority; upper and lower case are equal.
-    pub fn by_authority(&self, authority: &str) -> Option<Arc<Upstream>> {
+    pub(crate) fn by_authority(&self, authority: &str) -> Option<Arc<Upstream>> {
         let authority = authority.to_ascii_lowercase();
         self.current.read().authorities.get(&authority).cloned()
     }
 
     /// Returns the upstream for a node port.
-    pub fn by_node_port(&self, port: u16) -> Option<Arc<Upstream>> {
+    pub(crate) fn by_node_port(&self, port: u16) -> Option<Arc<Upstream>> {
         self.current.read().node_ports.get(&port).cloned()
     }
 
     /// Returns the wanted node ports.
-    pub fn node_ports(&self) -> Vec<u16> {
+    pub(crate) fn node_ports(&self) -> Vec<u16> {
         let current = self.current.read();
         current.routes.node_ports.keys().copied().collect()
     }
 
     /// Returns every upstream, sorted by key.
-    pub fn upstreams(&self) -> Vec<Arc<Upstream>> {
+    pub(crate) fn upstreams(&self) -> Vec<Arc<Upstream>> {
         self.current.read().upstreams.values().cloned().collect()
     }
 }

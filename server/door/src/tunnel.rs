@@ -53,7 +53,7 @@ const NOT_FOUND: &[u8] =
     b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\nconnection: close\r\n\r\n";
 
 /// The listener of CONNECT requests.
-pub struct Tunnels {
+pub(crate) struct Tunnels {
     /// State shared with the other listeners.
     pub front: Arc<Front>,
     /// TLS for clients that begin with a TLS handshake; `None` without a certificate.
@@ -87,7 +87,7 @@ impl Drop for Active<'_> {
 
 impl Tunnels {
     /// Serves one connection to its end.
-    pub async fn serve(self: Arc<Self>, stream: TcpStream, peer: SocketAddr) {
+    pub(crate) async fn serve(self: Arc<Self>, stream: TcpStream, peer: SocketAddr) {
         let metrics = &self.front.metrics;
         let _open = metrics.open(Entrance::Tunneling);
         metrics.http.active.fetch_add(1, Ordering::Relaxed);

@@ -19,7 +19,7 @@ use self::times::Times;
 use super::routes::UpstreamKey;
 
 /// Time limit for one endpoint to accept a connection (KKP's connect timeout for Envoy).
-pub const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
+pub(crate) const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Most endpoints per connection attempt; a Service with only dead endpoints fails within seconds.
 const ATTEMPTS: usize = 3;
@@ -27,7 +27,7 @@ const ATTEMPTS: usize = 3;
 /// The endpoints of one key. An upstream lives as long as any connection uses it; its endpoints may change
 /// during that time.
 #[derive(Debug)]
-pub struct Upstream {
+pub(crate) struct Upstream {
     /// Name in metrics and logs.
     pub key: UpstreamKey,
     /// Counters.
@@ -41,7 +41,7 @@ pub struct Upstream {
 
 /// The counters of one upstream; [`write_series`] renders them under Envoy's names.
 #[derive(Debug, Default)]
-pub struct Stats {
+pub(crate) struct Stats {
     /// Open connections.
     pub active: AtomicU64,
     /// Opened connections.
@@ -63,7 +63,7 @@ pub struct Stats {
 
 /// An open connection to an endpoint; counted until dropped.
 #[derive(Debug)]
-pub struct Connected {
+pub(crate) struct Connected {
     /// Socket of the connection.
     pub stream: TcpStream,
     /// Number of the client's first bytes already sent.
@@ -79,7 +79,7 @@ struct Open(Arc<Upstream>);
 
 /// Reason why a connection to an endpoint failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum ConnectError {
+pub(crate) enum ConnectError {
     /// The limit of open connections is reached.
     #[error("the upstream has as many connections as --max-connections allows")]
     Overflow,
@@ -98,7 +98,7 @@ pub enum ConnectError {
 
 impl Upstream {
     /// Creates an upstream that allows `limit` simultaneous connections.
-    pub fn new(key: UpstreamKey, endpoints: &[SocketAddr], limit: u64) -> Arc<Self> {
+    pub(crate) fn new(key: UpstreamKey, endpoints: &[SocketAddr], limit: u64) -> Arc<Self> {
         Arc::new(Self {
             key,
             stats: Stats::default(),
@@ -109,7 +109,7 @@ impl Upstream {
     }
 
     /// Sets the endpoints of new connections; open connections stay. Returns true if the endpoints differ.
-    pub fn set_endpoints(&self, endpoints: &[SocketAddr]) -> bool {
+    pub(crate) fn set_endpoints(&self, endpoints: &[SocketAddr]) -> bool {
         let mut current = self.endpoints.write();
         let changed = **current != *endpoints;
         if changed {
@@ -124,7 +124,7 @@ impl Upstream {
     ///
     /// # Errors
     /// Fails if no endpoint accepts in time.
-    pub async fn connect(self: &Arc<Self>, first: &[u8]) -> Result<Connected, ConnectError> {
+    pub(crate) async fn connect(self: &Arc<Self>, first: &[u8]) -> Result<Connected, ConnectError> {
         let place = self.enter().ok_or_else(|| {
             self.stats.overflowed.fetch_add(1, Ordering::Relaxed);
             ConnectError::Overflow
@@ -167,7 +167,7 @@ impl Upstream {
     }
 
     /// Returns the number of endpoints.
-    pub fn endpoint_count(&self) -> usize {
+    pub(crate) fn endpoint_count(&self) -> usize {
         self.endpoints.read().len()
     }
 }
@@ -301,7 +301,7 @@ const SERIES: [Series; 11] = [
 
 /// Appends the metrics of all `upstreams` in Prometheus' text format. Computed on request, so the metrics of
 /// a removed Service disappear together with the Service.
-pub fn write_series(upstreams: &[Arc<Upstream>], page: &mut String) {
+pub(crate) fn write_series(upstreams: &[Arc<Upstream>], page: &mut String) {
     for (name, kind, help, value) in SERIES {
         let _ = writeln!(page, "# HELP {name} {help}\n# TYPE {name} {kind}");
         for upstream in upstreams {

@@ -15,7 +15,7 @@ const LOOKS: u32 = 3;
 
 /// One side of a connection.
 #[derive(Clone, Copy, Debug)]
-pub struct Side<'a> {
+pub(crate) struct Side<'a> {
     /// Socket of this side.
     pub socket: &'a TcpStream,
     /// Keepalive for the peer. A socket without inherited keepalive options receives the options at the first
@@ -28,7 +28,7 @@ pub struct Side<'a> {
 /// Returns once none of the `counters` has changed for `idle` (at the latest after twice `idle`), or once the
 /// peer on either of the `sides` is gone. `idle: None` allows a connection to idle forever. A single timer
 /// serves all checks, because most connections are idle.
-pub async fn watch<const N: usize>(
+pub(crate) async fn watch<const N: usize>(
     counters: [&AtomicU64; N],
     idle: Option<Duration>,
     sides: [Option<Side<'_>>; 2],

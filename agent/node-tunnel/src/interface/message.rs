@@ -49,7 +49,7 @@ const ATTRIBUTE_FLAGS: u16 = 0xc000;
 
 /// A request to the kernel. The kernel answers with zero or more messages, then an outcome.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Request<'a> {
+pub(super) enum Request<'a> {
     /// Finds the interface with a name.
     Find(&'a str),
     /// Lists the addresses of all interfaces.
@@ -68,7 +68,7 @@ pub enum Request<'a> {
 
 /// Relevant content of a message from the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Incoming<'a> {
+pub(super) enum Incoming<'a> {
     /// An interface that exists or was just removed.
     Link(LinkHead<'a>),
     /// An address that exists or was just removed.
@@ -86,7 +86,7 @@ pub enum Incoming<'a> {
 
 /// An interface without its addresses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct LinkHead<'a> {
+pub(super) struct LinkHead<'a> {
     /// Index of the interface.
     pub index: u32,
     /// Name of the interface.
@@ -99,7 +99,7 @@ pub struct LinkHead<'a> {
 
 /// One message from the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Message<'a> {
+pub(super) struct Message<'a> {
     /// Number of the request, if the message answers a request; otherwise 0.
     pub number: u32,
     /// Set when the listed objects changed during the listing; the request must then be repeated.
@@ -112,7 +112,7 @@ pub struct Message<'a> {
 
 impl Request<'_> {
     /// Encodes the request. The kernel's answers carry the same `number`.
-    pub fn encode(&self, number: u32) -> Vec<u8> {
+    pub(super) fn encode(&self, number: u32) -> Vec<u8> {
         let (kind, flags, body) = match *self {
             Self::Find(name) => {
                 let mut body = link(0, 0);
@@ -189,7 +189,7 @@ fn text(text: &str) -> Vec<u8> {
 }
 
 /// Decodes the messages of a datagram. Stops at a truncated message.
-pub fn decode(datagram: &[u8]) -> impl Iterator<Item = Message<'_>> {
+pub(super) fn decode(datagram: &[u8]) -> impl Iterator<Item = Message<'_>> {
     let mut reader = Reader(datagram);
     from_fn(move || {
         let length = reader.u32()? as usize;

@@ -27,7 +27,7 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 const GROUPS: u32 = 1 << 0 | 1 << 4 | 1 << 8;
 
 /// A blocking socket for requests.
-pub struct Netlink {
+pub(super) struct Netlink {
     socket: OwnedFd,
     buffer: Vec<u8>,
     /// Number of the last request.
@@ -35,7 +35,7 @@ pub struct Netlink {
 }
 
 /// A socket that receives every change to interfaces and addresses. Needs no permission.
-pub struct Monitor(AsyncFd<OwnedFd>);
+pub(super) struct Monitor(AsyncFd<OwnedFd>);
 
 // === impl Netlink ===
 
@@ -44,7 +44,7 @@ impl Netlink {
     ///
     /// # Errors
     /// Fails if the system does not support or does not allow netlink sockets.
-    pub fn open() -> Result<Self, Errno> {
+    pub(super) fn open() -> Result<Self, Errno> {
         let socket = open(SocketFlags::CLOEXEC, 0)?;
         set_socket_timeout(&socket, Timeout::Recv, Some(ANSWER_TIMEOUT))?;
         Ok(Self {
@@ -58,7 +58,7 @@ impl Netlink {
     ///
     /// # Errors
     /// Returns the kernel's error, or [`Errno::INTR`] if addresses changed during the listing.
-    pub fn find(&mut self, name: &str) -> Result<Option<Link>, Errno> {
+    pub(super) fn find(&mut self, name: &str) -> Result<Option<Link>, Errno> {
         let mut link = None;
         let found = self.ask(Request::Find(name), |incoming| {
             if let Incoming::Link(head) = incoming {
@@ -88,7 +88,7 @@ impl Netlink {
     ///
     /// # Errors
     /// Returns the kernel's error.
-    pub fn carry_out(
+    pub(super) fn carry_out(
         &mut self,
         interface: &Interface,
         index: u32,
@@ -143,7 +143,7 @@ impl Monitor {
         deprecated,
         reason = "the replacement is unsafe, for types with a changing descriptor; an OwnedFd keeps its descriptor"
     )]
-    pub fn open() -> io::Result<Self> {
+    pub(super) fn open() -> io::Result<Self> {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         AsyncFd::new(open(flags, GROUPS)?).map(Self)
     }
@@ -151,7 +151,7 @@ impl Monitor {
     /// Waits for a change for which `concerns` returns true, or for a receive error. The error may mean lost
     /// changes: the kernel drops changes that do not fit into the socket's buffer. Reads all pending changes,
     /// except after an error. Cancel safe.
-    pub async fn heard(&self, concerns: impl Fn(&Incoming<'_>) -> bool) {
+    pub(super) async fn heard(&self, concerns: impl Fn(&Incoming<'_>) -> bool) {
         loop {
             let Ok(mut guard) = self.0.readable().await else {
                 // The runtime is shutting down.

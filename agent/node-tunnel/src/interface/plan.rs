@@ -7,7 +7,7 @@ use super::Interface;
 
 /// An address of an interface.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Address {
+pub(crate) struct Address {
     /// The IP address.
     pub ip: IpAddr,
     /// Length of the network prefix, in bits.
@@ -16,7 +16,7 @@ pub struct Address {
 
 /// Current state of an interface.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Link {
+pub(super) struct Link {
     /// Index of the interface; never 0.
     pub index: u32,
     /// Kind of the interface, as the kernel names it; `None` for a hardware device.
@@ -29,7 +29,7 @@ pub struct Link {
 
 /// One change to an interface.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Step {
+pub(crate) enum Step {
     /// Create the interface, already up.
     Create,
     /// Set the interface up. IPv6 addresses exist only on an interface that is up.
@@ -42,13 +42,13 @@ pub enum Step {
 
 /// The kind of an existing interface that differs from the wanted kind; `None` for a hardware device.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Foreign(Option<String>);
+pub(crate) struct Foreign(Option<String>);
 
 // === impl Address ===
 
 impl Address {
     /// Creates an address with a network of its own (`/32` or `/128`).
-    pub fn host(ip: IpAddr) -> Self {
+    pub(crate) fn host(ip: IpAddr) -> Self {
         let prefix = if ip.is_ipv4() { 32 } else { 128 };
         Self { ip, prefix }
     }
@@ -69,7 +69,7 @@ impl fmt::Display for Address {
 
 impl Step {
     /// Joins steps for a log line.
-    pub fn list(steps: &[Self]) -> String {
+    pub(crate) fn list(steps: &[Self]) -> String {
         let steps: Vec<String> = steps.iter().map(Self::to_string).collect();
         steps.join(", ")
     }
@@ -106,7 +106,7 @@ impl fmt::Display for Foreign {
 ///
 /// # Errors
 /// Returns [`Foreign`] for an interface of another kind.
-pub fn steps(wanted: &Interface, found: Option<&Link>) -> Result<Vec<Step>, Foreign> {
+pub(super) fn steps(wanted: &Interface, found: Option<&Link>) -> Result<Vec<Step>, Foreign> {
     let Some(link) = found else {
         return Ok(vec![Step::Create]);
     };

@@ -6,7 +6,7 @@ use serde_json::{Map, Value, json};
 use super::BalancerPort;
 
 /// Parses the TCP ports of a Service. Ports of other protocols are left out, so the next write removes them.
-pub fn read_ports(ports: &[Value]) -> Vec<BalancerPort> {
+pub(crate) fn read_ports(ports: &[Value]) -> Vec<BalancerPort> {
     let tcp = ports.iter().filter(|port| is_tcp(port));
     tcp.map(|port| BalancerPort {
         name: name(port).to_owned(),
@@ -19,7 +19,7 @@ pub fn read_ports(ports: &[Value]) -> Vec<BalancerPort> {
 
 /// Returns the ports to write so that the Service has exactly the `wanted` ports (sorted by name). `None` if
 /// the Service already has these ports, in any order.
-pub fn changed_ports(ports: &[Value], wanted: &[BalancerPort]) -> Option<Vec<Value>> {
+pub(crate) fn changed_ports(ports: &[Value], wanted: &[BalancerPort]) -> Option<Vec<Value>> {
     let mut present = ports.to_vec();
     present.sort_by(|a, b| name(a).cmp(name(b)));
     let written = |wanted: &BalancerPort| {

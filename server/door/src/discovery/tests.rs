@@ -2,9 +2,12 @@
 
 use serde_json::{Value, json};
 
-use super::super::annotations::{EXPOSE_ANNOTATION, EXPOSE_NAMESPACED_ANNOTATION};
+use super::super::annotations::EXPOSE_ANNOTATION;
 use super::super::exposure::Options;
 use super::*;
+
+/// Annotation of KKP for a proxy of one namespace.
+const EXPOSE_NAMESPACED_ANNOTATION: &str = "nodeport-proxy.k8s.io/expose-namespaced";
 
 const AUTHORITY: &str = "api.demo.svc.cluster.local:443";
 

@@ -5,7 +5,7 @@ use culvert_stream::{CloseReason, Source};
 use tokio::time::Instant;
 
 /// Passes all bytes and errors on unchanged.
-pub struct Ending<'a, S> {
+pub(super) struct Ending<'a, S> {
     source: &'a mut S,
     /// Time of the normal end of the source; `None` before the end.
     pub at: Option<Instant>,
@@ -13,7 +13,7 @@ pub struct Ending<'a, S> {
 
 impl<'a, S> Ending<'a, S> {
     /// Wraps a source before its end.
-    pub fn new(source: &'a mut S) -> Self {
+    pub(super) fn new(source: &'a mut S) -> Self {
         Self { source, at: None }
     }
 }

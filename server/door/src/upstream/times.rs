@@ -12,7 +12,7 @@ use std::time::Duration;
 use crate::routes::UpstreamKey;
 
 /// Name of the metric.
-pub const NAME: &str = "envoy_cluster_upstream_rq_time";
+pub(super) const NAME: &str = "envoy_cluster_upstream_rq_time";
 
 /// Upper bounds in milliseconds, without `+Inf`, as in Envoy.
 const BOUNDS: [f64; 19] = [
@@ -22,7 +22,7 @@ const BOUNDS: [f64; 19] = [
 
 /// A histogram, in milliseconds.
 #[derive(Debug, Default)]
-pub struct Times {
+pub(crate) struct Times {
     /// Count of each bucket, not cumulative.
     counts: [AtomicU64; BOUNDS.len()],
     /// Count above the last bound.
@@ -34,7 +34,7 @@ pub struct Times {
 
 impl Times {
     /// Records a time.
-    pub fn record(&self, time: Duration) {
+    pub(crate) fn record(&self, time: Duration) {
         let millis = time.as_secs_f64() * 1e3;
         let bound = BOUNDS.iter().position(|bound| millis <= *bound);
         let count = bound.and_then(|bound| self.counts.get(bound));
@@ -44,7 +44,7 @@ impl Times {
 
     /// Appends the series of one upstream, unless nothing was counted yet: Envoy has no series then either,
     /// and there may be thousands of upstreams.
-    pub fn write(&self, key: &UpstreamKey, page: &mut String) {
+    pub(crate) fn write(&self, key: &UpstreamKey, page: &mut String) {
         let cluster = format!("envoy_cluster_name=\"{key}\"");
         let mut total = 0;
         let mut lines = String::new();

@@ -125,20 +125,20 @@ handle!(Histogram, histogram);
 macro_rules! label_values {
     (
         $(#[$meta:meta])*
-        pub enum $name:ident($label:literal) {
+        $vis:vis enum $name:ident($label:literal) {
             $($(#[$value_meta:meta])* $variant:ident = $value:literal,)+
         }
     ) => {
         $(#[$meta])*
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-        pub enum $name { $($(#[$value_meta])* $variant,)+ }
+        $vis enum $name { $($(#[$value_meta])* $variant,)+ }
 
         impl $name {
             /// Every value, in the order of declaration.
-            pub const ALL: &'static [Self] = &[$(Self::$variant,)+];
+            $vis const ALL: &'static [Self] = &[$(Self::$variant,)+];
 
             /// Returns the text of the value in the label.
-            pub const fn as_str(self) -> &'static str {
+            $vis const fn as_str(self) -> &'static str {
                 match self { $(Self::$variant => $value,)+ }
             }
         }
