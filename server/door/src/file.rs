@@ -9,8 +9,6 @@
 //!     nodePorts: [30443]
 //! ```
 
-mod shape;
-
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
 use std::path::Path;
@@ -39,6 +37,12 @@ const LIMITS: Limits = Limits {
     max_bytes: 8 * 1024 * 1024,
     if_empty: "write `upstreams: []` to expose nothing",
 };
+
+/// Longest part of a line in an error, in characters.
+const MAX_SHOWN: usize = 60;
+
+/// Form of the file, for errors.
+const FORM: &str = "the file has upstreams, each with a name and with lists: endpoints, nodePorts (numbers), serverNames, authorities";
 
 /// All reasons why a file cannot be used, one line each.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -156,43 +160,39 @@ impl Follower {
 /// Parses routes from YAML text; `origin` is the name of the file in errors.
 ///
 /// # Errors
-/// Returns the first mistake in the YAML syntax, or every mistake in the contents, each with its line. The
-/// contents of an upstream without a name are not checked.
+/// Returns the first mistake in the syntax, the fields or the types, or else every mistake in the contents.
+/// Every error text begins with the line.
 pub fn parse(text: &str, origin: &str) -> Result<Routes, FileError> {
-    let mut reader = RouteReader {
-        routes: Routes::default(),
-        problems: Vec::new(),
-        names: BTreeSet::new(),
-    };
     // A text with only comments has no document.
-    match serde_saphyr::from_str::<Option<Document>>(text) {
-        Ok(document) => {
-            let upstreams = document.and_then(|document| document.upstreams);
-            for entry in upstreams.unwrap_or_default() {
-                reader.entry(&entry);
-            }
-        }
-        Err(error) => {
-            if let Ok(document) = serde_saphyr::from_str(text) {
-                reader.tolerate(&document);
-            }
-            if reader.problems.is_empty() {
-                let line = error.location().map_or(1, |location| location.line());
-                // The other lines of the text are an excerpt of the file.
-                let why = error.to_string();
-                let why = why.lines().next().unwrap_or_default().to_owned();
-                reader.problems.push((line, why));
-            }
-        }
+    let document: Option<Document> = serde_saphyr::from_str(text)
+        .map_err(|error| FileError(vec![explain(&error, text, origin)]))?;
+    let upstreams = document.and_then(|document| document.upstreams);
+    let mut reader = RouteReader::default();
+    for entry in upstreams.unwrap_or_default() {
+        reader.entry(&entry);
     }
     if reader.problems.is_empty() {
         return Ok(reader.routes);
     }
     reader.problems.sort_by_key(|(line, _)| *line);
-    let told = |(line, text)| format!("{origin}:{line}: {text}");
-    Err(FileError(reader.problems.into_iter().map(told).collect()))
+    let located = |(line, text)| format!("{origin}:{line}: {text}");
+    let problems = reader.problems.into_iter().map(located);
+    Err(FileError(problems.collect()))
 }
 
+/// Returns the text for an error from the YAML parser: the line, the mistake with its column, the beginning
+/// of the line, and the form of the file.
+fn explain(error: &serde_saphyr::Error, text: &str, origin: &str) -> String {
+    let line = error.location().map_or(1, |location| location.line());
+    let why = error.without_snippet().to_string();
+    let why = why.lines().next().unwrap_or_default();
+    let at = usize::try_from(line).unwrap_or(1).saturating_sub(1);
+    let source = text.lines().nth(at).unwrap_or_default().trim();
+    let source: String = source.chars().take(MAX_SHOWN).collect();
+    format!("{origin}:{line}: {why}, in {source:?}; {FORM}")
+}
+
+#[derive(Default)]
 struct RouteReader {
     routes: Routes,
     /// Each problem with its line.
