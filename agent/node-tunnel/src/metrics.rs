@@ -56,7 +56,7 @@ pub struct TunnelMetrics {
     clients: Gauge,
     accepted: Counter,
     refused: Family<Refusal, Counter>,
-    closed: Vec<(CloseReason, Counter)>,
+    closed: Family<CloseReason, Counter>,
 }
 
 // === impl TunnelMetrics ===
@@ -69,14 +69,6 @@ impl TunnelMetrics {
     pub fn new() -> Result<Arc<Self>, MetricsError> {
         let registry = Registry::new(&[])?;
         register_build_info(&registry, "node-tunnel", env!("CARGO_PKG_VERSION"));
-        let closed = |reason: &CloseReason| {
-            let counter = registry.counter(
-                "culvert_connections_closed_total",
-                &[("reason", reason.label())],
-                "Connections that ended, by reason.",
-            );
-            (*reason, counter)
-        };
         Ok(Arc::new(Self {
             connections: registry.gauge(
                 "envoy_cluster_upstream_cx_active",
@@ -139,7 +131,15 @@ impl TunnelMetrics {
                 "Clients that were turned away, by the proxy's answer or the lack of one.",
             )
             .at_zero(Refusal::all()),
-            closed: CloseReason::ALL.iter().map(closed).collect(),
+            closed: Family::over(
+                &registry,
+                "culvert_connections_closed_total",
+                "Connections that ended, by reason.",
+                &CloseReason::ALL,
+                |reason| reason as usize,
+                |reason| vec![("reason", reason.label())],
+            )
+            .at_zero(CloseReason::ALL),
             registry,
         }))
     }
@@ -162,9 +162,7 @@ impl TunnelMetrics {
 
     /// Counts the end of a client's connection by reason.
     pub(crate) fn closed(&self, reason: CloseReason) {
-        if let Some((_, counter)) = self.closed.iter().find(|(known, _)| *known == reason) {
-            counter.increment(1);
-        }
+        self.closed.get(reason).increment(1);
     }
 }
 

@@ -93,7 +93,7 @@ pub struct ProxyMetrics {
     refused: Family<Refused, Counter>,
     open: Family<Entrance, Gauge>,
     opened: Family<Entrance, Counter>,
-    closed: Vec<(CloseReason, Counter)>,
+    closed: Family<CloseReason, Counter>,
     synced: Flag,
     source_up: Gauge,
     source: Mutex<SourceState>,
@@ -169,14 +169,6 @@ impl ProxyMetrics {
     pub fn new() -> Result<Arc<Self>, MetricsError> {
         let registry = Registry::new(&[])?;
         register_build_info(&registry, "nodeport-proxy", env!("CARGO_PKG_VERSION"));
-        let closed = |reason: &CloseReason| {
-            let counter = registry.counter(
-                "culvert_connections_closed_total",
-                &[("reason", reason.label())],
-                "Connections that ended, by reason.",
-            );
-            (*reason, counter)
-        };
         Ok(Arc::new(Self {
             started: Instant::now(),
             refused: Family::new(
@@ -197,7 +189,15 @@ impl ProxyMetrics {
                 "Connections that clients opened.",
             )
             .at_zero(Entrance::all()),
-            closed: CloseReason::ALL.iter().map(closed).collect(),
+            closed: Family::over(
+                &registry,
+                "culvert_connections_closed_total",
+                "Connections that ended, by reason.",
+                &CloseReason::ALL,
+                |reason| reason as usize,
+                |reason| vec![("reason", reason.label())],
+            )
+            .at_zero(CloseReason::ALL),
             synced: Flag::new(registry.gauge(
                 "culvert_nodeport_proxy_synced",
                 &[],
@@ -411,10 +411,7 @@ impl Carried<'_> {
 
 impl Drop for Carried<'_> {
     fn drop(&mut self) {
-        let mut counters = self.metrics.closed.iter();
-        if let Some((_, counter)) = counters.find(|(known, _)| *known == self.reason) {
-            counter.increment(1);
-        }
+        self.metrics.closed.get(self.reason).increment(1);
     }
 }
 

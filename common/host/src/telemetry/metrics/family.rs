@@ -3,7 +3,6 @@
 //! A label whose values are an enum is resolved once and then found by index: counting a packet needs no
 //! hashing, no lock and no allocation. The enum also limits the number of series.
 
-use std::marker::PhantomData;
 use std::sync::{Arc, OnceLock};
 
 use metrics::{Counter, Gauge, Histogram};
@@ -34,6 +33,9 @@ pub trait Handle: Sized + 'static {
     fn noop() -> &'static Self;
 }
 
+/// Names and values of the labels of one series.
+type Labels = Vec<(&'static str, &'static str)>;
+
 /// One metric name with one series per member of `L`. A series appears on the page with its first use, or at
 /// once with [`Family::at_zero`].
 pub struct Family<L, H> {
@@ -41,7 +43,8 @@ pub struct Family<L, H> {
     name: &'static str,
     help: &'static str,
     handles: Box<[OnceLock<H>]>,
-    labels: PhantomData<fn(L)>,
+    index: fn(L) -> usize,
+    labels: fn(L) -> Labels,
 }
 
 // === impl Family ===
@@ -49,12 +52,28 @@ pub struct Family<L, H> {
 impl<L: LabelSet, H: Handle> Family<L, H> {
     /// Creates a family without series.
     pub fn new(registry: &Arc<Registry>, name: &'static str, help: &'static str) -> Self {
+        Self::over(registry, name, help, &L::all(), L::index, L::labels)
+    }
+}
+
+impl<L: Copy, H: Handle> Family<L, H> {
+    /// Creates a family without series over a closed set from a crate without metrics. `index` returns a
+    /// member's position in `all`, and `labels` its label names and values.
+    pub fn over(
+        registry: &Arc<Registry>,
+        name: &'static str,
+        help: &'static str,
+        all: &[L],
+        index: fn(L) -> usize,
+        labels: fn(L) -> Labels,
+    ) -> Self {
         Self {
             registry: Arc::clone(registry),
             name,
             help,
-            handles: L::all().iter().map(|_| OnceLock::new()).collect(),
-            labels: PhantomData,
+            handles: all.iter().map(|_| OnceLock::new()).collect(),
+            index,
+            labels,
         }
     }
 
@@ -69,11 +88,11 @@ impl<L: LabelSet, H: Handle> Family<L, H> {
 
     /// Returns the series of one member.
     pub fn get(&self, member: L) -> &H {
-        match self.handles.get(member.index()) {
+        match self.handles.get((self.index)(member)) {
             Some(slot) => slot.get_or_init(|| {
-                H::register(&self.registry, self.name, &member.labels(), self.help)
+                H::register(&self.registry, self.name, &(self.labels)(member), self.help)
             }),
-            // An index beyond `all()` is a bug in a `LabelSet`, but must not end the program.
+            // An index beyond `all()` is a bug in the `index` function, but must not end the program.
             None => {
                 debug_assert!(false, "{}: label index out of range", self.name);
                 H::noop()

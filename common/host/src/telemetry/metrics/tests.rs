@@ -136,6 +136,20 @@ fn family_series_appears_on_first_use_or_at_zero() {
     assert_eq!(page.matches("\nlazy{").count(), 1);
 }
 
+#[test]
+fn family_over_a_closed_set_counts_each_member() {
+    let registry = Registry::new(&[]).unwrap();
+    let labels = |side: Side| vec![("way", side.as_str())];
+    let index = |side: Side| side as usize;
+    let family: Family<Side, Counter> =
+        Family::over(&registry, "over", "h", Side::ALL, index, labels);
+    let family = family.at_zero(Side::all());
+    family.get(Side::Right).increment(1);
+    let page = registry.render();
+    assert_eq!(sample(&page, r#"over{way="left"}"#).unwrap(), "0");
+    assert_eq!(sample(&page, r#"over{way="right"}"#).unwrap(), "1");
+}
+
 #[tokio::test(start_paused = true)]
 async fn upkeep_runs_until_shutdown() {
     let registry = Registry::new(&[]).unwrap();
