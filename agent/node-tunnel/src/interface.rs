@@ -21,6 +21,7 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use culvert_host::telemetry::log_once::LogOnce;
 use parking_lot::Mutex;
 use rustix::io::Errno;
 use tokio::task::spawn_blocking;
@@ -150,9 +151,9 @@ pub(crate) struct Keeper {
     metrics: Arc<TunnelMetrics>,
 }
 
-/// Result of the last check: `None` if the interface was in place, otherwise the error.
+/// Result of the last check: the error, unless the interface was in place.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Health(Arc<Mutex<Option<String>>>);
+pub(crate) struct Health(Arc<Mutex<LogOnce>>);
 
 // === impl Interface ===
 
@@ -318,7 +319,7 @@ impl Keeper {
         match self.wanted.aside(Interface::repair).await {
             Ok(Kept { index, done }) => {
                 self.index = index;
-                if self.health.0.lock().take().is_some() {
+                if self.health.0.lock().has_recovered() {
                     info!(interface, "the interface is in place again");
                 }
                 if done.is_empty() {
@@ -334,9 +335,8 @@ impl Keeper {
             Err(error) => {
                 self.metrics.interface_failures.increment(1);
                 let text = error.to_string();
-                let before = self.health.0.lock().replace(text.clone());
-                // Log an error once, not at every check.
-                if before.is_none_or(|before| before != text) {
+                let is_new = self.health.0.lock().is_new(&text);
+                if is_new {
                     error!("{text}");
                 }
                 longer(pause)
@@ -358,7 +358,10 @@ impl Health {
     /// # Errors
     /// Returns the text of the last [`InterfaceError`].
     pub(crate) fn check(&self) -> Result<(), String> {
-        self.0.lock().clone().map_or(Ok(()), Err)
+        match self.0.lock().current() {
+            None => Ok(()),
+            Some(error) => Err(error.to_owned()),
+        }
     }
 }
 

@@ -15,6 +15,7 @@ use culvert_host::net::dial::dial;
 use culvert_host::net::pacing::disable_bbr_on_loopback;
 use culvert_host::net::readahead::ReadAhead;
 use culvert_host::runtime::shards::Shards;
+use culvert_host::telemetry::log_once::LogOnce;
 use culvert_host::telemetry::metrics::GaugeGuard;
 use culvert_native::halves::Chunk;
 use culvert_native::link::{Opener, Requests};
@@ -238,7 +239,7 @@ impl<R: Reach> Pool<R> {
     }
 
     async fn keep(self: &Arc<Self>, stop: &CancellationToken) {
-        let mut told = None;
+        let mut failures = LogOnce::default();
         let mut pause = FIRST_PAUSE;
         for serial in 1.. {
             let contented = Instant::now();
@@ -251,18 +252,19 @@ impl<R: Reach> Pool<R> {
             let failed = self.connect(serial, stop).await.err();
             if let Some(reason) = &failed {
                 self.metrics.connect_failed.increment(1);
-                // Repeated failures with the same reason are logged once.
-                if failed == told {
-                    debug!(reason, "still no connection to the proxy");
-                } else {
+                if failures.is_new(reason) {
                     warn!(
                         reason,
                         "cannot connect to the proxy, trying again: check --proxy, and that this \
                          node reaches that address"
                     );
+                } else {
+                    debug!(reason, "still no connection to the proxy");
                 }
+            } else {
+                // The new connection is already logged.
+                failures.has_recovered();
             }
-            told.clone_from(&failed);
             self.dialed.send_replace(failed);
             sleep(pause.mul_f64(rand::random_range(0.5..1.0))).await;
             pause = (pause * 2).min(LAST_PAUSE);

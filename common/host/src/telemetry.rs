@@ -1,4 +1,5 @@
-//! Logging in klog's format, and the metrics registry.
+//! Logging in klog's format, failures that are logged once, and the metrics registry.
 
+pub mod log_once;
 pub mod logging;
 pub mod metrics;

@@ -11,6 +11,7 @@ use std::collections::HashMap;
 use std::fmt;
 use std::time::Duration;
 
+use culvert_host::telemetry::log_once::LogOnce;
 use futures_util::{Stream, StreamExt as _, stream};
 use kube::Api;
 use kube::runtime::watcher::{self, Event};
@@ -39,9 +40,6 @@ const _: () = {
 /// A watch that stays up longer than this after its list resets the pauses.
 const WATCHED: Duration = Duration::from_secs(3);
 
-/// Most reasons remembered of a failure. A remembered reason is not logged again.
-const TOLD: usize = 4;
-
 /// The known objects of a kind.
 pub struct Mirror<T> {
     /// Plural name of the kind, for the log.
@@ -53,8 +51,8 @@ pub struct Mirror<T> {
     listing: Option<HashMap<Key, T>>,
     /// Set once the first list is complete.
     synced: bool,
-    /// Logged reasons of the current failure, newest first, at most [`TOLD`]. Empty while the watch works.
-    failing: Vec<String>,
+    /// Reasons of the current failure.
+    failing: LogOnce,
     /// Set once the log has reported that objects were left out.
     overflowed: bool,
 }
@@ -106,7 +104,7 @@ impl<T: PartialEq> Mirror<T> {
             objects: HashMap::new(),
             listing: None,
             synced: false,
-            failing: Vec::new(),
+            failing: LogOnce::default(),
             overflowed: false,
         }
     }
@@ -136,7 +134,7 @@ impl<T: PartialEq> Mirror<T> {
 
     /// Returns true unless the watch has failed since its last success.
     pub fn is_up(&self) -> bool {
-        self.failing.is_empty()
+        self.failing.current().is_none()
     }
 
     /// Applies an event. Returns true if the known objects have changed. An object rejected by `convert`
@@ -164,14 +162,13 @@ impl<T: PartialEq> Mirror<T> {
                 if !why.contains(&root) {
                     why = format!("{why}: {root}");
                 }
-                self.fail(why);
+                self.fail(&why);
                 return false;
             }
         };
         // An incomplete list is not a success yet.
         let has_succeeded = !matches!(event, Event::Init | Event::InitApply(_));
-        if has_succeeded && !self.is_up() {
-            self.failing.clear();
+        if has_succeeded && self.failing.has_recovered() {
             info!("watching {} again", self.kind);
         }
         let key = |object: &K| (object.namespace().unwrap_or_default(), object.name_any());
@@ -226,15 +223,12 @@ impl<T: PartialEq> Mirror<T> {
         }
     }
 
-    fn fail(&mut self, why: String) {
-        // Reasons may alternate: a peer that refuses connections resets some and closes others.
-        if !self.failing.contains(&why) {
+    fn fail(&mut self, why: &str) {
+        if self.failing.is_new(why) {
             error!(
                 error = why,
                 "cannot watch {}; keeping the last known objects and retrying", self.kind
             );
-            self.failing.truncate(TOLD - 1);
-            self.failing.insert(0, why);
         }
     }
 

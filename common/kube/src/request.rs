@@ -3,6 +3,7 @@
 use std::fmt;
 use std::time::Duration;
 
+use culvert_host::telemetry::log_once::LogOnce;
 use kube::api::PostParams;
 use tokio::time::timeout;
 use tracing::{error, info};
@@ -82,26 +83,25 @@ impl RequestError {
     }
 }
 
-/// The current failure, remembered to log each failure only once.
+/// Failures of the requests for one object, each logged once.
 #[derive(Debug, Default)]
-pub struct Failing(Option<String>);
+pub struct FailureLog(LogOnce);
 
-impl Failing {
-    /// Logs an error, unless the last error was the same. A conflict is not a failure.
-    pub fn say(&mut self, failed: &RequestError) {
-        if failed.is_conflict() {
-            return info!("{failed}");
+impl FailureLog {
+    /// Logs a new error. A conflict is not a failure.
+    pub fn failed(&mut self, error: &RequestError) {
+        if error.is_conflict() {
+            return info!("{error}");
         }
-        let text = failed.to_string();
-        if self.0.as_ref() != Some(&text) {
+        let text = error.to_string();
+        if self.0.is_new(&text) {
             error!("{text}");
-            self.0 = Some(text);
         }
     }
 
     /// Logs the recovery after a failure.
-    pub fn over(&mut self, target: &Target) {
-        if self.0.take().is_some() {
+    pub fn succeeded(&mut self, target: &Target) {
+        if self.0.has_recovered() {
             info!("{target} can be used again");
         }
     }

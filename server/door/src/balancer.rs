@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use culvert_host::telemetry::metrics::GaugeGuard;
 use culvert_kube::election::Candidate;
-use culvert_kube::request::{Failing, RequestError, Target, request, writes};
+use culvert_kube::request::{FailureLog, RequestError, Target, request, writes};
 use k8s_openapi::api::core::v1 as core;
 use kube::api::{ApiResource, DynamicObject};
 use kube::{Api, Client};
@@ -65,7 +65,7 @@ struct Writer {
     services: watch::Receiver<WithPorts>,
     leads: watch::Receiver<Option<Instant>>,
     metrics: Arc<ProxyMetrics>,
-    failing: Failing,
+    failure_log: FailureLog,
 }
 
 // === impl Reporter ===
@@ -125,7 +125,7 @@ impl Balancer {
             services,
             leads,
             metrics,
-            failing: Failing::default(),
+            failure_log: FailureLog::default(),
         };
         let reporter = Reporter {
             config: config.clone(),
@@ -173,8 +173,8 @@ impl Writer {
             let services = self.services.borrow_and_update().clone();
             let updated = self.update(&services.unwrap_or_default()).await;
             match &updated {
-                Ok(()) => self.failing.over(&self.target),
-                Err(error) => self.failing.say(error),
+                Ok(()) => self.failure_log.succeeded(&self.target),
+                Err(error) => self.failure_log.failed(error),
             }
             match updated {
                 // A new Service is reported by discovery; more reads would not help.

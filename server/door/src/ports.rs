@@ -7,6 +7,7 @@ use std::time::Duration;
 use culvert_host::admin;
 use culvert_host::net::listen::Listener;
 use culvert_host::runtime::shards::Shards;
+use culvert_host::telemetry::log_once::LogOnce;
 use tokio::sync::watch;
 use tokio::time::sleep;
 use tokio_util::sync::CancellationToken;
@@ -24,8 +25,8 @@ pub(crate) struct NodePorts {
     host: String,
     listeners: TaskTracker,
     open: HashMap<u16, CancellationToken>,
-    /// Ports that could not be opened, with the logged error.
-    failed: HashMap<u16, String>,
+    /// Ports that could not be opened, with their errors.
+    failed: HashMap<u16, LogOnce>,
 }
 
 impl NodePorts {
@@ -90,7 +91,7 @@ impl NodePorts {
                 }
                 Err(error) => {
                     let text = error.to_string();
-                    if self.failed.insert(port, text.clone()).as_ref() != Some(&text) {
+                    if self.failed.entry(port).or_default().is_new(&text) {
                         warn!(
                             port,
                             error = text,

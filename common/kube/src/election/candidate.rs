@@ -13,7 +13,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use super::{Action, Election, Times};
-use crate::request::{Failing, RequestError, Target, request, writes};
+use crate::request::{FailureLog, RequestError, Target, request, writes};
 
 /// Time limit for releasing the lease at exit. Without a release, the lease expires later.
 const RELEASE: Duration = Duration::from_secs(2);
@@ -28,7 +28,7 @@ pub struct Candidate {
     leads: watch::Sender<Option<Instant>>,
     program: &'static str,
     failures: Counter,
-    failing: Failing,
+    failure_log: FailureLog,
     /// Holder of the lease in the last log line.
     holder: String,
 }
@@ -58,7 +58,7 @@ impl Candidate {
             leads,
             program,
             failures,
-            failing: Failing::default(),
+            failure_log: FailureLog::default(),
             holder: String::new(),
         };
         (candidate, led)
@@ -118,10 +118,10 @@ impl Candidate {
         match failed {
             Some(error) => {
                 self.failures.increment(1);
-                self.failing.say(&error);
+                self.failure_log.failed(&error);
                 self.election.failed(Instant::now(), error.is_conflict());
             }
-            None => self.failing.over(&self.target),
+            None => self.failure_log.succeeded(&self.target),
         }
         self.publish();
     }
