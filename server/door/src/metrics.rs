@@ -1,20 +1,22 @@
 //! The proxy's metrics: its own series, and the series with Envoy's names, for dashboards.
 
-use std::fmt::Write as _;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use tokio::time::Instant;
 
 use culvert_host::label_values;
 use culvert_host::telemetry::metrics::{
-    Family, LabelSet, MetricsError, Registry, register_build_info,
+    Family, GaugeGuard, LabelSet, MetricsError, Registry, register_build_info,
 };
 use culvert_stream::CloseReason;
 use metrics::{Counter, CounterFn, Gauge};
 use parking_lot::Mutex;
 
 use super::table::Table;
-use super::upstream::{Upstream, write_series};
+use super::upstream::{Upstream, add_metrics};
+
+/// Label of the series with Envoy's names about CONNECT requests.
+const HTTP: [(&str, &str); 1] = [("envoy_http_conn_manager_prefix", "ingress_http")];
 
 label_values! {
     /// Listener of a connection.
@@ -90,6 +92,10 @@ impl LabelSet for Refused {
 pub struct ProxyMetrics {
     registry: Arc<Registry>,
     started: Instant,
+    /// Series of Envoy that are set for each page.
+    live: Gauge,
+    uptime: Gauge,
+    memory: [Gauge; 2],
     refused: Family<Refused, Counter>,
     open: Family<Entrance, Gauge>,
     opened: Family<Entrance, Counter>,
@@ -131,16 +137,15 @@ pub(crate) enum SourceState {
 struct Flag(Gauge, AtomicBool);
 
 /// Counters over all CONNECT requests.
-#[derive(Debug, Default)]
 pub(crate) struct HttpStats {
     /// Open connections of clients.
-    pub active: AtomicU64,
+    pub active: Gauge,
     /// Requests with any method.
-    pub requests: AtomicU64,
+    pub requests: Counter,
     /// Bytes received from clients inside CONNECT tunnels.
-    pub received: AtomicU64,
+    pub received: Counter,
     /// Bytes sent to clients inside CONNECT tunnels.
-    pub sent: AtomicU64,
+    pub sent: Counter,
 }
 
 /// Adds the bytes of one direction of a CONNECT tunnel to the totals of its upstream, of all tunnels, and of
@@ -245,7 +250,14 @@ impl ProxyMetrics {
                 "Requests about the load balancer's Service and its lease that failed; the log says why.",
             )
             .at_zero(Step::all()),
-            http: HttpStats::default(),
+            http: HttpStats::new(&registry),
+            live: registry.gauge("envoy_server_live", &[], "0 while the proxy drains."),
+            uptime: registry.gauge("envoy_server_uptime", &[], "Seconds since the start."),
+            memory: [
+                "envoy_server_memory_allocated",
+                "envoy_server_memory_heap_size",
+            ]
+            .map(|name| registry.gauge(name, &[], "Resident memory, in bytes.")),
             draining: AtomicBool::new(false),
             registry,
         }))
@@ -262,9 +274,9 @@ impl ProxyMetrics {
     }
 
     /// Counts a client connection; the gauge decreases when the guard is dropped.
-    pub(crate) fn open(&self, entrance: Entrance) -> culvert_host::telemetry::metrics::GaugeGuard {
+    pub(crate) fn open(&self, entrance: Entrance) -> GaugeGuard {
         self.opened.get(entrance).increment(1);
-        culvert_host::telemetry::metrics::GaugeGuard::new(self.open.get(entrance))
+        GaugeGuard::new(self.open.get(entrance))
     }
 
     /// Registers a connection or tunnel to an endpoint; its end is counted when the guard is dropped.
@@ -304,39 +316,16 @@ impl ProxyMetrics {
 
     /// Renders the metrics page.
     pub fn render(&self, table: &Table) -> String {
-        let mut page = self.registry.render();
-        let memory = resident_bytes();
-        let draining = self.draining.load(Ordering::Relaxed);
-        for (name, help, value) in [
-            (
-                "envoy_server_live",
-                "0 while the proxy drains.",
-                u64::from(!draining),
-            ),
-            (
-                "envoy_server_uptime",
-                "Seconds since the start.",
-                self.started.elapsed().as_secs(),
-            ),
-            (
-                "envoy_server_memory_allocated",
-                "Resident memory, in bytes.",
-                memory,
-            ),
-            (
-                "envoy_server_memory_heap_size",
-                "Resident memory, in bytes.",
-                memory,
-            ),
-        ] {
-            let _ = writeln!(
-                page,
-                "# HELP {name} {help}\n# TYPE {name} gauge\n{name} {value}"
-            );
+        let is_draining = self.draining.load(Ordering::Relaxed);
+        self.live.set(f64::from(u8::from(!is_draining)));
+        self.uptime.set(self.started.elapsed().as_secs() as f64);
+        let memory = resident_bytes() as f64;
+        for gauge in &self.memory {
+            gauge.set(memory);
         }
-        self.http.write(&mut page);
-        write_series(&table.upstreams(), &mut page);
-        page
+        let upstreams = table.upstreams();
+        self.registry
+            .render_with(|page| add_metrics(&upstreams, page))
     }
 }
 
@@ -356,39 +345,24 @@ impl Flag {
 }
 
 impl HttpStats {
-    fn write(&self, page: &mut String) {
-        for (name, kind, help, value) in [
-            (
+    fn new(registry: &Registry) -> Self {
+        Self {
+            active: registry.gauge(
                 "envoy_http_downstream_cx_active",
-                "gauge",
+                &HTTP,
                 "Open connections of clients that send CONNECT requests.",
-                &self.active,
             ),
-            (
-                "envoy_http_downstream_rq_total",
-                "counter",
-                "Requests.",
-                &self.requests,
-            ),
-            (
+            requests: registry.counter("envoy_http_downstream_rq_total", &HTTP, "Requests."),
+            received: registry.counter(
                 "envoy_http_downstream_cx_rx_bytes_total",
-                "counter",
+                &HTTP,
                 "Bytes of tunnels received from clients.",
-                &self.received,
             ),
-            (
+            sent: registry.counter(
                 "envoy_http_downstream_cx_tx_bytes_total",
-                "counter",
+                &HTTP,
                 "Bytes of tunnels sent to clients.",
-                &self.sent,
             ),
-        ] {
-            let value = value.load(Ordering::Relaxed);
-            let _ = writeln!(
-                page,
-                "# HELP {name} {help}\n# TYPE {name} {kind}\n\
-                 {name}{{envoy_http_conn_manager_prefix=\"ingress_http\"}} {value}"
-            );
         }
     }
 }
@@ -438,13 +412,13 @@ impl Tally {
 impl CounterFn for Tally {
     fn increment(&self, bytes: u64) {
         let (stats, http) = (&self.upstream.stats, &self.metrics.http);
-        let [upstream, whole] = match self.upward {
-            true => [&stats.sent, &http.received],
-            false => [&stats.received, &http.sent],
+        let (upstream, whole) = match self.upward {
+            true => (&stats.sent, &http.received),
+            false => (&stats.received, &http.sent),
         };
         self.moved.fetch_add(bytes, Ordering::Relaxed);
         upstream.fetch_add(bytes, Ordering::Relaxed);
-        whole.fetch_add(bytes, Ordering::Relaxed);
+        whole.increment(bytes);
     }
 
     /// No caller uses absolute values.

@@ -11,7 +11,7 @@ mod http2;
 use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
@@ -19,6 +19,7 @@ use culvert_host::net::connect::{self, HeadReader};
 use culvert_host::net::dial::split_host_port;
 use culvert_host::net::pacing::disable_bbr_on_loopback;
 use culvert_host::net::readahead::ReadAhead;
+use culvert_host::telemetry::metrics::GaugeGuard;
 use culvert_stream::allowance::Allowance;
 use culvert_stream::io::{ReadSource, WriteSink, linger_close};
 use culvert_stream::pump::{Meter, pump_within};
@@ -76,22 +77,12 @@ struct Tunnel<'a> {
     unread: Option<Arc<Allowance>>,
 }
 
-/// A client connection for CONNECT requests; counted until dropped.
-struct Active<'a>(&'a AtomicU64);
-
-impl Drop for Active<'_> {
-    fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::Relaxed);
-    }
-}
-
 impl Tunnels {
     /// Serves one connection to its end.
     pub(crate) async fn serve(self: Arc<Self>, stream: TcpStream, peer: SocketAddr) {
         let metrics = &self.front.metrics;
         let _open = metrics.open(Entrance::Tunneling);
-        metrics.http.active.fetch_add(1, Ordering::Relaxed);
-        let _active = Active(&metrics.http.active);
+        let _active = GaugeGuard::new(&metrics.http.active);
         if !self.allowed.contains(peer.ip()) {
             return self.refuse(
                 Refusal::Address,
@@ -201,7 +192,7 @@ impl Tunnels {
             Ok(Ok(Some(head))) => head,
             Ok(Ok(None)) => return,
             Ok(Err(error)) => {
-                metrics.http.requests.fetch_add(1, Ordering::Relaxed);
+                metrics.http.requests.increment(1);
                 self.refuse(Refusal::Garbage, peer, &error.to_string());
                 let answer = match error {
                     connect::ConnectError::Method => NOT_FOUND,
@@ -213,7 +204,7 @@ impl Tunnels {
         };
         let _ = received.split_to(head.head_len);
         if split_host_port(&head.target).is_err() {
-            metrics.http.requests.fetch_add(1, Ordering::Relaxed);
+            metrics.http.requests.increment(1);
             self.refuse(Refusal::Garbage, peer, "the target is not host:port");
             let answer = connect::ConnectError::Malformed.response();
             return say_and_leave(read, write, answer).await;
@@ -251,7 +242,7 @@ impl Tunnels {
     /// Connects to an endpoint for a request; returns the status to refuse the request with otherwise.
     async fn connect(&self, authority: &str, peer: SocketAddr) -> Result<Connected, StatusCode> {
         let front = &self.front;
-        front.metrics.http.requests.fetch_add(1, Ordering::Relaxed);
+        front.metrics.http.requests.increment(1);
         let Some(upstream) = front.table.by_authority(authority) else {
             self.refuse(
                 Refusal::Unknown,

@@ -2,13 +2,13 @@
 
 mod times;
 
-use std::fmt::Write as _;
 use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
+use culvert_host::telemetry::metrics::{Kind, Page};
 use parking_lot::RwLock;
 use rustix::io::Errno;
 use socket2::{Domain, Socket, Type};
@@ -39,7 +39,7 @@ pub(crate) struct Upstream {
     limit: u64,
 }
 
-/// The counters of one upstream; [`write_series`] renders them under Envoy's names.
+/// The counters of one upstream; [`add_metrics`] renders them under Envoy's names.
 #[derive(Debug, Default)]
 pub(crate) struct Stats {
     /// Open connections.
@@ -209,37 +209,35 @@ impl Drop for Open {
     }
 }
 
+/// Label of every metric here, with the upstream's key.
+const CLUSTER: &str = "envoy_cluster_name";
+
 /// A metric of every upstream: name, type, help, value.
-type Series = (
-    &'static str,
-    &'static str,
-    &'static str,
-    fn(&Upstream) -> u64,
-);
+type Metric = (&'static str, Kind, &'static str, fn(&Upstream) -> u64);
 
 /// Metrics that KKP's dashboards read, and related Envoy metrics.
-const SERIES: [Series; 11] = [
+const METRICS: [Metric; 11] = [
     (
         "envoy_cluster_membership_total",
-        "gauge",
+        Kind::Gauge,
         "Endpoints.",
         |upstream| upstream.endpoint_count() as u64,
     ),
     (
         "envoy_cluster_membership_healthy",
-        "gauge",
+        Kind::Gauge,
         "Ready endpoints; those that are not ready are no members.",
         |upstream| upstream.endpoint_count() as u64,
     ),
     (
         "envoy_cluster_upstream_cx_active",
-        "gauge",
+        Kind::Gauge,
         "Open connections to endpoints, and those being opened.",
         |upstream| upstream.stats.active.load(Ordering::Relaxed),
     ),
     (
         "envoy_cluster_upstream_cx_total",
-        "counter",
+        Kind::Counter,
         "Attempts to connect to endpoints.",
         |upstream| {
             let Stats {
@@ -254,7 +252,7 @@ const SERIES: [Series; 11] = [
     ),
     (
         "envoy_cluster_upstream_cx_connect_fail",
-        "counter",
+        Kind::Counter,
         "Attempts to connect that failed, those that timed out included.",
         |upstream| {
             let stats = &upstream.stats;
@@ -263,60 +261,55 @@ const SERIES: [Series; 11] = [
     ),
     (
         "envoy_cluster_upstream_cx_connect_timeout",
-        "counter",
+        Kind::Counter,
         "Attempts to connect that timed out.",
         |upstream| upstream.stats.timed_out.load(Ordering::Relaxed),
     ),
     (
         "envoy_cluster_upstream_cx_overflow",
-        "counter",
+        Kind::Counter,
         "Connections refused because --max-connections were open.",
         |upstream| upstream.stats.overflowed.load(Ordering::Relaxed),
     ),
     (
         "envoy_cluster_upstream_cx_rx_bytes_total",
-        "counter",
+        Kind::Counter,
         "Bytes received from endpoints.",
         |upstream| upstream.stats.received.load(Ordering::Relaxed),
     ),
     (
         "envoy_cluster_upstream_cx_tx_bytes_total",
-        "counter",
+        Kind::Counter,
         "Bytes sent to endpoints.",
         |upstream| upstream.stats.sent.load(Ordering::Relaxed),
     ),
     (
         "envoy_cluster_upstream_rq_total",
-        "counter",
+        Kind::Counter,
         "Connections and CONNECT requests that reached an endpoint.",
         |upstream| upstream.stats.opened.load(Ordering::Relaxed),
     ),
     (
         "envoy_cluster_circuit_breakers_default_cx_open",
-        "gauge",
+        Kind::Gauge,
         "1 while --max-connections are open.",
         |upstream| u64::from(upstream.stats.active.load(Ordering::Relaxed) >= upstream.limit),
     ),
 ];
 
-/// Appends the metrics of all `upstreams` in Prometheus' text format. Computed on request, so the metrics of
-/// a removed Service disappear together with the Service.
-pub(crate) fn write_series(upstreams: &[Arc<Upstream>], page: &mut String) {
-    for (name, kind, help, value) in SERIES {
-        let _ = writeln!(page, "# HELP {name} {help}\n# TYPE {name} {kind}");
+/// Adds the metrics of all `upstreams`. Computed on request, so the metrics of a removed Service disappear
+/// together with the Service.
+pub(crate) fn add_metrics(upstreams: &[Arc<Upstream>], page: &mut Page) {
+    for (name, kind, help, value) in METRICS {
+        let mut series = page.family(name, kind, help);
         for upstream in upstreams {
-            let (key, value) = (&upstream.key, value(upstream));
-            let _ = writeln!(page, "{name}{{envoy_cluster_name=\"{key}\"}} {value}");
+            series.value((CLUSTER, upstream.key.as_str()), value(upstream));
         }
     }
-    let name = times::NAME;
-    let _ = writeln!(
-        page,
-        "# HELP {name} Milliseconds from a tunnel's client's end to its endpoint's.\n\
-         # TYPE {name} histogram"
-    );
+    let help = "Milliseconds from a tunnel's client's end to its endpoint's.";
+    let mut series = page.family(times::NAME, Kind::Histogram, help);
     for upstream in upstreams {
-        upstream.stats.times.write(&upstream.key, page);
+        upstream.stats.times.write(&upstream.key, &mut series);
     }
 }
 
@@ -324,6 +317,7 @@ pub(crate) fn write_series(upstreams: &[Arc<Upstream>], page: &mut String) {
 mod tests {
     #![allow(clippy::unwrap_used, clippy::indexing_slicing)]
 
+    use culvert_host::telemetry::metrics::Registry;
     use tokio::io::AsyncReadExt as _;
     use tokio::net::TcpListener;
 
@@ -374,8 +368,9 @@ mod tests {
         assert_eq!(second.err(), Some(ConnectError::Overflow));
         drop(first);
         assert!(upstream.connect(&[]).await.is_ok());
-        let mut page = String::new();
-        write_series(&[upstream], &mut page);
+        let page = Registry::new(&[])
+            .unwrap()
+            .render_with(|page| add_metrics(&[upstream], page));
         let line = "envoy_cluster_upstream_cx_overflow{envoy_cluster_name=\
                     \"cluster-a/apiserver-external-secure\"} 1\n";
         assert!(page.contains(line), "{page}");

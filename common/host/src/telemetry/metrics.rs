@@ -9,6 +9,7 @@
 //! called `dial_failure_count`) and dashboards depend on them.
 
 pub mod family;
+pub mod page;
 
 use std::fmt;
 use std::sync::Arc;
@@ -22,6 +23,7 @@ use metrics_process::Collector;
 use tokio_util::sync::CancellationToken;
 
 pub use family::{Family, Handle, LabelSet};
+pub use page::{Kind, Page, Series};
 
 /// Default histogram buckets in seconds: the defaults of the Prometheus client libraries. Without buckets,
 /// the exporter would turn a histogram into a summary.
@@ -146,12 +148,20 @@ impl Registry {
     /// Renders the metrics page (text format 0.0.4), with current `process_*` series. The call reads `/proc`,
     /// and therefore blocks for some tens of microseconds.
     pub fn render(&self) -> String {
+        self.render_with(|_| ())
+    }
+
+    /// Renders the metrics page as [`Registry::render`] does, with the families from `add` at its end.
+    pub fn render_with(&self, add: impl FnOnce(&mut Page)) -> String {
         metrics::with_local_recorder(&self.recorder, || self.process.collect());
         self.handle.run_upkeep();
         let page = self.handle.render();
-        self.bounds.iter().fold(page, |page, (own, go)| {
+        let page = self.bounds.iter().fold(page, |page, (own, go)| {
             page.replace(&format!("le=\"{own}\""), &format!("le=\"{go}\""))
-        })
+        });
+        let mut page = Page(page);
+        add(&mut page);
+        page.0
     }
 
     /// Folds waiting histogram samples into their buckets every [`UPKEEP_INTERVAL`] until `shutdown`. Without

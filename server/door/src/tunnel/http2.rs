@@ -151,7 +151,7 @@ impl Tunnels {
             match (method, authority.as_deref()) {
                 (Method::CONNECT, Some(authority)) => self.connect(authority, peer).await,
                 _ => {
-                    metrics.http.requests.fetch_add(1, Ordering::Relaxed);
+                    metrics.http.requests.increment(1);
                     self.refuse(Refusal::Garbage, peer, "not a CONNECT request");
                     Err(StatusCode::NOT_FOUND)
                 }

@@ -5,10 +5,12 @@
 //! with the client's bytes, so Envoy's histogram shows the same time for CONNECT. Connections by server name
 //! or by node port have no such time.
 
-use std::fmt::Write as _;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use culvert_host::telemetry::metrics::Series;
+
+use super::CLUSTER;
 use crate::routes::UpstreamKey;
 
 /// Name of the metric.
@@ -42,44 +44,42 @@ impl Times {
         self.sum.fetch_add(millis as u64, Ordering::Relaxed);
     }
 
-    /// Appends the series of one upstream, unless nothing was counted yet: Envoy has no series then either,
+    /// Adds the histogram of one upstream, unless nothing was counted yet: Envoy has no series then either,
     /// and there may be thousands of upstreams.
-    pub(crate) fn write(&self, key: &UpstreamKey, page: &mut String) {
-        let cluster = format!("envoy_cluster_name=\"{key}\"");
-        let mut total = 0;
-        let mut lines = String::new();
-        for (bound, count) in BOUNDS.iter().zip(&self.counts) {
-            total += count.load(Ordering::Relaxed);
-            let _ = writeln!(lines, "{NAME}_bucket{{{cluster},le=\"{bound}\"}} {total}");
+    pub(crate) fn write(&self, key: &UpstreamKey, series: &mut Series<'_>) {
+        let counts = self.counts.iter().map(|it| it.load(Ordering::Relaxed));
+        let buckets: Vec<(f64, u64)> = BOUNDS.into_iter().zip(counts).collect();
+        let more = self.more.load(Ordering::Relaxed);
+        if more > 0 || buckets.iter().any(|(_, count)| *count > 0) {
+            let sum = self.sum.load(Ordering::Relaxed);
+            series.histogram((CLUSTER, key.as_str()), buckets, more, sum);
         }
-        total += self.more.load(Ordering::Relaxed);
-        if total == 0 {
-            return;
-        }
-        let sum = self.sum.load(Ordering::Relaxed);
-        let _ = writeln!(
-            page,
-            "{lines}{NAME}_bucket{{{cluster},le=\"+Inf\"}} {total}\n\
-             {NAME}_sum{{{cluster}}} {sum}\n{NAME}_count{{{cluster}}} {total}"
-        );
     }
 }
 
 #[cfg(test)]
 mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use culvert_host::telemetry::metrics::{Kind, Registry};
+
     use super::*;
 
     #[test]
     fn times_are_counted_in_cumulative_buckets() {
         let times = Times::default();
         let key = UpstreamKey::of_service("ns", "a", "");
-        let mut page = String::new();
-        times.write(&key, &mut page);
-        assert_eq!(page, "");
+        let registry = Registry::new(&[]).unwrap();
+        let page = |times: &Times| {
+            registry.render_with(|page| {
+                times.write(&key, &mut page.family(NAME, Kind::Histogram, "h"));
+            })
+        };
+        assert!(!page(&times).contains(&format!("{NAME}_")));
         for millis in [0, 5, 6, 9_000_000] {
             times.record(Duration::from_millis(millis));
         }
-        times.write(&key, &mut page);
+        let page = page(&times);
         for line in [
             "_bucket{envoy_cluster_name=\"ns/a\",le=\"0.5\"} 1",
             "_bucket{envoy_cluster_name=\"ns/a\",le=\"5\"} 2",

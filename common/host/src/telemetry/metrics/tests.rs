@@ -150,6 +150,30 @@ fn family_over_a_closed_set_counts_each_member() {
     assert_eq!(sample(&page, r#"over{way="right"}"#).unwrap(), "1");
 }
 
+#[test]
+fn families_of_one_page_follow_the_registered_series() {
+    let registry = Registry::new(&[]).unwrap();
+    registry.counter("registered", &[], "h").increment(1);
+    let page = registry.render_with(|page| {
+        let mut gauges = page.family("own", Kind::Gauge, "Help.");
+        gauges.value(("name", "a\"\\\n"), 1);
+        gauges.value(("name", "b"), 2);
+        page.family("none", Kind::Counter, "No series.");
+        let buckets = [(0.5, 1), (1000.0, 2)];
+        page.family("times", Kind::Histogram, "h")
+            .histogram(("name", "a"), buckets, 3, 9);
+    });
+    assert_eq!(sample(&page, "registered").unwrap(), "1");
+    let added = "# HELP own Help.\n# TYPE own gauge\n\
+        own{name=\"a\\\"\\\\\\n\"} 1\nown{name=\"b\"} 2\n\
+        # HELP none No series.\n# TYPE none counter\n\
+        # HELP times h\n# TYPE times histogram\n\
+        times_bucket{name=\"a\",le=\"0.5\"} 1\ntimes_bucket{name=\"a\",le=\"1000\"} 3\n\
+        times_bucket{name=\"a\",le=\"+Inf\"} 6\ntimes_sum{name=\"a\"} 9\ntimes_count{name=\"a\"} 6\n";
+    assert!(page.ends_with(added), "{page}");
+    assert!(!registry.render().contains("own{"));
+}
+
 #[tokio::test(start_paused = true)]
 async fn upkeep_runs_until_shutdown() {
     let registry = Registry::new(&[]).unwrap();
