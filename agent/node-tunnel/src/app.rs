@@ -19,11 +19,11 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tracing::{info, warn};
 
-use super::carry::Carrier;
+use super::client::ClientHandler;
 use super::config::Config;
 use super::interface::{Health, Keeper};
 use super::metrics::TunnelMetrics;
-use super::pool::{PlainTcp, Pool};
+use super::pool::{ConnectionPool, PlainTcp};
 
 /// Time for the proxy to accept the last bytes of streams after the cut.
 const CUT_TIMEOUT: Duration = Duration::from_secs(1);
@@ -104,7 +104,7 @@ impl Bound {
         let (cut, stop) = (CancellationToken::new(), CancellationToken::new());
         // Dropping this future also ends the tasks on other threads.
         let _ends = [&cut, &stop].map(|token| token.clone().drop_guard());
-        let pool = Pool::new(PlainTcp(proxy), connections, self.shards, metrics.clone());
+        let pool = ConnectionPool::new(PlainTcp(proxy), connections, self.shards, metrics.clone());
         upkeep.spawn(pool.clone().run(stop.clone()));
         let health = self.keeper.as_ref().map(Keeper::health);
         let pages = pages(&pool, health, &registry, &shutdown);
@@ -118,8 +118,8 @@ impl Bound {
         }
         for (listener, route) in self.listeners.into_iter().zip(&routes) {
             let (pool, metrics) = (pool.clone(), metrics.clone());
-            let carrier = Carrier::new(route, pool, metrics, tasks.clone(), cut.clone());
-            let (carrier, tasks) = (Arc::new(carrier), tasks.clone());
+            let handler = ClientHandler::new(route, pool, metrics, tasks.clone(), cut.clone());
+            let (handler, tasks) = (Arc::new(handler), tasks.clone());
             let handle = move |accepted| {
                 if let Accepted::Tcp(stream, peer) = accepted {
                     disable_bbr_on_loopback(&stream);
@@ -131,7 +131,7 @@ impl Bound {
                         };
                         Ok(stream.into_split())
                     };
-                    tasks.spawn(carrier.clone().serve(client, peer));
+                    tasks.spawn(handler.clone().serve(client, peer));
                 }
             };
             // No TCP user timeout: a client may pause reading for any length of time.
@@ -162,7 +162,7 @@ impl Bound {
 }
 
 fn pages(
-    pool: &Arc<Pool<PlainTcp>>,
+    pool: &Arc<ConnectionPool<PlainTcp>>,
     health: Option<Health>,
     registry: &Arc<Registry>,
     shutdown: &CancellationToken,

@@ -180,7 +180,7 @@ impl Interface {
             // A failed address, such as an IPv6 address without IPv6, must not prevent the next steps.
             let mut refused = None;
             for step in todo {
-                match netlink.carry_out(self, index, &step) {
+                match netlink.apply(self, index, &step) {
                     Ok(()) => done.push(step),
                     Err(errno) if has_changed(errno) => break,
                     Err(errno) => refused = refused.or(Some(self.refused(step, errno))),
@@ -203,7 +203,7 @@ impl Interface {
             let outcome = Netlink::open().and_then(|mut netlink| {
                 // The interface is up, so this step changes nothing. The step still needs the permission for
                 // changes.
-                netlink.carry_out(self, kept.index, &step)
+                netlink.apply(self, kept.index, &step)
             });
             match outcome {
                 Err(errno) if !has_changed(errno) => return Err(self.refused(step, errno)),
@@ -297,7 +297,7 @@ impl Keeper {
             }
             tokio::select! {
                 () = stop.cancelled() => return,
-                () = self.monitor.heard(|incoming| self.concerns(incoming)) => {}
+                () = self.monitor.changed(|incoming| self.concerns(incoming)) => {}
                 () = sleep_until(due) => {}
             }
             pause = self.look(pause).await;

@@ -6,14 +6,14 @@
 //! | module | contents |
 //! |---|---|
 //! | [`pool`] | connections to the proxy: dialed once for all waiting clients, kept, replaced |
-//! | [`carry`] | one client: stream, bytes, end |
+//! | [`client`] | one client: stream, bytes, end |
 //! | [`interface`] | optional network interface with the listen addresses: created and maintained |
 //! | [`metrics`] | metrics, including series under Envoy's names |
 //! | [`config`], [`cli`], [`app`] | flags, program, wiring |
 
 pub mod app;
-mod carry;
 pub mod cli;
+mod client;
 pub mod config;
 pub mod interface;
 pub mod metrics;

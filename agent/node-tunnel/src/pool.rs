@@ -1,9 +1,9 @@
 //! The connections to the proxy: a few persistent connections, shared by all streams.
 //!
-//! A single task ([`Pool::run`]) makes the dials, one at a time, so that all waiting clients share a dial and
-//! learn of a failed dial at once. The pool keeps one connection open even without clients, and opens more
-//! connections, up to the limit, while each open connection carries a stream. A connection gets no new
-//! streams and is replaced if it broke, received GOAWAY, or does not answer a PING.
+//! A single task ([`ConnectionPool::run`]) makes the dials, one at a time, so that all waiting clients share
+//! a dial and learn of a failed dial at once. The pool keeps one connection open even without clients, and
+//! opens more connections, up to the limit, while each open connection carries a stream. A connection gets no
+//! new streams and is replaced if it broke, received GOAWAY, or does not answer a PING.
 
 use std::pin::pin;
 use std::sync::Arc;
@@ -54,7 +54,7 @@ const LAST_PAUSE: Duration = Duration::from_secs(5);
 const WINDOW_BYTES: u32 = 16 * 1024 * 1024;
 
 /// Time for unused connections to close at the end.
-const LEAVE_TIMEOUT: Duration = Duration::from_secs(1);
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Way to dial the proxy.
 pub(crate) trait Reach: Send + Sync + 'static {
@@ -69,7 +69,7 @@ pub(crate) trait Reach: Send + Sync + 'static {
 pub(crate) struct PlainTcp(pub HostPort);
 
 /// Pool of connections to one proxy.
-pub(crate) struct Pool<R> {
+pub(crate) struct ConnectionPool<R> {
     reach: R,
     limit: usize,
     shards: Shards,
@@ -136,9 +136,9 @@ impl Reach for PlainTcp {
     }
 }
 
-// === impl Pool ===
+// === impl ConnectionPool ===
 
-impl<R: Reach> Pool<R> {
+impl<R: Reach> ConnectionPool<R> {
     /// Creates a pool of at most `limit` connections, spread over `shards`. [`run`](Self::run) opens the
     /// connections.
     pub(crate) fn new(
@@ -329,7 +329,7 @@ impl<R: Reach> Pool<R> {
         let mut run = pin!(opener.run());
         let ended = tokio::select! {
             ended = &mut run => ended,
-            () = stop.cancelled() => timeout(LEAVE_TIMEOUT, run).await.unwrap_or(Ok(())),
+            () = stop.cancelled() => timeout(CLOSE_TIMEOUT, run).await.unwrap_or(Ok(())),
         };
         self.links.lock().retain(|link| link.serial != serial);
         self.look.notify_one();

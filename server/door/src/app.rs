@@ -21,13 +21,13 @@ use tracing::{info, warn};
 
 use super::balancer::Balancer;
 use super::config::{Config, Source, Tunneling};
+use super::connect::ConnectListener;
 use super::discovery::Discovery;
 use super::file::Follower;
 use super::front::Front;
 use super::metrics::{ProxyMetrics, SourceState};
 use super::ports::NodePorts;
 use super::table::Table;
-use super::tunnel::Tunnels;
 use super::upstream::CONNECT_TIMEOUT;
 
 /// `/readyz` text during the drain.
@@ -187,7 +187,7 @@ impl Bound {
             accepting.spawn(accept(listener));
         }
         if let (Some((listener, tls)), Some(tunneling)) = (self.tunneling, self.config.tunneling) {
-            let tunnels = Arc::new(Tunnels {
+            let connect = Arc::new(ConnectListener {
                 front: front.clone(),
                 tls,
                 require_tls: tunneling.require_tls,
@@ -195,7 +195,7 @@ impl Bound {
             });
             let (front, until) = (front.clone(), shutdown.clone());
             let listener = Listener::tcp(listener, &keepalive);
-            let connection = move |stream, peer| tunnels.clone().serve(stream, peer);
+            let connection = move |stream, peer| connect.clone().serve(stream, peer);
             accepting.spawn(front.accept(listener, until, Shards::seat, connection));
         }
 
@@ -255,14 +255,14 @@ fn pages(front: &Arc<Front>) -> admin::Routes {
         std::future::ready(Reply::new(StatusCode::OK, METRICS_TYPE, text))
     };
     // Envoy's health check filter sends no body.
-    let told = |front: &Front| {
+    let health = |front: &Front| {
         std::future::ready(match front.metrics.draining.load(Ordering::Relaxed) {
             false => Reply::text(StatusCode::OK, ""),
             true => Reply::text(StatusCode::SERVICE_UNAVAILABLE, ""),
         })
     };
     admin::Routes::new()
-        .route("/healthz", move |_| told(&alive))
+        .route("/healthz", move |_| health(&alive))
         .route("/readyz", move |_| {
             let synced = ready.metrics.is_synced();
             std::future::ready(match ready.metrics.draining.load(Ordering::Relaxed) {

@@ -25,7 +25,7 @@ use super::upstream::{ConnectError, Stats, Upstream};
 
 /// Time limit for the first bytes of a client: its ClientHello or its request (Envoy's listener filter
 /// timeout).
-pub(crate) const FIRST_WORD_TIMEOUT: Duration = Duration::from_secs(15);
+pub(crate) const FIRST_BYTES_TIMEOUT: Duration = Duration::from_secs(15);
 
 /// Buffer space for one read of a ClientHello. Most hellos are smaller.
 const HELLO_READ_BYTES: usize = 2 * 1024;
@@ -93,7 +93,7 @@ impl Front {
             self.metrics.refused(Entrance::Sni, reason);
             debug!(%peer, why, "TLS connection refused");
         };
-        let hello = timeout(FIRST_WORD_TIMEOUT, read_hello(&client)).await;
+        let hello = timeout(FIRST_BYTES_TIMEOUT, read_hello(&client)).await;
         let (hello, received) = match hello.unwrap_or(Err(NoHello::Silent(Refusal::Timeout))) {
             Ok(hello) => hello,
             Err(NoHello::Silent(reason)) => return refuse(reason, "no ClientHello"),
@@ -105,7 +105,7 @@ impl Front {
         let Some(upstream) = self.table.by_server_name(&name) else {
             return refuse(Refusal::Unknown, &format!("no Service has the name {name}"));
         };
-        self.pass(Entrance::Sni, client, peer, &upstream, received)
+        self.forward(Entrance::Sni, client, peer, &upstream, received)
             .await;
     }
 
@@ -119,7 +119,7 @@ impl Front {
         let _open = self.metrics.open(Entrance::NodePort);
         match self.table.by_node_port(port) {
             Some(upstream) => {
-                self.pass(Entrance::NodePort, client, peer, &upstream, Vec::new())
+                self.forward(Entrance::NodePort, client, peer, &upstream, Vec::new())
                     .await;
             }
             // The port was closed after this connection was accepted.
@@ -127,7 +127,7 @@ impl Front {
         }
     }
 
-    async fn pass(
+    async fn forward(
         self: &Arc<Self>,
         entrance: Entrance,
         client: TcpStream,
@@ -143,10 +143,10 @@ impl Front {
                 return;
             }
         };
-        let carried = self.metrics.carried();
+        let counted = self.metrics.count_connection();
         let unsent = received.get(connected.sent..).unwrap_or_default();
         if write_all(&connected.stream, unsent).await.is_err() {
-            return carried.end(CloseReason::EndpointLost);
+            return counted.end(CloseReason::EndpointLost);
         }
         let stats = &upstream.stats;
         stats
@@ -158,7 +158,7 @@ impl Front {
         let mut ended = self.relay(entrance, sides, stats, spreads).run().await;
         if ended.reason.is_none() {
             let sides = (client, connected.stream);
-            let rest = Box::pin(self.pass_bulk(entrance, sides, upstream.clone()));
+            let rest = Box::pin(self.forward_bulk(entrance, sides, upstream.clone()));
             match rest.await {
                 Ok(rest) => {
                     ended = Ended {
@@ -174,12 +174,12 @@ impl Front {
         }
         debug!(%peer, upstream = %upstream.key, ?ended, "connection closed");
         if let Some(reason) = ended.reason {
-            carried.end(reason);
+            counted.end(reason);
         }
     }
 
     /// Continues a bulk connection on the thread with the fewest bulk connections.
-    async fn pass_bulk(
+    async fn forward_bulk(
         self: &Arc<Self>,
         entrance: Entrance,
         (client, endpoint): (TcpStream, TcpStream),
@@ -212,13 +212,13 @@ impl Front {
         entrance: Entrance,
         (client, endpoint): (&'a TcpStream, &'a TcpStream),
         stats: &'a Stats,
-        stops_at_much: bool,
+        stops_at_bulk: bool,
     ) -> Relay<'a> {
         Relay {
             client,
             endpoint,
             is_tls: matches!(entrance, Entrance::Sni),
-            stops_at_much,
+            stops_at_bulk,
             idle: match entrance {
                 Entrance::Sni => self.limits.sni_idle,
                 _ => self.limits.node_port_idle,

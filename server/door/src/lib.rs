@@ -13,7 +13,7 @@
 //! | [`client_hello`] | parses the server name of a TLS connection, without I/O |
 //! | [`front`] | forwards connections unchanged: TLS by server name, node ports |
 //! | [`relay`] | moves bytes between two sockets, inside the kernel if there are many |
-//! | [`tunnel`] | CONNECT over HTTP/1.1 and HTTP/2 |
+//! | [`connect`] | CONNECT over HTTP/1.1 and HTTP/2 |
 //! | [`watch`] | ends idle connections, and connections with a dead peer |
 //! | [`socket`] | a socket for two tasks: one reads and writes, one inspects |
 //! | [`ports`] | opens and closes node ports as Services come and go |
@@ -28,6 +28,7 @@ mod balancer_ports;
 pub mod cli;
 pub mod client_hello;
 pub mod config;
+mod connect;
 mod discovery;
 mod exposure;
 pub mod file;
@@ -38,6 +39,5 @@ mod relay;
 mod routes;
 mod socket;
 pub mod table;
-mod tunnel;
 mod upstream;
 mod watch;

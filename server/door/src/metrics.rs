@@ -159,7 +159,7 @@ pub(crate) struct Tally {
 
 /// A connection to an endpoint; counts its end when dropped. Without a call of [`end`](Self::end) the reason
 /// is the shutdown of the proxy.
-pub(crate) struct Carried<'a> {
+pub(crate) struct CountedConnection<'a> {
     metrics: &'a ProxyMetrics,
     reason: CloseReason,
 }
@@ -280,8 +280,8 @@ impl ProxyMetrics {
     }
 
     /// Registers a connection or tunnel to an endpoint; its end is counted when the guard is dropped.
-    pub(crate) fn carried(&self) -> Carried<'_> {
-        Carried {
+    pub(crate) fn count_connection(&self) -> CountedConnection<'_> {
+        CountedConnection {
             metrics: self,
             reason: CloseReason::Shutdown,
         }
@@ -374,16 +374,16 @@ fn resident_bytes() -> u64 {
     pages.unwrap_or(0) * rustix::param::page_size() as u64
 }
 
-// === impl Carried ===
+// === impl CountedConnection ===
 
-impl Carried<'_> {
+impl CountedConnection<'_> {
     /// Sets the close reason and counts the end.
     pub(crate) fn end(mut self, reason: CloseReason) {
         self.reason = reason;
     }
 }
 
-impl Drop for Carried<'_> {
+impl Drop for CountedConnection<'_> {
     fn drop(&mut self) {
         self.metrics.closed.get(self.reason).increment(1);
     }
@@ -434,9 +434,9 @@ mod tests {
     #[test]
     fn cut_connection_counts_as_a_shutdown() {
         let metrics = ProxyMetrics::new().unwrap();
-        metrics.carried().end(CloseReason::Finished);
-        drop(metrics.carried());
-        drop(metrics.carried());
+        metrics.count_connection().end(CloseReason::Finished);
+        drop(metrics.count_connection());
+        drop(metrics.count_connection());
         let page = metrics.registry().render();
         for line in ["finished\"} 1\n", "shutdown\"} 2\n", "client_lost\"} 0\n"] {
             let line = format!("culvert_connections_closed_total{{reason=\"{line}");

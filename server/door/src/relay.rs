@@ -46,7 +46,7 @@ const TURN_BYTES: usize = 1024 * 1024;
 
 /// Bytes after which a hand-over to another thread pays off. A hand-over costs two wake-ups and four
 /// registrations.
-const MUCH_BYTES: u64 = 1024 * 1024;
+const BULK_BYTES: u64 = 1024 * 1024;
 
 /// Largest number of empty pipes in a thread's pool.
 const SPARE_PIPES: usize = 32;
@@ -68,7 +68,7 @@ pub(crate) struct Relay<'a> {
     /// Set if the connection carries only TLS, which has no urgent data.
     pub is_tls: bool,
     /// Stops the relay after many bytes, for a hand-over to another thread.
-    pub stops_at_much: bool,
+    pub stops_at_bulk: bool,
     /// Time without any bytes after which the connection ends; `None` means no limit.
     pub idle: Option<Duration>,
     /// Keepalive for the client and for the endpoint.
@@ -80,11 +80,11 @@ pub(crate) struct Relay<'a> {
 }
 
 /// A direction of the connection.
-struct Way<'a> {
+struct Direction<'a> {
     from: &'a TcpStream,
     to: &'a TcpStream,
     is_tls: bool,
-    stops_at_much: bool,
+    stops_at_bulk: bool,
     /// Set while this direction waits for input and has no unsent bytes.
     rests: AtomicBool,
     total: &'a AtomicU64,
@@ -126,7 +126,7 @@ enum Stop {
 /// Result of a relay.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Ended {
-    /// Reason of the close; `None` if the connection continues, see [`Relay::stops_at_much`].
+    /// Reason of the close; `None` if the connection continues, see [`Relay::stops_at_bulk`].
     pub reason: Option<CloseReason>,
     /// Bytes from client to endpoint.
     pub sent: u64,
@@ -140,11 +140,11 @@ impl Relay<'_> {
     /// Moves bytes until both directions have ended, one direction has failed, or the connection was idle for
     /// too long. The caller then closes both sockets, which passes on the last end of stream.
     pub(crate) async fn run(&self) -> Ended {
-        let up = Way {
+        let up = Direction {
             from: self.client,
             to: self.endpoint,
             is_tls: self.is_tls,
-            stops_at_much: self.stops_at_much,
+            stops_at_bulk: self.stops_at_bulk,
             rests: AtomicBool::new(false),
             total: self.sent,
             moved: AtomicU64::new(0),
@@ -152,11 +152,11 @@ impl Relay<'_> {
             reset: AtomicBool::new(false),
             lost: [CloseReason::ClientLost, CloseReason::EndpointLost],
         };
-        let down = Way {
+        let down = Direction {
             from: self.endpoint,
             to: self.client,
             is_tls: self.is_tls,
-            stops_at_much: self.stops_at_much,
+            stops_at_bulk: self.stops_at_bulk,
             rests: AtomicBool::new(false),
             total: self.received,
             moved: AtomicU64::new(0),
@@ -236,10 +236,10 @@ async fn idle(counter: &AtomicU64, bound: Duration) {
     }
 }
 
-// === impl Way ===
+// === impl Direction ===
 
-impl Way<'_> {
-    async fn run(&self, other: &Way<'_>) -> Result<(), Stop> {
+impl Direction<'_> {
+    async fn run(&self, other: &Direction<'_>) -> Result<(), Stop> {
         let [from_lost, to_lost] = self.lost.map(Stop::Lost);
         let (mut bulk, mut turn) = (false, 0);
         loop {
@@ -256,7 +256,7 @@ impl Way<'_> {
                         bulk = true;
                         disable_bbr_on_loopback(self.to);
                     }
-                    if self.stops_at_much && self.is_much(other) {
+                    if self.stops_at_bulk && self.is_bulk(other) {
                         return Err(Stop::Much);
                     }
                     // Permanently ready sockets never yield to other tasks.
@@ -311,9 +311,9 @@ impl Way<'_> {
     }
 
     /// Returns true if the connection has moved many bytes, and neither direction has unsent bytes.
-    fn is_much(&self, other: &Way<'_>) -> bool {
-        let moved = [self, other].map(|way| way.moved.load(Ordering::Relaxed));
-        other.rests.load(Ordering::Relaxed) && moved.iter().sum::<u64>() >= MUCH_BYTES
+    fn is_bulk(&self, other: &Direction<'_>) -> bool {
+        let moved = [self, other].map(|direction| direction.moved.load(Ordering::Relaxed));
+        other.rests.load(Ordering::Relaxed) && moved.iter().sum::<u64>() >= BULK_BYTES
     }
 
     async fn readable(&self) -> Result<(), Broken> {

@@ -174,12 +174,12 @@ mod tests {
         far.write_all(b"abc").await.unwrap();
         SockRef::from(&far).send_out_of_band(b"!").unwrap();
         far.write_all(b"def").await.unwrap();
-        let (mut socket, mut heard) = (Socket::new(&near), [0; 64]);
-        let mut read = async || socket.read(&mut heard).await.unwrap();
+        let (mut socket, mut received) = (Socket::new(&near), [0; 64]);
+        let mut read = async || socket.read(&mut received).await.unwrap();
         // The first read stops at the urgent data.
         assert_eq!(read().await, 3);
         let rest = timeout(Duration::from_secs(10), read());
         assert_eq!(rest.await.unwrap(), 3);
-        assert_eq!(heard[..3], *b"def");
+        assert_eq!(received[..3], *b"def");
     }
 }

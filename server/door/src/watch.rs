@@ -56,9 +56,9 @@ pub(crate) async fn watch<const N: usize>(
         }
         if first.take().is_some() {
             // Only once: setting the options again would move a pending probe forward.
-            let untold =
+            let is_unset =
                 |side: &&Side<'_>| SockRef::from(side.socket).keepalive().is_ok_and(|on| !on);
-            for side in sides().filter(untold) {
+            for side in sides().filter(is_unset) {
                 // Fails if the connection has broken; the next read reports the error.
                 let _ = tune_with(side.socket, side.keepalive);
             }

@@ -88,7 +88,7 @@ impl Netlink {
     ///
     /// # Errors
     /// Returns the kernel's error.
-    pub(super) fn carry_out(
+    pub(super) fn apply(
         &mut self,
         interface: &Interface,
         index: u32,
@@ -151,7 +151,7 @@ impl Monitor {
     /// Waits for a change for which `concerns` returns true, or for a receive error. The error may mean lost
     /// changes: the kernel drops changes that do not fit into the socket's buffer. Reads all pending changes,
     /// except after an error. Cancel safe.
-    pub(super) async fn heard(&self, concerns: impl Fn(&Incoming<'_>) -> bool) {
+    pub(super) async fn changed(&self, concerns: impl Fn(&Incoming<'_>) -> bool) {
         loop {
             let Ok(mut guard) = self.0.readable().await else {
                 // The runtime is shutting down.

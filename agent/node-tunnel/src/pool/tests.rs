@@ -18,7 +18,7 @@ const DIAL_TAKES: Duration = Duration::from_millis(10);
 
 /// A pool, and the proxy behind the pool.
 pub struct Proxy {
-    pub pool: Arc<Pool<Dialer>>,
+    pub pool: Arc<ConnectionPool<Dialer>>,
     pub metrics: Arc<TunnelMetrics>,
     pub script: Arc<Script>,
     /// The proxy's ends of the connections, in the order of opening.
@@ -73,7 +73,7 @@ impl Proxy {
         };
         let metrics = TunnelMetrics::new().unwrap();
         let shards = Shards::start(threads).unwrap();
-        let pool = Pool::new(dialer, limit, shards, metrics.clone());
+        let pool = ConnectionPool::new(dialer, limit, shards, metrics.clone());
         let stop = CancellationToken::new();
         let runs = tokio::spawn(pool.clone().run(stop.clone()));
         Self {

@@ -24,7 +24,7 @@ fn relay(near: TcpStream, far: TcpStream, idle: Option<Duration>, is_tls: bool) 
             client: &near,
             endpoint: &far,
             is_tls,
-            stops_at_much: false,
+            stops_at_bulk: false,
             idle,
             keepalive: [&keepalive; 2],
             sent: &sent,
@@ -223,16 +223,19 @@ async fn bytes_after_urgent_data_arrive_without_delay() {
     let (mut client, near) = pair().await;
     let (far, mut endpoint) = pair().await;
     let _relay = relay(near, far, None, false);
-    let mut heard = [0; 6];
+    let mut bytes_read = [0; 6];
     client.write_all(b"before").await.unwrap();
-    endpoint.read_exact(&mut heard).await.unwrap();
+    endpoint.read_exact(&mut bytes_read).await.unwrap();
     // A read stops at the urgent data.
     client.write_all(b"abc").await.unwrap();
     SockRef::from(&client).send_out_of_band(b"!").unwrap();
     client.write_all(b"def").await.unwrap();
-    let read = timeout(Duration::from_secs(10), endpoint.read_exact(&mut heard));
+    let read = timeout(
+        Duration::from_secs(10),
+        endpoint.read_exact(&mut bytes_read),
+    );
     read.await.unwrap().unwrap();
-    assert_eq!(&heard, b"abcdef");
+    assert_eq!(&bytes_read, b"abcdef");
 }
 
 #[tokio::test]
@@ -241,11 +244,11 @@ async fn relay_stops_after_many_bytes_and_another_relay_continues() {
     let (far, mut endpoint) = pair().await;
     let (sent, received) = (AtomicU64::new(0), AtomicU64::new(0));
     let keepalive = Keepalive::default();
-    let relay = |stops_at_much| Relay {
+    let relay = |stops_at_bulk| Relay {
         client: &near,
         endpoint: &far,
         is_tls: true,
-        stops_at_much,
+        stops_at_bulk,
         idle: None,
         keepalive: [&keepalive; 2],
         sent: &sent,
@@ -253,10 +256,10 @@ async fn relay_stops_after_many_bytes_and_another_relay_continues() {
     };
     let first = relay(true);
     let mut first = std::pin::pin!(first.run());
-    let mut heard = [0; 5];
+    let mut bytes_read = [0; 5];
     let small = async {
         client.write_all(b"small").await.unwrap();
-        endpoint.read_exact(&mut heard).await.unwrap();
+        endpoint.read_exact(&mut bytes_read).await.unwrap();
     };
     tokio::select! {
         ended = &mut first => panic!("{ended:?}"),
@@ -280,11 +283,11 @@ async fn relay_stops_after_many_bytes_and_another_relay_continues() {
         read.read_to_string(&mut answer).await.unwrap();
         assert_eq!(answer, "answer");
     };
-    let carry = async {
+    let relays = async {
         let first = first.await;
         assert_eq!(first.reason, None);
         assert!(
-            (MUCH_BYTES..2 * MUCH_BYTES).contains(&first.sent),
+            (BULK_BYTES..2 * BULK_BYTES).contains(&first.sent),
             "{first:?}"
         );
         let second = relay(false).run().await;
@@ -294,7 +297,7 @@ async fn relay_stops_after_many_bytes_and_another_relay_continues() {
         // The owner of the sockets closes both of them.
         SockRef::from(&near).shutdown(Shutdown::Both).unwrap();
     };
-    tokio::join!(talk, carry);
+    tokio::join!(talk, relays);
     let total = [&sent, &received].map(|count| count.load(Ordering::Relaxed));
     assert_eq!(total, [3_000_005, 6]);
 }
@@ -313,7 +316,7 @@ async fn relay_with_unsent_bytes_does_not_stop() {
         client: &near,
         endpoint: &far,
         is_tls: true,
-        stops_at_much: true,
+        stops_at_bulk: true,
         idle: None,
         keepalive: [&keepalive; 2],
         sent: &sent,
@@ -332,7 +335,7 @@ async fn relay_with_unsent_bytes_does_not_stop() {
         ended = &mut relay => panic!("{ended:?}"),
         () = fill => {}
     }
-    assert!(sent.load(Ordering::Relaxed) < MUCH_BYTES);
+    assert!(sent.load(Ordering::Relaxed) < BULK_BYTES);
     let down = pattern(2_000_000);
     let answer = async {
         endpoint.write_all(&down).await.unwrap();

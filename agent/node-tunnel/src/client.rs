@@ -27,23 +27,23 @@ use tracing::{debug, warn};
 
 use super::config::Route;
 use super::metrics::{Refusal, TunnelMetrics};
-use super::pool::{Pool, PoolError, Reach, Seat, Stream};
+use super::pool::{ConnectionPool, PoolError, Reach, Seat, Stream};
 
 /// Longest wait for the proxy's answer to a request. The proxy tries several endpoints, for one second each.
 pub(crate) const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Shortest time between two warnings about the same kind of refusal on one listener.
-const TELL_EVERY: Duration = Duration::from_secs(10);
+const WARN_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Carries the clients of one listener.
-pub(crate) struct Carrier<R> {
+pub(crate) struct ClientHandler<R> {
     listener: String,
     target: Uri,
-    pool: Arc<Pool<R>>,
+    pool: Arc<ConnectionPool<R>>,
     metrics: Arc<TunnelMetrics>,
     tasks: TaskTracker,
     cut: CancellationToken,
-    told: Mutex<HashMap<Refusal, Instant>>,
+    warned: Mutex<HashMap<Refusal, Instant>>,
 }
 
 /// Reason why a client got no stream.
@@ -80,22 +80,22 @@ pub(crate) enum Refused {
 }
 
 /// A stream that the proxy accepted.
-struct Tunnel {
+struct AcceptedStream {
     source: NativeSource,
     sink: NativeSink,
     /// Counts the stream in the pool and in the metrics.
     counted: (Seat, GaugeGuard),
 }
 
-// === impl Carrier ===
+// === impl ClientHandler ===
 
-impl<R: Reach> Carrier<R> {
-    /// Creates a carrier for the clients of `route`, with streams from `pool`. The caller must run
-    /// [`Self::serve`] on `tasks`; the carrier adds more tasks, on other threads or for later. `cut` ends all
+impl<R: Reach> ClientHandler<R> {
+    /// Creates a handler for the clients of `route`, with streams from `pool`. The caller must run
+    /// [`Self::serve`] on `tasks`; the handler adds more tasks, on other threads or for later. `cut` ends all
     /// clients at once.
     pub(crate) fn new(
         route: &Route,
-        pool: Arc<Pool<R>>,
+        pool: Arc<ConnectionPool<R>>,
         metrics: Arc<TunnelMetrics>,
         tasks: TaskTracker,
         cut: CancellationToken,
@@ -107,7 +107,7 @@ impl<R: Reach> Carrier<R> {
             metrics,
             tasks,
             cut,
-            told: Mutex::default(),
+            warned: Mutex::default(),
         }
     }
 
@@ -124,8 +124,8 @@ impl<R: Reach> Carrier<R> {
             opened = self.open() => opened,
             () = self.cut.cancelled() => return self.metrics.closed(CloseReason::Shutdown),
         };
-        let tunnel = match opened {
-            Ok(tunnel) => tunnel,
+        let stream = match opened {
+            Ok(stream) => stream,
             Err(refused) => {
                 self.refuse(&refused, peer);
                 if let Ok((read, write)) = client() {
@@ -134,15 +134,15 @@ impl<R: Reach> Carrier<R> {
                 return;
             }
         };
-        let (shard, carrier) = (tunnel.counted.0.shard(), self.clone());
+        let (shard, handler) = (stream.counted.0.shard(), self.clone());
         self.pool.shards().spawn(shard, &self.tasks, async move {
             let _counted = counted;
             match client() {
-                Ok((read, write)) => carrier.carry(tunnel, read, write, peer).await,
+                Ok((read, write)) => handler.run_connection(stream, read, write, peer).await,
                 Err(error) => {
                     warn!(%peer, %error, "cannot serve an accepted connection");
-                    carrier.metrics.closed(CloseReason::ClientLost);
-                    tunnel.sink.end(CloseReason::ClientLost, &carrier.tasks);
+                    handler.metrics.closed(CloseReason::ClientLost);
+                    stream.sink.end(CloseReason::ClientLost, &handler.tasks);
                 }
             }
         });
@@ -150,17 +150,17 @@ impl<R: Reach> Carrier<R> {
 
     /// Opens a stream. Repeats the request once if the connection ended before the answer, which is safe
     /// because no client bytes were sent.
-    async fn open(&self) -> Result<Tunnel, Refused> {
-        match self.ask().await {
+    async fn open(&self) -> Result<AcceptedStream, Refused> {
+        match self.request().await {
             Err(Refused::Lost(error)) => {
                 debug!(%error, "the connection ended before the answer, repeating the request");
-                self.ask().await
+                self.request().await
             }
-            asked => asked,
+            answer => answer,
         }
     }
 
-    async fn ask(&self) -> Result<Tunnel, Refused> {
+    async fn request(&self) -> Result<AcceptedStream, Refused> {
         let Stream {
             answer,
             send,
@@ -184,23 +184,28 @@ impl<R: Reach> Carrier<R> {
             other => return Err(Refused::Status(other)),
         }
         let (source, sink) = halves(send, answer.into_body(), inbound, CloseReason::ServerLost);
-        Ok(Tunnel {
+        Ok(AcceptedStream {
             source,
             sink: sink.toward_any_peer(),
             counted,
         })
     }
 
-    async fn carry<I, O>(&self, tunnel: Tunnel, read: I, write: O, peer: SocketAddr)
-    where
+    async fn run_connection<I, O>(
+        &self,
+        stream: AcceptedStream,
+        read: I,
+        write: O,
+        peer: SocketAddr,
+    ) where
         I: AsyncRead + Unpin + Send,
         O: AsyncWrite + Unpin + Send,
     {
-        let Tunnel {
+        let AcceptedStream {
             mut source,
             mut sink,
             counted,
-        } = tunnel;
+        } = stream;
         let mut up = Meter::new(self.metrics.sent.clone());
         let mut down = Meter::new(self.metrics.received.clone());
         let mut from_client = ReadSource::new(read, Bytes::new(), CloseReason::ClientLost);
@@ -235,21 +240,23 @@ impl<R: Reach> Carrier<R> {
         let kind = refused.kind();
         self.metrics.refused(kind);
         let (listener, target) = (&self.listener, &self.target);
-        if self.is_news(kind) {
+        if self.is_warning_due(kind) {
             warn!(%peer, listener, %target, reason = %refused, "closing a client");
         } else {
             debug!(%peer, listener, %target, reason = %refused, "closing a client");
         }
     }
 
-    fn is_news(&self, kind: Refusal) -> bool {
+    fn is_warning_due(&self, kind: Refusal) -> bool {
         let now = Instant::now();
-        let mut told = self.told.lock();
-        let is_news = told.get(&kind).is_none_or(|at| now - *at >= TELL_EVERY);
-        if is_news {
-            told.insert(kind, now);
+        let mut warned = self.warned.lock();
+        let is_warning_due = warned
+            .get(&kind)
+            .is_none_or(|at| now - *at >= WARN_INTERVAL);
+        if is_warning_due {
+            warned.insert(kind, now);
         }
-        is_news
+        is_warning_due
     }
 }
 

@@ -18,11 +18,11 @@ use super::*;
 
 const PEER: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 1);
 
-/// A listener's carrier, and the proxy behind the carrier.
+/// A listener's handler, and the proxy behind the handler.
 struct Node {
     proxy: Proxy,
     far: FarEnd,
-    carrier: Arc<Carrier<Dialer>>,
+    handler: Arc<ClientHandler<Dialer>>,
     tasks: TaskTracker,
     cut: CancellationToken,
 }
@@ -40,11 +40,11 @@ impl Node {
             authority: Authority::from_static("a.b.svc.cluster.local:443"),
         };
         let (pool, metrics) = (proxy.pool.clone(), proxy.metrics.clone());
-        let carrier = Carrier::new(&route, pool, metrics, tasks.clone(), cut.clone());
+        let handler = ClientHandler::new(&route, pool, metrics, tasks.clone(), cut.clone());
         Self {
             proxy,
             far,
-            carrier: Arc::new(carrier),
+            handler: Arc::new(handler),
             tasks,
             cut,
         }
@@ -52,7 +52,7 @@ impl Node {
 
     fn client(&self) -> DuplexStream {
         let (client, near) = duplex(64 * 1024);
-        let serve = self.carrier.clone().serve(|| Ok(split(near)), PEER);
+        let serve = self.handler.clone().serve(|| Ok(split(near)), PEER);
         self.tasks.spawn(serve);
         client
     }
@@ -225,7 +225,7 @@ async fn client_reset_resets_its_stream() {
     let (client, accepted) = tokio::join!(client, listener.accept());
     let (client, (near, peer)) = (client.unwrap(), accepted.unwrap());
     let near = || Ok(near.into_split());
-    node.tasks.spawn(node.carrier.clone().serve(near, peer));
+    node.tasks.spawn(node.handler.clone().serve(near, peer));
     let (mut source, _sink) = node.accept().await;
     let socket = socket2::SockRef::from(&client);
     socket.set_linger(Some(Duration::ZERO)).unwrap();
@@ -250,11 +250,11 @@ async fn a_cut_ends_both_sides_at_once() {
 #[tokio::test(start_paused = true)]
 async fn refusal_warnings_are_rate_limited() {
     let node = Node::start().await;
-    assert!(node.carrier.is_news(Refusal::NotFound));
-    assert!(!node.carrier.is_news(Refusal::NotFound));
-    assert!(node.carrier.is_news(Refusal::Unavailable));
-    sleep(TELL_EVERY).await;
-    assert!(node.carrier.is_news(Refusal::NotFound));
+    assert!(node.handler.is_warning_due(Refusal::NotFound));
+    assert!(!node.handler.is_warning_due(Refusal::NotFound));
+    assert!(node.handler.is_warning_due(Refusal::Unavailable));
+    sleep(WARN_INTERVAL).await;
+    assert!(node.handler.is_warning_due(Refusal::NotFound));
 }
 
 #[tokio::test]
@@ -284,7 +284,7 @@ async fn each_client_is_served_by_the_thread_of_its_connection() {
             sender.send(Shards::current()).unwrap();
             Ok(split(near))
         };
-        node.tasks.spawn(node.carrier.clone().serve(near, PEER));
+        node.tasks.spawn(node.handler.clone().serve(near, PEER));
         let far = node.accept().await;
         assert_eq!(threads.recv().await, Some(expected));
         clients.push((client, far));

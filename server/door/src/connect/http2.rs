@@ -18,8 +18,8 @@ use tokio::task::coop::consume_budget;
 use tokio::time::{Instant, sleep, timeout};
 use tracing::debug;
 
-use super::{Tunnel, Tunnels};
-use crate::front::FIRST_WORD_TIMEOUT;
+use super::{AcceptedRequest, ConnectListener};
+use crate::front::FIRST_BYTES_TIMEOUT;
 use crate::metrics::Refusal;
 
 /// Most bytes kept for a stalled client by all tunnels of an HTTP/2 connection together. Once half of the
@@ -63,7 +63,7 @@ impl Shared {
     }
 }
 
-impl Tunnels {
+impl ConnectListener {
     pub(super) async fn http2<S>(self: Arc<Self>, stream: S, peer: SocketAddr)
     where
         S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
@@ -75,7 +75,7 @@ impl Tunnels {
             send_bytes: SEND_BYTES,
         };
         let taker = Taker::new(stream, inbound.clone(), limits);
-        let mut taker = match timeout(FIRST_WORD_TIMEOUT, taker).await {
+        let mut taker = match timeout(FIRST_BYTES_TIMEOUT, taker).await {
             Ok(Ok(taker)) => taker,
             Ok(Err(error)) => return self.refuse(Refusal::Garbage, peer, &error.to_string()),
             Err(_) => return self.refuse(Refusal::Timeout, peer, "no HTTP/2 settings in time"),
@@ -89,20 +89,20 @@ impl Tunnels {
             opened: AtomicU64::new(0),
             premature: AtomicU64::new(0),
         });
-        let (mut was_alone, mut told) = (false, false);
+        let (mut was_alone, mut is_draining) = (false, false);
         loop {
             let next = tokio::select! {
                 next = taker.next() => next,
-                () = draining.cancelled(), if !told => {
-                    told = true;
+                () = draining.cancelled(), if !is_draining => {
+                    is_draining = true;
                     taker.drain();
                     continue;
                 }
-                () = unused(self.front.limits.connection_idle), if !told => {
+                () = unused(self.front.limits.connection_idle), if !is_draining => {
                     let is_alone = Arc::strong_count(&shared) == 1;
-                    told = was_alone && is_alone;
+                    is_draining = was_alone && is_alone;
                     was_alone = is_alone;
-                    if told {
+                    if is_draining {
                         taker.drain();
                     }
                     continue;
@@ -116,11 +116,11 @@ impl Tunnels {
                         self.refuse(Refusal::Flood, peer, "most streams are reset at once");
                         return end(taker).await;
                     }
-                    let (tunnels, shared) = (self.clone(), shared.clone());
+                    let (listener, shared) = (self.clone(), shared.clone());
                     self.front.tasks.spawn(async move {
                         tokio::select! {
-                            () = tunnels.stream(incoming, &shared) => {}
-                            () = tunnels.front.cut.cancelled() => {}
+                            () = listener.stream(incoming, &shared) => {}
+                            () = listener.front.cut.cancelled() => {}
                         }
                     });
                     // Yields to the tasks of the streams: they must start, and count premature resets, while
@@ -176,22 +176,22 @@ impl Tunnels {
                 return;
             }
         };
-        let carried = metrics.carried();
+        let counted = metrics.count_connection();
         let Ok(send) = respond.send_response(answer(StatusCode::OK), false) else {
-            return carried.end(CloseReason::ClientLost);
+            return counted.end(CloseReason::ClientLost);
         };
         let inbound = shared.inbound.clone();
         let (mut source, sink) = halves(send, body, inbound, CloseReason::ClientLost);
         let mut sink = sink.toward_any_peer().within(shared.unread.clone());
-        let tunnel = Tunnel {
+        let request = AcceptedRequest {
             connected,
             authority: &authority.unwrap_or_default(),
             peer,
             client: None,
             unread: Some(shared.unread.clone()),
         };
-        let reason = self.carry((&mut source, &mut sink), tunnel).await;
-        carried.end(reason);
+        let reason = self.run_connection((&mut source, &mut sink), request).await;
+        counted.end(reason);
         sink.end(reason, &self.front.tasks);
     }
 }
@@ -199,9 +199,9 @@ impl Tunnels {
 /// Ends a connection whose client floods it with premature streams.
 async fn end<S: AsyncRead + AsyncWrite + Unpin>(mut taker: Taker<S>) {
     taker.refuse();
-    let told = async { while matches!(taker.next().await, Ok(Some(_))) {} };
+    let ended = async { while matches!(taker.next().await, Ok(Some(_))) {} };
     // A client that does not read never receives the refusal.
-    let _ = timeout(LINGER, told).await;
+    let _ = timeout(LINGER, ended).await;
 }
 
 async fn unused(bound: Option<Duration>) {

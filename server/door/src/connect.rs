@@ -33,7 +33,7 @@ use tracing::debug;
 
 use self::ending::Ending;
 use super::allowed::AllowedNetworks;
-use super::front::{FIRST_WORD_TIMEOUT, Front, refusal_of};
+use super::front::{FIRST_BYTES_TIMEOUT, Front, refusal_of};
 use super::metrics::{Entrance, Refusal, Tally};
 use super::socket::Socket;
 use super::upstream::Connected;
@@ -54,7 +54,7 @@ const NOT_FOUND: &[u8] =
     b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\nconnection: close\r\n\r\n";
 
 /// The listener of CONNECT requests.
-pub(crate) struct Tunnels {
+pub(crate) struct ConnectListener {
     /// State shared with the other listeners.
     pub front: Arc<Front>,
     /// TLS for clients that begin with a TLS handshake; `None` without a certificate.
@@ -66,7 +66,7 @@ pub(crate) struct Tunnels {
 }
 
 /// An accepted CONNECT request.
-struct Tunnel<'a> {
+struct AcceptedRequest<'a> {
     connected: Connected,
     authority: &'a str,
     peer: SocketAddr,
@@ -77,7 +77,7 @@ struct Tunnel<'a> {
     unread: Option<Arc<Allowance>>,
 }
 
-impl Tunnels {
+impl ConnectListener {
     /// Serves one connection to its end.
     pub(crate) async fn serve(self: Arc<Self>, stream: TcpStream, peer: SocketAddr) {
         let metrics = &self.front.metrics;
@@ -99,9 +99,10 @@ impl Tunnels {
     }
 
     async fn begin(self: Arc<Self>, stream: TcpStream, peer: SocketAddr) {
-        let silent = |tunnels: &Self| tunnels.refuse(Refusal::Timeout, peer, "no request in time");
+        let silent =
+            |listener: &Self| listener.refuse(Refusal::Timeout, peer, "no request in time");
         let mut first = [0; PRIOR_KNOWLEDGE.len()];
-        let peeked = timeout(FIRST_WORD_TIMEOUT, stream.peek(&mut first)).await;
+        let peeked = timeout(FIRST_BYTES_TIMEOUT, stream.peek(&mut first)).await;
         match peeked {
             Ok(Ok(1..)) => {}
             // The client closed without sending anything: a port check.
@@ -119,8 +120,8 @@ impl Tunnels {
         match &self.tls {
             Some(tls) if is_tls => {
                 let accept = tls.accept(ReadAhead::new(stream));
-                match timeout(FIRST_WORD_TIMEOUT, accept).await {
-                    Ok(Ok(stream)) => self.converse(stream, &socket, peer).await,
+                match timeout(FIRST_BYTES_TIMEOUT, accept).await {
+                    Ok(Ok(stream)) => self.serve_http(stream, &socket, peer).await,
                     Ok(Err(error)) => {
                         let why = culvert_host::tls::explain(&error);
                         self.refuse(Refusal::Tls, peer, &why);
@@ -129,12 +130,12 @@ impl Tunnels {
                 }
             }
             _ if self.require_tls => self.refuse(Refusal::Tls, peer, "plain text, TLS is required"),
-            _ => self.converse(stream, &socket, peer).await,
+            _ => self.serve_http(stream, &socket, peer).await,
         }
     }
 
     /// Detects the HTTP version and serves the connection.
-    async fn converse<S>(self: Arc<Self>, mut stream: S, socket: &TcpStream, peer: SocketAddr)
+    async fn serve_http<S>(self: Arc<Self>, mut stream: S, socket: &TcpStream, peer: SocketAddr)
     where
         S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
     {
@@ -150,7 +151,7 @@ impl Tunnels {
             }
             Ok::<_, io::Error>(())
         };
-        match timeout(FIRST_WORD_TIMEOUT, first).await {
+        match timeout(FIRST_BYTES_TIMEOUT, first).await {
             Ok(Ok(())) if received.starts_with(PRIOR_KNOWLEDGE) => {
                 self.http2(ReadAhead::behind(received, stream), peer).await;
             }
@@ -188,7 +189,7 @@ impl Tunnels {
                 }
             }
         };
-        let head = match timeout(FIRST_WORD_TIMEOUT, head).await {
+        let head = match timeout(FIRST_BYTES_TIMEOUT, head).await {
             Ok(Ok(Some(head))) => head,
             Ok(Ok(None)) => return,
             Ok(Err(error)) => {
@@ -198,7 +199,7 @@ impl Tunnels {
                     connect::ConnectError::Method => NOT_FOUND,
                     other => other.response(),
                 };
-                return say_and_leave(read, write, answer).await;
+                return respond_and_close(read, write, answer).await;
             }
             Err(_) => return self.refuse(Refusal::Timeout, peer, "no complete request in time"),
         };
@@ -207,33 +208,33 @@ impl Tunnels {
             metrics.http.requests.increment(1);
             self.refuse(Refusal::Garbage, peer, "the target is not host:port");
             let answer = connect::ConnectError::Malformed.response();
-            return say_and_leave(read, write, answer).await;
+            return respond_and_close(read, write, answer).await;
         }
         let connected = match self.connect(&head.target, peer).await {
             Ok(connected) => connected,
-            Err(StatusCode::NOT_FOUND) => return say_and_leave(read, write, NOT_FOUND).await,
+            Err(StatusCode::NOT_FOUND) => return respond_and_close(read, write, NOT_FOUND).await,
             Err(status) => {
                 let answer = connect::failure(status.as_u16(), UNAVAILABLE);
-                return say_and_leave(read, write, &answer).await;
+                return respond_and_close(read, write, &answer).await;
             }
         };
-        let carried = metrics.carried();
+        let counted = metrics.count_connection();
         let established = write.write_all(b"HTTP/1.1 200 OK\r\n\r\n").await;
         if established.is_err() || write.flush().await.is_err() {
-            return carried.end(CloseReason::ClientLost);
+            return counted.end(CloseReason::ClientLost);
         }
         let lost = CloseReason::ClientLost;
         let mut source = ReadSource::new(read, received.freeze(), lost);
         let mut sink = WriteSink::new(write, lost);
-        let tunnel = Tunnel {
+        let request = AcceptedRequest {
             connected,
             authority: &head.target,
             peer,
             client: Some(socket),
             unread: None,
         };
-        let reason = self.carry((&mut source, &mut sink), tunnel).await;
-        carried.end(reason);
+        let reason = self.run_connection((&mut source, &mut sink), request).await;
+        counted.end(reason);
         if reason == CloseReason::EndpointLost {
             linger_close(source.into_inner(), sink.into_inner()).await;
         }
@@ -258,18 +259,22 @@ impl Tunnels {
         })
     }
 
-    async fn carry<C, K>(&self, client: (&mut C, &mut K), tunnel: Tunnel<'_>) -> CloseReason
+    async fn run_connection<C, K>(
+        &self,
+        client: (&mut C, &mut K),
+        request: AcceptedRequest<'_>,
+    ) -> CloseReason
     where
         C: Source,
         K: Sink,
     {
-        let Tunnel {
+        let AcceptedRequest {
             connected,
             authority,
             peer,
             client: socket,
             unread,
-        } = tunnel;
+        } = request;
         let Connected {
             stream, upstream, ..
         } = connected;
@@ -325,7 +330,7 @@ impl Tunnels {
 /// Body of the response if no endpoint accepts.
 const UNAVAILABLE: &str = "no endpoint of the Service accepted the connection\n";
 
-async fn say_and_leave<R, W>(read: R, mut write: W, answer: &[u8])
+async fn respond_and_close<R, W>(read: R, mut write: W, answer: &[u8])
 where
     R: AsyncRead + Unpin,
     W: AsyncWrite + Unpin,
