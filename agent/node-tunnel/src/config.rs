@@ -29,7 +29,7 @@ pub struct Config {
     pub interface: Option<Interface>,
     /// CONNECT port of the seed's nodeport-proxy. A host name is resolved again for each connection.
     pub proxy: HostPort,
-    /// Number of HTTP/2 connections to the proxy, 1 to [`MAX_CONNECTIONS`]. With 1, all clients share one
+    /// Number of HTTP/2 connections to the proxy, 1 to `MAX_CONNECTIONS`. With 1, all clients share one
     /// network path and one processor at each end. Default 2.
     pub connections: usize,
     /// Listener for health and metrics. Default `0.0.0.0:8002`.

@@ -8,9 +8,9 @@
 //!
 //! | module | contents |
 //! |---|---|
-//! | [`plan`] | the changes that an interface needs; no I/O |
-//! | [`message`] | the necessary rtnetlink messages; no I/O |
-//! | [`netlink`] | the sockets |
+//! | `plan` | the changes that an interface needs; no I/O |
+//! | `message` | the necessary rtnetlink messages; no I/O |
+//! | `netlink` | the sockets |
 
 mod message;
 mod netlink;

@@ -5,8 +5,8 @@
 //!
 //! | module | contents |
 //! |---|---|
-//! | [`pool`] | connections to the proxy: dialed once for all waiting clients, kept, replaced |
-//! | [`client`] | one client: stream, bytes, end |
+//! | `pool` | connections to the proxy: dialed once for all waiting clients, kept, replaced |
+//! | `client` | one client: stream, bytes, end |
 //! | [`interface`] | optional network interface with the listen addresses: created and maintained |
 //! | [`metrics`] | metrics, including series under Envoy's names |
 //! | [`config`], [`cli`], [`app`] | flags, program, wiring |

@@ -90,7 +90,7 @@ pub enum MappingError {
     },
 }
 
-/// Parses the value of [`PORT_MAPPING_ANNOTATION`]: a JSON object from names of Service ports (empty for a
+/// Parses the value of `PORT_MAPPING_ANNOTATION`: a JSON object from names of Service ports (empty for a
 /// port without a name) to host names. Returns the host names as routes use them: lower case, no dot at the
 /// end. If a key occurs twice, the last value wins, as in Go's `encoding/json`.
 ///
@@ -152,7 +152,7 @@ fn shortened(text: &str) -> String {
 // === impl Exposure ===
 
 impl Exposure {
-    /// Parses the value of [`EXPOSE_ANNOTATION`]: exactly `true`, or a comma-separated list whose entries may
+    /// Parses the value of `EXPOSE_ANNOTATION`: exactly `true`, or a comma-separated list whose entries may
     /// have blanks around them. Case matters.
     ///
     /// # Errors

@@ -72,7 +72,7 @@ pub enum HelloError {
     /// A record or a handshake message of another type comes before or inside the hello.
     #[error("the client speaks TLS but sent something other than a ClientHello; check the client")]
     NotHandshake,
-    /// The hello exceeds [`MAX_HELLO_BYTES`] or [`MAX_RECEIVED_BYTES`].
+    /// The hello exceeds `MAX_HELLO_BYTES` or [`MAX_RECEIVED_BYTES`].
     #[error(
         "the ClientHello is larger than {MAX_HELLO_BYTES} bytes, or than {MAX_RECEIVED_BYTES} bytes with its record headers; make the client offer less, or send larger records"
     )]
@@ -93,7 +93,7 @@ pub enum HelloError {
 /// Finds a ClientHello in pieces, in one record or several. Each connection needs its own reader.
 ///
 /// The reader copies the message as the pieces arrive, and therefore processes every byte only once. The copy
-/// takes up to [`MAX_HELLO_BYTES`] in addition to the caller's bytes.
+/// takes up to `MAX_HELLO_BYTES` in addition to the caller's bytes.
 #[derive(Debug, Default)]
 pub struct HelloReader {
     /// Number of processed bytes.

@@ -2,21 +2,21 @@
 //!
 //! | module | contents |
 //! |---|---|
-//! | [`routes`] | a snapshot of everything exposed |
-//! | [`annotations`], [`exposure`] | computes routes from Services and EndpointSlices |
-//! | [`balancer_ports`] | computes the ports of the load balancer's Service |
-//! | [`balancer`] | writes these ports while this replica leads |
-//! | [`discovery`] | watches Services and EndpointSlices |
+//! | `routes` | a snapshot of everything exposed |
+//! | [`annotations`], `exposure` | computes routes from Services and EndpointSlices |
+//! | `balancer_ports` | computes the ports of the load balancer's Service |
+//! | `balancer` | writes these ports while this replica leads |
+//! | `discovery` | watches Services and EndpointSlices |
 //! | [`mod@file`] | reads routes from a YAML file and follows changes of the file |
 //! | [`table`] | the routes in force; a change touches only the difference |
-//! | [`upstream`] | the endpoints of one Service port |
+//! | `upstream` | the endpoints of one Service port |
 //! | [`client_hello`] | parses the server name of a TLS connection, without I/O |
-//! | [`front`] | forwards connections unchanged: TLS by server name, node ports |
-//! | [`relay`] | moves bytes between two sockets, inside the kernel if there are many |
-//! | [`connect`] | CONNECT over HTTP/1.1 and HTTP/2 |
-//! | [`watch`] | ends idle connections, and connections with a dead peer |
-//! | [`socket`] | a socket for two tasks: one reads and writes, one inspects |
-//! | [`ports`] | opens and closes node ports as Services come and go |
+//! | `front` | forwards connections unchanged: TLS by server name, node ports |
+//! | `relay` | moves bytes between two sockets, inside the kernel if there are many |
+//! | `connect` | CONNECT over HTTP/1.1 and HTTP/2 |
+//! | `watch` | ends idle connections, and connections with a dead peer |
+//! | `socket` | a socket for two tasks: one reads and writes, one inspects |
+//! | `ports` | opens and closes node ports as Services come and go |
 //! | [`metrics`] | the proxy's own metrics, and metrics with Envoy's names |
 //! | [`config`], [`cli`], [`app`] | flags, program, wiring |
 
