@@ -13,10 +13,10 @@ use tokio_util::task::TaskTracker;
 use crate::metrics::AgentMetrics;
 
 /// Longest duration of a dial, as upstream.
-pub const DIAL_TIMEOUT: Duration = Duration::from_secs(5);
+pub(crate) const DIAL_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Shared state of an agent.
-pub struct Agent {
+pub(crate) struct Agent {
     /// The agent's metrics.
     pub metrics: Arc<AgentMetrics>,
     /// Tracks the tasks of streams and connections.
@@ -30,7 +30,7 @@ pub struct Agent {
 }
 
 /// Bounds on the bytes that wait for slow endpoints.
-pub struct Limits {
+pub(crate) struct Limits {
     /// Budget of one connection, in bytes. A connection borrows from `excess` beyond its budget.
     pub connection_bytes: usize,
     /// Longest time a connection may exceed the budget without a pause.
@@ -40,11 +40,11 @@ pub struct Limits {
 }
 
 /// Guard that counts a connection, from the start of the dial until the guard is dropped.
-pub struct Activity(Arc<Agent>);
+pub(crate) struct Activity(Arc<Agent>);
 
 impl Agent {
     /// Creates an agent without streams.
-    pub fn new(
+    pub(crate) fn new(
         metrics: Arc<AgentMetrics>,
         shutdown: CancellationToken,
         limits: Limits,
@@ -62,18 +62,18 @@ impl Agent {
     }
 
     /// Counts a connection until the returned guard is dropped.
-    pub fn activity(self: &Arc<Self>) -> Activity {
+    pub(crate) fn activity(self: &Arc<Self>) -> Activity {
         self.active.send_modify(|count| *count += 1);
         Activity(self.clone())
     }
 
     /// Returns a watch on the number of connections.
-    pub fn active(&self) -> watch::Receiver<usize> {
+    pub(crate) fn active(&self) -> watch::Receiver<usize> {
         self.active.subscribe()
     }
 
     /// Resolves with the close reason of connections whose server is gone: the token `ended` ends them.
-    pub async fn server_lost(&self, ended: &CancellationToken) -> CloseReason {
+    pub(crate) async fn server_lost(&self, ended: &CancellationToken) -> CloseReason {
         ended.cancelled().await;
         match self.shutdown.is_cancelled() {
             true => CloseReason::Shutdown,
@@ -82,7 +82,7 @@ impl Agent {
     }
 
     /// Counts a closed connection by its reason.
-    pub fn closed(&self, reason: CloseReason) {
+    pub(crate) fn closed(&self, reason: CloseReason) {
         if let Some((_, counter)) = self.closed.iter().find(|(r, _)| *r == reason) {
             counter.increment(1);
         }

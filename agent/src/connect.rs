@@ -45,7 +45,7 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(20);
 /// stream needs a large window. The window bounds throughput to two thirds of window / RTT, because `h2`
 /// returns credit only once the unreturned credit reaches half of the remaining window. 16 MiB allow 106
 /// MiB/s at 100 ms. grpc-go's window grows to the same size.
-pub const WINDOW_BYTES: u32 = 16 * 1024 * 1024;
+pub(crate) const WINDOW_BYTES: u32 = 16 * 1024 * 1024;
 
 /// Largest accepted HTTP/2 frame, in bytes. A stock server sends at most 16 KiB.
 const FRAME_BYTES: u32 = 64 * 1024;
@@ -54,7 +54,7 @@ const FRAME_BYTES: u32 = 64 * 1024;
 const PATH: &str = "/AgentService/Connect";
 
 /// Connects to servers at the configured address.
-pub struct Connector {
+pub(crate) struct Connector {
     agent: Arc<Agent>,
     tls: TlsConnector,
     name: ServerName<'static>,
@@ -63,7 +63,7 @@ pub struct Connector {
 }
 
 /// An accepted `Connect` call.
-pub struct Connected {
+pub(crate) struct Connected {
     /// Id of the server, unique among the servers.
     pub server_id: String,
     /// Number of servers, as announced by the server; 0 counts as 1.
@@ -75,7 +75,7 @@ pub struct Connected {
 }
 
 /// Transport chosen by the server in the TLS handshake.
-pub enum Transport {
+pub(crate) enum Transport {
     /// One stream of packets for all connections.
     Packet {
         /// True if the server supports half-closes; only Culvert servers do.
@@ -99,7 +99,7 @@ type Tls = TlsStream<ReadAhead<TcpStream>>;
 
 /// Reason why an attempt failed.
 #[derive(Debug, thiserror::Error)]
-pub enum ConnectError {
+pub(crate) enum ConnectError {
     /// The server cannot be reached.
     #[error("cannot reach the server: {0}")]
     Unreachable(String),
@@ -136,7 +136,7 @@ impl Connector {
     ///
     /// # Errors
     /// Fails if a file cannot be used or the host is neither a name nor an address.
-    pub fn new(agent: Arc<Agent>, config: Config) -> anyhow::Result<Self> {
+    pub(crate) fn new(agent: Arc<Agent>, config: Config) -> anyhow::Result<Self> {
         let ca_cert = config.ca_cert.as_deref();
         let trust = tls::TrustBundle::load(ca_cert.context("--ca-cert is not set")?)?;
         let identity = match &config.client_cert {
@@ -177,7 +177,7 @@ impl Connector {
     ///
     /// # Errors
     /// See [`ConnectError`].
-    pub async fn connect(&self) -> Result<Connected, ConnectError> {
+    pub(crate) async fn connect(&self) -> Result<Connected, ConnectError> {
         let deadline = Instant::now() + CONNECT_TIMEOUT;
         let within = |step| move |_| ConnectError::TimedOut(step);
         let metadata = self.metadata().await?;

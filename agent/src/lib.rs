@@ -2,13 +2,13 @@
 //!
 //! The agent can also be an OpenVPN client: [`openvpn`].
 
-pub mod agent;
+mod agent;
 pub mod app;
 pub mod cli;
 pub mod config;
-pub mod connect;
+mod connect;
 pub mod metrics;
-pub mod native;
+mod native;
 pub mod openvpn;
-pub mod packet;
-pub mod servers;
+mod packet;
+mod servers;

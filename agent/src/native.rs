@@ -30,7 +30,7 @@ use tracing::debug;
 use crate::agent::{Agent, DIAL_TIMEOUT};
 
 /// Shared state of the streams of one native connection.
-pub struct NativeServer {
+pub(crate) struct NativeServer {
     agent: Arc<Agent>,
     inbound: Arc<Inbound>,
     drained: CancellationToken,
@@ -39,7 +39,11 @@ pub struct NativeServer {
 
 impl NativeServer {
     /// Creates a native connection that ends when `ended` fires. `inbound` counts the bytes of the streams.
-    pub fn new(agent: Arc<Agent>, inbound: Arc<Inbound>, ended: CancellationToken) -> Arc<Self> {
+    pub(crate) fn new(
+        agent: Arc<Agent>,
+        inbound: Arc<Inbound>,
+        ended: CancellationToken,
+    ) -> Arc<Self> {
         Arc::new(Self {
             agent,
             inbound,
@@ -49,7 +53,7 @@ impl NativeServer {
     }
 
     /// Requests that the server prefer other agents.
-    pub fn drain(&self) {
+    pub(crate) fn drain(&self) {
         self.drained.cancel();
     }
 
@@ -57,7 +61,7 @@ impl NativeServer {
     ///
     /// # Errors
     /// Returns the reason if the connection broke or the server closed the connection.
-    pub async fn run<S>(self: Arc<Self>, mut taker: Taker<S>) -> Result<String, String>
+    pub(crate) async fn run<S>(self: Arc<Self>, mut taker: Taker<S>) -> Result<String, String>
     where
         S: AsyncRead + AsyncWrite + Unpin,
     {

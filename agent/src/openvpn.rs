@@ -10,10 +10,10 @@
 //! The stock client relies on the kernel for routes, masquerade, and the translation of the node access
 //! network. This process does the same work itself: each flow is dialed from the pod's own address.
 
-pub mod client;
-pub mod endpoint;
+pub(crate) mod client;
+pub(crate) mod endpoint;
 pub mod metrics;
 pub mod nodes;
 mod role;
-pub mod tunnel;
+pub(crate) mod tunnel;
 mod udp;

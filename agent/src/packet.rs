@@ -21,10 +21,10 @@ use crate::agent::Agent;
 
 /// Bytes that may wait for sending to one server, for all connections together. A smaller value costs
 /// throughput over long paths; a larger value adds latency to packets at the end of the queue.
-pub const OUTGOING_BYTES: usize = 512 * 1024;
+pub(crate) const OUTGOING_BYTES: usize = 512 * 1024;
 
 /// Shared state of one packet stream.
-pub struct ServerStream {
+pub(crate) struct ServerStream {
     /// The agent of this stream.
     pub agent: Arc<Agent>,
     /// True if the server supports half-closes; only Culvert servers do.
@@ -45,7 +45,7 @@ struct Slot {
 impl ServerStream {
     /// Creates a stream that sends through `outgoing`. `ended` fires when the stream ends; firing `ended`
     /// also ends the stream.
-    pub fn new(
+    pub(crate) fn new(
         agent: Arc<Agent>,
         half_close: bool,
         outgoing: queue::Sender<Message>,
@@ -62,7 +62,7 @@ impl ServerStream {
 
     /// Reads packets until the stream ends, then closes every connection. Returns the reason for the end, as
     /// an error if the stream broke.
-    pub async fn run(self: Arc<Self>, mut inbound: Reader) -> Result<String, String> {
+    pub(crate) async fn run(self: Arc<Self>, mut inbound: Reader) -> Result<String, String> {
         // The guard also works if this future is dropped: connections must not outlive their stream.
         let _cut = self.ended.clone().drop_guard();
         let metrics = &self.agent.metrics;
@@ -89,13 +89,13 @@ impl ServerStream {
     }
 
     /// Requests that the server prefer other agents.
-    pub fn drain(&self) {
+    pub(crate) fn drain(&self) {
         self.tell(Message::Drain);
     }
 
     /// Sends a message without waiting. Only for messages about the start or end of a connection: such
     /// messages are few and must not be lost.
-    pub fn tell(&self, message: Message) {
+    pub(crate) fn tell(&self, message: Message) {
         let _ = self.outgoing.send_now(message);
     }
 
@@ -103,7 +103,7 @@ impl ServerStream {
     ///
     /// # Errors
     /// Fails if the stream has ended, or if the server has accepted nothing for [`PEER_STALL`].
-    pub async fn send(&self, message: Message) -> Result<(), CloseReason> {
+    pub(crate) async fn send(&self, message: Message) -> Result<(), CloseReason> {
         let weight = message.weight();
         let sent = self.outgoing.send_within(message, weight, PEER_STALL).await;
         sent.map_err(|error| match error {
@@ -119,19 +119,19 @@ impl ServerStream {
     }
 
     /// Marks a dial as finished.
-    pub fn dialed(&self, dial: DialId, connection: ConnectId) {
+    pub(crate) fn dialed(&self, dial: DialId, connection: ConnectId) {
         self.mux.lock().dialed(dial, connection);
     }
 
     /// Removes a connection from the table.
-    pub fn forget(&self, dial: DialId, connection: ConnectId) {
+    pub(crate) fn forget(&self, dial: DialId, connection: ConnectId) {
         let mut mux = self.mux.lock();
         mux.dialed(dial, connection);
         mux.remove(connection);
     }
 
     /// Returns the close reason for the connections of an ended stream.
-    pub fn cut_reason(&self) -> CloseReason {
+    pub(crate) fn cut_reason(&self) -> CloseReason {
         if self.agent.shutdown.is_cancelled() {
             CloseReason::Shutdown
         } else {

@@ -27,7 +27,7 @@ const BACKOFF_FACTOR: f64 = 1.5;
 const JITTER: f64 = 0.1;
 
 /// The connected servers of an agent.
-pub struct Servers {
+pub(crate) struct Servers {
     agent: Arc<Agent>,
     streams: Mutex<HashMap<String, Stream>>,
 }
@@ -40,7 +40,7 @@ enum Stream {
 }
 
 /// The search for servers.
-pub struct Sync {
+pub(crate) struct Sync {
     servers: Arc<Servers>,
     connector: Connector,
     interval: Duration,
@@ -60,7 +60,7 @@ enum Outcome {
 
 impl Servers {
     /// Creates an empty set of servers.
-    pub fn new(agent: Arc<Agent>) -> Arc<Self> {
+    pub(crate) fn new(agent: Arc<Agent>) -> Arc<Self> {
         Arc::new(Self {
             agent,
             streams: Mutex::default(),
@@ -68,12 +68,12 @@ impl Servers {
     }
 
     /// Returns the number of connected servers.
-    pub fn count(&self) -> usize {
+    pub(crate) fn count(&self) -> usize {
         self.streams.lock().len()
     }
 
     /// Requests that every server prefer other agents.
-    pub fn drain(&self) {
+    pub(crate) fn drain(&self) {
         for stream in self.streams.lock().values() {
             match stream {
                 Stream::Packet(stream) => stream.drain(),
@@ -153,7 +153,7 @@ impl Servers {
 
 impl Sync {
     /// Creates a search with the configured pauses.
-    pub fn new(servers: Arc<Servers>, connector: Connector, config: &Config) -> Self {
+    pub(crate) fn new(servers: Arc<Servers>, connector: Connector, config: &Config) -> Self {
         Self {
             servers,
             connector,
@@ -165,7 +165,7 @@ impl Sync {
     }
 
     /// Searches for servers until the token fires.
-    pub async fn run(mut self, stop: CancellationToken) {
+    pub(crate) async fn run(mut self, stop: CancellationToken) {
         let mut pause = self.interval;
         let mut last_failure = String::new();
         loop {

@@ -3,14 +3,14 @@
 //! The registry has an entry for each live agent connection, owned by a [`Registration`]. Dropping the
 //! registration removes the entry. An agent id may have several agent connections at the same time.
 
-pub mod agent;
+pub(crate) mod agent;
 mod connection;
-pub mod dial;
+pub(crate) mod dial;
 pub(crate) mod flow;
-pub mod konnectivity;
-pub mod native;
+pub(crate) mod konnectivity;
+pub(crate) mod native;
 pub mod openvpn;
-pub mod service;
+pub(crate) mod service;
 mod tunnel;
 mod usage;
 

@@ -1,8 +1,8 @@
 //! The front ends: the listeners that kube-apiserver connects to. A front end turns its protocol into a
 //! dial and the two halves of a connection; the shared part is here.
 
-pub mod grpc;
-pub mod http_connect;
+pub(crate) mod grpc;
+pub(crate) mod http_connect;
 
 use std::pin::pin;
 use std::sync::Arc;
@@ -20,7 +20,7 @@ use crate::metrics::ServerMetrics;
 use crate::router::Router;
 
 /// State shared by all front-end connections of a server.
-pub struct Frontend {
+pub(crate) struct Frontend {
     /// Router for dials.
     pub router: Arc<Router>,
     /// Tracks the tasks of streams and connections.
@@ -37,7 +37,7 @@ pub struct Frontend {
 
 impl Frontend {
     /// Creates the shared part of a server's front ends.
-    pub fn new(
+    pub(crate) fn new(
         router: Arc<Router>,
         tasks: TaskTracker,
         shutdown: CancellationToken,
@@ -56,13 +56,13 @@ impl Frontend {
     }
 
     /// Returns a number for a new connection, unique in this process.
-    pub fn next_connection(&self) -> i64 {
+    pub(crate) fn next_connection(&self) -> i64 {
         self.next.fetch_add(1, Ordering::Relaxed)
     }
 
     /// Carries a connection to its end, then counts and logs the close reason. `client_gone` resolves when
     /// the client has left although nothing is read from the client.
-    pub async fn run<S: Source, K: Sink>(
+    pub(crate) async fn run<S: Source, K: Sink>(
         &self,
         id: i64,
         dial: &Dial,
@@ -112,7 +112,7 @@ impl Frontend {
     }
 
     /// Counts the end of a connection.
-    pub fn closed(&self, reason: CloseReason) {
+    pub(crate) fn closed(&self, reason: CloseReason) {
         if let Some((_, counter)) = self.closed.iter().find(|(r, _)| *r == reason) {
             counter.increment(1);
         }
@@ -120,7 +120,7 @@ impl Frontend {
 
     /// Warns the operator about a dial without a connected peer. Other failures, such as errors that the
     /// agent reports about the endpoint, concern only the client.
-    pub fn log_failure(&self, dial: &Dial, error: &DialError) {
+    pub(crate) fn log_failure(&self, dial: &Dial, error: &DialError) {
         match error {
             DialError::NoAgent => warn!(
                 address = dial.address,

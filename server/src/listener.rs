@@ -27,7 +27,7 @@ use tracing::{debug, warn};
 use crate::metrics::{Listener, RejectReason, ServerMetrics};
 
 /// Longest time for a peer's TLS handshake, and again for its first request.
-pub const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(15);
+pub(crate) const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(15);
 
 /// Most TLS handshakes in progress on a listener; further peers wait their turn. A handshake costs about 40
 /// KiB and, if the peer stalls, lasts [`HANDSHAKE_TIMEOUT`].
@@ -37,11 +37,11 @@ const MAX_HANDSHAKES: usize = 4096;
 /// window limits throughput to two thirds of window / RTT, because `h2` returns a part of the window only
 /// once the part is half of the rest: 16 MiB allow 106 MiB/s at 100 ms. grpc-go's window grows to the same
 /// size.
-pub const AGENT_WINDOW_BYTES: u32 = 16 * 1024 * 1024;
+pub(crate) const AGENT_WINDOW_BYTES: u32 = 16 * 1024 * 1024;
 
 /// Receive window of a front-end stream, in bytes. The stream carries a single connection and comes from
 /// the same machine or network.
-pub const CLIENT_WINDOW_BYTES: u32 = 1024 * 1024;
+pub(crate) const CLIENT_WINDOW_BYTES: u32 = 1024 * 1024;
 
 /// Receive window of all streams of a connection, in bytes. The window also sets the budget of small unread
 /// DATA frames; `h2` ends a connection that exceeds the budget.
@@ -55,10 +55,10 @@ const HEADER_BYTES: u32 = 64 * 1024;
 
 /// Closes the connection that carried a request; stored in the request's extensions.
 #[derive(Clone)]
-pub struct ConnectionCut(pub CancellationToken);
+pub(crate) struct ConnectionCut(pub CancellationToken);
 
 /// State shared by the connections of a listener.
-pub struct ListenerContext {
+pub(crate) struct ListenerContext {
     /// Name of the listener in metrics and logs.
     pub kind: Listener,
     /// TLS acceptor; `None` on Unix sockets.
@@ -76,7 +76,7 @@ pub struct ListenerContext {
 
 impl ListenerContext {
     /// Creates the shared state of a listener.
-    pub fn new(
+    pub(crate) fn new(
         kind: Listener,
         tls: Option<Arc<rustls::ServerConfig>>,
         keepalive: Duration,
@@ -97,13 +97,13 @@ impl ListenerContext {
 
     /// Logs a refused peer with the reason as a warning, then counts it. In this order, an observer of the
     /// count finds the line.
-    pub fn reject(&self, reason: RejectReason, peer: &str, why: &str) {
+    pub(crate) fn reject(&self, reason: RejectReason, peer: &str, why: &str) {
         warn!(listener = ?self.kind, peer, why, "connection refused");
         self.metrics.rejected(self.kind, reason).increment(1);
     }
 
     /// Runs the TLS handshake. Returns `None` after a failure, which is counted and logged.
-    pub async fn handshake<S>(&self, stream: S, peer: &str) -> Option<TlsStream<S>>
+    pub(crate) async fn handshake<S>(&self, stream: S, peer: &str) -> Option<TlsStream<S>>
     where
         S: AsyncRead + AsyncWrite + Unpin,
     {
@@ -148,7 +148,7 @@ impl ListenerContext {
 
     /// Serves gRPC on a connection until the connection ends. Closes a peer that sends no request within
     /// [`HANDSHAKE_TIMEOUT`]; afterwards the peer may idle.
-    pub async fn serve_grpc<I, S>(&self, io: I, peer: &str, service: S)
+    pub(crate) async fn serve_grpc<I, S>(&self, io: I, peer: &str, service: S)
     where
         I: AsyncRead + AsyncWrite + Unpin + Send + 'static,
         S: grpc::Service + Clone + Send + Sync + 'static,

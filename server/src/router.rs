@@ -2,7 +2,7 @@
 //! and fails over to the other tunnel where the route allows failover. Failover is safe because no byte of
 //! the client has been sent yet.
 
-pub mod route;
+pub(crate) mod route;
 mod slot;
 
 use std::sync::Arc;
@@ -19,14 +19,14 @@ use crate::backend::{Connection, DialError, Tunnel};
 use crate::metrics::{DialFailureReason, ServerMetrics};
 use crate::tunnel::{Health, Kind, TunnelStatus};
 
-pub use self::route::{Route, Side, View};
+pub(crate) use self::route::{Route, Side, View};
 
 /// Longest time for a dial if no flag sets a limit. Agents end a dial after 5 s, and kube-apiserver's
 /// client library after 30 s, so both ends have forgotten a longer dial.
-pub const MAX_DIAL: Duration = Duration::from_secs(35);
+pub(crate) const MAX_DIAL: Duration = Duration::from_secs(35);
 
 /// Chooses tunnels for the dials of all front ends.
-pub struct Router {
+pub(crate) struct Router {
     konnectivity: TunnelSlot,
     openvpn: Option<TunnelSlot>,
     /// The [`Route`] in force, as bits.
@@ -45,7 +45,7 @@ struct Unfinished<'a> {
 impl Router {
     /// Creates a router over the tunnel of agents and, if present, the OpenVPN tunnel. The first route is
     /// the tunnel of agents alone. [`MAX_DIAL`] bounds a dial if `dial_timeout` is `None`.
-    pub fn new(
+    pub(crate) fn new(
         konnectivity: Arc<dyn Tunnel>,
         openvpn: Option<Arc<dyn Tunnel>>,
         dial_timeout: Option<Duration>,
@@ -66,7 +66,7 @@ impl Router {
     ///
     /// # Errors
     /// [`DialError`]; its text is sent to the client.
-    pub async fn dial(&self, dial: &Dial) -> Result<Connection, DialError> {
+    pub(crate) async fn dial(&self, dial: &Dial) -> Result<Connection, DialError> {
         let started = Instant::now();
         let mut unfinished = Unfinished {
             metrics: &self.metrics,
@@ -158,24 +158,24 @@ impl Router {
     }
 
     /// Returns the route in force.
-    pub fn route(&self) -> Route {
+    pub(crate) fn route(&self) -> Route {
         Route::from_bits(self.route.load(Ordering::SeqCst))
     }
 
     /// Sets the route for all dials from now on.
-    pub fn set_route(&self, route: Route) {
+    pub(crate) fn set_route(&self, route: Route) {
         self.route.store(route.to_bits(), Ordering::SeqCst);
     }
 
     /// Ends the connections of a tunnel, and moves its pending dials to the route in force.
-    pub fn cut(&self, kind: Kind) {
+    pub(crate) fn cut(&self, kind: Kind) {
         if let Some(slot) = self.slot(kind) {
             slot.usage.cut();
         }
     }
 
     /// Returns the state of the tunnels, as input for the switch.
-    pub fn view(&self) -> View {
+    pub(crate) fn view(&self) -> View {
         let side = |slot: &TunnelSlot| Side {
             health: slot.tunnel.health(),
             in_use: slot.usage.in_use(),
@@ -187,7 +187,7 @@ impl Router {
     }
 
     /// Returns the status of the tunnels, for people.
-    pub fn tunnels(&self) -> Vec<TunnelStatus> {
+    pub(crate) fn tunnels(&self) -> Vec<TunnelStatus> {
         let slots = [Some(&self.konnectivity), self.openvpn.as_ref()];
         slots
             .into_iter()
@@ -197,7 +197,7 @@ impl Router {
     }
 
     /// Returns true if a tunnel of the route has a peer for new dials.
-    pub fn is_ready(&self) -> bool {
+    pub(crate) fn is_ready(&self) -> bool {
         let route = self.route();
         [Some(route.first), route.second()]
             .into_iter()
@@ -207,7 +207,7 @@ impl Router {
     }
 
     /// Returns the thread where a new client is best served.
-    pub fn shard(&self) -> Option<usize> {
+    pub(crate) fn shard(&self) -> Option<usize> {
         self.slot(self.route().first)
             .and_then(|slot| slot.tunnel.shard())
     }

@@ -10,12 +10,12 @@
 //! `culvert switch` overrides both, also after a restart, until the file or the flag differs from its value
 //! at the time of the switch.
 
-pub mod driver;
-pub mod machine;
+pub(crate) mod driver;
+pub(crate) mod machine;
 pub mod mode_file;
-pub mod pages;
-pub mod start;
-pub mod state_file;
+pub(crate) mod pages;
+pub(crate) mod start;
+pub(crate) mod state_file;
 pub mod status;
 
 use std::path::PathBuf;

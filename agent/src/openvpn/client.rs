@@ -42,7 +42,7 @@ const JITTER: f64 = 0.1;
 const UDP_BUFFER: usize = 2 << 20;
 
 /// The search for a server.
-pub struct Client {
+pub(crate) struct Client {
     tunnel: Arc<Tunnel>,
     settings: Settings,
 }
@@ -76,7 +76,7 @@ impl Client {
     ///
     /// # Errors
     /// A file that cannot be used.
-    pub fn new(tunnel: Arc<Tunnel>, settings: Settings) -> anyhow::Result<Self> {
+    pub(crate) fn new(tunnel: Arc<Tunnel>, settings: Settings) -> anyhow::Result<Self> {
         let client = Self { tunnel, settings };
         client
             .session_config(Transport::Tcp)
@@ -89,7 +89,7 @@ impl Client {
     }
 
     /// Connects to servers and serves the tunnel until the token fires.
-    pub async fn run(mut self, stop: CancellationToken) {
+    pub(crate) async fn run(mut self, stop: CancellationToken) {
         let (first, longest) = self.settings.retry.unwrap_or(RETRY);
         let mut remotes = std::mem::take(&mut self.settings.remotes);
         if self.settings.random {

@@ -24,7 +24,7 @@ use crate::agent::DIAL_TIMEOUT;
 use crate::metrics::DialFailureReason;
 
 /// One connection, starting at its SYN.
-pub struct Endpoint {
+pub(crate) struct Endpoint {
     /// Tunnel of the connection.
     pub tunnel: Arc<Tunnel>,
     /// Request to open the connection.
@@ -35,7 +35,7 @@ pub struct Endpoint {
 
 impl Endpoint {
     /// Dials the target and carries the connection to its end.
-    pub async fn run(self) {
+    pub(crate) async fn run(self) {
         let Self {
             tunnel,
             incoming,

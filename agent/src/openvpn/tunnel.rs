@@ -9,7 +9,7 @@ use super::nodes::NodeAccess;
 use crate::agent::Agent;
 
 /// State shared by sessions and connections.
-pub struct Tunnel {
+pub(crate) struct Tunnel {
     /// Agent that counts connections and owns their tasks.
     pub agent: Arc<Agent>,
     /// Metrics of the tunnel.
@@ -20,7 +20,7 @@ pub struct Tunnel {
 
 impl Tunnel {
     /// Creates a tunnel that is down.
-    pub fn new(agent: Arc<Agent>, nodes: NodeAccess) -> Arc<Self> {
+    pub(crate) fn new(agent: Arc<Agent>, nodes: NodeAccess) -> Arc<Self> {
         Arc::new(Self {
             metrics: OpenVpnMetrics::new(agent.metrics.registry()),
             agent,
@@ -30,7 +30,7 @@ impl Tunnel {
     }
 
     /// Returns true while the tunnel can carry data.
-    pub fn is_up(&self) -> bool {
+    pub(crate) fn is_up(&self) -> bool {
         self.up.load(Ordering::Relaxed)
     }
 

@@ -26,7 +26,7 @@ use super::ServerStream;
 use crate::agent::DIAL_TIMEOUT;
 
 /// Input of one connection, decoded from the server's packets.
-pub enum Incoming {
+pub(super) enum Incoming {
     /// Bytes for the endpoint.
     Data(Bytes),
     /// The client has finished sending.
@@ -36,7 +36,7 @@ pub enum Incoming {
 }
 
 /// A connection, from the start of the dial.
-pub struct Endpoint {
+pub(super) struct Endpoint {
     /// Stream of the server that requested the connection.
     pub stream: Arc<ServerStream>,
     /// Id of the dial.
@@ -75,7 +75,7 @@ struct Entry {
 
 impl Endpoint {
     /// Dials the endpoint and runs the connection until the end.
-    pub async fn run(self) {
+    pub(super) async fn run(self) {
         let stream = self.stream.clone();
         let entry = Entry {
             stream: stream.clone(),

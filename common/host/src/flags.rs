@@ -14,11 +14,11 @@
 //! | [`labels`] | Kubernetes labels and label selectors |
 //! | [`problems`] | collects all errors and warnings about a command line |
 
-pub mod address;
-pub mod klog;
+pub(crate) mod address;
+pub(crate) mod klog;
 pub mod labels;
 pub mod parse;
-pub mod problems;
+pub(crate) mod problems;
 pub mod values;
 
 pub use address::HostPort;

@@ -14,8 +14,6 @@ use tracing::{error, info, warn};
 use crate::flags::Exit;
 use crate::telemetry::logging::{self, LogConfig};
 
-/// The memory allocator. glibc's allocator maps, faults in and returns the buffers of bulk transfers again
-
 /// Executor that runs hyper's per-stream work on tracked tasks, so that a shutdown can wait for all tasks.
 #[derive(Clone, Debug)]
 pub struct TrackedExecutor(pub TaskTracker);

@@ -12,14 +12,14 @@ use super::window::Inbound;
 
 /// Stream with a counter of all bytes read, in [`Inbound::heard`].
 #[derive(Debug)]
-pub struct CountingReader<S> {
+pub(crate) struct CountingReader<S> {
     inner: S,
     inbound: Arc<Inbound>,
 }
 
 impl<S> CountingReader<S> {
     /// Counts the bytes read from `inner`.
-    pub fn new(inner: S, inbound: Arc<Inbound>) -> Self {
+    pub(crate) fn new(inner: S, inbound: Arc<Inbound>) -> Self {
         Self { inner, inbound }
     }
 }

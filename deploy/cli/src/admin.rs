@@ -28,7 +28,7 @@ const TIMEOUT: Duration = Duration::from_secs(30);
 /// Address and credentials of a server's admin pages.
 #[derive(clap::Args, Clone, Debug)]
 #[command(next_help_heading = "The server")]
-pub struct Admin {
+pub(crate) struct Admin {
     /// The server's --admin-uds.
     #[arg(long, value_name = "PATH", env = "CULVERT_ADMIN_UDS")]
     #[arg(required_unless_present = "admin", conflicts_with = "admin")]
@@ -61,7 +61,7 @@ impl<T: AsyncRead + AsyncWrite + Unpin + Send> Duplex for T {}
 
 impl Admin {
     /// Returns the settings for a server's --admin-uds.
-    pub fn uds(path: PathBuf) -> Self {
+    pub(crate) fn uds(path: PathBuf) -> Self {
         Self {
             admin_uds: Some(path),
             admin: None,
@@ -76,7 +76,7 @@ impl Admin {
     ///
     /// # Errors
     /// Fails if the server cannot be reached or the answer is not a status.
-    pub async fn status(&self) -> anyhow::Result<Status> {
+    pub(crate) async fn status(&self) -> anyhow::Result<Status> {
         let (code, body) = self.ask(Method::GET, STATUS_PATH, Bytes::new()).await?;
         understand(code, StatusCode::OK, &body)
     }
@@ -85,7 +85,7 @@ impl Admin {
     ///
     /// # Errors
     /// Fails if the server cannot be reached or rejects the request; the text gives the reason.
-    pub async fn switch(&self, request: &Request) -> anyhow::Result<Status> {
+    pub(crate) async fn switch(&self, request: &Request) -> anyhow::Result<Status> {
         let body = serde_json::to_vec(request)?;
         let (code, body) = self.ask(Method::POST, SWITCH_PATH, body.into()).await?;
         understand(code, StatusCode::ACCEPTED, &body)

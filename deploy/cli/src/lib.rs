@@ -8,7 +8,7 @@ macro_rules! say {
     }};
 }
 
-pub mod admin;
+mod admin;
 pub mod dev;
 pub mod status;
 pub mod switch;

@@ -24,12 +24,12 @@ use self::connection::{Guard, Pending, Slot};
 use crate::backend::dial::{SILENT_AFTER, StreamDialError, next_serial};
 use crate::metrics::{DialFailureReason, ServerMetrics};
 
-pub use self::connection::{Connection, Cut, FromAgent, ToAgent};
-pub use self::outgoing::Outgoing;
+pub(crate) use self::connection::{Connection, Cut, FromAgent, ToAgent};
+pub(crate) use self::outgoing::Outgoing;
 
 /// Most bytes waiting to be sent to an agent, over all its connections. A smaller value costs throughput on
 /// long paths; a larger value delays everything queued behind.
-pub const OUTGOING_BYTES: usize = 512 * 1024;
+pub(crate) const OUTGOING_BYTES: usize = 512 * 1024;
 
 /// Introduction that an agent sends when it connects.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 /// Time after which an unanswered dial makes a stream count as silent. Agents end a dial after 5 s; the
 /// rest is time on the network.
-pub const SILENT_AFTER: Duration = Duration::from_secs(7);
+pub(crate) const SILENT_AFTER: Duration = Duration::from_secs(7);
 
 /// Most peers of one tunnel that a dial tries.
 const MAX_ATTEMPTS: usize = 3;
@@ -49,14 +49,14 @@ pub enum DialError {
 }
 
 /// Peers of one tunnel that a dial has tried, by their identifiers.
-pub struct Attempts<I> {
+pub(crate) struct Attempts<I> {
     tried: Vec<I>,
     /// Error of the last peer.
     last: DialError,
 }
 
 /// Returns a number for a new stream of any transport, unique in this process.
-pub fn next_serial() -> u64 {
+pub(crate) fn next_serial() -> u64 {
     static SERIAL: AtomicU64 = AtomicU64::new(1);
     SERIAL.fetch_add(1, Ordering::Relaxed)
 }
@@ -65,7 +65,7 @@ pub fn next_serial() -> u64 {
 
 impl<I> Attempts<I> {
     /// Creates the attempts of a dial that fails with `no_peer` if no peer can be tried.
-    pub fn new(no_peer: DialError) -> Self {
+    pub(crate) fn new(no_peer: DialError) -> Self {
         Self {
             tried: Vec::new(),
             last: no_peer,
@@ -76,7 +76,7 @@ impl<I> Attempts<I> {
     ///
     /// # Errors
     /// The error of the last peer, if no peer is left or too many peers failed.
-    pub fn next<P>(
+    pub(crate) fn next<P>(
         &mut self,
         choose: impl FnOnce(&[I]) -> Option<P>,
         id: impl FnOnce(&P) -> I,
@@ -91,12 +91,12 @@ impl<I> Attempts<I> {
     }
 
     /// Returns the peers tried so far, including the current peer.
-    pub fn tried(&self) -> &[I] {
+    pub(crate) fn tried(&self) -> &[I] {
         &self.tried
     }
 
     /// Records the error of the current peer.
-    pub fn failed(&mut self, error: DialError) {
+    pub(crate) fn failed(&mut self, error: DialError) {
         self.last = error;
     }
 }

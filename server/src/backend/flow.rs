@@ -29,7 +29,11 @@ struct Life {
 }
 
 /// Splits an open flow into the halves of a connection. `peer` is the client's name.
-pub fn open(stream: Stream, peer: Arc<str>, metrics: Arc<ServerMetrics>) -> (FlowSource, ToClient) {
+pub(crate) fn open(
+    stream: Stream,
+    peer: Arc<str>,
+    metrics: Arc<ServerMetrics>,
+) -> (FlowSource, ToClient) {
     let life = Life {
         _open: GaugeGuard::new(&metrics.established_connections),
         opened: Instant::now(),

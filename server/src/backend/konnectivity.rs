@@ -14,7 +14,7 @@ use crate::backend::{DialError, Dialing, Tunnel};
 use crate::tunnel::{Health, Peer};
 
 /// The tunnel of a server's agents.
-pub struct Konnectivity {
+pub(crate) struct Konnectivity {
     registry: Arc<Registry>,
     /// Value of `--backend-dial-timeout`.
     dial_timeout: Option<Duration>,
@@ -23,7 +23,7 @@ pub struct Konnectivity {
 impl Konnectivity {
     /// Creates the tunnel of the registry's agents. With a `dial_timeout`, the tunnel abandons an agent
     /// stream that accepts no packet before the deadline.
-    pub fn new(registry: Arc<Registry>, dial_timeout: Option<Duration>) -> Arc<Self> {
+    pub(crate) fn new(registry: Arc<Registry>, dial_timeout: Option<Duration>) -> Arc<Self> {
         Arc::new(Self {
             registry,
             dial_timeout,

@@ -87,7 +87,7 @@ struct Life {
 
 impl Agents {
     /// Serves an agent with the native transport, until its connection ends.
-    pub async fn serve_native<S>(&self, context: &ListenerContext, mut stream: S, peer: &str)
+    pub(crate) async fn serve_native<S>(&self, context: &ListenerContext, mut stream: S, peer: &str)
     where
         S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
     {

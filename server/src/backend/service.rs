@@ -20,7 +20,7 @@ use crate::metrics::{Listener, RejectReason, ServerMetrics, ServiceMethod};
 
 /// Serves the agents of a server.
 #[derive(Clone)]
-pub struct Agents {
+pub(crate) struct Agents {
     /// Registry of the streams.
     pub registry: Arc<Registry>,
     /// Id by which agents distinguish servers.

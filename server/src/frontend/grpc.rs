@@ -1,7 +1,7 @@
 //! The `ProxyService/Proxy` call: the packet protocol of kube-apiserver's client library, with a connection
 //! on each stream.
 
-pub mod session;
+pub(crate) mod session;
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -25,11 +25,11 @@ use crate::backend::Connection;
 use crate::metrics::{ServerMetrics, ServiceMethod};
 
 /// Most bytes waiting to be sent on a stream, in addition to HTTP/2's own buffer.
-pub const OUTGOING_BYTES: usize = 256 * 1024;
+pub(crate) const OUTGOING_BYTES: usize = 256 * 1024;
 
 /// Serves front-end streams.
 #[derive(Clone)]
-pub struct Proxy {
+pub(crate) struct Proxy {
     frontend: Arc<Frontend>,
 }
 
@@ -37,7 +37,7 @@ pub struct Proxy {
 type Reply = Result<Message, Box<Status>>;
 
 /// Stream of messages to the client; counts every message.
-pub struct ToClient {
+pub(crate) struct ToClient {
     replies: queue::Receiver<Reply>,
     metrics: Arc<ServerMetrics>,
 }
@@ -65,7 +65,7 @@ struct ClientSink {
 
 impl Proxy {
     /// Creates the service of a front end.
-    pub fn new(frontend: Arc<Frontend>) -> Self {
+    pub(crate) fn new(frontend: Arc<Frontend>) -> Self {
         Self { frontend }
     }
 }

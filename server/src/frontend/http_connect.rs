@@ -34,7 +34,7 @@ const EARLY_BYTES: usize = 64 * 1024;
 const HANG_UP_CHECK: Duration = Duration::from_secs(1);
 
 /// The reading half of a client's connection.
-pub trait ClientRead: AsyncRead + Unpin + Send {
+pub(crate) trait ClientRead: AsyncRead + Unpin + Send {
     /// True if closing the whole connection is distinguishable from ending only the writing half.
     const TELLS_HANG_UP: bool;
 
@@ -65,7 +65,7 @@ impl ClientRead for tokio::io::ReadHalf<TlsStream<TcpStream>> {
 }
 
 /// Serves a connection to its end.
-pub async fn serve<R, W>(
+pub(crate) async fn serve<R, W>(
     context: &ListenerContext,
     frontend: &Arc<Frontend>,
     mut read: R,

@@ -4,7 +4,7 @@ use crate::tunnel::{Health, Kind, Mode};
 
 /// Route of new dials.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Route {
+pub(crate) struct Route {
     /// Preferred tunnel when both are equally healthy.
     pub first: Kind,
     /// True if the other tunnel is the fallback.
@@ -13,7 +13,7 @@ pub struct Route {
 
 /// State of a tunnel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Side {
+pub(crate) struct Side {
     /// Readiness for dials.
     pub health: Health,
     /// Number of dials and connections.
@@ -22,7 +22,7 @@ pub struct Side {
 
 /// State of the tunnels at a point in time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct View {
+pub(crate) struct View {
     /// The tunnel of agents.
     pub konnectivity: Side,
     /// The tunnel of OpenVPN clients, if the server has one.
@@ -33,27 +33,27 @@ pub struct View {
 
 impl Route {
     /// Returns a route with one tunnel only.
-    pub fn only(first: Kind) -> Self {
+    pub(crate) fn only(first: Kind) -> Self {
         Self { first, both: false }
     }
 
     /// Returns the fallback tunnel.
-    pub fn second(self) -> Option<Kind> {
+    pub(crate) fn second(self) -> Option<Kind> {
         self.both.then(|| self.first.other())
     }
 
     /// Returns true if dials may use a tunnel.
-    pub fn includes(self, kind: Kind) -> bool {
+    pub(crate) fn includes(self, kind: Kind) -> bool {
         self.both || self.first == kind
     }
 
     /// Encodes the route for an atomic.
-    pub fn to_bits(self) -> u8 {
+    pub(crate) fn to_bits(self) -> u8 {
         u8::from(self.first == Kind::Openvpn) | u8::from(self.both) << 1
     }
 
     /// Decodes the result of [`Route::to_bits`].
-    pub fn from_bits(bits: u8) -> Self {
+    pub(crate) fn from_bits(bits: u8) -> Self {
         Self {
             first: match bits & 1 {
                 0 => Kind::Konnectivity,
@@ -68,7 +68,7 @@ impl Route {
 
 impl View {
     /// Returns the state of a tunnel; `None` if the server does not have the tunnel.
-    pub fn side(&self, kind: Kind) -> Option<Side> {
+    pub(crate) fn side(&self, kind: Kind) -> Option<Side> {
         match kind {
             Kind::Konnectivity => Some(self.konnectivity),
             Kind::Openvpn => self.openvpn,
@@ -76,12 +76,12 @@ impl View {
     }
 
     /// Returns true if the server has the tunnel of a mode.
-    pub fn allows(&self, mode: Mode) -> bool {
+    pub(crate) fn allows(&self, mode: Mode) -> bool {
         self.side(mode.tunnel()).is_some()
     }
 
     /// Returns true if the tunnel has a healthy peer.
-    pub fn is_healthy(&self, kind: Kind) -> bool {
+    pub(crate) fn is_healthy(&self, kind: Kind) -> bool {
         let side = self.side(kind);
         side.is_some_and(|side| side.health == Health::Healthy)
     }

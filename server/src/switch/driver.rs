@@ -31,7 +31,7 @@ const WAITING_REQUESTS: usize = 16;
 
 /// Handle of a server's switch.
 #[derive(Clone)]
-pub struct Switcher {
+pub(crate) struct Switcher {
     requests: mpsc::Sender<Command>,
     shown: Arc<Mutex<Shown>>,
     router: Arc<Router>,
@@ -39,7 +39,7 @@ pub struct Switcher {
 
 /// Reason for refusing a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Refusal {
+pub(crate) enum Refusal {
     /// The server does not have the tunnel.
     #[error(transparent)]
     Unavailable(#[from] Unavailable),
@@ -69,7 +69,7 @@ struct Shown {
 }
 
 /// The task that runs the switch.
-pub struct Driver {
+pub(crate) struct Driver {
     machine: Switch,
     set_by: SetBy,
     flag: Mode,
@@ -90,7 +90,7 @@ pub struct Driver {
 ///
 /// # Errors
 /// If this server does not have the tunnel of the mode.
-pub fn start(
+pub(crate) fn start(
     mut start: Start,
     router: Arc<Router>,
     metrics: Arc<ServerMetrics>,
@@ -138,7 +138,7 @@ impl Switcher {
     ///
     /// # Errors
     /// [`Refusal`]; then nothing has changed.
-    pub async fn request(&self, mode: Mode, drain: Option<Duration>) -> Result<(), Refusal> {
+    pub(crate) async fn request(&self, mode: Mode, drain: Option<Duration>) -> Result<(), Refusal> {
         let (answer, answered) = oneshot::channel();
         let command = Command {
             mode,
@@ -152,7 +152,7 @@ impl Switcher {
     }
 
     /// Returns the status of the tunnels and of the switch.
-    pub fn status(&self) -> Status {
+    pub(crate) fn status(&self) -> Status {
         let shown = self.shown.lock();
         let route = self.router.route();
         let target = shown.mode.tunnel();
@@ -199,7 +199,7 @@ impl Switcher {
 
 impl Driver {
     /// Runs until `shutdown`.
-    pub async fn run(mut self, shutdown: CancellationToken) {
+    pub(crate) async fn run(mut self, shutdown: CancellationToken) {
         let mut poll = interval(POLL);
         loop {
             self.advance().await;

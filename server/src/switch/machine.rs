@@ -23,7 +23,7 @@ use crate::tunnel::{Kind, Mode};
 
 /// Progress of a switch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Phase {
+pub(crate) enum Phase {
     /// No switch is in progress.
     Settled,
     /// The target has no healthy peer yet.
@@ -51,7 +51,7 @@ pub enum Phase {
 
 /// Event for the owner to carry out or to log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Event {
+pub(crate) enum Event {
     /// Another mode was requested.
     Requested {
         /// Previous mode.
@@ -77,7 +77,7 @@ pub enum Event {
 
 /// The switch of a server.
 #[derive(Debug)]
-pub struct Switch {
+pub(crate) struct Switch {
     mode: Mode,
     phase: Phase,
     default_drain: Duration,
@@ -88,7 +88,7 @@ pub struct Switch {
 
 impl Switch {
     /// Creates a switch in this mode, with a switch in progress if `phase` is not settled.
-    pub fn new(mode: Mode, phase: Phase, default_drain: Duration) -> Self {
+    pub(crate) fn new(mode: Mode, phase: Phase, default_drain: Duration) -> Self {
         Self {
             mode,
             phase,
@@ -98,17 +98,17 @@ impl Switch {
     }
 
     /// Returns the mode requested last.
-    pub fn mode(&self) -> Mode {
+    pub(crate) fn mode(&self) -> Mode {
         self.mode
     }
 
     /// Returns the progress of the switch to the mode.
-    pub fn phase(&self) -> Phase {
+    pub(crate) fn phase(&self) -> Phase {
         self.phase
     }
 
     /// Returns the route of new dials.
-    pub fn route(&self) -> Route {
+    pub(crate) fn route(&self) -> Route {
         let first = self.mode.tunnel();
         match self.phase {
             Phase::Settled => Route {
@@ -124,13 +124,13 @@ impl Switch {
     }
 
     /// Returns the next event.
-    pub fn poll_event(&mut self) -> Option<Event> {
+    pub(crate) fn poll_event(&mut self) -> Option<Event> {
         self.events.pop_front()
     }
 
     /// Returns the next time at which the machine changes without other input. While a switch is in
     /// progress, the owner must also call [`Switch::tick`] regularly.
-    pub fn poll_timeout(&self) -> Option<Instant> {
+    pub(crate) fn poll_timeout(&self) -> Option<Instant> {
         match self.phase {
             Phase::Draining {
                 deadline,
@@ -145,7 +145,7 @@ impl Switch {
     ///
     /// # Errors
     /// If the server does not have the tunnel of the mode; nothing changes then.
-    pub fn request(
+    pub(crate) fn request(
         &mut self,
         mode: Mode,
         drain: Option<Duration>,
@@ -185,7 +185,7 @@ impl Switch {
     }
 
     /// Processes the state of the tunnels and the time. A new route must be in force before the next call.
-    pub fn tick(&mut self, now: Instant, view: &View) {
+    pub(crate) fn tick(&mut self, now: Instant, view: &View) {
         let target = self.mode.tunnel();
         match self.phase {
             Phase::Settled => {}

@@ -10,7 +10,7 @@ const JSON: &str = "application/json";
 
 /// Adds the pages for the status and for mode requests. The listener must authenticate its clients.
 #[must_use]
-pub fn add(routes: Routes, switcher: &Switcher) -> Routes {
+pub(crate) fn add(routes: Routes, switcher: &Switcher) -> Routes {
     let (shown, asked) = (switcher.clone(), switcher.clone());
     routes
         .route(STATUS_PATH, move |_| {

@@ -12,7 +12,7 @@ use crate::router::View;
 use crate::tunnel::Mode;
 
 /// Inputs for the choice of the mode at start.
-pub struct Start {
+pub(crate) struct Start {
     pub(super) settings: Settings,
     /// The mode file, if configured.
     pub(super) mode_file: Option<FileFollower>,
@@ -28,7 +28,7 @@ pub struct Start {
 
 /// Reason why a server cannot start in its mode.
 #[derive(Debug, thiserror::Error)]
-pub enum StartError {
+pub(crate) enum StartError {
     /// The mode file has no valid mode.
     #[error("--tunnel-mode-file {path}: {why}")]
     File {
@@ -57,7 +57,7 @@ impl Start {
     ///
     /// # Errors
     /// If the mode file has no valid mode.
-    pub fn read(settings: Settings) -> Result<Self, StartError> {
+    pub(crate) fn read(settings: Settings) -> Result<Self, StartError> {
         let state = settings.state_file.as_deref().map(StateFile::new);
         let (saved, state_problem) = match state.as_ref().map(StateFile::load) {
             None => (None, None),
@@ -109,7 +109,11 @@ impl Start {
     ///
     /// # Errors
     /// If the flag or the file names a mode whose tunnel this server does not have.
-    pub fn machine(&mut self, view: &View, clocks: Clocks) -> Result<(Switch, SetBy), Unavailable> {
+    pub(crate) fn machine(
+        &mut self,
+        view: &View,
+        clocks: Clocks,
+    ) -> Result<(Switch, SetBy), Unavailable> {
         let possible = self
             .saved
             .as_ref()

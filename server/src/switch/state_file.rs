@@ -22,7 +22,7 @@ const VERSION: u32 = 1;
 /// Content of the state file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
-pub struct Saved {
+pub(crate) struct Saved {
     version: u32,
     /// Mode that was set last.
     pub mode: Mode,
@@ -45,7 +45,7 @@ pub struct Saved {
     rename_all = "kebab-case",
     rename_all_fields = "camelCase"
 )]
-pub enum SavedSwitch {
+pub(crate) enum SavedSwitch {
     /// The target had no healthy peer.
     Waiting {
         /// Preferred tunnel of dials.
@@ -66,14 +66,14 @@ pub enum SavedSwitch {
 
 /// The state file at a path.
 #[derive(Clone, Debug)]
-pub struct StateFile {
+pub(crate) struct StateFile {
     path: PathBuf,
 }
 
 /// Both clocks at a point in time. The wall clock continues across restarts; the clock of the process is
 /// never set.
 #[derive(Clone, Copy, Debug)]
-pub struct Clocks {
+pub(crate) struct Clocks {
     /// Clock of this process.
     pub now: Instant,
     /// Wall clock.
@@ -84,7 +84,7 @@ pub struct Clocks {
 
 impl Saved {
     /// Creates the state to save, without a switch in progress.
-    pub fn new(mode: Mode, set_by: SetBy, flag: Mode, file: Option<Mode>) -> Self {
+    pub(crate) fn new(mode: Mode, set_by: SetBy, flag: Mode, file: Option<Mode>) -> Self {
         Self {
             version: VERSION,
             mode,
@@ -97,7 +97,7 @@ impl Saved {
 
     /// Adds the switch in progress, if any.
     #[must_use]
-    pub fn with_phase(mut self, phase: Phase, clocks: Clocks) -> Self {
+    pub(crate) fn with_phase(mut self, phase: Phase, clocks: Clocks) -> Self {
         self.switch = match phase {
             Phase::Settled => None,
             Phase::Waiting {
@@ -121,7 +121,7 @@ impl Saved {
 
     /// Returns the saved phase. No time becomes longer than intended, even if the wall clock was set in
     /// between.
-    pub fn phase(&self, longest_drain: Duration, clocks: Clocks) -> Phase {
+    pub(crate) fn phase(&self, longest_drain: Duration, clocks: Clocks) -> Phase {
         match self.switch {
             None => Phase::Settled,
             Some(SavedSwitch::Waiting {
@@ -154,7 +154,7 @@ impl Saved {
 
 impl Clocks {
     /// Reads both clocks.
-    pub fn read() -> Self {
+    pub(crate) fn read() -> Self {
         Self {
             now: Instant::now(),
             wall: SystemTime::now(),
@@ -191,7 +191,7 @@ fn millis(duration: Duration) -> u64 {
 
 impl StateFile {
     /// Creates a handle for the file at a path. The file may be missing.
-    pub fn new(path: &Path) -> Self {
+    pub(crate) fn new(path: &Path) -> Self {
         Self {
             path: path.to_owned(),
         }
@@ -201,7 +201,7 @@ impl StateFile {
     ///
     /// # Errors
     /// If the file cannot be read, or is not a state file of this program; the text names the file.
-    pub fn load(&self) -> Result<Option<Saved>, String> {
+    pub(crate) fn load(&self) -> Result<Option<Saved>, String> {
         let fail = |why: String| format!("--tunnel-state-file {}: {why}", self.path.display());
         let file = match File::open(&self.path) {
             Ok(file) => file,
@@ -229,7 +229,7 @@ impl StateFile {
     ///
     /// # Errors
     /// If the file cannot be written; the text names the file.
-    pub async fn save(&self, saved: &Saved) -> Result<(), String> {
+    pub(crate) async fn save(&self, saved: &Saved) -> Result<(), String> {
         let path = self.path.clone();
         let text = serde_json::to_vec(saved).map_err(|error| error.to_string())?;
         // Writing to a disk may block.

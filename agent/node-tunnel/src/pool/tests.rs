@@ -17,7 +17,7 @@ use super::*;
 const DIAL_TAKES: Duration = Duration::from_millis(10);
 
 /// A pool, and the proxy behind the pool.
-pub struct Proxy {
+pub(crate) struct Proxy {
     pub pool: Arc<ConnectionPool<Dialer>>,
     pub metrics: Arc<TunnelMetrics>,
     pub script: Arc<Script>,
@@ -28,7 +28,7 @@ pub struct Proxy {
 }
 
 /// Behaviour of the proxy from now on.
-pub struct Script {
+pub(crate) struct Script {
     pub dials: AtomicUsize,
     /// The thread of each dial.
     pub threads: Mutex<Vec<usize>>,
@@ -38,13 +38,13 @@ pub struct Script {
     pub max_streams: AtomicU32,
 }
 
-pub struct Dialer {
+pub(crate) struct Dialer {
     script: Arc<Script>,
     far: mpsc::UnboundedSender<FarEnd>,
 }
 
 /// The proxy's end of one connection.
-pub struct FarEnd {
+pub(crate) struct FarEnd {
     pub streams: mpsc::UnboundedReceiver<Incoming>,
     pub inbound: Arc<Inbound>,
     pub driver: JoinHandle<()>,
@@ -54,11 +54,11 @@ pub struct FarEnd {
 }
 
 impl Proxy {
-    pub fn start(limit: usize) -> Self {
+    pub(crate) fn start(limit: usize) -> Self {
         Self::start_on(1, limit)
     }
 
-    pub fn start_on(threads: usize, limit: usize) -> Self {
+    pub(crate) fn start_on(threads: usize, limit: usize) -> Self {
         let script = Arc::new(Script {
             dials: AtomicUsize::new(0),
             threads: Mutex::default(),
@@ -86,7 +86,7 @@ impl Proxy {
         }
     }
 
-    pub async fn next_connection(&mut self) -> FarEnd {
+    pub(crate) async fn next_connection(&mut self) -> FarEnd {
         self.far.recv().await.unwrap()
     }
 
@@ -152,7 +152,7 @@ impl FarEnd {
         }
     }
 
-    pub async fn next_stream(&mut self) -> Incoming {
+    pub(crate) async fn next_stream(&mut self) -> Incoming {
         self.streams.recv().await.unwrap()
     }
 }

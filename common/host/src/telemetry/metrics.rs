@@ -8,8 +8,8 @@
 //! Names are exported verbatim, because some upstream names break the naming rules (for example, a counter
 //! called `dial_failure_count`) and dashboards depend on them.
 
-pub mod family;
-pub mod page;
+pub(crate) mod family;
+pub(crate) mod page;
 
 use std::fmt;
 use std::sync::Arc;

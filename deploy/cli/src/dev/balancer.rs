@@ -9,7 +9,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 /// Forwards each accepted connection to the next backend, until the token fires.
-pub async fn serve(
+pub(super) async fn serve(
     listener: TcpListener,
     backends: Vec<SocketAddr>,
     tasks: TaskTracker,

@@ -28,7 +28,7 @@ const LOOK_AGAIN: Duration = Duration::from_millis(5);
 type Verdict = Result<String, String>;
 
 /// Runs every check and prints a row for each check. Returns true if every check passed.
-pub async fn all(tunnel: &Tunnel) -> bool {
+pub(super) async fn all(tunnel: &Tunnel) -> bool {
     say!(
         "\n  {:<22} {:<22} {:>9}  result",
         "front end",

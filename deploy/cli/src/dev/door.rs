@@ -21,13 +21,13 @@ use tokio_util::task::TaskTracker;
 use super::settings::any_port;
 
 /// Authority of the HTTP service in CONNECT requests.
-pub const WEB: &str = "web.cluster-dev.svc.cluster.local:80";
+pub(super) const WEB: &str = "web.cluster-dev.svc.cluster.local:80";
 
 /// Authority of the raw service in CONNECT requests; the node tunnel's only target.
-pub const RAW: &str = "raw.cluster-dev.svc.cluster.local:443";
+pub(super) const RAW: &str = "raw.cluster-dev.svc.cluster.local:443";
 
 /// Name of the agents' upstream in the metrics of the nodeport-proxy.
-pub const KONNECTIVITY: &str = "cluster-dev/konnectivity-server-secure";
+pub(super) const KONNECTIVITY: &str = "cluster-dev/konnectivity-server-secure";
 
 /// Time for connections to end at the stop. Both ends of a connection stop at the same time.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(5);
@@ -36,7 +36,7 @@ const DRAIN_TIMEOUT: Duration = Duration::from_secs(5);
 const MAX_CONNECTIONS: u64 = 1024;
 
 /// Endpoints behind the front door.
-pub struct Endpoints {
+pub(super) struct Endpoints {
     /// HTTP over TLS, in place of an API server.
     pub https: SocketAddr,
     /// Plain HTTP.
@@ -48,7 +48,7 @@ pub struct Endpoints {
 }
 
 /// A running nodeport-proxy, and a node tunnel to the proxy.
-pub struct Door {
+pub(super) struct Door {
     /// The routes file.
     pub routes: PathBuf,
     /// Listener for TLS by server name.
@@ -65,7 +65,7 @@ pub struct Door {
 
 impl Door {
     /// Starts the nodeport-proxy and the node tunnel; writes the routes file into `folder`.
-    pub async fn start(
+    pub(super) async fn start(
         folder: &Path,
         endpoints: &Endpoints,
         tasks: &TaskTracker,
@@ -104,7 +104,7 @@ impl Door {
     }
 
     /// Returns the curl arguments for the HTTP service through the CONNECT listener.
-    pub fn curl(&self) -> [String; 4] {
+    pub(super) fn curl(&self) -> [String; 4] {
         let proxy = format!("http://{}", self.tunneling);
         let url = format!("http://{WEB}/");
         ["--proxytunnel".to_owned(), "-x".to_owned(), proxy, url]

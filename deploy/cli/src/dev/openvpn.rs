@@ -32,10 +32,10 @@ use super::server::Server;
 use super::settings::agent_settings;
 
 /// Name of the Culvert client, the same as in the stock platform.
-pub const CLIENT: &str = "user-cluster-client";
+pub(super) const CLIENT: &str = "user-cluster-client";
 
 /// Name of the stock client.
-pub const STOCK_CLIENT: &str = "stock-client";
+pub(super) const STOCK_CLIENT: &str = "stock-client";
 
 /// Network of the VPN.
 const NETWORK: Ipv4Net = Ipv4Net::new_assert(Ipv4Addr::new(10, 20, 0, 0), 24);
@@ -56,7 +56,7 @@ const PING: Duration = Duration::from_secs(5);
 const PING_RESTART: Duration = Duration::from_secs(30);
 
 /// Certificates and configuration files for servers and clients.
-pub struct Files {
+pub(super) struct Files {
     folder: PathBuf,
     pki: OpenVpnPki,
     /// Folder with the per-client configuration files.
@@ -64,7 +64,7 @@ pub struct Files {
 }
 
 /// The running OpenVPN clients.
-pub struct OpenVpn {
+pub(super) struct OpenVpn {
     /// Culvert clients, one per server, in the order of the servers.
     pub clients: Vec<agent::Addresses>,
     /// The stock client, or the reason why the stock client is missing.
@@ -73,7 +73,7 @@ pub struct OpenVpn {
 
 impl Files {
     /// Creates the files in `folder`.
-    pub fn create(folder: &Path) -> anyhow::Result<Self> {
+    pub(super) fn create(folder: &Path) -> anyhow::Result<Self> {
         let folder = folder.join("openvpn");
         let clients = folder.join("clients");
         std::fs::create_dir_all(&clients)?;
@@ -89,7 +89,7 @@ impl Files {
     }
 
     /// Returns the settings of a server. The configuration text is the stock platform's, except for the port.
-    pub fn server(&self) -> anyhow::Result<Settings> {
+    pub(super) fn server(&self) -> anyhow::Result<Settings> {
         let mut text = format!(
             "mode server
 proto tcp
@@ -156,7 +156,7 @@ auth SHA1
 
 impl OpenVpn {
     /// Connects a Culvert client to every server, and a stock client to the last server.
-    pub async fn start(
+    pub(super) async fn start(
         files: &Files,
         servers: &[Server],
         services: &Services,
@@ -191,7 +191,7 @@ impl OpenVpn {
     }
 
     /// Stops the stock client. The Culvert clients stop at the `shutdown` of [`Self::start`].
-    pub async fn stop(self) {
+    pub(super) async fn stop(self) {
         if let Ok(stock) = self.stock {
             stock.stop().await;
         }

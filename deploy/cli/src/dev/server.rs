@@ -17,7 +17,7 @@ use rustls_pki_types::ServerName;
 use super::settings::any_port;
 
 /// A server of the tunnel, with the address of its front end.
-pub struct Server {
+pub(super) struct Server {
     /// Display name of the front end.
     pub title: &'static str,
     /// Front end, for the lab's client.
@@ -31,7 +31,7 @@ pub struct Server {
 }
 
 /// Description of a server to start.
-pub struct Plan {
+pub(super) struct Plan {
     title: &'static str,
     mode: server_config::Mode,
     /// File name of the front end's Unix socket; `None` means TCP.
@@ -41,7 +41,7 @@ pub struct Plan {
 }
 
 /// The servers to start, one for each kind of front end.
-pub const PLANS: [Plan; 3] = [
+pub(super) const PLANS: [Plan; 3] = [
     Plan {
         title: "gRPC, Unix socket",
         mode: server_config::Mode::Grpc,
@@ -64,7 +64,7 @@ pub const PLANS: [Plan; 3] = [
 
 impl Server {
     /// Returns the listen address for OpenVPN clients.
-    pub fn openvpn(&self) -> anyhow::Result<SocketAddr> {
+    pub(super) fn openvpn(&self) -> anyhow::Result<SocketAddr> {
         let address = self.addresses.openvpn.first().copied();
         address.with_context(|| format!("{}: no OpenVPN listener", self.title))
     }
@@ -72,7 +72,7 @@ impl Server {
 
 impl Plan {
     /// Returns the settings of the server. Its sockets are in `folder`.
-    pub fn config(&self, folder: &Path, pki: &Pki) -> server_config::Config {
+    pub(super) fn config(&self, folder: &Path, pki: &Pki) -> server_config::Config {
         let frontend = match self.socket {
             Some(name) => server_config::Frontend::Uds {
                 path: folder.join(name),
@@ -119,7 +119,7 @@ impl Plan {
     }
 
     /// Describes the running server, which listens on `addresses`.
-    pub fn describe(
+    pub(super) fn describe(
         &self,
         folder: &Path,
         pki: &Pki,

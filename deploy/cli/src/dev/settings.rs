@@ -10,7 +10,7 @@ use culvert_host::telemetry::logging::LogConfig;
 const SYNC_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Returns the settings of an agent that looks for no server.
-pub fn agent_settings(id: &str) -> agent_config::Config {
+pub(super) fn agent_settings(id: &str) -> agent_config::Config {
     agent_config::Config {
         server_host: "127.0.0.1".to_owned(),
         server_port: 0,
@@ -41,6 +41,6 @@ pub fn agent_settings(id: &str) -> agent_config::Config {
 }
 
 /// Returns a loopback address with port 0: the system chooses the port.
-pub fn any_port() -> HostPort {
+pub(super) fn any_port() -> HostPort {
     HostPort::new("127.0.0.1", 0)
 }

@@ -21,7 +21,7 @@ use super::server::{PLANS, Server};
 use super::settings::agent_settings;
 
 /// An agent of the tunnel.
-pub struct Agent {
+pub(super) struct Agent {
     /// The agent's way to the servers.
     pub way: Way,
     /// Listen addresses of the agent.
@@ -30,7 +30,7 @@ pub struct Agent {
 
 /// An agent's way to the servers.
 #[derive(Clone, Copy)]
-pub enum Way {
+pub(super) enum Way {
     /// Through a TCP load balancer at this address.
     Balancer(SocketAddr),
     /// Through the front door at this address, by the name [`KONNECTIVITY_NAME`].
@@ -38,7 +38,7 @@ pub enum Way {
 }
 
 /// All running parts.
-pub struct Tunnel {
+pub(super) struct Tunnel {
     /// The certificates.
     pub pki: Pki,
     /// The services behind the agents.
@@ -57,7 +57,7 @@ pub struct Tunnel {
 
 impl Tunnel {
     /// Starts every part, with OpenVPN only if `with_openvpn`. Writes files into `folder`.
-    pub async fn start(folder: &Path, with_openvpn: bool) -> anyhow::Result<Self> {
+    pub(super) async fn start(folder: &Path, with_openvpn: bool) -> anyhow::Result<Self> {
         let pki = Pki::create(folder)?;
         let openvpn = with_openvpn.then(|| Files::create(folder)).transpose()?;
         let services = Services::start()
@@ -119,7 +119,7 @@ impl Tunnel {
     }
 
     /// Returns the address of the TCP CONNECT front end, for curl.
-    pub fn connect_tcp(&self) -> String {
+    pub(super) fn connect_tcp(&self) -> String {
         let mut addresses = self.servers.iter().filter_map(|s| s.addresses.frontend);
         addresses
             .next()
@@ -127,7 +127,7 @@ impl Tunnel {
     }
 
     /// Stops every part and waits for the end of each.
-    pub async fn stop(self) {
+    pub(super) async fn stop(self) {
         self.shutdown.cancel();
         if let Some(openvpn) = self.openvpn {
             openvpn.stop().await;

@@ -14,7 +14,7 @@ use tonic::Status;
 use super::AgentStream;
 
 /// Stream of messages to the agent; counts every message.
-pub struct Outgoing {
+pub(crate) struct Outgoing {
     messages: queue::Receiver<Message>,
     stream: Arc<AgentStream>,
     retired: Pin<Box<WaitForCancellationFutureOwned>>,
@@ -22,7 +22,7 @@ pub struct Outgoing {
 
 impl Outgoing {
     /// Wraps a stream's outgoing queue. Dropping it retires the stream.
-    pub fn new(messages: queue::Receiver<Message>, stream: Arc<AgentStream>) -> Self {
+    pub(crate) fn new(messages: queue::Receiver<Message>, stream: Arc<AgentStream>) -> Self {
         let retired = Box::pin(stream.retired.clone().cancelled_owned());
         Self {
             messages,

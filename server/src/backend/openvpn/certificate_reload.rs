@@ -18,7 +18,7 @@ use tracing::{info, warn};
 const LOOK_EVERY: Duration = Duration::from_secs(30);
 
 /// The files of a server's TLS configuration.
-pub struct Files {
+pub(super) struct Files {
     ca: Material,
     cert: Material,
     key: Material,
@@ -30,7 +30,7 @@ pub struct Files {
 
 impl Files {
     /// Creates the list of files from a configuration.
-    pub fn new(server: &Server) -> anyhow::Result<Self> {
+    pub(super) fn new(server: &Server) -> anyhow::Result<Self> {
         let needs = "clients connect over TLS; set --openvpn-ca, --openvpn-cert and --openvpn-key";
         let given = |material: &Option<Material>| {
             let material = material.clone();
@@ -61,7 +61,7 @@ impl Files {
     ///
     /// # Errors
     /// A file cannot be used. The text names the file and the remedy.
-    pub fn load(&mut self) -> Result<ServerTls, files::FileError> {
+    pub(super) fn load(&mut self) -> Result<ServerTls, files::FileError> {
         // Remembers the contents; a file that cannot be read is reported below.
         let _ = self.follower.check();
         if let Some(doubt) = files::doubt(&self.cert, Role::Server) {
@@ -94,7 +94,7 @@ impl Files {
     }
 
     /// Passes renewed certificates to all listeners until the token fires.
-    pub async fn follow(
+    pub(super) async fn follow(
         mut self,
         configs: Vec<watch::Sender<Arc<ServerConfig>>>,
         shutdown: CancellationToken,

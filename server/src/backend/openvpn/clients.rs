@@ -39,7 +39,7 @@ const MISSED_PINGS: u32 = 3;
 
 /// Rules for the admission of clients.
 #[derive(Clone, Debug)]
-pub struct Admittance {
+pub(super) struct Admittance {
     /// Directory with files of single clients.
     pub directory: Option<PathBuf>,
     /// True if clients without a file are refused.
@@ -53,7 +53,7 @@ pub struct Admittance {
 }
 
 /// Registry of the connected clients; see the module.
-pub struct Clients {
+pub(super) struct Clients {
     admittance: Admittance,
     pool: Arc<Pool>,
     pub(super) metrics: Arc<OpenvpnMetrics>,
@@ -83,7 +83,7 @@ struct Client {
 }
 
 /// Admission of a client. Dropping the admission removes the client.
-pub struct Admission {
+pub(super) struct Admission {
     /// Identifier of the client. Newer clients have larger identifiers.
     pub id: PeerId,
     /// Options pushed to the client.
@@ -100,7 +100,7 @@ pub struct Admission {
 
 /// Refusal of a client.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Refused {
+pub(super) struct Refused {
     /// Reason for the operator's log.
     pub reason: String,
     /// Reason sent to the client.
@@ -109,7 +109,7 @@ pub struct Refused {
 
 /// Connected client that can carry a dial.
 #[derive(Clone)]
-pub struct Way {
+pub(super) struct Way {
     /// Handle of the client's task.
     pub peer: Peer,
     /// Name of the client, for logs.
@@ -121,7 +121,7 @@ pub struct Way {
 
 impl Clients {
     /// Creates an empty registry.
-    pub fn new(
+    pub(super) fn new(
         admittance: Admittance,
         pool: Arc<Pool>,
         firewall: Firewall,
@@ -142,7 +142,7 @@ impl Clients {
     }
 
     /// Returns the server's own address in the VPN.
-    pub fn server(&self) -> Ipv4Addr {
+    pub(super) fn server(&self) -> Ipv4Addr {
         self.pool.server()
     }
 
@@ -150,7 +150,7 @@ impl Clients {
     ///
     /// # Errors
     /// The client is refused.
-    pub fn admit(
+    pub(super) fn admit(
         self: &Arc<Self>,
         client: &Authenticated,
         remote: SocketAddr,
@@ -266,7 +266,7 @@ impl Clients {
 
     /// Forwards a packet to its destination, if the flows of its sender did not accept the packet. Returns
     /// true if the packet is for the server itself.
-    pub fn forward(&self, from: PeerId, packet: &[u8], now: Moment) -> bool {
+    pub(super) fn forward(&self, from: PeerId, packet: &[u8], now: Moment) -> bool {
         let mut packet = packet.to_vec();
         let mut state = self.state.lock();
         let verdict = state.forward.input(from, &mut packet, now);
@@ -287,7 +287,7 @@ impl Clients {
     }
 
     /// Adds the forwarded and dropped packets since the last call to the metrics.
-    pub fn report(&self) {
+    pub(super) fn report(&self) {
         let mut state = self.state.lock();
         let stats = state.forward.stats();
         let growth = Growth::update(&mut state.reported, stats);
@@ -297,7 +297,7 @@ impl Clients {
 
     /// Selects the client for a dial: by longest prefix, then clients that are not silent, then the newest.
     /// Skips the clients in `tried`.
-    pub fn way(&self, destination: Ipv4Addr, tried: &[PeerId]) -> Option<Way> {
+    pub(super) fn way(&self, destination: Ipv4Addr, tried: &[PeerId]) -> Option<Way> {
         let state = self.state.lock();
         let best = state
             .clients
@@ -319,7 +319,7 @@ impl Clients {
     }
 
     /// Returns the health of the best client with networks behind it.
-    pub fn health(&self) -> Health {
+    pub(super) fn health(&self) -> Health {
         let state = self.state.lock();
         let ways = state.clients.values().filter(|c| !c.iroutes.is_empty());
         let health = ways.map(Client::health).max();
@@ -327,7 +327,7 @@ impl Clients {
     }
 
     /// Returns descriptions of the connected clients for display.
-    pub fn peers(&self) -> Vec<tunnel::Peer> {
+    pub(super) fn peers(&self) -> Vec<tunnel::Peer> {
         let state = self.state.lock();
         let connected = state.clients.values().filter(|c| c.peer.is_some());
         connected
@@ -348,7 +348,7 @@ impl Clients {
     }
 
     /// Returns the shard of the newest connected client with networks behind it.
-    pub fn shard(&self) -> Option<usize> {
+    pub(super) fn shard(&self) -> Option<usize> {
         let state = self.state.lock();
         let mut newest = state.clients.values().rev();
         newest
@@ -365,7 +365,7 @@ fn is_silent(peer: &Peer, ping: Option<Duration>) -> bool {
 
 impl Way {
     /// Returns true if the client has been silent for too long.
-    pub fn is_silent(&self) -> bool {
+    pub(super) fn is_silent(&self) -> bool {
         is_silent(&self.peer, self.ping)
     }
 }
@@ -401,7 +401,7 @@ impl Refused {
 
 impl Admission {
     /// Marks the client as connected: from now on it receives dials and forwarded packets.
-    pub fn connected(&self, peer: Peer) {
+    pub(super) fn connected(&self, peer: Peer) {
         let mut state = self.clients.state.lock();
         state
             .forward
@@ -414,7 +414,7 @@ impl Admission {
     }
 
     /// Returns true if the client may send packets from this address.
-    pub fn permits(&self, source: Ipv4Addr) -> bool {
+    pub(super) fn permits(&self, source: Ipv4Addr) -> bool {
         source == self.address || self.iroutes.iter().any(|net| net.contains(&source))
     }
 }

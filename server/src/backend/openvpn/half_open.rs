@@ -10,7 +10,7 @@ use parking_lot::Mutex;
 use tokio_util::sync::CancellationToken;
 
 /// All half-open connections of one listener.
-pub struct HalfOpens {
+pub(super) struct HalfOpens {
     limit: usize,
     waiting: Mutex<Waiting>,
 }
@@ -22,14 +22,14 @@ struct Waiting {
 }
 
 /// Slot of one half-open connection. Dropping the slot frees it.
-pub struct HalfOpen {
+pub(super) struct HalfOpen {
     all: Arc<HalfOpens>,
     id: u64,
 }
 
 impl HalfOpens {
     /// Creates an empty set with room for `limit` connections.
-    pub fn new(limit: usize) -> Arc<Self> {
+    pub(super) fn new(limit: usize) -> Arc<Self> {
         Arc::new(Self {
             limit,
             waiting: Mutex::default(),
@@ -37,7 +37,7 @@ impl HalfOpens {
     }
 
     /// Allocates a slot. `cut` fires when a newer connection displaces this connection.
-    pub fn enter(self: &Arc<Self>, from: IpAddr, cut: CancellationToken) -> HalfOpen {
+    pub(super) fn enter(self: &Arc<Self>, from: IpAddr, cut: CancellationToken) -> HalfOpen {
         let mut waiting = self.waiting.lock();
         if waiting.all.len() >= self.limit {
             let all = waiting.all.iter().map(|(id, (from, _))| (*id, *from));
@@ -56,7 +56,7 @@ impl HalfOpens {
 
 impl HalfOpen {
     /// Returns true if a newer connection has displaced this connection.
-    pub fn is_displaced(&self) -> bool {
+    pub(super) fn is_displaced(&self) -> bool {
         !self.all.waiting.lock().all.contains_key(&self.id)
     }
 }

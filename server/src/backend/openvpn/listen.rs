@@ -27,7 +27,7 @@ const MAX_HALF_OPEN: usize = 256;
 
 /// State shared by the connections of a TCP listener.
 #[derive(Clone)]
-pub struct Tcp {
+pub(super) struct Tcp {
     /// Registry that admits clients.
     pub clients: Arc<Clients>,
     /// Settings for new sessions.
@@ -36,7 +36,7 @@ pub struct Tcp {
 
 impl Tcp {
     /// Serves clients until the token fires.
-    pub async fn serve(
+    pub(super) async fn serve(
         self,
         listener: Listener,
         shards: Arc<Shards>,

@@ -27,7 +27,7 @@ const COLLECT: Duration = Duration::from_millis(200);
 const MAX_NODES: usize = 50_000;
 
 /// Watch of the Nodes; see the module.
-pub struct NodeWatch {
+pub(super) struct NodeWatch {
     api: Api<core::Node>,
     mirror: Mirror<Node>,
     /// Networks whose addresses are dialed without translation.
@@ -43,7 +43,7 @@ impl NodeWatch {
     ///
     /// # Errors
     /// The credentials cannot be used.
-    pub async fn new(
+    pub(super) async fn new(
         kubeconfig: &Path,
         direct: Vec<Ipv4Net>,
         metrics: NodeMetrics,
@@ -59,12 +59,12 @@ impl NodeWatch {
     }
 
     /// Returns a receiver for the current and all later translations.
-    pub fn known(&self) -> watch::Receiver<Arc<Known>> {
+    pub(super) fn known(&self) -> watch::Receiver<Arc<Known>> {
         self.known.subscribe()
     }
 
     /// Watches until the token fires.
-    pub async fn run(mut self, shutdown: CancellationToken) {
+    pub(super) async fn run(mut self, shutdown: CancellationToken) {
         let mut nodes = pin!(objects(self.api.clone()));
         // Time to apply the collected changes.
         let mut due: Option<Instant> = None;

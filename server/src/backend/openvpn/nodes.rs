@@ -23,7 +23,7 @@ const MAX_PROBLEMS: usize = 100;
 
 /// The relevant parts of a Node.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Node {
+pub(super) struct Node {
     name: String,
     uid: String,
     /// Creation time, in seconds.
@@ -39,7 +39,7 @@ pub struct Node {
 
 /// Translation of ExternalIPs and names.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub struct Known {
+pub(super) struct Known {
     /// Number of nodes.
     pub nodes: usize,
     /// InternalIPs by ExternalIP.
@@ -53,7 +53,7 @@ pub struct Known {
 impl Node {
     /// Extracts the relevant parts of a Node. Returns `None` without an IPv4 InternalIP, because such a node
     /// is unreachable.
-    pub fn of(node: core::Node) -> Option<Self> {
+    pub(super) fn of(node: core::Node) -> Option<Self> {
         let metadata = node.metadata;
         let mut internal = Vec::new();
         let mut external = Vec::new();
@@ -117,7 +117,7 @@ fn name_of(text: &str) -> Option<String> {
 impl Known {
     /// Builds the translation, and a list of problems for the operator. Addresses in `direct` are never
     /// translated.
-    pub fn of<'a>(
+    pub(super) fn of<'a>(
         nodes: impl Iterator<Item = &'a Node>,
         direct: &[Ipv4Net],
     ) -> (Self, Vec<String>) {
@@ -181,14 +181,14 @@ impl Known {
     }
 
     /// Translates a dialed node name; `address` is `HOST:PORT`.
-    pub fn named(&self, address: &str) -> Option<SocketAddrV4> {
+    pub(super) fn named(&self, address: &str) -> Option<SocketAddrV4> {
         let (host, port) = address.rsplit_once(':')?;
         let ip = self.names.get(&name_of(host)?)?;
         Some(SocketAddrV4::new(*ip, port.parse().ok()?))
     }
 
     /// Translates an ExternalIP to an InternalIP. Returns other addresses unchanged.
-    pub fn internal(&self, dialed: SocketAddrV4) -> SocketAddrV4 {
+    pub(super) fn internal(&self, dialed: SocketAddrV4) -> SocketAddrV4 {
         let ip = self.external.get(dialed.ip()).unwrap_or(dialed.ip());
         SocketAddrV4::new(*ip, dialed.port())
     }

@@ -12,7 +12,7 @@ use parking_lot::Mutex;
 
 /// The addresses available to clients.
 #[derive(Debug)]
-pub struct Pool {
+pub(super) struct Pool {
     network: Ipv4Net,
     topology: Topology,
     taken: Mutex<Taken>,
@@ -27,7 +27,7 @@ struct Taken {
 
 /// Lease of an address.
 #[derive(Debug)]
-pub struct Lease {
+pub(super) struct Lease {
     /// Address of the client.
     pub address: Ipv4Addr,
     /// Second argument of `ifconfig`: the remote end or the netmask.
@@ -38,7 +38,7 @@ pub struct Lease {
 
 /// Reason why a client gets no address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum NoAddress {
+pub(super) enum NoAddress {
     /// All addresses are in use.
     #[error("all addresses of {0} are in use; set --openvpn-network to a larger network")]
     Exhausted(Ipv4Net),
@@ -49,7 +49,7 @@ pub enum NoAddress {
 
 impl Pool {
     /// Creates a pool with all addresses free. The server uses the first address of the network.
-    pub fn new(network: Ipv4Net, topology: Topology) -> Arc<Self> {
+    pub(super) fn new(network: Ipv4Net, topology: Topology) -> Arc<Self> {
         Arc::new(Self {
             network: network.trunc(),
             topology,
@@ -58,7 +58,7 @@ impl Pool {
     }
 
     /// Returns the server's own address.
-    pub fn server(&self) -> Ipv4Addr {
+    pub(super) fn server(&self) -> Ipv4Addr {
         self.at(1)
     }
 
@@ -97,7 +97,7 @@ impl Pool {
     ///
     /// # Errors
     /// All addresses are in use.
-    pub fn lease(self: &Arc<Self>) -> Result<Lease, NoAddress> {
+    pub(super) fn lease(self: &Arc<Self>) -> Result<Lease, NoAddress> {
         let mut taken = self.taken.lock();
         let (address, second) = self
             .candidates()
@@ -121,7 +121,7 @@ impl Pool {
     ///
     /// # Errors
     /// The address belongs to the server or to another client.
-    pub fn lease_static(
+    pub(super) fn lease_static(
         self: &Arc<Self>,
         address: Ipv4Addr,
         second: Option<Ipv4Addr>,
@@ -136,7 +136,11 @@ impl Pool {
 
     /// Leases an address even if another client uses the address. The address stays in use when the older
     /// lease is dropped.
-    pub fn take_over(self: &Arc<Self>, address: Ipv4Addr, second: Option<Ipv4Addr>) -> Lease {
+    pub(super) fn take_over(
+        self: &Arc<Self>,
+        address: Ipv4Addr,
+        second: Option<Ipv4Addr>,
+    ) -> Lease {
         let second = second.unwrap_or_else(|| self.second(address));
         self.take(&mut self.taken.lock(), address, second)
     }
@@ -144,7 +148,7 @@ impl Pool {
 
 impl Lease {
     /// Returns the pushed options for the client's address and the route to the server.
-    pub fn push(&self) -> Vec<String> {
+    pub(super) fn push(&self) -> Vec<String> {
         let (address, second, server) = (self.address, self.second, self.pool.server());
         let way = match self.pool.topology {
             Topology::Subnet => format!("route-gateway {server}"),

@@ -10,7 +10,7 @@ use super::pool::Lease;
 
 /// Options for all clients, and defaults for options that the operator did not set.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct PushAll {
+pub(super) struct PushAll {
     /// Pushed options, in order.
     pub options: Vec<String>,
     /// Pushed as `ping`.
@@ -21,7 +21,7 @@ pub struct PushAll {
 
 impl PushAll {
     /// Returns the options for one client.
-    pub fn for_client(
+    pub(super) fn for_client(
         &self,
         client: &ClientConfig,
         lease: &Lease,
@@ -58,7 +58,7 @@ impl PushAll {
 }
 
 /// Returns the ping interval from a client's pushed options; `None` if the client sends no pings.
-pub fn ping(options: &[String]) -> Option<Duration> {
+pub(super) fn ping(options: &[String]) -> Option<Duration> {
     let mut seconds = options.iter().filter_map(|option| {
         let seconds = option.strip_prefix("ping ")?.trim();
         seconds.parse().ok()

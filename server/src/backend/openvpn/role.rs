@@ -22,7 +22,7 @@ use super::half_open::HalfOpen;
 use super::metrics::Handshake;
 
 /// Decision about a client, for its transport to carry out.
-pub enum Decision {
+pub(super) enum Decision {
     /// The client is admitted and receives these options.
     Accept(Push),
     /// The client is refused and receives this reason.
@@ -30,7 +30,7 @@ pub enum Decision {
 }
 
 /// State of one client, from its first packet to its end.
-pub struct Client {
+pub(super) struct Client {
     clients: Arc<Clients>,
     remote: SocketAddr,
     transport: Transport,
@@ -48,7 +48,7 @@ pub struct Client {
 
 impl Client {
     /// Creates the state of a client that has not authenticated. The registry fires `kick` to end the client.
-    pub fn new(
+    pub(super) fn new(
         clients: Arc<Clients>,
         remote: SocketAddr,
         transport: Transport,
@@ -72,18 +72,18 @@ impl Client {
     }
 
     /// Lets the session use renewed certificates from `config`.
-    pub fn following(mut self, config: watch::Receiver<Arc<ServerConfig>>) -> Self {
+    pub(super) fn following(mut self, config: watch::Receiver<Arc<ServerConfig>>) -> Self {
         self.config = Some(config);
         self
     }
 
     /// Returns the client's name for logs; "?" before admission.
-    pub fn name(&self) -> &str {
+    pub(super) fn name(&self) -> &str {
         self.admission.as_ref().map_or("?", |known| &known.name)
     }
 
     /// Decides about a client with a valid certificate.
-    pub fn decide(&mut self, client: &Authenticated) -> Decision {
+    pub(super) fn decide(&mut self, client: &Authenticated) -> Decision {
         let kick = self.kick.clone();
         let admitted = self
             .clients
@@ -108,7 +108,7 @@ impl Client {
     }
 
     /// Logs that a client is refused because its options cannot be pushed.
-    pub fn not_pushable(&mut self, error: &NotPushable) {
+    pub(super) fn not_pushable(&mut self, error: &NotPushable) {
         self.refused = true;
         warn!(
             client = self.name(),
@@ -118,7 +118,7 @@ impl Client {
     }
 
     /// Marks the client as connected and creates its streams.
-    pub fn established(&mut self, agreed: &Established, now: Moment) -> Option<Streams> {
+    pub(super) fn established(&mut self, agreed: &Established, now: Moment) -> Option<Streams> {
         let admission = self.admission.as_ref()?;
         self.half_open = None;
         self.established = true;
@@ -152,7 +152,7 @@ impl Client {
     }
 
     /// Handles the other events of a session.
-    pub fn note(&mut self, event: &Event) {
+    pub(super) fn note(&mut self, event: &Event) {
         match event {
             Event::Rekeyed { key_id } => {
                 debug!(client = self.name(), key_id, "OpenVPN keys renewed");
@@ -187,7 +187,7 @@ impl Client {
     }
 
     /// Logs and counts a failed handshake.
-    pub fn failed(&mut self, outcome: Handshake, why: &str) {
+    pub(super) fn failed(&mut self, outcome: Handshake, why: &str) {
         // Prevents a second log line and count.
         self.established = true;
         self.clients.metrics.handshake(outcome);
@@ -203,12 +203,12 @@ impl Client {
     }
 
     /// Returns true if the client never connected and no failure was logged yet.
-    pub fn is_untold(&self) -> bool {
+    pub(super) fn is_untold(&self) -> bool {
         !self.established
     }
 
     /// Handles a packet from the client's tunnel.
-    pub fn inner(&mut self, packet: &[u8], streams: &mut Streams, now: Moment) {
+    pub(super) fn inner(&mut self, packet: &[u8], streams: &mut Streams, now: Moment) {
         let Some(admission) = &self.admission else {
             return;
         };
@@ -231,7 +231,7 @@ impl Client {
     }
 
     /// Adds the counts since the last call to the metrics.
-    pub fn count(&mut self, session: &Stats, streams: Option<&Streams>, unsealed: u64) {
+    pub(super) fn count(&mut self, session: &Stats, streams: Option<&Streams>, unsealed: u64) {
         let flows = streams.map(Streams::stats);
         let growth = self.counters.update(session, flows, unsealed);
         self.clients.metrics.add_client(&growth);

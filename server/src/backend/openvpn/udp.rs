@@ -44,7 +44,7 @@ struct Member {
 }
 
 /// State of one UDP socket; see the module.
-pub struct Udp {
+pub(super) struct Udp {
     socket: Datagrams,
     hub: Hub,
     config: watch::Receiver<Arc<ServerConfig>>,
@@ -58,7 +58,7 @@ pub struct Udp {
 
 impl Udp {
     /// Creates a socket without clients.
-    pub fn new(
+    pub(super) fn new(
         socket: Datagrams,
         config: watch::Receiver<Arc<ServerConfig>>,
         clients: Arc<Clients>,
@@ -82,7 +82,7 @@ impl Udp {
     }
 
     /// Serves clients until the token fires, and then notifies them of the shutdown.
-    pub async fn serve(mut self, shutdown: CancellationToken) {
+    pub(super) async fn serve(mut self, shutdown: CancellationToken) {
         let served = async {
             loop {
                 self.turn().await;

@@ -22,13 +22,13 @@ enum State {
 
 /// State of a stream.
 #[derive(Debug, Default)]
-pub struct Session {
+pub(crate) struct Session {
     state: State,
 }
 
 /// Action that a packet requires.
 #[derive(Debug, PartialEq)]
-pub enum Step {
+pub(crate) enum Step {
     /// Open a connection.
     Dial(Dial),
     /// Pass bytes on to the endpoint.
@@ -46,7 +46,7 @@ pub enum Step {
 
 impl Session {
     /// Processes a packet from the client.
-    pub fn on_message(&mut self, message: Message) -> Step {
+    pub(crate) fn on_message(&mut self, message: Message) -> Step {
         match message {
             Message::DialRequest {
                 protocol,
@@ -64,7 +64,7 @@ impl Session {
     }
 
     /// Records a successful dial. Returns the response to the client.
-    pub fn opened(&mut self, connection: ConnectId) -> Option<Message> {
+    pub(crate) fn opened(&mut self, connection: ConnectId) -> Option<Message> {
         let State::Dialing(dial) = self.state else {
             return None;
         };
@@ -77,7 +77,7 @@ impl Session {
     }
 
     /// Records a failed dial. Returns the response to the client.
-    pub fn refused(&mut self, error: String) -> Option<Message> {
+    pub(crate) fn refused(&mut self, error: String) -> Option<Message> {
         let State::Dialing(dial) = self.state else {
             return None;
         };
@@ -91,7 +91,7 @@ impl Session {
 
     /// Records an end of the connection not caused by the client. Returns the close to the client, unless
     /// it was already sent.
-    pub fn closed(&mut self, error: &str) -> Option<Message> {
+    pub(crate) fn closed(&mut self, error: &str) -> Option<Message> {
         let State::Open(connection) = self.state else {
             return None;
         };

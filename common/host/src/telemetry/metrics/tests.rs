@@ -4,7 +4,7 @@ use super::*;
 
 crate::label_values! {
     /// A label of two values.
-    pub enum Side("side") {
+    pub(super) enum Side("side") {
         /// The first value.
         Left = "left",
         /// The second value.

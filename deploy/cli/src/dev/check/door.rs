@@ -26,7 +26,7 @@ const NODE: &str = "node tunnel to door";
 const CHANCES: u32 = 64;
 
 /// Runs every check of the front door.
-pub async fn all(tunnel: &Tunnel) -> bool {
+pub(super) async fn all(tunnel: &Tunnel) -> bool {
     let mut passed = row(BY_NAME, "HTTPS GET", https(tunnel)).await;
     passed &= row(BY_NAME, "agent connected", agent_connected(tunnel)).await;
     passed &= row(BY_NAME, "GET by that agent", agent_carries(tunnel)).await;

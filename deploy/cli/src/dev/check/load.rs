@@ -34,7 +34,7 @@ const PIECE: (u64, Duration) = (512, Duration::from_millis(20));
 type Connections = JoinSet<Result<(), String>>;
 
 /// Runs the load and the switches. Fails if any dial fails or any long stream is cut.
-pub async fn under_load(server: &Server, services: &Services) -> Verdict {
+pub(super) async fn under_load(server: &Server, services: &Services) -> Verdict {
     let (http, raw) = (services.http.to_string(), services.raw.to_string());
     let count = async || {
         let by_agents = opened(server, Kind::Konnectivity).await?;

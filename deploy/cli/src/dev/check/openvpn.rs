@@ -14,7 +14,7 @@ use crate::dev::server::Server;
 use crate::dev::tunnel::Tunnel;
 
 /// Runs every check of OpenVPN.
-pub async fn all(tunnel: &Tunnel, openvpn: &OpenVpn) -> bool {
+pub(super) async fn all(tunnel: &Tunnel, openvpn: &OpenVpn) -> bool {
     let services = &tunnel.services;
     let mut passed = true;
     let last = tunnel.servers.len().saturating_sub(1);

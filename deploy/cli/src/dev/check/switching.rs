@@ -10,14 +10,14 @@ use crate::admin::Admin;
 use crate::dev::server::Server;
 
 /// Returns the number of connections that a server has opened through a tunnel.
-pub async fn opened(server: &Server, tunnel: Kind) -> Result<u64, String> {
+pub(super) async fn opened(server: &Server, tunnel: Kind) -> Result<u64, String> {
     let tunnel = tunnel.as_str();
     let series = format!("culvert_tunnel_dials_total{{tunnel=\"{tunnel}\",outcome=\"opened\"}}");
     sample(server.addresses.health, &series).await
 }
 
 /// Switches, and waits until no connection of the previous mode is left.
-pub async fn settled(server: &Server, mode: Mode) -> Verdict {
+pub(super) async fn settled(server: &Server, mode: Mode) -> Verdict {
     let mut status = switch(server, mode).await?;
     while status.switch != Progress::Settled {
         sleep(LOOK_AGAIN).await;
@@ -31,7 +31,7 @@ pub async fn settled(server: &Server, mode: Mode) -> Verdict {
 }
 
 /// Switches, and waits until new dials use the mode's tunnel.
-pub async fn diverted(server: &Server, mode: Mode) -> Result<(), String> {
+pub(super) async fn diverted(server: &Server, mode: Mode) -> Result<(), String> {
     let mut status = switch(server, mode).await?;
     while status.new_dials.first() != Some(&mode.tunnel()) {
         sleep(LOOK_AGAIN).await;
@@ -47,7 +47,7 @@ async fn switch(server: &Server, mode: Mode) -> Result<Status, String> {
 }
 
 /// Sends the request of `culvert status`.
-pub async fn status(server: &Server) -> Result<Status, String> {
+pub(super) async fn status(server: &Server) -> Result<Status, String> {
     admin(server).status().await.map_err(problem)
 }
 

@@ -58,7 +58,7 @@ ip tuntap add dev probe mode tun && ip tuntap del dev probe mode tun || exit 1
 echo && read -r _ && exec openvpn --config \"$1\" >&2";
 
 /// A running stock client.
-pub struct Stock {
+pub(crate) struct Stock {
     /// The HTTP service's address, as dialed by a server through this client.
     pub http: SocketAddr,
     /// The raw service's address, as dialed by a server through this client.
@@ -70,7 +70,7 @@ pub struct Stock {
 
 impl Stock {
     /// Starts the stock client. Fails if this machine or user cannot run one.
-    pub async fn start(
+    pub(crate) async fn start(
         files: &Files,
         server: SocketAddr,
         services: &Services,
@@ -129,12 +129,12 @@ impl Stock {
     }
 
     /// Returns the last line of the program's log.
-    pub fn last_line(&self) -> String {
+    pub(crate) fn last_line(&self) -> String {
         last_line(&self.log)
     }
 
     /// Kills the program and waits for its exit.
-    pub async fn stop(mut self) {
+    pub(crate) async fn stop(mut self) {
         // The program may already have ended.
         let _ = self.child.kill().await;
     }
