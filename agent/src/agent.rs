@@ -5,7 +5,6 @@ use std::time::Duration;
 
 use culvert_konnectivity::excess::OverflowBudget;
 use culvert_stream::CloseReason;
-use metrics::Counter;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
@@ -25,7 +24,6 @@ pub(crate) struct Agent {
     pub shutdown: CancellationToken,
     /// Bounds on the bytes that wait for endpoints.
     pub limits: Limits,
-    closed: [(CloseReason, Counter); CloseReason::ALL.len()],
     active: watch::Sender<usize>,
 }
 
@@ -49,14 +47,11 @@ impl Agent {
         shutdown: CancellationToken,
         limits: Limits,
     ) -> Arc<Self> {
-        let closed = CloseReason::ALL
-            .map(|reason| (reason, metrics.streams.connections_closed(reason.label())));
         Arc::new(Self {
             metrics,
             tasks: TaskTracker::new(),
             shutdown,
             limits,
-            closed,
             active: watch::Sender::new(0),
         })
     }
@@ -83,9 +78,7 @@ impl Agent {
 
     /// Counts a closed connection by its reason.
     pub(crate) fn closed(&self, reason: CloseReason) {
-        if let Some((_, counter)) = self.closed.iter().find(|(r, _)| *r == reason) {
-            counter.increment(1);
-        }
+        self.metrics.streams.closed.get(reason).increment(1);
     }
 }
 

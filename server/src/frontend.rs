@@ -10,7 +10,6 @@ use std::sync::atomic::{AtomicI64, Ordering};
 
 use culvert_stream::connection::run_connection;
 use culvert_stream::{CloseReason, Dial, HALF_OPEN_IDLE, Sink, Source, log_closed};
-use metrics::Counter;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tracing::{debug, warn};
@@ -29,7 +28,6 @@ pub(crate) struct Frontend {
     pub shutdown: CancellationToken,
     /// Metrics of the server.
     pub metrics: Arc<ServerMetrics>,
-    closed: [(CloseReason, Counter); CloseReason::ALL.len()],
     next: AtomicI64,
 }
 
@@ -43,14 +41,11 @@ impl Frontend {
         shutdown: CancellationToken,
         metrics: Arc<ServerMetrics>,
     ) -> Arc<Self> {
-        let closed = CloseReason::ALL
-            .map(|reason| (reason, metrics.streams.connections_closed(reason.label())));
         Arc::new(Self {
             router,
             tasks,
             shutdown,
             metrics,
-            closed,
             next: AtomicI64::new(1),
         })
     }
@@ -113,9 +108,7 @@ impl Frontend {
 
     /// Counts the end of a connection.
     pub(crate) fn closed(&self, reason: CloseReason) {
-        if let Some((_, counter)) = self.closed.iter().find(|(r, _)| *r == reason) {
-            counter.increment(1);
-        }
+        self.metrics.streams.closed.get(reason).increment(1);
     }
 
     /// Warns the operator about a dial without a connected peer. Other failures, such as errors that the

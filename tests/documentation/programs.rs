@@ -93,12 +93,6 @@ fn compatibility_page_lists_exactly_the_metrics_of_server_and_agent() {
     agent
         .dial_failures(culvert_agent::metrics::DialFailureReason::Timeout)
         .increment(1);
-    for reason in culvert_stream::CloseReason::ALL {
-        server
-            .streams
-            .connections_closed(reason.label())
-            .increment(1);
-    }
     let errors = |streams: &culvert_konnectivity::metrics::StreamMetrics, segment| {
         streams.stream_error(segment, tonic::Code::Unavailable, None);
     };

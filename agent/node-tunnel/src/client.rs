@@ -7,15 +7,16 @@
 use std::collections::HashMap;
 use std::io;
 use std::net::SocketAddr;
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
 use culvert_host::telemetry::metrics::GaugeGuard;
 use culvert_native::halves::{NativeSink, NativeSource, halves};
-use culvert_stream::CloseReason;
+use culvert_stream::connection::run_connection;
 use culvert_stream::io::{ReadSource, WriteSink, linger_close};
-use culvert_stream::pump::{Meter, pump};
+use culvert_stream::{CloseReason, HALF_OPEN_IDLE, log_closed};
 use h2::Reason;
 use http::{StatusCode, Uri};
 use parking_lot::Mutex;
@@ -206,28 +207,23 @@ impl<R: Reach> ClientHandler<R> {
             mut sink,
             counted,
         } = stream;
-        let mut up = Meter::new(self.metrics.sent.clone());
-        let mut down = Meter::new(self.metrics.received.clone());
         let mut from_client = ReadSource::new(read, Bytes::new(), CloseReason::ClientLost);
         let mut to_client = WriteSink::new(write, CloseReason::ClientLost);
-        let reason = tokio::select! {
-            reason = pump(
-                (&mut from_client, &mut to_client),
-                (&mut source, &mut sink),
-                &mut up,
-                &mut down,
-            ) => reason,
-            () = self.cut.cancelled() => CloseReason::Shutdown,
-        };
+        let cut = pin!(async {
+            self.cut.cancelled().await;
+            CloseReason::Shutdown
+        });
+        let ended = run_connection(
+            (&mut from_client, &mut to_client),
+            (&mut source, &mut sink),
+            [self.metrics.sent.clone(), self.metrics.received.clone()],
+            HALF_OPEN_IDLE,
+            cut,
+        )
+        .await;
+        let reason = ended.reason;
         self.metrics.closed(reason);
-        debug!(
-            %peer,
-            listener = self.listener,
-            %reason,
-            to_proxy = up.bytes,
-            from_proxy = down.bytes,
-            "connection closed"
-        );
+        log_closed!(ended, %peer, listener = self.listener);
         sink.end(reason, &self.tasks);
         drop((source, counted));
         match reason {

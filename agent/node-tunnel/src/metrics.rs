@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use culvert_host::label_values;
 use culvert_host::telemetry::metrics::{
-    Family, GaugeGuard, LabelSet, MetricsError, Registry, register_build_info,
+    Family, GaugeGuard, LabelSet, MetricsError, Registry, closed_connections, register_build_info,
 };
 use culvert_stream::CloseReason;
 use metrics::{Counter, Gauge};
@@ -131,15 +131,7 @@ impl TunnelMetrics {
                 "Clients that were turned away, by the proxy's answer or the lack of one.",
             )
             .at_zero(Refusal::all()),
-            closed: Family::over(
-                &registry,
-                "culvert_connections_closed_total",
-                "Connections that ended, by reason.",
-                &CloseReason::ALL,
-                |reason| reason as usize,
-                |reason| vec![("reason", reason.label())],
-            )
-            .at_zero(CloseReason::ALL),
+            closed: closed_connections(&registry),
             registry,
         }))
     }

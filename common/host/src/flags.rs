@@ -9,10 +9,10 @@
 //! |---|---|
 //! | [`mod@parse`] | runs a clap command the way pflag and cobra would |
 //! | [`values`] | bools, integers, durations and string lists in Go's syntax |
-//! | [`address`] | host and port of a listener |
-//! | [`klog`] | the logging flags |
+//! | `address` | host and port of a listener |
+//! | `klog` | the logging flags |
 //! | [`labels`] | Kubernetes labels and label selectors |
-//! | [`problems`] | collects all errors and warnings about a command line |
+//! | `problems` | collects all errors and warnings about a command line |
 
 pub(crate) mod address;
 pub(crate) mod klog;

@@ -3,8 +3,9 @@
 use std::sync::Arc;
 
 use culvert_host::label_values;
-use culvert_host::telemetry::metrics::{Family, LabelSet, Registry};
+use culvert_host::telemetry::metrics::{Family, LabelSet, Registry, closed_connections};
 use culvert_proto::PacketType;
+use culvert_stream::CloseReason;
 use metrics::{Counter, Gauge};
 use tonic::Code;
 use tracing::trace;
@@ -60,6 +61,8 @@ pub struct StreamMetrics {
     errors: &'static str,
     packets: Family<PacketLabels, Counter>,
     bytes: Family<Direction, Counter>,
+    /// Closed connections, by reason.
+    pub closed: Family<CloseReason, Counter>,
     /// Bytes queued by connections beyond their own budgets.
     pub excess_bytes: Gauge,
 }
@@ -88,6 +91,7 @@ impl StreamMetrics {
                 "Payload bytes carried for connections, by direction.",
             )
             .at_zero(Direction::all()),
+            closed: closed_connections(registry),
             excess_bytes: registry.gauge(
                 "culvert_excess_buffer_bytes",
                 &[],
@@ -152,16 +156,6 @@ impl StreamMetrics {
                 "Count of gRPC stream errors, by segment, grpc Code, packet type. (example: from_agent, Code.Unavailable, DIAL_RSP)",
             )
             .increment(1);
-    }
-
-    /// Returns the counter of connections that ended for `reason`, a member of a closed set. The owner of the
-    /// set resolves each reason once at startup, so that every reason appears on the page at 0.
-    pub fn connections_closed(&self, reason: &'static str) -> Counter {
-        self.registry.counter(
-            "culvert_connections_closed_total",
-            &[("reason", reason)],
-            "Connections that ended, by reason; each connection has exactly one.",
-        )
     }
 }
 

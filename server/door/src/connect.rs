@@ -10,6 +10,7 @@ mod http2;
 
 use std::io;
 use std::net::SocketAddr;
+use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::Duration;
@@ -21,9 +22,9 @@ use culvert_host::net::pacing::disable_bbr_on_loopback;
 use culvert_host::net::readahead::ReadAhead;
 use culvert_host::telemetry::metrics::GaugeGuard;
 use culvert_stream::allowance::Allowance;
+use culvert_stream::connection::run_connection;
 use culvert_stream::io::{ReadSource, WriteSink, linger_close};
-use culvert_stream::pump::{Meter, pump_within};
-use culvert_stream::{CloseReason, HALF_OPEN_IDLE, Sink, Source};
+use culvert_stream::{CloseReason, HALF_OPEN_IDLE, Sink, Source, log_closed};
 use http::StatusCode;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::TcpStream;
@@ -281,7 +282,6 @@ impl ConnectListener {
         disable_bbr_on_loopback(&stream);
         let moved = Arc::<AtomicU64>::default();
         let [up, down] = Tally::both(&upstream, &self.front.metrics, &moved);
-        let (mut up, mut down) = (Meter::new(up), Meter::new(down));
         let lost = CloseReason::EndpointLost;
         let mut source = ReadSource::new(Socket::new(&stream), Bytes::new(), lost).within(unread);
         let mut sink = WriteSink::new(Socket::new(&stream), lost);
@@ -292,38 +292,27 @@ impl ConnectListener {
         let half_open = limits.stream_idle;
         let half_open = half_open.map_or(Duration::MAX, |idle| idle.max(HALF_OPEN_IDLE));
         let client = (&mut asked, client.1);
-        let pumped = pump_within(client, endpoint, &mut up, &mut down, half_open);
-        let endpoint = Side {
+        let endpoint_side = Side {
             socket: &stream,
             keepalive: &limits.upstream_keepalive,
             lost,
         };
         // HTTP/2 connections have no client socket here: HTTP/2 checks the client with PINGs.
-        let client = socket.map(|socket| Side {
+        let client_side = socket.map(|socket| Side {
             socket,
             keepalive: &limits.downstream_keepalive,
             lost: CloseReason::ClientLost,
         });
-        let sides = [Some(endpoint), client];
-        let reason = tokio::select! {
-            reason = pumped => reason,
-            reason = watch([&moved], limits.stream_idle, sides) => reason,
-        };
+        let sides = [Some(endpoint_side), client_side];
+        let cut = pin!(watch([&moved], limits.stream_idle, sides));
+        let ended = run_connection(client, endpoint, [up, down], half_open, cut).await;
         if let (Some(asked), Some(answered)) = (asked.at, answered.at)
             && asked < answered
         {
             upstream.stats.times.record(answered - asked);
         }
-        debug!(
-            %peer,
-            authority,
-            upstream = %upstream.key,
-            %reason,
-            to_endpoint = up.bytes,
-            from_endpoint = down.bytes,
-            "tunnel closed"
-        );
-        reason
+        log_closed!(ended, %peer, authority, upstream = %upstream.key);
+        ended.reason
     }
 }
 

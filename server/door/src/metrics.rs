@@ -6,7 +6,7 @@ use tokio::time::Instant;
 
 use culvert_host::label_values;
 use culvert_host::telemetry::metrics::{
-    Family, GaugeGuard, LabelSet, MetricsError, Registry, register_build_info,
+    Family, GaugeGuard, LabelSet, MetricsError, Registry, closed_connections, register_build_info,
 };
 use culvert_stream::CloseReason;
 use metrics::{Counter, CounterFn, Gauge};
@@ -194,15 +194,7 @@ impl ProxyMetrics {
                 "Connections that clients opened.",
             )
             .at_zero(Entrance::all()),
-            closed: Family::over(
-                &registry,
-                "culvert_connections_closed_total",
-                "Connections that ended, by reason.",
-                &CloseReason::ALL,
-                |reason| reason as usize,
-                |reason| vec![("reason", reason.label())],
-            )
-            .at_zero(CloseReason::ALL),
+            closed: closed_connections(&registry),
             synced: Flag::new(registry.gauge(
                 "culvert_nodeport_proxy_synced",
                 &[],

@@ -22,7 +22,7 @@ use metrics_exporter_prometheus::{
 use metrics_process::Collector;
 use tokio_util::sync::CancellationToken;
 
-pub use family::{Family, Handle, LabelSet};
+pub use family::{Family, Handle, LabelSet, closed_connections};
 pub use page::{Kind, Page, Series};
 
 /// Default histogram buckets in seconds: the defaults of the Prometheus client libraries. Without buckets,

@@ -21,7 +21,7 @@ fn stream_metrics_count_packets_errors_bytes_and_closes() {
         .packets(Segment::ToAgent, PacketType::Data)
         .increment(1);
     streams.tunnel_bytes(Direction::ToEndpoint).increment(4096);
-    streams.connections_closed("peer_reset").increment(1);
+    streams.closed.get(CloseReason::Stalled).increment(1);
     streams.stream_error(Segment::FromAgent, Code::Cancelled, None);
     streams.stream_error(
         Segment::ToAgent,
@@ -35,7 +35,7 @@ fn stream_metrics_count_packets_errors_bytes_and_closes() {
         r#"p_total{segment="to_agent",packet_type="DRAIN"} 0"#,
         r#"culvert_tunnel_bytes_total{direction="to_endpoint"} 4096"#,
         r#"culvert_tunnel_bytes_total{direction="from_endpoint"} 0"#,
-        r#"culvert_connections_closed_total{reason="peer_reset"} 1"#,
+        r#"culvert_connections_closed_total{reason="stalled"} 1"#,
         r#"e_total{segment="from_agent",code="Canceled",packet_type="Unknown"} 1"#,
         r#"e_total{segment="to_agent",code="Unavailable",packet_type="DIAL_RSP"} 1"#,
     ] {

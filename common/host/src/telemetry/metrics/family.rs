@@ -3,8 +3,10 @@
 //! A label whose values are an enum is resolved once and then found by index: counting a packet needs no
 //! hashing, no lock and no allocation. The enum also limits the number of series.
 
+use std::marker::PhantomData;
 use std::sync::{Arc, OnceLock};
 
+use culvert_stream::CloseReason;
 use metrics::{Counter, Gauge, Histogram};
 
 use super::Registry;
@@ -33,9 +35,6 @@ pub trait Handle: Sized + 'static {
     fn noop() -> &'static Self;
 }
 
-/// Names and values of the labels of one series.
-type Labels = Vec<(&'static str, &'static str)>;
-
 /// One metric name with one series per member of `L`. A series appears on the page with its first use, or at
 /// once with [`Family::at_zero`].
 pub struct Family<L, H> {
@@ -43,8 +42,7 @@ pub struct Family<L, H> {
     name: &'static str,
     help: &'static str,
     handles: Box<[OnceLock<H>]>,
-    index: fn(L) -> usize,
-    labels: fn(L) -> Labels,
+    labels: PhantomData<fn(L)>,
 }
 
 // === impl Family ===
@@ -52,28 +50,12 @@ pub struct Family<L, H> {
 impl<L: LabelSet, H: Handle> Family<L, H> {
     /// Creates a family without series.
     pub fn new(registry: &Arc<Registry>, name: &'static str, help: &'static str) -> Self {
-        Self::over(registry, name, help, &L::all(), L::index, L::labels)
-    }
-}
-
-impl<L: Copy, H: Handle> Family<L, H> {
-    /// Creates a family without series over a closed set from a crate without metrics. `index` returns a
-    /// member's position in `all`, and `labels` its label names and values.
-    pub fn over(
-        registry: &Arc<Registry>,
-        name: &'static str,
-        help: &'static str,
-        all: &[L],
-        index: fn(L) -> usize,
-        labels: fn(L) -> Labels,
-    ) -> Self {
         Self {
             registry: Arc::clone(registry),
             name,
             help,
-            handles: all.iter().map(|_| OnceLock::new()).collect(),
-            index,
-            labels,
+            handles: L::all().iter().map(|_| OnceLock::new()).collect(),
+            labels: PhantomData,
         }
     }
 
@@ -88,17 +70,38 @@ impl<L: Copy, H: Handle> Family<L, H> {
 
     /// Returns the series of one member.
     pub fn get(&self, member: L) -> &H {
-        match self.handles.get((self.index)(member)) {
+        match self.handles.get(member.index()) {
             Some(slot) => slot.get_or_init(|| {
-                H::register(&self.registry, self.name, &(self.labels)(member), self.help)
+                H::register(&self.registry, self.name, &member.labels(), self.help)
             }),
-            // An index beyond `all()` is a bug in the `index` function, but must not end the program.
+            // An index beyond `all()` is a bug in a `LabelSet`, but must not end the program.
             None => {
                 debug_assert!(false, "{}: label index out of range", self.name);
                 H::noop()
             }
         }
     }
+}
+
+impl LabelSet for CloseReason {
+    fn all() -> Vec<Self> {
+        Self::ALL.to_vec()
+    }
+
+    fn index(self) -> usize {
+        usize::from(self.code())
+    }
+
+    fn labels(self) -> Vec<(&'static str, &'static str)> {
+        vec![("reason", self.label())]
+    }
+}
+
+/// Creates the family of closed connections that every program has, with every reason at 0.
+pub fn closed_connections(registry: &Arc<Registry>) -> Family<CloseReason, Counter> {
+    let name = "culvert_connections_closed_total";
+    let help = "Connections that ended, by reason; each connection has exactly one.";
+    Family::new(registry, name, help).at_zero(CloseReason::ALL)
 }
 
 macro_rules! handle {

@@ -1,5 +1,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
 
+use culvert_stream::CloseReason;
+
 use super::*;
 
 crate::label_values! {
@@ -137,17 +139,14 @@ fn family_series_appears_on_first_use_or_at_zero() {
 }
 
 #[test]
-fn family_over_a_closed_set_counts_each_member() {
+fn closed_connections_are_counted_by_reason() {
     let registry = Registry::new(&[]).unwrap();
-    let labels = |side: Side| vec![("way", side.as_str())];
-    let index = |side: Side| side as usize;
-    let family: Family<Side, Counter> =
-        Family::over(&registry, "over", "h", Side::ALL, index, labels);
-    let family = family.at_zero(Side::all());
-    family.get(Side::Right).increment(1);
+    let closed = closed_connections(&registry);
+    closed.get(CloseReason::Switched).increment(1);
     let page = registry.render();
-    assert_eq!(sample(&page, r#"over{way="left"}"#).unwrap(), "0");
-    assert_eq!(sample(&page, r#"over{way="right"}"#).unwrap(), "1");
+    let series = |reason| format!("culvert_connections_closed_total{{reason=\"{reason}\"}}");
+    assert_eq!(sample(&page, &series("switched")).unwrap(), "1");
+    assert_eq!(sample(&page, &series("finished")).unwrap(), "0");
 }
 
 #[test]
