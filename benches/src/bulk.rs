@@ -1,4 +1,4 @@
-//! A load without end: connections that move bytes as fast as they can until they are dropped.
+//! A load without an end: connections that transfer bytes as fast as possible until they are dropped.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -16,13 +16,13 @@ use crate::load::{Echo, percentiles};
 use crate::report::Figures;
 use crate::rows::{BULK_RATE, MIB, P50, P99};
 
-/// How long bulk runs before anything is measured.
+/// Time between the start of the bulk transfers and the start of the measurement.
 const RAMP: Duration = Duration::from_millis(500);
 
-/// How many bulk downloads an echo has beside it.
+/// Number of bulk downloads that run beside an echo.
 const BESIDE: usize = 2;
 
-/// Running bulk connections; dropping it ends them.
+/// Running bulk connections. Dropping the value closes them.
 #[derive(Debug, Default)]
 pub struct Bulk {
     tasks: JoinSet<anyhow::Result<()>>,
@@ -30,7 +30,7 @@ pub struct Bulk {
 }
 
 impl Bulk {
-    /// Adds downloads.
+    /// Adds `count` downloads.
     #[must_use]
     pub fn downloads(mut self, entry: &Entry, target: SocketAddr, count: usize) -> Self {
         for _ in 0..count {
@@ -40,7 +40,7 @@ impl Bulk {
         self
     }
 
-    /// Adds uploads.
+    /// Adds `count` uploads.
     #[must_use]
     pub fn uploads(mut self, entry: &Entry, target: SocketAddr, count: usize) -> Self {
         for _ in 0..count {
@@ -50,17 +50,15 @@ impl Bulk {
         self
     }
 
-    /// How many bytes all of them moved in `time`, per second.
-    ///
-    /// # Errors
-    /// When one of them ended, or none moved anything.
+    /// Measures for `time` and returns the total rate in bytes per second. Fails if a connection ended or
+    /// nothing moved.
     pub async fn rate(&mut self, time: Duration) -> anyhow::Result<f64> {
         let mark = self.mark();
         sleep(time).await;
         self.rate_since(mark)
     }
 
-    /// How far they are now.
+    /// Returns the current time and the number of bytes transferred so far.
     pub fn mark(&self) -> Mark {
         Mark {
             at: Instant::now(),
@@ -68,10 +66,8 @@ impl Bulk {
         }
     }
 
-    /// How many bytes per second all of them moved since `mark`.
-    ///
-    /// # Errors
-    /// When one of them ended, or none moved anything.
+    /// Returns the total rate since `mark`, in bytes per second. Fails if a connection ended or nothing
+    /// moved.
     pub fn rate_since(&mut self, mark: Mark) -> anyhow::Result<f64> {
         let now = self.mark();
         let moved = now.moved - mark.moved;
@@ -79,13 +75,13 @@ impl Bulk {
             ended?.context("bulk")?;
         }
         if moved == 0 {
-            bail!("bulk stands still");
+            bail!("bulk transfers make no progress");
         }
         Ok(moved as f64 / (now.at - mark.at).as_secs_f64())
     }
 }
 
-/// How far bulk was at some time.
+/// A point in time and the number of bytes transferred until then.
 #[derive(Debug, Clone, Copy)]
 pub struct Mark {
     at: Instant,
@@ -100,7 +96,7 @@ async fn download(entry: Entry, target: SocketAddr, moved: Arc<AtomicU64>) -> an
     let mut buffer = vec![0; MAX_PIECE];
     loop {
         match stream.read(&mut buffer).await? {
-            0 => bail!("an end before its time"),
+            0 => bail!("bulk connection closed early"),
             read => moved.fetch_add(read as u64, Ordering::Relaxed),
         };
     }
@@ -117,10 +113,7 @@ async fn upload(entry: Entry, target: SocketAddr, moved: Arc<AtomicU64>) -> anyh
     Ok(())
 }
 
-/// Echoes one after the other for a while, beside bulk downloads.
-///
-/// # Errors
-/// When an echo or a download fails.
+/// Sends echoes on one connection for `time`, beside bulk downloads.
 pub async fn echo_beside(
     entry: &Entry,
     target: SocketAddr,
@@ -139,10 +132,7 @@ pub async fn echo_beside(
     Ok(vec![(P50, p50), (P99, p99), (BULK_RATE, rate / MIB)])
 }
 
-/// What one download moves along a long path, once it has had time to get going.
-///
-/// # Errors
-/// When it fails.
+/// Returns the rate of one download along a long path, in bytes per second, measured for `time` after `ramp`.
 pub async fn far_download(
     entry: &Entry,
     target: SocketAddr,
@@ -174,7 +164,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_ends_or_does_not_begin_is_an_error() {
+    async fn failed_connection_is_an_error() {
         // Nothing listens on port 1.
         let nowhere = SocketAddr::from(([127, 0, 0, 1], 1));
         let mut bulk = Bulk::default().downloads(&Entry::Plain(nowhere), nowhere, 1);

@@ -1,15 +1,16 @@
-//! A long path on one machine: a TCP proxy in this process that hands every byte on a while later.
+//! A long network path, simulated on one machine: a TCP proxy in this process that forwards every byte after
+//! a delay.
 //!
-//! Each direction is a queue of pieces with the time at which each is due. It is bounded, or a fast
-//! source before a slow sink would take all memory, but the bound is far beyond what any contender
-//! can have under way: rate times delay, 50 MiB at 1 GiB/s.
+//! Each direction has a queue of pieces; each piece carries the time at which it is due. The queue is
+//! bounded, because a fast source before a slow sink would otherwise use all memory. The bound is far above
+//! what any contender can have in flight: rate times delay is 50 MiB at 1 GiB/s.
 //!
-//! What such a path does not show is TCP's own share. The proxy acknowledges at once, so the kernel
-//! sees no delay: neither its congestion window nor the size of its socket buffers limits what is
-//! under way, as they would between two machines. What limits it is what the contender itself
-//! allows to be under way, such as the windows of HTTP/2: those are measured. The kernel would tune the
-//! buffers of the proxy's own sockets by what each contender does, and what lies in them waits outside
-//! the delay; so they are of one fixed size for all contenders, with and without a tunnel.
+//! The simulated path does not show the limits of TCP. The proxy acknowledges data at once, so the kernel
+//! sees no delay, and neither its congestion window nor the size of its socket buffers limits the data in
+//! flight, as they would between two machines. The measured limits are the contender's own, such as HTTP/2
+//! windows. The kernel would adapt the socket buffers of the proxy to each contender, and data in these
+//! buffers waits outside the delay; so the buffers have one fixed size for all contenders, with and without a
+//! tunnel.
 
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -24,22 +25,22 @@ use tokio::sync::{Semaphore, mpsc};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep_until};
 
-/// How much is read at once, in bytes, and with how little room left a new buffer is made.
+/// Size of a read buffer, and the free space below which a new buffer is allocated, in bytes.
 const READ_BYTES: usize = 256 * 1024;
 const MIN_ROOM: usize = 32 * 1024;
 
-/// What may wait in one direction, in bytes.
+/// Capacity of the queue of one direction, in bytes.
 const QUEUE_BYTES: usize = 256 << 20;
 
-/// The buffers of each of the proxy's sockets, in bytes; the kernel doubles it for its own needs.
+/// Size of each socket buffer of the proxy, in bytes. The kernel doubles the value for its own bookkeeping.
 const SOCKET_BUFFER: usize = 256 * 1024;
 
-/// What lies between two ends.
+/// Delay and rate of a simulated path.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Path {
-    /// How long a byte takes in either direction.
+    /// Delay of a byte, in either direction.
     pub one_way: Duration,
-    /// How many bytes per second fit through in either direction; as many as come, if none is given.
+    /// Bytes per second in either direction. `None` means unlimited.
     pub rate: Option<f64>,
 }
 
@@ -51,10 +52,7 @@ pub struct Delay {
 }
 
 impl Delay {
-    /// Starts one that leads to `target` along `path`, if there is a path.
-    ///
-    /// # Errors
-    /// When it cannot listen.
+    /// Starts a proxy that leads to `target` along `path`. Does nothing without a path.
     pub async fn to(target: SocketAddr, path: Option<Path>) -> io::Result<Option<Self>> {
         let Some(path) = path else {
             return Ok(None);
@@ -66,7 +64,7 @@ impl Delay {
             let mut connections = JoinSet::new();
             while let Ok((client, _)) = listener.accept().await {
                 connections.spawn(relay(client, target, path));
-                // Those that ended are of no more interest.
+                // Reap the tasks of connections that ended.
                 while connections.try_join_next().is_some() {}
             }
         });
@@ -76,7 +74,7 @@ impl Delay {
         }))
     }
 
-    /// Where it listens.
+    /// Address of the listener.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
@@ -92,7 +90,7 @@ async fn relay(client: TcpStream, target: SocketAddr, path: Path) -> io::Result<
     }
     let (from_client, to_client) = client.into_split();
     let (from_server, to_server) = server.into_split();
-    // Either direction may break; both are closed then.
+    // An error in either direction closes both.
     tokio::try_join!(
         direction(from_client, to_server, path),
         direction(from_server, to_client, path),
@@ -100,7 +98,7 @@ async fn relay(client: TcpStream, target: SocketAddr, path: Path) -> io::Result<
     Ok(())
 }
 
-/// Carries one direction to its end, and ends the other side then.
+/// Forwards one direction until it ends, and then closes the write side.
 async fn direction(
     from: impl AsyncRead + Unpin,
     to: impl AsyncWrite + Unpin,
@@ -115,7 +113,7 @@ async fn direction(
     Ok(())
 }
 
-/// Reads and stamps; an empty piece is the end.
+/// Reads pieces and stamps each with its due time. An empty piece marks the end.
 async fn take_in(
     mut from: impl AsyncRead + Unpin,
     path: Path,
@@ -123,7 +121,7 @@ async fn take_in(
     sender: mpsc::UnboundedSender<(Instant, Bytes)>,
 ) -> io::Result<()> {
     let mut buffer = BytesMut::new();
-    // When the last byte so far is on its way.
+    // Time at which the last byte so far has left the sender.
     let mut sent = Instant::now();
     loop {
         if buffer.capacity() < MIN_ROOM {
@@ -132,7 +130,7 @@ async fn take_in(
         let read = from.read_buf(&mut buffer).await?;
         let piece = buffer.split().freeze();
         if let Ok(permit) = budget.acquire_many(piece.len() as u32).await {
-            // Given back when the piece was handed on.
+            // `hand_on` adds the permits again after it has written the piece.
             permit.forget();
         }
         sent = sent.max(Instant::now());
@@ -178,7 +176,7 @@ mod tests {
         rate: None,
     };
 
-    /// One direction between two pipes.
+    /// Connects two pipes by one direction of the proxy.
     fn through(path: Path) -> (DuplexStream, DuplexStream) {
         let (near, from) = duplex(1 << 16);
         let (to, far) = duplex(1 << 16);
@@ -187,7 +185,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn each_piece_arrives_as_late_as_it_was_sent() {
+    async fn each_piece_is_delayed_by_the_same_time() {
         let (mut near, mut far) = through(PATH);
         let begin = Instant::now();
         let send = async {
@@ -200,7 +198,7 @@ mod tests {
             for byte in 0..10 {
                 assert_eq!(far.read_u8().await.unwrap(), byte);
                 let late = begin.elapsed() - Duration::from_millis(20) * u32::from(byte);
-                // The clock's grain is 1 ms.
+                // The clock has a resolution of 1 ms.
                 assert!((50..=52).contains(&late.as_millis()), "{byte}: {late:?}");
             }
         };
@@ -208,7 +206,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn all_bytes_arrive_in_order_and_then_the_end() {
+    async fn bytes_arrive_in_order_before_the_end() {
         const LEN: u64 = 9_000_001;
         let (mut near, mut far) = through(PATH);
         let begin = Instant::now();
@@ -230,12 +228,12 @@ mod tests {
         };
         let ((), received) = tokio::join!(send, receive);
         assert_eq!(received, LEN);
-        // A pipe that waited for each piece would take 50 ms for every one of them.
+        // A proxy that waited for each piece would need 50 ms per piece.
         assert!(begin.elapsed() < Duration::from_millis(60));
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_rate_is_kept() {
+    async fn rate_limit_applies() {
         let (mut near, mut far) = through(Path {
             rate: Some(1e6),
             ..PATH
@@ -253,7 +251,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn both_directions_of_a_socket() {
+    async fn socket_carries_both_directions() {
         let endpoints = crate::endpoint::Endpoints::start().await.unwrap();
         let delay = Delay::to(endpoints.lean(), Some(PATH))
             .await

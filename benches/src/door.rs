@@ -1,15 +1,15 @@
-//! The subcommand `door`: a seed's front door and a node's end of it, compared with Envoy and haproxy.
+//! The subcommand `door`: the front door of a seed and the node tunnel, compared with Envoy and haproxy.
 //!
-//! | module | what it holds |
+//! | module | content |
 //! |---|---|
-//! | [`rows`] | what is measured |
-//! | [`contenders`] | who is measured, and their running programs |
-//! | [`measure`] | how one row of one contender is measured |
-//! | [`change`] | one Service changed among many |
-//! | [`targets`] | what is expected of ours |
+//! | [`rows`] | the rows |
+//! | [`contenders`] | the contenders and their running programs |
+//! | [`measure`] | measurement of a row of a contender |
+//! | [`change`] | one Service changes among many |
+//! | [`targets`] | the targets for our programs |
 //!
-//! Turns are taken as in `tunnel`: every round measures every row, and every row one contender right after
-//! the other, beginning with another one each time.
+//! Contenders take turns as in `tunnel`: every round measures every row, and every row measures one contender
+//! right after the other. Each row starts with another contender.
 
 mod change;
 mod contenders;
@@ -34,7 +34,7 @@ use crate::rows::{
 use crate::svg::{Picture, bar, panel};
 use crate::topology::{DIRECT, OURS, Programs};
 
-/// Our door, compared with Envoy at both ends and with haproxy.
+/// Our front door, compared with Envoy at both ends and with haproxy.
 pub static COMPARISON: Comparison = Comparison {
     contenders: &[OURS, ENVOY, HAPROXY, DIRECT],
     everyone_by: ENVOY,
@@ -48,7 +48,7 @@ pub static COMPARISON: Comparison = Comparison {
     notes: &[],
 };
 
-/// What `--svg` draws.
+/// The picture that `--svg` draws.
 static PICTURE: Picture = Picture {
     title: "Culvert, Envoy and haproxy compared",
     panels: &[
@@ -78,32 +78,32 @@ static PICTURE: Picture = Picture {
     by: ENVOY,
 };
 
-/// What to measure.
+/// Options of the subcommand.
 #[derive(Debug, Args)]
 pub struct Options {
     #[command(flatten)]
     common: Common,
 
-    /// Only this way in
+    /// Measure only this entry point
     #[arg(long, value_enum)]
     front: Option<Front>,
 
-    /// Only this one (repeatable): ours, envoy, haproxy, direct
+    /// Measure only this contender (repeatable): ours, envoy, haproxy, direct
     #[arg(long = "contender", value_name = "NAME")]
     contenders: Vec<String>,
 }
 
-/// Where the load enters.
+/// The place where the load enters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Front {
-    /// The door's port for TLS
+    /// The TLS port of the front door
     Sni,
-    /// A listener on a node, whose other end is the door's port for CONNECT
+    /// A listener on a node, connected to the CONNECT port of the front door
     Node,
 }
 
 impl Front {
-    /// What the table calls it.
+    /// Name of the entry point in the table.
     pub fn name(self) -> &'static str {
         match self {
             Self::Sni => "SNI",
@@ -112,10 +112,7 @@ impl Front {
     }
 }
 
-/// Measures and reports. Whether everything went well.
-///
-/// # Errors
-/// When nothing can be measured at all, or a file cannot be written.
+/// Measures all rows and writes the report. Returns true if no measurement failed.
 pub async fn run(mut options: Options) -> anyhow::Result<bool> {
     options.common.settle();
     let (common, descriptors) = (&options.common, memory::raise_limit());
@@ -148,7 +145,7 @@ impl Options {
             }
             !missing
         });
-        ensure!(!contenders.is_empty(), "no contender is left");
+        ensure!(!contenders.is_empty(), "no contender can be measured");
         Ok(contenders)
     }
 
@@ -159,25 +156,25 @@ impl Options {
         });
         ensure!(
             !rows.is_empty(),
-            "no row has {:?} in its name",
+            "no row name contains {:?}",
             self.common.row
         );
         Ok(rows)
     }
 }
 
-/// What is to be measured.
+/// The rows and contenders to measure.
 struct Plan {
     contenders: Vec<Contender>,
     rows: Vec<Row>,
     rounds: u32,
 }
 
-/// A contender that runs.
+/// A running contender.
 struct Running {
     contender: Contender,
     started: Started,
-    /// Its memory before any load, in bytes; none without a program.
+    /// Memory before any load, in bytes. `None` if the contender has no program.
     at_start: Option<u64>,
 }
 
@@ -197,7 +194,7 @@ impl Running {
 }
 
 impl Plan {
-    /// About how many seconds all of it takes.
+    /// Returns the approximate duration of all measurements, in seconds.
     fn estimate(&self, seconds: f64) -> f64 {
         let times = |row: &Row| {
             let count = self.contenders.iter().filter(|c| c.has(row)).count();
@@ -207,7 +204,7 @@ impl Plan {
         rows.map(|row| times(row) * row.estimate(seconds)).sum()
     }
 
-    /// Measures all rows of one way in.
+    /// Measures all rows of one entry point.
     async fn front(&self, lab: &Lab, front: Front, report: &mut Report) {
         let rows: Vec<&Row> = self.rows.iter().filter(|row| row.front == front).collect();
         let mut running = Vec::new();
@@ -237,7 +234,7 @@ impl Plan {
         }
     }
 
-    /// Measures one row of one contender, and gives it new programs if it hangs or fails.
+    /// Measures one row of one contender, and restarts the contender if it hangs or fails.
     async fn measure(
         &self,
         lab: &Lab,
@@ -255,7 +252,7 @@ impl Plan {
         if !usable && !row.is_fresh() {
             match lab.start(contender, front).await {
                 Ok(started) => running.started = started,
-                // It stays as it is, and its next row fails.
+                // The old programs stay, so that the next row fails, too.
                 Err(error) => report.add(front.name(), "restart", contender.name, Err(error)),
             }
         }
@@ -273,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn every_row_that_is_drawn_exists() {
+    fn every_drawn_row_exists() {
         for row in PICTURE.panels.iter().flat_map(|panel| panel.rows) {
             assert!(
                 *row == MEMORY || ROWS.iter().any(|known| known.name == *row),

@@ -1,7 +1,7 @@
-//! The load on a gRPC front end: the client library of kube-apiserver itself, in the Go driver.
+//! The load on a gRPC front end: the client library of kube-apiserver, in the Go driver.
 //!
-//! The driver hashes what it moves, and so does the endpoint with uploads. That slows every
-//! contender alike on a machine with few cores; it is none of their processor time.
+//! The driver hashes the data it transfers, and so does the endpoint of uploads. The hashing slows every
+//! contender equally on a machine with few cores, and is not part of the contender's processor time.
 
 use std::net::SocketAddr;
 use std::panic::AssertUnwindSafe;
@@ -17,10 +17,7 @@ use serde_json::Value;
 use crate::load::{Done, ECHO_BYTES, Job, Work};
 use crate::topology::panic_text;
 
-/// Does a job through the front end at `socket`, against the raw service at `target`.
-///
-/// # Errors
-/// When the driver says that anything failed.
+/// Runs a job through the front end at `socket`, with the raw service at `target` as the endpoint.
 pub async fn run(
     driver: &Interop,
     socket: &Path,
@@ -39,9 +36,9 @@ pub async fn run(
     };
     let bytes = format!("--bytes={}", job.amount);
     match job.work {
-        // One connection each, so as many drivers.
+        // A driver has only one bulk connection.
         Work::Download => bulk(driver, command("download", &[bytes]), job).await,
-        Work::Fetch => bail!("the driver downloads to the end"),
+        Work::Fetch => bail!("the driver cannot close a download first"),
         Work::Upload => bulk(driver, command("upload", &[bytes]), job).await,
         Work::Echo => {
             let more = [
@@ -61,7 +58,7 @@ pub async fn run(
     }
 }
 
-/// Runs a driver for every connection. They start together; the slowest of them counts.
+/// Runs one driver per connection, all at the same time. The slowest driver counts.
 async fn bulk(driver: &Interop, args: Vec<String>, job: Job) -> anyhow::Result<Done> {
     let runs = (0..job.connections).map(|_| result(driver, &args));
     let mut elapsed = Duration::ZERO;
@@ -81,7 +78,7 @@ async fn bulk(driver: &Interop, args: Vec<String>, job: Job) -> anyhow::Result<D
 
 /// Runs the driver once.
 async fn result(driver: &Interop, args: &[String]) -> anyhow::Result<Value> {
-    // The harness reports by panicking; here that must cost one row only.
+    // The harness panics on errors. The error must fail only one row.
     let run = AssertUnwindSafe(driver.run(args)).catch_unwind().await;
     let result = run.map_err(panic_text)?;
     if result.get("ok").and_then(Value::as_bool) != Some(true) {
@@ -100,10 +97,11 @@ fn done(result: &Value) -> anyhow::Result<Done> {
 
 fn milliseconds(result: &Value, key: &str) -> anyhow::Result<Duration> {
     let milliseconds = number(result, key)?;
-    Duration::try_from_secs_f64(milliseconds / 1000.0).context("the driver's clock")
+    Duration::try_from_secs_f64(milliseconds / 1000.0)
+        .context("driver reported an invalid duration")
 }
 
 fn number(result: &Value, key: &str) -> anyhow::Result<f64> {
     let value = result.get(key).and_then(Value::as_f64);
-    value.with_context(|| format!("the driver gives no {key}: {result}"))
+    value.with_context(|| format!("driver result lacks {key}: {result}"))
 }

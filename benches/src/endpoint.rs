@@ -1,22 +1,22 @@
-//! What agents connect to.
+//! The endpoint of all loads.
 //!
-//! One port does all work, because a relay leads to one port only. It is lean, so that what is measured
-//! is the tunnel: 256 KiB at a time, nothing hashed, uploads only counted. A TLS ClientHello is read off
-//! first, if there is one; the first line says what is wanted:
+//! One port does all work, because a relay leads to only one port. The endpoint does little besides the
+//! transfer, so that the tunnel dominates the figures: it moves 256 KiB at a time, hashes nothing, and only
+//! counts uploads. A leading TLS ClientHello is skipped. Then the first line selects the work:
 //!
-//! | line | what follows |
+//! | line | behaviour |
 //! |---|---|
-//! | `download N` | N bytes of the pattern, then the end |
-//! | `fetch N` | the same, but the end only behind the client's |
-//! | `upload N` | N bytes of the client's; then their count, as eight bytes, and the end |
-//! | `bursts N` | N bytes of the pattern for each byte of the client's |
-//! | `batches N` | a byte for every N bytes of the client's |
-//! | `echo` | everything back |
-//! | `port` | the port on which this endpoint listens, as two bytes; then the end |
-//! | `hold` | nothing is read until [`Endpoints::release`] |
+//! | `download N` | sends N bytes of the pattern and closes |
+//! | `fetch N` | sends N bytes of the pattern, and closes after the client has closed |
+//! | `upload N` | receives N bytes, sends their count in eight bytes, and closes |
+//! | `bursts N` | sends N bytes of the pattern for each byte received |
+//! | `batches N` | sends one byte for every N bytes received |
+//! | `echo` | sends everything back |
+//! | `port` | sends the port of this endpoint in two bytes and closes |
+//! | `hold` | reads nothing until [`Endpoints::release`] |
 //!
-//! Idle connections end in a process of their own ([`serve`]), or they would take two file descriptors
-//! each of the one limit.
+//! The endpoint of idle connections is a separate process ([`serve`]). Otherwise each connection would need
+//! two file descriptors of this process.
 
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr, SocketAddrV4};
@@ -31,33 +31,33 @@ use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::sync::Notify;
 use tokio::task::JoinSet;
 
-/// The name by which this program is the endpoint of idle connections.
+/// Name under which this program starts as the endpoint of idle connections.
 pub const ENDPOINT: &str = "culvert-bench-endpoint";
 
-/// What [`serve`] says before its address.
+/// Text that [`serve`] prints before its address.
 pub const LISTENING: &str = "listening on ";
 
-/// The longest first line, in bytes: `download` and 20 digits fit well.
+/// Longest first line, in bytes: enough for `download` and 20 digits.
 const MAX_LINE: usize = 64;
 
-/// The content type of the TLS record that holds a ClientHello, and the length of a record's header.
-/// No line begins so.
+/// Content type of the TLS record that contains a ClientHello, and the length of a record header. No command
+/// starts with this byte.
 const HANDSHAKE: u8 = 22;
 const RECORD_HEADER: usize = 5;
 
-/// A port of its own.
+/// A free port on loopback.
 const LOOPBACK: SocketAddr = SocketAddr::V4(SocketAddrV4::new(Ipv4Addr::LOCALHOST, 0));
 
-/// How many connections may wait to be accepted.
+/// Length of the accept queue.
 const BACKLOG: u32 = 4096;
 
-/// How much an echo reads at once, in bytes. Ten thousand idle connections have such a buffer each.
+/// Read size of an echo, in bytes. Each of ten thousand idle connections has a buffer of this size.
 const ECHO_READ: usize = 512;
 
-/// The running endpoints; dropping them closes the listener.
+/// The running endpoints. Dropping the value closes the listeners.
 #[derive(Debug)]
 pub struct Endpoints {
-    /// What the Go driver uses: it hashes what it moves.
+    /// Endpoints of the Go driver, which hash their data.
     services: Services,
     lean: SocketAddr,
     held: Arc<Notify>,
@@ -65,18 +65,13 @@ pub struct Endpoints {
 }
 
 impl Endpoints {
-    /// Starts them on ports of 127.0.0.1.
-    ///
-    /// # Errors
-    /// When a listener cannot be bound.
+    /// Starts the endpoints on ports of 127.0.0.1.
     pub async fn start() -> io::Result<Self> {
         Self::on(TcpSocket::new_v4()?, LOOPBACK).await
     }
 
-    /// Starts them, the lean one by way of a socket that may be in another network, at an address of that.
-    ///
-    /// # Errors
-    /// When a listener cannot be bound.
+    /// Starts the endpoints. The lean one listens on `socket`, which may belong to another network, at
+    /// address `at`.
     pub async fn on(socket: TcpSocket, at: SocketAddr) -> io::Result<Self> {
         let listener = listen(socket, at)?;
         let lean = listener.local_addr()?;
@@ -91,23 +86,23 @@ impl Endpoints {
         })
     }
 
-    /// The raw service, which the Go driver knows.
+    /// Address of the raw service for the Go driver.
     pub fn raw(&self) -> SocketAddr {
         self.services.raw
     }
 
-    /// The endpoint that this module describes.
+    /// Address of the endpoint that this module describes.
     pub fn lean(&self) -> SocketAddr {
         self.lean
     }
 
-    /// Closes every connection that is held.
+    /// Closes every connection in `hold`.
     pub fn release(&self) {
         self.held.notify_waiters();
     }
 }
 
-/// Is the endpoint of idle connections, until the process is killed.
+/// Runs the endpoint of idle connections until the process is killed.
 pub fn serve() -> ExitCode {
     let serving = async {
         let listener = listen(TcpSocket::new_v4()?, LOOPBACK)?;
@@ -115,7 +110,7 @@ pub fn serve() -> ExitCode {
         accept(listener, Arc::default()).await;
         Ok::<(), io::Error>(())
     };
-    // One thread, so that no second one takes a core from what is measured.
+    // One thread, because a second thread would take a core from the measured programs.
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build();
@@ -128,14 +123,14 @@ pub fn serve() -> ExitCode {
     }
 }
 
-/// The queue has room for all that may come at once: one that is turned away would come again after a
-/// second, which is when doors give up.
+/// Opens a listener with a long queue. A client that is refused retries after a second, and front doors give
+/// up by then.
 fn listen(socket: TcpSocket, at: SocketAddr) -> io::Result<TcpListener> {
     socket.bind(at)?;
     socket.listen(BACKLOG)
 }
 
-/// Serves connections until accepting fails. Errors of a connection show at its client.
+/// Serves connections until accepting fails. Errors of a connection are visible to its client only.
 async fn accept(listener: TcpListener, held: Arc<Notify>) {
     while let Ok((stream, _)) = listener.accept().await {
         tokio::spawn(serve_one(stream, Arc::clone(&held)));
@@ -161,11 +156,11 @@ async fn serve_one(mut stream: TcpStream, held: Arc<Notify>) -> io::Result<()> {
             held.notified().await;
             Ok(())
         }
-        _ => Err(invalid("no such work")),
+        _ => Err(invalid("unknown command")),
     }
 }
 
-/// The first line, and what came behind it.
+/// Returns the first line, and the bytes received after it.
 async fn first_line(stream: &mut TcpStream) -> io::Result<(String, BytesMut)> {
     let mut bytes = BytesMut::with_capacity(MAX_LINE);
     fill(stream, &mut bytes, 1).await?;
@@ -179,12 +174,12 @@ async fn first_line(stream: &mut TcpStream) -> io::Result<(String, BytesMut)> {
             return Ok((line, bytes));
         }
         if bytes.len() >= MAX_LINE || stream.read_buf(&mut bytes).await? == 0 {
-            return Err(invalid("no line"));
+            return Err(invalid("first line too long or incomplete"));
         }
     }
 }
 
-/// Reads off a TLS record. All of a ClientHello is in one.
+/// Removes one TLS record. A ClientHello fits into one record.
 async fn skip_record(stream: &mut TcpStream, bytes: &mut BytesMut) -> io::Result<()> {
     fill(stream, bytes, RECORD_HEADER).await?;
     let length = bytes.get(3..RECORD_HEADER).map_or(0, |mut b| b.get_u16());
@@ -194,7 +189,7 @@ async fn skip_record(stream: &mut TcpStream, bytes: &mut BytesMut) -> io::Result
     Ok(())
 }
 
-/// Reads until there are at least as many bytes.
+/// Reads until `bytes` contains at least `wanted` bytes.
 async fn fill(stream: &mut TcpStream, bytes: &mut BytesMut, wanted: usize) -> io::Result<()> {
     while bytes.len() < wanted {
         bytes.reserve(wanted - bytes.len());
@@ -227,7 +222,7 @@ async fn fetch(mut stream: TcpStream, count: u64) -> io::Result<()> {
     stream.read(&mut [0]).await.map(|_| ())
 }
 
-/// Of `count` bytes `received` are here already.
+/// Receives `count` bytes; `received` bytes have already arrived.
 async fn upload(mut stream: TcpStream, count: u64, received: usize) -> io::Result<()> {
     let mut buffer = vec![0; MAX_PIECE];
     let mut body = (&mut stream).take(count.saturating_sub(received as u64));
@@ -240,7 +235,7 @@ async fn upload(mut stream: TcpStream, count: u64, received: usize) -> io::Resul
     stream.shutdown().await
 }
 
-/// So many bytes have asked already.
+/// Sends bursts; `asked` requests have already arrived.
 async fn bursts(mut stream: TcpStream, count: u64, mut asked: usize) -> io::Result<()> {
     loop {
         for _ in 0..asked {
@@ -255,7 +250,7 @@ async fn bursts(mut stream: TcpStream, count: u64, mut asked: usize) -> io::Resu
     }
 }
 
-/// So many bytes are here already.
+/// Acknowledges batches; `received` bytes have already arrived.
 async fn batches(mut stream: TcpStream, count: u64, received: usize) -> io::Result<()> {
     let mut buffer = vec![0; MAX_PIECE];
     let mut received = received as u64;
@@ -299,7 +294,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn every_line_does_its_work() {
+    async fn every_command_works() {
         let endpoints = Endpoints::start().await.unwrap();
         let mut received = Vec::new();
         let mut stream = ask(&endpoints, "download 700001\n").await;
@@ -313,7 +308,7 @@ mod tests {
         stream.shutdown().await.unwrap();
         assert_eq!(stream.read(&mut [0]).await.unwrap(), 0);
 
-        // Some of the upload comes with the line.
+        // Part of the upload arrives together with the line.
         let mut stream = ask(&endpoints, "upload 10\nabcdefg").await;
         stream.write_all(b"hij").await.unwrap();
         assert_eq!(stream.read_u64().await.unwrap(), 10);
@@ -341,7 +336,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_client_hello_is_read_off_wherever_it_is_cut() {
+    async fn client_hello_is_skipped_wherever_it_is_split() {
         let endpoints = Endpoints::start().await.unwrap();
         let mut sent = client_hello("a.example.com");
         let hello = sent.len();
@@ -360,11 +355,11 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_is_held_ends_when_released() {
+    async fn held_connection_closes_on_release() {
         let endpoints = Endpoints::start().await.unwrap();
         let mut stream = ask(&endpoints, "hold\n").await;
         let mut byte = [0];
-        // The release is for those that are held by then.
+        // A release affects only connections that already wait.
         let read = stream.read(&mut byte);
         tokio::pin!(read);
         let ended = loop {

@@ -1,4 +1,4 @@
-//! Where a load enters: a tunnel's front end, a relay, a front door, a network, or the endpoint itself.
+//! Entry points of loads: a tunnel's front end, a relay, a front door, a network, or the endpoint itself.
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -11,46 +11,44 @@ use culvert_tests::openvpn::Namespace;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpStream, UnixStream};
 
-/// How long one dial may take.
+/// Time limit for one dial.
 const DIAL_LIMIT: Duration = Duration::from_secs(30);
 
-/// The longest answer to a CONNECT that is read, in bytes.
+/// Longest accepted answer to a CONNECT, in bytes.
 const MAX_HEAD: usize = 4096;
 
-/// Where a load enters.
+/// An entry point of a load.
 #[derive(Debug, Clone)]
 pub enum Entry {
-    /// A front end that takes HTTP CONNECT.
+    /// A front end for HTTP CONNECT.
     Connect(PathBuf),
-    /// A front end that takes the packet protocol.
+    /// A front end for the packet protocol.
     Grpc(PathBuf),
-    /// A socket that leads to the endpoint and nowhere else.
+    /// A Unix socket that leads to the endpoint only.
     Relay(PathBuf),
-    /// The same on TCP, or the endpoint itself.
+    /// A TCP address that leads to the endpoint only, or the endpoint itself.
     Plain(SocketAddr),
     /// A network whose routes lead to endpoints.
     Within(Namespace),
-    /// A listener that leads by the server name in a TLS ClientHello.
+    /// A listener that routes by the server name in a TLS ClientHello.
     Sni {
-        /// Where it listens.
+        /// Address of the listener.
         door: SocketAddr,
-        /// The whole record, which is all of TLS there is: what follows is plain.
+        /// The complete TLS record of the ClientHello. No TLS follows: the bytes after the record are plain.
         hello: Bytes,
     },
 }
 
 impl Entry {
-    /// Opens a connection to `target`, or to where the entry leads anyway.
-    ///
-    /// # Errors
-    /// When there is none, or none in time.
+    /// Opens a connection to `target`. Some entries ignore the target, because they lead to one endpoint
+    /// only.
     pub async fn open(&self, target: SocketAddr) -> anyhow::Result<BoxedStream> {
         Ok(match self {
             Self::Connect(socket) => Box::new(connect(socket, target).await?),
             Self::Grpc(socket) => {
                 let front = FrontEnd::GrpcUds(socket.clone());
                 let target = target.to_string();
-                // A large future, which the callers of the others need not carry.
+                // Boxed, because the future is large.
                 Box::pin(client::connect(&front, &target, DIAL_LIMIT)).await?
             }
             Self::Relay(socket) => Box::new(UnixStream::connect(socket).await.context("dial")?),
@@ -78,8 +76,7 @@ async fn tcp(address: SocketAddr) -> anyhow::Result<TcpStream> {
     Ok(stream)
 }
 
-/// Opens a tunnelled connection. No endpoint here speaks first, so nothing may follow the head
-/// of the answer and it can be read in one go.
+/// Opens a connection by CONNECT. The client always sends first, so the answer ends with its head.
 async fn connect(socket: &Path, target: SocketAddr) -> anyhow::Result<UnixStream> {
     let mut stream = UnixStream::connect(socket).await.context("dial")?;
     let request = format!("CONNECT {target} HTTP/1.1\r\nHost: {target}\r\n\r\n");
@@ -88,13 +85,13 @@ async fn connect(socket: &Path, target: SocketAddr) -> anyhow::Result<UnixStream
     while !head.ends_with(b"\r\n\r\n") {
         let read = stream.read_buf(&mut head).await.context("dial")?;
         if read == 0 || head.len() > MAX_HEAD || !b"HTTP/1.1 200 ".starts_with(first(&head)) {
-            bail!("dial answered with {:?}", String::from_utf8_lossy(&head));
+            bail!("dial rejected: {:?}", String::from_utf8_lossy(&head));
         }
     }
     Ok(stream)
 }
 
-/// As much of an answer as tells success.
+/// Returns the part of an answer that shows success.
 fn first(head: &[u8]) -> &[u8] {
     head.get(..b"HTTP/1.1 200 ".len()).unwrap_or(head)
 }

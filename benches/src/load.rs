@@ -1,7 +1,8 @@
 //! A load of a given amount, through any [`Entry`].
 //!
-//! It is lean, so that what is measured is the tunnel: 256 KiB at a time, downloads only counted. It
-//! runs in this process, whose processor time nobody counts.
+//! The load does little besides the transfer, so that the tunnel dominates the figures: it moves 256 KiB at a
+//! time and only counts downloads. The load runs in this process, whose processor time is not part of the
+//! figures.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -15,57 +16,55 @@ use tokio::time::Instant;
 
 use crate::entry::Entry;
 
-/// The payload of an echo, in bytes.
+/// Payload of an echo, in bytes.
 pub const ECHO_BYTES: usize = 64;
 
-/// What connections do.
+/// The work of each connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Work {
-    /// Fetch bytes, and the end behind them.
+    /// Receive bytes and then the end of the stream.
     Download,
-    /// Fetch bytes and leave first: an Envoy that tunnels loses what is under way when an endpoint ends.
+    /// Receive bytes and close first. A tunnelling Envoy loses data in flight when the endpoint closes first.
     Fetch,
     /// Send bytes.
     Upload,
-    /// Send [`ECHO_BYTES`] and wait for them, again and again.
+    /// Send [`ECHO_BYTES`] and wait for their return, repeatedly.
     Echo,
-    /// Connect, send one byte, wait for it, close.
+    /// Connect, send one byte, wait for its return, and close.
     Dials,
 }
 
 /// An amount of work.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Job {
-    /// What to do.
+    /// The work of each connection.
     pub work: Work,
-    /// How many connections do it at the same time.
+    /// Number of concurrent connections.
     pub connections: u64,
-    /// How much each of them does: bytes, echoes or dials.
+    /// Amount per connection: bytes, echoes or dials.
     pub amount: u64,
 }
 
 impl Job {
-    /// What all connections do together: bytes, echoes or dials.
+    /// Returns the amount of all connections together: bytes, echoes or dials.
     pub fn total(&self) -> u64 {
         self.connections * self.amount
     }
 }
 
-/// How a job went.
+/// Result of a job.
 #[derive(Debug, Clone, Copy)]
 pub struct Done {
-    /// From the first dial to the last byte.
+    /// Time from the first dial to the last byte.
     pub elapsed: Duration,
-    /// Half of all echoes took at most this long, in microseconds; 0 for other work.
+    /// Median of the echoes, in microseconds. 0 for other work.
     pub p50_us: f64,
-    /// 99 of 100 took at most this long, in microseconds; 0 for other work.
+    /// 99th percentile of the echoes, in microseconds. 0 for other work.
     pub p99_us: f64,
 }
 
-/// Does a job through `entry`, against the endpoint at `target`.
-///
-/// # Errors
-/// When any connection fails, or carries other than the expected number of bytes.
+/// Runs a job through `entry` to the endpoint at `target`. Fails if a connection fails or carries another
+/// number of bytes.
 pub async fn run(entry: &Entry, target: SocketAddr, job: Job) -> anyhow::Result<Done> {
     let client = Client {
         entry: entry.clone(),
@@ -90,7 +89,7 @@ pub async fn run(entry: &Entry, target: SocketAddr, job: Job) -> anyhow::Result<
     })
 }
 
-/// The median and the 99th percentile of `times`, in microseconds; 0 if there are none.
+/// Returns the median and the 99th percentile of `times`, in microseconds. Both are 0 if `times` is empty.
 pub fn percentiles(mut times: Vec<Duration>) -> [f64; 2] {
     times.sort_unstable();
     [50, 99].map(|percent| percentile(&times, percent))
@@ -102,7 +101,7 @@ fn percentile(sorted: &[Duration], percent: usize) -> f64 {
     sorted.get(at).map_or(0.0, |time| time.as_secs_f64() * 1e6)
 }
 
-/// What one of the connections of a job needs to know.
+/// State of one connection of a job.
 #[derive(Debug, Clone)]
 struct Client {
     entry: Entry,
@@ -111,7 +110,7 @@ struct Client {
 }
 
 impl Client {
-    /// Does its share; gives the time of each echo.
+    /// Runs the share of one connection. Returns the time of each echo.
     async fn run(self, work: Work) -> anyhow::Result<Vec<Duration>> {
         match work {
             Work::Download => self.download().await.map(|()| Vec::new()),
@@ -133,7 +132,7 @@ impl Client {
             match stream.read(&mut buffer).await {
                 Ok(0) => break,
                 Ok(n) => received += n as u64,
-                Err(error) => bail!("broke after {received} of {} bytes: {error}", self.amount),
+                Err(error) => bail!("failed after {received} of {} bytes: {error}", self.amount),
             }
         }
         ensure!(
@@ -153,7 +152,7 @@ impl Client {
         let mut body = stream.take(self.amount);
         while body.limit() > 0 {
             let read = body.read(&mut buffer).await.context("receiving")?;
-            ensure!(read > 0, "an end {} bytes too early", body.limit());
+            ensure!(read > 0, "closed {} bytes too early", body.limit());
         }
         Ok(())
     }
@@ -167,7 +166,7 @@ impl Client {
         }
         // Over gRPC the last bytes may wait for a window.
         stream.flush().await.context("sending")?;
-        let counted = stream.read_u64().await.context("the endpoint's count")?;
+        let counted = stream.read_u64().await.context("count of the endpoint")?;
         ensure!(
             counted == self.amount,
             "{counted} bytes instead of {}",
@@ -191,33 +190,27 @@ impl Client {
             stream.write_all(b"echo\nx").await.context("sending")?;
             stream.flush().await.context("sending")?;
             let echoed = stream.read_u8().await.context("echo")?;
-            ensure!(echoed == b'x', "an echo of {echoed} instead of one x");
+            ensure!(echoed == b'x', "echo returned byte {echoed} instead of x");
         }
         Ok(())
     }
 }
 
-/// A connection whose endpoint sends everything back.
+/// A connection to an endpoint that sends everything back.
 pub struct Echo {
     stream: BoxedStream,
     sent: Vec<u8>,
 }
 
 impl Echo {
-    /// Opens one and has it echo once.
-    ///
-    /// # Errors
-    /// As [`Echo::open`] and [`Echo::once`].
+    /// Opens a connection and sends one echo.
     pub async fn proven(entry: &Entry, target: SocketAddr) -> anyhow::Result<Self> {
         let mut echo = Self::open(entry, target).await?;
         echo.once().await?;
         Ok(echo)
     }
 
-    /// Opens it.
-    ///
-    /// # Errors
-    /// When it cannot be dialled.
+    /// Opens a connection.
     pub async fn open(entry: &Entry, target: SocketAddr) -> anyhow::Result<Self> {
         let mut stream = entry.open(target).await?;
         stream.write_all(b"echo\n").await.context("sending")?;
@@ -228,10 +221,7 @@ impl Echo {
         })
     }
 
-    /// Sends [`ECHO_BYTES`] and waits for them. How long that took.
-    ///
-    /// # Errors
-    /// When they do not come back as they were.
+    /// Sends [`ECHO_BYTES`] and waits for their return. Returns the elapsed time.
     pub async fn once(&mut self) -> anyhow::Result<Duration> {
         let begin = Instant::now();
         self.stream.write_all(&self.sent).await.context("sending")?;
@@ -244,7 +234,7 @@ impl Echo {
         let took = begin.elapsed();
         ensure!(
             self.sent == received,
-            "an echo of other bytes than were sent"
+            "echo returned other bytes than were sent"
         );
         Ok(took)
     }
@@ -263,8 +253,8 @@ mod tests {
     use super::*;
     use crate::endpoint::Endpoints;
 
-    /// A front end without a tunnel: takes CONNECT and joins the connection to its target, from
-    /// which it lets `cut` bytes pass.
+    /// A front end without a tunnel: accepts CONNECT and joins the connection to its target, but forwards at
+    /// most `cut` bytes to the client.
     fn shortcut(socket: &Path, cut: u64) -> JoinHandle<()> {
         let listener = UnixListener::bind(socket).unwrap();
         tokio::spawn(async move {
@@ -318,7 +308,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn all_work_gets_done() {
+    async fn every_kind_of_work_completes() {
         let results = run_all(u64::MAX).await;
         let done: Vec<Done> = results.into_iter().map(Result::unwrap).collect();
         assert!(done.iter().all(|d| d.elapsed > Duration::ZERO));
@@ -327,7 +317,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn bytes_that_are_missing_fail() {
+    async fn missing_bytes_are_an_error() {
         for result in run_all(0).await {
             result.unwrap_err();
         }

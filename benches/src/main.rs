@@ -1,30 +1,30 @@
-//! Whole tunnels and front doors, ours and others', side by side on one machine.
+//! Compares whole tunnels and front doors, ours and others, side by side on one machine.
 //!
-//! | module | what it holds |
+//! | module | content |
 //! |---|---|
-//! | [`tunnel`] | the subcommand `tunnel`: its options, and whose turn it is |
-//! | [`door`] | the subcommand `door`, and what is its alone |
-//! | [`openvpn`] | the subcommand `openvpn`, and what is its alone |
-//! | [`options`] | what all can be told |
-//! | [`rows`] | what is measured |
-//! | [`measure`] | how one row of one contender is measured |
-//! | [`topology`] | the contenders, and their running programs |
-//! | [`relay`] | the contenders that are no pairs |
+//! | [`tunnel`] | the subcommand `tunnel`: options, and the order of measurements |
+//! | [`door`] | the subcommand `door` |
+//! | [`openvpn`] | the subcommand `openvpn` |
+//! | [`options`] | options of all subcommands |
+//! | [`rows`] | the rows of `tunnel` |
+//! | [`measure`] | measurement of a row of a contender |
+//! | [`topology`] | the contenders and their running programs |
+//! | [`relay`] | contenders that are not pairs of server and agent |
 //! | [`delay`] | a long path between the two halves of a contender |
-//! | [`entry`] | where a load enters |
-//! | [`endpoint`] | where it ends |
+//! | [`entry`] | entry points of loads |
+//! | [`endpoint`] | endpoints of loads |
 //! | [`load`] | a load of a given amount |
-//! | [`bulk`] | a load without end, for a time |
+//! | [`bulk`] | a load without an end, for a given time |
 //! | [`driver`] | the load on a gRPC front end: the real client library, in the Go driver |
 //! | [`stalled`] | echoes beside connections that nobody reads |
-//! | [`memory`] | what connections cost while they do nothing |
+//! | [`memory`] | memory of idle connections |
 //! | [`report`] | medians, ratios, JSON |
-//! | [`targets`] | what is expected of ours |
+//! | [`targets`] | targets for our programs |
 //! | [`table`] | the report as text |
 //! | [`svg`] | the report as a picture |
 //!
-//! Our programs are those that are shipped, which this one has Cargo build
-//! first. The endpoint of idle connections is this very program, started by another name.
+//! Our programs are the shipped programs; Cargo builds them first. The endpoint of idle connections is this
+//! program, started under another name.
 
 mod bulk;
 mod delay;
@@ -57,13 +57,13 @@ use clap::Parser;
 #[derive(Debug, Parser)]
 #[command(name = "culvert-bench", version)]
 enum Command {
-    /// Server and agent: throughput, latency, dials, memory, and the processor time of each
+    /// Server and agent: throughput, latency, dials, memory and processor time
     Tunnel(tunnel::Options),
-    /// The seed's front door and a node's end of it: throughput, new connections, latency, memory,
-    /// changes, and the processor time of each
+    /// Front door of a seed and node tunnel: throughput, new connections, latency, memory, changes of
+    /// Services and processor time
     Door(door::Options),
-    /// OpenVPN server and client: throughput, bursts over UDP, stalled connections, the switch from and
-    /// to Konnectivity, memory, and the processor time of each
+    /// OpenVPN server and client: throughput, bursts over UDP, stalled connections, switches from and to
+    /// Konnectivity, memory and processor time
     Openvpn(openvpn::Options),
 }
 
@@ -81,7 +81,7 @@ fn main() -> ExitCode {
         }
     };
     if let Command::Openvpn(_) = &command {
-        // This thread starts the second run, which ends with it.
+        // The second run ends together with the thread that starts it.
         match runtime.block_on(openvpn::again()) {
             Ok(None) => {}
             Ok(Some(code)) => return code,
@@ -99,7 +99,7 @@ fn main() -> ExitCode {
         }
     };
     let run = async {
-        // Programs end with what owns them here; one of them would drain for ever upon a signal.
+        // Dropping a program kills it. On SIGINT alone, one of the programs would drain forever.
         tokio::select! {
             clean = work => clean,
             _ = tokio::signal::ctrl_c() => anyhow::bail!("interrupted"),

@@ -1,4 +1,4 @@
-//! How one row of one contender is measured.
+//! Measurement of a row of a contender.
 
 use std::time::Duration;
 
@@ -16,62 +16,50 @@ use crate::topology::{Contender, Programs, Tunnel};
 use crate::tunnel::Front;
 use crate::{bulk, delay, driver, memory, stalled};
 
-/// How long a measurement may take before it fails; a tunnel that hangs shall not end the run.
+/// Time limit of one measurement, so that a tunnel that hangs does not stop the whole run.
 pub const LIMIT: Duration = Duration::from_secs(60);
 
-/// What closes behind the last byte, such as a dial's connections, belongs to the processor time of the
-/// job. This much time after it is added.
+/// Time after the last byte that still counts as processor time of a job, for example for closing
+/// connections.
 pub const SETTLE: Duration = Duration::from_millis(100);
 
-/// From how many connections on the Go driver is not used: a process each would need more of the
-/// machine than the tunnel.
+/// Number of connections from which the Go driver is not used. One process per connection would need more of
+/// the machine than the tunnel does.
 const DRIVERS: u64 = 32;
 
-/// A running contender, as far as it is asked while it is measured.
+/// A running contender during a measurement.
 pub trait Subject {
-    /// Where its load enters.
+    /// Entry of the load.
     fn entry(&self) -> &Entry;
 
-    /// The processor time that its programs have used so far, in steps of a clock tick (10 ms). None
-    /// where there is no program.
-    ///
-    /// # Errors
-    /// When one of them is gone.
+    /// Processor time of all programs so far, in clock ticks of 10 ms. `None` if the contender has no
+    /// program.
     fn cpu_time(&mut self) -> anyhow::Result<Option<Duration>>;
 
-    /// The resident memory of its programs, in bytes. None where there is no program.
-    ///
-    /// # Errors
-    /// When one of them is gone.
+    /// Resident memory of all programs, in bytes. `None` if the contender has no program.
     fn rss(&mut self) -> anyhow::Result<Option<u64>>;
 }
 
-/// What every measurement needs.
+/// Resources for all measurements.
 pub struct Lab {
-    /// Where loads end.
+    /// Endpoints of the loads.
     pub endpoints: Endpoints,
-    /// What is started.
+    /// The programs to start.
     pub programs: Programs,
-    /// How many seconds of load a measurement is.
+    /// Seconds of load per measurement.
     pub seconds: f64,
-    /// How many file descriptors a process may have.
+    /// Limit of file descriptors of a process.
     pub descriptors: u64,
 }
 
 impl Lab {
-    /// Starts a contender as the long-lived one that most rows are measured on.
-    ///
-    /// # Errors
-    /// When it does not come up.
+    /// Starts a contender. Most rows use this long-lived instance.
     pub async fn start(&self, front: Front, contender: &Contender) -> anyhow::Result<Tunnel> {
         let target = self.endpoints.lean();
         Tunnel::start(contender, front.mode(), &self.programs, target, None).await
     }
 
-    /// Measures a row of a contender: of `running`, or of one that is started for this row.
-    ///
-    /// # Errors
-    /// When the contender fails, or is not done in time.
+    /// Measures one row: on `running`, or on a contender that is started for this row.
     pub async fn measure(
         &self,
         front: Front,
@@ -100,7 +88,7 @@ impl Lab {
             }
         };
         let measured = timeout(LIMIT, measuring).await;
-        measured.with_context(|| format!("no end within {LIMIT:?}"))?
+        measured.with_context(|| format!("not finished within {LIMIT:?}"))?
     }
 
     fn time(&self) -> Duration {
@@ -139,11 +127,8 @@ impl Lab {
     }
 }
 
-/// Warms a contender up twice, the second time knowing how fast it is by and large; gives as much work as
-/// it should do in the wanted time.
-///
-/// # Errors
-/// When the contender fails.
+/// Warms a contender up twice; the first time estimates the speed for the second. Returns the job that should
+/// take `seconds`.
 pub async fn warm_up(
     first: Job,
     seconds: f64,
@@ -157,11 +142,7 @@ pub async fn warm_up(
     Ok(job)
 }
 
-/// Measures a load of a given amount: warms the contender up, and then gives it work for the wanted
-/// time.
-///
-/// # Errors
-/// When it carries anything but the whole amount.
+/// Measures a load of a given amount: warms the contender up, and then runs a job of about `seconds`.
 pub async fn load(
     subject: &mut impl Subject,
     first: Job,

@@ -1,7 +1,7 @@
-//! What connections cost in memory: while they do nothing, and what the agent needs beside bulk.
+//! Memory of idle connections, and memory of the agent beside bulk transfers.
 //!
-//! Both are measured on programs that carried nothing before: an allocator keeps what a load has
-//! needed, and growth would hide in it.
+//! Both rows need programs that have carried nothing yet: an allocator keeps the memory of an earlier load,
+//! and growth would not show.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -22,47 +22,44 @@ use crate::report::Figures;
 use crate::rows::{AGENT_MEMORY, BULK_RATE, IDLE_MEMORY, MEMORY_AFTER, MEMORY_START, MIB};
 use crate::topology::Tunnel;
 
-/// How many connections are idle, and how few still say what one of them costs.
+/// Number of idle connections, and the lowest number that still gives a usable figure.
 pub const IDLE: u64 = 10_000;
 const FEWEST: u64 = 1000;
 
-/// How many are idle beside bulk.
+/// Number of idle connections beside bulk transfers.
 const IDLE_BESIDE_BULK: u64 = 1000;
 
-/// How many bulk connections there are in each direction.
+/// Number of bulk connections in each direction.
 const BULK: usize = 4;
 
-/// How many are dialled at the same time, and how long that may go on.
+/// Number of concurrent dials, and the time limit for all of them.
 const DIALS: usize = 16;
 const DIAL_TIME: Duration = Duration::from_secs(40);
 
-/// How long programs get to come to rest.
+/// Time for programs to come to rest.
 pub const REST: Duration = Duration::from_secs(1);
 
-/// How often memory is looked at while it may grow.
+/// Interval of memory readings during bulk transfers.
 const LOOK: Duration = Duration::from_millis(50);
 
-/// What a process needs file descriptors for besides connections.
+/// File descriptors that a process needs besides connections.
 const SPARE: u64 = 300;
 
-/// Allows this process, and those that it will start, as many file descriptors as it may; gives how
-/// many those are.
+/// Raises the limit of file descriptors of this process, and of all processes that it starts, to the hard
+/// limit. Returns the limit.
 pub fn raise_limit() -> u64 {
     let limit = getrlimit(Resource::Nofile);
     let raised = Rlimit {
         current: limit.maximum,
         maximum: limit.maximum,
     };
-    // Not being allowed shows in what the limit is afterwards.
+    // A failure shows in the limit read below.
     setrlimit(Resource::Nofile, raised).ok();
     getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX)
 }
 
-/// How many idle connections fit under a limit of file descriptors, if a process needs so many for
-/// each of them.
-///
-/// # Errors
-/// When they are too few, or this process itself could not hold all.
+/// Returns the number of idle connections that fit under a limit of file descriptors, if a process needs
+/// `each` per connection. Fails if this process itself cannot open all connections.
 pub fn affordable(limit: u64, each: u64) -> anyhow::Result<u64> {
     ensure!(
         limit >= IDLE + SPARE,
@@ -73,33 +70,34 @@ pub fn affordable(limit: u64, each: u64) -> anyhow::Result<u64> {
     Ok(fit.min(IDLE))
 }
 
-/// What an idle connection costs all programs together. As many of `wanted` count as are open
-/// when time is up.
-///
-/// # Errors
-/// When too few can be opened.
+/// Returns the memory per idle connection, summed over all programs. Counts the connections that are open
+/// when the time is up, at most `wanted`.
 pub async fn idle(
     subject: &mut impl Subject,
     target: SocketAddr,
     wanted: u64,
 ) -> anyhow::Result<Figures> {
-    // The first one pays for what is made once.
+    // The first connection causes one-time allocations.
     let _first = open(subject.entry(), target, 1).await?;
     sleep(REST).await;
-    let before = subject.rss()?.context("no program to ask")?;
+    let before = subject.rss()?.context("contender has no program")?;
     let held = open(subject.entry(), target, wanted).await?;
     sleep(REST).await;
-    let after = subject.rss()?.context("no program to ask")?;
+    let after = subject.rss()?.context("contender has no program")?;
     let count = held.len() as u64;
     if count < wanted {
         eprintln!("  only {count} of {wanted} idle connections within {DIAL_TIME:?}");
     }
-    ensure!(count >= FEWEST.min(wanted), "only {count} connections");
+    ensure!(
+        count >= FEWEST.min(wanted),
+        "only {count} connections opened"
+    );
     let growth = after.saturating_sub(before) as f64;
     Ok(vec![(IDLE_MEMORY, growth / 1024.0 / count as f64)])
 }
 
-/// What programs that ran all the time take, in bytes: before any load and now. None without a program.
+/// Returns the memory of long-running programs before any load and now, from bytes. Empty if the contender
+/// has no program.
 pub fn figures(at_start: Option<u64>, after: Option<u64>) -> Figures {
     let figures = [(MEMORY_START, at_start), (MEMORY_AFTER, after)].into_iter();
     figures
@@ -107,10 +105,7 @@ pub fn figures(at_start: Option<u64>, after: Option<u64>) -> Figures {
         .collect()
 }
 
-/// The most that the agent needs with idle connections and bulk in both directions.
-///
-/// # Errors
-/// When any connection fails.
+/// Returns the peak memory of the agent with idle connections and bulk transfers in both directions.
 pub async fn beside_bulk(
     tunnel: &mut Tunnel,
     target: SocketAddr,
@@ -119,7 +114,7 @@ pub async fn beside_bulk(
     let held = open(&tunnel.entry, target, IDLE_BESIDE_BULK).await?;
     ensure!(
         held.len() as u64 == IDLE_BESIDE_BULK,
-        "only {} connections",
+        "only {} connections opened",
         held.len()
     );
     let entry = &tunnel.entry.clone();
@@ -130,7 +125,7 @@ pub async fn beside_bulk(
     let mut most = 0;
     while begin.elapsed() < time {
         sleep(LOOK).await;
-        most = most.max(tunnel.agent_rss()?.context("no program to ask")?);
+        most = most.max(tunnel.agent_rss()?.context("contender has no program")?);
     }
     let rate = bulk.rate_since(mark)?;
     Ok(vec![
@@ -139,7 +134,7 @@ pub async fn beside_bulk(
     ])
 }
 
-/// Opens connections, each of which has carried a byte to and fro, until time is up.
+/// Opens connections until the time is up. Each connection has carried one byte in both directions.
 async fn open(entry: &Entry, target: SocketAddr, wanted: u64) -> anyhow::Result<Vec<BoxedStream>> {
     let deadline = Instant::now() + DIAL_TIME;
     let turns = Arc::new(Semaphore::new(DIALS));
@@ -152,7 +147,7 @@ async fn open(entry: &Entry, target: SocketAddr, wanted: u64) -> anyhow::Result<
             stream.write_all(b"echo\nx").await?;
             stream.flush().await?;
             if stream.read_u8().await? != b'x' {
-                bail!("an echo of another byte");
+                bail!("echo returned another byte");
             }
             Ok(stream)
         });
@@ -161,7 +156,8 @@ async fn open(entry: &Entry, target: SocketAddr, wanted: u64) -> anyhow::Result<
     while let Ok(Some(opened)) = timeout_at(deadline, dials.join_next()).await {
         match opened? {
             Ok(stream) => held.push(stream),
-            // One that holds some is asked how many, one that holds none is broken.
+            // Without any connection the contender is broken; otherwise the number of open connections is the
+            // result.
             Err(error) if held.is_empty() => return Err(error),
             Err(_) => break,
         }
@@ -175,7 +171,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_limit_too_low_is_named() {
+    fn error_names_needed_and_current_limit() {
         assert_eq!(affordable(20_000, 1).unwrap(), IDLE);
         assert_eq!(affordable(20_000, 2).unwrap(), 9850);
         let text = affordable(1024, 1).unwrap_err().to_string();
@@ -183,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn the_limit_is_raised_to_the_hard_one() {
+    fn limit_is_raised_to_the_hard_limit() {
         let raised = raise_limit();
         assert_eq!(
             getrlimit(Resource::Nofile).maximum.unwrap_or(u64::MAX),

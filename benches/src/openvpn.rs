@@ -1,18 +1,18 @@
 //! The subcommand `openvpn`: our OpenVPN server and client, compared with the stock program.
 //!
-//! | module | what it holds |
+//! | module | content |
 //! |---|---|
-//! | [`rows`] | what is measured |
-//! | [`contenders`] | who is measured, and their running programs |
-//! | [`ground`] | where they run |
-//! | [`measure`] | how one row of one contender is measured |
-//! | [`probe`] | what is asked of running programs |
-//! | [`bursts`] | a flow that moves much, and then nothing |
-//! | [`switching`] | the change from one tunnel to the other |
-//! | [`targets`] | what is expected of ours |
+//! | [`rows`] | the rows |
+//! | [`contenders`] | the contenders and their running programs |
+//! | [`ground`] | networks and namespaces |
+//! | [`measure`] | measurement of a row of a contender |
+//! | [`probe`] | queries to running programs |
+//! | [`bursts`] | a flow with pauses between bursts of data |
+//! | [`switching`] | switches from one tunnel to the other |
+//! | [`targets`] | the targets for our programs |
 //!
-//! Turns are taken as in `tunnel`: every round measures every row, and every row one contender right after
-//! the other, beginning with another one each time.
+//! Contenders take turns as in `tunnel`: every round measures every row, and every row measures one contender
+//! right after the other. Each row starts with another contender.
 
 mod bursts;
 mod contenders;
@@ -60,7 +60,7 @@ pub static COMPARISON: Comparison = Comparison {
     )],
 };
 
-/// What `--svg` draws.
+/// The picture that `--svg` draws.
 static PICTURE: Picture = Picture {
     title: "Culvert's OpenVPN and the stock program compared",
     panels: &[
@@ -94,27 +94,24 @@ static PICTURE: Picture = Picture {
     by: STOCK,
 };
 
-/// What the table calls the way in, which is the only one here.
+/// Name of the only entry point, for the table.
 pub const FRONT: &str = "CONNECT";
 
-/// How long a server may take to count.
+/// Upper bound of the interval at which a server updates its counters.
 const COUNTED: Duration = Duration::from_millis(1200);
 
-/// What to measure.
+/// Options of the subcommand.
 #[derive(Debug, Args)]
 pub struct Options {
     #[command(flatten)]
     common: Common,
 
-    /// Only this one (repeatable): ours, ours/udp, ours+stock, o+s/udp (server+client), stock
+    /// Measure only this contender (repeatable): ours, ours/udp, ours+stock, o+s/udp (server+client), stock
     #[arg(long = "contender", value_name = "NAME")]
     contenders: Vec<String>,
 }
 
-/// Measures and reports. Whether everything went well.
-///
-/// # Errors
-/// When nothing can be measured at all, or a file cannot be written.
+/// Measures all rows and writes the report. Returns true if no measurement failed.
 pub async fn run(mut options: Options) -> anyhow::Result<bool> {
     options.common.settle();
     let common = &options.common;
@@ -146,7 +143,7 @@ impl Options {
                 eprintln!("{} left out: {why}", missing.join(", "));
             }
         }
-        ensure!(!contenders.is_empty(), "no contender is left");
+        ensure!(!contenders.is_empty(), "no contender can be measured");
         Ok(contenders)
     }
 
@@ -154,23 +151,23 @@ impl Options {
         let mut rows = ROWS.to_vec();
         rows.retain(|row| row.name.contains(&self.common.row));
         let wanted = !rows.is_empty() || MEMORY.contains(&self.common.row);
-        ensure!(wanted, "no row has {:?} in its name", self.common.row);
+        ensure!(wanted, "no row name contains {:?}", self.common.row);
         Ok(rows)
     }
 }
 
-/// What is to be measured.
+/// The rows and contenders to measure.
 struct Plan {
     contenders: Vec<Contender>,
     rows: Vec<Row>,
     rounds: u32,
 }
 
-/// A contender that runs.
+/// A running contender.
 struct Running {
     contender: Contender,
     pair: Pair,
-    /// The memory of its server and client before any load, in bytes.
+    /// Memory of server and client before any load, in bytes.
     at_start: [u64; 2],
 }
 
@@ -190,7 +187,7 @@ impl Running {
 }
 
 impl Plan {
-    /// About how many seconds all of it takes.
+    /// Returns the approximate duration of all measurements, in seconds.
     fn estimate(&self, seconds: f64) -> f64 {
         let times = |row: &Row| {
             let count = self.contenders.iter().filter(|c| c.has(row)).count();
@@ -198,14 +195,14 @@ impl Plan {
         };
         let rows = self.rows.iter();
         let measuring: f64 = rows.map(|row| times(row) * row.estimate(seconds)).sum();
-        // Each is started, too.
+        // Starting a contender takes about a second.
         measuring + self.contenders.len() as f64
     }
 
     async fn measure_all(&self, lab: &Lab, report: &mut Report) {
         let mut running = Vec::new();
         for contender in &self.contenders {
-            // For their memory alone, where no row is wanted.
+            // Without rows, contenders are started for their memory only.
             let wanted = self.rows.is_empty() || self.rows.iter().any(|row| contender.has(row));
             if !wanted {
                 continue;
@@ -225,14 +222,14 @@ impl Plan {
                 }
             }
         }
-        // Servers count once a second what they have sent again.
+        // Servers count retransmissions once per second.
         sleep(COUNTED).await;
         for one in &running {
             report.add(FRONT, MEMORY, one.contender.name, one.memory().await);
         }
     }
 
-    /// Measures one row of one contender, and gives it new programs if it hangs or fails.
+    /// Measures one row of one contender, and restarts the contender if it hangs or fails.
     async fn measure(
         &self,
         lab: &Lab,
@@ -250,7 +247,7 @@ impl Plan {
         if !usable && !row.is_fresh() {
             match lab.start(contender).await {
                 Ok(pair) => running.pair = pair,
-                // It stays as it is, and its next row fails.
+                // The old programs stay, so that the next row fails, too.
                 Err(error) => report.add(FRONT, "restart", contender.name, Err(error)),
             }
         }
@@ -271,7 +268,7 @@ mod tests {
     }
 
     #[test]
-    fn every_row_that_is_drawn_exists() {
+    fn every_drawn_row_exists() {
         for row in PICTURE.panels.iter().flat_map(|panel| panel.rows) {
             let known = ROWS.iter().any(|known| known.name == *row);
             assert!(known || *row == MEMORY, "{row}");

@@ -1,4 +1,4 @@
-//! What every subcommand can be told, and what it does with its report.
+//! Options of all subcommands, and the output of their reports.
 
 use std::path::PathBuf;
 
@@ -8,18 +8,18 @@ use clap::Args;
 use crate::report::{Comparison, Machine, Report};
 use crate::svg::{self, Picture};
 
-/// How to measure, and where to write it.
+/// Options for the measurements and for the output.
 #[derive(Debug, Args)]
 pub struct Common {
-    /// How often every row is measured; the table shows medians
+    /// Number of measurements per row; the table shows medians
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
     pub rounds: u32,
 
-    /// How many seconds of load every measurement is
+    /// Seconds of load per measurement
     #[arg(long, value_name = "S", default_value_t = 1.2, value_parser = seconds)]
     pub seconds: f64,
 
-    /// One round of half a second: shows that everything runs, proves nothing else
+    /// Run one round of half a second: shows that everything works, but gives no usable figures
     #[arg(long)]
     quick: bool,
 
@@ -31,7 +31,7 @@ pub struct Common {
     #[arg(long, value_name = "PATH")]
     svg: Option<PathBuf>,
 
-    /// Only rows with this text in their names
+    /// Measure only rows with this text in their names
     #[arg(long, value_name = "TEXT", default_value = "")]
     pub row: String,
 }
@@ -44,14 +44,14 @@ fn seconds(text: &str) -> Result<f64, String> {
 }
 
 impl Common {
-    /// Puts in what `--quick` stands for.
+    /// Applies `--quick`.
     pub fn settle(&mut self) {
         if self.quick {
             (self.rounds, self.seconds) = (1, 0.5);
         }
     }
 
-    /// A report to fill. Says on stderr how long that takes, in seconds.
+    /// Creates an empty report, and prints the estimated duration, given in seconds, to stderr.
     pub fn begin(&self, comparison: &'static Comparison, estimate: f64) -> Report {
         match estimate {
             seconds @ ..120.0 => eprintln!("this takes about {seconds:.0} seconds"),
@@ -60,10 +60,7 @@ impl Common {
         Report::new(comparison, Machine::this(), self.rounds, self.seconds)
     }
 
-    /// Prints the report and writes the files that are wanted. Whether every measurement went well.
-    ///
-    /// # Errors
-    /// When a file cannot be written.
+    /// Prints the report and writes the requested files. Returns true if no measurement failed.
     pub fn end(&self, report: &Report, picture: &Picture) -> anyhow::Result<bool> {
         print!("{report}");
         if let Some(path) = &self.json {
@@ -78,14 +75,12 @@ impl Common {
     }
 }
 
-/// Whom to measure, of all that a comparison knows: `wanted`, or everyone if that is empty.
-///
-/// # Errors
-/// When one that is wanted is not known.
+/// Returns a filter for names of contenders: those in `wanted`, or all if `wanted` is empty. Fails on unknown
+/// names.
 pub fn chosen(wanted: &[String], comparison: &Comparison) -> anyhow::Result<impl Fn(&str) -> bool> {
     for name in wanted {
         let known = comparison.contenders.contains(&name.as_str());
-        ensure!(known, "no contender is called {name:?}");
+        ensure!(known, "unknown contender {name:?}; --help lists all");
     }
     Ok(move |name: &str| wanted.is_empty() || wanted.iter().any(|one| one == name))
 }

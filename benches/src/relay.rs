@@ -1,9 +1,10 @@
-//! Relays: what tunnels are compared with that know neither protocol nor agents.
+//! Relays: contenders without the protocol of a front end and without agents.
 //!
-//! [`Kind::Tls`] is two of stunnel, or of haproxy where there is no stunnel: a plain Unix socket,
-//! mutual TLS with the certificates of a topology, plain TCP to the one endpoint, and one TLS
-//! connection for each of the client's. It does the copying and the encryption that a tunnel cannot do without.
-//! [`Kind::Rathole`] is a reverse tunnel, which like ours is dialled by its far side, without TLS.
+//! [`Kind::Tls`] is a pair of stunnel processes, or of haproxy processes if stunnel is not installed. Between
+//! them is mutual TLS with the certificates of a topology; the client side is a plain Unix socket, the
+//! endpoint side plain TCP. Each client connection has its own TLS connection. This is the copying and
+//! encryption that no tunnel can avoid. [`Kind::Rathole`] is a reverse tunnel without TLS. Like in our
+//! tunnel, the far side dials.
 
 use std::fs;
 use std::net::SocketAddr;
@@ -20,11 +21,11 @@ use tokio::time::{sleep, timeout};
 
 use crate::entry::Entry;
 
-/// How long a relay may take until it carries a byte, and how often that is tried.
+/// Time limit for a relay to carry the first byte, and the pause between two attempts.
 const START_LIMIT: Duration = Duration::from_secs(10);
 const TRY_INTERVAL: Duration = Duration::from_millis(50);
 
-/// A relay to be measured.
+/// Kind of relay.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     /// TLS between two relays.
@@ -34,7 +35,7 @@ pub enum Kind {
 }
 
 impl Kind {
-    /// What has to be installed, if it is not.
+    /// Returns the reason why the relay cannot run, if its program is not installed.
     pub fn missing(self) -> Option<&'static str> {
         match self {
             Self::Tls if stunnel().or_else(haproxy).is_none() => {
@@ -49,26 +50,21 @@ impl Kind {
 /// A running relay. Dropping it kills both programs.
 #[derive(Debug)]
 pub struct Relay {
-    /// The program at the client's side.
+    /// The program on the client's side.
     pub near: Program,
-    /// The program at the endpoint's side.
+    /// The program on the endpoint's side.
     pub far: Program,
-    /// Where the load enters.
+    /// Entry of the load.
     pub entry: Entry,
     _ports: Ports,
-    // Last, so that programs are gone before their files are.
+    // The last field, so that the programs end before their files are removed.
     _dir: TempDir,
 }
 
 impl Relay {
-    /// Starts a relay to `target` and waits until it carries a byte. One program listens at the second
-    /// of `middle` and the other one reaches it at the first, with a path between the two or none.
-    ///
-    /// # Errors
-    /// When it carries nothing; its own words are in the error.
-    ///
-    /// # Panics
-    /// When a program cannot be started.
+    /// Starts a relay to `target` and waits until it carries a byte. One program listens at `middle[1]`, the
+    /// other one connects to `middle[0]`; a simulated path may lie between the two. An error contains the
+    /// logs of both programs. Panics if a program does not start.
     pub async fn start(
         kind: Kind,
         mut ports: Ports,
@@ -100,12 +96,12 @@ impl Relay {
         };
         if timeout(START_LIMIT, relay.carries(target)).await.is_err() {
             let (near, far) = (relay.near.log(), relay.far.log());
-            bail!("the relay carries nothing within {START_LIMIT:?}\n{near}\n{far}");
+            bail!("the relay carries no data within {START_LIMIT:?}\n{near}\n{far}");
         }
         Ok(relay)
     }
 
-    /// Returns once a byte has come back.
+    /// Waits until a byte has returned.
     async fn carries(&self, target: SocketAddr) {
         while self.echo(target).await.is_err() {
             sleep(TRY_INTERVAL).await;
@@ -120,7 +116,7 @@ impl Relay {
     }
 }
 
-/// A program on the path, or where Debian keeps those of administrators.
+/// Finds a program on the path or in the directory that Debian uses for administrators' programs.
 fn installed(names: &[&str]) -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let dirs: Vec<PathBuf> = std::env::split_paths(&path)
@@ -144,7 +140,7 @@ fn rathole() -> Option<PathBuf> {
     installed(&["rathole"])
 }
 
-/// What the programs have to be told.
+/// Configuration of the programs to start.
 struct Plan<'a> {
     dir: &'a Path,
     pki: Pki,
@@ -191,7 +187,7 @@ impl Plan<'_> {
     fn haproxy(&self, program: &Path) -> anyhow::Result<Started> {
         let socket = self.dir.join("relay.socket");
         let ca = self.pki.ca.display();
-        // It wants certificate and key in one file.
+        // haproxy expects the certificate and the key in one file.
         let joined = |name: &str, pair: &Pair| -> anyhow::Result<PathBuf> {
             let text = fs::read_to_string(&pair.cert)? + &fs::read_to_string(&pair.key)?;
             self.file(name, &text)
@@ -200,7 +196,7 @@ impl Plan<'_> {
         let cluster = joined("cluster.pem", &self.pki.cluster)?;
         let config = |bind: &str, server: &str| {
             format!(
-                // It derives from the limit of file descriptors how many connections it takes.
+                // haproxy derives its connection limit from the limit of file descriptors.
                 "defaults\n mode tcp\n timeout connect 5s\n timeout client 1h\n timeout server 1h\n\
                  listen relay\n bind {bind}\n server next {server}\n"
             )
@@ -257,9 +253,8 @@ mod tests {
     use super::*;
     use crate::endpoint::Endpoints;
 
-    /// Every relay that is installed carries bytes; one that is not says so.
     #[tokio::test]
-    async fn what_is_installed_carries() {
+    async fn installed_relays_carry_data_and_others_report_why_not() {
         let endpoints = Endpoints::start().await.unwrap();
         for kind in [Kind::Tls, Kind::Rathole] {
             let mut ports = Ports::default();

@@ -1,4 +1,4 @@
-//! Everything that was measured: medians, ratios, JSON.
+//! All samples: medians, ratios, JSON.
 
 use std::fmt;
 
@@ -7,17 +7,17 @@ use serde_json::{Value, json};
 use crate::targets::{self, Target, Verdict};
 use crate::topology::OURS;
 
-/// What is measured of a row.
+/// A figure of a row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Metric {
-    /// With its unit.
+    /// Name with the unit.
     pub name: &'static str,
-    /// Whether more of it is better.
+    /// True if larger values are better.
     pub higher_is_better: bool,
 }
 
 impl Metric {
-    /// One of which more is better.
+    /// Creates a metric for which larger values are better.
     pub const fn higher(name: &'static str) -> Self {
         Self {
             name,
@@ -25,7 +25,7 @@ impl Metric {
         }
     }
 
-    /// One of which less is better.
+    /// Creates a metric for which smaller values are better.
     pub const fn lower(name: &'static str) -> Self {
         Self {
             name,
@@ -34,13 +34,13 @@ impl Metric {
     }
 }
 
-/// The value of a time that had no end within its bound.
+/// Value of a time that exceeded its limit.
 pub const HUNG: f64 = f64::INFINITY;
 
-/// What one measurement gave.
+/// Figures of one measurement.
 pub type Figures = Vec<(Metric, f64)>;
 
-/// Where the figures come from, as far as it matters to them.
+/// The machine of the measurements, as far as it affects the figures.
 #[derive(Debug)]
 pub struct Machine {
     cores: usize,
@@ -49,7 +49,7 @@ pub struct Machine {
 }
 
 impl Machine {
-    /// This one.
+    /// Returns the description of this machine.
     pub fn this() -> Self {
         let cpu_info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
         let model = cpu_info
@@ -78,45 +78,45 @@ impl fmt::Display for Machine {
     }
 }
 
-/// Who is compared with whom, and what is expected of it.
+/// The contenders, and the targets for their figures.
 #[derive(Debug)]
 pub struct Comparison {
-    /// The names of all, in the order of the columns.
+    /// Names of all contenders, in the order of the columns.
     pub contenders: &'static [&'static str],
-    /// By whose figures everyone's are divided in JSON.
+    /// Contender whose figures divide the figures of all contenders in JSON.
     pub everyone_by: &'static str,
-    /// By whose figures those of ours are divided besides.
+    /// Contender whose figures also divide our figures in JSON.
     pub ours_by: &'static str,
-    /// Ratios that the table shows: heading, whose figure, and by whose.
+    /// Ratios in the table: heading, dividend, divisor.
     pub ratios: &'static [(&'static str, &'static str, &'static str)],
-    /// What the last column judges by.
+    /// Targets, for the last column.
     pub targets: &'static [Target],
-    /// Lines below the table, each if this figure was measured.
+    /// Lines below the table. Each appears only if its metric was measured.
     pub notes: &'static [(Metric, &'static str)],
 }
 
 /// One measurement of a row with one contender.
 #[derive(Debug)]
 pub struct Sample {
-    /// The front end.
+    /// Name of the front end or entry point.
     pub front: &'static str,
-    /// The row.
+    /// Name of the row.
     pub row: &'static str,
-    /// Who was measured.
+    /// Name of the contender.
     pub contender: &'static str,
     outcome: Result<Figures, String>,
 }
 
-/// Everything that was measured. Displayed as a table.
+/// All samples of a run. `Display` prints the table.
 #[derive(Debug)]
 pub struct Report {
-    /// Of whom.
+    /// The contenders.
     pub comparison: &'static Comparison,
-    /// Where.
+    /// The machine of the measurements.
     pub machine: Machine,
-    /// How often.
+    /// Number of rounds.
     pub rounds: u32,
-    /// How many seconds each time.
+    /// Seconds of load per measurement.
     pub seconds: f64,
     samples: Vec<Sample>,
 }
@@ -124,41 +124,42 @@ pub struct Report {
 /// One line of the table.
 #[derive(Debug)]
 pub struct Line {
-    /// What its columns are.
+    /// The contenders of the columns.
     comparison: &'static Comparison,
-    /// The front end.
+    /// Name of the front end or entry point.
     pub front: &'static str,
-    /// The row.
+    /// Name of the row.
     pub row: &'static str,
-    /// The figure.
+    /// The figure of this line.
     pub metric: Metric,
-    /// By contender, in the order of the columns.
+    /// Samples by contender, in the order of the columns.
     values: Vec<Vec<f64>>,
 }
 
 impl Line {
-    /// The median of a contender's samples, if it has any.
+    /// Returns the median of a contender's samples, if there are any.
     pub fn median(&self, contender: &str) -> Option<f64> {
         let mut pairs = self.comparison.contenders.iter().zip(&self.values);
         let (_, values) = pairs.find(|(known, _)| **known == contender)?;
         median(values)
     }
 
-    /// One contender by another one, if both were measured and the two can be divided.
+    /// Returns the median of `contender` divided by the median of `against`, if both were measured and the
+    /// quotient is defined.
     pub fn ratio(&self, contender: &str, against: &str) -> Option<f64> {
         let by = self.median(against).filter(|by| *by != 0.0)?;
         let ratio = self.median(contender)? / by;
         Some(ratio).filter(|ratio| !ratio.is_nan())
     }
 
-    /// How the contenders did where something is expected of them.
+    /// Returns a verdict for each target of this line.
     pub fn verdicts(&self) -> Vec<Verdict> {
         targets::verdicts(self, self.comparison.targets)
     }
 }
 
 impl Report {
-    /// An empty one.
+    /// Creates an empty report.
     pub fn new(
         comparison: &'static Comparison,
         machine: Machine,
@@ -190,7 +191,7 @@ impl Report {
         });
     }
 
-    /// Whether no measurement failed.
+    /// Returns true if no measurement failed.
     pub fn is_clean(&self) -> bool {
         self.failures().next().is_none()
     }
@@ -204,7 +205,7 @@ impl Report {
             })
     }
 
-    /// The lines of the table, in the order in which their first figures came.
+    /// Returns the lines of the table, ordered by their first samples.
     pub fn lines(&self) -> Vec<Line> {
         let contenders = self.comparison.contenders;
         let mut lines: Vec<Line> = Vec::new();
@@ -232,7 +233,7 @@ impl Report {
         lines
     }
 
-    /// Medians, samples, ratios and failures.
+    /// Returns medians, samples, ratios and failures.
     pub fn json(&self) -> Value {
         let lines: Vec<Value> = self.lines().iter().map(line_json).collect();
         let failures: Vec<Value> = self
@@ -297,7 +298,7 @@ fn line_json(line: &Line) -> Value {
     })
 }
 
-/// JSON has no number for what had no end.
+/// Converts a figure. JSON has no number for [`HUNG`].
 fn figure_json(value: Option<f64>) -> Value {
     match value {
         Some(HUNG) => json!("hung"),
@@ -305,7 +306,7 @@ fn figure_json(value: Option<f64>) -> Value {
     }
 }
 
-/// The middle one, or the mean of the middle two; none of nothing.
+/// Returns the middle value, or the mean of the middle two. `None` without values.
 fn median(values: &[f64]) -> Option<f64> {
     let mut sorted = values.to_vec();
     sorted.sort_unstable_by(f64::total_cmp);
@@ -314,7 +315,7 @@ fn median(values: &[f64]) -> Option<f64> {
     Some((lower + upper) / 2.0)
 }
 
-/// A figure, as the table shows it.
+/// Formats a figure for the table.
 pub fn number(value: Option<f64>, digits: usize) -> String {
     match value {
         None => "-".to_owned(),
@@ -323,14 +324,14 @@ pub fn number(value: Option<f64>, digits: usize) -> String {
     }
 }
 
-/// Says on stderr what one measurement gave: in which round of how many, and of what.
+/// Prints the result of one measurement to stderr: the current round, the number of rounds, and names.
 pub fn tell(turn: [u32; 2], of: [&str; 3], figures: &anyhow::Result<Figures>) {
     let ([round, rounds], [front, row, contender]) = (turn, of);
     let text = describe(figures);
     eprintln!("{round}/{rounds} {front} {row}, {contender}: {text}");
 }
 
-/// One measurement, in a line.
+/// Formats one measurement in a line.
 fn describe(figures: &anyhow::Result<Figures>) -> String {
     match figures {
         Ok(figures) => {
@@ -344,7 +345,7 @@ fn describe(figures: &anyhow::Result<Figures>) -> String {
     }
 }
 
-/// Whether a contender is of use after a measurement: it neither failed nor hung.
+/// Returns true if a contender is usable after a measurement: the measurement neither failed nor hung.
 pub fn is_usable(figures: &anyhow::Result<Figures>) -> bool {
     let figures = figures.as_ref();
     figures.is_ok_and(|figures| figures.iter().all(|(_, value)| *value != HUNG))
@@ -400,18 +401,18 @@ mod tests {
     }
 
     #[test]
-    fn what_hung_is_no_number_and_no_failure() {
+    fn hung_figure_is_text_in_json_and_no_failure() {
         let report = report(&[("ours", Ok((1.0, 5.0))), ("stock", Ok((1.0, HUNG)))]);
         assert!(report.is_clean());
         let json = report.json();
         assert_eq!(json["lines"][1]["medians"]["stock"], "hung");
-        // Ours is infinitely faster.
+        // A finite time divided by an infinite one is 0.
         assert_eq!(json["lines"][1]["by_stock"]["ours"], json!(0.0));
         assert_eq!(number(Some(HUNG), 2), "hung");
     }
 
     #[test]
-    fn nothing_is_divided_by_nothing() {
+    fn ratio_with_zero_divisor_is_missing() {
         let report = report(&[("ours", Ok((3.0, 3.0))), ("stock", Ok((0.0, 1.0)))]);
         let ratios = report.lines();
         let ratios = ratios.iter().map(|line| line.ratio("ours", "stock"));
@@ -419,7 +420,7 @@ mod tests {
     }
 
     #[test]
-    fn failures_are_told_and_compared_with_nothing() {
+    fn failures_are_reported_and_have_no_ratios() {
         let report = report(&[("ours", Err("it broke")), ("stock", Ok((1.0, 1.0)))]);
         assert!(!report.is_clean());
         let lines = report.lines();

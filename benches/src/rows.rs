@@ -1,4 +1,4 @@
-//! What is measured: the rows, their figures, and how long they take.
+//! The rows, their figures, and their durations.
 
 use std::time::Duration;
 
@@ -25,38 +25,38 @@ pub const MEMORY_AFTER: Metric = Metric::lower("MiB after");
 pub const IDLE_MEMORY: Metric = Metric::lower("KiB each");
 pub const AGENT_MEMORY: Metric = Metric::lower("agent MiB");
 
-/// The name of the row that is added at the end: memory of what ran all the time.
+/// Name of the last row: the memory of the long-running programs.
 pub const MEMORY: &str = "memory";
 
-/// How long a byte takes along the long path, each way.
+/// Delay of a byte along the long path, one way.
 const FAR: Duration = Duration::from_millis(50);
 
-/// The bytes per second of a line of 1 Gbit/s.
+/// Bytes per second of a line of 1 Gbit/s.
 const LINE: f64 = 125e6;
 
-/// What a row measures.
+/// Measurement of a row.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Kind {
-    /// A load of a given amount. The job is what is done first, to see how fast the contender is.
+    /// A load of a given amount. The job is the first warm-up, which estimates the speed of the contender.
     Load(Job),
     /// Echoes on one connection beside two downloads.
     EchoBesideBulk,
-    /// Echoes alone and beside connections that nobody reads.
+    /// Echoes, first alone and then beside connections that nobody reads.
     Stalled,
-    /// One download along a path.
+    /// One download along a simulated path.
     Far(Path),
     /// Idle connections.
     Idle,
-    /// The agent's memory beside bulk.
+    /// Memory of the agent beside bulk transfers.
     AgentMemory,
 }
 
-/// One kind of load.
+/// One row of the table.
 #[derive(Debug, Clone, Copy)]
 pub struct Row {
-    /// What the table calls it.
+    /// Name of the row in the table.
     pub name: &'static str,
-    /// What it is.
+    /// Measurement of the row.
     pub kind: Kind,
 }
 
@@ -101,8 +101,8 @@ pub const ROWS: [Row; 15] = [
 ];
 
 impl Row {
-    /// In how many of `rounds` it is measured: a contender has to be started for some, and what those
-    /// show hardly differs from round to round.
+    /// Returns the number of rounds in which the row is measured. Rows that start a contender run less often;
+    /// their figures differ little from round to round.
     pub fn rounds(&self, rounds: u32) -> u32 {
         match self.kind {
             Kind::Load(_) | Kind::EchoBesideBulk => rounds,
@@ -111,7 +111,7 @@ impl Row {
         }
     }
 
-    /// Whether it says anything about a contender without programs.
+    /// Returns true if the row also applies to a contender without programs.
     pub fn suits_direct(&self) -> bool {
         matches!(
             self.kind,
@@ -119,29 +119,29 @@ impl Row {
         )
     }
 
-    /// Whether it is measured on a contender that is started for it alone.
+    /// Returns true if the row starts a contender of its own.
     pub fn is_fresh(&self) -> bool {
         matches!(self.kind, Kind::Far(_) | Kind::Idle | Kind::AgentMemory)
     }
 
-    /// Ramp and time of a long path's download: the ramp has to be some round trips long.
+    /// Returns ramp and duration of a download along a long path. The ramp covers several round trips.
     pub fn far_times(seconds: f64) -> [Duration; 2] {
         [1.5, 2.0 * seconds].map(Duration::from_secs_f64)
     }
 
-    /// How long a crowd echoes. Whatever the machine does every few seconds has to show with the stalled
-    /// connections and without: a kernel thread that holds a processor for 85 ms every 5 s is more
-    /// than one in a hundred of the echoes.
+    /// Returns the duration of echoes on many connections. The duration must cover periodic work of the
+    /// machine in both parts of the row: a kernel thread that uses a processor for 85 ms every 5 s affects
+    /// more than one in a hundred echoes.
     pub fn crowd_time(seconds: f64) -> Duration {
         Duration::from_secs_f64((6.0 * seconds).min(seconds.max(7.2)))
     }
 
-    /// About how many seconds one measurement takes.
+    /// Returns the approximate duration of one measurement, in seconds.
     pub fn estimate(&self, seconds: f64) -> f64 {
         match self.kind {
             Kind::Load(_) => 1.3 * seconds + 0.5,
             Kind::EchoBesideBulk => 2.0 * seconds + 0.6,
-            // With some that hang.
+            // Some contenders hang.
             Kind::Stalled => 12.0 * seconds + 6.0,
             Kind::Far(_) => 2.0 * seconds + 4.0,
             Kind::Idle => 12.0,

@@ -1,8 +1,8 @@
-//! Echoes of many connections, alone and beside connections that nobody reads.
+//! Echoes on many connections, alone and beside connections that nobody reads.
 //!
-//! All of them share one tunnel. What stands still must not hold up what moves: neither a client
-//! that does not read a download nor an endpoint that does not read an upload. A contender that
-//! lets them do so hangs; that is a figure, not a failure, and costs a bounded time.
+//! All connections share one tunnel. Stalled connections must not block the others: neither a client that
+//! does not read its download nor an endpoint that does not read its upload. A contender that blocks is
+//! reported as hung. That is a figure, not a failure, and takes a bounded time.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -20,43 +20,41 @@ use crate::load::{Echo, percentiles};
 use crate::report::{Figures, HUNG};
 use crate::rows::{P99, P99_STALLED, RATIO_STALLED};
 
-/// Who echoes beside whom. The load is to be one that leaves the machine idle for half of the time, so
-/// that only what stands in the way shows.
+/// Numbers and times of the connections. The load should leave the machine idle for half of the time, so that
+/// only the effect of stalled connections shows.
 #[derive(Debug)]
 pub struct Crowd {
-    /// How many connections echo.
+    /// Number of connections that echo.
     pub echoes: usize,
-    /// How many stand still: downloads that nobody reads, and as many uploads.
+    /// Number of stalled downloads, and of stalled uploads.
     pub stalled: usize,
-    /// How long an echo waits before the next one.
+    /// Pause between two echoes of a connection.
     pub pause: Duration,
-    /// How long after one connection the next one begins.
+    /// Time between the starts of two connections.
     pub stagger: Duration,
-    /// How long they rest once they are open, before they echo alone.
+    /// Pause between opening the connections and the echoes without stalled connections.
     pub rest: Duration,
 }
 
-/// What `tunnel` measures.
+/// The connections of `tunnel`.
 pub const TUNNEL: Crowd = Crowd {
     echoes: 50,
     stalled: 8,
     pause: Duration::from_millis(15),
     stagger: Duration::ZERO,
-    // As long as beside the stalled ones, so that only these differ.
+    // The same pause as beside stalled connections, so that only the stalled connections differ.
     rest: FILL,
 };
 
-/// How long the stalled connections get to fill every buffer.
+/// Time for the stalled connections to fill every buffer.
 const FILL: Duration = Duration::from_secs(1);
 
-/// How much longer than planned the echoes may take before the contender counts as hung. Three orders
-/// of magnitude above what they take otherwise; longer would only cost time in every round.
+/// Time beyond the plan after which the contender counts as hung. Echoes usually take a thousandth of this; a
+/// longer limit would only prolong every round.
 const HANG: Duration = Duration::from_secs(5);
 
-/// Measures a contender. With a p99 of [`HUNG`] it is of no more use.
-///
-/// # Errors
-/// When an echo fails in another way than by not coming back.
+/// Measures a contender. After a p99 of [`HUNG`] the contender is unusable. Echoes that do not return are not
+/// an error; other failures are.
 pub async fn measure(
     crowd: &Crowd,
     entry: &Entry,
@@ -68,8 +66,8 @@ pub async fn measure(
     sleep(crowd.rest).await;
     let alone = crowd.p99(echoes, time).await?;
     let beside = timeout(HANG + FILL + time, async {
-        // All are dialled before anything stands still: a dial that waits until the tunnel has closed
-        // what stalls would find nothing in its way, and tell nothing.
+        // All connections are opened before any of them stalls. A dial might otherwise wait until the tunnel
+        // has closed the stalled connections, and the row would show nothing.
         let echoes = crowd.open(entry, target).await?;
         let _stalled = Stalled::open(entry, target, crowd.stalled).await?;
         sleep(FILL).await;
@@ -89,13 +87,13 @@ pub async fn measure(
 }
 
 impl Crowd {
-    /// Opens the connections that echo, and has each do so once: dials are a load of their own, above all
-    /// where each is a TLS handshake that begins with the first byte.
+    /// Opens the connections and sends one echo on each. Dials are a load of their own, above all if the
+    /// first byte starts a TLS handshake.
     async fn open(&self, entry: &Entry, target: SocketAddr) -> anyhow::Result<Vec<Echo>> {
         try_join_all((0..self.echoes).map(|_| Echo::proven(entry, target))).await
     }
 
-    /// The 99th percentile of their echoes, in microseconds.
+    /// Returns the 99th percentile of the echoes, in microseconds.
     async fn p99(&self, echoes: Vec<Echo>, time: Duration) -> anyhow::Result<f64> {
         let mut connections = JoinSet::new();
         let (pause, mut first) = (self.pause, Instant::now());
@@ -121,16 +119,16 @@ impl Crowd {
     }
 }
 
-/// Connections that stand still; dropping it ends them.
+/// Stalled connections. Dropping the value closes them.
 struct Stalled {
-    /// Downloads that are not read.
+    /// Downloads without a reader.
     _unread: Vec<BoxedStream>,
-    /// Uploads whose endpoint does not read.
+    /// Uploads to an endpoint that does not read.
     _unheard: JoinSet<()>,
 }
 
 impl Stalled {
-    /// As many of each kind.
+    /// Opens `count` downloads and `count` uploads.
     async fn open(entry: &Entry, target: SocketAddr, count: usize) -> anyhow::Result<Self> {
         let dials = (0..2 * count).map(|_| entry.open(target));
         let mut unread = try_join_all(dials).await?;
@@ -145,7 +143,7 @@ impl Stalled {
             unheard.spawn(async move {
                 let begun = stream.write_all(b"hold\n").await;
                 for piece in pattern::pieces(u64::MAX) {
-                    // The tunnel may close what does not move.
+                    // The tunnel may close a connection that makes no progress.
                     if begun.is_err() || stream.write_all(&piece).await.is_err() {
                         return;
                     }
@@ -167,7 +165,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn what_stands_still_does_not_hang_what_needs_no_tunnel() {
+    async fn stalled_connections_do_not_block_direct_echoes() {
         let endpoints = Endpoints::start().await.unwrap();
         let entry = Entry::Plain(endpoints.lean());
         let time = Duration::from_millis(50);
@@ -179,8 +177,8 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn echoes_that_stay_away_do_not_end() {
-        // Accepts, by the kernel's hand, and answers nothing.
+    async fn missing_echo_times_out() {
+        // The kernel accepts connections, but no answer follows.
         let silent = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = silent.local_addr().unwrap();
         let entry = Entry::Plain(address);

@@ -1,8 +1,8 @@
-//! The report as a picture for a page: bars of the medians, panel by panel, with ratios to one of those
-//! who were compared. What `tunnel` shows is here.
+//! The report as a picture for a web page: panels with bars for the medians, and ratios to one contender. The
+//! picture of `tunnel` is defined here.
 //!
-//! It is plain SVG: no script, no font but the reader's own, no background, and colours that can be
-//! read on a light and on a dark page.
+//! The output is plain SVG without scripts, without a background, in the reader's own font, and in colours
+//! for light and dark pages.
 
 use std::fmt::Write as _;
 
@@ -17,30 +17,30 @@ use crate::topology::{OURS, RELAY, STOCK};
 pub struct Panel {
     title: &'static str,
     metric: Metric,
-    /// Their names.
+    /// Names of the rows.
     pub rows: &'static [&'static str],
 }
 
-/// Whose bars are drawn.
+/// A contender that has bars.
 #[derive(Debug)]
 pub struct Bar {
     contender: &'static str,
-    /// What the legend says.
+    /// Text in the legend.
     label: &'static str,
-    /// The colour, a class of the style sheet: `o`, `s` or `r`.
+    /// Class of the style sheet that sets the colour: `o`, `s` or `r`.
     class: &'static str,
 }
 
-/// What a picture shows of a report.
+/// Content of a picture.
 #[derive(Debug)]
 pub struct Picture {
-    /// For those who do not see it.
+    /// Alternative text for readers who do not see the picture.
     pub title: &'static str,
-    /// From top to bottom.
+    /// Panels from top to bottom.
     pub panels: &'static [Panel],
     /// At most three.
     pub bars: &'static [Bar],
-    /// Whom the others are divided by.
+    /// Contender that the ratios refer to.
     pub by: &'static str,
 }
 
@@ -51,7 +51,7 @@ const BULK: &[&str] = &[
     "upload, 8 connections",
 ];
 
-/// A panel of the lines of `rows` that show `metric`.
+/// A panel for the lines of `rows` that show `metric`.
 pub const fn panel(title: &'static str, metric: Metric, rows: &'static [&'static str]) -> Panel {
     Panel {
         title,
@@ -91,7 +91,6 @@ const PANELS: [Panel; 8] = [
     ),
 ];
 
-/// A bar of a contender.
 pub const fn bar(contender: &'static str, label: &'static str, class: &'static str) -> Bar {
     Bar {
         contender,
@@ -100,7 +99,7 @@ pub const fn bar(contender: &'static str, label: &'static str, class: &'static s
     }
 }
 
-/// What `tunnel` draws.
+/// The picture of `tunnel`.
 pub static TUNNEL: Picture = Picture {
     title: "Culvert and Konnectivity compared",
     panels: &PANELS,
@@ -112,7 +111,7 @@ pub static TUNNEL: Picture = Picture {
     by: STOCK,
 };
 
-/// All lengths are in the picture's own units.
+/// All lengths are in units of the picture.
 const WIDTH: f64 = 860.0;
 const BARS_FROM: f64 = 270.0;
 const LONGEST: f64 = 430.0;
@@ -127,7 +126,7 @@ const STYLE: &str = "text{font:12px system-ui,sans-serif;fill:#57606a}\
     @media(prefers-color-scheme:dark){text{fill:#9da7b3}.t{fill:#e6edf3}\
     .o{fill:#2ea886}.s{fill:#768390}.r{fill:#c69026}}";
 
-/// Draws what of a report has a panel.
+/// Draws all panels that have figures.
 pub fn draw(report: &Report, picture: &Picture) -> String {
     let lines = report.lines();
     let mut body = String::new();
@@ -152,7 +151,7 @@ pub fn draw(report: &Report, picture: &Picture) -> String {
     )
 }
 
-/// Draws the legend of those that have a bar anywhere; gives where the panels begin.
+/// Draws the legend, with all contenders that have a bar. Returns the position of the first panel.
 fn legend(lines: &[Line], picture: &Picture, body: &mut String) -> f64 {
     let mut x = 0.0;
     for bar in picture.bars {
@@ -166,7 +165,7 @@ fn legend(lines: &[Line], picture: &Picture, body: &mut String) -> f64 {
     LEGEND
 }
 
-/// Draws a panel below `top`; gives where it ends.
+/// Draws a panel below `top`. Returns the position of its end.
 fn draw_panel(
     picture: &Picture,
     panel: &Panel,
@@ -198,7 +197,7 @@ fn draw_panel(
             let Some(value) = line.median(bar.contender) else {
                 continue;
             };
-            // What hung is as long as can be.
+            // A contender that hung gets the longest bar.
             let share = if value.is_finite() && longest > 0.0 {
                 value / longest
             } else {
@@ -215,7 +214,7 @@ fn draw_panel(
     y
 }
 
-/// A bar's figure, and how it compares with the one that is divided by.
+/// Returns the figure of a bar and its ratio to the reference.
 fn caption(picture: &Picture, line: &Line, bar: &Bar, value: f64) -> String {
     let digits = match value {
         ..10.0 => 2,
@@ -265,7 +264,8 @@ mod tests {
     use crate::rows::ROWS;
     use crate::tunnel::COMPARISON;
 
-    /// Every row of every panel, at both front ends, with these figures of ours, stock and relay.
+    /// Returns a report with every row of every panel, at both front ends, with these figures for ours, stock
+    /// and relay.
     fn full(figures: [f64; 3]) -> Report {
         let mut report = Report::new(&COMPARISON, Machine::this(), 5, 1.0);
         for front in ["CONNECT", "gRPC"] {
@@ -281,24 +281,24 @@ mod tests {
     }
 
     #[test]
-    fn a_full_report_is_small_and_stands_alone() {
+    fn full_report_is_small_and_self_contained() {
         let drawn = draw(&full([1234.5, 234.5, 1000.0]), &TUNNEL);
         assert!(drawn.len() < 40 * 1024, "{} bytes", drawn.len());
         assert!(drawn.contains("1234 (5.26\u{d7} stock)") || drawn.contains("1235 (5.26"));
         assert!(drawn.contains("prefers-color-scheme:dark"));
-        // The only address is the name of the format.
+        // The only address is the XML namespace.
         assert_eq!(drawn.matches("http").count(), 1);
         for open in ["svg", "style", "text"] {
             let opened = drawn.matches(&format!("<{open}")).count();
             assert_eq!(opened, drawn.matches(&format!("</{open}>")).count());
         }
         let bars: usize = PANELS.iter().map(|panel| panel.rows.len()).sum();
-        // And three in the legend.
+        // Plus three in the legend.
         assert_eq!(drawn.matches("<rect").count(), 2 * 3 * bars + 3);
     }
 
     #[test]
-    fn bars_are_as_long_as_their_figures() {
+    fn bar_length_is_proportional_to_figure() {
         let mut report = Report::new(&COMPARISON, Machine::this(), 1, 1.0);
         for (name, value) in [("ours", 400.0), ("stock", 100.0)] {
             report.add("CONNECT", BULK[0], name, Ok(vec![(RATE, value)]));
@@ -313,14 +313,14 @@ mod tests {
     }
 
     #[test]
-    fn what_hung_is_drawn_and_not_divided_by() {
+    fn hung_contender_has_a_bar_and_no_ratios() {
         let drawn = draw(&full([5.0, HUNG, 5.0]), &TUNNEL);
         assert!(drawn.contains(">hung<"));
         assert!(!drawn.contains("\u{d7} stock"), "{drawn}");
     }
 
     #[test]
-    fn every_row_that_is_named_exists() {
+    fn every_drawn_row_exists() {
         for row in PANELS.iter().flat_map(|panel| panel.rows) {
             assert!(*row == MEMORY || ROWS.iter().any(|known| known.name == *row));
         }

@@ -7,7 +7,7 @@ use crate::report::{Line, Report, Sample, number};
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let lines = self.lines();
-        // A column for those that have a figure at all.
+        // Only contenders with figures have a column.
         let measured = |name: &&str| lines.iter().any(|line| line.median(name).is_some());
         let contenders = self.comparison.contenders.iter().copied();
         let names: Vec<&str> = contenders.filter(measured).collect();
@@ -66,7 +66,7 @@ impl fmt::Display for Report {
     }
 }
 
-/// Whether a line is as expected, and what is not.
+/// Returns the missed targets of a line, or that all are met.
 fn judgement(line: &Line) -> String {
     let verdicts = line.verdicts();
     let missed: Vec<String> = verdicts
@@ -90,7 +90,7 @@ mod tests {
     use crate::tunnel::COMPARISON;
 
     #[test]
-    fn medians_ratios_verdicts_and_failures() {
+    fn table_shows_medians_ratios_verdicts_and_failures() {
         let mut report = Report::new(&COMPARISON, Machine::this(), 1, 1.0);
         let row = "download, 1 connection";
         for (name, rate, cpu) in [("ours", 500.0, 2.0), ("stock", 100.0, 8.0)] {
@@ -102,7 +102,7 @@ mod tests {
         let text = report.to_string();
         let lines: Vec<&str> = text.lines().collect();
         assert!(lines[1].contains("ours/st"), "{text}");
-        // Nobody has a figure for these.
+        // No sample has a figure for these columns.
         assert!(
             !lines[1].contains("relay") && !lines[1].contains("s+o"),
             "{text}"

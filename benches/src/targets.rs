@@ -1,5 +1,5 @@
-//! What is expected of ours: bounds of medians, mostly by what others reach in the same run. Those of
-//! `tunnel` are here.
+//! The targets for our programs: bounds for medians, mostly relative to other contenders in the same run. The
+//! targets of `tunnel` are defined here.
 
 use std::fmt;
 
@@ -10,43 +10,43 @@ use crate::rows::{
 };
 use crate::topology::{DIRECT, OURS, OURS_STOCK, RELAY, STOCK, STOCK_OURS};
 
-/// How far a figure may go.
+/// Bound of a figure.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Bound {
-    /// This or less.
+    /// Upper bound.
     AtMost(f64),
-    /// This or more.
+    /// Lower bound.
     AtLeast(f64),
 }
 
-/// One expectation.
+/// One target.
 #[derive(Debug, Clone, Copy)]
 pub struct Target {
-    /// Only this front end.
+    /// The front end, or `None` for all.
     pub front: Option<&'static str>,
-    /// Only these rows.
+    /// Names of the rows.
     pub rows: &'static [&'static str],
-    /// Which figure.
+    /// The figure.
     pub metric: Metric,
-    /// Of whom it is expected.
+    /// The contender that has to reach the target.
     pub contender: &'static str,
-    /// By whose figure it is divided, if by anyone's.
+    /// The contender whose figure is the divisor, if any.
     pub against: Option<&'static str>,
-    /// How far it may go.
+    /// Bound of the figure or of the ratio.
     pub bound: Bound,
 }
 
-/// How a contender did.
+/// The result for one target.
 #[derive(Debug, Clone, Copy)]
 pub struct Verdict {
-    /// What was expected.
+    /// The target.
     pub target: Target,
-    /// What came of it: the figure, or its ratio.
+    /// The figure, or its ratio.
     pub value: f64,
 }
 
 impl Verdict {
-    /// Whether it is as expected.
+    /// Returns true if the target is met.
     pub fn met(&self) -> bool {
         match self.target.bound {
             Bound::AtMost(bound) => self.value <= bound,
@@ -88,7 +88,7 @@ const MEMORY: &[&str] = &[
     "memory beside bulk, 1000 idle",
 ];
 
-/// Of ours, by stock.
+/// A target for ours, relative to stock.
 const fn ours(
     front: Option<&'static str>,
     rows: &'static [&'static str],
@@ -105,7 +105,7 @@ const fn ours(
     }
 }
 
-/// Of a pair of which one half is ours: no worse than stock.
+/// A target for a pair with one half of ours, relative to stock.
 const fn mixed(contender: &'static str, metric: Metric, bound: Bound) -> Target {
     Target {
         contender,
@@ -113,7 +113,7 @@ const fn mixed(contender: &'static str, metric: Metric, bound: Bound) -> Target 
     }
 }
 
-/// Of ours, by nobody.
+/// An absolute target for ours.
 const fn alone(rows: &'static [&'static str], metric: Metric, bound: f64) -> Target {
     Target {
         against: None,
@@ -121,7 +121,7 @@ const fn alone(rows: &'static [&'static str], metric: Metric, bound: f64) -> Tar
     }
 }
 
-/// Of `tunnel`.
+/// Targets of `tunnel`.
 pub const TUNNEL: [Target; 18] = [
     ours(CONNECT, BULK, CPU_PER_GIB, Bound::AtMost(0.20)),
     Target {
@@ -149,7 +149,7 @@ pub const TUNNEL: [Target; 18] = [
     },
 ];
 
-/// How the contenders did in a line; nothing where nothing is expected, or nothing was measured.
+/// Returns the verdicts of a line. Targets without a measured figure have none.
 pub fn verdicts(line: &Line, targets: &[Target]) -> Vec<Verdict> {
     let expected = targets.iter().filter(|target| {
         target.front.is_none_or(|front| front == line.front)
@@ -177,7 +177,7 @@ mod tests {
     use crate::report::{HUNG, Machine, Report};
     use crate::rows::ROWS;
 
-    /// What is said of one line with these medians.
+    /// Returns the verdicts for one line with these medians.
     fn said(
         front: &'static str,
         row: &'static str,
@@ -196,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn every_row_that_is_named_exists() {
+    fn every_row_of_a_target_exists() {
         for target in &TUNNEL {
             for row in target.rows {
                 let known = ROWS.iter().any(|known| known.name == *row);
@@ -206,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn ratios_are_bounded_from_the_right_side() {
+    fn bounds_apply_to_ratios_in_the_right_direction() {
         let medians = [
             ("ours", 399.0),
             ("stock", 100.0),
@@ -226,7 +226,7 @@ mod tests {
         let expected = [("ours <= 0.2x stock", true), ("ours <= 0.75x relay", false)];
         assert_eq!(verdicts, expected.map(|(text, met)| (text.to_owned(), met)));
 
-        // Over gRPC there is another bound, and no rate to be reached.
+        // gRPC has another bound, and no target for the rate.
         let medians = [("ours", 2.0), ("stock", 8.0)];
         let verdicts = said("gRPC", "upload, 1 connection", CPU_PER_GIB, &medians);
         assert_eq!(verdicts, [("ours <= 0.25x stock".to_owned(), true)]);
@@ -234,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn what_hangs_misses_and_what_was_not_measured_is_not_judged() {
+    fn hung_figure_misses_target_and_missing_figure_has_no_verdict() {
         let row = "50 echoes beside 16 stalled";
         let hung = said("gRPC", row, RATIO_STALLED, &[("ours", HUNG)]);
         assert_eq!(hung, [("ours <= 1.5".to_owned(), false)]);

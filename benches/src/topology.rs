@@ -1,7 +1,7 @@
-//! The contenders, and their running programs.
+//! The contenders and their running programs.
 //!
-//! A tunnel is one server and one agent on loopback with mutual TLS between them and a Unix socket
-//! in front. Every pair gets the same flags and the same log level.
+//! A tunnel is one server and one agent on loopback, with mutual TLS between them and a Unix socket as the
+//! front end. Every pair gets the same flags and the same log level.
 
 use std::any::Any;
 use std::future::Future;
@@ -26,17 +26,17 @@ use crate::entry::Entry;
 use crate::measure::Subject;
 use crate::relay::{self, Relay};
 
-/// Our server, which holds the seed's front door, too.
+/// Our server; its package also contains the front door.
 pub const SERVER: &str = "culvert-server";
-/// Our agent, which holds a node's end of it, too.
+/// Our agent; its package also contains the node tunnel.
 pub const AGENT: &str = "culvert-agent";
-/// The seed's front door.
+/// The front door.
 pub const PROXY: &str = "culvert-nodeport-proxy";
-/// A node's end of it.
+/// The node tunnel.
 pub const NODE: &str = "culvert-node-tunnel";
 
-/// Flags behind the harness's own, which make them as in production: what operators run the stock
-/// programs with, and no probing at the pace of tests.
+/// Flags added to the flags of the harness, for conditions as in production: operators run the stock programs
+/// with these flags, and the probes are slower than in tests.
 const SERVER_FLAGS: [&str; 1] = ["--v=1"];
 const AGENT_FLAGS: [&str; 4] = [
     "--v=1",
@@ -45,31 +45,31 @@ const AGENT_FLAGS: [&str; 4] = [
     "--probe-interval=1s",
 ];
 
-/// How long a program may take to say where it listens.
+/// Time limit for the endpoint to print its address.
 const START_LIMIT: Duration = Duration::from_secs(20);
 
-/// Who made a program.
+/// Maker of a program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Make {
     Ours,
     Stock,
 }
 
-/// What carries the load.
+/// Programs of a contender.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
     /// A server and an agent.
     Pair { server: Make, agent: Make },
-    /// Something that leads to one endpoint only.
+    /// A relay, which leads to one endpoint only.
     Relay(relay::Kind),
-    /// Nothing: the load is on the endpoint itself.
+    /// No program: the load goes straight to the endpoint.
     Direct,
 }
 
-/// What is measured.
+/// A tunnel to measure.
 #[derive(Debug, Clone, Copy)]
 pub struct Contender {
-    /// Server and agent, one word where both are of one make, or what it is instead of them.
+    /// Server and agent, one word if both have the same maker, or the name of another kind of contender.
     pub name: &'static str,
     kind: Kind,
 }
@@ -81,22 +81,22 @@ const fn pair(name: &'static str, server: Make, agent: Make) -> Contender {
     }
 }
 
-/// The name of the pair that this is all about.
+/// Name of our pair.
 pub const OURS: &str = "ours";
-/// The name of the pair that it is compared with.
+/// Name of the stock pair, the main reference.
 pub const STOCK: &str = "stock";
-/// The name of the pair with our server only.
+/// Name of the pair with our server and the stock agent.
 pub const OURS_STOCK: &str = "ours+stock";
-/// The name of the pair with our agent only.
+/// Name of the pair with the stock server and our agent.
 pub const STOCK_OURS: &str = "stock+ours";
-/// The name of the relay that shows what TLS alone costs.
+/// Name of the relay that shows the cost of TLS alone.
 pub const RELAY: &str = "relay";
-/// The name of the tunnel without TLS.
+/// Name of the tunnel without TLS.
 pub const RATHOLE: &str = "rathole";
-/// The name of the load without anything between it and the endpoint.
+/// Name of the load straight to the endpoint.
 pub const DIRECT: &str = "direct";
 
-/// Every contender, ours first.
+/// All contenders, ours first.
 pub const CONTENDERS: [Contender; 7] = [
     pair(OURS, Make::Ours, Make::Ours),
     pair(STOCK, Make::Stock, Make::Stock),
@@ -117,7 +117,7 @@ pub const CONTENDERS: [Contender; 7] = [
 ];
 
 impl Contender {
-    /// Why it cannot be measured here at all, if so.
+    /// Returns the reason if the contender cannot run on this machine.
     pub fn missing(&self, programs: &Programs) -> Option<&'static str> {
         match self.kind {
             Kind::Pair { server, agent } => {
@@ -129,17 +129,17 @@ impl Contender {
         }
     }
 
-    /// Whether it speaks the protocol of a front end; the others have no front end.
+    /// Returns true for a server and an agent. Other contenders have no front end.
     pub fn is_pair(&self) -> bool {
         matches!(self.kind, Kind::Pair { .. })
     }
 
-    /// Whether it has processes, whose time and memory can be asked for.
+    /// Returns true if the contender has processes with processor time and memory.
     pub fn has_programs(&self) -> bool {
         self.kind != Kind::Direct
     }
 
-    /// How many file descriptors its busiest process needs per connection.
+    /// File descriptors that the busiest process needs per connection.
     pub fn descriptors_per_connection(&self) -> u64 {
         match self.kind {
             Kind::Pair { .. } => 1,
@@ -152,23 +152,17 @@ impl Contender {
 /// The programs to start.
 #[derive(Debug)]
 pub struct Programs {
-    /// Where our own are: beside this one.
+    /// Folder of our programs and of this program.
     ours: PathBuf,
-    /// A name that leads to this program: the harness starts files, not subcommands.
+    /// Folder with a link to this program: the harness starts files, not subcommands.
     names: TempDir,
-    /// The stock programs and the Go driver; none without Go.
+    /// The stock programs and the Go driver. `None` if Go is not installed.
     pub stock: Option<&'static Interop>,
 }
 
 impl Programs {
-    /// Builds our own programs as this one was built, and the stock ones if there is Go; a line on
-    /// stderr says so if there is none.
-    ///
-    /// # Errors
-    /// When our own do not build.
-    ///
-    /// # Panics
-    /// When the stock programs do not build.
+    /// Builds our programs with the profile of this program, and the stock programs if Go is installed.
+    /// Prints a line to stderr if Go is missing. Panics if the stock programs do not build.
     pub fn find() -> anyhow::Result<Self> {
         Ok(Self {
             stock: Interop::get(),
@@ -176,25 +170,20 @@ impl Programs {
         })
     }
 
-    /// Builds our own programs only.
-    ///
-    /// # Errors
-    /// When they do not build.
+    /// Builds our programs only.
     pub fn ours() -> anyhow::Result<Self> {
-        let this = std::env::current_exe().context("the path of this program")?;
+        let this = std::env::current_exe().context("cannot find the path of this program")?;
         Self::at(build(&this)?)
     }
 
-    /// Takes our own programs from a folder.
-    ///
-    /// # Errors
-    /// When the endpoint cannot be given its name.
+    /// Uses our programs in the folder `ours`.
     pub fn at(ours: PathBuf) -> anyhow::Result<Self> {
-        let this = std::env::current_exe().context("the path of this program")?;
+        let this = std::env::current_exe().context("cannot find the path of this program")?;
         let names = tempfile::Builder::new()
             .prefix("culvert-bench-")
             .tempdir()?;
-        symlink(&this, names.path().join(ENDPOINT)).context("a name for the endpoint")?;
+        symlink(&this, names.path().join(ENDPOINT))
+            .context("cannot create a link for the endpoint")?;
         Ok(Self {
             ours,
             names,
@@ -202,15 +191,12 @@ impl Programs {
         })
     }
 
-    /// Where one of our own is.
+    /// Returns the path of one of our programs.
     pub fn path(&self, name: &str) -> PathBuf {
         self.ours.join(name)
     }
 
-    /// Starts the endpoint of idle connections, and tells where it listens.
-    ///
-    /// # Errors
-    /// When it does not listen.
+    /// Starts the endpoint of idle connections and returns its address.
     pub async fn endpoint(&self) -> anyhow::Result<(Program, SocketAddr)> {
         let path = self.names.path().join(ENDPOINT);
         let starting = async {
@@ -220,7 +206,10 @@ impl Programs {
         };
         let (program, line) = harness(starting).await?;
         let address = line.trim_start_matches(LISTENING).parse();
-        Ok((program, address.context("the endpoint's address")?))
+        Ok((
+            program,
+            address.context("cannot parse the address of the endpoint")?,
+        ))
     }
 
     fn server(&self, make: Make) -> anyhow::Result<Executable> {
@@ -245,17 +234,19 @@ impl Programs {
     }
 }
 
-/// Has Cargo build our programs into the folder of `this` program, and gives that folder. What is
-/// measured is what is shipped: a larger program that holds them would touch other pages.
+/// Builds our programs with Cargo into the folder of `this` program, and returns that folder. The shipped
+/// programs are measured, because a larger program that contains all of them would use other memory pages.
 fn build(this: &FilePath) -> anyhow::Result<PathBuf> {
-    let folder = this.parent().context("the folder of this program")?;
+    let folder = this
+        .parent()
+        .context("cannot find the folder of this program")?;
     let Some(cargo) = std::env::var_os("CARGO") else {
         let missing = [SERVER, AGENT, PROXY, NODE]
             .into_iter()
             .find(|name| !folder.join(name).exists());
         return match missing {
             Some(name) => bail!(
-                "{name} is not beside this program; start it with `cargo run --release -p culvert-bench`"
+                "{name} is not in the folder of this program; start this program with `cargo run --release -p culvert-bench`"
             ),
             None => Ok(folder.to_owned()),
         };
@@ -268,8 +259,8 @@ fn build(this: &FilePath) -> anyhow::Result<PathBuf> {
     if folder.ends_with("release") {
         command.arg("--release");
     }
-    // Said of this program by the Cargo that runs it. The build script of ring looks at some of them, and all
-    // that needs ring would be built anew, now and for the next run.
+    // `cargo run` sets these variables for this program. The build script of ring depends on some of them, so
+    // keeping them would rebuild ring and its dependents, now and in the next run.
     for (name, _) in std::env::vars_os() {
         let text = name.to_string_lossy();
         if ["CARGO_PKG_", "CARGO_MANIFEST_", "OUT_DIR"]
@@ -279,11 +270,14 @@ fn build(this: &FilePath) -> anyhow::Result<PathBuf> {
             command.env_remove(name);
         }
     }
-    ensure!(command.status()?.success(), "our programs do not build");
+    ensure!(
+        command.status()?.success(),
+        "cargo failed to build our programs"
+    );
     Ok(folder.to_owned())
 }
 
-/// What runs.
+/// The running programs.
 #[derive(Debug)]
 enum Parts {
     Pair(Box<Topology>),
@@ -295,18 +289,15 @@ enum Parts {
 #[derive(Debug)]
 pub struct Tunnel {
     parts: Parts,
-    /// Where its load enters.
+    /// Entry of the load.
     pub entry: Entry,
-    /// The path between its two halves, if that is a long one.
+    /// The simulated path between the two halves, if any.
     _delay: Option<Delay>,
 }
 
 impl Tunnel {
-    /// Starts a contender and waits until it can carry something to `target`. Its two halves are joined
-    /// by `path`, or by loopback itself.
-    ///
-    /// # Errors
-    /// When that does not come to be; the program's own words are on stderr.
+    /// Starts a contender and waits until it can carry data to `target`. The two halves are connected by
+    /// `path`, or by loopback. The programs log to stderr.
     pub async fn start(
         contender: &Contender,
         mode: Mode,
@@ -349,8 +340,8 @@ impl Tunnel {
         mode: Mode,
         path: Option<Path>,
     ) -> anyhow::Result<Self> {
-        // The harness chooses the port for agents while it starts. A path needs it before, so that
-        // the agent can be led there; of two flags of one name the last one holds.
+        // The harness chooses the agent port during its start, but a simulated path needs the port earlier.
+        // Later flags override earlier flags of the same name.
         let mut ports = Ports::default();
         let listener = SocketAddr::from(([127, 0, 0, 1], ports.next_port()));
         let delay = Delay::to(listener, path).await?;
@@ -370,7 +361,7 @@ impl Tunnel {
         let entry = match topology.front_end() {
             FrontEnd::GrpcUds(path) => Entry::Grpc(path.clone()),
             FrontEnd::ConnectUds(path) => Entry::Connect(path.clone()),
-            other => bail!("not a Unix socket: {other:?}"),
+            other => bail!("the front end is not a Unix socket: {other:?}"),
         };
         Ok(Self {
             parts: Parts::Pair(Box::new(topology)),
@@ -379,16 +370,14 @@ impl Tunnel {
         })
     }
 
-    /// The resident memory of the agent, or of what stands in its place, in bytes.
-    ///
-    /// # Errors
-    /// When it is gone.
+    /// Resident memory of the agent, or of the far program of a relay, in bytes.
     pub fn agent_rss(&mut self) -> anyhow::Result<Option<u64>> {
         let [_, far] = self.ask(Program::rss)?;
         Ok(far)
     }
 
-    /// Asks the kernel about both programs, which panics when they are gone.
+    /// Reads a figure of both programs. The harness panics if a program has ended; the panic becomes an
+    /// error.
     fn ask<T>(&mut self, ask: impl Fn(&Program) -> T) -> anyhow::Result<[Option<T>; 2]> {
         let parts = &mut self.parts;
         let asking = || match parts {
@@ -416,10 +405,7 @@ impl Subject for Tunnel {
     }
 }
 
-/// The harness reports by panicking; here that must cost one measurement only.
-///
-/// # Errors
-/// When it panics, with what it said.
+/// Turns a panic of the harness into an error, so that only one measurement fails.
 pub async fn harness<T>(work: impl Future<Output = T>) -> anyhow::Result<T> {
     AssertUnwindSafe(work)
         .catch_unwind()
@@ -427,11 +413,11 @@ pub async fn harness<T>(work: impl Future<Output = T>) -> anyhow::Result<T> {
         .map_err(panic_text)
 }
 
-/// What a panic said, as an error.
+/// Turns the text of a panic into an error.
 pub fn panic_text(panic: Box<dyn Any + Send>) -> anyhow::Error {
     let text = panic
         .downcast_ref::<String>()
         .map(String::as_str)
         .or_else(|| panic.downcast_ref::<&str>().copied());
-    anyhow!("{}", text.unwrap_or("a panic without words"))
+    anyhow!("{}", text.unwrap_or("panic without a message"))
 }

@@ -1,7 +1,8 @@
-//! The subcommand `tunnel`: its options, and whose turn it is.
+//! The subcommand `tunnel`: options, and the order of measurements.
 //!
-//! All contenders run all the time; some rows start another one of each. Every round measures every row, and every row one contender right
-//! after the other, beginning with another one each time: what the machine does besides meets all.
+//! All contenders run all the time; some rows start another instance. Every round measures every row, and
+//! every row measures one contender right after the other. Each row starts with another contender, so that
+//! other activity of the machine affects all of them.
 
 use anyhow::{Context as _, ensure};
 use clap::{Args, ValueEnum};
@@ -18,7 +19,7 @@ use crate::topology::{
 };
 use crate::{memory, svg, targets};
 
-/// Server and agent, compared with the stock pair and with what TLS alone costs.
+/// Server and agent, compared with the stock pair and with the cost of TLS alone.
 pub static COMPARISON: Comparison = Comparison {
     contenders: &[OURS, STOCK, OURS_STOCK, STOCK_OURS, RELAY, RATHOLE, DIRECT],
     everyone_by: STOCK,
@@ -33,23 +34,23 @@ pub static COMPARISON: Comparison = Comparison {
     notes: &[],
 };
 
-/// What to measure.
+/// Options of the subcommand.
 #[derive(Debug, Args)]
 pub struct Options {
     #[command(flatten)]
     common: Common,
 
-    /// Only this front end
+    /// Measure only this front end
     #[arg(long, value_enum)]
     front: Option<Front>,
 
-    /// Only this one (repeatable): ours, stock, ours+stock, stock+ours (server+agent), relay,
+    /// Measure only this contender (repeatable): ours, stock, ours+stock, stock+ours (server+agent), relay,
     /// rathole, direct
     #[arg(long = "contender", value_name = "NAME")]
     contenders: Vec<String>,
 }
 
-/// What the load speaks to the server, over a Unix socket.
+/// Protocol between the load and the server, over a Unix socket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Front {
     /// HTTP CONNECT
@@ -59,7 +60,7 @@ pub enum Front {
 }
 
 impl Front {
-    /// What the table calls it.
+    /// Name of the front end in the table.
     pub fn name(self) -> &'static str {
         match self {
             Self::Connect => "CONNECT",
@@ -67,7 +68,7 @@ impl Front {
         }
     }
 
-    /// The mode in which a server has it.
+    /// Returns the server mode that has this front end.
     pub fn mode(self) -> Mode {
         match self {
             Self::Connect => Mode::HttpConnect,
@@ -76,10 +77,7 @@ impl Front {
     }
 }
 
-/// Measures and reports. Whether everything went well.
-///
-/// # Errors
-/// When nothing can be measured at all, or a file cannot be written.
+/// Measures all rows and writes the report. Returns true if no measurement failed.
 pub async fn run(mut options: Options) -> anyhow::Result<bool> {
     options.common.settle();
     let descriptors = memory::raise_limit();
@@ -115,7 +113,7 @@ impl Options {
             }
             missing.is_none()
         });
-        ensure!(!contenders.is_empty(), "no contender is left");
+        ensure!(!contenders.is_empty(), "no contender can be measured");
         Ok(contenders)
     }
 
@@ -123,7 +121,7 @@ impl Options {
         let mut rows = ROWS.to_vec();
         rows.retain(|row| row.name.contains(&self.common.row));
         let wanted = !rows.is_empty() || MEMORY.contains(&self.common.row);
-        ensure!(wanted, "no row has {:?} in its name", self.common.row);
+        ensure!(wanted, "no row name contains {:?}", self.common.row);
         Ok(rows)
     }
 
@@ -139,7 +137,7 @@ impl Options {
     }
 }
 
-/// What is to be measured.
+/// The rows and contenders to measure.
 struct Plan {
     contenders: Vec<Contender>,
     rows: Vec<Row>,
@@ -147,11 +145,11 @@ struct Plan {
     rounds: u32,
 }
 
-/// A contender that runs.
+/// A running contender.
 struct Running {
     contender: Contender,
     tunnel: Tunnel,
-    /// Its memory before any load, in bytes; none without a program.
+    /// Memory before any load, in bytes. `None` if the contender has no program.
     at_start: Option<u64>,
 }
 
@@ -171,15 +169,16 @@ impl Running {
 }
 
 impl Plan {
-    /// Whether a contender has a row at a front end. What is no pair has no front end, and is
-    /// measured with the first one; along a long path every front end is compared with nothing at all.
+    /// Returns true if the row applies to the contender at this front end. Contenders other than pairs have
+    /// no front end and are measured together with the first one; on a long path the direct load is the
+    /// reference for every front end.
     fn has(front: Front, row: &Row, contender: &Contender) -> bool {
         let suits = contender.has_programs() || row.suits_direct();
         let far = matches!(row.kind, Kind::Far(_)) && !contender.has_programs();
         suits && (contender.is_pair() || front == Front::Connect || far)
     }
 
-    /// About how many seconds all of it takes.
+    /// Returns the approximate duration of all measurements, in seconds.
     fn estimate(&self, seconds: f64) -> f64 {
         let mut total = 0.0;
         for front in &self.fronts {
@@ -193,7 +192,7 @@ impl Plan {
         total
     }
 
-    /// Measures all rows through one kind of front end.
+    /// Measures all rows of one front end.
     async fn front(&self, lab: &Lab, front: Front, report: &mut Report) {
         let mut running = Vec::new();
         for contender in &self.contenders {
@@ -226,7 +225,7 @@ impl Plan {
         }
     }
 
-    /// Measures one row of one contender, and gives it new programs if it hangs or fails.
+    /// Measures one row of one contender, and restarts the contender if it hangs or fails.
     async fn measure(
         &self,
         lab: &Lab,
@@ -245,7 +244,7 @@ impl Plan {
         if !usable && !row.is_fresh() {
             match lab.start(front, &contender).await {
                 Ok(tunnel) => running.tunnel = tunnel,
-                // It stays as it is, and its next row fails.
+                // The old programs stay, so that the next row fails, too.
                 Err(error) => report.add(front.name(), "restart", contender.name, Err(error)),
             }
         }

@@ -1,7 +1,8 @@
-//! One Service changed among many: how soon new connections notice, and whether those of others do.
+//! One Service changes among many: the delay until new connections follow the change, and its effect on
+//! connections of other Services.
 //!
-//! A part of the Services has a connection each that stays open; some of the rest get another endpoint,
-//! one after the other. A change is in force once a new connection reaches the new endpoint.
+//! A fifth of the Services have one open connection each. Some other Services get another endpoint, one after
+//! the other. A change is effective once a new connection reaches the new endpoint.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -17,24 +18,22 @@ use crate::entry::Entry;
 use crate::load::Echo;
 use crate::report::Figures;
 
-/// Of so many Services one has an open connection: 200 of 1,000.
+/// One Service in so many has an open connection: 200 of 1,000.
 const HELD_OF: usize = 5;
 
-/// How many are changed.
+/// Number of Services that change.
 const CHANGES: usize = 5;
 
-/// How long a change may take until it is in force, and an open connection for an echo.
+/// Time limit for a change to become effective, and for an echo on an open connection.
 const LIMIT: Duration = Duration::from_secs(5);
 
-/// How long after one new connection the next one is made. A change is in force that much earlier than
-/// is noticed at most, and a millisecond of the clock's grain.
+/// Pause between two new connections. A change may become effective up to this long, plus the clock's
+/// resolution of a millisecond, before it is noticed.
 const PROBE_PAUSE: Duration = Duration::from_millis(1);
 
-/// Changes some of `services` from `old` to `new`: what the slowest took, and how many of the connections
-/// that belong to others were lost. `services` is a multiple of 25, so that these are others.
-///
-/// # Errors
-/// When a connection cannot be opened at first, or a change does not come into force.
+/// Changes some of `services` from `old` to `new`. Returns the duration of the slowest change and the number
+/// of lost connections of other Services. `services` must be a multiple of 25; then no changed Service has an
+/// open connection.
 pub async fn measure(
     door: &mut Door,
     old: SocketAddr,
@@ -68,7 +67,7 @@ pub async fn measure(
     ])
 }
 
-/// The port of the endpoint that a new connection reaches.
+/// Returns the port of the endpoint that a new connection reaches.
 async fn port(entry: &Entry, target: SocketAddr) -> anyhow::Result<u16> {
     let mut stream = entry.open(target).await?;
     stream.write_all(b"port\n").await?;

@@ -1,7 +1,7 @@
-//! Who is measured, and their running programs.
+//! The contenders and their running programs.
 //!
-//! A door leads from the server name of each of its Services to an endpoint. A node's end is measured
-//! with the door of the same make, one listener of it that leads to one Service.
+//! A front door maps the server name of each of its Services to an endpoint. A node tunnel is measured
+//! together with the front door of the same maker; one listener of the node tunnel leads to one Service.
 
 use std::collections::BTreeMap;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -29,37 +29,37 @@ use crate::load::Echo;
 use crate::measure::Subject;
 use crate::topology::{DIRECT, NODE, OURS, PROXY, Programs, harness, panic_text};
 
-/// The name of what KKP runs at both ends.
+/// Name of Envoy, which KKP runs at both ends.
 pub const ENVOY: &str = "envoy";
-/// The name of what others put before their seeds.
+/// Name of haproxy, which other operators run in front of their seeds.
 pub const HAPROXY: &str = "haproxy";
 
-/// How many connections every door allows to a Service: above what any row opens.
+/// Connection limit of every front door per Service. Higher than the number of connections in any row.
 const MAX_CONNECTIONS: u32 = 20_000;
 
-/// How long a program may take until it serves, and then until it carries a byte; how often that is
-/// tried.
+/// Time limit for a program to become ready, and again to carry the first byte; and the pause between two
+/// attempts.
 const START_LIMIT: Duration = Duration::from_secs(20);
 const TRY_INTERVAL: Duration = Duration::from_millis(50);
 
-/// The namespace of all Services, and the name of their only port.
+/// Namespace of all Services, and the name of their only port.
 const NAMESPACE: &str = "bench";
 const PORT: &str = "secure";
 
-/// Who made a door.
+/// Maker of a front door.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Make {
     Ours,
     Envoy,
     HaProxy,
-    /// Nothing: the load is on the endpoint itself.
+    /// No program: the load goes straight to the endpoint.
     Direct,
 }
 
-/// What is measured.
+/// A front door to measure, with a node tunnel where the row needs one.
 #[derive(Debug, Clone, Copy)]
 pub struct Contender {
-    /// What the table calls it.
+    /// Name of the column in the table.
     pub name: &'static str,
     make: Make,
 }
@@ -68,7 +68,7 @@ const fn contender(name: &'static str, make: Make) -> Contender {
     Contender { name, make }
 }
 
-/// Every contender, ours first.
+/// All contenders, ours first.
 pub const CONTENDERS: [Contender; 4] = [
     contender(OURS, Make::Ours),
     contender(ENVOY, Make::Envoy),
@@ -77,7 +77,7 @@ pub const CONTENDERS: [Contender; 4] = [
 ];
 
 impl Contender {
-    /// Whether it is not installed. Says on stderr what it would take.
+    /// Returns true if a program is not installed, and prints to stderr how to get it.
     pub fn missing(self) -> bool {
         match self.make {
             Make::Envoy => Envoy::get().is_none(),
@@ -86,7 +86,7 @@ impl Contender {
         }
     }
 
-    /// How many file descriptors it needs for a connection. haproxy sets some aside for pipes.
+    /// File descriptors that the contender needs per connection. haproxy reserves some for pipes.
     pub fn descriptors(self) -> u64 {
         match self.make {
             Make::HaProxy => 3,
@@ -94,8 +94,8 @@ impl Contender {
         }
     }
 
-    /// Whether a row says anything about it. haproxy has no node's end, and what it does when a Service
-    /// changes is its operator's choice.
+    /// Returns true if the row applies to the contender. haproxy has no node tunnel, and its behaviour when a
+    /// Service changes depends on its operator.
     pub fn has(self, row: &Row) -> bool {
         match self.make {
             Make::Ours | Make::Envoy => true,
@@ -105,7 +105,7 @@ impl Contender {
     }
 }
 
-/// A running program, with what it needs.
+/// A running program and its files.
 #[derive(Debug)]
 enum Running {
     Ours(Program),
@@ -123,35 +123,32 @@ impl Running {
     }
 }
 
-/// Where a door has its Services from.
+/// Source of the Services of a front door.
 #[derive(Debug)]
 enum Source {
     Api(KubeApi),
-    /// Envoy's listeners and clusters in files of a folder.
+    /// Envoy's listeners and clusters, in files of a folder.
     Files(Box<Seed>, PathBuf),
-    /// A configuration that is read once.
+    /// A configuration that the program reads only once.
     Fixed,
 }
 
-/// A running door, and a node's end of it if that is measured. Dropping it kills all programs.
+/// A running front door, with a node tunnel if the row needs one. Dropping it kills all programs.
 #[derive(Debug)]
 pub struct Door {
     entry: Entry,
-    /// The listener for TLS.
+    /// Address of the TLS listener.
     sni: SocketAddr,
     programs: Vec<Running>,
     source: Source,
     _ports: Ports,
-    // Last, so that programs are gone before their files are.
+    // The last field, so that the programs end before their files are removed.
     _dir: TempDir,
 }
 
 impl Door {
-    /// Starts a door that leads to `endpoint` from as many Services, and waits until the last of them
-    /// has carried a byte.
-    ///
-    /// # Errors
-    /// When it does not; the program's own words are on stderr.
+    /// Starts a front door with `services` Services that all lead to `endpoint`, and waits until the last
+    /// Service has carried a byte. The programs log to stderr.
     pub async fn start(
         contender: Contender,
         front: Front,
@@ -180,19 +177,17 @@ impl Door {
             }
         };
         let carried = timeout(START_LIMIT, carries).await;
-        carried.with_context(|| format!("it carries nothing within {START_LIMIT:?}"))?;
+        carried.with_context(|| format!("carries no data within {START_LIMIT:?}"))?;
         Ok(door)
     }
 
-    /// Where a client enters who wants a Service.
+    /// Returns the entry of a client that connects to `service`.
     pub fn service(&self, service: usize) -> Entry {
         sni(self.sni, service)
     }
 
-    /// Has a Service lead to another endpoint. When the door was told so.
-    ///
-    /// # Errors
-    /// When it cannot be told anything.
+    /// Changes the endpoint of a Service. Returns the time at which the front door could first see the
+    /// change.
     pub fn change(&mut self, service: usize, endpoint: SocketAddr) -> anyhow::Result<Instant> {
         match &mut self.source {
             Source::Api(api) => {
@@ -205,11 +200,12 @@ impl Door {
                 seed.write_clusters(dir);
                 Ok(Instant::now())
             }
-            Source::Fixed => bail!("its configuration is read once"),
+            Source::Fixed => bail!("reads its configuration only once"),
         }
     }
 
-    /// Asks the kernel about all programs, which panics when they are gone. None without any.
+    /// Sums a figure of all programs. `None` without a program. The harness panics if a program has
+    /// ended; the panic becomes an error.
     fn sum<T: std::iter::Sum>(&self, ask: impl Fn(&Program) -> T) -> anyhow::Result<Option<T>> {
         let programs = self.programs.iter();
         let asking = || programs.map(|running| ask(running.program())).sum();
@@ -232,7 +228,7 @@ impl Subject for Door {
     }
 }
 
-/// What the programs have to be told.
+/// Configuration of the programs to start.
 struct Plan {
     front: Front,
     endpoint: SocketAddr,
@@ -246,7 +242,7 @@ impl Plan {
         SocketAddr::from((Ipv4Addr::LOCALHOST, self.ports.next_port()))
     }
 
-    /// The Service that carries the load: the last one.
+    /// Returns the number of the Service that carries the load.
     fn last(&self) -> usize {
         self.services - 1
     }
@@ -296,7 +292,7 @@ impl Plan {
     }
 
     async fn envoy(mut self) -> anyhow::Result<Door> {
-        let envoy = Envoy::get().context("it is not installed")?;
+        let envoy = Envoy::get().context("not installed")?;
         let mut seed = Seed::new(&mut self.ports);
         for service in 0..self.services {
             let cluster = name(service);
@@ -304,7 +300,8 @@ impl Plan {
             seed.authorities.insert(authority(service), cluster.clone());
             seed.clusters.insert(cluster, vec![self.endpoint]);
         }
-        // What follows files has no limits of its own in them; one connection to a Service needs none.
+        // Envoy reads no connection limits of its own from these files, and rows with one Service need no
+        // files.
         let (bootstrap, source) = if self.services > 1 {
             let dir = self.dir.path().to_owned();
             (
@@ -332,8 +329,8 @@ impl Plan {
     }
 
     async fn haproxy(mut self) -> anyhow::Result<Door> {
-        let haproxy = HaProxy::get().context("it is not installed")?;
-        ensure!(self.front == Front::Sni, "it has no node's end");
+        let haproxy = HaProxy::get().context("not installed")?;
+        ensure!(self.front == Front::Sni, "has no node tunnel");
         let at = self.address();
         let names = (0..self.services).map(|service| (host(service), vec![self.endpoint]));
         let names: BTreeMap<_, _> = names.collect();
@@ -378,7 +375,7 @@ fn authority(service: usize) -> String {
     format!("s{service}.{NAMESPACE}.svc.cluster.local:443")
 }
 
-/// Where a client enters who wants a Service by its name.
+/// Returns the entry of a client that selects a Service by its server name.
 fn sni(door: SocketAddr, service: usize) -> Entry {
     Entry::Sni {
         door,
@@ -386,7 +383,7 @@ fn sni(door: SocketAddr, service: usize) -> Entry {
     }
 }
 
-/// A Service as KKP exposes the API server of a user cluster.
+/// Returns a Service in the form in which KKP exposes the API server of a user cluster.
 fn service_of(number: usize) -> serde_json::Value {
     service(NAMESPACE, &name(number))
         .port(PORT, 443)

@@ -1,4 +1,4 @@
-//! How one row of one contender is measured.
+//! Measurement of a row of a contender.
 
 use std::time::Duration;
 
@@ -25,34 +25,31 @@ const CROWD: Crowd = Crowd {
     stalled: 1,
     pause: Duration::from_millis(120),
     stagger: Duration::from_micros(120),
-    // As long as those beside stalled connections wait until these have filled every buffer.
+    // As long as the stalled connections need to fill every buffer.
     rest: Duration::from_secs(1),
 };
 
-/// What every measurement needs.
+/// Resources for all measurements.
 pub struct Lab {
-    /// What is started.
+    /// The programs to start.
     pub programs: Programs,
-    /// How many seconds of load a measurement is.
+    /// Seconds of load per measurement.
     pub seconds: f64,
-    /// How many file descriptors a process may have.
+    /// Limit of file descriptors of a process.
     pub descriptors: u64,
 }
 
-/// A running contender and where its loads end. The endpoints are its own: ports of closed connections
-/// are taken for a while, and each contender shall find its own ones only.
+/// A running contender and the endpoints of its load. Each contender has its own endpoints, because the ports
+/// of closed connections stay in use for a while.
 #[derive(Debug)]
 pub struct Started {
-    /// Its programs.
+    /// The running programs.
     pub door: Door,
     endpoints: Endpoints,
 }
 
 impl Lab {
-    /// Starts a contender with one Service, as the long-lived one that most rows are measured on.
-    ///
-    /// # Errors
-    /// When it does not come up.
+    /// Starts a contender with one Service. Most rows use this long-lived instance.
     pub async fn start(&self, contender: Contender, front: Front) -> anyhow::Result<Started> {
         let endpoints = Endpoints::start().await.context("endpoints")?;
         let target = endpoints.lean();
@@ -60,10 +57,7 @@ impl Lab {
         Ok(Started { door, endpoints })
     }
 
-    /// Measures a row of a contender: of `running`, or of one that is started for this row.
-    ///
-    /// # Errors
-    /// When the contender fails, or is not done in time.
+    /// Measures one row: on `running`, or on a contender that is started for this row.
     pub async fn measure(
         &self,
         row: &Row,
@@ -90,7 +84,7 @@ impl Lab {
                 Kind::Services => {
                     let mut door = self.fresh(contender, row, target, MANY).await?;
                     sleep(REST).await;
-                    let bytes = door.rss()?.context("no program to ask")?;
+                    let bytes = door.rss()?.context("contender has no program")?;
                     Ok(vec![(SERVICES_MEMORY, bytes as f64 / MIB)])
                 }
                 Kind::Idle => {
@@ -102,10 +96,10 @@ impl Lab {
             }
         };
         let measured = timeout(LIMIT, measuring).await;
-        measured.with_context(|| format!("no end within {LIMIT:?}"))?
+        measured.with_context(|| format!("not finished within {LIMIT:?}"))?
     }
 
-    /// A contender that has carried next to nothing.
+    /// Starts a contender that has carried almost nothing yet.
     async fn fresh(
         &self,
         contender: Contender,

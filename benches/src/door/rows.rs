@@ -1,4 +1,4 @@
-//! What is measured: the rows, their figures, and how long they take.
+//! The rows, their figures, and their durations.
 
 use crate::door::Front;
 use crate::load::{Job, Work};
@@ -8,7 +8,7 @@ pub const SERVICES_MEMORY: Metric = Metric::lower("MiB");
 pub const CHANGE: Metric = Metric::lower("ms to effect");
 pub const DROPPED: Metric = Metric::lower("dropped");
 
-/// Rows by what they show, for targets and pictures.
+/// Names of rows by topic, for targets and pictures.
 pub const BULK: &[&str] = &[
     "download, 1 connection",
     "download, 8 connections",
@@ -22,15 +22,15 @@ pub const CHANGED: &[&str] = &["1 of 1,000 Services changes"];
 pub const SERVICES: &[&str] = &["memory, 1,000 Services"];
 pub const IDLE: &[&str] = &["memory, 10,000 idle"];
 
-/// How many Services there are where there are many.
+/// Number of Services in the rows with many Services.
 pub const MANY: usize = 1000;
 
-/// What a row measures.
+/// Measurement of a row.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Kind {
-    /// A load of a given amount. The job is what is done first, to see how fast the contender is.
+    /// A load of a given amount. The job is the first warm-up, which estimates the speed of the contender.
     Load(Job),
-    /// Echoes alone and beside connections that nobody reads.
+    /// Echoes, first alone and then beside connections that nobody reads.
     Crowd,
     /// A change of one of [`MANY`] Services.
     Change,
@@ -40,14 +40,14 @@ pub enum Kind {
     Idle,
 }
 
-/// One kind of load.
+/// One row of the table.
 #[derive(Debug, Clone, Copy)]
 pub struct Row {
-    /// Where it enters.
+    /// The place where the load enters.
     pub front: Front,
-    /// What the table calls it.
+    /// Name of the row in the table.
     pub name: &'static str,
-    /// What it is.
+    /// Measurement of the row.
     pub kind: Kind,
 }
 
@@ -143,8 +143,8 @@ pub const ROWS: [Row; 15] = [
 ];
 
 impl Row {
-    /// In how many of `rounds` it is measured: a contender has to be started for some, and what those
-    /// show hardly differs from round to round.
+    /// Returns the number of rounds in which the row is measured. Rows that start a contender run less often;
+    /// their figures differ little from round to round.
     pub fn rounds(&self, rounds: u32) -> u32 {
         match self.kind {
             Kind::Load(_) => rounds,
@@ -153,12 +153,12 @@ impl Row {
         }
     }
 
-    /// Whether it is measured on a contender that is started for it alone.
+    /// Returns true if the row starts a contender of its own.
     pub fn is_fresh(&self) -> bool {
         matches!(self.kind, Kind::Change | Kind::Services | Kind::Idle)
     }
 
-    /// About how many seconds one measurement takes.
+    /// Returns the approximate duration of one measurement, in seconds.
     pub fn estimate(&self, seconds: f64) -> f64 {
         match self.kind {
             Kind::Load(_) => 1.3 * seconds + 0.5,

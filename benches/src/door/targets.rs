@@ -1,4 +1,4 @@
-//! What is expected of ours: bounds of medians, mostly by what others reach in the same run.
+//! The targets for our programs: bounds for medians, mostly relative to other contenders in the same run.
 
 use crate::door::contenders::{ENVOY, HAPROXY};
 use crate::door::rows::{
@@ -14,7 +14,7 @@ use crate::topology::OURS;
 const SNI: &str = "SNI";
 const NODE: &str = "node";
 
-/// By the figure of another one.
+/// A target relative to another contender.
 const fn by(
     against: &'static str,
     front: &'static str,
@@ -32,7 +32,7 @@ const fn by(
     }
 }
 
-/// By nobody's.
+/// An absolute target.
 const fn alone(
     front: &'static str,
     rows: &'static [&'static str],
@@ -45,7 +45,7 @@ const fn alone(
     }
 }
 
-/// Of `door`.
+/// Targets of `door`.
 pub const TARGETS: [Target; 14] = [
     by(ENVOY, SNI, BULK, CPU_PER_GIB, Bound::AtMost(0.5)),
     by(HAPROXY, SNI, BULK, CPU_PER_GIB, Bound::AtMost(1.0)),
@@ -72,7 +72,7 @@ mod tests {
     use crate::report::{Machine, Report};
 
     #[test]
-    fn every_row_that_is_named_exists() {
+    fn every_row_of_a_target_exists() {
         for target in &TARGETS {
             for row in target.rows {
                 let mut known = ROWS.iter();
@@ -82,7 +82,7 @@ mod tests {
         }
     }
 
-    /// What the table says of one line.
+    /// Returns the verdicts that the table prints for one line.
     fn said(
         front: &'static str,
         row: &'static str,
@@ -101,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn a_door_is_judged_by_both_and_a_node_by_envoy() {
+    fn front_door_has_both_references_and_node_tunnel_only_envoy() {
         let medians = [(OURS, 0.4), (ENVOY, 1.0), (HAPROXY, 0.3)];
         let expected = [("<= 0.5x envoy", true), ("<= 1x haproxy", false)];
         let expected = expected.map(|(text, met)| (text.to_owned(), met));
@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_may_be_dropped() {
+    fn any_dropped_connection_misses_the_target() {
         let judged = |dropped| said(SNI, CHANGED[0], DROPPED, &[(OURS, dropped), (ENVOY, 9.0)]);
         assert_eq!(judged(0.0), [("<= 0".to_owned(), true)]);
         assert_eq!(judged(1.0), [("<= 0".to_owned(), false)]);

@@ -1,7 +1,7 @@
-//! One flow that moves much as fast as it can, and then nothing for a while.
+//! A flow that transfers bursts of data as fast as possible, with pauses in between.
 //!
-//! A burst begins when the one before has arrived as a whole: what is measured is how fast bursts get through a
-//! tunnel that was idle, and pauses hide in no buffer.
+//! A burst starts after the previous burst has arrived completely. So every burst goes through an idle
+//! tunnel, and no buffer hides the pauses.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -15,16 +15,16 @@ use tokio::time::{Instant, sleep};
 use crate::entry::Entry;
 use crate::load::Work;
 
-/// The bytes of a burst: twenty times what a UDP socket's buffer holds.
+/// Bytes per burst: twenty times the buffer of a UDP socket.
 const BURST: u64 = 4 << 20;
 
-/// How long nothing moves behind one.
+/// Pause before each burst.
 const PAUSE: Duration = Duration::from_millis(50);
 
-/// How many bursts come before those that count.
+/// Number of bursts before the first measured burst.
 const UNCOUNTED: usize = 2;
 
-/// A flow.
+/// An open flow.
 pub struct Bursts {
     stream: BoxedStream,
     work: Work,
@@ -32,15 +32,12 @@ pub struct Bursts {
 }
 
 impl Bursts {
-    /// Opens one and sends the first bursts.
-    ///
-    /// # Errors
-    /// When it breaks.
+    /// Opens a flow and transfers the first bursts.
     pub async fn open(entry: &Entry, target: SocketAddr, work: Work) -> anyhow::Result<Self> {
         let line = match work {
             Work::Download => format!("bursts {BURST}\n"),
             Work::Upload => format!("batches {BURST}\n"),
-            other => bail!("no bursts of {other:?}"),
+            other => bail!("bursts cannot do {other:?}"),
         };
         let mut stream = entry.open(target).await?;
         stream.write_all(line.as_bytes()).await?;
@@ -55,10 +52,7 @@ impl Bursts {
         Ok(bursts)
     }
 
-    /// Sends them for some time. How many bytes per second they move while they are under way.
-    ///
-    /// # Errors
-    /// When the flow breaks.
+    /// Transfers bursts for `time`. Returns the rate during the bursts, without pauses, in bytes per second.
     pub async fn rate(&mut self, time: Duration) -> anyhow::Result<f64> {
         let begin = Instant::now();
         let (mut moved, mut moving) = (0, Duration::ZERO);
@@ -69,7 +63,7 @@ impl Bursts {
         Ok(moved as f64 / moving.as_secs_f64())
     }
 
-    /// Sends one after a pause. How long it took.
+    /// Transfers one burst after a pause. Returns the duration of the burst.
     async fn one(&mut self) -> anyhow::Result<Duration> {
         sleep(PAUSE).await;
         let begin = Instant::now();
@@ -77,14 +71,17 @@ impl Bursts {
             for piece in pattern::pieces(BURST) {
                 self.stream.write_all(&piece).await.context("sending")?;
             }
-            self.stream.read_u8().await.context("the endpoint's word")?;
+            self.stream
+                .read_u8()
+                .await
+                .context("acknowledgement of the endpoint")?;
         } else {
             self.stream.write_all(b".").await.context("sending")?;
             let mut left = BURST;
             while left > 0 {
                 let read = self.stream.read(&mut self.buffer).await;
                 let read = read.context("receiving")?;
-                ensure!(read > 0, "an end in the middle of a burst");
+                ensure!(read > 0, "connection closed in the middle of a burst");
                 left = left.saturating_sub(read as u64);
             }
         }
@@ -99,7 +96,7 @@ mod tests {
     use crate::endpoint::Endpoints;
 
     #[tokio::test]
-    async fn bursts_go_either_way() {
+    async fn bursts_work_in_both_directions() {
         let endpoints = Endpoints::start().await.unwrap();
         let (entry, target) = (Entry::Plain(endpoints.lean()), endpoints.lean());
         for work in [Work::Download, Work::Upload] {

@@ -1,8 +1,8 @@
-//! Who is measured, and their running programs.
+//! The contenders and their running programs.
 //!
 //! A pair is an OpenVPN server, an OpenVPN client, and endpoints at an address behind the client. Loads enter
-//! our server's front end, or the network of the stock one, whose routes lead into its tun device. All
-//! use AES-256-GCM, nothing is compressed, and the kernel's data channel is off.
+//! through the front end of our server, or through the network of the stock server, whose routes lead into
+//! its tun device. All programs use AES-256-GCM without compression and without the kernel's data channel.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -26,32 +26,32 @@ use crate::openvpn::probe::{dropped_datagrams, last_words, metrics};
 use crate::openvpn::rows::{Kind, Row};
 use crate::topology::{AGENT, OURS, OURS_STOCK, Programs, SERVER, STOCK, harness, panic_text};
 
-/// The name of our pair over UDP.
+/// Name of our pair over UDP.
 pub const OURS_UDP: &str = "ours/udp";
-/// The name of our server with the stock client over UDP.
+/// Name of our server with the stock client over UDP.
 pub const OURS_STOCK_UDP: &str = "o+s/udp";
 
-/// How long a program may take until it serves, and then until it carries a byte; how long one try of that may
-/// take, and how often it is tried.
+/// Time limit for a program to become ready, and again to carry the first byte; the time limit of one
+/// attempt; and the pause between attempts.
 const START_LIMIT: Duration = Duration::from_secs(20);
 const TRY_LIMIT: Duration = Duration::from_secs(2);
 const TRY_INTERVAL: Duration = Duration::from_millis(50);
 
-/// The client's common name, which its file is called by.
+/// Common name of the client, and the name of its file on the server.
 const CLIENT: &str = "user-cluster-client";
 
-/// What every program is told of the data channel, in OpenVPN's words and in ours.
+/// Options for the data channel, in the syntax of OpenVPN and in ours.
 const STOCK_OPTIONS: &str = "--data-ciphers AES-256-GCM --disable-dco --verb 3";
 const CIPHERS: &str = "--openvpn-data-ciphers=AES-256-GCM";
 
-/// Who made a program.
+/// Maker of a program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Make {
     Ours,
     Stock,
 }
 
-/// What carries a tunnel.
+/// Transport protocol of the tunnel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Proto {
     Tcp,
@@ -59,7 +59,7 @@ pub enum Proto {
 }
 
 impl Proto {
-    /// As options have it.
+    /// Name of the protocol in options.
     fn name(self) -> &'static str {
         match self {
             Self::Tcp => "tcp",
@@ -68,10 +68,10 @@ impl Proto {
     }
 }
 
-/// What is measured.
+/// A pair to measure.
 #[derive(Debug, Clone, Copy)]
 pub struct Contender {
-    /// Server and client, one word where both are of one make.
+    /// Server and client, or one word if both have the same maker.
     pub name: &'static str,
     server: Make,
     client: Make,
@@ -87,7 +87,7 @@ const fn pair(name: &'static str, server: Make, client: Make, proto: Proto) -> C
     }
 }
 
-/// Every contender, ours first.
+/// All contenders, ours first.
 pub const CONTENDERS: [Contender; 5] = [
     pair(OURS, Make::Ours, Make::Ours, Proto::Tcp),
     pair(OURS_UDP, Make::Ours, Make::Ours, Proto::Udp),
@@ -97,12 +97,12 @@ pub const CONTENDERS: [Contender; 5] = [
 ];
 
 impl Contender {
-    /// Whether half of it or more is the stock program.
+    /// Returns true if the server or the client is the stock program.
     pub fn needs_stock(self) -> bool {
         [self.server, self.client].contains(&Make::Stock)
     }
 
-    /// Whether a row says anything about it.
+    /// Returns true if the row applies to the contender.
     pub fn has(self, row: &Row) -> bool {
         let (tcp, ours) = (self.proto == Proto::Tcp, self.server == Make::Ours);
         match row.kind {
@@ -114,7 +114,7 @@ impl Contender {
     }
 }
 
-/// The files of an OpenVPN server and of its client.
+/// The files of an OpenVPN server and its client.
 #[derive(Debug)]
 pub struct Files {
     /// Certificates and keys.
@@ -124,13 +124,8 @@ pub struct Files {
 }
 
 impl Files {
-    /// Writes them. The client has `behind` behind it; the file that says so lies in `dir`.
-    ///
-    /// # Errors
-    /// When they cannot be written.
-    ///
-    /// # Panics
-    /// The same, for certificates.
+    /// Writes the files. The address `behind` belongs to the client; the file with its route is in `dir`.
+    /// Panics if the certificates cannot be written.
     pub fn write(dir: &Path, behind: Ipv4Addr) -> anyhow::Result<Self> {
         let clients = dir.join("clients");
         std::fs::create_dir(&clients)?;
@@ -143,7 +138,7 @@ impl Files {
         })
     }
 
-    /// The flags of our server.
+    /// Returns the flags of our server.
     pub fn server(&self, proto: Proto, listen: SocketAddr) -> Vec<String> {
         let pair = &self.pki.server;
         vec![
@@ -157,7 +152,7 @@ impl Files {
         ]
     }
 
-    /// The flags of our agent as a client, listeners included.
+    /// Returns the flags of our agent as an OpenVPN client, including its listeners.
     pub fn client(&self, proto: Proto, remote: SocketAddr, ports: &mut Ports) -> Vec<String> {
         let pair = &self.pki.user_cluster;
         vec![
@@ -177,25 +172,23 @@ impl Files {
 /// A running pair. Dropping it kills its programs.
 #[derive(Debug)]
 pub struct Pair {
-    /// Where its loads enter.
+    /// Entry of the load.
     pub entry: Entry,
     server: Program,
     client: Program,
-    /// Where our server answers questions.
+    /// Path of the admin socket of our server.
     admin: Option<PathBuf>,
-    /// Where its loads end.
+    /// Endpoints of the load.
     pub endpoints: Endpoints,
     _ports: Ports,
-    // Last, so that programs are gone before their files are.
+    // The last fields, so that the programs end before their files are removed.
     _files: Files,
     _dir: TempDir,
 }
 
 impl Pair {
-    /// Starts a contender and waits until it carries a byte.
-    ///
-    /// # Errors
-    /// When it does not come up, with the last words of both programs.
+    /// Starts a contender and waits until it carries a byte. An error contains the last log lines of both
+    /// programs.
     pub async fn start(
         contender: Contender,
         programs: &Programs,
@@ -278,26 +271,21 @@ impl Pair {
                 failed if Instant::now() > deadline => {
                     let why = failed.map(|echo| echo.map(drop));
                     let [server, client] = [&self.server, &self.client].map(last_words);
-                    bail!("carries nothing: {why:?}; server: {server}; client: {client}");
+                    bail!("carries no data: {why:?}; server: {server}; client: {client}");
                 }
                 _ => sleep(TRY_INTERVAL).await,
             }
         }
     }
 
-    /// Asks the kernel about the server and the client.
-    ///
-    /// # Errors
-    /// When one of them is gone.
+    /// Reads a figure of the server and of the client. The harness panics if a program has ended; the panic
+    /// becomes an error.
     pub fn ask<T>(&self, ask: impl Fn(&Program) -> T) -> anyhow::Result<[T; 2]> {
         let asking = || [&self.server, &self.client].map(ask);
         catch_unwind(AssertUnwindSafe(asking)).map_err(panic_text)
     }
 
-    /// How many segments our server has sent again so far; none of the stock one.
-    ///
-    /// # Errors
-    /// When it does not say.
+    /// Returns the number of segments that our server has retransmitted so far. `None` for the stock server.
     pub async fn resent(&self) -> anyhow::Result<Option<f64>> {
         let Some(admin) = &self.admin else {
             return Ok(None);
@@ -306,10 +294,7 @@ impl Pair {
         Ok(metrics.value("culvert_openvpn_retransmitted_segments_total", &[]))
     }
 
-    /// How many datagrams the kernel has dropped so far, because a socket's buffer was full.
-    ///
-    /// # Errors
-    /// When a program is gone.
+    /// Returns the number of datagrams that the kernel has dropped so far because a socket buffer was full.
     pub fn lost(&self) -> anyhow::Result<u64> {
         let [server, client] = self.ask(dropped_datagrams)?;
         Ok(server? + client?)
@@ -320,7 +305,7 @@ fn stock(ground: &Ground) -> anyhow::Result<&'static OpenVpn> {
     ground.stock.map_err(anyhow::Error::msg)
 }
 
-/// The flags of our server besides OpenVPN's.
+/// Returns the flags of our server apart from those for OpenVPN.
 fn server_words(pki: &Pki, [front, admin]: [&Path; 2], ports: &mut Ports) -> Vec<String> {
     let mut words = vec![
         "--v=1".to_owned(),
@@ -339,12 +324,12 @@ fn server_words(pki: &Pki, [front, admin]: [&Path; 2], ports: &mut Ports) -> Vec
     words
 }
 
-/// Waits until our server listens at its front.
+/// Waits until our server listens on its front end.
 async fn listens(server: &mut Program, front: &Path) -> anyhow::Result<()> {
     let deadline = Instant::now() + START_LIMIT;
     loop {
         if let Some(status) = server.exited() {
-            bail!("the server ended: {status}: {}", last_words(server));
+            bail!("the server exited: {status}: {}", last_words(server));
         }
         match UnixStream::connect(front).await {
             Ok(_) => return Ok(()),

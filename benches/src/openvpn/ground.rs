@@ -1,7 +1,8 @@
-//! Where pairs run: here, over loopback, or each half in a network of its own.
+//! Networks of pairs: loopback, or one network namespace per half.
 //!
-//! The stock program needs root and networks of its own. Where these can be made, the whole command runs once
-//! more in namespaces that end with it, and so do all networks and programs in them, however it ends.
+//! The stock program needs root and networks of its own. If these are available, the whole command runs again
+//! inside namespaces. The namespaces end with that second run, and so do all networks and programs inside,
+//! however the run ends.
 
 use std::io;
 use std::net::{Ipv4Addr, SocketAddrV4, UdpSocket};
@@ -21,26 +22,23 @@ use tokio::time::timeout;
 
 use crate::topology::Programs;
 
-/// This machine's address, where it has a network of its own.
+/// Address of this machine inside the namespaces.
 const OWN: Ipv4Addr = Ipv4Addr::new(192, 168, 79, 1);
 
-/// The two ends of a wire, and an address behind the client.
+/// Both ends of the link, and an address behind the client.
 const SERVER: Ipv4Addr = Ipv4Addr::new(192, 168, 77, 1);
 const CLIENT: Ipv4Addr = Ipv4Addr::new(192, 168, 77, 2);
 const BEHIND: Ipv4Addr = Ipv4Addr::new(172, 25, 1, 10);
 
-/// OpenVPN's own.
+/// Default port of OpenVPN.
 const PORT: u16 = 1194;
 
-/// How long the command gets to clean up once it is interrupted.
+/// Time limit for the second run to clean up after an interrupt.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Runs the whole command once more, in namespaces of its own, if the stock program is there and namespaces
-/// can be made, and this is not that second run. Gives how that ended. What has to be built is built before:
-/// there is no way to the outside within.
-///
-/// # Errors
-/// When our programs do not build.
+/// Runs the whole command again inside namespaces, and returns its exit code. Returns `None` inside the
+/// second run, or if the stock program or namespaces are not available. Builds our programs first, because
+/// the namespaces have no access to the outside.
 pub async fn again() -> anyhow::Result<Option<ExitCode>> {
     if namespace::is_inside() || OpenVpn::look().is_err() {
         return Ok(None);
@@ -53,7 +51,7 @@ pub async fn again() -> anyhow::Result<Option<ExitCode>> {
     let mut child = command.env_remove("CARGO").spawn().context("unshare")?;
     let status = tokio::select! {
         status = child.wait() => status?,
-        // It was interrupted, too, and removes its files.
+        // The second run receives the same signal and removes its files.
         _ = tokio::signal::ctrl_c() => match timeout(PATIENCE, child.wait()).await {
             Ok(status) => status?,
             Err(_) => bail!("interrupted"),
@@ -63,20 +61,17 @@ pub async fn again() -> anyhow::Result<Option<ExitCode>> {
     Ok(Some(code.map_or(ExitCode::FAILURE, ExitCode::from)))
 }
 
-/// What there is here.
+/// The networks available on this machine.
 #[derive(Debug)]
 pub struct Ground {
-    /// An address of this machine that is not a loopback one: our agent dials none of these.
+    /// An address of this machine that is not on loopback. Our agent never dials loopback addresses.
     pub address: Ipv4Addr,
-    /// The stock program, or why it cannot be measured.
+    /// The stock program, or the reason why it cannot be measured.
     pub stock: Result<&'static OpenVpn, &'static str>,
 }
 
 impl Ground {
-    /// Looks.
-    ///
-    /// # Errors
-    /// When this machine has no address.
+    /// Finds the networks of this machine. Fails if the machine has no address.
     pub fn find() -> anyhow::Result<Self> {
         if namespace::is_inside() {
             for words in ["link set lo up", &format!("address add {OWN}/32 dev lo")] {
@@ -89,32 +84,29 @@ impl Ground {
         }
         let missing = OpenVpn::look().err();
         Ok(Self {
-            address: own_address().context("this machine's own address")?,
+            address: own_address().context("cannot find an address of this machine")?,
             stock: Err(missing.unwrap_or("no network namespaces")),
         })
     }
 }
 
-/// The address from which this machine would reach others. Nothing is sent.
+/// Returns the address from which this machine would reach other machines. Sends nothing.
 fn own_address() -> anyhow::Result<Ipv4Addr> {
     let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0))?;
-    // For documentation, RFC 5737.
+    // An address for documentation (RFC 5737).
     socket.connect((Ipv4Addr::new(192, 0, 2, 1), 9))?;
     match socket.local_addr()?.ip() {
         std::net::IpAddr::V4(own) if !own.is_loopback() => Ok(own),
-        other => bail!("{other} is not one that an agent dials"),
+        other => bail!("agents do not dial {other}"),
     }
 }
 
-/// Where a half of a pair runs: here, or in a network of its own.
+/// The network of one half of a pair: a namespace, or the network of this process if `None`.
 #[derive(Debug)]
 pub struct Spot(Option<Namespace>);
 
 impl Spot {
-    /// Starts a program there.
-    ///
-    /// # Panics
-    /// When it cannot be started.
+    /// Starts a program in this network. Panics if the program does not start.
     pub fn spawn(&self, program: &Path, words: &[String]) -> Program {
         match &self.0 {
             Some(namespace) => namespace.spawn(program, words),
@@ -122,10 +114,7 @@ impl Spot {
         }
     }
 
-    /// A TCP socket there.
-    ///
-    /// # Errors
-    /// As the kernel says.
+    /// Opens a TCP socket in this network.
     pub fn socket(&self) -> io::Result<TcpSocket> {
         match &self.0 {
             Some(namespace) => namespace.within(TcpSocket::new_v4),
@@ -133,30 +122,27 @@ impl Spot {
         }
     }
 
-    /// Its network.
-    ///
-    /// # Errors
-    /// Where it has none of its own.
+    /// Returns the namespace. Fails if the half has none.
     pub fn namespace(&self) -> anyhow::Result<&Namespace> {
-        self.0.as_ref().context("needs a network of its own")
+        self.0.as_ref().context("needs a network namespace")
     }
 }
 
-/// The two places of a pair.
+/// The networks of both halves of a pair.
 #[derive(Debug)]
 pub struct Field {
-    /// The server's.
+    /// The network of the server.
     pub server: Spot,
-    /// The client's.
+    /// The network of the client.
     pub client: Spot,
-    /// Where the server waits for its client.
+    /// Address on which the server listens.
     pub listen: SocketAddrV4,
     /// An address behind the client.
     pub behind: Ipv4Addr,
 }
 
 impl Field {
-    /// Over loopback.
+    /// Places both halves on loopback.
     pub fn here(ground: &Ground, ports: &mut Ports) -> Self {
         Self {
             server: Spot(None),
@@ -166,15 +152,10 @@ impl Field {
         }
     }
 
-    /// In two networks with a wire between them, which last as long as this process.
-    ///
-    /// # Errors
-    /// Outside of namespaces of our own.
-    ///
-    /// # Panics
-    /// When the kernel makes none.
+    /// Places the halves in two namespaces with a link between them. The namespaces exist until this process
+    /// ends.
     pub fn apart() -> anyhow::Result<Self> {
-        ensure!(namespace::is_inside(), "no networks of our own");
+        ensure!(namespace::is_inside(), "not inside network namespaces");
         static NUMBER: AtomicU32 = AtomicU32::new(0);
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
         let server = Namespace::add(&format!("s{number}"));

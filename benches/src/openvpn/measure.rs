@@ -1,4 +1,4 @@
-//! How one row of one contender is measured.
+//! Measurement of a row of a contender.
 
 use std::time::Duration;
 
@@ -21,42 +21,36 @@ use crate::rows::{GIB, MIB, RATE};
 use crate::stalled::{self, Crowd};
 use crate::topology::Programs;
 
-/// Their pauses leave two cores idle for more than half of the time.
+/// The pauses leave two cores idle for more than half of the time.
 const CROWD: Crowd = Crowd {
     echoes: 200,
     stalled: 1,
     pause: Duration::from_millis(100),
     stagger: Duration::from_micros(500),
-    // As long as those beside stalled connections wait until these have filled every buffer.
+    // As long as the stalled connections need to fill every buffer.
     rest: Duration::from_secs(1),
 };
 
-/// A step of processor time, in seconds.
+/// Resolution of processor time, in seconds.
 const TICK: f64 = 0.01;
 
-/// What every measurement needs.
+/// Resources for all measurements.
 pub struct Lab {
-    /// What is started.
+    /// The programs to start.
     pub programs: Programs,
-    /// Where it runs.
+    /// The networks to use.
     pub ground: Ground,
-    /// How many seconds of load a measurement is.
+    /// Seconds of load per measurement.
     pub seconds: f64,
 }
 
 impl Lab {
-    /// Starts a contender as the long-lived one that most rows are measured on.
-    ///
-    /// # Errors
-    /// When it does not come up.
+    /// Starts a contender. Most rows use this long-lived instance.
     pub async fn start(&self, contender: Contender) -> anyhow::Result<Pair> {
         Pair::start(contender, &self.programs, &self.ground).await
     }
 
-    /// Measures a row of a contender: of `running`, or of one that is started for this row.
-    ///
-    /// # Errors
-    /// When the contender fails, or is not done in time.
+    /// Measures one row: on `running`, or on a contender that is started for this row.
     pub async fn measure(
         &self,
         row: &Row,
@@ -82,11 +76,11 @@ impl Lab {
             }
         };
         let measured = timeout(LIMIT, measuring).await;
-        measured.with_context(|| format!("no end within {LIMIT:?}"))?
+        measured.with_context(|| format!("not finished within {LIMIT:?}"))?
     }
 }
 
-/// Measures a load of a given amount, and what it takes of each program.
+/// Measures a load of a given amount, with the processor time of each program.
 async fn transfer(pair: &Pair, first: Job, seconds: f64, is_ours: bool) -> anyhow::Result<Figures> {
     let (entry, target) = (&pair.entry, pair.endpoints.lean());
     let work = async |job: Job| load::run(entry, target, job).await;
@@ -117,7 +111,7 @@ async fn transfer(pair: &Pair, first: Job, seconds: f64, is_ours: bool) -> anyho
     Ok(figures)
 }
 
-/// Measures bursts, and what was lost on their way.
+/// Measures bursts and the datagrams lost during the bursts.
 async fn bursts(pair: &Pair, work: Work, time: Duration) -> anyhow::Result<Figures> {
     let mut flow = Bursts::open(&pair.entry, pair.endpoints.lean(), work).await?;
     let before = pair.lost()?;
@@ -126,11 +120,8 @@ async fn bursts(pair: &Pair, work: Work, time: Duration) -> anyhow::Result<Figur
     Ok(vec![(RATE, rate / MIB), (LOST, lost as f64)])
 }
 
-/// What a pair that ran all the time has had to send again, and its memory: of each program before any load
+/// Returns the retransmitted segments of a long-running pair, and the memory of each program before any load
 /// and now.
-///
-/// # Errors
-/// When one of them is gone.
 pub async fn memory(
     pair: &Pair,
     [server_start, client_start]: [u64; 2],

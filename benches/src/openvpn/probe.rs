@@ -1,4 +1,4 @@
-//! What is asked of running programs, and of the kernel about them.
+//! Queries to running programs, and to the kernel about them.
 
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
@@ -9,16 +9,13 @@ use culvert_tests::metrics::Metrics;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::UnixStream;
 
-/// The last line that a program has written.
+/// Returns the last line that a program has logged.
 pub fn last_words(program: &Program) -> String {
     let log = program.log();
     log.lines().next_back().unwrap_or("nothing").to_owned()
 }
 
-/// Asks our server something at its admin socket, and gives the answer.
-///
-/// # Errors
-/// When it refuses.
+/// Sends a request to the admin socket of our server and returns the body of the answer.
 pub async fn ask(socket: &Path, verb: &str, path: &str, body: &str) -> anyhow::Result<String> {
     let mut stream = UnixStream::connect(socket).await.context("admin socket")?;
     let length = body.len();
@@ -34,23 +31,18 @@ pub async fn ask(socket: &Path, verb: &str, path: &str, body: &str) -> anyhow::R
     }
 }
 
-/// The metrics of our server.
-///
-/// # Errors
-/// When it has none.
+/// Returns the metrics of our server.
 pub async fn metrics(socket: &Path) -> anyhow::Result<Metrics> {
     Metrics::parse(&ask(socket, "GET", "/metrics", "").await?)
 }
 
-/// What the kernel has dropped before the UDP sockets of a program, see `/proc/net/udp` in proc(5).
-///
-/// # Errors
-/// When it is gone.
+/// Returns the number of datagrams that the kernel has dropped at the UDP sockets of a program. See
+/// `/proc/net/udp` in proc(5).
 pub fn dropped_datagrams(program: &Program) -> anyhow::Result<u64> {
     let folder = PathBuf::from(format!("/proc/{}", program.pid()));
     let mut sockets = HashSet::new();
     for file in std::fs::read_dir(folder.join("fd"))? {
-        // It may be closed meanwhile.
+        // The program may have closed the file meanwhile.
         let link = std::fs::read_link(file?.path()).unwrap_or_default();
         let link = link.to_string_lossy().into_owned();
         let inode = link.strip_prefix("socket:[");

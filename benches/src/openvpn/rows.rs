@@ -1,4 +1,4 @@
-//! What is measured: the rows, their figures, and how long they take.
+//! The rows, their figures, and their durations.
 
 use crate::load::{Job, Work};
 use crate::openvpn::switching::SWITCHES;
@@ -21,7 +21,7 @@ pub const SERVER_AFTER: Metric = Metric::lower("server MiB after");
 pub const CLIENT_START: Metric = Metric::lower("client MiB start");
 pub const CLIENT_AFTER: Metric = Metric::lower("client MiB after");
 
-/// Rows by what they show, for targets and pictures.
+/// Names of rows by topic, for targets and pictures.
 pub const BULK: &[&str] = &[
     "download, 1 connection",
     "download, 8 connections",
@@ -32,25 +32,25 @@ pub const BURSTS: &[&str] = &["download, bursts of 4 MiB", "upload, bursts of 4 
 pub const CROWD: &[&str] = &["200 echoes beside 2 stalled"];
 pub const SWITCHED: &[&str] = &["40 switches beside 200 dials/s"];
 
-/// What a row measures.
+/// Measurement of a row.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Kind {
-    /// A load of a given amount. The job is what is done first, to see how fast the contender is.
+    /// A load of a given amount. The job is the first warm-up, which estimates the speed of the contender.
     Load(Job),
-    /// A flow that moves much, and then for a while nothing.
+    /// A flow with pauses between bursts of data.
     Bursts(Work),
-    /// Echoes alone and beside connections that nobody reads.
+    /// Echoes, first alone and then beside connections that nobody reads.
     Crowd,
-    /// Changes of the tunnel that new connections go by.
+    /// Switches of the tunnel for new connections.
     Switch,
 }
 
-/// One kind of load.
+/// One row of the table.
 #[derive(Debug, Clone, Copy)]
 pub struct Row {
-    /// What the table calls it.
+    /// Name of the row in the table.
     pub name: &'static str,
-    /// What it is.
+    /// Measurement of the row.
     pub kind: Kind,
 }
 
@@ -79,8 +79,8 @@ pub const ROWS: [Row; 8] = [
 ];
 
 impl Row {
-    /// In how many of `rounds` it is measured: what the others show takes long, and hardly differs from
-    /// round to round.
+    /// Returns the number of rounds in which the row is measured. Rows other than loads take long, and their
+    /// figures differ little from round to round.
     pub fn rounds(&self, rounds: u32) -> u32 {
         match self.kind {
             Kind::Load(_) => rounds,
@@ -89,12 +89,12 @@ impl Row {
         }
     }
 
-    /// Whether it is measured on programs that are started for it alone.
+    /// Returns true if the row starts programs of its own.
     pub fn is_fresh(&self) -> bool {
         self.kind == Kind::Switch
     }
 
-    /// About how many seconds one measurement takes.
+    /// Returns the approximate duration of one measurement, in seconds.
     pub fn estimate(&self, seconds: f64) -> f64 {
         match self.kind {
             Kind::Load(_) => 1.3 * seconds + 0.5,

@@ -1,6 +1,6 @@
-//! Changes of the tunnel that new connections go by, while connections are opened and others live on.
+//! Switches of the tunnel for new connections, during dials and on open streams.
 //!
-//! One server of ours has both tunnels, with an agent of ours at the end of each.
+//! One server of ours has both tunnels; each tunnel ends in an agent of ours.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -29,32 +29,32 @@ use crate::report::Figures;
 use crate::rows::P99;
 use crate::topology::{AGENT, Programs, SERVER, harness};
 
-/// How often the tunnel changes: 20 times there and back.
+/// Number of switches: 20 in each direction.
 pub const SWITCHES: u32 = 40;
 const MODES: [&str; 2] = ["openvpn", "konnectivity"];
 
-/// One dial in this time.
+/// Interval between two dials.
 const DIAL_INTERVAL: Duration = Duration::from_millis(5);
 
-/// What a dial sends and hears again, and how long it may take. Longer is failed: kube-apiserver waits no longer
-/// for a webhook.
+/// Number of bytes that a dial echoes, and its time limit. A longer dial counts as failed, because
+/// kube-apiserver waits at most this long for a webhook.
 const DIAL_BYTES: u64 = 300;
 const DIAL_LIMIT: Duration = Duration::from_secs(10);
 
-/// How many streams live through all of it; half of them begin in either tunnel.
+/// Number of streams that stay open during the whole row. Half of them start in each tunnel.
 const STREAMS: usize = 20;
 
-/// How long a stream waits between two echoes.
+/// Pause of a stream between two echoes.
 const STREAM_PAUSE: Duration = Duration::from_millis(20);
 
-/// How long both agents may take to connect, and what comes before the first switch and behind the last.
+/// Time limit for both agents to connect, and the time before the first switch and after the last.
 const START_LIMIT: Duration = Duration::from_secs(20);
 const MARGIN: Duration = Duration::from_millis(500);
 
-/// The share of dials that each tunnel has to carry at least, in percent; else nothing was switched.
+/// Smallest plausible share of dials per tunnel, in percent. Below it the switches had no effect.
 const FAIR: f64 = 25.0;
 
-/// What runs. Dropping it kills the programs.
+/// The running programs. Dropping the value kills them.
 struct Site {
     entry: Entry,
     admin: PathBuf,
@@ -62,12 +62,12 @@ struct Site {
     _topology: Topology,
     _client: Program,
     _ports: Ports,
-    // Last, so that programs are gone before their files are.
+    // The last fields, so that the programs end before their files are removed.
     _files: Files,
     _dir: TempDir,
 }
 
-/// What became of dials.
+/// Results of dials.
 #[derive(Debug, Default)]
 struct Tally {
     made: u64,
@@ -75,10 +75,7 @@ struct Tally {
     times: Vec<Duration>,
 }
 
-/// Switches so often, once in `pause`, under the whole load.
-///
-/// # Errors
-/// When the programs do not come up, or a switch is refused or without effect.
+/// Switches the tunnel [`SWITCHES`] times, once per `pause`, under the whole load.
 pub async fn measure(
     programs: &Programs,
     ground: &Ground,
@@ -95,7 +92,7 @@ pub async fn measure(
         }
     };
     open(&mut streams);
-    // A set of one, which ends with this.
+    // A set of one task, because dropping a set aborts its tasks.
     let mut dialing = JoinSet::new();
     dialing.spawn(dial_on(site.entry.clone(), target, ended.clone()));
     let mut next = Instant::now() + MARGIN;
@@ -110,9 +107,9 @@ pub async fn measure(
         next += pause;
     }
     sleep_until(next).await;
-    // Nobody listens any more if all have ended, which the tallies show.
+    // The send fails if all tasks have already ended; the tallies show that.
     end.send(true).ok();
-    let mut tally = dialing.join_next().await.context("no dials")??;
+    let mut tally = dialing.join_next().await.context("no dials finished")??;
     let mut cut = 0;
     while let Some(ended) = streams.join_next().await {
         if let Err(error) = ended? {
@@ -136,7 +133,7 @@ pub async fn measure(
     ])
 }
 
-/// How many of the dials between two looks went by OpenVPN, in percent.
+/// Returns the share of OpenVPN among the dials between two readings, in percent.
 fn share(before: [f64; 2], after: [f64; 2]) -> f64 {
     let ([other_before, before], [other, openvpn]) = (before, after);
     let (other, openvpn) = (other - other_before, openvpn - before);
@@ -182,7 +179,10 @@ impl Site {
         let deadline = Instant::now() + START_LIMIT;
         let clients = "culvert_openvpn_clients";
         while metrics(&site.admin).await?.value(clients, &[]) != Some(1.0) {
-            ensure!(Instant::now() < deadline, "the OpenVPN client stays away");
+            ensure!(
+                Instant::now() < deadline,
+                "the OpenVPN client does not connect"
+            );
             sleep(MARGIN / 10).await;
         }
         Ok(site)
@@ -194,7 +194,7 @@ impl Site {
         asked.map(drop).context("switch")
     }
 
-    /// How many dials each tunnel has opened so far.
+    /// Returns the number of dials that each tunnel has opened so far.
     async fn dialed(&self) -> anyhow::Result<[f64; 2]> {
         let metrics = metrics(&self.admin).await?;
         Ok(["konnectivity", "openvpn"].map(|tunnel| {
@@ -205,7 +205,7 @@ impl Site {
     }
 }
 
-/// Begins a dial every [`DIAL_INTERVAL`], whatever becomes of those before, until it is told to end.
+/// Starts a dial every [`DIAL_INTERVAL`], regardless of earlier dials, until `ended` is true.
 async fn dial_on(entry: Entry, target: SocketAddr, ended: watch::Receiver<bool>) -> Tally {
     let mut tally = Tally::default();
     let mut dials = JoinSet::new();
@@ -216,7 +216,7 @@ async fn dial_on(entry: Entry, target: SocketAddr, ended: watch::Receiver<bool>)
         dials.spawn(async move {
             let begin = Instant::now();
             let dialed = timeout(DIAL_LIMIT, dial(&entry, target)).await;
-            dialed.context("no end")?.map(|()| begin.elapsed())
+            dialed.context("dial timed out")?.map(|()| begin.elapsed())
         });
         while let Some(dialed) = dials.try_join_next() {
             tally.add(dialed);
@@ -234,7 +234,7 @@ impl Tally {
         match dialed.map_err(anyhow::Error::from).flatten() {
             Ok(time) => self.times.push(time),
             Err(error) => {
-                // The first few tell what it is.
+                // A few errors are enough to show the cause.
                 if self.failed < 5 {
                     eprintln!("  a dial failed: {error:#}");
                 }
@@ -251,11 +251,11 @@ async fn dial(entry: &Entry, target: SocketAddr) -> anyhow::Result<()> {
     stream.write_all(&sent).await.context("sending")?;
     let mut received = vec![0; sent.len()];
     stream.read_exact(&mut received).await.context("echo")?;
-    ensure!(sent == received, "an echo of other bytes than were sent");
+    ensure!(sent == received, "echo returned other bytes than were sent");
     Ok(())
 }
 
-/// Echoes now and then until it is told to end.
+/// Sends echoes with pauses until `ended` is true.
 async fn stream(
     entry: Entry,
     target: SocketAddr,
@@ -264,7 +264,7 @@ async fn stream(
     let mut echo = Echo::open(&entry, target).await?;
     while !*ended.borrow() {
         let echoed = timeout(DIAL_LIMIT, echo.once()).await;
-        echoed.context("no echo")??;
+        echoed.context("echo timed out")??;
         sleep(STREAM_PAUSE).await;
     }
     Ok(())
@@ -276,7 +276,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn what_fails_and_what_is_cut_is_counted() {
+    async fn failed_dials_are_counted_and_streams_survive() {
         let endpoints = Endpoints::start().await.unwrap();
         let (end, ended) = watch::channel(false);
         let target = endpoints.lean();

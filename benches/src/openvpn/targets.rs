@@ -1,4 +1,4 @@
-//! What is expected of ours: bounds of medians, some by what others reach in the same run.
+//! The targets for our programs: bounds for medians, some relative to other contenders in the same run.
 
 use crate::openvpn::contenders::{OURS_STOCK_UDP, OURS_UDP};
 use crate::openvpn::rows::{
@@ -9,7 +9,7 @@ use crate::rows::{RATE, RATIO_STALLED};
 use crate::targets::{Bound, Target};
 use crate::topology::{OURS, OURS_STOCK, STOCK};
 
-/// By nobody's figure.
+/// An absolute target.
 const fn alone(
     contender: &'static str,
     rows: &'static [&'static str],
@@ -26,7 +26,7 @@ const fn alone(
     }
 }
 
-/// By the rate of another one.
+/// A target for a rate relative to another contender.
 const fn by(
     against: &'static str,
     contender: &'static str,
@@ -39,11 +39,11 @@ const fn by(
     }
 }
 
-/// Of `openvpn`.
+/// Targets of `openvpn`.
 pub const TARGETS: [Target; 10] = [
     by(STOCK, OURS_STOCK, BULK, 1.0),
     alone(OURS_STOCK, BULK, SERVER_LOAD, Bound::AtMost(60.0)),
-    // Of each process by its own processor time. What both reach together is shown, and has no target.
+    // Each process counts only its own processor time. The figure for both together has no target.
     alone(OURS, BULK, SERVER_GBIT, Bound::AtLeast(5.0)),
     alone(OURS, BULK, CLIENT_GBIT, Bound::AtLeast(5.0)),
     by(OURS, OURS_UDP, BURSTS, 0.7),
@@ -63,13 +63,13 @@ mod tests {
     use crate::report::{HUNG, Machine, Report};
 
     #[test]
-    fn every_row_that_is_named_exists() {
+    fn every_row_of_a_target_exists() {
         for row in TARGETS.iter().flat_map(|target| target.rows) {
             assert!(ROWS.iter().any(|known| known.name == *row), "{row}");
         }
     }
 
-    /// What the table says of one line.
+    /// Returns the verdicts that the table prints for one line.
     fn said(
         row: &'static str,
         metric: Metric,
@@ -92,7 +92,7 @@ mod tests {
     }
 
     #[test]
-    fn every_figure_has_its_own_measure() {
+    fn each_target_has_its_own_reference() {
         let rates = [(OURS, 9.0), (OURS_STOCK, 2.0), (STOCK, 2.1)];
         let verdicts = expected([("ours+stock >= 1x stock", false)]);
         assert_eq!(said(BULK[0], RATE, &rates), verdicts);
@@ -128,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn the_table_says_whose_processor_time_it_is() {
+    fn note_appears_only_with_its_figure() {
         let said = |metric| {
             let mut report = Report::new(&COMPARISON, Machine::this(), 1, 1.0);
             report.add(FRONT, BULK[0], OURS, Ok(vec![(metric, 6.0)]));

@@ -7,13 +7,13 @@ use crate::door::change;
 use crate::door::rows::ROWS;
 use crate::endpoint::Endpoints;
 
-/// Our programs as Cargo has built them beside this test.
+/// Returns our programs, as Cargo has built them beside this test.
 fn programs() -> Programs {
     let door = culvert_tests::process::ours(PROXY);
     Programs::at(door.parent().unwrap().to_owned()).unwrap()
 }
 
-/// Everyone who is installed and has a row of this kind.
+/// Returns every installed contender that has a row of this kind, with the entry point of the row.
 fn installed(kind: impl Fn(Kind) -> bool) -> Vec<(Contender, Front)> {
     let mut found = Vec::new();
     for contender in CONTENDERS.into_iter().filter(|c| !c.missing()) {
@@ -29,7 +29,7 @@ fn installed(kind: impl Fn(Kind) -> bool) -> Vec<(Contender, Front)> {
 }
 
 #[tokio::test]
-async fn what_is_installed_carries() {
+async fn installed_contenders_carry_data() {
     let (programs, endpoints) = (programs(), Endpoints::start().await.unwrap());
     let target = endpoints.lean();
     for (contender, front) in installed(|kind| matches!(kind, Kind::Load(_))) {
@@ -47,7 +47,7 @@ async fn what_is_installed_carries() {
 }
 
 #[tokio::test]
-async fn one_service_changes_and_the_others_stay() {
+async fn changing_one_service_keeps_other_connections() {
     let (programs, old) = (programs(), Endpoints::start().await.unwrap());
     let new = Endpoints::start().await.unwrap();
     for (contender, front) in installed(|kind| kind == Kind::Change) {
@@ -61,7 +61,7 @@ async fn one_service_changes_and_the_others_stay() {
 }
 
 #[tokio::test]
-async fn who_reads_its_configuration_once_can_not_be_told() {
+async fn change_fails_with_a_fixed_configuration() {
     let (programs, endpoints) = (programs(), Endpoints::start().await.unwrap());
     let direct = CONTENDERS[3];
     let starting = Door::start(direct, Front::Node, &programs, endpoints.lean(), 1);
