@@ -12,9 +12,8 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep};
 
 use crate::entry::Entry;
+use crate::figures::{BULK_RATE, Figures, MIB, P50, P99};
 use crate::load::{Echo, percentiles};
-use crate::report::Figures;
-use crate::rows::{BULK_RATE, MIB, P50, P99};
 
 /// Time between the start of the bulk transfers and the start of the measurement.
 const RAMP: Duration = Duration::from_millis(500);

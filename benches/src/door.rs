@@ -2,73 +2,63 @@
 //!
 //! | module | content |
 //! |---|---|
-//! | [`rows`] | the rows |
+//! | [`rows`] | entry points and rows |
 //! | [`contenders`] | the contenders and their running programs |
-//! | [`measure`] | measurement of a row of a contender |
 //! | [`change`] | one Service changes among many |
-//! | [`targets`] | the targets for our programs |
-//!
-//! Contenders take turns as in `tunnel`: every round measures every row, and every row measures one contender
-//! right after the other. Each row starts with another contender.
+//! | [`targets`] | the comparison and its targets |
 
 mod change;
 mod contenders;
-mod measure;
 mod rows;
 mod targets;
 
-use anyhow::ensure;
-use clap::{Args, ValueEnum};
+use std::net::SocketAddr;
+use std::time::Duration;
 
-use self::contenders::{CONTENDERS, Contender, ENVOY, HAPROXY};
-use self::measure::{Lab, Started};
-use self::rows::{ROWS, Row};
-use crate::measure::Subject as _;
-use crate::memory;
-use crate::options::{Common, chosen};
-use crate::report::{Comparison, Figures, Report, is_usable, tell};
-use crate::rows::{
-    CPU_PER_DIAL, CPU_PER_ECHO, CPU_PER_GIB, DIAL_RATE, IDLE_MEMORY, MEMORY, MEMORY_START, P50,
-    RATE,
+use anyhow::Context as _;
+use clap::{Args, ValueEnum as _};
+use tokio::time::sleep;
+
+use self::contenders::{CONTENDERS, Contender, Door, ENVOY, HAPROXY};
+use self::rows::{Front, Kind, MANY, SERVICES_MEMORY};
+use crate::endpoint::Endpoints;
+use crate::figures::{
+    CPU_PER_DIAL, CPU_PER_ECHO, CPU_PER_GIB, DIAL_RATE, Figures, IDLE_MEMORY, MEMORY_START, MIB,
+    P50, RATE,
 };
+use crate::load;
+use crate::measure::{self, Subject as _};
+use crate::memory::{self, REST};
+use crate::names::{BULK, DIALS, ECHOES, IDLE, MEMORY, OURS};
+use crate::options::Common;
+use crate::programs::Programs;
+use crate::report::Comparison;
+use crate::rows::Row;
+use crate::runner::{self, Scenario};
+use crate::stalled::{self, Crowd};
 use crate::svg::{Picture, bar, panel};
-use crate::topology::{DIRECT, OURS, Programs};
-
-/// Our front door, compared with Envoy at both ends and with haproxy.
-pub static COMPARISON: Comparison = Comparison {
-    contenders: &[OURS, ENVOY, HAPROXY, DIRECT],
-    everyone_by: ENVOY,
-    ours_by: HAPROXY,
-    ratios: &[
-        ("ours/envoy", OURS, ENVOY),
-        ("ours/hapr.", OURS, HAPROXY),
-        ("hapr./envoy", HAPROXY, ENVOY),
-    ],
-    targets: &targets::TARGETS,
-    notes: &[],
-};
 
 /// The picture that `--svg` draws.
 static PICTURE: Picture = Picture {
     title: "Culvert, Envoy and haproxy compared",
     panels: &[
-        panel("Throughput, MiB/s", RATE, rows::BULK),
-        panel("Processor time, seconds per GiB", CPU_PER_GIB, rows::BULK),
-        panel("New connections per second", DIAL_RATE, rows::DIALS),
+        panel("Throughput, MiB/s", RATE, BULK),
+        panel("Processor time, seconds per GiB", CPU_PER_GIB, BULK),
+        panel("New connections per second", DIAL_RATE, DIALS),
         panel(
             "Processor time of a new connection, us",
             CPU_PER_DIAL,
-            rows::DIALS,
+            DIALS,
         ),
-        panel("64-byte echo, median in us", P50, rows::ECHOES),
-        panel("Processor time of an echo, us", CPU_PER_ECHO, rows::ECHOES),
+        panel("64-byte echo, median in us", P50, ECHOES),
+        panel("Processor time of an echo, us", CPU_PER_ECHO, ECHOES),
         panel("Memory at start, MiB", MEMORY_START, &[MEMORY]),
         panel(
             "Memory with 1,000 Services, MiB",
             rows::SERVICES_MEMORY,
             rows::SERVICES,
         ),
-        panel("Memory of an idle connection, KiB", IDLE_MEMORY, rows::IDLE),
+        panel("Memory of an idle connection, KiB", IDLE_MEMORY, IDLE),
     ],
     bars: &[
         bar(OURS, "Culvert", "o"),
@@ -76,6 +66,14 @@ static PICTURE: Picture = Picture {
         bar(HAPROXY, "haproxy", "r"),
     ],
     by: ENVOY,
+};
+
+/// Clients of one node. Their pauses leave two cores idle for about half of the time.
+const CROWD: Crowd = Crowd {
+    echoes: 1000,
+    stalled: 1,
+    pause: Duration::from_millis(120),
+    stagger: Duration::from_micros(120),
 };
 
 /// Options of the subcommand.
@@ -93,169 +91,125 @@ pub struct Options {
     contenders: Vec<String>,
 }
 
-/// The place where the load enters.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum Front {
-    /// The TLS port of the front door
-    Sni,
-    /// A listener on a node, connected to the CONNECT port of the front door
-    Node,
-}
-
-impl Front {
-    /// Name of the entry point in the table.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Sni => "SNI",
-            Self::Node => "node",
-        }
-    }
-}
-
 /// Measures all rows and writes the report. Returns true if no measurement failed.
-pub async fn run(mut options: Options) -> anyhow::Result<bool> {
-    options.common.settle();
-    let (common, descriptors) = (&options.common, memory::raise_limit());
+pub async fn run(options: Options) -> anyhow::Result<bool> {
     let lab = Lab {
         programs: Programs::ours()?,
-        seconds: common.seconds,
-        descriptors,
+        seconds: options.common.seconds(),
+        descriptors: memory::raise_limit(),
     };
-    let plan = Plan {
-        contenders: options.contenders()?,
-        rows: options.rows()?,
-        rounds: common.rounds,
-    };
-    let mut report = common.begin(&COMPARISON, plan.estimate(common.seconds));
-    for front in Front::value_variants() {
-        plan.front(&lab, *front, &mut report).await;
-    }
-    common.end(&report, &PICTURE)
+    let fronts = options
+        .front
+        .map_or(Front::value_variants().to_vec(), |one| vec![one]);
+    runner::run(&lab, &fronts, &options.common, &options.contenders).await
 }
 
-impl Options {
-    fn contenders(&self) -> anyhow::Result<Vec<Contender>> {
-        let chosen = chosen(&self.contenders, &COMPARISON)?;
-        let mut contenders = CONTENDERS.to_vec();
-        contenders.retain(|contender| chosen(contender.name));
-        contenders.retain(|contender| {
-            let missing = contender.missing();
-            if missing {
-                eprintln!("{} left out: it is not installed", contender.name);
-            }
-            !missing
-        });
-        ensure!(!contenders.is_empty(), "no contender can be measured");
-        Ok(contenders)
-    }
-
-    fn rows(&self) -> anyhow::Result<Vec<Row>> {
-        let mut rows = ROWS.to_vec();
-        rows.retain(|row| {
-            row.name.contains(&self.common.row) && self.front.is_none_or(|it| it == row.front)
-        });
-        ensure!(
-            !rows.is_empty(),
-            "no row name contains {:?}",
-            self.common.row
-        );
-        Ok(rows)
-    }
+/// Resources for all measurements.
+struct Lab {
+    /// The programs to start.
+    programs: Programs,
+    /// Seconds of load per measurement.
+    seconds: f64,
+    /// Limit of file descriptors of a process.
+    descriptors: u64,
 }
 
-/// The rows and contenders to measure.
-struct Plan {
-    contenders: Vec<Contender>,
-    rows: Vec<Row>,
-    rounds: u32,
-}
-
-/// A running contender.
+/// A running contender and the endpoints of its load. Each contender has its own endpoints, because the ports of
+/// closed connections stay in use for a while.
 struct Running {
-    contender: Contender,
-    started: Started,
-    /// Memory before any load, in bytes. `None` if the contender has no program.
-    at_start: Option<u64>,
+    door: Door,
+    endpoints: Endpoints,
 }
 
-impl Running {
-    async fn start(lab: &Lab, contender: Contender, front: Front) -> anyhow::Result<Self> {
-        let mut started = lab.start(contender, front).await?;
-        Ok(Self {
-            contender,
-            at_start: started.door.rss()?,
-            started,
-        })
+impl Scenario for Lab {
+    type Front = Front;
+    type Kind = Kind;
+    type Contender = Contender;
+    type Running = Running;
+
+    const COMPARISON: &'static Comparison = &targets::COMPARISON;
+    const PICTURE: &'static Picture = &PICTURE;
+    const CONTENDERS: &'static [Contender] = &CONTENDERS;
+
+    fn front_name(front: Front) -> &'static str {
+        front.name()
     }
 
-    fn memory(&mut self) -> anyhow::Result<Figures> {
-        Ok(memory::figures(self.at_start, self.started.door.rss()?))
-    }
-}
-
-impl Plan {
-    /// Returns the approximate duration of all measurements, in seconds.
-    fn estimate(&self, seconds: f64) -> f64 {
-        let times = |row: &Row| {
-            let count = self.contenders.iter().filter(|c| c.has(row)).count();
-            f64::from(row.rounds(self.rounds)) * count as f64
-        };
-        let rows = self.rows.iter();
-        rows.map(|row| times(row) * row.estimate(seconds)).sum()
+    fn rows(front: Front) -> &'static [Row<Kind>] {
+        front.rows()
     }
 
-    /// Measures all rows of one entry point.
-    async fn front(&self, lab: &Lab, front: Front, report: &mut Report) {
-        let rows: Vec<&Row> = self.rows.iter().filter(|row| row.front == front).collect();
-        let mut running = Vec::new();
-        for contender in &self.contenders {
-            if !rows.iter().any(|row| contender.has(row)) {
-                continue;
-            }
-            match Running::start(lab, *contender, front).await {
-                Ok(started) => running.push(started),
-                Err(error) => report.add(front.name(), "start", contender.name, Err(error)),
-            }
-        }
-        for round in 1..=self.rounds {
-            for row in rows.iter().filter(|r| round <= r.rounds(self.rounds)) {
-                for one in running.iter_mut().filter(|one| one.contender.has(row)) {
-                    self.measure(lab, row, round, one, report).await;
-                }
-                if !running.is_empty() {
-                    running.rotate_left(1);
-                }
-            }
-        }
-        for one in &mut running {
-            if one.at_start.is_some() {
-                report.add(front.name(), MEMORY, one.contender.name, one.memory());
-            }
-        }
+    fn name(contender: Contender) -> &'static str {
+        contender.name
     }
 
-    /// Measures one row of one contender, and restarts the contender if it hangs or fails.
+    fn missing(&self, contender: Contender) -> Option<&'static str> {
+        contender.missing().then_some("it is not installed")
+    }
+
+    fn has(front: Front, kind: Kind, contender: Contender) -> bool {
+        contender.has(front, kind)
+    }
+
+    /// Starts a contender with one Service.
+    async fn start(&self, front: Front, contender: Contender) -> anyhow::Result<Running> {
+        let endpoints = Endpoints::start().await.context("endpoints")?;
+        let door = self.door(front, contender, endpoints.lean(), 1).await?;
+        Ok(Running { door, endpoints })
+    }
+
     async fn measure(
         &self,
-        lab: &Lab,
-        row: &Row,
-        round: u32,
+        front: Front,
+        kind: Kind,
+        contender: Contender,
         running: &mut Running,
-        report: &mut Report,
-    ) {
-        let (front, contender) = (row.front, running.contender);
-        let figures = lab.measure(row, contender, &mut running.started).await;
-        let turn = [round, row.rounds(self.rounds)];
-        tell(turn, [front.name(), row.name, contender.name], &figures);
-        let usable = is_usable(&figures);
-        report.add(front.name(), row.name, contender.name, figures);
-        if !usable && !row.is_fresh() {
-            match lab.start(contender, front).await {
-                Ok(started) => running.started = started,
-                // The old programs stay, so that the next row fails, too.
-                Err(error) => report.add(front.name(), "restart", contender.name, Err(error)),
+    ) -> anyhow::Result<Figures> {
+        let Running { door, endpoints } = running;
+        let (entry, target) = (&door.entry().clone(), endpoints.lean());
+        match kind {
+            Kind::Load(first) => {
+                let work = async |job| load::run(entry, target, job).await;
+                measure::load(door, first, self.seconds, work).await
+            }
+            Kind::Crowd => {
+                let time = Duration::from_secs_f64(2.0 * self.seconds);
+                stalled::measure(&CROWD, entry, endpoints, time).await
+            }
+            Kind::Change => {
+                let other = Endpoints::start().await.context("endpoints")?;
+                let mut door = self.door(front, contender, target, MANY).await?;
+                change::measure(&mut door, target, other.lean(), MANY).await
+            }
+            Kind::Services => {
+                let mut door = self.door(front, contender, target, MANY).await?;
+                sleep(REST).await;
+                let bytes = door.rss()?.context("contender has no program")?;
+                Ok(vec![(SERVICES_MEMORY, bytes as f64 / MIB)])
+            }
+            Kind::Idle => {
+                let count = memory::affordable(self.descriptors, contender.descriptors())?;
+                let (_endpoint, target) = self.programs.endpoint().await?;
+                let mut door = self.door(front, contender, target, 1).await?;
+                memory::idle(&mut door, target, count).await
             }
         }
+    }
+
+    fn rss(running: &mut Running) -> anyhow::Result<Vec<u64>> {
+        Ok(running.door.rss()?.into_iter().collect())
+    }
+}
+
+impl Lab {
+    async fn door(
+        &self,
+        front: Front,
+        contender: Contender,
+        target: SocketAddr,
+        services: usize,
+    ) -> anyhow::Result<Door> {
+        Door::start(contender, front, &self.programs, target, services).await
     }
 }
 
@@ -266,14 +220,15 @@ mod tests {
     #[test]
     fn every_contender_has_a_column() {
         let names: Vec<&str> = CONTENDERS.iter().map(|c| c.name).collect();
-        assert_eq!(COMPARISON.contenders, names);
+        assert_eq!(targets::COMPARISON.contenders, names);
     }
 
     #[test]
     fn every_drawn_row_exists() {
+        let rows = [Front::Sni, Front::Node].into_iter().flat_map(Front::rows);
         for row in PICTURE.panels.iter().flat_map(|panel| panel.rows) {
             assert!(
-                *row == MEMORY || ROWS.iter().any(|known| known.name == *row),
+                *row == MEMORY || rows.clone().any(|known| known.name == *row),
                 "{row}"
             );
         }

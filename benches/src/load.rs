@@ -46,6 +46,15 @@ pub struct Job {
 }
 
 impl Job {
+    /// Creates a job.
+    pub(crate) const fn new(work: Work, connections: u64, amount: u64) -> Self {
+        Self {
+            work,
+            connections,
+            amount,
+        }
+    }
+
     /// Returns the amount of all connections together: bytes, echoes or dials.
     pub fn total(&self) -> u64 {
         self.connections * self.amount
@@ -295,11 +304,7 @@ mod tests {
             Work::Fetch,
         ] {
             let bulk = !matches!(work, Work::Echo | Work::Dials);
-            let job = Job {
-                work,
-                connections: 3,
-                amount: if bulk { 1_000_003 } else { 10 },
-            };
+            let job = Job::new(work, 3, if bulk { 1_000_003 } else { 10 });
             let entry = Entry::Connect(socket.clone());
             results.push(run(&entry, endpoints.lean(), job).await);
         }

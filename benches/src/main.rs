@@ -2,49 +2,44 @@
 //!
 //! | module | content |
 //! |---|---|
-//! | [`tunnel`] | the subcommand `tunnel`: options, and the order of measurements |
-//! | [`door`] | the subcommand `door` |
-//! | [`openvpn`] | the subcommand `openvpn` |
+//! | [`tunnel`], [`door`], [`openvpn`] | the subcommands |
+//! | [`runner`] | the order of measurements, the same for all subcommands |
 //! | [`options`] | options of all subcommands |
-//! | [`rows`] | the rows of `tunnel` |
-//! | [`measure`] | measurement of a row of a contender |
-//! | [`topology`] | the contenders and their running programs |
-//! | [`relay`] | contenders that are not pairs of server and agent |
-//! | [`delay`] | a long path between the two halves of a contender |
-//! | [`entry`] | entry points of loads |
-//! | [`endpoint`] | endpoints of loads |
-//! | [`load`] | a load of a given amount |
-//! | [`bulk`] | a load without an end, for a given time |
-//! | [`driver`] | the load on a gRPC front end: the real client library, in the Go driver |
-//! | [`stalled`] | echoes beside connections that nobody reads |
-//! | [`memory`] | memory of idle connections |
+//! | [`table`], [`svg`] | the report as text and as a picture |
 //! | [`report`] | medians, ratios, JSON |
-//! | [`targets`] | targets for our programs |
-//! | [`table`] | the report as text |
-//! | [`svg`] | the report as a picture |
+//! | [`memory`] | memory of idle connections |
+//! | [`stalled`] | echoes beside connections that nobody reads |
+//! | [`measure`] | measurement of a load of a given amount |
+//! | [`bulk`] | a load without an end, for a given time |
+//! | [`load`] | a load of a given amount |
+//! | [`entry`], [`endpoint`] | entry points and endpoints of loads |
+//! | [`programs`] | our programs and the stock programs |
+//! | [`harness`] | panics of the test harness as errors |
+//! | [`rows`], [`figures`], [`names`], [`targets`] | data types and names without logic |
 //!
 //! Our programs are the shipped programs; Cargo builds them first. The endpoint of idle connections is this
 //! program, started under another name.
 
 mod bulk;
-mod delay;
 mod door;
-mod driver;
 mod endpoint;
 mod entry;
+mod figures;
+mod harness;
 mod load;
 mod measure;
 mod memory;
+mod names;
 mod openvpn;
 mod options;
-mod relay;
+mod programs;
 mod report;
 mod rows;
+mod runner;
 mod stalled;
 mod svg;
 mod table;
 mod targets;
-mod topology;
 mod tunnel;
 
 use std::ffi::OsStr;

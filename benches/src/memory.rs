@@ -17,10 +17,8 @@ use tokio::time::{Instant, sleep, timeout_at};
 
 use crate::bulk::Bulk;
 use crate::entry::Entry;
+use crate::figures::{AGENT_MEMORY, BULK_RATE, Figures, IDLE_MEMORY, MIB};
 use crate::measure::Subject;
-use crate::report::Figures;
-use crate::rows::{AGENT_MEMORY, BULK_RATE, IDLE_MEMORY, MEMORY_AFTER, MEMORY_START, MIB};
-use crate::topology::Tunnel;
 
 /// Number of idle connections, and the lowest number that still gives a usable figure.
 pub const IDLE: u64 = 10_000;
@@ -96,28 +94,19 @@ pub async fn idle(
     Ok(vec![(IDLE_MEMORY, growth / 1024.0 / count as f64)])
 }
 
-/// Returns the memory of long-running programs before any load and now, from bytes. Empty if the contender
-/// has no program.
-pub fn figures(at_start: Option<u64>, after: Option<u64>) -> Figures {
-    let figures = [(MEMORY_START, at_start), (MEMORY_AFTER, after)].into_iter();
-    figures
-        .filter_map(|(metric, bytes)| Some((metric, bytes? as f64 / MIB)))
-        .collect()
-}
-
 /// Returns the peak memory of the agent with idle connections and bulk transfers in both directions.
 pub async fn beside_bulk(
-    tunnel: &mut Tunnel,
+    entry: &Entry,
     target: SocketAddr,
     time: Duration,
+    mut agent_rss: impl FnMut() -> anyhow::Result<Option<u64>>,
 ) -> anyhow::Result<Figures> {
-    let held = open(&tunnel.entry, target, IDLE_BESIDE_BULK).await?;
+    let held = open(entry, target, IDLE_BESIDE_BULK).await?;
     ensure!(
         held.len() as u64 == IDLE_BESIDE_BULK,
         "only {} connections opened",
         held.len()
     );
-    let entry = &tunnel.entry.clone();
     let mut bulk = Bulk::default()
         .downloads(entry, target, BULK)
         .uploads(entry, target, BULK);
@@ -125,7 +114,7 @@ pub async fn beside_bulk(
     let mut most = 0;
     while begin.elapsed() < time {
         sleep(LOOK).await;
-        most = most.max(tunnel.agent_rss()?.context("contender has no program")?);
+        most = most.max(agent_rss()?.context("contender has no program")?);
     }
     let rate = bulk.rate_since(mark)?;
     Ok(vec![

@@ -5,14 +5,11 @@
 //! | [`rows`] | the rows |
 //! | [`contenders`] | the contenders and their running programs |
 //! | [`ground`] | networks and namespaces |
-//! | [`measure`] | measurement of a row of a contender |
+//! | [`measure`] | measurements with the figures of each program |
 //! | [`probe`] | queries to running programs |
 //! | [`bursts`] | a flow with pauses between bursts of data |
 //! | [`switching`] | switches from one tunnel to the other |
-//! | [`targets`] | the targets for our programs |
-//!
-//! Contenders take turns as in `tunnel`: every round measures every row, and every row measures one contender
-//! right after the other. Each row starts with another contender.
+//! | [`targets`] | the comparison and its targets |
 
 mod bursts;
 mod contenders;
@@ -25,55 +22,41 @@ mod targets;
 
 use std::time::Duration;
 
-use anyhow::ensure;
 use clap::Args;
 use culvert_tests::Program;
 use tokio::time::sleep;
 
-use self::contenders::{CONTENDERS, Contender, OURS_STOCK_UDP, OURS_UDP, Pair};
+use self::contenders::{CONTENDERS, Contender, Pair};
 use self::ground::Ground;
 pub use self::ground::again;
-use self::measure::Lab;
-use self::rows::{ROWS, Row};
-use crate::memory;
-use crate::options::{Common, chosen};
-use crate::report::{Comparison, Figures, Report, is_usable, tell};
-use crate::rows::{MEMORY, P99_STALLED, RATE};
-use crate::svg::{Picture, bar, panel};
-use crate::topology::{OURS, OURS_STOCK, Programs, STOCK};
-
-/// Our pair and our server with the stock client, compared with the stock pair.
-pub static COMPARISON: Comparison = Comparison {
-    contenders: &[OURS, OURS_UDP, OURS_STOCK, OURS_STOCK_UDP, STOCK],
-    everyone_by: STOCK,
-    ours_by: OURS_STOCK,
-    ratios: &[
-        ("o+s/st", OURS_STOCK, STOCK),
-        ("ours u/t", OURS_UDP, OURS),
-        ("o+s u/t", OURS_STOCK_UDP, OURS_STOCK),
-    ],
-    targets: &targets::TARGETS,
-    notes: &[(
-        rows::SERVER_GBIT,
-        "Gbit/CPU-s: the targets are per process, the server by its own processor time and the client by its own; \
-         what both reach together stands beside them, without a target",
-    )],
+use self::rows::{
+    CLIENT_AFTER, CLIENT_START, FRONT, Kind, RESENT, ROWS, SERVER_AFTER, SERVER_START,
 };
+use crate::figures::{Figures, Metric, P99_STALLED, RATE};
+use crate::memory;
+use crate::names::{BULK, MEMORY, OURS, OURS_STOCK, STOCK};
+use crate::options::Common;
+use crate::programs::Programs;
+use crate::report::Comparison;
+use crate::rows::Row;
+use crate::runner::{self, Scenario};
+use crate::stalled::{self, Crowd};
+use crate::svg::{Picture, bar, panel};
 
 /// The picture that `--svg` draws.
 static PICTURE: Picture = Picture {
     title: "Culvert's OpenVPN and the stock program compared",
     panels: &[
-        panel("Throughput, MiB/s", RATE, rows::BULK),
+        panel("Throughput, MiB/s", RATE, BULK),
         panel(
             "Processor time of the server, seconds per GiB",
             rows::SERVER_CPU,
-            rows::BULK,
+            BULK,
         ),
         panel(
             "Processor time of the client, seconds per GiB",
             rows::CLIENT_CPU,
-            rows::BULK,
+            BULK,
         ),
         panel(
             "200 echoes beside 2 stalled connections, 99th percentile in us",
@@ -82,7 +65,7 @@ static PICTURE: Picture = Picture {
         ),
         panel(
             "Memory of the server at start, MiB",
-            rows::SERVER_START,
+            SERVER_START,
             &[MEMORY],
         ),
     ],
@@ -94,8 +77,13 @@ static PICTURE: Picture = Picture {
     by: STOCK,
 };
 
-/// Name of the only entry point, for the table.
-pub const FRONT: &str = "CONNECT";
+/// The pauses of the echoes leave two cores idle for more than half of the time.
+const CROWD: Crowd = Crowd {
+    echoes: 200,
+    stalled: 1,
+    pause: Duration::from_millis(100),
+    stagger: Duration::from_micros(500),
+};
 
 /// Upper bound of the interval at which a server updates its counters.
 const COUNTED: Duration = Duration::from_millis(1200);
@@ -112,145 +100,99 @@ pub struct Options {
 }
 
 /// Measures all rows and writes the report. Returns true if no measurement failed.
-pub async fn run(mut options: Options) -> anyhow::Result<bool> {
-    options.common.settle();
-    let common = &options.common;
+pub async fn run(options: Options) -> anyhow::Result<bool> {
     memory::raise_limit();
     let lab = Lab {
         programs: Programs::ours()?,
         ground: Ground::find()?,
-        seconds: common.seconds,
+        seconds: options.common.seconds(),
     };
-    let plan = Plan {
-        contenders: options.contenders(&lab.ground)?,
-        rows: options.rows()?,
-        rounds: common.rounds,
-    };
-    let mut report = common.begin(&COMPARISON, plan.estimate(common.seconds));
-    plan.measure_all(&lab, &mut report).await;
-    common.end(&report, &PICTURE)
+    runner::run(&lab, &[()], &options.common, &options.contenders).await
 }
 
-impl Options {
-    fn contenders(&self, ground: &Ground) -> anyhow::Result<Vec<Contender>> {
-        let chosen = chosen(&self.contenders, &COMPARISON)?;
-        let mut contenders = CONTENDERS.to_vec();
-        contenders.retain(|contender| chosen(contender.name));
-        if let Err(why) = ground.stock {
-            let missing = contenders.extract_if(.., |contender| contender.needs_stock());
-            let missing: Vec<&str> = missing.map(|contender| contender.name).collect();
-            if !missing.is_empty() {
-                eprintln!("{} left out: {why}", missing.join(", "));
-            }
-        }
-        ensure!(!contenders.is_empty(), "no contender can be measured");
-        Ok(contenders)
-    }
-
-    fn rows(&self) -> anyhow::Result<Vec<Row>> {
-        let mut rows = ROWS.to_vec();
-        rows.retain(|row| row.name.contains(&self.common.row));
-        let wanted = !rows.is_empty() || MEMORY.contains(&self.common.row);
-        ensure!(wanted, "no row name contains {:?}", self.common.row);
-        Ok(rows)
-    }
+/// Resources for all measurements.
+struct Lab {
+    /// The programs to start.
+    programs: Programs,
+    /// The networks to use.
+    ground: Ground,
+    /// Seconds of load per measurement.
+    seconds: f64,
 }
 
-/// The rows and contenders to measure.
-struct Plan {
-    contenders: Vec<Contender>,
-    rows: Vec<Row>,
-    rounds: u32,
-}
+impl Scenario for Lab {
+    type Front = ();
+    type Kind = Kind;
+    type Contender = Contender;
+    type Running = Pair;
 
-/// A running contender.
-struct Running {
-    contender: Contender,
-    pair: Pair,
-    /// Memory of server and client before any load, in bytes.
-    at_start: [u64; 2],
-}
+    const COMPARISON: &'static Comparison = &targets::COMPARISON;
+    const PICTURE: &'static Picture = &PICTURE;
+    const CONTENDERS: &'static [Contender] = &CONTENDERS;
+    const MEMORY: &'static [[Metric; 2]] =
+        &[[SERVER_START, SERVER_AFTER], [CLIENT_START, CLIENT_AFTER]];
 
-impl Running {
-    async fn start(lab: &Lab, contender: Contender) -> anyhow::Result<Self> {
-        let pair = lab.start(contender).await?;
-        Ok(Self {
-            contender,
-            at_start: pair.ask(Program::rss)?,
-            pair,
-        })
+    fn front_name((): ()) -> &'static str {
+        FRONT
     }
 
-    async fn memory(&self) -> anyhow::Result<Figures> {
-        measure::memory(&self.pair, self.at_start).await
-    }
-}
-
-impl Plan {
-    /// Returns the approximate duration of all measurements, in seconds.
-    fn estimate(&self, seconds: f64) -> f64 {
-        let times = |row: &Row| {
-            let count = self.contenders.iter().filter(|c| c.has(row)).count();
-            f64::from(row.rounds(self.rounds)) * count as f64
-        };
-        let rows = self.rows.iter();
-        let measuring: f64 = rows.map(|row| times(row) * row.estimate(seconds)).sum();
-        // Starting a contender takes about a second.
-        measuring + self.contenders.len() as f64
+    fn rows((): ()) -> &'static [Row<Kind>] {
+        &ROWS
     }
 
-    async fn measure_all(&self, lab: &Lab, report: &mut Report) {
-        let mut running = Vec::new();
-        for contender in &self.contenders {
-            // Without rows, contenders are started for their memory only.
-            let wanted = self.rows.is_empty() || self.rows.iter().any(|row| contender.has(row));
-            if !wanted {
-                continue;
-            }
-            match Running::start(lab, *contender).await {
-                Ok(started) => running.push(started),
-                Err(error) => report.add(FRONT, "start", contender.name, Err(error)),
-            }
-        }
-        for round in 1..=self.rounds {
-            for row in self.rows.iter().filter(|r| round <= r.rounds(self.rounds)) {
-                for one in running.iter_mut().filter(|one| one.contender.has(row)) {
-                    self.measure(lab, row, round, one, report).await;
-                }
-                if !running.is_empty() {
-                    running.rotate_left(1);
-                }
-            }
-        }
-        // Servers count retransmissions once per second.
-        sleep(COUNTED).await;
-        for one in &running {
-            report.add(FRONT, MEMORY, one.contender.name, one.memory().await);
-        }
+    fn name(contender: Contender) -> &'static str {
+        contender.name
     }
 
-    /// Measures one row of one contender, and restarts the contender if it hangs or fails.
+    fn missing(&self, contender: Contender) -> Option<&'static str> {
+        self.ground.stock.err().filter(|_| contender.needs_stock())
+    }
+
+    fn has((): (), kind: Kind, contender: Contender) -> bool {
+        contender.has(kind)
+    }
+
+    async fn start(&self, (): (), contender: Contender) -> anyhow::Result<Pair> {
+        Pair::start(contender, &self.programs, &self.ground).await
+    }
+
     async fn measure(
         &self,
-        lab: &Lab,
-        row: &Row,
-        round: u32,
-        running: &mut Running,
-        report: &mut Report,
-    ) {
-        let contender = running.contender;
-        let figures = lab.measure(row, contender, &running.pair).await;
-        let turn = [round, row.rounds(self.rounds)];
-        tell(turn, [FRONT, row.name, contender.name], &figures);
-        let usable = is_usable(&figures);
-        report.add(FRONT, row.name, contender.name, figures);
-        if !usable && !row.is_fresh() {
-            match lab.start(contender).await {
-                Ok(pair) => running.pair = pair,
-                // The old programs stay, so that the next row fails, too.
-                Err(error) => report.add(FRONT, "restart", contender.name, Err(error)),
+        (): (),
+        kind: Kind,
+        contender: Contender,
+        running: &mut Pair,
+    ) -> anyhow::Result<Figures> {
+        let time = Duration::from_secs_f64(2.0 * self.seconds);
+        match kind {
+            Kind::Load(first) => {
+                let is_ours = !contender.needs_stock();
+                measure::transfer(running, first, self.seconds, is_ours).await
+            }
+            Kind::Bursts(work) => measure::bursts(running, work, time).await,
+            Kind::Crowd => {
+                let (entry, endpoints) = (&running.entry, &running.endpoints);
+                stalled::measure(&CROWD, entry, endpoints, time).await
+            }
+            Kind::Switch => {
+                let pause = Duration::from_secs_f64(self.seconds.min(1.0));
+                switching::measure(&self.programs, &self.ground, pause).await
             }
         }
+    }
+
+    fn rss(running: &mut Pair) -> anyhow::Result<Vec<u64>> {
+        Ok(running.ask(Program::rss)?.to_vec())
+    }
+
+    /// Returns the number of segments that our server has retransmitted.
+    async fn counters(&self, running: &Pair) -> anyhow::Result<Figures> {
+        sleep(COUNTED).await;
+        let resent = running.resent().await?;
+        Ok(resent
+            .map(|segments| (RESENT, segments))
+            .into_iter()
+            .collect())
     }
 }
 
@@ -262,7 +204,7 @@ mod tests {
     fn every_contender_has_a_column() {
         let mut names: Vec<&str> = CONTENDERS.iter().map(|c| c.name).collect();
         names.sort_unstable();
-        let mut columns = COMPARISON.contenders.to_vec();
+        let mut columns = targets::COMPARISON.contenders.to_vec();
         columns.sort_unstable();
         assert_eq!(columns, names);
     }

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use anyhow::{Context as _, ensure};
+use anyhow::Context as _;
 use clap::Args;
 
 use crate::report::{Comparison, Machine, Report};
@@ -13,11 +13,11 @@ use crate::svg::{self, Picture};
 pub struct Common {
     /// Number of measurements per row; the table shows medians
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
-    pub rounds: u32,
+    rounds: u32,
 
     /// Seconds of load per measurement
     #[arg(long, value_name = "S", default_value_t = 1.2, value_parser = seconds)]
-    pub seconds: f64,
+    seconds: f64,
 
     /// Run one round of half a second: shows that everything works, but gives no usable figures
     #[arg(long)]
@@ -44,11 +44,14 @@ fn seconds(text: &str) -> Result<f64, String> {
 }
 
 impl Common {
-    /// Applies `--quick`.
-    pub fn settle(&mut self) {
-        if self.quick {
-            (self.rounds, self.seconds) = (1, 0.5);
-        }
+    /// Number of rounds.
+    pub(crate) fn rounds(&self) -> u32 {
+        if self.quick { 1 } else { self.rounds }
+    }
+
+    /// Seconds of load per measurement.
+    pub(crate) fn seconds(&self) -> f64 {
+        if self.quick { 0.5 } else { self.seconds }
     }
 
     /// Creates an empty report, and prints the estimated duration, given in seconds, to stderr.
@@ -57,7 +60,7 @@ impl Common {
             seconds @ ..120.0 => eprintln!("this takes about {seconds:.0} seconds"),
             seconds => eprintln!("this takes about {:.0} minutes", seconds / 60.0),
         }
-        Report::new(comparison, Machine::this(), self.rounds, self.seconds)
+        Report::new(comparison, Machine::this(), self.rounds(), self.seconds())
     }
 
     /// Prints the report and writes the requested files. Returns true if no measurement failed.
@@ -73,14 +76,4 @@ impl Common {
         }
         Ok(report.is_clean())
     }
-}
-
-/// Returns a filter for names of contenders: those in `wanted`, or all if `wanted` is empty. Fails on unknown
-/// names.
-pub fn chosen(wanted: &[String], comparison: &Comparison) -> anyhow::Result<impl Fn(&str) -> bool> {
-    for name in wanted {
-        let known = comparison.contenders.contains(&name.as_str());
-        ensure!(known, "unknown contender {name:?}; --help lists all");
-    }
-    Ok(move |name: &str| wanted.is_empty() || wanted.iter().any(|one| one == name))
 }

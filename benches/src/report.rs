@@ -4,41 +4,9 @@ use std::fmt;
 
 use serde_json::{Value, json};
 
-use crate::targets::{self, Target, Verdict};
-use crate::topology::OURS;
-
-/// A figure of a row.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Metric {
-    /// Name with the unit.
-    pub name: &'static str,
-    /// True if larger values are better.
-    pub higher_is_better: bool,
-}
-
-impl Metric {
-    /// Creates a metric for which larger values are better.
-    pub const fn higher(name: &'static str) -> Self {
-        Self {
-            name,
-            higher_is_better: true,
-        }
-    }
-
-    /// Creates a metric for which smaller values are better.
-    pub const fn lower(name: &'static str) -> Self {
-        Self {
-            name,
-            higher_is_better: false,
-        }
-    }
-}
-
-/// Value of a time that exceeded its limit.
-pub const HUNG: f64 = f64::INFINITY;
-
-/// Figures of one measurement.
-pub type Figures = Vec<(Metric, f64)>;
+use crate::figures::{Figures, HUNG, Metric};
+use crate::names::OURS;
+use crate::targets::{Target, Verdict};
 
 /// The machine of the measurements, as far as it affects the figures.
 #[derive(Debug)]
@@ -152,9 +120,25 @@ impl Line {
         Some(ratio).filter(|ratio| !ratio.is_nan())
     }
 
-    /// Returns a verdict for each target of this line.
+    /// Returns the verdicts of this line. Targets without a measured figure have none.
     pub fn verdicts(&self) -> Vec<Verdict> {
-        targets::verdicts(self, self.comparison.targets)
+        let targets = self.comparison.targets.iter();
+        let own = targets.filter(|target| {
+            target.front.is_none_or(|front| front == self.front)
+                && target.rows.contains(&self.row)
+                && target.metric == self.metric
+        });
+        own.filter_map(|target| {
+            let value = match target.against {
+                Some(against) => self.ratio(target.contender, against),
+                None => self.median(target.contender),
+            };
+            value.map(|value| Verdict {
+                target: *target,
+                value,
+            })
+        })
+        .collect()
     }
 }
 
@@ -324,15 +308,8 @@ pub fn number(value: Option<f64>, digits: usize) -> String {
     }
 }
 
-/// Prints the result of one measurement to stderr: the current round, the number of rounds, and names.
-pub fn tell(turn: [u32; 2], of: [&str; 3], figures: &anyhow::Result<Figures>) {
-    let ([round, rounds], [front, row, contender]) = (turn, of);
-    let text = describe(figures);
-    eprintln!("{round}/{rounds} {front} {row}, {contender}: {text}");
-}
-
 /// Formats one measurement in a line.
-fn describe(figures: &anyhow::Result<Figures>) -> String {
+pub fn describe(figures: &anyhow::Result<Figures>) -> String {
     match figures {
         Ok(figures) => {
             let texts: Vec<String> = figures
@@ -345,10 +322,77 @@ fn describe(figures: &anyhow::Result<Figures>) -> String {
     }
 }
 
-/// Returns true if a contender is usable after a measurement: the measurement neither failed nor hung.
-pub fn is_usable(figures: &anyhow::Result<Figures>) -> bool {
-    let figures = figures.as_ref();
-    figures.is_ok_and(|figures| figures.iter().all(|(_, value)| *value != HUNG))
+/// A comparison and helpers for tests.
+#[cfg(test)]
+pub(crate) mod example {
+    use super::{Comparison, Machine, Report};
+    use crate::figures::{CPU_PER_GIB, Metric, RATE};
+    use crate::targets::{Bound, Target};
+
+    const RATE_TARGET: Target = Target {
+        front: Some("CONNECT"),
+        rows: &["download, 1 connection"],
+        metric: RATE,
+        contender: "ours",
+        against: Some("stock"),
+        bound: Bound::AtLeast(4.0),
+    };
+
+    pub(crate) static COMPARISON: Comparison = Comparison {
+        contenders: &["ours", "stock", "relay", "stock+ours", "direct"],
+        everyone_by: "stock",
+        ours_by: "relay",
+        ratios: &[
+            ("ours/st", "ours", "stock"),
+            ("s+o/st", "stock+ours", "stock"),
+            ("ours/relay", "ours", "relay"),
+        ],
+        targets: &[
+            RATE_TARGET,
+            Target {
+                metric: CPU_PER_GIB,
+                bound: Bound::AtMost(0.2),
+                ..RATE_TARGET
+            },
+        ],
+        notes: &[],
+    };
+
+    /// Returns a report with one figure per contender.
+    pub(crate) fn report(
+        comparison: &'static Comparison,
+        front: &'static str,
+        row: &'static str,
+        metric: Metric,
+        medians: &[(&'static str, f64)],
+    ) -> Report {
+        let mut report = Report::new(comparison, Machine::this(), 1, 1.0);
+        for (contender, value) in medians {
+            report.add(front, row, contender, Ok(vec![(metric, *value)]));
+        }
+        report
+    }
+
+    /// Returns the verdicts that the table prints for a line with these medians.
+    pub(crate) fn verdicts(
+        comparison: &'static Comparison,
+        front: &'static str,
+        row: &'static str,
+        metric: Metric,
+        medians: &[(&'static str, f64)],
+    ) -> Vec<(String, bool)> {
+        let lines = report(comparison, front, row, metric, medians).lines();
+        let verdicts = lines.iter().flat_map(super::Line::verdicts);
+        verdicts
+            .map(|v| (format!("{} {}", v.target.contender, v.target), v.met()))
+            .collect()
+    }
+
+    /// Returns `verdicts` in the form of [`verdicts`].
+    pub(crate) fn expected<const N: usize>(verdicts: [(&str, bool); N]) -> Vec<(String, bool)> {
+        let verdicts = verdicts.into_iter();
+        verdicts.map(|(text, met)| (text.to_owned(), met)).collect()
+    }
 }
 
 #[cfg(test)]
@@ -367,7 +411,7 @@ mod tests {
             cpu: "cpu".to_owned(),
             kernel: "1".to_owned(),
         };
-        let mut report = Report::new(&crate::tunnel::COMPARISON, machine, 3, 1.0);
+        let mut report = Report::new(&example::COMPARISON, machine, 3, 1.0);
         for (contender, outcome) in samples {
             let figures = outcome.map(|(rate, time)| vec![(RATE, rate), (TIME, time)]);
             let figures = figures.map_err(|error| anyhow::anyhow!("{error}"));

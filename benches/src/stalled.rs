@@ -16,9 +16,8 @@ use tokio::time::{Instant, sleep, sleep_until, timeout};
 
 use crate::endpoint::Endpoints;
 use crate::entry::Entry;
+use crate::figures::{Figures, HUNG, P99, P99_STALLED, RATIO_STALLED};
 use crate::load::{Echo, percentiles};
-use crate::report::{Figures, HUNG};
-use crate::rows::{P99, P99_STALLED, RATIO_STALLED};
 
 /// Numbers and times of the connections. The load should leave the machine idle for half of the time, so that
 /// only the effect of stalled connections shows.
@@ -32,21 +31,10 @@ pub struct Crowd {
     pub pause: Duration,
     /// Time between the starts of two connections.
     pub stagger: Duration,
-    /// Pause between opening the connections and the echoes without stalled connections.
-    pub rest: Duration,
 }
 
-/// The connections of `tunnel`.
-pub const TUNNEL: Crowd = Crowd {
-    echoes: 50,
-    stalled: 8,
-    pause: Duration::from_millis(15),
-    stagger: Duration::ZERO,
-    // The same pause as beside stalled connections, so that only the stalled connections differ.
-    rest: FILL,
-};
-
-/// Time for the stalled connections to fill every buffer.
+/// Time for the stalled connections to fill every buffer. The same pause before the echoes without stalled
+/// connections, so that only the stalled connections differ.
 const FILL: Duration = Duration::from_secs(1);
 
 /// Time beyond the plan after which the contender counts as hung. Echoes usually take a thousandth of this; a
@@ -63,7 +51,7 @@ pub async fn measure(
 ) -> anyhow::Result<Figures> {
     let target = endpoints.lean();
     let echoes = crowd.open(entry, target).await?;
-    sleep(crowd.rest).await;
+    sleep(FILL).await;
     let alone = crowd.p99(echoes, time).await?;
     let beside = timeout(HANG + FILL + time, async {
         // All connections are opened before any of them stalls. A dial might otherwise wait until the tunnel
@@ -164,12 +152,19 @@ mod tests {
 
     use super::*;
 
+    const CROWD: Crowd = Crowd {
+        echoes: 50,
+        stalled: 8,
+        pause: Duration::from_millis(15),
+        stagger: Duration::ZERO,
+    };
+
     #[tokio::test]
     async fn stalled_connections_do_not_block_direct_echoes() {
         let endpoints = Endpoints::start().await.unwrap();
         let entry = Entry::Plain(endpoints.lean());
         let time = Duration::from_millis(50);
-        let figures = measure(&TUNNEL, &entry, &endpoints, time).await.unwrap();
+        let figures = measure(&CROWD, &entry, &endpoints, time).await.unwrap();
         assert!(
             figures.iter().all(|(_, value)| value.is_finite()),
             "{figures:?}"
@@ -183,7 +178,7 @@ mod tests {
         let address = silent.local_addr().unwrap();
         let entry = Entry::Plain(address);
         let echo = Echo::open(&entry, address).await.unwrap();
-        let waiting = TUNNEL.p99(vec![echo], Duration::from_millis(1));
+        let waiting = CROWD.p99(vec![echo], Duration::from_millis(1));
         let waiting = timeout(Duration::from_millis(200), waiting);
         waiting.await.unwrap_err();
     }

@@ -85,9 +85,9 @@ fn judgement(line: &Line) -> String {
 mod tests {
     #![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
     use super::*;
+    use crate::figures::{CPU_PER_GIB, RATE};
     use crate::report::Machine;
-    use crate::rows::{CPU_PER_GIB, RATE};
-    use crate::tunnel::COMPARISON;
+    use crate::report::example::COMPARISON;
 
     #[test]
     fn table_shows_medians_ratios_verdicts_and_failures() {

@@ -1,38 +1,85 @@
-//! The subcommand `tunnel`: options, and the order of measurements.
+//! The subcommand `tunnel`: server and agent, compared with the stock pair and with the cost of TLS alone.
 //!
-//! All contenders run all the time; some rows start another instance. Every round measures every row, and
-//! every row measures one contender right after the other. Each row starts with another contender, so that
-//! other activity of the machine affects all of them.
+//! | module | content |
+//! |---|---|
+//! | [`rows`] | front ends and rows |
+//! | [`contenders`] | the contenders and their running programs |
+//! | [`relay`] | contenders that are not pairs of server and agent |
+//! | [`delay`] | a long path between the two halves of a contender |
+//! | [`driver`] | the load on a gRPC front end: the real client library, in the Go driver |
+//! | [`targets`] | the comparison and its targets |
 
-use anyhow::{Context as _, ensure};
-use clap::{Args, ValueEnum};
-use culvert_tests::Mode;
+mod contenders;
+mod delay;
+mod driver;
+mod relay;
+mod rows;
+mod targets;
 
+use std::time::Duration;
+
+use anyhow::Context as _;
+use clap::{Args, ValueEnum as _};
+
+use self::contenders::{CONTENDERS, Contender, RELAY, Tunnel};
+use self::rows::{Front, Kind, ROWS};
 use crate::endpoint::Endpoints;
-use crate::measure::{Lab, Subject as _};
-use crate::options::{Common, chosen};
-use crate::report::{Comparison, Figures, Report, is_usable, tell};
-use crate::rows::{Kind, MEMORY, ROWS, Row};
-use crate::topology::{
-    CONTENDERS, Contender, DIRECT, OURS, OURS_STOCK, Programs, RATHOLE, RELAY, STOCK, STOCK_OURS,
-    Tunnel,
+use crate::entry::Entry;
+use crate::figures::{
+    CPU_PER_DIAL, CPU_PER_GIB, Figures, IDLE_MEMORY, MEMORY_START, MIB, P50, P99, P99_STALLED, RATE,
 };
-use crate::{memory, svg, targets};
+use crate::load::{self, Job};
+use crate::measure::{self, Subject as _};
+use crate::names::{BULK, DIALS, ECHOES, IDLE, MEMORY, OURS, STOCK};
+use crate::options::Common;
+use crate::programs::Programs;
+use crate::report::Comparison;
+use crate::rows::Row;
+use crate::runner::{self, Scenario};
+use crate::stalled::{self, Crowd};
+use crate::svg::{Picture, bar, panel};
+use crate::{bulk, memory};
 
-/// Server and agent, compared with the stock pair and with the cost of TLS alone.
-pub static COMPARISON: Comparison = Comparison {
-    contenders: &[OURS, STOCK, OURS_STOCK, STOCK_OURS, RELAY, RATHOLE, DIRECT],
-    everyone_by: STOCK,
-    ours_by: RELAY,
-    ratios: &[
-        ("ours/st", OURS, STOCK),
-        ("o+s/st", OURS_STOCK, STOCK),
-        ("s+o/st", STOCK_OURS, STOCK),
-        ("ours/relay", OURS, RELAY),
+/// The picture that `--svg` draws.
+static PICTURE: Picture = Picture {
+    title: "Culvert and Konnectivity compared",
+    panels: &[
+        panel("Throughput, MiB/s", RATE, BULK),
+        panel("Processor time, seconds per GiB", CPU_PER_GIB, BULK),
+        panel("64-byte echo, median in us", P50, ECHOES),
+        panel(
+            "64-byte echo under load, 99th percentile in us",
+            P99,
+            &["64-byte echo beside 2 downloads"],
+        ),
+        panel(
+            "50 echoes beside 16 stalled connections, 99th percentile in us",
+            P99_STALLED,
+            &["50 echoes beside 16 stalled"],
+        ),
+        panel("Processor time of a dial, us", CPU_PER_DIAL, DIALS),
+        panel("Memory at start, MiB", MEMORY_START, &[MEMORY]),
+        panel("Memory of an idle connection, KiB", IDLE_MEMORY, IDLE),
     ],
-    targets: &targets::TUNNEL,
-    notes: &[],
+    bars: &[
+        bar(OURS, "Culvert", "o"),
+        bar(STOCK, "Konnectivity (stock)", "s"),
+        bar(RELAY, "TLS relay pair", "r"),
+    ],
+    by: STOCK,
 };
+
+/// The connections that echo, and the stalled connections.
+const CROWD: Crowd = Crowd {
+    echoes: 50,
+    stalled: 8,
+    pause: Duration::from_millis(15),
+    stagger: Duration::ZERO,
+};
+
+/// Number of connections from which the Go driver is not used. One process per connection would need more of the
+/// machine than the tunnel does.
+const DRIVERS: u64 = 32;
 
 /// Options of the subcommand.
 #[derive(Debug, Args)]
@@ -50,203 +97,129 @@ pub struct Options {
     contenders: Vec<String>,
 }
 
-/// Protocol between the load and the server, over a Unix socket.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum Front {
-    /// HTTP CONNECT
-    Connect,
-    /// The packet protocol
-    Grpc,
-}
-
-impl Front {
-    /// Name of the front end in the table.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Connect => "CONNECT",
-            Self::Grpc => "gRPC",
-        }
-    }
-
-    /// Returns the server mode that has this front end.
-    pub fn mode(self) -> Mode {
-        match self {
-            Self::Connect => Mode::HttpConnect,
-            Self::Grpc => Mode::Grpc,
-        }
-    }
-}
-
 /// Measures all rows and writes the report. Returns true if no measurement failed.
-pub async fn run(mut options: Options) -> anyhow::Result<bool> {
-    options.common.settle();
-    let descriptors = memory::raise_limit();
-    let common = &options.common;
+pub async fn run(options: Options) -> anyhow::Result<bool> {
     let lab = Lab {
         endpoints: Endpoints::start().await.context("endpoints")?,
         programs: Programs::find()?,
-        seconds: common.seconds,
-        descriptors,
+        seconds: options.common.seconds(),
+        descriptors: memory::raise_limit(),
     };
-    let plan = Plan {
-        contenders: options.contenders(&lab.programs)?,
-        rows: options.rows()?,
-        fronts: options.fronts(&lab.programs),
-        rounds: common.rounds,
-    };
-    let mut report = common.begin(&COMPARISON, plan.estimate(common.seconds));
-    for front in &plan.fronts {
-        plan.front(&lab, *front, &mut report).await;
+    let mut fronts = options
+        .front
+        .map_or(Front::value_variants().to_vec(), |one| vec![one]);
+    if lab.programs.stock.is_none() {
+        eprintln!("gRPC rows left out: they need the Go driver");
+        fronts.retain(|front| *front != Front::Grpc);
     }
-    common.end(&report, &svg::TUNNEL)
+    runner::run(&lab, &fronts, &options.common, &options.contenders).await
 }
 
-impl Options {
-    fn contenders(&self, programs: &Programs) -> anyhow::Result<Vec<Contender>> {
-        let chosen = chosen(&self.contenders, &COMPARISON)?;
-        let mut contenders = CONTENDERS.to_vec();
-        contenders.retain(|contender| chosen(contender.name));
-        contenders.retain(|contender| {
-            let missing = contender.missing(programs);
-            if let Some(why) = missing {
-                eprintln!("{} left out: {why}", contender.name);
-            }
-            missing.is_none()
-        });
-        ensure!(!contenders.is_empty(), "no contender can be measured");
-        Ok(contenders)
-    }
-
-    fn rows(&self) -> anyhow::Result<Vec<Row>> {
-        let mut rows = ROWS.to_vec();
-        rows.retain(|row| row.name.contains(&self.common.row));
-        let wanted = !rows.is_empty() || MEMORY.contains(&self.common.row);
-        ensure!(wanted, "no row name contains {:?}", self.common.row);
-        Ok(rows)
-    }
-
-    fn fronts(&self, programs: &Programs) -> Vec<Front> {
-        let mut fronts = self
-            .front
-            .map_or(Front::value_variants().to_vec(), |one| vec![one]);
-        if programs.stock.is_none() {
-            eprintln!("gRPC rows left out: they need the Go driver");
-            fronts.retain(|front| *front != Front::Grpc);
-        }
-        fronts
-    }
+/// Resources for all measurements.
+struct Lab {
+    /// Endpoints of the loads.
+    endpoints: Endpoints,
+    /// The programs to start.
+    programs: Programs,
+    /// Seconds of load per measurement.
+    seconds: f64,
+    /// Limit of file descriptors of a process.
+    descriptors: u64,
 }
 
-/// The rows and contenders to measure.
-struct Plan {
-    contenders: Vec<Contender>,
-    rows: Vec<Row>,
-    fronts: Vec<Front>,
-    rounds: u32,
-}
+impl Scenario for Lab {
+    type Front = Front;
+    type Kind = Kind;
+    type Contender = Contender;
+    type Running = Tunnel;
 
-/// A running contender.
-struct Running {
-    contender: Contender,
-    tunnel: Tunnel,
-    /// Memory before any load, in bytes. `None` if the contender has no program.
-    at_start: Option<u64>,
-}
+    const COMPARISON: &'static Comparison = &targets::COMPARISON;
+    const PICTURE: &'static Picture = &PICTURE;
+    const CONTENDERS: &'static [Contender] = &CONTENDERS;
 
-impl Running {
-    async fn start(lab: &Lab, front: Front, contender: Contender) -> anyhow::Result<Self> {
-        let mut tunnel = lab.start(front, &contender).await?;
-        Ok(Self {
-            contender,
-            at_start: tunnel.rss()?,
-            tunnel,
-        })
+    fn front_name(front: Front) -> &'static str {
+        front.name()
     }
 
-    fn memory(&mut self) -> anyhow::Result<Figures> {
-        Ok(memory::figures(self.at_start, self.tunnel.rss()?))
+    fn rows(_front: Front) -> &'static [Row<Kind>] {
+        &ROWS
     }
-}
 
-impl Plan {
-    /// Returns true if the row applies to the contender at this front end. Contenders other than pairs have
-    /// no front end and are measured together with the first one; on a long path the direct load is the
-    /// reference for every front end.
-    fn has(front: Front, row: &Row, contender: &Contender) -> bool {
-        let suits = contender.has_programs() || row.suits_direct();
-        let far = matches!(row.kind, Kind::Far(_)) && !contender.has_programs();
+    fn name(contender: Contender) -> &'static str {
+        contender.name
+    }
+
+    fn missing(&self, contender: Contender) -> Option<&'static str> {
+        contender.missing(&self.programs)
+    }
+
+    /// Contenders other than pairs have no front end and are measured together with the first one; on a long path
+    /// the direct load is the reference for every front end.
+    fn has(front: Front, kind: Kind, contender: Contender) -> bool {
+        let suits = contender.has_programs() || kind.suits_direct();
+        let far = matches!(kind, Kind::Far(_)) && !contender.has_programs();
         suits && (contender.is_pair() || front == Front::Connect || far)
     }
 
-    /// Returns the approximate duration of all measurements, in seconds.
-    fn estimate(&self, seconds: f64) -> f64 {
-        let mut total = 0.0;
-        for front in &self.fronts {
-            for row in &self.rows {
-                let contenders = self.contenders.iter();
-                let count = contenders.filter(|c| Self::has(*front, row, c)).count();
-                let times = f64::from(row.rounds(self.rounds)) * count as f64;
-                total += times * row.estimate(seconds);
-            }
-        }
-        total
+    async fn start(&self, front: Front, contender: Contender) -> anyhow::Result<Tunnel> {
+        let target = self.endpoints.lean();
+        Tunnel::start(contender, front.mode(), &self.programs, target, None).await
     }
 
-    /// Measures all rows of one front end.
-    async fn front(&self, lab: &Lab, front: Front, report: &mut Report) {
-        let mut running = Vec::new();
-        for contender in &self.contenders {
-            if !self.rows.iter().any(|row| Self::has(front, row, contender)) {
-                continue;
-            }
-            match Running::start(lab, front, *contender).await {
-                Ok(started) => running.push(started),
-                Err(error) => report.add(front.name(), "start", contender.name, Err(error)),
-            }
-        }
-        for round in 1..=self.rounds {
-            for row in self.rows.iter().filter(|r| round <= r.rounds(self.rounds)) {
-                for contender in &mut running {
-                    if Self::has(front, row, &contender.contender) {
-                        self.measure(lab, (front, row, round), contender, report)
-                            .await;
-                    }
-                }
-                if !running.is_empty() {
-                    running.rotate_left(1);
-                }
-            }
-        }
-        for contender in &mut running {
-            if contender.at_start.is_some() {
-                let name = contender.contender.name;
-                report.add(front.name(), MEMORY, name, contender.memory());
-            }
-        }
-    }
-
-    /// Measures one row of one contender, and restarts the contender if it hangs or fails.
     async fn measure(
         &self,
-        lab: &Lab,
-        (front, row, round): (Front, &Row, u32),
-        running: &mut Running,
-        report: &mut Report,
-    ) {
-        let contender = running.contender;
-        let figures = lab
-            .measure(front, row, &contender, &mut running.tunnel)
-            .await;
-        let turn = [round, row.rounds(self.rounds)];
-        tell(turn, [front.name(), row.name, contender.name], &figures);
-        let usable = is_usable(&figures);
-        report.add(front.name(), row.name, contender.name, figures);
-        if !usable && !row.is_fresh() {
-            match lab.start(front, &contender).await {
-                Ok(tunnel) => running.tunnel = tunnel,
-                // The old programs stay, so that the next row fails, too.
-                Err(error) => report.add(front.name(), "restart", contender.name, Err(error)),
+        front: Front,
+        kind: Kind,
+        contender: Contender,
+        running: &mut Tunnel,
+    ) -> anyhow::Result<Figures> {
+        let (entry, target) = (&running.entry.clone(), self.endpoints.lean());
+        let time = Duration::from_secs_f64(2.0 * self.seconds);
+        match kind {
+            Kind::Load(first) => {
+                let work = async |job| self.work(entry, job).await;
+                measure::load(running, first, self.seconds, work).await
             }
+            Kind::EchoBesideBulk => bulk::echo_beside(entry, target, time).await,
+            Kind::Stalled => {
+                let time = rows::crowd_time(self.seconds);
+                stalled::measure(&CROWD, entry, &self.endpoints, time).await
+            }
+            Kind::Far(path) => {
+                let (mode, path) = (front.mode(), Some(path));
+                let starting = Tunnel::start(contender, mode, &self.programs, target, path);
+                let tunnel = starting.await?;
+                let times = rows::far_times(self.seconds);
+                let rate = bulk::far_download(&tunnel.entry, target, times).await?;
+                Ok(vec![(RATE, rate / MIB)])
+            }
+            Kind::Idle => {
+                let each = contender.descriptors_per_connection();
+                let count = memory::affordable(self.descriptors, each)?;
+                let (_endpoint, target) = self.programs.endpoint().await?;
+                let starting = Tunnel::start(contender, front.mode(), &self.programs, target, None);
+                memory::idle(&mut starting.await?, target, count).await
+            }
+            Kind::AgentMemory => {
+                let mut tunnel = self.start(front, contender).await?;
+                let entry = tunnel.entry.clone();
+                memory::beside_bulk(&entry, target, time, || tunnel.agent_rss()).await
+            }
+        }
+    }
+
+    fn rss(running: &mut Tunnel) -> anyhow::Result<Vec<u64>> {
+        Ok(running.rss()?.into_iter().collect())
+    }
+}
+
+impl Lab {
+    async fn work(&self, entry: &Entry, job: Job) -> anyhow::Result<load::Done> {
+        match (entry, self.programs.stock) {
+            (Entry::Grpc(socket), Some(stock)) if job.connections < DRIVERS => {
+                driver::run(stock, socket, self.endpoints.raw(), job).await
+            }
+            _ => load::run(entry, self.endpoints.lean(), job).await,
         }
     }
 }
@@ -254,10 +227,52 @@ impl Plan {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::report::{Machine, Report};
+    use crate::svg;
 
     #[test]
     fn every_contender_has_a_column() {
         let names: Vec<&str> = CONTENDERS.iter().map(|c| c.name).collect();
-        assert_eq!(COMPARISON.contenders, names);
+        assert_eq!(targets::COMPARISON.contenders, names);
+    }
+
+    /// Returns a report with every row of every panel, at both front ends, with these figures for ours, stock
+    /// and relay.
+    fn full(figures: [f64; 3]) -> Report {
+        let mut report = Report::new(&targets::COMPARISON, Machine::this(), 5, 1.0);
+        for front in ["CONNECT", "gRPC"] {
+            for panel in PICTURE.panels {
+                for row in panel.rows {
+                    for (bar, value) in PICTURE.bars.iter().zip(figures) {
+                        report.add(front, row, bar.contender, Ok(vec![(panel.metric, value)]));
+                    }
+                }
+            }
+        }
+        report
+    }
+
+    #[test]
+    fn full_report_is_small_and_self_contained() {
+        let drawn = svg::draw(&full([1234.5, 234.5, 1000.0]), &PICTURE);
+        assert!(drawn.len() < 40 * 1024, "{} bytes", drawn.len());
+        assert!(drawn.contains("1234 (5.26\u{d7} stock)") || drawn.contains("1235 (5.26"));
+        assert!(drawn.contains("prefers-color-scheme:dark"));
+        // The only address is the XML namespace.
+        assert_eq!(drawn.matches("http").count(), 1);
+        for open in ["svg", "style", "text"] {
+            let opened = drawn.matches(&format!("<{open}")).count();
+            assert_eq!(opened, drawn.matches(&format!("</{open}>")).count());
+        }
+        let bars: usize = PICTURE.panels.iter().map(|panel| panel.rows.len()).sum();
+        // Plus three in the legend.
+        assert_eq!(drawn.matches("<rect").count(), 2 * 3 * bars + 3);
+    }
+
+    #[test]
+    fn every_drawn_row_exists() {
+        for row in PICTURE.panels.iter().flat_map(|panel| panel.rows) {
+            assert!(*row == MEMORY || ROWS.iter().any(|known| known.name == *row));
+        }
     }
 }

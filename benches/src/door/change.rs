@@ -15,8 +15,8 @@ use tokio::time::{sleep, timeout};
 use crate::door::contenders::Door;
 use crate::door::rows::{CHANGE, DROPPED};
 use crate::entry::Entry;
+use crate::figures::Figures;
 use crate::load::Echo;
-use crate::report::Figures;
 
 /// One Service in so many has an open connection: 200 of 1,000.
 const HELD_OF: usize = 5;
@@ -72,4 +72,27 @@ async fn port(entry: &Entry, target: SocketAddr) -> anyhow::Result<u16> {
     let mut stream = entry.open(target).await?;
     stream.write_all(b"port\n").await?;
     Ok(stream.read_u16().await?)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
+    use super::*;
+    use crate::door::contenders::tests::{installed, programs};
+    use crate::door::rows::Kind;
+    use crate::endpoint::Endpoints;
+
+    #[tokio::test]
+    async fn changing_one_service_keeps_other_connections() {
+        let (programs, old) = (programs(), Endpoints::start().await.unwrap());
+        let new = Endpoints::start().await.unwrap();
+        for (contender, front) in installed(|kind| kind == Kind::Change) {
+            let starting = Door::start(contender, front, &programs, old.lean(), 25);
+            let mut door = starting.await.unwrap();
+            let figures = measure(&mut door, old.lean(), new.lean(), 25);
+            let figures = figures.await.unwrap();
+            assert!(figures[0].1 > 0.0, "{contender:?}: {figures:?}");
+            assert_eq!(figures[1].1, 0.0, "{contender:?}: {figures:?}");
+        }
+    }
 }

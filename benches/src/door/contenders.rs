@@ -5,7 +5,6 @@
 
 use std::collections::BTreeMap;
 use std::net::{Ipv4Addr, SocketAddr};
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -22,12 +21,13 @@ use serde_json::json;
 use tempfile::TempDir;
 use tokio::time::{Instant, sleep, timeout};
 
-use crate::door::Front;
-use crate::door::rows::{Kind, Row};
+use crate::door::rows::{Front, Kind};
 use crate::entry::Entry;
+use crate::harness::{ask, harness};
 use crate::load::Echo;
 use crate::measure::Subject;
-use crate::topology::{DIRECT, NODE, OURS, PROXY, Programs, harness, panic_text};
+use crate::names::{DIRECT, NODE, OURS, PROXY};
+use crate::programs::Programs;
 
 /// Name of Envoy, which KKP runs at both ends.
 pub const ENVOY: &str = "envoy";
@@ -96,11 +96,11 @@ impl Contender {
 
     /// Returns true if the row applies to the contender. haproxy has no node tunnel, and its behaviour when a
     /// Service changes depends on its operator.
-    pub fn has(self, row: &Row) -> bool {
+    pub fn has(self, front: Front, kind: Kind) -> bool {
         match self.make {
             Make::Ours | Make::Envoy => true,
-            Make::HaProxy => row.front == Front::Sni && row.kind != Kind::Change,
-            Make::Direct => matches!(row.kind, Kind::Load(_)),
+            Make::HaProxy => front == Front::Sni && kind != Kind::Change,
+            Make::Direct => matches!(kind, Kind::Load(_)),
         }
     }
 }
@@ -204,12 +204,10 @@ impl Door {
         }
     }
 
-    /// Sums a figure of all programs. `None` without a program. The harness panics if a program has
-    /// ended; the panic becomes an error.
-    fn sum<T: std::iter::Sum>(&self, ask: impl Fn(&Program) -> T) -> anyhow::Result<Option<T>> {
+    /// Sums a figure of all programs. `None` without a program.
+    fn sum<T: std::iter::Sum>(&self, figure: impl Fn(&Program) -> T) -> anyhow::Result<Option<T>> {
         let programs = self.programs.iter();
-        let asking = || programs.map(|running| ask(running.program())).sum();
-        let sum = catch_unwind(AssertUnwindSafe(asking)).map_err(panic_text)?;
+        let sum = ask(|| programs.map(|running| figure(running.program())).sum())?;
         Ok((!self.programs.is_empty()).then_some(sum))
     }
 }
@@ -403,4 +401,4 @@ fn endpoints_of(number: usize, endpoint: SocketAddr) -> serde_json::Value {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

@@ -1,18 +1,30 @@
-//! The targets for our programs: bounds for medians, mostly relative to other contenders in the same run.
+//! The comparison of `door`, and the targets for our programs.
 
 use crate::door::contenders::{ENVOY, HAPROXY};
-use crate::door::rows::{
-    BULK, CHANGE, CHANGED, CROWD, DIALS, DROPPED, ECHOES, IDLE, SERVICES, SERVICES_MEMORY,
+use crate::door::rows::{CHANGE, CHANGED, CROWD, DROPPED, Front, SERVICES, SERVICES_MEMORY};
+use crate::figures::{
+    CPU_PER_DIAL, CPU_PER_GIB, DIAL_RATE, IDLE_MEMORY, MEMORY_START, Metric, P50, RATIO_STALLED,
 };
-use crate::report::Metric;
-use crate::rows::{
-    CPU_PER_DIAL, CPU_PER_GIB, DIAL_RATE, IDLE_MEMORY, MEMORY, MEMORY_START, P50, RATIO_STALLED,
-};
+use crate::names::{BULK, DIALS, DIRECT, ECHOES, IDLE, MEMORY, OURS};
+use crate::report::Comparison;
 use crate::targets::{Bound, Target};
-use crate::topology::OURS;
 
-const SNI: &str = "SNI";
-const NODE: &str = "node";
+const SNI: &str = Front::Sni.name();
+const NODE: &str = Front::Node.name();
+
+/// Our front door, compared with Envoy at both ends and with haproxy.
+pub(crate) static COMPARISON: Comparison = Comparison {
+    contenders: &[OURS, ENVOY, HAPROXY, DIRECT],
+    everyone_by: ENVOY,
+    ours_by: HAPROXY,
+    ratios: &[
+        ("ours/envoy", OURS, ENVOY),
+        ("ours/hapr.", OURS, HAPROXY),
+        ("hapr./envoy", HAPROXY, ENVOY),
+    ],
+    targets: &TARGETS,
+    notes: &[],
+};
 
 /// A target relative to another contender.
 const fn by(
@@ -46,7 +58,7 @@ const fn alone(
 }
 
 /// Targets of `door`.
-pub const TARGETS: [Target; 14] = [
+const TARGETS: [Target; 14] = [
     by(ENVOY, SNI, BULK, CPU_PER_GIB, Bound::AtMost(0.5)),
     by(HAPROXY, SNI, BULK, CPU_PER_GIB, Bound::AtMost(1.0)),
     by(ENVOY, SNI, DIALS, CPU_PER_DIAL, Bound::AtMost(0.667)),
@@ -67,53 +79,42 @@ pub const TARGETS: [Target; 14] = [
 mod tests {
     #![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
     use super::*;
-    use crate::door::COMPARISON;
-    use crate::door::rows::ROWS;
-    use crate::report::{Machine, Report};
+    use crate::report::example::{self, expected};
 
     #[test]
     fn every_row_of_a_target_exists() {
         for target in &TARGETS {
             for row in target.rows {
-                let mut known = ROWS.iter();
-                let known = known.any(|r| r.name == *row && Some(r.front.name()) == target.front);
+                let fronts = [Front::Sni, Front::Node].into_iter();
+                let mut fronts = fronts.filter(|front| Some(front.name()) == target.front);
+                let known = fronts.any(|front| front.rows().iter().any(|r| r.name == *row));
                 assert!(known || *row == MEMORY, "{row}");
             }
         }
     }
 
-    /// Returns the verdicts that the table prints for one line.
     fn said(
         front: &'static str,
         row: &'static str,
         metric: Metric,
         medians: &[(&'static str, f64)],
     ) -> Vec<(String, bool)> {
-        let mut report = Report::new(&COMPARISON, Machine::this(), 1, 1.0);
-        for (contender, value) in medians {
-            report.add(front, row, contender, Ok(vec![(metric, *value)]));
-        }
-        let verdicts = report.lines()[0].verdicts();
-        verdicts
-            .iter()
-            .map(|v| (v.target.to_string(), v.met()))
-            .collect()
+        example::verdicts(&COMPARISON, front, row, metric, medians)
     }
 
     #[test]
     fn front_door_has_both_references_and_node_tunnel_only_envoy() {
         let medians = [(OURS, 0.4), (ENVOY, 1.0), (HAPROXY, 0.3)];
-        let expected = [("<= 0.5x envoy", true), ("<= 1x haproxy", false)];
-        let expected = expected.map(|(text, met)| (text.to_owned(), met));
-        assert_eq!(said(SNI, BULK[0], CPU_PER_GIB, &medians), expected);
-        let expected = [("<= 0.9x envoy".to_owned(), true)];
-        assert_eq!(said(NODE, BULK[0], CPU_PER_GIB, &medians), expected);
+        let verdicts = expected([("ours <= 0.5x envoy", true), ("ours <= 1x haproxy", false)]);
+        assert_eq!(said(SNI, BULK[0], CPU_PER_GIB, &medians), verdicts);
+        let verdicts = expected([("ours <= 0.9x envoy", true)]);
+        assert_eq!(said(NODE, BULK[0], CPU_PER_GIB, &medians), verdicts);
     }
 
     #[test]
     fn any_dropped_connection_misses_the_target() {
         let judged = |dropped| said(SNI, CHANGED[0], DROPPED, &[(OURS, dropped), (ENVOY, 9.0)]);
-        assert_eq!(judged(0.0), [("<= 0".to_owned(), true)]);
-        assert_eq!(judged(1.0), [("<= 0".to_owned(), false)]);
+        assert_eq!(judged(0.0), expected([("ours <= 0", true)]));
+        assert_eq!(judged(1.0), expected([("ours <= 0", false)]));
     }
 }

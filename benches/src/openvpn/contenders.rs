@@ -5,7 +5,6 @@
 //! its tun device. All programs use AES-256-GCM without compression and without the kernel's data channel.
 
 use std::net::{Ipv4Addr, SocketAddr};
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -20,11 +19,13 @@ use tokio::time::{Instant, sleep, timeout};
 
 use crate::endpoint::Endpoints;
 use crate::entry::Entry;
+use crate::harness::{ask, harness};
 use crate::load::Echo;
+use crate::names::{AGENT, OURS, OURS_STOCK, SERVER, STOCK};
 use crate::openvpn::ground::{Field, Ground};
 use crate::openvpn::probe::{dropped_datagrams, last_words, metrics};
-use crate::openvpn::rows::{Kind, Row};
-use crate::topology::{AGENT, OURS, OURS_STOCK, Programs, SERVER, STOCK, harness, panic_text};
+use crate::openvpn::rows::Kind;
+use crate::programs::Programs;
 
 /// Name of our pair over UDP.
 pub const OURS_UDP: &str = "ours/udp";
@@ -103,9 +104,9 @@ impl Contender {
     }
 
     /// Returns true if the row applies to the contender.
-    pub fn has(self, row: &Row) -> bool {
+    pub fn has(self, kind: Kind) -> bool {
         let (tcp, ours) = (self.proto == Proto::Tcp, self.server == Make::Ours);
-        match row.kind {
+        match kind {
             Kind::Load(_) => true,
             Kind::Bursts(_) => ours,
             Kind::Crowd => tcp && ours,
@@ -278,11 +279,9 @@ impl Pair {
         }
     }
 
-    /// Reads a figure of the server and of the client. The harness panics if a program has ended; the panic
-    /// becomes an error.
-    pub fn ask<T>(&self, ask: impl Fn(&Program) -> T) -> anyhow::Result<[T; 2]> {
-        let asking = || [&self.server, &self.client].map(ask);
-        catch_unwind(AssertUnwindSafe(asking)).map_err(panic_text)
+    /// Reads a figure of the server and of the client.
+    pub fn ask<T>(&self, figure: impl Fn(&Program) -> T) -> anyhow::Result<[T; 2]> {
+        ask(|| [&self.server, &self.client].map(figure))
     }
 
     /// Returns the number of segments that our server has retransmitted so far. `None` for the stock server.

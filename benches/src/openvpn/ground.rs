@@ -20,7 +20,7 @@ use tokio::net::TcpSocket;
 use tokio::process::Command;
 use tokio::time::timeout;
 
-use crate::topology::Programs;
+use crate::programs::Programs;
 
 /// Address of this machine inside the namespaces.
 const OWN: Ipv4Addr = Ipv4Addr::new(192, 168, 79, 1);

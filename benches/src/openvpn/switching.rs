@@ -20,17 +20,16 @@ use tokio::time::{Instant, interval, sleep, sleep_until, timeout};
 
 use crate::endpoint::Endpoints;
 use crate::entry::Entry;
+use crate::figures::{Figures, P99};
+use crate::harness::harness;
 use crate::load::{Echo, percentiles};
+use crate::names::{AGENT, SERVER};
 use crate::openvpn::contenders::{Files, Proto};
 use crate::openvpn::ground::Ground;
 use crate::openvpn::probe::{ask, metrics};
-use crate::openvpn::rows::{CUT, DIALS, FAILED, SHARE};
-use crate::report::Figures;
-use crate::rows::P99;
-use crate::topology::{AGENT, Programs, SERVER, harness};
+use crate::openvpn::rows::{CUT, DIALS, FAILED, SHARE, SWITCHES};
+use crate::programs::Programs;
 
-/// Number of switches: 20 in each direction.
-pub const SWITCHES: u32 = 40;
 const MODES: [&str; 2] = ["openvpn", "konnectivity"];
 
 /// Interval between two dials.

@@ -1,13 +1,31 @@
-//! The targets for our programs: bounds for medians, some relative to other contenders in the same run.
+//! The comparison of `openvpn`, and the targets for our programs.
 
+use crate::figures::{Metric, RATE, RATIO_STALLED};
+use crate::names::{BULK, OURS, OURS_STOCK, STOCK};
 use crate::openvpn::contenders::{OURS_STOCK_UDP, OURS_UDP};
 use crate::openvpn::rows::{
-    BULK, BURSTS, CLIENT_GBIT, CROWD, CUT, FAILED, SERVER_GBIT, SERVER_LOAD, SWITCHED,
+    BURSTS, CLIENT_GBIT, CROWD, CUT, FAILED, SERVER_GBIT, SERVER_LOAD, SWITCHED,
 };
-use crate::report::Metric;
-use crate::rows::{RATE, RATIO_STALLED};
+use crate::report::Comparison;
 use crate::targets::{Bound, Target};
-use crate::topology::{OURS, OURS_STOCK, STOCK};
+
+/// Our pair and our server with the stock client, compared with the stock pair.
+pub(crate) static COMPARISON: Comparison = Comparison {
+    contenders: &[OURS, OURS_UDP, OURS_STOCK, OURS_STOCK_UDP, STOCK],
+    everyone_by: STOCK,
+    ours_by: OURS_STOCK,
+    ratios: &[
+        ("o+s/st", OURS_STOCK, STOCK),
+        ("ours u/t", OURS_UDP, OURS),
+        ("o+s u/t", OURS_STOCK_UDP, OURS_STOCK),
+    ],
+    targets: &TARGETS,
+    notes: &[(
+        SERVER_GBIT,
+        "Gbit/CPU-s: the targets are per process, the server by its own processor time and the client by its own; \
+         what both reach together stands beside them, without a target",
+    )],
+};
 
 /// An absolute target.
 const fn alone(
@@ -40,7 +58,7 @@ const fn by(
 }
 
 /// Targets of `openvpn`.
-pub const TARGETS: [Target; 10] = [
+const TARGETS: [Target; 10] = [
     by(STOCK, OURS_STOCK, BULK, 1.0),
     alone(OURS_STOCK, BULK, SERVER_LOAD, Bound::AtMost(60.0)),
     // Each process counts only its own processor time. The figure for both together has no target.
@@ -58,9 +76,9 @@ pub const TARGETS: [Target; 10] = [
 mod tests {
     #![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
     use super::*;
-    use crate::openvpn::rows::{BOTH_GBIT, ROWS};
-    use crate::openvpn::{COMPARISON, FRONT};
-    use crate::report::{HUNG, Machine, Report};
+    use crate::figures::HUNG;
+    use crate::openvpn::rows::{BOTH_GBIT, FRONT, ROWS};
+    use crate::report::example::{self, expected};
 
     #[test]
     fn every_row_of_a_target_exists() {
@@ -69,26 +87,12 @@ mod tests {
         }
     }
 
-    /// Returns the verdicts that the table prints for one line.
     fn said(
         row: &'static str,
         metric: Metric,
         medians: &[(&'static str, f64)],
     ) -> Vec<(String, bool)> {
-        let mut report = Report::new(&COMPARISON, Machine::this(), 1, 1.0);
-        for (contender, value) in medians {
-            report.add(FRONT, row, contender, Ok(vec![(metric, *value)]));
-        }
-        let verdicts = report.lines()[0].verdicts();
-        verdicts
-            .iter()
-            .map(|v| (format!("{} {}", v.target.contender, v.target), v.met()))
-            .collect()
-    }
-
-    fn expected<const N: usize>(verdicts: [(&str, bool); N]) -> Vec<(String, bool)> {
-        let verdicts = verdicts.into_iter();
-        verdicts.map(|(text, met)| (text.to_owned(), met)).collect()
+        example::verdicts(&COMPARISON, FRONT, row, metric, medians)
     }
 
     #[test]
@@ -130,8 +134,7 @@ mod tests {
     #[test]
     fn note_appears_only_with_its_figure() {
         let said = |metric| {
-            let mut report = Report::new(&COMPARISON, Machine::this(), 1, 1.0);
-            report.add(FRONT, BULK[0], OURS, Ok(vec![(metric, 6.0)]));
+            let report = example::report(&COMPARISON, FRONT, BULK[0], metric, &[(OURS, 6.0)]);
             report.to_string().contains("the targets are per process")
         };
         assert!(said(SERVER_GBIT));

@@ -3,24 +3,21 @@ use culvert_kit::pattern;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 
 use super::*;
-use crate::door::change;
-use crate::door::rows::ROWS;
 use crate::endpoint::Endpoints;
 
 /// Returns our programs, as Cargo has built them beside this test.
-fn programs() -> Programs {
+pub(crate) fn programs() -> Programs {
     let door = culvert_tests::process::ours(PROXY);
     Programs::at(door.parent().unwrap().to_owned()).unwrap()
 }
 
 /// Returns every installed contender that has a row of this kind, with the entry point of the row.
-fn installed(kind: impl Fn(Kind) -> bool) -> Vec<(Contender, Front)> {
+pub(crate) fn installed(kind: impl Fn(Kind) -> bool) -> Vec<(Contender, Front)> {
     let mut found = Vec::new();
     for contender in CONTENDERS.into_iter().filter(|c| !c.missing()) {
         for front in [Front::Sni, Front::Node] {
-            let rows = ROWS.iter().filter(|row| row.front == front);
-            let mut rows = rows.filter(|row| kind(row.kind) && contender.has(row));
-            if rows.next().is_some() {
+            let mut rows = front.rows().iter();
+            if rows.any(|row| kind(row.kind) && contender.has(front, row.kind)) {
                 found.push((contender, front));
             }
         }
@@ -43,20 +40,6 @@ async fn installed_contenders_carry_data() {
         let memory = door.rss().unwrap();
         assert_eq!(memory.is_some(), contender.name != DIRECT, "{contender:?}");
         assert!(memory.is_none_or(|bytes| bytes > 100_000), "{memory:?}");
-    }
-}
-
-#[tokio::test]
-async fn changing_one_service_keeps_other_connections() {
-    let (programs, old) = (programs(), Endpoints::start().await.unwrap());
-    let new = Endpoints::start().await.unwrap();
-    for (contender, front) in installed(|kind| kind == Kind::Change) {
-        let starting = Door::start(contender, front, &programs, old.lean(), 25);
-        let mut door = starting.await.unwrap();
-        let figures = change::measure(&mut door, old.lean(), new.lean(), 25);
-        let figures = figures.await.unwrap();
-        assert!(figures[0].1 > 0.0, "{contender:?}: {figures:?}");
-        assert_eq!(figures[1].1, 0.0, "{contender:?}: {figures:?}");
     }
 }
 

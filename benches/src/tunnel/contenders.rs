@@ -3,37 +3,23 @@
 //! A tunnel is one server and one agent on loopback, with mutual TLS between them and a Unix socket as the
 //! front end. Every pair gets the same flags and the same log level.
 
-use std::any::Any;
-use std::future::Future;
 use std::net::SocketAddr;
-use std::os::unix::fs::symlink;
-use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::path::{Path as FilePath, PathBuf};
-use std::process::Command;
+use std::path::PathBuf;
 use std::time::Duration;
 
-use anyhow::{Context as _, anyhow, bail, ensure};
+use anyhow::{Context as _, bail};
 use culvert_kit::client::FrontEnd;
 use culvert_tests::interop::Interop;
 use culvert_tests::ports::Ports;
 use culvert_tests::{Executable, Mode, Program, Topology, Transport};
-use futures_util::FutureExt as _;
-use tempfile::TempDir;
 
-use crate::delay::{Delay, Path};
-use crate::endpoint::{ENDPOINT, LISTENING};
 use crate::entry::Entry;
+use crate::harness::{ask, harness};
 use crate::measure::Subject;
-use crate::relay::{self, Relay};
-
-/// Our server; its package also contains the front door.
-pub const SERVER: &str = "culvert-server";
-/// Our agent; its package also contains the node tunnel.
-pub const AGENT: &str = "culvert-agent";
-/// The front door.
-pub const PROXY: &str = "culvert-nodeport-proxy";
-/// The node tunnel.
-pub const NODE: &str = "culvert-node-tunnel";
+use crate::names::{AGENT, DIRECT, OURS, OURS_STOCK, SERVER, STOCK};
+use crate::programs::Programs;
+use crate::tunnel::delay::{Delay, Path};
+use crate::tunnel::relay::{self, Relay};
 
 /// Flags added to the flags of the harness, for conditions as in production: operators run the stock programs
 /// with these flags, and the probes are slower than in tests.
@@ -45,14 +31,27 @@ const AGENT_FLAGS: [&str; 4] = [
     "--probe-interval=1s",
 ];
 
-/// Time limit for the endpoint to print its address.
-const START_LIMIT: Duration = Duration::from_secs(20);
-
 /// Maker of a program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Make {
     Ours,
     Stock,
+}
+
+impl Make {
+    /// Returns our program of this name, or its stock counterpart.
+    fn executable(
+        self,
+        programs: &Programs,
+        name: &str,
+        stock: impl Fn(&Interop) -> &PathBuf,
+    ) -> anyhow::Result<Executable> {
+        let path = match self {
+            Self::Ours => programs.path(name),
+            Self::Stock => stock(programs.stock.context("the stock programs need Go")?).clone(),
+        };
+        Ok(Executable::At(path))
+    }
 }
 
 /// Programs of a contender.
@@ -81,20 +80,12 @@ const fn pair(name: &'static str, server: Make, agent: Make) -> Contender {
     }
 }
 
-/// Name of our pair.
-pub const OURS: &str = "ours";
-/// Name of the stock pair, the main reference.
-pub const STOCK: &str = "stock";
-/// Name of the pair with our server and the stock agent.
-pub const OURS_STOCK: &str = "ours+stock";
 /// Name of the pair with the stock server and our agent.
 pub const STOCK_OURS: &str = "stock+ours";
 /// Name of the relay that shows the cost of TLS alone.
 pub const RELAY: &str = "relay";
 /// Name of the tunnel without TLS.
 pub const RATHOLE: &str = "rathole";
-/// Name of the load straight to the endpoint.
-pub const DIRECT: &str = "direct";
 
 /// All contenders, ours first.
 pub const CONTENDERS: [Contender; 7] = [
@@ -149,134 +140,6 @@ impl Contender {
     }
 }
 
-/// The programs to start.
-#[derive(Debug)]
-pub struct Programs {
-    /// Folder of our programs and of this program.
-    ours: PathBuf,
-    /// Folder with a link to this program: the harness starts files, not subcommands.
-    names: TempDir,
-    /// The stock programs and the Go driver. `None` if Go is not installed.
-    pub stock: Option<&'static Interop>,
-}
-
-impl Programs {
-    /// Builds our programs with the profile of this program, and the stock programs if Go is installed.
-    /// Prints a line to stderr if Go is missing. Panics if the stock programs do not build.
-    pub fn find() -> anyhow::Result<Self> {
-        Ok(Self {
-            stock: Interop::get(),
-            ..Self::ours()?
-        })
-    }
-
-    /// Builds our programs only.
-    pub fn ours() -> anyhow::Result<Self> {
-        let this = std::env::current_exe().context("cannot find the path of this program")?;
-        Self::at(build(&this)?)
-    }
-
-    /// Uses our programs in the folder `ours`.
-    pub fn at(ours: PathBuf) -> anyhow::Result<Self> {
-        let this = std::env::current_exe().context("cannot find the path of this program")?;
-        let names = tempfile::Builder::new()
-            .prefix("culvert-bench-")
-            .tempdir()?;
-        symlink(&this, names.path().join(ENDPOINT))
-            .context("cannot create a link for the endpoint")?;
-        Ok(Self {
-            ours,
-            names,
-            stock: None,
-        })
-    }
-
-    /// Returns the path of one of our programs.
-    pub fn path(&self, name: &str) -> PathBuf {
-        self.ours.join(name)
-    }
-
-    /// Starts the endpoint of idle connections and returns its address.
-    pub async fn endpoint(&self) -> anyhow::Result<(Program, SocketAddr)> {
-        let path = self.names.path().join(ENDPOINT);
-        let starting = async {
-            let program = Program::spawn(path, [""; 0], &[]);
-            let line = program.wait_for_log(LISTENING, START_LIMIT).await;
-            (program, line)
-        };
-        let (program, line) = harness(starting).await?;
-        let address = line.trim_start_matches(LISTENING).parse();
-        Ok((
-            program,
-            address.context("cannot parse the address of the endpoint")?,
-        ))
-    }
-
-    fn server(&self, make: Make) -> anyhow::Result<Executable> {
-        self.executable(make, SERVER, |stock| &stock.proxy_server)
-    }
-
-    fn agent(&self, make: Make) -> anyhow::Result<Executable> {
-        self.executable(make, AGENT, |stock| &stock.proxy_agent)
-    }
-
-    fn executable(
-        &self,
-        make: Make,
-        name: &str,
-        stock: impl Fn(&Interop) -> &PathBuf,
-    ) -> anyhow::Result<Executable> {
-        let path = match make {
-            Make::Ours => self.path(name),
-            Make::Stock => stock(self.stock.context("the stock programs need Go")?).clone(),
-        };
-        Ok(Executable::At(path))
-    }
-}
-
-/// Builds our programs with Cargo into the folder of `this` program, and returns that folder. The shipped
-/// programs are measured, because a larger program that contains all of them would use other memory pages.
-fn build(this: &FilePath) -> anyhow::Result<PathBuf> {
-    let folder = this
-        .parent()
-        .context("cannot find the folder of this program")?;
-    let Some(cargo) = std::env::var_os("CARGO") else {
-        let missing = [SERVER, AGENT, PROXY, NODE]
-            .into_iter()
-            .find(|name| !folder.join(name).exists());
-        return match missing {
-            Some(name) => bail!(
-                "{name} is not in the folder of this program; start this program with `cargo run --release -p culvert-bench`"
-            ),
-            None => Ok(folder.to_owned()),
-        };
-    };
-    eprintln!("building our programs");
-    let mut command = Command::new(cargo);
-    command.args(["build", "--quiet", "--locked", "-p", SERVER, "-p", AGENT]);
-    command.current_dir(env!("CARGO_MANIFEST_DIR"));
-    command.arg("--target-dir").args(folder.parent());
-    if folder.ends_with("release") {
-        command.arg("--release");
-    }
-    // `cargo run` sets these variables for this program. The build script of ring depends on some of them, so
-    // keeping them would rebuild ring and its dependents, now and in the next run.
-    for (name, _) in std::env::vars_os() {
-        let text = name.to_string_lossy();
-        if ["CARGO_PKG_", "CARGO_MANIFEST_", "OUT_DIR"]
-            .iter()
-            .any(|start| text.starts_with(start))
-        {
-            command.env_remove(name);
-        }
-    }
-    ensure!(
-        command.status()?.success(),
-        "cargo failed to build our programs"
-    );
-    Ok(folder.to_owned())
-}
-
 /// The running programs.
 #[derive(Debug)]
 enum Parts {
@@ -299,7 +162,7 @@ impl Tunnel {
     /// Starts a contender and waits until it can carry data to `target`. The two halves are connected by
     /// `path`, or by loopback. The programs log to stderr.
     pub async fn start(
-        contender: &Contender,
+        contender: Contender,
         mode: Mode,
         programs: &Programs,
         target: SocketAddr,
@@ -307,7 +170,8 @@ impl Tunnel {
     ) -> anyhow::Result<Self> {
         match contender.kind {
             Kind::Pair { server, agent } => {
-                let (server, agent) = (programs.server(server)?, programs.agent(agent)?);
+                let server = server.executable(programs, SERVER, |stock| &stock.proxy_server)?;
+                let agent = agent.executable(programs, AGENT, |stock| &stock.proxy_agent)?;
                 Self::pair(server, agent, mode, path).await
             }
             Kind::Relay(kind) => {
@@ -376,16 +240,16 @@ impl Tunnel {
         Ok(far)
     }
 
-    /// Reads a figure of both programs. The harness panics if a program has ended; the panic becomes an
-    /// error.
-    fn ask<T>(&mut self, ask: impl Fn(&Program) -> T) -> anyhow::Result<[Option<T>; 2]> {
-        let parts = &mut self.parts;
-        let asking = || match parts {
-            Parts::Pair(topology) => [Some(ask(topology.server(0))), Some(ask(topology.agent(0)))],
-            Parts::Relay(relay) => [Some(ask(&relay.near)), Some(ask(&relay.far))],
+    /// Reads a figure of both programs.
+    fn ask<T>(&mut self, figure: impl Fn(&Program) -> T) -> anyhow::Result<[Option<T>; 2]> {
+        ask(|| match &mut self.parts {
+            Parts::Pair(topology) => [
+                Some(figure(topology.server(0))),
+                Some(figure(topology.agent(0))),
+            ],
+            Parts::Relay(relay) => [&relay.near, &relay.far].map(|p| Some(figure(p))),
             Parts::Nothing => [None, None],
-        };
-        catch_unwind(AssertUnwindSafe(asking)).map_err(panic_text)
+        })
     }
 }
 
@@ -403,21 +267,4 @@ impl Subject for Tunnel {
         let [near, far] = self.ask(Program::rss)?;
         Ok(near.zip(far).map(|(near, far)| near + far))
     }
-}
-
-/// Turns a panic of the harness into an error, so that only one measurement fails.
-pub async fn harness<T>(work: impl Future<Output = T>) -> anyhow::Result<T> {
-    AssertUnwindSafe(work)
-        .catch_unwind()
-        .await
-        .map_err(panic_text)
-}
-
-/// Turns the text of a panic into an error.
-pub fn panic_text(panic: Box<dyn Any + Send>) -> anyhow::Error {
-    let text = panic
-        .downcast_ref::<String>()
-        .map(String::as_str)
-        .or_else(|| panic.downcast_ref::<&str>().copied());
-    anyhow!("{}", text.unwrap_or("panic without a message"))
 }

@@ -4,18 +4,16 @@
 //! contender equally on a machine with few cores, and is not part of the contender's processor time.
 
 use std::net::SocketAddr;
-use std::panic::AssertUnwindSafe;
 use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
 use culvert_tests::interop::Interop;
-use futures_util::FutureExt as _;
 use futures_util::future::try_join_all;
 use serde_json::Value;
 
+use crate::harness::harness;
 use crate::load::{Done, ECHO_BYTES, Job, Work};
-use crate::topology::panic_text;
 
 /// Runs a job through the front end at `socket`, with the raw service at `target` as the endpoint.
 pub async fn run(
@@ -78,9 +76,7 @@ async fn bulk(driver: &Interop, args: Vec<String>, job: Job) -> anyhow::Result<D
 
 /// Runs the driver once.
 async fn result(driver: &Interop, args: &[String]) -> anyhow::Result<Value> {
-    // The harness panics on errors. The error must fail only one row.
-    let run = AssertUnwindSafe(driver.run(args)).catch_unwind().await;
-    let result = run.map_err(panic_text)?;
+    let result = harness(driver.run(args)).await?;
     if result.get("ok").and_then(Value::as_bool) != Some(true) {
         bail!("driver: {result}");
     }
