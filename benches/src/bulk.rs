@@ -23,7 +23,7 @@ const BESIDE: usize = 2;
 
 /// Running bulk connections. Dropping the value closes them.
 #[derive(Debug, Default)]
-pub struct Bulk {
+pub(crate) struct Bulk {
     tasks: JoinSet<anyhow::Result<()>>,
     moved: Arc<AtomicU64>,
 }
@@ -31,7 +31,7 @@ pub struct Bulk {
 impl Bulk {
     /// Adds `count` downloads.
     #[must_use]
-    pub fn downloads(mut self, entry: &Entry, target: SocketAddr, count: usize) -> Self {
+    pub(crate) fn downloads(mut self, entry: &Entry, target: SocketAddr, count: usize) -> Self {
         for _ in 0..count {
             let (entry, moved) = (entry.clone(), Arc::clone(&self.moved));
             self.tasks.spawn(download(entry, target, moved));
@@ -41,7 +41,7 @@ impl Bulk {
 
     /// Adds `count` uploads.
     #[must_use]
-    pub fn uploads(mut self, entry: &Entry, target: SocketAddr, count: usize) -> Self {
+    pub(crate) fn uploads(mut self, entry: &Entry, target: SocketAddr, count: usize) -> Self {
         for _ in 0..count {
             let (entry, moved) = (entry.clone(), Arc::clone(&self.moved));
             self.tasks.spawn(upload(entry, target, moved));
@@ -51,14 +51,14 @@ impl Bulk {
 
     /// Measures for `time` and returns the total rate in bytes per second. Fails if a connection ended or
     /// nothing moved.
-    pub async fn rate(&mut self, time: Duration) -> anyhow::Result<f64> {
+    pub(crate) async fn rate(&mut self, time: Duration) -> anyhow::Result<f64> {
         let mark = self.mark();
         sleep(time).await;
         self.rate_since(mark)
     }
 
     /// Returns the current time and the number of bytes transferred so far.
-    pub fn mark(&self) -> Mark {
+    pub(crate) fn mark(&self) -> Mark {
         Mark {
             at: Instant::now(),
             moved: self.moved.load(Ordering::Relaxed),
@@ -67,7 +67,7 @@ impl Bulk {
 
     /// Returns the total rate since `mark`, in bytes per second. Fails if a connection ended or nothing
     /// moved.
-    pub fn rate_since(&mut self, mark: Mark) -> anyhow::Result<f64> {
+    pub(crate) fn rate_since(&mut self, mark: Mark) -> anyhow::Result<f64> {
         let now = self.mark();
         let moved = now.moved - mark.moved;
         if let Some(ended) = self.tasks.try_join_next() {
@@ -82,7 +82,7 @@ impl Bulk {
 
 /// A point in time and the number of bytes transferred until then.
 #[derive(Debug, Clone, Copy)]
-pub struct Mark {
+pub(crate) struct Mark {
     at: Instant,
     moved: u64,
 }
@@ -113,7 +113,7 @@ async fn upload(entry: Entry, target: SocketAddr, moved: Arc<AtomicU64>) -> anyh
 }
 
 /// Sends echoes on one connection for `time`, beside bulk downloads.
-pub async fn echo_beside(
+pub(crate) async fn echo_beside(
     entry: &Entry,
     target: SocketAddr,
     time: Duration,
@@ -132,7 +132,7 @@ pub async fn echo_beside(
 }
 
 /// Returns the rate of one download along a long path, in bytes per second, measured for `time` after `ramp`.
-pub async fn far_download(
+pub(crate) async fn far_download(
     entry: &Entry,
     target: SocketAddr,
     [ramp, time]: [Duration; 2],

@@ -78,7 +78,7 @@ const CROWD: Crowd = Crowd {
 
 /// Options of the subcommand.
 #[derive(Debug, Args)]
-pub struct Options {
+pub(crate) struct Options {
     #[command(flatten)]
     common: Common,
 
@@ -92,7 +92,7 @@ pub struct Options {
 }
 
 /// Measures all rows and writes the report. Returns true if no measurement failed.
-pub async fn run(options: Options) -> anyhow::Result<bool> {
+pub(crate) async fn run(options: Options) -> anyhow::Result<bool> {
     let lab = Lab {
         programs: Programs::ours()?,
         seconds: options.common.seconds(),

@@ -32,10 +32,10 @@ use tokio::sync::Notify;
 use tokio::task::JoinSet;
 
 /// Name under which this program starts as the endpoint of idle connections.
-pub const ENDPOINT: &str = "culvert-bench-endpoint";
+pub(crate) const ENDPOINT: &str = "culvert-bench-endpoint";
 
 /// Text that [`serve`] prints before its address.
-pub const LISTENING: &str = "listening on ";
+pub(crate) const LISTENING: &str = "listening on ";
 
 /// Longest first line, in bytes: enough for `download` and 20 digits.
 const MAX_LINE: usize = 64;
@@ -56,7 +56,7 @@ const ECHO_READ: usize = 512;
 
 /// The running endpoints. Dropping the value closes the listeners.
 #[derive(Debug)]
-pub struct Endpoints {
+pub(crate) struct Endpoints {
     /// Endpoints of the Go driver, which hash their data.
     services: Services,
     lean: SocketAddr,
@@ -66,13 +66,13 @@ pub struct Endpoints {
 
 impl Endpoints {
     /// Starts the endpoints on ports of 127.0.0.1.
-    pub async fn start() -> io::Result<Self> {
+    pub(crate) async fn start() -> io::Result<Self> {
         Self::on(TcpSocket::new_v4()?, LOOPBACK).await
     }
 
     /// Starts the endpoints. The lean one listens on `socket`, which may belong to another network, at
     /// address `at`.
-    pub async fn on(socket: TcpSocket, at: SocketAddr) -> io::Result<Self> {
+    pub(crate) async fn on(socket: TcpSocket, at: SocketAddr) -> io::Result<Self> {
         let listener = listen(socket, at)?;
         let lean = listener.local_addr()?;
         let held = Arc::new(Notify::new());
@@ -87,23 +87,23 @@ impl Endpoints {
     }
 
     /// Address of the raw service for the Go driver.
-    pub fn raw(&self) -> SocketAddr {
+    pub(crate) fn raw(&self) -> SocketAddr {
         self.services.raw
     }
 
     /// Address of the endpoint that this module describes.
-    pub fn lean(&self) -> SocketAddr {
+    pub(crate) fn lean(&self) -> SocketAddr {
         self.lean
     }
 
     /// Closes every connection in `hold`.
-    pub fn release(&self) {
+    pub(crate) fn release(&self) {
         self.held.notify_waiters();
     }
 }
 
 /// Runs the endpoint of idle connections until the process is killed.
-pub fn serve() -> ExitCode {
+pub(crate) fn serve() -> ExitCode {
     let serving = async {
         let listener = listen(TcpSocket::new_v4()?, LOOPBACK)?;
         println!("{LISTENING}{}", listener.local_addr()?);

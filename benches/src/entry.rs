@@ -19,7 +19,7 @@ const MAX_HEAD: usize = 4096;
 
 /// An entry point of a load.
 #[derive(Debug, Clone)]
-pub enum Entry {
+pub(crate) enum Entry {
     /// A front end for HTTP CONNECT.
     Connect(PathBuf),
     /// A front end for the packet protocol.
@@ -42,7 +42,7 @@ pub enum Entry {
 impl Entry {
     /// Opens a connection to `target`. Some entries ignore the target, because they lead to one endpoint
     /// only.
-    pub async fn open(&self, target: SocketAddr) -> anyhow::Result<BoxedStream> {
+    pub(crate) async fn open(&self, target: SocketAddr) -> anyhow::Result<BoxedStream> {
         Ok(match self {
             Self::Connect(socket) => Box::new(connect(socket, target).await?),
             Self::Grpc(socket) => {

@@ -17,11 +17,11 @@ use tokio::time::Instant;
 use crate::entry::Entry;
 
 /// Payload of an echo, in bytes.
-pub const ECHO_BYTES: usize = 64;
+pub(crate) const ECHO_BYTES: usize = 64;
 
 /// The work of each connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Work {
+pub(crate) enum Work {
     /// Receive bytes and then the end of the stream.
     Download,
     /// Receive bytes and close first. A tunnelling Envoy loses data in flight when the endpoint closes first.
@@ -36,7 +36,7 @@ pub enum Work {
 
 /// An amount of work.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Job {
+pub(crate) struct Job {
     /// The work of each connection.
     pub work: Work,
     /// Number of concurrent connections.
@@ -56,14 +56,14 @@ impl Job {
     }
 
     /// Returns the amount of all connections together: bytes, echoes or dials.
-    pub fn total(&self) -> u64 {
+    pub(crate) fn total(&self) -> u64 {
         self.connections * self.amount
     }
 }
 
 /// Result of a job.
 #[derive(Debug, Clone, Copy)]
-pub struct Done {
+pub(crate) struct Done {
     /// Time from the first dial to the last byte.
     pub elapsed: Duration,
     /// Median of the echoes, in microseconds. 0 for other work.
@@ -74,7 +74,7 @@ pub struct Done {
 
 /// Runs a job through `entry` to the endpoint at `target`. Fails if a connection fails or carries another
 /// number of bytes.
-pub async fn run(entry: &Entry, target: SocketAddr, job: Job) -> anyhow::Result<Done> {
+pub(crate) async fn run(entry: &Entry, target: SocketAddr, job: Job) -> anyhow::Result<Done> {
     let client = Client {
         entry: entry.clone(),
         target,
@@ -99,7 +99,7 @@ pub async fn run(entry: &Entry, target: SocketAddr, job: Job) -> anyhow::Result<
 }
 
 /// Returns the median and the 99th percentile of `times`, in microseconds. Both are 0 if `times` is empty.
-pub fn percentiles(mut times: Vec<Duration>) -> [f64; 2] {
+pub(crate) fn percentiles(mut times: Vec<Duration>) -> [f64; 2] {
     times.sort_unstable();
     [50, 99].map(|percent| percentile(&times, percent))
 }
@@ -206,21 +206,21 @@ impl Client {
 }
 
 /// A connection to an endpoint that sends everything back.
-pub struct Echo {
+pub(crate) struct Echo {
     stream: BoxedStream,
     sent: Vec<u8>,
 }
 
 impl Echo {
     /// Opens a connection and sends one echo.
-    pub async fn proven(entry: &Entry, target: SocketAddr) -> anyhow::Result<Self> {
+    pub(crate) async fn proven(entry: &Entry, target: SocketAddr) -> anyhow::Result<Self> {
         let mut echo = Self::open(entry, target).await?;
         echo.once().await?;
         Ok(echo)
     }
 
     /// Opens a connection.
-    pub async fn open(entry: &Entry, target: SocketAddr) -> anyhow::Result<Self> {
+    pub(crate) async fn open(entry: &Entry, target: SocketAddr) -> anyhow::Result<Self> {
         let mut stream = entry.open(target).await?;
         stream.write_all(b"echo\n").await.context("sending")?;
         stream.flush().await.context("sending")?;
@@ -231,7 +231,7 @@ impl Echo {
     }
 
     /// Sends [`ECHO_BYTES`] and waits for their return. Returns the elapsed time.
-    pub async fn once(&mut self) -> anyhow::Result<Duration> {
+    pub(crate) async fn once(&mut self) -> anyhow::Result<Duration> {
         let begin = Instant::now();
         self.stream.write_all(&self.sent).await.context("sending")?;
         self.stream.flush().await.context("sending")?;

@@ -62,6 +62,8 @@ enum Command {
     Openvpn(openvpn::Options),
 }
 
+culvert_host::jemalloc!();
+
 fn main() -> ExitCode {
     let name = std::env::args_os().next().unwrap_or_default();
     if Path::new(&name).file_name() == Some(OsStr::new(endpoint::ENDPOINT)) {

@@ -12,10 +12,10 @@ use crate::figures::{
 use crate::load::{self, Job, Work};
 
 /// Time after the last byte that still counts as processor time of a job, for example for closing connections.
-pub const SETTLE: Duration = Duration::from_millis(100);
+pub(crate) const SETTLE: Duration = Duration::from_millis(100);
 
 /// A running contender during a measurement.
-pub trait Subject {
+pub(crate) trait Subject {
     /// Entry of the load.
     fn entry(&self) -> &Entry;
 
@@ -29,7 +29,7 @@ pub trait Subject {
 
 /// Warms a contender up twice; the first time estimates the speed for the second. Returns the job that should
 /// take `seconds`.
-pub async fn warm_up(
+pub(crate) async fn warm_up(
     first: Job,
     seconds: f64,
     work: impl AsyncFn(Job) -> anyhow::Result<load::Done>,
@@ -43,7 +43,7 @@ pub async fn warm_up(
 }
 
 /// Measures a load of a given amount: warms the contender up, and then runs a job of about `seconds`.
-pub async fn load(
+pub(crate) async fn load(
     subject: &mut impl Subject,
     first: Job,
     seconds: f64,

@@ -21,7 +21,7 @@ use crate::figures::{AGENT_MEMORY, BULK_RATE, Figures, IDLE_MEMORY, MIB};
 use crate::measure::Subject;
 
 /// Number of idle connections, and the lowest number that still gives a usable figure.
-pub const IDLE: u64 = 10_000;
+pub(crate) const IDLE: u64 = 10_000;
 const FEWEST: u64 = 1000;
 
 /// Number of idle connections beside bulk transfers.
@@ -35,7 +35,7 @@ const DIALS: usize = 16;
 const DIAL_TIME: Duration = Duration::from_secs(40);
 
 /// Time for programs to come to rest.
-pub const REST: Duration = Duration::from_secs(1);
+pub(crate) const REST: Duration = Duration::from_secs(1);
 
 /// Interval of memory readings during bulk transfers.
 const LOOK: Duration = Duration::from_millis(50);
@@ -45,7 +45,7 @@ const SPARE: u64 = 300;
 
 /// Raises the limit of file descriptors of this process, and of all processes that it starts, to the hard
 /// limit. Returns the limit.
-pub fn raise_limit() -> u64 {
+pub(crate) fn raise_limit() -> u64 {
     let limit = getrlimit(Resource::Nofile);
     let raised = Rlimit {
         current: limit.maximum,
@@ -58,7 +58,7 @@ pub fn raise_limit() -> u64 {
 
 /// Returns the number of idle connections that fit under a limit of file descriptors, if a process needs
 /// `each` per connection. Fails if this process itself cannot open all connections.
-pub fn affordable(limit: u64, each: u64) -> anyhow::Result<u64> {
+pub(crate) fn affordable(limit: u64, each: u64) -> anyhow::Result<u64> {
     ensure!(
         limit >= IDLE + SPARE,
         "needs RLIMIT_NOFILE of {}, the hard limit is {limit}",
@@ -70,7 +70,7 @@ pub fn affordable(limit: u64, each: u64) -> anyhow::Result<u64> {
 
 /// Returns the memory per idle connection, summed over all programs. Counts the connections that are open
 /// when the time is up, at most `wanted`.
-pub async fn idle(
+pub(crate) async fn idle(
     subject: &mut impl Subject,
     target: SocketAddr,
     wanted: u64,
@@ -95,7 +95,7 @@ pub async fn idle(
 }
 
 /// Returns the peak memory of the agent with idle connections and bulk transfers in both directions.
-pub async fn beside_bulk(
+pub(crate) async fn beside_bulk(
     entry: &Entry,
     target: SocketAddr,
     time: Duration,

@@ -28,7 +28,7 @@ use tokio::time::sleep;
 
 use self::contenders::{CONTENDERS, Contender, Pair};
 use self::ground::Ground;
-pub use self::ground::again;
+pub(crate) use self::ground::again;
 use self::rows::{
     CLIENT_AFTER, CLIENT_START, FRONT, Kind, RESENT, ROWS, SERVER_AFTER, SERVER_START,
 };
@@ -90,7 +90,7 @@ const COUNTED: Duration = Duration::from_millis(1200);
 
 /// Options of the subcommand.
 #[derive(Debug, Args)]
-pub struct Options {
+pub(crate) struct Options {
     #[command(flatten)]
     common: Common,
 
@@ -100,7 +100,7 @@ pub struct Options {
 }
 
 /// Measures all rows and writes the report. Returns true if no measurement failed.
-pub async fn run(options: Options) -> anyhow::Result<bool> {
+pub(crate) async fn run(options: Options) -> anyhow::Result<bool> {
     memory::raise_limit();
     let lab = Lab {
         programs: Programs::ours()?,

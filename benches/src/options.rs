@@ -10,7 +10,7 @@ use crate::svg::{self, Picture};
 
 /// Options for the measurements and for the output.
 #[derive(Debug, Args)]
-pub struct Common {
+pub(crate) struct Common {
     /// Number of measurements per row; the table shows medians
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
     rounds: u32,
@@ -55,7 +55,7 @@ impl Common {
     }
 
     /// Creates an empty report, and prints the estimated duration, given in seconds, to stderr.
-    pub fn begin(&self, comparison: &'static Comparison, estimate: f64) -> Report {
+    pub(crate) fn begin(&self, comparison: &'static Comparison, estimate: f64) -> Report {
         match estimate {
             seconds @ ..120.0 => eprintln!("this takes about {seconds:.0} seconds"),
             seconds => eprintln!("this takes about {:.0} minutes", seconds / 60.0),
@@ -64,7 +64,7 @@ impl Common {
     }
 
     /// Prints the report and writes the requested files. Returns true if no measurement failed.
-    pub fn end(&self, report: &Report, picture: &Picture) -> anyhow::Result<bool> {
+    pub(crate) fn end(&self, report: &Report, picture: &Picture) -> anyhow::Result<bool> {
         print!("{report}");
         if let Some(path) = &self.json {
             let text = format!("{:#}\n", report.json());

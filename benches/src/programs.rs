@@ -20,7 +20,7 @@ const START_LIMIT: Duration = Duration::from_secs(20);
 
 /// The programs to start.
 #[derive(Debug)]
-pub struct Programs {
+pub(crate) struct Programs {
     /// Folder of our programs and of this program.
     ours: PathBuf,
     /// Folder with a link to this program: the harness starts files, not subcommands.
@@ -32,7 +32,7 @@ pub struct Programs {
 impl Programs {
     /// Builds our programs with the profile of this program, and the stock programs if Go is installed.
     /// Prints a line to stderr if Go is missing. Panics if the stock programs do not build.
-    pub fn find() -> anyhow::Result<Self> {
+    pub(crate) fn find() -> anyhow::Result<Self> {
         Ok(Self {
             stock: Interop::get(),
             ..Self::ours()?
@@ -40,13 +40,13 @@ impl Programs {
     }
 
     /// Builds our programs only.
-    pub fn ours() -> anyhow::Result<Self> {
+    pub(crate) fn ours() -> anyhow::Result<Self> {
         let this = std::env::current_exe().context("cannot find the path of this program")?;
         Self::at(build(&this)?)
     }
 
     /// Uses our programs in the folder `ours`.
-    pub fn at(ours: PathBuf) -> anyhow::Result<Self> {
+    pub(crate) fn at(ours: PathBuf) -> anyhow::Result<Self> {
         let this = std::env::current_exe().context("cannot find the path of this program")?;
         let names = tempfile::Builder::new()
             .prefix("culvert-bench-")
@@ -61,12 +61,12 @@ impl Programs {
     }
 
     /// Returns the path of one of our programs.
-    pub fn path(&self, name: &str) -> PathBuf {
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.ours.join(name)
     }
 
     /// Starts the endpoint of idle connections and returns its address.
-    pub async fn endpoint(&self) -> anyhow::Result<(Program, SocketAddr)> {
+    pub(crate) async fn endpoint(&self) -> anyhow::Result<(Program, SocketAddr)> {
         let path = self.names.path().join(ENDPOINT);
         let starting = async {
             let program = Program::spawn(path, [""; 0], &[]);

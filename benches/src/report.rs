@@ -10,7 +10,7 @@ use crate::targets::{Target, Verdict};
 
 /// The machine of the measurements, as far as it affects the figures.
 #[derive(Debug)]
-pub struct Machine {
+pub(crate) struct Machine {
     cores: usize,
     cpu: String,
     kernel: String,
@@ -18,7 +18,7 @@ pub struct Machine {
 
 impl Machine {
     /// Returns the description of this machine.
-    pub fn this() -> Self {
+    pub(crate) fn this() -> Self {
         let cpu_info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
         let model = cpu_info
             .lines()
@@ -48,7 +48,7 @@ impl fmt::Display for Machine {
 
 /// The contenders, and the targets for their figures.
 #[derive(Debug)]
-pub struct Comparison {
+pub(crate) struct Comparison {
     /// Names of all contenders, in the order of the columns.
     pub contenders: &'static [&'static str],
     /// Contender whose figures divide the figures of all contenders in JSON.
@@ -65,7 +65,7 @@ pub struct Comparison {
 
 /// One measurement of a row with one contender.
 #[derive(Debug)]
-pub struct Sample {
+pub(crate) struct Sample {
     /// Name of the front end or entry point.
     pub front: &'static str,
     /// Name of the row.
@@ -77,7 +77,7 @@ pub struct Sample {
 
 /// All samples of a run. `Display` prints the table.
 #[derive(Debug)]
-pub struct Report {
+pub(crate) struct Report {
     /// The contenders.
     pub comparison: &'static Comparison,
     /// The machine of the measurements.
@@ -91,7 +91,7 @@ pub struct Report {
 
 /// One line of the table.
 #[derive(Debug)]
-pub struct Line {
+pub(crate) struct Line {
     /// The contenders of the columns.
     comparison: &'static Comparison,
     /// Name of the front end or entry point.
@@ -106,7 +106,7 @@ pub struct Line {
 
 impl Line {
     /// Returns the median of a contender's samples, if there are any.
-    pub fn median(&self, contender: &str) -> Option<f64> {
+    pub(crate) fn median(&self, contender: &str) -> Option<f64> {
         let mut pairs = self.comparison.contenders.iter().zip(&self.values);
         let (_, values) = pairs.find(|(known, _)| **known == contender)?;
         median(values)
@@ -114,14 +114,14 @@ impl Line {
 
     /// Returns the median of `contender` divided by the median of `against`, if both were measured and the
     /// quotient is defined.
-    pub fn ratio(&self, contender: &str, against: &str) -> Option<f64> {
+    pub(crate) fn ratio(&self, contender: &str, against: &str) -> Option<f64> {
         let by = self.median(against).filter(|by| *by != 0.0)?;
         let ratio = self.median(contender)? / by;
         Some(ratio).filter(|ratio| !ratio.is_nan())
     }
 
     /// Returns the verdicts of this line. Targets without a measured figure have none.
-    pub fn verdicts(&self) -> Vec<Verdict> {
+    pub(crate) fn verdicts(&self) -> Vec<Verdict> {
         let targets = self.comparison.targets.iter();
         let own = targets.filter(|target| {
             target.front.is_none_or(|front| front == self.front)
@@ -144,7 +144,7 @@ impl Line {
 
 impl Report {
     /// Creates an empty report.
-    pub fn new(
+    pub(crate) fn new(
         comparison: &'static Comparison,
         machine: Machine,
         rounds: u32,
@@ -160,7 +160,7 @@ impl Report {
     }
 
     /// Adds one measurement.
-    pub fn add(
+    pub(crate) fn add(
         &mut self,
         front: &'static str,
         row: &'static str,
@@ -176,11 +176,11 @@ impl Report {
     }
 
     /// Returns true if no measurement failed.
-    pub fn is_clean(&self) -> bool {
+    pub(crate) fn is_clean(&self) -> bool {
         self.failures().next().is_none()
     }
 
-    pub fn failures(&self) -> impl Iterator<Item = (&Sample, &str)> {
+    pub(crate) fn failures(&self) -> impl Iterator<Item = (&Sample, &str)> {
         self.samples
             .iter()
             .filter_map(move |sample| match &sample.outcome {
@@ -190,7 +190,7 @@ impl Report {
     }
 
     /// Returns the lines of the table, ordered by their first samples.
-    pub fn lines(&self) -> Vec<Line> {
+    pub(crate) fn lines(&self) -> Vec<Line> {
         let contenders = self.comparison.contenders;
         let mut lines: Vec<Line> = Vec::new();
         for sample in &self.samples {
@@ -218,7 +218,7 @@ impl Report {
     }
 
     /// Returns medians, samples, ratios and failures.
-    pub fn json(&self) -> Value {
+    pub(crate) fn json(&self) -> Value {
         let lines: Vec<Value> = self.lines().iter().map(line_json).collect();
         let failures: Vec<Value> = self
             .failures()
@@ -300,7 +300,7 @@ fn median(values: &[f64]) -> Option<f64> {
 }
 
 /// Formats a figure for the table.
-pub fn number(value: Option<f64>, digits: usize) -> String {
+pub(crate) fn number(value: Option<f64>, digits: usize) -> String {
     match value {
         None => "-".to_owned(),
         Some(HUNG) => "hung".to_owned(),
@@ -309,7 +309,7 @@ pub fn number(value: Option<f64>, digits: usize) -> String {
 }
 
 /// Formats one measurement in a line.
-pub fn describe(figures: &anyhow::Result<Figures>) -> String {
+pub(crate) fn describe(figures: &anyhow::Result<Figures>) -> String {
     match figures {
         Ok(figures) => {
             let texts: Vec<String> = figures

@@ -22,7 +22,7 @@ use crate::load::{Echo, percentiles};
 /// Numbers and times of the connections. The load should leave the machine idle for half of the time, so that
 /// only the effect of stalled connections shows.
 #[derive(Debug)]
-pub struct Crowd {
+pub(crate) struct Crowd {
     /// Number of connections that echo.
     pub echoes: usize,
     /// Number of stalled downloads, and of stalled uploads.
@@ -43,7 +43,7 @@ const HANG: Duration = Duration::from_secs(5);
 
 /// Measures a contender. After a p99 of [`HUNG`] the contender is unusable. Echoes that do not return are not
 /// an error; other failures are.
-pub async fn measure(
+pub(crate) async fn measure(
     crowd: &Crowd,
     entry: &Entry,
     endpoints: &Endpoints,

@@ -11,7 +11,7 @@ use crate::report::{Line, Report, number};
 
 /// Rows that share an axis.
 #[derive(Debug)]
-pub struct Panel {
+pub(crate) struct Panel {
     title: &'static str,
     /// Figure of the bars.
     pub metric: Metric,
@@ -21,7 +21,7 @@ pub struct Panel {
 
 /// A contender that has bars.
 #[derive(Debug)]
-pub struct Bar {
+pub(crate) struct Bar {
     pub contender: &'static str,
     /// Text in the legend.
     label: &'static str,
@@ -31,7 +31,7 @@ pub struct Bar {
 
 /// Content of a picture.
 #[derive(Debug)]
-pub struct Picture {
+pub(crate) struct Picture {
     /// Alternative text for readers who do not see the picture.
     pub title: &'static str,
     /// Panels from top to bottom.
@@ -43,7 +43,11 @@ pub struct Picture {
 }
 
 /// A panel for the lines of `rows` that show `metric`.
-pub const fn panel(title: &'static str, metric: Metric, rows: &'static [&'static str]) -> Panel {
+pub(crate) const fn panel(
+    title: &'static str,
+    metric: Metric,
+    rows: &'static [&'static str],
+) -> Panel {
     Panel {
         title,
         metric,
@@ -51,7 +55,7 @@ pub const fn panel(title: &'static str, metric: Metric, rows: &'static [&'static
     }
 }
 
-pub const fn bar(contender: &'static str, label: &'static str, class: &'static str) -> Bar {
+pub(crate) const fn bar(contender: &'static str, label: &'static str, class: &'static str) -> Bar {
     Bar {
         contender,
         label,
@@ -75,7 +79,7 @@ const STYLE: &str = "text{font:12px system-ui,sans-serif;fill:#57606a}\
     .o{fill:#2ea886}.s{fill:#768390}.r{fill:#c69026}}";
 
 /// Draws all panels that have figures.
-pub fn draw(report: &Report, picture: &Picture) -> String {
+pub(crate) fn draw(report: &Report, picture: &Picture) -> String {
     let lines = report.lines();
     let mut body = String::new();
     let mut top = legend(&lines, picture, &mut body);

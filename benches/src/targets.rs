@@ -6,7 +6,7 @@ use crate::figures::Metric;
 
 /// Bound of a figure.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Bound {
+pub(crate) enum Bound {
     /// Upper bound.
     AtMost(f64),
     /// Lower bound.
@@ -15,7 +15,7 @@ pub enum Bound {
 
 /// One target.
 #[derive(Debug, Clone, Copy)]
-pub struct Target {
+pub(crate) struct Target {
     /// The front end, or `None` for all.
     pub front: Option<&'static str>,
     /// Names of the rows.
@@ -32,7 +32,7 @@ pub struct Target {
 
 /// The result for one target.
 #[derive(Debug, Clone, Copy)]
-pub struct Verdict {
+pub(crate) struct Verdict {
     /// The target.
     pub target: Target,
     /// The figure, or its ratio.
@@ -41,7 +41,7 @@ pub struct Verdict {
 
 impl Verdict {
     /// Returns true if the target is met.
-    pub fn met(&self) -> bool {
+    pub(crate) fn met(&self) -> bool {
         match self.target.bound {
             Bound::AtMost(bound) => self.value <= bound,
             Bound::AtLeast(bound) => self.value >= bound,

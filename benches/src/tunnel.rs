@@ -83,7 +83,7 @@ const DRIVERS: u64 = 32;
 
 /// Options of the subcommand.
 #[derive(Debug, Args)]
-pub struct Options {
+pub(crate) struct Options {
     #[command(flatten)]
     common: Common,
 
@@ -98,7 +98,7 @@ pub struct Options {
 }
 
 /// Measures all rows and writes the report. Returns true if no measurement failed.
-pub async fn run(options: Options) -> anyhow::Result<bool> {
+pub(crate) async fn run(options: Options) -> anyhow::Result<bool> {
     let lab = Lab {
         endpoints: Endpoints::start().await.context("endpoints")?,
         programs: Programs::find()?,

@@ -89,7 +89,7 @@ impl Backend {
     /// Opens a connection. Dropping the future cancels the dial.
     ///
     /// # Errors
-    /// See [`StreamDialError`].
+    /// See `StreamDialError`.
     pub async fn dial(
         &self,
         dial: &Dial,

@@ -72,7 +72,7 @@ pub struct Config {
     /// Threads that carry connections; 0, the default, means one for each processor, at most 4.
     pub worker_threads: usize,
     /// Longest time to send a dial to an agent and to receive the answer. `None`, the default, leaves only
-    /// the bound of the router, [`MAX_DIAL`](crate::router::MAX_DIAL).
+    /// the bound of the router, `MAX_DIAL`.
     pub backend_dial_timeout: Option<Duration>,
     /// Destination and amount of log lines.
     pub logging: LogConfig,

@@ -34,7 +34,7 @@ const PROBE_PAUSE: Duration = Duration::from_millis(1);
 /// Changes some of `services` from `old` to `new`. Returns the duration of the slowest change and the number
 /// of lost connections of other Services. `services` must be a multiple of 25; then no changed Service has an
 /// open connection.
-pub async fn measure(
+pub(super) async fn measure(
     door: &mut Door,
     old: SocketAddr,
     new: SocketAddr,

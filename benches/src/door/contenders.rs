@@ -30,9 +30,9 @@ use crate::names::{DIRECT, NODE, OURS, PROXY};
 use crate::programs::Programs;
 
 /// Name of Envoy, which KKP runs at both ends.
-pub const ENVOY: &str = "envoy";
+pub(super) const ENVOY: &str = "envoy";
 /// Name of haproxy, which other operators run in front of their seeds.
-pub const HAPROXY: &str = "haproxy";
+pub(super) const HAPROXY: &str = "haproxy";
 
 /// Connection limit of every front door per Service. Higher than the number of connections in any row.
 const MAX_CONNECTIONS: u32 = 20_000;
@@ -58,7 +58,7 @@ enum Make {
 
 /// A front door to measure, with a node tunnel where the row needs one.
 #[derive(Debug, Clone, Copy)]
-pub struct Contender {
+pub(super) struct Contender {
     /// Name of the column in the table.
     pub name: &'static str,
     make: Make,
@@ -69,7 +69,7 @@ const fn contender(name: &'static str, make: Make) -> Contender {
 }
 
 /// All contenders, ours first.
-pub const CONTENDERS: [Contender; 4] = [
+pub(super) const CONTENDERS: [Contender; 4] = [
     contender(OURS, Make::Ours),
     contender(ENVOY, Make::Envoy),
     contender(HAPROXY, Make::HaProxy),
@@ -78,7 +78,7 @@ pub const CONTENDERS: [Contender; 4] = [
 
 impl Contender {
     /// Returns true if a program is not installed, and prints to stderr how to get it.
-    pub fn missing(self) -> bool {
+    pub(super) fn missing(self) -> bool {
         match self.make {
             Make::Envoy => Envoy::get().is_none(),
             Make::HaProxy => HaProxy::get().is_none(),
@@ -87,7 +87,7 @@ impl Contender {
     }
 
     /// File descriptors that the contender needs per connection. haproxy reserves some for pipes.
-    pub fn descriptors(self) -> u64 {
+    pub(super) fn descriptors(self) -> u64 {
         match self.make {
             Make::HaProxy => 3,
             Make::Ours | Make::Envoy | Make::Direct => 2,
@@ -96,7 +96,7 @@ impl Contender {
 
     /// Returns true if the row applies to the contender. haproxy has no node tunnel, and its behaviour when a
     /// Service changes depends on its operator.
-    pub fn has(self, front: Front, kind: Kind) -> bool {
+    pub(super) fn has(self, front: Front, kind: Kind) -> bool {
         match self.make {
             Make::Ours | Make::Envoy => true,
             Make::HaProxy => front == Front::Sni && kind != Kind::Change,
@@ -135,7 +135,7 @@ enum Source {
 
 /// A running front door, with a node tunnel if the row needs one. Dropping it kills all programs.
 #[derive(Debug)]
-pub struct Door {
+pub(super) struct Door {
     entry: Entry,
     /// Address of the TLS listener.
     sni: SocketAddr,
@@ -149,7 +149,7 @@ pub struct Door {
 impl Door {
     /// Starts a front door with `services` Services that all lead to `endpoint`, and waits until the last
     /// Service has carried a byte. The programs log to stderr.
-    pub async fn start(
+    pub(super) async fn start(
         contender: Contender,
         front: Front,
         programs: &Programs,
@@ -182,13 +182,17 @@ impl Door {
     }
 
     /// Returns the entry of a client that connects to `service`.
-    pub fn service(&self, service: usize) -> Entry {
+    pub(super) fn service(&self, service: usize) -> Entry {
         sni(self.sni, service)
     }
 
     /// Changes the endpoint of a Service. Returns the time at which the front door could first see the
     /// change.
-    pub fn change(&mut self, service: usize, endpoint: SocketAddr) -> anyhow::Result<Instant> {
+    pub(super) fn change(
+        &mut self,
+        service: usize,
+        endpoint: SocketAddr,
+    ) -> anyhow::Result<Instant> {
         match &mut self.source {
             Source::Api(api) => {
                 let told = Instant::now();

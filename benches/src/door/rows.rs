@@ -6,21 +6,21 @@ use crate::figures::Metric;
 use crate::load::{Job, Work};
 use crate::rows::{self, Row};
 
-pub const SERVICES_MEMORY: Metric = Metric::lower("MiB");
-pub const CHANGE: Metric = Metric::lower("ms to effect");
-pub const DROPPED: Metric = Metric::lower("dropped");
+pub(super) const SERVICES_MEMORY: Metric = Metric::lower("MiB");
+pub(super) const CHANGE: Metric = Metric::lower("ms to effect");
+pub(super) const DROPPED: Metric = Metric::lower("dropped");
 
 /// Names of rows by topic, for targets and pictures.
-pub const CROWD: &[&str] = &["1000 echoes beside 2 stalled"];
-pub const CHANGED: &[&str] = &["1 of 1,000 Services changes"];
-pub const SERVICES: &[&str] = &["memory, 1,000 Services"];
+pub(super) const CROWD: &[&str] = &["1000 echoes beside 2 stalled"];
+pub(super) const CHANGED: &[&str] = &["1 of 1,000 Services changes"];
+pub(super) const SERVICES: &[&str] = &["memory, 1,000 Services"];
 
 /// Number of Services in the rows with many Services.
-pub const MANY: usize = 1000;
+pub(super) const MANY: usize = 1000;
 
 /// Measurement of a row.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Kind {
+pub(super) enum Kind {
     /// A load of a given amount. The job is the first warm-up, which estimates the speed of the contender.
     Load(Job),
     /// Echoes, first alone and then beside connections that nobody reads.
@@ -35,7 +35,7 @@ pub enum Kind {
 
 /// The place where the load enters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum Front {
+pub(super) enum Front {
     /// The TLS port of the front door
     Sni,
     /// A listener on a node, connected to the CONNECT port of the front door
@@ -44,7 +44,7 @@ pub enum Front {
 
 impl Front {
     /// Name of the entry point in the table.
-    pub const fn name(self) -> &'static str {
+    pub(super) const fn name(self) -> &'static str {
         match self {
             Self::Sni => "SNI",
             Self::Node => "node",
@@ -52,7 +52,7 @@ impl Front {
     }
 
     /// Returns the rows of this entry point.
-    pub fn rows(self) -> &'static [Row<Kind>] {
+    pub(super) fn rows(self) -> &'static [Row<Kind>] {
         match self {
             Self::Sni => &SNI_ROWS,
             Self::Node => &NODE_ROWS,

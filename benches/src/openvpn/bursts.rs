@@ -25,7 +25,7 @@ const PAUSE: Duration = Duration::from_millis(50);
 const UNCOUNTED: usize = 2;
 
 /// An open flow.
-pub struct Bursts {
+pub(super) struct Bursts {
     stream: BoxedStream,
     work: Work,
     buffer: Vec<u8>,
@@ -33,7 +33,11 @@ pub struct Bursts {
 
 impl Bursts {
     /// Opens a flow and transfers the first bursts.
-    pub async fn open(entry: &Entry, target: SocketAddr, work: Work) -> anyhow::Result<Self> {
+    pub(super) async fn open(
+        entry: &Entry,
+        target: SocketAddr,
+        work: Work,
+    ) -> anyhow::Result<Self> {
         let line = match work {
             Work::Download => format!("bursts {BURST}\n"),
             Work::Upload => format!("batches {BURST}\n"),
@@ -53,7 +57,7 @@ impl Bursts {
     }
 
     /// Transfers bursts for `time`. Returns the rate during the bursts, without pauses, in bytes per second.
-    pub async fn rate(&mut self, time: Duration) -> anyhow::Result<f64> {
+    pub(super) async fn rate(&mut self, time: Duration) -> anyhow::Result<f64> {
         let begin = Instant::now();
         let (mut moved, mut moving) = (0, Duration::ZERO);
         while moved == 0 || begin.elapsed() < time {

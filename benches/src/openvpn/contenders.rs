@@ -28,9 +28,9 @@ use crate::openvpn::rows::Kind;
 use crate::programs::Programs;
 
 /// Name of our pair over UDP.
-pub const OURS_UDP: &str = "ours/udp";
+pub(super) const OURS_UDP: &str = "ours/udp";
 /// Name of our server with the stock client over UDP.
-pub const OURS_STOCK_UDP: &str = "o+s/udp";
+pub(super) const OURS_STOCK_UDP: &str = "o+s/udp";
 
 /// Time limit for a program to become ready, and again to carry the first byte; the time limit of one
 /// attempt; and the pause between attempts.
@@ -54,7 +54,7 @@ enum Make {
 
 /// Transport protocol of the tunnel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Proto {
+pub(super) enum Proto {
     Tcp,
     Udp,
 }
@@ -71,7 +71,7 @@ impl Proto {
 
 /// A pair to measure.
 #[derive(Debug, Clone, Copy)]
-pub struct Contender {
+pub(super) struct Contender {
     /// Server and client, or one word if both have the same maker.
     pub name: &'static str,
     server: Make,
@@ -89,7 +89,7 @@ const fn pair(name: &'static str, server: Make, client: Make, proto: Proto) -> C
 }
 
 /// All contenders, ours first.
-pub const CONTENDERS: [Contender; 5] = [
+pub(super) const CONTENDERS: [Contender; 5] = [
     pair(OURS, Make::Ours, Make::Ours, Proto::Tcp),
     pair(OURS_UDP, Make::Ours, Make::Ours, Proto::Udp),
     pair(OURS_STOCK, Make::Ours, Make::Stock, Proto::Tcp),
@@ -99,12 +99,12 @@ pub const CONTENDERS: [Contender; 5] = [
 
 impl Contender {
     /// Returns true if the server or the client is the stock program.
-    pub fn needs_stock(self) -> bool {
+    pub(super) fn needs_stock(self) -> bool {
         [self.server, self.client].contains(&Make::Stock)
     }
 
     /// Returns true if the row applies to the contender.
-    pub fn has(self, kind: Kind) -> bool {
+    pub(super) fn has(self, kind: Kind) -> bool {
         let (tcp, ours) = (self.proto == Proto::Tcp, self.server == Make::Ours);
         match kind {
             Kind::Load(_) => true,
@@ -117,7 +117,7 @@ impl Contender {
 
 /// The files of an OpenVPN server and its client.
 #[derive(Debug)]
-pub struct Files {
+pub(super) struct Files {
     /// Certificates and keys.
     pub pki: Pki,
     clients: PathBuf,
@@ -127,7 +127,7 @@ pub struct Files {
 impl Files {
     /// Writes the files. The address `behind` belongs to the client; the file with its route is in `dir`.
     /// Panics if the certificates cannot be written.
-    pub fn write(dir: &Path, behind: Ipv4Addr) -> anyhow::Result<Self> {
+    pub(super) fn write(dir: &Path, behind: Ipv4Addr) -> anyhow::Result<Self> {
         let clients = dir.join("clients");
         std::fs::create_dir(&clients)?;
         let route = format!("iroute {behind} 255.255.255.255\n");
@@ -140,7 +140,7 @@ impl Files {
     }
 
     /// Returns the flags of our server.
-    pub fn server(&self, proto: Proto, listen: SocketAddr) -> Vec<String> {
+    pub(super) fn server(&self, proto: Proto, listen: SocketAddr) -> Vec<String> {
         let pair = &self.pki.server;
         vec![
             format!("--openvpn-listen={}:{listen}", proto.name()),
@@ -154,7 +154,12 @@ impl Files {
     }
 
     /// Returns the flags of our agent as an OpenVPN client, including its listeners.
-    pub fn client(&self, proto: Proto, remote: SocketAddr, ports: &mut Ports) -> Vec<String> {
+    pub(super) fn client(
+        &self,
+        proto: Proto,
+        remote: SocketAddr,
+        ports: &mut Ports,
+    ) -> Vec<String> {
         let pair = &self.pki.user_cluster;
         vec![
             "--v=1".to_owned(),
@@ -172,7 +177,7 @@ impl Files {
 
 /// A running pair. Dropping it kills its programs.
 #[derive(Debug)]
-pub struct Pair {
+pub(super) struct Pair {
     /// Entry of the load.
     pub entry: Entry,
     server: Program,
@@ -190,7 +195,7 @@ pub struct Pair {
 impl Pair {
     /// Starts a contender and waits until it carries a byte. An error contains the last log lines of both
     /// programs.
-    pub async fn start(
+    pub(super) async fn start(
         contender: Contender,
         programs: &Programs,
         ground: &Ground,
@@ -280,12 +285,12 @@ impl Pair {
     }
 
     /// Reads a figure of the server and of the client.
-    pub fn ask<T>(&self, figure: impl Fn(&Program) -> T) -> anyhow::Result<[T; 2]> {
+    pub(super) fn ask<T>(&self, figure: impl Fn(&Program) -> T) -> anyhow::Result<[T; 2]> {
         ask(|| [&self.server, &self.client].map(figure))
     }
 
     /// Returns the number of segments that our server has retransmitted so far. `None` for the stock server.
-    pub async fn resent(&self) -> anyhow::Result<Option<f64>> {
+    pub(super) async fn resent(&self) -> anyhow::Result<Option<f64>> {
         let Some(admin) = &self.admin else {
             return Ok(None);
         };
@@ -294,7 +299,7 @@ impl Pair {
     }
 
     /// Returns the number of datagrams that the kernel has dropped so far because a socket buffer was full.
-    pub fn lost(&self) -> anyhow::Result<u64> {
+    pub(super) fn lost(&self) -> anyhow::Result<u64> {
         let [server, client] = self.ask(dropped_datagrams)?;
         Ok(server? + client?)
     }

@@ -39,7 +39,7 @@ const PATIENCE: Duration = Duration::from_secs(10);
 /// Runs the whole command again inside namespaces, and returns its exit code. Returns `None` inside the
 /// second run, or if the stock program or namespaces are not available. Builds our programs first, because
 /// the namespaces have no access to the outside.
-pub async fn again() -> anyhow::Result<Option<ExitCode>> {
+pub(crate) async fn again() -> anyhow::Result<Option<ExitCode>> {
     if namespace::is_inside() || OpenVpn::look().is_err() {
         return Ok(None);
     }
@@ -63,7 +63,7 @@ pub async fn again() -> anyhow::Result<Option<ExitCode>> {
 
 /// The networks available on this machine.
 #[derive(Debug)]
-pub struct Ground {
+pub(super) struct Ground {
     /// An address of this machine that is not on loopback. Our agent never dials loopback addresses.
     pub address: Ipv4Addr,
     /// The stock program, or the reason why it cannot be measured.
@@ -72,7 +72,7 @@ pub struct Ground {
 
 impl Ground {
     /// Finds the networks of this machine. Fails if the machine has no address.
-    pub fn find() -> anyhow::Result<Self> {
+    pub(super) fn find() -> anyhow::Result<Self> {
         if namespace::is_inside() {
             for words in ["link set lo up", &format!("address add {OWN}/32 dev lo")] {
                 ip(words).map_err(|why| anyhow!("ip {words}: {why}"))?;
@@ -103,11 +103,11 @@ fn own_address() -> anyhow::Result<Ipv4Addr> {
 
 /// The network of one half of a pair: a namespace, or the network of this process if `None`.
 #[derive(Debug)]
-pub struct Spot(Option<Namespace>);
+pub(super) struct Spot(Option<Namespace>);
 
 impl Spot {
     /// Starts a program in this network. Panics if the program does not start.
-    pub fn spawn(&self, program: &Path, words: &[String]) -> Program {
+    pub(super) fn spawn(&self, program: &Path, words: &[String]) -> Program {
         match &self.0 {
             Some(namespace) => namespace.spawn(program, words),
             None => Program::spawn(program, words, &[]),
@@ -115,7 +115,7 @@ impl Spot {
     }
 
     /// Opens a TCP socket in this network.
-    pub fn socket(&self) -> io::Result<TcpSocket> {
+    pub(super) fn socket(&self) -> io::Result<TcpSocket> {
         match &self.0 {
             Some(namespace) => namespace.within(TcpSocket::new_v4),
             None => TcpSocket::new_v4(),
@@ -123,14 +123,14 @@ impl Spot {
     }
 
     /// Returns the namespace. Fails if the half has none.
-    pub fn namespace(&self) -> anyhow::Result<&Namespace> {
+    pub(super) fn namespace(&self) -> anyhow::Result<&Namespace> {
         self.0.as_ref().context("needs a network namespace")
     }
 }
 
 /// The networks of both halves of a pair.
 #[derive(Debug)]
-pub struct Field {
+pub(super) struct Field {
     /// The network of the server.
     pub server: Spot,
     /// The network of the client.
@@ -143,7 +143,7 @@ pub struct Field {
 
 impl Field {
     /// Places both halves on loopback.
-    pub fn here(ground: &Ground, ports: &mut Ports) -> Self {
+    pub(super) fn here(ground: &Ground, ports: &mut Ports) -> Self {
         Self {
             server: Spot(None),
             client: Spot(None),
@@ -154,7 +154,7 @@ impl Field {
 
     /// Places the halves in two namespaces with a link between them. The namespaces exist until this process
     /// ends.
-    pub fn apart() -> anyhow::Result<Self> {
+    pub(super) fn apart() -> anyhow::Result<Self> {
         ensure!(namespace::is_inside(), "not inside network namespaces");
         static NUMBER: AtomicU32 = AtomicU32::new(0);
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);

@@ -18,7 +18,7 @@ use crate::openvpn::rows::{
 const TICK: f64 = 0.01;
 
 /// Measures a load of a given amount, with the processor time of each program.
-pub async fn transfer(
+pub(super) async fn transfer(
     pair: &Pair,
     first: Job,
     seconds: f64,
@@ -54,7 +54,7 @@ pub async fn transfer(
 }
 
 /// Measures bursts and the datagrams lost during the bursts.
-pub async fn bursts(pair: &Pair, work: Work, time: Duration) -> anyhow::Result<Figures> {
+pub(super) async fn bursts(pair: &Pair, work: Work, time: Duration) -> anyhow::Result<Figures> {
     let mut flow = Bursts::open(&pair.entry, pair.endpoints.lean(), work).await?;
     let before = pair.lost()?;
     let rate = flow.rate(time).await?;

@@ -10,13 +10,18 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::UnixStream;
 
 /// Returns the last line that a program has logged.
-pub fn last_words(program: &Program) -> String {
+pub(super) fn last_words(program: &Program) -> String {
     let log = program.log();
     log.lines().next_back().unwrap_or("nothing").to_owned()
 }
 
 /// Sends a request to the admin socket of our server and returns the body of the answer.
-pub async fn ask(socket: &Path, verb: &str, path: &str, body: &str) -> anyhow::Result<String> {
+pub(super) async fn ask(
+    socket: &Path,
+    verb: &str,
+    path: &str,
+    body: &str,
+) -> anyhow::Result<String> {
     let mut stream = UnixStream::connect(socket).await.context("admin socket")?;
     let length = body.len();
     let request = format!(
@@ -32,13 +37,13 @@ pub async fn ask(socket: &Path, verb: &str, path: &str, body: &str) -> anyhow::R
 }
 
 /// Returns the metrics of our server.
-pub async fn metrics(socket: &Path) -> anyhow::Result<Metrics> {
+pub(super) async fn metrics(socket: &Path) -> anyhow::Result<Metrics> {
     Metrics::parse(&ask(socket, "GET", "/metrics", "").await?)
 }
 
 /// Returns the number of datagrams that the kernel has dropped at the UDP sockets of a program. See
 /// `/proc/net/udp` in proc(5).
-pub fn dropped_datagrams(program: &Program) -> anyhow::Result<u64> {
+pub(super) fn dropped_datagrams(program: &Program) -> anyhow::Result<u64> {
     let folder = PathBuf::from(format!("/proc/{}", program.pid()));
     let mut sockets = HashSet::new();
     for file in std::fs::read_dir(folder.join("fd"))? {

@@ -5,36 +5,36 @@ use crate::load::{Job, Work};
 use crate::rows::{self, Row};
 
 /// Name of the only entry point, for the table.
-pub const FRONT: &str = "CONNECT";
+pub(super) const FRONT: &str = "CONNECT";
 
 /// Number of switches: 20 in each direction.
-pub const SWITCHES: u32 = 40;
+pub(super) const SWITCHES: u32 = 40;
 
-pub const SERVER_CPU: Metric = Metric::lower("server s/GiB");
-pub const CLIENT_CPU: Metric = Metric::lower("client s/GiB");
-pub const SERVER_LOAD: Metric = Metric::lower("server % of a core");
-pub const SERVER_GBIT: Metric = Metric::higher("server Gbit/CPU-s");
-pub const CLIENT_GBIT: Metric = Metric::higher("client Gbit/CPU-s");
-pub const BOTH_GBIT: Metric = Metric::higher("both Gbit/CPU-s");
-pub const RESENT: Metric = Metric::lower("segments resent");
-pub const LOST: Metric = Metric::lower("datagrams lost");
-pub const FAILED: Metric = Metric::lower("dials failed");
-pub const CUT: Metric = Metric::lower("streams cut");
-pub const DIALS: Metric = Metric::higher("dials");
-pub const SHARE: Metric = Metric::higher("% by OpenVPN");
-pub const SERVER_START: Metric = Metric::lower("server MiB start");
-pub const SERVER_AFTER: Metric = Metric::lower("server MiB after");
-pub const CLIENT_START: Metric = Metric::lower("client MiB start");
-pub const CLIENT_AFTER: Metric = Metric::lower("client MiB after");
+pub(super) const SERVER_CPU: Metric = Metric::lower("server s/GiB");
+pub(super) const CLIENT_CPU: Metric = Metric::lower("client s/GiB");
+pub(super) const SERVER_LOAD: Metric = Metric::lower("server % of a core");
+pub(super) const SERVER_GBIT: Metric = Metric::higher("server Gbit/CPU-s");
+pub(super) const CLIENT_GBIT: Metric = Metric::higher("client Gbit/CPU-s");
+pub(super) const BOTH_GBIT: Metric = Metric::higher("both Gbit/CPU-s");
+pub(super) const RESENT: Metric = Metric::lower("segments resent");
+pub(super) const LOST: Metric = Metric::lower("datagrams lost");
+pub(super) const FAILED: Metric = Metric::lower("dials failed");
+pub(super) const CUT: Metric = Metric::lower("streams cut");
+pub(super) const DIALS: Metric = Metric::higher("dials");
+pub(super) const SHARE: Metric = Metric::higher("% by OpenVPN");
+pub(super) const SERVER_START: Metric = Metric::lower("server MiB start");
+pub(super) const SERVER_AFTER: Metric = Metric::lower("server MiB after");
+pub(super) const CLIENT_START: Metric = Metric::lower("client MiB start");
+pub(super) const CLIENT_AFTER: Metric = Metric::lower("client MiB after");
 
 /// Names of rows by topic, for targets and pictures.
-pub const BURSTS: &[&str] = &["download, bursts of 4 MiB", "upload, bursts of 4 MiB"];
-pub const CROWD: &[&str] = &["200 echoes beside 2 stalled"];
-pub const SWITCHED: &[&str] = &["40 switches beside 200 dials/s"];
+pub(super) const BURSTS: &[&str] = &["download, bursts of 4 MiB", "upload, bursts of 4 MiB"];
+pub(super) const CROWD: &[&str] = &["200 echoes beside 2 stalled"];
+pub(super) const SWITCHED: &[&str] = &["40 switches beside 200 dials/s"];
 
 /// Measurement of a row.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Kind {
+pub(super) enum Kind {
     /// A load of a given amount. The job is the first warm-up, which estimates the speed of the contender.
     Load(Job),
     /// A flow with pauses between bursts of data.
@@ -49,7 +49,7 @@ const fn load(name: &'static str, work: Work, connections: u64, warm_up: u64) ->
     Row::new(name, Kind::Load(Job::new(work, connections, warm_up)))
 }
 
-pub const ROWS: [Row<Kind>; 8] = [
+pub(super) const ROWS: [Row<Kind>; 8] = [
     load("download, 1 connection", Work::Download, 1, 8 << 20),
     load("download, 8 connections", Work::Download, 8, 2 << 20),
     load("upload, 1 connection", Work::Upload, 1, 8 << 20),

@@ -75,7 +75,7 @@ struct Tally {
 }
 
 /// Switches the tunnel [`SWITCHES`] times, once per `pause`, under the whole load.
-pub async fn measure(
+pub(super) async fn measure(
     programs: &Programs,
     ground: &Ground,
     pause: Duration,

@@ -67,7 +67,7 @@ enum Kind {
 
 /// A tunnel to measure.
 #[derive(Debug, Clone, Copy)]
-pub struct Contender {
+pub(super) struct Contender {
     /// Server and agent, one word if both have the same maker, or the name of another kind of contender.
     pub name: &'static str,
     kind: Kind,
@@ -81,14 +81,14 @@ const fn pair(name: &'static str, server: Make, agent: Make) -> Contender {
 }
 
 /// Name of the pair with the stock server and our agent.
-pub const STOCK_OURS: &str = "stock+ours";
+pub(super) const STOCK_OURS: &str = "stock+ours";
 /// Name of the relay that shows the cost of TLS alone.
-pub const RELAY: &str = "relay";
+pub(super) const RELAY: &str = "relay";
 /// Name of the tunnel without TLS.
-pub const RATHOLE: &str = "rathole";
+pub(super) const RATHOLE: &str = "rathole";
 
 /// All contenders, ours first.
-pub const CONTENDERS: [Contender; 7] = [
+pub(super) const CONTENDERS: [Contender; 7] = [
     pair(OURS, Make::Ours, Make::Ours),
     pair(STOCK, Make::Stock, Make::Stock),
     pair(OURS_STOCK, Make::Ours, Make::Stock),
@@ -109,7 +109,7 @@ pub const CONTENDERS: [Contender; 7] = [
 
 impl Contender {
     /// Returns the reason if the contender cannot run on this machine.
-    pub fn missing(&self, programs: &Programs) -> Option<&'static str> {
+    pub(super) fn missing(&self, programs: &Programs) -> Option<&'static str> {
         match self.kind {
             Kind::Pair { server, agent } => {
                 let needs_stock = [server, agent].contains(&Make::Stock);
@@ -121,17 +121,17 @@ impl Contender {
     }
 
     /// Returns true for a server and an agent. Other contenders have no front end.
-    pub fn is_pair(&self) -> bool {
+    pub(super) fn is_pair(&self) -> bool {
         matches!(self.kind, Kind::Pair { .. })
     }
 
     /// Returns true if the contender has processes with processor time and memory.
-    pub fn has_programs(&self) -> bool {
+    pub(super) fn has_programs(&self) -> bool {
         self.kind != Kind::Direct
     }
 
     /// File descriptors that the busiest process needs per connection.
-    pub fn descriptors_per_connection(&self) -> u64 {
+    pub(super) fn descriptors_per_connection(&self) -> u64 {
         match self.kind {
             Kind::Pair { .. } => 1,
             Kind::Relay(_) => 2,
@@ -150,7 +150,7 @@ enum Parts {
 
 /// A running contender. Dropping it kills its programs.
 #[derive(Debug)]
-pub struct Tunnel {
+pub(super) struct Tunnel {
     parts: Parts,
     /// Entry of the load.
     pub entry: Entry,
@@ -161,7 +161,7 @@ pub struct Tunnel {
 impl Tunnel {
     /// Starts a contender and waits until it can carry data to `target`. The two halves are connected by
     /// `path`, or by loopback. The programs log to stderr.
-    pub async fn start(
+    pub(super) async fn start(
         contender: Contender,
         mode: Mode,
         programs: &Programs,
@@ -235,7 +235,7 @@ impl Tunnel {
     }
 
     /// Resident memory of the agent, or of the far program of a relay, in bytes.
-    pub fn agent_rss(&mut self) -> anyhow::Result<Option<u64>> {
+    pub(super) fn agent_rss(&mut self) -> anyhow::Result<Option<u64>> {
         let [_, far] = self.ask(Program::rss)?;
         Ok(far)
     }

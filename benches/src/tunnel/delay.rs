@@ -37,7 +37,7 @@ const SOCKET_BUFFER: usize = 256 * 1024;
 
 /// Delay and rate of a simulated path.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Path {
+pub(super) struct Path {
     /// Delay of a byte, in either direction.
     pub one_way: Duration,
     /// Bytes per second in either direction. `None` means unlimited.
@@ -46,14 +46,14 @@ pub struct Path {
 
 /// A running proxy. Dropping it cuts all connections through it.
 #[derive(Debug)]
-pub struct Delay {
+pub(super) struct Delay {
     address: SocketAddr,
     _tasks: JoinSet<()>,
 }
 
 impl Delay {
     /// Starts a proxy that leads to `target` along `path`. Does nothing without a path.
-    pub async fn to(target: SocketAddr, path: Option<Path>) -> io::Result<Option<Self>> {
+    pub(super) async fn to(target: SocketAddr, path: Option<Path>) -> io::Result<Option<Self>> {
         let Some(path) = path else {
             return Ok(None);
         };
@@ -75,7 +75,7 @@ impl Delay {
     }
 
     /// Address of the listener.
-    pub fn address(&self) -> SocketAddr {
+    pub(super) fn address(&self) -> SocketAddr {
         self.address
     }
 }

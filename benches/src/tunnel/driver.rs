@@ -16,7 +16,7 @@ use crate::harness::harness;
 use crate::load::{Done, ECHO_BYTES, Job, Work};
 
 /// Runs a job through the front end at `socket`, with the raw service at `target` as the endpoint.
-pub async fn run(
+pub(super) async fn run(
     driver: &Interop,
     socket: &Path,
     target: SocketAddr,

@@ -27,7 +27,7 @@ const TRY_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Kind of relay.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Kind {
+pub(super) enum Kind {
     /// TLS between two relays.
     Tls,
     /// A reverse tunnel without TLS.
@@ -36,7 +36,7 @@ pub enum Kind {
 
 impl Kind {
     /// Returns the reason why the relay cannot run, if its program is not installed.
-    pub fn missing(self) -> Option<&'static str> {
+    pub(super) fn missing(self) -> Option<&'static str> {
         match self {
             Self::Tls if stunnel().or_else(haproxy).is_none() => {
                 Some("neither stunnel nor haproxy is installed")
@@ -49,7 +49,7 @@ impl Kind {
 
 /// A running relay. Dropping it kills both programs.
 #[derive(Debug)]
-pub struct Relay {
+pub(super) struct Relay {
     /// The program on the client's side.
     pub near: Program,
     /// The program on the endpoint's side.
@@ -65,7 +65,7 @@ impl Relay {
     /// Starts a relay to `target` and waits until it carries a byte. One program listens at `middle[1]`, the
     /// other one connects to `middle[0]`; a simulated path may lie between the two. An error contains the
     /// logs of both programs. Panics if a program does not start.
-    pub async fn start(
+    pub(super) async fn start(
         kind: Kind,
         mut ports: Ports,
         middle: [SocketAddr; 2],

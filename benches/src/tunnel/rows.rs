@@ -11,7 +11,7 @@ use crate::tunnel::delay::Path;
 
 /// Protocol between the load and the server, over a Unix socket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum Front {
+pub(super) enum Front {
     /// HTTP CONNECT
     Connect,
     /// The packet protocol
@@ -20,7 +20,7 @@ pub enum Front {
 
 impl Front {
     /// Name of the front end in the table.
-    pub fn name(self) -> &'static str {
+    pub(super) fn name(self) -> &'static str {
         match self {
             Self::Connect => "CONNECT",
             Self::Grpc => "gRPC",
@@ -28,7 +28,7 @@ impl Front {
     }
 
     /// Returns the server mode that has this front end.
-    pub fn mode(self) -> Mode {
+    pub(super) fn mode(self) -> Mode {
         match self {
             Self::Connect => Mode::HttpConnect,
             Self::Grpc => Mode::Grpc,
@@ -44,7 +44,7 @@ const LINE: f64 = 125e6;
 
 /// Measurement of a row.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Kind {
+pub(super) enum Kind {
     /// A load of a given amount. The job is the first warm-up, which estimates the speed of the contender.
     Load(Job),
     /// Echoes on one connection beside two downloads.
@@ -67,7 +67,7 @@ const fn far(name: &'static str, rate: Option<f64>) -> Row<Kind> {
     Row::new(name, Kind::Far(Path { one_way: FAR, rate }))
 }
 
-pub const ROWS: [Row<Kind>; 15] = [
+pub(super) const ROWS: [Row<Kind>; 15] = [
     load("download, 1 connection", Work::Download, 1, 32 << 20),
     load("download, 8 connections", Work::Download, 8, 8 << 20),
     load("download, 64 connections", Work::Download, 64, 1 << 20),
@@ -113,19 +113,19 @@ impl rows::Kind for Kind {
 
 impl Kind {
     /// Returns true if the row also applies to a contender without programs.
-    pub fn suits_direct(&self) -> bool {
+    pub(super) fn suits_direct(&self) -> bool {
         matches!(self, Kind::Load(_) | Kind::EchoBesideBulk | Kind::Far(_))
     }
 }
 
 /// Returns ramp and duration of a download along a long path. The ramp covers several round trips.
-pub fn far_times(seconds: f64) -> [Duration; 2] {
+pub(super) fn far_times(seconds: f64) -> [Duration; 2] {
     [1.5, 2.0 * seconds].map(Duration::from_secs_f64)
 }
 
 /// Returns the duration of echoes on many connections. The duration must cover periodic work of the
 /// machine in both parts of the row: a kernel thread that uses a processor for 85 ms every 5 s affects
 /// more than one in a hundred echoes.
-pub fn crowd_time(seconds: f64) -> Duration {
+pub(super) fn crowd_time(seconds: f64) -> Duration {
     Duration::from_secs_f64((6.0 * seconds).min(seconds.max(7.2)))
 }

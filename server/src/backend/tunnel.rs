@@ -23,7 +23,7 @@ pub trait Tunnel: Send + Sync + 'static {
     /// every dial.
     fn health(&self) -> Health;
 
-    /// Opens a connection before the deadline. [`StreamDialError::Refused`](super::dial::StreamDialError::Refused) means that the endpoint itself
+    /// Opens a connection before the deadline. `StreamDialError::Refused` means that the endpoint itself
     /// cannot be reached, and is final. After other errors the router may try the other tunnel, so nothing
     /// may have been sent to the endpoint.
     fn dial<'a>(&'a self, dial: &'a Dial, deadline: Instant) -> Dialing<'a>;
