@@ -1,6 +1,7 @@
 //! Runs the fuzz targets' simulations as property tests, for machines without a fuzzer.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
 
+#[allow(unreachable_pub, reason = "the fuzz targets share this module")]
 #[path = "../fuzz/src/mux.rs"]
 mod mux;
 

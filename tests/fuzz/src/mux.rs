@@ -36,7 +36,7 @@ struct Pair {
 ///
 /// # Panics
 /// If an invariant does not hold.
-pub(crate) fn run(input: &[u8]) {
+pub fn run(input: &[u8]) {
     let mut pair = Pair::default();
     for operation in input.chunks_exact(3) {
         let [kind, a, b] = [operation[0], operation[1], operation[2]];
