@@ -61,7 +61,7 @@ fn compatibility_page_lists_exactly_the_flags_of_every_program() {
 }
 
 #[test]
-fn every_metric_of_the_front_door_has_a_row() {
+fn compatibility_page_lists_exactly_the_metrics_of_front_door_and_node_tunnel() {
     use culvert_door::metrics::ProxyMetrics;
     use culvert_door::table::Table;
     let proxy = ProxyMetrics::new().unwrap().render(&Table::new(1));
