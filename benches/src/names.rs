@@ -1,10 +1,10 @@
 //! Names of programs, contenders and rows in more than one subcommand.
 
-/// Our server; its package also contains the front door.
+/// Our server.
 pub(crate) const SERVER: &str = "culvert-server";
-/// Our agent; its package also contains the node tunnel.
+/// Our agent.
 pub(crate) const AGENT: &str = "culvert-agent";
-/// The front door.
+/// The front door, in the package `culvert-door`.
 pub(crate) const PROXY: &str = "culvert-nodeport-proxy";
 /// The node tunnel.
 pub(crate) const NODE: &str = "culvert-node-tunnel";

@@ -101,7 +101,9 @@ fn build(this: &Path) -> anyhow::Result<PathBuf> {
     };
     eprintln!("building our programs");
     let mut command = Command::new(cargo);
-    command.args(["build", "--quiet", "--locked", "-p", SERVER, "-p", AGENT]);
+    command.args(["build", "--quiet", "--locked"]);
+    let packages = [SERVER, AGENT, "culvert-door", NODE];
+    command.args(packages.map(|package| format!("--package={package}")));
     command.current_dir(env!("CARGO_MANIFEST_DIR"));
     command.arg("--target-dir").args(folder.parent());
     if folder.ends_with("release") {
