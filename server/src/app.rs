@@ -325,7 +325,9 @@ async fn serve_frontend(
     let (tasks, shutdown) = (context.tasks.clone(), context.shutdown.clone());
     let handle = |accepted| {
         let (context, frontend, service) = (context.clone(), frontend.clone(), service.clone());
-        let shard = frontend.router.shard().unwrap_or_else(Shards::current);
+        let Some(shard) = frontend.router.shard().or_else(Shards::current) else {
+            return;
+        };
         on_shard(
             &shards,
             shard,

@@ -17,7 +17,7 @@ mod usage;
 use std::collections::HashSet;
 use std::sync::Arc;
 
-use culvert_host::runtime::shards::Shards;
+use culvert_host::runtime::shards::{ShardId, Shards};
 use culvert_stream::Dial;
 use parking_lot::Mutex;
 use tokio::time::Instant;
@@ -51,7 +51,7 @@ pub struct Registry {
 struct Entry {
     stream: Backend,
     /// Shard that serves the agent connection.
-    shard: usize,
+    shard: Option<ShardId>,
 }
 
 /// A stream's place in the registry; dropping the registration removes the stream.
@@ -208,13 +208,13 @@ impl Registry {
 
     /// Returns the shard of a random agent, where a new client is best served. Returns `None` without
     /// agents.
-    pub fn shard(&self) -> Option<usize> {
+    pub fn shard(&self) -> Option<ShardId> {
         let streams = self.streams.lock();
         if streams.is_empty() {
             return None;
         }
         let index = rand::random_range(0..streams.len());
-        streams.get(index).map(|entry| entry.shard)
+        streams.get(index).and_then(|entry| entry.shard)
     }
 
     /// Chooses a stream for a dial, leaving out the serials in `tried`. Streams that neither drain nor are

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::Duration;
 
+use culvert_host::runtime::shards::ShardId;
 use culvert_stream::Dial;
 use tokio::time::Instant;
 use tracing::debug;
@@ -207,7 +208,7 @@ impl Router {
     }
 
     /// Returns the thread where a new client is best served.
-    pub(crate) fn shard(&self) -> Option<usize> {
+    pub(crate) fn shard(&self) -> Option<ShardId> {
         self.slot(self.route().first)
             .and_then(|slot| slot.tunnel.shard())
     }

@@ -14,7 +14,7 @@ use culvert_host::flags::HostPort;
 use culvert_host::net::dial::dial;
 use culvert_host::net::pacing::disable_bbr_on_loopback;
 use culvert_host::net::readahead::ReadAhead;
-use culvert_host::runtime::shards::Shards;
+use culvert_host::runtime::shards::{ShardId, Shards};
 use culvert_host::telemetry::log_once::LogOnce;
 use culvert_host::telemetry::metrics::GaugeGuard;
 use culvert_native::halves::Chunk;
@@ -86,7 +86,7 @@ pub(crate) struct ConnectionPool<R> {
 struct Link {
     serial: u64,
     /// The thread that drives the connection.
-    shard: usize,
+    shard: ShardId,
     requests: Requests,
     inbound: Arc<Inbound>,
     streams: AtomicUsize,
@@ -278,10 +278,10 @@ impl<R: Reach> ConnectionPool<R> {
         links.len() < self.limit && links.iter().all(|link| link.count() > 0)
     }
 
-    fn emptiest_shard(&self) -> usize {
+    fn emptiest_shard(&self) -> Option<ShardId> {
         let links = self.links.lock();
-        let count = |shard: &usize| links.iter().filter(|link| link.shard == *shard).count();
-        (0..self.shards.count()).min_by_key(count).unwrap_or(0)
+        let count = |shard: &ShardId| links.iter().filter(|link| link.shard == *shard).count();
+        self.shards.ids().min_by_key(count)
     }
 
     async fn connect(
@@ -290,7 +290,7 @@ impl<R: Reach> ConnectionPool<R> {
         stop: &CancellationToken,
     ) -> Result<(), String> {
         let inbound = Arc::new(Inbound::new(WindowProfile::Fixed(WINDOW_BYTES)));
-        let shard = self.emptiest_shard();
+        let shard = self.emptiest_shard().ok_or("the pool has no thread")?;
         let begin = timeout(CONNECT_TIMEOUT, self.clone().begin(inbound.clone()));
         let begun = self.shards.run_on(shard, begin).await;
         let begun = begun.map_err(|error| error.to_string())?;
@@ -366,7 +366,7 @@ impl Seat {
     }
 
     /// Returns the thread that drives the stream's connection.
-    pub(crate) fn shard(&self) -> usize {
+    pub(crate) fn shard(&self) -> ShardId {
         self.0.shard
     }
 }

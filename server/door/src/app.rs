@@ -154,7 +154,7 @@ impl Bound {
         let ports = NodePorts::new(front.clone(), &self.config.node_port_host);
         accepting.spawn(ports.run(changed));
         upkeep.spawn(admin::serve(self.stats, pages(&front), stop.clone()));
-        for shard in 0..front.shards.count() {
+        for shard in front.shards.ids() {
             front.shards.spawn(shard, &upkeep, pulse(stop.clone()));
         }
         let registry = front.metrics.registry().clone();
@@ -175,7 +175,7 @@ impl Bound {
             };
             // All threads wait on the same socket, and the first thread to wake up accepts. Most of these
             // connections are short, and a hand-over to another thread would be an eighth of their cost.
-            for shard in 1..front.shards.count() {
+            for shard in front.shards.ids().skip(1) {
                 let (shared, accept) = (listener.as_fd().try_clone_to_owned(), accept.clone());
                 front.shards.spawn(shard, &accepting, async move {
                     match shared.and_then(|shared| TcpListener::from_std(shared.into())) {

@@ -186,7 +186,7 @@ impl Front {
         upstream: Arc<Upstream>,
     ) -> io::Result<Ended> {
         let seat = self.shards.bulk_seat();
-        if seat.shard() == Shards::current() {
+        if Some(seat.shard()) == Shards::current() {
             let sides = (&client, &endpoint);
             let relay = self.relay(entrance, sides, &upstream.stats, false);
             return Ok(relay.run().await);

@@ -4,6 +4,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use culvert_host::runtime::shards::ShardId;
 use culvert_stream::Dial;
 use tokio::time::Instant;
 use tracing::debug;
@@ -73,7 +74,7 @@ impl Tunnel for Konnectivity {
         self.registry.peers()
     }
 
-    fn shard(&self) -> Option<usize> {
+    fn shard(&self) -> Option<ShardId> {
         self.registry.shard()
     }
 }

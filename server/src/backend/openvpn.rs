@@ -38,7 +38,7 @@ use std::time::Duration;
 use anyhow::Context as _;
 use culvert_host::admin;
 use culvert_host::net::listen::{Keepalive, Listener};
-use culvert_host::runtime::shards::Shards;
+use culvert_host::runtime::shards::{ShardId, Shards};
 use culvert_host::telemetry::metrics::GaugeGuard;
 use culvert_openvpn::Role;
 use culvert_openvpn::firewall::Firewall;
@@ -349,7 +349,7 @@ impl Tunnel for Openvpn {
         self.clients.peers()
     }
 
-    fn shard(&self) -> Option<usize> {
+    fn shard(&self) -> Option<ShardId> {
         self.clients.shard()
     }
 }

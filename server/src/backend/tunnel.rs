@@ -3,6 +3,7 @@
 
 use std::pin::Pin;
 
+use culvert_host::runtime::shards::ShardId;
 use culvert_stream::Dial;
 use tokio::time::Instant;
 
@@ -32,7 +33,7 @@ pub trait Tunnel: Send + Sync + 'static {
     fn peers(&self) -> Vec<Peer>;
 
     /// Returns the thread where a new client is best served, if the tunnel has a preference.
-    fn shard(&self) -> Option<usize> {
+    fn shard(&self) -> Option<ShardId> {
         None
     }
 }

@@ -286,6 +286,7 @@ async fn each_client_is_served_by_the_thread_of_its_connection() {
         };
         node.tasks.spawn(node.handler.clone().serve(near, PEER));
         let far = node.accept().await;
+        let expected = node.proxy.pool.shards().ids().nth(expected);
         assert_eq!(threads.recv().await, Some(expected));
         clients.push((client, far));
     }

@@ -31,7 +31,7 @@ pub(crate) struct Proxy {
 pub(crate) struct Script {
     pub dials: AtomicUsize,
     /// The thread of each dial.
-    pub threads: Mutex<Vec<usize>>,
+    pub threads: Mutex<Vec<ShardId>>,
     pub refuses: AtomicBool,
     /// Set when the proxy accepts connections but never sends anything.
     pub mute: AtomicBool,
@@ -106,7 +106,7 @@ impl Reach for Dialer {
 
     async fn reach(&self) -> Result<DuplexStream, String> {
         self.script.dials.fetch_add(1, Ordering::Relaxed);
-        self.script.threads.lock().push(Shards::current());
+        self.script.threads.lock().extend(Shards::current());
         sleep(DIAL_TAKES).await;
         if self.script.refuses.load(Ordering::Relaxed) {
             return Err("connection refused".into());
@@ -245,7 +245,7 @@ async fn new_connection_uses_the_thread_with_the_fewest_connections() {
     let in_b = timeout(CONNECT_TIMEOUT, async {
         loop {
             let opened = proxy.open().await.unwrap();
-            if opened.seat.shard() == 1 {
+            if Some(opened.seat.shard()) == proxy.pool.shards().ids().nth(1) {
                 break opened;
             }
             sleep(DIAL_TAKES).await;
@@ -265,7 +265,8 @@ async fn new_connection_uses_the_thread_with_the_fewest_connections() {
         }
     });
     let _c = replaced.await.unwrap();
-    assert_eq!(*proxy.script.threads.lock(), [0, 1, 1]);
+    let ids: Vec<_> = proxy.pool.shards().ids().collect();
+    assert_eq!(*proxy.script.threads.lock(), [ids[0], ids[1], ids[1]]);
     proxy.stop.cancel();
 }
 

@@ -9,12 +9,11 @@
 //! shard. A front-door connection with much data then changes its shard once, to the shard with the fewest
 //! bulk connections.
 
-use std::cell::Cell;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use tokio::runtime::{Builder, Handle};
+use tokio::runtime::{Builder, Handle, Id};
 use tokio_util::sync::{CancellationToken, DropGuard};
 use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 use tracing::warn;
@@ -29,9 +28,9 @@ const DEFAULT_MAX: usize = 4;
 /// and so few connections with little data do not fill a thread.
 const SLACK: usize = 16;
 
-thread_local! {
-    static CURRENT: Cell<usize> = const { Cell::new(0) };
-}
+/// Identity of a shard: the id of its runtime.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ShardId(Id);
 
 /// The shards of one program. Shard 0 is the runtime that created the shards.
 pub struct Shards {
@@ -50,7 +49,9 @@ type Taken = Arc<[AtomicUsize]>;
 /// A connection's place on a shard. Dropping the seat frees the place.
 pub struct Seat {
     seats: Taken,
-    shard: usize,
+    /// Position of the shard in `seats`.
+    index: usize,
+    shard: ShardId,
 }
 
 impl Shards {
@@ -73,7 +74,6 @@ impl Shards {
             std::thread::Builder::new()
                 .name(format!("shard-{index}"))
                 .spawn(move || {
-                    CURRENT.set(index);
                     runtime.block_on(stop.cancelled());
                     // A name lookup that hangs must not delay the end of the thread.
                     runtime.shutdown_background();
@@ -103,60 +103,75 @@ impl Shards {
         self.handles.len()
     }
 
-    /// Returns the shard that runs the calling task; 0 outside all shards.
-    pub fn current() -> usize {
-        CURRENT.get()
+    /// Returns the shards, in order.
+    pub fn ids(&self) -> impl Iterator<Item = ShardId> {
+        self.handles.iter().map(|handle| ShardId(handle.id()))
+    }
+
+    /// Returns the runtime of the calling task as a shard; `None` outside a runtime.
+    pub fn current() -> Option<ShardId> {
+        Some(ShardId(Handle::try_current().ok()?.id()))
     }
 
     /// Assigns a seat on the shard with the fewest seats in use. The caller's shard wins a tie, because a
     /// seat there needs no hand-over.
     pub fn seat(&self) -> Seat {
-        Self::take(&self.seats, 0)
+        self.take(&self.seats, 0)
     }
 
     /// Assigns a seat to a possibly short connection: on the caller's shard, unless this shard has many more
     /// such connections than another shard.
     pub fn seat_nearby(&self) -> Seat {
-        Self::take(&self.nearby, SLACK)
+        self.take(&self.nearby, SLACK)
     }
 
     /// Assigns a seat on the shard with the fewest bulk connections.
     pub fn bulk_seat(&self) -> Seat {
-        Self::take(&self.bulk, 0)
+        self.take(&self.bulk, 0)
     }
 
-    fn take(seats: &Taken, slack: usize) -> Seat {
-        let taken = seats.iter().map(|taken| taken.load(Ordering::Relaxed));
-        let own = seats.get(Self::current());
-        let own = own.map_or(usize::MAX, |taken| taken.load(Ordering::Relaxed));
-        let emptiest = taken.enumerate().min_by_key(|(_, taken)| *taken);
+    /// Takes a seat on the caller's shard, unless another shard has more than `slack` seats fewer.
+    fn take(&self, seats: &Taken, slack: usize) -> Seat {
+        let here = Self::current();
+        let load = |index: &usize| seats.get(*index).map(|taken| taken.load(Ordering::Relaxed));
+        let own = self.ids().position(|id| Some(id) == here);
+        let emptiest = (0..seats.len()).min_by_key(load).unwrap_or(0);
+        let index = match own {
+            Some(own) if load(&emptiest).map(|taken| taken + slack) >= load(&own) => own,
+            _ => emptiest,
+        };
         let seat = Seat {
             seats: seats.clone(),
-            shard: match emptiest {
-                Some((shard, taken)) if taken + slack < own => shard,
-                _ => Self::current(),
-            },
+            index,
+            shard: self
+                .ids()
+                .nth(index)
+                .unwrap_or_else(|| ShardId(Handle::current().id())),
         };
         seat.count(|taken| taken.fetch_add(1, Ordering::Relaxed));
         seat
     }
 
+    fn handle(&self, shard: ShardId) -> Option<&Handle> {
+        self.handles.iter().find(|handle| handle.id() == shard.0)
+    }
+
     /// Runs a part of the caller's task on a shard. Dropping the returned handle ends the part. A shard that
     /// does not exist means the caller's runtime.
-    pub fn run_on<F>(&self, shard: usize, part: F) -> AbortOnDropHandle<F::Output>
+    pub fn run_on<F>(&self, shard: ShardId, part: F) -> AbortOnDropHandle<F::Output>
     where
         F: Future<Output: Send> + Send + 'static,
     {
-        let handle = self.handles.get(shard).cloned();
+        let handle = self.handle(shard).cloned();
         AbortOnDropHandle::new(handle.unwrap_or_else(Handle::current).spawn(part))
     }
 
     /// Runs a task on a shard. A shard that does not exist means shard 0.
-    pub fn spawn<F>(&self, shard: usize, tasks: &TaskTracker, task: F)
+    pub fn spawn<F>(&self, shard: ShardId, tasks: &TaskTracker, task: F)
     where
         F: Future<Output = ()> + Send + 'static,
     {
-        match self.handles.get(shard).or(self.handles.first()) {
+        match self.handle(shard).or(self.handles.first()) {
             Some(handle) => drop(tasks.spawn_on(task, handle)),
             None => drop(tasks.spawn(task)),
         }
@@ -164,13 +179,13 @@ impl Shards {
 }
 
 impl Seat {
-    /// Returns the number of the shard.
-    pub fn shard(&self) -> usize {
+    /// Returns the shard.
+    pub fn shard(&self) -> ShardId {
         self.shard
     }
 
     fn count(&self, change: impl FnOnce(&AtomicUsize) -> usize) {
-        self.seats.get(self.shard).map(change);
+        self.seats.get(self.index).map(change);
     }
 }
 
@@ -183,7 +198,7 @@ impl Drop for Seat {
 /// Serves an accepted connection on a shard, from its first byte on.
 pub fn on_shard<F, T>(
     shards: &Shards,
-    shard: usize,
+    shard: ShardId,
     tasks: &TaskTracker,
     accepted: Accepted,
     serve: F,
@@ -191,7 +206,7 @@ pub fn on_shard<F, T>(
     F: FnOnce(Accepted) -> T + Send + 'static,
     T: Future<Output = ()> + Send + 'static,
 {
-    let moves = shard != Shards::current();
+    let moves = Some(shard) != Shards::current();
     shards.spawn(shard, tasks, async move {
         let accepted = if moves {
             accepted.rebind()
@@ -213,12 +228,19 @@ mod tests {
 
     use super::*;
 
+    /// Returns the positions of the seats' shards.
+    fn positions<'a>(shards: &Shards, seats: impl IntoIterator<Item = &'a Seat>) -> Vec<usize> {
+        let position = |seat: &Seat| shards.ids().position(|id| id == seat.shard());
+        seats.into_iter().filter_map(position).collect()
+    }
+
     #[tokio::test]
     async fn a_task_stays_on_its_shard() {
         let shards = Shards::start(3).unwrap();
         let tasks = TaskTracker::new();
-        assert_eq!((shards.count(), Shards::current()), (3, 0));
-        for shard in [0, 1, 2, 1] {
+        let ids: Vec<_> = shards.ids().collect();
+        assert_eq!((shards.count(), Shards::current()), (3, Some(ids[0])));
+        for shard in [0, 1, 2, 1].map(|position| ids[position]) {
             let (tx, rx) = oneshot::channel();
             let task = async move {
                 tokio::task::yield_now().await;
@@ -226,7 +248,7 @@ mod tests {
                 tx.send((Shards::current(), nested.unwrap())).unwrap();
             };
             shards.spawn(shard, &tasks, task);
-            assert_eq!(rx.await.unwrap(), (shard, shard));
+            assert_eq!(rx.await.unwrap(), (Some(shard), Some(shard)));
         }
         tasks.close();
         tasks.wait().await;
@@ -236,34 +258,34 @@ mod tests {
     async fn seat_is_on_the_shard_with_the_fewest_seats() {
         let shards = Shards::start(3).unwrap();
         let mut seats = Vec::from([(); 4].map(|()| shards.seat()));
-        let order: Vec<_> = seats.iter().map(Seat::shard).collect();
-        assert_eq!(order, [0, 1, 2, 0]);
+        assert_eq!(positions(&shards, &seats), [0, 1, 2, 0]);
         seats.remove(2);
-        assert_eq!(shards.seat().shard(), 2);
+        assert_eq!(positions(&shards, [&shards.seat()]), [2]);
     }
 
     #[tokio::test]
     async fn short_connection_stays_until_its_shard_has_many_more_than_another() {
         let shards = Shards::start(2).unwrap();
         let seats: Vec<_> = (0..SLACK + 3).map(|_| shards.seat_nearby()).collect();
-        let order: Vec<_> = seats.iter().map(Seat::shard).collect();
+        let order = positions(&shards, &seats);
         assert!(order[..=SLACK].iter().all(|shard| *shard == 0), "{order:?}");
         assert_eq!(order[SLACK + 1..], [1, 0]);
         // Bulk connections are counted separately, and stay on their shard if a move gains nothing.
         let bulk = Vec::from([(); 4].map(|()| shards.bulk_seat()));
-        let order: Vec<_> = bulk.iter().map(Seat::shard).collect();
-        assert_eq!(order, [0, 1, 0, 1]);
+        assert_eq!(positions(&shards, &bulk), [0, 1, 0, 1]);
         // Ordinary seats are counted separately too.
-        assert_eq!(shards.seat().shard(), 0);
-        let there = shards.run_on(1, async { Shards::current() });
-        assert_eq!(there.await.unwrap(), 1);
+        assert_eq!(positions(&shards, [&shards.seat()]), [0]);
+        let second = shards.ids().nth(1).unwrap();
+        let there = shards.run_on(second, async { Shards::current() });
+        assert_eq!(there.await.unwrap(), Some(second));
     }
 
     #[tokio::test]
     async fn dropping_the_handle_ends_the_part() {
         let shards = Shards::start(2).unwrap();
         let (dropped, drops) = oneshot::channel::<()>();
-        let part = shards.run_on(1, async move {
+        let second = shards.ids().nth(1).unwrap();
+        let part = shards.run_on(second, async move {
             let _dropped = dropped;
             std::future::pending::<()>().await;
         });

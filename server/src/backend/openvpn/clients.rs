@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use culvert_host::runtime::shards::Shards;
+use culvert_host::runtime::shards::{ShardId, Shards};
 use culvert_openvpn::firewall::Firewall;
 use culvert_openvpn::forward::{Forward, Stats, Verdict};
 use culvert_openvpn::options::Transport;
@@ -79,7 +79,7 @@ struct Client {
     kick: CancellationToken,
     /// Handle of the client's task; `None` until the client is connected.
     peer: Option<Peer>,
-    shard: usize,
+    shard: Option<ShardId>,
 }
 
 /// Admission of a client. Dropping the admission removes the client.
@@ -348,12 +348,12 @@ impl Clients {
     }
 
     /// Returns the shard of the newest connected client with networks behind it.
-    pub(super) fn shard(&self) -> Option<usize> {
+    pub(super) fn shard(&self) -> Option<ShardId> {
         let state = self.state.lock();
         let mut newest = state.clients.values().rev();
         newest
             .find(|client| client.peer.is_some() && !client.iroutes.is_empty())
-            .map(|client| client.shard)
+            .and_then(|client| client.shard)
     }
 }
 
