@@ -3,8 +3,9 @@
 //! The script makes the linker pack the relocations of position-independent code. A packed relocation takes
 //! about one bit instead of 24 bytes, and a program reads half a MiB less at startup.
 //!
-//! glibc loads such programs since version 2.36 (2022). The script omits the option if the build machine has
-//! an older glibc or compiles for another target. GNU ld before 2.38 warns about the option and ignores it.
+//! glibc 2.36 (2022) and later versions load such programs. The script omits the option if the build machine
+//! has an older glibc or compiles for another target. GNU ld before 2.38 warns about the option and ignores
+//! it.
 
 use std::env::var;
 use std::process::Command;

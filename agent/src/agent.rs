@@ -11,7 +11,7 @@ use tokio_util::task::TaskTracker;
 
 use crate::metrics::AgentMetrics;
 
-/// Longest duration of a dial, as upstream.
+/// Longest duration of a dial, as in the stock agent.
 pub(crate) const DIAL_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Shared state of an agent.
@@ -31,7 +31,7 @@ pub(crate) struct Agent {
 pub(crate) struct Limits {
     /// Budget of one connection, in bytes. A connection borrows from `excess` beyond its budget.
     pub connection_bytes: usize,
-    /// Longest time a connection may exceed the budget without a pause.
+    /// Longest uninterrupted time that a connection may exceed its budget; the connection is then closed.
     pub stall: Duration,
     /// Budget that connections borrow from beyond their budgets.
     pub excess: Arc<OverflowBudget>,
@@ -67,7 +67,8 @@ impl Agent {
         self.active.subscribe()
     }
 
-    /// Resolves with the close reason of connections whose server is gone: the token `ended` ends them.
+    /// Waits until `ended` fires because the agent connection ended. Returns the close reason for the
+    /// connections that the agent connection carried.
     pub(crate) async fn server_lost(&self, ended: &CancellationToken) -> CloseReason {
         ended.cancelled().await;
         match self.shutdown.is_cancelled() {

@@ -178,8 +178,8 @@ fn buffers(config: &Config) -> Buffers {
     }
 }
 
-/// Returns the readiness checks. As upstream, at least one server must be connected. The OpenVPN tunnel, if
-/// configured, must be up too.
+/// Returns the readiness checks. As in the stock agent, at least one server must be connected. The OpenVPN
+/// tunnel, if configured, must be up too.
 fn checks(servers: Option<Arc<Servers>>, tunnel: Option<Arc<Tunnel>>) -> Vec<Check> {
     let mut checks = vec![Check {
         name: "ping",

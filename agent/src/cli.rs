@@ -24,8 +24,8 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
     )
 }
 
-/// Serves until a signal arrives. The first signal drains, the second signal stops at once; the exit code is
-/// 0 in both cases.
+/// Serves until signals stop the agent. The first signal starts the drain, and a second signal stops the
+/// agent at once. The exit code is 0 in both cases.
 async fn serve(config: Config) -> anyhow::Result<()> {
     let mut signals = Signals::new()?;
     let (drain, shutdown) = (CancellationToken::new(), CancellationToken::new());

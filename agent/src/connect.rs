@@ -42,9 +42,9 @@ use crate::packet::OUTGOING_BYTES;
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Bytes the server may send ahead of the agent's reads. A single stream carries every connection, so the
-/// stream needs a large window. The window bounds throughput to two thirds of window / RTT, because `h2`
-/// returns credit only once the unreturned credit reaches half of the remaining window. 16 MiB allow 106
-/// MiB/s at 100 ms. grpc-go's window grows to the same size.
+/// stream needs a large window. Throughput is at most two thirds of window / RTT, because `h2` sends a
+/// WINDOW_UPDATE only after the agent has read a third of the window. 16 MiB allow 106 MiB/s at 100 ms.
+/// grpc-go's window grows to the same size.
 pub(crate) const WINDOW_BYTES: u32 = 16 * 1024 * 1024;
 
 /// Largest accepted HTTP/2 frame, in bytes. A stock server sends at most 16 KiB.
@@ -70,7 +70,7 @@ pub(crate) struct Connected {
     pub server_count: i64,
     /// Transport for the connections.
     pub transport: Transport,
-    /// Closes the agent connection.
+    /// Fires when the agent connection ends; firing the token also closes the agent connection.
     pub ended: CancellationToken,
 }
 

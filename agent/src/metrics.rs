@@ -2,8 +2,8 @@
 //! `culvert_`.
 //!
 //! A dial failure series appears only after the first failure: upstream's tests compare that family sample by
-//! sample, and extra zeros would fail the tests. Every other series starts at 0, because upstream's tests
-//! expect `open_server_connections` before the first connection.
+//! sample, and extra samples with the value 0 would make the tests fail. Every other series is present from
+//! the start, with the value 0; upstream's tests expect this for `open_server_connections`.
 
 use std::sync::Arc;
 
@@ -19,7 +19,7 @@ use metrics::{Counter, Gauge, Histogram};
 /// Upper bounds of dial latencies, in seconds: 5 ms to 30 s (upstream `pkg/agent/metrics`).
 const LATENCY_BUCKETS: [f64; 7] = [0.005, 0.025, 0.1, 0.5, 2.5, 10.0, 30.0];
 
-/// Directions of packets that an agent counts.
+/// Packet directions that an agent counts.
 const SEGMENTS: [Segment; 2] = [Segment::FromAgent, Segment::ToAgent];
 
 macro_rules! name {
@@ -126,7 +126,8 @@ impl AgentMetrics {
         })
     }
 
-    /// Returns the registry, for rendering, upkeep and more series.
+    /// Returns the registry, for rendering the metrics page, for [`Registry::run_upkeep`], and for
+    /// registering more series.
     pub fn registry(&self) -> &Arc<Registry> {
         &self.registry
     }

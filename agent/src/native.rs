@@ -65,7 +65,7 @@ impl NativeServer {
     where
         S: AsyncRead + AsyncWrite + Unpin,
     {
-        // The guard also works if this future is dropped.
+        // A guard, so that the connection's tasks also end if this future is dropped.
         let _ended = self.ended.clone().drop_guard();
         loop {
             let next = tokio::select! {

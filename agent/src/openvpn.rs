@@ -1,10 +1,10 @@
 //! The client role of the OpenVPN mode. This process is an OpenVPN client without a tun device: connections
-//! from the tunnel end in this process.
+//! that arrive through the tunnel are terminated in this process.
 //!
 //! ```text
 //!  OpenVPN server === link: Session, flows ---> endpoint: target, dial ---> TCP
 //!        ^                    |     (role: echo replies, datagrams, rejections)
-//!        +---- search: servers in turn, pauses, until established
+//!        +---- search: tries the servers in turn, with pauses, until a tunnel is established
 //! ```
 //!
 //! The stock client relies on the kernel for routes, masquerade, and the translation of the node access

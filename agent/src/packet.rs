@@ -63,7 +63,8 @@ impl ServerStream {
     /// Reads packets until the stream ends, then closes every connection. Returns the reason for the end, as
     /// an error if the stream broke.
     pub(crate) async fn run(self: Arc<Self>, mut inbound: Reader) -> Result<String, String> {
-        // The guard also works if this future is dropped: connections must not outlive their stream.
+        // The guard fires `ended` even if this future is dropped, because connections must not outlive their
+        // stream.
         let _cut = self.ended.clone().drop_guard();
         let metrics = &self.agent.metrics;
         loop {

@@ -20,10 +20,10 @@ use crate::metrics::ServerDirection;
 use crate::native::NativeServer;
 use crate::packet::ServerStream;
 
-/// Growth factor of the pause after each failure, as upstream.
+/// Growth factor of the pause after each failure, as in upstream.
 const BACKOFF_FACTOR: f64 = 1.5;
 
-/// Largest random addition to a pause, as a fraction of the pause, as upstream.
+/// Largest random addition to a pause, as a fraction of the pause; the same as in upstream.
 const JITTER: f64 = 0.1;
 
 /// The connected servers of an agent.

@@ -84,7 +84,8 @@ impl Bound {
     /// Reads certificates and opens every listener.
     ///
     /// # Errors
-    /// If a file cannot be used or an address is already in use; the text names the problem and the remedy.
+    /// Fails if a file cannot be used or an address is already in use; the error text names the problem and
+    /// the remedy.
     pub async fn bind(config: Config) -> anyhow::Result<Self> {
         let shards = Shards::start(config.worker_threads)
             .context("cannot start --worker-threads threads")?;
@@ -300,8 +301,8 @@ async fn bind_frontend(
             };
             let tls = tls::server_config(&identity, Some(&trust), &[alpn], &config.tls)?;
             let listener = admin::bind(&bind.host, bind.port, "--server-port").await?;
-            // A client of the packet protocol always reads. A CONNECT client may stop reading for as long
-            // as it wants.
+            // A gRPC client always reads, so TCP's user timeout only closes connections to dead clients. A
+            // CONNECT client may stop reading for any length of time, so CONNECT has no user timeout.
             let keepalive = match config.mode {
                 Mode::Grpc => Keepalive::default(),
                 Mode::HttpConnect => Keepalive {

@@ -1,4 +1,4 @@
-//! The backends of both tunnels, and the registry that chooses an agent for each dial.
+//! The backends of both tunnels, and the registry that chooses an agent connection for each dial.
 //!
 //! The registry has an entry for each live agent connection, owned by a [`Registration`]. Dropping the
 //! registration removes the entry. An agent id may have several agent connections at the same time.
@@ -33,7 +33,7 @@ use crate::backend::dial::StreamDialError;
 use crate::metrics::{ServerMetrics, Strategy};
 use crate::tunnel::{Health, Peer};
 
-/// An agent connection.
+/// An agent connection, by transport.
 #[derive(Clone)]
 pub enum Backend {
     /// A packet stream shared by all connections: a stock agent.
@@ -54,7 +54,7 @@ struct Entry {
     shard: Option<ShardId>,
 }
 
-/// A stream's place in the registry; dropping the registration removes the stream.
+/// An agent connection's entry in the registry; dropping the registration removes the entry.
 pub struct Registration {
     registry: Arc<Registry>,
     stream: Backend,
@@ -70,7 +70,7 @@ struct Rank {
 // === impl Backend ===
 
 impl Backend {
-    /// Returns the number of the stream, unique in this process.
+    /// Returns the serial number of the agent connection, unique in this process.
     pub fn serial(&self) -> u64 {
         match self {
             Self::Packet(stream) => stream.serial,
@@ -165,7 +165,7 @@ impl Registry {
         })
     }
 
-    /// Adds a stream until the registration is dropped.
+    /// Adds an agent connection; dropping the registration removes the agent connection.
     pub fn register(self: &Arc<Self>, stream: Backend) -> Registration {
         {
             let mut streams = self.streams.lock();
@@ -187,7 +187,8 @@ impl Registry {
         }
     }
 
-    /// Returns the health of the best stream. Draining agents count as connected, as upstream.
+    /// Returns the health of the best agent connection. Draining agents count as connected, as in the stock
+    /// server.
     pub fn health(&self) -> Health {
         let streams = self.streams.lock();
         let mut best = Health::Absent;
@@ -200,7 +201,7 @@ impl Registry {
         best
     }
 
-    /// Returns the streams for the status output.
+    /// Returns the agent connections for the status output.
     pub fn peers(&self) -> Vec<Peer> {
         let streams = self.streams.lock();
         streams.iter().map(|entry| entry.stream.peer()).collect()
@@ -217,10 +218,10 @@ impl Registry {
         streams.get(index).and_then(|entry| entry.shard)
     }
 
-    /// Chooses a stream for a dial, leaving out the serials in `tried`. Streams that neither drain nor are
-    /// silent come first, then streams served by the calling thread; the choice among equals is random. If
-    /// an agent has several equal streams, the oldest is used: a newer stream may be a probe, about to be
-    /// closed by the agent.
+    /// Chooses an agent connection for a dial, leaving out the serials in `tried`. Agent connections that
+    /// neither drain nor are silent come first, then agent connections served by the calling thread; the
+    /// choice among equals is random. If an agent has several equal connections, the oldest is used: a newer
+    /// connection may be a probe, about to be closed by the agent.
     pub fn choose(&self, tried: &[u64]) -> Option<Backend> {
         let streams = self.streams.lock();
         let here = Shards::current();
@@ -251,7 +252,7 @@ impl Registry {
         candidates.get(index).map(|entry| entry.stream.clone())
     }
 
-    /// Returns true if a dial that fails on one stream could be retried on another stream.
+    /// Returns true if a dial that fails on one agent connection could be retried on another.
     pub fn has_other(&self, tried: &[u64]) -> bool {
         let streams = self.streams.lock();
         let mut others = streams.iter().map(|entry| &entry.stream);

@@ -145,7 +145,8 @@ impl Config {
     /// Reads a command line, program name first, and the environment variable `PROXY_SERVER_ID`.
     ///
     /// # Errors
-    /// [`Exit`] with code 0 if help was requested, or with code 1 and all problems of a wrong command line.
+    /// Returns [`Exit`] for a help request (code 0) or an invalid command line (code 1). The text for an
+    /// invalid command line lists every problem.
     pub fn from_args<I, A>(args: I) -> Result<Self, Exit>
     where
         I: IntoIterator<Item = A>,

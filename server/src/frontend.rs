@@ -55,8 +55,8 @@ impl Frontend {
         self.next.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// Carries a connection to its end, then counts and logs the close reason. `client_gone` resolves when
-    /// the client has left although nothing is read from the client.
+    /// Carries a connection to its end, then counts and logs the close reason. `client_gone` resolves once
+    /// the client has left, even while nothing is read from the client.
     pub(crate) async fn run<S: Source, K: Sink>(
         &self,
         id: i64,

@@ -29,13 +29,13 @@ use crate::metrics::{Listener, RejectReason, ServerMetrics};
 /// Longest time for a peer's TLS handshake, and again for its first request.
 pub(crate) const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(15);
 
-/// Most TLS handshakes in progress on a listener; further peers wait their turn. A handshake costs about 40
-/// KiB and, if the peer stalls, lasts [`HANDSHAKE_TIMEOUT`].
+/// Maximum number of TLS handshakes in progress on a listener; further peers wait their turn. A handshake
+/// costs about 40 KiB and, if the peer stalls, lasts [`HANDSHAKE_TIMEOUT`].
 const MAX_HANDSHAKES: usize = 4096;
 
-/// Receive window of an agent's stream, in bytes: the stream carries all connections of the agent. The
-/// window limits throughput to two thirds of window / RTT, because `h2` returns a part of the window only
-/// once the part is half of the rest: 16 MiB allow 106 MiB/s at 100 ms. grpc-go's window grows to the same
+/// Receive window of an agent's stream, in bytes. The stream carries all connections of the agent. `h2` sends
+/// a window update only once the bytes to release reach half of the remaining window, so the throughput is at
+/// most two thirds of window / RTT: 16 MiB allow 106 MiB/s at 100 ms. grpc-go's window grows to the same
 /// size.
 pub(crate) const AGENT_WINDOW_BYTES: u32 = 16 * 1024 * 1024;
 
@@ -95,8 +95,8 @@ impl ListenerContext {
         })
     }
 
-    /// Logs a refused peer with the reason as a warning, then counts it. In this order, an observer of the
-    /// count finds the line.
+    /// Logs a refused peer with the reason as a warning, then counts the peer. When the count changes, the
+    /// log line is thus already written.
     pub(crate) fn reject(&self, reason: RejectReason, peer: &str, why: &str) {
         warn!(listener = ?self.kind, peer, why, "connection refused");
         self.metrics.rejected(self.kind, reason).increment(1);

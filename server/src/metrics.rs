@@ -1,5 +1,5 @@
-//! The server's metrics: upstream's names, labels, buckets and HELP texts, and own families with the prefix
-//! `culvert_`.
+//! The server's metrics: upstream's families with the same names, labels, buckets and HELP texts, and
+//! additional families with the prefix `culvert_`.
 //!
 //! Upstream creates some series at first use, and upstream's tests compare their families sample by sample.
 //! Extra zeros would fail the tests, so the same series appear at first use here too. Other series start at
@@ -92,7 +92,7 @@ label_values! {
         Lost = "lost",
         /// No answer arrived in time.
         TimedOut = "timed_out",
-        /// A switch left the tunnel, and the dial continued on the other tunnel.
+        /// A switch ended the use of the tunnel, and the dial continued on the other tunnel.
         Moved = "moved",
         /// The client left before the outcome.
         GivenUp = "given_up",
@@ -210,7 +210,7 @@ pub struct ServerMetrics {
 
 impl ServerMetrics {
     /// Creates a registry with every family. Only the configured `strategies` get a `ready_backends`
-    /// series, as upstream.
+    /// series, as in the stock server.
     ///
     /// # Errors
     ///
@@ -325,7 +325,8 @@ impl ServerMetrics {
         })
     }
 
-    /// Returns the registry, for rendering, upkeep and additional series.
+    /// Returns the registry, for rendering the metrics page, for [`Registry::run_upkeep`], and for
+    /// registering more series.
     pub fn registry(&self) -> &Arc<Registry> {
         &self.registry
     }
@@ -335,7 +336,7 @@ impl ServerMetrics {
         self.grpc_connections.get(method)
     }
 
-    /// Returns the number of streams of a method whose receiver a full queue blocks right now.
+    /// Returns the number of streams of a method whose receiver is currently blocked by a full queue.
     pub fn full_receive_channels(&self, method: ServiceMethod) -> &Gauge {
         self.full_receive_channels.get(method)
     }

@@ -66,7 +66,7 @@ impl Router {
     /// Opens a connection. Dropping the future cancels the dial.
     ///
     /// # Errors
-    /// [`DialError`]; its text is sent to the client.
+    /// Returns [`DialError`]; its text is sent to the client.
     pub(crate) async fn dial(&self, dial: &Dial) -> Result<Connection, DialError> {
         let started = Instant::now();
         let mut unfinished = Unfinished {
@@ -101,8 +101,8 @@ impl Router {
                 return Err(last.unwrap_or(DialError::NoAgent));
             };
             let guard = slot.usage.begin();
-            // A switch that ends from here on sees this dial. The end of an earlier switch shows in the
-            // route.
+            // The dial is counted from here on, so a switch that ends later sees the dial. A switch that
+            // ended earlier has already changed the route.
             if !self.route().includes(slot.kind) {
                 guard.moved();
                 continue;
@@ -125,9 +125,9 @@ impl Router {
         }
     }
 
-    /// Chooses the tunnel for a dial: the healthiest of the route, or the first of the route if both are
-    /// equal. A later try requires a tunnel that has a peer. The boolean is true if both tunnels are
-    /// possible.
+    /// Chooses the tunnel for a dial: the healthiest tunnel of the route, or the first tunnel of the route if
+    /// both are equally healthy. Tunnels in `failed` are excluded. A later try also excludes tunnels without
+    /// a peer. The boolean is true if the other tunnel is not excluded and both tunnels have a peer.
     fn choose(&self, failed: &[Kind], is_later: bool) -> Option<(&TunnelSlot, bool)> {
         let route = self.route();
         let kinds = [Some(route.first), route.second()];

@@ -1,5 +1,5 @@
-//! The wiring of the node tunnel: creates the interface, opens the listeners, keeps the connections to the
-//! proxy, and drains at the end.
+//! The wiring of the node tunnel: starts the interface, the listeners and the connections to the proxy, and
+//! drains the clients at shutdown.
 
 use std::io;
 use std::net::SocketAddr;
@@ -25,7 +25,7 @@ use super::interface::{Health, Keeper};
 use super::metrics::TunnelMetrics;
 use super::pool::{ConnectionPool, PlainTcp};
 
-/// Time for the proxy to accept the last bytes of streams after the cut.
+/// Time for the proxy to accept the last bytes after the drain, when the remaining clients are disconnected.
 const CUT_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Listen addresses of a bound node tunnel.
@@ -57,7 +57,8 @@ impl Bound {
     /// this node. The error text names the address and the remedy.
     pub async fn bind(config: Config) -> anyhow::Result<Self> {
         let metrics = TunnelMetrics::new()?;
-        // One thread does all work of a connection, so more threads than connections are useless.
+        // A single thread does all the work of a connection to the proxy, so threads beyond the number of
+        // connections would stay idle.
         let threads = Shards::default_count().map(|most| most.min(config.connections));
         let shards = threads.and_then(Shards::start);
         let shards = shards.context("cannot start threads")?;
@@ -87,8 +88,8 @@ impl Bound {
         })
     }
 
-    /// Serves until `shutdown` fires, waits up to the drain timeout for clients to end, then closes the
-    /// remaining clients.
+    /// Serves until `shutdown` fires, waits up to the drain timeout for clients to disconnect, then
+    /// disconnects the remaining clients.
     pub async fn run(self, shutdown: CancellationToken) {
         let Config {
             routes,

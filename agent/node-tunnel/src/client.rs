@@ -1,7 +1,7 @@
 //! One client: opens a CONNECT stream, then copies bytes both ways until either side ends.
 //!
-//! The tunnel reads nothing from the client before the proxy has answered 200, so the client's first bytes
-//! wait in the socket. A refused client and a client with a broken stream get an orderly close, as with
+//! The node tunnel reads nothing from the client until the proxy has answered 200, so the client's first
+//! bytes wait in the socket. A refused client and a client with a broken stream get an orderly close, as with
 //! Envoy.
 
 use std::collections::HashMap;
@@ -80,7 +80,7 @@ pub(crate) enum Refused {
     Lost(h2::Error),
 }
 
-/// A stream that the proxy accepted.
+/// A CONNECT stream that the proxy accepted.
 struct AcceptedStream {
     source: NativeSource,
     sink: NativeSink,
@@ -92,8 +92,8 @@ struct AcceptedStream {
 
 impl<R: Reach> ClientHandler<R> {
     /// Creates a handler for the clients of `route`, with streams from `pool`. The caller must run
-    /// [`Self::serve`] on `tasks`; the handler adds more tasks, on other threads or for later. `cut` ends all
-    /// clients at once.
+    /// [`Self::serve`] on `tasks`. The handler spawns more tasks on `tasks`: to serve a client on another
+    /// thread, and to write the last bytes of a stream. Firing `cut` disconnects all clients at once.
     pub(crate) fn new(
         route: &Route,
         pool: Arc<ConnectionPool<R>>,
@@ -112,8 +112,9 @@ impl<R: Reach> ClientHandler<R> {
         }
     }
 
-    /// Opens a stream for one client. The thread of the stream's connection then serves the client until the
-    /// end. `client` returns the client's read and write halves, bound to the thread that calls `client`.
+    /// Opens a stream for one client, then serves the client on the thread that drives the stream's
+    /// connection. `client` returns the client's read and write halves, for use on the thread that calls the
+    /// closure.
     pub(crate) async fn serve<C, I, O>(self: Arc<Self>, client: C, peer: SocketAddr)
     where
         C: FnOnce() -> io::Result<(I, O)> + Send + 'static,
@@ -172,7 +173,8 @@ impl<R: Reach> ClientHandler<R> {
         let counted = (seat, GaugeGuard::new(&self.metrics.streams));
         let answer = timeout(ANSWER_TIMEOUT, answer).await;
         let answer = answer.map_err(|_| Refused::NoAnswer)?.map_err(|error| {
-            // The proxy has not processed a refused stream, so another connection may accept the request.
+            // The proxy has not processed a stream reset with REFUSED_STREAM (RFC 9113, section 8.7), so the
+            // request may be repeated on another connection.
             match error.is_reset() && error.reason() != Some(Reason::REFUSED_STREAM) {
                 true => Refused::Reset(error),
                 false => Refused::Lost(error),

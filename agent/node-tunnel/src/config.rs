@@ -15,8 +15,8 @@ use super::interface::Interface;
 /// The program's name in usage texts and log file names.
 pub const PROGRAM: &str = "culvert-node-tunnel";
 
-/// Largest number of connections to the proxy. Each connection carries hundreds of streams, so more than a
-/// few connections only cost memory at both ends.
+/// Largest number of connections to the proxy. Each connection carries hundreds of streams, so opening more
+/// than a few connections would only cost memory at both ends.
 pub(crate) const MAX_CONNECTIONS: usize = 64;
 
 /// Complete configuration of a node tunnel.
@@ -34,7 +34,8 @@ pub struct Config {
     pub connections: usize,
     /// Listener for health and metrics. Default `0.0.0.0:8002`.
     pub stats: HostPort,
-    /// Time for clients to end after SIGTERM; clients still connected are then closed. Default 25 s.
+    /// Time for clients to disconnect after SIGTERM; the remaining clients are then disconnected. Default
+    /// 25 s.
     pub drain_timeout: Duration,
     /// Destination and verbosity of the log.
     pub logging: LogConfig,

@@ -1,10 +1,11 @@
-//! The network interface with the listen addresses: created and maintained.
+//! Creation and maintenance of the network interface with the listen addresses.
 //!
-//! A node has no address of its own for the seed's API server. A dummy interface adds such an address, and
-//! the address never leaves the node. KKP's network-interface-manager does the same. The program creates the
-//! interface before the listeners bind, maintains the interface while running, and leaves the interface in
-//! place at exit. The next start finds the interface, so a restart removes no address from the node. The
-//! program never touches an interface of another kind.
+//! Pods reach the seed's API server at an address that the node's own devices do not have. A dummy interface
+//! adds this address to the node, and packets to the address never leave the node. KKP's
+//! network-interface-manager does the same. The program creates the interface before the listeners bind,
+//! maintains the interface while running, and leaves the interface in place at exit. The next start finds the
+//! interface, so the node keeps the address during a restart. The program never touches an interface of
+//! another kind.
 //!
 //! | module | contents |
 //! |---|---|
@@ -48,7 +49,7 @@ const CALM_PAUSE: Duration = Duration::from_millis(100);
 /// a problem. If another program keeps undoing the repairs, the pause limits the load on the node.
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
 
-/// Largest number of checks in one repair. Creating an interface needs three checks; more checks allow for
+/// Maximum number of checks in one repair. Creating an interface needs three checks; more checks allow for
 /// changes by other programs meanwhile.
 const MAX_LOOKS: usize = 8;
 
@@ -77,7 +78,7 @@ pub(crate) enum InterfaceError {
         /// The failed step.
         step: Step,
     },
-    /// An interface of another kind already has the name.
+    /// An interface of another kind already has this name.
     #[error(
         "interface {name} already exists and {found}; choose another name with --if, or remove the existing interface"
     )]
@@ -87,7 +88,7 @@ pub(crate) enum InterfaceError {
         /// The existing interface.
         found: Foreign,
     },
-    /// The kernel does not support interfaces of the kind.
+    /// The kernel does not support interfaces of this kind.
     #[error(
         "interface {name}: this kernel does not support interfaces of kind {kind}; load the kernel module, for example with `modprobe {kind}` on the node"
     )]
@@ -177,7 +178,8 @@ impl Interface {
             if todo.is_empty() {
                 return Ok(Kept { index, done });
             }
-            // A failed address, such as an IPv6 address without IPv6, must not prevent the next steps.
+            // If one step fails, for example an IPv6 address on a node with IPv6 disabled, the next steps
+            // must still run.
             let mut refused = None;
             for step in todo {
                 match netlink.apply(self, index, &step) {
@@ -201,8 +203,8 @@ impl Interface {
         if kept.done.is_empty() {
             let step = Step::SetUp;
             let outcome = Netlink::open().and_then(|mut netlink| {
-                // The interface is up, so this step changes nothing. The step still needs the permission for
-                // changes.
+                // The interface is already up, so this step changes nothing, but the kernel still checks the
+                // permission.
                 netlink.apply(self, kept.index, &step)
             });
             match outcome {
@@ -221,7 +223,7 @@ impl Interface {
                 let kind = self.kind;
                 InterfaceError::NoSuchKind { name, kind }
             }
-            // ACCESS: a setting disables IPv6. OPNOTSUPP and AFNOSUPPORT: the kernel has no IPv6.
+            // EACCES: a sysctl disables IPv6. EOPNOTSUPP and EAFNOSUPPORT: the kernel does not support IPv6.
             (Errno::ACCESS | Errno::OPNOTSUPP | Errno::AFNOSUPPORT, Step::Add(address))
                 if address.ip.is_ipv6() =>
             {
@@ -267,7 +269,7 @@ impl Keeper {
         wanted: Interface,
         metrics: Arc<TunnelMetrics>,
     ) -> Result<Self, InterfaceError> {
-        // Opened before the first check, so that no change between the two is missed.
+        // The monitor is opened before the first check, so that no change after the check is missed.
         let monitor = Monitor::open().map_err(|error| wanted.unseen(error))?;
         let Kept { index, done } = wanted.aside(Interface::make).await?;
         let steps = Step::list(&done);
@@ -312,7 +314,7 @@ impl Keeper {
         }
     }
 
-    /// Checks and repairs the interface. `pause` is the pause before this check; returns the pause for the
+    /// Checks and repairs the interface. `pause` is the pause before this check. Returns the pause before the
     /// next check.
     async fn look(&mut self, pause: Duration) -> Duration {
         let interface = &self.wanted.name;

@@ -9,11 +9,11 @@ use culvert_host::telemetry::metrics::{
 use culvert_stream::CloseReason;
 use metrics::{Counter, Gauge};
 
-/// Label of the series under Envoy's names; dashboards select by this name.
+/// Label name and value of the series under Envoy's names; dashboards select series by this label.
 const CLUSTER: [(&str, &str); 1] = [("envoy_cluster_name", "proxy_cluster")];
 
 label_values! {
-    /// Reason for closing a client without a stream.
+    /// Reason for disconnecting a client that got no stream.
     pub(crate) enum Refusal("reason") {
         /// The proxy has no such Service.
         NotFound = "404",
@@ -136,7 +136,7 @@ impl TunnelMetrics {
         }))
     }
 
-    /// Returns the registry, for rendering and upkeep.
+    /// Returns the registry, for rendering the metrics page and for [`Registry::run_upkeep`].
     pub fn registry(&self) -> &Arc<Registry> {
         &self.registry
     }
@@ -147,7 +147,7 @@ impl TunnelMetrics {
         GaugeGuard::new(&self.clients)
     }
 
-    /// Counts a client closed without a stream.
+    /// Counts a client that was disconnected because the client got no stream.
     pub(crate) fn refused(&self, reason: Refusal) {
         self.refused.get(reason).increment(1);
     }

@@ -42,9 +42,9 @@ pub(crate) const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Longest wait for the proxy's answer to a PING. KKP sets the same timeout for Envoy.
 const PING_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Shortest and longest pause after a dial. The pause doubles with each dial and starts over once a
-/// connection lasts. Up to half of the pause is cut at random: after a restart of the proxy, all nodes
-/// connect at the same time.
+/// Shortest and longest pause after a dial. The pause doubles with each dial, and returns to the shortest
+/// pause if the pool then needs no dial for [`LAST_PAUSE`]. Up to half of the pause is cut at random: after a
+/// restart of the proxy, all nodes connect at the same time.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 const LAST_PAUSE: Duration = Duration::from_secs(5);
 
@@ -53,7 +53,7 @@ const LAST_PAUSE: Duration = Duration::from_secs(5);
 /// cut; with 16 MiB, between two Envoys, a download of 60 MB to a slow reader was cut.
 const WINDOW_BYTES: u32 = 16 * 1024 * 1024;
 
-/// Time for unused connections to close at the end.
+/// Time for unused connections to close at shutdown.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Way to dial the proxy.
@@ -209,7 +209,7 @@ impl<R: Reach> ConnectionPool<R> {
         };
         let mut requests = link.requests.clone();
         if link.count() >= requests.current_max_send_streams() {
-            // The pool may open another connection soon.
+            // Below the limit, the pool opens another connection: the caller waits for the dial.
             return match links.len() < self.limit {
                 true => Ok(None),
                 false => Err(PoolError::Full),
@@ -232,7 +232,7 @@ impl<R: Reach> ConnectionPool<R> {
     /// then; streams still open are cut after one second.
     pub(crate) async fn run(self: Arc<Self>, stop: CancellationToken) {
         stop.run_until_cancelled(self.keep(&stop)).await;
-        // An unused connection closes in order once its last handle is dropped.
+        // An unused connection closes gracefully once its last handle is dropped.
         self.links.lock().clear();
         self.tasks.close();
         self.tasks.wait().await;
@@ -346,7 +346,8 @@ impl<R: Reach> ConnectionPool<R> {
 // === impl Link ===
 
 impl Link {
-    /// True if the connection is neither broken nor ended by GOAWAY. HTTP/2 reports either state at once.
+    /// True if the connection is neither broken nor ended by GOAWAY. `h2` reports both states without
+    /// waiting.
     fn takes_streams(&self) -> bool {
         let ready = self.requests.clone().ready().now_or_never();
         matches!(ready, Some(Ok(_)))

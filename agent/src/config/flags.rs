@@ -108,8 +108,8 @@ pub(super) struct SyncFlags {
     #[arg(long)]
     pub(super) sync_forever: bool,
 
-    /// Source of the number of servers: default (as announced by the servers) or max. max is not yet acted
-    /// upon
+    /// Source of the number of servers: default (announced by the servers) or max (the larger of the
+    /// announced number and the number of leases; not implemented yet)
     #[arg(long, value_name = "SOURCE", default_value = "default")]
     pub(super) server_count_source: String,
 }
@@ -122,11 +122,11 @@ pub(super) struct TunnelFlags {
     pub(super) xfr_channel_size: i64,
 
     /// Bytes that all connections together may queue beyond their own buffers while endpoints are slow; when
-    /// the bytes are used up, the connection with the most of them is closed
+    /// these bytes are used up, the connection that uses the largest part of them is closed
     #[arg(long, value_name = "BYTES", default_value = "8388608", value_parser = go_int)]
     pub(super) excess_buffer_bytes: i64,
 
-    /// Longest time a connection may exceed its own buffer without a pause; then the connection is closed
+    /// Longest uninterrupted time that a connection may exceed its own buffer before the connection is closed
     #[arg(long, value_name = "DURATION", default_value = "10s")]
     pub(super) stall_timeout: GoDuration,
 
@@ -163,11 +163,11 @@ pub(super) struct OperationsFlags {
     #[arg(long, value_name = "PORT", default_value = "8094", value_parser = go_int)]
     pub(super) admin_server_port: i64,
 
-    /// Serve profiles on the admin listener. Not yet acted upon
+    /// Serve profiles on the admin listener. Not implemented yet
     #[arg(long)]
     pub(super) enable_profiling: bool,
 
-    /// Profile lock contention too; needs --enable-profiling. Not yet acted upon
+    /// Profile lock contention too; needs --enable-profiling. Not implemented yet
     #[arg(long)]
     pub(super) enable_contention_profiling: bool,
 }
@@ -190,7 +190,8 @@ pub(super) struct KubernetesFlags {
     #[arg(long, value_name = "NAMESPACE", default_value = LEASE_NAMESPACE)]
     pub(super) lease_namespace: String,
 
-    // Upstream, --lease-label is a deprecated alias of the same value, so the last of the two flags wins.
+    // In the stock agent, --lease-label is a deprecated alias of the same value, so the last of the two flags
+    // wins.
     /// Label selector of the leases; empty selects all
     #[arg(long, alias = "lease-label", value_name = "SELECTOR", default_value = LEASE_SELECTOR,
           value_parser = selector)]

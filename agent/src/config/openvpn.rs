@@ -74,8 +74,8 @@ pub(super) struct OpenVpnFlags {
     #[arg(long, value_name = "CIDR", default_value = "10.254.0.0/16")]
     pub(super) openvpn_node_access_network: String,
 
-    /// Addresses of nodes and networks of nodes (/16 or smaller), comma-separated; the first match of the
-    /// last two octets wins
+    /// Node addresses and node networks (/16 or smaller), comma-separated; the first entry that contains an
+    /// address with the last two octets c.d wins
     #[arg(long, value_name = "LIST")]
     pub(super) openvpn_nodes: Vec<StringSlice>,
 }
@@ -197,7 +197,7 @@ impl OpenVpnFlags {
         p.require(auth.is_none() || crypt.is_none(), || {
             "--openvpn-tls-auth and --openvpn-tls-crypt exclude each other".to_owned()
         });
-        // A key from the flags replaces both kinds of keys from the file.
+        // A tls-auth or tls-crypt key from the flags replaces the file's tls-auth and tls-crypt keys.
         if auth.is_some() || crypt.is_some() {
             (common.tls_auth, common.tls_crypt) = (None, crypt);
         }

@@ -75,7 +75,7 @@ impl Client {
     /// Creates the search. Reads all files once, so that mistakes show up at the start.
     ///
     /// # Errors
-    /// A file that cannot be used.
+    /// Fails if a file cannot be used.
     pub(crate) fn new(tunnel: Arc<Tunnel>, settings: Settings) -> anyhow::Result<Self> {
         let client = Self { tunnel, settings };
         client

@@ -1,5 +1,5 @@
-//! Metrics of the OpenVPN client's tunnel. Its connections are counted together with the connections of all
-//! tunnels.
+//! Metrics of the OpenVPN client's tunnel. The tunnel's connections are not counted here, but in the agent's
+//! metrics of all connections.
 
 use std::sync::Arc;
 

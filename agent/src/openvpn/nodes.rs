@@ -38,7 +38,7 @@ impl NodeAccess {
     /// the node access network are returned unchanged.
     ///
     /// # Errors
-    /// [`UnknownNode`].
+    /// Returns [`UnknownNode`] if the address is in the node access network but belongs to no node.
     pub fn target(&self, destination: SocketAddrV4) -> Result<SocketAddrV4, UnknownNode> {
         let [x, y, c, d] = destination.ip().octets();
         let [own_x, own_y, ..] = self.network.addr().octets();

@@ -28,7 +28,7 @@ pub(super) struct ClientRole {
     transport: Transport,
     /// Fires when the tunnel ends.
     ended: CancellationToken,
-    /// True once the tunnel could carry data.
+    /// True once the tunnel has been established, and still true after the tunnel ends.
     pub(super) established: bool,
     counters: Counters,
     datagrams: Option<(Datagrams, Ipv4Addr)>,
@@ -109,8 +109,7 @@ impl Role for ClientRole {
             }
             Event::Rekeyed { key_id } => debug!(key_id, "the OpenVPN tunnel has new keys"),
             Event::Notice(text) => info!(text, "notice from the OpenVPN server"),
-            // `Authenticated` belongs to the server role. The caller of `Link::run` logs the end of the
-            // session.
+            // `Authenticated` occurs only in the server role. The caller of `Link::run` logs `Ended`.
             Event::Authenticated(_) | Event::Ended(_) => {}
         }
     }

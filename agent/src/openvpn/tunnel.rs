@@ -42,7 +42,7 @@ impl Tunnel {
     /// Returns the address to dial for a destination from the tunnel.
     ///
     /// # Errors
-    /// The reason why the destination cannot be dialed.
+    /// Returns the reason why the destination cannot be dialed.
     pub(super) fn target(&self, destination: SocketAddrV4) -> Result<SocketAddrV4, String> {
         target(&self.nodes, destination)
     }
@@ -52,8 +52,9 @@ fn target(nodes: &NodeAccess, destination: SocketAddrV4) -> Result<SocketAddrV4,
     let target = nodes.target(destination);
     let target = target.map_err(|error| error.to_string())?;
     let ip = target.ip();
-    // The kernel of a stock client's pod does not route these targets either. A loopback target is allowed
-    // only if `--openvpn-nodes` maps a node address to it: the operator decides that, not the dialing side.
+    // The kernel of a stock client's pod does not route packets to such targets either. A loopback target is
+    // allowed only if `--openvpn-nodes` maps a node address to it: the agent's operator may allow loopback
+    // targets, but the dialing side may not.
     let nowhere = (ip.is_loopback() && target == destination)
         || ip.is_unspecified()
         || ip.is_multicast()

@@ -34,7 +34,7 @@ const HEADERS: usize = ip::HEADER + 8;
 /// Source and destination of a datagram.
 type Pair = (SocketAddrV4, SocketAddrV4);
 
-/// The datagrams of one session.
+/// Forwards the UDP datagrams of one session.
 pub(super) struct Datagrams {
     tunnel: Arc<Tunnel>,
     peer: Peer,
@@ -64,8 +64,8 @@ impl Datagrams {
         }
     }
 
-    /// Forwards a packet from the tunnel. `own` is the client's address in the tunnel, which has no open
-    /// ports.
+    /// Forwards a packet from the tunnel. `own` is the client's own tunnel address. A packet to `own` is
+    /// rejected, because the client opens no port at that address.
     pub(super) fn input(&mut self, packet: &[u8], own: Ipv4Addr) -> Taken {
         let Some((pair, payload)) = parse(packet) else {
             return Taken::No;
@@ -120,7 +120,7 @@ async fn carry(
     let mut until = Instant::now() + IDLE;
     loop {
         buffer.clear();
-        // The rest of a larger datagram is cut off; such a datagram is dropped below.
+        // A datagram larger than the buffer is truncated here and dropped below.
         buffer.reserve(mtu);
         tokio::select! {
             datagram = receiver.recv() => match datagram {

@@ -130,7 +130,8 @@ impl Endpoint {
             self.closing.cancelled().await;
             watch.stalled(CLOSE_STALL).await;
         };
-        // A Culvert server delays the first bytes, so the agent need not.
+        // An endpoint's first bytes may need a short delay (see `first_byte_gate`). A Culvert server delays
+        // the bytes; for a stock server, the agent does so.
         let first_byte_gate = if stream.half_close {
             FirstByteGate::already_open()
         } else {
@@ -207,7 +208,7 @@ impl Endpoint {
                 drain(source.into_inner()).await;
             }
         };
-        // An endpoint that needs longer is cut off.
+        // An endpoint that needs longer than `LINGER` is cut off.
         let _ = timeout(LINGER, leave).await;
     }
 }

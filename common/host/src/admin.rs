@@ -1,9 +1,9 @@
 //! The plain HTTP listener for health, metrics and admin paths.
 //!
 //! [`bind`] opens a TCP listener, [`Routes`] maps paths to handlers, and [`serve`] runs both until shutdown.
-//! As upstream, the TCP listener has neither TLS nor authentication, because probes and scrapers expect plain
-//! HTTP. The listener limits its cost instead: request heads are bounded in size and time, connections in
-//! number and age.
+//! As in upstream, the TCP listener has neither TLS nor authentication, because probes and scrapers expect
+//! plain HTTP. The listener limits its cost instead: request heads are bounded in size and time, connections
+//! in number and age.
 //!
 //! Paths that change state belong on an [`AdminSocket`] that authenticates its clients: a Unix socket for the
 //! process's own user, or mutual TLS.
@@ -146,7 +146,7 @@ impl Reply {
 // === impl Routes ===
 
 impl Routes {
-    /// Creates routes without paths; every request gets 404.
+    /// Creates an empty table of routes: every request gets 404.
     pub fn new() -> Self {
         Self::default()
     }
@@ -185,7 +185,7 @@ impl Routes {
 
     async fn answer(&self, request: Request<Incoming>) -> Reply {
         let Some((verb, handler)) = self.handlers.get(request.uri().path()) else {
-            // Go sends the same body.
+            // Go's `net/http` sends this body with a 404.
             return Reply::text(StatusCode::NOT_FOUND, "404 page not found\n");
         };
         let allowed = match verb {

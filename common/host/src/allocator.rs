@@ -7,8 +7,9 @@
 #[doc(hidden)]
 pub use tikv_jemallocator::Jemalloc;
 
-/// Settings of jemalloc, as a C string. Memory of a past peak returns to the system within seconds. Few
-/// arenas keep little unused memory each; connections stay on one thread, so few arenas are enough.
+/// Settings of jemalloc, as a C string. Memory of a past peak returns to the system within seconds. Each
+/// arena keeps some unused memory, so the number of arenas is small; a small number is enough because a
+/// connection stays on one thread.
 pub const SETTINGS: &[u8; 87] =
     b"narenas:4,dirty_decay_ms:2000,muzzy_decay_ms:0,tcache_max:524288,tcache_nslots_large:4\0";
 

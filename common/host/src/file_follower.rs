@@ -1,5 +1,5 @@
-//! Files followed for changes. Kubernetes replaces a mounted ConfigMap or Secret by changing a symbolic link;
-//! editors write in place. Both changes are noticed, and a partly written text is never used.
+//! Files that are watched for changes. Kubernetes replaces a mounted ConfigMap or Secret by changing a
+//! symbolic link; editors write in place. Both changes are noticed, and a partly written text is never used.
 
 use std::io::Read as _;
 use std::os::unix::fs::MetadataExt as _;
@@ -10,7 +10,7 @@ use std::time::{Duration, SystemTime};
 /// within one tick of the file system's clock have the same time stamp.
 const SETTLED: Duration = Duration::from_secs(2);
 
-/// Limits of a followed text file.
+/// Limits of a watched text file.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
     /// Largest size, in bytes.
@@ -19,7 +19,7 @@ pub struct Limits {
     pub if_empty: &'static str,
 }
 
-/// One text file, or several files as one unit, followed for changes.
+/// One text file, or several files as one unit, watched for changes.
 pub struct FileFollower {
     paths: Vec<PathBuf>,
     max_bytes: u64,
@@ -65,7 +65,7 @@ impl FileFollower {
     /// Reads a text file for the first time. A later change counts once two checks have read the same text.
     ///
     /// # Errors
-    /// If the file cannot be read; the text names the file.
+    /// Fails if the file cannot be read; the error text names the file.
     pub fn open(path: &Path, limits: Limits) -> Result<Self, String> {
         let mut follower = Self::unread(path, limits);
         follower.contents = follower.read()?;

@@ -78,7 +78,7 @@ impl Signals {
     }
 }
 
-/// Error of a second signal during the shutdown.
+/// Error returned when a second signal arrives during the shutdown.
 #[derive(Debug, thiserror::Error)]
 #[error("{signal} during the {stop}")]
 pub struct CutShort {
@@ -147,7 +147,7 @@ where
     E: fmt::Display,
 {
     if let Err(error) = logging::init(setup.logging, program) {
-        // Logging does not work here.
+        // Logging could not be set up, so the error goes straight to stderr.
         let _ = writeln!(io::stderr(), "error: {error}");
         return ExitCode::FAILURE;
     }

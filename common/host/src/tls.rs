@@ -25,7 +25,7 @@ pub use identity::Identity;
 pub use suites::{SuiteSupport, go_suite};
 pub use trust::TrustBundle;
 
-/// Maximum size of a PEM file, in bytes. The system's whole CA bundle has about 220 KiB.
+/// Maximum size of a PEM file, in bytes. The system's whole CA bundle is about 220 KiB long.
 const MAX_PEM_BYTES: u64 = 4 << 20;
 
 /// Oldest allowed TLS version. rustls supports no version below 1.2.
@@ -63,7 +63,7 @@ pub struct TlsOptions {
 /// segment.
 pub const BUFFER_BYTES: usize = 256 * 1024;
 
-/// Error of unusable TLS files or settings. The texts name the file and the remedy.
+/// Error for unusable TLS files or settings. The texts name the file and the remedy.
 #[derive(Debug, thiserror::Error)]
 pub enum TlsError {
     /// A file could not be read.

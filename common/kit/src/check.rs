@@ -32,7 +32,7 @@ pub enum CheckError {
     /// The stream broke.
     #[error("the stream broke after {verified} verified bytes: {error}")]
     Broken {
-        /// Number of bytes verified before.
+        /// Number of bytes verified before the failure.
         verified: u64,
         /// Error of the stream.
         error: io::Error,
@@ -40,7 +40,7 @@ pub enum CheckError {
     /// The stream ended too early.
     #[error("the stream ended after {verified} of {expected} bytes")]
     Short {
-        /// Number of bytes verified before.
+        /// Number of bytes verified before the end.
         verified: u64,
         /// Expected number of bytes.
         expected: u64,
@@ -51,7 +51,7 @@ pub enum CheckError {
         /// Offset of the first wrong byte in the payload.
         offset: u64,
     },
-    /// The far end received other bytes than sent.
+    /// The far end received bytes other than the sent bytes.
     #[error("the far end has digest {theirs:?}, not {ours}")]
     Digest {
         /// Digest of the sent bytes.
@@ -104,7 +104,8 @@ where
         }
         body.finish()
     };
-    // The connection moves the bytes. The connection ends once the exchange drops the sender.
+    // hyper does the I/O of the exchange in the future `connection`, so both are polled. `connection` ends
+    // once the exchange drops `sender`.
     let (bytes, _closed) = tokio::join!(exchange, connection);
     Ok(Outcome {
         bytes: bytes?,

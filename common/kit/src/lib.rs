@@ -1,4 +1,4 @@
-//! The lab: the parts of a throw-away tunnel on one machine, besides the two ends of the tunnel.
+//! The lab: everything that a throw-away tunnel on one machine needs, except the tunnel's two ends.
 //!
 //! `culvert dev`, the integration tests and the benchmarks use these parts:
 //!

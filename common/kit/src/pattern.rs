@@ -12,7 +12,7 @@ use bytes::Bytes;
 /// Period of the stream, in bytes: `i & 0xff` and `(i >> 8) & 0xff` determine a byte.
 pub const PERIOD: usize = 1 << 16;
 
-/// Largest result of [`piece`], in bytes; services and checks write as much at once.
+/// Largest result of [`piece`], in bytes. Services and checks write at most this many bytes at once.
 pub const MAX_PIECE: usize = 256 * 1024;
 
 // One period longer than the largest piece, so that a piece can start at any offset.

@@ -252,7 +252,7 @@ fn parameters(common_name: &str, names: Vec<String>) -> Result<CertificateParams
     params
         .distinguished_name
         .push(DnType::CommonName, common_name);
-    // Valid since yesterday, for peers with a slow clock.
+    // Valid from yesterday, for peers with a slow clock.
     let now = OffsetDateTime::now_utc();
     params.not_before = now - Duration::days(1);
     params.not_after = now + Duration::days(VALID_DAYS);

@@ -28,7 +28,7 @@ pub const BANNER: &[u8] = b"culvert-first\n";
 /// Size of one read, in bytes.
 const READ_BYTES: usize = 256 * 1024;
 
-/// Pause after a failed accept, for example without free file descriptors.
+/// Pause after a failed accept, for example when the process has no free file descriptors.
 const ACCEPT_RETRY: Duration = Duration::from_millis(50);
 
 /// The running services, with their addresses.

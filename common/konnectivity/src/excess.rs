@@ -59,9 +59,9 @@ pub(super) enum Exhausted {
 // === impl OverflowBudget ===
 
 impl OverflowBudget {
-    /// Creates a pool of `limit` bytes. Too small a pool closes connections over short bursts; too large a
-    /// pool costs memory when receivers are slow. The gauges show the borrowed bytes and the number of
-    /// borrowers.
+    /// Creates a pool of `limit` bytes. A pool that is too small closes connections because of short bursts;
+    /// a pool that is too large costs memory when receivers are slow. The gauges show the borrowed bytes and
+    /// the number of borrowers.
     pub fn new(limit: usize, bytes: Gauge, borrowers: Gauge) -> Arc<Self> {
         Arc::new(Self {
             limit,

@@ -1,5 +1,5 @@
-//! The part of gRPC that the three packet streams need: messages framed in the bodies of HTTP/2 calls, and
-//! the heads and trailers around them.
+//! The part of gRPC that packet streams need: messages framed in the bodies of HTTP/2 calls, and the heads
+//! and trailers around the bodies.
 //!
 //! A general gRPC library copies each received frame into its own buffer, and each payload into another
 //! buffer. Here a received payload stays a slice of its frame, and a sent payload is written from the memory

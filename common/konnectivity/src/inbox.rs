@@ -97,7 +97,7 @@ struct State<T> {
     last_taken: Instant,
     /// True if an item was read since the budget was exceeded.
     moved: bool,
-    /// Start of the current time over budget; `None` while within budget.
+    /// Time at which the inbox went over budget; `None` while within budget.
     over_since: Option<Instant>,
     phase: Phase,
     orphan: bool,
@@ -170,9 +170,9 @@ impl<T: Send + 'static> Sender<T> {
 }
 
 impl<T> Sender<T> {
-    /// Slows the stream's reader down for a receiver that is over budget but still reads. Waits at most
-    /// [`PACE`]: the protocol has no other way to slow the sender down. A stalled receiver gets this wait
-    /// once, not again.
+    /// Makes the stream's reader wait, at most [`PACE`], for a receiver that is over budget but still reads:
+    /// the protocol has no other way to slow the peer down. The stream's reader waits only once for a stalled
+    /// receiver, during the first [`PACE`] over budget.
     pub async fn pace(&self) {
         let until = Instant::now() + PACE;
         while self.0.state.lock().is_slow() {
@@ -375,7 +375,8 @@ impl<T> State<T> {
         let Some(since) = self.over_since else {
             return false;
         };
-        // A receiver that has had no time to read yet gets this time once.
+        // A receiver that has not read since it went over budget still counts as slow for the first `PACE`,
+        // because it may not have had time to read. After that, it counts as stalled.
         let moves = self.moved && self.last_taken.elapsed() < MOVING;
         self.phase == Phase::Open && (moves || since.elapsed() < PACE)
     }

@@ -8,7 +8,8 @@ use crate::message::{MAX_DATA_BYTES, MAX_MESSAGE_BYTES, STOCK_DATA_BYTES};
 /// Range of the budget of one connection, in bytes, whatever `--xfr-channel-size` is.
 const CONNECTION_BYTES: std::ops::RangeInclusive<usize> = 256 * 1024..=16 * 1024 * 1024;
 
-/// Converts `--xfr-channel-size`, a number of packets upstream, to the budget of one connection in bytes.
+/// Converts `--xfr-channel-size`, a number of packets in the stock programs, to the budget of one connection
+/// in bytes.
 pub fn connection_bytes(packets: usize) -> usize {
     packets
         .saturating_mul(STOCK_DATA_BYTES)
@@ -28,8 +29,8 @@ pub struct Buffers {
     pub excess: usize,
     /// Bound for one connection of a native peer, in bytes, without the stream of its client.
     pub native_connection: usize,
-    /// Unread bytes of all connections of a native peer together. Beyond this amount, every connection may
-    /// keep at most its smallest window.
+    /// Unread bytes of all connections of a native peer together. Beyond this amount, every connection is
+    /// limited to the smallest flow-control window.
     pub native_held: usize,
 }
 
@@ -67,9 +68,9 @@ impl Buffers {
         self.connection_budget + 3 * MAX_DATA_BYTES + self.client.bytes()
     }
 
-    /// Returns the bound for a connection through a native peer: the window of a crowded peer, HTTP/2's send
-    /// queue, a chunk in transit, a chunk being read, and the stream of the client. The connection's share of
-    /// `native_held` comes on top.
+    /// Returns the bound for a connection through a native peer: the smallest flow-control window, HTTP/2's
+    /// send queue, a chunk in transit, a chunk being read, and the stream of the client. The connection's
+    /// share of `native_held` comes on top.
     pub fn per_native_connection(&self) -> usize {
         self.native_connection + self.client.bytes()
     }

@@ -1,6 +1,5 @@
-//! The packet dialect below the state machines: typed messages over the generated [`Packet`], the half-close
-//! extension, and the `:authority` rewriter. With the rewriter, an `h2` server can accept kube-apiserver's
-//! streams.
+//! The packet dialect below the state machines: typed messages over the generated [`Packet`], and the
+//! half-close extension.
 
 use bytes::Bytes;
 pub use culvert_proto::PacketType;
@@ -12,7 +11,8 @@ use culvert_proto::{
 /// Largest payload of a sent DATA packet, in bytes. Stock peers accept messages of 4 MiB but queue whole
 /// packets, so larger packets would only cost the peer memory; smaller packets cost both ends CPU time. With
 /// its head, a full packet fits into one HTTP/2 frame of our programs, or into four frames of a stock peer.
-/// No small rest goes into a further frame, so the receiver need not gather the packet.
+/// No bytes are left over for another, nearly empty frame, so our receivers need not assemble the packet from
+/// two frames.
 pub const MAX_DATA_BYTES: usize = 64 * 1024 - 64;
 
 /// Largest payload of a DATA packet from a stock front end, in bytes. Converts flags that count packets to

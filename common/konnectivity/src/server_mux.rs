@@ -11,8 +11,8 @@ use bytes::Bytes;
 
 use crate::message::{ConnectId, DialId, Message};
 
-/// Most connections waiting for the agent to confirm a close. A waiting connection costs a map entry;
-/// beyond this number, late packets of closed connections count as stray.
+/// Maximum number of connections that wait for the agent to confirm a close. A waiting connection costs a map
+/// entry; beyond this number, late packets of closed connections count as stray.
 const MAX_CLOSING: usize = 65_536;
 
 /// State of an agent stream. `T` is the caller's handle of a connection.
@@ -167,8 +167,9 @@ impl<T: Clone> Mux<T> {
         error: String,
     ) -> Effect<T> {
         let Some(handle) = self.pending.remove(&dial) else {
-            // An open id belongs to another dial. A close would let an agent's mistake, or a late answer,
-            // end a working connection.
+            // If the connection id in this answer is already open, the id belongs to another dial, and no
+            // close is sent: a close would end that working connection because of an agent's mistake or a
+            // late answer.
             let orphan = connection != ConnectId(0) && !self.open.contains_key(&connection);
             return Effect::Unrecognized(orphan.then_some(Message::CloseRequest { connection }));
         };

@@ -1,4 +1,5 @@
-//! The client of one Kubernetes API: credentials, timeouts, and the cause of an error.
+//! A client for one Kubernetes API server: [`client()`] sets the credentials and timeouts, and [`root()`]
+//! returns the cause of a client's error.
 
 use std::path::Path;
 use std::time::Duration;
@@ -7,16 +8,16 @@ use anyhow::Context as _;
 use kube::Client;
 use kube::config::{KubeConfigOptions, Kubeconfig};
 
-/// Longest silence of a Kubernetes API before or within an answer. A firewall or load balancer may forget a
-/// connection and drop its packets without closing the connection; an API server in trouble may accept
-/// requests and never answer. The limit is well above the time in which a large list begins. Watches are
-/// shorter (see [`mirror`](crate::mirror)).
+/// Longest time that a Kubernetes API server may send nothing, before or within an answer. A firewall or load
+/// balancer may forget a connection and drop its packets without closing the connection; an API server in
+/// trouble may accept requests and never answer. The limit is well above the time that a server needs to start
+/// sending a large list. Watches end sooner (see [`mirror`](crate::mirror)).
 pub const SILENCE: Duration = Duration::from_secs(34);
 
 /// Returns a client for a kubeconfig file, or for the pod's own account.
 ///
 /// # Errors
-/// If the credentials are missing or cannot be used.
+/// Fails if the credentials are missing or cannot be used.
 pub async fn client(kubeconfig: Option<&Path>) -> anyhow::Result<Client> {
     let mut config = match kubeconfig {
         Some(path) => {
@@ -30,8 +31,8 @@ pub async fn client(kubeconfig: Option<&Path>) -> anyhow::Result<Client> {
             .await
             .context("no Kubernetes account: run in a pod, or give --kubeconfig")?,
     };
-    // A trailing dot in the host name keeps resolvers from searching; names in certificates have no
-    // trailing dot.
+    // A trailing dot in the host name keeps resolvers from trying search domains. Names in certificates have
+    // no trailing dot, so the certificate is verified against the host name without the dot.
     let host = config.cluster_url.host().unwrap_or_default();
     if let Some(name) = host.strip_suffix('.')
         && config.tls_server_name.is_none()
@@ -41,7 +42,7 @@ pub async fn client(kubeconfig: Option<&Path>) -> anyhow::Result<Client> {
     // Callers retry, and log each failure.
     config.default_retry = false;
     config.read_timeout = Some(SILENCE);
-    // Idle time before a request must not count as silence of the answer.
+    // Time that the connection was idle before a request must not count toward [`SILENCE`].
     config.reset_reader_on_write = true;
     Client::try_from(config).map_err(|error| {
         let advice = match error.to_string() {

@@ -3,9 +3,9 @@
 //! A [`Mirror`] keeps its objects while the API is unreachable, and logs the start and the end of an outage
 //! once. Its owner may limit the number of objects.
 //!
-//! A silent API counts as unreachable: no answer may be silent for longer than [`SILENCE`]. A watch without
-//! changes would be silent, so the API ends every watch after half a minute on request; the next watch
-//! continues from the last version received.
+//! An API server that sends nothing for [`SILENCE`] counts as unreachable. A watch without changes is silent,
+//! too, so each watch requests that the API server end it after half a minute; the next watch continues from
+//! the last version received.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -22,29 +22,29 @@ use tracing::{error, info, warn};
 
 use crate::client::{SILENCE, root};
 
-/// Shortest and longest pause before a retry. The real pause is random, at least half as long, so that
-/// clients do not return to an API at the same moment.
+/// Shortest and longest planned pause before a retry. The actual pause is random, between half and all of the
+/// planned pause, so that clients do not return to an API at the same moment.
 const PAUSES: [Duration; 2] = [Duration::from_millis(800), Duration::from_secs(30)];
 
-/// Lifetime of a watch, in seconds, sent to the API. Kubernetes' own programs request 5 to 10 minutes, and
-/// for as long a dead watch may look like a watch without changes. Every new watch costs a small request.
+/// Lifetime of a watch, in seconds, sent to the API. Kubernetes' own programs request 5 to 10 minutes, so a
+/// dead watch may look like a watch without changes for that long. Every new watch costs a small request.
 const WATCH: u32 = 30;
 
-/// `watcher` treats a silent watch as ended 5 s after its end is due, and continues. The silence must
-/// become a failure before that, but a watch that ends a little late must not.
+/// [`SILENCE`] must be longer than [`WATCH`], so that a watch that ends up to 3 s late is not a failure, but
+/// shorter than `WATCH` plus 5 s: after that time `watcher` starts another watch without reporting a failure.
 const _: () = {
     let silence = SILENCE.as_secs();
     assert!(WATCH as u64 + 3 <= silence && silence < WATCH as u64 + 5);
 };
 
-/// A watch that stays up longer than this after its list resets the pauses.
+/// Time for which a watch must stay up after its list. A longer life resets the retry pauses.
 const WATCHED: Duration = Duration::from_secs(3);
 
 /// The known objects of a kind.
 pub struct Mirror<T> {
     /// Plural name of the kind, for the log.
     kind: &'static str,
-    /// Most objects kept.
+    /// Largest number of objects to keep.
     limit: usize,
     objects: HashMap<Key, T>,
     /// The list in progress; replaces the objects when complete.
@@ -60,9 +60,10 @@ pub struct Mirror<T> {
 /// Namespace (empty for objects without one) and name.
 type Key = (String, String);
 
-/// Returns the events of all objects of an API, from now on. After a failure the stream starts again with a
-/// list, after growing pauses. A watch from the last known version would not show success before a change,
-/// and could fail forever if a proxy misreports an expired version.
+/// Returns the events of all objects of an API, from now on. After a failure the stream waits for a growing
+/// pause and starts again with a list. The stream does not resume from the last known version: such a watch
+/// would not prove that it works until an object changes, and could fail forever if a proxy misreports an
+/// expired version.
 pub fn objects<K>(api: Api<K>) -> impl Stream<Item = Result<Event<K>, watcher::Error>> + use<K>
 where
     K: kube::Resource + Clone + fmt::Debug + DeserializeOwned + Send + 'static,

@@ -23,8 +23,8 @@ use tonic::metadata::MetadataMap;
 
 use crate::client::client;
 
-/// Time for which an accepted token is accepted without another review. A token revoked within this time
-/// still opens streams; open streams stay open in any case, as upstream.
+/// Time for which an accepted token is accepted without another review. A token revoked within this time still
+/// opens streams; open streams stay open in any case, as in upstream.
 pub const REMEMBER: Duration = Duration::from_secs(10);
 
 /// Longest time for one review, counted from the start of its turn.
@@ -34,10 +34,10 @@ const REVIEW_TIMEOUT: Duration = Duration::from_secs(10);
 /// waits no longer, and stock agents do not wait forever.
 const TURN_TIMEOUT: Duration = Duration::from_secs(15);
 
-/// Most reviews in progress at once.
+/// Largest number of reviews in progress at once.
 const REVIEWS: usize = 16;
 
-/// Most tokens remembered. Beyond this number, a new token is reviewed every time.
+/// Largest number of tokens to remember. Beyond this number, a new token is reviewed every time.
 const MAX_REMEMBERED: usize = 10_000;
 
 /// Requirements for agents' tokens, and the account that requests the reviews.
@@ -95,7 +95,7 @@ impl Tokens {
     /// Reads the credentials of the account that requests reviews.
     ///
     /// # Errors
-    /// If the credentials are missing or cannot be used.
+    /// Fails if the credentials are missing or cannot be used.
     pub async fn new(auth: AgentAuth) -> anyhow::Result<Self> {
         let client = client(auth.kubeconfig.as_deref()).await?;
         Ok(Self::with(client, auth))

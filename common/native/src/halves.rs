@@ -23,10 +23,10 @@ use super::{close_reason, reset_code};
 /// one-byte frames would need a hundred bytes of bookkeeping for each byte.
 const GATHER_BYTES: usize = 4096;
 
-/// Room, in bytes, that a sender waits for if there is at least this much to send. Each frame costs the peer
-/// a write, so the sender does not fill the last bytes of a window or queue. Waiting is safe: no window is
-/// smaller ([`super::window`]), and a peer returns the window of consumed bytes however much of the window is
-/// left.
+/// A sender with at least this many bytes to send waits until this many bytes fit the window and the queue.
+/// Each frame costs the peer a write, so the sender does not fill the last bytes of a window or queue. Waiting
+/// is safe: no window is smaller than this ([`super::window`]), and a peer sends window updates for consumed
+/// bytes before the window is used up.
 const ENOUGH_BYTES: usize = 32 * 1024;
 
 /// Chunk in HTTP/2's send queue.
@@ -54,7 +54,7 @@ type Shared = Arc<Mutex<SendStream<Chunk>>>;
 pub struct NativeSink {
     stream: Shared,
     queued: Arc<Queued>,
-    /// Room that a chunk of at least this size waits for, in bytes.
+    /// A chunk of at least this many bytes waits until this many bytes fit the window and the queue.
     enough: usize,
     allowance: Option<Arc<Allowance>>,
     finished: bool,
@@ -188,9 +188,9 @@ impl NativeSink {
         self
     }
 
-    /// Ends the connection and reports `reason` to the peer. Bytes sent before still reach the peer as long
-    /// as the path moves: HTTP/2 discards the unwritten chunks of a reset stream, so a task on `tasks` first
-    /// waits for the writes, for at most [`CLOSE_STALL`].
+    /// Ends the connection and reports `reason` to the peer. Bytes sent earlier still reach the peer if they
+    /// can be written within [`CLOSE_STALL`]: HTTP/2 discards the unwritten chunks of a reset stream, so a
+    /// task on `tasks` first waits for the writes.
     pub fn end(self, reason: CloseReason, tasks: &TaskTracker) {
         if self.queued.is_empty() {
             self.reset(reason);
@@ -204,7 +204,7 @@ impl NativeSink {
     }
 
     fn reset(&self, reason: CloseReason) {
-        // HTTP/2 ignores the reset if both directions have ended in order.
+        // HTTP/2 ignores the reset if both directions have ended cleanly.
         self.stream.lock().send_reset(reset_code(reason));
     }
 
@@ -332,8 +332,8 @@ impl NativeSource {
         poll_fn(|cx| Poll::Ready(self.poll_frame(cx))).await
     }
 
-    /// Returns the next frame. Whenever the window changes during the wait, returns the bytes now due to the
-    /// peer's window.
+    /// Returns the next frame. If the window changes during the wait, the accepted bytes that become due are
+    /// released to the peer's window.
     async fn next_frame(&mut self) -> Option<Bytes> {
         let inbound = self.inbound.clone();
         loop {

@@ -60,8 +60,8 @@ pub const FRAME_BYTES: usize = 256 * 1024 - 9;
 /// Largest number of bytes of one connection in HTTP/2's send queue.
 pub const SEND_BYTES: usize = 512 * 1024;
 
-/// Bound for one connection, in bytes: the window of a crowded peer, HTTP/2's send queue, a frame in transit
-/// and a frame being read.
+/// Bound for the buffered bytes of one connection: the window [`CROWDED_BYTES`](window::CROWDED_BYTES),
+/// HTTP/2's send queue, a frame in transit and a frame being read.
 pub const CONNECTION_BYTES: usize = window::CROWDED_BYTES as usize + SEND_BYTES + 2 * FRAME_BYTES;
 
 /// First private error code. HTTP/2 attaches no meaning to unknown codes (RFC 9113, 7).

@@ -160,7 +160,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Taker<S> {
         self.connection.abrupt_shutdown(calm);
     }
 
-    /// Returns the next stream, or `None` once the connection has ended in order. Drives the connection
+    /// Returns the next stream, or `None` once the connection has ended cleanly. Drives the connection
     /// meanwhile. Cancel safe.
     ///
     /// # Errors

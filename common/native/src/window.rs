@@ -28,8 +28,8 @@ use tokio::time::{Instant, Sleep, sleep};
 /// processor time, because the two ends wait for each other more often (docs/decisions/0008).
 pub const SHORT_PATH_BYTES: u32 = 1024 * 1024;
 
-/// Window of a short path while small streams are active beside bulk, in bytes. Small streams queue behind
-/// that much bulk data.
+/// Window of a short path, in bytes, while small streams are active alongside bulk traffic. Small streams
+/// queue behind up to this much bulk data.
 pub const BESIDE_BYTES: u32 = 64 * 1024;
 
 /// Largest window, in bytes: 210 MiB/s at 100 ms. Up to a third of the window is not available to the sender,
@@ -66,7 +66,7 @@ pub const OPENER_HELD_BYTES: usize = 64 * 1024 * 1024;
 /// may keep at most [`CROWDED_BYTES`].
 pub const TAKER_HELD_BYTES: usize = 16 * 1024 * 1024;
 
-/// Time within which a peer must send something after a ping, as upstream. The packet dialect uses the same
+/// Time within which a peer must send something after a ping, as in upstream. The packet dialect uses the same
 /// time. The node tunnel has its own.
 pub const PING_TIMEOUT: Duration = Duration::from_secs(20);
 
@@ -75,7 +75,7 @@ pub const PING_TIMEOUT: Duration = Duration::from_secs(20);
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum WindowProfile {
     /// Konnectivity connections: [`SHORT_PATH_BYTES`], and [`BESIDE_BYTES`] while small streams are active
-    /// beside bulk.
+    /// alongside bulk traffic.
     #[default]
     Shared,
     /// Connections with a given window in bytes, which small streams do not shrink.
@@ -153,7 +153,7 @@ impl WindowProfile {
         }
     }
 
-    /// Returns the window of a short path while small streams are active beside bulk, in bytes.
+    /// Returns the window of a short path, in bytes, while small streams are active alongside bulk traffic.
     fn beside(self) -> u32 {
         match self {
             Self::Shared => BESIDE_BYTES,
@@ -191,8 +191,8 @@ impl Inbound {
         done > 0 && done >= left / 2
     }
 
-    /// Resolves when the set of due bytes may have changed. Counts changes from the moment of the first poll
-    /// or `enable`.
+    /// Resolves when the window has changed since this call, and [`is_due`](Self::is_due) may return another
+    /// result.
     pub fn resized(&self) -> Notified<'_> {
         self.resized.notified()
     }
@@ -265,7 +265,7 @@ impl Tuner {
         if small != self.small.1 {
             let now = Instant::now();
             self.small = (Some(now), small);
-            // Only beside bulk: small streams alone need no smaller window.
+            // Shrink only if bulk traffic was measured recently: small streams alone need no smaller window.
             if now - self.last.0 < SMALL_LINGER {
                 self.estimate.beside();
             }
@@ -300,7 +300,7 @@ impl Tuner {
                 None => self.ask(received),
             }
         }
-        // Registers the alarm that `ask` has set, and interest in the pong.
+        // Polls the alarm that `ask` may have set, and the pong, so that both wake the task.
         let _ = self.alarm.as_mut().poll(cx);
         if self.asked.is_some() && self.ping.poll_pong(cx).is_ready() {
             cx.waker().wake_by_ref();
@@ -345,7 +345,7 @@ impl Estimate {
         self.window = self.window.min(self.limit(held));
     }
 
-    /// Shrinks the window at once when a small stream appears beside bulk.
+    /// Shrinks the window at once when a small stream appears alongside bulk traffic.
     fn beside(&mut self) {
         self.beside = true;
         self.window = self.window.min(self.wanted());
@@ -382,13 +382,14 @@ impl Estimate {
         twice.clamp(floor, LONG_PATH_BYTES).next_power_of_two()
     }
 
-    /// Returns the largest window while `held` bytes are unread: half of the remaining budget, so that
-    /// several streams can stall before the next check, plus a sixteenth, so that the bytes in a moving
-    /// stream do not halve the window.
+    /// Returns the largest window while `held` bytes are unread: half of the remaining budget, so that several
+    /// streams can stall before the next check, plus a sixteenth of the remaining budget. Without the
+    /// sixteenth, a few unread bytes in a moving stream would halve the window, which is rounded down to a
+    /// power of two.
     fn limit(&self, held: usize) -> u32 {
         let share = self.budget.saturating_sub(held) / 16 * 9;
         let share = u32::try_from(share).unwrap_or(u32::MAX);
-        // Largest power of two in `share`.
+        // Largest power of two up to `share`.
         let power = 1u32.checked_shl(share.checked_ilog2().unwrap_or(0));
         power
             .unwrap_or(u32::MAX)

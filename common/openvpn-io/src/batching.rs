@@ -4,7 +4,7 @@
 //! costs a system call, an acknowledgement, and a write. While a peer sends in bulk, its socket therefore
 //! wakes the task only at the mark of [`LOW_WATER`] bytes. Bulk traffic reaches the mark in a fraction of
 //! [`WINDOW`], so a packet in between is delayed by at most this fraction. A whole window without a read ends
-//! the bulk, and the task then reads the remaining bytes.
+//! the bulk phase, and the task then reads the remaining bytes.
 
 use std::time::Duration;
 
@@ -16,10 +16,11 @@ pub(super) const LOW_WATER: u16 = 16 << 10;
 /// Length of the measuring window, and the longest time for which bytes wait.
 const WINDOW: Duration = Duration::from_millis(1);
 
-/// Bytes per window from which traffic counts as bulk: enough to reach the mark four times.
+/// Smallest number of bytes per window that counts as bulk traffic: enough to reach the mark four times.
 const BULK: usize = 4 * LOW_WATER as usize;
 
-/// Average size of reads, in bytes, from which waiting saves nothing. Culvert peers write this much at once.
+/// Smallest average size of reads, in bytes, for which waiting saves nothing. Culvert peers write this much at
+/// once.
 const LARGE: usize = LOW_WATER as usize / 2;
 
 /// Read statistics of one peer.

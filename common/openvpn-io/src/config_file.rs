@@ -76,7 +76,8 @@ pub struct Read<T> {
 /// Parses a client's configuration. `name` is the file name for messages.
 ///
 /// # Errors
-/// A list of all problems. Each text starts with `name:line: `, or with `name: ` if the problem has no line.
+/// Returns a list of all problems. Each text starts with `name:line: `, or with `name: ` if the problem has no
+/// line.
 pub fn client(text: &str, name: &str) -> Result<Read<Client>, Vec<String>> {
     read(text, name, Client::default())
 }
@@ -84,7 +85,8 @@ pub fn client(text: &str, name: &str) -> Result<Read<Client>, Vec<String>> {
 /// Parses a server's configuration. `name` is the file name for messages.
 ///
 /// # Errors
-/// A list of all problems. Each text starts with `name:line: `, or with `name: ` if the problem has no line.
+/// Returns a list of all problems. Each text starts with `name:line: `, or with `name: ` if the problem has no
+/// line.
 pub fn server(text: &str, name: &str) -> Result<Read<Server>, Vec<String>> {
     read(text, name, Server::default())
 }

@@ -29,7 +29,7 @@ const BUFFER: usize = 64 << 10;
 /// Buffers filled by one system call. A page of a buffer uses memory only after its first use.
 const BUFFERS: usize = 8;
 
-/// A UDP socket with batched input and output; see the module.
+/// A UDP socket with batched input and output; see the module documentation.
 #[derive(Debug)]
 pub struct Datagrams {
     socket: UdpSocket,
@@ -47,7 +47,7 @@ impl Datagrams {
     /// Takes ownership of a socket.
     ///
     /// # Errors
-    /// The socket's options cannot be set.
+    /// Fails if the socket's options cannot be set.
     pub fn new(socket: UdpSocket) -> io::Result<Self> {
         // quinn-udp forbids fragments and ignores reports of a path's MTU, as QUIC requires. Here `tun-mtu`
         // is 1500 on every path, so some datagrams must travel in fragments.

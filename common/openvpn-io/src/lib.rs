@@ -1,4 +1,4 @@
-//! Sockets and tasks around the sans-IO OpenVPN endpoint of [`culvert_openvpn`], for both roles.
+//! Sockets and tasks around [`culvert_openvpn`], the OpenVPN implementation without I/O, for both roles.
 //!
 //! ```text
 //!             one task for each peer                        any task, any thread
@@ -24,7 +24,7 @@ pub mod stream;
 pub mod streams;
 mod wire;
 
-/// A point in time, as passed to the endpoint.
+/// A point in time, as passed to [`culvert_openvpn`].
 #[allow(
     clippy::disallowed_types,
     reason = "a value that is passed on; the clock is tokio's"

@@ -39,7 +39,7 @@ pub trait Role: Send {
     /// Handles a packet from the tunnel, usually with [`Streams::input`].
     fn packet(&mut self, packet: &[u8], streams: &mut Streams, now: Moment);
 
-    /// Handles a request from behind the peer to open a flow. Dropping `incoming` refuses the flow.
+    /// Handles the request of a host behind the peer to open a flow. Dropping `incoming` refuses the flow.
     fn incoming(&mut self, incoming: Incoming) {
         drop(incoming);
     }
@@ -95,7 +95,7 @@ impl<R: Role> Link<R> {
     /// Creates a link over a UDP socket that is connected to the peer.
     ///
     /// # Errors
-    /// The socket cannot be used.
+    /// Fails if the socket cannot be used.
     pub fn udp(socket: UdpSocket, session: Session, role: R) -> io::Result<Self> {
         Ok(Self::new(Wire::udp(socket)?, session, role))
     }
@@ -136,8 +136,8 @@ impl<R: Role> Link<R> {
                 Err(error) => {
                     if error.is_hangup() {
                         let now = now();
-                        // The session reports the stage of an unfinished handshake. No effect if the session
-                        // ended before.
+                        // The session reports the stage of an unfinished handshake. The call has no effect if
+                        // the session has already ended.
                         self.session.disconnected(now);
                         self.work(now);
                     }
@@ -172,7 +172,7 @@ impl<R: Role> Link<R> {
         self.handle_timers(now);
         self.work(now);
         let written = self.write(now, cx)?;
-        // Processes flows that ended through sending, and mail that arrived meanwhile.
+        // Processes flows that ended while sending, and mail that arrived meanwhile.
         self.work(now);
         if active || written {
             self.clock.report_soon(now);
@@ -293,7 +293,8 @@ impl<R: Role> Link<R> {
             let start = wire.out().len();
             match session.seal(packet, now, wire.out()) {
                 Ok(()) => wire.cut(start),
-                // The flow's peer retransmits the data if the packet can ever be sent.
+                // The packet is lost. A later retransmission of the data succeeds unless the packet is too
+                // large or the session has ended.
                 Err(_) => *dropped += 1,
             }
             true

@@ -27,7 +27,7 @@ label_values! {
         Wrap = "wrap_mismatch",
         /// Received before, or outside of the receive window.
         Replayed = "replayed",
-        /// Data packet with failed authentication.
+        /// Data packet that failed authentication.
         Forged = "not_authentic",
         /// For an unknown session or key.
         Unknown = "unknown_session",
@@ -41,7 +41,7 @@ label_values! {
         NoRoute = "no_route",
         /// No rule allows the packet. Only servers have rules.
         Filtered = "filtered",
-        /// A limit is reached: of connections, or of a link's queue.
+        /// A limit was reached, such as the number of connections or the length of a link's queue.
         Full = "full",
         /// Not encrypted: the packet is too large, or no key is usable.
         Unsealed = "not_sealed",

@@ -63,7 +63,7 @@ impl From<Broken> for io::Error {
     }
 }
 
-/// The queues of one flow; see the module.
+/// The queues of one flow; see the module documentation.
 pub(super) struct Pipe {
     mailbox: Arc<Mailbox<Self>>,
     flow: OnceLock<FlowId>,
@@ -80,7 +80,7 @@ struct State {
     down: VecDeque<Bytes>,
     down_bytes: usize,
     down_end: bool,
-    /// True if the flow has more bytes than fit the queue.
+    /// True if the flow has more bytes than fit into the queue.
     down_full: bool,
     reader: Option<Waker>,
     reader_gone: bool,

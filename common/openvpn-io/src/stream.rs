@@ -1,4 +1,4 @@
-//! Handles for tasks on any thread: of a flow, and of the peer that carries the flow.
+//! Handles to a flow, and to the peer that carries the flow, for tasks on any thread.
 
 use std::future::poll_fn;
 use std::io;
@@ -21,7 +21,7 @@ pub use super::pipe::Broken;
 /// Largest chunk passed to a reader, in bytes.
 const CHUNK_BYTES: usize = 64 << 10;
 
-/// Handle of a peer's task.
+/// Handle to a peer's task.
 #[derive(Clone)]
 pub struct Peer(pub(super) Arc<Mailbox<Pipe>>);
 
@@ -71,7 +71,7 @@ impl Peer {
     }
 }
 
-/// Request from behind the peer to open a flow. Dropping the request refuses the flow.
+/// Request of a host behind the peer to open a flow. Dropping the request refuses the flow.
 pub struct Incoming {
     /// Address of the dialing side.
     pub source: SocketAddrV4,
@@ -179,7 +179,7 @@ impl Writer {
     /// Ends this direction after all queued bytes. Sending continues in the background.
     ///
     /// # Errors
-    /// The flow has already ended.
+    /// Fails if the flow has already ended.
     pub fn finish(&mut self) -> Result<(), Broken> {
         self.0.finish()
     }

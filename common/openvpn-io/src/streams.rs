@@ -32,7 +32,7 @@ struct Entry {
     is_left: bool,
 }
 
-/// The flows of one peer; see the module.
+/// The flows of one peer; see the module documentation.
 pub struct Streams {
     flows: Flows,
     entries: HashMap<FlowId, Entry>,

@@ -1,7 +1,8 @@
-//! Packets that a host sends on its own account: echo replies, resets for unknown flows, ICMP errors.
+//! Packets that a host's network stack sends without a request from a program: echo replies, resets for
+//! unknown flows, ICMP errors.
 //!
-//! Owns the replies that wait to be sent and the rate limit for unsolicited replies. A reply without room
-//! is dropped, because the remote host repeats the packet that triggered the reply.
+//! `Replies` owns the replies that wait to be sent and the rate limit of resets and ICMP errors. A reply
+//! without room is dropped, because the remote host repeats the packet that triggered the reply.
 
 use std::collections::VecDeque;
 use std::net::Ipv4Addr;

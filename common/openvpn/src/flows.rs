@@ -1,7 +1,8 @@
-//! The TCP flows of one peer, dialed into its tunnel or accepted out of it, in user space.
+//! The TCP flows of one peer in user space. Flows are dialed into the peer's tunnel or accepted from the
+//! tunnel.
 //!
-//! Owns the flows, their ports and timers, and the packets that wait to be sent. One `Flows` belongs to one
-//! tunnel: all its flows use the tunnel's link and end with the tunnel.
+//! [`Flows`] owns the flows, their ports and timers, and the packets that wait to be sent. One `Flows` belongs
+//! to one tunnel: all its flows use the tunnel's link and end with the tunnel.
 //!
 //! ```text
 //!   owner  dial accept send recv close abort  -->  Flows  --> poll_output -> link (may be full)

@@ -8,10 +8,10 @@
 //! [`session`] implements one session in either role: `reliable` messages carry [`tls`], and TLS negotiates
 //! the keys of the data channel. [`hub`] manages the many sessions of a UDP server behind one socket.
 //!
-//! Traffic inside the VPN: [`flows`] are TCP connections in user space, dialed into the VPN or accepted out
-//! of the VPN. [`forward`] moves a server's packets from one peer to another, with [`routes`], [`firewall`]
-//! and `masquerade`. [`nodes`] translates the addresses of Kubernetes nodes. [`ip`] parses packets, and
-//! `echo` creates the unsolicited replies of a host.
+//! Traffic inside the VPN: [`flows`] are TCP connections in user space, dialed into the VPN or accepted from
+//! the VPN. [`forward`] moves a server's packets from one peer to another, with [`routes`], [`firewall`] and
+//! `masquerade`. [`nodes`] translates the addresses of Kubernetes nodes. [`ip`] parses packets, and `echo`
+//! creates the unsolicited replies of a host.
 
 // The only clock that this crate reads is the time of day, for the packets of tls-auth and tls-crypt. Callers
 // pass in every `Instant`, so tests and simulations control the time.

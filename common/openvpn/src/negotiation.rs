@@ -17,7 +17,8 @@ use crate::packet::{ControlPacket, KeyId, MAX_ACKS, Opcode, SessionId};
 use crate::reliable::{MAX_PIGGYBACK, Received, Reliable};
 use crate::tls::{Channel, TlsError};
 
-/// Most TLS bytes in one packet. Peers up to 2.5 accept packets of 1250 bytes, and the largest wrap adds 72.
+/// Largest number of TLS bytes in one packet. Peers up to 2.5 accept packets of 1250 bytes, and the largest
+/// wrap adds 72.
 const MAX_CHUNK: usize = 1100;
 
 /// Progress of a negotiation, reported to the session.

@@ -1,9 +1,8 @@
 //! The TLS of the control channel: rustls without sockets, in both roles.
 //!
-//! OpenVPN uses certificates in another way than the web: names are never matched against a host, sessions
-//! are never resumed, SNI is not sent, and every key negotiation is a separate TLS connection. [`ServerTls`]
-//! and [`ClientTls`] contain the settings from an operator's files; to renew certificates, replace their
-//! `Arc`.
+//! OpenVPN uses certificates differently from the web: names are never matched against a host, sessions are
+//! never resumed, SNI is not sent, and every key negotiation is a separate TLS connection. [`ServerTls`] and
+//! [`ClientTls`] contain the settings from an operator's files; to renew certificates, replace their `Arc`.
 //!
 //! rustls supports only TLS 1.2 and 1.3, and webpki refuses certificates of old EasyRSA versions.
 //! [`TlsError`] explains such failures to the operator.

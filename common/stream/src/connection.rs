@@ -20,7 +20,7 @@ pub struct Ended {
     pub to_endpoint: u64,
     /// Bytes from the endpoint to the client.
     pub from_endpoint: u64,
-    /// Time from the open connection to its end.
+    /// Time from the opening of the connection to its end.
     pub duration: Duration,
 }
 

@@ -81,7 +81,7 @@ macro_rules! close_reasons {
 }
 
 close_reasons! {
-        /// Both directions ended in order.
+        /// Both directions ended cleanly.
         Finished = 0, "finished";
         /// The client closed the whole connection.
         ClientClosed = 1, "client_closed";
@@ -91,9 +91,9 @@ close_reasons! {
         EndpointClosed = 3, "endpoint_closed";
         /// The endpoint's connection broke.
         EndpointLost = 4, "endpoint_lost";
-        /// The stream to the agent ended before the connection.
+        /// The stream to the agent ended while the connection was still open.
         AgentLost = 5, "agent_lost";
-        /// The stream to the server ended before the connection.
+        /// The stream to the server ended while the connection was still open.
         ServerLost = 6, "server_lost";
         /// One side accepted no bytes for longer than the stall deadline while its buffer was full.
         Stalled = 7, "stalled";
@@ -121,7 +121,7 @@ impl fmt::Display for CloseReason {
 
 /// Source of bytes: the receiving half of one side.
 pub trait Source: Send {
-    /// Returns the next chunk, never empty, or `None` once this direction has ended in order.
+    /// Returns the next chunk, never empty, or `None` once this direction has ended cleanly.
     ///
     /// Cancel safe: a dropped call loses no bytes.
     fn recv(&mut self) -> impl Future<Output = Result<Option<Bytes>, CloseReason>> + Send;

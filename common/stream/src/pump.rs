@@ -47,7 +47,7 @@ where
     pump_within(client, endpoint, up, down, HALF_OPEN_IDLE).await
 }
 
-/// Runs [`pump`] with another bound than [`HALF_OPEN_IDLE`].
+/// Runs [`pump`] with the bound `half_open` instead of [`HALF_OPEN_IDLE`].
 pub async fn pump_within<CS, CK, ES, EK>(
     client: (&mut CS, &mut CK),
     endpoint: (&mut ES, &mut EK),
@@ -102,7 +102,7 @@ async fn one_way(
         match send(source, sink, chunk).await {
             Sent::Taken => {}
             Sent::Failed(reason) => {
-                // Bytes in the opposite direction are still good: an endpoint may answer and close before
+                // Bytes in the opposite direction are still useful: an endpoint may answer and close before
                 // reading everything.
                 tokio::select! {
                     () = other.done.notified() => {}

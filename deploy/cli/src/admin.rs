@@ -29,12 +29,13 @@ const TIMEOUT: Duration = Duration::from_secs(30);
 #[derive(clap::Args, Clone, Debug)]
 #[command(next_help_heading = "The server")]
 pub(crate) struct Admin {
-    /// The server's --admin-uds.
+    /// Path of the server's admin Unix socket: the value of the server's --admin-uds.
     #[arg(long, value_name = "PATH", env = "CULVERT_ADMIN_UDS")]
     #[arg(required_unless_present = "admin", conflicts_with = "admin")]
     admin_uds: Option<PathBuf>,
 
-    /// The server's admin listener, if the server has --admin-cert; needs --ca-cert, --cert and --key.
+    /// Address of the server's admin listener; the server must run with --admin-cert. Needs --ca-cert, --cert
+    /// and --key.
     #[arg(long, value_name = "HOST:PORT", requires_all = ["ca_cert", "cert", "key"])]
     admin: Option<String>,
 
@@ -60,7 +61,7 @@ trait Duplex: AsyncRead + AsyncWrite + Unpin + Send {}
 impl<T: AsyncRead + AsyncWrite + Unpin + Send> Duplex for T {}
 
 impl Admin {
-    /// Returns the settings for a server's --admin-uds.
+    /// Returns the settings for the admin Unix socket at `path`.
     pub(crate) fn uds(path: PathBuf) -> Self {
         Self {
             admin_uds: Some(path),

@@ -32,7 +32,7 @@ pub struct Options {
     to: Mode,
 
     /// Time for connections of the old tunnel to end; by default the server's --tunnel-drain. If a switch to
-    /// the same mode is already in progress, sets a new deadline from now on.
+    /// the same mode is already in progress, its deadline is replaced: the time counts from now.
     #[arg(long, value_name = "DURATION", value_parser = drain)]
     drain: Option<GoDuration>,
 

@@ -145,7 +145,7 @@ impl Bound {
             Feed::File(follower) => upkeep.spawn(follower.run(changes, stop.clone())),
             Feed::Kubernetes(discovery, balancer) => {
                 if let Some(balancer) = balancer {
-                    // Stops when the drain begins; another replica can then lead at once.
+                    // The balancer stops when the drain begins, so that another replica can lead at once.
                     upkeep.spawn(balancer.run(shutdown.clone()));
                 }
                 upkeep.spawn(discovery.run(changes, stop.clone()))
@@ -173,8 +173,9 @@ impl Bound {
                 let (front, until) = (own.clone(), until.clone());
                 front.accept(listener, until, Shards::seat_nearby, connection)
             };
-            // All threads wait on the same socket, and the first thread to wake up accepts. Most of these
-            // connections are short, and a hand-over to another thread would be an eighth of their cost.
+            // All threads wait on the same listening socket, and the first thread to wake up accepts and
+            // usually serves the connection. Most connections to this listener are short; a hand-over to
+            // another thread would be an eighth of the cost of such a connection.
             for shard in front.shards.ids().skip(1) {
                 let (shared, accept) = (listener.as_fd().try_clone_to_owned(), accept.clone());
                 front.shards.spawn(shard, &accepting, async move {
@@ -224,9 +225,9 @@ impl Bound {
     }
 }
 
-/// Keeps a timer due soon on this thread. tokio wakes its driver, at the cost of two system calls, for each
-/// timer due before all others. Without this recurring timer, nearly every connect would cause such a wake-up
-/// with its timeout.
+/// Runs a short recurring timer on this thread, to save system calls. Whenever a new timer is due before all
+/// other timers, tokio wakes its driver, which costs two system calls. Without the recurring timer, the
+/// timeout of nearly every connect would be due first.
 async fn pulse(stop: CancellationToken) {
     let beat = async {
         loop {
@@ -268,7 +269,8 @@ fn pages(front: &Arc<Front>) -> admin::Routes {
             std::future::ready(match ready.metrics.draining.load(Ordering::Relaxed) {
                 true => Reply::text(StatusCode::SERVICE_UNAVAILABLE, DRAINING),
                 false if !synced => Reply::text(StatusCode::SERVICE_UNAVAILABLE, NOT_SYNCED),
-                // Ready even with the last known routes; the detail is for people.
+                // The proxy is ready even if only the last known routes are in force; the response body
+                // informs people.
                 false => Reply::text(
                     StatusCode::OK,
                     match ready.metrics.source() {

@@ -1,9 +1,9 @@
-//! The writer of the LoadBalancer Service's ports (`--update-loadbalancer`): the job of KKP's lb-updater.
+//! Writes the ports of the load balancer's Service (`--update-loadbalancer`), as KKP's lb-updater does.
 //!
-//! This module is the only writer of the Service in the proxy. [`discovery`](super::discovery) triggers
-//! writes: it reports changed Services, and changes of the load balancer's Service by other writers. On each
-//! trigger the leader ([`election`](culvert_kube::election)) reads the Service and, if the ports differ, replaces
-//! exactly the version just read. The module has no influence on connections.
+//! Within the proxy, only this module writes the Service. [`discovery`](super::discovery) triggers a check of
+//! the ports: after a change of the Services with ports on the load balancer, and after a change of the load
+//! balancer's own Service. On each trigger the leader ([`election`](culvert_kube::election)) reads the Service
+//! and, if the ports differ, replaces exactly the version just read. The module does not affect connections.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -50,7 +50,7 @@ pub(crate) struct Reporter {
     services: watch::Sender<WithPorts>,
 }
 
-/// One replica's part in the update of the ports: its candidacy and its writer.
+/// The port updater of one replica: takes part in the election, and writes while this replica leads.
 pub(crate) struct Balancer {
     candidate: Candidate,
     writer: Writer,
@@ -76,7 +76,7 @@ impl Reporter {
         let with_ports = services.filter(|it| has_balancer_ports(it, &self.config.options));
         self.services.send_if_modified(|known| {
             let same = |known: &Vec<Service>| known.iter().eq(with_ports.clone());
-            // Most changes concern endpoints.
+            // Most changes concern only endpoints, so most calls must not trigger a check of the ports.
             let changed = !known.as_ref().is_some_and(same);
             if changed {
                 *known = Some(with_ports.cloned().collect());
@@ -177,7 +177,8 @@ impl Writer {
                 Err(error) => self.failure_log.failed(error),
             }
             match updated {
-                // A new Service is reported by discovery; more reads would not help.
+                // If the Service is missing, discovery reports the Service once it exists; more reads before
+                // that would not help.
                 Ok(()) | Err(RequestError::Missing { .. }) => {
                     pause = FIRST_PAUSE;
                     sleep(FIRST_PAUSE).await;

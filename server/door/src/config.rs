@@ -34,7 +34,7 @@ pub struct Config {
     pub node_port_host: String,
     /// Timeouts and keepalive.
     pub limits: Limits,
-    /// Most simultaneous connections to one Service port. Envoy's default is 1024.
+    /// Maximum number of simultaneous connections to one Service port. Envoy's default is 1024.
     pub max_connections: u64,
     /// Time for connections to end after SIGTERM.
     pub drain_timeout: Duration,
@@ -145,7 +145,7 @@ impl Config {
     /// Parses a command line, program name first. Flags may start with one dash or two, as in Go.
     ///
     /// # Errors
-    /// [`Exit`] if there is nothing to run: the user requested help (code 0), or the command line has
+    /// Returns [`Exit`] if there is nothing to run: the user requested help (code 0), or the command line has
     /// mistakes (code 1), which are all listed.
     pub fn from_args<I, A>(args: I) -> Result<Self, Exit>
     where

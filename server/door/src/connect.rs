@@ -1,9 +1,12 @@
 //! The CONNECT listener: HTTP/1.1, and HTTP/2 with prior knowledge, in plain text or over TLS on the same
 //! port.
 //!
-//! The responses match Envoy with KKP's configuration: 404 for an unknown authority and for every other
-//! method, 503 if no endpoint accepts, 200 once an endpoint has accepted. Bytes received before the response
-//! are kept.
+//! A CONNECT stream is the proxied connection of one CONNECT request: a whole HTTP/1.1 connection, or one
+//! stream of an HTTP/2 connection.
+//!
+//! The responses match Envoy with KKP's configuration: 404 for an unknown authority and for every method
+//! except CONNECT, 503 if no endpoint accepts the connection, 200 once an endpoint has accepted. Bytes
+//! received before the response are kept.
 
 mod ending;
 mod http2;
@@ -66,15 +69,15 @@ pub(crate) struct ConnectListener {
     pub allowed: AllowedNetworks,
 }
 
-/// An accepted CONNECT request.
+/// An accepted CONNECT request, with its connection to an endpoint.
 struct AcceptedRequest<'a> {
     connected: Connected,
     authority: &'a str,
     peer: SocketAddr,
     /// Client socket to check for a dead peer; `None` for HTTP/2, which has PINGs.
     client: Option<&'a TcpStream>,
-    /// Budget for bytes on their way to the client, shared with other tunnels of the same connection; `None`
-    /// for HTTP/1.1.
+    /// Budget for bytes on their way to the client, shared by all CONNECT streams of an HTTP/2 connection;
+    /// `None` for HTTP/1.1.
     unread: Option<Arc<Allowance>>,
 }
 
@@ -241,7 +244,7 @@ impl ConnectListener {
         }
     }
 
-    /// Connects to an endpoint for a request; returns the status to refuse the request with otherwise.
+    /// Connects to an endpoint for a request. On failure, returns the status code of the response.
     async fn connect(&self, authority: &str, peer: SocketAddr) -> Result<Connected, StatusCode> {
         let front = &self.front;
         front.metrics.http.requests.increment(1);
@@ -288,7 +291,8 @@ impl ConnectListener {
         let (mut asked, mut answered) = (Ending::new(client.0), Ending::new(&mut source));
         let endpoint = (&mut answered, &mut sink);
         let limits = &self.front.limits;
-        // The idle limit of half-closed connections is as long as for open connections.
+        // Half-closed connections have the same idle limit as open connections, enforced by `watch` below.
+        // This limit must not be shorter.
         let half_open = limits.stream_idle;
         let half_open = half_open.map_or(Duration::MAX, |idle| idle.max(HALF_OPEN_IDLE));
         let client = (&mut asked, client.1);

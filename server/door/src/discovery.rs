@@ -44,7 +44,7 @@ pub(crate) struct Discovery {
     /// Services with the annotation.
     services: Mirror<Service>,
     slices: Mirror<Slice>,
-    /// Receiver of changes for the load balancer, if there is one.
+    /// Reports Services to the balancer; `None` if the proxy does not update the load balancer.
     reporter: Option<Reporter>,
     /// Problems already logged.
     problems: Vec<Problem>,

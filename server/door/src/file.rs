@@ -29,7 +29,7 @@ use super::metrics::{ProxyMetrics, SourceState};
 use super::routes::{Routes, UpstreamKey};
 use super::table::Table;
 
-/// Time between two looks at the file. A change takes effect once two looks have seen it.
+/// Time between checks of the file. A change takes effect once two consecutive checks have read the same text.
 const POLL: Duration = Duration::from_millis(100);
 
 /// Size limit of the file, enough for 10,000 upstreams.
@@ -163,7 +163,7 @@ impl Follower {
 /// Returns the first mistake in the syntax, the fields or the types, or else every mistake in the contents.
 /// Every error text begins with the line.
 pub fn parse(text: &str, origin: &str) -> Result<Routes, FileError> {
-    // A text with only comments has no document.
+    // Text with only comments contains no YAML document: `None`.
     let document: Option<Document> = serde_saphyr::from_str(text)
         .map_err(|error| FileError(vec![explain(&error, text, origin)]))?;
     let upstreams = document.and_then(|document| document.upstreams);

@@ -74,7 +74,8 @@ impl Front {
             let serve = move |accepted| async move {
                 let _seat = seat;
                 if let Accepted::Tcp(stream, peer) = accepted {
-                    // Not `run_until_cancelled`: its future has space for the connection twice.
+                    // Not `run_until_cancelled`: its future would reserve space for the connection's future
+                    // twice.
                     tokio::select! {
                         () = connection(stream, peer) => {}
                         () = cut.cancelled() => {}

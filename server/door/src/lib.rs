@@ -3,7 +3,7 @@
 //! | module | contents |
 //! |---|---|
 //! | `routes` | a snapshot of everything exposed |
-//! | [`annotations`], `exposure` | computes routes from Services and EndpointSlices |
+//! | [`annotations`], `exposure` | compute routes from Services and EndpointSlices |
 //! | `balancer_ports` | computes the ports of the load balancer's Service |
 //! | `balancer` | writes these ports while this replica leads |
 //! | `discovery` | watches Services and EndpointSlices |
@@ -12,7 +12,7 @@
 //! | `upstream` | the endpoints of one Service port |
 //! | [`client_hello`] | parses the server name of a TLS connection, without I/O |
 //! | `front` | forwards connections unchanged: TLS by server name, node ports |
-//! | `relay` | moves bytes between two sockets, inside the kernel if there are many |
+//! | `relay` | moves bytes between two sockets, inside the kernel for bulk data |
 //! | `connect` | CONNECT over HTTP/1.1 and HTTP/2 |
 //! | `watch` | ends idle connections, and connections with a dead peer |
 //! | `socket` | a socket for two tasks: one reads and writes, one inspects |

@@ -19,7 +19,7 @@ use super::upstream::{Upstream, add_metrics};
 const HTTP: [(&str, &str); 1] = [("envoy_http_conn_manager_prefix", "ingress_http")];
 
 label_values! {
-    /// Listener of a connection.
+    /// Listener that accepted a connection.
     pub(crate) enum Entrance("listener") {
         /// TLS by server name.
         Sni = "sni",
@@ -142,14 +142,14 @@ pub(crate) struct HttpStats {
     pub active: Gauge,
     /// Requests with any method.
     pub requests: Counter,
-    /// Bytes received from clients inside CONNECT tunnels.
+    /// Bytes received from clients inside CONNECT streams.
     pub received: Counter,
-    /// Bytes sent to clients inside CONNECT tunnels.
+    /// Bytes sent to clients inside CONNECT streams.
     pub sent: Counter,
 }
 
-/// Adds the bytes of one direction of a CONNECT tunnel to the totals of its upstream, of all tunnels, and of
-/// the tunnel itself.
+/// Adds the bytes of one direction of a CONNECT stream to the totals of its upstream, of all CONNECT streams,
+/// and of the CONNECT stream itself.
 pub(crate) struct Tally {
     upstream: Arc<Upstream>,
     metrics: Arc<ProxyMetrics>,
@@ -157,8 +157,8 @@ pub(crate) struct Tally {
     upward: bool,
 }
 
-/// A connection to an endpoint; counts its end when dropped. Without a call of [`end`](Self::end) the reason
-/// is the shutdown of the proxy.
+/// Guard for a connection to an endpoint; counts the end of the connection when dropped. The close reason is
+/// the shutdown of the proxy, unless [`end`](Self::end) is called.
 pub(crate) struct CountedConnection<'a> {
     metrics: &'a ProxyMetrics,
     reason: CloseReason,
@@ -271,7 +271,7 @@ impl ProxyMetrics {
         GaugeGuard::new(self.open.get(entrance))
     }
 
-    /// Registers a connection or tunnel to an endpoint; its end is counted when the guard is dropped.
+    /// Registers a connection to an endpoint; the end of the connection is counted when the guard is dropped.
     pub(crate) fn count_connection(&self) -> CountedConnection<'_> {
         CountedConnection {
             metrics: self,
@@ -384,7 +384,7 @@ impl Drop for CountedConnection<'_> {
 // === impl Tally ===
 
 impl Tally {
-    /// Returns the counters for both directions of a tunnel: from the client, and to the client.
+    /// Returns the counters for both directions of a CONNECT stream: from the client, and to the client.
     pub(crate) fn both(
         upstream: &Arc<Upstream>,
         metrics: &Arc<ProxyMetrics>,
@@ -413,7 +413,7 @@ impl CounterFn for Tally {
         whole.increment(bytes);
     }
 
-    /// No caller uses absolute values.
+    /// Does nothing: the trait requires this method, but no caller sets an absolute value.
     fn absolute(&self, _: u64) {}
 }
 

@@ -225,7 +225,8 @@ impl Relay<'_> {
     }
 }
 
-/// Returns once `counter` has not changed for `bound`, at the latest after twice `bound`.
+/// Returns once `counter` has not changed for at least `bound`. The check runs once per `bound`, so the
+/// function returns at most twice `bound` after the last change.
 async fn idle(counter: &AtomicU64, bound: Duration) {
     loop {
         let before = counter.load(Ordering::Relaxed);
@@ -268,7 +269,7 @@ impl Direction<'_> {
                 }
                 Err(Broken::From) => return Err(from_lost),
                 Err(Broken::To) => {
-                    // Bytes in the other direction are still good.
+                    // The other direction may still deliver its bytes: wait until it ends or stalls.
                     tokio::select! {
                         () = other.done.notified() => {}
                         () = idle(&other.moved, CLOSE_STALL) => {}

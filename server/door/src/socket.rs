@@ -114,7 +114,8 @@ impl<T: Deref<Target = TcpStream> + Unpin> AsyncWrite for Socket<T> {
 pub(crate) fn read_once(socket: &TcpStream, target: &mut impl BufMut) -> io::Result<usize> {
     let room = target.chunk_mut().len();
     let mut read = Err(io::ErrorKind::WouldBlock.into());
-    // The result only decides whether tokio still considers the socket ready, as it was before the read.
+    // The closure's result is only for tokio's readiness flag: `WouldBlock` clears the flag, any other result
+    // leaves the flag set. The caller gets the result of the read.
     let _ = socket.try_io(Interest::READABLE, || {
         read = socket.try_read_buf(target);
         match read {

@@ -16,7 +16,7 @@ pub struct Table {
     current: RwLock<Arc<Current>>,
     /// Removed upstreams with open connections.
     retired: Mutex<HashMap<UpstreamKey, Weak<Upstream>>>,
-    /// Most simultaneous connections per upstream.
+    /// Maximum number of simultaneous connections per upstream.
     limit: u64,
 }
 
@@ -118,7 +118,7 @@ impl Table {
         None
     }
 
-    /// Returns the upstream for an authority; upper and lower case are equal.
+    /// Returns the upstream for an authority, ignoring case.
     pub(crate) fn by_authority(&self, authority: &str) -> Option<Arc<Upstream>> {
         let authority = authority.to_ascii_lowercase();
         self.current.read().authorities.get(&authority).cloned()
@@ -141,7 +141,7 @@ impl Table {
     }
 }
 
-/// Replaces each key by its upstream.
+/// Replaces each key with its upstream; leaves out names whose key has no upstream.
 fn resolve<N: Clone + Eq + std::hash::Hash>(
     names: &BTreeMap<N, UpstreamKey>,
     upstreams: &BTreeMap<UpstreamKey, Arc<Upstream>>,

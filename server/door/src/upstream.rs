@@ -21,7 +21,8 @@ use super::routes::UpstreamKey;
 /// Time limit for one endpoint to accept a connection (KKP's connect timeout for Envoy).
 pub(crate) const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Most endpoints per connection attempt; a Service with only dead endpoints fails within seconds.
+/// Maximum number of endpoints tried for one connection; a Service with only dead endpoints fails within
+/// seconds.
 const ATTEMPTS: usize = 3;
 
 /// The endpoints of one key. An upstream lives as long as any connection uses it; its endpoints may change
@@ -35,7 +36,7 @@ pub(crate) struct Upstream {
     endpoints: RwLock<Arc<[SocketAddr]>>,
     /// Number of connects so far; decides the first endpoint of the next connect.
     turn: AtomicUsize,
-    /// Most simultaneous connections.
+    /// Maximum number of simultaneous connections.
     limit: u64,
 }
 
@@ -56,8 +57,8 @@ pub(crate) struct Stats {
     pub sent: AtomicU64,
     /// Bytes received from endpoints.
     pub received: AtomicU64,
-    /// Times from the end of a client's bytes to the end of the endpoint's bytes, for tunnels whose client
-    /// ended first.
+    /// Times from the end of a client's bytes to the end of the endpoint's bytes, for CONNECT streams whose
+    /// client ended first.
     pub times: Times,
 }
 

@@ -25,9 +25,9 @@ pub(crate) struct Side<'a> {
     pub lost: CloseReason,
 }
 
-/// Returns once none of the `counters` has changed for `idle` (at the latest after twice `idle`), or once the
-/// peer on either of the `sides` is gone. `idle: None` allows a connection to idle forever. A single timer
-/// serves all checks, because most connections are idle.
+/// Returns once none of the `counters` has changed for at least `idle`, or once the peer on either of the
+/// `sides` is gone. An idle connection is detected at most twice `idle` after its last byte. `idle: None` allows
+/// a connection to idle forever. A single timer serves all checks, because most connections are idle.
 pub(crate) async fn watch<const N: usize>(
     counters: [&AtomicU64; N],
     idle: Option<Duration>,
@@ -55,7 +55,7 @@ pub(crate) async fn watch<const N: usize>(
             return CloseReason::IdleTimeout;
         }
         if first.take().is_some() {
-            // Only once: setting the options again would move a pending probe forward.
+            // The options are set only once: setting them again would reschedule a pending probe.
             let is_unset =
                 |side: &&Side<'_>| SockRef::from(side.socket).keepalive().is_ok_and(|on| !on);
             for side in sides().filter(is_unset) {

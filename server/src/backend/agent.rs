@@ -1,7 +1,7 @@
 //! A packet stream of an agent, with its dials and connections.
 //!
-//! The stream's reader task owns the inbound half; other tasks write through a queue bounded in bytes.
-//! Guards own dials and connections, so cleanup does not depend on where their futures end.
+//! The stream's reader task owns the inbound half; other tasks write through a queue bounded in bytes. A guard
+//! owns each dial and each connection, so that cleanup happens even if a future is dropped at an await point.
 
 mod connection;
 mod outgoing;
@@ -27,8 +27,8 @@ use crate::metrics::{DialFailureReason, ServerMetrics};
 pub(crate) use self::connection::{Connection, Cut, FromAgent, ToAgent};
 pub(crate) use self::outgoing::Outgoing;
 
-/// Most bytes waiting to be sent to an agent, over all its connections. A smaller value costs throughput on
-/// long paths; a larger value delays everything queued behind.
+/// Maximum number of bytes waiting to be sent to an agent, over all connections of the stream. A smaller value
+/// costs throughput on long paths; a larger value delays everything queued behind.
 pub(crate) const OUTGOING_BYTES: usize = 512 * 1024;
 
 /// Introduction that an agent sends when it connects.
@@ -64,7 +64,7 @@ pub struct AgentStream {
     /// Time of the first dial after the agent's last packet; `None` without such a dial.
     unanswered_since: Mutex<Option<Instant>>,
     retired: CancellationToken,
-    /// Closes the connection that carries the stream, and nothing else.
+    /// Token that closes the HTTP/2 connection that carries the stream, and nothing else.
     connection: CancellationToken,
     metrics: Arc<ServerMetrics>,
     limits: Limits,
@@ -101,8 +101,8 @@ impl AgentStream {
         self.draining.load(Ordering::Relaxed)
     }
 
-    /// Returns true if a dial waits longer than any agent needs and no packet has arrived since. The path
-    /// is then probably dead, although TCP has not noticed.
+    /// Returns true if a dial has been waiting longer than any agent needs and no packet has arrived since
+    /// the dial. The path is then probably dead, although TCP has not noticed.
     pub fn is_silent(&self) -> bool {
         let since = *self.unanswered_since.lock();
         since.is_some_and(|since| since.elapsed() >= SILENT_AFTER)
@@ -179,7 +179,7 @@ impl AgentStream {
         match effect {
             Effect::Opened(slot, connection) => {
                 let guard = Guard::new(self.clone(), connection);
-                // If the dial was cancelled, the guard comes back and its drop closes the connection.
+                // If the dial was cancelled, `resolve` drops the guard, and the drop closes the connection.
                 slot.resolve(Ok(guard));
             }
             Effect::Refused(slot, error) => {

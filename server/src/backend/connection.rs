@@ -40,7 +40,8 @@ pub enum ToEndpoint {
     Flow(ToClient),
 }
 
-/// Ends a connection from outside its halves, and counts the connection until dropped.
+/// Signals when a connection must end, independently of its source and sink. The connection counts as open in
+/// its tunnel until the `Cut` is dropped.
 pub struct Cut {
     /// Ends a connection whose client accepts no bytes. `None` for transports with flow control for each
     /// connection: unread bytes stay at the endpoint.
@@ -72,7 +73,7 @@ impl DialGuard {
     /// Records the outcome of the dial. An open connection keeps the guard.
     ///
     /// # Errors
-    /// The error of the dial.
+    /// Returns the error of a failed dial.
     pub fn settle(self, outcome: Result<Connection, DialError>) -> Result<Connection, DialError> {
         match outcome {
             Ok(mut connection) => {
@@ -117,7 +118,7 @@ impl From<(FlowSource, ToClient)> for Connection {
 }
 
 impl ToEndpoint {
-    /// Returns the peer's id of the connection, for logs.
+    /// Returns the id of the connection in its transport, for logs.
     pub fn connection(&self) -> i64 {
         match self {
             Self::Packet(sink) => sink.connection().0,

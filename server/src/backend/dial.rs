@@ -7,7 +7,7 @@ use std::time::Duration;
 /// rest is time on the network.
 pub(crate) const SILENT_AFTER: Duration = Duration::from_secs(7);
 
-/// Most peers of one tunnel that a dial tries.
+/// Maximum number of peers of one tunnel that a dial tries.
 const MAX_ATTEMPTS: usize = 3;
 
 /// Reason for a failed dial on a stream.
@@ -75,7 +75,7 @@ impl<I> Attempts<I> {
     /// Returns the next peer to try. `choose` chooses a peer that was not tried yet; `id` identifies the peer.
     ///
     /// # Errors
-    /// The error of the last peer, if no peer is left or too many peers failed.
+    /// Returns the error of the last peer if no peer is left or too many peers failed.
     pub(crate) fn next<P>(
         &mut self,
         choose: impl FnOnce(&[I]) -> Option<P>,

@@ -57,7 +57,8 @@ pub struct NativeAgent {
 #[derive(Default)]
 struct Waiting {
     count: AtomicUsize,
-    /// Start of the wait since the last answer; `None` while no dial waits.
+    /// Time of the last answer, or of the first waiting dial if no answer has arrived since that dial began.
+    /// `None` while no dial waits.
     since: Mutex<Option<Instant>>,
 }
 
@@ -199,8 +200,8 @@ impl NativeAgent {
         self.draining.load(Ordering::Relaxed)
     }
 
-    /// Returns true if a dial waits longer than any agent needs and no dial was answered since. The path is
-    /// then probably dead, although TCP has not noticed.
+    /// Returns true if a dial has been waiting longer than any agent needs, and no dial was answered in that
+    /// time. The path is then probably dead, although TCP has not noticed.
     pub fn is_silent(&self) -> bool {
         let since = *self.waiting.since.lock();
         since.is_some_and(|since| since.elapsed() >= SILENT_AFTER)
@@ -350,7 +351,7 @@ impl Waiting {
 impl Drop for Wait<'_> {
     fn drop(&mut self) {
         if self.0.count.fetch_sub(1, Ordering::Relaxed) == 1 {
-            // The agent owes no answer, so its silence means nothing.
+            // No dial waits for an answer, so the agent's silence means nothing.
             *self.0.since.lock() = None;
         }
     }

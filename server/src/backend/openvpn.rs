@@ -2,9 +2,10 @@
 //! role.
 //!
 //! ```text
-//! dial -> way: longest prefix, newest client -> its task: a TCP flow from the server's address
-//! packet of a client -> for a flow, or an echo request -> streams of the same client
-//!                    -> for another client -> rules, masquerade -> mailbox of the other client
+//! dial -> client with the longest prefix, then the newest -> the client's task: TCP flow from the server's
+//!         address
+//! packet from a client -> to the server: a flow, or an echo request -> the flows of the same client
+//!                      -> to another client -> rules, masquerade -> mailbox of the other client
 //! ```
 //!
 //! | part | owns |
@@ -114,7 +115,7 @@ impl Bound {
     /// Loads keys and certificates, and opens the listeners.
     ///
     /// # Errors
-    /// A file cannot be used, or an address is in use. The text names the cause and the remedy.
+    /// Fails if a file cannot be used or an address is in use. The error text names the cause and the remedy.
     pub async fn bind(settings: &Settings, metrics: Arc<ServerMetrics>) -> anyhow::Result<Self> {
         let mut files = Files::new(&settings.server)?;
         let tls = Arc::new(files.load()?);

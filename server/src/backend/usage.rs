@@ -18,13 +18,14 @@ pub struct Usage {
     in_use: AtomicUsize,
     /// Number of connections.
     open: AtomicUsize,
-    /// Ends everything in use now; a cut replaces the token. `None` if no switch can happen.
+    /// Token that ends all current dials and connections. A cut fires the token and replaces it with a new
+    /// token. `None` if no switch can happen.
     end: Option<Mutex<CancellationToken>>,
     connections: Gauge,
     dials: Vec<Counter>,
 }
 
-/// Entry of a dial or connection in the counts of its tunnel, until dropped.
+/// Counts a dial or connection in its tunnel until dropped.
 pub struct DialGuard {
     usage: Arc<Usage>,
     end: Option<CancellationToken>,
@@ -64,7 +65,7 @@ impl Usage {
         }
     }
 
-    /// Ends everything in use now.
+    /// Ends all current dials and connections.
     pub fn cut(&self) {
         if let Some(end) = &self.end {
             std::mem::take(&mut *end.lock()).cancel();

@@ -1,5 +1,5 @@
-//! The server's flags as typed: names, defaults and help texts. The module `validate` checks how they fit
-//! together.
+//! The server's flags as given on the command line: names, defaults and help texts. The module `validate`
+//! checks and converts the values.
 
 use std::ffi::OsString;
 
@@ -174,11 +174,11 @@ pub(super) struct OperationsFlags {
     #[arg(long, value_name = "FILE", default_value = "")]
     pub(super) admin_ca_cert: String,
 
-    /// Serve profiles on the admin listener. Not yet acted upon
+    /// Serve profiles on the admin listener. Not implemented yet
     #[arg(long)]
     pub(super) enable_profiling: bool,
 
-    /// Profile lock contention too; needs --enable-profiling. Not yet acted upon
+    /// Profile lock contention too; needs --enable-profiling. Not implemented yet
     #[arg(long)]
     pub(super) enable_contention_profiling: bool,
 }
@@ -191,7 +191,7 @@ pub(super) struct TunnelFlags {
     pub(super) xfr_channel_size: i64,
 
     /// Bytes that all connections together may queue beyond their own buffers while their clients are slow;
-    /// when they are used up, the connection that uses most of them is closed
+    /// when these bytes are used up, the connection that uses the largest part of them is closed
     #[arg(long, value_name = "BYTES", default_value = "67108864", value_parser = go_int)]
     pub(super) excess_buffer_bytes: i64,
 
@@ -203,11 +203,11 @@ pub(super) struct TunnelFlags {
     #[arg(long, value_name = "N", default_value = "0", value_parser = go_int)]
     pub(super) worker_threads: i64,
 
-    /// Longest time to send a dial to an agent and to receive the answer; 0 leaves a bound of 35s
+    /// Longest time to send a dial to an agent and to receive the answer; 0 means the built-in limit of 35s
     #[arg(long, value_name = "DURATION", default_value = "0")]
     pub(super) backend_dial_timeout: GoDuration,
 
-    /// Time for connections to end after SIGTERM; 0 ends them at once. Not yet acted upon
+    /// Time for connections to end after SIGTERM; 0 ends them at once. Not implemented yet
     #[arg(long, value_name = "DURATION", default_value = "0")]
     pub(super) graceful_shutdown_timeout: GoDuration,
 
@@ -273,7 +273,7 @@ pub(super) struct KubernetesFlags {
     #[arg(long, value_name = "QPS", default_value = "0")]
     pub(super) kubeconfig_qps: f32,
 
-    /// Requests at once; 0 means 10
+    /// Largest burst of requests; 0 means 10
     #[arg(long, value_name = "N", default_value = "0", value_parser = go_int)]
     pub(super) kubeconfig_burst: i64,
 
@@ -304,7 +304,8 @@ impl Flags {
         Self::read_with_id(args, std::env::var(ID_VARIABLE).ok())
     }
 
-    /// Reads a command line, with the server id of the environment.
+    /// Reads a command line. Without `--server-id`, the server id is `id`, the value from the environment, or
+    /// else a random UUID.
     pub(super) fn read_with_id<I, A>(args: I, id: Option<String>) -> Result<Config, Exit>
     where
         I: IntoIterator<Item = A>,

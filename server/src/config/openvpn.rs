@@ -74,8 +74,8 @@ pub(super) struct OpenvpnFlags {
     #[arg(long, value_name = "LIST")]
     pub(super) openvpn_route: Vec<StringSlice>,
 
-    /// Networks pushed to clients as routes into the VPN, comma-separated; not pushed to the client that has
-    /// the network behind itself
+    /// Networks pushed to clients as routes into the VPN, comma-separated; a client does not receive the
+    /// route to a network that is behind that client
     #[arg(long, value_name = "LIST")]
     pub(super) openvpn_push_route: Vec<StringSlice>,
 
@@ -83,7 +83,7 @@ pub(super) struct OpenvpnFlags {
     #[arg(long, value_name = "LIST")]
     pub(super) openvpn_push: Vec<StringSlice>,
 
-    /// Network for node access: its addresses end with the last two octets of a node; empty means
+    /// Network for node access: its addresses end with the last two octets of a node's address; empty means
     /// 10.254.0.0/16
     #[arg(long, value_name = "CIDR", default_value = "")]
     pub(super) openvpn_node_access_network: String,
@@ -168,7 +168,7 @@ impl OpenvpnFlags {
             self.openvpn_ping,
             file.ping.or(Some(PING)),
         );
-        // The file's value is the server's own time, which is twice the time of the clients.
+        // The file has the server's own timeout, which is twice the clients' timeout.
         let restart = file
             .ping_restart
             .map(|time| time / 2)

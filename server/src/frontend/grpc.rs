@@ -24,7 +24,7 @@ use super::Frontend;
 use crate::backend::Connection;
 use crate::metrics::{ServerMetrics, ServiceMethod};
 
-/// Most bytes waiting to be sent on a stream, in addition to HTTP/2's own buffer.
+/// Maximum number of bytes waiting to be sent on a stream, in addition to HTTP/2's own buffer.
 pub(crate) const OUTGOING_BYTES: usize = 256 * 1024;
 
 /// Serves front-end streams.
@@ -280,8 +280,8 @@ impl Sink for ClientSink {
         Ok(())
     }
 
-    /// The protocol has no half close toward clients: the end of the endpoint's bytes ends the connection,
-    /// as upstream.
+    /// The protocol has no half close toward clients: the end of the endpoint's bytes ends the connection, as
+    /// in upstream.
     async fn finish(&mut self) -> Result<(), CloseReason> {
         Err(CloseReason::EndpointClosed)
     }

@@ -1,5 +1,5 @@
-//! The HTTP CONNECT front end: one request on each connection, then its bytes. Responses match upstream's
-//! byte for byte where clients look.
+//! The HTTP CONNECT front end: the client sends one request, then the bytes of the connection. In every part
+//! that clients parse, responses match upstream's byte for byte.
 
 use std::io;
 use std::sync::Arc;
@@ -23,11 +23,11 @@ use crate::backend::{Connection, DialError};
 use crate::listener::ListenerContext;
 use crate::metrics::{RejectReason, ServerMetrics};
 
-/// Longest time for a client to send its request, as upstream.
+/// Longest time for a client to send its request, as in upstream.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Most bytes kept from a client before its connection is open. While the buffer is full, the server
-/// notices that the client has left only after the dial has an outcome.
+/// Maximum number of bytes kept from a client before its connection is open. While the buffer is full, the
+/// server notices that the client has left only after the dial has an outcome.
 const EARLY_BYTES: usize = 64 * 1024;
 
 /// Interval between checks of a half-closed client.
@@ -48,8 +48,8 @@ pub(crate) trait ClientRead: AsyncRead + Unpin + Send {
 impl ClientRead for tokio::net::unix::OwnedReadHalf {
     const TELLS_HANG_UP: bool = true;
 
-    /// A Unix peer hangs up at once when it closes. The hang-up causes no event here, so the function
-    /// polls.
+    /// A Unix socket reports a hang-up as soon as the peer closes its socket. A wait for writability returns
+    /// at once on a writable socket, so this function polls for the hang-up.
     async fn hung_up(&self) {
         loop {
             match self.ready(Interest::WRITABLE).await {
@@ -198,7 +198,7 @@ where
     }
 }
 
-/// Returns the response to a failed dial, as upstream.
+/// Returns the response to a failed dial, as in upstream.
 fn answer(error: &DialError) -> Vec<u8> {
     match error {
         DialError::NoAgent | DialError::NoClient => {

@@ -1,4 +1,4 @@
-//! A tunnel of the router, with its use.
+//! A tunnel of the router, with the counts of its dials and connections.
 
 use std::sync::Arc;
 
@@ -19,7 +19,7 @@ pub(super) struct TunnelSlot {
 /// Reason why a dial got no connection on a tunnel.
 pub(super) enum DialFailure {
     Failed(DialError),
-    /// A switch left the tunnel.
+    /// A switch ended the use of the tunnel during the dial.
     Moved,
 }
 
@@ -50,7 +50,7 @@ impl TunnelSlot {
         guard.settle(outcome)
     }
 
-    /// Dials, but ends early if a switch leaves the tunnel.
+    /// Dials, but ends early if a switch ends the use of the tunnel.
     pub(super) async fn dial(
         &self,
         guard: DialGuard,

@@ -26,7 +26,7 @@ const TICK: Duration = Duration::from_millis(100);
 /// Interval between checks of the mode file. Two checks must see a change before the change takes effect.
 const POLL: Duration = Duration::from_millis(200);
 
-/// Most requests waiting; a request takes as long as writing the state file.
+/// Maximum number of waiting requests. A request takes as long as writing the state file.
 const WAITING_REQUESTS: usize = 16;
 
 /// Handle of a server's switch.
@@ -89,7 +89,7 @@ pub(crate) struct Driver {
 /// Sets the mode and the route to start with.
 ///
 /// # Errors
-/// If this server does not have the tunnel of the mode.
+/// Fails if this server does not have the tunnel of the mode.
 pub(crate) fn start(
     mut start: Start,
     router: Arc<Router>,
@@ -137,7 +137,7 @@ impl Switcher {
     /// tunnel if the tunnel has a healthy peer.
     ///
     /// # Errors
-    /// [`Refusal`]; then nothing has changed.
+    /// Returns [`Refusal`]; nothing has changed then.
     pub(crate) async fn request(&self, mode: Mode, drain: Option<Duration>) -> Result<(), Refusal> {
         let (answer, answered) = oneshot::channel();
         let command = Command {
@@ -246,7 +246,7 @@ impl Driver {
         outcome
     }
 
-    /// Checks the mode file. A wrong file changes nothing.
+    /// Checks the mode file. An invalid file does not change the mode.
     fn check_mode_file(&mut self) {
         let Some(follower) = &mut self.mode_file else {
             return;

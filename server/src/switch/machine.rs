@@ -41,8 +41,8 @@ pub(crate) enum Phase {
         deadline: Instant,
         /// Time of the request.
         since: Instant,
-        /// True if the last check found nothing in use. The route then excludes the old tunnel; a dial that
-        /// has read the earlier route shows at the next check.
+        /// True if the last check found nothing in use. The route then excludes the old tunnel. A dial may
+        /// have read the earlier route just before; the next check finds that dial in use.
         closing: bool,
         /// True if the deadline has passed without a healthy target.
         overdue: bool,
@@ -144,7 +144,7 @@ impl Switch {
     /// Requests a mode. A repeated request for the current mode changes the drain time.
     ///
     /// # Errors
-    /// If the server does not have the tunnel of the mode; nothing changes then.
+    /// Fails if the server does not have the tunnel of the mode; nothing changes then.
     pub(crate) fn request(
         &mut self,
         mode: Mode,
@@ -217,7 +217,8 @@ impl Switch {
         }
     }
 
-    /// Sends new dials to the target. The other tunnel drains, unless it stays in use.
+    /// Sends new dials to the target. The other tunnel then drains, unless the mode keeps that tunnel as a
+    /// fallback.
     fn divert(&mut self, before: Kind, drain: Duration, since: Instant, now: Instant, view: &View) {
         let target = self.mode.tunnel();
         if before != target {

@@ -24,7 +24,7 @@ struct Document {
 /// Parses the text of a mode file.
 ///
 /// # Errors
-/// If the text has no mode, an unknown mode, or two modes; the error text names the problem.
+/// Fails if the text has no mode, an unknown mode, or two modes; the error text names the problem.
 pub fn parse(text: &str) -> Result<Mode, String> {
     let word = text.trim();
     match word {
@@ -39,7 +39,7 @@ pub fn parse(text: &str) -> Result<Mode, String> {
         _ => {}
     }
     let document: Document = serde_saphyr::from_str(text).map_err(|error| {
-        // The other lines draw a picture of the place.
+        // Only the first line is kept: the further lines show an excerpt of the file.
         let why = error.to_string();
         why.lines().next().unwrap_or_default().to_owned()
     })?;

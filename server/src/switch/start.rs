@@ -52,11 +52,11 @@ struct Decision {
 }
 
 impl Start {
-    /// Reads the state file and the mode file. If the mode file is missing, the server chooses its mode
-    /// without the file, and waits for the file. An unusable state file is ignored.
+    /// Reads the state file and the mode file. If the mode file cannot be read, the server starts without the
+    /// file, and follows the file once it can be read. An unusable state file is ignored.
     ///
     /// # Errors
-    /// If the mode file has no valid mode.
+    /// Fails if the mode file has no valid mode.
     pub(crate) fn read(settings: Settings) -> Result<Self, StartError> {
         let state = settings.state_file.as_deref().map(StateFile::new);
         let (saved, state_problem) = match state.as_ref().map(StateFile::load) {
@@ -108,7 +108,7 @@ impl Start {
     /// Returns the machine to start with, and the origin of its mode.
     ///
     /// # Errors
-    /// If the flag or the file names a mode whose tunnel this server does not have.
+    /// Fails if the flag or the file names a mode whose tunnel this server does not have.
     pub(crate) fn machine(
         &mut self,
         view: &View,
@@ -129,7 +129,8 @@ impl Start {
             return Err(Unavailable(mode));
         }
         if decision.from_state && self.unreadable.is_some() {
-            // Once readable, the file may still have the same mode as when the state was saved.
+            // The file may be unchanged since the state was saved. The saved value is kept, so that an
+            // unchanged file does not undo a switch once the file can be read.
             self.file = self.saved.as_ref().and_then(|saved| saved.file);
         }
         let drain = self.settings.drain;
@@ -174,7 +175,7 @@ fn decide(flag: Mode, file: Option<Mode>, saved: Option<&Saved>) -> Decision {
 }
 
 impl SetBy {
-    /// Returns the word for people.
+    /// Returns the name for logs.
     pub fn name(self) -> &'static str {
         match self {
             Self::Flag => "flag",

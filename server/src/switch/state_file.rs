@@ -70,11 +70,11 @@ pub(crate) struct StateFile {
     path: PathBuf,
 }
 
-/// Both clocks at a point in time. The wall clock continues across restarts; the clock of the process is
-/// never set.
+/// The wall clock and the monotonic clock of the process, at the same point in time. The wall clock continues
+/// across restarts; the monotonic clock is never adjusted.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Clocks {
-    /// Clock of this process.
+    /// Monotonic clock of this process.
     pub now: Instant,
     /// Wall clock.
     pub wall: SystemTime,
@@ -119,8 +119,8 @@ impl Saved {
         self
     }
 
-    /// Returns the saved phase. No time becomes longer than intended, even if the wall clock was set in
-    /// between.
+    /// Returns the saved phase. The remaining drain time is at most the requested time or `longest_drain`,
+    /// whichever is longer, even if the wall clock was adjusted since the state was saved.
     pub(crate) fn phase(&self, longest_drain: Duration, clocks: Clocks) -> Phase {
         match self.switch {
             None => Phase::Settled,
@@ -175,8 +175,8 @@ impl Clocks {
         Duration::from_millis(wall_ms.saturating_sub(self.wall_ms()))
     }
 
-    /// Converts a wall-clock time. The clock of a process has no times before the start of the machine;
-    /// such times become the current time.
+    /// Converts a wall-clock time in the past to the monotonic clock. The monotonic clock cannot represent
+    /// times before the computer started; such times become the current time.
     fn since(self, wall_ms: u64) -> Instant {
         let ago = Duration::from_millis(self.wall_ms().saturating_sub(wall_ms));
         self.now.checked_sub(ago).unwrap_or(self.now)
@@ -200,7 +200,8 @@ impl StateFile {
     /// Reads the file; `None` if it is missing.
     ///
     /// # Errors
-    /// If the file cannot be read, or is not a state file of this program; the text names the file.
+    /// Fails if the file cannot be read, or is not a state file of this program; the error text names the
+    /// file.
     pub(crate) fn load(&self) -> Result<Option<Saved>, String> {
         let fail = |why: String| format!("--tunnel-state-file {}: {why}", self.path.display());
         let file = match File::open(&self.path) {
@@ -228,7 +229,7 @@ impl StateFile {
     /// Replaces the file. After a crash at any point, either the old or the new file exists.
     ///
     /// # Errors
-    /// If the file cannot be written; the text names the file.
+    /// Fails if the file cannot be written; the error text names the file.
     pub(crate) async fn save(&self, saved: &Saved) -> Result<(), String> {
         let path = self.path.clone();
         let text = serde_json::to_vec(saved).map_err(|error| error.to_string())?;

@@ -86,7 +86,7 @@ impl Request {
     /// Returns the drain time.
     ///
     /// # Errors
-    /// If the text is not a duration, or is below zero.
+    /// Fails if the text is not a duration, or is below zero.
     pub fn drain(&self) -> Result<Option<std::time::Duration>, String> {
         let Some(text) = &self.drain else {
             return Ok(None);

@@ -21,8 +21,9 @@ const VERBOSITY: &str = "--v=2";
 /// Example of a listen address, for error texts.
 const LISTEN: &str = "100.64.30.10:6443";
 
-/// Example of an interface name and address, as KKP uses them.
+/// Example of an interface name: the name that KKP (Kubermatic Kubernetes Platform) uses.
 const NAME: &str = "envoyagent";
+/// Example of an interface address: KKP's default.
 const ADDRESS: &str = "100.64.30.10";
 
 /// Longest interface name, in bytes (IFNAMSIZ without the terminating NUL).
@@ -34,8 +35,8 @@ const AUTHORITY: &str = "apiserver-external.cluster-x.svc.cluster.local:443";
 /// Example of a proxy address, for error texts.
 const PROXY: &str = "cluster-x.seed.example.com:8088";
 
-/// Carries connections to addresses of this node to Services of the seed, as CONNECT streams over a few
-/// HTTP/2 connections to the seed's nodeport-proxy.
+/// Listens on addresses of this node and carries the accepted connections to Services of the seed, as CONNECT
+/// streams over a few HTTP/2 connections to the seed's nodeport-proxy.
 #[derive(Parser, Debug)]
 #[command(name = PROGRAM, version)]
 pub(super) struct Flags {
@@ -88,7 +89,7 @@ struct OperationsFlags {
     #[arg(long, value_name = "PORT", default_value = "8002", value_parser = go_int)]
     stats_port: i64,
 
-    /// Time for clients to end after SIGTERM; 0 closes clients at once
+    /// Time for clients to disconnect after SIGTERM; 0 disconnects them at once
     #[arg(long, value_name = "DURATION", default_value = "25s")]
     drain_timeout: GoDuration,
 }
@@ -100,7 +101,7 @@ impl Flags {
     pub(super) fn read(mut args: impl Iterator<Item = OsString>) -> Result<Config, Exit> {
         let program = args.next();
         let verbosity = OsString::from(VERBOSITY);
-        // Flags with one dash are valid too, as for network-interface-manager.
+        // A single dash is valid too, as in network-interface-manager.
         let args = args.map(|arg| {
             arg.to_str()
                 .map(|arg| with_two_dashes(arg).into())
@@ -220,7 +221,7 @@ fn interface(p: &mut Problems, flags: &InterfaceFlags) -> Option<Interface> {
     })
 }
 
-/// True if the kernel accepts the name unchanged. The kernel replaces a `%d` by a number, so `%` is not
+/// True if the kernel accepts the name unchanged. The kernel replaces `%d` with a number, so `%` is not
 /// allowed.
 fn is_name(name: &str) -> bool {
     let is_taken = |c: char| c.is_ascii_graphic() && !matches!(c, '/' | ':' | '%');

@@ -50,13 +50,13 @@ const ATTRIBUTE_FLAGS: u16 = 0xc000;
 /// A request to the kernel. The kernel answers with zero or more messages, then an outcome.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Request<'a> {
-    /// Finds the interface with a name.
+    /// Finds the interface with this name.
     Find(&'a str),
     /// Lists the addresses of all interfaces.
     Addresses,
-    /// Creates an interface that is up: name and kind.
+    /// Creates an interface with this name and this kind, already up.
     Create(&'a str, &'a str),
-    /// Sets an interface up, by index.
+    /// Brings up the interface with this index.
     SetUp(u32),
     /// Adds an address to an interface. An IPv4 address gets host scope, as with network-interface-manager.
     /// An IPv6 address can be bound at once, without duplicate address detection: a dummy interface has no
@@ -247,7 +247,7 @@ fn until_nul(value: &[u8]) -> Option<&str> {
     std::str::from_utf8(text).ok()
 }
 
-/// A parser that removes values from the front.
+/// A parser that removes values from the front of a byte slice.
 #[derive(Clone, Copy)]
 struct Reader<'a>(&'a [u8]);
 

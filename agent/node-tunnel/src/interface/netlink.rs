@@ -54,7 +54,7 @@ impl Netlink {
         })
     }
 
-    /// Returns the interface with a name and its addresses, or `None` if the interface does not exist.
+    /// Returns the interface named `name` with its addresses, or `None` if the interface does not exist.
     ///
     /// # Errors
     /// Returns the kernel's error, or [`Errno::INTR`] if addresses changed during the listing.
@@ -157,7 +157,7 @@ impl Monitor {
                 // The runtime is shutting down.
                 return;
             };
-            // Allocated per wakeup, because changes are rare.
+            // A buffer is allocated at each wakeup and not kept, because changes are rare.
             let mut buffer = vec![0; DATAGRAM_BYTES];
             let mut is_concerned = false;
             loop {

@@ -32,7 +32,7 @@ pub(super) struct Link {
 pub(crate) enum Step {
     /// Create the interface, already up.
     Create,
-    /// Set the interface up. IPv6 addresses exist only on an interface that is up.
+    /// Bring the interface up. IPv6 addresses exist only on an interface that is up.
     SetUp,
     /// Remove an unwanted address.
     Remove(Address),
@@ -100,9 +100,9 @@ impl fmt::Display for Foreign {
 /// Returns the steps from the current state to the wanted interface; empty if nothing is left to do. After
 /// [`Step::Create`], the caller must check again for further steps.
 ///
-/// A missing address replaces all addresses of the same family, as with network-interface-manager: the old
-/// address was wanted before `tunnelingAgentIP` changed. If no address of a family is missing, addresses
-/// added by other programs stay.
+/// If a wanted address is missing, the unwanted addresses of its family are removed, except link-local
+/// addresses. network-interface-manager does the same: after a change of KKP's `tunnelingAgentIP`, the old
+/// address must go. If no wanted address of a family is missing, addresses added by other programs stay.
 ///
 /// # Errors
 /// Returns [`Foreign`] for an interface of another kind.
@@ -126,7 +126,8 @@ pub(super) fn steps(wanted: &Interface, found: Option<&Link>) -> Result<Vec<Step
         !wanted.contains(one) && !one.is_link_local() && missing.clone().any(is_replaced)
     };
     let stale = link.addresses.iter().filter(is_stale);
-    // Removals come first: after an interruption, the next check still finds the new address missing.
+    // Removals come first: if the steps are interrupted, the next check still finds the wanted address
+    // missing, and repeats the removals.
     let removals = stale.copied().map(Step::Remove);
     let additions = missing.clone().copied().map(Step::Add);
     Ok(set_up

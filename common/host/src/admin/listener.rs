@@ -9,10 +9,11 @@ use tokio::net::TcpListener;
 use crate::net::dial::join_host_port;
 
 /// Length of the kernel's queue of connections that wait to be accepted; the kernel limits the length to
-/// `net.core.somaxconn`. After a restart, all agents, nodes and clients connect at the same time.
+/// `net.core.somaxconn`. The queue is long because all agents, nodes and clients connect at the same time
+/// after a restart of this program.
 const BACKLOG: i32 = 4096;
 
-/// Error of a listener that could not be bound.
+/// Error returned when a listener cannot be bound.
 #[derive(Debug, thiserror::Error)]
 pub enum BindError {
     /// Another process uses the port.

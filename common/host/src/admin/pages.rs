@@ -103,7 +103,7 @@ fn check_page(checks: &[Check], is_verbose: bool) -> Reply {
     }
 }
 
-/// Builds a redirect without a scheme, as upstream, so that the client keeps the scheme of its request.
+/// Builds a redirect without a scheme, as upstream does, so that the client keeps the scheme of its request.
 fn redirect(path: &str, port: u16, ask: &Ask) -> Reply {
     let host = match split_host_port(&ask.host) {
         Ok((host, _)) => host,

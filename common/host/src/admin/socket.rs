@@ -54,7 +54,7 @@ pub struct UnixSocket {
     _file: SocketFile,
 }
 
-/// Error of a Unix socket that could not be opened.
+/// Error returned when a Unix socket cannot be opened.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot listen on the Unix socket {path}: {why}; check {flag}")]
 pub struct UnixSocketError {

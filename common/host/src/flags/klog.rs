@@ -62,7 +62,7 @@ pub struct KlogFlags {
     #[arg(long, value_name = "MB", default_value_t = DEFAULT_MAX_MEGABYTES)]
     log_file_max_size: u64,
 
-    /// Show the folder of a source file
+    /// Show the source file's folder in the header of text lines
     #[arg(long)]
     add_dir_header: bool,
 
@@ -150,8 +150,8 @@ fn log_format(text: &str) -> Result<LogFormat, &'static str> {
     }
 }
 
-/// Parses a severity: a name in any case, or a number. As in klog, a number beyond the ends means the nearest
-/// end.
+/// Parses a severity: a name in any case, or a number. As in klog, a number out of range means the nearest
+/// severity.
 fn severity(text: &str) -> Result<Severity, ValueError> {
     match text.to_ascii_uppercase().as_str() {
         "INFO" => Ok(Severity::Info),

@@ -33,8 +33,8 @@ pub enum LabelError {
     Integer(String),
 }
 
-/// Checks a whole list `k=v[,k=v]`. An empty list is an error, because leases without a label are never found
-/// again.
+/// Checks a whole list `k=v[,k=v]`. An empty list is an error: the labels mark a server's Lease objects, and
+/// a Lease without a label would never be found again.
 ///
 /// # Errors
 /// Returns [`LabelError::Format`], [`LabelError::Key`] or [`LabelError::Value`] for the first invalid item.

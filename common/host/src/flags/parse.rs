@@ -35,7 +35,7 @@ pub struct Parsed<T> {
 pub struct Exit {
     /// Exit code of the process: 0 for help and version, 1 for errors.
     pub code: u8,
-    /// Text for stdout (code 0) or stderr (code 1), with the final line end.
+    /// Text for stdout (code 0) or stderr (code 1), including the trailing newline.
     pub text: String,
 }
 
@@ -123,8 +123,8 @@ fn pflag_like_arg(arg: Arg) -> Arg {
 // === impl Exit ===
 
 impl Exit {
-    /// Creates the exit for a command line that parses but is wrong: one line per problem, then a hint at
-    /// `--help`.
+    /// Creates an [`Exit`] with code 1 for a command line that parses but is invalid. The text has one line
+    /// per problem, and a last line that refers to `--help`.
     pub fn problems(program: &str, problems: &[String]) -> Self {
         let mut text: String = problems
             .iter()

@@ -105,13 +105,13 @@ impl Problems {
         size.min(max)
     }
 
-    /// Checks a flag that counts bytes; 0 is allowed.
+    /// Checks a flag whose value is a number of bytes; 0 is allowed.
     pub fn bytes(&mut self, flag: &str, value: i64) -> usize {
         self.require(value >= 0, || format!("{flag} must be >= 0, got {value}"));
         usize::try_from(value).unwrap_or(0)
     }
 
-    /// Checks a flag that counts threads.
+    /// Checks a flag whose value is a number of threads, from 0 to 1024.
     pub fn threads(&mut self, flag: &str, value: i64) -> usize {
         self.require((0..=1024).contains(&value), || {
             format!("{flag} must be 0 to 1024, got {value}")

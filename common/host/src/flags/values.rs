@@ -28,7 +28,7 @@ pub enum ValueError {
     /// A unit that Go does not accept. Go has no unit for days.
     #[error("time: unknown unit {unit:?} in duration {text:?}")]
     DurationUnit {
-        /// Text in the place of the unit.
+        /// Text found where the unit should be.
         unit: String,
         /// The whole value.
         text: String,
@@ -197,7 +197,8 @@ fn split_digits(text: &str) -> (&str, &str) {
     text.split_at(end.unwrap_or(text.len()))
 }
 
-/// Returns `0.digits` of `scale`, cut to whole nanoseconds. No unit needs more than 18 digits.
+/// Returns the decimal fraction `0.digits` multiplied by `scale`, truncated to whole nanoseconds. Digits
+/// after the 18th are ignored, because each of them is worth far less than a nanosecond even in hours.
 fn fraction_of(digits: &str, scale: i64) -> i64 {
     let mut nanos: i128 = 0;
     let mut base: i128 = 1;

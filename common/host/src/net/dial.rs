@@ -58,7 +58,7 @@ pub struct AddressError {
     pub reason: &'static str,
 }
 
-/// Dials `address` (`host:port`) by `protocol`: `tcp`, `tcp4` or `tcp6`. The whole dial, including the name
+/// Dials `address` (`host:port`) over `protocol`: `tcp`, `tcp4` or `tcp6`. The whole dial, including the name
 /// lookup, takes at most `timeout`. As in Go, the connection has `TCP_NODELAY` set and sends keepalive probes
 /// every 15 s.
 ///
@@ -182,8 +182,8 @@ impl Target {
     }
 }
 
-/// Resolves a host to all addresses of the family in `protocol`. The error has Go's text without the prefix
-/// `dial tcp:`, and its kind.
+/// Resolves a host to all addresses of the family in `protocol`. The error is a pair: Go's text without the
+/// prefix `dial tcp:`, and the kind of the failure.
 async fn resolve(
     protocol: &str,
     host: &str,
@@ -192,7 +192,7 @@ async fn resolve(
 ) -> Result<Vec<Target>, (String, io::ErrorKind)> {
     let fail = |reason: String| (reason, io::ErrorKind::Other);
     if host.is_empty() {
-        // The local system. Go prints the address without a host.
+        // An empty host means the local system. Go prints such an address as `:port`.
         let loopback: IpAddr = match protocol {
             "tcp6" => Ipv6Addr::LOCALHOST.into(),
             _ => Ipv4Addr::LOCALHOST.into(),
@@ -345,7 +345,7 @@ fn partial_timeout(remaining: Duration, addresses: usize) -> Duration {
     (remaining / addresses).max(SANE_MINIMUM).min(remaining)
 }
 
-/// Makes one attempt. The error has Go's text (without the address), and its kind.
+/// Makes one attempt. The error is a pair: Go's text without the address, and the kind of the failure.
 async fn connect(address: SocketAddr) -> Result<TcpStream, (String, io::ErrorKind)> {
     let fail = |call: &str, error: io::Error| {
         let code = error.raw_os_error();

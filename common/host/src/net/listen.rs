@@ -29,9 +29,9 @@ pub struct Keepalive {
     pub interval: Duration,
     /// Number of unanswered probes that ends the connection.
     pub probes: u32,
-    /// Maximum time for bytes to stay unacknowledged. The timeout also ends a live peer that reads nothing,
-    /// so it suits only peers that always read, such as HTTP/2 peers. `None` leaves the limit to the kernel,
-    /// which retries for a quarter of an hour.
+    /// Maximum time for bytes to stay unacknowledged. The timeout also closes the connection of a live peer
+    /// that reads nothing, so it suits only peers that always read, such as HTTP/2 peers. `None` leaves the
+    /// limit to the kernel, which retries for a quarter of an hour.
     pub user_timeout: Option<Duration>,
 }
 
@@ -58,7 +58,7 @@ impl Default for Keepalive {
 /// doubled, and charges only for bytes that wait in the buffer.
 const UNIX_SEND_BYTES: usize = 256 * 1024;
 
-/// Error of a Unix socket that could not be opened.
+/// Error returned when a Unix socket cannot be opened.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot listen on the Unix socket {path}: {source}; {advice}")]
 pub struct UnixBindError {
@@ -107,7 +107,7 @@ impl Listener {
     /// the kernel allows (107 bytes).
     pub fn unix(path: &Path, replace: bool) -> Result<Self, UnixBindError> {
         if replace && let Err(error) = std::fs::remove_file(path) {
-            // As upstream: log a failed removal and let the bind decide.
+            // As in upstream, a failed removal is only logged; if the file is still there, the bind fails.
             if error.kind() != io::ErrorKind::NotFound {
                 warn!(path = %path.display(), %error, "cannot remove the file at the socket's path");
             }

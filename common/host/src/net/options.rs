@@ -1,5 +1,5 @@
-//! Socket options that no crate in use offers. The module has the only unsafe code of the workspace, partly
-//! from a crate's macro.
+//! Socket options that no crate in use offers. This module has the only unsafe blocks of the workspace: the
+//! block in `set`, and the blocks that the macro `nix::getsockopt_impl!` expands to.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd as _};
@@ -8,11 +8,12 @@ use nix::sys::socket::sockopt::GetStruct;
 
 /// Sets the number of bytes that a stream socket must have received before it becomes readable
 /// (`SO_RCVLOWAT`, socket(7)). The end of the stream also makes the socket readable. Received bytes can be
-/// read at any time, but a task that waits for readiness gets them late, so use a deadline. A lower mark
-/// takes effect at once (Linux `tcp_set_rcvlowat`). The kernel's default is 1.
+/// read at any time, but a task that waits for readiness gets them late, so the caller needs a timeout after
+/// which it reads anyway. Lowering the number takes effect at once (Linux `tcp_set_rcvlowat`). The kernel's
+/// default is 1.
 ///
 /// # Errors
-/// Fails if the descriptor is not a socket, or its socket type has no such mark.
+/// Fails if the descriptor is not a socket, or its socket type does not have this option.
 pub fn set_receive_low_water(socket: &impl AsFd, bytes: u16) -> io::Result<()> {
     set(socket, libc::SOL_SOCKET, libc::SO_RCVLOWAT, bytes.into())
 }

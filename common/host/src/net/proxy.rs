@@ -28,10 +28,10 @@ const MAX_HEADERS: usize = 64;
 /// Port of a proxy whose URL has no port (the default port of the scheme `http`).
 const DEFAULT_PROXY_PORT: u16 = 80;
 
-/// Variables for the proxy of TLS targets. The first non-empty variable counts.
+/// Variables for the proxy of TLS targets. The first non-empty variable is used.
 const PROXY_VARIABLES: [&str; 2] = ["HTTPS_PROXY", "https_proxy"];
 
-/// Variables for exceptions. The first non-empty variable counts.
+/// Variables for exceptions. The first non-empty variable is used.
 const NO_PROXY_VARIABLES: [&str; 2] = ["NO_PROXY", "no_proxy"];
 
 /// An HTTP proxy.
@@ -42,8 +42,8 @@ pub struct ProxyTarget {
     authorization: Option<HeaderValue>,
 }
 
-/// Error of an unusable proxy in the environment. The error omits the variable's value, because the value may
-/// contain a password.
+/// Error for an unusable proxy setting in the environment. The error omits the variable's value, because the
+/// value may contain a password.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ProxyError {
     /// The value is not the URL of a proxy.
@@ -157,7 +157,7 @@ impl fmt::Display for ProxyTarget {
     }
 }
 
-/// Omits the credentials.
+/// Debug output omits the credentials.
 impl fmt::Debug for ProxyTarget {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "ProxyTarget({self})")

@@ -1,6 +1,6 @@
-//! The read-ahead buffer below TLS and HTTP/2. rustls reads 4 KiB of a record at a time, four or five system
-//! calls for each 16 KiB, and `h2` reads the rest of a frame, or 8 KiB. With the buffer, one system call
-//! serves several such reads.
+//! The read-ahead buffer below TLS and HTTP/2. rustls reads at most 4 KiB at a time, which costs four or five
+//! system calls per record of 16 KiB. `h2` reads at most the rest of the current frame, or 8 KiB between
+//! frames. With the buffer, one system call serves several such reads.
 
 use std::io;
 use std::pin::Pin;

@@ -43,7 +43,8 @@ pub fn is_gone(socket: &impl AsFd, patience: Duration) -> bool {
     // If the kernel does not report the state, TCP's own timeouts apply.
     getsockopt(socket, TcpInfo).is_ok_and(|info| {
         let seen = Seen {
-            // A peer that only sends acknowledges nothing new, and a peer that only receives sends no data.
+            // The later of the two segments counts: a peer that only receives sends acknowledgements but no
+            // data, and a peer that only sends data never acknowledges new bytes.
             silent: Duration::from_millis(
                 info.tcpi_last_ack_recv.min(info.tcpi_last_data_recv).into(),
             ),

@@ -1,12 +1,14 @@
 //! Shards: threads that carry connections, each with its own runtime.
 //!
 //! One thread serves a connection and everything that exchanges bytes with the connection, because a
-//! hand-over between threads costs a wake-up and cold caches for each chunk (docs/decisions/0001). New agent
-//! connections and OpenVPN clients go to the shard with the fewest of them. A proxied connection goes to the
-//! shard of its agent connection or OpenVPN client, and in the node tunnel to the shard of its connection to
-//! the proxy. At the front door, connections have no such peer, and most connections are short. A front-door
+//! hand-over between threads costs a wake-up and cold caches for each chunk (docs/decisions/0001). A new
+//! agent connection or OpenVPN client goes to the shard with the fewest agent connections and OpenVPN clients
+//! in total. A proxied connection goes to the shard of its agent connection or OpenVPN client. In the node
+//! tunnel, a proxied connection goes to the shard of its HTTP/2 connection to the seed's nodeport-proxy.
+//!
+//! At the front door, no such shard exists for a connection, and most connections are short. A front-door
 //! connection stays on the shard that accepts it, unless this shard has many more connections than another
-//! shard. A front-door connection with much data then changes its shard once, to the shard with the fewest
+//! shard. A front-door connection that carries much data changes its shard once, to the shard with the fewest
 //! bulk connections.
 
 use std::io;
@@ -25,7 +27,7 @@ const DEFAULT_MAX: usize = 4;
 
 /// Number of seats that the caller's shard may have in excess of another shard before a possibly short
 /// connection goes to the other shard. A hand-over costs a short connection an eighth of its processor time,
-/// and so few connections with little data do not fill a thread.
+/// and this many connections with little data do not saturate a thread.
 const SLACK: usize = 16;
 
 /// Identity of a shard: the id of its runtime.

@@ -1,6 +1,6 @@
 //! Repeated failures that are logged once.
 
-/// Most failure texts remembered.
+/// Largest number of failure texts to remember.
 const MAX_TEXTS: usize = 4;
 
 /// Failures of one activity since its last success. A caller logs only new texts, and the recovery.

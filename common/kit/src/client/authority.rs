@@ -114,7 +114,8 @@ fn frame_head(mut input: &[u8]) -> Option<(u8, usize)> {
 /// form: a complete header block with only indexed fields before the authority.
 ///
 /// The new value changes the size of an entry in the peer's dynamic table, so the encoder's view of the table
-/// is wrong. The difference is harmless as long as the table has room for the only request.
+/// is wrong. The difference is harmless because the connection carries only one request, as long as the
+/// entries of that request fit into the table.
 fn rewrite_headers(frame: &[u8], authority: &str, output: &mut BytesMut) -> Option<()> {
     let (head, mut block) = frame.split_at_checked(FRAME_HEAD_BYTES)?;
     let (kind_flags_stream, flags) = (head.get(3..)?, *head.get(4)?);

@@ -7,7 +7,7 @@ use bytes::BytesMut;
 
 use super::PLACEHOLDER;
 
-/// The name without Huffman coding.
+/// The name `:authority` without Huffman coding.
 const NAME: &[u8] = b":authority";
 /// The only Huffman form of the name (57 bits of code and 7 padding bits, all ones).
 pub(super) const NAME_HUFFMAN: &[u8] = &[0xb8, 0x3b, 0x53, 0x39, 0xec, 0x32, 0x7d, 0x7f];
@@ -56,7 +56,7 @@ impl AuthorityNames {
                 found = true;
                 let (copied, _) = pending.split_at_checked(pending.len() - before_value)?;
                 output.extend_from_slice(copied);
-                // A length of one without Huffman coding, and the byte.
+                // The new value: length 1 with the Huffman bit clear, then the placeholder.
                 output.extend_from_slice(&[1, PLACEHOLDER]);
                 pending = rest;
             }

@@ -11,10 +11,11 @@ use super::AuthorityRewriter;
 
 /// Accepted connection that rewrites requests as they are read.
 ///
-/// Reads go straight into the caller's buffer, so the size of that buffer is the size of a read. Bytes stay
-/// there untouched unless they contain a header block or a part of a frame head. From such a block or part
-/// on, the bytes of the read go through a buffer of this stream: at most one read and one block
-/// ([`MAX_HEADER_BLOCK`](super::MAX_HEADER_BLOCK)), freed once returned. An idle connection has no buffer.
+/// Reads go straight into the caller's buffer, so the size of that buffer is the size of a read. If the bytes
+/// of a read contain neither a header block nor an incomplete frame head, they stay in the caller's buffer
+/// untouched. Otherwise, the bytes from that block or head to the end of the read go through an internal
+/// buffer of at most one read and one block ([`MAX_HEADER_BLOCK`](super::MAX_HEADER_BLOCK)). The internal
+/// buffer is freed once the caller has read all its bytes, so an idle connection has no buffer.
 ///
 /// A read fails with [`io::ErrorKind::InvalidData`] if the rewriter fails.
 #[derive(Debug)]

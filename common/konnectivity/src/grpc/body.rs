@@ -13,9 +13,9 @@ use tonic::Status;
 use super::packet;
 use crate::message::Message;
 
-/// Approximate size limit, in bytes, for a DATA frame shared by messages that are ready together. Each frame
-/// costs the sender a write and the receiver a table entry. Beyond two frames of the size that stock peers
-/// accept, larger frames gain nothing.
+/// Approximate size limit, in bytes, for a DATA frame shared by messages that are ready together. Sharing
+/// saves the cost of a frame: a write for the sender, and a queue entry for the receiver. The limit is twice
+/// the frame size that stock peers accept; a higher limit gains nothing.
 const BATCH_BYTES: usize = 32 * 1024;
 
 /// Largest payload, in bytes, that is copied into the shared frame, because the copy is cheaper than a

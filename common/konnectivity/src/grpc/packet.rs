@@ -8,8 +8,9 @@ use prost::{DecodeError, Message as _};
 use super::PREFIX_BYTES;
 use crate::message::{ConnectId, Message};
 
-/// Tag of `Packet.type`; the next constant is its value for DATA.
+/// Tag of `Packet.type`.
 const TYPE: u8 = 0x08;
+/// Value of `Packet.type` in a DATA packet.
 const TYPE_DATA: u8 = PacketType::Data as u8;
 /// Tag of `Packet.data`.
 const DATA: u8 = 0x22;
@@ -44,8 +45,8 @@ pub fn encode(message: Message, out: &mut Vec<u8>) {
     packet.encode_raw(out);
 }
 
-/// Appends the gRPC prefix and the head of a DATA packet, for `len` data bytes that follow. Reserves room for
-/// `more` bytes.
+/// Appends the gRPC prefix and the head of a DATA packet, for `len` data bytes that follow. Also reserves
+/// room for `more` bytes after the head, so that the caller can append the data without another allocation.
 pub fn encode_data_head(connection: ConnectId, len: usize, more: usize, out: &mut Vec<u8>) {
     // proto3 omits a zero and an empty value.
     let id = connection.0.cast_unsigned();
@@ -92,8 +93,8 @@ fn usual_data(packet: &[u8]) -> Option<(ConnectId, usize)> {
 
 fn put_prefix(len: usize, out: &mut Vec<u8>) {
     out.put_u8(0);
-    // Cannot overflow: packets are far below 4 GiB, because each sent packet was received below the message
-    // limit.
+    // Cannot overflow: a packet is far below 4 GiB, because its contents arrived in messages or reads of
+    // limited size.
     out.put_u32(u32::try_from(len).unwrap_or(u32::MAX));
 }
 

@@ -119,7 +119,7 @@ where
         }
     }
 
-    /// Returns the next packet if it is complete. Otherwise leaves nothing in `frame`.
+    /// Returns the next packet if it is complete. Otherwise moves the rest of `frame` to `gathered`.
     fn cut(&mut self) -> Result<Option<Bytes>, Status> {
         let len = match self.wanted {
             Some(len) => len,
@@ -176,7 +176,7 @@ where
         error: Box<dyn std::error::Error + Send + Sync>,
     ) -> Result<Option<Message>, Status> {
         let status = Status::from_error(error);
-        // A client that cancels its call has sent everything.
+        // A cancelled call counts as the normal end of the client's messages.
         if matches!(self.ending, Ending::Request) && status.code() == Code::Cancelled {
             return Ok(None);
         }

@@ -34,8 +34,8 @@ pub struct Candidate {
 }
 
 impl Candidate {
-    /// Creates a candidate, and a receiver of the time until which it leads. The value is `None` or in the
-    /// past while the candidate does not lead.
+    /// Creates a candidate, and a receiver of the time until which the candidate leads. The time is `None` or
+    /// in the past while the candidate does not lead.
     pub fn new(
         client: Client,
         namespace: &str,
@@ -72,7 +72,7 @@ impl Candidate {
     }
 
     /// Releases the lease if this candidate holds it, so that another replica can lead at once. The leader's
-    /// work must have stopped before.
+    /// work must already have stopped.
     pub async fn release(&mut self) {
         if !self.election.may_hold() {
             return;

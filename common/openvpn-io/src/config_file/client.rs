@@ -25,7 +25,7 @@ impl Remote {
     /// Creates a remote. The default port is [`DEFAULT_PORT`], and the default protocol is udp.
     ///
     /// # Errors
-    /// A description of the invalid part.
+    /// Returns a description of the invalid part.
     pub fn new(host: &str, port: Option<&str>, proto: Option<&str>) -> Result<Self, String> {
         if host.is_empty() {
             return Err("needs a host".into());

@@ -14,7 +14,7 @@ use quinn_udp::{Transmit, is_msg_size_err};
 /// smaller.
 const MAX_BATCH: usize = u16::MAX as usize - 48;
 
-/// Datagrams in one buffer, in sending order; see the module.
+/// Datagrams in one buffer, in sending order; see the module documentation.
 #[derive(Debug)]
 pub(super) struct Queue {
     out: BytesMut,

@@ -30,8 +30,8 @@ pub struct Config {
     /// of `LARGE_TUN_MTU` bytes, as Culvert programs do over TCP.
     pub receive_budget: usize,
     /// Budget in bytes for data in flight from sending flows to the peer; each flow may use at least 5840
-    /// bytes. Default 1 MiB: the acknowledgements, one for two packets, wait in the same queue of the peer's
-    /// tun device.
+    /// bytes. Default 1 MiB, twice the receive budget: only the acknowledgements, one for every two packets,
+    /// wait in the queue of the peer's tun device.
     pub send_budget: usize,
     /// Budget in bytes for the buffers of all flows. The buffers of a new flow get smaller as the budget
     /// fills, down to 16 KiB for each direction. This minimum is allocated even beyond the budget, so the
@@ -155,7 +155,8 @@ impl Default for Pace {
     }
 }
 
-/// Identifier of a flow in one [`Flows`](super::Flows). Invalid forever after the flow's [`Event::Closed`].
+/// Identifier of a flow in one [`Flows`](super::Flows). The identifier is invalid after the flow's
+/// [`Event::Closed`], and is not used again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct FlowId {
     pub(crate) index: u32,

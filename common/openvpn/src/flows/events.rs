@@ -84,7 +84,8 @@ impl Flows {
             events |= event::READABLE;
         }
         if flow.wants_room && flow.connected && flow.send_room() >= flow.room_to_report() {
-            // With the shared limit, flows get room in turn, except a flow with nothing in flight.
+            // Under a shared limit, flows wait in turn for room, but a flow with nothing in flight gets room
+            // at once.
             if self.pacer.is_none() || flow.charge() == 0 {
                 flow.wants_room = false;
                 events |= event::WRITABLE;

@@ -281,7 +281,7 @@ impl Flow {
         Turn::More
     }
 
-    /// Returns when the flow must be polled next; a time in the past means now.
+    /// Returns the time at which the flow must be polled next; a time in the past means now.
     pub(crate) fn poll_at(&mut self, now: Instant) -> Option<Instant> {
         self.interface
             .poll_at(self.clock.at(now), &self.sockets)
@@ -388,7 +388,7 @@ impl Flow {
         }
     }
 
-    /// Records the end of the handshake. Returns true once.
+    /// Records the end of the handshake. Returns true only at the first call after a successful handshake.
     pub(crate) fn becomes_connected(&mut self) -> bool {
         if self.connected || matches!(self.state(), State::SynSent | State::SynReceived) {
             return false;

@@ -1,7 +1,7 @@
 //! A clock that stops while the peer is silent.
 //!
-//! A stalled outer connection must not end its flows: only the session decides if the peer is dead. Owns the
-//! time of the peer's last packet.
+//! A stalled outer connection must not end its flows: only the session decides if the peer is dead. The clock
+//! owns the time of the peer's last packet.
 
 use std::time::{Duration, Instant};
 

@@ -80,8 +80,8 @@ impl Flows {
         }
     }
 
-    /// Returns when `poll_output` must be called again, even without input; `now` or earlier means at once. A
-    /// full link sets no timeout, because its owner knows when the link has room.
+    /// Returns the time at which `poll_output` must be called again, even without input; `now` or earlier
+    /// means at once. A full link sets no timeout, because its owner knows when the link has room.
     pub fn poll_timeout(&self) -> Option<Instant> {
         let work = !self.slots.ready.is_empty() || !self.replies.is_empty();
         let soon = (work && !self.blocked).then(|| self.paced_until.unwrap_or(self.now));

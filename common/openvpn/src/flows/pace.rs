@@ -1,18 +1,19 @@
 //! The pacer: limits the data in flight to a peer over a datagram transport, and the sending rate.
 //!
-//! Owns the cap for the bytes in flight and the token bucket. The cap grows while it limits the flows and
-//! nothing is lost, up to the amount that the rate needs at the shortest round trip. After a loss the cap
-//! stays below the lossy value for a while, and longer after each loss. With smoltcp each loss may cost a
-//! second, so frequent attempts would cost more than a smaller cap.
+//! The pacer owns the cap for the bytes in flight and the token bucket. The cap grows while it limits the
+//! flows and nothing is lost, up to the amount that the rate needs at the shortest round trip. After a loss
+//! the cap stays below the value at which the loss happened for a while, and for longer after each further
+//! loss. With smoltcp each loss may cost a second, so frequent attempts would cost more than a smaller cap.
 
 use std::time::{Duration, Instant};
 
 use super::Pace;
 
-/// Losses lower the cap no further than this value in bytes, or the initial limit if smaller. The socket of
-/// a stock peer accepts as much.
+/// Losses lower the cap to this value, in bytes, or to the initial limit, if that limit is smaller, and no
+/// further. The socket of a stock peer accepts this many bytes.
 const LEAST: usize = 64 << 10;
-/// Time for which the cap stays below the last lossy value: initially and at most.
+/// Initial and longest time for which the cap stays below the value at which a loss happened. Each loss
+/// doubles the time.
 const CEILING_TIME: Duration = Duration::from_secs(30);
 const MAX_CEILING_TIME: Duration = Duration::from_secs(600);
 /// Retransmissions within this time belong to the same loss: smoltcp starts again a second after a loss.
@@ -125,7 +126,7 @@ impl Pacer {
             .saturating_sub(i64::try_from(bytes).unwrap_or(i64::MAX));
     }
 
-    /// Returns when a quarter of the burst may be sent again.
+    /// Returns the time at which a quarter of the burst may be sent again.
     pub(crate) fn ready_at(&self) -> Instant {
         let missing = (self.settings.burst / 4) as i64 - self.tokens;
         let missing = u128::try_from(missing).unwrap_or(0);

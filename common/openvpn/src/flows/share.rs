@@ -1,10 +1,10 @@
 //! Budgets shared by flows: the receive windows of all receiving flows, and the bytes in flight of all
 //! sending flows.
 //!
-//! A stock peer reads its tun device only when its link leaves enough time. Until then packets wait in the
-//! device's queue, 500 packets in Linux, and are lost when the queue is full. The queue fills with data of
+//! A stock peer reads its tun device only when the peer is not busy with its link. Until then packets wait in
+//! the device's queue, 500 packets in Linux, and are lost when the queue is full. The queue fills with data of
 //! several senders that each use a whole window, or with acknowledgements for data that arrived too fast.
-//! Owns the count of active flows.
+//! `Share` owns the count of active flows.
 //!
 //! A flow between two Culvert programs with large packets passes no such queue, and is exempt.
 
@@ -22,7 +22,7 @@ const LEAST: usize = 4 * 1460;
 /// Marker in place of the slot number for a flow that is exempt.
 pub(crate) const NO_SHARE: u64 = u64::MAX;
 
-/// A budget and the number of active flows. See the module.
+/// A budget and the number of active flows; see the module documentation.
 #[derive(Debug)]
 pub(super) struct Share {
     budget: usize,

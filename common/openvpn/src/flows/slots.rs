@@ -40,8 +40,8 @@ pub(crate) struct Entry {
     pub(crate) slot: Slot,
     /// Bits of [`event`].
     pub(crate) events: u8,
-    /// Set while the index is in the queue of this name. The index may stay in the queue after the slot was
-    /// freed or reused.
+    /// The flags `in_events`, `in_ready` and `in_waiting` are set while the index is in the queue `events`,
+    /// `ready` or `waiting` of [`Slots`]. The index may stay in a queue after the slot was freed or reused.
     pub(crate) in_events: bool,
     pub(crate) in_ready: bool,
     pub(crate) in_waiting: bool,

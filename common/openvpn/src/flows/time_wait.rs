@@ -53,8 +53,8 @@ impl TimeWait {
         self.table.contains_key(&key)
     }
 
-    /// Returns the last sequence numbers, if the flow ended normally. They answer a remote end that missed
-    /// the last acknowledgement.
+    /// Returns the last sequence numbers, if the flow ended normally. The numbers are needed to answer a
+    /// remote end that missed the last acknowledgement.
     pub(crate) fn last(&self, key: Key) -> Option<Last> {
         self.table.get(&key).and_then(|(_, last)| *last)
     }

@@ -81,7 +81,7 @@ impl<'a> Segment<'a> {
         u32::from_be_bytes([h[4], h[5], h[6], h[7]])
     }
 
-    /// Returns the next byte that the sender expects. Valid only with [`flags::ACK`].
+    /// Returns the sequence number of the next byte that the sender expects. Valid only with [`flags::ACK`].
     pub fn acknowledgement(&self) -> u32 {
         let h = self.header;
         u32::from_be_bytes([h[8], h[9], h[10], h[11]])

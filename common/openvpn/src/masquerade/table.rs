@@ -1,8 +1,8 @@
 //! The table of tracked connections, indexed in both directions.
 //!
-//! Owns their number, ports and timers. One source may use half of the table. When the table is full, the
-//! unanswered connection closest to its timeout is removed, as in Linux. Without an unanswered connection, no
-//! new connection is tracked.
+//! The table owns the connections, their ports and their timers. One source may use half of the table. When
+//! the table is full, the unanswered connection closest to its timeout is removed, as in Linux. Without an
+//! unanswered connection, no new connection is tracked.
 
 use std::collections::{BTreeSet, HashMap};
 use std::net::{Ipv4Addr, SocketAddrV4};

@@ -95,7 +95,7 @@ impl Session {
         peer_info::client_lines(protocol, &common.ciphers, common.max_tun_mtu)
     }
 
-    /// Processes the server's key-method message in either slot.
+    /// Processes the server's key-method message of the first negotiation or of a renegotiation.
     pub(super) fn server_key_method(&mut self, slot: Slot, message: &KeyMethod2, now: Instant) {
         match slot {
             Slot::Current => self.server.options = PeerOptions::parse(&message.options),

@@ -68,8 +68,8 @@ impl Session {
             }
         };
         if slot == Slot::Current && self.next.is_some() {
-            // Once a new key is being negotiated, stock ends a TCP connection at an acknowledgement for the
-            // old key.
+            // Send no acknowledgement for the old key while a new key is being negotiated: over TCP, stock
+            // OpenVPN closes the connection when it receives such an acknowledgement.
             self.negotiation(slot).map(Negotiation::discard_acks);
         }
         for step in steps {
@@ -96,7 +96,8 @@ impl Session {
             Some(ids) if ids.peer == packet.session => return Ok(()),
             _ if !first || self.ended.is_some() => return Err(Dropped::WrongSession),
             // A RESET without our session id may be left over from an earlier session, or forged. Until the
-            // peer has acknowledged our own RESET, a RESET that echoes our id replaces it.
+            // peer has acknowledged our own RESET, a RESET that echoes our id replaces the RESET accepted
+            // earlier.
             Some(_) if packet.peer_session.is_some() && self.may_start_over() => {
                 let reset =
                     Negotiation::new(Role::Client, KeyId::FIRST, true, timers.tls_timeout, now);

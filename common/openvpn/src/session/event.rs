@@ -19,7 +19,7 @@ pub enum Event {
     Authenticated(Box<Authenticated>),
     /// Data can flow. Client role: the server's options have arrived. Server role: the PUSH_REPLY is queued.
     Established(Box<Established>),
-    /// A renegotiation has succeeded. The new keys are in use beside the old keys.
+    /// A renegotiation has succeeded. The new keys are in use alongside the old keys.
     Rekeyed {
         /// Id of the new keys, 1 to 7.
         key_id: u8,
@@ -73,7 +73,7 @@ pub struct Established {
     pub peer_id: Option<u32>,
     /// Largest inner packet in either direction, in bytes.
     pub tun_mtu: u16,
-    /// True if the peer is this crate, too. A client learns this only over UDP, where the value matters.
+    /// True if the peer also runs this crate. A client learns this only over UDP, where the value matters.
     pub ours: bool,
     /// TLS version and cipher suite of the control channel, for the log.
     pub tls: String,

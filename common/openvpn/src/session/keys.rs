@@ -23,7 +23,7 @@ pub(super) struct Agreed {
     pub(super) tun_mtu: u16,
     /// True if exit messages go through the control channel.
     pub(super) cc_exit: bool,
-    /// True if the peer is this crate, too.
+    /// True if the peer also runs this crate.
     pub(super) ours: bool,
 }
 
@@ -108,8 +108,8 @@ impl Keys {
     }
 
     /// Activates the key of a finished renegotiation. The peer may not have finished yet, so sending uses the
-    /// old key until the peer uses the new key, or until `patience` after the start of the renegotiation
-    /// (stock: the smaller of `hand-window` and half of `reneg-sec`).
+    /// old key until the peer uses the new key, or until `patience` after the start of the renegotiation (in
+    /// stock OpenVPN, the smaller of `hand-window` and half of `reneg-sec`).
     pub(super) fn promote(&mut self, patience: Duration, tran_window: Duration) {
         let Some(new) = self.next.take() else { return };
         self.switch_at = Some(new.began + patience);

@@ -51,7 +51,7 @@ impl Client {
 }
 
 impl Session {
-    /// Processes the client's key-method message in either slot.
+    /// Processes the client's key-method message of the first negotiation or of a renegotiation.
     pub(super) fn client_key_method(&mut self, slot: Slot, message: &KeyMethod2, now: Instant) {
         let reply = KeyMethod2 {
             source: KeySource::random(Role::Server, &mut rand::rng()),
@@ -155,9 +155,9 @@ impl Session {
         }
     }
 
-    /// Requests the client to connect again, to the next server of its list if `next_server`, and ends with
-    /// [`Ended::Closed`] (server role). Used for a shutdown over UDP; over TCP closing the connection is
-    /// enough.
+    /// Sends the client a request to connect again, to the next server of its list if `next_server` is true,
+    /// and ends the session with [`Ended::Closed`] (server role). Used for a shutdown over UDP; over TCP
+    /// closing the connection is enough.
     pub fn restart(&mut self, next_server: bool, now: Instant) {
         if matches!(self.side, Side::Server(..)) && !self.is_ended() {
             let flags = if next_server { ",[N]" } else { "" };

@@ -142,7 +142,7 @@ fn explain_incompatible(why: &PeerIncompatible) -> String {
     format!("the peer's TLS is incompatible ({why:?}): {hint}")
 }
 
-/// Describes why webpki refused a certificate without outdated properties.
+/// Describes why webpki refused a certificate, if no outdated property explains the refusal.
 pub(super) fn explain_certificate(error: &rustls::Error) -> String {
     let rustls::Error::InvalidCertificate(error) = error else {
         return error.to_string();

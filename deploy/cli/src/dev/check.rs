@@ -109,7 +109,7 @@ async fn uploaded(stream: impl ByteStream) -> Verdict {
     outcome.map(|_| "every byte verified".into()).map_err(text)
 }
 
-/// Waits until a series has the value.
+/// Waits until a series has the given value.
 async fn counted(metrics: SocketAddr, series: &str, value: u64) -> Result<(), String> {
     while sample(metrics, series).await? != value {
         sleep(LOOK_AGAIN).await;
@@ -144,7 +144,7 @@ async fn scrape(address: SocketAddr) -> Result<String, String> {
 
 /// Checks a dial to a port without a listener: the agent's error must arrive, without a hang.
 async fn refused(server: &Server) -> Verdict {
-    // Bound and closed again: the system does not reuse the port so soon.
+    // The listener is bound and closed again to find a free port; the system does not reuse the port so soon.
     let free = tokio::net::TcpListener::bind("127.0.0.1:0")
         .await
         .map_err(text)?;

@@ -29,7 +29,7 @@ pub(super) const RAW: &str = "raw.cluster-dev.svc.cluster.local:443";
 /// Name of the agents' upstream in the metrics of the nodeport-proxy.
 pub(super) const KONNECTIVITY: &str = "cluster-dev/konnectivity-server-secure";
 
-/// Time for connections to end at the stop. Both ends of a connection stop at the same time.
+/// Time for connections to end at shutdown. Both ends of a connection stop at the same time.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Connection limit of one Service port: the default of the nodeport-proxy.

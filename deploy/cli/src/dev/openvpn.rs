@@ -49,10 +49,10 @@ const SERVICES: Ipv4Net = Ipv4Net::new_assert(Ipv4Addr::new(10, 240, 16, 0), 20)
 /// Address of the only Service in [`SERVICES`].
 const SERVICE: Ipv4Addr = Ipv4Addr::new(10, 240, 16, 1);
 
-/// Keepalive interval: a server's default.
+/// Keepalive interval: the default of the Culvert server.
 const PING: Duration = Duration::from_secs(5);
 
-/// Silence before a restart of the connection: a server's default.
+/// Silence before a restart of the connection: the default of the Culvert server.
 const PING_RESTART: Duration = Duration::from_secs(30);
 
 /// Certificates and configuration files for servers and clients.

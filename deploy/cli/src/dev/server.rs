@@ -20,7 +20,7 @@ use super::settings::any_port;
 pub(super) struct Server {
     /// Display name of the front end.
     pub title: &'static str,
-    /// Front end, for the lab's client.
+    /// Front end, in the form that the test kit's client needs.
     pub front_end: FrontEnd,
     /// Address of the front end, for display.
     pub front_end_address: String,

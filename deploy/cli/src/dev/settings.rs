@@ -6,7 +6,7 @@ use culvert_agent::config as agent_config;
 use culvert_host::flags::HostPort;
 use culvert_host::telemetry::logging::LogConfig;
 
-/// Pause between an agent's attempts to connect. Short, because a person waits.
+/// Pause between an agent's attempts to connect. Short, because a person is waiting.
 const SYNC_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Returns the settings of an agent that looks for no server.

@@ -97,7 +97,8 @@ impl Tunnel {
             let bound = agent::Bound::bind(config, shutdown.clone()).await?;
             let addresses = bound.addresses;
             agents.push(Agent { way, addresses });
-            // The agents never drain: the command must leave nothing behind.
+            // The drain token never fires: the agents stop at shutdown without draining, so that the command
+            // leaves nothing behind.
             tasks.spawn(bound.run(CancellationToken::new()));
         }
         let openvpn = match &openvpn {

@@ -97,7 +97,7 @@ mod tests {
             {"name": "b", "protocol": "TCP", "port": 3, "targetPort": "web", "nodePort": 30002, "appProtocol": "https"},
             {"name": "a", "protocol": "UDP", "port": 1, "targetPort": 1, "nodePort": 30001},
         ]));
-        // The UDP port is left out: another Service may have the same node port for TCP.
+        // The UDP port is skipped: another Service may use the same node port number for TCP.
         assert_eq!(read_ports(&present).len(), 2);
         let wanted = [port("a", 1, 0), port("b", 2, 30002)];
         let changed = changed_ports(&present, &wanted).unwrap();

@@ -138,7 +138,7 @@ struct TimeFlags {
     #[arg(long, value_name = "DURATION", default_value = "0")]
     downstream_tcp_keepalive_time: GoDuration,
 
-    /// Time between these probes (5s)
+    /// Time between TCP probes to a client (5s)
     #[arg(long, value_name = "DURATION", default_value = "0")]
     downstream_tcp_keepalive_interval: GoDuration,
 
@@ -150,7 +150,7 @@ struct TimeFlags {
     #[arg(long, value_name = "DURATION", default_value = "0")]
     upstream_tcp_keepalive_time: GoDuration,
 
-    /// Time between these probes (5s)
+    /// Time between TCP probes to an endpoint (5s)
     #[arg(long, value_name = "DURATION", default_value = "0")]
     upstream_tcp_keepalive_interval: GoDuration,
 
@@ -162,7 +162,7 @@ struct TimeFlags {
 #[derive(Args, Debug)]
 #[command(next_help_heading = "Operation")]
 struct OperationsFlags {
-    /// Most simultaneous connections to one Service port; more are refused
+    /// Maximum number of simultaneous connections to one Service port; more are refused
     #[arg(long, value_name = "N", default_value = "1024", value_parser = go_int)]
     max_connections: i64,
 
@@ -276,8 +276,8 @@ impl Flags {
 impl TimeFlags {
     fn limits(&self, p: &mut Problems) -> Limits {
         let mut time = |flag: &str, value: GoDuration, default: Duration| {
-            // Go's proxy truncates to whole seconds; a time below a second becomes 0, which means the
-            // default.
+            // The stock nodeport-proxy truncates to whole seconds; a time below a second becomes 0, which
+            // means the default.
             let seconds = Duration::from_secs(value.saturating().as_secs());
             if value.nanos() != 0 && seconds.is_zero() {
                 p.warn(format!(
@@ -312,7 +312,7 @@ impl TimeFlags {
             .min(MAX_KEEPALIVE),
             probes: match u32::try_from(probes) {
                 Ok(0) | Err(_) => KEEPALIVE.probes,
-                // 127 is the kernel's limit.
+                // 127 is the kernel's limit for keepalive probes.
                 Ok(probes) => probes.min(127),
             },
             ..KEEPALIVE

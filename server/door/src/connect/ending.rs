@@ -12,7 +12,7 @@ pub(super) struct Ending<'a, S> {
 }
 
 impl<'a, S> Ending<'a, S> {
-    /// Wraps a source before its end.
+    /// Wraps a source that has not ended yet.
     pub(super) fn new(source: &'a mut S) -> Self {
         Self { source, at: None }
     }

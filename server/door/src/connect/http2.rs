@@ -22,25 +22,27 @@ use super::{AcceptedRequest, ConnectListener};
 use crate::front::FIRST_BYTES_TIMEOUT;
 use crate::metrics::Refusal;
 
-/// Most bytes kept for a stalled client by all tunnels of an HTTP/2 connection together. Once half of the
-/// total is used, each tunnel reads less at a time. Each tunnel may keep 8 KiB in addition.
+/// Maximum number of bytes kept for a stalled client by all CONNECT streams of an HTTP/2 connection together.
+/// Once half of the total is used, each stream reads less at a time. Each stream may keep 8 KiB in addition.
 const UNREAD_BYTES: usize = 16 * 1024 * 1024;
 
-/// Most simultaneous tunnels per HTTP/2 connection, as in Envoy; a node opens more connections if needed.
+/// Maximum number of simultaneous CONNECT streams per HTTP/2 connection, as in Envoy; a node opens more
+/// connections if needed.
 const MAX_STREAMS: u32 = 1024;
 
 /// Receive window of a stream on a short path, in bytes.
 const WINDOW_BYTES: u32 = 512 * 1024;
 
-/// Most bytes per tunnel in HTTP/2's send queue. The limit is small because a client may leave many tunnels
-/// unread.
+/// Maximum number of bytes per CONNECT stream in HTTP/2's send queue. The limit is small because a client may
+/// leave many streams unread.
 const SEND_BYTES: usize = 64 * 1024;
 
 /// A stream counts as premature if the client resets the stream within this time and before a response
 /// (Envoy's `overload.premature_reset_min_stream_lifetime_seconds`).
 const PREMATURE: Duration = Duration::from_secs(1);
 
-/// Least number of streams for the flood check (Envoy's `overload.premature_reset_total_stream_count`).
+/// Minimum for the number of opened streams in the flood check: a smaller number counts as this value (Envoy's
+/// `overload.premature_reset_total_stream_count`).
 const JUDGED_FROM: u64 = 500;
 
 /// The shared state of all streams of a connection.
@@ -123,8 +125,8 @@ impl ConnectListener {
                             () = listener.front.cut.cancelled() => {}
                         }
                     });
-                    // Yields to the tasks of the streams: they must start, and count premature resets, while
-                    // many more streams wait.
+                    // Lets the tasks of the accepted streams run, so that the tasks count premature resets
+                    // before many more streams are accepted.
                     consume_budget().await;
                 }
                 Ok(None) => return,

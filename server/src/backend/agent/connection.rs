@@ -102,7 +102,8 @@ pub(super) struct Pending<'a> {
 // === impl Slot ===
 
 impl Slot {
-    /// Creates an entry, with the two ends that the dial keeps.
+    /// Creates the entry of a dial. Also returns the receiver of the dial's outcome, and the source of the
+    /// endpoint's bytes.
     pub(super) fn new(limits: &Limits) -> (Arc<Self>, oneshot::Receiver<Outcome>, FromAgent) {
         let (outcome_tx, outcome) = oneshot::channel();
         let (incoming_tx, incoming) = inbox(limits.connection_bytes, &limits.excess);
@@ -191,7 +192,7 @@ impl Drop for Pending<'_> {
             (mux.cancel(self.dial), mux.counts().0)
         };
         if waiting == 0 {
-            // The agent owes no answer, so its silence means nothing.
+            // No dial waits for an answer, so the agent's silence means nothing.
             *self.stream.unanswered_since.lock() = None;
         }
         if let Some(message) = message.filter(|_| self.sent) {
@@ -255,7 +256,7 @@ impl Source for FromAgent {
 // === impl Connection ===
 
 impl Connection {
-    /// Combines the ends of a dial that succeeded.
+    /// Creates the connection of a successful dial.
     pub(super) fn new(source: FromAgent, guard: Guard, slot: &Slot) -> Self {
         Self {
             source,
@@ -272,7 +273,7 @@ impl Connection {
 // === impl ToAgent ===
 
 impl ToAgent {
-    /// Returns the agent's id of the connection, for logs.
+    /// Returns the id that the agent chose for the connection, for logs.
     pub fn connection(&self) -> ConnectId {
         self.guard.connection
     }
@@ -309,9 +310,9 @@ impl Sink for ToAgent {
         Ok(())
     }
 
-    /// Ends the direction to the endpoint. A stock agent has no half close and receives a close request:
-    /// the agent answers with its own close after the bytes that it has read, as with a stock server. The
-    /// wait for the answer is limited to [`CLOSE_STALL`].
+    /// Ends the direction to the endpoint. A stock agent does not support half closes and receives a close
+    /// request instead, as from a stock server. The agent first sends the bytes that it has already read from
+    /// the endpoint, then answers with its own close. The wait for the answer is limited to [`CLOSE_STALL`].
     async fn finish(&mut self) -> Result<(), CloseReason> {
         if self.finished {
             return Ok(());

@@ -21,7 +21,7 @@ pub(crate) struct Outgoing {
 }
 
 impl Outgoing {
-    /// Wraps a stream's outgoing queue. Dropping it retires the stream.
+    /// Wraps a stream's outgoing queue. Dropping the wrapper retires the stream.
     pub(crate) fn new(messages: queue::Receiver<Message>, stream: Arc<AgentStream>) -> Self {
         let retired = Box::pin(stream.retired.clone().cancelled_owned());
         Self {

@@ -1,5 +1,4 @@
-//! The files of the client-config-dir: settings of single clients, found by the common name of the
-//! certificate.
+//! The per-client files of the client-config-dir, looked up by the common name of the client's certificate.
 
 use std::io::{self, Read as _};
 use std::net::Ipv4Addr;
@@ -11,7 +10,7 @@ use ipnet::Ipv4Net;
 /// Name of the file for clients without their own file.
 const DEFAULT: &str = "DEFAULT";
 
-/// Largest part of a file that is read, in bytes.
+/// Maximum number of bytes read from a file; the rest of the file is ignored.
 const MAX_BYTES: u64 = 256 << 10;
 
 /// Largest number of iroutes per client. The stock program limits its learned routes to the same number.
@@ -47,7 +46,7 @@ impl ClientConfig {
     /// Reads a client's file, or the file DEFAULT if the client has no file.
     ///
     /// # Errors
-    /// A file exists but cannot be read.
+    /// Fails if a file exists but cannot be read.
     pub fn find(directory: &Path, common_name: &str) -> io::Result<Option<Self>> {
         for name in [file_name(common_name), DEFAULT.to_owned()] {
             let path = directory.join(&name);

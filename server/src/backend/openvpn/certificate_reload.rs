@@ -60,7 +60,7 @@ impl Files {
     /// Loads the files.
     ///
     /// # Errors
-    /// A file cannot be used. The text names the file and the remedy.
+    /// Fails if a file cannot be used. The error text names the file and the remedy.
     pub(super) fn load(&mut self) -> Result<ServerTls, files::FileError> {
         // Remembers the contents; a file that cannot be read is reported below.
         let _ = self.follower.check();

@@ -40,7 +40,7 @@ const MISSED_PINGS: u32 = 3;
 /// Rules for the admission of clients.
 #[derive(Clone, Debug)]
 pub(super) struct Admittance {
-    /// Directory with files of single clients.
+    /// Directory with the per-client files; `None` if not configured.
     pub directory: Option<PathBuf>,
     /// True if clients without a file are refused.
     pub exclusive: bool,
@@ -146,10 +146,11 @@ impl Clients {
         self.pool.server()
     }
 
-    /// Decides about a client with a valid certificate. The registry fires `kick` to end the client later.
+    /// Admits or refuses a client with a valid certificate. The registry fires `kick` to end the client
+    /// later.
     ///
     /// # Errors
-    /// The client is refused.
+    /// Fails if the client is refused.
     pub(super) fn admit(
         self: &Arc<Self>,
         client: &Authenticated,

@@ -42,7 +42,7 @@ impl NodeWatch {
     /// Creates the watch. Reads the credentials of the kubeconfig.
     ///
     /// # Errors
-    /// The credentials cannot be used.
+    /// Fails if the credentials cannot be used.
     pub(super) async fn new(
         kubeconfig: &Path,
         direct: Vec<Ipv4Net>,
@@ -66,7 +66,7 @@ impl NodeWatch {
     /// Watches until the token fires.
     pub(super) async fn run(mut self, shutdown: CancellationToken) {
         let mut nodes = pin!(objects(self.api.clone()));
-        // Time to apply the collected changes.
+        // Instant at which the collected changes are applied; `None` without changes.
         let mut due: Option<Instant> = None;
         loop {
             let changed = tokio::select! {

@@ -96,7 +96,7 @@ impl Pool {
     /// Leases the first free address.
     ///
     /// # Errors
-    /// All addresses are in use.
+    /// Fails if all addresses are in use.
     pub(super) fn lease(self: &Arc<Self>) -> Result<Lease, NoAddress> {
         let mut taken = self.taken.lock();
         let (address, second) = self
@@ -117,10 +117,10 @@ impl Pool {
         }
     }
 
-    /// Leases the address from a client's file. The address may be outside the network.
+    /// Leases the address that a client's file specifies. The address may be outside the network.
     ///
     /// # Errors
-    /// The address belongs to the server or to another client.
+    /// Fails if the address belongs to the server or to another client.
     pub(super) fn lease_static(
         self: &Arc<Self>,
         address: Ipv4Addr,

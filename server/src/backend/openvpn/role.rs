@@ -82,7 +82,7 @@ impl Client {
         self.admission.as_ref().map_or("?", |known| &known.name)
     }
 
-    /// Decides about a client with a valid certificate.
+    /// Decides whether to admit a client with a valid certificate.
     pub(super) fn decide(&mut self, client: &Authenticated) -> Decision {
         let kick = self.kick.clone();
         let admitted = self
@@ -117,7 +117,7 @@ impl Client {
         );
     }
 
-    /// Marks the client as connected and creates its streams.
+    /// Marks the client as connected and creates the state of its flows.
     pub(super) fn established(&mut self, agreed: &Established, now: Moment) -> Option<Streams> {
         let admission = self.admission.as_ref()?;
         self.half_open = None;

@@ -123,7 +123,7 @@ impl Udp {
             active = true;
             taken += self.socket.received();
         }
-        // Receiving may have taken time.
+        // Receiving may have taken a while, so the clock is read again.
         let now = self::now();
         if self.hub.poll_timeout().is_some_and(|at| at <= now) {
             self.hub.handle_timeout(now);
@@ -234,7 +234,8 @@ impl Udp {
     fn work(&mut self, now: Moment) {
         let mut close = Vec::new();
         for (peer, member) in &mut self.members {
-            // The client may have been kicked before its streams existed.
+            // The registry may have ended the client before the state of its flows existed, so `kick` is
+            // checked for every client.
             let mut over = member.kick.is_cancelled();
             if let Some(streams) = &mut member.streams {
                 streams.work(now, &mut drop);

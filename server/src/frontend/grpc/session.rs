@@ -63,7 +63,7 @@ impl Session {
         }
     }
 
-    /// Records a successful dial. Returns the response to the client.
+    /// Records a successful dial. Returns the response for the caller to send to the client.
     pub(crate) fn opened(&mut self, connection: ConnectId) -> Option<Message> {
         let State::Dialing(dial) = self.state else {
             return None;
@@ -76,7 +76,7 @@ impl Session {
         })
     }
 
-    /// Records a failed dial. Returns the response to the client.
+    /// Records a failed dial. Returns the response for the caller to send to the client.
     pub(crate) fn refused(&mut self, error: String) -> Option<Message> {
         let State::Dialing(dial) = self.state else {
             return None;
@@ -89,8 +89,8 @@ impl Session {
         })
     }
 
-    /// Records an end of the connection not caused by the client. Returns the close to the client, unless
-    /// it was already sent.
+    /// Records an end of the connection not caused by the client. Returns the close message for the caller to
+    /// send to the client; `None` if the connection is not open.
     pub(crate) fn closed(&mut self, error: &str) -> Option<Message> {
         let State::Open(connection) = self.state else {
             return None;

@@ -17,9 +17,9 @@ use super::Severity;
 
 /// Formatter that writes an event as one klog line.
 pub(super) struct KlogEvent {
-    /// Set to omit the header.
+    /// True to omit the header.
     pub(super) skip_header: bool,
-    /// Set to show the source file's folder.
+    /// True to show the source file's folder in the header.
     pub(super) with_folder: bool,
 }
 

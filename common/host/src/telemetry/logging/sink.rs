@@ -152,7 +152,7 @@ impl<'a> MakeWriter<'a> for Sink {
 }
 
 impl Write for LineWriter<'_> {
-    /// Writes one line. The layer always passes a whole line.
+    /// Writes one line. `tracing_subscriber`'s formatting layer passes each line whole, in one call.
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
         self.sink.line(self.severity, line);
         Ok(line.len())
@@ -222,7 +222,7 @@ impl BoundedFile {
         Ok(())
     }
 
-    /// Returns the message for the operator, but only after the first failure.
+    /// Returns the message for the operator at the first failure, and `None` at every later failure.
     fn explain_once(&mut self, error: &io::Error) -> Option<String> {
         if self.explained {
             return None;

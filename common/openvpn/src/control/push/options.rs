@@ -29,7 +29,8 @@ pub struct Ifconfig {
     pub second: Ipv4Addr,
 }
 
-/// Pushed options, as far as this crate uses them. The last occurrence of a single-valued option counts.
+/// Pushed options, as far as this crate uses them. If a single-valued option occurs more than once, the last
+/// occurrence is used.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct PushOptions {
     /// `ifconfig`.
@@ -44,7 +45,7 @@ pub struct PushOptions {
     pub ping: Option<Duration>,
     /// `ping-restart`: time without input after which the client connects again. 0 means never.
     pub ping_restart: Option<Duration>,
-    /// `ping-exit`: time without input after which the client ends. 0 means never.
+    /// `ping-exit`: time without input after which the client exits. 0 means never.
     pub ping_exit: Option<Duration>,
     /// `protocol-flags tls-ekm` or `key-derivation tls-ekm`: data keys come from the TLS exporter.
     pub tls_ekm: bool,

@@ -143,7 +143,7 @@ impl Track {
             || (segment.length() > 0 && !before(self.expected, end) && !segment.has(flags::SYN))
     }
 
-    /// True if the segment ends after the window of the own SYN and no later window was advertised. smoltcp
+    /// True if the segment ends after the window of our own SYN and no later window was advertised. smoltcp
     /// scales the window of the SYN as well, and would accept more than its buffer can store.
     pub(crate) fn is_beyond_first_window(&self, segment: &Segment<'_>) -> bool {
         let end = segment.sequence().wrapping_add(segment.length());

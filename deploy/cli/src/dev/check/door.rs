@@ -21,8 +21,8 @@ const BY_NAME: &str = "door, server name";
 const CONNECT: &str = "door, CONNECT";
 const NODE: &str = "node tunnel to door";
 
-/// Number of requests until the agent behind the door must have received one. Each request goes to either of
-/// two agents at random, so the check fails wrongly once in 2^64 runs.
+/// Maximum number of requests; the agent behind the door must receive at least one request. Each request goes
+/// to one of two agents at random, so the check fails wrongly once in 2^64 runs.
 const CHANCES: u32 = 64;
 
 /// Runs every check of the front door.
@@ -61,9 +61,9 @@ async fn agent_connected(tunnel: &Tunnel) -> Verdict {
     Ok(format!("{servers} servers as {KONNECTIVITY_NAME}"))
 }
 
-/// Makes requests through a server's front end until the agent behind the door has dialed for one. The door
-/// must count the answer, and the agent must have sent no packet: the packet transport sends one packet per
-/// chunk, the native transport sends none.
+/// Makes requests through a server's front end until the agent behind the door has dialed the endpoint of a
+/// request. Then the door's byte counter must grow by the size of the response, and the agent must have sent
+/// no DATA packet: the packet transport sends one packet per chunk, the native transport sends no packets.
 async fn agent_carries(tunnel: &Tunnel) -> Verdict {
     let agent = agent_at_door(tunnel)?;
     let server = tunnel.servers.first().ok_or("there is no server")?;

@@ -102,7 +102,7 @@ async fn switches(
     Ok(streams)
 }
 
-/// Sends bytes and reads the echo at intervals until `stop` fires, then closes in order.
+/// Sends bytes and reads the echo at intervals until `stop` fires, then shuts down the stream and expects EOF.
 async fn hold(mut stream: BoxedStream, stop: CancellationToken) -> Result<(), String> {
     stream.write_all(b"echo\n").await.map_err(text)?;
     let (size, pause) = PIECE;

@@ -20,11 +20,11 @@ pub(super) struct BalancerFlags {
     #[arg(long)]
     update_loadbalancer: bool,
 
-    /// Name of that Service
+    /// Name of the LoadBalancer Service
     #[arg(long, value_name = "NAME", default_value = LB_NAME)]
     lb_name: String,
 
-    /// Namespace of that Service and of the Lease
+    /// Namespace of the LoadBalancer Service and of the Lease
     #[arg(long, value_name = "NAMESPACE", default_value = LB_NAMESPACE)]
     lb_namespace: String,
 
