@@ -11,7 +11,7 @@ use kube::config::{KubeConfigOptions, Kubeconfig};
 /// Longest time that a Kubernetes API server may send nothing, before or within an answer. A firewall or load
 /// balancer may forget a connection and drop its packets without closing the connection; an API server in
 /// trouble may accept requests and never answer. The limit is well above the time that a server needs to start
-/// sending a large list. Watches end sooner (see [`mirror`](crate::mirror)).
+/// sending a large list. Watches end sooner (see [`object_cache`](crate::object_cache)).
 pub const SILENCE: Duration = Duration::from_secs(34);
 
 /// Returns a client for a kubeconfig file, or for the pod's own account.

@@ -3,13 +3,13 @@
 //! | module | contents |
 //! |---|---|
 //! | [`mod@client`] | credentials and timeouts of one API |
-//! | [`mirror`] | objects of one kind, kept current by a list and watches |
+//! | [`object_cache`] | objects of one kind, kept current by a list and watches |
 //! | [`mod@request`] | one request about one object, with errors that name the remedy |
 //! | [`election`] | leader election by a Lease |
 //! | [`tokens`] | TokenReviews of agents' service account tokens |
 
 pub mod client;
 pub mod election;
-pub mod mirror;
+pub mod object_cache;
 pub mod request;
 pub mod tokens;

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use culvert_kube::client::client;
-use culvert_kube::mirror::{Mirror, objects};
+use culvert_kube::object_cache::{ObjectCache, objects};
 use futures_util::StreamExt as _;
 use k8s_openapi::api::core::v1 as core;
 use k8s_openapi::api::discovery::v1 as discovery;
@@ -42,8 +42,8 @@ pub(crate) struct Discovery {
     table: Arc<Table>,
     metrics: Arc<ProxyMetrics>,
     /// Services with the annotation.
-    services: Mirror<Service>,
-    slices: Mirror<Slice>,
+    services: ObjectCache<Service>,
+    slices: ObjectCache<Slice>,
     /// Reports Services to the balancer; `None` if the proxy does not update the load balancer.
     reporter: Option<Reporter>,
     /// Problems already logged.
@@ -66,8 +66,8 @@ impl Discovery {
             cluster,
             table,
             metrics,
-            services: Mirror::new("Services"),
-            slices: Mirror::new("EndpointSlices"),
+            services: ObjectCache::new("Services"),
+            slices: ObjectCache::new("EndpointSlices"),
             reporter: None,
             problems: Vec::new(),
         })

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use culvert_kube::client::client;
-use culvert_kube::mirror::{Mirror, objects};
+use culvert_kube::object_cache::{ObjectCache, objects};
 use futures_util::StreamExt as _;
 use ipnet::Ipv4Net;
 use k8s_openapi::api::core::v1 as core;
@@ -29,7 +29,7 @@ const MAX_NODES: usize = 50_000;
 /// Watch of the Nodes; see the module.
 pub(super) struct NodeWatch {
     api: Api<core::Node>,
-    mirror: Mirror<Node>,
+    cache: ObjectCache<Node>,
     /// Networks whose addresses are dialed without translation.
     direct: Vec<Ipv4Net>,
     known: watch::Sender<Arc<Known>>,
@@ -50,7 +50,7 @@ impl NodeWatch {
     ) -> anyhow::Result<Self> {
         Ok(Self {
             api: Api::all(client(Some(kubeconfig)).await?),
-            mirror: Mirror::new("Nodes").at_most(MAX_NODES),
+            cache: ObjectCache::new("Nodes").at_most(MAX_NODES),
             direct,
             known: watch::Sender::default(),
             metrics,
@@ -70,7 +70,7 @@ impl NodeWatch {
         let mut due: Option<Instant> = None;
         loop {
             let changed = tokio::select! {
-                Some(event) = nodes.next() => self.mirror.take(event, Node::of),
+                Some(event) = nodes.next() => self.cache.take(event, Node::of),
                 () = sleep_until(due.unwrap_or_else(Instant::now)), if due.is_some() => {
                     due = None;
                     self.apply();
@@ -78,16 +78,16 @@ impl NodeWatch {
                 }
                 () = shutdown.cancelled() => return,
             };
-            let up = self.mirror.is_synced() && self.mirror.is_up();
+            let up = self.cache.is_synced() && self.cache.is_up();
             self.metrics.watch_up.set(if up { 1.0 } else { 0.0 });
-            if changed && self.mirror.is_synced() {
+            if changed && self.cache.is_synced() {
                 due.get_or_insert(Instant::now() + COLLECT);
             }
         }
     }
 
     fn apply(&mut self) {
-        let (known, problems) = Known::of(self.mirror.values(), &self.direct);
+        let (known, problems) = Known::of(self.cache.values(), &self.direct);
         info!(nodes = known.nodes, "addresses of nodes changed");
         self.metrics.nodes.set(known.nodes as f64);
         for problem in &problems {

@@ -1,6 +1,6 @@
 //! A local copy of Kubernetes objects: a list, and then a watch for changes.
 //!
-//! A [`Mirror`] keeps its objects while the API is unreachable, and logs the start and the end of an outage
+//! A [`ObjectCache`] keeps its objects while the API is unreachable, and logs the start and the end of an outage
 //! once. Its owner may limit the number of objects.
 //!
 //! An API server that sends nothing for [`SILENCE`] counts as unreachable. A watch without changes is silent,
@@ -41,7 +41,7 @@ const _: () = {
 const WATCHED: Duration = Duration::from_secs(3);
 
 /// The known objects of a kind.
-pub struct Mirror<T> {
+pub struct ObjectCache<T> {
     /// Plural name of the kind, for the log.
     kind: &'static str,
     /// Largest number of objects to keep.
@@ -94,10 +94,10 @@ struct Pause {
     listed: Option<Instant>,
 }
 
-// === impl Mirror ===
+// === impl ObjectCache ===
 
-impl<T: PartialEq> Mirror<T> {
-    /// Creates an empty mirror. `kind` is a plural.
+impl<T: PartialEq> ObjectCache<T> {
+    /// Creates an empty cache. `kind` is a plural.
     pub fn new(kind: &'static str) -> Self {
         Self {
             kind,
@@ -148,7 +148,7 @@ impl<T: PartialEq> Mirror<T> {
         self.take_where(event, convert, |_| true)
     }
 
-    /// Applies an event as [`Mirror::take`] does, but a change counts only if the object `matters` before
+    /// Applies an event as [`ObjectCache::take`] does, but a change counts only if the object `matters` before
     /// or after the change. All objects are kept.
     pub fn take_where<K: kube::ResourceExt>(
         &mut self,

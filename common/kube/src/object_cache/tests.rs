@@ -29,16 +29,16 @@ fn refused() -> watcher::Error {
     watcher::Error::InitialListFailed(kube::Error::Api(status.boxed()))
 }
 
-fn known(mirror: &Mirror<String>) -> Vec<&str> {
-    let mut known: Vec<&str> = mirror.values().map(String::as_str).collect();
+fn known(cache: &ObjectCache<String>) -> Vec<&str> {
+    let mut known: Vec<&str> = cache.values().map(String::as_str).collect();
     known.sort_unstable();
     known
 }
 
 #[test]
 fn a_list_counts_once_it_is_complete_and_changes_follow() {
-    let mut mirror = Mirror::new("Nodes");
-    let mut take = |event| (mirror.take(Ok(event), label_of), mirror.is_synced());
+    let mut cache = ObjectCache::new("Nodes");
+    let mut take = |event| (cache.take(Ok(event), label_of), cache.is_synced());
     assert_eq!(take(Event::Init), (false, false));
     assert_eq!(take(Event::InitApply(node("a", "1"))), (false, false));
     assert_eq!(take(Event::InitApply(node("b", ""))), (false, false));
@@ -49,68 +49,68 @@ fn a_list_counts_once_it_is_complete_and_changes_follow() {
     assert_eq!(take(Event::Apply(node("b", ""))), (true, true));
     assert_eq!(take(Event::Delete(node("a", "1"))), (true, true));
     assert_eq!(take(Event::Delete(node("a", "1"))), (false, true));
-    assert_eq!(known(&mirror), ["3"]);
+    assert_eq!(known(&cache), ["3"]);
 }
 
 #[test]
 fn alternating_reasons_are_logged_once_and_again_after_a_success() {
-    let mut mirror = Mirror::<String>::new("Nodes");
+    let mut cache = ObjectCache::<String>::new("Nodes");
     for why in ["reset", "closed", "reset", "closed"] {
-        mirror.fail(why);
+        cache.fail(why);
     }
-    assert_eq!(mirror.failing.current(), Some("closed"));
-    assert!(!mirror.failing.is_new("reset"));
+    assert_eq!(cache.failing.current(), Some("closed"));
+    assert!(!cache.failing.is_new("reset"));
     for reason in 0..100 {
-        mirror.fail(&reason.to_string());
+        cache.fail(&reason.to_string());
     }
-    assert_eq!(mirror.failing.current(), Some("99"));
-    mirror.take(Ok(Event::InitDone), label_of);
-    assert!(mirror.is_up());
+    assert_eq!(cache.failing.current(), Some("99"));
+    cache.take(Ok(Event::InitDone), label_of);
+    assert!(cache.is_up());
 }
 
 #[test]
 fn known_objects_stay_while_lists_fail() {
-    let mut mirror = Mirror::new("Nodes");
-    mirror.take(Ok(Event::Init), label_of);
-    mirror.take(Ok(Event::InitApply(node("a", "1"))), label_of);
-    mirror.take(Ok(Event::InitDone), label_of);
+    let mut cache = ObjectCache::new("Nodes");
+    cache.take(Ok(Event::Init), label_of);
+    cache.take(Ok(Event::InitApply(node("a", "1"))), label_of);
+    cache.take(Ok(Event::InitDone), label_of);
     for _ in 0..3 {
-        assert!(!mirror.take(Err(refused()), label_of));
+        assert!(!cache.take(Err(refused()), label_of));
         // A retry has begun, but it is not a success yet.
-        assert!(!mirror.take(Ok(Event::<Node>::Init), label_of));
-        assert!(!mirror.is_up());
-        mirror.take(Ok(Event::InitApply(node("b", "2"))), label_of);
-        assert!(!mirror.is_up());
-        assert_eq!(known(&mirror), ["1"]);
+        assert!(!cache.take(Ok(Event::<Node>::Init), label_of));
+        assert!(!cache.is_up());
+        cache.take(Ok(Event::InitApply(node("b", "2"))), label_of);
+        assert!(!cache.is_up());
+        assert_eq!(known(&cache), ["1"]);
     }
-    mirror.take(Ok(Event::Init), label_of);
-    mirror.take(Ok(Event::InitApply(node("c", "3"))), label_of);
-    assert!(mirror.take(Ok(Event::<Node>::InitDone), label_of) && mirror.is_up());
-    assert_eq!(known(&mirror), ["3"]);
+    cache.take(Ok(Event::Init), label_of);
+    cache.take(Ok(Event::InitApply(node("c", "3"))), label_of);
+    assert!(cache.take(Ok(Event::<Node>::InitDone), label_of) && cache.is_up());
+    assert_eq!(known(&cache), ["3"]);
 }
 
 #[test]
 fn objects_beyond_the_limit_are_left_out() {
-    let mut mirror = Mirror::new("Nodes").at_most(2);
-    mirror.take(Ok(Event::Init), label_of);
+    let mut cache = ObjectCache::new("Nodes").at_most(2);
+    cache.take(Ok(Event::Init), label_of);
     for name in ["a", "b", "c"] {
-        mirror.take(Ok(Event::InitApply(node(name, name))), label_of);
+        cache.take(Ok(Event::InitApply(node(name, name))), label_of);
     }
-    assert!(mirror.take(Ok(Event::<Node>::InitDone), label_of));
-    assert_eq!(known(&mirror), ["a", "b"]);
-    assert!(!mirror.take(Ok(Event::Apply(node("d", "d"))), label_of));
-    assert!(mirror.take(Ok(Event::Apply(node("a", "x"))), label_of));
-    assert!(mirror.take(Ok(Event::Delete(node("b", "b"))), label_of));
-    assert!(mirror.take(Ok(Event::Apply(node("d", "d"))), label_of));
-    assert_eq!(known(&mirror), ["d", "x"]);
+    assert!(cache.take(Ok(Event::<Node>::InitDone), label_of));
+    assert_eq!(known(&cache), ["a", "b"]);
+    assert!(!cache.take(Ok(Event::Apply(node("d", "d"))), label_of));
+    assert!(cache.take(Ok(Event::Apply(node("a", "x"))), label_of));
+    assert!(cache.take(Ok(Event::Delete(node("b", "b"))), label_of));
+    assert!(cache.take(Ok(Event::Apply(node("d", "d"))), label_of));
+    assert_eq!(known(&cache), ["d", "x"]);
 }
 
 #[test]
 fn objects_that_do_not_matter_are_kept_but_report_no_change() {
-    let mut mirror = Mirror::new("Nodes");
+    let mut cache = ObjectCache::new("Nodes");
     let mut take = |event| {
         let matters = |label: &String| label.starts_with('+');
-        mirror.take_where(Ok(event), label_of, matters)
+        cache.take_where(Ok(event), label_of, matters)
     };
     assert!(!take(Event::Init) && !take(Event::InitApply(node("a", "1"))));
     assert!(take(Event::InitDone), "the first list counts");
@@ -133,8 +133,8 @@ fn objects_that_do_not_matter_are_kept_but_report_no_change() {
         take(Event::InitApply(node("c", c)));
         assert_eq!(take(Event::InitDone), counts, "{b:?} {c:?}");
     }
-    assert_eq!(known(&mirror), ["9"]);
-    assert!(mirror.has("", "c") && !mirror.has("", "b") && !mirror.has("x", "c"));
+    assert_eq!(known(&cache), ["9"]);
+    assert!(cache.has("", "c") && !cache.has("", "b") && !cache.has("x", "c"));
 }
 
 #[tokio::test(start_paused = true)]
