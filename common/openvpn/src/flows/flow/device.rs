@@ -106,7 +106,7 @@ impl Outbox {
 
 /// Receiver of the packets that smoltcp emits.
 pub(crate) enum Sink<'a> {
-    /// Nothing may be emitted.
+    /// Packets are discarded. Used where smoltcp has no packet to emit.
     None,
     /// Packets go to the link.
     Link(&'a mut Outbox, &'a mut dyn FnMut(&[u8]) -> bool),
