@@ -35,7 +35,8 @@ pub struct Candidate {
 
 impl Candidate {
     /// Creates a candidate, and a receiver of the time until which the candidate leads. The time is `None` or
-    /// in the past while the candidate does not lead.
+    /// in the past while the candidate does not lead. `program` is the writer's name in `managedFields`;
+    /// `failures` counts failed requests.
     pub fn new(
         client: Client,
         namespace: &str,
