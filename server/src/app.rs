@@ -18,6 +18,7 @@ use culvert_kube::tokens::Tokens;
 use culvert_native as native;
 use culvert_native::window::OPENER_HELD_BYTES;
 use tokio::net::TcpListener;
+use tokio_rustls::TlsAcceptor;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tracing::info;
@@ -126,7 +127,7 @@ impl Bound {
         let admin = admin::bind(&config.admin.host, config.admin.port, "--admin-port").await?;
         let admin_address = admin.local_addr()?;
         let admin = match &config.admin_tls {
-            Some(files) => admin::AdminSocket::Tls(admin_tls(admin, files, &config.tls)?),
+            Some(files) => admin::AdminSocket::Tls(admin, admin_tls(files, &config.tls)?),
             None => admin::AdminSocket::Plain(admin),
         };
         let socket = config.admin_uds.as_deref();
@@ -270,17 +271,13 @@ impl Bound {
     }
 }
 
-/// Returns the admin listener with mutual TLS.
-fn admin_tls(
-    listener: TcpListener,
-    files: &config::TlsFiles,
-    options: &TlsOptions,
-) -> anyhow::Result<admin::TlsSocket> {
+/// Returns the acceptor of an admin listener with mutual TLS.
+fn admin_tls(files: &config::TlsFiles, options: &TlsOptions) -> anyhow::Result<TlsAcceptor> {
     let trust = TrustBundle::load(&files.ca)?;
     let identity = Identity::load(&files.cert, &files.key)
         .context("an admin listener with TLS needs --admin-cert and --admin-key")?;
     let tls = tls::server_config(&identity, Some(&trust), &[b"http/1.1"], options)?;
-    Ok(admin::TlsSocket::new(listener, tls))
+    Ok(TlsAcceptor::from(tls))
 }
 
 async fn bind_frontend(

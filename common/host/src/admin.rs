@@ -20,14 +20,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use http::header::{ALLOW, CONTENT_TYPE, HOST, HeaderValue};
+use http::header::{ALLOW, CONTENT_TYPE, HeaderValue};
 use http::{HeaderName, Method, Request, Response, StatusCode};
 use http_body_util::{BodyExt as _, Full, LengthLimitError, Limited};
 use hyper::body::{Body as _, Incoming};
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
-use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::Semaphore;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
@@ -35,7 +34,8 @@ use tokio_util::task::TaskTracker;
 
 pub use listener::{BindError, bind};
 pub use pages::{Check, METRICS_TYPE};
-pub use socket::{AdminSocket, TlsSocket, UnixSocket};
+use socket::Stream;
+pub use socket::{AdminSocket, UnixSocket};
 
 /// Maximum number of open connections. Further connections wait in the kernel's queue.
 const MAX_CONNECTIONS: usize = 256;
@@ -64,51 +64,17 @@ const GRACE: Duration = Duration::from_secs(5);
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 type BoxFuture<T> = Pin<Box<dyn Future<Output = T> + Send>>;
-type Handler = Box<dyn Fn(Ask) -> BoxFuture<Reply> + Send + Sync>;
-
-/// Parts of a request that a handler can read.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Ask {
-    /// Query string without the question mark; empty if missing.
-    pub query: String,
-    /// `Host` header; empty if missing.
-    pub host: String,
-    /// Request body of an action; empty for other paths.
-    pub body: Bytes,
-}
+type Handler = Box<dyn Fn(Request<Bytes>) -> BoxFuture<Reply> + Send + Sync>;
 
 /// Response of a handler.
 #[derive(Clone, Debug)]
-pub struct Reply {
-    status: StatusCode,
-    headers: Vec<(HeaderName, HeaderValue)>,
-    body: Bytes,
-}
+pub struct Reply(Response<Full<Bytes>>);
 
-/// Paths and their handlers.
+/// Paths, their HTTP methods separated by `, `, and their handlers. The body of a request is empty unless the
+/// method is POST.
 #[derive(Default)]
 pub struct Routes {
-    handlers: HashMap<&'static str, (Verb, Handler)>,
-}
-
-/// HTTP methods that a path accepts.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Verb {
-    /// GET and HEAD.
-    Show,
-    /// POST.
-    Act,
-}
-
-// === impl Ask ===
-
-impl Ask {
-    /// Returns true if the query has the parameter `name`, with or without a value.
-    pub fn has(&self, name: &str) -> bool {
-        self.query
-            .split('&')
-            .any(|pair| pair.split('=').next() == Some(name))
-    }
+    handlers: HashMap<&'static str, (&'static str, Handler)>,
 }
 
 // === impl Reply ===
@@ -116,11 +82,9 @@ impl Ask {
 impl Reply {
     /// Creates a reply with any status, content type and body.
     pub fn new(status: StatusCode, content_type: &'static str, body: impl Into<Bytes>) -> Self {
-        Self {
-            status,
-            headers: vec![(CONTENT_TYPE, HeaderValue::from_static(content_type))],
-            body: body.into(),
-        }
+        let mut response = Response::new(Full::new(body.into()));
+        *response.status_mut() = status;
+        Self(response).with(CONTENT_TYPE, HeaderValue::from_static(content_type))
     }
 
     /// Creates a reply in plain text.
@@ -131,15 +95,8 @@ impl Reply {
     /// Adds a header.
     #[must_use]
     pub fn with(mut self, name: HeaderName, value: HeaderValue) -> Self {
-        self.headers.push((name, value));
+        self.0.headers_mut().append(name, value);
         self
-    }
-
-    fn into_response(self) -> Response<Full<Bytes>> {
-        let mut response = Response::new(Full::new(self.body));
-        *response.status_mut() = self.status;
-        response.headers_mut().extend(self.headers);
-        response
     }
 }
 
@@ -156,10 +113,10 @@ impl Routes {
     #[must_use]
     pub fn route<F, R>(self, path: &'static str, handler: F) -> Self
     where
-        F: Fn(Ask) -> R + Send + Sync + 'static,
+        F: Fn(Request<Bytes>) -> R + Send + Sync + 'static,
         R: Future<Output = Reply> + Send + 'static,
     {
-        self.add(Verb::Show, path, handler)
+        self.add("GET, HEAD", path, handler)
     }
 
     /// Adds a path that changes state. POST requests reach the handler, with a body of at most 64 KiB; other
@@ -167,60 +124,48 @@ impl Routes {
     #[must_use]
     pub fn action<F, R>(self, path: &'static str, handler: F) -> Self
     where
-        F: Fn(Ask) -> R + Send + Sync + 'static,
+        F: Fn(Request<Bytes>) -> R + Send + Sync + 'static,
         R: Future<Output = Reply> + Send + 'static,
     {
-        self.add(Verb::Act, path, handler)
+        self.add("POST", path, handler)
     }
 
-    fn add<F, R>(mut self, verb: Verb, path: &'static str, handler: F) -> Self
+    fn add<F, R>(mut self, methods: &'static str, path: &'static str, handler: F) -> Self
     where
-        F: Fn(Ask) -> R + Send + Sync + 'static,
+        F: Fn(Request<Bytes>) -> R + Send + Sync + 'static,
         R: Future<Output = Reply> + Send + 'static,
     {
-        let handler = move |ask| Box::pin(handler(ask)) as BoxFuture<Reply>;
-        self.handlers.insert(path, (verb, Box::new(handler)));
+        let handler = move |request| Box::pin(handler(request)) as BoxFuture<Reply>;
+        self.handlers.insert(path, (methods, Box::new(handler)));
         self
     }
 
     async fn answer(&self, request: Request<Incoming>) -> Reply {
-        let Some((verb, handler)) = self.handlers.get(request.uri().path()) else {
+        let Some((methods, handler)) = self.handlers.get(request.uri().path()) else {
             // Go's `net/http` sends this body with a 404.
             return Reply::text(StatusCode::NOT_FOUND, "404 page not found\n");
         };
-        let allowed = match verb {
-            Verb::Show => matches!(*request.method(), Method::GET | Method::HEAD),
-            Verb::Act => *request.method() == Method::POST,
-        };
-        if !allowed {
-            let allow = match verb {
-                Verb::Show => "GET, HEAD",
-                Verb::Act => "POST",
-            };
+        if !methods.split(", ").any(|method| request.method() == method) {
             return Reply::text(StatusCode::METHOD_NOT_ALLOWED, "Method Not Allowed\n")
-                .with(ALLOW, HeaderValue::from_static(allow));
+                .with(ALLOW, HeaderValue::from_static(methods));
         }
-        let host = request.headers().get(HOST);
-        let mut ask = Ask {
-            query: request.uri().query().unwrap_or_default().to_owned(),
-            host: host
-                .and_then(|host| host.to_str().ok())
-                .unwrap_or_default()
-                .to_owned(),
-            body: Bytes::new(),
-        };
-        if *verb == Verb::Act {
-            ask.body = match read_body(request.into_body()).await {
+        let (head, body) = request.into_parts();
+        let body = match head.method {
+            Method::POST => match read_body(body).await {
                 Ok(body) => body,
-                Err(reply) => return reply,
-            };
-        }
-        handler(ask).await
+                Err((status, text)) => return Reply::text(status, text),
+            },
+            _ => Bytes::new(),
+        };
+        handler(Request::from_parts(head, body)).await
     }
 }
 
-async fn read_body(body: Incoming) -> Result<Bytes, Reply> {
-    let too_long = || Reply::text(StatusCode::PAYLOAD_TOO_LARGE, "Request Entity Too Large\n");
+async fn read_body(body: Incoming) -> Result<Bytes, (StatusCode, String)> {
+    let too_long = || {
+        let text = "Request Entity Too Large\n";
+        (StatusCode::PAYLOAD_TOO_LARGE, text.to_owned())
+    };
     if body.size_hint().lower() > MAX_BODY_BYTES as u64 {
         return Err(too_long());
     }
@@ -228,11 +173,8 @@ async fn read_body(body: Incoming) -> Result<Bytes, Reply> {
     match timeout(BODY_TIMEOUT, body).await {
         Ok(Ok(body)) => Ok(body.to_bytes()),
         Ok(Err(error)) if error.is::<LengthLimitError>() => Err(too_long()),
-        Ok(Err(error)) => Err(Reply::text(StatusCode::BAD_REQUEST, format!("{error}\n"))),
-        Err(_) => {
-            let text = "Request Timeout\n";
-            Err(Reply::text(StatusCode::REQUEST_TIMEOUT, text))
-        }
+        Ok(Err(error)) => Err((StatusCode::BAD_REQUEST, format!("{error}\n"))),
+        Err(_) => Err((StatusCode::REQUEST_TIMEOUT, "Request Timeout\n".to_owned())),
     }
 }
 
@@ -253,10 +195,10 @@ pub async fn serve(socket: impl Into<AdminSocket>, routes: Routes, shutdown: Can
         // The semaphore is never closed, so only cancellation ends this loop.
         while let Ok(permit) = Arc::clone(&permits).acquire_owned().await {
             match socket.accept().await {
-                Ok(guest) => {
+                Ok(entering) => {
                     let (routes, shutdown) = (Arc::clone(&routes), shutdown.clone());
                     connections.spawn(async move {
-                        let entered = shutdown.run_until_cancelled(guest.enter()).await;
+                        let entered = shutdown.run_until_cancelled(entering).await;
                         if let Some(Some(stream)) = entered {
                             serve_http(stream, routes, shutdown).await;
                         }
@@ -277,13 +219,10 @@ pub async fn serve(socket: impl Into<AdminSocket>, routes: Routes, shutdown: Can
 }
 
 /// Serves one connection until the connection ends.
-async fn serve_http<S>(stream: S, routes: Arc<Routes>, shutdown: CancellationToken)
-where
-    S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
-{
+async fn serve_http(stream: Box<dyn Stream>, routes: Arc<Routes>, shutdown: CancellationToken) {
     let service = service_fn(move |request| {
         let routes = Arc::clone(&routes);
-        async move { Ok::<_, Infallible>(routes.answer(request).await.into_response()) }
+        async move { Ok::<_, Infallible>(routes.answer(request).await.0) }
     });
     let connection = http1::Builder::new()
         .timer(TokioTimer::new())

@@ -1,6 +1,6 @@
 //! The switch's pages on the admin listener.
 
-use culvert_host::admin::{Ask, Reply, Routes};
+use culvert_host::admin::{Reply, Routes};
 use http::StatusCode;
 
 use super::driver::{Refusal, Switcher};
@@ -18,7 +18,7 @@ pub(crate) fn add(routes: Routes, switcher: &Switcher) -> Routes {
         })
         .action(SWITCH_PATH, move |ask| {
             let switcher = asked.clone();
-            async move { switch(&ask, &switcher).await }
+            async move { switch(ask.body(), &switcher).await }
         })
 }
 
@@ -29,9 +29,9 @@ fn status(code: StatusCode, switcher: &Switcher) -> Reply {
     }
 }
 
-async fn switch(ask: &Ask, switcher: &Switcher) -> Reply {
+async fn switch(body: &[u8], switcher: &Switcher) -> Reply {
     let bad = |why: String| Reply::text(StatusCode::BAD_REQUEST, why);
-    let request: Request = match serde_json::from_slice(&ask.body) {
+    let request: Request = match serde_json::from_slice(body) {
         Ok(request) => request,
         Err(error) => return bad(error.to_string()),
     };

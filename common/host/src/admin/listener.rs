@@ -13,51 +13,12 @@ use crate::net::dial::join_host_port;
 /// after a restart of this program.
 const BACKLOG: i32 = 4096;
 
-/// Error returned when a listener cannot be bound.
+/// Error returned when a listener cannot be bound. The text names the flag to change.
 #[derive(Debug, thiserror::Error)]
-pub enum BindError {
-    /// Another process uses the port.
-    #[error(
-        "cannot listen on {address}: the port is in use; stop the other process or change {flag}"
-    )]
-    InUse {
-        /// Address to bind.
-        address: String,
-        /// Flag that sets the address.
-        flag: String,
-    },
-    /// The process is not allowed to bind the port.
-    #[error(
-        "cannot listen on {address}: permission denied; choose a port from 1024 with {flag}, or grant CAP_NET_BIND_SERVICE"
-    )]
-    Permission {
-        /// Address to bind.
-        address: String,
-        /// Flag that sets the address.
-        flag: String,
-    },
-    /// The host is not an address of this machine.
-    #[error(
-        "cannot listen on {address}: not an address of this machine ({reason}); correct the host given for {flag}"
-    )]
-    NotLocal {
-        /// Address to bind.
-        address: String,
-        /// Flag that sets the address.
-        flag: String,
-        /// Error from the operating system.
-        reason: io::Error,
-    },
-    /// Any other error.
-    #[error("cannot listen on {address}: {reason}; check {flag}")]
-    Other {
-        /// Address to bind.
-        address: String,
-        /// Flag that sets the address.
-        flag: String,
-        /// Error from the operating system.
-        reason: io::Error,
-    },
+#[error("cannot listen on {address}: {why}")]
+pub struct BindError {
+    address: String,
+    why: String,
 }
 
 /// Binds `host:port`. Port 0 selects a free port. An empty host means all interfaces, IPv4 and IPv6, or only
@@ -70,21 +31,20 @@ pub enum BindError {
 /// Returns a [`BindError`] if the name has no address or the address cannot be bound.
 pub async fn bind(host: &str, port: u16, flag: &str) -> Result<TcpListener, BindError> {
     let fail = |reason: io::Error| {
-        let (address, flag) = (join_host_port(host, port), flag.to_owned());
-        match reason.kind() {
-            io::ErrorKind::AddrInUse => BindError::InUse { address, flag },
-            io::ErrorKind::PermissionDenied => BindError::Permission { address, flag },
-            io::ErrorKind::AddrNotAvailable => BindError::NotLocal {
-                address,
-                flag,
-                reason,
-            },
-            _ => BindError::Other {
-                address,
-                flag,
-                reason,
-            },
-        }
+        let why = match reason.kind() {
+            io::ErrorKind::AddrInUse => {
+                format!("the port is in use; stop the other process or change {flag}")
+            }
+            io::ErrorKind::PermissionDenied => format!(
+                "permission denied; choose a port from 1024 with {flag}, or grant CAP_NET_BIND_SERVICE"
+            ),
+            io::ErrorKind::AddrNotAvailable => format!(
+                "not an address of this machine ({reason}); correct the host given for {flag}"
+            ),
+            _ => format!("{reason}; check {flag}"),
+        };
+        let address = join_host_port(host, port);
+        BindError { address, why }
     };
     if host.is_empty() {
         return bind_all(port).map_err(fail);

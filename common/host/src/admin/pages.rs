@@ -3,10 +3,12 @@
 use std::future::ready;
 use std::sync::Arc;
 
-use http::StatusCode;
-use http::header::{HeaderValue, LOCATION};
+use bytes::Bytes;
+use http::header::{HOST, HeaderValue, LOCATION};
+use http::uri::Authority;
+use http::{Request, StatusCode};
 
-use super::{Ask, Reply, Routes};
+use super::{Reply, Routes};
 use crate::net::dial::{join_host_port, split_host_port};
 use crate::telemetry::metrics::Registry;
 
@@ -48,7 +50,13 @@ impl Routes {
     /// check. If a check fails, the page has status 503 and one line per check.
     #[must_use]
     pub fn with_agent_readyz(self, checks: Vec<Check>) -> Self {
-        self.at_both_names(move |ask| check_page(&checks, ask.has("verbose")))
+        self.at_both_names(move |query| {
+            let mut names = query
+                .unwrap_or_default()
+                .split('&')
+                .map(|pair| pair.split('=').next());
+            check_page(&checks, names.any(|name| name == Some("verbose")))
+        })
     }
 
     /// Adds `/metrics`, rendered for each request.
@@ -63,22 +71,14 @@ impl Routes {
     /// agent redirects its admin `/metrics` in the same way.
     #[must_use]
     pub fn with_redirect_to_port(self, path: &'static str, port: u16) -> Self {
-        self.route(path, move |ask| ready(redirect(path, port, &ask)))
+        self.route(path, move |request| ready(redirect(port, &request)))
     }
 
-    /// Redirects `path` permanently (301) to `target` on the same host and port.
-    #[must_use]
-    pub fn with_redirect(self, path: &'static str, target: &'static str) -> Self {
-        self.route(path, move |_| {
-            ready(moved(HeaderValue::from_static(target)))
-        })
-    }
-
-    fn at_both_names(self, page: impl Fn(&Ask) -> Reply + Send + Sync + 'static) -> Self {
+    fn at_both_names(self, page: impl Fn(Option<&str>) -> Reply + Send + Sync + 'static) -> Self {
         let page = Arc::new(page);
         let alias = Arc::clone(&page);
-        self.route("/readyz", move |ask| ready(page(&ask)))
-            .route("/ready", move |ask| ready(alias(&ask)))
+        self.route("/readyz", move |request| ready(page(request.uri().query())))
+            .route("/ready", move |request| ready(alias(request.uri().query())))
     }
 }
 
@@ -104,24 +104,26 @@ fn check_page(checks: &[Check], is_verbose: bool) -> Reply {
 }
 
 /// Builds a redirect without a scheme, as upstream does, so that the client keeps the scheme of its request.
-fn redirect(path: &str, port: u16, ask: &Ask) -> Reply {
-    let host = match split_host_port(&ask.host) {
+fn redirect(port: u16, request: &Request<Bytes>) -> Reply {
+    let host = request.headers().get(HOST);
+    let host = host.and_then(|host| host.to_str().ok()).unwrap_or_default();
+    let host = match split_host_port(host) {
         Ok((host, _)) => host,
-        Err(_) => ask.host.trim_matches(['[', ']']),
+        Err(_) => host.trim_matches(['[', ']']),
     };
     let authority = join_host_port(host, port);
-    let query = match ask.query.as_str() {
+    let path = request.uri().path();
+    let query = match request.uri().query().unwrap_or_default() {
         "" => String::new(),
         query => format!("?{query}"),
     };
     // The host comes from the request. A malformed host could redirect the client elsewhere.
-    let is_sound = authority.parse::<http::uri::Authority>().is_ok();
+    let is_sound = authority.parse::<Authority>().is_ok();
     match HeaderValue::try_from(format!("//{authority}{path}{query}")) {
-        Ok(location) if is_sound => moved(location),
+        Ok(location) if is_sound => {
+            Reply::text(StatusCode::MOVED_PERMANENTLY, "Moved Permanently\n")
+                .with(LOCATION, location)
+        }
         _ => Reply::text(StatusCode::BAD_REQUEST, "malformed Host header\n"),
     }
-}
-
-fn moved(location: HeaderValue) -> Reply {
-    Reply::text(StatusCode::MOVED_PERMANENTLY, "Moved Permanently\n").with(LOCATION, location)
 }

@@ -7,19 +7,16 @@ use std::io;
 use std::os::unix::fs::FileTypeExt as _;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
-use std::pin::Pin;
-use std::sync::Arc;
-use std::task::{Context, Poll};
 use std::time::Duration;
 
 use rustix::process::geteuid;
 use socket2::{Domain, SockAddr, Socket, Type};
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
 use tokio::time::timeout;
-use tokio_rustls::TlsAcceptor;
-use tokio_rustls::server::TlsStream;
+use tokio_rustls::{Accept, TlsAcceptor};
 
+use super::BoxFuture;
 use crate::net::listen::SocketFile;
 use crate::tls;
 
@@ -36,16 +33,10 @@ const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 pub enum AdminSocket {
     /// Plain HTTP for every client.
     Plain(TcpListener),
-    /// HTTP over mutual TLS.
-    Tls(TlsSocket),
+    /// HTTP over mutual TLS. The acceptor must require client certificates.
+    Tls(TcpListener, TlsAcceptor),
     /// HTTP over a Unix socket.
     Unix(UnixSocket),
-}
-
-/// A TLS listener that requires client certificates.
-pub struct TlsSocket {
-    listener: TcpListener,
-    acceptor: TlsAcceptor,
 }
 
 /// A Unix listener for the process's own user and root. Dropping the listener removes the socket file.
@@ -63,32 +54,59 @@ pub struct UnixSocketError {
     why: io::Error,
 }
 
-/// An accepted connection, before authentication.
-pub(super) enum Guest {
-    Plain(TcpStream),
-    Tls(TcpStream, TlsAcceptor),
-    Unix(UnixStream),
-}
+/// Byte stream of an authenticated connection.
+pub(super) trait Stream: AsyncRead + AsyncWrite + Unpin + Send {}
 
-/// An authenticated connection.
-pub(super) enum Stream {
-    Plain(TcpStream),
-    Tls(Box<TlsStream<TcpStream>>),
-    Unix(UnixStream),
-}
+impl<S: AsyncRead + AsyncWrite + Unpin + Send> Stream for S {}
+
+type Entered = Option<Box<dyn Stream>>;
 
 // === impl AdminSocket ===
 
 impl AdminSocket {
-    pub(super) async fn accept(&self) -> io::Result<Guest> {
+    /// Accepts a connection. The returned future authenticates the client, and resolves to `None` if the
+    /// client is rejected.
+    pub(super) async fn accept(&self) -> io::Result<BoxFuture<Entered>> {
         Ok(match self {
-            Self::Plain(listener) => Guest::Plain(listener.accept().await?.0),
-            Self::Tls(TlsSocket { listener, acceptor }) => {
-                Guest::Tls(listener.accept().await?.0, acceptor.clone())
+            Self::Plain(listener) => {
+                let (stream, _) = listener.accept().await?;
+                Box::pin(async { Some(Box::new(stream) as _) })
             }
-            Self::Unix(socket) => Guest::Unix(socket.listener.accept().await?.0),
+            Self::Tls(listener, acceptor) => {
+                let (stream, _) = listener.accept().await?;
+                Box::pin(enter_tls(acceptor.accept(stream)))
+            }
+            Self::Unix(socket) => {
+                let (stream, _) = socket.listener.accept().await?;
+                Box::pin(async { enter_unix(stream) })
+            }
         })
     }
+}
+
+async fn enter_tls(handshake: Accept<TcpStream>) -> Entered {
+    match timeout(HANDSHAKE_TIMEOUT, handshake).await {
+        Ok(Ok(stream)) => Some(Box::new(stream)),
+        Ok(Err(error)) => {
+            let why = tls::explain(&error);
+            tracing::warn!("admin client rejected: {why}");
+            None
+        }
+        Err(_) => None,
+    }
+}
+
+fn enter_unix(stream: UnixStream) -> Entered {
+    // The file mode already keeps other users out, but the file's owner can be changed.
+    let uid = stream.peer_cred().ok()?.uid();
+    if uid == 0 || uid == geteuid().as_raw() {
+        return Some(Box::new(stream));
+    }
+    tracing::warn!(
+        uid,
+        "admin client rejected: only root and the user of this process may use the socket"
+    );
+    None
 }
 
 impl From<TcpListener> for AdminSocket {
@@ -97,17 +115,7 @@ impl From<TcpListener> for AdminSocket {
     }
 }
 
-// === impl TlsSocket, UnixSocket ===
-
-impl TlsSocket {
-    /// Creates a listener. `config` must require client certificates.
-    pub fn new(listener: TcpListener, config: Arc<rustls::ServerConfig>) -> Self {
-        Self {
-            listener,
-            acceptor: TlsAcceptor::from(config),
-        }
-    }
-}
+// === impl UnixSocket ===
 
 impl UnixSocket {
     /// Opens a socket with mode 0600. The mode is set before any client can connect. A stale socket file, on
@@ -158,80 +166,6 @@ fn remove_stale(path: &Path) -> io::Result<()> {
             std::fs::remove_file(path)
         }
         Err(error) => Err(error),
-    }
-}
-
-// === impl Guest ===
-
-impl Guest {
-    /// Authenticates the client. Returns `None` if the client is rejected.
-    pub(super) async fn enter(self) -> Option<Stream> {
-        match self {
-            Self::Plain(stream) => Some(Stream::Plain(stream)),
-            Self::Tls(stream, acceptor) => {
-                match timeout(HANDSHAKE_TIMEOUT, acceptor.accept(stream)).await {
-                    Ok(Ok(stream)) => Some(Stream::Tls(Box::new(stream))),
-                    Ok(Err(error)) => {
-                        let why = tls::explain(&error);
-                        tracing::warn!("admin client rejected: {why}");
-                        None
-                    }
-                    Err(_) => None,
-                }
-            }
-            Self::Unix(stream) => {
-                // The file mode already keeps other users out, but the file's owner can be changed.
-                let uid = stream.peer_cred().ok()?.uid();
-                if uid == 0 || uid == geteuid().as_raw() {
-                    return Some(Stream::Unix(stream));
-                }
-                tracing::warn!(
-                    uid,
-                    "admin client rejected: only root and the user of this process may use the socket"
-                );
-                None
-            }
-        }
-    }
-}
-
-// === impl Stream ===
-
-macro_rules! on_any {
-    ($stream:expr, $inner:ident => $call:expr) => {
-        match $stream.get_mut() {
-            Stream::Plain($inner) => $call,
-            Stream::Tls($inner) => $call,
-            Stream::Unix($inner) => $call,
-        }
-    };
-}
-
-impl AsyncRead for Stream {
-    fn poll_read(
-        self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        buf: &mut ReadBuf<'_>,
-    ) -> Poll<io::Result<()>> {
-        on_any!(self, inner => Pin::new(inner).poll_read(cx, buf))
-    }
-}
-
-impl AsyncWrite for Stream {
-    fn poll_write(
-        self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        buf: &[u8],
-    ) -> Poll<io::Result<usize>> {
-        on_any!(self, inner => Pin::new(inner).poll_write(cx, buf))
-    }
-
-    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        on_any!(self, inner => Pin::new(inner).poll_flush(cx))
-    }
-
-    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        on_any!(self, inner => Pin::new(inner).poll_shutdown(cx))
     }
 }
 

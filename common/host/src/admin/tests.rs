@@ -154,9 +154,7 @@ async fn metrics_are_rendered_per_request() {
 
 #[tokio::test]
 async fn redirects_keep_the_host() {
-    let routes = Routes::new()
-        .with_redirect_to_port("/metrics", 8093)
-        .with_redirect("/debug/pprof", "/debug/pprof/");
+    let routes = Routes::new().with_redirect_to_port("/metrics", 8093);
     let server = Running::start(routes).await;
     for (host, path, location) in [
         (
@@ -171,7 +169,6 @@ async fn redirects_keep_the_host() {
         ),
         ("[::1]:8094", "/metrics", "//[::1]:8093/metrics"),
         ("[::1]", "/metrics", "//[::1]:8093/metrics"),
-        ("x", "/debug/pprof", "/debug/pprof/"),
     ] {
         let answer = server.ask_as("GET", path, host).await;
         assert_eq!(status(&answer), "301");
@@ -308,17 +305,14 @@ async fn bind_errors_name_the_flag() {
     let error = bind("192.0.2.1", 0, "--health-bind-address")
         .await
         .unwrap_err();
-    assert!(matches!(error, BindError::NotLocal { .. }), "{error}");
-    assert!(
-        error
-            .to_string()
-            .ends_with("correct the host given for --health-bind-address")
-    );
+    let text = error.to_string();
+    assert!(text.contains("not an address of this machine"), "{text}");
+    assert!(text.ends_with("correct the host given for --health-bind-address"));
 }
 
 #[tokio::test]
 async fn actions_are_posts_with_a_bounded_body() {
-    let echo = |ask: Ask| ready(Reply::text(StatusCode::OK, ask.body));
+    let echo = |request: Request<Bytes>| ready(Reply::text(StatusCode::OK, request.into_body()));
     let server = Running::start(Routes::new().action("/act", echo)).await;
     let post = async |length: usize, body: &[u8]| {
         let mut stream = server.connect().await;

@@ -108,7 +108,7 @@ async fn only_clients_with_a_certificate_of_the_ca_are_served() {
     let listener = bind("127.0.0.1", 0, "--admin-port").await.unwrap();
     let address = listener.local_addr().unwrap();
     let stop = CancellationToken::new();
-    let socket = AdminSocket::Tls(TlsSocket::new(listener, config.unwrap()));
+    let socket = AdminSocket::Tls(listener, TlsAcceptor::from(config.unwrap()));
     let task = tokio::spawn(serve(socket, routes(), stop.clone()));
     for (who, lets_in) in [(Some(&ours), true), (Some(&foreign), false), (None, false)] {
         let who = who.map(identity);
