@@ -68,64 +68,35 @@ pub const BUFFER_BYTES: usize = 256 * 1024;
 pub enum TlsError {
     /// A file could not be read.
     #[error(
-        "cannot read {path}: {reason}; check that the file exists, is mounted, and may be read by this process"
+        "cannot read {0}: {1}; check that the file exists, is mounted, and may be read by this process"
     )]
-    Read {
-        /// Path of the file.
-        path: PathBuf,
-        /// Error from the operating system.
-        reason: std::io::Error,
-    },
+    Read(PathBuf, std::io::Error),
     /// A file is too large for a PEM file.
-    #[error("{path} is larger than {MAX_PEM_BYTES} bytes; is it a PEM file?")]
-    TooLarge {
-        /// Path of the file.
-        path: PathBuf,
-    },
+    #[error("{0} is larger than {MAX_PEM_BYTES} bytes; is it a PEM file?")]
+    TooLarge(PathBuf),
     /// A file contains no certificate.
     #[error(
-        "{path} holds no certificate; it must be a PEM file with a `-----BEGIN CERTIFICATE-----` block (for DER, convert it with `openssl x509 -inform der`)"
+        "{0} holds no certificate; it must be a PEM file with a `-----BEGIN CERTIFICATE-----` block (for DER, convert it with `openssl x509 -inform der`)"
     )]
-    NoCertificate {
-        /// Path of the file.
-        path: PathBuf,
-    },
-    /// A certificate in a file cannot be parsed.
-    #[error("{path} holds a malformed certificate: {reason}; replace the file")]
-    MalformedCertificate {
-        /// Path of the file.
-        path: PathBuf,
-        /// Error from the parser.
-        reason: String,
-    },
+    NoCertificate(PathBuf),
+    /// A certificate in a file cannot be parsed, for the given reason.
+    #[error("{0} holds a malformed certificate: {1}; replace the file")]
+    MalformedCertificate(PathBuf, String),
     /// A file contains no private key.
     #[error(
-        "{path} holds no private key; it must be a PEM file with a `PRIVATE KEY` (PKCS#8), `RSA PRIVATE KEY` (PKCS#1) or `EC PRIVATE KEY` (SEC1) block (decrypt an encrypted key with `openssl pkey`)"
+        "{0} holds no private key; it must be a PEM file with a `PRIVATE KEY` (PKCS#8), `RSA PRIVATE KEY` (PKCS#1) or `EC PRIVATE KEY` (SEC1) block (decrypt an encrypted key with `openssl pkey`)"
     )]
-    NoKey {
-        /// Path of the file.
-        path: PathBuf,
-    },
-    /// A private key cannot be parsed, or its type is not supported.
+    NoKey(PathBuf),
+    /// A private key cannot be parsed, or its type is not supported, for the given reason.
     #[error(
-        "{path} holds an unusable private key: {reason}; RSA from 2048 bits, ECDSA P-256, P-384, P-521 and Ed25519 are supported"
+        "{0} holds an unusable private key: {1}; RSA from 2048 bits, ECDSA P-256, P-384, P-521 and Ed25519 are supported"
     )]
-    BadKey {
-        /// Path of the file.
-        path: PathBuf,
-        /// Error from the parser.
-        reason: String,
-    },
-    /// The private key does not belong to the certificate.
+    BadKey(PathBuf, String),
+    /// The private key in the second file does not belong to the certificate in the first file.
     #[error(
-        "the private key in {key} does not belong to the certificate in {cert}; check that both files were issued together"
+        "the private key in {1} does not belong to the certificate in {0}; check that both files were issued together"
     )]
-    KeyMismatch {
-        /// Path of the certificate file.
-        cert: PathBuf,
-        /// Path of the key file.
-        key: PathBuf,
-    },
+    KeyMismatch(PathBuf, PathBuf),
     /// A CA bundle cannot be used. The text begins like upstream's.
     #[error("failed to load CA cert: {0}")]
     Ca(Box<TlsError>),
@@ -221,10 +192,7 @@ fn settings(error: impl std::fmt::Display) -> TlsError {
 fn read_pem(path: &Path) -> Result<Vec<u8>, TlsError> {
     use std::io::Read;
 
-    let failed = |reason| TlsError::Read {
-        path: path.to_owned(),
-        reason,
-    };
+    let failed = |reason| TlsError::Read(path.to_owned(), reason);
     let mut pem = Vec::new();
     std::fs::File::open(path)
         .map_err(failed)?
@@ -232,9 +200,7 @@ fn read_pem(path: &Path) -> Result<Vec<u8>, TlsError> {
         .read_to_end(&mut pem)
         .map_err(failed)?;
     if pem.len() as u64 > MAX_PEM_BYTES {
-        return Err(TlsError::TooLarge {
-            path: path.to_owned(),
-        });
+        return Err(TlsError::TooLarge(path.to_owned()));
     }
     Ok(pem)
 }

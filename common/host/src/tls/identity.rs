@@ -4,7 +4,8 @@
 //! therefore makes this check without rustls: the `openssl x509 -req` recipe in the Kubernetes documentation
 //! issues v1 certificates, and Go accepts them.
 
-use std::path::{Path, PathBuf};
+use std::fmt::Display;
+use std::path::Path;
 use std::sync::Arc;
 
 use rustls::crypto::aws_lc_rs::sign::any_supported_type;
@@ -38,21 +39,14 @@ impl Identity {
         let (cert_path, key_path) = (cert_path.as_ref(), key_path.as_ref());
         let chain = certificates(cert_path)?;
         let key = private_key(key_path)?;
-        let malformed = |reason: String| TlsError::MalformedCertificate {
-            path: cert_path.to_owned(),
-            reason,
-        };
-        let der = chain.first().ok_or_else(|| TlsError::NoCertificate {
-            path: cert_path.to_owned(),
-        })?;
+        let der = chain
+            .first()
+            .ok_or_else(|| TlsError::NoCertificate(cert_path.to_owned()))?;
         let (_, leaf) =
-            X509Certificate::from_der(der).map_err(|error| malformed(error.to_string()))?;
-
+            X509Certificate::from_der(der).map_err(|error| malformed(cert_path, error))?;
         if !is_key_of(&leaf, key.as_ref()) {
-            return Err(TlsError::KeyMismatch {
-                cert: cert_path.to_owned(),
-                key: key_path.to_owned(),
-            });
+            let (cert, key) = (cert_path.to_owned(), key_path.to_owned());
+            return Err(TlsError::KeyMismatch(cert, key));
         }
         warn_about(&leaf, cert_path);
         let not_after = leaf.validity().not_after.to_datetime();
@@ -78,28 +72,22 @@ pub(super) fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, 
     let pem = read_pem(path)?;
     let chain = CertificateDer::pem_slice_iter(&pem)
         .collect::<Result<Vec<_>, _>>()
-        .map_err(|error| TlsError::MalformedCertificate {
-            path: path.to_owned(),
-            reason: error.to_string(),
-        })?;
-    if chain.is_empty() {
-        return Err(TlsError::NoCertificate {
-            path: path.to_owned(),
-        });
+        .map_err(|error| malformed(path, error))?;
+    match chain.is_empty() {
+        true => Err(TlsError::NoCertificate(path.to_owned())),
+        false => Ok(chain),
     }
-    Ok(chain)
+}
+
+pub(super) fn malformed(path: &Path, reason: impl Display) -> TlsError {
+    TlsError::MalformedCertificate(path.to_owned(), reason.to_string())
 }
 
 fn private_key(path: &Path) -> Result<Arc<dyn SigningKey>, TlsError> {
-    let bad = |reason: String| TlsError::BadKey {
-        path: path.to_owned(),
-        reason,
-    };
+    let bad = |reason| TlsError::BadKey(path.to_owned(), reason);
     let pem = read_pem(path)?;
     let key = PrivateKeyDer::from_pem_slice(&pem).map_err(|error| match error {
-        rustls_pki_types::pem::Error::NoItemsFound => TlsError::NoKey {
-            path: PathBuf::from(path),
-        },
+        rustls_pki_types::pem::Error::NoItemsFound => TlsError::NoKey(path.to_owned()),
         other => bad(other.to_string()),
     })?;
     any_supported_type(&key).map_err(|error| bad(error.to_string()))

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use rustls::RootCertStore;
 
 use super::TlsError;
-use super::identity::certificates;
+use super::identity::{certificates, malformed};
 
 /// A set of CA certificates.
 #[derive(Clone, Debug)]
@@ -25,13 +25,10 @@ impl TrustBundle {
     pub fn load(path: impl AsRef<Path>) -> Result<Self, TlsError> {
         let path = path.as_ref();
         let mut roots = RootCertStore::empty();
-        for certificate in certificates(path).map_err(|error| TlsError::Ca(Box::new(error)))? {
-            roots.add(certificate).map_err(|error| {
-                TlsError::Ca(Box::new(TlsError::MalformedCertificate {
-                    path: path.to_owned(),
-                    reason: error.to_string(),
-                }))
-            })?;
+        let unusable = |error| TlsError::Ca(Box::new(error));
+        for certificate in certificates(path).map_err(unusable)? {
+            let added = roots.add(certificate);
+            added.map_err(|error| unusable(malformed(path, error)))?;
         }
         Ok(Self(Arc::new(roots)))
     }
