@@ -5,12 +5,7 @@
 
 use rustls::SupportedCipherSuite;
 use rustls::crypto::CryptoProvider;
-use rustls::crypto::aws_lc_rs::cipher_suite::{
-    TLS_ECDHE_ECDSA_WITH_AES_128_GCM_SHA256, TLS_ECDHE_ECDSA_WITH_AES_256_GCM_SHA384,
-    TLS_ECDHE_ECDSA_WITH_CHACHA20_POLY1305_SHA256, TLS_ECDHE_RSA_WITH_AES_128_GCM_SHA256,
-    TLS_ECDHE_RSA_WITH_AES_256_GCM_SHA384, TLS_ECDHE_RSA_WITH_CHACHA20_POLY1305_SHA256,
-    TLS13_AES_128_GCM_SHA256, TLS13_AES_256_GCM_SHA384, TLS13_CHACHA20_POLY1305_SHA256,
-};
+use rustls::crypto::aws_lc_rs::ALL_CIPHER_SUITES;
 use rustls::crypto::ring::cipher_suite as ring;
 use rustls::version::TLS13;
 
@@ -29,30 +24,22 @@ pub enum SuiteSupport {
 
 /// Looks up a name from Go's `tls.CipherSuites()` (Go 1.26).
 pub fn go_suite(name: &str) -> SuiteSupport {
-    use SuiteSupport::{KnownButUnsupported, Supported, Unknown};
+    let named = |suite: &&SupportedCipherSuite| {
+        // rustls has its own prefix for the suites of TLS 1.3.
+        let own = format!("{:?}", suite.suite());
+        own.replace("TLS13_", "TLS_") == name
+    };
     match name {
-        "TLS_AES_128_GCM_SHA256" => Supported(TLS13_AES_128_GCM_SHA256),
-        "TLS_AES_256_GCM_SHA384" => Supported(TLS13_AES_256_GCM_SHA384),
-        "TLS_CHACHA20_POLY1305_SHA256" => Supported(TLS13_CHACHA20_POLY1305_SHA256),
-        "TLS_ECDHE_ECDSA_WITH_AES_128_GCM_SHA256" => {
-            Supported(TLS_ECDHE_ECDSA_WITH_AES_128_GCM_SHA256)
-        }
-        "TLS_ECDHE_ECDSA_WITH_AES_256_GCM_SHA384" => {
-            Supported(TLS_ECDHE_ECDSA_WITH_AES_256_GCM_SHA384)
-        }
-        "TLS_ECDHE_ECDSA_WITH_CHACHA20_POLY1305_SHA256" => {
-            Supported(TLS_ECDHE_ECDSA_WITH_CHACHA20_POLY1305_SHA256)
-        }
-        "TLS_ECDHE_RSA_WITH_AES_128_GCM_SHA256" => Supported(TLS_ECDHE_RSA_WITH_AES_128_GCM_SHA256),
-        "TLS_ECDHE_RSA_WITH_AES_256_GCM_SHA384" => Supported(TLS_ECDHE_RSA_WITH_AES_256_GCM_SHA384),
-        "TLS_ECDHE_RSA_WITH_CHACHA20_POLY1305_SHA256" => {
-            Supported(TLS_ECDHE_RSA_WITH_CHACHA20_POLY1305_SHA256)
-        }
         "TLS_ECDHE_ECDSA_WITH_AES_128_CBC_SHA"
         | "TLS_ECDHE_ECDSA_WITH_AES_256_CBC_SHA"
         | "TLS_ECDHE_RSA_WITH_AES_128_CBC_SHA"
-        | "TLS_ECDHE_RSA_WITH_AES_256_CBC_SHA" => KnownButUnsupported,
-        _ => Unknown,
+        | "TLS_ECDHE_RSA_WITH_AES_256_CBC_SHA" => SuiteSupport::KnownButUnsupported,
+        _ => ALL_CIPHER_SUITES
+            .iter()
+            .find(named)
+            .map_or(SuiteSupport::Unknown, |suite| {
+                SuiteSupport::Supported(*suite)
+            }),
     }
 }
 
