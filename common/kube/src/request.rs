@@ -38,40 +38,18 @@ pub enum RequestError {
         /// The attempted request and its object.
         what: String,
     },
-    /// The account does not have the permission.
-    #[error("{what}: {why}; allow the account to {verb} {resource} in namespace {namespace}")]
-    Forbidden {
-        /// The attempted request and its object.
-        what: String,
-        /// Message from the API.
-        why: String,
-        /// Verb missing in the role.
-        verb: &'static str,
-        /// Resource missing in the role.
-        resource: &'static str,
-        /// Namespace of the missing permission.
-        namespace: String,
-    },
     /// The object does not exist.
     #[error("there is no {what}: create it, or correct the flags that name it")]
     Missing {
         /// The requested object.
         what: String,
     },
-    /// No answer arrived in time.
-    #[error("{what}: no answer within {limit:?}")]
-    Timeout {
-        /// The attempted request and its object.
-        what: String,
-        /// Time limit for the answer.
-        limit: Duration,
-    },
     /// Any other failure.
     #[error("{what}: {why}")]
     Failed {
         /// The attempted request and its object.
         what: String,
-        /// Message from the API, or the reason for the missing answer.
+        /// Message from the API and the remedy, or the reason for the missing answer.
         why: String,
     },
 }
@@ -117,37 +95,21 @@ pub async fn request<T>(
     limit: Duration,
     call: impl Future<Output = kube::Result<T>>,
 ) -> Result<T, RequestError> {
-    let what = || format!("cannot {verb} {target}");
-    let answer = timeout(limit, call).await;
-    let error = match answer {
+    let what = format!("cannot {verb} {target}");
+    let why = match timeout(limit, call).await {
         Ok(Ok(value)) => return Ok(value),
-        Ok(Err(error)) => error,
-        Err(_) => {
-            return Err(RequestError::Timeout {
-                what: what(),
-                limit,
-            });
-        }
-    };
-    let what = what();
-    Err(match error {
-        kube::Error::Api(status) if status.code == 409 => RequestError::Conflict { what },
-        kube::Error::Api(status) if status.code == 403 => RequestError::Forbidden {
-            what,
-            why: status.message,
-            verb,
-            resource: target.resource,
-            namespace: target.namespace.clone(),
+        Ok(Err(kube::Error::Api(status))) => match status.code {
+            409 => return Err(RequestError::Conflict { what }),
+            403 => format!(
+                "{}; allow the account to {verb} {} in namespace {}",
+                status.message, target.resource, target.namespace
+            ),
+            code => format!("{} ({code})", status.message),
         },
-        kube::Error::Api(status) => {
-            let why = format!("{} ({})", status.message, status.code);
-            RequestError::Failed { what, why }
-        }
-        error => {
-            let why = root(&error);
-            RequestError::Failed { what, why }
-        }
-    })
+        Ok(Err(error)) => root(&error),
+        Err(_) => format!("no answer within {limit:?}"),
+    };
+    Err(RequestError::Failed { what, why })
 }
 
 /// Returns the parameters of every write: the writer's name for `managedFields`.
