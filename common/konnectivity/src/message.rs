@@ -131,63 +131,56 @@ impl From<Packet> for Message {
         let Ok(kind) = PacketType::try_from(packet.r#type) else {
             return Self::Unknown(packet.r#type);
         };
-        match (kind, packet.payload) {
-            (PacketType::DialReq, Some(Payload::DialRequest(p))) => Self::DialRequest {
-                protocol: p.protocol,
-                address: p.address,
-                dial: DialId(p.random),
-            },
-            (PacketType::DialReq, _) => Self::DialRequest {
-                protocol: String::new(),
-                address: String::new(),
-                dial: DialId(0),
-            },
-            (PacketType::DialRsp, Some(Payload::DialResponse(p))) => Self::DialResponse {
-                dial: DialId(p.random),
-                connection: ConnectId(p.connect_id),
-                error: p.error,
-            },
-            (PacketType::DialRsp, _) => Self::DialResponse {
-                dial: DialId(0),
-                connection: ConnectId(0),
-                error: String::new(),
-            },
-            (PacketType::Data, Some(Payload::Data(p))) => {
-                let connection = ConnectId(p.connect_id);
-                if p.data.is_empty() && p.error == HALF_CLOSE_MARK {
-                    Self::HalfClose { connection }
-                } else {
-                    Self::Data {
-                        connection,
-                        bytes: p.data,
-                    }
+        macro_rules! payload {
+            ($kind:ident) => {
+                match packet.payload {
+                    Some(Payload::$kind(payload)) => payload,
+                    _ => Default::default(),
+                }
+            };
+        }
+        match kind {
+            PacketType::DialReq => {
+                let p = payload!(DialRequest);
+                Self::DialRequest {
+                    protocol: p.protocol,
+                    address: p.address,
+                    dial: DialId(p.random),
                 }
             }
-            (PacketType::Data, _) => Self::Data {
-                connection: ConnectId(0),
-                bytes: Bytes::new(),
+            PacketType::DialRsp => {
+                let p = payload!(DialResponse);
+                Self::DialResponse {
+                    dial: DialId(p.random),
+                    connection: ConnectId(p.connect_id),
+                    error: p.error,
+                }
+            }
+            PacketType::Data => {
+                let p = payload!(Data);
+                let connection = ConnectId(p.connect_id);
+                match p.data.is_empty() && p.error == HALF_CLOSE_MARK {
+                    true => Self::HalfClose { connection },
+                    false => Self::Data {
+                        connection,
+                        bytes: p.data,
+                    },
+                }
+            }
+            PacketType::CloseReq => Self::CloseRequest {
+                connection: ConnectId(payload!(CloseRequest).connect_id),
             },
-            (PacketType::CloseReq, payload) => Self::CloseRequest {
-                connection: ConnectId(match payload {
-                    Some(Payload::CloseRequest(p)) => p.connect_id,
-                    _ => 0,
-                }),
+            PacketType::CloseRsp => {
+                let p = payload!(CloseResponse);
+                Self::CloseResponse {
+                    connection: ConnectId(p.connect_id),
+                    error: p.error,
+                }
+            }
+            PacketType::DialCls => Self::CloseDial {
+                dial: DialId(payload!(CloseDial).random),
             },
-            (PacketType::CloseRsp, Some(Payload::CloseResponse(p))) => Self::CloseResponse {
-                connection: ConnectId(p.connect_id),
-                error: p.error,
-            },
-            (PacketType::CloseRsp, _) => Self::CloseResponse {
-                connection: ConnectId(0),
-                error: String::new(),
-            },
-            (PacketType::DialCls, payload) => Self::CloseDial {
-                dial: DialId(match payload {
-                    Some(Payload::CloseDial(p)) => p.random,
-                    _ => 0,
-                }),
-            },
-            (PacketType::Drain, _) => Self::Drain,
+            PacketType::Drain => Self::Drain,
         }
     }
 }
