@@ -127,12 +127,10 @@ impl Config {
     /// # Errors
     /// Returns [`Exit`] for a help request (code 0) or an invalid command line (code 1). The text for an
     /// invalid command line lists every problem.
-    pub fn from_args<I, A>(args: I) -> Result<Self, Exit>
-    where
-        I: IntoIterator<Item = A>,
-        A: Into<OsString> + Clone,
-    {
-        Flags::read(args)
+    pub fn from_args(
+        args: impl IntoIterator<Item = impl Into<OsString> + Clone>,
+    ) -> Result<Self, Exit> {
+        Flags::read(args, std::env::var("PROXY_AGENT_ID").ok())
     }
 
     /// Returns every option in effect as `name=value`, for the log at start. The output has the paths of
@@ -191,7 +189,7 @@ impl Config {
             format!("sync-forever={sync_forever}"),
             format!("xfr-channel-size={xfr_channel_size}"),
             format!("excess-buffer-bytes={excess_buffer_bytes}"),
-            format!("stall-timeout={}", GoDuration::from(*stall_timeout)),
+            format!("stall-timeout={}", duration(stall_timeout)),
             format!("server-count-source={}", server_count_source.name()),
             format!("drain-timeout={}", duration(drain_timeout)),
             format!("drain-linger={}", duration(drain_linger)),

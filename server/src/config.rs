@@ -147,12 +147,10 @@ impl Config {
     /// # Errors
     /// Returns [`Exit`] for a help request (code 0) or an invalid command line (code 1). The text for an
     /// invalid command line lists every problem.
-    pub fn from_args<I, A>(args: I) -> Result<Self, Exit>
-    where
-        I: IntoIterator<Item = A>,
-        A: Into<OsString> + Clone,
-    {
-        Flags::read(args)
+    pub fn from_args(
+        args: impl IntoIterator<Item = impl Into<OsString> + Clone>,
+    ) -> Result<Self, Exit> {
+        Flags::read(args, std::env::var("PROXY_SERVER_ID").ok())
     }
 
     /// Returns every option in effect as `name=value`, for the log at start. The values include paths of
@@ -183,21 +181,22 @@ impl Config {
             logging,
             warnings: _,
         } = self;
-        let ca = agent_listener.ca.clone().unwrap_or_default();
+        let duration = |value: &Duration| GoDuration::from(*value);
+        let dial_timeout = backend_dial_timeout.unwrap_or_default();
         let mut lines = vec![format!("mode={}", mode.name())];
         lines.extend(frontend.describe());
         lines.extend([
             format!("agent-bind={}", agent_listener.bind),
             format!("cluster-cert={}", agent_listener.cert.display()),
             format!("cluster-key={}", agent_listener.key.display()),
-            format!("cluster-ca-cert={}", ca.display()),
+            format!("cluster-ca-cert={}", shown(&agent_listener.ca)),
             format!("admin-bind={admin}"),
             format!("admin-uds={}", shown(admin_uds)),
             format!("health-bind={health}"),
-            format!("keepalive-time={}", GoDuration::from(*keepalive_time)),
+            format!("keepalive-time={}", duration(keepalive_time)),
             format!(
                 "frontend-keepalive-time={}",
-                GoDuration::from(*frontend_keepalive_time)
+                duration(frontend_keepalive_time)
             ),
             format!("server-id={server_id}"),
             format!("server-count={server_count}"),
@@ -205,12 +204,9 @@ impl Config {
             format!("cipher-suites={}", tls.cipher_suites.join(",")),
             format!("xfr-channel-size={xfr_channel_size}"),
             format!("excess-buffer-bytes={excess_buffer_bytes}"),
-            format!("stall-timeout={}", GoDuration::from(*stall_timeout)),
+            format!("stall-timeout={}", duration(stall_timeout)),
             format!("worker-threads={worker_threads}"),
-            format!(
-                "backend-dial-timeout={}",
-                GoDuration::from(backend_dial_timeout.unwrap_or_default())
-            ),
+            format!("backend-dial-timeout={}", duration(&dial_timeout)),
         ]);
         if let Some(files) = admin_tls {
             lines.extend([

@@ -11,9 +11,6 @@ use culvert_host::flags::{Exit, GoDuration, KlogFlags, Parsed, Problems, StringS
 use super::openvpn::OpenVpnFlags;
 use super::{Config, PROGRAM};
 
-/// Environment variable for the default of `--agent-id`.
-const ID_VARIABLE: &str = "PROXY_AGENT_ID";
-
 /// Connects to the servers of a control plane and carries their connections into the agent's network.
 #[derive(Parser, Debug)]
 #[command(name = PROGRAM, version)]
@@ -211,21 +208,12 @@ fn selector(text: &str) -> Result<String, LabelError> {
 }
 
 impl Flags {
-    /// Parses, checks and converts a command line.
-    pub(super) fn read<I, A>(args: I) -> Result<Config, Exit>
-    where
-        I: IntoIterator<Item = A>,
-        A: Into<OsString> + Clone,
-    {
-        Self::read_with_id(args, std::env::var(ID_VARIABLE).ok())
-    }
-
-    /// Does the work of [`Flags::read`]; `id` is the agent id from the environment.
-    pub(super) fn read_with_id<I, A>(args: I, id: Option<String>) -> Result<Config, Exit>
-    where
-        I: IntoIterator<Item = A>,
-        A: Into<OsString> + Clone,
-    {
+    /// Parses, checks and converts a command line. Without `--agent-id`, the agent id is `id`, the value from
+    /// the environment, or else a random UUID.
+    pub(super) fn read(
+        args: impl IntoIterator<Item = impl Into<OsString> + Clone>,
+        id: Option<String>,
+    ) -> Result<Config, Exit> {
         let Parsed { mut flags, strays } = parse::<Self, _, _>(args)?;
         if flags.identity.agent_id.is_empty() {
             flags.identity.agent_id = id

@@ -31,7 +31,7 @@ impl Files {
         let root = format!("{}/", self.0.path().display());
         let args = [PROGRAM, "--ca-cert=@ca"].iter().chain(line);
         let args: Vec<String> = args.map(|arg| arg.replace('@', &root)).collect();
-        Flags::read_with_id(args, id.map(str::to_owned))
+        Flags::read(args, id.map(str::to_owned))
     }
 
     fn read(&self, line: &[&str]) -> Result<Config, Exit> {

@@ -34,19 +34,14 @@ impl Flags {
         let ops = &self.operations;
         let health_port = port(p, "health server", ops.health_server_port);
         let admin_port = port(p, "admin server", ops.admin_server_port);
-        p.require(
-            ops.enable_profiling || !ops.enable_contention_profiling,
-            || {
-                "if --enable-contention-profiling is set, --enable-profiling must also be set"
-                    .to_owned()
-            },
-        );
+        p.profiling(ops.enable_profiling, ops.enable_contention_profiling);
         let (sync_interval, sync_interval_cap) = self.intervals(p);
         let probe = self.sync.probe_interval;
         let probe_interval = p.at_least("probe-interval", probe, INTERVAL_FLOOR);
         let keepalive = self.server.keepalive_time;
         let keepalive_time = p.at_least("keepalive-time", keepalive, KEEPALIVE_FLOOR);
-        let (drain_timeout, drain_linger) = self.drain(p);
+        let drain_timeout = p.not_negative("drain-timeout", self.tunnel.drain_timeout);
+        let drain_linger = p.not_negative("drain-linger", self.tunnel.drain_linger);
         let token_path = p.file("service account token path", &id.service_account_token_path);
         if let Err(error) = identifiers::check(&id.agent_identifiers) {
             p.error(error.to_string());
@@ -114,16 +109,6 @@ impl Flags {
         (sync_interval, cap.saturating().max(sync_interval))
     }
 
-    fn drain(&self, p: &mut Problems) -> (Duration, Duration) {
-        let (timeout, linger) = (self.tunnel.drain_timeout, self.tunnel.drain_linger);
-        for (name, value) in [("drain-timeout", timeout), ("drain-linger", linger)] {
-            p.require(value.nanos() >= 0, || {
-                format!("{name} must be >= 0, got {value}")
-            });
-        }
-        (timeout.saturating(), linger.saturating())
-    }
-
     fn server_count_source(&self, p: &mut Problems) -> ServerCountSource {
         match self.sync.server_count_source.as_str() {
             "" | "default" => ServerCountSource::Default,
@@ -138,12 +123,7 @@ impl Flags {
     }
 
     fn note_unacted(&self, p: &mut Problems) {
-        let (ops, kube) = (&self.operations, &self.kubernetes);
-        p.unacted(ops.enable_profiling, "enable-profiling");
-        p.unacted(
-            ops.enable_contention_profiling,
-            "enable-contention-profiling",
-        );
+        let kube = &self.kubernetes;
         p.unacted(kube.count_server_leases, "count-server-leases");
         p.unacted(kube.lease_namespace != LEASE_NAMESPACE, "lease-namespace");
         p.unacted(

@@ -10,9 +10,6 @@ use culvert_host::flags::{Exit, GoDuration, KlogFlags, Parsed, Problems, StringS
 use super::openvpn::OpenvpnFlags;
 use super::{Config, PROGRAM};
 
-/// Environment variable with the default of `--server-id`.
-const ID_VARIABLE: &str = "PROXY_SERVER_ID";
-
 /// Carries kube-apiserver's connections into a worker network, through agents that connect from there.
 #[derive(Parser, Debug)]
 #[command(name = PROGRAM, version)]
@@ -295,22 +292,12 @@ pub(super) struct KubernetesFlags {
 }
 
 impl Flags {
-    /// Reads, checks and converts a command line.
-    pub(super) fn read<I, A>(args: I) -> Result<Config, Exit>
-    where
-        I: IntoIterator<Item = A>,
-        A: Into<OsString> + Clone,
-    {
-        Self::read_with_id(args, std::env::var(ID_VARIABLE).ok())
-    }
-
-    /// Reads a command line. Without `--server-id`, the server id is `id`, the value from the environment, or
-    /// else a random UUID.
-    pub(super) fn read_with_id<I, A>(args: I, id: Option<String>) -> Result<Config, Exit>
-    where
-        I: IntoIterator<Item = A>,
-        A: Into<OsString> + Clone,
-    {
+    /// Reads, checks and converts a command line. Without `--server-id`, the server id is `id`, the value from
+    /// the environment, or else a random UUID.
+    pub(super) fn read(
+        args: impl IntoIterator<Item = impl Into<OsString> + Clone>,
+        id: Option<String>,
+    ) -> Result<Config, Exit> {
         let Parsed { mut flags, strays } = parse::<Self, _, _>(args)?;
         if flags.agents.server_id.is_empty() {
             flags.agents.server_id = id

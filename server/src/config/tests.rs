@@ -32,7 +32,7 @@ impl Files {
         let root = format!("{}/", self.0.path().display());
         let args = line.iter().map(|arg| arg.replace('@', &root));
         let args: Vec<String> = std::iter::once(PROGRAM.to_owned()).chain(args).collect();
-        Flags::read_with_id(args, id.map(str::to_owned))
+        Flags::read(args, id.map(str::to_owned))
     }
 
     fn read(&self, line: &[&str]) -> Result<Config, Exit> {

@@ -156,13 +156,7 @@ impl Flags {
 
     fn check_rest(&self, p: &mut Problems) {
         let ops = &self.operations;
-        p.require(
-            ops.enable_profiling || !ops.enable_contention_profiling,
-            || {
-                "if --enable-contention-profiling is set, --enable-profiling must also be set"
-                    .to_owned()
-            },
-        );
+        p.profiling(ops.enable_profiling, ops.enable_contention_profiling);
         // Without a file the client would use the pod's own account, which belongs to the wrong cluster.
         p.require(
             !self.openvpn.openvpn_watch_nodes || !self.kubernetes.kubeconfig.is_empty(),
@@ -174,17 +168,9 @@ impl Flags {
         if let Err(error) = check_labels(&self.kubernetes.lease_label) {
             p.error(format!("--lease-label: {error}"));
         }
-        for (name, value) in [
-            (
-                "graceful-shutdown-timeout",
-                self.tunnel.graceful_shutdown_timeout,
-            ),
-            ("backend-dial-timeout", self.tunnel.backend_dial_timeout),
-        ] {
-            p.require(value.nanos() >= 0, || {
-                format!("{name} must be >= 0, got {value}")
-            });
-        }
+        let grace = self.tunnel.graceful_shutdown_timeout;
+        p.not_negative("graceful-shutdown-timeout", grace);
+        p.not_negative("backend-dial-timeout", self.tunnel.backend_dial_timeout);
         let size = self.frontend.frontend_write_channel_size;
         p.require(size > 0, || {
             format!("frontend write channel size {size} must be greater than 0")
@@ -192,12 +178,7 @@ impl Flags {
     }
 
     fn note_unacted(&self, p: &mut Problems) {
-        let (ops, kube) = (&self.operations, &self.kubernetes);
-        p.unacted(ops.enable_profiling, "enable-profiling");
-        p.unacted(
-            ops.enable_contention_profiling,
-            "enable-contention-profiling",
-        );
+        let kube = &self.kubernetes;
         let grace = self.tunnel.graceful_shutdown_timeout;
         p.unacted(grace != GoDuration::default(), "graceful-shutdown-timeout");
         let size = self.frontend.frontend_write_channel_size;
@@ -248,15 +229,11 @@ impl SwitchFlags {
                 format!("--tunnel-state-file: there is no folder {folder}; create it")
             });
         }
-        let drain = self.tunnel_drain;
-        p.require(drain.nanos() >= 0, || {
-            format!("tunnel-drain must be >= 0, got {drain}")
-        });
         switch::Settings {
             mode,
             mode_file: path(&self.tunnel_mode_file),
             state_file,
-            drain: drain.saturating(),
+            drain: p.not_negative("tunnel-drain", self.tunnel_drain),
         }
     }
 }

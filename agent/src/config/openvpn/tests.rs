@@ -30,7 +30,7 @@ fn read(dir: &Path, line: &[&str]) -> Result<Config, Exit> {
     let root = format!("{}/", dir.display());
     let args = [PROGRAM].iter().chain(line);
     let args: Vec<String> = args.map(|arg| arg.replace('@', &root)).collect();
-    Flags::read_with_id(args, Some("id".into()))
+    Flags::read(args, Some("id".into()))
 }
 
 fn openvpn(dir: &Path, line: &[&str]) -> (OpenVpn, Vec<String>) {

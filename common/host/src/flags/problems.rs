@@ -127,6 +127,24 @@ impl Problems {
         value.saturating()
     }
 
+    /// Checks a duration flag. The value must not be below zero.
+    pub fn not_negative(&mut self, flag: &str, value: GoDuration) -> Duration {
+        self.require(value.nanos() >= 0, || {
+            format!("{flag} must be >= 0, got {value}")
+        });
+        value.saturating()
+    }
+
+    /// Checks the profiling flags, which have no effect.
+    pub fn profiling(&mut self, profiling: bool, contention: bool) {
+        self.require(profiling || !contention, || {
+            "if --enable-contention-profiling is set, --enable-profiling must also be set"
+                .to_owned()
+        });
+        self.unacted(profiling, "enable-profiling");
+        self.unacted(contention, "enable-contention-profiling");
+    }
+
     /// Checks a flag whose value is sent in an HTTP/2 header; only printable ASCII is allowed.
     pub fn header_value(&mut self, flag: &str, value: String) -> String {
         self.require(value.bytes().all(|b| matches!(b, b' '..=b'~')), || {
