@@ -154,14 +154,9 @@ impl Connector {
         let name = ServerName::try_from(host.clone()).map_err(|_| {
             anyhow::anyhow!("--proxy-server-host={host} is neither a host name nor an address")
         })?;
-        let authority = if host.contains(':') {
-            format!("[{host}]:{}", config.server_port)
-        } else {
-            format!("{host}:{}", config.server_port)
-        };
         let origin = http::Uri::builder()
             .scheme("https")
-            .authority(authority)
+            .authority(dial::join_host_port(&host, config.server_port))
             .path_and_query("/")
             .build()?;
         Ok(Self {

@@ -131,15 +131,6 @@ impl ServerStream {
         mux.remove(connection);
     }
 
-    /// Returns the close reason for the connections of an ended stream.
-    pub(crate) fn cut_reason(&self) -> CloseReason {
-        if self.agent.shutdown.is_cancelled() {
-            CloseReason::Shutdown
-        } else {
-            CloseReason::ServerLost
-        }
-    }
-
     /// Processes one packet from the server. Never waits, because packets of other connections follow.
     /// Returns the connection if its endpoint reads bytes too slowly.
     fn on_message(self: &Arc<Self>, message: Message) -> Option<Arc<Slot>> {

@@ -156,7 +156,7 @@ impl Endpoint {
                 // the stream ended.
                 () = self.cut.cancelled() => match self.closing.is_cancelled() {
                     true => CloseReason::ClientClosed,
-                    false => stream.cut_reason(),
+                    false => stream.agent.server_lost(&self.cut).await,
                 },
             }
         });
