@@ -71,7 +71,8 @@ pub struct AgentMetrics {
     /// Packets, stream errors, payload bytes and closed connections.
     pub streams: StreamMetrics,
     dial_failures: Family<DialFailureReason, Counter>,
-    server_failures: Family<ServerDirection, Counter>,
+    /// Stream failures in one direction. Deprecated upstream in favour of [`StreamMetrics::stream_error`].
+    pub server_failures: Family<ServerDirection, Counter>,
 }
 
 // === impl AgentMetrics ===
@@ -136,12 +137,6 @@ impl AgentMetrics {
     /// first used.
     pub fn dial_failures(&self, reason: DialFailureReason) -> &Counter {
         self.dial_failures.get(reason)
-    }
-
-    /// Returns the counter of stream failures in one direction. Deprecated upstream in favour of
-    /// [`StreamMetrics::stream_error`].
-    pub fn server_failures(&self, direction: ServerDirection) -> &Counter {
-        self.server_failures.get(direction)
     }
 }
 

@@ -131,9 +131,8 @@ impl Servers {
                 let broken = ended.is_err();
                 if broken {
                     let metrics = &servers.agent.metrics;
-                    metrics
-                        .server_failures(ServerDirection::FromServer)
-                        .increment(1);
+                    let failures = &metrics.server_failures;
+                    failures.get(ServerDirection::FromServer).increment(1);
                 }
                 let (Ok(reason) | Err(reason)) = ended;
                 warn!(reason, "lost the server; its connections are closed");

@@ -188,7 +188,8 @@ impl Bound {
                     config.excess_buffer_bytes,
                     metrics.streams.excess_bytes.clone(),
                     metrics
-                        .full_receive_channels(ServiceMethod::Connect)
+                        .full_receive_channels
+                        .get(ServiceMethod::Connect)
                         .clone(),
                 ),
             },

@@ -265,7 +265,10 @@ impl Registry {
             .map(|entry| entry.stream.hello().agent_id.as_str())
             .collect();
         let count = ids.len() as f64;
-        self.metrics.ready_backends(Strategy::Default).set(count);
+        self.metrics
+            .ready_backends
+            .get(Strategy::Default)
+            .set(count);
         self.metrics.ready_backend_connections.set(count);
     }
 }

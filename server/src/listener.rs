@@ -99,7 +99,8 @@ impl ListenerContext {
     /// log line is thus already written.
     pub(crate) fn reject(&self, reason: RejectReason, peer: &str, why: &str) {
         warn!(listener = ?self.kind, peer, why, "connection refused");
-        self.metrics.rejected(self.kind, reason).increment(1);
+        let rejected = &self.metrics.rejected;
+        rejected.get((self.kind, reason)).increment(1);
     }
 
     /// Runs the TLS handshake. Returns `None` after a failure, which is counted and logged.
@@ -125,10 +126,8 @@ impl ListenerContext {
             // A load balancer's port check connects and leaves without sending a byte.
             Ok(Err(error)) if error.kind() == io::ErrorKind::UnexpectedEof => {
                 debug!(listener = ?self.kind, peer, "left during the TLS handshake");
-                let counter = self
-                    .metrics
-                    .rejected(self.kind, RejectReason::HandshakeFailed);
-                counter.increment(1);
+                let labels = (self.kind, RejectReason::HandshakeFailed);
+                self.metrics.rejected.get(labels).increment(1);
                 None
             }
             Ok(Err(error)) => {

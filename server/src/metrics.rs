@@ -129,50 +129,6 @@ label_values! {
     }
 }
 
-/// Labels of a `culvert_rejected_total` series: listener and reason.
-#[derive(Clone, Copy)]
-struct Rejection(Listener, RejectReason);
-
-impl LabelSet for Rejection {
-    fn all() -> Vec<Self> {
-        let reasons = |listener: Listener| {
-            let all = RejectReason::ALL.iter();
-            all.map(move |reason| Self(listener, *reason))
-        };
-        Listener::ALL.iter().copied().flat_map(reasons).collect()
-    }
-
-    fn index(self) -> usize {
-        self.0.index() * RejectReason::ALL.len() + self.1.index()
-    }
-
-    fn labels(self) -> Vec<(&'static str, &'static str)> {
-        [self.0.labels(), self.1.labels()].concat()
-    }
-}
-
-/// Labels of a `culvert_tunnel_dials_total` series: tunnel and outcome.
-#[derive(Clone, Copy)]
-struct TunnelDials(Kind, DialOutcome);
-
-impl LabelSet for TunnelDials {
-    fn all() -> Vec<Self> {
-        let outcomes = |kind: Kind| {
-            let all = DialOutcome::ALL.iter();
-            all.map(move |outcome| Self(kind, *outcome))
-        };
-        Kind::ALL.iter().copied().flat_map(outcomes).collect()
-    }
-
-    fn index(self) -> usize {
-        self.0.index() * DialOutcome::ALL.len() + self.1.index()
-    }
-
-    fn labels(self) -> Vec<(&'static str, &'static str)> {
-        [self.0.labels(), self.1.labels()].concat()
-    }
-}
-
 /// All metrics of a server.
 pub struct ServerMetrics {
     registry: Arc<Registry>,
@@ -192,18 +148,24 @@ pub struct ServerMetrics {
     pub established_connections: Gauge,
     /// Packets, stream errors, payload bytes, closed connections.
     pub streams: StreamMetrics,
-    grpc_connections: Family<ServiceMethod, Gauge>,
-    full_receive_channels: Family<ServiceMethod, Gauge>,
-    ready_backends: Family<Strategy, Gauge>,
+    /// Open gRPC streams of a method.
+    pub grpc_connections: Family<ServiceMethod, Gauge>,
+    /// Streams of a method whose receiver is currently blocked by a full queue.
+    pub full_receive_channels: Family<ServiceMethod, Gauge>,
+    /// Distinct agent ids or identifiers available to a strategy.
+    pub ready_backends: Family<Strategy, Gauge>,
     dial_failures: Family<DialFailureReason, Counter>,
-    rejected: Family<Rejection, Counter>,
+    /// Connections refused by a listener for a reason.
+    pub rejected: Family<(Listener, RejectReason), Counter>,
     /// Time from the request of a tunnel mode until nothing uses the previous tunnel, in seconds.
     pub switch_duration: Histogram,
     /// 1 while a switch of tunnels is in progress.
     pub switching: Gauge,
     tunnel_mode: Family<Mode, Gauge>,
-    tunnel_connections: Family<Kind, Gauge>,
-    tunnel_dials: Family<TunnelDials, Counter>,
+    /// Open connections of a tunnel.
+    pub tunnel_connections: Family<Kind, Gauge>,
+    /// Dials on a tunnel with an outcome.
+    pub tunnel_dials: Family<(Kind, DialOutcome), Counter>,
 }
 
 // === impl ServerMetrics ===
@@ -292,7 +254,7 @@ impl ServerMetrics {
                 "culvert_rejected_total",
                 "Connections refused before they became a stream, by listener and reason.",
             )
-            .at_zero(Rejection::all()),
+            .at_zero(LabelSet::all()),
             switch_duration: registry.histogram(
                 SWITCH_DURATION,
                 &[],
@@ -320,7 +282,7 @@ impl ServerMetrics {
                 "culvert_tunnel_dials_total",
                 "Dials, by tunnel and outcome. One dial of a client may count for both tunnels.",
             )
-            .at_zero(TunnelDials::all()),
+            .at_zero(LabelSet::all()),
             registry,
         })
     }
@@ -331,34 +293,9 @@ impl ServerMetrics {
         &self.registry
     }
 
-    /// Returns the number of open gRPC streams of a method.
-    pub fn grpc_connections(&self, method: ServiceMethod) -> &Gauge {
-        self.grpc_connections.get(method)
-    }
-
-    /// Returns the number of streams of a method whose receiver is currently blocked by a full queue.
-    pub fn full_receive_channels(&self, method: ServiceMethod) -> &Gauge {
-        self.full_receive_channels.get(method)
-    }
-
-    /// Returns the number of distinct agent ids or identifiers available to a strategy.
-    pub fn ready_backends(&self, strategy: Strategy) -> &Gauge {
-        self.ready_backends.get(strategy)
-    }
-
     /// Returns the count of failed dials for a reason. The series appears at first use.
     pub fn dial_failures(&self, reason: DialFailureReason) -> &Counter {
         self.dial_failures.get(reason)
-    }
-
-    /// Returns the number of open connections of a tunnel.
-    pub fn tunnel_connections(&self, kind: Kind) -> &Gauge {
-        self.tunnel_connections.get(kind)
-    }
-
-    /// Returns the count of dials on a tunnel with an outcome.
-    pub fn tunnel_dials(&self, kind: Kind, outcome: DialOutcome) -> &Counter {
-        self.tunnel_dials.get(TunnelDials(kind, outcome))
     }
 
     /// Sets the gauges of the tunnel mode.
@@ -367,11 +304,6 @@ impl ServerMetrics {
             let value = f64::from(u8::from(*mode == current));
             self.tunnel_mode.get(*mode).set(value);
         }
-    }
-
-    /// Returns the count of connections refused by a listener for a reason.
-    pub fn rejected(&self, listener: Listener, reason: RejectReason) -> &Counter {
-        self.rejected.get(Rejection(listener, reason))
     }
 }
 

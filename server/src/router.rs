@@ -53,7 +53,7 @@ impl Router {
         metrics: Arc<ServerMetrics>,
     ) -> Arc<Self> {
         let switchable = openvpn.is_some();
-        let slot = |kind, tunnel| TunnelSlot::new(kind, tunnel, switchable, &metrics);
+        let slot = |kind, tunnel| TunnelSlot::new(kind, tunnel, switchable, metrics.clone());
         Arc::new(Self {
             konnectivity: slot(Kind::Konnectivity, konnectivity),
             openvpn: openvpn.map(|tunnel| slot(Kind::Openvpn, tunnel)),

@@ -127,11 +127,6 @@ impl StreamMetrics {
         }
     }
 
-    /// Returns the counter of payload bytes in one direction.
-    pub fn tunnel_bytes(&self, direction: Direction) -> &Counter {
-        self.bytes.get(direction)
-    }
-
     /// Returns the counters of payload bytes to and from endpoints.
     pub fn both_directions(&self) -> [Counter; 2] {
         [Direction::ToEndpoint, Direction::FromEndpoint]

@@ -145,7 +145,7 @@ impl Agents {
     where
         S: AsyncRead + AsyncWrite + Unpin,
     {
-        let _open = GaugeGuard::new(self.metrics.grpc_connections(ServiceMethod::Connect));
+        let _open = GaugeGuard::new(self.metrics.grpc_connections.get(ServiceMethod::Connect));
         let registration = self.registry.register(Backend::Native(agent.clone()));
         let ended = tokio::select! {
             ended = link.run() => match ended {

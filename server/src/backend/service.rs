@@ -46,9 +46,8 @@ impl Service for Agents {
         let hello = Hello::from_metadata(request.metadata()).map_err(Status::unknown)?;
         if let Err(error) = self.authenticate(request.metadata()).await {
             warn!(agent = hello.agent_id, %error, "agent refused");
-            self.metrics
-                .rejected(Listener::Agent, RejectReason::Unauthenticated)
-                .increment(1);
+            let labels = (Listener::Agent, RejectReason::Unauthenticated);
+            self.metrics.rejected.get(labels).increment(1);
             return Err(Status::unknown(error.to_string()));
         }
         let connection = request
@@ -97,7 +96,7 @@ async fn read(
     registration: Registration,
     metrics: Arc<ServerMetrics>,
 ) {
-    let _open = GaugeGuard::new(metrics.grpc_connections(ServiceMethod::Connect));
+    let _open = GaugeGuard::new(metrics.grpc_connections.get(ServiceMethod::Connect));
     let ended = loop {
         let next = tokio::select! {
             next = inbound.message() => next,

@@ -4,7 +4,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use culvert_host::telemetry::metrics::GaugeGuard;
-use metrics::{Counter, Gauge};
 use parking_lot::Mutex;
 use tokio_util::sync::CancellationToken;
 
@@ -21,8 +20,8 @@ pub struct Usage {
     /// Token that ends all current dials and connections. A cut fires the token and replaces it with a new
     /// token. `None` if no switch can happen.
     end: Option<Mutex<CancellationToken>>,
-    connections: Gauge,
-    dials: Vec<Counter>,
+    kind: Kind,
+    metrics: Arc<ServerMetrics>,
 }
 
 /// Counts a dial or connection in its tunnel until dropped.
@@ -42,16 +41,13 @@ enum State {
 
 impl Usage {
     /// Creates the counts of a tunnel without dials. A tunnel that is not `switchable` is never cut.
-    pub fn new(kind: Kind, switchable: bool, metrics: &ServerMetrics) -> Arc<Self> {
-        let outcomes = DialOutcome::ALL.iter();
+    pub fn new(kind: Kind, switchable: bool, metrics: Arc<ServerMetrics>) -> Arc<Self> {
         Arc::new(Self {
             in_use: AtomicUsize::new(0),
             open: AtomicUsize::new(0),
             end: switchable.then(Mutex::default),
-            connections: metrics.tunnel_connections(kind).clone(),
-            dials: outcomes
-                .map(|outcome| metrics.tunnel_dials(kind, *outcome).clone())
-                .collect(),
+            kind,
+            metrics,
         })
     }
 
@@ -83,10 +79,8 @@ impl Usage {
     }
 
     fn count(&self, outcome: DialOutcome) {
-        let index = DialOutcome::ALL.iter().position(|known| *known == outcome);
-        if let Some(counter) = index.and_then(|index| self.dials.get(index)) {
-            counter.increment(1);
-        }
+        let dials = &self.metrics.tunnel_dials;
+        dials.get((self.kind, outcome)).increment(1);
     }
 }
 
@@ -107,7 +101,8 @@ impl DialGuard {
     pub(super) fn opened(mut self) -> Self {
         self.usage.count(DialOutcome::Opened);
         self.usage.open.fetch_add(1, Ordering::Relaxed);
-        self.dial = State::Open(GaugeGuard::new(&self.usage.connections));
+        let connections = &self.usage.metrics.tunnel_connections;
+        self.dial = State::Open(GaugeGuard::new(connections.get(self.usage.kind)));
         self
     }
 

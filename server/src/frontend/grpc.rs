@@ -102,7 +102,7 @@ impl Service for Proxy {
 impl Client {
     async fn serve(mut self, frontend: &Frontend) {
         let metrics = self.metrics.clone();
-        let _open = GaugeGuard::new(metrics.grpc_connections(ServiceMethod::Proxy));
+        let _open = GaugeGuard::new(metrics.grpc_connections.get(ServiceMethod::Proxy));
         let shutdown = &frontend.shutdown;
         let dialed = shutdown.run_until_cancelled(self.dialed(frontend)).await;
         if let Some((dial, connection)) = dialed.flatten() {

@@ -115,13 +115,14 @@ fn all_other_series_exist_from_the_start() {
 
 #[test]
 fn rejections_have_distinct_series() {
-    let all = Rejection::all();
+    let all = <(Listener, RejectReason)>::all();
     let indices: Vec<usize> = all.iter().map(|pair| pair.index()).collect();
     assert_eq!(indices, (0..all.len()).collect::<Vec<_>>());
 
     let metrics = ServerMetrics::new(&[]).unwrap();
     metrics
-        .rejected(Listener::Frontend, RejectReason::Garbage)
+        .rejected
+        .get((Listener::Frontend, RejectReason::Garbage))
         .increment(3);
     assert!(has_line(
         &metrics.registry().render(),

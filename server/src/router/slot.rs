@@ -30,7 +30,7 @@ impl TunnelSlot {
         kind: Kind,
         tunnel: Arc<dyn Tunnel>,
         switchable: bool,
-        metrics: &ServerMetrics,
+        metrics: Arc<ServerMetrics>,
     ) -> Self {
         Self {
             kind,

@@ -40,17 +40,12 @@ const GO_EXPONENT_BELOW: f64 = 1e-4;
 
 const METADATA: Metadata<'static> = Metadata::new("culvert", Level::INFO, None);
 
-/// Error while building a registry.
+/// Error while building a registry: a histogram was declared with an empty list of buckets.
 #[derive(Debug, thiserror::Error)]
-pub enum MetricsError {
-    /// A histogram was declared with an empty list of buckets.
-    #[error("histogram {name} has no usable buckets: {reason}")]
-    Buckets {
-        /// Name of the histogram.
-        name: String,
-        /// Error from the exporter.
-        reason: BuildError,
-    },
+#[error("histogram {name} has no usable buckets: {reason}")]
+pub struct MetricsError {
+    name: String,
+    reason: BuildError,
 }
 
 /// All series of one program instance.
@@ -80,7 +75,7 @@ impl Registry {
     pub fn new(buckets: &[(&str, &[f64])]) -> Result<Arc<Self>, MetricsError> {
         let named = |name: &str| {
             let name = name.to_owned();
-            move |reason| MetricsError::Buckets { name, reason }
+            move |reason| MetricsError { name, reason }
         };
         let mut builder = PrometheusBuilder::new()
             .set_buckets(&DEFAULT_BUCKETS)

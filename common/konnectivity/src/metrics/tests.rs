@@ -20,7 +20,8 @@ fn stream_metrics_count_packets_errors_bytes_and_closes() {
     streams
         .packets(Segment::ToAgent, PacketType::Data)
         .increment(1);
-    streams.tunnel_bytes(Direction::ToEndpoint).increment(4096);
+    let [to_endpoint, _] = streams.both_directions();
+    to_endpoint.increment(4096);
     streams.closed.get(CloseReason::Stalled).increment(1);
     streams.stream_error(Segment::FromAgent, Code::Cancelled, None);
     streams.stream_error(

@@ -295,8 +295,8 @@ impl Sink for ToAgent {
             let weight = message.weight();
             let stream = &self.guard.stream;
             if let Err(message) = stream.outgoing.try_send(message, weight) {
-                let full = stream.metrics.full_receive_channels(ServiceMethod::Proxy);
-                let _blocked = GaugeGuard::new(full);
+                let full = &stream.metrics.full_receive_channels;
+                let _blocked = GaugeGuard::new(full.get(ServiceMethod::Proxy));
                 let sent = stream.outgoing.send_within(message, weight, PEER_STALL);
                 sent.await.map_err(|error| match error {
                     SendWithinError::Closed => CloseReason::AgentLost,

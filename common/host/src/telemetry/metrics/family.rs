@@ -11,11 +11,15 @@ use metrics::{Counter, Gauge, Histogram};
 
 use super::Registry;
 
-/// A closed set of label values. [`label_values!`](crate::label_values) implements the trait for one label;
-/// implementations for pairs of labels are written by hand.
+/// A closed set of label values. [`label_values!`](crate::label_values) implements the trait for one label. A
+/// pair of sets is the set of all pairs.
 pub trait LabelSet: Copy {
     /// Returns every member.
     fn all() -> Vec<Self>;
+    /// Returns the number of members.
+    fn count() -> usize {
+        Self::all().len()
+    }
     /// Returns the member's position in [`LabelSet::all`].
     fn index(self) -> usize;
     /// Returns the label names and values of the member.
@@ -80,6 +84,21 @@ impl<L: LabelSet, H: Handle> Family<L, H> {
                 H::noop()
             }
         }
+    }
+}
+
+impl<A: LabelSet, B: LabelSet> LabelSet for (A, B) {
+    fn all() -> Vec<Self> {
+        let pairs = |first| B::all().into_iter().map(move |second| (first, second));
+        A::all().into_iter().flat_map(pairs).collect()
+    }
+
+    fn index(self) -> usize {
+        self.0.index() * B::count() + self.1.index()
+    }
+
+    fn labels(self) -> Vec<(&'static str, &'static str)> {
+        [self.0.labels(), self.1.labels()].concat()
     }
 }
 
@@ -168,6 +187,10 @@ macro_rules! label_values {
         impl $crate::telemetry::metrics::LabelSet for $name {
             fn all() -> Vec<Self> {
                 Self::ALL.to_vec()
+            }
+
+            fn count() -> usize {
+                Self::ALL.len()
             }
 
             fn index(self) -> usize {
