@@ -66,33 +66,19 @@ pub fn check_selector(text: &str) -> Result<(), LabelError> {
 
 /// Splits a selector at the commas outside parentheses.
 fn requirements(text: &str) -> Result<Vec<&str>, LabelError> {
-    let unbalanced = || LabelError::Requirement(text.to_owned());
-    let mut parts = Vec::new();
-    let mut open = false;
-    let mut rest = text;
-    let mut from = 0;
-    while let Some(at) = rest.get(from..).and_then(|tail| tail.find(['(', ')', ','])) {
-        let at = from + at;
-        match rest.as_bytes().get(at) {
-            Some(b'(') if !open => open = true,
-            Some(b')') if open => open = false,
-            Some(b',') if open => {}
-            Some(b',') => {
-                let (part, tail) = rest.split_at(at);
-                parts.push(part);
-                rest = tail.get(1..).unwrap_or_default();
-                from = 0;
-                continue;
-            }
-            _ => return Err(unbalanced()),
+    let (mut open, mut unbalanced) = (false, false);
+    let parts = text.split(|c| {
+        if matches!(c, '(' | ')') {
+            unbalanced |= open == (c == '(');
+            open = c == '(';
         }
-        from = at + 1;
+        c == ',' && !open
+    });
+    let parts = parts.collect();
+    match open || unbalanced {
+        true => Err(LabelError::Requirement(text.to_owned())),
+        false => Ok(parts),
     }
-    if open {
-        return Err(unbalanced());
-    }
-    parts.push(rest);
-    Ok(parts)
 }
 
 fn check_requirement(text: &str) -> Result<(), LabelError> {

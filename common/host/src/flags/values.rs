@@ -59,23 +59,14 @@ pub fn go_int(text: &str) -> Result<i64, ValueError> {
     let invalid = || ValueError::Int(text.to_owned());
     let (negative, magnitude) = split_sign(text);
     let lower = magnitude.to_ascii_lowercase();
-    let radix_of = |prefix| lower.strip_prefix(prefix);
-    let (radix, digits) = if let Some(rest) = radix_of("0x") {
-        (16, rest)
-    } else if let Some(rest) = radix_of("0b") {
-        (2, rest)
-    } else if let Some(rest) = radix_of("0o") {
-        (8, rest)
-    } else if lower.len() > 1 && lower.starts_with('0') {
-        (8, lower.as_str())
-    } else {
-        (10, lower.as_str())
-    };
+    let radixes = [("0x", 16), ("0b", 2), ("0o", 8), ("0", 8)].into_iter();
+    let prefixed = radixes
+        .filter(|(prefix, _)| lower.len() > prefix.len())
+        .find_map(|(prefix, radix)| Some((radix, lower.strip_prefix(prefix)?)));
     // Go also allows an underscore after a base prefix.
-    let digits = if radix == 10 {
-        digits
-    } else {
-        digits.strip_prefix('_').unwrap_or(digits)
+    let (radix, digits) = match prefixed {
+        Some((radix, digits)) => (radix, digits.strip_prefix('_').unwrap_or(digits)),
+        None => (10, lower.as_str()),
     };
     let well_placed = digits
         .split('_')
