@@ -13,6 +13,7 @@ use bytes::BytesMut;
 use culvert_stream::head::{HeadError, read_head};
 use http::header::HeaderValue;
 use hyper_util::client::proxy::matcher::Matcher;
+use ipnet::IpNet;
 use tokio::io::AsyncWriteExt;
 use tokio::net::TcpStream;
 use tokio::time::{Instant, timeout_at};
@@ -183,8 +184,8 @@ fn matches_entry(entry: &str, host: &str, ip: Option<IpAddr>, port: u16) -> bool
     if entry == "*" {
         return true;
     }
-    if let Some((network, bits)) = parse_cidr(entry) {
-        return ip.is_some_and(|ip| contains(network, bits, ip));
+    if let Ok(network) = entry.parse::<IpNet>() {
+        return ip.is_some_and(|ip| network.contains(&ip));
     }
     let (name, entry_port) = split_host_port(entry).unwrap_or((entry, ""));
     if !entry_port.is_empty() && entry_port != port.to_string() {
@@ -209,24 +210,6 @@ fn is_below(host: &str, domain: &str) -> bool {
         && host
             .strip_suffix(domain)
             .is_some_and(|front| front.ends_with('.'))
-}
-
-fn parse_cidr(entry: &str) -> Option<(IpAddr, u32)> {
-    let (network, bits) = entry.split_once('/')?;
-    let network: IpAddr = network.parse().ok()?;
-    let bits = bits.parse().ok()?;
-    let most = if network.is_ipv4() { 32 } else { 128 };
-    (bits <= most).then_some((network, bits))
-}
-
-fn contains(network: IpAddr, bits: u32, ip: IpAddr) -> bool {
-    let differs =
-        |difference: u128, width: u32| difference.checked_shr(width - bits).unwrap_or(0) != 0;
-    match (network, ip) {
-        (IpAddr::V4(a), IpAddr::V4(b)) => !differs((a.to_bits() ^ b.to_bits()).into(), 32),
-        (IpAddr::V6(a), IpAddr::V6(b)) => !differs(a.to_bits() ^ b.to_bits(), 128),
-        _ => false,
-    }
 }
 
 fn connect_request(proxy: &ProxyTarget, host: &str, port: u16) -> io::Result<Vec<u8>> {
