@@ -172,16 +172,6 @@ struct Target {
     text: String,
 }
 
-impl Target {
-    fn new(ip: IpAddr, port: u16) -> Self {
-        let address = SocketAddr::new(ip, port);
-        Self {
-            address,
-            text: address.to_string(),
-        }
-    }
-}
-
 /// Resolves a host to all addresses of the family in `protocol`. The error is a pair: Go's text without the
 /// prefix `dial tcp:`, and the kind of the failure.
 async fn resolve(
@@ -219,11 +209,12 @@ async fn resolve(
     let targets: Vec<Target> = found
         .into_iter()
         .map(canonical)
-        .filter(|target| match protocol {
-            "tcp4" => target.address.is_ipv4(),
-            "tcp6" => target.address.is_ipv6(),
+        .filter(|address| match protocol {
+            "tcp4" => address.is_ipv4(),
+            "tcp6" => address.is_ipv6(),
             _ => true,
         })
+        .map(Target::from)
         .collect();
     if targets.is_empty() {
         return Err(fail(format!("address {host}: no suitable address found")));
@@ -232,13 +223,17 @@ async fn resolve(
 }
 
 /// Converts an IPv4 address in IPv6 form to IPv4, as Go does. A link-local address keeps its scope.
-fn canonical(found: SocketAddr) -> Target {
+fn canonical(found: SocketAddr) -> SocketAddr {
     match found.ip().to_canonical() {
-        IpAddr::V4(ip) => Target::new(ip.into(), found.port()),
-        IpAddr::V6(_) => Target {
-            address: found,
-            text: found.to_string(),
-        },
+        IpAddr::V4(ip) => SocketAddr::new(ip.into(), found.port()),
+        IpAddr::V6(_) => found,
+    }
+}
+
+impl From<SocketAddr> for Target {
+    fn from(address: SocketAddr) -> Self {
+        let text = address.to_string();
+        Self { address, text }
     }
 }
 
@@ -420,11 +415,8 @@ fn errno_text(code: i32, error: &io::Error) -> String {
         113 => "no route to host",
         _ => {
             let text = error.to_string().to_lowercase();
-            return text
-                .split(" (os error")
-                .next()
-                .unwrap_or_default()
-                .to_owned();
+            let (text, _) = text.split_once(" (os error").unwrap_or((&text, ""));
+            return text.to_owned();
         }
     };
     known.to_owned()

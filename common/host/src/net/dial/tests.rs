@@ -13,7 +13,7 @@ async fn error_of(protocol: &str, address: &str) -> DialError {
 }
 
 fn target(address: SocketAddr) -> Target {
-    Target::new(address.ip(), address.port())
+    Target::from(address)
 }
 
 /// Returns a port of `ip` that refuses connections: bound, but not listening.
