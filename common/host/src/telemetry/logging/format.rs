@@ -133,6 +133,14 @@ impl Line {
     }
 }
 
+macro_rules! unquoted {
+    ($($method:ident: $type:ty),+) => {
+        $(fn $method(&mut self, field: &Field, value: $type) {
+            self.pair(field, format_args!("{value}"));
+        })+
+    };
+}
+
 impl Visit for Line {
     fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
         self.quoted(field, format!("{value:?}"));
@@ -146,27 +154,6 @@ impl Visit for Line {
         self.quoted(field, value.to_string());
     }
 
-    fn record_i64(&mut self, field: &Field, value: i64) {
-        self.pair(field, format_args!("{value}"));
-    }
-
-    fn record_u64(&mut self, field: &Field, value: u64) {
-        self.pair(field, format_args!("{value}"));
-    }
-
-    fn record_i128(&mut self, field: &Field, value: i128) {
-        self.pair(field, format_args!("{value}"));
-    }
-
-    fn record_u128(&mut self, field: &Field, value: u128) {
-        self.pair(field, format_args!("{value}"));
-    }
-
-    fn record_f64(&mut self, field: &Field, value: f64) {
-        self.pair(field, format_args!("{value}"));
-    }
-
-    fn record_bool(&mut self, field: &Field, value: bool) {
-        self.pair(field, format_args!("{value}"));
-    }
+    unquoted!(record_i64: i64, record_u64: u64, record_i128: i128, record_u128: u128);
+    unquoted!(record_f64: f64, record_bool: bool);
 }
