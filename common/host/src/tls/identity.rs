@@ -12,7 +12,6 @@ use rustls::crypto::aws_lc_rs::sign::any_supported_type;
 use rustls::sign::{CertifiedKey, SigningKey};
 use rustls_pki_types::pem::PemObject;
 use rustls_pki_types::{CertificateDer, PrivateKeyDer};
-use time::OffsetDateTime;
 use x509_parser::prelude::{FromDer, X509Certificate};
 use x509_parser::x509::{SubjectPublicKeyInfo, X509Version};
 
@@ -20,10 +19,7 @@ use super::{TlsError, read_pem};
 
 /// A certificate chain, leaf first, and the leaf's private key.
 #[derive(Clone, Debug)]
-pub struct Identity {
-    key: Arc<CertifiedKey>,
-    not_after: OffsetDateTime,
-}
+pub struct Identity(Arc<CertifiedKey>);
 
 // === impl Identity ===
 
@@ -49,21 +45,12 @@ impl Identity {
             return Err(TlsError::KeyMismatch(cert, key));
         }
         warn_about(&leaf, cert_path);
-        let not_after = leaf.validity().not_after.to_datetime();
-        Ok(Self {
-            key: Arc::new(CertifiedKey::new(chain, key)),
-            not_after,
-        })
-    }
-
-    /// Returns the expiry time of the leaf certificate.
-    pub fn not_after(&self) -> OffsetDateTime {
-        self.not_after
+        Ok(Self(Arc::new(CertifiedKey::new(chain, key))))
     }
 
     /// Returns the identity as rustls's type.
     pub(super) fn certified_key(&self) -> Arc<CertifiedKey> {
-        Arc::clone(&self.key)
+        Arc::clone(&self.0)
     }
 }
 

@@ -286,7 +286,6 @@ async fn an_expired_certificate_loads_but_peers_refuse_it() {
     params.not_before = rcgen::date_time_ymd(2019, 1, 1);
     params.not_after = rcgen::date_time_ymd(2020, 1, 1);
     let server = ca.issue("server", params).load();
-    assert_eq!(server.not_after().year(), 2020);
     let config = server_config(&server, None, H2, &defaults()).unwrap();
     let outcome = handshake(config, client_of(&ca, None)).await;
     let advice = outcome.client_advice();
@@ -413,8 +412,17 @@ async fn a_peer_without_tls_is_explained() {
 #[test]
 fn suites_are_known_by_gos_names() {
     let supported = |name: &str| matches!(go_suite(name), SuiteSupport::Supported(_));
-    assert!(supported("TLS_AES_128_GCM_SHA256"));
-    assert!(supported("TLS_ECDHE_RSA_WITH_CHACHA20_POLY1305_SHA256"));
+    for cipher in [
+        "AES_128_GCM_SHA256",
+        "AES_256_GCM_SHA384",
+        "CHACHA20_POLY1305_SHA256",
+    ] {
+        assert!(supported(&format!("TLS_{cipher}")));
+        assert!(!supported(&format!("TLS13_{cipher}")));
+        for key in ["ECDSA", "RSA"] {
+            assert!(supported(&format!("TLS_ECDHE_{key}_WITH_{cipher}")));
+        }
+    }
     assert_eq!(
         go_suite("TLS_ECDHE_ECDSA_WITH_AES_256_CBC_SHA"),
         SuiteSupport::KnownButUnsupported
@@ -535,7 +543,7 @@ fn incomplete_bundle_is_refused() {
     let ca = Authority::new("ca");
     let other = Authority::new("other");
     let both = ca.write("both.pem", ca.ca.pem() + &other.ca.pem());
-    assert_eq!(TrustBundle::load(both).unwrap().len(), 2);
+    assert_eq!(TrustBundle::load(both).unwrap().roots().len(), 2);
 
     let malformed = "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n";
     for (name, text) in [

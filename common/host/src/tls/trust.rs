@@ -33,16 +33,6 @@ impl TrustBundle {
         Ok(Self(Arc::new(roots)))
     }
 
-    /// Returns the number of CAs.
-    pub fn len(&self) -> usize {
-        self.0.len()
-    }
-
-    /// Returns false: a bundle without a CA is refused.
-    pub fn is_empty(&self) -> bool {
-        self.0.is_empty()
-    }
-
     /// Returns the bundle as rustls's type.
     pub(super) fn roots(&self) -> Arc<RootCertStore> {
         Arc::clone(&self.0)
