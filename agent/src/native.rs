@@ -10,7 +10,7 @@ use culvert_host::telemetry::metrics::GaugeGuard;
 use culvert_konnectivity::message::PacketType;
 use culvert_konnectivity::metrics::Segment;
 use culvert_native::halves::{Chunk, NativeSink, NativeSource, halves};
-use culvert_native::link::{Incoming, Taker, chunk};
+use culvert_native::link::{Incoming, Taker};
 use culvert_native::window::Inbound;
 use culvert_native::{
     ADDRESS_HEADER, CONTROL_PATH, DRAIN, ERROR_HEADER, NETWORK_HEADER, decode, encode,
@@ -101,7 +101,7 @@ impl NativeServer {
         tokio::select! {
             () = self.drained.cancelled() => {
                 self.count(Segment::FromAgent, PacketType::Drain);
-                let word = chunk(Bytes::from(format!("{DRAIN}\n")));
+                let word = Chunk::detached(Bytes::from(format!("{DRAIN}\n")));
                 let _ = words.send_data(word, false);
                 // Keep the stream open: a closed control stream would mean the end of the connection.
                 self.ended.cancelled().await;

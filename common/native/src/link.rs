@@ -6,7 +6,6 @@ use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
 
-use bytes::Bytes;
 use h2::server::SendResponse;
 use h2::{RecvStream, client, server};
 use http::Request;
@@ -182,11 +181,6 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Taker<S> {
         })
         .await
     }
-}
-
-/// Wraps bytes as a chunk for HTTP/2's send queue.
-pub fn chunk(bytes: Bytes) -> Chunk {
-    Chunk::detached(bytes)
 }
 
 /// Returns the error for a missing ping handle. Never happens, because a connection has a handle and the

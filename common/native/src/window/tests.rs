@@ -1,0 +1,103 @@
+#![allow(clippy::unwrap_used)]
+
+use super::*;
+
+const BUDGET: usize = 64 << 20;
+const MS: Duration = Duration::from_millis(1);
+
+/// Measures a path with `rate` bytes per ms and a round trip of `rtt` ms until the window no longer
+/// changes.
+fn settle(estimate: &mut Estimate, rtt: u32, rate: u64) -> u32 {
+    for _ in 0..100 {
+        let bytes = u64::from(estimate.window).min(rate * u64::from(rtt));
+        estimate.measured(bytes, MS * rtt, 0);
+    }
+    estimate.window
+}
+
+#[test]
+fn window_fits_a_long_path_and_stays_at_the_minimum_on_a_short_path() {
+    assert_eq!(
+        settle(
+            &mut Estimate::new(WindowProfile::Shared, BUDGET),
+            100,
+            100_000
+        ),
+        LONG_PATH_BYTES
+    );
+    assert_eq!(
+        settle(
+            &mut Estimate::new(WindowProfile::Shared, BUDGET),
+            100,
+            10_000
+        ),
+        2 << 20
+    );
+    assert_eq!(
+        settle(
+            &mut Estimate::new(WindowProfile::Shared, BUDGET),
+            1,
+            100_000
+        ),
+        SHORT_PATH_BYTES
+    );
+}
+
+#[test]
+fn queueing_delay_does_not_enlarge_the_window() {
+    let mut estimate = Estimate::new(WindowProfile::Shared, BUDGET);
+    estimate.measured(0, MS / 10, 0);
+    // 1 GB/s through a queue of 5 ms.
+    for _ in 0..100 {
+        estimate.measured(5_000_000, MS * 5, 0);
+    }
+    assert_eq!(estimate.window, SHORT_PATH_BYTES);
+}
+
+#[test]
+fn unread_bytes_shrink_the_window_at_once_and_it_recovers() {
+    let mut estimate = Estimate::new(WindowProfile::Shared, BUDGET);
+    settle(&mut estimate, 100, 100_000);
+    for (held, window) in [
+        (BUDGET / 16, LONG_PATH_BYTES),
+        (BUDGET / 2, 16 << 20),
+        (BUDGET, CROWDED_BYTES),
+        (2 * BUDGET, CROWDED_BYTES),
+    ] {
+        estimate.crowded(held);
+        assert_eq!(estimate.window, window);
+    }
+    assert_eq!(settle(&mut estimate, 100, 100_000), LONG_PATH_BYTES);
+}
+
+#[test]
+fn small_streams_shrink_the_window_of_a_short_path_only() {
+    let mut near = Estimate::new(WindowProfile::Shared, BUDGET);
+    settle(&mut near, 1, 100_000);
+    near.beside();
+    assert_eq!(near.window, 256 * 1024);
+    assert_eq!(settle(&mut near, 1, 10_000), BESIDE_BYTES);
+    near.beside = false;
+    assert_eq!(settle(&mut near, 1, 10_000), SHORT_PATH_BYTES);
+    let mut far = Estimate::new(WindowProfile::Shared, BUDGET);
+    settle(&mut far, 100, 100_000);
+    far.beside();
+    assert_eq!(far.window, LONG_PATH_BYTES);
+}
+
+#[test]
+fn small_streams_do_not_shrink_a_fixed_window() {
+    for bytes in [SHORT_PATH_BYTES, 16 << 20] {
+        let mut estimate = Estimate::new(WindowProfile::Fixed(bytes), BUDGET);
+        settle(&mut estimate, 1, 10_000);
+        estimate.beside();
+        assert_eq!(settle(&mut estimate, 1, 10_000), bytes);
+    }
+}
+
+#[test]
+fn a_window_shrinks_after_the_path_got_faster() {
+    let mut estimate = Estimate::new(WindowProfile::Shared, BUDGET);
+    settle(&mut estimate, 100, 100_000);
+    assert_eq!(settle(&mut estimate, 1, 100_000), SHORT_PATH_BYTES);
+}
