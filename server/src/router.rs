@@ -6,17 +6,17 @@ pub(crate) mod route;
 mod slot;
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::Duration;
 
 use culvert_host::runtime::shards::ShardId;
 use culvert_stream::Dial;
+use parking_lot::Mutex;
 use tokio::time::Instant;
 use tracing::debug;
 
-use self::slot::{DialFailure, TunnelSlot};
+use self::slot::TunnelSlot;
 use crate::backend::dial::{SILENT_AFTER, StreamDialError};
-use crate::backend::{Connection, DialError, Tunnel};
+use crate::backend::{Connection, DialError, Tunnel, Usage};
 use crate::metrics::{DialFailureReason, ServerMetrics};
 use crate::tunnel::{Health, Kind, TunnelStatus};
 
@@ -30,8 +30,8 @@ pub(crate) const MAX_DIAL: Duration = Duration::from_secs(35);
 pub(crate) struct Router {
     konnectivity: TunnelSlot,
     openvpn: Option<TunnelSlot>,
-    /// The [`Route`] in force, as bits.
-    route: AtomicU8,
+    /// The route in force.
+    route: Mutex<Route>,
     /// Value of `--backend-dial-timeout`.
     dial_timeout: Option<Duration>,
     metrics: Arc<ServerMetrics>,
@@ -53,11 +53,15 @@ impl Router {
         metrics: Arc<ServerMetrics>,
     ) -> Arc<Self> {
         let switchable = openvpn.is_some();
-        let slot = |kind, tunnel| TunnelSlot::new(kind, tunnel, switchable, metrics.clone());
+        let slot = |kind, tunnel| TunnelSlot {
+            kind,
+            tunnel,
+            usage: Usage::new(kind, switchable, metrics.clone()),
+        };
         Arc::new(Self {
             konnectivity: slot(Kind::Konnectivity, konnectivity),
             openvpn: openvpn.map(|tunnel| slot(Kind::Openvpn, tunnel)),
-            route: AtomicU8::new(Route::only(Kind::Konnectivity).to_bits()),
+            route: Mutex::new(Route::only(Kind::Konnectivity)),
             dial_timeout,
             metrics,
         })
@@ -76,7 +80,11 @@ impl Router {
         let deadline = started + self.dial_timeout.unwrap_or(MAX_DIAL);
         let outcome = match &self.openvpn {
             Some(_) => self.dial_either(dial, deadline).await,
-            None => self.konnectivity.dial_alone(dial, deadline).await,
+            None => {
+                let TunnelSlot { tunnel, usage, .. } = &self.konnectivity;
+                let guard = usage.begin();
+                guard.settle(tunnel.dial(dial, deadline).await)
+            }
         };
         unfinished.finished = true;
         match &outcome {
@@ -112,9 +120,9 @@ impl Router {
                 false => deadline,
             };
             let error = match slot.dial(guard, dial, limit).await {
-                Ok(connection) => return Ok(connection),
-                Err(DialFailure::Moved) => continue,
-                Err(DialFailure::Failed(error)) => error,
+                None => continue,
+                Some(Ok(connection)) => return Ok(connection),
+                Some(Err(error)) => error,
             };
             if error.is_final() || Instant::now() >= deadline {
                 return Err(error);
@@ -160,12 +168,12 @@ impl Router {
 
     /// Returns the route in force.
     pub(crate) fn route(&self) -> Route {
-        Route::from_bits(self.route.load(Ordering::SeqCst))
+        *self.route.lock()
     }
 
     /// Sets the route for all dials from now on.
     pub(crate) fn set_route(&self, route: Route) {
-        self.route.store(route.to_bits(), Ordering::SeqCst);
+        *self.route.lock() = route;
     }
 
     /// Ends the connections of a tunnel, and moves its pending dials to the route in force.

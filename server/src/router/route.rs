@@ -46,22 +46,6 @@ impl Route {
     pub(crate) fn includes(self, kind: Kind) -> bool {
         self.both || self.first == kind
     }
-
-    /// Encodes the route for an atomic.
-    pub(crate) fn to_bits(self) -> u8 {
-        u8::from(self.first == Kind::Openvpn) | u8::from(self.both) << 1
-    }
-
-    /// Decodes the result of [`Route::to_bits`].
-    pub(crate) fn from_bits(bits: u8) -> Self {
-        Self {
-            first: match bits & 1 {
-                0 => Kind::Konnectivity,
-                _ => Kind::Openvpn,
-            },
-            both: bits & 2 != 0,
-        }
-    }
 }
 
 // === impl View ===

@@ -6,7 +6,6 @@ use culvert_stream::Dial;
 use tokio::time::Instant;
 
 use crate::backend::{Connection, DialError, DialGuard, Tunnel, Usage};
-use crate::metrics::ServerMetrics;
 use crate::tunnel::{Kind, TunnelStatus};
 
 /// A tunnel of the router.
@@ -16,47 +15,16 @@ pub(super) struct TunnelSlot {
     pub(super) usage: Arc<Usage>,
 }
 
-/// Reason why a dial got no connection on a tunnel.
-pub(super) enum DialFailure {
-    Failed(DialError),
-    /// A switch ended the use of the tunnel during the dial.
-    Moved,
-}
-
 // === impl TunnelSlot ===
 
 impl TunnelSlot {
-    pub(super) fn new(
-        kind: Kind,
-        tunnel: Arc<dyn Tunnel>,
-        switchable: bool,
-        metrics: Arc<ServerMetrics>,
-    ) -> Self {
-        Self {
-            kind,
-            tunnel,
-            usage: Usage::new(kind, switchable, metrics),
-        }
-    }
-
-    /// Dials on the only tunnel of the server.
-    pub(super) async fn dial_alone(
-        &self,
-        dial: &Dial,
-        deadline: Instant,
-    ) -> Result<Connection, DialError> {
-        let guard = self.usage.begin();
-        let outcome = self.tunnel.dial(dial, deadline).await;
-        guard.settle(outcome)
-    }
-
-    /// Dials, but ends early if a switch ends the use of the tunnel.
+    /// Dials. Returns `None` if a switch ended the use of the tunnel during the dial.
     pub(super) async fn dial(
         &self,
         guard: DialGuard,
         dial: &Dial,
         deadline: Instant,
-    ) -> Result<Connection, DialFailure> {
+    ) -> Option<Result<Connection, DialError>> {
         let moved = async {
             match guard.end() {
                 Some(end) => end.cancelled().await,
@@ -69,10 +37,10 @@ impl TunnelSlot {
             () = moved => None,
         };
         match outcome {
-            Some(outcome) => guard.settle(outcome).map_err(DialFailure::Failed),
+            Some(outcome) => Some(guard.settle(outcome)),
             None => {
                 guard.moved();
-                Err(DialFailure::Moved)
+                None
             }
         }
     }

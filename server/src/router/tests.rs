@@ -4,7 +4,7 @@
 use std::future::poll_fn;
 use std::net::{Ipv4Addr, SocketAddrV4};
 use std::sync::OnceLock;
-use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::Poll;
 
 use bytes::Bytes;

@@ -254,16 +254,6 @@ fn missing_tunnel_is_refused_and_never_waited_for() {
     }
 }
 
-#[test]
-fn routes_round_trip_through_bits() {
-    for first in [K, O] {
-        for both in [false, true] {
-            let route = Route { first, both };
-            assert_eq!(Route::from_bits(route.to_bits()), route);
-        }
-    }
-}
-
 #[derive(Clone, Debug)]
 enum Step {
     Request(Mode, Option<u64>),
