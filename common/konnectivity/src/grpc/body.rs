@@ -47,33 +47,29 @@ pub struct Piece {
 // === impl PacketBody ===
 
 impl<S> PacketBody<S> {
-    /// Creates the body of a client's request; ends without trailers.
-    pub fn request(packets: S) -> Self {
+    fn new(packets: Option<S>, side: Side) -> Self {
         Self {
-            packets: Some(packets),
-            side: Side::Client,
+            packets,
+            side,
             status: None,
         }
     }
 
+    /// Creates the body of a client's request; ends without trailers.
+    pub fn request(packets: S) -> Self {
+        Self::new(Some(packets), Side::Client)
+    }
+
     /// Creates the body of a server's response; ends with the status in the trailers.
     pub fn response(packets: S) -> Self {
-        Self {
-            packets: Some(packets),
-            side: Side::Server,
-            status: None,
-        }
+        Self::new(Some(packets), Side::Server)
     }
 }
 
 /// Creates a body that has ended.
 impl<S> Default for PacketBody<S> {
     fn default() -> Self {
-        Self {
-            packets: None,
-            side: Side::Server,
-            status: None,
-        }
+        Self::new(None, Side::Server)
     }
 }
 
