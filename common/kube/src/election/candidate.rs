@@ -99,30 +99,24 @@ impl Candidate {
 
     async fn step(&mut self) {
         let sent = Instant::now();
-        let failed = match self.election.next(sent, &wall()) {
+        let outcome = match self.election.next(sent, &wall()) {
             Action::Wait(until) => return sleep_until(until).await,
-            Action::Read => match self.get().await {
-                Ok(lease) => {
-                    self.election.read(Instant::now(), lease);
-                    None
-                }
-                Err(error) => Some(error),
-            },
-            Action::Write(lease) => match self.put(&lease).await {
-                Ok(lease) => {
-                    self.election.written(sent, Instant::now(), lease);
-                    None
-                }
-                Err(error) => Some(error),
-            },
+            Action::Read => {
+                let lease = self.get().await;
+                lease.map(|lease| self.election.read(Instant::now(), lease))
+            }
+            Action::Write(lease) => {
+                let lease = self.put(&lease).await;
+                lease.map(|lease| self.election.written(sent, Instant::now(), lease))
+            }
         };
-        match failed {
-            Some(error) => {
+        match outcome {
+            Ok(()) => self.failure_log.succeeded(&self.target),
+            Err(error) => {
                 self.failures.increment(1);
                 self.failure_log.failed(&error);
                 self.election.failed(Instant::now(), error.is_conflict());
             }
-            None => self.failure_log.succeeded(&self.target),
         }
         self.publish();
     }
