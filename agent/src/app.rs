@@ -112,10 +112,7 @@ impl Bound {
             ..
         } = &*self.agent;
         let page = metrics.registry().clone();
-        tasks.spawn({
-            let (page, shutdown) = (page.clone(), shutdown.clone());
-            async move { page.run_upkeep(shutdown).await }
-        });
+        tasks.spawn(page.clone().run_upkeep(shutdown.clone()));
         let tunnel = self.openvpn.as_ref().map(|(tunnel, _)| tunnel.clone());
         let servers = self.sync.is_some().then(|| self.servers.clone());
         let health = admin::Routes::new()

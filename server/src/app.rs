@@ -245,10 +245,7 @@ impl Bound {
         }
         tasks.spawn(serve_agents(self.agent, agent_context, agents, shards));
         let page = metrics.registry().clone();
-        tasks.spawn({
-            let (page, shutdown) = (page.clone(), shutdown.clone());
-            async move { page.run_upkeep(shutdown).await }
-        });
+        tasks.spawn(page.clone().run_upkeep(shutdown.clone()));
         let health = admin::Routes::new()
             .with_healthz()
             .with_server_readyz(move || (!router.is_ready()).then_some(NOT_READY))

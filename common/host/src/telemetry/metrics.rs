@@ -15,7 +15,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use metrics::{Counter, Gauge, Histogram, Key, KeyName, Label, Level, Metadata, Recorder};
+use metrics::{Gauge, Key, Label, Level, Metadata};
 use metrics_exporter_prometheus::{
     BuildError, Matcher, PrometheusBuilder, PrometheusHandle, PrometheusRecorder,
 };
@@ -101,45 +101,6 @@ impl Registry {
         }))
     }
 
-    /// Returns the counter `name` with these labels, created at 0. The first `help` for a name is used.
-    pub fn counter(
-        &self,
-        name: &'static str,
-        labels: &[(&'static str, &str)],
-        help: &'static str,
-    ) -> Counter {
-        self.recorder
-            .describe_counter(KeyName::from_const_str(name), None, help.into());
-        self.recorder
-            .register_counter(&key(name, labels), &METADATA)
-    }
-
-    /// Returns the gauge `name` with these labels, created at 0. The first `help` for a name is used.
-    pub fn gauge(
-        &self,
-        name: &'static str,
-        labels: &[(&'static str, &str)],
-        help: &'static str,
-    ) -> Gauge {
-        self.recorder
-            .describe_gauge(KeyName::from_const_str(name), None, help.into());
-        self.recorder.register_gauge(&key(name, labels), &METADATA)
-    }
-
-    /// Returns the histogram `name` with these labels, created empty. Its buckets come from
-    /// [`Registry::new`]. The first `help` for a name is used.
-    pub fn histogram(
-        &self,
-        name: &'static str,
-        labels: &[(&'static str, &str)],
-        help: &'static str,
-    ) -> Histogram {
-        self.recorder
-            .describe_histogram(KeyName::from_const_str(name), None, help.into());
-        self.recorder
-            .register_histogram(&key(name, labels), &METADATA)
-    }
-
     /// Renders the metrics page (text format 0.0.4), with current `process_*` series. The call reads `/proc`,
     /// and therefore blocks for some tens of microseconds.
     pub fn render(&self) -> String {
@@ -161,7 +122,7 @@ impl Registry {
 
     /// Folds waiting histogram samples into their buckets every [`UPKEEP_INTERVAL`] until `shutdown`. Without
     /// this task, a program that is never scraped would keep every sample.
-    pub async fn run_upkeep(&self, shutdown: CancellationToken) {
+    pub async fn run_upkeep(self: Arc<Self>, shutdown: CancellationToken) {
         let mut tick = tokio::time::interval(UPKEEP_INTERVAL);
         while shutdown.run_until_cancelled(tick.tick()).await.is_some() {
             self.handle.run_upkeep();

@@ -7,9 +7,9 @@ use std::marker::PhantomData;
 use std::sync::{Arc, OnceLock};
 
 use culvert_stream::CloseReason;
-use metrics::{Counter, Gauge, Histogram};
+use metrics::{Counter, Gauge, Histogram, KeyName, Recorder as _};
 
-use super::Registry;
+use super::{METADATA, Registry, key};
 
 /// A closed set of label values. [`label_values!`](crate::label_values) implements the trait for one label. A
 /// pair of sets is the set of all pairs.
@@ -124,7 +124,22 @@ pub fn closed_connections(registry: &Arc<Registry>) -> Family<CloseReason, Count
 }
 
 macro_rules! handle {
-    ($kind:ident, $method:ident) => {
+    ($kind:ident, $method:ident, $describe:ident, $register:ident) => {
+        impl Registry {
+            /// Returns the series `name` of this kind with these labels, created empty or at 0. A histogram
+            /// has the buckets given to [`Registry::new`]. The first `help` for a name is used.
+            pub fn $method(
+                &self,
+                name: &'static str,
+                labels: &[(&'static str, &str)],
+                help: &'static str,
+            ) -> $kind {
+                let name_key = KeyName::from_const_str(name);
+                self.recorder.$describe(name_key, None, help.into());
+                self.recorder.$register(&key(name, labels), &METADATA)
+            }
+        }
+
         impl Handle for $kind {
             fn register(
                 registry: &Registry,
@@ -143,9 +158,9 @@ macro_rules! handle {
     };
 }
 
-handle!(Counter, counter);
-handle!(Gauge, gauge);
-handle!(Histogram, histogram);
+handle!(Counter, counter, describe_counter, register_counter);
+handle!(Gauge, gauge, describe_gauge, register_gauge);
+handle!(Histogram, histogram, describe_histogram, register_histogram);
 
 /// Declares an enum: the closed set of values of one label.
 ///

@@ -1,6 +1,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
 
 use culvert_stream::CloseReason;
+use metrics::Counter;
 
 use super::*;
 
