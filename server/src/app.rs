@@ -127,7 +127,11 @@ impl Bound {
         let admin = admin::bind(&config.admin.host, config.admin.port, "--admin-port").await?;
         let admin_address = admin.local_addr()?;
         let admin = match &config.admin_tls {
-            Some(files) => admin::AdminSocket::Tls(admin, admin_tls(files, &config.tls)?),
+            Some(files) => {
+                let advice = "an admin listener with TLS needs --admin-cert and --admin-key";
+                let tls = mutual_tls(files, b"http/1.1", &config.tls, advice)?;
+                admin::AdminSocket::Tls(admin, TlsAcceptor::from(tls))
+            }
             None => admin::AdminSocket::Plain(admin),
         };
         let socket = config.admin_uds.as_deref();
@@ -269,13 +273,21 @@ impl Bound {
     }
 }
 
-/// Returns the acceptor of an admin listener with mutual TLS.
-fn admin_tls(files: &config::TlsFiles, options: &TlsOptions) -> anyhow::Result<TlsAcceptor> {
+/// Returns the configuration of a listener with mutual TLS; `advice` explains files that cannot be used.
+fn mutual_tls(
+    files: &config::TlsFiles,
+    alpn: &[u8],
+    options: &TlsOptions,
+    advice: &'static str,
+) -> anyhow::Result<Arc<rustls::ServerConfig>> {
     let trust = TrustBundle::load(&files.ca)?;
-    let identity = Identity::load(&files.cert, &files.key)
-        .context("an admin listener with TLS needs --admin-cert and --admin-key")?;
-    let tls = tls::server_config(&identity, Some(&trust), &[b"http/1.1"], options)?;
-    Ok(TlsAcceptor::from(tls))
+    let identity = Identity::load(&files.cert, &files.key).context(advice)?;
+    Ok(tls::server_config(
+        &identity,
+        Some(&trust),
+        &[alpn],
+        options,
+    )?)
 }
 
 async fn bind_frontend(
@@ -287,14 +299,12 @@ async fn bind_frontend(
             delete_existing,
         } => Ok((Listener::unix(path, *delete_existing)?, None)),
         config::Frontend::Tcp { bind, tls: files } => {
-            let trust = TrustBundle::load(&files.ca)?;
-            let identity = Identity::load(&files.cert, &files.key)
-                .context("a TCP front end needs --server-cert and --server-key")?;
             let alpn: &[u8] = match config.mode {
                 Mode::Grpc => b"h2",
                 Mode::HttpConnect => b"http/1.1",
             };
-            let tls = tls::server_config(&identity, Some(&trust), &[alpn], &config.tls)?;
+            let advice = "a TCP front end needs --server-cert and --server-key";
+            let tls = mutual_tls(files, alpn, &config.tls, advice)?;
             let listener = admin::bind(&bind.host, bind.port, "--server-port").await?;
             // A gRPC client always reads, so TCP's user timeout only closes connections to dead clients. A
             // CONNECT client may stop reading for any length of time, so CONNECT has no user timeout.
