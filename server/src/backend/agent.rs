@@ -24,7 +24,7 @@ use self::connection::{Guard, Pending, Slot};
 use crate::backend::dial::{SILENT_AFTER, StreamDialError, next_serial};
 use crate::metrics::{DialFailureReason, ServerMetrics};
 
-pub(crate) use self::connection::{Connection, Cut, FromAgent, ToAgent};
+pub(crate) use self::connection::{Cut, FromAgent, ToAgent};
 pub(crate) use self::outgoing::Outgoing;
 
 /// Maximum number of bytes waiting to be sent to an agent, over all connections of the stream. A smaller value
@@ -133,14 +133,11 @@ impl AgentStream {
     }
 
     /// Opens a connection. Dropping the future cancels the dial.
-    ///
-    /// # Errors
-    /// See [`StreamDialError`].
     pub async fn dial(
         self: &Arc<Self>,
         dial: &Dial,
         deadline: Instant,
-    ) -> Result<Connection, StreamDialError> {
+    ) -> Result<(FromAgent, ToAgent), StreamDialError> {
         let (slot, outcome, source) = Slot::new(&self.limits);
         let mut pending = Pending::register(self, slot.clone())?;
         let request = Message::DialRequest {
@@ -161,7 +158,7 @@ impl AgentStream {
             .await
             .map_err(|_| StreamDialError::TimedOut)?
             .map_err(|_| StreamDialError::AgentLost)??;
-        Ok(Connection::new(source, guard, &slot))
+        Ok((source, ToAgent::new(guard, &slot)))
     }
 
     /// Processes a packet from the agent. May wait briefly for a client that accepts bytes too slowly, but

@@ -95,12 +95,13 @@ impl Connection {
     }
 }
 
-impl From<agent::Connection> for Connection {
-    fn from(connection: agent::Connection) -> Self {
+impl From<(agent::FromAgent, agent::ToAgent)> for Connection {
+    fn from((source, sink): (agent::FromAgent, agent::ToAgent)) -> Self {
+        let stall = Some(sink.cut());
         Self::new(
-            FromEndpoint::Packet(connection.source),
-            ToEndpoint::Packet(connection.sink),
-            Some(connection.cut),
+            FromEndpoint::Packet(source),
+            ToEndpoint::Packet(sink),
+            stall,
         )
     }
 }

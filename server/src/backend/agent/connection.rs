@@ -37,16 +37,6 @@ pub(super) enum Incoming {
     Closed(CloseReason),
 }
 
-/// An open connection through the agent.
-pub struct Connection {
-    /// Bytes from the endpoint.
-    pub source: FromAgent,
-    /// Bytes to the endpoint.
-    pub sink: ToAgent,
-    /// Signals that the connection must end although bytes are still queued for its client.
-    pub cut: Cut,
-}
-
 /// Ends a connection whose client accepts no bytes, or accepts bytes too slowly.
 #[derive(Clone)]
 pub struct Cut {
@@ -253,26 +243,23 @@ impl Source for FromAgent {
     }
 }
 
-// === impl Connection ===
-
-impl Connection {
-    /// Creates the connection of a successful dial.
-    pub(super) fn new(source: FromAgent, guard: Guard, slot: &Slot) -> Self {
-        Self {
-            source,
-            sink: ToAgent {
-                guard,
-                cut: slot.cut.clone(),
-                finished: false,
-            },
-            cut: slot.cut.clone(),
-        }
-    }
-}
-
 // === impl ToAgent ===
 
 impl ToAgent {
+    /// Creates the sink of a successful dial.
+    pub(super) fn new(guard: Guard, slot: &Slot) -> Self {
+        Self {
+            guard,
+            cut: slot.cut.clone(),
+            finished: false,
+        }
+    }
+
+    /// Returns the signal that the connection must end although bytes are still queued for its client.
+    pub fn cut(&self) -> Cut {
+        self.cut.clone()
+    }
+
     /// Returns the id that the agent chose for the connection, for logs.
     pub fn connection(&self) -> ConnectId {
         self.guard.connection

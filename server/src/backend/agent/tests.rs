@@ -42,7 +42,7 @@ impl Agent {
         }
     }
 
-    async fn open(&mut self, id: i64) -> Connection {
+    async fn open(&mut self, id: i64) -> (FromAgent, ToAgent) {
         let dial = Dial {
             protocol: "tcp".into(),
             address: "10.0.0.1:443".into(),
@@ -89,12 +89,12 @@ async fn stalled_client_loses_its_connection_and_other_connections_do_not_wait()
     for _ in 0..4 {
         agent.stream.on_message(data(1)).await;
         agent.stream.on_message(data(2)).await;
-        assert_eq!(other.source.recv().await, Ok(Some(CHUNK)));
+        assert_eq!(other.0.recv().await, Ok(Some(CHUNK)));
     }
     // The reader waits once, to find out whether the client still accepts bytes.
     assert_eq!(started.elapsed(), PACE);
     assert!(agent.excess.used() > 0);
-    assert_eq!(stalled.cut.due().await, CloseReason::Stalled);
+    assert_eq!(stalled.1.cut().due().await, CloseReason::Stalled);
     assert_eq!(started.elapsed(), STALL);
     drop(stalled);
     assert_eq!(agent.excess.used(), 0);
@@ -103,7 +103,7 @@ async fn stalled_client_loses_its_connection_and_other_connections_do_not_wait()
     };
     assert_eq!(agent.hears.recv().await, Some(close));
     agent.stream.on_message(data(2)).await;
-    assert_eq!(other.source.recv().await, Ok(Some(CHUNK)));
+    assert_eq!(other.0.recv().await, Ok(Some(CHUNK)));
 }
 
 #[tokio::test(start_paused = true)]
@@ -115,18 +115,18 @@ async fn a_client_that_empties_the_pool_is_closed_at_once() {
     for _ in 0..100 {
         agent.stream.on_message(data(1)).await;
     }
-    assert_eq!(greedy.cut.due().await, CloseReason::BufferExceeded);
+    assert_eq!(greedy.1.cut().due().await, CloseReason::BufferExceeded);
     assert_eq!(started.elapsed(), PACE);
     assert_eq!(agent.excess.used(), 0);
     agent.stream.on_message(data(2)).await;
-    assert_eq!(other.source.recv().await, Ok(Some(CHUNK)));
+    assert_eq!(other.0.recv().await, Ok(Some(CHUNK)));
 }
 
 #[tokio::test(start_paused = true)]
 async fn full_outgoing_queue_drops_only_replies_that_can_be_repeated() {
     let mut agent = Agent::connected();
     let mut connection = agent.open(1).await;
-    fill(&mut connection.sink).await;
+    fill(&mut connection.1).await;
     // The remaining room is less than one chunk, and a thousand replies fill it.
     for _ in 0..2000 {
         agent.stream.on_message(data(98)).await;
@@ -152,10 +152,10 @@ async fn full_outgoing_queue_drops_only_replies_that_can_be_repeated() {
 async fn agent_that_accepts_no_packets_loses_its_stream() {
     let mut agent = Agent::connected();
     let mut connection = agent.open(1).await;
-    fill(&mut connection.sink).await;
+    fill(&mut connection.1).await;
     assert!(!agent.cut.is_cancelled());
     let started = Instant::now();
-    let sent = connection.sink.send(CHUNK).await;
+    let sent = connection.1.send(CHUNK).await;
     assert_eq!(sent, Err(CloseReason::Stalled));
     assert_eq!(started.elapsed(), PEER_STALL);
     assert!(agent.cut.is_cancelled());
