@@ -169,9 +169,6 @@ impl Connector {
     }
 
     /// Makes one attempt to connect.
-    ///
-    /// # Errors
-    /// See [`ConnectError`].
     pub(crate) async fn connect(&self) -> Result<Connected, ConnectError> {
         let deadline = Instant::now() + CONNECT_TIMEOUT;
         let within = |step| move |_| ConnectError::TimedOut(step);

@@ -87,9 +87,6 @@ impl Backend {
     }
 
     /// Opens a connection. Dropping the future cancels the dial.
-    ///
-    /// # Errors
-    /// See `StreamDialError`.
     pub async fn dial(
         &self,
         dial: &Dial,

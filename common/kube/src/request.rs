@@ -86,9 +86,6 @@ impl FailureLog {
 }
 
 /// Awaits an answer for at most `limit`; `verb` is the name of the permission in roles.
-///
-/// # Errors
-/// [`RequestError`].
 pub async fn request<T>(
     verb: &'static str,
     target: &Target,

@@ -38,9 +38,6 @@ pub enum HelloError {
 }
 
 /// Introduces the agent to the server, and returns the headers of the server's answer.
-///
-/// # Errors
-/// See [`HelloError`].
 pub async fn introduce<S>(stream: &mut S, headers: &HeaderMap) -> Result<HeaderMap, HelloError>
 where
     S: AsyncRead + AsyncWrite + Unpin,
@@ -66,9 +63,6 @@ where
 }
 
 /// Reads the introduction of an agent, on the server.
-///
-/// # Errors
-/// See [`HelloError`].
 pub async fn read<S: AsyncRead + Unpin>(stream: &mut S) -> Result<HeaderMap, HelloError> {
     let head = read_hello(stream).await?;
     let mut lines = [httparse::EMPTY_HEADER; HEADER_LINES];

@@ -55,9 +55,6 @@ impl HeadEnd {
 
 /// Reads a head of at most `limit` bytes and leaves all later bytes in `reader`. Reads single bytes, so
 /// `reader` should decrypt or buffer, or have few heads.
-///
-/// # Errors
-/// See [`HeadError`].
 pub async fn read_head<R>(reader: &mut R, limit: usize) -> Result<BytesMut, HeadError>
 where
     R: AsyncRead + Unpin,
@@ -67,9 +64,6 @@ where
 
 /// Reads a head of at most `limit` bytes that begins with the bytes in `buffer`. Later bytes that were read
 /// along with the head are left in `buffer`. After an error, `buffer` contains all bytes received.
-///
-/// # Errors
-/// See [`HeadError`].
 pub async fn read_head_ahead<R>(
     reader: &mut R,
     buffer: &mut BytesMut,

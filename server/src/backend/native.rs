@@ -219,9 +219,6 @@ impl NativeAgent {
     }
 
     /// Opens a connection. Dropping the future cancels the dial.
-    ///
-    /// # Errors
-    /// See [`StreamDialError`].
     pub async fn dial(
         self: &Arc<Self>,
         dial: &Dial,

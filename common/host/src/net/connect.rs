@@ -100,9 +100,6 @@ impl ConnectError {
 /// Reads a request whose head has at most `limit` bytes and begins with the bytes in `buffer`. Early tunnel
 /// data that was read along with the head is left in `buffer`. If the client sent nothing, `buffer` is empty
 /// after the error.
-///
-/// # Errors
-/// See [`RequestError`].
 pub async fn read_request<R: AsyncRead + Unpin>(
     reader: &mut R,
     buffer: &mut BytesMut,

@@ -122,9 +122,6 @@ pub enum CallError {
 
 /// Opens a call of the method at `path`, and waits for the head of the response. Returns the metadata and the
 /// messages of the response.
-///
-/// # Errors
-/// See [`CallError`].
 pub async fn call<S>(
     mut connection: SendRequest<PacketBody<S>>,
     origin: &Uri,
