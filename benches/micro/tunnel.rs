@@ -3,9 +3,9 @@
 use bytes::Bytes;
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use culvert_konnectivity::queue;
-use culvert_stream::CloseReason;
 use culvert_stream::io::{ReadSource, WriteSink};
 use culvert_stream::pump::{Meter, pump};
+use culvert_stream::{CloseReason, HALF_OPEN_IDLE};
 use metrics::Counter;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, DuplexStream, duplex, split};
 use tokio::runtime::{Builder, Runtime};
@@ -77,7 +77,13 @@ async fn through_pump(piece: &[u8]) -> u64 {
     let (mut es, mut ek) = side!(far, EndpointLost);
     let mut up = Meter::new(Counter::noop());
     let mut down = Meter::new(Counter::noop());
-    let run = pump((&mut cs, &mut ck), (&mut es, &mut ek), &mut up, &mut down);
+    let run = pump(
+        (&mut cs, &mut ck),
+        (&mut es, &mut ek),
+        &mut up,
+        &mut down,
+        HALF_OPEN_IDLE,
+    );
     let send = async {
         for _ in 0..PUMPED / piece.len() {
             assert!(endpoint.write_all(piece).await.is_ok());

@@ -6,7 +6,7 @@ use std::time::Duration;
 use metrics::Counter;
 use tokio::time::Instant;
 
-use super::pump::{Meter, pump_within};
+use super::pump::{Meter, pump};
 use super::{CloseReason, Sink, Source};
 
 /// End of a connection.
@@ -46,7 +46,7 @@ where
     let started = Instant::now();
     let [mut up, mut down] = bytes.map(Meter::new);
     let (reason, cut) = tokio::select! {
-        reason = pump_within(client, endpoint, &mut up, &mut down, half_open) => (reason, false),
+        reason = pump(client, endpoint, &mut up, &mut down, half_open) => (reason, false),
         reason = cut => (reason, true),
     };
     Ended {

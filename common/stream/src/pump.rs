@@ -9,7 +9,7 @@ use metrics::Counter;
 use tokio::sync::Notify;
 use tokio::time::{sleep, timeout};
 
-use super::{CLOSE_STALL, CloseReason, HALF_OPEN_IDLE, Sink, Source};
+use super::{CLOSE_STALL, CloseReason, Sink, Source};
 
 /// Byte counter of a direction, for the log line of the connection and for the program.
 #[derive(Clone)]
@@ -29,26 +29,11 @@ impl Meter {
 
 /// Moves bytes both ways until both directions have ended or a direction has failed. Each direction waits
 /// only for its own sink. If a sink fails, its direction ends; the opposite direction continues to its end,
-/// as long as bytes move. `up` counts bytes from `client` to `endpoint`.
+/// as long as bytes move. `up` counts bytes from `client` to `endpoint`. After one direction has ended, the
+/// other direction may stay without movement for at most `half_open`.
 ///
 /// The pump closes nothing: the caller owns the halves and reports the returned reason to both sides.
 pub async fn pump<CS, CK, ES, EK>(
-    client: (&mut CS, &mut CK),
-    endpoint: (&mut ES, &mut EK),
-    up: &mut Meter,
-    down: &mut Meter,
-) -> CloseReason
-where
-    CS: Source,
-    CK: Sink,
-    ES: Source,
-    EK: Sink,
-{
-    pump_within(client, endpoint, up, down, HALF_OPEN_IDLE).await
-}
-
-/// Runs [`pump`] with the bound `half_open` instead of [`HALF_OPEN_IDLE`].
-pub async fn pump_within<CS, CK, ES, EK>(
     client: (&mut CS, &mut CK),
     endpoint: (&mut ES, &mut EK),
     up: &mut Meter,
@@ -165,6 +150,7 @@ mod tests {
         AsyncReadExt, AsyncWriteExt, DuplexStream, ReadHalf, WriteHalf, duplex, split,
     };
 
+    use super::super::HALF_OPEN_IDLE;
     use super::super::io::{ReadSource, WriteSink};
     use super::*;
 
@@ -189,7 +175,13 @@ mod tests {
         let (mut es, mut ek) = halves(far, CloseReason::EndpointLost);
         let mut up = Meter::new(Counter::noop());
         let mut down = Meter::new(Counter::noop());
-        let run = pump((&mut cs, &mut ck), (&mut es, &mut ek), &mut up, &mut down);
+        let run = pump(
+            (&mut cs, &mut ck),
+            (&mut es, &mut ek),
+            &mut up,
+            &mut down,
+            HALF_OPEN_IDLE,
+        );
         let talk = async {
             client.write_all(b"question").await.unwrap();
             client.shutdown().await.unwrap();
@@ -224,7 +216,13 @@ mod tests {
             sleep(HALF_OPEN_IDLE / 2).await;
             endpoint.write_all(b"late").await.unwrap();
         };
-        let run = pump((&mut cs, &mut ck), (&mut es, &mut ek), &mut up, &mut down);
+        let run = pump(
+            (&mut cs, &mut ck),
+            (&mut es, &mut ek),
+            &mut up,
+            &mut down,
+            HALF_OPEN_IDLE,
+        );
         let (reason, ()) = tokio::join!(run, talk);
         assert_eq!(reason, CloseReason::HalfOpenIdle);
         assert_eq!(down.bytes, 4);
@@ -240,7 +238,7 @@ mod tests {
         let (mut up, mut down) = (Meter::new(Counter::noop()), Meter::new(Counter::noop()));
         let (client_side, endpoint_side) = ((&mut cs, &mut ck), (&mut es, &mut ek));
         let bound = HALF_OPEN_IDLE * 12;
-        let run = pump_within(client_side, endpoint_side, &mut up, &mut down, bound);
+        let run = pump(client_side, endpoint_side, &mut up, &mut down, bound);
         let talk = async {
             client.shutdown().await.unwrap();
             sleep(HALF_OPEN_IDLE * 3).await;
@@ -265,7 +263,13 @@ mod tests {
         let (_, mut ek) = halves(gone, CloseReason::EndpointLost);
         let mut up = Meter::new(Counter::noop());
         let mut down = Meter::new(Counter::noop());
-        let run = pump((&mut cs, &mut ck), (&mut es, &mut ek), &mut up, &mut down);
+        let run = pump(
+            (&mut cs, &mut ck),
+            (&mut es, &mut ek),
+            &mut up,
+            &mut down,
+            HALF_OPEN_IDLE,
+        );
         let talk = async {
             client.write_all(b"too long").await.unwrap();
             endpoint.write_all(b"413").await.unwrap();
@@ -291,7 +295,13 @@ mod tests {
         let mut down = Meter::new(Counter::noop());
         drop(client);
         endpoint.write_all(b"nobody reads this").await.unwrap();
-        let run = pump((&mut cs, &mut ck), (&mut es, &mut ek), &mut up, &mut down);
+        let run = pump(
+            (&mut cs, &mut ck),
+            (&mut es, &mut ek),
+            &mut up,
+            &mut down,
+            HALF_OPEN_IDLE,
+        );
         assert_eq!(run.await, CloseReason::ClientLost);
     }
 }

@@ -3,6 +3,7 @@
 
 use std::time::Duration;
 
+use culvert_stream::HALF_OPEN_IDLE;
 use culvert_stream::pump::{Meter, pump};
 use http::{Request, Response};
 use metrics::Counter;
@@ -451,7 +452,13 @@ async fn an_aborted_connection_does_not_wait_for_an_endpoint_that_reads_nothing(
     let started = Instant::now();
     {
         let (mut quiet, mut stuck) = (Quiet, Stuck);
-        let run = pump((&mut far, &mut to_near), (&mut quiet, &mut stuck), up, down);
+        let run = pump(
+            (&mut far, &mut to_near),
+            (&mut quiet, &mut stuck),
+            up,
+            down,
+            HALF_OPEN_IDLE,
+        );
         tokio::pin!(run);
         to_far.send(pattern(10_000)).await.unwrap();
         // While the client is there, the pump waits without limit.
