@@ -2,13 +2,13 @@
 //! target contains printable ASCII only.
 #![no_main]
 
-use culvert_host::net::connect::{HeadReader, parse};
+use culvert_host::net::connect::HeadReader;
 use culvert_fuzz::Cut;
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|input: &[u8]| {
     let Some(cut) = Cut::new(input) else { return };
-    let whole = parse(cut.bytes);
+    let whole = HeadReader::default().read(cut.bytes);
     let mut reader = HeadReader::default();
     let in_pieces = cut
         .ends(cut.bytes.len())

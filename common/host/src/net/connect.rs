@@ -140,15 +140,6 @@ impl HeadReader {
     }
 }
 
-/// Parses the bytes received from a client. Returns `None` while the head is incomplete. For a head that
-/// arrives in many pieces, use a [`HeadReader`].
-///
-/// # Errors
-/// Returns a [`ConnectError`]. The caller sends its response and closes the connection.
-pub fn parse(received: &[u8]) -> Result<Option<ConnectHead>, ConnectError> {
-    HeadReader::default().read(received)
-}
-
 /// Parses a complete head.
 fn parse_head(head: &[u8]) -> Result<ConnectHead, ConnectError> {
     let mut headers = [EMPTY_HEADER; MAX_HEADERS];

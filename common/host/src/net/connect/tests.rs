@@ -4,6 +4,11 @@ use proptest::prelude::*;
 
 use super::*;
 
+/// Parses the bytes received so far.
+fn parse(received: &[u8]) -> Result<Option<ConnectHead>, ConnectError> {
+    HeadReader::default().read(received)
+}
+
 /// Returns the target of a complete request, and the bytes after its head.
 fn target(received: &[u8]) -> (String, &[u8]) {
     let head = parse(received).unwrap().expect("head is complete");
