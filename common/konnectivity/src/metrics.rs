@@ -59,7 +59,7 @@ pub struct StreamNames {
 pub struct StreamMetrics {
     registry: Arc<Registry>,
     errors: &'static str,
-    packets: Family<PacketLabels, Counter>,
+    packets: Family<(Segment, Kind), Counter>,
     bytes: Family<Direction, Counter>,
     /// Closed connections, by reason.
     pub closed: Family<CloseReason, Counter>,
@@ -73,9 +73,9 @@ impl StreamMetrics {
     /// Registers the families. `segments` lists the segments that this program uses; their packet counters
     /// appear on the page at 0.
     pub fn new(registry: &Arc<Registry>, names: StreamNames, segments: &[Segment]) -> Self {
-        let members = PacketLabels::all()
+        let members = <(Segment, Kind)>::all()
             .into_iter()
-            .filter(|labels| segments.contains(&labels.segment));
+            .filter(|(segment, _)| segments.contains(segment));
         Self {
             registry: Arc::clone(registry),
             errors: names.errors,
@@ -102,10 +102,7 @@ impl StreamMetrics {
 
     /// Returns the counter of one packet type on one segment.
     pub fn packets(&self, segment: Segment, packet_type: PacketType) -> &Counter {
-        self.packets.get(PacketLabels {
-            segment,
-            packet_type,
-        })
+        self.packets.get((segment, Kind(packet_type)))
     }
 
     /// Counts an event of the `native` transport as the packet that the `packet` transport would send. The
@@ -154,33 +151,25 @@ impl StreamMetrics {
     }
 }
 
-/// Labels of the packet counter.
+/// Packet type as a label of the packet counter.
 #[derive(Clone, Copy, Debug)]
-struct PacketLabels {
-    segment: Segment,
-    packet_type: PacketType,
-}
+struct Kind(PacketType);
 
-impl LabelSet for PacketLabels {
+impl LabelSet for Kind {
     fn all() -> Vec<Self> {
-        let pairs = |segment: &Segment| {
-            PACKET_TYPES.map(|packet_type| Self {
-                segment: *segment,
-                packet_type,
-            })
-        };
-        Segment::ALL.iter().flat_map(pairs).collect()
+        PACKET_TYPES.map(Self).to_vec()
+    }
+
+    fn count() -> usize {
+        PACKET_TYPES.len()
     }
 
     fn index(self) -> usize {
-        self.segment.index() * PACKET_TYPES.len() + self.packet_type as usize
+        self.0 as usize
     }
 
     fn labels(self) -> Vec<(&'static str, &'static str)> {
-        vec![
-            ("segment", self.segment.as_str()),
-            ("packet_type", self.packet_type.as_str_name()),
-        ]
+        vec![("packet_type", self.0.as_str_name())]
     }
 }
 

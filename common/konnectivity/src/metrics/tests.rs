@@ -4,7 +4,7 @@ use super::*;
 
 #[test]
 fn pairs_have_distinct_indices_in_order() {
-    let all = PacketLabels::all();
+    let all = <(Segment, Kind)>::all();
     let indices: Vec<usize> = all.iter().map(|pair| pair.index()).collect();
     assert_eq!(indices, (0..28).collect::<Vec<_>>());
 }
