@@ -149,46 +149,37 @@ impl ToEndpoint {
     }
 }
 
+/// Evaluates an expression with the half of any transport.
+macro_rules! with_half {
+    ($self:ident, $half:ident => $value:expr) => {
+        match $self {
+            Self::Packet($half) => $value,
+            Self::Native($half) => $value,
+            Self::Flow($half) => $value,
+        }
+    };
+}
+
 impl Source for FromEndpoint {
     async fn recv(&mut self) -> Result<Option<Bytes>, CloseReason> {
-        match self {
-            Self::Packet(source) => source.recv().await,
-            Self::Native(source) => source.recv().await,
-            Self::Flow(source) => source.recv().await,
-        }
+        with_half!(self, source => source.recv().await)
     }
 
     async fn aborted(&mut self) -> CloseReason {
-        match self {
-            Self::Packet(source) => source.aborted().await,
-            Self::Native(source) => source.aborted().await,
-            Self::Flow(source) => source.aborted().await,
-        }
+        with_half!(self, source => source.aborted().await)
     }
 
     async fn fill(&mut self) {
-        match self {
-            Self::Packet(source) => source.fill().await,
-            Self::Native(source) => source.fill().await,
-            Self::Flow(source) => source.fill().await,
-        }
+        with_half!(self, source => source.fill().await);
     }
 }
 
 impl Sink for ToEndpoint {
     async fn send(&mut self, chunk: Bytes) -> Result<(), CloseReason> {
-        match self {
-            Self::Packet(sink) => sink.send(chunk).await,
-            Self::Native(sink) => sink.send(chunk).await,
-            Self::Flow(sink) => sink.send(chunk).await,
-        }
+        with_half!(self, sink => sink.send(chunk).await)
     }
 
     async fn finish(&mut self) -> Result<(), CloseReason> {
-        match self {
-            Self::Packet(sink) => sink.finish().await,
-            Self::Native(sink) => sink.finish().await,
-            Self::Flow(sink) => sink.finish().await,
-        }
+        with_half!(self, sink => sink.finish().await)
     }
 }
