@@ -19,7 +19,7 @@ pub enum HeadError {
 
 /// Incremental search for the end of a head. Scans every byte only once, for any number of pieces.
 #[derive(Debug, Default)]
-pub struct HeadEnd {
+struct HeadEnd {
     /// Offset of the first byte that is not scanned yet.
     searched: usize,
     /// Start of the line that contains the offset `searched`.
@@ -27,14 +27,9 @@ pub struct HeadEnd {
 }
 
 impl HeadEnd {
-    /// Returns the number of bytes scanned so far.
-    pub fn searched(&self) -> usize {
-        self.searched
-    }
-
     /// Returns the length of the head, including the empty line, or `None` while the head is incomplete. Lines
     /// may end in a bare LF, as in Go. Between calls, `received` may only grow at its end.
-    pub fn find(&mut self, received: &[u8]) -> Option<usize> {
+    fn find(&mut self, received: &[u8]) -> Option<usize> {
         loop {
             let unseen = received.get(self.searched..)?;
             let Some(offset) = unseen.iter().position(|&byte| byte == b'\n') else {
@@ -130,6 +125,16 @@ mod tests {
             assert_eq!(head.unwrap(), HEAD);
             assert_eq!([&buffer[..], reader].concat(), b"rest");
         }
+    }
+
+    #[test]
+    fn head_in_many_pieces_is_scanned_once() {
+        let mut reader = HeadEnd::default();
+        for end in 0..HEAD.len() {
+            assert_eq!(reader.find(&HEAD[..end]), None);
+            assert_eq!(reader.searched, end);
+        }
+        assert_eq!(reader.find(HEAD), Some(HEAD.len()));
     }
 
     #[tokio::test]

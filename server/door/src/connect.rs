@@ -19,7 +19,7 @@ use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
-use culvert_host::net::connect::{self, HeadReader};
+use culvert_host::net::connect::{self, ConnectError, RequestError};
 use culvert_host::net::dial::split_host_port;
 use culvert_host::net::pacing::disable_bbr_on_loopback;
 use culvert_host::net::readahead::ReadAhead;
@@ -176,45 +176,28 @@ impl ConnectListener {
     {
         let metrics = &self.front.metrics;
         let (mut read, mut write) = tokio::io::split(stream);
-        let head = async {
-            let mut reader = HeadReader::default();
-            loop {
-                let head = reader.read(&received)?;
-                let len = head.as_ref().map_or(received.len(), |head| head.head_len);
-                if len > MAX_HEAD_BYTES {
-                    return Err(connect::ConnectError::TooLarge);
-                }
-                if head.is_some() {
-                    return Ok(head);
-                }
-                received.reserve(4096);
-                if !matches!(read.read_buf(&mut received).await, Ok(1..)) {
-                    return Ok(None);
-                }
-            }
-        };
-        let head = match timeout(FIRST_BYTES_TIMEOUT, head).await {
-            Ok(Ok(Some(head))) => head,
-            Ok(Ok(None)) => return,
-            Ok(Err(error)) => {
+        let head = connect::read_request(&mut read, &mut received, MAX_HEAD_BYTES);
+        let target = match timeout(FIRST_BYTES_TIMEOUT, head).await {
+            Ok(Ok(target)) => target,
+            Ok(Err(RequestError::Io(_))) => return,
+            Ok(Err(RequestError::Bad(error))) => {
                 metrics.http.requests.increment(1);
                 self.refuse(Refusal::Garbage, peer, &error.to_string());
                 let answer = match error {
-                    connect::ConnectError::Method => NOT_FOUND,
+                    ConnectError::Method => NOT_FOUND,
                     other => other.response(),
                 };
                 return respond_and_close(read, write, answer).await;
             }
             Err(_) => return self.refuse(Refusal::Timeout, peer, "no complete request in time"),
         };
-        let _ = received.split_to(head.head_len);
-        if split_host_port(&head.target).is_err() {
+        if split_host_port(&target).is_err() {
             metrics.http.requests.increment(1);
             self.refuse(Refusal::Garbage, peer, "the target is not host:port");
-            let answer = connect::ConnectError::Malformed.response();
+            let answer = ConnectError::Malformed.response();
             return respond_and_close(read, write, answer).await;
         }
-        let connected = match self.connect(&head.target, peer).await {
+        let connected = match self.connect(&target, peer).await {
             Ok(connected) => connected,
             Err(StatusCode::NOT_FOUND) => return respond_and_close(read, write, NOT_FOUND).await,
             Err(status) => {
@@ -232,7 +215,7 @@ impl ConnectListener {
         let mut sink = WriteSink::new(write, lost);
         let request = AcceptedRequest {
             connected,
-            authority: &head.target,
+            authority: &target,
             peer,
             client: Some(socket),
             unread: None,

@@ -81,8 +81,8 @@ pub(crate) async fn serve<R, W>(
         head = timeout(HEAD_TIMEOUT, connect::read_request(&mut read, &mut buffer, MAX_HEAD_BYTES)) => head,
         () = frontend.shutdown.cancelled() => return,
     };
-    let head = match head {
-        Ok(Ok(head)) => head,
+    let address = match head {
+        Ok(Ok(target)) => target,
         // The client left before any request: a port check.
         Ok(Err(RequestError::Io(_))) if buffer.is_empty() => return,
         Ok(Err(RequestError::Io(error))) => {
@@ -104,7 +104,7 @@ pub(crate) async fn serve<R, W>(
     };
     let dial = Dial {
         protocol: "tcp".into(),
-        address: head.target,
+        address,
     };
     let outcome = tokio::select! {
         outcome = frontend.router.dial(&dial) => outcome,

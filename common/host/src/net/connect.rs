@@ -1,8 +1,8 @@
 //! The head of an HTTP/1 CONNECT request, and the responses.
 //!
-//! [`read_request`] reads a request from a connection. A caller that collects the received bytes itself finds
-//! the end of the head with a [`HeadReader`]. The responses are the bytes that Go's `net/http` server and the upstream proxy send, without a
-//! `Date` header: kube-apiserver shows these texts in its errors, and people search for them.
+//! [`read_request`] reads a request from a connection. The responses are the bytes that Go's `net/http` server
+//! and the upstream proxy send, without a `Date` header: kube-apiserver shows these texts in its errors, and
+//! people search for them.
 //!
 //! The target is the authority in the request line. The Host header is optional and ignored: kube-apiserver
 //! sends `CONNECT host:port` together with `Host: 127.0.0.1`.
@@ -13,7 +13,7 @@ mod tests;
 use std::io;
 
 use bytes::BytesMut;
-use culvert_stream::head::{HeadEnd, HeadError, read_head_ahead};
+use culvert_stream::head::{HeadError, read_head_ahead};
 use httparse::{EMPTY_HEADER, Error as Syntax, Request, Status};
 use tokio::io::AsyncRead;
 
@@ -27,16 +27,6 @@ pub const MAX_HEAD_BYTES: usize = 1 << 20;
 /// Maximum number of header fields. Go has no such limit; clients send fewer than ten.
 pub const MAX_HEADERS: usize = 256;
 
-/// A complete CONNECT request.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ConnectHead {
-    /// Authority of the request line, verbatim: normally `host:port`, with an IPv6 address in brackets. The
-    /// authority is not empty, has only visible ASCII characters, and may lack a port.
-    pub target: String,
-    /// Length of the head in bytes. Bytes after the head are early tunnel data.
-    pub head_len: usize,
-}
-
 /// Reason for sending [`response`](Self::response) instead of opening a tunnel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum ConnectError {
@@ -46,7 +36,7 @@ pub enum ConnectError {
     /// Not an HTTP request, or a target that is not an authority.
     #[error("malformed request")]
     Malformed,
-    /// More than [`MAX_HEAD_BYTES`] bytes or [`MAX_HEADERS`] fields.
+    /// More bytes than the caller's limit, or more than [`MAX_HEADERS`] fields.
     #[error("request head too large")]
     TooLarge,
     /// An HTTP version other than 1.0 and 1.1.
@@ -100,11 +90,17 @@ impl ConnectError {
 /// Reads a request whose head has at most `limit` bytes and begins with the bytes in `buffer`. Early tunnel
 /// data that was read along with the head is left in `buffer`. If the client sent nothing, `buffer` is empty
 /// after the error.
+///
+/// Returns the authority of the request line, verbatim: normally `host:port`, with an IPv6 address in
+/// brackets. The authority is not empty, has only visible ASCII characters, and may lack a port.
+///
+/// # Errors
+/// See [`RequestError`].
 pub async fn read_request<R: AsyncRead + Unpin>(
     reader: &mut R,
     buffer: &mut BytesMut,
     limit: usize,
-) -> Result<ConnectHead, RequestError> {
+) -> Result<String, RequestError> {
     let head = match read_head_ahead(reader, buffer, limit).await {
         Ok(head) => head,
         Err(HeadError::Io(error)) => return Err(RequestError::Io(error)),
@@ -113,35 +109,8 @@ pub async fn read_request<R: AsyncRead + Unpin>(
     parse_head(&head).map_err(RequestError::Bad)
 }
 
-/// Incremental search for the end of a request head.
-///
-/// The reader remembers its position, so that it scans every byte only once, for any number of pieces. Each
-/// request needs its own reader.
-#[derive(Debug, Default)]
-pub struct HeadReader(HeadEnd);
-
-impl HeadReader {
-    /// Scans all bytes received so far. Returns `None` while the head is incomplete. Between calls,
-    /// `received` may only grow at its end.
-    ///
-    /// # Errors
-    /// Returns a [`ConnectError`]. The caller sends its response and closes the connection.
-    pub fn read(&mut self, received: &[u8]) -> Result<Option<ConnectHead>, ConnectError> {
-        let within_limit = received.get(..MAX_HEAD_BYTES).unwrap_or(received);
-        let head = self
-            .0
-            .find(within_limit)
-            .and_then(|len| received.get(..len));
-        match head {
-            Some(head) => parse_head(head).map(Some),
-            None if within_limit.len() == MAX_HEAD_BYTES => Err(ConnectError::TooLarge),
-            None => Ok(None),
-        }
-    }
-}
-
-/// Parses a complete head.
-fn parse_head(head: &[u8]) -> Result<ConnectHead, ConnectError> {
+/// Returns the target of a complete head.
+fn parse_head(head: &[u8]) -> Result<String, ConnectError> {
     let mut headers = [EMPTY_HEADER; MAX_HEADERS];
     let mut request = Request::new(&mut headers);
     match request.parse(head) {
@@ -152,10 +121,7 @@ fn parse_head(head: &[u8]) -> Result<ConnectHead, ConnectError> {
         Ok(_) | Err(_) => return Err(ConnectError::Malformed),
     }
     match (request.method, request.path) {
-        (Some("CONNECT"), Some(target)) if is_authority(target) => Ok(ConnectHead {
-            target: target.to_owned(),
-            head_len: head.len(),
-        }),
+        (Some("CONNECT"), Some(target)) if is_authority(target) => Ok(target.to_owned()),
         (Some("CONNECT"), _) => Err(ConnectError::Malformed),
         _ => Err(ConnectError::Method),
     }
