@@ -96,17 +96,17 @@ pub struct Tunneling {
     pub allowed: AllowedNetworks,
 }
 
-/// Idle limits and keepalive. An idle limit of `None` never ends a connection.
+/// Idle limits and keepalive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
     /// Limit for a TLS connection without any data. Envoy's default is 1 h.
-    pub sni_idle: Option<Duration>,
+    pub sni_idle: Duration,
     /// Limit for a node port connection without any data; KKP has no flag for it. Envoy's default is 1 h.
-    pub node_port_idle: Option<Duration>,
+    pub node_port_idle: Duration,
     /// Limit for an HTTP/2 connection without CONNECT streams. Envoy's default is 1 h.
-    pub connection_idle: Option<Duration>,
+    pub connection_idle: Duration,
     /// Limit for a CONNECT tunnel without any data. Envoy's default is 5 min.
-    pub stream_idle: Option<Duration>,
+    pub stream_idle: Duration,
     /// Keepalive toward clients.
     pub downstream_keepalive: Keepalive,
     /// Keepalive toward endpoints.
@@ -131,10 +131,10 @@ pub(super) const KEEPALIVE: Keepalive = Keepalive {
 impl Default for Limits {
     fn default() -> Self {
         Self {
-            sni_idle: Some(IDLE),
-            node_port_idle: Some(IDLE),
-            connection_idle: Some(IDLE),
-            stream_idle: Some(STREAM_IDLE),
+            sni_idle: IDLE,
+            node_port_idle: IDLE,
+            connection_idle: IDLE,
+            stream_idle: STREAM_IDLE,
             downstream_keepalive: KEEPALIVE,
             upstream_keepalive: KEEPALIVE,
         }
@@ -244,17 +244,19 @@ impl Limits {
             downstream_keepalive,
             upstream_keepalive,
         } = self;
-        let shown = |bound: &Option<Duration>| GoDuration::from(bound.unwrap_or_default());
         let probing = |keepalive: &Keepalive| {
             let (idle, interval) = (keepalive.idle, keepalive.interval);
             let probes = keepalive.probes;
             format!("{}s+{probes}x{}s", idle.as_secs(), interval.as_secs())
         };
         vec![
-            format!("sni-idle={}", shown(sni_idle)),
-            format!("node-port-idle={}", shown(node_port_idle)),
-            format!("tunneling-connection-idle={}", shown(connection_idle)),
-            format!("tunneling-stream-idle={}", shown(stream_idle)),
+            format!("sni-idle={}", GoDuration::from(*sni_idle)),
+            format!("node-port-idle={}", GoDuration::from(*node_port_idle)),
+            format!(
+                "tunneling-connection-idle={}",
+                GoDuration::from(*connection_idle)
+            ),
+            format!("tunneling-stream-idle={}", GoDuration::from(*stream_idle)),
             format!("downstream-keepalive={}", probing(downstream_keepalive)),
             format!("upstream-keepalive={}", probing(upstream_keepalive)),
         ]

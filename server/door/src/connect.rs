@@ -16,7 +16,6 @@ use std::net::SocketAddr;
 use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
-use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
 use culvert_host::net::connect::{self, ConnectError, RequestError};
@@ -41,7 +40,7 @@ use super::front::{FIRST_BYTES_TIMEOUT, Front, refusal_of};
 use super::metrics::{Entrance, Refusal, Tally};
 use super::socket::Socket;
 use super::upstream::Connected;
-use super::watch::{Side, watch};
+use super::watch::watch;
 
 /// Largest head of an HTTP/1.1 request, in bytes; Envoy's limit is 60 KiB.
 const MAX_HEAD_BYTES: usize = 64 * 1024;
@@ -276,21 +275,13 @@ impl ConnectListener {
         let limits = &self.front.limits;
         // Half-closed connections have the same idle limit as open connections, enforced by `watch` below.
         // This limit must not be shorter.
-        let half_open = limits.stream_idle;
-        let half_open = half_open.map_or(Duration::MAX, |idle| idle.max(HALF_OPEN_IDLE));
+        let half_open = limits.stream_idle.max(HALF_OPEN_IDLE);
         let client = (&mut asked, client.1);
-        let endpoint_side = Side {
-            socket: &stream,
-            keepalive: &limits.upstream_keepalive,
-            lost,
-        };
         // HTTP/2 connections have no client socket here: HTTP/2 checks the client with PINGs.
-        let client_side = socket.map(|socket| Side {
-            socket,
-            keepalive: &limits.downstream_keepalive,
-            lost: CloseReason::ClientLost,
-        });
-        let sides = [Some(endpoint_side), client_side];
+        let sides = [
+            Some(limits.endpoint(&stream)),
+            socket.map(|socket| limits.client(socket)),
+        ];
         let cut = pin!(watch([&moved], limits.stream_idle, sides));
         let ended = run_connection(client, endpoint, [up, down], half_open, cut).await;
         if let (Some(asked), Some(answered)) = (asked.at, answered.at)

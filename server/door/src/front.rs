@@ -215,19 +215,16 @@ impl Front {
         stats: &'a Stats,
         stops_at_bulk: bool,
     ) -> Relay<'a> {
+        let limits = &self.limits;
         Relay {
-            client,
-            endpoint,
+            client: limits.client(client),
+            endpoint: limits.endpoint(endpoint),
             is_tls: matches!(entrance, Entrance::Sni),
             stops_at_bulk,
             idle: match entrance {
-                Entrance::Sni => self.limits.sni_idle,
-                _ => self.limits.node_port_idle,
+                Entrance::Sni => limits.sni_idle,
+                _ => limits.node_port_idle,
             },
-            keepalive: [
-                &self.limits.downstream_keepalive,
-                &self.limits.upstream_keepalive,
-            ],
             sent: &stats.sent,
             received: &stats.received,
         }

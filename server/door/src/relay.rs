@@ -12,7 +12,6 @@ use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
-use culvert_host::net::listen::Keepalive;
 use culvert_host::net::pacing::disable_bbr_on_loopback;
 use culvert_host::net::silence::is_over;
 use culvert_stream::{CLOSE_STALL, CloseReason, HALF_OPEN_IDLE};
@@ -61,18 +60,14 @@ thread_local! {
 
 /// The two sockets of one connection.
 pub(crate) struct Relay<'a> {
-    /// Socket toward the client.
-    pub client: &'a TcpStream,
-    /// Socket toward the endpoint.
-    pub endpoint: &'a TcpStream,
+    pub client: Side<'a>,
+    pub endpoint: Side<'a>,
     /// Set if the connection carries only TLS, which has no urgent data.
     pub is_tls: bool,
     /// Stops the relay after many bytes, for a hand-over to another thread.
     pub stops_at_bulk: bool,
-    /// Time without any bytes after which the connection ends; `None` means no limit.
-    pub idle: Option<Duration>,
-    /// Keepalive for the client and for the endpoint.
-    pub keepalive: [&'a Keepalive; 2],
+    /// Time without any bytes after which the connection ends.
+    pub idle: Duration,
     /// Counter of bytes from client to endpoint, shared with other connections.
     pub sent: &'a AtomicU64,
     /// Counter of bytes from endpoint to client, shared with other connections.
@@ -136,34 +131,24 @@ pub(crate) struct Ended {
 
 // === impl Relay ===
 
-impl Relay<'_> {
+impl<'a> Relay<'a> {
     /// Moves bytes until both directions have ended, one direction has failed, or the connection was idle for
     /// too long. The caller then closes both sockets, which passes on the last end of stream.
     pub(crate) async fn run(&self) -> Ended {
-        let up = Direction {
-            from: self.client,
-            to: self.endpoint,
+        let direction = |from: &Side<'a>, to: &Side<'a>, total: &'a AtomicU64| Direction {
+            from: from.socket,
+            to: to.socket,
             is_tls: self.is_tls,
             stops_at_bulk: self.stops_at_bulk,
             rests: AtomicBool::new(false),
-            total: self.sent,
+            total,
             moved: AtomicU64::new(0),
             done: Notify::new(),
             reset: AtomicBool::new(false),
-            lost: [CloseReason::ClientLost, CloseReason::EndpointLost],
+            lost: [from.lost, to.lost],
         };
-        let down = Direction {
-            from: self.endpoint,
-            to: self.client,
-            is_tls: self.is_tls,
-            stops_at_bulk: self.stops_at_bulk,
-            rests: AtomicBool::new(false),
-            total: self.received,
-            moved: AtomicU64::new(0),
-            done: Notify::new(),
-            reset: AtomicBool::new(false),
-            lost: [CloseReason::EndpointLost, CloseReason::ClientLost],
-        };
+        let up = direction(&self.client, &self.endpoint, self.sent);
+        let down = direction(&self.endpoint, &self.client, self.received);
         let both = async {
             match tokio::try_join!(up.run(&down), down.run(&up)) {
                 Ok(_) => Some(CloseReason::Finished),
@@ -171,19 +156,7 @@ impl Relay<'_> {
                 Err(Stop::Much) => None,
             }
         };
-        let [client, endpoint] = self.keepalive;
-        let sides = [
-            Some(Side {
-                socket: self.client,
-                keepalive: client,
-                lost: CloseReason::ClientLost,
-            }),
-            Some(Side {
-                socket: self.endpoint,
-                keepalive: endpoint,
-                lost: CloseReason::EndpointLost,
-            }),
-        ];
+        let sides = [Some(self.client), Some(self.endpoint)];
         let reason = tokio::select! {
             reason = both => reason,
             reason = watch([&up.moved, &down.moved], self.idle, sides) => Some(reason),
@@ -192,7 +165,7 @@ impl Relay<'_> {
             Some(CloseReason::EndpointLost) => self.settle().await,
             // A reset prevents the endpoint from mistaking the bytes so far for the complete stream.
             Some(CloseReason::ClientLost) => {
-                let _ = SockRef::from(self.endpoint).set_linger(Some(Duration::ZERO));
+                let _ = SockRef::from(self.endpoint.socket).set_linger(Some(Duration::ZERO));
             }
             _ => {}
         }
@@ -207,16 +180,17 @@ impl Relay<'_> {
     /// its input. If the proxy closed the client's socket with unread input, TCP would send a reset, which
     /// discards the bytes still unread by the client.
     async fn settle(&self) {
+        let client = self.client.socket;
         // Fails if the client is already gone.
-        let _ = SockRef::from(self.client).shutdown(Shutdown::Write);
+        let _ = SockRef::from(client).shutdown(Shutdown::Write);
         let deadline = Instant::now() + SETTLE;
         loop {
             tokio::select! {
-                ready = self.client.readable() => if ready.is_err() { return },
+                ready = client.readable() => if ready.is_err() { return },
                 () = sleep_until(deadline) => return,
             }
             consume_budget().await;
-            match BUFFER.with_borrow_mut(|buffer| self.client.try_read(buffer)) {
+            match BUFFER.with_borrow_mut(|buffer| client.try_read(buffer)) {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                 Ok(read) if read > 0 => {}
                 _ => return,

@@ -10,6 +10,8 @@ use socket2::SockRef;
 use tokio::net::TcpStream;
 use tokio::time::{Instant, sleep};
 
+use super::config::Limits;
+
 /// Number of checks within the longest silence permitted to a peer.
 const LOOKS: u32 = 3;
 
@@ -25,12 +27,32 @@ pub(crate) struct Side<'a> {
     pub lost: CloseReason,
 }
 
+impl Limits {
+    /// Returns the client's side of a connection.
+    pub(crate) fn client<'a>(&'a self, socket: &'a TcpStream) -> Side<'a> {
+        Side {
+            socket,
+            keepalive: &self.downstream_keepalive,
+            lost: CloseReason::ClientLost,
+        }
+    }
+
+    /// Returns the endpoint's side of a connection.
+    pub(crate) fn endpoint<'a>(&'a self, socket: &'a TcpStream) -> Side<'a> {
+        Side {
+            socket,
+            keepalive: &self.upstream_keepalive,
+            lost: CloseReason::EndpointLost,
+        }
+    }
+}
+
 /// Returns once none of the `counters` has changed for at least `idle`, or once the peer on either of the
-/// `sides` is gone. An idle connection is detected at most twice `idle` after its last byte. `idle: None` allows
-/// a connection to idle forever. A single timer serves all checks, because most connections are idle.
+/// `sides` is gone. An idle connection is detected at most twice `idle` after its last byte. A single timer serves
+/// all checks, because most connections are idle.
 pub(crate) async fn watch<const N: usize>(
     counters: [&AtomicU64; N],
-    idle: Option<Duration>,
+    idle: Duration,
     sides: [Option<Side<'_>>; 2],
 ) -> CloseReason {
     let moved = || -> u64 {
@@ -43,15 +65,12 @@ pub(crate) async fn watch<const N: usize>(
     let mut first = first.min(look);
     let (mut before, mut since) = (moved(), Instant::now());
     loop {
-        let left = idle.map(|idle| idle.saturating_sub(since.elapsed()));
-        match [left, first.or(look)].into_iter().flatten().min() {
-            Some(pause) => sleep(pause).await,
-            None => std::future::pending().await,
-        }
+        let left = idle.saturating_sub(since.elapsed());
+        sleep(first.or(look).map_or(left, |look| look.min(left))).await;
         let now = moved();
         if now != before {
             (before, since) = (now, Instant::now());
-        } else if idle.is_some_and(|idle| since.elapsed() >= idle) {
+        } else if since.elapsed() >= idle {
             return CloseReason::IdleTimeout;
         }
         if first.take().is_some() {
@@ -97,7 +116,7 @@ mod tests {
             lost: CloseReason::EndpointLost,
         };
         let none = AtomicU64::new(0);
-        let mut watched = std::pin::pin!(watch([&none], None, [Some(side), None]));
+        let mut watched = std::pin::pin!(watch([&none], Duration::MAX, [Some(side), None]));
         let options = SockRef::from(&socket);
         // The first probe is due after 6 s; half of 6 s is early enough.
         let early = timeout(Duration::from_secs(2), &mut watched).await;

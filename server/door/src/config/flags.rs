@@ -318,10 +318,10 @@ impl TimeFlags {
             ..KEEPALIVE
         };
         Limits {
-            sni_idle: Some(sni_idle),
-            node_port_idle: Some(IDLE),
-            connection_idle: Some(connection_idle),
-            stream_idle: Some(stream_idle),
+            sni_idle,
+            node_port_idle: IDLE,
+            connection_idle,
+            stream_idle,
             downstream_keepalive: keepalive(
                 "downstream",
                 self.downstream_tcp_keepalive_time,

@@ -45,8 +45,8 @@ fn arguments_from_kkp_are_accepted() {
     assert_eq!(config.sni, Some(HostPort::new("0.0.0.0", 6443)));
     assert_eq!(config.tunneling.as_ref().unwrap().bind.port, 8088);
     assert_eq!(config.stats.port, 8002);
-    assert_eq!(config.limits.sni_idle, Some(IDLE));
-    assert_eq!(config.limits.stream_idle, Some(Duration::from_secs(600)));
+    assert_eq!(config.limits.sni_idle, IDLE);
+    assert_eq!(config.limits.stream_idle, Duration::from_secs(600));
     let down = config.limits.downstream_keepalive;
     assert_eq!(
         (down.idle.as_secs(), down.interval, down.probes),

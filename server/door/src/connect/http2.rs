@@ -100,7 +100,7 @@ impl ConnectListener {
                     taker.drain();
                     continue;
                 }
-                () = unused(self.front.limits.connection_idle), if !is_draining => {
+                () = sleep(self.front.limits.connection_idle), if !is_draining => {
                     let is_alone = Arc::strong_count(&shared) == 1;
                     is_draining = was_alone && is_alone;
                     was_alone = is_alone;
@@ -204,13 +204,6 @@ async fn end<S: AsyncRead + AsyncWrite + Unpin>(mut taker: Taker<S>) {
     let ended = async { while matches!(taker.next().await, Ok(Some(_))) {} };
     // A client that does not read never receives the refusal.
     let _ = timeout(LINGER, ended).await;
-}
-
-async fn unused(bound: Option<Duration>) {
-    match bound {
-        Some(bound) => sleep(bound).await,
-        None => std::future::pending().await,
-    }
 }
 
 fn answer(status: StatusCode) -> Response<()> {

@@ -6,27 +6,27 @@ use tokio::task::JoinHandle;
 use tokio::time::timeout;
 
 use super::*;
+use crate::config::Limits;
 
 type Relayed = JoinHandle<(Ended, [u64; 2])>;
 
 /// Connects a client and an endpoint through a relay.
-async fn relayed(idle: Option<Duration>) -> (TcpStream, TcpStream, Relayed) {
+async fn relayed(idle: Duration) -> (TcpStream, TcpStream, Relayed) {
     let (client, near) = pair().await;
     let (far, endpoint) = pair().await;
     (client, endpoint, relay(near, far, idle, true))
 }
 
-fn relay(near: TcpStream, far: TcpStream, idle: Option<Duration>, is_tls: bool) -> Relayed {
+fn relay(near: TcpStream, far: TcpStream, idle: Duration, is_tls: bool) -> Relayed {
     tokio::spawn(async move {
         let (sent, received) = (AtomicU64::new(0), AtomicU64::new(0));
-        let keepalive = Keepalive::default();
+        let limits = Limits::default();
         let relay = Relay {
-            client: &near,
-            endpoint: &far,
+            client: limits.client(&near),
+            endpoint: limits.endpoint(&far),
             is_tls,
             stops_at_bulk: false,
             idle,
-            keepalive: [&keepalive; 2],
             sent: &sent,
             received: &received,
         };
@@ -48,7 +48,7 @@ fn pattern(count: usize) -> Vec<u8> {
 
 #[tokio::test]
 async fn bytes_of_all_sizes_pass_both_ways_and_directions_end_independently() {
-    let (mut client, mut endpoint, relay) = relayed(None).await;
+    let (mut client, mut endpoint, relay) = relayed(Duration::MAX).await;
     let up = pattern(5_000_001);
     let mut read = vec![0; 3];
     client.write_all(b"one").await.unwrap();
@@ -83,7 +83,7 @@ async fn bytes_of_all_sizes_pass_both_ways_and_directions_end_independently() {
 
 #[tokio::test]
 async fn stalled_receiver_stops_the_sender_until_it_reads_again() {
-    let (mut client, mut endpoint, relay) = relayed(None).await;
+    let (mut client, mut endpoint, relay) = relayed(Duration::MAX).await;
     let sent = pattern(64 << 20);
     let whole = sent.clone();
     let sender = tokio::spawn(async move {
@@ -102,7 +102,7 @@ async fn stalled_receiver_stops_the_sender_until_it_reads_again() {
 
 #[tokio::test]
 async fn answer_arrives_although_the_endpoint_did_not_read_the_request() {
-    let (mut client, mut endpoint, relay) = relayed(None).await;
+    let (mut client, mut endpoint, relay) = relayed(Duration::MAX).await;
     client.write_all(&[7; 100_000]).await.unwrap();
     endpoint.write_all(b"413 too large").await.unwrap();
     // The endpoint has unread input, so the system resets the connection.
@@ -121,7 +121,7 @@ async fn answer_arrives_although_the_endpoint_did_not_read_the_request() {
 #[tokio::test]
 async fn idle_connection_ends_and_active_connection_stays() {
     let idle = Duration::from_millis(200);
-    let (mut client, mut endpoint, relay) = relayed(Some(idle)).await;
+    let (mut client, mut endpoint, relay) = relayed(idle).await;
     for _ in 0..8 {
         tokio::time::sleep(idle / 4).await;
         client.write_all(b"x").await.unwrap();
@@ -135,7 +135,7 @@ async fn idle_connection_ends_and_active_connection_stays() {
 
 #[tokio::test]
 async fn a_reset_ends_both_directions() {
-    let (client, mut endpoint, relay) = relayed(None).await;
+    let (client, mut endpoint, relay) = relayed(Duration::MAX).await;
     SockRef::from(&client)
         .set_linger(Some(Duration::ZERO))
         .unwrap();
@@ -148,7 +148,7 @@ async fn a_reset_ends_both_directions() {
 #[tokio::test]
 async fn reset_is_passed_on_while_bytes_move_in_both_directions() {
     for round in 0..20 {
-        let (mut client, endpoint, relay) = relayed(None).await;
+        let (mut client, endpoint, relay) = relayed(Duration::MAX).await;
         let (mut read, mut write) = endpoint.into_split();
         // The endpoint's sender may meet the reset first. The error is reported only once, to the sender or
         // to the receiver.
@@ -187,7 +187,7 @@ async fn reset_is_passed_on_while_bytes_move_in_both_directions() {
 #[tokio::test(start_paused = true)]
 async fn half_closed_connection_has_the_same_idle_limit() {
     let hour = Duration::from_secs(3600);
-    let (mut client, mut endpoint, relay) = relayed(Some(hour * 2)).await;
+    let (mut client, mut endpoint, relay) = relayed(hour * 2).await;
     client.write_all(b"question").await.unwrap();
     client.shutdown().await.unwrap();
     let mut asked = String::new();
@@ -205,7 +205,7 @@ async fn half_closed_connection_has_the_same_idle_limit() {
 
 #[tokio::test(start_paused = true)]
 async fn half_closed_connection_ends_if_the_client_resets_it() {
-    let (mut client, mut endpoint, relay) = relayed(None).await;
+    let (mut client, mut endpoint, relay) = relayed(Duration::MAX).await;
     client.shutdown().await.unwrap();
     assert_eq!(
         endpoint.read_u8().await.unwrap_err().kind(),
@@ -222,7 +222,7 @@ async fn half_closed_connection_ends_if_the_client_resets_it() {
 async fn bytes_after_urgent_data_arrive_without_delay() {
     let (mut client, near) = pair().await;
     let (far, mut endpoint) = pair().await;
-    let _relay = relay(near, far, None, false);
+    let _relay = relay(near, far, Duration::MAX, false);
     let mut bytes_read = [0; 6];
     client.write_all(b"before").await.unwrap();
     endpoint.read_exact(&mut bytes_read).await.unwrap();
@@ -243,14 +243,13 @@ async fn relay_stops_after_many_bytes_and_another_relay_continues() {
     let (mut client, near) = pair().await;
     let (far, mut endpoint) = pair().await;
     let (sent, received) = (AtomicU64::new(0), AtomicU64::new(0));
-    let keepalive = Keepalive::default();
+    let limits = Limits::default();
     let relay = |stops_at_bulk| Relay {
-        client: &near,
-        endpoint: &far,
+        client: limits.client(&near),
+        endpoint: limits.endpoint(&far),
         is_tls: true,
         stops_at_bulk,
-        idle: None,
-        keepalive: [&keepalive; 2],
+        idle: Duration::MAX,
         sent: &sent,
         received: &received,
     };
@@ -311,14 +310,13 @@ async fn relay_with_unsent_bytes_does_not_stop() {
         .set_recv_buffer_size(32 * 1024)
         .unwrap();
     let (sent, received) = (AtomicU64::new(0), AtomicU64::new(0));
-    let keepalive = Keepalive::default();
+    let limits = Limits::default();
     let relay = Relay {
-        client: &near,
-        endpoint: &far,
+        client: limits.client(&near),
+        endpoint: limits.endpoint(&far),
         is_tls: true,
         stops_at_bulk: true,
-        idle: None,
-        keepalive: [&keepalive; 2],
+        idle: Duration::MAX,
         sent: &sent,
         received: &received,
     };
