@@ -22,6 +22,9 @@ pub struct Ended {
     pub from_endpoint: u64,
     /// Time from the opening of the connection to its end.
     pub duration: Duration,
+    /// Time from the end of the client's bytes to the end of the endpoint's bytes; `None` unless the client's
+    /// bytes ended first.
+    pub answer_time: Option<Duration>,
 }
 
 /// Carries a connection until both directions have ended, a side has failed, or `cut` resolves.
@@ -55,6 +58,11 @@ where
         to_endpoint: up.bytes,
         from_endpoint: down.bytes,
         duration: started.elapsed(),
+        answer_time: up.ended.zip(down.ended).and_then(|(asked, answered)| {
+            answered
+                .checked_duration_since(asked)
+                .filter(|time| !time.is_zero())
+        }),
     }
 }
 

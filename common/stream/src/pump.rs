@@ -7,7 +7,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use metrics::Counter;
 use tokio::sync::Notify;
-use tokio::time::{sleep, timeout};
+use tokio::time::{Instant, sleep, timeout};
 
 use super::{CLOSE_STALL, CloseReason, Sink, Source};
 
@@ -18,12 +18,18 @@ pub struct Meter {
     pub total: Counter,
     /// Bytes of this connection.
     pub bytes: u64,
+    /// Time of the normal end of the source; `None` before the end.
+    pub ended: Option<Instant>,
 }
 
 impl Meter {
     /// Creates a counter at zero for one connection.
     pub fn new(total: Counter) -> Self {
-        Self { total, bytes: 0 }
+        Self {
+            total,
+            bytes: 0,
+            ended: None,
+        }
     }
 }
 
@@ -102,6 +108,7 @@ async fn one_way(
         meter.total.increment(bytes);
         own.chunks.fetch_add(1, Ordering::Relaxed);
     }
+    meter.ended = Some(Instant::now());
     sink.finish().await?;
     own.done.notify_one();
     tokio::select! {

@@ -8,7 +8,6 @@
 //! except CONNECT, 503 if no endpoint accepts the connection, 200 once an endpoint has accepted. Bytes
 //! received before the response are kept.
 
-mod ending;
 mod http2;
 
 use std::io;
@@ -34,7 +33,6 @@ use tokio::time::timeout;
 use tokio_rustls::TlsAcceptor;
 use tracing::debug;
 
-use self::ending::Ending;
 use super::allowed::AllowedNetworks;
 use super::front::{FIRST_BYTES_TIMEOUT, Front, refusal_of};
 use super::metrics::{Entrance, Refusal, Tally};
@@ -270,13 +268,11 @@ impl ConnectListener {
         let lost = CloseReason::EndpointLost;
         let mut source = ReadSource::new(Socket::new(&stream), Bytes::new(), lost).within(unread);
         let mut sink = WriteSink::new(Socket::new(&stream), lost);
-        let (mut asked, mut answered) = (Ending::new(client.0), Ending::new(&mut source));
-        let endpoint = (&mut answered, &mut sink);
+        let endpoint = (&mut source, &mut sink);
         let limits = &self.front.limits;
         // Half-closed connections have the same idle limit as open connections, enforced by `watch` below.
         // This limit must not be shorter.
         let half_open = limits.stream_idle.max(HALF_OPEN_IDLE);
-        let client = (&mut asked, client.1);
         // HTTP/2 connections have no client socket here: HTTP/2 checks the client with PINGs.
         let sides = [
             Some(limits.endpoint(&stream)),
@@ -284,10 +280,8 @@ impl ConnectListener {
         ];
         let cut = pin!(watch([&moved], limits.stream_idle, sides));
         let ended = run_connection(client, endpoint, [up, down], half_open, cut).await;
-        if let (Some(asked), Some(answered)) = (asked.at, answered.at)
-            && asked < answered
-        {
-            upstream.stats.times.record(answered - asked);
+        if let Some(time) = ended.answer_time {
+            upstream.stats.times.record(time);
         }
         log_closed!(ended, %peer, authority, upstream = %upstream.key);
         ended.reason
