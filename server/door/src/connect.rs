@@ -66,18 +66,6 @@ pub(crate) struct ConnectListener {
     pub allowed: AllowedNetworks,
 }
 
-/// An accepted CONNECT request, with its connection to an endpoint.
-struct AcceptedRequest<'a> {
-    connected: Connected,
-    authority: &'a str,
-    peer: SocketAddr,
-    /// Client socket to check for a dead peer; `None` for HTTP/2, which has PINGs.
-    client: Option<&'a TcpStream>,
-    /// Budget for bytes on their way to the client, shared by all CONNECT streams of an HTTP/2 connection;
-    /// `None` for HTTP/1.1.
-    unread: Option<Arc<Allowance>>,
-}
-
 impl ConnectListener {
     /// Serves one connection to its end.
     pub(crate) async fn serve(self: Arc<Self>, stream: TcpStream, peer: SocketAddr) {
@@ -210,14 +198,10 @@ impl ConnectListener {
         let lost = CloseReason::ClientLost;
         let mut source = ReadSource::new(read, received.freeze(), lost);
         let mut sink = WriteSink::new(write, lost);
-        let request = AcceptedRequest {
-            connected,
-            authority: &target,
-            peer,
-            client: Some(socket),
-            unread: None,
-        };
-        let reason = self.run_connection((&mut source, &mut sink), request).await;
+        let client = (&mut source, &mut sink);
+        let reason = self
+            .run_connection(client, connected, &target, peer, Some(socket), None)
+            .await;
         counted.end(reason);
         if reason == CloseReason::EndpointLost {
             linger_close(source.into_inner(), sink.into_inner()).await;
@@ -243,22 +227,22 @@ impl ConnectListener {
         })
     }
 
+    /// Carries an accepted request. `socket` is the client socket to check for a dead peer; `None` for HTTP/2,
+    /// which has PINGs. `unread` is the budget for bytes on their way to the client, shared by all CONNECT
+    /// streams of an HTTP/2 connection; `None` for HTTP/1.1.
     async fn run_connection<C, K>(
         &self,
         client: (&mut C, &mut K),
-        request: AcceptedRequest<'_>,
+        connected: Connected,
+        authority: &str,
+        peer: SocketAddr,
+        socket: Option<&TcpStream>,
+        unread: Option<Arc<Allowance>>,
     ) -> CloseReason
     where
         C: Source,
         K: Sink,
     {
-        let AcceptedRequest {
-            connected,
-            authority,
-            peer,
-            client: socket,
-            unread,
-        } = request;
         let Connected {
             stream, upstream, ..
         } = connected;
@@ -273,7 +257,6 @@ impl ConnectListener {
         // Half-closed connections have the same idle limit as open connections, enforced by `watch` below.
         // This limit must not be shorter.
         let half_open = limits.stream_idle.max(HALF_OPEN_IDLE);
-        // HTTP/2 connections have no client socket here: HTTP/2 checks the client with PINGs.
         let sides = [
             Some(limits.endpoint(&stream)),
             socket.map(|socket| limits.client(socket)),

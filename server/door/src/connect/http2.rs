@@ -18,7 +18,7 @@ use tokio::task::coop::consume_budget;
 use tokio::time::{Instant, sleep, timeout};
 use tracing::debug;
 
-use super::{AcceptedRequest, ConnectListener};
+use super::ConnectListener;
 use crate::front::FIRST_BYTES_TIMEOUT;
 use crate::metrics::Refusal;
 
@@ -185,14 +185,11 @@ impl ConnectListener {
         let inbound = shared.inbound.clone();
         let (mut source, sink) = halves(send, body, inbound, CloseReason::ClientLost);
         let mut sink = sink.toward_any_peer().within(shared.unread.clone());
-        let request = AcceptedRequest {
-            connected,
-            authority: &authority.unwrap_or_default(),
-            peer,
-            client: None,
-            unread: Some(shared.unread.clone()),
-        };
-        let reason = self.run_connection((&mut source, &mut sink), request).await;
+        let authority = authority.unwrap_or_default();
+        let (client, unread) = ((&mut source, &mut sink), Some(shared.unread.clone()));
+        let reason = self
+            .run_connection(client, connected, &authority, peer, None, unread)
+            .await;
         counted.end(reason);
         sink.end(reason, &self.front.tasks);
     }
