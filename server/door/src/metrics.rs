@@ -66,28 +66,6 @@ label_values! {
     }
 }
 
-/// Listener and reason of a refusal.
-#[derive(Clone, Copy)]
-struct Refused(Entrance, Refusal);
-
-impl LabelSet for Refused {
-    fn all() -> Vec<Self> {
-        let reasons = |entrance: Entrance| {
-            let all = Refusal::ALL.iter();
-            all.map(move |reason| Self(entrance, *reason))
-        };
-        Entrance::ALL.iter().copied().flat_map(reasons).collect()
-    }
-
-    fn index(self) -> usize {
-        self.0.index() * Refusal::ALL.len() + self.1.index()
-    }
-
-    fn labels(self) -> Vec<(&'static str, &'static str)> {
-        [self.0.labels(), self.1.labels()].concat()
-    }
-}
-
 /// All metrics of one proxy.
 pub struct ProxyMetrics {
     registry: Arc<Registry>,
@@ -96,7 +74,7 @@ pub struct ProxyMetrics {
     live: Gauge,
     uptime: Gauge,
     memory: [Gauge; 2],
-    refused: Family<Refused, Counter>,
+    refused: Family<(Entrance, Refusal), Counter>,
     open: Family<Entrance, Gauge>,
     opened: Family<Entrance, Counter>,
     closed: Family<CloseReason, Counter>,
@@ -181,7 +159,7 @@ impl ProxyMetrics {
                 "culvert_nodeport_proxy_refused_total",
                 "Connections and CONNECT requests that got nowhere.",
             )
-            .at_zero(Refused::all()),
+            .at_zero(LabelSet::all()),
             open: Family::new(
                 &registry,
                 "culvert_nodeport_proxy_connections",
@@ -257,7 +235,7 @@ impl ProxyMetrics {
 
     /// Counts a refusal; the caller logs the cause.
     pub(crate) fn refused(&self, entrance: Entrance, reason: Refusal) {
-        self.refused.get(Refused(entrance, reason)).increment(1);
+        self.refused.get((entrance, reason)).increment(1);
     }
 
     /// Counts a failed request for the load balancer's Service; the caller logs the cause.
