@@ -273,7 +273,7 @@ fn pages(front: &Arc<Front>) -> admin::Routes {
                 // informs people.
                 false => Reply::text(
                     StatusCode::OK,
-                    match ready.metrics.source() {
+                    match *ready.metrics.source.lock() {
                         SourceState::Good => "ok",
                         SourceState::Unreadable => STALE,
                         SourceState::Rejected => REJECTED,

@@ -108,7 +108,7 @@ impl Balancer {
         let (namespace, name) = (config.namespace.as_str(), config.name.as_str());
         let lease = format!("{name}-updater");
         let times = config.times;
-        let failures = metrics.balancer_failures(Step::Lease).clone();
+        let failures = metrics.balancer_failures.get(Step::Lease).clone();
         let (candidate, leads) =
             Candidate::new(client.clone(), namespace, &lease, times, PROGRAM, failures);
         let (sender, services) = watch::channel(None);
@@ -195,9 +195,14 @@ impl Writer {
     }
 
     async fn update(&self, services: &[Service]) -> Result<(), RequestError> {
-        let read = self.read().await;
-        let mut object =
-            read.inspect_err(|_| self.metrics.balancer_failures(Step::Read).increment(1))?;
+        let count = |step| self.metrics.balancer_failures.get(step).increment(1);
+        let call = self.api.get_opt(&self.target.name);
+        let found = request("get", &self.target, REQUEST, call).await;
+        let missing = || RequestError::Missing {
+            what: self.target.to_string(),
+        };
+        let read = found.and_then(|found| found.ok_or_else(missing));
+        let mut object = read.inspect_err(|_| count(Step::Read))?;
         let spec = object.data.get_mut("spec").and_then(Value::as_object_mut);
         let ports = spec.map(|spec| spec.entry("ports").or_insert_with(|| json!([])));
         let Some(Value::Array(ports)) = ports else {
@@ -215,7 +220,7 @@ impl Writer {
         let writes = writes(PROGRAM);
         let call = self.api.replace(&self.target.name, &writes, &object);
         let written = request("update", &self.target, REQUEST, call).await;
-        written.inspect_err(|_| self.metrics.balancer_failures(Step::Write).increment(1))?;
+        written.inspect_err(|_| count(Step::Write))?;
         self.metrics.balancer_updates.increment(1);
         let [added, removed] = [(&wanted, &known), (&known, &wanted)].map(|(these, those)| {
             let only = these.iter().filter(|port| !those.contains(port));
@@ -225,14 +230,6 @@ impl Writer {
         info!(ports, new, gone, "updated {}", self.target);
         debug!(?added, ?removed, "updated {}", self.target);
         Ok(())
-    }
-
-    async fn read(&self) -> Result<DynamicObject, RequestError> {
-        let call = self.api.get_opt(&self.target.name);
-        let found = request("get", &self.target, REQUEST, call).await?;
-        found.ok_or_else(|| RequestError::Missing {
-            what: self.target.to_string(),
-        })
     }
 }
 

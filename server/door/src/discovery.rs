@@ -6,6 +6,7 @@
 
 use std::pin::pin;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use culvert_kube::client::client;
@@ -111,10 +112,10 @@ impl Discovery {
             };
             let synced = self.services.is_synced() && self.slices.is_synced();
             let up = synced && self.services.is_up() && self.slices.is_up();
-            self.metrics.set_source(match up {
+            *self.metrics.source.lock() = match up {
                 true => SourceState::Good,
                 false => SourceState::Unreadable,
-            });
+            };
             if changed && synced {
                 due.get_or_insert(Instant::now() + COLLECT);
             }
@@ -156,7 +157,7 @@ impl Discovery {
         if let Some(reporter) = &self.reporter {
             reporter.services(services.values());
         }
-        self.metrics.set_synced();
+        self.metrics.synced.store(true, Ordering::Relaxed);
         self.metrics.problems.set(problems.len() as f64);
         if change != Default::default() {
             self.metrics.applied.increment(1);

@@ -13,6 +13,7 @@ use std::collections::BTreeSet;
 use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use culvert_host::file_follower::{FileFollower, Limits, Outcome};
@@ -94,8 +95,8 @@ impl Follower {
     ) -> Result<Self, FileError> {
         let file = FileFollower::open(path, LIMITS).map_err(|error| FileError(vec![error]))?;
         table.apply(parse(file.text(), &path.display().to_string())?);
-        metrics.set_synced();
-        metrics.set_source(SourceState::Good);
+        metrics.synced.store(true, Ordering::Relaxed);
+        *metrics.source.lock() = SourceState::Good;
         Ok(Self {
             file,
             read: SourceState::Good,
@@ -132,7 +133,7 @@ impl Follower {
                 (SourceState::Unreadable, false)
             }
         };
-        self.metrics.set_source(source);
+        *self.metrics.source.lock() = source;
         changed
     }
 

@@ -70,7 +70,9 @@ label_values! {
 pub struct ProxyMetrics {
     registry: Arc<Registry>,
     started: Instant,
-    /// Series of Envoy that are set for each page.
+    /// Series that are set for each page.
+    synced_gauge: Gauge,
+    source_up: Gauge,
     live: Gauge,
     uptime: Gauge,
     memory: [Gauge; 2],
@@ -78,9 +80,10 @@ pub struct ProxyMetrics {
     open: Family<Entrance, Gauge>,
     opened: Family<Entrance, Counter>,
     closed: Family<CloseReason, Counter>,
-    synced: Flag,
-    source_up: Gauge,
-    source: Mutex<SourceState>,
+    /// Set once all routes are known and in force.
+    pub(crate) synced: AtomicBool,
+    /// State of the source of the routes.
+    pub(crate) source: Mutex<SourceState>,
     /// Applied changes of routes.
     pub(crate) applied: Counter,
     /// Rejected sets of routes.
@@ -93,7 +96,7 @@ pub struct ProxyMetrics {
     pub(crate) leader: Gauge,
     /// Writes of the load balancer's Service.
     pub(crate) balancer_updates: Counter,
-    balancer_failures: Family<Step, Counter>,
+    pub(crate) balancer_failures: Family<Step, Counter>,
     /// Totals over all CONNECT requests.
     pub(crate) http: HttpStats,
     /// Set while the proxy drains.
@@ -110,9 +113,6 @@ pub(crate) enum SourceState {
     /// The contents of the source cannot be used.
     Rejected,
 }
-
-/// A gauge of 0 or 1 whose value can be read back.
-struct Flag(Gauge, AtomicBool);
 
 /// Counters over all CONNECT requests.
 pub(crate) struct HttpStats {
@@ -152,6 +152,8 @@ impl ProxyMetrics {
     pub fn new() -> Result<Arc<Self>, MetricsError> {
         let registry = Registry::new(&[])?;
         register_build_info(&registry, "nodeport-proxy", env!("CARGO_PKG_VERSION"));
+        let gauge = |name, help| registry.gauge(name, &[], help);
+        let counter = |name, help| registry.counter(name, &[], help);
         Ok(Arc::new(Self {
             started: Instant::now(),
             refused: Family::new(
@@ -173,45 +175,38 @@ impl ProxyMetrics {
             )
             .at_zero(Entrance::all()),
             closed: closed_connections(&registry),
-            synced: Flag::new(registry.gauge(
+            synced: AtomicBool::new(false),
+            synced_gauge: gauge(
                 "culvert_nodeport_proxy_synced",
-                &[],
                 "1 once all routes are known.",
-            )),
-            source_up: registry.gauge(
+            ),
+            source_up: gauge(
                 "culvert_nodeport_proxy_source_up",
-                &[],
                 "1 while what is in force is what the Kubernetes API, or the file, says; the last routes stay in force otherwise.",
             ),
             source: Mutex::new(SourceState::Unreadable),
-            applied: registry.counter(
+            applied: counter(
                 "culvert_nodeport_proxy_changes_total",
-                &[],
                 "Changes of routes that were put in force.",
             ),
-            rejected: registry.counter(
+            rejected: counter(
                 "culvert_nodeport_proxy_rejected_configs_total",
-                &[],
                 "Configurations that were refused; the last good one stays in force.",
             ),
-            problems: registry.gauge(
+            problems: gauge(
                 "culvert_nodeport_proxy_problems",
-                &[],
                 "Services that are not exposed as they ask to be; the log names them.",
             ),
-            closed_ports: registry.gauge(
+            closed_ports: gauge(
                 "culvert_nodeport_proxy_closed_ports",
-                &[],
                 "Node ports that could not be opened; the log names them.",
             ),
-            leader: registry.gauge(
+            leader: gauge(
                 "culvert_nodeport_proxy_leader",
-                &[],
                 "1 while this replica keeps the ports of the load balancer's Service.",
             ),
-            balancer_updates: registry.counter(
+            balancer_updates: counter(
                 "culvert_nodeport_proxy_balancer_updates_total",
-                &[],
                 "Changes of the load balancer's Service that were written.",
             ),
             balancer_failures: Family::new(
@@ -221,13 +216,13 @@ impl ProxyMetrics {
             )
             .at_zero(Step::all()),
             http: HttpStats::new(&registry),
-            live: registry.gauge("envoy_server_live", &[], "0 while the proxy drains."),
-            uptime: registry.gauge("envoy_server_uptime", &[], "Seconds since the start."),
+            live: gauge("envoy_server_live", "0 while the proxy drains."),
+            uptime: gauge("envoy_server_uptime", "Seconds since the start."),
             memory: [
                 "envoy_server_memory_allocated",
                 "envoy_server_memory_heap_size",
             ]
-            .map(|name| registry.gauge(name, &[], "Resident memory, in bytes.")),
+            .map(|name| gauge(name, "Resident memory, in bytes.")),
             draining: AtomicBool::new(false),
             registry,
         }))
@@ -236,11 +231,6 @@ impl ProxyMetrics {
     /// Counts a refusal; the caller logs the cause.
     pub(crate) fn refused(&self, entrance: Entrance, reason: Refusal) {
         self.refused.get((entrance, reason)).increment(1);
-    }
-
-    /// Counts a failed request for the load balancer's Service; the caller logs the cause.
-    pub(crate) fn balancer_failures(&self, step: Step) -> &Counter {
-        self.balancer_failures.get(step)
     }
 
     /// Counts a client connection; the gauge decreases when the guard is dropped.
@@ -257,26 +247,9 @@ impl ProxyMetrics {
         }
     }
 
-    /// Records that all routes are known and in force.
-    pub(crate) fn set_synced(&self) {
-        self.synced.set(true);
-    }
-
     /// Returns true if all routes are known.
     pub(crate) fn is_synced(&self) -> bool {
-        self.synced.get()
-    }
-
-    /// Records the state of the source.
-    pub(crate) fn set_source(&self, state: SourceState) {
-        let up = state == SourceState::Good;
-        self.source_up.set(f64::from(u8::from(up)));
-        *self.source.lock() = state;
-    }
-
-    /// Returns the state from the last call of [`set_source`](Self::set_source).
-    pub(crate) fn source(&self) -> SourceState {
-        *self.source.lock()
+        self.synced.load(Ordering::Relaxed)
     }
 
     /// Returns the registry.
@@ -286,8 +259,11 @@ impl ProxyMetrics {
 
     /// Renders the metrics page.
     pub fn render(&self, table: &Table) -> String {
+        let is_up = *self.source.lock() == SourceState::Good;
+        self.source_up.set(u8::from(is_up));
+        self.synced_gauge.set(u8::from(self.is_synced()));
         let is_draining = self.draining.load(Ordering::Relaxed);
-        self.live.set(f64::from(u8::from(!is_draining)));
+        self.live.set(u8::from(!is_draining));
         self.uptime.set(self.started.elapsed().as_secs() as f64);
         let memory = resident_bytes() as f64;
         for gauge in &self.memory {
@@ -296,21 +272,6 @@ impl ProxyMetrics {
         let upstreams = table.upstreams();
         self.registry
             .render_with(|page| add_metrics(&upstreams, page))
-    }
-}
-
-impl Flag {
-    fn new(gauge: Gauge) -> Self {
-        Self(gauge, AtomicBool::new(false))
-    }
-
-    fn set(&self, value: bool) {
-        self.0.set(f64::from(u8::from(value)));
-        self.1.store(value, Ordering::Relaxed);
-    }
-
-    fn get(&self) -> bool {
-        self.1.load(Ordering::Relaxed)
     }
 }
 

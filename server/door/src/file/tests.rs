@@ -186,9 +186,9 @@ fn source_state_shows_a_bad_file_until_a_good_one_applies() {
     let mut state = || {
         follower.look();
         follower.look();
-        let page = metrics.registry().render();
+        let page = metrics.render(&Table::new(10));
         let up = page.contains("\nculvert_nodeport_proxy_source_up 1\n");
-        let source = metrics.source();
+        let source = *metrics.source.lock();
         assert_eq!(up, source == SourceState::Good);
         source
     };
