@@ -25,7 +25,7 @@ use super::annotations::PORT_MAPPING_ANNOTATION;
 use super::balancer::{Balancer, Reporter};
 use super::config::Cluster;
 use super::exposure::{
-    Endpoint, Problem, Protocol, Service, ServicePort, Slice, SlicePort, expose,
+    Endpoint, Protocol, Service, ServicePort, Slice, SlicePort, expose,
 };
 use super::metrics::{ProxyMetrics, SourceState};
 use super::table::Table;
@@ -48,7 +48,7 @@ pub(crate) struct Discovery {
     /// Reports Services to the balancer; `None` if the proxy does not update the load balancer.
     reporter: Option<Reporter>,
     /// Problems already logged.
-    problems: Vec<Problem>,
+    problems: Vec<String>,
 }
 
 impl Discovery {
@@ -163,10 +163,8 @@ impl Discovery {
             self.metrics.applied.increment(1);
             info!(?change, "routes changed");
         }
-        for problem in problems
-            .iter()
-            .filter(|problem| !self.problems.contains(problem))
-        {
+        let is_new = |problem: &&String| !self.problems.contains(problem);
+        for problem in problems.iter().filter(is_new) {
             warn!("{problem}");
         }
         self.problems = problems;

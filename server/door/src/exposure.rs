@@ -9,7 +9,6 @@
 mod tests;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::fmt;
 use std::net::{IpAddr, SocketAddr};
 
 use super::annotations::{
@@ -105,22 +104,14 @@ pub struct Options {
     pub authorities: bool,
 }
 
-/// A part of a Service's request that cannot be fulfilled.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Problem {
-    /// `<namespace>/<name>`.
-    pub service: String,
-    /// Cause and remedy.
-    pub text: String,
-}
-
 /// Routes under construction.
 struct Plan<'a> {
     options: &'a Options,
     routes: Routes,
     /// Owner of each server name, including names whose port has no endpoint now.
     owners: HashMap<String, &'a Service>,
-    problems: Vec<Problem>,
+    /// Parts of requests that cannot be fulfilled: Service, cause and remedy.
+    problems: Vec<String>,
 }
 
 /// Computes the routes of all Services with the annotation. The order of the input does not matter. Problems
@@ -129,7 +120,7 @@ pub(crate) fn expose<'a>(
     services: impl Iterator<Item = &'a Service>,
     slices: impl Iterator<Item = &'a Slice>,
     options: &Options,
-) -> (Routes, Vec<Problem>) {
+) -> (Routes, Vec<String>) {
     let mut ready: HashMap<(&str, &str), Vec<&Slice>> = HashMap::new();
     for slice in slices.filter(|slice| slice.endpoints.iter().any(|endpoint| endpoint.ready)) {
         let service = (slice.namespace.as_str(), slice.service.as_str());
@@ -309,10 +300,8 @@ impl<'a> Plan<'a> {
     }
 
     fn problem(&mut self, service: &Service, text: String) {
-        self.problems.push(Problem {
-            service: service.full_name(),
-            text,
-        });
+        let problem = format!("Service {}: {text}", service.full_name());
+        self.problems.push(problem);
     }
 }
 
@@ -339,13 +328,5 @@ impl Service {
     /// Returns the sort key for age, oldest first. The names make the order deterministic.
     fn seniority(&self) -> (i64, [&String; 3]) {
         (self.created, [&self.uid, &self.namespace, &self.name])
-    }
-}
-
-// === impl Problem ===
-
-impl fmt::Display for Problem {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Service {}: {}", self.service, self.text)
     }
 }

@@ -88,7 +88,7 @@ fn plan(services: &[Service], slices: &[Slice], options: &Options) -> (Vec<Strin
     for names in [&routes.server_names, &routes.authorities] {
         lines.extend(names.iter().map(|(name, key)| format!("{name} -> {key}")));
     }
-    (lines, problems.iter().map(ToString::to_string).collect())
+    (lines, problems)
 }
 
 /// Returns the routes of Services without problems.
