@@ -24,9 +24,7 @@ use tracing::{info, warn};
 use super::annotations::PORT_MAPPING_ANNOTATION;
 use super::balancer::{Balancer, Reporter};
 use super::config::Cluster;
-use super::exposure::{
-    Endpoint, Protocol, Service, ServicePort, Slice, SlicePort, expose,
-};
+use super::exposure::{Service, ServicePort, Slice, expose};
 use super::metrics::{ProxyMetrics, SourceState};
 use super::table::Table;
 
@@ -193,7 +191,7 @@ fn service_of(service: core::Service, annotation: &str) -> Option<Service> {
     annotations.retain(|key, _| key == annotation || key == PORT_MAPPING_ANNOTATION);
     let spec = service.spec.unwrap_or_default();
     let port = |port: core::ServicePort| ServicePort {
-        protocol: protocol_of(port.protocol.as_deref()),
+        is_tcp: is_tcp(port.protocol.as_deref()),
         port: number(Some(port.port)),
         node_port: number(port.node_port),
         name: port.name.unwrap_or_default(),
@@ -210,51 +208,36 @@ fn service_of(service: core::Service, annotation: &str) -> Option<Service> {
             .cluster_ip
             .is_some_and(|ip| !ip.is_empty() && ip != "None"),
         annotations,
-        ports: spec
-            .ports
-            .unwrap_or_default()
-            .into_iter()
-            .map(port)
-            .collect(),
+        ports: spec.ports.into_iter().flatten().map(port).collect(),
     })
 }
 
 /// Returns the relevant part of an EndpointSlice; `None` if the slice belongs to no Service.
 fn slice_of(slice: discovery::EndpointSlice) -> Option<Slice> {
     let metadata = slice.metadata;
-    let port = |port: discovery::EndpointPort| SlicePort {
-        protocol: protocol_of(port.protocol.as_deref()),
-        port: number(port.port),
-        name: port.name.unwrap_or_default(),
+    let port = |port: discovery::EndpointPort| {
+        let number = number(port.port);
+        let counts = is_tcp(port.protocol.as_deref()) && number != 0;
+        counts.then(|| (port.name.unwrap_or_default(), number))
     };
-    let endpoint = |endpoint: discovery::Endpoint| Endpoint {
-        ready: endpoint.conditions.and_then(|conditions| conditions.ready) == Some(true),
-        // Host names are skipped: a slice may contain them, but only name servers use them.
-        addresses: endpoint
-            .addresses
-            .iter()
-            .filter_map(|ip| ip.parse().ok())
-            .collect(),
+    let is_ready = |endpoint: &&discovery::Endpoint| {
+        let conditions = endpoint.conditions.as_ref();
+        conditions.and_then(|conditions| conditions.ready) == Some(true)
     };
+    let ready = slice.endpoints.iter().filter(is_ready);
+    // Host names are skipped: a slice may contain them, but only name servers use them.
+    let addresses = ready.flat_map(|endpoint| &endpoint.addresses);
     Some(Slice {
         service: metadata.labels?.remove(SERVICE_LABEL)?,
         namespace: metadata.namespace.unwrap_or_default(),
-        ports: slice
-            .ports
-            .unwrap_or_default()
-            .into_iter()
-            .map(port)
-            .collect(),
-        endpoints: slice.endpoints.into_iter().map(endpoint).collect(),
+        ports: slice.ports.into_iter().flatten().filter_map(port).collect(),
+        ready: addresses.filter_map(|ip| ip.parse().ok()).collect(),
     })
 }
 
-fn protocol_of(protocol: Option<&str>) -> Protocol {
-    match protocol {
-        // TCP is the API's default.
-        None | Some("TCP") => Protocol::Tcp,
-        Some(_) => Protocol::Other,
-    }
+/// Returns true for TCP, which is also the API's default.
+fn is_tcp(protocol: Option<&str>) -> bool {
+    protocol.is_none_or(|protocol| protocol == "TCP")
 }
 
 fn number(port: Option<i32>) -> u16 {

@@ -42,21 +42,12 @@ pub(crate) struct Service {
 pub(crate) struct ServicePort {
     /// Name; may be empty in a Service with one port.
     pub name: String,
-    /// Protocol of the port.
-    pub protocol: Protocol,
+    /// True for TCP, the only exposed protocol.
+    pub is_tcp: bool,
     /// Port number at the cluster IP.
     pub port: u16,
     /// Port number on every node; 0 if there is no node port.
     pub node_port: u16,
-}
-
-/// The protocol of a port.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Protocol {
-    /// TCP, the only exposed protocol.
-    Tcp,
-    /// UDP, SCTP, and any future protocol.
-    Other,
 }
 
 /// The relevant part of an EndpointSlice. A Service may have many slices.
@@ -66,30 +57,10 @@ pub(crate) struct Slice {
     pub namespace: String,
     /// Name of the Service (label `kubernetes.io/service-name`).
     pub service: String,
-    /// Ports of each endpoint in the slice.
-    pub ports: Vec<SlicePort>,
-    /// Endpoints in any state.
-    pub endpoints: Vec<Endpoint>,
-}
-
-/// A port of the endpoints in a slice.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct SlicePort {
-    /// Name of the Service port in front of this port.
-    pub name: String,
-    /// Protocol of the port.
-    pub protocol: Protocol,
-    /// Port number at the endpoint; 0 if the slice has none.
-    pub port: u16,
-}
-
-/// An endpoint, usually a pod.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Endpoint {
-    /// Addresses of the endpoint, IPv4 and IPv6; all are used.
-    pub addresses: Vec<IpAddr>,
-    /// True if the condition `ready` is present and true.
-    pub ready: bool,
+    /// TCP ports of each endpoint in the slice: the name of the Service port in front, and the port number.
+    pub ports: Vec<(String, u16)>,
+    /// Addresses of the ready endpoints, IPv4 and IPv6; all are used.
+    pub ready: Vec<IpAddr>,
 }
 
 /// The annotation to look for, and the available listeners.
@@ -122,7 +93,7 @@ pub(crate) fn expose<'a>(
     options: &Options,
 ) -> (Routes, Vec<String>) {
     let mut ready: HashMap<(&str, &str), Vec<&Slice>> = HashMap::new();
-    for slice in slices.filter(|slice| slice.endpoints.iter().any(|endpoint| endpoint.ready)) {
+    for slice in slices.filter(|slice| !slice.ready.is_empty()) {
         let service = (slice.namespace.as_str(), slice.service.as_str());
         ready.entry(service).or_default().push(slice);
     }
@@ -160,17 +131,11 @@ fn requested_hosts(service: &Service) -> Result<BTreeMap<String, String>, Mappin
 fn endpoints_of(port: &ServicePort, slices: &[&Slice]) -> Vec<SocketAddr> {
     let mut found = BTreeSet::new();
     for slice in slices {
-        let targets = slice.ports.iter().filter(|target| {
-            // The only port of a Service may lack a name; all endpoint ports belong to it then.
-            (port.name.is_empty() || port.name == target.name)
-                && target.protocol == Protocol::Tcp
-                && target.port != 0
-        });
-        for target in targets {
-            for endpoint in slice.endpoints.iter().filter(|endpoint| endpoint.ready) {
-                let addresses = endpoint.addresses.iter();
-                found.extend(addresses.map(|&address| SocketAddr::new(address, target.port)));
-            }
+        // The only port of a Service may lack a name; all endpoint ports belong to it then.
+        let is_of_port = |name: &str| port.name.is_empty() || port.name == name;
+        for (_, number) in slice.ports.iter().filter(|(name, _)| is_of_port(name)) {
+            let ready = slice.ready.iter();
+            found.extend(ready.map(|&address| SocketAddr::new(address, *number)));
         }
     }
     found.into_iter().collect()
@@ -320,9 +285,7 @@ impl Service {
     }
 
     fn tcp_ports(&self) -> impl Iterator<Item = &ServicePort> {
-        self.ports
-            .iter()
-            .filter(|port| port.protocol == Protocol::Tcp)
+        self.ports.iter().filter(|port| port.is_tcp)
     }
 
     /// Returns the sort key for age, oldest first. The names make the order deterministic.

@@ -1,7 +1,7 @@
 #![allow(clippy::unwrap_used, clippy::indexing_slicing)]
 
 use super::super::annotations::EXPOSE_ANNOTATION;
-use super::super::exposure::{Protocol, ServicePort};
+use super::super::exposure::ServicePort;
 use super::*;
 
 /// Creates a Service in namespace `cluster` with one port, 443.
@@ -16,7 +16,7 @@ fn service(name: &str, expose: &str, node_port: u16) -> Service {
         annotations: [(EXPOSE_ANNOTATION.to_owned(), expose.to_owned())].into(),
         ports: vec![ServicePort {
             name: String::new(),
-            protocol: Protocol::Tcp,
+            is_tcp: true,
             port: 443,
             node_port,
         }],
@@ -114,7 +114,7 @@ fn only_the_chosen_namespace_counts() {
 #[test]
 fn port_numbers_are_unique_and_the_order_of_services_does_not_matter() {
     let mut udp = service("dns", "true", 30053);
-    udp.ports[0].protocol = Protocol::Other;
+    udp.ports[0].is_tcp = false;
     let mut services = [udp, service("a", "true", 30053), service("b", "true", 8002)];
     let expected = [port("cluster-a-30053", 30053, 0), port("healthz", 8002, 0)];
     assert_eq!(balancer_ports(services.iter(), &options(), &[]), expected);

@@ -91,3 +91,36 @@ async fn services_that_are_not_exposed_are_not_stored_and_change_nothing() {
     assert!(discovery.table.by_authority(AUTHORITY).is_none());
     assert!(!discovery.take_slice(Ok(slice("10.0.0.5"))));
 }
+
+#[test]
+fn slice_keeps_only_tcp_ports_and_addresses_of_ready_endpoints() {
+    let object = json!({
+        "metadata": {"namespace": "demo", "labels": {SERVICE_LABEL: "api"}},
+        "addressType": "IPv4",
+        "ports": [
+            {"name": "https", "port": 8443},
+            {"port": 80, "protocol": "TCP"},
+            {"name": "dns", "port": 53, "protocol": "UDP"},
+            {"name": "none"},
+        ],
+        "endpoints": [
+            {"addresses": ["10.0.0.1", "host"], "conditions": {"ready": true}},
+            {"addresses": ["10.0.0.2"], "conditions": {"ready": false}},
+            {"addresses": ["10.0.0.3"], "conditions": {}},
+            {"addresses": ["10.0.0.4"]},
+        ],
+    });
+    let slice = slice_of(serde_json::from_value(object).unwrap()).unwrap();
+    assert_eq!(
+        (slice.namespace.as_str(), slice.service.as_str()),
+        ("demo", "api")
+    );
+    assert_eq!(
+        slice.ports,
+        [("https".to_owned(), 8443), (String::new(), 80)]
+    );
+    assert_eq!(
+        slice.ready,
+        ["10.0.0.1".parse::<std::net::IpAddr>().unwrap()]
+    );
+}

@@ -37,28 +37,20 @@ fn annotate(service: &mut Service, key: &str, value: &str) {
 fn port(name: &str, port: u16, node_port: u16) -> ServicePort {
     ServicePort {
         name: name.to_owned(),
-        protocol: Protocol::Tcp,
+        is_tcp: true,
         port,
         node_port,
     }
 }
 
-/// Creates a slice with ready endpoints only.
+/// Creates a slice with one ready endpoint for each address.
 fn slice(service: &str, ports: &[(&str, u16)], addresses: &[&str]) -> Slice {
-    let port = |&(name, port): &(&str, u16)| SlicePort {
-        name: name.to_owned(),
-        protocol: Protocol::Tcp,
-        port,
-    };
-    let endpoint = |address: &&str| Endpoint {
-        addresses: vec![address.parse().unwrap()],
-        ready: true,
-    };
+    let port = |&(name, port): &(&str, u16)| (name.to_owned(), port);
     Slice {
         namespace: "test".to_owned(),
         service: service.to_owned(),
         ports: ports.iter().map(port).collect(),
-        endpoints: addresses.iter().map(endpoint).collect(),
+        ready: addresses.iter().map(|ip| ip.parse().unwrap()).collect(),
     }
 }
 
@@ -126,10 +118,10 @@ fn endpoint_that_is_not_ready_is_left_out() {
         &[port("http", 80, 32001)],
     )];
     let mut slices = [slice("a", &[("http", 8080)], &["172.16.0.1", "172.16.0.2"])];
-    slices[0].endpoints[1].ready = false;
+    slices[0].ready.pop();
     let expected = ["test/a-http = 172.16.0.1:8080", "32001 -> test/a-http"];
     assert_eq!(routes(&services, &slices), expected);
-    slices[0].endpoints[0].ready = false;
+    slices[0].ready.pop();
     assert!(routes(&services, &slices).is_empty());
 }
 
@@ -174,12 +166,7 @@ fn endpoints_come_from_all_slices_of_both_families_and_each_once() {
 #[test]
 fn port_without_a_name_uses_all_tcp_ports_of_the_endpoints() {
     let services = [sni_service("a", r#"{"": "host.com"}"#, &[port("", 443, 0)])];
-    let mut slices = [slice(
-        "a",
-        &[("", 8443), ("x", 80), ("udp", 53), ("", 0)],
-        &["172.16.0.1"],
-    )];
-    slices[0].ports[2].protocol = Protocol::Other;
+    let slices = [slice("a", &[("", 8443), ("x", 80)], &["172.16.0.1"])];
     let expected = [
         "test/a = 172.16.0.1:80 172.16.0.1:8443",
         "host.com -> test/a",
@@ -290,7 +277,7 @@ fn the_older_service_keeps_a_host_name_whatever_the_order() {
     }
 
     // Without a ready endpoint the older Service reserves nothing.
-    slices[1].endpoints[0].ready = false;
+    slices[1].ready.pop();
     let lines = routes(&[newer, older], &slices);
     assert!(
         lines.contains(&"host.com -> test/newer-https".to_owned()),
@@ -316,7 +303,7 @@ fn services_created_in_the_same_second_are_ordered_by_uid() {
 fn bad_mapping_disables_server_names_but_not_tunneling() {
     let slices = [https_slice("a")];
     let mut udp = port("dns", 53, 0);
-    udp.protocol = Protocol::Other;
+    udp.is_tcp = false;
     for (mapping, hint) in [
         (
             r#"{"http": "host.com"}"#,
@@ -378,7 +365,7 @@ fn service_of_another_type_gets_no_node_port_but_its_other_routes() {
 #[test]
 fn udp_ports_are_ignored() {
     let mut udp = port("udp", 1025, 32000);
-    udp.protocol = Protocol::Other;
+    udp.is_tcp = false;
     let services = [node_port_service(
         "a",
         "NodePort,Tunneling",
@@ -387,8 +374,8 @@ fn udp_ports_are_ignored() {
     let mut slices = [slice("a", &[("udp", 1025)], &["172.16.0.1"])];
     assert!(routes(&services, &slices).is_empty());
 
-    slices[0].ports[0].protocol = Protocol::Other;
-    udp.protocol = Protocol::Tcp;
+    slices[0].ports.clear();
+    udp.is_tcp = true;
     let services = [node_port_service("a", "NodePort,Tunneling", &[udp])];
     assert!(routes(&services, &slices).is_empty());
 }
