@@ -3,6 +3,7 @@
 //! open also keeps them.
 
 use std::collections::{BTreeMap, HashMap};
+use std::iter::successors;
 use std::sync::{Arc, Weak};
 
 use parking_lot::{Mutex, RwLock};
@@ -25,9 +26,6 @@ pub struct Table {
 struct Current {
     routes: Routes,
     upstreams: BTreeMap<UpstreamKey, Arc<Upstream>>,
-    server_names: HashMap<String, Arc<Upstream>>,
-    authorities: HashMap<String, Arc<Upstream>>,
-    node_ports: HashMap<u16, Arc<Upstream>>,
 }
 
 /// Summary of a change.
@@ -90,14 +88,7 @@ impl Table {
         change.rerouted = before.routes.server_names != routes.server_names
             || before.routes.authorities != routes.authorities
             || before.routes.node_ports != routes.node_ports;
-        let after = Current {
-            server_names: resolve(&routes.server_names, &upstreams),
-            authorities: resolve(&routes.authorities, &upstreams),
-            node_ports: resolve(&routes.node_ports, &upstreams),
-            upstreams,
-            routes,
-        };
-        *self.current.write() = Arc::new(after);
+        *self.current.write() = Arc::new(Current { routes, upstreams });
         change
     }
 
@@ -105,28 +96,27 @@ impl Table {
     /// longer wildcard over a shorter one.
     pub(crate) fn by_server_name(&self, name: &str) -> Option<Arc<Upstream>> {
         let current = self.current.read();
-        if let Some(upstream) = current.server_names.get(name) {
-            return Some(upstream.clone());
-        }
-        let mut rest = name;
-        while let Some((_, parent)) = rest.split_once('.') {
-            if let Some(upstream) = current.server_names.get(&format!("*.{parent}")) {
-                return Some(upstream.clone());
-            }
-            rest = parent;
-        }
-        None
+        let exact = current.routes.server_names.get(name);
+        let parents = successors(Some(name), |name| Some(name.split_once('.')?.1)).skip(1);
+        let mut wildcards = parents.map(|parent| format!("*.{parent}"));
+        let key =
+            exact.or_else(|| wildcards.find_map(|name| current.routes.server_names.get(&name)));
+        current.upstreams.get(key?).cloned()
     }
 
     /// Returns the upstream for an authority, ignoring case.
     pub(crate) fn by_authority(&self, authority: &str) -> Option<Arc<Upstream>> {
         let authority = authority.to_ascii_lowercase();
-        self.current.read().authorities.get(&authority).cloned()
+        let current = self.current.read();
+        let key = current.routes.authorities.get(&authority)?;
+        current.upstreams.get(key).cloned()
     }
 
     /// Returns the upstream for a node port.
     pub(crate) fn by_node_port(&self, port: u16) -> Option<Arc<Upstream>> {
-        self.current.read().node_ports.get(&port).cloned()
+        let current = self.current.read();
+        let key = current.routes.node_ports.get(&port)?;
+        current.upstreams.get(key).cloned()
     }
 
     /// Returns the wanted node ports.
@@ -139,15 +129,6 @@ impl Table {
     pub(crate) fn upstreams(&self) -> Vec<Arc<Upstream>> {
         self.current.read().upstreams.values().cloned().collect()
     }
-}
-
-/// Replaces each key with its upstream; leaves out names whose key has no upstream.
-fn resolve<N: Clone + Eq + std::hash::Hash>(
-    names: &BTreeMap<N, UpstreamKey>,
-    upstreams: &BTreeMap<UpstreamKey, Arc<Upstream>>,
-) -> HashMap<N, Arc<Upstream>> {
-    let known = |(name, key): (&N, &UpstreamKey)| Some((name.clone(), upstreams.get(key)?.clone()));
-    names.iter().filter_map(known).collect()
 }
 
 #[cfg(test)]
