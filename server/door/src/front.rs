@@ -30,6 +30,9 @@ pub(crate) const FIRST_BYTES_TIMEOUT: Duration = Duration::from_secs(15);
 /// Buffer space for one read of a ClientHello. Most hellos are smaller.
 const HELLO_READ_BYTES: usize = 2 * 1024;
 
+/// Log text for a client that sent no hello.
+const NO_HELLO: &str = "no ClientHello";
+
 /// The shared state of all connections.
 pub(crate) struct Front {
     /// Routes in force.
@@ -46,14 +49,6 @@ pub(crate) struct Front {
     pub cut: CancellationToken,
     /// Token for the start of the drain.
     pub draining: CancellationToken,
-}
-
-/// Reason why a connection has no usable ClientHello.
-enum NoHello {
-    /// The client closed the connection, or sent no complete hello in time.
-    Silent(Refusal),
-    /// The client sent something other than a valid hello.
-    Bad(HelloError),
 }
 
 impl Front {
@@ -95,10 +90,13 @@ impl Front {
             debug!(%peer, why, "TLS connection refused");
         };
         let hello = timeout(FIRST_BYTES_TIMEOUT, read_hello(&client)).await;
-        let (hello, received) = match hello.unwrap_or(Err(NoHello::Silent(Refusal::Timeout))) {
-            Ok(hello) => hello,
-            Err(NoHello::Silent(reason)) => return refuse(reason, "no ClientHello"),
-            Err(NoHello::Bad(error)) => return refuse(Refusal::Garbage, &error.to_string()),
+        let (hello, received) = match hello {
+            Ok(Ok(hello)) => hello,
+            Ok(Err(error)) => {
+                let why = error.map_or(NO_HELLO.to_owned(), |error| error.to_string());
+                return refuse(Refusal::Garbage, &why);
+            }
+            Err(_) => return refuse(Refusal::Timeout, NO_HELLO),
         };
         let Some(name) = hello.server_name else {
             return refuse(Refusal::NoServerName, "the client sent no server name");
@@ -239,23 +237,22 @@ pub(crate) fn refusal_of(error: ConnectError) -> Refusal {
     }
 }
 
-/// Reads until the hello is complete; returns the hello and all received bytes.
-async fn read_hello(client: &TcpStream) -> Result<(Hello, Vec<u8>), NoHello> {
+/// Reads until the hello is complete; returns the hello and all received bytes. The error is `None` if the
+/// client closed the connection.
+async fn read_hello(client: &TcpStream) -> Result<(Hello, Vec<u8>), Option<HelloError>> {
     let mut reader = HelloReader::default();
     let mut received = Vec::new();
     loop {
-        let gone = |_| NoHello::Silent(Refusal::Garbage);
-        client.readable().await.map_err(gone)?;
+        client.readable().await.map_err(|_| None)?;
         received.reserve(HELLO_READ_BYTES);
         match read_once(client, &mut received) {
-            Ok(0) => return Err(NoHello::Silent(Refusal::Garbage)),
-            Ok(_) => match reader.read(&received) {
-                Ok(Some(hello)) => return Ok((hello, received)),
-                Ok(None) => {}
-                Err(error) => return Err(NoHello::Bad(error)),
-            },
+            Ok(1..) => {
+                if let Some(hello) = reader.read(&received)? {
+                    return Ok((hello, received));
+                }
+            }
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-            Err(error) => return Err(gone(error)),
+            _ => return Err(None),
         }
     }
 }
