@@ -47,15 +47,9 @@ impl NodePorts {
         let draining = self.front.draining.clone();
         while !draining.is_cancelled() {
             self.follow().await;
-            let retry = async {
-                match self.failed.is_empty() {
-                    true => std::future::pending().await,
-                    false => sleep(RETRY).await,
-                }
-            };
             tokio::select! {
                 alive = changed.changed() => if alive.is_err() { break },
-                () = retry => {}
+                () = sleep(RETRY), if !self.failed.is_empty() => {}
                 () = draining.cancelled() => break,
             }
         }
