@@ -65,75 +65,42 @@ pub struct Interface {
     pub addresses: Vec<IpAddr>,
 }
 
+/// Error of a failed creation or repair of an interface.
+#[derive(Debug, thiserror::Error)]
+#[error("interface {name}{cause}")]
+pub(crate) struct InterfaceError {
+    name: String,
+    cause: Cause,
+}
+
 /// Reason why the interface could not be created or repaired.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum InterfaceError {
-    /// The process lacks the permission to change interfaces.
+enum Cause {
     #[error(
-        "interface {name}: cannot {step}: not permitted; grant CAP_NET_ADMIN, or omit --if and --addr and create the interface by other means"
+        ": cannot {0}: not permitted; grant CAP_NET_ADMIN, or omit --if and --addr and create the interface by other means"
     )]
-    Permission {
-        /// Name of the interface.
-        name: String,
-        /// The failed step.
-        step: Step,
-    },
-    /// An interface of another kind already has this name.
+    Permission(Step),
     #[error(
-        "interface {name} already exists and {found}; choose another name with --if, or remove the existing interface"
+        " already exists and {0}; choose another name with --if, or remove the existing interface"
     )]
-    Foreign {
-        /// Name of the interface.
-        name: String,
-        /// The existing interface.
-        found: Foreign,
-    },
-    /// The kernel does not support interfaces of this kind.
+    Foreign(Foreign),
     #[error(
-        "interface {name}: this kernel does not support interfaces of kind {kind}; load the kernel module, for example with `modprobe {kind}` on the node"
+        ": this kernel does not support interfaces of kind {0}; load the kernel module, for example with `modprobe {0}` on the node"
     )]
-    NoSuchKind {
-        /// Name of the interface.
-        name: String,
-        /// Kind of the interface.
-        kind: &'static str,
-    },
-    /// IPv6 is switched off.
+    NoSuchKind(&'static str),
     #[error(
-        "interface {name}: cannot {step}: IPv6 is switched off, by net.ipv6.conf.default.disable_ipv6, by net.ipv6.conf.{name}.disable_ipv6, or for the whole kernel; switch IPv6 on, or leave the address out of --addr"
+        ": cannot {step}: IPv6 is switched off, by net.ipv6.conf.default.disable_ipv6, by net.ipv6.conf.{name}.disable_ipv6, or for the whole kernel; switch IPv6 on, or leave the address out of --addr"
     )]
-    NoIpv6 {
-        /// Name of the interface.
-        name: String,
-        /// The failed step.
-        step: Step,
-    },
-    /// Another program keeps changing the interface during the repair.
+    NoIpv6 { name: String, step: Step },
     #[error(
-        "interface {name} keeps changing during the repair; find the other program that manages the interface, and stop one of the two"
+        " keeps changing during the repair; find the other program that manages the interface, and stop one of the two"
     )]
-    Contended {
-        /// Name of the interface.
-        name: String,
-    },
+    Contended,
     /// The kernel rejected a step for another reason.
-    #[error("interface {name}: cannot {step}: {reason}; `ip -d addr show` lists the current state")]
-    Refused {
-        /// Name of the interface.
-        name: String,
-        /// The failed step.
-        step: Step,
-        /// The kernel's error.
-        reason: Errno,
-    },
-    /// The state of the interface cannot be read from the kernel.
-    #[error("interface {name}: cannot read the current state: {reason}; allow AF_NETLINK sockets")]
-    Unseen {
-        /// Name of the interface.
-        name: String,
-        /// The system's error.
-        reason: io::Error,
-    },
+    #[error(": cannot {0}: {1}; `ip -d addr show` lists the current state")]
+    Refused(Step, Errno),
+    #[error(": cannot read the current state: {0}; allow AF_NETLINK sockets")]
+    Unseen(io::Error),
 }
 
 /// Result of one successful repair. `done` is empty if the interface was already in place.
@@ -161,7 +128,7 @@ pub(crate) struct Health(Arc<Mutex<LogOnce>>);
 impl Interface {
     /// Checks and repairs the interface until there is nothing left to repair.
     fn repair(&self) -> Result<Kept, InterfaceError> {
-        let unseen = |errno: Errno| self.unseen(errno.into());
+        let unseen = |errno: Errno| self.error(Cause::Unseen(errno.into()));
         let mut netlink = Netlink::open().map_err(unseen)?;
         let mut done = Vec::new();
         for _ in 0..MAX_LOOKS {
@@ -170,10 +137,8 @@ impl Interface {
                 Err(errno) if has_changed(errno) => continue,
                 Err(errno) => return Err(unseen(errno)),
             };
-            let todo = steps(self, link.as_ref()).map_err(|found| InterfaceError::Foreign {
-                name: self.name.clone(),
-                found,
-            })?;
+            let todo = steps(self, link.as_ref());
+            let todo = todo.map_err(|found| self.error(Cause::Foreign(found)))?;
             let index = link.map_or(0, |link| link.index);
             if todo.is_empty() {
                 return Ok(Kept { index, done });
@@ -192,8 +157,7 @@ impl Interface {
                 return Err(error);
             }
         }
-        let name = self.name.clone();
-        Err(InterfaceError::Contended { name })
+        Err(self.error(Cause::Contended))
     }
 
     /// Does the first repair, and checks the permission for later repairs. Without the check, an interface
@@ -217,25 +181,22 @@ impl Interface {
 
     fn refused(&self, step: Step, reason: Errno) -> InterfaceError {
         let name = self.name.clone();
-        match (reason, &step) {
-            (Errno::PERM, _) => InterfaceError::Permission { name, step },
-            (Errno::OPNOTSUPP, Step::Create) => {
-                let kind = self.kind;
-                InterfaceError::NoSuchKind { name, kind }
-            }
+        self.error(match (reason, &step) {
+            (Errno::PERM, _) => Cause::Permission(step),
+            (Errno::OPNOTSUPP, Step::Create) => Cause::NoSuchKind(self.kind),
             // EACCES: a sysctl disables IPv6. EOPNOTSUPP and EAFNOSUPPORT: the kernel does not support IPv6.
             (Errno::ACCESS | Errno::OPNOTSUPP | Errno::AFNOSUPPORT, Step::Add(address))
                 if address.ip.is_ipv6() =>
             {
-                InterfaceError::NoIpv6 { name, step }
+                Cause::NoIpv6 { name, step }
             }
-            _ => InterfaceError::Refused { name, step, reason },
-        }
+            _ => Cause::Refused(step, reason),
+        })
     }
 
-    fn unseen(&self, reason: io::Error) -> InterfaceError {
+    fn error(&self, cause: Cause) -> InterfaceError {
         let name = self.name.clone();
-        InterfaceError::Unseen { name, reason }
+        InterfaceError { name, cause }
     }
 
     /// Runs `work` on a thread for blocking work. The kernel delays rtnetlink requests during changes by
@@ -246,7 +207,7 @@ impl Interface {
     ) -> Result<Kept, InterfaceError> {
         let interface = self.clone();
         let outcome = spawn_blocking(move || work(&interface)).await;
-        outcome.unwrap_or_else(|error| Err(self.unseen(error.into())))
+        outcome.unwrap_or_else(|error| Err(self.error(Cause::Unseen(error.into()))))
     }
 }
 
@@ -270,7 +231,7 @@ impl Keeper {
         metrics: Arc<TunnelMetrics>,
     ) -> Result<Self, InterfaceError> {
         // The monitor is opened before the first check, so that no change after the check is missed.
-        let monitor = Monitor::open().map_err(|error| wanted.unseen(error))?;
+        let monitor = Monitor::open().map_err(|error| wanted.error(Cause::Unseen(error)))?;
         let Kept { index, done } = wanted.aside(Interface::make).await?;
         let steps = Step::list(&done);
         info!(interface = wanted.name, steps, "the interface is in place");
@@ -360,10 +321,8 @@ impl Health {
     /// # Errors
     /// Returns the text of the last [`InterfaceError`].
     pub(crate) fn check(&self) -> Result<(), String> {
-        match self.0.lock().current() {
-            None => Ok(()),
-            Some(error) => Err(error.to_owned()),
-        }
+        let log = self.0.lock();
+        log.current().map_or(Ok(()), |error| Err(error.to_owned()))
     }
 }
 
