@@ -236,7 +236,7 @@ impl<R: Reach> ClientHandler<R> {
 
     fn refuse(&self, refused: &Refused, peer: SocketAddr) {
         let kind = refused.kind();
-        self.metrics.refused(kind);
+        self.metrics.refused.get(kind).increment(1);
         let (listener, target) = (&self.listener, &self.target);
         if self.is_warning_due(kind) {
             warn!(%peer, listener, %target, reason = %refused, "closing a client");

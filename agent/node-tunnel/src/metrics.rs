@@ -55,7 +55,7 @@ pub struct TunnelMetrics {
     pub(crate) interface_failures: Counter,
     clients: Gauge,
     accepted: Counter,
-    refused: Family<Refusal, Counter>,
+    pub(crate) refused: Family<Refusal, Counter>,
     closed: Family<CloseReason, Counter>,
 }
 
@@ -69,50 +69,38 @@ impl TunnelMetrics {
     pub fn new() -> Result<Arc<Self>, MetricsError> {
         let registry = Registry::new(&[])?;
         register_build_info(&registry, "node-tunnel", env!("CARGO_PKG_VERSION"));
+        let envoy = |name, help| registry.counter(name, &CLUSTER, help);
+        let envoy_gauge = |name, help| registry.gauge(name, &CLUSTER, help);
+        let counter = |name, help| registry.counter(name, &[], help);
         Ok(Arc::new(Self {
-            connections: registry.gauge(
+            connections: envoy_gauge(
                 "envoy_cluster_upstream_cx_active",
-                &CLUSTER,
                 "Open connections to the proxy.",
             ),
-            connected: registry.counter(
+            connected: envoy(
                 "envoy_cluster_upstream_cx_total",
-                &CLUSTER,
                 "Connections opened to the proxy.",
             ),
-            connect_failed: registry.counter(
+            connect_failed: envoy(
                 "envoy_cluster_upstream_cx_connect_fail",
-                &CLUSTER,
                 "Attempts to connect to the proxy that failed.",
             ),
-            streams: registry.gauge(
-                "envoy_cluster_upstream_rq_active",
-                &CLUSTER,
-                "Open CONNECT streams.",
-            ),
-            requests: registry.counter(
-                "envoy_cluster_upstream_rq_total",
-                &CLUSTER,
-                "CONNECT requests.",
-            ),
-            received: registry.counter(
+            streams: envoy_gauge("envoy_cluster_upstream_rq_active", "Open CONNECT streams."),
+            requests: envoy("envoy_cluster_upstream_rq_total", "CONNECT requests."),
+            received: envoy(
                 "envoy_cluster_upstream_cx_rx_bytes_total",
-                &CLUSTER,
                 "Bytes of streams received from the proxy.",
             ),
-            sent: registry.counter(
+            sent: envoy(
                 "envoy_cluster_upstream_cx_tx_bytes_total",
-                &CLUSTER,
                 "Bytes of streams sent to the proxy.",
             ),
-            interface_repairs: registry.counter(
+            interface_repairs: counter(
                 "culvert_node_tunnel_interface_repairs_total",
-                &[],
                 "Repairs of the interface after others changed it.",
             ),
-            interface_failures: registry.counter(
+            interface_failures: counter(
                 "culvert_node_tunnel_interface_failures_total",
-                &[],
                 "Repairs of the interface that failed.",
             ),
             clients: registry.gauge(
@@ -120,9 +108,8 @@ impl TunnelMetrics {
                 &[],
                 "Open connections of clients.",
             ),
-            accepted: registry.counter(
+            accepted: counter(
                 "culvert_node_tunnel_clients_total",
-                &[],
                 "Connections that clients opened.",
             ),
             refused: Family::new(
@@ -147,12 +134,6 @@ impl TunnelMetrics {
         GaugeGuard::new(&self.clients)
     }
 
-    /// Counts a client that was disconnected because the client got no stream.
-    pub(crate) fn refused(&self, reason: Refusal) {
-        self.refused.get(reason).increment(1);
-    }
-
-    /// Counts the end of a client's connection by reason.
     pub(crate) fn closed(&self, reason: CloseReason) {
         self.closed.get(reason).increment(1);
     }
@@ -167,7 +148,7 @@ mod tests {
     #[test]
     fn dashboard_series_exist_from_the_start() {
         let metrics = TunnelMetrics::new().unwrap();
-        metrics.refused(Refusal::NotFound);
+        metrics.refused.get(Refusal::NotFound).increment(1);
         let page = metrics.registry().render();
         for name in [
             "cx_active",
