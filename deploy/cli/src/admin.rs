@@ -8,13 +8,13 @@ use anyhow::{Context as _, bail};
 use bytes::Bytes;
 use culvert_host::net::dial::split_host_port;
 use culvert_host::tls::{self, Identity, TlsOptions, TrustBundle};
+use culvert_kit::client::BoxedStream;
 use culvert_server::switch::status::{Request, STATUS_PATH, SWITCH_PATH, Status};
 use http::{Method, StatusCode};
 use http_body_util::{BodyExt as _, Full, Limited};
 use hyper::client::conn::http1;
 use hyper_util::rt::TokioIo;
 use rustls_pki_types::ServerName;
-use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpStream, UnixStream};
 use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
@@ -26,7 +26,7 @@ const MAX_ANSWER_BYTES: usize = 16 << 20;
 const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Address and credentials of a server's admin pages.
-#[derive(clap::Args, Clone, Debug)]
+#[derive(clap::Args, Clone, Debug, Default)]
 #[command(next_help_heading = "The server")]
 pub(crate) struct Admin {
     /// Path of the server's admin Unix socket: the value of the server's --admin-uds.
@@ -56,20 +56,12 @@ pub(crate) struct Admin {
     server_name: Option<String>,
 }
 
-trait Duplex: AsyncRead + AsyncWrite + Unpin + Send {}
-
-impl<T: AsyncRead + AsyncWrite + Unpin + Send> Duplex for T {}
-
 impl Admin {
     /// Returns the settings for the admin Unix socket at `path`.
     pub(crate) fn uds(path: PathBuf) -> Self {
         Self {
             admin_uds: Some(path),
-            admin: None,
-            ca_cert: None,
-            cert: None,
-            key: None,
-            server_name: None,
+            ..Self::default()
         }
     }
 
@@ -135,7 +127,7 @@ impl Admin {
         }
     }
 
-    async fn connect(&self) -> anyhow::Result<Box<dyn Duplex>> {
+    async fn connect(&self) -> anyhow::Result<BoxedStream> {
         if let Some(path) = &self.admin_uds {
             let stream = UnixStream::connect(path).await.with_context(|| {
                 let path = path.display();
