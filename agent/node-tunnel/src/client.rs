@@ -50,32 +50,25 @@ pub(crate) struct ClientHandler<R> {
 /// Reason why a client got no stream.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Refused {
-    /// The pool has no connection for the request.
     #[error(transparent)]
     Pool(#[from] PoolError),
-    /// The proxy has no such Service.
     #[error(
         "the proxy answered 404, so this Service is not exposed: check the authority of --listen, \
          and on the seed the Service's annotation nodeport-proxy.k8s.io/expose, which must name \
          Tunneling"
     )]
     NotFound,
-    /// No endpoint of the Service accepts connections.
     #[error(
         "the proxy answered 503, so no endpoint of this Service accepts connections: check its \
          pods on the seed"
     )]
     Unavailable,
-    /// The proxy answered with another status.
     #[error("the proxy answered {0}: check that --proxy is the CONNECT port of a nodeport-proxy")]
     Status(StatusCode),
-    /// The proxy did not answer in time.
     #[error("the proxy did not answer within {ANSWER_TIMEOUT:?}: check its load and its log")]
     NoAnswer,
-    /// The proxy reset the stream.
     #[error("the proxy ended the stream before it answered ({0}): check its log")]
     Reset(h2::Error),
-    /// The connection to the proxy ended before the answer.
     #[error("the connection to the proxy ended before the answer ({0}): check the proxy's log")]
     Lost(h2::Error),
 }

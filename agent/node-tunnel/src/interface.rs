@@ -244,7 +244,6 @@ impl Keeper {
         })
     }
 
-    /// Returns the health state, for the readiness page.
     pub(crate) fn health(&self) -> Health {
         self.health.clone()
     }

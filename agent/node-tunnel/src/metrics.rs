@@ -35,23 +35,14 @@ label_values! {
 /// All metrics of one node tunnel.
 pub struct TunnelMetrics {
     registry: Arc<Registry>,
-    /// Open connections to the proxy.
     pub(crate) connections: Gauge,
-    /// Connections to the proxy opened so far.
     pub(crate) connected: Counter,
-    /// Failed attempts to connect to the proxy.
     pub(crate) connect_failed: Counter,
-    /// Open CONNECT streams, including streams that wait for the answer.
     pub(crate) streams: Gauge,
-    /// CONNECT requests.
     pub(crate) requests: Counter,
-    /// Payload bytes received from the proxy.
     pub(crate) received: Counter,
-    /// Payload bytes sent to the proxy.
     pub(crate) sent: Counter,
-    /// Repairs of the interface after changes by other programs.
     pub(crate) interface_repairs: Counter,
-    /// Failed repairs of the interface.
     pub(crate) interface_failures: Counter,
     clients: Gauge,
     accepted: Counter,

@@ -68,7 +68,6 @@ pub(crate) trait Reach: Send + Sync + 'static {
 /// Plain TCP to the address.
 pub(crate) struct PlainTcp(pub HostPort);
 
-/// Pool of connections to one proxy.
 pub(crate) struct ConnectionPool<R> {
     reach: R,
     limit: usize,
@@ -94,7 +93,6 @@ struct Link {
 
 /// A requested stream.
 pub(crate) struct Stream {
-    /// The proxy's answer.
     pub answer: ResponseFuture,
     /// Sends bytes to the proxy.
     pub send: SendStream<Chunk>,
@@ -115,7 +113,6 @@ pub(crate) enum PoolError {
         "cannot connect to the proxy: {0}; check --proxy, and that this node reaches that address"
     )]
     Unreachable(String),
-    /// Every open connection already has as many streams as the proxy allows.
     #[error(
         "every connection carries as many streams as the proxy allows: raise --connections, or the \
          proxy's limit of concurrent streams"
@@ -159,7 +156,6 @@ impl<R: Reach> ConnectionPool<R> {
         })
     }
 
-    /// Returns the threads that drive the connections.
     pub(crate) fn shards(&self) -> &Shards {
         &self.shards
     }

@@ -54,7 +54,6 @@ const TLS_HANDSHAKE: u8 = 22;
 const NOT_FOUND: &[u8] =
     b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\nconnection: close\r\n\r\n";
 
-/// The listener of CONNECT requests.
 pub(crate) struct ConnectListener {
     /// State shared with the other listeners.
     pub front: Arc<Front>,
@@ -62,7 +61,6 @@ pub(crate) struct ConnectListener {
     pub tls: Option<TlsAcceptor>,
     /// Refuses plain-text clients.
     pub require_tls: bool,
-    /// Networks of permitted clients.
     pub allowed: AllowedNetworks,
 }
 

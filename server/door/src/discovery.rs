@@ -34,7 +34,6 @@ const COLLECT: Duration = Duration::from_millis(20);
 /// Label of an EndpointSlice with the name of its Service.
 const SERVICE_LABEL: &str = "kubernetes.io/service-name";
 
-/// Watches one cluster.
 pub(crate) struct Discovery {
     client: Client,
     cluster: Cluster,

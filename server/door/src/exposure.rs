@@ -19,25 +19,19 @@ use super::routes::{Routes, UpstreamKey};
 /// The relevant part of a Service.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Service {
-    /// Namespace of the Service.
     pub namespace: String,
-    /// Name within the namespace.
     pub name: String,
     /// UID; decides between Services created in the same second.
     pub uid: String,
     /// Time of creation, in seconds since 1970.
     pub created: i64,
-    /// True if the type is `NodePort`.
     pub is_node_port: bool,
-    /// True if the Service has a cluster IP.
     pub has_cluster_ip: bool,
     /// Annotations; only those of [`annotations`](super::annotations) are needed.
     pub annotations: BTreeMap<String, String>,
-    /// Ports of the Service.
     pub ports: Vec<ServicePort>,
 }
 
-/// A port of a Service.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct ServicePort {
     /// Name; may be empty in a Service with one port.

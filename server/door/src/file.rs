@@ -50,7 +50,6 @@ const FORM: &str = "the file has upstreams, each with a name and with lists: end
 #[error("{}", .0.join("\n"))]
 pub struct FileError(pub Vec<String>);
 
-/// Follows a file.
 pub(crate) struct Follower {
     file: FileFollower,
     /// Result of the last read.

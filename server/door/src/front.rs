@@ -35,15 +35,12 @@ const NO_HELLO: &str = "no ClientHello";
 
 /// The shared state of all connections.
 pub(crate) struct Front {
-    /// Routes in force.
     pub table: Arc<Table>,
     /// Timeouts and keepalive.
     pub limits: Limits,
-    /// The proxy's metrics.
     pub metrics: Arc<ProxyMetrics>,
     /// Threads for connections.
     pub shards: Shards,
-    /// Tasks of all connections.
     pub tasks: TaskTracker,
     /// Token to end all connections at once.
     pub cut: CancellationToken,

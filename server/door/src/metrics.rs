@@ -84,17 +84,11 @@ pub struct ProxyMetrics {
     pub(crate) synced: AtomicBool,
     /// State of the source of the routes.
     pub(crate) source: Mutex<SourceState>,
-    /// Applied changes of routes.
     pub(crate) applied: Counter,
-    /// Rejected sets of routes.
     pub(crate) rejected: Counter,
-    /// Services not exposed as requested.
     pub(crate) problems: Gauge,
-    /// Node ports that could not be opened.
     pub(crate) closed_ports: Gauge,
-    /// 1 while this replica updates the load balancer's ports.
     pub(crate) leader: Gauge,
-    /// Writes of the load balancer's Service.
     pub(crate) balancer_updates: Counter,
     pub(crate) balancer_failures: Family<Step, Counter>,
     /// Totals over all CONNECT requests.
@@ -116,13 +110,9 @@ pub(crate) enum SourceState {
 
 /// Counters over all CONNECT requests.
 pub(crate) struct HttpStats {
-    /// Open connections of clients.
     pub active: Gauge,
-    /// Requests with any method.
     pub requests: Counter,
-    /// Bytes received from clients inside CONNECT streams.
     pub received: Counter,
-    /// Bytes sent to clients inside CONNECT streams.
     pub sent: Counter,
 }
 
@@ -228,7 +218,6 @@ impl ProxyMetrics {
         }))
     }
 
-    /// Counts a refusal; the caller logs the cause.
     pub(crate) fn refused(&self, entrance: Entrance, reason: Refusal) {
         self.refused.get((entrance, reason)).increment(1);
     }
@@ -247,12 +236,10 @@ impl ProxyMetrics {
         }
     }
 
-    /// Returns true if all routes are known.
     pub(crate) fn is_synced(&self) -> bool {
         self.synced.load(Ordering::Relaxed)
     }
 
-    /// Returns the registry.
     pub(crate) fn registry(&self) -> &Arc<Registry> {
         &self.registry
     }

@@ -19,7 +19,6 @@ use super::front::Front;
 /// Pause before another attempt to open a port; its previous owner may be about to close it.
 const RETRY: Duration = Duration::from_secs(5);
 
-/// The open node ports.
 pub(crate) struct NodePorts {
     front: Arc<Front>,
     host: String,

@@ -101,7 +101,6 @@ struct Pipe {
     bytes: usize,
 }
 
-/// Number of large pipes.
 static LARGE: AtomicUsize = AtomicUsize::new(0);
 
 /// The socket that failed. The system's error text would not help the operator.
@@ -118,7 +117,6 @@ enum Stop {
     Much,
 }
 
-/// Result of a relay.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Ended {
     /// Reason of the close; `None` if the connection continues, see [`Relay::stops_at_bulk`].

@@ -21,19 +21,15 @@ pub struct Table {
     limit: u64,
 }
 
-/// A snapshot of the routes.
 #[derive(Debug, Default)]
 struct Current {
     routes: Routes,
     upstreams: BTreeMap<UpstreamKey, Arc<Upstream>>,
 }
 
-/// Summary of a change.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Change {
-    /// Number of new upstreams.
     pub added: usize,
-    /// Number of removed upstreams.
     pub removed: usize,
     /// Number of upstreams with different endpoints.
     pub moved: usize,
@@ -112,7 +108,6 @@ impl Table {
         current.upstreams.get(key).cloned()
     }
 
-    /// Returns the upstream for a node port.
     pub(crate) fn by_node_port(&self, port: u16) -> Option<Arc<Upstream>> {
         let current = self.current.read();
         let key = current.routes.node_ports.get(&port)?;

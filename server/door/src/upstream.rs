@@ -31,7 +31,6 @@ const ATTEMPTS: usize = 3;
 pub(crate) struct Upstream {
     /// Name in metrics and logs.
     pub key: UpstreamKey,
-    /// Counters.
     pub stats: Stats,
     endpoints: RwLock<Arc<[SocketAddr]>>,
     /// Number of connects so far; decides the first endpoint of the next connect.
@@ -65,11 +64,9 @@ pub(crate) struct Stats {
 /// An open connection to an endpoint; counted until dropped.
 #[derive(Debug)]
 pub(crate) struct Connected {
-    /// Socket of the connection.
     pub stream: TcpStream,
     /// Number of the client's first bytes already sent.
     pub sent: usize,
-    /// Upstream of the endpoint.
     pub upstream: Arc<Upstream>,
     _open: Open,
 }
@@ -81,16 +78,12 @@ struct Open(Arc<Upstream>);
 /// Reason why a connection to an endpoint failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum ConnectError {
-    /// The limit of open connections is reached.
     #[error("the upstream has as many connections as --max-connections allows")]
     Overflow,
-    /// The upstream has no endpoint.
     #[error("the upstream has no ready endpoint")]
     NoEndpoint,
-    /// No endpoint accepted the connection.
     #[error("no endpoint accepted the connection")]
     Refused,
-    /// The last endpoint did not answer in time.
     #[error("the endpoint did not answer within {CONNECT_TIMEOUT:?}")]
     TimedOut,
 }
@@ -167,7 +160,6 @@ impl Upstream {
         (before < self.limit).then_some(open)
     }
 
-    /// Returns the number of endpoints.
     pub(crate) fn endpoint_count(&self) -> usize {
         self.endpoints.read().len()
     }

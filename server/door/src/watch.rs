@@ -18,7 +18,6 @@ const LOOKS: u32 = 3;
 /// One side of a connection.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Side<'a> {
-    /// Socket of this side.
     pub socket: &'a TcpStream,
     /// Keepalive for the peer. A socket without inherited keepalive options receives the options at the first
     /// check, long before the first probe is due. Most connections end before the first check.

@@ -73,27 +73,21 @@ pub(super) enum Incoming<'a> {
     Link(LinkHead<'a>),
     /// An address that exists or was just removed.
     Address {
-        /// Index of the interface.
         index: u32,
-        /// The address.
         address: Address,
     },
     /// End of an answer: 0 for success, or an error number.
     Outcome(i32),
-    /// Any other message.
     Other,
 }
 
 /// An interface without its addresses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct LinkHead<'a> {
-    /// Index of the interface.
     pub index: u32,
-    /// Name of the interface.
     pub name: &'a str,
     /// Kind of the interface, as the kernel names it; `None` for a hardware device.
     pub kind: Option<&'a str>,
-    /// True if the interface is up.
     pub is_up: bool,
 }
 
@@ -104,7 +98,6 @@ pub(super) struct Message<'a> {
     pub number: u32,
     /// Set when the listed objects changed during the listing; the request must then be repeated.
     pub is_interrupted: bool,
-    /// Content of the message.
     pub incoming: Incoming<'a>,
 }
 

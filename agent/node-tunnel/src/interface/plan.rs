@@ -8,7 +8,6 @@ use super::Interface;
 /// An address of an interface.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Address {
-    /// The IP address.
     pub ip: IpAddr,
     /// Length of the network prefix, in bits.
     pub prefix: u8,
@@ -21,7 +20,6 @@ pub(super) struct Link {
     pub index: u32,
     /// Kind of the interface, as the kernel names it; `None` for a hardware device.
     pub kind: Option<String>,
-    /// True if the interface is up.
     pub is_up: bool,
     /// All addresses of the interface, IPv4 and IPv6.
     pub addresses: Vec<Address>,
@@ -36,7 +34,6 @@ pub(crate) enum Step {
     SetUp,
     /// Remove an unwanted address.
     Remove(Address),
-    /// Add an address.
     Add(Address),
 }
 

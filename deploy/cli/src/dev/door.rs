@@ -39,9 +39,7 @@ const MAX_CONNECTIONS: u64 = 1024;
 pub(super) struct Endpoints {
     /// HTTP over TLS, in place of an API server.
     pub https: SocketAddr,
-    /// Plain HTTP.
     pub http: SocketAddr,
-    /// The raw service.
     pub raw: SocketAddr,
     /// The servers' listeners for agents.
     pub agents: Vec<SocketAddr>,
@@ -49,7 +47,6 @@ pub(super) struct Endpoints {
 
 /// A running nodeport-proxy, and a node tunnel to the proxy.
 pub(super) struct Door {
-    /// The routes file.
     pub routes: PathBuf,
     /// Listener for TLS by server name.
     pub sni: SocketAddr,

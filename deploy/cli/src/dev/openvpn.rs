@@ -37,7 +37,6 @@ pub(super) const CLIENT: &str = "user-cluster-client";
 /// Name of the stock client.
 pub(super) const STOCK_CLIENT: &str = "stock-client";
 
-/// Network of the VPN.
 const NETWORK: Ipv4Net = Ipv4Net::new_assert(Ipv4Addr::new(10, 20, 0, 0), 24);
 
 /// Node network of the Culvert client: addresses of this machine.
@@ -63,7 +62,6 @@ pub(super) struct Files {
     clients: PathBuf,
 }
 
-/// The running OpenVPN clients.
 pub(super) struct OpenVpn {
     /// Culvert clients, one per server, in the order of the servers.
     pub clients: Vec<agent::Addresses>,

@@ -24,19 +24,16 @@ pub(super) struct Server {
     pub front_end: FrontEnd,
     /// Address of the front end, for display.
     pub front_end_address: String,
-    /// Listen addresses of the server.
     pub addresses: server::Addresses,
     /// The server's admin socket, for `culvert status`.
     pub admin_socket: PathBuf,
 }
 
-/// Description of a server to start.
 pub(super) struct Plan {
     title: &'static str,
     mode: server_config::Mode,
     /// File name of the front end's Unix socket; `None` means TCP.
     socket: Option<&'static str>,
-    /// File name of the admin socket.
     admin: &'static str,
 }
 

@@ -20,11 +20,8 @@ use super::openvpn::{Files, OpenVpn};
 use super::server::{PLANS, Server};
 use super::settings::agent_settings;
 
-/// An agent of the tunnel.
 pub(super) struct Agent {
-    /// The agent's way to the servers.
     pub way: Way,
-    /// Listen addresses of the agent.
     pub addresses: agent::Addresses,
 }
 
@@ -39,9 +36,7 @@ pub(super) enum Way {
 
 /// All running parts.
 pub(super) struct Tunnel {
-    /// The certificates.
     pub pki: Pki,
-    /// The services behind the agents.
     pub services: Services,
     /// The servers, one for each kind of front end.
     pub servers: Vec<Server>,

@@ -25,7 +25,6 @@ const NODE: &str = "node tunnel to door";
 /// to one of two agents at random, so the check fails wrongly once in 2^64 runs.
 const CHANCES: u32 = 64;
 
-/// Runs every check of the front door.
 pub(super) async fn all(tunnel: &Tunnel) -> bool {
     let mut passed = row(BY_NAME, "HTTPS GET", https(tunnel)).await;
     passed &= row(BY_NAME, "agent connected", agent_connected(tunnel)).await;

@@ -13,7 +13,6 @@ use crate::dev::openvpn::{CLIENT, OpenVpn, STOCK_CLIENT};
 use crate::dev::server::Server;
 use crate::dev::tunnel::Tunnel;
 
-/// Runs every check of OpenVPN.
 pub(super) async fn all(tunnel: &Tunnel, openvpn: &OpenVpn) -> bool {
     let services = &tunnel.services;
     let mut passed = true;

@@ -57,13 +57,11 @@ ip link set lo up && ip address add $0/32 dev lo || exit 1
 ip tuntap add dev probe mode tun && ip tuntap del dev probe mode tun || exit 1
 echo && read -r _ && exec openvpn --config \"$1\" >&2";
 
-/// A running stock client.
 pub(crate) struct Stock {
     /// The HTTP service's address, as dialed by a server through this client.
     pub http: SocketAddr,
     /// The raw service's address, as dialed by a server through this client.
     pub raw: SocketAddr,
-    /// Log file of the program.
     pub log: PathBuf,
     child: Child,
 }
