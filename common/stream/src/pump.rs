@@ -68,15 +68,14 @@ struct Direction {
     chunks: AtomicU64,
 }
 
-impl Direction {
-    /// Resolves once nothing has moved for `bound`.
-    async fn idle(&self, bound: Duration) {
-        loop {
-            let chunks = self.chunks.load(Ordering::Relaxed);
-            sleep(bound).await;
-            if self.chunks.load(Ordering::Relaxed) == chunks {
-                return;
-            }
+/// Returns once `counter` has not changed for at least `bound`. The check runs once per `bound`, so the
+/// function returns at most twice `bound` after the last change.
+pub async fn idle(counter: &AtomicU64, bound: Duration) {
+    loop {
+        let before = counter.load(Ordering::Relaxed);
+        sleep(bound).await;
+        if counter.load(Ordering::Relaxed) == before {
+            return;
         }
     }
 }
@@ -97,7 +96,7 @@ async fn one_way(
                 // reading everything.
                 tokio::select! {
                     () = other.done.notified() => {}
-                    () = other.idle(CLOSE_STALL) => {}
+                    () = idle(&other.chunks, CLOSE_STALL) => {}
                 }
                 return Err(reason);
             }
@@ -117,7 +116,7 @@ async fn one_way(
         biased;
         () = other.done.notified() => Ok(()),
         reason = source.aborted() => Err(reason),
-        () = other.idle(half_open) => Err(CloseReason::HalfOpenIdle),
+        () = idle(&other.chunks, half_open) => Err(CloseReason::HalfOpenIdle),
     }
 }
 

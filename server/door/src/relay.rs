@@ -14,6 +14,7 @@ use std::time::Duration;
 
 use culvert_host::net::pacing::disable_bbr_on_loopback;
 use culvert_host::net::silence::is_over;
+use culvert_stream::pump::idle;
 use culvert_stream::{CLOSE_STALL, CloseReason, HALF_OPEN_IDLE};
 use futures_util::FutureExt as _;
 use rustix::pipe::{PipeFlags, SpliceFlags, fcntl_setpipe_size, pipe_with, splice};
@@ -22,7 +23,7 @@ use tokio::io::Interest;
 use tokio::net::TcpStream;
 use tokio::sync::Notify;
 use tokio::task::{coop::consume_budget, yield_now};
-use tokio::time::{Instant, sleep, sleep_until, timeout};
+use tokio::time::{Instant, sleep_until, timeout};
 
 use super::socket::read_once;
 use super::watch::{Side, watch};
@@ -193,18 +194,6 @@ impl<'a> Relay<'a> {
                 Ok(read) if read > 0 => {}
                 _ => return,
             }
-        }
-    }
-}
-
-/// Returns once `counter` has not changed for at least `bound`. The check runs once per `bound`, so the
-/// function returns at most twice `bound` after the last change.
-async fn idle(counter: &AtomicU64, bound: Duration) {
-    loop {
-        let before = counter.load(Ordering::Relaxed);
-        sleep(bound).await;
-        if counter.load(Ordering::Relaxed) == before {
-            return;
         }
     }
 }
