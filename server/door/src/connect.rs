@@ -69,7 +69,7 @@ impl ConnectListener {
     pub(crate) async fn serve(self: Arc<Self>, stream: TcpStream, peer: SocketAddr) {
         let metrics = &self.front.metrics;
         let _open = metrics.open(Entrance::Tunneling);
-        let _active = GaugeGuard::new(&metrics.http.active);
+        let _active = GaugeGuard::new(&metrics.http_active);
         if !self.allowed.contains(peer.ip()) {
             return self.refuse(
                 Refusal::Address,
@@ -164,7 +164,7 @@ impl ConnectListener {
             Ok(Ok(target)) => target,
             Ok(Err(RequestError::Io(_))) => return,
             Ok(Err(RequestError::Bad(error))) => {
-                metrics.http.requests.increment(1);
+                metrics.http_requests.increment(1);
                 self.refuse(Refusal::Garbage, peer, &error.to_string());
                 let answer = match error {
                     ConnectError::Method => NOT_FOUND,
@@ -175,7 +175,7 @@ impl ConnectListener {
             Err(_) => return self.refuse(Refusal::Timeout, peer, "no complete request in time"),
         };
         if split_host_port(&target).is_err() {
-            metrics.http.requests.increment(1);
+            metrics.http_requests.increment(1);
             self.refuse(Refusal::Garbage, peer, "the target is not host:port");
             let answer = ConnectError::Malformed.response();
             return respond_and_close(read, write, answer).await;
@@ -209,7 +209,7 @@ impl ConnectListener {
     /// Connects to an endpoint for a request. On failure, returns the status code of the response.
     async fn connect(&self, authority: &str, peer: SocketAddr) -> Result<Connected, StatusCode> {
         let front = &self.front;
-        front.metrics.http.requests.increment(1);
+        front.metrics.http_requests.increment(1);
         let Some(upstream) = front.table.by_authority(authority) else {
             self.refuse(
                 Refusal::Unknown,

@@ -91,8 +91,11 @@ pub struct ProxyMetrics {
     pub(crate) leader: Gauge,
     pub(crate) balancer_updates: Counter,
     pub(crate) balancer_failures: Family<Step, Counter>,
-    /// Totals over all CONNECT requests.
-    pub(crate) http: HttpStats,
+    /// Totals over all clients that send CONNECT requests.
+    pub(crate) http_active: Gauge,
+    pub(crate) http_requests: Counter,
+    http_received: Counter,
+    http_sent: Counter,
     /// Set while the proxy drains.
     pub(crate) draining: AtomicBool,
 }
@@ -106,14 +109,6 @@ pub(crate) enum SourceState {
     Unreadable,
     /// The contents of the source cannot be used.
     Rejected,
-}
-
-/// Counters over all CONNECT requests.
-pub(crate) struct HttpStats {
-    pub active: Gauge,
-    pub requests: Counter,
-    pub received: Counter,
-    pub sent: Counter,
 }
 
 /// Adds the bytes of one direction of a CONNECT stream to the totals of its upstream, of all CONNECT streams,
@@ -144,6 +139,7 @@ impl ProxyMetrics {
         register_build_info(&registry, "nodeport-proxy", env!("CARGO_PKG_VERSION"));
         let gauge = |name, help| registry.gauge(name, &[], help);
         let counter = |name, help| registry.counter(name, &[], help);
+        let http = |name, help| registry.counter(name, &HTTP, help);
         Ok(Arc::new(Self {
             started: Instant::now(),
             refused: Family::new(
@@ -205,7 +201,20 @@ impl ProxyMetrics {
                 "Requests about the load balancer's Service and its lease that failed; the log says why.",
             )
             .at_zero(Step::all()),
-            http: HttpStats::new(&registry),
+            http_active: registry.gauge(
+                "envoy_http_downstream_cx_active",
+                &HTTP,
+                "Open connections of clients that send CONNECT requests.",
+            ),
+            http_requests: http("envoy_http_downstream_rq_total", "Requests."),
+            http_received: http(
+                "envoy_http_downstream_cx_rx_bytes_total",
+                "Bytes of tunnels received from clients.",
+            ),
+            http_sent: http(
+                "envoy_http_downstream_cx_tx_bytes_total",
+                "Bytes of tunnels sent to clients.",
+            ),
             live: gauge("envoy_server_live", "0 while the proxy drains."),
             uptime: gauge("envoy_server_uptime", "Seconds since the start."),
             memory: [
@@ -262,29 +271,6 @@ impl ProxyMetrics {
     }
 }
 
-impl HttpStats {
-    fn new(registry: &Registry) -> Self {
-        Self {
-            active: registry.gauge(
-                "envoy_http_downstream_cx_active",
-                &HTTP,
-                "Open connections of clients that send CONNECT requests.",
-            ),
-            requests: registry.counter("envoy_http_downstream_rq_total", &HTTP, "Requests."),
-            received: registry.counter(
-                "envoy_http_downstream_cx_rx_bytes_total",
-                &HTTP,
-                "Bytes of tunnels received from clients.",
-            ),
-            sent: registry.counter(
-                "envoy_http_downstream_cx_tx_bytes_total",
-                &HTTP,
-                "Bytes of tunnels sent to clients.",
-            ),
-        }
-    }
-}
-
 /// Returns the resident memory of the process in bytes; 0 if `/proc` is not available.
 fn resident_bytes() -> u64 {
     let pages = std::fs::read_to_string("/proc/self/statm").unwrap_or_default();
@@ -329,10 +315,10 @@ impl Tally {
 
 impl CounterFn for Tally {
     fn increment(&self, bytes: u64) {
-        let (stats, http) = (&self.upstream.stats, &self.metrics.http);
+        let (stats, metrics) = (&self.upstream.stats, &self.metrics);
         let (upstream, whole) = match self.upward {
-            true => (&stats.sent, &http.received),
-            false => (&stats.received, &http.sent),
+            true => (&stats.sent, &metrics.http_received),
+            false => (&stats.received, &metrics.http_sent),
         };
         self.moved.fetch_add(bytes, Ordering::Relaxed);
         upstream.fetch_add(bytes, Ordering::Relaxed);

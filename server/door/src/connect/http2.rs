@@ -153,7 +153,7 @@ impl ConnectListener {
             match (method, authority.as_deref()) {
                 (Method::CONNECT, Some(authority)) => self.connect(authority, peer).await,
                 _ => {
-                    metrics.http.requests.increment(1);
+                    metrics.http_requests.increment(1);
                     self.refuse(Refusal::Garbage, peer, "not a CONNECT request");
                     Err(StatusCode::NOT_FOUND)
                 }
