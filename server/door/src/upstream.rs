@@ -119,10 +119,12 @@ impl Upstream {
     /// # Errors
     /// Fails if no endpoint accepts in time.
     pub(crate) async fn connect(self: &Arc<Self>, first: &[u8]) -> Result<Connected, ConnectError> {
-        let place = self.enter().ok_or_else(|| {
+        let before = self.stats.active.fetch_add(1, Ordering::Relaxed);
+        let place = Open(self.clone());
+        if before >= self.limit {
             self.stats.overflowed.fetch_add(1, Ordering::Relaxed);
-            ConnectError::Overflow
-        })?;
+            return Err(ConnectError::Overflow);
+        }
         let endpoints = self.endpoints.read().clone();
         let turn = self.turn.fetch_add(1, Ordering::Relaxed);
         let mut failed = ConnectError::NoEndpoint;
@@ -152,12 +154,6 @@ impl Upstream {
             }
         }
         Err(failed)
-    }
-
-    fn enter(self: &Arc<Self>) -> Option<Open> {
-        let before = self.stats.active.fetch_add(1, Ordering::Relaxed);
-        let open = Open(self.clone());
-        (before < self.limit).then_some(open)
     }
 
     pub(crate) fn endpoint_count(&self) -> usize {

@@ -116,7 +116,11 @@ impl ConnectListener {
                     shared.opened.fetch_add(1, Ordering::Relaxed);
                     if shared.is_flood() {
                         self.refuse(Refusal::Flood, peer, "most streams are reset at once");
-                        return end(taker).await;
+                        taker.refuse();
+                        let ended = async { while matches!(taker.next().await, Ok(Some(_))) {} };
+                        // A client that does not read never receives the refusal.
+                        let _ = timeout(LINGER, ended).await;
+                        return;
                     }
                     let (listener, shared) = (self.clone(), shared.clone());
                     self.front.tasks.spawn(async move {
@@ -193,14 +197,6 @@ impl ConnectListener {
         counted.end(reason);
         sink.end(reason, &self.front.tasks);
     }
-}
-
-/// Ends a connection whose client floods it with premature streams.
-async fn end<S: AsyncRead + AsyncWrite + Unpin>(mut taker: Taker<S>) {
-    taker.refuse();
-    let ended = async { while matches!(taker.next().await, Ok(Some(_))) {} };
-    // A client that does not read never receives the refusal.
-    let _ = timeout(LINGER, ended).await;
 }
 
 fn answer(status: StatusCode) -> Response<()> {
