@@ -60,11 +60,7 @@ impl Config {
     /// # Errors
     /// Returns [`Exit`] for a help request (code 0) or an invalid command line (code 1). The text for an
     /// invalid command line lists every problem.
-    pub fn from_args<I, A>(args: I) -> Result<Self, Exit>
-    where
-        I: IntoIterator<Item = A>,
-        A: Into<OsString>,
-    {
+    pub fn from_args(args: impl IntoIterator<Item: Into<OsString>>) -> Result<Self, Exit> {
         Flags::read(args.into_iter().map(Into::into))
     }
 

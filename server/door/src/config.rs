@@ -147,11 +147,7 @@ impl Config {
     /// # Errors
     /// Returns [`Exit`] if there is nothing to run: the user requested help (code 0), or the command line has
     /// mistakes (code 1), which are all listed.
-    pub fn from_args<I, A>(args: I) -> Result<Self, Exit>
-    where
-        I: IntoIterator<Item = A>,
-        A: Into<OsString>,
-    {
+    pub fn from_args(args: impl IntoIterator<Item: Into<OsString>>) -> Result<Self, Exit> {
         Flags::read(args.into_iter().map(Into::into))
     }
 
