@@ -12,6 +12,7 @@ use culvert_door::config as door_config;
 use culvert_host::flags::HostPort;
 use culvert_host::telemetry::logging::LogConfig;
 use culvert_kit::pki::{CLUSTER_NAME, KONNECTIVITY_NAME};
+use culvert_kit::services::Services;
 use culvert_node_tunnel::app as node;
 use culvert_node_tunnel::config as node_config;
 use http::uri::Authority;
@@ -35,16 +36,6 @@ const DRAIN_TIMEOUT: Duration = Duration::from_secs(5);
 /// Connection limit of one Service port: the default of the nodeport-proxy.
 const MAX_CONNECTIONS: u64 = 1024;
 
-/// Endpoints behind the front door.
-pub(super) struct Endpoints {
-    /// HTTP over TLS, in place of an API server.
-    pub https: SocketAddr,
-    pub http: SocketAddr,
-    pub raw: SocketAddr,
-    /// The servers' listeners for agents.
-    pub agents: Vec<SocketAddr>,
-}
-
 /// A running nodeport-proxy, and a node tunnel to the proxy.
 pub(super) struct Door {
     pub routes: PathBuf,
@@ -61,15 +52,18 @@ pub(super) struct Door {
 }
 
 impl Door {
-    /// Starts the nodeport-proxy and the node tunnel; writes the routes file into `folder`.
+    /// Starts the nodeport-proxy and the node tunnel; writes the routes file into `folder`. `https` is the
+    /// service in place of an API server, `agents` are the servers' listeners for agents.
     pub(super) async fn start(
         folder: &Path,
-        endpoints: &Endpoints,
+        services: &Services,
+        https: SocketAddr,
+        agents: &[SocketAddr],
         tasks: &TaskTracker,
         shutdown: &CancellationToken,
     ) -> anyhow::Result<Self> {
         let routes = folder.join("door.yaml");
-        std::fs::write(&routes, endpoints.routes())
+        std::fs::write(&routes, routes_of(services, https, agents))
             .with_context(|| format!("cannot write {}", routes.display()))?;
         let bound = door::Bound::bind(door_settings(&routes)).await?;
         let door::Addresses {
@@ -108,19 +102,13 @@ impl Door {
     }
 }
 
-impl Endpoints {
-    /// Returns the content of the routes file, with the names of a user cluster's Services.
-    fn routes(&self) -> String {
-        let Self {
-            https,
-            http,
-            raw,
-            agents,
-        } = self;
-        let agents: Vec<String> = agents.iter().map(ToString::to_string).collect();
-        let agents = agents.join(", ");
-        format!(
-            r#"# Changes take effect while the proxy runs.
+/// Returns the content of the routes file, with the names of a user cluster's Services.
+fn routes_of(services: &Services, https: SocketAddr, agents: &[SocketAddr]) -> String {
+    let (http, raw) = (services.http, services.raw);
+    let agents: Vec<String> = agents.iter().map(ToString::to_string).collect();
+    let agents = agents.join(", ");
+    format!(
+        r#"# Changes take effect while the proxy runs.
 upstreams:
   - name: cluster-dev/apiserver-external-secure
     endpoints: [{https}]
@@ -137,8 +125,7 @@ upstreams:
     endpoints: [{raw}]
     authorities: ["{RAW}"]
 "#
-        )
-    }
+    )
 }
 
 fn door_settings(routes: &Path) -> door_config::Config {

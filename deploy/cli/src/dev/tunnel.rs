@@ -15,7 +15,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use super::balancer;
-use super::door::{Door, Endpoints};
+use super::door::Door;
 use super::openvpn::{Files, OpenVpn};
 use super::server::{PLANS, Server};
 use super::settings::agent_settings;
@@ -71,13 +71,8 @@ impl Tunnel {
             .iter()
             .map(|server| server.addresses.agent)
             .collect();
-        let endpoints = Endpoints {
-            https: start_https(&services, &pki).await?,
-            http: services.http,
-            raw: services.raw,
-            agents: backends.clone(),
-        };
-        let door = Door::start(folder, &endpoints, &tasks, &shutdown).await?;
+        let https = start_https(&services, &pki).await?;
+        let door = Door::start(folder, &services, https, &backends, &tasks, &shutdown).await?;
         let listener = TcpListener::bind("127.0.0.1:0").await?;
         let ways = [Way::Balancer(listener.local_addr()?), Way::Door(door.sni)];
         tasks.spawn(balancer::serve(
