@@ -21,7 +21,7 @@ use tracing::{info, warn};
 
 use super::client::ClientHandler;
 use super::config::Config;
-use super::interface::{Health, Keeper};
+use super::interface::Keeper;
 use super::metrics::TunnelMetrics;
 use super::pool::{ConnectionPool, PlainTcp};
 
@@ -107,8 +107,8 @@ impl Bound {
         let _ends = [&cut, &stop].map(|token| token.clone().drop_guard());
         let pool = ConnectionPool::new(PlainTcp(proxy), connections, self.shards, metrics.clone());
         upkeep.spawn(pool.clone().run(stop.clone()));
-        let health = self.keeper.as_ref().map(Keeper::health);
-        let pages = pages(&pool, health, &registry, &shutdown);
+        let interface = self.keeper.as_ref().map(Keeper::check);
+        let pages = pages(&pool, interface, &registry, &shutdown);
         upkeep.spawn(admin::serve(self.stats, pages, stop.clone()));
         upkeep.spawn({
             let stop = stop.clone();
@@ -164,7 +164,7 @@ impl Bound {
 
 fn pages(
     pool: &Arc<ConnectionPool<PlainTcp>>,
-    health: Option<Health>,
+    interface: Option<Check>,
     registry: &Arc<Registry>,
     shutdown: &CancellationToken,
 ) -> admin::Routes {
@@ -174,14 +174,11 @@ fn pages(
         (false, false) => Err("no connection to the proxy".to_owned()),
         (false, true) => Ok(()),
     };
-    let mut checks = vec![Check {
+    let connected = Check {
         name: "proxy-connected",
         run: Box::new(ready),
-    }];
-    checks.extend(health.map(|health| Check {
-        name: "interface",
-        run: Box::new(move || health.check()),
-    }));
+    };
+    let checks = [connected].into_iter().chain(interface).collect();
     admin::Routes::new()
         .with_healthz()
         .with_agent_readyz(checks)

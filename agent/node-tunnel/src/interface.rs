@@ -22,6 +22,7 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use culvert_host::admin::Check;
 use culvert_host::telemetry::log_once::LogOnce;
 use parking_lot::Mutex;
 use rustix::io::Errno;
@@ -115,13 +116,10 @@ pub(crate) struct Keeper {
     wanted: Interface,
     monitor: Monitor,
     index: u32,
-    health: Health,
+    /// Errors of the checks since the interface was last in place.
+    failures: Arc<Mutex<LogOnce>>,
     metrics: Arc<TunnelMetrics>,
 }
-
-/// Result of the last check: the error, unless the interface was in place.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct Health(Arc<Mutex<LogOnce>>);
 
 // === impl Interface ===
 
@@ -239,13 +237,19 @@ impl Keeper {
             wanted,
             monitor,
             index,
-            health: Health::default(),
+            failures: Arc::default(),
             metrics,
         })
     }
 
-    pub(crate) fn health(&self) -> Health {
-        self.health.clone()
+    /// Returns the readiness check, which fails with the text of the last [`InterfaceError`].
+    pub(crate) fn check(&self) -> Check {
+        let failures = self.failures.clone();
+        let last = move || failures.lock().current().map(str::to_owned);
+        Check {
+            name: "interface",
+            run: Box::new(move || last().map_or(Ok(()), Err)),
+        }
     }
 
     /// Repairs the interface after every change, until the token fires. Leaves the interface in place at the
@@ -281,7 +285,7 @@ impl Keeper {
         match self.wanted.aside(Interface::repair).await {
             Ok(Kept { index, done }) => {
                 self.index = index;
-                if self.health.0.lock().has_recovered() {
+                if self.failures.lock().has_recovered() {
                     info!(interface, "the interface is in place again");
                 }
                 if done.is_empty() {
@@ -297,7 +301,7 @@ impl Keeper {
             Err(error) => {
                 self.metrics.interface_failures.increment(1);
                 let text = error.to_string();
-                let is_new = self.health.0.lock().is_new(&text);
+                let is_new = self.failures.lock().is_new(&text);
                 if is_new {
                     error!("{text}");
                 }
@@ -310,19 +314,6 @@ impl Keeper {
 /// Returns the next, longer pause after a problem.
 fn longer(pause: Duration) -> Duration {
     (pause * 2).clamp(FIRST_PAUSE, CHECK_INTERVAL)
-}
-
-// === impl Health ===
-
-impl Health {
-    /// Reports the result of the last check.
-    ///
-    /// # Errors
-    /// Returns the text of the last [`InterfaceError`].
-    pub(crate) fn check(&self) -> Result<(), String> {
-        let log = self.0.lock();
-        log.current().map_or(Ok(()), |error| Err(error.to_owned()))
-    }
 }
 
 #[cfg(test)]
