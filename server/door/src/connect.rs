@@ -100,10 +100,7 @@ impl ConnectListener {
         let socket = Arc::new(stream);
         let is_tls = first.starts_with(&[TLS_HANDSHAKE]);
         // A preface that arrives in pieces only needs more read calls.
-        let stream = match is_tls || first == *PRIOR_KNOWLEDGE {
-            true => Socket::framed(socket.clone()),
-            false => Socket::new(socket.clone()),
-        };
+        let stream = Socket::new(socket.clone(), is_tls || first == *PRIOR_KNOWLEDGE);
         match &self.tls {
             Some(tls) if is_tls => {
                 let accept = tls.accept(ReadAhead::new(stream));
@@ -248,8 +245,9 @@ impl ConnectListener {
         let moved = Arc::<AtomicU64>::default();
         let [up, down] = Tally::both(&upstream, &self.front.metrics, &moved);
         let lost = CloseReason::EndpointLost;
-        let mut source = ReadSource::new(Socket::new(&stream), Bytes::new(), lost).within(unread);
-        let mut sink = WriteSink::new(Socket::new(&stream), lost);
+        let mut source =
+            ReadSource::new(Socket::new(&stream, false), Bytes::new(), lost).within(unread);
+        let mut sink = WriteSink::new(Socket::new(&stream, false), lost);
         let endpoint = (&mut source, &mut sink);
         let limits = &self.front.limits;
         // Half-closed connections have the same idle limit as open connections, enforced by `watch` below.

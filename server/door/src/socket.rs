@@ -20,20 +20,10 @@ pub(crate) struct Socket<T> {
 }
 
 impl<T> Socket<T> {
-    /// Wraps a socket whose peer may send urgent data.
-    pub(crate) fn new(socket: T) -> Self {
-        Self {
-            socket,
-            is_framed: false,
-        }
-    }
-
-    /// Wraps a socket whose peer speaks TLS or HTTP/2; reads need fewer system calls, see [`read_once`].
-    pub(crate) fn framed(socket: T) -> Self {
-        Self {
-            socket,
-            is_framed: true,
-        }
+    /// Wraps a socket. With `is_framed`, the peer speaks TLS or HTTP/2, and reads need fewer system calls, see
+    /// [`read_once`].
+    pub(crate) fn new(socket: T, is_framed: bool) -> Self {
+        Self { socket, is_framed }
     }
 }
 
@@ -175,7 +165,7 @@ mod tests {
         far.write_all(b"abc").await.unwrap();
         SockRef::from(&far).send_out_of_band(b"!").unwrap();
         far.write_all(b"def").await.unwrap();
-        let (mut socket, mut received) = (Socket::new(&near), [0; 64]);
+        let (mut socket, mut received) = (Socket::new(&near, false), [0; 64]);
         let mut read = async || socket.read(&mut received).await.unwrap();
         // The first read stops at the urgent data.
         assert_eq!(read().await, 3);
