@@ -8,7 +8,8 @@
 use std::iter::from_fn;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
-use super::plan::Address;
+use super::Interface;
+use super::plan::{Address, Step};
 
 /// Length of a message's header, in bytes. Messages and attributes start at multiples of [`ALIGNMENT`].
 const HEADER: usize = 16;
@@ -54,16 +55,10 @@ pub(super) enum Request<'a> {
     Find(&'a str),
     /// Lists the addresses of all interfaces.
     Addresses,
-    /// Creates an interface with this name and this kind, already up.
-    Create(&'a str, &'a str),
-    /// Brings up the interface with this index.
-    SetUp(u32),
-    /// Adds an address to an interface. An IPv4 address gets host scope, as with network-interface-manager.
-    /// An IPv6 address can be bound at once, without duplicate address detection: a dummy interface has no
-    /// neighbors.
-    Add(u32, Address),
-    /// Removes an address from an interface.
-    Remove(u32, Address),
+    /// Makes one change to an interface with this index, which is ignored for [`Step::Create`]. An IPv4 address
+    /// gets host scope, as with network-interface-manager. An IPv6 address can be bound at once, without
+    /// duplicate address detection: a dummy interface has no neighbors.
+    Change(&'a Interface, u32, Step),
 }
 
 /// Relevant content of a message from the kernel.
@@ -113,20 +108,22 @@ impl Request<'_> {
                 (RTM_GETLINK, NLM_F_ACK, body)
             }
             Self::Addresses => (RTM_GETADDR, NLM_F_DUMP, vec![0; 8]),
-            Self::Create(name, kind) => {
+            Self::Change(interface, _, Step::Create) => {
                 let mut body = link(0, IFF_UP);
-                attribute(&mut body, IFLA_IFNAME, &text(name));
+                attribute(&mut body, IFLA_IFNAME, &text(&interface.name));
                 let mut info = Vec::new();
-                attribute(&mut info, IFLA_INFO_KIND, &text(kind));
+                attribute(&mut info, IFLA_INFO_KIND, &text(interface.kind));
                 attribute(&mut body, IFLA_LINKINFO, &info);
                 (RTM_NEWLINK, NLM_F_ACK | NLM_F_CREATE | NLM_F_EXCL, body)
             }
-            Self::SetUp(index) => (RTM_NEWLINK, NLM_F_ACK, link(index, IFF_UP)),
-            Self::Add(index, address) => {
+            Self::Change(_, index, Step::SetUp) => (RTM_NEWLINK, NLM_F_ACK, link(index, IFF_UP)),
+            Self::Change(_, index, Step::Add(address)) => {
                 let flags = NLM_F_ACK | NLM_F_CREATE | NLM_F_EXCL;
                 (RTM_NEWADDR, flags, address_body(index, address))
             }
-            Self::Remove(index, address) => (RTM_DELADDR, NLM_F_ACK, address_body(index, address)),
+            Self::Change(_, index, Step::Remove(address)) => {
+                (RTM_DELADDR, NLM_F_ACK, address_body(index, address))
+            }
         };
         // Interface names have at most 15 bytes, so every length fits its field.
         let length = (HEADER + body.len()) as u32;

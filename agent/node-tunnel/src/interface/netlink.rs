@@ -94,13 +94,7 @@ impl Netlink {
         index: u32,
         step: &Step,
     ) -> Result<(), Errno> {
-        let request = match *step {
-            Step::Create => Request::Create(&interface.name, interface.kind),
-            Step::SetUp => Request::SetUp(index),
-            Step::Remove(address) => Request::Remove(index, address),
-            Step::Add(address) => Request::Add(index, address),
-        };
-        self.ask(request, |_| {})
+        self.ask(Request::Change(interface, index, *step), |_| {})
     }
 
     /// Sends a request and passes each answer to `on_answer`, until the outcome.

@@ -23,6 +23,16 @@ fn message(kind: u16, flags: u16, body: &[u8]) -> Vec<u8> {
     bytes
 }
 
+/// Encodes the request for one step of a dummy interface with the index 7.
+fn step(name: &str, step: Step, number: u32) -> Vec<u8> {
+    let interface = Interface {
+        name: name.to_owned(),
+        kind: "dummy",
+        addresses: Vec::new(),
+    };
+    Request::Change(&interface, 7, step).encode(number)
+}
+
 fn one(datagram: &[u8]) -> Incoming<'_> {
     let messages: Vec<_> = decode(datagram).collect();
     assert_eq!(messages.len(), 1, "{messages:?}");
@@ -39,7 +49,7 @@ fn requests_match_iproute2_bytes() {
         8, 0, 2, 0, 100, 64, 30, 10, // IFA_LOCAL
         8, 0, 1, 0, 100, 64, 30, 10, // IFA_ADDRESS
     ];
-    assert_eq!(Request::Add(7, V4).encode(9), expected);
+    assert_eq!(step("d0", Step::Add(V4), 9), expected);
     // ip link add d0 up type dummy
     let expected = [
         56, 0, 0, 0, 16, 0, 0x05, 0x06, 9, 0, 0, 0, 0, 0, 0, 0, // header
@@ -47,7 +57,7 @@ fn requests_match_iproute2_bytes() {
         7, 0, 3, 0, b'd', b'0', 0, 0, // IFLA_IFNAME
         16, 0, 18, 0, 10, 0, 1, 0, b'd', b'u', b'm', b'm', b'y', 0, 0, 0, // IFLA_LINKINFO
     ];
-    assert_eq!(Request::Create("d0", "dummy").encode(9), expected);
+    assert_eq!(step("d0", Step::Create, 9), expected);
 }
 
 /// A request has the same layout as the answer about the same object, so requests can be decoded.
@@ -59,22 +69,22 @@ fn requests_decode_to_their_own_content() {
         kind,
         is_up: true,
     };
-    let bytes = Request::Create("envoyagent", "dummy").encode(1);
+    let bytes = step("envoyagent", Step::Create, 1);
     let link = head("envoyagent", Some("dummy"), 0);
     assert_eq!(one(&bytes), Incoming::Link(link));
     let v6 = Address::host("fd00::10".parse().unwrap());
     for address in [V4, v6] {
-        for request in [Request::Add(7, address), Request::Remove(7, address)] {
-            let bytes = request.encode(1);
+        for change in [Step::Add(address), Step::Remove(address)] {
+            let bytes = step("d0", change, 1);
             assert_eq!(
                 one(&bytes),
                 Incoming::Address { index: 7, address },
-                "{request:?}"
+                "{change}"
             );
         }
     }
     // No duplicate address detection, since the interface has no neighbors.
-    assert_eq!(Request::Add(7, v6).encode(1)[HEADER + 2], IFA_F_NODAD);
+    assert_eq!(step("d0", Step::Add(v6), 1)[HEADER + 2], IFA_F_NODAD);
 }
 
 #[test]
@@ -142,7 +152,7 @@ fn outcomes_and_interruptions_are_decoded() {
 
 #[test]
 fn truncated_messages_are_dropped() {
-    let bytes = Request::Add(7, V4).encode(1);
+    let bytes = step("d0", Step::Add(V4), 1);
     for length in 0..bytes.len() {
         assert_eq!(decode(&bytes[..length]).count(), 0, "{length}");
     }
