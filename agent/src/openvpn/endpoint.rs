@@ -9,7 +9,6 @@ use bytes::Bytes;
 use culvert_host::net::dial;
 use culvert_host::telemetry::metrics::GaugeGuard;
 use culvert_openvpn::flows::{Closed, Refusal, Unreachable};
-use culvert_openvpn_io::flow::halves;
 use culvert_openvpn_io::stream::{Broken, Incoming, Stream};
 use culvert_stream::connection::run_connection;
 use culvert_stream::io::{ReadSource, WriteSink, linger_close};
@@ -112,7 +111,7 @@ async fn carry(
     let (read, write) = socket.into_split();
     let mut source = ReadSource::new(read, Bytes::new(), CloseReason::EndpointLost);
     let mut sink = WriteSink::new(write, CloseReason::EndpointLost);
-    let (mut tunnel_source, mut tunnel_sink) = halves(stream, reason);
+    let (mut tunnel_source, mut tunnel_sink) = stream.halves(reason);
     let cut = pin!(agent.server_lost(ended));
     let ended = run_connection(
         (&mut tunnel_source, &mut tunnel_sink),

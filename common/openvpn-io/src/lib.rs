@@ -15,7 +15,6 @@ pub mod clock;
 pub mod config_file;
 pub mod datagrams;
 pub mod files;
-pub mod flow;
 pub mod link;
 mod mailbox;
 pub mod metrics;

@@ -4,7 +4,6 @@
 //! window. The handle therefore stalls only its own flow.
 
 use std::collections::VecDeque;
-use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::task::{Context, Poll, Waker};
@@ -46,21 +45,6 @@ pub enum Broken {
 impl Broken {
     /// Both sides have closed the flow.
     pub(super) const FINISHED: Self = Self::Flow(Closed::Finished);
-}
-
-impl From<Broken> for io::Error {
-    fn from(broken: Broken) -> Self {
-        let kind = match broken {
-            Broken::Flow(Closed::Refused) => io::ErrorKind::ConnectionRefused,
-            Broken::Flow(Closed::Unreachable(_)) => io::ErrorKind::HostUnreachable,
-            Broken::Flow(Closed::ConnectTimedOut(_) | Closed::TimedOut(_)) => {
-                io::ErrorKind::TimedOut
-            }
-            Broken::Flow(Closed::Reset) => io::ErrorKind::ConnectionReset,
-            _ => io::ErrorKind::ConnectionAborted,
-        };
-        Self::new(kind, broken)
-    }
 }
 
 /// The queues of one flow; see the module documentation.

@@ -1,17 +1,14 @@
 //! Handles to a flow, and to the peer that carries the flow, for tasks on any thread.
 
 use std::future::poll_fn;
-use std::io;
 use std::net::SocketAddrV4;
-use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use bytes::Bytes;
 use culvert_openvpn::flows::{FlowId, Refusal};
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use culvert_stream::{CloseReason, Sink, Source};
 
 use super::mailbox::{Mailbox, Order};
 use super::pipe::Pipe;
@@ -110,13 +107,35 @@ impl Drop for Incoming {
     }
 }
 
-/// Both halves of an open flow.
+/// Converts the end of a flow to the close reason of its connection. The reasons differ between the two ends
+/// of a tunnel.
+pub type ToReason = fn(Broken) -> CloseReason;
+
+/// An open flow.
 pub struct Stream {
-    /// Bytes from the other side.
-    pub reader: Reader,
-    /// Bytes to the other side.
-    pub writer: Writer,
+    pub(super) reader: Reader,
+    pub(super) writer: Writer,
 }
+
+/// Source of the bytes from the other side of a flow. After the source is dropped, further bytes are
+/// discarded.
+pub struct FlowSource {
+    reader: Reader,
+    reason: ToReason,
+}
+
+/// Sink for bytes to the other side of a flow. Dropping the sink before [`finish`](Sink::finish) resets the
+/// flow.
+pub struct FlowSink {
+    writer: Writer,
+    reason: ToReason,
+    /// Bytes of a cancelled send that the flow has not accepted.
+    rest: Bytes,
+}
+
+pub(super) struct Reader(Arc<Pipe>);
+
+pub(super) struct Writer(Arc<Pipe>);
 
 impl Stream {
     fn new(pipe: Arc<Pipe>) -> Self {
@@ -125,35 +144,63 @@ impl Stream {
             writer: Writer(pipe),
         }
     }
-}
 
-/// Bytes from the other side. After the reader is dropped, further bytes are discarded.
-pub struct Reader(Arc<Pipe>);
-
-impl Reader {
-    /// Returns the next chunk, which is never empty, or `None` once the other side has closed its direction.
-    pub fn poll_recv(&mut self, cx: &mut Context<'_>) -> Poll<Result<Option<Bytes>, Broken>> {
-        self.0.poll_recv(CHUNK_BYTES, cx)
-    }
-
-    /// Ready once the whole flow is broken, even if unread bytes are left.
-    pub fn poll_broken(&mut self, cx: &mut Context<'_>) -> Poll<Broken> {
-        self.0.poll_broken(cx)
+    /// Splits the flow into its two halves.
+    pub fn halves(self, reason: ToReason) -> (FlowSource, FlowSink) {
+        let Self { reader, writer } = self;
+        let sink = FlowSink {
+            writer,
+            reason,
+            rest: Bytes::new(),
+        };
+        (FlowSource { reader, reason }, sink)
     }
 }
 
-impl AsyncRead for Reader {
-    fn poll_read(
-        self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        buffer: &mut ReadBuf<'_>,
-    ) -> Poll<io::Result<()>> {
-        if buffer.remaining() > 0
-            && let Some(chunk) = ready!(self.0.poll_recv(buffer.remaining(), cx))?
-        {
-            buffer.put_slice(&chunk);
+impl FlowSink {
+    /// Ends this direction after all queued bytes. Sending continues in the background.
+    pub fn end(self) {
+        // An error means that the flow has already ended.
+        let _ = self.writer.0.finish();
+    }
+
+    /// Resets the flow and discards queued bytes.
+    pub fn abort(self) {
+        self.writer.0.abort();
+    }
+
+    async fn flush(&mut self) -> Result<(), CloseReason> {
+        let sent = poll_fn(|cx| self.writer.0.poll_send(&mut self.rest, cx)).await;
+        sent.map_err(self.reason)
+    }
+}
+
+impl Source for FlowSource {
+    async fn recv(&mut self) -> Result<Option<Bytes>, CloseReason> {
+        let received = poll_fn(|cx| self.reader.0.poll_recv(CHUNK_BYTES, cx)).await;
+        received.map_err(self.reason)
+    }
+
+    async fn aborted(&mut self) -> CloseReason {
+        (self.reason)(poll_fn(|cx| self.reader.0.poll_broken(cx)).await)
+    }
+
+    async fn fill(&mut self) {
+        self.aborted().await;
+    }
+}
+
+impl Sink for FlowSink {
+    async fn send(&mut self, chunk: Bytes) -> Result<(), CloseReason> {
+        if !self.rest.is_empty() {
+            self.flush().await?;
         }
-        Poll::Ready(Ok(()))
+        self.rest = chunk;
+        self.flush().await
+    }
+
+    async fn finish(&mut self) -> Result<(), CloseReason> {
+        self.writer.0.finish().map_err(self.reason)
     }
 }
 
@@ -163,64 +210,11 @@ impl Drop for Reader {
     }
 }
 
-/// Bytes to the other side. Dropping the writer without [`finish`](Self::finish) or shutdown resets the flow.
-pub struct Writer(Arc<Pipe>);
-
-impl Writer {
-    /// Queues bytes from the front of the chunk. Ready once the chunk is empty.
-    pub fn poll_send(
-        &mut self,
-        chunk: &mut Bytes,
-        cx: &mut Context<'_>,
-    ) -> Poll<Result<(), Broken>> {
-        self.0.poll_send(chunk, cx)
-    }
-
-    /// Ends this direction after all queued bytes. Sending continues in the background.
-    ///
-    /// # Errors
-    /// Fails if the flow has already ended.
-    pub fn finish(&mut self) -> Result<(), Broken> {
-        self.0.finish()
-    }
-
-    /// Resets the flow and discards queued bytes.
-    pub fn abort(self) {
-        self.0.abort();
-    }
-
-    /// Returns the flow's identifier for logs.
-    pub fn id(&self) -> Option<FlowId> {
-        self.0.flow()
-    }
-}
-
-impl AsyncWrite for Writer {
-    fn poll_write(
-        self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        bytes: &[u8],
-    ) -> Poll<io::Result<usize>> {
-        let mut chunk = Bytes::copy_from_slice(bytes.get(..CHUNK_BYTES).unwrap_or(bytes));
-        let whole = chunk.len();
-        match self.0.poll_send(&mut chunk, cx) {
-            Poll::Ready(Err(why)) => Poll::Ready(Err(why.into())),
-            Poll::Pending if chunk.len() == whole => Poll::Pending,
-            _ => Poll::Ready(Ok(whole - chunk.len())),
-        }
-    }
-
-    fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Poll::Ready(Ok(()))
-    }
-
-    fn poll_shutdown(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Poll::Ready(self.0.finish().map_err(io::Error::from))
-    }
-}
-
 impl Drop for Writer {
     fn drop(&mut self) {
         self.0.writer_left();
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,7 +1,7 @@
 //! An open connection to an endpoint, independent of the transport.
 
 use bytes::Bytes;
-use culvert_openvpn_io::flow::FlowSource;
+use culvert_openvpn_io::stream::FlowSource;
 use culvert_stream::{CloseReason, Sink, Source};
 use tokio_util::task::TaskTracker;
 

@@ -5,8 +5,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 use culvert_host::telemetry::metrics::GaugeGuard;
 use culvert_openvpn::flows::Closed;
-use culvert_openvpn_io::flow::{FlowSink, FlowSource, halves};
-use culvert_openvpn_io::stream::{Broken, Stream};
+use culvert_openvpn_io::stream::{Broken, FlowSink, FlowSource, Stream};
 use culvert_stream::{CloseReason, Sink};
 use tokio::time::Instant;
 
@@ -39,7 +38,7 @@ pub(crate) fn open(
         opened: Instant::now(),
         metrics,
     };
-    let (source, sink) = halves(stream, reason);
+    let (source, sink) = stream.halves(reason);
     let sink = ToClient {
         sink,
         peer,

@@ -9,7 +9,6 @@ use std::task::Poll;
 
 use bytes::Bytes;
 use culvert_openvpn::flows::Config;
-use culvert_openvpn_io::flow::halves;
 use culvert_openvpn_io::stream::{Incoming, Peer as FlowPeer};
 use culvert_openvpn_io::streams::Streams;
 use culvert_openvpn_io::{Moment, now};
@@ -213,7 +212,7 @@ fn pass(from: &mut Streams, to: &mut Streams, now: Moment) -> bool {
 
 async fn echo(incoming: Incoming, ends: Ends) {
     let stream = incoming.accept().unwrap();
-    let (mut source, mut sink) = halves(stream, |_| CloseReason::ClientLost);
+    let (mut source, mut sink) = stream.halves(|_| CloseReason::ClientLost);
     let ended = async {
         while let Some(chunk) = source.recv().await? {
             sink.send(chunk).await?;
