@@ -23,7 +23,7 @@ use std::time::Instant;
 use bytes::{Bytes, BytesMut};
 
 use crate::packet::{ControlHeader, DataHeader, SessionId};
-use crate::session::{Ended, Event, NotPushable, Push, SealError, ServerConfig, Session};
+use crate::session::{Ended, Event, SealError, ServerConfig, Session};
 
 use cookie::Cookies;
 pub use stats::HubStats;
@@ -395,36 +395,17 @@ impl Hub {
         Ok(address)
     }
 
-    /// See [`Session::accept`].
-    pub fn accept(&mut self, peer: PeerId, push: Push, now: Instant) -> Result<(), NotPushable> {
-        let Some(entry) = self.entry(peer) else {
-            return Ok(());
-        };
-        let accepted = entry.session.accept(push, now);
+    /// Runs `act` with a session, and then collects its events and output. Returns `None` if the session does
+    /// not exist.
+    pub fn with<T>(
+        &mut self,
+        peer: PeerId,
+        now: Instant,
+        act: impl FnOnce(&mut Session) -> T,
+    ) -> Option<T> {
+        let result = act(&mut self.entry(peer)?.session);
         self.collect(peer, now);
-        accepted
-    }
-
-    /// See [`Session::reject`].
-    pub fn reject(&mut self, peer: PeerId, reason: &str, now: Instant) {
-        self.with(peer, now, |session| session.reject(reason, now));
-    }
-
-    /// See [`Session::restart`].
-    pub fn restart(&mut self, peer: PeerId, next_server: bool, now: Instant) {
-        self.with(peer, now, |session| session.restart(next_server, now));
-    }
-
-    /// See [`Session::close`].
-    pub fn close(&mut self, peer: PeerId, now: Instant) {
-        self.with(peer, now, |session| session.close(now));
-    }
-
-    fn with(&mut self, peer: PeerId, now: Instant, act: impl FnOnce(&mut Session)) {
-        if let Some(entry) = self.entry(peer) {
-            act(&mut entry.session);
-            self.collect(peer, now);
-        }
+        Some(result)
     }
 
     /// Returns the session, for its counters.

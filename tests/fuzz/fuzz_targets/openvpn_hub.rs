@@ -371,16 +371,20 @@ fuzz_target!(|input: &[u8]| {
                 let datagram = made_up(&mut bytes, world.answered.get(&from));
                 world.arrives(from, datagram);
             }
-            13 => match bytes.byte() % 6 {
-                0 => world.hub.close(peer, now),
-                1 => world.hub.restart(peer, false, now),
-                2 => world.hub.reject(peer, "no", now),
-                3 => drop(world.hub.accept(peer, push(), now)),
-                choice => {
+            13 => {
+                let choice = bytes.byte() % 6;
+                world.hub.with(peer, now, |session| match choice {
+                    0 => session.close(now),
+                    1 => session.restart(false, now),
+                    2 => session.reject("no", now),
+                    3 => drop(session.accept(push(), now)),
+                    _ => {}
+                });
+                if choice >= 4 {
                     let config = SERVERS[usize::from(choice & 1)].clone();
                     world.hub.set_config(config);
                 }
-            },
+            }
             14 => {
                 if let Some((_, session)) = world.clients.get_mut(client) {
                     session.close(now);

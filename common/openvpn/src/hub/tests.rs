@@ -81,7 +81,8 @@ impl Net {
         loop {
             while let Some((peer, event)) = self.hub.poll_event() {
                 if matches!(event, Event::Authenticated(_)) {
-                    self.hub.accept(peer, push(), self.now).unwrap();
+                    let accept = |session: &mut Session| session.accept(push(), self.now).unwrap();
+                    self.hub.with(peer, self.now, accept);
                 }
                 self.events.push((peer, event));
             }
@@ -438,9 +439,13 @@ fn owner_can_end_and_reject_sessions() {
     }
     net.run(Duration::from_secs(1));
     let peers = net.established();
-    net.hub.restart(peers[0], true, net.now);
-    net.hub.close(peers[1], net.now);
-    net.hub.reject(peers[2], "not any more", net.now);
+    net.hub
+        .with(peers[0], net.now, |session| session.restart(true, net.now));
+    net.hub
+        .with(peers[1], net.now, |session| session.close(net.now));
+    net.hub.with(peers[2], net.now, |session| {
+        session.reject("not any more", net.now);
+    });
     net.run(Duration::from_secs(2));
     let ends = net.clients.iter().map(|client| match client.events.last() {
         Some(Event::Ended(reason)) => reason.to_string(),

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use culvert_openvpn::flows::{self, Input, Pace};
 use culvert_openvpn::options::Transport;
 use culvert_openvpn::session::{
-    Authenticated, Ended, Established, Event, NotPushable, Push, ServerConfig, Session, Stats,
+    Authenticated, Ended, Established, Event, Push, ServerConfig, Session, Stats,
 };
 use culvert_openvpn_io::Moment;
 use culvert_openvpn_io::link::Role;
@@ -20,14 +20,6 @@ use super::CONNECT_TIMEOUT;
 use super::clients::{Admission, Clients};
 use super::half_open::HalfOpen;
 use super::metrics::Handshake;
-
-/// Decision about a client, for its transport to carry out.
-pub(super) enum Decision {
-    /// The client is admitted and receives these options.
-    Accept(Push),
-    /// The client is refused and receives this reason.
-    Reject(String),
-}
 
 /// State of one client, from its first packet to its end.
 pub(super) struct Client {
@@ -82,39 +74,34 @@ impl Client {
         self.admission.as_ref().map_or("?", |known| &known.name)
     }
 
-    /// Decides whether to admit a client with a valid certificate.
-    pub(super) fn decide(&mut self, client: &Authenticated) -> Decision {
-        let kick = self.kick.clone();
-        let admitted = self
-            .clients
-            .admit(client, self.remote, self.transport, kick);
-        match admitted {
+    /// Admits or refuses a client with a valid certificate.
+    fn decide(&mut self, client: &Authenticated, session: &mut Session, now: Moment) {
+        let (remote, kick) = (self.remote, self.kick.clone());
+        match self.clients.admit(client, remote, self.transport, kick) {
             Ok(admission) => {
                 let options = admission.push.clone();
                 self.admission = Some(admission);
-                Decision::Accept(Push { options })
+                if let Err(error) = session.accept(Push { options }, now) {
+                    self.refused = true;
+                    warn!(
+                        client = self.name(),
+                        %remote,
+                        "OpenVPN client refused: {error}; check --openvpn-push and the client's file"
+                    );
+                    session.reject("", now);
+                }
             }
             Err(refused) => {
                 warn!(
                     client = client.identity.common_name,
-                    remote = %self.remote,
+                    %remote,
                     "OpenVPN client refused: {}",
                     refused.reason
                 );
                 self.refused = true;
-                Decision::Reject(refused.told)
+                session.reject(&refused.told, now);
             }
         }
-    }
-
-    /// Logs that a client is refused because its options cannot be pushed.
-    pub(super) fn not_pushable(&mut self, error: &NotPushable) {
-        self.refused = true;
-        warn!(
-            client = self.name(),
-            remote = %self.remote,
-            "OpenVPN client refused: {error}; check --openvpn-push and the client's file"
-        );
     }
 
     /// Marks the client as connected and creates the state of its flows.
@@ -206,37 +193,6 @@ impl Client {
     pub(super) fn is_untold(&self) -> bool {
         !self.established
     }
-
-    /// Handles a packet from the client's tunnel.
-    pub(super) fn inner(&mut self, packet: &[u8], streams: &mut Streams, now: Moment) {
-        let Some(admission) = &self.admission else {
-            return;
-        };
-        let Some((source, destination)) = addresses(packet) else {
-            return;
-        };
-        let local = destination == self.clients.server() && admission.permits(source);
-        if local {
-            match streams.input(packet, now) {
-                Input::Accepted | Input::Dropped => return,
-                Input::Unknown => {}
-            }
-            if streams.flows().echo(packet, now) {
-                return;
-            }
-        }
-        if self.clients.forward(admission.id, packet, now) {
-            streams.flows().reject(packet, now);
-        }
-    }
-
-    /// Adds the counts since the last call to the metrics.
-    pub(super) fn count(&mut self, session: &Stats, streams: Option<&Streams>, unsealed: u64) {
-        let flows = streams.map(Streams::stats);
-        let growth = self.counters.update(session, flows, unsealed);
-        self.clients.metrics.add_client(&growth);
-        self.clients.report();
-    }
 }
 
 /// Returns source and destination of a packet that is not validated yet.
@@ -255,15 +211,7 @@ impl Role for Client {
         now: Moment,
     ) {
         match &event {
-            Event::Authenticated(client) => match self.decide(client) {
-                Decision::Accept(push) => {
-                    if let Err(error) = session.accept(push, now) {
-                        self.not_pushable(&error);
-                        session.reject("", now);
-                    }
-                }
-                Decision::Reject(told) => session.reject(&told, now),
-            },
+            Event::Authenticated(client) => self.decide(client, session, now),
             Event::Established(agreed) => *streams = self.established(agreed, now),
             other => self.note(other),
         }
@@ -278,10 +226,27 @@ impl Role for Client {
     }
 
     fn packet(&mut self, packet: &[u8], streams: &mut Streams, now: Moment) {
-        self.inner(packet, streams, now);
+        let Some(admission) = &self.admission else {
+            return;
+        };
+        let Some((source, destination)) = addresses(packet) else {
+            return;
+        };
+        let local = destination == self.clients.server() && admission.permits(source);
+        if local
+            && (streams.input(packet, now) != Input::Unknown || streams.flows().echo(packet, now))
+        {
+            return;
+        }
+        if self.clients.forward(admission.id, packet, now) {
+            streams.flows().reject(packet, now);
+        }
     }
 
-    fn report(&mut self, session: &Stats, streams: Option<&Streams>, dropped: u64) {
-        self.count(session, streams, dropped);
+    fn report(&mut self, session: &Stats, streams: Option<&Streams>, unsealed: u64) {
+        let flows = streams.map(Streams::stats);
+        let growth = self.counters.update(session, flows, unsealed);
+        self.clients.metrics.add_client(&growth);
+        self.clients.report();
     }
 }

@@ -13,6 +13,7 @@ use culvert_openvpn::options::Transport;
 use culvert_openvpn::session::{Ended, Event, ServerConfig};
 use culvert_openvpn_io::clock::{Clock, UDP_SERVER_GOODBYE};
 use culvert_openvpn_io::datagrams::Datagrams;
+use culvert_openvpn_io::link::Role as _;
 use culvert_openvpn_io::metrics::Growth;
 use culvert_openvpn_io::streams::Streams;
 use culvert_openvpn_io::{Moment, now};
@@ -21,7 +22,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::clients::Clients;
 use super::metrics::Handshake;
-use super::role::{Client, Decision};
+use super::role::Client;
 
 /// Largest number of batches received in one turn.
 const READS: usize = 8;
@@ -91,7 +92,8 @@ impl Udp {
         let _: Option<()> = shutdown.run_until_cancelled(served).await;
         let now = now();
         for peer in self.members.keys().copied().collect::<Vec<_>>() {
-            self.hub.restart(peer, false, now);
+            self.hub
+                .with(peer, now, |session| session.restart(false, now));
         }
         let told = async {
             while !self.members.is_empty() || !self.socket.is_empty() {
@@ -162,7 +164,7 @@ impl Udp {
                     && let Some(streams) = &mut member.streams
                 {
                     streams.heard(now);
-                    member.client.inner(packet, streams, now);
+                    member.client.packet(packet, streams, now);
                 }
             });
             self.events(now);
@@ -171,27 +173,23 @@ impl Udp {
 
     fn events(&mut self, now: Moment) {
         while let Some((peer, event)) = self.hub.poll_event() {
-            if let Event::Authenticated(client) = &event {
+            if matches!(event, Event::Authenticated(_)) {
                 let Some(remote) = self.hub.address(peer) else {
                     continue;
                 };
                 let kick = CancellationToken::new();
                 let clients = self.clients.clone();
-                let mut member = Member {
-                    client: Client::new(clients, remote, Transport::Udp, kick.clone(), None),
+                let mut client = Client::new(clients, remote, Transport::Udp, kick.clone(), None);
+                let mut streams = None;
+                self.hub.with(peer, now, |session| {
+                    client.event(event, session, &mut streams, now);
+                });
+                let member = Member {
+                    client,
                     kick,
-                    streams: None,
+                    streams,
                     unsealed: 0,
                 };
-                match member.client.decide(client) {
-                    Decision::Accept(push) => {
-                        if let Err(error) = self.hub.accept(peer, push, now) {
-                            member.client.not_pushable(&error);
-                            self.hub.reject(peer, "", now);
-                        }
-                    }
-                    Decision::Reject(told) => self.hub.reject(peer, &told, now),
-                }
                 self.members.insert(peer, member);
                 continue;
             }
@@ -208,7 +206,7 @@ impl Udp {
             if matches!(event, Event::Ended(_)) {
                 if let Some(session) = self.hub.session(peer) {
                     let (streams, unsealed) = (member.streams.as_ref(), member.unsealed);
-                    member.client.count(session.stats(), streams, unsealed);
+                    member.client.report(session.stats(), streams, unsealed);
                 }
                 self.members.remove(&peer);
             }
@@ -246,7 +244,7 @@ impl Udp {
             }
         }
         for peer in close {
-            self.hub.close(peer, now);
+            self.hub.with(peer, now, |session| session.close(now));
         }
     }
 
@@ -318,7 +316,7 @@ impl Udp {
         for (peer, member) in &mut self.members {
             if let Some(session) = self.hub.session(*peer) {
                 let (streams, unsealed) = (member.streams.as_ref(), member.unsealed);
-                member.client.count(session.stats(), streams, unsealed);
+                member.client.report(session.stats(), streams, unsealed);
             }
         }
         let growth = Growth::update(&mut self.reported, *self.hub.stats());

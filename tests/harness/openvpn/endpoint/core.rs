@@ -118,7 +118,8 @@ impl Core {
             Self::One(session) => session.accept(push, now()),
             Self::Hub { hub, asking, .. } => {
                 let peer = asking.take().expect("a client that waits for admission");
-                hub.accept(peer, push, now())
+                hub.with(peer, now(), |session| session.accept(push, now()))
+                    .unwrap_or(Ok(()))
             }
         };
         accepted.expect("options that can be pushed");
@@ -130,7 +131,7 @@ impl Core {
             Self::Hub { hub, leaving, .. } => {
                 let peers: Vec<PeerId> = hub.peers().collect();
                 for peer in &peers {
-                    hub.close(*peer, now());
+                    hub.with(*peer, now(), |session| session.close(now()));
                 }
                 *leaving = Some(peers);
             }
