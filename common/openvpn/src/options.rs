@@ -16,7 +16,7 @@ use crate::Role;
 use crate::cipher::{Cipher, Digest};
 use crate::compress::Framing;
 use crate::wrap::KeyDirection;
-use std::fmt::Write;
+use std::fmt::{self, Write};
 
 /// Protocol that carries the packets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -25,6 +25,15 @@ pub enum Transport {
     Tcp,
     /// UDP, one datagram per packet.
     Udp,
+}
+
+impl fmt::Display for Transport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Tcp => "tcp",
+            Self::Udp => "udp",
+        })
+    }
 }
 
 /// Options string of a peer, as far as this crate uses the options. A malformed option counts as missing.

@@ -357,18 +357,12 @@ impl OpenvpnFlags {
     }
 
     fn topology(&self, p: &mut Problems) -> Option<Topology> {
-        match self.openvpn_topology.as_str() {
-            "" => None,
-            "net30" => Some(Topology::Net30),
-            "subnet" => Some(Topology::Subnet),
-            "p2p" => Some(Topology::P2p),
-            other => {
-                p.error(format!(
-                    "--openvpn-topology must be net30, subnet or p2p, got {other:?}"
-                ));
-                None
-            }
-        }
+        let name = self.openvpn_topology.as_str();
+        let topology = Topology::from_name(name);
+        p.require(topology.is_some() || name.is_empty(), || {
+            format!("--openvpn-topology must be net30, subnet or p2p, got {name:?}")
+        });
+        topology
     }
 }
 

@@ -52,11 +52,7 @@ impl Remote {
 impl fmt::Display for Remote {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let address = culvert_host::net::dial::join_host_port(&self.host, self.port);
-        let proto = match self.transport {
-            Transport::Tcp => "tcp",
-            Transport::Udp => "udp",
-        };
-        write!(f, "{address},{proto}")
+        write!(f, "{address},{}", self.transport)
     }
 }
 

@@ -55,12 +55,10 @@ impl Options for Server {
                 self.network = Some(network);
             }
             "topology" => {
-                self.topology = Some(match word(directive, 0, "net30, subnet or p2p")? {
-                    "net30" => Topology::Net30,
-                    "subnet" => Topology::Subnet,
-                    "p2p" => Topology::P2p,
-                    other => return Err(format!("{other:?} is not one of net30, subnet, p2p")),
-                });
+                let name = word(directive, 0, "net30, subnet or p2p")?;
+                let topology = Topology::from_name(name)
+                    .ok_or_else(|| format!("{name:?} is not one of net30, subnet, p2p"))?;
+                self.topology = Some(topology);
             }
             "proto" => self.transport = Some(Common::proto(directive, "server")?),
             "local" => self.local = Some(word(directive, 0, "an address")?.to_owned()),

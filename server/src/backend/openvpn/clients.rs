@@ -333,10 +333,7 @@ impl Clients {
         let connected = state.clients.values().filter(|c| c.peer.is_some());
         connected
             .map(|client| {
-                let transport = match client.transport {
-                    Transport::Tcp => "TCP",
-                    Transport::Udp => "UDP",
-                };
+                let transport = client.transport.to_string().to_uppercase();
                 let program = &client.program;
                 tunnel::Peer {
                     name: format!("{} {}", client.name, client.address),

@@ -154,11 +154,7 @@ impl Lease {
             Topology::Subnet => format!("route-gateway {server}"),
             Topology::Net30 | Topology::P2p => format!("route {server}"),
         };
-        let topology = match self.pool.topology {
-            Topology::Net30 => "net30",
-            Topology::Subnet => "subnet",
-            Topology::P2p => "p2p",
-        };
+        let topology = self.pool.topology.name();
         vec![
             way,
             format!("topology {topology}"),

@@ -10,7 +10,7 @@ use culvert_openvpn::cipher::Cipher;
 use culvert_openvpn::control::push::Topology;
 use culvert_openvpn::options::Transport;
 use culvert_openvpn::wrap::KeyDirection;
-use culvert_openvpn_io::config_file::{Server, TlsAuth};
+use culvert_openvpn_io::config_file::{Material, Server, TlsAuth};
 use ipnet::Ipv4Net;
 
 pub use super::ccd::{ClientConfig, PushChange};
@@ -81,11 +81,7 @@ impl FromStr for Listen {
 
 impl fmt::Display for Listen {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let transport = match self.transport {
-            Transport::Tcp => "tcp",
-            Transport::Udp => "udp",
-        };
-        write!(f, "{transport}:{}", self.bind)
+        write!(f, "{}:{}", self.transport, self.bind)
     }
 }
 
@@ -106,31 +102,20 @@ impl Settings {
         let common = &server.common;
         let listen: Vec<_> = listen.iter().map(ToString::to_string).collect();
         let routes: Vec<_> = server.routes.iter().map(ToString::to_string).collect();
-        let shown =
-            |value: Option<&dyn fmt::Display>| value.map_or(String::new(), |v| v.to_string());
-        let directory = server
-            .client_config_dir
-            .clone()
-            .unwrap_or_else(PathBuf::new);
+        let directory = server.client_config_dir.clone().unwrap_or_default();
         let seconds = |time: &Option<Duration>| time.unwrap_or_default().as_secs();
         let auth = common.tls_auth.as_ref();
         let ciphers = common.ciphers.as_deref().unwrap_or(&Cipher::DEFAULT);
         vec![
             format!("openvpn-listen={}", listen.join(",")),
-            format!("openvpn-ca={}", shown(common.ca.as_ref().map(|m| m as _))),
-            format!(
-                "openvpn-cert={}",
-                shown(common.cert.as_ref().map(|m| m as _))
-            ),
-            format!("openvpn-key={}", shown(common.key.as_ref().map(|m| m as _))),
-            format!("openvpn-tls-auth={}", shown(auth.map(|a| &a.key as _))),
+            format!("openvpn-ca={}", shown(common.ca.as_ref())),
+            format!("openvpn-cert={}", shown(common.cert.as_ref())),
+            format!("openvpn-key={}", shown(common.key.as_ref())),
+            format!("openvpn-tls-auth={}", shown(auth.map(|auth| &auth.key))),
             format!("openvpn-key-direction={}", auth.map_or("", direction)),
-            format!(
-                "openvpn-tls-crypt={}",
-                shown(common.tls_crypt.as_ref().map(|m| m as _))
-            ),
+            format!("openvpn-tls-crypt={}", shown(common.tls_crypt.as_ref())),
             format!("openvpn-network={network}"),
-            format!("openvpn-topology={}", topology_name(*topology)),
+            format!("openvpn-topology={}", topology.name()),
             format!("openvpn-route={}", routes.join(",")),
             format!("openvpn-push={}", server.push.join(",")),
             format!("openvpn-node-access-network={node_access}"),
@@ -154,13 +139,8 @@ impl Settings {
     }
 }
 
-/// Returns the name used by flags and configuration files.
-pub fn topology_name(topology: Topology) -> &'static str {
-    match topology {
-        Topology::Net30 => "net30",
-        Topology::Subnet => "subnet",
-        Topology::P2p => "p2p",
-    }
+fn shown(material: Option<&Material>) -> String {
+    material.map_or_else(String::new, Material::to_string)
 }
 
 fn direction(auth: &TlsAuth) -> &'static str {

@@ -20,6 +20,23 @@ pub enum Topology {
     P2p,
 }
 
+impl Topology {
+    /// Returns the name used by flags and configuration files.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Net30 => "net30",
+            Self::Subnet => "subnet",
+            Self::P2p => "p2p",
+        }
+    }
+
+    /// Returns the topology called `name`.
+    pub fn from_name(name: &str) -> Option<Self> {
+        let mut all = [Self::Net30, Self::Subnet, Self::P2p].into_iter();
+        all.find(|topology| topology.name() == name)
+    }
+}
+
 /// Address of the client in the VPN.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Ifconfig {
@@ -87,12 +104,8 @@ impl PushOptions {
                 self.ifconfig = Some(Ifconfig { local, second });
             }
             "topology" => {
-                self.topology = match words.next() {
-                    Some("net30") => Some(Topology::Net30),
-                    Some("subnet") => Some(Topology::Subnet),
-                    Some("p2p") => Some(Topology::P2p),
-                    _ => return Err(malformed()),
-                }
+                let topology = words.next().and_then(Topology::from_name);
+                self.topology = Some(topology.ok_or_else(malformed)?);
             }
             OURS => self.ours = true,
             "peer-id" => {
