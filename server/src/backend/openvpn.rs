@@ -42,7 +42,6 @@ use culvert_host::net::listen::{Keepalive, Listener};
 use culvert_host::runtime::shards::{ShardId, Shards};
 use culvert_host::telemetry::metrics::GaugeGuard;
 use culvert_openvpn::Role;
-use culvert_openvpn::firewall::Firewall;
 use culvert_openvpn::flows::Closed;
 use culvert_openvpn::nodes::Nodes;
 use culvert_openvpn::options::Transport;
@@ -60,13 +59,11 @@ use tokio_util::task::TaskTracker;
 use tracing::{debug, info};
 
 use self::certificate_reload::Files;
-use self::clients::{Admittance, Clients, Way};
+use self::clients::{Clients, Way};
 use self::listen::Tcp;
 use self::metrics::{NodeMetrics, OpenvpnMetrics};
 use self::node_watch::NodeWatch;
 use self::nodes::Known;
-use self::pool::Pool;
-use self::push::PushAll;
 use self::settings::Settings;
 use self::udp::Udp;
 use super::{Connection, flow};
@@ -239,38 +236,13 @@ impl Openvpn {
         known: Option<watch::Receiver<Arc<Known>>>,
         metrics: Arc<ServerMetrics>,
     ) -> Self {
-        let server = &settings.server;
         let access = settings.node_access;
-        let (nodes, direct): (Vec<_>, Vec<_>) = server
-            .routes
-            .iter()
-            .copied()
-            .partition(|net| *net == access);
-        let mut direct = direct;
+        let routes = settings.server.routes.iter().copied();
+        let (nodes, mut direct): (Vec<_>, Vec<_>) = routes.partition(|net| *net == access);
         direct.push(settings.network);
-        let mut destinations = server.routes.clone();
-        if server.client_to_client {
-            destinations.push(settings.network);
-        }
-        let firewall = Firewall {
-            sources: vec![settings.network],
-            destinations,
-        };
-        let admittance = Admittance {
-            directory: server.client_config_dir.clone(),
-            exclusive: server.ccd_exclusive,
-            duplicates: server.duplicate_cn,
-            max_clients: settings.max_clients,
-            push: PushAll {
-                options: server.push.clone(),
-                ping: settings.ping,
-                ping_restart: settings.ping_restart,
-            },
-        };
-        let pool = Pool::new(settings.network, settings.topology);
         let own = Arc::new(OpenvpnMetrics::new(metrics.registry()));
         Self {
-            clients: Clients::new(admittance, pool, firewall, own),
+            clients: Clients::new(settings.clone(), own),
             nodes: (!nodes.is_empty()).then(|| Nodes::new(access, direct)),
             known,
             metrics,

@@ -5,7 +5,6 @@
 
 use std::collections::BTreeMap;
 use std::net::{Ipv4Addr, SocketAddr};
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -27,7 +26,8 @@ use tracing::warn;
 use super::ccd::ClientConfig;
 use super::metrics::OpenvpnMetrics;
 use super::pool::{Lease, Pool};
-use super::push::{self, PushAll};
+use super::push;
+use super::settings::Settings;
 use crate::tunnel;
 use crate::tunnel::Health;
 
@@ -37,24 +37,9 @@ const MAX_TRACKED: usize = 65_536;
 /// Number of missed pings after which a client counts as silent.
 const MISSED_PINGS: u32 = 3;
 
-/// Rules for the admission of clients.
-#[derive(Clone, Debug)]
-pub(super) struct Admittance {
-    /// Directory with the per-client files; `None` if not configured.
-    pub directory: Option<PathBuf>,
-    /// True if clients without a file are refused.
-    pub exclusive: bool,
-    /// True if several clients may use the same name.
-    pub duplicates: bool,
-    /// Largest number of connected clients.
-    pub max_clients: usize,
-    /// Options pushed to all clients.
-    pub push: PushAll,
-}
-
 /// Registry of the connected clients; see the module.
 pub(super) struct Clients {
-    admittance: Admittance,
+    settings: Settings,
     pool: Arc<Pool>,
     pub(super) metrics: Arc<OpenvpnMetrics>,
     state: Mutex<State>,
@@ -121,15 +106,20 @@ pub(super) struct Way {
 
 impl Clients {
     /// Creates an empty registry.
-    pub(super) fn new(
-        admittance: Admittance,
-        pool: Arc<Pool>,
-        firewall: Firewall,
-        metrics: Arc<OpenvpnMetrics>,
-    ) -> Arc<Self> {
+    pub(super) fn new(settings: Settings, metrics: Arc<OpenvpnMetrics>) -> Arc<Self> {
+        let (server, network) = (&settings.server, settings.network);
+        let mut destinations = server.routes.clone();
+        if server.client_to_client {
+            destinations.push(network);
+        }
+        let firewall = Firewall {
+            sources: vec![network],
+            destinations,
+        };
+        let pool = Pool::new(network, settings.topology);
         let forward = Forward::new(pool.server(), firewall, MAX_TRACKED, now());
         Arc::new(Self {
-            admittance,
+            settings,
             pool,
             metrics,
             state: Mutex::new(State {
@@ -158,7 +148,7 @@ impl Clients {
         transport: Transport,
         kick: CancellationToken,
     ) -> Result<Admission, Refused> {
-        let rules = &self.admittance;
+        let (rules, max_clients) = (&self.settings.server, self.settings.max_clients);
         // A client stops trying for a long time, or forever, after a plain AUTH_FAILED.
         let later = |reason: String, told: &str| {
             let protocol = client.peer_info.protocol;
@@ -169,14 +159,14 @@ impl Clients {
             Refused { reason, told }
         };
         let name = client.identity.common_name.clone();
-        let file = match &rules.directory {
+        let file = match &rules.client_config_dir {
             Some(directory) => ClientConfig::find(directory, &name).map_err(|error| {
                 let why = format!("the client's file in client-config-dir cannot be read: {error}");
                 later(why, "the server cannot read its files")
             })?,
             None => None,
         };
-        if rules.exclusive && file.is_none() {
+        if rules.ccd_exclusive && file.is_none() {
             let reason = "the client has no file in client-config-dir, and ccd-exclusive is set";
             return Err(Refused::because(reason));
         }
@@ -190,12 +180,11 @@ impl Clients {
         }
         let mut state = self.state.lock();
         let state = &mut *state;
-        let others = |client: &&Client| !rules.duplicates && client.name == name;
+        let others = |client: &&Client| !rules.duplicate_cn && client.name == name;
         let replaced = state.clients.values().filter(others).count();
-        if state.clients.len() - replaced >= rules.max_clients {
+        if state.clients.len() - replaced >= max_clients {
             let reason = format!(
-                "the limit of {} clients is reached; raise --openvpn-max-clients",
-                rules.max_clients
+                "the limit of {max_clients} clients is reached; raise --openvpn-max-clients"
             );
             return Err(later(reason, "too many clients"));
         }
@@ -234,7 +223,7 @@ impl Clients {
         state.last += 1;
         let id = PeerId(state.last);
         let address = lease.address;
-        let push = rules.push.for_client(&file, &lease, transport);
+        let push = push::for_client(&self.settings, &file, &lease, transport);
         let info = &client.peer_info;
         let program = match (&info.version, &info.program) {
             (Some(version), _) => format!("OpenVPN {version}"),
@@ -429,4 +418,4 @@ impl Drop for Admission {
 }
 
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;

@@ -7,54 +7,46 @@ use ipnet::Ipv4Net;
 
 use super::ccd::{ClientConfig, PushChange};
 use super::pool::Lease;
+use super::settings::Settings;
 
-/// Options for all clients, and defaults for options that the operator did not set.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct PushAll {
-    /// Pushed options, in order.
-    pub options: Vec<String>,
-    /// Pushed as `ping`.
-    pub ping: Option<Duration>,
-    /// Pushed as `ping-restart`. Over TCP, a client detects a dead path only through this option.
-    pub ping_restart: Option<Duration>,
-}
-
-impl PushAll {
-    /// Returns the options for one client.
-    pub(super) fn for_client(
-        &self,
-        client: &ClientConfig,
-        lease: &Lease,
-        transport: Transport,
-    ) -> Vec<String> {
-        let mut options = self.options.clone();
-        for change in &client.push {
-            match change {
-                PushChange::Add(option) => options.push(option.clone()),
-                PushChange::Reset => options.clear(),
-                PushChange::Remove(start) => options.retain(|option| !option.starts_with(start)),
-            }
+/// Returns the options for one client.
+pub(super) fn for_client(
+    settings: &Settings,
+    client: &ClientConfig,
+    lease: &Lease,
+    transport: Transport,
+) -> Vec<String> {
+    let mut options = settings.server.push.clone();
+    for change in &client.push {
+        match change {
+            PushChange::Add(option) => options.push(option.clone()),
+            PushChange::Reset => options.clear(),
+            PushChange::Remove(start) => options.retain(|option| !option.starts_with(start)),
         }
-        // A client must not route its own networks into the tunnel.
-        options.retain(|option| route(option).is_none_or(|net| !client.iroutes.contains(&net)));
-        let has = |options: &[String], name: &str| {
-            let mut names = options.iter().filter_map(|o| o.split_whitespace().next());
-            names.any(|known| known == name)
-        };
-        let times = [("ping", self.ping), ("ping-restart", self.ping_restart)];
-        for (name, time) in times {
-            if let Some(time) = time.filter(|_| !has(&options, name)) {
-                options.push(format!("{name} {}", time.as_secs()));
-            }
-        }
-        if transport == Transport::Tcp && !has(&options, "socket-flags") {
-            // OpenVPN clients before 2.8 leave Nagle's algorithm on, which delays every short answer by 40
-            // ms.
-            options.push("socket-flags TCP_NODELAY".to_owned());
-        }
-        options.extend(lease.push());
-        options
     }
+    // A client must not route its own networks into the tunnel.
+    options.retain(|option| route(option).is_none_or(|net| !client.iroutes.contains(&net)));
+    let has = |options: &[String], name: &str| {
+        let mut names = options.iter().filter_map(|o| o.split_whitespace().next());
+        names.any(|known| known == name)
+    };
+    // Over TCP, a client detects a dead path only through ping-restart.
+    let times = [
+        ("ping", settings.ping),
+        ("ping-restart", settings.ping_restart),
+    ];
+    for (name, time) in times {
+        if let Some(time) = time.filter(|_| !has(&options, name)) {
+            options.push(format!("{name} {}", time.as_secs()));
+        }
+    }
+    if transport == Transport::Tcp && !has(&options, "socket-flags") {
+        // OpenVPN clients before 2.8 leave Nagle's algorithm on, which delays every short answer by 40
+        // ms.
+        options.push("socket-flags TCP_NODELAY".to_owned());
+    }
+    options.extend(lease.push());
+    options
 }
 
 /// Returns the ping interval from a client's pushed options; `None` if the client sends no pings.
@@ -89,21 +81,21 @@ mod tests {
 
     use culvert_openvpn::control::push::Topology;
 
+    use super::super::clients::tests::settings;
     use super::super::pool::Pool;
     use super::*;
 
-    fn all() -> PushAll {
-        PushAll {
-            options: [
-                "route 172.25.0.0 255.255.0.0",
-                "route 10.240.16.0 255.255.240.0",
-                "route 10.254.0.0 255.255.0.0",
-            ]
-            .map(str::to_owned)
-            .to_vec(),
-            ping: Some(Duration::from_secs(5)),
-            ping_restart: Some(Duration::from_secs(30)),
-        }
+    fn all() -> Settings {
+        let mut settings = settings();
+        settings.server.push = [
+            "route 172.25.0.0 255.255.0.0",
+            "route 10.240.16.0 255.255.240.0",
+            "route 10.254.0.0 255.255.0.0",
+        ]
+        .map(str::to_owned)
+        .to_vec();
+        settings.ping_restart = Some(Duration::from_secs(30));
+        settings
     }
 
     fn lease() -> Lease {
@@ -116,7 +108,7 @@ mod tests {
         let text = "iroute 172.25.0.0 255.255.0.0\niroute 10.240.16.0 255.255.240.0\n";
         let user_cluster = ClientConfig::parse(text, "ccd");
         assert_eq!(
-            all().for_client(&user_cluster, &lease(), Transport::Tcp),
+            for_client(&all(), &user_cluster, &lease(), Transport::Tcp),
             [
                 "route 10.254.0.0 255.255.0.0",
                 "ping 5",
@@ -127,8 +119,8 @@ mod tests {
                 "ifconfig 10.20.0.6 10.20.0.5"
             ]
         );
-        let internal = all().for_client(&ClientConfig::default(), &lease(), Transport::Udp);
-        assert_eq!(internal[..3], all().options[..]);
+        let internal = for_client(&all(), &ClientConfig::default(), &lease(), Transport::Udp);
+        assert_eq!(internal[..3], all().server.push[..]);
         assert!(!internal.iter().any(|o| o.starts_with("socket-flags")));
     }
 
@@ -136,7 +128,7 @@ mod tests {
     fn client_file_changes_the_pushed_options() {
         let options = |text: &str| {
             let client = ClientConfig::parse(text, "ccd");
-            all().for_client(&client, &lease(), Transport::Udp)
+            for_client(&all(), &client, &lease(), Transport::Udp)
         };
         let reset = options("push-reset\npush \"ping 9\"\n");
         assert_eq!(reset[..2], ["ping 9", "ping-restart 30"]);

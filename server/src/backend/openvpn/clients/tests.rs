@@ -5,10 +5,30 @@ use culvert_openvpn::control::push::Topology;
 use culvert_openvpn::flows::Config;
 use culvert_openvpn::peer_info::PeerInfo;
 use culvert_openvpn::tls::PeerIdentity;
+use culvert_openvpn_io::config_file::Server;
 use culvert_openvpn_io::streams::Streams;
 use tempfile::TempDir;
 
 use super::*;
+
+/// Settings of a server without pushed options.
+pub(in super::super) fn settings() -> Settings {
+    Settings {
+        listen: Vec::new(),
+        server: Server {
+            routes: vec!["172.25.0.0/16".parse().unwrap()],
+            duplicate_cn: true,
+            ..Server::default()
+        },
+        network: "10.20.0.0/24".parse().unwrap(),
+        topology: Topology::Net30,
+        node_access: "10.254.0.0/16".parse().unwrap(),
+        watch_nodes: None,
+        max_clients: 10,
+        ping: Some(Duration::from_secs(5)),
+        ping_restart: None,
+    }
+}
 
 struct World {
     directory: TempDir,
@@ -23,30 +43,16 @@ struct Connected {
 }
 
 impl World {
-    fn new(change: impl FnOnce(&mut Admittance)) -> Self {
+    fn new(change: impl FnOnce(&mut Settings)) -> Self {
         let directory = tempfile::tempdir().unwrap();
-        let mut admittance = Admittance {
-            directory: Some(directory.path().to_owned()),
-            exclusive: false,
-            duplicates: true,
-            max_clients: 10,
-            push: PushAll {
-                ping: Some(Duration::from_secs(5)),
-                ..PushAll::default()
-            },
-        };
-        change(&mut admittance);
-        let network: Ipv4Net = "10.20.0.0/24".parse().unwrap();
-        let firewall = Firewall {
-            sources: vec![network],
-            destinations: vec!["172.25.0.0/16".parse().unwrap()],
-        };
+        let mut settings = settings();
+        settings.server.client_config_dir = Some(directory.path().to_owned());
+        change(&mut settings);
         let registry = Registry::new(&[]).unwrap();
         let metrics = Arc::new(OpenvpnMetrics::new(&registry));
-        let pool = Pool::new(network, Topology::Net30);
         Self {
             directory,
-            clients: Clients::new(admittance, pool, firewall, metrics),
+            clients: Clients::new(settings, metrics),
         }
     }
 
@@ -141,7 +147,7 @@ async fn newest_client_is_dialed_and_older_clients_replace_it() {
 #[tokio::test]
 async fn clients_with_one_name_replace_each_other_unless_duplicates_are_allowed() {
     let world = World::new(|rules| {
-        rules.duplicates = false;
+        rules.server.duplicate_cn = false;
         rules.max_clients = 1;
     });
     let mut first = world.connect("user");
@@ -164,7 +170,7 @@ async fn clients_with_one_name_replace_each_other_unless_duplicates_are_allowed(
 
 #[tokio::test]
 async fn client_files_decide_admission_and_address() {
-    let world = World::new(|rules| rules.exclusive = true);
+    let world = World::new(|rules| rules.server.ccd_exclusive = true);
     assert!(world.admit("nobody").is_err());
     world.file("banned", "disable\n");
     assert!(world.admit("banned").is_err());
@@ -184,7 +190,7 @@ async fn client_files_decide_admission_and_address() {
 
 #[tokio::test]
 async fn returning_client_keeps_its_address() {
-    let world = World::new(|rules| rules.duplicates = false);
+    let world = World::new(|rules| rules.server.duplicate_cn = false);
     world.file("fixed", "ifconfig-push 10.20.0.42 10.20.0.41\n");
     world.file("greedy", "ifconfig-push 10.20.0.42 10.20.0.41\n");
     let address = |client: &Connected| client.admission.address.to_string();
