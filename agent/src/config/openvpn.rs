@@ -244,7 +244,7 @@ impl OpenVpnFlags {
         }
         if !self.openvpn_auth.is_empty() {
             match self.openvpn_auth.parse() {
-                Ok(digest) => common.digest = Some(digest),
+                Ok(digest) => common.digest = digest,
                 Err(_) => p.error(format!(
                     "--openvpn-auth must be one of SHA1, SHA256, SHA384, SHA512, got {:?}",
                     self.openvpn_auth

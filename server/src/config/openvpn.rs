@@ -161,7 +161,7 @@ impl OpenvpnFlags {
         p.require(access.prefix_len() <= 16, || {
             format!("--openvpn-node-access-network: {access} has no room for the two octets of a node, /16 is the smallest")
         });
-        let file = &server.common;
+        let file = &server.common.timers;
         let ping = time(
             p,
             "openvpn-ping",
@@ -307,13 +307,13 @@ impl OpenvpnFlags {
         }
         if !self.openvpn_auth.is_empty() {
             match self.openvpn_auth.parse::<Digest>() {
-                Ok(digest) => common.digest = Some(digest),
+                Ok(digest) => common.digest = digest,
                 Err(error) => p.error(format!("--openvpn-auth: {error}")),
             }
         }
         if let Some(seconds) = self.openvpn_reneg_sec {
             match u32::try_from(seconds) {
-                Ok(seconds) => common.reneg = Some(Duration::from_secs(seconds.into())),
+                Ok(seconds) => common.timers.reneg = Duration::from_secs(seconds.into()),
                 Err(_) => p.error(format!("openvpn-reneg-sec must be >= 0, got {seconds}")),
             }
         }

@@ -140,8 +140,8 @@ impl Options for Client {
                 return Err("a server's certificate is not checked against a CRL; use verify-x509-name to set the expected name".into());
             }
             "keepalive" => {
-                self.common.ping = Some(super::seconds(directive, 0)?);
-                self.common.ping_restart = Some(super::seconds(directive, 1)?);
+                self.common.timers.ping = Some(super::seconds(directive, 0)?);
+                self.common.timers.ping_restart = Some(super::seconds(directive, 1)?);
             }
             "dev" => {
                 self.common.take(context, directive)?;

@@ -48,7 +48,7 @@ pub struct Common {
     /// `ncp-disable`.
     pub ncp_disable: bool,
     /// `auth`.
-    pub digest: Option<Digest>,
+    pub digest: Digest,
     /// `comp-lzo` and `compress`.
     pub framing: Framing,
     /// `tun-mtu`, or `link-mtu` minus its overhead.
@@ -57,19 +57,9 @@ pub struct Common {
     pub min_version: MinVersion,
     /// `port`, or `lport` for a server and `rport` for a client.
     pub port: Option<u16>,
-    /// `reneg-sec`.
-    pub reneg: Option<Duration>,
-    /// `hand-window`.
-    pub hand_window: Option<Duration>,
-    /// `tran-window`.
-    pub tran_window: Option<Duration>,
-    /// `tls-timeout`.
-    pub tls_timeout: Option<Duration>,
-    /// `ping`, or the first number of `keepalive`. 0 disables pings.
-    pub ping: Option<Duration>,
-    /// `ping-restart`, or the value derived from the second number of `keepalive`. 0 disables the
-    /// restart.
-    pub ping_restart: Option<Duration>,
+    /// `hand-window`, `tls-timeout`, `tran-window`, `reneg-sec`, `ping` and `ping-restart`, or their defaults.
+    /// `keepalive` sets the last two. A ping time of 0 disables pings or the restart.
+    pub timers: session::Timers,
     key_direction: Option<KeyDirection>,
     dev: Option<String>,
     dev_type: Option<String>,
@@ -123,7 +113,7 @@ impl Common {
             }
             "data-ciphers" | "ncp-ciphers" => return self.data_ciphers(directive),
             "ncp-disable" => self.ncp_disable = true,
-            "auth" => self.digest = Some(value(directive, 0, "a digest that is supported here")?),
+            "auth" => self.digest = value(directive, 0, "a digest that is supported here")?,
             "comp-lzo" => {
                 self.framing = Framing::Lzo;
                 return Ok(match directive.argument(0) {
@@ -170,19 +160,19 @@ impl Common {
                 _ => return Err("only TLS 1.2 and 1.3 are supported".into()),
             },
             "port" => self.port = Some(port(directive, 0)?),
-            "reneg-sec" => self.reneg = Some(seconds(directive, 0)?),
+            "reneg-sec" => self.timers.reneg = seconds(directive, 0)?,
             "reneg-bytes" | "reneg-pkts" => {
                 return Ok(Taken::Note(
                     "keys are renewed by time (reneg-sec), and before they are used up".into(),
                 ));
             }
-            "hand-window" => self.hand_window = Some(positive(directive)?),
-            "tran-window" => self.tran_window = Some(positive(directive)?),
-            "tls-timeout" => self.tls_timeout = Some(positive(directive)?),
-            "ping" => self.ping = Some(seconds(directive, 0)?),
-            "ping-restart" => self.ping_restart = Some(seconds(directive, 0)?),
+            "hand-window" => self.timers.hand_window = positive(directive)?,
+            "tran-window" => self.timers.tran_window = positive(directive)?,
+            "tls-timeout" => self.timers.tls_timeout = positive(directive)?,
+            "ping" => self.timers.ping = Some(seconds(directive, 0)?),
+            "ping-restart" => self.timers.ping_restart = Some(seconds(directive, 0)?),
             "ping-exit" => {
-                self.ping_restart = Some(seconds(directive, 0)?);
+                self.timers.ping_restart = Some(seconds(directive, 0)?);
                 let note = "used as ping-restart: the process does not exit, but connects again";
                 return Ok(Taken::Note(note.into()));
             }
@@ -241,19 +231,13 @@ impl Common {
             }
         }
         to.fallback = self.fallback.or(self.cipher);
-        to.digest = self.digest.unwrap_or(to.digest);
+        to.digest = self.digest;
         to.framing = self.framing;
         if let Some(mtu) = self.tun_mtu {
             (to.tun_mtu, to.max_tun_mtu) = (mtu, mtu);
         }
         to.tls_auth = self.tls_auth.as_ref().map(|tls_auth| tls_auth.direction);
-        let timers = &mut to.timers;
-        timers.reneg = self.reneg.unwrap_or(timers.reneg);
-        timers.hand_window = self.hand_window.unwrap_or(timers.hand_window);
-        timers.tran_window = self.tran_window.unwrap_or(timers.tran_window);
-        timers.tls_timeout = self.tls_timeout.unwrap_or(timers.tls_timeout);
-        timers.ping = self.ping.or(timers.ping);
-        timers.ping_restart = self.ping_restart.or(timers.ping_restart);
+        to.timers = self.timers;
     }
 
     /// Parses `proto` for a role.

@@ -84,8 +84,8 @@ impl Options for Server {
                     return Err("the second number must be at least twice the first".into());
                 }
                 let time = |seconds: u32| Some(std::time::Duration::from_secs(seconds.into()));
-                self.common.ping = time(ping);
-                self.common.ping_restart = time(restart.saturating_mul(2));
+                self.common.timers.ping = time(ping);
+                self.common.timers.ping_restart = time(restart.saturating_mul(2));
                 self.push.push(format!("ping {ping}"));
                 self.push.push(format!("ping-restart {restart}"));
             }

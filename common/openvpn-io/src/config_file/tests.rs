@@ -146,7 +146,7 @@ fn blocks_ports_and_protocols_are_combined() {
     assert_eq!(tls_auth.direction, KeyDirection::Inverse);
     assert_eq!(Some(tls_auth.key), file("/etc/vpn/ta.key"));
     assert_eq!(credentials, file("/etc/vpn/up.txt"));
-    assert_eq!(common.digest, Some(Digest::Sha256));
+    assert_eq!(common.digest, Digest::Sha256);
     assert_eq!(common.min_version, MinVersion::Tls13);
     assert_eq!(
         common.name,
@@ -263,8 +263,8 @@ fn server_config_is_parsed() {
     assert!(ccd_exclusive && duplicate_cn && !client_to_client && common.require_usage);
     assert_eq!((max_clients, crl), (Some(9), file("crl.pem")));
     assert_eq!(common.tls_auth.unwrap().direction, KeyDirection::Normal);
-    assert_eq!(common.ping, Some(Duration::from_secs(10)));
-    assert_eq!(common.ping_restart, Some(Duration::from_secs(120)));
+    assert_eq!(common.timers.ping, Some(Duration::from_secs(10)));
+    assert_eq!(common.timers.ping_restart, Some(Duration::from_secs(120)));
 }
 
 #[test]
@@ -344,6 +344,9 @@ fn zero_disables_pings_instead_of_leaving_the_default() {
     for text in ["ping 0\nping-restart 0\n", "keepalive 0 0\n"] {
         let common = client_of(&format!("{KKP_CLIENT}{text}")).config.common;
         let never = Some(Duration::ZERO);
-        assert_eq!((common.ping, common.ping_restart), (never, never));
+        assert_eq!(
+            (common.timers.ping, common.timers.ping_restart),
+            (never, never)
+        );
     }
 }

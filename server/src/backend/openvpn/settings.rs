@@ -125,16 +125,10 @@ impl Settings {
             format!("openvpn-ccd-exclusive={}", server.ccd_exclusive),
             format!("openvpn-max-clients={max_clients}"),
             format!("openvpn-data-ciphers={}", Cipher::list(ciphers)),
-            format!(
-                "openvpn-auth={}",
-                common.digest.map_or("SHA1", |digest| digest.name())
-            ),
+            format!("openvpn-auth={}", common.digest),
             format!("openvpn-ping={}s", seconds(ping)),
             format!("openvpn-ping-restart={}s", seconds(ping_restart)),
-            format!(
-                "openvpn-reneg-sec={}s",
-                common.reneg.map_or(3600, |time| time.as_secs())
-            ),
+            format!("openvpn-reneg-sec={}s", common.timers.reneg.as_secs()),
         ]
     }
 }

@@ -101,10 +101,10 @@ fn flags_set_the_settings() {
         common.ciphers,
         Some(vec![Cipher::ChaCha20Poly1305, Cipher::Aes256Cbc])
     );
-    assert_eq!(common.digest, Some(Digest::Sha256));
+    assert_eq!(common.digest, Digest::Sha256);
     let tls_auth = common.tls_auth.as_ref().unwrap();
     assert_eq!(tls_auth.direction, KeyDirection::Normal);
-    assert_eq!(common.reneg, Some(Duration::from_secs(60)));
+    assert_eq!(common.timers.reneg, Duration::from_secs(60));
     assert!(server.duplicate_cn && server.ccd_exclusive);
     for line in [
         "openvpn-listen=tcp::1194,udp:127.0.0.1:1195,tcp:[::]:1196",
