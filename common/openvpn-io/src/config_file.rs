@@ -145,11 +145,7 @@ fn read<T: Options>(text: &str, name: &str, mut config: T) -> Result<Read<T>, Ve
         let text = format!("{name}: larger than {MAX_BYTES} bytes; is it a configuration?");
         return Err(vec![text]);
     }
-    let (directives, errors) = lexer::directives(text);
-    let mut problems: Vec<(usize, String)> = errors
-        .into_iter()
-        .map(|error| (error.line, error.problem))
-        .collect();
+    let (directives, mut problems) = lexer::directives(text);
     let mut notes = Vec::new();
     // These directives apply to the whole file, at any position.
     let all = |name: &'static str| directives.iter().filter(move |d| d.name == name);
@@ -194,19 +190,13 @@ fn read<T: Options>(text: &str, name: &str, mut config: T) -> Result<Read<T>, Ve
             Err(problem) => problems.push((line, format!("{}: {problem}", directive.name))),
         }
     }
-    let mut problems: Vec<String> = {
-        problems.sort_by_key(|(line, _)| *line);
-        let texts = problems.into_iter();
-        texts
-            .map(|(line, text)| format!("{name}:{line}: {text}"))
-            .collect()
-    };
-    problems.extend(
-        config
-            .finish()
-            .into_iter()
-            .map(|text| format!("{name}: {text}")),
-    );
+    problems.sort_by_key(|(line, _)| *line);
+    let lines = problems.into_iter();
+    let lines = lines.map(|(line, text)| format!("{name}:{line}: {text}"));
+    let whole = config.finish().into_iter();
+    let problems: Vec<String> = lines
+        .chain(whole.map(|text| format!("{name}: {text}")))
+        .collect();
     match problems.is_empty() {
         true => Ok(Read { config, notes }),
         false => Err(problems),

@@ -23,18 +23,11 @@ impl Directive {
     }
 }
 
-/// A line that is not a valid directive.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{line}: {problem}")]
-pub struct SyntaxError {
-    /// Line in the file, starting at 1.
-    pub line: usize,
-    /// Description of the problem.
-    pub problem: String,
-}
+/// Line of a problem, starting at 1, and its description.
+pub type Problem = (usize, String);
 
 /// Parses a file into its directives, in order, and its syntax errors.
-pub fn directives(text: &str) -> (Vec<Directive>, Vec<SyntaxError>) {
+pub fn directives(text: &str) -> (Vec<Directive>, Vec<Problem>) {
     let text = text.strip_prefix('\u{feff}').unwrap_or(text);
     let (mut read, mut errors) = (Vec::new(), Vec::new());
     let mut lines = text.lines().zip(1..);
@@ -42,8 +35,7 @@ pub fn directives(text: &str) -> (Vec<Directive>, Vec<SyntaxError>) {
         let mut words = match words(content) {
             Ok(words) => words.into_iter(),
             Err(problem) => {
-                let problem = problem.to_owned();
-                errors.push(SyntaxError { line, problem });
+                errors.push((line, problem.to_owned()));
                 continue;
             }
         };
@@ -66,8 +58,7 @@ pub fn directives(text: &str) -> (Vec<Directive>, Vec<SyntaxError>) {
                     is_end
                 });
                 if !closed {
-                    let problem = format!("<{tag}> has no {end}");
-                    errors.push(SyntaxError { line, problem });
+                    errors.push((line, format!("<{tag}> has no {end}")));
                     continue;
                 }
                 (tag.to_owned(), Some(block))

@@ -68,8 +68,7 @@ impl ClientConfig {
     pub fn parse(text: &str, name: &str) -> Self {
         let mut config = Self::default();
         let (directives, errors) = lexer::directives(text);
-        for error in errors {
-            let (line, problem) = (error.line, error.problem);
+        for (line, problem) in errors {
             config.problems.push(format!("{name}:{line}: {problem}"));
         }
         for directive in &directives {
