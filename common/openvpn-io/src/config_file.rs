@@ -102,6 +102,11 @@ enum Taken {
 
 type Outcome = Result<Taken, String>;
 
+/// Accepts a directive with a note.
+fn note(text: impl Into<String>) -> Outcome {
+    Ok(Taken::Note(text.into()))
+}
+
 trait Options {
     /// Applies a directive of this role. Returns `Taken::No` for all other directives.
     fn take(&mut self, context: &Context<'_>, directive: &Directive) -> Outcome;
@@ -213,20 +218,18 @@ fn take<T: Options>(
     if matches!(name, "cd" | "ignore-unknown-option") {
         return Ok(Taken::Yes);
     }
-    match config.take(context, directive)? {
-        Taken::No => {}
-        taken => return Ok(taken),
+    let taken = config.take(context, directive)?;
+    if !matches!(taken, Taken::No) {
+        return Ok(taken);
     }
     if let Some(reason) = table::not_needed(name) {
-        return Ok(Taken::Note(format!("not needed: {reason}")));
+        return note(format!("not needed: {reason}"));
     }
     if let Some(reason) = table::refused(name) {
         return Err(format!("not supported: {reason}"));
     }
     if optional || context.optional.iter().any(|known| known == name) {
-        return Ok(Taken::Note(
-            "ignored: unknown option that is marked as optional".into(),
-        ));
+        return note("ignored: unknown option that is marked as optional");
     }
     Ok(Taken::No)
 }

@@ -7,7 +7,7 @@ use culvert_openvpn::options::Transport;
 
 use super::lexer::Directive;
 use super::{
-    Common, Context, DEFAULT_PORT, Material, Options, Outcome, Taken, port, seconds, word,
+    Common, Context, DEFAULT_PORT, Material, Options, Outcome, Taken, note, port, seconds, word,
 };
 
 /// A server to connect to.
@@ -100,9 +100,7 @@ impl Options for Client {
             "proto" => self.proto = Some(Common::proto(directive, "client")?),
             "rport" => self.common.port = Some(port(directive, 0)?),
             "lport" | "local" => {
-                return Ok(Taken::Note(
-                    "not needed: the system chooses the local port".into(),
-                ));
+                return note("not needed: the system chooses the local port");
             }
             "remote-random" => self.random = true,
             "remote-random-hostname" => return Err("names are used unchanged; remove this".into()),
@@ -115,7 +113,7 @@ impl Options for Client {
                 self.retry = Some((first, longest.max(first)));
             }
             "connect-retry-max" => {
-                return Ok(Taken::Note("servers are tried forever".into()));
+                return note("servers are tried forever");
             }
             "connect-timeout" | "server-poll-timeout" => {
                 let timeout = seconds(directive, 0)?;
@@ -145,10 +143,10 @@ impl Options for Client {
             }
             "dev" => {
                 self.common.take(context, directive)?;
-                return Ok(Taken::Note(NO_DEVICE.into()));
+                return note(NO_DEVICE);
             }
             "ifconfig" | "route" | "topology" | "route-nopull" | "pull-filter" => {
-                return Ok(Taken::Note(NO_DEVICE.into()));
+                return note(NO_DEVICE);
             }
             "askpass" => return Ok(Taken::No),
             _ => return self.common.take(context, directive),

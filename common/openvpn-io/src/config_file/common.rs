@@ -11,7 +11,7 @@ use culvert_openvpn::tls::{MinVersion, NameCheck};
 use culvert_openvpn::wrap::KeyDirection;
 
 use super::lexer::Directive;
-use super::{Context, Material, Outcome, Taken, ciphers, port, seconds, value, word};
+use super::{Context, Material, Outcome, Taken, ciphers, note, port, seconds, value, word};
 
 /// Key and direction of tls-auth.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -116,15 +116,17 @@ impl Common {
             "auth" => self.digest = value(directive, 0, "a digest that is supported here")?,
             "comp-lzo" => {
                 self.framing = Framing::Lzo;
-                return Ok(match directive.argument(0) {
-                    Some("no") => Taken::Yes,
-                    _ => Taken::Note("framing only: compressed packets from the peer are dropped, so the peer needs `comp-lzo no`".into()),
-                });
+                if directive.argument(0) != Some("no") {
+                    return note(
+                        "framing only: compressed packets from the peer are dropped, so the peer needs `comp-lzo no`",
+                    );
+                }
             }
             "compress" => {
                 if directive.argument(0) == Some("migrate") {
-                    let note = "not needed: clients with compression are told to use framing without compression";
-                    return Ok(Taken::Note(note.into()));
+                    return note(
+                        "not needed: clients with compression are told to use framing without compression",
+                    );
                 }
                 self.framing = Framing::of_compress(directive.argument(0))
                     .ok_or("unknown compression; use `compress stub-v2`")?;
@@ -145,7 +147,7 @@ impl Common {
                     return Err(format!("{mtu} is not between 699 and 9123"));
                 }
                 self.tun_mtu = Some(self.tun_mtu.unwrap_or(inner));
-                return Ok(Taken::Note(format!("used as tun-mtu {inner}")));
+                return note(format!("used as tun-mtu {inner}"));
             }
             "tls-version-min" => {
                 self.min_version = match word(directive, 0, "a TLS version")? {
@@ -162,9 +164,7 @@ impl Common {
             "port" => self.port = Some(port(directive, 0)?),
             "reneg-sec" => self.timers.reneg = seconds(directive, 0)?,
             "reneg-bytes" | "reneg-pkts" => {
-                return Ok(Taken::Note(
-                    "keys are renewed by time (reneg-sec), and before they are used up".into(),
-                ));
+                return note("keys are renewed by time (reneg-sec), and before they are used up");
             }
             "hand-window" => self.timers.hand_window = positive(directive)?,
             "tran-window" => self.timers.tran_window = positive(directive)?,
@@ -173,8 +173,7 @@ impl Common {
             "ping-restart" => self.timers.ping_restart = Some(seconds(directive, 0)?),
             "ping-exit" => {
                 self.timers.ping_restart = Some(seconds(directive, 0)?);
-                let note = "used as ping-restart: the process does not exit, but connects again";
-                return Ok(Taken::Note(note.into()));
+                return note("used as ping-restart: the process does not exit, but connects again");
             }
             _ => return Ok(Taken::No),
         }
@@ -189,10 +188,10 @@ impl Common {
             return Err(format!("no supported cipher listed; supported: {all}"));
         }
         self.ciphers = Some(known);
-        Ok(match unknown.is_empty() {
-            true => Taken::Yes,
-            false => Taken::Note(format!("not supported, and left out: {unknown}")),
-        })
+        match unknown.is_empty() {
+            true => Ok(Taken::Yes),
+            false => note(format!("not supported, and left out: {unknown}")),
+        }
     }
 
     /// Applies settings that depend on several options, after the last line.

@@ -7,7 +7,7 @@ use culvert_openvpn::options::Transport;
 use ipnet::Ipv4Net;
 
 use super::lexer::Directive;
-use super::{Common, Context, Material, Options, Outcome, Taken, network, port, value, word};
+use super::{Common, Context, Material, Options, Outcome, Taken, network, note, port, value, word};
 
 /// A server's configuration.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -125,8 +125,7 @@ impl Options for Server {
             }
             "dev" => {
                 self.common.take(context, directive)?;
-                let note = "not needed: no tun device is created, packets end in this process";
-                return Ok(Taken::Note(note.into()));
+                return note("not needed: no tun device is created, packets end in this process");
             }
             "ifconfig-pool-persist"
             | "max-routes-per-client"
@@ -134,7 +133,7 @@ impl Options for Server {
             | "connect-freq"
             | "connect-freq-initial"
             | "push-peer-info" => {
-                return Ok(Taken::Note("not needed: limits are built in".into()));
+                return note("not needed: limits are built in");
             }
             "ifconfig" | "ifconfig-pool" => {
                 return Err("set the VPN's network with `server NETWORK NETMASK`".into());
