@@ -9,8 +9,6 @@ const LZO_NONE: u8 = 0xfa;
 /// First byte of an uncompressed payload in stub framing. The payload's original first byte is moved to the
 /// end.
 const SWAPPED: u8 = 0xfb;
-const LZO: u8 = 0x66;
-const LZ4: u8 = 0x69;
 /// First byte of the v2 framing. The second byte is the algorithm; 0 means uncompressed.
 const V2: u8 = 0x50;
 
@@ -26,23 +24,6 @@ pub enum Framing {
     Stub,
     /// `compress stub-v2` and `compress lz4-v2`.
     StubV2,
-}
-
-/// Reason why a payload is dropped. Stock from 2.5 on sends no such payload unless configured to compress.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-pub enum CompressError {
-    /// The peer compresses with LZO.
-    #[error("payload is compressed with LZO")]
-    Lzo,
-    /// The peer compresses with LZ4.
-    #[error("payload is compressed with LZ4")]
-    Lz4,
-    /// The payload's first byte does not belong to the agreed framing, or the algorithm is unknown.
-    #[error("unexpected compression framing byte {0:#04x}")]
-    Unknown(u8),
-    /// The payload is empty, or ends inside its framing.
-    #[error("payload is empty")]
-    Empty,
 }
 
 impl Framing {
@@ -69,31 +50,25 @@ impl Framing {
         }
     }
 
-    /// Removes the framing in place and returns the payload.
-    pub fn strip(self, payload: &mut [u8]) -> Result<&mut [u8], CompressError> {
+    /// Removes the framing in place and returns the payload. Returns `None` for a payload that is compressed,
+    /// or that has another framing. Stock from 2.5 on sends no such payload unless configured to compress.
+    pub fn strip(self, payload: &mut [u8]) -> Option<&mut [u8]> {
         if self == Self::None {
-            return Ok(payload);
+            return Some(payload);
         }
-        let mark = *payload.first().ok_or(CompressError::Empty)?;
-        match (self, mark) {
-            (Self::StubV2, V2) => match payload
-                .split_at_mut_checked(2)
-                .ok_or(CompressError::Empty)?
-            {
-                ([_, 0], rest) => Ok(rest),
-                ([_, 1], _) => Err(CompressError::Lz4),
-                _ => Err(CompressError::Unknown(V2)),
+        match (self, *payload.first()?) {
+            (Self::StubV2, V2) => match payload.split_at_mut_checked(2)? {
+                ([_, 0], rest) => Some(rest),
+                _ => None,
             },
-            (Self::StubV2, _) => Ok(payload),
-            (_, LZO_NONE) => Ok(payload.split_at_mut(1).1),
+            (Self::StubV2, _) => Some(payload),
+            (_, LZO_NONE) => Some(payload.split_at_mut(1).1),
             (_, SWAPPED) => {
-                let (last, payload) = payload.split_last_mut().ok_or(CompressError::Empty)?;
-                *payload.first_mut().ok_or(CompressError::Empty)? = *last;
-                Ok(payload)
+                let (last, payload) = payload.split_last_mut()?;
+                *payload.first_mut()? = *last;
+                Some(payload)
             }
-            (_, LZO) => Err(CompressError::Lzo),
-            (_, LZ4) => Err(CompressError::Lz4),
-            (_, other) => Err(CompressError::Unknown(other)),
+            _ => None,
         }
     }
 }

@@ -60,8 +60,6 @@ pub enum Message<'a> {
     PushRequest,
     /// Part of the pushed configuration, for [`push::Assembler`].
     PushReply(&'a str),
-    /// Change of the pushed configuration, only for clients that offer support for changes.
-    PushUpdate(&'a str),
     /// Server's refusal of the client.
     AuthFailed {
         /// True if a later attempt may succeed.
@@ -69,8 +67,6 @@ pub enum Message<'a> {
         /// Reason of the refusal; may be empty.
         reason: &'a str,
     },
-    /// Notice that the server waits for another means of authentication.
-    AuthPending(&'a str),
     /// Server's request to connect again.
     Restart {
         /// True if the client should connect to another server.
@@ -82,7 +78,7 @@ pub enum Message<'a> {
     Halt(&'a str),
     /// Notice that the peer leaves.
     Exit,
-    /// Text for a user (`INFO`, `INFO_PRE`, `CR_RESPONSE`), or an unknown text.
+    /// Text for a user (`INFO`, `INFO_PRE`, `AUTH_PENDING`, `CR_RESPONSE`), or an unknown text.
     Other(&'a str),
 }
 
@@ -93,7 +89,6 @@ impl<'a> Message<'a> {
         match word {
             "PUSH_REQUEST" => Self::PushRequest,
             "PUSH_REPLY" => Self::PushReply(rest),
-            "PUSH_UPDATE" => Self::PushUpdate(rest),
             "AUTH_FAILED" => match rest.strip_prefix("TEMP") {
                 // AUTH_FAILED,TEMP[backoff 42]:reason
                 Some(rest) if rest.is_empty() || rest.starts_with(['[', ':']) => {
@@ -111,7 +106,6 @@ impl<'a> Message<'a> {
                     reason: rest,
                 },
             },
-            "AUTH_PENDING" => Self::AuthPending(rest),
             "RESTART" => {
                 let (flags, reason) = rest
                     .strip_prefix('[')

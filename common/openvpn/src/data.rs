@@ -41,10 +41,10 @@ const WORN_GCM: u64 = ((1 << 36) - 1) / 8 * 7;
 /// Largest number of bytes that sealing adds to a payload, over all ciphers and digests.
 pub const MAX_OVERHEAD: usize = 4 + 64 + 16 + ID_LEN + 16;
 
-/// Reason why a payload is not sealed.
+/// Reason why a data packet or a wrapped control packet is not sealed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum SealError {
-    /// All packet ids of the key are used. The key must not seal any further packet.
+    /// All packet ids of the key, or of the session's wrap, are used. The key must not seal any further packet.
     #[error("packet ids of this key are used up")]
     Exhausted,
     /// The cryptographic library reported an error.

@@ -20,12 +20,9 @@ pub struct Choice {
     pub push: bool,
 }
 
-/// Reason why no cipher was chosen.
+/// Reason why a client has no cipher.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum NcpError {
-    /// The client offers no cipher that the server allows.
-    #[error("the client offers no cipher that is allowed here")]
-    NoShared,
     /// The server chose a cipher that the client does not allow.
     #[error("server chose cipher {0:?}, which is not allowed here")]
     NotAllowed(String),
@@ -36,13 +33,13 @@ pub enum NcpError {
 
 /// Chooses the first cipher of `allowed` that the client offers. A client that cannot negotiate offers only
 /// its configured cipher; `fallback` is chosen if the client is configured with `fallback` or names no
-/// cipher.
+/// cipher. Returns `None` if client and server share no cipher.
 pub fn choose_as_server(
     allowed: &[Cipher],
     fallback: Option<Cipher>,
     client: &PeerInfo,
     options: &PeerOptions,
-) -> Result<Choice, NcpError> {
+) -> Option<Choice> {
     let configured = options.cipher.as_deref().and_then(Cipher::from_name);
     let offered = |cipher: Cipher| match &client.ciphers {
         Some(list) => list.contains(&cipher),
@@ -55,10 +52,8 @@ pub fn choose_as_server(
     let choice = allowed.iter().copied().find(|cipher| offered(*cipher));
     let fallback =
         fallback.filter(|_| !push && (options.cipher.is_none() || configured == fallback));
-    choice
-        .or(fallback)
-        .map(|cipher| Choice { cipher, push })
-        .ok_or(NcpError::NoShared)
+    let cipher = choice.or(fallback)?;
+    Some(Choice { cipher, push })
 }
 
 /// Returns the cipher that the server pushed, or else the cipher in the server's options string. Fails if

@@ -238,10 +238,7 @@ impl Session {
             OpenError::Authentication => Dropped::BadData,
         })?;
         key.confirmed = true;
-        let payload = agreed
-            .framing
-            .strip(payload)
-            .map_err(|_| Dropped::Compressed)?;
+        let payload = agreed.framing.strip(payload).ok_or(Dropped::Compressed)?;
         match Payload::classify(payload) {
             Payload::Inner(packet) => {
                 self.stats.packets_in += 1;

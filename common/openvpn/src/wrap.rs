@@ -27,6 +27,7 @@ use crypt::CryptKeys;
 
 use crate::Role;
 use crate::cipher::Digest;
+use crate::data::SealError;
 use crate::keys::KeyBlock;
 use crate::packet::{CONTROL_HEADER_LEN, ControlHeader, ControlPacket, PacketError};
 use crate::replay::{LongId, LongReplayWindow, ReplayError};
@@ -46,17 +47,6 @@ pub enum OpenError {
     /// The packet id is zero, repeated, or too old.
     #[error(transparent)]
     Replay(#[from] ReplayError),
-}
-
-/// Reason why a control packet is not sent.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-pub enum SealError {
-    /// The session has used all packet ids.
-    #[error("packet ids of this session's control channel are used up")]
-    Exhausted,
-    /// The cryptographic library reported an error.
-    #[error("encryption failed")]
-    Crypto,
 }
 
 /// Error for a key that the cryptographic library rejects.

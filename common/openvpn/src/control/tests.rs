@@ -46,7 +46,7 @@ fn parses_every_kind_of_message() {
             Message::PushReply("ping 5,route 10.0.0.0"),
         ),
         ("PUSH_REPLY", Message::PushReply("")),
-        ("PUSH_UPDATE,-route", Message::PushUpdate("-route")),
+        ("PUSH_UPDATE,-route", Message::Other("PUSH_UPDATE,-route")),
         (AUTH_FAILED, auth(false, "")),
         ("AUTH_FAILED,no, never", auth(false, "no, never")),
         ("AUTH_FAILED,TEMP", auth(true, "")),
@@ -61,7 +61,7 @@ fn parses_every_kind_of_message() {
         ),
         (
             "AUTH_PENDING,timeout 30",
-            Message::AuthPending("timeout 30"),
+            Message::Other("AUTH_PENDING,timeout 30"),
         ),
         (RESTART, restart(false, "")),
         ("RESTART,[N]", restart(true, "")),

@@ -86,7 +86,7 @@ impl Session {
             username: message.username.clone(),
             info: info.clone(),
             options,
-            choice: choice.as_ref().ok().copied(),
+            choice,
             ..std::mem::take(&mut self.client)
         };
         if self.client.options.tap {
@@ -95,7 +95,7 @@ impl Session {
         if self.client.options.mtu_dynamic {
             return self.refuse("the option fragment is not supported, remove it", now);
         }
-        if choice.is_err() {
+        if choice.is_none() {
             return self.refuse(ncp::NO_SHARED_CIPHER, now);
         }
         self.events

@@ -3,8 +3,9 @@
 use aws_lc_rs::{constant_time, hmac};
 use bytes::{BufMut, BytesMut};
 
-use super::{KeyDirection, OpenError, SealError};
+use super::{KeyDirection, OpenError};
 use crate::cipher::Digest;
+use crate::data::SealError;
 use crate::keys::{Half, KeyBlock};
 use crate::packet::{ControlPacket, PacketError};
 use crate::replay::LongId;

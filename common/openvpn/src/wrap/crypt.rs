@@ -7,9 +7,10 @@ use aws_lc_rs::iv::FixedLength;
 use aws_lc_rs::{constant_time, hmac};
 use bytes::{BufMut, BytesMut};
 
-use super::{KeyError, OpenError, SealError};
+use super::{KeyError, OpenError};
 use crate::Role;
 use crate::cipher::Digest;
+use crate::data::SealError;
 use crate::keys::{Half, HalfBlock, KeyBlock};
 use crate::packet::{ControlPacket, PacketError};
 use crate::replay::LongId;
