@@ -6,7 +6,7 @@ use std::net::{Ipv4Addr, SocketAddrV4};
 use std::time::Duration;
 
 use bytes::BytesMut;
-use culvert_openvpn::packet::{Acks, ControlPacket, KeyId, Opcode, SessionId};
+use culvert_openvpn::packet::{ControlPacket, KeyId, Opcode, SessionId};
 use culvert_tests::eventually;
 use culvert_tests::namespace::alone;
 use culvert_tests::openvpn::cluster::{CLIENT, NODE, NODE_ACCESSED, POD, RAW, SEED, SEED_INSIDE};
@@ -102,7 +102,7 @@ fn packet(opcode: Opcode, client: SessionId, server: Option<SessionId>, payload:
         opcode,
         key_id: KeyId::FIRST,
         session: client,
-        acks: server.map(|_| Acks::from_iter([0])).unwrap_or_default(),
+        acks: server.map(|_| vec![0]).unwrap_or_default(),
         peer_session: server,
         id: match opcode {
             Opcode::AckV1 => None,

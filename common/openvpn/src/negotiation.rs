@@ -176,7 +176,7 @@ impl Negotiation {
         open: &dyn Fn() -> Result<Channel, TlsError>,
         steps: &mut Vec<Step>,
     ) -> Result<Received, Failure> {
-        for &id in packet.acks.as_slice() {
+        for &id in &packet.acks {
             self.reliable.acknowledged(id);
         }
         let received = packet.id.map_or(Received::New, |id| {

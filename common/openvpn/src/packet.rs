@@ -114,52 +114,6 @@ impl SessionId {
     }
 }
 
-/// Ids of up to [`MAX_ACKS`] received messages.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Acks {
-    /// Zero beyond `len`.
-    ids: [u32; MAX_ACKS],
-    len: u8,
-}
-
-impl Acks {
-    /// Creates an empty list.
-    pub fn new() -> Self {
-        Self::default()
-    }
-
-    /// Appends `id`. Returns false if the list is full.
-    pub fn push(&mut self, id: u32) -> bool {
-        let Some(slot) = self.ids.get_mut(usize::from(self.len)) else {
-            return false;
-        };
-        *slot = id;
-        self.len += 1;
-        true
-    }
-
-    /// Returns the ids in the order on the wire.
-    pub fn as_slice(&self) -> &[u32] {
-        self.ids.get(..usize::from(self.len)).unwrap_or_default()
-    }
-
-    /// Returns true if the list is empty.
-    pub fn is_empty(&self) -> bool {
-        self.len == 0
-    }
-}
-
-impl FromIterator<u32> for Acks {
-    /// Collects the first [`MAX_ACKS`] of `ids`.
-    fn from_iter<T: IntoIterator<Item = u32>>(ids: T) -> Self {
-        let mut acks = Self::new();
-        for id in ids.into_iter().take(MAX_ACKS) {
-            acks.push(id);
-        }
-        acks
-    }
-}
-
 /// Reason why a packet is not a supported control packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum PacketError {
@@ -187,7 +141,7 @@ pub enum PacketError {
 }
 
 /// Control packet. The payload is borrowed from the parsed bytes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ControlPacket<'a> {
     /// Type of the packet; never data.
     pub opcode: Opcode,
@@ -195,8 +149,8 @@ pub struct ControlPacket<'a> {
     pub key_id: KeyId,
     /// Session id of the sender.
     pub session: SessionId,
-    /// Ids of messages that the sender has received. Peers from 2.6 on repeat recent ids.
-    pub acks: Acks,
+    /// Ids of messages that the sender has received, at most [`MAX_ACKS`]. Peers from 2.6 on repeat recent ids.
+    pub acks: Vec<u32>,
     /// Session id of the receiver, as known to the sender. Present on the wire if and only if `acks` is not
     /// empty.
     pub peer_session: Option<SessionId>,
@@ -224,10 +178,8 @@ impl<'a> ControlPacket<'a> {
         if usize::from(count) > MAX_ACKS {
             return Err(PacketError::TooManyAcks(count));
         }
-        let mut acks = Acks::new();
-        for _ in 0..count {
-            acks.push(take_u32(&mut rest)?);
-        }
+        let acks = (0..count).map(|_| take_u32(&mut rest));
+        let acks = acks.collect::<Result<_, _>>()?;
         let peer_session = match count {
             0 => None,
             _ => Some(SessionId(take(&mut rest)?)),
@@ -267,8 +219,8 @@ impl<'a> ControlPacket<'a> {
     pub(crate) fn write_rest(&self, out: &mut BytesMut) {
         match self.peer_session {
             Some(peer) if !self.acks.is_empty() => {
-                out.put_u8(self.acks.len);
-                for &id in self.acks.as_slice() {
+                out.put_u8(self.acks.len() as u8);
+                for &id in &self.acks {
                     out.put_u32(id);
                 }
                 out.put_slice(&peer.0);

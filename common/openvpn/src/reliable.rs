@@ -7,7 +7,7 @@
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-use crate::packet::{Acks, MAX_ACKS};
+use crate::packet::MAX_ACKS;
 
 #[cfg(test)]
 mod tests;
@@ -199,8 +199,8 @@ impl<K: Copy> Reliable<K> {
 
     /// Removes and returns up to `most` acknowledgements, oldest first. Acknowledgements sent before are
     /// repeated while the result has less than [`MAX_PIGGYBACK`] ids.
-    pub(crate) fn take_acks(&mut self, most: usize) -> Acks {
-        let mut acks = Acks::new();
+    pub(crate) fn take_acks(&mut self, most: usize) -> Vec<u32> {
+        let mut acks = Vec::new();
         let count = most.min(self.acks.len());
         for id in self.acks.drain(..count) {
             acks.push(id);
@@ -209,9 +209,7 @@ impl<K: Copy> Reliable<K> {
         }
         self.acked.truncate(MAX_ACKS);
         let room = MAX_PIGGYBACK.min(most).saturating_sub(count);
-        for id in self.acked.iter().skip(count).take(room) {
-            acks.push(*id);
-        }
+        acks.extend(self.acked.iter().skip(count).take(room));
         acks
     }
 

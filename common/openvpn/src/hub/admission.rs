@@ -8,7 +8,7 @@ use bytes::BytesMut;
 
 use super::{Entry, Hub, PeerId};
 use crate::half_open::makes_room;
-use crate::packet::{Acks, ControlHeader, ControlPacket, KeyId, Opcode, SessionId};
+use crate::packet::{ControlHeader, ControlPacket, KeyId, Opcode, SessionId};
 use crate::session::{Ended, Session, unix_time};
 use crate::wrap::Wrap;
 
@@ -68,7 +68,7 @@ impl Hub {
             opcode: Opcode::HardResetServerV2,
             key_id: KeyId::FIRST,
             session: self.cookies.make(to, client, now),
-            acks: Acks::from_iter([0]),
+            acks: vec![0],
             peer_session: Some(client),
             id: Some(0),
             payload: &[],

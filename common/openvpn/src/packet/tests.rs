@@ -31,7 +31,7 @@ fn parses_the_first_packet_of_a_stock_client() {
             opcode: Opcode::HardResetClientV2,
             key_id: KeyId::FIRST,
             session: SessionId([0x46, 0x1c, 0xf6, 0x37, 0x9a, 0xaa, 0x06, 0xec]),
-            acks: Acks::new(),
+            acks: Vec::new(),
             peer_session: None,
             id: Some(0),
             payload: &[],
@@ -162,13 +162,12 @@ proptest! {
         payload: Vec<u8>,
     ) {
         prop_assume!(session != [0; 8]);
-        let acks: Acks = acks.into_iter().collect();
         let packet = ControlPacket {
             opcode,
             key_id: KeyId(key_id),
             session: SessionId(session),
-            acks,
             peer_session: (!acks.is_empty()).then_some(SessionId(peer)),
+            acks,
             id: (opcode != Opcode::AckV1).then_some(id),
             payload: &payload,
         };
