@@ -17,7 +17,6 @@ use std::sync::Arc;
 
 use rustls::crypto::CryptoProvider;
 use rustls::crypto::aws_lc_rs::default_provider;
-use rustls::server::danger::ClientCertVerifier;
 use rustls::server::{NoServerSessionStorage, WebPkiClientVerifier};
 use rustls::sign::{CertifiedKey, SingleCertAndKey};
 use rustls::version::{TLS12, TLS13};
@@ -33,6 +32,7 @@ use crate::Role;
 pub use certificate::PeerIdentity;
 pub(crate) use channel::Channel;
 pub use error::{ConfigError, TlsError};
+use verify::{ClientVerifier, Refused, ServerVerifier};
 pub use verify::{NameCheck, ServerCheck};
 
 /// `tls-version-min`.
@@ -120,8 +120,7 @@ pub struct ServerTls {
     provider: Arc<CryptoProvider>,
     min_version: MinVersion,
     identity: Identity,
-    verifier: Arc<dyn ClientCertVerifier>,
-    require_usage: bool,
+    verifier: ClientVerifier,
 }
 
 impl std::fmt::Debug for ServerTls {
@@ -146,7 +145,7 @@ impl ServerTls {
             .collect::<Result<_, _>>()
             .map_err(|error| ConfigError::pem("CRL", &error))?;
         // Like OpenVPN's crl-verify: certificates of a CA without a CRL are accepted.
-        let verifier = WebPkiClientVerifier::builder_with_provider(roots(ca)?, provider.clone())
+        let webpki = WebPkiClientVerifier::builder_with_provider(roots(ca)?, provider.clone())
             .with_crls(crls)
             .allow_unknown_revocation_status()
             .build()
@@ -155,15 +154,21 @@ impl ServerTls {
             provider,
             min_version,
             identity,
-            verifier,
-            require_usage,
+            verifier: ClientVerifier {
+                webpki,
+                require_usage,
+                refused: Refused::default(),
+            },
         })
     }
 
     /// Creates a connection that waits for the client's hello.
     pub(crate) fn accept(&self) -> Result<Channel, TlsError> {
-        let (verifier, refused) =
-            verify::ClientVerifier::new(self.verifier.clone(), self.require_usage);
+        let refused = Refused::default();
+        let verifier = ClientVerifier {
+            refused: refused.clone(),
+            ..self.verifier.clone()
+        };
         let mut config = ServerConfig::builder_with_provider(self.provider.clone())
             .with_protocol_versions(self.min_version.versions())
             .map_err(TlsError::setup)?
@@ -179,14 +184,13 @@ impl ServerTls {
 /// TLS settings of a client.
 pub struct ClientTls {
     config: ClientConfig,
-    roots: Arc<RootCertStore>,
-    check: ServerCheck,
+    verifier: ServerVerifier,
 }
 
 impl std::fmt::Debug for ClientTls {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("ClientTls")
-            .field("check", &self.check)
+            .field("check", &self.verifier.check)
             .finish_non_exhaustive()
     }
 }
@@ -199,33 +203,35 @@ impl ClientTls {
         check: ServerCheck,
         min_version: MinVersion,
     ) -> Result<Self, ConfigError> {
-        let roots = roots(ca)?;
         let provider = Arc::new(default_provider());
-        let (verifier, _) = verify::ServerVerifier::new(roots.clone(), check.clone(), &provider);
+        let verifier = ServerVerifier {
+            roots: roots(ca)?,
+            check,
+            algorithms: provider.signature_verification_algorithms,
+            refused: Refused::default(),
+        };
         let builder = ClientConfig::builder_with_provider(provider)
             .with_protocol_versions(min_version.versions())
             .map_err(|error| ConfigError::Key(error.to_string()))?
             .dangerous()
-            .with_custom_certificate_verifier(Arc::new(verifier));
+            .with_custom_certificate_verifier(Arc::new(verifier.clone()));
         let mut config = match identity {
             Some(identity) => builder.with_client_cert_resolver(identity.0),
             None => builder.with_no_client_auth(),
         };
         config.enable_sni = false;
         config.resumption = rustls::client::Resumption::disabled();
-        Ok(Self {
-            config,
-            roots,
-            check,
-        })
+        Ok(Self { config, verifier })
     }
 
     /// Creates a connection with a hello that waits to be sent.
     pub(crate) fn connect(&self) -> Result<Channel, TlsError> {
         let mut config = self.config.clone();
-        let provider = config.crypto_provider().clone();
-        let (verifier, refused) =
-            verify::ServerVerifier::new(self.roots.clone(), self.check.clone(), &provider);
+        let refused = Refused::default();
+        let verifier = ServerVerifier {
+            refused: refused.clone(),
+            ..self.verifier.clone()
+        };
         config
             .dangerous()
             .set_certificate_verifier(Arc::new(verifier));

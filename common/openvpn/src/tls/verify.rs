@@ -5,9 +5,7 @@ use std::sync::{Arc, OnceLock};
 
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
 use rustls::client::verify_server_cert_signed_by_trust_anchor;
-use rustls::crypto::{
-    CryptoProvider, WebPkiSupportedAlgorithms, verify_tls12_signature, verify_tls13_signature,
-};
+use rustls::crypto::{WebPkiSupportedAlgorithms, verify_tls12_signature, verify_tls13_signature};
 use rustls::server::ParsedCertificate;
 use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
 use rustls::{
@@ -73,28 +71,15 @@ fn refuse(
     Error::InvalidCertificate(error)
 }
 
-/// Verifier of client certificates.
-#[derive(Debug)]
+/// Verifier of client certificates. Each connection needs its own `refused`.
+#[derive(Clone, Debug)]
 pub(super) struct ClientVerifier {
-    webpki: Arc<dyn ClientCertVerifier>,
-    require_usage: bool,
-    refused: Refused,
+    pub(super) webpki: Arc<dyn ClientCertVerifier>,
+    pub(super) require_usage: bool,
+    pub(super) refused: Refused,
 }
 
 impl ClientVerifier {
-    /// Creates a verifier for one connection.
-    pub(super) fn new(webpki: Arc<dyn ClientCertVerifier>, require_usage: bool) -> (Self, Refused) {
-        let refused = Refused::default();
-        (
-            Self {
-                webpki,
-                require_usage,
-                refused: refused.clone(),
-            },
-            refused,
-        )
-    }
-
     /// Checks the requirements of OpenVPN's options, in addition to the chain.
     fn check(&self, leaf: &CertificateDer<'_>) -> Result<(), (&'static str, CertificateError)> {
         if PeerIdentity::new(leaf).is_none() {
@@ -153,35 +138,16 @@ impl ClientCertVerifier for ClientVerifier {
     }
 }
 
-/// Verifier of server certificates. Host names are never matched.
-#[derive(Debug)]
+/// Verifier of server certificates. Host names are never matched. Each connection needs its own `refused`.
+#[derive(Clone, Debug)]
 pub(super) struct ServerVerifier {
-    roots: Arc<RootCertStore>,
-    check: ServerCheck,
-    algorithms: WebPkiSupportedAlgorithms,
-    refused: Refused,
+    pub(super) roots: Arc<RootCertStore>,
+    pub(super) check: ServerCheck,
+    pub(super) algorithms: WebPkiSupportedAlgorithms,
+    pub(super) refused: Refused,
 }
 
 impl ServerVerifier {
-    /// Creates a verifier for one connection.
-    pub(super) fn new(
-        roots: Arc<RootCertStore>,
-        check: ServerCheck,
-        provider: &CryptoProvider,
-    ) -> (Self, Refused) {
-        let refused = Refused::default();
-        let algorithms = provider.signature_verification_algorithms;
-        (
-            Self {
-                roots,
-                check,
-                algorithms,
-                refused: refused.clone(),
-            },
-            refused,
-        )
-    }
-
     /// Checks the requirements of OpenVPN's options, in addition to the chain.
     fn check(&self, leaf: &CertificateDer<'_>) -> Result<(), (String, CertificateError)> {
         let usage = Usage::new(leaf);
