@@ -38,7 +38,10 @@ impl Replies {
             waiting: VecDeque::new(),
             spare: Vec::new(),
             bytes: 0,
-            limit: RateLimit::new(RATE, BURST, now),
+            limit: RateLimit {
+                left: BURST,
+                since: now,
+            },
             suppressed: 0,
         }
     }
@@ -206,35 +209,24 @@ fn icmp_message(
     out.extend_from_slice(body);
 }
 
-/// Token bucket: `rate` tokens per second, at most `burst` tokens at once.
+/// Token bucket: [`RATE`] tokens per second, at most [`BURST`] tokens at once.
 #[derive(Debug)]
 struct RateLimit {
-    rate: u32,
-    burst: u32,
     left: u32,
     since: Instant,
 }
 
 impl RateLimit {
-    fn new(rate: u32, burst: u32, now: Instant) -> Self {
-        Self {
-            rate,
-            burst,
-            left: burst,
-            since: now,
-        }
-    }
-
     fn allows(&mut self, now: Instant) -> bool {
         let passed = now.saturating_duration_since(self.since);
-        let earned = passed.as_micros() * u128::from(self.rate) / 1_000_000;
+        let earned = passed.as_micros() * u128::from(RATE) / 1_000_000;
         if earned > 0 {
             let earned = u32::try_from(earned).unwrap_or(u32::MAX);
-            self.left = self.left.saturating_add(earned).min(self.burst);
-            self.since = if self.left == self.burst {
+            self.left = self.left.saturating_add(earned).min(BURST);
+            self.since = if self.left == BURST {
                 now
             } else {
-                self.since + Duration::from_secs(1) * earned / self.rate
+                self.since + Duration::from_secs(1) * earned / RATE
             };
         }
         let some = self.left > 0;
