@@ -181,19 +181,9 @@ impl Client {
         let pair = common.cert.as_ref().zip(common.key.as_ref());
         let tls = files::client_tls(ca, pair, check, common.min_version)?;
         let mut config = ClientConfig::new(transport, Arc::new(tls));
-        common.apply(&mut config.common);
-        config.common.wrap = files::wrap(
-            common.tls_auth.as_ref(),
-            common.tls_crypt.as_ref(),
-            config.common.digest,
-            End::Client,
-        )?;
-        config.credentials = self
-            .settings
-            .credentials
-            .as_ref()
-            .map(files::credentials)
-            .transpose()?;
+        files::configure(common, End::Client, &mut config.common)?;
+        let credentials = self.settings.credentials.as_ref();
+        config.credentials = credentials.map(files::credentials).transpose()?;
         Ok(config)
     }
 }

@@ -6,9 +6,9 @@ use std::io::Read as _;
 use culvert_openvpn::cipher::Digest;
 use culvert_openvpn::tls::{ClientTls, ConfigError, Identity, MinVersion, ServerCheck, ServerTls};
 use culvert_openvpn::wrap::{WrapKey, static_key};
-use culvert_openvpn::{Role, tls};
+use culvert_openvpn::{Role, session, tls};
 
-use super::config_file::{Material, TlsAuth};
+use super::config_file::{Common, Material, TlsAuth};
 
 /// Size limit of a file, in bytes.
 pub const MAX_BYTES: u64 = 4 << 20;
@@ -158,11 +158,23 @@ pub fn credentials(material: &Material) -> Result<(String, String), FileError> {
     }
 }
 
-/// Creates the wrapping of control packets: tls-crypt, tls-auth with the digest of `auth`, or nothing.
+/// Overrides the defaults of a session with the options of a file, including the wrapping of control packets.
 ///
 /// # Errors
 /// See [`FileError`].
-pub fn wrap(
+pub fn configure(
+    options: &Common,
+    role: Role,
+    session: &mut session::Common,
+) -> Result<(), FileError> {
+    options.apply(session);
+    let (auth, crypt) = (options.tls_auth.as_ref(), options.tls_crypt.as_ref());
+    session.wrap = wrap(auth, crypt, session.digest, role)?;
+    Ok(())
+}
+
+/// Creates the wrapping of control packets: tls-crypt, tls-auth with the digest of `auth`, or nothing.
+fn wrap(
     tls_auth: Option<&TlsAuth>,
     tls_crypt: Option<&Material>,
     digest: Digest,

@@ -200,15 +200,8 @@ fn session(
     transport: Transport,
     tls: Arc<ServerTls>,
 ) -> anyhow::Result<ServerConfig> {
-    let common = &settings.server.common;
     let mut config = ServerConfig::new(transport, tls);
-    common.apply(&mut config.common);
-    config.common.wrap = files::wrap(
-        common.tls_auth.as_ref(),
-        common.tls_crypt.as_ref(),
-        config.common.digest,
-        Role::Server,
-    )?;
+    files::configure(&settings.server.common, Role::Server, &mut config.common)?;
     config.common.timers.ping = settings.ping;
     config.common.timers.ping_restart = settings.ping_restart.map(|time| 2 * time);
     Ok(config)
