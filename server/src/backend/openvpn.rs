@@ -94,7 +94,7 @@ pub struct Bound {
     pub tunnel: Arc<Openvpn>,
     /// Listening addresses, in the order of the settings.
     pub addresses: Vec<SocketAddr>,
-    sockets: Vec<Socket>,
+    sockets: Vec<(Socket, ConfigSender)>,
     files: Files,
     node_watch: Option<NodeWatch>,
     max_clients: usize,
@@ -104,8 +104,8 @@ pub struct Bound {
 type ConfigSender = watch::Sender<Arc<ServerConfig>>;
 
 enum Socket {
-    Tcp(Listener, ConfigSender),
-    Udp(Box<Datagrams>, ConfigSender),
+    Tcp(Listener),
+    Udp(Box<Datagrams>),
 }
 
 impl Bound {
@@ -123,12 +123,11 @@ impl Bound {
             let config = watch::Sender::new(Arc::new(config));
             let bind = &listen.bind;
             let flag = "--openvpn-listen";
-            match listen.transport {
+            let socket = match listen.transport {
                 Transport::Tcp => {
                     let listener = admin::bind(&bind.host, bind.port, flag).await?;
                     addresses.push(listener.local_addr()?);
-                    let listener = Listener::tcp(listener, &Keepalive::default());
-                    sockets.push(Socket::Tcp(listener, config));
+                    Socket::Tcp(Listener::tcp(listener, &Keepalive::default()))
                 }
                 Transport::Udp => {
                     let socket = bind_udp(&bind.host, bind.port).await;
@@ -138,9 +137,10 @@ impl Bound {
                     addresses.push(socket.local_addr()?);
                     let socket = Datagrams::new(socket);
                     let socket = socket.with_context(|| format!("cannot use {listen}"))?;
-                    sockets.push(Socket::Udp(Box::new(socket), config));
+                    Socket::Udp(Box::new(socket))
                 }
-            }
+            };
+            sockets.push((socket, config));
         }
         let node_watch = match &settings.watch_nodes {
             Some(kubeconfig) => {
@@ -166,24 +166,20 @@ impl Bound {
     pub fn serve(self, shards: &Arc<Shards>, tasks: &TaskTracker, shutdown: &CancellationToken) {
         let clients = &self.tunnel.clients;
         let mut configs = Vec::new();
-        for (socket, address) in self.sockets.into_iter().zip(self.addresses) {
+        for ((socket, sender), address) in self.sockets.into_iter().zip(self.addresses) {
+            let (clients, config) = (clients.clone(), sender.subscribe());
+            configs.push(sender);
             match socket {
-                Socket::Tcp(listener, config) => {
+                Socket::Tcp(listener) => {
                     info!(%address, "serving OpenVPN over TCP");
-                    let tcp = Tcp {
-                        clients: clients.clone(),
-                        config: config.subscribe(),
-                    };
+                    let tcp = Tcp { clients, config };
                     let (shards, stop) = (shards.clone(), shutdown.clone());
                     tasks.spawn(tcp.serve(listener, shards, tasks.clone(), stop));
-                    configs.push(config);
                 }
-                Socket::Udp(socket, config) => {
+                Socket::Udp(socket) => {
                     info!(%address, "serving OpenVPN over UDP");
-                    let follows = config.subscribe();
-                    let udp = Udp::new(*socket, follows, clients.clone(), self.max_clients);
+                    let udp = Udp::new(*socket, config, clients, self.max_clients);
                     tasks.spawn(udp.serve(shutdown.clone()));
-                    configs.push(config);
                 }
             }
         }
