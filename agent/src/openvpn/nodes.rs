@@ -19,11 +19,6 @@ pub struct NodeAccess {
     pub nodes: Vec<Ipv4Net>,
 }
 
-/// Error for an address of the node access network without a known node.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{0} is in the node access network, but --openvpn-nodes has no matching node")]
-pub struct UnknownNode(pub Ipv4Addr);
-
 impl Default for NodeAccess {
     fn default() -> Self {
         Self {
@@ -35,25 +30,20 @@ impl Default for NodeAccess {
 
 impl NodeAccess {
     /// Returns the real address of `destination`, an address as seen by the control plane. Addresses outside
-    /// the node access network are returned unchanged.
-    ///
-    /// # Errors
-    /// Returns [`UnknownNode`] if the address is in the node access network but belongs to no node.
-    pub fn target(&self, destination: SocketAddrV4) -> Result<SocketAddrV4, UnknownNode> {
+    /// the node access network are returned unchanged. Returns `None` if the address is in the node access
+    /// network but belongs to no node.
+    pub fn target(&self, destination: SocketAddrV4) -> Option<SocketAddrV4> {
         let [x, y, c, d] = destination.ip().octets();
         let [own_x, own_y, ..] = self.network.addr().octets();
         if (x, y) != (own_x, own_y) {
-            return Ok(destination);
+            return Some(destination);
         }
-        let node = self.nodes.iter().find_map(|nodes| {
+        self.nodes.iter().find_map(|nodes| {
             let [a, b, ..] = nodes.addr().octets();
             let node = Ipv4Addr::new(a, b, c, d);
-            nodes.contains(&node).then_some(node)
-        });
-        match node {
-            Some(node) => Ok(SocketAddrV4::new(node, destination.port())),
-            None => Err(UnknownNode(*destination.ip())),
-        }
+            let found = nodes.contains(&node);
+            found.then(|| SocketAddrV4::new(node, destination.port()))
+        })
     }
 
     /// Returns pairs of entries that cover the same last two octets. The second entry of a pair is never
@@ -87,7 +77,7 @@ mod tests {
         }
     }
 
-    fn target(access: &NodeAccess, destination: &str) -> Result<String, UnknownNode> {
+    fn target(access: &NodeAccess, destination: &str) -> Option<String> {
         access
             .target(destination.parse().unwrap())
             .map(|target| target.to_string())
@@ -109,10 +99,9 @@ mod tests {
     }
 
     #[test]
-    fn unknown_node_is_an_error() {
+    fn unknown_node_has_no_target() {
         let access = access(&["192.168.0.0/24"]);
-        let unknown = UnknownNode(Ipv4Addr::new(10, 254, 1, 1));
-        assert_eq!(target(&access, "10.254.1.1:10250"), Err(unknown));
+        assert_eq!(target(&access, "10.254.1.1:10250"), None);
     }
 
     #[test]

@@ -49,8 +49,10 @@ impl Tunnel {
 }
 
 fn target(nodes: &NodeAccess, destination: SocketAddrV4) -> Result<SocketAddrV4, String> {
-    let target = nodes.target(destination);
-    let target = target.map_err(|error| error.to_string())?;
+    let target = nodes.target(destination).ok_or_else(|| {
+        let ip = destination.ip();
+        format!("{ip} is in the node access network, but --openvpn-nodes has no matching node")
+    })?;
     let ip = target.ip();
     // The kernel of a stock client's pod does not route packets to such targets either. A loopback target is
     // allowed only if `--openvpn-nodes` maps a node address to it: the agent's operator may allow loopback

@@ -56,21 +56,14 @@ pub trait Role: Send {
 }
 
 /// Reason for the end of a link.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
 pub enum LinkEnd {
     /// The session ended.
+    #[error(transparent)]
     Session(Ended),
     /// The socket failed or was closed.
+    #[error(transparent)]
     Wire(WireError),
-}
-
-impl std::fmt::Display for LinkEnd {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Self::Session(ended) => ended.fmt(f),
-            Self::Wire(error) => error.fmt(f),
-        }
-    }
 }
 
 /// A peer's socket, session and streams.

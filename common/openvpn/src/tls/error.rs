@@ -58,10 +58,7 @@ pub enum TlsError {
         /// Reason and remedy.
         problem: String,
     },
-    /// The peer sent an alert.
-    #[error("{0}")]
-    Alert(String),
-    /// Any other error.
+    /// An alert of the peer, or any other error.
     #[error("{0}")]
     Other(String),
 }
@@ -79,7 +76,7 @@ impl TlsError {
                 subject: subject.clone(),
                 problem: problem.clone(),
             },
-            (rustls::Error::AlertReceived(alert), _) => Self::Alert(explain_alert(*alert)),
+            (rustls::Error::AlertReceived(alert), _) => Self::Other(explain_alert(*alert)),
             (rustls::Error::NoCertificatesPresented, _) => {
                 Self::Other("the peer sent no certificate: a client needs `cert` and `key`".into())
             }

@@ -31,27 +31,22 @@ pub(super) struct Files {
 impl Files {
     /// Creates the list of files from a configuration.
     pub(super) fn new(server: &Server) -> anyhow::Result<Self> {
-        let needs = "clients connect over TLS; set --openvpn-ca, --openvpn-cert and --openvpn-key";
-        let given = |material: &Option<Material>| {
-            let material = material.clone();
-            material.ok_or_else(|| anyhow::anyhow!(needs))
-        };
         let common = &server.common;
-        let (ca, cert, key) = (
-            given(&common.ca)?,
-            given(&common.cert)?,
-            given(&common.key)?,
-        );
-        let all = [&ca, &cert, &key].into_iter().chain(&server.crl);
+        let (Some(ca), Some(cert), Some(key)) = (&common.ca, &common.cert, &common.key) else {
+            anyhow::bail!(
+                "clients connect over TLS; set --openvpn-ca, --openvpn-cert and --openvpn-key"
+            );
+        };
+        let all = [ca, cert, key].into_iter().chain(&server.crl);
         let paths = all.filter_map(|material| match material {
             Material::File(path) => Some(path.clone()),
             Material::Inline { .. } => None,
         });
         Ok(Self {
             follower: FileFollower::unit(paths.collect(), files::MAX_BYTES),
-            ca,
-            cert,
-            key,
+            ca: ca.clone(),
+            cert: cert.clone(),
+            key: key.clone(),
             server: server.clone(),
             failure: None,
         })

@@ -49,17 +49,13 @@ pub struct Listen {
     pub bind: HostPort,
 }
 
-/// Error for text that is not a listener.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{0:?} is not a listener; expected tcp:ADDRESS:PORT or udp:ADDRESS:PORT")]
-pub struct NotAListener(String);
-
 impl FromStr for Listen {
-    type Err = NotAListener;
+    type Err = String;
 
     /// Parses texts such as `tcp::1194`, `udp:10.0.0.1:1194` or `tcp:[::]:1194`.
-    fn from_str(text: &str) -> Result<Self, NotAListener> {
-        let refused = || NotAListener(text.to_owned());
+    fn from_str(text: &str) -> Result<Self, String> {
+        let refused =
+            || format!("{text:?} is not a listener; expected tcp:ADDRESS:PORT or udp:ADDRESS:PORT");
         let (transport, address) = text.split_once(':').ok_or_else(refused)?;
         let transport = match transport {
             "tcp" => Transport::Tcp,
