@@ -17,7 +17,7 @@ use tracing::{debug, info, warn};
 use super::endpoint::Endpoint;
 use super::metrics::Outcome;
 use super::tunnel::Tunnel;
-use super::udp::{Datagrams, Taken};
+use super::udp::Datagrams;
 
 /// Limit for the buffers of all flows together, in bytes. Agents run in small pods.
 const BUFFER_BUDGET: usize = 64 << 20;
@@ -118,11 +118,8 @@ impl Role for ClientRole {
         if streams.input(packet, now) != Input::Unknown || streams.flows().echo(packet, now) {
             return;
         }
-        let taken = match &mut self.datagrams {
-            Some((datagrams, own)) => datagrams.input(packet, *own),
-            None => Taken::No,
-        };
-        if taken == Taken::No {
+        let datagrams = self.datagrams.as_mut();
+        if !datagrams.is_some_and(|(datagrams, own)| datagrams.input(packet, *own)) {
             streams.flows().reject(packet, now);
         }
     }

@@ -44,15 +44,6 @@ pub(super) struct Datagrams {
     pairs: HashMap<Pair, Sender<Bytes>>,
 }
 
-/// Result of `Datagrams::input`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Taken {
-    /// The datagram was forwarded, or dropped because of a limit.
-    Yes,
-    /// The packet is not a valid datagram, or its destination cannot be reached.
-    No,
-}
-
 impl Datagrams {
     pub(super) fn new(tunnel: Arc<Tunnel>, peer: Peer, mtu: u16, ended: CancellationToken) -> Self {
         Self {
@@ -64,30 +55,31 @@ impl Datagrams {
         }
     }
 
-    /// Forwards a packet from the tunnel. `own` is the client's own tunnel address. A packet to `own` is
-    /// rejected, because the client opens no port at that address.
-    pub(super) fn input(&mut self, packet: &[u8], own: Ipv4Addr) -> Taken {
+    /// Forwards a packet from the tunnel, or drops the packet because of a limit. Returns false if the packet
+    /// is not a valid datagram, or if its destination cannot be reached. `own` is the client's own tunnel
+    /// address. A packet to `own` is rejected, because the client opens no port at that address.
+    pub(super) fn input(&mut self, packet: &[u8], own: Ipv4Addr) -> bool {
         let Some((pair, payload)) = parse(packet) else {
-            return Taken::No;
+            return false;
         };
         if *pair.1.ip() == own {
-            return Taken::No;
+            return false;
         }
         if let Some(sender) = self.pairs.get(&pair) {
             match sender.try_send(Bytes::copy_from_slice(payload)) {
-                Ok(()) | Err(TrySendError::Full(_)) => return Taken::Yes,
+                Ok(()) | Err(TrySendError::Full(_)) => return true,
                 // The task of the pair has just ended.
                 Err(TrySendError::Closed(_)) => {}
             }
         }
         let Ok(target) = self.tunnel.target(pair.1) else {
-            return Taken::No;
+            return false;
         };
         if self.pairs.len() >= MAX_PAIRS {
             self.pairs.retain(|_, sender| !sender.is_closed());
         }
         if self.pairs.len() >= MAX_PAIRS {
-            return Taken::Yes;
+            return true;
         }
         let (sender, receiver) = mpsc::channel(MAX_WAITING);
         // The new channel has room for one datagram.
@@ -101,7 +93,7 @@ impl Datagrams {
                 debug!(client = %pair.0, %target, %error, "cannot carry datagrams");
             }
         });
-        Taken::Yes
+        true
     }
 }
 
