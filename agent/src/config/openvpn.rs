@@ -102,28 +102,27 @@ impl OpenVpnFlags {
 
     /// Returns the names of the flags that differ from their defaults.
     fn set(&self) -> Vec<&'static str> {
-        let nodes = !self.openvpn_nodes.is_empty();
-        let network = self.openvpn_node_access_network != NodeAccess::default().network.to_string();
-        let all = [
-            (!self.openvpn_ca.is_empty(), "--openvpn-ca"),
-            (!self.openvpn_cert.is_empty(), "--openvpn-cert"),
-            (!self.openvpn_key.is_empty(), "--openvpn-key"),
-            (
-                !self.openvpn_data_ciphers.is_empty(),
-                "--openvpn-data-ciphers",
-            ),
-            (!self.openvpn_auth.is_empty(), "--openvpn-auth"),
-            (!self.openvpn_tls_auth.is_empty(), "--openvpn-tls-auth"),
-            (
-                !self.openvpn_key_direction.is_empty(),
-                "--openvpn-key-direction",
-            ),
-            (!self.openvpn_tls_crypt.is_empty(), "--openvpn-tls-crypt"),
-            (network, "--openvpn-node-access-network"),
-            (nodes, "--openvpn-nodes"),
+        let texts = [
+            ("--openvpn-ca", &self.openvpn_ca),
+            ("--openvpn-cert", &self.openvpn_cert),
+            ("--openvpn-key", &self.openvpn_key),
+            ("--openvpn-data-ciphers", &self.openvpn_data_ciphers),
+            ("--openvpn-auth", &self.openvpn_auth),
+            ("--openvpn-tls-auth", &self.openvpn_tls_auth),
+            ("--openvpn-key-direction", &self.openvpn_key_direction),
+            ("--openvpn-tls-crypt", &self.openvpn_tls_crypt),
         ];
-        let set = all.into_iter().filter(|(set, _)| *set);
-        set.map(|(_, name)| name).collect()
+        let mut set: Vec<_> = texts
+            .into_iter()
+            .filter_map(|(name, value)| (!value.is_empty()).then_some(name))
+            .collect();
+        if self.openvpn_node_access_network != NodeAccess::default().network.to_string() {
+            set.push("--openvpn-node-access-network");
+        }
+        if !self.openvpn_nodes.is_empty() {
+            set.push("--openvpn-nodes");
+        }
+        set
     }
 
     /// Reads the configuration file. Returns `None` if the file is unusable, and default settings if no file
