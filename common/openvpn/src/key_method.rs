@@ -86,8 +86,8 @@ impl KeyMethod2 {
         let mut rest = bytes;
         let message = match parse_message(sender, &mut rest) {
             Ok(message) => Some(message),
-            Err(Stop::Incomplete) => None,
-            Err(Stop::Error(error)) => return Err(error),
+            Err(None) => None,
+            Err(Some(error)) => return Err(error),
         };
         let len = bytes.len() - rest.len();
         let used = if message.is_some() { len } else { bytes.len() };
@@ -108,24 +108,12 @@ impl std::fmt::Debug for KeyMethod2 {
     }
 }
 
-/// Reason why no message can be parsed.
-enum Stop {
-    /// More bytes are needed.
-    Incomplete,
-    Error(KeyMethodError),
-}
-
-impl From<KeyMethodError> for Stop {
-    fn from(error: KeyMethodError) -> Self {
-        Self::Error(error)
-    }
-}
-
-fn parse_message(sender: Role, rest: &mut &[u8]) -> Result<KeyMethod2, Stop> {
+/// Parses a message. An error of `None` means that more bytes are needed.
+fn parse_message(sender: Role, rest: &mut &[u8]) -> Result<KeyMethod2, Option<KeyMethodError>> {
     let [zero @ .., method] = take::<5>(rest)?;
     // Ignore the upper bits, because later methods may use them.
     if zero != [0; 4] || method & 0x0f != 2 {
-        return Err(KeyMethodError::Method.into());
+        return Err(Some(KeyMethodError::Method));
     }
     let mut source = KeySource::zero();
     if sender == Role::Client {
@@ -145,7 +133,7 @@ fn parse_message(sender: Role, rest: &mut &[u8]) -> Result<KeyMethod2, Stop> {
     let credential = |bytes: &[u8]| {
         std::str::from_utf8(bytes)
             .map(str::to_owned)
-            .map_err(|_| KeyMethodError::Credentials)
+            .map_err(|_| Some(KeyMethodError::Credentials))
     };
     Ok(KeyMethod2 {
         source,
@@ -170,19 +158,19 @@ fn write_text(text: &str, out: &mut BytesMut) {
 }
 
 /// Reads a text, and returns the part before the first NUL.
-fn take_text<'a>(rest: &mut &'a [u8], max: usize) -> Result<&'a [u8], Stop> {
+fn take_text<'a>(rest: &mut &'a [u8], max: usize) -> Result<&'a [u8], Option<KeyMethodError>> {
     let mut after = *rest;
     let len = usize::from(u16::from_be_bytes(take(&mut after)?));
     if len > max {
-        return Err(KeyMethodError::TooLong.into());
+        return Err(Some(KeyMethodError::TooLong));
     }
-    let (text, after) = after.split_at_checked(len).ok_or(Stop::Incomplete)?;
+    let (text, after) = after.split_at_checked(len).ok_or(None)?;
     *rest = after;
     Ok(text.split(|byte| *byte == 0).next().unwrap_or_default())
 }
 
-fn take<const N: usize>(rest: &mut &[u8]) -> Result<[u8; N], Stop> {
-    let (taken, after) = rest.split_first_chunk().ok_or(Stop::Incomplete)?;
+fn take<const N: usize>(rest: &mut &[u8]) -> Result<[u8; N], Option<KeyMethodError>> {
+    let (taken, after) = rest.split_first_chunk().ok_or(None)?;
     *rest = after;
     Ok(*taken)
 }
