@@ -14,8 +14,6 @@ pub struct PeerIdentity {
     pub common_name: String,
     /// Whole subject in OpenVPN's format: `C=DE, O=Example, CN=client`.
     pub subject: String,
-    /// Serial number, in lower-case hex.
-    pub serial: String,
     /// SHA-256 of the certificate.
     pub fingerprint: [u8; 32],
 }
@@ -34,15 +32,9 @@ impl PeerIdentity {
             .to_owned();
         let fingerprint = digest::digest(&digest::SHA256, der);
         let fingerprint = *fingerprint.as_ref().first_chunk()?;
-        let serial: String = certificate
-            .raw_serial()
-            .iter()
-            .map(|byte| format!("{byte:02x}"))
-            .collect();
         Some(Self {
             common_name,
             subject: certificate.subject().to_string(),
-            serial,
             fingerprint,
         })
     }

@@ -69,7 +69,6 @@ impl World {
             identity: PeerIdentity {
                 common_name: name.to_owned(),
                 subject: format!("CN={name}"),
-                serial: "01".to_owned(),
                 fingerprint: [0; 32],
             },
             peer_info: PeerInfo::parse(lines),
