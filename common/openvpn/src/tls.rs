@@ -27,9 +27,7 @@ use rustls::{
 use rustls_pki_types::pem::PemObject;
 use rustls_pki_types::{CertificateDer, CertificateRevocationListDer, PrivateKeyDer, ServerName};
 
-use crate::Role;
-
-pub use certificate::PeerIdentity;
+pub use certificate::{PeerIdentity, certificate_problem};
 pub(crate) use channel::Channel;
 pub use error::{ConfigError, TlsError};
 use verify::{ClientVerifier, Refused, ServerVerifier};
@@ -81,13 +79,6 @@ impl Identity {
         }
         Ok(Self(Arc::new(SingleCertAndKey::from(certified))))
     }
-}
-
-/// Returns the reason why peers will refuse this side's certificate, the PEM file `cert`: out of date, or
-/// made for the other role. Many peers refuse a certificate silently.
-pub fn certificate_problem(certificate: &[u8], role: Role) -> Option<String> {
-    let own = CertificateDer::from_pem_slice(certificate).ok()?;
-    certificate::certificate_problem(&own, role)
 }
 
 /// Parses the certificates of a PEM file. Fails if the file contains no certificate.

@@ -3,6 +3,7 @@
 
 use aws_lc_rs::digest;
 use rustls_pki_types::CertificateDer;
+use rustls_pki_types::pem::PemObject as _;
 use x509_parser::prelude::{ASN1Time, FromDer, X509Certificate, X509Version};
 
 use crate::Role;
@@ -66,9 +67,11 @@ impl Usage {
     }
 }
 
-/// Returns the reason why peers will refuse this side's certificate, as far as the certificate shows.
-pub(super) fn certificate_problem(own: &CertificateDer<'_>, role: Role) -> Option<String> {
-    let (_, certificate) = X509Certificate::from_der(own).ok()?;
+/// Returns the reason why peers will refuse this side's certificate, the PEM file `cert`: out of date, or
+/// made for the other role. Many peers refuse a certificate silently.
+pub fn certificate_problem(certificate: &[u8], role: Role) -> Option<String> {
+    let own = CertificateDer::from_pem_slice(certificate).ok()?;
+    let (_, certificate) = X509Certificate::from_der(&own).ok()?;
     let (validity, now) = (certificate.validity(), ASN1Time::now());
     if validity.not_after < now {
         return Some(format!(

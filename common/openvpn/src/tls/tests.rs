@@ -11,6 +11,7 @@ use rcgen::{
 };
 
 use super::*;
+use crate::Role;
 
 /// CA with a P-256 key.
 pub(crate) struct Pki(CertifiedIssuer<'static, KeyPair>);
