@@ -137,12 +137,8 @@ impl Replies {
         kind_and_code: [u8; 2],
         now: Instant,
     ) -> bool {
-        if packet.protocol() == protocol::ICMP
-            && !packet
-                .payload()
-                .first()
-                .is_some_and(|kind| matches!(*kind, kind::ECHO | kind::ECHO_REPLY))
-        {
+        let is_echo = matches!(packet.payload(), [kind::ECHO | kind::ECHO_REPLY, ..]);
+        if packet.protocol() == protocol::ICMP && !is_echo {
             return false;
         }
         let bytes = packet.bytes();

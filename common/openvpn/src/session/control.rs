@@ -23,15 +23,11 @@ impl Session {
     /// Processes a control packet. Over TCP an invalid packet ends the session, because TCP does not damage
     /// packets by chance.
     pub(super) fn control(&mut self, packet: &mut [u8], now: Instant) -> Result<(), Dropped> {
-        let opened = self
-            .wrap
-            .open(packet, now)
-            .map_err(|error| (refusal(error), error.to_string()));
-        let result = match opened {
+        let result = match self.wrap.open(packet, now) {
             Ok(packet) => self
                 .opened(&packet, now)
                 .map_err(|dropped| (dropped, dropped.to_string())),
-            Err(refused) => Err(refused),
+            Err(error) => Err((refusal(error), error.to_string())),
         };
         result.map_err(|(dropped, text)| {
             let harmless = matches!(
