@@ -105,10 +105,9 @@ impl Masquerade {
             }
             // The error quotes an incoming packet, with the client's address as destination.
             Kind::Error(quote) => {
-                let (remote, client) = quote_ends(&quote);
                 let connection = self
                     .table
-                    .outward(quote.protocol, client, remote)
+                    .outward(quote.protocol, quote.destination, quote.source)
                     .filter(|_| !quote.echo_request)
                     .ok_or(Untracked::Unknown)?;
                 let port = connection.port;
@@ -152,7 +151,7 @@ impl Masquerade {
             }
             // The error quotes an outgoing packet, with the server's address as source.
             Kind::Error(quote) => {
-                let (own, remote) = quote_ends(&quote);
+                let (own, remote) = (quote.source, quote.destination);
                 if *own.ip() != self.address
                     || (quote.protocol == protocol::ICMP && !quote.echo_request)
                 {
@@ -188,13 +187,6 @@ impl Masquerade {
     pub(crate) fn evicted(&self) -> u64 {
         self.table.evicted
     }
-}
-
-fn quote_ends(quote: &Quote) -> (SocketAddrV4, SocketAddrV4) {
-    (
-        SocketAddrV4::new(quote.source, quote.ports.0),
-        SocketAddrV4::new(quote.destination, quote.ports.1),
-    )
 }
 
 impl Kind {

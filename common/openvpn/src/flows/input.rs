@@ -175,12 +175,12 @@ impl Flows {
         let Some(quote) = icmp.quote() else {
             return Input::Unknown;
         };
-        if quote.protocol != protocol::TCP || quote.source != packet.destination() {
+        if quote.protocol != protocol::TCP || *quote.source.ip() != packet.destination() {
             return Input::Unknown;
         }
         let tuple = Tuple {
-            local: std::net::SocketAddrV4::new(quote.source, quote.ports.0),
-            remote: std::net::SocketAddrV4::new(quote.destination, quote.ports.1),
+            local: quote.source,
+            remote: quote.destination,
         };
         let Some(index) = self.table.get(&tuple.into()).copied() else {
             return Input::Unknown;

@@ -1,6 +1,6 @@
 //! ICMP messages, and the packets quoted by ICMP errors.
 
-use std::net::Ipv4Addr;
+use std::net::SocketAddrV4;
 
 use super::{HEADER, Malformed, Packet, Sum, protocol};
 
@@ -77,14 +77,12 @@ impl<'a> Icmp<'a> {
 /// The start of a packet, as quoted by an ICMP error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Quote {
-    /// Source address of the quoted packet.
-    pub(crate) source: Ipv4Addr,
-    /// Destination address of the quoted packet.
-    pub(crate) destination: Ipv4Addr,
+    /// Source address and port. For an ICMP echo, both ports are the identifier.
+    pub(crate) source: SocketAddrV4,
+    /// Destination address and port.
+    pub(crate) destination: SocketAddrV4,
     /// Protocol number, see [`protocol`].
     pub(crate) protocol: u8,
-    /// Source and destination port. For an ICMP echo, both are the identifier.
-    pub(crate) ports: (u16, u16),
     /// Sequence number, for TCP.
     pub(crate) sequence: u32,
     /// True for an ICMP echo request, false for its reply and for other protocols.
@@ -105,18 +103,16 @@ impl Quote {
         if icmp && !matches!(p[0], kind::ECHO | kind::ECHO_REPLY) {
             return None;
         }
-        let first = u16::from_be_bytes([p[0], p[1]]);
-        let second = u16::from_be_bytes([p[2], p[3]]);
-        let third = u16::from_be_bytes([p[4], p[5]]);
+        let [first, second, third] =
+            [[p[0], p[1]], [p[2], p[3]], [p[4], p[5]]].map(u16::from_be_bytes);
+        let (from, to) = match icmp {
+            true => (third, third),
+            false => (first, second),
+        };
         Some(Self {
-            source: Ipv4Addr::new(h[12], h[13], h[14], h[15]),
-            destination: Ipv4Addr::new(h[16], h[17], h[18], h[19]),
+            source: SocketAddrV4::new([h[12], h[13], h[14], h[15]].into(), from),
+            destination: SocketAddrV4::new([h[16], h[17], h[18], h[19]].into(), to),
             protocol: h[9],
-            ports: if icmp {
-                (third, third)
-            } else {
-                (first, second)
-            },
             sequence: u32::from_be_bytes([p[4], p[5], p[6], p[7]]),
             echo_request: icmp && p[0] == kind::ECHO,
         })
