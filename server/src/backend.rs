@@ -64,7 +64,7 @@ pub struct Registration {
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct Rank {
     draining: bool,
-    silent: bool,
+    suspect: bool,
 }
 
 // === impl Backend ===
@@ -106,10 +106,19 @@ impl Backend {
         }
     }
 
-    fn is_silent(&self) -> bool {
+    /// Returns true if the agent has not answered a probe, and has sent nothing since.
+    fn is_suspect(&self) -> bool {
         match self {
-            Self::Packet(stream) => stream.is_silent(),
-            Self::Native(agent) => agent.is_silent(),
+            Self::Packet(stream) => stream.is_suspect(),
+            Self::Native(agent) => agent.is_suspect(),
+        }
+    }
+
+    /// Resolves once the agent is suspect: it sends nothing, not even an answer to a probe.
+    pub async fn silent(&self) {
+        match self {
+            Self::Packet(stream) => stream.silent().await,
+            Self::Native(agent) => agent.silent().await,
         }
     }
 
@@ -132,7 +141,7 @@ impl Backend {
                 Self::Packet(stream) => stream.is_draining(),
                 Self::Native(agent) => agent.is_draining(),
             },
-            silent: self.is_silent(),
+            suspect: self.is_suspect(),
         }
     }
 }
@@ -144,7 +153,7 @@ impl Rank {
         match self {
             Self {
                 draining: false,
-                silent: false,
+                suspect: false,
             } => Health::Healthy,
             _ => Health::Doubtful,
         }
@@ -216,7 +225,7 @@ impl Registry {
     }
 
     /// Chooses an agent connection for a dial, leaving out the serials in `tried`. Agent connections that
-    /// neither drain nor are silent come first, then agent connections served by the calling thread; the
+    /// neither drain nor are suspect come first, then agent connections served by the calling thread; the
     /// choice among equals is random. If an agent has several equal connections, the oldest is used: a newer
     /// connection may be a probe, about to be closed by the agent.
     pub fn choose(&self, tried: &[u64]) -> Option<Backend> {
@@ -253,7 +262,7 @@ impl Registry {
     pub fn has_other(&self, tried: &[u64]) -> bool {
         let streams = self.streams.lock();
         let mut others = streams.iter().map(|entry| &entry.stream);
-        others.any(|s| !tried.contains(&s.serial()) && !s.is_silent())
+        others.any(|s| !tried.contains(&s.serial()) && !s.is_suspect())
     }
 
     fn report(&self, streams: &[Entry]) {

@@ -11,11 +11,11 @@ use std::time::Duration;
 use culvert_host::runtime::shards::ShardId;
 use culvert_stream::Dial;
 use parking_lot::Mutex;
-use tokio::time::Instant;
+use tokio::time::{Instant, sleep};
 use tracing::debug;
 
 use self::slot::TunnelSlot;
-use crate::backend::dial::{SILENT_AFTER, StreamDialError};
+use crate::backend::dial::{ANSWER_TIMEOUT, StreamDialError};
 use crate::backend::{Connection, DialError, Tunnel, Usage};
 use crate::metrics::{DialFailureReason, ServerMetrics};
 use crate::tunnel::{Health, Kind, TunnelStatus};
@@ -25,6 +25,9 @@ pub(crate) use self::route::{Route, Side, View};
 /// Longest time for a dial if no flag sets a limit. Agents end a dial after 5 s, and kube-apiserver's
 /// client library after 30 s, so both ends have forgotten a longer dial.
 pub(crate) const MAX_DIAL: Duration = Duration::from_secs(35);
+
+/// Interval of checks of the health of a tunnel with a pending dial.
+const HEALTH_CHECK: Duration = Duration::from_millis(500);
 
 /// Chooses tunnels for the dials of all front ends.
 pub(crate) struct Router {
@@ -116,10 +119,11 @@ impl Router {
                 continue;
             }
             let limit = match has_other {
-                true => deadline.min(Instant::now() + SILENT_AFTER),
+                true => deadline.min(Instant::now() + ANSWER_TIMEOUT),
                 false => deadline,
             };
-            let error = match slot.dial(guard, dial, limit).await {
+            let worse = self.worse(slot, has_other);
+            let error = match slot.dial(guard, dial, limit, worse).await {
                 None => continue,
                 Some(Ok(connection)) => return Ok(connection),
                 Some(Err(error)) => error,
@@ -130,6 +134,20 @@ impl Router {
             debug!(tunnel = slot.kind.as_str(), %error, "looking for another tunnel");
             failed.push(slot.kind);
             last = Some(error);
+        }
+    }
+
+    /// Resolves once the health of a tunnel gets worse than at the start of a dial and worse than the other
+    /// tunnel's health, so that the pending dial can move. Never resolves without `has_other`.
+    async fn worse(&self, slot: &TunnelSlot, has_other: bool) {
+        let before = slot.tunnel.health();
+        loop {
+            sleep(HEALTH_CHECK).await;
+            let best = self.choose(&[], false);
+            let is_best = best.is_none_or(|(best, _)| best.kind == slot.kind);
+            if has_other && !is_best && slot.tunnel.health() < before {
+                return;
+            }
         }
     }
 

@@ -7,6 +7,7 @@
 //! | [`held`] | a connection kept open during other events |
 //! | [`traffic`] | bulk transfers, many connections, services that send first, half closes |
 //! | [`failures`] | failed dials, and dials cancelled by the client |
+//! | [`frozen`] | an agent that stops answering |
 //! | [`lives`] | killed, restarted and drained programs |
 //! | [`many`] | several servers, and several agents with one id |
 //! | [`stalls`] | stalled connections beside a working connection |
@@ -19,6 +20,7 @@
 mod agent_suite;
 mod case;
 mod failures;
+mod frozen;
 mod held;
 mod lives;
 mod many;

@@ -15,10 +15,11 @@
 use std::future::Future as _;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
+use futures_util::task::AtomicWaker;
 use h2::{Ping, PingPong};
 use tokio::sync::Notify;
 use tokio::sync::futures::Notified;
@@ -88,7 +89,7 @@ pub struct Inbound {
     /// Bytes received on all streams since the start.
     pub received: AtomicU64,
     /// Bytes received on the connection, of any kind. Every byte proves that the peer is alive.
-    pub heard: AtomicU64,
+    pub(crate) heard: AtomicU64,
     /// Bytes received and not yet accepted by a sink.
     pub held: AtomicUsize,
     /// Number of frames on small streams.
@@ -96,6 +97,10 @@ pub struct Inbound {
     profile: WindowProfile,
     window: AtomicU32,
     resized: Notify,
+    /// True if the tuner has to ping the peer at once.
+    probe: AtomicBool,
+    /// Waker of the task that polls the tuner.
+    tuner: AtomicWaker,
 }
 
 /// Error for a peer that sent nothing for too long after a ping.
@@ -181,7 +186,21 @@ impl Inbound {
             profile,
             window: AtomicU32::new(profile.short_path()),
             resized: Notify::new(),
+            probe: AtomicBool::new(false),
+            tuner: AtomicWaker::new(),
         }
+    }
+
+    /// Returns the number of bytes received on the connection, of any kind. A larger number than before
+    /// proves that the peer is alive.
+    pub fn heard(&self) -> u64 {
+        self.heard.load(Ordering::Relaxed)
+    }
+
+    /// Pings the peer at once, unless an earlier ping is still unanswered.
+    pub fn probe(&self) {
+        self.probe.store(true, Ordering::Relaxed);
+        self.tuner.wake();
     }
 
     /// Returns true if a stream must return `done` bytes now, while `queued` more bytes wait in the stream.
@@ -259,6 +278,7 @@ impl Tuner {
     }
 
     fn look(&mut self, cx: &mut Context<'_>) -> Result<(), Silent> {
+        self.inbound.tuner.register(cx.waker());
         let held = self.inbound.held.load(Ordering::Relaxed);
         self.estimate.crowded(held);
         let small = self.inbound.small.load(Ordering::Relaxed);
@@ -284,11 +304,13 @@ impl Tuner {
                     self.estimate.measured(bytes, took, held);
                 }
             }
-        } else if received - self.last.1 >= SAMPLE_BYTES && self.last.0.elapsed() >= SAMPLE_PAUSE {
+        } else if self.inbound.probe.swap(false, Ordering::Relaxed)
+            || (received - self.last.1 >= SAMPLE_BYTES && self.last.0.elapsed() >= SAMPLE_PAUSE)
+        {
             self.ask(received);
         }
         if self.alarm.as_mut().poll(cx).is_ready() {
-            let heard = self.inbound.heard.load(Ordering::Relaxed);
+            let heard = self.inbound.heard();
             match &mut self.asked {
                 Some(asked) if asked.heard == heard => {
                     return Err(Silent(self.ping_timeout));
@@ -313,7 +335,7 @@ impl Tuner {
             self.asked = Some(Asked {
                 at: Instant::now(),
                 received,
-                heard: self.inbound.heard.load(Ordering::Relaxed),
+                heard: self.inbound.heard(),
             });
             self.set_alarm(self.ping_timeout);
         }

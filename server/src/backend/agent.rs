@@ -7,11 +7,11 @@ mod connection;
 mod outgoing;
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use culvert_konnectivity::excess::OverflowBudget;
-use culvert_konnectivity::message::Message;
+use culvert_konnectivity::message::{ConnectId, Message};
 use culvert_konnectivity::queue;
 use culvert_konnectivity::server_mux::{Effect, Mux};
 use culvert_stream::{CloseReason, Dial};
@@ -21,7 +21,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
 
 use self::connection::{Guard, Pending, Slot};
-use crate::backend::dial::{SILENT_AFTER, StreamDialError, next_serial};
+use crate::backend::dial::{StreamDialError, Suspicion, next_serial};
 use crate::metrics::{DialFailureReason, ServerMetrics};
 
 pub(crate) use self::connection::{Cut, FromAgent, ToAgent};
@@ -30,6 +30,9 @@ pub(crate) use self::outgoing::Outgoing;
 /// Maximum number of bytes waiting to be sent to an agent, over all connections of the stream. A smaller value
 /// costs throughput on long paths; a larger value delays everything queued behind.
 pub(crate) const OUTGOING_BYTES: usize = 512 * 1024;
+
+/// Connection id that no agent assigns: agents count from 1.
+const NO_CONNECTION: ConnectId = ConnectId(-1);
 
 /// Introduction that an agent sends when it connects.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -61,8 +64,9 @@ pub struct AgentStream {
     mux: Mutex<Mux<Arc<Slot>>>,
     outgoing: queue::Sender<Message>,
     draining: AtomicBool,
-    /// Time of the first dial after the agent's last packet; `None` without such a dial.
-    unanswered_since: Mutex<Option<Instant>>,
+    /// Number of packets from the agent.
+    heard: AtomicU64,
+    suspicion: Suspicion,
     retired: CancellationToken,
     /// Token that closes the HTTP/2 connection that carries the stream, and nothing else.
     connection: CancellationToken,
@@ -87,7 +91,8 @@ impl AgentStream {
             mux: Mutex::default(),
             outgoing,
             draining: AtomicBool::new(false),
-            unanswered_since: Mutex::new(None),
+            heard: AtomicU64::new(0),
+            suspicion: Suspicion::none(),
             retired: CancellationToken::new(),
             connection,
             metrics,
@@ -101,11 +106,24 @@ impl AgentStream {
         self.draining.load(Ordering::Relaxed)
     }
 
-    /// Returns true if a dial has been waiting longer than any agent needs and no packet has arrived since
-    /// the dial. The path is then probably dead, although TCP has not noticed.
-    pub fn is_silent(&self) -> bool {
-        let since = *self.unanswered_since.lock();
-        since.is_some_and(|since| since.elapsed() >= SILENT_AFTER)
+    /// Returns true if the agent has not answered a probe, and has sent nothing since.
+    pub fn is_suspect(&self) -> bool {
+        self.suspicion.is_raised(self.heard.load(Ordering::Relaxed))
+    }
+
+    /// Resolves once the agent is suspect: it sends no packet, not even an answer to a probe. The probe is a
+    /// close of a connection that does not exist. Every agent answers it with an error
+    /// (`pkg/agent/client.go`, "Unknown connectID").
+    pub async fn silent(&self) {
+        let probe = || {
+            let connection = NO_CONNECTION;
+            let probe = Message::CloseRequest { connection };
+            let weight = probe.weight();
+            // A full queue already has packets that the agent answers.
+            let _ = self.outgoing.try_send(probe, weight);
+        };
+        let heard = || self.heard.load(Ordering::Relaxed);
+        self.suspicion.wait(heard, probe).await;
     }
 
     /// Resolves once the stream is retired.
@@ -146,9 +164,6 @@ impl AgentStream {
             dial: pending.dial,
         };
         let weight = request.weight();
-        self.unanswered_since
-            .lock()
-            .get_or_insert_with(Instant::now);
         timeout_at(deadline, self.outgoing.send(request, weight))
             .await
             .map_err(|_| StreamDialError::NotSent)?
@@ -171,7 +186,7 @@ impl AgentStream {
 
     /// Processes a packet. Returns the connection whose client the reader has to wait for.
     fn take(self: &Arc<Self>, message: Message) -> Option<Arc<Slot>> {
-        *self.unanswered_since.lock() = None;
+        self.heard.fetch_add(1, Ordering::Relaxed);
         let effect = self.mux.lock().on_message(message);
         match effect {
             Effect::Opened(slot, connection) => {

@@ -10,7 +10,7 @@ use tokio::time::Instant;
 use tracing::debug;
 
 use super::{Backend, Connection, Registry};
-use crate::backend::dial::{Attempts, SILENT_AFTER, StreamDialError};
+use crate::backend::dial::{Attempts, ANSWER_TIMEOUT, StreamDialError};
 use crate::backend::{DialError, Dialing, Tunnel};
 use crate::tunnel::{Health, Peer};
 
@@ -35,12 +35,25 @@ impl Konnectivity {
         let mut attempts = Attempts::new(DialError::NoAgent);
         loop {
             let stream = attempts.next(|tried| self.registry.choose(tried), Backend::serial)?;
-            let limit = if self.registry.has_other(attempts.tried()) {
-                deadline.min(Instant::now() + SILENT_AFTER)
-            } else {
-                deadline
+            let has_other = || self.registry.has_other(attempts.tried());
+            let limit = match has_other() {
+                true => deadline.min(Instant::now() + ANSWER_TIMEOUT),
+                false => deadline,
             };
-            let error = match stream.dial(dial, limit).await {
+            let silent = async {
+                loop {
+                    stream.silent().await;
+                    if has_other() {
+                        return;
+                    }
+                }
+            };
+            let outcome = tokio::select! {
+                biased;
+                outcome = stream.dial(dial, limit) => outcome,
+                () = silent => Err(StreamDialError::TimedOut),
+            };
+            let error = match outcome {
                 Ok(connection) => return Ok(connection),
                 Err(error) => error,
             };

@@ -17,7 +17,6 @@ use culvert_native::{
 use culvert_stream::{CloseReason, Dial, Sink, Source};
 use http::uri::Authority;
 use http::{HeaderMap, HeaderValue, Method, Request, StatusCode, Uri};
-use parking_lot::Mutex;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::time::{Instant, timeout, timeout_at};
 use tokio_util::sync::CancellationToken;
@@ -29,7 +28,7 @@ use tracing::{Instrument, debug, info, info_span};
 use super::Backend;
 use super::agent::Hello;
 use super::service::Agents;
-use crate::backend::dial::{SILENT_AFTER, StreamDialError, next_serial};
+use crate::backend::dial::{StreamDialError, Suspicion, next_serial};
 use crate::listener::{HANDSHAKE_TIMEOUT, ListenerContext};
 use crate::metrics::{DialFailureReason, RejectReason, ServerMetrics, ServiceMethod};
 
@@ -46,24 +45,12 @@ pub struct NativeAgent {
     requests: Requests,
     inbound: Arc<Inbound>,
     draining: AtomicBool,
-    waiting: Waiting,
+    suspicion: Suspicion,
     dialed: AtomicU64,
     open: AtomicUsize,
     retired: CancellationToken,
     metrics: Arc<ServerMetrics>,
 }
-
-/// Dials that wait for an answer.
-#[derive(Default)]
-struct Waiting {
-    count: AtomicUsize,
-    /// Time of the last answer, or of the first waiting dial if no answer has arrived since that dial began.
-    /// `None` while no dial waits.
-    since: Mutex<Option<Instant>>,
-}
-
-/// Counts a waiting dial until dropped.
-struct Wait<'a>(&'a Waiting);
 
 /// Source of the endpoint's bytes.
 pub struct FromAgent {
@@ -129,7 +116,7 @@ impl Agents {
             requests,
             inbound,
             draining: AtomicBool::new(false),
-            waiting: Waiting::default(),
+            suspicion: Suspicion::none(),
             dialed: AtomicU64::new(0),
             open: AtomicUsize::new(0),
             retired: CancellationToken::new(),
@@ -200,11 +187,15 @@ impl NativeAgent {
         self.draining.load(Ordering::Relaxed)
     }
 
-    /// Returns true if a dial has been waiting longer than any agent needs, and no dial was answered in that
-    /// time. The path is then probably dead, although TCP has not noticed.
-    pub fn is_silent(&self) -> bool {
-        let since = *self.waiting.since.lock();
-        since.is_some_and(|since| since.elapsed() >= SILENT_AFTER)
+    /// Returns true if the agent has not answered a probe, and has sent nothing since.
+    pub fn is_suspect(&self) -> bool {
+        self.suspicion.is_raised(self.inbound.heard())
+    }
+
+    /// Resolves once the agent is suspect: it sends nothing, not even an answer to a PING.
+    pub async fn silent(&self) {
+        let probe = || self.inbound.probe();
+        self.suspicion.wait(|| self.inbound.heard(), probe).await;
     }
 
     /// Returns the number of open connections.
@@ -227,7 +218,6 @@ impl NativeAgent {
         let lost = |_| StreamDialError::AgentLost;
         let request = connect_request(dial);
         let _pending = GaugeGuard::new(&self.metrics.pending_backend_dials);
-        let _waits = self.waiting.begin();
         let requests = timeout_at(deadline, self.requests.clone().ready());
         let mut requests = requests
             .await
@@ -245,7 +235,6 @@ impl NativeAgent {
             }
             false => StreamDialError::AgentLost,
         })?;
-        self.waiting.answered();
         self.count(Segment::FromAgent, PacketType::DialRsp);
         if answer.status() != StatusCode::OK {
             self.dial_failure(DialFailureReason::ErrorResponse);
@@ -328,30 +317,6 @@ fn connect_request(dial: &Dial) -> Request<()> {
 fn error_text<B>(answer: &http::Response<B>) -> String {
     let text = answer.headers().get(ERROR_HEADER).map(decode);
     text.unwrap_or_else(|| format!("the agent answered the dial with {}", answer.status()))
-}
-
-// === impl Waiting ===
-
-impl Waiting {
-    fn begin(&self) -> Wait<'_> {
-        if self.count.fetch_add(1, Ordering::Relaxed) == 0 {
-            *self.since.lock() = Some(Instant::now());
-        }
-        Wait(self)
-    }
-
-    fn answered(&self) {
-        *self.since.lock() = Some(Instant::now());
-    }
-}
-
-impl Drop for Wait<'_> {
-    fn drop(&mut self) {
-        if self.0.count.fetch_sub(1, Ordering::Relaxed) == 1 {
-            // No dial waits for an answer, so the agent's silence means nothing.
-            *self.0.since.lock() = None;
-        }
-    }
 }
 
 // === impl FromAgent ===

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use culvert_stream::Dial;
 use tokio::time::Instant;
 
+use crate::backend::dial::StreamDialError;
 use crate::backend::{Connection, DialError, DialGuard, Tunnel, Usage};
 use crate::tunnel::{Kind, TunnelStatus};
 
@@ -18,12 +19,14 @@ pub(super) struct TunnelSlot {
 // === impl TunnelSlot ===
 
 impl TunnelSlot {
-    /// Dials. Returns `None` if a switch ended the use of the tunnel during the dial.
+    /// Dials. Returns `None` if a switch ended the use of the tunnel during the dial. Times out at the deadline,
+    /// and as soon as `worse` resolves.
     pub(super) async fn dial(
         &self,
         guard: DialGuard,
         dial: &Dial,
         deadline: Instant,
+        worse: impl Future<Output = ()>,
     ) -> Option<Result<Connection, DialError>> {
         let moved = async {
             match guard.end() {
@@ -35,6 +38,7 @@ impl TunnelSlot {
             biased;
             outcome = self.tunnel.dial(dial, deadline) => Some(outcome),
             () = moved => None,
+            () = worse => Some(Err(StreamDialError::TimedOut.into())),
         };
         match outcome {
             Some(outcome) => Some(guard.settle(outcome)),

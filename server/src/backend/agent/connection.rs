@@ -177,14 +177,7 @@ impl<'a> Pending<'a> {
 impl Drop for Pending<'_> {
     fn drop(&mut self) {
         self.stream.metrics.pending_backend_dials.decrement(1.0);
-        let (message, waiting) = {
-            let mut mux = self.stream.mux.lock();
-            (mux.cancel(self.dial), mux.counts().0)
-        };
-        if waiting == 0 {
-            // No dial waits for an answer, so the agent's silence means nothing.
-            *self.stream.unanswered_since.lock() = None;
-        }
+        let message = self.stream.mux.lock().cancel(self.dial);
         if let Some(message) = message.filter(|_| self.sent) {
             self.stream.send_now(message);
         }
