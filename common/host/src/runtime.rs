@@ -5,6 +5,7 @@ pub mod shards;
 use std::fmt;
 use std::io::{self, Write as _};
 use std::process::ExitCode;
+use std::time::Duration;
 
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio_util::sync::CancellationToken;
@@ -13,6 +14,9 @@ use tracing::{error, info, warn};
 
 use crate::flags::Exit;
 use crate::telemetry::logging::{self, LogConfig};
+
+/// Time for the log to accept the last lines of a program that ends.
+const LOG_FLUSH: Duration = Duration::from_secs(1);
 
 /// Executor that runs hyper's per-stream work on tracked tasks, so that a shutdown can wait for all tasks.
 #[derive(Clone, Debug)]
@@ -171,13 +175,15 @@ where
     let ended = runtime.block_on(serve);
     // A name lookup that hangs in the system's resolver must not delay the exit.
     runtime.shutdown_background();
-    match ended {
+    let code = match ended {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             error!("{error:#}");
             ExitCode::FAILURE
         }
-    }
+    };
+    logging::flush(LOG_FLUSH);
+    code
 }
 
 /// Configuration of a program for [`run`].

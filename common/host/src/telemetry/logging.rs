@@ -16,25 +16,35 @@
 //! | 5 to 7 | TRACE and above: a line per packet | WARN and above |
 //! | 8 and up | TRACE and above | TRACE and above |
 //!
-//! Problems with a log file never end or stall the program. A line that cannot be written to the file goes to
-//! stderr. A message on stderr explains the first such failure, and [`lost_lines`] counts all of them.
+//! Problems with the log never end or stall the program. A line that cannot be written to the file goes to
+//! stderr. A message on stderr explains the first such failure, and [`lost_lines`] counts all of them. A thread
+//! writes the lines. If the log stalls, at most 4 MiB of lines wait, and further lines are dropped and counted.
+//!
+//! Of warnings and errors with one reason, 20 lines appear in 10 s; a line then gives the number of further ones.
 
 mod format;
+mod limit;
+mod queue;
 mod sink;
 #[cfg(test)]
 mod tests;
 
 use std::io;
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use thiserror::Error;
 use tracing::level_filters::LevelFilter;
-use tracing_subscriber::filter::Targets;
+use tracing_subscriber::filter::{FilterExt as _, Targets};
+use tracing_subscriber::fmt::MakeWriter;
 use tracing_subscriber::layer::{Layer, SubscriberExt};
 use tracing_subscriber::registry::LookupSpan;
 
 use format::{KlogEvent, KlogFields};
+use limit::{Limited, RateLimit};
 use sink::Sink;
+
+pub use queue::flush;
 
 /// Prefix of our own log targets. The names of all crates in this workspace begin with it.
 const OWN_TARGET: &str = "culvert";
@@ -127,6 +137,9 @@ pub enum LogError {
         /// Error from the operating system.
         source: io::Error,
     },
+    /// The thread that writes the log could not be started.
+    #[error("cannot start the thread that writes the log: {0}")]
+    Thread(#[source] io::Error),
     /// The process already has a global subscriber.
     #[error("logging is already set up in this process")]
     AlreadySet,
@@ -138,17 +151,26 @@ pub enum LogError {
 /// Returns a [`LogError`] if the log file cannot be opened or logging is already set up.
 pub fn init(config: &LogConfig, program: &str) -> Result<(), LogError> {
     let sink = Sink::open(config, program, sink::Stderr::Process)?;
-    tracing::subscriber::set_global_default(subscriber(config, sink))
+    let limit = Arc::<RateLimit>::default();
+    let writer = queue::start(sink, limit.clone())?;
+    tracing::subscriber::set_global_default(subscriber(config, writer, limit))
         .map_err(|_| LogError::AlreadySet)
 }
 
-/// Returns the number of failed line writes, to the log file or to stderr. A line that cannot be written to
-/// the file goes to stderr.
+/// Returns the number of dropped lines and of failed line writes, to the log file or to stderr. A line that
+/// cannot be written to the file goes to stderr.
 pub fn lost_lines() -> u64 {
     sink::lost_lines()
 }
 
-fn subscriber(config: &LogConfig, sink: Sink) -> impl tracing::Subscriber + Send + Sync + use<> {
+fn subscriber<W>(
+    config: &LogConfig,
+    writer: W,
+    limit: Arc<RateLimit>,
+) -> impl tracing::Subscriber + Send + Sync + use<W>
+where
+    W: for<'a> MakeWriter<'a> + Send + Sync + 'static,
+{
     let own = match config.verbosity {
         ..=3 => LevelFilter::INFO,
         4 => LevelFilter::DEBUG,
@@ -163,16 +185,18 @@ fn subscriber(config: &LogConfig, sink: Sink) -> impl tracing::Subscriber + Send
         .with_default(others)
         .with_target(WATCHES_TARGET, watches)
         .with_target(OWN_TARGET, own);
-    tracing_subscriber::registry().with(lines(config, sink).with_filter(filter))
+    let lines = lines(config, writer).with_filter(filter.and(Limited(limit)));
+    tracing_subscriber::registry().with(lines)
 }
 
 /// Creates the layer that writes lines in the configured format.
-fn lines<S>(config: &LogConfig, sink: Sink) -> Box<dyn Layer<S> + Send + Sync>
+fn lines<S, W>(config: &LogConfig, writer: W) -> Box<dyn Layer<S> + Send + Sync>
 where
+    W: for<'a> MakeWriter<'a> + Send + Sync + 'static,
     S: tracing::Subscriber + for<'a> LookupSpan<'a>,
 {
     let layer = tracing_subscriber::fmt::layer()
-        .with_writer(sink)
+        .with_writer(writer)
         .log_internal_errors(false);
     match config.format {
         LogFormat::Text => layer

@@ -23,8 +23,8 @@ pub(super) fn lost_lines() -> u64 {
     LOST.load(Ordering::Relaxed)
 }
 
-fn lose_line() {
-    LOST.fetch_add(1, Ordering::Relaxed);
+pub(super) fn lose_lines(count: u64) {
+    LOST.fetch_add(count, Ordering::Relaxed);
 }
 
 /// Destinations of log lines.
@@ -86,7 +86,7 @@ impl Sink {
         })
     }
 
-    fn line(&self, severity: Severity, line: &[u8]) {
+    pub(super) fn line(&self, severity: Severity, line: &[u8]) {
         let mut to_stderr = severity >= self.stderr_threshold;
         if let Some(file) = &self.file {
             let written = {
@@ -95,7 +95,7 @@ impl Sink {
                     .map_err(|error| file.explain_once(&error))
             };
             if let Err(explanation) = written {
-                lose_line();
+                lose_lines(1);
                 to_stderr = true;
                 if let Some(text) = explanation {
                     self.to_stderr(text.as_bytes());
@@ -109,7 +109,7 @@ impl Sink {
 
     fn to_stderr(&self, line: &[u8]) {
         if self.stderr.write(line).is_err() {
-            lose_line();
+            lose_lines(1);
         }
     }
 }

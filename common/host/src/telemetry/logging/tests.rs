@@ -2,13 +2,17 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use parking_lot::Mutex;
+
+use tokio::time::Instant;
 
 use time::macros::datetime;
 use tracing::{Level, debug, error, info, info_span, trace, warn};
 
 use super::format::header;
+use super::limit::RateLimit;
 use super::sink::{Sink, Stderr};
 use super::{LogConfig, LogError, LogFile, LogFormat, LogPlace, Severity, lost_lines, subscriber};
 
@@ -16,7 +20,7 @@ use super::{LogConfig, LogError, LogFile, LogFormat, LogPlace, Severity, lost_li
 fn logged(config: &LogConfig, work: impl FnOnce()) -> String {
     let buffer = Arc::new(Mutex::new(Vec::new()));
     let sink = Sink::open(config, "program", Stderr::Buffer(Arc::clone(&buffer))).unwrap();
-    tracing::subscriber::with_default(subscriber(config, sink), work);
+    tracing::subscriber::with_default(subscriber(config, sink, Arc::default()), work);
     String::from_utf8(buffer.lock().clone()).unwrap()
 }
 
@@ -299,5 +303,35 @@ fn effective_options_are_described() {
             "log-file=/x/y.log",
             "log-file-max-size=0",
         ]
+    );
+}
+
+#[test]
+fn warnings_with_one_reason_are_limited_and_the_rest_is_counted() {
+    let limit = Arc::<RateLimit>::default();
+    let buffer = Arc::new(Mutex::new(Vec::new()));
+    let sink = Sink::open(&bare(), "program", Stderr::Buffer(buffer.clone())).unwrap();
+    let started = Instant::now();
+    tracing::subscriber::with_default(subscriber(&bare(), sink, limit.clone()), || {
+        for peer in 0..50 {
+            for reason in ["timeout", "garbage"] {
+                warn!(reason, peer, "connection refused");
+            }
+            info!(peer, "agent connected");
+        }
+        limit.report(started);
+        limit.report(started + Duration::from_secs(11));
+        limit.report(started + Duration::from_secs(22));
+        warn!(reason = "timeout", "connection refused");
+    });
+    let text = String::from_utf8(buffer.lock().clone()).unwrap();
+    let count = |part: &str| text.lines().filter(|line| line.contains(part)).count();
+    assert_eq!(count("reason=\"timeout\""), 21, "{text}");
+    assert_eq!(count("reason=\"garbage\""), 20, "{text}");
+    assert_eq!(count("agent connected"), 50);
+    assert_eq!(
+        count("\"30 more in the last 10 s\" line=\"connection refused\""),
+        2,
+        "{text}"
     );
 }
