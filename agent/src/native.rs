@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use culvert_host::net::dial::{self, DialError};
+use culvert_host::net::listen::reset_on_close;
 use culvert_host::telemetry::metrics::GaugeGuard;
 use culvert_konnectivity::message::PacketType;
 use culvert_konnectivity::metrics::Segment;
@@ -173,7 +174,9 @@ impl NativeServer {
         log_closed!(ended, address = dial.address);
         server_sink.end(reason, &self.agent.tasks);
         drop(server_source);
-        if reason == CloseReason::ClientClosed {
+        if !reason.is_complete() {
+            reset_on_close(source.get_ref().as_ref());
+        } else if reason == CloseReason::ClientClosed {
             linger_close(source.into_inner(), sink.into_inner()).await;
         }
     }

@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use culvert_host::net::dial;
+use culvert_host::net::listen::reset_on_close;
 use culvert_host::telemetry::metrics::GaugeGuard;
 use culvert_openvpn::flows::{Closed, Refusal, Unreachable};
 use culvert_openvpn_io::stream::{Broken, Incoming, Stream};
@@ -125,7 +126,9 @@ async fn carry(
     log_closed!(ended, %client, %target);
     // Dropping the halves resets the flow unless both directions had ended.
     drop((tunnel_source, tunnel_sink));
-    if ended.reason == CloseReason::Finished {
+    if !ended.reason.is_complete() {
+        reset_on_close(source.get_ref().as_ref());
+    } else if ended.reason == CloseReason::Finished {
         linger_close(source.into_inner(), sink.into_inner()).await;
     }
 }

@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use culvert_host::net::dial;
+use culvert_host::net::listen::reset_on_close;
 use culvert_host::telemetry::metrics::GaugeGuard;
 use culvert_konnectivity::agent_mux::closed;
 use culvert_konnectivity::inbox;
@@ -201,7 +202,8 @@ impl Endpoint {
                 // The endpoint still gets the bytes that the client sent before the endpoint closed.
                 CloseReason::EndpointClosed => server_source.flush(&mut sink).await,
                 CloseReason::ClientClosed => {}
-                _ => return,
+                CloseReason::Finished => return,
+                _ => return reset_on_close(source.get_ref().as_ref()),
             }
             let mut write = sink.into_inner();
             if write.shutdown().await.is_ok() {

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use bytes::{Buf, BufMut as _, Bytes, BytesMut};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
-use tokio::time::timeout;
+use tokio::time::{sleep, timeout};
 use tokio_util::io::poll_read_buf;
 
 use super::allowance::Allowance;
@@ -174,6 +174,14 @@ impl<W: AsyncWrite + Unpin + Send> Sink for WriteSink<W> {
 /// Time for a peer to accept the remaining bytes and to close.
 pub const LINGER: Duration = Duration::from_secs(5);
 
+/// Largest number of bytes to discard during a lingering close. A peer that sends more is not about to end:
+/// reading a download to its end would cost a whole core for [`LINGER`].
+const LINGER_BYTES: usize = 256 * 1024;
+
+/// Time for a peer to read the remaining bytes, once it has sent [`LINGER_BYTES`]. Afterwards the peer gets a
+/// reset, which discards bytes that it has not read.
+const RESET_DELAY: Duration = Duration::from_millis(500);
+
 /// Closes a connection so that the last bytes arrive, see [`drain`]. Stops waiting for the peer after
 /// [`LINGER`].
 pub async fn linger_close<R, W>(read: R, mut write: W)
@@ -190,13 +198,20 @@ where
 }
 
 /// Reads and drops input until the peer closes, so that no byte on its way to the peer is lost: if a socket
-/// is closed with unread input, TCP sends a reset, and the reset discards bytes not yet read by the peer. The
-/// caller bounds the time.
+/// is closed with unread input, TCP sends a reset, and the reset discards bytes not yet read by the peer. After
+/// [`LINGER_BYTES`], waits without reading, so that the peer's sends block, and leaves the rest to the reset.
+/// The caller bounds the time.
 pub async fn drain<R: AsyncRead + Unpin>(mut reader: R) {
     let mut scratch = BytesMut::with_capacity(SMALL_READ_BYTES);
-    while matches!(reader.read_buf(&mut scratch).await, Ok(read) if read > 0) {
+    let mut dropped = 0;
+    while dropped < LINGER_BYTES {
+        match reader.read_buf(&mut scratch).await {
+            Ok(read) if read > 0 => dropped += read,
+            _ => return,
+        }
         scratch.clear();
     }
+    sleep(RESET_DELAY).await;
 }
 
 #[cfg(test)]
@@ -204,6 +219,28 @@ mod tests {
     #![allow(clippy::unwrap_used)]
 
     use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn lingering_close_discards_a_bounded_number_of_bytes() {
+        let (near, far) = tokio::io::duplex(SMALL_READ_BYTES);
+        let (mut from_peer, mut to_peer) = tokio::io::split(near);
+        let endless = async {
+            let mut sent = 0;
+            while let Ok(written) = to_peer.write(&[7; SMALL_READ_BYTES]).await {
+                sent += written;
+            }
+            sent
+        };
+        let started = tokio::time::Instant::now();
+        let close = async {
+            let (read, write) = tokio::io::split(far);
+            linger_close(read, write).await;
+        };
+        let (sent, (), end) = tokio::join!(endless, close, from_peer.read_u8());
+        assert!(end.is_err(), "the end of the stream comes first");
+        assert!((LINGER_BYTES..=LINGER_BYTES + SMALL_READ_BYTES).contains(&sent));
+        assert_eq!(started.elapsed(), RESET_DELAY);
+    }
 
     #[tokio::test]
     async fn a_cancelled_send_leaves_no_gap() {

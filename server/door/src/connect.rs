@@ -19,6 +19,7 @@ use std::sync::atomic::AtomicU64;
 use bytes::{Bytes, BytesMut};
 use culvert_host::net::connect::{self, ConnectError, RequestError};
 use culvert_host::net::dial::split_host_port;
+use culvert_host::net::listen::reset_on_close;
 use culvert_host::net::pacing::disable_bbr_on_loopback;
 use culvert_host::net::readahead::ReadAhead;
 use culvert_host::telemetry::metrics::GaugeGuard;
@@ -263,6 +264,9 @@ impl ConnectListener {
             upstream.stats.times.record(time);
         }
         log_closed!(ended, %peer, authority, upstream = %upstream.key);
+        if !ended.reason.is_complete() {
+            reset_on_close(&stream);
+        }
         ended.reason
     }
 }

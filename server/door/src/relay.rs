@@ -12,6 +12,7 @@ use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
+use culvert_host::net::listen::reset_on_close;
 use culvert_host::net::pacing::disable_bbr_on_loopback;
 use culvert_host::net::silence::is_over;
 use culvert_stream::pump::idle;
@@ -163,9 +164,7 @@ impl<'a> Relay<'a> {
         match reason {
             Some(CloseReason::EndpointLost) => self.settle().await,
             // A reset prevents the endpoint from mistaking the bytes so far for the complete stream.
-            Some(CloseReason::ClientLost) => {
-                let _ = SockRef::from(self.endpoint.socket).set_linger(Some(Duration::ZERO));
-            }
+            Some(reason) if !reason.is_complete() => reset_on_close(self.endpoint.socket),
             _ => {}
         }
         Ended {

@@ -172,7 +172,9 @@ mod tests {
     async fn silent_peer_is_probed_once_and_suspect_until_its_next_byte() {
         let (suspicion, probes) = (Suspicion::none(), AtomicU64::new(0));
         let started = Instant::now();
-        let probe = || drop(probes.fetch_add(1, Ordering::Relaxed));
+        let probe = || {
+            probes.fetch_add(1, Ordering::Relaxed);
+        };
         suspicion.wait(|| 7, probe).await;
         assert_eq!(started.elapsed(), PROBE_AFTER + PROBE_TIMEOUT);
         assert_eq!(probes.load(Ordering::Relaxed), 1);
@@ -182,7 +184,9 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn peer_that_answers_probes_is_never_suspect() {
         let (suspicion, heard) = (Suspicion::none(), AtomicU64::new(0));
-        let answer = || drop(heard.fetch_add(1, Ordering::Relaxed));
+        let answer = || {
+            heard.fetch_add(1, Ordering::Relaxed);
+        };
         let count = || heard.load(Ordering::Relaxed);
         let waiting = suspicion.wait(count, answer);
         let limit = 10 * PROBE_TIMEOUT;

@@ -10,7 +10,7 @@ use tokio::time::Instant;
 use tracing::debug;
 
 use super::{Backend, Connection, Registry};
-use crate::backend::dial::{Attempts, ANSWER_TIMEOUT, StreamDialError};
+use crate::backend::dial::{ANSWER_TIMEOUT, Attempts, StreamDialError};
 use crate::backend::{DialError, Dialing, Tunnel};
 use crate::tunnel::{Health, Peer};
 

@@ -266,6 +266,12 @@ pub fn tune_with(socket: &impl AsFd, keepalive: &Keepalive) -> io::Result<()> {
     }
 }
 
+/// Makes the close of a TCP connection a reset: the peer sees an error instead of an ordinary end.
+pub fn reset_on_close(socket: &impl AsFd) {
+    // Fails only if the socket is already closed.
+    let _ = socket2::SockRef::from(socket).set_linger(Some(Duration::ZERO));
+}
+
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
