@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use culvert_host::admin::{self, Check};
+use culvert_host::runtime::spawn_essential;
 use culvert_konnectivity::excess::OverflowBudget;
 use culvert_konnectivity::memory::{Buffers, Stream, connection_bytes};
 use culvert_konnectivity::queue::ANSWER_BYTES;
@@ -112,7 +113,8 @@ impl Bound {
             ..
         } = &*self.agent;
         let page = metrics.registry().clone();
-        tasks.spawn(page.clone().run_upkeep(shutdown.clone()));
+        let upkeep = page.clone().run_upkeep(shutdown.clone());
+        spawn_essential(tasks, "metrics", shutdown, upkeep);
         let tunnel = self.openvpn.as_ref().map(|(tunnel, _)| tunnel.clone());
         let servers = self.sync.is_some().then(|| self.servers.clone());
         let health = admin::Routes::new()
@@ -121,8 +123,10 @@ impl Bound {
             .with_metrics(page);
         let health_port = self.addresses.health.port();
         let admin = admin::Routes::new().with_redirect_to_port("/metrics", health_port);
-        tasks.spawn(admin::serve(self.health, health, shutdown.clone()));
-        tasks.spawn(admin::serve(self.admin, admin, shutdown.clone()));
+        let serve = admin::serve(self.health, health, shutdown.clone());
+        spawn_essential(tasks, "health", shutdown, serve);
+        let serve = admin::serve(self.admin, admin, shutdown.clone());
+        spawn_essential(tasks, "admin", shutdown, serve);
         buffers(&self.config).log();
         let search = shutdown.child_token();
         if let Some(sync) = self.sync {
@@ -131,11 +135,11 @@ impl Bound {
                 agent_id = self.config.agent_id,
                 "connecting"
             );
-            tasks.spawn(sync.run(search.clone()));
+            spawn_essential(tasks, "servers", &search, sync.run(search.clone()));
         }
         if let Some((_, client)) = self.openvpn {
             info!("connecting to an OpenVPN server");
-            tasks.spawn(client.run(search.clone()));
+            spawn_essential(tasks, "OpenVPN", &search, client.run(search.clone()));
         }
         tokio::select! {
             () = shutdown.cancelled() => {}

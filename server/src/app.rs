@@ -9,6 +9,7 @@ use culvert_host::admin;
 use culvert_host::net::listen::{Accepted, Keepalive, Listener};
 use culvert_host::net::readahead::ReadAhead;
 use culvert_host::runtime::shards::{Shards, on_shard};
+use culvert_host::runtime::spawn_essential;
 use culvert_host::tls::{self, Identity, TlsOptions, TrustBundle};
 use culvert_konnectivity::authority::AuthorityStream;
 use culvert_konnectivity::excess::OverflowBudget;
@@ -236,20 +237,24 @@ impl Bound {
             "serving"
         );
         buffers(&config).log();
-        tasks.spawn(serve_frontend(
+        let frontend = serve_frontend(
             self.frontend,
             config.mode,
             frontend_context,
             frontend,
             shards.clone(),
-        ));
-        tasks.spawn(self.driver.run(shutdown.clone()));
+        );
+        spawn_essential(&tasks, "front end", &shutdown, frontend);
+        let switch = self.driver.run(shutdown.clone());
+        spawn_essential(&tasks, "switch", &shutdown, switch);
         if let Some(openvpn) = self.openvpn {
             openvpn.serve(&shards, &tasks, &shutdown);
         }
-        tasks.spawn(serve_agents(self.agent, agent_context, agents, shards));
+        let agents = serve_agents(self.agent, agent_context, agents, shards);
+        spawn_essential(&tasks, "agents", &shutdown, agents);
         let page = metrics.registry().clone();
-        tasks.spawn(page.clone().run_upkeep(shutdown.clone()));
+        let upkeep = page.clone().run_upkeep(shutdown.clone());
+        spawn_essential(&tasks, "metrics", &shutdown, upkeep);
         let health = admin::Routes::new()
             .with_healthz()
             .with_server_readyz(move || (!router.is_ready()).then_some(NOT_READY))
@@ -262,10 +267,13 @@ impl Bound {
         if let Some(socket) = self.admin_socket {
             let routes = pages::add(pages(), &switcher);
             let socket = admin::AdminSocket::Unix(socket);
-            tasks.spawn(admin::serve(socket, routes, shutdown.clone()));
+            let serve = admin::serve(socket, routes, shutdown.clone());
+            spawn_essential(&tasks, "admin socket", &shutdown, serve);
         }
-        tasks.spawn(admin::serve(self.health, health, shutdown.clone()));
-        tasks.spawn(admin::serve(self.admin, admin_routes, shutdown.clone()));
+        let serve = admin::serve(self.health, health, shutdown.clone());
+        spawn_essential(&tasks, "health", &shutdown, serve);
+        let serve = admin::serve(self.admin, admin_routes, shutdown.clone());
+        spawn_essential(&tasks, "admin", &shutdown, serve);
         shutdown.cancelled().await;
         info!("stopping");
         tasks.close();

@@ -6,6 +6,7 @@ use std::time::Duration;
 use culvert_kit::check;
 use culvert_kit::services::Services;
 use culvert_tests::envoy::{Envoy, Seed};
+use culvert_tests::kube_api::KubeApi;
 use culvert_tests::metrics::{http_get, scrape};
 use culvert_tests::ports::Ports;
 use culvert_tests::{Program, Signal, eventually};
@@ -233,4 +234,37 @@ async fn a_draining_node_tunnel_lets_open_connections_finish() {
     assert_eq!(timely("the end", stream.read(&mut [0])).await.unwrap(), 0);
     let status = node.program.wait_exit(LIMIT).await;
     assert!(status.success(), "{status}");
+}
+
+#[tokio::test]
+async fn panic_in_a_long_lived_task_ends_the_process() {
+    let endpoint = Services::start().await.unwrap().raw;
+    let mut door = Door::start(&[]).await;
+    let port = door.ports.next_port();
+    door.route(&[Upstream::new("raw", endpoint).node_port(port)])
+        .await;
+    let node = Node::start(door.tunneling, &[RAW], &[]).await;
+    let of_node = node.program.args();
+    node.program.kill();
+    let tasks = ["pool", "stats", "metrics", "listener"];
+    Program::panics("culvert-node-tunnel", &of_node, &tasks, LIMIT).await;
+    let Door { program, dir, .. } = door;
+    let of_door = program.args();
+    program.kill();
+    let tasks = [
+        "routes",
+        "node ports",
+        "node port",
+        "stats",
+        "metrics",
+        "server names",
+        "CONNECT",
+    ];
+    Program::panics("culvert-nodeport-proxy", &of_door, &tasks, LIMIT).await;
+    let api = KubeApi::start().await;
+    let kubeconfig = format!("--kubeconfig={}", api.kubeconfig(dir.path()).display());
+    let from_file = |arg: &String| !arg.starts_with("--config=");
+    let mut of_door: Vec<String> = of_door.into_iter().filter(from_file).collect();
+    of_door.push(kubeconfig);
+    Program::panics("culvert-nodeport-proxy", &of_door, &["discovery"], LIMIT).await;
 }

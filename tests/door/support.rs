@@ -99,7 +99,7 @@ pub(crate) struct Door {
     pub sni: SocketAddr,
     pub tunneling: SocketAddr,
     pub stats: SocketAddr,
-    dir: TempDir,
+    pub dir: TempDir,
 }
 
 impl Door {

@@ -118,6 +118,34 @@ impl Program {
         self.child.id()
     }
 
+    /// Returns the arguments of the program, without its name.
+    ///
+    /// # Panics
+    /// If the program has exited and its exit status was already read.
+    pub fn args(&self) -> Vec<String> {
+        let path = format!("/proc/{}/cmdline", self.pid());
+        let line = std::fs::read_to_string(path).expect("the program runs");
+        let args = line.split_terminator('\0').skip(1);
+        args.map(str::to_owned).collect()
+    }
+
+    /// Starts the program with the arguments once for each long-lived task, with a panic in the task. Checks
+    /// that each run ends with an error that names the task. Only debug builds of the programs panic.
+    ///
+    /// # Panics
+    /// If a run does not end in that way within `deadline`.
+    pub async fn panics(program: &str, args: &[String], tasks: &[&str], deadline: Duration) {
+        for task in tasks {
+            let env = [("CULVERT_TEST_PANIC", *task)];
+            let mut program = Self::spawn(program, args, &env).named(task);
+            let status = program.wait_exit(deadline).await;
+            let log = program.log();
+            assert_eq!(status.code(), Some(70), "{task}: {log}");
+            let line = format!("task=\"{task}\"");
+            assert!(log.contains(&line) && log.contains("panicked"), "{log}");
+        }
+    }
+
     /// Sends a signal.
     ///
     /// # Panics

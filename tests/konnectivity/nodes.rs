@@ -9,7 +9,7 @@ use culvert_kit::pki::Pki;
 use culvert_tests::kube_api::{Fault, Gone, KubeApi, node};
 use culvert_tests::metrics::{http_get, scrape};
 use culvert_tests::ports::Ports;
-use culvert_tests::{Program, eventually};
+use culvert_tests::{Mode, Program, Topology, Transport, eventually};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -25,13 +25,13 @@ const ROUTES: &str = "--openvpn-route=172.25.0.0/16,10.240.16.0/20,10.254.0.0/16
 struct Tunnel {
     api: KubeApi,
     server: Program,
-    _agent: Program,
+    agent: Program,
     front_end: FrontEnd,
     health: SocketAddr,
     /// Port on which all nodes listen.
     port: u16,
     nodes: JoinSet<()>,
-    _dir: TempDir,
+    dir: TempDir,
 }
 
 impl Tunnel {
@@ -98,12 +98,12 @@ impl Tunnel {
         Self {
             api,
             server,
-            _agent: client,
+            agent: client,
             front_end: FrontEnd::ConnectUds(socket),
             health,
             port,
             nodes: JoinSet::new(),
-            _dir: dir,
+            dir,
         }
     }
 
@@ -334,4 +334,41 @@ async fn nodes_stay_known_while_the_api_is_gone() {
     })
     .await;
     tunnel.shows(1.0, 2.0).await;
+}
+
+#[tokio::test]
+async fn panic_in_a_long_lived_task_ends_the_process() {
+    let tunnel = Tunnel::start(|_| {}).await;
+    let listen = "--openvpn-listen=tcp:";
+    let of_server = tunnel.server.args().into_iter();
+    let of_server = of_server.map(|arg| match arg.strip_prefix(listen) {
+        Some(address) => format!("{listen}{address},udp:{address}"),
+        None => arg,
+    });
+    let mut of_server: Vec<String> = of_server.collect();
+    let socket = tunnel.dir.path().join("admin.sock");
+    of_server.push(format!("--admin-uds={}", socket.display()));
+    let of_agent = tunnel.agent.args();
+    let Tunnel { server, agent, .. } = tunnel;
+    server.kill();
+    agent.kill();
+    let of_both = ["metrics", "health", "admin"];
+    let own = [
+        "front end",
+        "agents",
+        "admin socket",
+        "switch",
+        "OpenVPN over TCP",
+        "OpenVPN over UDP",
+        "OpenVPN certificates",
+        "Nodes",
+    ];
+    let tasks = [&of_both[..], &own].concat();
+    Program::panics("culvert-server", &of_server, &tasks, LIMIT).await;
+    let tasks = [&of_both[..], &["OpenVPN"]].concat();
+    Program::panics("culvert-agent", &of_agent, &tasks, LIMIT).await;
+    let mut topology = Topology::simple(Mode::HttpConnect, Transport::Uds).await;
+    let args = topology.agent(0).args();
+    topology.kill_agent(0);
+    Program::panics("culvert-agent", &args, &["servers"], LIMIT).await;
 }

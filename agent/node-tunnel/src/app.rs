@@ -11,6 +11,7 @@ use culvert_host::admin::{self, Check, METRICS_TYPE, Reply};
 use culvert_host::net::listen::{Accepted, Keepalive, Listener, rebind};
 use culvert_host::net::pacing::disable_bbr_on_loopback;
 use culvert_host::runtime::shards::Shards;
+use culvert_host::runtime::spawn_essential;
 use culvert_host::telemetry::metrics::Registry;
 use http::StatusCode;
 use tokio::net::TcpListener;
@@ -106,16 +107,15 @@ impl Bound {
         // Dropping this future also ends the tasks on other threads.
         let _ends = [&cut, &stop].map(|token| token.clone().drop_guard());
         let pool = ConnectionPool::new(PlainTcp(proxy), connections, self.shards, metrics.clone());
-        upkeep.spawn(pool.clone().run(stop.clone()));
+        spawn_essential(&upkeep, "pool", &stop, pool.clone().run(stop.clone()));
         let interface = self.keeper.as_ref().map(Keeper::check);
         let pages = pages(&pool, interface, &registry, &shutdown);
-        upkeep.spawn(admin::serve(self.stats, pages, stop.clone()));
-        upkeep.spawn({
-            let stop = stop.clone();
-            async move { registry.run_upkeep(stop).await }
-        });
+        let serve = admin::serve(self.stats, pages, stop.clone());
+        spawn_essential(&upkeep, "stats", &stop, serve);
+        let run = registry.run_upkeep(stop.clone());
+        spawn_essential(&upkeep, "metrics", &stop, run);
         if let Some(keeper) = self.keeper {
-            upkeep.spawn(keeper.run(stop.clone()));
+            spawn_essential(&upkeep, "interface", &stop, keeper.run(stop.clone()));
         }
         for (listener, route) in self.listeners.into_iter().zip(&routes) {
             let (pool, metrics) = (pool.clone(), metrics.clone());
@@ -141,7 +141,8 @@ impl Bound {
                 ..Keepalive::default()
             };
             let listener = Listener::tcp(listener, &keepalive);
-            upkeep.spawn(listener.serve(shutdown.clone(), handle));
+            let serve = listener.serve(shutdown.clone(), handle);
+            spawn_essential(&upkeep, "listener", &shutdown, serve);
         }
 
         shutdown.cancelled().await;

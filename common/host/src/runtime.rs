@@ -1,5 +1,6 @@
 //! The runtime of the programs: startup, tracked tasks, signals and process limits.
 
+mod essential;
 pub mod shards;
 
 use std::fmt;
@@ -12,6 +13,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tracing::{error, info, warn};
 
+pub use self::essential::{essential, spawn_essential};
 use crate::flags::Exit;
 use crate::telemetry::logging::{self, LogConfig};
 

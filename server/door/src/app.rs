@@ -9,6 +9,7 @@ use anyhow::Context as _;
 use culvert_host::admin::{self, METRICS_TYPE, Reply};
 use culvert_host::net::listen::Listener;
 use culvert_host::runtime::shards::Shards;
+use culvert_host::runtime::{essential, spawn_essential};
 use culvert_host::tls::{self, Identity, TlsOptions, TrustBundle};
 use http::StatusCode;
 use tokio::net::TcpListener;
@@ -142,26 +143,30 @@ impl Bound {
         let stop = CancellationToken::new();
         let (changes, changed) = watch::channel(0);
         match self.feed {
-            Feed::File(follower) => upkeep.spawn(follower.run(changes, stop.clone())),
+            Feed::File(follower) => {
+                let run = follower.run(changes, stop.clone());
+                spawn_essential(&upkeep, "routes", &stop, run);
+            }
             Feed::Kubernetes(discovery, balancer) => {
                 if let Some(balancer) = balancer {
                     // The balancer stops when the drain begins, so that another replica can lead at once.
-                    upkeep.spawn(balancer.run(shutdown.clone()));
+                    let run = balancer.run(shutdown.clone());
+                    spawn_essential(&upkeep, "balancer", &shutdown, run);
                 }
-                upkeep.spawn(discovery.run(changes, stop.clone()))
+                let run = discovery.run(changes, stop.clone());
+                spawn_essential(&upkeep, "discovery", &stop, run);
             }
-        };
+        }
         let ports = NodePorts::new(front.clone(), &self.config.node_port_host);
-        accepting.spawn(ports.run(changed));
-        upkeep.spawn(admin::serve(self.stats, pages(&front), stop.clone()));
+        spawn_essential(&accepting, "node ports", &shutdown, ports.run(changed));
+        let serve = admin::serve(self.stats, pages(&front), stop.clone());
+        spawn_essential(&upkeep, "stats", &stop, serve);
         for shard in front.shards.ids() {
             front.shards.spawn(shard, &upkeep, pulse(stop.clone()));
         }
         let registry = front.metrics.registry().clone();
-        upkeep.spawn({
-            let stop = stop.clone();
-            async move { registry.run_upkeep(stop).await }
-        });
+        let run = registry.run_upkeep(stop.clone());
+        spawn_essential(&upkeep, "metrics", &stop, run);
 
         let keepalive = front.limits.downstream_keepalive;
         if let Some(listener) = self.sni {
@@ -171,7 +176,8 @@ impl Bound {
                 let connection = move |stream, peer| front.clone().serve_sni(stream, peer);
                 let listener = Listener::tcp(listener, &keepalive);
                 let (front, until) = (own.clone(), until.clone());
-                front.accept(listener, until, Shards::seat_nearby, connection)
+                let accept = front.accept(listener, until.clone(), Shards::seat_nearby, connection);
+                essential("server names", until, accept)
             };
             // All threads wait on the same listening socket, and the first thread to wake up accepts and
             // usually serves the connection. Most connections to this listener are short; a hand-over to
@@ -197,7 +203,8 @@ impl Bound {
             let (front, until) = (front.clone(), shutdown.clone());
             let listener = Listener::tcp(listener, &keepalive);
             let connection = move |stream, peer| connect.clone().serve(stream, peer);
-            accepting.spawn(front.accept(listener, until, Shards::seat, connection));
+            let accept = front.accept(listener, until.clone(), Shards::seat, connection);
+            spawn_essential(&accepting, "CONNECT", &until, accept);
         }
 
         shutdown.cancelled().await;

@@ -7,6 +7,7 @@ use std::time::Duration;
 use culvert_host::admin;
 use culvert_host::net::listen::Listener;
 use culvert_host::runtime::shards::Shards;
+use culvert_host::runtime::spawn_essential;
 use culvert_host::telemetry::log_once::LogOnce;
 use tokio::sync::watch;
 use tokio::time::sleep;
@@ -106,7 +107,7 @@ impl NodePorts {
         let own = self.front.clone();
         let connection = move |stream, peer| own.clone().serve_node_port(stream, peer, port);
         let accepting = self.front.clone();
-        let accepting = accepting.accept(listener, token, Shards::seat_nearby, connection);
-        self.listeners.spawn(accepting);
+        let accepting = accepting.accept(listener, token.clone(), Shards::seat_nearby, connection);
+        spawn_essential(&self.listeners, "node port", &token, accepting);
     }
 }

@@ -40,6 +40,7 @@ use anyhow::Context as _;
 use culvert_host::admin;
 use culvert_host::net::listen::{Keepalive, Listener};
 use culvert_host::runtime::shards::{ShardId, Shards};
+use culvert_host::runtime::spawn_essential;
 use culvert_host::telemetry::metrics::GaugeGuard;
 use culvert_openvpn::Role;
 use culvert_openvpn::flows::Closed;
@@ -174,18 +175,21 @@ impl Bound {
                     info!(%address, "serving OpenVPN over TCP");
                     let tcp = Tcp { clients, config };
                     let (shards, stop) = (shards.clone(), shutdown.clone());
-                    tasks.spawn(tcp.serve(listener, shards, tasks.clone(), stop));
+                    let serve = tcp.serve(listener, shards, tasks.clone(), stop);
+                    spawn_essential(tasks, "OpenVPN over TCP", shutdown, serve);
                 }
                 Socket::Udp(socket) => {
                     info!(%address, "serving OpenVPN over UDP");
                     let udp = Udp::new(*socket, config, clients, self.max_clients);
-                    tasks.spawn(udp.serve(shutdown.clone()));
+                    let serve = udp.serve(shutdown.clone());
+                    spawn_essential(tasks, "OpenVPN over UDP", shutdown, serve);
                 }
             }
         }
-        tasks.spawn(self.files.follow(configs, shutdown.clone()));
+        let follow = self.files.follow(configs, shutdown.clone());
+        spawn_essential(tasks, "OpenVPN certificates", shutdown, follow);
         if let Some(watch) = self.node_watch {
-            tasks.spawn(watch.run(shutdown.clone()));
+            spawn_essential(tasks, "Nodes", shutdown, watch.run(shutdown.clone()));
         }
     }
 }
