@@ -3,6 +3,7 @@
 use std::net::Ipv4Addr;
 use std::sync::Arc;
 
+use culvert_openvpn::control::push;
 use culvert_openvpn::flows::{self, Input, Pace};
 use culvert_openvpn::options::Transport;
 use culvert_openvpn::session::{Established, Event, Session, Stats};
@@ -64,7 +65,7 @@ impl ClientRole {
             tls = established.tls,
             tls_exporter = established.exporter,
             mtu = established.tun_mtu,
-            pushed = established.options.join(","),
+            pushed = push::for_log(established.options.iter().map(String::as_str)),
             "the OpenVPN tunnel is up"
         );
         let pushed = established.push.as_ref();

@@ -153,13 +153,16 @@ impl<R: Role> Link<R> {
     fn poll_turn(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), WireError>> {
         let mut active = false;
         self.role.turn(&mut self.session);
-        match self.wire.poll_fill(cx) {
-            Poll::Ready(Ok(())) => {
-                active = true;
-                self.take_batch()?;
+        // Every packet of the peer may need an acknowledgement. A peer that reads nothing is not read either.
+        if self.wire.has_control_room() {
+            match self.wire.poll_fill(cx) {
+                Poll::Ready(Ok(())) => {
+                    active = true;
+                    self.take_batch()?;
+                }
+                Poll::Ready(Err(error)) => return Poll::Ready(Err(error)),
+                Poll::Pending => {}
             }
-            Poll::Ready(Err(error)) => return Poll::Ready(Err(error)),
-            Poll::Pending => {}
         }
         let now = now();
         self.handle_timers(now);
@@ -267,8 +270,8 @@ impl<R: Role> Link<R> {
             dropped,
             ..
         } = self;
-        // Collected even if the buffer is full: control packets are few, and a session with pending output
-        // requests turns until all of it is collected.
+        // Collected even if the buffer is full, because a session with pending output requests turns until all
+        // of it is collected. The limit on reading bounds the amount.
         loop {
             let start = wire.out().len();
             if !session.poll_output(now, wire.out()) {

@@ -21,6 +21,8 @@ use super::{Moment, now};
 
 /// Size of an outgoing batch, in bytes.
 const OUT_BYTES: usize = 128 << 10;
+/// Number of bytes by which control packets may exceed [`OUT_BYTES`].
+const CONTROL_BYTES: usize = 64 << 10;
 /// Initial read buffer of a TCP peer, in bytes. Small, because there may be many peers in a handshake.
 const FIRST_READ: usize = 8 << 10;
 /// Largest read buffer, in bytes. A larger batch saves system calls, but exceeds the CPU caches.
@@ -109,6 +111,11 @@ impl Wire {
             Self::Tcp(stream) => stream.out.len(),
             Self::Udp(datagrams, _) => datagrams.len(),
         }
+    }
+
+    /// Returns true if there is room for the control packets that answer another batch of the peer.
+    pub(super) fn has_control_room(&self) -> bool {
+        self.len() < OUT_BYTES + CONTROL_BYTES
     }
 
     /// Returns true if there is room for more packets.

@@ -20,6 +20,11 @@ pub(crate) const SEND_WINDOW: usize = 4;
 /// messages, and has a send window of 6.
 pub(crate) const RECEIVE_WINDOW: usize = 12;
 
+/// Largest message that is stored until earlier messages arrive, in bytes. Stock peers send at most 1,250 bytes
+/// per message (`tls-mtu`). Without the limit, a peer without a certificate could fill the window with datagrams
+/// of 64 KiB. A larger message is accepted in order only.
+const MAX_STORED_BYTES: usize = 2048;
+
 /// Most acknowledgements in a packet with a payload. SoftEther accepts no more.
 pub(crate) const MAX_PIGGYBACK: usize = 4;
 
@@ -155,7 +160,7 @@ impl<K: Copy> Reliable<K> {
             return Received::Duplicate;
         }
         let ahead = ahead as usize;
-        if ahead >= RECEIVE_WINDOW {
+        if ahead >= RECEIVE_WINDOW || (ahead > 0 && payload.len() > MAX_STORED_BYTES) {
             return Received::Refused;
         }
         while self.received.len() <= ahead {

@@ -139,6 +139,8 @@ impl ServerTls {
         let webpki = WebPkiClientVerifier::builder_with_provider(roots(ca)?, provider.clone())
             .with_crls(crls)
             .allow_unknown_revocation_status()
+            // As in OpenSSL: a CRL that is no longer renewed must not admit clients revoked meanwhile.
+            .enforce_revocation_expiration()
             .build()
             .map_err(|error| ConfigError::Authority(error.to_string()))?;
         Ok(Self {

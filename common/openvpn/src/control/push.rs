@@ -15,6 +15,18 @@ pub(crate) const MAX_CONFIGURATION_LEN: usize = 64 << 10;
 
 const CONTINUATION: &str = "push-continuation";
 
+/// Option with a secret: the password of later sessions.
+const SECRET: &str = "auth-token";
+
+/// Returns pushed options without secrets, separated by commas, for the log.
+pub fn for_log<'a>(options: impl Iterator<Item = &'a str>) -> String {
+    let shown = options.map(|option| match option.starts_with(SECRET) {
+        true => SECRET,
+        false => option,
+    });
+    shown.collect::<Vec<_>>().join(",")
+}
+
 /// Reason why a pushed configuration is rejected.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum PushError {

@@ -126,3 +126,14 @@ fn acknowledgements_are_repeated_where_there_is_room() {
     reliable.receive(3, (), b"");
     assert_eq!(reliable.take_acks(MAX_ACKS).as_slice(), [3, 5, 4, 2]);
 }
+
+#[test]
+fn large_message_is_accepted_in_order_only() {
+    let mut reliable = Reliable::new(RETRY);
+    let large = vec![7; MAX_STORED_BYTES + 1];
+    assert_eq!(reliable.receive(1, (), &large), Received::Refused);
+    assert_eq!(reliable.receive(1, (), &large[1..]), Received::New);
+    assert_eq!(reliable.receive(0, (), &large), Received::New);
+    assert_eq!(reliable.deliver().unwrap().1, large);
+    assert_eq!(reliable.deliver().unwrap().1, large[1..]);
+}

@@ -10,7 +10,7 @@ use super::keys::Agreed;
 use super::{Common, Session, Side, Slot};
 use crate::Role;
 use crate::cipher::Cipher;
-use crate::control::push::{Assembler, PushOptions};
+use crate::control::push::{self, Assembler, PushOptions};
 use crate::control::{Message, PUSH_REQUEST};
 use crate::key_method::KeyMethod2;
 use crate::keys::KeySource;
@@ -148,7 +148,7 @@ impl Session {
             // Ignore a repeated reply to a request that crossed the first reply, and a premature reply.
             return;
         }
-        debug!(options, "push reply");
+        debug!(options = push::for_log(options.split(',')), "push reply");
         let received = options.split(',').filter(|option| !option.is_empty());
         let received = received.filter(|option| !option.starts_with("push-continuation"));
         self.server.raw.extend(received.map(str::to_owned));

@@ -94,6 +94,11 @@ impl Pki {
 
     /// Returns a CRL in PEM.
     pub(crate) fn crl(&self, revoked: &[&Pair]) -> String {
+        self.crl_until(revoked, 2999)
+    }
+
+    /// Returns a CRL in PEM that expires at the start of a year.
+    pub(crate) fn crl_until(&self, revoked: &[&Pair], year: i32) -> String {
         let now = rcgen::date_time_ymd(2020, 1, 1);
         let revoked = revoked.iter().map(|pair| RevokedCertParams {
             serial_number: SerialNumber::from_slice(&serial(&pair.certificate)),
@@ -103,7 +108,7 @@ impl Pki {
         });
         let params = CertificateRevocationListParams {
             this_update: now,
-            next_update: rcgen::date_time_ymd(2999, 1, 1),
+            next_update: rcgen::date_time_ymd(year, 1, 1),
             crl_number: SerialNumber::from(1),
             issuing_distribution_point: None,
             revoked_certs: revoked.collect(),

@@ -169,3 +169,10 @@ proptest! {
         let _ = PushOptions::parse(&format!("{word} {text},{word}"));
     }
 }
+
+#[test]
+fn auth_token_is_not_logged() {
+    let options = "ping 10,auth-token SECRET,auth-token-user bm9ib2R5,route 10.0.0.0";
+    let shown = for_log(options.split(','));
+    assert_eq!(shown, "ping 10,auth-token,auth-token,route 10.0.0.0");
+}

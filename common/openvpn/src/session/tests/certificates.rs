@@ -154,6 +154,20 @@ fn server_refuses_revoked_certificates() {
 }
 
 #[test]
+fn server_refuses_all_clients_once_its_crl_has_expired() {
+    let crl = PKI.crl_until(&[], 2021);
+    let identity = PKI.server().identity();
+    let (ca, version) = (PKI.ca(), MinVersion::Tls12);
+    let tls = ServerTls::new(ca.as_bytes(), crl.as_bytes(), identity, version, false);
+    refused_by(
+        &Arc::new(tls.unwrap()),
+        PKI.client("user-cluster-client").identity(),
+        &["our CRL has expired"],
+        &[],
+    );
+}
+
+#[test]
 fn missing_client_certificate_is_explained_on_both_sides() {
     let tls = ClientTls::new(
         PKI.ca().as_bytes(),
