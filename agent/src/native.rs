@@ -174,7 +174,7 @@ impl NativeServer {
         log_closed!(ended, address = dial.address);
         server_sink.end(reason, &self.agent.tasks);
         drop(server_source);
-        if !reason.is_complete() {
+        if !ended.is_complete() {
             reset_on_close(source.get_ref().as_ref());
         } else if reason == CloseReason::ClientClosed {
             linger_close(source.into_inner(), sink.into_inner()).await;

@@ -126,7 +126,7 @@ async fn carry(
     log_closed!(ended, %client, %target);
     // Dropping the halves resets the flow unless both directions had ended.
     drop((tunnel_source, tunnel_sink));
-    if !ended.reason.is_complete() {
+    if !ended.is_complete() {
         reset_on_close(source.get_ref().as_ref());
     } else if ended.reason == CloseReason::Finished {
         linger_close(source.into_inner(), sink.into_inner()).await;

@@ -202,7 +202,7 @@ impl Endpoint {
                 // The endpoint still gets the bytes that the client sent before the endpoint closed.
                 CloseReason::EndpointClosed => server_source.flush(&mut sink).await,
                 CloseReason::ClientClosed => {}
-                CloseReason::Finished => return,
+                _ if ended.is_complete() => return,
                 _ => return reset_on_close(source.get_ref().as_ref()),
             }
             let mut write = sink.into_inner();

@@ -16,6 +16,8 @@ pub struct Ended {
     pub reason: CloseReason,
     /// True if the reason came from outside the connection, not from one of its sides.
     pub cut: bool,
+    /// True if the client ended its direction, and the endpoint has got the end.
+    pub client_ended: bool,
     /// Bytes from the client to the endpoint.
     pub to_endpoint: u64,
     /// Bytes from the endpoint to the client.
@@ -55,6 +57,7 @@ where
     Ended {
         reason,
         cut,
+        client_ended: up.ended.is_some(),
         to_endpoint: up.bytes,
         from_endpoint: down.bytes,
         duration: started.elapsed(),
@@ -67,6 +70,16 @@ where
 }
 
 impl Ended {
+    /// Returns true if the endpoint has the complete stream of the client. Otherwise the endpoint's connection is
+    /// reset, because an ordinary end would make a part look like the whole.
+    pub fn is_complete(&self) -> bool {
+        let ordinary = matches!(
+            self.reason,
+            CloseReason::Finished | CloseReason::ClientClosed | CloseReason::EndpointClosed
+        );
+        ordinary || self.client_ended
+    }
+
     /// Returns true if the connection was closed because a receiver was too slow for a shared stream.
     pub fn is_overdue(&self) -> bool {
         let slow = matches!(

@@ -113,18 +113,6 @@ close_reasons! {
         Switched = 13, "switched";
 }
 
-impl CloseReason {
-    /// Returns true if the client ended its stream itself, so that the endpoint has the complete stream.
-    /// After any other reason, the endpoint's connection is reset: an ordinary end would make a part look like
-    /// the whole.
-    pub const fn is_complete(self) -> bool {
-        matches!(
-            self,
-            Self::Finished | Self::ClientClosed | Self::EndpointClosed
-        )
-    }
-}
-
 impl fmt::Display for CloseReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.label())

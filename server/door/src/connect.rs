@@ -264,7 +264,7 @@ impl ConnectListener {
             upstream.stats.times.record(time);
         }
         log_closed!(ended, %peer, authority, upstream = %upstream.key);
-        if !ended.reason.is_complete() {
+        if !ended.is_complete() {
             reset_on_close(&stream);
         }
         ended.reason

@@ -164,7 +164,7 @@ impl<'a> Relay<'a> {
         match reason {
             Some(CloseReason::EndpointLost) => self.settle().await,
             // A reset prevents the endpoint from mistaking the bytes so far for the complete stream.
-            Some(reason) if !reason.is_complete() => reset_on_close(self.endpoint.socket),
+            Some(CloseReason::ClientLost) => reset_on_close(self.endpoint.socket),
             _ => {}
         }
         Ended {
