@@ -351,21 +351,27 @@ async fn serve_frontend(
                 match (accepted, mode) {
                     (Accepted::Unix(stream), Mode::Grpc) => {
                         let stream = AuthorityStream::new(ReadAhead::new(stream));
-                        context.serve_grpc(stream, "unix", service).await;
+                        context.serve_grpc(stream, "unix", None, service).await;
                     }
                     (Accepted::Unix(stream), Mode::HttpConnect) => {
                         let (read, write) = stream.into_split();
                         http_connect::serve(&context, &frontend, read, write, "unix").await;
                     }
                     (Accepted::Tcp(stream, peer), mode) => {
-                        let peer = peer.to_string();
-                        let Some(stream) = context.handshake(stream, &peer).await else {
+                        let Some((stream, candidate)) = context.enter(stream, peer).await else {
                             return;
                         };
+                        let peer = peer.to_string();
+                        let shaken = context.handshake(stream, &peer, &candidate).await;
+                        let Some(stream) = shaken else {
+                            return;
+                        };
+                        // The handshake has verified the client's certificate.
+                        candidate.admit();
                         match mode {
                             Mode::Grpc => {
                                 let stream = AuthorityStream::new(stream);
-                                context.serve_grpc(stream, &peer, service).await;
+                                context.serve_grpc(stream, &peer, None, service).await;
                             }
                             Mode::HttpConnect => {
                                 let (read, write) = tokio::io::split(stream);
@@ -400,14 +406,19 @@ async fn serve_agents(
                 let Accepted::Tcp(stream, peer) = accepted else {
                     return;
                 };
-                let peer = peer.to_string();
-                let Some(stream) = context.handshake(ReadAhead::new(stream), &peer).await else {
+                let Some((stream, candidate)) = context.enter(stream, peer).await else {
+                    return;
+                };
+                let (stream, peer) = (ReadAhead::new(stream), peer.to_string());
+                let Some(stream) = context.handshake(stream, &peer, &candidate).await else {
                     return;
                 };
                 if stream.get_ref().1.alpn_protocol() == Some(native::ALPN) {
-                    agents.serve_native(&context, stream, &peer).await;
+                    let served = agents.serve_native(&context, stream, &peer, &candidate);
+                    served.await;
                 } else {
-                    context.serve_grpc(stream, &peer, agents).await;
+                    let candidate = Some(candidate);
+                    context.serve_grpc(stream, &peer, candidate, agents).await;
                 }
             },
         );

@@ -3,10 +3,12 @@
 
 use std::convert::Infallible;
 use std::io;
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use culvert_host::net::admission::{Admission, AdmissionLimits, Candidate, Gated, Unadmitted};
 use culvert_host::runtime::TrackedExecutor;
 use culvert_host::tls;
 use culvert_konnectivity::grpc;
@@ -16,8 +18,7 @@ use hyper::body::Incoming;
 use hyper::server::conn::http2;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::io::{AsyncRead, AsyncWrite};
-use tokio::sync::Semaphore;
-use tokio::time::{sleep, timeout};
+use tokio::time::sleep;
 use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
 use tokio_util::sync::CancellationToken;
@@ -26,12 +27,21 @@ use tracing::{debug, warn};
 
 use crate::metrics::{Listener, RejectReason, ServerMetrics};
 
-/// Longest time for a peer's TLS handshake, and again for its first request.
+/// Longest time for a peer's first request on an authenticated connection.
 pub(crate) const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(15);
 
-/// Maximum number of TLS handshakes in progress on a listener; further peers wait their turn. A handshake
-/// costs about 40 KiB and, if the peer stalls, lasts [`HANDSHAKE_TIMEOUT`].
-const MAX_HANDSHAKES: usize = 4096;
+/// Limits for peers that are not authenticated yet. A peer costs about 40 KiB in the TLS handshake, and its first
+/// request at most twice as much, so all slots together cost at most 30 MiB. The deadline leaves an agent 5 s for the handshake, if the review of its token takes the longest
+/// possible time of 25 s.
+pub(crate) const ADMISSION: AdmissionLimits = AdmissionLimits {
+    peers: 256,
+    bytes: 80 * 1024,
+    deadline: Duration::from_secs(30),
+    grace: Duration::from_secs(1),
+};
+
+/// Largest number of streams that an agent may open on one connection. An agent opens one stream.
+const AGENT_STREAMS: u32 = 16;
 
 /// Receive window of an agent's stream, in bytes. The stream carries all connections of the agent. `h2` sends
 /// a window update only once the bytes to release reach half of the remaining window, so the throughput is at
@@ -53,9 +63,22 @@ const FRAME_BYTES: u32 = 64 * 1024;
 /// Largest accepted header block, in bytes; tokens make it a few KiB.
 const HEADER_BYTES: u32 = 64 * 1024;
 
-/// Closes the connection that carried a request; stored in the request's extensions.
+/// The connection that carried a request; stored in the request's extensions.
 #[derive(Clone)]
-pub(crate) struct ConnectionCut(pub CancellationToken);
+pub(crate) struct PeerConnection {
+    /// Token that closes the connection.
+    pub cut: CancellationToken,
+    candidate: Option<Arc<Candidate>>,
+}
+
+impl PeerConnection {
+    /// Admits the peer, once it is authenticated.
+    pub(crate) fn admit(&self) {
+        if let Some(candidate) = &self.candidate {
+            candidate.admit();
+        }
+    }
+}
 
 /// State shared by the connections of a listener.
 pub(crate) struct ListenerContext {
@@ -71,7 +94,7 @@ pub(crate) struct ListenerContext {
     pub shutdown: CancellationToken,
     /// Metrics of the server.
     pub metrics: Arc<ServerMetrics>,
-    handshakes: Semaphore,
+    admission: Arc<Admission>,
 }
 
 impl ListenerContext {
@@ -91,7 +114,7 @@ impl ListenerContext {
             tasks,
             shutdown,
             metrics,
-            handshakes: Semaphore::new(MAX_HANDSHAKES),
+            admission: Admission::new(ADMISSION),
         })
     }
 
@@ -103,19 +126,45 @@ impl ListenerContext {
         rejected.get((self.kind, reason)).increment(1);
     }
 
+    /// Takes a slot for a new peer and limits what the peer may send before its admission. Returns `None` if
+    /// too many peers wait for admission; the refusal is counted and logged.
+    pub(crate) async fn enter<S>(
+        &self,
+        stream: S,
+        peer: SocketAddr,
+    ) -> Option<(Gated<S>, Arc<Candidate>)> {
+        match self.admission.enter(peer.ip()).await {
+            Ok(candidate) => Some((self.admission.gate(stream, &candidate), candidate)),
+            Err(why) => {
+                self.refuse(why, &peer.to_string());
+                None
+            }
+        }
+    }
+
+    /// Logs and counts a peer that was not admitted.
+    pub(crate) fn refuse(&self, why: Unadmitted, peer: &str) {
+        let reason = match why {
+            Unadmitted::Late => RejectReason::Timeout,
+            Unadmitted::Displaced => RejectReason::TooManyConnections,
+        };
+        self.reject(reason, peer, &why.to_string());
+    }
+
     /// Runs the TLS handshake. Returns `None` after a failure, which is counted and logged.
-    pub(crate) async fn handshake<S>(&self, stream: S, peer: &str) -> Option<TlsStream<S>>
+    pub(crate) async fn handshake<S>(
+        &self,
+        stream: S,
+        peer: &str,
+        candidate: &Candidate,
+    ) -> Option<TlsStream<S>>
     where
         S: AsyncRead + AsyncWrite + Unpin,
     {
         let tls = self.tls.as_ref()?;
-        let handshake = async {
-            let _turn = self.handshakes.acquire().await.ok()?;
-            Some(timeout(HANDSHAKE_TIMEOUT, tls.accept(stream)).await)
-        };
         // A peer that stalls must not delay shutdown.
         let done = tokio::select! {
-            done = handshake => done?,
+            done = candidate.run(tls.accept(stream)) => done,
             () = self.shutdown.cancelled() => return None,
         };
         match done {
@@ -134,37 +183,42 @@ impl ListenerContext {
                 self.reject(RejectReason::HandshakeFailed, peer, &tls::explain(&error));
                 None
             }
-            Err(_) => {
-                self.reject(
-                    RejectReason::Timeout,
-                    peer,
-                    "the TLS handshake took too long",
-                );
+            Err(why) => {
+                self.refuse(why, peer);
                 None
             }
         }
     }
 
     /// Serves gRPC on a connection until the connection ends. Closes a peer that sends no request within
-    /// [`HANDSHAKE_TIMEOUT`]; afterwards the peer may idle.
-    pub(crate) async fn serve_grpc<I, S>(&self, io: I, peer: &str, service: S)
-    where
+    /// [`HANDSHAKE_TIMEOUT`], or is not admitted in time; afterwards the peer may idle. `candidate` is `None`
+    /// for a peer that needs no admission.
+    pub(crate) async fn serve_grpc<I, S>(
+        &self,
+        io: I,
+        peer: &str,
+        candidate: Option<Arc<Candidate>>,
+        service: S,
+    ) where
         I: AsyncRead + AsyncWrite + Unpin + Send + 'static,
         S: grpc::Service + Clone + Send + Sync + 'static,
     {
         let asked = Arc::new(AtomicBool::new(false));
         let seen = asked.clone();
         let cut = CancellationToken::new();
-        let of_connection = ConnectionCut(cut.clone());
+        let of_connection = PeerConnection {
+            cut: cut.clone(),
+            candidate: candidate.clone(),
+        };
         let service = hyper::service::service_fn(move |mut request: Request<Incoming>| {
             seen.store(true, Ordering::Relaxed);
             request.extensions_mut().insert(of_connection.clone());
             let service = service.clone();
             async move { Ok::<_, Infallible>(grpc::answer(&service, request).await) }
         });
-        let window = match self.kind {
-            Listener::Agent => AGENT_WINDOW_BYTES,
-            _ => CLIENT_WINDOW_BYTES,
+        let (window, streams) = match self.kind {
+            Listener::Agent => (AGENT_WINDOW_BYTES, Some(AGENT_STREAMS)),
+            _ => (CLIENT_WINDOW_BYTES, None),
         };
         let connection = http2::Builder::new(TrackedExecutor(self.tasks.clone()))
             .timer(TokioTimer::new())
@@ -172,7 +226,7 @@ impl ListenerContext {
             .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
             .max_frame_size(FRAME_BYTES)
             .max_header_list_size(HEADER_BYTES)
-            .max_concurrent_streams(None)
+            .max_concurrent_streams(streams)
             .keep_alive_interval(self.keepalive)
             .keep_alive_timeout(PING_TIMEOUT)
             // gRPC servers send no Date header.
@@ -184,6 +238,12 @@ impl ListenerContext {
                 std::future::pending::<()>().await;
             }
         };
+        let refused = async {
+            match &candidate {
+                Some(candidate) => candidate.refused().await,
+                None => std::future::pending().await,
+            }
+        };
         tokio::select! {
             ended = connection => match ended {
                 Err(error) if !asked.load(Ordering::Relaxed) => {
@@ -193,6 +253,7 @@ impl ListenerContext {
                 Ok(()) => {}
             },
             () = idle => self.reject(RejectReason::Timeout, peer, "no request after connecting"),
+            why = refused => self.refuse(why, peer),
             () = cut.cancelled() => {}
             () = self.shutdown.cancelled() => {}
         }

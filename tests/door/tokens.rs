@@ -8,8 +8,8 @@ use culvert_kit::check;
 use culvert_kit::client::{self, FrontEnd};
 use culvert_kit::pki::Pki;
 use culvert_kit::services::Services;
-use culvert_proto::Packet;
 use culvert_proto::agent_service_client::AgentServiceClient;
+use culvert_proto::{Packet, packet};
 use culvert_tests::interop::Interop;
 use culvert_tests::kube_api::{Fault, KubeApi, TokenStatus};
 use culvert_tests::metrics::{http_get, scrape};
@@ -28,6 +28,10 @@ use tower::service_fn;
 use crate::support::{Door, LIMIT, Upstream, timely};
 
 const USER: &str = "system:serviceaccount:kube-system:system-konnectivity-agent";
+/// Number of calls, and of calls on one connection: as many as the server permits.
+const CALLS: usize = 1008;
+const CALLS_PER_CONNECTION: usize = 16;
+
 const AUDIENCE: &str = "system:konnectivity-server";
 
 /// A server behind the front door. Its arguments are those that KKP sets, except for paths and ports.
@@ -160,6 +164,16 @@ impl Cluster {
         let (sender, connection) = http2::handshake(TokioExecutor::new(), io).await.unwrap();
         tokio::spawn(connection);
         Caller(sender)
+    }
+
+    /// Makes [`CALLS`] calls at the same time with one token, as many agents would.
+    async fn calls(&self, token: &str) -> Vec<Result<Streaming<Packet>, Status>> {
+        let mut calls = JoinSet::new();
+        for _ in 0..CALLS / CALLS_PER_CONNECTION {
+            let (caller, token) = (self.caller().await, token.to_owned());
+            calls.spawn(async move { caller.calls(CALLS_PER_CONNECTION, &token).await });
+        }
+        calls.join_all().await.into_iter().flatten().collect()
     }
 
     async fn refused(&self) -> f64 {
@@ -409,14 +423,12 @@ async fn agents_that_connect_at_once_need_few_reviews() {
 
 #[tokio::test]
 async fn a_thousand_calls_with_one_token_need_few_reviews() {
-    const CALLS: usize = 1_000;
     let cluster = Cluster::ours().await;
     cluster.api.token("good", TokenStatus::user(USER));
     let slow = Fault::delay(std::time::Duration::from_secs(1));
     cluster.api.fault(slow.on("tokenreviews"));
-    let caller = cluster.caller().await;
     // One after the other, the calls would take a thousand seconds.
-    let calls = caller.calls(CALLS, "refused").await;
+    let calls = cluster.calls("refused").await;
     let text = "Failed to validate authentication token, err:lookup failed: invalid bearer token";
     for call in calls {
         assert_eq!(call.expect_err("a refusal").message(), text);
@@ -424,8 +436,49 @@ async fn a_thousand_calls_with_one_token_need_few_reviews() {
     assert_eq!(cluster.refused().await, CALLS as f64);
     let refused = cluster.api.reviews().len();
     assert!(refused <= 10, "{refused} reviews");
-    let calls = caller.calls(CALLS, "good").await;
+    let calls = cluster.calls("good").await;
     assert!(calls.iter().all(Result::is_ok));
     let good = cluster.api.reviews().len() - refused;
     assert!(good <= 3, "{good} reviews");
+}
+
+#[tokio::test]
+async fn body_before_authentication_is_not_read() {
+    let cluster = Cluster::ours().await;
+    let silent = Fault::delay(LIMIT);
+    cluster.api.fault(silent.on("tokenreviews"));
+    let before = cluster.server.rss();
+    let mut floods = JoinSet::new();
+    for token in 0..8 {
+        let Caller(sender) = cluster.caller().await;
+        let service = service_fn(move |request| sender.clone().send_request(request));
+        let origin = http::Uri::from_static("https://localhost");
+        let mut client = AgentServiceClient::with_origin(service, origin);
+        let data = culvert_proto::Data {
+            connect_id: 1,
+            data: vec![7; 64 << 10].into(),
+            ..Default::default()
+        };
+        let packet = Packet {
+            r#type: culvert_proto::PacketType::Data.into(),
+            payload: Some(packet::Payload::Data(data)),
+        };
+        let packets = std::iter::repeat_n(packet, 500);
+        let mut request = Request::new(tokio_stream::iter(packets));
+        let bearer = format!("Bearer {token}").parse().unwrap();
+        request.metadata_mut().insert("authorization", bearer);
+        let id = "flood".parse().unwrap();
+        request.metadata_mut().insert("agentid", id);
+        floods.spawn(async move { client.connect(request).await.is_ok() });
+    }
+    let is_review = |path: &str| path.contains("tokenreviews");
+    let asked = async || {
+        let requests = cluster.api.requests();
+        requests.iter().filter(|r| is_review(&r.path)).count() == 8
+    };
+    eventually("the server reviews all tokens", LIMIT, asked).await;
+    // The bodies have time to arrive.
+    tokio::time::sleep(std::time::Duration::from_secs(2)).await;
+    let growth = cluster.server.rss().saturating_sub(before);
+    assert!(growth < 32 << 20, "{growth} bytes");
 }

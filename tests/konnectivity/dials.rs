@@ -77,6 +77,8 @@ async fn unanswered_dial_times_out_and_the_agent_stays_in_use() {
         assert_refused(&error, 504, &format!("Backend dial timeout: {text}"), text);
         assert_eq!(dial_failures(&topology, "backend_dial_timeout").await, 1.0);
         let dial = agent.hear_dial().await;
+        // The probe of a silent agent closes a connection that does not exist.
+        assert_eq!(agent.hear().await, close_request(-1));
         assert_eq!(agent.hear().await, Message::CloseDial { dial });
         // The agent stays in use, and the server closes the connection of a late answer.
         agent.say(opened(dial, 9)).await;
@@ -221,10 +223,14 @@ async fn silent_agent_is_avoided_while_another_agent_answers() {
         _ = silent.hear_dial() => {}
     }
     let mut other = scripts::agent(&topology, "other").await;
-    let mut held = Vec::new();
-    // The pending dial waits for the silent agent, which was the only agent when the dial started. The next
-    // dials go or move to the other agent.
-    for connection in 1..=3 {
+    // The pending dial moves to the other agent, because the silent agent does not answer the probe.
+    let answers = async {
+        let dial = other.hear_dial().await;
+        other.say(opened(dial, 1)).await;
+    };
+    let (moved, ()) = tokio::join!(dialing, answers);
+    let mut held = vec![moved.unwrap()];
+    for connection in 2..=4 {
         let answers = async {
             let dial = other.hear_dial().await;
             other.say(opened(dial, connection)).await;

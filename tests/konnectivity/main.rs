@@ -30,5 +30,6 @@ mod shared_ids;
 mod signals;
 mod small_frames;
 mod stalls;
+mod strangers;
 mod streams_of_servers;
 mod switching;

@@ -27,18 +27,25 @@ use hyper::body::{Body as _, Incoming};
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
-use tokio::sync::Semaphore;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
+
+use crate::net::admission::{Admission, AdmissionLimits};
 
 pub use listener::{BindError, bind};
 pub use pages::{Check, METRICS_TYPE};
 use socket::Stream;
 pub use socket::{AdminSocket, UnixSocket};
 
-/// Maximum number of open connections. Further connections wait in the kernel's queue.
-const MAX_CONNECTIONS: usize = 256;
+/// Limits for open connections. At the limit, a new connection displaces an older one, so that idle
+/// connections cannot keep a probe from its answer. The deadline only has to be later than [`MAX_AGE`].
+const CONNECTIONS: AdmissionLimits = AdmissionLimits {
+    peers: 256,
+    bytes: usize::MAX,
+    deadline: Duration::from_secs(660),
+    grace: Duration::from_millis(100),
+};
 
 /// Time limit for a request head (upstream's `ReadHeaderTimeout`).
 const HEADER_TIMEOUT: Duration = Duration::from_secs(60);
@@ -189,20 +196,24 @@ impl fmt::Debug for Routes {
 pub async fn serve(socket: impl Into<AdminSocket>, routes: Routes, shutdown: CancellationToken) {
     let socket = socket.into();
     let routes = Arc::new(routes);
-    let permits = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+    let admission = Admission::new(CONNECTIONS);
     let connections = TaskTracker::new();
     let accept = async {
-        // The semaphore is never closed, so only cancellation ends this loop.
-        while let Ok(permit) = Arc::clone(&permits).acquire_owned().await {
+        loop {
             match socket.accept().await {
-                Ok(entering) => {
+                Ok((from, entering)) => {
                     let (routes, shutdown) = (Arc::clone(&routes), shutdown.clone());
+                    let admission = Arc::clone(&admission);
                     connections.spawn(async move {
-                        let entered = shutdown.run_until_cancelled(entering).await;
-                        if let Some(Some(stream)) = entered {
-                            serve_http(stream, routes, shutdown).await;
-                        }
-                        drop(permit);
+                        let slot = shutdown.run_until_cancelled(admission.enter(from)).await;
+                        let Some(Ok(slot)) = slot else { return };
+                        let serve = async {
+                            let entered = shutdown.run_until_cancelled(entering).await;
+                            if let Some(Some(stream)) = entered {
+                                serve_http(stream, routes, shutdown.clone()).await;
+                            }
+                        };
+                        let _ = slot.run(serve).await;
                     });
                 }
                 Err(error) => {

@@ -1,6 +1,7 @@
 //! Sockets: listeners, dialing with Go's error texts, the CONNECT request head, outbound proxies, read-ahead,
 //! socket options, pacing, and detection of dead peers.
 
+pub mod admission;
 pub mod connect;
 pub mod dial;
 pub mod listen;

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
 use bytes::Bytes;
+use culvert_host::net::admission::Candidate;
 use culvert_host::telemetry::metrics::GaugeGuard;
 use culvert_konnectivity::message::PacketType;
 use culvert_konnectivity::metrics::Segment;
@@ -18,7 +19,7 @@ use culvert_stream::{CloseReason, Dial, Sink, Source};
 use http::uri::Authority;
 use http::{HeaderMap, HeaderValue, Method, Request, StatusCode, Uri};
 use tokio::io::{AsyncRead, AsyncWrite};
-use tokio::time::{Instant, timeout, timeout_at};
+use tokio::time::{Instant, timeout_at};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tonic::Code;
@@ -29,7 +30,7 @@ use super::Backend;
 use super::agent::Hello;
 use super::service::Agents;
 use crate::backend::dial::{StreamDialError, Suspicion, next_serial};
-use crate::listener::{HANDSHAKE_TIMEOUT, ListenerContext};
+use crate::listener::ListenerContext;
 use crate::metrics::{DialFailureReason, RejectReason, ServerMetrics, ServiceMethod};
 
 /// Number of dials after which an agent connection is closed as soon as no connection is open. The agent
@@ -75,13 +76,18 @@ struct Life {
 
 impl Agents {
     /// Serves an agent with the native transport, until its connection ends.
-    pub(crate) async fn serve_native<S>(&self, context: &ListenerContext, mut stream: S, peer: &str)
-    where
+    pub(crate) async fn serve_native<S>(
+        &self,
+        context: &ListenerContext,
+        mut stream: S,
+        peer: &str,
+        candidate: &Candidate,
+    ) where
         S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
     {
         // A peer that stalls must not delay shutdown.
         let introduced = tokio::select! {
-            introduced = timeout(HANDSHAKE_TIMEOUT, self.introduce(&mut stream)) => introduced,
+            introduced = candidate.run(self.introduce(&mut stream)) => introduced,
             () = context.shutdown.cancelled() => return,
         };
         let hello = match introduced {
@@ -96,11 +102,9 @@ impl Agents {
             Ok(Err(error)) => {
                 return context.reject(RejectReason::Garbage, peer, &error.to_string());
             }
-            Err(_) => {
-                let why = "no introduction after the TLS handshake";
-                return context.reject(RejectReason::Timeout, peer, why);
-            }
+            Err(why) => return context.refuse(why, peer),
         };
+        candidate.admit();
         let inbound = Arc::new(Inbound::default());
         let opener = Opener::new(stream, inbound.clone(), PING_TIMEOUT);
         let (requests, link) = match opener.await {

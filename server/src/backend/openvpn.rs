@@ -21,7 +21,6 @@
 mod ccd;
 mod certificate_reload;
 mod clients;
-mod half_open;
 mod listen;
 pub mod metrics;
 mod node_watch;

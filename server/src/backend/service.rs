@@ -7,7 +7,6 @@ use culvert_konnectivity::grpc::{Reader, Service};
 use culvert_konnectivity::message::HALF_CLOSE_HEADER;
 use culvert_konnectivity::metrics::Segment;
 use culvert_kube::tokens::{AuthError, Tokens};
-use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tonic::metadata::{MetadataMap, MetadataValue};
 use tonic::{Request, Response, Status};
@@ -15,7 +14,7 @@ use tracing::{Instrument, info, info_span, warn};
 
 use super::agent::{AgentStream, Hello, Limits, Outgoing};
 use super::{Backend, Registration, Registry};
-use crate::listener::ConnectionCut;
+use crate::listener::PeerConnection;
 use crate::metrics::{Listener, RejectReason, ServerMetrics, ServiceMethod};
 
 /// Serves the agents of a server.
@@ -50,10 +49,12 @@ impl Service for Agents {
             self.metrics.rejected.get(labels).increment(1);
             return Err(Status::unknown(error.to_string()));
         }
-        let connection = request
-            .extensions()
-            .get::<ConnectionCut>()
-            .map_or_else(CancellationToken::new, |cut| cut.0.clone());
+        let connection = request.extensions().get::<PeerConnection>();
+        if let Some(connection) = connection {
+            connection.admit();
+        }
+        let connection = connection.map(|connection| connection.cut.clone());
+        let connection = connection.unwrap_or_default();
         let (stream, messages) =
             AgentStream::new(hello, self.limits.clone(), connection, self.metrics.clone());
         let half_close = stream.hello.half_close;

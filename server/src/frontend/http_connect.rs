@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
+use culvert_host::net::admission::Gated;
 use culvert_host::net::connect::{self, MAX_HEAD_BYTES, RequestError};
 use culvert_host::telemetry::metrics::GaugeGuard;
 use culvert_stream::first_byte_gate::FirstByteGate;
@@ -60,7 +61,7 @@ impl ClientRead for tokio::net::unix::OwnedReadHalf {
     }
 }
 
-impl ClientRead for tokio::io::ReadHalf<TlsStream<TcpStream>> {
+impl ClientRead for tokio::io::ReadHalf<TlsStream<Gated<TcpStream>>> {
     const TELLS_HANG_UP: bool = false;
 }
 

@@ -5,7 +5,6 @@ use std::sync::Arc;
 use culvert_stream::Dial;
 use tokio::time::Instant;
 
-use crate::backend::dial::StreamDialError;
 use crate::backend::{Connection, DialError, DialGuard, Tunnel, Usage};
 use crate::tunnel::{Kind, TunnelStatus};
 
@@ -19,8 +18,7 @@ pub(super) struct TunnelSlot {
 // === impl TunnelSlot ===
 
 impl TunnelSlot {
-    /// Dials. Returns `None` if a switch ended the use of the tunnel during the dial. Times out at the deadline,
-    /// and as soon as `worse` resolves.
+    /// Dials. Returns `None` if a switch ended the use of the tunnel during the dial, or `worse` resolved.
     pub(super) async fn dial(
         &self,
         guard: DialGuard,
@@ -38,7 +36,7 @@ impl TunnelSlot {
             biased;
             outcome = self.tunnel.dial(dial, deadline) => Some(outcome),
             () = moved => None,
-            () = worse => Some(Err(StreamDialError::TimedOut.into())),
+            () = worse => None,
         };
         match outcome {
             Some(outcome) => Some(guard.settle(outcome)),

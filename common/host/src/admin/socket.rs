@@ -4,6 +4,7 @@
 //! the process's own user and root.
 
 use std::io;
+use std::net::{IpAddr, Ipv4Addr};
 use std::os::unix::fs::FileTypeExt as _;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
@@ -64,21 +65,22 @@ type Entered = Option<Box<dyn Stream>>;
 // === impl AdminSocket ===
 
 impl AdminSocket {
-    /// Accepts a connection. The returned future authenticates the client, and resolves to `None` if the
-    /// client is rejected.
-    pub(super) async fn accept(&self) -> io::Result<BoxFuture<Entered>> {
+    /// Accepts a connection. Returns the client's address, which is a loopback address on a Unix socket. The
+    /// returned future authenticates the client, and resolves to `None` if the client is rejected.
+    pub(super) async fn accept(&self) -> io::Result<(IpAddr, BoxFuture<Entered>)> {
         Ok(match self {
             Self::Plain(listener) => {
-                let (stream, _) = listener.accept().await?;
-                Box::pin(async { Some(Box::new(stream) as _) })
+                let (stream, peer) = listener.accept().await?;
+                (peer.ip(), Box::pin(async { Some(Box::new(stream) as _) }))
             }
             Self::Tls(listener, acceptor) => {
-                let (stream, _) = listener.accept().await?;
-                Box::pin(enter_tls(acceptor.accept(stream)))
+                let (stream, peer) = listener.accept().await?;
+                (peer.ip(), Box::pin(enter_tls(acceptor.accept(stream))))
             }
             Self::Unix(socket) => {
                 let (stream, _) = socket.listener.accept().await?;
-                Box::pin(async { enter_unix(stream) })
+                let local = Ipv4Addr::LOCALHOST.into();
+                (local, Box::pin(async { enter_unix(stream) }))
             }
         })
     }

@@ -10,6 +10,7 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, DuplexStream, duplex};
 use super::super::Registry;
 use super::super::agent::Limits;
 use super::*;
+use crate::listener::ADMISSION;
 use crate::metrics::Listener;
 
 struct Server {
@@ -41,8 +42,10 @@ impl Server {
     }
 
     async fn serve(&self, stream: DuplexStream) {
+        let peer = "192.0.2.1:5".parse().unwrap();
+        let (stream, candidate) = self.context.enter(stream, peer).await.unwrap();
         self.agents
-            .serve_native(&self.context, stream, "peer")
+            .serve_native(&self.context, stream, "peer", &candidate)
             .await;
     }
 
@@ -62,7 +65,7 @@ async fn missing_or_incomplete_introduction_times_out() {
         far.write_all(beginning.as_bytes()).await.unwrap();
         let started = Instant::now();
         server.serve(near).await;
-        assert_eq!(started.elapsed(), HANDSHAKE_TIMEOUT);
+        assert_eq!(started.elapsed(), ADMISSION.deadline);
         assert!(server.rejected("timeout"));
         assert_eq!(far.read(&mut [0; 16]).await.unwrap(), 0);
     }

@@ -1,8 +1,11 @@
 //! The TCP listeners of the tunnel.
 
+use std::convert::Infallible;
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::time::Duration;
 
+use culvert_host::net::admission::{Admission, AdmissionLimits, Candidate};
 use culvert_host::net::listen::{Accepted, Listener};
 use culvert_host::runtime::shards::Shards;
 use culvert_host::runtime::shards::on_shard;
@@ -17,13 +20,17 @@ use tokio_util::task::TaskTracker;
 use tracing::{debug, info};
 
 use super::clients::Clients;
-use super::half_open::{HalfOpen, HalfOpens};
 use super::metrics::Handshake;
 use super::role::Client;
 
-/// Largest number of TCP connections without a verified certificate. Each costs up to 80 KiB during the TLS
-/// handshake.
-const MAX_HALF_OPEN: usize = 256;
+/// Limits for TCP connections without a verified certificate. Each costs up to 80 KiB during the TLS handshake.
+/// The session limits the size of its packets and the time of the handshake, which an operator may extend.
+const ADMISSION: AdmissionLimits = AdmissionLimits {
+    peers: 256,
+    bytes: usize::MAX,
+    deadline: Duration::from_secs(600),
+    grace: Duration::from_secs(1),
+};
 
 /// State shared by the connections of a TCP listener.
 #[derive(Clone)]
@@ -43,20 +50,20 @@ impl Tcp {
         tasks: TaskTracker,
         shutdown: CancellationToken,
     ) {
-        let half_opens = HalfOpens::new(MAX_HALF_OPEN);
+        let admission = Admission::new(ADMISSION);
         let handle = |accepted| {
             let this = self.clone();
             let cut = shutdown.child_token();
-            let Accepted::Tcp(_, remote) = &accepted else {
-                return;
-            };
-            let half_open = half_opens.enter(remote.ip(), cut.clone());
+            let admission = admission.clone();
             let seat = shards.seat();
             let shard = seat.shard();
             let serve = move |accepted| async move {
                 let _seat = seat;
                 if let Accepted::Tcp(stream, remote) = accepted {
-                    this.serve_client(stream, remote, half_open, cut).await;
+                    let Ok(candidate) = admission.enter(remote.ip()).await else {
+                        return this.clients.metrics.handshake(Handshake::Evicted);
+                    };
+                    this.serve_client(stream, remote, candidate, cut).await;
                 }
             };
             on_shard(&shards, shard, &tasks, accepted, serve);
@@ -68,7 +75,7 @@ impl Tcp {
         self,
         stream: TcpStream,
         remote: SocketAddr,
-        half_open: HalfOpen,
+        candidate: Arc<Candidate>,
         cut: CancellationToken,
     ) {
         let mut follows = self.config;
@@ -81,11 +88,20 @@ impl Tcp {
             remote,
             transport,
             cut.clone(),
-            Some(half_open),
+            Some(candidate.clone()),
         )
         .following(follows);
         let link = Link::tcp(stream, session, tun_mtu, client);
-        let (mut client, end) = link.run(&cut).await;
+        // The link sends its last packets when `cut` fires.
+        let refused = async {
+            candidate.refused().await;
+            cut.cancel();
+            std::future::pending::<Infallible>().await
+        };
+        let (mut client, end) = tokio::select! {
+            ended = link.run(&cut) => ended,
+            never = refused => match never {},
+        };
         if let LinkEnd::Wire(error) = end {
             if client.is_untold() {
                 let outcome = match error {

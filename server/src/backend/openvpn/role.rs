@@ -3,6 +3,7 @@
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 
+use culvert_host::net::admission::Candidate;
 use culvert_openvpn::flows::{self, Input, Pace};
 use culvert_openvpn::options::Transport;
 use culvert_openvpn::session::{
@@ -18,7 +19,6 @@ use tracing::{debug, info, warn};
 
 use super::CONNECT_TIMEOUT;
 use super::clients::{Admission, Clients};
-use super::half_open::HalfOpen;
 use super::metrics::Handshake;
 
 /// State of one client, from its first packet to its end.
@@ -28,7 +28,7 @@ pub(super) struct Client {
     transport: Transport,
     kick: CancellationToken,
     /// Slot among the half-open connections.
-    half_open: Option<HalfOpen>,
+    candidate: Option<Arc<Candidate>>,
     admission: Option<Admission>,
     established: bool,
     /// Set when the reason of a refusal was already logged.
@@ -45,7 +45,7 @@ impl Client {
         remote: SocketAddr,
         transport: Transport,
         kick: CancellationToken,
-        half_open: Option<HalfOpen>,
+        candidate: Option<Arc<Candidate>>,
     ) -> Self {
         // A dual-stack listener reports IPv4 clients with mapped IPv6 addresses.
         let remote = SocketAddr::new(remote.ip().to_canonical(), remote.port());
@@ -54,7 +54,7 @@ impl Client {
             remote,
             transport,
             kick,
-            half_open,
+            candidate,
             admission: None,
             established: false,
             refused: false,
@@ -107,7 +107,9 @@ impl Client {
     /// Marks the client as connected and creates the state of its flows.
     pub(super) fn established(&mut self, agreed: &Established, now: Moment) -> Option<Streams> {
         let admission = self.admission.as_ref()?;
-        self.half_open = None;
+        if let Some(candidate) = self.candidate.take() {
+            candidate.admit();
+        }
         self.established = true;
         self.clients.metrics.handshake(Handshake::Established);
         let streams = Streams::new(self.flow_config(agreed), now);
@@ -170,7 +172,8 @@ impl Client {
 
     /// Returns true if another connection has displaced this half-open connection.
     fn is_displaced(&self) -> bool {
-        self.half_open.as_ref().is_some_and(HalfOpen::is_displaced)
+        let candidate = self.candidate.as_ref();
+        candidate.is_some_and(|candidate| candidate.is_displaced())
     }
 
     /// Logs and counts a failed handshake.

@@ -1,0 +1,64 @@
+//! Peers that never authenticate: they cost little, and do not keep others out.
+
+use std::net::{Ipv4Addr, SocketAddr};
+use std::time::Duration;
+
+use culvert_tests::metrics::http_get;
+use culvert_tests::{Mode, Topology, Transport};
+use tokio::net::{TcpSocket, TcpStream};
+
+use crate::support::*;
+
+/// Number of silent connections: more than a listener has slots, and fewer than the test's descriptors.
+const SILENT: usize = 600;
+
+/// Limit for the memory growth of a server, in bytes.
+const GROWTH: u64 = 32 << 20;
+
+/// Opens [`SILENT`] connections from a loopback address. The server may close some.
+async fn silent(from: Ipv4Addr, to: SocketAddr) -> Vec<TcpStream> {
+    let mut all = Vec::new();
+    for _ in 0..SILENT {
+        let socket = TcpSocket::new_v4().unwrap();
+        socket.bind(SocketAddr::from((from, 0))).unwrap();
+        all.push(timely("a connection", socket.connect(to)).await.unwrap());
+    }
+    all
+}
+
+#[tokio::test]
+async fn silent_connections_do_not_lock_out_agents() {
+    let builder = Topology::builder(Mode::HttpConnect, Transport::Uds);
+    let mut topology = builder.servers(1).start().await;
+    let before = topology.server(0).rss();
+    let agents = topology.agent_address(0);
+    let mut all = Vec::new();
+    // The agents connect from the second address.
+    for (round, from) in [[127, 0, 0, 2], [127, 0, 0, 1]].into_iter().enumerate() {
+        all.extend(silent(from.into(), agents).await);
+        let agent = crate::scripts::agent(&topology, &format!("honest-{round}")).await;
+        server_shows(&topology, "ready_backends", &[], 1.0).await;
+        drop(agent);
+        server_shows(&topology, "ready_backends", &[], 0.0).await;
+    }
+    let growth = topology.server(0).rss().saturating_sub(before);
+    assert!(growth < GROWTH, "{growth} bytes");
+    let refused = [("listener", "agent"), ("reason", "too_many_connections")];
+    let metrics = topology.server_metrics(0).await;
+    let refused = value(&metrics, "culvert_rejected_total", &refused);
+    assert!(refused > 0.0, "{refused}");
+}
+
+#[tokio::test]
+async fn idle_connections_do_not_delay_health_checks() {
+    let builder = Topology::builder(Mode::HttpConnect, Transport::Uds);
+    let topology = builder.servers(1).start().await;
+    let health = topology.server_health(0);
+    for from in [[127, 0, 0, 2], [127, 0, 0, 1]] {
+        let _idle = silent(from.into(), health).await;
+        let limit = Duration::from_secs(20);
+        let answer = tokio::time::timeout(limit, http_get(health, "/healthz")).await;
+        let (status, ..) = answer.expect("an answer in time").unwrap();
+        assert!(status.is_success());
+    }
+}
