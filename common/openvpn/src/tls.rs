@@ -139,7 +139,7 @@ impl ServerTls {
         let webpki = WebPkiClientVerifier::builder_with_provider(roots(ca)?, provider.clone())
             .with_crls(crls)
             .allow_unknown_revocation_status()
-            // As in OpenSSL: a CRL that is no longer renewed must not admit clients revoked meanwhile.
+            // As in OpenSSL: an expired CRL does not list clients revoked after its issue.
             .enforce_revocation_expiration()
             .build()
             .map_err(|error| ConfigError::Authority(error.to_string()))?;

@@ -121,8 +121,8 @@ async fn a_clients_reset_reaches_the_endpoint() {
     let known: Known<'_> = [
         ("connection reset", "connection reset"),
         ("connection reset", "connection reset"),
-        ("end", "end"),
-        ("end", "end"),
+        ("end", "connection reset"),
+        ("end", "connection reset"),
     ];
     for (way, (envoy, ours)) in WAYS.into_iter().zip(known) {
         let look = async |side: &Side| {
