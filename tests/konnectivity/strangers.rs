@@ -4,7 +4,8 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::time::Duration;
 
 use culvert_tests::metrics::http_get;
-use culvert_tests::{Mode, Topology, Transport};
+use culvert_tests::process::ours;
+use culvert_tests::{Mode, Program, Topology, Transport, eventually};
 use tokio::net::{TcpSocket, TcpStream};
 
 use crate::support::*;
@@ -61,4 +62,23 @@ async fn idle_connections_do_not_delay_health_checks() {
         let (status, ..) = answer.expect("an answer in time").unwrap();
         assert!(status.is_success());
     }
+}
+
+#[tokio::test]
+async fn connections_leave_descriptors_for_health_checks() {
+    let builder = Topology::builder(Mode::HttpConnect, Transport::Uds);
+    let mut topology = builder.servers(1).start().await;
+    let (health, agents) = (topology.server_health(0), topology.agent_address(0));
+    let args = topology.server(0).args();
+    topology.kill_server(0);
+    let program = ours("culvert-server").display().to_string();
+    let script = ["-c", "ulimit -n 200; exec \"$0\" \"$@\"", &program];
+    let args = args.iter().map(String::as_str);
+    let server = Program::spawn("/bin/sh", script.into_iter().chain(args), &[]);
+    let is_healthy = async || http_get(health, "/healthz").await.map(|_| ());
+    eventually("the server serves", LIMIT, is_healthy).await;
+    let _silent = silent(Ipv4Addr::new(127, 0, 0, 2), agents).await;
+    server.wait_for_log("too many open files", LIMIT).await;
+    let answer = timely("an answer", http_get(health, "/healthz")).await;
+    assert!(answer.unwrap().0.is_success());
 }

@@ -92,6 +92,19 @@ pub struct CutShort {
     stop: &'static str,
 }
 
+/// Switches core dumps off, because a core dump contains keys and tokens. A limit of 1 byte also suppresses dumps to
+/// a program (core(5)); a limit of 0 does not.
+fn suppress_core_dumps() {
+    use rustix::process::{Resource, getrlimit, setrlimit};
+    let mut limit = getrlimit(Resource::Core);
+    if limit.maximum != Some(0) {
+        limit.current = Some(1);
+        if let Err(error) = setrlimit(Resource::Core, limit) {
+            warn!(%error, "cannot switch core dumps off");
+        }
+    }
+}
+
 /// Raises the soft limit of open files to the hard limit, as the Go runtime does at startup, because every
 /// tunnelled connection needs a descriptor.
 pub fn raise_open_file_limit() {
@@ -145,7 +158,7 @@ where
 }
 
 /// Runs a program from parsed flags to its exit code: sets up logging, logs the options in effect and the
-/// warnings, raises the open file limit, and runs `serve` on a runtime. Exit code 1 means that the program
+/// warnings, raises the open file limit, switches core dumps off, and runs `serve` on a runtime. Exit code 1 means that the program
 /// could not start or did not end cleanly.
 pub fn run<F, E>(program: &str, setup: &Setup<'_>, serve: F) -> ExitCode
 where
@@ -164,6 +177,7 @@ where
         warn!("{warning}");
     }
     raise_open_file_limit();
+    suppress_core_dumps();
     let runtime = match tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()

@@ -199,7 +199,7 @@ where
 
 /// Reads and drops input until the peer closes, so that no byte on its way to the peer is lost: if a socket
 /// is closed with unread input, TCP sends a reset, and the reset discards bytes not yet read by the peer. After
-/// [`LINGER_BYTES`], waits without reading, so that the peer's sends block, and leaves the rest to the reset.
+/// 256 KiB, waits without reading, so that the peer's sends block, and leaves the rest to the reset.
 /// The caller bounds the time.
 pub async fn drain<R: AsyncRead + Unpin>(mut reader: R) {
     let mut scratch = BytesMut::with_capacity(SMALL_READ_BYTES);

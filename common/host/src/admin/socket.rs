@@ -6,26 +6,21 @@
 use std::io;
 use std::net::{IpAddr, Ipv4Addr};
 use std::os::unix::fs::FileTypeExt as _;
-use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 use std::time::Duration;
 
 use rustix::process::geteuid;
-use socket2::{Domain, SockAddr, Socket, Type};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
 use tokio::time::timeout;
 use tokio_rustls::{Accept, TlsAcceptor};
 
 use super::BoxFuture;
-use crate::net::listen::SocketFile;
+use crate::net::listen::{SocketFile, listen_unix};
 use crate::tls;
 
 /// File mode of the Unix socket: only the owner may connect.
 const SOCKET_MODE: u32 = 0o600;
-
-/// Length of the kernel's queue of connections that wait to be accepted.
-const BACKLOG: i32 = 128;
 
 /// Time limit for a TLS handshake.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -128,7 +123,7 @@ impl UnixSocket {
     /// Fails if another program listens on the socket, the path is not a socket, or its folder cannot be
     /// used.
     pub fn bind(path: &Path, flag: &'static str) -> Result<Self, UnixSocketError> {
-        let listener = remove_stale(path).and_then(|()| listen(path));
+        let listener = remove_stale(path).and_then(|()| listen_unix(path, SOCKET_MODE));
         let bound = listener.and_then(|listener| {
             Ok(Self {
                 listener,
@@ -141,15 +136,6 @@ impl UnixSocket {
             why,
         })
     }
-}
-
-fn listen(path: &Path) -> io::Result<UnixListener> {
-    let socket = Socket::new(Domain::UNIX, Type::STREAM, None)?;
-    socket.set_nonblocking(true)?;
-    socket.bind(&SockAddr::unix(path)?)?;
-    std::fs::set_permissions(path, std::fs::Permissions::from_mode(SOCKET_MODE))?;
-    socket.listen(BACKLOG)?;
-    UnixListener::from_std(socket.into())
 }
 
 /// Removes a socket file if no program listens on the socket.

@@ -37,7 +37,7 @@ const RETRY: Duration = Duration::from_millis(50);
 /// Limits of a listener for peers that are not admitted yet.
 #[derive(Clone, Copy, Debug)]
 pub struct AdmissionLimits {
-    /// Largest number of peers that wait for admission at once. [`QUEUE_FACTOR`] times as many more may wait for
+    /// Largest number of peers that wait for admission at once. Eight times as many more may wait for
     /// a slot.
     pub peers: usize,
     /// Largest number of bytes read from a peer before its admission.

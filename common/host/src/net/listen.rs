@@ -2,17 +2,26 @@
 
 use std::io;
 use std::net::SocketAddr;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, AsRawFd as _};
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use rustix::process::{Resource, getrlimit};
+use socket2::{Domain, SockAddr, Socket, Type};
 use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
 use tokio_util::sync::CancellationToken;
 use tracing::{error, warn};
 
 /// File mode of a Unix socket: owner and group may connect, as with upstream's umask of 0007.
 const SOCKET_MODE: u32 = 0o770;
+
+/// Length of the kernel's queue of connections that wait to be accepted on a Unix socket, as in `UnixListener`.
+const UNIX_BACKLOG: i32 = 1024;
+
+/// Part of the process's descriptors that listeners for traffic leave free, as a fraction: for the connections to
+/// endpoints, and for health checks, files and logs.
+const RESERVED_DESCRIPTORS: u64 = 8;
 
 /// Pause of the accept loop after an error such as too many open files: long enough to avoid a busy loop,
 /// short enough that clients notice only a delay.
@@ -112,9 +121,8 @@ impl Listener {
                 warn!(path = %path.display(), %error, "cannot remove the file at the socket's path");
             }
         }
-        let bound = UnixListener::bind(path).and_then(|listener| {
+        let bound = listen_unix(path, SOCKET_MODE).and_then(|listener| {
             let file = SocketFile::at(path)?;
-            std::fs::set_permissions(path, std::fs::Permissions::from_mode(SOCKET_MODE))?;
             Ok(Self::Unix(listener, file))
         });
         bound.map_err(|source| UnixBindError {
@@ -153,8 +161,12 @@ impl Listener {
     }
 
     /// Passes every accepted connection to `handle` until `shutdown` is cancelled. An accept error is logged
-    /// and followed by a pause, because running out of file descriptors must not end the program.
+    /// and followed by a pause, because running out of file descriptors must not end the program. While seven
+    /// eighths of the descriptors are in use, new connections are closed at once.
     pub async fn serve(self, shutdown: CancellationToken, mut handle: impl FnMut(Accepted)) {
+        // The kernel assigns the lowest free descriptor, so a high number means that many are in use.
+        let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
+        let limit = limit - limit / RESERVED_DESCRIPTORS;
         loop {
             let accepted = tokio::select! {
                 biased;
@@ -162,6 +174,13 @@ impl Listener {
                 accepted = self.accept() => accepted,
             };
             match accepted {
+                Ok(accepted) if accepted.descriptor() >= limit => {
+                    warn!(
+                        listener = self.address(),
+                        limit,
+                        "connection refused: too many open files; raise the limit (ulimit -n, LimitNOFILE)"
+                    );
+                }
                 Ok(accepted) => handle(accepted),
                 Err(error) => {
                     error!(listener = self.address(), %error, "cannot accept a connection");
@@ -188,6 +207,14 @@ impl Listener {
 }
 
 impl Accepted {
+    fn descriptor(&self) -> u64 {
+        let descriptor = match self {
+            Self::Tcp(stream, _) => stream.as_raw_fd(),
+            Self::Unix(stream) => stream.as_raw_fd(),
+        };
+        u64::try_from(descriptor).unwrap_or_default()
+    }
+
     /// Moves the connection to the caller's runtime.
     ///
     /// # Errors
@@ -227,6 +254,16 @@ impl Drop for SocketFile {
             let _ = std::fs::remove_file(&self.path);
         }
     }
+}
+
+/// Opens a Unix socket with a file mode. The mode is set before any client can connect.
+pub(crate) fn listen_unix(path: &Path, mode: u32) -> io::Result<UnixListener> {
+    let socket = Socket::new(Domain::UNIX, Type::STREAM, None)?;
+    socket.set_nonblocking(true)?;
+    socket.bind(&SockAddr::unix(path)?)?;
+    std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode))?;
+    socket.listen(UNIX_BACKLOG)?;
+    UnixListener::from_std(socket.into())
 }
 
 fn identity(path: &Path) -> io::Result<(u64, u64)> {

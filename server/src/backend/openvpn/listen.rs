@@ -29,7 +29,7 @@ const ADMISSION: AdmissionLimits = AdmissionLimits {
     peers: 256,
     bytes: usize::MAX,
     deadline: Duration::from_secs(600),
-    grace: Duration::from_secs(1),
+    grace: Duration::ZERO,
 };
 
 /// State shared by the connections of a TCP listener.
