@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use bytes::BytesMut;
 use culvert_fuzz::pki;
 use culvert_openvpn::hub::{Hub, Limits, PeerId};
-use culvert_openvpn::packet::{Acks, ControlPacket, KeyId, Opcode, SessionId};
+use culvert_openvpn::packet::{ControlPacket, KeyId, Opcode, SessionId};
 use culvert_openvpn::session::{ClientConfig, Event, Push, ServerConfig, Session, Transport};
 use libfuzzer_sys::fuzz_target;
 use rcgen::ExtendedKeyUsagePurpose::{ClientAuth, ServerAuth};
@@ -169,9 +169,11 @@ impl World {
                 assert!(!self.ended.contains(&peer), "{event:?} after the end");
                 match event {
                     Event::Authenticated(_) if self.decided => {
-                        self.hub
-                            .accept(peer, push(), now)
-                            .expect("options that can be pushed");
+                        self.hub.with(peer, now, |session| {
+                            session
+                                .accept(push(), now)
+                                .expect("options that can be pushed");
+                        });
                     }
                     Event::Established(_) => {
                         self.open.insert(peer);
@@ -279,7 +281,7 @@ fn made_up(bytes: &mut Bytes<'_>, answered: Option<&(SessionId, SessionId)>) -> 
         opcode,
         key_id: KeyId::of(key),
         session: client,
-        acks: Acks::from_iter(echoes.then_some(u32::from(shape >> 4))),
+        acks: Vec::from_iter(echoes.then_some(u32::from(shape >> 4))),
         peer_session: echoes.then_some(server),
         id: (opcode != Opcode::AckV1).then_some(id.into()),
         payload: &payload,
