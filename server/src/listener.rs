@@ -31,8 +31,8 @@ use crate::metrics::{Listener, RejectReason, ServerMetrics};
 pub(crate) const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(15);
 
 /// Limits for peers that are not authenticated yet. A peer costs about 40 KiB in the TLS handshake, and its first
-/// request at most twice as much, so all slots together cost at most 30 MiB. The deadline leaves an agent 5 s for the handshake, if the review of its token takes the longest
-/// possible time of 25 s.
+/// request at most twice as much, so all slots together cost at most 30 MiB. The deadline leaves an agent 5 s
+/// for the handshake, if the review of its token takes the longest possible time of 25 s.
 pub(crate) const ADMISSION: AdmissionLimits = AdmissionLimits {
     peers: 256,
     bytes: 80 * 1024,
@@ -121,19 +121,21 @@ impl ListenerContext {
     /// Logs a refused peer with the reason as a warning, then counts the peer. When the count changes, the
     /// log line is thus already written.
     pub(crate) fn reject(&self, reason: RejectReason, peer: &str, why: &str) {
-        warn!(listener = ?self.kind, peer, why, "connection refused");
+        let label = reason.as_str();
+        warn!(listener = ?self.kind, reason = label, peer, why, "connection refused");
         let rejected = &self.metrics.rejected;
         rejected.get((self.kind, reason)).increment(1);
     }
 
-    /// Takes a slot for a new peer and limits what the peer may send before its admission. Returns `None` if
-    /// too many peers wait for admission; the refusal is counted and logged.
+    /// Takes a slot for a new peer and limits what the peer may send before its admission. Returns `None` at
+    /// shutdown, and if too many peers wait for admission; the refusal is counted and logged.
     pub(crate) async fn enter<S>(
         &self,
         stream: S,
         peer: SocketAddr,
     ) -> Option<(Gated<S>, Arc<Candidate>)> {
-        match self.admission.enter(peer.ip()).await {
+        let entering = self.admission.enter(peer.ip());
+        match self.shutdown.run_until_cancelled(entering).await? {
             Ok(candidate) => Some((self.admission.gate(stream, &candidate), candidate)),
             Err(why) => {
                 self.refuse(why, &peer.to_string());

@@ -60,8 +60,11 @@ impl Tcp {
             let serve = move |accepted| async move {
                 let _seat = seat;
                 if let Accepted::Tcp(stream, remote) = accepted {
-                    let Ok(candidate) = admission.enter(remote.ip()).await else {
-                        return this.clients.metrics.handshake(Handshake::Evicted);
+                    let entering = admission.enter(remote.ip());
+                    let candidate = match cut.run_until_cancelled(entering).await {
+                        Some(Ok(candidate)) => candidate,
+                        Some(Err(_)) => return this.clients.metrics.handshake(Handshake::Evicted),
+                        None => return,
                     };
                     this.serve_client(stream, remote, candidate, cut).await;
                 }
