@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use culvert_konnectivity::agent_mux::{Effect, Mux};
 use culvert_konnectivity::grpc::Reader;
-use culvert_konnectivity::inbox::{self, inbox, weighed};
+use culvert_konnectivity::inbox::{self, inbox};
 use culvert_konnectivity::message::{ConnectId, DialId, Message};
 use culvert_konnectivity::metrics::Segment;
 use culvert_konnectivity::queue::{self, SendWithinError};
@@ -164,7 +164,7 @@ impl ServerStream {
                 slot.cut.cancel();
             }
             Effect::Data(slot, _, bytes) => {
-                let (bytes, weight) = weighed(bytes);
+                let (bytes, weight) = slot.incoming.weighed(bytes);
                 if slot.incoming.push(Incoming::Data(bytes), weight) {
                     return Some(slot);
                 }

@@ -24,6 +24,14 @@ use super::excess::{Account, Debtor, Exhausted, OverflowBudget};
 /// hundred times larger, and a waiting slice keeps the whole buffer alive.
 const COPY_BYTES: usize = 512;
 
+/// As [`COPY_BYTES`], for a chunk behind [`BACKLOG_ITEMS`] others: a quarter of the largest receive buffer. The
+/// waiting chunks of a stalled receiver then cost at most four times their length.
+const COPY_BEHIND_BYTES: usize = 16 * 1024;
+
+/// Queue length, in items, of a receiver that reads more slowly than bytes arrive. A receiver that keeps up takes
+/// chunks before their receive buffer would matter, and needs no copies.
+const BACKLOG_ITEMS: usize = 16;
+
 /// Memory per item besides the bytes: the allocation, and the place in a queue that grows by doubling.
 const ITEM_BYTES: usize = 128;
 
@@ -37,16 +45,6 @@ pub const PACE: Duration = Duration::from_millis(50);
 /// Time without a read after which a receiver counts as stalled. The stream's reader does not wait for a
 /// stalled receiver.
 const MOVING: Duration = Duration::from_secs(1);
-
-/// Prepares a received chunk for an inbox. Returns the chunk, copied if small, and its weight.
-pub fn weighed(chunk: Bytes) -> (Bytes, usize) {
-    let weight = chunk.len() + ITEM_BYTES;
-    if chunk.len() <= COPY_BYTES {
-        (Bytes::copy_from_slice(&chunk), weight)
-    } else {
-        (chunk, weight)
-    }
-}
 
 /// Creates the inbox of a connection. Bytes beyond `budget` are borrowed from `pool`.
 pub fn inbox<T: Send + 'static>(
@@ -170,6 +168,18 @@ impl<T: Send + 'static> Sender<T> {
 }
 
 impl<T> Sender<T> {
+    /// Prepares a received chunk for [`push`](Self::push). Returns the chunk, copied if its receive buffer would
+    /// be kept alive for few bytes, and its weight.
+    pub fn weighed(&self, chunk: Bytes) -> (Bytes, usize) {
+        let weight = chunk.len() + ITEM_BYTES;
+        let is_behind = || self.0.state.lock().items.len() >= BACKLOG_ITEMS;
+        let copies = chunk.len() <= COPY_BYTES || (chunk.len() <= COPY_BEHIND_BYTES && is_behind());
+        match copies {
+            true => (Bytes::copy_from_slice(&chunk), weight),
+            false => (chunk, weight),
+        }
+    }
+
     /// Makes the stream's reader wait, at most [`PACE`], for a receiver that is over budget but still reads:
     /// the protocol has no other way to slow the peer down. The stream's reader waits only once for a stalled
     /// receiver, during the first [`PACE`] over budget.

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use culvert_host::telemetry::metrics::GaugeGuard;
-use culvert_konnectivity::inbox::{Receiver, Sender, Watch, inbox, weighed};
+use culvert_konnectivity::inbox::{Receiver, Sender, Watch, inbox};
 use culvert_konnectivity::message::{ConnectId, DialId, MAX_DATA_BYTES, Message};
 use culvert_konnectivity::queue::SendWithinError;
 use culvert_stream::{CLOSE_STALL, CloseReason, PEER_STALL, Sink, Source};
@@ -135,7 +135,7 @@ impl Slot {
     /// Queues bytes, or ends the connection for lack of room. Returns true if the stream's reader must call
     /// [`Slot::pace`].
     pub(super) fn deliver(&self, bytes: Bytes) -> bool {
-        let (bytes, weight) = weighed(bytes);
+        let (bytes, weight) = self.incoming.weighed(bytes);
         self.incoming.push(Incoming::Data(bytes), weight)
     }
 
