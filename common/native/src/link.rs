@@ -83,6 +83,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Opener<S> {
             .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
             .max_frame_size(FRAME_BYTES as u32)
             .max_send_buffer_size(SEND_BYTES)
+            .max_header_list_size(HEADER_BYTES)
             .max_concurrent_reset_streams(RESET_STREAMS)
             .max_local_error_reset_streams(None)
             .data_frame_budget(SMALL_FRAMES)
@@ -223,5 +224,32 @@ mod tests {
         let ended = timeout(LIMIT * 3, run).await.unwrap().unwrap();
         assert!(ended.unwrap_err().contains("silent"));
         assert!(mute.elapsed() >= LIMIT, "{:?}", mute.elapsed());
+    }
+
+    #[tokio::test]
+    async fn response_with_a_large_head_is_refused() {
+        let (near, far) = duplex(1 << 20);
+        let peer = async {
+            let mut connection = server::handshake(far).await.unwrap();
+            let (_request, mut respond) = connection.accept().await.unwrap().unwrap();
+            let large = "a".repeat(2 * HEADER_BYTES as usize);
+            let head = http::Response::builder().header("large", large);
+            let head = head.body(()).unwrap();
+            respond.send_response(head, true).unwrap();
+            connection.accept().await.map(|_| ())
+        };
+        let ours = async {
+            let (mut requests, opener) = Opener::new(near, Arc::default(), LIMIT).await.unwrap();
+            let (response, _) = requests.send_request(Request::new(()), true).unwrap();
+            tokio::select! {
+                response = response => response.map(|_| ()).map_err(|error| error.to_string()),
+                ended = opener.run() => ended,
+            }
+        };
+        let refused = tokio::select! {
+            refused = ours => refused,
+            _ = peer => Err("the peer ended".to_owned()),
+        };
+        assert!(refused.is_err(), "{refused:?}");
     }
 }
