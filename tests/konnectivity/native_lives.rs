@@ -1,5 +1,7 @@
 //! Killed programs with open native connections, and agents with the same id.
 
+use std::io::ErrorKind;
+
 use culvert_kit::services::Services;
 use culvert_tests::metrics::Metrics;
 use culvert_tests::{Mode, Signal, Topology, Transport, black_hole, eventually};
@@ -57,6 +59,19 @@ async fn agent_killed_during_a_transfer_closes_the_connection_as_agent_lost() {
         topology.wait_for_agents().await;
         Innocent::open(&topology, services.raw).await;
     }
+}
+
+#[tokio::test]
+async fn lost_agent_is_no_ordinary_end_for_a_tls_client() {
+    let services = Services::start().await.unwrap();
+    let mut topology = Topology::simple(Mode::HttpConnect, Transport::Tcp).await;
+    let mut stream = transfer(&topology, &services).await;
+    topology.kill_agent(0);
+    let mut nowhere = tokio::io::sink();
+    let rest = tokio::io::copy(&mut stream, &mut nowhere);
+    let error = timely("the client's end", rest).await.unwrap_err();
+    let kinds = [ErrorKind::UnexpectedEof, ErrorKind::ConnectionReset];
+    assert!(kinds.contains(&error.kind()), "{error}");
 }
 
 #[tokio::test]

@@ -39,6 +39,10 @@ pub(crate) trait ClientRead: AsyncRead + Unpin + Send {
     /// True if closing the whole connection is distinguishable from ending only the writing half.
     const TELLS_HANG_UP: bool;
 
+    /// True if the client distinguishes an ordinary end from a close without an end. A Unix socket cannot
+    /// express the difference.
+    const TELLS_INCOMPLETE_END: bool;
+
     /// Resolves once the client has closed the whole connection, after the end of its writing half. The
     /// default never resolves.
     fn hung_up(&self) -> impl Future<Output = ()> + Send {
@@ -48,6 +52,7 @@ pub(crate) trait ClientRead: AsyncRead + Unpin + Send {
 
 impl ClientRead for tokio::net::unix::OwnedReadHalf {
     const TELLS_HANG_UP: bool = true;
+    const TELLS_INCOMPLETE_END: bool = false;
 
     /// A Unix socket reports a hang-up as soon as the peer closes its socket. A wait for writability returns
     /// at once on a writable socket, so this function polls for the hang-up.
@@ -63,6 +68,8 @@ impl ClientRead for tokio::net::unix::OwnedReadHalf {
 
 impl ClientRead for tokio::io::ReadHalf<TlsStream<Gated<TcpStream>>> {
     const TELLS_HANG_UP: bool = false;
+    /// A TLS client misses the close_notify alert (RFC 8446, section 6.1).
+    const TELLS_INCOMPLETE_END: bool = true;
 }
 
 /// Serves a connection to its end.
@@ -162,10 +169,12 @@ async fn carry<R, W>(
             connection,
         )
         .await;
-    if matches!(
-        reason,
-        CloseReason::EndpointClosed | CloseReason::AgentLost | CloseReason::Switched
-    ) {
+    let ends_orderly = match reason {
+        CloseReason::EndpointClosed => true,
+        CloseReason::AgentLost | CloseReason::Switched => !R::TELLS_INCOMPLETE_END,
+        _ => false,
+    };
+    if ends_orderly {
         linger_close(source.inner.into_inner(), sink.inner.into_inner()).await;
     }
 }
