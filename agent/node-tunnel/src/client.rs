@@ -67,6 +67,11 @@ pub(crate) enum Refused {
     Status(StatusCode),
     #[error("the proxy did not answer within {ANSWER_TIMEOUT:?}: check its load and its log")]
     NoAnswer,
+    #[error(
+        "the proxy is silent and answers no PING: check that it runs, and the network between this \
+         node and the proxy"
+    )]
+    Silent,
     #[error("the proxy ended the stream before it answered ({0}): check its log")]
     Reset(h2::Error),
     #[error("the connection to the proxy ended before the answer ({0}): check the proxy's log")]
@@ -143,12 +148,12 @@ impl<R: Reach> ClientHandler<R> {
         });
     }
 
-    /// Opens a stream. Repeats the request once if the connection ended before the answer, which is safe
-    /// because no client bytes were sent.
+    /// Opens a stream. Repeats the request once on another connection if the connection ended or became silent
+    /// before the answer, which is safe because no client bytes were sent.
     async fn open(&self) -> Result<AcceptedStream, Refused> {
         match self.request().await {
-            Err(Refused::Lost(error)) => {
-                debug!(%error, "the connection ended before the answer, repeating the request");
+            Err(error @ (Refused::Lost(_) | Refused::Silent)) => {
+                debug!(%error, "no answer on this connection, repeating the request");
                 self.request().await
             }
             answer => answer,
@@ -164,7 +169,10 @@ impl<R: Reach> ClientHandler<R> {
         } = self.pool.open(&self.target).await?;
         self.metrics.requests.increment(1);
         let counted = (seat, GaugeGuard::new(&self.metrics.streams));
-        let answer = timeout(ANSWER_TIMEOUT, answer).await;
+        let answer = tokio::select! {
+            answer = timeout(ANSWER_TIMEOUT, answer) => answer,
+            () = counted.0.is_silent() => return Err(Refused::Silent),
+        };
         let answer = answer.map_err(|_| Refused::NoAnswer)?.map_err(|error| {
             // The proxy has not processed a stream reset with REFUSED_STREAM (RFC 9113, section 8.7), so the
             // request may be repeated on another connection.
@@ -261,7 +269,7 @@ impl Refused {
             Self::NotFound => Refusal::NotFound,
             Self::Unavailable => Refusal::Unavailable,
             Self::Status(_) => Refusal::OtherStatus,
-            Self::NoAnswer => Refusal::NoAnswer,
+            Self::NoAnswer | Self::Silent => Refusal::NoAnswer,
             Self::Reset(_) | Self::Lost(_) => Refusal::Lost,
         }
     }

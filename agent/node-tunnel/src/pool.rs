@@ -3,7 +3,8 @@
 //! A single task ([`ConnectionPool::run`]) makes the dials, one at a time, so that all waiting clients share
 //! a dial and learn of a failed dial at once. The pool keeps one connection open even without clients, and
 //! opens more connections, up to the limit, while each open connection carries a stream. A connection gets no
-//! new streams and is replaced if it broke, received GOAWAY, or does not answer a PING.
+//! new streams and is replaced if it broke, received GOAWAY, does not answer a PING, or is suspect: a request
+//! and a probe had no answer.
 
 use std::pin::pin;
 use std::sync::Arc;
@@ -20,6 +21,7 @@ use culvert_host::telemetry::metrics::GaugeGuard;
 use culvert_native::halves::Chunk;
 use culvert_native::link::{Opener, Requests};
 use culvert_native::window::{Inbound, WindowProfile};
+use culvert_stream::suspicion::Suspicion;
 use futures_util::FutureExt as _;
 use h2::SendStream;
 use h2::client::ResponseFuture;
@@ -88,6 +90,7 @@ struct Link {
     shard: ShardId,
     requests: Requests,
     inbound: Arc<Inbound>,
+    suspicion: Suspicion,
     streams: AtomicUsize,
 }
 
@@ -299,6 +302,7 @@ impl<R: Reach> ConnectionPool<R> {
             shard,
             requests,
             inbound,
+            suspicion: Suspicion::none(),
             streams: AtomicUsize::new(0),
         }));
         let drive = self.clone().drive(serial, opener, stop.clone());
@@ -342,11 +346,11 @@ impl<R: Reach> ConnectionPool<R> {
 // === impl Link ===
 
 impl Link {
-    /// True if the connection is neither broken nor ended by GOAWAY. `h2` reports both states without
-    /// waiting.
+    /// True if the connection is neither broken nor ended by GOAWAY, nor suspect. `h2` reports the first two
+    /// states without waiting.
     fn takes_streams(&self) -> bool {
         let ready = self.requests.clone().ready().now_or_never();
-        matches!(ready, Some(Ok(_)))
+        matches!(ready, Some(Ok(_))) && !self.suspicion.is_raised(self.inbound.heard())
     }
 
     fn count(&self) -> usize {
@@ -365,6 +369,22 @@ impl Seat {
     /// Returns the thread that drives the stream's connection.
     pub(crate) fn shard(&self) -> ShardId {
         self.0.shard
+    }
+
+    /// Resolves once the proxy sends nothing for some time, not even the answer to a PING. The connection then
+    /// gets no new streams.
+    pub(crate) async fn is_silent(&self) {
+        let Link {
+            serial,
+            inbound,
+            suspicion,
+            ..
+        } = &*self.0;
+        suspicion.wait(|| inbound.heard(), || inbound.probe()).await;
+        info!(
+            connection = serial,
+            "a connection to the proxy is silent: new streams use another connection"
+        );
     }
 }
 

@@ -11,6 +11,7 @@ pub mod first_byte_gate;
 pub mod head;
 pub mod io;
 pub mod pump;
+pub mod suspicion;
 
 use std::fmt;
 use std::time::Duration;

@@ -14,6 +14,7 @@ use culvert_konnectivity::excess::OverflowBudget;
 use culvert_konnectivity::message::{ConnectId, Message};
 use culvert_konnectivity::queue;
 use culvert_konnectivity::server_mux::{Effect, Mux};
+use culvert_stream::suspicion::Suspicion;
 use culvert_stream::{CloseReason, Dial};
 use parking_lot::Mutex;
 use tokio::time::{Instant, timeout_at};
@@ -21,7 +22,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
 
 use self::connection::{Guard, Pending, Slot};
-use crate::backend::dial::{StreamDialError, Suspicion, next_serial};
+use crate::backend::dial::{StreamDialError, next_serial};
 use crate::metrics::{DialFailureReason, ServerMetrics};
 
 pub(crate) use self::connection::{Cut, FromAgent, ToAgent};

@@ -15,6 +15,7 @@ use culvert_native::window::{Inbound, PING_TIMEOUT};
 use culvert_native::{
     ADDRESS_HEADER, CONTROL_PATH, DRAIN, ERROR_HEADER, NETWORK_HEADER, decode, encode,
 };
+use culvert_stream::suspicion::Suspicion;
 use culvert_stream::{CloseReason, Dial, Sink, Source};
 use http::uri::Authority;
 use http::{HeaderMap, HeaderValue, Method, Request, StatusCode, Uri};
@@ -29,7 +30,7 @@ use tracing::{Instrument, debug, info, info_span};
 use super::Backend;
 use super::agent::Hello;
 use super::service::Agents;
-use crate::backend::dial::{StreamDialError, Suspicion, next_serial};
+use crate::backend::dial::{StreamDialError, next_serial};
 use crate::listener::ListenerContext;
 use crate::metrics::{DialFailureReason, RejectReason, ServerMetrics, ServiceMethod};
 

@@ -142,6 +142,30 @@ async fn client_can_send_after_the_proxys_half_close() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn request_moves_from_a_silent_connection_and_the_next_clients_avoid_it() {
+    let mut node = Node::start().await;
+    node.far.mute.notify_one();
+    let mut client = node.client();
+    let started = Instant::now();
+    // The far end of the connection opened after the silence.
+    node.far = node.proxy.next_connection().await;
+    let _first = node.carries(&mut client).await;
+    assert!(
+        started.elapsed() < Duration::from_secs(2),
+        "{:?}",
+        started.elapsed()
+    );
+    let next = Instant::now();
+    let mut client = node.client();
+    let _second = node.carries(&mut client).await;
+    assert!(
+        next.elapsed() < Duration::from_millis(100),
+        "{:?}",
+        next.elapsed()
+    );
+}
+
+#[tokio::test(start_paused = true)]
 async fn first_client_bytes_wait_for_the_answer() {
     let mut node = Node::start().await;
     let mut client = node.client();

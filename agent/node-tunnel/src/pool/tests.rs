@@ -50,7 +50,7 @@ pub(crate) struct FarEnd {
     pub driver: JoinHandle<()>,
     drain: Arc<Notify>,
     /// Silences the proxy's end but keeps the connection open.
-    mute: Arc<Notify>,
+    pub mute: Arc<Notify>,
 }
 
 impl Proxy {
