@@ -2,6 +2,7 @@
 
 mod times;
 
+use std::collections::HashSet;
 use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -13,7 +14,8 @@ use parking_lot::RwLock;
 use rustix::io::Errno;
 use socket2::{Domain, Socket, Type};
 use tokio::net::TcpStream;
-use tokio::time::timeout;
+use tokio::time::{sleep, timeout};
+use tracing::{info, warn};
 
 use self::times::Times;
 use super::routes::UpstreamKey;
@@ -25,6 +27,9 @@ pub(crate) const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 /// seconds.
 const ATTEMPTS: usize = 3;
 
+/// Pause between two probes of a silent endpoint.
+const PROBE_PAUSE: Duration = Duration::from_secs(1);
+
 /// The endpoints of one key. An upstream lives as long as any connection uses it; its endpoints may change
 /// during that time.
 #[derive(Debug)]
@@ -33,6 +38,8 @@ pub(crate) struct Upstream {
     pub key: UpstreamKey,
     pub stats: Stats,
     endpoints: RwLock<Arc<[SocketAddr]>>,
+    /// Endpoints that did not answer a connect in time. Only probes reach them while another endpoint answers.
+    silent: RwLock<HashSet<SocketAddr>>,
     /// Number of connects so far; decides the first endpoint of the next connect.
     turn: AtomicUsize,
     /// Maximum number of simultaneous connections.
@@ -97,6 +104,7 @@ impl Upstream {
             key,
             stats: Stats::default(),
             endpoints: RwLock::new(endpoints.into()),
+            silent: RwLock::default(),
             turn: AtomicUsize::new(0),
             limit,
         })
@@ -125,15 +133,9 @@ impl Upstream {
             self.stats.overflowed.fetch_add(1, Ordering::Relaxed);
             return Err(ConnectError::Overflow);
         }
-        let endpoints = self.endpoints.read().clone();
-        let turn = self.turn.fetch_add(1, Ordering::Relaxed);
         let mut failed = ConnectError::NoEndpoint;
-        for attempt in 0..endpoints.len().min(ATTEMPTS) {
-            let Some(endpoint) = endpoints.get((turn.wrapping_add(attempt)) % endpoints.len())
-            else {
-                break;
-            };
-            match timeout(CONNECT_TIMEOUT, open(*endpoint, first)).await {
+        for endpoint in self.candidates() {
+            match timeout(CONNECT_TIMEOUT, open(endpoint, first)).await {
                 Ok(Ok((stream, sent))) => {
                     self.stats.opened.fetch_add(1, Ordering::Relaxed);
                     return Ok(Connected {
@@ -150,10 +152,47 @@ impl Upstream {
                 Err(_) => {
                     self.stats.timed_out.fetch_add(1, Ordering::Relaxed);
                     failed = ConnectError::TimedOut;
+                    self.avoid(endpoint);
                 }
             }
         }
         Err(failed)
+    }
+
+    /// Returns the endpoints to try for one connection: in the order of the rotation, silent endpoints last.
+    fn candidates(&self) -> Vec<SocketAddr> {
+        let (endpoints, silent) = (self.endpoints.read().clone(), self.silent.read());
+        let (turn, count) = (self.turn.fetch_add(1, Ordering::Relaxed), endpoints.len());
+        let in_order = (0..count).map(|offset| turn.wrapping_add(offset) % count);
+        let in_order = in_order.filter_map(|index| endpoints.get(index).copied());
+        let is_silent = |endpoint: &SocketAddr| silent.contains(endpoint);
+        let answering = in_order.clone().filter(|endpoint| !is_silent(endpoint));
+        let last = in_order.filter(is_silent);
+        answering.chain(last).take(ATTEMPTS).collect()
+    }
+
+    /// Avoids a silent endpoint until it answers. Probes find out, not the connections of clients.
+    fn avoid(self: &Arc<Self>, endpoint: SocketAddr) {
+        if !self.silent.write().insert(endpoint) {
+            return;
+        }
+        let (upstream, key) = (Arc::downgrade(self), self.key.clone());
+        warn!(upstream = %key, %endpoint, "the endpoint is silent: new connections use other endpoints");
+        tokio::spawn(async move {
+            loop {
+                sleep(PROBE_PAUSE).await;
+                // A refusal is an answer too.
+                let answers = timeout(CONNECT_TIMEOUT, open(endpoint, &[])).await.is_ok();
+                let Some(upstream) = upstream.upgrade() else {
+                    return;
+                };
+                let is_used = upstream.endpoints.read().contains(&endpoint);
+                if answers || !is_used {
+                    upstream.silent.write().remove(&endpoint);
+                    return info!(upstream = %key, %endpoint, answers, "end of the endpoint's probes");
+                }
+            }
+        });
     }
 
     pub(crate) fn endpoint_count(&self) -> usize {
@@ -397,18 +436,50 @@ mod tests {
         assert!(at_once > 0);
     }
 
-    #[tokio::test]
-    async fn slow_endpoint_is_waited_for() {
+    /// Returns a listener that answers no SYN until its first connection is accepted: the queue has room for a
+    /// single connection. Clients repeat a SYN after a second.
+    async fn full_listener() -> (TcpListener, SocketAddr, TcpStream) {
         let listener = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
         let any: SocketAddr = "127.0.0.1:0".parse().unwrap();
         listener.bind(&any.into()).unwrap();
-        // The queue has room for a single connection: the kernel ignores the next SYN until the client
-        // repeats the SYN after a second.
         listener.listen(0).unwrap();
         listener.set_nonblocking(true).unwrap();
         let listener = TcpListener::from_std(listener.into()).unwrap();
         let address = listener.local_addr().unwrap();
-        let _first = TcpStream::connect(address).await.unwrap();
+        let first = TcpStream::connect(address).await.unwrap();
+        (listener, address, first)
+    }
+
+    #[tokio::test]
+    async fn silent_endpoint_costs_one_timeout_until_it_answers_probes() {
+        let (full, a, _first) = full_listener().await;
+        let (_b, b) = listener().await;
+        let upstream = upstream(&[a, b], 100);
+        let connect = async || {
+            let connected = upstream.connect(&[]).await.unwrap();
+            connected.stream.peer_addr().unwrap()
+        };
+        for _ in 0..6 {
+            assert_eq!(connect().await, b);
+        }
+        assert_eq!(upstream.stats.timed_out.load(Ordering::Relaxed), 1);
+        // Accepting frees the queue, and the next probe has an answer.
+        let accept = async { while full.accept().await.is_ok() {} };
+        let recovers = async {
+            while connect().await != a {
+                sleep(Duration::from_millis(20)).await;
+            }
+        };
+        tokio::select! {
+            () = accept => unreachable!(),
+            () = recovers => {}
+        }
+        assert_eq!(upstream.stats.timed_out.load(Ordering::Relaxed), 1);
+    }
+
+    #[tokio::test]
+    async fn slow_endpoint_is_waited_for() {
+        let (listener, address, _first) = full_listener().await;
         let mut slow = std::pin::pin!(super::open(address, b"hello"));
         let early = timeout(Duration::from_millis(100), &mut slow).await;
         assert!(early.is_err(), "the queue has room");
