@@ -177,7 +177,7 @@ pub(super) const LEASE_NAMESPACE: &str = "kube-system";
 pub(super) const LEASE_SELECTOR: &str = "k8s-app=konnectivity-server";
 
 #[derive(Args, Debug)]
-#[command(next_help_heading = "Kubernetes API (not yet acted upon)")]
+#[command(next_help_heading = "Kubernetes API (not implemented yet)")]
 pub(super) struct KubernetesFlags {
     /// Count servers by their leases
     #[arg(long)]

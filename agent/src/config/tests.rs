@@ -316,7 +316,7 @@ fn flags_without_effect_share_one_warning() {
     assert_eq!(
         config.warnings,
         [
-            "accepted, not yet acted upon: --enable-profiling, --enable-contention-profiling, --count-server-leases, \
+            "accepted, but not implemented yet: --enable-profiling, --enable-contention-profiling, --count-server-leases, \
           --lease-namespace, --lease-label-selector, --server-count-source, --kubeconfig, --kube-api-content-type, \
           --log-backtrace-at"
         ]

@@ -179,7 +179,7 @@ fn a_hosting_platforms_server_starts() {
     assert_eq!(
         config.warnings,
         [
-            "accepted, not yet acted upon: --proxy-strategies, --graceful-shutdown-timeout, --kubeconfig"
+            "accepted, but not implemented yet: --proxy-strategies, --graceful-shutdown-timeout, --kubeconfig"
         ]
     );
 }
@@ -468,7 +468,7 @@ fn flags_not_acted_upon_are_named_in_one_line() {
     assert_eq!(
         config.warnings,
         [
-            "accepted, not yet acted upon: --proxy-strategies, --enable-profiling, --enable-contention-profiling, \
+            "accepted, but not implemented yet: --proxy-strategies, --enable-profiling, --enable-contention-profiling, \
           --graceful-shutdown-timeout, --frontend-write-channel-size, --kubeconfig, --kubeconfig-qps, \
           --kubeconfig-burst, --kube-api-content-type, --enable-lease-controller, --lease-namespace, --lease-label, \
           --vmodule"
@@ -630,6 +630,24 @@ fn tunnel_choice_flags_are_read() {
     for expected in ["tunnel-mode=prefer-konnectivity", "tunnel-drain=1m30s"] {
         assert!(lines.iter().any(|line| line == expected), "{lines:?}");
     }
+}
+
+#[test]
+fn admin_ca_of_another_listener_causes_a_warning() {
+    let files = Files::new();
+    std::fs::write(files.path("ca"), "certificates").unwrap();
+    let admin = [
+        "--admin-cert=@cert",
+        "--admin-key=@key",
+        "--admin-ca-cert=@ca",
+    ];
+    let warns = |others: &[&str]| {
+        let config = files.uds(&[&admin, others].concat()).unwrap();
+        let text = "--admin-ca-cert is the CA of --cluster-ca-cert";
+        config.warnings.iter().any(|line| line.starts_with(text))
+    };
+    assert!(!warns(&[]));
+    assert!(warns(&["--cluster-ca-cert=@ca"]));
 }
 
 #[test]

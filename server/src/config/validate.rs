@@ -33,6 +33,11 @@ impl Flags {
         let admin_port = port(p, "admin", ops.admin_port);
         let health_port = port(p, "health", ops.health_port);
         let admin_tls = ops.admin_tls(p);
+        let cluster = ("cluster-ca-cert", &*self.agents.cluster_ca_cert);
+        ops.check_admin_ca(
+            p,
+            [cluster, ("server-ca-cert", &self.frontend.server_ca_cert)],
+        );
         let kubeconfig = p.file("kubeconfig", &self.kubernetes.kubeconfig);
         let openvpn = self.openvpn.settings(p, kubeconfig.as_deref());
         let switch = self.switch.settings(p, openvpn.is_some());
@@ -209,6 +214,22 @@ impl OperationsFlags {
         });
         let (cert, key) = pair?;
         Some(TlsFiles { cert, key, ca: ca? })
+    }
+
+    /// Warns about an admin CA that also issues certificates for other listeners.
+    fn check_admin_ca(&self, p: &mut Problems, others: [(&str, &str); 2]) {
+        let read = |path: &str| std::fs::read(path).ok().filter(|ca| !ca.is_empty());
+        let Some(admin) = read(&self.admin_ca_cert) else {
+            return;
+        };
+        for (flag, path) in others {
+            if read(path).as_ref() == Some(&admin) {
+                p.warn(format!(
+                    "--admin-ca-cert is the CA of --{flag}: every certificate of this CA may switch tunnels. \
+                     Use a CA of its own for operators"
+                ));
+            }
+        }
     }
 }
 

@@ -163,7 +163,7 @@ impl Problems {
         }
         if !self.unacted.is_empty() {
             let flags = self.unacted.join(", ");
-            self.warn(format!("accepted, not yet acted upon: {flags}"));
+            self.warn(format!("accepted, but not implemented yet: {flags}"));
         }
         Ok(self.warnings)
     }

@@ -60,7 +60,7 @@ fn flags_without_effect_are_named() {
     let flags = read(&["--vmodule=a*=2,,b=1", "--log-backtrace-at=x.go:7"]).unwrap();
     let mut problems = Problems::default();
     flags.note_unacted(&mut problems);
-    let line = "accepted, not yet acted upon: --vmodule, --log-backtrace-at".to_owned();
+    let line = "accepted, but not implemented yet: --vmodule, --log-backtrace-at".to_owned();
     assert_eq!(problems.finish(), Ok(vec![line]));
 }
 
