@@ -16,6 +16,7 @@ use culvert_kit::services::Services;
 use culvert_node_tunnel::app as node;
 use culvert_node_tunnel::config as node_config;
 use http::uri::Authority;
+use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
@@ -49,6 +50,9 @@ pub(super) struct Door {
     pub node: SocketAddr,
     /// Listener for health and metrics of the node tunnel.
     pub node_stats: SocketAddr,
+    /// Stops the node tunnel.
+    node_shutdown: CancellationToken,
+    node_tunnel: JoinHandle<()>,
 }
 
 impl Door {
@@ -80,7 +84,8 @@ impl Door {
             listen,
             stats: node_stats,
         } = bound.addresses.clone();
-        tasks.spawn(bound.run(shutdown.clone()));
+        let node_shutdown = shutdown.child_token();
+        let node_tunnel = tasks.spawn(bound.run(node_shutdown.clone()));
         Ok(Self {
             routes,
             sni,
@@ -91,7 +96,16 @@ impl Door {
                 .copied()
                 .context("the node tunnel has no listener")?,
             node_stats,
+            node_shutdown,
+            node_tunnel,
         })
+    }
+
+    /// Stops the node tunnel. While the proxy is still there, the node tunnel does not warn about a lost proxy.
+    pub(super) async fn stop_node_tunnel(self) {
+        self.node_shutdown.cancel();
+        // Fails only after a panic, and then the process ends.
+        let _ = self.node_tunnel.await;
     }
 
     /// Returns the curl arguments for the HTTP service through the CONNECT listener.

@@ -119,6 +119,7 @@ impl Tunnel {
 
     /// Stops every part and waits for the end of each.
     pub(super) async fn stop(self) {
+        self.door.stop_node_tunnel().await;
         self.shutdown.cancel();
         if let Some(openvpn) = self.openvpn {
             openvpn.stop().await;
