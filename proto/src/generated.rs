@@ -2,124 +2,124 @@
 /// The only message of both services.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Packet {
-    /// Says which payload to read.
+    /// Type of the packet.
     #[prost(enumeration = "PacketType", tag = "1")]
     pub r#type: i32,
-    /// The payload; one that disagrees with the type reads as zero values.
+    /// Payload of the packet. A payload of another type counts as a payload of zero values.
     #[prost(oneof = "packet::Payload", tags = "2, 3, 4, 5, 6, 7, 8")]
     pub payload: ::core::option::Option<packet::Payload>,
 }
 /// Nested message and enum types in `Packet`.
 pub mod packet {
-    /// The payload; one that disagrees with the type reads as zero values.
+    /// Payload of the packet. A payload of another type counts as a payload of zero values.
     #[derive(Clone, PartialEq, Eq, Hash, ::prost::Oneof)]
     pub enum Payload {
-        /// With DIAL_REQ.
+        /// Payload of DIAL_REQ.
         #[prost(message, tag = "2")]
         DialRequest(super::DialRequest),
-        /// With DIAL_RSP.
+        /// Payload of DIAL_RSP.
         #[prost(message, tag = "3")]
         DialResponse(super::DialResponse),
-        /// With DATA.
+        /// Payload of DATA.
         #[prost(message, tag = "4")]
         Data(super::Data),
-        /// With CLOSE_REQ.
+        /// Payload of CLOSE_REQ.
         #[prost(message, tag = "5")]
         CloseRequest(super::CloseRequest),
-        /// With CLOSE_RSP.
+        /// Payload of CLOSE_RSP.
         #[prost(message, tag = "6")]
         CloseResponse(super::CloseResponse),
-        /// With DIAL_CLS.
+        /// Payload of DIAL_CLS.
         #[prost(message, tag = "7")]
         CloseDial(super::CloseDial),
-        /// With DRAIN.
+        /// Payload of DRAIN.
         #[prost(message, tag = "8")]
         Drain(super::Drain),
     }
 }
-/// Asks for a connection.
+/// Request to open a connection.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct DialRequest {
     /// Always "tcp".
     #[prost(string, tag = "1")]
     pub protocol: ::prost::alloc::string::String,
-    /// host:port as seen by the agent.
+    /// Address of the endpoint, `host:port`, as seen by the agent.
     #[prost(string, tag = "2")]
     pub address: ::prost::alloc::string::String,
-    /// Correlates the answer.
+    /// Id of the dial, repeated in the response.
     #[prost(int64, tag = "3")]
     pub random: i64,
 }
-/// The outcome of a dial.
+/// Outcome of a dial.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct DialResponse {
     /// Empty on success.
     #[prost(string, tag = "1")]
     pub error: ::prost::alloc::string::String,
-    /// The connection's id; 0 on failure.
+    /// Id of the connection; 0 on failure.
     #[prost(int64, tag = "2")]
     pub connect_id: i64,
-    /// Copied from the request.
+    /// Id of the dial, from the request.
     #[prost(int64, tag = "3")]
     pub random: i64,
 }
-/// Asks to close a connection.
+/// Request to close a connection.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct CloseRequest {
-    /// The connection.
+    /// Id of the connection.
     #[prost(int64, tag = "1")]
     pub connect_id: i64,
 }
-/// Says that a connection is closed.
+/// Report that a connection is closed.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct CloseResponse {
     /// Empty for an ordinary close.
     #[prost(string, tag = "1")]
     pub error: ::prost::alloc::string::String,
-    /// The connection.
+    /// Id of the connection.
     #[prost(int64, tag = "2")]
     pub connect_id: i64,
 }
-/// Gives up a dial.
+/// Cancellation of a dial.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct CloseDial {
-    /// The dial.
+    /// Id of the dial.
     #[prost(int64, tag = "1")]
     pub random: i64,
 }
-/// The agent is about to stop.
+/// Announcement that the agent will stop.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Drain {}
 /// Bytes of one connection.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Data {
-    /// The connection.
+    /// Id of the connection.
     #[prost(int64, tag = "1")]
     pub connect_id: i64,
-    /// Never set by stock peers.
+    /// Stock peers never set this field.
     #[prost(string, tag = "2")]
     pub error: ::prost::alloc::string::String,
-    /// The bytes.
+    /// Bytes of the connection.
     #[prost(bytes = "bytes", tag = "3")]
     pub data: ::prost::bytes::Bytes,
 }
-/// Which of the payloads a packet carries.
+/// Type of a packet, which determines its payload.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
 #[repr(i32)]
 pub enum PacketType {
-    /// Front end to agent: open a connection.
+    /// From front end to agent: request to open a connection.
     DialReq = 0,
-    /// Agent to front end: the outcome of a dial.
+    /// From agent to front end: outcome of a dial.
     DialRsp = 1,
-    /// Front end to agent: close a connection.
+    /// From front end to agent: request to close a connection.
     CloseReq = 2,
-    /// Agent to front end: a connection is closed.
+    /// From agent to front end: the connection is closed.
     CloseRsp = 3,
-    /// Bytes of a connection, either way.
+    /// Bytes of a connection, in either direction.
     Data = 4,
-    /// Either way: a dial that has no connection id yet is given up.
+    /// In either direction: cancellation of a dial without a connection id.
     DialCls = 5,
-    /// Agent to server: prefer other agents for new dials.
+    /// From agent to server: request to prefer other agents for new dials.
     Drain = 6,
 }
 impl PacketType {
