@@ -3,16 +3,20 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use culvert_host::net::destinations::Destinations;
+use culvert_host::net::dial::{DialError, dial_permitted};
 use culvert_konnectivity::excess::OverflowBudget;
 use culvert_stream::CloseReason;
+use tokio::net::TcpStream;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
+use tracing::{debug, warn};
 
 use crate::metrics::AgentMetrics;
 
 /// Longest duration of a dial, as in the stock agent.
-pub(crate) const DIAL_TIMEOUT: Duration = Duration::from_secs(5);
+const DIAL_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Shared state of an agent.
 pub(crate) struct Agent {
@@ -24,6 +28,8 @@ pub(crate) struct Agent {
     pub shutdown: CancellationToken,
     /// Bounds on the bytes that wait for endpoints.
     pub limits: Limits,
+    /// Destinations that servers may dial.
+    pub destinations: Destinations,
     active: watch::Sender<usize>,
 }
 
@@ -46,13 +52,30 @@ impl Agent {
         metrics: Arc<AgentMetrics>,
         shutdown: CancellationToken,
         limits: Limits,
+        destinations: Destinations,
     ) -> Arc<Self> {
         Arc::new(Self {
             metrics,
             tasks: TaskTracker::new(),
             shutdown,
             limits,
+            destinations,
             active: watch::Sender::new(0),
+        })
+    }
+
+    /// Dials an endpoint.
+    ///
+    /// # Errors
+    /// Returns the error for the server, once it is logged and counted.
+    pub(crate) async fn dial(&self, protocol: &str, address: &str) -> Result<TcpStream, DialError> {
+        let dialed = dial_permitted(protocol, address, DIAL_TIMEOUT, &self.destinations).await;
+        dialed.inspect_err(|error| {
+            match error.denial {
+                Some(_) => warn!(address, error = error.text, "dial denied"),
+                None => debug!(address, error = error.text, "dial failed"),
+            }
+            self.metrics.dial_failures(error.into()).increment(1);
         })
     }
 

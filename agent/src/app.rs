@@ -68,7 +68,7 @@ impl Bound {
                 Gauge::noop(),
             ),
         };
-        let agent = Agent::new(metrics, shutdown, limits);
+        let agent = Agent::new(metrics, shutdown, limits, config.destinations.clone());
         let servers = Servers::new(agent.clone());
         let mut sync = None;
         if config.ca_cert.is_some() {

@@ -16,6 +16,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use culvert_host::flags::{Exit, GoDuration, HostPort};
+use culvert_host::net::destinations::Destinations;
 use culvert_host::telemetry::logging::LogConfig;
 
 use flags::Flags;
@@ -82,6 +83,8 @@ pub struct Config {
     pub drain_timeout: Duration,
     /// Time a drained agent without connections keeps serving new dials before exiting. Default 5 s.
     pub drain_linger: Duration,
+    /// Destinations that servers may dial. By default, all but link-local and metadata addresses.
+    pub destinations: Destinations,
     /// OpenVPN client, if configured.
     pub openvpn: Option<OpenVpn>,
     /// Destination and verbosity of the log.
@@ -160,6 +163,7 @@ impl Config {
             server_count_source,
             drain_timeout,
             drain_linger,
+            destinations,
             openvpn,
             logging,
             warnings: _,
@@ -194,6 +198,7 @@ impl Config {
             format!("drain-timeout={}", duration(drain_timeout)),
             format!("drain-linger={}", duration(drain_linger)),
         ];
+        lines.extend(destinations.describe());
         lines.extend(openvpn.iter().flat_map(OpenVpn::describe));
         lines.extend(logging.describe());
         lines

@@ -33,6 +33,8 @@ label_values! {
     pub enum DialFailureReason("reason") {
         /// The endpoint did not answer in time.
         Timeout = "timeout",
+        /// The policy for destinations denied the dial.
+        Denied = "denied",
         /// Any other failure.
         Unknown = "unknown",
     }
@@ -40,9 +42,10 @@ label_values! {
 
 impl From<&DialError> for DialFailureReason {
     fn from(error: &DialError) -> Self {
-        match error.is_timeout() {
-            true => Self::Timeout,
-            false => Self::Unknown,
+        match error.denial {
+            Some(_) => Self::Denied,
+            None if error.is_timeout() => Self::Timeout,
+            None => Self::Unknown,
         }
     }
 }

@@ -5,7 +5,7 @@ use std::pin::pin;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use culvert_host::net::dial::{self, DialError};
+use culvert_host::net::dial::DialError;
 use culvert_host::net::listen::reset_on_close;
 use culvert_host::telemetry::metrics::GaugeGuard;
 use culvert_konnectivity::message::PacketType;
@@ -26,9 +26,8 @@ use tokio::net::TcpStream;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tonic::Code;
-use tracing::debug;
 
-use crate::agent::{Agent, DIAL_TIMEOUT};
+use crate::agent::Agent;
 
 /// Shared state of the streams of one native connection.
 pub(crate) struct NativeServer {
@@ -123,7 +122,7 @@ impl NativeServer {
         let dial = dial_of(&request);
         let started = Instant::now();
         let dialed = tokio::select! {
-            dialed = dial::dial(&dial.protocol, &dial.address, DIAL_TIMEOUT) => dialed,
+            dialed = self.agent.dial(&dial.protocol, &dial.address) => dialed,
             // The server cancelled the dial, or the connection to the server ended.
             _ = poll_fn(|cx| respond.poll_reset(cx)) => return,
             () = self.ended.cancelled() => return,
@@ -144,8 +143,6 @@ impl NativeServer {
                 self.carry(socket, server, &dial).await;
             }
             Err(error) => {
-                metrics.dial_failures((&error).into()).increment(1);
-                debug!(address = dial.address, error = error.text, "dial failed");
                 let _ = respond.send_response(refusal(&error), true);
             }
         }

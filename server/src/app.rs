@@ -109,13 +109,23 @@ impl Bound {
         let registry = Registry::new(metrics.clone());
         let timeout = config.backend_dial_timeout;
         let konnectivity = Konnectivity::new(registry.clone(), timeout);
+        let destinations = Arc::new(config.destinations.clone());
         let openvpn = match &config.openvpn {
-            Some(settings) => Some(openvpn::Bound::bind(settings, metrics.clone()).await?),
+            Some(settings) => {
+                let bound = openvpn::Bound::bind(settings, destinations.clone(), metrics.clone());
+                Some(bound.await?)
+            }
             None => None,
         };
         let clients = openvpn.as_ref().map(|bound| bound.tunnel.clone());
         let clients = clients.map(|tunnel| tunnel as Arc<dyn Tunnel>);
-        let router = Router::new(konnectivity, clients, timeout, metrics.clone());
+        let router = Router::new(
+            konnectivity,
+            clients,
+            timeout,
+            destinations,
+            metrics.clone(),
+        );
         let start = Start::read(config.switch.clone())?;
         let (switcher, driver) = driver::start(start, router.clone(), metrics.clone())?;
         let (frontend, frontend_tls) = bind_frontend(&config).await?;

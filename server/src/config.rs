@@ -15,6 +15,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use culvert_host::flags::{Exit, GoDuration, HostPort};
+use culvert_host::net::destinations::Destinations;
 use culvert_host::telemetry::logging::LogConfig;
 use culvert_host::tls::TlsOptions;
 use culvert_kube::tokens::AgentAuth;
@@ -37,6 +38,8 @@ pub struct Config {
     pub agent_listener: AgentListener,
     /// Requirements for agents' tokens; `None` requires no tokens.
     pub agent_auth: Option<AgentAuth>,
+    /// Destinations that clients of the front end may dial. Default: all.
+    pub destinations: Destinations,
     /// Admin listener (metrics). Default `127.0.0.1:8095`.
     pub admin: HostPort,
     /// Certificates for mutual TLS on the admin listener. With mutual TLS the listener also serves the
@@ -162,6 +165,7 @@ impl Config {
             frontend,
             agent_listener,
             agent_auth,
+            destinations,
             admin,
             admin_tls,
             admin_uds,
@@ -215,6 +219,7 @@ impl Config {
                 format!("admin-ca-cert={}", files.ca.display()),
             ]);
         }
+        lines.extend(destinations.describe());
         lines.extend([
             format!("tunnel-mode={}", switch.mode),
             format!("tunnel-mode-file={}", shown(&switch.mode_file)),

@@ -111,8 +111,8 @@ impl Frontend {
         self.metrics.streams.closed.get(reason).increment(1);
     }
 
-    /// Warns the operator about a dial without a connected peer. Other failures, such as errors that the
-    /// agent reports about the endpoint, concern only the client.
+    /// Warns the operator about a dial without a connected peer, or denied by a flag. Other failures, such as
+    /// errors that the agent reports about the endpoint, concern only the client.
     pub(crate) fn log_failure(&self, dial: &Dial, error: &DialError) {
         match error {
             DialError::NoAgent => warn!(
@@ -125,6 +125,7 @@ impl Frontend {
                 "no OpenVPN client with a route to the address is connected: check that the client runs, \
                  reaches this server's OpenVPN port, and trusts its certificate"
             ),
+            DialError::Denied(_) => warn!(address = dial.address, %error, "dial denied"),
             error => debug!(address = dial.address, %error, "dial failed"),
         }
     }

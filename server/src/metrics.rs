@@ -76,6 +76,8 @@ label_values! {
         BackendDialTimeout = "backend_dial_timeout",
         /// The front end cancelled the dial.
         FrontendClose = "frontend_close",
+        /// The policy for destinations denied the dial.
+        Denied = "denied",
     }
 }
 
@@ -84,7 +86,7 @@ label_values! {
     pub enum DialOutcome("outcome") {
         /// A connection is open.
         Opened = "opened",
-        /// The peer could not reach the endpoint.
+        /// The peer could not reach the endpoint, or the endpoint's address is denied.
         Refused = "refused",
         /// No peer was connected.
         NoPeer = "no_peer",

@@ -8,6 +8,8 @@ mod slot;
 use std::sync::Arc;
 use std::time::Duration;
 
+use culvert_host::net::destinations::Destinations;
+use culvert_host::net::literal::check_literal;
 use culvert_host::runtime::shards::ShardId;
 use culvert_stream::Dial;
 use parking_lot::Mutex;
@@ -37,6 +39,7 @@ pub(crate) struct Router {
     route: Mutex<Route>,
     /// Value of `--backend-dial-timeout`.
     dial_timeout: Option<Duration>,
+    destinations: Arc<Destinations>,
     metrics: Arc<ServerMetrics>,
 }
 
@@ -48,11 +51,13 @@ struct Unfinished<'a> {
 
 impl Router {
     /// Creates a router over the tunnel of agents and, if present, the OpenVPN tunnel. The first route is
-    /// the tunnel of agents alone. [`MAX_DIAL`] bounds a dial if `dial_timeout` is `None`.
+    /// the tunnel of agents alone. [`MAX_DIAL`] bounds a dial if `dial_timeout` is `None`. Dials of addresses are
+    /// checked with `destinations` before a tunnel is chosen.
     pub(crate) fn new(
         konnectivity: Arc<dyn Tunnel>,
         openvpn: Option<Arc<dyn Tunnel>>,
         dial_timeout: Option<Duration>,
+        destinations: Arc<Destinations>,
         metrics: Arc<ServerMetrics>,
     ) -> Arc<Self> {
         let switchable = openvpn.is_some();
@@ -66,6 +71,7 @@ impl Router {
             openvpn: openvpn.map(|tunnel| slot(Kind::Openvpn, tunnel)),
             route: Mutex::new(Route::only(Kind::Konnectivity)),
             dial_timeout,
+            destinations,
             metrics,
         })
     }
@@ -81,9 +87,11 @@ impl Router {
             finished: false,
         };
         let deadline = started + self.dial_timeout.unwrap_or(MAX_DIAL);
-        let outcome = match &self.openvpn {
-            Some(_) => self.dial_either(dial, deadline).await,
-            None => {
+        let denied = check_literal(&self.destinations, &dial.address).err();
+        let outcome = match (denied, &self.openvpn) {
+            (Some(denial), _) => Err(DialError::denied(dial, denial)),
+            (None, Some(_)) => self.dial_either(dial, deadline).await,
+            (None, None) => {
                 let TunnelSlot { tunnel, usage, .. } = &self.konnectivity;
                 let guard = usage.begin();
                 guard.settle(tunnel.dial(dial, deadline).await)
@@ -246,6 +254,7 @@ impl DialError {
         match self {
             Self::NoAgent | Self::NoClient => Some(DialFailureReason::NoAgent),
             Self::Uncarried(_) => Some(DialFailureReason::ErrorResponse),
+            Self::Denied(_) => Some(DialFailureReason::Denied),
             Self::Stream(StreamDialError::AgentLost) => Some(DialFailureReason::BackendClose),
             Self::Stream(StreamDialError::NotSent | StreamDialError::TimedOut) => {
                 Some(DialFailureReason::BackendDialTimeout)

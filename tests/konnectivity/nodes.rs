@@ -37,6 +37,15 @@ struct Tunnel {
 impl Tunnel {
     /// Starts both programs and a Kubernetes API, which `prepare` fills first.
     async fn start(prepare: impl FnOnce(&KubeApi)) -> Self {
+        Self::start_with(prepare, &[], &[]).await
+    }
+
+    /// Starts like [`start`](Self::start), with additional flags of both programs.
+    async fn start_with(
+        prepare: impl FnOnce(&KubeApi),
+        server_flags: &[&str],
+        agent_flags: &[&str],
+    ) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let agents = Pki::create(dir.path()).unwrap();
         let pki = Pki::create_openvpn(dir.path()).unwrap();
@@ -57,6 +66,7 @@ impl Tunnel {
             port,
         ] = [(); 7].map(|()| ports.next_port());
         let socket = dir.path().join("front.sock");
+        let more = |flags: &[&str]| flags.iter().copied().map(String::from).collect::<Vec<_>>();
         let flags = [
             "--mode=http-connect".to_owned(),
             "--server-port=0".to_owned(),
@@ -76,6 +86,7 @@ impl Tunnel {
             "--openvpn-watch-nodes".to_owned(),
             format!("--kubeconfig={}", api.kubeconfig(dir.path()).display()),
         ];
+        let flags = [&flags[..], &more(server_flags)].concat();
         let server = Program::spawn("culvert-server", &flags, &[]);
         server.wait_for_log("serving OpenVPN", LIMIT).await;
         let flags = [
@@ -87,6 +98,7 @@ impl Tunnel {
             format!("--admin-server-port={agent_admin}"),
             format!("--health-server-port={agent_health}"),
         ];
+        let flags = [&flags[..], &more(agent_flags)].concat();
         let client = Program::spawn("culvert-agent", &flags, &[]);
         let health = SocketAddr::from((Ipv4Addr::LOCALHOST, health));
         eventually("the client is connected", LIMIT, async || {
@@ -371,4 +383,30 @@ async fn panic_in_a_long_lived_task_ends_the_process() {
     let args = topology.agent(0).args();
     topology.kill_agent(0);
     Program::panics("culvert-agent", &args, &["servers"], LIMIT).await;
+}
+
+#[tokio::test]
+async fn denied_nodes_are_not_reached_by_any_address_or_name() {
+    let prepare = |api: &KubeApi| {
+        api.put("nodes", one());
+        api.put("nodes", two("203.0.113.11"));
+    };
+    let server = ["--deny-destinations=127.0.7.9"];
+    let agent = ["--deny-destinations=127.0.7.10"];
+    let mut tunnel = Tunnel::start_with(prepare, &server, &agent).await;
+    tunnel.shows(1.0, 2.0).await;
+    tunnel.serve("127.0.7.9").await;
+    tunnel.serve("127.0.7.10").await;
+    tunnel.serve("127.0.7.11").await;
+    for host in ["127.0.7.9", "203.0.113.10", "one", "one.nodes.example"] {
+        let error = tunnel.dial(host).await.unwrap_err();
+        assert!(error.contains("denied by the server"), "{host}: {error}");
+    }
+    // An OpenVPN client answers with ICMP, which has no text.
+    for host in ["127.0.7.10", "203.0.113.11", "two"] {
+        let error = tunnel.dial(host).await.unwrap_err();
+        assert!(error.contains("no route to host"), "{host}: {error}");
+    }
+    tunnel.agent.wait_for_log("dial denied", LIMIT).await;
+    assert_eq!(tunnel.dial("127.0.7.11").await.as_deref(), Ok("127.0.7.11"));
 }

@@ -24,6 +24,8 @@ pub(super) struct Flags {
     #[command(flatten)]
     pub(super) tunnel: TunnelFlags,
     #[command(flatten)]
+    pub(super) destinations: DestinationFlags,
+    #[command(flatten)]
     pub(super) openvpn: OpenVpnFlags,
     #[command(flatten)]
     pub(super) operations: OperationsFlags,
@@ -139,6 +141,20 @@ pub(super) struct TunnelFlags {
     /// No effect: a full buffer delays only its own connection
     #[arg(long)]
     pub(super) warn_on_channel_limit: bool,
+}
+
+#[derive(Args, Debug)]
+#[command(next_help_heading = "Destinations")]
+pub(super) struct DestinationFlags {
+    /// Networks that servers may dial, comma-separated: 10.0.0.0/8, 10.0.0.0/8:443, [fd00::/8]:1-1024, *:22;
+    /// empty allows all. Link-local and metadata addresses stay denied, unless an entry has only such addresses
+    #[arg(long, value_name = "LIST")]
+    pub(super) allow_destinations: Vec<StringSlice>,
+
+    /// Networks that servers must not dial, in the same form; wins over --allow-destinations. Names are checked
+    /// by their addresses
+    #[arg(long, value_name = "LIST")]
+    pub(super) deny_destinations: Vec<StringSlice>,
 }
 
 #[derive(Args, Debug)]

@@ -77,6 +77,7 @@ fn defaults_match_the_stock_agent() {
         server_count_source: ServerCountSource::Default,
         drain_timeout: Duration::from_secs(600),
         drain_linger: Duration::from_secs(5),
+        destinations: Destinations::of_agent(),
         openvpn: None,
         logging: LogConfig::default(),
         warnings: vec![],
@@ -411,4 +412,27 @@ fn bounds_of_slow_connections_are_checked() {
     ] {
         assert!(refusal.contains(problem), "{problem} in {refusal}");
     }
+}
+
+#[test]
+fn destinations_are_read_from_repeated_lists() {
+    let files = Files::new();
+    let read = |line: &[&str]| files.read(line).unwrap();
+    let config = read(&[
+        "--allow-destinations=10.0.0.0/8:443,[fd00::/8]:1-1024",
+        "--allow-destinations=169.254.20.10:53",
+        "--deny-destinations=*:22",
+    ]);
+    let lines = config.describe();
+    let allow = "allow-destinations=10.0.0.0/8:443,[fd00::/8]:1-1024,169.254.20.10/32:53";
+    assert!(lines.contains(&allow.to_owned()), "{lines:?}");
+    assert!(lines.contains(&"deny-destinations=*:22".to_owned()));
+    let allows = |address: &str| config.destinations.check(address.parse().unwrap()).is_ok();
+    assert!(allows("169.254.20.10:53") && allows("10.0.0.1:443"));
+    assert!(!allows("10.0.0.1:22") && !allows("169.254.169.254:443"));
+    let narrow = read(&["--allow-destinations=169.254.20.10"]).warnings;
+    assert!(
+        matches!(narrow.as_slice(), [text] if text.contains("has only link-local")),
+        "{narrow:?}"
+    );
 }

@@ -5,9 +5,11 @@
 use std::time::Duration;
 
 use culvert_host::flags::{HostPort, Problems, StringSlice};
+use culvert_host::net::destinations::{Destinations, Program};
 
 use super::flags::{
-    CONTENT_TYPE, Flags, LEASE_NAMESPACE, LEASE_SELECTOR, SERVER_HOST, ServerFlags,
+    CONTENT_TYPE, DestinationFlags, Flags, LEASE_NAMESPACE, LEASE_SELECTOR, SERVER_HOST,
+    ServerFlags,
 };
 use super::{
     ClientCert, Config, INTERVAL_FLOOR, KEEPALIVE_FLOOR, ServerCountSource, XFR_CHANNEL_SIZE_MAX,
@@ -55,6 +57,7 @@ impl Flags {
         let stall_timeout = p.above_zero("stall-timeout", self.tunnel.stall_timeout);
         let server_count_source = self.server_count_source(p);
         let alpn = self.server.alpn(p);
+        let destinations = self.destinations.validate(p);
         p.file("kubeconfig", &self.kubernetes.kubeconfig);
         self.note_unacted(p);
 
@@ -82,6 +85,7 @@ impl Flags {
             server_count_source,
             drain_timeout,
             drain_linger,
+            destinations,
             openvpn,
             logging: self.klog.log_config(),
             warnings,
@@ -140,6 +144,20 @@ impl Flags {
             "kube-api-content-type",
         );
         self.klog.note_unacted(p);
+    }
+}
+
+impl DestinationFlags {
+    fn validate(&self, p: &mut Problems) -> Destinations {
+        let allow = StringSlice::concat(&self.allow_destinations);
+        let deny = StringSlice::concat(&self.deny_destinations);
+        let (destinations, problems) = Destinations::parse(Program::Agent, &allow, &deny);
+        problems.into_iter().for_each(|problem| p.error(problem));
+        destinations
+            .warning()
+            .into_iter()
+            .for_each(|text| p.warn(text));
+        destinations
     }
 }
 

@@ -6,7 +6,6 @@ use std::pin::pin;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use culvert_host::net::dial;
 use culvert_host::net::listen::reset_on_close;
 use culvert_host::telemetry::metrics::GaugeGuard;
 use culvert_openvpn::flows::{Closed, Refusal, Unreachable};
@@ -20,7 +19,6 @@ use tokio_util::sync::CancellationToken;
 use tracing::debug;
 
 use super::tunnel::Tunnel;
-use crate::agent::DIAL_TIMEOUT;
 use crate::metrics::DialFailureReason;
 
 /// One connection, starting at its SYN.
@@ -58,7 +56,7 @@ impl Endpoint {
         let started = Instant::now();
         let address = target.to_string();
         let dialed = tokio::select! {
-            dialed = dial::dial("tcp", &address, DIAL_TIMEOUT) => dialed,
+            dialed = agent.dial("tcp", &address) => dialed,
             () = ended.cancelled() => return,
         };
         match dialed {
@@ -74,8 +72,6 @@ impl Endpoint {
                 }
             }
             Err(error) => {
-                metrics.dial_failures((&error).into()).increment(1);
-                debug!(address, error = error.text, "dial failed");
                 incoming.refuse(refusal(error.kind));
             }
         }

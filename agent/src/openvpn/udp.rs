@@ -15,7 +15,7 @@ use tokio::net::UdpSocket;
 use tokio::sync::mpsc::{self, Receiver, Sender, error::TrySendError};
 use tokio::time::{Instant, sleep_until};
 use tokio_util::sync::CancellationToken;
-use tracing::debug;
+use tracing::{debug, warn};
 
 use super::tunnel::Tunnel;
 
@@ -75,6 +75,10 @@ impl Datagrams {
         let Ok(target) = self.tunnel.target(pair.1) else {
             return false;
         };
+        if let Err(denial) = self.tunnel.agent.destinations.check(target.into()) {
+            warn!(client = %pair.0, %target, %denial, "datagram denied");
+            return false;
+        }
         if self.pairs.len() >= MAX_PAIRS {
             self.pairs.retain(|_, sender| !sender.is_closed());
         }
@@ -177,9 +181,18 @@ fn write(out: &mut Vec<u8>, from: SocketAddrV4, to: SocketAddrV4, payload: &[u8]
 mod tests {
     #![allow(clippy::unwrap_used, clippy::indexing_slicing)]
 
+    use culvert_host::net::destinations::Destinations;
+    use culvert_konnectivity::excess::OverflowBudget;
+    use culvert_openvpn::flows;
+    use culvert_openvpn_io::now;
+    use culvert_openvpn_io::streams::Streams;
+    use metrics::Gauge;
     use proptest::prelude::*;
 
     use super::*;
+    use crate::agent::{Agent, Limits};
+    use crate::metrics::AgentMetrics;
+    use crate::openvpn::nodes::NodeAccess;
 
     const CLIENT: SocketAddrV4 = SocketAddrV4::new(Ipv4Addr::new(10, 20, 0, 10), 40000);
     const DNS: SocketAddrV4 = SocketAddrV4::new(Ipv4Addr::new(10, 240, 16, 10), 53);
@@ -195,6 +208,37 @@ mod tests {
         let last = packet.len() - 1;
         packet[last] ^= 1;
         assert_eq!(parse(&packet), None);
+    }
+
+    #[tokio::test]
+    async fn denied_datagram_is_rejected() {
+        let limits = Limits {
+            connection_bytes: 1,
+            stall: Duration::from_secs(1),
+            excess: OverflowBudget::new(1, Gauge::noop(), Gauge::noop()),
+        };
+        let (metrics, stop) = (AgentMetrics::new().unwrap(), CancellationToken::new());
+        let destinations = Destinations::of_agent();
+        let agent = Agent::new(Arc::new(metrics), stop.clone(), limits, destinations);
+        let nodes = NodeAccess {
+            nodes: vec!["127.0.0.0/16".parse().unwrap()],
+            ..NodeAccess::default()
+        };
+        let flows = Streams::new(flows::Config::default(), now());
+        let tunnel = Tunnel::new(agent, nodes);
+        let mut datagrams = Datagrams::new(tunnel, flows.peer(), 1500, stop);
+        let mut accepts = |destination: &str| {
+            let mut packet = Vec::new();
+            write(
+                &mut packet,
+                CLIENT,
+                destination.parse().unwrap(),
+                b"question",
+            );
+            datagrams.input(&packet, *CLIENT.ip())
+        };
+        assert!(accepts("10.254.0.1:9"));
+        assert!(!accepts("169.254.169.254:53"));
     }
 
     proptest! {

@@ -7,7 +7,6 @@ use std::pin::pin;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use culvert_host::net::dial;
 use culvert_host::net::listen::reset_on_close;
 use culvert_host::telemetry::metrics::GaugeGuard;
 use culvert_konnectivity::agent_mux::closed;
@@ -21,10 +20,9 @@ use tokio::io::AsyncWriteExt;
 use tokio::net::TcpStream;
 use tokio::time::{Instant, timeout};
 use tokio_util::sync::CancellationToken;
-use tracing::{debug, warn};
+use tracing::warn;
 
 use super::ServerStream;
-use crate::agent::DIAL_TIMEOUT;
 
 /// Input of one connection, decoded from the server's packets.
 pub(super) enum Incoming {
@@ -88,7 +86,7 @@ impl Endpoint {
         let metrics = &stream.agent.metrics;
         let started = Instant::now();
         let dialed = tokio::select! {
-            dialed = dial::dial(&self.dial.protocol, &self.dial.address, DIAL_TIMEOUT) => dialed,
+            dialed = stream.agent.dial(&self.dial.protocol, &self.dial.address) => dialed,
             () = self.cut.cancelled() => return,
         };
         stream.dialed(self.dial_id, self.connection);
@@ -106,12 +104,6 @@ impl Endpoint {
                 self.carry(socket, entry).await;
             }
             Err(error) => {
-                metrics.dial_failures((&error).into()).increment(1);
-                debug!(
-                    address = self.dial.address,
-                    error = error.text,
-                    "dial failed"
-                );
                 drop(entry);
                 stream.tell(Message::DialResponse {
                     dial: self.dial_id,

@@ -1,10 +1,12 @@
-//! Sockets: listeners, dialing with Go's error texts, the CONNECT request head, outbound proxies, read-ahead,
-//! socket options, pacing, and detection of dead peers.
+//! Sockets: listeners, dialing with Go's error texts, the policy for destinations, the CONNECT request head, outbound
+//! proxies, read-ahead, socket options, pacing, and detection of dead peers.
 
 pub mod admission;
 pub mod connect;
+pub mod destinations;
 pub mod dial;
 pub mod listen;
+pub mod literal;
 pub mod options;
 pub mod pacing;
 pub mod proxy;

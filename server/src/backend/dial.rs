@@ -3,6 +3,9 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use culvert_host::net::destinations::Denial;
+use culvert_stream::Dial;
+
 /// Time for a peer to answer a dial if another peer could take the dial. Agents end a dial after 5 s; the
 /// rest is time on the network.
 pub(crate) const ANSWER_TIMEOUT: Duration = Duration::from_secs(7);
@@ -43,6 +46,9 @@ pub enum DialError {
     /// succeed.
     #[error("{0}")]
     Uncarried(String),
+    /// The policy for destinations denied the dial. No peer got the dial.
+    #[error("{0}")]
+    Denied(String),
     /// The dial failed at a peer.
     #[error(transparent)]
     Stream(#[from] StreamDialError),
@@ -104,8 +110,17 @@ impl<I> Attempts<I> {
 // === impl DialError ===
 
 impl DialError {
-    /// Returns true if a peer tried the endpoint and failed: another tunnel would not help.
+    /// Returns true if no other tunnel may be tried: a peer tried the endpoint and failed, or the dial is
+    /// denied.
     pub fn is_final(&self) -> bool {
-        matches!(self, Self::Stream(StreamDialError::Refused(_)))
+        matches!(
+            self,
+            Self::Denied(_) | Self::Stream(StreamDialError::Refused(_))
+        )
+    }
+
+    /// Creates the error for a denied dial.
+    pub(crate) fn denied(dial: &Dial, denial: Denial) -> Self {
+        Self::Denied(format!("dial {} {}: {denial}", dial.protocol, dial.address))
     }
 }

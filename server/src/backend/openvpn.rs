@@ -37,6 +37,7 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use culvert_host::admin;
+use culvert_host::net::destinations::Destinations;
 use culvert_host::net::listen::{Keepalive, Listener};
 use culvert_host::runtime::shards::{ShardId, Shards};
 use culvert_host::runtime::spawn_essential;
@@ -85,6 +86,7 @@ pub struct Openvpn {
     nodes: Option<Nodes>,
     /// Translation of ExternalIPs and names; `None` if Nodes are not watched.
     known: Option<watch::Receiver<Arc<Known>>>,
+    destinations: Arc<Destinations>,
     metrics: Arc<ServerMetrics>,
 }
 
@@ -113,7 +115,11 @@ impl Bound {
     ///
     /// # Errors
     /// Fails if a file cannot be used or an address is in use. The error text names the cause and the remedy.
-    pub async fn bind(settings: &Settings, metrics: Arc<ServerMetrics>) -> anyhow::Result<Self> {
+    pub async fn bind(
+        settings: &Settings,
+        destinations: Arc<Destinations>,
+        metrics: Arc<ServerMetrics>,
+    ) -> anyhow::Result<Self> {
         let mut files = Files::new(&settings.server)?;
         let tls = Arc::new(files.load()?);
         let mut sockets = Vec::new();
@@ -153,7 +159,7 @@ impl Bound {
         };
         let known = node_watch.as_ref().map(NodeWatch::known);
         Ok(Self {
-            tunnel: Arc::new(Openvpn::new(settings, known, metrics)),
+            tunnel: Arc::new(Openvpn::new(settings, known, destinations, metrics)),
             addresses,
             sockets,
             files,
@@ -226,6 +232,7 @@ impl Openvpn {
     fn new(
         settings: &Settings,
         known: Option<watch::Receiver<Arc<Known>>>,
+        destinations: Arc<Destinations>,
         metrics: Arc<ServerMetrics>,
     ) -> Self {
         let access = settings.node_access;
@@ -237,17 +244,15 @@ impl Openvpn {
             clients: Clients::new(settings.clone(), own),
             nodes: (!nodes.is_empty()).then(|| Nodes::new(access, direct)),
             known,
+            destinations,
             metrics,
         }
     }
 
     async fn try_clients(&self, dial: &Dial, deadline: Instant) -> Result<Connection, DialError> {
         let _pending = GaugeGuard::new(&self.metrics.pending_backend_dials);
-        let found = timeout_at(deadline, self.target(&dial.address)).await;
-        let target = match found.map_err(|_| StreamDialError::TimedOut)? {
-            Ok(address) => address,
-            Err(text) => return Err(DialError::Uncarried(text)),
-        };
+        let found = timeout_at(deadline, self.target(dial)).await;
+        let target = found.map_err(|_| StreamDialError::TimedOut)??;
         let mut attempts = Attempts::new(DialError::NoClient);
         loop {
             let choose = |tried: &[_]| self.clients.way(*target.ip(), tried);
@@ -266,15 +271,19 @@ impl Openvpn {
     }
 
     /// Translates a dialed address into an address inside the VPN. An ExternalIP or name of a known node
-    /// becomes its InternalIP, and the address of a node is mapped into the node access network.
-    async fn target(&self, address: &str) -> Result<SocketAddrV4, String> {
+    /// becomes its InternalIP, and the address of a node is mapped into the node access network. The policy for
+    /// destinations applies to the address before this mapping.
+    async fn target(&self, dial: &Dial) -> Result<SocketAddrV4, DialError> {
+        let address = &dial.address;
         let known = self.known.as_ref().map(|known| known.borrow().clone());
         let named = known.as_ref().and_then(|known| known.named(address));
         let asked = match named {
             Some(node) => node,
-            None => resolve(address).await?,
+            None => resolve(address).await.map_err(DialError::Uncarried)?,
         };
         let asked = known.map_or(asked, |known| known.internal(asked));
+        let permitted = self.destinations.check(asked.into());
+        permitted.map_err(|denial| DialError::denied(dial, denial))?;
         let nodes = self.nodes.as_ref();
         Ok(nodes.map_or(asked, |nodes| nodes.translate(asked)))
     }

@@ -134,9 +134,9 @@ impl From<&DialError> for DialOutcome {
     fn from(error: &DialError) -> Self {
         match error {
             DialError::NoAgent | DialError::NoClient => Self::NoPeer,
-            DialError::Uncarried(_) | DialError::Stream(StreamDialError::Refused(_)) => {
-                Self::Refused
-            }
+            DialError::Uncarried(_)
+            | DialError::Denied(_)
+            | DialError::Stream(StreamDialError::Refused(_)) => Self::Refused,
             DialError::Stream(StreamDialError::Abandoned | StreamDialError::AgentLost) => {
                 Self::Lost
             }

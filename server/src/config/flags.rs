@@ -25,6 +25,8 @@ pub(super) struct Flags {
     #[command(flatten)]
     pub(super) tunnel: TunnelFlags,
     #[command(flatten)]
+    pub(super) destinations: DestinationFlags,
+    #[command(flatten)]
     pub(super) openvpn: OpenvpnFlags,
     #[command(flatten)]
     pub(super) switch: SwitchFlags,
@@ -211,6 +213,20 @@ pub(super) struct TunnelFlags {
     /// Deprecated, no effect
     #[arg(long, default_value = "true")]
     pub(super) warn_on_channel_limit: bool,
+}
+
+#[derive(Args, Debug)]
+#[command(next_help_heading = "Destinations")]
+pub(super) struct DestinationFlags {
+    /// Networks that clients may dial, comma-separated: 10.0.0.0/8, 10.0.0.0/8:443, [fd00::/8]:1-1024, *:22; empty
+    /// allows all. Names are not checked here, because agents resolve names; the OpenVPN tunnel checks them too
+    #[arg(long, value_name = "LIST")]
+    pub(super) allow_destinations: Vec<StringSlice>,
+
+    /// Networks that clients must not dial, in the same form and with the same limits; wins over
+    /// --allow-destinations. Use the agents' flags as well, because they also check the addresses of names
+    #[arg(long, value_name = "LIST")]
+    pub(super) deny_destinations: Vec<StringSlice>,
 }
 
 #[derive(Args, Debug)]

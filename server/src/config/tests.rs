@@ -96,6 +96,7 @@ fn defaults_match_the_stock_server() {
             ca: None,
         },
         agent_auth: None,
+        destinations: Destinations::default(),
         admin: HostPort::new("127.0.0.1", 8095),
         admin_tls: None,
         admin_uds: None,
@@ -673,4 +674,22 @@ fn bounds_of_slow_connections_are_read_and_checked() {
     ] {
         assert!(refusal.contains(problem), "{problem} in {refusal}");
     }
+}
+
+#[test]
+fn destinations_are_read_from_repeated_lists() {
+    let files = Files::new();
+    let config = files
+        .uds(&[
+            "--allow-destinations=10.0.0.0/8:443,[fd00::/8]:1-1024",
+            "--allow-destinations=*:10250",
+            "--deny-destinations=10.0.0.1",
+        ])
+        .unwrap();
+    let lines = config.describe();
+    let allow = "allow-destinations=10.0.0.0/8:443,[fd00::/8]:1-1024,*:10250";
+    assert!(lines.contains(&allow.to_owned()), "{lines:?}");
+    assert!(lines.contains(&"deny-destinations=10.0.0.1/32".to_owned()));
+    let allows = |address: &str| config.destinations.check(address.parse().unwrap()).is_ok();
+    assert!(allows("169.254.169.254:10250") && !allows("10.0.0.1:443"));
 }

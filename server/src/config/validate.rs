@@ -6,12 +6,14 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use culvert_host::flags::labels::check_labels;
-use culvert_host::flags::{GoDuration, HostPort, Problems};
+use culvert_host::flags::{GoDuration, HostPort, Problems, StringSlice};
+use culvert_host::net::destinations::{Destinations, Program};
 
 use culvert_kube::tokens::AgentAuth;
 
 use super::flags::{
-    CONTENT_TYPE, Flags, FrontendFlags, LEASE_LABEL, LEASE_NAMESPACE, OperationsFlags, SwitchFlags,
+    CONTENT_TYPE, DestinationFlags, Flags, FrontendFlags, LEASE_LABEL, LEASE_NAMESPACE,
+    OperationsFlags, SwitchFlags,
 };
 use super::{
     AgentListener, Config, Frontend, KEEPALIVE_FLOOR, Mode, TlsFiles, XFR_CHANNEL_SIZE_MAX,
@@ -42,6 +44,7 @@ impl Flags {
         let openvpn = self.openvpn.settings(p, kubeconfig.as_deref());
         let switch = self.switch.settings(p, openvpn.is_some());
         let agent_auth = self.agent_auth(p, kubeconfig);
+        let destinations = self.destinations.validate(p);
         self.check_strategies(p);
         self.check_rest(p);
         let tls = self.tls.validate(p);
@@ -70,6 +73,7 @@ impl Flags {
             frontend,
             agent_listener,
             agent_auth,
+            destinations,
             admin: HostPort::new(&ops.admin_bind_address, admin_port),
             admin_tls,
             admin_uds: path(&ops.admin_uds),
@@ -200,6 +204,16 @@ impl Flags {
         p.unacted(kube.lease_namespace != LEASE_NAMESPACE, "lease-namespace");
         p.unacted(kube.lease_label != LEASE_LABEL, "lease-label");
         self.klog.note_unacted(p);
+    }
+}
+
+impl DestinationFlags {
+    fn validate(&self, p: &mut Problems) -> Destinations {
+        let allow = StringSlice::concat(&self.allow_destinations);
+        let deny = StringSlice::concat(&self.deny_destinations);
+        let (destinations, problems) = Destinations::parse(Program::Server, &allow, &deny);
+        problems.into_iter().for_each(|problem| p.error(problem));
+        destinations
     }
 }
 

@@ -64,6 +64,7 @@ pub(crate) enum Answer {
     Open,
     Refuse,
     NotCarry,
+    Deny,
     Lose,
     Silence,
 }
@@ -121,6 +122,7 @@ impl Memory {
             }
             Answer::Refuse => Err(StreamDialError::Refused("connection refused".into()).into()),
             Answer::NotCarry => Err(DialError::Uncarried("IPv4 only".into())),
+            Answer::Deny => Err(DialError::Denied("denied".into())),
             Answer::Lose => Err(StreamDialError::AgentLost.into()),
             Answer::Silence => std::future::pending().await,
         }
@@ -241,6 +243,7 @@ impl World {
                 konnectivity.clone(),
                 Some(openvpn.clone()),
                 None,
+                Arc::default(),
                 metrics.clone(),
             ),
             konnectivity,
@@ -293,7 +296,7 @@ const PREFER_KONNECTIVITY: Route = Route {
 async fn only_tunnel_is_dialed_whatever_its_health() {
     let konnectivity = Memory::new(Kind::Konnectivity);
     let metrics = Arc::new(ServerMetrics::new(&[]).unwrap());
-    let router = Router::new(konnectivity.clone(), None, None, metrics);
+    let router = Router::new(konnectivity.clone(), None, None, Arc::default(), metrics);
     konnectivity.set_health(Health::Doubtful);
     let connection = router.dial(&dial()).await.unwrap();
     assert_eq!(router.view().konnectivity.in_use, 1);
@@ -338,6 +341,19 @@ async fn refusal_by_the_endpoint_is_final() {
     assert_eq!(error.to_string(), "connection refused");
     assert_eq!(world.openvpn.dials.load(Ordering::Relaxed), 0);
     assert!(world.dials(Kind::Konnectivity, "refused", 1));
+}
+
+#[tokio::test(start_paused = true)]
+async fn denied_dial_is_final_and_counted() {
+    let world = World::new();
+    world.router.set_route(PREFER_KONNECTIVITY);
+    world.konnectivity.set_answer(Answer::Deny);
+    let error = world.dial().await.err().unwrap();
+    assert_eq!(error.to_string(), "denied");
+    assert_eq!(world.openvpn.dials.load(Ordering::Relaxed), 0);
+    assert!(world.dials(Kind::Konnectivity, "refused", 1));
+    let name = "konnectivity_network_proxy_server_dial_failure_count";
+    assert!(world.shows(&format!("{name}{{reason=\"denied\"}} 1")));
 }
 
 #[tokio::test(start_paused = true)]

@@ -15,6 +15,8 @@ use socket2::{SockRef, TcpKeepalive};
 use tokio::net::{TcpSocket, TcpStream};
 use tokio::time::{Instant, timeout_at};
 
+use super::destinations::{Denial, Destinations};
+
 /// Head start of the first address family (`net.Dialer`'s default `FallbackDelay`).
 const FALLBACK_DELAY: Duration = Duration::from_millis(300);
 
@@ -39,6 +41,8 @@ pub struct DialError {
     /// Kind of the failure: `TimedOut` where Go's `net.Error.Timeout` is true, and `Other` if no attempt to
     /// connect was made.
     pub kind: io::ErrorKind,
+    /// Denial by the policy for destinations; `None` if an attempt was permitted, or no address was found.
+    pub denial: Option<Denial>,
 }
 
 impl DialError {
@@ -73,9 +77,24 @@ pub async fn dial(
     address: &str,
     timeout: Duration,
 ) -> Result<TcpStream, DialError> {
+    dial_permitted(protocol, address, timeout, &Destinations::default()).await
+}
+
+/// Dials like [`dial`], but only addresses that `destinations` allows. Each address of a name is checked.
+///
+/// # Errors
+///
+/// Returns a [`DialError`]. If all addresses are denied, the error has the first denial.
+pub async fn dial_permitted(
+    protocol: &str,
+    address: &str,
+    timeout: Duration,
+    destinations: &Destinations,
+) -> Result<TcpStream, DialError> {
     let fail = |reason: String, kind| DialError {
         text: format!("dial {protocol}: {reason}"),
         kind,
+        denial: None,
     };
     let unusable = |reason| fail(reason, io::ErrorKind::Other);
     if !matches!(protocol, "tcp" | "tcp4" | "tcp6") {
@@ -92,6 +111,7 @@ pub async fn dial(
     let targets = resolve(protocol, host, port, deadline)
         .await
         .map_err(|(reason, kind)| fail(reason, kind))?;
+    let targets = permitted(protocol, targets, destinations)?;
     let stream = dial_any(protocol, targets, deadline).await?;
     configure(&stream);
     Ok(stream)
@@ -145,7 +165,7 @@ pub fn join_host_port(host: &str, port: u16) -> String {
 
 /// Parses a port number. Go also looks up service names in `/etc/services`. Here every service name fails
 /// with Go's text for an unknown name, because no Kubernetes component dials by service name.
-fn parse_port(protocol: &str, port: &str) -> Result<u16, String> {
+pub(super) fn parse_port(protocol: &str, port: &str) -> Result<u16, String> {
     if port.is_empty() {
         return Ok(0);
     }
@@ -220,6 +240,32 @@ async fn resolve(
         return Err(fail(format!("address {host}: no suitable address found")));
     }
     Ok(targets)
+}
+
+/// Drops the addresses that the policy denies.
+fn permitted(
+    protocol: &str,
+    targets: Vec<Target>,
+    destinations: &Destinations,
+) -> Result<Vec<Target>, DialError> {
+    let mut denied = None;
+    let mut permitted = Vec::with_capacity(targets.len());
+    for target in targets {
+        match destinations.check(target.address) {
+            Ok(()) => permitted.push(target),
+            Err(denial) => {
+                denied.get_or_insert_with(|| DialError {
+                    text: format!("dial {protocol} {}: {denial}", target.text),
+                    kind: io::ErrorKind::PermissionDenied,
+                    denial: Some(denial),
+                });
+            }
+        }
+    }
+    match denied {
+        Some(error) if permitted.is_empty() => Err(error),
+        _ => Ok(permitted),
+    }
 }
 
 /// Converts an IPv4 address in IPv6 form to IPv4, as Go does. A link-local address keeps its scope.
@@ -320,6 +366,7 @@ async fn dial_serial(
                 first.get_or_insert_with(|| DialError {
                     text: format!("dial {protocol} {}: {reason}", target.text),
                     kind,
+                    denial: None,
                 });
             }
         }
@@ -330,6 +377,7 @@ async fn dial_serial(
     Err(first.unwrap_or_else(|| DialError {
         text: format!("dial {protocol}: missing address"),
         kind: io::ErrorKind::Other,
+        denial: None,
     }))
 }
 

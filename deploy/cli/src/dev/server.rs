@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::Context as _;
+use culvert_host::net::destinations::Destinations;
 use culvert_host::telemetry::logging::LogConfig;
 use culvert_host::tls::TlsOptions;
 use culvert_kit::client::FrontEnd;
@@ -94,6 +95,7 @@ impl Plan {
                 ca: Some(pki.ca.clone()),
             },
             agent_auth: None,
+            destinations: Destinations::default(),
             admin: any_port(),
             admin_tls: None,
             admin_uds: Some(folder.join(self.admin)),

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use culvert_agent::config as agent_config;
 use culvert_host::flags::HostPort;
+use culvert_host::net::destinations::Destinations;
 use culvert_host::telemetry::logging::LogConfig;
 
 /// Pause between an agent's attempts to connect. Short, because a person is waiting.
@@ -34,6 +35,7 @@ pub(super) fn agent_settings(id: &str) -> agent_config::Config {
         server_count_source: agent_config::ServerCountSource::Default,
         drain_timeout: Duration::ZERO,
         drain_linger: Duration::ZERO,
+        destinations: Destinations::of_agent(),
         openvpn: None,
         logging: LogConfig::default(),
         warnings: Vec::new(),

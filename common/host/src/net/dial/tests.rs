@@ -3,6 +3,7 @@
 use socket2::{Domain, Socket, Type};
 use tokio::net::TcpListener;
 
+use super::super::destinations::Program;
 use super::*;
 
 /// Timeout that is long enough for every test.
@@ -100,6 +101,46 @@ async fn refused_dial_names_the_address() {
         error.text,
         format!("dial tcp4 :{}: connect: connection refused", address.port())
     );
+}
+
+fn denying(entries: &[&str]) -> Destinations {
+    let deny: Vec<String> = entries.iter().map(|entry| (*entry).to_owned()).collect();
+    let (destinations, problems) = Destinations::parse(Program::Agent, &[], &deny);
+    assert!(problems.is_empty(), "{problems:?}");
+    destinations
+}
+
+#[tokio::test]
+async fn denied_address_of_a_name_is_not_dialed() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let both = denying(&["127.0.0.0/8", "::1"]);
+    for host in [
+        "localhost",
+        "127.0.0.1",
+        "[::ffff:127.0.0.1]",
+        "0.0.0.0",
+        "",
+    ] {
+        let address = format!("{host}:{port}");
+        let denied = dial_permitted("tcp", &address, AMPLE, &both).await;
+        let error = denied.unwrap_err();
+        assert!(error.denial.is_some(), "{address}: {}", error.text);
+        assert_eq!(error.kind, io::ErrorKind::PermissionDenied);
+        let end = "denied by the agent: the destination is in --deny-destinations";
+        assert!(error.text.ends_with(end), "{}", error.text);
+    }
+    // The addresses of the other family remain.
+    let v6 = denying(&["::1"]);
+    let address = format!("localhost:{port}");
+    dial_permitted("tcp", &address, AMPLE, &v6).await.unwrap();
+    let accepted = listener.accept().await.unwrap();
+    drop(accepted);
+    let targets = |texts: [&str; 3]| texts.map(|text| target(text.parse().unwrap())).to_vec();
+    let all = targets(["127.0.0.1:1", "10.0.0.1:1", "[::1]:1"]);
+    let left = permitted("tcp", all, &both).unwrap();
+    assert_eq!(left.len(), 1);
+    assert_eq!(left[0].text, "10.0.0.1:1");
 }
 
 #[tokio::test(start_paused = true)]
