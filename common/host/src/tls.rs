@@ -15,7 +15,7 @@ mod trust;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use rustls::server::WebPkiClientVerifier;
+use rustls::server::{NoServerSessionStorage, WebPkiClientVerifier};
 use rustls::sign::SingleCertAndKey;
 use rustls::version::{TLS12, TLS13};
 use rustls::{ClientConfig, ServerConfig, SupportedProtocolVersion};
@@ -111,6 +111,9 @@ pub enum TlsError {
 /// Creates the configuration of a TLS listener. With `client_ca`, every client must present a certificate
 /// that chains to this CA. `alpn` is in order of preference; an empty list disables ALPN.
 ///
+/// Clients cannot resume sessions, because rustls does not check a certificate again in a resumed session. Agents
+/// connect rarely, and Go's clients of a front end do not resume sessions.
+///
 /// # Errors
 ///
 /// Fails for an unknown cipher suite, or if rustls refuses the settings.
@@ -136,6 +139,8 @@ pub fn server_config(
     let resolver = SingleCertAndKey::from(identity.certified_key());
     let mut config = builder.with_cert_resolver(Arc::new(resolver));
     config.alpn_protocols = alpn.iter().map(|protocol| protocol.to_vec()).collect();
+    config.send_tls13_tickets = 0;
+    config.session_storage = Arc::new(NoServerSessionStorage {});
     Ok(Arc::new(config))
 }
 

@@ -7,6 +7,7 @@ use rcgen::{
     BasicConstraints, CertificateParams, CertifiedIssuer, DnType, ExtendedKeyUsagePurpose, IsCa,
     KeyPair, SigningKey as _,
 };
+use rustls::HandshakeKind;
 use rustls_pki_types::ServerName;
 use tempfile::TempDir;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -157,6 +158,8 @@ fn pem_of(cert: &[u8]) -> String {
 struct Outcome {
     client: io::Result<Option<Vec<u8>>>,
     server: io::Result<Option<Vec<u8>>>,
+    /// `None` if the handshake failed.
+    kind: Option<HandshakeKind>,
 }
 
 impl Outcome {
@@ -187,14 +190,20 @@ async fn handshake_as(
         stream.read_exact(&mut [0]).await?;
         Ok(stream.get_ref().1.alpn_protocol().map(<[u8]>::to_vec))
     };
+    let mut kind = None;
     let server = async {
         let mut stream = TlsAcceptor::from(server).accept(far).await?;
+        kind = stream.get_ref().1.handshake_kind();
         stream.read_exact(&mut [0]).await?;
         stream.write_all(b"!").await?;
         Ok(stream.get_ref().1.alpn_protocol().map(<[u8]>::to_vec))
     };
     let (client, server) = tokio::join!(client, server);
-    Outcome { client, server }
+    Outcome {
+        client,
+        server,
+        kind,
+    }
 }
 
 fn defaults() -> TlsOptions {
@@ -216,6 +225,32 @@ async fn mutual_tls_works_and_negotiates_alpn() {
     let outcome = handshake(mutual_server(&ca, &server), client_of(&ca, Some(&client))).await;
     assert_eq!(outcome.client.unwrap().unwrap(), b"h2");
     assert_eq!(outcome.server.unwrap().unwrap(), b"h2");
+}
+
+#[tokio::test]
+async fn clients_cannot_resume_their_sessions() {
+    let ca = Authority::new("ca");
+    let (server, client) = (ca.leaf("server").load(), ca.leaf("client").load());
+    let server = mutual_server(&ca, &server);
+    for version in [&TLS12, &TLS13] {
+        let provider = Arc::new(suites::provider(&defaults()).unwrap());
+        let resolver = SingleCertAndKey::from(client.certified_key());
+        let client = ClientConfig::builder_with_provider(provider)
+            .with_protocol_versions(&[version])
+            .unwrap()
+            .with_root_certificates(ca.trust().roots())
+            .with_client_cert_resolver(Arc::new(resolver));
+        let client = Arc::new(client);
+        for _ in 0..2 {
+            let outcome = handshake(server.clone(), client.clone()).await;
+            outcome.client.unwrap();
+            let is_full = matches!(
+                outcome.kind,
+                Some(HandshakeKind::Full | HandshakeKind::FullWithHelloRetryRequest)
+            );
+            assert!(is_full, "{:?}: {:?}", version.version, outcome.kind);
+        }
+    }
 }
 
 #[tokio::test]
