@@ -344,11 +344,16 @@ async fn every_other_token_is_refused_and_both_ends_log_the_reason() {
 }
 
 #[tokio::test]
-async fn a_call_needs_one_bearer_token_and_only_the_api_checks_audiences() {
+async fn a_call_needs_one_bearer_token_for_the_audience_of_the_server() {
     let cluster = Cluster::ours().await;
     let elsewhere = TokenStatus::user(USER).audiences(&["https://elsewhere"]);
     cluster.api.token("elsewhere", elsewhere);
-    let rows: [(&[&str], &str); 5] = [
+    // An API that ignores audiences returns none.
+    let nowhere = TokenStatus::user(USER).audiences(&[]);
+    cluster.api.token("nowhere", nowhere);
+    let both = TokenStatus::user(USER).audiences(&["https://elsewhere", AUDIENCE]);
+    cluster.api.token("both", both);
+    let rows: [(&[&str], &str); 7] = [
         (&[], "Authentication context was not found in metadata"),
         (
             &["Bearer elsewhere", "Bearer elsewhere"],
@@ -366,6 +371,16 @@ async fn a_call_needs_one_bearer_token_and_only_the_api_checks_audiences() {
             &["Bearer unheard of"],
             "Failed to validate authentication token, err:lookup failed: invalid bearer token",
         ),
+        (
+            &["Bearer elsewhere"],
+            "Failed to validate authentication token, err:lookup failed: the token is valid for the audiences \
+             [\"https://elsewhere\"]. Expected \"system:konnectivity-server\"",
+        ),
+        (
+            &["Bearer nowhere"],
+            "Failed to validate authentication token, err:lookup failed: the token is valid for the audiences []. \
+             Expected \"system:konnectivity-server\"",
+        ),
     ];
     for (count, (authorization, text)) in rows.iter().enumerate() {
         let status = cluster.caller().await.call(authorization).await;
@@ -376,12 +391,11 @@ async fn a_call_needs_one_bearer_token_and_only_the_api_checks_audiences() {
     let asked = cluster.api.reviews();
     assert_eq!(
         asked.len(),
-        1,
+        3,
         "only a well-formed token is reviewed: {asked:?}"
     );
     cluster.ready_agents(0.0).await;
-    // Like upstream, the server ignores the audiences in the API's answer.
-    let call = cluster.caller().await.call(&["Bearer elsewhere"]).await;
+    let call = cluster.caller().await.call(&["Bearer both"]).await;
     cluster.ready_agents(1.0).await;
     drop(call.unwrap());
 }

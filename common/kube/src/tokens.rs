@@ -1,6 +1,9 @@
 //! Authenticates agents by their service account tokens. The agents' own cluster reviews each token
 //! (TokenReview). The rules and the error texts are upstream's (`pkg/server/server.go`).
 //!
+//! The answer must list the requested audience; otherwise the API may have ignored the audience. Upstream has no such
+//! check.
+//!
 //! The server remembers the hash of an accepted token for [`REMEMBER`]. Agents with the same token cost one
 //! review, even if all of them reconnect at once or look for further servers every second. Agents share the
 //! outcome of a pending review, good or bad. After a refusal, or without an answer, the next agent with the
@@ -200,7 +203,14 @@ impl Tokens {
             return Err("lookup failed: service account jwt not valid".into());
         }
         let user = status.user.and_then(|user| user.username);
-        self.is_ours(&user.unwrap_or_default())
+        self.is_ours(&user.unwrap_or_default())?;
+        let (audience, audiences) = (&self.auth.audience, status.audiences.unwrap_or_default());
+        match audiences.contains(audience) {
+            true => Ok(()),
+            false => Err(format!(
+                "lookup failed: the token is valid for the audiences {audiences:?}. Expected {audience:?}"
+            )),
+        }
     }
 
     /// Checks that a user is the agents' service account.

@@ -14,6 +14,8 @@ use super::*;
 
 const MOMENT: Duration = Duration::from_millis(1);
 
+const USER: &str = "system:serviceaccount:n:a";
+
 /// A review that waits for the test's answer.
 struct Asked {
     token: String,
@@ -22,8 +24,7 @@ struct Asked {
 
 impl Asked {
     fn accept(self) {
-        let status =
-            json!({"authenticated": true, "user": {"username": "system:serviceaccount:n:a"}});
+        let status = json!({"authenticated": true, "audiences": ["x"], "user": {"username": USER}});
         self.answer.send(status).unwrap();
     }
 
@@ -207,4 +208,23 @@ async fn the_timeout_of_a_review_starts_with_its_turn() {
     }
     assert!(late.join_all().await.iter().all(Result::is_ok));
     fake.nothing_else_is_asked();
+}
+
+#[tokio::test(start_paused = true)]
+async fn answer_without_the_requested_audience_is_refused() {
+    for audiences in [json!(["other", "y"]), json!([]), Value::Null] {
+        let mut fake = Fake::new();
+        let agent = tokio::spawn(fake.present("t"));
+        let user = json!({ "username": USER });
+        let status = json!({"authenticated": true, "audiences": audiences, "user": user});
+        fake.review().await.answer.send(status).unwrap();
+        let error = agent.await.unwrap().unwrap_err().to_string();
+        assert!(error.ends_with(". Expected \"x\""), "{error}");
+        // A refusal is not remembered.
+        let agent = tokio::spawn(fake.present("t"));
+        let user = json!({ "username": USER });
+        let status = json!({"authenticated": true, "audiences": ["y", "x"], "user": user});
+        fake.review().await.answer.send(status).unwrap();
+        assert_eq!(agent.await.unwrap(), Ok(()));
+    }
 }
