@@ -25,6 +25,7 @@ use tokio_util::task::TaskTracker;
 use tracing::info;
 
 use crate::backend::agent::{self, Limits};
+use crate::backend::identity::AgentPeer;
 use crate::backend::konnectivity::Konnectivity;
 use crate::backend::service::Agents;
 use crate::backend::{Registry, Tunnel, openvpn};
@@ -209,6 +210,8 @@ impl Bound {
                 ),
             },
             tokens: self.tokens,
+            id_from: config.agent_id_from,
+            peer: AgentPeer::default(),
             tasks: tasks.clone(),
             metrics: metrics.clone(),
         };
@@ -419,10 +422,12 @@ async fn serve_agents(
                 let Some((stream, candidate)) = context.enter(stream, peer).await else {
                     return;
                 };
-                let (stream, peer) = (ReadAhead::new(stream), peer.to_string());
+                let (stream, address) = (ReadAhead::new(stream), peer.ip());
+                let peer = peer.to_string();
                 let Some(stream) = context.handshake(stream, &peer, &candidate).await else {
                     return;
                 };
+                let agents = agents.of_peer(address, stream.get_ref().1.peer_certificates());
                 if stream.get_ref().1.alpn_protocol() == Some(native::ALPN) {
                     let served = agents.serve_native(&context, stream, &peer, &candidate);
                     served.await;

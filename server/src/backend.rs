@@ -7,6 +7,7 @@ pub(crate) mod agent;
 mod connection;
 pub(crate) mod dial;
 pub(crate) mod flow;
+pub mod identity;
 pub(crate) mod konnectivity;
 pub(crate) mod native;
 pub mod openvpn;
@@ -14,7 +15,7 @@ pub(crate) mod service;
 mod tunnel;
 mod usage;
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use culvert_host::runtime::shards::{ShardId, Shards};
@@ -33,6 +34,10 @@ use crate::backend::dial::StreamDialError;
 use crate::metrics::{ServerMetrics, Strategy};
 use crate::tunnel::{Health, Peer};
 
+/// Largest number of streams of one identity. More than agents in the largest cluster, because agents may share a
+/// certificate. The choice of an agent for a dial takes about a millisecond with so many streams.
+const MAX_STREAMS: usize = 8192;
+
 /// An agent connection, by transport.
 #[derive(Clone)]
 pub enum Backend {
@@ -45,6 +50,8 @@ pub enum Backend {
 /// The connected agents of a server.
 pub struct Registry {
     streams: Mutex<Vec<Entry>>,
+    /// Number of places by identity. Identities without a place are left out.
+    places: Mutex<HashMap<Arc<str>, usize>>,
     metrics: Arc<ServerMetrics>,
 }
 
@@ -58,6 +65,13 @@ struct Entry {
 pub struct Registration {
     registry: Arc<Registry>,
     stream: Backend,
+    _place: Place,
+}
+
+/// Place of an agent's stream among the streams of its identity. Dropping the value frees the place.
+pub struct Place {
+    registry: Arc<Registry>,
+    identity: Arc<str>,
 }
 
 /// Preference for new dials; smaller is better.
@@ -167,12 +181,27 @@ impl Registry {
     pub fn new(metrics: Arc<ServerMetrics>) -> Arc<Self> {
         Arc::new(Self {
             streams: Mutex::default(),
+            places: Mutex::default(),
             metrics,
         })
     }
 
+    /// Takes a place for a stream. Returns `None` if the identity has too many streams.
+    pub fn place(self: &Arc<Self>, identity: Arc<str>) -> Option<Place> {
+        let mut places = self.places.lock();
+        let count = places.entry(identity.clone()).or_default();
+        if *count >= MAX_STREAMS {
+            return None;
+        }
+        *count += 1;
+        Some(Place {
+            registry: self.clone(),
+            identity,
+        })
+    }
+
     /// Adds an agent connection; dropping the registration removes the agent connection.
-    pub fn register(self: &Arc<Self>, stream: Backend) -> Registration {
+    pub fn register(self: &Arc<Self>, stream: Backend, place: Place) -> Registration {
         {
             let mut streams = self.streams.lock();
             streams.push(Entry {
@@ -190,6 +219,7 @@ impl Registry {
         Registration {
             registry: self.clone(),
             stream,
+            _place: place,
         }
     }
 
@@ -233,6 +263,7 @@ impl Registry {
         let here = Shards::current();
         let mut best: Option<Rank> = None;
         let mut candidates: Vec<&Entry> = Vec::new();
+        let mut ids = HashSet::new();
         for entry in streams.iter() {
             let stream = &entry.stream;
             if tried.contains(&stream.serial()) {
@@ -242,9 +273,9 @@ impl Registry {
             if best.is_none_or(|best| rank < best) {
                 best = Some(rank);
                 candidates.clear();
+                ids.clear();
             }
-            let known = |c: &&Entry| c.stream.hello().agent_id == stream.hello().agent_id;
-            if best == Some(rank) && !candidates.iter().any(known) {
+            if best == Some(rank) && ids.insert(stream.hello().agent_id.as_str()) {
                 candidates.push(entry);
             }
         }
@@ -284,5 +315,17 @@ impl Drop for Registration {
         let mut streams = self.registry.streams.lock();
         streams.retain(|entry| entry.stream.serial() != self.stream.serial());
         self.registry.report(&streams);
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        let mut places = self.registry.places.lock();
+        if let Some(count) = places.get_mut(&self.identity) {
+            *count -= 1;
+            if *count == 0 {
+                places.remove(&self.identity);
+            }
+        }
     }
 }

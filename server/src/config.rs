@@ -21,6 +21,7 @@ use culvert_host::tls::TlsOptions;
 use culvert_kube::tokens::AgentAuth;
 use flags::Flags;
 
+use crate::backend::identity::AgentIdFrom;
 use crate::backend::openvpn::settings::Settings as Openvpn;
 use crate::switch;
 
@@ -38,6 +39,8 @@ pub struct Config {
     pub agent_listener: AgentListener,
     /// Requirements for agents' tokens; `None` requires no tokens.
     pub agent_auth: Option<AgentAuth>,
+    /// Source of agents' ids; `None`, the default, lets agents choose their ids.
+    pub agent_id_from: Option<AgentIdFrom>,
     /// Destinations that clients of the front end may dial. Default: all.
     pub destinations: Destinations,
     /// Admin listener (metrics). Default `127.0.0.1:8095`.
@@ -165,6 +168,7 @@ impl Config {
             frontend,
             agent_listener,
             agent_auth,
+            agent_id_from,
             destinations,
             admin,
             admin_tls,
@@ -194,6 +198,10 @@ impl Config {
             format!("cluster-cert={}", agent_listener.cert.display()),
             format!("cluster-key={}", agent_listener.key.display()),
             format!("cluster-ca-cert={}", shown(&agent_listener.ca)),
+            format!(
+                "agent-id-from={}",
+                agent_id_from.map_or("", AgentIdFrom::name)
+            ),
             format!("admin-bind={admin}"),
             format!("admin-uds={}", shown(admin_uds)),
             format!("health-bind={health}"),

@@ -48,7 +48,7 @@ struct Cluster {
 }
 
 impl Cluster {
-    async fn start(server: &Path) -> Self {
+    async fn start(server: &Path, more: &[&str]) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let pki = Pki::create(dir.path()).unwrap();
         let api = KubeApi::start().await;
@@ -57,7 +57,7 @@ impl Cluster {
         let [agent, admin, health] =
             [(); 3].map(|()| SocketAddr::from(([127, 0, 0, 1], ports.next_port())));
         let socket = dir.path().join("konnectivity-server.socket");
-        let args = [
+        let mut args = vec![
             "--logtostderr=true".to_owned(),
             "-v=3".to_owned(),
             format!("--cluster-key={}", pki.cluster.key.display()),
@@ -79,6 +79,7 @@ impl Cluster {
             "--keepalive-time=1m".to_owned(),
             "--xfr-channel-size=150".to_owned(),
         ];
+        args.extend(more.iter().copied().map(String::from));
         let server = Program::spawn(server, &args, &[]);
         eventually("the server serves", LIMIT, async || {
             http_get(health, "/healthz").await
@@ -100,7 +101,7 @@ impl Cluster {
     }
 
     async fn ours() -> Self {
-        Self::start(Path::new("culvert-server")).await
+        Self::start(Path::new("culvert-server"), &[]).await
     }
 
     /// Starts an agent with KKP's arguments. The agent connects to the front door.
@@ -495,4 +496,35 @@ async fn body_before_authentication_is_not_read() {
     tokio::time::sleep(std::time::Duration::from_secs(2)).await;
     let growth = cluster.server.rss().saturating_sub(before);
     assert!(growth < 32 << 20, "{growth} bytes");
+}
+
+#[tokio::test]
+async fn agent_ids_are_the_pods_of_tokens_if_the_server_requires_it() {
+    let server = Path::new("culvert-server");
+    let mut cluster = Cluster::start(server, &["--agent-id-from=token"]).await;
+    for (token, pod) in [
+        ("first", "agent-a"),
+        ("renewed", "agent-a"),
+        ("second", "agent-b"),
+    ] {
+        cluster.api.token(token, TokenStatus::user(USER).pod(pod));
+    }
+    cluster.api.token("unbound", TokenStatus::user(USER));
+    // All callers claim the same id.
+    let mut calls = Vec::new();
+    for (token, agents) in [("first", 1.0), ("renewed", 1.0), ("second", 2.0)] {
+        let value = format!("Bearer {token}");
+        let call = cluster.caller().await.call(&[&value]).await;
+        calls.push(call.unwrap());
+        cluster.ready_agents(agents).await;
+    }
+    let refused = cluster.caller().await.call(&["Bearer unbound"]).await;
+    let text = "the agent's token is not bound to a pod";
+    let status = refused.expect_err(text);
+    assert!(status.message().contains(text), "{}", status.message());
+    assert_eq!(cluster.refused().await, 1.0);
+    // A native agent is refused with the same text.
+    let agent = cluster.agent(Path::new("culvert-agent"), "unbound");
+    agent.wait_for_log(text, LIMIT).await;
+    cluster.ready_agents(2.0).await;
 }

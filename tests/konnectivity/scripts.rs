@@ -174,9 +174,18 @@ pub(crate) async fn agent_with(
     topology: &Topology,
     metadata: &[(&str, &str)],
 ) -> Result<Peer, Status> {
+    agent_as(topology, &topology.pki().agent, metadata).await
+}
+
+/// Connects an agent like [`agent_with`], with the certificate `pair`.
+pub(crate) async fn agent_as(
+    topology: &Topology,
+    pair: &Pair,
+    metadata: &[(&str, &str)],
+) -> Result<Peer, Status> {
     let socket = TcpStream::connect(topology.agent_address(0)).await.unwrap();
     let pki = topology.pki();
-    let tls = TlsConnector::from(pki.client_tls(&pki.agent, &["h2"]).unwrap());
+    let tls = TlsConnector::from(pki.client_tls(pair, &["h2"]).unwrap());
     let name = "localhost".try_into().unwrap();
     let (sender, connection) = http2_over(tls.connect(name, socket).await.unwrap()).await;
     let (to, request) = request(metadata);

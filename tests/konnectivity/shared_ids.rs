@@ -162,3 +162,28 @@ async fn dials_spread_over_equal_agents() {
     })
     .await;
 }
+
+#[tokio::test]
+async fn agent_cannot_claim_the_id_of_another_certificate() {
+    let builder = Topology::builder(Mode::HttpConnect, Transport::Uds).servers(1);
+    let builder = builder.server_args(&["--agent-id-from=certificate"]);
+    let mut topology = builder.agents(1).start().await;
+    server_shows(&topology, "ready_backends", &[], 1.0).await;
+    // The common name of the native agent's certificate, which is the id of this agent.
+    let id = "culvert lab agent";
+    let claims = [("agentid", id), ("agentidentifiers", "")];
+    let thief = scripts::agent_as(&topology, &topology.pki().client, &claims).await;
+    let thief = thief.unwrap();
+    server_shows(&topology, "ready_backends", &[], 2.0).await;
+    // A second stream with the certificate of the native agent counts as the same agent.
+    let second = scripts::agent(&topology, "other").await;
+    let streams = [("service_method", "Connect")];
+    server_shows(&topology, "grpc_connections", &streams, 3.0).await;
+    server_shows(&topology, "ready_backends", &[], 2.0).await;
+    let log = topology.server(0).log();
+    for text in [id, "culvert lab client"] {
+        let connected = |line: &&str| line.contains("agent connected") && line.contains(text);
+        assert!(log.lines().any(|line| connected(&line)), "{log}");
+    }
+    drop((thief, second));
+}

@@ -9,6 +9,7 @@
 
 mod explain;
 mod identity;
+mod peer;
 mod suites;
 mod trust;
 
@@ -22,6 +23,7 @@ use rustls::{ClientConfig, ServerConfig, SupportedProtocolVersion};
 
 pub use explain::{explain, explain_tls};
 pub use identity::Identity;
+pub use peer::common_name;
 pub use suites::{SuiteSupport, go_suite};
 pub use trust::TrustBundle;
 

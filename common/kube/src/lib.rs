@@ -7,9 +7,11 @@
 //! | [`mod@request`] | one request about one object, with errors that name the remedy |
 //! | [`election`] | leader election by a Lease |
 //! | [`tokens`] | TokenReviews of agents' service account tokens |
+//! | `turns` | a fair order of reviews |
 
 pub mod client;
 pub mod election;
 pub mod object_cache;
 pub mod request;
 pub mod tokens;
+mod turns;

@@ -10,21 +10,22 @@
 //! token causes a new review.
 
 use std::collections::HashMap;
+use std::net::IpAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::FutureExt as _;
 use futures_util::future::{BoxFuture, Shared, WeakShared};
-use k8s_openapi::api::authentication::v1::{TokenReview, TokenReviewSpec};
+use k8s_openapi::api::authentication::v1::{TokenReview, TokenReviewSpec, UserInfo};
 use kube::api::PostParams;
 use kube::{Api, Client};
 use parking_lot::Mutex;
-use tokio::sync::Semaphore;
 use tokio::time::{Instant, timeout};
 use tonic::metadata::MetadataMap;
 
 use crate::client::client;
+use crate::turns::Turns;
 
 /// Time for which an accepted token is accepted without another review. A token revoked within this time still
 /// opens streams; open streams stay open in any case, as in upstream.
@@ -40,6 +41,10 @@ const TURN_TIMEOUT: Duration = Duration::from_secs(15);
 /// Largest number of reviews in progress at once.
 const REVIEWS: usize = 16;
 
+/// Key in the user's extra fields with the name of the pod that a token is bound to (Kubernetes'
+/// `pkg/serviceaccount`).
+const POD_NAME: &str = "authentication.kubernetes.io/pod-name";
+
 /// Largest number of tokens to remember. Beyond this number, a new token is reviewed every time.
 const MAX_REMEMBERED: usize = 10_000;
 
@@ -54,6 +59,13 @@ pub struct AgentAuth {
     pub audience: String,
     /// Kubeconfig of the account that requests reviews; `None` means the pod's own account.
     pub kubeconfig: Option<PathBuf>,
+}
+
+/// The account of an accepted token.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Account {
+    /// Name of the pod that the token is bound to; `None` if the token is not bound to a pod.
+    pub pod: Option<Arc<str>>,
 }
 
 /// Reason for refusing an agent. The texts are upstream's and never contain the token.
@@ -77,11 +89,11 @@ pub enum AuthError {
 pub struct Tokens {
     reviews: Api<TokenReview>,
     auth: AgentAuth,
-    turns: Semaphore,
+    turns: Arc<Turns>,
     known: Mutex<HashMap<[u8; 32], Known>>,
 }
 
-type Outcome = BoxFuture<'static, Result<(), String>>;
+type Outcome = BoxFuture<'static, Result<Account, String>>;
 
 /// State of one token.
 enum Known {
@@ -89,7 +101,7 @@ enum Known {
     /// review, so the review continues when the first caller leaves.
     Asked(WeakShared<Outcome>),
     /// The token was accepted at this time.
-    Accepted(Instant),
+    Accepted(Instant, Account),
 }
 
 // === impl Tokens ===
@@ -108,16 +120,20 @@ impl Tokens {
         Self {
             reviews: Api::all(client),
             auth,
-            turns: Semaphore::new(REVIEWS),
+            turns: Turns::new(REVIEWS),
             known: Mutex::default(),
         }
     }
 
-    /// Checks the token of an agent.
+    /// Checks the token of an agent. `from` is the agent's address: while many reviews wait, hosts take turns.
     ///
     /// # Errors
     /// [`AuthError`] if the agent is refused.
-    pub async fn check(self: &Arc<Self>, metadata: &MetadataMap) -> Result<(), AuthError> {
+    pub async fn check(
+        self: &Arc<Self>,
+        metadata: &MetadataMap,
+        from: IpAddr,
+    ) -> Result<Account, AuthError> {
         let values: Vec<_> = metadata.get_all("authorization").iter().collect();
         let value = match values.as_slice() {
             [] => return Err(AuthError::Missing),
@@ -127,33 +143,37 @@ impl Tokens {
         let token = value.as_bytes().strip_prefix(b"Bearer ");
         let token = token.and_then(|token| std::str::from_utf8(token).ok());
         let token = token.ok_or(AuthError::Scheme)?;
-        match self.pending(token) {
-            Some(review) => review.await.map_err(AuthError::Invalid),
-            None => Ok(()),
+        match self.pending(token, from) {
+            Ok(account) => Ok(account),
+            Err(review) => review.await.map_err(AuthError::Invalid),
         }
     }
 
-    /// Returns the review to wait for, shared by all callers with the same token. Returns `None` if the
-    /// token was accepted recently.
-    fn pending(self: &Arc<Self>, token: &str) -> Option<Shared<Outcome>> {
+    /// Returns the account of a token that was accepted recently. Otherwise returns the review to wait for,
+    /// shared by all callers with the same token.
+    fn pending(self: &Arc<Self>, token: &str, from: IpAddr) -> Result<Account, Shared<Outcome>> {
         let digest = digest(token);
         let mut known = self.known.lock();
         match known.get(&digest) {
-            Some(Known::Accepted(at)) if at.elapsed() < REMEMBER => return None,
+            Some(Known::Accepted(at, account)) if at.elapsed() < REMEMBER => {
+                return Ok(account.clone());
+            }
             Some(Known::Asked(review)) => {
                 if let Some(review) = review.upgrade() {
-                    return Some(review);
+                    return Err(review);
                 }
             }
             _ => {}
         }
         let (tokens, token) = (self.clone(), token.to_owned());
         let review = async move {
-            let outcome = tokens.review(&token).await;
+            let outcome = tokens.review(&token, from).await;
             // From here on, no further caller can join this review.
             let mut known = tokens.known.lock();
             match (&outcome, known.get_mut(&digest)) {
-                (Ok(()), Some(known)) => *known = Known::Accepted(Instant::now()),
+                (Ok(account), Some(known)) => {
+                    *known = Known::Accepted(Instant::now(), account.clone());
+                }
                 _ => drop(known.remove(&digest)),
             }
             outcome
@@ -162,7 +182,7 @@ impl Tokens {
         if known.len() >= MAX_REMEMBERED {
             known.retain(|_, token| match token {
                 Known::Asked(review) => review.upgrade().is_some(),
-                Known::Accepted(at) => at.elapsed() < REMEMBER,
+                Known::Accepted(at, _) => at.elapsed() < REMEMBER,
             });
         }
         if known.len() < MAX_REMEMBERED
@@ -170,10 +190,10 @@ impl Tokens {
         {
             known.insert(digest, Known::Asked(review));
         }
-        Some(review)
+        Err(review)
     }
 
-    async fn review(&self, token: &str) -> Result<(), String> {
+    async fn review(&self, token: &str, from: IpAddr) -> Result<Account, String> {
         let review = TokenReview {
             spec: TokenReviewSpec {
                 token: Some(token.to_owned()),
@@ -182,7 +202,7 @@ impl Tokens {
             ..TokenReview::default()
         };
         let failed = |why: String| format!("Failed to authenticate request. err:{why}");
-        let turn = timeout(TURN_TIMEOUT, self.turns.acquire()).await;
+        let turn = timeout(TURN_TIMEOUT, self.turns.take(from)).await;
         let _turn =
             turn.map_err(|_| failed(format!("no turn for a TokenReview within {TURN_TIMEOUT:?}")))?;
         let params = PostParams::default();
@@ -202,15 +222,15 @@ impl Tokens {
         if status.authenticated != Some(true) {
             return Err("lookup failed: service account jwt not valid".into());
         }
-        let user = status.user.and_then(|user| user.username);
-        self.is_ours(&user.unwrap_or_default())?;
+        let user = status.user.unwrap_or_default();
+        self.is_ours(user.username.as_deref().unwrap_or_default())?;
         let (audience, audiences) = (&self.auth.audience, status.audiences.unwrap_or_default());
-        match audiences.contains(audience) {
-            true => Ok(()),
-            false => Err(format!(
+        if !audiences.contains(audience) {
+            return Err(format!(
                 "lookup failed: the token is valid for the audiences {audiences:?}. Expected {audience:?}"
-            )),
+            ));
         }
+        Ok(Account { pod: pod(user) })
     }
 
     /// Checks that a user is the agents' service account.
@@ -238,6 +258,15 @@ impl Tokens {
             ));
         }
         Ok(())
+    }
+}
+
+/// Returns the name of the pod that the token of a user is bound to.
+fn pod(mut user: UserInfo) -> Option<Arc<str>> {
+    let names = user.extra.as_mut()?.remove(POD_NAME)?;
+    match names.as_slice() {
+        [name] if !name.is_empty() => Some(name.as_str().into()),
+        _ => None,
     }
 }
 

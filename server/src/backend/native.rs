@@ -27,9 +27,10 @@ use tonic::Code;
 use tonic::metadata::MetadataMap;
 use tracing::{Instrument, debug, info, info_span};
 
-use super::Backend;
 use super::agent::Hello;
+use super::identity::AgentRefusal;
 use super::service::Agents;
+use super::{Backend, Place};
 use crate::backend::dial::{StreamDialError, next_serial};
 use crate::listener::ListenerContext;
 use crate::metrics::{DialFailureReason, RejectReason, ServerMetrics, ServiceMethod};
@@ -66,6 +67,17 @@ pub struct ToAgent {
     life: Life,
 }
 
+/// Reason why no agent was introduced.
+#[derive(Debug, thiserror::Error)]
+enum IntroductionError {
+    /// The peer did not complete an introduction.
+    #[error(transparent)]
+    Hello(#[from] HelloError),
+    /// The agent was refused.
+    #[error(transparent)]
+    Agent(#[from] AgentRefusal),
+}
+
 /// Counts an open connection until dropped.
 struct Life {
     agent: Arc<NativeAgent>,
@@ -91,14 +103,14 @@ impl Agents {
             introduced = candidate.run(self.introduce(&mut stream)) => introduced,
             () = context.shutdown.cancelled() => return,
         };
-        let hello = match introduced {
-            Ok(Ok(hello)) => hello,
-            Ok(Err(HelloError::Io(error))) => {
+        let (hello, place) = match introduced {
+            Ok(Ok(introduced)) => introduced,
+            Ok(Err(IntroductionError::Hello(HelloError::Io(error)))) => {
                 debug!(peer, %error, "the agent left before its introduction");
                 return;
             }
-            Ok(Err(HelloError::Refused(why))) => {
-                return context.reject(RejectReason::Unauthenticated, peer, &why);
+            Ok(Err(IntroductionError::Agent(why))) => {
+                return context.reject(why.reason(), peer, &why.to_string());
             }
             Ok(Err(error)) => {
                 return context.reject(RejectReason::Garbage, peer, &error.to_string());
@@ -130,15 +142,24 @@ impl Agents {
         let span = info_span!("agent", id = agent.hello.agent_id, stream = agent.serial);
         let listen = agent.clone().listen().instrument(span.clone());
         self.tasks.spawn(listen);
-        self.carry(context, agent, link).instrument(span).await;
+        self.carry(context, agent, place, link)
+            .instrument(span)
+            .await;
     }
 
-    async fn carry<S>(&self, context: &ListenerContext, agent: Arc<NativeAgent>, link: Opener<S>)
-    where
+    async fn carry<S>(
+        &self,
+        context: &ListenerContext,
+        agent: Arc<NativeAgent>,
+        place: Place,
+        link: Opener<S>,
+    ) where
         S: AsyncRead + AsyncWrite + Unpin,
     {
         let _open = GaugeGuard::new(self.metrics.grpc_connections.get(ServiceMethod::Connect));
-        let registration = self.registry.register(Backend::Native(agent.clone()));
+        let registration = self
+            .registry
+            .register(Backend::Native(agent.clone()), place);
         let ended = tokio::select! {
             ended = link.run() => match ended {
                 Ok(()) => "closed by the agent".to_owned(),
@@ -157,30 +178,35 @@ impl Agents {
         info!(reason = ended, open, "agent disconnected");
     }
 
-    async fn introduce<S>(&self, stream: &mut S) -> Result<Hello, HelloError>
+    async fn introduce<S>(&self, stream: &mut S) -> Result<(Hello, Place), IntroductionError>
     where
         S: AsyncRead + AsyncWrite + Unpin,
     {
         let metadata = MetadataMap::from_headers(hello::read(stream).await?);
-        let hello = match Hello::from_metadata(&metadata) {
+        let mut hello = match Hello::from_metadata(&metadata) {
             Ok(hello) => hello,
             Err(text) => {
-                hello::refuse(stream, &text).await?;
-                return Err(HelloError::Malformed(text));
+                let refused = hello::refuse(stream, &text).await;
+                refused.map_err(HelloError::Io)?;
+                return Err(HelloError::Malformed(text).into());
             }
         };
-        if let Err(error) = self.authenticate(&metadata).await {
-            let text = error.to_string();
-            hello::refuse(stream, &text).await?;
-            return Err(HelloError::Refused(text));
-        }
+        let place = match self.admit(&metadata, &mut hello).await {
+            Ok(place) => place,
+            Err(error) => {
+                let refused = hello::refuse(stream, &error.to_string()).await;
+                refused.map_err(HelloError::Io)?;
+                return Err(error.into());
+            }
+        };
         let mut answer = HeaderMap::new();
         let server_id = HeaderValue::try_from(&self.server_id)
             .map_err(|_| HelloError::Malformed("the server id is not a header value".into()))?;
         answer.insert("serverid", server_id);
         answer.insert("servercount", self.server_count.into());
-        hello::accept(stream, &answer).await?;
-        Ok(hello)
+        let accepted = hello::accept(stream, &answer).await;
+        accepted.map_err(HelloError::Io)?;
+        Ok((hello, place))
     }
 }
 

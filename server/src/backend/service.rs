@@ -1,21 +1,24 @@
 //! The `AgentService/Connect` call: accepts agents' packet streams.
 
+use std::net::IpAddr;
 use std::sync::Arc;
 
 use culvert_host::telemetry::metrics::GaugeGuard;
 use culvert_konnectivity::grpc::{Reader, Service};
 use culvert_konnectivity::message::HALF_CLOSE_HEADER;
 use culvert_konnectivity::metrics::Segment;
-use culvert_kube::tokens::{AuthError, Tokens};
+use culvert_kube::tokens::Tokens;
+use rustls::pki_types::CertificateDer;
 use tokio_util::task::TaskTracker;
 use tonic::metadata::{MetadataMap, MetadataValue};
 use tonic::{Request, Response, Status};
 use tracing::{Instrument, info, info_span, warn};
 
 use super::agent::{AgentStream, Hello, Limits, Outgoing};
-use super::{Backend, Registration, Registry};
+use super::identity::{AgentIdFrom, AgentPeer, AgentRefusal};
+use super::{Backend, Place, Registration, Registry};
 use crate::listener::PeerConnection;
-use crate::metrics::{Listener, RejectReason, ServerMetrics, ServiceMethod};
+use crate::metrics::{Listener, ServerMetrics, ServiceMethod};
 
 /// Serves the agents of a server.
 #[derive(Clone)]
@@ -30,6 +33,10 @@ pub(crate) struct Agents {
     pub limits: Limits,
     /// Checks agents' tokens; `None` if agents need no token.
     pub tokens: Option<Arc<Tokens>>,
+    /// Source of agents' ids; `None` if agents choose their ids.
+    pub id_from: Option<AgentIdFrom>,
+    /// Peer of the connection; see [`Agents::of_peer`].
+    pub peer: AgentPeer,
     /// Tracks the reader tasks.
     pub tasks: TaskTracker,
     /// Metrics of the server.
@@ -42,13 +49,16 @@ impl Service for Agents {
     type Replies = Outgoing;
 
     async fn take(&self, request: Request<Reader>) -> Result<Response<Outgoing>, Status> {
-        let hello = Hello::from_metadata(request.metadata()).map_err(Status::unknown)?;
-        if let Err(error) = self.authenticate(request.metadata()).await {
-            warn!(agent = hello.agent_id, %error, "agent refused");
-            let labels = (Listener::Agent, RejectReason::Unauthenticated);
-            self.metrics.rejected.get(labels).increment(1);
-            return Err(Status::unknown(error.to_string()));
-        }
+        let mut hello = Hello::from_metadata(request.metadata()).map_err(Status::unknown)?;
+        let place = match self.admit(request.metadata(), &mut hello).await {
+            Ok(place) => place,
+            Err(error) => {
+                warn!(agent = hello.agent_id, %error, "agent refused");
+                let labels = (Listener::Agent, error.reason());
+                self.metrics.rejected.get(labels).increment(1);
+                return Err(Status::unknown(error.to_string()));
+            }
+        };
         let connection = request.extensions().get::<PeerConnection>();
         if let Some(connection) = connection {
             connection.admit();
@@ -69,7 +79,9 @@ impl Service for Agents {
             metadata.insert(HALF_CLOSE_HEADER, MetadataValue::from_static("1"));
         }
         let span = info_span!("agent", id = stream.hello.agent_id, stream = stream.serial);
-        let registration = self.registry.register(Backend::Packet(stream.clone()));
+        let registration = self
+            .registry
+            .register(Backend::Packet(stream.clone()), place);
         let reader = read(
             request.into_inner(),
             stream,
@@ -82,11 +94,39 @@ impl Service for Agents {
 }
 
 impl Agents {
-    pub(super) async fn authenticate(&self, metadata: &MetadataMap) -> Result<(), AuthError> {
-        match &self.tokens {
-            Some(tokens) => tokens.check(metadata).await,
-            None => Ok(()),
+    /// Returns the service for one connection. `certificates` is the chain that the TLS handshake has verified.
+    pub(crate) fn of_peer(
+        mut self,
+        address: IpAddr,
+        certificates: Option<&[CertificateDer<'_>]>,
+    ) -> Self {
+        self.peer = AgentPeer::new(address, certificates);
+        self
+    }
+
+    /// Authenticates an agent and takes a place for its stream. Sets the agent's id if ids come from identities.
+    pub(super) async fn admit(
+        &self,
+        metadata: &MetadataMap,
+        hello: &mut Hello,
+    ) -> Result<Place, AgentRefusal> {
+        let account = match &self.tokens {
+            Some(tokens) => Some(tokens.check(metadata, self.peer.address).await?),
+            None => None,
+        };
+        let identity = self.peer.identity(account);
+        if let Some(id_from) = self.id_from {
+            let name = identity.as_deref().filter(|name| !name.is_empty());
+            let id = name.ok_or(AgentRefusal::NoName(id_from))?;
+            let claimed = std::mem::replace(&mut hello.agent_id, id.to_owned());
+            info!(
+                agent = id,
+                claimed, "the agent's id is the name of its identity"
+            );
         }
+        let identity = identity.unwrap_or_else(|| hello.agent_id.as_str().into());
+        let place = self.registry.place(identity);
+        place.ok_or(AgentRefusal::TooManyStreams)
     }
 }
 
@@ -154,7 +194,71 @@ impl Hello {
 mod tests {
     #![allow(clippy::unwrap_used)]
 
+    use std::time::Duration;
+
+    use culvert_konnectivity::excess::OverflowBudget;
+    use metrics::Gauge;
+
+    use super::super::MAX_STREAMS;
     use super::*;
+
+    fn agents(id_from: Option<AgentIdFrom>) -> Agents {
+        let metrics = Arc::new(ServerMetrics::new(&[]).unwrap());
+        Agents {
+            registry: Registry::new(metrics.clone()),
+            server_id: "s".into(),
+            server_count: 1,
+            limits: Limits {
+                connection_bytes: 1,
+                stall: Duration::from_secs(1),
+                excess: OverflowBudget::new(1, Gauge::noop(), Gauge::noop()),
+            },
+            tokens: None,
+            id_from,
+            peer: AgentPeer::default(),
+            tasks: TaskTracker::new(),
+            metrics,
+        }
+    }
+
+    async fn admit(agents: &Agents, id: &str) -> Result<(Place, String), AgentRefusal> {
+        let mut hello = hello(&[("agentid", id)]).unwrap();
+        let place = agents.admit(&MetadataMap::new(), &mut hello).await?;
+        Ok((place, hello.agent_id))
+    }
+
+    #[tokio::test]
+    async fn streams_of_an_identity_are_limited_until_one_ends() {
+        let agents = agents(None);
+        let mut places = Vec::new();
+        for _ in 0..MAX_STREAMS {
+            places.push(admit(&agents, "a").await.unwrap());
+        }
+        let refused = admit(&agents, "a").await.err();
+        assert_eq!(refused, Some(AgentRefusal::TooManyStreams));
+        assert!(admit(&agents, "b").await.is_ok());
+        places.pop();
+        assert!(admit(&agents, "a").await.is_ok());
+        drop(places);
+        assert!(agents.registry.places.lock().is_empty());
+    }
+
+    #[tokio::test]
+    async fn identity_without_a_name_is_refused_if_ids_come_from_it() {
+        let from = Some(AgentIdFrom::Certificate);
+        let malformed = CertificateDer::from(vec![0]);
+        let address = [192, 0, 2, 1].into();
+        let agents = agents(from).of_peer(address, Some(std::slice::from_ref(&malformed)));
+        let refused = admit(&agents, "a").await.err().unwrap();
+        assert_eq!(refused, AgentRefusal::NoName(AgentIdFrom::Certificate));
+        let text = refused.to_string();
+        assert!(text.contains("common name; issue"), "{text}");
+        // Without the flag the agent keeps its id, and shares the limit of its certificate's name.
+        let agents = self::agents(None).of_peer(address, Some(&[malformed]));
+        let (_place, id) = admit(&agents, "a").await.unwrap();
+        assert_eq!(id, "a");
+        assert!(agents.registry.places.lock().contains_key(""));
+    }
 
     fn hello(pairs: &[(&'static str, &str)]) -> Result<Hello, String> {
         let mut metadata = MetadataMap::new();

@@ -105,6 +105,11 @@ pub(super) struct AgentFlags {
     #[arg(long, value_name = "FILE", default_value = "")]
     pub(super) cluster_ca_cert: String,
 
+    /// Source of agents' ids: certificate (the common name of the client certificate) or token (the pod of the
+    /// service account token); empty lets agents choose their ids. Agents with one id count as one agent
+    #[arg(long, value_name = "SOURCE", default_value = "")]
+    pub(super) agent_id_from: String,
+
     /// Idle time after which an agent is pinged; at least 1s
     #[arg(long, value_name = "DURATION", default_value = "1h")]
     pub(super) keepalive_time: GoDuration,

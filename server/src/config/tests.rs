@@ -96,6 +96,7 @@ fn defaults_match_the_stock_server() {
             ca: None,
         },
         agent_auth: None,
+        agent_id_from: None,
         destinations: Destinations::default(),
         admin: HostPort::new("127.0.0.1", 8095),
         admin_tls: None,
@@ -692,4 +693,45 @@ fn destinations_are_read_from_repeated_lists() {
     assert!(lines.contains(&"deny-destinations=10.0.0.1/32".to_owned()));
     let allows = |address: &str| config.destinations.check(address.parse().unwrap()).is_ok();
     assert!(allows("169.254.169.254:10250") && !allows("10.0.0.1:443"));
+}
+
+#[test]
+fn agent_ids_need_the_authentication_that_proves_them() {
+    let files = Files::new();
+    let tokens = [
+        "--agent-namespace=n",
+        "--agent-service-account=a",
+        "--authentication-audience=x",
+    ];
+    let from = |more: &[&str]| files.uds(more).unwrap().agent_id_from;
+    assert_eq!(from(&["--agent-id-from="]), None);
+    let certificate = ["--agent-id-from=certificate", "--cluster-ca-cert=@ca"];
+    assert_eq!(from(&certificate), Some(AgentIdFrom::Certificate));
+    let token = [&["--agent-id-from=token"], &tokens[..]].concat();
+    assert_eq!(from(&token), Some(AgentIdFrom::Token));
+    let lines = files.uds(&token).unwrap().describe();
+    assert!(lines.contains(&"agent-id-from=token".to_owned()));
+
+    let wrong = [&["--agent-id-from=certificate"], &tokens[..]].concat();
+    let cases: [(&[&str], &str); 3] = [
+        (
+            &wrong,
+            "--agent-id-from=certificate needs --cluster-ca-cert",
+        ),
+        (
+            &["--agent-id-from=token", "--cluster-ca-cert=@ca"],
+            "--agent-id-from=token needs --agent-namespace",
+        ),
+        (
+            &["--agent-id-from=header"],
+            "--agent-id-from must be certificate, token or empty, got \"header\"",
+        ),
+    ];
+    for (more, start) in cases {
+        let errors = files.errors(&[&UDS[..], more].concat());
+        assert!(
+            matches!(errors.as_slice(), [error] if error.starts_with(start)),
+            "{errors:?}"
+        );
+    }
 }

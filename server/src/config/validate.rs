@@ -18,6 +18,7 @@ use super::flags::{
 use super::{
     AgentListener, Config, Frontend, KEEPALIVE_FLOOR, Mode, TlsFiles, XFR_CHANNEL_SIZE_MAX,
 };
+use crate::backend::identity::AgentIdFrom;
 use crate::switch::{self, Unavailable};
 use crate::tunnel::{self, Kind};
 
@@ -44,6 +45,7 @@ impl Flags {
         let openvpn = self.openvpn.settings(p, kubeconfig.as_deref());
         let switch = self.switch.settings(p, openvpn.is_some());
         let agent_auth = self.agent_auth(p, kubeconfig);
+        let agent_id_from = self.agent_id_from(p);
         let destinations = self.destinations.validate(p);
         self.check_strategies(p);
         self.check_rest(p);
@@ -73,6 +75,7 @@ impl Flags {
             frontend,
             agent_listener,
             agent_auth,
+            agent_id_from,
             destinations,
             admin: HostPort::new(&ops.admin_bind_address, admin_port),
             admin_tls,
@@ -143,6 +146,34 @@ impl Flags {
             audience: self.auth.authentication_audience.clone(),
             kubeconfig,
         })
+    }
+
+    /// Returns the source of agents' ids. Requires the authentication that proves the ids.
+    fn agent_id_from(&self, p: &mut Problems) -> Option<AgentIdFrom> {
+        match self.agents.agent_id_from.as_str() {
+            "" => None,
+            "certificate" => {
+                p.require(!self.agents.cluster_ca_cert.is_empty(), || {
+                    "--agent-id-from=certificate needs --cluster-ca-cert: without it, agents present no certificate"
+                        .to_owned()
+                });
+                Some(AgentIdFrom::Certificate)
+            }
+            "token" => {
+                p.require(!self.auth.agent_namespace.is_empty(), || {
+                    "--agent-id-from=token needs --agent-namespace, --agent-service-account and \
+                     --authentication-audience: without them, agents present no token"
+                        .to_owned()
+                });
+                Some(AgentIdFrom::Token)
+            }
+            other => {
+                p.error(format!(
+                    "--agent-id-from must be certificate, token or empty, got {other:?}"
+                ));
+                None
+            }
+        }
     }
 
     fn check_strategies(&self, p: &mut Problems) {

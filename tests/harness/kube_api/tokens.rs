@@ -17,6 +17,8 @@ pub struct TokenStatus {
     pub username: String,
     /// Audiences in the answer; `None` repeats the requested audiences.
     pub audiences: Option<Vec<String>>,
+    /// Pod that the token is bound to; `None` for a token that is not bound to a pod.
+    pub pod: Option<String>,
     /// Reason why the token is invalid, or why the review failed.
     pub error: String,
 }
@@ -59,6 +61,13 @@ impl TokenStatus {
         self
     }
 
+    /// Binds the token to a pod.
+    #[must_use]
+    pub fn pod(mut self, name: &str) -> Self {
+        self.pod = Some(name.to_owned());
+        self
+    }
+
     /// Returns the `status` of a review. As in Go's JSON, false and empty fields are omitted.
     fn object(&self, asked: &[String]) -> Value {
         let mut status = json!({"user": {}});
@@ -68,6 +77,10 @@ impl TokenStatus {
         }
         if !self.username.is_empty() {
             status["user"] = json!({"username": self.username, "groups": ["system:authenticated"]});
+        }
+        if let Some(pod) = &self.pod {
+            let key = "authentication.kubernetes.io/pod-name";
+            status["user"]["extra"] = json!({ key: [pod] });
         }
         if !self.error.is_empty() {
             status["error"] = json!(self.error);

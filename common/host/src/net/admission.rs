@@ -126,7 +126,7 @@ impl Admission {
     /// Fails if no slot became free before the peer's deadline.
     pub async fn enter(self: &Arc<Self>, from: IpAddr) -> Result<Arc<Candidate>, Unadmitted> {
         let deadline = Instant::now() + self.limits.deadline;
-        let host = host(from);
+        let host = host_key(from);
         if let Some(candidate) = self.take(host, deadline) {
             return Ok(candidate);
         }
@@ -331,8 +331,8 @@ impl<S: AsyncRead + Unpin> AsyncRead for Gated<S> {
 
 culvert_stream::delegate_write!(Gated);
 
-/// Returns a key for a host. IPv6 addresses are grouped by /64 network, because one host may use a whole /64.
-fn host(address: IpAddr) -> u64 {
+/// Returns a key for the host of an address. IPv6 addresses are grouped by /64 network, because one host may use a whole /64.
+pub fn host_key(address: IpAddr) -> u64 {
     match address.to_canonical() {
         IpAddr::V4(v4) => v4.to_bits().into(),
         IpAddr::V6(v6) => (v6.to_bits() >> 64) as u64 | 1 << 63,

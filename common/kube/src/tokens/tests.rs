@@ -2,6 +2,8 @@
 //! once every task waits.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
+use std::net::Ipv4Addr;
+
 use http::{Request, Response};
 use http_body_util::BodyExt as _;
 use kube::client::Body;
@@ -15,6 +17,12 @@ use super::*;
 const MOMENT: Duration = Duration::from_millis(1);
 
 const USER: &str = "system:serviceaccount:n:a";
+
+/// Account of a token without a pod.
+const ACCOUNT: Account = Account { pod: None };
+
+/// Address of most agents.
+const HOST: IpAddr = IpAddr::V4(Ipv4Addr::new(192, 0, 2, 1));
 
 /// A review that waits for the test's answer.
 struct Asked {
@@ -72,15 +80,23 @@ impl Fake {
     }
 
     /// Presents a token as one agent.
-    fn present(&self, token: &str) -> impl Future<Output = Result<(), AuthError>> + use<> {
+    fn present(&self, token: &str) -> impl Future<Output = Result<Account, AuthError>> + use<> {
+        self.present_from(HOST, token)
+    }
+
+    fn present_from(
+        &self,
+        from: IpAddr,
+        token: &str,
+    ) -> impl Future<Output = Result<Account, AuthError>> + use<> {
         let tokens = self.tokens.clone();
         let mut metadata = MetadataMap::new();
         metadata.insert("authorization", format!("Bearer {token}").parse().unwrap());
-        async move { tokens.check(&metadata).await }
+        async move { tokens.check(&metadata, from).await }
     }
 
     /// Presents a token as a thousand agents at once, all waiting for the outcome.
-    async fn present_thousand(&self, token: &str) -> JoinSet<Result<(), AuthError>> {
+    async fn present_thousand(&self, token: &str) -> JoinSet<Result<Account, AuthError>> {
         let agents = (0..1_000).map(|_| self.present(token)).collect();
         sleep(MOMENT).await;
         agents
@@ -97,7 +113,7 @@ impl Fake {
 }
 
 /// Returns the outcome that all agents received.
-async fn heard(agents: JoinSet<Result<(), AuthError>>) -> Result<(), String> {
+async fn heard(agents: JoinSet<Result<Account, AuthError>>) -> Result<Account, String> {
     let mut heard = agents.join_all().await;
     assert_eq!(heard.len(), 1_000);
     heard.dedup();
@@ -118,8 +134,8 @@ async fn waiting_agents_share_the_outcome_and_only_acceptance_is_remembered() {
     let asked = fake.review().await;
     assert_eq!(asked.token, "t");
     asked.accept();
-    assert_eq!(heard(agents).await, Ok(()));
-    assert_eq!(heard(fake.present_thousand("t").await).await, Ok(()));
+    assert_eq!(heard(agents).await, Ok(ACCOUNT));
+    assert_eq!(heard(fake.present_thousand("t").await).await, Ok(ACCOUNT));
     fake.nothing_else_is_asked();
     // The server remembers the token for a limited time.
     sleep(REMEMBER).await;
@@ -144,7 +160,7 @@ async fn waiting_agents_share_one_timeout_of_a_silent_api() {
     fake.nothing_else_is_asked();
     let later = tokio::spawn(fake.present("t"));
     fake.review().await.accept();
-    assert_eq!(later.await.unwrap(), Ok(()));
+    assert_eq!(later.await.unwrap(), Ok(ACCOUNT));
 }
 
 #[tokio::test(start_paused = true)]
@@ -158,7 +174,7 @@ async fn a_review_ends_early_only_if_every_waiting_agent_has_left() {
     assert!(first.await.unwrap_err().is_cancelled());
     sleep(MOMENT).await;
     asked.accept();
-    assert_eq!(second.await.unwrap(), Ok(()));
+    assert_eq!(second.await.unwrap(), Ok(ACCOUNT));
     fake.nothing_else_is_asked();
 
     let only = tokio::spawn(fake.present("other"));
@@ -167,7 +183,7 @@ async fn a_review_ends_early_only_if_every_waiting_agent_has_left() {
     asked.answer.closed().await;
     let next = tokio::spawn(fake.present("other"));
     fake.review().await.accept();
-    assert_eq!(next.await.unwrap(), Ok(()));
+    assert_eq!(next.await.unwrap(), Ok(ACCOUNT));
 }
 
 #[tokio::test(start_paused = true)]
@@ -211,6 +227,28 @@ async fn the_timeout_of_a_review_starts_with_its_turn() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn host_with_many_tokens_does_not_delay_the_review_of_another_host() {
+    let mut fake = Fake::new();
+    let mut flood = JoinSet::new();
+    for number in 0..10 * REVIEWS {
+        flood.spawn(fake.present(&format!("random {number}")));
+    }
+    let mut asked = Vec::new();
+    for _ in 0..REVIEWS {
+        asked.push(fake.review().await);
+    }
+    let from = Ipv4Addr::new(192, 0, 2, 2).into();
+    let honest = tokio::spawn(fake.present_from(from, "honest"));
+    sleep(MOMENT).await;
+    fake.nothing_else_is_asked();
+    asked.pop().unwrap().refuse("unknown");
+    let next = fake.review().await;
+    assert_eq!(next.token, "honest");
+    next.accept();
+    assert_eq!(honest.await.unwrap(), Ok(ACCOUNT));
+}
+
+#[tokio::test(start_paused = true)]
 async fn answer_without_the_requested_audience_is_refused() {
     for audiences in [json!(["other", "y"]), json!([]), Value::Null] {
         let mut fake = Fake::new();
@@ -225,6 +263,27 @@ async fn answer_without_the_requested_audience_is_refused() {
         let user = json!({ "username": USER });
         let status = json!({"authenticated": true, "audiences": ["y", "x"], "user": user});
         fake.review().await.answer.send(status).unwrap();
-        assert_eq!(agent.await.unwrap(), Ok(()));
+        assert_eq!(agent.await.unwrap(), Ok(ACCOUNT));
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn account_has_the_pod_of_a_bound_token() {
+    for (extra, pod) in [
+        (json!({POD_NAME: ["agent-7d4b"]}), Some("agent-7d4b".into())),
+        (json!({POD_NAME: ["a", "b"]}), None),
+        (json!({POD_NAME: [""]}), None),
+        (json!({"other": ["a"]}), None),
+    ] {
+        let mut fake = Fake::new();
+        let agent = tokio::spawn(fake.present("t"));
+        let user = json!({"username": USER, "extra": extra});
+        let status = json!({"authenticated": true, "audiences": ["x"], "user": user});
+        fake.review().await.answer.send(status).unwrap();
+        let account = Account { pod };
+        assert_eq!(agent.await.unwrap(), Ok(account.clone()));
+        // The account is remembered with the token.
+        assert_eq!(fake.present("t").await, Ok(account));
+        fake.nothing_else_is_asked();
     }
 }

@@ -95,6 +95,7 @@ impl Plan {
                 ca: Some(pki.ca.clone()),
             },
             agent_auth: None,
+            agent_id_from: None,
             destinations: Destinations::default(),
             admin: any_port(),
             admin_tls: None,

@@ -9,6 +9,7 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, DuplexStream, duplex};
 
 use super::super::Registry;
 use super::super::agent::Limits;
+use super::super::identity::AgentPeer;
 use super::*;
 use crate::listener::ADMISSION;
 use crate::metrics::Listener;
@@ -32,6 +33,8 @@ impl Server {
                 excess: OverflowBudget::new(1, Gauge::noop(), Gauge::noop()),
             },
             tokens: None,
+            id_from: None,
+            peer: AgentPeer::default(),
             tasks: tasks.clone(),
             metrics: metrics.clone(),
         };

@@ -1,0 +1,112 @@
+//! The identity of an agent: what its client certificate or its token proves. Without authentication, the identity is
+//! the id that the agent claims.
+
+use std::net::{IpAddr, Ipv4Addr};
+use std::sync::Arc;
+
+use culvert_host::tls::common_name;
+use culvert_kube::tokens::{Account, AuthError};
+use rustls::pki_types::CertificateDer;
+
+use super::MAX_STREAMS;
+use crate::metrics::RejectReason;
+
+/// Source of agents' ids (`--agent-id-from`). The id that an agent claims is then ignored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AgentIdFrom {
+    /// `certificate`: the common name of the client certificate.
+    Certificate,
+    /// `token`: the name of the pod that the service account token is bound to.
+    Token,
+}
+
+/// The connection of an agent, before the agent's introduction.
+#[derive(Clone)]
+pub(crate) struct AgentPeer {
+    /// Address of the agent, or of a load balancer.
+    pub address: IpAddr,
+    /// Common name of the agent's certificate, empty if the certificate has no usable name. `None` without a
+    /// certificate.
+    common_name: Option<Arc<str>>,
+}
+
+/// Reason for refusing an agent. The agent receives the text.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum AgentRefusal {
+    /// The agent's token was not accepted.
+    #[error(transparent)]
+    Token(#[from] AuthError),
+    /// The certificate or the token has no name of a single agent.
+    #[error("{}", no_name(*.0))]
+    NoName(AgentIdFrom),
+    /// The agent has too many streams.
+    #[error("the agent already has {MAX_STREAMS} streams")]
+    TooManyStreams,
+}
+
+// === impl AgentIdFrom ===
+
+impl AgentIdFrom {
+    /// Returns the value of `--agent-id-from`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Certificate => "certificate",
+            Self::Token => "token",
+        }
+    }
+}
+
+// === impl AgentPeer ===
+
+impl AgentPeer {
+    /// Creates the peer of a connection from `address`. `certificates` is the chain that the TLS handshake has
+    /// verified.
+    pub(crate) fn new(address: IpAddr, certificates: Option<&[CertificateDer<'_>]>) -> Self {
+        let leaf = certificates.and_then(<[_]>::first);
+        let common_name = leaf.map(|leaf| common_name(leaf).unwrap_or_default().into());
+        Self {
+            address,
+            common_name,
+        }
+    }
+
+    /// Returns the identity that is proven by a token, or else by the certificate. The identity is empty if the
+    /// token or the certificate has no name of a single agent. Returns `None` for an agent that proves nothing.
+    pub(crate) fn identity(&self, account: Option<Account>) -> Option<Arc<str>> {
+        match account {
+            Some(account) => Some(account.pod.unwrap_or_default()),
+            None => self.common_name.clone(),
+        }
+    }
+}
+
+impl Default for AgentPeer {
+    fn default() -> Self {
+        Self::new(Ipv4Addr::UNSPECIFIED.into(), None)
+    }
+}
+
+// === impl AgentRefusal ===
+
+impl AgentRefusal {
+    /// Returns the reason for the metric.
+    pub(crate) fn reason(&self) -> RejectReason {
+        match self {
+            Self::TooManyStreams => RejectReason::TooManyConnections,
+            Self::Token(_) | Self::NoName(_) => RejectReason::Unauthenticated,
+        }
+    }
+}
+
+fn no_name(id_from: AgentIdFrom) -> &'static str {
+    match id_from {
+        AgentIdFrom::Certificate => {
+            "the server runs with --agent-id-from=certificate, and the agent's certificate does not have exactly one \
+             printable common name; issue another certificate"
+        }
+        AgentIdFrom::Token => {
+            "the server runs with --agent-id-from=token, and the agent's token is not bound to a pod; mount a \
+             projected service account token"
+        }
+    }
+}
