@@ -27,6 +27,7 @@ mod listeners;
 mod native_lives;
 mod nodes;
 mod searching;
+mod secrets;
 mod shared_ids;
 mod signals;
 mod small_frames;

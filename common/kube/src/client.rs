@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use kube::Client;
-use kube::config::{KubeConfigOptions, Kubeconfig};
+use kube::config::{KubeConfigOptions, Kubeconfig, KubeconfigError};
 
 /// Longest time that a Kubernetes API server may send nothing, before or within an answer. A firewall or load
 /// balancer may forget a connection and drop its packets without closing the connection; an API server in
@@ -22,7 +22,8 @@ pub async fn client(kubeconfig: Option<&Path>) -> anyhow::Result<Client> {
     let mut config = match kubeconfig {
         Some(path) => {
             let named = || format!("--kubeconfig {}", path.display());
-            let file = Kubeconfig::read_from(path).with_context(named)?;
+            let file = Kubeconfig::read_from(path).map_err(without_content);
+            let file = file.with_context(named)?;
             let options = KubeConfigOptions::default();
             let config = kube::Config::from_custom_kubeconfig(file, &options).await;
             config.with_context(named)?
@@ -56,6 +57,22 @@ pub async fn client(kubeconfig: Option<&Path>) -> anyhow::Result<Client> {
     })
 }
 
+/// Returns an error without lines of the file. The parser's text shows the lines around an error, and a token may
+/// be in these lines.
+fn without_content(error: KubeconfigError) -> anyhow::Error {
+    let KubeconfigError::Parse(error) = error else {
+        return error.into();
+    };
+    match error.location() {
+        Some(at) => anyhow::anyhow!(
+            "not a valid kubeconfig at line {}, column {}",
+            at.line(),
+            at.column()
+        ),
+        None => anyhow::anyhow!("not a valid kubeconfig"),
+    }
+}
+
 /// Returns the innermost cause of a client's error. The outer layers only repeat that there was an error.
 pub fn root(error: &dyn std::error::Error) -> String {
     let mut cause = error;
@@ -63,4 +80,40 @@ pub fn root(error: &dyn std::error::Error) -> String {
         cause = deeper;
     }
     cause.to_string()
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    const SECRET: &str = "c2VjcmV0LXNlY3JldC1zZWNyZXQ";
+
+    #[tokio::test]
+    async fn error_about_a_kubeconfig_does_not_show_its_secrets() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("kubeconfig");
+        let head = "apiVersion: v1\nkind: Config\nusers:\n- name: u\n  user:\n";
+        let rest = "clusters:\n- name: c\n  cluster:\n    server: https://127.0.0.1:1\ncontexts:\n- name: x\n  \
+            context:\n    cluster: c\n    user: u\ncurrent-context: x\n";
+        for user in [
+            format!("    token: {SECRET}\n   bad indentation"),
+            format!("    token: [{SECRET}]"),
+            format!("    token: \"{SECRET}"),
+            format!("    client-certificate-data: {SECRET}\n    client-key-data: {SECRET}"),
+            format!("    client-certificate-data: -{SECRET}\n    client-key-data: -{SECRET}"),
+        ] {
+            std::fs::write(&path, format!("{head}{user}\n{rest}")).unwrap();
+            let error = client(Some(&path))
+                .await
+                .err()
+                .map(|error| format!("{error:#}"));
+            let error = error.unwrap();
+            assert!(
+                error.contains("kubeconfig") || error.contains("account"),
+                "{error}"
+            );
+            assert!(!error.contains(&SECRET[..8]), "{error}");
+        }
+    }
 }

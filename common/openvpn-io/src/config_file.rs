@@ -31,6 +31,9 @@ use lexer::Directive;
 /// OpenVPN's standard port.
 pub const DEFAULT_PORT: u16 = 1194;
 
+/// Largest number of bytes of an option's name. The lines of a static key are longer.
+const LONGEST_NAME: usize = 30;
+
 /// Size limit of a configuration, in bytes. Inline keys and certificates need some KiB each.
 pub const MAX_BYTES: usize = 1 << 20;
 
@@ -186,11 +189,7 @@ fn read<T: Options>(text: &str, name: &str, mut config: T) -> Result<Read<T>, Ve
                 notes.push(format!("{name}:{line}: {}: {note}", directive.name));
             }
             Ok(Taken::No) => {
-                let text = format!(
-                    "{}: not an option that is known here; remove it, or name it in ignore-unknown-option",
-                    directive.name
-                );
-                problems.push((line, text));
+                problems.push((line, unknown(&directive.name)));
             }
             Err(problem) => problems.push((line, format!("{}: {problem}", directive.name))),
         }
@@ -205,6 +204,21 @@ fn read<T: Options>(text: &str, name: &str, mut config: T) -> Result<Read<T>, Ve
     match problems.is_empty() {
         true => Ok(Read { config, notes }),
         false => Err(problems),
+    }
+}
+
+/// Returns the problem of an unknown option. The name is shown only if it looks like one, because the word may
+/// be a line of a key outside of its block.
+fn unknown(name: &str) -> String {
+    let ordinary = |byte| matches!(byte, b'a'..=b'z' | b'0'..=b'9' | b'-' | b'_');
+    match name.len() <= LONGEST_NAME && name.bytes().all(ordinary) {
+        true => format!(
+            "{name}: not an option that is known here; remove it, or name it in ignore-unknown-option"
+        ),
+        false => {
+            "not an option; a key or certificate must be between tags, such as <key> and </key>"
+                .to_owned()
+        }
     }
 }
 

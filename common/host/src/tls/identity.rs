@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use rustls::crypto::aws_lc_rs::sign::any_supported_type;
 use rustls::sign::{CertifiedKey, SigningKey};
-use rustls_pki_types::pem::PemObject;
+use rustls_pki_types::pem::{self, PemObject};
 use rustls_pki_types::{CertificateDer, PrivateKeyDer};
 use x509_parser::prelude::{FromDer, X509Certificate};
 use x509_parser::x509::{SubjectPublicKeyInfo, X509Version};
@@ -59,7 +59,7 @@ pub(super) fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, 
     let pem = read_pem(path)?;
     let chain = CertificateDer::pem_slice_iter(&pem)
         .collect::<Result<Vec<_>, _>>()
-        .map_err(|error| malformed(path, error))?;
+        .map_err(|error| malformed(path, pem_problem(&error)))?;
     match chain.is_empty() {
         true => Err(TlsError::NoCertificate(path.to_owned())),
         false => Ok(chain),
@@ -70,12 +70,22 @@ pub(super) fn malformed(path: &Path, reason: impl Display) -> TlsError {
     TlsError::MalformedCertificate(path.to_owned(), reason.to_string())
 }
 
+/// Returns the text of an error without the content of the file, because the content may be a key.
+fn pem_problem(error: &pem::Error) -> String {
+    match error {
+        pem::Error::MissingSectionEnd { .. } | pem::Error::IllegalSectionStart { .. } => {
+            "a PEM section has no valid BEGIN or END line (check the line breaks)".to_owned()
+        }
+        error => error.to_string(),
+    }
+}
+
 fn private_key(path: &Path) -> Result<Arc<dyn SigningKey>, TlsError> {
     let bad = |reason| TlsError::BadKey(path.to_owned(), reason);
     let pem = read_pem(path)?;
     let key = PrivateKeyDer::from_pem_slice(&pem).map_err(|error| match error {
-        rustls_pki_types::pem::Error::NoItemsFound => TlsError::NoKey(path.to_owned()),
-        other => bad(other.to_string()),
+        pem::Error::NoItemsFound => TlsError::NoKey(path.to_owned()),
+        other => bad(pem_problem(&other)),
     })?;
     any_supported_type(&key).map_err(|error| bad(error.to_string()))
 }

@@ -574,6 +574,30 @@ fn unusable_files_are_reported_with_path_and_reason() {
 }
 
 #[test]
+fn error_about_a_key_does_not_show_the_key() {
+    let ca = Authority::new("ca");
+    let one = ca.leaf("one");
+    let key = std::fs::read_to_string(&one.key).unwrap();
+    let secret = key.lines().nth(1).unwrap();
+    let numbers = format!("{:?}", secret.as_bytes());
+    let numbers = numbers.trim_matches(['[', ']']);
+    for (name, text) in [
+        ("one-line.key", key.replace('\n', "")),
+        ("literal.key", key.replace('\n', "\\n")),
+        ("cut.key", key[..key.len() / 2].to_owned()),
+        ("unended.key", key.replace("-----\n", "\n")),
+    ] {
+        let bad = ca.write(name, text);
+        let error = Identity::load(&one.cert, &bad).unwrap_err().to_string();
+        assert!(error.contains(name), "{error}");
+        assert!(
+            !error.contains(secret) && !error.contains(numbers),
+            "{error}"
+        );
+    }
+}
+
+#[test]
 fn incomplete_bundle_is_refused() {
     let ca = Authority::new("ca");
     let other = Authority::new("other");

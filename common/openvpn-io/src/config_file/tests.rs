@@ -214,6 +214,20 @@ fn all_problems_are_reported_with_their_lines() {
 }
 
 #[test]
+fn lines_of_a_key_outside_of_its_block_are_not_shown() {
+    let lines = [
+        "MIGHAgEAMBMGByqGSM49AgEGCCqGSM49AwEHBG0wawIBAQQgsecretsecret",
+        "6acef03f62675b4b1bbd03e53b187727",
+    ];
+    for problem in client_problems(&format!("client\n{}\n", lines.join("\n"))) {
+        assert!(
+            lines.iter().all(|line| !problem.contains(&line[..16])),
+            "{problem}"
+        );
+    }
+}
+
+#[test]
 fn unknown_options_may_be_marked_as_optional() {
     let read =
         client_of("ignore-unknown-option frob\nfrob 1\nsetenv opt nicate 2\nsetenv FORWARD 1\n");

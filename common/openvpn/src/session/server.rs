@@ -208,8 +208,9 @@ impl Session {
         if !self.install_first_key(&agreed, now) {
             return;
         }
+        let options = push::for_log(all.iter().map(String::as_str));
+        debug!(options, "push reply");
         for text in &texts {
-            debug!(text, "push reply");
             self.send_text(text, now);
         }
         self.reply = texts;

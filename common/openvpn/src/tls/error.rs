@@ -40,6 +40,10 @@ impl ConfigError {
             pem::Error::NoItemsFound => {
                 "no such PEM section found (decrypt an encrypted key first)".into()
             }
+            // The parser's text contains the line, which may contain a key.
+            pem::Error::MissingSectionEnd { .. } | pem::Error::IllegalSectionStart { .. } => {
+                "a PEM section has no valid BEGIN or END line (check the line breaks)".into()
+            }
             error => error.to_string(),
         };
         Self::Pem { what, problem }

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use culvert_host::flags::HostPort;
 use culvert_openvpn::cipher::Cipher;
-use culvert_openvpn::control::push::Topology;
+use culvert_openvpn::control::push::{self, Topology};
 use culvert_openvpn::options::Transport;
 use culvert_openvpn::wrap::KeyDirection;
 use culvert_openvpn_io::config_file::{Material, Server, TlsAuth};
@@ -101,6 +101,7 @@ impl Settings {
         let directory = server.client_config_dir.clone().unwrap_or_default();
         let seconds = |time: &Option<Duration>| time.unwrap_or_default().as_secs();
         let auth = common.tls_auth.as_ref();
+        let pushed = server.push.iter().map(String::as_str);
         let ciphers = common.ciphers.as_deref().unwrap_or(&Cipher::DEFAULT);
         vec![
             format!("openvpn-listen={}", listen.join(",")),
@@ -113,7 +114,7 @@ impl Settings {
             format!("openvpn-network={network}"),
             format!("openvpn-topology={}", topology.name()),
             format!("openvpn-route={}", routes.join(",")),
-            format!("openvpn-push={}", server.push.join(",")),
+            format!("openvpn-push={}", push::for_log(pushed)),
             format!("openvpn-node-access-network={node_access}"),
             format!("openvpn-watch-nodes={}", watch_nodes.is_some()),
             format!("openvpn-client-config-dir={}", directory.display()),

@@ -1,5 +1,6 @@
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -198,6 +199,8 @@ fn folder_gets_one_file_per_start() {
     };
     let name = path.file_name().unwrap().to_str().unwrap();
     assert!(name.starts_with("program.log.20"), "{name}");
+    let mode = path.metadata().unwrap().permissions().mode();
+    assert_eq!(mode & 0o777, 0o600);
     assert!(
         name.ends_with(&format!(".{}", std::process::id())),
         "{name}"
