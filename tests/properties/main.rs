@@ -1,9 +1,21 @@
 //! Runs the fuzz targets' simulations as property tests, for machines without a fuzzer.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
+#![allow(unreachable_pub, reason = "the fuzz targets share the modules")]
 
-#[allow(unreachable_pub, reason = "the fuzz targets share this module")]
+#[path = "../fuzz/src/cut.rs"]
+mod cut;
+#[path = "../fuzz/src/heads.rs"]
+mod heads;
+#[path = "../fuzz/src/messages.rs"]
+mod messages;
 #[path = "../fuzz/src/mux.rs"]
 mod mux;
+#[path = "../fuzz/src/native.rs"]
+mod native;
+#[path = "../fuzz/src/streams.rs"]
+mod streams;
+
+use std::path::Path;
 
 use proptest::prelude::*;
 
@@ -23,4 +35,114 @@ proptest! {
         let input: Vec<u8> = input.into_iter().flat_map(|(k, a, b)| [k, a, b]).collect();
         mux::run(&input);
     }
+
+    /// Pieces of an HTTP head, so that many inputs are nearly valid.
+    #[test]
+    fn heads_are_read_to_their_empty_line_and_no_further(
+        lengths in prop::collection::vec(any::<u8>(), 0..9),
+        parts in prop::collection::vec(prop::sample::select(HEAD_PARTS), 0..12),
+        tail in prop::collection::vec(any::<u8>(), 0..40),
+    ) {
+        let input = [vec![lengths.len() as u8], lengths, parts.concat(), tail].concat();
+        heads::run_native(&input);
+        heads::run_proxy(&input);
+    }
+
+    #[test]
+    fn messages_do_not_depend_on_the_cut_into_frames(
+        lengths in prop::collection::vec(any::<u8>(), 0..9),
+        parts in prop::collection::vec(prop::sample::select(MESSAGE_PARTS), 0..12),
+        tail in prop::collection::vec(any::<u8>(), 0..40),
+    ) {
+        let input = [vec![lengths.len() as u8], lengths, parts.concat(), tail].concat();
+        messages::run(&input);
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(100))]
+
+    #[test]
+    fn native_connection_survives_a_hostile_peer(
+        input in prop::collection::vec(any::<u8>(), 0..600)
+    ) {
+        native::run(&input);
+    }
+
+    /// Only operations that keep the connection open, so that more streams are open.
+    #[test]
+    fn native_streams_stay_within_their_windows(
+        first in any::<u8>(),
+        input in prop::collection::vec((0..6_u8, any::<u8>(), any::<u8>()), 0..300)
+    ) {
+        let operations = input.into_iter().flat_map(|(k, a, b)| [k, a, b]);
+        let input: Vec<u8> = std::iter::once(first).chain(operations).collect();
+        native::run(&input);
+    }
+
+    #[test]
+    fn flows_deliver_every_byte_in_order_within_their_bounds(
+        input in prop::collection::vec(any::<u8>(), 0..1500)
+    ) {
+        streams::run(&input);
+    }
+
+    /// Without damage, so that more bytes arrive.
+    #[test]
+    fn flows_of_a_good_network_stay_within_their_bounds(
+        input in prop::collection::vec((prop::sample::select(CALM), any::<u8>(), any::<u8>()), 0..500)
+    ) {
+        let input: Vec<u8> = input.into_iter().flat_map(|(k, a, b)| [k, a, b]).collect();
+        streams::run(&input);
+    }
+}
+
+/// Parts of heads: of an agent, of a server, and of a proxy.
+const HEAD_PARTS: &[&[u8]] = &[
+    b"GET /agent HTTP/1.1\r\n",
+    b"HTTP/1.1 101 Switching Protocols\r\n",
+    b"HTTP/1.1 200 OK\r\n",
+    b"HTTP/1.1 403 Forbidden\r\n",
+    b"HTTP/1.0 407 ",
+    b"agentid: a\r\n",
+    b"authorization: Bearer x\n",
+    b"name :\t",
+    b"\r\n",
+    b"\n",
+    b"\xff\0",
+];
+
+/// Prefixes of messages, and packets: data in the usual and in an unusual form, and a dial.
+const MESSAGE_PARTS: &[&[u8]] = &[
+    &[0, 0, 0, 0, 9, 0x08, 4, 0x22, 5, 0x08, 7, 0x1a, 1, 9],
+    &[0, 0, 0, 0, 9, 0x22, 5, 0x1a, 1, 9, 0x08, 7, 0x08, 4],
+    &[0, 0, 0, 0, 0],
+    &[0, 0, 0, 1, 0],
+    &[1, 0, 0, 0, 0],
+    &[0, 0xff, 0, 0, 0],
+    &[0x08, 4, 0x22, 5],
+];
+
+/// Operations of the flows without loss, damage and garbage, and without ends of handles.
+const CALM: &[u8] = &[0, 1, 2, 3, 4, 5, 7, 8, 12, 13];
+
+/// Runs a simulation with every seed of its fuzz target.
+fn seeds(target: &str, run: fn(&[u8])) {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("fuzz/seeds")
+        .join(target);
+    let files: Vec<_> = std::fs::read_dir(&folder).unwrap().collect();
+    assert!(!files.is_empty());
+    for file in files {
+        run(&std::fs::read(file.unwrap().path()).unwrap());
+    }
+}
+
+#[test]
+fn simulations_pass_with_the_seeds_of_their_targets() {
+    seeds("native_hello", heads::run_native);
+    seeds("proxy_answer", heads::run_proxy);
+    seeds("grpc_reader", messages::run);
+    seeds("native_link", native::run);
+    seeds("openvpn_streams", streams::run);
 }

@@ -1,40 +1,12 @@
 //! Code shared by the fuzz targets: input that specifies its own cut into pieces, certificates, and the
-//! simulation of the packet muxes.
+//! simulations. The property tests (`tests/properties`) include the modules of the simulations.
 
+pub mod cut;
+pub mod heads;
+pub mod messages;
 pub mod mux;
+pub mod native;
 pub mod pki;
+pub mod streams;
 
-/// Input as the fuzzer generates it: a count, that number of piece lengths, and the bytes to feed.
-pub struct Cut<'a> {
-    lengths: &'a [u8],
-    /// The bytes to feed, in one piece.
-    pub bytes: &'a [u8],
-}
-
-impl<'a> Cut<'a> {
-    /// Splits the input; `None` if the input is too short for its lengths.
-    pub fn new(input: &'a [u8]) -> Option<Self> {
-        let (&count, rest) = input.split_first()?;
-        let (lengths, bytes) = rest.split_at_checked(usize::from(count))?;
-        Some(Self { lengths, bytes })
-    }
-
-    /// Returns the ends of the pieces in `0..=len`; the last end is `len`. The lengths repeat from the start
-    /// as often as needed, and a length of 0 means 256. Without lengths there is a single piece.
-    pub fn ends(&self, len: usize) -> impl Iterator<Item = usize> {
-        let mut lengths = self.lengths.iter().cycle();
-        let mut end = 0;
-        std::iter::from_fn(move || {
-            if end == len {
-                return None;
-            }
-            end = match lengths.next() {
-                Some(0) => end + 256,
-                Some(&length) => end + usize::from(length),
-                None => len,
-            };
-            end = end.min(len);
-            Some(end)
-        })
-    }
-}
+pub use cut::Cut;

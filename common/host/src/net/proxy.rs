@@ -14,7 +14,7 @@ use culvert_stream::head::{HeadError, read_head};
 use http::header::HeaderValue;
 use hyper_util::client::proxy::matcher::Matcher;
 use ipnet::IpNet;
-use tokio::io::AsyncWriteExt;
+use tokio::io::{AsyncRead, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::time::{Instant, timeout_at};
 
@@ -111,8 +111,7 @@ pub async fn connect(
         .map_err(|error| io::Error::new(error.kind, format!("proxy {proxy}: {error}")))?;
     let exchange = async {
         stream.write_all(&request).await?;
-        let head = read_answer(&mut stream).await?;
-        check_head(&head)
+        read_answer(&mut stream).await
     };
     match timeout_at(deadline, exchange).await {
         Ok(outcome) => outcome
@@ -228,8 +227,17 @@ fn connect_request(proxy: &ProxyTarget, host: &str, port: u16) -> io::Result<Vec
     Ok(request)
 }
 
-/// Reads the head of the proxy's response. Later bytes belong to the tunnel and stay in `stream`.
-async fn read_answer(stream: &mut TcpStream) -> io::Result<BytesMut> {
+/// Reads the proxy's answer to a CONNECT request. Later bytes belong to the tunnel and stay in `stream`.
+///
+/// # Errors
+///
+/// Fails if the proxy refuses the request, does not send HTTP, or closes the connection.
+pub async fn read_answer<S: AsyncRead + Unpin>(stream: &mut S) -> io::Result<()> {
+    let head = read_answer_head(stream).await?;
+    check_head(&head)
+}
+
+async fn read_answer_head<S: AsyncRead + Unpin>(stream: &mut S) -> io::Result<BytesMut> {
     let head = read_head(stream, MAX_HEAD_BYTES).await;
     head.map_err(|error| match error {
         HeadError::Io(error) if error.kind() == io::ErrorKind::UnexpectedEof => io::Error::new(

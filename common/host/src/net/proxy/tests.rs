@@ -143,7 +143,7 @@ async fn proxy_that_answers(
     let url = format!("http://{}", listener.local_addr().unwrap());
     let task = tokio::spawn(async move {
         let (mut stream, _) = listener.accept().await.unwrap();
-        let request = read_answer(&mut stream).await.unwrap();
+        let request = read_answer_head(&mut stream).await.unwrap();
         stream.write_all(answer).await.unwrap();
         String::from_utf8(request.to_vec()).unwrap()
     });
