@@ -6,11 +6,12 @@ use std::time::Duration;
 
 use culvert_openvpn::flows;
 use culvert_openvpn::options::Transport;
+use culvert_openvpn::packet::{ControlPacket, KeyId, Opcode, SessionId};
 use culvert_openvpn::session::{ClientConfig, Push, ServerConfig};
 use culvert_openvpn::tls::{ClientTls, Identity, MinVersion, ServerCheck, ServerTls};
 use rcgen::{CertificateParams, CertifiedIssuer, DnType, IsCa, KeyPair};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
-use tokio::net::TcpListener;
+use tokio::net::{TcpListener, TcpSocket};
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
@@ -250,4 +251,82 @@ async fn invalid_framing_ends_the_link() {
         let framing = matches!(end, LinkEnd::Wire(WireError::Framing(_)));
         assert!(framing, "{end}");
     }
+}
+
+/// Creates a connection with small buffers in the kernel, so that bytes soon wait in the programs.
+async fn narrow_connection() -> (TcpStream, TcpStream) {
+    const BYTES: u32 = 4096;
+    let listener = TcpSocket::new_v4().unwrap();
+    listener.set_send_buffer_size(BYTES).unwrap();
+    listener.set_recv_buffer_size(BYTES).unwrap();
+    listener.bind("127.0.0.1:0".parse().unwrap()).unwrap();
+    let listener = listener.listen(1).unwrap();
+    let client = TcpSocket::new_v4().unwrap();
+    client.set_recv_buffer_size(BYTES).unwrap();
+    client.set_send_buffer_size(BYTES).unwrap();
+    let connect = client.connect(listener.local_addr().unwrap());
+    let (near, far) = tokio::join!(listener.accept(), connect);
+    (near.unwrap().0, far.unwrap())
+}
+
+/// Returns a control packet with the prefix of a stream.
+fn control(opcode: Opcode, id: u32) -> Vec<u8> {
+    let packet = ControlPacket {
+        opcode,
+        key_id: KeyId::of(0),
+        session: SessionId([7; 8]),
+        acks: Vec::new(),
+        peer_session: None,
+        id: Some(id),
+        payload: &[],
+    };
+    let mut out = bytes::BytesMut::new();
+    packet.write(&mut out);
+    let length = u16::try_from(out.len()).unwrap().to_be_bytes();
+    [&length[..], &out].concat()
+}
+
+#[tokio::test]
+async fn output_for_a_peer_that_never_reads_is_bounded() {
+    let (config, _) = configs(Transport::Tcp);
+    let (near, far) = narrow_connection().await;
+    let (peer, _peers) = mpsc::unbounded_channel();
+    let role = Echo {
+        address: SERVER,
+        peer,
+        reports: 0,
+        rekeyed: false,
+    };
+    let session = Session::server(Arc::new(config), 0, now());
+    let mut link = Link::tcp(near, session, 1500, role);
+    // Every repeated packet is acknowledged. An id in the upper half counts as repeated.
+    let repeated = (0..100).map(|id| control(Opcode::ControlV1, 1 << 31 | id));
+    let repeated = repeated.collect::<Vec<_>>().concat();
+    let mut unsent = control(Opcode::HardResetClientV2, 0);
+    let mut send = || {
+        if unsent.len() < repeated.len() {
+            unsent.extend_from_slice(&repeated);
+        }
+        let written = far.try_write(&unsent).unwrap_or_default();
+        unsent.drain(..written);
+    };
+    let fill = async {
+        while link.wire.has_control_room() {
+            tokio::select! {
+                turn = poll_fn(|cx| link.poll_turn(cx)) => turn.unwrap(),
+                _ = far.writable() => send(),
+            }
+        }
+    };
+    timeout(PATIENCE, fill).await.unwrap();
+    let full = link.wire.out().len();
+    assert!(full < 256 << 10, "{full} bytes wait");
+    for _ in 0..100 {
+        send();
+        let turn = poll_fn(|cx| Poll::Ready(link.poll_turn(cx))).await;
+        assert!(!matches!(turn, Poll::Ready(Err(_))));
+        tokio::task::yield_now().await;
+    }
+    let after = link.wire.out().len();
+    assert!(after <= full, "{after} bytes wait after {full}");
 }
