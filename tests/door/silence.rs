@@ -1,13 +1,11 @@
 //! Peers that vanish while bytes are on the way to them, and live peers that do not read. Every test runs in a
 //! separate network namespace.
 
-use std::process::Command;
 use std::sync::Arc;
 use std::time::Duration;
 
-use culvert_tests::envoy::skip;
 use culvert_tests::eventually;
-use culvert_tests::namespace::alone;
+use culvert_tests::namespace::{Direction, alone, can_cut_off, cut_off, restore};
 use rustls::pki_types::ServerName;
 use rustls::{ClientConfig, ClientConnection, RootCertStore};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -34,6 +32,9 @@ const FLAGS: [&str; 6] = [
     "--upstream-tcp-keepalive-probes=3",
 ];
 const PATIENCE: Duration = Duration::from_secs(4);
+
+/// Both directions of packets.
+const BOTH: &[Direction] = &[Direction::From, Direction::To];
 
 /// A front door with two connections: one by server name, and one by HTTP/1.1 CONNECT.
 struct Pairs {
@@ -107,32 +108,6 @@ fn hello() -> Vec<u8> {
     hello
 }
 
-/// Drops every packet from and to an address.
-fn cut_off(address: &str) {
-    for side in ["-s", "-d"] {
-        let args = ["-w", "-A", "INPUT", side, address, "-j", "DROP"];
-        let output = Command::new("iptables").args(args).output().unwrap();
-        assert!(output.status.success(), "{output:?}");
-    }
-}
-
-/// Removes the rules of [`cut_off`].
-fn restore() {
-    let output = Command::new("iptables")
-        .args(["-w", "-F", "INPUT"])
-        .output();
-    assert!(output.unwrap().status.success());
-}
-
-/// Returns true if iptables is installed. Otherwise the test is skipped with a line on stderr.
-fn can_cut_off() -> bool {
-    let found = Command::new("iptables").arg("--version").output().is_ok();
-    if !found {
-        skip("no iptables");
-    }
-    found
-}
-
 /// Reads until the end of the stream or a reset.
 async fn ends(stream: &mut TcpStream) {
     let mut rest = Vec::new();
@@ -146,7 +121,7 @@ fn a_client_that_vanishes_with_bytes_in_flight_is_detected() {
     }
     alone(async || {
         let mut pairs = Pairs::start().await;
-        cut_off(CLIENT);
+        cut_off(CLIENT, BOTH);
         for (_, endpoint) in &mut pairs.pairs {
             endpoint.write_all(b"nobody hears this").await.unwrap();
         }
@@ -164,7 +139,7 @@ fn an_endpoint_that_vanishes_with_bytes_in_flight_is_detected() {
     }
     alone(async || {
         let mut pairs = Pairs::start().await;
-        cut_off(ENDPOINT);
+        cut_off(ENDPOINT, BOTH);
         for (client, _) in &mut pairs.pairs {
             client.write_all(b"nobody hears this").await.unwrap();
         }
@@ -207,7 +182,7 @@ fn a_client_that_does_not_read_is_kept_until_it_vanishes() {
         timely("four bytes", endpoint.read_exact(&mut read[..4]))
             .await
             .unwrap();
-        cut_off(CLIENT);
+        cut_off(CLIENT, BOTH);
         let mut other = timely("the end", second).await.unwrap();
         ends(&mut other).await;
         drop(door);
@@ -236,7 +211,7 @@ fn an_endpoint_that_only_sends_survives_a_short_packet_loss() {
             clients.push(writes);
         }
         sleep(PATIENCE * 2).await;
-        cut_off(ENDPOINT);
+        cut_off(ENDPOINT, BOTH);
         for client in &mut clients {
             client.write_all(b"!").await.unwrap();
         }

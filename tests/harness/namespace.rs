@@ -111,6 +111,67 @@ pub fn ip(words: &str) -> Result<String, String> {
     outcome(Command::new("ip").args(words.split(' ')))
 }
 
+/// Replaces `/etc/hosts` for this process and its children. `names` are pairs of a name and an address.
+///
+/// # Panics
+/// If the caller is not inside [`alone`], or the file cannot be mounted.
+pub fn hosts(names: &[(&str, &str)]) {
+    assert!(is_inside(), "call namespace::alone first");
+    let lines = names
+        .iter()
+        .map(|(name, address)| format!("{address} {name}\n"));
+    let file = tempfile::NamedTempFile::new().expect("a temporary file");
+    std::fs::write(file.path(), lines.collect::<String>()).expect("writing names");
+    let mut mount = Command::new("mount");
+    mount.arg("--bind").arg(file.path()).arg("/etc/hosts");
+    outcome(&mut mount).unwrap_or_else(|why| panic!("mounting /etc/hosts: {why}"));
+}
+
+/// Direction of packets, seen from an address.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Direction {
+    /// Packets with the address as their source.
+    From,
+    /// Packets with the address as their destination.
+    To,
+}
+
+/// Drops packets from and to an address of this network, without an error for the sender.
+///
+/// # Panics
+/// If the caller is not inside [`alone`], or `iptables` fails.
+pub fn cut_off(address: &str, directions: &[Direction]) {
+    assert!(is_inside(), "call namespace::alone first");
+    for direction in directions {
+        let side = match direction {
+            Direction::From => "-s",
+            Direction::To => "-d",
+        };
+        let args = ["-w", "-A", "INPUT", side, address, "-j", "DROP"];
+        outcome(Command::new("iptables").args(args)).expect("iptables");
+    }
+}
+
+/// Removes the rules of [`cut_off`].
+///
+/// # Panics
+/// If `iptables` fails.
+pub fn restore() {
+    outcome(Command::new("iptables").args(["-w", "-F", "INPUT"])).expect("iptables");
+}
+
+/// Returns true if `iptables` is installed. Otherwise prints a message on stderr.
+///
+/// # Panics
+/// If `iptables` is missing and `CI=true`.
+pub fn can_cut_off() -> bool {
+    let found = Command::new("iptables").arg("--version").output().is_ok();
+    if !found {
+        skip("no iptables");
+    }
+    found
+}
+
 /// Returns an `unshare` command. The namespaces end with `unshare`, and `unshare` ends with the thread that
 /// starts the command, even if the thread is killed.
 fn unshare() -> Command {
