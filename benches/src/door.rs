@@ -21,6 +21,7 @@ use tokio::time::sleep;
 
 use self::contenders::{CONTENDERS, Contender, Door, ENVOY, HAPROXY};
 use self::rows::{Front, Kind, MANY, SERVICES_MEMORY};
+use crate::aborts;
 use crate::endpoint::Endpoints;
 use crate::figures::{
     CPU_PER_DIAL, CPU_PER_ECHO, CPU_PER_GIB, DIAL_RATE, Figures, IDLE_MEMORY, MEMORY_START, MIB,
@@ -175,6 +176,10 @@ impl Scenario for Lab {
             Kind::Crowd => {
                 let time = Duration::from_secs_f64(2.0 * self.seconds);
                 stalled::measure(&CROWD, entry, endpoints, time).await
+            }
+            Kind::Aborted(by) => {
+                let time = Duration::from_secs_f64(2.0 * self.seconds);
+                aborts::measure(by, entry, endpoints, time, || door.cpu_time()).await
             }
             Kind::Change => {
                 let other = Endpoints::start().await.context("endpoints")?;

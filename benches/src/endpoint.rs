@@ -13,7 +13,10 @@
 //! | `batches N` | sends one byte for every N bytes received |
 //! | `echo` | sends everything back |
 //! | `port` | sends the port of this endpoint in two bytes and closes |
+//! | `peer` | sends the port of its peer in two bytes, and closes after the client has closed |
 //! | `hold` | reads nothing until [`Endpoints::release`] |
+//! | `abort download` | sends the pattern until [`Endpoints::release`], and resets the connection |
+//! | `abort upload` | receives until [`Endpoints::release`], and resets the connection |
 //!
 //! The endpoint of idle connections is a separate process ([`serve`]). Otherwise each connection would need
 //! two file descriptors of this process.
@@ -22,10 +25,12 @@ use std::io;
 use std::net::{Ipv4Addr, SocketAddr, SocketAddrV4};
 use std::process::ExitCode;
 use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::{Buf as _, BytesMut};
 use culvert_kit::pattern::{self, MAX_PIECE};
 use culvert_kit::services::Services;
+use socket2::SockRef;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::sync::Notify;
@@ -96,7 +101,7 @@ impl Endpoints {
         self.lean
     }
 
-    /// Closes every connection in `hold`.
+    /// Closes every connection in `hold`, and resets every connection in `abort`.
     pub(crate) fn release(&self) {
         self.held.notify_waiters();
     }
@@ -125,7 +130,7 @@ pub(crate) fn serve() -> ExitCode {
 
 /// Opens a listener with a long queue. A client that is refused retries after a second, and front doors give
 /// up by then.
-fn listen(socket: TcpSocket, at: SocketAddr) -> io::Result<TcpListener> {
+pub(crate) fn listen(socket: TcpSocket, at: SocketAddr) -> io::Result<TcpListener> {
     socket.bind(at)?;
     socket.listen(BACKLOG)
 }
@@ -146,11 +151,18 @@ async fn serve_one(mut stream: TcpStream, held: Arc<Notify>) -> io::Result<()> {
         Some(("upload", count)) => upload(stream, number(count)?, rest.len()).await,
         Some(("bursts", count)) => bursts(stream, number(count)?, rest.len()).await,
         Some(("batches", count)) => batches(stream, number(count)?, rest.len()).await,
+        Some(("abort", "download")) => abort(stream, true, held).await,
+        Some(("abort", "upload")) => abort(stream, false, held).await,
         None if line == "echo" => echo(stream, &rest).await,
         None if line == "port" => {
             let port = stream.local_addr()?.port();
             stream.write_u16(port).await?;
             stream.shutdown().await
+        }
+        None if line == "peer" => {
+            let port = stream.peer_addr()?.port();
+            stream.write_u16(port).await?;
+            stream.read(&mut [0]).await.map(|_| ())
         }
         None if line == "hold" => {
             held.notified().await;
@@ -161,7 +173,7 @@ async fn serve_one(mut stream: TcpStream, held: Arc<Notify>) -> io::Result<()> {
 }
 
 /// Returns the first line, and the bytes received after it.
-async fn first_line(stream: &mut TcpStream) -> io::Result<(String, BytesMut)> {
+pub(crate) async fn first_line(stream: &mut TcpStream) -> io::Result<(String, BytesMut)> {
     let mut bytes = BytesMut::with_capacity(MAX_LINE);
     fill(stream, &mut bytes, 1).await?;
     if bytes.first() == Some(&HANDSHAKE) {
@@ -220,6 +232,24 @@ async fn fetch(mut stream: TcpStream, count: u64) -> io::Result<()> {
         stream.write_all(&piece).await?;
     }
     stream.read(&mut [0]).await.map(|_| ())
+}
+
+/// Transfers bytes until the release, and resets the connection.
+async fn abort(mut stream: TcpStream, is_download: bool, held: Arc<Notify>) -> io::Result<()> {
+    let transfer = async {
+        if is_download {
+            for piece in pattern::pieces(u64::MAX) {
+                stream.write_all(&piece).await?;
+            }
+        }
+        let mut buffer = vec![0; MAX_PIECE];
+        while stream.read(&mut buffer).await? > 0 {}
+        Ok(())
+    };
+    tokio::select! {
+        ended = transfer => ended,
+        () = held.notified() => SockRef::from(&stream).set_linger(Some(Duration::ZERO)),
+    }
 }
 
 /// Receives `count` bytes; `received` bytes have already arrived.
@@ -330,6 +360,10 @@ mod tests {
 
         let mut stream = ask(&endpoints, "port\n").await;
         assert_eq!(stream.read_u16().await.unwrap(), endpoints.lean().port());
+
+        let mut stream = ask(&endpoints, "peer\n").await;
+        let own = stream.local_addr().unwrap().port();
+        assert_eq!(stream.read_u16().await.unwrap(), own);
 
         let mut stream = ask(&endpoints, "nonsense\n").await;
         assert_eq!(stream.read(&mut [0]).await.unwrap_or(0), 0);

@@ -9,6 +9,7 @@
 //! | [`report`] | medians, ratios, JSON |
 //! | [`memory`] | memory of idle connections |
 //! | [`stalled`] | echoes beside connections that nobody reads |
+//! | [`aborts`] | load right after aborted connections |
 //! | [`measure`] | measurement of a load of a given amount |
 //! | [`bulk`] | a load without an end, for a given time |
 //! | [`load`] | a load of a given amount |
@@ -20,6 +21,7 @@
 //! Our programs are the shipped programs; Cargo builds them first. The endpoint of idle connections is this
 //! program, started under another name.
 
+mod aborts;
 mod bulk;
 mod door;
 mod endpoint;

@@ -27,6 +27,7 @@ pub(crate) const BULK: &[&str] = &[
 ];
 pub(crate) const DIALS: &[&str] = &["dial + 1 byte, 8 at a time"];
 pub(crate) const ECHOES: &[&str] = &["64-byte echo, 1 connection", "64-byte echo, 8 connections"];
+pub(crate) const ABORTED: &[&str] = &["8 aborted by clients", "8 aborted by endpoints"];
 pub(crate) const IDLE: &[&str] = &["memory, 10,000 idle"];
 
 /// The last row: the memory of the long-running programs.

@@ -32,6 +32,7 @@ pub(crate) use self::ground::again;
 use self::rows::{
     CLIENT_AFTER, CLIENT_START, FRONT, Kind, RESENT, ROWS, SERVER_AFTER, SERVER_START,
 };
+use crate::aborts;
 use crate::figures::{Figures, Metric, P99_STALLED, RATE};
 use crate::memory;
 use crate::names::{BULK, MEMORY, OURS, OURS_STOCK, STOCK};
@@ -173,6 +174,14 @@ impl Scenario for Lab {
             Kind::Crowd => {
                 let (entry, endpoints) = (&running.entry, &running.endpoints);
                 stalled::measure(&CROWD, entry, endpoints, time).await
+            }
+            Kind::Aborted(by) => {
+                let cpu = || {
+                    let [server, client] = running.ask(Program::cpu_time)?;
+                    Ok(Some(server + client))
+                };
+                let (entry, endpoints) = (&running.entry, &running.endpoints);
+                aborts::measure(by, entry, endpoints, time, cpu).await
             }
             Kind::Switch => {
                 let pause = Duration::from_secs_f64(self.seconds.min(1.0));

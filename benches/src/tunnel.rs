@@ -6,12 +6,14 @@
 //! | [`contenders`] | the contenders and their running programs |
 //! | [`relay`] | contenders that are not pairs of server and agent |
 //! | [`delay`] | a long path between the two halves of a contender |
+//! | [`lost`] | the loss of one of two agents |
 //! | [`driver`] | the load on a gRPC front end: the real client library, in the Go driver |
 //! | [`targets`] | the comparison and its targets |
 
 mod contenders;
 mod delay;
 mod driver;
+mod lost;
 mod relay;
 mod rows;
 mod targets;
@@ -38,7 +40,7 @@ use crate::rows::Row;
 use crate::runner::{self, Scenario};
 use crate::stalled::{self, Crowd};
 use crate::svg::{Picture, bar, panel};
-use crate::{bulk, memory};
+use crate::{aborts, bulk, memory};
 
 /// The picture that `--svg` draws.
 static PICTURE: Picture = Picture {
@@ -156,7 +158,8 @@ impl Scenario for Lab {
     /// Contenders other than pairs have no front end and are measured together with the first one; on a long path
     /// the direct load is the reference for every front end.
     fn has(front: Front, kind: Kind, contender: Contender) -> bool {
-        let suits = contender.has_programs() || kind.suits_direct();
+        let pairs_only = kind == Kind::LostAgent && !contender.is_pair();
+        let suits = (contender.has_programs() || kind.suits_direct()) && !pairs_only;
         let far = matches!(kind, Kind::Far(_)) && !contender.has_programs();
         suits && (contender.is_pair() || front == Front::Connect || far)
     }
@@ -184,6 +187,14 @@ impl Scenario for Lab {
             Kind::Stalled => {
                 let time = rows::crowd_time(self.seconds);
                 stalled::measure(&CROWD, entry, &self.endpoints, time).await
+            }
+            Kind::Aborted(by) => {
+                let cpu = || running.cpu_time();
+                aborts::measure(by, entry, &self.endpoints, time, cpu).await
+            }
+            Kind::LostAgent => {
+                let starting = Tunnel::with_spare(contender, front.mode(), &self.programs);
+                lost::measure(starting.await?, target, time).await
             }
             Kind::Far(path) => {
                 let (mode, path) = (front.mode(), Some(path));

@@ -2,6 +2,7 @@
 
 use clap::ValueEnum;
 
+use crate::aborts::By;
 use crate::figures::Metric;
 use crate::load::{Job, Work};
 use crate::rows::{self, Row};
@@ -25,6 +26,8 @@ pub(super) enum Kind {
     Load(Job),
     /// Echoes, first alone and then beside connections that nobody reads.
     Crowd,
+    /// A paced load, first before bulk connections and then right after their abort.
+    Aborted(By),
     /// A change of one of [`MANY`] Services.
     Change,
     /// Memory with [`MANY`] Services.
@@ -64,18 +67,20 @@ const fn load(name: &'static str, work: Work, connections: u64, warm_up: u64) ->
     Row::new(name, Kind::Load(Job::new(work, connections, warm_up)))
 }
 
-const SNI_ROWS: [Row<Kind>; 8] = [
+const SNI_ROWS: [Row<Kind>; 10] = [
     load("download, 1 connection", Work::Fetch, 1, 32 << 20),
     load("download, 8 connections", Work::Fetch, 8, 8 << 20),
     load("upload, 1 connection", Work::Upload, 1, 32 << 20),
     load("upload, 8 connections", Work::Upload, 8, 8 << 20),
     load("dial + 1 byte, 8 at a time", Work::Dials, 8, 20),
+    Row::new("8 aborted by clients", Kind::Aborted(By::Client)),
+    Row::new("8 aborted by endpoints", Kind::Aborted(By::Endpoint)),
     Row::new("1 of 1,000 Services changes", Kind::Change),
     Row::new("memory, 1,000 Services", Kind::Services),
     Row::new("memory, 10,000 idle", Kind::Idle),
 ];
 
-const NODE_ROWS: [Row<Kind>; 7] = [
+const NODE_ROWS: [Row<Kind>; 9] = [
     load("download, 1 connection", Work::Fetch, 1, 32 << 20),
     load("download, 8 connections", Work::Fetch, 8, 8 << 20),
     load("upload, 1 connection", Work::Upload, 1, 32 << 20),
@@ -83,13 +88,15 @@ const NODE_ROWS: [Row<Kind>; 7] = [
     load("64-byte echo, 1 connection", Work::Echo, 1, 500),
     load("64-byte echo, 8 connections", Work::Echo, 8, 100),
     Row::new("1000 echoes beside 2 stalled", Kind::Crowd),
+    Row::new("8 aborted by clients", Kind::Aborted(By::Client)),
+    Row::new("8 aborted by endpoints", Kind::Aborted(By::Endpoint)),
 ];
 
 impl rows::Kind for Kind {
     fn rounds(&self, rounds: u32) -> u32 {
         match self {
             Kind::Load(_) => rounds,
-            Kind::Crowd | Kind::Change => rounds.min(3),
+            Kind::Crowd | Kind::Aborted(_) | Kind::Change => rounds.min(3),
             Kind::Services | Kind::Idle => 1,
         }
     }
@@ -102,6 +109,7 @@ impl rows::Kind for Kind {
         match self {
             Kind::Load(_) => 1.3 * seconds + 0.5,
             Kind::Crowd => 4.0 * seconds + 3.5,
+            Kind::Aborted(_) => 4.0 * seconds + 1.5,
             Kind::Change => 3.0,
             Kind::Services => 4.0,
             Kind::Idle => 10.0,

@@ -3,9 +3,10 @@
 use crate::door::contenders::{ENVOY, HAPROXY};
 use crate::door::rows::{CHANGE, CHANGED, CROWD, DROPPED, Front, SERVICES, SERVICES_MEMORY};
 use crate::figures::{
-    CPU_PER_DIAL, CPU_PER_GIB, DIAL_RATE, IDLE_MEMORY, MEMORY_START, Metric, P50, RATIO_STALLED,
+    CPU_BY_BEFORE, CPU_PER_DIAL, CPU_PER_GIB, DIAL_BY_BEFORE, DIAL_RATE, ECHO_BY_BEFORE,
+    IDLE_MEMORY, MEMORY_START, Metric, P50, RATIO_STALLED,
 };
-use crate::names::{BULK, DIALS, DIRECT, ECHOES, IDLE, MEMORY, OURS};
+use crate::names::{ABORTED, BULK, DIALS, DIRECT, ECHOES, IDLE, MEMORY, OURS};
 use crate::report::Comparison;
 use crate::targets::{Bound, Target};
 
@@ -58,7 +59,7 @@ const fn alone(
 }
 
 /// Targets of `door`.
-const TARGETS: [Target; 14] = [
+const TARGETS: [Target; 20] = [
     by(ENVOY, SNI, BULK, CPU_PER_GIB, Bound::AtMost(0.5)),
     by(HAPROXY, SNI, BULK, CPU_PER_GIB, Bound::AtMost(1.0)),
     by(ENVOY, SNI, DIALS, CPU_PER_DIAL, Bound::AtMost(0.667)),
@@ -73,6 +74,12 @@ const TARGETS: [Target; 14] = [
     alone(SNI, CHANGED, CHANGE, 200.0),
     alone(SNI, CHANGED, DROPPED, 0.0),
     alone(NODE, CROWD, RATIO_STALLED, 1.5),
+    alone(SNI, ABORTED, ECHO_BY_BEFORE, 1.1),
+    alone(SNI, ABORTED, DIAL_BY_BEFORE, 1.1),
+    alone(SNI, ABORTED, CPU_BY_BEFORE, 1.1),
+    alone(NODE, ABORTED, ECHO_BY_BEFORE, 1.1),
+    alone(NODE, ABORTED, DIAL_BY_BEFORE, 1.1),
+    alone(NODE, ABORTED, CPU_BY_BEFORE, 1.1),
 ];
 
 #[cfg(test)]

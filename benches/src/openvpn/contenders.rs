@@ -107,7 +107,7 @@ impl Contender {
     pub(super) fn has(self, kind: Kind) -> bool {
         let (tcp, ours) = (self.proto == Proto::Tcp, self.server == Make::Ours);
         match kind {
-            Kind::Load(_) => true,
+            Kind::Load(_) | Kind::Aborted(_) => true,
             Kind::Bursts(_) => ours,
             Kind::Crowd => tcp && ours,
             Kind::Switch => tcp && !self.needs_stock(),

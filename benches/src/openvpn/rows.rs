@@ -1,5 +1,6 @@
 //! The rows, their figures, and their durations.
 
+use crate::aborts::By;
 use crate::figures::Metric;
 use crate::load::{Job, Work};
 use crate::rows::{self, Row};
@@ -41,6 +42,8 @@ pub(super) enum Kind {
     Bursts(Work),
     /// Echoes, first alone and then beside connections that nobody reads.
     Crowd,
+    /// A paced load, first before bulk connections and then right after their abort.
+    Aborted(By),
     /// Switches of the tunnel for new connections.
     Switch,
 }
@@ -49,7 +52,7 @@ const fn load(name: &'static str, work: Work, connections: u64, warm_up: u64) ->
     Row::new(name, Kind::Load(Job::new(work, connections, warm_up)))
 }
 
-pub(super) const ROWS: [Row<Kind>; 8] = [
+pub(super) const ROWS: [Row<Kind>; 10] = [
     load("download, 1 connection", Work::Download, 1, 8 << 20),
     load("download, 8 connections", Work::Download, 8, 2 << 20),
     load("upload, 1 connection", Work::Upload, 1, 8 << 20),
@@ -57,6 +60,8 @@ pub(super) const ROWS: [Row<Kind>; 8] = [
     Row::new("download, bursts of 4 MiB", Kind::Bursts(Work::Download)),
     Row::new("upload, bursts of 4 MiB", Kind::Bursts(Work::Upload)),
     Row::new("200 echoes beside 2 stalled", Kind::Crowd),
+    Row::new("8 aborted by clients", Kind::Aborted(By::Client)),
+    Row::new("8 aborted by endpoints", Kind::Aborted(By::Endpoint)),
     Row::new("40 switches beside 200 dials/s", Kind::Switch),
 ];
 
@@ -64,7 +69,7 @@ impl rows::Kind for Kind {
     fn rounds(&self, rounds: u32) -> u32 {
         match self {
             Kind::Load(_) => rounds,
-            Kind::Bursts(_) | Kind::Crowd => rounds.min(3),
+            Kind::Bursts(_) | Kind::Crowd | Kind::Aborted(_) => rounds.min(3),
             Kind::Switch => 1,
         }
     }
@@ -78,6 +83,7 @@ impl rows::Kind for Kind {
             Kind::Load(_) => 1.3 * seconds + 0.5,
             Kind::Bursts(_) => 2.0 * seconds + 0.5,
             Kind::Crowd => 4.0 * seconds + 3.5,
+            Kind::Aborted(_) => 4.0 * seconds + 1.5,
             Kind::Switch => f64::from(SWITCHES) * seconds.min(1.0) + 5.0,
         }
     }

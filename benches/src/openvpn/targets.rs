@@ -1,7 +1,7 @@
 //! The comparison of `openvpn`, and the targets for our programs.
 
-use crate::figures::{Metric, RATE, RATIO_STALLED};
-use crate::names::{BULK, OURS, OURS_STOCK, STOCK};
+use crate::figures::{CPU_BY_BEFORE, DIAL_BY_BEFORE, ECHO_BY_BEFORE, Metric, RATE, RATIO_STALLED};
+use crate::names::{ABORTED, BULK, OURS, OURS_STOCK, STOCK};
 use crate::openvpn::contenders::{OURS_STOCK_UDP, OURS_UDP};
 use crate::openvpn::rows::{
     BURSTS, CLIENT_GBIT, CROWD, CUT, FAILED, SERVER_GBIT, SERVER_LOAD, SWITCHED,
@@ -57,8 +57,13 @@ const fn by(
     }
 }
 
+/// A target for a load after aborts, relative to the same load before.
+const fn aborted(contender: &'static str, metric: Metric) -> Target {
+    alone(contender, ABORTED, metric, Bound::AtMost(1.1))
+}
+
 /// Targets of `openvpn`.
-const TARGETS: [Target; 10] = [
+const TARGETS: [Target; 16] = [
     by(STOCK, OURS_STOCK, BULK, 1.0),
     alone(OURS_STOCK, BULK, SERVER_LOAD, Bound::AtMost(60.0)),
     // Each process counts only its own processor time. The figure for both together has no target.
@@ -68,6 +73,12 @@ const TARGETS: [Target; 10] = [
     by(OURS_STOCK, OURS_STOCK_UDP, BURSTS, 0.7),
     alone(OURS, CROWD, RATIO_STALLED, Bound::AtMost(2.0)),
     alone(OURS_STOCK, CROWD, RATIO_STALLED, Bound::AtMost(2.0)),
+    aborted(OURS, ECHO_BY_BEFORE),
+    aborted(OURS, DIAL_BY_BEFORE),
+    aborted(OURS, CPU_BY_BEFORE),
+    aborted(OURS_STOCK, ECHO_BY_BEFORE),
+    aborted(OURS_STOCK, DIAL_BY_BEFORE),
+    aborted(OURS_STOCK, CPU_BY_BEFORE),
     alone(OURS, SWITCHED, FAILED, Bound::AtMost(0.0)),
     alone(OURS, SWITCHED, CUT, Bound::AtMost(0.0)),
 ];

@@ -152,6 +152,8 @@ enum Parts {
 #[derive(Debug)]
 pub(super) struct Tunnel {
     parts: Parts,
+    /// Number of the agent whose figures are read.
+    agent: usize,
     /// Entry of the load.
     pub entry: Entry,
     /// The simulated path between the two halves, if any.
@@ -172,7 +174,7 @@ impl Tunnel {
             Kind::Pair { server, agent } => {
                 let server = server.executable(programs, SERVER, |stock| &stock.proxy_server)?;
                 let agent = agent.executable(programs, AGENT, |stock| &stock.proxy_agent)?;
-                Self::pair(server, agent, mode, path).await
+                Self::pair(server, [agent].into(), mode, path).await
             }
             Kind::Relay(kind) => {
                 let mut ports = Ports::default();
@@ -184,6 +186,7 @@ impl Tunnel {
                 Ok(Self {
                     entry: relay.entry.clone(),
                     parts: Parts::Relay(Box::new(relay)),
+                    agent: 0,
                     _delay: delay,
                 })
             }
@@ -191,6 +194,7 @@ impl Tunnel {
                 let delay = Delay::to(target, path).await?;
                 Ok(Self {
                     parts: Parts::Nothing,
+                    agent: 0,
                     entry: Entry::Plain(delay.as_ref().map_or(target, Delay::address)),
                     _delay: delay,
                 })
@@ -198,9 +202,23 @@ impl Tunnel {
         }
     }
 
+    /// Starts a server and two agents.
+    pub(super) async fn with_spare(
+        contender: Contender,
+        mode: Mode,
+        programs: &Programs,
+    ) -> anyhow::Result<Self> {
+        let Kind::Pair { server, agent } = contender.kind else {
+            bail!("not a pair");
+        };
+        let server = server.executable(programs, SERVER, |stock| &stock.proxy_server)?;
+        let agent = agent.executable(programs, AGENT, |stock| &stock.proxy_agent)?;
+        Self::pair(server, vec![agent.clone(), agent], mode, None).await
+    }
+
     async fn pair(
         server: Executable,
-        agent: Executable,
+        agents: Vec<Executable>,
         mode: Mode,
         path: Option<Path>,
     ) -> anyhow::Result<Self> {
@@ -217,11 +235,11 @@ impl Tunnel {
             server_flags.push(&agent_port);
             agent_flags.push(&server_port);
         }
-        let starting = Topology::builder(mode, Transport::Uds)
-            .server(server, &server_flags)
-            .agent(agent, &agent_flags)
-            .start();
-        let topology = harness(starting).await?;
+        let mut builder = Topology::builder(mode, Transport::Uds).server(server, &server_flags);
+        for agent in agents {
+            builder = builder.agent(agent, &agent_flags);
+        }
+        let topology = harness(builder.start()).await?;
         let entry = match topology.front_end() {
             FrontEnd::GrpcUds(path) => Entry::Grpc(path.clone()),
             FrontEnd::ConnectUds(path) => Entry::Connect(path.clone()),
@@ -229,6 +247,7 @@ impl Tunnel {
         };
         Ok(Self {
             parts: Parts::Pair(Box::new(topology)),
+            agent: 0,
             entry,
             _delay: delay,
         })
@@ -240,12 +259,40 @@ impl Tunnel {
         Ok(far)
     }
 
+    /// Kills an agent.
+    pub(super) fn lose_agent(&mut self, agent: usize) -> anyhow::Result<()> {
+        let topology = self.topology()?;
+        ask(|| topology.kill_agent(agent))
+    }
+
+    /// Starts a killed agent, and waits until the server uses it.
+    pub(super) async fn start_agent(&mut self, agent: usize) -> anyhow::Result<()> {
+        let topology = self.topology()?;
+        harness(async {
+            topology.start_agent(agent).await;
+            topology.wait_for_agents().await;
+        })
+        .await
+    }
+
+    /// Reads the figures of this agent from now on.
+    pub(super) fn observe_agent(&mut self, agent: usize) {
+        self.agent = agent;
+    }
+
+    fn topology(&mut self) -> anyhow::Result<&mut Topology> {
+        match &mut self.parts {
+            Parts::Pair(topology) => Ok(topology),
+            Parts::Relay(_) | Parts::Nothing => bail!("not a pair"),
+        }
+    }
+
     /// Reads a figure of both programs.
     fn ask<T>(&mut self, figure: impl Fn(&Program) -> T) -> anyhow::Result<[Option<T>; 2]> {
         ask(|| match &mut self.parts {
             Parts::Pair(topology) => [
                 Some(figure(topology.server(0))),
-                Some(figure(topology.agent(0))),
+                Some(figure(topology.agent(self.agent))),
             ],
             Parts::Relay(relay) => [&relay.near, &relay.far].map(|p| Some(figure(p))),
             Parts::Nothing => [None, None],

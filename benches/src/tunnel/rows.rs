@@ -5,6 +5,7 @@ use std::time::Duration;
 use clap::ValueEnum;
 use culvert_tests::Mode;
 
+use crate::aborts::By;
 use crate::load::{Job, Work};
 use crate::rows::{self, Row};
 use crate::tunnel::delay::Path;
@@ -51,6 +52,10 @@ pub(super) enum Kind {
     EchoBesideBulk,
     /// Echoes, first alone and then beside connections that nobody reads.
     Stalled,
+    /// A paced load, first before bulk connections and then right after their abort.
+    Aborted(By),
+    /// The same load with two agents, right after one of them was killed.
+    LostAgent,
     /// One download along a simulated path.
     Far(Path),
     /// Idle connections.
@@ -67,7 +72,10 @@ const fn far(name: &'static str, rate: Option<f64>) -> Row<Kind> {
     Row::new(name, Kind::Far(Path { one_way: FAR, rate }))
 }
 
-pub(super) const ROWS: [Row<Kind>; 15] = [
+/// Name of the row of [`Kind::LostAgent`].
+pub(super) const LOST: &str = "8 aborted with their agent";
+
+pub(super) const ROWS: [Row<Kind>; 18] = [
     load("download, 1 connection", Work::Download, 1, 32 << 20),
     load("download, 8 connections", Work::Download, 8, 8 << 20),
     load("download, 64 connections", Work::Download, 64, 1 << 20),
@@ -79,6 +87,9 @@ pub(super) const ROWS: [Row<Kind>; 15] = [
     Row::new("64-byte echo beside 2 downloads", Kind::EchoBesideBulk),
     load("dial + 1 byte, 8 at a time", Work::Dials, 8, 20),
     Row::new("50 echoes beside 16 stalled", Kind::Stalled),
+    Row::new("8 aborted by clients", Kind::Aborted(By::Client)),
+    Row::new("8 aborted by endpoints", Kind::Aborted(By::Endpoint)),
+    Row::new(LOST, Kind::LostAgent),
     far("download, 100 ms RTT", None),
     far("download, 100 ms RTT, 1 Gbit/s", Some(LINE)),
     Row::new("memory, 10,000 idle", Kind::Idle),
@@ -89,13 +100,16 @@ impl rows::Kind for Kind {
     fn rounds(&self, rounds: u32) -> u32 {
         match self {
             Kind::Load(_) | Kind::EchoBesideBulk => rounds,
-            Kind::Stalled | Kind::Far(_) => rounds.min(3),
+            Kind::Stalled | Kind::Aborted(_) | Kind::LostAgent | Kind::Far(_) => rounds.min(3),
             Kind::Idle | Kind::AgentMemory => 1,
         }
     }
 
     fn is_fresh(&self) -> bool {
-        matches!(self, Kind::Far(_) | Kind::Idle | Kind::AgentMemory)
+        matches!(
+            self,
+            Kind::LostAgent | Kind::Far(_) | Kind::Idle | Kind::AgentMemory
+        )
     }
 
     fn estimate(&self, seconds: f64) -> f64 {
@@ -104,6 +118,8 @@ impl rows::Kind for Kind {
             Kind::EchoBesideBulk => 2.0 * seconds + 0.6,
             // Some contenders hang.
             Kind::Stalled => 12.0 * seconds + 6.0,
+            Kind::Aborted(_) => 4.0 * seconds + 1.5,
+            Kind::LostAgent => 4.0 * seconds + 6.0,
             Kind::Far(_) => 2.0 * seconds + 4.0,
             Kind::Idle => 12.0,
             Kind::AgentMemory => 2.0 * seconds + 5.0,

@@ -1,13 +1,14 @@
 //! The comparison of `tunnel`, and the targets for our programs.
 
 use crate::figures::{
-    AGENT_MEMORY, CPU_PER_DIAL, CPU_PER_GIB, IDLE_MEMORY, MEMORY_START, Metric, P50, P99, RATE,
-    RATIO_STALLED,
+    AGENT_MEMORY, CPU_BY_BEFORE, CPU_PER_DIAL, CPU_PER_GIB, DIAL_BY_BEFORE, ECHO_BY_BEFORE,
+    IDLE_MEMORY, MEMORY_START, Metric, P50, P99, RATE, RATIO_STALLED,
 };
 use crate::names::{self, BULK, DIALS, DIRECT, ECHOES, OURS, OURS_STOCK, STOCK};
 use crate::report::Comparison;
 use crate::targets::{Bound, Target};
 use crate::tunnel::contenders::{RATHOLE, RELAY, STOCK_OURS};
+use crate::tunnel::rows::LOST;
 
 /// Server and agent, compared with the stock pair and with the cost of TLS alone.
 pub(crate) static COMPARISON: Comparison = Comparison {
@@ -29,6 +30,7 @@ const GRPC: Option<&str> = Some("gRPC");
 
 const BESIDE: &[&str] = &["64-byte echo beside 2 downloads"];
 const STALLED: &[&str] = &["50 echoes beside 16 stalled"];
+const ABORTED: &[&str] = &["8 aborted by clients", "8 aborted by endpoints", LOST];
 const FAR: &[&str] = &["download, 100 ms RTT", "download, 100 ms RTT, 1 Gbit/s"];
 const MEMORY: &[&str] = &[
     names::MEMORY,
@@ -69,8 +71,16 @@ const fn alone(rows: &'static [&'static str], metric: Metric, bound: f64) -> Tar
     }
 }
 
+/// A target for a load after aborts, relative to the same load before.
+const fn aborted(contender: &'static str, metric: Metric) -> Target {
+    Target {
+        contender,
+        ..alone(ABORTED, metric, 1.1)
+    }
+}
+
 /// Targets of `tunnel`.
-const TARGETS: [Target; 18] = [
+const TARGETS: [Target; 27] = [
     ours(CONNECT, BULK, CPU_PER_GIB, Bound::AtMost(0.20)),
     Target {
         against: Some(RELAY),
@@ -88,6 +98,15 @@ const TARGETS: [Target; 18] = [
     ours(None, BESIDE, P50, Bound::AtMost(0.125)),
     ours(None, BESIDE, P99, Bound::AtMost(0.25)),
     alone(STALLED, RATIO_STALLED, 1.5),
+    aborted(OURS, ECHO_BY_BEFORE),
+    aborted(OURS, DIAL_BY_BEFORE),
+    aborted(OURS, CPU_BY_BEFORE),
+    aborted(OURS_STOCK, ECHO_BY_BEFORE),
+    aborted(OURS_STOCK, DIAL_BY_BEFORE),
+    aborted(OURS_STOCK, CPU_BY_BEFORE),
+    aborted(STOCK_OURS, ECHO_BY_BEFORE),
+    aborted(STOCK_OURS, DIAL_BY_BEFORE),
+    aborted(STOCK_OURS, CPU_BY_BEFORE),
     alone(MEMORY, MEMORY_START, 20.0),
     alone(MEMORY, IDLE_MEMORY, 12.0),
     alone(MEMORY, AGENT_MEMORY, 30.0),
