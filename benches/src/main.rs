@@ -2,7 +2,8 @@
 //!
 //! | module | content |
 //! |---|---|
-//! | [`tunnel`], [`door`], [`openvpn`] | the subcommands |
+//! | [`tunnel`], [`door`], [`openvpn`] | the subcommands that compare |
+//! | [`soak`] | the subcommand that checks traffic beside faults |
 //! | [`runner`] | the order of measurements, the same for all subcommands |
 //! | [`options`] | options of all subcommands |
 //! | [`table`], [`svg`] | the report as text and as a picture |
@@ -15,6 +16,7 @@
 //! | [`load`] | a load of a given amount |
 //! | [`entry`], [`endpoint`] | entry points and endpoints of loads |
 //! | [`programs`] | our programs and the stock programs |
+//! | [`sockets`] | the sockets of running programs |
 //! | [`harness`] | panics of the test harness as errors |
 //! | [`rows`], [`figures`], [`names`], [`targets`] | data types and names without logic |
 //!
@@ -38,6 +40,8 @@ mod programs;
 mod report;
 mod rows;
 mod runner;
+mod soak;
+mod sockets;
 mod stalled;
 mod svg;
 mod table;
@@ -62,6 +66,8 @@ enum Command {
     /// OpenVPN server and client: throughput, bursts over UDP, stalled connections, switches from and to
     /// Konnectivity, memory and processor time
     Openvpn(openvpn::Options),
+    /// All programs with checked traffic, beside random ends, freezes, rotations and attacks
+    Soak(soak::Options),
 }
 
 culvert_host::jemalloc!();
@@ -95,6 +101,7 @@ fn main() -> ExitCode {
             Command::Tunnel(options) => tunnel::run(options).await,
             Command::Door(options) => door::run(options).await,
             Command::Openvpn(options) => openvpn::run(options).await,
+            Command::Soak(options) => soak::run(options).await,
         }
     };
     let run = async {

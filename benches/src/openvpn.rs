@@ -27,8 +27,8 @@ use culvert_tests::Program;
 use tokio::time::sleep;
 
 use self::contenders::{CONTENDERS, Contender, Pair};
-use self::ground::Ground;
-pub(crate) use self::ground::again;
+pub(crate) use self::contenders::{Files, Proto, server_words};
+pub(crate) use self::ground::{Ground, again};
 use self::rows::{
     CLIENT_AFTER, CLIENT_START, FRONT, Kind, RESENT, ROWS, SERVER_AFTER, SERVER_START,
 };

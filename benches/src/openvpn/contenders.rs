@@ -54,7 +54,7 @@ enum Make {
 
 /// Transport protocol of the tunnel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Proto {
+pub(crate) enum Proto {
     Tcp,
     Udp,
 }
@@ -117,7 +117,7 @@ impl Contender {
 
 /// The files of an OpenVPN server and its client.
 #[derive(Debug)]
-pub(super) struct Files {
+pub(crate) struct Files {
     /// Certificates and keys.
     pub pki: Pki,
     clients: PathBuf,
@@ -127,7 +127,7 @@ pub(super) struct Files {
 impl Files {
     /// Writes the files. The address `behind` belongs to the client; the file with its route is in `dir`.
     /// Panics if the certificates cannot be written.
-    pub(super) fn write(dir: &Path, behind: Ipv4Addr) -> anyhow::Result<Self> {
+    pub(crate) fn write(dir: &Path, behind: Ipv4Addr) -> anyhow::Result<Self> {
         let clients = dir.join("clients");
         std::fs::create_dir(&clients)?;
         let route = format!("iroute {behind} 255.255.255.255\n");
@@ -140,7 +140,7 @@ impl Files {
     }
 
     /// Returns the flags of our server.
-    pub(super) fn server(&self, proto: Proto, listen: SocketAddr) -> Vec<String> {
+    pub(crate) fn server(&self, proto: Proto, listen: SocketAddr) -> Vec<String> {
         let pair = &self.pki.server;
         vec![
             format!("--openvpn-listen={}:{listen}", proto.name()),
@@ -154,7 +154,7 @@ impl Files {
     }
 
     /// Returns the flags of our agent as an OpenVPN client, including its listeners.
-    pub(super) fn client(
+    pub(crate) fn client(
         &self,
         proto: Proto,
         remote: SocketAddr,
@@ -310,7 +310,11 @@ fn stock(ground: &Ground) -> anyhow::Result<&'static OpenVpn> {
 }
 
 /// Returns the flags of our server apart from those for OpenVPN.
-fn server_words(pki: &Pki, [front, admin]: [&Path; 2], ports: &mut Ports) -> Vec<String> {
+pub(crate) fn server_words(
+    pki: &Pki,
+    [front, admin]: [&Path; 2],
+    ports: &mut Ports,
+) -> Vec<String> {
     let mut words = vec![
         "--v=1".to_owned(),
         "--mode=http-connect".to_owned(),

@@ -63,7 +63,7 @@ pub(crate) async fn again() -> anyhow::Result<Option<ExitCode>> {
 
 /// The networks available on this machine.
 #[derive(Debug)]
-pub(super) struct Ground {
+pub(crate) struct Ground {
     /// An address of this machine that is not on loopback. Our agent never dials loopback addresses.
     pub address: Ipv4Addr,
     /// The stock program, or the reason why it cannot be measured.
@@ -72,7 +72,7 @@ pub(super) struct Ground {
 
 impl Ground {
     /// Finds the networks of this machine. Fails if the machine has no address.
-    pub(super) fn find() -> anyhow::Result<Self> {
+    pub(crate) fn find() -> anyhow::Result<Self> {
         if namespace::is_inside() {
             for words in ["link set lo up", &format!("address add {OWN}/32 dev lo")] {
                 ip(words).map_err(|why| anyhow!("ip {words}: {why}"))?;

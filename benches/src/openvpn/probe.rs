@@ -1,13 +1,14 @@
 //! Queries to running programs, and to the kernel about them.
 
-use std::collections::HashSet;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use anyhow::{Context as _, bail};
 use culvert_tests::Program;
 use culvert_tests::metrics::Metrics;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::UnixStream;
+
+use crate::sockets;
 
 /// Returns the last line that a program has logged.
 pub(super) fn last_words(program: &Program) -> String {
@@ -44,27 +45,13 @@ pub(super) async fn metrics(socket: &Path) -> anyhow::Result<Metrics> {
 /// Returns the number of datagrams that the kernel has dropped at the UDP sockets of a program. See
 /// `/proc/net/udp` in proc(5).
 pub(super) fn dropped_datagrams(program: &Program) -> anyhow::Result<u64> {
-    let folder = PathBuf::from(format!("/proc/{}", program.pid()));
-    let mut sockets = HashSet::new();
-    for file in std::fs::read_dir(folder.join("fd"))? {
-        // The program may have closed the file meanwhile.
-        let link = std::fs::read_link(file?.path()).unwrap_or_default();
-        let link = link.to_string_lossy().into_owned();
-        let inode = link.strip_prefix("socket:[");
-        sockets.extend(
-            inode
-                .and_then(|rest| rest.strip_suffix(']'))
-                .map(str::to_owned),
-        );
-    }
     let mut dropped = 0;
-    for name in ["net/udp", "net/udp6"] {
-        let table = std::fs::read_to_string(folder.join(name)).unwrap_or_default();
-        for line in table.lines().skip(1) {
-            let mut fields = line.split_whitespace();
-            let is_its = fields.nth(9).is_some_and(|inode| sockets.contains(inode));
-            let drops = fields.next_back().and_then(|drops| drops.parse().ok());
-            dropped += if is_its { drops.unwrap_or(0) } else { 0 };
+    for table in ["udp", "udp6"] {
+        for row in sockets::rows(program.pid(), table)? {
+            let drops = row.split_whitespace().next_back();
+            dropped += drops
+                .and_then(|drops| drops.parse::<u64>().ok())
+                .unwrap_or(0);
         }
     }
     Ok(dropped)
