@@ -3,6 +3,7 @@
 //! | module | content |
 //! |---|---|
 //! | [`tunnel`], [`door`], [`openvpn`] | the subcommands that compare |
+//! | [`silence`] | the subcommand that measures dials beside a silent peer |
 //! | [`soak`] | the subcommand that checks traffic beside faults |
 //! | [`runner`] | the order of measurements, the same for all subcommands |
 //! | [`options`] | options of all subcommands |
@@ -40,6 +41,7 @@ mod programs;
 mod report;
 mod rows;
 mod runner;
+mod silence;
 mod soak;
 mod sockets;
 mod stalled;
@@ -53,6 +55,7 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use clap::Parser;
+use culvert_tests::openvpn::OpenVpn;
 
 /// Compares whole tunnels and front doors on this machine.
 #[derive(Debug, Parser)]
@@ -66,6 +69,8 @@ enum Command {
     /// OpenVPN server and client: throughput, bursts over UDP, stalled connections, switches from and to
     /// Konnectivity, memory and processor time
     Openvpn(openvpn::Options),
+    /// Dials beside a frozen peer and a network that drops packets, for every tunnel
+    Silence(silence::Options),
     /// All programs with checked traffic, beside random ends, freezes, rotations and attacks
     Soak(soak::Options),
 }
@@ -85,7 +90,12 @@ fn main() -> ExitCode {
             return ExitCode::FAILURE;
         }
     };
-    if let Command::Openvpn(_) = &command {
+    let needs_network = match &command {
+        Command::Openvpn(_) => OpenVpn::look().is_ok(),
+        Command::Silence(_) => true,
+        Command::Tunnel(_) | Command::Door(_) | Command::Soak(_) => false,
+    };
+    if needs_network {
         // The second run ends together with the thread that starts it.
         match runtime.block_on(openvpn::again()) {
             Ok(None) => {}
@@ -101,6 +111,7 @@ fn main() -> ExitCode {
             Command::Tunnel(options) => tunnel::run(options).await,
             Command::Door(options) => door::run(options).await,
             Command::Openvpn(options) => openvpn::run(options).await,
+            Command::Silence(options) => silence::run(options).await,
             Command::Soak(options) => soak::run(options).await,
         }
     };

@@ -29,6 +29,7 @@ use tokio::time::sleep;
 use self::contenders::{CONTENDERS, Contender, Pair};
 pub(crate) use self::contenders::{Files, Proto, server_words};
 pub(crate) use self::ground::{Ground, again};
+pub(crate) use self::probe::connected;
 use self::rows::{
     CLIENT_AFTER, CLIENT_START, FRONT, Kind, RESENT, ROWS, SERVER_AFTER, SERVER_START,
 };

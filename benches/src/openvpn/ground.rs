@@ -37,10 +37,10 @@ const PORT: u16 = 1194;
 const PATIENCE: Duration = Duration::from_secs(10);
 
 /// Runs the whole command again inside namespaces, and returns its exit code. Returns `None` inside the
-/// second run, or if the stock program or namespaces are not available. Builds our programs first, because
-/// the namespaces have no access to the outside.
+/// second run, or if namespaces are not available. Builds our programs first, because the namespaces have no
+/// access to the outside.
 pub(crate) async fn again() -> anyhow::Result<Option<ExitCode>> {
-    if namespace::is_inside() || OpenVpn::look().is_err() {
+    if namespace::is_inside() {
         return Ok(None);
     }
     let Ok(command) = namespace::again(std::env::args_os().skip(1)) else {

@@ -42,6 +42,13 @@ pub(super) async fn metrics(socket: &Path) -> anyhow::Result<Metrics> {
     Metrics::parse(&ask(socket, "GET", "/metrics", "").await?)
 }
 
+/// Returns the number of clients that our server counts.
+pub(crate) async fn connected(socket: &Path) -> anyhow::Result<f64> {
+    let metrics = metrics(socket).await?;
+    let clients = metrics.value("culvert_openvpn_clients", &[]);
+    Ok(clients.unwrap_or_default())
+}
+
 /// Returns the number of datagrams that the kernel has dropped at the UDP sockets of a program. See
 /// `/proc/net/udp` in proc(5).
 pub(super) fn dropped_datagrams(program: &Program) -> anyhow::Result<u64> {

@@ -26,7 +26,7 @@ use crate::load::{Echo, percentiles};
 use crate::names::{AGENT, SERVER};
 use crate::openvpn::contenders::{Files, Proto};
 use crate::openvpn::ground::Ground;
-use crate::openvpn::probe::{ask, metrics};
+use crate::openvpn::probe::{ask, connected, metrics};
 use crate::openvpn::rows::{CUT, DIALS, FAILED, SHARE, SWITCHES};
 use crate::programs::Programs;
 
@@ -176,8 +176,7 @@ impl Site {
             _dir: dir,
         };
         let deadline = Instant::now() + START_LIMIT;
-        let clients = "culvert_openvpn_clients";
-        while metrics(&site.admin).await?.value(clients, &[]) != Some(1.0) {
+        while connected(&site.admin).await? != 1.0 {
             ensure!(
                 Instant::now() < deadline,
                 "the OpenVPN client does not connect"
