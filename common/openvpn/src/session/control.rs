@@ -6,6 +6,7 @@ use bytes::BytesMut;
 
 use super::event::{Ended, Established, Event};
 use super::keys::{Agreed, DataKey, Ids};
+use super::timers::MAX_FAILURES;
 use super::{Dropped, SealError, Session, Side, Slot, Transport, framed};
 use crate::Role;
 use crate::control::Message;
@@ -15,9 +16,6 @@ use crate::packet::{ControlPacket, KeyId, Opcode, PacketError};
 use crate::reliable::Received;
 use crate::tls::{Channel, PeerIdentity, TlsError};
 use crate::wrap::OpenError;
-
-/// Number of successive failed renegotiations that ends the session.
-const MAX_FAILURES: u8 = 3;
 
 impl Session {
     /// Processes a control packet. Over TCP an invalid packet ends the session, because TCP does not damage

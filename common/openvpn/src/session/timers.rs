@@ -6,6 +6,9 @@ use super::event::Ended;
 use super::{Session, Side, Timers, Transport};
 use crate::negotiation::Negotiation;
 
+/// Number of successive failed renegotiations that ends the session.
+pub(super) const MAX_FAILURES: u8 = 3;
+
 impl Timers {
     /// Returns the time for which the old key is used for sending if the peer does not use the new key.
     pub(super) fn patience(&self) -> Duration {
@@ -14,6 +17,14 @@ impl Timers {
         } else {
             self.hand_window.min(self.reneg / 2)
         }
+    }
+
+    /// Returns the time for which a server uses a key: until [`MAX_FAILURES`] renegotiations of its own have
+    /// failed. `None` if only the client renegotiates.
+    fn lifetime(&self) -> Option<Duration> {
+        let attempts = u32::from(MAX_FAILURES);
+        let trying = self.hand_window * attempts + self.patience() * (attempts - 1);
+        (!self.reneg.is_zero()).then(|| self.reneg + trying)
     }
 }
 
@@ -26,6 +37,10 @@ pub(super) struct Clocks {
     ping: Option<Duration>,
     ping_restart: Option<Duration>,
     pub(super) renegotiate_at: Option<Instant>,
+    /// Server role: end of the session unless a renegotiation succeeds first. `None` disables the limit.
+    /// Renegotiations of the client that never finish postpone the server's own, and would otherwise prevent
+    /// another check of the certificate forever.
+    expires_at: Option<Instant>,
     /// Number of failed renegotiations since the last success. Counts only renegotiations that this side
     /// started.
     pub(super) failures: u8,
@@ -40,6 +55,7 @@ impl Clocks {
             ping: None,
             ping_restart: None,
             renegotiate_at: None,
+            expires_at: None,
             failures: 0,
         }
     }
@@ -88,14 +104,16 @@ impl Clocks {
 }
 
 impl Session {
-    /// Schedules the renegotiation of a new key.
+    /// Schedules the renegotiation and the expiry of a new key.
     pub(super) fn schedule_renegotiation(&mut self, now: Instant) {
-        let reneg = self.side.common().timers.reneg;
-        let early = match self.side {
-            Side::Server(..) => Self::jitter(reneg),
-            Side::Client(_) => Duration::ZERO,
+        let timers = self.side.common().timers;
+        let reneg = timers.reneg;
+        let (early, lifetime) = match self.side {
+            Side::Server(..) => (Self::jitter(reneg), timers.lifetime()),
+            Side::Client(_) => (Duration::ZERO, None),
         };
         self.clocks.renegotiate_at = (!reneg.is_zero()).then(|| now + reneg - early);
+        self.clocks.expires_at = lifetime.map(|lifetime| now + lifetime);
     }
 
     /// Returns the time at which to call [`Session::handle_timeout`] and [`Session::poll_output`]; may be in
@@ -110,15 +128,15 @@ impl Session {
         let hand_window = self.side.common().timers.hand_window;
         let timeouts = if self.agreed.is_none() {
             let deadline = Some(self.clocks.deadline);
-            [output, deadline, self.server.request_at, None, None]
+            [output, deadline, self.server.request_at, None, None, None]
         } else {
             let rekey = match &self.next {
                 Some(next) => Some(next.began() + hand_window),
                 None => self.clocks.renegotiate_at,
             };
             let silent = self.clocks.silent_at().map(|(at, _)| at);
-            let (ping, expiry) = (self.clocks.ping_at(), self.keys.expiry());
-            [output, rekey, ping, silent, expiry]
+            let (ping, old_key) = (self.clocks.ping_at(), self.keys.expiry());
+            [output, rekey, ping, silent, old_key, self.clocks.expires_at]
         };
         timeouts.into_iter().flatten().min()
     }
@@ -153,6 +171,10 @@ impl Session {
                 self.renegotiate(true, now)
             }
             _ => {}
+        }
+        if self.clocks.expires_at.is_some_and(|at| at <= now) {
+            let text = "the client finished no renegotiation before its key expired";
+            self.end(Ended::Protocol(text.into()), now);
         }
     }
 

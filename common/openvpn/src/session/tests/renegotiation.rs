@@ -1,4 +1,5 @@
 use super::*;
+use crate::packet::{ControlPacket, Opcode};
 
 fn every(transport: Transport, client: u64, server: u64) -> Sim {
     let mut ours = client_config(transport);
@@ -230,4 +231,66 @@ fn three_failed_renegotiations_end_the_session() {
         "{:?}",
         sim.client.events
     );
+}
+
+/// Returns a packet of the client for the next key: a SOFT_RESET, or an acknowledgement of the server's. The
+/// client does nothing else for the key.
+fn for_next_key(sim: &Sim, opcode: Opcode) -> Vec<u8> {
+    let current = sim.server.session.current.as_ref().unwrap();
+    let acknowledges = opcode == Opcode::AckV1;
+    let packet = ControlPacket {
+        opcode,
+        key_id: current.key_id().next(),
+        session: sim.client.session.own,
+        acks: Vec::from_iter(acknowledges.then_some(0)),
+        peer_session: acknowledges.then_some(sim.server.session.own),
+        id: (!acknowledges).then_some(0),
+        payload: &[],
+    };
+    let mut out = BytesMut::new();
+    packet.write(&mut out);
+    out.to_vec()
+}
+
+/// The client starts a renegotiation whenever the server could start one, and finishes none, so that the server
+/// cannot check its certificate again.
+#[test]
+fn client_that_finishes_no_renegotiation_loses_its_session() {
+    let mut sim = every(Transport::Udp, 0, 600);
+    sim.connect();
+    sim.client.session.clocks.ping_restart_for_test(None);
+    // From here on, only packets that the test delivers arrive.
+    sim.net.loss = 1.0;
+    let connected = sim.now;
+    while sim.server.ended().is_none() {
+        let reset = for_next_key(&sim, Opcode::SoftResetV1);
+        let _ = sim.deliver(To::Server, &reset);
+        let mut data = BytesMut::new();
+        let now = sim.now;
+        sim.client
+            .session
+            .seal(&[0x45; 20], now, &mut data)
+            .unwrap();
+        assert_eq!(sim.deliver(To::Server, &data), Ok(()));
+        let lived = sim.now - connected;
+        assert!(lived < Duration::from_secs(3600), "{lived:?}");
+        sim.step(now + Duration::from_secs(1));
+    }
+    let why = sim.server.ended().unwrap().to_string();
+    assert!(why.contains("before its key expired"), "{why}");
+    assert_eq!(sim.server.rekeys(), 0);
+    // `reneg`, three attempts of the server of 60 s each, and two pauses of 60 s. The server was established
+    // slightly before the client.
+    let lived = sim.now - connected;
+    assert!((899..=900).contains(&lived.as_secs()), "{lived:?}");
+}
+
+#[test]
+fn renegotiations_of_the_client_extend_the_session() {
+    let mut sim = every(Transport::Udp, 300, 600);
+    sim.connect();
+    sim.client.session.clocks.ping_restart_for_test(None);
+    sim.run(Duration::from_secs(4000));
+    assert_eq!(sim.server.ended(), None);
+    assert!(sim.server.rekeys() >= 10, "{}", sim.server.rekeys());
 }
