@@ -228,6 +228,11 @@ impl Session {
         self.schedule_renegotiation(now);
         self.stats.rekeys += 1;
         self.events.push_back(Event::Rekeyed { key_id });
+        self.send_waiting_texts(now);
+    }
+
+    /// Sends the texts that waited for the end of a renegotiation.
+    fn send_waiting_texts(&mut self, now: Instant) {
         for text in std::mem::take(&mut self.texts) {
             self.send_text(&text, now);
         }
@@ -301,6 +306,7 @@ impl Session {
     pub(super) fn abandon(&mut self, why: &str, now: Instant) {
         let initiated = self.next.take().is_some_and(|next| next.initiated());
         self.keys.abandon();
+        self.send_waiting_texts(now);
         self.stats.rekeys_failed += 1;
         if !initiated {
             return self.notice(&format!(

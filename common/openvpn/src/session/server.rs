@@ -168,13 +168,11 @@ impl Session {
 
     pub(super) fn push_requested(&mut self, now: Instant) {
         self.client.push_requested = true;
+        let paused = |at| now >= at + PUSH_AGAIN;
         // The control channel is reliable, so the client received the first answer but did not use it: send
-        // the answer again.
-        if self
-            .client
-            .pushed_at
-            .is_some_and(|at| now >= at + PUSH_AGAIN)
-        {
+        // the answer again. An answer that was not acknowledged or still waits for a renegotiation is enough.
+        let delivered = self.texts.is_empty() && self.active().is_some_and(Negotiation::is_drained);
+        if delivered && self.client.pushed_at.is_some_and(paused) {
             self.client.pushed_at = Some(now);
             for text in self.reply.clone() {
                 self.send_text(&text, now);

@@ -294,3 +294,27 @@ fn renegotiations_of_the_client_extend_the_session() {
     assert_eq!(sim.server.ended(), None);
     assert!(sim.server.rekeys() >= 10, "{}", sim.server.rekeys());
 }
+
+#[test]
+fn requests_for_options_during_a_renegotiation_are_answered_once() {
+    let mut sim = every(Transport::Udp, 0, 0);
+    sim.connect();
+    sim.net.loss = 1.0;
+    for opcode in [Opcode::SoftResetV1, Opcode::AckV1] {
+        let packet = for_next_key(&sim, opcode);
+        assert_eq!(sim.deliver(To::Server, &packet), Ok(()));
+        sim.settle();
+    }
+    let replies = sim.server.session.reply.len();
+    assert!(replies > 0);
+    for _ in 0..5 {
+        sim.now += Duration::from_secs(6);
+        let now = sim.now;
+        sim.server.session.push_requested(now);
+    }
+    assert_eq!(sim.server.session.texts.len(), replies);
+    // The client finishes no renegotiation. The answer follows once the server gives up.
+    sim.run(Duration::from_secs(61));
+    assert!(sim.server.session.next.is_none());
+    assert_eq!(sim.server.session.texts.len(), 0);
+}
