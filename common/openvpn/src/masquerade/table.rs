@@ -1,20 +1,27 @@
 //! The table of tracked connections, indexed in both directions.
 //!
-//! The table owns the connections, their ports and their timers. One source may use half of the table. When
-//! the table is full, the unanswered connection closest to its timeout is removed, as in Linux. Without an
-//! unanswered connection, no new connection is tracked.
+//! The table owns the connections, their ports and their timers. One source may use a quarter of the table, and
+//! therefore about half of the ports toward one destination. A new connection beyond a limit displaces an older
+//! one: beyond its share, a connection of its own source; without room or a free port, a connection of the
+//! source with the most connections. Answered TCP connections are never displaced. Without another connection,
+//! no new connection is tracked.
 
 use std::collections::{BTreeSet, HashMap};
 use std::net::{Ipv4Addr, SocketAddrV4};
 use std::time::{Duration, Instant};
 
+use rand::Rng as _;
+
 use super::MASQUERADE_PORTS;
 use crate::ip::{Malformed, protocol};
 
-/// Divisor of the table size for the share of one source.
-const SHARES: usize = 2;
-/// Largest number of ports tried for a new connection.
-const TRIES: usize = 4096;
+/// Divisor of the table size for the share of one source. A larger share would let one source use all ports
+/// toward one destination. A smaller share would limit the questions of one resolver, whose answered UDP
+/// connections stay for 180 s.
+const SHARES: usize = 4;
+/// Largest number of ports tried for a new connection. Ports are random: while half of the ports are free, all
+/// tries fail once in 2^32 connections.
+const TRIES: usize = 32;
 /// Initial timeout of a new connection, until its first packet sets the timeout.
 const FIRST: Duration = Duration::from_secs(30);
 
@@ -49,7 +56,14 @@ pub(super) struct Connection {
     pub(super) until: Instant,
     /// Time of the connection's timer. Packets change `until`, but not the timer.
     armed: Instant,
-    unanswered_timer: bool,
+}
+
+/// Connections of one source.
+#[derive(Debug, Default)]
+struct Source {
+    connections: usize,
+    /// Timers of connections that were displaceable when the timer was set.
+    displaceable: BTreeSet<(Instant, u64)>,
 }
 
 type Outward = (u8, SocketAddrV4, SocketAddrV4);
@@ -63,18 +77,21 @@ pub(super) struct Table {
     outward: HashMap<Outward, u64>,
     inward: HashMap<Inward, u64>,
     timers: BTreeSet<(Instant, u64)>,
-    /// Timers of connections that were unanswered when the timer was set.
-    unanswered: BTreeSet<(Instant, u64)>,
-    sources: HashMap<Ipv4Addr, usize>,
-    port: u16,
+    sources: HashMap<Ipv4Addr, Source>,
     pub(super) evicted: u64,
+}
+
+impl Connection {
+    /// Returns true if another connection may take this connection's place.
+    fn is_displaceable(&self) -> bool {
+        !self.answered || self.protocol != protocol::TCP
+    }
 }
 
 impl Table {
     pub(super) fn new(max: usize) -> Self {
         Self {
             max,
-            port: *MASQUERADE_PORTS.start(),
             ..Self::default()
         }
     }
@@ -114,15 +131,15 @@ impl Table {
         now: Instant,
     ) -> Result<&mut Connection, Untracked> {
         self.expire(now);
-        let of_source = self.sources.get(source.ip()).copied().unwrap_or(0);
-        if of_source >= (self.max / SHARES).max(1) {
+        let share = (self.max / SHARES).max(1);
+        if self.used_by(*source.ip()) >= share && !self.displace_of(*source.ip()) {
             return Err(Untracked::Full);
         }
-        if self.connections.len() >= self.max && !self.evict() {
+        if self.connections.len() >= self.max && !self.displace_of_largest() {
             return Err(Untracked::Full);
         }
         let port = self
-            .free_port(protocol, source.port(), destination)
+            .take_port(protocol, source.port(), destination)
             .ok_or(Untracked::PortsExhausted)?;
         let id = self.next;
         self.next += 1;
@@ -133,8 +150,9 @@ impl Table {
             id,
         );
         self.timers.insert((until, id));
-        self.unanswered.insert((until, id));
-        *self.sources.entry(*source.ip()).or_default() += 1;
+        let of_source = self.sources.entry(*source.ip()).or_default();
+        of_source.connections += 1;
+        of_source.displaceable.insert((until, id));
         Ok(self.connections.entry(id).or_insert(Connection {
             protocol,
             source,
@@ -145,29 +163,40 @@ impl Table {
             ended: [false; 2],
             until,
             armed: until,
-            unanswered_timer: true,
         }))
     }
 
-    /// Returns the source's own port if free, as in Linux, or else the next free port.
-    fn free_port(&mut self, protocol: u8, wanted: u16, destination: SocketAddrV4) -> Option<u16> {
+    fn used_by(&self, source: Ipv4Addr) -> usize {
+        let of_source = self.sources.get(&source);
+        of_source.map_or(0, |of_source| of_source.connections)
+    }
+
+    /// Returns the source's own port if free, as in Linux, or else a random free port. If no port is found, a
+    /// connection to the same destination gives way.
+    fn take_port(&mut self, protocol: u8, wanted: u16, destination: SocketAddrV4) -> Option<u16> {
         let any = protocol == protocol::ICMP;
-        let free = |inward: &HashMap<_, _>, port| {
-            !inward.contains_key(&(protocol, by_destination(protocol, destination, port), port))
+        let user = |table: &Self, port| {
+            let key = (protocol, by_destination(protocol, destination, port), port);
+            table.inward.get(&key).copied()
         };
-        if (any || MASQUERADE_PORTS.contains(&wanted)) && free(&self.inward, wanted) {
+        if (any || MASQUERADE_PORTS.contains(&wanted)) && user(self, wanted).is_none() {
             return Some(wanted);
         }
+        let ports = if any { 1..=u16::MAX } else { MASQUERADE_PORTS };
+        let mut random = rand::rng();
+        let mut displaced: Option<(usize, u64, u16)> = None;
         for _ in 0..TRIES {
-            self.port = match self.port.checked_add(1) {
-                Some(next) if any || MASQUERADE_PORTS.contains(&next) => next,
-                _ => *MASQUERADE_PORTS.start(),
+            let port = random.random_range(ports.clone());
+            let Some(id) = user(self, port) else {
+                return Some(port);
             };
-            if free(&self.inward, self.port) {
-                return Some(self.port);
-            }
+            let found = self.connections.get(&id).filter(|c| c.is_displaceable());
+            let found = found.map(|found| (self.used_by(*found.source.ip()), id, port));
+            displaced = displaced.max(found);
         }
-        None
+        let (_, id, port) = displaced?;
+        self.displace(id);
+        Some(port)
     }
 
     pub(super) fn expire(&mut self, now: Instant) {
@@ -175,39 +204,61 @@ impl Table {
             && armed <= now
         {
             self.timers.pop_first();
-            self.unanswered.remove(&(armed, id));
             let Some(connection) = self.connections.get_mut(&id) else {
                 continue;
             };
+            let of_source = self.sources.get_mut(connection.source.ip());
+            if let Some(of_source) = of_source {
+                of_source.displaceable.remove(&(armed, id));
+                if connection.until > now && connection.is_displaceable() {
+                    of_source.displaceable.insert((connection.until, id));
+                }
+            }
             if connection.until <= now {
                 self.forget(id);
                 continue;
             }
             // Packets have postponed the timeout; move the timer now.
             connection.armed = connection.until;
-            connection.unanswered_timer = !connection.answered;
             self.timers.insert((connection.until, id));
-            if !connection.answered {
-                self.unanswered.insert((connection.until, id));
+        }
+    }
+
+    /// Removes a displaceable connection of the source with the most connections. Returns false if no source has
+    /// such a connection.
+    fn displace_of_largest(&mut self) -> bool {
+        loop {
+            let sources = self.sources.iter();
+            let sources = sources.filter(|(_, of_source)| !of_source.displaceable.is_empty());
+            let sources = sources.map(|(source, of_source)| (of_source.connections, *source));
+            let Some((_, largest)) = sources.max() else {
+                return false;
+            };
+            // The connections of this source may have been answered since their timers were set.
+            if self.displace_of(largest) {
+                return true;
             }
         }
     }
 
-    /// Removes the unanswered connection closest to its timeout. Returns false if every connection is
-    /// answered.
-    fn evict(&mut self) -> bool {
-        while let Some((_, id)) = self.unanswered.pop_first() {
-            let Some(connection) = self.connections.get_mut(&id) else {
-                continue;
-            };
-            connection.unanswered_timer = false;
-            if !connection.answered {
-                self.evicted += 1;
-                self.forget(id);
+    /// Removes the displaceable connection of a source closest to its timeout. Returns false if the source has
+    /// none.
+    fn displace_of(&mut self, source: Ipv4Addr) -> bool {
+        while let Some(of_source) = self.sources.get_mut(&source)
+            && let Some((_, id)) = of_source.displaceable.pop_first()
+        {
+            let connection = self.connections.get(&id);
+            if connection.is_some_and(Connection::is_displaceable) {
+                self.displace(id);
                 return true;
             }
         }
         false
+    }
+
+    fn displace(&mut self, id: u64) {
+        self.evicted += 1;
+        self.forget(id);
     }
 
     fn forget(&mut self, id: u64) {
@@ -219,12 +270,10 @@ impl Table {
             .remove(&(gone.protocol, gone.source, gone.destination));
         self.inward.remove(&(gone.protocol, destination, gone.port));
         self.timers.remove(&(gone.armed, id));
-        if gone.unanswered_timer {
-            self.unanswered.remove(&(gone.armed, id));
-        }
-        if let Some(count) = self.sources.get_mut(gone.source.ip()) {
-            *count -= 1;
-            if *count == 0 {
+        if let Some(of_source) = self.sources.get_mut(gone.source.ip()) {
+            of_source.displaceable.remove(&(gone.armed, id));
+            of_source.connections -= 1;
+            if of_source.connections == 0 {
                 self.sources.remove(gone.source.ip());
             }
         }

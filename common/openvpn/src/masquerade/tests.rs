@@ -245,7 +245,7 @@ fn full_table_evicts_unanswered_connections_only() {
             .is_ok()
     );
 
-    // One client gets half of the table, and established connections are not evicted.
+    // One client gets a quarter of the table, and established connections are not evicted.
     let mut table = Masquerade::new(OWN, 100);
     let mut full = 0;
     for i in 0..200 {
@@ -264,27 +264,98 @@ fn full_table_evicts_unanswered_connections_only() {
             }
         }
     }
-    assert_eq!((table.len(), full), (50, 150));
+    assert_eq!((table.len(), full), (25, 175));
+}
+
+/// Opens a TCP connection and answers it, so that it is not displaced.
+fn establish(
+    table: &mut Masquerade,
+    from: SocketAddrV4,
+    to: SocketAddrV4,
+) -> Result<(), Untracked> {
+    let now = Instant::now();
+    let mut packet = segment(from, to, flags::SYN);
+    table.outward(&mut packet, true, now)?;
+    let own = ends(&packet).0;
+    let mut answer = segment(to, own, flags::ACK);
+    table.inward(&mut answer, now).unwrap();
+    Ok(())
+}
+
+/// Returns the address of the connection `number` of a client. Its port is not one of [`MASQUERADE_PORTS`].
+fn client(host: u8, number: u16) -> SocketAddrV4 {
+    SocketAddrV4::new([10, 20, 0, host].into(), 32_768 + number)
+}
+
+#[test]
+fn one_client_cannot_use_all_ports_toward_a_destination() {
+    let mut table = Masquerade::new(OWN, 65_536);
+    let pod = at("172.25.0.7:443");
+    let mut full = 0;
+    for number in 0..32_000 {
+        match establish(&mut table, client(6, number), pod) {
+            Ok(()) => {}
+            Err(why) => {
+                assert_eq!(why, Untracked::Full);
+                full += 1;
+            }
+        }
+    }
+    assert_eq!(full, 32_000 - 16_384);
+    for number in 0..1000 {
+        assert_eq!(establish(&mut table, client(10, number), pod), Ok(()));
+    }
+}
+
+#[test]
+fn syn_flood_of_one_client_displaces_only_its_own_unanswered_connections() {
+    let now = Instant::now();
+    let mut table = Masquerade::new(OWN, 65_536);
+    let pod = at("172.25.0.7:443");
+    establish(&mut table, client(6, 0), pod).unwrap();
+    let mut other = segment(client(10, 0), pod, flags::SYN);
+    table.outward(&mut other, true, now).unwrap();
+    for number in 1..32_000 {
+        let mut packet = segment(client(6, number), pod, flags::SYN);
+        table.outward(&mut packet, true, now).unwrap();
+    }
+    assert_eq!(table.len(), 16_384 + 1);
+    for from in [client(6, 0), client(10, 0)] {
+        let mut packet = segment(from, pod, flags::ACK);
+        assert_eq!(table.outward(&mut packet, false, now), Ok(()));
+    }
 }
 
 #[test]
 fn ports_run_out_for_one_destination_only() {
-    let now = Instant::now();
     let mut table = Masquerade::new(OWN, 1 << 20);
     let pod = at("172.25.0.7:443");
     let mut failed = 0;
-    for i in 0..33_000_u32 {
-        let from = SocketAddrV4::new(Ipv4Addr::from_bits(0x0a14_0000 + i / 1000), 40_000);
-        let from = SocketAddrV4::new(*from.ip(), from.port() + (i % 1000) as u16);
-        failed += u32::from(
-            table.outward(&mut udp(from, pod, b""), true, now) == Err(Untracked::PortsExhausted),
-        );
+    for number in 0..33_000_u32 {
+        let host = u8::try_from(number / 1000).unwrap();
+        let from = client(100 + host, u16::try_from(number % 1000).unwrap());
+        match establish(&mut table, from, pod) {
+            Ok(()) => {}
+            Err(why) => {
+                assert_eq!(why, Untracked::PortsExhausted);
+                // The search is random, but finds a port while half of the ports are free.
+                assert!(number > 31_744 / 2, "{number}");
+                failed += 1;
+            }
+        }
     }
-    assert_eq!(failed, 33_000 - 31_744);
-    let other = at("172.25.0.7:80");
-    table
-        .outward(&mut udp(at("10.20.9.9:50000"), other, b""), true, now)
-        .unwrap();
+    assert!(failed >= 33_000 - 31_744, "{failed}");
+    establish(&mut table, client(9, 0), at("172.25.0.7:80")).unwrap();
+    // Unanswered connections to the destination give way.
+    let mut table = Masquerade::new(OWN, 1 << 20);
+    let now = Instant::now();
+    for number in 0..40_000_u32 {
+        let host = u8::try_from(number / 1000).unwrap();
+        let from = client(100 + host, u16::try_from(number % 1000).unwrap());
+        let mut packet = segment(from, pod, flags::SYN);
+        table.outward(&mut packet, true, now).unwrap();
+    }
+    assert!(table.len() <= 31_744);
 }
 
 proptest! {
