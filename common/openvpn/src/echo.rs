@@ -6,9 +6,10 @@
 
 use std::collections::VecDeque;
 use std::net::Ipv4Addr;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use crate::ip::{self, Icmp, Packet, Segment, Sum, flags, kind, protocol};
+use crate::rate::RateLimit;
 
 /// Largest number of replies that wait to be sent.
 const MAX_WAITING: usize = 256;
@@ -38,10 +39,7 @@ impl Replies {
             waiting: VecDeque::new(),
             spare: Vec::new(),
             bytes: 0,
-            limit: RateLimit {
-                left: BURST,
-                since: now,
-            },
+            limit: RateLimit::new(RATE, BURST, now),
             suppressed: 0,
         }
     }
@@ -203,30 +201,4 @@ fn icmp_message(
     [header[2], header[3]] = sum.checksum().to_be_bytes();
     out.extend_from_slice(&header);
     out.extend_from_slice(body);
-}
-
-/// Token bucket: [`RATE`] tokens per second, at most [`BURST`] tokens at once.
-#[derive(Debug)]
-struct RateLimit {
-    left: u32,
-    since: Instant,
-}
-
-impl RateLimit {
-    fn allows(&mut self, now: Instant) -> bool {
-        let passed = now.saturating_duration_since(self.since);
-        let earned = passed.as_micros() * u128::from(RATE) / 1_000_000;
-        if earned > 0 {
-            let earned = u32::try_from(earned).unwrap_or(u32::MAX);
-            self.left = self.left.saturating_add(earned).min(BURST);
-            self.since = if self.left == BURST {
-                now
-            } else {
-                self.since + Duration::from_secs(1) * earned / RATE
-            };
-        }
-        let some = self.left > 0;
-        self.left -= u32::from(some);
-        some
-    }
 }

@@ -1,4 +1,4 @@
-//! The choice of a half-open session to drop when too many sessions are half-open.
+//! The choice between clients that are not authenticated, by the number of clients of their hosts.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -7,13 +7,27 @@ use std::net::IpAddr;
 /// newest. A host with many attempts displaces only its own sessions. Behind a proxy all clients share one
 /// address, and the oldest session is dropped.
 pub fn makes_room<T>(waiting: impl Iterator<Item = (T, IpAddr)> + Clone) -> Option<T> {
+    oldest_of(waiting, |counts| counts.values().copied().max())
+}
+
+/// Returns the oldest session of the address with the fewest sessions; `waiting` is sorted from oldest to
+/// newest. A host with many attempts delays only its own sessions.
+pub(crate) fn next_in_line<T>(waiting: impl Iterator<Item = (T, IpAddr)> + Clone) -> Option<T> {
+    oldest_of(waiting, |counts| counts.values().copied().min())
+}
+
+/// Returns the oldest session of an address whose number of sessions is the number that `choose` selects.
+fn oldest_of<T>(
+    waiting: impl Iterator<Item = (T, IpAddr)> + Clone,
+    choose: impl FnOnce(&BTreeMap<u64, usize>) -> Option<usize>,
+) -> Option<T> {
     let mut counts = BTreeMap::<u64, usize>::new();
     for (_, address) in waiting.clone() {
         *counts.entry(host(address)).or_default() += 1;
     }
-    let most = counts.values().copied().max();
-    let mut crowd = waiting.filter(|(_, address)| counts.get(&host(*address)).copied() == most);
-    crowd.next().map(|(who, _)| who)
+    let chosen = choose(&counts);
+    let mut equal = waiting.filter(|(_, address)| counts.get(&host(*address)).copied() == chosen);
+    equal.next().map(|(who, _)| who)
 }
 
 /// Returns a key for a host. IPv6 addresses are grouped by /64 network, because one host may use a whole /64.
@@ -46,5 +60,16 @@ mod tests {
         assert_eq!(makes_room_of(&mapped), Some(1));
         let one_network = ["192.0.2.9", "2001:db8::1", "2001:db8:0:1::1", "2001:db8::2"];
         assert_eq!(makes_room_of(&one_network), Some(1));
+    }
+
+    #[test]
+    fn oldest_session_of_the_host_with_the_fewest_sessions_is_next() {
+        let next = |addresses: &[&str]| {
+            let all = addresses.iter().map(|text| text.parse().unwrap());
+            next_in_line(all.enumerate())
+        };
+        assert_eq!(next(&[]), None);
+        assert_eq!(next(&["192.0.2.1"; 3]), Some(0));
+        assert_eq!(next(&["192.0.2.1", "192.0.2.1", "192.0.2.9"]), Some(2));
     }
 }

@@ -4,6 +4,7 @@
 //! * A first packet allocates no memory: the session id in the answer is a cookie, and a session starts when
 //!   the client has echoed the cookie. A first packet never changes an existing session. An established
 //!   session of the same address is replaced only when the new session is established.
+//! * The rate of new sessions is limited, because each session costs a TLS handshake on the owner's thread.
 //! * Control packets are assigned by address and session id; data packets by peer-id or, in the old form, by
 //!   address.
 //! * A data packet with a known peer-id from another address moves the session to this address, if the packet
@@ -23,8 +24,10 @@ use std::time::Instant;
 use bytes::{Bytes, BytesMut};
 
 use crate::packet::{ControlHeader, DataHeader, SessionId};
+use crate::rate::RateLimit;
 use crate::session::{Ended, Event, SealError, ServerConfig, Session};
 
+use admission::{BURST, RATE, Start};
 use cookie::Cookies;
 pub use stats::HubStats;
 
@@ -75,6 +78,9 @@ pub struct Hub {
     free: VecDeque<PeerId>,
     live: usize,
     half_open: VecDeque<PeerId>,
+    /// Clients with a proven address that wait for a session, the oldest first.
+    waiting: VecDeque<Start>,
+    starts: RateLimit,
     by_client: HashMap<(SocketAddr, SessionId), PeerId>,
     /// Established sessions, for data packets without a peer-id.
     by_address: HashMap<SocketAddr, PeerId>,
@@ -100,6 +106,8 @@ impl Hub {
             free: VecDeque::new(),
             live: 0,
             half_open: VecDeque::new(),
+            waiting: VecDeque::new(),
+            starts: RateLimit::new(RATE, BURST, now),
             by_client: HashMap::new(),
             by_address: HashMap::new(),
             timers: BTreeSet::new(),
@@ -136,7 +144,7 @@ impl Hub {
     ) {
         match DataHeader::parse(datagram) {
             Some(header) => self.data(from, header, datagram, now, inner),
-            None => self.control(from, datagram, now, inner),
+            None => self.control(from, datagram, now),
         }
     }
 
@@ -229,28 +237,23 @@ impl Hub {
         }
     }
 
-    fn control(
-        &mut self,
-        from: SocketAddr,
-        datagram: &mut [u8],
-        now: Instant,
-        inner: &mut dyn FnMut(PeerId, &[u8]),
-    ) {
+    fn control(&mut self, from: SocketAddr, datagram: &mut [u8], now: Instant) {
         let Ok((header, _)) = ControlHeader::split(datagram) else {
             self.stats.malformed += 1;
             return;
         };
-        let known = self.by_client.get(&(from, header.session)).copied();
-        let Some(peer) = known.or_else(|| self.unknown_session(from, header, datagram, now)) else {
-            return;
-        };
-        let Some(entry) = self.entry(peer) else {
-            return;
-        };
-        let _ = entry
-            .session
-            .input(datagram, now, &mut |packet| inner(peer, packet));
-        self.collect(peer, now);
+        match self.by_client.get(&(from, header.session)).copied() {
+            Some(peer) => self.known_session(peer, datagram, now),
+            None => self.unknown_session(from, header, datagram, now),
+        }
+    }
+
+    /// Passes a control packet to its session.
+    fn known_session(&mut self, peer: PeerId, datagram: &mut [u8], now: Instant) {
+        if let Some(entry) = self.entry(peer) {
+            let _ = entry.session.input(datagram, now, &mut |_| {});
+            self.collect(peer, now);
+        }
     }
 
     fn remove(&mut self, peer: PeerId) {
@@ -355,11 +358,14 @@ impl Hub {
 
     /// Returns when to call [`Hub::handle_timeout`]; may be in the past.
     pub fn poll_timeout(&self) -> Option<Instant> {
-        self.timers.first().map(|(at, _)| *at)
+        let start = (!self.waiting.is_empty()).then(|| self.starts.next());
+        let timer = self.timers.first().map(|(at, _)| *at);
+        [start, timer].into_iter().flatten().min()
     }
 
-    /// Handles all timers that are due.
+    /// Handles all timers that are due, and starts some of the sessions that clients wait for.
     pub fn handle_timeout(&mut self, now: Instant) {
+        self.start_sessions(now);
         while let Some((_, peer)) = self.timers.first().copied().filter(|(at, _)| *at <= now) {
             self.timers.pop_first();
             let Some(entry) = self.entry(peer) else {

@@ -11,7 +11,7 @@
 //! Traffic inside the VPN: [`flows`] are TCP connections in user space, dialed into the VPN or accepted from
 //! the VPN. [`forward`] moves a server's packets from one peer to another, with [`routes`], [`firewall`] and
 //! `masquerade`. [`nodes`] translates the addresses of Kubernetes nodes. [`ip`] parses packets, and `echo`
-//! creates the unsolicited replies of a host.
+//! creates the unsolicited replies of a host. `rate` limits replies and handshakes.
 
 // The only clock that this crate reads is the time of day, for the packets of tls-auth and tls-crypt. Callers
 // pass in every `Instant`, so tests and simulations control the time.
@@ -40,6 +40,7 @@ pub mod packet;
 pub mod payload;
 pub mod peer_info;
 mod prf;
+mod rate;
 mod reliable;
 mod replay;
 pub mod routes;

@@ -1,13 +1,14 @@
 //! Admission of new clients: the first packet gets an answer without a session, and a client that echoes the
-//! answer gets a session.
+//! answer waits for a session. Sessions start at a limited rate, so that TLS handshakes leave time for the data
+//! of established clients.
 
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::time::Instant;
 
 use bytes::BytesMut;
 
 use super::{Entry, Hub, PeerId};
-use crate::half_open::makes_room;
+use crate::half_open::{makes_room, next_in_line};
 use crate::packet::{ControlHeader, ControlPacket, KeyId, Opcode, SessionId};
 use crate::session::{Ended, Session, unix_time};
 use crate::wrap::Wrap;
@@ -19,29 +20,50 @@ pub(super) const MAX_ANSWERS: usize = 256;
 /// Largest packet that may start a session, in bytes: a RESET, or the first TLS bytes.
 const MAX_FIRST: usize = 2048;
 
+/// Rate of new sessions per second, and number of new sessions after a pause. A TLS handshake with a key of
+/// RSA-2048 takes about 1 ms, so handshakes use at most about a tenth of the thread. The burst lets all clients
+/// of a restarted server return at once.
+pub(super) const RATE: u32 = 100;
+pub(super) const BURST: u32 = 100;
+
+/// Largest number of sessions that start in one call. Bounds the delay of data packets between two calls.
+pub(super) const MAX_STARTS: usize = 4;
+
+/// Largest number of packets that wait for a session, of at most [`MAX_FIRST`] bytes each.
+pub(super) const MAX_WAITING: usize = 256;
+
+/// Client that waits for a session.
+pub(super) struct Start {
+    from: SocketAddr,
+    client: SessionId,
+    /// Session id of the server, which the client has echoed.
+    own: SessionId,
+    datagram: Vec<u8>,
+}
+
 impl Hub {
-    /// Handles a control packet without a session. Returns a new session if the packet echoes an answer; a
-    /// RESET gets an answer without a session.
+    /// Handles a control packet without a session. A packet that echoes an answer waits for a session; a RESET
+    /// gets an answer without a session.
     pub(super) fn unknown_session(
         &mut self,
         from: SocketAddr,
         header: ControlHeader,
         datagram: &[u8],
         now: Instant,
-    ) -> Option<PeerId> {
+    ) {
         let first = matches!(
             header.opcode,
             Opcode::HardResetClientV2 | Opcode::ControlV1 | Opcode::AckV1
         );
         if !first || header.key_id != KeyId::FIRST || datagram.len() > MAX_FIRST {
             self.stats.unknown += 1;
-            return None;
+            return;
         }
         // The session opens the datagram a second time, so this check works on a copy.
         let mut copy = BytesMut::from(datagram);
         let Ok((packet, _)) = self.config.common.wrap.open(&mut copy) else {
             self.stats.bad_wrap += 1;
-            return None;
+            return;
         };
         match (packet.opcode, packet.peer_session, packet.id) {
             (Opcode::HardResetClientV2, None, Some(0)) => self.answer(from, header.session, now),
@@ -49,13 +71,61 @@ impl Hub {
             (Opcode::ControlV1, None, Some(1)) => self.answer(from, header.session, now),
             (Opcode::ControlV1 | Opcode::AckV1, Some(echoed), _) => {
                 if self.cookies.check(from, header.session, echoed, now) {
-                    return self.open(from, header.session, echoed, now);
+                    self.wait(Start {
+                        from,
+                        client: header.session,
+                        own: echoed,
+                        datagram: datagram.to_vec(),
+                    });
+                } else {
+                    self.stats.bad_cookies += 1;
                 }
-                self.stats.bad_cookies += 1;
             }
             _ => self.stats.unknown += 1,
         }
-        None
+    }
+
+    fn wait(&mut self, start: Start) {
+        if self.waiting.len() >= MAX_WAITING
+            && let Some(displaced) = makes_room(self.waiting_hosts())
+        {
+            self.waiting.remove(displaced);
+            self.stats.starts_dropped += 1;
+        }
+        self.waiting.push_back(start);
+    }
+
+    fn waiting_hosts(&self) -> impl Iterator<Item = (usize, IpAddr)> + Clone {
+        let hosts = self.waiting.iter().map(|start| start.from.ip());
+        hosts.enumerate()
+    }
+
+    /// Starts sessions for waiting clients, within the limits of the rate and of one call. The host with the
+    /// fewest waiting clients is first.
+    pub(super) fn start_sessions(&mut self, now: Instant) {
+        let mut started = 0;
+        while started < MAX_STARTS
+            && let Some(next) = next_in_line(self.waiting_hosts())
+        {
+            let known = self
+                .waiting
+                .get(next)
+                .and_then(|start| self.by_client.get(&(start.from, start.client)).copied());
+            // The second packet of a client costs no session.
+            if known.is_none() && !self.starts.allows(now) {
+                return;
+            }
+            let Some(mut start) = self.waiting.remove(next) else {
+                return;
+            };
+            let opened = known.or_else(|| {
+                started += 1;
+                self.open(start.from, start.client, start.own, now)
+            });
+            if let Some(peer) = opened {
+                self.known_session(peer, &mut start.datagram, now);
+            }
+        }
     }
 
     /// Queues the RESET of the server, without keeping any state.

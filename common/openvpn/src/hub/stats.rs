@@ -19,6 +19,8 @@ pub struct HubStats {
     pub evicted: u64,
     /// Clients that were turned away because all sessions were in use.
     pub full: u64,
+    /// Echoed answers that were dropped because too many clients waited for a session.
+    pub starts_dropped: u64,
     /// Sessions that moved to another address.
     pub moved: u64,
     /// Established sessions that were replaced by a new session of the client at the same address.

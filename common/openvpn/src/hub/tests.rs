@@ -5,7 +5,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use super::admission::MAX_ANSWERS;
+use super::admission::{BURST, MAX_ANSWERS, MAX_STARTS, MAX_WAITING, RATE};
 use super::*;
 use crate::options::Transport;
 use crate::session::sim::{client_config, push, server_config};
@@ -130,8 +130,9 @@ impl Net {
             } else {
                 stalls + 1
             };
+            // One call starts only some of the waiting sessions.
             assert!(
-                stalls < 5,
+                stalls < 5 + BURST as usize / MAX_STARTS,
                 "a timeout that nothing comes of: {:?}",
                 self.hub.poll_timeout()
             );
@@ -144,7 +145,12 @@ impl Net {
                 let (from, to, mut bytes) = entry.remove();
                 self.deliver(from, to, &mut bytes);
             }
+            let live = self.hub.live;
             self.hub.handle_timeout(self.now);
+            assert!(
+                self.hub.live <= live + MAX_STARTS,
+                "too many sessions at once"
+            );
             for client in &mut self.clients {
                 client.session.handle_timeout(self.now);
             }
@@ -276,6 +282,55 @@ fn ten_thousand_first_packets_cost_no_memory() {
     net.send(client, 1);
     net.run(Duration::from_secs(1));
     assert_eq!(net.inner.len(), 1);
+}
+
+/// Each new session costs the owner's thread a TLS handshake.
+#[test]
+fn crowd_of_one_host_starts_sessions_at_a_limited_rate_and_delays_no_other_host() {
+    let mut net = Net::default();
+    let crowd = 2 * BURST as usize;
+    for port in 0..crowd as u16 {
+        net.join(at(9, 1000 + port), usual());
+    }
+    // The first packets, their answers and the echoes need 30 ms.
+    net.run(Duration::from_millis(130));
+    let live = net.hub.live;
+    let limit = (BURST + RATE / 10) as usize;
+    assert!((BURST as usize..=limit).contains(&live), "{live}");
+    let late = net.join(at(1, 1000), usual());
+    net.run(Duration::from_millis(250));
+    assert!(!net.hub.waiting.is_empty());
+    assert!(net.clients[late].session.is_established());
+    // Nobody is refused, and no packet is sent again before 2 s.
+    net.run(Duration::from_millis(1500));
+    assert_eq!(net.established().len(), crowd + 1);
+    assert_eq!(net.hub.stats().starts_dropped, 0);
+}
+
+#[test]
+fn number_of_clients_that_wait_for_a_session_is_limited() {
+    let mut net = Net::default();
+    let client = SessionId([7; 8]);
+    for number in 0..1000_u32 {
+        let from = SocketAddr::from(([10, 1, (number >> 8) as u8, number as u8], 1000));
+        let packet = crate::packet::ControlPacket {
+            opcode: crate::packet::Opcode::AckV1,
+            key_id: crate::packet::KeyId::FIRST,
+            session: client,
+            acks: vec![0],
+            peer_session: Some(net.hub.cookies.make(from, client, net.now)),
+            id: None,
+            payload: &[],
+        };
+        let mut echo = BytesMut::new();
+        packet.write(&mut echo);
+        net.hub.input(from, &mut echo, net.now, &mut |_, _| {});
+    }
+    assert_eq!(net.hub.waiting.len(), MAX_WAITING);
+    let dropped = 1000 - MAX_WAITING as u64;
+    assert_eq!(net.hub.stats().starts_dropped, dropped);
+    net.run(Duration::from_secs(3));
+    assert_eq!(net.hub.waiting.len(), 0);
 }
 
 #[test]

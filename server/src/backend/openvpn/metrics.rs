@@ -57,7 +57,9 @@ const HUB_REASONS: &Reasons<HubStats> = &[
     (DropReason::Malformed, |s| s.malformed),
     (DropReason::Unknown, |s| s.unknown + s.bad_cookies),
     (DropReason::Wrap, |s| s.bad_wrap),
-    (DropReason::Full, |s| s.answers_dropped + s.full),
+    (DropReason::Full, |s| {
+        s.answers_dropped + s.starts_dropped + s.full
+    }),
 ];
 
 /// Metrics of the tunnel.
