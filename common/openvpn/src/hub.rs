@@ -135,16 +135,20 @@ impl Hub {
     }
 
     /// Processes one datagram, which is decrypted in place. Inner packets go to `inner` with their session.
+    /// Returns the session of an authentic data packet, even of a ping.
     pub fn input(
         &mut self,
         from: SocketAddr,
         datagram: &mut [u8],
         now: Instant,
         inner: &mut dyn FnMut(PeerId, &[u8]),
-    ) {
+    ) -> Option<PeerId> {
         match DataHeader::parse(datagram) {
             Some(header) => self.data(from, header, datagram, now, inner),
-            None => self.control(from, datagram, now),
+            None => {
+                self.control(from, datagram, now);
+                None
+            }
         }
     }
 
@@ -155,23 +159,21 @@ impl Hub {
         datagram: &mut [u8],
         now: Instant,
         inner: &mut dyn FnMut(PeerId, &[u8]),
-    ) {
+    ) -> Option<PeerId> {
         let named = header
             .peer_id
             .map(PeerId)
             .or_else(|| self.by_address.get(&from).copied());
         let Some((peer, entry)) = named.and_then(|peer| Some((peer, self.entry(peer)?))) else {
             self.stats.unknown += 1;
-            return;
+            return None;
         };
         let moved = entry.address != from;
         if moved && !self.may_move(peer, from) {
             self.stats.unknown += 1;
-            return;
+            return None;
         }
-        let Some(entry) = self.entry(peer) else {
-            return;
-        };
+        let entry = self.entry(peer)?;
         let result = entry
             .session
             .input(datagram, now, &mut |packet| inner(peer, packet));
@@ -183,6 +185,7 @@ impl Hub {
         if has_events {
             self.collect(peer, now);
         }
+        result.ok().map(|()| peer)
     }
 
     /// True if a session may move to the address `to`. An address with an established session of another

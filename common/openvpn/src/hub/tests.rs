@@ -334,6 +334,27 @@ fn number_of_clients_that_wait_for_a_session_is_limited() {
 }
 
 #[test]
+fn ping_counts_as_a_sign_of_life() {
+    let mut config = usual();
+    config.common.timers.ping = Some(Duration::from_secs(5));
+    let mut net = Net::default();
+    net.join(at(1, 1000), config);
+    net.run(Duration::from_secs(1));
+    let peer = net.established()[0];
+    let mut ping = BytesMut::new();
+    let later = net.now + Duration::from_secs(6);
+    assert!(net.clients[0].session.poll_output(later, &mut ping));
+    let mut input = |datagram: &mut [u8]| {
+        let from = at(1, 1000);
+        net.hub
+            .input(from, datagram, later, &mut |_, _| panic!("an inner packet"))
+    };
+    assert_eq!(input(&mut ping.clone()), Some(peer));
+    // A repetition may come from an attacker.
+    assert_eq!(input(&mut ping), None);
+}
+
+#[test]
 fn new_half_open_session_displaces_the_oldest_half_open_session() {
     let limits = Limits {
         sessions: 10,

@@ -159,14 +159,23 @@ impl Udp {
             let Some((from, datagram)) = socket.take() else {
                 return Poll::Ready(());
             };
-            hub.input(from, datagram, now, &mut |peer, packet| {
+            let mut is_inner = false;
+            let heard = hub.input(from, datagram, now, &mut |peer, packet| {
                 if let Some(member) = members.get_mut(&peer)
                     && let Some(streams) = &mut member.streams
                 {
+                    is_inner = true;
                     streams.heard(now);
                     member.client.packet(packet, streams, now);
                 }
             });
+            // A ping, or another packet that does not leave the tunnel.
+            if let Some(peer) = heard.filter(|_| !is_inner)
+                && let Some(member) = members.get_mut(&peer)
+                && let Some(streams) = &mut member.streams
+            {
+                streams.heard(now);
+            }
             self.events(now);
         }
     }

@@ -56,7 +56,9 @@ impl Core {
     ) {
         match self {
             Self::One(session) => drop(session.input(packet, now(), inner)),
-            Self::Hub { hub, .. } => hub.input(from, packet, now(), &mut |_, packet| inner(packet)),
+            Self::Hub { hub, .. } => {
+                hub.input(from, packet, now(), &mut |_, packet| inner(packet));
+            }
         }
     }
 
