@@ -16,6 +16,7 @@
 //! | [`abuse`] | links that repeat, damage and invent packets |
 //! | [`flood`] | floods and tampered links in front of our programs |
 //! | [`outages`] | programs that stop, die and restart |
+//! | [`silence`] | a client that stops answering, beside a peer that answers |
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
 
 mod support;
@@ -33,3 +34,4 @@ mod pair;
 mod platform;
 mod refusal;
 mod server;
+mod silence;

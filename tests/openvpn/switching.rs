@@ -39,13 +39,13 @@ const AGENTS: u16 = 8091;
 const TO: SocketAddrV4 = SocketAddrV4::new(POD, RAW);
 
 /// A server with both tunnels.
-struct Both {
-    server: Arc<Server>,
+pub(crate) struct Both {
+    pub server: Arc<Server>,
     admin: String,
 }
 
 impl Both {
-    async fn start(cluster: &Cluster, front_end: &str) -> Self {
+    pub(crate) async fn start(cluster: &Cluster, front_end: &str) -> Self {
         let pki = Pki::create(&cluster.dir("agents")).unwrap();
         let admin = cluster.dir("culvert").join("admin.sock");
         let flags = [
@@ -64,7 +64,7 @@ impl Both {
         }
     }
 
-    async fn culvert(&self, args: &[&str]) -> String {
+    pub(crate) async fn culvert(&self, args: &[&str]) -> String {
         let args = args.iter().copied().chain([self.admin.as_str()]);
         let mut program = Program::spawn("culvert", args, &[]);
         let status = program.wait_exit(PATIENCE).await;
@@ -91,14 +91,32 @@ impl Both {
     async fn switch(&self, to: Kind, drain: &str) {
         let drain = format!("--drain={drain}");
         self.culvert(&["switch", "--to", name(to), &drain]).await;
+        self.new_dials_go_to(to).await;
+    }
+
+    pub(crate) async fn new_dials_go_to(&self, to: Kind) {
         let goes = |status: &Status| status.new_dials.first() == Some(&to);
         self.shows(&format!("new dials go to {to:?}"), goes).await;
     }
 
+    /// Waits until both tunnels are healthy.
+    pub(crate) async fn is_healthy(&self) {
+        let healthy = |status: &Status| {
+            let mut tunnels = status.tunnels.iter();
+            tunnels.len() == 2 && tunnels.all(|tunnel| tunnel.health == Health::Healthy)
+        };
+        self.shows("both tunnels are up", healthy).await;
+    }
+
     async fn opened(&self, tunnel: Kind) -> f64 {
+        self.dials(tunnel, "opened").await
+    }
+
+    /// Returns the number of dials of a tunnel with this outcome.
+    pub(crate) async fn dials(&self, tunnel: Kind, outcome: &str) -> f64 {
         let answer = self.server.get("/metrics").await.unwrap();
         let (_, page) = answer.split_once("\r\n\r\n").unwrap();
-        let labels = [("tunnel", name(tunnel)), ("outcome", "opened")];
+        let labels = [("tunnel", name(tunnel)), ("outcome", outcome)];
         let metrics = Metrics::parse(page).unwrap();
         metrics
             .value("culvert_tunnel_dials_total", &labels)
@@ -114,7 +132,7 @@ fn name(tunnel: Kind) -> &'static str {
 }
 
 /// Relays agents to the server from a local address that is in the server's certificate.
-fn way(cluster: &Cluster) -> JoinHandle<()> {
+pub(crate) fn way(cluster: &Cluster) -> JoinHandle<()> {
     let near = SocketAddrV4::new(Ipv4Addr::LOCALHOST, AGENTS);
     let listener = cluster.client.listen(near);
     let client = cluster.client.clone();
@@ -128,7 +146,7 @@ fn way(cluster: &Cluster) -> JoinHandle<()> {
 }
 
 /// Returns the flags that an agent needs to connect to the server.
-fn konnectivity(cluster: &Cluster) -> [String; 3] {
+pub(crate) fn konnectivity(cluster: &Cluster) -> [String; 3] {
     let ca = cluster.dir("agents").join("ca.crt");
     [
         format!("--ca-cert={}", ca.display()),
@@ -196,11 +214,7 @@ async fn open(streams: &mut JoinSet<std::io::Result<()>>, both: &Both, stop: &Ca
 /// Switches back and forth, and asserts that no dial and no stream fails. Then switches with a drain that ends
 /// before the open connections.
 async fn switches(both: &Both) {
-    let healthy = |status: &Status| {
-        let mut tunnels = status.tunnels.iter();
-        tunnels.len() == 2 && tunnels.all(|tunnel| tunnel.health == Health::Healthy)
-    };
-    both.shows("both tunnels are up", healthy).await;
+    both.is_healthy().await;
     let (stop, mut streams) = (CancellationToken::new(), JoinSet::new());
     let load = Load::start(&both.server);
     open(&mut streams, both, &stop).await;

@@ -186,8 +186,13 @@ impl<P> Mailbox<P> {
         self.heard.store(passed, Ordering::Relaxed);
     }
 
+    /// Returns the time of the last authentic packet, in milliseconds since the start.
+    pub(super) fn heard(&self) -> u64 {
+        self.heard.load(Ordering::Relaxed)
+    }
+
     pub(super) fn silence(&self) -> Duration {
-        let heard = Duration::from_millis(self.heard.load(Ordering::Relaxed));
+        let heard = Duration::from_millis(self.heard());
         let passed = now().saturating_duration_since(self.since);
         passed.saturating_sub(heard)
     }

@@ -62,6 +62,11 @@ impl Peer {
         self.0.silence()
     }
 
+    /// Returns a number that grows with authentic packets from the peer, at most once per millisecond.
+    pub fn heard(&self) -> u64 {
+        self.0.heard()
+    }
+
     /// Returns true if the tunnel has ended.
     pub fn is_gone(&self) -> bool {
         self.0.is_closed()

@@ -13,6 +13,7 @@
 //! | `settings` | settings from flags and the configuration file |
 //! | `clients` | connected clients; addresses, routes, rules |
 //! | `role` | decisions for one client |
+//! | `silence` | detection of clients that no longer answer |
 //! | `listen`, `udp` | sockets |
 //! | `certificate_reload` | the certificate files |
 //! | `nodes`, `node_watch` | translation of ExternalIPs and names, from the Nodes of the user cluster |
@@ -29,6 +30,7 @@ mod pool;
 mod push;
 mod role;
 pub mod settings;
+mod silence;
 mod udp;
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, SocketAddrV4};
@@ -257,10 +259,23 @@ impl Openvpn {
         loop {
             let choose = |tried: &[_]| self.clients.way(*target.ip(), tried);
             let way = attempts.next(choose, |way| way.id)?;
-            let error = match timeout_at(deadline, way.peer.dial(target)).await {
-                Ok(Ok(stream)) => return Ok(self.connection(stream, &way)),
-                Err(_) => return Err(StreamDialError::TimedOut.into()),
-                Ok(Err(broken)) => self.failed(broken, &dial.address, &way),
+            let suspect = async {
+                loop {
+                    way.suspect().await;
+                    let other = self.clients.way(*target.ip(), attempts.tried());
+                    if other.is_some_and(|other| other.is_healthy) {
+                        return;
+                    }
+                }
+            };
+            let error = tokio::select! {
+                biased;
+                dialed = timeout_at(deadline, way.peer.dial(target)) => match dialed {
+                    Ok(Ok(stream)) => return Ok(self.connection(stream, &way)),
+                    Ok(Err(broken)) => self.failed(broken, &dial.address, &way),
+                    Err(_) => return Err(StreamDialError::TimedOut.into()),
+                },
+                () = suspect => StreamDialError::TimedOut.into(),
             };
             if error.is_final() {
                 return Err(error);

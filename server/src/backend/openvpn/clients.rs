@@ -4,6 +4,7 @@
 //! entry of its client.
 
 use std::collections::BTreeMap;
+use std::future::pending;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
@@ -28,6 +29,7 @@ use super::metrics::OpenvpnMetrics;
 use super::pool::{Lease, Pool};
 use super::push;
 use super::settings::Settings;
+use super::silence::Silence;
 use crate::tunnel;
 use crate::tunnel::Health;
 
@@ -61,6 +63,7 @@ struct Client {
     address: Ipv4Addr,
     /// Interval at which the client was told to send pings.
     ping: Option<Duration>,
+    silence: Arc<Silence>,
     kick: CancellationToken,
     /// Handle of the client's task; `None` until the client is connected.
     peer: Option<Peer>,
@@ -79,6 +82,8 @@ pub(super) struct Admission {
     pub iroutes: Vec<Ipv4Net>,
     /// Common name of the client's certificate.
     pub name: String,
+    /// Detection of a client that no longer answers.
+    pub silence: Arc<Silence>,
     clients: Arc<Clients>,
     _lease: Lease,
 }
@@ -101,7 +106,10 @@ pub(super) struct Way {
     pub name: Arc<str>,
     /// Identifier of the client.
     pub id: PeerId,
+    /// True unless the client was silent or suspect when it was selected.
+    pub is_healthy: bool,
     ping: Option<Duration>,
+    silence: Arc<Silence>,
 }
 
 impl Clients {
@@ -230,6 +238,7 @@ impl Clients {
             (None, Some(program)) => program.clone(),
             (None, None) => "OpenVPN".to_owned(),
         };
+        let silence = Arc::new(Silence::new(self.server(), address));
         let entry = Client {
             name: name.clone(),
             remote,
@@ -238,6 +247,7 @@ impl Clients {
             iroutes: file.iroutes.clone(),
             address,
             ping: push::ping(&push),
+            silence: silence.clone(),
             kick,
             peer: None,
             shard: Shards::current(),
@@ -249,6 +259,7 @@ impl Clients {
             address,
             iroutes: file.iroutes,
             name,
+            silence,
             clients: self.clone(),
             _lease: lease,
         })
@@ -285,8 +296,8 @@ impl Clients {
         self.metrics.add_forward(&growth);
     }
 
-    /// Selects the client for a dial: by longest prefix, then clients that are not silent, then the newest.
-    /// Skips the clients in `tried`.
+    /// Selects the client for a dial: by longest prefix, then healthy clients, then the newest. Skips the clients
+    /// in `tried`.
     pub(super) fn way(&self, destination: Ipv4Addr, tried: &[PeerId]) -> Option<Way> {
         let state = self.state.lock();
         let best = state
@@ -296,15 +307,18 @@ impl Clients {
             .filter_map(|(id, client)| {
                 let peer = client.peer.as_ref().filter(|peer| !peer.is_gone())?;
                 let length = client.longest(destination)?;
-                Some(((length, !is_silent(peer, client.ping), *id), client, peer))
+                let is_healthy = client.health() == Health::Healthy;
+                Some(((length, is_healthy, *id), client, peer))
             })
             .max_by_key(|(rank, ..)| *rank);
-        let ((_, _, id), client, peer) = best?;
+        let ((_, is_healthy, id), client, peer) = best?;
         Some(Way {
             peer: peer.clone(),
             name: client.name.as_str().into(),
             id,
+            is_healthy,
             ping: client.ping,
+            silence: client.silence.clone(),
         })
     }
 
@@ -355,13 +369,24 @@ impl Way {
     pub(super) fn is_silent(&self) -> bool {
         is_silent(&self.peer, self.ping)
     }
+
+    /// Resolves once the client is suspect: it sends nothing, not even an answer to a probe. Never resolves for
+    /// a client that sends no pings, because nothing would end the suspicion.
+    pub(super) async fn suspect(&self) {
+        match self.ping {
+            Some(_) => self.silence.suspect(&self.peer).await,
+            None => pending().await,
+        }
+    }
 }
 
 impl Client {
     fn health(&self) -> Health {
         match &self.peer {
             Some(peer) if peer.is_gone() => Health::Absent,
-            Some(peer) if is_silent(peer, self.ping) => Health::Doubtful,
+            Some(peer) if is_silent(peer, self.ping) || self.silence.is_suspect(peer) => {
+                Health::Doubtful
+            }
             Some(_) => Health::Healthy,
             None => Health::Absent,
         }
@@ -387,8 +412,9 @@ impl Refused {
 }
 
 impl Admission {
-    /// Marks the client as connected: from now on it receives dials and forwarded packets.
+    /// Marks the client as connected: from now on it receives dials and forwarded packets, first of all a probe.
     pub(super) fn connected(&self, peer: Peer) {
+        self.silence.probe(&peer);
         let mut state = self.clients.state.lock();
         state
             .forward

@@ -237,7 +237,9 @@ impl Role for Client {
         };
         let local = destination == self.clients.server() && admission.permits(source);
         if local
-            && (streams.input(packet, now) != Input::Unknown || streams.flows().echo(packet, now))
+            && (streams.input(packet, now) != Input::Unknown
+                || streams.flows().echo(packet, now)
+                || admission.silence.input(packet))
         {
             return;
         }

@@ -9,6 +9,7 @@ use culvert_openvpn_io::config_file::Server;
 use culvert_openvpn_io::streams::Streams;
 use tempfile::TempDir;
 
+use super::super::silence::tests::answer;
 use super::*;
 
 /// Settings of a server without pushed options.
@@ -253,4 +254,66 @@ async fn packet_with_foreign_source_is_not_forwarded() {
     assert!(!world.clients.forward(admission.id, &packet, now()));
     let stats = world.clients.state.lock().forward.stats();
     assert_eq!(stats.bad_source, 1);
+}
+
+impl Connected {
+    /// Returns the probes that were sent to the client since the last call.
+    fn probes(&mut self) -> Vec<Vec<u8>> {
+        let mut probes = Vec::new();
+        self.streams.work(now(), &mut drop);
+        self.streams.poll_output(now(), &mut |packet| {
+            probes.push(packet.to_vec());
+            true
+        });
+        probes
+    }
+
+    /// Answers the probe that followed the handshake.
+    fn answer(&mut self) {
+        let probe = self.probes().pop().unwrap();
+        assert!(self.admission.silence.input(&answer(&probe)));
+        self.streams.heard(now());
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn client_that_answers_no_probe_gets_no_dials_until_its_next_packet() {
+    let world = World::new(|_| {});
+    world.file("user", "iroute 172.25.0.0 255.255.0.0\n");
+    let old = world.connect("user");
+    let mut new = world.connect("user");
+    new.answer();
+    let target = "172.25.3.4".parse().unwrap();
+    let way = world.clients.way(target, &[]).unwrap();
+    assert_eq!((way.id, way.is_healthy), (new.admission.id, true));
+    let started = tokio::time::Instant::now();
+    way.suspect().await;
+    assert_eq!(started.elapsed(), Duration::from_millis(1500));
+    assert_eq!(new.probes().len(), 1);
+    assert_eq!(world.way("172.25.3.4"), Some(old.admission.id));
+    // Another client can still be dialed, so the tunnel is healthy. Without it the suspect client is dialed.
+    assert_eq!(world.clients.health(), Health::Healthy);
+    drop(old);
+    assert_eq!(world.clients.health(), Health::Doubtful);
+    assert_eq!(world.way("172.25.3.4"), Some(new.admission.id));
+    new.streams.heard(now());
+    assert_eq!(world.clients.health(), Health::Healthy);
+}
+
+#[tokio::test(start_paused = true)]
+async fn client_that_never_answered_a_probe_is_not_suspect() {
+    let world = World::new(|_| {});
+    world.file("mute", "iroute 172.26.0.0 255.255.0.0\npush \"ping 0\"\n");
+    world.file("user", "iroute 172.25.0.0 255.255.0.0\n");
+    let (mut user, mut mute) = (world.connect("user"), world.connect("mute"));
+    // Without pings, nothing would end the suspicion.
+    mute.answer();
+    assert_eq!(user.probes().len(), 1);
+    for target in ["172.25.3.4", "172.26.3.4"] {
+        let way = world.clients.way(target.parse().unwrap(), &[]).unwrap();
+        let waiting = tokio::time::timeout(Duration::from_secs(60), way.suspect());
+        assert!(waiting.await.is_err());
+    }
+    // A dial asks again.
+    assert_eq!(user.probes().len(), 1);
 }

@@ -1,0 +1,124 @@
+//! Detection of clients that no longer answer although their session is open.
+//!
+//! The probe is an echo request from the server's VPN address to the client's. Kernels and Culvert agents answer
+//! echo requests, but a packet filter may prevent the answer. Only a client that has answered before can become
+//! suspect. The first probe therefore follows the handshake, and dials repeat it until the first answer.
+
+use std::future::pending;
+use std::net::Ipv4Addr;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use culvert_openvpn::ip::{self, Icmp, Packet, Sum, kind, protocol};
+use culvert_openvpn_io::stream::Peer;
+
+use crate::backend::dial::Suspicion;
+
+/// Identifier of probes in ICMP.
+const IDENTIFIER: u16 = 0xc017;
+
+/// State of the detection for one client.
+pub(super) struct Silence {
+    client: Ipv4Addr,
+    /// Random data of the probe, which the answer repeats.
+    token: [u8; 8],
+    probe: Vec<u8>,
+    /// Set once the client has answered a probe.
+    answers: AtomicBool,
+    suspicion: Suspicion,
+}
+
+impl Silence {
+    /// Creates the state of a client that was not probed yet.
+    pub(super) fn new(server: Ipv4Addr, client: Ipv4Addr) -> Self {
+        let token = rand::random();
+        Self {
+            client,
+            token,
+            probe: echo_request(server, client, token),
+            answers: AtomicBool::new(false),
+            suspicion: Suspicion::none(),
+        }
+    }
+
+    /// Returns true if the client has not answered a probe, and has sent nothing since.
+    pub(super) fn is_suspect(&self, peer: &Peer) -> bool {
+        self.suspicion.is_raised(peer.heard())
+    }
+
+    /// Sends a probe. A full link already has packets that the client answers.
+    pub(super) fn probe(&self, peer: &Peer) {
+        peer.forward(&self.probe);
+    }
+
+    /// Resolves once the client is suspect: it sends nothing, not even an answer to a probe. Never resolves for
+    /// a client without an earlier answer.
+    pub(super) async fn suspect(&self, peer: &Peer) {
+        let probe = || self.probe(peer);
+        if !self.answers.load(Ordering::Relaxed) {
+            probe();
+            return pending().await;
+        }
+        self.suspicion.wait(|| peer.heard(), probe).await;
+    }
+
+    /// Handles a packet from the client to the server's address. Returns true for the answer to a probe.
+    pub(super) fn input(&self, packet: &[u8]) -> bool {
+        let is_answer = Packet::parse(packet).is_ok_and(|packet| {
+            packet.protocol() == protocol::ICMP
+                && packet.source() == self.client
+                && Icmp::parse(&packet)
+                    .is_ok_and(|icmp| icmp.kind() == kind::ECHO_REPLY && icmp.body() == self.token)
+        });
+        if is_answer {
+            self.answers.store(true, Ordering::Relaxed);
+        }
+        is_answer
+    }
+}
+
+fn echo_request(from: Ipv4Addr, to: Ipv4Addr, token: [u8; 8]) -> Vec<u8> {
+    let [high, low] = IDENTIFIER.to_be_bytes();
+    let mut header = [kind::ECHO, 0, 0, 0, high, low, 0, 1];
+    let sum = Sum::of(&header) + Sum::of(&token);
+    [header[2], header[3]] = sum.checksum().to_be_bytes();
+    let mut packet = Vec::new();
+    let length = header.len() + token.len();
+    ip::write_header(&mut packet, from, to, protocol::ICMP, length);
+    packet.extend(header);
+    packet.extend(token);
+    packet
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    /// Returns the answer of a client to a probe.
+    pub(in super::super) fn answer(probe: &[u8]) -> Vec<u8> {
+        let request = Packet::parse(probe).unwrap();
+        let icmp = Icmp::parse(&request).unwrap();
+        assert_eq!(icmp.kind(), kind::ECHO);
+        let token = icmp.body().try_into().unwrap();
+        let mut answer = echo_request(request.destination(), request.source(), token);
+        answer.splice(ip::HEADER..ip::HEADER + 4, [kind::ECHO_REPLY, 0, 0, 0]);
+        let sum = Sum::of(answer.get(ip::HEADER..).unwrap()).checksum();
+        answer.splice(ip::HEADER + 2..ip::HEADER + 4, sum.to_be_bytes());
+        answer
+    }
+
+    #[test]
+    fn only_the_answer_of_the_client_to_its_probe_counts() {
+        let (server, client) = ([10, 20, 0, 1].into(), [10, 20, 0, 6].into());
+        let silence = Silence::new(server, client);
+        assert!(!silence.input(&silence.probe));
+        let another = Silence::new(server, client);
+        assert!(!silence.input(&answer(&another.probe)));
+        let behind = Silence::new(server, [172, 25, 0, 2].into());
+        assert!(!silence.input(&answer(&behind.probe)));
+        assert!(!silence.answers.load(Ordering::Relaxed));
+        assert!(silence.input(&answer(&silence.probe)));
+        assert!(silence.answers.load(Ordering::Relaxed));
+    }
+}
