@@ -4,8 +4,9 @@
 //! needs.
 //!
 //! Invariants: every established session that goes away reports an `Ended` event, and all sessions end once
-//! all peers are silent. The number of sessions is bounded. The hub sends only to addresses that have sent a
-//! datagram. Every inner packet that leaves a tunnel was put into the tunnel, and leaves only once.
+//! all peers are silent. The number of sessions and the hub's memory are bounded. The hub sends only to addresses
+//! that have sent a datagram. Every inner packet that leaves a tunnel was put into the tunnel, and leaves only
+//! once.
 #![no_main]
 
 use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
@@ -14,12 +15,16 @@ use std::sync::{Arc, LazyLock};
 use std::time::{Duration, Instant};
 
 use bytes::BytesMut;
-use culvert_fuzz::pki;
+use culvert_fuzz::Bytes;
+use culvert_fuzz::control::{client, made_up, push, server};
+use culvert_fuzz::memory::{Counting, Meter, uncounted};
 use culvert_openvpn::hub::{Hub, Limits, PeerId};
-use culvert_openvpn::packet::{ControlPacket, KeyId, Opcode, SessionId};
-use culvert_openvpn::session::{ClientConfig, Event, Push, ServerConfig, Session, Transport};
+use culvert_openvpn::packet::{ControlPacket, Opcode, SessionId};
+use culvert_openvpn::session::{ClientConfig, Event, ServerConfig, Session, Transport};
 use libfuzzer_sys::fuzz_target;
-use rcgen::ExtendedKeyUsagePurpose::{ClientAuth, ServerAuth};
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
 
 const LIMITS: Limits = Limits {
     sessions: 4,
@@ -31,60 +36,28 @@ const MAX_CLIENTS: usize = 6;
 /// step may repeat.
 const KEPT: usize = 64;
 
+/// Largest datagram, in bytes.
+const LARGE: usize = 60_000;
+
+/// Limit of the hub's memory, in bytes: 256 packets of clients that wait for a session, and the sessions.
+const MAX_HELD: isize = 1 << 20;
+
 /// The configurations of two different clients.
-static CLIENTS: LazyLock<[Arc<ClientConfig>; 2]> = LazyLock::new(|| {
-    ["a", "b"].map(|name| {
-        let identity = pki::identity(&pki::leaf(name, ClientAuth)).expect("an identity");
-        let mut config = ClientConfig::new(Transport::Udp, pki::client_tls(identity));
-        config.common.timers.ping = Some(Duration::from_secs(5));
-        Arc::new(config)
-    })
-});
+static CLIENTS: LazyLock<[Arc<ClientConfig>; 2]> =
+    LazyLock::new(|| ["a", "b"].map(|name| client(name, Transport::Udp)));
 
 /// The server's configurations before and after the operator renews the certificate.
-static SERVERS: LazyLock<[Arc<ServerConfig>; 2]> = LazyLock::new(|| {
-    [60, 20].map(|reneg| {
-        let identity = pki::identity(&pki::leaf("server", ServerAuth)).expect("an identity");
-        let mut config = ServerConfig::new(Transport::Udp, pki::server_tls(identity));
-        config.common.timers.reneg = Duration::from_secs(reneg);
-        config.common.timers.tran_window = Duration::from_secs(2 * reneg);
-        config.common.timers.ping_restart = Some(Duration::from_secs(30));
-        Arc::new(config)
-    })
-});
-
-/// The unread input. Reads past the end return zeros.
-struct Bytes<'a>(&'a [u8]);
-
-impl Bytes<'_> {
-    fn byte(&mut self) -> u8 {
-        let (first, rest) = self.0.split_first().unwrap_or((&0, &[]));
-        self.0 = rest;
-        *first
-    }
-
-    fn some(&mut self) -> Vec<u8> {
-        let length = usize::from(self.byte()).min(self.0.len());
-        let (bytes, rest) = self.0.split_at(length);
-        self.0 = rest;
-        bytes.to_vec()
-    }
-}
+static SERVERS: LazyLock<[Arc<ServerConfig>; 2]> =
+    LazyLock::new(|| [60, 20].map(|reneg| server(Transport::Udp, Duration::from_secs(reneg))));
 
 fn address(number: u8) -> SocketAddr {
     SocketAddr::from(([10, 0, 0, number & 7], 1194))
 }
 
-fn push() -> Push {
-    let options = ["topology net30", "ifconfig 10.20.0.6 10.20.0.5"];
-    Push {
-        options: options.map(str::to_owned).to_vec(),
-    }
-}
-
 struct World {
     now: Instant,
     hub: Hub,
+    meter: Meter,
     /// True if the hub's owner accepts every authenticated client at once.
     decided: bool,
     clients: Vec<(SocketAddr, Session)>,
@@ -109,9 +82,12 @@ struct World {
 impl World {
     fn new(decided: bool) -> Self {
         let now = Instant::now();
+        // Created outside of the meter.
+        let _ = (&*CLIENTS, &*SERVERS);
         Self {
             now,
             hub: Hub::new(SERVERS[0].clone(), LIMITS, now),
+            meter: Meter::default(),
             decided,
             clients: Vec::new(),
             wire: VecDeque::new(),
@@ -136,18 +112,20 @@ impl World {
     fn arrives(&mut self, from: SocketAddr, mut datagram: Vec<u8>) {
         self.heard.insert(from);
         let (open, inside) = (&self.open, &mut self.inside);
-        self.hub
-            .input(from, &mut datagram, self.now, &mut |peer, packet| {
-                assert!(
-                    open.contains(&peer),
-                    "data from a peer without an established session"
-                );
-                assert!(
-                    inside.remove(packet),
-                    "an inner packet was never sent, or was delivered twice"
-                );
-                assert_eq!(packet[..4], [0; 4], "from the server");
-            });
+        let mut take = |peer, packet: &[u8]| {
+            assert!(
+                open.contains(&peer),
+                "data from a peer without an established session"
+            );
+            assert!(
+                uncounted(|| inside.remove(packet)),
+                "an inner packet was never sent, or was delivered twice"
+            );
+            assert_eq!(packet[..4], [0; 4], "from the server");
+        };
+        let (hub, now) = (&mut self.hub, self.now);
+        self.meter
+            .run(|| hub.input(from, &mut datagram, now, &mut take));
         self.check();
     }
 
@@ -165,29 +143,11 @@ impl World {
     fn settle(&mut self) {
         let now = self.now;
         loop {
-            while let Some((peer, event)) = self.hub.poll_event() {
-                assert!(!self.ended.contains(&peer), "{event:?} after the end");
-                match event {
-                    Event::Authenticated(_) if self.decided => {
-                        self.hub.with(peer, now, |session| {
-                            session
-                                .accept(push(), now)
-                                .expect("options that can be pushed");
-                        });
-                    }
-                    Event::Established(_) => {
-                        self.open.insert(peer);
-                        self.established.insert(peer);
-                    }
-                    Event::Ended(_) => {
-                        self.open.remove(&peer);
-                        self.ended.insert(peer);
-                    }
-                    _ => {}
-                }
-            }
-            let mut out = BytesMut::new();
-            let Some(to) = self.hub.poll_output(now, &mut out) else {
+            while self.takes_event() {}
+            let mut out = BytesMut::with_capacity(4096);
+            let hub = &mut self.hub;
+            let sent = self.meter.run(|| hub.poll_output(now, &mut out));
+            let Some(to) = sent else {
                 break;
             };
             assert!(
@@ -204,6 +164,48 @@ impl World {
             }
         }
         self.wire.truncate(KEPT);
+    }
+
+    /// Handles the next event. Returns false if there is none.
+    fn takes_event(&mut self) -> bool {
+        let (now, decided) = (self.now, self.decided);
+        let Self {
+            hub,
+            meter,
+            open,
+            established,
+            ended,
+            ..
+        } = self;
+        meter.run(|| {
+            let Some((peer, event)) = hub.poll_event() else {
+                return false;
+            };
+            assert!(!ended.contains(&peer), "{event:?} after the end");
+            match event {
+                Event::Authenticated(_) if decided => {
+                    hub.with(peer, now, |session| {
+                        let accepted = session.accept(push(), now);
+                        accepted.expect("options that can be pushed");
+                    });
+                }
+                Event::Established(_) => uncounted(|| {
+                    open.insert(peer);
+                    established.insert(peer);
+                }),
+                Event::Ended(_) => uncounted(|| {
+                    open.remove(&peer);
+                    ended.insert(peer);
+                }),
+                _ => {}
+            }
+            true
+        })
+    }
+
+    fn timers(&mut self) {
+        let (hub, now) = (&mut self.hub, self.now);
+        self.meter.run(|| hub.handle_timeout(now));
     }
 
     /// Delivers one datagram of the hub to every client at this address.
@@ -232,7 +234,7 @@ impl World {
         for (_, session) in &mut self.clients {
             session.handle_timeout(self.now);
         }
-        self.hub.handle_timeout(self.now);
+        self.timers();
     }
 
     /// Checks the invariants that hold after every step.
@@ -241,7 +243,7 @@ impl World {
         let due = |hub: &Hub, now| hub.poll_timeout().is_some_and(|at| at <= now);
         for _ in 0..5 {
             if due(&self.hub, self.now) {
-                self.hub.handle_timeout(self.now);
+                self.timers();
                 self.settle();
             }
         }
@@ -259,36 +261,9 @@ impl World {
         self.established.retain(|peer| peers.contains(peer));
         self.ended.retain(|peer| peers.contains(peer));
         assert!(peers.len() - self.established.len() <= LIMITS.half_open);
+        let held = self.meter.held();
+        assert!(held <= MAX_HELD, "{held} bytes");
     }
-}
-
-/// Returns a control packet with the session ids of the last answer at an address. `bytes` selects all other
-/// fields, and may leave out the server's session id.
-fn made_up(bytes: &mut Bytes<'_>, answered: Option<&(SessionId, SessionId)>) -> Vec<u8> {
-    let unknown = (SessionId([1; 8]), SessionId([2; 8]));
-    let (client, server) = answered.copied().unwrap_or(unknown);
-    let (shape, key) = (bytes.byte(), bytes.byte());
-    let opcodes = [
-        Opcode::HardResetClientV2,
-        Opcode::ControlV1,
-        Opcode::AckV1,
-        Opcode::SoftResetV1,
-    ];
-    let echoes = shape & 4 == 0;
-    let opcode = opcodes[usize::from(shape & 3)];
-    let (id, payload) = (bytes.byte(), bytes.some());
-    let packet = ControlPacket {
-        opcode,
-        key_id: KeyId::of(key),
-        session: client,
-        acks: Vec::from_iter(echoes.then_some(u32::from(shape >> 4))),
-        peer_session: echoes.then_some(server),
-        id: (opcode != Opcode::AckV1).then_some(id.into()),
-        payload: &payload,
-    };
-    let mut out = BytesMut::new();
-    packet.write(&mut out);
-    out.to_vec()
 }
 
 fuzz_target!(|input: &[u8]| {
@@ -357,8 +332,10 @@ fuzz_target!(|input: &[u8]| {
             }
             9 => {
                 let packet = world.packet(peer.0, true);
-                let mut out = BytesMut::new();
-                if let Ok(to) = world.hub.seal(peer, &packet, now, &mut out) {
+                let mut out = BytesMut::with_capacity(4096);
+                let hub = &mut world.hub;
+                let sealed = world.meter.run(|| hub.seal(peer, &packet, now, &mut out));
+                if let Ok(to) = sealed {
                     world.inside.insert(packet);
                     world.delivers(to, &out);
                 }
@@ -370,22 +347,27 @@ fuzz_target!(|input: &[u8]| {
             }
             12 => {
                 let from = address(who);
-                let datagram = made_up(&mut bytes, world.answered.get(&from));
+                let unknown = (SessionId([1; 8]), SessionId([2; 8]));
+                let ids = world.answered.get(&from).copied().unwrap_or(unknown);
+                let datagram = made_up(&mut bytes, ids, LARGE);
                 world.arrives(from, datagram);
             }
             13 => {
                 let choice = bytes.byte() % 6;
-                world.hub.with(peer, now, |session| match choice {
-                    0 => session.close(now),
-                    1 => session.restart(false, now),
-                    2 => session.reject("no", now),
-                    3 => drop(session.accept(push(), now)),
-                    _ => {}
+                let hub = &mut world.hub;
+                world.meter.run(|| {
+                    hub.with(peer, now, |session| match choice {
+                        0 => session.close(now),
+                        1 => session.restart(false, now),
+                        2 => session.reject("no", now),
+                        3 => drop(session.accept(push(), now)),
+                        _ => {}
+                    });
+                    if choice >= 4 {
+                        let config = SERVERS[usize::from(choice & 1)].clone();
+                        hub.set_config(config);
+                    }
                 });
-                if choice >= 4 {
-                    let config = SERVERS[usize::from(choice & 1)].clone();
-                    world.hub.set_config(config);
-                }
             }
             14 => {
                 if let Some((_, session)) = world.clients.get_mut(client) {
