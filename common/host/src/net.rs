@@ -1,5 +1,6 @@
-//! Sockets: listeners, dialing with Go's error texts, the policy for destinations, the CONNECT request head, outbound
-//! proxies, read-ahead, socket options, pacing, and detection of dead peers.
+//! Sockets: listeners, the PROXY protocol, admission and shares of peers, dialing with Go's error texts, the policy
+//! for destinations, the CONNECT request head, outbound proxies, read-ahead, socket options, pacing, and detection
+//! of dead peers.
 
 pub mod admission;
 pub mod connect;
@@ -7,8 +8,11 @@ pub mod destinations;
 pub mod dial;
 pub mod listen;
 pub mod literal;
+pub mod networks;
 pub mod options;
 pub mod pacing;
 pub mod proxy;
+pub mod proxy_protocol;
 pub mod readahead;
+pub mod shares;
 pub mod silence;

@@ -4,7 +4,8 @@ use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use super::GoDuration;
+use super::{GoDuration, StringSlice};
+use crate::net::networks::Networks;
 
 /// Errors, warnings, and flags without effect.
 #[derive(Debug, Default)]
@@ -133,6 +134,16 @@ impl Problems {
             format!("{flag} must be >= 0, got {value}")
         });
         value.saturating()
+    }
+
+    /// Parses a flag whose value is a list of networks.
+    pub fn networks(&mut self, flag: &str, uses: &[StringSlice]) -> Networks {
+        let texts = StringSlice::concat(uses);
+        let networks = Networks::parse(texts.iter().map(String::as_str));
+        networks.unwrap_or_else(|error| {
+            self.error(format!("--{flag}: {error}"));
+            Networks::default()
+        })
     }
 
     /// Checks the profiling flags, which have no effect.

@@ -160,13 +160,9 @@ impl Admission {
     }
 
     /// Returns the number of slots in use.
-    pub fn len(&self) -> usize {
+    #[cfg(test)]
+    fn len(&self) -> usize {
         self.hosts.lock().len
-    }
-
-    /// Returns true if no slot is in use.
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
     }
 
     fn take(self: &Arc<Self>, host: u64, deadline: Instant) -> Option<Arc<Candidate>> {
@@ -270,8 +266,8 @@ impl Candidate {
         self.displaced.is_cancelled()
     }
 
-    /// Records that the peer has sent something.
-    fn has_sent(&self) {
+    /// Records that the peer has sent something. A gated stream does this on its own.
+    pub fn has_sent(&self) {
         let slot = self.slot.lock();
         let Some(slot) = &*slot else { return };
         let mut hosts = slot.admission.hosts.lock();
@@ -295,6 +291,13 @@ impl Drop for Queued<'_> {
 }
 
 // === impl Gated ===
+
+impl<S> Gated<S> {
+    /// Returns the stream of the peer.
+    pub fn get_ref(&self) -> &S {
+        &self.inner
+    }
+}
 
 impl<S: AsyncRead + Unpin> AsyncRead for Gated<S> {
     fn poll_read(
@@ -331,7 +334,8 @@ impl<S: AsyncRead + Unpin> AsyncRead for Gated<S> {
 
 culvert_stream::delegate_write!(Gated);
 
-/// Returns a key for the host of an address. IPv6 addresses are grouped by /64 network, because one host may use a whole /64.
+/// Returns a key for the host of an address. IPv6 addresses are grouped by /64 network, because one host may use a
+/// whole /64.
 pub fn host_key(address: IpAddr) -> u64 {
     match address.to_canonical() {
         IpAddr::V4(v4) => v4.to_bits().into(),
@@ -422,7 +426,7 @@ mod tests {
         assert_eq!(outcome, Err(Unadmitted::Late));
         assert_eq!(started.elapsed(), LIMITS.deadline / 2);
         drop(candidate);
-        assert!(admission.is_empty());
+        assert_eq!(admission.len(), 0);
     }
 
     #[tokio::test(start_paused = true)]
@@ -451,7 +455,7 @@ mod tests {
         };
         let (rest, ()) = tokio::join!(rest, admit);
         assert_eq!(&rest, b"89");
-        assert!(admission.is_empty());
+        assert_eq!(admission.len(), 0);
         // The deadline has no meaning after the admission.
         let refused = candidate.run(sleep(LIMITS.deadline)).await;
         assert_eq!(refused, Ok(()));

@@ -164,9 +164,7 @@ impl Listener {
     /// and followed by a pause, because running out of file descriptors must not end the program. While seven
     /// eighths of the descriptors are in use, new connections are closed at once.
     pub async fn serve(self, shutdown: CancellationToken, mut handle: impl FnMut(Accepted)) {
-        // The kernel assigns the lowest free descriptor, so a high number means that many are in use.
-        let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
-        let limit = limit - limit / RESERVED_DESCRIPTORS;
+        let limit = usable_descriptors();
         loop {
             let accepted = tokio::select! {
                 biased;
@@ -225,6 +223,13 @@ impl Accepted {
             Self::Unix(stream) => Self::Unix(UnixStream::from_std(stream.into_std()?)?),
         })
     }
+}
+
+/// Returns the descriptors that connections may use: the process's limit without the reserve. The kernel assigns
+/// the lowest free descriptor, so a descriptor with a high number means that many are in use.
+pub(super) fn usable_descriptors() -> u64 {
+    let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
+    limit - limit / RESERVED_DESCRIPTORS
 }
 
 /// Moves a TCP connection to the caller's runtime.

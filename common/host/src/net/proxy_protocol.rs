@@ -1,0 +1,285 @@
+//! The PROXY protocol, versions 1 and 2: a load balancer sends the addresses of its client before the first byte
+//! of a connection (`doc/proxy-protocol.txt` of haproxy).
+//!
+//! Only the peers of configured networks may send a header, and these peers must send one, as with haproxy and
+//! nginx. A header from another peer is part of the connection's bytes.
+
+use std::fmt;
+use std::io;
+use std::net::{IpAddr, SocketAddr};
+use std::str::FromStr;
+use std::time::Duration;
+
+use proxy_header::{ParseConfig, ProxiedAddress, ProxyHeader};
+use rustix::net::{RecvFlags, recv};
+use tokio::io::Interest;
+use tokio::net::TcpStream;
+use tokio::time::timeout;
+
+use super::networks::Networks;
+
+/// Largest header, in bytes. Addresses need at most 232 bytes. The rest is for extensions (TLVs), which have no
+/// meaning here: load balancers send some of 100 bytes, or the subject of a certificate.
+pub const MAX_HEADER_BYTES: usize = 4096;
+
+/// Time for a complete header, from the accept. A load balancer sends the header first and in one packet, so the
+/// time is for retransmissions.
+const HEADER_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Bytes read at once.
+const READ_BYTES: usize = 256;
+
+/// First bytes of a header of version 1.
+const TEXT: &[u8] = b"PROXY ";
+
+/// Largest header of version 1, in bytes.
+const MAX_TEXT_BYTES: usize = 107;
+
+/// First bytes of a header of version 2.
+const SIGNATURE: &[u8; 12] = b"\r\n\r\n\0\r\nQUIT\n";
+
+/// Bytes of a header of version 2 before its addresses.
+const HEAD_BYTES: usize = 16;
+
+/// Version and command of a connection of the load balancer itself, such as a health check.
+const LOCAL: u8 = 0x20;
+
+/// Error text for a header from a peer that may not send one.
+pub const UNEXPECTED_HEADER: &str = "unexpected PROXY protocol header: add the network of the load balancer to the flag, or disable the PROXY protocol in the load balancer";
+
+/// Version of a header.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Version {
+    /// Text.
+    V1,
+    /// Binary.
+    V2,
+}
+
+/// Error for an unknown version.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the versions of the PROXY protocol are v1 and v2")]
+pub struct UnknownVersion;
+
+/// The addresses of both ends of a client's connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Origin {
+    /// Address of the client.
+    pub source: SocketAddr,
+    /// Address that the client connected to.
+    pub destination: SocketAddr,
+}
+
+/// A complete header.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Header {
+    /// Length of the header, in bytes.
+    pub len: usize,
+    /// Addresses of the client's connection; `None` if the header has none, as for a health check.
+    pub origin: Option<Origin>,
+}
+
+/// Error for a connection that must begin with a header.
+#[derive(Debug, thiserror::Error)]
+pub enum HeaderError {
+    /// The connection does not begin with a header.
+    #[error(
+        "no PROXY protocol header: let the load balancer send one, or remove its network from the flag"
+    )]
+    Invalid,
+    /// The header exceeds [`MAX_HEADER_BYTES`].
+    #[error(
+        "the PROXY protocol header exceeds {MAX_HEADER_BYTES} bytes: let the load balancer send fewer extensions"
+    )]
+    TooLong,
+    /// The header is not complete in time.
+    #[error("no complete PROXY protocol header within {HEADER_TIMEOUT:?}")]
+    Late,
+    /// The peer left before the end of the header, as a port check does.
+    #[error("left before the end of the PROXY protocol header")]
+    Left,
+    /// The socket failed.
+    #[error(transparent)]
+    Io(#[from] io::Error),
+}
+
+/// Returns the origin of a new connection from `peer`. Reads a header if the peer is in one of the networks `from`,
+/// and no byte after the header.
+///
+/// # Errors
+/// Fails if the peer must send a header and sends none.
+pub async fn origin(
+    stream: &TcpStream,
+    peer: SocketAddr,
+    from: &Networks,
+) -> Result<Origin, HeaderError> {
+    let mut origin = Origin {
+        source: peer,
+        destination: stream.local_addr()?,
+    };
+    if from.contains(peer.ip()) {
+        // In a box, because most connections have no header and do not need the space.
+        let header = timeout(HEADER_TIMEOUT, Box::pin(read(stream))).await;
+        let header = header.map_err(|_| HeaderError::Late)??;
+        origin = header.origin.unwrap_or(origin);
+    }
+    Ok(origin)
+}
+
+/// Returns true if a connection begins with a header. Waits for the first bytes.
+///
+/// # Errors
+/// Fails if the socket fails.
+pub async fn begins_with_header(stream: &TcpStream) -> io::Result<bool> {
+    let mut first = [0; SIGNATURE.len()];
+    let read = stream.peek(&mut first).await?;
+    Ok(is_header(first.get(..read).unwrap_or_default()))
+}
+
+/// Returns true if the bytes begin with a header.
+pub fn is_header(first: &[u8]) -> bool {
+    first.starts_with(TEXT) || first.starts_with(SIGNATURE)
+}
+
+/// Parses the header at the start of `received`; returns `None` while the header is incomplete.
+///
+/// # Errors
+/// Fails if the bytes cannot become a header of [`MAX_HEADER_BYTES`] at most.
+pub fn parse(received: &[u8]) -> Result<Option<Header>, HeaderError> {
+    let may_begin = |first: &[u8]| received.starts_with(first) || first.starts_with(received);
+    if !may_begin(TEXT) && !may_begin(SIGNATURE) {
+        return Err(HeaderError::Invalid);
+    }
+    let head = received.first_chunk::<HEAD_BYTES>();
+    if let Some([signature @ .., LOCAL, _, high, low]) = head
+        && signature == SIGNATURE
+    {
+        // Whatever a local connection has in place of addresses is ignored.
+        let len = HEAD_BYTES + usize::from(u16::from_be_bytes([*high, *low]));
+        return sized(len, None, received.len());
+    }
+    let config = ParseConfig {
+        include_tlvs: false,
+        ..ParseConfig::default()
+    };
+    match ProxyHeader::parse(received, config) {
+        // The parser accepts longer text if all of it arrives at once.
+        Ok((_, len)) if received.starts_with(TEXT) && len > MAX_TEXT_BYTES => {
+            Err(HeaderError::Invalid)
+        }
+        Ok((header, len)) => {
+            let origin = header.proxied_address().map(|ends| Origin {
+                source: ends.source,
+                destination: ends.destination,
+            });
+            sized(len, origin, received.len())
+        }
+        Err(proxy_header::Error::BufferTooShort) => sized(received.len() + 1, None, received.len()),
+        Err(_) => Err(HeaderError::Invalid),
+    }
+}
+
+/// Returns a header of `len` bytes, if as many have been received.
+fn sized(
+    len: usize,
+    origin: Option<Origin>,
+    received: usize,
+) -> Result<Option<Header>, HeaderError> {
+    if len > MAX_HEADER_BYTES {
+        return Err(HeaderError::TooLong);
+    }
+    Ok((len <= received).then_some(Header { len, origin }))
+}
+
+/// Reads a header, and no byte after the header.
+async fn read(stream: &TcpStream) -> Result<Header, HeaderError> {
+    let mut received = Vec::new();
+    loop {
+        stream.readable().await?;
+        let looked = stream.try_io(Interest::READABLE, || look(stream, &mut received));
+        match looked {
+            Ok(Ok(Some(header))) => return Ok(header),
+            Ok(Ok(None)) => {}
+            Ok(Err(error)) => return Err(error),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+}
+
+/// Moves the next bytes of the header from the socket to `received`. A peek shows how many of the socket's bytes
+/// belong to the header.
+fn look(
+    stream: &TcpStream,
+    received: &mut Vec<u8>,
+) -> io::Result<Result<Option<Header>, HeaderError>> {
+    let mut bytes = [0; READ_BYTES];
+    let before = received.len();
+    let (peeked, _) = recv(stream, &mut bytes[..], RecvFlags::PEEK)?;
+    if peeked == 0 {
+        return Ok(Err(HeaderError::Left));
+    }
+    received.extend_from_slice(bytes.get(..peeked).unwrap_or_default());
+    let header = parse(received);
+    let end = match header {
+        Ok(Some(header)) => header.len,
+        _ => received.len(),
+    };
+    if let Some(taken) = bytes.get_mut(..end.saturating_sub(before)) {
+        // Cannot be short: the bytes are in the socket.
+        recv(stream, taken, RecvFlags::empty())?;
+    }
+    Ok(header)
+}
+
+impl Origin {
+    /// Returns the address of the client, without the port.
+    pub fn ip(&self) -> IpAddr {
+        self.source.ip()
+    }
+
+    /// Returns the header with these addresses.
+    pub fn header(&self, version: Version) -> Vec<u8> {
+        let (mut source, mut destination) = (self.source, self.destination);
+        if source.is_ipv4() != destination.is_ipv4() {
+            (source, destination) = (mapped(source), mapped(destination));
+        }
+        let header = ProxyHeader::with_address(ProxiedAddress::stream(source, destination));
+        let mut bytes = Vec::new();
+        let encoded = match version {
+            Version::V1 => header.encode_v1(&mut bytes),
+            Version::V2 => header.encode_v2(&mut bytes),
+        };
+        // Fails only for addresses of two families.
+        debug_assert!(encoded.is_ok());
+        bytes
+    }
+}
+
+fn mapped(address: SocketAddr) -> SocketAddr {
+    match address.ip() {
+        IpAddr::V4(v4) => SocketAddr::new(v4.to_ipv6_mapped().into(), address.port()),
+        IpAddr::V6(_) => address,
+    }
+}
+
+impl fmt::Display for Origin {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.source.fmt(f)
+    }
+}
+
+impl FromStr for Version {
+    type Err = UnknownVersion;
+
+    fn from_str(text: &str) -> Result<Self, UnknownVersion> {
+        match text {
+            "v1" => Ok(Self::V1),
+            "v2" => Ok(Self::V2),
+            _ => Err(UnknownVersion),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;
