@@ -7,6 +7,7 @@ use std::sync::Arc;
 use anyhow::Context as _;
 use culvert_host::admin;
 use culvert_host::net::listen::{Accepted, Keepalive, Listener};
+use culvert_host::net::networks::Networks;
 use culvert_host::net::readahead::ReadAhead;
 use culvert_host::runtime::shards::{Shards, on_shard};
 use culvert_host::runtime::spawn_essential;
@@ -221,7 +222,7 @@ impl Bound {
             shutdown.clone(),
             metrics.clone(),
         );
-        let context = |kind, tls, keepalive| {
+        let context = |kind, tls, keepalive, proxies| {
             ListenerContext::new(
                 kind,
                 tls,
@@ -229,17 +230,20 @@ impl Bound {
                 tasks.clone(),
                 shutdown.clone(),
                 metrics.clone(),
+                proxies,
             )
         };
         let frontend_context = context(
             metrics::Listener::Frontend,
             self.frontend_tls,
             config.frontend_keepalive_time,
+            Networks::default(),
         );
         let agent_context = context(
             metrics::Listener::Agent,
             Some(self.agent_tls),
             config.keepalive_time,
+            config.agent_listener.proxies.clone(),
         );
         info!(
             frontend = self.frontend.address(),
@@ -371,7 +375,8 @@ async fn serve_frontend(
                         http_connect::serve(&context, &frontend, read, write, "unix").await;
                     }
                     (Accepted::Tcp(stream, peer), mode) => {
-                        let Some((stream, candidate)) = context.enter(stream, peer).await else {
+                        let Some((stream, candidate, peer)) = context.accept(stream, peer).await
+                        else {
                             return;
                         };
                         let peer = peer.to_string();
@@ -419,7 +424,7 @@ async fn serve_agents(
                 let Accepted::Tcp(stream, peer) = accepted else {
                     return;
                 };
-                let Some((stream, candidate)) = context.enter(stream, peer).await else {
+                let Some((stream, candidate, peer)) = context.accept(stream, peer).await else {
                     return;
                 };
                 let (stream, address) = (ReadAhead::new(stream), peer.ip());

@@ -16,6 +16,7 @@ use std::time::Duration;
 
 use culvert_host::flags::{Exit, GoDuration, HostPort};
 use culvert_host::net::destinations::Destinations;
+use culvert_host::net::networks::Networks;
 use culvert_host::telemetry::logging::LogConfig;
 use culvert_host::tls::TlsOptions;
 use culvert_kube::tokens::AgentAuth;
@@ -143,6 +144,8 @@ pub struct AgentListener {
     pub key: PathBuf,
     /// CA bundle that agents' certificates must chain to. `None` requests no certificate from agents.
     pub ca: Option<PathBuf>,
+    /// Networks of load balancers that send the PROXY protocol. Empty, the default, expects no headers.
+    pub proxies: Networks,
 }
 
 // === impl Config ===
@@ -202,6 +205,7 @@ impl Config {
                 "agent-id-from={}",
                 agent_id_from.map_or("", AgentIdFrom::name)
             ),
+            format!("agent-proxy-protocol-from={}", agent_listener.proxies),
             format!("admin-bind={admin}"),
             format!("admin-uds={}", shown(admin_uds)),
             format!("health-bind={health}"),

@@ -9,6 +9,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use culvert_host::net::admission::{Admission, AdmissionLimits, Candidate, Gated, Unadmitted};
+use culvert_host::net::networks::Networks;
+use culvert_host::net::proxy_protocol::{self, HeaderError, UNEXPECTED_HEADER};
 use culvert_host::runtime::TrackedExecutor;
 use culvert_host::tls;
 use culvert_konnectivity::grpc;
@@ -18,6 +20,7 @@ use hyper::body::Incoming;
 use hyper::server::conn::http2;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::TcpStream;
 use tokio::time::sleep;
 use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
@@ -95,6 +98,8 @@ pub(crate) struct ListenerContext {
     /// Metrics of the server.
     pub metrics: Arc<ServerMetrics>,
     admission: Arc<Admission>,
+    /// Networks of load balancers that send the PROXY protocol.
+    proxies: Networks,
 }
 
 impl ListenerContext {
@@ -106,6 +111,7 @@ impl ListenerContext {
         tasks: TaskTracker,
         shutdown: CancellationToken,
         metrics: Arc<ServerMetrics>,
+        proxies: Networks,
     ) -> Arc<Self> {
         Arc::new(Self {
             kind,
@@ -115,6 +121,7 @@ impl ListenerContext {
             shutdown,
             metrics,
             admission: Admission::new(ADMISSION),
+            proxies,
         })
     }
 
@@ -125,6 +132,50 @@ impl ListenerContext {
         warn!(listener = ?self.kind, reason = label, peer, why, "connection refused");
         let rejected = &self.metrics.rejected;
         rejected.get((self.kind, reason)).increment(1);
+    }
+
+    /// Finds the address of a new peer and then works like [`enter`](Self::enter). Behind a load balancer, the
+    /// address is the client's. Returns also the address, for logs.
+    pub(crate) async fn accept(
+        &self,
+        stream: TcpStream,
+        peer: SocketAddr,
+    ) -> Option<(Gated<TcpStream>, Arc<Candidate>, SocketAddr)> {
+        let origin = proxy_protocol::origin(&stream, peer, &self.proxies);
+        let peer = match self.shutdown.run_until_cancelled(origin).await? {
+            Ok(origin) => origin.source,
+            Err(HeaderError::Left) => {
+                debug!(listener = ?self.kind, %peer, "left before the PROXY protocol header");
+                return None;
+            }
+            Err(why) => {
+                self.reject(
+                    RejectReason::ProxyHeader,
+                    &peer.to_string(),
+                    &why.to_string(),
+                );
+                return None;
+            }
+        };
+        let (stream, candidate) = self.enter(stream, peer).await?;
+        let first = proxy_protocol::begins_with_header(stream.get_ref());
+        let first = self.shutdown.run_until_cancelled(candidate.run(first));
+        match first.await? {
+            Ok(Ok(true)) => {
+                self.reject(
+                    RejectReason::ProxyHeader,
+                    &peer.to_string(),
+                    UNEXPECTED_HEADER,
+                );
+                None
+            }
+            Err(why) => {
+                self.refuse(why, &peer.to_string());
+                None
+            }
+            // The handshake reports the failure of a socket.
+            Ok(_) => Some((stream, candidate, peer)),
+        }
     }
 
     /// Takes a slot for a new peer and limits what the peer may send before its admission. Returns `None` at

@@ -128,6 +128,8 @@ label_values! {
         TooManyConnections = "too_many_connections",
         /// Authentication failed.
         Unauthenticated = "unauthenticated",
+        /// A PROXY protocol header was missing, malformed, or came from an unexpected address.
+        ProxyHeader = "proxy_header",
     }
 }
 

@@ -19,6 +19,7 @@ mod interface;
 mod judge;
 mod node;
 mod node_ports;
+mod origins;
 mod peers;
 mod silence;
 mod sni;

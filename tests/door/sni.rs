@@ -6,7 +6,7 @@ use rustls::version::{TLS12, TLS13};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
-use crate::support::{Door, LIMIT, TlsEndpoint, Upstream, ask, converse, timely};
+use crate::support::{Door, LIMIT, TlsEndpoint, Upstream, ask, connect_from, converse, timely};
 
 async fn two() -> (Door, TlsEndpoint, TlsEndpoint) {
     let one = TlsEndpoint::start("one.example.com").await;
@@ -126,8 +126,9 @@ async fn thousands_of_silent_connections_do_not_affect_other_clients() {
     let resident = door.value("process_resident_memory_bytes", &[]).await;
     let count = many();
     let mut silent = Vec::new();
-    for _ in 0..count {
-        silent.push(TcpStream::connect(door.sni).await.unwrap());
+    // From several addresses: one address may use only a part of the descriptors.
+    for host in (1..=5).cycle().take(count) {
+        silent.push(connect_from([127, 0, 0, host], door.sni).await);
     }
     one.answers(door.sni, "one.example.com").await;
     let open = [("listener", "sni")];

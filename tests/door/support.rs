@@ -10,6 +10,7 @@ use bytes::Bytes;
 use culvert_tests::kube_api::KubeApi;
 use culvert_tests::metrics::{Metrics, http_get, scrape};
 use culvert_tests::ports::Ports;
+use culvert_tests::process::ours;
 use culvert_tests::{Program, eventually};
 use h2::client::SendRequest;
 use h2::{RecvStream, SendStream};
@@ -18,7 +19,7 @@ use rustls::pki_types::{CertificateDer, PrivatePkcs8KeyDer, ServerName};
 use rustls::{ClientConfig, RootCertStore, ServerConfig};
 use tempfile::TempDir;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::time::timeout;
 use tokio_rustls::client::TlsStream;
 use tokio_rustls::{TlsAcceptor, TlsConnector};
@@ -40,6 +41,8 @@ pub(crate) struct Upstream {
     pub server_names: Vec<String>,
     pub authorities: Vec<String>,
     pub node_ports: Vec<u16>,
+    pub allowed_networks: Option<&'static str>,
+    pub proxy_protocol: Option<&'static str>,
 }
 
 impl Upstream {
@@ -58,6 +61,18 @@ impl Upstream {
 
     pub(crate) fn authority(mut self, authority: &str) -> Self {
         self.authorities.push(authority.to_owned());
+        self
+    }
+
+    /// Permits only clients in `networks`, a comma-separated list.
+    pub(crate) fn allowed(mut self, networks: &'static str) -> Self {
+        self.allowed_networks = Some(networks);
+        self
+    }
+
+    /// Sends the PROXY protocol, `v1` or `v2`, to the endpoint.
+    pub(crate) fn proxy_protocol(mut self, version: &'static str) -> Self {
+        self.proxy_protocol = Some(version);
         self
     }
 
@@ -88,6 +103,12 @@ fn yaml(upstreams: &[Upstream]) -> String {
         );
         let _ = writeln!(text, "    authorities: [{}]", quoted(&upstream.authorities));
         let _ = writeln!(text, "    nodePorts: {:?}", upstream.node_ports);
+        if let Some(networks) = upstream.allowed_networks {
+            let _ = writeln!(text, "    allowedNetworks: [{networks}]");
+        }
+        if let Some(version) = upstream.proxy_protocol {
+            let _ = writeln!(text, "    proxyProtocol: {version}");
+        }
     }
     text
 }
@@ -125,7 +146,22 @@ impl Door {
         Self::start_in(dir, &flags).await
     }
 
+    /// Starts a front door that may open at most `limit` files.
+    pub(crate) async fn start_limited(upstreams: &[Upstream], limit: u32) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("door.yaml");
+        std::fs::write(&file, yaml(upstreams)).unwrap();
+        let config = format!("--config={}", file.display());
+        let program = ours("culvert-nodeport-proxy").display().to_string();
+        let script = format!("ulimit -n {limit}; exec \"$0\" \"$@\"");
+        Self::spawn_in(dir, "/bin/sh", &["-c", &script, &program], &[&config]).await
+    }
+
     async fn start_in(dir: TempDir, flags: &[&str]) -> Self {
+        Self::spawn_in(dir, "culvert-nodeport-proxy", &[], flags).await
+    }
+
+    async fn spawn_in(dir: TempDir, program: &str, before: &[&str], flags: &[&str]) -> Self {
         let mut ports = Ports::default();
         let [sni, tunneling, stats] =
             [(); 3].map(|()| SocketAddr::from((Ipv4Addr::LOCALHOST, ports.next_port())));
@@ -137,7 +173,8 @@ impl Door {
             "-v=4".to_owned(),
         ];
         args.extend(flags.iter().map(|flag| (*flag).to_owned()));
-        let program = Program::spawn("culvert-nodeport-proxy", &args, &[]);
+        let before = before.iter().map(|arg| (*arg).to_owned());
+        let program = Program::spawn(program, before.chain(args), &[]);
         let door = Self {
             program,
             ports,
@@ -295,6 +332,17 @@ impl TlsEndpoint {
         name: &str,
         versions: &[&'static rustls::SupportedProtocolVersion],
     ) -> std::io::Result<TlsStream<TcpStream>> {
+        self.connect_over(TcpStream::connect(door).await?, name, versions)
+            .await
+    }
+
+    /// Runs a TLS handshake over a connection to the front door.
+    pub(crate) async fn connect_over(
+        &self,
+        stream: TcpStream,
+        name: &str,
+        versions: &[&'static rustls::SupportedProtocolVersion],
+    ) -> std::io::Result<TlsStream<TcpStream>> {
         let mut roots = RootCertStore::empty();
         roots.add(self.certificate.clone()).unwrap();
         let config = ClientConfig::builder_with_provider(provider())
@@ -303,7 +351,6 @@ impl TlsEndpoint {
             .with_root_certificates(roots)
             .with_no_client_auth();
         let name = ServerName::try_from(name.to_owned()).unwrap();
-        let stream = TcpStream::connect(door).await?;
         let connect = TlsConnector::from(Arc::new(config)).connect(name, stream);
         timely("a TLS handshake", connect).await
     }
@@ -447,6 +494,13 @@ impl Tunnel {
         }
         heard
     }
+}
+
+/// Connects from a loopback address.
+pub(crate) async fn connect_from(from: [u8; 4], to: SocketAddr) -> TcpStream {
+    let socket = TcpSocket::new_v4().unwrap();
+    socket.bind(SocketAddr::from((from, 0))).unwrap();
+    timely("a connection", socket.connect(to)).await.unwrap()
 }
 
 /// Sends bytes to a listener, and reads the answer until the end of the stream or a reset.

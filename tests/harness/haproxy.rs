@@ -6,7 +6,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
@@ -60,12 +60,26 @@ impl HaProxy {
         listen: SocketAddr,
         server_names: &BTreeMap<String, Vec<SocketAddr>>,
     ) -> RunningHaProxy {
+        self.start_with(listen, server_names, &Options::default())
+            .await
+    }
+
+    /// Starts haproxy like [`start`](Self::start), with options of the PROXY protocol.
+    ///
+    /// # Panics
+    /// If haproxy does not listen within [`PATIENCE`].
+    pub async fn start_with(
+        &self,
+        listen: SocketAddr,
+        server_names: &BTreeMap<String, Vec<SocketAddr>>,
+        options: &Options,
+    ) -> RunningHaProxy {
         let dir = tempfile::Builder::new().prefix("culvert-").tempdir();
         let dir = dir.expect("a temporary directory");
         let names = dir.path().join("names.map");
         let config = dir.path().join("haproxy.cfg");
         std::fs::write(&names, name_map(server_names)).expect("writing haproxy's map");
-        let text = configuration(listen, &names, server_names);
+        let text = configuration(listen, &names, server_names, options);
         std::fs::write(&config, text).expect("writing haproxy's configuration");
         // In the foreground, so that the started process is the serving process.
         let args = ["-db", "-f", config.to_str().expect("a path in UTF-8")];
@@ -82,6 +96,17 @@ impl HaProxy {
         .await;
         running
     }
+}
+
+/// Options of the PROXY protocol.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Options {
+    /// Options of the listener, such as `accept-proxy`.
+    pub bind: &'static str,
+    /// Options of the endpoints, such as `send-proxy-v2`.
+    pub server: &'static str,
+    /// Address of the only permitted client; `None` permits all.
+    pub only_source: Option<IpAddr>,
 }
 
 /// A running haproxy. Dropping the value kills the program.
@@ -110,7 +135,13 @@ fn configuration(
     listen: SocketAddr,
     names: &Path,
     server_names: &BTreeMap<String, Vec<SocketAddr>>,
+    options: &Options,
 ) -> String {
+    let (bind, server) = (options.bind, options.server);
+    let source = match options.only_source {
+        Some(source) => format!("    tcp-request content reject unless {{ src {source} }}\n"),
+        None => String::new(),
+    };
     let names = names.display();
     let mut text = format!(
         "global
@@ -123,16 +154,16 @@ defaults
     timeout client 1h
     timeout server 1h
 frontend sni
-    bind {listen}
+    bind {listen} {bind}
     tcp-request inspect-delay 5s
-    tcp-request content accept if {{ req.ssl_hello_type 1 }}
+{source}    tcp-request content accept if {{ req.ssl_hello_type 1 }}
     use_backend %[req.ssl_sni,lower,map_str({names})]
 "
     );
     for (i, endpoints) in server_names.values().enumerate() {
         writeln!(text, "backend b{i}\n    balance roundrobin").unwrap();
         for (j, endpoint) in endpoints.iter().enumerate() {
-            writeln!(text, "    server s{j} {endpoint}").unwrap();
+            writeln!(text, "    server s{j} {endpoint} {server}").unwrap();
         }
     }
     text

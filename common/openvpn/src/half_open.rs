@@ -6,7 +6,7 @@ use std::net::IpAddr;
 /// Returns the oldest session of the address with the most sessions; `waiting` is sorted from oldest to
 /// newest. A host with many attempts displaces only its own sessions. Behind a proxy all clients share one
 /// address, and the oldest session is dropped.
-pub fn makes_room<T>(waiting: impl Iterator<Item = (T, IpAddr)> + Clone) -> Option<T> {
+pub(crate) fn makes_room<T>(waiting: impl Iterator<Item = (T, IpAddr)> + Clone) -> Option<T> {
     oldest_of(waiting, |counts| counts.values().copied().max())
 }
 

@@ -26,7 +26,7 @@ pub mod firewall;
 pub mod flows;
 pub mod forward;
 pub mod framing;
-pub mod half_open;
+mod half_open;
 pub mod hub;
 pub mod ip;
 pub mod key_method;

@@ -8,6 +8,7 @@ mod tests;
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use culvert_host::net::networks::{NetworkError, Networks};
 use rustls_pki_types::DnsName;
 
 /// Annotation to expose a Service on the proxy of the whole cluster; see [`Exposure`] for the values.
@@ -15,6 +16,19 @@ pub(crate) const EXPOSE_ANNOTATION: &str = "nodeport-proxy.k8s.io/expose";
 
 /// Annotation to map Service ports to TLS server names; see [`parse_port_mapping`].
 pub(crate) const PORT_MAPPING_ANNOTATION: &str = "nodeport-proxy.k8s.io/port-mapping";
+
+/// Annotation with the networks of permitted clients of a Service, comma-separated; see [`parse_networks`].
+pub(crate) const ALLOWED_NETWORKS_ANNOTATION: &str = "nodeport-proxy.k8s.io/allowed-networks";
+
+/// Annotation with the version of the PROXY protocol that the endpoints of a Service expect: `v1` or `v2`.
+pub(crate) const PROXY_PROTOCOL_ANNOTATION: &str = "nodeport-proxy.k8s.io/proxy-protocol";
+
+/// All annotations besides the annotation that exposes a Service.
+pub(crate) const OTHER_ANNOTATIONS: [&str; 3] = [
+    PORT_MAPPING_ANNOTATION,
+    ALLOWED_NETWORKS_ANNOTATION,
+    PROXY_PROTOCOL_ANNOTATION,
+];
 
 /// Longest part of a value in an error, in characters. Kubernetes allows 256 KiB for all annotations of an
 /// object, which is too much for a log line.
@@ -118,6 +132,18 @@ pub fn parse_port_mapping(json: &str) -> Result<BTreeMap<String, String>, Mappin
         mapping.insert(port, name);
     }
     Ok(mapping)
+}
+
+/// Parses the value of `ALLOWED_NETWORKS_ANNOTATION`.
+///
+/// # Errors
+/// Returns the first invalid network; an empty value counts as one empty network.
+pub fn parse_networks(value: &str) -> Result<Networks, NetworkError> {
+    let texts = value.split(',').map(str::trim);
+    match texts.clone().find(|text| text.len() > MAX_SHOWN) {
+        Some(long) => Networks::parse([shortened(long).as_str()]),
+        None => Networks::parse(texts),
+    }
 }
 
 /// Checks the keys of a mapping: each must be the name of a TCP port.

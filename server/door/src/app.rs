@@ -7,7 +7,9 @@ use std::sync::atomic::Ordering;
 
 use anyhow::Context as _;
 use culvert_host::admin::{self, METRICS_TYPE, Reply};
+use culvert_host::net::admission::Admission;
 use culvert_host::net::listen::Listener;
+use culvert_host::net::shares::Shares;
 use culvert_host::runtime::shards::Shards;
 use culvert_host::runtime::{essential, spawn_essential};
 use culvert_host::tls::{self, Identity, TlsOptions, TrustBundle};
@@ -25,8 +27,8 @@ use super::config::{Config, Source, Tunneling};
 use super::connect::ConnectListener;
 use super::discovery::Discovery;
 use super::file::Follower;
-use super::front::Front;
-use super::metrics::{ProxyMetrics, SourceState};
+use super::front::{self, Front};
+use super::metrics::{Entrance, ProxyMetrics, SourceState};
 use super::ports::NodePorts;
 use super::table::Table;
 use super::upstream::CONNECT_TIMEOUT;
@@ -133,6 +135,9 @@ impl Bound {
             table: self.table,
             limits: self.config.limits,
             metrics: self.metrics,
+            proxies: self.config.proxies,
+            shares: Shares::new(),
+            hellos: Admission::new(front::ADMISSION),
             shards: self.shards,
             tasks: TaskTracker::new(),
             cut: CancellationToken::new(),
@@ -176,7 +181,8 @@ impl Bound {
                 let connection = move |stream, peer| front.clone().serve_sni(stream, peer);
                 let listener = Listener::tcp(listener, &keepalive);
                 let (front, until) = (own.clone(), until.clone());
-                let accept = front.accept(listener, until.clone(), Shards::seat_nearby, connection);
+                let (seat, entrance) = (Shards::seat_nearby, Entrance::Sni);
+                let accept = front.accept(listener, until.clone(), seat, entrance, connection);
                 essential("server names", until, accept)
             };
             // All threads wait on the same listening socket, and the first thread to wake up accepts and
@@ -199,11 +205,13 @@ impl Bound {
                 tls,
                 require_tls: tunneling.require_tls,
                 allowed: tunneling.allowed,
+                requests: Admission::new(front::ADMISSION),
             });
             let (front, until) = (front.clone(), shutdown.clone());
             let listener = Listener::tcp(listener, &keepalive);
             let connection = move |stream, peer| connect.clone().serve(stream, peer);
-            let accept = front.accept(listener, until.clone(), Shards::seat, connection);
+            let (seat, entrance) = (Shards::seat, Entrance::Tunneling);
+            let accept = front.accept(listener, until.clone(), seat, entrance, connection);
             spawn_essential(&accepting, "CONNECT", &until, accept);
         }
 

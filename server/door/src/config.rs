@@ -8,11 +8,11 @@ use std::time::Duration;
 
 use culvert_host::flags::{Exit, GoDuration, HostPort};
 use culvert_host::net::listen::Keepalive;
+use culvert_host::net::networks::Networks;
 use culvert_host::telemetry::logging::LogConfig;
 use culvert_kube::election::Times;
 
 use self::flags::Flags;
-use super::allowed::AllowedNetworks;
 use super::balancer_ports::BalancerOptions;
 use super::exposure::Options;
 
@@ -28,6 +28,8 @@ pub struct Config {
     pub sni: Option<HostPort>,
     /// Listener for CONNECT requests; `None` disables this listener.
     pub tunneling: Option<Tunneling>,
+    /// Networks of load balancers that send the PROXY protocol. Empty, the default, expects no headers.
+    pub proxies: Networks,
     /// Address for health and metrics.
     pub stats: HostPort,
     /// Host for the listeners of node ports.
@@ -92,8 +94,8 @@ pub struct Tunneling {
     pub client_ca: Option<PathBuf>,
     /// Refuses plain-text clients.
     pub require_tls: bool,
-    /// Networks of permitted clients.
-    pub allowed: AllowedNetworks,
+    /// Networks of permitted clients; an empty list permits all.
+    pub allowed: Networks,
 }
 
 /// Idle limits and keepalive.
@@ -158,6 +160,7 @@ impl Config {
             source,
             sni,
             tunneling,
+            proxies,
             stats,
             node_port_host,
             limits,
@@ -172,6 +175,7 @@ impl Config {
         lines.extend([
             format!("sni={}", shown(sni.as_ref())),
             format!("tunneling={}", shown(tunneling.as_ref().map(|t| &t.bind))),
+            format!("proxy-protocol-from={proxies}"),
             format!("stats={stats}"),
             format!("node-port-host={node_port_host}"),
             format!("max-connections={max_connections}"),
@@ -182,7 +186,7 @@ impl Config {
             lines.push(format!("tunneling-tls={}", tunneling.tls.is_some()));
             lines.push(format!("tunneling-mtls={}", tunneling.client_ca.is_some()));
             lines.push(format!("tunneling-require-tls={}", tunneling.require_tls));
-            let allowed = tunneling.allowed.describe();
+            let allowed = &tunneling.allowed;
             lines.push(format!("tunneling-allowed-networks={allowed}"));
         }
         lines.extend(limits.describe());

@@ -11,16 +11,18 @@
 mod http2;
 
 use std::io;
-use std::net::SocketAddr;
 use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
 use bytes::{Bytes, BytesMut};
+use culvert_host::net::admission::{Admission, Candidate, Unadmitted};
 use culvert_host::net::connect::{self, ConnectError, RequestError};
 use culvert_host::net::dial::split_host_port;
 use culvert_host::net::listen::reset_on_close;
+use culvert_host::net::networks::Networks;
 use culvert_host::net::pacing::disable_bbr_on_loopback;
+use culvert_host::net::proxy_protocol::{Origin, UNEXPECTED_HEADER, is_header};
 use culvert_host::net::readahead::ReadAhead;
 use culvert_host::telemetry::metrics::GaugeGuard;
 use culvert_stream::allowance::Allowance;
@@ -34,11 +36,11 @@ use tokio::time::timeout;
 use tokio_rustls::TlsAcceptor;
 use tracing::debug;
 
-use super::allowed::AllowedNetworks;
 use super::front::{FIRST_BYTES_TIMEOUT, Front, refusal_of};
 use super::metrics::{Entrance, Refusal, Tally};
+use super::relay::write_all;
 use super::socket::Socket;
-use super::upstream::Connected;
+use super::upstream::{ConnectError as ConnectFailure, Connected};
 use super::watch::watch;
 
 /// Largest head of an HTTP/1.1 request, in bytes; Envoy's limit is 60 KiB.
@@ -47,6 +49,9 @@ const MAX_HEAD_BYTES: usize = 64 * 1024;
 /// First bytes of an HTTP/2 connection with prior knowledge (RFC 9113, section 3.4). No HTTP/1 method begins
 /// with these letters.
 const PRIOR_KNOWLEDGE: &[u8] = b"PRI ";
+
+/// Bytes that show the protocol of a client: at most the signature of a PROXY protocol header.
+const MAX_PEEK_BYTES: usize = 12;
 
 /// First byte of a TLS handshake.
 const TLS_HANDSHAKE: u8 = 22;
@@ -62,16 +67,17 @@ pub(crate) struct ConnectListener {
     pub tls: Option<TlsAcceptor>,
     /// Refuses plain-text clients.
     pub require_tls: bool,
-    pub allowed: AllowedNetworks,
+    /// Networks of permitted clients; an empty list permits all.
+    pub allowed: Networks,
+    /// Slots for clients that have sent a part of their request.
+    pub requests: Arc<Admission>,
 }
 
 impl ConnectListener {
     /// Serves one connection to its end.
-    pub(crate) async fn serve(self: Arc<Self>, stream: TcpStream, peer: SocketAddr) {
-        let metrics = &self.front.metrics;
-        let _open = metrics.open(Entrance::Tunneling);
-        let _active = GaugeGuard::new(&metrics.http_active);
-        if !self.allowed.contains(peer.ip()) {
+    pub(crate) async fn serve(self: Arc<Self>, stream: TcpStream, peer: Origin) {
+        let _active = GaugeGuard::new(&self.front.metrics.http_active);
+        if !self.allowed.is_empty() && !self.allowed.contains(peer.ip()) {
             return self.refuse(
                 Refusal::Address,
                 peer,
@@ -81,47 +87,81 @@ impl ConnectListener {
         self.clone().begin(stream, peer).await;
     }
 
-    fn refuse(&self, reason: Refusal, peer: SocketAddr, why: &str) {
+    fn refuse(&self, reason: Refusal, peer: Origin, why: &str) {
         self.front.metrics.refused(Entrance::Tunneling, reason);
         debug!(%peer, why, "CONNECT refused");
     }
 
-    async fn begin(self: Arc<Self>, stream: TcpStream, peer: SocketAddr) {
-        let silent =
-            |listener: &Self| listener.refuse(Refusal::Timeout, peer, "no request in time");
-        let mut first = [0; PRIOR_KNOWLEDGE.len()];
+    async fn begin(self: Arc<Self>, stream: TcpStream, peer: Origin) {
+        let mut first = [0; MAX_PEEK_BYTES];
         let peeked = timeout(FIRST_BYTES_TIMEOUT, stream.peek(&mut first)).await;
-        match peeked {
-            Ok(Ok(1..)) => {}
+        let first = match peeked {
+            Ok(Ok(count @ 1..)) => first.get(..count).unwrap_or_default(),
             // The client closed without sending anything: a port check.
             Ok(_) => return,
-            Err(_) => return silent(&self),
+            Err(_) => return self.refuse(Refusal::Timeout, peer, "no request in time"),
+        };
+        if is_header(first) {
+            let front = &self.front;
+            return front.refuse_header(Entrance::Tunneling, peer, UNEXPECTED_HEADER);
         }
         disable_bbr_on_loopback(&stream);
         let socket = Arc::new(stream);
         let is_tls = first.starts_with(&[TLS_HANDSHAKE]);
         // A preface that arrives in pieces only needs more read calls.
-        let stream = Socket::new(socket.clone(), is_tls || first == *PRIOR_KNOWLEDGE);
-        match &self.tls {
-            Some(tls) if is_tls => {
-                let accept = tls.accept(ReadAhead::new(stream));
-                match timeout(FIRST_BYTES_TIMEOUT, accept).await {
-                    Ok(Ok(stream)) => self.serve_http(stream, &socket, peer).await,
-                    Ok(Err(error)) => {
+        let is_framed = is_tls || first.starts_with(PRIOR_KNOWLEDGE);
+        let stream = Socket::new(socket.clone(), is_framed);
+        let entered = self.requests.enter(peer.ip()).await;
+        let candidate = match entered {
+            Ok(candidate) => candidate,
+            Err(why) => return self.unadmitted(why, peer),
+        };
+        candidate.has_sent();
+        let waiting = candidate.clone();
+        let served = async {
+            match &self.tls {
+                Some(tls) if is_tls => match tls.accept(ReadAhead::new(stream)).await {
+                    Ok(stream) => {
+                        let served = self.clone().serve_http(stream, &socket, peer, candidate);
+                        served.await;
+                    }
+                    Err(error) => {
                         let why = culvert_host::tls::explain(&error);
                         self.refuse(Refusal::Tls, peer, &why);
                     }
-                    Err(_) => silent(&self),
+                },
+                _ if self.require_tls => {
+                    self.refuse(Refusal::Tls, peer, "plain text, TLS is required");
+                }
+                _ => {
+                    let served = self.clone().serve_http(stream, &socket, peer, candidate);
+                    served.await;
                 }
             }
-            _ if self.require_tls => self.refuse(Refusal::Tls, peer, "plain text, TLS is required"),
-            _ => self.serve_http(stream, &socket, peer).await,
+        };
+        tokio::select! {
+            () = served => {}
+            why = waiting.refused() => self.unadmitted(why, peer),
         }
     }
 
-    /// Detects the HTTP version and serves the connection.
-    async fn serve_http<S>(self: Arc<Self>, mut stream: S, socket: &TcpStream, peer: SocketAddr)
-    where
+    fn unadmitted(&self, why: Unadmitted, peer: Origin) {
+        let reason = match why {
+            Unadmitted::Late => Refusal::Timeout,
+            Unadmitted::Displaced => Refusal::TooManyConnections,
+        };
+        self.refuse(reason, peer, &why.to_string());
+    }
+
+    /// Detects the HTTP version and serves the connection. `candidate` is admitted once the first request of an
+    /// HTTP/1.1 client, or the settings of an HTTP/2 client are complete.
+    async fn serve_http<S>(
+        self: Arc<Self>,
+        mut stream: S,
+        socket: &TcpStream,
+        peer: Origin,
+        candidate: Arc<Candidate>,
+    ) where
         S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
     {
         let mut received = BytesMut::with_capacity(4096);
@@ -136,13 +176,13 @@ impl ConnectListener {
             }
             Ok::<_, io::Error>(())
         };
-        match timeout(FIRST_BYTES_TIMEOUT, first).await {
-            Ok(Ok(())) if received.starts_with(PRIOR_KNOWLEDGE) => {
-                self.http2(ReadAhead::behind(received, stream), peer).await;
+        match first.await {
+            Ok(()) if received.starts_with(PRIOR_KNOWLEDGE) => {
+                let stream = ReadAhead::behind(received, stream);
+                self.http2(stream, peer, candidate).await;
             }
-            Ok(Ok(())) => self.http1(stream, socket, received, peer).await,
-            Ok(Err(_)) => self.refuse(Refusal::Garbage, peer, "left before its request"),
-            Err(_) => self.refuse(Refusal::Timeout, peer, "no request in time"),
+            Ok(()) => self.http1(stream, socket, received, peer, candidate).await,
+            Err(_) => self.refuse(Refusal::Garbage, peer, "left before its request"),
         }
     }
 
@@ -151,17 +191,21 @@ impl ConnectListener {
         stream: S,
         socket: &TcpStream,
         mut received: BytesMut,
-        peer: SocketAddr,
+        peer: Origin,
+        candidate: Arc<Candidate>,
     ) where
         S: AsyncRead + AsyncWrite + Unpin + Send,
     {
         let metrics = &self.front.metrics;
         let (mut read, mut write) = tokio::io::split(stream);
         let head = connect::read_request(&mut read, &mut received, MAX_HEAD_BYTES);
-        let target = match timeout(FIRST_BYTES_TIMEOUT, head).await {
-            Ok(Ok(target)) => target,
-            Ok(Err(RequestError::Io(_))) => return,
-            Ok(Err(RequestError::Bad(error))) => {
+        let head = head.await;
+        candidate.admit();
+        drop(candidate);
+        let target = match head {
+            Ok(target) => target,
+            Err(RequestError::Io(_)) => return,
+            Err(RequestError::Bad(error)) => {
                 metrics.http_requests.increment(1);
                 self.refuse(Refusal::Garbage, peer, &error.to_string());
                 let answer = match error {
@@ -170,7 +214,6 @@ impl ConnectListener {
                 };
                 return respond_and_close(read, write, answer).await;
             }
-            Err(_) => return self.refuse(Refusal::Timeout, peer, "no complete request in time"),
         };
         if split_host_port(&target).is_err() {
             metrics.http_requests.increment(1);
@@ -182,7 +225,11 @@ impl ConnectListener {
             Ok(connected) => connected,
             Err(StatusCode::NOT_FOUND) => return respond_and_close(read, write, NOT_FOUND).await,
             Err(status) => {
-                let answer = connect::failure(status.as_u16(), UNAVAILABLE);
+                let why = match status {
+                    StatusCode::FORBIDDEN => FORBIDDEN,
+                    _ => UNAVAILABLE,
+                };
+                let answer = connect::failure(status.as_u16(), why);
                 return respond_and_close(read, write, &answer).await;
             }
         };
@@ -205,7 +252,7 @@ impl ConnectListener {
     }
 
     /// Connects to an endpoint for a request. On failure, returns the status code of the response.
-    async fn connect(&self, authority: &str, peer: SocketAddr) -> Result<Connected, StatusCode> {
+    async fn connect(&self, authority: &str, peer: Origin) -> Result<Connected, StatusCode> {
         let front = &self.front;
         front.metrics.http_requests.increment(1);
         let Some(upstream) = front.table.by_authority(authority) else {
@@ -216,11 +263,26 @@ impl ConnectListener {
             );
             return Err(StatusCode::NOT_FOUND);
         };
-        let connected = upstream.connect(&[]).await;
-        connected.map_err(|error| {
+        if !upstream.permits(peer.ip()) {
+            let why = format!("{authority} does not allow the address");
+            self.refuse(Refusal::Address, peer, &why);
+            return Err(StatusCode::FORBIDDEN);
+        }
+        let first = upstream.first_bytes(&peer, Vec::new());
+        let unavailable = |error: ConnectFailure| {
             self.refuse(refusal_of(error), peer, &format!("{authority}: {error}"));
             StatusCode::SERVICE_UNAVAILABLE
-        })
+        };
+        let mut connected = upstream.connect(&first).await.map_err(unavailable)?;
+        let unsent = first.get(connected.sent..).unwrap_or_default();
+        let written = write_all(&connected.stream, unsent).await;
+        written.map_err(|_| unavailable(ConnectFailure::Refused))?;
+        connected.share = front.shares.take(peer.ip(), &connected.stream);
+        if connected.share.is_none() {
+            front.refuse_share(Entrance::Tunneling, &peer);
+            return Err(StatusCode::SERVICE_UNAVAILABLE);
+        }
+        Ok(connected)
     }
 
     /// Carries an accepted request. `socket` is the client socket to check for a dead peer; `None` for HTTP/2,
@@ -231,7 +293,7 @@ impl ConnectListener {
         client: (&mut C, &mut K),
         connected: Connected,
         authority: &str,
-        peer: SocketAddr,
+        peer: Origin,
         socket: Option<&TcpStream>,
         unread: Option<Arc<Allowance>>,
     ) -> CloseReason
@@ -270,6 +332,9 @@ impl ConnectListener {
         ended.reason
     }
 }
+
+/// Body of the response if the Service does not allow the client's address.
+const FORBIDDEN: &str = "the Service does not allow the address of the client\n";
 
 /// Body of the response if no endpoint accepts.
 const UNAVAILABLE: &str = "no endpoint of the Service accepted the connection\n";

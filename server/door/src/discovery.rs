@@ -21,7 +21,7 @@ use tokio::time::{Instant, sleep_until};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
-use super::annotations::PORT_MAPPING_ANNOTATION;
+use super::annotations::OTHER_ANNOTATIONS;
 use super::balancer::{Balancer, Reporter};
 use super::config::Cluster;
 use super::exposure::{Service, ServicePort, Slice, expose};
@@ -187,7 +187,7 @@ fn service_of(service: core::Service, annotation: &str) -> Option<Service> {
     if !annotations.contains_key(annotation) {
         return None;
     }
-    annotations.retain(|key, _| key == annotation || key == PORT_MAPPING_ANNOTATION);
+    annotations.retain(|key, _| key == annotation || OTHER_ANNOTATIONS.contains(&key.as_str()));
     let spec = service.spec.unwrap_or_default();
     let port = |port: core::ServicePort| ServicePort {
         is_tcp: is_tcp(port.protocol.as_deref()),

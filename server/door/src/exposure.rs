@@ -11,10 +11,13 @@ mod tests;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::{IpAddr, SocketAddr};
 
+use culvert_host::net::networks::Networks;
+
 use super::annotations::{
-    Exposure, MappingError, PORT_MAPPING_ANNOTATION, check_ports, parse_port_mapping,
+    ALLOWED_NETWORKS_ANNOTATION, Exposure, MappingError, PORT_MAPPING_ANNOTATION,
+    PROXY_PROTOCOL_ANNOTATION, check_ports, parse_networks, parse_port_mapping,
 };
-use super::routes::{Routes, UpstreamKey};
+use super::routes::{Backend, Routes, UpstreamKey};
 
 /// The relevant part of a Service.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -166,6 +169,7 @@ impl<'a> Plan<'a> {
                 ),
             }
         }
+        let conditions = self.conditions(service);
         if slices.is_empty() {
             return;
         }
@@ -176,9 +180,44 @@ impl<'a> Plan<'a> {
             let endpoints = endpoints_of(port, slices);
             if !endpoints.is_empty() {
                 let host = hosts.get(&port.name);
-                self.add_port(service, port, exposure, host, endpoints);
+                let backend = Backend {
+                    endpoints,
+                    ..conditions.clone()
+                };
+                self.add_port(service, port, exposure, host, backend);
             }
         }
+    }
+
+    /// Returns the conditions for connections to a Service, without endpoints. With a wrong annotation, no client
+    /// is permitted: the endpoints rely on these conditions.
+    fn conditions(&mut self, service: &Service) -> Backend {
+        let mut conditions = Backend::default();
+        if let Some(value) = service.annotations.get(ALLOWED_NETWORKS_ANNOTATION) {
+            let networks = parse_networks(value).unwrap_or_else(|error| {
+                let why = format!("no client may connect: {error}");
+                self.problem(
+                    service,
+                    format!("annotation {ALLOWED_NETWORKS_ANNOTATION}: {why}"),
+                );
+                Networks::default()
+            });
+            conditions.allowed = Some(networks);
+        }
+        if let Some(value) = service.annotations.get(PROXY_PROTOCOL_ANNOTATION) {
+            match value.parse() {
+                Ok(version) => conditions.header = Some(version),
+                Err(error) => {
+                    let why = format!("no client may connect: {error}");
+                    self.problem(
+                        service,
+                        format!("annotation {PROXY_PROTOCOL_ANNOTATION}: {why}"),
+                    );
+                    conditions.allowed = Some(Networks::default());
+                }
+            }
+        }
+        conditions
     }
 
     /// Reserves all host names for a Service, or none: a partly served Service would be harder to notice.
@@ -206,7 +245,7 @@ impl<'a> Plan<'a> {
         port: &ServicePort,
         exposure: Exposure,
         host: Option<&String>,
-        endpoints: Vec<SocketAddr>,
+        backend: Backend,
     ) {
         let node_port = exposure.node_port && service.is_node_port && port.node_port != 0;
         let authority = exposure.tunneling && self.options.authorities;
@@ -217,7 +256,7 @@ impl<'a> Plan<'a> {
         // Port `c` of Service `a-b` and port `b-c` of Service `a` have the same key. Without this check,
         // clients of one Service would reach the other.
         let known = self.routes.upstreams.get(&key);
-        if known.is_some_and(|known| *known != endpoints) {
+        if known.is_some_and(|known| *known != backend) {
             let text = format!(
                 "port {:?} is not served: a port of an older Service has the same key {key}; \
                  rename one of the ports",
@@ -238,7 +277,7 @@ impl<'a> Plan<'a> {
             exposed = true;
         }
         if exposed {
-            self.routes.upstreams.insert(key, endpoints);
+            self.routes.upstreams.insert(key, backend);
         }
     }
 

@@ -7,6 +7,8 @@
 //!     serverNames: [api.example.com]
 //!     authorities: ["apiserver.demo.svc.cluster.local:443"]
 //!     nodePorts: [30443]
+//!     allowedNetworks: [192.0.2.0/24]
+//!     proxyProtocol: v2
 //! ```
 
 use std::collections::BTreeSet;
@@ -18,6 +20,8 @@ use std::time::Duration;
 
 use culvert_host::file_follower::{FileFollower, Limits, Outcome};
 use culvert_host::net::dial::split_host_port;
+use culvert_host::net::networks::Networks;
+use culvert_host::net::proxy_protocol::UnknownVersion;
 use serde::Deserialize;
 use serde_saphyr::Spanned;
 use tokio::sync::watch;
@@ -27,7 +31,7 @@ use tracing::{error, info};
 
 use super::annotations::server_name;
 use super::metrics::{ProxyMetrics, SourceState};
-use super::routes::{Routes, UpstreamKey};
+use super::routes::{Backend, Routes, UpstreamKey};
 use super::table::Table;
 
 /// Time between checks of the file. A change takes effect once two consecutive checks have read the same text.
@@ -43,7 +47,7 @@ const LIMITS: Limits = Limits {
 const MAX_SHOWN: usize = 60;
 
 /// Form of the file, for errors.
-const FORM: &str = "the file has upstreams, each with a name and with lists: endpoints, nodePorts (numbers), serverNames, authorities";
+const FORM: &str = "the file has upstreams, each with a name and with lists: endpoints, nodePorts (numbers), serverNames, authorities, allowedNetworks; and proxyProtocol (v1 or v2)";
 
 /// All reasons why a file cannot be used, one line each.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -78,6 +82,12 @@ struct Entry {
     server_names: Vec<Spanned<String>>,
     #[serde(default)]
     authorities: Vec<Spanned<String>>,
+    /// Networks of permitted clients; without the key, every client is permitted.
+    #[serde(default)]
+    allowed_networks: Option<Vec<Spanned<String>>>,
+    /// Version of the PROXY protocol that the endpoints expect.
+    #[serde(default)]
+    proxy_protocol: Option<Spanned<String>>,
 }
 
 // === impl Follower ===
@@ -253,7 +263,30 @@ impl RouteReader {
             let before = self.routes.authorities.insert(lower.clone(), key.clone());
             self.taken(authority, before, &format!("authority {lower}"));
         }
-        self.routes.upstreams.insert(key, endpoints);
+        let backend = Backend {
+            endpoints,
+            header: entry.proxy_protocol.as_ref().and_then(|version| {
+                let parsed = version.value.parse();
+                parsed
+                    .map_err(|error: UnknownVersion| self.problem(version, &error.to_string()))
+                    .ok()
+            }),
+            allowed: entry
+                .allowed_networks
+                .as_ref()
+                .map(|networks| self.networks(networks)),
+        };
+        self.routes.upstreams.insert(key, backend);
+    }
+
+    fn networks(&mut self, texts: &[Spanned<String>]) -> Networks {
+        for text in texts {
+            if let Err(error) = Networks::parse([text.value.as_str()]) {
+                self.problem(text, &error.to_string());
+            }
+        }
+        let texts = texts.iter().map(|text| text.value.as_str());
+        Networks::parse(texts).unwrap_or_default()
     }
 
     fn endpoints(&mut self, entry: &Entry) -> Vec<SocketAddr> {

@@ -1,11 +1,16 @@
 //! The listeners that forward bytes unchanged: TLS by server name, and node ports.
 
+use std::fmt::Display;
 use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use culvert_host::net::admission::{Admission, AdmissionLimits, Unadmitted};
 use culvert_host::net::listen::{Accepted, Listener};
+use culvert_host::net::networks::Networks;
+use culvert_host::net::proxy_protocol::{self, HeaderError, Origin, UNEXPECTED_HEADER, is_header};
+use culvert_host::net::shares::Shares;
 use culvert_host::runtime::shards::{Seat, Shards, on_shard};
 use culvert_stream::CloseReason;
 use socket2::SockRef;
@@ -27,6 +32,14 @@ use super::upstream::{ConnectError, Stats, Upstream};
 /// timeout).
 pub(crate) const FIRST_BYTES_TIMEOUT: Duration = Duration::from_secs(15);
 
+/// Limits for clients that have sent a part of their ClientHello or request. Each occupies up to 64 KiB.
+pub(crate) const ADMISSION: AdmissionLimits = AdmissionLimits {
+    peers: 256,
+    bytes: usize::MAX,
+    deadline: FIRST_BYTES_TIMEOUT,
+    grace: Duration::from_secs(1),
+};
+
 /// Buffer space for one read of a ClientHello. Most hellos are smaller.
 const HELLO_READ_BYTES: usize = 2 * 1024;
 
@@ -39,6 +52,12 @@ pub(crate) struct Front {
     /// Timeouts and keepalive.
     pub limits: Limits,
     pub metrics: Arc<ProxyMetrics>,
+    /// Networks of load balancers that send the PROXY protocol.
+    pub proxies: Networks,
+    /// Shares of the clients' addresses in the descriptors.
+    pub shares: Arc<Shares>,
+    /// Slots for clients that have sent an incomplete ClientHello.
+    pub hellos: Arc<Admission>,
     /// Threads for connections.
     pub shards: Shards,
     pub tasks: TaskTracker,
@@ -55,22 +74,23 @@ impl Front {
         listener: Listener,
         until: CancellationToken,
         seat: fn(&Shards) -> Seat,
+        entrance: Entrance,
         connection: C,
     ) where
-        C: Fn(TcpStream, SocketAddr) -> T + Clone + Send + 'static,
+        C: Fn(TcpStream, Origin) -> T + Clone + Send + 'static,
         T: Future<Output = ()> + Send + 'static,
     {
         let handle = |accepted| {
             let (seat, connection) = (seat(&self.shards), connection.clone());
-            let (shard, cut) = (seat.shard(), self.cut.clone());
+            let (shard, front) = (seat.shard(), self.clone());
             let serve = move |accepted| async move {
                 let _seat = seat;
                 if let Accepted::Tcp(stream, peer) = accepted {
                     // Not `run_until_cancelled`: its future would reserve space for the connection's future
                     // twice.
                     tokio::select! {
-                        () = connection(stream, peer) => {}
-                        () = cut.cancelled() => {}
+                        () = front.begin(entrance, stream, peer, connection) => {}
+                        () = front.cut.cancelled() => {}
                     }
                 }
             };
@@ -79,19 +99,62 @@ impl Front {
         listener.serve(until, handle).await;
     }
 
+    /// Serves a connection once its client's address is known and has a share left.
+    async fn begin<C, T>(
+        &self,
+        entrance: Entrance,
+        stream: TcpStream,
+        peer: SocketAddr,
+        connection: C,
+    ) where
+        C: FnOnce(TcpStream, Origin) -> T,
+        T: Future<Output = ()>,
+    {
+        let _open = self.metrics.open(entrance);
+        let origin = match proxy_protocol::origin(&stream, peer, &self.proxies).await {
+            Ok(origin) => origin,
+            // A port check of the load balancer.
+            Err(HeaderError::Left) => return,
+            Err(why) => return self.refuse_header(entrance, peer, &why.to_string()),
+        };
+        match self.shares.take(origin.ip(), &stream) {
+            Some(_share) => connection(stream, origin).await,
+            None => {
+                self.refuse_share(entrance, &origin);
+            }
+        }
+    }
+
+    /// Refuses a connection with a wrong PROXY protocol header.
+    pub(crate) fn refuse_header(&self, entrance: Entrance, peer: impl Display, why: &str) {
+        let listener = entrance.as_str();
+        warn!(listener, %peer, why, "connection refused");
+        self.metrics.refused(entrance, Refusal::ProxyHeader);
+    }
+
+    /// Refuses a connection of a source that has used up its share.
+    pub(crate) fn refuse_share(&self, entrance: Entrance, client: &Origin) {
+        let listener = entrance.as_str();
+        warn!(listener, %client, "connection refused: the address has more connections than descriptors are free; raise the limit (ulimit -n, LimitNOFILE)");
+        self.metrics.refused(entrance, Refusal::TooManyConnections);
+    }
+
     /// Forwards a TLS connection to the Service that its ClientHello names.
-    pub(crate) async fn serve_sni(self: Arc<Self>, client: TcpStream, peer: SocketAddr) {
-        let _open = self.metrics.open(Entrance::Sni);
+    pub(crate) async fn serve_sni(self: Arc<Self>, client: TcpStream, peer: Origin) {
         let refuse = |reason, why: &str| {
             self.metrics.refused(Entrance::Sni, reason);
             debug!(%peer, why, "TLS connection refused");
         };
-        let hello = timeout(FIRST_BYTES_TIMEOUT, read_hello(&client)).await;
+        let hello = timeout(FIRST_BYTES_TIMEOUT, self.read_hello(&client, &peer)).await;
         let (hello, received) = match hello {
             Ok(Ok(hello)) => hello,
-            Ok(Err(error)) => {
-                let why = error.map_or(NO_HELLO.to_owned(), |error| error.to_string());
-                return refuse(Refusal::Garbage, &why);
+            Ok(Err(NoHello::Bad(error))) => return refuse(Refusal::Garbage, &error.to_string()),
+            Ok(Err(NoHello::Left)) => return refuse(Refusal::Garbage, NO_HELLO),
+            Ok(Err(NoHello::Header)) => {
+                return self.refuse_header(Entrance::Sni, peer, UNEXPECTED_HEADER);
+            }
+            Ok(Err(NoHello::Unadmitted(why))) => {
+                return refuse(Refusal::TooManyConnections, &why.to_string());
             }
             Err(_) => return refuse(Refusal::Timeout, NO_HELLO),
         };
@@ -109,10 +172,9 @@ impl Front {
     pub(crate) async fn serve_node_port(
         self: Arc<Self>,
         client: TcpStream,
-        peer: SocketAddr,
+        peer: Origin,
         port: u16,
     ) {
-        let _open = self.metrics.open(Entrance::NodePort);
         match self.table.by_node_port(port) {
             Some(upstream) => {
                 self.forward(Entrance::NodePort, client, peer, &upstream, Vec::new())
@@ -123,14 +185,46 @@ impl Front {
         }
     }
 
+    /// Reads until the hello is complete; returns the hello and all received bytes. An incomplete hello needs a
+    /// slot, because it occupies memory. Most hellos arrive in one piece.
+    async fn read_hello(
+        &self,
+        client: &TcpStream,
+        peer: &Origin,
+    ) -> Result<(Hello, Vec<u8>), NoHello> {
+        let mut hello = Arriving::default();
+        if let Some(whole) = hello.read(client).await? {
+            return Ok((whole, hello.received));
+        }
+        let rest = async {
+            let candidate = self.hellos.enter(peer.ip()).await;
+            let candidate = candidate.map_err(NoHello::Unadmitted)?;
+            candidate.has_sent();
+            loop {
+                let read = candidate.run(hello.read(client)).await;
+                if let Some(whole) = read.map_err(NoHello::Unadmitted)?? {
+                    return Ok((whole, hello.received));
+                }
+            }
+        };
+        // In a box, because most connections do not need the space.
+        Box::pin(rest).await
+    }
+
     async fn forward(
         self: &Arc<Self>,
         entrance: Entrance,
         client: TcpStream,
-        peer: SocketAddr,
+        peer: Origin,
         upstream: &Arc<Upstream>,
         received: Vec<u8>,
     ) {
+        if !upstream.permits(peer.ip()) {
+            self.metrics.refused(entrance, Refusal::Address);
+            debug!(%peer, upstream = %upstream.key, "connection refused: the Service does not allow the address");
+            return;
+        }
+        let received = upstream.first_bytes(&peer, received);
         let connected = match upstream.connect(&received).await {
             Ok(connected) => connected,
             Err(error) => {
@@ -234,22 +328,42 @@ pub(crate) fn refusal_of(error: ConnectError) -> Refusal {
     }
 }
 
-/// Reads until the hello is complete; returns the hello and all received bytes. The error is `None` if the
-/// client closed the connection.
-async fn read_hello(client: &TcpStream) -> Result<(Hello, Vec<u8>), Option<HelloError>> {
-    let mut reader = HelloReader::default();
-    let mut received = Vec::new();
-    loop {
-        client.readable().await.map_err(|_| None)?;
-        received.reserve(HELLO_READ_BYTES);
-        match read_once(client, &mut received) {
-            Ok(1..) => {
-                if let Some(hello) = reader.read(&received)? {
-                    return Ok((hello, received));
+/// A ClientHello while it arrives.
+#[derive(Default)]
+struct Arriving {
+    reader: HelloReader,
+    received: Vec<u8>,
+}
+
+/// Reason for a missing hello.
+enum NoHello {
+    /// The bytes are not a ClientHello.
+    Bad(HelloError),
+    /// The client closed the connection.
+    Left,
+    /// The bytes are a PROXY protocol header.
+    Header,
+    /// The client sent an incomplete hello, and other clients got the slots.
+    Unadmitted(Unadmitted),
+}
+
+impl Arriving {
+    /// Reads the next bytes; returns the hello once it is complete.
+    async fn read(&mut self, client: &TcpStream) -> Result<Option<Hello>, NoHello> {
+        loop {
+            client.readable().await.map_err(|_| NoHello::Left)?;
+            self.received.reserve(HELLO_READ_BYTES);
+            match read_once(client, &mut self.received) {
+                Ok(1..) => {
+                    let hello = self.reader.read(&self.received);
+                    return hello.map_err(|error| match is_header(&self.received) {
+                        true => NoHello::Header,
+                        false => NoHello::Bad(error),
+                    });
                 }
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                _ => return Err(NoHello::Left),
             }
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-            _ => return Err(None),
         }
     }
 }

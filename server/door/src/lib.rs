@@ -20,7 +20,6 @@
 //! | [`metrics`] | the proxy's own metrics, and metrics with Envoy's names |
 //! | [`config`], [`cli`], [`app`] | flags, program, wiring |
 
-pub mod allowed;
 pub mod annotations;
 pub mod app;
 mod balancer;

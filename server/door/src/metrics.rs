@@ -45,8 +45,12 @@ label_values! {
         Upstream = "upstream",
         /// The upstream already has the maximum number of connections.
         Overflow = "overflow",
-        /// The client's address is in no allowed network.
+        /// The client's address is in no allowed network, of the listener or of the Service.
         Address = "address",
+        /// The client's address has too many connections, or too many clients have sent an incomplete request.
+        TooManyConnections = "too_many_connections",
+        /// A PROXY protocol header was missing, malformed, or came from an unexpected address.
+        ProxyHeader = "proxy_header",
         /// The TLS handshake failed or is missing.
         Tls = "tls",
         /// Most streams of an HTTP/2 connection were reset right after they were opened.

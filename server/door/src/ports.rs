@@ -16,6 +16,7 @@ use tokio_util::task::TaskTracker;
 use tracing::{info, warn};
 
 use super::front::Front;
+use super::metrics::Entrance;
 
 /// Pause before another attempt to open a port; its previous owner may be about to close it.
 const RETRY: Duration = Duration::from_secs(5);
@@ -107,7 +108,8 @@ impl NodePorts {
         let own = self.front.clone();
         let connection = move |stream, peer| own.clone().serve_node_port(stream, peer, port);
         let accepting = self.front.clone();
-        let accepting = accepting.accept(listener, token.clone(), Shards::seat_nearby, connection);
+        let (seat, entrance) = (Shards::seat_nearby, Entrance::NodePort);
+        let accepting = accepting.accept(listener, token.clone(), seat, entrance, connection);
         spawn_essential(&self.listeners, "node port", &token, accepting);
     }
 }

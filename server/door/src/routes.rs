@@ -8,6 +8,9 @@ use std::fmt;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
+use culvert_host::net::networks::Networks;
+use culvert_host::net::proxy_protocol::Version;
+
 /// Key of a Service port: `<namespace>/<service>-<port name>`, without the last part if the port has no name.
 /// Also the value of `envoy_cluster_name` in metrics.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -16,8 +19,8 @@ pub struct UpstreamKey(Arc<str>);
 /// Everything exposed by the proxy.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Routes {
-    /// Endpoints of every exposed Service port, sorted, without duplicates, at least one each.
-    pub upstreams: BTreeMap<UpstreamKey, Vec<SocketAddr>>,
+    /// Every exposed Service port.
+    pub upstreams: BTreeMap<UpstreamKey, Backend>,
     /// Service ports with a node port.
     pub node_ports: BTreeMap<u16, UpstreamKey>,
     /// TLS server names in lower case, without a dot at the end. A name with the prefix `*.` matches every
@@ -25,6 +28,17 @@ pub struct Routes {
     pub server_names: BTreeMap<String, UpstreamKey>,
     /// Authorities of CONNECT requests, `<service>.<namespace>.svc.cluster.local:<port>`, in lower case.
     pub authorities: BTreeMap<String, UpstreamKey>,
+}
+
+/// Endpoints of a Service port, and the conditions for connections to them.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Backend {
+    /// Endpoints, sorted, without duplicates; at least one in a route.
+    pub endpoints: Vec<SocketAddr>,
+    /// Version of the PROXY protocol that the endpoints expect; `None` sends no header.
+    pub header: Option<Version>,
+    /// Networks of permitted clients; `None` permits all.
+    pub allowed: Option<Networks>,
 }
 
 // === impl UpstreamKey ===

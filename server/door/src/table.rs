@@ -8,7 +8,7 @@ use std::sync::{Arc, Weak};
 
 use parking_lot::{Mutex, RwLock};
 
-use super::routes::{Routes, UpstreamKey};
+use super::routes::{Backend, Routes, UpstreamKey};
 use super::upstream::Upstream;
 
 /// The table in which every new connection finds its upstream.
@@ -31,7 +31,7 @@ struct Current {
 pub(crate) struct Change {
     pub added: usize,
     pub removed: usize,
-    /// Number of upstreams with different endpoints.
+    /// Number of upstreams with different endpoints or conditions.
     pub moved: usize,
     /// True if names, authorities or node ports differ.
     pub rerouted: bool,
@@ -56,19 +56,19 @@ impl Table {
         retired.retain(|_, upstream| upstream.strong_count() > 0);
         let mut change = Change::default();
         let mut upstreams = BTreeMap::new();
-        for (key, endpoints) in &routes.upstreams {
+        for (key, backend) in &routes.upstreams {
             let upstream = match before.upstreams.get(key) {
                 Some(upstream) => {
-                    change.moved += usize::from(upstream.set_endpoints(endpoints));
+                    change.moved += usize::from(upstream.set_backend(backend));
                     upstream.clone()
                 }
                 None => {
                     change.added += 1;
                     let back = retired.remove(key).and_then(|upstream| upstream.upgrade());
                     let back = back.inspect(|upstream| {
-                        upstream.set_endpoints(endpoints);
+                        upstream.set_backend(backend);
                     });
-                    back.unwrap_or_else(|| Upstream::new(key.clone(), endpoints, self.limit))
+                    back.unwrap_or_else(|| Upstream::new(key.clone(), backend, self.limit))
                 }
             };
             upstreams.insert(key.clone(), upstream);
@@ -77,7 +77,7 @@ impl Table {
             if !upstreams.contains_key(key) {
                 change.removed += 1;
                 // A client that looked up the upstream a moment ago finds no endpoint.
-                upstream.set_endpoints(&[]);
+                upstream.set_backend(&Backend::default());
                 retired.insert(key.clone(), Arc::downgrade(upstream));
             }
         }
@@ -130,16 +130,24 @@ impl Table {
 mod tests {
     #![allow(clippy::unwrap_used)]
 
+    use std::net::SocketAddr;
     use std::sync::atomic::Ordering;
 
     use super::*;
+
+    fn backend(endpoint: SocketAddr) -> Backend {
+        Backend {
+            endpoints: vec![endpoint],
+            ..Backend::default()
+        }
+    }
 
     fn routes(services: &[(&str, u16)]) -> Routes {
         let mut routes = Routes::default();
         for (service, port) in services {
             let key = UpstreamKey::of_service("ns", service, "");
             let endpoint = ([10, 0, 0, 1], *port).into();
-            routes.upstreams.insert(key.clone(), vec![endpoint]);
+            routes.upstreams.insert(key.clone(), backend(endpoint));
             let name = format!("{service}.example.com");
             routes.server_names.insert(name, key.clone());
             let authority = format!("{service}.ns.svc.cluster.local:443");
@@ -160,7 +168,7 @@ mod tests {
 
         let mut next = routes(&[("a", 1), ("c", 3)]);
         next.upstreams
-            .insert(a.key.clone(), vec![([10, 0, 0, 2], 9).into()]);
+            .insert(a.key.clone(), backend(([10, 0, 0, 2], 9).into()));
         let change = table.apply(next.clone());
         assert_eq!((change.added, change.removed, change.moved), (1, 1, 1));
         assert!(change.rerouted);

@@ -4,11 +4,13 @@ mod times;
 
 use std::collections::HashSet;
 use std::io;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
+use culvert_host::net::proxy_protocol::Origin;
+use culvert_host::net::shares::Share;
 use culvert_host::telemetry::metrics::{Kind, Page};
 use parking_lot::RwLock;
 use rustix::io::Errno;
@@ -18,7 +20,7 @@ use tokio::time::{sleep, timeout};
 use tracing::{info, warn};
 
 use self::times::Times;
-use super::routes::UpstreamKey;
+use super::routes::{Backend, UpstreamKey};
 
 /// Time limit for one endpoint to accept a connection (KKP's connect timeout for Envoy).
 pub(crate) const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
@@ -37,7 +39,7 @@ pub(crate) struct Upstream {
     /// Name in metrics and logs.
     pub key: UpstreamKey,
     pub stats: Stats,
-    endpoints: RwLock<Arc<[SocketAddr]>>,
+    backend: RwLock<Arc<Backend>>,
     /// Endpoints that did not answer a connect in time. Only probes reach them while another endpoint answers.
     silent: RwLock<HashSet<SocketAddr>>,
     /// Number of connects so far; decides the first endpoint of the next connect.
@@ -75,6 +77,8 @@ pub(crate) struct Connected {
     /// Number of the client's first bytes already sent.
     pub sent: usize,
     pub upstream: Arc<Upstream>,
+    /// Place in the share of the client's address, for a CONNECT stream.
+    pub share: Option<Share>,
     _open: Open,
 }
 
@@ -99,25 +103,42 @@ pub(crate) enum ConnectError {
 
 impl Upstream {
     /// Creates an upstream that allows `limit` simultaneous connections.
-    pub(crate) fn new(key: UpstreamKey, endpoints: &[SocketAddr], limit: u64) -> Arc<Self> {
+    pub(crate) fn new(key: UpstreamKey, backend: &Backend, limit: u64) -> Arc<Self> {
         Arc::new(Self {
             key,
             stats: Stats::default(),
-            endpoints: RwLock::new(endpoints.into()),
+            backend: RwLock::new(Arc::new(backend.clone())),
             silent: RwLock::default(),
             turn: AtomicUsize::new(0),
             limit,
         })
     }
 
-    /// Sets the endpoints of new connections; open connections stay. Returns true if the endpoints differ.
-    pub(crate) fn set_endpoints(&self, endpoints: &[SocketAddr]) -> bool {
-        let mut current = self.endpoints.write();
-        let changed = **current != *endpoints;
+    /// Sets the endpoints and conditions of new connections; open connections stay. Returns true if anything
+    /// differs.
+    pub(crate) fn set_backend(&self, backend: &Backend) -> bool {
+        let mut current = self.backend.write();
+        let changed = **current != *backend;
         if changed {
-            *current = endpoints.into();
+            *current = Arc::new(backend.clone());
         }
         changed
+    }
+
+    /// Returns true if a client with this address may connect.
+    pub(crate) fn permits(&self, address: IpAddr) -> bool {
+        let backend = self.backend.read();
+        let allowed = backend.allowed.as_ref();
+        allowed.is_none_or(|networks| networks.contains(address))
+    }
+
+    /// Returns the first bytes for an endpoint: a PROXY protocol header, if the endpoints expect one, and the
+    /// `received` bytes.
+    pub(crate) fn first_bytes(&self, client: &Origin, received: Vec<u8>) -> Vec<u8> {
+        match self.backend.read().header {
+            Some(version) => [client.header(version), received].concat(),
+            None => received,
+        }
     }
 
     /// Opens a connection to the next endpoint in the rotation, or to a later endpoint after a failure, and
@@ -142,6 +163,7 @@ impl Upstream {
                         stream,
                         sent,
                         upstream: self.clone(),
+                        share: None,
                         _open: place,
                     });
                 }
@@ -161,7 +183,8 @@ impl Upstream {
 
     /// Returns the endpoints to try for one connection: in the order of the rotation, silent endpoints last.
     fn candidates(&self) -> Vec<SocketAddr> {
-        let (endpoints, silent) = (self.endpoints.read().clone(), self.silent.read());
+        let (backend, silent) = (self.backend.read().clone(), self.silent.read());
+        let endpoints = &backend.endpoints;
         let (turn, count) = (self.turn.fetch_add(1, Ordering::Relaxed), endpoints.len());
         let in_order = (0..count).map(|offset| turn.wrapping_add(offset) % count);
         let in_order = in_order.filter_map(|index| endpoints.get(index).copied());
@@ -186,7 +209,7 @@ impl Upstream {
                 let Some(upstream) = upstream.upgrade() else {
                     return;
                 };
-                let is_used = upstream.endpoints.read().contains(&endpoint);
+                let is_used = upstream.backend.read().endpoints.contains(&endpoint);
                 if answers || !is_used {
                     upstream.silent.write().remove(&endpoint);
                     return info!(upstream = %key, %endpoint, answers, "end of the endpoint's probes");
@@ -196,7 +219,7 @@ impl Upstream {
     }
 
     pub(crate) fn endpoint_count(&self) -> usize {
-        self.endpoints.read().len()
+        self.backend.read().endpoints.len()
     }
 }
 
@@ -358,9 +381,16 @@ mod tests {
         (listener, address)
     }
 
+    fn backend(endpoints: &[SocketAddr]) -> Backend {
+        Backend {
+            endpoints: endpoints.to_vec(),
+            ..Backend::default()
+        }
+    }
+
     fn upstream(endpoints: &[SocketAddr], limit: u64) -> Arc<Upstream> {
         let key = UpstreamKey::of_service("cluster-a", "apiserver-external", "secure");
-        Upstream::new(key, endpoints, limit)
+        Upstream::new(key, &backend(endpoints), limit)
     }
 
     #[tokio::test]
@@ -378,10 +408,10 @@ mod tests {
         // Every third connection finds its endpoint gone and uses the next endpoint.
         assert_eq!(peers, [a, b, a, a, b, a]);
         assert_eq!(upstream.stats.failed.load(Ordering::Relaxed), 2);
-        upstream.set_endpoints(&[c]);
+        upstream.set_backend(&backend(&[c]));
         let refused = upstream.connect(&[]).await;
         assert_eq!(refused.err(), Some(ConnectError::Refused));
-        upstream.set_endpoints(&[]);
+        upstream.set_backend(&Backend::default());
         let none = upstream.connect(&[]).await;
         assert_eq!(none.err(), Some(ConnectError::NoEndpoint));
         assert_eq!(upstream.stats.active.load(Ordering::Relaxed), 0);

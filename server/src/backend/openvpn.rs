@@ -41,6 +41,7 @@ use anyhow::Context as _;
 use culvert_host::admin;
 use culvert_host::net::destinations::Destinations;
 use culvert_host::net::listen::{Keepalive, Listener};
+use culvert_host::net::networks::Networks;
 use culvert_host::runtime::shards::{ShardId, Shards};
 use culvert_host::runtime::spawn_essential;
 use culvert_host::telemetry::metrics::GaugeGuard;
@@ -102,6 +103,7 @@ pub struct Bound {
     files: Files,
     node_watch: Option<NodeWatch>,
     max_clients: usize,
+    proxies: Arc<Networks>,
 }
 
 /// Session settings of one listener. The settings change when certificates are renewed.
@@ -167,6 +169,7 @@ impl Bound {
             files,
             node_watch,
             max_clients: settings.max_clients,
+            proxies: Arc::new(settings.proxies.clone()),
         })
     }
 
@@ -180,7 +183,12 @@ impl Bound {
             match socket {
                 Socket::Tcp(listener) => {
                     info!(%address, "serving OpenVPN over TCP");
-                    let tcp = Tcp { clients, config };
+                    let proxies = self.proxies.clone();
+                    let tcp = Tcp {
+                        clients,
+                        config,
+                        proxies,
+                    };
                     let (shards, stop) = (shards.clone(), shutdown.clone());
                     let serve = tcp.serve(listener, shards, tasks.clone(), stop);
                     spawn_essential(tasks, "OpenVPN over TCP", shutdown, serve);

@@ -93,6 +93,11 @@ pub(super) struct AgentFlags {
     #[arg(long, value_name = "PORT", default_value = "8091", value_parser = go_int)]
     pub(super) agent_port: i64,
 
+    /// Networks of load balancers that send the PROXY protocol (version 1 or 2) to the agents' port,
+    /// comma-separated; peers in these networks must send it
+    #[arg(long, value_name = "CIDR,...")]
+    pub(super) agent_proxy_protocol_from: Vec<StringSlice>,
+
     /// PEM certificate chain sent to agents; required
     #[arg(long, value_name = "FILE", default_value = "")]
     pub(super) cluster_cert: String,

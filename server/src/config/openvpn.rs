@@ -32,6 +32,11 @@ pub(super) struct OpenvpnFlags {
     #[arg(long, value_name = "LIST")]
     pub(super) openvpn_listen: Vec<StringSlice>,
 
+    /// Networks of load balancers that send the PROXY protocol (version 1 or 2) to the TCP listeners,
+    /// comma-separated; peers in these networks must send it
+    #[arg(long, value_name = "CIDR,...")]
+    pub(super) openvpn_proxy_protocol_from: Vec<StringSlice>,
+
     /// Configuration file of an OpenVPN server; flags take precedence over it
     #[arg(long, value_name = "FILE", default_value = "")]
     pub(super) openvpn_config: String,
@@ -195,8 +200,17 @@ impl OpenvpnFlags {
         p.require((1..=1 << 20).contains(&max_clients), || {
             format!("openvpn-max-clients must be 1 to 1048576, got {max_clients}")
         });
+        let proxies = p.networks(
+            "openvpn-proxy-protocol-from",
+            &self.openvpn_proxy_protocol_from,
+        );
+        let has_tcp = listen.iter().any(|one| one.transport == Transport::Tcp);
+        p.require(has_tcp || proxies.is_empty(), || {
+            "--openvpn-proxy-protocol-from needs a TCP listener".to_owned()
+        });
         Some(Settings {
             listen,
+            proxies,
             topology: self
                 .topology(p)
                 .or(server.topology)

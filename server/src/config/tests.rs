@@ -90,6 +90,7 @@ fn defaults_match_the_stock_server() {
             },
         },
         agent_listener: AgentListener {
+            proxies: Default::default(),
             bind: HostPort::new("", 8091),
             cert: files.path("cert"),
             key: files.path("key"),

@@ -110,12 +110,17 @@ impl Flags {
         );
         let ca = p.file("cluster CA cert", &flags.cluster_ca_cert);
         let port = port(p, "agent", flags.agent_port);
+        let proxies = p.networks(
+            "agent-proxy-protocol-from",
+            &flags.agent_proxy_protocol_from,
+        );
         let (cert, key) = pair?;
         Some(AgentListener {
             bind: HostPort::new(&flags.agent_bind_address, port),
             cert,
             key,
             ca,
+            proxies,
         })
     }
 

@@ -10,7 +10,7 @@ fuzz_target!(|input: &[u8]| {
     };
     match parse(text, "door.yaml") {
         Ok(routes) => {
-            assert!(routes.upstreams.values().all(|endpoints| !endpoints.is_empty()));
+            assert!(routes.upstreams.values().all(|backend| !backend.endpoints.is_empty()));
             let named = routes.server_names.values().chain(routes.authorities.values());
             let named = named.chain(routes.node_ports.values());
             assert!(named.into_iter().all(|key| routes.upstreams.contains_key(key)));

@@ -6,10 +6,10 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::Context as _;
-use culvert_door::allowed::AllowedNetworks;
 use culvert_door::app as door;
 use culvert_door::config as door_config;
 use culvert_host::flags::HostPort;
+use culvert_host::net::networks::Networks;
 use culvert_host::telemetry::logging::LogConfig;
 use culvert_kit::pki::{CLUSTER_NAME, KONNECTIVITY_NAME};
 use culvert_kit::services::Services;
@@ -151,8 +151,9 @@ fn door_settings(routes: &Path) -> door_config::Config {
             tls: None,
             client_ca: None,
             require_tls: false,
-            allowed: AllowedNetworks::default(),
+            allowed: Networks::default(),
         }),
+        proxies: Networks::default(),
         stats: any_port(),
         node_port_host: "127.0.0.1".to_owned(),
         limits: door_config::Limits::default(),

@@ -108,6 +108,7 @@ auth SHA1
             text.push_str(&format!("{route}\npush \"{route}\"\n"));
         }
         Ok(Settings {
+            proxies: Default::default(),
             listen: vec!["tcp:127.0.0.1:0".parse().map_err(anyhow::Error::msg)?],
             server: read(config_file::server(&text, "the server's configuration"))?,
             network: NETWORK,

@@ -89,6 +89,7 @@ impl Plan {
             mode: self.mode,
             frontend,
             agent_listener: server_config::AgentListener {
+                proxies: Default::default(),
                 bind: any_port(),
                 cert: pki.cluster.cert.clone(),
                 key: pki.cluster.key.clone(),

@@ -16,7 +16,6 @@ use self::balancer::BalancerFlags;
 use super::{
     Cluster, Config, IDLE, KEEPALIVE, Keepalive, Limits, PROGRAM, STREAM_IDLE, Source, Tunneling,
 };
-use crate::allowed::AllowedNetworks;
 use crate::annotations::EXPOSE_ANNOTATION;
 use crate::exposure::Options;
 
@@ -105,6 +104,11 @@ struct ListenerFlags {
     /// Networks of permitted CONNECT clients, comma-separated; empty allows all
     #[arg(long, value_name = "CIDR,...")]
     tunneling_allowed_networks: Vec<StringSlice>,
+
+    /// Networks of load balancers that send the PROXY protocol (version 1 or 2) to the ports for traffic,
+    /// comma-separated; peers in these networks must send it
+    #[arg(long, value_name = "CIDR,...")]
+    proxy_protocol_from: Vec<StringSlice>,
 
     /// No effect: the proxy does not use Envoy
     #[arg(long, value_name = "ADDRESS", default_value = ":8001")]
@@ -208,6 +212,7 @@ impl Flags {
         let tunneling = port("envoy-tunneling-port", listeners.envoy_tunneling_port);
         let stats = port("envoy-stats-port", listeners.envoy_stats_port);
         let tunneling = self.tunneling(p, tunneling);
+        let proxies = p.networks("proxy-protocol-from", &listeners.proxy_protocol_from);
         let limits = self.times.limits(p);
         let ports = [sni, tunneling.as_ref().map_or(0, |it| it.bind.port), stats];
         let balancer = self.balancer.config(p, source, ports);
@@ -238,6 +243,7 @@ impl Flags {
             source,
             sni: (sni != 0).then(|| HostPort::new(host, sni)),
             tunneling,
+            proxies,
             stats: HostPort::new(host, stats),
             node_port_host: host.to_owned(),
             limits,
@@ -257,12 +263,8 @@ impl Flags {
         p.require(!require_tls || !flags.tunneling_cert.is_empty(), || {
             "--tunneling-require-tls and --tunneling-client-ca need --tunneling-cert".to_owned()
         });
-        let networks = StringSlice::concat(&flags.tunneling_allowed_networks);
-        let networks = networks.iter().map(String::as_str);
-        let allowed = AllowedNetworks::parse(networks).unwrap_or_else(|error| {
-            p.error(format!("--tunneling-allowed-networks: {error}"));
-            AllowedNetworks::default()
-        });
+        let networks = &flags.tunneling_allowed_networks;
+        let allowed = p.networks("tunneling-allowed-networks", networks);
         (port != 0).then(|| Tunneling {
             bind: HostPort::new(&flags.bind_address, port),
             tls,

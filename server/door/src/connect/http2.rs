@@ -1,11 +1,12 @@
 //! The CONNECT streams of one HTTP/2 connection, with limits on the work caused by a client.
 
 use std::future::poll_fn;
-use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use culvert_host::net::admission::Candidate;
+use culvert_host::net::proxy_protocol::Origin;
 use culvert_native::halves::halves;
 use culvert_native::link::{Incoming, Taker, TakerLimits};
 use culvert_native::window::{Inbound, TAKER_HELD_BYTES, WindowProfile};
@@ -19,7 +20,6 @@ use tokio::time::{Instant, sleep, timeout};
 use tracing::debug;
 
 use super::ConnectListener;
-use crate::front::FIRST_BYTES_TIMEOUT;
 use crate::metrics::Refusal;
 
 /// Maximum number of bytes kept for a stalled client by all CONNECT streams of an HTTP/2 connection together.
@@ -47,7 +47,7 @@ const JUDGED_FROM: u64 = 500;
 
 /// The shared state of all streams of a connection.
 struct Shared {
-    peer: SocketAddr,
+    peer: Origin,
     inbound: Arc<Inbound>,
     unread: Arc<Allowance>,
     /// Number of streams so far.
@@ -66,8 +66,12 @@ impl Shared {
 }
 
 impl ConnectListener {
-    pub(super) async fn http2<S>(self: Arc<Self>, stream: S, peer: SocketAddr)
-    where
+    pub(super) async fn http2<S>(
+        self: Arc<Self>,
+        stream: S,
+        peer: Origin,
+        candidate: Arc<Candidate>,
+    ) where
         S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
     {
         let inbound = Arc::new(Inbound::new(WindowProfile::Fixed(WINDOW_BYTES)));
@@ -77,11 +81,12 @@ impl ConnectListener {
             send_bytes: SEND_BYTES,
         };
         let taker = Taker::new(stream, inbound.clone(), limits);
-        let mut taker = match timeout(FIRST_BYTES_TIMEOUT, taker).await {
-            Ok(Ok(taker)) => taker,
-            Ok(Err(error)) => return self.refuse(Refusal::Garbage, peer, &error.to_string()),
-            Err(_) => return self.refuse(Refusal::Timeout, peer, "no HTTP/2 settings in time"),
+        let mut taker = match taker.await {
+            Ok(taker) => taker,
+            Err(error) => return self.refuse(Refusal::Garbage, peer, &error.to_string()),
         };
+        candidate.admit();
+        drop(candidate);
         let draining = self.front.draining.clone();
         // Each stream has a clone, so the reference count shows whether streams are open.
         let shared = Arc::new(Shared {

@@ -5,6 +5,7 @@ use serde_json::{Value, json};
 use super::super::annotations::EXPOSE_ANNOTATION;
 use super::super::exposure::Options;
 use super::*;
+use crate::annotations::PORT_MAPPING_ANNOTATION;
 
 /// Annotation of KKP for a proxy of one namespace.
 const EXPOSE_NAMESPACED_ANNOTATION: &str = "nodeport-proxy.k8s.io/expose-namespaced";

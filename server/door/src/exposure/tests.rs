@@ -71,9 +71,13 @@ fn options() -> Options {
 fn plan(services: &[Service], slices: &[Slice], options: &Options) -> (Vec<String>, Vec<String>) {
     let (routes, problems) = expose(services.iter(), slices.iter(), options);
     let mut lines = Vec::new();
-    for (key, endpoints) in &routes.upstreams {
-        let endpoints: Vec<String> = endpoints.iter().map(ToString::to_string).collect();
-        lines.push(format!("{key} = {}", endpoints.join(" ")));
+    for (key, backend) in &routes.upstreams {
+        let endpoints = backend.endpoints.iter().map(ToString::to_string);
+        let mut texts: Vec<String> = endpoints.collect();
+        texts.extend(backend.header.map(|version| format!("{version:?}")));
+        let allowed = backend.allowed.as_ref();
+        texts.extend(allowed.map(|networks| format!("from [{networks}]")));
+        lines.push(format!("{key} = {}", texts.join(" ")));
     }
     let node_ports = routes.node_ports.iter();
     lines.extend(node_ports.map(|(port, key)| format!("{port} -> {key}")));
@@ -418,4 +422,67 @@ fn two_ports_with_equal_keys_do_not_mix() {
         problems[0].starts_with("Service test/a: port \"b-c\" is not served"),
         "{problems:?}"
     );
+}
+
+#[test]
+fn conditions_of_a_service_come_from_its_annotations() {
+    let ports = [port("https", 443, 32000)];
+    let slices = [https_slice("a")];
+    let conditions = |networks: Option<&str>, version: Option<&str>| {
+        let mut service = node_port_service("a", "NodePort", &ports);
+        for (key, value) in [
+            (ALLOWED_NETWORKS_ANNOTATION, networks),
+            (PROXY_PROTOCOL_ANNOTATION, version),
+        ] {
+            if let Some(value) = value {
+                annotate(&mut service, key, value);
+            }
+        }
+        let (lines, problems) = plan(&[service], &slices, &options());
+        let start = "test/a-https = 172.16.0.1:8443";
+        let conditions = lines[0].strip_prefix(start).unwrap().to_owned();
+        assert_eq!(lines[1], "32000 -> test/a-https");
+        (conditions, problems.concat())
+    };
+    let good = |networks, version| {
+        let (conditions, problems) = conditions(networks, version);
+        assert_eq!(problems, "");
+        conditions
+    };
+    assert_eq!(good(None, None), "");
+    assert_eq!(good(None, Some("v1")), " V1");
+    let networks = Some("192.0.2.0/24, 2001:db8::1");
+    let expected = " V2 from [192.0.2.0/24,2001:db8::1/128]";
+    assert_eq!(good(networks, Some("v2")), expected);
+    // A wrong annotation permits no client.
+    for networks in ["", "192.0.2.0/24,", "192.0.2.0/33", "example.com"] {
+        let (conditions, problem) = conditions(Some(networks), None);
+        assert_eq!(conditions, " from []", "{networks:?}");
+        let named = problem.contains(ALLOWED_NETWORKS_ANNOTATION);
+        assert!(named && problem.contains("is not a network"), "{problem}");
+    }
+    for version in ["", "V2", "3"] {
+        let (conditions, problem) = conditions(Some("192.0.2.0/24"), Some(version));
+        assert_eq!(conditions, " from []", "{version:?}");
+        assert!(problem.contains(PROXY_PROTOCOL_ANNOTATION), "{problem}");
+    }
+}
+
+#[test]
+fn equal_keys_with_different_conditions_are_not_merged() {
+    let mut open = node_port_service("a-b", "NodePort", &[port("c", 443, 32000)]);
+    let mut closed = node_port_service("a", "NodePort", &[port("b-c", 443, 32001)]);
+    (open.created, closed.created) = (2, 1);
+    annotate(&mut closed, ALLOWED_NETWORKS_ANNOTATION, "192.0.2.0/24");
+    let slices = [
+        slice("a-b", &[("c", 443)], &["172.16.0.1"]),
+        slice("a", &[("b-c", 443)], &["172.16.0.1"]),
+    ];
+    let (lines, problems) = plan(&[open, closed], &slices, &options());
+    let expected = [
+        "test/a-b-c = 172.16.0.1:443 from [192.0.2.0/24]",
+        "32001 -> test/a-b-c",
+    ];
+    assert_eq!(lines, expected);
+    assert_eq!(problems.len(), 1, "{problems:?}");
 }

@@ -1,7 +1,9 @@
-#![allow(clippy::unwrap_used)]
+#![allow(clippy::unwrap_used, clippy::indexing_slicing)]
 
 use std::collections::BTreeMap;
 use std::time::SystemTime;
+
+use culvert_host::net::proxy_protocol::Version;
 
 use super::*;
 
@@ -25,6 +27,7 @@ fn file_contents_become_routes() {
         .upstreams
         .get(&key)
         .unwrap()
+        .endpoints
         .iter()
         .map(ToString::to_string)
         .collect();
@@ -224,4 +227,26 @@ fn deeply_nested_yaml_is_rejected_with_its_line() {
         assert!(problem.starts_with("door.yaml:1: "), "{problem}");
         assert!(problem.contains(why), "{problem}");
     }
+}
+
+#[test]
+fn conditions_of_an_upstream_are_read_and_checked() {
+    let text = |networks: &str, version: &str| {
+        format!(
+            "upstreams:\n  - name: a\n    endpoints: [127.0.0.1:80]\n    allowedNetworks: [{networks}]\n    proxyProtocol: {version}\n"
+        )
+    };
+    let routes = parse(&text("192.0.2.0/24", "v2"), "door.yaml").unwrap();
+    let backend = routes.upstreams.values().next().unwrap();
+    assert_eq!(backend.header, Some(Version::V2));
+    let allowed = backend.allowed.as_ref().unwrap();
+    assert_eq!(allowed.to_string(), "192.0.2.0/24");
+    // An empty list permits no client.
+    let routes = parse(&text("", "v1"), "door.yaml").unwrap();
+    let backend = routes.upstreams.values().next().unwrap();
+    assert_eq!(backend.allowed, Some(Networks::default()));
+    let problems = parse(&text("192.0.2.0/24, nowhere", "v3"), "door.yaml").unwrap_err();
+    assert_eq!(problems.0.len(), 2, "{problems}");
+    assert!(problems.0[0].starts_with("door.yaml:4: \"nowhere\" is not a network"));
+    assert!(problems.0[1].starts_with("door.yaml:5: the versions of the PROXY"));
 }

@@ -39,8 +39,15 @@ impl Server {
             metrics: metrics.clone(),
         };
         let (shutdown, keepalive) = (CancellationToken::new(), Duration::from_secs(60));
-        let context =
-            ListenerContext::new(Listener::Agent, None, keepalive, tasks, shutdown, metrics);
+        let context = ListenerContext::new(
+            Listener::Agent,
+            None,
+            keepalive,
+            tasks,
+            shutdown,
+            metrics,
+            Default::default(),
+        );
         Self { agents, context }
     }
 

@@ -7,17 +7,20 @@ use std::time::Duration;
 
 use culvert_host::net::admission::{Admission, AdmissionLimits, Candidate};
 use culvert_host::net::listen::{Accepted, Listener};
+use culvert_host::net::networks::Networks;
+use culvert_host::net::proxy_protocol::{self, HeaderError, UNEXPECTED_HEADER};
 use culvert_host::runtime::shards::Shards;
 use culvert_host::runtime::shards::on_shard;
 use culvert_openvpn::options::Transport;
 use culvert_openvpn::session::{ServerConfig, Session};
 use culvert_openvpn_io::link::{Link, LinkEnd, WireError};
-use culvert_openvpn_io::now;
+use culvert_openvpn_io::{Moment, now};
 use tokio::net::TcpStream;
 use tokio::sync::watch;
+use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
-use tracing::{debug, info};
+use tracing::{debug, info, warn};
 
 use super::clients::Clients;
 use super::metrics::Handshake;
@@ -39,6 +42,8 @@ pub(super) struct Tcp {
     pub clients: Arc<Clients>,
     /// Settings for new sessions.
     pub config: watch::Receiver<Arc<ServerConfig>>,
+    /// Networks of load balancers that send the PROXY protocol.
+    pub proxies: Arc<Networks>,
 }
 
 impl Tcp {
@@ -59,14 +64,14 @@ impl Tcp {
             let shard = seat.shard();
             let serve = move |accepted| async move {
                 let _seat = seat;
+                let since = now();
                 if let Accepted::Tcp(stream, remote) = accepted {
-                    let entering = admission.enter(remote.ip());
-                    let candidate = match cut.run_until_cancelled(entering).await {
-                        Some(Ok(candidate)) => candidate,
-                        Some(Err(_)) => return this.clients.metrics.handshake(Handshake::Evicted),
-                        None => return,
-                    };
-                    this.serve_client(stream, remote, candidate, cut).await;
+                    let entering = this.enter(&admission, &stream, remote);
+                    let entered = cut.run_until_cancelled(entering).await;
+                    if let Some(Some((remote, candidate))) = entered {
+                        this.serve_client(stream, remote, candidate, since, cut)
+                            .await;
+                    }
                 }
             };
             on_shard(&shards, shard, &tasks, accepted, serve);
@@ -74,17 +79,59 @@ impl Tcp {
         listener.serve(shutdown.clone(), handle).await;
     }
 
+    /// Takes a slot for a new client, and waits for its first bytes. Returns the address of the client, or `None`
+    /// for a refused client, which is counted.
+    async fn enter(
+        &self,
+        admission: &Arc<Admission>,
+        stream: &TcpStream,
+        remote: SocketAddr,
+    ) -> Option<(SocketAddr, Arc<Candidate>)> {
+        let metrics = &self.clients.metrics;
+        let remote = match proxy_protocol::origin(stream, remote, &self.proxies).await {
+            Ok(origin) => origin.source,
+            Err(HeaderError::Left) => return None,
+            Err(why) => {
+                warn!(%remote, %why, "OpenVPN connection refused");
+                metrics.handshake(Handshake::Protocol);
+                return None;
+            }
+        };
+        let Ok(candidate) = admission.enter(remote.ip()).await else {
+            metrics.handshake(Handshake::Evicted);
+            return None;
+        };
+        let patience = self.config.borrow().common.timers.hand_window;
+        let first = timeout(patience, proxy_protocol::begins_with_header(stream));
+        match candidate.run(first).await {
+            Ok(Ok(Ok(true))) => {
+                warn!(%remote, why = UNEXPECTED_HEADER, "OpenVPN connection refused");
+                metrics.handshake(Handshake::Protocol);
+                return None;
+            }
+            Ok(Ok(Ok(false))) => candidate.has_sent(),
+            // The session reports a failed socket and a silent client.
+            Ok(_) => {}
+            Err(_) => {
+                metrics.handshake(Handshake::Evicted);
+                return None;
+            }
+        }
+        Some((remote, candidate))
+    }
+
     async fn serve_client(
         self,
         stream: TcpStream,
         remote: SocketAddr,
         candidate: Arc<Candidate>,
+        since: Moment,
         cut: CancellationToken,
     ) {
         let mut follows = self.config;
         let config = follows.borrow_and_update().clone();
         let tun_mtu = config.common.max_tun_mtu;
-        let session = Session::server(config, 0, now());
+        let session = Session::server(config, 0, since);
         let transport = Transport::Tcp;
         let client = Client::new(
             self.clients,

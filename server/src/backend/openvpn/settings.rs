@@ -6,6 +6,7 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use culvert_host::flags::HostPort;
+use culvert_host::net::networks::Networks;
 use culvert_openvpn::cipher::Cipher;
 use culvert_openvpn::control::push::{self, Topology};
 use culvert_openvpn::options::Transport;
@@ -20,6 +21,8 @@ pub use super::ccd::{ClientConfig, PushChange};
 pub struct Settings {
     /// Listeners for clients; at least one.
     pub listen: Vec<Listen>,
+    /// Networks of load balancers that send the PROXY protocol to the TCP listeners.
+    pub proxies: Networks,
     /// OpenVPN's own options: the configuration file, overridden by flags.
     pub server: Server,
     /// Network of the VPN.
@@ -86,6 +89,7 @@ impl Settings {
     pub fn describe(&self) -> Vec<String> {
         let Self {
             listen,
+            proxies,
             server,
             network,
             topology,
@@ -105,6 +109,7 @@ impl Settings {
         let ciphers = common.ciphers.as_deref().unwrap_or(&Cipher::DEFAULT);
         vec![
             format!("openvpn-listen={}", listen.join(",")),
+            format!("openvpn-proxy-protocol-from={proxies}"),
             format!("openvpn-ca={}", shown(common.ca.as_ref())),
             format!("openvpn-cert={}", shown(common.cert.as_ref())),
             format!("openvpn-key={}", shown(common.key.as_ref())),

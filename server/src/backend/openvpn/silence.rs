@@ -10,8 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use culvert_openvpn::ip::{self, Icmp, Packet, Sum, kind, protocol};
 use culvert_openvpn_io::stream::Peer;
-
-use crate::backend::dial::Suspicion;
+use culvert_stream::suspicion::Suspicion;
 
 /// Identifier of probes in ICMP.
 const IDENTIFIER: u16 = 0xc017;

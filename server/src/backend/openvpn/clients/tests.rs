@@ -15,6 +15,7 @@ use super::*;
 /// Settings of a server without pushed options.
 pub(in super::super) fn settings() -> Settings {
     Settings {
+        proxies: Default::default(),
         listen: Vec::new(),
         server: Server {
             routes: vec!["172.25.0.0/16".parse().unwrap()],
