@@ -5,7 +5,9 @@
 //! an older one: the host with the most slots loses one, first of all a peer that has sent nothing. Peers that
 //! a host opens in excess thus displace only peers of that host. If the new peer's host itself has the most
 //! slots, as with a load balancer in front of all peers, a peer that has just begun is not displaced; the new
-//! peer waits for a slot instead, and is refused if none becomes free in time.
+//! peer waits for a slot instead, and is refused if none becomes free in time. If the peers are spread over many
+//! hosts, with few peers on each, the peers of all hosts are treated as the peers of one host, but a new peer does
+//! not wait.
 //!
 //! [`Gated`] limits the bytes that a peer may send before its admission.
 
@@ -30,6 +32,9 @@ const GATED_READ_BYTES: usize = 4 * 1024;
 /// Number of peers that may wait for a slot, as a multiple of the slots. A waiting peer costs its socket and about
 /// 2 KiB.
 const QUEUE_FACTOR: usize = 8;
+
+/// The peers are spread over many hosts if no host has more than this part of the slots.
+const SPREAD_FACTOR: usize = 32;
 
 /// Pause of a new peer between two attempts to get a slot.
 const RETRY: Duration = Duration::from_millis(50);
@@ -167,7 +172,7 @@ impl Admission {
 
     fn take(self: &Arc<Self>, host: u64, deadline: Instant) -> Option<Arc<Candidate>> {
         let mut hosts = self.hosts.lock();
-        if hosts.len >= self.limits.peers && !hosts.displace(host, self.limits.grace) {
+        if hosts.len >= self.limits.peers && !hosts.displace(host, &self.limits) {
             return None;
         }
         hosts.last += 1;
@@ -196,22 +201,28 @@ impl Admission {
 
 impl Hosts {
     /// Frees a slot for a peer of `host`. Returns false if no peer may be displaced yet.
-    fn displace(&mut self, host: u64, grace: Duration) -> bool {
+    fn displace(&mut self, host: u64, limits: &AdmissionLimits) -> bool {
         let crowd = self.peers.iter().max_by_key(|(_, peers)| peers.len());
         let Some((&crowd, peers)) = crowd else {
             return false;
         };
-        let is_own = crowd == host;
-        let mut may_go = peers.iter().filter(|(_, peer)| {
-            let is_old = peer.since.elapsed() >= grace;
-            is_old || !is_own
+        let is_spread = peers.len() <= limits.peers / SPREAD_FACTOR;
+        let hosts = self.peers.iter();
+        let hosts = hosts.filter(|(host, _)| is_spread || **host == crowd);
+        let all = hosts.flat_map(|(host, peers)| {
+            let peers = peers.iter();
+            peers.map(move |(id, peer)| (*host, *id, peer))
         });
-        let oldest = may_go.clone().next();
-        let silent = may_go.find(|(_, peer)| !peer.has_sent);
-        let Some((&id, _)) = silent.or(oldest) else {
+        let has_grace = !is_spread && crowd == host;
+        let may_go = all.filter(|(.., peer)| {
+            let is_old = peer.since.elapsed() >= limits.grace;
+            is_old || !has_grace
+        });
+        let first = may_go.min_by_key(|(_, id, peer)| (peer.has_sent, *id));
+        let Some((host, id, _)) = first else {
             return false;
         };
-        if let Some(peer) = self.remove(crowd, id) {
+        if let Some(peer) = self.remove(host, id) {
             peer.displaced.cancel();
         }
         true
@@ -392,6 +403,30 @@ mod tests {
         // A displaced peer does not free a second slot.
         drop(second);
         assert_eq!(admission.len(), 4);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn silent_peers_of_many_hosts_do_not_displace_a_peer_that_has_sent() {
+        let limits = AdmissionLimits {
+            peers: 2 * SPREAD_FACTOR,
+            ..LIMITS
+        };
+        let admission = Admission::new(limits);
+        let mut honest = Vec::new();
+        for _ in 0..2 {
+            let candidate = enter(&admission, "192.0.2.1").await;
+            candidate.has_sent();
+            honest.push(candidate);
+        }
+        let mut silent = Vec::new();
+        for number in 0..u8::MAX {
+            silent.push(enter(&admission, &format!("198.51.100.{number}")).await);
+        }
+        assert_eq!(displaced(&[&honest[0], &honest[1]]), [false, false]);
+        let newest = silent.len() - (limits.peers - honest.len());
+        let expected = (0..silent.len()).map(|number| number < newest);
+        let silent: Vec<_> = silent.iter().collect();
+        assert_eq!(displaced(&silent), expected.collect::<Vec<_>>());
     }
 
     #[tokio::test(start_paused = true)]
