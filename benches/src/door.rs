@@ -148,7 +148,7 @@ impl Scenario for Lab {
         contender.missing().then_some("it is not installed")
     }
 
-    fn has(front: Front, kind: Kind, contender: Contender) -> bool {
+    fn has(&self, front: Front, kind: Kind, contender: Contender) -> bool {
         contender.has(front, kind)
     }
 

@@ -5,6 +5,7 @@
 //! | [`tunnel`], [`door`], [`openvpn`] | the subcommands that compare |
 //! | [`silence`] | the subcommand that measures dials beside a silent peer |
 //! | [`soak`] | the subcommand that checks traffic beside faults |
+//! | [`attack`] | the subcommand that attacks every listener |
 //! | [`runner`] | the order of measurements, the same for all subcommands |
 //! | [`options`] | options of all subcommands |
 //! | [`table`], [`svg`] | the report as text and as a picture |
@@ -25,6 +26,7 @@
 //! program, started under another name.
 
 mod aborts;
+mod attack;
 mod bulk;
 mod door;
 mod endpoint;
@@ -55,7 +57,6 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use clap::Parser;
-use culvert_tests::openvpn::OpenVpn;
 
 /// Compares whole tunnels and front doors on this machine.
 #[derive(Debug, Parser)]
@@ -73,6 +74,8 @@ enum Command {
     Silence(silence::Options),
     /// All programs with checked traffic, beside random ends, freezes, rotations and attacks
     Soak(soak::Options),
+    /// Attacks on every listener: growth of memory and descriptors, honest clients meanwhile, and recovery
+    Attack(attack::Options),
 }
 
 culvert_host::jemalloc!();
@@ -90,20 +93,21 @@ fn main() -> ExitCode {
             return ExitCode::FAILURE;
         }
     };
-    let needs_network = match &command {
-        Command::Openvpn(_) => OpenVpn::look().is_ok(),
-        Command::Silence(_) => true,
-        Command::Tunnel(_) | Command::Door(_) | Command::Soak(_) => false,
-    };
-    if needs_network {
-        // The second run ends together with the thread that starts it.
-        match runtime.block_on(openvpn::again()) {
-            Ok(None) => {}
-            Ok(Some(code)) => return code,
-            Err(error) => {
-                eprintln!("{error:#}");
-                return ExitCode::FAILURE;
-            }
+    // The second run ends together with the thread that starts it.
+    let again = runtime.block_on(async {
+        match &command {
+            Command::Openvpn(_) => openvpn::again_with_stock().await,
+            Command::Silence(_) => openvpn::again().await,
+            Command::Attack(_) => attack::again().await,
+            Command::Tunnel(_) | Command::Door(_) | Command::Soak(_) => Ok(None),
+        }
+    });
+    match again {
+        Ok(None) => {}
+        Ok(Some(code)) => return code,
+        Err(error) => {
+            eprintln!("{error:#}");
+            return ExitCode::FAILURE;
         }
     }
     let work = async {
@@ -113,6 +117,7 @@ fn main() -> ExitCode {
             Command::Openvpn(options) => openvpn::run(options).await,
             Command::Silence(options) => silence::run(options).await,
             Command::Soak(options) => soak::run(options).await,
+            Command::Attack(options) => attack::run(options).await,
         }
     };
     let run = async {

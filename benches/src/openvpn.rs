@@ -28,7 +28,8 @@ use tokio::time::sleep;
 
 use self::contenders::{CONTENDERS, Contender, Pair};
 pub(crate) use self::contenders::{Files, Proto, server_words};
-pub(crate) use self::ground::{Ground, again};
+pub(crate) use self::ground::Ground;
+pub(crate) use self::ground::{again, again_with_stock, own_address};
 pub(crate) use self::probe::connected;
 use self::rows::{
     CLIENT_AFTER, CLIENT_START, FRONT, Kind, RESENT, ROWS, SERVER_AFTER, SERVER_START,
@@ -150,7 +151,7 @@ impl Scenario for Lab {
         self.ground.stock.err().filter(|_| contender.needs_stock())
     }
 
-    fn has((): (), kind: Kind, contender: Contender) -> bool {
+    fn has(&self, (): (), kind: Kind, contender: Contender) -> bool {
         contender.has(kind)
     }
 

@@ -31,6 +31,10 @@ pub(crate) struct Common {
     #[arg(long, value_name = "PATH")]
     svg: Option<PathBuf>,
 
+    /// Exit with code 1 if a target is missed
+    #[arg(long)]
+    strict: bool,
+
     /// Measure only rows with this text in their names
     #[arg(long, value_name = "TEXT", default_value = "")]
     pub row: String,
@@ -63,9 +67,15 @@ impl Common {
         Report::new(comparison, Machine::this(), self.rounds(), self.seconds())
     }
 
-    /// Prints the report and writes the requested files. Returns true if no measurement failed.
-    pub(crate) fn end(&self, report: &Report, picture: &Picture) -> anyhow::Result<bool> {
-        print!("{report}");
+    /// Prints the report as `text` and writes the requested files. Returns true if no measurement failed, and,
+    /// with `--strict`, no target is missed.
+    pub(crate) fn end(
+        &self,
+        report: &Report,
+        text: &str,
+        picture: &Picture,
+    ) -> anyhow::Result<bool> {
+        print!("{text}");
         if let Some(path) = &self.json {
             let text = format!("{:#}\n", report.json());
             std::fs::write(path, text).with_context(|| path.display().to_string())?;
@@ -74,6 +84,6 @@ impl Common {
             let text = svg::draw(report, picture);
             std::fs::write(path, text).with_context(|| path.display().to_string())?;
         }
-        Ok(report.is_clean())
+        Ok(report.is_clean() && (!self.strict || report.meets_targets()))
     }
 }

@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use crate::figures::{Figures, HUNG, Metric};
 use crate::names::OURS;
-use crate::targets::{Target, Verdict};
+use crate::targets::{Bound, Target, Verdict};
 
 /// The machine of the measurements, as far as it affects the figures.
 #[derive(Debug)]
@@ -120,6 +120,14 @@ impl Line {
         Some(ratio).filter(|ratio| !ratio.is_nan())
     }
 
+    /// Returns the ratio of two medians, each raised to `floor`, if both were measured.
+    fn ratio_above(&self, floor: f64, contender: &str, against: &str) -> Option<f64> {
+        let figure = self.median(contender)?.max(floor);
+        let by = self.median(against)?.max(floor);
+        // The ratio of two hung figures is not a number.
+        Some(if figure == by { 1.0 } else { figure / by })
+    }
+
     /// Returns the verdicts of this line. Targets without a measured figure have none.
     pub(crate) fn verdicts(&self) -> Vec<Verdict> {
         let targets = self.comparison.targets.iter();
@@ -130,7 +138,10 @@ impl Line {
         });
         own.filter_map(|target| {
             let value = match target.against {
-                Some(against) => self.ratio(target.contender, against),
+                Some(against) => match target.bound {
+                    Bound::NoWorse { floor } => self.ratio_above(floor, target.contender, against),
+                    Bound::AtMost(_) | Bound::AtLeast(_) => self.ratio(target.contender, against),
+                },
                 None => self.median(target.contender),
             };
             value.map(|value| Verdict {
@@ -173,6 +184,13 @@ impl Report {
             contender,
             outcome: outcome.map_err(|error| format!("{error:#}")),
         });
+    }
+
+    /// Returns true if no target is missed.
+    pub(crate) fn meets_targets(&self) -> bool {
+        let lines = self.lines();
+        let mut verdicts = lines.iter().flat_map(Line::verdicts);
+        verdicts.all(|verdict| verdict.met())
     }
 
     /// Returns true if no measurement failed.

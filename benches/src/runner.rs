@@ -16,9 +16,6 @@ use crate::report::{Comparison, Report, describe};
 use crate::rows::{Kind, Row};
 use crate::svg::Picture;
 
-/// Time limit of one measurement, so that a tunnel that hangs does not stop the whole run.
-const LIMIT: Duration = Duration::from_secs(60);
-
 /// A subcommand: its contenders, its rows, and their measurement.
 pub(crate) trait Scenario {
     /// Entry point of the load.
@@ -49,7 +46,12 @@ pub(crate) trait Scenario {
     fn missing(&self, contender: Self::Contender) -> Option<&'static str>;
 
     /// Returns true if a row of this kind applies to the contender at this entry point.
-    fn has(front: Self::Front, kind: Self::Kind, contender: Self::Contender) -> bool;
+    fn has(&self, front: Self::Front, kind: Self::Kind, contender: Self::Contender) -> bool;
+
+    /// Returns the time limit of one measurement, so that a tunnel that hangs does not stop the whole run.
+    fn limit(&self) -> Duration {
+        Duration::from_secs(60)
+    }
 
     /// Starts a contender. Most rows use this long-lived instance.
     async fn start(
@@ -71,14 +73,19 @@ pub(crate) trait Scenario {
     /// if the contender has no program.
     fn rss(running: &mut Self::Running) -> anyhow::Result<Vec<u64>>;
 
+    /// Returns the report as text.
+    fn text(report: &Report) -> String {
+        report.to_string()
+    }
+
     /// Returns further figures of a long-running instance at the end.
     async fn counters(&self, _running: &Self::Running) -> anyhow::Result<Figures> {
         Ok(Vec::new())
     }
 }
 
-/// Measures the rows and contenders that the options select, and writes the report. Returns true if no
-/// measurement failed.
+/// Measures the rows and contenders that the options select, and writes the report. Returns the result of
+/// [`Common::end`].
 pub(crate) async fn run<S: Scenario>(
     scenario: &S,
     fronts: &[S::Front],
@@ -95,7 +102,7 @@ pub(crate) async fn run<S: Scenario>(
     for (front, rows) in &plan.parts {
         plan.measure_all(*front, rows, &mut report).await;
     }
-    common.end(&report, S::PICTURE)
+    common.end(&report, &S::text(&report), S::PICTURE)
 }
 
 /// Returns the contenders that are in `wanted`, or all if `wanted` is empty, except missing ones.
@@ -167,7 +174,9 @@ impl<S: Scenario> Plan<'_, S> {
             total += self.contenders.len() as f64;
             for row in rows {
                 let contenders = self.contenders.iter();
-                let count = contenders.filter(|c| S::has(*front, row.kind, **c)).count();
+                let count = contenders
+                    .filter(|c| self.scenario.has(*front, row.kind, **c))
+                    .count();
                 let times = f64::from(row.kind.rounds(self.rounds)) * count as f64;
                 total += times * row.kind.estimate(seconds);
             }
@@ -181,7 +190,7 @@ impl<S: Scenario> Plan<'_, S> {
         let mut instances = Vec::new();
         for contender in &self.contenders {
             let mut rows = rows.iter();
-            if !memory_only && !rows.any(|row| S::has(front, row.kind, *contender)) {
+            if !memory_only && !rows.any(|row| self.scenario.has(front, row.kind, *contender)) {
                 continue;
             }
             match self.start(front, *contender).await {
@@ -200,7 +209,7 @@ impl<S: Scenario> Plan<'_, S> {
             let rows = rows.iter();
             for row in rows.filter(|row| round <= row.kind.rounds(self.rounds)) {
                 for instance in &mut instances {
-                    if S::has(front, row.kind, instance.contender) {
+                    if self.scenario.has(front, row.kind, instance.contender) {
                         self.measure(front, row, round, instance, report).await;
                     }
                 }
@@ -236,8 +245,9 @@ impl<S: Scenario> Plan<'_, S> {
     ) {
         let (scenario, contender) = (self.scenario, instance.contender);
         let measuring = scenario.measure(front, row.kind, contender, &mut instance.running);
-        let measured = timeout(LIMIT, measuring).await;
-        let measured = measured.with_context(|| format!("not finished within {LIMIT:?}"));
+        let limit = scenario.limit();
+        let measured = timeout(limit, measuring).await;
+        let measured = measured.with_context(|| format!("not finished within {limit:?}"));
         let figures = measured.flatten();
         let (front_name, name) = (S::front_name(front), S::name(contender));
         let rounds = row.kind.rounds(self.rounds);

@@ -11,7 +11,16 @@ pub(crate) enum Bound {
     AtMost(f64),
     /// Lower bound.
     AtLeast(f64),
+    /// The figure is at most [`SLACK`] times the figure of the other contender. Both figures are raised to
+    /// `floor`, because small figures differ by chance.
+    NoWorse {
+        /// Largest figure without effect.
+        floor: f64,
+    },
 }
+
+/// Largest ratio of two figures that are equal except for chance.
+const SLACK: f64 = 1.1;
 
 /// One target.
 #[derive(Debug, Clone, Copy)]
@@ -45,6 +54,7 @@ impl Verdict {
         match self.target.bound {
             Bound::AtMost(bound) => self.value <= bound,
             Bound::AtLeast(bound) => self.value >= bound,
+            Bound::NoWorse { .. } => self.value <= SLACK,
         }
     }
 }
@@ -54,10 +64,12 @@ impl fmt::Display for Target {
         match self.bound {
             Bound::AtMost(bound) => write!(f, "<= {bound}")?,
             Bound::AtLeast(bound) => write!(f, ">= {bound}")?,
+            Bound::NoWorse { .. } => write!(f, "no worse than ")?,
         }
-        match self.against {
-            Some(against) => write!(f, "x {against}"),
-            None => Ok(()),
+        match (self.against, self.bound) {
+            (Some(against), Bound::NoWorse { .. }) => write!(f, "{against}"),
+            (Some(against), _) => write!(f, "x {against}"),
+            (None, _) => Ok(()),
         }
     }
 }

@@ -157,7 +157,7 @@ impl Scenario for Lab {
 
     /// Contenders other than pairs have no front end and are measured together with the first one; on a long path
     /// the direct load is the reference for every front end.
-    fn has(front: Front, kind: Kind, contender: Contender) -> bool {
+    fn has(&self, front: Front, kind: Kind, contender: Contender) -> bool {
         let pairs_only = kind == Kind::LostAgent && !contender.is_pair();
         let suits = (contender.has_programs() || kind.suits_direct()) && !pairs_only;
         let far = matches!(kind, Kind::Far(_)) && !contender.has_programs();

@@ -61,7 +61,7 @@ pub(crate) enum Proto {
 
 impl Proto {
     /// Name of the protocol in options.
-    fn name(self) -> &'static str {
+    pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Tcp => "tcp",
             Self::Udp => "udp",
@@ -153,6 +153,14 @@ impl Files {
         ]
     }
 
+    /// Returns the options of the stock server.
+    pub(crate) fn stock_server(&self, proto: Proto) -> Options {
+        Options::server(proto.name(), &self.pki)
+            .option("--client-config-dir", &self.clients)
+            .with(&format!("--route {} 255.255.255.255", self.behind))
+            .with(STOCK_OPTIONS)
+    }
+
     /// Returns the flags of our agent as an OpenVPN client, including its listeners.
     pub(crate) fn client(
         &self,
@@ -232,10 +240,7 @@ impl Pair {
                 (server, Entry::Connect(front), Some(admin))
             }
             Make::Stock => {
-                let options = Options::server(proto.name(), &files.pki)
-                    .option("--client-config-dir", &files.clients)
-                    .with(&format!("--route {} 255.255.255.255", field.behind))
-                    .with(STOCK_OPTIONS);
+                let options = files.stock_server(proto);
                 let namespace = field.server.namespace()?;
                 let mut stock = stock(ground)?.start(namespace, &options);
                 stock.is_up().await;

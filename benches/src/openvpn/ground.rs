@@ -36,6 +36,14 @@ const PORT: u16 = 1194;
 /// Time limit for the second run to clean up after an interrupt.
 const PATIENCE: Duration = Duration::from_secs(10);
 
+/// Does the same as [`again`], but only if the stock program is available.
+pub(crate) async fn again_with_stock() -> anyhow::Result<Option<ExitCode>> {
+    match OpenVpn::look() {
+        Ok(_) => again().await,
+        Err(_) => Ok(None),
+    }
+}
+
 /// Runs the whole command again inside namespaces, and returns its exit code. Returns `None` inside the
 /// second run, or if namespaces are not available. Builds our programs first, because the namespaces have no
 /// access to the outside.
@@ -91,7 +99,7 @@ impl Ground {
 }
 
 /// Returns the address from which this machine would reach other machines. Sends nothing.
-fn own_address() -> anyhow::Result<Ipv4Addr> {
+pub(crate) fn own_address() -> anyhow::Result<Ipv4Addr> {
     let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0))?;
     // An address for documentation (RFC 5737).
     socket.connect((Ipv4Addr::new(192, 0, 2, 1), 9))?;
