@@ -30,6 +30,11 @@ const FLOOD_BYTES: u64 = 16 << 20;
 /// buffers, plus a thousand tasks and sockets in a build without optimizations.
 const UNREAD_BYTES: u64 = 48 << 20;
 
+/// Number of connections that send nothing, and limit of the program's memory growth for each, in bytes. The limit
+/// includes the memory for well-behaved clients, and suits a build without optimizations.
+const SILENT_CONNECTIONS: u64 = 600;
+const SILENT_BYTES: u64 = 8 << 10;
+
 /// HTTP/2 error code PROTOCOL_ERROR (RFC 9113, section 7).
 const PROTOCOL_ERROR: u32 = 1;
 /// HTTP/2 error code ENHANCE_YOUR_CALM (RFC 9113, section 7).
@@ -107,6 +112,25 @@ pub(crate) async fn answered_flood(at: SocketAddr, begin: &[u8], bytes: &[u8]) -
 
 fn is_closed_for(code: u32, seen: Option<u32>, what: &str) {
     assert!(seen.is_none_or(|seen| seen == code), "{what}: {seen:?}");
+}
+
+#[tokio::test]
+async fn silent_connections_cost_little_memory() {
+    let mut stage = Stage::new(&[]).await;
+    let mut silent = Vec::new();
+    for _ in 0..SILENT_CONNECTIONS {
+        silent.push(TcpStream::connect(stage.at()).await.unwrap());
+    }
+    let name = "envoy_http_downstream_cx_active";
+    let labels = [("envoy_http_conn_manager_prefix", "ingress_http")];
+    eventually("all connections are accepted", LIMIT, async || {
+        let open = stage.door.value(name, &labels).await;
+        (open >= SILENT_CONNECTIONS as f64)
+            .then_some(())
+            .ok_or(open)
+    })
+    .await;
+    stage.is_well(SILENT_CONNECTIONS * SILENT_BYTES).await;
 }
 
 #[tokio::test]

@@ -105,11 +105,23 @@ impl ConnectListener {
             let front = &self.front;
             return front.refuse_header(Entrance::Tunneling, peer, UNEXPECTED_HEADER);
         }
-        disable_bbr_on_loopback(&stream);
-        let socket = Arc::new(stream);
         let is_tls = first.starts_with(&[TLS_HANDSHAKE]);
         // A preface that arrives in pieces only needs more read calls.
         let is_framed = is_tls || first.starts_with(PRIOR_KNOWLEDGE);
+        // Boxed, so that a client that sends nothing does not occupy the memory of the later stages.
+        Box::pin(self.begin_with(stream, is_tls, is_framed, peer)).await;
+    }
+
+    /// Serves a client by its first bytes: TLS or plain text. `is_framed` is set for TLS and for HTTP/2.
+    async fn begin_with(
+        self: Arc<Self>,
+        stream: TcpStream,
+        is_tls: bool,
+        is_framed: bool,
+        peer: Origin,
+    ) {
+        disable_bbr_on_loopback(&stream);
+        let socket = Arc::new(stream);
         let stream = Socket::new(socket.clone(), is_framed);
         let entered = self.requests.enter(peer.ip()).await;
         let candidate = match entered {
