@@ -379,23 +379,30 @@ async fn serve_frontend(
                         else {
                             return;
                         };
-                        let peer = peer.to_string();
-                        let shaken = context.handshake(stream, &peer, &candidate).await;
-                        let Some(stream) = shaken else {
-                            return;
-                        };
-                        // The handshake has verified the client's certificate.
-                        candidate.admit();
-                        match mode {
-                            Mode::Grpc => {
-                                let stream = AuthorityStream::new(stream);
-                                context.serve_grpc(stream, &peer, None, service).await;
+                        // Boxed, so that a peer that waits for a slot costs little memory.
+                        let entered = Box::pin(async move {
+                            let peer = peer.to_string();
+                            let shaken = context.handshake(stream, &peer, &candidate).await;
+                            let Some(stream) = shaken else {
+                                return;
+                            };
+                            // The handshake has verified the client's certificate.
+                            candidate.admit();
+                            match mode {
+                                Mode::Grpc => {
+                                    let stream = AuthorityStream::new(stream);
+                                    context.serve_grpc(stream, &peer, None, service).await;
+                                }
+                                Mode::HttpConnect => {
+                                    let (read, write) = tokio::io::split(stream);
+                                    let served = http_connect::serve(
+                                        &context, &frontend, read, write, &peer,
+                                    );
+                                    served.await;
+                                }
                             }
-                            Mode::HttpConnect => {
-                                let (read, write) = tokio::io::split(stream);
-                                http_connect::serve(&context, &frontend, read, write, &peer).await;
-                            }
-                        }
+                        });
+                        entered.await;
                     }
                 }
             },
@@ -427,19 +434,23 @@ async fn serve_agents(
                 let Some((stream, candidate, peer)) = context.accept(stream, peer).await else {
                     return;
                 };
-                let (stream, address) = (ReadAhead::new(stream), peer.ip());
-                let peer = peer.to_string();
-                let Some(stream) = context.handshake(stream, &peer, &candidate).await else {
-                    return;
-                };
-                let agents = agents.of_peer(address, stream.get_ref().1.peer_certificates());
-                if stream.get_ref().1.alpn_protocol() == Some(native::ALPN) {
-                    let served = agents.serve_native(&context, stream, &peer, &candidate);
-                    served.await;
-                } else {
-                    let candidate = Some(candidate);
-                    context.serve_grpc(stream, &peer, candidate, agents).await;
-                }
+                // Boxed, so that a peer that waits for a slot costs little memory.
+                let entered = Box::pin(async move {
+                    let (stream, address) = (ReadAhead::new(stream), peer.ip());
+                    let peer = peer.to_string();
+                    let Some(stream) = context.handshake(stream, &peer, &candidate).await else {
+                        return;
+                    };
+                    let agents = agents.of_peer(address, stream.get_ref().1.peer_certificates());
+                    if stream.get_ref().1.alpn_protocol() == Some(native::ALPN) {
+                        let served = agents.serve_native(&context, stream, &peer, &candidate);
+                        served.await;
+                    } else {
+                        let candidate = Some(candidate);
+                        context.serve_grpc(stream, &peer, candidate, agents).await;
+                    }
+                });
+                entered.await;
             },
         );
     };

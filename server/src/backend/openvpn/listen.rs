@@ -69,8 +69,9 @@ impl Tcp {
                     let entering = this.enter(&admission, &stream, remote);
                     let entered = cut.run_until_cancelled(entering).await;
                     if let Some(Some((remote, candidate))) = entered {
-                        this.serve_client(stream, remote, candidate, since, cut)
-                            .await;
+                        // Boxed, so that a peer that waits for a slot costs little memory.
+                        let served = this.serve_client(stream, remote, candidate, since, cut);
+                        Box::pin(served).await;
                     }
                 }
             };
