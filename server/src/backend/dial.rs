@@ -10,7 +10,8 @@ use culvert_stream::Dial;
 /// rest is time on the network.
 pub(crate) const ANSWER_TIMEOUT: Duration = Duration::from_secs(7);
 
-/// Maximum number of peers of one tunnel that a dial tries.
+/// Maximum number of peers of one tunnel that a dial tries. Lost peers do not count, because a dial learns of the
+/// loss at once.
 const MAX_ATTEMPTS: usize = 3;
 
 /// Reason for a failed dial on a stream.
@@ -57,6 +58,8 @@ pub enum DialError {
 /// Peers of one tunnel that a dial has tried, by their identifiers.
 pub(crate) struct Attempts<I> {
     tried: Vec<I>,
+    /// Number of peers that failed and count.
+    failed: usize,
     /// Error of the last peer.
     last: DialError,
 }
@@ -74,6 +77,7 @@ impl<I> Attempts<I> {
     pub(crate) fn new(no_peer: DialError) -> Self {
         Self {
             tried: Vec::new(),
+            failed: 0,
             last: no_peer,
         }
     }
@@ -87,13 +91,18 @@ impl<I> Attempts<I> {
         choose: impl FnOnce(&[I]) -> Option<P>,
         id: impl FnOnce(&P) -> I,
     ) -> Result<P, DialError> {
-        if self.tried.len() < MAX_ATTEMPTS
+        if self.failed < MAX_ATTEMPTS
             && let Some(peer) = choose(&self.tried)
         {
             self.tried.push(id(&peer));
             return Ok(peer);
         }
         Err(self.last.clone())
+    }
+
+    /// Returns true if the dial may move from the current peer to another.
+    pub(crate) fn may_move(&self) -> bool {
+        self.failed + 1 < MAX_ATTEMPTS
     }
 
     /// Returns the peers tried so far, including the current peer.
@@ -103,6 +112,8 @@ impl<I> Attempts<I> {
 
     /// Records the error of the current peer.
     pub(crate) fn failed(&mut self, error: DialError) {
+        let is_lost = error == DialError::Stream(StreamDialError::AgentLost);
+        self.failed += usize::from(!is_lost);
         self.last = error;
     }
 }
@@ -122,5 +133,33 @@ impl DialError {
     /// Creates the error for a denied dial.
     pub(crate) fn denied(dial: &Dial, denial: Denial) -> Self {
         Self::Denied(format!("dial {} {}: {denial}", dial.protocol, dial.address))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    #[test]
+    fn slow_peers_are_limited_and_lost_peers_do_not_count() {
+        let mut attempts = Attempts::new(DialError::NoAgent);
+        let mut next = 0;
+        let mut fail = |attempts: &mut Attempts<u32>, error: StreamDialError| {
+            next += 1;
+            let peer = attempts.next(|_| Some(next), |peer| *peer);
+            attempts.failed(error.into());
+            peer
+        };
+        for _ in 0..10 {
+            fail(&mut attempts, StreamDialError::AgentLost).unwrap();
+        }
+        for slow in 1..=MAX_ATTEMPTS {
+            assert_eq!(attempts.may_move(), slow < MAX_ATTEMPTS);
+            fail(&mut attempts, StreamDialError::TimedOut).unwrap();
+        }
+        let error = fail(&mut attempts, StreamDialError::AgentLost).unwrap_err();
+        assert_eq!(error, DialError::Stream(StreamDialError::TimedOut));
     }
 }

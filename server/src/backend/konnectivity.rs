@@ -35,7 +35,7 @@ impl Konnectivity {
         let mut attempts = Attempts::new(DialError::NoAgent);
         loop {
             let stream = attempts.next(|tried| self.registry.choose(tried), Backend::serial)?;
-            let has_other = || self.registry.has_other(attempts.tried());
+            let has_other = || attempts.may_move() && self.registry.has_other(attempts.tried());
             let limit = match has_other() {
                 true => deadline.min(Instant::now() + ANSWER_TIMEOUT),
                 false => deadline,
@@ -61,8 +61,9 @@ impl Konnectivity {
                 stream.abandon();
             }
             let again = match error {
-                StreamDialError::AgentLost => true,
-                StreamDialError::NotSent | StreamDialError::TimedOut => Instant::now() < deadline,
+                StreamDialError::AgentLost
+                | StreamDialError::NotSent
+                | StreamDialError::TimedOut => Instant::now() < deadline,
                 StreamDialError::Refused(_) | StreamDialError::Abandoned => false,
             };
             if !again {

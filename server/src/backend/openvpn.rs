@@ -271,7 +271,8 @@ impl Openvpn {
                 loop {
                     way.suspect().await;
                     let other = self.clients.way(*target.ip(), attempts.tried());
-                    if other.is_some_and(|other| other.is_healthy) {
+                    let can_take = other.is_some_and(|other| other.is_healthy);
+                    if attempts.may_move() && can_take {
                         return;
                     }
                 }
