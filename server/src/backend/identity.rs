@@ -70,12 +70,19 @@ impl AgentPeer {
         }
     }
 
-    /// Returns the identity that is proven by a token, or else by the certificate. The identity is empty if the
-    /// token or the certificate has no name of a single agent. Returns `None` for an agent that proves nothing.
-    pub(crate) fn identity(&self, account: Option<Account>) -> Option<Arc<str>> {
-        match account {
-            Some(account) => Some(account.pod.unwrap_or_default()),
-            None => self.common_name.clone(),
+    /// Returns the identity that the source `from` proves; without a source, the identity of the token, or else of
+    /// the certificate. The identity is empty if the token or the certificate has no name of a single agent.
+    /// Returns `None` for an agent that proves nothing.
+    pub(crate) fn identity(
+        &self,
+        from: Option<AgentIdFrom>,
+        account: Option<Account>,
+    ) -> Option<Arc<str>> {
+        let pod = account.map(|account| account.pod.unwrap_or_default());
+        match from {
+            Some(AgentIdFrom::Certificate) => self.common_name.clone(),
+            Some(AgentIdFrom::Token) => pod,
+            None => pod.or_else(|| self.common_name.clone()),
         }
     }
 }
@@ -108,5 +115,33 @@ fn no_name(id_from: AgentIdFrom) -> &'static str {
             "the server runs with --agent-id-from=token, and the agent's token is not bound to a pod; mount a \
              projected service account token"
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    #[test]
+    fn configured_source_decides_if_an_agent_has_a_certificate_and_a_token() {
+        let peer = AgentPeer {
+            common_name: Some("node-7".into()),
+            ..AgentPeer::default()
+        };
+        let token = |pod: Option<&str>| {
+            Some(Account {
+                pod: pod.map(Into::into),
+            })
+        };
+        let identity = |from, pod| peer.identity(from, token(pod)).unwrap();
+        let (certificate, from_token) = (Some(AgentIdFrom::Certificate), Some(AgentIdFrom::Token));
+        assert_eq!(&*identity(certificate, Some("agent-x")), "node-7");
+        assert_eq!(&*identity(certificate, None), "node-7");
+        assert_eq!(&*identity(from_token, Some("agent-x")), "agent-x");
+        assert_eq!(&*identity(from_token, None), "");
+        assert_eq!(&*identity(None, Some("agent-x")), "agent-x");
+        assert_eq!(peer.identity(None, None).as_deref(), Some("node-7"));
     }
 }

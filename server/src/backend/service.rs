@@ -114,7 +114,7 @@ impl Agents {
             Some(tokens) => Some(tokens.check(metadata, self.peer.address).await?),
             None => None,
         };
-        let identity = self.peer.identity(account);
+        let identity = self.peer.identity(self.id_from, account);
         if let Some(id_from) = self.id_from {
             let name = identity.as_deref().filter(|name| !name.is_empty());
             let id = name.ok_or(AgentRefusal::NoName(id_from))?;
