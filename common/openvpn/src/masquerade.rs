@@ -244,7 +244,7 @@ impl Connection {
         }
         let keep = match ends.protocol {
             protocol::TCP if self.reset => timeout::RESET,
-            protocol::TCP if self.ended == [true; 2] => timeout::CLOSING,
+            protocol::TCP if self.is_closed() => timeout::CLOSING,
             protocol::TCP if self.answered => timeout::ESTABLISHED,
             protocol::TCP => timeout::OPENING,
             protocol::UDP if self.answered => timeout::UDP_ANSWERED,

@@ -3,9 +3,10 @@
 //! The table owns the connections, their ports and their timers. One source may use a quarter of the table, and
 //! therefore about half of the ports toward one destination. A new connection beyond a limit displaces an older
 //! one: beyond its share, a connection of its own source; without room or a free port, a connection of the
-//! source with the most connections. Answered TCP connections are never displaced. Without another connection,
-//! no new connection is tracked.
+//! source with the most connections. Answered TCP connections are displaced only after their end. Without another
+//! connection, no new connection is tracked.
 
+use std::cmp::Reverse;
 use std::collections::{BTreeSet, HashMap};
 use std::net::{Ipv4Addr, SocketAddrV4};
 use std::time::{Duration, Instant};
@@ -24,6 +25,9 @@ const SHARES: usize = 4;
 const TRIES: usize = 32;
 /// Initial timeout of a new connection, until its first packet sets the timeout.
 const FIRST: Duration = Duration::from_secs(30);
+/// Longest time until the next timer of a connection. A connection that ends gets an earlier timeout, which takes
+/// effect at this timer.
+const CHECK: Duration = Duration::from_secs(120);
 
 /// Reason why a packet is not translated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -54,7 +58,7 @@ pub(super) struct Connection {
     /// FINs received: from the source, and from the destination.
     pub(super) ended: [bool; 2],
     pub(super) until: Instant,
-    /// Time of the connection's timer. Packets change `until`, but not the timer.
+    /// Time of the connection's timer, which packets do not change.
     armed: Instant,
 }
 
@@ -82,9 +86,14 @@ pub(super) struct Table {
 }
 
 impl Connection {
+    /// Returns true for a TCP connection after a reset or the end of both directions.
+    pub(super) fn is_closed(&self) -> bool {
+        self.reset || self.ended == [true; 2]
+    }
+
     /// Returns true if another connection may take this connection's place.
     fn is_displaceable(&self) -> bool {
-        !self.answered || self.protocol != protocol::TCP
+        !self.answered || self.protocol != protocol::TCP || self.is_closed()
     }
 }
 
@@ -132,10 +141,10 @@ impl Table {
     ) -> Result<&mut Connection, Untracked> {
         self.expire(now);
         let share = (self.max / SHARES).max(1);
-        if self.used_by(*source.ip()) >= share && !self.displace_of(*source.ip()) {
+        if self.used_by(*source.ip()) >= share && !self.displace_of(*source.ip(), now) {
             return Err(Untracked::Full);
         }
-        if self.connections.len() >= self.max && !self.displace_of_largest() {
+        if self.connections.len() >= self.max && !self.displace_of_largest(now) {
             return Err(Untracked::Full);
         }
         let port = self
@@ -184,17 +193,20 @@ impl Table {
         }
         let ports = if any { 1..=u16::MAX } else { MASQUERADE_PORTS };
         let mut random = rand::rng();
-        let mut displaced: Option<(usize, u64, u16)> = None;
+        let mut displaced: Option<(usize, Reverse<Instant>, u64, u16)> = None;
         for _ in 0..TRIES {
             let port = random.random_range(ports.clone());
             let Some(id) = user(self, port) else {
                 return Some(port);
             };
             let found = self.connections.get(&id).filter(|c| c.is_displaceable());
-            let found = found.map(|found| (self.used_by(*found.source.ip()), id, port));
+            let found = found.map(|found| {
+                let used = self.used_by(*found.source.ip());
+                (used, Reverse(found.until), id, port)
+            });
             displaced = displaced.max(found);
         }
-        let (_, id, port) = displaced?;
+        let (.., id, port) = displaced?;
         self.displace(id);
         Some(port)
     }
@@ -204,29 +216,34 @@ impl Table {
             && armed <= now
         {
             self.timers.pop_first();
-            let Some(connection) = self.connections.get_mut(&id) else {
-                continue;
-            };
-            let of_source = self.sources.get_mut(connection.source.ip());
-            if let Some(of_source) = of_source {
-                of_source.displaceable.remove(&(armed, id));
-                if connection.until > now && connection.is_displaceable() {
-                    of_source.displaceable.insert((connection.until, id));
-                }
+            match self.connections.get(&id) {
+                Some(connection) if connection.until > now => self.arm(id, now),
+                _ => self.forget(id),
             }
-            if connection.until <= now {
-                self.forget(id);
-                continue;
+        }
+    }
+
+    /// Moves the timer of a connection to its timeout, or to an earlier check.
+    fn arm(&mut self, id: u64, now: Instant) {
+        let Some(connection) = self.connections.get_mut(&id) else {
+            return;
+        };
+        let before = connection.armed;
+        let armed = connection.until.min(now + CHECK);
+        connection.armed = armed;
+        self.timers.remove(&(before, id));
+        self.timers.insert((armed, id));
+        if let Some(of_source) = self.sources.get_mut(connection.source.ip()) {
+            of_source.displaceable.remove(&(before, id));
+            if connection.is_displaceable() {
+                of_source.displaceable.insert((armed, id));
             }
-            // Packets have postponed the timeout; move the timer now.
-            connection.armed = connection.until;
-            self.timers.insert((connection.until, id));
         }
     }
 
     /// Removes a displaceable connection of the source with the most connections. Returns false if no source has
     /// such a connection.
-    fn displace_of_largest(&mut self) -> bool {
+    fn displace_of_largest(&mut self, now: Instant) -> bool {
         loop {
             let sources = self.sources.iter();
             let sources = sources.filter(|(_, of_source)| !of_source.displaceable.is_empty());
@@ -235,7 +252,7 @@ impl Table {
                 return false;
             };
             // The connections of this source may have been answered since their timers were set.
-            if self.displace_of(largest) {
+            if self.displace_of(largest, now) {
                 return true;
             }
         }
@@ -243,15 +260,23 @@ impl Table {
 
     /// Removes the displaceable connection of a source closest to its timeout. Returns false if the source has
     /// none.
-    fn displace_of(&mut self, source: Ipv4Addr) -> bool {
+    fn displace_of(&mut self, source: Ipv4Addr, now: Instant) -> bool {
+        let mut moved = 0;
         while let Some(of_source) = self.sources.get_mut(&source)
-            && let Some((_, id)) = of_source.displaceable.pop_first()
+            && let Some((armed, id)) = of_source.displaceable.pop_first()
         {
             let connection = self.connections.get(&id);
-            if connection.is_some_and(Connection::is_displaceable) {
-                self.displace(id);
-                return true;
+            let Some(connection) = connection.filter(|c| c.is_displaceable()) else {
+                continue;
+            };
+            // Packets have postponed the timeout; others may be closer to theirs.
+            if connection.until.min(now + CHECK) > armed && moved < TRIES {
+                moved += 1;
+                self.arm(id, now);
+                continue;
             }
+            self.displace(id);
+            return true;
         }
         false
     }

@@ -204,8 +204,9 @@ fn connections_expire_after_their_timeout() {
         .outward(&mut segment(client, pod, fin), false, end)
         .unwrap();
     table.inward(&mut segment(pod, own, fin), end).unwrap();
-    // The timer still has the established timeout, which ends at most an hour later.
-    table.expire(end + 3700 * SECOND);
+    table.expire(end + 119 * SECOND);
+    assert_eq!(table.len(), 1, "closing");
+    table.expire(end + 120 * SECOND);
     assert_eq!(table.len(), 0);
 
     table
@@ -305,6 +306,41 @@ fn one_client_cannot_use_all_ports_toward_a_destination() {
     for number in 0..1000 {
         assert_eq!(establish(&mut table, client(10, number), pod), Ok(()));
     }
+}
+
+#[test]
+fn closed_connections_make_room_for_new_connections_of_the_same_client() {
+    let start = Instant::now();
+    let mut table = Masquerade::new(OWN, 400);
+    let pod = at("172.25.0.7:443");
+    let fin = flags::FIN | flags::ACK;
+    for number in 0..100 {
+        establish(&mut table, client(6, number), pod).unwrap();
+    }
+    // All timers have fired once, so that they have a later time.
+    table.expire(start + 40 * SECOND);
+    let over = Err(Untracked::Full);
+    assert_eq!(establish(&mut table, client(6, 100), pod), over);
+    let end = start + 50 * SECOND;
+    let mut packet = segment(client(6, 7), pod, fin);
+    table.outward(&mut packet, false, end).unwrap();
+    let own = ends(&packet).0;
+    assert_eq!(
+        establish(&mut table, client(6, 100), pod),
+        over,
+        "half-closed"
+    );
+    table.inward(&mut segment(pod, own, fin), end).unwrap();
+    let mut packet = segment(client(6, 8), pod, flags::RST);
+    table.outward(&mut packet, false, end).unwrap();
+    // The connection that was reset has expired, and the other closed connection may be displaced.
+    table.expire(start + 165 * SECOND);
+    assert_eq!(table.len(), 99);
+    for number in 100..102 {
+        assert_eq!(establish(&mut table, client(6, number), pod), Ok(()));
+    }
+    assert_eq!((table.len(), table.evicted()), (100, 1));
+    assert_eq!(establish(&mut table, client(6, 102), pod), over);
 }
 
 #[test]
