@@ -18,6 +18,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::{debug, warn};
 
 use super::tunnel::Tunnel;
+use crate::metrics::DialFailureReason;
 
 /// Largest number of pairs. Each pair has a socket and a task.
 const MAX_PAIRS: usize = 512;
@@ -77,6 +78,12 @@ impl Datagrams {
         };
         if let Err(denial) = self.tunnel.agent.destinations.check(target.into()) {
             warn!(client = %pair.0, %target, %denial, "datagram denied");
+            let failures = self
+                .tunnel
+                .agent
+                .metrics
+                .dial_failures(DialFailureReason::Denied);
+            failures.increment(1);
             return false;
         }
         if self.pairs.len() >= MAX_PAIRS {
