@@ -380,11 +380,12 @@ impl Seat {
             suspicion,
             ..
         } = &*self.0;
-        suspicion.wait(|| inbound.heard(), || inbound.probe()).await;
-        info!(
-            connection = serial,
-            "a connection to the proxy is silent: new streams use another connection"
-        );
+        if suspicion.wait(|| inbound.heard(), || inbound.probe()).await {
+            info!(
+                connection = serial,
+                "a connection to the proxy is silent: new streams use another connection"
+            );
+        }
     }
 }
 

@@ -31,14 +31,15 @@ impl Suspicion {
         self.heard.load(Ordering::Relaxed) == heard
     }
 
-    /// Makes the peer suspect until `heard` grows.
-    pub fn raise(&self, heard: u64) {
-        self.heard.store(heard, Ordering::Relaxed);
+    /// Makes the peer suspect until `heard` grows. Returns false if the peer is already suspect.
+    pub fn raise(&self, heard: u64) -> bool {
+        self.heard.swap(heard, Ordering::Relaxed) != heard
     }
 
     /// Waits while the peer sends something from time to time. `probe` asks the peer for an answer after a
-    /// short silence. Without an answer, the peer becomes suspect, and the function returns.
-    pub async fn wait(&self, heard: impl Fn() -> u64, probe: impl Fn()) {
+    /// short silence. Without an answer, the peer becomes suspect, and the function returns. Returns false if another
+    /// call has already made the peer suspect.
+    pub async fn wait(&self, heard: impl Fn() -> u64, probe: impl Fn()) -> bool {
         loop {
             let before = heard();
             sleep(PROBE_AFTER).await;
@@ -66,10 +67,11 @@ mod tests {
         let probe = || {
             probes.fetch_add(1, Ordering::Relaxed);
         };
-        suspicion.wait(|| 7, probe).await;
+        assert!(suspicion.wait(|| 7, probe).await);
         assert_eq!(started.elapsed(), PROBE_AFTER + PROBE_TIMEOUT);
         assert_eq!(probes.load(Ordering::Relaxed), 1);
         assert!(suspicion.is_raised(7) && !suspicion.is_raised(8));
+        assert!(!suspicion.wait(|| 7, || {}).await);
     }
 
     #[tokio::test(start_paused = true)]
