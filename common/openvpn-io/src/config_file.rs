@@ -216,7 +216,8 @@ fn unknown(name: &str) -> String {
             "{name}: not an option that is known here; remove it, or name it in ignore-unknown-option"
         ),
         false => {
-            "not an option; a key or certificate must be between tags, such as <key> and </key>"
+            "not an option, or wrongly spelled (the word is not shown, because it may be a part of a key); \
+             a key or certificate must be between tags, such as <key> and </key>"
                 .to_owned()
         }
     }
