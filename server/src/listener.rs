@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use culvert_host::net::admission::{Admission, AdmissionLimits, Candidate, Gated, Unadmitted};
 use culvert_host::net::networks::Networks;
-use culvert_host::net::proxy_protocol::{self, HeaderError, UNEXPECTED_HEADER};
+use culvert_host::net::proxy_protocol::{self, HeaderError, Refused};
 use culvert_host::runtime::TrackedExecutor;
 use culvert_host::tls;
 use culvert_konnectivity::grpc;
@@ -97,7 +97,8 @@ pub(crate) struct ListenerContext {
     pub shutdown: CancellationToken,
     /// Metrics of the server.
     pub metrics: Arc<ServerMetrics>,
-    admission: Arc<Admission>,
+    /// Slots for peers before their admission.
+    pub admission: Arc<Admission>,
     /// Networks of load balancers that send the PROXY protocol.
     proxies: Networks,
 }
@@ -134,62 +135,31 @@ impl ListenerContext {
         rejected.get((self.kind, reason)).increment(1);
     }
 
-    /// Finds the address of a new peer and then works like [`enter`](Self::enter). Behind a load balancer, the
-    /// address is the client's. Returns also the address, for logs.
+    /// Takes a slot for a new peer and limits what the peer may send before its admission. Returns also the
+    /// address: behind a load balancer, it is the client's. Returns `None` at shutdown and for a refused peer,
+    /// which is counted and logged.
     pub(crate) async fn accept(
         &self,
         stream: TcpStream,
         peer: SocketAddr,
     ) -> Option<(Gated<TcpStream>, Arc<Candidate>, SocketAddr)> {
-        let origin = proxy_protocol::origin(&stream, peer, &self.proxies);
-        let peer = match self.shutdown.run_until_cancelled(origin).await? {
-            Ok(origin) => origin.source,
-            Err(HeaderError::Left) => {
-                debug!(listener = ?self.kind, %peer, "left before the PROXY protocol header");
-                return None;
-            }
-            Err(why) => {
-                self.reject(
-                    RejectReason::ProxyHeader,
-                    &peer.to_string(),
-                    &why.to_string(),
-                );
-                return None;
-            }
-        };
-        let (stream, candidate) = self.enter(stream, peer).await?;
-        let first = proxy_protocol::begins_with_header(stream.get_ref());
-        let first = self.shutdown.run_until_cancelled(candidate.run(first));
-        match first.await? {
-            Ok(Ok(true)) => {
-                self.reject(
-                    RejectReason::ProxyHeader,
-                    &peer.to_string(),
-                    UNEXPECTED_HEADER,
-                );
-                None
-            }
-            Err(why) => {
-                self.refuse(why, &peer.to_string());
-                None
-            }
-            // The handshake reports the failure of a socket.
-            Ok(_) => Some((stream, candidate, peer)),
-        }
-    }
-
-    /// Takes a slot for a new peer and limits what the peer may send before its admission. Returns `None` at
-    /// shutdown, and if too many peers wait for admission; the refusal is counted and logged.
-    pub(crate) async fn enter<S>(
-        &self,
-        stream: S,
-        peer: SocketAddr,
-    ) -> Option<(Gated<S>, Arc<Candidate>)> {
-        let entering = self.admission.enter(peer.ip());
+        let entering = proxy_protocol::enter(&stream, peer, &self.proxies, &self.admission);
         match self.shutdown.run_until_cancelled(entering).await? {
-            Ok(candidate) => Some((self.admission.gate(stream, &candidate), candidate)),
-            Err(why) => {
-                self.refuse(why, &peer.to_string());
+            Ok((source, candidate)) => {
+                let stream = self.admission.gate(stream, &candidate);
+                Some((stream, candidate, source))
+            }
+            Err(Refused { peer, why }) => {
+                match why {
+                    HeaderError::Left => {
+                        debug!(listener = ?self.kind, %peer, "left before the PROXY protocol header");
+                    }
+                    HeaderError::Unadmitted(why) => self.refuse(why, &peer.to_string()),
+                    why => {
+                        let reason = RejectReason::ProxyHeader;
+                        self.reject(reason, &peer.to_string(), &why.to_string());
+                    }
+                }
                 None
             }
         }

@@ -27,7 +27,7 @@ use hyper::body::{Body as _, Incoming};
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
@@ -205,7 +205,9 @@ pub async fn serve(socket: impl Into<AdminSocket>, routes: Routes, shutdown: Can
                     let (routes, shutdown) = (Arc::clone(&routes), shutdown.clone());
                     let admission = Arc::clone(&admission);
                     connections.spawn(async move {
-                        let slot = shutdown.run_until_cancelled(admission.enter(from)).await;
+                        let slot = shutdown
+                            .run_until_cancelled(admission.enter(from, Instant::now()))
+                            .await;
                         let Some(Ok(slot)) = slot else { return };
                         let serve = async {
                             let entered = shutdown.run_until_cancelled(entering).await;

@@ -32,7 +32,7 @@ use culvert_stream::{CloseReason, HALF_OPEN_IDLE, Sink, Source, log_closed};
 use http::StatusCode;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::TcpStream;
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout};
 use tokio_rustls::TlsAcceptor;
 use tracing::debug;
 
@@ -93,6 +93,7 @@ impl ConnectListener {
     }
 
     async fn begin(self: Arc<Self>, stream: TcpStream, peer: Origin) {
+        let since = Instant::now();
         let mut first = [0; MAX_PEEK_BYTES];
         let peeked = timeout(FIRST_BYTES_TIMEOUT, stream.peek(&mut first)).await;
         let first = match peeked {
@@ -109,21 +110,23 @@ impl ConnectListener {
         // A preface that arrives in pieces only needs more read calls.
         let is_framed = is_tls || first.starts_with(PRIOR_KNOWLEDGE);
         // Boxed, so that a client that sends nothing does not occupy the memory of the later stages.
-        Box::pin(self.begin_with(stream, is_tls, is_framed, peer)).await;
+        Box::pin(self.begin_with(stream, is_tls, is_framed, peer, since)).await;
     }
 
-    /// Serves a client by its first bytes: TLS or plain text. `is_framed` is set for TLS and for HTTP/2.
+    /// Serves a client that was accepted at `since` by its first bytes: TLS or plain text. `is_framed` is set for TLS
+    /// and for HTTP/2.
     async fn begin_with(
         self: Arc<Self>,
         stream: TcpStream,
         is_tls: bool,
         is_framed: bool,
         peer: Origin,
+        since: Instant,
     ) {
         disable_bbr_on_loopback(&stream);
         let socket = Arc::new(stream);
         let stream = Socket::new(socket.clone(), is_framed);
-        let entered = self.requests.enter(peer.ip()).await;
+        let entered = self.requests.enter(peer.ip(), since).await;
         let candidate = match entered {
             Ok(candidate) => candidate,
             Err(why) => return self.unadmitted(why, peer),

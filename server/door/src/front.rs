@@ -15,7 +15,7 @@ use culvert_host::runtime::shards::{Seat, Shards, on_shard};
 use culvert_stream::CloseReason;
 use socket2::SockRef;
 use tokio::net::TcpStream;
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tracing::{debug, warn};
@@ -111,7 +111,8 @@ impl Front {
         T: Future<Output = ()>,
     {
         let _open = self.metrics.open(entrance);
-        let origin = match proxy_protocol::origin(&stream, peer, &self.proxies).await {
+        let origin = match proxy_protocol::origin(&stream, peer, &self.proxies, &self.hellos).await
+        {
             Ok(origin) => origin,
             // A port check of the load balancer.
             Err(HeaderError::Left) => return,
@@ -197,7 +198,7 @@ impl Front {
             return Ok((whole, hello.received));
         }
         let rest = async {
-            let candidate = self.hellos.enter(peer.ip()).await;
+            let candidate = self.hellos.enter(peer.ip(), Instant::now()).await;
             let candidate = candidate.map_err(NoHello::Unadmitted)?;
             candidate.has_sent();
             loop {

@@ -6,11 +6,12 @@
 //! a host opens in excess thus displace only peers of that host. If the new peer's host itself has the most
 //! slots, as with a load balancer in front of all peers, a peer that has just begun is not displaced; the new
 //! peer waits for a slot instead, and is refused if none becomes free in time. If the peers are spread over many
-//! hosts, with few peers on each, the peers of all hosts are treated as the peers of one host, but a new peer does
-//! not wait.
+//! hosts, with few peers on each, the peers of all hosts are candidates, first of all the peers of the hosts with the
+//! most peers, and a new peer does not wait.
 //!
 //! [`Gated`] limits the bytes that a peer may send before its admission.
 
+use std::cmp::Reverse;
 use std::collections::{BTreeMap, HashMap};
 use std::io;
 use std::net::IpAddr;
@@ -114,7 +115,7 @@ pub struct Gated<S> {
 }
 
 /// Counts a peer that waits for a slot until dropped.
-struct Queued<'a>(&'a Admission);
+pub(super) struct Queued<'a>(&'a Admission);
 
 impl Admission {
     /// Creates the slots of a listener.
@@ -125,12 +126,16 @@ impl Admission {
         })
     }
 
-    /// Takes a slot for a peer of the host `from`. May wait, see the module.
+    /// Takes a slot for a peer of the host `from`, accepted at `since`. May wait, see the module.
     ///
     /// # Errors
     /// Fails if no slot became free before the peer's deadline.
-    pub async fn enter(self: &Arc<Self>, from: IpAddr) -> Result<Arc<Candidate>, Unadmitted> {
-        let deadline = Instant::now() + self.limits.deadline;
+    pub async fn enter(
+        self: &Arc<Self>,
+        from: IpAddr,
+        since: Instant,
+    ) -> Result<Arc<Candidate>, Unadmitted> {
+        let deadline = since + self.limits.deadline;
         let host = host_key(from);
         if let Some(candidate) = self.take(host, deadline) {
             return Ok(candidate);
@@ -157,7 +162,8 @@ impl Admission {
         }
     }
 
-    fn queue(&self) -> Option<Queued<'_>> {
+    /// Takes a place for a peer that waits for a slot, until dropped. Returns `None` without a free place.
+    pub(super) fn queue(&self) -> Option<Queued<'_>> {
         let mut hosts = self.hosts.lock();
         let has_room = hosts.queued < QUEUE_FACTOR * self.limits.peers;
         hosts.queued += usize::from(has_room);
@@ -207,19 +213,22 @@ impl Hosts {
             return false;
         };
         let is_spread = peers.len() <= limits.peers / SPREAD_FACTOR;
+        let has_grace = !is_spread && crowd == host;
+        let now = Instant::now();
+        let is_old = |peer: &Peer| now.duration_since(peer.since) >= limits.grace;
+        // Peers that wait ask often; without an old peer there is nothing to search.
+        if has_grace && !peers.values().next().is_some_and(is_old) {
+            return false;
+        }
         let hosts = self.peers.iter();
         let hosts = hosts.filter(|(host, _)| is_spread || **host == crowd);
         let all = hosts.flat_map(|(host, peers)| {
-            let peers = peers.iter();
-            peers.map(move |(id, peer)| (*host, *id, peer))
+            let of_host = peers.iter();
+            of_host.map(move |(id, peer)| (*host, *id, peers.len(), peer))
         });
-        let has_grace = !is_spread && crowd == host;
-        let may_go = all.filter(|(.., peer)| {
-            let is_old = peer.since.elapsed() >= limits.grace;
-            is_old || !has_grace
-        });
-        let first = may_go.min_by_key(|(_, id, peer)| (peer.has_sent, *id));
-        let Some((host, id, _)) = first else {
+        let may_go = all.filter(|(.., peer)| !has_grace || is_old(peer));
+        let first = may_go.min_by_key(|(_, id, count, peer)| (peer.has_sent, Reverse(*count), *id));
+        let Some((host, id, ..)) = first else {
             return false;
         };
         if let Some(peer) = self.remove(host, id) {
@@ -374,7 +383,8 @@ mod tests {
     }
 
     async fn enter(admission: &Arc<Admission>, from: &str) -> Arc<Candidate> {
-        admission.enter(address(from)).await.unwrap()
+        let now = Instant::now();
+        admission.enter(address(from), now).await.unwrap()
     }
 
     fn displaced(candidates: &[&Arc<Candidate>]) -> Vec<bool> {
@@ -499,7 +509,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn number_of_peers_that_wait_for_a_slot_is_limited() {
         let admission = Admission::new(LIMITS);
-        let enter = || admission.enter(address("192.0.2.1"));
+        let enter = || admission.enter(address("192.0.2.1"), Instant::now());
         let all = futures_util::future::join_all((0..60).map(|_| enter())).await;
         let refused = all.iter().filter(|entered| entered.is_err()).count();
         assert_eq!(refused, 60 - (1 + QUEUE_FACTOR) * LIMITS.peers);

@@ -8,6 +8,7 @@ use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::ops::RangeInclusive;
 
+use super::networks::parse_network;
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 
 /// Link-local networks, and the IPv6 addresses of Amazon's and Google's metadata services.
@@ -229,20 +230,6 @@ impl Entry {
     fn is_metadata(&self) -> bool {
         let network = self.network;
         network.is_some_and(|network| METADATA.iter().any(|all| all.contains(&network)))
-    }
-}
-
-fn parse_network(text: &str) -> Option<IpNet> {
-    let alone = || text.parse::<IpAddr>().map(IpNet::from);
-    let network = text.parse::<IpNet>().or_else(|_| alone()).ok()?.trunc();
-    // Addresses are compared in their IPv4 form.
-    let mapped = match network {
-        IpNet::V6(v6) if v6.prefix_len() >= 96 => v6.addr().to_ipv4_mapped(),
-        _ => None,
-    };
-    match mapped {
-        Some(v4) => IpNet::new(v4.into(), network.prefix_len() - 96).ok(),
-        None => Some(network),
     }
 }
 

@@ -24,10 +24,7 @@ impl Networks {
     pub fn parse<'a>(texts: impl IntoIterator<Item = &'a str>) -> Result<Self, NetworkError> {
         let network = |text: &str| {
             let text = text.trim();
-            let alone = || text.parse::<IpAddr>().map(IpNet::from);
-            text.parse::<IpNet>()
-                .or_else(|_| alone())
-                .map_err(|_| NetworkError(text.to_owned()))
+            parse_network(text).ok_or_else(|| NetworkError(text.to_owned()))
         };
         texts
             .into_iter()
@@ -46,6 +43,22 @@ impl Networks {
     /// Returns true if the list has no network.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
+    }
+}
+
+/// Parses a network. An address without a prefix length is a network of one address. An IPv4-mapped IPv6 network
+/// becomes an IPv4 network.
+pub(super) fn parse_network(text: &str) -> Option<IpNet> {
+    let alone = || text.parse::<IpAddr>().map(IpNet::from);
+    let network = text.parse::<IpNet>().or_else(|_| alone()).ok()?.trunc();
+    // Addresses are compared in their IPv4 form.
+    let mapped = match network {
+        IpNet::V6(v6) if v6.prefix_len() >= 96 => v6.addr().to_ipv4_mapped(),
+        _ => None,
+    };
+    match mapped {
+        Some(v4) => IpNet::new(v4.into(), network.prefix_len() - 96).ok(),
+        None => Some(network),
     }
 }
 

@@ -8,14 +8,16 @@ use std::fmt;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::str::FromStr;
+use std::sync::Arc;
 use std::time::Duration;
 
 use proxy_header::{ParseConfig, ProxiedAddress, ProxyHeader};
 use rustix::net::{RecvFlags, recv};
 use tokio::io::Interest;
 use tokio::net::TcpStream;
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout};
 
+use super::admission::{Admission, Candidate, Unadmitted};
 use super::networks::Networks;
 
 /// Largest header, in bytes. Addresses need at most 232 bytes. The rest is for extensions (TLVs), which have no
@@ -44,8 +46,8 @@ const HEAD_BYTES: usize = 16;
 /// Version and command of a connection of the load balancer itself, such as a health check.
 const LOCAL: u8 = 0x20;
 
-/// Error text for a header from a peer that may not send one.
-pub const UNEXPECTED_HEADER: &str = "unexpected PROXY protocol header: add the network of the load balancer to the flag, or disable the PROXY protocol in the load balancer";
+/// Error text for a header from a peer that may not send one, and for a second header.
+pub const UNEXPECTED_HEADER: &str = "unexpected PROXY protocol header: disable the PROXY protocol in the load balancer, or name its network in the proxy-protocol-from flag of the listener";
 
 /// Version of a header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -98,26 +100,43 @@ pub enum HeaderError {
     /// The peer left before the end of the header, as a port check does.
     #[error("left before the end of the PROXY protocol header")]
     Left,
+    /// The peer may not send a header, or sends a second header.
+    #[error("{UNEXPECTED_HEADER}")]
+    Unexpected,
+    /// The peer got no slot, or lost its slot.
+    #[error(transparent)]
+    Unadmitted(#[from] Unadmitted),
     /// The socket failed.
     #[error(transparent)]
     Io(#[from] io::Error),
 }
 
+/// A peer that is refused.
+#[derive(Debug)]
+pub struct Refused {
+    /// Address of the peer: the address of the sender for a wrong header, or else of the origin.
+    pub peer: SocketAddr,
+    /// Reason.
+    pub why: HeaderError,
+}
+
 /// Returns the origin of a new connection from `peer`. Reads a header if the peer is in one of the networks `from`,
-/// and no byte after the header.
+/// and no byte after the header. Meanwhile the peer is one of the waiting peers of `admission`.
 ///
 /// # Errors
-/// Fails if the peer must send a header and sends none.
+/// Fails if the peer must send a header and sends none, and if too many peers wait.
 pub async fn origin(
     stream: &TcpStream,
     peer: SocketAddr,
     from: &Networks,
+    admission: &Admission,
 ) -> Result<Origin, HeaderError> {
     let mut origin = Origin {
         source: peer,
         destination: stream.local_addr()?,
     };
     if from.contains(peer.ip()) {
+        let _waiting = admission.queue().ok_or(Unadmitted::Displaced)?;
         // In a box, because most connections have no header and do not need the space.
         let header = timeout(HEADER_TIMEOUT, Box::pin(read(stream))).await;
         let header = header.map_err(|_| HeaderError::Late)??;
@@ -126,11 +145,41 @@ pub async fn origin(
     Ok(origin)
 }
 
+/// Takes a slot for a new peer under the address of its origin, and waits for its first bytes. Returns the address.
+///
+/// # Errors
+/// Fails for a wrong or unexpected header, and without a slot. The first use of the stream reports a socket that fails
+/// after the header.
+pub async fn enter(
+    stream: &TcpStream,
+    peer: SocketAddr,
+    from: &Networks,
+    admission: &Arc<Admission>,
+) -> Result<(SocketAddr, Arc<Candidate>), Refused> {
+    let since = Instant::now();
+    let refused = |peer| move |why| Refused { peer, why };
+    let origin = origin(stream, peer, from, admission).await;
+    let source = origin.map_err(refused(peer))?.source;
+    let entered = async {
+        let candidate = admission.enter(source.ip(), since).await?;
+        let first = candidate.run(begins_with_header(stream)).await?;
+        Ok::<_, Unadmitted>((candidate, first))
+    };
+    let entered = entered.await.map_err(HeaderError::from);
+    let (candidate, first) = entered.map_err(refused(source))?;
+    match first {
+        Ok(true) => return Err(refused(peer)(HeaderError::Unexpected)),
+        Ok(false) => candidate.has_sent(),
+        Err(_) => {}
+    }
+    Ok((source, candidate))
+}
+
 /// Returns true if a connection begins with a header. Waits for the first bytes.
 ///
 /// # Errors
 /// Fails if the socket fails.
-pub async fn begins_with_header(stream: &TcpStream) -> io::Result<bool> {
+async fn begins_with_header(stream: &TcpStream) -> io::Result<bool> {
     let mut first = [0; SIGNATURE.len()];
     let read = stream.peek(&mut first).await?;
     Ok(is_header(first.get(..read).unwrap_or_default()))
@@ -202,6 +251,10 @@ async fn read(stream: &TcpStream) -> Result<Header, HeaderError> {
             Ok(Ok(None)) => {}
             Ok(Err(error)) => return Err(error),
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            // The health checks of some load balancers end with a reset.
+            Err(error) if error.kind() == io::ErrorKind::ConnectionReset => {
+                return Err(HeaderError::Left);
+            }
             Err(error) => return Err(error.into()),
         }
     }

@@ -52,8 +52,10 @@ impl Server {
     }
 
     async fn serve(&self, stream: DuplexStream) {
-        let peer = "192.0.2.1:5".parse().unwrap();
-        let (stream, candidate) = self.context.enter(stream, peer).await.unwrap();
+        let peer = "192.0.2.1".parse().unwrap();
+        let admission = &self.context.admission;
+        let candidate = admission.enter(peer, Instant::now()).await.unwrap();
+        let stream = admission.gate(stream, &candidate);
         self.agents
             .serve_native(&self.context, stream, "peer", &candidate)
             .await;

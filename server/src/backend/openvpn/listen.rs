@@ -8,7 +8,7 @@ use std::time::Duration;
 use culvert_host::net::admission::{Admission, AdmissionLimits, Candidate};
 use culvert_host::net::listen::{Accepted, Listener};
 use culvert_host::net::networks::Networks;
-use culvert_host::net::proxy_protocol::{self, HeaderError, UNEXPECTED_HEADER};
+use culvert_host::net::proxy_protocol::{self, HeaderError, Refused};
 use culvert_host::runtime::shards::Shards;
 use culvert_host::runtime::shards::on_shard;
 use culvert_openvpn::options::Transport;
@@ -89,36 +89,26 @@ impl Tcp {
         remote: SocketAddr,
     ) -> Option<(SocketAddr, Arc<Candidate>)> {
         let metrics = &self.clients.metrics;
-        let remote = match proxy_protocol::origin(stream, remote, &self.proxies).await {
-            Ok(origin) => origin.source,
-            Err(HeaderError::Left) => return None,
-            Err(why) => {
-                warn!(%remote, %why, "OpenVPN connection refused");
-                metrics.handshake(Handshake::Protocol);
-                return None;
-            }
-        };
-        let Ok(candidate) = admission.enter(remote.ip()).await else {
-            metrics.handshake(Handshake::Evicted);
+        let patience = self.config.borrow().common.timers.hand_window;
+        let entering = proxy_protocol::enter(stream, remote, &self.proxies, admission);
+        let Ok(entered) = timeout(patience, entering).await else {
+            debug!(%remote, "the OpenVPN client has sent nothing");
+            metrics.handshake(Handshake::Unfinished);
             return None;
         };
-        let patience = self.config.borrow().common.timers.hand_window;
-        let first = timeout(patience, proxy_protocol::begins_with_header(stream));
-        match candidate.run(first).await {
-            Ok(Ok(Ok(true))) => {
-                warn!(%remote, why = UNEXPECTED_HEADER, "OpenVPN connection refused");
+        let Refused { peer, why } = match entered {
+            Ok(entered) => return Some(entered),
+            Err(refused) => refused,
+        };
+        match why {
+            HeaderError::Left => {}
+            HeaderError::Unadmitted(_) => metrics.handshake(Handshake::Evicted),
+            why => {
+                warn!(remote = %peer, %why, "OpenVPN connection refused");
                 metrics.handshake(Handshake::Protocol);
-                return None;
-            }
-            Ok(Ok(Ok(false))) => candidate.has_sent(),
-            // The session reports a failed socket and a silent client.
-            Ok(_) => {}
-            Err(_) => {
-                metrics.handshake(Handshake::Evicted);
-                return None;
             }
         }
-        Some((remote, candidate))
+        None
     }
 
     async fn serve_client(

@@ -9,6 +9,7 @@ use proptest::prelude::*;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpListener;
 
+use super::super::admission::AdmissionLimits;
 use super::*;
 
 const V4: &[u8] = b"PROXY TCP4 192.0.2.1 198.51.100.2 40000 443\r\n";
@@ -149,6 +150,15 @@ async fn accepted() -> (TcpStream, SocketAddr, TcpStream) {
     (stream, peer, client)
 }
 
+fn slots() -> Arc<Admission> {
+    Admission::new(AdmissionLimits {
+        peers: 1,
+        bytes: 1,
+        deadline: HEADER_TIMEOUT,
+        grace: Duration::ZERO,
+    })
+}
+
 fn networks(text: &str) -> Networks {
     Networks::parse([text]).unwrap()
 }
@@ -166,7 +176,7 @@ async fn header_in_single_bytes_leaves_the_bytes_after_it() {
     };
     let receive = async {
         let trusted = networks("127.0.0.0/8");
-        let origin = origin(&stream, peer, &trusted).await.unwrap();
+        let origin = origin(&stream, peer, &trusted, &slots()).await.unwrap();
         assert_eq!(origin, sent);
         let mut rest = Vec::new();
         stream.read_to_end(&mut rest).await.unwrap();
@@ -179,7 +189,7 @@ async fn header_in_single_bytes_leaves_the_bytes_after_it() {
 async fn peer_outside_of_the_networks_is_neither_read_nor_waited_for() {
     let (mut stream, peer, mut client) = accepted().await;
     let others = networks("192.0.2.0/24");
-    let origin = origin(&stream, peer, &others).await.unwrap();
+    let origin = origin(&stream, peer, &others, &slots()).await.unwrap();
     let local = stream.local_addr().unwrap();
     assert_eq!((origin.source, origin.destination), (peer, local));
     client.write_all(V4).await.unwrap();
@@ -200,7 +210,7 @@ async fn peer_that_must_send_a_header_and_sends_none_is_refused() {
         let (stream, peer, mut client) = accepted().await;
         client.write_all(bytes).await.unwrap();
         client.shutdown().await.unwrap();
-        let error = origin(&stream, peer, &trusted).await.unwrap_err();
+        let error = origin(&stream, peer, &trusted, &slots()).await.unwrap_err();
         assert_eq!(matches!(error, HeaderError::Left), left, "{error}");
         assert_eq!(matches!(error, HeaderError::Invalid), !left, "{error}");
     }
@@ -211,6 +221,41 @@ async fn peer_that_sends_no_complete_header_is_refused_in_time() {
     let (stream, peer, mut client) = accepted().await;
     client.write_all(&V4[..20]).await.unwrap();
     tokio::time::pause();
-    let error = origin(&stream, peer, &networks("127.0.0.1")).await;
+    let error = origin(&stream, peer, &networks("127.0.0.1"), &slots()).await;
     assert!(matches!(error, Err(HeaderError::Late)));
+}
+
+#[tokio::test]
+async fn check_that_ends_with_a_reset_is_no_error_of_a_header() {
+    let (stream, peer, client) = accepted().await;
+    socket2::SockRef::from(&client)
+        .set_linger(Some(Duration::ZERO))
+        .unwrap();
+    drop(client);
+    let error = origin(&stream, peer, &networks("127.0.0.1"), &slots()).await;
+    assert!(matches!(error, Err(HeaderError::Left)));
+}
+
+#[tokio::test]
+async fn few_peers_wait_for_their_headers_at_once() {
+    let (trusted, admission) = (networks("127.0.0.1"), slots());
+    let mut waiting = Vec::new();
+    let refused = loop {
+        let (stream, peer, client) = accepted().await;
+        let mut one = Box::pin({
+            let (trusted, admission) = (trusted.clone(), admission.clone());
+            async move { (origin(&stream, peer, &trusted, &admission).await, client) }
+        });
+        match futures_util::poll!(&mut one) {
+            std::task::Poll::Ready((error, _)) => break error.unwrap_err(),
+            std::task::Poll::Pending => waiting.push(one),
+        }
+    };
+    assert!(matches!(refused, HeaderError::Unadmitted(_)), "{refused}");
+    assert_eq!(waiting.len(), 8);
+    waiting.pop();
+    let (stream, peer, mut client) = accepted().await;
+    client.write_all(&[V4, b"\x16"].concat()).await.unwrap();
+    let entered = enter(&stream, peer, &trusted, &admission).await;
+    assert_eq!(entered.unwrap().0, "192.0.2.1:40000".parse().unwrap());
 }
