@@ -238,12 +238,10 @@ impl ConnectListener {
         }
         let connected = match self.connect(&target, peer).await {
             Ok(connected) => connected,
-            Err(StatusCode::NOT_FOUND) => return respond_and_close(read, write, NOT_FOUND).await,
-            Err(status) => {
-                let why = match status {
-                    StatusCode::FORBIDDEN => FORBIDDEN,
-                    _ => UNAVAILABLE,
-                };
+            Err((StatusCode::NOT_FOUND, _)) => {
+                return respond_and_close(read, write, NOT_FOUND).await;
+            }
+            Err((status, why)) => {
                 let answer = connect::failure(status.as_u16(), why);
                 return respond_and_close(read, write, &answer).await;
             }
@@ -266,8 +264,12 @@ impl ConnectListener {
         }
     }
 
-    /// Connects to an endpoint for a request. On failure, returns the status code of the response.
-    async fn connect(&self, authority: &str, peer: Origin) -> Result<Connected, StatusCode> {
+    /// Connects to an endpoint for a request. On failure, returns the status code and the body of the response.
+    async fn connect(
+        &self,
+        authority: &str,
+        peer: Origin,
+    ) -> Result<Connected, (StatusCode, &'static str)> {
         let front = &self.front;
         front.metrics.http_requests.increment(1);
         let Some(upstream) = front.table.by_authority(authority) else {
@@ -276,17 +278,21 @@ impl ConnectListener {
                 peer,
                 &format!("{authority} is not exposed"),
             );
-            return Err(StatusCode::NOT_FOUND);
+            return Err((StatusCode::NOT_FOUND, ""));
         };
         if !upstream.permits(peer.ip()) {
             let why = format!("{authority} does not allow the address");
             self.refuse(Refusal::Address, peer, &why);
-            return Err(StatusCode::FORBIDDEN);
+            return Err((StatusCode::FORBIDDEN, FORBIDDEN));
         }
         let first = upstream.first_bytes(&peer, Vec::new());
         let unavailable = |error: ConnectFailure| {
             self.refuse(refusal_of(error), peer, &format!("{authority}: {error}"));
-            StatusCode::SERVICE_UNAVAILABLE
+            let why = match error {
+                ConnectFailure::Overflow => TOO_MANY,
+                _ => UNAVAILABLE,
+            };
+            (StatusCode::SERVICE_UNAVAILABLE, why)
         };
         let mut connected = upstream.connect(&first).await.map_err(unavailable)?;
         let unsent = first.get(connected.sent..).unwrap_or_default();
@@ -295,7 +301,7 @@ impl ConnectListener {
         connected.share = front.shares.take(peer.ip(), &connected.stream);
         if connected.share.is_none() {
             front.refuse_share(Entrance::Tunneling, &peer);
-            return Err(StatusCode::SERVICE_UNAVAILABLE);
+            return Err((StatusCode::SERVICE_UNAVAILABLE, TOO_MANY));
         }
         Ok(connected)
     }
@@ -350,6 +356,9 @@ impl ConnectListener {
 
 /// Body of the response if the Service does not allow the client's address.
 const FORBIDDEN: &str = "the Service does not allow the address of the client\n";
+
+/// Body of the response beyond `--max-connections` or the share of the client's address.
+const TOO_MANY: &str = "too many connections of the client or to the Service\n";
 
 /// Body of the response if no endpoint accepts.
 const UNAVAILABLE: &str = "no endpoint of the Service accepted the connection\n";

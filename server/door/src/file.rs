@@ -22,7 +22,7 @@ use culvert_host::file_follower::{FileFollower, Limits, Outcome};
 use culvert_host::net::dial::split_host_port;
 use culvert_host::net::networks::Networks;
 use culvert_host::net::proxy_protocol::UnknownVersion;
-use serde::Deserialize;
+use serde::{Deserialize, Deserializer};
 use serde_saphyr::Spanned;
 use tokio::sync::watch;
 use tokio::time::sleep;
@@ -82,12 +82,22 @@ struct Entry {
     server_names: Vec<Spanned<String>>,
     #[serde(default)]
     authorities: Vec<Spanned<String>>,
-    /// Networks of permitted clients; without the key, every client is permitted.
-    #[serde(default)]
+    /// Networks of permitted clients; without the key, every client is permitted. A key without a value permits no
+    /// client.
+    #[serde(default, deserialize_with = "present")]
     allowed_networks: Option<Vec<Spanned<String>>>,
     /// Version of the PROXY protocol that the endpoints expect.
-    #[serde(default)]
+    #[serde(default, deserialize_with = "present")]
     proxy_protocol: Option<Spanned<String>>,
+}
+
+/// Reads the value of a key that exists. A missing value is then not the same as a missing key.
+fn present<'de, D, T>(deserializer: D) -> Result<Option<T>, D::Error>
+where
+    D: Deserializer<'de>,
+    T: Deserialize<'de>,
+{
+    T::deserialize(deserializer).map(Some)
 }
 
 // === impl Follower ===

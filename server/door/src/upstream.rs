@@ -167,9 +167,12 @@ impl Upstream {
                         _open: place,
                     });
                 }
-                Ok(Err(_)) => {
+                Ok(Err(error)) => {
                     self.stats.failed.fetch_add(1, Ordering::Relaxed);
                     failed = ConnectError::Refused;
+                    if is_unreachable(&error) {
+                        self.avoid(endpoint);
+                    }
                 }
                 Err(_) => {
                     self.stats.timed_out.fetch_add(1, Ordering::Relaxed);
@@ -204,8 +207,13 @@ impl Upstream {
         tokio::spawn(async move {
             loop {
                 sleep(PROBE_PAUSE).await;
-                // A refusal is an answer too.
-                let answers = timeout(CONNECT_TIMEOUT, open(endpoint, &[])).await.is_ok();
+                let opened = timeout(CONNECT_TIMEOUT, open(endpoint, &[])).await;
+                let answers = match opened {
+                    Ok(Ok(_)) => true,
+                    // A refusal is an answer too.
+                    Ok(Err(error)) => error.kind() == io::ErrorKind::ConnectionRefused,
+                    Err(_) => false,
+                };
                 let Some(upstream) = upstream.upgrade() else {
                     return;
                 };
@@ -252,6 +260,15 @@ async fn open(endpoint: SocketAddr, first: &[u8]) -> io::Result<(TcpStream, usiz
         }
         Err(error) => Err(error),
     }
+}
+
+/// Returns true if a connect failed because nothing answers at the address, for example after the end of a node.
+fn is_unreachable(error: &io::Error) -> bool {
+    use io::ErrorKind::{HostUnreachable, NetworkUnreachable, TimedOut};
+    matches!(
+        error.kind(),
+        HostUnreachable | NetworkUnreachable | TimedOut
+    )
 }
 
 impl Drop for Open {
@@ -493,7 +510,9 @@ mod tests {
             assert_eq!(connect().await, b);
         }
         assert_eq!(upstream.stats.timed_out.load(Ordering::Relaxed), 1);
-        // Accepting frees the queue, and the next probe has an answer.
+        // Accepting frees the queue, and the next probe has an answer. From now on the queue has room for all
+        // connections.
+        socket2::SockRef::from(&full).listen(128).unwrap();
         let accept = async { while full.accept().await.is_ok() {} };
         let recovers = async {
             while connect().await != a {

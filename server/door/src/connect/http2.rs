@@ -164,7 +164,7 @@ impl ConnectListener {
                 _ => {
                     metrics.http_requests.increment(1);
                     self.refuse(Refusal::Garbage, peer, "not a CONNECT request");
-                    Err(StatusCode::NOT_FOUND)
+                    Err((StatusCode::NOT_FOUND, ""))
                 }
             }
         };
@@ -181,7 +181,7 @@ impl ConnectListener {
         };
         let connected = match connected {
             Ok(connected) => connected,
-            Err(status) => {
+            Err((status, _)) => {
                 // Fails if the client is gone.
                 let _ = respond.send_response(answer(status), true);
                 return;

@@ -103,6 +103,14 @@ fn first_mistake_in_syntax_fields_or_types_is_reported_with_line_column_and_form
         (format!("{A}    nodePorts: ['']\n"), "4: invalid i64"),
         (format!("{A}    nodePorts:\n"), "4: expected sequence start"),
         (
+            format!("{A}    allowedNetworks:\n"),
+            "4: expected sequence start",
+        ),
+        (
+            format!("{A}    proxyProtocol:\n"),
+            "4: cannot deserialize null into string",
+        ),
+        (
             format!("{A}    serverNames: {{x: y}}\n"),
             "4: expected sequence start at line 4, column 18, in \"serverNames: {x: y}\"",
         ),
