@@ -52,6 +52,10 @@ pub(crate) struct Options {
     #[arg(long = "tunnel", value_name = "NAME")]
     tunnels: Vec<String>,
 
+    /// Exit with code 1 if our programs miss a target
+    #[arg(long)]
+    strict: bool,
+
     /// Write the result to a file
     #[arg(long, value_name = "PATH")]
     json: Option<PathBuf>,
@@ -104,7 +108,8 @@ impl Cause {
     }
 }
 
-/// Measures all tunnels and prints the table. Returns true if every measurement was possible.
+/// Measures all tunnels and prints the table. Returns true if every measurement was possible and,
+/// with `--strict`, our programs meet the target.
 pub(crate) async fn run(options: Options) -> anyhow::Result<bool> {
     ensure!(
         namespace::is_inside(),
@@ -142,6 +147,7 @@ pub(crate) async fn run(options: Options) -> anyhow::Result<bool> {
                 Ok(figures) => {
                     println!("{name:12} {:16} {}", cause.name(), figures.line());
                     lines.push(figures.json(name, cause));
+                    clean &= !options.strict || figures.is_met() || subject.has_stock_server();
                 }
                 Err(error) => {
                     clean = false;

@@ -60,7 +60,7 @@ pub(super) const ALL: &[&str] = &[
 pub(super) enum Listener {
     /// Agents, at the server
     Agents,
-    /// Listener end over TCP, at the server
+    /// Front end over TCP, at the server
     FrontEnd,
     /// Health, at the server
     Health,

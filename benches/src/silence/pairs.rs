@@ -102,6 +102,11 @@ impl Subject {
         matches!(self, Self::Agents { server, agents } if !(server && agents))
     }
 
+    /// Returns true if the server is a stock server.
+    pub(super) fn has_stock_server(self) -> bool {
+        matches!(self, Self::Agents { server: false, .. })
+    }
+
     /// Returns true if new dials use both peers.
     pub(super) fn uses_both(self) -> bool {
         self != Self::OpenVpn

@@ -185,13 +185,13 @@ impl Door {
                 self.works().await
             }
             Event::FreezeDoor => {
-                let time = self.random.millis(1000, 4000);
+                let time = self.random.millis(1000, 3000);
                 ledger.event(format_args!("{DOOR_NAME}: frozen for {time:.1?}"));
                 self.door.freeze(time).await?;
                 self.works().await
             }
             Event::FreezeNode => {
-                let time = self.random.millis(1000, 4000);
+                let time = self.random.millis(1000, 3000);
                 ledger.event(format_args!("{NODE_NAME}: frozen for {time:.1?}"));
                 self.node.freeze(time).await?;
                 self.works().await

@@ -228,7 +228,7 @@ async fn carry(
                     () = sending => Ok(()),
                 };
                 match ended {
-                    Err(Broken::Io(..) | Broken::Short(_)) => Ok(()),
+                    Err(Broken::Io(..) | Broken::Short(_)) if ledger.has_arrived(plan) => Ok(()),
                     Err(wrong) => Err(wrong.into()),
                     Ok(()) => Err(Broken::Wrong(plan.down).into()),
                 }

@@ -200,6 +200,11 @@ impl Ledger {
         Some(plan)
     }
 
+    /// Returns true if the header of a connection has arrived at the endpoint.
+    pub(super) fn has_arrived(&self, plan: &Plan) -> bool {
+        self.state.lock().arrived.contains(&plan.number)
+    }
+
     /// Records wrong bytes.
     pub(super) fn wrong(&self, plan: &Plan, what: impl fmt::Display) {
         let text = format!("connection {}: {what}", plan.number);
