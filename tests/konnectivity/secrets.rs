@@ -291,7 +291,7 @@ async fn reveals_nothing(format: &'static str) {
     ];
     args.extend(pair("agent", &pki.agent));
     programs.push(lab.start("culvert-agent", &args, &[("HTTPS_PROXY", &proxied)]));
-    lab.logged(1, "407").await;
+    lab.logged(1, "407 Proxy Authentication Required").await;
     lab.logged(1, "lookup failed").await;
     fs::write(&token_file, format!("{good}\n")).unwrap();
     is_ready(agent_health).await;
