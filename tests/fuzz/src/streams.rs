@@ -263,8 +263,10 @@ impl World {
                 let other = self.sides[1 - which].ends.get(number);
                 let read = other.map_or(0, |other| other.read);
                 assert!(read <= end.written, "more bytes were read than written");
+                // A pipe without a reader discards bytes.
+                let is_read = other.is_none_or(|other| other.source.is_some());
                 assert!(
-                    end.sink.is_none() || end.written - read <= DIRECTION_BYTES,
+                    end.sink.is_none() || !is_read || end.written - read <= DIRECTION_BYTES,
                     "{} bytes wait",
                     end.written - read
                 );
