@@ -275,6 +275,10 @@ impl Driver {
                 }
             }
             flows::Event::Closed(id, why) => {
+                // The stream just ends; the output of a failed test has the reason.
+                if why != flows::Closed::Finished {
+                    eprintln!("a flow is closed: {why}");
+                }
                 self.pipes.remove(&id);
                 self.reached.remove(&id);
                 if let Some(answer) = self.dialing.remove(&id) {
