@@ -289,12 +289,15 @@ impl ConnectListener {
         let unavailable = |error: ConnectFailure| {
             self.refuse(refusal_of(error), peer, &format!("{authority}: {error}"));
             let why = match error {
-                ConnectFailure::Overflow => TOO_MANY,
+                ConnectFailure::Overflow | ConnectFailure::Share => TOO_MANY,
                 _ => UNAVAILABLE,
             };
             (StatusCode::SERVICE_UNAVAILABLE, why)
         };
-        let mut connected = upstream.connect(&first).await.map_err(unavailable)?;
+        let mut connected = upstream
+            .connect(peer.ip(), &first)
+            .await
+            .map_err(unavailable)?;
         let unsent = first.get(connected.sent..).unwrap_or_default();
         let written = write_all(&connected.stream, unsent).await;
         written.map_err(|_| unavailable(ConnectFailure::Refused))?;

@@ -226,7 +226,7 @@ impl Front {
             return;
         }
         let received = upstream.first_bytes(&peer, received);
-        let connected = match upstream.connect(&received).await {
+        let connected = match upstream.connect(peer.ip(), &received).await {
             Ok(connected) => connected,
             Err(error) => {
                 self.metrics.refused(entrance, refusal_of(error));
@@ -324,7 +324,7 @@ impl Front {
 /// Returns the metric label for a failed connect.
 pub(crate) fn refusal_of(error: ConnectError) -> Refusal {
     match error {
-        ConnectError::Overflow => Refusal::Overflow,
+        ConnectError::Overflow | ConnectError::Share => Refusal::Overflow,
         _ => Refusal::Upstream,
     }
 }

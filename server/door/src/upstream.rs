@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use culvert_host::net::proxy_protocol::Origin;
-use culvert_host::net::shares::Share;
+use culvert_host::net::shares::{Share, Shares};
 use culvert_host::telemetry::metrics::{Kind, Page};
 use parking_lot::RwLock;
 use rustix::io::Errno;
@@ -29,6 +29,10 @@ pub(crate) const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 /// seconds.
 const ATTEMPTS: usize = 3;
 
+/// Connections that an address may have for each free place of an upstream. One address thus leaves a ninth of the
+/// places for others: all clients of a cluster may have one address.
+const SHARE_FACTOR: u64 = 8;
+
 /// Pause between two probes of a silent endpoint.
 const PROBE_PAUSE: Duration = Duration::from_secs(1);
 
@@ -46,6 +50,8 @@ pub(crate) struct Upstream {
     turn: AtomicUsize,
     /// Maximum number of simultaneous connections.
     limit: u64,
+    /// Shares of source addresses in the limit.
+    shares: Arc<Shares>,
 }
 
 /// The counters of one upstream; [`add_metrics`] renders them under Envoy's names.
@@ -59,7 +65,7 @@ pub(crate) struct Stats {
     pub failed: AtomicU64,
     /// Timed-out attempts.
     pub timed_out: AtomicU64,
-    /// Connections refused because of the limit.
+    /// Connections refused because of the limit, or of the share in the limit.
     pub overflowed: AtomicU64,
     /// Bytes sent to endpoints.
     pub sent: AtomicU64,
@@ -79,6 +85,7 @@ pub(crate) struct Connected {
     pub upstream: Arc<Upstream>,
     /// Place in the share of the client's address, for a CONNECT stream.
     pub share: Option<Share>,
+    _place: Share,
     _open: Open,
 }
 
@@ -91,6 +98,8 @@ struct Open(Arc<Upstream>);
 pub(crate) enum ConnectError {
     #[error("the upstream has as many connections as --max-connections allows")]
     Overflow,
+    #[error("the address has its share of the connections that --max-connections allows")]
+    Share,
     #[error("the upstream has no ready endpoint")]
     NoEndpoint,
     #[error("no endpoint accepted the connection")]
@@ -111,6 +120,7 @@ impl Upstream {
             silent: RwLock::default(),
             turn: AtomicUsize::new(0),
             limit,
+            shares: Shares::of(limit, SHARE_FACTOR),
         })
     }
 
@@ -141,19 +151,27 @@ impl Upstream {
         }
     }
 
-    /// Opens a connection to the next endpoint in the rotation, or to a later endpoint after a failure, and
-    /// begins to send the client's `first` bytes. [`watch`](super::watch::watch) sets the keepalive options
+    /// Opens a connection for `client` to the next endpoint in the rotation, or to a later endpoint after a failure,
+    /// and begins to send the client's `first` bytes. [`watch`](super::watch::watch) sets the keepalive options
     /// of the socket.
     ///
     /// # Errors
     /// Fails if no endpoint accepts in time.
-    pub(crate) async fn connect(self: &Arc<Self>, first: &[u8]) -> Result<Connected, ConnectError> {
+    pub(crate) async fn connect(
+        self: &Arc<Self>,
+        client: IpAddr,
+        first: &[u8],
+    ) -> Result<Connected, ConnectError> {
         let before = self.stats.active.fetch_add(1, Ordering::Relaxed);
         let place = Open(self.clone());
         if before >= self.limit {
             self.stats.overflowed.fetch_add(1, Ordering::Relaxed);
             return Err(ConnectError::Overflow);
         }
+        let Some(share) = self.shares.take_at(client, before) else {
+            self.stats.overflowed.fetch_add(1, Ordering::Relaxed);
+            return Err(ConnectError::Share);
+        };
         let mut failed = ConnectError::NoEndpoint;
         for endpoint in self.candidates() {
             match timeout(CONNECT_TIMEOUT, open(endpoint, first)).await {
@@ -164,6 +182,7 @@ impl Upstream {
                         sent,
                         upstream: self.clone(),
                         share: None,
+                        _place: share,
                         _open: place,
                     });
                 }
@@ -336,7 +355,7 @@ const METRICS: [Metric; 11] = [
     (
         "envoy_cluster_upstream_cx_overflow",
         Kind::Counter,
-        "Connections refused because --max-connections were open.",
+        "Connections refused because of --max-connections.",
         |upstream| upstream.stats.overflowed.load(Ordering::Relaxed),
     ),
     (
@@ -405,6 +424,8 @@ mod tests {
         }
     }
 
+    const CLIENT: IpAddr = IpAddr::V4(std::net::Ipv4Addr::new(192, 0, 2, 1));
+
     fn upstream(endpoints: &[SocketAddr], limit: u64) -> Arc<Upstream> {
         let key = UpstreamKey::of_service("cluster-a", "apiserver-external", "secure");
         Upstream::new(key, &backend(endpoints), limit)
@@ -419,18 +440,37 @@ mod tests {
         let upstream = upstream(&[a, b, c], 100);
         let mut peers = Vec::new();
         for _ in 0..6 {
-            let connected = upstream.connect(b"hello").await.unwrap();
+            let connected = upstream.connect(CLIENT, b"hello").await.unwrap();
             peers.push(connected.stream.peer_addr().unwrap());
         }
         // Every third connection finds its endpoint gone and uses the next endpoint.
         assert_eq!(peers, [a, b, a, a, b, a]);
         assert_eq!(upstream.stats.failed.load(Ordering::Relaxed), 2);
         upstream.set_backend(&backend(&[c]));
-        let refused = upstream.connect(&[]).await;
+        let refused = upstream.connect(CLIENT, &[]).await;
         assert_eq!(refused.err(), Some(ConnectError::Refused));
         upstream.set_backend(&Backend::default());
-        let none = upstream.connect(&[]).await;
+        let none = upstream.connect(CLIENT, &[]).await;
         assert_eq!(none.err(), Some(ConnectError::NoEndpoint));
+        assert_eq!(upstream.stats.active.load(Ordering::Relaxed), 0);
+    }
+
+    #[tokio::test]
+    async fn one_address_leaves_places_for_others() {
+        let (_a, a) = listener().await;
+        let upstream = upstream(&[a], 18);
+        let mut open = Vec::new();
+        let refused = loop {
+            match upstream.connect(CLIENT, &[]).await {
+                Ok(connected) => open.push(connected),
+                Err(error) => break error,
+            }
+        };
+        assert_eq!((open.len(), refused), (16, ConnectError::Share));
+        let other = IpAddr::from([192, 0, 2, 2]);
+        open.push(upstream.connect(other, &[]).await.unwrap());
+        drop(open);
+        assert!(upstream.connect(CLIENT, &[]).await.is_ok());
         assert_eq!(upstream.stats.active.load(Ordering::Relaxed), 0);
     }
 
@@ -438,11 +478,11 @@ mod tests {
     async fn no_more_connections_are_open_than_the_limit_allows() {
         let (_a, a) = listener().await;
         let upstream = upstream(&[a], 1);
-        let first = upstream.connect(&[]).await.unwrap();
-        let second = upstream.connect(&[]).await;
+        let first = upstream.connect(CLIENT, &[]).await.unwrap();
+        let second = upstream.connect(CLIENT, &[]).await;
         assert_eq!(second.err(), Some(ConnectError::Overflow));
         drop(first);
-        assert!(upstream.connect(&[]).await.is_ok());
+        assert!(upstream.connect(CLIENT, &[]).await.is_ok());
         let page = Registry::new(&[])
             .unwrap()
             .render_with(|page| add_metrics(&[upstream], page));
@@ -503,7 +543,7 @@ mod tests {
         let (_b, b) = listener().await;
         let upstream = upstream(&[a, b], 100);
         let connect = async || {
-            let connected = upstream.connect(&[]).await.unwrap();
+            let connected = upstream.connect(CLIENT, &[]).await.unwrap();
             connected.stream.peer_addr().unwrap()
         };
         for _ in 0..6 {

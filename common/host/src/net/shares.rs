@@ -1,6 +1,7 @@
-//! The shares of source addresses in the descriptors of the process: one source cannot use all of them.
+//! The shares of source addresses in a limited resource, such as the descriptors of the process: one source cannot
+//! use all of it.
 //!
-//! A source may have at most as many connections as descriptors are free. With two descriptors for each connection,
+//! A source may have at most as many connections as descriptors are free, or a multiple of this number. With two descriptors for each connection,
 //! a single source may thus use two thirds of the descriptors, the next source two thirds of the rest, and so on:
 //! every source finds a part free. While few descriptors are in use, the rule has no effect. Network switches share
 //! buffers between ports in the same way (A. K. Choudhury and E. L. Hahne, "Dynamic Queue Length Thresholds for
@@ -19,8 +20,10 @@ use super::listen::usable_descriptors;
 /// The connections of all sources.
 #[derive(Debug)]
 pub struct Shares {
-    /// Number of descriptors for connections.
+    /// Number of descriptors or places for connections.
     usable: u64,
+    /// Connections that a source may have for each free place.
+    factor: u64,
     /// Number of connections by host. IPv6 hosts are counted by /64 network.
     hosts: Mutex<HashMap<u64, u64>>,
 }
@@ -35,12 +38,15 @@ pub struct Share {
 impl Shares {
     /// Creates the shares in the descriptors that the process may open.
     pub fn new() -> Arc<Self> {
-        Self::of(usable_descriptors())
+        Self::of(usable_descriptors(), 1)
     }
 
-    fn of(usable: u64) -> Arc<Self> {
+    /// Creates the shares in `usable` places. A source may have `factor` connections for each free place. A single
+    /// source leaves one place of `factor + 1` free.
+    pub fn of(usable: u64, factor: u64) -> Arc<Self> {
         Arc::new(Self {
             usable,
+            factor,
             hosts: Mutex::default(),
         })
     }
@@ -52,9 +58,14 @@ impl Shares {
         self.take_at(source, u64::try_from(number).unwrap_or_default())
     }
 
-    fn take_at(self: &Arc<Self>, source: IpAddr, in_use: u64) -> Option<Share> {
+    /// Counts a new connection from `source` while `in_use` places are in use; returns `None` if the source has used
+    /// up its share.
+    pub fn take_at(self: &Arc<Self>, source: IpAddr, in_use: u64) -> Option<Share> {
         let host = host_key(source);
-        let free = self.usable.saturating_sub(in_use);
+        let free = self
+            .usable
+            .saturating_sub(in_use)
+            .saturating_mul(self.factor);
         let mut hosts = self.hosts.lock();
         let count = hosts.entry(host).or_default();
         if *count >= free {
@@ -101,7 +112,7 @@ mod tests {
 
     #[test]
     fn each_source_leaves_descriptors_for_the_next_source() {
-        let shares = Shares::of(9_000);
+        let shares = Shares::of(9_000, 1);
         let mut open = Vec::new();
         assert_eq!(fill(&shares, &mut open, "192.0.2.1"), 3_000);
         assert_eq!(fill(&shares, &mut open, "192.0.2.2"), 1_000);
@@ -113,7 +124,7 @@ mod tests {
 
     #[test]
     fn closed_connections_return_their_share() {
-        let shares = Shares::of(100);
+        let shares = Shares::of(100, 1);
         let mut open = Vec::new();
         let first = fill(&shares, &mut open, "192.0.2.1");
         open.clear();
