@@ -19,6 +19,9 @@ use tokio::net::{TcpListener, TcpSocket, TcpStream, UdpSocket};
 use crate::namespace::ip;
 use crate::process::Program;
 
+/// Connections that may wait until a busy test accepts them. More connections than this may be reset by the kernel.
+const BACKLOG: u32 = 1024;
+
 /// Directory where `ip` keeps named network namespaces.
 const DIR: &str = "/run/netns";
 
@@ -146,13 +149,13 @@ impl Namespace {
     /// # Panics
     /// If the namespace does not have the address, or the address is in use.
     pub fn listen(&self, at: SocketAddrV4) -> TcpListener {
-        let listener = self.within(|| {
-            let listener = std::net::TcpListener::bind(at)?;
-            listener.set_nonblocking(true)?;
-            io::Result::Ok(listener)
-        });
-        let listener = listener.unwrap_or_else(|error| panic!("{}: {at}: {error}", self.name));
-        TcpListener::from_std(listener).expect("a runtime")
+        let listener = || {
+            let socket = self.within(TcpSocket::new_v4)?;
+            socket.set_reuseaddr(true)?;
+            socket.bind(SocketAddr::V4(at))?;
+            socket.listen(BACKLOG)
+        };
+        listener().unwrap_or_else(|error: io::Error| panic!("{}: {at}: {error}", self.name))
     }
 
     /// Connects from the namespace.
