@@ -112,7 +112,7 @@ pub(super) enum Attack {
 pub(super) enum Setting {
     /// Agents authenticate by certificate.
     Usual,
-    /// Nobody reads the log.
+    /// The log's pipe is full, because its reader has stopped.
     StalledLog,
     /// Agents authenticate by token. The Kubernetes API answers.
     Tokens,

@@ -119,7 +119,7 @@ impl Subject {
     }
 
     /// Converts directions from the address of the other side to the address that [`ADDRESSES`] means for this tunnel:
-    /// the address of a door's endpoint is that of the peer itself.
+    /// for the front door, the peer is the endpoint and has its own address.
     pub(super) fn seen_from_peer(self, directions: &'static [Direction]) -> &'static [Direction] {
         match (self, directions) {
             (Self::Door, [Direction::From]) => &[Direction::To],

@@ -157,7 +157,7 @@ impl Opening {
         let (mut bytes, noise) = match self {
             Self::Silent => (Vec::new(), 0),
             Self::Noise => (Vec::new(), 2000),
-            // A ClientHello of 16,384 bytes, of which a tenth follows.
+            // The start of a ClientHello of 16,384 bytes. A tenth of its bytes follows.
             Self::HalfHandshake => (vec![22, 3, 1, 0x40, 0, 1, 0, 0x3f, 0xfc], 1600),
             Self::Body => (
                 b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1000000000\r\n\r\n".to_vec(),

@@ -37,7 +37,7 @@ const AUTHORITY: &str = "soak.soak.svc.cluster.local:443";
 /// Time limit for a path to work again after a restart of a program.
 const LIMIT: Duration = Duration::from_secs(40);
 
-/// What happens to a program.
+/// An event in the life of a program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Event {
     KillDoor,
@@ -185,13 +185,13 @@ impl Door {
                 self.works().await
             }
             Event::FreezeDoor => {
-                let time = self.random.millis(1000, 3000);
+                let time = self.random.millis(1000, 4000);
                 ledger.event(format_args!("{DOOR_NAME}: frozen for {time:.1?}"));
                 self.door.freeze(time).await?;
                 self.works().await
             }
             Event::FreezeNode => {
-                let time = self.random.millis(1000, 3000);
+                let time = self.random.millis(1000, 4000);
                 ledger.event(format_args!("{NODE_NAME}: frozen for {time:.1?}"));
                 self.node.freeze(time).await?;
                 self.works().await

@@ -33,7 +33,7 @@ const OURS: usize = 2;
 /// Time limit for a program to exit after SIGTERM, or to become ready.
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// What happens to a program.
+/// An event in the life of a program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Event {
     KillAgent(usize),

@@ -34,7 +34,7 @@ const LIMIT: Duration = Duration::from_secs(40);
 const RELOADED: &str = "OpenVPN certificates reloaded";
 const RELOAD_LIMIT: Duration = Duration::from_secs(75);
 
-/// What happens to a program.
+/// An event in the life of a program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Event {
     KillServer,
@@ -188,7 +188,7 @@ impl OpenVpn {
                 self.works().await
             }
             Event::FreezeClient => {
-                // There is no other client. Open connections must survive.
+                // No second client can take the dials. Open connections must survive.
                 let _outage = outage(Scope::Dials);
                 let time = self.random.millis(1000, 4000);
                 ledger.event(format_args!("{CLIENT_NAME}: frozen for {time:.1?}"));
