@@ -263,12 +263,18 @@ impl Drop for SocketFile {
 
 /// Opens a Unix socket with a file mode. The mode is set before any client can connect.
 pub(crate) fn listen_unix(path: &Path, mode: u32) -> io::Result<UnixListener> {
+    let socket = bind_unix(path, mode)?;
+    socket.listen(UNIX_BACKLOG)?;
+    UnixListener::from_std(socket.into())
+}
+
+/// Binds a Unix socket with a file mode. Clients cannot connect before the socket listens.
+fn bind_unix(path: &Path, mode: u32) -> io::Result<Socket> {
     let socket = Socket::new(Domain::UNIX, Type::STREAM, None)?;
     socket.set_nonblocking(true)?;
     socket.bind(&SockAddr::unix(path)?)?;
     std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode))?;
-    socket.listen(UNIX_BACKLOG)?;
-    UnixListener::from_std(socket.into())
+    Ok(socket)
 }
 
 fn identity(path: &Path) -> io::Result<(u64, u64)> {
@@ -344,6 +350,18 @@ mod tests {
         assert!(path.exists());
         drop(new);
         assert!(!path.exists());
+    }
+
+    #[test]
+    fn clients_cannot_connect_before_the_mode_is_set() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("x.socket");
+        // No usual umask results in this mode.
+        let _socket = bind_unix(&path, 0o612).unwrap();
+        let mode = std::fs::metadata(&path).unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o612);
+        let refused = std::os::unix::net::UnixStream::connect(&path).unwrap_err();
+        assert_eq!(refused.kind(), io::ErrorKind::ConnectionRefused);
     }
 
     #[tokio::test]
