@@ -57,6 +57,10 @@ const WORKERS: u64 = 4;
 /// Time before the end of a run without new events.
 const QUIET: Duration = Duration::from_secs(8);
 
+/// Time before the end of a long run in which programs do not end, so that slopes of memory and descriptors come from
+/// long lives. All other events go on.
+const STEADY: Duration = Duration::from_mins(5);
+
 /// Time limit for the last connections to end at the endpoints.
 const LEAVE_LIMIT: Duration = Duration::from_secs(30);
 
@@ -88,9 +92,16 @@ fn minutes(text: &str) -> Result<f64, String> {
 struct Run {
     ledger: Arc<Ledger>,
     lives: Arc<Lives>,
+    /// [`STEADY`], or zero for a short run.
+    steady: Duration,
 }
 
 impl Run {
+    /// Returns true if a program may end now, in a run until `end`.
+    fn may_end(&self, end: Instant) -> bool {
+        Instant::now() + self.steady < end
+    }
+
     /// Records the failure of a tunnel before its programs end.
     fn lived<T>(&self, lived: anyhow::Result<T>) -> anyhow::Result<T> {
         lived.inspect_err(|error| self.ledger.fails(format_args!("{error:#}")))
@@ -134,6 +145,11 @@ async fn soak(programs: &Programs, seed: u64, time: Duration) -> anyhow::Result<
     let run = Run {
         ledger: Ledger::new(seed),
         lives: Arc::default(),
+        steady: if time < 2 * STEADY {
+            Duration::ZERO
+        } else {
+            STEADY
+        },
     };
     let mut seeds = Random::new(seed);
     let mut random = || Random::new(seeds.next());
@@ -287,6 +303,7 @@ mod tests {
         let run = Run {
             ledger: Ledger::new(1),
             lives: Arc::default(),
+            steady: Duration::ZERO,
         };
         let (begin, mut random) = (Instant::now(), Random::new(1));
         let end = begin + 2 * QUIET;

@@ -49,6 +49,15 @@ enum Event {
     ChangeServices,
 }
 
+impl Event {
+    fn ends_a_program(self) -> bool {
+        !matches!(
+            self,
+            Self::FreezeDoor | Self::FreezeNode | Self::ChangeServices
+        )
+    }
+}
+
 /// The running programs.
 pub(super) struct Door {
     door: Unit,
@@ -130,6 +139,9 @@ impl Door {
     pub(super) async fn live(mut self, end: Instant) -> anyhow::Result<Self> {
         while self.run.pause(&mut self.random, end).await {
             let event = self.choose();
+            if event.ends_a_program() && !self.run.may_end(end) {
+                continue;
+            }
             self.happens(event)
                 .await
                 .with_context(|| format!("{event:?}"))?;

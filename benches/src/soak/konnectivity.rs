@@ -44,6 +44,12 @@ enum Event {
     FreezeServer(usize),
 }
 
+impl Event {
+    fn ends_a_program(self) -> bool {
+        !matches!(self, Self::FreezeAgent(_) | Self::FreezeServer(_))
+    }
+}
+
 /// The running tunnel.
 pub(super) struct Konnectivity {
     topology: Topology,
@@ -118,6 +124,9 @@ impl Konnectivity {
     pub(super) async fn live(mut self, end: Instant) -> anyhow::Result<Self> {
         while self.run.pause(&mut self.random, end).await {
             let event = self.choose();
+            if event.ends_a_program() && !self.run.may_end(end) {
+                continue;
+            }
             self.happens(event)
                 .await
                 .with_context(|| format!("{event:?}"))?;

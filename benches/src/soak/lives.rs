@@ -11,7 +11,7 @@ use tokio::time::{Instant, interval};
 const EVERY: Duration = Duration::from_secs(1);
 
 /// Time after the start of a program that its slopes leave out: buffers and caches fill up.
-const WARM_UP: Duration = Duration::from_secs(15);
+const WARM_UP: Duration = Duration::from_mins(1);
 
 /// Size of a page in KiB, for `/proc/PID/statm`.
 fn page() -> f64 {
@@ -47,7 +47,7 @@ pub(super) struct Lives(Mutex<Vec<Life>>);
 pub(super) struct Trend {
     /// Number of lives.
     pub lives: usize,
-    /// Minutes of all samples after the warm-up of each life.
+    /// Minutes of the longest life after its warm-up. The slopes are of this time.
     pub minutes: f64,
     /// Largest memory, in MiB.
     pub most_mib: f64,
@@ -129,19 +129,16 @@ fn read(pid: u32) -> Option<(f64, f64)> {
 }
 
 fn trend(lives: &[&Life]) -> Trend {
-    let warm = WARM_UP.as_secs_f64() / 60.0;
-    let steady = lives.iter().map(|life| {
-        let samples = life.samples.iter().filter(|sample| sample.at >= warm);
-        samples.copied().collect::<Vec<_>>()
-    });
-    let steady: Vec<Vec<Sample>> = steady.collect();
+    let samples = |life: &&Life| life.samples.clone();
+    let longest = lives.iter().max_by_key(|life| life.samples.len());
+    let mut steady = longest.map(samples).unwrap_or_default();
+    steady.retain(|sample| sample.at >= WARM_UP.as_secs_f64() / 60.0);
     let all = lives.iter().flat_map(|life| &life.samples);
-    let last = lives.last().map(|life| life.samples.as_slice());
-    let last = last.unwrap_or_default();
+    let last = lives.last().map(samples).unwrap_or_default();
     let descriptors = [last.first(), last.last()];
     Trend {
         lives: lives.len(),
-        minutes: steady.iter().map(Vec::len).sum::<usize>() as f64 * EVERY.as_secs_f64() / 60.0,
+        minutes: steady.len() as f64 * EVERY.as_secs_f64() / 60.0,
         most_mib: all.map(|sample| sample.kib / 1024.0).fold(0.0, f64::max),
         kib_per_minute: slope(&steady, |sample| sample.kib),
         descriptors_per_minute: slope(&steady, |sample| sample.descriptors),
@@ -149,19 +146,19 @@ fn trend(lives: &[&Life]) -> Trend {
     }
 }
 
-/// Returns the common slope of all lives by least squares. Each life has an intercept of its own.
-fn slope(lives: &[Vec<Sample>], figure: impl Fn(&Sample) -> f64) -> Option<f64> {
-    let (mut products, mut squares) = (0.0, 0.0);
-    for life in lives.iter().filter(|life| life.len() > 2) {
-        let count = life.len() as f64;
-        let mean_at = life.iter().map(|sample| sample.at).sum::<f64>() / count;
-        let mean = life.iter().map(&figure).sum::<f64>() / count;
-        for sample in life {
-            products += (sample.at - mean_at) * (figure(sample) - mean);
-            squares += (sample.at - mean_at).powi(2);
-        }
-    }
-    (squares > 0.0).then(|| products / squares)
+/// Returns the slope between the medians of the first third and of the last third: bursts of a few seconds do not
+/// change it.
+fn slope(samples: &[Sample], figure: impl Fn(&Sample) -> f64) -> Option<f64> {
+    let third = samples.len() / 3;
+    let (first, last) = (samples.get(..third)?, samples.get(samples.len() - third..)?);
+    let median = |samples: &[Sample], figure: &dyn Fn(&Sample) -> f64| {
+        let mut figures: Vec<f64> = samples.iter().map(figure).collect();
+        figures.sort_by(f64::total_cmp);
+        figures.get(figures.len() / 2).copied()
+    };
+    let growth = median(last, &figure)? - median(first, &figure)?;
+    let time = median(last, &|sample| sample.at)? - median(first, &|sample| sample.at)?;
+    Some(growth / time)
 }
 
 #[cfg(test)]
@@ -189,25 +186,24 @@ mod tests {
     }
 
     #[test]
-    fn slope_is_that_of_every_life_whatever_their_levels_are() {
-        let lives = [
-            life(100, 5000.0, 60.0),
-            life(40, 90_000.0, 60.0),
-            life(3, 1.0, 9.0),
-        ];
+    fn slope_is_of_the_longest_life_without_its_warm_up_and_bursts() {
+        let mut long = life(240, 5000.0, 60.0);
+        // The warm-up, and a burst.
+        for second in (0..59).chain([100, 101, 220, 221, 222]) {
+            long.samples[second].kib += 90_000.0;
+        }
+        let lives = [life(100, 90_000.0, -500.0), long, life(3, 1.0, 9.0)];
         let trend = trend(&lives.each_ref());
-        assert!(
-            (trend.kib_per_minute.unwrap() - 60.0).abs() < 1e-6,
-            "{trend:?}"
-        );
+        let kib = trend.kib_per_minute.unwrap();
+        assert!((kib - 60.0).abs() < 5.0, "{trend:?}");
         assert!(trend.descriptors_per_minute.unwrap().abs() < 1e-9);
         assert_eq!((trend.lives, trend.descriptors), (3, [7.0, 7.0]));
-        assert!((trend.minutes - (85.0 + 25.0) / 60.0).abs() < 1e-6);
+        assert!((trend.minutes - 3.0).abs() < 1e-6);
     }
 
     #[test]
     fn short_lives_have_no_slope() {
-        let trend = trend(&[&life(15, 1.0, 1.0)]);
+        let trend = trend(&[&life(59, 1.0, 1.0)]);
         assert_eq!((trend.kib_per_minute, trend.minutes), (None, 0.0));
     }
 

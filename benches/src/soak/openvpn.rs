@@ -46,6 +46,12 @@ enum Event {
     Rotate,
 }
 
+impl Event {
+    fn ends_a_program(self) -> bool {
+        !matches!(self, Self::FreezeServer | Self::FreezeClient)
+    }
+}
+
 /// The running tunnel.
 pub(super) struct OpenVpn {
     server: Unit,
@@ -128,6 +134,9 @@ impl OpenVpn {
     pub(super) async fn live(mut self, end: Instant) -> anyhow::Result<Self> {
         while self.run.pause(&mut self.random, end).await {
             let event = self.choose();
+            if event.ends_a_program() && !self.run.may_end(end) {
+                continue;
+            }
             self.happens(event, end)
                 .await
                 .with_context(|| format!("{event:?}"))?;

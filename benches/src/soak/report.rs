@@ -13,7 +13,7 @@ use crate::soak::lives::Trend;
 /// Largest slopes that count as flat, per minute, and the minutes of samples that a judgement needs.
 const FLAT_KIB: f64 = 512.0;
 const FLAT_DESCRIPTORS: f64 = 1.0;
-const ENOUGH: f64 = 4.0;
+const ENOUGH: f64 = 3.0;
 
 /// The result of a run. `Display` prints the tables.
 #[derive(Debug)]
