@@ -5,6 +5,7 @@
 //! Envoy.
 
 use std::collections::HashMap;
+use std::future::pending;
 use std::io;
 use std::net::SocketAddr;
 use std::pin::pin;
@@ -151,16 +152,18 @@ impl<R: Reach> ClientHandler<R> {
     /// Opens a stream. Repeats the request once on another connection if the connection ended or became silent
     /// before the answer, which is safe because no client bytes were sent.
     async fn open(&self) -> Result<AcceptedStream, Refused> {
-        match self.request().await {
+        match self.request(true).await {
             Err(error @ (Refused::Lost(_) | Refused::Silent)) => {
                 debug!(%error, "no answer on this connection, repeating the request");
-                self.request().await
+                self.request(false).await
             }
             answer => answer,
         }
     }
 
-    async fn request(&self) -> Result<AcceptedStream, Refused> {
+    /// Makes one request. Only a request that `may_move` ends early if its connection becomes silent: the proxy may
+    /// answer the last request late.
+    async fn request(&self, may_move: bool) -> Result<AcceptedStream, Refused> {
         let Stream {
             answer,
             send,
@@ -169,11 +172,23 @@ impl<R: Reach> ClientHandler<R> {
         } = self.pool.open(&self.target).await?;
         self.metrics.requests.increment(1);
         let counted = (seat, GaugeGuard::new(&self.metrics.streams));
+        let mut is_silent = false;
+        let silent = async {
+            counted.0.is_silent().await;
+            is_silent = true;
+            if !may_move {
+                pending::<()>().await;
+            }
+        };
         let answer = tokio::select! {
             answer = timeout(ANSWER_TIMEOUT, answer) => answer,
-            () = counted.0.is_silent() => return Err(Refused::Silent),
+            () = silent => return Err(Refused::Silent),
         };
-        let answer = answer.map_err(|_| Refused::NoAnswer)?.map_err(|error| {
+        let late = |_| match is_silent {
+            true => Refused::Silent,
+            false => Refused::NoAnswer,
+        };
+        let answer = answer.map_err(late)?.map_err(|error| {
             // The proxy has not processed a stream reset with REFUSED_STREAM (RFC 9113, section 8.7), so the
             // request may be repeated on another connection.
             match error.is_reset() && error.reason() != Some(Reason::REFUSED_STREAM) {

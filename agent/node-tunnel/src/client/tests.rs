@@ -166,6 +166,19 @@ async fn request_moves_from_a_silent_connection_and_the_next_clients_avoid_it() 
 }
 
 #[tokio::test(start_paused = true)]
+async fn client_waits_while_all_connections_are_silent() {
+    let mut node = Node::start().await;
+    node.far.mute.notify_one();
+    let mut client = node.client();
+    node.far = node.proxy.next_connection().await;
+    node.far.mute.notify_one();
+    // Far longer than a connection needs to become silent.
+    sleep(Duration::from_secs(4)).await;
+    node.far.unmute.notify_one();
+    let _stream = node.carries(&mut client).await;
+}
+
+#[tokio::test(start_paused = true)]
 async fn first_client_bytes_wait_for_the_answer() {
     let mut node = Node::start().await;
     let mut client = node.client();

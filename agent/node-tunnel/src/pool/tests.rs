@@ -51,6 +51,8 @@ pub(crate) struct FarEnd {
     drain: Arc<Notify>,
     /// Silences the proxy's end but keeps the connection open.
     pub mute: Arc<Notify>,
+    /// Ends the silence.
+    pub unmute: Arc<Notify>,
 }
 
 impl Proxy {
@@ -121,7 +123,7 @@ impl FarEnd {
     fn start(stream: DuplexStream, script: &Script) -> Self {
         let (sender, streams) = mpsc::unbounded_channel();
         let inbound = Arc::<Inbound>::default();
-        let [drain, mute] = [(); 2].map(|()| Arc::<Notify>::default());
+        let [drain, mute, unmute] = [(); 3].map(|()| Arc::<Notify>::default());
         let max_streams = script.max_streams.load(Ordering::Relaxed);
         let driver = if script.mute.load(Ordering::Relaxed) {
             tokio::spawn(async move {
@@ -130,17 +132,16 @@ impl FarEnd {
             })
         } else {
             let (inbound, drain) = (inbound.clone(), drain.clone());
-            let (take, mute) = (
-                take(stream, inbound, max_streams, drain, sender),
-                mute.clone(),
-            );
+            let take = take(stream, inbound, max_streams, drain, sender);
+            let (mute, unmute) = (mute.clone(), unmute.clone());
             tokio::spawn(async move {
                 let mut take = pin!(take);
                 tokio::select! {
-                    () = &mut take => {}
+                    () = &mut take => return,
                     // Keeps the connection open.
-                    () = mute.notified() => pending().await,
+                    () = mute.notified() => unmute.notified().await,
                 }
+                take.await;
             })
         };
         Self {
@@ -149,6 +150,7 @@ impl FarEnd {
             driver,
             drain,
             mute,
+            unmute,
         }
     }
 
