@@ -370,8 +370,8 @@ impl Way {
         is_silent(&self.peer, self.ping)
     }
 
-    /// Resolves once the client is suspect: it sends nothing, not even an answer to a probe. Never resolves for
-    /// a client that sends no pings, because nothing would end the suspicion.
+    /// Resolves once the client is suspect: it does not answer a probe. Never resolves for a client that sends no pings,
+    /// because nothing would end the suspicion.
     pub(super) async fn suspect(&self) {
         match self.ping {
             Some(_) => self.silence.suspect(&self.peer).await,

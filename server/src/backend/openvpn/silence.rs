@@ -3,10 +3,13 @@
 //! The probe is an echo request from the server's VPN address to the client's. Kernels and Culvert agents answer
 //! echo requests, but a packet filter may prevent the answer. Only a client that has answered before can become
 //! suspect. The first probe therefore follows the handshake, and dials repeat it until the first answer.
+//!
+//! Only an answer ends the suspicion: a client that receives nothing still sends pings. Packets of a suspect client are the
+//! occasion for the next probe.
 
 use std::future::pending;
 use std::net::Ipv4Addr;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use culvert_openvpn::ip::{self, Icmp, Packet, Sum, kind, protocol};
 use culvert_openvpn_io::stream::Peer;
@@ -21,8 +24,10 @@ pub(super) struct Silence {
     /// Random data of the probe, which the answer repeats.
     token: [u8; 8],
     probe: Vec<u8>,
-    /// Set once the client has answered a probe.
-    answers: AtomicBool,
+    /// Number of answers of the client.
+    answers: AtomicU64,
+    /// State of [`Peer::heard`] at the last probe of the suspect client.
+    probed: AtomicU64,
     suspicion: Suspicion,
 }
 
@@ -34,14 +39,25 @@ impl Silence {
             client,
             token,
             probe: echo_request(server, client, token),
-            answers: AtomicBool::new(false),
+            answers: AtomicU64::new(0),
+            probed: AtomicU64::new(0),
             suspicion: Suspicion::none(),
         }
     }
 
-    /// Returns true if the client has not answered a probe, and has sent nothing since.
+    /// Returns true if the client has not answered a probe since the suspicion was raised. If the client has sent something
+    /// since the last probe, another probe follows.
     pub(super) fn is_suspect(&self, peer: &Peer) -> bool {
-        self.suspicion.is_raised(peer.heard())
+        let is_suspect = self.suspicion.is_raised(self.answers());
+        let heard = peer.heard();
+        if is_suspect && self.probed.swap(heard, Ordering::Relaxed) != heard {
+            self.probe(peer);
+        }
+        is_suspect
+    }
+
+    fn answers(&self) -> u64 {
+        self.answers.load(Ordering::Relaxed)
     }
 
     /// Sends a probe. A full link already has packets that the client answers.
@@ -49,15 +65,18 @@ impl Silence {
         peer.forward(&self.probe);
     }
 
-    /// Resolves once the client is suspect: it sends nothing, not even an answer to a probe. Never resolves for
-    /// a client without an earlier answer.
+    /// Resolves once the client is suspect: it does not answer a probe. Never resolves for a client without an earlier
+    /// answer.
     pub(super) async fn suspect(&self, peer: &Peer) {
-        let probe = || self.probe(peer);
-        if !self.answers.load(Ordering::Relaxed) {
+        let probe = || {
+            self.probed.store(peer.heard(), Ordering::Relaxed);
+            self.probe(peer);
+        };
+        if self.answers() == 0 {
             probe();
             return pending().await;
         }
-        self.suspicion.wait(|| peer.heard(), probe).await;
+        self.suspicion.wait(|| self.answers(), probe).await;
     }
 
     /// Handles a packet from the client to the server's address. Returns true for the answer to a probe.
@@ -69,7 +88,7 @@ impl Silence {
                     .is_ok_and(|icmp| icmp.kind() == kind::ECHO_REPLY && icmp.body() == self.token)
         });
         if is_answer {
-            self.answers.store(true, Ordering::Relaxed);
+            self.answers.fetch_add(1, Ordering::Relaxed);
         }
         is_answer
     }
@@ -116,8 +135,8 @@ pub(super) mod tests {
         assert!(!silence.input(&answer(&another.probe)));
         let behind = Silence::new(server, [172, 25, 0, 2].into());
         assert!(!silence.input(&answer(&behind.probe)));
-        assert!(!silence.answers.load(Ordering::Relaxed));
+        assert_eq!(silence.answers(), 0);
         assert!(silence.input(&answer(&silence.probe)));
-        assert!(silence.answers.load(Ordering::Relaxed));
+        assert_eq!(silence.answers(), 1);
     }
 }

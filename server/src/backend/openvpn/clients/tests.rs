@@ -278,7 +278,7 @@ impl Connected {
 }
 
 #[tokio::test(start_paused = true)]
-async fn client_that_answers_no_probe_gets_no_dials_until_its_next_packet() {
+async fn client_that_answers_no_probe_gets_no_dials_until_it_answers_one() {
     let world = World::new(|_| {});
     world.file("user", "iroute 172.25.0.0 255.255.0.0\n");
     let old = world.connect("user");
@@ -297,7 +297,15 @@ async fn client_that_answers_no_probe_gets_no_dials_until_its_next_packet() {
     drop(old);
     assert_eq!(world.clients.health(), Health::Doubtful);
     assert_eq!(world.way("172.25.3.4"), Some(new.admission.id));
+    assert_eq!(new.probes().len(), 0);
+    // A client that receives nothing may still send.
+    tokio::time::advance(Duration::from_secs(1)).await;
     new.streams.heard(now());
+    assert_eq!(world.clients.health(), Health::Doubtful);
+    assert_eq!(world.clients.health(), Health::Doubtful);
+    let probes = new.probes();
+    assert_eq!(probes.len(), 1);
+    assert!(new.admission.silence.input(&answer(&probes[0])));
     assert_eq!(world.clients.health(), Health::Healthy);
 }
 
