@@ -116,7 +116,7 @@ impl Run {
     }
 }
 
-/// Runs the load and prints the result. Returns true without wrong bytes and without unexplained failures.
+/// Runs the load and prints the result. Returns true if the result is clean, see [`Outcome::is_clean`].
 pub(crate) async fn run(options: Options) -> anyhow::Result<bool> {
     let programs = Programs::find()?;
     let seed = options.seed.unwrap_or_else(new_seed);

@@ -25,7 +25,10 @@ use crate::sockets;
 const PATHS: [Path; 2] = [Path::Connect, Path::Grpc];
 
 const SERVERS: [&str; 2] = ["server 0", "server 1"];
-const AGENTS: [&str; 3] = ["agent 0", "agent 1", "stock agent"];
+const AGENTS: [&str; 3] = ["agent 0", "agent 1", STOCK];
+
+/// Name of the stock agent.
+pub(super) const STOCK: &str = "stock agent";
 
 /// Number of agents of ours.
 const OURS: usize = 2;

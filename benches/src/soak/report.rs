@@ -7,6 +7,7 @@ use std::time::Duration;
 use serde_json::{Value, json};
 
 use crate::report::{Machine, number};
+use crate::soak::konnectivity::STOCK;
 use crate::soak::ledger::Account;
 use crate::soak::lives::Trend;
 
@@ -14,6 +15,9 @@ use crate::soak::lives::Trend;
 const FLAT_KIB: f64 = 512.0;
 const FLAT_DESCRIPTORS: f64 = 1.0;
 const ENOUGH: f64 = 3.0;
+
+/// Verdict of a program that is not flat.
+const GROWS: &str = "GROWS";
 
 /// The result of a run. `Display` prints the tables.
 #[derive(Debug)]
@@ -31,9 +35,11 @@ pub(super) struct Outcome {
 }
 
 impl Outcome {
-    /// Returns true without wrong bytes and without unexplained failures.
+    /// Returns true without wrong bytes, without unexplained failures, and if no program of ours grows.
     pub(super) fn is_clean(&self) -> bool {
-        self.account.wrong.is_empty() && self.account.failures.is_empty()
+        let mut trends = self.trends.iter();
+        let grows = trends.any(|(program, trend)| program != STOCK && verdict(trend) == GROWS);
+        self.account.wrong.is_empty() && self.account.failures.is_empty() && !grows
     }
 
     /// Returns the result as JSON.
@@ -91,7 +97,7 @@ fn verdict(trend: &Trend) -> &'static str {
     } else if kib <= FLAT_KIB && descriptors <= FLAT_DESCRIPTORS {
         "flat"
     } else {
-        "GROWS"
+        GROWS
     }
 }
 
@@ -206,6 +212,7 @@ mod tests {
         outcome.account.wrong.clear();
         outcome.account.failures.push("it hung".to_owned());
         assert!(!outcome.is_clean());
+        assert!(!self::outcome(trend(8.0, 9999.0)).is_clean());
         assert!(outcome.to_string().contains("FAILED it hung"));
         let json = outcome.json();
         assert_eq!(
