@@ -4,7 +4,6 @@
 //! stock program's rules. Tests and embedders fill in the fields directly and may use port 0 for listeners.
 
 mod flags;
-mod identifiers;
 mod openvpn;
 #[cfg(test)]
 mod tests;

@@ -1,6 +1,6 @@
 //! A native connection to one server. Accepts the server's streams; see [`culvert_native`].
 
-use std::future::poll_fn;
+use std::future::{pending, poll_fn};
 use std::pin::pin;
 use std::sync::Arc;
 
@@ -10,12 +10,11 @@ use culvert_host::net::listen::reset_on_close;
 use culvert_host::telemetry::metrics::GaugeGuard;
 use culvert_konnectivity::message::PacketType;
 use culvert_konnectivity::metrics::Segment;
+use culvert_native::control::{self, Control};
 use culvert_native::halves::{Chunk, NativeSink, NativeSource, halves};
 use culvert_native::link::{Incoming, Taker};
 use culvert_native::window::Inbound;
-use culvert_native::{
-    ADDRESS_HEADER, CONTROL_PATH, DRAIN, ERROR_HEADER, NETWORK_HEADER, decode, encode,
-};
+use culvert_native::{ADDRESS_HEADER, CONTROL_PATH, ERROR_HEADER, NETWORK_HEADER, decode, encode};
 use culvert_stream::connection::run_connection;
 use culvert_stream::io::{ReadSource, WriteSink, linger_close};
 use culvert_stream::{CloseReason, Dial, HALF_OPEN_IDLE, log_closed};
@@ -23,9 +22,11 @@ use h2::server::SendResponse;
 use http::{Method, Request, Response, StatusCode};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
+use tokio::sync::watch;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tonic::Code;
+use tracing::{debug, info};
 
 use crate::agent::Agent;
 
@@ -35,6 +36,17 @@ pub(crate) struct NativeServer {
     inbound: Arc<Inbound>,
     drained: CancellationToken,
     ended: CancellationToken,
+    notices: watch::Sender<Notices>,
+}
+
+/// Latest notices of a server about itself and its replicas.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Notices {
+    /// True if the server stops soon. The agent keeps its connections to this server, and searches for another
+    /// server.
+    pub draining: bool,
+    /// Number of servers, if it has changed since the introduction.
+    pub servers: Option<i64>,
 }
 
 impl NativeServer {
@@ -49,7 +61,13 @@ impl NativeServer {
             inbound,
             drained: CancellationToken::new(),
             ended,
+            notices: watch::Sender::default(),
         })
+    }
+
+    /// Returns the latest notices of the server.
+    pub(crate) fn notices(&self) -> Notices {
+        *self.notices.borrow()
     }
 
     /// Requests that the server prefer other agents.
@@ -87,27 +105,48 @@ impl NativeServer {
     async fn serve(self: Arc<Self>, (request, mut respond): Incoming) {
         match (request.method(), request.uri().path()) {
             (&Method::CONNECT, _) => self.connect(request, respond).await,
-            (&Method::GET, CONTROL_PATH) => self.control(respond).await,
+            (&Method::GET, CONTROL_PATH) => self.control(request.into_body(), respond).await,
             // A request type that this version does not know.
             _ => drop(respond.send_response(status(StatusCode::NOT_FOUND), true)),
         }
     }
 
-    /// Answers the control stream; sends the drain notice once the agent drains.
-    async fn control(&self, mut respond: SendResponse<Chunk>) {
-        let Ok(mut words) = respond.send_response(status(StatusCode::OK), false) else {
+    /// Serves the control stream, until the connection ends.
+    async fn control(&self, inbound: h2::RecvStream, mut respond: SendResponse<Chunk>) {
+        let Ok(mut outbound) = respond.send_response(status(StatusCode::OK), false) else {
             return;
         };
-        tokio::select! {
-            () = self.drained.cancelled() => {
-                self.count(Segment::FromAgent, PacketType::Drain);
-                let word = Chunk::detached(Bytes::from(format!("{DRAIN}\n")));
-                let _ = words.send_data(word, false);
-                // Keep the stream open: a closed control stream would mean the end of the connection.
-                self.ended.cancelled().await;
+        let receive = async {
+            if let Err(error) = control::receive(inbound, |message| self.on_control(message)).await
+            {
+                debug!(%error, "the control stream ended");
             }
+        };
+        let send = async {
+            self.drained.cancelled().await;
+            self.count(Segment::FromAgent, PacketType::Drain);
+            let _ = outbound.send_data(Chunk::detached(Control::Drain.to_line()), false);
+        };
+        // The stream stays open, because the end of the control stream means the end of the connection.
+        tokio::select! {
+            _ = async { tokio::join!(receive, send, pending::<()>()) } => {}
             () = self.ended.cancelled() => {}
         }
+    }
+
+    fn on_control(&self, message: Control) {
+        match message {
+            Control::Drain => info!("the server drains"),
+            Control::Servers(count) => debug!(count, "the server knows another number of servers"),
+        }
+        self.notices.send_if_modified(|notices| {
+            let before = *notices;
+            match message {
+                Control::Drain => notices.draining = true,
+                Control::Servers(count) => notices.servers = Some(count),
+            }
+            *notices != before
+        });
     }
 
     fn count(&self, segment: Segment, packet: PacketType) {

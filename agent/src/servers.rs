@@ -17,7 +17,7 @@ use crate::agent::Agent;
 use crate::config::Config;
 use crate::connect::{Connected, Connector, Transport};
 use crate::metrics::ServerDirection;
-use crate::native::NativeServer;
+use crate::native::{NativeServer, Notices};
 use crate::packet::ServerStream;
 
 /// Growth factor of the pause after each failure, as in upstream.
@@ -56,6 +56,18 @@ enum Outcome {
     Failed,
 }
 
+// === impl Stream ===
+
+impl Stream {
+    /// Returns the notices of a Culvert server.
+    fn notices(&self) -> Option<Notices> {
+        match self {
+            Self::Packet(_) => None,
+            Self::Native(server) => Some(server.notices()),
+        }
+    }
+}
+
 // === impl Servers ===
 
 impl Servers {
@@ -70,6 +82,22 @@ impl Servers {
     /// Returns the number of connected servers.
     pub(crate) fn count(&self) -> usize {
         self.streams.lock().len()
+    }
+
+    /// Returns the number of connected servers that do not drain.
+    fn staying(&self) -> usize {
+        let streams = self.streams.lock();
+        let stays = |stream: &&Stream| !stream.notices().is_some_and(|notices| notices.draining);
+        streams.values().filter(stays).count()
+    }
+
+    /// Returns the largest number of servers that connected servers have reported after their introduction.
+    fn pushed_count(&self) -> Option<i64> {
+        let streams = self.streams.lock();
+        let counts = streams
+            .values()
+            .filter_map(|stream| stream.notices()?.servers);
+        counts.max()
     }
 
     /// Requests that every server prefer other agents.
@@ -193,7 +221,10 @@ impl Sync {
     }
 
     async fn step(&mut self, last_failure: &mut String) -> Outcome {
-        let connected = i64::try_from(self.servers.count()).unwrap_or(i64::MAX);
+        if let Some(count) = self.servers.pushed_count() {
+            self.announce(count.max(1));
+        }
+        let connected = i64::try_from(self.servers.staying()).unwrap_or(i64::MAX);
         if !self.forever && connected >= self.announced {
             return Outcome::Duplicate;
         }
@@ -220,8 +251,7 @@ impl Sync {
         }
     }
 
-    /// Stores the announced number of servers. Only called for added servers: the number from a duplicate may
-    /// be stale.
+    /// Stores the announced number of servers. Never called for a duplicate's introduction, which may be stale.
     fn announce(&mut self, count: i64) {
         if count != self.announced {
             info!(

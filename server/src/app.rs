@@ -3,9 +3,11 @@
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::Context as _;
 use culvert_host::admin;
+use culvert_host::net::connect;
 use culvert_host::net::listen::{Accepted, Keepalive, Listener};
 use culvert_host::net::networks::Networks;
 use culvert_host::net::readahead::ReadAhead;
@@ -20,21 +22,25 @@ use culvert_kube::tokens::Tokens;
 use culvert_native as native;
 use culvert_native::window::OPENER_HELD_BYTES;
 use tokio::net::TcpListener;
+use tokio::sync::{Semaphore, watch};
+use tokio::time::{Instant, sleep};
 use tokio_rustls::TlsAcceptor;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
-use tracing::info;
+use tracing::{info, warn};
 
 use crate::backend::agent::{self, Limits};
+use crate::backend::announced::Announced;
 use crate::backend::identity::AgentPeer;
 use crate::backend::konnectivity::Konnectivity;
+use crate::backend::registry::AgentLimits;
 use crate::backend::service::Agents;
 use crate::backend::{Registry, Tunnel, openvpn};
 use crate::config::{self, Config, Mode};
 use crate::frontend::{Frontend, grpc, grpc::Proxy, http_connect};
 use crate::listener::{AGENT_WINDOW_BYTES, CLIENT_WINDOW_BYTES, ListenerContext};
-use crate::metrics::{self, ServerMetrics, ServiceMethod, Strategy};
-use crate::router::Router;
+use crate::metrics::{self, RejectReason, ServerMetrics, ServiceMethod};
+use crate::router::{DialLimits, Router};
 use crate::switch::driver::{self, Driver, Switcher};
 use crate::switch::pages;
 use crate::switch::start::Start;
@@ -44,6 +50,16 @@ const HTTP_SEND_BYTES: usize = 400 * 1024;
 
 /// Body of `/readyz` while no peer is connected; the text is upstream's.
 const NOT_READY: &str = "no connection to any proxy agent";
+
+/// Body of `/readyz` while the server drains.
+const DRAINING: &str = "this server drains: it stops soon";
+
+/// Time without a dial after which a draining server ends. Kubernetes needs some seconds to remove a server that is
+/// not ready from its Service.
+const DRAIN_LINGER: Duration = Duration::from_secs(5);
+
+/// Interval between two looks at the number of connections of a draining server.
+const DRAIN_CHECK: Duration = Duration::from_millis(100);
 
 /// Addresses of a bound server's listeners.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -93,7 +109,7 @@ impl Bound {
     pub async fn bind(config: Config) -> anyhow::Result<Self> {
         let shards = Shards::start(config.worker_threads)
             .context("cannot start --worker-threads threads")?;
-        let metrics = Arc::new(ServerMetrics::new(&[Strategy::Default])?);
+        let metrics = Arc::new(ServerMetrics::new(&config.strategies)?);
         let agent_files = &config.agent_listener;
         let agent_ca = agent_files.ca.as_ref().map(TrustBundle::load).transpose()?;
         let identity = Identity::load(&agent_files.cert, &agent_files.key)
@@ -108,7 +124,12 @@ impl Bound {
             Some(auth) => Some(Arc::new(Tokens::new(auth.clone()).await?)),
             None => None,
         };
-        let registry = Registry::new(metrics.clone());
+        let agent_limits = AgentLimits {
+            agents: config.limits.agents.unwrap_or(usize::MAX),
+            connections: config.limits.connections_per_agent.unwrap_or(usize::MAX),
+        };
+        let strategies = config.strategies.clone();
+        let registry = Registry::new(strategies, agent_limits, metrics.clone());
         let timeout = config.backend_dial_timeout;
         let konnectivity = Konnectivity::new(registry.clone(), timeout);
         let destinations = Arc::new(config.destinations.clone());
@@ -121,13 +142,12 @@ impl Bound {
         };
         let clients = openvpn.as_ref().map(|bound| bound.tunnel.clone());
         let clients = clients.map(|tunnel| tunnel as Arc<dyn Tunnel>);
-        let router = Router::new(
-            konnectivity,
-            clients,
+        let limits = DialLimits {
             timeout,
+            pending: config.limits.pending_dials,
             destinations,
-            metrics.clone(),
-        );
+        };
+        let router = Router::new(konnectivity, clients, limits, metrics.clone());
         let start = Start::read(config.switch.clone())?;
         let (switcher, driver) = driver::start(start, router.clone(), metrics.clone())?;
         let (frontend, frontend_tls) = bind_frontend(&config).await?;
@@ -187,17 +207,23 @@ impl Bound {
         })
     }
 
-    /// Serves until the token fires, then closes the remaining connections and waits for every task.
-    pub async fn run(self, shutdown: CancellationToken) {
+    /// Serves until `drain` fires and the connections have ended or `--graceful-shutdown-timeout` has passed. Then
+    /// closes the remaining connections and waits for every task.
+    pub async fn run(self, drain: CancellationToken) {
+        let shutdown = CancellationToken::new();
         let shards = self.shards;
         let tasks = TaskTracker::new();
         let metrics = self.metrics;
         let config = self.config;
         let (router, switcher) = (self.router, self.switcher);
+        let announce = watch::Sender::new(Announced {
+            servers: config.server_count,
+            draining: false,
+        });
         let agents = Agents {
             registry: self.registry,
             server_id: config.server_id.clone(),
-            server_count: config.server_count,
+            announced: announce.subscribe(),
             limits: Limits {
                 connection_bytes: connection_bytes(config.xfr_channel_size),
                 stall: config.stall_timeout,
@@ -259,6 +285,7 @@ impl Bound {
             config.mode,
             frontend_context,
             frontend,
+            config.limits.frontend_connections,
             shards.clone(),
         );
         spawn_essential(&tasks, "front end", &shutdown, frontend);
@@ -272,9 +299,16 @@ impl Bound {
         let page = metrics.registry().clone();
         let upkeep = page.clone().run_upkeep(shutdown.clone());
         spawn_essential(&tasks, "metrics", &shutdown, upkeep);
+        let drained = drained(router.clone(), config.graceful_shutdown_timeout);
+        let draining = drain.clone();
+        let not_ready = move || match (draining.is_cancelled(), router.has_peer()) {
+            (true, _) => Some(DRAINING),
+            (false, false) => Some(NOT_READY),
+            (false, true) => None,
+        };
         let health = admin::Routes::new()
             .with_healthz()
-            .with_server_readyz(move || (!router.is_ready()).then_some(NOT_READY))
+            .with_server_readyz(not_ready)
             .with_metrics(page.clone());
         let pages = || admin::Routes::new().with_metrics(page.clone());
         let admin_routes = match &self.admin {
@@ -291,10 +325,39 @@ impl Bound {
         spawn_essential(&tasks, "health", &shutdown, serve);
         let serve = admin::serve(self.admin, admin_routes, shutdown.clone());
         spawn_essential(&tasks, "admin", &shutdown, serve);
-        shutdown.cancelled().await;
+        drain.cancelled().await;
+        announce.send_modify(|announced| announced.draining = true);
+        drained.await;
         info!("stopping");
+        shutdown.cancel();
         tasks.close();
         tasks.wait().await;
+    }
+}
+
+/// Waits until no dial or connection has existed for [`DRAIN_LINGER`], at most for `timeout`.
+async fn drained(router: Arc<Router>, timeout: Duration) {
+    if timeout.is_zero() {
+        return;
+    }
+    router.drain();
+    info!(?timeout, connections = router.in_use(), "draining");
+    let linger = DRAIN_LINGER.min(timeout);
+    let idle = async {
+        let mut busy = Instant::now();
+        while busy.elapsed() < linger {
+            sleep(DRAIN_CHECK).await;
+            if router.in_use() > 0 {
+                busy = Instant::now();
+            }
+        }
+    };
+    match tokio::time::timeout(timeout, idle).await {
+        Ok(()) => info!("drained"),
+        Err(_) => warn!(
+            connections = router.in_use(),
+            "--graceful-shutdown-timeout has passed: closing the connections that are still open"
+        ),
     }
 }
 
@@ -350,11 +413,19 @@ async fn serve_frontend(
     mode: Mode,
     context: Arc<ListenerContext>,
     frontend: Arc<Frontend>,
+    max_connections: Option<usize>,
     shards: Arc<Shards>,
 ) {
     let service = Proxy::new(frontend.clone());
     let (tasks, shutdown) = (context.tasks.clone(), context.shutdown.clone());
+    let max_connections = max_connections.map_or(Semaphore::MAX_PERMITS, |max| {
+        max.min(Semaphore::MAX_PERMITS)
+    });
+    let permits = Arc::new(Semaphore::new(max_connections));
     let handle = |accepted| {
+        let Ok(permit) = permits.clone().try_acquire_owned() else {
+            return refuse_client(&context, mode, accepted, max_connections);
+        };
         let (context, frontend, service) = (context.clone(), frontend.clone(), service.clone());
         let Some(shard) = frontend.router.shard().or_else(Shards::current) else {
             return;
@@ -365,6 +436,7 @@ async fn serve_frontend(
             &tasks,
             accepted,
             move |accepted| async move {
+                let _permit = permit;
                 match (accepted, mode) {
                     (Accepted::Unix(stream), Mode::Grpc) => {
                         let stream = AuthorityStream::new(ReadAhead::new(stream));
@@ -409,6 +481,23 @@ async fn serve_frontend(
         );
     };
     listener.serve(shutdown, handle).await;
+}
+
+/// Refuses a client beyond the limit of connections. Clients of CONNECT on a Unix socket receive the reason;
+/// others have no protocol for the reason before TLS or HTTP/2.
+fn refuse_client(context: &ListenerContext, mode: Mode, accepted: Accepted, limit: usize) {
+    let why = format!("{limit} clients are connected, the limit of --max-frontend-connections");
+    let peer = match accepted {
+        Accepted::Unix(stream) => {
+            if mode == Mode::HttpConnect {
+                // A new socket has room for the answer.
+                let _ = stream.try_write(&connect::failure(503, &why));
+            }
+            "unix".to_owned()
+        }
+        Accepted::Tcp(_, peer) => peer.to_string(),
+    };
+    context.reject(RejectReason::TooManyConnections, &peer, &why);
 }
 
 async fn serve_agents(

@@ -24,6 +24,7 @@ use flags::Flags;
 
 use crate::backend::identity::AgentIdFrom;
 use crate::backend::openvpn::settings::Settings as Openvpn;
+use crate::metrics::Strategy;
 use crate::switch;
 
 /// Name of the program in usage texts and log file names.
@@ -66,6 +67,12 @@ pub struct Config {
     pub server_id: String,
     /// Number of servers announced to agents, sent as is, even if zero or negative. Default 1.
     pub server_count: i64,
+    /// Strategies for choosing an agent, in the order of preference. Default `default`.
+    pub strategies: Vec<Strategy>,
+    /// Limits for clients, agents and dials.
+    pub limits: Limits,
+    /// Longest time for connections to end after the first signal. Zero, the default, ends them at once.
+    pub graceful_shutdown_timeout: Duration,
     /// TLS limits of both TLS listeners.
     pub tls: TlsOptions,
     /// Packets buffered per agent stream and per front-end stream. Default 10, at most [`XFR_CHANNEL_SIZE_MAX`].
@@ -100,6 +107,19 @@ pub enum Mode {
     Grpc,
     /// `http-connect`: HTTP/1.1 CONNECT.
     HttpConnect,
+}
+
+/// Limits for clients, agents and dials. `None` means no limit.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Limits {
+    /// Client connections at the front end. Default 100,000.
+    pub frontend_connections: Option<usize>,
+    /// Agent connections. Default 10,000.
+    pub agents: Option<usize>,
+    /// Dials and connections of one agent connection. Default 50,000.
+    pub connections_per_agent: Option<usize>,
+    /// Dials that wait for an answer. Default 10,000.
+    pub pending_dials: Option<usize>,
 }
 
 /// Listener for kube-apiserver.
@@ -183,6 +203,9 @@ impl Config {
             frontend_keepalive_time,
             server_id,
             server_count,
+            strategies,
+            limits,
+            graceful_shutdown_timeout,
             tls,
             xfr_channel_size,
             excess_buffer_bytes,
@@ -192,6 +215,7 @@ impl Config {
             logging,
             warnings: _,
         } = self;
+        let strategies: Vec<&str> = strategies.iter().map(|s| s.as_str()).collect();
         let duration = |value: &Duration| GoDuration::from(*value);
         let dial_timeout = backend_dial_timeout.unwrap_or_default();
         let mut lines = vec![format!("mode={}", mode.name())];
@@ -216,6 +240,7 @@ impl Config {
             ),
             format!("server-id={server_id}"),
             format!("server-count={server_count}"),
+            format!("proxy-strategies={}", strategies.join(",")),
             format!("tls-min-version={}", tls.min_version.name()),
             format!("cipher-suites={}", tls.cipher_suites.join(",")),
             format!("xfr-channel-size={xfr_channel_size}"),
@@ -223,7 +248,12 @@ impl Config {
             format!("stall-timeout={}", duration(stall_timeout)),
             format!("worker-threads={worker_threads}"),
             format!("backend-dial-timeout={}", duration(&dial_timeout)),
+            format!(
+                "graceful-shutdown-timeout={}",
+                duration(graceful_shutdown_timeout)
+            ),
         ]);
+        lines.extend(limits.describe());
         if let Some(files) = admin_tls {
             lines.extend([
                 format!("admin-cert={}", files.cert.display()),
@@ -261,6 +291,26 @@ impl Config {
 fn shown(path: &Option<PathBuf>) -> String {
     let path = path.as_deref().unwrap_or(Path::new(""));
     path.display().to_string()
+}
+
+// === impl Limits ===
+
+impl Limits {
+    fn describe(&self) -> [String; 4] {
+        let Self {
+            frontend_connections,
+            agents,
+            connections_per_agent,
+            pending_dials,
+        } = self;
+        [
+            ("max-frontend-connections", frontend_connections),
+            ("max-agents", agents),
+            ("max-connections-per-agent", connections_per_agent),
+            ("max-pending-dials", pending_dials),
+        ]
+        .map(|(flag, limit)| format!("{flag}={}", limit.unwrap_or(0)))
+    }
 }
 
 // === impl Mode, Frontend ===

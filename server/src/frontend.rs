@@ -125,6 +125,11 @@ impl Frontend {
                 "no OpenVPN client with a route to the address is connected: check that the client runs, \
                  reaches this server's OpenVPN port, and trusts its certificate"
             ),
+            DialError::TooManyDials(limit) => warn!(
+                limit,
+                "dial refused: too many dials wait for an answer; check that agents answer, or raise \
+                 --max-pending-dials"
+            ),
             DialError::Denied(_) => warn!(address = dial.address, %error, "dial denied"),
             error => debug!(address = dial.address, %error, "dial failed"),
         }

@@ -48,7 +48,8 @@ label_values! {
 }
 
 label_values! {
-    /// Strategy for choosing a backend.
+    /// Strategy for choosing an agent, a value of `--proxy-strategies`. `Cidr` is ours; upstream reads the
+    /// identifiers and never uses them.
     pub enum Strategy("proxy_strategy") {
         /// Any agent.
         Default = "default",
@@ -56,6 +57,8 @@ label_values! {
         DestHost = "destHost",
         /// An agent that registered itself as default route.
         DefaultRoute = "defaultRoute",
+        /// The agent that registered the longest network with the destination address.
+        Cidr = "cidr",
     }
 }
 
@@ -78,6 +81,8 @@ label_values! {
         FrontendClose = "frontend_close",
         /// The policy for destinations denied the dial.
         Denied = "denied",
+        /// Too many dials waited for an answer.
+        TooManyDials = "too_many_dials",
     }
 }
 

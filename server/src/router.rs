@@ -6,6 +6,7 @@ pub(crate) mod route;
 mod slot;
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use culvert_host::net::destinations::Destinations;
@@ -13,6 +14,7 @@ use culvert_host::net::literal::check_literal;
 use culvert_host::runtime::shards::ShardId;
 use culvert_stream::Dial;
 use parking_lot::Mutex;
+use tokio::sync::Semaphore;
 use tokio::time::{Instant, sleep};
 use tracing::debug;
 
@@ -40,7 +42,23 @@ pub(crate) struct Router {
     /// Value of `--backend-dial-timeout`.
     dial_timeout: Option<Duration>,
     destinations: Arc<Destinations>,
+    /// One permit for each further dial.
+    permits: Semaphore,
+    /// Value of `--max-pending-dials`.
+    max_dials: usize,
+    draining: AtomicBool,
     metrics: Arc<ServerMetrics>,
+}
+
+/// Limits for the dials of a router.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct DialLimits {
+    /// Value of `--backend-dial-timeout`; `None` means [`MAX_DIAL`].
+    pub timeout: Option<Duration>,
+    /// Value of `--max-pending-dials`; `None` means no limit.
+    pub pending: Option<usize>,
+    /// Destinations that clients may dial.
+    pub destinations: Arc<Destinations>,
 }
 
 /// Counts a dial whose future is dropped before the outcome: its client has left.
@@ -51,16 +69,17 @@ struct Unfinished<'a> {
 
 impl Router {
     /// Creates a router over the tunnel of agents and, if present, the OpenVPN tunnel. The first route is
-    /// the tunnel of agents alone. [`MAX_DIAL`] bounds a dial if `dial_timeout` is `None`. Dials of addresses are
-    /// checked with `destinations` before a tunnel is chosen.
+    /// the tunnel of agents alone. Dials of addresses are checked with the permitted destinations before a tunnel
+    /// is chosen.
     pub(crate) fn new(
         konnectivity: Arc<dyn Tunnel>,
         openvpn: Option<Arc<dyn Tunnel>>,
-        dial_timeout: Option<Duration>,
-        destinations: Arc<Destinations>,
+        limits: DialLimits,
         metrics: Arc<ServerMetrics>,
     ) -> Arc<Self> {
         let switchable = openvpn.is_some();
+        let max_dials = limits.pending.unwrap_or(usize::MAX);
+        let max_dials = max_dials.min(Semaphore::MAX_PERMITS);
         let slot = |kind, tunnel| TunnelSlot {
             kind,
             tunnel,
@@ -70,8 +89,11 @@ impl Router {
             konnectivity: slot(Kind::Konnectivity, konnectivity),
             openvpn: openvpn.map(|tunnel| slot(Kind::Openvpn, tunnel)),
             route: Mutex::new(Route::only(Kind::Konnectivity)),
-            dial_timeout,
-            destinations,
+            dial_timeout: limits.timeout,
+            destinations: limits.destinations,
+            permits: Semaphore::new(max_dials),
+            max_dials,
+            draining: AtomicBool::new(false),
             metrics,
         })
     }
@@ -87,16 +109,7 @@ impl Router {
             finished: false,
         };
         let deadline = started + self.dial_timeout.unwrap_or(MAX_DIAL);
-        let denied = check_literal(&self.destinations, &dial.address).err();
-        let outcome = match (denied, &self.openvpn) {
-            (Some(denial), _) => Err(DialError::denied(dial, denial)),
-            (None, Some(_)) => self.dial_either(dial, deadline).await,
-            (None, None) => {
-                let TunnelSlot { tunnel, usage, .. } = &self.konnectivity;
-                let guard = usage.begin();
-                guard.settle(tunnel.dial(dial, deadline).await)
-            }
-        };
+        let outcome = self.dial_before(dial, deadline).await;
         unfinished.finished = true;
         match &outcome {
             Ok(_) => {
@@ -110,6 +123,21 @@ impl Router {
             }
         }
         outcome
+    }
+
+    async fn dial_before(&self, dial: &Dial, deadline: Instant) -> Result<Connection, DialError> {
+        if let Err(denial) = check_literal(&self.destinations, &dial.address) {
+            return Err(DialError::denied(dial, denial));
+        }
+        let Ok(_permit) = self.permits.try_acquire() else {
+            return Err(DialError::TooManyDials(self.max_dials));
+        };
+        if self.openvpn.is_some() {
+            return self.dial_either(dial, deadline).await;
+        }
+        let TunnelSlot { tunnel, usage, .. } = &self.konnectivity;
+        let guard = usage.begin();
+        guard.settle(tunnel.dial(dial, deadline).await)
     }
 
     async fn dial_either(&self, dial: &Dial, deadline: Instant) -> Result<Connection, DialError> {
@@ -231,8 +259,28 @@ impl Router {
             .collect()
     }
 
+    /// Returns the number of dials and connections of all tunnels.
+    pub(crate) fn in_use(&self) -> usize {
+        let slots = [Some(&self.konnectivity), self.openvpn.as_ref()];
+        slots
+            .into_iter()
+            .flatten()
+            .map(|slot| slot.usage.in_use())
+            .sum()
+    }
+
+    /// Marks the server as draining, for the status. Dials are still served.
+    pub(crate) fn drain(&self) {
+        self.draining.store(true, Ordering::Relaxed);
+    }
+
+    /// Returns true if the server drains.
+    pub(crate) fn is_draining(&self) -> bool {
+        self.draining.load(Ordering::Relaxed)
+    }
+
     /// Returns true if a tunnel of the route has a peer for new dials.
-    pub(crate) fn is_ready(&self) -> bool {
+    pub(crate) fn has_peer(&self) -> bool {
         let route = self.route();
         [Some(route.first), route.second()]
             .into_iter()
@@ -255,6 +303,7 @@ impl DialError {
             Self::NoAgent | Self::NoClient => Some(DialFailureReason::NoAgent),
             Self::Uncarried(_) => Some(DialFailureReason::ErrorResponse),
             Self::Denied(_) => Some(DialFailureReason::Denied),
+            Self::TooManyDials(_) => Some(DialFailureReason::TooManyDials),
             Self::Stream(StreamDialError::AgentLost) => Some(DialFailureReason::BackendClose),
             Self::Stream(StreamDialError::NotSent | StreamDialError::TimedOut) => {
                 Some(DialFailureReason::BackendDialTimeout)

@@ -40,8 +40,10 @@ label_values! {
 pub enum Health {
     /// No peer is connected.
     Absent,
-    /// Every connected peer drains, or has not answered for too long.
+    /// No connected peer has answered for too long.
     Doubtful,
+    /// Every peer that answers drains: it still accepts connections, and stops soon.
+    Draining,
     /// A peer is ready.
     Healthy,
 }
@@ -104,6 +106,7 @@ impl Health {
         match self {
             Self::Absent => "no peer",
             Self::Doubtful => "doubtful",
+            Self::Draining => "draining",
             Self::Healthy => "healthy",
         }
     }

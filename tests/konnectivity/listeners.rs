@@ -12,7 +12,7 @@ use tokio::net::TcpStream;
 use crate::searching::Lone;
 use crate::support::*;
 
-async fn get(addr: SocketAddr, path: &str) -> (u16, String) {
+pub(crate) async fn get(addr: SocketAddr, path: &str) -> (u16, String) {
     let (status, _, body) = timely(path, http_get(addr, path)).await.unwrap();
     (status.as_u16(), String::from_utf8_lossy(&body).into_owned())
 }

@@ -7,6 +7,7 @@ use culvert_kit::services::Services;
 use culvert_tests::{Executable, Mode, Signal, Topology, Transport, black_hole, eventually};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 
+use crate::listeners::get;
 use crate::searching::Lone;
 use crate::support::*;
 
@@ -170,4 +171,72 @@ async fn agent_waiting_for_a_silent_server_exits_on_a_signal() {
     lone.program().signal(Signal::TERM);
     let status = lone.program().wait_exit(Duration::from_secs(15)).await;
     assert_eq!(status.code(), Some(0));
+}
+
+/// Starts a server that drains for up to `grace`, with an agent.
+async fn draining_server(mode: Mode, grace: &str) -> Topology {
+    let grace = format!("--graceful-shutdown-timeout={grace}");
+    let builder = Topology::builder(mode, Transport::Uds);
+    let builder = builder.server(Executable::Ours, &[&grace]);
+    builder.agents(1).start().await
+}
+
+#[tokio::test]
+async fn draining_server_serves_until_its_connections_have_ended() {
+    let services = Services::start().await.unwrap();
+    for mode in MODES {
+        let mut topology = draining_server(mode, "10m").await;
+        let mut innocent = Innocent::open(&topology, services.raw).await;
+        topology.server(0).signal(Signal::TERM);
+        topology.server(0).wait_for_log("draining", LIMIT).await;
+        let health = topology.server_health(0);
+        let (status, body) = get(health, "/readyz").await;
+        assert_eq!((status, body.contains("drains")), (500, true), "{body}");
+        assert_eq!(get(health, "/healthz").await.0, 200);
+        topology
+            .agent(0)
+            .wait_for_log("the server drains", LIMIT)
+            .await;
+        // New dials are served, also over new client connections.
+        let late = Innocent::open(&topology, services.raw).await;
+        innocent.still_echoes("a late dial").await;
+        drop(late);
+        server_shows(&topology, "established_connections", &[], 1.0).await;
+        assert_eq!(topology.server(0).exited(), None);
+        drop(innocent);
+        let status = topology.server(0).wait_exit(LIMIT).await;
+        assert_eq!(status.code(), Some(0), "{}", topology.server(0).log());
+        assert!(topology.server(0).log().contains("drained"));
+    }
+}
+
+#[tokio::test]
+async fn drain_of_a_server_ends_at_its_timeout_with_the_upstream_exit_code() {
+    let services = Services::start().await.unwrap();
+    // k0s passes 1ns to end the server at once.
+    for grace in ["1ns", "1s"] {
+        let mut topology = draining_server(Mode::HttpConnect, grace).await;
+        let mut stream = open(&topology, &services.raw.to_string()).await;
+        stream.write_all(b"echo\nx").await.unwrap();
+        assert_eq!(timely("an echo", stream.read_u8()).await.unwrap(), b'x');
+        topology.server(0).signal(Signal::TERM);
+        assert_eq!(topology.server(0).wait_exit(LIMIT).await.code(), Some(0));
+        let log = topology.server(0).log();
+        assert!(
+            log.contains("--graceful-shutdown-timeout has passed"),
+            "{log}"
+        );
+        assert!(read_rest(&mut stream).await.is_empty());
+    }
+}
+
+#[tokio::test]
+async fn second_signal_ends_the_drain_of_a_server() {
+    let services = Services::start().await.unwrap();
+    let mut topology = draining_server(Mode::Grpc, "10m").await;
+    let _innocent = Innocent::open(&topology, services.raw).await;
+    topology.server(0).signal(Signal::TERM);
+    topology.server(0).wait_for_log("draining", LIMIT).await;
+    topology.server(0).signal(Signal::TERM);
+    assert_eq!(topology.server(0).wait_exit(LIMIT).await.code(), Some(1));
 }

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use culvert_host::flags::{HostPort, Problems, StringSlice};
 use culvert_host::net::destinations::{Destinations, Program};
+use culvert_konnectivity::identifiers;
 
 use super::flags::{
     CONTENT_TYPE, DestinationFlags, Flags, LEASE_NAMESPACE, LEASE_SELECTOR, SERVER_HOST,
@@ -13,7 +14,6 @@ use super::flags::{
 };
 use super::{
     ClientCert, Config, INTERVAL_FLOOR, KEEPALIVE_FLOOR, ServerCountSource, XFR_CHANNEL_SIZE_MAX,
-    identifiers,
 };
 
 /// Longest ALPN name, in bytes. The wire format has a one-byte length (RFC 7301).

@@ -6,6 +6,7 @@
 //! | [`message`] | typed messages over the generated packets |
 //! | [`grpc`] | gRPC calls whose bodies are packets |
 //! | [`authority`] | the rewriter of the `:authority` header that kube-apiserver sends |
+//! | [`identifiers`] | addresses and networks that an agent serves |
 //! | [`server_mux`], [`agent_mux`] | the state machine of one packet stream at either end, without I/O |
 //! | [`queue`], [`inbox`], [`excess`] | byte-bounded buffers in front of and behind a packet stream |
 //! | [`memory`] | the bound of all these buffers together |
@@ -15,6 +16,7 @@ pub mod agent_mux;
 pub mod authority;
 pub mod excess;
 pub mod grpc;
+pub mod identifiers;
 pub mod inbox;
 pub mod memory;
 pub mod message;

@@ -10,13 +10,14 @@
 //!   504 with [`ERROR_HEADER`] if the dial failed. DATA frames carry the bytes of the connection. END_STREAM
 //!   is a half close. RST_STREAM with a code of [`reset_code`] aborts the connection; the code is the close
 //!   reason.
-//! - `GET` [`CONTROL_PATH`] is opened once. The agent sends control messages in the response body, one
-//!   message per line. The only message is [`DRAIN`].
+//! - `GET` [`CONTROL_PATH`] is opened once, for the messages of [`control`] in both directions. Agents of older
+//!   versions send messages and ignore the messages of the server.
 //!
 //! Every connection has separate flow control, so an unread connection uses up only its own window and blocks
 //! no other connection. The window of the whole HTTP/2 connection is as large as HTTP/2 permits
 //! ([`CONNECTION_WINDOW_BYTES`]): if stalled streams could use up the shared window, every stream would wait.
 
+pub mod control;
 mod counting_reader;
 pub mod halves;
 pub mod hello;
@@ -32,11 +33,8 @@ use culvert_stream::CloseReason;
 /// Name of the protocol in the TLS handshake.
 pub const ALPN: &[u8] = b"culvert/1";
 
-/// Path of the control stream: messages from the agent to the server about all connections.
+/// Path of the control stream: messages about all connections of an agent connection.
 pub const CONTROL_PATH: &str = "/control";
-
-/// Control message: the agent prefers to get no new dials.
-pub const DRAIN: &str = "drain";
 
 /// Response header with the agent's error text for a failed dial, percent-encoded.
 pub const ERROR_HEADER: &str = "culvert-error";

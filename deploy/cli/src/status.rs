@@ -39,6 +39,9 @@ pub fn render(status: &Status) -> String {
     let mut line = |name: &str, value: String| {
         let _ = writeln!(text, "{name:<12}{value}");
     };
+    if status.draining {
+        line("server", "draining: it stops soon".to_owned());
+    }
     line(
         "mode",
         format!("{} (set by {})", status.mode, status.set_by.name()),
@@ -135,10 +138,11 @@ mod tests {
         let peer = Peer {
             name: "agent\n1".to_owned(),
             kind: "agent, native".to_owned(),
-            health: Health::Doubtful,
+            health: Health::Draining,
             connections: 11,
         };
         let status = Status {
+            draining: true,
             mode: Mode::Openvpn,
             set_by: SetBy::Switch,
             new_dials: vec![Kind::Openvpn, Kind::Konnectivity],
@@ -156,6 +160,7 @@ mod tests {
             problems: vec!["cannot save".to_owned()],
         };
         let expected = "\
+server      draining: it stops soon
 mode        openvpn (set by switch)
 new dials   openvpn, else konnectivity
 switch      draining konnectivity: 12 left, closed in 3m51s
@@ -164,7 +169,7 @@ problem     cannot save
 
 TUNNEL, PEER             HEALTH     CONNECTIONS   DIALS  KIND
 konnectivity             healthy             11       1
-  agent\\n1               doubtful            11          agent, native
+  agent\\n1               draining            11          agent, native
 openvpn                  healthy              3       1
 ";
         assert_eq!(render(&status), expected);

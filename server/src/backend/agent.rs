@@ -11,6 +11,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use culvert_konnectivity::excess::OverflowBudget;
+use culvert_konnectivity::identifiers::Identifiers;
 use culvert_konnectivity::message::{ConnectId, Message};
 use culvert_konnectivity::queue;
 use culvert_konnectivity::server_mux::{Effect, Mux};
@@ -43,6 +44,8 @@ pub struct Hello {
     pub agent_id: String,
     /// True if the agent understands half closes: a Culvert agent.
     pub half_close: bool,
+    /// Addresses and networks that the agent serves.
+    pub identifiers: Identifiers,
 }
 
 /// Limits of an agent stream.

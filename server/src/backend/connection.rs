@@ -7,6 +7,7 @@ use tokio_util::task::TaskTracker;
 
 use super::dial::DialError;
 use super::flow::ToClient;
+use super::registry::LoadGuard;
 use super::usage::DialGuard;
 use super::{agent, native};
 
@@ -48,6 +49,8 @@ pub struct Cut {
     stall: Option<agent::Cut>,
     /// The connection's entry in the counts of its tunnel.
     guard: Option<DialGuard>,
+    /// The connection's share in the load of its agent connection.
+    load: Option<LoadGuard>,
 }
 
 impl Cut {
@@ -89,8 +92,18 @@ impl DialGuard {
 }
 
 impl Connection {
+    /// Counts the connection as load of its agent connection, until the connection ends.
+    pub(super) fn with_load(mut self, load: LoadGuard) -> Self {
+        self.cut.load = Some(load);
+        self
+    }
+
     fn new(source: FromEndpoint, sink: ToEndpoint, stall: Option<agent::Cut>) -> Self {
-        let cut = Cut { stall, guard: None };
+        let cut = Cut {
+            stall,
+            guard: None,
+            load: None,
+        };
         Self { source, sink, cut }
     }
 }

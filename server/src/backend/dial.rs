@@ -47,6 +47,9 @@ pub enum DialError {
     /// succeed.
     #[error("{0}")]
     Uncarried(String),
+    /// Too many dials wait for an answer. No peer got the dial.
+    #[error("No agent available: {0} dials wait for an answer, the limit of --max-pending-dials")]
+    TooManyDials(usize),
     /// The policy for destinations denied the dial. No peer got the dial.
     #[error("{0}")]
     Denied(String),
@@ -126,7 +129,7 @@ impl DialError {
     pub fn is_final(&self) -> bool {
         matches!(
             self,
-            Self::Denied(_) | Self::Stream(StreamDialError::Refused(_))
+            Self::Denied(_) | Self::TooManyDials(_) | Self::Stream(StreamDialError::Refused(_))
         )
     }
 

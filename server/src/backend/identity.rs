@@ -8,7 +8,7 @@ use culvert_host::tls::common_name;
 use culvert_kube::tokens::{Account, AuthError};
 use rustls::pki_types::CertificateDer;
 
-use super::MAX_STREAMS;
+use super::registry::NoPlace;
 use crate::metrics::RejectReason;
 
 /// Source of agents' ids (`--agent-id-from`). The id that an agent claims is then ignored.
@@ -39,9 +39,9 @@ pub(crate) enum AgentRefusal {
     /// The certificate or the token has no name of a single agent.
     #[error("{}", no_name(*.0))]
     NoName(AgentIdFrom),
-    /// The agent has too many streams.
-    #[error("the agent already has {MAX_STREAMS} streams")]
-    TooManyStreams,
+    /// Too many agent connections.
+    #[error(transparent)]
+    NoPlace(#[from] NoPlace),
 }
 
 // === impl AgentIdFrom ===
@@ -99,7 +99,7 @@ impl AgentRefusal {
     /// Returns the reason for the metric.
     pub(crate) fn reason(&self) -> RejectReason {
         match self {
-            Self::TooManyStreams => RejectReason::TooManyConnections,
+            Self::NoPlace(_) => RejectReason::TooManyConnections,
             Self::Token(_) | Self::NoName(_) => RejectReason::Unauthenticated,
         }
     }

@@ -9,7 +9,8 @@ use culvert_stream::Dial;
 use tokio::time::Instant;
 use tracing::debug;
 
-use super::{Backend, Connection, Registry};
+use super::registry::Chosen;
+use super::{Connection, Registry};
 use crate::backend::dial::{ANSWER_TIMEOUT, Attempts, StreamDialError};
 use crate::backend::{DialError, Dialing, Tunnel};
 use crate::tunnel::{Health, Peer};
@@ -32,10 +33,15 @@ impl Konnectivity {
     }
 
     async fn try_streams(&self, dial: &Dial, deadline: Instant) -> Result<Connection, DialError> {
+        // A retry stays in the scope of the first attempt: another scope may be another network.
+        let scope = self.registry.scope(&dial.address);
+        let scope = scope.ok_or(DialError::NoAgent)?;
         let mut attempts = Attempts::new(DialError::NoAgent);
         loop {
-            let stream = attempts.next(|tried| self.registry.choose(tried), Backend::serial)?;
-            let has_other = || attempts.may_move() && self.registry.has_other(attempts.tried());
+            let choose = |tried: &[u64]| self.registry.choose(&scope, tried);
+            let Chosen { stream, load } = attempts.next(choose, |chosen| chosen.stream.serial())?;
+            let has_other =
+                || attempts.may_move() && self.registry.has_other(&scope, attempts.tried());
             let limit = match has_other() {
                 true => deadline.min(Instant::now() + ANSWER_TIMEOUT),
                 false => deadline,
@@ -54,7 +60,7 @@ impl Konnectivity {
                 () = silent => Err(StreamDialError::TimedOut),
             };
             let error = match outcome {
-                Ok(connection) => return Ok(connection),
+                Ok(connection) => return Ok(connection.with_load(load)),
                 Err(error) => error,
             };
             if error == StreamDialError::NotSent && self.dial_timeout.is_some() {

@@ -8,13 +8,12 @@ use culvert_host::net::admission::Candidate;
 use culvert_host::telemetry::metrics::GaugeGuard;
 use culvert_konnectivity::message::PacketType;
 use culvert_konnectivity::metrics::Segment;
-use culvert_native::halves::{NativeSink, NativeSource, halves};
+use culvert_native::control::{self, Control};
+use culvert_native::halves::{Chunk, NativeSink, NativeSource, halves};
 use culvert_native::hello::{self, HelloError};
 use culvert_native::link::{Opener, Requests};
 use culvert_native::window::{Inbound, PING_TIMEOUT};
-use culvert_native::{
-    ADDRESS_HEADER, CONTROL_PATH, DRAIN, ERROR_HEADER, NETWORK_HEADER, decode, encode,
-};
+use culvert_native::{ADDRESS_HEADER, CONTROL_PATH, ERROR_HEADER, NETWORK_HEADER, decode, encode};
 use culvert_stream::suspicion::Suspicion;
 use culvert_stream::{CloseReason, Dial, Sink, Source};
 use http::uri::Authority;
@@ -28,6 +27,7 @@ use tonic::metadata::MetadataMap;
 use tracing::{Instrument, debug, info, info_span};
 
 use super::agent::Hello;
+use super::announced::Announcements;
 use super::identity::AgentRefusal;
 use super::service::Agents;
 use super::{Backend, Place};
@@ -103,7 +103,7 @@ impl Agents {
             introduced = candidate.run(self.introduce(&mut stream)) => introduced,
             () = context.shutdown.cancelled() => return,
         };
-        let (hello, place) = match introduced {
+        let (hello, place, announcements) = match introduced {
             Ok(Ok(introduced)) => introduced,
             Ok(Err(IntroductionError::Hello(HelloError::Io(error)))) => {
                 debug!(peer, %error, "the agent left before its introduction");
@@ -140,8 +140,8 @@ impl Agents {
             metrics: self.metrics.clone(),
         });
         let span = info_span!("agent", id = agent.hello.agent_id, stream = agent.serial);
-        let listen = agent.clone().listen().instrument(span.clone());
-        self.tasks.spawn(listen);
+        let control = agent.clone().control(announcements);
+        self.tasks.spawn(control.instrument(span.clone()));
         self.carry(context, agent, place, link)
             .instrument(span)
             .await;
@@ -178,7 +178,10 @@ impl Agents {
         info!(reason = ended, open, "agent disconnected");
     }
 
-    async fn introduce<S>(&self, stream: &mut S) -> Result<(Hello, Place), IntroductionError>
+    async fn introduce<S>(
+        &self,
+        stream: &mut S,
+    ) -> Result<(Hello, Place, Announcements), IntroductionError>
     where
         S: AsyncRead + AsyncWrite + Unpin,
     {
@@ -203,10 +206,12 @@ impl Agents {
         let server_id = HeaderValue::try_from(&self.server_id)
             .map_err(|_| HelloError::Malformed("the server id is not a header value".into()))?;
         answer.insert("serverid", server_id);
-        answer.insert("servercount", self.server_count.into());
+        let announced = *self.announced.borrow();
+        answer.insert("servercount", announced.servers.into());
         let accepted = hello::accept(stream, &answer).await;
         accepted.map_err(HelloError::Io)?;
-        Ok((hello, place))
+        let announcements = Announcements::after(announced, self.announced.clone());
+        Ok((hello, place, announcements))
     }
 }
 
@@ -285,38 +290,43 @@ impl NativeAgent {
         self.metrics.streams.count_as(segment, packet);
     }
 
-    /// Reads the agent's control stream, with messages about the whole agent connection.
-    async fn listen(self: Arc<Self>) {
+    /// Serves the control stream: reads the agent's messages, and sends the announcements.
+    async fn control(self: Arc<Self>, mut announcements: Announcements) {
         let mut request = Request::new(());
         *request.uri_mut() = Uri::from_static("https://agent/control");
         debug_assert_eq!(request.uri().path(), CONTROL_PATH);
-        let heard = async {
+        let exchange = async {
             let mut requests = self.requests.clone().ready().await?;
-            let (response, _) = requests.send_request(request, true)?;
-            let mut words = response.await?.into_body();
-            let mut line = Vec::new();
-            while let Some(part) = words.data().await.transpose()? {
-                // Known words are short; a longer word is unknown, so the rest is dropped.
-                line.extend(part.iter().take(64));
-                words.flow_control().release_capacity(part.len())?;
-                while let Some(end) = line.iter().position(|byte| *byte == b'\n') {
-                    let word: Vec<u8> = line.drain(..=end).collect();
-                    if word.strip_suffix(b"\n") == Some(DRAIN.as_bytes())
-                        && !self.draining.swap(true, Ordering::Relaxed)
-                    {
-                        self.count(Segment::FromAgent, PacketType::Drain);
-                        info!("the agent drains");
+            let (response, mut outbound) = requests.send_request(request, false)?;
+            let receive = async {
+                let inbound = response.await?.into_body();
+                control::receive(inbound, |message| self.on_control(message)).await
+            };
+            let send = async {
+                loop {
+                    for message in announcements.next().await {
+                        let line = Chunk::detached(message.to_line());
+                        outbound.send_data(line, false)?;
                     }
                 }
-                line.truncate(64);
+            };
+            tokio::select! {
+                received = receive => received,
+                failed = send => failed,
             }
-            Ok::<(), h2::Error>(())
         };
         tokio::select! {
-            heard = heard => if let Err(error) = heard {
+            ended = exchange => if let Err(error) = ended {
                 debug!(%error, "the control stream ended");
             },
             () = self.retired.cancelled() => {}
+        }
+    }
+
+    fn on_control(&self, message: Control) {
+        if message == Control::Drain && !self.draining.swap(true, Ordering::Relaxed) {
+            self.count(Segment::FromAgent, PacketType::Drain);
+            info!("the agent drains");
         }
     }
 

@@ -5,16 +5,19 @@ use std::sync::Arc;
 
 use culvert_host::telemetry::metrics::GaugeGuard;
 use culvert_konnectivity::grpc::{Reader, Service};
+use culvert_konnectivity::identifiers::Identifiers;
 use culvert_konnectivity::message::HALF_CLOSE_HEADER;
 use culvert_konnectivity::metrics::Segment;
 use culvert_kube::tokens::Tokens;
 use rustls::pki_types::CertificateDer;
+use tokio::sync::watch;
 use tokio_util::task::TaskTracker;
 use tonic::metadata::{MetadataMap, MetadataValue};
 use tonic::{Request, Response, Status};
 use tracing::{Instrument, info, info_span, warn};
 
 use super::agent::{AgentStream, Hello, Limits, Outgoing};
+use super::announced::Announced;
 use super::identity::{AgentIdFrom, AgentPeer, AgentRefusal};
 use super::{Backend, Place, Registration, Registry};
 use crate::listener::PeerConnection;
@@ -27,8 +30,8 @@ pub(crate) struct Agents {
     pub registry: Arc<Registry>,
     /// Id by which agents distinguish servers.
     pub server_id: String,
-    /// Number of servers announced to agents.
-    pub server_count: i64,
+    /// Announcements to agents.
+    pub announced: watch::Receiver<Announced>,
     /// Limits of each stream.
     pub limits: Limits,
     /// Checks agents' tokens; `None` if agents need no token.
@@ -74,7 +77,7 @@ impl Service for Agents {
         let server_id = MetadataValue::try_from(&self.server_id)
             .map_err(|_| Status::unknown("the server id is not a valid header value"))?;
         metadata.insert("serverid", server_id);
-        metadata.insert("servercount", self.server_count.into());
+        metadata.insert("servercount", self.announced.borrow().servers.into());
         if half_close {
             metadata.insert(HALF_CLOSE_HEADER, MetadataValue::from_static("1"));
         }
@@ -125,8 +128,7 @@ impl Agents {
             );
         }
         let identity = identity.unwrap_or_else(|| hello.agent_id.as_str().into());
-        let place = self.registry.place(identity);
-        place.ok_or(AgentRefusal::TooManyStreams)
+        Ok(self.registry.place(identity)?)
     }
 }
 
@@ -183,9 +185,11 @@ impl Hello {
                 identifiers.join(" ")
             ));
         }
+        let identifiers = identifiers.first().copied().unwrap_or_default();
         Ok(Self {
             agent_id: (*agent_id).to_owned(),
             half_close: metadata.contains_key(HALF_CLOSE_HEADER),
+            identifiers: Identifiers::parse(identifiers).map_err(|error| error.to_string())?,
         })
     }
 }
@@ -199,15 +203,21 @@ mod tests {
     use culvert_konnectivity::excess::OverflowBudget;
     use metrics::Gauge;
 
-    use super::super::MAX_STREAMS;
+    use super::super::registry::{AgentLimits, MAX_STREAMS, NoPlace};
     use super::*;
+    use crate::metrics::{RejectReason, Strategy};
+
+    const LIMITS: AgentLimits = AgentLimits {
+        agents: MAX_STREAMS + 2,
+        connections: usize::MAX,
+    };
 
     fn agents(id_from: Option<AgentIdFrom>) -> Agents {
         let metrics = Arc::new(ServerMetrics::new(&[]).unwrap());
         Agents {
-            registry: Registry::new(metrics.clone()),
+            registry: Registry::new(vec![Strategy::Default], LIMITS, metrics.clone()),
             server_id: "s".into(),
-            server_count: 1,
+            announced: Announced::fixed(1),
             limits: Limits {
                 connection_bytes: 1,
                 stall: Duration::from_secs(1),
@@ -235,12 +245,27 @@ mod tests {
             places.push(admit(&agents, "a").await.unwrap());
         }
         let refused = admit(&agents, "a").await.err();
-        assert_eq!(refused, Some(AgentRefusal::TooManyStreams));
+        assert_eq!(refused, Some(NoPlace::Identity.into()));
         assert!(admit(&agents, "b").await.is_ok());
         places.pop();
         assert!(admit(&agents, "a").await.is_ok());
         drop(places);
-        assert!(agents.registry.places.lock().is_empty());
+        assert!(agents.registry.has_no_places());
+    }
+
+    #[tokio::test]
+    async fn agent_connections_of_a_server_are_limited() {
+        let agents = agents(None);
+        let mut places = Vec::new();
+        for n in 0..LIMITS.agents {
+            places.push(admit(&agents, &n.to_string()).await.unwrap());
+        }
+        let refused = admit(&agents, "a").await.err().unwrap();
+        assert_eq!(refused, NoPlace::Server(LIMITS.agents).into());
+        assert_eq!(refused.reason(), RejectReason::TooManyConnections);
+        assert!(refused.to_string().ends_with("--max-agents"), "{refused}");
+        places.pop();
+        assert!(admit(&agents, "a").await.is_ok());
     }
 
     #[tokio::test]
@@ -257,7 +282,7 @@ mod tests {
         let agents = self::agents(None).of_peer(address, Some(&[malformed]));
         let (_place, id) = admit(&agents, "a").await.unwrap();
         assert_eq!(id, "a");
-        assert!(agents.registry.places.lock().contains_key(""));
+        assert!(!agents.registry.has_no_places());
     }
 
     fn hello(pairs: &[(&'static str, &str)]) -> Result<Hello, String> {

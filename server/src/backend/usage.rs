@@ -133,7 +133,7 @@ impl Drop for DialGuard {
 impl From<&DialError> for DialOutcome {
     fn from(error: &DialError) -> Self {
         match error {
-            DialError::NoAgent | DialError::NoClient => Self::NoPeer,
+            DialError::NoAgent | DialError::NoClient | DialError::TooManyDials(_) => Self::NoPeer,
             DialError::Uncarried(_)
             | DialError::Denied(_)
             | DialError::Stream(StreamDialError::Refused(_)) => Self::Refused,

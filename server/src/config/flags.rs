@@ -25,6 +25,8 @@ pub(super) struct Flags {
     #[command(flatten)]
     pub(super) tunnel: TunnelFlags,
     #[command(flatten)]
+    pub(super) limits: LimitFlags,
+    #[command(flatten)]
     pub(super) destinations: DestinationFlags,
     #[command(flatten)]
     pub(super) openvpn: OpenvpnFlags,
@@ -127,8 +129,9 @@ pub(super) struct AgentFlags {
     #[arg(long, value_name = "N", default_value = "1", value_parser = go_int)]
     pub(super) server_count: i64,
 
-    /// Strategies for choosing an agent: comma-separated list of default, destHost, defaultRoute, tried in
-    /// order
+    /// Strategies for choosing an agent, comma-separated; the first with an agent for the destination decides.
+    /// destHost: agents with the host as identifier; cidr: agents with the longest network; defaultRoute: agents
+    /// with default-route=true; default: all agents
     #[arg(long, value_name = "LIST", default_value = "default")]
     pub(super) proxy_strategies: String,
 }
@@ -216,13 +219,35 @@ pub(super) struct TunnelFlags {
     #[arg(long, value_name = "DURATION", default_value = "0")]
     pub(super) backend_dial_timeout: GoDuration,
 
-    /// Time for connections to end after SIGTERM; 0 ends them at once. Not implemented yet
+    /// Longest time for connections to end after SIGTERM; 0 ends them at once. Meanwhile /readyz fails, agents
+    /// search for other servers, and new dials are served. The server ends earlier after 5s without a connection
     #[arg(long, value_name = "DURATION", default_value = "0")]
     pub(super) graceful_shutdown_timeout: GoDuration,
 
     /// Deprecated, no effect
     #[arg(long, default_value = "true")]
     pub(super) warn_on_channel_limit: bool,
+}
+
+#[derive(Args, Debug)]
+#[command(next_help_heading = "Limits (0 means no limit)")]
+pub(super) struct LimitFlags {
+    /// Client connections at the front end; further clients are closed
+    #[arg(long, value_name = "N", default_value = "100000", value_parser = go_int)]
+    pub(super) max_frontend_connections: i64,
+
+    /// Agent connections; further agents are refused with the reason
+    #[arg(long, value_name = "N", default_value = "10000", value_parser = go_int)]
+    pub(super) max_agents: i64,
+
+    /// Dials and connections of one agent connection; further dials go to other agents, or fail as without an
+    /// agent
+    #[arg(long, value_name = "N", default_value = "50000", value_parser = go_int)]
+    pub(super) max_connections_per_agent: i64,
+
+    /// Dials that wait for an answer; further dials fail at once
+    #[arg(long, value_name = "N", default_value = "10000", value_parser = go_int)]
+    pub(super) max_pending_dials: i64,
 }
 
 #[derive(Args, Debug)]

@@ -109,6 +109,14 @@ fn defaults_match_the_stock_server() {
         frontend_keepalive_time: Duration::from_secs(3600),
         server_id: "from-env".to_owned(),
         server_count: 1,
+        strategies: vec![Strategy::Default],
+        limits: Limits {
+            frontend_connections: Some(100_000),
+            agents: Some(10_000),
+            connections_per_agent: Some(50_000),
+            pending_dials: Some(10_000),
+        },
+        graceful_shutdown_timeout: Duration::ZERO,
         tls: TlsOptions::default(),
         xfr_channel_size: 10,
         excess_buffer_bytes: 64 * 1024 * 1024,
@@ -170,6 +178,13 @@ fn a_hosting_platforms_server_starts() {
         (config.server_id.as_str(), config.server_count),
         ("7f3a", 3)
     );
+    let strategies = [
+        Strategy::DestHost,
+        Strategy::DefaultRoute,
+        Strategy::Default,
+    ];
+    assert_eq!(config.strategies, strategies);
+    assert_eq!(config.graceful_shutdown_timeout, Duration::from_nanos(1));
     assert_eq!(config.xfr_channel_size, 150);
     assert_eq!(config.logging.verbosity, 3);
     assert_eq!(
@@ -181,9 +196,7 @@ fn a_hosting_platforms_server_starts() {
     );
     assert_eq!(
         config.warnings,
-        [
-            "accepted, but not implemented yet: --proxy-strategies, --graceful-shutdown-timeout, --kubeconfig"
-        ]
+        ["accepted, but not implemented yet: --kubeconfig"]
     );
 }
 
@@ -458,8 +471,6 @@ fn flags_not_acted_upon_are_named_in_one_line() {
             "--enable-lease-controller",
             "--lease-namespace=n",
             "--lease-label=a=b",
-            "--graceful-shutdown-timeout=30s",
-            "--proxy-strategies=defaultRoute",
             "--kubeconfig=@kubeconfig",
             "--kubeconfig-qps=75",
             "--kubeconfig-burst=150",
@@ -471,8 +482,8 @@ fn flags_not_acted_upon_are_named_in_one_line() {
     assert_eq!(
         config.warnings,
         [
-            "accepted, but not implemented yet: --proxy-strategies, --enable-profiling, --enable-contention-profiling, \
-          --graceful-shutdown-timeout, --frontend-write-channel-size, --kubeconfig, --kubeconfig-qps, \
+            "accepted, but not implemented yet: --enable-profiling, --enable-contention-profiling, \
+          --frontend-write-channel-size, --kubeconfig, --kubeconfig-qps, \
           --kubeconfig-burst, --kube-api-content-type, --enable-lease-controller, --lease-namespace, --lease-label, \
           --vmodule"
         ]
@@ -735,4 +746,22 @@ fn agent_ids_need_the_authentication_that_proves_them() {
             "{errors:?}"
         );
     }
+}
+
+#[test]
+fn limit_of_zero_means_no_limit() {
+    let files = Files::new();
+    let config = files.uds(&[
+        "--max-agents=0",
+        "--max-pending-dials=7",
+        "--proxy-strategies=cidr,default,cidr",
+    ]);
+    let config = config.unwrap();
+    assert_eq!(
+        (config.limits.agents, config.limits.pending_dials),
+        (None, Some(7))
+    );
+    assert_eq!(config.strategies, [Strategy::Cidr, Strategy::Default]);
+    let problems = files.errors(&[&UDS[..], &["--max-agents=-1"]].concat());
+    assert_eq!(problems, ["--max-agents must be >= 0, got -1"]);
 }

@@ -12,13 +12,14 @@ use culvert_host::net::destinations::{Destinations, Program};
 use culvert_kube::tokens::AgentAuth;
 
 use super::flags::{
-    CONTENT_TYPE, DestinationFlags, Flags, FrontendFlags, LEASE_LABEL, LEASE_NAMESPACE,
+    CONTENT_TYPE, DestinationFlags, Flags, FrontendFlags, LEASE_LABEL, LEASE_NAMESPACE, LimitFlags,
     OperationsFlags, SwitchFlags,
 };
 use super::{
-    AgentListener, Config, Frontend, KEEPALIVE_FLOOR, Mode, TlsFiles, XFR_CHANNEL_SIZE_MAX,
+    AgentListener, Config, Frontend, KEEPALIVE_FLOOR, Limits, Mode, TlsFiles, XFR_CHANNEL_SIZE_MAX,
 };
 use crate::backend::identity::AgentIdFrom;
+use crate::metrics::Strategy;
 use crate::switch::{self, Unavailable};
 use crate::tunnel::{self, Kind};
 
@@ -47,7 +48,8 @@ impl Flags {
         let agent_auth = self.agent_auth(p, kubeconfig);
         let agent_id_from = self.agent_id_from(p);
         let destinations = self.destinations.validate(p);
-        self.check_strategies(p);
+        let strategies = self.strategies(p);
+        let limits = self.limits.validate(p);
         self.check_rest(p);
         let tls = self.tls.validate(p);
         let max = XFR_CHANNEL_SIZE_MAX;
@@ -57,6 +59,8 @@ impl Flags {
         let stall_timeout = p.above_zero("stall-timeout", self.tunnel.stall_timeout);
         let worker_threads = p.threads("worker-threads", self.tunnel.worker_threads);
         let backend_dial_timeout = self.tunnel.backend_dial_timeout.saturating();
+        let grace = self.tunnel.graceful_shutdown_timeout;
+        let graceful_shutdown_timeout = p.not_negative("graceful-shutdown-timeout", grace);
         let time = self.agents.keepalive_time;
         let keepalive_time = keepalive(p, "keepalive-time", time);
         let time = self.frontend.frontend_keepalive_time;
@@ -87,6 +91,9 @@ impl Flags {
             frontend_keepalive_time,
             server_id,
             server_count: self.agents.server_count,
+            strategies,
+            limits,
+            graceful_shutdown_timeout,
             tls,
             xfr_channel_size,
             excess_buffer_bytes,
@@ -181,22 +188,22 @@ impl Flags {
         }
     }
 
-    fn check_strategies(&self, p: &mut Problems) {
-        let list = self.agents.proxy_strategies.as_str();
-        let strategies: Vec<&str> = list.split(',').filter(|name| !name.is_empty()).collect();
-        p.require(!strategies.is_empty(), || {
-            "ProxyStrategies cannot be empty".to_owned()
-        });
-        for name in &strategies {
-            p.require(
-                matches!(*name, "default" | "destHost" | "defaultRoute"),
-                || format!("invalid proxy strategies: unknown proxy strategy: {name}"),
-            );
+    /// Returns the strategies in order. The error texts are upstream's.
+    fn strategies(&self, p: &mut Problems) -> Vec<Strategy> {
+        let mut strategies = Vec::new();
+        let names = self.agents.proxy_strategies.split(',');
+        for name in names.filter(|name| !name.is_empty()) {
+            match Strategy::ALL.iter().find(|known| known.as_str() == name) {
+                Some(known) if strategies.contains(known) => {}
+                Some(known) => strategies.push(*known),
+                None => p.error(format!(
+                    "invalid proxy strategies: unknown proxy strategy: {name}"
+                )),
+            }
         }
-        p.unacted(
-            strategies.iter().any(|name| *name != "default"),
-            "proxy-strategies",
-        );
+        let is_empty = self.agents.proxy_strategies.split(',').all(str::is_empty);
+        p.require(!is_empty, || "ProxyStrategies cannot be empty".to_owned());
+        strategies
     }
 
     fn check_rest(&self, p: &mut Problems) {
@@ -213,8 +220,6 @@ impl Flags {
         if let Err(error) = check_labels(&self.kubernetes.lease_label) {
             p.error(format!("--lease-label: {error}"));
         }
-        let grace = self.tunnel.graceful_shutdown_timeout;
-        p.not_negative("graceful-shutdown-timeout", grace);
         p.not_negative("backend-dial-timeout", self.tunnel.backend_dial_timeout);
         let size = self.frontend.frontend_write_channel_size;
         p.require(size > 0, || {
@@ -224,8 +229,6 @@ impl Flags {
 
     fn note_unacted(&self, p: &mut Problems) {
         let kube = &self.kubernetes;
-        let grace = self.tunnel.graceful_shutdown_timeout;
-        p.unacted(grace != GoDuration::default(), "graceful-shutdown-timeout");
         let size = self.frontend.frontend_write_channel_size;
         p.unacted(size != 10, "frontend-write-channel-size");
         let is_used = !self.auth.agent_namespace.is_empty() || self.openvpn.openvpn_watch_nodes;
@@ -240,6 +243,24 @@ impl Flags {
         p.unacted(kube.lease_namespace != LEASE_NAMESPACE, "lease-namespace");
         p.unacted(kube.lease_label != LEASE_LABEL, "lease-label");
         self.klog.note_unacted(p);
+    }
+}
+
+impl LimitFlags {
+    fn validate(&self, p: &mut Problems) -> Limits {
+        let mut limit = |flag: &str, value: i64| {
+            p.require(value >= 0, || format!("--{flag} must be >= 0, got {value}"));
+            Some(usize::try_from(value).unwrap_or(0)).filter(|limit| *limit > 0)
+        };
+        Limits {
+            frontend_connections: limit("max-frontend-connections", self.max_frontend_connections),
+            agents: limit("max-agents", self.max_agents),
+            connections_per_agent: limit(
+                "max-connections-per-agent",
+                self.max_connections_per_agent,
+            ),
+            pending_dials: limit("max-pending-dials", self.max_pending_dials),
+        }
     }
 }
 

@@ -208,7 +208,7 @@ where
     }
 }
 
-/// Returns the response to a failed dial, as in upstream. Upstream has no denied dials.
+/// Returns the response to a failed dial, as in upstream. Upstream denies no dials and has no limit for them.
 fn answer(error: &DialError) -> Vec<u8> {
     match error {
         DialError::NoAgent | DialError::NoClient => {
@@ -217,6 +217,7 @@ fn answer(error: &DialError) -> Vec<u8> {
         DialError::Uncarried(text) | DialError::Stream(StreamDialError::Refused(text)) => {
             connect::failure(connect::dial_failure_status(text), text)
         }
+        DialError::TooManyDials(_) => connect::failure(503, &error.to_string()),
         DialError::Denied(text) => connect::failure(403, text),
         DialError::Stream(StreamDialError::AgentLost | StreamDialError::Abandoned) => {
             connect::failure(502, &format!("Backend context error: {error}"))

@@ -242,8 +242,7 @@ impl World {
             router: Router::new(
                 konnectivity.clone(),
                 Some(openvpn.clone()),
-                None,
-                Arc::default(),
+                DialLimits::default(),
                 metrics.clone(),
             ),
             konnectivity,
@@ -296,16 +295,17 @@ const PREFER_KONNECTIVITY: Route = Route {
 async fn only_tunnel_is_dialed_whatever_its_health() {
     let konnectivity = Memory::new(Kind::Konnectivity);
     let metrics = Arc::new(ServerMetrics::new(&[]).unwrap());
-    let router = Router::new(konnectivity.clone(), None, None, Arc::default(), metrics);
+    let limits = DialLimits::default();
+    let router = Router::new(konnectivity.clone(), None, limits, metrics);
     konnectivity.set_health(Health::Doubtful);
     let connection = router.dial(&dial()).await.unwrap();
     assert_eq!(router.view().konnectivity.in_use, 1);
     drop(connection);
     assert_eq!(router.view().konnectivity.in_use, 0);
-    assert!(router.is_ready());
+    assert!(router.has_peer());
     konnectivity.set_health(Health::Absent);
     assert_eq!(router.dial(&dial()).await.err(), Some(DialError::NoAgent));
-    assert!(!router.is_ready());
+    assert!(!router.has_peer());
 }
 
 #[tokio::test(start_paused = true)]
@@ -379,10 +379,10 @@ async fn mode_without_fallback_fails_if_its_tunnel_has_no_peer() {
     world.router.set_route(Route::only(Kind::Openvpn));
     world.openvpn.set_health(Health::Absent);
     assert_eq!(world.dial().await.err(), Some(DialError::NoClient));
-    assert!(!world.router.is_ready());
+    assert!(!world.router.has_peer());
     // Neither tunnel has a peer: the error is the preferred tunnel's.
     world.router.set_route(PREFER_KONNECTIVITY);
-    assert!(world.router.is_ready());
+    assert!(world.router.has_peer());
     world.konnectivity.set_health(Health::Absent);
     assert_eq!(world.dial().await.err(), Some(DialError::NoAgent));
 }

@@ -184,6 +184,7 @@ impl Switcher {
         let second = second.filter(|kind| tunnels.iter().any(|status| status.tunnel == *kind));
         let problems = [&shown.state_problem, &shown.unreadable, &shown.wrong];
         Status {
+            draining: self.router.is_draining(),
             mode: shown.mode,
             set_by: shown.set_by,
             new_dials: [Some(route.first), second].into_iter().flatten().collect(),

@@ -16,6 +16,9 @@ pub const SWITCH_PATH: &str = "/tunnel/switch";
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Status {
+    /// True if this server drains: it stops soon, and still serves dials.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub draining: bool,
     /// Mode that was set last.
     pub mode: Mode,
     /// Origin of the mode.

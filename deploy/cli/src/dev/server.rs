@@ -12,6 +12,7 @@ use culvert_kit::client::FrontEnd;
 use culvert_kit::pki::Pki;
 use culvert_server::app as server;
 use culvert_server::config as server_config;
+use culvert_server::metrics::Strategy;
 use culvert_server::switch::Settings;
 use rustls_pki_types::ServerName;
 
@@ -108,6 +109,9 @@ impl Plan {
             frontend_keepalive_time: Duration::from_secs(3600),
             server_id: format!("dev: {}", self.title),
             server_count: i64::try_from(PLANS.len()).unwrap_or(i64::MAX),
+            strategies: vec![Strategy::Default],
+            limits: server_config::Limits::default(),
+            graceful_shutdown_timeout: Duration::ZERO,
             tls: TlsOptions::default(),
             xfr_channel_size: 10,
             excess_buffer_bytes: 64 * 1024 * 1024,

@@ -1,6 +1,7 @@
 #![allow(clippy::unwrap_used)]
 
 use bytes::Bytes;
+use culvert_konnectivity::identifiers::Identifiers;
 use culvert_konnectivity::inbox::PACE;
 use culvert_konnectivity::message::{ConnectId, DialId};
 use culvert_stream::{PEER_STALL, Sink, Source};
@@ -30,6 +31,7 @@ impl Agent {
         let hello = Hello {
             agent_id: "a".into(),
             half_close: false,
+            identifiers: Identifiers::default(),
         };
         let cut = CancellationToken::new();
         let metrics = Arc::new(ServerMetrics::new(&[]).unwrap());

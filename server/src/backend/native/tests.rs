@@ -9,10 +9,12 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, DuplexStream, duplex};
 
 use super::super::Registry;
 use super::super::agent::Limits;
+use super::super::announced::Announced;
 use super::super::identity::AgentPeer;
+use super::super::registry::AgentLimits;
 use super::*;
 use crate::listener::ADMISSION;
-use crate::metrics::Listener;
+use crate::metrics::{Listener, Strategy};
 
 struct Server {
     agents: Agents,
@@ -24,9 +26,9 @@ impl Server {
         let metrics = Arc::new(ServerMetrics::new(&[]).unwrap());
         let tasks = TaskTracker::new();
         let agents = Agents {
-            registry: Registry::new(metrics.clone()),
+            registry: Registry::new(vec![Strategy::Default], AgentLimits::NONE, metrics.clone()),
             server_id: "s".into(),
-            server_count: 3,
+            announced: Announced::fixed(3),
             limits: Limits {
                 connection_bytes: 1,
                 stall: Duration::from_secs(1),

@@ -1,0 +1,436 @@
+//! The registry of agents: chooses an agent connection for each dial.
+//!
+//! The registry has an entry for each live agent connection, owned by a [`Registration`]. Dropping the
+//! registration removes the entry. An agent id may have several agent connections at the same time.
+//!
+//! The configured strategies are tried in order. The first strategy with an agent for the destination decides,
+//! as in upstream (`pkg/server/backend_manager.go`); another strategy would lead into another network.
+
+mod group;
+mod load;
+
+use std::collections::{BTreeMap, HashMap};
+use std::net::IpAddr;
+use std::sync::Arc;
+
+use culvert_host::net::dial::split_host_port;
+use culvert_host::runtime::shards::{ShardId, Shards};
+use culvert_konnectivity::identifiers::host_key;
+use ipnet::IpNet;
+use parking_lot::Mutex;
+use tracing::{info, warn};
+
+use self::group::Group;
+use self::load::Load;
+pub(crate) use self::load::LoadGuard;
+use super::Backend;
+use crate::metrics::{ServerMetrics, Strategy};
+use crate::tunnel::{Health, Peer};
+
+/// Largest number of streams of one identity. More than agents in the largest cluster, because agents may share a
+/// certificate.
+pub(crate) const MAX_STREAMS: usize = 8192;
+
+/// The connected agents of a server.
+pub(crate) struct Registry {
+    strategies: Vec<Strategy>,
+    limits: AgentLimits,
+    agents: Mutex<Agents>,
+    places: Mutex<Places>,
+    metrics: Arc<ServerMetrics>,
+}
+
+/// Limits for the agents of a server.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct AgentLimits {
+    /// Largest number of agent connections.
+    pub agents: usize,
+    /// Largest number of dials and connections of one agent connection.
+    pub connections: usize,
+}
+
+/// The agents, by the keys of the strategies.
+#[derive(Default)]
+struct Agents {
+    all: Group,
+    with_default_route: Group,
+    with_hosts: Group,
+    with_networks: Group,
+    by_host: HashMap<String, Group>,
+    /// Networks of each prefix length.
+    by_network: BTreeMap<u8, HashMap<IpNet, Group>>,
+}
+
+/// An agent connection.
+struct Entry {
+    stream: Backend,
+    /// Shard that serves the agent connection.
+    shard: Option<ShardId>,
+    load: Load,
+}
+
+/// An agent connection's entry in the registry; dropping the registration removes the entry.
+pub(crate) struct Registration {
+    registry: Arc<Registry>,
+    entry: Arc<Entry>,
+    _place: Place,
+}
+
+#[derive(Default)]
+struct Places {
+    /// Number of places by identity. Identities without a place are left out.
+    by_identity: HashMap<Arc<str>, usize>,
+    total: usize,
+}
+
+/// Place of an agent's stream among the streams of its identity. Dropping the value frees the place.
+pub(crate) struct Place {
+    registry: Arc<Registry>,
+    identity: Arc<str>,
+}
+
+/// Reason why a stream gets no place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum NoPlace {
+    /// The identity has too many streams.
+    #[error("the agent already has {MAX_STREAMS} streams")]
+    Identity,
+    /// The server has too many streams.
+    #[error("the server already has {0} agent connections; see its flag --max-agents")]
+    Server(usize),
+}
+
+/// The agents that a dial may use.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Scope {
+    /// Any agent.
+    All,
+    /// An agent with a default route.
+    DefaultRoute,
+    /// An agent with the host as an identifier.
+    Host(String),
+    /// An agent with the network as an identifier.
+    Network(IpNet),
+}
+
+/// An agent connection that was chosen for a dial.
+pub(crate) struct Chosen {
+    /// The agent connection.
+    pub stream: Backend,
+    /// Counts the dial, and later its connection, as load of the agent connection.
+    pub load: LoadGuard,
+}
+
+// === impl AgentLimits ===
+
+#[cfg(test)]
+impl AgentLimits {
+    /// No limits.
+    pub(crate) const NONE: Self = Self {
+        agents: usize::MAX,
+        connections: usize::MAX,
+    };
+}
+
+// === impl Registry ===
+
+impl Registry {
+    /// Creates an empty registry. The strategies are in the order of preference.
+    pub(crate) fn new(
+        strategies: Vec<Strategy>,
+        limits: AgentLimits,
+        metrics: Arc<ServerMetrics>,
+    ) -> Arc<Self> {
+        Arc::new(Self {
+            strategies,
+            limits,
+            agents: Mutex::default(),
+            places: Mutex::default(),
+            metrics,
+        })
+    }
+
+    /// Takes a place for a stream.
+    ///
+    /// # Errors
+    /// Fails if the identity or the server has too many streams.
+    pub(crate) fn place(self: &Arc<Self>, identity: Arc<str>) -> Result<Place, NoPlace> {
+        let mut places = self.places.lock();
+        if places.total >= self.limits.agents {
+            return Err(NoPlace::Server(self.limits.agents));
+        }
+        let count = places.by_identity.entry(identity.clone()).or_default();
+        if *count >= MAX_STREAMS {
+            return Err(NoPlace::Identity);
+        }
+        *count += 1;
+        places.total += 1;
+        Ok(Place {
+            registry: self.clone(),
+            identity,
+        })
+    }
+
+    #[cfg(test)]
+    pub(crate) fn has_no_places(&self) -> bool {
+        self.places.lock().by_identity.is_empty()
+    }
+
+    /// Adds an agent connection; dropping the registration removes the agent connection.
+    pub(crate) fn register(self: &Arc<Self>, stream: Backend, place: Place) -> Registration {
+        let hello = stream.hello();
+        info!(
+            agent = hello.agent_id,
+            stream = stream.serial(),
+            native = matches!(stream, Backend::Native(_)),
+            "agent connected"
+        );
+        for network in &hello.identifiers.malformed {
+            warn!(
+                agent = hello.agent_id,
+                network,
+                "the agent has an identifier that is not a network, such as cidr=10.0.0.0/8; no dial uses it"
+            );
+        }
+        let entry = Arc::new(Entry {
+            stream,
+            shard: Shards::current(),
+            load: Load::default(),
+        });
+        let mut agents = self.agents.lock();
+        agents.add(&entry);
+        self.report(&agents, &entry);
+        Registration {
+            registry: self.clone(),
+            entry,
+            _place: place,
+        }
+    }
+
+    /// Returns the health of the best agent of the first strategy, as the stock server. Draining agents count as
+    /// connected.
+    pub(crate) fn health(&self) -> Health {
+        let agents = self.agents.lock();
+        self.strategies
+            .first()
+            .map_or(Health::Absent, |first| agents.of_strategy(*first).health())
+    }
+
+    /// Returns the agent connections for the status output.
+    pub(crate) fn peers(&self) -> Vec<Peer> {
+        let agents = self.agents.lock();
+        agents
+            .all
+            .entries()
+            .map(|entry| entry.stream.peer())
+            .collect()
+    }
+
+    /// Returns the shard of an agent with few connections, where a new client is best served. Returns `None`
+    /// without agents.
+    pub(crate) fn shard(&self) -> Option<ShardId> {
+        let agents = self.agents.lock();
+        let chosen = agents.all.choose(None, &[], usize::MAX);
+        chosen.and_then(|entry| entry.shard)
+    }
+
+    /// Returns the agents that may serve a dial of the address. Returns `None` if no strategy has an agent.
+    pub(crate) fn scope(&self, address: &str) -> Option<Scope> {
+        let agents = self.agents.lock();
+        let host = split_host_port(address).map_or(address, |(host, _)| host);
+        self.strategies
+            .iter()
+            .find_map(|strategy| agents.scope(*strategy, host))
+    }
+
+    /// Chooses an agent connection for a dial, leaving out the serials in `tried` and agent connections with
+    /// too many connections. Agent connections that neither drain nor are suspect come first, then agent
+    /// connections served by the calling thread, then those with the fewest connections. If an agent has several
+    /// equal connections, the oldest is used: a newer connection may be a probe, about to be closed by the agent.
+    pub(crate) fn choose(&self, scope: &Scope, tried: &[u64]) -> Option<Chosen> {
+        let agents = self.agents.lock();
+        let group = agents.in_scope(scope)?;
+        let entry = group.choose(Shards::current(), tried, self.limits.connections)?;
+        Some(Chosen {
+            stream: entry.stream.clone(),
+            load: entry.load.enter(),
+        })
+    }
+
+    /// Returns true if a dial that fails on one agent connection could be retried on another.
+    pub(crate) fn has_other(&self, scope: &Scope, tried: &[u64]) -> bool {
+        let agents = self.agents.lock();
+        agents.in_scope(scope).is_some_and(|group| {
+            let mut others = group.entries().map(|entry| &entry.stream);
+            others.any(|stream| !tried.contains(&stream.serial()) && !stream.is_suspect())
+        })
+    }
+
+    /// Reports the numbers of agents. As in upstream, the deprecated metric has the number of the last strategy
+    /// in which the agent counts.
+    fn report(&self, agents: &Agents, changed: &Entry) {
+        for strategy in &self.strategies {
+            let count = agents.count(*strategy) as f64;
+            self.metrics.ready_backends.get(*strategy).set(count);
+            if changed.counts_in(*strategy) {
+                self.metrics.ready_backend_connections.set(count);
+            }
+        }
+    }
+}
+
+// === impl Agents ===
+
+impl Agents {
+    fn add(&mut self, entry: &Arc<Entry>) {
+        let identifiers = &entry.stream.hello().identifiers;
+        self.all.add(entry.clone());
+        if identifiers.default_route {
+            self.with_default_route.add(entry.clone());
+        }
+        if !identifiers.hosts.is_empty() {
+            self.with_hosts.add(entry.clone());
+        }
+        if !identifiers.networks.is_empty() {
+            self.with_networks.add(entry.clone());
+        }
+        for host in &identifiers.hosts {
+            let group = self.by_host.entry(host.clone()).or_default();
+            group.add(entry.clone());
+        }
+        for network in &identifiers.networks {
+            let networks = self.by_network.entry(network.prefix_len()).or_default();
+            networks.entry(*network).or_default().add(entry.clone());
+        }
+    }
+
+    fn remove(&mut self, entry: &Entry) {
+        for group in [
+            &mut self.all,
+            &mut self.with_default_route,
+            &mut self.with_hosts,
+            &mut self.with_networks,
+        ] {
+            group.remove(entry);
+        }
+        let identifiers = &entry.stream.hello().identifiers;
+        for host in &identifiers.hosts {
+            remove_from(&mut self.by_host, host, entry);
+        }
+        for network in &identifiers.networks {
+            let length = network.prefix_len();
+            if let Some(networks) = self.by_network.get_mut(&length) {
+                remove_from(networks, network, entry);
+                if networks.is_empty() {
+                    self.by_network.remove(&length);
+                }
+            }
+        }
+    }
+
+    /// Returns all agents that count in a strategy.
+    fn of_strategy(&self, strategy: Strategy) -> &Group {
+        match strategy {
+            Strategy::Default => &self.all,
+            Strategy::DestHost => &self.with_hosts,
+            Strategy::DefaultRoute => &self.with_default_route,
+            Strategy::Cidr => &self.with_networks,
+        }
+    }
+
+    /// Returns the number of distinct keys of a strategy: agent ids, hosts or networks.
+    fn count(&self, strategy: Strategy) -> usize {
+        match strategy {
+            Strategy::DestHost => self.by_host.len(),
+            Strategy::Cidr => self.by_network.values().map(HashMap::len).sum(),
+            Strategy::Default | Strategy::DefaultRoute => self.of_strategy(strategy).len(),
+        }
+    }
+
+    /// Returns the agents that a strategy has for a host.
+    fn scope(&self, strategy: Strategy, host: &str) -> Option<Scope> {
+        match strategy {
+            Strategy::Default => (self.all.len() > 0).then_some(Scope::All),
+            Strategy::DefaultRoute => {
+                (self.with_default_route.len() > 0).then_some(Scope::DefaultRoute)
+            }
+            Strategy::DestHost if self.by_host.is_empty() => None,
+            Strategy::DestHost => {
+                let host = host_key(host);
+                self.by_host
+                    .contains_key(&host)
+                    .then_some(Scope::Host(host))
+            }
+            Strategy::Cidr => self.network(host).map(Scope::Network),
+        }
+    }
+
+    /// Returns the longest network with the address. Names have no network, because only the agent resolves
+    /// names.
+    fn network(&self, host: &str) -> Option<IpNet> {
+        if self.by_network.is_empty() {
+            return None;
+        }
+        let address = host.parse::<IpAddr>().ok()?.to_canonical();
+        self.by_network.iter().rev().find_map(|(length, networks)| {
+            let network = IpNet::new(address, *length).ok()?.trunc();
+            networks.contains_key(&network).then_some(network)
+        })
+    }
+
+    fn in_scope(&self, scope: &Scope) -> Option<&Group> {
+        match scope {
+            Scope::All => Some(&self.all),
+            Scope::DefaultRoute => Some(&self.with_default_route),
+            Scope::Host(host) => self.by_host.get(host),
+            Scope::Network(network) => self.by_network.get(&network.prefix_len())?.get(network),
+        }
+    }
+}
+
+fn remove_from<K: std::hash::Hash + Eq>(groups: &mut HashMap<K, Group>, key: &K, entry: &Entry) {
+    if let Some(group) = groups.get_mut(key) {
+        group.remove(entry);
+        if group.len() == 0 {
+            groups.remove(key);
+        }
+    }
+}
+
+// === impl Entry ===
+
+impl Entry {
+    fn counts_in(&self, strategy: Strategy) -> bool {
+        let identifiers = &self.stream.hello().identifiers;
+        match strategy {
+            Strategy::Default => true,
+            Strategy::DestHost => !identifiers.hosts.is_empty(),
+            Strategy::DefaultRoute => identifiers.default_route,
+            Strategy::Cidr => !identifiers.networks.is_empty(),
+        }
+    }
+}
+
+impl Drop for Registration {
+    fn drop(&mut self) {
+        let mut agents = self.registry.agents.lock();
+        agents.remove(&self.entry);
+        self.registry.report(&agents, &self.entry);
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        let mut places = self.registry.places.lock();
+        places.total -= 1;
+        if let Some(count) = places.by_identity.get_mut(&self.identity) {
+            *count -= 1;
+            if *count == 0 {
+                places.by_identity.remove(&self.identity);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;
