@@ -345,11 +345,13 @@ async fn drained(router: Arc<Router>, timeout: Duration) {
     let linger = DRAIN_LINGER.min(timeout);
     let idle = async {
         let mut busy = Instant::now();
-        while busy.elapsed() < linger {
-            sleep(DRAIN_CHECK).await;
+        loop {
             if router.in_use() > 0 {
                 busy = Instant::now();
+            } else if busy.elapsed() >= linger {
+                return;
             }
+            sleep(DRAIN_CHECK).await;
         }
     };
     match tokio::time::timeout(timeout, idle).await {

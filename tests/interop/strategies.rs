@@ -124,7 +124,9 @@ async fn check_dials(
                 let text = error.to_string();
                 assert!(text.contains("No agent available"), "{what}: {text}");
             }
-            (_, Ok(stream)) => check::echo(stream, 1, 64).await.unwrap(),
+            (_, Ok(stream)) => {
+                check::echo(stream, 1, 64).await.unwrap();
+            }
             (_, Err(error)) => panic!("{what}: {error}"),
         }
     }
