@@ -106,6 +106,8 @@ impl ConnectListener {
             let front = &self.front;
             return front.refuse_header(Entrance::Tunneling, peer, UNEXPECTED_HEADER);
         }
+        // Streams of this connection may need the address, and have no socket.
+        let peer = peer.with_local(&stream);
         let is_tls = first.starts_with(&[TLS_HANDSHAKE]);
         // A preface that arrives in pieces only needs more read calls.
         let is_framed = is_tls || first.starts_with(PRIOR_KNOWLEDGE);

@@ -225,7 +225,11 @@ impl Front {
             debug!(%peer, upstream = %upstream.key, "connection refused: the Service does not allow the address");
             return;
         }
-        let received = upstream.first_bytes(&peer, received);
+        let origin = match upstream.expects_header() {
+            true => peer.with_local(&client),
+            false => peer,
+        };
+        let received = upstream.first_bytes(&origin, received);
         let connected = match upstream.connect(peer.ip(), &received).await {
             Ok(connected) => connected,
             Err(error) => {

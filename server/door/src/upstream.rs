@@ -142,6 +142,11 @@ impl Upstream {
         allowed.is_none_or(|networks| networks.contains(address))
     }
 
+    /// Returns true if the endpoints expect a PROXY protocol header.
+    pub(crate) fn expects_header(&self) -> bool {
+        self.backend.read().header.is_some()
+    }
+
     /// Returns the first bytes for an endpoint: a PROXY protocol header, if the endpoints expect one, and the
     /// `received` bytes.
     pub(crate) fn first_bytes(&self, client: &Origin, received: Vec<u8>) -> Vec<u8> {
@@ -210,6 +215,9 @@ impl Upstream {
         let (turn, count) = (self.turn.fetch_add(1, Ordering::Relaxed), endpoints.len());
         let in_order = (0..count).map(|offset| turn.wrapping_add(offset) % count);
         let in_order = in_order.filter_map(|index| endpoints.get(index).copied());
+        if silent.is_empty() {
+            return in_order.take(ATTEMPTS).collect();
+        }
         let is_silent = |endpoint: &SocketAddr| silent.contains(endpoint);
         let answering = in_order.clone().filter(|endpoint| !is_silent(endpoint));
         let last = in_order.filter(is_silent);

@@ -6,7 +6,7 @@
 
 use std::fmt;
 use std::io;
-use std::net::{IpAddr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -68,8 +68,9 @@ pub struct UnknownVersion;
 pub struct Origin {
     /// Address of the client.
     pub source: SocketAddr,
-    /// Address that the client connected to.
-    pub destination: SocketAddr,
+    /// Address that the client connected to. `None` until [`Origin::with_local`] for a client without a header:
+    /// reading the address of a socket costs a system call, and most connections do not need the address.
+    pub destination: Option<SocketAddr>,
 }
 
 /// A complete header.
@@ -133,7 +134,7 @@ pub async fn origin(
 ) -> Result<Origin, HeaderError> {
     let mut origin = Origin {
         source: peer,
-        destination: stream.local_addr()?,
+        destination: None,
     };
     if from.contains(peer.ip()) {
         let _waiting = admission.queue().ok_or(Unadmitted::Displaced)?;
@@ -219,7 +220,7 @@ pub fn parse(received: &[u8]) -> Result<Option<Header>, HeaderError> {
         Ok((header, len)) => {
             let origin = header.proxied_address().map(|ends| Origin {
                 source: ends.source,
-                destination: ends.destination,
+                destination: Some(ends.destination),
             });
             sized(len, origin, received.len())
         }
@@ -291,9 +292,18 @@ impl Origin {
         self.source.ip()
     }
 
-    /// Returns the header with these addresses.
+    /// Returns the origin with the address of the socket as destination, unless a header had a destination. A socket
+    /// without an address is already broken, so the origin stays as before.
+    #[must_use]
+    pub fn with_local(mut self, stream: &TcpStream) -> Self {
+        self.destination = self.destination.or_else(|| stream.local_addr().ok());
+        self
+    }
+
+    /// Returns the header with these addresses. A missing destination becomes the unspecified address.
     pub fn header(&self, version: Version) -> Vec<u8> {
-        let (mut source, mut destination) = (self.source, self.destination);
+        let unspecified = SocketAddr::from((Ipv4Addr::UNSPECIFIED, 0));
+        let (mut source, mut destination) = (self.source, self.destination.unwrap_or(unspecified));
         if source.is_ipv4() != destination.is_ipv4() {
             (source, destination) = (mapped(source), mapped(destination));
         }

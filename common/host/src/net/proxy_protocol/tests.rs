@@ -17,7 +17,7 @@ const V4: &[u8] = b"PROXY TCP4 192.0.2.1 198.51.100.2 40000 443\r\n";
 fn origin_of(source: &str, destination: &str) -> Origin {
     Origin {
         source: source.parse().unwrap(),
-        destination: destination.parse().unwrap(),
+        destination: Some(destination.parse().unwrap()),
     }
 }
 
@@ -112,12 +112,13 @@ proptest! {
             let ip = if v4[i] { [a, b, c, d].into() } else { IpAddr::V6(ips[i]) };
             SocketAddr::new(ip, ports[i])
         });
-        let sent = Origin { source: ends[0], destination: ends[1] };
+        let sent = Origin { source: ends[0], destination: Some(ends[1]) };
         let bytes = sent.header(if is_text { Version::V1 } else { Version::V2 });
         let header = parse(&bytes).unwrap().unwrap();
         prop_assert_eq!(header.len, bytes.len());
         let received = header.origin.unwrap();
-        for (a, b) in [(received.source, sent.source), (received.destination, sent.destination)] {
+        let destination = received.destination.unwrap();
+        for (a, b) in [(received.source, ends[0]), (destination, ends[1])] {
             prop_assert_eq!(a.ip().to_canonical(), b.ip().to_canonical());
             prop_assert_eq!(a.port(), b.port());
         }
@@ -190,8 +191,9 @@ async fn peer_outside_of_the_networks_is_neither_read_nor_waited_for() {
     let (mut stream, peer, mut client) = accepted().await;
     let others = networks("192.0.2.0/24");
     let origin = origin(&stream, peer, &others, &slots()).await.unwrap();
+    assert_eq!((origin.source, origin.destination), (peer, None));
     let local = stream.local_addr().unwrap();
-    assert_eq!((origin.source, origin.destination), (peer, local));
+    assert_eq!(origin.with_local(&stream).destination, Some(local));
     client.write_all(V4).await.unwrap();
     assert!(begins_with_header(&stream).await.unwrap());
     let mut bytes = [0; V4.len()];
