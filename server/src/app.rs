@@ -35,7 +35,7 @@ use crate::backend::identity::AgentPeer;
 use crate::backend::konnectivity::Konnectivity;
 use crate::backend::registry::AgentLimits;
 use crate::backend::service::Agents;
-use crate::backend::{Registry, Tunnel, openvpn};
+use crate::backend::{ClientSeat, Registry, Tunnel, openvpn};
 use crate::config::{self, Config, Mode};
 use crate::frontend::{Frontend, grpc, grpc::Proxy, http_connect};
 use crate::listener::{AGENT_WINDOW_BYTES, CLIENT_WINDOW_BYTES, ListenerContext};
@@ -429,16 +429,17 @@ async fn serve_frontend(
             return refuse_client(&context, mode, accepted, max_connections);
         };
         let (context, frontend, service) = (context.clone(), frontend.clone(), service.clone());
-        let Some(shard) = frontend.router.shard().or_else(Shards::current) else {
+        let seat = frontend.router.seat();
+        let Some(seat) = seat.or_else(|| Shards::current().map(ClientSeat::on)) else {
             return;
         };
         on_shard(
             &shards,
-            shard,
+            seat.shard,
             &tasks,
             accepted,
             move |accepted| async move {
-                let _permit = permit;
+                let (_permit, _seat) = (permit, seat);
                 match (accepted, mode) {
                     (Accepted::Unix(stream), Mode::Grpc) => {
                         let stream = AuthorityStream::new(ReadAhead::new(stream));

@@ -24,7 +24,7 @@ pub use self::connection::{Connection, ToEndpoint};
 pub use self::dial::DialError;
 use self::native::NativeAgent;
 pub(crate) use self::registry::{Place, Registration, Registry};
-pub use self::tunnel::{Dialing, Tunnel};
+pub use self::tunnel::{ClientSeat, Dialing, Tunnel};
 pub use self::usage::{DialGuard, Usage};
 use crate::backend::dial::StreamDialError;
 use crate::tunnel::{Health, Peer};

@@ -11,7 +11,6 @@ use std::time::Duration;
 
 use culvert_host::net::destinations::Destinations;
 use culvert_host::net::literal::check_literal;
-use culvert_host::runtime::shards::ShardId;
 use culvert_stream::Dial;
 use parking_lot::Mutex;
 use tokio::sync::Semaphore;
@@ -20,7 +19,7 @@ use tracing::debug;
 
 use self::slot::TunnelSlot;
 use crate::backend::dial::{ANSWER_TIMEOUT, StreamDialError};
-use crate::backend::{Connection, DialError, Tunnel, Usage};
+use crate::backend::{ClientSeat, Connection, DialError, Tunnel, Usage};
 use crate::metrics::{DialFailureReason, ServerMetrics};
 use crate::tunnel::{Health, Kind, TunnelStatus};
 
@@ -289,10 +288,10 @@ impl Router {
             .any(|slot| slot.tunnel.health() > Health::Absent)
     }
 
-    /// Returns the thread where a new client is best served.
-    pub(crate) fn shard(&self) -> Option<ShardId> {
+    /// Returns a seat for a new client on the thread where the client is best served.
+    pub(crate) fn seat(&self) -> Option<ClientSeat> {
         self.slot(self.route().first)
-            .and_then(|slot| slot.tunnel.shard())
+            .and_then(|slot| slot.tunnel.seat())
     }
 }
 

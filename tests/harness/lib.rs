@@ -8,6 +8,7 @@
 //! | [`metrics`] | scraping, and plain HTTP to the programs' own listeners |
 //! | [`namespace`] | a private network for a test |
 //! | [`ports`] | port numbers that no other test process uses |
+//! | [`rolling`] | traffic during a rolling update |
 //! | [`balancer`] | a TCP load balancer that picks a backend at random |
 //! | [`black_hole`](mod@black_hole) | an address where connects hang |
 //! | [`interop`] | the stock programs and the Go driver |
@@ -31,6 +32,7 @@ pub mod namespace;
 pub mod openvpn;
 pub mod ports;
 pub mod process;
+pub mod rolling;
 pub mod topology;
 pub mod wait;
 

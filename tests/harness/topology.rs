@@ -142,6 +142,16 @@ impl Topology {
         self.ports.next_port()
     }
 
+    /// Returns the number of servers.
+    pub fn server_count(&self) -> usize {
+        self.servers.len()
+    }
+
+    /// Returns the number of agents.
+    pub fn agent_count(&self) -> usize {
+        self.agents.len()
+    }
+
     /// Returns the settings to reach the first server's front end.
     pub fn front_end(&self) -> &FrontEnd {
         self.front_end_of(0)

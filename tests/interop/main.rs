@@ -10,6 +10,7 @@
 //! | [`frozen`] | an agent that stops answering |
 //! | [`lives`] | killed, restarted and drained programs |
 //! | [`many`] | several servers, and several agents with one id |
+//! | [`rolling`] | rolling updates of all programs |
 //! | [`strategies`] | the choice of the agent by its identifiers |
 //! | [`stalls`] | stalled connections beside a working connection |
 //! | [`agent_suite`] | upstream's suite |
@@ -25,6 +26,7 @@ mod frozen;
 mod held;
 mod lives;
 mod many;
+mod rolling;
 mod stalls;
 mod strategies;
 mod traffic;

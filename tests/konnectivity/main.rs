@@ -26,6 +26,7 @@ mod leaks;
 mod listeners;
 mod native_lives;
 mod nodes;
+mod rolling;
 mod searching;
 mod secrets;
 mod shared_ids;

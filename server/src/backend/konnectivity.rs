@@ -4,7 +4,6 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use culvert_host::runtime::shards::ShardId;
 use culvert_stream::Dial;
 use tokio::time::Instant;
 use tracing::debug;
@@ -12,7 +11,7 @@ use tracing::debug;
 use super::registry::Chosen;
 use super::{Connection, Registry};
 use crate::backend::dial::{ANSWER_TIMEOUT, Attempts, StreamDialError};
-use crate::backend::{DialError, Dialing, Tunnel};
+use crate::backend::{ClientSeat, DialError, Dialing, Tunnel};
 use crate::tunnel::{Health, Peer};
 
 /// The tunnel of a server's agents.
@@ -94,7 +93,7 @@ impl Tunnel for Konnectivity {
         self.registry.peers()
     }
 
-    fn shard(&self) -> Option<ShardId> {
-        self.registry.shard()
+    fn seat(&self) -> Option<ClientSeat> {
+        self.registry.seat()
     }
 }

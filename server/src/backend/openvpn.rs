@@ -42,7 +42,7 @@ use culvert_host::admin;
 use culvert_host::net::destinations::Destinations;
 use culvert_host::net::listen::{Keepalive, Listener};
 use culvert_host::net::networks::Networks;
-use culvert_host::runtime::shards::{ShardId, Shards};
+use culvert_host::runtime::shards::Shards;
 use culvert_host::runtime::spawn_essential;
 use culvert_host::telemetry::metrics::GaugeGuard;
 use culvert_openvpn::Role;
@@ -72,7 +72,7 @@ use self::settings::Settings;
 use self::udp::Udp;
 use super::{Connection, flow};
 use crate::backend::dial::{Attempts, StreamDialError};
-use crate::backend::{DialError, Dialing, Tunnel};
+use crate::backend::{ClientSeat, DialError, Dialing, Tunnel};
 use crate::metrics::{DialFailureReason, ServerMetrics};
 use crate::tunnel::{Health, Peer};
 
@@ -347,8 +347,8 @@ impl Tunnel for Openvpn {
         self.clients.peers()
     }
 
-    fn shard(&self) -> Option<ShardId> {
-        self.clients.shard()
+    fn seat(&self) -> Option<ClientSeat> {
+        self.clients.shard().map(ClientSeat::on)
     }
 }
 

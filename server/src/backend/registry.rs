@@ -20,10 +20,10 @@ use ipnet::IpNet;
 use parking_lot::Mutex;
 use tracing::{info, warn};
 
-use self::group::Group;
+use self::group::{Conditions, Group};
 use self::load::Load;
 pub(crate) use self::load::LoadGuard;
-use super::Backend;
+use super::{Backend, ClientSeat};
 use crate::metrics::{ServerMetrics, Strategy};
 use crate::tunnel::{Health, Peer};
 
@@ -66,7 +66,10 @@ struct Entry {
     stream: Backend,
     /// Shard that serves the agent connection.
     shard: Option<ShardId>,
+    /// Number of dials and connections.
     load: Load,
+    /// Number of clients that were placed on the agent's shard.
+    seats: Load,
 }
 
 /// An agent connection's entry in the registry; dropping the registration removes the entry.
@@ -196,6 +199,7 @@ impl Registry {
             stream,
             shard: Shards::current(),
             load: Load::default(),
+            seats: Load::default(),
         });
         let mut agents = self.agents.lock();
         agents.add(&entry);
@@ -226,12 +230,16 @@ impl Registry {
             .collect()
     }
 
-    /// Returns the shard of an agent with few connections, where a new client is best served. Returns `None`
-    /// without agents.
-    pub(crate) fn shard(&self) -> Option<ShardId> {
+    /// Returns a seat for a new client on the shard of an agent with few clients. Returns `None` without agents.
+    pub(crate) fn seat(&self) -> Option<ClientSeat> {
         let agents = self.agents.lock();
-        let chosen = agents.all.choose(None, &[], usize::MAX);
-        chosen.and_then(|entry| entry.shard)
+        let entry = agents.all.choose(&Conditions {
+            here: None,
+            tried: &[],
+            limit: usize::MAX,
+            load: |entry| entry.seats.get(),
+        })?;
+        Some(ClientSeat::counted(entry.shard?, entry.seats.enter()))
     }
 
     /// Returns the agents that may serve a dial of the address. Returns `None` if no strategy has an agent.
@@ -250,7 +258,12 @@ impl Registry {
     pub(crate) fn choose(&self, scope: &Scope, tried: &[u64]) -> Option<Chosen> {
         let agents = self.agents.lock();
         let group = agents.in_scope(scope)?;
-        let entry = group.choose(Shards::current(), tried, self.limits.connections)?;
+        let entry = group.choose(&Conditions {
+            here: Shards::current(),
+            tried,
+            limit: self.limits.connections,
+            load: |entry| entry.load.get(),
+        })?;
         Some(Chosen {
             stream: entry.stream.clone(),
             load: entry.load.enter(),

@@ -9,6 +9,7 @@ use tokio::time::Instant;
 
 use super::Connection;
 use super::dial::DialError;
+use super::registry::LoadGuard;
 use crate::tunnel::{Health, Peer};
 
 /// A dial in progress. Dropping it cancels the dial.
@@ -32,8 +33,35 @@ pub trait Tunnel: Send + Sync + 'static {
     /// Returns the connected peers.
     fn peers(&self) -> Vec<Peer>;
 
-    /// Returns the thread where a new client is best served, if the tunnel has a preference.
-    fn shard(&self) -> Option<ShardId> {
+    /// Returns a seat for a new client on the thread where the client is best served, if the tunnel has a
+    /// preference.
+    fn seat(&self) -> Option<ClientSeat> {
         None
+    }
+}
+
+/// Place of a client on a thread, until dropped.
+pub struct ClientSeat {
+    /// The thread.
+    pub shard: ShardId,
+    /// Counts the client among the clients of a peer.
+    _counted: Option<LoadGuard>,
+}
+
+impl ClientSeat {
+    /// Creates a seat that no tunnel counts.
+    pub(crate) fn on(shard: ShardId) -> Self {
+        Self {
+            shard,
+            _counted: None,
+        }
+    }
+
+    /// Creates a seat that counts until it is dropped.
+    pub(super) fn counted(shard: ShardId, guard: LoadGuard) -> Self {
+        Self {
+            shard,
+            _counted: Some(guard),
+        }
     }
 }

@@ -27,14 +27,16 @@ struct Member {
     entries: Vec<Arc<Entry>>,
 }
 
-/// Conditions for the candidates of a dial.
-struct Limits<'a> {
-    /// Shard of the calling thread.
-    here: Option<ShardId>,
+/// Conditions for the candidates of a choice.
+pub(super) struct Conditions<'a> {
+    /// Preferred shard.
+    pub here: Option<ShardId>,
     /// Serials to leave out.
-    tried: &'a [u64],
+    pub tried: &'a [u64],
     /// Load at which an entry is full.
-    limit: usize,
+    pub limit: usize,
+    /// Load of an entry.
+    pub load: fn(&Entry) -> usize,
 }
 
 /// Order of candidates for a dial; smaller is better.
@@ -112,34 +114,28 @@ impl Group {
         best
     }
 
-    /// Chooses the best entry. Leaves out the serials in `tried`, and entries with a load of `limit`. Compares all
-    /// agents of a small group; in a large group, some agents at random, and all only if none of those is healthy.
-    pub(super) fn choose(
-        &self,
-        here: Option<ShardId>,
-        tried: &[u64],
-        limit: usize,
-    ) -> Option<&Arc<Entry>> {
-        let limits = Limits { here, tried, limit };
+    /// Chooses the best entry. Compares all agents of a small group; in a large group, some agents at random, and
+    /// all only if none of those is healthy.
+    pub(super) fn choose(&self, conditions: &Conditions<'_>) -> Option<&Arc<Entry>> {
         if self.members.len() > CHOICES {
             let picks = sample(&mut rand::rng(), self.members.len(), CHOICES);
             let some = picks.iter().filter_map(|at| self.members.get(at));
-            if let Some((preference, entry)) = best(some, &limits)
+            if let Some((preference, entry)) = best(some, conditions)
                 && preference.rank.health() == Health::Healthy
             {
                 return Some(entry);
             }
         }
-        best(self.members.iter(), &limits).map(|(_, entry)| entry)
+        best(self.members.iter(), conditions).map(|(_, entry)| entry)
     }
 }
 
 /// Returns the best candidate of some agents.
 fn best<'a>(
     members: impl Iterator<Item = &'a Member>,
-    limits: &Limits<'_>,
+    conditions: &Conditions<'_>,
 ) -> Option<(Preference, &'a Arc<Entry>)> {
-    let candidates = members.filter_map(|member| member.candidate(limits));
+    let candidates = members.filter_map(|member| member.candidate(conditions));
     candidates.min_by(|(a, _), (b, _)| a.cmp(b))
 }
 
@@ -147,18 +143,23 @@ fn best<'a>(
 
 impl Member {
     /// Returns the agent's best connection: of equal connections, the oldest.
-    fn candidate(&self, limits: &Limits<'_>) -> Option<(Preference, &Arc<Entry>)> {
+    fn candidate(&self, conditions: &Conditions<'_>) -> Option<(Preference, &Arc<Entry>)> {
+        let Conditions {
+            here,
+            tried,
+            limit,
+            load,
+        } = *conditions;
         let entries = self.entries.iter();
-        let usable = entries.filter(|entry| {
-            !limits.tried.contains(&entry.stream.serial()) && entry.load.get() < limits.limit
-        });
+        let usable =
+            entries.filter(|entry| !tried.contains(&entry.stream.serial()) && load(entry) < limit);
         let (rank, entry) = usable
             .map(|entry| (entry.stream.rank(), entry))
             .min_by_key(|(rank, _)| *rank)?;
         let preference = Preference {
             rank,
-            is_remote: entry.shard != limits.here,
-            load: entry.load.get(),
+            is_remote: entry.shard != here,
+            load: load(entry),
             lot: rand::random(),
         };
         Some((preference, entry))

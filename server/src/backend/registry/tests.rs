@@ -272,3 +272,33 @@ fn full_agent_gets_no_dial_until_a_connection_ends() {
     open.pop();
     assert!(world.chosen("x:1").is_some());
 }
+
+#[test]
+fn clients_that_arrive_before_their_dials_are_spread_over_the_agents() {
+    let mut world = World::new(&[Strategy::Default]);
+    for id in ["a", "b"] {
+        world.connect(id, "");
+    }
+    let choose = || {
+        let agents = world.registry.agents.lock();
+        let conditions = Conditions {
+            here: None,
+            tried: &[],
+            limit: usize::MAX,
+            load: |entry| entry.seats.get(),
+        };
+        agents.all.choose(&conditions).unwrap().seats.enter()
+    };
+    let seats: Vec<_> = (0..100).map(|_| choose()).collect();
+    let count = || -> Vec<usize> {
+        let agents = world.registry.agents.lock();
+        agents
+            .all
+            .entries()
+            .map(|entry| entry.seats.get())
+            .collect()
+    };
+    assert_eq!(count(), [50, 50]);
+    drop(seats);
+    assert_eq!(count(), [0, 0]);
+}
