@@ -3,6 +3,7 @@
 //! Options have the form of the program's manual. A test adds the options under test to the basic set of a
 //! role.
 
+use std::collections::HashSet;
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -200,20 +201,26 @@ impl Stock {
     }
 }
 
-/// Pings an address from a namespace `count` times, once per `interval`. Returns the number of missing
-/// replies.
+/// Time of further pings at the end. ping(8) waits for its last replies only for twice the longest round trip, or for
+/// the interval, so the replies of the last pings say nothing.
+const LAST_PINGS: Duration = Duration::from_secs(1);
+
+/// Pings an address from a namespace `count` times, once per `interval`, and then for [`LAST_PINGS`]. Returns the
+/// number of missing replies to the first `count` pings.
 ///
 /// # Panics
-/// If the output of `ping` has no number of replies.
+/// If `ping` does not run.
 pub async fn lost_pings(from: &Namespace, to: &str, count: u32, interval: Duration) -> u32 {
+    let last = (LAST_PINGS.as_secs_f32() / interval.as_secs_f32()).ceil() as u32;
     let interval = interval.as_secs_f32();
-    let words = format!("-n -q -c {count} -i {interval} -W 5 {to}");
+    let words = format!("-n -c {} -i {interval} -W 5 {to}", count + last);
     let (Ok(said) | Err(said)) = from.run("ping", &words).await;
-    let received = said
-        .split(", ")
-        .find_map(|part| part.strip_suffix(" received"));
-    let received: u32 = received
-        .and_then(|number| number.parse().ok())
-        .unwrap_or_else(|| panic!("ping {to}: {said}"));
-    count - received
+    assert!(said.contains(" packets transmitted"), "ping {to}: {said}");
+    let sequence = |line: &str| {
+        let (_, rest) = line.split_once("icmp_seq=")?;
+        rest.split(' ').next()?.parse().ok()
+    };
+    let answered: HashSet<u32> = said.lines().filter_map(sequence).collect();
+    let lost = (1..=count).filter(|sequence| !answered.contains(sequence));
+    u32::try_from(lost.count()).unwrap()
 }
