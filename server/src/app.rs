@@ -301,7 +301,8 @@ impl Bound {
         spawn_essential(&tasks, "metrics", &shutdown, upkeep);
         let drained = drained(router.clone(), config.graceful_shutdown_timeout);
         let draining = drain.clone();
-        let not_ready = move || match (draining.is_cancelled(), router.has_peer()) {
+        let needs_peer = !config.ready_without_agents;
+        let not_ready = move || match (draining.is_cancelled(), router.has_peer() || !needs_peer) {
             (true, _) => Some(DRAINING),
             (false, false) => Some(NOT_READY),
             (false, true) => None,

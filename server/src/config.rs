@@ -58,6 +58,8 @@ pub struct Config {
     pub switch: switch::Settings,
     /// Health listener (`/healthz`, `/readyz`, metrics). Default `:8092`.
     pub health: HostPort,
+    /// True if the server is ready before an agent is connected. Default false.
+    pub ready_without_agents: bool,
     /// Idle time before the server pings an agent's connection. Default 1 h, at least [`KEEPALIVE_FLOOR`].
     pub keepalive_time: Duration,
     /// Idle time before the server pings a gRPC front-end client. Default 1 h, at least
@@ -199,6 +201,7 @@ impl Config {
             openvpn,
             switch,
             health,
+            ready_without_agents,
             keepalive_time,
             frontend_keepalive_time,
             server_id,
@@ -233,6 +236,7 @@ impl Config {
             format!("admin-bind={admin}"),
             format!("admin-uds={}", shown(admin_uds)),
             format!("health-bind={health}"),
+            format!("ready-without-agents={ready_without_agents}"),
             format!("keepalive-time={}", duration(keepalive_time)),
             format!(
                 "frontend-keepalive-time={}",

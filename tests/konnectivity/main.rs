@@ -26,6 +26,7 @@ mod leaks;
 mod listeners;
 mod native_lives;
 mod nodes;
+mod readiness;
 mod rolling;
 mod searching;
 mod secrets;

@@ -160,6 +160,11 @@ pub(super) struct OperationsFlags {
     #[arg(long, value_name = "PORT", default_value = "8092", value_parser = go_int)]
     pub(super) health_port: i64,
 
+    /// Answer 200 on /readyz before an agent is connected. Use it if agents reach this server through a Service that
+    /// routes to ready servers only
+    #[arg(long)]
+    pub(super) ready_without_agents: bool,
+
     /// Address of the admin listener; empty means all interfaces
     #[arg(long, value_name = "HOST", default_value = "127.0.0.1")]
     pub(super) admin_bind_address: String,

@@ -105,6 +105,7 @@ fn defaults_match_the_stock_server() {
         openvpn: None,
         switch: switch::Settings::default(),
         health: HostPort::new("", 8092),
+        ready_without_agents: false,
         keepalive_time: Duration::from_secs(3600),
         frontend_keepalive_time: Duration::from_secs(3600),
         server_id: "from-env".to_owned(),

@@ -87,6 +87,7 @@ impl Flags {
             openvpn,
             switch,
             health: HostPort::new(&ops.health_bind_address, health_port),
+            ready_without_agents: ops.ready_without_agents,
             keepalive_time,
             frontend_keepalive_time,
             server_id,

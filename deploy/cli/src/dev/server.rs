@@ -105,6 +105,7 @@ impl Plan {
             openvpn: None,
             switch: Settings::default(),
             health: any_port(),
+            ready_without_agents: false,
             keepalive_time: Duration::from_secs(3600),
             frontend_keepalive_time: Duration::from_secs(3600),
             server_id: format!("dev: {}", self.title),
