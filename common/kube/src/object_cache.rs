@@ -68,7 +68,23 @@ pub fn objects<K>(api: Api<K>) -> impl Stream<Item = Result<Event<K>, watcher::E
 where
     K: kube::Resource + Clone + fmt::Debug + DeserializeOwned + Send + 'static,
 {
+    selected(api, "")
+}
+
+/// Returns the events of the objects that match a label selector, as [`objects`] does. An empty selector matches
+/// all objects.
+pub fn selected<K>(
+    api: Api<K>,
+    labels: &str,
+) -> impl Stream<Item = Result<Event<K>, watcher::Error>> + use<K>
+where
+    K: kube::Resource + Clone + fmt::Debug + DeserializeOwned + Send + 'static,
+{
     let config = watcher::Config::default().timeout(WATCH);
+    let config = match labels {
+        "" => config,
+        labels => config.labels(labels),
+    };
     let begin = move || watcher::watcher(api.clone(), config.clone()).boxed();
     let first = (begin(), Pause::default());
     stream::unfold(

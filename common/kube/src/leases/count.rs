@@ -1,0 +1,55 @@
+//! A watch that counts live leases.
+//!
+//! A lease expires only if a later event proves that the watch works: while the API is silent or unreachable, no
+//! renewal can be observed, and the count stays.
+
+use std::pin::pin;
+
+use futures_util::StreamExt as _;
+use k8s_openapi::api::coordination::v1::{Lease, LeaseSpec};
+use kube::runtime::watcher::Event;
+use kube::{Client, ResourceExt as _};
+use tokio::time::Instant;
+
+use super::api;
+use super::renewals::Renewals;
+use crate::object_cache::{ObjectCache, selected};
+
+/// Largest number of leases to keep. A selector that matches more leases is wrong.
+const MOST: usize = 1000;
+
+/// Counts the live leases in a namespace that match a label selector, and reports their number after every
+/// event, forever. An empty namespace means all namespaces; an empty selector matches every lease.
+pub async fn count_live(
+    client: Client,
+    namespace: &str,
+    selector: &str,
+    mut report: impl FnMut(usize),
+) {
+    let mut events = pin!(selected(api(client, namespace), selector));
+    let mut leases = ObjectCache::new("Leases of servers").at_most(MOST);
+    let mut renewals = Renewals::default();
+    while let Some(event) = events.next().await {
+        let is_complete = match &event {
+            Ok(Event::Init | Event::InitApply(_)) => false,
+            Ok(_) => true,
+            Err(_) => {
+                renewals.interrupted();
+                false
+            }
+        };
+        leases.take(event, |lease| Some(named(lease)));
+        if is_complete {
+            let known = leases.values().map(|(name, spec)| (name.as_str(), spec));
+            renewals.observe(Instant::now(), known);
+            report(renewals.live());
+        }
+    }
+}
+
+/// Returns the name of a lease, unique in all namespaces, and its contents.
+fn named(lease: Lease) -> (String, LeaseSpec) {
+    let namespace = lease.namespace().unwrap_or_default();
+    let name = format!("{namespace}/{}", lease.name_any());
+    (name, lease.spec.unwrap_or_default())
+}

@@ -1,0 +1,121 @@
+//! The deletion of expired leases, which dead servers have left.
+
+use std::time::Duration;
+
+use k8s_openapi::api::coordination::v1::{Lease, LeaseSpec};
+use kube::api::{DeleteParams, ListParams, Preconditions};
+use kube::{Api, Client, ResourceExt as _};
+use metrics::Counter;
+use tokio::time::{Instant, sleep};
+use tracing::info;
+
+use super::renewals::Renewals;
+use super::{REQUEST, api};
+use crate::request::{FailureLog, RequestError, Target, request};
+
+/// Pause between two lists. Shorter than the longest gap of [`Renewals`], so that only a failed list is a gap.
+const INTERVAL: Duration = Duration::from_secs(15);
+
+/// Largest number of leases to list. Nobody runs as many servers for one cluster, and the accounts of the cluster may
+/// create leases. As expired leases are deleted, every lease is listed at some time.
+const MOST: u32 = 100;
+
+/// Deletes the expired leases with certain labels. Every server does so; the first deletion wins.
+pub struct Collector {
+    api: Api<Lease>,
+    /// The leases, in the texts of errors.
+    target: Target,
+    labels: String,
+    /// Name of this server's lease, which is never deleted here.
+    own: String,
+    renewals: Renewals,
+    deleted: Counter,
+    failures: FailureLog,
+}
+
+impl Collector {
+    /// Prepares the deletion; `labels` has the form `k=v[,k=v]`, `own` is the name of this server's lease, and
+    /// `deleted` counts deletions.
+    pub fn new(
+        client: Client,
+        namespace: &str,
+        labels: String,
+        own: String,
+        deleted: Counter,
+    ) -> Self {
+        Self {
+            api: api(client, namespace),
+            target: Target {
+                kind: "Leases",
+                resource: "leases.coordination.k8s.io",
+                namespace: namespace.to_owned(),
+                name: labels.clone(),
+            },
+            labels,
+            own,
+            renewals: Renewals::default(),
+            deleted,
+            failures: FailureLog::default(),
+        }
+    }
+
+    /// Deletes expired leases forever.
+    pub async fn run(mut self) {
+        loop {
+            match self.collect().await {
+                Ok(()) => self.failures.succeeded(&self.target),
+                Err(error) => self.failures.failed(&error),
+            }
+            sleep(INTERVAL).await;
+        }
+    }
+
+    async fn collect(&mut self) -> Result<(), RequestError> {
+        let params = ListParams::default().labels(&self.labels).limit(MOST);
+        let call = self.api.list(&params);
+        let listed = request("list", &self.target, REQUEST, call).await;
+        let leases = listed.inspect_err(|_| self.renewals.interrupted())?.items;
+        let none = LeaseSpec::default();
+        let named = leases.iter().map(|lease| {
+            let name = lease.metadata.name.as_deref().unwrap_or_default();
+            (name, lease.spec.as_ref().unwrap_or(&none))
+        });
+        self.renewals.observe(Instant::now(), named);
+        let mut outcome = Ok(());
+        for lease in &leases {
+            let name = lease.name_any();
+            if name != self.own && self.renewals.is_expired(&name) {
+                outcome = self.delete(lease).await.and(outcome);
+            }
+        }
+        outcome
+    }
+
+    /// Deletes a lease, unless the lease has changed since the list.
+    async fn delete(&self, lease: &Lease) -> Result<(), RequestError> {
+        let target = Target {
+            kind: "Lease",
+            name: lease.name_any(),
+            ..self.target.clone()
+        };
+        let params = DeleteParams {
+            preconditions: Some(Preconditions {
+                resource_version: lease.resource_version(),
+                uid: None,
+            }),
+            ..DeleteParams::default()
+        };
+        let call = async {
+            match self.api.delete(&target.name, &params).await {
+                // Another server was faster, or the holder has renewed the lease.
+                Err(kube::Error::Api(status)) if matches!(status.code, 404 | 409) => Ok(false),
+                outcome => outcome.map(|_| true),
+            }
+        };
+        if request("delete", &target, REQUEST, call).await? {
+            info!("deleted {target}: it was not renewed for its whole duration");
+            self.deleted.increment(1);
+        }
+        Ok(())
+    }
+}
