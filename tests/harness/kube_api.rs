@@ -13,7 +13,7 @@
 //! | `tokens` | `TokenReview` |
 //! | `fault` | faults that a test can inject |
 //! | `status` | errors as `Status` objects |
-//! | `objects` | builders for Services, EndpointSlices and Nodes |
+//! | `objects` | builders for Services, EndpointSlices, Nodes and Leases |
 //!
 //! Not supported: authorization, admission, defaults, subresources, finalizers, paging (a list is always
 //! complete), and all encodings except JSON. A body in protobuf gets 415, so stock programs need
@@ -40,7 +40,7 @@ use tokio::net::TcpListener;
 use tokio_util::sync::{CancellationToken, DropGuard};
 
 pub use self::fault::{Fault, Gone};
-pub use self::objects::{ServiceBuilder, SliceBuilder, node, service, slice};
+pub use self::objects::{ServiceBuilder, SliceBuilder, node, server_lease, service, slice};
 pub use self::tokens::{Review, TokenStatus};
 
 use self::address::Kind;
@@ -189,6 +189,14 @@ current-context: harness
         let plural = Kind::of(resource).plural;
         let key = (plural, namespace.to_owned(), name.to_owned());
         self.state.lock().store.get(&key).cloned()
+    }
+
+    /// Returns the names of the objects in a namespace, in alphabetical order.
+    ///
+    /// # Panics
+    /// If the resource is not supported.
+    pub fn names(&self, resource: &str, namespace: &str) -> Vec<String> {
+        self.state.lock().store.names(Kind::of(resource), namespace)
     }
 
     /// Sends a bookmark with the current version to every open watch that allows bookmarks.

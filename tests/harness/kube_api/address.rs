@@ -83,8 +83,8 @@ pub(super) struct Filter {
 #[derive(Debug, PartialEq, Eq)]
 struct Rule {
     key: String,
-    /// The required value; `None` accepts every value.
-    value: Option<String>,
+    /// The permitted values; `None` accepts every value.
+    values: Option<Vec<String>>,
     negated: bool,
 }
 
@@ -224,27 +224,37 @@ impl Filter {
 impl Rule {
     fn matches(&self, actual: Option<&Value>) -> bool {
         let actual = actual.and_then(Value::as_str);
-        let holds = match &self.value {
-            Some(value) => actual == Some(value.as_str()),
-            None => actual.is_some(),
-        };
+        let holds = actual.is_some_and(|actual| {
+            let values = self.values.as_ref();
+            values.is_none_or(|values| values.iter().any(|value| value == actual))
+        });
         holds != self.negated
     }
 }
 
-/// Parses `a=b`, `a==b`, `a!=b`, `a` and `!a`, separated by commas.
+/// Parses `a=b`, `a==b`, `a!=b`, `a`, `!a`, `a in (b,c)` and `a notin (b,c)`, separated by commas.
 fn parse_rules(selector: &str) -> Result<Vec<Rule>, String> {
-    let parts = selector.split(',').map(str::trim);
-    let rules = parts.filter(|part| !part.is_empty()).map(|part| {
-        if part.contains(['(', ')']) {
-            return Err(format!(
-                "the selector {selector:?} contains a set; this API supports only equality"
-            ));
-        }
-        let (key, value, negated) = if let Some((key, value)) = part.split_once("!=") {
-            (key, Some(value), true)
+    let mut depth = 0_i32;
+    let parts = selector.split(|c| {
+        depth += i32::from(c == '(') - i32::from(c == ')');
+        c == ',' && depth == 0
+    });
+    let parts = parts.map(str::trim).filter(|part| !part.is_empty());
+    let rules = parts.map(|part| {
+        let one = |value: &str| Some(vec![value.trim().to_owned()]);
+        let (key, values, negated) = if let Some((head, set)) = part.split_once('(') {
+            let set = set.strip_suffix(')');
+            let set = set.ok_or_else(|| format!("the set in {part:?} has no end"))?;
+            let values = set.split(',').map(|value| value.trim().to_owned());
+            match head.trim().rsplit_once(' ') {
+                Some((key, "in")) => (key, Some(values.collect()), false),
+                Some((key, "notin")) => (key, Some(values.collect()), true),
+                _ => return Err(format!("unable to parse requirement: {part:?}")),
+            }
+        } else if let Some((key, value)) = part.split_once("!=") {
+            (key, one(value), true)
         } else if let Some((key, value)) = part.split_once('=') {
-            (key, Some(value.trim_start_matches('=')), false)
+            (key, one(value.trim_start_matches('=')), false)
         } else if let Some(key) = part.strip_prefix('!') {
             (key, None, true)
         } else {
@@ -252,7 +262,7 @@ fn parse_rules(selector: &str) -> Result<Vec<Rule>, String> {
         };
         Ok(Rule {
             key: key.trim().to_owned(),
-            value: value.map(|value| value.trim().to_owned()),
+            values,
             negated,
         })
     });

@@ -1,4 +1,4 @@
-//! Services, EndpointSlices and Nodes in the form that a cluster creates.
+//! Services, EndpointSlices, Nodes and servers' Leases in the form that a cluster creates.
 
 use serde_json::{Value, json};
 
@@ -61,6 +61,25 @@ pub fn node(name: &str, addresses: &[(&str, &str)]) -> Value {
         "status": {
             "addresses": addresses.iter().map(address).collect::<Vec<Value>>(),
             "daemonEndpoints": {"kubeletEndpoint": {"Port": 10250}},
+        },
+    })
+}
+
+/// Returns the Lease of a server in `kube-system`, with upstream's default label. `renewed` is an RFC 3339 time with
+/// microseconds, by the clock of the server.
+pub fn server_lease(name: &str, renewed: &str) -> Value {
+    json!({
+        "apiVersion": "coordination.k8s.io/v1",
+        "kind": "Lease",
+        "metadata": {
+            "namespace": "kube-system",
+            "name": name,
+            "labels": {"k8s-app": "konnectivity-server"},
+        },
+        "spec": {
+            "holderIdentity": name,
+            "leaseDurationSeconds": 30,
+            "renewTime": renewed,
         },
     })
 }

@@ -64,6 +64,12 @@ impl Store {
         self.objects.get(key)
     }
 
+    pub(super) fn names(&self, kind: &'static Kind, namespace: &str) -> Vec<String> {
+        let keys = self.objects.keys();
+        let keys = keys.filter(|(plural, of, _)| *plural == kind.plural && of == namespace);
+        keys.map(|(_, _, name)| name.clone()).collect()
+    }
+
     pub(super) fn list<'a>(&'a self, filter: &'a Filter) -> impl Iterator<Item = &'a Value> {
         let of_kind = self
             .objects

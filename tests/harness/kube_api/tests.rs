@@ -277,7 +277,7 @@ async fn bad_requests_are_answered_with_a_status_object() {
         ("GET", "/api/v1/namespaces/a/nodes", JSON, "", 404),
         (
             "GET",
-            "/api/v1/services?labelSelector=a%20in%20(b,c)",
+            "/api/v1/services?labelSelector=a%20of%20(b,c)",
             JSON,
             "",
             400,
@@ -325,12 +325,15 @@ async fn a_list_has_a_version_and_obeys_namespace_and_selectors() {
     );
     assert_eq!(names(&all), ["db", "web", "web"]);
     assert_eq!(all["items"][0]["kind"], Value::Null);
-    let cases: [(&str, &[&str]); 7] = [
+    let cases: [(&str, &[&str]); 10] = [
         ("", &["db", "web"]),
         ("labelSelector=tier%3Dfront", &["web"]),
         ("labelSelector=tier!%3Dfront", &["db"]),
         ("labelSelector=tier,tier%3D%3Dback", &["db"]),
         ("labelSelector=!tier", &[]),
+        ("labelSelector=tier+in+(front,side)", &["web"]),
+        ("labelSelector=tier+notin+(front,+side),tier", &["db"]),
+        ("labelSelector=tier+notin+(front,back)", &[]),
         ("fieldSelector=metadata.name%3Dweb", &["web"]),
         ("fieldSelector=spec.type%3DNodePort", &[]),
     ];
