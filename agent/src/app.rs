@@ -20,10 +20,12 @@ use tracing::{info, warn};
 use crate::agent::{Agent, Limits};
 use crate::config::{Config, OpenVpn};
 use crate::connect::{Connector, WINDOW_BYTES};
+use crate::leases::Leases;
 use crate::metrics::AgentMetrics;
 use crate::openvpn::client::Client;
 use crate::openvpn::tunnel::Tunnel;
 use crate::packet::OUTGOING_BYTES;
+use crate::server_count::ServerCount;
 use crate::servers::{Servers, Sync};
 
 /// Bytes that HTTP/2 buffers for sending on one stream: hyper's default for clients.
@@ -45,6 +47,7 @@ pub struct Bound {
     agent: Arc<Agent>,
     servers: Arc<Servers>,
     sync: Option<Sync>,
+    leases: Option<Leases>,
     openvpn: Option<(Arc<Tunnel>, Client)>,
     config: Config,
     health: TcpListener,
@@ -70,10 +73,15 @@ impl Bound {
         };
         let agent = Agent::new(metrics, shutdown, limits, config.destinations.clone());
         let servers = Servers::new(agent.clone());
-        let mut sync = None;
+        let (mut sync, mut leases) = (None, None);
         if config.ca_cert.is_some() {
             let connector = Connector::new(agent.clone(), config.clone())?;
-            sync = Some(Sync::new(servers.clone(), connector, &config));
+            let count = ServerCount::new(&config, agent.metrics.known_server_count.clone());
+            if let Some(settings) = config.leases.clone() {
+                let counted = Leases::new(settings, &agent.metrics, count.clone());
+                leases = Some(counted.await?);
+            }
+            sync = Some(Sync::new(servers.clone(), connector, &config, count));
         }
         let mut openvpn = None;
         if let Some(OpenVpn { client, nodes }) = config.openvpn.clone() {
@@ -96,6 +104,7 @@ impl Bound {
             agent,
             servers,
             sync,
+            leases,
             openvpn,
             config,
             health,
@@ -136,6 +145,9 @@ impl Bound {
                 "connecting"
             );
             spawn_essential(tasks, "servers", &search, sync.run(search.clone()));
+        }
+        if let Some(leases) = self.leases {
+            spawn_essential(tasks, "leases", &search, leases.run(search.clone()));
         }
         if let Some((_, client)) = self.openvpn {
             info!("connecting to an OpenVPN server");

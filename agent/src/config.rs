@@ -77,6 +77,8 @@ pub struct Config {
     pub stall_timeout: Duration,
     /// Source of the number of servers to look for.
     pub server_count_source: ServerCountSource,
+    /// Count of servers by their leases. `None`, the default, uses only the number that servers announce.
+    pub leases: Option<LeaseCount>,
     /// Time for connections to end after the first SIGTERM; connections still open are then closed. Default
     /// 10 min.
     pub drain_timeout: Duration,
@@ -111,10 +113,21 @@ pub struct ClientCert {
     pub key: PathBuf,
 }
 
+/// Count of servers by their leases (`--count-server-leases`).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LeaseCount {
+    /// Namespace of the leases; empty means all namespaces. Default `kube-system`.
+    pub namespace: String,
+    /// Label selector of the leases; empty selects every lease. Default `k8s-app=konnectivity-server`.
+    pub selector: String,
+    /// Kubeconfig of the account that reads leases; `None` means the pod's own account.
+    pub kubeconfig: Option<PathBuf>,
+}
+
 /// Source of the number of servers to look for (`--server-count-source`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ServerCountSource {
-    /// `default`: the number that the servers announce.
+    /// `default`: the number of server leases if they are counted, or else the number that the servers announce.
     #[default]
     Default,
     /// `max`: the larger of the announced number and the number of server leases.
@@ -160,6 +173,7 @@ impl Config {
             excess_buffer_bytes,
             stall_timeout,
             server_count_source,
+            leases,
             drain_timeout,
             drain_linger,
             destinations,
@@ -194,9 +208,18 @@ impl Config {
             format!("excess-buffer-bytes={excess_buffer_bytes}"),
             format!("stall-timeout={}", duration(stall_timeout)),
             format!("server-count-source={}", server_count_source.name()),
+            format!("count-server-leases={}", leases.is_some()),
             format!("drain-timeout={}", duration(drain_timeout)),
             format!("drain-linger={}", duration(drain_linger)),
         ];
+        if let Some(leases) = leases {
+            let kubeconfig = leases.kubeconfig.clone().unwrap_or_default();
+            lines.extend([
+                format!("lease-namespace={}", leases.namespace),
+                format!("lease-label-selector={}", leases.selector),
+                format!("kubeconfig={}", kubeconfig.display()),
+            ]);
+        }
         lines.extend(destinations.describe());
         lines.extend(openvpn.iter().flat_map(OpenVpn::describe));
         lines.extend(logging.describe());

@@ -14,6 +14,7 @@ use culvert_host::telemetry::metrics::{
 };
 use culvert_konnectivity::metrics::StreamNames;
 use culvert_konnectivity::metrics::{Segment, StreamMetrics};
+use culvert_kube::calls::CallMetrics;
 use metrics::{Counter, Gauge, Histogram};
 
 /// Upper bounds of dial latencies, in seconds: 5 ms to 30 s (upstream `pkg/agent/metrics`).
@@ -27,6 +28,8 @@ macro_rules! name {
         concat!("konnectivity_network_proxy_agent_", $name)
     };
 }
+
+const LEASE_LIST_LATENCY: &str = name!("lease_list_latency_seconds");
 
 label_values! {
     /// Reason for a failed dial of an endpoint.
@@ -87,7 +90,10 @@ impl AgentMetrics {
     ///
     /// See [`Registry::new`].
     pub fn new() -> Result<Self, MetricsError> {
-        let registry = Registry::new(&[(name!("dial_duration_seconds"), &LATENCY_BUCKETS)])?;
+        let registry = Registry::new(&[
+            (name!("dial_duration_seconds"), &LATENCY_BUCKETS),
+            (LEASE_LIST_LATENCY, &LATENCY_BUCKETS),
+        ])?;
         register_build_info(&registry, "agent", env!("CARGO_PKG_VERSION"));
         let names = StreamNames {
             packets: name!("stream_packets_total"),
@@ -134,6 +140,35 @@ impl AgentMetrics {
     /// registering more series.
     pub fn registry(&self) -> &Arc<Registry> {
         &self.registry
+    }
+
+    /// Returns the metrics of lists of leases.
+    pub fn lease_lists(&self) -> CallMetrics {
+        CallMetrics {
+            registry: self.registry.clone(),
+            code: "http_response_code",
+            total: [
+                name!("lease_lists_total"),
+                "Count of server lease list calls made by the agent to the k8s apiserver, labeled by HTTP response code and reason",
+            ],
+            latency: Some([
+                LEASE_LIST_LATENCY,
+                "Latency of server lease listing in seconds",
+            ]),
+        }
+    }
+
+    /// Returns the metric of watches of leases. Upstream counts watches as lists.
+    pub fn lease_watches(&self) -> CallMetrics {
+        CallMetrics {
+            registry: self.registry.clone(),
+            code: "http_response_code",
+            total: [
+                name!("lease_watches_total"),
+                "Count of server lease watch calls made by the agent to the k8s apiserver, labeled by HTTP response code and reason",
+            ],
+            latency: None,
+        }
     }
 
     /// Returns the counter of failed dials for a reason. The series is missing from the metrics page until

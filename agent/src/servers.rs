@@ -19,6 +19,7 @@ use crate::connect::{Connected, Connector, Transport};
 use crate::metrics::ServerDirection;
 use crate::native::{NativeServer, Notices};
 use crate::packet::ServerStream;
+use crate::server_count::ServerCount;
 
 /// Growth factor of the pause after each failure, as in upstream.
 const BACKOFF_FACTOR: f64 = 1.5;
@@ -46,7 +47,7 @@ pub(crate) struct Sync {
     interval: Duration,
     cap: Duration,
     forever: bool,
-    announced: i64,
+    count: Arc<ServerCount>,
 }
 
 /// Result of one attempt to connect.
@@ -180,14 +181,19 @@ impl Servers {
 
 impl Sync {
     /// Creates a search with the configured pauses.
-    pub(crate) fn new(servers: Arc<Servers>, connector: Connector, config: &Config) -> Self {
+    pub(crate) fn new(
+        servers: Arc<Servers>,
+        connector: Connector,
+        config: &Config,
+        count: Arc<ServerCount>,
+    ) -> Self {
         Self {
             servers,
             connector,
             interval: config.sync_interval,
             cap: config.sync_interval_cap,
             forever: config.sync_forever,
-            announced: 1,
+            count,
         }
     }
 
@@ -215,6 +221,7 @@ impl Sync {
             let jitter = rand::rng().random_range(0.0..JITTER);
             tokio::select! {
                 () = sleep(wait.mul_f64(1.0 + jitter)) => {}
+                () = self.count.changed() => {}
                 () = stop.cancelled() => return,
             }
         }
@@ -222,18 +229,19 @@ impl Sync {
 
     async fn step(&mut self, last_failure: &mut String) -> Outcome {
         if let Some(count) = self.servers.pushed_count() {
-            self.announce(count.max(1));
+            self.count.announced(count.max(1));
         }
         let connected = i64::try_from(self.servers.staying()).unwrap_or(i64::MAX);
-        if !self.forever && connected >= self.announced {
+        if !self.forever && connected >= self.count.current() {
             return Outcome::Duplicate;
         }
         match self.connector.connect().await {
             Ok(connected) => {
-                let count = connected.server_count.max(1);
+                let count = connected.server_count;
                 let outcome = self.servers.add(connected);
+                // The number from a duplicate may be stale.
                 if matches!(outcome, Outcome::Added) {
-                    self.announce(count);
+                    self.count.announced(count);
                 }
                 outcome
             }
@@ -249,19 +257,5 @@ impl Sync {
                 Outcome::Failed
             }
         }
-    }
-
-    /// Stores the announced number of servers. Never called for a duplicate's introduction, which may be stale.
-    fn announce(&mut self, count: i64) {
-        if count != self.announced {
-            info!(
-                from = self.announced,
-                to = count,
-                "the number of servers changed"
-            );
-        }
-        self.announced = count;
-        let gauge = &self.servers.agent.metrics.known_server_count;
-        gauge.set(count as f64);
     }
 }

@@ -38,6 +38,7 @@ use crate::backend::service::Agents;
 use crate::backend::{ClientSeat, Registry, Tunnel, openvpn};
 use crate::config::{self, Config, Mode};
 use crate::frontend::{Frontend, grpc, grpc::Proxy, http_connect};
+use crate::leases::Leases;
 use crate::listener::{AGENT_WINDOW_BYTES, CLIENT_WINDOW_BYTES, ListenerContext};
 use crate::metrics::{self, RejectReason, ServerMetrics, ServiceMethod};
 use crate::router::{DialLimits, Router};
@@ -89,6 +90,7 @@ pub struct Bound {
     agent: Listener,
     agent_tls: Arc<rustls::ServerConfig>,
     tokens: Option<Arc<Tokens>>,
+    leases: Option<Leases>,
     health: TcpListener,
     admin: admin::AdminSocket,
     admin_socket: Option<admin::UnixSocket>,
@@ -122,6 +124,10 @@ impl Bound {
         )?;
         let tokens = match &config.agent_auth {
             Some(auth) => Some(Arc::new(Tokens::new(auth.clone()).await?)),
+            None => None,
+        };
+        let leases = match &config.lease {
+            Some(lease) => Some(Leases::new(lease, &config.server_id, &metrics).await?),
             None => None,
         };
         let agent_limits = AgentLimits {
@@ -195,6 +201,7 @@ impl Bound {
             agent: Listener::tcp(agent, &Keepalive::default()),
             agent_tls,
             tokens,
+            leases,
             health,
             admin,
             admin_socket,
@@ -296,6 +303,10 @@ impl Bound {
         }
         let agents = serve_agents(self.agent, agent_context, agents, shards);
         spawn_essential(&tasks, "agents", &shutdown, agents);
+        if let Some(leases) = self.leases {
+            // The drain gives the lease up, so that agents do not count this server anymore.
+            spawn_essential(&tasks, "leases", &drain, leases.run(drain.clone()));
+        }
         let page = metrics.registry().clone();
         let upkeep = page.clone().run_upkeep(shutdown.clone());
         spawn_essential(&tasks, "metrics", &shutdown, upkeep);

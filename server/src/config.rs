@@ -10,6 +10,7 @@ mod tests;
 mod tls;
 mod validate;
 
+use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -75,6 +76,8 @@ pub struct Config {
     pub limits: Limits,
     /// Longest time for connections to end after the first signal. Zero, the default, ends them at once.
     pub graceful_shutdown_timeout: Duration,
+    /// Lease of this server, by which agents count servers. `None`, the default, keeps no lease.
+    pub lease: Option<Lease>,
     /// TLS limits of both TLS listeners.
     pub tls: TlsOptions,
     /// Packets buffered per agent stream and per front-end stream. Default 10, at most [`XFR_CHANNEL_SIZE_MAX`].
@@ -144,6 +147,17 @@ pub enum Frontend {
     },
 }
 
+/// Lease of a server (`--enable-lease-controller`).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Lease {
+    /// Namespace of the leases of all servers. Default `kube-system`.
+    pub namespace: String,
+    /// Labels of the leases of all servers, never empty. Default `k8s-app=konnectivity-server`.
+    pub labels: BTreeMap<String, String>,
+    /// Kubeconfig of the account that writes leases; `None` means the pod's own account.
+    pub kubeconfig: Option<PathBuf>,
+}
+
 /// PEM files of a listener that requires client certificates.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TlsFiles {
@@ -209,6 +223,7 @@ impl Config {
             strategies,
             limits,
             graceful_shutdown_timeout,
+            lease,
             tls,
             xfr_channel_size,
             excess_buffer_bytes,
@@ -282,9 +297,18 @@ impl Config {
                 format!("authentication-audience={}", auth.audience),
             ]);
         }
+        if let Some(lease) = lease {
+            lines.extend([
+                "enable-lease-controller=true".to_owned(),
+                format!("lease-namespace={}", lease.namespace),
+                format!("lease-label={}", lease.selector()),
+            ]);
+        }
         let watched = openvpn.as_ref().map(|openvpn| &openvpn.watch_nodes);
         let reviews = agent_auth.as_ref().map(|auth| &auth.kubeconfig);
-        if let Some(kubeconfig) = reviews.or(watched.filter(|file| file.is_some())) {
+        let leases = lease.as_ref().map(|lease| &lease.kubeconfig);
+        let watched = watched.filter(|file| file.is_some());
+        if let Some(kubeconfig) = reviews.or(leases).or(watched) {
             lines.push(format!("kubeconfig={}", shown(kubeconfig)));
         }
         lines.extend(logging.describe());
@@ -317,7 +341,7 @@ impl Limits {
     }
 }
 
-// === impl Mode, Frontend ===
+// === impl Mode, Frontend, Lease ===
 
 impl Mode {
     /// Returns the value of `--mode`.
@@ -346,5 +370,16 @@ impl Frontend {
                 format!("server-ca-cert={}", tls.ca.display()),
             ],
         }
+    }
+}
+
+impl Lease {
+    /// Returns the labels in the form of `--lease-label`, which is also a selector.
+    pub fn selector(&self) -> String {
+        let labels = self.labels.iter();
+        let labels: Vec<String> = labels
+            .map(|(key, value)| format!("{key}={value}"))
+            .collect();
+        labels.join(",")
     }
 }

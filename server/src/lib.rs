@@ -12,6 +12,7 @@ pub mod backend;
 pub mod cli;
 pub mod config;
 mod frontend;
+mod leases;
 mod listener;
 pub mod metrics;
 mod router;

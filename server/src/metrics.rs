@@ -12,6 +12,7 @@ use culvert_host::telemetry::metrics::{
     Family, LabelSet, MetricsError, Registry, register_build_info,
 };
 use culvert_konnectivity::metrics::{Segment, StreamMetrics, StreamNames};
+use culvert_kube::calls::CallMetrics;
 use metrics::{Counter, Gauge, Histogram};
 
 use crate::tunnel::{Kind, Mode};
@@ -164,6 +165,8 @@ pub struct ServerMetrics {
     /// Distinct agent ids or identifiers available to a strategy.
     pub ready_backends: Family<Strategy, Gauge>,
     dial_failures: Family<DialFailureReason, Counter>,
+    /// Expired leases deleted by this server.
+    pub culled_leases: Counter,
     /// Connections refused by a listener for a reason.
     pub rejected: Family<(Listener, RejectReason), Counter>,
     /// Time from the request of a tunnel mode until nothing uses the previous tunnel, in seconds.
@@ -258,6 +261,11 @@ impl ServerMetrics {
                 name!("dial_failure_count"),
                 "Number of dial failures observed. Multiple failures can occur for a single dial request.",
             ),
+            culled_leases: registry.counter(
+                name!("culled_leases_count"),
+                &[],
+                "Count of expired leases that the lease garbage collection controller has culled.",
+            ),
             rejected: Family::new(
                 &registry,
                 "culvert_rejected_total",
@@ -305,6 +313,38 @@ impl ServerMetrics {
     /// Returns the count of failed dials for a reason. The series appears at first use.
     pub fn dial_failures(&self, reason: DialFailureReason) -> &Counter {
         self.dial_failures.get(reason)
+    }
+
+    /// Returns the metrics of lists of leases. The help texts are upstream's.
+    pub fn lease_lists(&self) -> CallMetrics {
+        CallMetrics {
+            registry: self.registry.clone(),
+            code: "http_status_code",
+            total: [
+                name!("lease_list_total"),
+                "Count of lease deletion calls by the garbage collection controller. Labeled by HTTP status code and reason.",
+            ],
+            latency: Some([
+                name!("lease_list_latency_seconds"),
+                "Latency of lease list calls by the garbage collection controller in seconds.",
+            ]),
+        }
+    }
+
+    /// Returns the metrics of deletions of expired leases. The help texts are upstream's.
+    pub fn lease_deletions(&self) -> CallMetrics {
+        CallMetrics {
+            registry: self.registry.clone(),
+            code: "http_status_code",
+            total: [
+                name!("lease_delete_total"),
+                "Count of lease delection calls by the garbage collection controller. Labeled by HTTP status code and reason.",
+            ],
+            latency: Some([
+                name!("lease_delete_latency_seconds"),
+                "Latency of lease deletion calls by the garbage collection controller in seconds.",
+            ]),
+        }
     }
 
     /// Sets the gauges of the tunnel mode.

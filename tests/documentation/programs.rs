@@ -2,8 +2,10 @@
 
 use std::collections::BTreeSet;
 use std::process::Command;
+use std::time::Duration;
 
 use culvert_agent::metrics::AgentMetrics;
+use culvert_kube::calls::{Call, Verb};
 use culvert_server::backend::openvpn::metrics::{NodeMetrics, OpenvpnMetrics};
 use culvert_server::metrics::{ServerMetrics, Strategy};
 
@@ -85,9 +87,19 @@ fn compatibility_page_lists_exactly_the_metrics_of_server_and_agent() {
     server
         .dial_failures(DialFailureReason::NoAgent)
         .increment(1);
+    let call = Call {
+        verb: Verb::List,
+        code: 200,
+        reason: "",
+        elapsed: Duration::ZERO,
+    };
+    server.lease_lists().count(&call);
+    server.lease_deletions().count(&call);
     let _openvpn = OpenvpnMetrics::new(server.registry());
     let _nodes = NodeMetrics::new(server.registry());
     let agent = AgentMetrics::new().unwrap();
+    agent.lease_lists().count(&call);
+    agent.lease_watches().count(&call);
     // Present only in an agent with an OpenVPN client.
     let _openvpn = culvert_agent::openvpn::metrics::OpenVpnMetrics::new(agent.registry());
     agent

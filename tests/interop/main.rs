@@ -8,6 +8,7 @@
 //! | [`traffic`] | bulk transfers, many connections, services that send first, half closes |
 //! | [`failures`] | failed dials, and dials cancelled by the client |
 //! | [`frozen`] | an agent that stops answering |
+//! | [`leases`] | leases of servers, and their number |
 //! | [`lives`] | killed, restarted and drained programs |
 //! | [`many`] | several servers, and several agents with one id |
 //! | [`rolling`] | rolling updates of all programs |
@@ -24,6 +25,7 @@ mod case;
 mod failures;
 mod frozen;
 mod held;
+mod leases;
 mod lives;
 mod many;
 mod rolling;

@@ -23,6 +23,7 @@ mod hops;
 mod introductions;
 mod isolation;
 mod leaks;
+mod leases;
 mod listeners;
 mod native_lives;
 mod nodes;

@@ -72,6 +72,11 @@ impl Lone {
         self.program.as_mut().expect("a running agent")
     }
 
+    /// Kills the agent.
+    pub(crate) fn kill(&mut self) {
+        self.program = None;
+    }
+
     /// Waits until a metric of the agent has the value `expected`.
     pub(crate) async fn shows(&self, name: &str, expected: f64) {
         let name = agent_name(name);

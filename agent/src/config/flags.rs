@@ -107,8 +107,8 @@ pub(super) struct SyncFlags {
     #[arg(long)]
     pub(super) sync_forever: bool,
 
-    /// Source of the number of servers: default (announced by the servers) or max (the larger of the
-    /// announced number and the number of leases; not implemented yet)
+    /// Source of the number of servers: default (the number of leases with --count-server-leases, or else the
+    /// number that the servers announce) or max (the larger of both)
     #[arg(long, value_name = "SOURCE", default_value = "default")]
     pub(super) server_count_source: String,
 }
@@ -193,13 +193,13 @@ pub(super) const LEASE_NAMESPACE: &str = "kube-system";
 pub(super) const LEASE_SELECTOR: &str = "k8s-app=konnectivity-server";
 
 #[derive(Args, Debug)]
-#[command(next_help_heading = "Kubernetes API (not implemented yet)")]
+#[command(next_help_heading = "Kubernetes API")]
 pub(super) struct KubernetesFlags {
-    /// Count servers by their leases
+    /// Count servers by their leases; the account may list and watch leases
     #[arg(long)]
     pub(super) count_server_leases: bool,
 
-    /// Namespace of the leases
+    /// Namespace of the leases; empty means all namespaces
     #[arg(long, value_name = "NAMESPACE", default_value = LEASE_NAMESPACE)]
     pub(super) lease_namespace: String,
 

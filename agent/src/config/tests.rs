@@ -75,6 +75,7 @@ fn defaults_match_the_stock_agent() {
         excess_buffer_bytes: 8 * 1024 * 1024,
         stall_timeout: Duration::from_secs(10),
         server_count_source: ServerCountSource::Default,
+        leases: None,
         drain_timeout: Duration::from_secs(600),
         drain_linger: Duration::from_secs(5),
         destinations: Destinations::of_agent(),
@@ -301,37 +302,71 @@ fn flags_without_effect_share_one_warning() {
     let files = Files::new();
     let config = files
         .read(&[
-            "--count-server-leases",
-            "--lease-namespace=n",
-            "--lease-label=a=b",
-            "--kubeconfig=@kubeconfig",
             "--kube-api-content-type=application/json",
             "--enable-profiling",
             "--enable-contention-profiling",
-            "--server-count-source=max",
             "--warn-on-channel-limit",
             "--log-backtrace-at=x.go:1",
         ])
         .unwrap();
-    assert_eq!(config.server_count_source, ServerCountSource::Max);
     assert_eq!(
         config.warnings,
         [
-            "accepted, but not implemented yet: --enable-profiling, --enable-contention-profiling, --count-server-leases, \
-          --lease-namespace, --lease-label-selector, --server-count-source, --kubeconfig, --kube-api-content-type, \
-          --log-backtrace-at"
+            "accepted, but not implemented yet: --enable-profiling, --enable-contention-profiling, \
+          --kube-api-content-type, --log-backtrace-at"
         ]
     );
 }
 
 #[test]
+fn leases_are_counted_only_if_requested() {
+    let files = Files::new();
+    let read = |line: &[&str]| files.read(line).unwrap();
+    let unused = read(&["--lease-namespace=n", "--kubeconfig=@kubeconfig"]);
+    assert_eq!((unused.leases, unused.warnings), (None, vec![]));
+    let config = read(&["--count-server-leases"]);
+    let expected = LeaseCount {
+        namespace: "kube-system".to_owned(),
+        selector: "k8s-app=konnectivity-server".to_owned(),
+        kubeconfig: None,
+    };
+    assert_eq!(config.leases, Some(expected));
+    let config = read(&[
+        "--count-server-leases",
+        "--lease-namespace=n",
+        "--lease-label-selector=a in (b, c)",
+        "--kubeconfig=@kubeconfig",
+        "--server-count-source=max",
+    ]);
+    let lines = config.describe();
+    let kubeconfig = format!("kubeconfig={}", files.path("kubeconfig").display());
+    for expected in [
+        "count-server-leases=true",
+        "lease-namespace=n",
+        "lease-label-selector=a in (b, c)",
+        "server-count-source=max",
+        &kubeconfig,
+    ] {
+        assert!(
+            lines.iter().any(|line| line == expected),
+            "{expected} in {lines:?}"
+        );
+    }
+    assert_eq!(config.server_count_source, ServerCountSource::Max);
+    assert_eq!(config.warnings, [""; 0]);
+}
+
+#[test]
 fn lease_label_is_an_alias_of_lease_label_selector() {
     let files = Files::new();
-    let back = [
-        "--lease-label=a=b",
-        "--lease-label-selector=k8s-app=konnectivity-server",
-    ];
-    assert_eq!(files.read(&back).unwrap().warnings, Vec::<String>::new());
+    let selector = |last: &[&str]| {
+        let line = [&["--count-server-leases"], last].concat();
+        files.read(&line).unwrap().leases.unwrap().selector
+    };
+    let both = ["--lease-label=a=b", "--lease-label-selector=c=d"];
+    assert_eq!(selector(&both[..1]), "a=b");
+    assert_eq!(selector(&both), "c=d");
+    assert_eq!(selector(&[both[1], both[0]]), "a=b");
     let help = files.read(&["--help"]).unwrap_err();
     assert_eq!(help.code, 0);
     assert!(!help.text.contains("--lease-label "), "{}", help.text);
@@ -385,6 +420,7 @@ fn describe_lists_effective_options() {
         "keepalive-time=1h0m0s",
         "drain-timeout=10m0s",
         "server-count-source=default",
+        "count-server-leases=false",
         &token,
     ] {
         assert!(

@@ -8,12 +8,10 @@ use culvert_host::flags::{HostPort, Problems, StringSlice};
 use culvert_host::net::destinations::{Destinations, Program};
 use culvert_konnectivity::identifiers;
 
-use super::flags::{
-    CONTENT_TYPE, DestinationFlags, Flags, LEASE_NAMESPACE, LEASE_SELECTOR, SERVER_HOST,
-    ServerFlags,
-};
+use super::flags::{CONTENT_TYPE, DestinationFlags, Flags, SERVER_HOST, ServerFlags};
 use super::{
-    ClientCert, Config, INTERVAL_FLOOR, KEEPALIVE_FLOOR, ServerCountSource, XFR_CHANNEL_SIZE_MAX,
+    ClientCert, Config, INTERVAL_FLOOR, KEEPALIVE_FLOOR, LeaseCount, ServerCountSource,
+    XFR_CHANNEL_SIZE_MAX,
 };
 
 /// Longest ALPN name, in bytes. The wire format has a one-byte length (RFC 7301).
@@ -58,9 +56,15 @@ impl Flags {
         let server_count_source = self.server_count_source(p);
         let alpn = self.server.alpn(p);
         let destinations = self.destinations.validate(p);
-        p.file("kubeconfig", &self.kubernetes.kubeconfig);
+        let kubeconfig = p.file("kubeconfig", &self.kubernetes.kubeconfig);
         self.note_unacted(p);
 
+        let kube = self.kubernetes;
+        let leases = kube.count_server_leases.then_some(LeaseCount {
+            namespace: kube.lease_namespace,
+            selector: kube.lease_label_selector,
+            kubeconfig,
+        });
         let warnings = problems.finish()?;
         Ok(Config {
             server_host: self.server.proxy_server_host,
@@ -83,6 +87,7 @@ impl Flags {
             excess_buffer_bytes,
             stall_timeout,
             server_count_source,
+            leases,
             drain_timeout,
             drain_linger,
             destinations,
@@ -128,17 +133,6 @@ impl Flags {
 
     fn note_unacted(&self, p: &mut Problems) {
         let kube = &self.kubernetes;
-        p.unacted(kube.count_server_leases, "count-server-leases");
-        p.unacted(kube.lease_namespace != LEASE_NAMESPACE, "lease-namespace");
-        p.unacted(
-            kube.lease_label_selector != LEASE_SELECTOR,
-            "lease-label-selector",
-        );
-        p.unacted(
-            self.sync.server_count_source == "max",
-            "server-count-source",
-        );
-        p.unacted(!kube.kubeconfig.is_empty(), "kubeconfig");
         p.unacted(
             kube.kube_api_content_type != CONTENT_TYPE,
             "kube-api-content-type",

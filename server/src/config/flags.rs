@@ -334,7 +334,8 @@ pub(super) struct KubernetesFlags {
     #[arg(long, value_name = "TYPE", default_value = CONTENT_TYPE)]
     pub(super) kube_api_content_type: String,
 
-    /// Keep a lease per server, so that agents can count servers
+    /// Keep a lease of this server, so that agents can count servers, and delete expired leases; the account may
+    /// create, get, update, list and delete leases
     #[arg(long)]
     pub(super) enable_lease_controller: bool,
 

@@ -118,6 +118,7 @@ fn defaults_match_the_stock_server() {
             pending_dials: Some(10_000),
         },
         graceful_shutdown_timeout: Duration::ZERO,
+        lease: None,
         tls: TlsOptions::default(),
         xfr_channel_size: 10,
         excess_buffer_bytes: 64 * 1024 * 1024,
@@ -463,15 +464,61 @@ fn token_authentication_takes_all_three_flags_or_none() {
 }
 
 #[test]
+fn lease_is_kept_only_if_requested() {
+    let files = Files::new();
+    let read = |line: &[&str]| files.uds(line).unwrap();
+    let unused = read(&["--lease-namespace=n", "--lease-label=a=b"]);
+    assert_eq!((unused.lease, unused.warnings), (None, vec![]));
+    let lease = read(&["--enable-lease-controller"]).lease.unwrap();
+    assert_eq!(lease.namespace, "kube-system");
+    assert_eq!(lease.selector(), "k8s-app=konnectivity-server");
+    assert_eq!(lease.kubeconfig, None);
+    let config = read(&[
+        "--enable-lease-controller",
+        "--lease-namespace=n",
+        "--lease-label=c=d, a=b",
+        "--kubeconfig=@kubeconfig",
+        "--server-id=konnectivity-server-0",
+    ]);
+    let lines = config.describe();
+    let kubeconfig = format!("kubeconfig={}", files.path("kubeconfig").display());
+    for expected in [
+        "enable-lease-controller=true",
+        "lease-namespace=n",
+        "lease-label=a=b,c=d",
+        &kubeconfig,
+    ] {
+        assert!(
+            lines.iter().any(|line| line == expected),
+            "{expected} in {lines:?}"
+        );
+    }
+    assert_eq!(config.warnings, [""; 0]);
+}
+
+#[test]
+fn unusable_names_of_leases_are_reported_at_start() {
+    let files = Files::new();
+    let line = ["--enable-lease-controller", "--server-id=Server 1"];
+    let warnings = files.uds(&line).unwrap().warnings;
+    assert!(
+        matches!(warnings.as_slice(), [text] if text.starts_with("--server-id=Server 1: Kubernetes refuses")),
+        "{warnings:?}"
+    );
+    let line = ["--enable-lease-controller", "--lease-namespace="];
+    assert_eq!(
+        files.errors(&[&UDS[..], &line].concat()),
+        ["--lease-namespace cannot be empty with --enable-lease-controller"]
+    );
+}
+
+#[test]
 fn flags_not_acted_upon_are_named_in_one_line() {
     let files = Files::new();
     let config = files
         .uds(&[
             "--enable-profiling",
             "--enable-contention-profiling",
-            "--enable-lease-controller",
-            "--lease-namespace=n",
-            "--lease-label=a=b",
             "--kubeconfig=@kubeconfig",
             "--kubeconfig-qps=75",
             "--kubeconfig-burst=150",
@@ -485,8 +532,7 @@ fn flags_not_acted_upon_are_named_in_one_line() {
         [
             "accepted, but not implemented yet: --enable-profiling, --enable-contention-profiling, \
           --frontend-write-channel-size, --kubeconfig, --kubeconfig-qps, \
-          --kubeconfig-burst, --kube-api-content-type, --enable-lease-controller, --lease-namespace, --lease-label, \
-          --vmodule"
+          --kubeconfig-burst, --kube-api-content-type, --vmodule"
         ]
     );
 }

@@ -2,26 +2,30 @@
 //!
 //! The stock server stops at the first problem; this module reports all problems.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use culvert_host::flags::labels::check_labels;
+use culvert_host::flags::labels::{is_dns_subdomain, parse_labels};
 use culvert_host::flags::{GoDuration, HostPort, Problems, StringSlice};
 use culvert_host::net::destinations::{Destinations, Program};
 
 use culvert_kube::tokens::AgentAuth;
 
 use super::flags::{
-    CONTENT_TYPE, DestinationFlags, Flags, FrontendFlags, LEASE_LABEL, LEASE_NAMESPACE, LimitFlags,
-    OperationsFlags, SwitchFlags,
+    CONTENT_TYPE, DestinationFlags, Flags, FrontendFlags, LimitFlags, OperationsFlags, SwitchFlags,
 };
 use super::{
-    AgentListener, Config, Frontend, KEEPALIVE_FLOOR, Limits, Mode, TlsFiles, XFR_CHANNEL_SIZE_MAX,
+    AgentListener, Config, Frontend, KEEPALIVE_FLOOR, Lease, Limits, Mode, TlsFiles,
+    XFR_CHANNEL_SIZE_MAX,
 };
 use crate::backend::identity::AgentIdFrom;
 use crate::metrics::Strategy;
 use crate::switch::{self, Unavailable};
 use crate::tunnel::{self, Kind};
+
+/// Longest server id in the name of a lease, in bytes. A name may have 253 bytes, and has a prefix.
+const MAX_SERVER_ID: usize = 220;
 
 /// Keepalive time that grpc-go's server uses for 0 (`defaultServerKeepaliveTime`).
 const KEEPALIVE_OF_ZERO: Duration = Duration::from_secs(2 * 60 * 60);
@@ -45,7 +49,8 @@ impl Flags {
         let kubeconfig = p.file("kubeconfig", &self.kubernetes.kubeconfig);
         let openvpn = self.openvpn.settings(p, kubeconfig.as_deref());
         let switch = self.switch.settings(p, openvpn.is_some());
-        let agent_auth = self.agent_auth(p, kubeconfig);
+        let agent_auth = self.agent_auth(p, kubeconfig.clone());
+        let lease = self.lease(p, kubeconfig);
         let agent_id_from = self.agent_id_from(p);
         let destinations = self.destinations.validate(p);
         let strategies = self.strategies(p);
@@ -95,6 +100,7 @@ impl Flags {
             strategies,
             limits,
             graceful_shutdown_timeout,
+            lease,
             tls,
             xfr_channel_size,
             excess_buffer_bytes,
@@ -207,6 +213,33 @@ impl Flags {
         strategies
     }
 
+    /// Returns the server's lease. As in the stock server, the label is checked even if it is not used.
+    fn lease(&self, p: &mut Problems, kubeconfig: Option<PathBuf>) -> Option<Lease> {
+        let kube = &self.kubernetes;
+        let labels = parse_labels(&kube.lease_label).unwrap_or_else(|error| {
+            p.error(format!("--lease-label: {error}"));
+            BTreeMap::new()
+        });
+        if !kube.enable_lease_controller {
+            return None;
+        }
+        p.require(!kube.lease_namespace.is_empty(), || {
+            "--lease-namespace cannot be empty with --enable-lease-controller".to_owned()
+        });
+        let id = &self.agents.server_id;
+        if id.len() > MAX_SERVER_ID || !is_dns_subdomain(id) {
+            p.warn(format!(
+                "--server-id={id}: Kubernetes refuses this id in the name of a lease; use at most \
+                 {MAX_SERVER_ID} lower-case letters, digits, '-' and '.'"
+            ));
+        }
+        Some(Lease {
+            namespace: kube.lease_namespace.clone(),
+            labels,
+            kubeconfig,
+        })
+    }
+
     fn check_rest(&self, p: &mut Problems) {
         let ops = &self.operations;
         p.profiling(ops.enable_profiling, ops.enable_contention_profiling);
@@ -217,10 +250,6 @@ impl Flags {
                 "--openvpn-watch-nodes needs --kubeconfig: a file for the user cluster, of an account that may list and watch nodes".to_owned()
             },
         );
-        // The stock server checks the label at every start, even if it is not used.
-        if let Err(error) = check_labels(&self.kubernetes.lease_label) {
-            p.error(format!("--lease-label: {error}"));
-        }
         p.not_negative("backend-dial-timeout", self.tunnel.backend_dial_timeout);
         let size = self.frontend.frontend_write_channel_size;
         p.require(size > 0, || {
@@ -232,7 +261,9 @@ impl Flags {
         let kube = &self.kubernetes;
         let size = self.frontend.frontend_write_channel_size;
         p.unacted(size != 10, "frontend-write-channel-size");
-        let is_used = !self.auth.agent_namespace.is_empty() || self.openvpn.openvpn_watch_nodes;
+        let is_used = !self.auth.agent_namespace.is_empty()
+            || self.openvpn.openvpn_watch_nodes
+            || kube.enable_lease_controller;
         p.unacted(!kube.kubeconfig.is_empty() && !is_used, "kubeconfig");
         p.unacted(kube.kubeconfig_qps != 0.0, "kubeconfig-qps");
         p.unacted(kube.kubeconfig_burst != 0, "kubeconfig-burst");
@@ -240,9 +271,6 @@ impl Flags {
             kube.kube_api_content_type != CONTENT_TYPE,
             "kube-api-content-type",
         );
-        p.unacted(kube.enable_lease_controller, "enable-lease-controller");
-        p.unacted(kube.lease_namespace != LEASE_NAMESPACE, "lease-namespace");
-        p.unacted(kube.lease_label != LEASE_LABEL, "lease-label");
         self.klog.note_unacted(p);
     }
 }

@@ -1,5 +1,7 @@
-//! The syntax of Kubernetes labels: `k=v` lists and label selectors. The module only validates flags; no code
-//! matches labels yet.
+//! The syntax of Kubernetes labels: `k=v` lists and label selectors. The Kubernetes API matches selectors, so
+//! this module only checks them.
+
+use std::collections::BTreeMap;
 
 use thiserror::Error;
 
@@ -33,21 +35,24 @@ pub enum LabelError {
     Integer(String),
 }
 
-/// Checks a whole list `k=v[,k=v]`. An empty list is an error: the labels mark a server's Lease objects, and
-/// a Lease without a label would never be found again.
+/// Parses a list `k=v[,k=v]`. The last value of a repeated key wins, as in upstream. An empty list is an error:
+/// the labels mark a server's Lease objects, and a Lease without a label would never be found again.
 ///
 /// # Errors
 /// Returns [`LabelError::Format`], [`LabelError::Key`] or [`LabelError::Value`] for the first invalid item.
-pub fn check_labels(text: &str) -> Result<(), LabelError> {
+pub fn parse_labels(text: &str) -> Result<BTreeMap<String, String>, LabelError> {
+    let mut labels = BTreeMap::new();
     for item in text.split(',') {
         let (key, value) = item
             .split_once('=')
             .filter(|(_, value)| !value.contains('='))
             .ok_or_else(|| LabelError::Format(item.to_owned()))?;
-        check_key(key.trim())?;
-        check_value(value.trim())?;
+        let (key, value) = (key.trim(), value.trim());
+        check_key(key)?;
+        check_value(value)?;
+        labels.insert(key.to_owned(), value.to_owned());
     }
-    Ok(())
+    Ok(labels)
 }
 
 /// Checks a label selector: comma-separated `k`, `!k`, `k=v`, `k==v`, `k!=v`, `k in (a,b)`, `k notin (a,b)`,
@@ -145,7 +150,8 @@ fn is_name(text: &str) -> bool {
     text.len() <= MAX_NAME && alphanumeric_ends && text.bytes().all(allowed)
 }
 
-fn is_dns_subdomain(text: &str) -> bool {
+/// Returns true for a DNS subdomain (RFC 1123), as required in the prefix of a key and in most names of objects.
+pub fn is_dns_subdomain(text: &str) -> bool {
     let alphanumeric = |b: u8| b.is_ascii_lowercase() || b.is_ascii_digit();
     text.len() <= MAX_PREFIX
         && text.split('.').all(|label| {
@@ -158,10 +164,10 @@ fn is_dns_subdomain(text: &str) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use super::{check_labels, check_selector};
+    use super::{check_selector, parse_labels};
 
     #[test]
-    fn label_lists_are_validated() {
+    fn label_lists_are_checked_and_parsed() {
         let valid = [
             "k8s-app=konnectivity-server",
             "a=b,c=d",
@@ -183,11 +189,14 @@ mod tests {
             &long,
         ];
         for text in valid {
-            assert_eq!(check_labels(text), Ok(()), "{text:?}");
+            assert!(parse_labels(text).is_ok(), "{text:?}");
         }
         for text in invalid {
-            assert!(check_labels(text).is_err(), "{text:?}");
+            assert!(parse_labels(text).is_err(), "{text:?}");
         }
+        let labels = parse_labels("b= 2, a =1,b=3").unwrap_or_default();
+        let labels: Vec<(&str, &str)> = labels.iter().map(|(k, v)| (&**k, &**v)).collect();
+        assert_eq!(labels, [("a", "1"), ("b", "3")]);
     }
 
     #[test]

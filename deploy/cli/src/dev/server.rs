@@ -113,6 +113,7 @@ impl Plan {
             strategies: vec![Strategy::Default],
             limits: server_config::Limits::default(),
             graceful_shutdown_timeout: Duration::ZERO,
+            lease: None,
             tls: TlsOptions::default(),
             xfr_channel_size: 10,
             excess_buffer_bytes: 64 * 1024 * 1024,

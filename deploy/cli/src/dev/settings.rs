@@ -33,6 +33,7 @@ pub(super) fn agent_settings(id: &str) -> agent_config::Config {
         excess_buffer_bytes: 8 * 1024 * 1024,
         stall_timeout: Duration::from_secs(10),
         server_count_source: agent_config::ServerCountSource::Default,
+        leases: None,
         drain_timeout: Duration::ZERO,
         drain_linger: Duration::ZERO,
         destinations: Destinations::of_agent(),

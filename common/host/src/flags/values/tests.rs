@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use proptest::prelude::{prop_assert_eq, proptest};
 
-use crate::flags::labels::{check_labels, check_selector};
+use crate::flags::labels::{check_selector, parse_labels};
 
 use super::{GoDuration, StringSlice, go_bool, go_int};
 
@@ -182,7 +182,7 @@ proptest! {
         for text in [text, numeric] {
             let _ = (go_int(&text), go_bool(&text));
             let _ = (text.parse::<GoDuration>(), text.parse::<StringSlice>());
-            let _ = (check_labels(&text), check_selector(&text));
+            let _ = (parse_labels(&text), check_selector(&text));
         }
     }
 

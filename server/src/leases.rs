@@ -1,0 +1,58 @@
+//! The lease of this server, and the deletion of other servers' expired leases (`--enable-lease-controller`).
+
+use culvert_kube::calls::{Verb, observed};
+use culvert_kube::client::client;
+use culvert_kube::leases::expired::Collector;
+use culvert_kube::leases::own::{Contents, OwnLease};
+use tokio_util::sync::CancellationToken;
+
+use crate::config::{Lease, PROGRAM};
+use crate::metrics::ServerMetrics;
+
+/// Start of the names of servers' leases, as in upstream (`cmd/server/app/server.go`).
+const PREFIX: &str = "konnectivity-proxy-server-";
+
+/// The lease of this server, and the collector of expired leases.
+pub(crate) struct Leases {
+    own: OwnLease,
+    expired: Collector,
+}
+
+impl Leases {
+    /// Reads the credentials. Makes no request, so an unreachable API does not delay the start of the server.
+    ///
+    /// # Errors
+    /// Fails if the credentials are missing or cannot be used.
+    pub(crate) async fn new(
+        settings: &Lease,
+        server_id: &str,
+        metrics: &ServerMetrics,
+    ) -> anyhow::Result<Self> {
+        let client = client(settings.kubeconfig.as_deref()).await?;
+        let name = format!("{PREFIX}{server_id}");
+        let (lists, deletions) = (metrics.lease_lists(), metrics.lease_deletions());
+        let counted = observed(client.clone(), move |call| match call.verb {
+            Verb::List => lists.count(call),
+            Verb::Delete => deletions.count(call),
+            Verb::Watch | Verb::Write => {}
+        });
+        let (namespace, labels) = (&settings.namespace, settings.selector());
+        let culled = metrics.culled_leases.clone();
+        let expired = Collector::new(counted, namespace, labels, name.clone(), culled);
+        let contents = Contents {
+            namespace: namespace.clone(),
+            name,
+            holder: server_id.to_owned(),
+            labels: settings.labels.clone(),
+        };
+        let own = OwnLease::new(client, contents, PROGRAM);
+        Ok(Self { own, expired })
+    }
+
+    /// Keeps the lease until `stop` fires, then deletes it. Agents then no longer count this server. Nothing
+    /// writes the lease again, so a server that drains may fire `stop` long before its end.
+    pub(crate) async fn run(self, stop: CancellationToken) {
+        let expired = stop.run_until_cancelled(self.expired.run());
+        tokio::join!(self.own.keep(stop.clone()), expired);
+    }
+}
