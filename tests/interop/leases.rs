@@ -6,7 +6,7 @@ use std::path::Path;
 
 use culvert_kit::pki::Pki;
 use culvert_tests::interop::Interop;
-use culvert_tests::kube_api::{Fault, KubeApi, server_lease};
+use culvert_tests::kube_api::{Fault, KubeApi, Recorded, server_lease};
 use culvert_tests::metrics::{http_get, scrape};
 use culvert_tests::ports::Ports;
 use culvert_tests::topology::Builder;
@@ -162,15 +162,56 @@ async fn stock_programs_judge_leases_by_their_own_clocks() {
         .await;
     // A lease in the past is deleted at once, even if its server is alive. A lease in the future stays.
     kube.has(&["future", NAMES[0]]).await;
-    let lone = StockAgent::start(&kube, interop);
+    let lone = StockAgent::start(&kube, interop, &[]);
     kube.api.put("leases", server_lease("past", PAST));
     lone.healthy().await;
-    eventually("the agent counts", LIMIT, async || {
-        let metrics = scrape(lone.health).await.map_err(|it| it.to_string())?;
-        let known = agent_value(&metrics, "known_server_count");
-        (known == 2.0).then_some(()).ok_or(known.to_string())
-    })
-    .await;
+    lone.knows(2.0).await;
+}
+
+/// The stock agent watches all leases of the namespace, and returns to a count of 1 without live leases.
+#[tokio::test]
+async fn stock_agent_knows_one_server_without_live_leases() {
+    let Some(interop) = Interop::get() else {
+        return;
+    };
+    let kube = Kube::start().await;
+    for name in ["a", "b", "c"] {
+        kube.api.put("leases", server_lease(name, FUTURE));
+    }
+    let lone = StockAgent::start(&kube, interop, &[]);
+    lone.healthy().await;
+    lone.knows(3.0).await;
+    for name in ["a", "b", "c"] {
+        kube.api.delete("leases", "kube-system", name);
+    }
+    lone.knows(1.0).await;
+    let requests = kube.api.requests();
+    let is_selective = |it: &Recorded| it.path.contains("labelSelector");
+    assert!(
+        !requests.is_empty() && !requests.iter().any(is_selective),
+        "{requests:?}"
+    );
+}
+
+/// The stock programs crash if a lease has no duration, and the stock agent accepts no sets of labels.
+#[tokio::test]
+async fn stock_programs_end_on_unusual_leases_and_selectors() {
+    let Some(interop) = Interop::get() else {
+        return;
+    };
+    let kube = Kube::start().await;
+    let mut sets = StockAgent::start(&kube, interop, &["--lease-label=k8s-app in (a, b)"]);
+    assert_eq!(sets.program.wait_exit(LIMIT).await.code(), Some(1));
+    let mut lease = server_lease("a", FUTURE);
+    lease["spec"]
+        .as_object_mut()
+        .unwrap()
+        .remove("leaseDurationSeconds");
+    kube.api.put("leases", lease);
+    let mut lone = StockAgent::start(&kube, interop, &[]);
+    assert_eq!(lone.program.wait_exit(LIMIT).await.code(), Some(2));
+    let log = lone.program.log();
+    assert!(log.contains("nil pointer dereference"), "{log}");
 }
 
 /// The health server of the stock agent waits for the first list of leases.
@@ -181,7 +222,7 @@ async fn stock_agent_serves_no_health_without_the_api() {
     };
     let kube = Kube::start().await;
     kube.api.fault(Fault::refuse());
-    let lone = StockAgent::start(&kube, interop);
+    let lone = StockAgent::start(&kube, interop, &[]);
     eventually("three requests have failed", LIMIT, async || {
         let failures = lone
             .program
@@ -205,7 +246,7 @@ struct StockAgent {
 }
 
 impl StockAgent {
-    fn start(kube: &Kube, interop: &Interop) -> Self {
+    fn start(kube: &Kube, interop: &Interop, more: &[&str]) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let pki = Pki::create(dir.path()).unwrap();
         let mut ports = Ports::default();
@@ -219,12 +260,27 @@ impl StockAgent {
             "--count-server-leases".to_owned(),
         ];
         args.extend(kube.flags.iter().cloned());
+        args.extend(more.iter().copied().map(String::from));
         Self {
             program: Program::spawn(&interop.proxy_agent, &args, &[]),
             health: (Ipv4Addr::LOCALHOST, health).into(),
             _ports: ports,
             _dir: dir,
         }
+    }
+
+    /// Waits until the agent looks for this number of servers.
+    async fn knows(&self, expected: f64) {
+        eventually(
+            &format!("{expected} servers are known"),
+            LIMIT,
+            async || {
+                let metrics = scrape(self.health).await.map_err(|it| it.to_string())?;
+                let known = agent_value(&metrics, "known_server_count");
+                (known == expected).then_some(()).ok_or(known.to_string())
+            },
+        )
+        .await;
     }
 
     async fn healthy(&self) {

@@ -39,6 +39,13 @@ const REASONS: [&str; 19] = [
     "UnsupportedMediaType",
 ];
 
+/// Codes in the label of metrics: the codes of Kubernetes, and of proxies in front of it. Another code counts as the
+/// first code of its class.
+const CODES: [u16; 20] = [
+    200, 201, 202, 400, 401, 403, 404, 405, 406, 408, 409, 410, 413, 415, 422, 429, 500, 502, 503,
+    504,
+];
+
 /// Kind of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verb {
@@ -57,7 +64,7 @@ pub enum Verb {
 pub struct Call {
     /// Kind of the call.
     pub verb: Verb,
-    /// HTTP status of the answer.
+    /// HTTP status of the answer; a rare status is replaced by the first status of its class.
     pub code: u16,
     /// Reason of an error; empty for a success and for an unknown reason.
     pub reason: &'static str,
@@ -76,7 +83,7 @@ pub fn observed(client: Client, observe: impl Fn(&Call) + Send + Sync + 'static)
             let sent = Instant::now();
             let answer = client.send(request).await?;
             let elapsed = sent.elapsed();
-            let code = answer.status().as_u16();
+            let code = known(answer.status().as_u16());
             let (answer, reason) = match answer.status().is_success() {
                 true => (answer, ""),
                 false => with_reason(answer).await,
@@ -91,6 +98,13 @@ pub fn observed(client: Client, observe: impl Fn(&Call) + Send + Sync + 'static)
         }
     });
     Client::new(service, namespace)
+}
+
+fn known(code: u16) -> u16 {
+    match CODES.contains(&code) {
+        true => code,
+        false => code / 100 * 100,
+    }
 }
 
 fn verb(request: &Request<Body>) -> Verb {
@@ -187,9 +201,11 @@ mod tests {
             (429, status("TooManyRequests"), "TooManyRequests"),
             (429, status("made-up"), ""),
             (502, json!("a proxy's page"), ""),
+            (599, json!("unknown"), ""),
         ] {
             let (seen, error) = calls(code, body.to_string()).await;
-            assert_eq!(seen, verbs.map(|verb| (verb, code, reason)));
+            let shown = if code == 599 { 500 } else { code };
+            assert_eq!(seen, verbs.map(|verb| (verb, shown, reason)));
             // The client still gets the error.
             assert_eq!(error.contains("slow down"), code == 429, "{error}");
         }
