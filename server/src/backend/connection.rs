@@ -7,7 +7,7 @@ use tokio_util::task::TaskTracker;
 
 use super::dial::DialError;
 use super::flow::ToClient;
-use super::registry::LoadGuard;
+use super::load::LoadGuard;
 use super::usage::DialGuard;
 use super::{agent, native};
 

@@ -7,7 +7,6 @@
 //! as in upstream (`pkg/server/backend_manager.go`); another strategy would lead into another network.
 
 mod group;
-mod load;
 
 use std::collections::{BTreeMap, HashMap};
 use std::net::IpAddr;
@@ -21,9 +20,8 @@ use parking_lot::Mutex;
 use tracing::{info, warn};
 
 use self::group::{Conditions, Group};
-use self::load::Load;
-pub(crate) use self::load::LoadGuard;
-use super::{Backend, ClientSeat};
+use super::Backend;
+use super::load::{ClientSeat, Load, LoadGuard};
 use crate::metrics::{ServerMetrics, Strategy};
 use crate::tunnel::{Health, Peer};
 

@@ -3,13 +3,12 @@
 
 use std::pin::Pin;
 
-use culvert_host::runtime::shards::ShardId;
 use culvert_stream::Dial;
 use tokio::time::Instant;
 
 use super::Connection;
 use super::dial::DialError;
-use super::registry::LoadGuard;
+use super::load::ClientSeat;
 use crate::tunnel::{Health, Peer};
 
 /// A dial in progress. Dropping it cancels the dial.
@@ -37,31 +36,5 @@ pub trait Tunnel: Send + Sync + 'static {
     /// preference.
     fn seat(&self) -> Option<ClientSeat> {
         None
-    }
-}
-
-/// Place of a client on a thread, until dropped.
-pub struct ClientSeat {
-    /// The thread.
-    pub shard: ShardId,
-    /// Counts the client among the clients of a peer.
-    _counted: Option<LoadGuard>,
-}
-
-impl ClientSeat {
-    /// Creates a seat that no tunnel counts.
-    pub(crate) fn on(shard: ShardId) -> Self {
-        Self {
-            shard,
-            _counted: None,
-        }
-    }
-
-    /// Creates a seat that counts until it is dropped.
-    pub(super) fn counted(shard: ShardId, guard: LoadGuard) -> Self {
-        Self {
-            shard,
-            _counted: Some(guard),
-        }
     }
 }
