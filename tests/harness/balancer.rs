@@ -3,7 +3,9 @@
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
+use parking_lot::Mutex;
 use rand::seq::IndexedRandom as _;
 use tokio::io::copy_bidirectional;
 use tokio::net::{TcpListener, TcpStream};
@@ -13,7 +15,14 @@ use tokio_util::sync::{CancellationToken, DropGuard};
 #[derive(Debug)]
 pub struct Balancer {
     addr: SocketAddr,
+    state: Arc<State>,
     _stop: DropGuard,
+}
+
+#[derive(Debug)]
+struct State {
+    backends: Mutex<Vec<SocketAddr>>,
+    accepted: AtomicUsize,
 }
 
 impl Balancer {
@@ -31,12 +40,27 @@ impl Balancer {
         let listener = listener.expect("a balancer's listener");
         let addr = listener.local_addr().unwrap();
         let stop = CancellationToken::new();
-        let accepting = accept(listener, backends.into(), stop.clone());
+        let state = Arc::new(State {
+            backends: Mutex::new(backends),
+            accepted: AtomicUsize::new(0),
+        });
+        let accepting = accept(listener, state.clone(), stop.clone());
         tokio::spawn(stop.clone().run_until_cancelled_owned(accepting));
         Self {
             addr,
+            state,
             _stop: stop.drop_guard(),
         }
+    }
+
+    /// Replaces the backends of new connections. Without backends, the balancer closes new connections.
+    pub fn set(&self, backends: Vec<SocketAddr>) {
+        *self.state.backends.lock() = backends;
+    }
+
+    /// Returns the number of connections so far.
+    pub fn accepted(&self) -> usize {
+        self.state.accepted.load(Ordering::Relaxed)
     }
 
     /// Returns the address of the listener.
@@ -45,10 +69,13 @@ impl Balancer {
     }
 }
 
-async fn accept(listener: TcpListener, backends: Arc<[SocketAddr]>, stop: CancellationToken) {
+async fn accept(listener: TcpListener, state: Arc<State>, stop: CancellationToken) {
     loop {
         let (client, _) = listener.accept().await.expect("accepting in a balancer");
-        let backend = *backends.choose(&mut rand::rng()).unwrap();
+        state.accepted.fetch_add(1, Ordering::Relaxed);
+        let Some(backend) = state.backends.lock().choose(&mut rand::rng()).copied() else {
+            continue;
+        };
         // An error of one side ends this task, which closes both sides.
         tokio::spawn(
             stop.clone()
@@ -93,6 +120,10 @@ mod tests {
             services.iter().all(|s| s.open_connections() > 0)
         })
         .await;
+        assert_eq!(balancer.accepted(), held.len());
+        balancer.set(Vec::new());
+        let mut refused = TcpStream::connect(balancer.addr()).await.unwrap();
+        assert_eq!(refused.read(&mut [0]).await.unwrap_or_default(), 0);
         drop(balancer);
         for mut stream in held {
             // The balancer may already have forwarded the rest of the banner.

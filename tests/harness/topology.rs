@@ -231,6 +231,21 @@ impl Topology {
         self.agents[agent].running()
     }
 
+    /// Returns the balancer in front of the servers.
+    ///
+    /// # Panics
+    /// If there is only one server.
+    pub fn balancer(&self) -> &Balancer {
+        self.balancer.as_ref().expect("several servers")
+    }
+
+    /// Starts another agent with extra flags, and returns its index. Does not wait for the agent.
+    pub async fn add_agent(&mut self, executable: Executable, extra: &[&str]) -> usize {
+        let port = self.agent_port().await;
+        self.push_agent(Part::new(executable, extra), port);
+        self.agents.len() - 1
+    }
+
     /// Kills a server with SIGKILL, without a shutdown.
     pub fn kill_server(&mut self, server: usize) {
         self.servers[server].member.program = None;
@@ -358,7 +373,7 @@ impl Topology {
         });
     }
 
-    fn add_agent(&mut self, part: Part, server_port: u16) {
+    fn push_agent(&mut self, part: Part, server_port: u16) {
         let index = self.agents.len();
         let [admin_port, health_port] = std::array::from_fn(|_| self.ports.next_port());
         let mut args = flags::agent(&self.pki, index, [server_port, admin_port, health_port]);
@@ -420,6 +435,9 @@ impl Topology {
     async fn agent_port(&mut self) -> u16 {
         if let [only] = self.servers.as_slice() {
             return only.agent_port;
+        }
+        if let Some(balancer) = &self.balancer {
+            return balancer.addr().port();
         }
         let backends = self
             .servers

@@ -14,7 +14,7 @@ pub(super) struct Part {
 }
 
 impl Part {
-    fn new(executable: Executable, extra: &[&str]) -> Self {
+    pub(super) fn new(executable: Executable, extra: &[&str]) -> Self {
         Self {
             executable,
             extra: extra.iter().copied().map(String::from).collect(),
@@ -113,7 +113,7 @@ impl Builder {
         let agent_port = topology.agent_port().await;
         for mut part in self.agents {
             part.extra.splice(0..0, self.agent_args.iter().cloned());
-            topology.add_agent(part, agent_port);
+            topology.push_agent(part, agent_port);
         }
         topology.wait_for_agents().await;
         topology
