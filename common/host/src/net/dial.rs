@@ -117,6 +117,47 @@ pub async fn dial_permitted(
     Ok(stream)
 }
 
+/// Resolves a host to all of its addresses, each of them once and in an order that does not depend on the resolver.
+///
+/// # Errors
+///
+/// Returns a [`DialError`] with Go's error text.
+pub async fn lookup(
+    protocol: &str,
+    host: &str,
+    port: u16,
+    timeout: Duration,
+) -> Result<Vec<SocketAddr>, DialError> {
+    let deadline = Instant::now() + timeout.min(FAR_FUTURE);
+    let targets = resolve(protocol, host, port, deadline).await;
+    let targets = targets.map_err(|(reason, kind)| DialError {
+        text: format!("dial {protocol}: {reason}"),
+        kind,
+        denial: None,
+    })?;
+    let mut found: Vec<_> = targets.iter().map(|target| target.address).collect();
+    found.sort_unstable();
+    found.dedup();
+    Ok(found)
+}
+
+/// Dials like [`dial`], but the given addresses instead of a name. The first address is tried first.
+///
+/// # Errors
+///
+/// Returns a [`DialError`] with Go's error text for the first failed address.
+pub async fn dial_addresses(
+    protocol: &str,
+    addresses: Vec<SocketAddr>,
+    timeout: Duration,
+) -> Result<TcpStream, DialError> {
+    let deadline = Instant::now() + timeout.min(FAR_FUTURE);
+    let targets = addresses.into_iter().map(Target::from).collect();
+    let stream = dial_any(protocol, targets, deadline).await?;
+    configure(&stream);
+    Ok(stream)
+}
+
 /// Splits `host:port`, `[host]:port` or `[host%zone]:port` like Go's `net.SplitHostPort`. Brackets are
 /// removed. The port may be empty or a service name.
 ///

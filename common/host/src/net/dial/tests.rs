@@ -398,3 +398,44 @@ async fn error_of_the_first_address_family_is_reported() {
         format!("dial tcp {v6}: connect: connection refused")
     );
 }
+
+#[tokio::test]
+async fn name_has_each_address_once_and_in_order() {
+    let found = lookup("tcp", "localhost", 80, AMPLE).await.unwrap();
+    assert!(found.contains(&([127, 0, 0, 1], 80).into()), "{found:?}");
+    assert!(found.is_sorted_by(|a, b| a < b), "{found:?}");
+    let error = lookup("tcp", "", 80, Duration::ZERO).await;
+    assert_eq!(error.unwrap(), [([127, 0, 0, 1], 80).into()]);
+    let error = lookup("tcp", "no-such-name.invalid", 80, AMPLE).await;
+    let text = error.unwrap_err().text;
+    assert!(
+        text.starts_with("dial tcp: lookup no-such-name.invalid: "),
+        "{text}"
+    );
+}
+
+#[tokio::test]
+async fn addresses_are_dialed_in_the_given_order() {
+    let dead = refusing([127, 0, 0, 1].into());
+    let mut listeners = Vec::new();
+    for _ in 0..2 {
+        listeners.push(TcpListener::bind("127.0.0.1:0").await.unwrap());
+    }
+    let alive: Vec<_> = listeners
+        .iter()
+        .map(|one| one.local_addr().unwrap())
+        .collect();
+    for second in [[alive[0], alive[1]], [alive[1], alive[0]]] {
+        let order = [vec![dead.1], second.to_vec()].concat();
+        let stream = dial_addresses("tcp", order, AMPLE).await.unwrap();
+        assert_eq!(stream.peer_addr().unwrap(), second[0]);
+        assert!(stream.nodelay().unwrap());
+    }
+    let error = dial_addresses("tcp", vec![dead.1], AMPLE)
+        .await
+        .unwrap_err();
+    assert_eq!(
+        error.text,
+        format!("dial tcp {}: connect: connection refused", dead.1)
+    );
+}
