@@ -17,7 +17,7 @@ use culvert_konnectivity::message::{HALF_CLOSE_HEADER, Message};
 use culvert_konnectivity::metrics::Segment;
 use culvert_konnectivity::queue;
 use culvert_native as native;
-use culvert_native::hello::{self, HelloError};
+use culvert_native::hello::{self, Answer, HelloError};
 use culvert_native::link::{Taker, TakerLimits};
 use culvert_native::window::{Inbound, PING_TIMEOUT};
 use futures_util::Stream;
@@ -227,6 +227,9 @@ impl Connector {
         ended: CancellationToken,
     ) -> Result<Connected, ConnectError> {
         let answer = hello::introduce(&mut tls, &metadata.into_headers()).await?;
+        let Answer::Accepted(answer) = answer else {
+            return Err(ConnectError::Answer("already connected".into()));
+        };
         let (server_id, server_count) =
             server_of(&MetadataMap::from_headers(answer)).map_err(ConnectError::Answer)?;
         let inbound = Arc::new(Inbound::default());

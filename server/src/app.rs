@@ -225,6 +225,7 @@ impl Bound {
         let (router, switcher) = (self.router, self.switcher);
         let announce = watch::Sender::new(Announced {
             servers: config.server_count,
+            follows: false,
             draining: false,
         });
         let agents = Agents {

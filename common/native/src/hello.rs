@@ -8,7 +8,11 @@
 //!          agentid: ...                            serverid: ...
 //!          agentidentifiers: ...                   servercount: ...
 //!          authorization: Bearer ...
+//!          culvert-connected: ...
 //! ```
+//!
+//! The agent lists the servers that it is connected to. A listed server answers `409 Conflict`, with the same headers
+//! as for an accepted agent, and closes the connection. An older server ignores the list.
 
 use std::io;
 
@@ -22,6 +26,23 @@ const HEAD_BYTES: usize = 64 * 1024;
 
 /// Largest number of header lines to read.
 const HEADER_LINES: usize = 64;
+
+/// Request header with the id of a server that the agent is connected to. Repeated for each server.
+const CONNECTED_HEADER: &str = "culvert-connected";
+
+/// Largest number of listed servers, and of bytes of their ids. Servers accept few lines, and a duplicate connection to
+/// a server that is not listed only costs more.
+const CONNECTED_LINES: usize = 16;
+const CONNECTED_BYTES: usize = 4096;
+
+/// Answer of a server.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Answer {
+    /// The server accepts the agent. HTTP/2 follows.
+    Accepted(HeaderMap),
+    /// The agent is already connected to the server. The connection ends.
+    Connected(HeaderMap),
+}
 
 /// Reason why an introduction failed.
 #[derive(Debug, thiserror::Error)]
@@ -37,8 +58,29 @@ pub enum HelloError {
     Refused(String),
 }
 
-/// Introduces the agent to the server, and returns the headers of the server's answer.
-pub async fn introduce<S>(stream: &mut S, headers: &HeaderMap) -> Result<HeaderMap, HelloError>
+/// Lists connected servers in an agent's introduction, as many as fit.
+pub fn add_connected(headers: &mut HeaderMap, server_ids: &[String]) {
+    let mut bytes = 0;
+    for id in server_ids.iter().take(CONNECTED_LINES) {
+        bytes += id.len();
+        let Ok(value) = HeaderValue::try_from(id) else {
+            continue;
+        };
+        if bytes > CONNECTED_BYTES {
+            return;
+        }
+        headers.append(CONNECTED_HEADER, value);
+    }
+}
+
+/// Returns true if an agent's introduction lists the server.
+pub fn has_connected(headers: &HeaderMap, server_id: &str) -> bool {
+    let mut ids = headers.get_all(CONNECTED_HEADER).iter();
+    ids.any(|id| id.as_bytes() == server_id.as_bytes())
+}
+
+/// Introduces the agent to the server, and returns the server's answer.
+pub async fn introduce<S>(stream: &mut S, headers: &HeaderMap) -> Result<Answer, HelloError>
 where
     S: AsyncRead + AsyncWrite + Unpin,
 {
@@ -52,8 +94,10 @@ where
     let parsed = response.parse(&head);
     parsed.map_err(|error| HelloError::Malformed(error.to_string()))?;
     let headers = header_map(response.headers)?;
-    if response.code == Some(101) {
-        return Ok(headers);
+    match response.code {
+        Some(101) => return Ok(Answer::Accepted(headers)),
+        Some(409) => return Ok(Answer::Connected(headers)),
+        _ => {}
     }
     let mut text = String::new();
     // The peer closes the connection after the text.
@@ -83,6 +127,20 @@ pub async fn accept<S: AsyncWrite + Unpin>(stream: &mut S, headers: &HeaderMap) 
     stream.flush().await
 }
 
+/// Answers an agent that is already connected, on the server.
+///
+/// # Errors
+/// Fails if the connection broke.
+pub async fn already_connected<S>(stream: &mut S, headers: &HeaderMap) -> io::Result<()>
+where
+    S: AsyncWrite + Unpin,
+{
+    let mut head = b"HTTP/1.1 409 Conflict\r\nconnection: close\r\ncontent-length: 0\r\n".to_vec();
+    add_lines(&mut head, headers);
+    stream.write_all(&head).await?;
+    stream.shutdown().await
+}
+
 /// Refuses the agent, on the server, with a text for the agent's log.
 ///
 /// # Errors
@@ -100,6 +158,11 @@ fn upgrade_head(head: &mut Vec<u8>, headers: &HeaderMap) {
     head.extend_from_slice(b"connection: upgrade\r\nupgrade: ");
     head.extend_from_slice(super::ALPN);
     head.extend_from_slice(b"\r\n");
+    add_lines(head, headers);
+}
+
+/// Adds the lines of the headers, and the empty line.
+fn add_lines(head: &mut Vec<u8>, headers: &HeaderMap) {
     for (name, value) in headers {
         head.extend_from_slice(name.as_str().as_bytes());
         head.extend_from_slice(b": ");
@@ -167,7 +230,10 @@ mod tests {
             (&heard["agentid"], &heard["agentidentifiers"]),
             (&"a".parse().unwrap(), &"".parse().unwrap())
         );
-        assert_eq!(answer.unwrap()["serverid"], "s");
+        let Answer::Accepted(answer) = answer.unwrap() else {
+            panic!("not accepted");
+        };
+        assert_eq!(answer["serverid"], "s");
         let mut next = [0; 3];
         agent.read_exact(&mut next).await.unwrap();
         assert_eq!(&next, b"PRI");
@@ -184,6 +250,38 @@ mod tests {
         let says = headers(&[("agentid", "a")]);
         let (answer, ()) = tokio::join!(introduce(&mut agent, &says), serve);
         assert_eq!(answer.unwrap_err().to_string(), "no such cluster");
+    }
+
+    #[tokio::test]
+    async fn listed_server_answers_that_it_is_connected() {
+        let (mut agent, mut server) = tokio::io::duplex(4096);
+        let mut says = headers(&[("agentid", "a")]);
+        add_connected(&mut says, &["one, two".to_owned(), "s".to_owned()]);
+        let answers = headers(&[("serverid", "s"), ("servercount", "3")]);
+        let serve = async {
+            let heard = read(&mut server).await.unwrap();
+            already_connected(&mut server, &answers).await.unwrap();
+            ["s", "one, two", "one", ""].map(|id| has_connected(&heard, id))
+        };
+        let (answer, listed) = tokio::join!(introduce(&mut agent, &says), serve);
+        assert_eq!(listed, [true, true, false, false]);
+        let Answer::Connected(answer) = answer.unwrap() else {
+            panic!("accepted");
+        };
+        assert_eq!(answer["servercount"], "3");
+    }
+
+    #[test]
+    fn list_of_servers_is_bounded() {
+        let mut says = HeaderMap::new();
+        let ids: Vec<_> = (0..100).map(|id| id.to_string()).collect();
+        add_connected(&mut says, &ids);
+        assert_eq!(says.len(), CONNECTED_LINES);
+        says.clear();
+        let long = [3000, 1000, 100].map(|bytes| "x".repeat(bytes));
+        add_connected(&mut says, &long);
+        add_connected(&mut says, &["not\na value".to_owned()]);
+        assert_eq!(says.len(), 2);
     }
 
     #[tokio::test]

@@ -36,6 +36,9 @@ pub const ALPN: &[u8] = b"culvert/1";
 /// Path of the control stream: messages about all connections of an agent connection.
 pub const CONTROL_PATH: &str = "/control";
 
+/// Header of the server's answer to an introduction: the server pushes changes of the number of servers.
+pub const COUNT_PUSHED_HEADER: &str = "culvert-count-pushed";
+
 /// Response header with the agent's error text for a failed dial, percent-encoded.
 pub const ERROR_HEADER: &str = "culvert-error";
 

@@ -8,6 +8,8 @@ use tokio::sync::watch;
 pub(crate) struct Announced {
     /// Number of servers that each agent should be connected to; 0 counts as 1.
     pub servers: i64,
+    /// True if `servers` follows the servers. Agents then rely on the messages, and rarely look for more servers.
+    pub follows: bool,
     /// True if this server stops soon.
     pub draining: bool,
 }
@@ -25,6 +27,7 @@ impl Announced {
     pub(crate) fn fixed(servers: i64) -> watch::Receiver<Self> {
         let state = Self {
             servers,
+            follows: false,
             draining: false,
         };
         watch::channel(state).1
@@ -62,6 +65,7 @@ mod tests {
 
     const FIRST: Announced = Announced {
         servers: 3,
+        follows: true,
         draining: false,
     };
 

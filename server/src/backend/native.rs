@@ -13,7 +13,9 @@ use culvert_native::halves::{Chunk, NativeSink, NativeSource, halves};
 use culvert_native::hello::{self, HelloError};
 use culvert_native::link::{Opener, Requests};
 use culvert_native::window::{Inbound, PING_TIMEOUT};
-use culvert_native::{ADDRESS_HEADER, CONTROL_PATH, ERROR_HEADER, NETWORK_HEADER, decode, encode};
+use culvert_native::{
+    ADDRESS_HEADER, CONTROL_PATH, COUNT_PUSHED_HEADER, ERROR_HEADER, NETWORK_HEADER, decode, encode,
+};
 use culvert_stream::suspicion::Suspicion;
 use culvert_stream::{CloseReason, Dial, Sink, Source};
 use http::uri::Authority;
@@ -27,7 +29,7 @@ use tonic::metadata::MetadataMap;
 use tracing::{Instrument, debug, info, info_span};
 
 use super::agent::Hello;
-use super::announced::Announcements;
+use super::announced::{Announced, Announcements};
 use super::identity::AgentRefusal;
 use super::service::Agents;
 use super::{Backend, Place};
@@ -104,7 +106,11 @@ impl Agents {
             () = context.shutdown.cancelled() => return,
         };
         let (hello, place, announcements) = match introduced {
-            Ok(Ok(introduced)) => introduced,
+            Ok(Ok(Some(introduced))) => introduced,
+            Ok(Ok(None)) => {
+                debug!(peer, "the agent is already connected");
+                return;
+            }
             Ok(Err(IntroductionError::Hello(HelloError::Io(error)))) => {
                 debug!(peer, %error, "the agent left before its introduction");
                 return;
@@ -178,14 +184,17 @@ impl Agents {
         info!(reason = ended, open, "agent disconnected");
     }
 
+    /// Answers the introduction. Returns `None` if the agent is already connected.
     async fn introduce<S>(
         &self,
         stream: &mut S,
-    ) -> Result<(Hello, Place, Announcements), IntroductionError>
+    ) -> Result<Option<(Hello, Place, Announcements)>, IntroductionError>
     where
         S: AsyncRead + AsyncWrite + Unpin,
     {
-        let metadata = MetadataMap::from_headers(hello::read(stream).await?);
+        let headers = hello::read(stream).await?;
+        let is_connected = hello::has_connected(&headers, &self.server_id);
+        let metadata = MetadataMap::from_headers(headers);
         let mut hello = match Hello::from_metadata(&metadata) {
             Ok(hello) => hello,
             Err(text) => {
@@ -194,6 +203,13 @@ impl Agents {
                 return Err(HelloError::Malformed(text).into());
             }
         };
+        if is_connected {
+            // Before the review of the token, so that searching agents cost little.
+            let answer = self.answer(*self.announced.borrow())?;
+            let answered = hello::already_connected(stream, &answer).await;
+            answered.map_err(HelloError::Io)?;
+            return Ok(None);
+        }
         let place = match self.admit(&metadata, &mut hello).await {
             Ok(place) => place,
             Err(error) => {
@@ -202,16 +218,24 @@ impl Agents {
                 return Err(error.into());
             }
         };
+        let announced = *self.announced.borrow();
+        let accepted = hello::accept(stream, &self.answer(announced)?).await;
+        accepted.map_err(HelloError::Io)?;
+        let announcements = Announcements::after(announced, self.announced.clone());
+        Ok(Some((hello, place, announcements)))
+    }
+
+    /// Returns the headers for an agent.
+    fn answer(&self, announced: Announced) -> Result<HeaderMap, HelloError> {
         let mut answer = HeaderMap::new();
         let server_id = HeaderValue::try_from(&self.server_id)
             .map_err(|_| HelloError::Malformed("the server id is not a header value".into()))?;
         answer.insert("serverid", server_id);
-        let announced = *self.announced.borrow();
         answer.insert("servercount", announced.servers.into());
-        let accepted = hello::accept(stream, &answer).await;
-        accepted.map_err(HelloError::Io)?;
-        let announcements = Announcements::after(announced, self.announced.clone());
-        Ok((hello, place, announcements))
+        if announced.follows {
+            answer.insert(COUNT_PUSHED_HEADER, HeaderValue::from_static("1"));
+        }
+        Ok(answer)
     }
 }
 

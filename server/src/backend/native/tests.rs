@@ -10,7 +10,7 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, DuplexStream, duplex};
 use super::super::Registry;
 use super::super::agent::Limits;
 use super::super::announced::Announced;
-use super::super::identity::AgentPeer;
+use super::super::identity::{AgentIdFrom, AgentPeer};
 use super::super::registry::AgentLimits;
 use super::*;
 use crate::listener::ADMISSION;
@@ -113,4 +113,26 @@ async fn agent_without_an_id_receives_the_reason() {
     let text = "\r\n\r\nexpected one agent ID in the context, got []";
     assert!(answer.ends_with(text), "{answer}");
     assert!(server.rejected("garbage"));
+}
+
+#[tokio::test]
+async fn connected_agent_is_answered_before_its_authentication() {
+    let mut server = Server::new();
+    // The agents have no certificate.
+    server.agents.id_from = Some(AgentIdFrom::Certificate);
+    for (listed, status) in [("s", "409 Conflict"), ("other", "403 Forbidden")] {
+        let (near, mut far) = duplex(4096);
+        let hello =
+            format!("GET /agent HTTP/1.1\r\nagentid: a\r\nculvert-connected: {listed}\r\n\r\n");
+        far.write_all(hello.as_bytes()).await.unwrap();
+        server.serve(near).await;
+        let mut answer = String::new();
+        far.read_to_string(&mut answer).await.unwrap();
+        let begin = format!("HTTP/1.1 {status}\r\n");
+        assert!(answer.starts_with(&begin), "{answer}");
+        let has_count = answer.contains("\r\nserverid: s\r\nservercount: 3\r\n");
+        assert_eq!(has_count, listed == "s", "{answer}");
+    }
+    assert!(server.agents.registry.peers().is_empty());
+    assert!(server.rejected("unauthenticated"));
 }
