@@ -1,6 +1,7 @@
 //! An attempt to reach a server: TCP or an outbound proxy, TLS, HTTP/2, the `Connect` call. Every step has a
 //! time limit, so a silent server cannot block the search for more servers.
 
+use std::net::SocketAddr;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
@@ -17,6 +18,7 @@ use culvert_konnectivity::message::{HALF_CLOSE_HEADER, Message};
 use culvert_konnectivity::metrics::Segment;
 use culvert_konnectivity::queue;
 use culvert_native as native;
+use culvert_native::COUNT_PUSHED_HEADER;
 use culvert_native::hello::{self, Answer, HelloError};
 use culvert_native::link::{Taker, TakerLimits};
 use culvert_native::window::{Inbound, PING_TIMEOUT};
@@ -33,6 +35,7 @@ use tonic::Status;
 use tonic::metadata::{MetadataMap, MetadataValue};
 use tracing::debug;
 
+use crate::addresses::{Addresses, Via};
 use crate::agent::Agent;
 use crate::config::Config;
 use crate::metrics::AgentMetrics;
@@ -53,13 +56,27 @@ const FRAME_BYTES: u32 = 64 * 1024;
 /// Path of the call that connects an agent to a server.
 const PATH: &str = "/AgentService/Connect";
 
-/// Connects to servers at the configured address.
+/// Connects to servers at the configured name.
 pub(crate) struct Connector {
     agent: Arc<Agent>,
     tls: TlsConnector,
     name: ServerName<'static>,
     origin: http::Uri,
+    addresses: Arc<Addresses>,
     config: Config,
+}
+
+/// The answer of a server.
+pub(crate) enum Reached {
+    /// A server has accepted the agent.
+    New(Box<Connected>),
+    /// A connected server has answered that it is connected already.
+    Connected {
+        /// Id of the server.
+        server_id: String,
+        /// Announced number of servers.
+        server_count: i64,
+    },
 }
 
 /// An accepted `Connect` call.
@@ -68,10 +85,14 @@ pub(crate) struct Connected {
     pub server_id: String,
     /// Number of servers, as announced by the server; 0 counts as 1.
     pub server_count: i64,
+    /// True if the server pushes changes of the number of servers.
+    pub pushes_count: bool,
     /// Transport for the connections.
     pub transport: Transport,
     /// Fires when the agent connection ends; firing the token also closes the agent connection.
     pub ended: CancellationToken,
+    /// Address of the server; `None` if an outbound proxy or the configuration chooses the address.
+    pub via: Option<Via>,
 }
 
 /// Transport chosen by the server in the TLS handshake.
@@ -164,18 +185,36 @@ impl Connector {
             tls: TlsConnector::from(client),
             name,
             origin,
+            addresses: Arc::default(),
             config,
         })
     }
 
-    /// Makes one attempt to connect.
-    pub(crate) async fn connect(&self) -> Result<Connected, ConnectError> {
+    /// Makes one attempt to connect. `connected` has the ids of the connected servers.
+    pub(crate) async fn connect(&self, connected: Vec<String>) -> Result<Reached, ConnectError> {
         let deadline = Instant::now() + CONNECT_TIMEOUT;
-        let within = |step| move |_| ConnectError::TimedOut(step);
         let metadata = self.metadata().await?;
-        let tcp = timeout_at(deadline, self.tcp(deadline))
+        let (tcp, mut via) = timeout_at(deadline, self.tcp(deadline))
             .await
-            .map_err(within("connecting"))??;
+            .map_err(|_| ConnectError::TimedOut("connecting"))??;
+        let mut reached = self.greet(tcp, metadata, &connected, deadline).await?;
+        if let Some(via) = &mut via {
+            via.prove();
+        }
+        if let Reached::New(connected) = &mut reached {
+            connected.via = via;
+        }
+        Ok(reached)
+    }
+
+    async fn greet(
+        &self,
+        tcp: TcpStream,
+        metadata: MetadataMap,
+        connected: &[String],
+        deadline: Instant,
+    ) -> Result<Reached, ConnectError> {
+        let within = |step| move |_| ConnectError::TimedOut(step);
         let handshake = self.tls.connect(self.name.clone(), ReadAhead::new(tcp));
         let mut tls = timeout_at(deadline, handshake)
             .await
@@ -184,8 +223,8 @@ impl Connector {
         tls.get_mut().1.set_buffer_limit(Some(tls::BUFFER_BYTES));
         let ended = self.agent.shutdown.child_token();
         if tls.get_ref().1.alpn_protocol() == Some(native::ALPN) {
-            let introduced = timeout_at(deadline, self.introduce(tls, metadata, ended));
-            return introduced
+            let introduced = self.introduce(tls, metadata, connected, ended);
+            return timeout_at(deadline, introduced)
                 .await
                 .map_err(within("waiting for the server's answer"))?;
         }
@@ -197,53 +236,74 @@ impl Connector {
             .map_err(within("waiting for the server's answer"))?
     }
 
-    async fn tcp(&self, deadline: Instant) -> Result<TcpStream, ConnectError> {
-        let stream = match self.config.server_address {
-            Some(address) => dial_direct(&address.to_string()).await?,
+    async fn tcp(&self, deadline: Instant) -> Result<(TcpStream, Option<Via>), ConnectError> {
+        let (stream, via) = match self.config.server_address {
+            Some(address) => (dial_direct(vec![address]).await?, None),
             None => self.tcp_by_name(deadline).await?,
         };
         // An error here is ignored: if the connection is already gone, the TLS handshake fails too.
         let _ = tune(&stream);
-        Ok(stream)
+        Ok((stream, via))
     }
 
-    async fn tcp_by_name(&self, deadline: Instant) -> Result<TcpStream, ConnectError> {
+    async fn tcp_by_name(
+        &self,
+        deadline: Instant,
+    ) -> Result<(TcpStream, Option<Via>), ConnectError> {
         let host = self.config.server_host.trim_matches(['[', ']']);
         let port = self.config.server_port;
         let through =
             proxy::from_env(host, port).map_err(|error| ConnectError::Proxy(error.to_string()))?;
-        match through {
-            Some(target) => proxy::connect(&target, host, port, deadline)
-                .await
-                .map_err(|error| ConnectError::Proxy(error.to_string())),
-            None => dial_direct(self.origin.authority().map_or("", |a| a.as_str())).await,
+        if let Some(target) = through {
+            let stream = proxy::connect(&target, host, port, deadline).await;
+            let stream = stream.map_err(|error| ConnectError::Proxy(error.to_string()))?;
+            return Ok((stream, None));
         }
+        let found = dial::lookup("tcp", host, port, CONNECT_TIMEOUT).await;
+        let found = found.map_err(|error| ConnectError::Unreachable(error.text))?;
+        let mut via = self.addresses.begin(found);
+        let stream = dial_direct(via.order().to_vec()).await?;
+        if let Ok(address) = stream.peer_addr() {
+            via.reached(address);
+        }
+        Ok((stream, Some(via)))
     }
 
     async fn introduce(
         &self,
         mut tls: Tls,
         metadata: MetadataMap,
+        connected: &[String],
         ended: CancellationToken,
-    ) -> Result<Connected, ConnectError> {
-        let answer = hello::introduce(&mut tls, &metadata.into_headers()).await?;
-        let Answer::Accepted(answer) = answer else {
-            return Err(ConnectError::Answer("already connected".into()));
-        };
+    ) -> Result<Reached, ConnectError> {
+        let mut headers = metadata.into_headers();
+        hello::add_connected(&mut headers, connected);
+        let answer = hello::introduce(&mut tls, &headers).await?;
+        let is_connected = matches!(answer, Answer::Connected(_));
+        let (Answer::Accepted(answer) | Answer::Connected(answer)) = answer;
+        let pushes_count = answer.contains_key(COUNT_PUSHED_HEADER);
         let (server_id, server_count) =
             server_of(&MetadataMap::from_headers(answer)).map_err(ConnectError::Answer)?;
+        if is_connected {
+            return Ok(Reached::Connected {
+                server_id,
+                server_count,
+            });
+        }
         let inbound = Arc::new(Inbound::default());
         let taker = Taker::new(tls, inbound.clone(), TakerLimits::trusting()).await;
         let taker = taker.map_err(|error| ConnectError::Http(error.to_string()))?;
-        Ok(Connected {
+        Ok(Reached::New(Box::new(Connected {
             server_id,
             server_count,
+            pushes_count,
             transport: Transport::Native {
                 taker: Box::new(taker),
                 inbound,
             },
             ended,
-        })
+            via: None,
+        })))
     }
 
     async fn http(
@@ -285,7 +345,7 @@ impl Connector {
         sender: SendRequest<PacketBody<ToServer>>,
         metadata: MetadataMap,
         ended: CancellationToken,
-    ) -> Result<Connected, ConnectError> {
+    ) -> Result<Reached, ConnectError> {
         let (outgoing, messages) = queue::bounded(OUTGOING_BYTES);
         let packets = ToServer {
             messages,
@@ -293,16 +353,18 @@ impl Connector {
         };
         let (answer, inbound) = grpc::call(sender, &self.origin, PATH, metadata, packets).await?;
         let (server_id, server_count) = server_of(&answer).map_err(ConnectError::Answer)?;
-        Ok(Connected {
+        Ok(Reached::New(Box::new(Connected {
             server_id,
             server_count,
+            pushes_count: false,
             transport: Transport::Packet {
                 half_close: answer.contains_key(HALF_CLOSE_HEADER),
                 inbound: Box::new(inbound),
                 outgoing,
             },
             ended,
-        })
+            via: None,
+        })))
     }
 
     /// Returns the metadata that introduces the agent. Reads the token each time, because tokens rotate.
@@ -328,8 +390,8 @@ impl Connector {
     }
 }
 
-async fn dial_direct(address: &str) -> Result<TcpStream, ConnectError> {
-    dial::dial("tcp", address, CONNECT_TIMEOUT)
+async fn dial_direct(addresses: Vec<SocketAddr>) -> Result<TcpStream, ConnectError> {
+    dial::dial_addresses("tcp", addresses, CONNECT_TIMEOUT)
         .await
         .map_err(|error| ConnectError::Unreachable(error.text))
 }

@@ -2,6 +2,7 @@
 //!
 //! The agent can also be an OpenVPN client: [`openvpn`].
 
+mod addresses;
 mod agent;
 pub mod app;
 pub mod cli;
@@ -12,5 +13,6 @@ pub mod metrics;
 mod native;
 pub mod openvpn;
 mod packet;
+mod search;
 mod server_count;
 mod servers;

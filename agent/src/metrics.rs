@@ -63,6 +63,18 @@ label_values! {
     }
 }
 
+label_values! {
+    /// Result of an attempt to connect to a server.
+    pub enum AttemptOutcome("outcome") {
+        /// The attempt found a new server.
+        Added = "added",
+        /// The attempt reached a connected server.
+        Duplicate = "duplicate",
+        /// The attempt reached no server.
+        Failed = "failed",
+    }
+}
+
 /// All metrics of one agent.
 pub struct AgentMetrics {
     registry: Arc<Registry>,
@@ -77,6 +89,8 @@ pub struct AgentMetrics {
     /// Packets, stream errors, payload bytes and closed connections.
     pub streams: StreamMetrics,
     dial_failures: Family<DialFailureReason, Counter>,
+    /// Attempts to connect to servers.
+    pub attempts: Family<AttemptOutcome, Counter>,
     /// Stream failures in one direction. Deprecated upstream in favour of [`StreamMetrics::stream_error`].
     pub server_failures: Family<ServerDirection, Counter>,
 }
@@ -126,6 +140,12 @@ impl AgentMetrics {
                 name!("endpoint_dial_failure_total"),
                 "Number of failures dialing the remote endpoint, by reason (example: timeout).",
             ),
+            attempts: Family::new(
+                &registry,
+                "culvert_connect_attempts_total",
+                "Attempts to connect to servers, by outcome: a new server (added), a connected server (duplicate) or none (failed).",
+            )
+            .at_zero(AttemptOutcome::all()),
             server_failures: Family::new(
                 &registry,
                 name!("server_connection_failure_count"),

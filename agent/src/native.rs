@@ -70,6 +70,15 @@ impl NativeServer {
         *self.notices.borrow()
     }
 
+    /// Calls `notice` after each change of the notices. Never ends.
+    pub(crate) async fn on_notices(&self, notice: impl Fn()) {
+        let mut notices = self.notices.subscribe();
+        // `self` keeps the sender.
+        while notices.changed().await.is_ok() {
+            notice();
+        }
+    }
+
     /// Requests that the server prefer other agents.
     pub(crate) fn drain(&self) {
         self.drained.cancel();

@@ -75,6 +75,11 @@ impl ServerCount {
         self.of(&self.known.lock())
     }
 
+    /// Returns true if the number includes the leases, and thus follows the servers.
+    pub(crate) fn has_leases(&self) -> bool {
+        self.source != Source::Announced
+    }
+
     /// Waits until the number has changed since the last call.
     pub(crate) async fn changed(&self) {
         self.changes.notified().await;

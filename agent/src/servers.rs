@@ -1,36 +1,45 @@
-//! The search for servers. All servers share one address, and a load balancer picks a server for each
-//! connection. The agent therefore keeps connecting until the number of distinct servers reaches the
-//! announced number.
+//! The connected servers, and the task that searches for more; see [`crate::search`].
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::time::Duration;
 
+use culvert_native::link::Taker;
 use futures_util::future::Either;
+use futures_util::stream::{FuturesUnordered, StreamExt as _};
 use parking_lot::Mutex;
-use rand::Rng;
-use tokio::time::sleep;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::sync::Notify;
+use tokio::time::{Instant, sleep_until};
 use tokio_util::sync::CancellationToken;
 use tracing::{Instrument, debug, info, info_span, warn};
 
+use crate::addresses::Via;
 use crate::agent::Agent;
 use crate::config::Config;
-use crate::connect::{Connected, Connector, Transport};
-use crate::metrics::ServerDirection;
+use crate::connect::{ConnectError, Connected, Connector, Reached, Transport};
+use crate::metrics::{AttemptOutcome, ServerDirection};
 use crate::native::{NativeServer, Notices};
 use crate::packet::ServerStream;
+use crate::search::{Outcome, Policy, Search, Step, View};
 use crate::server_count::ServerCount;
-
-/// Growth factor of the pause after each failure, as in upstream.
-const BACKOFF_FACTOR: f64 = 1.5;
-
-/// Largest random addition to a pause, as a fraction of the pause; the same as in upstream.
-const JITTER: f64 = 0.1;
 
 /// The connected servers of an agent.
 pub(crate) struct Servers {
     agent: Arc<Agent>,
-    streams: Mutex<HashMap<String, Stream>>,
+    table: Mutex<HashMap<String, Server>>,
+    /// Wakes the search after a change of a server.
+    changes: Notify,
+}
+
+/// A connected server.
+struct Server {
+    stream: Stream,
+    /// Number of servers in the latest answer to an introduction.
+    count: i64,
+    /// True if the server pushes changes of the number.
+    pushes: bool,
+    /// Address of the server, if known.
+    _via: Option<Via>,
 }
 
 /// Transport to one server.
@@ -44,28 +53,25 @@ enum Stream {
 pub(crate) struct Sync {
     servers: Arc<Servers>,
     connector: Connector,
-    interval: Duration,
-    cap: Duration,
-    forever: bool,
+    search: Search,
     count: Arc<ServerCount>,
+    last_failure: String,
 }
 
-/// Result of one attempt to connect.
-enum Outcome {
-    Added,
-    Duplicate,
-    Failed,
-}
+// === impl Server ===
 
-// === impl Stream ===
-
-impl Stream {
-    /// Returns the notices of a Culvert server.
-    fn notices(&self) -> Option<Notices> {
-        match self {
-            Self::Packet(_) => None,
-            Self::Native(server) => Some(server.notices()),
+impl Server {
+    /// Returns the notices of a Culvert server; a stock server sends none.
+    fn notices(&self) -> Notices {
+        match &self.stream {
+            Stream::Packet(_) => Notices::default(),
+            Stream::Native(server) => server.notices(),
         }
+    }
+
+    /// Returns the announced number of servers.
+    fn announced(&self) -> i64 {
+        self.notices().servers.unwrap_or(self.count)
     }
 }
 
@@ -76,38 +82,44 @@ impl Servers {
     pub(crate) fn new(agent: Arc<Agent>) -> Arc<Self> {
         Arc::new(Self {
             agent,
-            streams: Mutex::default(),
+            table: Mutex::default(),
+            changes: Notify::new(),
         })
     }
 
     /// Returns the number of connected servers.
     pub(crate) fn count(&self) -> usize {
-        self.streams.lock().len()
-    }
-
-    /// Returns the number of connected servers that do not drain.
-    fn staying(&self) -> usize {
-        let streams = self.streams.lock();
-        let stays = |stream: &&Stream| !stream.notices().is_some_and(|notices| notices.draining);
-        streams.values().filter(stays).count()
-    }
-
-    /// Returns the largest number of servers that connected servers have reported after their introduction.
-    fn pushed_count(&self) -> Option<i64> {
-        let streams = self.streams.lock();
-        let counts = streams
-            .values()
-            .filter_map(|stream| stream.notices()?.servers);
-        counts.max()
+        self.table.lock().len()
     }
 
     /// Requests that every server prefer other agents.
     pub(crate) fn drain(&self) {
-        for stream in self.streams.lock().values() {
-            match stream {
+        for server in self.table.lock().values() {
+            match &server.stream {
                 Stream::Packet(stream) => stream.drain(),
                 Stream::Native(server) => server.drain(),
             }
+        }
+    }
+
+    fn ids(&self) -> Vec<String> {
+        self.table.lock().keys().cloned().collect()
+    }
+
+    /// Stores the largest number that a connected server announces, and returns the view of the search. While servers
+    /// are replaced, a smaller number may be stale. Servers that drain are as good as lost, and their numbers no longer
+    /// count.
+    fn view(&self, count: &ServerCount) -> View {
+        let table = self.table.lock();
+        let staying = || table.values().filter(|server| !server.notices().draining);
+        if let Some(announced) = staying().map(Server::announced).max() {
+            count.announced(announced);
+        }
+        let connected = staying().count();
+        View {
+            connected,
+            announced: usize::try_from(count.current()).unwrap_or(usize::MAX),
+            follows: connected > 0 && (count.has_leases() || staying().all(|server| server.pushes)),
         }
     }
 
@@ -115,14 +127,17 @@ impl Servers {
     fn add(self: &Arc<Self>, connected: Connected) -> Outcome {
         let Connected {
             server_id,
+            server_count,
+            pushes_count,
             transport,
             ended,
-            ..
+            via,
         } = connected;
         let native = matches!(transport, Transport::Native { .. });
         let run = {
-            let mut streams = self.streams.lock();
-            if streams.contains_key(&server_id) {
+            let mut table = self.table.lock();
+            if let Some(server) = table.get_mut(&server_id) {
+                server.count = server_count;
                 return Outcome::Duplicate;
             }
             let agent = self.agent.clone();
@@ -138,12 +153,18 @@ impl Servers {
                 }
                 Transport::Native { taker, inbound } => {
                     let server = NativeServer::new(agent, inbound, ended);
-                    let run = server.clone().run(*taker);
+                    let run = self.clone().run_native(server.clone(), *taker);
                     (Stream::Native(server), Either::Right(run))
                 }
             };
-            streams.insert(server_id.clone(), stream);
-            self.report(&streams);
+            let server = Server {
+                stream,
+                count: server_count,
+                pushes: pushes_count,
+                _via: via,
+            };
+            table.insert(server_id.clone(), server);
+            self.report(&table);
             run
         };
         info!(server = server_id, native, "connected to a server");
@@ -152,10 +173,11 @@ impl Servers {
         let run = async move {
             let ended = run.await;
             {
-                let mut streams = servers.streams.lock();
-                streams.remove(&server_id);
-                servers.report(&streams);
+                let mut table = servers.table.lock();
+                table.remove(&server_id);
+                servers.report(&table);
             }
+            servers.changes.notify_one();
             if !servers.agent.shutdown.is_cancelled() {
                 let broken = ended.is_err();
                 if broken {
@@ -171,9 +193,32 @@ impl Servers {
         Outcome::Added
     }
 
-    fn report(&self, streams: &HashMap<String, Stream>) {
+    /// Runs a native connection; the search learns of the notices of its server.
+    async fn run_native<S>(
+        self: Arc<Self>,
+        server: Arc<NativeServer>,
+        taker: Taker<S>,
+    ) -> Result<String, String>
+    where
+        S: AsyncRead + AsyncWrite + Unpin,
+    {
+        tokio::select! {
+            ended = server.clone().run(taker) => ended,
+            () = server.on_notices(|| self.changes.notify_one()) => Err("the notices ended".into()),
+        }
+    }
+
+    /// Accounts for an answer of a connected server.
+    fn duplicate(&self, server_id: &str, server_count: i64) -> Outcome {
+        if let Some(server) = self.table.lock().get_mut(server_id) {
+            server.count = server_count;
+        }
+        Outcome::Duplicate
+    }
+
+    fn report(&self, table: &HashMap<String, Server>) {
         let gauge = &self.agent.metrics.open_server_connections;
-        gauge.set(streams.len() as f64);
+        gauge.set(table.len() as f64);
     }
 }
 
@@ -187,75 +232,87 @@ impl Sync {
         config: &Config,
         count: Arc<ServerCount>,
     ) -> Self {
-        Self {
-            servers,
-            connector,
+        let policy = Policy {
             interval: config.sync_interval,
             cap: config.sync_interval_cap,
             forever: config.sync_forever,
+        };
+        Self {
+            servers,
+            connector,
+            search: Search::new(policy, rand::random(), Instant::now()),
             count,
+            last_failure: String::new(),
         }
     }
 
     /// Searches for servers until the token fires.
     pub(crate) async fn run(mut self, stop: CancellationToken) {
-        let mut pause = self.interval;
-        let mut last_failure = String::new();
-        loop {
-            let outcome = tokio::select! {
-                outcome = self.step(&mut last_failure) => outcome,
-                () = stop.cancelled() => return,
-            };
-            let wait = match outcome {
-                Outcome::Failed => {
-                    let wait = pause;
-                    pause = pause.mul_f64(BACKOFF_FACTOR).min(self.cap);
-                    wait
-                }
-                Outcome::Added | Outcome::Duplicate => {
-                    pause = self.interval;
-                    last_failure.clear();
-                    self.interval
-                }
-            };
-            let jitter = rand::rng().random_range(0.0..JITTER);
-            tokio::select! {
-                () = sleep(wait.mul_f64(1.0 + jitter)) => {}
-                () = self.count.changed() => {}
-                () = stop.cancelled() => return,
-            }
-        }
+        stop.run_until_cancelled(self.search()).await;
     }
 
-    async fn step(&mut self, last_failure: &mut String) -> Outcome {
-        if let Some(count) = self.servers.pushed_count() {
-            self.count.announced(count.max(1));
-        }
-        let connected = i64::try_from(self.servers.staying()).unwrap_or(i64::MAX);
-        if !self.forever && connected >= self.count.current() {
-            return Outcome::Duplicate;
-        }
-        match self.connector.connect().await {
-            Ok(connected) => {
-                let count = connected.server_count;
-                let outcome = self.servers.add(connected);
-                // The number from a duplicate may be stale.
-                if matches!(outcome, Outcome::Added) {
-                    self.count.announced(count);
+    async fn search(&mut self) {
+        let (connector, servers, count) = (&self.connector, &self.servers, &self.count);
+        let mut attempts = FuturesUnordered::new();
+        loop {
+            let until = match self.search.step(Instant::now(), servers.view(count)) {
+                Step::Attempt => {
+                    attempts.push(connector.connect(servers.ids()));
+                    continue;
                 }
-                outcome
-            }
-            Err(error) => {
-                let text = error.to_string();
-                // Repeated failures with the same text are logged once.
-                if text == *last_failure {
-                    debug!(error = text, "still cannot connect");
-                } else {
-                    warn!(error = text, "cannot connect, trying again");
-                    *last_failure = text;
+                Step::Wait(until) => until,
+            };
+            let wake = async {
+                match until {
+                    Some(until) => sleep_until(until).await,
+                    None => std::future::pending().await,
                 }
-                Outcome::Failed
+            };
+            tokio::select! {
+                Some(result) = attempts.next() => {
+                    let outcome = ended(servers, result, &mut self.last_failure);
+                    self.search.ended(Instant::now(), outcome, servers.view(count));
+                }
+                () = wake => {}
+                () = servers.changes.notified() => {}
+                () = count.changed() => {}
             }
         }
     }
+}
+
+/// Processes the result of an attempt.
+fn ended(
+    servers: &Arc<Servers>,
+    result: Result<Reached, ConnectError>,
+    last_failure: &mut String,
+) -> Outcome {
+    let outcome = match result {
+        Ok(Reached::New(connected)) => servers.add(*connected),
+        Ok(Reached::Connected {
+            server_id,
+            server_count,
+        }) => servers.duplicate(&server_id, server_count),
+        Err(error) => {
+            let text = error.to_string();
+            // Repeated failures with the same text are logged once.
+            if text == *last_failure {
+                debug!(error = text, "still cannot connect");
+            } else {
+                warn!(error = text, "cannot connect, trying again");
+                *last_failure = text;
+            }
+            Outcome::Failed
+        }
+    };
+    let label = match outcome {
+        Outcome::Added => AttemptOutcome::Added,
+        Outcome::Duplicate => AttemptOutcome::Duplicate,
+        Outcome::Failed => AttemptOutcome::Failed,
+    };
+    servers.agent.metrics.attempts.get(label).increment(1);
+    if outcome != Outcome::Failed {
+        last_failure.clear();
+    }
+    outcome
 }

@@ -63,6 +63,17 @@ impl Case {
         self.front != Front::GrpcUds
     }
 
+    /// Returns the programs of servers and agents. Returns `None` without Go.
+    pub(crate) fn programs(self) -> Option<(Executable, Executable)> {
+        let interop = Interop::get()?;
+        let program = |make, stock: &std::path::Path| match make {
+            Make::Ours => Executable::Ours,
+            Make::Stock => Executable::At(stock.to_owned()),
+        };
+        let server = program(self.server, &interop.proxy_server);
+        Some((server, program(self.agent, &interop.proxy_agent)))
+    }
+
     /// Starts `servers` servers, and one agent for each list of additional flags in `agents`. Returns `None`
     /// without Go.
     pub(crate) async fn start(self, servers: usize, agents: &[&[&str]]) -> Option<Tunnel> {
@@ -72,12 +83,7 @@ impl Case {
             Front::ConnectUds => (Mode::HttpConnect, Transport::Uds),
             Front::ConnectTcp => (Mode::HttpConnect, Transport::Tcp),
         };
-        let program = |make, stock: &std::path::Path| match make {
-            Make::Ours => Executable::Ours,
-            Make::Stock => Executable::At(stock.to_owned()),
-        };
-        let server = program(self.server, &interop.proxy_server);
-        let agent = program(self.agent, &interop.proxy_agent);
+        let (server, agent) = self.programs()?;
         let builder = (0..servers).fold(Topology::builder(mode, transport), |builder, _| {
             builder.server(server.clone(), &[])
         });

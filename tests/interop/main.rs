@@ -73,7 +73,9 @@ macro_rules! tests {
 macro_rules! pairing {
     ($name:ident = $server:ident, $agent:ident: $($own:ident::$subject:ident),*) => {
         mod $name {
-            front_end!(grpc_uds = GrpcUds, $server, $agent: $($own::$subject),*);
+            // The front end does not matter to these subjects.
+            front_end!(grpc_uds = GrpcUds, $server, $agent:
+                many::servers_that_join $(, $own::$subject)*);
             // The packet protocol has no half close.
             front_end!(connect_uds = ConnectUds, $server, $agent:
                 traffic::half_close $(, $own::$subject)*);

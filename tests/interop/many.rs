@@ -1,6 +1,7 @@
 //! Several servers, and several agents with one id.
 
-use culvert_tests::{Signal, eventually};
+use culvert_tests::metrics::scrape;
+use culvert_tests::{Mode, Signal, Topology, Transport, eventually};
 
 use crate::case::{Case, LIMIT, Tunnel, agent_value};
 use crate::held::Held;
@@ -95,11 +96,21 @@ async fn talk_at_once(held: &mut [Held]) {
     }
 }
 
-/// Three servers behind a balancer: one agent connects to each of them.
+/// Three servers behind a balancer: one agent connects to each of them, also after one of them was replaced.
 pub(crate) async fn servers_behind_a_balancer(case: Case) {
-    let Some(tunnel) = case.start(3, &[&[]]).await else {
+    let Some(mut tunnel) = case.start(3, &[&[]]).await else {
         return;
     };
+    through_each(&tunnel).await;
+    tunnel.topology.kill_server(1);
+    tunnel.topology.start_server(1).await;
+    tunnel.topology.wait_for_agents().await;
+    through_each(&tunnel).await;
+    tunnel.settles().await;
+}
+
+/// Transfers bytes through each of three servers.
+async fn through_each(tunnel: &Tunnel) {
     let raw = tunnel.services.raw.to_string();
     for server in 0..3 {
         let result = tunnel
@@ -107,5 +118,35 @@ pub(crate) async fn servers_behind_a_balancer(case: Case) {
             .await;
         assert_eq!(result["ok"], true, "through server {server}: {result}");
     }
-    tunnel.settles().await;
+}
+
+/// Two servers join a server that does not announce them: an agent with `--sync-forever` finds them.
+pub(crate) async fn servers_that_join(case: Case) {
+    let Some((server, agent)) = case.programs() else {
+        return;
+    };
+    let mut topology = Topology::builder(Mode::HttpConnect, Transport::Uds)
+        .server(server.clone(), &["--server-count=1"])
+        .server(server.clone(), &[])
+        .server(server, &[])
+        .start()
+        .await;
+    let all: Vec<_> = (0..3)
+        .map(|server| topology.agent_address(server))
+        .collect();
+    topology.balancer().set(vec![all[0]]);
+    let agent = topology.add_agent(agent, &["--sync-forever"]).await;
+    for (expected, backends) in [(1.0, vec![all[0]]), (3.0, all)] {
+        topology.balancer().set(backends);
+        let what = format!("the agent has {expected} servers");
+        eventually(&what, LIMIT, async || {
+            let metrics = scrape(topology.agent_health(agent)).await;
+            let metrics = metrics.map_err(|error| error.to_string())?;
+            let open = agent_value(&metrics, "open_server_connections");
+            (open == expected)
+                .then_some(())
+                .ok_or_else(|| open.to_string())
+        })
+        .await;
+    }
 }

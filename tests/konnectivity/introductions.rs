@@ -5,11 +5,12 @@ use std::sync::Arc;
 
 use culvert_kit::pki::{self, Pair};
 use culvert_kit::services::Services;
-use culvert_native::hello;
+use culvert_native::{COUNT_PUSHED_HEADER, hello};
 use culvert_tests::{Mode, Topology, Transport, eventually};
 use rustls::ServerConfig;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
+use tokio::task::JoinSet;
 use tokio_rustls::{TlsAcceptor, TlsConnector, server};
 
 use crate::searching::Lone;
@@ -170,4 +171,163 @@ async fn agent_logs_a_refusal_and_keeps_retrying() {
     lone.shows("open_server_connections", 1.0).await;
     driving.abort();
     lone.shows("open_server_connections", 0.0).await;
+}
+
+/// Returns a server's answer to an introduction.
+fn answer(id: &str, count: u16) -> http::HeaderMap {
+    let mut answer = http::HeaderMap::new();
+    answer.insert("serverid", id.parse().unwrap());
+    answer.insert("servercount", count.into());
+    answer
+}
+
+/// An accepted agent, seen from a scripted server.
+struct Accepted {
+    requests: h2::client::SendRequest<bytes::Bytes>,
+    connection: JoinSet<Result<(), h2::Error>>,
+}
+
+impl Accepted {
+    /// Waits until the agent has closed the connection.
+    async fn ended(mut self) {
+        self.connection.join_next().await;
+    }
+
+    /// Opens the control stream and sends these lines. The stream ends with the returned value.
+    async fn says(&mut self, lines: &'static str) -> h2::SendStream<bytes::Bytes> {
+        let mut control = http::Request::new(());
+        *control.uri_mut() = "https://agent/control".parse().unwrap();
+        let (response, mut says) = self.requests.send_request(control, false).unwrap();
+        timely("the control stream", response).await.unwrap();
+        says.send_data(lines.into(), false).unwrap();
+        says
+    }
+}
+
+/// Accepts an agent as the server `id`, which announces `count` servers and maybe pushes changes.
+async fn accept(
+    mut stream: server::TlsStream<TcpStream>,
+    id: &str,
+    count: u16,
+    pushes: bool,
+) -> Accepted {
+    let mut answer = answer(id, count);
+    if pushes {
+        answer.insert(COUNT_PUSHED_HEADER, "1".parse().unwrap());
+    }
+    hello::accept(&mut stream, &answer).await.unwrap();
+    let opened = timely("HTTP/2", h2::client::handshake(stream)).await;
+    let (requests, driver) = opened.unwrap();
+    let mut connection = JoinSet::new();
+    connection.spawn(driver);
+    Accepted {
+        requests,
+        connection,
+    }
+}
+
+/// Returns the servers that an introduction lists.
+fn listed(said: &http::HeaderMap) -> Vec<&str> {
+    let listed = said.get_all("culvert-connected").iter();
+    listed.map(|id| id.to_str().unwrap()).collect()
+}
+
+#[tokio::test]
+async fn agent_lists_its_servers_and_accepts_that_it_is_connected() {
+    let mut lone = Lone::new();
+    let server = Scripted::start(&lone.pki.cluster).await;
+    lone.start(&[&server.flag()], &[]);
+    let (stream, said) = server.agent().await;
+    assert_eq!(listed(&said), [""; 0]);
+    let _first = accept(stream, "a", 2, false).await;
+    let (stream, said) = server.agent().await;
+    assert_eq!(listed(&said), ["a"]);
+    // Servers of older versions ignore the list. The agent leaves such a duplicate.
+    let duplicate = accept(stream, "a", 2, false).await;
+    timely("the end of the duplicate", duplicate.ended()).await;
+    let (mut stream, said) = server.agent().await;
+    assert_eq!(listed(&said), ["a"]);
+    // The server now announces another number.
+    let again = answer("a", 3);
+    hello::already_connected(&mut stream, &again).await.unwrap();
+    drop(stream);
+    lone.shows("known_server_count", 3.0).await;
+    lone.shows("open_server_connections", 1.0).await;
+    let (stream, _) = server.agent().await;
+    let _second = accept(stream, "b", 3, false).await;
+    lone.shows("open_server_connections", 2.0).await;
+    let log = lone.program().log();
+    assert!(!log.contains("cannot connect"), "{log}");
+}
+
+#[tokio::test]
+async fn agents_of_our_servers_leave_duplicates_early() {
+    let mut topology = Topology::builder(Mode::HttpConnect, Transport::Uds)
+        .servers(2)
+        .server_args(&["--server-count=3", "--v=4"])
+        .agents(1)
+        .start()
+        .await;
+    // A third server is missing, so the agent keeps reaching connected servers.
+    for server in 0..2 {
+        let program = topology.server(server);
+        let early = "the agent is already connected";
+        program.wait_for_log(early, LIMIT).await;
+    }
+    assert_unharmed(&mut topology);
+}
+
+#[tokio::test]
+async fn pushed_number_of_servers_starts_a_search() {
+    let mut lone = Lone::new();
+    let server = Scripted::start(&lone.pki.cluster).await;
+    lone.start(&[&server.flag()], &[]);
+    let (stream, _) = server.agent().await;
+    let mut first = accept(stream, "a", 1, true).await;
+    lone.shows("open_server_connections", 1.0).await;
+    let _control = first.says("servers 2\n").await;
+    lone.shows("known_server_count", 2.0).await;
+    let (stream, said) = server.agent().await;
+    assert_eq!(listed(&said), ["a"]);
+    let _second = accept(stream, "b", 2, true).await;
+    lone.shows("open_server_connections", 2.0).await;
+}
+
+#[tokio::test]
+async fn drain_notice_starts_a_search() {
+    let mut lone = Lone::new();
+    let server = Scripted::start(&lone.pki.cluster).await;
+    lone.start(&[&server.flag()], &[]);
+    let (stream, _) = server.agent().await;
+    let mut first = accept(stream, "a", 1, false).await;
+    lone.shows("open_server_connections", 1.0).await;
+    let _control = first.says("drain\n").await;
+    let (stream, said) = server.agent().await;
+    assert_eq!(listed(&said), ["a"]);
+    let _second = accept(stream, "b", 1, false).await;
+    // The agent stays connected to the draining server.
+    lone.shows("open_server_connections", 2.0).await;
+}
+
+#[tokio::test]
+async fn lost_server_is_replaced_although_the_others_announce_fewer() {
+    let mut lone = Lone::new();
+    let server = Scripted::start(&lone.pki.cluster).await;
+    lone.start(&[&server.flag()], &[]);
+    let (stream, _) = server.agent().await;
+    let mut first = accept(stream, "a", 2, false).await;
+    let (stream, _) = server.agent().await;
+    let second = accept(stream, "b", 2, false).await;
+    lone.shows("open_server_connections", 2.0).await;
+    let _control = first.says("servers 1\n").await;
+    drop(second);
+    lone.shows("known_server_count", 1.0).await;
+    // An attempt from before the loss may wait for the test.
+    loop {
+        let (stream, said) = server.agent().await;
+        if listed(&said) == ["a"] {
+            let _third = accept(stream, "c", 1, false).await;
+            return lone.shows("open_server_connections", 2.0).await;
+        }
+    }
 }
