@@ -4,6 +4,7 @@
 //! |---|---|
 //! | [`tunnel`], [`door`], [`openvpn`] | the subcommands that compare |
 //! | [`silence`] | the subcommand that measures dials beside a silent peer |
+//! | [`fleet`] | the subcommand that measures several servers with their agents |
 //! | [`soak`] | the subcommand that checks traffic beside faults |
 //! | [`attack`] | the subcommand that attacks every listener |
 //! | [`runner`] | the order of measurements, the same for all subcommands |
@@ -32,6 +33,7 @@ mod door;
 mod endpoint;
 mod entry;
 mod figures;
+mod fleet;
 mod harness;
 mod load;
 mod measure;
@@ -72,6 +74,8 @@ enum Command {
     Openvpn(openvpn::Options),
     /// Dials beside a frozen peer and a network that drops packets, for every tunnel
     Silence(silence::Options),
+    /// Several servers and their agents: time until all are connected, and handshakes in the steady state
+    Fleet(fleet::Options),
     /// All programs with checked traffic, beside random ends, freezes, rotations and attacks
     Soak(soak::Options),
     /// Attacks on every listener: growth of memory and descriptors, honest clients meanwhile, and recovery
@@ -99,7 +103,9 @@ fn main() -> ExitCode {
             Command::Openvpn(_) => openvpn::again_with_stock().await,
             Command::Silence(_) => openvpn::again().await,
             Command::Attack(_) => attack::again().await,
-            Command::Tunnel(_) | Command::Door(_) | Command::Soak(_) => Ok(None),
+            Command::Tunnel(_) | Command::Door(_) | Command::Fleet(_) | Command::Soak(_) => {
+                Ok(None)
+            }
         }
     });
     match again {
@@ -116,6 +122,7 @@ fn main() -> ExitCode {
             Command::Door(options) => door::run(options).await,
             Command::Openvpn(options) => openvpn::run(options).await,
             Command::Silence(options) => silence::run(options).await,
+            Command::Fleet(options) => fleet::run(options).await,
             Command::Soak(options) => soak::run(options).await,
             Command::Attack(options) => attack::run(options).await,
         }
