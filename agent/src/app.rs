@@ -20,6 +20,7 @@ use tracing::{info, warn};
 use crate::agent::{Agent, Limits};
 use crate::config::{Config, OpenVpn};
 use crate::connect::{Connector, WINDOW_BYTES};
+use crate::files::Reloader;
 use crate::leases::Leases;
 use crate::metrics::AgentMetrics;
 use crate::openvpn::client::Client;
@@ -48,6 +49,7 @@ pub struct Bound {
     servers: Arc<Servers>,
     sync: Option<Sync>,
     leases: Option<Leases>,
+    reloader: Reloader,
     openvpn: Option<(Arc<Tunnel>, Client)>,
     config: Config,
     health: TcpListener,
@@ -73,12 +75,13 @@ impl Bound {
         };
         let agent = Agent::new(metrics, shutdown, limits, config.destinations.clone());
         let servers = Servers::new(agent.clone());
+        let mut reloader = Reloader::new(agent.metrics.registry());
         let (mut sync, mut leases) = (None, None);
         if config.ca_cert.is_some() {
-            let connector = Connector::new(agent.clone(), config.clone())?;
+            let connector = Connector::new(agent.clone(), config.clone(), &mut reloader)?;
             let count = ServerCount::new(&config, agent.metrics.known_server_count.clone());
             if let Some(settings) = config.leases.clone() {
-                let counted = Leases::new(settings, &agent.metrics, count.clone());
+                let counted = Leases::new(settings, &agent.metrics, count.clone(), &mut reloader);
                 leases = Some(counted.await?);
             }
             sync = Some(Sync::new(servers.clone(), connector, &config, count));
@@ -86,7 +89,7 @@ impl Bound {
         let mut openvpn = None;
         if let Some(OpenVpn { client, nodes }) = config.openvpn.clone() {
             let tunnel = Tunnel::new(agent.clone(), nodes);
-            openvpn = Some((tunnel.clone(), Client::new(tunnel, client)?));
+            openvpn = Some((tunnel.clone(), Client::new(tunnel, client, &mut reloader)?));
         }
         let health = admin::bind(
             &config.health.host,
@@ -105,6 +108,7 @@ impl Bound {
             servers,
             sync,
             leases,
+            reloader,
             openvpn,
             config,
             health,
@@ -124,6 +128,8 @@ impl Bound {
         let page = metrics.registry().clone();
         let upkeep = page.clone().run_upkeep(shutdown.clone());
         spawn_essential(tasks, "metrics", shutdown, upkeep);
+        let reload = self.reloader.run(shutdown.clone());
+        spawn_essential(tasks, "reload", shutdown, reload);
         let tunnel = self.openvpn.as_ref().map(|(tunnel, _)| tunnel.clone());
         let servers = self.sync.is_some().then(|| self.servers.clone());
         let health = admin::Routes::new()

@@ -13,6 +13,7 @@ use culvert_host::net::readahead::ReadAhead;
 use culvert_host::net::{dial, proxy};
 use culvert_host::runtime::TrackedExecutor;
 use culvert_host::tls;
+use culvert_host::tls::reload::{ClientFiles, ClientTls};
 use culvert_konnectivity::grpc::{self, CallError, PacketBody, Reader};
 use culvert_konnectivity::message::{HALF_CLOSE_HEADER, Message};
 use culvert_konnectivity::metrics::Segment;
@@ -38,6 +39,7 @@ use tracing::debug;
 use crate::addresses::{Addresses, Via};
 use crate::agent::Agent;
 use crate::config::Config;
+use crate::files::{Files, Reloader};
 use crate::metrics::AgentMetrics;
 use crate::packet::OUTGOING_BYTES;
 
@@ -59,7 +61,7 @@ const PATH: &str = "/AgentService/Connect";
 /// Connects to servers at the configured name.
 pub(crate) struct Connector {
     agent: Arc<Agent>,
-    tls: TlsConnector,
+    tls: ClientTls,
     name: ServerName<'static>,
     origin: http::Uri,
     addresses: Arc<Addresses>,
@@ -153,24 +155,28 @@ pub(crate) enum ConnectError {
 // === impl Connector ===
 
 impl Connector {
-    /// Loads the certificates and checks the address.
+    /// Loads the certificates and checks the address. `reloader` follows the certificates; every attempt uses the
+    /// latest ones.
     ///
     /// # Errors
     /// Fails if a file cannot be used or the host is neither a name nor an address.
-    pub(crate) fn new(agent: Arc<Agent>, config: Config) -> anyhow::Result<Self> {
+    pub(crate) fn new(
+        agent: Arc<Agent>,
+        config: Config,
+        reloader: &mut Reloader,
+    ) -> anyhow::Result<Self> {
         let ca_cert = config.ca_cert.as_deref();
-        let trust = tls::TrustBundle::load(ca_cert.context("--ca-cert is not set")?)?;
-        let identity = match &config.client_cert {
-            Some(files) => Some(tls::Identity::load(&files.cert, &files.key)?),
-            None => None,
-        };
+        let ca_cert = ca_cert.context("--ca-cert is not set")?;
+        let pair = config.client_cert.as_ref();
+        let pair = pair.map(|files| (files.cert.as_path(), files.key.as_path()));
         let names = config.alpn.iter().map(|name| name.as_bytes());
         let alpn: Vec<&[u8]> = std::iter::once(native::ALPN)
             .chain(names)
             .chain([b"h2".as_slice()])
             .collect();
         let options = tls::TlsOptions::default();
-        let client = tls::client_config(&trust, identity.as_ref(), &alpn, &options)?;
+        let set = ClientFiles::new(ca_cert, pair, &alpn, &options)?;
+        let tls = reloader.follow(Files::Server, set)?;
         let host = config.server_host.trim_matches(['[', ']']).to_owned();
         let name = ServerName::try_from(host.clone()).map_err(|_| {
             anyhow::anyhow!("--proxy-server-host={host} is neither a host name nor an address")
@@ -182,7 +188,7 @@ impl Connector {
             .build()?;
         Ok(Self {
             agent,
-            tls: TlsConnector::from(client),
+            tls,
             name,
             origin,
             addresses: Arc::default(),
@@ -215,7 +221,8 @@ impl Connector {
         deadline: Instant,
     ) -> Result<Reached, ConnectError> {
         let within = |step| move |_| ConnectError::TimedOut(step);
-        let handshake = self.tls.connect(self.name.clone(), ReadAhead::new(tcp));
+        let connector = TlsConnector::from(self.tls.get());
+        let handshake = connector.connect(self.name.clone(), ReadAhead::new(tcp));
         let mut tls = timeout_at(deadline, handshake)
             .await
             .map_err(within("waiting for the TLS handshake"))?

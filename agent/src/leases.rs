@@ -9,6 +9,7 @@ use kube::Client;
 use tokio_util::sync::CancellationToken;
 
 use crate::config::LeaseCount;
+use crate::files::{Files, Reloader};
 use crate::metrics::AgentMetrics;
 use crate::server_count::ServerCount;
 
@@ -20,7 +21,7 @@ pub(crate) struct Leases {
 }
 
 impl Leases {
-    /// Reads the credentials. Makes no request, so an unreachable API does not delay the start of the agent.
+    /// Reads the credentials, and follows their files. Makes no request, so an unreachable API does not delay the start of the agent.
     ///
     /// # Errors
     /// Fails if the credentials are missing or cannot be used.
@@ -28,8 +29,9 @@ impl Leases {
         settings: LeaseCount,
         metrics: &AgentMetrics,
         count: Arc<ServerCount>,
+        reloader: &mut Reloader,
     ) -> anyhow::Result<Self> {
-        let client = client(settings.kubeconfig.as_deref()).await?;
+        let client = client(settings.kubeconfig.as_deref(), reloader, Files::Kubeconfig).await?;
         let (lists, watches) = (metrics.lease_lists(), metrics.lease_watches());
         let client = observed(client, move |call| match call.verb {
             Verb::List => lists.count(call),

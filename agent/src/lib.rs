@@ -8,6 +8,7 @@ pub mod app;
 pub mod cli;
 pub mod config;
 mod connect;
+pub mod files;
 mod leases;
 pub mod metrics;
 mod native;

@@ -12,6 +12,7 @@
 
 pub(crate) mod client;
 pub(crate) mod endpoint;
+mod material;
 pub mod metrics;
 pub mod nodes;
 mod role;

@@ -1,5 +1,7 @@
 //! Wires the server: opens every listener first, then serves them until shutdown.
 
+mod credentials;
+
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -13,7 +15,7 @@ use culvert_host::net::networks::Networks;
 use culvert_host::net::readahead::ReadAhead;
 use culvert_host::runtime::shards::{Shards, on_shard};
 use culvert_host::runtime::spawn_essential;
-use culvert_host::tls::{self, Identity, TlsOptions, TrustBundle};
+use culvert_host::tls::reload::ServerTls;
 use culvert_konnectivity::authority::AuthorityStream;
 use culvert_konnectivity::excess::OverflowBudget;
 use culvert_konnectivity::memory::{Buffers, Stream, connection_bytes};
@@ -24,7 +26,6 @@ use culvert_native::window::OPENER_HELD_BYTES;
 use tokio::net::TcpListener;
 use tokio::sync::{Semaphore, watch};
 use tokio::time::{Instant, sleep};
-use tokio_rustls::TlsAcceptor;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tracing::{info, warn};
@@ -37,6 +38,7 @@ use crate::backend::registry::AgentLimits;
 use crate::backend::service::Agents;
 use crate::backend::{ClientSeat, Registry, Tunnel, openvpn};
 use crate::config::{self, Config, Mode};
+use crate::files::{Files, Reloader};
 use crate::frontend::{Frontend, grpc, grpc::Proxy, http_connect};
 use crate::leases::Leases;
 use crate::listener::{AGENT_WINDOW_BYTES, CLIENT_WINDOW_BYTES, ListenerContext};
@@ -86,9 +88,10 @@ pub struct Bound {
     config: Config,
     metrics: Arc<ServerMetrics>,
     frontend: Listener,
-    frontend_tls: Option<Arc<rustls::ServerConfig>>,
+    frontend_tls: Option<ServerTls>,
     agent: Listener,
-    agent_tls: Arc<rustls::ServerConfig>,
+    agent_tls: ServerTls,
+    reloader: Reloader,
     tokens: Option<Arc<Tokens>>,
     leases: Option<Leases>,
     health: TcpListener,
@@ -112,22 +115,24 @@ impl Bound {
         let shards = Shards::start(config.worker_threads)
             .context("cannot start --worker-threads threads")?;
         let metrics = Arc::new(ServerMetrics::new(&config.strategies)?);
+        let mut reloader = Reloader::new(metrics.registry());
         let agent_files = &config.agent_listener;
-        let agent_ca = agent_files.ca.as_ref().map(TrustBundle::load).transpose()?;
-        let identity = Identity::load(&agent_files.cert, &agent_files.key)
-            .context("agents connect over TLS: give --cluster-cert and --cluster-key")?;
-        let agent_tls = tls::server_config(
-            &identity,
-            agent_ca.as_ref(),
-            &[native::ALPN, b"h2"],
-            &config.tls,
-        )?;
+        let agent_tls = credentials::agent_tls(&mut reloader, agent_files, &config.tls)?;
+        let user_cluster = credentials::user_cluster(&mut reloader, &config).await?;
         let tokens = match &config.agent_auth {
-            Some(auth) => Some(Arc::new(Tokens::new(auth.clone()).await?)),
+            Some(auth) => {
+                let client = user_cluster.clone();
+                let client = client.context("agent authentication needs a Kubernetes account")?;
+                Some(Arc::new(Tokens::new(client, auth.clone())))
+            }
             None => None,
         };
         let leases = match &config.lease {
-            Some(lease) => Some(Leases::new(lease, &config.server_id, &metrics).await?),
+            Some(lease) => {
+                let client = user_cluster.clone();
+                let client = client.context("leases need a Kubernetes account")?;
+                Some(Leases::new(client, lease, &config.server_id, &metrics))
+            }
             None => None,
         };
         let agent_limits = AgentLimits {
@@ -141,7 +146,14 @@ impl Bound {
         let destinations = Arc::new(config.destinations.clone());
         let openvpn = match &config.openvpn {
             Some(settings) => {
-                let bound = openvpn::Bound::bind(settings, destinations.clone(), metrics.clone());
+                let (destinations, metrics) = (destinations.clone(), metrics.clone());
+                let bound = openvpn::Bound::bind(
+                    settings,
+                    destinations,
+                    metrics,
+                    user_cluster,
+                    &mut reloader,
+                );
                 Some(bound.await?)
             }
             None => None,
@@ -156,7 +168,7 @@ impl Bound {
         let router = Router::new(konnectivity, clients, limits, metrics.clone());
         let start = Start::read(config.switch.clone())?;
         let (switcher, driver) = driver::start(start, router.clone(), metrics.clone())?;
-        let (frontend, frontend_tls) = bind_frontend(&config).await?;
+        let (frontend, frontend_tls) = bind_frontend(&config, &mut reloader).await?;
         let agent = admin::bind(
             &agent_files.bind.host,
             agent_files.bind.port,
@@ -166,10 +178,12 @@ impl Bound {
         let admin = admin::bind(&config.admin.host, config.admin.port, "--admin-port").await?;
         let admin_address = admin.local_addr()?;
         let admin = match &config.admin_tls {
-            Some(files) => {
+            Some(paths) => {
                 let advice = "an admin listener with TLS needs --admin-cert and --admin-key";
-                let tls = mutual_tls(files, b"http/1.1", &config.tls, advice)?;
-                admin::AdminSocket::Tls(admin, TlsAcceptor::from(tls))
+                let (files, alpn) = (Files::Admin, b"http/1.1");
+                let tls =
+                    credentials::mutual_tls(&mut reloader, files, paths, alpn, &config.tls, advice);
+                admin::AdminSocket::Tls(admin, tls?)
             }
             None => admin::AdminSocket::Plain(admin),
         };
@@ -200,6 +214,7 @@ impl Bound {
             frontend_tls,
             agent: Listener::tcp(agent, &Keepalive::default()),
             agent_tls,
+            reloader,
             tokens,
             leases,
             health,
@@ -308,6 +323,8 @@ impl Bound {
             // The drain gives the lease up, so that agents do not count this server anymore.
             spawn_essential(&tasks, "leases", &drain, leases.run(drain.clone()));
         }
+        let reload = self.reloader.run(shutdown.clone());
+        spawn_essential(&tasks, "reload", &shutdown, reload);
         let page = metrics.registry().clone();
         let upkeep = page.clone().run_upkeep(shutdown.clone());
         spawn_essential(&tasks, "metrics", &shutdown, upkeep);
@@ -376,38 +393,23 @@ async fn drained(router: Arc<Router>, timeout: Duration) {
     }
 }
 
-/// Returns the configuration of a listener with mutual TLS; `advice` explains files that cannot be used.
-fn mutual_tls(
-    files: &config::TlsFiles,
-    alpn: &[u8],
-    options: &TlsOptions,
-    advice: &'static str,
-) -> anyhow::Result<Arc<rustls::ServerConfig>> {
-    let trust = TrustBundle::load(&files.ca)?;
-    let identity = Identity::load(&files.cert, &files.key).context(advice)?;
-    Ok(tls::server_config(
-        &identity,
-        Some(&trust),
-        &[alpn],
-        options,
-    )?)
-}
-
 async fn bind_frontend(
     config: &Config,
-) -> anyhow::Result<(Listener, Option<Arc<rustls::ServerConfig>>)> {
+    reloader: &mut Reloader,
+) -> anyhow::Result<(Listener, Option<ServerTls>)> {
     match &config.frontend {
         config::Frontend::Uds {
             path,
             delete_existing,
         } => Ok((Listener::unix(path, *delete_existing)?, None)),
-        config::Frontend::Tcp { bind, tls: files } => {
+        config::Frontend::Tcp { bind, tls: paths } => {
             let alpn: &[u8] = match config.mode {
                 Mode::Grpc => b"h2",
                 Mode::HttpConnect => b"http/1.1",
             };
             let advice = "a TCP front end needs --server-cert and --server-key";
-            let tls = mutual_tls(files, alpn, &config.tls, advice)?;
+            let files = Files::Frontend;
+            let tls = credentials::mutual_tls(reloader, files, paths, alpn, &config.tls, advice)?;
             let listener = admin::bind(&bind.host, bind.port, "--server-port").await?;
             // A gRPC client always reads, so TCP's user timeout only closes connections to dead clients. A
             // CONNECT client may stop reading for any length of time, so CONNECT has no user timeout.

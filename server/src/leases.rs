@@ -1,9 +1,9 @@
 //! The lease of this server, and the deletion of other servers' expired leases (`--enable-lease-controller`).
 
 use culvert_kube::calls::{Verb, observed};
-use culvert_kube::client::client;
 use culvert_kube::leases::expired::Collector;
 use culvert_kube::leases::own::{Contents, OwnLease};
+use kube::Client;
 use tokio_util::sync::CancellationToken;
 
 use crate::config::{Lease, PROGRAM};
@@ -19,16 +19,14 @@ pub(crate) struct Leases {
 }
 
 impl Leases {
-    /// Reads the credentials. Makes no request, so an unreachable API does not delay the start of the server.
-    ///
-    /// # Errors
-    /// Fails if the credentials are missing or cannot be used.
-    pub(crate) async fn new(
+    /// Creates the lease of this server. Makes no request, so an unreachable API does not delay the start of the
+    /// server.
+    pub(crate) fn new(
+        client: Client,
         settings: &Lease,
         server_id: &str,
         metrics: &ServerMetrics,
-    ) -> anyhow::Result<Self> {
-        let client = client(settings.kubeconfig.as_deref()).await?;
+    ) -> Self {
         let name = format!("{PREFIX}{server_id}");
         let (lists, deletions) = (metrics.lease_lists(), metrics.lease_deletions());
         let counted = observed(client.clone(), move |call| match call.verb {
@@ -46,7 +44,7 @@ impl Leases {
             labels: settings.labels.clone(),
         };
         let own = OwnLease::new(client, contents, PROGRAM);
-        Ok(Self { own, expired })
+        Self { own, expired }
     }
 
     /// Keeps the lease until `stop` fires, then deletes it. Agents then no longer count this server. Nothing

@@ -11,6 +11,7 @@ pub mod app;
 pub mod backend;
 pub mod cli;
 pub mod config;
+pub mod files;
 mod frontend;
 mod leases;
 mod listener;

@@ -13,6 +13,7 @@ use culvert_host::net::networks::Networks;
 use culvert_host::net::proxy_protocol::{self, HeaderError, Refused};
 use culvert_host::runtime::TrackedExecutor;
 use culvert_host::tls;
+use culvert_host::tls::reload::ServerTls;
 use culvert_konnectivity::grpc;
 use culvert_native::window::PING_TIMEOUT;
 use http::Request;
@@ -87,8 +88,8 @@ impl PeerConnection {
 pub(crate) struct ListenerContext {
     /// Name of the listener in metrics and logs.
     pub kind: Listener,
-    /// TLS acceptor; `None` on Unix sockets.
-    pub tls: Option<TlsAcceptor>,
+    /// TLS configuration; `None` on Unix sockets.
+    pub tls: Option<ServerTls>,
     /// Idle time before a peer is pinged.
     pub keepalive: Duration,
     /// Tracks the tasks.
@@ -107,7 +108,7 @@ impl ListenerContext {
     /// Creates the shared state of a listener.
     pub(crate) fn new(
         kind: Listener,
-        tls: Option<Arc<rustls::ServerConfig>>,
+        tls: Option<ServerTls>,
         keepalive: Duration,
         tasks: TaskTracker,
         shutdown: CancellationToken,
@@ -116,7 +117,7 @@ impl ListenerContext {
     ) -> Arc<Self> {
         Arc::new(Self {
             kind,
-            tls: tls.map(TlsAcceptor::from),
+            tls,
             keepalive,
             tasks,
             shutdown,
@@ -184,7 +185,7 @@ impl ListenerContext {
     where
         S: AsyncRead + AsyncWrite + Unpin,
     {
-        let tls = self.tls.as_ref()?;
+        let tls = TlsAcceptor::from(self.tls.as_ref()?.get());
         // A peer that stalls must not delay shutdown.
         let done = tokio::select! {
             done = candidate.run(tls.accept(stream)) => done,

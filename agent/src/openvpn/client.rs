@@ -5,10 +5,11 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use culvert_host::net::{dial, listen};
+use culvert_host::reload::Latest;
 use culvert_openvpn::Role as End;
 use culvert_openvpn::options::Transport;
 use culvert_openvpn::session::{ClientConfig, Ended, Session};
-use culvert_openvpn::tls::ServerCheck;
+use culvert_openvpn::tls::ClientTls;
 use culvert_openvpn_io::config_file::{Client as Settings, Remote};
 use culvert_openvpn_io::files;
 use culvert_openvpn_io::link::{Link, LinkEnd};
@@ -20,9 +21,11 @@ use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use tracing::{Instrument, debug, info_span, warn};
 
+use super::material::TlsMaterial;
 use super::metrics::Outcome;
 use super::role::ClientRole;
 use super::tunnel::Tunnel;
+use crate::files::{Files, Reloader};
 
 /// Pause after the first failure, and longest pause. The values are the defaults of OpenVPN 2.6.
 const RETRY: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(300));
@@ -45,6 +48,7 @@ const UDP_BUFFER: usize = 2 << 20;
 pub(crate) struct Client {
     tunnel: Arc<Tunnel>,
     settings: Settings,
+    tls: Latest<Arc<ClientTls>>,
 }
 
 /// Outcome of one attempt and the consequences for the next attempt.
@@ -72,19 +76,26 @@ impl Attempt {
 }
 
 impl Client {
-    /// Creates the search. Reads all files once, so that mistakes show up at the start.
+    /// Creates the search. Reads all files once, so that mistakes show up at the start. `reloader` follows the
+    /// certificates.
     ///
     /// # Errors
     /// Fails if a file cannot be used.
-    pub(crate) fn new(tunnel: Arc<Tunnel>, settings: Settings) -> anyhow::Result<Self> {
-        let client = Self { tunnel, settings };
+    pub(crate) fn new(
+        tunnel: Arc<Tunnel>,
+        settings: Settings,
+        reloader: &mut Reloader,
+    ) -> anyhow::Result<Self> {
+        let material = TlsMaterial::new(&settings.common);
+        let tls = material.and_then(|material| reloader.follow(Files::Openvpn, material));
+        let client = Self {
+            tunnel,
+            settings,
+            tls: tls.context("OpenVPN client")?,
+        };
         client
             .session_config(Transport::Tcp)
             .context("OpenVPN client")?;
-        let cert = client.settings.common.cert.as_ref();
-        if let Some(doubt) = cert.and_then(|cert| files::doubt(cert, End::Client)) {
-            warn!("OpenVPN servers will refuse this client's certificate: {doubt}");
-        }
         Ok(client)
     }
 
@@ -129,7 +140,7 @@ impl Client {
 
     /// Tries one server and runs the resulting session. Returns `None` after a shutdown.
     async fn attempt(&self, remote: &Remote, stop: &CancellationToken) -> Option<Attempt> {
-        // Files are read again for each session, because certificates are renewed.
+        // Keys and passwords are read again for each session, and certificates are the latest ones.
         let config = match self.session_config(remote.transport) {
             Ok(config) => config,
             Err(error) => return Some(Attempt::failed(Outcome::Files, error.to_string())),
@@ -167,20 +178,7 @@ impl Client {
 
     fn session_config(&self, transport: Transport) -> Result<ClientConfig, files::FileError> {
         let common = &self.settings.common;
-        let check = ServerCheck {
-            require_usage: common.require_usage,
-            name: common.name.clone(),
-        };
-        let ca = common
-            .ca
-            .as_ref()
-            .ok_or_else(|| files::FileError::Unusable {
-                origin: "ca".into(),
-                problem: "not given".into(),
-            })?;
-        let pair = common.cert.as_ref().zip(common.key.as_ref());
-        let tls = files::client_tls(ca, pair, check, common.min_version)?;
-        let mut config = ClientConfig::new(transport, Arc::new(tls));
+        let mut config = ClientConfig::new(transport, self.tls.get());
         files::configure(common, End::Client, &mut config.common)?;
         let credentials = self.settings.credentials.as_ref();
         config.credentials = credentials.map(files::credentials).transpose()?;

@@ -30,9 +30,9 @@ const CLIENT_NAME: &str = "VPN client";
 /// Time limit for the tunnel to work again after a restart of a program.
 const LIMIT: Duration = Duration::from_secs(40);
 
-/// Log line of the server after it has loaded changed certificates, and the time limit: the server looks every 30 s.
-const RELOADED: &str = "OpenVPN certificates reloaded";
-const RELOAD_LIMIT: Duration = Duration::from_secs(75);
+/// Log line of the server after it has loaded changed certificates, and the time limit.
+const RELOADED: &str = "files reloaded; new connections use them\" files=\"openvpn\"";
+const RELOAD_LIMIT: Duration = Duration::from_secs(30);
 
 /// An event in the life of a program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

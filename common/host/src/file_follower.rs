@@ -1,7 +1,8 @@
 //! Files that are watched for changes. Kubernetes replaces a mounted ConfigMap or Secret by changing a
-//! symbolic link; editors write in place. Both changes are noticed, and a partly written text is never used.
+//! symbolic link; editors write in place. Both changes are noticed. New content counts once two checks have read
+//! the same content, so partly written files, and files from two states of a Secret, are not used.
 
-use std::io::Read as _;
+use std::io::{self, Read as _};
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
@@ -27,12 +28,41 @@ pub struct FileFollower {
     if_empty: Option<&'static str>,
     /// Contents in effect, valid or not; one element per file, none before the first read.
     contents: Vec<Vec<u8>>,
-    /// New text seen once. Not yet in effect, because the file may be partly written.
+    /// New contents seen once. Not yet in effect, because a file may be partly written.
     candidate: Option<Vec<Vec<u8>>>,
     /// States of the files at the last read.
     stamps: Option<Vec<Stamp>>,
     /// Reason why a file could not be read at the last check; `None` after a success.
     unreadable: Option<String>,
+}
+
+/// Reason why a file cannot be read.
+#[derive(Debug, thiserror::Error)]
+pub enum ReadError {
+    /// The operating system reports an error, or the text is not UTF-8.
+    #[error("cannot read {}: {reason}", path.display())]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// Reason.
+        reason: io::Error,
+    },
+    /// The file is larger than the limit.
+    #[error("{} has more than {max} bytes, the limit", path.display())]
+    TooLarge {
+        /// The file.
+        path: PathBuf,
+        /// Limit, in bytes.
+        max: u64,
+    },
+    /// The text file is empty.
+    #[error("{} is empty; {advice}", path.display())]
+    Empty {
+        /// The file.
+        path: PathBuf,
+        /// Remedy.
+        advice: &'static str,
+    },
 }
 
 /// Result of one check.
@@ -68,7 +98,7 @@ impl FileFollower {
     /// Fails if the file cannot be read; the error text names the file.
     pub fn open(path: &Path, limits: Limits) -> Result<Self, String> {
         let mut follower = Self::unread(path, limits);
-        follower.contents = follower.read()?;
+        follower.read_now().map_err(|error| error.to_string())?;
         Ok(follower)
     }
 
@@ -81,9 +111,8 @@ impl FileFollower {
         )
     }
 
-    /// Follows several files that were not read yet as one unit, each of at most `max_bytes` bytes. A change
-    /// of any file counts at once, so the caller must validate the files, and call [`retry`](Self::retry) if
-    /// the files do not fit together.
+    /// Follows several files that were not read yet as one unit, each of at most `max_bytes` bytes. The caller
+    /// must validate changed files, and call [`retry`](Self::retry) if the files do not fit together.
     pub fn unit(paths: Vec<PathBuf>, max_bytes: u64) -> Self {
         Self::new(paths, max_bytes, None)
     }
@@ -105,10 +134,35 @@ impl FileFollower {
         self.paths.first().map_or(Path::new(""), PathBuf::as_path)
     }
 
+    /// Returns the paths of all files.
+    pub fn paths(&self) -> &[PathBuf] {
+        &self.paths
+    }
+
+    /// Returns the contents in effect, one element per file; empty before the first read.
+    pub fn contents(&self) -> &[Vec<u8>] {
+        &self.contents
+    }
+
+    /// Returns true if the last check found nothing but the contents in effect.
+    pub fn is_current(&self) -> bool {
+        let is_read = self.contents.len() == self.paths.len();
+        is_read && self.unreadable.is_none() && self.candidate.is_none()
+    }
+
     /// Returns the text in effect.
     pub fn text(&self) -> &str {
         let text = self.contents.first().map(|text| str::from_utf8(text));
         text.and_then(Result::ok).unwrap_or_default()
+    }
+
+    /// Reads the files. Their contents are in effect at once.
+    ///
+    /// # Errors
+    /// Fails if a file cannot be read.
+    pub fn read_now(&mut self) -> Result<&[Vec<u8>], ReadError> {
+        self.contents = self.read()?;
+        Ok(&self.contents)
     }
 
     /// Checks the files.
@@ -122,7 +176,8 @@ impl FileFollower {
         self.stamps = stamps;
         let contents = match self.read() {
             Ok(contents) => contents,
-            Err(why) => {
+            Err(error) => {
+                let why = error.to_string();
                 let before = self.unreadable.replace(why.clone());
                 let is_new = before.as_ref() != Some(&why);
                 return Outcome::Unreadable { why, is_new };
@@ -133,8 +188,8 @@ impl FileFollower {
             self.candidate = None;
             return Outcome::Same;
         }
-        // A text file written in place is first empty, and then incomplete.
-        if self.if_empty.is_some() && self.candidate.as_ref() != Some(&contents) {
+        // A file written in place is first empty, and then incomplete.
+        if self.candidate.as_ref() != Some(&contents) {
             self.candidate = Some(contents);
             return Outcome::Same;
         }
@@ -143,37 +198,40 @@ impl FileFollower {
         Outcome::Changed
     }
 
-    /// Makes the next check report a change, whatever the files contain.
+    /// Makes the second check from now report a change, whatever the files contain.
     pub fn retry(&mut self) {
         self.contents.clear();
         self.stamps = None;
     }
 
-    fn read(&self) -> Result<Vec<Vec<u8>>, String> {
+    fn read(&self) -> Result<Vec<Vec<u8>>, ReadError> {
         self.paths.iter().map(|path| self.read_file(path)).collect()
     }
 
-    fn read_file(&self, path: &Path) -> Result<Vec<u8>, String> {
-        let shown = path.display();
-        let fail = |error: std::io::Error| format!("cannot read {shown}: {error}");
-        let file = std::fs::File::open(path).map_err(fail)?;
-        let (length, max) = (file.metadata().map_err(fail)?.len(), self.max_bytes);
-        if length > max {
-            return Err(format!(
-                "{shown} has {length} bytes; at most {max} are read"
-            ));
+    fn read_file(&self, path: &Path) -> Result<Vec<u8>, ReadError> {
+        let failed = |reason| ReadError::Io {
+            path: path.to_owned(),
+            reason,
+        };
+        let max = self.max_bytes;
+        let file = std::fs::File::open(path).map_err(failed)?;
+        let mut bytes = Vec::new();
+        file.take(max + 1).read_to_end(&mut bytes).map_err(failed)?;
+        if bytes.len() as u64 > max {
+            let path = path.to_owned();
+            return Err(ReadError::TooLarge { path, max });
         }
-        let mut file = file.take(max);
-        let Some(if_empty) = self.if_empty else {
-            let mut bytes = Vec::new();
-            file.read_to_end(&mut bytes).map_err(fail)?;
+        let Some(advice) = self.if_empty else {
             return Ok(bytes);
         };
-        let mut text = String::new();
-        file.read_to_string(&mut text).map_err(fail)?;
+        let text = str::from_utf8(&bytes)
+            .map_err(|_| failed(io::Error::other("the text is not UTF-8")))?;
         match text.trim().is_empty() {
-            true => Err(format!("{shown} is empty; {if_empty}")),
-            false => Ok(text.into_bytes()),
+            true => Err(ReadError::Empty {
+                path: path.to_owned(),
+                advice,
+            }),
+            false => Ok(bytes),
         }
     }
 }
@@ -225,7 +283,10 @@ mod tests {
         std::fs::write(&path, "b").unwrap();
         assert_eq!((follower.check(), follower.text()), (Outcome::Same, "a"));
         assert_eq!((follower.check(), follower.text()), (Outcome::Changed, "b"));
-        for (text, reason) in [(" ", "is empty; write text"), ("123456789", "has 9 bytes")] {
+        for (text, reason) in [
+            (" ", "is empty; write text"),
+            ("123456789", "has more than 8 bytes"),
+        ] {
             std::fs::write(&path, text).unwrap();
             let (why, is_new) = unreadable(follower.check());
             assert!(why.contains(reason) && is_new, "{why}");
@@ -244,18 +305,51 @@ mod tests {
         std::fs::write(cert, [0xff]).unwrap();
         std::fs::write(key, "").unwrap();
         let mut follower = FileFollower::unit(paths.to_vec(), 8);
-        assert_eq!(follower.check(), Outcome::Changed);
+        assert!(!follower.is_current());
+        assert_eq!(follower.read_now().unwrap(), [vec![0xff], vec![]]);
+        assert!(follower.is_current());
         assert_eq!(follower.check(), Outcome::Same);
+        // Half of a change is never in effect.
         std::fs::write(key, "k").unwrap();
-        assert_eq!(follower.check(), Outcome::Changed);
-        std::fs::remove_file(key).unwrap();
+        assert_eq!(follower.check(), Outcome::Same);
+        assert!(!follower.is_current());
         std::fs::write(cert, "c").unwrap();
+        assert_eq!(follower.check(), Outcome::Same);
+        assert_eq!(follower.check(), Outcome::Changed);
+        assert_eq!(follower.contents(), [b"c".to_vec(), b"k".to_vec()]);
+        std::fs::remove_file(key).unwrap();
+        std::fs::write(cert, "d").unwrap();
         assert!(unreadable(follower.check()).1);
         assert!(!unreadable(follower.check()).1);
         std::fs::write(key, "k").unwrap();
+        assert_eq!(follower.check(), Outcome::Same);
         assert_eq!(follower.check(), Outcome::Changed);
         assert_eq!(follower.check(), Outcome::Same);
         follower.retry();
+        assert_eq!(follower.check(), Outcome::Same);
         assert_eq!(follower.check(), Outcome::Changed);
+        assert!(follower.is_current());
+    }
+
+    #[test]
+    fn swapped_link_to_another_folder_is_a_change() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        for (folder, text) in [("..1", "one"), ("..2", "two")] {
+            std::fs::create_dir(at(folder)).unwrap();
+            std::fs::write(at(folder).join("file"), text).unwrap();
+        }
+        let link = |to: &str| {
+            std::os::unix::fs::symlink(to, at("..data_tmp")).unwrap();
+            std::fs::rename(at("..data_tmp"), at("..data")).unwrap();
+        };
+        link("..1");
+        std::os::unix::fs::symlink("..data/file", at("file")).unwrap();
+        let mut follower = FileFollower::unit(vec![at("file")], 8);
+        assert_eq!(follower.read_now().unwrap(), [b"one".to_vec()]);
+        link("..2");
+        assert_eq!(follower.check(), Outcome::Same);
+        assert_eq!(follower.check(), Outcome::Changed);
+        assert_eq!(follower.contents(), [b"two".to_vec()]);
     }
 }

@@ -8,6 +8,7 @@
 //! | [`tls`] | identities, trust, cipher suites |
 //! | [`net`] | listeners, dialing with Go-shaped errors, the CONNECT request head, outbound proxies |
 //! | [`file_follower`] | files that are read again when they change |
+//! | [`reload`] | the reload of certificates and kubeconfigs, and its metrics |
 //! | [`allocator`] | jemalloc and its settings |
 //! | [`runtime`] | start-up, signals, threads |
 
@@ -16,6 +17,7 @@ pub mod allocator;
 pub mod file_follower;
 pub mod flags;
 pub mod net;
+pub mod reload;
 pub mod runtime;
 pub mod telemetry;
 pub mod tls;

@@ -1,26 +1,30 @@
 //! Identities, trust and cipher suites: the conversion of files and flags into rustls configurations.
 //!
 //! The crypto provider is passed explicitly, so no process-wide default has to be installed. A configuration
-//! is an `Arc`: its owner can replace the configuration while connections made from the old one continue.
+//! is an `Arc`: [`reload`] replaces the configuration while connections made from the old one continue.
 //!
 //! Differences from Go that an operator may notice are handled or at least explained. X.509 v1 certificates
 //! work as our own identity ([`Identity`]), and [`explain()`] describes the cause of a failed handshake and
 //! the remedy.
 
+mod expiry;
 mod explain;
 mod identity;
 mod peer;
+pub mod reload;
 mod suites;
 mod trust;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use rustls::crypto::CryptoProvider;
 use rustls::server::{NoServerSessionStorage, WebPkiClientVerifier};
 use rustls::sign::SingleCertAndKey;
 use rustls::version::{TLS12, TLS13};
 use rustls::{ClientConfig, ServerConfig, SupportedProtocolVersion};
 
+pub use expiry::{earliest_expiry, earliest_expiry_in_pem};
 pub use explain::{explain, explain_tls};
 pub use identity::Identity;
 pub use peer::common_name;
@@ -110,6 +114,15 @@ pub enum TlsError {
     Settings(String),
 }
 
+/// Settings that all configurations of one listener or client share, whatever the files contain.
+#[derive(Clone)]
+struct Settings {
+    provider: Arc<CryptoProvider>,
+    versions: &'static [&'static SupportedProtocolVersion],
+    /// Application protocols, in order of preference.
+    alpn: Vec<Vec<u8>>,
+}
+
 /// Creates the configuration of a TLS listener. With `client_ca`, every client must present a certificate
 /// that chains to this CA. `alpn` is in order of preference; an empty list disables ALPN.
 ///
@@ -125,25 +138,7 @@ pub fn server_config(
     alpn: &[&[u8]],
     options: &TlsOptions,
 ) -> Result<Arc<ServerConfig>, TlsError> {
-    let provider = Arc::new(suites::provider(options)?);
-    let builder = ServerConfig::builder_with_provider(Arc::clone(&provider))
-        .with_protocol_versions(versions(options, &provider))
-        .map_err(settings)?;
-    let builder = match client_ca {
-        Some(trust) => {
-            let verifier = WebPkiClientVerifier::builder_with_provider(trust.roots(), provider)
-                .build()
-                .map_err(settings)?;
-            builder.with_client_cert_verifier(verifier)
-        }
-        None => builder.with_no_client_auth(),
-    };
-    let resolver = SingleCertAndKey::from(identity.certified_key());
-    let mut config = builder.with_cert_resolver(Arc::new(resolver));
-    config.alpn_protocols = alpn.iter().map(|protocol| protocol.to_vec()).collect();
-    config.send_tls13_tickets = 0;
-    config.session_storage = Arc::new(NoServerSessionStorage {});
-    Ok(Arc::new(config))
+    Settings::new(alpn, options)?.server(identity, client_ca)
 }
 
 /// Creates the configuration of a TLS client. The client verifies servers with `trust`, and presents
@@ -159,27 +154,76 @@ pub fn client_config(
     alpn: &[&[u8]],
     options: &TlsOptions,
 ) -> Result<Arc<ClientConfig>, TlsError> {
-    let provider = Arc::new(suites::provider(options)?);
-    let builder = ClientConfig::builder_with_provider(Arc::clone(&provider))
-        .with_protocol_versions(versions(options, &provider))
-        .map_err(settings)?
-        .with_root_certificates(trust.roots());
-    let mut config = match identity {
-        Some(identity) => {
-            let resolver = SingleCertAndKey::from(identity.certified_key());
-            builder.with_client_cert_resolver(Arc::new(resolver))
-        }
-        None => builder.with_no_client_auth(),
-    };
-    config.alpn_protocols = alpn.iter().map(|protocol| protocol.to_vec()).collect();
-    Ok(Arc::new(config))
+    Settings::new(alpn, options)?.client(trust, identity)
+}
+
+// === impl Settings ===
+
+impl Settings {
+    fn new(alpn: &[&[u8]], options: &TlsOptions) -> Result<Self, TlsError> {
+        let provider = Arc::new(suites::provider(options)?);
+        Ok(Self {
+            versions: versions(options, &provider),
+            provider,
+            alpn: alpn.iter().map(|protocol| protocol.to_vec()).collect(),
+        })
+    }
+
+    /// Creates the configuration of a listener.
+    fn server(
+        &self,
+        identity: &Identity,
+        client_ca: Option<&TrustBundle>,
+    ) -> Result<Arc<ServerConfig>, TlsError> {
+        let builder = ServerConfig::builder_with_provider(Arc::clone(&self.provider))
+            .with_protocol_versions(self.versions)
+            .map_err(settings)?;
+        let builder = match client_ca {
+            Some(trust) => {
+                let provider = Arc::clone(&self.provider);
+                let verifier = WebPkiClientVerifier::builder_with_provider(trust.roots(), provider)
+                    .build()
+                    .map_err(settings)?;
+                builder.with_client_cert_verifier(verifier)
+            }
+            None => builder.with_no_client_auth(),
+        };
+        let resolver = SingleCertAndKey::from(identity.certified_key());
+        let mut config = builder.with_cert_resolver(Arc::new(resolver));
+        config.alpn_protocols.clone_from(&self.alpn);
+        config.send_tls13_tickets = 0;
+        config.session_storage = Arc::new(NoServerSessionStorage {});
+        Ok(Arc::new(config))
+    }
+
+    /// Creates the configuration of a client. The configuration has its own store of sessions: a session with
+    /// a server that another configuration has verified is never resumed.
+    fn client(
+        &self,
+        trust: &TrustBundle,
+        identity: Option<&Identity>,
+    ) -> Result<Arc<ClientConfig>, TlsError> {
+        let builder = ClientConfig::builder_with_provider(Arc::clone(&self.provider))
+            .with_protocol_versions(self.versions)
+            .map_err(settings)?
+            .with_root_certificates(trust.roots());
+        let mut config = match identity {
+            Some(identity) => {
+                let resolver = SingleCertAndKey::from(identity.certified_key());
+                builder.with_client_cert_resolver(Arc::new(resolver))
+            }
+            None => builder.with_no_client_auth(),
+        };
+        config.alpn_protocols.clone_from(&self.alpn);
+        Ok(Arc::new(config))
+    }
 }
 
 /// Returns the TLS versions to use. TLS 1.2 is included only if the options allow it and a suite for it is
 /// enabled.
 fn versions(
     options: &TlsOptions,
-    provider: &rustls::crypto::CryptoProvider,
+    provider: &CryptoProvider,
 ) -> &'static [&'static SupportedProtocolVersion] {
     static BOTH: [&SupportedProtocolVersion; 2] = [&TLS13, &TLS12];
     static NEWEST: [&SupportedProtocolVersion; 1] = [&TLS13];
@@ -193,6 +237,19 @@ fn versions(
 
 fn settings(error: impl std::fmt::Display) -> TlsError {
     TlsError::Settings(error.to_string())
+}
+
+/// Content of a PEM file, and the path of the file for errors.
+#[derive(Clone, Copy)]
+struct Pem<'a> {
+    path: &'a Path,
+    text: &'a [u8],
+}
+
+impl<'a> Pem<'a> {
+    fn new(path: &'a Path, text: &'a [u8]) -> Self {
+        Self { path, text }
+    }
 }
 
 /// Reads a whole PEM file.

@@ -1,12 +1,29 @@
 //! A client for one Kubernetes API server: [`client()`] sets the credentials and timeouts, and [`root()`]
 //! returns the cause of a client's error.
+//!
+//! A client follows its kubeconfig, and the certificates and keys that the kubeconfig names: the next request after
+//! a change uses the new content. `kube` itself reads token files, and the files of the pod's own account, again
+//! every minute.
 
+mod kubeconfig;
+
+use std::collections::HashMap;
 use std::path::Path;
+use std::task::{Context, Poll};
 use std::time::Duration;
 
 use anyhow::Context as _;
+use culvert_host::reload::{Latest, Reloader};
+use culvert_host::telemetry::metrics::LabelSet;
+use futures_util::future::BoxFuture;
+use http::{Method, Request, Response};
 use kube::Client;
-use kube::config::{KubeConfigOptions, Kubeconfig, KubeconfigError};
+use kube::client::Body;
+use kube::config::KubeconfigError;
+use kube::core::Status;
+use tower::Service;
+
+use self::kubeconfig::Account;
 
 /// Longest time that a Kubernetes API server may send nothing, before or within an answer. A firewall or load
 /// balancer may forget a connection and drop its packets without closing the connection; an API server in
@@ -14,24 +31,87 @@ use kube::config::{KubeConfigOptions, Kubeconfig, KubeconfigError};
 /// sending a large list. Watches end sooner (see [`object_cache`](crate::object_cache)).
 pub const SILENCE: Duration = Duration::from_secs(34);
 
-/// Returns a client for a kubeconfig file, or for the pod's own account.
+/// Returns a client for a kubeconfig file, or for the pod's own account. `reloader` follows the kubeconfig under the
+/// name `files`. The namespace of the kubeconfig's context is read once.
 ///
 /// # Errors
 /// Fails if the credentials are missing or cannot be used.
-pub async fn client(kubeconfig: Option<&Path>) -> anyhow::Result<Client> {
-    let mut config = match kubeconfig {
-        Some(path) => {
-            let named = || format!("--kubeconfig {}", path.display());
-            let file = Kubeconfig::read_from(path).map_err(without_content);
-            let file = file.with_context(named)?;
-            let options = KubeConfigOptions::default();
-            let config = kube::Config::from_custom_kubeconfig(file, &options).await;
-            config.with_context(named)?
-        }
-        None => kube::Config::infer()
+pub async fn client<F>(
+    kubeconfig: Option<&Path>,
+    reloader: &mut Reloader<F>,
+    files: F,
+) -> anyhow::Result<Client>
+where
+    F: LabelSet + Send + Sync + 'static,
+{
+    let Some(path) = kubeconfig else {
+        let config = kube::Config::infer()
             .await
-            .context("no Kubernetes account: run in a pod, or give --kubeconfig")?,
+            .context("no Kubernetes account: run in a pod, or give --kubeconfig")?;
+        return connect(config);
     };
+    let latest = reloader.follow(files, Account::new(path))?;
+    let namespace = latest.get().client.default_namespace().to_owned();
+    let listed = HashMap::new();
+    Ok(Client::new(Following { latest, listed }, namespace))
+}
+
+/// A client and the API server that it uses.
+#[derive(Clone)]
+struct Access {
+    client: Client,
+    server: http::Uri,
+}
+
+/// Sends each request with the latest client.
+struct Following {
+    latest: Latest<Access>,
+    /// API server of the last list, by path.
+    listed: HashMap<String, http::Uri>,
+}
+
+impl Following {
+    /// Returns false for a watch that continues a list of another API server: versions of objects are valid only
+    /// within one cluster.
+    fn may_send(&mut self, request: &Request<Body>, server: &http::Uri) -> bool {
+        let uri = request.uri();
+        let mut query = uri.query().unwrap_or_default().split('&');
+        if query.any(|parameter| parameter == "watch=true") {
+            let listed = self.listed.get(uri.path());
+            return listed.is_none_or(|listed| listed == server);
+        }
+        if request.method() == Method::GET {
+            self.listed.insert(uri.path().to_owned(), server.clone());
+        }
+        true
+    }
+}
+
+impl Service<Request<Body>> for Following {
+    type Response = Response<Body>;
+    type Error = kube::Error;
+    type Future = BoxFuture<'static, kube::Result<Response<Body>>>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<kube::Result<()>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, request: Request<Body>) -> Self::Future {
+        let Access { client, server } = self.latest.get();
+        let may_send = self.may_send(&request, &server);
+        Box::pin(async move {
+            if may_send {
+                return client.send(request).await;
+            }
+            let why = format!("the kubeconfig now names the API server {server}; listing again");
+            let status = Status::failure(&why, "Expired").with_code(410);
+            Err(kube::Error::Api(status.boxed()))
+        })
+    }
+}
+
+/// Creates the client of an account.
+fn connect(mut config: kube::Config) -> anyhow::Result<Client> {
     // A trailing dot in the host name keeps resolvers from trying search domains. Names in certificates have
     // no trailing dot, so the certificate is verified against the host name without the dot.
     let host = config.cluster_url.host().unwrap_or_default();
@@ -83,37 +163,4 @@ pub fn root(error: &dyn std::error::Error) -> String {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
-mod tests {
-    use super::*;
-
-    const SECRET: &str = "c2VjcmV0LXNlY3JldC1zZWNyZXQ";
-
-    #[tokio::test]
-    async fn error_about_a_kubeconfig_does_not_show_its_secrets() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("kubeconfig");
-        let head = "apiVersion: v1\nkind: Config\nusers:\n- name: u\n  user:\n";
-        let rest = "clusters:\n- name: c\n  cluster:\n    server: https://127.0.0.1:1\ncontexts:\n- name: x\n  \
-            context:\n    cluster: c\n    user: u\ncurrent-context: x\n";
-        for user in [
-            format!("    token: {SECRET}\n   bad indentation"),
-            format!("    token: [{SECRET}]"),
-            format!("    token: \"{SECRET}"),
-            format!("    client-certificate-data: {SECRET}\n    client-key-data: {SECRET}"),
-            format!("    client-certificate-data: -{SECRET}\n    client-key-data: -{SECRET}"),
-        ] {
-            std::fs::write(&path, format!("{head}{user}\n{rest}")).unwrap();
-            let error = client(Some(&path))
-                .await
-                .err()
-                .map(|error| format!("{error:#}"));
-            let error = error.unwrap();
-            assert!(
-                error.contains("kubeconfig") || error.contains("account"),
-                "{error}"
-            );
-            assert!(!error.contains(&SECRET[..8]), "{error}");
-        }
-    }
-}
+pub(crate) mod tests;

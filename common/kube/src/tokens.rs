@@ -24,7 +24,6 @@ use parking_lot::Mutex;
 use tokio::time::{Instant, timeout};
 use tonic::metadata::MetadataMap;
 
-use crate::client::client;
 use crate::turns::Turns;
 
 /// Time for which an accepted token is accepted without another review. A token revoked within this time still
@@ -107,16 +106,8 @@ enum Known {
 // === impl Tokens ===
 
 impl Tokens {
-    /// Reads the credentials of the account that requests reviews.
-    ///
-    /// # Errors
-    /// Fails if the credentials are missing or cannot be used.
-    pub async fn new(auth: AgentAuth) -> anyhow::Result<Self> {
-        let client = client(auth.kubeconfig.as_deref()).await?;
-        Ok(Self::with(client, auth))
-    }
-
-    fn with(client: Client, auth: AgentAuth) -> Self {
+    /// Reviews tokens with the account of `client`.
+    pub fn new(client: Client, auth: AgentAuth) -> Self {
         Self {
             reviews: Api::all(client),
             auth,

@@ -2,7 +2,11 @@
 //! material and the remedy.
 
 use std::io::Read as _;
+use std::path::PathBuf;
 
+use culvert_host::file_follower::ReadError;
+use culvert_host::reload::Expiry;
+use culvert_host::tls::earliest_expiry_in_pem;
 use culvert_openvpn::cipher::Digest;
 use culvert_openvpn::tls::{ClientTls, ConfigError, Identity, MinVersion, ServerCheck, ServerTls};
 use culvert_openvpn::wrap::{WrapKey, static_key};
@@ -49,6 +53,41 @@ impl FileError {
             problem: problem.to_string(),
         }
     }
+}
+
+impl From<ReadError> for FileError {
+    fn from(error: ReadError) -> Self {
+        match error {
+            ReadError::Io { path, reason } => Self::Read {
+                origin: path.display().to_string(),
+                reason: reason.to_string(),
+            },
+            ReadError::TooLarge { path, .. } | ReadError::Empty { path, .. } => Self::TooLarge {
+                origin: path.display().to_string(),
+            },
+        }
+    }
+}
+
+/// Returns the paths of materials that are files.
+pub fn paths<'a>(materials: impl IntoIterator<Item = &'a Material>) -> Vec<PathBuf> {
+    let path = |material: &Material| match material {
+        Material::File(path) => Some(path.clone()),
+        Material::Inline { .. } => None,
+    };
+    materials.into_iter().filter_map(path).collect()
+}
+
+/// Returns the times at which this side's certificate and the CAs expire.
+///
+/// # Errors
+/// [`FileError::Read`] and [`FileError::TooLarge`].
+pub fn expiry(cert: Option<&Material>, ca: &Material) -> Result<Expiry, FileError> {
+    let own = cert.map(load).transpose()?;
+    Ok(Expiry {
+        own: own.and_then(|pem| earliest_expiry_in_pem(&pem)),
+        ca: earliest_expiry_in_pem(&load(ca)?),
+    })
 }
 
 /// Returns the bytes of a file or an inline block.

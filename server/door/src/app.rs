@@ -12,12 +12,12 @@ use culvert_host::net::listen::Listener;
 use culvert_host::net::shares::Shares;
 use culvert_host::runtime::shards::Shards;
 use culvert_host::runtime::{essential, spawn_essential};
-use culvert_host::tls::{self, Identity, TlsOptions, TrustBundle};
+use culvert_host::tls::reload::{ServerFiles, ServerTls};
+use culvert_host::tls::{TlsError, TlsOptions};
 use http::StatusCode;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tokio::time::{sleep, timeout};
-use tokio_rustls::TlsAcceptor;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tracing::{info, warn};
@@ -27,6 +27,7 @@ use super::config::{Config, Source, Tunneling};
 use super::connect::ConnectListener;
 use super::discovery::Discovery;
 use super::file::Follower;
+use super::files::{Files, Reloader};
 use super::front::{self, Front};
 use super::metrics::{Entrance, ProxyMetrics, SourceState};
 use super::ports::NodePorts;
@@ -72,7 +73,8 @@ pub struct Bound {
     feed: Feed,
     shards: Shards,
     sni: Option<TcpListener>,
-    tunneling: Option<(TcpListener, Option<TlsAcceptor>)>,
+    tunneling: Option<(TcpListener, Option<ServerTls>)>,
+    reloader: Reloader,
     stats: TcpListener,
 }
 
@@ -87,10 +89,12 @@ impl Bound {
             .context("cannot start --worker-threads threads")?;
         let metrics = ProxyMetrics::new()?;
         let table = Arc::new(Table::new(config.max_connections));
+        let mut reloader = Reloader::new(metrics.registry());
         let feed = match &config.source {
             Source::File(path) => Feed::File(Follower::open(path, table.clone(), metrics.clone())?),
             Source::Kubernetes(cluster) => {
-                let discovery = Discovery::new(cluster.clone(), table.clone(), metrics.clone());
+                let (table, metrics) = (table.clone(), metrics.clone());
+                let discovery = Discovery::new(cluster.clone(), table, metrics, &mut reloader);
                 let mut discovery = Box::new(discovery.await?);
                 let balancer = discovery.balancer().map(Box::new);
                 Feed::Kubernetes(discovery, balancer)
@@ -104,7 +108,7 @@ impl Bound {
             Some(tunneling) => {
                 let bind = &tunneling.bind;
                 let listener = admin::bind(&bind.host, bind.port, "--envoy-tunneling-port").await?;
-                Some((listener, acceptor(tunneling)?))
+                Some((listener, connect_tls(tunneling, &mut reloader)?))
             }
             None => None,
         };
@@ -124,6 +128,7 @@ impl Bound {
             shards,
             sni,
             tunneling,
+            reloader,
             stats,
         })
     }
@@ -172,6 +177,8 @@ impl Bound {
         let registry = front.metrics.registry().clone();
         let run = registry.run_upkeep(stop.clone());
         spawn_essential(&upkeep, "metrics", &stop, run);
+        let reload = self.reloader.run(stop.clone());
+        spawn_essential(&upkeep, "reload", &stop, reload);
 
         let keepalive = front.limits.downstream_keepalive;
         if let Some(listener) = self.sni {
@@ -252,16 +259,25 @@ async fn pulse(stop: CancellationToken) {
     stop.run_until_cancelled(beat).await;
 }
 
-fn acceptor(tunneling: &Tunneling) -> anyhow::Result<Option<TlsAcceptor>> {
+/// Loads and follows the certificates of the CONNECT listener; returns `None` if the listener has no TLS.
+fn connect_tls(
+    tunneling: &Tunneling,
+    reloader: &mut Reloader,
+) -> anyhow::Result<Option<ServerTls>> {
     let Some((cert, key)) = &tunneling.tls else {
         return Ok(None);
     };
-    let identity = Identity::load(cert, key).context("--tunneling-cert and --tunneling-key")?;
-    let trust = tunneling.client_ca.as_ref().map(TrustBundle::load);
-    let trust = trust.transpose().context("--tunneling-client-ca")?;
-    let alpn: [&[u8]; 2] = [b"h2", b"http/1.1"];
-    let config = tls::server_config(&identity, trust.as_ref(), &alpn, &TlsOptions::default())?;
-    Ok(Some(TlsAcceptor::from(config)))
+    let (ca, options) = (tunneling.client_ca.as_deref(), TlsOptions::default());
+    let set = ServerFiles::new(cert, key, ca, &[b"h2", b"http/1.1"], &options)?;
+    let followed = reloader.follow(Files::Tunneling, set);
+    let followed = followed.map_err(|error| {
+        let flags = match error {
+            TlsError::Ca(_) => "--tunneling-client-ca",
+            _ => "--tunneling-cert and --tunneling-key",
+        };
+        anyhow::Error::new(error).context(flags)
+    });
+    followed.map(Some)
 }
 
 fn pages(front: &Arc<Front>) -> admin::Routes {

@@ -25,6 +25,7 @@ use culvert_host::net::pacing::disable_bbr_on_loopback;
 use culvert_host::net::proxy_protocol::{Origin, UNEXPECTED_HEADER, is_header};
 use culvert_host::net::readahead::ReadAhead;
 use culvert_host::telemetry::metrics::GaugeGuard;
+use culvert_host::tls::reload::ServerTls;
 use culvert_stream::allowance::Allowance;
 use culvert_stream::connection::run_connection;
 use culvert_stream::io::{ReadSource, WriteSink, linger_close};
@@ -64,7 +65,7 @@ pub(crate) struct ConnectListener {
     /// State shared with the other listeners.
     pub front: Arc<Front>,
     /// TLS for clients that begin with a TLS handshake; `None` without a certificate.
-    pub tls: Option<TlsAcceptor>,
+    pub tls: Option<ServerTls>,
     /// Refuses plain-text clients.
     pub require_tls: bool,
     /// Networks of permitted clients; an empty list permits all.
@@ -137,16 +138,19 @@ impl ConnectListener {
         let waiting = candidate.clone();
         let served = async {
             match &self.tls {
-                Some(tls) if is_tls => match tls.accept(ReadAhead::new(stream)).await {
-                    Ok(stream) => {
-                        let served = self.clone().serve_http(stream, &socket, peer, candidate);
-                        served.await;
+                Some(tls) if is_tls => {
+                    let acceptor = TlsAcceptor::from(tls.get());
+                    match acceptor.accept(ReadAhead::new(stream)).await {
+                        Ok(stream) => {
+                            let served = self.clone().serve_http(stream, &socket, peer, candidate);
+                            served.await;
+                        }
+                        Err(error) => {
+                            let why = culvert_host::tls::explain(&error);
+                            self.refuse(Refusal::Tls, peer, &why);
+                        }
                     }
-                    Err(error) => {
-                        let why = culvert_host::tls::explain(&error);
-                        self.refuse(Refusal::Tls, peer, &why);
-                    }
-                },
+                }
                 _ if self.require_tls => {
                     self.refuse(Refusal::Tls, peer, "plain text, TLS is required");
                 }

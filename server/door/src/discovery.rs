@@ -25,6 +25,7 @@ use super::annotations::OTHER_ANNOTATIONS;
 use super::balancer::{Balancer, Reporter};
 use super::config::Cluster;
 use super::exposure::{Service, ServicePort, Slice, expose};
+use super::files::{Files, Reloader};
 use super::metrics::{ProxyMetrics, SourceState};
 use super::table::Table;
 
@@ -49,7 +50,7 @@ pub(crate) struct Discovery {
 }
 
 impl Discovery {
-    /// Reads the account's credentials.
+    /// Reads the account's credentials. `reloader` follows them.
     ///
     /// # Errors
     /// Fails if the credentials are missing or unusable.
@@ -57,8 +58,10 @@ impl Discovery {
         cluster: Cluster,
         table: Arc<Table>,
         metrics: Arc<ProxyMetrics>,
+        reloader: &mut Reloader,
     ) -> anyhow::Result<Self> {
-        let client = client(cluster.kubeconfig.as_deref()).await?;
+        let kubeconfig = cluster.kubeconfig.as_deref();
+        let client = client(kubeconfig, reloader, Files::Kubeconfig).await?;
         Ok(Self {
             client,
             cluster,

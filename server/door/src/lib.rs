@@ -31,6 +31,7 @@ mod connect;
 mod discovery;
 mod exposure;
 pub mod file;
+pub mod files;
 mod front;
 pub mod metrics;
 mod ports;

@@ -253,7 +253,8 @@ impl ProxyMetrics {
         self.synced.load(Ordering::Relaxed)
     }
 
-    pub(crate) fn registry(&self) -> &Arc<Registry> {
+    /// Returns the registry, for registering more series.
+    pub fn registry(&self) -> &Arc<Registry> {
         &self.registry
     }
 

@@ -42,6 +42,7 @@ use culvert_host::admin;
 use culvert_host::net::destinations::Destinations;
 use culvert_host::net::listen::{Keepalive, Listener};
 use culvert_host::net::networks::Networks;
+use culvert_host::reload::Latest;
 use culvert_host::runtime::shards::Shards;
 use culvert_host::runtime::spawn_essential;
 use culvert_host::telemetry::metrics::GaugeGuard;
@@ -55,6 +56,7 @@ use culvert_openvpn_io::datagrams::Datagrams;
 use culvert_openvpn_io::files;
 use culvert_openvpn_io::stream::{Broken, Stream};
 use culvert_stream::Dial;
+use kube::Client;
 use tokio::net::UdpSocket;
 use tokio::sync::watch;
 use tokio::time::{Instant, timeout_at};
@@ -62,7 +64,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tracing::{debug, info};
 
-use self::certificate_reload::Files;
+use self::certificate_reload::TlsMaterial;
 use self::clients::{Clients, Way};
 use self::listen::Tcp;
 use self::metrics::{NodeMetrics, OpenvpnMetrics};
@@ -73,6 +75,7 @@ use self::udp::Udp;
 use super::{Connection, flow};
 use crate::backend::dial::{Attempts, StreamDialError};
 use crate::backend::{ClientSeat, DialError, Dialing, Tunnel};
+use crate::files::{Files, Reloader};
 use crate::metrics::{DialFailureReason, ServerMetrics};
 use crate::tunnel::{Health, Peer};
 
@@ -100,7 +103,7 @@ pub struct Bound {
     /// Listening addresses, in the order of the settings.
     pub addresses: Vec<SocketAddr>,
     sockets: Vec<(Socket, ConfigSender)>,
-    files: Files,
+    tls: Latest<Arc<ServerTls>>,
     node_watch: Option<NodeWatch>,
     max_clients: usize,
     proxies: Arc<Networks>,
@@ -123,9 +126,12 @@ impl Bound {
         settings: &Settings,
         destinations: Arc<Destinations>,
         metrics: Arc<ServerMetrics>,
+        user_cluster: Option<Client>,
+        reloader: &mut Reloader,
     ) -> anyhow::Result<Self> {
-        let mut files = Files::new(&settings.server)?;
-        let tls = Arc::new(files.load()?);
+        let material = TlsMaterial::new(&settings.server)?;
+        let latest = reloader.follow(Files::Openvpn, material)?;
+        let tls = latest.get();
         let mut sockets = Vec::new();
         let mut addresses = Vec::new();
         for listen in &settings.listen {
@@ -152,21 +158,18 @@ impl Bound {
             };
             sockets.push((socket, config));
         }
-        let node_watch = match &settings.watch_nodes {
-            Some(kubeconfig) => {
-                let mut direct = settings.server.routes.clone();
-                direct.push(settings.network);
-                let series = NodeMetrics::new(metrics.registry());
-                Some(NodeWatch::new(kubeconfig, direct, series).await?)
-            }
-            None => None,
-        };
+        let watched = user_cluster.filter(|_| settings.watch_nodes.is_some());
+        let node_watch = watched.map(|client| {
+            let mut direct = settings.server.routes.clone();
+            direct.push(settings.network);
+            NodeWatch::new(client, direct, NodeMetrics::new(metrics.registry()))
+        });
         let known = node_watch.as_ref().map(NodeWatch::known);
         Ok(Self {
             tunnel: Arc::new(Openvpn::new(settings, known, destinations, metrics)),
             addresses,
             sockets,
-            files,
+            tls: latest,
             node_watch,
             max_clients: settings.max_clients,
             proxies: Arc::new(settings.proxies.clone()),
@@ -201,7 +204,7 @@ impl Bound {
                 }
             }
         }
-        let follow = self.files.follow(configs, shutdown.clone());
+        let follow = certificate_reload::follow(self.tls, configs, shutdown.clone());
         spawn_essential(tasks, "OpenVPN certificates", shutdown, follow);
         if let Some(watch) = self.node_watch {
             spawn_essential(tasks, "Nodes", shutdown, watch.run(shutdown.clone()));

@@ -18,6 +18,7 @@ use tokio_rustls::{Accept, TlsAcceptor};
 use super::BoxFuture;
 use crate::net::listen::{SocketFile, listen_unix};
 use crate::tls;
+use crate::tls::reload::ServerTls;
 
 /// File mode of the Unix socket: only the owner may connect.
 const SOCKET_MODE: u32 = 0o600;
@@ -29,8 +30,8 @@ const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 pub enum AdminSocket {
     /// Plain HTTP for every client.
     Plain(TcpListener),
-    /// HTTP over mutual TLS. The acceptor must require client certificates.
-    Tls(TcpListener, TlsAcceptor),
+    /// HTTP over mutual TLS. The configuration must require client certificates.
+    Tls(TcpListener, ServerTls),
     /// HTTP over a Unix socket.
     Unix(UnixSocket),
 }
@@ -68,9 +69,10 @@ impl AdminSocket {
                 let (stream, peer) = listener.accept().await?;
                 (peer.ip(), Box::pin(async { Some(Box::new(stream) as _) }))
             }
-            Self::Tls(listener, acceptor) => {
+            Self::Tls(listener, tls) => {
                 let (stream, peer) = listener.accept().await?;
-                (peer.ip(), Box::pin(enter_tls(acceptor.accept(stream))))
+                let handshake = TlsAcceptor::from(tls.get()).accept(stream);
+                (peer.ip(), Box::pin(enter_tls(handshake)))
             }
             Self::Unix(socket) => {
                 let (stream, _) = socket.listener.accept().await?;

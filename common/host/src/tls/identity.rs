@@ -15,11 +15,15 @@ use rustls_pki_types::{CertificateDer, PrivateKeyDer};
 use x509_parser::prelude::{FromDer, X509Certificate};
 use x509_parser::x509::{SubjectPublicKeyInfo, X509Version};
 
-use super::{TlsError, read_pem};
+use super::expiry::earliest_expiry;
+use super::{Pem, TlsError, read_pem};
 
 /// A certificate chain, leaf first, and the leaf's private key.
 #[derive(Clone, Debug)]
-pub struct Identity(Arc<CertifiedKey>);
+pub struct Identity {
+    key: Arc<CertifiedKey>,
+    expiry: Option<i64>,
+}
 
 // === impl Identity ===
 
@@ -33,35 +37,48 @@ impl Identity {
     /// to the certificate.
     pub fn load(cert_path: impl AsRef<Path>, key_path: impl AsRef<Path>) -> Result<Self, TlsError> {
         let (cert_path, key_path) = (cert_path.as_ref(), key_path.as_ref());
-        let chain = certificates(cert_path)?;
-        let key = private_key(key_path)?;
+        let (cert, key) = (read_pem(cert_path)?, read_pem(key_path)?);
+        Self::from_pem(Pem::new(cert_path, &cert), Pem::new(key_path, &key))
+    }
+
+    /// Parses the contents of both files; see [`Identity::load`].
+    pub(super) fn from_pem(cert: Pem<'_>, key: Pem<'_>) -> Result<Self, TlsError> {
+        let chain = certificates(cert)?;
+        let signer = private_key(key)?;
         let der = chain
             .first()
-            .ok_or_else(|| TlsError::NoCertificate(cert_path.to_owned()))?;
+            .ok_or_else(|| TlsError::NoCertificate(cert.path.to_owned()))?;
         let (_, leaf) =
-            X509Certificate::from_der(der).map_err(|error| malformed(cert_path, error))?;
-        if !is_key_of(&leaf, key.as_ref()) {
-            let (cert, key) = (cert_path.to_owned(), key_path.to_owned());
+            X509Certificate::from_der(der).map_err(|error| malformed(cert.path, error))?;
+        if !is_key_of(&leaf, signer.as_ref()) {
+            let (cert, key) = (cert.path.to_owned(), key.path.to_owned());
             return Err(TlsError::KeyMismatch(cert, key));
         }
-        warn_about(&leaf, cert_path);
-        Ok(Self(Arc::new(CertifiedKey::new(chain, key))))
+        warn_about(&leaf, cert.path);
+        Ok(Self {
+            expiry: earliest_expiry(chain.iter().map(AsRef::as_ref)),
+            key: Arc::new(CertifiedKey::new(chain, signer)),
+        })
+    }
+
+    /// Returns the time at which the first certificate of the chain expires, in Unix seconds.
+    pub(super) fn expiry(&self) -> Option<i64> {
+        self.expiry
     }
 
     /// Returns the identity as rustls's type.
     pub(super) fn certified_key(&self) -> Arc<CertifiedKey> {
-        Arc::clone(&self.0)
+        Arc::clone(&self.key)
     }
 }
 
 /// Returns all certificates of a PEM file. Other blocks are skipped, as in Go.
-pub(super) fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsError> {
-    let pem = read_pem(path)?;
-    let chain = CertificateDer::pem_slice_iter(&pem)
+pub(super) fn certificates(pem: Pem<'_>) -> Result<Vec<CertificateDer<'static>>, TlsError> {
+    let chain = CertificateDer::pem_slice_iter(pem.text)
         .collect::<Result<Vec<_>, _>>()
-        .map_err(|error| malformed(path, pem_problem(&error)))?;
+        .map_err(|error| malformed(pem.path, pem_problem(&error)))?;
     match chain.is_empty() {
-        true => Err(TlsError::NoCertificate(path.to_owned())),
+        true => Err(TlsError::NoCertificate(pem.path.to_owned())),
         false => Ok(chain),
     }
 }
@@ -80,11 +97,10 @@ fn pem_problem(error: &pem::Error) -> String {
     }
 }
 
-fn private_key(path: &Path) -> Result<Arc<dyn SigningKey>, TlsError> {
-    let bad = |reason| TlsError::BadKey(path.to_owned(), reason);
-    let pem = read_pem(path)?;
-    let key = PrivateKeyDer::from_pem_slice(&pem).map_err(|error| match error {
-        pem::Error::NoItemsFound => TlsError::NoKey(path.to_owned()),
+fn private_key(pem: Pem<'_>) -> Result<Arc<dyn SigningKey>, TlsError> {
+    let bad = |reason| TlsError::BadKey(pem.path.to_owned(), reason);
+    let key = PrivateKeyDer::from_pem_slice(pem.text).map_err(|error| match error {
+        pem::Error::NoItemsFound => TlsError::NoKey(pem.path.to_owned()),
         other => bad(pem_problem(&other)),
     })?;
     any_supported_type(&key).map_err(|error| bad(error.to_string()))

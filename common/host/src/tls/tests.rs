@@ -18,18 +18,18 @@ use super::*;
 const H2: &[&[u8]] = &[b"h2"];
 
 /// A CA, and a directory for the files that the CA issues.
-struct Authority {
-    ca: CertifiedIssuer<'static, KeyPair>,
-    dir: TempDir,
+pub(super) struct Authority {
+    pub(super) ca: CertifiedIssuer<'static, KeyPair>,
+    pub(super) dir: TempDir,
 }
 
-struct Files {
-    cert: PathBuf,
-    key: PathBuf,
+pub(super) struct Files {
+    pub(super) cert: PathBuf,
+    pub(super) key: PathBuf,
 }
 
 impl Authority {
-    fn new(name: &str) -> Self {
+    pub(super) fn new(name: &str) -> Self {
         let mut params = CertificateParams::new(Vec::new()).unwrap();
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
         params.distinguished_name.push(DnType::CommonName, name);
@@ -40,7 +40,7 @@ impl Authority {
         }
     }
 
-    fn write(&self, name: &str, text: impl AsRef<[u8]>) -> PathBuf {
+    pub(super) fn write(&self, name: &str, text: impl AsRef<[u8]>) -> PathBuf {
         let path = self.dir.path().join(name);
         std::fs::write(&path, text).unwrap();
         path
@@ -50,7 +50,7 @@ impl Authority {
         TrustBundle::load(self.write("ca.pem", self.ca.pem())).unwrap()
     }
 
-    fn issue(&self, name: &str, params: CertificateParams) -> Files {
+    pub(super) fn issue(&self, name: &str, params: CertificateParams) -> Files {
         let key = KeyPair::generate().unwrap();
         let cert = params.signed_by(&key, &self.ca).unwrap();
         Files {
@@ -60,7 +60,7 @@ impl Authority {
     }
 
     /// Issues a certificate for `localhost`.
-    fn leaf(&self, name: &str) -> Files {
+    pub(super) fn leaf(&self, name: &str) -> Files {
         self.issue(
             name,
             CertificateParams::new(vec!["localhost".into()]).unwrap(),
@@ -155,24 +155,24 @@ fn pem_of(cert: &[u8]) -> String {
 }
 
 /// Results on both sides of a handshake, followed by one byte in each direction.
-struct Outcome {
-    client: io::Result<Option<Vec<u8>>>,
-    server: io::Result<Option<Vec<u8>>>,
+pub(super) struct Outcome {
+    pub(super) client: io::Result<Option<Vec<u8>>>,
+    pub(super) server: io::Result<Option<Vec<u8>>>,
     /// `None` if the handshake failed.
-    kind: Option<HandshakeKind>,
+    pub(super) kind: Option<HandshakeKind>,
 }
 
 impl Outcome {
-    fn client_advice(&self) -> String {
+    pub(super) fn client_advice(&self) -> String {
         explain(self.client.as_ref().unwrap_err())
     }
 
-    fn server_advice(&self) -> String {
+    pub(super) fn server_advice(&self) -> String {
         explain(self.server.as_ref().unwrap_err())
     }
 }
 
-async fn handshake(server: Arc<ServerConfig>, client: Arc<ClientConfig>) -> Outcome {
+pub(super) async fn handshake(server: Arc<ServerConfig>, client: Arc<ClientConfig>) -> Outcome {
     handshake_as(server, client, "localhost").await
 }
 

@@ -183,7 +183,7 @@ impl ByHand {
              clusters: [{{name: c, cluster: {{server: '{url}'}}}}], users: [{{name: u, user: {{}}}}]}}"
         );
         std::fs::write(&kubeconfig, text).unwrap();
-        let client = crate::client::client(Some(&kubeconfig)).await.unwrap();
+        let client = crate::client::tests::client_of(&kubeconfig).await;
         let (sender, events) = mpsc::unbounded_channel();
         tokio::spawn(async move {
             let mut nodes = std::pin::pin!(objects::<Node>(Api::all(client)));

@@ -72,7 +72,7 @@ impl Fake {
             audience: "x".into(),
             kubeconfig: None,
         };
-        let tokens = Tokens::with(Client::new(service, "default"), auth);
+        let tokens = Tokens::new(Client::new(service, "default"), auth);
         Self {
             tokens: Arc::new(tokens),
             asked,

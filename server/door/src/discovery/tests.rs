@@ -31,7 +31,9 @@ async fn discovery() -> Discovery {
         balancer: None,
     };
     let (table, metrics) = (Arc::new(Table::new(10)), ProxyMetrics::new().unwrap());
-    let mut discovery = Discovery::new(cluster, table, metrics).await.unwrap();
+    let mut reloader = Reloader::new(metrics.registry());
+    let discovery = Discovery::new(cluster, table, metrics, &mut reloader).await;
+    let mut discovery = discovery.unwrap();
     for done in [Event::Init, Event::InitDone] {
         discovery.take_service(Ok(done));
     }

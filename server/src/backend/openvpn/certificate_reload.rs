@@ -1,35 +1,35 @@
 //! The renewal of certificates in a running server. Changed files are loaded and used from the next
 //! negotiation on, including renegotiations of connected clients.
 
+use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
 
-use culvert_host::file_follower::{FileFollower, Outcome};
+use culvert_host::file_follower::ReadError;
+use culvert_host::reload::{FileSet, Latest, Loaded};
 use culvert_openvpn::Role;
 use culvert_openvpn::session::ServerConfig;
 use culvert_openvpn::tls::ServerTls;
 use culvert_openvpn_io::config_file::{Material, Server};
-use culvert_openvpn_io::files;
+use culvert_openvpn_io::files::{self, FileError};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
-use tracing::{info, warn};
+use tracing::warn;
 
-/// Interval at which the files are checked. Kubernetes takes about as long to deliver a changed Secret.
-const LOOK_EVERY: Duration = Duration::from_secs(30);
-
-/// The files of a server's TLS configuration.
-pub(super) struct Files {
+/// The files of a server's TLS configuration, or their inline blocks.
+pub(super) struct TlsMaterial {
     ca: Material,
     cert: Material,
     key: Material,
     server: Server,
-    follower: FileFollower,
-    /// Error of the last attempt to load the files; `None` after a success.
-    failure: Option<files::FileError>,
 }
 
-impl Files {
-    /// Creates the list of files from a configuration.
+// === impl TlsMaterial ===
+
+impl TlsMaterial {
+    /// Takes the files from a configuration.
+    ///
+    /// # Errors
+    /// Fails if the configuration has no CA, certificate or key.
     pub(super) fn new(server: &Server) -> anyhow::Result<Self> {
         let common = &server.common;
         let (Some(ca), Some(cert), Some(key)) = (&common.ca, &common.cert, &common.key) else {
@@ -37,108 +37,80 @@ impl Files {
                 "clients connect over TLS; set --openvpn-ca, --openvpn-cert and --openvpn-key"
             );
         };
-        let all = [ca, cert, key].into_iter().chain(&server.crl);
-        let paths = all.filter_map(|material| match material {
-            Material::File(path) => Some(path.clone()),
-            Material::Inline { .. } => None,
-        });
         Ok(Self {
-            follower: FileFollower::unit(paths.collect(), files::MAX_BYTES),
             ca: ca.clone(),
             cert: cert.clone(),
             key: key.clone(),
             server: server.clone(),
-            failure: None,
         })
     }
+}
 
-    /// Loads the files.
-    ///
-    /// # Errors
-    /// Fails if a file cannot be used. The error text names the file and the remedy.
-    pub(super) fn load(&mut self) -> Result<ServerTls, files::FileError> {
-        // Remembers the contents; a file that cannot be read is reported below.
-        let _ = self.follower.check();
+impl FileSet for TlsMaterial {
+    type Value = Arc<ServerTls>;
+    type Error = FileError;
+
+    fn paths(&self) -> Vec<PathBuf> {
+        let all = [&self.ca, &self.cert, &self.key].into_iter();
+        files::paths(all.chain(&self.server.crl))
+    }
+
+    fn unreadable(&self, error: ReadError) -> FileError {
+        error.into()
+    }
+
+    /// Loads the files. The next check finds a change of a file since the last check.
+    fn load(&mut self, _contents: &[Vec<u8>]) -> Result<Loaded<Self::Value>, FileError> {
         if let Some(doubt) = files::doubt(&self.cert, Role::Server) {
             warn!("OpenVPN clients will refuse this server's certificate: {doubt}");
         }
         let common = &self.server.common;
-        let crl = self.server.crl.as_ref();
-        files::server_tls(
+        let tls = files::server_tls(
             &self.ca,
-            crl,
+            self.server.crl.as_ref(),
             (&self.cert, &self.key),
             common.min_version,
             common.require_usage,
-        )
+        )?;
+        Ok(Loaded {
+            value: Arc::new(tls),
+            expiry: files::expiry(Some(&self.cert), &self.ca)?,
+        })
     }
+}
 
-    /// Returns true if a file changed since the last check. Returns false while a file is missing, because it
-    /// is probably being replaced.
-    fn changed(&mut self) -> bool {
-        match self.follower.check() {
-            Outcome::Same => false,
-            Outcome::Changed => true,
-            Outcome::Unreadable { why, is_new } => {
-                if is_new {
-                    warn!("{why}; the previous OpenVPN certificates stay in use");
-                }
-                false
-            }
+/// Passes renewed certificates to all listeners until the token fires.
+pub(super) async fn follow(
+    mut latest: Latest<Arc<ServerTls>>,
+    configs: Vec<watch::Sender<Arc<ServerConfig>>>,
+    shutdown: CancellationToken,
+) {
+    while let Some(Some(tls)) = shutdown.run_until_cancelled(latest.changed()).await {
+        for config in &configs {
+            config.send_modify(|config| {
+                let mut renewed = ServerConfig::clone(config);
+                renewed.tls = tls.clone();
+                *config = Arc::new(renewed);
+            });
         }
     }
-
-    /// Passes renewed certificates to all listeners until the token fires.
-    pub(super) async fn follow(
-        mut self,
-        configs: Vec<watch::Sender<Arc<ServerConfig>>>,
-        shutdown: CancellationToken,
-    ) {
-        let mut look = tokio::time::interval(LOOK_EVERY);
-        while shutdown.run_until_cancelled(look.tick()).await.is_some() {
-            if self.changed() {
-                self.renew(&configs);
-            }
-        }
-    }
-
-    fn renew(&mut self, configs: &[watch::Sender<Arc<ServerConfig>>]) {
-        match self.load() {
-            Ok(tls) => {
-                self.failure = None;
-                let tls = Arc::new(tls);
-                for config in configs {
-                    config.send_modify(|config| {
-                        let mut renewed = ServerConfig::clone(config);
-                        renewed.tls = tls.clone();
-                        *config = Arc::new(renewed);
-                    });
-                }
-                info!("OpenVPN certificates reloaded");
-            }
-            Err(error) => {
-                // A file may have been replaced halfway, so the next check tries again.
-                self.follower.retry();
-                if self.failure.as_ref() != Some(&error) {
-                    warn!(%error, "cannot reload OpenVPN certificates; the previous certificates stay in use");
-                    self.failure = Some(error);
-                }
-            }
-        }
-    }
+    // The reloader may end earlier than this task.
+    shutdown.cancelled().await;
 }
 
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
 
+    use culvert_host::telemetry::metrics::Registry;
     use culvert_openvpn::options::Transport;
     use rcgen::{CertificateParams, KeyPair};
 
     use super::*;
+    use crate::files::{Files, Reloader};
 
-    #[test]
-    fn changed_files_are_used_if_they_are_valid() {
+    #[tokio::test]
+    async fn changed_files_are_used_if_they_are_valid() {
         let dir = tempfile::tempdir().unwrap();
         let path = |name: &str| dir.path().join(name);
         let write = || {
@@ -151,25 +123,34 @@ mod tests {
         };
         write();
         let mut server = Server::default();
-        assert!(Files::new(&server).is_err());
+        assert!(TlsMaterial::new(&server).is_err());
         server.common.ca = Some(Material::File(path("ca")));
         server.common.cert = Some(Material::File(path("cert")));
         server.common.key = Some(Material::File(path("key")));
-        let mut files = Files::new(&server).unwrap();
-        let tls = Arc::new(files.load().unwrap());
-        let config = Arc::new(ServerConfig::new(Transport::Tcp, tls));
-        let sender = watch::Sender::new(config.clone());
-        assert!(!files.changed());
-        // With only one changed file, the error is logged and the certificates stay in use.
+        let mut reloader = Reloader::new(&Registry::new(&[]).unwrap());
+        let material = TlsMaterial::new(&server).unwrap();
+        let latest = reloader.follow(Files::Openvpn, material).unwrap();
+        let first = latest.get();
+        let config = Arc::new(ServerConfig::new(Transport::Tcp, first.clone()));
+        let sender = watch::Sender::new(config);
+        let (mut receiver, stop) = (sender.subscribe(), CancellationToken::new());
+        let task = tokio::spawn(follow(latest.clone(), vec![sender], stop.clone()));
+        let mut check_twice = || {
+            reloader.check();
+            reloader.check();
+        };
+        // With only one changed file, the certificates stay in use.
         std::fs::write(path("key"), "nonsense").unwrap();
-        assert!(files.changed());
-        files.renew(std::slice::from_ref(&sender));
-        assert!(Arc::ptr_eq(&config, &sender.borrow()));
+        check_twice();
         std::fs::remove_file(path("key")).unwrap();
-        assert!(!files.changed());
+        check_twice();
+        assert!(Arc::ptr_eq(&first, &latest.get()));
         write();
-        assert!(files.changed() && !files.changed());
-        files.renew(std::slice::from_ref(&sender));
-        assert!(!Arc::ptr_eq(&config.tls, &sender.borrow().tls));
+        check_twice();
+        assert!(!Arc::ptr_eq(&first, &latest.get()));
+        receiver.changed().await.unwrap();
+        assert!(Arc::ptr_eq(&receiver.borrow().tls, &latest.get()));
+        stop.cancel();
+        task.await.unwrap();
     }
 }

@@ -1,17 +1,15 @@
 //! The watch of the user cluster's Nodes. Publishes the translation of node addresses. While the API is
 //! unreachable, the last known nodes stay in force; before the first list, no node is known.
 
-use std::path::Path;
 use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-use culvert_kube::client::client;
 use culvert_kube::object_cache::{ObjectCache, objects};
 use futures_util::StreamExt as _;
 use ipnet::Ipv4Net;
 use k8s_openapi::api::core::v1 as core;
-use kube::Api;
+use kube::{Api, Client};
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep_until};
 use tokio_util::sync::CancellationToken;
@@ -39,23 +37,16 @@ pub(super) struct NodeWatch {
 }
 
 impl NodeWatch {
-    /// Creates the watch. Reads the credentials of the kubeconfig.
-    ///
-    /// # Errors
-    /// Fails if the credentials cannot be used.
-    pub(super) async fn new(
-        kubeconfig: &Path,
-        direct: Vec<Ipv4Net>,
-        metrics: NodeMetrics,
-    ) -> anyhow::Result<Self> {
-        Ok(Self {
-            api: Api::all(client(Some(kubeconfig)).await?),
+    /// Creates the watch.
+    pub(super) fn new(client: Client, direct: Vec<Ipv4Net>, metrics: NodeMetrics) -> Self {
+        Self {
+            api: Api::all(client),
             cache: ObjectCache::new("Nodes").at_most(MAX_NODES),
             direct,
             known: watch::Sender::default(),
             metrics,
             problems: Vec::new(),
-        })
+        }
     }
 
     /// Returns a receiver for the current and all later translations.

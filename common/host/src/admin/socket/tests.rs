@@ -11,6 +11,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::super::{Reply, Routes, bind, serve};
 use super::*;
+use crate::reload::Latest;
 use crate::tls::{Identity, TlsOptions, TrustBundle, client_config, server_config};
 
 fn routes() -> Routes {
@@ -108,7 +109,7 @@ async fn only_clients_with_a_certificate_of_the_ca_are_served() {
     let listener = bind("127.0.0.1", 0, "--admin-port").await.unwrap();
     let address = listener.local_addr().unwrap();
     let stop = CancellationToken::new();
-    let socket = AdminSocket::Tls(listener, TlsAcceptor::from(config.unwrap()));
+    let socket = AdminSocket::Tls(listener, Latest::fixed(config.unwrap()));
     let task = tokio::spawn(serve(socket, routes(), stop.clone()));
     for (who, lets_in) in [(Some(&ours), true), (Some(&foreign), false), (None, false)] {
         let who = who.map(identity);

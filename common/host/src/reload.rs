@@ -1,0 +1,265 @@
+//! Reload of files while the program runs: certificates, keys, CA bundles, kubeconfigs.
+//!
+//! A [`Reloader`] checks all file sets of a program every [`CHECK_EVERY`]. The files of a set are loaded together,
+//! so that users never see a half of a change. If the changed files cannot be loaded, the last good content stays
+//! in use. Users keep a [`Latest`] and call [`Latest::get`] for each new connection; open connections continue.
+
+mod metrics;
+
+use std::fmt::Display;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use time::OffsetDateTime;
+use tokio::sync::watch;
+use tokio::time::{MissedTickBehavior, interval};
+use tokio_util::sync::CancellationToken;
+use tracing::{info, warn};
+
+use self::metrics::{FileMetrics, Outcome};
+use crate::file_follower::{self, FileFollower, ReadError};
+use crate::telemetry::log_once::LogOnce;
+use crate::telemetry::metrics::{LabelSet, Registry};
+
+/// Interval of the checks. A change is in use after the second check that reads the same content. Kubernetes takes
+/// up to two minutes to deliver a changed Secret, so a shorter interval gains nothing. A check of unchanged files
+/// costs one system call per file.
+pub const CHECK_EVERY: Duration = Duration::from_secs(1);
+
+/// Largest file, in bytes. The system's whole CA bundle is about 220 KiB long.
+pub const MAX_BYTES: u64 = 4 << 20;
+
+/// The files of one set, and the conversion of their contents into a value.
+pub trait FileSet: Send + 'static {
+    /// Type of the value.
+    type Value: Clone + Send + Sync + 'static;
+    /// Reason why files cannot be loaded; the text names the file and the remedy.
+    type Error: Display;
+
+    /// Returns the files.
+    fn paths(&self) -> Vec<PathBuf>;
+
+    /// Returns further files of the set, named by the content of the first file.
+    fn references(&self, _first: &[u8]) -> Vec<PathBuf> {
+        Vec::new()
+    }
+
+    /// Converts the reason why a file cannot be read.
+    fn unreadable(&self, error: ReadError) -> Self::Error;
+
+    /// Converts the contents of all files, in the order of [`FileSet::paths`] and [`FileSet::references`].
+    ///
+    /// # Errors
+    /// Fails if the files cannot be used.
+    fn load(&mut self, contents: &[Vec<u8>]) -> Result<Loaded<Self::Value>, Self::Error>;
+}
+
+/// A loaded value, and the times at which its certificates expire.
+#[derive(Clone, Copy, Debug)]
+pub struct Loaded<T> {
+    /// The value.
+    pub value: T,
+    /// Expiry of the certificates.
+    pub expiry: Expiry,
+}
+
+/// Times at which the first certificate of a kind expires, in Unix seconds; `None` without certificates.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Expiry {
+    /// The program's own certificate, with its chain.
+    pub own: Option<i64>,
+    /// The CAs that peers are verified with.
+    pub ca: Option<i64>,
+}
+
+/// The latest value of a file set.
+#[derive(Clone, Debug)]
+pub struct Latest<T>(watch::Receiver<T>);
+
+/// All file sets of a program; `F` names the sets in metrics and logs.
+pub struct Reloader<F> {
+    metrics: Arc<FileMetrics<F>>,
+    sets: Vec<Followed<F>>,
+}
+
+/// A file set, its state, and the conversion that publishes the value.
+struct Followed<F> {
+    files: F,
+    /// The files of the set without references.
+    base: Vec<PathBuf>,
+    follower: FileFollower,
+    failures: LogOnce,
+    expiry: Expiry,
+    reload: Box<Reload>,
+}
+
+type Reload = dyn FnMut(&mut FileFollower) -> Result<Expiry, String> + Send;
+
+// === impl Latest ===
+
+impl<T: Clone> Latest<T> {
+    /// Creates a value that never changes.
+    pub fn fixed(value: T) -> Self {
+        Self(watch::Sender::new(value).subscribe())
+    }
+
+    /// Returns the value.
+    pub fn get(&self) -> T {
+        self.0.borrow().clone()
+    }
+
+    /// Waits for the next change and returns the new value; `None` if there will be no change.
+    pub async fn changed(&mut self) -> Option<T> {
+        self.0.changed().await.ok()?;
+        Some(self.0.borrow_and_update().clone())
+    }
+}
+
+// === impl Reloader ===
+
+impl<F: LabelSet + Send + Sync + 'static> Reloader<F> {
+    /// Creates a reloader without files. Its metrics are part of `registry`.
+    pub fn new(registry: &Arc<Registry>) -> Self {
+        Self {
+            metrics: Arc::new(FileMetrics::new(registry)),
+            sets: Vec::new(),
+        }
+    }
+
+    /// Loads files for the first time, and follows the files once [`Reloader::run`] runs.
+    ///
+    /// # Errors
+    /// Fails if the files cannot be loaded.
+    pub fn follow<S: FileSet>(
+        &mut self,
+        files: F,
+        mut set: S,
+    ) -> Result<Latest<S::Value>, S::Error> {
+        let base = set.paths();
+        let mut follower = FileFollower::unit(base.clone(), MAX_BYTES);
+        let read = follower.read_now().map(drop);
+        let read = read.and_then(|()| add_references(&mut follower, &set));
+        read.map_err(|error| set.unreadable(error))?;
+        let loaded = set.load(follower.contents())?;
+        self.metrics.start(files, loaded.expiry);
+        let (sender, receiver) = watch::channel(loaded.value);
+        let reload = move |follower: &mut FileFollower| {
+            let read = add_references(follower, &set);
+            read.map_err(|error| error.to_string())?;
+            let loaded = set.load(follower.contents());
+            let loaded = loaded.map_err(|error| format!("{error:#}"))?;
+            sender.send_replace(loaded.value);
+            Ok(loaded.expiry)
+        };
+        self.sets.push(Followed {
+            files,
+            base,
+            follower,
+            failures: LogOnce::default(),
+            expiry: loaded.expiry,
+            reload: Box::new(reload),
+        });
+        Ok(Latest(receiver))
+    }
+
+    /// Checks all files every [`CHECK_EVERY`] until the token fires.
+    pub async fn run(mut self, shutdown: CancellationToken) {
+        let mut tick = interval(CHECK_EVERY);
+        tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        while shutdown.run_until_cancelled(tick.tick()).await.is_some() {
+            self.check();
+        }
+    }
+
+    /// Checks all files once.
+    pub fn check(&mut self) {
+        for set in &mut self.sets {
+            set.check(&self.metrics);
+        }
+    }
+}
+
+/// Adds the referenced files to the follower of a set, and reads all files, if the references have changed.
+fn add_references<S: FileSet>(follower: &mut FileFollower, set: &S) -> Result<(), ReadError> {
+    let first = follower.contents().first();
+    let references = first.map(|first| set.references(first));
+    let mut paths = set.paths();
+    paths.extend(references.unwrap_or_default());
+    if paths != follower.paths() {
+        *follower = FileFollower::unit(paths, MAX_BYTES);
+        follower.read_now()?;
+    }
+    Ok(())
+}
+
+// === impl Followed ===
+
+impl<F: LabelSet> Followed<F> {
+    fn check(&mut self, metrics: &FileMetrics<F>) {
+        match self.follower.check() {
+            file_follower::Outcome::Same => {
+                if self.follower.is_current() && self.failures.has_recovered() {
+                    metrics.in_use(self.files, true);
+                    info!(
+                        files = name(self.files),
+                        "the files can be read again and are unchanged"
+                    );
+                }
+            }
+            file_follower::Outcome::Changed => match (self.reload)(&mut self.follower) {
+                Ok(expiry) => self.succeed(expiry, metrics),
+                Err(why) => {
+                    self.follower.retry();
+                    self.fail(&why, metrics);
+                }
+            },
+            file_follower::Outcome::Unreadable { why, .. } => {
+                self.fail(&why, metrics);
+                // A missing reference must not hide a change of the first file, which may drop the reference.
+                if self.follower.paths() != self.base {
+                    self.follower = FileFollower::unit(self.base.clone(), MAX_BYTES);
+                }
+            }
+        }
+    }
+
+    fn succeed(&mut self, expiry: Expiry, metrics: &FileMetrics<F>) {
+        self.failures.has_recovered();
+        metrics.expires(self.files, self.expiry, expiry);
+        self.expiry = expiry;
+        metrics.count(self.files, Outcome::Ok);
+        metrics.in_use(self.files, true);
+        info!(
+            files = name(self.files),
+            certificate_expires = expiry.own.map(instant),
+            ca_expires = expiry.ca.map(instant),
+            "files reloaded; new connections use them"
+        );
+    }
+
+    fn fail(&mut self, why: &str, metrics: &FileMetrics<F>) {
+        metrics.in_use(self.files, false);
+        if self.failures.is_new(why) {
+            warn!(
+                files = name(self.files),
+                "cannot reload files: {why}; the last good content stays in use until the files can be used"
+            );
+            metrics.count(self.files, Outcome::Failed);
+        }
+    }
+}
+
+/// Returns the text of a label with a single value.
+fn name<F: LabelSet>(files: F) -> &'static str {
+    let labels = files.labels();
+    labels.first().map_or("", |(_, value)| *value)
+}
+
+fn instant(seconds: i64) -> String {
+    OffsetDateTime::from_unix_timestamp(seconds)
+        .map_or_else(|_| format!("{seconds} s"), |time| time.to_string())
+}
+
+#[cfg(test)]
+mod tests;

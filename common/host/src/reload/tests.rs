@@ -1,0 +1,214 @@
+#![allow(clippy::unwrap_used)]
+
+use std::path::Path;
+
+use super::*;
+
+label_values! {
+    enum Set("files") {
+        Numbers = "numbers",
+    }
+}
+
+use crate::label_values;
+
+/// A set whose files contain numbers. The value is the sum; a certificate "expires" at the first number. Further
+/// lines of the first file name further files.
+struct Numbers {
+    files: Vec<PathBuf>,
+}
+
+impl FileSet for Numbers {
+    type Value = i64;
+    type Error = String;
+
+    fn paths(&self) -> Vec<PathBuf> {
+        self.files.clone()
+    }
+
+    fn references(&self, first: &[u8]) -> Vec<PathBuf> {
+        let text = String::from_utf8_lossy(first);
+        text.lines().skip(1).map(PathBuf::from).collect()
+    }
+
+    fn unreadable(&self, error: ReadError) -> String {
+        format!("unreadable: {error}")
+    }
+
+    fn load(&mut self, contents: &[Vec<u8>]) -> Result<Loaded<i64>, String> {
+        let number = |text: &Vec<u8>| {
+            let text = String::from_utf8_lossy(text);
+            let line = text.lines().next().unwrap_or_default();
+            line.parse::<i64>()
+                .map_err(|error| format!("{line:?}: {error}"))
+        };
+        let numbers: Vec<i64> = contents.iter().map(number).collect::<Result<_, _>>()?;
+        let own = numbers.first().copied().filter(|number| *number != 0);
+        Ok(Loaded {
+            value: numbers.iter().sum(),
+            expiry: Expiry { own, ca: None },
+        })
+    }
+}
+
+struct Lab {
+    dir: tempfile::TempDir,
+    registry: Arc<Registry>,
+    reloader: Reloader<Set>,
+}
+
+impl Lab {
+    fn new() -> Self {
+        let registry = Registry::new(&[]).unwrap();
+        Self {
+            dir: tempfile::tempdir().unwrap(),
+            reloader: Reloader::new(&registry),
+            registry,
+        }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    fn write(&self, name: &str, text: &str) -> PathBuf {
+        let path = self.path(name);
+        std::fs::write(&path, text).unwrap();
+        path
+    }
+
+    fn follow(&mut self, files: &[&Path]) -> Latest<i64> {
+        let files = files.iter().map(|path| (*path).to_owned()).collect();
+        self.reloader
+            .follow(Set::Numbers, Numbers { files })
+            .unwrap()
+    }
+
+    fn check(&mut self, times: usize) {
+        for _ in 0..times {
+            self.reloader.check();
+        }
+    }
+
+    /// Checks the series: changes in use and failed, and the gauge of the last reload.
+    fn shows(&self, ok: u32, failed: u32, is_in_use: u32) {
+        let page = self.registry.render();
+        for line in [
+            format!("culvert_reloads_total{{files=\"numbers\",result=\"ok\"}} {ok}"),
+            format!("culvert_reloads_total{{files=\"numbers\",result=\"failed\"}} {failed}"),
+            format!("culvert_last_reload_successful{{files=\"numbers\"}} {is_in_use}"),
+        ] {
+            assert!(page.lines().any(|shown| shown == line), "{line} in {page}");
+        }
+    }
+
+    fn shows_expiry(&self, value: &str) {
+        let name = "culvert_certificate_expiry_seconds{files=\"numbers\",certificate=\"own\"}";
+        let page = self.registry.render();
+        let line = format!("{name} {value}");
+        assert!(page.lines().any(|shown| shown == line), "{line} in {page}");
+    }
+}
+
+#[test]
+fn first_load_fails_with_the_error_of_the_set() {
+    let mut lab = Lab::new();
+    let files = vec![lab.path("missing")];
+    let error = lab.reloader.follow(Set::Numbers, Numbers { files }).err();
+    assert!(error.unwrap().starts_with("unreadable: cannot read "));
+    let files = vec![lab.write("text", "x")];
+    let error = lab.reloader.follow(Set::Numbers, Numbers { files }).err();
+    assert!(error.unwrap().starts_with("\"x\": "));
+}
+
+#[test]
+fn change_is_in_use_once_all_files_are_stable() {
+    let mut lab = Lab::new();
+    let (one, two) = (lab.write("one", "1"), lab.write("two", "2"));
+    let latest = lab.follow(&[&one, &two]);
+    assert_eq!(latest.get(), 3);
+    lab.shows(0, 0, 1);
+    lab.shows_expiry("1");
+    lab.check(3);
+    lab.shows(0, 0, 1);
+    lab.write("one", "10");
+    lab.check(1);
+    lab.write("two", "20");
+    lab.check(1);
+    assert_eq!(latest.get(), 3);
+    lab.check(1);
+    assert_eq!(latest.get(), 30);
+    lab.shows(1, 0, 1);
+    lab.shows_expiry("10");
+    // The certificate is gone.
+    lab.write("one", "0");
+    lab.check(2);
+    assert_eq!(latest.get(), 20);
+    lab.shows_expiry("NaN");
+}
+
+#[test]
+fn unusable_content_leaves_the_last_value_and_counts_once_per_reason() {
+    let mut lab = Lab::new();
+    let one = lab.write("one", "1");
+    let latest = lab.follow(&[&one]);
+    for (text, failed) in [("x", 1), ("y", 2)] {
+        lab.write("one", text);
+        lab.check(6);
+        lab.shows(0, failed, 0);
+        assert_eq!(latest.get(), 1);
+    }
+    std::fs::remove_file(&one).unwrap();
+    lab.check(3);
+    lab.shows(0, 3, 0);
+    lab.write("one", "2");
+    lab.check(2);
+    lab.shows(1, 3, 1);
+    assert_eq!(latest.get(), 2);
+    // A file that was missing for a while is no change.
+    std::fs::remove_file(&one).unwrap();
+    lab.check(1);
+    lab.shows(1, 4, 0);
+    lab.write("one", "2");
+    lab.check(2);
+    lab.shows(1, 4, 1);
+}
+
+#[test]
+fn references_of_the_first_file_are_followed() {
+    let mut lab = Lab::new();
+    let (a, b) = (lab.write("a", "10"), lab.write("b", "20"));
+    let one = lab.write("one", &format!("1\n{}\n", a.display()));
+    let latest = lab.follow(&[&one]);
+    assert_eq!(latest.get(), 11);
+    lab.write("a", "11");
+    lab.check(2);
+    assert_eq!(latest.get(), 12);
+    lab.write("one", &format!("1\n{}\n", b.display()));
+    lab.check(2);
+    assert_eq!(latest.get(), 21);
+    // A missing reference does not hide a change that drops the reference.
+    lab.write("one", &format!("2\n{}\n", lab.path("missing").display()));
+    lab.check(6);
+    lab.shows(2, 1, 0);
+    assert_eq!(latest.get(), 21);
+    lab.write("one", "3\n");
+    lab.check(3);
+    lab.shows(3, 1, 1);
+    assert_eq!(latest.get(), 3);
+}
+
+#[tokio::test(start_paused = true)]
+async fn running_reloader_publishes_changes_until_the_shutdown() {
+    let mut lab = Lab::new();
+    let one = lab.write("one", "1");
+    let mut latest = lab.follow(&[&one]);
+    let stop = CancellationToken::new();
+    let task = tokio::spawn(lab.reloader.run(stop.clone()));
+    std::fs::write(&one, "2").unwrap();
+    assert_eq!(latest.changed().await, Some(2));
+    stop.cancel();
+    task.await.unwrap();
+    assert_eq!(latest.changed().await, None);
+    assert_eq!(latest.get(), 2);
+}

@@ -1,0 +1,24 @@
+//! Times at which certificates expire.
+
+use rustls_pki_types::CertificateDer;
+use rustls_pki_types::pem::PemObject as _;
+use x509_parser::prelude::{FromDer, X509Certificate};
+
+/// Returns the time at which the first of the certificates expires, in Unix seconds. Certificates that cannot be
+/// parsed are skipped. Returns `None` if no certificate is left.
+pub fn earliest_expiry<'a>(certificates: impl IntoIterator<Item = &'a [u8]>) -> Option<i64> {
+    let parsed = certificates
+        .into_iter()
+        .filter_map(|der| X509Certificate::from_der(der).ok());
+    parsed
+        .map(|(_, certificate)| certificate.validity().not_after.timestamp())
+        .min()
+}
+
+/// Returns the time at which the first certificate of a PEM file expires; see [`earliest_expiry`].
+pub fn earliest_expiry_in_pem(text: &[u8]) -> Option<i64> {
+    let found: Vec<_> = CertificateDer::pem_slice_iter(text)
+        .filter_map(Result::ok)
+        .collect();
+    earliest_expiry(found.iter().map(AsRef::as_ref))
+}

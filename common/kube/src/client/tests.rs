@@ -1,0 +1,211 @@
+#![allow(clippy::unwrap_used)]
+
+use std::sync::Arc;
+
+use culvert_host::telemetry::metrics::Registry;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpListener;
+
+use super::*;
+
+const SECRET: &str = "c2VjcmV0LXNlY3JldC1zZWNyZXQ";
+
+culvert_host::label_values! {
+    enum Files("files") {
+        Kubeconfig = "kubeconfig",
+    }
+}
+
+/// Returns a client of a kubeconfig that does not change.
+pub(crate) async fn client_of(kubeconfig: &Path) -> Client {
+    let (mut reloader, _) = reloader();
+    let client = client(Some(kubeconfig), &mut reloader, Files::Kubeconfig).await;
+    client.unwrap()
+}
+
+fn reloader() -> (Reloader<Files>, Arc<Registry>) {
+    let registry = Registry::new(&[]).unwrap();
+    (Reloader::new(&registry), registry)
+}
+
+/// Returns a kubeconfig with the fields of a cluster and a user.
+fn kubeconfig(cluster: &str, user: &str) -> String {
+    format!(
+        "apiVersion: v1\nkind: Config\nclusters:\n- name: c\n  cluster: {cluster}\nusers:\n- name: u\n  user: {user}\n\
+         contexts:\n- name: x\n  context:\n    cluster: c\n    user: u\ncurrent-context: x\n"
+    )
+}
+
+/// Starts an API that answers each request with the request's `Authorization` header. Returns the URL.
+async fn echo_api() -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let url = format!("http://{}", listener.local_addr().unwrap());
+    tokio::spawn(async move {
+        loop {
+            let (mut stream, _) = listener.accept().await.unwrap();
+            tokio::spawn(async move {
+                let mut request = Vec::new();
+                while !request.ends_with(b"\r\n\r\n") {
+                    request.push(stream.read_u8().await?);
+                }
+                let request = String::from_utf8(request).unwrap();
+                let header = |line: &str| line.strip_prefix("authorization: ").map(str::to_owned);
+                let token = request.lines().find_map(header).unwrap_or_default();
+                let head = format!(
+                    "HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: {}",
+                    token.len()
+                );
+                let answer = format!("{head}\r\n\r\n{token}");
+                stream.write_all(answer.as_bytes()).await
+            });
+        }
+    });
+    url
+}
+
+async fn ask(client: &Client) -> String {
+    let request = Request::get("/x").body(Vec::new()).unwrap();
+    client.request_text(request).await.unwrap()
+}
+
+#[tokio::test]
+async fn error_about_a_kubeconfig_does_not_show_its_secrets() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("kubeconfig");
+    let head = "apiVersion: v1\nkind: Config\nusers:\n- name: u\n  user:\n";
+    let rest = "clusters:\n- name: c\n  cluster:\n    server: https://127.0.0.1:1\ncontexts:\n- name: x\n  \
+        context:\n    cluster: c\n    user: u\ncurrent-context: x\n";
+    for user in [
+        format!("    token: {SECRET}\n   bad indentation"),
+        format!("    token: [{SECRET}]"),
+        format!("    token: \"{SECRET}"),
+        format!("    client-certificate-data: {SECRET}\n    client-key-data: {SECRET}"),
+        format!("    client-certificate-data: -{SECRET}\n    client-key-data: -{SECRET}"),
+    ] {
+        std::fs::write(&path, format!("{head}{user}\n{rest}")).unwrap();
+        let (mut reloader, _) = reloader();
+        let error = client(Some(&path), &mut reloader, Files::Kubeconfig).await;
+        let error = error.err().map(|error| format!("{error:#}")).unwrap();
+        assert!(
+            error.contains("kubeconfig") || error.contains("account"),
+            "{error}"
+        );
+        assert!(!error.contains(&SECRET[..8]), "{error}");
+    }
+}
+
+#[tokio::test]
+async fn next_request_after_a_change_uses_the_new_kubeconfig() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("kubeconfig");
+    let (api, other) = (echo_api().await, echo_api().await);
+    let write = |server: &str, token: &str| {
+        let text = kubeconfig(
+            &format!("{{server: {server}}}"),
+            &format!("{{token: {token}}}"),
+        );
+        std::fs::write(&path, text).unwrap();
+    };
+    write(&api, "one");
+    let (mut reloader, registry) = reloader();
+    let client = client(Some(&path), &mut reloader, Files::Kubeconfig)
+        .await
+        .unwrap();
+    assert_eq!(ask(&client).await, "Bearer one");
+    write(&other, "two");
+    reloader.check();
+    assert_eq!(ask(&client).await, "Bearer one");
+    reloader.check();
+    assert_eq!(ask(&client).await, "Bearer two");
+    // A kubeconfig that cannot be used leaves the account as it was.
+    for bad in ["clusters: [", "{}", ""] {
+        std::fs::write(&path, bad).unwrap();
+        reloader.check();
+        reloader.check();
+        assert_eq!(ask(&client).await, "Bearer two", "{bad:?}");
+        let page = registry.render();
+        assert!(page.contains("culvert_last_reload_successful{files=\"kubeconfig\"} 0"));
+    }
+    std::fs::remove_file(&path).unwrap();
+    reloader.check();
+    write(&api, "three");
+    reloader.check();
+    reloader.check();
+    assert_eq!(ask(&client).await, "Bearer three");
+    let page = registry.render();
+    assert!(page.contains("culvert_last_reload_successful{files=\"kubeconfig\"} 1"));
+    assert!(page.contains("culvert_reloads_total{files=\"kubeconfig\",result=\"ok\"} 2"));
+}
+
+#[tokio::test]
+async fn files_that_the_kubeconfig_names_are_followed() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("kubeconfig");
+    let api = echo_api().await;
+    let with_ca = |ca: &str, token: &str| {
+        let cluster = format!("{{server: {api}, certificate-authority: {ca}}}");
+        std::fs::write(&path, kubeconfig(&cluster, &format!("{{token: {token}}}"))).unwrap();
+    };
+    let (mut reloader, registry) = reloader();
+    let failed = "culvert_reloads_total{files=\"kubeconfig\",result=\"failed\"}";
+    with_ca("ca.crt", "one");
+    std::fs::write(dir.path().join("ca.crt"), "").unwrap();
+    let client = client(Some(&path), &mut reloader, Files::Kubeconfig)
+        .await
+        .unwrap();
+    // The bundle is malformed for a while.
+    std::fs::write(
+        dir.path().join("ca.crt"),
+        "-----BEGIN CERTIFICATE-----\n!\n-----END CERTIFICATE-----\n",
+    )
+    .unwrap();
+    for _ in 0..4 {
+        reloader.check();
+    }
+    assert!(registry.render().contains(&format!("{failed} 1")));
+    // A missing file does not hide a change of the kubeconfig.
+    with_ca("missing.crt", "two");
+    for _ in 0..4 {
+        reloader.check();
+    }
+    assert!(registry.render().contains(&format!("{failed} 2")));
+    assert_eq!(ask(&client).await, "Bearer one");
+    std::fs::remove_file(dir.path().join("ca.crt")).unwrap();
+    std::fs::write(dir.path().join("other.crt"), "").unwrap();
+    with_ca("other.crt", "three");
+    for _ in 0..4 {
+        reloader.check();
+    }
+    assert_eq!(ask(&client).await, "Bearer three");
+}
+
+#[tokio::test]
+async fn watch_does_not_continue_a_list_of_another_api() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("kubeconfig");
+    let (api, other) = (echo_api().await, echo_api().await);
+    let write = |server: &str| {
+        let text = kubeconfig(&format!("{{server: {server}}}"), "{token: one}");
+        std::fs::write(&path, text).unwrap();
+    };
+    write(&api);
+    let (mut reloader, _) = reloader();
+    let client = client(Some(&path), &mut reloader, Files::Kubeconfig).await;
+    let client = client.unwrap();
+    let get = async |uri: &str| {
+        let request = Request::get(uri).body(Vec::new()).unwrap();
+        client.request_text(request).await
+    };
+    let watch = "/x?limit=1&watch=true&resourceVersion=7";
+    assert!(get(watch).await.is_ok());
+    assert!(get("/x?limit=1").await.is_ok() && get(watch).await.is_ok());
+    write(&other);
+    reloader.check();
+    reloader.check();
+    let error = get(watch).await.unwrap_err();
+    assert!(
+        matches!(&error, kube::Error::Api(status) if status.code == 410),
+        "{error}"
+    );
+    assert!(get("/x").await.is_ok() && get(watch).await.is_ok());
+}
