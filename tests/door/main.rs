@@ -21,6 +21,7 @@ mod node;
 mod node_ports;
 mod origins;
 mod peers;
+mod rotation;
 mod silence;
 mod sni;
 mod tokens;

@@ -257,6 +257,7 @@ async fn panic_in_a_long_lived_task_ends_the_process() {
         "node port",
         "stats",
         "metrics",
+        "reload",
         "server names",
         "CONNECT",
     ];

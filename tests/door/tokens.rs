@@ -3,7 +3,9 @@
 
 use std::net::SocketAddr;
 use std::path::Path;
+use std::sync::Arc;
 
+use culvert_host::tls::{Identity, TlsOptions, TrustBundle, server_config};
 use culvert_kit::check;
 use culvert_kit::client::{self, FrontEnd};
 use culvert_kit::pki::Pki;
@@ -14,9 +16,11 @@ use culvert_tests::interop::Interop;
 use culvert_tests::kube_api::{Fault, KubeApi, TokenStatus};
 use culvert_tests::metrics::{http_get, scrape};
 use culvert_tests::ports::Ports;
+use culvert_tests::rotation::{Reloads, install, install_pair, read, uses};
 use culvert_tests::{Program, eventually};
 use hyper::client::conn::http2;
 use hyper_util::rt::{TokioExecutor, TokioIo};
+use rustls::ServerConfig;
 use tempfile::TempDir;
 use tokio::net::TcpStream;
 use tokio::task::JoinSet;
@@ -527,4 +531,64 @@ async fn agent_ids_are_the_pods_of_tokens_if_the_server_requires_it() {
     let agent = cluster.agent(Path::new("culvert-agent"), "unbound");
     agent.wait_for_log(text, LIMIT).await;
     cluster.ready_agents(2.0).await;
+}
+
+/// Returns the TLS configuration of an API that requires client certificates of its own CA.
+fn api_tls(pki: &Pki) -> Arc<ServerConfig> {
+    let identity = Identity::load(&pki.server.cert, &pki.server.key).unwrap();
+    let trust = TrustBundle::load(&pki.ca).unwrap();
+    server_config(&identity, Some(&trust), &[], &TlsOptions::default()).unwrap()
+}
+
+#[tokio::test]
+async fn token_reviews_use_the_latest_kubeconfig_and_the_files_that_it_names() {
+    let cluster = Cluster::ours().await;
+    for token in ["first", "second", "third", "fourth"] {
+        cluster.api.token(token, TokenStatus::user(USER));
+    }
+    let review = async |token: &str| {
+        let value = format!("Bearer {token}");
+        cluster.caller().await.call(&[&value]).await.unwrap();
+        let requests = cluster.api.requests().into_iter().rev();
+        let mut reviews = requests.filter(|request| request.path.contains("tokenreviews"));
+        reviews.next().unwrap().authorization
+    };
+    let sets = [(cluster.health, "kubeconfig")];
+    let kubeconfig = cluster.dir.path().join("kubeconfig");
+    let account = format!("Bearer {}", culvert_tests::kube_api::TOKEN);
+    assert_eq!(review("first").await, Some(account));
+
+    let reloads = Reloads::before(&sets).await;
+    let text = String::from_utf8(read(&kubeconfig)).unwrap();
+    let text = text.replace(culvert_tests::kube_api::TOKEN, "renewed");
+    install(text.as_bytes(), &kubeconfig);
+    reloads.happen().await;
+    assert_eq!(review("second").await.as_deref(), Some("Bearer renewed"));
+
+    // The API starts to use TLS with client certificates, in files that the kubeconfig names.
+    let files = cluster.dir.path().join("account");
+    std::fs::create_dir(&files).unwrap();
+    let old = Pki::create(&files).unwrap();
+    cluster.api.use_tls(api_tls(&old));
+    let text = format!(
+        "{{current-context: c, contexts: [{{name: c, context: {{cluster: c, user: u}}}}], clusters: [{{name: c, \
+         cluster: {{server: '{}', certificate-authority: account/ca.crt}}}}], users: [{{name: u, user: \
+         {{client-certificate: account/client.crt, client-key: account/client.key}}}}]}}",
+        cluster.api.url()
+    );
+    install(text.as_bytes(), &kubeconfig);
+    let client = Some(old.client.cert.as_path());
+    uses(cluster.health, "kubeconfig", client, Some(&old.ca)).await;
+    assert_eq!(review("third").await, None);
+
+    // The CA and the certificates of both sides rotate; the kubeconfig stays as it is.
+    let later = cluster.dir.path().join("later");
+    std::fs::create_dir(&later).unwrap();
+    let new = Pki::create_valid_for(&later, 60).unwrap();
+    cluster.api.use_tls(api_tls(&new));
+    install_pair(&new.client, &old.client);
+    install(&read(&new.ca), &old.ca);
+    let client = Some(new.client.cert.as_path());
+    uses(cluster.health, "kubeconfig", client, Some(&new.ca)).await;
+    assert_eq!(review("fourth").await, None);
 }

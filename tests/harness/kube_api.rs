@@ -1,7 +1,7 @@
 //! A Kubernetes API in memory, for programs that list, watch and write objects with `kube` or client-go.
 //!
-//! The API serves plain HTTP/1.1 on a port of 127.0.0.1, inside the test's own process. The test adds
-//! objects, inspects the requests and writes of the program under test, and injects faults at any time.
+//! The API serves HTTP/1.1 on a port of 127.0.0.1, inside the test's own process, in plain text or over TLS. The
+//! test adds objects, inspects the requests and writes of the program under test, and injects faults at any time.
 //!
 //! | module | contents |
 //! |---|---|
@@ -35,6 +35,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use parking_lot::Mutex;
+use rustls::ServerConfig;
 use serde_json::Value;
 use tokio::net::TcpListener;
 use tokio_util::sync::{CancellationToken, DropGuard};
@@ -79,6 +80,8 @@ struct State {
     tokens: HashMap<String, TokenStatus>,
     reviews: VecDeque<Review>,
     requests: VecDeque<Recorded>,
+    /// TLS configuration of new connections; `None` means plain text.
+    tls: Option<Arc<ServerConfig>>,
     /// Cancelled to close all connections that are open now.
     cut: CancellationToken,
 }
@@ -101,6 +104,7 @@ impl KubeApi {
             tokens: HashMap::new(),
             reviews: VecDeque::new(),
             requests: VecDeque::new(),
+            tls: None,
             cut: stop.child_token(),
         }));
         let accepting = serve::accept(listener, Arc::clone(&state));
@@ -120,7 +124,17 @@ impl KubeApi {
 
     /// Returns the base URL, without a slash at the end.
     pub fn url(&self) -> String {
-        format!("http://{}", self.addr)
+        let scheme = match self.state.lock().tls {
+            Some(_) => "https",
+            None => "http",
+        };
+        format!("{scheme}://{}", self.addr)
+    }
+
+    /// Uses TLS with this configuration for all connections from now on, and closes the open connections.
+    pub fn use_tls(&self, config: Arc<ServerConfig>) {
+        self.state.lock().tls = Some(config);
+        self.cut();
     }
 
     /// Writes the file `kubeconfig` into `dir`, with this API and a user with the bearer token [`TOKEN`].

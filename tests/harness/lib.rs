@@ -15,6 +15,7 @@
 //! | [`envoy`], [`haproxy`] | front doors of other projects |
 //! | [`openvpn`] | stock OpenVPN, its certificates, and the networks that it connects |
 //! | [`hello`] | the first message of a TLS client |
+//! | [`rotation`] | files that change while a program runs |
 //! | [`kube_api`] | a Kubernetes API under the control of a test |
 //!
 //! The harness reports failures by panicking, with a text that has the expected and the observed state.
@@ -33,6 +34,7 @@ pub mod openvpn;
 pub mod ports;
 pub mod process;
 pub mod rolling;
+pub mod rotation;
 pub mod topology;
 pub mod wait;
 

@@ -29,6 +29,7 @@ mod native_lives;
 mod nodes;
 mod readiness;
 mod rolling;
+mod rotation;
 mod searching;
 mod secrets;
 mod shared_ids;

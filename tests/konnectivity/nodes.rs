@@ -364,7 +364,7 @@ async fn panic_in_a_long_lived_task_ends_the_process() {
     let Tunnel { server, agent, .. } = tunnel;
     server.kill();
     agent.kill();
-    let of_both = ["metrics", "health", "admin"];
+    let of_both = ["metrics", "health", "admin", "reload"];
     let own = [
         "front end",
         "agents",

@@ -176,7 +176,11 @@ pub(crate) struct Innocent(BoxedStream);
 impl Innocent {
     /// Opens a connection to the raw service.
     pub(crate) async fn open(topology: &Topology, raw: std::net::SocketAddr) -> Self {
-        let mut stream = open(topology, &raw.to_string()).await;
+        Self::over(open(topology, &raw.to_string()).await).await
+    }
+
+    /// Starts the echo on a connection to the raw service.
+    pub(crate) async fn over(mut stream: BoxedStream) -> Self {
         stream.write_all(b"echo\n").await.unwrap();
         let mut innocent = Self(stream);
         innocent.still_echoes("at the start").await;

@@ -116,7 +116,15 @@ impl Pki {
     /// # Errors
     /// Fails if a file cannot be written or already exists.
     pub fn create(dir: &Path) -> Result<Self, PkiError> {
-        let authority = Authority::new("culvert lab CA")?;
+        Self::create_valid_for(dir, VALID_DAYS)
+    }
+
+    /// Does the work of [`Pki::create`], for certificates that are valid for `days` days from now.
+    ///
+    /// # Errors
+    /// Fails like [`Pki::create`].
+    pub fn create_valid_for(dir: &Path, days: i64) -> Result<Self, PkiError> {
+        let authority = Authority::valid_for("culvert lab CA", days)?;
         Ok(Self {
             ca: authority.write(dir, "ca")?,
             server: authority.issue(dir, "server", ExtendedKeyUsagePurpose::ServerAuth)?,
@@ -198,20 +206,29 @@ pub fn load_key(path: &Path) -> Result<PrivateKeyDer<'static>, PkiError> {
 }
 
 /// A signing certificate. The key lives only as long as this value.
-struct Authority(CertifiedIssuer<'static, KeyPair>);
+struct Authority {
+    issuer: CertifiedIssuer<'static, KeyPair>,
+    /// Validity of the certificates, in days.
+    days: i64,
+}
 
 impl Authority {
     fn new(common_name: &str) -> Result<Self, PkiError> {
-        let mut params = parameters(common_name, Vec::new())?;
+        Self::valid_for(common_name, VALID_DAYS)
+    }
+
+    fn valid_for(common_name: &str, days: i64) -> Result<Self, PkiError> {
+        let mut params = parameters(common_name, Vec::new(), days)?;
         params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
         params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
         let key = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256)?;
-        Ok(Self(CertifiedIssuer::self_signed(params, key)?))
+        let issuer = CertifiedIssuer::self_signed(params, key)?;
+        Ok(Self { issuer, days })
     }
 
     /// Writes the authority's own certificate to `stem.crt`.
     fn write(&self, dir: &Path, stem: &str) -> Result<PathBuf, PkiError> {
-        write_new(dir.join(format!("{stem}.crt")), 0o644, &self.0.pem())
+        write_new(dir.join(format!("{stem}.crt")), 0o644, &self.issuer.pem())
     }
 
     /// Signs a leaf certificate for one `purpose`, and writes `stem.crt` and `stem.key`.
@@ -233,12 +250,12 @@ impl Authority {
         purpose: ExtendedKeyUsagePurpose,
     ) -> Result<Pair, PkiError> {
         let names = NAMES.map(String::from).to_vec();
-        let mut params = parameters(common_name, names)?;
+        let mut params = parameters(common_name, names, self.days)?;
         params.use_authority_key_identifier_extension = true;
         params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
         params.extended_key_usages = vec![purpose];
         let key = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256)?;
-        let cert = params.signed_by(&key, &self.0)?;
+        let cert = params.signed_by(&key, &self.issuer)?;
         Ok(Pair {
             cert: write_new(dir.join(format!("{stem}.crt")), 0o644, &cert.pem())?,
             key: write_new(dir.join(format!("{stem}.key")), 0o600, &key.serialize_pem())?,
@@ -247,7 +264,11 @@ impl Authority {
 }
 
 /// Returns the parameters that the authority and the leaves share.
-fn parameters(common_name: &str, names: Vec<String>) -> Result<CertificateParams, PkiError> {
+fn parameters(
+    common_name: &str,
+    names: Vec<String>,
+    days: i64,
+) -> Result<CertificateParams, PkiError> {
     let mut params = CertificateParams::new(names)?;
     params
         .distinguished_name
@@ -255,7 +276,7 @@ fn parameters(common_name: &str, names: Vec<String>) -> Result<CertificateParams
     // Valid from yesterday, for peers with a slow clock.
     let now = OffsetDateTime::now_utc();
     params.not_before = now - Duration::days(1);
-    params.not_after = now + Duration::days(VALID_DAYS);
+    params.not_after = now + Duration::days(days);
     Ok(params)
 }
 

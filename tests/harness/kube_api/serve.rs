@@ -15,7 +15,9 @@ use hyper::service::service_fn;
 use hyper_util::rt::TokioIo;
 use parking_lot::Mutex;
 use serde_json::Value;
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream};
+use tokio_rustls::TlsAcceptor;
 use tokio_util::sync::CancellationToken;
 
 use super::address::Query;
@@ -36,15 +38,31 @@ pub(super) async fn accept(listener: TcpListener, state: Arc<Mutex<State>>) {
         let (stream, _) = accepted.expect("accepting in a Kubernetes API");
         let admitted = state.lock().admit();
         if let Some(cut) = admitted {
-            let connection = converse(stream, Arc::clone(&state));
+            let connection = enter(stream, Arc::clone(&state));
             tokio::spawn(cut.run_until_cancelled_owned(connection));
         }
     }
 }
 
-/// Serves a single connection until its end.
-async fn converse(stream: TcpStream, state: Arc<Mutex<State>>) {
+/// Serves a connection until its end, over TLS if the API uses TLS.
+async fn enter(stream: TcpStream, state: Arc<Mutex<State>>) {
     stream.set_nodelay(true).ok();
+    let tls = state.lock().tls.clone();
+    match tls {
+        Some(config) => {
+            // The client handles a failed handshake.
+            if let Ok(stream) = TlsAcceptor::from(config).accept(stream).await {
+                converse(stream, state).await;
+            }
+        }
+        None => converse(stream, state).await,
+    }
+}
+
+async fn converse<S>(stream: S, state: Arc<Mutex<State>>)
+where
+    S: AsyncRead + AsyncWrite + Unpin + 'static,
+{
     let service = service_fn(move |request| {
         let state = Arc::clone(&state);
         async move { Ok::<_, Infallible>(respond(&state, request).await) }
