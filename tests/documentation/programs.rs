@@ -1,10 +1,15 @@
 //! Checks that docs/compatibility.md has a row for every flag and metric of the programs, and no other rows.
 
 use std::collections::BTreeSet;
+use std::path::PathBuf;
 use std::process::Command;
+use std::sync::Arc;
 use std::time::Duration;
 
 use culvert_agent::metrics::AgentMetrics;
+use culvert_host::file_follower::ReadError;
+use culvert_host::reload::{Expiry, FileSet, Loaded, Reloader};
+use culvert_host::telemetry::metrics::{LabelSet, Registry};
 use culvert_kube::calls::{Call, Verb};
 use culvert_server::backend::openvpn::metrics::{NodeMetrics, OpenvpnMetrics};
 use culvert_server::metrics::{ServerMetrics, Strategy};
@@ -62,11 +67,42 @@ fn compatibility_page_lists_exactly_the_flags_of_every_program() {
     }
 }
 
+/// A set without files, with an expiry.
+struct NoFiles;
+
+impl FileSet for NoFiles {
+    type Value = ();
+    type Error = ReadError;
+
+    fn paths(&self) -> Vec<PathBuf> {
+        Vec::new()
+    }
+
+    fn unreadable(&self, error: ReadError) -> ReadError {
+        error
+    }
+
+    fn load(&mut self, _contents: &[Vec<u8>]) -> Result<Loaded<()>, ReadError> {
+        let expiry = Expiry {
+            own: Some(0),
+            ca: Some(0),
+        };
+        Ok(Loaded { value: (), expiry })
+    }
+}
+
+/// Registers the series of a followed file set.
+fn follow<F: LabelSet + Send + Sync + 'static>(registry: &Arc<Registry>, files: F) {
+    Reloader::new(registry).follow(files, NoFiles).unwrap();
+}
+
 #[test]
 fn compatibility_page_lists_exactly_the_metrics_of_front_door_and_node_tunnel() {
     use culvert_door::metrics::ProxyMetrics;
     use culvert_door::table::Table;
-    let proxy = ProxyMetrics::new().unwrap().render(&Table::new(1));
+    let proxy = ProxyMetrics::new().unwrap();
+    follow(proxy.registry(), culvert_door::files::Files::Tunneling);
+    let proxy = proxy.render(&Table::new(1));
     let tunnel = culvert_node_tunnel::metrics::TunnelMetrics::new().unwrap();
     let pages = proxy + &tunnel.registry().render();
     let families = pages
@@ -97,6 +133,7 @@ fn compatibility_page_lists_exactly_the_metrics_of_server_and_agent() {
     server.lease_deletions().count(&call);
     let _openvpn = OpenvpnMetrics::new(server.registry());
     let _nodes = NodeMetrics::new(server.registry());
+    follow(server.registry(), culvert_server::files::Files::Agent);
     let agent = AgentMetrics::new().unwrap();
     agent.lease_lists().count(&call);
     agent.lease_watches().count(&call);
