@@ -1,5 +1,5 @@
-//! The four pairings of our programs with the stock programs behind each front end, and upstream's own suite
-//! against our agent.
+//! The four pairings of our programs with the stock programs behind each front end, and
+//! upstream's own suite against our programs.
 //!
 //! | module | contents |
 //! |---|---|
@@ -14,7 +14,9 @@
 //! | [`rolling`] | rolling updates of all programs |
 //! | [`strategies`] | the choice of the agent by its identifiers |
 //! | [`stalls`] | stalled connections beside a working connection |
-//! | [`agent_suite`] | upstream's suite |
+//! | [`agent_suite`] | upstream's suite against our agent |
+//! | [`server_suite`] | upstream's suite against our server |
+//! | [`suite`] | a run of upstream's suite |
 //!
 //! The name of a pairing has the server first: `ours_stock` is our server with the stock agent. The pairing
 //! `stock_stock` checks the tests themselves.
@@ -29,8 +31,10 @@ mod leases;
 mod lives;
 mod many;
 mod rolling;
+mod server_suite;
 mod stalls;
 mod strategies;
+mod suite;
 mod traffic;
 
 /// Creates one test for each subject of one pairing behind one front end. Some pairings have additional
