@@ -3,11 +3,13 @@
 //! The programs are built from `tests/interop` at first use. Without Go, tests print a message and pass; with
 //! `CI=true`, they fail.
 
+use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::OnceLock;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use serde_json::Value;
 use tokio::time::timeout;
 
@@ -16,33 +18,55 @@ use crate::process::Program;
 /// Longest run of the driver: far more than any run needs.
 const RUN_LIMIT: Duration = Duration::from_secs(120);
 
-/// Paths of the built programs.
+/// Builds of older releases, by version.
+type Releases = HashMap<&'static str, &'static OnceLock<Option<Interop>>>;
+
+/// Paths of the built programs of one release.
 #[derive(Debug)]
 pub struct Interop {
-    /// Path of the stock server.
+    /// Path of the stock server. No such file exists if only the release's client library is used.
     pub proxy_server: PathBuf,
-    /// Path of the stock agent.
+    /// Path of the stock agent. No such file exists if only the release's client library is used.
     pub proxy_agent: PathBuf,
     /// Path of the driver.
     pub driver: PathBuf,
 }
 
 impl Interop {
-    /// Builds the programs, once per process. If Go is missing, returns `None` and prints a message on
-    /// stderr.
+    /// Builds the programs of the newest release, once per process. If Go is missing, returns `None` and
+    /// prints a message on stderr.
     ///
     /// # Panics
     /// If the build fails, or if Go is missing and `CI=true`.
     pub fn get() -> Option<&'static Self> {
-        static BUILT: OnceLock<Option<Interop>> = OnceLock::new();
-        let built = BUILT.get_or_init(Self::build).as_ref();
+        static NEWEST: OnceLock<Option<Interop>> = OnceLock::new();
+        Self::once(&NEWEST, None)
+    }
+
+    /// Builds the programs of an older release, once per process, as [`get`](Self::get) does. The releases are
+    /// the files in `tests/interop/versions`.
+    ///
+    /// # Panics
+    /// If the build fails, or if Go is missing and `CI=true`.
+    pub fn release(version: &'static str) -> Option<&'static Self> {
+        static RELEASES: OnceLock<Mutex<Releases>> = OnceLock::new();
+        let releases = RELEASES.get_or_init(Mutex::default);
+        let cell = *releases.lock().entry(version).or_insert_with(|| {
+            // One cell per version of the folder, for the whole process.
+            Box::leak(Box::default())
+        });
+        Self::once(cell, Some(version))
+    }
+
+    fn once(cell: &'static OnceLock<Option<Self>>, version: Option<&str>) -> Option<&'static Self> {
+        let built = cell.get_or_init(|| Self::build(version)).as_ref();
         if built.is_none() {
             eprintln!("skipped: go not found");
         }
         built
     }
 
-    fn build() -> Option<Self> {
+    fn build(version: Option<&str>) -> Option<Self> {
         if !on_path("go") {
             let ci = std::env::var("CI").is_ok_and(|ci| ci == "true");
             assert!(!ci, "go not found, though CI=true");
@@ -50,16 +74,18 @@ impl Interop {
         }
         let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("interop");
         let output = Command::new(dir.join("build"))
+            .args(version)
             .stdin(Stdio::null())
             .output()
             .expect("starting tests/interop/build");
         assert!(
             output.status.success(),
-            "tests/interop/build: {}\n{}",
+            "tests/interop/build {}: {}\n{}",
+            version.unwrap_or_default(),
             output.status,
             String::from_utf8_lossy(&output.stderr)
         );
-        let bin = dir.join("bin");
+        let bin = dir.join("bin").join(version.unwrap_or_default());
         Some(Self {
             proxy_server: bin.join("proxy-server"),
             proxy_agent: bin.join("proxy-agent"),

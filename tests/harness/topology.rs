@@ -200,7 +200,7 @@ impl Topology {
     /// # Panics
     /// If the server does not answer.
     pub async fn server_metrics(&self, server: usize) -> Metrics {
-        scrape(self.server_health(server))
+        server_metrics(&self.servers[server].member)
             .await
             .expect("a server's metrics")
     }
@@ -319,7 +319,7 @@ impl Topology {
         for server in self.servers.iter().filter(|s| s.member.program.is_some()) {
             let what = format!("{} has {count} agents", server.member.name);
             eventually(&what, PATIENCE, async || {
-                let metrics = scrape(server.member.health).await;
+                let metrics = server_metrics(&server.member).await;
                 let ready = ready_backends(&metrics.map_err(|error| format!("{error:#}"))?);
                 (ready >= count as f64)
                     .then_some(())
@@ -451,13 +451,26 @@ impl Topology {
     }
 }
 
+/// Returns a server's metrics. Stock servers before v0.31 have them only at the admin listener.
+async fn server_metrics(server: &Member) -> anyhow::Result<Metrics> {
+    match scrape(server.health).await {
+        Ok(metrics) => Ok(metrics),
+        Err(_) => scrape(server.admin).await,
+    }
+}
+
 /// Returns the number of agents that a server counts as ready. Strategies count separately, and a strategy
-/// ignores agents without a matching identifier, so the largest count is the number of agents.
+/// ignores agents without a matching identifier, so the largest count is the number of agents. Stock servers
+/// before v0.31 have only the metric without strategies.
 fn ready_backends(metrics: &Metrics) -> f64 {
-    metrics
+    let by_strategy = metrics
         .samples("konnectivity_network_proxy_server_ready_backends")
-        .map(|sample| sample.value)
-        .fold(0.0, f64::max)
+        .map(|sample| sample.value);
+    let total = metrics.value(
+        "konnectivity_network_proxy_server_ready_backend_connections",
+        &[],
+    );
+    by_strategy.reduce(f64::max).or(total).unwrap_or_default()
 }
 
 fn loopback(port: u16) -> SocketAddr {

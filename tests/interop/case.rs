@@ -1,6 +1,7 @@
 //! A pairing behind a front end, and the driver as the client.
 
 use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use culvert_kit::client::FrontEnd;
@@ -21,8 +22,23 @@ pub(crate) const LIMIT: Duration = Duration::from_secs(30);
 pub(crate) enum Make {
     /// This workspace.
     Ours,
-    /// Upstream.
+    /// The newest release of upstream.
     Stock,
+    /// An older release of upstream.
+    Release(&'static str),
+}
+
+impl Make {
+    /// Returns the program to start: ours, or a program of a release. `stock` chooses the program of the
+    /// release. Returns `None` without Go.
+    pub(crate) fn executable(self, stock: impl Fn(&Interop) -> &PathBuf) -> Option<Executable> {
+        let release = match self {
+            Self::Ours => return Some(Executable::Ours),
+            Self::Stock => Interop::get()?,
+            Self::Release(version) => Interop::release(version)?,
+        };
+        Some(Executable::At(stock(release).clone()))
+    }
 }
 
 /// Protocol and socket between the driver and the server.
@@ -45,6 +61,8 @@ pub(crate) struct Case {
     pub agent: Make,
     /// Protocol and socket between the driver and the first server.
     pub front: Front,
+    /// Release of the driver's client library; `None` is the newest release.
+    pub client: Option<&'static str>,
 }
 
 impl Case {
@@ -55,7 +73,7 @@ impl Case {
 
     /// Returns true if both programs are stock programs.
     pub(crate) fn all_stock(self) -> bool {
-        self.server == Make::Stock && self.agent == Make::Stock
+        self.server != Make::Ours && self.agent != Make::Ours
     }
 
     /// Returns true if the front end is HTTP CONNECT.
@@ -65,19 +83,18 @@ impl Case {
 
     /// Returns the programs of servers and agents. Returns `None` without Go.
     pub(crate) fn programs(self) -> Option<(Executable, Executable)> {
-        let interop = Interop::get()?;
-        let program = |make, stock: &std::path::Path| match make {
-            Make::Ours => Executable::Ours,
-            Make::Stock => Executable::At(stock.to_owned()),
-        };
-        let server = program(self.server, &interop.proxy_server);
-        Some((server, program(self.agent, &interop.proxy_agent)))
+        let server = self.server.executable(|release| &release.proxy_server)?;
+        let agent = self.agent.executable(|release| &release.proxy_agent)?;
+        Some((server, agent))
     }
 
     /// Starts `servers` servers, and one agent for each list of additional flags in `agents`. Returns `None`
     /// without Go.
     pub(crate) async fn start(self, servers: usize, agents: &[&[&str]]) -> Option<Tunnel> {
-        let interop = Interop::get()?;
+        let interop = match self.client {
+            None => Interop::get()?,
+            Some(version) => Interop::release(version)?,
+        };
         let (mode, transport) = match self.front {
             Front::GrpcUds => (Mode::Grpc, Transport::Uds),
             Front::ConnectUds => (Mode::HttpConnect, Transport::Uds),

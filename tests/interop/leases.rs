@@ -60,20 +60,17 @@ impl Kube {
     }
 
     /// Starts two servers with leases, and one agent that counts leases. Each server announces only one server.
-    async fn tunnel(&self, interop: &Interop, server: Make, agent: Make) -> Topology {
-        let program = |make, stock: &Path| match make {
-            Make::Ours => Executable::Ours,
-            Make::Stock => Executable::At(stock.to_owned()),
-        };
-        let server = program(server, &interop.proxy_server);
+    /// Returns `None` without Go.
+    async fn tunnel(&self, server: Make, agent: Make) -> Option<Topology> {
+        let server = server.executable(|release| &release.proxy_server)?;
+        let agent = agent.executable(|release| &release.proxy_agent)?;
         let flags = self.with(&["--enable-lease-controller", "--server-count=1"]);
         let builder = Topology::builder(Mode::Grpc, Transport::Uds);
         let builder = (0..2).fold(builder, |builder: Builder, _| {
             builder.server(server.clone(), &flags)
         });
-        let agent = program(agent, &interop.proxy_agent);
         let flags = self.with(&["--count-server-leases"]);
-        builder.agent(agent, &flags).start().await
+        Some(builder.agent(agent, &flags).start().await)
     }
 }
 
@@ -97,12 +94,11 @@ async fn known(topology: &Topology, expected: f64) {
 
 /// Runs the servers of one make with the agent of another make.
 async fn pair(server: Make, agent: Make) {
-    let Some(interop) = Interop::get() else {
-        return;
-    };
     let kube = Kube::start().await;
     // The agent connects to both servers, although each server announces one.
-    let mut topology = kube.tunnel(interop, server, agent).await;
+    let Some(mut topology) = kube.tunnel(server, agent).await else {
+        return;
+    };
     known(&topology, 2.0).await;
     kube.has(&NAMES).await;
     let lease = kube.lease(NAMES[0]).unwrap();

@@ -55,7 +55,7 @@ pub(crate) async fn restarted_server(case: Case) {
     match case.server {
         Make::Ours => tunnel.topology.restart_server(0).await,
         // On SIGTERM, a stock server waits until its gRPC clients have left.
-        Make::Stock => {
+        Make::Stock | Make::Release(_) => {
             tunnel.topology.kill_server(0);
             tunnel.topology.start_server(0).await;
         }

@@ -1,5 +1,5 @@
-//! The four pairings of our programs with the stock programs behind each front end, and
-//! upstream's own suite against our programs.
+//! The four pairings of our programs with the stock programs behind each front end, the pairings with older
+//! releases behind one front end, and upstream's own suite against our programs.
 //!
 //! | module | contents |
 //! |---|---|
@@ -48,6 +48,7 @@ macro_rules! front_end {
                 server: Make::$server,
                 agent: Make::$agent,
                 front: Front::$front,
+                client: None,
             };
 
             tests!(
@@ -95,3 +96,74 @@ pairing!(ours_stock = Ours, Stock: traffic::endpoint_first, many::namesakes_at_o
 pairing!(stock_ours = Stock, Ours: traffic::endpoint_first);
 // Between two stock programs, the first bytes of an endpoint may be lost.
 pairing!(stock_stock = Stock, Stock:);
+
+/// Creates the tests of an older release: its agent with our server, and our agent with its server.
+macro_rules! release {
+    ($name:ident = $version:literal: $($own:ident::$subject:ident),*) => {
+        mod $name {
+            release!(ours_stock = Make::Ours, Make::Release($version); $($own::$subject),*);
+            release!(stock_ours = Make::Release($version), Make::Ours; $($own::$subject),*);
+        }
+    };
+    ($name:ident = $server:expr, $agent:expr; $($own:ident::$subject:ident),*) => {
+        mod $name {
+            use crate::case::{Case, Front, Make};
+
+            const CASE: Case = Case {
+                server: $server,
+                agent: $agent,
+                front: Front::GrpcUds,
+                client: None,
+            };
+
+            tests!(
+                traffic::transfers_and_echoes,
+                failures::dials_that_fail,
+                lives::killed_agent,
+                lives::restarted_agent,
+                lives::restarted_server,
+                many::servers_behind_a_balancer
+                $(, $own::$subject)*
+            );
+        }
+    };
+}
+
+// Agents of these releases end on SIGTERM.
+release!(v0_29_0 = "v0.29.0":);
+release!(v0_30_3 = "v0.30.3":);
+release!(v0_31_4 = "v0.31.4": lives::drained_agent);
+release!(v0_34_0 = "v0.34.0": lives::drained_agent);
+
+/// Creates the tests of older client libraries with our programs.
+macro_rules! client {
+    ($($name:ident = $version:literal),+) => { $(
+        mod $name {
+            use crate::case::{Case, Front, Make};
+
+            const CASE: Case = Case {
+                server: Make::Ours,
+                agent: Make::Ours,
+                front: Front::GrpcUds,
+                client: Some($version),
+            };
+
+            tests!(
+                traffic::transfers_and_echoes,
+                failures::dials_that_fail,
+                lives::killed_agent
+            );
+        }
+    )+ };
+}
+
+client!(
+    client_v0_29_0 = "v0.29.0",
+    client_v0_30_3 = "v0.30.3",
+    client_v0_31_0 = "v0.31.0",
+    client_v0_31_4 = "v0.31.4",
+    client_v0_32_1 = "v0.32.1",
+    client_v0_33_1 = "v0.33.1",
+    client_v0_34_0 = "v0.34.0",
+    client_v0_35_0 = "v0.35.0"
+);

@@ -3,9 +3,8 @@
 use std::time::Duration;
 
 use culvert_kit::services::Services;
-use culvert_tests::interop::Interop;
 use culvert_tests::rolling::{Plan, Report, roll};
-use culvert_tests::{Executable, Mode, Topology, Transport};
+use culvert_tests::{Mode, Topology, Transport};
 
 use crate::case::Make;
 
@@ -13,24 +12,19 @@ const GRACE: Duration = Duration::from_secs(3);
 
 /// Replaces three servers and two agents under load. Returns `None` without Go.
 async fn update(server: Make, agent: Make) -> Option<Report> {
-    let interop = Interop::get()?;
-    let services = Services::start().await.unwrap();
-    let server = match server {
-        Make::Ours => Executable::Ours,
-        Make::Stock => Executable::At(interop.proxy_server.clone()),
+    let server = server.executable(|release| &release.proxy_server)?;
+    let program = agent.executable(|release| &release.proxy_agent)?;
+    let flag = match agent {
+        Make::Ours => "--drain-timeout=3s",
+        _ => "--sync-forever=true",
     };
+    let services = Services::start().await.unwrap();
     let mut builder = Topology::builder(Mode::HttpConnect, Transport::Uds);
     for _ in 0..3 {
         builder = builder.server(server.clone(), &["--graceful-shutdown-timeout=3s"]);
     }
     for _ in 0..2 {
-        builder = match agent {
-            Make::Ours => builder.agent(Executable::Ours, &["--drain-timeout=3s"]),
-            Make::Stock => {
-                let stock = Executable::At(interop.proxy_agent.clone());
-                builder.agent(stock, &["--sync-forever=true"])
-            }
-        };
+        builder = builder.agent(program.clone(), &[flag]);
     }
     let mut topology = builder.start().await;
     let plan = Plan {
@@ -38,7 +32,7 @@ async fn update(server: Make, agent: Make) -> Option<Report> {
         streams: 50,
         target: services.raw,
         grace: GRACE,
-        kill_agents: agent == Make::Stock,
+        kill_agents: agent != Make::Ours,
     };
     Some(roll(&mut topology, plan).await)
 }

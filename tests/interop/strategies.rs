@@ -1,11 +1,9 @@
 //! The choice of the agent by `--proxy-strategies` and `--agent-identifiers`, as the stock server chooses.
 
 use std::net::SocketAddr;
-use std::path::Path;
 
 use culvert_kit::check;
 use culvert_kit::services::Services;
-use culvert_tests::interop::Interop;
 use culvert_tests::metrics::Metrics;
 use culvert_tests::{Executable, Mode, Topology, Transport};
 
@@ -63,13 +61,6 @@ const ROWS: [Row; 6] = [
     },
 ];
 
-fn program(make: Make, stock: &Path) -> Executable {
-    match make {
-        Make::Ours => Executable::Ours,
-        Make::Stock => Executable::At(stock.to_owned()),
-    }
-}
-
 async fn start(server: &Executable, agent: &Executable, row: &Row) -> Topology {
     let strategies = format!("--proxy-strategies={}", row.strategies);
     let mut builder =
@@ -93,11 +84,11 @@ async fn dialed(topology: &Topology, agents: usize) -> Vec<f64> {
 }
 
 async fn every_row(server: Make, agent: Make) {
-    let Some(interop) = Interop::get() else {
+    let server = server.executable(|release| &release.proxy_server);
+    let agent = agent.executable(|release| &release.proxy_agent);
+    let (Some(server), Some(agent)) = (server, agent) else {
         return;
     };
-    let server = program(server, &interop.proxy_server);
-    let agent = program(agent, &interop.proxy_agent);
     let services = Services::start().await.unwrap();
     for row in &ROWS {
         let topology = start(&server, &agent, row).await;
