@@ -8,7 +8,7 @@ use culvert_tests::interop::Interop;
 /// Argument for the stock server or agent inside the test process.
 pub(crate) const IN_PROCESS: &str = "in-process";
 
-/// Tests of the suite, sorted. All of them run against both programs, although four tests do not depend on our
+/// Tests and subtests of the suite, sorted. All of them run against both programs, although four tests do not depend on our
 /// server or do not depend on our agent: `TestCustomALPN`, `TestProxyHandle_DoneContext_GRPC`,
 /// `TestAgentReadinessWithoutServer` and `TestProxyDial_RequestCancelled_GRPC`, which has an agent of its own.
 const TESTS: [&str; 32] = [
@@ -78,7 +78,8 @@ pub(crate) fn passes(server: &Path, agent: &Path) {
     }
     let lines = summary(&output);
     let results = |prefix: &str| -> Vec<&str> {
-        let rest = lines.iter().filter_map(|line| line.strip_prefix(prefix));
+        let lines = lines.iter().map(|line| line.trim_start());
+        let rest = lines.filter_map(|line| line.strip_prefix(prefix));
         rest.filter_map(|rest| rest.split(' ').next()).collect()
     };
     let (passed, failed) = (results("--- PASS: "), results("--- FAIL: "));
