@@ -2,7 +2,6 @@
 //! docs/compatibility.md describes. The Kubernetes API is a fake.
 
 use std::net::{Ipv4Addr, SocketAddr};
-use std::path::Path;
 
 use culvert_kit::pki::Pki;
 use culvert_tests::interop::Interop;
