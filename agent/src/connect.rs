@@ -22,7 +22,7 @@ use culvert_native as native;
 use culvert_native::COUNT_PUSHED_HEADER;
 use culvert_native::hello::{self, Answer, HelloError};
 use culvert_native::link::{Taker, TakerLimits};
-use culvert_native::window::{Inbound, PING_TIMEOUT};
+use culvert_native::window::{Inbound, PING_TIMEOUT, Pings};
 use futures_util::Stream;
 use hyper::client::conn::http2::{self, SendRequest};
 use hyper_util::rt::{TokioIo, TokioTimer};
@@ -298,7 +298,11 @@ impl Connector {
             });
         }
         let inbound = Arc::new(Inbound::default());
-        let taker = Taker::new(tls, inbound.clone(), TakerLimits::trusting()).await;
+        let limits = TakerLimits {
+            pings: Pings::with_keepalive(self.config.keepalive_time),
+            ..TakerLimits::trusting()
+        };
+        let taker = Taker::new(tls, inbound.clone(), limits).await;
         let taker = taker.map_err(|error| ConnectError::Http(error.to_string()))?;
         Ok(Reached::New(Box::new(Connected {
             server_id,

@@ -22,6 +22,7 @@ mod front_streams;
 mod hops;
 mod introductions;
 mod isolation;
+mod keepalive;
 mod leaks;
 mod leases;
 mod listeners;

@@ -20,7 +20,7 @@ use culvert_host::telemetry::log_once::LogOnce;
 use culvert_host::telemetry::metrics::GaugeGuard;
 use culvert_native::halves::Chunk;
 use culvert_native::link::{Opener, Requests};
-use culvert_native::window::{Inbound, WindowProfile};
+use culvert_native::window::{Inbound, Pings, WindowProfile};
 use culvert_stream::suspicion::Suspicion;
 use futures_util::FutureExt as _;
 use h2::SendStream;
@@ -43,6 +43,12 @@ pub(crate) const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Longest wait for the proxy's answer to a PING. KKP sets the same timeout for Envoy.
 const PING_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Times of the pings.
+const PINGS: Pings = Pings {
+    idle: Duration::from_secs(30),
+    timeout: PING_TIMEOUT,
+};
 
 /// Shortest and longest pause after a dial. The pause doubles with each dial, and returns to the shortest
 /// pause if the pool then needs no dial for [`LAST_PAUSE`]. Up to half of the pause is cut at random: after a
@@ -315,7 +321,7 @@ impl<R: Reach> ConnectionPool<R> {
         inbound: Arc<Inbound>,
     ) -> Result<(Requests, Opener<R::Stream>), String> {
         let stream = self.reach.reach().await?;
-        let opener = Opener::new(stream, inbound, PING_TIMEOUT).await;
+        let opener = Opener::new(stream, inbound, PINGS).await;
         opener.map_err(|error| error.to_string())
     }
 

@@ -3,8 +3,7 @@
 use std::future::{Future as _, poll_fn};
 use std::pin::Pin;
 use std::sync::Arc;
-use std::task::Poll;
-use std::time::Duration;
+use std::task::{Context, Poll};
 
 use h2::server::SendResponse;
 use h2::{RecvStream, client, server};
@@ -13,7 +12,7 @@ use tokio::io::{AsyncRead, AsyncWrite};
 
 use super::counting_reader::CountingReader;
 use super::halves::Chunk;
-use super::window::{Inbound, OPENER_HELD_BYTES, PING_TIMEOUT, TAKER_HELD_BYTES, Tuner};
+use super::window::{Inbound, OPENER_HELD_BYTES, Pings, TAKER_HELD_BYTES, Tuner};
 use super::{CONNECTION_WINDOW_BYTES, FRAME_BYTES, SEND_BYTES};
 
 /// Number of reset streams to remember per connection. Frames in flight during the reset are expected for a
@@ -49,6 +48,8 @@ pub struct TakerLimits {
     pub streams: u32,
     /// Largest number of unsent bytes of one stream.
     pub send_bytes: usize,
+    /// Times of the pings.
+    pub pings: Pings,
 }
 
 impl TakerLimits {
@@ -58,6 +59,7 @@ impl TakerLimits {
             held_bytes: TAKER_HELD_BYTES,
             streams: u32::MAX,
             send_bytes: SEND_BYTES,
+            pings: Pings::default(),
         }
     }
 }
@@ -69,14 +71,14 @@ pub type Incoming = (Request<RecvStream>, SendResponse<Chunk>);
 pub type Requests = client::SendRequest<Chunk>;
 
 impl<S: AsyncRead + AsyncWrite + Unpin> Opener<S> {
-    /// Starts HTTP/2 as the client. A peer that sends nothing for `ping_timeout` after a ping counts as gone.
+    /// Starts HTTP/2 as the client.
     ///
     /// # Errors
     /// Fails if the connection breaks.
     pub async fn new(
         stream: S,
         inbound: Arc<Inbound>,
-        ping_timeout: Duration,
+        pings: Pings,
     ) -> Result<(Requests, Self), h2::Error> {
         let (requests, mut connection) = client::Builder::new()
             .initial_window_size(inbound.window())
@@ -92,7 +94,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Opener<S> {
             .handshake(CountingReader::new(stream, inbound.clone()))
             .await?;
         let ping = connection.ping_pong().ok_or_else(unpingable)?;
-        let tuner = Tuner::new(ping, inbound, OPENER_HELD_BYTES, ping_timeout);
+        let tuner = Tuner::new(ping, inbound, OPENER_HELD_BYTES, pings);
         Ok((requests, Self { connection, tuner }))
     }
 
@@ -101,21 +103,37 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Opener<S> {
     /// # Errors
     /// Fails with the cause if the connection broke or the peer is silent.
     pub async fn run(mut self) -> Result<(), String> {
-        let Self { connection, tuner } = &mut self;
-        poll_fn(|cx| {
-            loop {
-                if let Poll::Ready(ended) = Pin::new(&mut *connection).poll(cx) {
-                    return Poll::Ready(ended.map_err(|error| error.to_string()));
-                }
-                let announce = |window| connection.set_initial_window_size(window);
-                match tuner.poll(cx, announce) {
-                    Ok(true) => {}
-                    Ok(false) => return Poll::Pending,
-                    Err(silent) => return Poll::Ready(Err(silent.to_string())),
-                }
-            }
+        poll_fn(|cx| self.poll(cx)).await
+    }
+
+    /// Drives the connection until the peer's first bytes arrive. Before that, the peer may still refuse the
+    /// connection: a TLS 1.3 client has finished its handshake before the server has checked the client's
+    /// certificate.
+    ///
+    /// # Errors
+    /// Fails with the cause if the connection ends before the first bytes.
+    pub async fn first_bytes(&mut self) -> Result<(), String> {
+        poll_fn(|cx| match self.poll(cx) {
+            Poll::Ready(ended) => Poll::Ready(ended.and(Err("the peer closed it".to_owned()))),
+            Poll::Pending if self.tuner.heard() > 0 => Poll::Ready(Ok(())),
+            Poll::Pending => Poll::Pending,
         })
         .await
+    }
+
+    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), String>> {
+        let Self { connection, tuner } = self;
+        loop {
+            if let Poll::Ready(ended) = Pin::new(&mut *connection).poll(cx) {
+                return Poll::Ready(ended.map_err(|error| error.to_string()));
+            }
+            let announce = |window| connection.set_initial_window_size(window);
+            match tuner.poll(cx, announce) {
+                Ok(true) => {}
+                Ok(false) => return Poll::Pending,
+                Err(silent) => return Poll::Ready(Err(silent.to_string())),
+            }
+        }
     }
 }
 
@@ -143,7 +161,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Taker<S> {
             .handshake::<_, Chunk>(CountingReader::new(stream, inbound.clone()))
             .await?;
         let ping = connection.ping_pong().ok_or_else(unpingable)?;
-        let tuner = Tuner::new(ping, inbound, limits.held_bytes, PING_TIMEOUT);
+        let tuner = Tuner::new(ping, inbound, limits.held_bytes, limits.pings);
         Ok(Self { connection, tuner })
     }
 
@@ -194,12 +212,20 @@ fn unpingable() -> h2::Error {
 mod tests {
     #![allow(clippy::unwrap_used)]
 
-    use tokio::io::{AsyncWriteExt as _, duplex, sink};
+    use std::time::Duration;
+
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, DuplexStream, duplex, sink};
     use tokio::time::{Instant, sleep, timeout};
 
     use super::*;
 
     const LIMIT: Duration = Duration::from_secs(5);
+
+    /// Pings with a short timeout.
+    const SHORT: Pings = Pings {
+        idle: Duration::from_secs(30),
+        timeout: LIMIT,
+    };
 
     /// SETTINGS without a setting, and a WINDOW_UPDATE of one byte for the connection (RFC 9113, 6.5 and
     /// 6.9).
@@ -213,7 +239,7 @@ mod tests {
         // The peer reads, and never answers a PING.
         tokio::spawn(async move { tokio::io::copy(&mut hears, &mut sink()).await });
         says.write_all(&SETTINGS).await.unwrap();
-        let (_requests, opener) = Opener::new(near, Arc::default(), LIMIT).await.unwrap();
+        let (_requests, opener) = Opener::new(near, Arc::default(), SHORT).await.unwrap();
         let run = tokio::spawn(opener.run());
         for _ in 0..10 {
             sleep(LIMIT / 2).await;
@@ -224,6 +250,69 @@ mod tests {
         let ended = timeout(LIMIT * 3, run).await.unwrap().unwrap();
         assert!(ended.unwrap_err().contains("silent"));
         assert!(mute.elapsed() >= LIMIT, "{:?}", mute.elapsed());
+    }
+
+    /// First bytes of a client (RFC 9113, section 3.4).
+    const PREFACE: &[u8; 24] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+
+    /// Answers PINGs (RFC 9113, section 6.7). Returns the times of the first four PINGs and the number of bytes
+    /// received after the first PING.
+    async fn four_pings(mut peer: DuplexStream) -> (Vec<u64>, usize) {
+        let started = Instant::now();
+        let (mut times, mut bytes) = (Vec::new(), 0);
+        while times.len() < 4 {
+            let mut head = [0; 9];
+            peer.read_exact(&mut head).await.unwrap();
+            let [high, mid, low, kind, flags, ..] = head;
+            let mut payload = vec![0; u32::from_be_bytes([0, high, mid, low]) as usize];
+            peer.read_exact(&mut payload).await.unwrap();
+            if !times.is_empty() {
+                bytes += head.len() + payload.len();
+            }
+            if (kind, flags) == (6, 0) {
+                times.push(started.elapsed().as_secs());
+                head[4] = 1;
+                peer.write_all(&head).await.unwrap();
+                peer.write_all(&payload).await.unwrap();
+            }
+        }
+        (times, bytes)
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn keepalive_time_shortens_the_idle_time_between_pings() {
+        for (keepalive, idle) in [(1, 1), (10, 10), (60, 30), (3600, 30)] {
+            let pings = Pings::with_keepalive(Duration::from_secs(keepalive));
+
+            let (near, mut far) = duplex(1 << 16);
+            far.write_all(&SETTINGS).await.unwrap();
+            let opened = Opener::new(near, Arc::default(), pings).await;
+            let (_requests, opener) = opened.unwrap();
+            let run = tokio::spawn(opener.run());
+            far.read_exact(&mut [0; PREFACE.len()]).await.unwrap();
+            let (of_opener, bytes) = four_pings(far).await;
+            run.abort();
+
+            let (near, mut far) = duplex(1 << 16);
+            far.write_all(PREFACE).await.unwrap();
+            far.write_all(&SETTINGS).await.unwrap();
+            let limits = TakerLimits {
+                pings,
+                ..TakerLimits::trusting()
+            };
+            let mut taker = Taker::new(near, Arc::default(), limits).await.unwrap();
+            let run = tokio::spawn(async move { taker.next().await.map(|_| ()) });
+            let (of_taker, _) = four_pings(far).await;
+            run.abort();
+
+            let expected = [0, idle, 2 * idle, 3 * idle];
+            assert_eq!(
+                (&of_opener[..], &of_taker[..]),
+                (&expected[..], &expected[..])
+            );
+            // An idle connection carries nothing but the pings.
+            assert_eq!(bytes, 3 * 17);
+        }
     }
 
     #[tokio::test]
@@ -239,7 +328,7 @@ mod tests {
             connection.accept().await.map(|_| ())
         };
         let ours = async {
-            let (mut requests, opener) = Opener::new(near, Arc::default(), LIMIT).await.unwrap();
+            let (mut requests, opener) = Opener::new(near, Arc::default(), SHORT).await.unwrap();
             let (response, _) = requests.send_request(Request::new(()), true).unwrap();
             tokio::select! {
                 response = response => response.map(|_| ()).map_err(|error| error.to_string()),

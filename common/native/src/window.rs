@@ -55,9 +55,6 @@ const SHRINK_AFTER: u32 = 8;
 /// Number of measurements for which the shortest round trip stays valid, because routes change.
 const FORGET_AFTER: u32 = 4096;
 
-/// Time after a measurement until an idle peer is pinged.
-const PING_IDLE: Duration = Duration::from_secs(30);
-
 /// Unread bytes of all streams of one connection together at an [`Opener`](super::link::Opener): the server
 /// and the node tunnel. Above this total, each stream may keep at most [`CROWDED_BYTES`].
 pub const OPENER_HELD_BYTES: usize = 64 * 1024 * 1024;
@@ -70,6 +67,19 @@ pub const TAKER_HELD_BYTES: usize = 16 * 1024 * 1024;
 /// Time within which a peer must send something after a ping, as in upstream. The packet dialect uses the same
 /// time. The node tunnel has its own.
 pub const PING_TIMEOUT: Duration = Duration::from_secs(20);
+
+/// Longest time after a measurement until an idle peer is pinged. Upstream's default of 1 h would let a dead peer
+/// stay for as long.
+pub const MAX_PING_IDLE: Duration = Duration::from_secs(30);
+
+/// Times of the pings of one connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Pings {
+    /// Time after a measurement until an idle peer is pinged.
+    pub idle: Duration,
+    /// Time after a ping without a received byte until the peer counts as gone.
+    pub timeout: Duration,
+}
 
 /// Smallest windows of a connection's streams. Crowding shrinks the windows further, down to
 /// [`CROWDED_BYTES`].
@@ -111,7 +121,7 @@ pub struct Silent(Duration);
 /// Tuner of the stream windows of a connection. Measures the path with pings.
 pub struct Tuner {
     ping: PingPong,
-    ping_timeout: Duration,
+    pings: Pings,
     inbound: Arc<Inbound>,
     estimate: Estimate,
     /// Window announced last, in bytes.
@@ -145,6 +155,27 @@ struct Estimate {
     shortest: Duration,
     samples: u32,
     smaller: u32,
+}
+
+// === impl Pings ===
+
+impl Default for Pings {
+    fn default() -> Self {
+        Self {
+            idle: MAX_PING_IDLE,
+            timeout: PING_TIMEOUT,
+        }
+    }
+}
+
+impl Pings {
+    /// Returns the times for a keepalive flag: `time` replaces the idle time only if `time` is shorter.
+    pub fn with_keepalive(time: Duration) -> Self {
+        Self {
+            idle: time.min(MAX_PING_IDLE),
+            ..Self::default()
+        }
+    }
 }
 
 // === impl WindowProfile ===
@@ -232,17 +263,11 @@ impl Inbound {
 
 impl Tuner {
     /// Creates the tuner of a connection with the window profile of `inbound`. All streams together should
-    /// keep at most `budget` unread bytes, but every stream may keep [`CROWDED_BYTES`]. A peer that sends
-    /// nothing for `ping_timeout` after a ping counts as gone.
-    pub fn new(
-        ping: PingPong,
-        inbound: Arc<Inbound>,
-        budget: usize,
-        ping_timeout: Duration,
-    ) -> Self {
+    /// keep at most `budget` unread bytes, but every stream may keep [`CROWDED_BYTES`].
+    pub fn new(ping: PingPong, inbound: Arc<Inbound>, budget: usize, pings: Pings) -> Self {
         Self {
             ping,
-            ping_timeout,
+            pings,
             estimate: Estimate::new(inbound.profile, budget),
             announced: inbound.window(),
             inbound,
@@ -252,6 +277,11 @@ impl Tuner {
             // At once: the first measurement, on an idle path, is the best.
             alarm: Box::pin(sleep(Duration::ZERO)),
         }
+    }
+
+    /// Returns the number of bytes received on the connection, of any kind.
+    pub(crate) fn heard(&self) -> u64 {
+        self.inbound.heard()
     }
 
     /// Announces the window that the path needs. `announce` fails until the peer has confirmed the previous
@@ -296,7 +326,7 @@ impl Tuner {
                 let (bytes, took) = (received - asked.received, asked.at.elapsed());
                 self.asked = None;
                 self.last = (Instant::now(), received);
-                self.set_alarm(PING_IDLE);
+                self.set_alarm(self.pings.idle);
                 let small = self.small.0.filter(|at| at.elapsed() < SMALL_LINGER);
                 self.estimate.beside = small.is_some();
                 // The connection reports the same error and ends.
@@ -313,11 +343,11 @@ impl Tuner {
             let heard = self.inbound.heard();
             match &mut self.asked {
                 Some(asked) if asked.heard == heard => {
-                    return Err(Silent(self.ping_timeout));
+                    return Err(Silent(self.pings.timeout));
                 }
                 Some(asked) => {
                     asked.heard = heard;
-                    self.set_alarm(self.ping_timeout);
+                    self.set_alarm(self.pings.timeout);
                 }
                 None => self.ask(received),
             }
@@ -337,7 +367,7 @@ impl Tuner {
                 received,
                 heard: self.inbound.heard(),
             });
-            self.set_alarm(self.ping_timeout);
+            self.set_alarm(self.pings.timeout);
         }
     }
 

@@ -12,7 +12,7 @@ use culvert_native::control::{self, Control};
 use culvert_native::halves::{Chunk, NativeSink, NativeSource, halves};
 use culvert_native::hello::{self, HelloError};
 use culvert_native::link::{Opener, Requests};
-use culvert_native::window::{Inbound, PING_TIMEOUT};
+use culvert_native::window::{Inbound, Pings};
 use culvert_native::{
     ADDRESS_HEADER, CONTROL_PATH, COUNT_PUSHED_HEADER, ERROR_HEADER, NETWORK_HEADER, decode, encode,
 };
@@ -125,7 +125,8 @@ impl Agents {
         };
         candidate.admit();
         let inbound = Arc::new(Inbound::default());
-        let opener = Opener::new(stream, inbound.clone(), PING_TIMEOUT);
+        let pings = Pings::with_keepalive(context.keepalive);
+        let opener = Opener::new(stream, inbound.clone(), pings);
         let (requests, link) = match opener.await {
             Ok(opened) => opened,
             Err(error) => {

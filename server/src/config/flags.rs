@@ -75,7 +75,7 @@ pub(super) struct FrontendFlags {
     #[arg(long, value_name = "FILE", default_value = "")]
     pub(super) server_ca_cert: String,
 
-    /// Idle time after which a gRPC client is pinged; at least 1s
+    /// Idle time after which a gRPC client is pinged; at least 1s. No effect with --mode=http-connect
     #[arg(long, value_name = "DURATION", default_value = "1h")]
     pub(super) frontend_keepalive_time: GoDuration,
 
@@ -117,7 +117,7 @@ pub(super) struct AgentFlags {
     #[arg(long, value_name = "SOURCE", default_value = "")]
     pub(super) agent_id_from: String,
 
-    /// Idle time after which an agent is pinged; at least 1s
+    /// Idle time after which an agent is pinged; at least 1s. A Culvert agent is pinged after 30s at the latest
     #[arg(long, value_name = "DURATION", default_value = "1h")]
     pub(super) keepalive_time: GoDuration,
 

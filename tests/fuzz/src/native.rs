@@ -11,7 +11,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use culvert_native::halves::{NativeSink, NativeSource, halves};
 use culvert_native::link::{Opener, Taker, TakerLimits};
-use culvert_native::window::{Inbound, WindowProfile};
+use culvert_native::window::{Inbound, Pings, WindowProfile};
 use culvert_stream::{CloseReason, Sink as _, Source as _};
 use http::{Method, Request, Response};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, DuplexStream, duplex};
@@ -27,6 +27,12 @@ const WINDOW_BYTES: u32 = 128 * 1024;
 
 /// Time for the end of a run, far longer than a run takes.
 const LIMIT: Duration = Duration::from_secs(60);
+
+/// Times of the opener's pings.
+const PINGS: Pings = Pings {
+    idle: Duration::from_secs(30),
+    timeout: LIMIT,
+};
 
 /// Time after which the peer gives up a write.
 const STUCK: Duration = Duration::from_millis(100);
@@ -87,6 +93,7 @@ async fn taker(near: DuplexStream, inbound: &Arc<Inbound>) {
         held_bytes: 1 << 20,
         streams: STREAMS,
         send_bytes: 1 << 16,
+        pings: Pings::default(),
     };
     let Ok(mut taker) = Taker::new(near, inbound.clone(), limits).await else {
         return;
@@ -106,7 +113,7 @@ async fn taker(near: DuplexStream, inbound: &Arc<Inbound>) {
 
 /// The end that opens streams.
 async fn opener(near: DuplexStream, inbound: &Arc<Inbound>) {
-    let opened = Opener::new(near, inbound.clone(), LIMIT).await;
+    let opened = Opener::new(near, inbound.clone(), PINGS).await;
     let Ok((requests, opener)) = opened else {
         return;
     };

@@ -13,7 +13,7 @@ use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
 use super::super::link::{Incoming, Opener, Requests, Taker, TakerLimits};
-use super::super::window::{CROWDED_BYTES, PING_TIMEOUT, SHORT_PATH_BYTES};
+use super::super::window::{CROWDED_BYTES, Pings, SHORT_PATH_BYTES};
 use super::*;
 
 /// More bytes than windows and send queues have room for.
@@ -36,7 +36,7 @@ impl Link {
         let (near, far) = tokio::io::duplex(64 * 1024);
         let (server, agent) = (Arc::<Inbound>::default(), Arc::<Inbound>::default());
         let (opener, taker) = tokio::join!(
-            Opener::new(near, server.clone(), PING_TIMEOUT),
+            Opener::new(near, server.clone(), Pings::default()),
             Taker::new(far, agent.clone(), TakerLimits::trusting()),
         );
         let ((requests, opener), taker) = (opener.unwrap(), taker.unwrap());

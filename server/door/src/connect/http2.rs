@@ -9,7 +9,7 @@ use culvert_host::net::admission::Candidate;
 use culvert_host::net::proxy_protocol::Origin;
 use culvert_native::halves::halves;
 use culvert_native::link::{Incoming, Taker, TakerLimits};
-use culvert_native::window::{Inbound, TAKER_HELD_BYTES, WindowProfile};
+use culvert_native::window::{Inbound, Pings, TAKER_HELD_BYTES, WindowProfile};
 use culvert_stream::CloseReason;
 use culvert_stream::allowance::Allowance;
 use culvert_stream::io::LINGER;
@@ -79,6 +79,7 @@ impl ConnectListener {
             held_bytes: TAKER_HELD_BYTES,
             streams: MAX_STREAMS,
             send_bytes: SEND_BYTES,
+            pings: Pings::default(),
         };
         let taker = Taker::new(stream, inbound.clone(), limits);
         let mut taker = match taker.await {
