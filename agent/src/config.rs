@@ -58,8 +58,6 @@ pub struct Config {
     pub sync_interval: Duration,
     /// Longest pause after repeated failures. Default 10 s, never below `sync_interval`.
     pub sync_interval_cap: Duration,
-    /// Pause between two checks of a connection's state. Default 1 s, at least [`INTERVAL_FLOOR`].
-    pub probe_interval: Duration,
     /// Idle time before the agent pings a server. Default 1 h, at least [`KEEPALIVE_FLOOR`].
     pub keepalive_time: Duration,
     /// File with the service account token, read again for every attempt to connect. `None` sends no token.
@@ -97,7 +95,7 @@ pub struct Config {
 /// grpc-go's lower bound on a client's keepalive interval (`internal.KeepaliveMinPingTime`).
 pub const KEEPALIVE_FLOOR: Duration = Duration::from_secs(10);
 
-/// Lower bound on the sync and probe intervals. The stock agent has no lower bound: at 0 the agent loops
+/// Lower bound on the sync intervals. The stock agent has no lower bound: at 0 the agent loops
 /// without a pause, with one TLS handshake per turn.
 pub const INTERVAL_FLOOR: Duration = Duration::from_millis(10);
 
@@ -165,7 +163,6 @@ impl Config {
             agent_identifiers,
             sync_interval,
             sync_interval_cap,
-            probe_interval,
             keepalive_time,
             token_path,
             sync_forever,
@@ -200,7 +197,6 @@ impl Config {
             format!("agent-identifiers={agent_identifiers}"),
             format!("sync-interval={}", duration(sync_interval)),
             format!("sync-interval-cap={}", duration(sync_interval_cap)),
-            format!("probe-interval={}", duration(probe_interval)),
             format!("keepalive-time={}", duration(keepalive_time)),
             format!("service-account-token-path={}", token_path.display()),
             format!("sync-forever={sync_forever}"),

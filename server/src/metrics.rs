@@ -114,10 +114,6 @@ label_values! {
         Frontend = "frontend",
         /// Listener for agents.
         Agent = "agent",
-        /// Health and metrics.
-        Health = "health",
-        /// Metrics and profiling.
-        Admin = "admin",
     }
 }
 

@@ -99,7 +99,7 @@ pub(super) struct SyncFlags {
     #[arg(long, value_name = "DURATION", default_value = "10s")]
     pub(super) sync_interval_cap: GoDuration,
 
-    /// Pause between checks of a connection's state; at least 10ms
+    /// Not needed: the agent notices the end of a connection at once, not at the next check
     #[arg(long, value_name = "DURATION", default_value = "1s")]
     pub(super) probe_interval: GoDuration,
 
@@ -138,7 +138,7 @@ pub(super) struct TunnelFlags {
     #[arg(long, value_name = "DURATION", default_value = "5s")]
     pub(super) drain_linger: GoDuration,
 
-    /// No effect: a full buffer delays only its own connection
+    /// No effect: a full buffer delays only its own connection, and culvert_excess_buffer_bytes counts its bytes
     #[arg(long)]
     pub(super) warn_on_channel_limit: bool,
 }
@@ -176,11 +176,11 @@ pub(super) struct OperationsFlags {
     #[arg(long, value_name = "PORT", default_value = "8094", value_parser = go_int)]
     pub(super) admin_server_port: i64,
 
-    /// Serve profiles on the admin listener. Not implemented yet
+    /// No effect, except for a warning: this program has no profiles, and /debug/pprof answers 404
     #[arg(long)]
     pub(super) enable_profiling: bool,
 
-    /// Profile lock contention too; needs --enable-profiling. Not implemented yet
+    /// No effect; needs --enable-profiling
     #[arg(long)]
     pub(super) enable_contention_profiling: bool,
 }
@@ -214,7 +214,7 @@ pub(super) struct KubernetesFlags {
     #[arg(long, value_name = "FILE", default_value = "")]
     pub(super) kubeconfig: String,
 
-    /// Content type of requests
+    /// No effect: requests are JSON
     #[arg(long, value_name = "TYPE", default_value = CONTENT_TYPE)]
     pub(super) kube_api_content_type: String,
 }

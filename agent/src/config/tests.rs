@@ -67,7 +67,6 @@ fn defaults_match_the_stock_agent() {
         agent_identifiers: String::new(),
         sync_interval: Duration::from_secs(1),
         sync_interval_cap: Duration::from_secs(10),
-        probe_interval: Duration::from_secs(1),
         keepalive_time: Duration::from_secs(3600),
         token_path: None,
         sync_forever: false,
@@ -298,7 +297,7 @@ fn all_problems_are_reported_at_once() {
 }
 
 #[test]
-fn flags_without_effect_share_one_warning() {
+fn flags_without_effect_are_named_in_warnings() {
     let files = Files::new();
     let config = files
         .read(&[
@@ -312,8 +311,11 @@ fn flags_without_effect_share_one_warning() {
     assert_eq!(
         config.warnings,
         [
-            "accepted, but not implemented yet: --enable-profiling, --enable-contention-profiling, \
-          --kube-api-content-type, --log-backtrace-at"
+            "--enable-profiling and --enable-contention-profiling have no effect: this program has no pprof profiles; \
+             use `perf record -g -p PID` on the node, and the metrics process_*",
+            "accepted, without effect here: --warn-on-channel-limit (a full buffer delays only its own connection; \
+             culvert_excess_buffer_bytes counts its bytes), --kube-api-content-type (requests are JSON), --log-backtrace-at (it names a line of the stock \
+             program)",
         ]
     );
 }
@@ -379,19 +381,16 @@ fn too_small_intervals_are_raised_with_a_warning() {
         .read(&[
             "--sync-interval=0",
             "--sync-interval-cap=0",
-            "--probe-interval=-1s",
             "--keepalive-time=1s",
         ])
         .unwrap();
     assert_eq!(config.sync_interval, INTERVAL_FLOOR);
     assert_eq!(config.sync_interval_cap, INTERVAL_FLOOR);
-    assert_eq!(config.probe_interval, INTERVAL_FLOOR);
     assert_eq!(config.keepalive_time, KEEPALIVE_FLOOR);
     assert_eq!(
         config.warnings,
         [
             "--sync-interval=0s is raised to 10ms",
-            "--probe-interval=-1s is raised to 10ms",
             "--keepalive-time=1s is raised to 10s",
         ]
     );

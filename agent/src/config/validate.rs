@@ -36,8 +36,6 @@ impl Flags {
         let admin_port = port(p, "admin server", ops.admin_server_port);
         p.profiling(ops.enable_profiling, ops.enable_contention_profiling);
         let (sync_interval, sync_interval_cap) = self.intervals(p);
-        let probe = self.sync.probe_interval;
-        let probe_interval = p.at_least("probe-interval", probe, INTERVAL_FLOOR);
         let keepalive = self.server.keepalive_time;
         let keepalive_time = p.at_least("keepalive-time", keepalive, KEEPALIVE_FLOOR);
         let drain_timeout = p.not_negative("drain-timeout", self.tunnel.drain_timeout);
@@ -57,7 +55,7 @@ impl Flags {
         let alpn = self.server.alpn(p);
         let destinations = self.destinations.validate(p);
         let kubeconfig = p.file("kubeconfig", &self.kubernetes.kubeconfig);
-        self.note_unacted(p);
+        self.note_unneeded(p);
 
         let kube = self.kubernetes;
         let leases = kube.count_server_leases.then_some(LeaseCount {
@@ -79,7 +77,6 @@ impl Flags {
             agent_identifiers,
             sync_interval,
             sync_interval_cap,
-            probe_interval,
             keepalive_time,
             token_path,
             sync_forever: self.sync.sync_forever,
@@ -131,13 +128,14 @@ impl Flags {
         }
     }
 
-    fn note_unacted(&self, p: &mut Problems) {
-        let kube = &self.kubernetes;
-        p.unacted(
-            kube.kube_api_content_type != CONTENT_TYPE,
-            "kube-api-content-type",
-        );
-        self.klog.note_unacted(p);
+    fn note_unneeded(&self, p: &mut Problems) {
+        let why = "a full buffer delays only its own connection; culvert_excess_buffer_bytes counts its bytes";
+        let flag = "warn-on-channel-limit";
+        p.unneeded(self.tunnel.warn_on_channel_limit, flag, why);
+        let content_type = &self.kubernetes.kube_api_content_type;
+        let flag = "kube-api-content-type";
+        p.unneeded(content_type != CONTENT_TYPE, flag, "requests are JSON");
+        self.klog.note_unneeded(p);
     }
 }
 

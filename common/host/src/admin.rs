@@ -34,6 +34,7 @@ use tokio_util::task::TaskTracker;
 use crate::net::admission::{Admission, AdmissionLimits};
 
 pub use listener::{BindError, bind};
+pub(crate) use pages::NO_PROFILES;
 pub use pages::{Check, METRICS_TYPE};
 use socket::Stream;
 pub use socket::{AdminSocket, UnixSocket};
@@ -148,9 +149,9 @@ impl Routes {
     }
 
     async fn answer(&self, request: Request<Incoming>) -> Reply {
-        let Some((methods, handler)) = self.handlers.get(request.uri().path()) else {
-            // Go's `net/http` sends this body with a 404.
-            return Reply::text(StatusCode::NOT_FOUND, "404 page not found\n");
+        let path = request.uri().path();
+        let Some((methods, handler)) = self.handlers.get(path) else {
+            return pages::not_found(path);
         };
         if !methods.split(", ").any(|method| request.method() == method) {
             return Reply::text(StatusCode::METHOD_NOT_ALLOWED, "Method Not Allowed\n")

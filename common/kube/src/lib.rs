@@ -9,6 +9,7 @@
 //! | [`election`] | leader election by a Lease |
 //! | [`leases`] | the leases of servers, and their number |
 //! | [`tokens`] | TokenReviews of agents' service account tokens |
+//! | [`pace`] | a limit of requests per time |
 //! | `turns` | a fair order of reviews |
 
 pub mod calls;
@@ -16,6 +17,7 @@ pub mod client;
 pub mod election;
 pub mod leases;
 pub mod object_cache;
+pub mod pace;
 pub mod request;
 pub mod tokens;
 mod turns;

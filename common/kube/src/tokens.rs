@@ -24,7 +24,8 @@ use parking_lot::Mutex;
 use tokio::time::{Instant, timeout};
 use tonic::metadata::MetadataMap;
 
-use crate::turns::Turns;
+use crate::pace::{Pace, Pacer};
+use crate::turns::{Turn, Turns};
 
 /// Time for which an accepted token is accepted without another review. A token revoked within this time still
 /// opens streams; open streams stay open in any case, as in upstream.
@@ -58,6 +59,8 @@ pub struct AgentAuth {
     pub audience: String,
     /// Kubeconfig of the account that requests reviews; `None` means the pod's own account.
     pub kubeconfig: Option<PathBuf>,
+    /// Limit of reviews per time; `None` sets no limit.
+    pub pace: Option<Pace>,
 }
 
 /// The account of an accepted token.
@@ -89,6 +92,7 @@ pub struct Tokens {
     reviews: Api<TokenReview>,
     auth: AgentAuth,
     turns: Arc<Turns>,
+    pacer: Option<Pacer>,
     known: Mutex<HashMap<[u8; 32], Known>>,
 }
 
@@ -110,6 +114,7 @@ impl Tokens {
     pub fn new(client: Client, auth: AgentAuth) -> Self {
         Self {
             reviews: Api::all(client),
+            pacer: auth.pace.map(Pacer::new),
             auth,
             turns: Turns::new(REVIEWS),
             known: Mutex::default(),
@@ -193,7 +198,7 @@ impl Tokens {
             ..TokenReview::default()
         };
         let failed = |why: String| format!("Failed to authenticate request. err:{why}");
-        let turn = timeout(TURN_TIMEOUT, self.turns.take(from)).await;
+        let turn = timeout(TURN_TIMEOUT, self.turn(from)).await;
         let _turn =
             turn.map_err(|_| failed(format!("no turn for a TokenReview within {TURN_TIMEOUT:?}")))?;
         let params = PostParams::default();
@@ -222,6 +227,16 @@ impl Tokens {
             ));
         }
         Ok(Account { pod: pod(user) })
+    }
+
+    /// Waits until a review may start. Only a review that has its turn waits for the pace, so reviews that give up
+    /// early do not delay others.
+    async fn turn(&self, from: IpAddr) -> Turn {
+        let turn = self.turns.take(from).await;
+        if let Some(pacer) = &self.pacer {
+            pacer.wait().await;
+        }
+        turn
     }
 
     /// Checks that a user is the agents' service account.

@@ -79,7 +79,7 @@ pub(super) struct FrontendFlags {
     #[arg(long, value_name = "DURATION", default_value = "1h")]
     pub(super) frontend_keepalive_time: GoDuration,
 
-    /// Packets buffered per http-connect client. No effect: these buffers are bounded in bytes
+    /// No effect: buffers are bounded in bytes, by --xfr-channel-size
     #[arg(long, value_name = "N", default_value = "10", value_parser = go_int)]
     pub(super) frontend_write_channel_size: i64,
 }
@@ -191,11 +191,11 @@ pub(super) struct OperationsFlags {
     #[arg(long, value_name = "FILE", default_value = "")]
     pub(super) admin_ca_cert: String,
 
-    /// Serve profiles on the admin listener. Not implemented yet
+    /// No effect, except for a warning: this program has no profiles, and /debug/pprof answers 404
     #[arg(long)]
     pub(super) enable_profiling: bool,
 
-    /// Profile lock contention too; needs --enable-profiling. Not implemented yet
+    /// No effect; needs --enable-profiling
     #[arg(long)]
     pub(super) enable_contention_profiling: bool,
 }
@@ -229,7 +229,7 @@ pub(super) struct TunnelFlags {
     #[arg(long, value_name = "DURATION", default_value = "0")]
     pub(super) graceful_shutdown_timeout: GoDuration,
 
-    /// Deprecated, no effect
+    /// No effect, and deprecated upstream
     #[arg(long, default_value = "true")]
     pub(super) warn_on_channel_limit: bool,
 }
@@ -322,15 +322,15 @@ pub(super) struct KubernetesFlags {
     #[arg(long, value_name = "FILE", default_value = "")]
     pub(super) kubeconfig: String,
 
-    /// Requests per second; 0 means 5
+    /// Largest number of TokenReviews per second, on average; 0 sets no limit
     #[arg(long, value_name = "QPS", default_value = "0")]
     pub(super) kubeconfig_qps: f32,
 
-    /// Largest burst of requests; 0 means 10
+    /// Largest number of TokenReviews at once, before --kubeconfig-qps delays them; 0 means 10
     #[arg(long, value_name = "N", default_value = "0", value_parser = go_int)]
     pub(super) kubeconfig_burst: i64,
 
-    /// Content type of requests
+    /// No effect: requests are JSON
     #[arg(long, value_name = "TYPE", default_value = CONTENT_TYPE)]
     pub(super) kube_api_content_type: String,
 

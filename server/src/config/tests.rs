@@ -6,6 +6,7 @@ use std::time::Duration;
 use culvert_host::flags::{Exit, HostPort};
 use culvert_host::telemetry::logging::LogConfig;
 use culvert_host::tls::MinVersion;
+use culvert_kube::pace::Pace;
 use tempfile::TempDir;
 
 use super::flags::Flags;
@@ -198,7 +199,7 @@ fn a_hosting_platforms_server_starts() {
     );
     assert_eq!(
         config.warnings,
-        ["accepted, but not implemented yet: --kubeconfig"]
+        ["accepted, without effect here: --kubeconfig (nothing here uses the Kubernetes API)"]
     );
 }
 
@@ -438,6 +439,7 @@ fn token_authentication_takes_all_three_flags_or_none() {
         service_account: "s".to_owned(),
         audience: "a".to_owned(),
         kubeconfig: Some(files.path("kubeconfig")),
+        pace: None,
     };
     assert_eq!(config.agent_auth, Some(expected));
     assert_eq!(config.warnings, [""; 0]);
@@ -513,7 +515,7 @@ fn unusable_names_of_leases_are_reported_at_start() {
 }
 
 #[test]
-fn flags_not_acted_upon_are_named_in_one_line() {
+fn flags_without_effect_are_named_in_warnings() {
     let files = Files::new();
     let config = files
         .uds(&[
@@ -530,11 +532,50 @@ fn flags_not_acted_upon_are_named_in_one_line() {
     assert_eq!(
         config.warnings,
         [
-            "accepted, but not implemented yet: --enable-profiling, --enable-contention-profiling, \
-          --frontend-write-channel-size, --kubeconfig, --kubeconfig-qps, \
-          --kubeconfig-burst, --kube-api-content-type, --vmodule"
+            "--kubeconfig-qps and --kubeconfig-burst have no effect: without --agent-namespace there are no TokenReviews",
+            "--enable-profiling and --enable-contention-profiling have no effect: this program has no pprof profiles; \
+             use `perf record -g -p PID` on the node, and the metrics process_*",
+            "accepted, without effect here: --kubeconfig (nothing here uses the Kubernetes API), --frontend-write-channel-size (buffers are bounded in bytes by \
+             --xfr-channel-size), --kube-api-content-type (requests are JSON), --vmodule (it names files of the stock \
+             program; -v sets the verbosity of the whole program)",
         ]
     );
+}
+
+#[test]
+fn kubeconfig_qps_and_burst_limit_token_reviews() {
+    let files = Files::new();
+    let auth = [
+        "--agent-namespace=n",
+        "--agent-service-account=s",
+        "--authentication-audience=a",
+    ];
+    let pace = |flags: &[&str]| {
+        let config = files.uds(&[&auth, flags].concat()).unwrap();
+        (config.agent_auth.unwrap().pace, config.warnings)
+    };
+    let limit = |interval, burst| {
+        let interval = Duration::from_millis(interval);
+        (Some(Pace { interval, burst }), Vec::new())
+    };
+    assert_eq!(pace(&[]), (None, Vec::new()));
+    assert_eq!(pace(&["--kubeconfig-qps=-1"]), (None, Vec::new()));
+    assert_eq!(pace(&["--kubeconfig-qps=4"]), limit(250, 10));
+    let both = ["--kubeconfig-qps=0.5", "--kubeconfig-burst=150"];
+    assert_eq!(pace(&both), limit(2000, 150));
+    let (none, warnings) = pace(&["--kubeconfig-burst=150"]);
+    assert_eq!((none, warnings.len()), (None, 1), "{warnings:?}");
+    for flag in [
+        "--kubeconfig-qps=NaN",
+        "--kubeconfig-qps=inf",
+        "--kubeconfig-qps=1e-9",
+        "--kubeconfig-burst=-1",
+    ] {
+        let problems = files.errors(&[&UDS[..], &auth, &[flag]].concat());
+        let name = flag.split('=').next().unwrap();
+        assert_eq!(problems.len(), 1, "{problems:?}");
+        assert!(problems.concat().contains(name), "{problems:?}");
+    }
 }
 
 #[test]

@@ -10,10 +10,12 @@ use culvert_host::flags::labels::{is_dns_subdomain, parse_labels};
 use culvert_host::flags::{GoDuration, HostPort, Problems, StringSlice};
 use culvert_host::net::destinations::{Destinations, Program};
 
+use culvert_kube::pace::Pace;
 use culvert_kube::tokens::AgentAuth;
 
 use super::flags::{
-    CONTENT_TYPE, DestinationFlags, Flags, FrontendFlags, LimitFlags, OperationsFlags, SwitchFlags,
+    CONTENT_TYPE, DestinationFlags, Flags, FrontendFlags, KubernetesFlags, LimitFlags, OperationsFlags,
+    SwitchFlags,
 };
 use super::{
     AgentListener, Config, Frontend, KEEPALIVE_FLOOR, Lease, Limits, Mode, TlsFiles,
@@ -29,6 +31,9 @@ const MAX_SERVER_ID: usize = 220;
 
 /// Keepalive time that grpc-go's server uses for 0 (`defaultServerKeepaliveTime`).
 const KEEPALIVE_OF_ZERO: Duration = Duration::from_secs(2 * 60 * 60);
+
+/// Burst of TokenReviews without `--kubeconfig-burst` (client-go's `DefaultBurst`).
+const DEFAULT_BURST: u32 = 10;
 
 impl Flags {
     /// Returns the checked configuration, or all problems.
@@ -71,7 +76,7 @@ impl Flags {
         let time = self.frontend.frontend_keepalive_time;
         let frontend_keepalive_time = keepalive(p, "frontend-keepalive-time", time);
         let server_id = p.header_value("server-id", self.agents.server_id.clone());
-        self.note_unacted(p);
+        self.note_unneeded(p);
 
         let warnings = problems.finish()?;
         // A value is missing only after an error, and then `finish` has already returned.
@@ -148,7 +153,14 @@ impl Flags {
                 &self.auth.authentication_audience,
             ),
         ];
+        let pace = self.kubernetes.pace(p);
         if flags.iter().all(|(_, value)| value.is_empty()) {
+            if pace.is_some() {
+                p.warn(
+                    "--kubeconfig-qps and --kubeconfig-burst have no effect: without --agent-namespace there are no \
+                     TokenReviews",
+                );
+            }
             return None;
         }
         p.require(self.agents.cluster_ca_cert.is_empty(), || {
@@ -164,6 +176,7 @@ impl Flags {
             service_account: self.auth.agent_service_account.clone(),
             audience: self.auth.authentication_audience.clone(),
             kubeconfig,
+            pace,
         })
     }
 
@@ -257,21 +270,45 @@ impl Flags {
         });
     }
 
-    fn note_unacted(&self, p: &mut Problems) {
+    fn note_unneeded(&self, p: &mut Problems) {
         let kube = &self.kubernetes;
-        let size = self.frontend.frontend_write_channel_size;
-        p.unacted(size != 10, "frontend-write-channel-size");
-        let is_used = !self.auth.agent_namespace.is_empty()
+        let uses_api = !self.auth.agent_namespace.is_empty()
             || self.openvpn.openvpn_watch_nodes
             || kube.enable_lease_controller;
-        p.unacted(!kube.kubeconfig.is_empty() && !is_used, "kubeconfig");
-        p.unacted(kube.kubeconfig_qps != 0.0, "kubeconfig-qps");
-        p.unacted(kube.kubeconfig_burst != 0, "kubeconfig-burst");
-        p.unacted(
-            kube.kube_api_content_type != CONTENT_TYPE,
-            "kube-api-content-type",
-        );
-        self.klog.note_unacted(p);
+        let why = "nothing here uses the Kubernetes API";
+        p.unneeded(!kube.kubeconfig.is_empty() && !uses_api, "kubeconfig", why);
+        let is_set = self.frontend.frontend_write_channel_size != 10;
+        let why = "buffers are bounded in bytes by --xfr-channel-size";
+        p.unneeded(is_set, "frontend-write-channel-size", why);
+        let is_set = kube.kube_api_content_type != CONTENT_TYPE;
+        p.unneeded(is_set, "kube-api-content-type", "requests are JSON");
+        self.klog.note_unneeded(p);
+    }
+}
+
+impl KubernetesFlags {
+    /// Returns the limit of TokenReviews per time. A negative limit means none, as in client-go.
+    fn pace(&self, p: &mut Problems) -> Option<Pace> {
+        let (qps, burst) = (self.kubeconfig_qps, self.kubeconfig_burst);
+        let limited = qps != 0.0 && !qps.is_sign_negative();
+        p.require(!limited || (0.01..=1e6).contains(&qps), || {
+            format!("--kubeconfig-qps must be 0, or from 0.01 to 1000000, got {qps}")
+        });
+        p.require((0..=1_000_000).contains(&burst), || {
+            format!("--kubeconfig-burst must be 0 to 1000000, got {burst}")
+        });
+        if !limited {
+            if burst > 0 {
+                p.warn("--kubeconfig-burst has no effect without --kubeconfig-qps");
+            }
+            return None;
+        }
+        let burst = match burst {
+            0 => DEFAULT_BURST,
+            burst => u32::try_from(burst).unwrap_or(DEFAULT_BURST),
+        };
+        let interval = Duration::try_from_secs_f32(qps.recip()).ok()?;
+        Some(Pace { interval, burst })
     }
 }
 

@@ -12,6 +12,12 @@ use super::{Reply, Routes};
 use crate::net::dial::{join_host_port, split_host_port};
 use crate::telemetry::metrics::Registry;
 
+/// Advice for clients that request a profile.
+pub(crate) const NO_PROFILES: &str = "this program has no pprof profiles; use `perf record -g -p PID` on the node, and the metrics process_*";
+
+/// Path of Go's profiles. Profiles have this path or a path below it.
+const PPROF: &str = "/debug/pprof";
+
 /// Content type of the Prometheus text format.
 pub const METRICS_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
 
@@ -80,6 +86,16 @@ impl Routes {
         self.route("/readyz", move |request| ready(page(request.uri().query())))
             .route("/ready", move |request| ready(alias(request.uri().query())))
     }
+}
+
+/// Returns the answer for an unknown path.
+pub(super) fn not_found(path: &str) -> Reply {
+    let text = match path.strip_prefix(PPROF) {
+        Some(rest) if rest.is_empty() || rest.starts_with('/') => format!("{NO_PROFILES}\n"),
+        // Go's `net/http` sends this body with a 404.
+        _ => "404 page not found\n".to_owned(),
+    };
+    Reply::text(StatusCode::NOT_FOUND, text)
 }
 
 fn check_page(checks: &[Check], is_verbose: bool) -> Reply {

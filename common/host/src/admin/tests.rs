@@ -83,6 +83,19 @@ async fn paths_match_exactly_and_other_methods_get_405() {
 }
 
 #[tokio::test]
+async fn requests_for_profiles_get_404_with_the_remedy() {
+    let server = Running::start(Routes::new().with_healthz()).await;
+    for path in ["/debug/pprof", "/debug/pprof/", "/debug/pprof/heap?debug=1"] {
+        let answer = server.ask("GET", path).await;
+        assert_eq!(status(&answer), "404", "{path}");
+        assert!(body(&answer).contains("perf record"), "{answer}");
+    }
+    let answer = server.ask("GET", "/debug/pprofile").await;
+    assert_eq!(body(&answer), "404 page not found\n");
+    server.stop().await;
+}
+
+#[tokio::test]
 async fn server_readiness_matches_upstream() {
     let is_ready = Arc::new(AtomicBool::new(false));
     let seen = Arc::clone(&is_ready);

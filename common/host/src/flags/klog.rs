@@ -12,10 +12,10 @@ use crate::telemetry::logging::{
 
 /// The logging flags.
 ///
-/// Four flags are accepted for compatibility and have no effect. `--one-output`: every line is written once,
-/// to one file. `--skip-log-headers`: log files have no header lines. `--vmodule` and `--log-backtrace-at`:
-/// the program has one verbosity, and log lines carry no stack traces. If `--vmodule` or `--log-backtrace-at`
-/// is set, a warning at startup names the flag.
+/// Four flags are accepted for compatibility and have no effect. `--one-output` and `--skip-log-headers`: the
+/// program always writes every line once, to one file without header lines. `--vmodule` and
+/// `--log-backtrace-at` name lines in the Go sources of the stock programs. If one of the latter two flags is
+/// set, a warning at startup names the flag.
 #[derive(Args, Clone, Debug)]
 #[command(next_help_heading = "Logging")]
 pub struct KlogFlags {
@@ -70,19 +70,19 @@ pub struct KlogFlags {
     #[arg(long)]
     skip_headers: bool,
 
-    /// No effect: every line is written once
+    /// No effect: every line is always written once, to one file
     #[arg(long)]
     one_output: bool,
 
-    /// No effect: log files have no header lines
+    /// No effect: log files never have header lines
     #[arg(long)]
     skip_log_headers: bool,
 
-    /// No effect: the whole program has one verbosity
+    /// No effect: it names files of the stock program; -v sets the verbosity of the whole program
     #[arg(long, value_name = "PATTERN=N,...", default_value = "", value_parser = vmodule)]
     vmodule: String,
 
-    /// No effect: log lines carry no stack traces
+    /// No effect: it names a line of the stock program
     #[arg(long, value_name = "FILE:N", default_value = "", value_parser = backtrace_at)]
     log_backtrace_at: String,
 }
@@ -127,10 +127,12 @@ impl KlogFlags {
     }
 
     /// Records the flags that are set but have no effect.
-    pub fn note_unacted(&self, problems: &mut Problems) {
-        problems.unacted(!self.vmodule.is_empty(), "vmodule");
+    pub fn note_unneeded(&self, problems: &mut Problems) {
+        let why = "it names files of the stock program; -v sets the verbosity of the whole program";
+        problems.unneeded(!self.vmodule.is_empty(), "vmodule", why);
         let backtrace = !matches!(self.log_backtrace_at.as_str(), "" | ":0");
-        problems.unacted(backtrace, "log-backtrace-at");
+        let why = "it names a line of the stock program";
+        problems.unneeded(backtrace, "log-backtrace-at", why);
     }
 }
 

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use super::{GoDuration, StringSlice};
+use crate::admin::NO_PROFILES;
 use crate::net::networks::Networks;
 
 /// Errors, warnings, and flags without effect.
@@ -12,7 +13,7 @@ use crate::net::networks::Networks;
 pub struct Problems {
     errors: Vec<String>,
     warnings: Vec<String>,
-    unacted: Vec<String>,
+    unneeded: Vec<String>,
 }
 
 impl Problems {
@@ -45,10 +46,11 @@ impl Problems {
         }
     }
 
-    /// Records a flag that has no effect, if `is_set` is true. `flag` is the name without dashes.
-    pub fn unacted(&mut self, is_set: bool, flag: &str) {
+    /// Records a flag without effect, if `is_set` is true. `why` is the reason, or the part of the program that does
+    /// the work of the flag. `flag` is the name without dashes.
+    pub fn unneeded(&mut self, is_set: bool, flag: &str, why: &str) {
         if is_set {
-            self.unacted.push(format!("--{flag}"));
+            self.unneeded.push(format!("--{flag} ({why})"));
         }
     }
 
@@ -146,14 +148,20 @@ impl Problems {
         })
     }
 
-    /// Checks the profiling flags, which have no effect.
+    /// Checks the profiling flags. The programs have no profiles, and `/debug/pprof` answers 404 with the same
+    /// advice.
     pub fn profiling(&mut self, profiling: bool, contention: bool) {
         self.require(profiling || !contention, || {
             "if --enable-contention-profiling is set, --enable-profiling must also be set"
                 .to_owned()
         });
-        self.unacted(profiling, "enable-profiling");
-        self.unacted(contention, "enable-contention-profiling");
+        let flags = match contention {
+            true => "--enable-profiling and --enable-contention-profiling have",
+            false => "--enable-profiling has",
+        };
+        if profiling {
+            self.warn(format!("{flags} no effect: {NO_PROFILES}"));
+        }
     }
 
     /// Checks a flag whose value is sent in an HTTP/2 header; only printable ASCII is allowed.
@@ -164,7 +172,7 @@ impl Problems {
         value
     }
 
-    /// Returns the warnings, in order. If there are flags without effect, the last warning names them.
+    /// Returns the warnings, in order. The last warnings name the flags without effect.
     ///
     /// # Errors
     /// Returns the error texts, in order, if there are errors.
@@ -172,9 +180,9 @@ impl Problems {
         if !self.errors.is_empty() {
             return Err(self.errors);
         }
-        if !self.unacted.is_empty() {
-            let flags = self.unacted.join(", ");
-            self.warn(format!("accepted, but not implemented yet: {flags}"));
+        if !self.unneeded.is_empty() {
+            let flags = self.unneeded.join(", ");
+            self.warn(format!("accepted, without effect here: {flags}"));
         }
         Ok(self.warnings)
     }

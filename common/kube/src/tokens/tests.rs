@@ -49,6 +49,10 @@ struct Fake {
 
 impl Fake {
     fn new() -> Self {
+        Self::with_pace(None)
+    }
+
+    fn with_pace(pace: Option<Pace>) -> Self {
         let (sender, asked) = mpsc::unbounded_channel();
         let service = tower::service_fn(move |request: Request<Body>| {
             let sender = sender.clone();
@@ -71,6 +75,7 @@ impl Fake {
             service_account: "a".into(),
             audience: "x".into(),
             kubeconfig: None,
+            pace,
         };
         let tokens = Tokens::new(Client::new(service, "default"), auth);
         Self {
@@ -286,4 +291,26 @@ async fn account_has_the_pod_of_a_bound_token() {
         assert_eq!(fake.present("t").await, Ok(account));
         fake.nothing_else_is_asked();
     }
+}
+
+#[tokio::test(start_paused = true)]
+async fn reviews_keep_the_pace_and_remembered_tokens_need_no_review() {
+    let interval = Duration::from_secs(2);
+    let mut fake = Fake::with_pace(Some(Pace { interval, burst: 2 }));
+    let started = Instant::now();
+    let tokens = ["a", "b", "c", "d"];
+    let agents: JoinSet<_> = tokens
+        .into_iter()
+        .map(|token| fake.present(token))
+        .collect();
+    let mut times = Vec::new();
+    for _ in tokens {
+        let asked = fake.review().await;
+        times.push(started.elapsed().as_secs());
+        asked.accept();
+    }
+    assert_eq!(times, [0, 0, 2, 4]);
+    assert!(agents.join_all().await.iter().all(Result::is_ok));
+    assert_eq!(fake.present("d").await, Ok(ACCOUNT));
+    fake.nothing_else_is_asked();
 }

@@ -25,7 +25,6 @@ pub(super) fn agent_settings(id: &str) -> agent_config::Config {
         agent_identifiers: String::new(),
         sync_interval: SYNC_INTERVAL,
         sync_interval_cap: SYNC_INTERVAL * 10,
-        probe_interval: SYNC_INTERVAL,
         keepalive_time: Duration::from_secs(3600),
         token_path: None,
         sync_forever: false,
