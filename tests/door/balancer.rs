@@ -204,6 +204,54 @@ async fn ports_follow_services_and_other_fields_stay_unchanged() {
 }
 
 #[tokio::test]
+async fn arguments_of_lb_updater_keep_the_ports_current_without_a_lease() {
+    let api = KubeApi::start().await;
+    // The account of the stock program has no access to leases.
+    api.fault(Fault::status(403).on("/leases"));
+    api.put("services", balancer());
+    api.put("services", exposed("cluster-a", "old", 30001));
+    let flags = ["-lb-namespace=kubermatic", "-lb-name=nodeport-proxy"];
+    let door = Door::watching(&api, &flags).await;
+    let fixed = [HEALTHZ, "sni-listener", "tunneling-listener"];
+    comes_to_have(&api, [&fixed[..], &["cluster-a-old-30001"]].concat()).await;
+    assert!(leads(&door).await);
+    api.delete("services", "cluster-a", "old");
+    comes_to_have(&api, fixed.to_vec()).await;
+    assert_eq!(lease_requests(&api), 0);
+}
+
+#[tokio::test]
+async fn arguments_of_lb_updater_for_one_cluster_need_access_to_one_namespace_only() {
+    let api = KubeApi::start().await;
+    for resource in ["services", "endpointslices"] {
+        api.fault(Fault::status(403).on(&format!("/v1/{resource}")));
+    }
+    let key = "nodeport-proxy.k8s.io/expose-namespaced";
+    let front = service("cluster-a", "front").of_type("LoadBalancer");
+    api.put("services", front.port("secure", 443));
+    let node_port = service("cluster-a", "api").node_port("secure", 443, 30001);
+    api.put("services", node_port.annotation(key, "true"));
+    let annotation = format!("-expose-annotation-key={key}");
+    let flags = [
+        "-lb-namespace=cluster-a",
+        "-lb-name=front",
+        &annotation,
+        "-namespaced=true",
+        "-envoy-sni-port=0",
+        "-envoy-tunneling-port=0",
+    ];
+    let _door = Door::watching(&api, &flags).await;
+    let what = "the balancer of the namespace has the port";
+    eventually(what, LIMIT, async || {
+        let front = api.get("services", "cluster-a", "front").unwrap();
+        let ports = front["spec"]["ports"].to_string();
+        let has_port = ports.contains("cluster-a-api-30001");
+        has_port.then_some(()).ok_or(ports)
+    })
+    .await;
+}
+
+#[tokio::test]
 async fn one_namespace_can_have_its_own_balancer() {
     let api = KubeApi::start().await;
     let key = "nodeport-proxy.k8s.io/expose-namespaced";
@@ -482,8 +530,12 @@ async fn a_missing_permission_is_logged_once_and_retried_with_backoff() {
 async fn without_update_loadbalancer_nothing_is_written() {
     let api = KubeApi::start().await;
     let before = api.put("services", balancer());
-    let names = ["-lb-namespace=kubermatic", "-lb-name=nodeport-proxy"];
-    let mut door = Door::watching(&api, &names).await;
+    let flags = [
+        "-update-loadbalancer=false",
+        "-lb-namespace=kubermatic",
+        "-lb-name=nodeport-proxy",
+    ];
+    let mut door = Door::watching(&api, &flags).await;
     door.program
         .wait_for_log("have no effect without --update-loadbalancer", LIMIT)
         .await;

@@ -1,10 +1,12 @@
 //! Route changes while connections are open, and the end of the program.
 
+use std::net::SocketAddr;
 use std::time::Duration;
 
 use culvert_kit::check;
 use culvert_kit::services::Services;
-use culvert_tests::metrics::http_get;
+use culvert_tests::metrics::{http_get, http_post};
+use culvert_tests::ports::Ports;
 use culvert_tests::{Signal, eventually};
 use http::StatusCode;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -150,6 +152,43 @@ async fn a_drain_refuses_new_connections_and_lets_open_ones_finish() {
     let status = door.program.wait_exit(LIMIT).await;
     assert!(status.success(), "{status}");
     drop(client);
+}
+
+#[tokio::test]
+async fn healthcheck_fail_makes_health_and_readiness_fail_until_healthcheck_ok() {
+    let services = Services::start().await.unwrap();
+    let mut ports = Ports::default();
+    let admin = SocketAddr::from(([127, 0, 0, 1], ports.next_port()));
+    let door = Door::start_with(
+        &[Upstream::new("demo/raw", services.raw).authority(RAW)],
+        &[&format!("-envoy-admin-port={}", admin.port())],
+    )
+    .await;
+    door.is_ready().await;
+    let client = Http2::connect(door.tunneling).await;
+    let live = async || door.value("envoy_server_live", &[]).await;
+    let healthz = async || http_get(door.stats, "/healthz").await.unwrap().0;
+    let post = async |path| http_post(admin, path).await.unwrap().0;
+    assert_eq!((healthz().await, live().await), (StatusCode::OK, 1.0));
+    // Repeated requests change nothing.
+    for _ in 0..2 {
+        assert_eq!(post("/healthcheck/fail").await, StatusCode::OK);
+        assert_eq!(healthz().await, StatusCode::SERVICE_UNAVAILABLE);
+        let (status, text) = door.readiness().await;
+        assert_eq!(status, StatusCode::SERVICE_UNAVAILABLE);
+        assert!(text.contains("/healthcheck/fail"), "{text}");
+        assert_eq!(live().await, 0.0);
+    }
+    // Traffic continues: a load balancer needs time to react.
+    let mut tunnel = client.open(RAW, b"echo\nx").await.unwrap();
+    assert_eq!(tunnel.hear(1).await, b"x");
+    assert_eq!(post("/healthcheck/ok").await, StatusCode::OK);
+    assert_eq!((healthz().await, live().await), (StatusCode::OK, 1.0));
+    door.is_ready().await;
+    // The port for probes, which others can reach, does not change the health.
+    let elsewhere = http_post(door.stats, "/healthcheck/fail").await.unwrap();
+    assert_eq!(elsewhere.0, StatusCode::NOT_FOUND);
+    assert_eq!(healthz().await, StatusCode::OK);
 }
 
 #[tokio::test]

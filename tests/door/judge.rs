@@ -50,6 +50,8 @@ pub(crate) struct Pair {
     pub ours: Side,
     pub running: RunningEnvoy,
     pub door: Door,
+    /// Admin listener of our front door.
+    admin: SocketAddr,
     _ports: Ports,
 }
 
@@ -92,7 +94,9 @@ impl Pair {
             }
         }
         let running = envoy.start(&seed.bootstrap()).await;
-        let flags = flags(&settings);
+        let admin = local(ports.next_port());
+        let mut flags = flags(&settings);
+        flags.push(format!("-envoy-admin-port={}", admin.port()));
         let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
         let door = Door::start_with(upstreams, &flags).await;
         Some(Self {
@@ -110,8 +114,17 @@ impl Pair {
             },
             running,
             door,
+            admin,
             _ports: ports,
         })
+    }
+
+    /// Returns the address of the admin listener.
+    pub(crate) fn admin(&self, side: &Side) -> SocketAddr {
+        match side.stats == self.ours.stats {
+            true => self.admin,
+            false => self.running.admin,
+        }
     }
 
     /// Runs `look` against Envoy, and then against our front door.

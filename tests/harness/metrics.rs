@@ -6,7 +6,7 @@ use std::net::SocketAddr;
 use anyhow::{Context as _, ensure};
 use bytes::Bytes;
 use http::header::HOST;
-use http::{HeaderMap, Request, StatusCode};
+use http::{HeaderMap, Method, Request, StatusCode};
 use http_body_util::{BodyExt as _, Empty, Limited};
 use hyper_util::rt::TokioIo;
 use tokio::net::TcpStream;
@@ -22,11 +22,31 @@ pub async fn http_get(
     addr: SocketAddr,
     path: &str,
 ) -> anyhow::Result<(StatusCode, HeaderMap, Bytes)> {
+    request(Method::GET, addr, path).await
+}
+
+/// Sends a POST without a body, like [`http_get`].
+///
+/// # Errors
+/// As [`http_get`].
+pub async fn http_post(
+    addr: SocketAddr,
+    path: &str,
+) -> anyhow::Result<(StatusCode, HeaderMap, Bytes)> {
+    request(Method::POST, addr, path).await
+}
+
+async fn request(
+    method: Method,
+    addr: SocketAddr,
+    path: &str,
+) -> anyhow::Result<(StatusCode, HeaderMap, Bytes)> {
     let stream = TcpStream::connect(addr).await?;
     let (mut sender, connection) =
         hyper::client::conn::http1::handshake(TokioIo::new(stream)).await?;
     let exchange = async move {
-        let request = Request::get(path).header(HOST, addr.to_string());
+        let request = Request::builder().method(method).uri(path);
+        let request = request.header(HOST, addr.to_string());
         let response = sender
             .send_request(request.body(Empty::<Bytes>::new())?)
             .await?;

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use anyhow::Context as _;
-use culvert_host::admin::{self, METRICS_TYPE, Reply};
+use culvert_host::admin;
 use culvert_host::net::admission::Admission;
 use culvert_host::net::listen::Listener;
 use culvert_host::net::shares::Shares;
@@ -14,7 +14,6 @@ use culvert_host::runtime::shards::Shards;
 use culvert_host::runtime::{essential, spawn_essential};
 use culvert_host::tls::reload::{ServerFiles, ServerTls};
 use culvert_host::tls::{TlsError, TlsOptions};
-use http::StatusCode;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tokio::time::{sleep, timeout};
@@ -29,22 +28,11 @@ use super::discovery::Discovery;
 use super::file::Follower;
 use super::files::{Files, Reloader};
 use super::front::{self, Front};
-use super::metrics::{Entrance, ProxyMetrics, SourceState};
+use super::metrics::{Entrance, ProxyMetrics};
+use super::pages;
 use super::ports::NodePorts;
 use super::table::Table;
 use super::upstream::CONNECT_TIMEOUT;
-
-/// `/readyz` text during the drain.
-const DRAINING: &str = "draining";
-
-/// `/readyz` text before the first routes are known.
-const NOT_SYNCED: &str = "not all Services are known yet; is the Kubernetes API reachable?";
-
-/// `/readyz` text while the source cannot be read and the last known routes stay in force.
-const STALE: &str = "ok, with the last known routes: their source cannot be read";
-
-/// `/readyz` text while the file has mistakes and the last good routes stay in force.
-const REJECTED: &str = "ok, with the last known routes: the file is not in force because it has mistakes; the log names them";
 
 /// The addresses of a bound proxy. Node ports are not included: they come and go.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -55,6 +43,8 @@ pub struct Addresses {
     pub tunneling: Option<SocketAddr>,
     /// Listener for health and metrics.
     pub stats: SocketAddr,
+    /// Listener for changes of the health.
+    pub admin: Option<SocketAddr>,
 }
 
 /// The source of the routes.
@@ -76,6 +66,7 @@ pub struct Bound {
     tunneling: Option<(TcpListener, Option<ServerTls>)>,
     reloader: Reloader,
     stats: TcpListener,
+    admin: Option<TcpListener>,
 }
 
 impl Bound {
@@ -114,12 +105,17 @@ impl Bound {
         };
         let stats = &config.stats;
         let stats = admin::bind(&stats.host, stats.port, "--envoy-stats-port").await?;
+        let admin = match &config.admin {
+            Some(bind) => Some(admin::bind(&bind.host, bind.port, "--envoy-admin-port").await?),
+            None => None,
+        };
         let local = |listener: &TcpListener| listener.local_addr();
         Ok(Self {
             addresses: Addresses {
                 sni: sni.as_ref().map(local).transpose()?,
                 tunneling: tunneling.as_ref().map(|(l, _)| local(l)).transpose()?,
                 stats: stats.local_addr()?,
+                admin: admin.as_ref().map(local).transpose()?,
             },
             config,
             metrics,
@@ -130,6 +126,7 @@ impl Bound {
             tunneling,
             reloader,
             stats,
+            admin,
         })
     }
 
@@ -169,8 +166,12 @@ impl Bound {
         }
         let ports = NodePorts::new(front.clone(), &self.config.node_port_host);
         spawn_essential(&accepting, "node ports", &shutdown, ports.run(changed));
-        let serve = admin::serve(self.stats, pages(&front), stop.clone());
+        let serve = admin::serve(self.stats, pages::stats(&front), stop.clone());
         spawn_essential(&upkeep, "stats", &stop, serve);
+        if let Some(listener) = self.admin {
+            let serve = admin::serve(listener, pages::admin(&front), stop.clone());
+            spawn_essential(&upkeep, "admin", &stop, serve);
+        }
         for shard in front.shards.ids() {
             front.shards.spawn(shard, &upkeep, pulse(stop.clone()));
         }
@@ -278,42 +279,6 @@ fn connect_tls(
         anyhow::Error::new(error).context(flags)
     });
     followed.map(Some)
-}
-
-fn pages(front: &Arc<Front>) -> admin::Routes {
-    let [alive, ready, stats, metrics] = [(); 4].map(|()| front.clone());
-    let page = |front: &Front| {
-        let text = front.metrics.render(&front.table);
-        std::future::ready(Reply::new(StatusCode::OK, METRICS_TYPE, text))
-    };
-    // Envoy's health check filter sends no body.
-    let health = |front: &Front| {
-        std::future::ready(match front.metrics.draining.load(Ordering::Relaxed) {
-            false => Reply::text(StatusCode::OK, ""),
-            true => Reply::text(StatusCode::SERVICE_UNAVAILABLE, ""),
-        })
-    };
-    admin::Routes::new()
-        .route("/healthz", move |_| health(&alive))
-        .route("/readyz", move |_| {
-            let synced = ready.metrics.is_synced();
-            std::future::ready(match ready.metrics.draining.load(Ordering::Relaxed) {
-                true => Reply::text(StatusCode::SERVICE_UNAVAILABLE, DRAINING),
-                false if !synced => Reply::text(StatusCode::SERVICE_UNAVAILABLE, NOT_SYNCED),
-                // The proxy is ready even if only the last known routes are in force; the response body
-                // informs people.
-                false => Reply::text(
-                    StatusCode::OK,
-                    match *ready.metrics.source.lock() {
-                        SourceState::Good => "ok",
-                        SourceState::Unreadable => STALE,
-                        SourceState::Rejected => REJECTED,
-                    },
-                ),
-            })
-        })
-        .route("/stats/prometheus", move |_| page(&stats))
-        .route("/metrics", move |_| page(&metrics))
 }
 
 #[cfg(test)]

@@ -3,7 +3,8 @@
 //! Within the proxy, only this module writes the Service. [`discovery`](super::discovery) triggers a check of
 //! the ports: after a change of the Services with ports on the load balancer, and after a change of the load
 //! balancer's own Service. On each trigger the leader ([`election`](culvert_kube::election)) reads the Service
-//! and, if the ports differ, replaces exactly the version just read. The module does not affect connections.
+//! and, if the ports differ, replaces exactly the version just read. Without an election,
+//! every replica leads. The module does not affect connections.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -52,9 +53,20 @@ pub(crate) struct Reporter {
 
 /// The port updater of one replica: takes part in the election, and writes while this replica leads.
 pub(crate) struct Balancer {
-    candidate: Candidate,
+    leading: Leading,
     writer: Writer,
 }
+
+/// The reason for which a replica leads.
+enum Leading {
+    /// The election decides.
+    Elected(Box<Candidate>),
+    /// Every replica leads while the sender exists.
+    Always(watch::Sender<Option<Instant>>),
+}
+
+/// Time for which a replica without an election leads: as good as forever, and far from an overflow.
+const ALWAYS: Duration = Duration::from_secs(86_400 * 365 * 30);
 
 /// Writes the Service while this replica leads.
 struct Writer {
@@ -106,11 +118,19 @@ impl Balancer {
         metrics: Arc<ProxyMetrics>,
     ) -> (Self, Reporter) {
         let (namespace, name) = (config.namespace.as_str(), config.name.as_str());
-        let lease = format!("{name}-updater");
-        let times = config.times;
-        let failures = metrics.balancer_failures.get(Step::Lease).clone();
-        let (candidate, leads) =
-            Candidate::new(client.clone(), namespace, &lease, times, PROGRAM, failures);
+        let (leading, leads) = match config.election {
+            Some(times) => {
+                let lease = format!("{name}-updater");
+                let failures = metrics.balancer_failures.get(Step::Lease).clone();
+                let (candidate, leads) =
+                    Candidate::new(client.clone(), namespace, &lease, times, PROGRAM, failures);
+                (Leading::Elected(Box::new(candidate)), leads)
+            }
+            None => {
+                let (leads, seen) = watch::channel(Some(Instant::now() + ALWAYS));
+                (Leading::Always(leads), seen)
+            }
+        };
         let (sender, services) = watch::channel(None);
         let kind = ApiResource::erase::<core::Service>(&());
         let writer = Writer {
@@ -131,11 +151,11 @@ impl Balancer {
             config: config.clone(),
             services: sender,
         };
-        (Self { candidate, writer }, reporter)
+        (Self { leading, writer }, reporter)
     }
 
-    /// Updates the ports while this replica leads, until `stop`. Then releases the lease, so that another
-    /// replica can lead at once.
+    /// Updates the ports while this replica leads, until `stop`. Then releases the lease, if there is one, so that
+    /// another replica can lead at once.
     pub(crate) async fn run(mut self, stop: CancellationToken) {
         // A replica that does not know the Services must not keep others from leading.
         let mut services = self.writer.services.clone();
@@ -144,8 +164,15 @@ impl Balancer {
             return;
         }
         let writing = stop.run_until_cancelled(self.writer.run());
-        tokio::join!(self.candidate.campaign(&stop), writing);
-        self.candidate.release().await;
+        match &mut self.leading {
+            Leading::Elected(candidate) => {
+                tokio::join!(candidate.campaign(&stop), writing);
+                candidate.release().await;
+            }
+            Leading::Always(_leads) => {
+                writing.await;
+            }
+        }
     }
 }
 

@@ -32,6 +32,8 @@ pub struct Config {
     pub proxies: Networks,
     /// Address for health and metrics.
     pub stats: HostPort,
+    /// Address for changes of the health, which has no authentication; `None` disables this listener.
+    pub admin: Option<HostPort>,
     /// Host for the listeners of node ports.
     pub node_port_host: String,
     /// Timeouts and keepalive.
@@ -79,8 +81,8 @@ pub struct BalancerConfig {
     pub name: String,
     /// Selection of the ports.
     pub options: BalancerOptions,
-    /// Times of the lease.
-    pub times: Times,
+    /// Times of the lease that elects one replica; `None` means that every replica writes, as the stock lb-updater.
+    pub election: Option<Times>,
 }
 
 /// The listener for CONNECT requests.
@@ -162,6 +164,7 @@ impl Config {
             tunneling,
             proxies,
             stats,
+            admin,
             node_port_host,
             limits,
             max_connections,
@@ -177,6 +180,7 @@ impl Config {
             format!("tunneling={}", shown(tunneling.as_ref().map(|t| &t.bind))),
             format!("proxy-protocol-from={proxies}"),
             format!("stats={stats}"),
+            format!("admin={}", shown(admin.as_ref())),
             format!("node-port-host={node_port_host}"),
             format!("max-connections={max_connections}"),
             format!("drain-timeout={}", GoDuration::from(*drain_timeout)),
@@ -216,21 +220,22 @@ impl Source {
 
 impl BalancerConfig {
     fn describe(&self) -> Vec<String> {
-        let Times {
-            lease_duration,
-            renew_deadline,
-            retry_period,
-        } = self.times;
-        let time = |name: &str, value: Duration| {
-            format!("leader-elect-{name}={}", GoDuration::from(value))
-        };
-        vec![
+        let mut lines = vec![
             format!("update-loadbalancer={}/{}", self.namespace, self.name),
             format!("namespaced={}", self.options.namespace.is_some()),
-            time("lease-duration", lease_duration),
-            time("renew-deadline", renew_deadline),
-            time("retry-period", retry_period),
-        ]
+            format!("leader-elect={}", self.election.is_some()),
+        ];
+        if let Some(times) = self.election {
+            let time = |name: &str, value: Duration| {
+                format!("leader-elect-{name}={}", GoDuration::from(value))
+            };
+            lines.extend([
+                time("lease-duration", times.lease_duration),
+                time("renew-deadline", times.renew_deadline),
+                time("retry-period", times.retry_period),
+            ]);
+        }
+        lines
     }
 }
 

@@ -17,6 +17,7 @@
 //! | `watch` | ends idle connections, and connections with a dead peer |
 //! | `socket` | a socket for two tasks: one reads and writes, one inspects |
 //! | `ports` | opens and closes node ports as Services come and go |
+//! | `pages` | pages for health, metrics and administration |
 //! | [`metrics`] | the proxy's own metrics, and metrics with Envoy's names |
 //! | [`config`], [`cli`], [`app`] | flags, program, wiring |
 
@@ -34,6 +35,7 @@ pub mod file;
 pub mod files;
 mod front;
 pub mod metrics;
+mod pages;
 mod ports;
 mod relay;
 mod routes;

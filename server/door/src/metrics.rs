@@ -102,6 +102,8 @@ pub struct ProxyMetrics {
     http_sent: Counter,
     /// Set while the proxy drains.
     pub(crate) draining: AtomicBool,
+    /// Set by `/healthcheck/fail`.
+    pub(crate) failed: AtomicBool,
 }
 
 /// State of the source of the routes. The last good routes stay in force in every state.
@@ -219,7 +221,7 @@ impl ProxyMetrics {
                 "envoy_http_downstream_cx_tx_bytes_total",
                 "Bytes of tunnels sent to clients.",
             ),
-            live: gauge("envoy_server_live", "0 while the proxy drains."),
+            live: gauge("envoy_server_live", "0 while the proxy drains, and after /healthcheck/fail."),
             uptime: gauge("envoy_server_uptime", "Seconds since the start."),
             memory: [
                 "envoy_server_memory_allocated",
@@ -227,6 +229,7 @@ impl ProxyMetrics {
             ]
             .map(|name| gauge(name, "Resident memory, in bytes.")),
             draining: AtomicBool::new(false),
+            failed: AtomicBool::new(false),
             registry,
         }))
     }
@@ -253,6 +256,12 @@ impl ProxyMetrics {
         self.synced.load(Ordering::Relaxed)
     }
 
+    /// False while the proxy drains, and after `/healthcheck/fail`.
+    pub(crate) fn is_healthy(&self) -> bool {
+        let is_set = |flag: &AtomicBool| flag.load(Ordering::Relaxed);
+        !is_set(&self.draining) && !is_set(&self.failed)
+    }
+
     /// Returns the registry, for registering more series.
     pub fn registry(&self) -> &Arc<Registry> {
         &self.registry
@@ -263,8 +272,7 @@ impl ProxyMetrics {
         let is_up = *self.source.lock() == SourceState::Good;
         self.source_up.set(u8::from(is_up));
         self.synced_gauge.set(u8::from(self.is_synced()));
-        let is_draining = self.draining.load(Ordering::Relaxed);
-        self.live.set(u8::from(!is_draining));
+        self.live.set(u8::from(self.is_healthy()));
         self.uptime.set(self.started.elapsed().as_secs() as f64);
         let memory = resident_bytes() as f64;
         for gauge in &self.memory {

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use culvert_kit::services::{BANNER, Services};
 use culvert_tests::eventually;
-use culvert_tests::metrics::{Metrics, http_get};
+use culvert_tests::metrics::{Metrics, http_get, http_post};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
@@ -34,6 +34,38 @@ async fn health_answers_match_envoy() {
         status.as_u16().to_string()
     };
     verdicts.same("/", pair.see(unknown).await, "404");
+}
+
+#[tokio::test]
+async fn healthcheck_answers_match_envoy() {
+    let Some(pair) = Pair::start(&[]).await else {
+        return;
+    };
+    let mut verdicts = Verdicts::default();
+    let health = async |side: &Side| http_get(side.stats, "/healthz").await.unwrap().0;
+    for (path, expected) in [
+        ("/healthcheck/fail", "200 \"OK\\n\", then 503"),
+        ("/healthcheck/fail", "200 \"OK\\n\", then 503"),
+        ("/healthcheck/ok", "200 \"OK\\n\", then 200"),
+    ] {
+        let post = async |side: &Side| {
+            let (status, _, body) = http_post(pair.admin(side), path).await.unwrap();
+            let body = String::from_utf8_lossy(&body);
+            format!(
+                "{} {body:?}, then {}",
+                status.as_u16(),
+                health(side).await.as_u16()
+            )
+        };
+        verdicts.same(path, pair.see(post).await, expected);
+    }
+    let get = async |side: &Side| {
+        let (status, ..) = http_get(pair.admin(side), "/healthcheck/fail")
+            .await
+            .unwrap();
+        format!("{}, then {}", status.as_u16(), health(side).await.as_u16())
+    };
+    verdicts.same("GET", pair.see(get).await, "405, then 200");
 }
 
 /// Opens connections with every outcome that the metrics distinguish. Two connections are by server name, and

@@ -74,6 +74,7 @@ impl Door {
             sni: Some(sni),
             tunneling: Some(tunneling),
             stats,
+            ..
         } = bound.addresses
         else {
             anyhow::bail!("the front door must have both listeners");
@@ -155,6 +156,7 @@ fn door_settings(routes: &Path) -> door_config::Config {
         }),
         proxies: Networks::default(),
         stats: any_port(),
+        admin: None,
         node_port_host: "127.0.0.1".to_owned(),
         limits: door_config::Limits::default(),
         max_connections: MAX_CONNECTIONS,

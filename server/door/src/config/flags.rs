@@ -118,8 +118,8 @@ struct ListenerFlags {
     #[arg(long, value_name = "NAME", default_value = "kube")]
     envoy_node_name: String,
 
-    /// No effect: the proxy does not use Envoy
-    #[arg(long, value_name = "PORT", default_value = "9001", value_parser = go_int)]
+    /// Port on 127.0.0.1 for POST /healthcheck/fail and /healthcheck/ok, as in Envoy; 0, the default, disables it
+    #[arg(long, value_name = "PORT", default_value = "0", value_parser = go_int)]
     envoy_admin_port: i64,
 }
 
@@ -211,6 +211,7 @@ impl Flags {
         let sni = port("envoy-sni-port", listeners.envoy_sni_port);
         let tunneling = port("envoy-tunneling-port", listeners.envoy_tunneling_port);
         let stats = port("envoy-stats-port", listeners.envoy_stats_port);
+        let admin = port("envoy-admin-port", listeners.envoy_admin_port);
         let tunneling = self.tunneling(p, tunneling);
         let proxies = p.networks("proxy-protocol-from", &listeners.proxy_protocol_from);
         let limits = self.times.limits(p);
@@ -229,7 +230,11 @@ impl Flags {
             Some(file) => Source::File(file),
             None => Source::Kubernetes(Cluster {
                 kubeconfig,
-                namespace: Some(source.namespace.clone()).filter(|name| !name.is_empty()),
+                namespace: [source.namespace.as_str()]
+                    .into_iter()
+                    .chain(self.balancer.namespace())
+                    .find(|name| !name.is_empty())
+                    .map(str::to_owned),
                 options: Options {
                     annotation: source.expose_annotation_key.clone(),
                     server_names: sni != 0,
@@ -245,6 +250,7 @@ impl Flags {
             tunneling,
             proxies,
             stats: HostPort::new(host, stats),
+            admin: (admin != 0).then(|| HostPort::new("127.0.0.1", admin)),
             node_port_host: host.to_owned(),
             limits,
             max_connections: u64::try_from(max).unwrap_or(0),

@@ -45,6 +45,7 @@ fn arguments_from_kkp_are_accepted() {
     assert_eq!(config.sni, Some(HostPort::new("0.0.0.0", 6443)));
     assert_eq!(config.tunneling.as_ref().unwrap().bind.port, 8088);
     assert_eq!(config.stats.port, 8002);
+    assert_eq!(config.admin, Some(HostPort::new("127.0.0.1", 9001)));
     assert_eq!(config.limits.sni_idle, IDLE);
     assert_eq!(config.limits.stream_idle, Duration::from_secs(600));
     let down = config.limits.downstream_keepalive;
@@ -72,6 +73,7 @@ fn defaults_open_only_the_health_listener() {
         (None, None)
     );
     assert_eq!(config.stats, HostPort::new("0.0.0.0", 8002));
+    assert_eq!(config.admin, None);
     assert_eq!(config.limits, Limits::default());
     assert_eq!(
         (config.max_connections, config.logging.verbosity),
@@ -167,9 +169,53 @@ fn arguments_from_kkp_for_its_updater_are_accepted() {
     );
     assert_eq!(options.annotation, "nodeport-proxy.k8s.io/expose");
     assert_eq!(options.namespace, None);
-    assert_eq!(balancer.times, Times::default());
+    assert_eq!(balancer.election, Some(Times::default()));
     let line = "update-loadbalancer=kubermatic/nodeport-proxy";
     assert!(described.iter().any(|it| it == line), "{described:?}");
+}
+
+#[test]
+fn arguments_of_lb_updater_start_its_work_without_a_lease() {
+    let (balancer, described) = balancer(&[
+        "-lb-namespace=kubermatic",
+        "-lb-name=nodeport-proxy",
+        "-envoy-sni-port=6443",
+        "-envoy-tunneling-port=8088",
+    ]);
+    assert_eq!(balancer.election, None);
+    let line = "leader-elect=false";
+    assert!(described.iter().any(|it| it == line), "{described:?}");
+
+    let of_a_cluster = [
+        "-lb-namespace=cluster-x",
+        "-lb-name=front-loadbalancer",
+        "-expose-annotation-key=nodeport-proxy.k8s.io/expose-namespaced",
+        "-namespaced=true",
+    ];
+    let config = read(&of_a_cluster).unwrap();
+    assert_eq!(config.warnings, [""; 0]);
+    let Source::Kubernetes(cluster) = config.source else {
+        panic!("{:?}", config.source)
+    };
+    assert_eq!(cluster.namespace.as_deref(), Some("cluster-x"));
+    let balancer = cluster.balancer.unwrap();
+    assert_eq!(balancer.options.namespace.as_deref(), Some("cluster-x"));
+    assert_eq!(balancer.election, None);
+}
+
+#[test]
+fn leader_election_can_be_set_for_both_ways_of_updating() {
+    for (line, elects) in [
+        (&["-update-loadbalancer", "-leader-elect=false"][..], false),
+        (&["-lb-name=a", "-leader-elect"], true),
+        (&["-update-loadbalancer", "-lb-name=a"], true),
+    ] {
+        let (balancer, _) = balancer(line);
+        assert_eq!(balancer.election.is_some(), elects, "{line:?}");
+    }
+    let line = ["-lb-name=a", "-leader-elect-retry-period=1s"];
+    let warnings = read(&line).unwrap().warnings.concat();
+    assert!(warnings.contains("without --leader-elect"), "{warnings}");
 }
 
 #[test]
@@ -191,7 +237,7 @@ fn balancer_of_one_namespace_is_configured() {
         options.annotation,
         "nodeport-proxy.k8s.io/expose-namespaced"
     );
-    let times = balancer.times;
+    let times = balancer.election.unwrap();
     assert_eq!(times.lease_duration, Duration::from_secs(30));
     assert_eq!(times.renew_deadline, Duration::from_secs(20));
     assert_eq!(times.retry_period, Duration::from_millis(500));
@@ -228,9 +274,10 @@ fn balancer_flags_without_update_loadbalancer_cause_a_warning() {
         "--lb-name=a",
         "--lb-namespace=a",
         "--namespaced",
+        "--leader-elect",
         "--leader-elect-retry-period=1s",
     ] {
-        let config = read(&[flag]).unwrap();
+        let config = read(&[flag, "--update-loadbalancer=false"]).unwrap();
         assert!(config.warnings.concat().contains("--update-loadbalancer"));
         let Source::Kubernetes(cluster) = config.source else {
             panic!("{:?}", config.source)

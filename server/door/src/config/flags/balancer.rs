@@ -2,6 +2,7 @@
 //! election.
 
 use clap::Args;
+use culvert_host::flags::values::go_bool;
 use culvert_host::flags::{GoDuration, Problems};
 use culvert_kube::election::Times;
 
@@ -15,10 +16,17 @@ const LB_NAMESPACE: &str = "nodeport-proxy";
 #[derive(Args, Debug)]
 #[command(next_help_heading = "Load balancer")]
 pub(super) struct BalancerFlags {
-    /// Keep the ports of the LoadBalancer Service in front of the proxy up to date. Only one of several
-    /// replicas does so, elected with a Lease
-    #[arg(long)]
-    update_loadbalancer: bool,
+    /// Keep the ports of the LoadBalancer Service in front of the proxy up to date. Without a value for this flag,
+    /// --lb-name, --lb-namespace and --namespaced imply it, without a Lease, as in KKP's lb-updater
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true,
+          default_missing_value = "true", value_parser = go_bool)]
+    update_loadbalancer: Option<bool>,
+
+    /// Let one of several replicas update the Service, elected with a Lease. Default: true with
+    /// --update-loadbalancer, otherwise false
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true,
+          default_missing_value = "true", value_parser = go_bool)]
+    leader_elect: Option<bool>,
 
     /// Name of the LoadBalancer Service
     #[arg(long, value_name = "NAME", default_value = LB_NAME)]
@@ -28,7 +36,7 @@ pub(super) struct BalancerFlags {
     #[arg(long, value_name = "NAMESPACE", default_value = LB_NAMESPACE)]
     lb_namespace: String,
 
-    /// Give ports only to Services in --lb-namespace
+    /// Give ports only to Services in --lb-namespace. Without --update-loadbalancer, watch only this namespace
     #[arg(long)]
     namespaced: bool,
 
@@ -55,15 +63,19 @@ impl BalancerFlags {
         [sni_port, tunneling_port, stats_port]: [u16; 3],
     ) -> Option<Box<BalancerConfig>> {
         let times = self.times(p);
-        if !self.update_loadbalancer {
-            let named = self.lb_name != LB_NAME || self.lb_namespace != LB_NAMESPACE;
-            if named || self.namespaced || times != Times::default() {
+        if !self.update_loadbalancer.unwrap_or(self.is_lb_updater()) {
+            if self.is_lb_updater() || self.leader_elect.is_some() || times != Times::default() {
                 p.warn(
-                    "--lb-name, --lb-namespace, --namespaced and --leader-elect-... have no effect \
+                    "--lb-name, --lb-namespace, --namespaced and --leader-elect... have no effect \
                      without --update-loadbalancer",
                 );
             }
             return None;
+        }
+        let elects = self.leader_elect.or(self.update_loadbalancer);
+        let election = elects.unwrap_or_default().then_some(times);
+        if election.is_none() && times != Times::default() {
+            p.warn("--leader-elect-... have no effect without --leader-elect");
         }
         let namespace = &self.lb_namespace;
         p.require(source.config.is_empty(), || {
@@ -94,8 +106,20 @@ impl BalancerFlags {
                 stats_port,
                 namespace: self.namespaced.then(|| namespace.clone()),
             },
-            times,
+            election,
         }))
+    }
+
+    /// Returns the namespace to watch without `--namespace`. The stock lb-updater with `--namespaced` may only list
+    /// the Services of one namespace.
+    pub(super) fn namespace(&self) -> Option<&str> {
+        let is_lb_updater = self.update_loadbalancer.is_none() && self.namespaced;
+        is_lb_updater.then_some(self.lb_namespace.as_str())
+    }
+
+    /// True if a flag of the stock lb-updater is set. The flags of the ports belong to both programs.
+    fn is_lb_updater(&self) -> bool {
+        self.namespaced || self.lb_name != LB_NAME || self.lb_namespace != LB_NAMESPACE
     }
 
     fn times(&self, p: &mut Problems) -> Times {
