@@ -8,7 +8,7 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 
 use culvert_kit::check;
 use culvert_kit::services::Services;
-use culvert_node_tunnel::app::Bound;
+use culvert_node_tunnel::app::{Bound, InterfaceOnly};
 use culvert_node_tunnel::config::{Config, PROGRAM};
 use culvert_node_tunnel::interface::KIND;
 use culvert_tests::metrics::{http_get, scrape};
@@ -358,6 +358,49 @@ fn without_the_flag_no_interface_is_created() {
         assert!(!body.contains("interface"), "{body}");
         assert!(link().is_err());
         drop(program);
+    });
+}
+
+/// Returns the configuration for arguments of network-interface-manager, with a kind that the kernel supports.
+fn manager(mode: &str) -> Config {
+    let line = [PROGRAM, "-mode", mode, "-if", NAME, "-addr", V4];
+    let mut config = Config::from_args(line).unwrap();
+    config.interface.as_mut().unwrap().kind = kind();
+    config
+}
+
+#[test]
+fn mode_init_creates_the_interface_and_ends() {
+    alone(async || {
+        let made = InterfaceOnly::bind(manager("init")).await.unwrap();
+        timely("the end", made.run(CancellationToken::new())).await;
+        has(&PLACED[..1]).await;
+        // A restarted pod finds the interface.
+        let made = InterfaceOnly::bind(manager("init")).await.unwrap();
+        timely("the end", made.run(CancellationToken::new())).await;
+        has(&PLACED[..1]).await;
+    });
+}
+
+#[test]
+fn mode_probe_repairs_the_interface_and_opens_no_port() {
+    alone(async || {
+        let made = InterfaceOnly::bind(manager("probe")).await.unwrap();
+        let stop = CancellationToken::new();
+        let task = tokio::spawn(made.run(stop.clone()));
+        for harm in [
+            "addr del 100.64.30.10/32 dev envoyagent",
+            "link del envoyagent",
+        ] {
+            has(&PLACED[..1]).await;
+            ip(harm).unwrap();
+        }
+        has(&PLACED[..1]).await;
+        // The pod's other container has this port.
+        assert!(TcpStream::connect(STATS).await.is_err());
+        stop.cancel();
+        timely("the end", task).await.unwrap();
+        has(&PLACED[..1]).await;
     });
 }
 

@@ -4,14 +4,16 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use culvert_kit::check;
+use culvert_kit::pki::Pki;
 use culvert_kit::services::Services;
-use culvert_tests::envoy::{Envoy, Seed};
+use culvert_tests::envoy::{self, Envoy, Seed};
+use culvert_tests::haproxy::HaProxy;
 use culvert_tests::kube_api::KubeApi;
 use culvert_tests::metrics::{http_get, scrape};
 use culvert_tests::ports::Ports;
 use culvert_tests::{Program, Signal, eventually};
 use http::StatusCode;
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::io::{AsyncBufReadExt as _, AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 
 use crate::support::{Door, LIMIT, Upstream, timely};
@@ -31,6 +33,16 @@ struct Node {
 impl Node {
     /// Starts a node tunnel with one listener for each authority.
     async fn start(proxy: SocketAddr, authorities: &[&str], flags: &[&str]) -> Self {
+        Self::start_with(proxy, authorities, flags, &[]).await
+    }
+
+    /// Does the same as [`start`](Self::start), with environment variables.
+    async fn start_with(
+        proxy: SocketAddr,
+        authorities: &[&str],
+        flags: &[&str],
+        env: &[(&str, &str)],
+    ) -> Self {
         let mut ports = Ports::default();
         let mut next = || SocketAddr::from(([127, 0, 0, 1], ports.next_port()));
         let stats = next();
@@ -45,18 +57,21 @@ impl Node {
             args.push(format!("--listen={listen}={authority}"));
         }
         args.extend(flags.iter().map(|flag| (*flag).to_owned()));
-        let program = Program::spawn("culvert-node-tunnel", &args, &[]);
         let node = Self {
-            program,
+            program: Program::spawn("culvert-node-tunnel", &args, env),
             stats,
             _ports: ports,
             listeners,
         };
+        node.serves().await;
+        node
+    }
+
+    async fn serves(&self) {
         eventually("the node tunnel serves", LIMIT, async || {
-            scrape(stats).await
+            scrape(self.stats).await
         })
         .await;
-        node
     }
 
     async fn connect(&self, listener: usize) -> TcpStream {
@@ -161,6 +176,192 @@ async fn node_tunnel_works_with_envoy() {
     node.is_ready().await;
     // If the endpoint closes first, Envoy loses all bytes beyond the stream window of 16 MiB.
     carries(&node, 15_000_000).await;
+}
+
+/// Returns a front door with the routes of [`carries`].
+async fn door(services: &Services, flags: &[&str]) -> Door {
+    let gone = ([127, 0, 0, 1], 1).into();
+    let upstreams = [
+        Upstream::new("demo/raw", services.raw).authority(RAW),
+        Upstream::new("demo/half", services.half).authority(HALF),
+        Upstream::new("demo/gone", gone).authority(GONE),
+    ];
+    Door::start_with(&upstreams, flags).await
+}
+
+/// A node's Envoy and the node tunnel use the same file.
+#[tokio::test]
+async fn bootstrap_file_of_a_nodes_envoy_configures_the_node_tunnel() {
+    let services = Services::start().await.unwrap();
+    let door = door(&services, &[]).await;
+    let mut ports = Ports::default();
+    let [raw, half, gone, unknown, stats] =
+        [(); 5].map(|()| SocketAddr::from(([127, 0, 0, 1], ports.next_port())));
+    let routes = [(raw, RAW), (half, HALF), (gone, GONE), (unknown, UNKNOWN)];
+    let bootstrap = envoy::node(&mut ports, &routes, door.tunneling);
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("envoy.yaml");
+    std::fs::write(&path, bootstrap.config.to_string()).unwrap();
+    let args = [
+        "--config-path".to_owned(),
+        path.display().to_string(),
+        "--use-dynamic-base-id".to_owned(),
+        "--stats-address=127.0.0.1".to_owned(),
+        format!("--stats-port={}", stats.port()),
+    ];
+    let node = Node {
+        program: Program::spawn("culvert-node-tunnel", args, &[]),
+        stats,
+        _ports: ports,
+        listeners: routes.map(|(listen, _)| listen).to_vec(),
+    };
+    node.is_ready().await;
+    carries(&node, 1_000_000).await;
+}
+
+/// Flags of a front door that requires a client certificate.
+fn mutual_tls(pki: &Pki) -> [String; 3] {
+    [
+        format!("--tunneling-cert={}", pki.cluster.cert.display()),
+        format!("--tunneling-key={}", pki.cluster.key.display()),
+        format!("--tunneling-client-ca={}", pki.ca.display()),
+    ]
+}
+
+/// Flags of a node tunnel with a client certificate.
+fn client_tls(pki: &Pki) -> [String; 3] {
+    [
+        format!("--proxy-ca={}", pki.ca.display()),
+        format!("--proxy-cert={}", pki.agent.cert.display()),
+        format!("--proxy-key={}", pki.agent.key.display()),
+    ]
+}
+
+#[tokio::test]
+async fn node_tunnel_works_over_mutual_tls_with_our_front_door() {
+    let dir = tempfile::tempdir().unwrap();
+    let pki = Pki::create(dir.path()).unwrap();
+    let services = Services::start().await.unwrap();
+    let flags = mutual_tls(&pki);
+    let door = door(&services, &flags.each_ref().map(String::as_str)).await;
+    let flags = client_tls(&pki);
+    let [ca, cert, key] = flags.each_ref().map(String::as_str);
+    let authorities = [RAW, HALF, GONE, UNKNOWN];
+    let node = Node::start(door.tunneling, &authorities, &[ca, cert, key]).await;
+    node.is_ready().await;
+    carries(&node, 20_000_000).await;
+    for (flags, part) in [
+        (&[][..], "needs --proxy-ca"),
+        (&[ca], "--proxy-cert if it requires a certificate"),
+        (
+            &[ca, cert, key, "--proxy-server-name=other.example.com"],
+            "check --proxy-ca, --proxy-cert and --proxy-server-name",
+        ),
+    ] {
+        let refused = Node::start(door.tunneling, &[RAW], flags).await;
+        let text = "cannot connect to the proxy";
+        let line = refused.program.wait_for_log(text, LIMIT).await;
+        assert!(line.contains(part), "{flags:?}: {line}");
+        let (status, ..) = http_get(refused.stats, "/readyz").await.unwrap();
+        assert_eq!(status, StatusCode::SERVICE_UNAVAILABLE, "{flags:?}");
+    }
+}
+
+#[tokio::test]
+async fn renewed_client_certificate_is_used_without_a_restart() {
+    let dir = tempfile::tempdir().unwrap();
+    let pki = Pki::create(dir.path()).unwrap();
+    let strangers = tempfile::tempdir().unwrap();
+    let stranger = Pki::create(strangers.path()).unwrap();
+    let services = Services::start().await.unwrap();
+    let flags = mutual_tls(&pki);
+    let door = door(&services, &flags.each_ref().map(String::as_str)).await;
+    // The certificate of the other authority is like one that has expired.
+    let flags = [
+        format!("--proxy-ca={}", pki.ca.display()),
+        format!("--proxy-cert={}", stranger.agent.cert.display()),
+        format!("--proxy-key={}", stranger.agent.key.display()),
+    ];
+    let flags = flags.each_ref().map(String::as_str);
+    let node = Node::start(door.tunneling, &[RAW], &flags).await;
+    let text = "cannot connect to the proxy";
+    node.program.wait_for_log(text, LIMIT).await;
+    std::fs::copy(&pki.agent.key, &stranger.agent.key).unwrap();
+    std::fs::copy(&pki.agent.cert, &stranger.agent.cert).unwrap();
+    node.is_ready().await;
+    check::echo(node.connect(0).await, 2, 100).await.unwrap();
+}
+
+#[tokio::test]
+async fn node_tunnel_works_through_haproxy_that_ends_mutual_tls() {
+    let Some(haproxy) = HaProxy::get() else {
+        return;
+    };
+    let dir = tempfile::tempdir().unwrap();
+    let pki = Pki::create(dir.path()).unwrap();
+    let services = Services::start().await.unwrap();
+    let door = door(&services, &[]).await;
+    let identity = dir.path().join("haproxy.pem");
+    let read = |path| std::fs::read_to_string(path).unwrap();
+    let text = read(&pki.cluster.cert) + &read(&pki.cluster.key);
+    std::fs::write(&identity, text).unwrap();
+    let mut ports = Ports::default();
+    let listen = ([127, 0, 0, 1], ports.next_port()).into();
+    let running = haproxy.terminate(listen, &identity, &pki.ca, door.tunneling);
+    let _running = running.await;
+    let mut flags = client_tls(&pki).to_vec();
+    flags.push("--proxy-server-name=localhost".to_owned());
+    let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
+    let node = Node::start(listen, &[RAW, HALF, GONE, UNKNOWN], &flags).await;
+    node.is_ready().await;
+    carries(&node, 20_000_000).await;
+}
+
+#[tokio::test]
+async fn node_tunnel_uses_the_http_proxy_of_the_environment() {
+    let services = Services::start().await.unwrap();
+    let door = door(&services, &[]).await;
+    let target = door.tunneling;
+    let proxy = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let url = format!("http://{}", proxy.local_addr().unwrap());
+    let (asks, mut asked) = tokio::sync::mpsc::unbounded_channel();
+    tokio::spawn(async move {
+        while let Ok((client, _)) = proxy.accept().await {
+            let asks = asks.clone();
+            tokio::spawn(async move {
+                let mut client = tokio::io::BufReader::new(client);
+                let mut head = String::new();
+                while !head.ends_with("\r\n\r\n") {
+                    client.read_line(&mut head).await?;
+                }
+                asks.send(head).ok();
+                client.write_all(b"HTTP/1.1 200 OK\r\n\r\n").await?;
+                let mut server = TcpStream::connect(target).await?;
+                tokio::io::copy_bidirectional(&mut client, &mut server).await
+            });
+        }
+    });
+    // Proxies are never used for loopback addresses, and 0.0.0.0 is not one of them.
+    let address = SocketAddr::from(([0, 0, 0, 0], target.port()));
+    let env = [("HTTPS_PROXY", url.as_str())];
+    let node = Node::start_with(address, &[RAW], &[], &env).await;
+    let head = timely("a request to the proxy", asked.recv())
+        .await
+        .unwrap();
+    assert!(
+        head.starts_with(&format!("CONNECT {address} HTTP/1.1\r\n")),
+        "{head}"
+    );
+    node.is_ready().await;
+    check::echo(node.connect(0).await, 2, 100).await.unwrap();
+    let direct = [env[0], ("NO_PROXY", "0.0.0.0")];
+    let node = Node::start_with(address, &[RAW], &[], &direct).await;
+    node.is_ready().await;
+    while let Ok(head) = asked.try_recv() {
+        assert!(head.starts_with("CONNECT"), "{head}");
+    }
+    check::echo(node.connect(0).await, 2, 100).await.unwrap();
+    assert!(asked.try_recv().is_err());
 }
 
 #[tokio::test]

@@ -77,9 +77,47 @@ impl HaProxy {
         let dir = tempfile::Builder::new().prefix("culvert-").tempdir();
         let dir = dir.expect("a temporary directory");
         let names = dir.path().join("names.map");
-        let config = dir.path().join("haproxy.cfg");
         std::fs::write(&names, name_map(server_names)).expect("writing haproxy's map");
         let text = configuration(listen, &names, server_names, options);
+        self.run(dir, listen, &text).await
+    }
+
+    /// Starts haproxy as the end of TLS: clients need a certificate of `ca`, and their bytes go to `endpoint` in plain
+    /// text. `identity` is a PEM file with haproxy's certificate and key.
+    ///
+    /// # Panics
+    /// If haproxy does not listen within [`PATIENCE`].
+    pub async fn terminate(
+        &self,
+        listen: SocketAddr,
+        identity: &Path,
+        ca: &Path,
+        endpoint: SocketAddr,
+    ) -> RunningHaProxy {
+        let dir = tempfile::Builder::new().prefix("culvert-").tempdir();
+        let (identity, ca) = (identity.display(), ca.display());
+        let text = format!(
+            "global
+    nbthread 2
+    fd-hard-limit 65536
+defaults
+    mode tcp
+    timeout connect 1s
+    timeout client 1h
+    timeout server 1h
+frontend tls
+    bind {listen} ssl crt {identity} ca-file {ca} verify required alpn h2
+    default_backend plain
+backend plain
+    server s0 {endpoint}
+"
+        );
+        self.run(dir.expect("a temporary directory"), listen, &text)
+            .await
+    }
+
+    async fn run(&self, dir: TempDir, listen: SocketAddr, text: &str) -> RunningHaProxy {
+        let config = dir.path().join("haproxy.cfg");
         std::fs::write(&config, text).expect("writing haproxy's configuration");
         // In the foreground, so that the started process is the serving process.
         let args = ["-db", "-f", config.to_str().expect("a path in UTF-8")];

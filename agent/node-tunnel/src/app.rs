@@ -21,10 +21,11 @@ use tokio_util::task::TaskTracker;
 use tracing::{info, warn};
 
 use super::client::ClientHandler;
-use super::config::Config;
+use super::config::{Config, Mode};
 use super::interface::Keeper;
 use super::metrics::TunnelMetrics;
-use super::pool::{ConnectionPool, PlainTcp};
+use super::pool::ConnectionPool;
+use super::reach::SeedProxy;
 
 /// Time for the proxy to accept the last bytes after the drain, when the remaining clients are disconnected.
 const CUT_TIMEOUT: Duration = Duration::from_secs(1);
@@ -46,18 +47,26 @@ pub struct Bound {
     metrics: Arc<TunnelMetrics>,
     shards: Shards,
     keeper: Option<Keeper>,
+    reach: SeedProxy,
     listeners: Vec<TcpListener>,
     stats: TcpListener,
+}
+
+/// An interface without clients: the work of network-interface-manager.
+pub struct InterfaceOnly {
+    keeper: Keeper,
+    mode: Mode,
 }
 
 impl Bound {
     /// Creates the interface, if configured, and opens every listener.
     ///
     /// # Errors
-    /// Fails if the interface cannot be created, or if an address is already in use or does not belong to
-    /// this node. The error text names the address and the remedy.
+    /// Fails if the interface cannot be created, if a TLS file cannot be used, or if an address is already in use
+    /// or does not belong to this node. The error text names the address and the remedy.
     pub async fn bind(config: Config) -> anyhow::Result<Self> {
         let metrics = TunnelMetrics::new()?;
+        let reach = SeedProxy::new(config.proxy.clone(), config.tls.clone())?;
         // A single thread does all the work of a connection to the proxy, so threads beyond the number of
         // connections would stay idle.
         let threads = Shards::default_count().map(|most| most.min(config.connections));
@@ -84,6 +93,7 @@ impl Bound {
             metrics,
             shards,
             keeper,
+            reach,
             listeners,
             stats,
         })
@@ -96,6 +106,7 @@ impl Bound {
             routes,
             proxy,
             connections,
+            pings,
             drain_timeout,
             ..
         } = self.config;
@@ -106,7 +117,8 @@ impl Bound {
         let (cut, stop) = (CancellationToken::new(), CancellationToken::new());
         // Dropping this future also ends the tasks on other threads.
         let _ends = [&cut, &stop].map(|token| token.clone().drop_guard());
-        let pool = ConnectionPool::new(PlainTcp(proxy), connections, self.shards, metrics.clone());
+        let pool =
+            ConnectionPool::new(self.reach, connections, pings, self.shards, metrics.clone());
         spawn_essential(&upkeep, "pool", &stop, pool.clone().run(stop.clone()));
         let interface = self.keeper.as_ref().map(Keeper::check);
         let pages = pages(&pool, interface, &registry, &shutdown);
@@ -163,8 +175,30 @@ impl Bound {
     }
 }
 
+// === impl InterfaceOnly ===
+
+impl InterfaceOnly {
+    /// Creates the interface.
+    ///
+    /// # Errors
+    /// Fails if the interface is not configured or cannot be created. The error text names the remedy.
+    pub async fn bind(config: Config) -> anyhow::Result<Self> {
+        let interface = config.interface.context("--mode needs --if and --addr")?;
+        let keeper = Keeper::start(interface, TunnelMetrics::new()?).await?;
+        let mode = config.mode;
+        Ok(Self { keeper, mode })
+    }
+
+    /// Maintains the interface until `shutdown` fires; returns at once with [`Mode::Init`].
+    pub async fn run(self, shutdown: CancellationToken) {
+        if self.mode != Mode::Init {
+            self.keeper.run(shutdown).await;
+        }
+    }
+}
+
 fn pages(
-    pool: &Arc<ConnectionPool<PlainTcp>>,
+    pool: &Arc<ConnectionPool<SeedProxy>>,
     interface: Option<Check>,
     registry: &Arc<Registry>,
     shutdown: &CancellationToken,

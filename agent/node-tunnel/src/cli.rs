@@ -5,8 +5,8 @@ use std::process::ExitCode;
 
 use culvert_host::runtime::{self, Setup};
 
-use super::app::Bound;
-use super::config::{Config, PROGRAM};
+use super::app::{Bound, InterfaceOnly};
+use super::config::{Config, Mode, PROGRAM};
 
 /// Runs the node tunnel with a command line, program name first. Exit code 1 means a failed start, or a
 /// second signal during the drain.
@@ -19,6 +19,14 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
             options: config.describe(),
             warnings: &config.warnings,
         },
-        |config| runtime::serve("drain", Bound::bind(config), Bound::run),
+        |config| async {
+            match config.mode {
+                Mode::Tunnel => runtime::serve("drain", Bound::bind(config), Bound::run).await,
+                Mode::Init | Mode::Probe => {
+                    let bind = InterfaceOnly::bind(config);
+                    runtime::serve("shutdown", bind, InterfaceOnly::run).await
+                }
+            }
+        },
     )
 }

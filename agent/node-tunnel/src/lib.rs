@@ -6,6 +6,7 @@
 //! | module | contents |
 //! |---|---|
 //! | `pool` | connections to the proxy: dialed once for all waiting clients, kept, replaced |
+//! | `reach` | the way to the proxy: TCP, an HTTP proxy, TLS |
 //! | `client` | one client: stream, bytes, end |
 //! | [`interface`] | optional network interface with the listen addresses: created and maintained |
 //! | [`metrics`] | metrics, including series under Envoy's names |
@@ -18,3 +19,4 @@ pub mod config;
 pub mod interface;
 pub mod metrics;
 mod pool;
+mod reach;

@@ -11,10 +11,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use culvert_host::flags::HostPort;
-use culvert_host::net::dial::dial;
-use culvert_host::net::pacing::disable_bbr_on_loopback;
-use culvert_host::net::readahead::ReadAhead;
 use culvert_host::runtime::shards::{ShardId, Shards};
 use culvert_host::telemetry::log_once::LogOnce;
 use culvert_host::telemetry::metrics::GaugeGuard;
@@ -28,7 +24,6 @@ use h2::client::ResponseFuture;
 use http::{Method, Request, Uri};
 use parking_lot::Mutex;
 use tokio::io::{AsyncRead, AsyncWrite};
-use tokio::net::TcpStream;
 use tokio::sync::{Notify, watch};
 use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
@@ -40,15 +35,6 @@ use super::metrics::TunnelMetrics;
 /// Longest duration of a dial, name lookup included, and longest wait of a client for a connection. KKP sets
 /// the same connect timeout for Envoy.
 pub(crate) const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-
-/// Longest wait for the proxy's answer to a PING. KKP sets the same timeout for Envoy.
-const PING_TIMEOUT: Duration = Duration::from_secs(5);
-
-/// Times of the pings.
-const PINGS: Pings = Pings {
-    idle: Duration::from_secs(30),
-    timeout: PING_TIMEOUT,
-};
 
 /// Shortest and longest pause after a dial. The pause doubles with each dial, and returns to the shortest
 /// pause if the pool then needs no dial for [`LAST_PAUSE`]. Up to half of the pause is cut at random: after a
@@ -73,12 +59,10 @@ pub(crate) trait Reach: Send + Sync + 'static {
     fn reach(&self) -> impl Future<Output = Result<Self::Stream, String>> + Send;
 }
 
-/// Plain TCP to the address.
-pub(crate) struct PlainTcp(pub HostPort);
-
 pub(crate) struct ConnectionPool<R> {
     reach: R,
     limit: usize,
+    pings: Pings,
     shards: Shards,
     links: Mutex<Vec<Arc<Link>>>,
     /// Wakes the dialing task to check for missing connections.
@@ -129,19 +113,6 @@ pub(crate) enum PoolError {
     Full,
 }
 
-// === impl PlainTcp ===
-
-impl Reach for PlainTcp {
-    type Stream = ReadAhead<TcpStream>;
-
-    async fn reach(&self) -> Result<Self::Stream, String> {
-        let dialed = dial("tcp", &self.0.to_string(), CONNECT_TIMEOUT).await;
-        let stream = dialed.map_err(|error| error.text)?;
-        disable_bbr_on_loopback(&stream);
-        Ok(ReadAhead::new(stream))
-    }
-}
-
 // === impl ConnectionPool ===
 
 impl<R: Reach> ConnectionPool<R> {
@@ -150,12 +121,14 @@ impl<R: Reach> ConnectionPool<R> {
     pub(crate) fn new(
         reach: R,
         limit: usize,
+        pings: Pings,
         shards: Shards,
         metrics: Arc<TunnelMetrics>,
     ) -> Arc<Self> {
         Arc::new(Self {
             reach,
             limit,
+            pings,
             shards,
             links: Mutex::default(),
             look: Notify::new(),
@@ -321,8 +294,16 @@ impl<R: Reach> ConnectionPool<R> {
         inbound: Arc<Inbound>,
     ) -> Result<(Requests, Opener<R::Stream>), String> {
         let stream = self.reach.reach().await?;
-        let opener = Opener::new(stream, inbound, PINGS).await;
-        opener.map_err(|error| error.to_string())
+        let refused = |why: String| {
+            format!(
+                "the proxy ended the connection before HTTP/2 began ({why}): check the proxy's log; a proxy that \
+                 requires TLS needs --proxy-ca, and --proxy-cert if it requires a certificate"
+            )
+        };
+        let opened = Opener::new(stream, inbound, self.pings).await;
+        let (requests, mut opener) = opened.map_err(|error| refused(error.to_string()))?;
+        opener.first_bytes().await.map_err(refused)?;
+        Ok((requests, opener))
     }
 
     async fn drive(

@@ -206,3 +206,136 @@ fn invalid_interface_error_shows_an_example() {
         assert!(problems[0].contains(part), "{flags:?}: {problems:?}");
     }
 }
+
+/// Writes KKP's bootstrap file, and returns its folder and the flag.
+fn file_of_kkp() -> (tempfile::TempDir, String) {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("envoy.yaml");
+    std::fs::write(&path, include_str!("envoy/kkp.yaml")).unwrap();
+    let flag = format!("--config-path={}", path.display());
+    (dir, flag)
+}
+
+#[test]
+fn arguments_of_kkps_envoy_are_accepted() {
+    let (dir, _) = file_of_kkp();
+    let path = dir.path().join("envoy.yaml");
+    let path = path.to_str().unwrap();
+    for flag in ["--config-path", "-c"] {
+        let config = read(&[flag, path, "--use-dynamic-base-id"]).unwrap();
+        let routes: Vec<String> = config
+            .routes
+            .iter()
+            .map(|route| format!("{}={}", route.listen, route.authority))
+            .collect();
+        assert_eq!(routes, [API, VPN]);
+        assert_eq!(config.proxy, HostPort::new("x.seed.example.com", 8088));
+        assert_eq!(config.stats, HostPort::new("0.0.0.0", 8002));
+        assert_eq!(config.mode, Mode::Tunnel);
+        assert!(config.warnings.is_empty(), "{:?}", config.warnings);
+    }
+}
+
+#[test]
+fn flags_of_the_stats_listener_win_over_the_file() {
+    let (_dir, file) = file_of_kkp();
+    let config = read(&[&file, "--stats-port=9000"]).unwrap();
+    assert_eq!(config.stats, HostPort::new("0.0.0.0", 9000));
+    let config = read(&[&file, "--stats-address=127.0.0.1"]).unwrap();
+    assert_eq!(config.stats, HostPort::new("127.0.0.1", 8002));
+}
+
+#[test]
+fn file_and_flags_for_the_same_settings_are_refused() {
+    let (dir, file) = file_of_kkp();
+    for flags in [&[PROXY][..], &["--listen", API]] {
+        let problems = read(&[&[file.as_str()], flags].concat()).unwrap_err();
+        assert_eq!(problems.len(), 1, "{problems:?}");
+        assert!(
+            problems[0].contains("leave out --listen and --proxy"),
+            "{problems:?}"
+        );
+    }
+    let path = dir.path().join("envoy.yaml");
+    let text = std::fs::read_to_string(&path).unwrap();
+    for (from, to, part) in [
+        (
+            "hostname: apiserver-external.cluster-x.svc.cluster.local:443",
+            "hostname: a",
+            "\"a\" missing port",
+        ),
+        ("port_value: 1194", "port_value: 6443", "is given twice"),
+        ("port_value: 8088", "port_value: 0", "no port from 1"),
+        ("address: 100.64.30.10", "address: ''", "has no host"),
+    ] {
+        assert!(text.contains(from), "{from}");
+        std::fs::write(&path, text.replace(from, to)).unwrap();
+        let problems = read(&[&file]).unwrap_err();
+        assert_eq!(problems.len(), 1, "{problems:?}");
+        assert!(problems[0].contains(part), "{problems:?}\n{part}");
+    }
+}
+
+#[test]
+fn arguments_of_network_interface_manager_are_accepted() {
+    for (word, mode) in [("init", Mode::Init), ("probe", Mode::Probe)] {
+        let line = ["-mode", word, "-if", "envoyagent", "-addr", "100.64.30.10"];
+        let config = read(&line).unwrap();
+        assert_eq!(config.mode, mode);
+        assert_eq!(config.interface.as_ref().unwrap().name, "envoyagent");
+        assert!(config.routes.is_empty() && config.warnings.is_empty());
+        let described = config.describe();
+        assert!(described.contains(&format!("mode={word}")), "{described:?}");
+    }
+    for (line, part) in [
+        (&["-mode=init"][..], "write --if=envoyagent"),
+        (
+            &["-mode=watch", "-if=a", "-addr=10.0.0.1"],
+            "--mode must be init, probe or empty",
+        ),
+        (
+            &["-mode=probe", "-if=a", "-addr=10.0.0.1", PROXY],
+            "carry no clients",
+        ),
+        (
+            &["-mode=probe", "-if=a", "-addr=10.0.0.1", "--listen", API],
+            "carry no clients",
+        ),
+        (
+            &["-mode=init", "-if=a", "-addr=10.0.0.1", "-c=/x"],
+            "carry no clients",
+        ),
+    ] {
+        let problems = read(line).unwrap_err().join("\n");
+        assert!(problems.contains(part), "{line:?}: {problems}");
+    }
+}
+
+#[test]
+fn tls_is_on_with_a_ca() {
+    let file = concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml");
+    let [ca, cert, key] = ["ca", "cert", "key"].map(|name| format!("--proxy-{name}={file}"));
+    let line = |flags: &[&str]| read(&[&[PROXY, "--listen", API], flags].concat());
+    assert_eq!(line(&[]).unwrap().tls, None);
+    let tls = line(&[&ca]).unwrap().tls.unwrap();
+    assert_eq!(tls.server_name.to_str(), "x.seed.example.com");
+    assert_eq!(tls.identity, None);
+    let name = "--proxy-server-name=door.example.com";
+    let tls = line(&[&ca, &cert, &key, name]).unwrap().tls.unwrap();
+    assert_eq!(tls.server_name.to_str(), "door.example.com");
+    assert_eq!(tls.identity, Some((file.into(), file.into())));
+    for (flags, part) in [
+        (&[cert.as_str(), &key][..], "need --proxy-ca"),
+        (&[name], "need --proxy-ca"),
+        (&[&ca, &cert], "proxy key empty"),
+        (
+            &[&ca, "--proxy-server-name=a b"],
+            "\"a b\" is neither a host name",
+        ),
+        (&["--proxy-ca=/nonexistent/ca.pem"], "/nonexistent/ca.pem"),
+    ] {
+        let problems = line(flags).unwrap_err();
+        assert_eq!(problems.len(), 1, "{flags:?}: {problems:?}");
+        assert!(problems[0].contains(part), "{problems:?}\n{part}");
+    }
+}

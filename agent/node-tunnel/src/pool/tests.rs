@@ -12,6 +12,7 @@ use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
 use super::*;
+use crate::config::PINGS;
 
 /// Duration of a dial.
 const DIAL_TAKES: Duration = Duration::from_millis(10);
@@ -75,7 +76,7 @@ impl Proxy {
         };
         let metrics = TunnelMetrics::new().unwrap();
         let shards = Shards::start(threads).unwrap();
-        let pool = ConnectionPool::new(dialer, limit, shards, metrics.clone());
+        let pool = ConnectionPool::new(dialer, limit, PINGS, shards, metrics.clone());
         let stop = CancellationToken::new();
         let runs = tokio::spawn(pool.clone().run(stop.clone()));
         Self {
@@ -307,14 +308,14 @@ async fn connection_after_goaway_gets_no_new_streams_and_ends_with_its_last_stre
 }
 
 #[tokio::test(start_paused = true)]
-async fn connection_that_answers_no_ping_is_replaced() {
+async fn connection_to_a_silent_proxy_never_counts_as_up() {
     let mut proxy = Proxy::start(1);
     proxy.script.mute.store(true, Ordering::Relaxed);
     let _a = proxy.next_connection().await;
-    sleep(PING_TIMEOUT - DIAL_TAKES).await;
-    assert!(proxy.pool.is_up());
+    sleep(CONNECT_TIMEOUT - DIAL_TAKES * 2).await;
+    assert!(!proxy.pool.is_up());
     assert_eq!(proxy.dials(), 1);
-    sleep(DIAL_TAKES * 3).await;
+    sleep(FIRST_PAUSE + DIAL_TAKES * 4).await;
     assert_eq!(proxy.dials(), 2);
 }
 

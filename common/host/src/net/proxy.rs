@@ -1,4 +1,4 @@
-//! The agent's connection through an HTTP proxy: `HTTPS_PROXY` and `NO_PROXY` as in Go's
+//! Connections through an HTTP proxy: `HTTPS_PROXY` and `NO_PROXY` as in Go's
 //! `http.ProxyFromEnvironment`, and the CONNECT request.
 //!
 //! hyper-util parses the proxy's URL. This module decides whether to use the proxy, because hyper-util
@@ -52,7 +52,7 @@ pub enum ProxyError {
     Invalid,
     /// The proxy's URL has a scheme other than `http`.
     #[error(
-        "HTTPS_PROXY names a proxy that is not http://; https and socks proxies are not supported (the tunnel through the proxy is TLS in any case)"
+        "HTTPS_PROXY names a proxy that is not http://; https and socks proxies are not supported"
     )]
     Scheme,
 }

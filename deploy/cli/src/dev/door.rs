@@ -169,11 +169,14 @@ fn door_settings(routes: &Path) -> door_config::Config {
 
 fn node_settings(door: SocketAddr) -> node_config::Config {
     node_config::Config {
+        mode: node_config::Mode::Tunnel,
         routes: vec![node_config::Route {
             listen: any_port(),
             authority: Authority::from_static(RAW),
         }],
         proxy: HostPort::new(&door.ip().to_string(), door.port()),
+        tls: None,
+        pings: node_config::PINGS,
         connections: 2,
         interface: None,
         stats: any_port(),

@@ -1,0 +1,86 @@
+//! The way to the seed's proxy: directly or through an HTTP proxy, in plain text or over TLS.
+
+use culvert_host::flags::HostPort;
+use culvert_host::net::dial::dial;
+use culvert_host::net::pacing::disable_bbr_on_loopback;
+use culvert_host::net::proxy;
+use culvert_host::net::readahead::ReadAhead;
+use culvert_host::tls::{self, Identity, TlsError, TlsOptions, TrustBundle};
+use tokio::net::TcpStream;
+use tokio::task::spawn_blocking;
+use tokio::time::Instant;
+use tokio_rustls::TlsConnector;
+use tokio_rustls::client::TlsStream;
+use tokio_util::either::Either;
+
+use super::config::ProxyTls;
+use super::pool::{CONNECT_TIMEOUT, Reach};
+
+/// Dials the seed's proxy.
+pub(crate) struct SeedProxy {
+    address: HostPort,
+    tls: Option<ProxyTls>,
+}
+
+// === impl SeedProxy ===
+
+impl SeedProxy {
+    /// Creates the way to `address`, and checks the files of `tls`.
+    ///
+    /// # Errors
+    /// Fails if a file of `tls` cannot be used. The error text names the file and the remedy.
+    pub(crate) fn new(address: HostPort, tls: Option<ProxyTls>) -> Result<Self, TlsError> {
+        tls.as_ref().map(connector).transpose()?;
+        Ok(Self { address, tls })
+    }
+
+    async fn tcp(&self) -> Result<TcpStream, String> {
+        let HostPort { host, port } = &self.address;
+        let deadline = Instant::now() + CONNECT_TIMEOUT;
+        let stream = match proxy::from_env(host, *port).map_err(|error| error.to_string())? {
+            None => {
+                let dialed = dial("tcp", &self.address.to_string(), CONNECT_TIMEOUT).await;
+                dialed.map_err(|error| error.text)?
+            }
+            Some(target) => {
+                let connected = proxy::connect(&target, host, *port, deadline).await;
+                connected.map_err(|error| format!("through HTTPS_PROXY: {error}"))?
+            }
+        };
+        disable_bbr_on_loopback(&stream);
+        Ok(stream)
+    }
+}
+
+impl Reach for SeedProxy {
+    type Stream = Either<ReadAhead<TcpStream>, TlsStream<ReadAhead<TcpStream>>>;
+
+    async fn reach(&self) -> Result<Self::Stream, String> {
+        let stream = ReadAhead::new(self.tcp().await?);
+        let Some(tls) = &self.tls else {
+            return Ok(Either::Left(stream));
+        };
+        // The files are read for each connection, so renewed certificates need no restart.
+        let (files, name) = (tls.clone(), tls.server_name.clone());
+        let loaded = spawn_blocking(move || connector(&files)).await;
+        let loaded = loaded.map_err(|error| error.to_string())?;
+        let connector = loaded.map_err(|error| error.to_string())?;
+        let handshake = connector.connect(name, stream).await;
+        let mut stream = handshake.map_err(|error| {
+            let why = tls::explain(&error);
+            format!("TLS handshake failed: {why}; check --proxy-ca, --proxy-cert and --proxy-server-name")
+        })?;
+        stream.get_mut().1.set_buffer_limit(Some(tls::BUFFER_BYTES));
+        Ok(Either::Right(stream))
+    }
+}
+
+fn connector(files: &ProxyTls) -> Result<TlsConnector, TlsError> {
+    let trust = TrustBundle::load(&files.ca)?;
+    let identity = match &files.identity {
+        Some((cert, key)) => Some(Identity::load(cert, key)?),
+        None => None,
+    };
+    let config = tls::client_config(&trust, identity.as_ref(), &[b"h2"], &TlsOptions::default())?;
+    Ok(TlsConnector::from(config))
+}
