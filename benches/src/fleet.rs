@@ -2,12 +2,16 @@
 //!
 //! | module | content |
 //! |---|---|
+//! | [`change`] | rolling updates, rotations of certificates, and killed agents under load |
 //! | [`convergence`] | the time until an agent is connected to all servers, and handshakes in the steady state |
+//! | [`scale`] | dials and memory with many agents |
 //! | [`table`] | rows of all parts, as text and as JSON |
 //!
 //! A part is a function that measures one pair of programs and adds rows. To add a part, add a variant to [`Part`].
 
+mod change;
 mod convergence;
+mod scale;
 mod table;
 
 use std::path::PathBuf;
@@ -56,12 +60,24 @@ pub(crate) struct Options {
 enum Part {
     /// Time until an agent is connected to all servers, and handshakes in the steady state
     Convergence,
+    /// Failed dials and streams cut early while all servers and agents are replaced
+    Rolling,
+    /// Connections dropped by a rotation of the CA and all certificates
+    Rotation,
+    /// Failed dials while one of two agents is killed
+    Failover,
+    /// Cost of a dial with 1,000 agents. Needs 10 GiB of memory for agents of ours, 20 GiB for stock agents
+    Scale,
 }
 
 impl Part {
     async fn measure(self, lab: &Lab, pair: Pair, lines: &mut Lines) {
         match self {
             Self::Convergence => convergence::measure(lab, pair, lines).await,
+            Self::Rolling => change::rolling(lab, pair, lines).await,
+            Self::Rotation => change::rotation(lab, pair, lines).await,
+            Self::Failover => change::failover(lab, pair, lines).await,
+            Self::Scale => scale::measure(lab, pair, lines).await,
         }
     }
 }

@@ -14,8 +14,8 @@ use culvert_kube::pace::Pace;
 use culvert_kube::tokens::AgentAuth;
 
 use super::flags::{
-    CONTENT_TYPE, DestinationFlags, Flags, FrontendFlags, KubernetesFlags, LimitFlags, OperationsFlags,
-    SwitchFlags,
+    CONTENT_TYPE, DestinationFlags, Flags, FrontendFlags, KubernetesFlags, LimitFlags,
+    OperationsFlags, SwitchFlags,
 };
 use super::{
     AgentListener, Config, Frontend, KEEPALIVE_FLOOR, Lease, Limits, Mode, TlsFiles,
