@@ -1,34 +1,30 @@
 //! Wires the server: opens every listener first, then serves them until shutdown.
 
+mod accept;
 mod credentials;
+mod drain;
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
 
 use anyhow::Context as _;
 use culvert_host::admin;
-use culvert_host::net::connect;
-use culvert_host::net::listen::{Accepted, Keepalive, Listener};
+use culvert_host::net::listen::{Keepalive, Listener};
 use culvert_host::net::networks::Networks;
-use culvert_host::net::readahead::ReadAhead;
-use culvert_host::runtime::shards::{Shards, on_shard};
+use culvert_host::runtime::shards::Shards;
 use culvert_host::runtime::spawn_essential;
 use culvert_host::tls::reload::ServerTls;
-use culvert_konnectivity::authority::AuthorityStream;
 use culvert_konnectivity::excess::OverflowBudget;
 use culvert_konnectivity::memory::{Buffers, Stream, connection_bytes};
 use culvert_konnectivity::queue::ANSWER_BYTES;
 use culvert_kube::tokens::Tokens;
-use culvert_native as native;
 use culvert_native::window::OPENER_HELD_BYTES;
 use tokio::net::TcpListener;
-use tokio::sync::{Semaphore, watch};
-use tokio::time::{Instant, sleep};
+use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
-use tracing::{info, warn};
+use tracing::info;
 
 use crate::backend::agent::{self, Limits};
 use crate::backend::announced::Announced;
@@ -36,13 +32,13 @@ use crate::backend::identity::AgentPeer;
 use crate::backend::konnectivity::Konnectivity;
 use crate::backend::registry::AgentLimits;
 use crate::backend::service::Agents;
-use crate::backend::{ClientSeat, Registry, Tunnel, openvpn};
+use crate::backend::{Registry, Tunnel, openvpn};
 use crate::config::{self, Config, Mode};
 use crate::files::{Files, Reloader};
-use crate::frontend::{Frontend, grpc, grpc::Proxy, http_connect};
+use crate::frontend::{Frontend, grpc};
 use crate::leases::Leases;
 use crate::listener::{AGENT_WINDOW_BYTES, CLIENT_WINDOW_BYTES, ListenerContext};
-use crate::metrics::{self, RejectReason, ServerMetrics, ServiceMethod};
+use crate::metrics::{self, ServerMetrics, ServiceMethod};
 use crate::router::{DialLimits, Router};
 use crate::switch::driver::{self, Driver, Switcher};
 use crate::switch::pages;
@@ -56,13 +52,6 @@ const NOT_READY: &str = "no connection to any proxy agent";
 
 /// Body of `/readyz` while the server drains.
 const DRAINING: &str = "this server drains: it stops soon";
-
-/// Time without a dial after which a draining server ends. Kubernetes needs some seconds to remove a server that is
-/// not ready from its Service.
-const DRAIN_LINGER: Duration = Duration::from_secs(5);
-
-/// Interval between two looks at the number of connections of a draining server.
-const DRAIN_CHECK: Duration = Duration::from_millis(100);
 
 /// Addresses of a bound server's listeners.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -303,7 +292,7 @@ impl Bound {
             "serving"
         );
         buffers(&config).log();
-        let frontend = serve_frontend(
+        let frontend = accept::serve_frontend(
             self.frontend,
             config.mode,
             frontend_context,
@@ -317,18 +306,19 @@ impl Bound {
         if let Some(openvpn) = self.openvpn {
             openvpn.serve(&shards, &tasks, &shutdown);
         }
-        let agents = serve_agents(self.agent, agent_context, agents, shards);
+        let agents = accept::serve_agents(self.agent, agent_context, agents, shards);
         spawn_essential(&tasks, "agents", &shutdown, agents);
         if let Some(leases) = self.leases {
             // The drain gives the lease up, so that agents do not count this server anymore.
-            spawn_essential(&tasks, "leases", &drain, leases.run(drain.clone()));
+            let keep = leases.run(announce.clone(), drain.clone());
+            spawn_essential(&tasks, "leases", &drain, keep);
         }
         let reload = self.reloader.run(shutdown.clone());
         spawn_essential(&tasks, "reload", &shutdown, reload);
         let page = metrics.registry().clone();
         let upkeep = page.clone().run_upkeep(shutdown.clone());
         spawn_essential(&tasks, "metrics", &shutdown, upkeep);
-        let drained = drained(router.clone(), config.graceful_shutdown_timeout);
+        let drained = drain::drained(router.clone(), config.graceful_shutdown_timeout);
         let draining = drain.clone();
         let needs_peer = !config.ready_without_agents;
         let not_ready = move || match (draining.is_cancelled(), router.has_peer() || !needs_peer) {
@@ -365,34 +355,6 @@ impl Bound {
     }
 }
 
-/// Waits until no dial or connection has existed for [`DRAIN_LINGER`], at most for `timeout`.
-async fn drained(router: Arc<Router>, timeout: Duration) {
-    if timeout.is_zero() {
-        return;
-    }
-    router.drain();
-    info!(?timeout, connections = router.in_use(), "draining");
-    let linger = DRAIN_LINGER.min(timeout);
-    let idle = async {
-        let mut busy = Instant::now();
-        loop {
-            if router.in_use() > 0 {
-                busy = Instant::now();
-            } else if busy.elapsed() >= linger {
-                return;
-            }
-            sleep(DRAIN_CHECK).await;
-        }
-    };
-    match tokio::time::timeout(timeout, idle).await {
-        Ok(()) => info!("drained"),
-        Err(_) => warn!(
-            connections = router.in_use(),
-            "--graceful-shutdown-timeout has passed: closing the connections that are still open"
-        ),
-    }
-}
-
 async fn bind_frontend(
     config: &Config,
     reloader: &mut Reloader,
@@ -423,145 +385,6 @@ async fn bind_frontend(
             Ok((Listener::tcp(listener, &keepalive), Some(tls)))
         }
     }
-}
-
-async fn serve_frontend(
-    listener: Listener,
-    mode: Mode,
-    context: Arc<ListenerContext>,
-    frontend: Arc<Frontend>,
-    max_connections: Option<usize>,
-    shards: Arc<Shards>,
-) {
-    let service = Proxy::new(frontend.clone());
-    let (tasks, shutdown) = (context.tasks.clone(), context.shutdown.clone());
-    let max_connections = max_connections.map_or(Semaphore::MAX_PERMITS, |max| {
-        max.min(Semaphore::MAX_PERMITS)
-    });
-    let permits = Arc::new(Semaphore::new(max_connections));
-    let handle = |accepted| {
-        let Ok(permit) = permits.clone().try_acquire_owned() else {
-            return refuse_client(&context, mode, accepted, max_connections);
-        };
-        let (context, frontend, service) = (context.clone(), frontend.clone(), service.clone());
-        let seat = frontend.router.seat();
-        let Some(seat) = seat.or_else(|| Shards::current().map(ClientSeat::on)) else {
-            return;
-        };
-        on_shard(
-            &shards,
-            seat.shard,
-            &tasks,
-            accepted,
-            move |accepted| async move {
-                let (_permit, _seat) = (permit, seat);
-                match (accepted, mode) {
-                    (Accepted::Unix(stream), Mode::Grpc) => {
-                        let stream = AuthorityStream::new(ReadAhead::new(stream));
-                        context.serve_grpc(stream, "unix", None, service).await;
-                    }
-                    (Accepted::Unix(stream), Mode::HttpConnect) => {
-                        let (read, write) = stream.into_split();
-                        http_connect::serve(&context, &frontend, read, write, "unix").await;
-                    }
-                    (Accepted::Tcp(stream, peer), mode) => {
-                        let Some((stream, candidate, peer)) = context.accept(stream, peer).await
-                        else {
-                            return;
-                        };
-                        // Boxed, so that a peer that waits for a slot costs little memory.
-                        let entered = Box::pin(async move {
-                            let peer = peer.to_string();
-                            let shaken = context.handshake(stream, &peer, &candidate).await;
-                            let Some(stream) = shaken else {
-                                return;
-                            };
-                            // The handshake has verified the client's certificate.
-                            candidate.admit();
-                            match mode {
-                                Mode::Grpc => {
-                                    let stream = AuthorityStream::new(stream);
-                                    context.serve_grpc(stream, &peer, None, service).await;
-                                }
-                                Mode::HttpConnect => {
-                                    let (read, write) = tokio::io::split(stream);
-                                    let served = http_connect::serve(
-                                        &context, &frontend, read, write, &peer,
-                                    );
-                                    served.await;
-                                }
-                            }
-                        });
-                        entered.await;
-                    }
-                }
-            },
-        );
-    };
-    listener.serve(shutdown, handle).await;
-}
-
-/// Refuses a client beyond the limit of connections. Clients of CONNECT on a Unix socket receive the reason;
-/// others have no protocol for the reason before TLS or HTTP/2.
-fn refuse_client(context: &ListenerContext, mode: Mode, accepted: Accepted, limit: usize) {
-    let why = format!("{limit} clients are connected, the limit of --max-frontend-connections");
-    let peer = match accepted {
-        Accepted::Unix(stream) => {
-            if mode == Mode::HttpConnect {
-                // A new socket has room for the answer.
-                let _ = stream.try_write(&connect::failure(503, &why));
-            }
-            "unix".to_owned()
-        }
-        Accepted::Tcp(_, peer) => peer.to_string(),
-    };
-    context.reject(RejectReason::TooManyConnections, &peer, &why);
-}
-
-async fn serve_agents(
-    listener: Listener,
-    context: Arc<ListenerContext>,
-    agents: Agents,
-    shards: Arc<Shards>,
-) {
-    let (tasks, shutdown) = (context.tasks.clone(), context.shutdown.clone());
-    let handle = |accepted| {
-        let (context, agents) = (context.clone(), agents.clone());
-        let seat = shards.seat();
-        on_shard(
-            &shards,
-            seat.shard(),
-            &tasks,
-            accepted,
-            move |accepted| async move {
-                let _seat = seat;
-                let Accepted::Tcp(stream, peer) = accepted else {
-                    return;
-                };
-                let Some((stream, candidate, peer)) = context.accept(stream, peer).await else {
-                    return;
-                };
-                // Boxed, so that a peer that waits for a slot costs little memory.
-                let entered = Box::pin(async move {
-                    let (stream, address) = (ReadAhead::new(stream), peer.ip());
-                    let peer = peer.to_string();
-                    let Some(stream) = context.handshake(stream, &peer, &candidate).await else {
-                        return;
-                    };
-                    let agents = agents.of_peer(address, stream.get_ref().1.peer_certificates());
-                    if stream.get_ref().1.alpn_protocol() == Some(native::ALPN) {
-                        let served = agents.serve_native(&context, stream, &peer, &candidate);
-                        served.await;
-                    } else {
-                        let candidate = Some(candidate);
-                        context.serve_grpc(stream, &peer, candidate, agents).await;
-                    }
-                });
-                entered.await;
-            },
-        );
-    };
-    listener.serve(shutdown, handle).await;
 }
 
 /// Returns the buffer sizes described in docs/architecture.md.

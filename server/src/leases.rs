@@ -4,8 +4,10 @@ use culvert_kube::calls::{Verb, observed};
 use culvert_kube::leases::expired::Collector;
 use culvert_kube::leases::own::{Contents, OwnLease};
 use kube::Client;
+use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
+use crate::backend::announced::Announced;
 use crate::config::{Lease, PROGRAM};
 use crate::metrics::ServerMetrics;
 
@@ -48,9 +50,18 @@ impl Leases {
     }
 
     /// Keeps the lease until `stop` fires, then deletes it. Agents then no longer count this server. Nothing
-    /// writes the lease again, so a server that drains may fire `stop` long before its end.
-    pub(crate) async fn run(self, stop: CancellationToken) {
-        let expired = stop.run_until_cancelled(self.expired.run());
+    /// writes the lease again, so a server that drains may fire `stop` long before its end. Announces the number
+    /// of servers with a lease, if it is larger than the number that was announced at first.
+    pub(crate) async fn run(self, announce: watch::Sender<Announced>, stop: CancellationToken) {
+        let least = announce.borrow().servers;
+        let live = |live| {
+            let live = i64::try_from(live).unwrap_or(i64::MAX);
+            announce.send_modify(|announced| {
+                announced.servers = live.max(least);
+                announced.follows = true;
+            });
+        };
+        let expired = stop.run_until_cancelled(self.expired.run(live));
         tokio::join!(self.own.keep(stop.clone()), expired);
     }
 }

@@ -385,3 +385,19 @@ async fn leases_need_an_account() {
         assert!(log.contains("not a valid kubeconfig"), "{log}");
     }
 }
+
+#[tokio::test]
+async fn server_pushes_the_number_of_leases_to_agents_that_count_none() {
+    let kube = Kube::start().await;
+    let flags = ["--enable-lease-controller", &kube.kubeconfig];
+    let builder = Topology::builder(Mode::Grpc, Transport::Uds);
+    let builder = builder.server(Executable::Ours, &flags);
+    let topology = builder.agents(1).start().await;
+    kube.has(&[&name_of(0)]).await;
+    agent_shows(&topology, "known_server_count", &[], 1.0).await;
+    let others = ["other-past", "other-future"];
+    tokio::select! {
+        () = kube.renew(&others) => {}
+        () = agent_shows(&topology, "known_server_count", &[], 3.0) => {}
+    }
+}

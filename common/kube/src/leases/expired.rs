@@ -59,10 +59,10 @@ impl Collector {
         }
     }
 
-    /// Deletes expired leases forever.
-    pub async fn run(mut self) {
+    /// Deletes expired leases forever. Calls `live` with the number of live leases after each list.
+    pub async fn run(mut self, mut live: impl FnMut(usize)) {
         loop {
-            match self.collect().await {
+            match self.collect(&mut live).await {
                 Ok(()) => self.failures.succeeded(&self.target),
                 Err(error) => self.failures.failed(&error),
             }
@@ -70,7 +70,7 @@ impl Collector {
         }
     }
 
-    async fn collect(&mut self) -> Result<(), RequestError> {
+    async fn collect(&mut self, live: &mut impl FnMut(usize)) -> Result<(), RequestError> {
         let params = ListParams::default().labels(&self.labels).limit(MOST);
         let call = self.api.list(&params);
         let listed = request("list", &self.target, REQUEST, call).await;
@@ -81,6 +81,7 @@ impl Collector {
             (name, lease.spec.as_ref().unwrap_or(&none))
         });
         self.renewals.observe(Instant::now(), named);
+        live(self.renewals.live());
         let mut outcome = Ok(());
         for lease in &leases {
             let name = lease.name_any();

@@ -231,7 +231,7 @@ fn collect(api: &Fake) -> (Arc<AtomicU64>, JoinHandle<()>) {
     let counter = Counter::from_arc(Arc::clone(&deleted));
     let (labels, own) = (LABEL.to_owned(), OWN.to_owned());
     let collector = Collector::new(api.client(), "n", labels, own, counter);
-    (deleted, tokio::spawn(collector.run()))
+    (deleted, tokio::spawn(collector.run(|_| {})))
 }
 
 /// Renews leases every 10 s for a while, each by a clock that shows another century.

@@ -1,0 +1,159 @@
+//! The way from an accepted connection to the front end or to the agents.
+
+use std::sync::Arc;
+
+use culvert_host::net::connect;
+use culvert_host::net::listen::{Accepted, Listener};
+use culvert_host::net::readahead::ReadAhead;
+use culvert_host::runtime::shards::{Shards, on_shard};
+use culvert_konnectivity::authority::AuthorityStream;
+use culvert_native as native;
+use tokio::sync::Semaphore;
+
+use crate::backend::ClientSeat;
+use crate::backend::service::Agents;
+use crate::config::Mode;
+use crate::frontend::{Frontend, grpc::Proxy, http_connect};
+use crate::listener::ListenerContext;
+use crate::metrics::RejectReason;
+
+/// Serves the clients that connect to the front end, at most `max_connections` at a time.
+pub(super) async fn serve_frontend(
+    listener: Listener,
+    mode: Mode,
+    context: Arc<ListenerContext>,
+    frontend: Arc<Frontend>,
+    max_connections: Option<usize>,
+    shards: Arc<Shards>,
+) {
+    let service = Proxy::new(frontend.clone());
+    let (tasks, shutdown) = (context.tasks.clone(), context.shutdown.clone());
+    let max_connections = max_connections.map_or(Semaphore::MAX_PERMITS, |max| {
+        max.min(Semaphore::MAX_PERMITS)
+    });
+    let permits = Arc::new(Semaphore::new(max_connections));
+    let handle = |accepted| {
+        let Ok(permit) = permits.clone().try_acquire_owned() else {
+            return refuse_client(&context, mode, accepted, max_connections);
+        };
+        let (context, frontend, service) = (context.clone(), frontend.clone(), service.clone());
+        let seat = frontend.router.seat();
+        let Some(seat) = seat.or_else(|| Shards::current().map(ClientSeat::on)) else {
+            return;
+        };
+        on_shard(
+            &shards,
+            seat.shard,
+            &tasks,
+            accepted,
+            move |accepted| async move {
+                let (_permit, _seat) = (permit, seat);
+                match (accepted, mode) {
+                    (Accepted::Unix(stream), Mode::Grpc) => {
+                        let stream = AuthorityStream::new(ReadAhead::new(stream));
+                        context.serve_grpc(stream, "unix", None, service).await;
+                    }
+                    (Accepted::Unix(stream), Mode::HttpConnect) => {
+                        let (read, write) = stream.into_split();
+                        http_connect::serve(&context, &frontend, read, write, "unix").await;
+                    }
+                    (Accepted::Tcp(stream, peer), mode) => {
+                        let Some((stream, candidate, peer)) = context.accept(stream, peer).await
+                        else {
+                            return;
+                        };
+                        // Boxed, so that a peer that waits for a slot costs little memory.
+                        let entered = Box::pin(async move {
+                            let peer = peer.to_string();
+                            let shaken = context.handshake(stream, &peer, &candidate).await;
+                            let Some(stream) = shaken else {
+                                return;
+                            };
+                            // The handshake has verified the client's certificate.
+                            candidate.admit();
+                            match mode {
+                                Mode::Grpc => {
+                                    let stream = AuthorityStream::new(stream);
+                                    context.serve_grpc(stream, &peer, None, service).await;
+                                }
+                                Mode::HttpConnect => {
+                                    let (read, write) = tokio::io::split(stream);
+                                    let served = http_connect::serve(
+                                        &context, &frontend, read, write, &peer,
+                                    );
+                                    served.await;
+                                }
+                            }
+                        });
+                        entered.await;
+                    }
+                }
+            },
+        );
+    };
+    listener.serve(shutdown, handle).await;
+}
+
+/// Refuses a client beyond the limit of connections. Clients of CONNECT on a Unix socket receive the reason;
+/// others have no protocol for the reason before TLS or HTTP/2.
+fn refuse_client(context: &ListenerContext, mode: Mode, accepted: Accepted, limit: usize) {
+    let why = format!("{limit} clients are connected, the limit of --max-frontend-connections");
+    let peer = match accepted {
+        Accepted::Unix(stream) => {
+            if mode == Mode::HttpConnect {
+                // A new socket has room for the answer.
+                let _ = stream.try_write(&connect::failure(503, &why));
+            }
+            "unix".to_owned()
+        }
+        Accepted::Tcp(_, peer) => peer.to_string(),
+    };
+    context.reject(RejectReason::TooManyConnections, &peer, &why);
+}
+
+/// Serves the agents that connect.
+pub(super) async fn serve_agents(
+    listener: Listener,
+    context: Arc<ListenerContext>,
+    agents: Agents,
+    shards: Arc<Shards>,
+) {
+    let (tasks, shutdown) = (context.tasks.clone(), context.shutdown.clone());
+    let handle = |accepted| {
+        let (context, agents) = (context.clone(), agents.clone());
+        let seat = shards.seat();
+        on_shard(
+            &shards,
+            seat.shard(),
+            &tasks,
+            accepted,
+            move |accepted| async move {
+                let _seat = seat;
+                let Accepted::Tcp(stream, peer) = accepted else {
+                    return;
+                };
+                let Some((stream, candidate, peer)) = context.accept(stream, peer).await else {
+                    return;
+                };
+                // Boxed, so that a peer that waits for a slot costs little memory.
+                let entered = Box::pin(async move {
+                    let (stream, address) = (ReadAhead::new(stream), peer.ip());
+                    let peer = peer.to_string();
+                    let Some(stream) = context.handshake(stream, &peer, &candidate).await else {
+                        return;
+                    };
+                    let agents = agents.of_peer(address, stream.get_ref().1.peer_certificates());
+                    if stream.get_ref().1.alpn_protocol() == Some(native::ALPN) {
+                        let served = agents.serve_native(&context, stream, &peer, &candidate);
+                        served.await;
+                    } else {
+                        let candidate = Some(candidate);
+                        context.serve_grpc(stream, &peer, candidate, agents).await;
+                    }
+                });
+                entered.await;
+            },
+        );
+    };
+    listener.serve(shutdown, handle).await;
+}
