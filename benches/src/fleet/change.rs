@@ -44,7 +44,9 @@ pub(super) async fn rolling(lab: &Lab, pair: Pair, lines: &mut Lines) {
             Err(error) => Err(anyhow::anyhow!("{error:#}")),
         };
         failed.push(figure(|report| report.failed.len() as f64));
-        cut.push(figure(|report| (report.cut_early.len() + report.wrong) as f64));
+        cut.push(figure(|report| {
+            (report.cut_early.len() + report.wrong) as f64
+        }));
         slowest.push(figure(|report| report.slowest.as_secs_f64() * 1e3));
     }
     let target = (pair.server && pair.agent).then_some(0.0);
@@ -61,7 +63,11 @@ async fn update(lab: &Lab, pair: Pair) -> anyhow::Result<culvert_tests::rolling:
     for _ in 0..3 {
         builder = builder.server(server.clone(), &["--v=1", SERVER_GRACE]);
     }
-    let flag = if pair.agent { AGENT_GRACE } else { "--sync-forever" };
+    let flag = if pair.agent {
+        AGENT_GRACE
+    } else {
+        "--sync-forever"
+    };
     for _ in 0..2 {
         builder = builder.agent(agent.clone(), &["--v=1", flag]);
     }

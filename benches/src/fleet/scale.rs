@@ -1,10 +1,12 @@
-//! The cost of a dial with many connected agents, and the memory of an agent connection in the server.
+//! The cost of a dial with many connected agents beside idle connections, and the memory of an agent connection in the
+//! server.
 
 use std::time::Duration;
 
 use anyhow::ensure;
-use culvert_kit::services::Services;
+use culvert_kit::client::BoxedStream;
 use culvert_tests::{Mode, Topology, Transport};
+use futures_util::{StreamExt as _, TryStreamExt as _};
 use tokio::time::Instant;
 
 use super::change::{echo, open};
@@ -14,6 +16,10 @@ use crate::harness::{ask, harness};
 
 /// Numbers of agents. The first is the base of the comparison.
 const AGENTS: [usize; 2] = [2, 1_000];
+
+/// Number of idle connections beside the dials, and number of them that are opened at a time.
+const IDLE: usize = 10_000;
+const OPENED_AT_ONCE: usize = 50;
 
 /// Number of dials at a time, and duration of the load.
 const AT_ONCE: usize = 8;
@@ -32,16 +38,19 @@ struct Figures {
     rss_kib: f64,
 }
 
+/// Figure of a row, from the figures with few and with many agents.
+type Figure = fn(&Figures, &Figures) -> f64;
+
 /// Measures a pair of programs once: the start of 1,000 agents takes about half a minute.
 pub(super) async fn measure(lab: &Lab, pair: Pair, lines: &mut Lines) {
     let few = harness(figures(lab, pair, AGENTS[0])).await.flatten();
     let many = harness(figures(lab, pair, AGENTS[1])).await.flatten();
     let both = few.and_then(|few| Ok((few, many?)));
-    let figure = |figure: fn(&Figures, &Figures) -> f64| match &both {
+    let figure = |figure: Figure| match &both {
         Ok((few, many)) => Ok(figure(few, many)),
         Err(error) => Err(anyhow::anyhow!("{error:#}")),
     };
-    let rows: [(_, _, fn(&Figures, &Figures) -> f64, _); 6] = [
+    let rows: [(_, _, Figure, _); 6] = [
         ("dial, 2 agents", "CPU us", |few, _| few.cpu_us, None),
         ("dial, 1000 agents", "CPU us", |_, many| many.cpu_us, None),
         (
@@ -67,19 +76,27 @@ pub(super) async fn measure(lab: &Lab, pair: Pair, lines: &mut Lines) {
 
 async fn figures(lab: &Lab, pair: Pair, agents: usize) -> anyhow::Result<Figures> {
     let (server, agent) = lab.executables(pair)?;
-    let services = Services::start().await?;
-    let mut builder = Topology::builder(Mode::HttpConnect, Transport::Uds).server(server, &["--v=1"]);
+    let (_endpoint, target) = lab.programs.endpoint().await?;
+    let mut builder =
+        Topology::builder(Mode::HttpConnect, Transport::Uds).server(server, &["--v=1"]);
     for _ in 0..agents {
         builder = builder.agent(agent.clone(), &["--v=1"]);
     }
     let mut topology = builder.start().await;
     let rss_kib = ask(|| topology.server(0).rss())? as f64 / 1024.0;
+    let idle = (0..IDLE).map(|_| async {
+        let mut stream = open(&topology, target).await?;
+        echo(&mut stream).await?;
+        anyhow::Ok(stream)
+    });
+    let idle = futures_util::stream::iter(idle).buffer_unordered(OPENED_AT_ONCE);
+    let _idle: Vec<BoxedStream> = idle.try_collect().await?;
     let before = ask(|| topology.server(0).cpu_time())?;
     let dial = async || {
         let (mut times, until) = (Vec::new(), Instant::now() + LOAD);
         while Instant::now() < until {
             let begin = Instant::now();
-            let mut stream = open(&topology, services.raw).await?;
+            let mut stream = open(&topology, target).await?;
             echo(&mut stream).await?;
             times.push(begin.elapsed());
         }
@@ -90,7 +107,10 @@ async fn figures(lab: &Lab, pair: Pair, agents: usize) -> anyhow::Result<Figures
     let mut times = loads.concat();
     times.sort_unstable();
     ensure!(!times.is_empty(), "no dial succeeded");
-    let p99 = times.get(times.len() * 99 / 100).copied().unwrap_or_default();
+    let p99 = times
+        .get(times.len() * 99 / 100)
+        .copied()
+        .unwrap_or_default();
     Ok(Figures {
         cpu_us: spent.as_secs_f64() * 1e6 / times.len() as f64,
         p99_ms: p99.as_secs_f64() * 1e3,
