@@ -205,7 +205,7 @@ impl Stock {
 /// the interval, so the replies of the last pings say nothing.
 const LAST_PINGS: Duration = Duration::from_secs(1);
 
-/// Pings an address from a namespace `count` times, once per `interval`, and then for [`LAST_PINGS`]. Returns the
+/// Pings an address from a namespace `count` times, once per `interval`, and then for another second. Returns the
 /// number of missing replies to the first `count` pings.
 ///
 /// # Panics
