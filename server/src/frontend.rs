@@ -117,8 +117,9 @@ impl Frontend {
         match error {
             DialError::NoAgent => warn!(
                 address = dial.address,
-                "no agent is connected: check that agents run, reach this server's agent port, \
-                 and trust its certificate"
+                "no agent for the address is available: check that agents run, reach this server's agent \
+                 port, and trust its certificate; check --agent-identifiers of the agents if \
+                 --proxy-strategies is set, and --max-connections-per-agent"
             ),
             DialError::NoClient => warn!(
                 address = dial.address,
