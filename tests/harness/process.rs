@@ -1,7 +1,7 @@
 //! A program, its log, and its figures from the kernel.
 
 use std::collections::VecDeque;
-use std::ffi::OsStr;
+use std::ffi::{OsStr, OsString};
 use std::io::{Read, Write as _};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -57,6 +57,7 @@ pub fn ours(name: &str) -> PathBuf {
 #[derive(Debug)]
 pub struct Program {
     name: String,
+    args: Vec<OsString>,
     child: Child,
     log: Arc<Mutex<VecDeque<u8>>>,
     readers: Vec<thread::JoinHandle<()>>,
@@ -84,8 +85,9 @@ impl Program {
         for key in UNSET {
             command.env_remove(key);
         }
+        let args: Vec<_> = args.into_iter().map(|it| it.as_ref().to_owned()).collect();
         let spawned = command
-            .args(args)
+            .args(&args)
             .envs(env.iter().copied())
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
@@ -100,6 +102,7 @@ impl Program {
         ];
         Self {
             name,
+            args,
             child,
             log,
             readers,
@@ -121,11 +124,9 @@ impl Program {
     /// Returns the arguments of the program, without its name.
     ///
     /// # Panics
-    /// If the program has exited and its exit status was already read.
+    /// If an argument is not UTF-8.
     pub fn args(&self) -> Vec<String> {
-        let path = format!("/proc/{}/cmdline", self.pid());
-        let line = std::fs::read_to_string(path).expect("the program runs");
-        let args = line.split_terminator('\0').skip(1);
+        let args = self.args.iter().map(|it| it.to_str().expect("UTF-8"));
         args.map(str::to_owned).collect()
     }
 
