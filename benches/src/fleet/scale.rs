@@ -1,9 +1,10 @@
 //! The cost of a dial with many connected agents beside idle connections, and the memory of an agent connection in the
 //! server.
 
+use std::net::SocketAddr;
 use std::time::Duration;
 
-use anyhow::ensure;
+use anyhow::Context as _;
 use culvert_kit::client::BoxedStream;
 use culvert_tests::{Mode, Topology, Transport};
 use futures_util::{StreamExt as _, TryStreamExt as _};
@@ -21,8 +22,29 @@ const AGENTS: [usize; 2] = [2, 1_000];
 const IDLE: usize = 10_000;
 const OPENED_AT_ONCE: usize = 50;
 
-/// Number of dials at a time, and duration of the load.
-const AT_ONCE: usize = 8;
+/// Numbers of dials at a time, with the names of the rows for few agents, for many agents and for their ratio.
+/// Eight dials at a time over two agent connections share TLS records and system calls; over 1,000 agent
+/// connections they do not.
+const AT_ONCE: [(usize, [&str; 3]); 2] = [
+    (
+        8,
+        [
+            "dial, 2 agents",
+            "dial, 1000 agents",
+            "dial, 1000 by 2 agents",
+        ],
+    ),
+    (
+        1,
+        [
+            "lone dial, 2 agents",
+            "lone dial, 1000 agents",
+            "lone dial, 1000 by 2 agents",
+        ],
+    ),
+];
+
+/// Duration of each load.
 const LOAD: Duration = Duration::from_secs(5);
 
 /// Largest ratio of a dial's cost with many agents to its cost with two agents.
@@ -30,48 +52,51 @@ const RATIO: f64 = 1.2;
 
 /// Figures of a server with some agents.
 struct Figures {
-    /// Processor time of the server for each dial.
-    cpu_us: f64,
-    /// 99th percentile of the duration of a dial.
-    p99_ms: f64,
+    /// Costs of dials, by the number of dials at a time.
+    dials: [Cost; AT_ONCE.len()],
     /// Memory of the server.
     rss_kib: f64,
 }
 
-/// Figure of a row, from the figures with few and with many agents.
-type Figure = fn(&Figures, &Figures) -> f64;
+/// Cost of a dial.
+#[derive(Clone, Copy, Default)]
+struct Cost {
+    /// Processor time of the server.
+    cpu_us: f64,
+    /// 99th percentile of the duration.
+    p99_ms: f64,
+}
 
 /// Measures a pair of programs once: the start of 1,000 agents takes about half a minute.
 pub(super) async fn measure(lab: &Lab, pair: Pair, lines: &mut Lines) {
     let few = harness(figures(lab, pair, AGENTS[0])).await.flatten();
     let many = harness(figures(lab, pair, AGENTS[1])).await.flatten();
     let both = few.and_then(|few| Ok((few, many?)));
-    let figure = |figure: Figure| match &both {
-        Ok((few, many)) => Ok(figure(few, many)),
-        Err(error) => Err(anyhow::anyhow!("{error:#}")),
-    };
-    let rows: [(_, _, Figure, _); 6] = [
-        ("dial, 2 agents", "CPU us", |few, _| few.cpu_us, None),
-        ("dial, 1000 agents", "CPU us", |_, many| many.cpu_us, None),
-        (
-            "dial, 1000 by 2 agents",
-            "CPU ratio",
-            |few, many| many.cpu_us / few.cpu_us,
-            Some(RATIO),
-        ),
-        ("dial, 2 agents", "p99 ms", |few, _| few.p99_ms, None),
-        ("dial, 1000 agents", "p99 ms", |_, many| many.p99_ms, None),
-        (
-            "memory of an agent",
-            "KiB",
-            |few, many| (many.rss_kib - few.rss_kib) / (AGENTS[1] - AGENTS[0]) as f64,
-            None,
-        ),
-    ];
-    for (row, unit, of, target) in rows {
+    let mut add = |row, unit, figure: &dyn Fn(&Figures, &Figures) -> f64, target: Option<f64>| {
+        let figure = match &both {
+            Ok((few, many)) => Ok(figure(few, many)),
+            Err(error) => Err(anyhow::anyhow!("{error:#}")),
+        };
         let target = target.filter(|_| pair.server);
-        lines.add(Line::new(pair.name, row, unit, [figure(of)], target));
+        lines.add(Line::new(pair.name, row, unit, [figure], target));
+    };
+    for (index, (_, [few_row, many_row, ratio_row])) in AT_ONCE.into_iter().enumerate() {
+        let cost = |figures: &Figures| figures.dials.get(index).copied().unwrap_or_default();
+        let cpu = |figures: &Figures| cost(figures).cpu_us;
+        let p99 = |figures: &Figures| cost(figures).p99_ms;
+        add(few_row, "CPU us", &|few, _| cpu(few), None);
+        add(many_row, "CPU us", &|_, many| cpu(many), None);
+        let ratio = |few: &Figures, many: &Figures| cpu(many) / cpu(few);
+        add(ratio_row, "CPU ratio", &ratio, Some(RATIO));
+        add(few_row, "p99 ms", &|few, _| p99(few), None);
+        add(many_row, "p99 ms", &|_, many| p99(many), None);
+        let ratio = |few: &Figures, many: &Figures| p99(many) / p99(few);
+        add(ratio_row, "p99 ratio", &ratio, Some(RATIO));
     }
+    let memory = |few: &Figures, many: &Figures| {
+        (many.rss_kib - few.rss_kib) / (AGENTS[1] - AGENTS[0]) as f64
+    };
+    add("memory of an agent", "KiB", &memory, None);
 }
 
 async fn figures(lab: &Lab, pair: Pair, agents: usize) -> anyhow::Result<Figures> {
@@ -91,29 +116,35 @@ async fn figures(lab: &Lab, pair: Pair, agents: usize) -> anyhow::Result<Figures
     });
     let idle = futures_util::stream::iter(idle).buffer_unordered(OPENED_AT_ONCE);
     let _idle: Vec<BoxedStream> = idle.try_collect().await?;
+    let mut dials = [Cost::default(); AT_ONCE.len()];
+    for (cost, (at_once, _)) in dials.iter_mut().zip(AT_ONCE) {
+        *cost = load(&mut topology, target, at_once).await?;
+    }
+    Ok(Figures { dials, rss_kib })
+}
+
+/// Dials for some seconds, and returns the cost of a dial.
+async fn load(topology: &mut Topology, target: SocketAddr, at_once: usize) -> anyhow::Result<Cost> {
     let before = ask(|| topology.server(0).cpu_time())?;
-    let dial = async || {
+    let dials = async || {
         let (mut times, until) = (Vec::new(), Instant::now() + LOAD);
         while Instant::now() < until {
             let begin = Instant::now();
-            let mut stream = open(&topology, target).await?;
+            let mut stream = open(topology, target).await?;
             echo(&mut stream).await?;
             times.push(begin.elapsed());
         }
         anyhow::Ok(times)
     };
-    let loads = futures_util::future::try_join_all((0..AT_ONCE).map(|_| dial())).await?;
+    let times = futures_util::future::try_join_all((0..at_once).map(|_| dials())).await?;
     let spent = ask(|| topology.server(0).cpu_time())? - before;
-    let mut times = loads.concat();
+    let mut times = times.concat();
     times.sort_unstable();
-    ensure!(!times.is_empty(), "no dial succeeded");
     let p99 = times
         .get(times.len() * 99 / 100)
-        .copied()
-        .unwrap_or_default();
-    Ok(Figures {
+        .context("no dial succeeded")?;
+    Ok(Cost {
         cpu_us: spent.as_secs_f64() * 1e6 / times.len() as f64,
         p99_ms: p99.as_secs_f64() * 1e3,
-        rss_kib,
     })
 }
