@@ -268,12 +268,16 @@ impl Registry {
         })
     }
 
-    /// Returns true if a dial that fails on one agent connection could be retried on another.
+    /// Returns true if a dial that fails on one agent connection could be retried on another. Agent connections with
+    /// too many connections do not count.
     pub(crate) fn has_other(&self, scope: &Scope, tried: &[u64]) -> bool {
+        let limit = self.limits.connections;
         let agents = self.agents.lock();
         agents.in_scope(scope).is_some_and(|group| {
-            let mut others = group.entries().map(|entry| &entry.stream);
-            others.any(|stream| !tried.contains(&stream.serial()) && !stream.is_suspect())
+            group.entries().any(|entry| {
+                let is_new = !tried.contains(&entry.stream.serial());
+                is_new && !entry.stream.is_suspect() && entry.load.get() < limit
+            })
         })
     }
 

@@ -274,6 +274,18 @@ fn full_agent_gets_no_dial_until_a_connection_ends() {
 }
 
 #[test]
+fn full_agent_is_no_other_agent_for_a_dial() {
+    let mut world = World::with_limit(&[Strategy::Default], 1);
+    let first = world.connect("first", "").serial;
+    world.connect("second", "");
+    assert!(world.registry.has_other(&Scope::All, &[first]));
+    let second = world.registry.choose(&Scope::All, &[first]).unwrap();
+    assert!(!world.registry.has_other(&Scope::All, &[first]));
+    drop(second);
+    assert!(world.registry.has_other(&Scope::All, &[first]));
+}
+
+#[test]
 fn clients_that_arrive_before_their_dials_are_spread_over_the_agents() {
     let mut world = World::new(&[Strategy::Default]);
     for id in ["a", "b"] {
