@@ -10,5 +10,6 @@ macro_rules! say {
 
 mod admin;
 pub mod dev;
+pub mod render;
 pub mod status;
 pub mod switch;

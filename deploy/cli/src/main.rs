@@ -4,7 +4,7 @@ use std::io::Write as _;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use culvert::{dev, status, switch};
+use culvert::{dev, render, status, switch};
 
 /// Connects Kubernetes control planes to worker networks that they cannot route to.
 #[derive(Parser)]
@@ -18,6 +18,8 @@ struct Cli {
 enum Command {
     /// Start a whole tunnel on this machine, check every part, and keep the tunnel running.
     Dev(dev::Options),
+    /// Print the objects of one user cluster, and check its specification as KKP does.
+    Render(render::Options),
     /// Show a server's tunnels, peers and connections, and the progress of a switch.
     Status(status::Options),
     /// Switch a server to another tunnel while it runs.
@@ -29,6 +31,7 @@ culvert_host::jemalloc!();
 fn main() -> ExitCode {
     match Cli::parse().command {
         Command::Dev(options) => dev::run(&options),
+        Command::Render(options) => render::run(&options),
         Command::Status(options) => ask(status::run(&options)),
         Command::Switch(options) => ask(switch::run(&options)),
     }

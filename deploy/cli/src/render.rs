@@ -1,0 +1,109 @@
+//! The command `culvert render`: from a cluster file to the objects of one user cluster.
+//!
+//! | module | contents |
+//! |---|---|
+//! | `input` | the two formats of the cluster file |
+//! | `spec`, `facts` | KKP's fields, and values that KKP's specification does not have |
+//! | `kkp` | differences between versions of KKP |
+//! | `cluster` | the cluster with KKP's defaults |
+//! | `rules` | KKP's rules for new and changed clusters, and further warnings |
+//! | `finding` | errors and warnings with path, value and reason |
+
+mod cluster;
+mod facts;
+mod finding;
+mod flags;
+mod input;
+mod kkp;
+mod rules;
+mod spec;
+
+use std::io::{Read as _, Write as _};
+use std::path::Path;
+use std::process::ExitCode;
+
+use anyhow::Context as _;
+
+use self::cluster::Cluster;
+use self::finding::Findings;
+use self::input::Input;
+
+pub use self::flags::Options;
+
+/// Exit code for a cluster with errors.
+const INVALID: u8 = 2;
+
+/// Outcome of the command.
+enum Outcome {
+    Done,
+    /// The cluster has errors; they are printed already.
+    Invalid,
+}
+
+/// Runs the command and returns its exit code: 0 if the objects are printed, 2 if the cluster has errors, 1 for all
+/// other failures.
+pub fn run(options: &Options) -> ExitCode {
+    match render(options) {
+        Ok(Outcome::Done) => ExitCode::SUCCESS,
+        Ok(Outcome::Invalid) => ExitCode::from(INVALID),
+        Err(error) => {
+            let _ = writeln!(std::io::stderr(), "Error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn render(options: &Options) -> anyhow::Result<Outcome> {
+    let input = read(options)?;
+    let old = options.old.as_deref();
+    let old = old.map(|path| parse(path, &text(path)?)).transpose()?;
+    let old = old.map(Cluster::stored);
+    let mut findings = Findings::default();
+    let cluster = Cluster::new(input, old.is_none(), &mut findings);
+    rules::check(&cluster, old.as_ref(), &mut findings);
+    report(&findings);
+    if !findings.problems.is_empty() {
+        return Ok(Outcome::Invalid);
+    }
+    Ok(Outcome::Done)
+}
+
+/// Reads the cluster file and the file of facts. Flags come first, then the cluster file, then the facts.
+fn read(options: &Options) -> anyhow::Result<Input> {
+    let mut input = parse(&options.file, &text(&options.file)?)?;
+    let mut more = facts::Facts::default();
+    if let Some(path) = &options.facts {
+        let named = || format!("{}", path.display());
+        more = input::parse_facts(&text(path)?).with_context(named)?;
+    }
+    let facts = std::mem::take(&mut input.facts);
+    input.facts = options.facts().or(facts).or(more);
+    Ok(input)
+}
+
+fn parse(path: &Path, text: &str) -> anyhow::Result<Input> {
+    input::parse(text).with_context(|| format!("{}", path.display()))
+}
+
+/// Reads a file; `-` is the standard input.
+fn text(path: &Path) -> anyhow::Result<String> {
+    if path == Path::new("-") {
+        let mut text = String::new();
+        std::io::stdin()
+            .read_to_string(&mut text)
+            .context("cannot read the standard input")?;
+        return Ok(text);
+    }
+    std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))
+}
+
+/// Prints all errors and warnings.
+fn report(findings: &Findings) {
+    let mut output = std::io::stderr().lock();
+    for problem in &findings.problems {
+        let _ = writeln!(output, "Error: {problem}");
+    }
+    for warning in &findings.warnings {
+        let _ = writeln!(output, "Warning: {warning}");
+    }
+}

@@ -1,0 +1,123 @@
+//! The flags of `culvert render`.
+
+use std::path::PathBuf;
+
+use super::facts::{Facts, Images, NodePorts};
+
+/// Flags of `culvert render`.
+#[derive(clap::Args)]
+pub struct Options {
+    /// Cluster file: Culvert's own format, or KKP's Cluster object, in YAML or JSON; `-` is the standard input.
+    #[arg(value_name = "FILE")]
+    pub(super) file: PathBuf,
+
+    /// The cluster before the change, in either format. The rules for changes apply, and not the rules for a new cluster.
+    #[arg(long, value_name = "FILE")]
+    pub(super) old: Option<PathBuf>,
+
+    /// File in Culvert's own format, without spec and labels, with values that the cluster file does not have.
+    #[arg(long, value_name = "FILE")]
+    pub(super) facts: Option<PathBuf>,
+
+    #[command(flatten)]
+    values: Values,
+}
+
+/// Values that override the cluster file.
+#[derive(clap::Args)]
+#[command(next_help_heading = "Values that override the files")]
+struct Values {
+    /// Id of the cluster: its namespace in the seed is cluster-ID.
+    #[arg(long, value_name = "ID")]
+    cluster_id: Option<String>,
+
+    /// Version of KKP: 2.28, 2.29, 2.30 or 2.31, the default. Decides about defaults, rules and arguments.
+    #[arg(long, value_name = "VERSION")]
+    kkp_version: Option<String>,
+
+    /// Version of Kubernetes in the user cluster.
+    #[arg(long, value_name = "VERSION")]
+    kubernetes_version: Option<String>,
+
+    /// Tunnel of the rendered objects: konnectivity, the default, or openvpn.
+    #[arg(long, value_name = "TUNNEL")]
+    tunnel: Option<String>,
+
+    /// Public name of the API server; with LoadBalancer also an address.
+    #[arg(long, value_name = "NAME")]
+    external_name: Option<String>,
+
+    /// Public address of the API server.
+    #[arg(long, value_name = "IP")]
+    address_ip: Option<String>,
+
+    /// Node port of the Service apiserver-external.
+    #[arg(long, value_name = "PORT")]
+    apiserver_node_port: Option<u16>,
+
+    /// Node port of the Service konnectivity-server.
+    #[arg(long, value_name = "PORT")]
+    konnectivity_node_port: Option<u16>,
+
+    /// Node port of the Service openvpn-server.
+    #[arg(long, value_name = "PORT")]
+    openvpn_node_port: Option<u16>,
+
+    /// Number of API servers.
+    #[arg(long, value_name = "N")]
+    apiserver_replicas: Option<i32>,
+
+    /// Network by which the OpenVPN tunnel addresses nodes; 10.254.0.0/16 by default.
+    #[arg(long, value_name = "CIDR")]
+    node_access_network: Option<String>,
+
+    /// Network of nodes, for the OpenVPN client; repeatable.
+    #[arg(long, value_name = "CIDR")]
+    node_network: Vec<String>,
+
+    /// Image of the server, or `stock` for Konnectivity's own image.
+    #[arg(long, value_name = "IMAGE")]
+    server_image: Option<String>,
+
+    /// Image of the agent, or `stock` for Konnectivity's own image.
+    #[arg(long, value_name = "IMAGE")]
+    agent_image: Option<String>,
+
+    /// Image of the front door.
+    #[arg(long, value_name = "IMAGE")]
+    door_image: Option<String>,
+
+    /// Image of the node tunnel.
+    #[arg(long, value_name = "IMAGE")]
+    node_tunnel_image: Option<String>,
+}
+
+impl Options {
+    /// Returns the values of the flags.
+    pub(super) fn facts(&self) -> Facts {
+        let values = &self.values;
+        Facts {
+            cluster_id: values.cluster_id.clone(),
+            kkp_version: values.kkp_version.clone(),
+            kubernetes_version: values.kubernetes_version.clone(),
+            tunnel: values.tunnel.clone(),
+            external_name: values.external_name.clone(),
+            address_ip: values.address_ip.clone(),
+            node_ports: NodePorts {
+                apiserver: values.apiserver_node_port,
+                konnectivity_server: values.konnectivity_node_port,
+                openvpn_server: values.openvpn_node_port,
+            },
+            apiserver_replicas: values.apiserver_replicas,
+            node_access_network: values.node_access_network.clone(),
+            node_networks: values.node_network.clone(),
+            images: Images {
+                server: values.server_image.clone(),
+                agent: values.agent_image.clone(),
+                door: values.door_image.clone(),
+                node_tunnel: values.node_tunnel_image.clone(),
+            },
+            ..Facts::default()
+        }
+    }
+}

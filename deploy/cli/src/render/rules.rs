@@ -1,0 +1,23 @@
+//! KKP's rules for a cluster, and warnings about mistakes that KKP accepts.
+
+mod create;
+mod network;
+mod notes;
+mod ranges;
+mod seed;
+#[cfg(test)]
+mod tests;
+mod update;
+
+use super::cluster::Cluster;
+use super::finding::Findings;
+
+/// Checks a cluster, and the change from `old` if there is one.
+pub(crate) fn check(cluster: &Cluster, old: Option<&Cluster>, findings: &mut Findings) {
+    create::check(cluster, findings);
+    seed::check(cluster, findings);
+    if let Some(old) = old {
+        update::check(cluster, old, findings);
+    }
+    notes::check(cluster, old, findings);
+}

@@ -1,0 +1,138 @@
+//! The fields of KKP's `Cluster` object that decide about the tunnel. Names and meaning are KKP's.
+
+use std::collections::BTreeMap;
+
+use serde::Deserialize;
+use serde_json::Value;
+
+/// `spec` of a Cluster. Other fields are ignored.
+#[derive(Clone, Debug, Default, PartialEq, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub(crate) struct Spec {
+    pub(crate) version: Option<String>,
+    pub(crate) expose_strategy: String,
+    pub(crate) cloud: Cloud,
+    pub(crate) cluster_network: Option<ClusterNetwork>,
+    pub(crate) cni_plugin: Option<CniPlugin>,
+    pub(crate) components_override: ComponentsOverride,
+    #[serde(rename = "apiServerAllowedIPRanges")]
+    pub(crate) api_server_allowed_ip_ranges: CidrBlocks,
+    pub(crate) features: BTreeMap<String, bool>,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub(crate) struct Cloud {
+    pub(crate) provider_name: String,
+}
+
+/// `spec.clusterNetwork`.
+#[derive(Clone, Debug, Default, PartialEq, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub(crate) struct ClusterNetwork {
+    pub(crate) ip_family: String,
+    pub(crate) pods: CidrBlocks,
+    pub(crate) services: CidrBlocks,
+    #[serde(rename = "nodeCidrMaskSizeIPv4")]
+    pub(crate) node_cidr_mask_size_ipv4: Option<i32>,
+    #[serde(rename = "nodeCidrMaskSizeIPv6")]
+    pub(crate) node_cidr_mask_size_ipv6: Option<i32>,
+    pub(crate) dns_domain: String,
+    pub(crate) proxy_mode: String,
+    pub(crate) ipvs: Option<Ipvs>,
+    #[serde(rename = "nodeLocalDNSCacheEnabled")]
+    pub(crate) node_local_dns_cache_enabled: Option<bool>,
+    #[serde(rename = "coreDNSReplicas")]
+    pub(crate) core_dns_replicas: Option<i32>,
+    pub(crate) konnectivity_enabled: Option<bool>,
+    #[serde(rename = "tunnelingAgentIP")]
+    pub(crate) tunneling_agent_ip: String,
+    /// Fields that KKP does not know.
+    #[serde(flatten)]
+    pub(crate) unknown: BTreeMap<String, Value>,
+}
+
+/// A list of networks.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub(crate) struct CidrBlocks {
+    pub(crate) cidr_blocks: Vec<String>,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub(crate) struct Ipvs {
+    pub(crate) strict_arp: Option<bool>,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(default)]
+pub(crate) struct CniPlugin {
+    #[serde(rename = "type")]
+    pub(crate) kind: String,
+    pub(crate) version: String,
+}
+
+/// `spec.componentsOverride`, and `defaultComponentSettings` of a seed.
+#[derive(Clone, Debug, Default, PartialEq, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub(crate) struct ComponentsOverride {
+    pub(crate) apiserver: ApiserverSettings,
+    pub(crate) konnectivity_proxy: KonnectivityProxy,
+    pub(crate) node_port_proxy_envoy: DeploymentSettings,
+    pub(crate) envoy_agent: DeploymentSettings,
+    #[serde(rename = "coreDNS")]
+    pub(crate) core_dns: Option<DeploymentSettings>,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub(crate) struct ApiserverSettings {
+    pub(crate) replicas: Option<i32>,
+    pub(crate) node_port_range: String,
+    pub(crate) endpoint_reconciling_disabled: Option<bool>,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub(crate) struct KonnectivityProxy {
+    pub(crate) resources: Option<Resources>,
+    pub(crate) keepalive_time: String,
+    pub(crate) args: Vec<String>,
+    pub(crate) host_anti_affinity: String,
+    pub(crate) zone_anti_affinity: String,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub(crate) struct DeploymentSettings {
+    pub(crate) replicas: Option<i32>,
+    pub(crate) resources: Option<Resources>,
+}
+
+/// Requests and limits of a container, by resource name.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(default)]
+pub(crate) struct Resources {
+    pub(crate) requests: BTreeMap<String, String>,
+    pub(crate) limits: BTreeMap<String, String>,
+}
+
+// === impl CidrBlocks ===
+
+impl CidrBlocks {
+    pub(crate) fn new(blocks: &[&str]) -> Self {
+        Self {
+            cidr_blocks: blocks.iter().map(|block| (*block).to_owned()).collect(),
+        }
+    }
+}
+
+// === impl Spec ===
+
+impl Spec {
+    /// Returns the network settings; the defaults of Go if the object has none.
+    pub(crate) fn network(&self) -> ClusterNetwork {
+        self.cluster_network.clone().unwrap_or_default()
+    }
+}
