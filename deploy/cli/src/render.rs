@@ -8,15 +8,24 @@
 //! | `cluster` | the cluster with KKP's defaults |
 //! | `rules` | KKP's rules for new and changed clusters, and further warnings |
 //! | `finding` | errors and warnings with path, value and reason |
+//! | `target` | the names, addresses and images of one cluster |
+//! | `arguments`, `objects` | command lines, and the objects around them |
+//! | `output` | YAML on the standard output, or in files |
 
+mod arguments;
 mod cluster;
 mod facts;
 mod finding;
 mod flags;
 mod input;
 mod kkp;
+mod objects;
+mod output;
 mod rules;
 mod spec;
+mod target;
+#[cfg(test)]
+mod tests;
 
 use std::io::{Read as _, Write as _};
 use std::path::Path;
@@ -27,6 +36,7 @@ use anyhow::Context as _;
 use self::cluster::Cluster;
 use self::finding::Findings;
 use self::input::Input;
+use self::target::Target;
 
 pub use self::flags::Options;
 
@@ -61,9 +71,16 @@ fn render(options: &Options) -> anyhow::Result<Outcome> {
     let mut findings = Findings::default();
     let cluster = Cluster::new(input, old.is_none(), &mut findings);
     rules::check(&cluster, old.as_ref(), &mut findings);
+    let target = Target::new(&cluster, &mut findings);
     report(&findings);
     if !findings.problems.is_empty() {
         return Ok(Outcome::Invalid);
+    }
+    let mut objects = objects::all(&target);
+    objects.retain(|object| options.part.is_empty() || options.part.contains(&object.part));
+    match &options.output_dir {
+        Some(folder) => output::write(folder, &objects)?,
+        None => say!("{}", output::stream(&objects)?.trim_end()),
     }
     Ok(Outcome::Done)
 }

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use super::facts::{Facts, Images, NodePorts};
+use super::objects::Part;
 
 /// Flags of `culvert render`.
 #[derive(clap::Args)]
@@ -18,6 +19,14 @@ pub struct Options {
     /// File in Culvert's own format, without spec and labels, with values that the cluster file does not have.
     #[arg(long, value_name = "FILE")]
     pub(super) facts: Option<PathBuf>,
+
+    /// Print only these parts; repeatable.
+    #[arg(long, value_name = "PART", value_enum)]
+    pub(super) part: Vec<Part>,
+
+    /// Write a file for each part and cluster into this folder, instead of the standard output.
+    #[arg(long, value_name = "DIR")]
+    pub(super) output_dir: Option<PathBuf>,
 
     #[command(flatten)]
     values: Values,

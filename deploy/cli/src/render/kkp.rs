@@ -52,6 +52,24 @@ impl Kkp {
         }
     }
 
+    /// Returns the version of the Konnectivity images for a minor version of Kubernetes.
+    pub(crate) fn konnectivity_version(self, kubernetes_minor: u32) -> &'static str {
+        match (self, kubernetes_minor) {
+            (Self::V2_28, ..=29) => "v0.29.3",
+            (Self::V2_28 | Self::V2_29, ..=30) => "v0.30.3",
+            (Self::V2_28 | Self::V2_29, _) => "v0.31.0",
+            (_, ..=32) => "v0.32.1",
+            (_, 33) => "v0.33.1",
+            (Self::V2_30, _) | (_, 34 | 35) => "v0.34.0",
+            (Self::V2_31, _) => "v0.35.0",
+        }
+    }
+
+    /// True if KKP sets `--admin-bind-address` and `--xfr-channel-size`.
+    pub(crate) fn has_tuned_konnectivity(self) -> bool {
+        self >= Self::V2_30
+    }
+
     /// Returns the values of `proxyMode`.
     pub(crate) fn proxy_modes(self) -> &'static [&'static str] {
         match self {

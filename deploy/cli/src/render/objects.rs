@@ -1,0 +1,104 @@
+//! The objects of one user cluster.
+
+mod agent;
+mod door;
+mod rbac;
+mod server;
+mod trust;
+
+use std::collections::BTreeMap;
+
+use clap::ValueEnum;
+use serde_json::{Value, json};
+
+use super::spec::Resources;
+use super::target::Target;
+
+/// A part of the rendered objects.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, ValueEnum)]
+pub enum Part {
+    /// ConfigMap with kube-apiserver's EgressSelectorConfiguration.
+    Egress,
+    /// ConfigMap with kube-apiserver's flags for the tunnel.
+    Apiserver,
+    /// The server: a patch of the Deployment apiserver, or the Deployment openvpn-server.
+    Server,
+    /// Services in the seed, with the annotations of the front door.
+    Services,
+    /// ConfigMap with the requests of all certificates.
+    Certificates,
+    /// The front door of this cluster; with LoadBalancer only.
+    Door,
+    /// The agents in the user cluster.
+    Agent,
+    /// The node tunnel in the user cluster; with Tunneling only.
+    NodeTunnel,
+    /// Accounts and permissions in the user cluster.
+    Rbac,
+    /// NetworkPolicies of the seed and the user cluster.
+    NetworkPolicies,
+}
+
+/// The cluster that gets an object.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Place {
+    Seed,
+    User,
+}
+
+/// A rendered object.
+pub(super) struct Object {
+    pub(super) part: Part,
+    pub(super) place: Place,
+    /// True for a strategic merge patch of an object that exists.
+    pub(super) is_patch: bool,
+    pub(super) value: Value,
+}
+
+/// Renders all objects, in the order in which they can be applied.
+pub(super) fn all(target: &Target<'_>) -> Vec<Object> {
+    let mut objects = Vec::new();
+    objects.extend(rbac::objects(target));
+    objects.extend(trust::objects(target));
+    objects.extend(server::objects(target));
+    objects.extend(door::objects(target));
+    objects.extend(agent::objects(target));
+    objects
+}
+
+impl Object {
+    fn new(part: Part, place: Place, value: Value) -> Self {
+        Self {
+            part,
+            place,
+            is_patch: false,
+            value,
+        }
+    }
+}
+
+/// Returns requests and limits, replaced by the settings of the cluster.
+fn resources(given: Option<&Resources>, requests: [&str; 2], limits: [&str; 2]) -> Value {
+    let of = |given: Option<&BTreeMap<String, String>>, [cpu, memory]: [&str; 2]| {
+        let given = given.filter(|given| !given.is_empty());
+        given.map_or_else(
+            || json!({"cpu": cpu, "memory": memory}),
+            |given| json!(given),
+        )
+    };
+    json!({
+        "requests": of(given.map(|given| &given.requests), requests),
+        "limits": of(given.map(|given| &given.limits), limits),
+    })
+}
+
+fn liveness(port: u16, initial: u32) -> Value {
+    json!({
+        "httpGet": {"path": "/healthz", "port": port, "scheme": "HTTP"},
+        "initialDelaySeconds": initial,
+        "timeoutSeconds": 15,
+        "periodSeconds": 10,
+        "successThreshold": 1,
+        "failureThreshold": 3,
+    })
+}

@@ -1,0 +1,68 @@
+//! YAML of the rendered objects.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+
+use anyhow::Context as _;
+use clap::ValueEnum as _;
+
+use super::objects::{Object, Part, Place};
+
+/// Returns all objects as a stream of documents. A comment before each document names its part and its cluster.
+///
+/// # Errors
+/// Fails if an object cannot be written as YAML.
+pub(super) fn stream<'a>(objects: impl IntoIterator<Item = &'a Object>) -> anyhow::Result<String> {
+    let mut text = String::new();
+    for object in objects {
+        text.push_str("---\n");
+        let place = match object.place {
+            Place::Seed => "seed",
+            Place::User => "user cluster",
+        };
+        text.push_str(&format!("# part: {}, for the {place}\n", name(object.part)));
+        if object.is_patch {
+            text.push_str(
+                "# a strategic merge patch, not for kubectl apply: kubectl patch --patch-file\n",
+            );
+        }
+        text.push_str(&serde_saphyr::to_string(&object.value)?);
+        if !text.ends_with('\n') {
+            text.push('\n');
+        }
+    }
+    Ok(text)
+}
+
+/// Writes a file for each part and cluster. Patches get files of their own.
+///
+/// # Errors
+/// Fails if the folder or a file cannot be written.
+pub(super) fn write(folder: &Path, objects: &[Object]) -> anyhow::Result<()> {
+    fs::create_dir_all(folder).with_context(|| format!("cannot create {}", folder.display()))?;
+    let mut files: BTreeMap<String, Vec<&Object>> = BTreeMap::new();
+    for object in objects {
+        let place = match object.place {
+            Place::Seed => "seed",
+            Place::User => "user",
+        };
+        let suffix = if object.is_patch { "-patch" } else { "" };
+        let file = format!("{place}-{}{suffix}.yaml", name(object.part));
+        files.entry(file).or_default().push(object);
+    }
+    for (file, objects) in files {
+        let path = folder.join(file);
+        let text = stream(objects)?;
+        fs::write(&path, text).with_context(|| format!("cannot write {}", path.display()))?;
+        say!("{}", path.display());
+    }
+    Ok(())
+}
+
+/// Returns the name of a part on the command line.
+fn name(part: Part) -> String {
+    part.to_possible_value()
+        .map(|value| value.get_name().to_owned())
+        .unwrap_or_default()
+}

@@ -1,0 +1,174 @@
+//! The values of a rendered cluster: names, addresses, ports, images. Values that are missing are errors.
+
+use std::net::IpAddr;
+
+use ipnet::IpNet;
+
+use super::cluster::{Cluster, Tunnel};
+use super::finding::{Findings, Problem};
+
+/// Port of the API server, and of the front door's TLS listener, with the strategy Tunneling.
+pub(super) const TUNNELING_PORT: u16 = 6443;
+/// Port of the OpenVPN server.
+pub(super) const OPENVPN_PORT: u16 = 1194;
+/// Interval of keepalives without `keepaliveTime`.
+const KEEPALIVE: &str = "1m";
+
+/// A program of the rendered objects.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Program {
+    Server,
+    Agent,
+    Door,
+    NodeTunnel,
+}
+
+/// A cluster whose values are complete.
+pub(super) struct Target<'a> {
+    pub(super) cluster: &'a Cluster,
+    /// Namespace of the cluster in the seed.
+    pub(super) namespace: String,
+    pub(super) external_name: String,
+    /// Public address of the API server; may be missing with Tunneling.
+    pub(super) address_ip: Option<String>,
+    pub(super) apiserver_port: u16,
+    /// Host and port of the servers, as agents reach them.
+    pub(super) konnectivity: (String, u16),
+    /// Host and port of the OpenVPN server, as its clients reach it.
+    pub(super) openvpn: (String, u16),
+    kubernetes_minor: u32,
+}
+
+impl<'a> Target<'a> {
+    /// Collects the values, and reports each missing one.
+    pub(super) fn new(cluster: &'a Cluster, findings: &mut Findings) -> Self {
+        let facts = cluster.facts();
+        let text = |findings: &mut Findings, value: &Option<String>, path: &str, flag: &str| {
+            if value.is_none() {
+                missing(findings, path, flag);
+            }
+            value.clone().unwrap_or_default()
+        };
+        let id = text(findings, &facts.cluster_id, "clusterID", "cluster-id");
+        let name = text(
+            findings,
+            &facts.external_name,
+            "externalName",
+            "external-name",
+        );
+        let is_tunneling = cluster.is_tunneling();
+        if !is_tunneling {
+            text(findings, &facts.address_ip, "addressIP", "address-ip");
+        }
+        if cluster.spec.version.is_none() {
+            missing(findings, "kubernetesVersion", "kubernetes-version");
+        }
+        let ports = &facts.node_ports;
+        let port = |findings: &mut Findings, value: Option<u16>, path: &str, flag: &str| {
+            if value.is_none() && !is_tunneling {
+                missing(findings, path, flag);
+            }
+            value.unwrap_or_default()
+        };
+        let path = "nodePorts.apiserver";
+        let apiserver = port(findings, ports.apiserver, path, "apiserver-node-port");
+        let mut konnectivity = ports.konnectivity_server.unwrap_or_default();
+        let mut openvpn = ports.openvpn_server.unwrap_or_default();
+        match cluster.tunnel {
+            Tunnel::Konnectivity => {
+                let path = "nodePorts.konnectivityServer";
+                konnectivity = port(
+                    findings,
+                    ports.konnectivity_server,
+                    path,
+                    "konnectivity-node-port",
+                );
+            }
+            Tunnel::Openvpn => {
+                let path = "nodePorts.openvpnServer";
+                openvpn = port(findings, ports.openvpn_server, path, "openvpn-node-port");
+                if facts.node_networks.is_empty() {
+                    missing(findings, "nodeNetworks", "node-network");
+                }
+            }
+        }
+        let (konnectivity, openvpn) = match is_tunneling {
+            true => (
+                (format!("konnectivity-server.{name}"), TUNNELING_PORT),
+                (cluster.network.tunneling_agent_ip.clone(), OPENVPN_PORT),
+            ),
+            false => ((name.clone(), konnectivity), (name.clone(), openvpn)),
+        };
+        let address = facts.address_ip.as_ref();
+        if let Some(address) = address.filter(|text| text.parse::<IpAddr>().is_err()) {
+            let reason = "is not an IP address";
+            findings.error(Problem::invalid("addressIP", address, reason));
+        }
+        Self {
+            cluster,
+            namespace: format!("cluster-{id}"),
+            external_name: name,
+            address_ip: facts.address_ip.clone(),
+            apiserver_port: if is_tunneling {
+                TUNNELING_PORT
+            } else {
+                apiserver
+            },
+            konnectivity,
+            openvpn,
+            kubernetes_minor: cluster.kubernetes_minor.unwrap_or_default(),
+        }
+    }
+
+    /// Returns the image of a program.
+    pub(super) fn image(&self, program: Program) -> String {
+        let images = &self.cluster.facts().images;
+        let (given, own, stock) = match program {
+            Program::Server => (&images.server, "culvert-server", Some("proxy-server")),
+            Program::Agent => (&images.agent, "culvert-agent", Some("proxy-agent")),
+            Program::Door => (&images.door, "culvert-nodeport-proxy", None),
+            Program::NodeTunnel => (&images.node_tunnel, "culvert-node-tunnel", None),
+        };
+        match (given.as_deref(), stock) {
+            (Some("stock"), Some(stock)) => format!(
+                "registry.k8s.io/kas-network-proxy/{stock}:{}",
+                self.cluster.kkp.konnectivity_version(self.kubernetes_minor)
+            ),
+            (Some(image), _) => image.to_owned(),
+            (None, _) => format!("{own}:{}", env!("CARGO_PKG_VERSION")),
+        }
+    }
+
+    pub(super) fn keepalive(&self) -> &str {
+        let time = &self.cluster.spec.components_override.konnectivity_proxy;
+        match time.keepalive_time.as_str() {
+            "" => KEEPALIVE,
+            time => time,
+        }
+    }
+
+    /// Returns the first address of the services: the address of the Service `kubernetes`.
+    pub(super) fn first_service_ip(&self) -> Option<IpAddr> {
+        let block = self.cluster.network.services.cidr_blocks.first()?;
+        let net: IpNet = block.parse().ok()?;
+        net.hosts().next()
+    }
+
+    /// Returns the networks behind the tunnel that the OpenVPN server routes: pods, services, node access.
+    pub(super) fn openvpn_routes(&self) -> Vec<String> {
+        let network = &self.cluster.network;
+        let first = |blocks: &Vec<String>| blocks.first().cloned();
+        let pods = first(&network.pods.cidr_blocks);
+        let services = first(&network.services.cidr_blocks);
+        let access = self.cluster.node_access_network.clone();
+        [pods, services, Some(access)]
+            .into_iter()
+            .flatten()
+            .collect()
+    }
+}
+
+fn missing(findings: &mut Findings, path: &str, flag: &str) {
+    let reason = format!("set it in the cluster file or with --{flag}");
+    findings.error(Problem::required(path, reason));
+}

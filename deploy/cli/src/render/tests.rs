@@ -1,0 +1,253 @@
+//! Rendered clusters of each tunnel and expose strategy: golden files, types, and command lines.
+#![allow(clippy::unwrap_used, clippy::indexing_slicing)]
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+
+use k8s_openapi::api::apps::v1::{DaemonSet, Deployment};
+use k8s_openapi::api::core::v1::{ConfigMap, Service, ServiceAccount};
+use k8s_openapi::api::networking::v1::NetworkPolicy;
+use k8s_openapi::api::policy::v1::PodDisruptionBudget;
+use k8s_openapi::api::rbac::v1::{ClusterRole, ClusterRoleBinding, Role, RoleBinding};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+
+use super::cluster::Cluster;
+use super::finding::Findings;
+use super::objects::{self, Object, Part};
+use super::target::Target;
+use super::{input, output, rules};
+
+const STRATEGIES: [&str; 3] = ["NodePort", "LoadBalancer", "Tunneling"];
+const TUNNELS: [&str; 2] = ["konnectivity", "openvpn"];
+
+/// Returns the cluster file of a tunnel and a strategy, with `more` lines.
+fn file(tunnel: &str, strategy: &str, more: &str) -> String {
+    format!(
+        "clusterID: abc123\ntunnel: {tunnel}\nkubernetesVersion: 1.36.3\nexternalName: abc123.seed.example.com\n\
+         addressIP: 192.0.2.10\nnodePorts: {{apiserver: 31000, konnectivityServer: 31001, openvpnServer: 31002}}\n\
+         nodeNetworks: [192.168.0.0/16]\n{more}\nspec: {{exposeStrategy: {strategy}}}"
+    )
+}
+
+fn render<T>(text: &str, use_objects: impl FnOnce(&[Object]) -> T) -> T {
+    let mut findings = Findings::default();
+    let cluster = Cluster::new(input::parse(text).unwrap(), true, &mut findings);
+    rules::check(&cluster, None, &mut findings);
+    let target = Target::new(&cluster, &mut findings);
+    assert_eq!(findings.problems, []);
+    use_objects(&objects::all(&target))
+}
+
+fn each(mut check: impl FnMut(&str, &str, &[Object])) {
+    for tunnel in TUNNELS {
+        for strategy in STRATEGIES {
+            let text = file(tunnel, strategy, "");
+            render(&text, |objects| check(tunnel, strategy, objects));
+        }
+    }
+}
+
+#[test]
+fn rendered_clusters_equal_the_golden_files() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/rendered");
+    each(|tunnel, strategy, objects| {
+        let path = folder.join(format!("{tunnel}-{strategy}.yaml").to_lowercase());
+        let text = output::stream(objects).unwrap();
+        if std::env::var_os("CULVERT_UPDATE_GOLDEN").is_some() {
+            std::fs::create_dir_all(&folder).unwrap();
+            std::fs::write(&path, &text).unwrap();
+        }
+        let golden = std::fs::read_to_string(&path).unwrap();
+        assert!(
+            text == golden,
+            "{} differs; CULVERT_UPDATE_GOLDEN=1 writes it again",
+            path.display()
+        );
+    });
+}
+
+/// Checks that the Kubernetes type knows every field. An empty list or object may be left out.
+fn fits<T: DeserializeOwned + Serialize>(value: &Value) {
+    let typed: T = serde_json::from_value(value.clone()).unwrap();
+    let back = serde_json::to_value(typed).unwrap();
+    let mut lost = Vec::new();
+    compare("", value, &back, &mut lost);
+    assert_eq!(lost, [""; 0], "{value:#}");
+}
+
+fn compare(path: &str, ours: &Value, theirs: &Value, lost: &mut Vec<String>) {
+    match (ours, theirs) {
+        (Value::Object(ours), Value::Object(theirs)) => {
+            for (key, value) in ours {
+                let theirs = theirs.get(key).unwrap_or(&Value::Null);
+                compare(&format!("{path}.{key}"), value, theirs, lost);
+            }
+        }
+        (Value::Array(ours), Value::Array(theirs)) if ours.len() == theirs.len() => {
+            for (ours, theirs) in ours.iter().zip(theirs) {
+                compare(path, ours, theirs, lost);
+            }
+        }
+        (Value::Array(ours), Value::Null) if ours.is_empty() => {}
+        _ if ours == theirs => {}
+        _ => lost.push(path.to_owned()),
+    }
+}
+
+#[test]
+fn rendered_objects_have_only_fields_of_their_kubernetes_types() {
+    each(|_, _, objects| {
+        for object in objects {
+            let value = &object.value;
+            match value["kind"].as_str().unwrap() {
+                "ClusterRole" => fits::<ClusterRole>(value),
+                "ClusterRoleBinding" => fits::<ClusterRoleBinding>(value),
+                "ConfigMap" => fits::<ConfigMap>(value),
+                "DaemonSet" => fits::<DaemonSet>(value),
+                "Deployment" => fits::<Deployment>(value),
+                "NetworkPolicy" => fits::<NetworkPolicy>(value),
+                "PodDisruptionBudget" => fits::<PodDisruptionBudget>(value),
+                "Role" => fits::<Role>(value),
+                "RoleBinding" => fits::<RoleBinding>(value),
+                "Service" => fits::<Service>(value),
+                "ServiceAccount" => fits::<ServiceAccount>(value),
+                kind => panic!("no type for {kind}"),
+            }
+        }
+    });
+}
+
+/// A copy of the paths that the arguments name, because the parsers look for the files.
+struct Root(tempfile::TempDir);
+
+impl Root {
+    fn new() -> Self {
+        Self(tempfile::tempdir().unwrap())
+    }
+
+    /// Moves absolute paths of the arguments into the folder, and creates the files.
+    fn move_into(&self, args: &[String]) -> Vec<String> {
+        let moved = args.iter().map(|arg| match arg.split_once("=/") {
+            Some((flag, path)) => {
+                let file: PathBuf = self.0.path().join(path);
+                std::fs::create_dir_all(file.parent().unwrap()).unwrap();
+                match flag {
+                    "--openvpn-client-config-dir" => std::fs::create_dir_all(&file).unwrap(),
+                    "--uds-name" | "--admin-uds" | "--tunnel-state-file" => {}
+                    _ => std::fs::write(&file, "").unwrap(),
+                }
+                format!("{flag}={}", file.display())
+            }
+            None => arg.clone(),
+        });
+        std::iter::once("program".to_owned()).chain(moved).collect()
+    }
+}
+
+/// Returns the command lines: name of the container, arguments.
+fn command_lines(objects: &[Object]) -> Vec<(String, Vec<String>)> {
+    let pods = objects
+        .iter()
+        .map(|object| &object.value["spec"]["template"]["spec"]);
+    let containers = pods
+        .filter_map(|pod| pod["containers"].as_array())
+        .flatten();
+    let with_args = containers.filter(|container| container["args"].is_array());
+    with_args
+        .map(|container| {
+            let name = container["name"].as_str().unwrap().to_owned();
+            (
+                name,
+                serde_json::from_value(container["args"].clone()).unwrap(),
+            )
+        })
+        .collect()
+}
+
+#[test]
+fn programs_accept_every_rendered_argument() {
+    let mut seen = BTreeSet::new();
+    for kkp in ["2.28", "2.31"] {
+        let version = if kkp == "2.28" { "1.33.1" } else { "1.36.3" };
+        for (tunnel, strategy) in TUNNELS.iter().flat_map(|t| STRATEGIES.map(|s| (t, s))) {
+            let text = file(tunnel, strategy, &format!("kkpVersion: '{kkp}'"));
+            let text = text.replace("1.36.3", version);
+            for (name, args) in render(&text, command_lines) {
+                let root = Root::new();
+                let line = root.move_into(&args);
+                let outcome = match name.as_str() {
+                    "konnectivity-server" | "openvpn-server" => {
+                        culvert_server::config::Config::from_args(&line).map(drop)
+                    }
+                    "konnectivity-agent" | "openvpn-client" => {
+                        culvert_agent::config::Config::from_args(&line).map(drop)
+                    }
+                    "envoy-manager" | "lb-updater" => {
+                        culvert_door::config::Config::from_args(&line).map(drop)
+                    }
+                    "envoy-agent" => {
+                        culvert_node_tunnel::config::Config::from_args(&line).map(drop)
+                    }
+                    other => panic!("unknown container {other}"),
+                };
+                assert_eq!(
+                    outcome.map_err(|exit| exit.text),
+                    Ok(()),
+                    "{name} {args:#?}"
+                );
+                seen.insert(name);
+            }
+        }
+    }
+    assert_eq!(seen.len(), 7, "{seen:?}");
+}
+
+#[test]
+fn missing_values_are_named_together() {
+    let mut findings = Findings::default();
+    let cluster = Cluster::new(
+        input::parse("tunnel: openvpn").unwrap(),
+        true,
+        &mut findings,
+    );
+    Target::new(&cluster, &mut findings);
+    let found: Vec<String> = findings.problems.iter().map(ToString::to_string).collect();
+    let required =
+        |path, flag| format!("{path}: Required value: set it in the cluster file or with --{flag}");
+    assert_eq!(
+        found,
+        [
+            required("clusterID", "cluster-id"),
+            required("externalName", "external-name"),
+            required("addressIP", "address-ip"),
+            required("kubernetesVersion", "kubernetes-version"),
+            required("nodePorts.apiserver", "apiserver-node-port"),
+            required("nodePorts.openvpnServer", "openvpn-node-port"),
+            required("nodeNetworks", "node-network"),
+        ]
+    );
+}
+
+#[test]
+fn stock_images_follow_the_versions_of_kkp_and_kubernetes() {
+    let image = |kkp: &str, version: &str| {
+        let more = format!("kkpVersion: '{kkp}'\nimages: {{agent: stock}}");
+        let text = file("konnectivity", "NodePort", &more).replace("1.36.3", version);
+        render(&text, |objects| {
+            let agent = objects
+                .iter()
+                .find(|object| object.part == Part::Agent)
+                .unwrap();
+            let containers = &agent.value["spec"]["template"]["spec"]["containers"];
+            containers[0]["image"].as_str().unwrap().to_owned()
+        })
+    };
+    let stock = |version| format!("registry.k8s.io/kas-network-proxy/proxy-agent:{version}");
+    assert_eq!(image("2.31", "1.36.3"), stock("v0.35.0"));
+    assert_eq!(image("2.31", "1.33.1"), stock("v0.33.1"));
+    assert_eq!(image("2.30", "1.35.1"), stock("v0.34.0"));
+    assert_eq!(image("2.29", "1.31.1"), stock("v0.31.0"));
+    assert_eq!(image("2.28", "1.30.1"), stock("v0.30.3"));
+}
