@@ -19,7 +19,7 @@ enum Command {
     /// Start a whole tunnel on this machine, check every part, and keep the tunnel running.
     Dev(dev::Options),
     /// Print the objects of one user cluster, and check its specification as KKP does.
-    Render(render::Options),
+    Render(Box<render::Options>),
     /// Show a server's tunnels, peers and connections, and the progress of a switch.
     Status(status::Options),
     /// Switch a server to another tunnel while it runs.

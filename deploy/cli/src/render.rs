@@ -11,6 +11,7 @@
 //! | `target` | the names, addresses and images of one cluster |
 //! | `arguments`, `objects` | command lines, and the objects around them |
 //! | `output` | YAML on the standard output, or in files |
+//! | `plan` | the steps from one tunnel or expose strategy to another |
 
 mod arguments;
 mod cluster;
@@ -21,6 +22,7 @@ mod input;
 mod kkp;
 mod objects;
 mod output;
+mod plan;
 mod rules;
 mod spec;
 mod target;
@@ -36,6 +38,7 @@ use anyhow::Context as _;
 use self::cluster::Cluster;
 use self::finding::Findings;
 use self::input::Input;
+use self::plan::Plan;
 use self::target::Target;
 
 pub use self::flags::Options;
@@ -64,7 +67,12 @@ pub fn run(options: &Options) -> ExitCode {
 }
 
 fn render(options: &Options) -> anyhow::Result<Outcome> {
-    let input = read(options)?;
+    let mut input = read(options)?;
+    if let (Some(from), Some(to)) = (options.diff_from, options.to) {
+        // The plan describes both sides; the checks apply to the new side.
+        plan::apply(to, &mut input);
+        return plan(options, from, to, input);
+    }
     let old = options.old.as_deref();
     let old = old.map(|path| parse(path, &text(path)?)).transpose()?;
     let old = old.map(Cluster::stored);
@@ -82,6 +90,27 @@ fn render(options: &Options) -> anyhow::Result<Outcome> {
         Some(folder) => output::write(folder, &objects)?,
         None => say!("{}", output::stream(&objects)?.trim_end()),
     }
+    Ok(Outcome::Done)
+}
+
+/// Prints a migration plan.
+fn plan(
+    options: &Options,
+    from: plan::Side,
+    to: plan::Side,
+    input: Input,
+) -> anyhow::Result<Outcome> {
+    let mut findings = Findings::default();
+    let cluster = Cluster::new(input, true, &mut findings);
+    rules::check(&cluster, None, &mut findings);
+    let target = Target::new(&cluster, &mut findings);
+    report(&findings);
+    if !findings.problems.is_empty() {
+        return Ok(Outcome::Invalid);
+    }
+    let file = options.file.display().to_string();
+    let plan = Plan::new(from, to, &target, &file)?;
+    say!("{}", plan.to_string().trim_end());
     Ok(Outcome::Done)
 }
 

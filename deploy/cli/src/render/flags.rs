@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use super::facts::{Facts, Images, NodePorts};
 use super::objects::Part;
+use super::plan::Side;
 
 /// Flags of `culvert render`.
 #[derive(clap::Args)]
@@ -27,6 +28,27 @@ pub struct Options {
     /// Write a file for each part and cluster into this folder, instead of the standard output.
     #[arg(long, value_name = "DIR")]
     pub(super) output_dir: Option<PathBuf>,
+
+    /// Print a migration plan instead of objects: the tunnel or the expose strategy before the migration.
+    #[arg(
+        long,
+        value_name = "SIDE",
+        value_enum,
+        ignore_case = true,
+        requires = "to"
+    )]
+    #[arg(conflicts_with_all = ["old", "part", "output_dir"])]
+    pub(super) diff_from: Option<Side>,
+
+    /// Tunnel or expose strategy after the migration; the values of the file must be those after the migration.
+    #[arg(
+        long,
+        value_name = "SIDE",
+        value_enum,
+        ignore_case = true,
+        requires = "diff_from"
+    )]
+    pub(super) to: Option<Side>,
 
     #[command(flatten)]
     values: Values,

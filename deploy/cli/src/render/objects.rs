@@ -16,7 +16,7 @@ use super::target::Target;
 
 /// A part of the rendered objects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, ValueEnum)]
-pub enum Part {
+pub(super) enum Part {
     /// ConfigMap with kube-apiserver's EgressSelectorConfiguration.
     Egress,
     /// ConfigMap with kube-apiserver's flags for the tunnel.

@@ -16,8 +16,9 @@ use serde_json::Value;
 use super::cluster::Cluster;
 use super::finding::Findings;
 use super::objects::{self, Object, Part};
+use super::plan::{Plan, Side};
 use super::target::Target;
-use super::{input, output, rules};
+use super::{Options, input, output, plan, rules};
 
 const STRATEGIES: [&str; 3] = ["NodePort", "LoadBalancer", "Tunneling"];
 const TUNNELS: [&str; 2] = ["konnectivity", "openvpn"];
@@ -250,4 +251,124 @@ fn stock_images_follow_the_versions_of_kkp_and_kubernetes() {
     assert_eq!(image("2.30", "1.35.1"), stock("v0.34.0"));
     assert_eq!(image("2.29", "1.31.1"), stock("v0.31.0"));
     assert_eq!(image("2.28", "1.30.1"), stock("v0.30.3"));
+}
+
+/// Returns the text of a plan.
+fn plan_text(from: Side, to: Side) -> anyhow::Result<String> {
+    let (tunnel, strategy) = match to {
+        Side::Openvpn => ("openvpn", "NodePort"),
+        Side::LoadBalancer => ("konnectivity", "LoadBalancer"),
+        Side::Tunneling => ("konnectivity", "Tunneling"),
+        Side::Konnectivity | Side::NodePort => ("konnectivity", "NodePort"),
+    };
+    let mut input = input::parse(&file(tunnel, strategy, "")).unwrap();
+    plan::apply(to, &mut input);
+    let mut findings = Findings::default();
+    let cluster = Cluster::new(input, true, &mut findings);
+    rules::check(&cluster, None, &mut findings);
+    let target = Target::new(&cluster, &mut findings);
+    assert_eq!(findings.problems, []);
+    Ok(Plan::new(from, to, &target, "cluster.yaml")?.to_string())
+}
+
+#[test]
+fn every_change_has_a_plan_with_commands_restarts_and_a_way_back() {
+    use Side::{Konnectivity, LoadBalancer, NodePort, Openvpn, Tunneling};
+    for (from, to) in [
+        (Openvpn, Konnectivity),
+        (Konnectivity, Openvpn),
+        (NodePort, LoadBalancer),
+        (NodePort, Tunneling),
+        (LoadBalancer, NodePort),
+        (LoadBalancer, Tunneling),
+        (Tunneling, NodePort),
+        (Tunneling, LoadBalancer),
+    ] {
+        let text = plan_text(from, to).unwrap();
+        let steps = text
+            .lines()
+            .filter(|line| line.starts_with(char::is_numeric))
+            .count();
+        assert!(steps >= 5, "{text}");
+        assert_eq!(text.matches("\n   restarts: ").count(), steps, "{text}");
+        assert_eq!(text.matches("\n   back:     ").count(), steps, "{text}");
+    }
+    assert!(plan_text(Openvpn, Openvpn).is_err());
+    assert!(plan_text(Openvpn, NodePort).is_err());
+}
+
+#[test]
+fn old_tunnel_is_removed_after_the_switch_to_the_new_one() {
+    let text = plan_text(Side::Openvpn, Side::Konnectivity).unwrap();
+    let at = |part: &str| {
+        text.find(part)
+            .unwrap_or_else(|| panic!("no {part} in {text}"))
+    };
+    let agents = at("rollout status deployment konnectivity-agent");
+    let switch = at("culvert switch --admin-uds=/run/culvert/admin.sock --to=konnectivity");
+    let apiserver = at("patch deployment apiserver");
+    let removal = at("delete deployment openvpn-client");
+    assert!(
+        agents < switch && switch < apiserver && apiserver < removal,
+        "{text}"
+    );
+    let text = plan_text(Side::Tunneling, Side::NodePort).unwrap();
+    assert!(text.contains(r#""tunnelingAgentIP":"""#), "{text}");
+}
+
+/// Returns the commands of `culvert` in a text, without the program name.
+fn commands(text: &str) -> Vec<String> {
+    let lines = text.lines().filter_map(|line| line.split_once("culvert "));
+    let lines = lines.map(|(_, command)| command.split(" | ").next().unwrap_or(command));
+    let lines = lines.map(|command| command.replace(" shows konnectivity as healthy", ""));
+    lines
+        .map(|command| command.replace(" shows openvpn as healthy", ""))
+        .collect()
+}
+
+#[test]
+fn commands_in_plans_and_in_the_documentation_parse() {
+    #[derive(clap::Parser)]
+    enum Cli {
+        Render(Box<Options>),
+        Status(crate::status::Options),
+        Switch(crate::switch::Options),
+    }
+    let document = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/render.md");
+    let document = std::fs::read_to_string(document).unwrap();
+    let blocks = document.lines().filter(|line| line.starts_with("    "));
+    let blocks: Vec<&str> = blocks.collect();
+    let mut found = commands(&blocks.join("\n"));
+    assert!(found.len() >= 5);
+    for (from, to) in [
+        (Side::Openvpn, Side::Konnectivity),
+        (Side::Konnectivity, Side::Openvpn),
+        (Side::NodePort, Side::Tunneling),
+    ] {
+        found.extend(commands(&plan_text(from, to).unwrap()));
+    }
+    for command in found {
+        let words = std::iter::once("culvert").chain(command.split_whitespace());
+        let parsed = <Cli as clap::Parser>::try_parse_from(words);
+        assert!(
+            parsed.is_ok(),
+            "culvert {command}: {}",
+            parsed.err().unwrap()
+        );
+    }
+}
+
+#[test]
+fn cluster_file_of_the_documentation_is_rendered() {
+    let document = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/render.md");
+    let document = std::fs::read_to_string(document).unwrap();
+    let file = document
+        .split("```yaml\n")
+        .nth(1)
+        .unwrap()
+        .split("```")
+        .next()
+        .unwrap();
+    let count = render(file, <[Object]>::len);
+    assert!(count > 5, "{count}");
 }

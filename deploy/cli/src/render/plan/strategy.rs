@@ -1,0 +1,130 @@
+//! Changes of the expose strategy. The address of the API server changes, so every node gets a new kubeconfig.
+
+use crate::render::target::Target;
+
+use super::tunnel::{SEED, USER, apply, patch_apiserver};
+use super::{Side, Step};
+
+/// Label that permits the change.
+const LABEL: &str = "unsafe-expose-strategy-migration";
+
+pub(super) fn change(from: Side, to: Side, target: &Target<'_>, file: &str) -> Vec<Step> {
+    let namespace = &target.namespace;
+    let id = namespace.strip_prefix("cluster-").unwrap_or(namespace);
+    let mut steps = vec![Step::new(
+        "Permit the change, if KKP manages the cluster. Drain the nodes: they lose the API server for a while.",
+        &[format!("{SEED} label cluster {id} {LABEL}=true")],
+        "",
+        format!("{SEED} label cluster {id} {LABEL}-"),
+    )];
+    match to {
+        Side::LoadBalancer => steps.push(Step::new(
+            "Start the front door of the cluster, and wait for the address of its load balancer. Set externalName and addressIP in the cluster file to this address.",
+            &[
+                apply(file, "", &["door"], SEED),
+                format!("{SEED} -n {namespace} rollout status deployment nodeport-proxy-envoy"),
+                format!("{SEED} -n {namespace} get service front-loadbalancer"),
+            ],
+            "",
+            format!("{SEED} -n {namespace} delete deployment nodeport-proxy-envoy nodeport-proxy-lb-updater, and service front-loadbalancer"),
+        )),
+        Side::Tunneling => steps.push(Step::new(
+            "Check that both names resolve to the seed's front door, and that its ports 6443 and 8088 are open.",
+            &[
+                format!("getent hosts {}", target.external_name),
+                format!("getent hosts {}", target.konnectivity.0),
+            ],
+            "",
+            "nothing to undo",
+        )),
+        _ => steps.push(Step::new(
+            "Check that the name resolves to the seed's front door, and that its node ports are open.",
+            &[format!("getent hosts {}", target.external_name)],
+            "",
+            "nothing to undo",
+        )),
+    }
+    steps.push(Step::new(
+        "Issue the certificates of kube-apiserver and server again, with the new names and addresses.",
+        &[apply(file, "", &["certificates"], SEED)],
+        "",
+        "keep the old Secrets until the last step",
+    ));
+    if to == Side::Tunneling {
+        steps.push(Step::new(
+            "Start the node tunnel on every node.",
+            &[
+                apply(file, "", &["node-tunnel"], USER),
+                format!("{USER} -n kube-system rollout status daemonset envoy-agent"),
+            ],
+            "",
+            format!("{USER} -n kube-system delete daemonset envoy-agent"),
+        ));
+    }
+    let spec = match from {
+        Side::Tunneling => format!(
+            "{SEED} patch cluster {id} --type=merge -p '{{\"spec\":{{\"exposeStrategy\":\"{}\",\"clusterNetwork\":{{\"tunnelingAgentIP\":\"\"}}}}}}'   (KKP only)",
+            to.name()
+        ),
+        _ => format!(
+            "{SEED} patch cluster {id} --type=merge -p '{{\"spec\":{{\"exposeStrategy\":\"{}\"}}}}'   (KKP only)",
+            to.name()
+        ),
+    };
+    let mut commands = vec![spec, apply(file, "", &["services"], SEED)];
+    commands.extend(patch_apiserver(target, file, ""));
+    steps.push(Step::new(
+        "Change the Services and the port of kube-apiserver. From here on, clients need the new address.",
+        &commands,
+        "kube-apiserver and the servers beside it; all connections end",
+        format!("apply the cluster file of {} with the same commands", from.name()),
+    ));
+    steps.push(Step::new(
+        "Point the agents to the new address.",
+        &[
+            apply(file, "", &["agent"], USER),
+            format!("{USER} -n kube-system rollout status deployment konnectivity-agent"),
+        ],
+        "the agents, one after the other",
+        format!(
+            "apply the part agent of the cluster file of {}",
+            from.name()
+        ),
+    ));
+    steps.push(Step::new(
+        "Give all users new kubeconfigs, and replace every node: kubelets keep the old address.",
+        &[format!(
+            "{USER} -n kube-system get machinedeployments -o name, and restart each rollout"
+        )],
+        "every node",
+        "replace the nodes again after the way back",
+    ));
+    let namespaced = "nodeport-proxy-envoy nodeport-proxy-lb-updater";
+    match from {
+        Side::LoadBalancer => steps.push(Step::new(
+            "Remove the front door of the cluster and its load balancer.",
+            &[
+                format!("{SEED} -n {namespace} delete deployment {namespaced}"),
+                format!("{SEED} -n {namespace} delete service front-loadbalancer"),
+            ],
+            "",
+            "a new load balancer has a new address",
+        )),
+        Side::Tunneling => steps.push(Step::new(
+            "Remove the node tunnel. Its interface stays on old nodes until they restart.",
+            &[format!(
+                "{USER} -n kube-system delete daemonset envoy-agent"
+            )],
+            "",
+            format!("run the plan from {} to Tunneling", to.name()),
+        )),
+        _ => {}
+    }
+    steps.push(Step::new(
+        "Take the permission back.",
+        &[format!("{SEED} label cluster {id} {LABEL}-")],
+        "",
+        "nothing to undo",
+    ));
+    steps
+}

@@ -1,0 +1,180 @@
+//! Changes of the tunnel. The other tunnel is proven before the old one is removed.
+
+use crate::render::target::Target;
+
+use super::Step;
+
+/// Client of the seed.
+pub(super) const SEED: &str = "kubectl --kubeconfig=SEED";
+/// Client of the user cluster.
+pub(super) const USER: &str = "kubectl --kubeconfig=USER";
+
+/// Returns a command that renders parts and applies them.
+pub(super) fn apply(file: &str, values: &str, parts: &[&str], kubectl: &str) -> String {
+    let parts: Vec<String> = parts.iter().map(|part| format!("--part={part}")).collect();
+    format!(
+        "culvert render {file} {values} {} | {kubectl} apply -f -",
+        parts.join(" ")
+    )
+}
+
+/// Returns commands that patch the Deployment of kube-apiserver and wait for its pods.
+pub(super) fn patch_apiserver(target: &Target<'_>, file: &str, values: &str) -> Vec<String> {
+    let namespace = &target.namespace;
+    vec![
+        format!("culvert render {file} {values} --part=server --part=apiserver --part=egress --output-dir=rendered"),
+        format!("{SEED} apply -f rendered/seed-egress.yaml -f rendered/seed-apiserver.yaml"),
+        "put the flags of rendered/seed-apiserver.yaml into the arguments of kube-apiserver in rendered/seed-server-patch.yaml".to_owned(),
+        format!("{SEED} -n {namespace} patch deployment apiserver --patch-file rendered/seed-server-patch.yaml"),
+        format!("{SEED} -n {namespace} rollout status deployment apiserver"),
+    ]
+}
+
+fn switch(target: &Target<'_>, mode: &str) -> String {
+    format!(
+        "{SEED} -n {} exec deployment/openvpn-server -- culvert switch --admin-uds=/run/culvert/admin.sock --to={mode} --wait",
+        target.namespace
+    )
+}
+
+fn status(target: &Target<'_>) -> String {
+    format!(
+        "{SEED} -n {} exec deployment/openvpn-server -- culvert status --admin-uds=/run/culvert/admin.sock",
+        target.namespace
+    )
+}
+
+pub(super) fn to_konnectivity(target: &Target<'_>, file: &str) -> Vec<Step> {
+    let namespace = &target.namespace;
+    let new = "--tunnel=konnectivity";
+    let old = "--tunnel=openvpn";
+    let select = |app: &str| {
+        format!(
+            "{SEED} -n {namespace} patch service konnectivity-server --type=merge -p '{{\"spec\":{{\"selector\":{{\"app\":\"{app}\"}}}}}}'"
+        )
+    };
+    let remove_agents = format!("{USER} -n kube-system delete deployment,pdb konnectivity-agent");
+    vec![
+        Step::new(
+            "Run the OpenVPN server as a server with both tunnels. Skip this step if it does already.",
+            &[
+                apply(file, old, &["certificates", "server", "services"], SEED),
+                format!("{SEED} -n {namespace} rollout status deployment openvpn-server"),
+            ],
+            "openvpn-server; its clients connect again",
+            format!("{SEED} -n {namespace} rollout undo deployment openvpn-server"),
+        ),
+        Step::new(
+            "Issue the certificates konnectivityproxy-tls and konnectivity-kubeconfig, and create their Secrets.",
+            &[apply(file, new, &["certificates"], SEED)],
+            "",
+            "nothing to undo",
+        ),
+        Step::new(
+            "Expose the agents' port of the server with both tunnels.",
+            &[
+                apply(file, new, &["services"], SEED),
+                select("openvpn-server"),
+            ],
+            "",
+            format!("{SEED} -n {namespace} delete service konnectivity-server"),
+        ),
+        Step::new(
+            "Start the agents, and wait until they are connected.",
+            &[
+                apply(file, new, &["rbac", "agent"], USER),
+                format!("{USER} -n kube-system rollout status deployment konnectivity-agent"),
+                format!("{} shows konnectivity as healthy", status(target)),
+            ],
+            "",
+            remove_agents.clone(),
+        ),
+        Step::new(
+            "Switch new connections to the agents; open connections may finish.",
+            &[switch(target, "konnectivity")],
+            "",
+            switch(target, "openvpn"),
+        ),
+        Step::new(
+            "Run the servers beside kube-apiserver. Agents find the new servers through the Service.",
+            &[
+                vec![select("apiserver")],
+                patch_apiserver(target, file, new),
+            ]
+            .concat(),
+            "kube-apiserver, one pod after the other; dials of a new pod fail until its first agent is connected",
+            format!(
+                "{SEED} -n {namespace} rollout undo deployment apiserver, and {}",
+                select("openvpn-server")
+            ),
+        ),
+        Step::new(
+            "Remove the OpenVPN tunnel.",
+            &[
+                format!("{USER} -n kube-system delete deployment openvpn-client"),
+                format!("{SEED} -n {namespace} delete deployment,service openvpn-server"),
+                format!("{SEED} -n {namespace} delete service culvert-front-end"),
+                format!("{SEED} -n {namespace} delete configmap openvpn-client-configs"),
+                format!(
+                    "{SEED} -n {namespace} delete networkpolicy openvpn-server-allow --ignore-not-found"
+                ),
+            ],
+            "with Tunneling: the node tunnel, without its port 1194",
+            "run the plan from konnectivity to openvpn",
+        ),
+    ]
+}
+
+pub(super) fn to_openvpn(target: &Target<'_>, file: &str) -> Vec<Step> {
+    let namespace = &target.namespace;
+    let new = "--tunnel=openvpn";
+    vec![
+        Step::new(
+            "Issue the certificates of the OpenVPN tunnel and of the front end, and create their Secrets.",
+            &[apply(file, new, &["certificates"], SEED)],
+            "",
+            "nothing to undo",
+        ),
+        Step::new(
+            "Start the OpenVPN server, and expose it.",
+            &[
+                format!(
+                    "culvert render {file} {new} --part=server --part=services --part=rbac --part=node-tunnel --output-dir=rendered"
+                ),
+                format!("{SEED} apply -f rendered/seed-server.yaml -f rendered/seed-services.yaml"),
+                format!("{USER} apply -f rendered/user-rbac.yaml"),
+                format!("{SEED} -n {namespace} rollout status deployment openvpn-server"),
+            ],
+            "with Tunneling: the node tunnel, with its new port 1194, after kubectl apply of rendered/user-node-tunnel.yaml",
+            format!("{SEED} -n {namespace} delete deployment,service openvpn-server"),
+        ),
+        Step::new(
+            "Start the OpenVPN client, and wait until it is ready: it is connected then.",
+            &[
+                apply(file, new, &["agent"], USER),
+                format!("{USER} -n kube-system rollout status deployment openvpn-client"),
+                format!("{} shows openvpn as healthy", status(target)),
+            ],
+            "",
+            format!("{USER} -n kube-system delete deployment openvpn-client"),
+        ),
+        Step::new(
+            "Let kube-apiserver use the OpenVPN server.",
+            &patch_apiserver(target, file, new),
+            "kube-apiserver, one pod after the other; connections of a stopped pod end",
+            format!("{SEED} -n {namespace} rollout undo deployment apiserver"),
+        ),
+        Step::new(
+            "Remove the servers beside kube-apiserver and the agents.",
+            &[
+                format!("{USER} -n kube-system delete deployment,pdb konnectivity-agent"),
+                format!("{SEED} -n {namespace} delete service konnectivity-server"),
+                format!(
+                    "{SEED} -n {namespace} delete networkpolicy apiserver-internal-allow --ignore-not-found"
+                ),
+            ],
+            "",
+            "run the plan from openvpn to konnectivity",
+        ),
+    ]
+}
