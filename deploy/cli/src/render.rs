@@ -69,7 +69,18 @@ pub fn run(options: &Options) -> ExitCode {
 fn render(options: &Options) -> anyhow::Result<Outcome> {
     let mut input = read(options)?;
     if let (Some(from), Some(to)) = (options.diff_from, options.to) {
-        // The plan describes both sides; the checks apply to the new side.
+        if from.is_tunnel() && to.is_tunnel() {
+            // The steps render the objects of both tunnels, so the file needs the values of both.
+            let mut before = input.clone();
+            plan::apply(from, &mut before);
+            let mut findings = Findings::default();
+            Target::new(&Cluster::new(before, true, &mut findings), &mut findings);
+            findings.warnings.clear();
+            if !findings.problems.is_empty() {
+                report(&findings);
+                return Ok(Outcome::Invalid);
+            }
+        }
         plan::apply(to, &mut input);
         return plan(options, from, to, input);
     }

@@ -45,7 +45,7 @@ pub(super) struct Plan {
 }
 
 impl Side {
-    fn is_tunnel(self) -> bool {
+    pub(super) fn is_tunnel(self) -> bool {
         matches!(self, Self::Konnectivity | Self::Openvpn)
     }
 

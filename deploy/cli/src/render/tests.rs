@@ -312,18 +312,23 @@ fn old_tunnel_is_removed_after_the_switch_to_the_new_one() {
         agents < switch && switch < apiserver && apiserver < removal,
         "{text}"
     );
+    // A stream for kubectl apply must not contain the patch of kube-apiserver's Deployment.
+    let applied = text.lines().filter(|line| line.contains("apply -f -"));
+    for line in applied {
+        assert!(!line.contains("--part=server"), "{line}");
+    }
     let text = plan_text(Side::Tunneling, Side::NodePort).unwrap();
     assert!(text.contains(r#""tunnelingAgentIP":"""#), "{text}");
 }
 
 /// Returns the commands of `culvert` in a text, without the program name.
 fn commands(text: &str) -> Vec<String> {
-    let lines = text.lines().filter_map(|line| line.split_once("culvert "));
-    let lines = lines.map(|(_, command)| command.split(" | ").next().unwrap_or(command));
-    let lines = lines.map(|command| command.replace(" shows konnectivity as healthy", ""));
-    lines
-        .map(|command| command.replace(" shows openvpn as healthy", ""))
-        .collect()
+    let lines = text
+        .lines()
+        .filter(|line| !line.trim_start().starts_with('#'));
+    let lines = lines.filter_map(|line| line.split_once("culvert "));
+    let lines = lines.map(|(_, command)| command.split([';', '|', '#']).next().unwrap_or(command));
+    lines.map(str::to_owned).collect()
 }
 
 #[test]

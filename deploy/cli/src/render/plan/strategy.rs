@@ -1,5 +1,6 @@
 //! Changes of the expose strategy. The address of the API server changes, so every node gets a new kubeconfig.
 
+use crate::render::cluster::Tunnel;
 use crate::render::target::Target;
 
 use super::tunnel::{SEED, USER, apply, patch_apiserver};
@@ -10,6 +11,10 @@ const LABEL: &str = "unsafe-expose-strategy-migration";
 
 pub(super) fn change(from: Side, to: Side, target: &Target<'_>, file: &str) -> Vec<Step> {
     let namespace = &target.namespace;
+    let agent = match target.cluster.tunnel {
+        Tunnel::Konnectivity => "konnectivity-agent",
+        Tunnel::Openvpn => "openvpn-client",
+    };
     let id = namespace.strip_prefix("cluster-").unwrap_or(namespace);
     let mut steps = vec![Step::new(
         "Permit the change, if KKP manages the cluster. Drain the nodes: they lose the API server for a while.",
@@ -21,12 +26,13 @@ pub(super) fn change(from: Side, to: Side, target: &Target<'_>, file: &str) -> V
         Side::LoadBalancer => steps.push(Step::new(
             "Start the front door of the cluster, and wait for the address of its load balancer. Set externalName and addressIP in the cluster file to this address.",
             &[
-                apply(file, "", &["door"], SEED),
+                "# the door needs neither name nor address".to_owned(),
+                apply(file, "--external-name=pending --address-ip=0.0.0.0", &["door"], SEED),
                 format!("{SEED} -n {namespace} rollout status deployment nodeport-proxy-envoy"),
                 format!("{SEED} -n {namespace} get service front-loadbalancer"),
             ],
             "",
-            format!("{SEED} -n {namespace} delete deployment nodeport-proxy-envoy nodeport-proxy-lb-updater, and service front-loadbalancer"),
+            format!("{SEED} -n {namespace} delete deployment/nodeport-proxy-envoy deployment/nodeport-proxy-lb-updater service/front-loadbalancer"),
         )),
         Side::Tunneling => steps.push(Step::new(
             "Check that both names resolve to the seed's front door, and that its ports 6443 and 8088 are open.",
@@ -63,11 +69,11 @@ pub(super) fn change(from: Side, to: Side, target: &Target<'_>, file: &str) -> V
     }
     let spec = match from {
         Side::Tunneling => format!(
-            "{SEED} patch cluster {id} --type=merge -p '{{\"spec\":{{\"exposeStrategy\":\"{}\",\"clusterNetwork\":{{\"tunnelingAgentIP\":\"\"}}}}}}'   (KKP only)",
+            "{SEED} patch cluster {id} --type=merge -p '{{\"spec\":{{\"exposeStrategy\":\"{}\",\"clusterNetwork\":{{\"tunnelingAgentIP\":\"\"}}}}}}'  # KKP only",
             to.name()
         ),
         _ => format!(
-            "{SEED} patch cluster {id} --type=merge -p '{{\"spec\":{{\"exposeStrategy\":\"{}\"}}}}'   (KKP only)",
+            "{SEED} patch cluster {id} --type=merge -p '{{\"spec\":{{\"exposeStrategy\":\"{}\"}}}}'  # KKP only",
             to.name()
         ),
     };
@@ -83,7 +89,7 @@ pub(super) fn change(from: Side, to: Side, target: &Target<'_>, file: &str) -> V
         "Point the agents to the new address.",
         &[
             apply(file, "", &["agent"], USER),
-            format!("{USER} -n kube-system rollout status deployment konnectivity-agent"),
+            format!("{USER} -n kube-system rollout status deployment {agent}"),
         ],
         "the agents, one after the other",
         format!(
@@ -94,7 +100,7 @@ pub(super) fn change(from: Side, to: Side, target: &Target<'_>, file: &str) -> V
     steps.push(Step::new(
         "Give all users new kubeconfigs, and replace every node: kubelets keep the old address.",
         &[format!(
-            "{USER} -n kube-system get machinedeployments -o name, and restart each rollout"
+            "{USER} -n kube-system get machinedeployments -o name  # restart each rollout"
         )],
         "every node",
         "replace the nodes again after the way back",

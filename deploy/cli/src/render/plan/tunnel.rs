@@ -24,10 +24,19 @@ pub(super) fn patch_apiserver(target: &Target<'_>, file: &str, values: &str) -> 
     vec![
         format!("culvert render {file} {values} --part=server --part=apiserver --part=egress --output-dir=rendered"),
         format!("{SEED} apply -f rendered/seed-egress.yaml -f rendered/seed-apiserver.yaml"),
-        "put the flags of rendered/seed-apiserver.yaml into the arguments of kube-apiserver in rendered/seed-server-patch.yaml".to_owned(),
+        "# put the flags of rendered/seed-apiserver.yaml into the arguments of kube-apiserver in rendered/seed-server-patch.yaml".to_owned(),
         format!("{SEED} -n {namespace} patch deployment apiserver --patch-file rendered/seed-server-patch.yaml"),
         format!("{SEED} -n {namespace} rollout status deployment apiserver"),
     ]
+}
+
+/// Returns the commands that undo [`patch_apiserver`]. The egress file is not part of the Deployment's history.
+fn restore_apiserver(target: &Target<'_>, file: &str, values: &str) -> String {
+    format!(
+        "{}; {SEED} -n {} rollout undo deployment apiserver",
+        apply(file, values, &["egress"], SEED),
+        target.namespace
+    )
 }
 
 fn switch(target: &Target<'_>, mode: &str) -> String {
@@ -58,7 +67,13 @@ pub(super) fn to_konnectivity(target: &Target<'_>, file: &str) -> Vec<Step> {
         Step::new(
             "Run the OpenVPN server as a server with both tunnels. Skip this step if it does already.",
             &[
-                apply(file, old, &["certificates", "server", "services"], SEED),
+                apply(file, old, &["certificates"], SEED),
+                "# create the Secrets of the requests first; the image needs the program culvert"
+                    .to_owned(),
+                format!(
+                    "culvert render {file} {old} --part=server --part=services --output-dir=rendered"
+                ),
+                format!("{SEED} apply -f rendered/seed-server.yaml -f rendered/seed-services.yaml"),
                 format!("{SEED} -n {namespace} rollout status deployment openvpn-server"),
             ],
             "openvpn-server; its clients connect again",
@@ -84,7 +99,8 @@ pub(super) fn to_konnectivity(target: &Target<'_>, file: &str) -> Vec<Step> {
             &[
                 apply(file, new, &["rbac", "agent"], USER),
                 format!("{USER} -n kube-system rollout status deployment konnectivity-agent"),
-                format!("{} shows konnectivity as healthy", status(target)),
+                status(target),
+                "# konnectivity must be healthy".to_owned(),
             ],
             "",
             remove_agents.clone(),
@@ -104,7 +120,8 @@ pub(super) fn to_konnectivity(target: &Target<'_>, file: &str) -> Vec<Step> {
             .concat(),
             "kube-apiserver, one pod after the other; dials of a new pod fail until its first agent is connected",
             format!(
-                "{SEED} -n {namespace} rollout undo deployment apiserver, and {}",
+                "{}; {}",
+                restore_apiserver(target, file, old),
                 select("openvpn-server")
             ),
         ),
@@ -153,7 +170,8 @@ pub(super) fn to_openvpn(target: &Target<'_>, file: &str) -> Vec<Step> {
             &[
                 apply(file, new, &["agent"], USER),
                 format!("{USER} -n kube-system rollout status deployment openvpn-client"),
-                format!("{} shows openvpn as healthy", status(target)),
+                status(target),
+                "# openvpn must be healthy".to_owned(),
             ],
             "",
             format!("{USER} -n kube-system delete deployment openvpn-client"),
@@ -162,7 +180,7 @@ pub(super) fn to_openvpn(target: &Target<'_>, file: &str) -> Vec<Step> {
             "Let kube-apiserver use the OpenVPN server.",
             &patch_apiserver(target, file, new),
             "kube-apiserver, one pod after the other; connections of a stopped pod end",
-            format!("{SEED} -n {namespace} rollout undo deployment apiserver"),
+            restore_apiserver(target, file, "--tunnel=konnectivity"),
         ),
         Step::new(
             "Remove the servers beside kube-apiserver and the agents.",
