@@ -5,7 +5,7 @@ use ipnet::IpNet;
 /// Parses a network with any host bits.
 ///
 /// # Errors
-/// Returns Go's text for a text that is no network.
+/// Returns Go's text for a text that is not a network.
 pub(super) fn cidr(text: &str) -> Result<IpNet, String> {
     text.parse()
         .map_err(|_| format!("couldn't parse CIDR {text:?}: invalid CIDR address: {text}"))
