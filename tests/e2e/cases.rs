@@ -1,0 +1,65 @@
+//! The cases, by topic.
+
+mod isolation;
+mod leases;
+mod tokens;
+mod traffic;
+
+use std::pin::Pin;
+
+use crate::lab::{Egress, Lab};
+
+/// A test on the shared cluster.
+pub(crate) type Case =
+    Box<dyn for<'a> FnOnce(&'a mut Lab) -> Pin<Box<dyn Future<Output = ()> + 'a>> + Send>;
+
+/// Boxes a case. The signature gives the closure its type.
+fn boxed(
+    case: impl for<'a> FnOnce(&'a mut Lab) -> Pin<Box<dyn Future<Output = ()> + 'a>> + Send + 'static,
+) -> Case {
+    Box::new(case)
+}
+
+/// Names the case after its module and function.
+macro_rules! case {
+    ($module:ident :: $function:ident) => {
+        (
+            concat!(stringify!($module), "::", stringify!($function)).to_owned(),
+            boxed(|lab| Box::pin($module::$function(lab))),
+        )
+    };
+    ($module:ident :: $function:ident, $egress:expr) => {{
+        let egress: Egress = $egress;
+        let name = stringify!($function);
+        (
+            format!("{}::{}::{name}", stringify!($module), egress.name()),
+            boxed(move |lab| Box::pin($module::$function(lab, egress))),
+        )
+    }};
+}
+
+/// Returns all cases with their names, in the order of the fewest restarts of the control plane.
+pub(crate) fn all() -> Vec<(String, Case)> {
+    let mut cases = vec![case!(
+        isolation::seed_cannot_reach_the_node_without_a_tunnel
+    )];
+    for egress in Egress::ALL {
+        cases.extend([
+            case!(traffic::webhook_allows_and_denies, egress),
+            case!(traffic::aggregated_api_is_available, egress),
+            case!(traffic::service_proxy_carries_20_mb_each_way, egress),
+            case!(traffic::apiserver_counts_dials_of_the_egress, egress),
+            case!(isolation::requests_fail_while_the_agent_is_away, egress),
+        ]);
+    }
+    cases.extend([
+        case!(tokens::agent_connects_with_a_token_of_its_account),
+        case!(tokens::token_of_another_audience_is_refused),
+        case!(tokens::token_of_another_account_is_refused),
+        case!(tokens::token_of_a_deleted_account_is_refused),
+        case!(tokens::server_needs_the_permission_to_review_tokens),
+        case!(leases::servers_need_a_role_for_their_leases),
+        case!(leases::agent_counts_servers_by_their_leases),
+    ]);
+    cases
+}
