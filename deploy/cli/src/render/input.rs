@@ -109,7 +109,8 @@ fn read<T: Default + serde::de::DeserializeOwned>(text: &str) -> anyhow::Result<
     let value: Option<T> = serde_saphyr::from_str(text).map_err(|error| {
         // The further lines show an excerpt of the file.
         let text = error.to_string();
-        anyhow::anyhow!("{}", text.lines().next().unwrap_or_default())
+        let first = text.lines().next().unwrap_or_default();
+        anyhow::anyhow!("{}", first.trim_start_matches("error: "))
     })?;
     Ok(value.unwrap_or_default())
 }

@@ -89,7 +89,7 @@ impl Kkp {
         }
     }
 
-    /// Returns the default version of a CNI plugin.
+    /// Returns the default version of a CNI plugin. The defaults of Canal before KKP 2.31 were not compared with KKP.
     pub(crate) fn default_cni_version(self, plugin: &str) -> &'static str {
         match (plugin, self) {
             ("cilium", Self::V2_28) => "1.16.9",

@@ -14,6 +14,9 @@ pub(super) const OPENVPN_PORT: u16 = 1194;
 /// Interval of keepalives without `keepaliveTime`.
 const KEEPALIVE: &str = "1m";
 
+/// Value of an image that selects Konnectivity's own image.
+const STOCK: &str = "stock";
+
 /// A program of the rendered objects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Program {
@@ -90,6 +93,16 @@ impl<'a> Target<'a> {
                 if facts.node_networks.is_empty() {
                     missing(findings, "nodeNetworks", "node-network");
                 }
+                let images = &facts.images;
+                for (path, image) in [
+                    ("images.server", &images.server),
+                    ("images.agent", &images.agent),
+                ] {
+                    if image.as_deref() == Some(STOCK) {
+                        let reason = "Konnectivity's own programs have no OpenVPN tunnel; leave the value out";
+                        findings.error(Problem::invalid(path, STOCK, reason));
+                    }
+                }
             }
         }
         let (konnectivity, openvpn) = match is_tunneling {
@@ -120,22 +133,27 @@ impl<'a> Target<'a> {
         }
     }
 
-    /// Returns the image of a program.
+    /// Returns the image of a program. `deploy/images` uses the same default names and tags.
     pub(super) fn image(&self, program: Program) -> String {
         let images = &self.cluster.facts().images;
+        // A server with both tunnels needs `culvert switch` in its image.
+        let server = match self.cluster.tunnel {
+            Tunnel::Konnectivity => "culvert-server",
+            Tunnel::Openvpn => "culvert",
+        };
         let (given, own, stock) = match program {
-            Program::Server => (&images.server, "culvert-server", Some("proxy-server")),
+            Program::Server => (&images.server, server, Some("proxy-server")),
             Program::Agent => (&images.agent, "culvert-agent", Some("proxy-agent")),
-            Program::Door => (&images.door, "culvert-nodeport-proxy", None),
+            Program::Door => (&images.door, "culvert-door", None),
             Program::NodeTunnel => (&images.node_tunnel, "culvert-node-tunnel", None),
         };
         match (given.as_deref(), stock) {
-            (Some("stock"), Some(stock)) => format!(
+            (Some(STOCK), Some(stock)) => format!(
                 "registry.k8s.io/kas-network-proxy/{stock}:{}",
                 self.cluster.kkp.konnectivity_version(self.kubernetes_minor)
             ),
             (Some(image), _) => image.to_owned(),
-            (None, _) => format!("{own}:{}", env!("CARGO_PKG_VERSION")),
+            (None, _) => format!("{own}:v{}", env!("CARGO_PKG_VERSION")),
         }
     }
 

@@ -253,6 +253,50 @@ fn stock_images_follow_the_versions_of_kkp_and_kubernetes() {
     assert_eq!(image("2.28", "1.30.1"), stock("v0.30.3"));
 }
 
+#[test]
+fn stock_images_are_refused_with_openvpn() {
+    let text = file(
+        "openvpn",
+        "NodePort",
+        "images: {server: stock, agent: stock}",
+    );
+    let mut findings = Findings::default();
+    let cluster = Cluster::new(input::parse(&text).unwrap(), true, &mut findings);
+    Target::new(&cluster, &mut findings);
+    let found: Vec<String> = findings.problems.iter().map(ToString::to_string).collect();
+    let refused = |path| {
+        format!(
+            "{path}: Invalid value: \"stock\": Konnectivity's own programs have no OpenVPN tunnel; \
+             leave the value out"
+        )
+    };
+    assert_eq!(found, ["images.server", "images.agent"].map(refused));
+}
+
+#[test]
+fn default_images_are_those_of_the_image_scripts() {
+    let description = include_str!("../../../images/images.toml");
+    let mut seen = 0;
+    each(|tunnel, strategy, objects| {
+        for object in objects {
+            let pod = &object.value["spec"]["template"]["spec"];
+            for container in pod["containers"].as_array().into_iter().flatten() {
+                let Some(image) = container["image"].as_str() else {
+                    continue;
+                };
+                let (name, tag) = image.split_once(':').unwrap();
+                assert!(
+                    description.contains(&format!("name = \"{name}\"\n")),
+                    "{tunnel} {strategy}: {image}"
+                );
+                assert_eq!(tag, format!("v{}", env!("CARGO_PKG_VERSION")));
+                seen += 1;
+            }
+        }
+    });
+    assert!(seen > 0);
+}
+
 /// Returns the text of a plan.
 fn plan_text(from: Side, to: Side) -> anyhow::Result<String> {
     let (tunnel, strategy) = match to {
@@ -319,6 +363,9 @@ fn old_tunnel_is_removed_after_the_switch_to_the_new_one() {
     }
     let text = plan_text(Side::Tunneling, Side::NodePort).unwrap();
     assert!(text.contains(r#""tunnelingAgentIP":"""#), "{text}");
+    let text = plan_text(Side::Konnectivity, Side::Openvpn).unwrap();
+    let sidecar = r#"{"name":"konnectivity-server","$patch":"delete"}"#;
+    assert!(text.contains(sidecar), "{text}");
 }
 
 /// Returns the commands of `culvert` in a text, without the program name.

@@ -68,8 +68,7 @@ pub(super) fn to_konnectivity(target: &Target<'_>, file: &str) -> Vec<Step> {
             "Run the OpenVPN server as a server with both tunnels. Skip this step if it does already.",
             &[
                 apply(file, old, &["certificates"], SEED),
-                "# create the Secrets of the requests first; the image needs the program culvert"
-                    .to_owned(),
+                "# create the Secrets of the requests first".to_owned(),
                 format!(
                     "culvert render {file} {old} --part=server --part=services --output-dir=rendered"
                 ),
@@ -185,13 +184,17 @@ pub(super) fn to_openvpn(target: &Target<'_>, file: &str) -> Vec<Step> {
         Step::new(
             "Remove the servers beside kube-apiserver and the agents.",
             &[
+                format!(
+                    "{SEED} -n {namespace} patch deployment apiserver -p '{{\"spec\":{{\"template\":{{\"spec\":{{\"containers\":[{{\"name\":\"konnectivity-server\",\"$patch\":\"delete\"}}]}}}}}}}}'"
+                ),
+                format!("{SEED} -n {namespace} rollout status deployment apiserver"),
                 format!("{USER} -n kube-system delete deployment,pdb konnectivity-agent"),
                 format!("{SEED} -n {namespace} delete service konnectivity-server"),
                 format!(
                     "{SEED} -n {namespace} delete networkpolicy apiserver-internal-allow --ignore-not-found"
                 ),
             ],
-            "",
+            "kube-apiserver, one pod after the other",
             "run the plan from openvpn to konnectivity",
         ),
     ]
