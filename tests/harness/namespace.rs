@@ -9,6 +9,7 @@ use std::process::Command;
 use parking_lot::{Condvar, Mutex};
 
 use crate::envoy::skip;
+use crate::process::outcome;
 
 /// Environment variable that marks a process inside its own namespaces.
 const INSIDE: &str = "CULVERT_TEST_NAMESPACE";
@@ -179,16 +180,6 @@ fn unshare() -> Command {
     command.args(["--pdeathsig", "KILL", "unshare"]);
     command.args(NAMESPACES);
     command
-}
-
-fn outcome(command: &mut Command) -> Result<String, String> {
-    let output = command.output().map_err(|error| error.to_string())?;
-    let text = |bytes: Vec<u8>| String::from_utf8_lossy(&bytes).into_owned();
-    if output.status.success() {
-        Ok(text(output.stdout))
-    } else {
-        Err(text(output.stderr))
-    }
 }
 
 #[cfg(test)]

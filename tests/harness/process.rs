@@ -53,6 +53,20 @@ pub fn ours(name: &str) -> PathBuf {
     path
 }
 
+/// Runs a command to its end and returns its standard output.
+///
+/// # Errors
+/// Returns the standard error if the command fails, and the reason if the command cannot be started.
+pub fn outcome(command: &mut Command) -> Result<String, String> {
+    let output = command.output().map_err(|error| error.to_string())?;
+    let text = |bytes: Vec<u8>| String::from_utf8_lossy(&bytes).into_owned();
+    if output.status.success() {
+        Ok(text(output.stdout))
+    } else {
+        Err(text(output.stderr))
+    }
+}
+
 /// A running program. Dropping the value kills the program, and prints its output if the test is panicking.
 #[derive(Debug)]
 pub struct Program {

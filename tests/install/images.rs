@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use culvert_tests::envoy::skip;
-use culvert_tests::process::ours;
+use culvert_tests::process::{ours, outcome as run};
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -36,17 +36,6 @@ fn description() -> Value {
     let file = root().join("deploy/images/images.toml");
     let text = run(Command::new("python3").args(["-c", script]).arg(file)).unwrap();
     serde_json::from_str(&text).unwrap()
-}
-
-/// Runs a command to its end, and returns its standard output, or its standard error if the command fails.
-fn run(command: &mut Command) -> Result<String, String> {
-    let output = command.output().map_err(|error| error.to_string())?;
-    let text = |bytes: Vec<u8>| String::from_utf8_lossy(&bytes).into_owned();
-    if output.status.success() {
-        Ok(text(output.stdout))
-    } else {
-        Err(text(output.stderr))
-    }
 }
 
 fn is_root() -> bool {
