@@ -1,0 +1,281 @@
+{{/* Shared by all charts of Culvert. Every chart has the same copy of this file. */}}
+
+{{- define "culvert.fullname" -}}
+{{ .Values.fullnameOverride | default .Release.Name | trunc 63 | trimSuffix "-" }}
+{{- end }}
+
+{{/* A value, or the default for an empty text. 0 is a value. */}}
+{{- define "culvert.or" -}}
+{{ eq (toString (first .)) "" | ternary (last .) (first .) }}
+{{- end }}
+
+{{/* Labels that never change. Each chart defines "NAME-OF-CHART.name". */}}
+{{- define "culvert.selector" -}}
+app.kubernetes.io/name: {{ include (printf "%s.name" .Chart.Name) . }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{- define "culvert.labels" -}}
+{{ include "culvert.selector" . }}
+app.kubernetes.io/part-of: culvert
+app.kubernetes.io/version: {{ .Values.image.tag | default .Chart.AppVersion | trunc 63 | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+{{- end }}
+
+{{- define "culvert.image" -}}
+{{- $image := .Values.image -}}
+{{- $name := printf "%s/%s" $image.registry $image.repository -}}
+{{- if $image.digest -}}
+{{ $name }}@{{ $image.digest }}
+{{- else -}}
+{{ $name }}:{{ $image.tag | default (printf "v%s" .Chart.AppVersion) }}
+{{- end -}}
+{{- end }}
+
+{{/* Fields of a container that do not depend on the program. */}}
+{{- define "culvert.container" -}}
+image: {{ include "culvert.image" . }}
+imagePullPolicy: {{ .Values.image.pullPolicy }}
+{{- with .Values.command }}
+command: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.resources }}
+resources: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.securityContext }}
+securityContext: {{- toYaml . | nindent 2 }}
+{{- end }}
+terminationMessagePolicy: FallbackToLogsOnError
+{{- end }}
+
+{{/* Fields of a pod that do not depend on the program. */}}
+{{- define "culvert.pod" -}}
+{{- with .Values.image.pullSecrets }}
+imagePullSecrets:
+  {{- range . }}
+  - name: {{ . }}
+  {{- end }}
+{{- end }}
+{{- with .Values.podSecurityContext }}
+securityContext: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+terminationGracePeriodSeconds: {{ .Values.terminationGracePeriodSeconds }}
+{{- with .Values.dnsPolicy }}
+dnsPolicy: {{ . }}
+{{- end }}
+{{- with .Values.hostAliases }}
+hostAliases: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.nodeSelector }}
+nodeSelector: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.tolerations }}
+tolerations: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+
+{{/* Anti-affinity of the pods of a release, and spread constraints. `spread` has the kinds by topology. */}}
+{{- define "culvert.spread" -}}
+{{- if .Values.affinity }}
+affinity: {{- toYaml .Values.affinity | nindent 2 }}
+{{- else }}
+{{- $preferred := list -}}
+{{- $required := list -}}
+{{- range $key, $kind := dict "kubernetes.io/hostname" .Values.spread.host "topology.kubernetes.io/zone" .Values.spread.zone }}
+{{- $term := dict "topologyKey" $key "labelSelector" (dict "matchLabels" (fromYaml (include "culvert.selector" $))) }}
+{{- if eq $kind "required" }}{{ $required = append $required $term }}{{ end }}
+{{- if eq $kind "preferred" }}{{ $preferred = append $preferred (dict "weight" 100 "podAffinityTerm" $term) }}{{ end }}
+{{- end }}
+{{- if or $preferred $required }}
+affinity:
+  podAntiAffinity:
+    {{- with $required }}
+    requiredDuringSchedulingIgnoredDuringExecution: {{- toYaml . | nindent 6 }}
+    {{- end }}
+    {{- with $preferred }}
+    preferredDuringSchedulingIgnoredDuringExecution: {{- toYaml . | nindent 6 }}
+    {{- end }}
+{{- end }}
+{{- end }}
+{{- with .Values.topologySpreadConstraints }}
+topologySpreadConstraints:
+  {{- range . }}
+  - {{- toYaml (merge (deepCopy .) (dict "labelSelector" (dict "matchLabels" (fromYaml (include "culvert.selector" $))))) | nindent 4 }}
+  {{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Annotations of a pod. `port` and `path` are those of the metrics. */}}
+{{- define "culvert.podAnnotations" -}}
+{{- $root := .root -}}
+{{- $scrape := dict -}}
+{{- if $root.Values.monitoring.annotations }}
+{{- $scrape = dict "prometheus.io/scrape" "true" "prometheus.io/port" (toString .port) "prometheus.io/path" .path }}
+{{- end }}
+{{- with merge (deepCopy $root.Values.podAnnotations) $scrape }}
+annotations: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+
+{{/* Probes that are not empty. `host` is the address of the health listener. */}}
+{{- define "culvert.probes" -}}
+{{- $host := .host -}}
+{{- range $kind, $path := dict "startup" "/healthz" "liveness" "/healthz" "readiness" "/readyz" }}
+{{- with index $.root.Values.probes $kind }}
+{{- $get := dict "path" $path "port" "health" }}
+{{- if $host }}{{ $get = set $get "host" $host }}{{ end }}
+{{ $kind }}Probe: {{- toYaml (merge (deepCopy .) (dict "httpGet" $get)) | nindent 2 }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "culvert.serviceAccountName" -}}
+{{ .Values.serviceAccount.name | default (include "culvert.fullname" .) }}
+{{- end }}
+
+{{/* Errors that all charts have. */}}
+{{- define "culvert.commonErrors" -}}
+{{- if not .Values.image.registry }}
+- image.registry is empty: no public registry has Culvert's images; build them with deploy/images/build and push them to a registry of your own
+{{- end }}
+{{- end }}
+
+{{/* Ends rendering with all errors of a chart. Each chart defines "NAME-OF-CHART.errors": one line for each error. */}}
+{{- define "culvert.validate" -}}
+{{- $errors := printf "%s\n%s" (include "culvert.commonErrors" .) (include (printf "%s.errors" .Chart.Name) .) | trim -}}
+{{- if $errors }}{{ fail (printf "%s: these values contradict each other or are missing:\n%s" .Chart.Name (regexReplaceAll "\n+" $errors "\n")) }}{{ end }}
+{{- end }}
+
+{{/* Pod that requests `path` from the health listener of the release, and a Service for its name. With `all`, from pods
+that are not ready, too. */}}
+{{- define "culvert.test" -}}
+{{- $root := .root -}}
+{{- $name := printf "%s-test" (include "culvert.fullname" $root | trunc 58 | trimSuffix "-") -}}
+apiVersion: v1
+kind: Service
+metadata:
+  name: {{ $name }}
+  namespace: {{ $root.Release.Namespace }}
+  labels: {{- include "culvert.labels" $root | nindent 4 }}
+  annotations:
+    helm.sh/hook: test
+    helm.sh/hook-weight: "-1"
+    helm.sh/hook-delete-policy: before-hook-creation,hook-succeeded
+spec:
+  clusterIP: None
+  {{- if .all }}
+  publishNotReadyAddresses: true
+  {{- end }}
+  selector: {{- include "culvert.selector" $root | nindent 4 }}
+  ports:
+    - name: health
+      port: {{ .port }}
+      targetPort: health
+---
+apiVersion: v1
+kind: Pod
+metadata:
+  name: {{ $name }}
+  namespace: {{ $root.Release.Namespace }}
+  labels:
+    app.kubernetes.io/name: {{ include (printf "%s.name" $root.Chart.Name) $root }}-test
+    app.kubernetes.io/instance: {{ $root.Release.Name }}
+  annotations:
+    helm.sh/hook: test
+    helm.sh/hook-delete-policy: before-hook-creation,hook-succeeded
+spec:
+  restartPolicy: Never
+  automountServiceAccountToken: false
+  securityContext:
+    runAsNonRoot: true
+    runAsUser: 65532
+    seccompProfile:
+      type: RuntimeDefault
+  containers:
+    - name: test
+      image: {{ $root.Values.tests.image }}
+      imagePullPolicy: {{ $root.Values.image.pullPolicy }}
+      command:
+        - sh
+        - -c
+        # The name resolves after the first pod is ready.
+        - |
+          for attempt in $(seq 60); do
+            wget -q -O - "$URL" && exit 0
+            sleep 1
+          done
+          exit 1
+      env:
+        - name: URL
+          value: http://{{ $name }}.{{ $root.Release.Namespace }}.svc:{{ .port }}{{ .path }}
+      securityContext:
+        allowPrivilegeEscalation: false
+        readOnlyRootFilesystem: true
+        capabilities:
+          drop: [ALL]
+      resources:
+        requests: {cpu: 10m, memory: 10Mi}
+        limits: {memory: 50Mi}
+{{- end }}
+
+{{/* Ingress rules for the health port: scrapers, and the pod of `helm test`. */}}
+{{- define "culvert.healthIngress" -}}
+{{- $root := .root -}}
+{{- $from := $root.Values.networkPolicy.scrapeFrom -}}
+{{- if $root.Values.tests.enabled }}
+{{- $labels := dict "app.kubernetes.io/name" (printf "%s-test" (include (printf "%s.name" $root.Chart.Name) $root)) "app.kubernetes.io/instance" $root.Release.Name }}
+{{- $from = append $from (dict "podSelector" (dict "matchLabels" $labels)) }}
+{{- end }}
+{{- with $from }}
+- from: {{- toYaml . | nindent 4 }}
+  ports:
+    - port: {{ $.port }}
+      protocol: TCP
+{{- end }}
+{{- end }}
+
+{{/* Type and annotations that expose a Service through the front door, as KKP's strategies do. `name` is the server name
+of a TLS Service, `nodePort` the value of the annotation with NodePort. */}}
+{{- define "culvert.expose" -}}
+{{- $key := "nodeport-proxy.k8s.io/expose" -}}
+{{- $type := "NodePort" -}}
+{{- $annotations := dict -}}
+{{- if eq .strategy "NodePort" }}{{ $annotations = dict $key .nodePort }}{{ end }}
+{{- if eq .strategy "LoadBalancer" }}{{ $annotations = dict (printf "%s-namespaced" $key) "true" }}{{ end }}
+{{- if eq .strategy "Tunneling" }}
+{{- $type = "ClusterIP" }}
+{{- $annotations = dict $key "Tunneling" }}
+{{- with .name }}{{ $annotations = dict $key "SNI,Tunneling" "nodeport-proxy.k8s.io/port-mapping" (toJson (dict "secure" .)) }}{{ end }}
+{{- end }}
+{{- toYaml (dict "type" $type "annotations" $annotations) }}
+{{- end }}
+
+{{- define "culvert.podMonitor" -}}
+{{- $root := .root -}}
+{{- with $root.Values.monitoring.podMonitor }}
+{{- if .enabled }}
+apiVersion: monitoring.coreos.com/v1
+kind: PodMonitor
+metadata:
+  name: {{ include "culvert.fullname" $root }}
+  namespace: {{ $root.Release.Namespace }}
+  labels: {{- include "culvert.labels" $root | nindent 4 }}
+    {{- with .labels }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+spec:
+  selector:
+    matchLabels: {{- include "culvert.selector" $root | nindent 6 }}
+  podMetricsEndpoints:
+    - port: health
+      path: {{ $.path }}
+      {{- with .interval }}
+      interval: {{ . }}
+      {{- end }}
+{{- end }}
+{{- end }}
+{{- end }}

@@ -1,0 +1,243 @@
+{{- define "culvert-server.name" -}}culvert-server{{- end }}
+
+{{- define "culvert-server.service" -}}
+{{ .Values.service.name | default (include "culvert.fullname" .) }}
+{{- end }}
+
+{{/* "true" if the servers use the account of their pod. */}}
+{{- define "culvert-server.ownAccount" -}}
+{{- $v := .Values -}}
+{{- if and (not $v.kubeconfig.secret) (or (eq $v.agents.auth "token") $v.leases.enabled $v.openvpn.watchNodes) -}}true{{- end -}}
+{{- end }}
+
+{{/* The stock server of KKP's version knows every argument that `compat` leaves in place. */}}
+{{- define "culvert-server.args" -}}
+{{- $v := .Values -}}
+{{- $tuned := or (not $v.compat) (semverCompare ">=2.30" (printf "%s.0" $v.compat)) -}}
+{{- $args := list
+    "--logtostderr=true"
+    (printf "-v=%d" (int $v.log.verbosity))
+    "--cluster-key=/etc/culvert/agents/tls.key"
+    "--cluster-cert=/etc/culvert/agents/tls.crt" -}}
+{{- with $v.kubeconfig.secret }}{{ $args = append $args "--kubeconfig=/etc/culvert/kubeconfig/kubeconfig" }}{{ end }}
+{{- $args = concat $args (list
+    (printf "--server-count=%d" (int $v.replicas))
+    (printf "--mode=%s" $v.frontEnd.mode)
+    (printf "--server-port=%d" (int $v.frontEnd.port))
+    "--server-cert=/etc/culvert/front-end/tls.crt"
+    "--server-key=/etc/culvert/front-end/tls.key"
+    "--server-ca-cert=/etc/culvert/front-end/ca.crt"
+    (printf "--agent-port=%d" (int $v.agents.port))
+    (printf "--admin-port=%d" (int $v.ports.admin))) }}
+{{- $bind := and $tuned (not (empty $v.compat)) | ternary "0.0.0.0" "" }}
+{{- with $v.bind.admin | default $bind }}{{ $args = append $args (printf "--admin-bind-address=%s" .) }}{{ end }}
+{{- $args = append $args (printf "--health-port=%d" (int $v.ports.health)) }}
+{{- if eq $v.agents.auth "token" }}
+{{- $args = concat $args (list
+    (printf "--agent-namespace=%s" $v.agents.namespace)
+    (printf "--agent-service-account=%s" $v.agents.serviceAccount)
+    (printf "--authentication-audience=%s" $v.agents.audience)) }}
+{{- else }}
+{{- $args = append $args "--cluster-ca-cert=/etc/culvert/agents/ca.crt" }}
+{{- end }}
+{{- $args = concat $args (list
+    (printf "--proxy-strategies=%s" (join "," $v.strategies))
+    (printf "--keepalive-time=%s" $v.keepaliveTime)) }}
+{{- if $tuned }}{{ $args = append $args (printf "--xfr-channel-size=%d" (int $v.xfrChannelSize)) }}{{ end }}
+{{- if $v.leases.enabled }}
+{{- $args = concat $args (list "--enable-lease-controller=true"
+    (printf "--lease-namespace=%s" $v.leases.namespace)
+    (printf "--lease-label=%s" $v.leases.label)) }}
+{{- end }}
+{{- if not $v.compat }}{{ $args = concat $args (fromYamlArray (include "culvert-server.ownArgs" .)) }}{{ end }}
+{{- toYaml (concat $args $v.extraArgs) }}
+{{- end }}
+
+{{/* Arguments that the stock server does not know. */}}
+{{- define "culvert-server.ownArgs" -}}
+{{- $v := .Values -}}
+{{- $args := list
+    (printf "--log-format=%s" $v.log.format)
+    (printf "--graceful-shutdown-timeout=%ds" (sub (int $v.terminationGracePeriodSeconds) 5)) -}}
+{{- with $v.agents.idFrom }}{{ $args = append $args (printf "--agent-id-from=%s" .) }}{{ end }}
+{{- with $v.agents.proxyProtocolFrom }}{{ $args = append $args (printf "--agent-proxy-protocol-from=%s" (join "," .)) }}{{ end }}
+{{- with $v.destinations.allow }}{{ $args = append $args (printf "--allow-destinations=%s" (join "," .)) }}{{ end }}
+{{- with $v.destinations.deny }}{{ $args = append $args (printf "--deny-destinations=%s" (join "," .)) }}{{ end }}
+{{- if $v.admin.socket }}{{ $args = append $args "--admin-uds=/run/culvert/admin.sock" }}{{ end }}
+{{- if $v.admin.tlsSecret }}
+{{- $args = concat $args (list
+    "--admin-cert=/etc/culvert/admin/tls.crt"
+    "--admin-key=/etc/culvert/admin/tls.key"
+    "--admin-ca-cert=/etc/culvert/admin/ca.crt") }}
+{{- end }}
+{{- with $v.openvpn }}
+{{- if .enabled }}
+{{- $listen := list }}
+{{- range .protocols }}{{ $listen = append $listen (printf "%s::%d" . (int $v.openvpn.port)) }}{{ end }}
+{{- $args = concat $args (list
+    "--tunnel-mode-file=/etc/culvert/mode/tunnelMode"
+    "--tunnel-state-file=/run/culvert/tunnel-state"
+    (printf "--tunnel-drain=%s" $v.tunnel.drain)
+    (printf "--openvpn-listen=%s" (join "," $listen))
+    "--openvpn-ca=/etc/openvpn/pki/ca/ca.crt"
+    "--openvpn-cert=/etc/openvpn/pki/server/server.crt"
+    "--openvpn-key=/etc/openvpn/pki/server/server.key"
+    (printf "--openvpn-network=%s" .network)
+    (printf "--openvpn-route=%s" (join "," .routes))
+    (printf "--openvpn-push-route=%s" (join "," (.pushRoutes | default .routes)))
+    (printf "--openvpn-node-access-network=%s" .nodeAccessNetwork)
+    (printf "--openvpn-duplicate-cn=%t" .duplicateCN)
+    (printf "--openvpn-watch-nodes=%t" .watchNodes)
+    "--openvpn-client-config-dir=/etc/openvpn/clients") }}
+{{- with .proxyProtocolFrom }}{{ $args = append $args (printf "--openvpn-proxy-protocol-from=%s" (join "," .)) }}{{ end }}
+{{- end }}
+{{- end }}
+{{- toYaml $args }}
+{{- end }}
+
+{{- define "culvert-server.env" -}}
+{{- if .Values.serverIdFrom }}
+- name: PROXY_SERVER_ID
+  valueFrom:
+    fieldRef:
+      fieldPath: metadata.name
+{{- end }}
+{{- with .Values.extraEnv }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{/* Volumes and their folders: name, folder, source. */}}
+{{- define "culvert-server.files" -}}
+{{- $v := .Values -}}
+- name: front-end
+  folder: /etc/culvert/front-end
+  source:
+    secret:
+      secretName: {{ $v.frontEnd.secret }}
+      defaultMode: 0440
+      items:
+        - {key: {{ $v.frontEnd.certKey }}, path: tls.crt}
+        - {key: {{ $v.frontEnd.keyKey }}, path: tls.key}
+        - {key: {{ $v.frontEnd.caKey }}, path: ca.crt}
+- name: agents
+  folder: /etc/culvert/agents
+  source:
+    projected:
+      defaultMode: 0440
+      sources:
+        - secret:
+            name: {{ $v.agents.secret }}
+            items:
+              - {key: {{ $v.agents.certKey }}, path: tls.crt}
+              - {key: {{ $v.agents.keyKey }}, path: tls.key}
+        {{- if eq $v.agents.auth "mtls" }}
+        - secret:
+            name: {{ $v.agents.caSecret }}
+            items: [{key: {{ $v.agents.caKey }}, path: ca.crt}]
+        {{- end }}
+{{- with $v.kubeconfig.secret }}
+- name: kubeconfig
+  folder: /etc/culvert/kubeconfig
+  source:
+    secret:
+      secretName: {{ . }}
+      defaultMode: 0440
+      items: [{key: {{ $v.kubeconfig.key }}, path: kubeconfig}]
+{{- end }}
+{{- with $v.admin.tlsSecret }}
+- name: admin
+  folder: /etc/culvert/admin
+  source:
+    secret: {secretName: {{ . }}, defaultMode: 0440}
+{{- end }}
+{{- if and (not $v.compat) (or $v.admin.socket $v.openvpn.enabled) }}
+- name: run
+  folder: /run/culvert
+  source:
+    {{- if and $v.openvpn.enabled $v.tunnel.stateClaim }}
+    persistentVolumeClaim: {claimName: {{ $v.tunnel.stateClaim }}}
+    {{- else }}
+    emptyDir: {}
+    {{- end }}
+{{- end }}
+{{- if $v.openvpn.enabled }}
+- name: tunnel-mode
+  folder: /etc/culvert/mode
+  source:
+    configMap: {name: {{ include "culvert.fullname" . }}-tunnel-mode}
+- name: openvpn-ca
+  folder: /etc/openvpn/pki/ca
+  source:
+    secret: {secretName: {{ $v.openvpn.caSecret }}, defaultMode: 0440, items: [{key: ca.crt, path: ca.crt}]}
+- name: openvpn-server
+  folder: /etc/openvpn/pki/server
+  source:
+    secret: {secretName: {{ $v.openvpn.serverSecret }}, defaultMode: 0440}
+- name: openvpn-clients
+  folder: /etc/openvpn/clients
+  source:
+    configMap: {name: {{ $v.openvpn.clientConfigMap | default (printf "%s-openvpn-clients" (include "culvert.fullname" .)) }}}
+{{- end }}
+{{- end }}
+
+{{- define "culvert-server.errors" -}}
+{{- $v := .Values -}}
+{{- if and $v.compat (or $v.openvpn.enabled $v.destinations.allow $v.destinations.deny $v.agents.proxyProtocolFrom $v.agents.idFrom $v.admin.tlsSecret) }}
+- compat is set with openvpn, destinations, admin.tlsSecret, agents.idFrom or agents.proxyProtocolFrom: the stock server does not know these flags
+{{- end }}
+{{- if and (eq $v.agents.auth "mtls") (not $v.agents.caSecret) }}
+- agents.auth is mtls and agents.caSecret is empty: set the Secret with the CA of the agents
+{{- end }}
+{{- if and (eq $v.agents.idFrom "certificate") (ne $v.agents.auth "mtls") }}
+- agents.idFrom is certificate: agents without mtls have no certificate
+{{- end }}
+{{- if and (eq $v.agents.idFrom "token") (ne $v.agents.auth "token") }}
+- agents.idFrom is token: agents with mtls send no token
+{{- end }}
+{{- if and (ne $v.tunnel.mode "konnectivity") (not $v.openvpn.enabled) }}
+- tunnel.mode is {{ $v.tunnel.mode }} and openvpn.enabled is false: the server has no such tunnel
+{{- end }}
+{{- if and (eq $v.tunnel.mode "openvpn") (gt (int $v.replicas) 1) }}
+- tunnel.mode is openvpn with {{ $v.replicas }} replicas: a client connects to one server, and the others would have no client; set replicas to 1
+{{- end }}
+{{- if and $v.openvpn.enabled (not $v.openvpn.routes) }}
+- openvpn.routes is empty: list the networks of pods, services and node access
+{{- end }}
+{{- if and $v.openvpn.enabled (not (or $v.openvpn.clientConfigs $v.openvpn.clientConfigMap)) }}
+- openvpn.clientConfigs and openvpn.clientConfigMap are empty: no client would have a network behind it
+{{- end }}
+{{- if and $v.openvpn.clientConfigs $v.openvpn.clientConfigMap }}
+- openvpn.clientConfigs and openvpn.clientConfigMap are both set: keep one
+{{- end }}
+{{- if and $v.tunnel.stateClaim (gt (int $v.replicas) 1) }}
+- tunnel.stateClaim with {{ $v.replicas }} replicas: each server needs a state and a socket of its own
+{{- end }}
+{{- if and (eq $v.expose.strategy "Tunneling") (not $v.expose.serverName) }}
+- expose.strategy is Tunneling and expose.serverName is empty: agents reach the server by its TLS server name
+{{- end }}
+{{- if and $v.expose.serverName (ne $v.expose.strategy "Tunneling") }}
+- expose.serverName is set and expose.strategy is not Tunneling: the other strategies use node ports
+{{- end }}
+{{- if and $v.service.nodePort (eq (include "culvert-server.serviceType" .) "ClusterIP") }}
+- service.nodePort is set and the Service for agents has no node port: set service.type or expose.strategy
+{{- end }}
+{{- if and $v.egressSelector.create (ne $v.frontEnd.mode "http-connect") }}
+- egressSelector.create needs frontEnd.mode http-connect: kube-apiserver uses gRPC only over a Unix socket
+{{- end }}
+{{- $ports := list (int $v.frontEnd.port) (int $v.agents.port) (int $v.ports.admin) (int $v.ports.health) }}
+{{- if ne (len $ports) (len (uniq $ports)) }}
+- frontEnd.port, agents.port, ports.admin and ports.health must differ
+{{- end }}
+{{- if le (int $v.terminationGracePeriodSeconds) 5 }}
+- terminationGracePeriodSeconds must be more than 5: the server drains for 5 s less
+{{- end }}
+{{- end }}
+
+{{- define "culvert-server.serviceType" -}}
+{{- if .Values.expose.strategy -}}
+{{ (fromYaml (include "culvert.expose" (dict "strategy" .Values.expose.strategy "nodePort" "" "name" ""))).type }}
+{{- else -}}
+{{ .Values.service.type }}
+{{- end -}}
+{{- end }}
