@@ -101,11 +101,13 @@ affinity:
     {{- end }}
 {{- end }}
 {{- end }}
-{{- with .Values.topologySpreadConstraints }}
-topologySpreadConstraints:
-  {{- range . }}
-  - {{- toYaml (merge (deepCopy .) (dict "labelSelector" (dict "matchLabels" (fromYaml (include "culvert.selector" $))))) | nindent 4 }}
-  {{- end }}
+{{- $constraints := list -}}
+{{- range .Values.topologySpreadConstraints }}
+{{- $selector := dict "matchLabels" (fromYaml (include "culvert.selector" $)) }}
+{{- $constraints = append $constraints (merge (deepCopy .) (dict "labelSelector" $selector)) }}
+{{- end }}
+{{- with $constraints }}
+topologySpreadConstraints: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end }}
 

@@ -83,11 +83,11 @@
     fieldRef:
       fieldPath: spec.nodeName
 {{- end }}
-{{- with $v.proxy.https }}
+{{- with $v.proxy.url }}
 - name: HTTPS_PROXY
   value: {{ . | quote }}
 {{- end }}
-{{- with $v.proxy.no }}
+{{- with $v.proxy.except }}
 - name: NO_PROXY
   value: {{ . | quote }}
 {{- end }}
@@ -182,8 +182,8 @@
 {{- if and $v.leases.enabled (not $v.server.host) }}
 - leases.enabled needs server.host: an OpenVPN client counts no servers
 {{- end }}
-{{- if and $v.proxy.https $v.leases.enabled }}
-- proxy.https and leases.enabled are both set: the agent does not reach the Kubernetes API through a proxy, so it would ignore the proxy for leases; set extraEnv if this is intended
+{{- if and $v.proxy.url $v.leases.enabled }}
+- proxy.url and leases.enabled are both set: the agent does not reach the Kubernetes API through a proxy, so it would ignore the proxy for leases; set extraEnv if this is intended
 {{- end }}
 {{- if and (eq $v.kind "DaemonSet") $v.updateStrategy.maxSurge $v.hostNetwork }}
 - updateStrategy.maxSurge needs two pods on a node, and hostNetwork lets only one listen on its ports

@@ -1,0 +1,92 @@
+{{/* KKP's dashboards select the pods by this name. */}}
+{{- define "culvert-door.name" -}}nodeport-proxy-envoy{{- end }}
+
+{{- define "culvert-door.service" -}}
+{{ .Values.service.name | default (eq .Values.scope "seed" | ternary "nodeport-proxy" "front-loadbalancer") }}
+{{- end }}
+
+{{- define "culvert-door.namespace" -}}
+{{ .Values.namespace | default (eq .Values.scope "seed" | ternary "" .Release.Namespace) }}
+{{- end }}
+
+{{- define "culvert-door.annotationKey" -}}
+{{ .Values.annotationKey | default (eq .Values.scope "seed" | ternary "nodeport-proxy.k8s.io/expose" "nodeport-proxy.k8s.io/expose-namespaced") }}
+{{- end }}
+
+{{/* Arguments that the door and the updater share. */}}
+{{- define "culvert-door.sharedArgs" -}}
+{{- $v := .Values -}}
+{{- $args := list (printf "-v=%d" (int $v.log.verbosity)) (printf "--log-format=%s" $v.log.format) (printf "--expose-annotation-key=%s" (include "culvert-door.annotationKey" .)) -}}
+{{- with include "culvert-door.namespace" . }}{{ $args = append $args (printf "--namespace=%s" .) }}{{ end }}
+{{- if eq $v.scope "seed" }}
+{{- $args = concat $args (list (printf "--envoy-sni-port=%d" (int $v.ports.sni)) (printf "--envoy-tunneling-port=%d" (int $v.ports.tunneling))) }}
+{{- end }}
+{{- toYaml (append $args (printf "--envoy-stats-port=%d" (int $v.ports.stats))) }}
+{{- end }}
+
+{{- define "culvert-door.balancerArgs" -}}
+- --lb-namespace={{ .Release.Namespace }}
+- --lb-name={{ include "culvert-door.service" . }}
+{{- if eq .Values.scope "cluster" }}
+- --namespaced=true
+{{- end }}
+{{- end }}
+
+{{- define "culvert-door.args" -}}
+{{- $v := .Values -}}
+{{- $args := fromYamlArray (include "culvert-door.sharedArgs" .) -}}
+{{- $args = append $args (printf "--bind-address=%s" $v.bindAddress) }}
+{{- with $v.ports.admin }}{{ $args = append $args (printf "--envoy-admin-port=%d" (int .)) }}{{ end }}
+{{- if $v.tls.secret }}
+{{- $args = concat $args (list "--tunneling-cert=/etc/culvert/tls/tls.crt" "--tunneling-key=/etc/culvert/tls/tls.key") }}
+{{- end }}
+{{- if $v.tls.clientCASecret }}{{ $args = append $args "--tunneling-client-ca=/etc/culvert/tls/ca.crt" }}{{ end }}
+{{- if $v.tls.required }}{{ $args = append $args "--tunneling-require-tls=true" }}{{ end }}
+{{- with $v.allowedNetworks }}{{ $args = append $args (printf "--tunneling-allowed-networks=%s" (join "," .)) }}{{ end }}
+{{- with $v.proxyProtocolFrom }}{{ $args = append $args (printf "--proxy-protocol-from=%s" (join "," .)) }}{{ end }}
+{{- with $v.connectionSettings }}
+{{- $args = concat $args (list
+    (printf "--sni-listener-idle-timeout=%s" .sniListenerIdleTimeout)
+    (printf "--tunneling-connection-idle-timeout=%s" .tunnelingConnectionIdleTimeout)
+    (printf "--tunneling-stream-idle-timeout=%s" .tunnelingStreamIdleTimeout)
+    (printf "--downstream-tcp-keepalive-time=%s" .downstreamTCPKeepaliveTime)
+    (printf "--downstream-tcp-keepalive-interval=%s" .downstreamTCPKeepaliveInterval)
+    (printf "--downstream-tcp-keepalive-probes=%d" (int .downstreamTCPKeepaliveProbes))
+    (printf "--upstream-tcp-keepalive-time=%s" .upstreamTCPKeepaliveTime)
+    (printf "--upstream-tcp-keepalive-interval=%s" .upstreamTCPKeepaliveInterval)
+    (printf "--upstream-tcp-keepalive-probes=%d" (int .upstreamTCPKeepaliveProbes))) }}
+{{- end }}
+{{- $args = concat $args (list
+    (printf "--max-connections=%d" (int $v.maxConnections))
+    (printf "--drain-timeout=%ds" (sub (int $v.terminationGracePeriodSeconds) 5))) }}
+{{- if eq $v.updater "replica" }}
+{{- $args = concat $args (list "--update-loadbalancer=true") (fromYamlArray (include "culvert-door.balancerArgs" .)) }}
+{{- end }}
+{{- toYaml (concat $args $v.extraArgs) }}
+{{- end }}
+
+{{- define "culvert-door.errors" -}}
+{{- $v := .Values -}}
+{{- if and (or $v.tls.required $v.tls.clientCASecret) (not $v.tls.secret) }}
+- tls.required and tls.clientCASecret need tls.secret: without a certificate there is no TLS
+{{- end }}
+{{- if and (eq $v.scope "cluster") (or $v.tls.secret $v.allowedNetworks) }}
+- scope is cluster with tls or allowedNetworks: the door of a cluster has no CONNECT port
+{{- end }}
+{{- if and (eq $v.scope "seed") (not $v.ports.tunneling) (or $v.tls.secret $v.allowedNetworks) }}
+- ports.tunneling is 0 with tls or allowedNetworks: there is no CONNECT port
+{{- end }}
+{{- if and (eq $v.updater "none") (eq $v.service.type "LoadBalancer") $v.service.create }}
+- updater is none and the Service is a LoadBalancer: no program would add its ports
+{{- end }}
+{{- if and (eq $v.scope "cluster") $v.namespace (ne $v.namespace .Release.Namespace) }}
+- scope is cluster and namespace is not the namespace of the release: the updater has no permissions there
+{{- end }}
+{{- $ports := list (int $v.ports.stats) }}
+{{- range $port := list $v.ports.admin (eq $v.scope "seed" | ternary $v.ports.sni 0) (eq $v.scope "seed" | ternary $v.ports.tunneling 0) }}
+{{- if $port }}{{ $ports = append $ports (int $port) }}{{ end }}
+{{- end }}
+{{- if ne (len $ports) (len (uniq $ports)) }}
+- ports.sni, ports.tunneling, ports.stats and ports.admin must differ
+{{- end }}
+{{- end }}

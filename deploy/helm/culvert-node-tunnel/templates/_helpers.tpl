@@ -1,0 +1,76 @@
+{{/* KKP's dashboards select the pods by this name. */}}
+{{- define "culvert-node-tunnel.name" -}}envoy-agent{{- end }}
+
+{{/* Ports below 1024 need a capability. */}}
+{{- define "culvert-node-tunnel.capabilities" -}}
+{{- $add := list -}}
+{{- if .Values.interface.create }}{{ $add = append $add "NET_ADMIN" }}{{ end }}
+{{- range .Values.listeners }}{{ if lt (int .port) 1024 }}{{ $add = append $add "NET_BIND_SERVICE" }}{{ end }}{{ end }}
+{{- toYaml (uniq $add) }}
+{{- end }}
+
+{{/* Added capabilities have no effect for other users than root. */}}
+{{- define "culvert-node-tunnel.securityContext" -}}
+{{- $context := deepCopy .Values.securityContext -}}
+{{- with fromYamlArray (include "culvert-node-tunnel.capabilities" .) }}
+{{- $capabilities := merge (dict "add" .) ($context.capabilities | default dict) }}
+{{- $context = merge (dict "runAsUser" 0 "runAsGroup" 0 "capabilities" $capabilities) $context }}
+{{- else }}
+{{- $context = merge $context (dict "runAsNonRoot" true "runAsUser" 65532 "runAsGroup" 65532) }}
+{{- end }}
+{{- toYaml $context }}
+{{- end }}
+
+{{- define "culvert-node-tunnel.args" -}}
+{{- $v := .Values -}}
+{{- $args := list
+    (printf "-v=%d" (int $v.log.verbosity))
+    (printf "--log-format=%s" $v.log.format)
+    (printf "--proxy=%s:%d" $v.door.host (int $v.door.port)) -}}
+{{- range $listener := $v.listeners }}
+{{- range $address := $v.addresses }}
+{{- $host := contains ":" $address | ternary (printf "[%s]" $address) $address }}
+{{- $args = append $args (printf "--listen=%s:%d=%s" $host (int $listener.port) $listener.authority) }}
+{{- end }}
+{{- end }}
+{{- if $v.tls.caSecret }}
+{{- $args = append $args "--proxy-ca=/etc/culvert/door/ca.crt" }}
+{{- with $v.tls.serverName }}{{ $args = append $args (printf "--proxy-server-name=%s" .) }}{{ end }}
+{{- end }}
+{{- if $v.tls.clientSecret }}
+{{- $args = concat $args (list "--proxy-cert=/etc/culvert/door/tls.crt" "--proxy-key=/etc/culvert/door/tls.key") }}
+{{- end }}
+{{- if $v.interface.create }}
+{{- $args = concat $args (list (printf "--if=%s" $v.interface.name) (printf "--addr=%s" (join "," $v.addresses))) }}
+{{- end }}
+{{- $args = concat $args (list
+    (printf "--connections=%d" (int $v.connections))
+    (printf "--stats-port=%d" (int $v.stats.port))
+    (printf "--drain-timeout=%ds" (sub (int $v.terminationGracePeriodSeconds) 5))) }}
+{{- with $v.stats.address }}{{ $args = append $args (printf "--stats-address=%s" .) }}{{ end }}
+{{- toYaml (concat $args $v.extraArgs) }}
+{{- end }}
+
+{{- define "culvert-node-tunnel.errors" -}}
+{{- $v := .Values -}}
+{{- if not $v.door.host }}
+- door.host is empty: set the name of the seed's front door
+{{- end }}
+{{- if not $v.listeners }}
+- listeners is empty: set port and authority, for example 6443 and apiserver-external.cluster-abc123.svc.cluster.local:443
+{{- end }}
+{{- if not $v.addresses }}
+- addresses is empty: set the address of the node tunnel
+{{- end }}
+{{- if and $v.tls.clientSecret (not $v.tls.caSecret) }}
+- tls.clientSecret needs tls.caSecret: without it the door is reached in plain text
+{{- end }}
+{{- if and $v.tls.serverName (not $v.tls.caSecret) }}
+- tls.serverName needs tls.caSecret: without it the door is reached in plain text
+{{- end }}
+{{- range $v.listeners }}
+{{- if eq (int .port) (int $v.stats.port) }}
+- listener {{ .authority }} and stats.port have the same port {{ .port }}
+{{- end }}
+{{- end }}
+{{- end }}
