@@ -9,7 +9,7 @@ mod stand_ins;
 
 use std::collections::BTreeMap;
 use std::os::unix::fs::PermissionsExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 
 use culvert_tests::envoy::skip;
@@ -17,17 +17,13 @@ use culvert_tests::process::{ours, outcome as run};
 use serde_json::Value;
 use tempfile::TempDir;
 
+use crate::root;
+
 use self::archive::{Node, Unpacked, nodes};
 use self::stand_ins::{ARCH, OTHER_ARCH, StandIns, stand_ins};
 
 /// Image names of `assemble`.
 const IMAGES: [&str; 5] = ["server", "agent", "door", "node-tunnel", "all"];
-
-/// Returns the top folder of the repository.
-fn root() -> PathBuf {
-    let tests = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
-    tests.parent().unwrap().to_owned()
-}
 
 /// Returns the content of `images.toml`.
 fn description() -> Value {

@@ -8,7 +8,8 @@ use culvert_tests::envoy::skip;
 use parking_lot::Mutex;
 use tempfile::TempDir;
 
-use super::{root, run};
+use super::run;
+use crate::root;
 
 /// Names of the programs.
 pub(super) const PROGRAMS: [&str; 5] = [

@@ -7,7 +7,7 @@
 {{/* "true" if the servers use the account of their pod. */}}
 {{- define "culvert-server.ownAccount" -}}
 {{- $v := .Values -}}
-{{- if and (not $v.kubeconfig.secret) (or (eq $v.agents.auth "token") $v.leases.enabled $v.openvpn.watchNodes) -}}true{{- end -}}
+{{- if and (not $v.kubeconfig.secret) (or (eq $v.agents.auth "token") $v.leases.enabled) -}}true{{- end -}}
 {{- end }}
 
 {{/* The stock server of KKP's version knows every argument that `compat` leaves in place. */}}
@@ -206,6 +206,9 @@
 {{- end }}
 {{- if and $v.openvpn.enabled (not (or $v.openvpn.clientConfigs $v.openvpn.clientConfigMap)) }}
 - openvpn.clientConfigs and openvpn.clientConfigMap are empty: no client would have a network behind it
+{{- end }}
+{{- if and $v.openvpn.watchNodes (not $v.kubeconfig.secret) }}
+- openvpn.watchNodes needs kubeconfig.secret: the server reads Nodes only with a kubeconfig
 {{- end }}
 {{- if and $v.openvpn.clientConfigs $v.openvpn.clientConfigMap }}
 - openvpn.clientConfigs and openvpn.clientConfigMap are both set: keep one
