@@ -15,6 +15,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use culvert_host::flags::{Exit, GoDuration, HostPort};
+use culvert_host::net::congestion::LinkCongestion;
 use culvert_host::net::destinations::Destinations;
 use culvert_host::telemetry::logging::LogConfig;
 
@@ -82,6 +83,8 @@ pub struct Config {
     pub drain_timeout: Duration,
     /// Time a drained agent without connections keeps serving new dials before exiting. Default 5 s.
     pub drain_linger: Duration,
+    /// Congestion control of connections to servers. Default [`LinkCongestion::Auto`].
+    pub link_congestion: LinkCongestion,
     /// Destinations that servers may dial. By default, all but link-local and metadata addresses.
     pub destinations: Destinations,
     /// OpenVPN client, if configured.
@@ -173,6 +176,7 @@ impl Config {
             leases,
             drain_timeout,
             drain_linger,
+            link_congestion,
             destinations,
             openvpn,
             logging,
@@ -207,6 +211,7 @@ impl Config {
             format!("count-server-leases={}", leases.is_some()),
             format!("drain-timeout={}", duration(drain_timeout)),
             format!("drain-linger={}", duration(drain_linger)),
+            format!("link-congestion={link_congestion}"),
         ];
         if let Some(leases) = leases {
             let kubeconfig = leases.kubeconfig.clone().unwrap_or_default();

@@ -8,6 +8,7 @@ use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use anyhow::Context as _;
+use culvert_host::net::congestion::{ChosenCongestion, congestion};
 use culvert_host::net::listen::tune;
 use culvert_host::net::readahead::ReadAhead;
 use culvert_host::net::{dial, proxy};
@@ -65,6 +66,7 @@ pub(crate) struct Connector {
     name: ServerName<'static>,
     origin: http::Uri,
     addresses: Arc<Addresses>,
+    congestion: ChosenCongestion,
     config: Config,
 }
 
@@ -95,6 +97,8 @@ pub(crate) struct Connected {
     pub ended: CancellationToken,
     /// Address of the server; `None` if an outbound proxy or the configuration chooses the address.
     pub via: Option<Via>,
+    /// Congestion control of the connection, as the kernel names it.
+    pub congestion: String,
 }
 
 /// Transport chosen by the server in the TLS handshake.
@@ -192,6 +196,7 @@ impl Connector {
             name,
             origin,
             addresses: Arc::default(),
+            congestion: config.link_congestion.choose()?,
             config,
         })
     }
@@ -203,12 +208,14 @@ impl Connector {
         let (tcp, mut via) = timeout_at(deadline, self.tcp(deadline))
             .await
             .map_err(|_| ConnectError::TimedOut("connecting"))??;
+        let congestion = congestion(&tcp);
         let mut reached = self.greet(tcp, metadata, &connected, deadline).await?;
         if let Some(via) = &mut via {
             via.prove();
         }
         if let Reached::New(connected) = &mut reached {
             connected.via = via;
+            connected.congestion = congestion;
         }
         Ok(reached)
     }
@@ -250,6 +257,7 @@ impl Connector {
         };
         // An error here is ignored: if the connection is already gone, the TLS handshake fails too.
         let _ = tune(&stream);
+        self.congestion.apply(&stream);
         Ok((stream, via))
     }
 
@@ -314,6 +322,7 @@ impl Connector {
             },
             ended,
             via: None,
+            congestion: String::new(),
         })))
     }
 
@@ -375,6 +384,7 @@ impl Connector {
             },
             ended,
             via: None,
+            congestion: String::new(),
         })))
     }
 

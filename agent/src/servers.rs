@@ -132,6 +132,7 @@ impl Servers {
             transport,
             ended,
             via,
+            congestion,
         } = connected;
         let native = matches!(transport, Transport::Native { .. });
         let run = {
@@ -167,7 +168,10 @@ impl Servers {
             self.report(&table);
             run
         };
-        info!(server = server_id, native, "connected to a server");
+        info!(
+            server = server_id,
+            native, congestion, "connected to a server"
+        );
         let servers = self.clone();
         let span = info_span!("server", id = server_id);
         let run = async move {

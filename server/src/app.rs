@@ -10,6 +10,7 @@ use std::sync::Arc;
 
 use anyhow::Context as _;
 use culvert_host::admin;
+use culvert_host::net::congestion::congestion;
 use culvert_host::net::listen::{Keepalive, Listener};
 use culvert_host::net::networks::Networks;
 use culvert_host::runtime::shards::Shards;
@@ -156,7 +157,7 @@ impl Bound {
         };
         let router = Router::new(konnectivity, clients, limits, metrics.clone());
         let start = Start::read(config.switch.clone())?;
-        let (switcher, driver) = driver::start(start, router.clone(), metrics.clone())?;
+        let (mut switcher, driver) = driver::start(start, router.clone(), metrics.clone())?;
         let (frontend, frontend_tls) = bind_frontend(&config, &mut reloader).await?;
         let agent = admin::bind(
             &agent_files.bind.host,
@@ -164,6 +165,8 @@ impl Bound {
             "--agent-port",
         )
         .await?;
+        config.link_congestion.choose()?.apply_to_listener(&agent);
+        switcher.link_congestion = Some(congestion(&agent).into());
         let admin = admin::bind(&config.admin.host, config.admin.port, "--admin-port").await?;
         let admin_address = admin.local_addr()?;
         let admin = match &config.admin_tls {
@@ -288,6 +291,7 @@ impl Bound {
             mode = config.mode.name(),
             tunnel_mode = switcher.status().mode.as_str(),
             agents = self.agent.address(),
+            link_congestion = switcher.link_congestion.as_deref(),
             server_id = config.server_id,
             "serving"
         );

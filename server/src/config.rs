@@ -16,6 +16,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use culvert_host::flags::{Exit, GoDuration, HostPort};
+use culvert_host::net::congestion::LinkCongestion;
 use culvert_host::net::destinations::Destinations;
 use culvert_host::net::networks::Networks;
 use culvert_host::telemetry::logging::LogConfig;
@@ -63,6 +64,8 @@ pub struct Config {
     pub ready_without_agents: bool,
     /// Idle time before the server pings an agent's connection. Default 1 h, at least [`KEEPALIVE_FLOOR`].
     pub keepalive_time: Duration,
+    /// Congestion control of agents' connections. Default [`LinkCongestion::Auto`].
+    pub link_congestion: LinkCongestion,
     /// Idle time before the server pings a gRPC front-end client. Default 1 h, at least
     /// [`KEEPALIVE_FLOOR`].
     pub frontend_keepalive_time: Duration,
@@ -217,6 +220,7 @@ impl Config {
             health,
             ready_without_agents,
             keepalive_time,
+            link_congestion,
             frontend_keepalive_time,
             server_id,
             server_count,
@@ -253,6 +257,7 @@ impl Config {
             format!("health-bind={health}"),
             format!("ready-without-agents={ready_without_agents}"),
             format!("keepalive-time={}", duration(keepalive_time)),
+            format!("link-congestion={link_congestion}"),
             format!(
                 "frontend-keepalive-time={}",
                 duration(frontend_keepalive_time)

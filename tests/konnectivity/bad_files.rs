@@ -430,3 +430,16 @@ current-context: a
     ];
     ends_with("culvert-nodeport-proxy", &proxy, &[kubeconfig], &texts).await;
 }
+
+#[tokio::test]
+async fn congestion_control_that_the_kernel_lacks_is_an_error_with_the_remedy() {
+    let flags = Flags::new();
+    let wrong = ["--link-congestion=no-such".to_owned()];
+    let texts = [
+        "--link-congestion=no-such: ",
+        "load the kernel module tcp_no-such",
+    ];
+    ends_with("culvert-server", &flags.on_unix(), &wrong, &texts).await;
+    let agent = [flag("ca-cert", &flags.pki.ca), "--v=2".to_owned()];
+    ends_with("culvert-agent", &agent, &wrong, &texts).await;
+}

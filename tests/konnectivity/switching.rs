@@ -80,10 +80,11 @@ async fn culvert(args: &[&str]) -> (bool, String) {
 #[tokio::test]
 async fn switch_takes_effect_and_appears_in_status_and_metrics() {
     let services = Services::start().await.unwrap();
-    let mut server = Switchable::start(&[]).await;
+    let mut server = Switchable::start(&["--link-congestion=reno"]).await;
     let mut innocent = Innocent::open(&server.topology, services.raw).await;
 
     let status = server.status().await;
+    assert_eq!(status.link_congestion.as_deref(), Some("reno"));
     assert_eq!(
         (status.mode, status.set_by),
         (TunnelMode::Konnectivity, SetBy::Flag)

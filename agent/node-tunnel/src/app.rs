@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use culvert_host::admin::{self, Check, METRICS_TYPE, Reply};
+use culvert_host::net::congestion::disable_bbr_on_loopback;
 use culvert_host::net::listen::{Accepted, Keepalive, Listener, rebind};
-use culvert_host::net::pacing::disable_bbr_on_loopback;
 use culvert_host::runtime::shards::Shards;
 use culvert_host::runtime::spawn_essential;
 use culvert_host::telemetry::metrics::Registry;
@@ -66,7 +66,11 @@ impl Bound {
     /// or does not belong to this node. The error text names the address and the remedy.
     pub async fn bind(config: Config) -> anyhow::Result<Self> {
         let metrics = TunnelMetrics::new()?;
-        let reach = SeedProxy::new(config.proxy.clone(), config.tls.clone())?;
+        let reach = SeedProxy::new(
+            config.proxy.clone(),
+            config.tls.clone(),
+            config.link_congestion.choose()?,
+        )?;
         // A single thread does all the work of a connection to the proxy, so threads beyond the number of
         // connections would stay idle.
         let threads = Shards::default_count().map(|most| most.min(config.connections));

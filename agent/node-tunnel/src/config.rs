@@ -8,6 +8,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use culvert_host::flags::{Exit, GoDuration, HostPort};
+use culvert_host::net::congestion::LinkCongestion;
 use culvert_host::telemetry::logging::LogConfig;
 use culvert_native::window::Pings;
 use http::uri::Authority;
@@ -54,6 +55,8 @@ pub struct Config {
     /// Time for clients to disconnect after SIGTERM; the remaining clients are then disconnected. Default
     /// 25 s.
     pub drain_timeout: Duration,
+    /// Congestion control of connections to the proxy. Default [`LinkCongestion::Auto`].
+    pub link_congestion: LinkCongestion,
     /// Destination and verbosity of the log.
     pub logging: LogConfig,
     /// Warnings to log once logging works, one line each.
@@ -117,6 +120,7 @@ impl Config {
             connections,
             stats,
             drain_timeout,
+            link_congestion,
             logging,
             warnings: _,
         } = self;
@@ -140,6 +144,7 @@ impl Config {
                 lines.push(format!("connections={connections}"));
                 lines.push(format!("stats={stats}"));
                 lines.push(format!("drain-timeout={}", time(*drain_timeout)));
+                lines.push(format!("link-congestion={link_congestion}"));
             }
         }
         if let Some(tls) = tls {

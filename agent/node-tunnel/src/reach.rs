@@ -1,8 +1,8 @@
 //! The way to the seed's proxy: directly or through an HTTP proxy, in plain text or over TLS.
 
 use culvert_host::flags::HostPort;
+use culvert_host::net::congestion::{ChosenCongestion, disable_bbr_on_loopback};
 use culvert_host::net::dial::dial;
-use culvert_host::net::pacing::disable_bbr_on_loopback;
 use culvert_host::net::proxy;
 use culvert_host::net::readahead::ReadAhead;
 use culvert_host::tls::{self, Identity, TlsError, TlsOptions, TrustBundle};
@@ -20,6 +20,7 @@ use super::pool::{CONNECT_TIMEOUT, Reach};
 pub(crate) struct SeedProxy {
     address: HostPort,
     tls: Option<ProxyTls>,
+    congestion: ChosenCongestion,
 }
 
 // === impl SeedProxy ===
@@ -29,9 +30,17 @@ impl SeedProxy {
     ///
     /// # Errors
     /// Fails if a file of `tls` cannot be used. The error text names the file and the remedy.
-    pub(crate) fn new(address: HostPort, tls: Option<ProxyTls>) -> Result<Self, TlsError> {
+    pub(crate) fn new(
+        address: HostPort,
+        tls: Option<ProxyTls>,
+        congestion: ChosenCongestion,
+    ) -> Result<Self, TlsError> {
         tls.as_ref().map(connector).transpose()?;
-        Ok(Self { address, tls })
+        Ok(Self {
+            address,
+            tls,
+            congestion,
+        })
     }
 
     async fn tcp(&self) -> Result<TcpStream, String> {
@@ -47,6 +56,7 @@ impl SeedProxy {
                 connected.map_err(|error| format!("through HTTPS_PROXY: {error}"))?
             }
         };
+        self.congestion.apply(&stream);
         disable_bbr_on_loopback(&stream);
         Ok(stream)
     }

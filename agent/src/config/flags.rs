@@ -7,6 +7,7 @@ use clap::{Args, Parser};
 use culvert_host::flags::labels::{LabelError, check_selector};
 use culvert_host::flags::values::go_int;
 use culvert_host::flags::{Exit, GoDuration, KlogFlags, Parsed, Problems, StringSlice, parse};
+use culvert_host::net::congestion::LinkCongestion;
 
 use super::openvpn::OpenVpnFlags;
 use super::{Config, PROGRAM};
@@ -137,6 +138,11 @@ pub(super) struct TunnelFlags {
     /// Time a draining agent without connections keeps serving new ones before the agent exits
     #[arg(long, value_name = "DURATION", default_value = "5s")]
     pub(super) drain_linger: GoDuration,
+
+    /// Congestion control of connections to servers: auto (bbr if the kernel permits it), system (the kernel's
+    /// default), or a name such as cubic
+    #[arg(long, value_name = "NAME", default_value_t)]
+    pub(super) link_congestion: LinkCongestion,
 
     /// No effect: a full buffer delays only its own connection, and culvert_excess_buffer_bytes counts its bytes
     #[arg(long)]

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use culvert_host::flags::{Exit, HostPort};
+use culvert_host::net::congestion::LinkCongestion;
 use culvert_host::telemetry::logging::LogConfig;
 use tempfile::TempDir;
 
@@ -77,6 +78,7 @@ fn defaults_match_the_stock_agent() {
         leases: None,
         drain_timeout: Duration::from_secs(600),
         drain_linger: Duration::from_secs(5),
+        link_congestion: LinkCongestion::Auto,
         destinations: Destinations::of_agent(),
         openvpn: None,
         logging: LogConfig::default(),

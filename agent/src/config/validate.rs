@@ -87,6 +87,7 @@ impl Flags {
             leases,
             drain_timeout,
             drain_linger,
+            link_congestion: self.tunnel.link_congestion,
             destinations,
             openvpn,
             logging: self.klog.log_config(),

@@ -1,8 +1,9 @@
 //! Sockets: listeners, the PROXY protocol, admission and shares of peers, dialing with Go's error texts, the policy
-//! for destinations, the CONNECT request head, outbound proxies, read-ahead, socket options, pacing, and detection
-//! of dead peers.
+//! for destinations, the CONNECT request head, outbound proxies, read-ahead, socket options, congestion control, and
+//! detection of dead peers.
 
 pub mod admission;
+pub mod congestion;
 pub mod connect;
 pub mod destinations;
 pub mod dial;
@@ -10,7 +11,6 @@ pub mod listen;
 pub mod literal;
 pub mod networks;
 pub mod options;
-pub mod pacing;
 pub mod proxy;
 pub mod proxy_protocol;
 pub mod readahead;

@@ -51,6 +51,9 @@ pub fn render(status: &Status) -> String {
     if let Some(seconds) = status.last_switch_seconds {
         line("last switch", format!("took {}", span(seconds)));
     }
+    if let Some(congestion) = &status.link_congestion {
+        line("agent links", format!("congestion control {congestion}"));
+    }
     for problem in &status.problems {
         line("problem", problem.clone());
     }
@@ -143,6 +146,7 @@ mod tests {
         };
         let status = Status {
             draining: true,
+            link_congestion: Some("bbr".to_owned()),
             mode: Mode::Openvpn,
             set_by: SetBy::Switch,
             new_dials: vec![Kind::Openvpn, Kind::Konnectivity],
@@ -165,6 +169,7 @@ mode        openvpn (set by switch)
 new dials   openvpn, else konnectivity
 switch      draining konnectivity: 12 left, closed in 3m51s
 last switch took 0.2s
+agent links congestion control bbr
 problem     cannot save
 
 TUNNEL, PEER             HEALTH     CONNECTIONS   DIALS  KIND

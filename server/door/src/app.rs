@@ -8,6 +8,7 @@ use std::sync::atomic::Ordering;
 use anyhow::Context as _;
 use culvert_host::admin;
 use culvert_host::net::admission::Admission;
+use culvert_host::net::congestion::ChosenCongestion;
 use culvert_host::net::listen::Listener;
 use culvert_host::net::shares::Shares;
 use culvert_host::runtime::shards::Shards;
@@ -67,6 +68,7 @@ pub struct Bound {
     reloader: Reloader,
     stats: TcpListener,
     admin: Option<TcpListener>,
+    congestion: ChosenCongestion,
 }
 
 impl Bound {
@@ -109,6 +111,13 @@ impl Bound {
             Some(bind) => Some(admin::bind(&bind.host, bind.port, "--envoy-admin-port").await?),
             None => None,
         };
+        let congestion = config.link_congestion.choose()?;
+        for listener in sni
+            .iter()
+            .chain(tunneling.iter().map(|(listener, _)| listener))
+        {
+            congestion.apply_to_listener(listener);
+        }
         let local = |listener: &TcpListener| listener.local_addr();
         Ok(Self {
             addresses: Addresses {
@@ -127,6 +136,7 @@ impl Bound {
             reloader,
             stats,
             admin,
+            congestion,
         })
     }
 
@@ -164,7 +174,7 @@ impl Bound {
                 spawn_essential(&upkeep, "discovery", &stop, run);
             }
         }
-        let ports = NodePorts::new(front.clone(), &self.config.node_port_host);
+        let ports = NodePorts::new(front.clone(), &self.config.node_port_host, self.congestion);
         spawn_essential(&accepting, "node ports", &shutdown, ports.run(changed));
         let serve = admin::serve(self.stats, pages::stats(&front), stop.clone());
         spawn_essential(&upkeep, "stats", &stop, serve);

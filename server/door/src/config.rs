@@ -7,6 +7,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use culvert_host::flags::{Exit, GoDuration, HostPort};
+use culvert_host::net::congestion::LinkCongestion;
 use culvert_host::net::listen::Keepalive;
 use culvert_host::net::networks::Networks;
 use culvert_host::telemetry::logging::LogConfig;
@@ -44,6 +45,8 @@ pub struct Config {
     pub drain_timeout: Duration,
     /// Threads for connections; 0 means one per processor, at most 4.
     pub worker_threads: usize,
+    /// Congestion control of clients' connections. Default [`LinkCongestion::Auto`].
+    pub link_congestion: LinkCongestion,
     /// Destination and verbosity of the log.
     pub logging: LogConfig,
     /// Warnings for the operator, one line each, logged once logging works.
@@ -170,6 +173,7 @@ impl Config {
             max_connections,
             drain_timeout,
             worker_threads,
+            link_congestion,
             logging,
             warnings: _,
         } = self;
@@ -185,6 +189,7 @@ impl Config {
             format!("max-connections={max_connections}"),
             format!("drain-timeout={}", GoDuration::from(*drain_timeout)),
             format!("worker-threads={worker_threads}"),
+            format!("link-congestion={link_congestion}"),
         ]);
         if let Some(tunneling) = tunneling {
             lines.push(format!("tunneling-tls={}", tunneling.tls.is_some()));

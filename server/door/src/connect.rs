@@ -17,11 +17,11 @@ use std::sync::atomic::AtomicU64;
 
 use bytes::{Bytes, BytesMut};
 use culvert_host::net::admission::{Admission, Candidate, Unadmitted};
+use culvert_host::net::congestion::disable_bbr_on_loopback;
 use culvert_host::net::connect::{self, ConnectError, RequestError};
 use culvert_host::net::dial::split_host_port;
 use culvert_host::net::listen::reset_on_close;
 use culvert_host::net::networks::Networks;
-use culvert_host::net::pacing::disable_bbr_on_loopback;
 use culvert_host::net::proxy_protocol::{Origin, UNEXPECTED_HEADER, is_header};
 use culvert_host::net::readahead::ReadAhead;
 use culvert_host::telemetry::metrics::GaugeGuard;

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use culvert_host::admin;
+use culvert_host::net::congestion::ChosenCongestion;
 use culvert_host::net::listen::Listener;
 use culvert_host::runtime::shards::Shards;
 use culvert_host::runtime::spawn_essential;
@@ -28,17 +29,19 @@ pub(crate) struct NodePorts {
     open: HashMap<u16, CancellationToken>,
     /// Ports that could not be opened, with their errors.
     failed: HashMap<u16, LogOnce>,
+    congestion: ChosenCongestion,
 }
 
 impl NodePorts {
     /// Creates a set without open ports.
-    pub(crate) fn new(front: Arc<Front>, host: &str) -> Self {
+    pub(crate) fn new(front: Arc<Front>, host: &str, congestion: ChosenCongestion) -> Self {
         Self {
             front,
             host: host.to_owned(),
             listeners: TaskTracker::new(),
             open: HashMap::new(),
             failed: HashMap::new(),
+            congestion,
         }
     }
 
@@ -82,6 +85,7 @@ impl NodePorts {
                     self.failed.remove(&port);
                     info!(port, "node port opened");
                     let keepalive = &self.front.limits.downstream_keepalive;
+                    self.congestion.apply_to_listener(&listener);
                     self.serve(port, Listener::tcp(listener, keepalive));
                 }
                 Err(error) => {

@@ -12,8 +12,8 @@ use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
+use culvert_host::net::congestion::disable_bbr_on_loopback;
 use culvert_host::net::listen::reset_on_close;
-use culvert_host::net::pacing::disable_bbr_on_loopback;
 use culvert_host::net::silence::is_over;
 use culvert_stream::pump::idle;
 use culvert_stream::{CLOSE_STALL, CloseReason, HALF_OPEN_IDLE};

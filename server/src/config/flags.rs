@@ -6,6 +6,7 @@ use std::ffi::OsString;
 use clap::{Args, Parser};
 use culvert_host::flags::values::go_int;
 use culvert_host::flags::{Exit, GoDuration, KlogFlags, Parsed, Problems, StringSlice, parse};
+use culvert_host::net::congestion::LinkCongestion;
 
 use super::openvpn::OpenvpnFlags;
 use super::{Config, PROGRAM};
@@ -120,6 +121,11 @@ pub(super) struct AgentFlags {
     /// Idle time after which an agent is pinged; at least 1s. A Culvert agent is pinged after 30s at the latest
     #[arg(long, value_name = "DURATION", default_value = "1h")]
     pub(super) keepalive_time: GoDuration,
+
+    /// Congestion control of connections of agents: auto (bbr if the kernel permits it), system (the kernel's
+    /// default), or a name such as cubic
+    #[arg(long, value_name = "NAME", default_value_t)]
+    pub(super) link_congestion: LinkCongestion,
 
     /// Unique id of this server; empty uses the environment variable PROXY_SERVER_ID, or else a random UUID
     #[arg(long, value_name = "ID", default_value = "")]

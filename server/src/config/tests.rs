@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use culvert_host::flags::{Exit, HostPort};
+use culvert_host::net::congestion::LinkCongestion;
 use culvert_host::telemetry::logging::LogConfig;
 use culvert_host::tls::MinVersion;
 use culvert_kube::pace::Pace;
@@ -108,6 +109,7 @@ fn defaults_match_the_stock_server() {
         health: HostPort::new("", 8092),
         ready_without_agents: false,
         keepalive_time: Duration::from_secs(3600),
+        link_congestion: LinkCongestion::Auto,
         frontend_keepalive_time: Duration::from_secs(3600),
         server_id: "from-env".to_owned(),
         server_count: 1,

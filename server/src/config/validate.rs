@@ -99,6 +99,7 @@ impl Flags {
             health: HostPort::new(&ops.health_bind_address, health_port),
             ready_without_agents: ops.ready_without_agents,
             keepalive_time,
+            link_congestion: self.agents.link_congestion,
             frontend_keepalive_time,
             server_id,
             server_count: self.agents.server_count,

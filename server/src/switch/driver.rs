@@ -35,6 +35,8 @@ pub(crate) struct Switcher {
     requests: mpsc::Sender<Command>,
     shown: Arc<Mutex<Shown>>,
     router: Arc<Router>,
+    /// Congestion control of agents' connections, for the status.
+    pub(crate) link_congestion: Option<Arc<str>>,
 }
 
 /// Reason for refusing a request.
@@ -112,6 +114,7 @@ pub(crate) fn start(
         requests: sender.clone(),
         shown: shown.clone(),
         router: router.clone(),
+        link_congestion: None,
     };
     let driver = Driver {
         machine,
@@ -184,6 +187,7 @@ impl Switcher {
         let second = second.filter(|kind| tunnels.iter().any(|status| status.tunnel == *kind));
         let problems = [&shown.state_problem, &shown.unreadable, &shown.wrong];
         Status {
+            link_congestion: self.link_congestion.as_deref().map(str::to_owned),
             draining: self.router.is_draining(),
             mode: shown.mode,
             set_by: shown.set_by,

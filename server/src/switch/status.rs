@@ -19,6 +19,9 @@ pub struct Status {
     /// True if this server drains: it stops soon, and still serves dials.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub draining: bool,
+    /// Congestion control of agents' connections, as the kernel names it. Missing in the answer of older servers.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub link_congestion: Option<String>,
     /// Mode that was set last.
     pub mode: Mode,
     /// Origin of the mode.

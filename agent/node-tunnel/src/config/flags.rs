@@ -10,6 +10,7 @@ use culvert_host::flags::values::go_int;
 use culvert_host::flags::{
     Exit, GoDuration, HostPort, KlogFlags, Parsed, Problems, StringSlice, parse,
 };
+use culvert_host::net::congestion::LinkCongestion;
 use culvert_host::net::dial::split_host_port;
 use culvert_native::window::Pings;
 use http::uri::Authority;
@@ -130,6 +131,11 @@ struct OperationsFlags {
     /// Time for clients to disconnect after SIGTERM; 0 disconnects them at once
     #[arg(long, value_name = "DURATION", default_value = "25s")]
     drain_timeout: GoDuration,
+
+    /// Congestion control of connections to the seed's proxy: auto (bbr if the kernel permits it), system (the kernel's
+    /// default), or a name such as cubic
+    #[arg(long, value_name = "NAME", default_value_t)]
+    link_congestion: LinkCongestion,
 }
 
 // === impl Flags ===
@@ -200,6 +206,7 @@ impl Flags {
             connections,
             stats,
             drain_timeout: operations.drain_timeout.saturating(),
+            link_congestion: self.operations.link_congestion,
             logging: self.klog.log_config(),
             warnings,
         })

@@ -9,6 +9,7 @@ use anyhow::Context as _;
 use culvert_door::app as door;
 use culvert_door::config as door_config;
 use culvert_host::flags::HostPort;
+use culvert_host::net::congestion::LinkCongestion;
 use culvert_host::net::networks::Networks;
 use culvert_host::telemetry::logging::LogConfig;
 use culvert_kit::pki::{CLUSTER_NAME, KONNECTIVITY_NAME};
@@ -158,6 +159,7 @@ fn door_settings(routes: &Path) -> door_config::Config {
         stats: any_port(),
         admin: None,
         node_port_host: "127.0.0.1".to_owned(),
+        link_congestion: LinkCongestion::System,
         limits: door_config::Limits::default(),
         max_connections: MAX_CONNECTIONS,
         drain_timeout: DRAIN_TIMEOUT,
@@ -181,6 +183,7 @@ fn node_settings(door: SocketAddr) -> node_config::Config {
         interface: None,
         stats: any_port(),
         drain_timeout: DRAIN_TIMEOUT,
+        link_congestion: LinkCongestion::System,
         logging: LogConfig::default(),
         warnings: Vec::new(),
     }

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::Context as _;
+use culvert_host::net::congestion::LinkCongestion;
 use culvert_host::net::destinations::Destinations;
 use culvert_host::telemetry::logging::LogConfig;
 use culvert_host::tls::TlsOptions;
@@ -98,6 +99,7 @@ impl Plan {
             },
             agent_auth: None,
             agent_id_from: None,
+            link_congestion: LinkCongestion::System,
             destinations: Destinations::default(),
             admin: any_port(),
             admin_tls: None,

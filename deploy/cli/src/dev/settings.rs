@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use culvert_agent::config as agent_config;
 use culvert_host::flags::HostPort;
+use culvert_host::net::congestion::LinkCongestion;
 use culvert_host::net::destinations::Destinations;
 use culvert_host::telemetry::logging::LogConfig;
 
@@ -26,6 +27,7 @@ pub(super) fn agent_settings(id: &str) -> agent_config::Config {
         sync_interval: SYNC_INTERVAL,
         sync_interval_cap: SYNC_INTERVAL * 10,
         keepalive_time: Duration::from_secs(3600),
+        link_congestion: LinkCongestion::System,
         token_path: None,
         sync_forever: false,
         xfr_channel_size: 150,

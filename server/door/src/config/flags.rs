@@ -11,6 +11,7 @@ use culvert_host::flags::values::go_int;
 use culvert_host::flags::{
     Exit, GoDuration, HostPort, KlogFlags, Parsed, Problems, StringSlice, parse,
 };
+use culvert_host::net::congestion::LinkCongestion;
 
 use self::balancer::BalancerFlags;
 use super::{
@@ -174,6 +175,11 @@ struct OperationsFlags {
     #[arg(long, value_name = "DURATION", default_value = "25s")]
     drain_timeout: GoDuration,
 
+    /// Congestion control of connections of clients: auto (bbr if the kernel permits it), system (the kernel's
+    /// default), or a name such as cubic
+    #[arg(long, value_name = "NAME", default_value_t)]
+    link_congestion: LinkCongestion,
+
     /// Threads for connections; 0 means one per processor, at most 4
     #[arg(long, value_name = "N", default_value = "0", value_parser = go_int)]
     worker_threads: i64,
@@ -256,6 +262,7 @@ impl Flags {
             max_connections: u64::try_from(max).unwrap_or(0),
             drain_timeout: self.operations.drain_timeout.saturating(),
             worker_threads,
+            link_congestion: self.operations.link_congestion,
             logging,
             warnings,
         })
