@@ -10,6 +10,7 @@
 //! | [`ports`] | port numbers that no other test process uses |
 //! | [`rolling`] | traffic during a rolling update |
 //! | [`balancer`] | a TCP load balancer that picks a backend at random |
+//! | [`link`] | a link with delay, loss and a limited rate |
 //! | [`black_hole`](mod@black_hole) | an address where connects hang |
 //! | [`interop`] | the stock programs and the Go driver |
 //! | [`envoy`], [`haproxy`] | front doors of other projects |
@@ -28,6 +29,7 @@ pub mod haproxy;
 pub mod hello;
 pub mod interop;
 pub mod kube_api;
+pub mod link;
 pub mod metrics;
 pub mod namespace;
 pub mod openvpn;

@@ -1,0 +1,288 @@
+//! A network link between two addresses of one network namespace, with delay, loss, a limited rate and pauses.
+//!
+//! A program that dials [`FAR`] reaches a listener at [`LISTENER`]. Each packet passes a tun device, and a thread of this
+//! process delays or drops the packet. Unlike a proxy, the link keeps the TCP connection of the two programs as one
+//! connection: their kernel sees the delay and the loss.
+//!
+//! Both ends have addresses of this network, so the kernel would connect them directly. The thread therefore changes the
+//! addresses of each packet:
+//!
+//! ```text
+//! dialer   10.9.0.1 -> 10.9.1.2   becomes   10.9.1.1 -> 10.9.0.2   listener
+//! dialer   10.9.1.2 -> 10.9.0.1   <- was    10.9.0.2 -> 10.9.1.1   listener
+//! ```
+//!
+//! One address gains what the other loses, so all checksums stay valid.
+
+mod shaper;
+
+use std::io;
+use std::os::fd::AsFd as _;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use tokio::time::Instant;
+use tun_rs::{DeviceBuilder, SyncDevice};
+
+pub use self::shaper::Conditions;
+use self::shaper::Shaper;
+use crate::namespace::{ip, is_inside};
+
+/// Address that the dialer uses for the listener.
+pub const FAR: &str = "10.9.1.2";
+
+/// Address of the listener.
+pub const LISTENER: &str = "10.9.0.2";
+
+/// Address of the dialer.
+const DIALER: &str = "10.9.0.1";
+
+/// Name of the tun device.
+const NAME: &str = "link";
+
+/// Largest packet, in bytes, as on Ethernet.
+const MTU: u16 = 1500;
+
+/// Packets that wait for the thread. The link's own queue, not this one, limits a fast sender.
+const DEVICE_QUEUE: u32 = 10_000;
+
+/// Longest time until the thread notices the end of the link.
+const LOOK: Duration = Duration::from_millis(50);
+
+/// Packets read before due packets are sent again.
+const BATCH: usize = 64;
+
+/// Offsets in the IPv4 header of the third byte of source and destination: the byte that says "near" or "far".
+const SOURCE: usize = 14;
+const DESTINATION: usize = 18;
+
+/// A running link. Dropping the value removes the device.
+#[derive(Debug)]
+pub struct Link {
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    stop: AtomicBool,
+    dark: AtomicBool,
+    forwarded: AtomicU64,
+    dropped: AtomicU64,
+    conditions: Mutex<Conditions>,
+}
+
+impl Link {
+    /// Creates the link. `seed` decides which packets are lost or late, so two runs with the same packets lose the same
+    /// ones.
+    ///
+    /// # Errors
+    /// If the tun device cannot be created.
+    ///
+    /// # Panics
+    /// If the caller is not in a network of its own.
+    pub fn start(conditions: Conditions, seed: u64) -> io::Result<Self> {
+        assert!(is_inside(), "call namespace::alone first");
+        let device = DeviceBuilder::new()
+            .name(NAME)
+            .ipv4(DIALER, 24, None)
+            .mtu(MTU)
+            .tx_queue_len(DEVICE_QUEUE)
+            .packet_information(false)
+            .build_sync()?;
+        device.set_nonblocking(true)?;
+        ip(&format!("addr add {LISTENER}/32 dev {NAME}")).map_err(io::Error::other)?;
+        ip(&format!("route add 10.9.1.0/24 dev {NAME} src {DIALER}")).map_err(io::Error::other)?;
+        let shared = Arc::new(Shared {
+            stop: AtomicBool::new(false),
+            dark: AtomicBool::new(false),
+            forwarded: AtomicU64::new(0),
+            dropped: AtomicU64::new(0),
+            conditions: Mutex::new(conditions),
+        });
+        let work = shared.clone();
+        let thread = std::thread::Builder::new()
+            .name("link".to_owned())
+            .spawn(move || work.run(&device, seed))?;
+        Ok(Self {
+            shared,
+            thread: Some(thread),
+        })
+    }
+
+    /// Changes the conditions for packets from now on.
+    pub fn set(&self, conditions: Conditions) {
+        *self.shared.conditions.lock() = conditions;
+    }
+
+    /// Drops every packet while `dark` is true.
+    pub fn set_dark(&self, dark: bool) {
+        self.shared.dark.store(dark, Ordering::Relaxed);
+    }
+
+    /// Returns the number of forwarded packets.
+    pub fn forwarded(&self) -> u64 {
+        self.shared.forwarded.load(Ordering::Relaxed)
+    }
+
+    /// Returns the number of dropped packets.
+    pub fn dropped(&self) -> u64 {
+        self.shared.dropped.load(Ordering::Relaxed)
+    }
+}
+
+impl Drop for Link {
+    fn drop(&mut self) {
+        self.shared.stop.store(true, Ordering::Relaxed);
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Shared {
+    fn run(&self, device: &SyncDevice, seed: u64) {
+        // The two directions have separate queues, as on a line.
+        let mut ways = [Shaper::new(seed), Shaper::new(!seed)];
+        let mut buffer = [0; MTU as usize];
+        while !self.stop.load(Ordering::Relaxed) {
+            let now = Instant::now();
+            for way in &mut ways {
+                while let Some(packet) = way.due(now) {
+                    // The kernel drops a packet if the receiver's queue is full, as a host would.
+                    let _ = device.send(&packet);
+                }
+            }
+            for _ in 0..BATCH {
+                match device.recv(&mut buffer) {
+                    Ok(length) => self.take(&mut ways, &mut buffer[..length]),
+                    Err(_) => break,
+                }
+            }
+            let next = ways.iter().filter_map(Shaper::next).min();
+            let wait = next.map_or(LOOK, |at| at.saturating_duration_since(Instant::now()));
+            wait_readable(device, wait.min(LOOK));
+        }
+    }
+
+    fn take(&self, ways: &mut [Shaper; 2], packet: &mut [u8]) {
+        let Some(way) = cross(packet) else { return };
+        let conditions = *self.conditions.lock();
+        let is_taken = !self.dark.load(Ordering::Relaxed)
+            && ways[way].push(Instant::now(), packet, &conditions);
+        let counter = if is_taken {
+            &self.forwarded
+        } else {
+            &self.dropped
+        };
+        counter.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+/// Changes the addresses of a packet to those at the other end. Returns the direction: 0 for a packet of the dialer, 1
+/// for a packet of the listener. Returns `None` for a packet that is not for the other end.
+fn cross(packet: &mut [u8]) -> Option<usize> {
+    let is_version_4 = packet.first().is_some_and(|byte| byte >> 4 == 4);
+    if !is_version_4 || packet.len() < 20 || (packet[SOURCE], packet[DESTINATION]) != (0, 1) {
+        return None;
+    }
+    (packet[SOURCE], packet[DESTINATION]) = (1, 0);
+    match packet[SOURCE + 1] {
+        1 => Some(0),
+        2 => Some(1),
+        _ => None,
+    }
+}
+
+/// Waits until the device has a packet, or for `time`.
+fn wait_readable(device: &SyncDevice, time: Duration) {
+    let device = device.as_fd();
+    let mut polled = [PollFd::new(&device, PollFlags::IN)];
+    let time = Timespec {
+        tv_sec: 0,
+        tv_nsec: time.subsec_nanos().into(),
+    };
+    // An interrupted wait is only shorter.
+    let _ = poll(&mut polled, Some(&time));
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+    use tokio::net::{TcpListener, TcpStream};
+    use tokio::time::timeout;
+
+    use super::*;
+    use crate::namespace::alone;
+
+    /// Returns the two ends of a connection over the link.
+    async fn connect() -> (TcpStream, TcpStream) {
+        let listener = TcpListener::bind((LISTENER, 0)).await.unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let (dialed, accepted) = tokio::join!(TcpStream::connect((FAR, port)), listener.accept());
+        (dialed.unwrap(), accepted.unwrap().0)
+    }
+
+    #[test]
+    fn bytes_arrive_complete_in_both_directions_although_packets_are_lost() {
+        alone(async || {
+            let conditions = Conditions {
+                delay: Duration::from_millis(2),
+                jitter: Duration::from_millis(1),
+                loss: 0.02,
+                reorder: 0.02,
+                ..Conditions::default()
+            };
+            let link = Link::start(conditions, 7).unwrap();
+            let (dialed, accepted) = connect().await;
+            let sent: Vec<u8> = (0..1_000_000_u32).map(|n| (n % 251) as u8).collect();
+            let send = |stream: TcpStream| async {
+                let (mut from, mut to) = stream.into_split();
+                let write = async {
+                    to.write_all(&sent).await.unwrap();
+                    to.shutdown().await.unwrap();
+                };
+                let mut received = Vec::new();
+                let (read, ()) = tokio::join!(from.read_to_end(&mut received), write);
+                read.unwrap();
+                received
+            };
+            let (one, other) = tokio::join!(send(dialed), send(accepted));
+            assert!(one == sent && other == sent, "other bytes arrived");
+            assert!(link.dropped() > 0 && link.forwarded() > link.dropped());
+        });
+    }
+
+    #[test]
+    fn no_byte_arrives_while_the_link_is_dark_and_all_arrive_afterwards() {
+        alone(async || {
+            let link = Link::start(Conditions::default(), 1).unwrap();
+            let (mut dialed, mut accepted) = connect().await;
+            link.set_dark(true);
+            dialed.write_all(b"x").await.unwrap();
+            let wait = Duration::from_millis(300);
+            timeout(wait, accepted.read_u8()).await.unwrap_err();
+            link.set_dark(false);
+            assert_eq!(accepted.read_u8().await.unwrap(), b'x');
+            assert!(link.dropped() > 0);
+        });
+    }
+
+    #[test]
+    fn packets_for_other_addresses_do_not_cross() {
+        let mut packet = [0; 20];
+        packet[0] = 0x45;
+        packet[12..20].copy_from_slice(&[10, 9, 0, 1, 10, 9, 1, 2]);
+        assert_eq!(cross(&mut packet), Some(0));
+        assert_eq!(packet[12..20], [10, 9, 1, 1, 10, 9, 0, 2]);
+        assert_eq!(cross(&mut packet), None);
+        assert_eq!(cross(&mut packet[..10]), None);
+        assert_eq!(cross(&mut []), None);
+    }
+}
