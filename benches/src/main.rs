@@ -4,6 +4,7 @@
 //! |---|---|
 //! | [`tunnel`], [`door`], [`openvpn`] | the subcommands that compare |
 //! | [`silence`] | the subcommand that measures dials beside a silent peer |
+//! | [`path`] | the subcommand that measures server and agent over a link with delay and loss |
 //! | [`fleet`] | the subcommand that measures several servers with their agents |
 //! | [`soak`] | the subcommand that checks traffic beside faults |
 //! | [`attack`] | the subcommand that attacks every listener |
@@ -41,6 +42,7 @@ mod memory;
 mod names;
 mod openvpn;
 mod options;
+mod path;
 mod programs;
 mod report;
 mod rows;
@@ -74,6 +76,8 @@ enum Command {
     Openvpn(openvpn::Options),
     /// Dials beside a frozen peer and a network that drops packets, for every tunnel
     Silence(silence::Options),
+    /// Server and agent over a link with delay, loss and a limited rate, with each congestion control
+    Path(path::Options),
     /// Several servers and their agents: time until all are connected, and handshakes in the steady state
     Fleet(fleet::Options),
     /// All programs with checked traffic, beside random ends, freezes, rotations and attacks
@@ -101,7 +105,7 @@ fn main() -> ExitCode {
     let again = runtime.block_on(async {
         match &command {
             Command::Openvpn(_) => openvpn::again_with_stock().await,
-            Command::Silence(_) => openvpn::again().await,
+            Command::Silence(_) | Command::Path(_) => openvpn::again().await,
             Command::Attack(_) => attack::again().await,
             Command::Tunnel(_) | Command::Door(_) | Command::Fleet(_) | Command::Soak(_) => {
                 Ok(None)
@@ -122,6 +126,7 @@ fn main() -> ExitCode {
             Command::Door(options) => door::run(options).await,
             Command::Openvpn(options) => openvpn::run(options).await,
             Command::Silence(options) => silence::run(options).await,
+            Command::Path(options) => path::run(options).await,
             Command::Fleet(options) => fleet::run(options).await,
             Command::Soak(options) => soak::run(options).await,
             Command::Attack(options) => attack::run(options).await,

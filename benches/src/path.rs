@@ -1,0 +1,372 @@
+//! The subcommand `path`: server and agent on two sides of a link with delay, loss and a limited rate.
+//!
+//! Everything runs in a network of its own, with [`Link`] between agent and server. Stock programs use the kernel's
+//! default, which this subcommand sets to `cubic`, the default of most distributions.
+
+use std::fmt::Write as _;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::{Context as _, bail, ensure};
+use clap::{Args, value_parser};
+use culvert_kit::client::FrontEnd;
+use culvert_kit::pki::CLUSTER_NAME;
+use culvert_tests::link::{Conditions, FAR, Link};
+use culvert_tests::namespace::{self, hosts};
+use culvert_tests::{Executable, Mode, Topology, Transport};
+use serde_json::{Value, json};
+use tokio::time::{Instant, sleep, timeout};
+
+use crate::bulk::{self, Bulk};
+use crate::endpoint::Endpoints;
+use crate::entry::Entry;
+use crate::figures::{MIB, P50};
+use crate::harness::{ask, harness};
+use crate::load::{self, Echo, Job, Work};
+use crate::names::{AGENT, SERVER, STOCK};
+use crate::programs::Programs;
+use crate::report::Machine;
+
+/// The kernel's default, as most distributions have it.
+const DEFAULT: &str = "cubic";
+
+/// File with the kernel's default for new sockets of this network.
+const DEFAULT_FILE: &str = "/proc/sys/net/ipv4/tcp_congestion_control";
+
+/// Flags of production, as in `tunnel`.
+const AGENT_FLAGS: [&str; 3] = ["--v=1", "--sync-interval=1s", "--sync-interval-cap=10s"];
+
+/// Time limit for the tunnel to carry the first byte.
+const START_LIMIT: Duration = Duration::from_secs(60);
+const TRY_LIMIT: Duration = Duration::from_secs(10);
+
+/// Time between the start of bulk transfers and their measurement: fixed, and for each round trip.
+const RAMP: Duration = Duration::from_secs(1);
+const RAMP_TRIPS: u32 = 20;
+
+/// Time limit of a measurement without its load.
+const LIMIT: Duration = Duration::from_secs(60);
+
+/// Number of dials, one after another.
+const DIALS: u64 = 10;
+
+/// Smallest rate or speed of our programs by the stock programs.
+const TARGET: f64 = 0.95;
+
+/// Options of the subcommand.
+#[derive(Debug, Args)]
+pub(crate) struct Options {
+    /// Round trips of the link, in milliseconds
+    #[arg(long, value_name = "MS,...", value_delimiter = ',', default_values_t = [1, 30, 100], value_parser = value_parser!(u64).range(1..=1000))]
+    rtt: Vec<u64>,
+
+    /// Lost packets in each direction, in percent
+    #[arg(long, value_name = "PERCENT,...", value_delimiter = ',', default_values_t = [0.0, 0.1, 1.0, 3.0])]
+    loss: Vec<f64>,
+
+    /// Rate of the link in each direction, in Mbit/s
+    #[arg(long, value_name = "MBIT", default_value_t = 100, value_parser = value_parser!(u64).range(1..=1000))]
+    rate: u64,
+
+    /// Seconds of load per measurement
+    #[arg(long, value_name = "S", default_value_t = 4, value_parser = value_parser!(u64).range(1..=300))]
+    seconds: u64,
+
+    /// Measure only rows with this text in their names
+    #[arg(long, value_name = "TEXT", default_value = "")]
+    row: String,
+
+    /// Exit with code 1 if a target is missed
+    #[arg(long)]
+    strict: bool,
+
+    /// Write the result to a file
+    #[arg(long, value_name = "PATH")]
+    json: Option<PathBuf>,
+}
+
+/// A pair of server and agent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Contender {
+    /// The stock programs.
+    Stock,
+    /// Our programs with this `--link-congestion`.
+    Ours(&'static str),
+}
+
+const CONTENDERS: [Contender; 3] = [
+    Contender::Ours("system"),
+    Contender::Ours("auto"),
+    Contender::Stock,
+];
+
+/// A measurement.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Row {
+    Downloads(usize),
+    Uploads(usize),
+    EchoBeside,
+    Dials,
+}
+
+const ROWS: [Row; 6] = [
+    Row::Downloads(1),
+    Row::Downloads(8),
+    Row::Uploads(1),
+    Row::Uploads(8),
+    Row::EchoBeside,
+    Row::Dials,
+];
+
+// === impl Contender ===
+
+impl Contender {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Stock => STOCK,
+            Self::Ours("system") => "ours, system",
+            Self::Ours(_) => "ours, auto",
+        }
+    }
+
+    async fn start(self, programs: &Programs) -> anyhow::Result<(Topology, Entry)> {
+        let link = match self {
+            Self::Ours(choice) => Some(format!("--link-congestion={choice}")),
+            Self::Stock => None,
+        };
+        let [server, agent] = match (self, programs.stock) {
+            (Self::Ours(_), _) => [SERVER, AGENT].map(|name| programs.path(name)),
+            (Self::Stock, Some(stock)) => {
+                [&stock.proxy_server, &stock.proxy_agent].map(Clone::clone)
+            }
+            (Self::Stock, None) => bail!("needs Go"),
+        }
+        .map(Executable::At);
+        let host = format!("--proxy-server-host={CLUSTER_NAME}");
+        let of_server = ["--v=1", "--agent-bind-address=0.0.0.0"];
+        let of_server: Vec<&str> = of_server.into_iter().chain(link.as_deref()).collect();
+        let of_agent: Vec<&str> = [host.as_str()].into_iter().chain(link.as_deref()).collect();
+        let builder = Topology::builder(Mode::HttpConnect, Transport::Uds)
+            .server(server, &of_server)
+            .agent_args(&AGENT_FLAGS)
+            .agent(agent, &of_agent);
+        let topology = harness(builder.start()).await?;
+        let FrontEnd::ConnectUds(front) = topology.front_end() else {
+            bail!("the front end is not a Unix socket");
+        };
+        let entry = Entry::Connect(front.clone());
+        Ok((topology, entry))
+    }
+}
+
+// === impl Row ===
+
+impl Row {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Downloads(1) => "download, 1 connection, MiB/s",
+            Self::Downloads(_) => "download, 8 connections, MiB/s",
+            Self::Uploads(1) => "upload, 1 connection, MiB/s",
+            Self::Uploads(_) => "upload, 8 connections, MiB/s",
+            Self::EchoBeside => "echo beside 2 downloads, p50 ms",
+            Self::Dials => "dial + 1 byte, ms",
+        }
+    }
+
+    fn is_time(self) -> bool {
+        matches!(self, Self::EchoBeside | Self::Dials)
+    }
+
+    /// Returns how many times better `ours` is.
+    fn by(self, ours: f64, stock: f64) -> f64 {
+        match self.is_time() {
+            true => stock / ours,
+            false => ours / stock,
+        }
+    }
+
+    async fn measure(
+        self,
+        entry: &Entry,
+        endpoints: &Endpoints,
+        [ramp, time]: [Duration; 2],
+    ) -> anyhow::Result<f64> {
+        let target = endpoints.lean();
+        match self {
+            Self::Downloads(count) => {
+                let mut load = Bulk::default().downloads(entry, target, count);
+                sleep(ramp).await;
+                Ok(load.rate(time).await? / MIB)
+            }
+            Self::Uploads(count) => {
+                let mut load = Bulk::default().uploads(entry, target, count);
+                sleep(ramp).await;
+                Ok(load.rate(time).await? / MIB)
+            }
+            Self::EchoBeside => {
+                let figures = bulk::echo_beside(entry, target, time).await?;
+                let p50 = figures.iter().find(|(metric, _)| *metric == P50);
+                Ok(p50.context("no echo")?.1 / 1000.0)
+            }
+            Self::Dials => {
+                let done = load::run(entry, target, Job::new(Work::Dials, 1, DIALS)).await?;
+                Ok(done.elapsed.as_secs_f64() * 1000.0 / DIALS as f64)
+            }
+        }
+    }
+}
+
+/// Measures all rows and prints the table. Returns true if every measurement was possible and, with `--strict`, our
+/// programs meet the target.
+pub(crate) async fn run(options: Options) -> anyhow::Result<bool> {
+    ensure!(
+        namespace::is_inside(),
+        "needs network namespaces: run as root"
+    );
+    for loss in &options.loss {
+        ensure!(
+            (0.0..100.0).contains(loss),
+            "--loss must be 0 to 100, got {loss}"
+        );
+    }
+    let programs = Programs::find()?;
+    std::fs::write(DEFAULT_FILE, DEFAULT)
+        .with_context(|| format!("the kernel has no congestion control {DEFAULT}"))?;
+    ask(|| namespace::ip("link set lo up"))?.map_err(anyhow::Error::msg)?;
+    ask(|| hosts(&[(CLUSTER_NAME, FAR)]))?;
+    println!(
+        "{}; link of {} Mbit/s with a queue of 100 ms, {} s per measurement",
+        Machine::this(),
+        options.rate,
+        options.seconds
+    );
+    let mut head = format!("{:>6} {:>6}  {:31}", "rtt ms", "loss %", "");
+    for contender in CONTENDERS {
+        let _ = write!(head, " {:>13}", contender.name());
+    }
+    println!("{head} {:>9}  target", "by stock");
+    let (mut lines, mut clean) = (Vec::new(), true);
+    for rtt in &options.rtt {
+        for loss in &options.loss {
+            let conditions = Conditions {
+                delay: Duration::from_micros(rtt * 500),
+                loss: loss / 100.0,
+                rate: Some(options.rate as f64 * 1e6 / 8.0),
+                ..Conditions::default()
+            };
+            let measured = measure(&options, &programs, conditions).await;
+            for (row, values) in measured? {
+                let (text, is_met) = line(row, &values);
+                println!("{rtt:>6} {loss:>6}  {text}");
+                clean &= values.iter().all(Option::is_some) && (is_met || !options.strict);
+                lines.push(entry_of(*rtt, *loss, row, &values));
+            }
+        }
+    }
+    if let Some(path) = &options.json {
+        let machine = Machine::this().to_string();
+        let report = json!({ "machine": machine, "rate_mbit": options.rate, "seconds": options.seconds, "lines": lines });
+        std::fs::write(path, format!("{report:#}\n"))
+            .with_context(|| path.display().to_string())?;
+    }
+    Ok(clean)
+}
+
+/// The values of [`CONTENDERS`], in their order.
+type Values = Vec<Option<f64>>;
+
+/// Measures all rows under the same conditions.
+async fn measure(
+    options: &Options,
+    programs: &Programs,
+    conditions: Conditions,
+) -> anyhow::Result<Vec<(Row, Values)>> {
+    let is_wanted = |row: &Row| row.name().contains(&options.row);
+    let mut rows: Vec<(Row, Values)> = ROWS
+        .into_iter()
+        .filter(is_wanted)
+        .map(|row| (row, Values::new()))
+        .collect();
+    let times = [
+        RAMP + 2 * RAMP_TRIPS * conditions.delay,
+        Duration::from_secs(options.seconds),
+    ];
+    for contender in CONTENDERS {
+        // The same packets are lost for every contender.
+        let _link = ask(|| Link::start(conditions, 1))?.context("cannot create the link")?;
+        let (_topology, entry) = match contender.start(programs).await {
+            Ok(started) => started,
+            Err(error) => {
+                println!("FAILED {}: {error:#}", contender.name());
+                rows.iter_mut().for_each(|(_, values)| values.push(None));
+                continue;
+            }
+        };
+        let endpoints = Endpoints::start().await?;
+        carries(&entry, &endpoints).await?;
+        for (row, values) in &mut rows {
+            let limit = LIMIT + times.iter().sum::<Duration>();
+            let measured = timeout(limit, row.measure(&entry, &endpoints, times)).await;
+            let measured = measured.context("no result in time").flatten();
+            if let Err(error) = &measured {
+                println!("FAILED {}, {}: {error:#}", contender.name(), row.name());
+            }
+            values.push(measured.ok());
+        }
+    }
+    Ok(rows)
+}
+
+/// Waits until a tunnel carries data.
+async fn carries(entry: &Entry, endpoints: &Endpoints) -> anyhow::Result<()> {
+    let begin = Instant::now();
+    loop {
+        let echo = timeout(TRY_LIMIT, Echo::proven(entry, endpoints.lean())).await;
+        match echo.context("no answer").flatten() {
+            Ok(_) => return Ok(()),
+            Err(error) if begin.elapsed() > START_LIMIT => return Err(error),
+            Err(_) => sleep(Duration::from_millis(100)).await,
+        }
+    }
+}
+
+/// Formats a row. The second value is true if our programs meet the target, with either congestion control.
+fn line(row: Row, values: &[Option<f64>]) -> (String, bool) {
+    let mut text = format!("{:31}", row.name());
+    for value in values {
+        let value = value.map_or_else(|| "failed".to_owned(), |value| format!("{value:.2}"));
+        let _ = write!(text, " {value:>13}");
+    }
+    let [_, Some(auto), Some(stock)] = *values else {
+        return (text, true);
+    };
+    let by = row.by(auto, stock);
+    let is_met = by >= TARGET;
+    let verdict = if is_met { "met" } else { "MISSED" };
+    let _ = write!(text, " {by:>9.2}  {verdict}");
+    (text, is_met)
+}
+
+fn entry_of(rtt: u64, loss: f64, row: Row, values: &[Option<f64>]) -> Value {
+    let samples = CONTENDERS.iter().zip(values);
+    let samples: serde_json::Map<String, Value> = samples
+        .map(|(contender, value)| (contender.name().to_owned(), json!(value)))
+        .collect();
+    json!({ "rtt_ms": rtt, "loss_percent": loss, "row": row.name(), "values": samples })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn larger_rates_and_smaller_times_meet_the_target() {
+        let values = [Some(1.0), Some(2.0), Some(4.0)];
+        let (text, is_met) = line(Row::Downloads(1), &values);
+        assert!(!is_met && text.ends_with("0.50  MISSED"), "{text}");
+        let (text, is_met) = line(Row::Dials, &values);
+        assert!(is_met && text.ends_with("2.00  met"), "{text}");
+        let (text, _) = line(Row::Dials, &[None, Some(2.0), None]);
+        assert!(text.ends_with("2.00        failed"), "{text}");
+    }
+}
