@@ -102,3 +102,22 @@ fn liveness(port: u16, initial: u32) -> Value {
         "failureThreshold": 3,
     })
 }
+
+/// Returns the security context of a container that needs no permission.
+fn security() -> Value {
+    json!({
+        "allowPrivilegeEscalation": false,
+        "capabilities": {"drop": ["ALL"]},
+        "readOnlyRootFilesystem": true,
+    })
+}
+
+/// Returns the security context of a pod under Pod Security *restricted*.
+fn pod_security() -> Value {
+    json!({
+        "runAsNonRoot": true,
+        "runAsUser": 65532,
+        "fsGroup": 65532,
+        "seccompProfile": {"type": "RuntimeDefault"},
+    })
+}

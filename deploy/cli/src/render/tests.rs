@@ -69,6 +69,23 @@ fn rendered_clusters_equal_the_golden_files() {
     });
 }
 
+#[test]
+fn egress_of_kube_apiserver_is_left_alone_without_kkps_policies() {
+    let policies = |text: &str| -> Vec<Value> {
+        render(text, |objects| {
+            let all = objects.iter().filter(|it| it.part == Part::NetworkPolicies);
+            all.map(|it| it.value["metadata"]["name"].clone()).collect()
+        })
+    };
+    for tunnel in TUNNELS {
+        let text = file(tunnel, "NodePort", "");
+        assert_eq!(policies(&text).len(), 1, "{tunnel}");
+        let feature = "NodePort, features: {apiserverNetworkPolicy: false}";
+        let text = file(tunnel, feature, "");
+        assert_eq!(policies(&text), [] as [Value; 0], "{tunnel}");
+    }
+}
+
 /// Checks that the Kubernetes type knows every field. An empty list or object may be left out.
 fn fits<T: DeserializeOwned + Serialize>(value: &Value) {
     let typed: T = serde_json::from_value(value.clone()).unwrap();

@@ -6,7 +6,7 @@ use crate::render::arguments::{self, AGENT_ACCOUNT, AUDIENCE};
 use crate::render::cluster::Tunnel;
 use crate::render::target::{Program, Target};
 
-use super::{Object, Part, Place, liveness, resources};
+use super::{Object, Part, Place, liveness, pod_security, resources, security};
 
 /// Namespace of all objects.
 const NAMESPACE: &str = "kube-system";
@@ -24,23 +24,6 @@ pub(super) fn objects(target: &Target<'_>) -> Vec<Object> {
         objects.push(user(Part::NodeTunnel, node_tunnel(target)));
     }
     objects
-}
-
-fn security() -> Value {
-    json!({
-        "allowPrivilegeEscalation": false,
-        "capabilities": {"drop": ["ALL"]},
-        "readOnlyRootFilesystem": true,
-    })
-}
-
-fn pod_security() -> Value {
-    json!({
-        "runAsNonRoot": true,
-        "runAsUser": 65532,
-        "fsGroup": 65532,
-        "seccompProfile": {"type": "RuntimeDefault"},
-    })
 }
 
 fn agent(target: &Target<'_>) -> Value {

@@ -6,7 +6,7 @@ use crate::render::arguments::{self, FRONT_END_PORT};
 use crate::render::cluster::Tunnel;
 use crate::render::target::{OPENVPN_PORT, Program, Target};
 
-use super::{Object, Part, Place, resources};
+use super::{Object, Part, Place, pod_security, resources, security};
 
 /// Annotation that exposes a Service through the front door of the seed.
 const EXPOSE: &str = "nodeport-proxy.k8s.io/expose";
@@ -263,6 +263,7 @@ impl Workload {
             "command": [self.command],
             "args": self.args,
             "resources": self.resources,
+            "securityContext": security(),
         });
         if let Some(container) = container.as_object_mut().filter(|_| self.has_health) {
             container.insert(
@@ -289,6 +290,7 @@ impl Workload {
                     "metadata": {"labels": labels},
                     "spec": {
                         "serviceAccountName": "nodeport-proxy",
+                        "securityContext": pod_security(),
                         "terminationGracePeriodSeconds": 30,
                         "containers": [container],
                     },

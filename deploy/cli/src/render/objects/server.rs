@@ -6,7 +6,7 @@ use crate::render::arguments::{self, FRONT_END_PORT, SOCKET_FOLDER};
 use crate::render::cluster::Tunnel;
 use crate::render::target::{OPENVPN_PORT, Program, Target};
 
-use super::{Object, Part, Place, liveness, resources};
+use super::{Object, Part, Place, liveness, pod_security, resources, security};
 
 /// Folder of the egress file in the pod of kube-apiserver.
 const EGRESS_FOLDER: &str = "/etc/kubernetes/konnectivity";
@@ -196,13 +196,8 @@ fn deployment(target: &Target<'_>) -> Value {
         json!({"name": "state", "mountPath": "/run/culvert"}),
     ];
     let mut container = container(target, "openvpn-server", mounts);
-    let security = json!({
-        "allowPrivilegeEscalation": false,
-        "capabilities": {"drop": ["ALL"]},
-        "readOnlyRootFilesystem": true,
-    });
     if let Some(fields) = container.as_object_mut() {
-        fields.insert("securityContext".to_owned(), security);
+        fields.insert("securityContext".to_owned(), security());
     }
     let mut volumes = vec![
         secret("culvert-front-end", "culvert-front-end"),
@@ -222,17 +217,14 @@ fn deployment(target: &Target<'_>) -> Value {
         "metadata": {"name": "openvpn-server", "namespace": target.namespace, "labels": labels},
         "spec": {
             "replicas": 1,
+            // Two servers at once would share the clients.
+            "strategy": {"type": "Recreate"},
             "selector": {"matchLabels": labels},
             "template": {
                 "metadata": {"labels": labels},
                 "spec": {
                     "automountServiceAccountToken": false,
-                    "securityContext": {
-                        "runAsNonRoot": true,
-                        "runAsUser": 65532,
-                        "fsGroup": 65532,
-                        "seccompProfile": {"type": "RuntimeDefault"},
-                    },
+                    "securityContext": pod_security(),
                     "containers": [container],
                     "volumes": volumes,
                 },
