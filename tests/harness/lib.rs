@@ -14,6 +14,7 @@
 //! | [`black_hole`](mod@black_hole) | an address where connects hang |
 //! | [`interop`] | the stock programs and the Go driver |
 //! | [`envoy`], [`haproxy`] | front doors of other projects |
+//! | [`charts`] | the charts, and the programs that judge them |
 //! | [`openvpn`] | stock OpenVPN, its certificates, and the networks that it connects |
 //! | [`hello`] | the first message of a TLS client |
 //! | [`rotation`] | files that change while a program runs |
@@ -24,6 +25,7 @@
 
 pub mod balancer;
 pub mod black_hole;
+pub mod charts;
 pub mod envoy;
 pub mod haproxy;
 pub mod hello;

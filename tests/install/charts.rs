@@ -2,7 +2,6 @@
 //!
 //! | module | contents |
 //! |---|---|
-//! | [`tools`] | helm and the other judges, built at first use |
 //! | [`rendered`] | the objects of every chart with every values file |
 //! | [`arguments`] | the arguments of every container, read by the real programs and by the stock programs |
 //! | [`drift`] | generated files and copies against their sources |
@@ -12,41 +11,17 @@ mod arguments;
 mod drift;
 mod registry;
 mod rendered;
-mod tools;
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
+use culvert_tests::charts::{CHARTS, Tools, deploy, run, values_files};
 use serde_json::Value;
 use tempfile::TempDir;
 
 use self::rendered::rendered;
-use self::tools::{Tools, run};
-
-/// The charts, and the image of each in `deploy/images/images.toml`.
-const CHARTS: [(&str, &str); 4] = [
-    ("culvert-agent", "agent"),
-    ("culvert-door", "door"),
-    ("culvert-node-tunnel", "node-tunnel"),
-    ("culvert-server", "server"),
-];
 
 /// Oldest and newest version of Kubernetes whose schemas the objects must fit.
 const KUBERNETES: [&str; 2] = ["1.30", "1.37"];
-
-/// Returns a path below the folder `deploy`.
-fn deploy(path: &str) -> PathBuf {
-    crate::root().join("deploy").join(path)
-}
-
-/// Returns the values files of a chart, sorted.
-fn values_files(chart: &str) -> Vec<PathBuf> {
-    let folder = deploy("helm").join(chart).join("ci");
-    let entries = std::fs::read_dir(folder).unwrap();
-    let mut files: Vec<PathBuf> = entries.map(|entry| entry.unwrap().path()).collect();
-    files.sort();
-    assert!(!files.is_empty(), "{chart} has no values files");
-    files
-}
 
 /// Returns the name of a file without its extension.
 fn stem(file: &Path) -> &str {

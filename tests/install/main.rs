@@ -9,10 +9,4 @@
 mod charts;
 mod images;
 
-use std::path::PathBuf;
-
-/// Returns the top folder of the repository.
-fn root() -> PathBuf {
-    let tests = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
-    tests.parent().unwrap().to_owned()
-}
+use culvert_tests::charts::root;

@@ -6,12 +6,12 @@ mod files;
 
 use std::process::Command;
 
+use culvert_tests::charts::{Tools, deploy, run};
 use culvert_tests::interop::Interop;
 use serde_json::Value;
 
 use self::files::Files;
-use super::tools::{Tools, run};
-use super::{deploy, rendered};
+use super::rendered;
 
 /// Returns the texts of a list.
 pub(super) fn texts(list: &Value) -> Vec<String> {

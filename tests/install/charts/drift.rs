@@ -3,11 +3,11 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 
+use culvert_tests::charts::{CHARTS, Tools, deploy, run};
 use serde_json::Value;
 use tempfile::TempDir;
 
-use super::tools::{Tools, run};
-use super::{CHARTS, deploy, rendered};
+use super::rendered;
 
 fn read(path: &Path) -> String {
     std::fs::read_to_string(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))

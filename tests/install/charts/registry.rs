@@ -3,11 +3,10 @@
 use std::time::Duration;
 
 use culvert_tests::Program;
+use culvert_tests::charts::{CHARTS, Tools, deploy, run, values_files};
 use tempfile::TempDir;
 
 use super::rendered::template;
-use super::tools::{Tools, run};
-use super::{CHARTS, deploy, values_files};
 
 /// Longest start of the registry.
 const PATIENCE: Duration = Duration::from_secs(30);

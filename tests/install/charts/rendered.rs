@@ -3,10 +3,10 @@
 use std::path::Path;
 use std::sync::OnceLock;
 
+use culvert_tests::charts::{CHARTS, Tools, deploy, run, values_files};
 use serde_json::Value;
 
-use super::tools::{Tools, run};
-use super::{CHARTS, deploy, stem, values_files};
+use super::stem;
 
 /// A chart with a values file.
 pub(super) struct Rendered {
