@@ -15,10 +15,15 @@ app.kubernetes.io/name: {{ include (printf "%s.name" .Chart.Name) . }}
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end }}
 
-{{- define "culvert.labels" -}}
+{{/* Labels of pods. A new version of the chart alone does not change them, so that it replaces no pod. */}}
+{{- define "culvert.podLabels" -}}
 {{ include "culvert.selector" . }}
 app.kubernetes.io/part-of: culvert
-app.kubernetes.io/version: {{ .Values.image.tag | default .Chart.AppVersion | trunc 63 | quote }}
+app.kubernetes.io/version: {{ .Values.image.tag | default .Chart.AppVersion | trunc 63 | trimAll "-_." | quote }}
+{{- end }}
+
+{{- define "culvert.labels" -}}
+{{ include "culvert.podLabels" . }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end }}
@@ -49,14 +54,18 @@ securityContext: {{- toYaml . | nindent 2 }}
 terminationMessagePolicy: FallbackToLogsOnError
 {{- end }}
 
-{{/* Fields of a pod that do not depend on the program. */}}
-{{- define "culvert.pod" -}}
+{{- define "culvert.pullSecrets" -}}
 {{- with .Values.image.pullSecrets }}
 imagePullSecrets:
   {{- range . }}
   - name: {{ . }}
   {{- end }}
 {{- end }}
+{{- end }}
+
+{{/* Fields of a pod that do not depend on the program. */}}
+{{- define "culvert.pod" -}}
+{{- include "culvert.pullSecrets" . }}
 {{- with .Values.podSecurityContext }}
 securityContext: {{- toYaml . | nindent 2 }}
 {{- end }}
@@ -146,6 +155,14 @@ annotations: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end }}
 
+{{/* Error of a rolling update that the API refuses. */}}
+{{- define "culvert.updateErrors" -}}
+{{- $none := list "0" "0%" -}}
+{{- if and (has (toString .maxUnavailable) $none) (has (toString .maxSurge) $none) }}
+- updateStrategy.maxUnavailable and updateStrategy.maxSurge are both 0: no pod could be replaced
+{{- end }}
+{{- end }}
+
 {{/* Ends rendering with all errors of a chart. Each chart defines "NAME-OF-CHART.errors": one line for each error. */}}
 {{- define "culvert.validate" -}}
 {{- $errors := printf "%s\n%s" (include "culvert.commonErrors" .) (include (printf "%s.errors" .Chart.Name) .) | trim -}}
@@ -192,6 +209,9 @@ metadata:
 spec:
   restartPolicy: Never
   automountServiceAccountToken: false
+  {{- with include "culvert.pullSecrets" $root | trim }}
+  {{- . | nindent 2 }}
+  {{- end }}
   securityContext:
     runAsNonRoot: true
     runAsUser: 65532
