@@ -125,5 +125,5 @@ fn stock_programs_accept_the_arguments_with_compat() {
         assert!(refused.is_err(), "{} accepts every flag", program.display());
     }
     // Without Go, no tool would have been built either.
-    assert_eq!(count, 8);
+    assert_eq!(count, 9);
 }

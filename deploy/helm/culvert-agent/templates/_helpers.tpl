@@ -39,7 +39,7 @@
 {{- if $v.leases.enabled }}
 {{- $args = concat $args (list "--count-server-leases=true"
     (printf "--lease-namespace=%s" $v.leases.namespace)
-    (printf "--lease-label-selector=%s" $v.leases.labelSelector)) }}
+    (printf "--%s=%s" (empty $v.compat | ternary "lease-label-selector" "lease-label") $v.leases.labelSelector)) }}
 {{- if ne $v.leases.countSource "default" }}{{ $args = append $args (printf "--server-count-source=%s" $v.leases.countSource) }}{{ end }}
 {{- end }}
 {{- end }}
@@ -161,8 +161,20 @@
 {{- end }}
 {{- end }}
 
+{{- define "culvert-agent.rollingUpdate" -}}
+{{- $given := .Values.updateStrategy -}}
+{{- if eq .Values.kind "Deployment" -}}
+maxUnavailable: {{ include "culvert.or" (list $given.maxUnavailable (gt (int .Values.replicas) 1 | ternary 1 0)) }}
+maxSurge: {{ include "culvert.or" (list $given.maxSurge "25%") }}
+{{- else -}}
+maxUnavailable: {{ include "culvert.or" (list $given.maxUnavailable (empty $given.maxSurge | ternary "10%" 0)) }}
+maxSurge: {{ include "culvert.or" (list $given.maxSurge 0) }}
+{{- end }}
+{{- end }}
+
 {{- define "culvert-agent.errors" -}}
 {{- $v := .Values -}}
+{{- include "culvert.updateErrors" (fromYaml (include "culvert-agent.rollingUpdate" .)) }}
 {{- $openvpn := or $v.openvpn.remotes $v.openvpn.configMap -}}
 {{- if not (or $v.server.host $openvpn) }}
 - server.host is empty: set the name of the servers, or openvpn.remotes for an agent that is only an OpenVPN client
@@ -179,6 +191,9 @@
 {{- if and $v.compat (or $openvpn $v.destinations.allow $v.destinations.deny) }}
 - compat is set with openvpn or destinations: the stock agent does not know these flags
 {{- end }}
+{{- if and (eq $v.leases.countSource "max") (has $v.compat (list "2.28" "2.29")) }}
+- leases.countSource is max with compat {{ $v.compat }}: the stock agent of this version does not know --server-count-source
+{{- end }}
 {{- if and $v.leases.enabled (not $v.server.host) }}
 - leases.enabled needs server.host: an OpenVPN client counts no servers
 {{- end }}
@@ -188,11 +203,11 @@
 {{- if and (eq $v.kind "DaemonSet") $v.updateStrategy.maxSurge $v.hostNetwork }}
 - updateStrategy.maxSurge needs two pods on a node, and hostNetwork lets only one listen on its ports
 {{- end }}
-{{- if and (eq $v.kind "Deployment") $v.pdb.enabled (ge (int $v.pdb.minAvailable) (int $v.replicas)) }}
+{{- if and (eq $v.kind "Deployment") $v.pdb.enabled (gt (int $v.replicas) 1) (ge (int $v.pdb.minAvailable) (int $v.replicas)) }}
 - pdb.minAvailable ({{ $v.pdb.minAvailable }}) is not below replicas ({{ $v.replicas }}): no node could be drained
 {{- end }}
-{{- if le (int $v.terminationGracePeriodSeconds) 5 }}
-- terminationGracePeriodSeconds must be more than 5: the agent drains for 5 s less
+{{- if and (has $v.bind.health (list "127.0.0.1" "::1" "localhost")) (not $v.hostNetwork) }}
+- bind.health is {{ $v.bind.health }} without hostNetwork: the kubelet would probe its own node; leave it empty
 {{- end }}
 {{- if and $v.hostNetwork $v.networkPolicy.enabled }}
 - networkPolicy.enabled has no effect on pods with hostNetwork: set it to false
