@@ -4,6 +4,10 @@
 {{ .Values.service.name | default (include "culvert.fullname" .) }}
 {{- end }}
 
+{{- define "culvert-server.frontEnd" -}}
+{{ .Values.frontEnd.serviceName | default (printf "%s-front-end" (include "culvert.fullname" .)) }}
+{{- end }}
+
 {{/* "true" if the servers use the account of their pod. */}}
 {{- define "culvert-server.ownAccount" -}}
 {{- $v := .Values -}}
@@ -29,7 +33,7 @@
     "--server-ca-cert=/etc/culvert/front-end/ca.crt"
     (printf "--agent-port=%d" (int $v.agents.port))
     (printf "--admin-port=%d" (int $v.ports.admin))) }}
-{{- $bind := and $tuned (not (empty $v.compat)) | ternary "0.0.0.0" "" }}
+{{- $bind := or (and $tuned (not (empty $v.compat))) (not (empty $v.admin.tlsSecret)) | ternary "0.0.0.0" "" }}
 {{- with $v.bind.admin | default $bind }}{{ $args = append $args (printf "--admin-bind-address=%s" .) }}{{ end }}
 {{- $args = append $args (printf "--health-port=%d" (int $v.ports.health)) }}
 {{- if eq $v.agents.auth "token" }}
@@ -181,8 +185,14 @@
 {{- end }}
 {{- end }}
 
+{{- define "culvert-server.rollingUpdate" -}}
+maxUnavailable: {{ include "culvert.or" (list .Values.updateStrategy.maxUnavailable 0) }}
+maxSurge: {{ include "culvert.or" (list .Values.updateStrategy.maxSurge 1) }}
+{{- end }}
+
 {{- define "culvert-server.errors" -}}
 {{- $v := .Values -}}
+{{- include "culvert.updateErrors" (fromYaml (include "culvert-server.rollingUpdate" .)) }}
 {{- if and $v.compat (or $v.openvpn.enabled $v.destinations.allow $v.destinations.deny $v.agents.proxyProtocolFrom $v.agents.idFrom $v.admin.tlsSecret) }}
 - compat is set with openvpn, destinations, admin.tlsSecret, agents.idFrom or agents.proxyProtocolFrom: the stock server does not know these flags
 {{- end }}
@@ -228,12 +238,16 @@
 {{- if and $v.egressSelector.create (ne $v.frontEnd.mode "http-connect") }}
 - egressSelector.create needs frontEnd.mode http-connect: kube-apiserver uses gRPC only over a Unix socket
 {{- end }}
+{{- if $v.networkPolicy.frontEndEgress }}
+{{- range $v.networkPolicy.frontEndFrom }}
+{{- if or (not .podSelector) .namespaceSelector }}
+- networkPolicy.frontEndEgress needs a podSelector without a namespaceSelector in each peer of networkPolicy.frontEndFrom: a policy selects pods of its own namespace
+{{- end }}
+{{- end }}
+{{- end }}
 {{- $ports := list (int $v.frontEnd.port) (int $v.agents.port) (int $v.ports.admin) (int $v.ports.health) }}
 {{- if ne (len $ports) (len (uniq $ports)) }}
 - frontEnd.port, agents.port, ports.admin and ports.health must differ
-{{- end }}
-{{- if le (int $v.terminationGracePeriodSeconds) 5 }}
-- terminationGracePeriodSeconds must be more than 5: the server drains for 5 s less
 {{- end }}
 {{- end }}
 
