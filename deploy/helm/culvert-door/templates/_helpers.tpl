@@ -65,8 +65,14 @@
 {{- toYaml (concat $args $v.extraArgs) }}
 {{- end }}
 
+{{- define "culvert-door.rollingUpdate" -}}
+maxUnavailable: {{ include "culvert.or" (list .Values.updateStrategy.maxUnavailable "25%") }}
+maxSurge: {{ include "culvert.or" (list .Values.updateStrategy.maxSurge "25%") }}
+{{- end }}
+
 {{- define "culvert-door.errors" -}}
 {{- $v := .Values -}}
+{{- include "culvert.updateErrors" (fromYaml (include "culvert-door.rollingUpdate" .)) }}
 {{- if and (or $v.tls.required $v.tls.clientCASecret) (not $v.tls.secret) }}
 - tls.required and tls.clientCASecret need tls.secret: without a certificate there is no TLS
 {{- end }}
