@@ -3,11 +3,15 @@
 //! | module | contents |
 //! |---|---|
 //! | [`rendered`] | the objects of every chart with every values file |
+//! | [`agreement`] | the objects against those of `culvert render` |
 //! | [`arguments`] | the arguments of every container, read by the real programs and by the stock programs |
+//! | [`documents`] | commands and files in the documents |
 //! | [`drift`] | generated files and copies against their sources |
 //! | [`registry`] | a chart pushed to a registry and pulled again |
 
+mod agreement;
 mod arguments;
+mod documents;
 mod drift;
 mod registry;
 mod rendered;
