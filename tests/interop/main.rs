@@ -11,6 +11,7 @@
 //! | [`leases`] | leases of servers, and their number |
 //! | [`lives`] | killed, restarted and drained programs |
 //! | [`many`] | several servers, and several agents with one id |
+//! | [`migration`] | servers and agents of both kinds at the same time |
 //! | [`rolling`] | rolling updates of all programs |
 //! | [`strategies`] | the choice of the agent by its identifiers |
 //! | [`stalls`] | stalled connections beside a working connection |
@@ -30,6 +31,7 @@ mod held;
 mod leases;
 mod lives;
 mod many;
+mod migration;
 mod rolling;
 mod server_suite;
 mod stalls;
