@@ -1,7 +1,9 @@
 //! The cases, by topic.
 
+mod dry_run;
 mod isolation;
 mod leases;
+mod releases;
 mod tokens;
 mod traffic;
 
@@ -40,9 +42,18 @@ macro_rules! case {
 
 /// Returns all cases with their names, in the order of the fewest restarts of the control plane.
 pub(crate) fn all() -> Vec<(String, Case)> {
-    let mut cases = vec![case!(
-        isolation::seed_cannot_reach_the_node_without_a_tunnel
-    )];
+    let mut cases = vec![
+        case!(isolation::seed_cannot_reach_the_node_without_a_tunnel),
+        case!(dry_run::charts_are_accepted_with_every_values_file),
+        case!(dry_run::charts_with_the_network_of_the_node_violate_restricted),
+        case!(dry_run::helm_accepts_every_values_file),
+        case!(dry_run::manifests_are_accepted),
+        case!(dry_run::kustomize_example_is_accepted),
+        case!(dry_run::rendered_clusters_are_accepted),
+        case!(dry_run::wrong_objects_are_refused),
+        case!(releases::agents_are_installed_beside_stock_agents),
+        case!(releases::upgrades_keep_the_ports_of_the_front_door),
+    ];
     for egress in Egress::ALL {
         cases.extend([
             case!(traffic::webhook_allows_and_denies, egress),

@@ -45,6 +45,8 @@ pub(crate) const FAR_SIDE: SocketAddrV4 = SocketAddrV4::new(Ipv4Addr::new(10, 25
 const UNREACHABLE: [&str; 3] = ["10.250.0.0/16", "10.244.0.0/16", SERVICES];
 /// Network of the services.
 const SERVICES: &str = "10.240.16.0/20";
+/// Second network of the services. No packet has its addresses; Services of two IP families need them.
+const SERVICES_IPV6: &str = "fd00:240:16::/112";
 /// Name of both servers of the tunnel, for agents.
 pub(crate) const SERVERS: &str = "konnectivity-server.culvert.test";
 

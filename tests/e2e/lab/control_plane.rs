@@ -6,7 +6,7 @@ use culvert_kit::pki::Pair;
 use culvert_tests::Program;
 
 use super::pki::{Authority, SigningKey, signing_key};
-use super::{SECOND_SEED, SEED, SERVERS, SERVICES};
+use super::{SECOND_SEED, SEED, SERVERS, SERVICES, SERVICES_IPV6};
 
 /// Port of kube-apiserver.
 const PORT: u16 = 6443;
@@ -135,7 +135,7 @@ pub(super) fn apiserver(dir: &Path, files: &Credentials) -> Vec<String> {
         format!("--advertise-address={SEED}"),
         "--bind-address=0.0.0.0".to_owned(),
         format!("--cert-dir={}", dir.display()),
-        format!("--service-cluster-ip-range={SERVICES}"),
+        format!("--service-cluster-ip-range={SERVICES},{SERVICES_IPV6}"),
         format!("--client-ca-file={}", files.authority.cert.display()),
         format!(
             "--kubelet-certificate-authority={}",
