@@ -70,6 +70,10 @@ fn expected(description: &Value, image: &str, stand_ins: &StandIns) -> BTreeMap<
             Node::file(0o644, b"root:x:0:\nnonroot:x:65532:\n"),
         ),
         (
+            "/etc/host.conf".to_owned(),
+            Node::file(0o644, b"multi on\n"),
+        ),
+        (
             "/etc/ssl/certs/ca-certificates.crt".to_owned(),
             Node::file(0o644, &read(&stand_ins.certificates)),
         ),
