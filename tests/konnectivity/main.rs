@@ -25,6 +25,7 @@ mod isolation;
 mod keepalive;
 mod leaks;
 mod leases;
+mod links;
 mod listeners;
 mod native_lives;
 mod nodes;

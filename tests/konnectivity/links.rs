@@ -1,0 +1,96 @@
+//! Server and agent on two sides of a link that loses, delays or stops packets.
+
+use std::time::Duration;
+
+use culvert_kit::check;
+use culvert_kit::client::BoxedStream;
+use culvert_kit::pki::CLUSTER_NAME;
+use culvert_kit::services::Services;
+use culvert_tests::link::{Conditions, FAR, Link};
+use culvert_tests::namespace::{alone, hosts};
+use culvert_tests::{Mode, Topology, Transport};
+use tokio::task::JoinSet;
+use tokio::time::sleep;
+
+use crate::support::timely;
+
+const MIB: u64 = 1024 * 1024;
+
+/// Starts a server, and an agent that reaches the server over the link.
+async fn start(mode: Mode) -> Topology {
+    hosts(&[(CLUSTER_NAME, FAR)]);
+    let host = format!("--proxy-server-host={CLUSTER_NAME}");
+    let builder = Topology::builder(mode, Transport::Uds)
+        .servers(1)
+        .server_args(&["--agent-bind-address=0.0.0.0"]);
+    builder.agent_args(&[&host]).agents(1).start().await
+}
+
+async fn open(topology: &Topology, services: &Services) -> BoxedStream {
+    let target = services.raw.to_string();
+    timely("a dial", topology.connect(&target)).await.unwrap()
+}
+
+/// Carries bytes in both directions while the link loses, delays and reorders packets.
+async fn carry(mode: Mode) {
+    let conditions = Conditions {
+        delay: Duration::from_millis(10),
+        jitter: Duration::from_millis(5),
+        loss: 0.02,
+        reorder: 0.01,
+        rate: Some(12.5e6),
+        ..Conditions::default()
+    };
+    let link = Link::start(conditions, 42).unwrap();
+    let services = Services::start().await.unwrap();
+    let topology = start(mode).await;
+    let mut checks = JoinSet::new();
+    for _ in 0..4 {
+        checks.spawn(check::download(open(&topology, &services).await, MIB));
+        checks.spawn(check::upload(open(&topology, &services).await, MIB));
+        checks.spawn(check::echo(open(&topology, &services).await, 20, 500));
+    }
+    for checked in timely("all checks", checks.join_all()).await {
+        checked.unwrap();
+    }
+    assert!(link.dropped() > 0);
+}
+
+#[test]
+fn bytes_arrive_over_a_link_that_loses_packets_with_grpc() {
+    alone(async || carry(Mode::Grpc).await);
+}
+
+#[test]
+fn bytes_arrive_over_a_link_that_loses_packets_with_connect() {
+    alone(async || carry(Mode::HttpConnect).await);
+}
+
+#[test]
+fn pause_of_the_link_cuts_no_stream_and_fails_no_dial() {
+    alone(async || {
+        let link = Link::start(Conditions::default(), 1).unwrap();
+        let services = Services::start().await.unwrap();
+        let topology = start(Mode::HttpConnect).await;
+        let mut streams = Vec::new();
+        for _ in 0..20 {
+            streams.push(open(&topology, &services).await);
+        }
+        link.set_dark(true);
+        let pause = async {
+            sleep(Duration::from_secs(5)).await;
+            link.set_dark(false);
+        };
+        // This dial begins while the link carries nothing.
+        let (late, ()) = tokio::join!(open(&topology, &services), pause);
+        streams.push(late);
+        let mut checks = JoinSet::new();
+        for stream in streams {
+            checks.spawn(check::echo(stream, 5, 10_000));
+        }
+        for checked in timely("all echoes", checks.join_all()).await {
+            checked.unwrap();
+        }
+        assert_eq!(topology.ready_agents(0).await, 1.0);
+    });
+}
