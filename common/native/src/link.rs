@@ -1,10 +1,13 @@
-//! One HTTP/2 connection of the native transport: the settings and the driver.
+//! One HTTP/2 connection of the native transport, or of a packet stream: the settings and the driver.
+
+mod packets;
 
 use std::future::{Future as _, poll_fn};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
+use bytes::Buf;
 use h2::server::SendResponse;
 use h2::{RecvStream, client, server};
 use http::Request;
@@ -14,6 +17,8 @@ use super::counting_reader::CountingReader;
 use super::halves::Chunk;
 use super::window::{Inbound, OPENER_HELD_BYTES, Pings, TAKER_HELD_BYTES, Tuner};
 use super::{CONNECTION_WINDOW_BYTES, FRAME_BYTES, SEND_BYTES};
+
+pub use self::packets::{AGENT_SEND_BYTES, SERVER_SEND_BYTES};
 
 /// Number of reset streams to remember per connection. Frames in flight during the reset are expected for a
 /// remembered stream; for a forgotten stream, every such frame costs another reset.
@@ -26,15 +31,19 @@ const SMALL_FRAMES: usize = 64 * 1024 * 1024;
 /// Largest accepted header block, in bytes. Our programs send less than 1 KiB, except for long error texts.
 const HEADER_BYTES: u32 = 64 * 1024;
 
-/// Client end of an HTTP/2 connection, which opens streams; used by the server for an agent connection.
-pub struct Opener<S> {
-    connection: client::Connection<CountingReader<S>, Chunk>,
+/// Client end of an HTTP/2 connection, which opens streams; used by the server for a native agent connection, and by
+/// the agent for a packet stream.
+pub struct Opener<S, B: Buf = Chunk> {
+    connection: client::Connection<CountingReader<S>, B>,
+    inbound: Arc<Inbound>,
     tuner: Tuner,
 }
 
-/// Server end of an HTTP/2 connection, which accepts streams; used by the agent for an agent connection.
-pub struct Taker<S> {
-    connection: server::Connection<CountingReader<S>, Chunk>,
+/// Server end of an HTTP/2 connection, which accepts streams; used by the agent for a native agent connection, and by
+/// the server for a packet stream.
+pub struct Taker<S, B: Buf = Chunk> {
+    connection: server::Connection<CountingReader<S>, B>,
+    inbound: Arc<Inbound>,
     tuner: Tuner,
 }
 
@@ -65,10 +74,10 @@ impl TakerLimits {
 }
 
 /// Stream opened by the peer.
-pub type Incoming = (Request<RecvStream>, SendResponse<Chunk>);
+pub type Incoming<B = Chunk> = (Request<RecvStream>, SendResponse<B>);
 
 /// Handle for opening streams.
-pub type Requests = client::SendRequest<Chunk>;
+pub type Requests<B = Chunk> = client::SendRequest<B>;
 
 impl<S: AsyncRead + AsyncWrite + Unpin> Opener<S> {
     /// Starts HTTP/2 as the client.
@@ -94,10 +103,17 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Opener<S> {
             .handshake(CountingReader::new(stream, inbound.clone()))
             .await?;
         let ping = connection.ping_pong().ok_or_else(unpingable)?;
-        let tuner = Tuner::new(ping, inbound, OPENER_HELD_BYTES, pings);
-        Ok((requests, Self { connection, tuner }))
+        let tuner = Tuner::new(ping, inbound.clone(), OPENER_HELD_BYTES, pings);
+        let opener = Self {
+            connection,
+            inbound,
+            tuner,
+        };
+        Ok((requests, opener))
     }
+}
 
+impl<S: AsyncRead + AsyncWrite + Unpin, B: Buf> Opener<S, B> {
     /// Drives the connection to its end.
     ///
     /// # Errors
@@ -122,12 +138,22 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Opener<S> {
     }
 
     fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), String>> {
-        let Self { connection, tuner } = self;
+        let Self {
+            connection,
+            inbound,
+            tuner,
+        } = self;
         loop {
             if let Poll::Ready(ended) = Pin::new(&mut *connection).poll(cx) {
                 return Poll::Ready(ended.map_err(|error| error.to_string()));
             }
-            let announce = |window| connection.set_initial_window_size(window);
+            let announce = |window| {
+                if inbound.is_of_connection() {
+                    connection.set_target_window_size(window);
+                    return Ok(());
+                }
+                connection.set_initial_window_size(window)
+            };
             match tuner.poll(cx, announce) {
                 Ok(true) => {}
                 Ok(false) => return Poll::Pending,
@@ -161,10 +187,16 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Taker<S> {
             .handshake::<_, Chunk>(CountingReader::new(stream, inbound.clone()))
             .await?;
         let ping = connection.ping_pong().ok_or_else(unpingable)?;
-        let tuner = Tuner::new(ping, inbound, limits.held_bytes, limits.pings);
-        Ok(Self { connection, tuner })
+        let tuner = Tuner::new(ping, inbound.clone(), limits.held_bytes, limits.pings);
+        Ok(Self {
+            connection,
+            inbound,
+            tuner,
+        })
     }
+}
 
+impl<S: AsyncRead + AsyncWrite + Unpin, B: Buf> Taker<S, B> {
     /// Makes the peer stop opening streams. Open streams continue, and [`next`](Self::next) ends with the
     /// last open stream.
     pub fn drain(&mut self) {
@@ -183,14 +215,24 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Taker<S> {
     ///
     /// # Errors
     /// Fails with the cause if the connection broke or the peer is silent.
-    pub async fn next(&mut self) -> Result<Option<Incoming>, String> {
-        let Self { connection, tuner } = self;
+    pub async fn next(&mut self) -> Result<Option<Incoming<B>>, String> {
+        let Self {
+            connection,
+            inbound,
+            tuner,
+        } = self;
         poll_fn(|cx| {
             loop {
                 if let Poll::Ready(next) = connection.poll_accept(cx) {
                     return Poll::Ready(next.transpose().map_err(|error| error.to_string()));
                 }
-                let announce = |window| connection.set_initial_window_size(window);
+                let announce = |window| {
+                    if inbound.is_of_connection() {
+                        connection.set_target_window_size(window);
+                        return Ok(());
+                    }
+                    connection.set_initial_window_size(window)
+                };
                 match tuner.poll(cx, announce) {
                     Ok(true) => {}
                     Ok(false) => return Poll::Pending,

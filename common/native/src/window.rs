@@ -1,4 +1,5 @@
-//! The flow-control window of the streams of one connection: how far a peer may send ahead.
+//! The flow-control window of one connection: how far a peer may send ahead. On a native connection every stream
+//! has the window. A packet stream is the only stream of its connection, so the connection has the window.
 //!
 //! If the window is too large, bulk data queues up in the sockets between the two ends, and small streams
 //! wait behind the queue. If the window is too small, a long path is never full. So the window follows the
@@ -6,11 +7,14 @@
 //! lengthens the round trips under load but not the shortest round trip, so a queue does not enlarge the
 //! window. The measurement sends nothing while nothing is received.
 //!
-//! A shrinking window can stall a stream. `h2` sends a window update once the released bytes amount to half
+//! A shrinking stream window can stall a stream. `h2` sends a window update once the released bytes amount to half
 //! of the sender's remaining window, and checks the amount only when more bytes are released. If the bytes
 //! waiting in `h2` exceed the new, smaller window, the sender has no window left, nothing more arrives, and
 //! the stream stalls forever. So no released bytes wait in `h2`: a source keeps them until `h2` would send
-//! the update at once ([`Inbound::is_due`]), and checks again when the window in force changes.
+//! the update at once ([`Inbound::is_due`]), and checks again when the window in force changes. A connection window
+//! cannot stall: the sender keeps its window, and `h2` withholds updates until the smaller window is in force.
+
+mod profile;
 
 use std::future::Future as _;
 use std::pin::Pin;
@@ -25,20 +29,10 @@ use tokio::sync::Notify;
 use tokio::sync::futures::Notified;
 use tokio::time::{Instant, Sleep, sleep};
 
-/// Window of a short path and initial window of a Konnectivity connection, in bytes. Smaller windows cost
-/// processor time, because the two ends wait for each other more often (docs/decisions/0008).
-pub const SHORT_PATH_BYTES: u32 = 1024 * 1024;
-
-/// Window of a short path, in bytes, while small streams are active alongside bulk traffic. Small streams
-/// queue behind up to this much bulk data.
-pub const BESIDE_BYTES: u32 = 64 * 1024;
-
-/// Largest window, in bytes: 210 MiB/s at 100 ms. Up to a third of the window is not available to the sender,
-/// because `h2` sends a window update only once the released bytes amount to half of the remaining window.
-pub const LONG_PATH_BYTES: u32 = 32 * 1024 * 1024;
-
-/// Smallest window, in bytes, for a connection with many unread bytes in stalled streams.
-pub const CROWDED_BYTES: u32 = 64 * 1024;
+pub use self::profile::{
+    BESIDE_BYTES, CROWDED_BYTES, LONG_PATH_BYTES, PACKETS_BESIDE_BYTES, PACKETS_LONG_PATH_BYTES,
+    SHORT_PATH_BYTES, WindowProfile,
+};
 
 /// Bytes to receive before the path is measured again.
 const SAMPLE_BYTES: u64 = 128 * 1024;
@@ -81,18 +75,6 @@ pub struct Pings {
     pub timeout: Duration,
 }
 
-/// Smallest windows of a connection's streams. Crowding shrinks the windows further, down to
-/// [`CROWDED_BYTES`].
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum WindowProfile {
-    /// Konnectivity connections: [`SHORT_PATH_BYTES`], and [`BESIDE_BYTES`] while small streams are active
-    /// alongside bulk traffic.
-    #[default]
-    Shared,
-    /// Connections with a given window in bytes, which small streams do not shrink.
-    Fixed(u32),
-}
-
 /// Counters of the bytes received on a connection, and the window of the streams.
 #[derive(Debug)]
 pub struct Inbound {
@@ -101,10 +83,12 @@ pub struct Inbound {
     /// Bytes received on the connection, of any kind. Every byte proves that the peer is alive.
     pub(crate) heard: AtomicU64,
     /// Bytes received and not yet accepted by a sink.
-    pub held: AtomicUsize,
-    /// Number of frames on small streams.
+    pub held: Arc<AtomicUsize>,
+    /// Number of frames on small streams, or of small messages in a packet stream.
     pub small: AtomicUsize,
     profile: WindowProfile,
+    /// False while the peer of a packet stream is not authenticated.
+    is_admitted: AtomicBool,
     window: AtomicU32,
     resized: Notify,
     /// True if the tuner has to ping the peer at once.
@@ -118,7 +102,7 @@ pub struct Inbound {
 #[error("the peer is silent: no byte received for {0:?} after a ping")]
 pub struct Silent(Duration);
 
-/// Tuner of the stream windows of a connection. Measures the path with pings.
+/// Tuner of the window of a connection. Measures the path with pings.
 pub struct Tuner {
     ping: PingPong,
     pings: Pings,
@@ -178,26 +162,6 @@ impl Pings {
     }
 }
 
-// === impl WindowProfile ===
-
-impl WindowProfile {
-    /// Returns the initial window, which is also the window of a short path, in bytes.
-    fn short_path(self) -> u32 {
-        match self {
-            Self::Shared => SHORT_PATH_BYTES,
-            Self::Fixed(bytes) => bytes,
-        }
-    }
-
-    /// Returns the window of a short path, in bytes, while small streams are active alongside bulk traffic.
-    fn beside(self) -> u32 {
-        match self {
-            Self::Shared => BESIDE_BYTES,
-            Self::Fixed(bytes) => bytes,
-        }
-    }
-}
-
 // === impl Inbound ===
 
 impl Default for Inbound {
@@ -207,15 +171,16 @@ impl Default for Inbound {
 }
 
 impl Inbound {
-    /// Creates the counters of a connection with the stream windows of `profile`.
+    /// Creates the counters of a connection with the windows of `profile`.
     pub fn new(profile: WindowProfile) -> Self {
         Self {
             received: AtomicU64::new(0),
             heard: AtomicU64::new(0),
-            held: AtomicUsize::new(0),
+            held: Arc::default(),
             small: AtomicUsize::new(0),
             profile,
-            window: AtomicU32::new(profile.short_path()),
+            is_admitted: AtomicBool::new(!profile.is_of_connection()),
+            window: AtomicU32::new(profile.initial()),
             resized: Notify::new(),
             probe: AtomicBool::new(false),
             tuner: AtomicWaker::new(),
@@ -226,6 +191,17 @@ impl Inbound {
     /// proves that the peer is alive.
     pub fn heard(&self) -> u64 {
         self.heard.load(Ordering::Relaxed)
+    }
+
+    /// Opens the window of a packet stream, once its peer is authenticated.
+    pub fn admit(&self) {
+        self.is_admitted.store(true, Ordering::Release);
+        self.tuner.wake();
+    }
+
+    /// Returns true if the connection has the window, and not each stream.
+    pub(crate) fn is_of_connection(&self) -> bool {
+        self.profile.is_of_connection()
     }
 
     /// Pings the peer at once, unless an earlier ping is still unanswered.
@@ -247,10 +223,19 @@ impl Inbound {
         self.resized.notified()
     }
 
-    /// Returns the window of every stream, in bytes. While the peer has not confirmed a new window, returns
-    /// the larger of the old and the new window.
+    /// Returns the window in bytes, see [`WindowProfile`]. While the peer has not confirmed a new window of streams,
+    /// returns the larger of the old and the new window.
     pub fn window(&self) -> u32 {
         self.window.load(Ordering::Relaxed)
+    }
+
+    /// Returns the number of bytes that arrived along the path. A packet stream is the only stream of its connection,
+    /// so all bytes count.
+    fn arrived(&self) -> u64 {
+        match self.is_of_connection() {
+            true => self.heard(),
+            false => self.received.load(Ordering::Relaxed),
+        }
     }
 
     fn resize(&self, window: u32) {
@@ -295,6 +280,10 @@ impl Tuner {
         cx: &mut Context<'_>,
         announce: impl FnOnce(u32) -> Result<(), h2::Error>,
     ) -> Result<bool, Silent> {
+        self.inbound.tuner.register(cx.waker());
+        if !self.inbound.is_admitted.load(Ordering::Acquire) {
+            return Ok(false);
+        }
         self.look(cx)?;
         let (before, wanted) = (self.announced, self.estimate.window);
         let in_force = self.inbound.window();
@@ -308,7 +297,6 @@ impl Tuner {
     }
 
     fn look(&mut self, cx: &mut Context<'_>) -> Result<(), Silent> {
-        self.inbound.tuner.register(cx.waker());
         let held = self.inbound.held.load(Ordering::Relaxed);
         self.estimate.crowded(held);
         let small = self.inbound.small.load(Ordering::Relaxed);
@@ -320,7 +308,7 @@ impl Tuner {
                 self.estimate.beside();
             }
         }
-        let received = self.inbound.received.load(Ordering::Relaxed);
+        let received = self.inbound.arrived();
         if let Some(asked) = &self.asked {
             if let Poll::Ready(answer) = self.ping.poll_pong(cx) {
                 let (bytes, took) = (received - asked.received, asked.at.elapsed());
@@ -431,7 +419,8 @@ impl Estimate {
             false => self.profile.short_path(),
         };
         let twice = self.bdp.saturating_mul(2);
-        twice.clamp(floor, LONG_PATH_BYTES).next_power_of_two()
+        let (_, ceiling) = self.profile.limits();
+        twice.clamp(floor, ceiling).next_power_of_two()
     }
 
     /// Returns the largest window while `held` bytes are unread: half of the remaining budget, so that several
@@ -443,9 +432,8 @@ impl Estimate {
         let share = u32::try_from(share).unwrap_or(u32::MAX);
         // Largest power of two up to `share`.
         let power = 1u32.checked_shl(share.checked_ilog2().unwrap_or(0));
-        power
-            .unwrap_or(u32::MAX)
-            .clamp(CROWDED_BYTES, LONG_PATH_BYTES)
+        let (smallest, largest) = self.profile.limits();
+        power.unwrap_or(u32::MAX).clamp(smallest, largest)
     }
 }
 

@@ -101,3 +101,18 @@ fn a_window_shrinks_after_the_path_got_faster() {
     settle(&mut estimate, 100, 100_000);
     assert_eq!(settle(&mut estimate, 1, 100_000), SHORT_PATH_BYTES);
 }
+
+#[test]
+fn packet_stream_has_bounds_of_its_own() {
+    let mut estimate = Estimate::new(WindowProfile::Packets, BUDGET);
+    assert_eq!(settle(&mut estimate, 1, 100_000), SHORT_PATH_BYTES);
+    estimate.beside();
+    assert_eq!(estimate.window, PACKETS_BESIDE_BYTES);
+    let mut estimate = Estimate::new(WindowProfile::Packets, BUDGET);
+    assert_eq!(
+        settle(&mut estimate, 100, 1_000_000),
+        PACKETS_LONG_PATH_BYTES
+    );
+    estimate.crowded(BUDGET);
+    assert_eq!(estimate.window, PACKETS_BESIDE_BYTES);
+}

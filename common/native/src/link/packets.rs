@@ -1,0 +1,103 @@
+//! The HTTP/2 connection of a packet stream, with a stock program at the other end.
+//!
+//! All connections of an agent share the stream, so bulk queues up in front of small messages, up to the window. The
+//! stream keeps a window of [`PACKETS_LONG_PATH_BYTES`] for its life. The window of the *connection* follows the path:
+//! a change needs no SETTINGS round trip, and a smaller window takes nothing back from the sender.
+
+use std::sync::Arc;
+
+use bytes::Buf;
+use h2::{client, server};
+use tokio::io::{AsyncRead, AsyncWrite};
+
+use super::{HEADER_BYTES, Opener, SMALL_FRAMES, Taker, unpingable};
+use crate::counting_reader::CountingReader;
+use crate::window::{Inbound, OPENER_HELD_BYTES, PACKETS_LONG_PATH_BYTES, Pings, Tuner};
+
+/// Largest accepted frame, in bytes; stock peers send at most 16 KiB.
+const FRAME_BYTES: u32 = 64 * 1024;
+
+/// Largest number of unsent bytes of the stream in HTTP/2 at the server. The queue in front of HTTP/2 has a bound of
+/// its own.
+pub const SERVER_SEND_BYTES: usize = 400 * 1024;
+
+/// Largest number of unsent bytes of the stream in HTTP/2 at the agent.
+pub const AGENT_SEND_BYTES: usize = 1024 * 1024;
+
+/// Number of streams that a peer may have reset because of its own errors before its connection ends.
+const ERROR_RESETS: usize = 1024;
+
+/// Unread bytes of all connections of a packet stream together from which the stream has the smallest window. The
+/// buffers of each connection have a bound of their own. A smaller value would shrink the window of a long path.
+const HELD_BYTES: usize = OPENER_HELD_BYTES;
+
+/// Number of calls that an agent opens on one connection.
+const CALLS: usize = 1;
+
+impl<S: AsyncRead + AsyncWrite + Unpin, B: Buf> Taker<S, B> {
+    /// Starts HTTP/2 as the server of at most `streams` calls at once. `inbound` has the profile
+    /// [`Packets`](crate::window::WindowProfile::Packets).
+    ///
+    /// # Errors
+    /// Fails if the connection breaks or the peer uses another protocol.
+    pub async fn for_packets(
+        stream: S,
+        inbound: Arc<Inbound>,
+        streams: u32,
+        pings: Pings,
+    ) -> Result<Self, h2::Error> {
+        let mut connection = server::Builder::new()
+            .initial_window_size(PACKETS_LONG_PATH_BYTES)
+            .max_frame_size(FRAME_BYTES)
+            .max_send_buffer_size(SERVER_SEND_BYTES)
+            .max_concurrent_streams(streams)
+            .max_header_list_size(HEADER_BYTES)
+            .max_local_error_reset_streams(Some(ERROR_RESETS))
+            .data_frame_budget(SMALL_FRAMES)
+            .handshake::<_, B>(CountingReader::new(stream, inbound.clone()))
+            .await?;
+        let ping = connection.ping_pong().ok_or_else(unpingable)?;
+        let tuner = Tuner::new(ping, inbound.clone(), HELD_BYTES, pings);
+        Ok(Self {
+            connection,
+            inbound,
+            tuner,
+        })
+    }
+}
+
+impl<S: AsyncRead + AsyncWrite + Unpin, B: Buf> Opener<S, B> {
+    /// Starts HTTP/2 as the client of one call. `inbound` has the profile
+    /// [`Packets`](crate::window::WindowProfile::Packets).
+    ///
+    /// # Errors
+    /// Fails if the connection breaks.
+    pub async fn for_packets(
+        stream: S,
+        inbound: Arc<Inbound>,
+        pings: Pings,
+    ) -> Result<(client::SendRequest<B>, Self), h2::Error> {
+        let (requests, mut connection) = client::Builder::new()
+            .initial_window_size(PACKETS_LONG_PATH_BYTES)
+            .max_frame_size(FRAME_BYTES)
+            .max_send_buffer_size(AGENT_SEND_BYTES)
+            .max_header_list_size(HEADER_BYTES)
+            .max_local_error_reset_streams(Some(ERROR_RESETS))
+            .data_frame_budget(SMALL_FRAMES)
+            .initial_max_send_streams(CALLS)
+            .enable_push(false)
+            .handshake(CountingReader::new(stream, inbound.clone()))
+            .await?;
+        let ping = connection.ping_pong().ok_or_else(unpingable)?;
+        let tuner = Tuner::new(ping, inbound.clone(), HELD_BYTES, pings);
+        let opener = Self {
+            connection,
+            inbound,
+            tuner,
+        };
+        Ok((requests, opener))
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,304 @@
+#![allow(clippy::unwrap_used)]
+
+use std::future::poll_fn;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use bytes::Bytes;
+use h2::{RecvStream, SendStream};
+use http::{Request, Response};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, DuplexStream, duplex};
+use tokio::sync::{mpsc, watch};
+use tokio::task::JoinHandle;
+use tokio::time::{Instant, sleep, sleep_until, timeout};
+
+use super::*;
+use crate::window::{PACKETS_BESIDE_BYTES, SHORT_PATH_BYTES, WindowProfile};
+
+const LIMIT: Duration = Duration::from_secs(60);
+
+const PINGS: Pings = Pings {
+    idle: Duration::from_secs(30),
+    timeout: Duration::from_secs(20),
+};
+
+/// One way along a path of 100 ms, and along a path within a host.
+const FAR: Duration = Duration::from_millis(50);
+const NEAR: Duration = Duration::from_micros(50);
+
+/// Bytes per second of a path.
+const RATE: u32 = 30_000_000;
+
+/// Window of the long path: the power of two above twice its 3 MB.
+const FAR_BYTES: u32 = 8 << 20;
+
+/// Bytes in a frame of bulk.
+const PIECE: usize = 16 * 1024;
+
+/// Connects two pipes by a path of [`RATE`]. Every piece arrives after the delay that `delay` has when the piece is
+/// sent.
+fn path(delay: &watch::Receiver<Duration>) -> (DuplexStream, DuplexStream) {
+    let (near, near_end) = duplex(1 << 16);
+    let (far, far_end) = duplex(1 << 16);
+    let (near_read, near_write) = tokio::io::split(near_end);
+    let (far_read, far_write) = tokio::io::split(far_end);
+    for (mut from, mut to) in [(near_read, far_write), (far_read, near_write)] {
+        let (sent, mut in_flight) = mpsc::unbounded_channel::<(Instant, Bytes)>();
+        let delay = delay.clone();
+        tokio::spawn(async move {
+            let mut buffer = vec![0; 1 << 16];
+            let mut left = Instant::now();
+            while let Ok(read @ 1..) = from.read(&mut buffer).await {
+                let piece = buffer.iter().copied().take(read).collect();
+                let time = Duration::from_secs_f64(read as f64 / f64::from(RATE));
+                left = left.max(Instant::now()) + time;
+                let due = left + *delay.borrow();
+                if sent.send((due, piece)).is_err() {
+                    return;
+                }
+            }
+        });
+        tokio::spawn(async move {
+            while let Some((due, piece)) = in_flight.recv().await {
+                sleep_until(due).await;
+                if to.write_all(&piece).await.is_err() {
+                    return;
+                }
+            }
+        });
+    }
+    (near, far)
+}
+
+/// A server that reads everything, and an agent that calls it.
+struct Stream {
+    inbound: Arc<Inbound>,
+    delay: watch::Sender<Duration>,
+    /// The agent's packets.
+    packets: SendStream<Bytes>,
+    /// The body at the server, unless the server reads it.
+    unread: Option<RecvStream>,
+}
+
+impl Stream {
+    /// Connects an agent. The server reads the body if `reads` is true.
+    async fn open(one_way: Duration, reads: bool) -> Self {
+        let (delay, along) = watch::channel(one_way);
+        let (near, far) = path(&along);
+        let inbound = Arc::new(Inbound::new(WindowProfile::Packets));
+        let (bodies, mut called) = mpsc::unbounded_channel();
+        tokio::spawn({
+            let inbound = inbound.clone();
+            async move {
+                let taker = Taker::<_, Bytes>::for_packets(near, inbound, 16, PINGS).await;
+                let mut taker = taker.unwrap();
+                while let Ok(Some((request, mut respond))) = taker.next().await {
+                    let answer = respond.send_response(Response::new(()), false);
+                    bodies.send((request.into_body(), answer.unwrap())).unwrap();
+                }
+            }
+        });
+        let (requests, connection) = h2::client::handshake(far).await.unwrap();
+        tokio::spawn(connection);
+        let mut requests = requests.ready().await.unwrap();
+        let (_, packets) = requests.send_request(Request::new(()), false).unwrap();
+        let (mut body, answer) = called.recv().await.unwrap();
+        let mut stream = Self {
+            inbound,
+            delay,
+            packets,
+            unread: None,
+        };
+        if reads {
+            tokio::spawn(async move {
+                let _answer = answer;
+                while let Some(Ok(bytes)) = body.data().await {
+                    body.flow_control().release_capacity(bytes.len()).unwrap();
+                }
+            });
+        } else {
+            stream.unread = Some(body);
+            tokio::spawn(async move {
+                let _answer = answer;
+                std::future::pending::<()>().await;
+            });
+        }
+        stream
+    }
+
+    /// Sends bulk until the window is `expected`.
+    async fn bulk_until(&mut self, expected: u32) {
+        let bulk = async {
+            while self.inbound.window() != expected {
+                self.send(PIECE).await;
+            }
+        };
+        let done = timeout(LIMIT, bulk).await;
+        let window = self.inbound.window();
+        assert!(done.is_ok(), "{window} bytes instead of {expected}");
+    }
+
+    /// Sends bulk for a while.
+    async fn bulk_for(&mut self, time: Duration) {
+        let until = Instant::now() + time;
+        while Instant::now() < until {
+            self.send(PIECE).await;
+        }
+    }
+
+    /// Sends a frame as soon as the windows permit.
+    async fn send(&mut self, bytes: usize) {
+        self.packets.reserve_capacity(bytes);
+        while self.packets.capacity() < bytes {
+            let room = poll_fn(|cx| self.packets.poll_capacity(cx));
+            room.await.unwrap().unwrap();
+        }
+        let frame = Bytes::from(vec![0; bytes]);
+        self.packets.send_data(frame, false).unwrap();
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn window_follows_a_path_that_becomes_short() {
+    let mut stream = Stream::open(FAR, true).await;
+    stream.inbound.admit();
+    stream.bulk_until(FAR_BYTES).await;
+    stream.delay.send_replace(NEAR);
+    // A full window keeps the round trip long; a ping on the idle path shows the short round trip.
+    sleep(2 * PINGS.idle).await;
+    stream.bulk_until(SHORT_PATH_BYTES).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn small_messages_shrink_the_window_of_a_short_path_while_they_flow() {
+    let mut stream = Stream::open(NEAR, true).await;
+    stream.inbound.admit();
+    stream.bulk_until(SHORT_PATH_BYTES).await;
+    stream.bulk_for(Duration::from_millis(500)).await;
+    assert_eq!(stream.inbound.window(), SHORT_PATH_BYTES);
+    stream.inbound.small.fetch_add(1, Ordering::Relaxed);
+    stream.bulk_until(PACKETS_BESIDE_BYTES).await;
+    // No more small messages.
+    stream.bulk_until(SHORT_PATH_BYTES).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn small_messages_do_not_shrink_the_window_of_a_long_path() {
+    let mut stream = Stream::open(FAR, true).await;
+    stream.inbound.admit();
+    stream.bulk_until(FAR_BYTES).await;
+    for _ in 0..10 {
+        stream.inbound.small.fetch_add(1, Ordering::Relaxed);
+        stream.bulk_for(Duration::from_millis(300)).await;
+        assert_eq!(stream.inbound.window(), FAR_BYTES);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn unread_bytes_shrink_the_window_until_they_are_read() {
+    let mut stream = Stream::open(FAR, true).await;
+    stream.inbound.admit();
+    stream.bulk_until(FAR_BYTES).await;
+    let held = stream.inbound.held.clone();
+    held.store(HELD_BYTES, Ordering::Relaxed);
+    stream.bulk_until(PACKETS_BESIDE_BYTES).await;
+    held.store(0, Ordering::Relaxed);
+    stream.bulk_until(FAR_BYTES).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn peer_gets_the_default_window_before_its_admission() {
+    let mut stream = Stream::open(NEAR, false).await;
+    let default = 65_535;
+    stream.packets.reserve_capacity(4 * default);
+    sleep(PINGS.timeout * 2).await;
+    assert_eq!(stream.packets.capacity(), default);
+    stream.inbound.admit();
+    let opened = async {
+        while stream.packets.capacity() < 4 * default {
+            poll_fn(|cx| stream.packets.poll_capacity(cx)).await;
+        }
+    };
+    timeout(LIMIT, opened).await.unwrap();
+}
+
+/// `h2` counts unread small frames against a budget, which by default follows the window of the connection.
+#[tokio::test(start_paused = true)]
+async fn unread_small_messages_do_not_end_the_connection() {
+    const MESSAGES: usize = 6000;
+    let mut stream = Stream::open(NEAR, false).await;
+    stream.inbound.admit();
+    for _ in 0..MESSAGES {
+        stream.send(64).await;
+    }
+    let mut body = stream.unread.take().unwrap();
+    let mut read = 0;
+    while read < MESSAGES * 64 {
+        let bytes = timeout(LIMIT, body.data()).await.unwrap();
+        read += bytes.unwrap().unwrap().len();
+    }
+}
+
+/// Frame types (RFC 9113, section 6).
+const SETTINGS: u8 = 4;
+const PING: u8 = 6;
+
+/// Reads frames until a frame of type `kind`. Returns its payload.
+async fn next_frame(peer: &mut DuplexStream, kind: u8) -> Vec<u8> {
+    loop {
+        let mut head = [0; 9];
+        peer.read_exact(&mut head).await.unwrap();
+        let [high, mid, low, found, ..] = head;
+        let mut payload = vec![0; u32::from_be_bytes([0, high, mid, low]) as usize];
+        peer.read_exact(&mut payload).await.unwrap();
+        if found == kind {
+            return payload;
+        }
+    }
+}
+
+/// Connects a peer that has sent its first frames, and runs the server's end.
+async fn scripted(inbound: &Arc<Inbound>) -> (DuplexStream, JoinHandle<Result<(), String>>) {
+    let (near, mut far) = duplex(1 << 22);
+    let preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+    far.write_all(preface).await.unwrap();
+    far.write_all(&[0, 0, 0, SETTINGS, 0, 0, 0, 0, 0])
+        .await
+        .unwrap();
+    let taker = Taker::<_, Bytes>::for_packets(near, inbound.clone(), 16, PINGS).await;
+    let mut taker = taker.unwrap();
+    let run = tokio::spawn(async move { taker.next().await.map(|_| ()) });
+    (far, run)
+}
+
+#[tokio::test(start_paused = true)]
+async fn peer_is_pinged_only_after_its_admission() {
+    let inbound = Arc::new(Inbound::new(WindowProfile::Packets));
+    let (mut far, _run) = scripted(&inbound).await;
+    let (started, wait) = (Instant::now(), 3 * PINGS.idle);
+    let admit = async {
+        sleep(wait).await;
+        inbound.admit();
+    };
+    tokio::join!(next_frame(&mut far, PING), admit);
+    assert_eq!(started.elapsed(), wait);
+}
+
+#[tokio::test(start_paused = true)]
+async fn window_stays_while_pings_are_unanswered() {
+    let inbound = Arc::new(Inbound::new(WindowProfile::Packets));
+    inbound.admit();
+    let (mut far, run) = scripted(&inbound).await;
+    next_frame(&mut far, PING).await;
+    // Frames of an unknown type, which are ignored, and no answer.
+    let mut noise = vec![0, 0x40, 0, 0xf0, 0, 0, 0, 0, 0];
+    noise.resize(9 + 0x4000, 0);
+    for _ in 0..100 {
+        far.write_all(&noise).await.unwrap();
+        sleep(Duration::from_secs(1)).await;
+        assert_eq!(inbound.window(), SHORT_PATH_BYTES);
+    }
+    assert!(!run.is_finished());
+    let ended = timeout(LIMIT, run).await.unwrap().unwrap();
+    assert!(ended.unwrap_err().contains("silent"));
+}
