@@ -9,7 +9,8 @@ use culvert_host::runtime::spawn_essential;
 use culvert_konnectivity::excess::OverflowBudget;
 use culvert_konnectivity::memory::{Buffers, Stream, connection_bytes};
 use culvert_konnectivity::queue::ANSWER_BYTES;
-use culvert_native::window::TAKER_HELD_BYTES;
+use culvert_native::link::AGENT_SEND_BYTES;
+use culvert_native::window::{PACKETS_LONG_PATH_BYTES, TAKER_HELD_BYTES};
 use metrics::Gauge;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
@@ -19,7 +20,7 @@ use tracing::{info, warn};
 
 use crate::agent::{Agent, Limits};
 use crate::config::{Config, OpenVpn};
-use crate::connect::{Connector, WINDOW_BYTES};
+use crate::connect::Connector;
 use crate::files::Reloader;
 use crate::leases::Leases;
 use crate::metrics::AgentMetrics;
@@ -28,9 +29,6 @@ use crate::openvpn::tunnel::Tunnel;
 use crate::packet::OUTGOING_BYTES;
 use crate::server_count::ServerCount;
 use crate::servers::{Servers, Sync};
-
-/// Bytes that HTTP/2 buffers for sending on one stream: hyper's default for clients.
-const HTTP_SEND_BYTES: usize = 1024 * 1024;
 
 /// Listen addresses of a bound agent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -187,9 +185,9 @@ fn buffers(config: &Config) -> Buffers {
         connection_budget: connection_bytes(config.xfr_channel_size),
         client: Stream::default(),
         stream: Stream {
-            window: WINDOW_BYTES as usize,
+            window: PACKETS_LONG_PATH_BYTES as usize,
             outgoing: OUTGOING_BYTES + ANSWER_BYTES,
-            http: HTTP_SEND_BYTES,
+            http: AGENT_SEND_BYTES,
         },
         excess: config.excess_buffer_bytes,
         native_connection: culvert_native::CONNECTION_BYTES,

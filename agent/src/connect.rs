@@ -12,21 +12,18 @@ use culvert_host::net::congestion::{ChosenCongestion, congestion};
 use culvert_host::net::listen::tune;
 use culvert_host::net::readahead::ReadAhead;
 use culvert_host::net::{dial, proxy};
-use culvert_host::runtime::TrackedExecutor;
 use culvert_host::tls;
 use culvert_host::tls::reload::{ClientFiles, ClientTls};
-use culvert_konnectivity::grpc::{self, CallError, PacketBody, Reader};
+use culvert_konnectivity::grpc::{self, CallError, Piece, Reader};
 use culvert_konnectivity::message::{HALF_CLOSE_HEADER, Message};
 use culvert_konnectivity::metrics::Segment;
 use culvert_konnectivity::queue;
 use culvert_native as native;
 use culvert_native::COUNT_PUSHED_HEADER;
 use culvert_native::hello::{self, Answer, HelloError};
-use culvert_native::link::{Taker, TakerLimits};
-use culvert_native::window::{Inbound, PING_TIMEOUT, Pings};
+use culvert_native::link::{Opener, Requests, Taker, TakerLimits};
+use culvert_native::window::{Inbound, PING_TIMEOUT, Pings, WindowProfile};
 use futures_util::Stream;
-use hyper::client::conn::http2::{self, SendRequest};
-use hyper_util::rt::{TokioIo, TokioTimer};
 use rustls_pki_types::ServerName;
 use tokio::net::TcpStream;
 use tokio::time::{Instant, timeout_at};
@@ -46,15 +43,6 @@ use crate::packet::OUTGOING_BYTES;
 
 /// Longest duration of one attempt: grpc-go's minimum connect timeout.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(20);
-
-/// Bytes the server may send ahead of the agent's reads. A single stream carries every connection, so the
-/// stream needs a large window. Throughput is at most two thirds of window / RTT, because `h2` sends a
-/// WINDOW_UPDATE only after the agent has read a third of the window. 16 MiB allow 106 MiB/s at 100 ms.
-/// grpc-go's window grows to the same size.
-pub(crate) const WINDOW_BYTES: u32 = 16 * 1024 * 1024;
-
-/// Largest accepted HTTP/2 frame, in bytes. A stock server sends at most 16 KiB.
-const FRAME_BYTES: u32 = 64 * 1024;
 
 /// Path of the call that connects an agent to a server.
 const PATH: &str = "/AgentService/Connect";
@@ -108,9 +96,11 @@ pub(crate) enum Transport {
         /// True if the server supports half-closes; only Culvert servers do.
         half_close: bool,
         /// Packets from the server.
-        inbound: Box<Reader>,
+        packets: Box<Reader>,
         /// Packets to the server.
         outgoing: queue::Sender<Message>,
+        /// Counts the bytes that the stream receives, and sets its window.
+        inbound: Arc<Inbound>,
     },
     /// One HTTP/2 stream per connection; only Culvert servers offer this transport.
     Native {
@@ -242,10 +232,13 @@ impl Connector {
                 .await
                 .map_err(within("waiting for the server's answer"))?;
         }
-        let sender = timeout_at(deadline, self.http(tls, ended.clone()))
+        let inbound = Arc::new(Inbound::new(WindowProfile::Packets));
+        // The agent has verified the server's certificate.
+        inbound.admit();
+        let requests = timeout_at(deadline, self.http(tls, inbound.clone(), ended.clone()))
             .await
             .map_err(within("waiting for the HTTP/2 preface"))??;
-        timeout_at(deadline, self.call(sender, metadata, ended))
+        timeout_at(deadline, self.call(requests, metadata, inbound, ended))
             .await
             .map_err(within("waiting for the server's answer"))?
     }
@@ -329,41 +322,37 @@ impl Connector {
     async fn http(
         &self,
         tls: Tls,
+        inbound: Arc<Inbound>,
         ended: CancellationToken,
-    ) -> Result<SendRequest<PacketBody<ToServer>>, ConnectError> {
+    ) -> Result<Requests<Piece>, ConnectError> {
         if tls.get_ref().1.alpn_protocol().is_none() {
             return Err(ConnectError::Http(
                 "no ALPN protocol was negotiated; does the port belong to a Konnectivity server?"
                     .into(),
             ));
         }
-        let executor = TrackedExecutor(self.agent.tasks.clone());
-        let (sender, connection) = http2::Builder::new(executor)
-            .timer(TokioTimer::new())
-            .initial_stream_window_size(WINDOW_BYTES)
-            .initial_connection_window_size(2 * WINDOW_BYTES)
-            .max_frame_size(FRAME_BYTES)
-            .keep_alive_interval(self.config.keepalive_time)
-            .keep_alive_timeout(PING_TIMEOUT)
-            .keep_alive_while_idle(true)
-            .handshake(TokioIo::new(tls))
-            .await
-            .map_err(|error| ConnectError::Http(error.to_string()))?;
+        let pings = Pings {
+            idle: self.config.keepalive_time,
+            timeout: PING_TIMEOUT,
+        };
+        let opened = Opener::for_packets(tls, inbound, pings).await;
+        let (requests, opener) = opened.map_err(|error| ConnectError::Http(error.to_string()))?;
         self.agent.tasks.spawn(async move {
             tokio::select! {
-                ended = connection => if let Err(error) = ended {
+                ended = opener.run() => if let Err(error) = ended {
                     debug!(%error, "the connection to a server broke");
                 },
                 () = ended.cancelled() => {}
             }
         });
-        Ok(sender)
+        Ok(requests)
     }
 
     async fn call(
         &self,
-        sender: SendRequest<PacketBody<ToServer>>,
+        requests: Requests<Piece>,
         metadata: MetadataMap,
+        inbound: Arc<Inbound>,
         ended: CancellationToken,
     ) -> Result<Reached, ConnectError> {
         let (outgoing, messages) = queue::bounded(OUTGOING_BYTES);
@@ -371,7 +360,9 @@ impl Connector {
             messages,
             metrics: self.agent.metrics.clone(),
         };
-        let (answer, inbound) = grpc::call(sender, &self.origin, PATH, metadata, packets).await?;
+        let tasks = &self.agent.tasks;
+        let called = grpc::call(requests, &self.origin, PATH, metadata, packets, tasks);
+        let (answer, packets) = called.await?;
         let (server_id, server_count) = server_of(&answer).map_err(ConnectError::Answer)?;
         Ok(Reached::New(Box::new(Connected {
             server_id,
@@ -379,8 +370,9 @@ impl Connector {
             pushes_count: false,
             transport: Transport::Packet {
                 half_close: answer.contains_key(HALF_CLOSE_HEADER),
-                inbound: Box::new(inbound),
+                packets: Box::new(packets),
                 outgoing,
+                inbound,
             },
             ended,
             via: None,

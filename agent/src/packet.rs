@@ -11,6 +11,8 @@ use culvert_konnectivity::inbox::{self, inbox};
 use culvert_konnectivity::message::{ConnectId, DialId, Message};
 use culvert_konnectivity::metrics::Segment;
 use culvert_konnectivity::queue::{self, SendWithinError};
+use culvert_konnectivity::small_traffic::TrafficMeter;
+use culvert_native::window::Inbound;
 use culvert_stream::{CloseReason, PEER_STALL};
 use parking_lot::Mutex;
 use tokio_util::sync::CancellationToken;
@@ -31,12 +33,15 @@ pub(crate) struct ServerStream {
     pub half_close: bool,
     mux: Mutex<Mux<Arc<Slot>>>,
     outgoing: queue::Sender<Message>,
+    /// Counters of the traffic from the server, which determine the server's window.
+    inbound: Arc<Inbound>,
     ended: CancellationToken,
 }
 
 /// Entry of a connection in the stream's table.
 struct Slot {
     incoming: inbox::Sender<Incoming>,
+    traffic: TrafficMeter,
     half_closed: AtomicBool,
     closing: CancellationToken,
     cut: CancellationToken,
@@ -49,6 +54,7 @@ impl ServerStream {
         agent: Arc<Agent>,
         half_close: bool,
         outgoing: queue::Sender<Message>,
+        inbound: Arc<Inbound>,
         ended: CancellationToken,
     ) -> Arc<Self> {
         Arc::new(Self {
@@ -56,20 +62,21 @@ impl ServerStream {
             half_close,
             mux: Mutex::default(),
             outgoing,
+            inbound,
             ended,
         })
     }
 
     /// Reads packets until the stream ends, then closes every connection. Returns the reason for the end, as
     /// an error if the stream broke.
-    pub(crate) async fn run(self: Arc<Self>, mut inbound: Reader) -> Result<String, String> {
+    pub(crate) async fn run(self: Arc<Self>, mut packets: Reader) -> Result<String, String> {
         // The guard fires `ended` even if this future is dropped, because connections must not outlive their
         // stream.
         let _cut = self.ended.clone().drop_guard();
         let metrics = &self.agent.metrics;
         loop {
             let next = tokio::select! {
-                next = inbound.message() => next,
+                next = packets.message() => next,
                 () = self.ended.cancelled() => return Ok("closed by this agent".into()),
             };
             match next {
@@ -138,11 +145,13 @@ impl ServerStream {
         match effect {
             Effect::Dial(dial_id, connection, dial) => {
                 let limits = &self.agent.limits;
-                let (sender, incoming) = inbox(limits.connection_bytes, &limits.excess);
+                let (sender, incoming) =
+                    inbox(limits.connection_bytes, &limits.excess, &self.inbound.held);
                 let cut = self.ended.child_token();
                 let closing = CancellationToken::new();
                 let slot = Arc::new(Slot {
                     incoming: sender,
+                    traffic: TrafficMeter::default(),
                     half_closed: AtomicBool::new(false),
                     closing: closing.clone(),
                     cut: cut.clone(),
@@ -164,6 +173,9 @@ impl ServerStream {
                 slot.cut.cancel();
             }
             Effect::Data(slot, _, bytes) => {
+                if slot.traffic.is_small(bytes.len()) {
+                    self.inbound.small.fetch_add(1, Ordering::Relaxed);
+                }
                 let (bytes, weight) = slot.incoming.weighed(bytes);
                 if slot.incoming.push(Incoming::Data(bytes), weight) {
                     return Some(slot);

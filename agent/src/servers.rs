@@ -145,11 +145,12 @@ impl Servers {
             let (stream, run) = match transport {
                 Transport::Packet {
                     half_close,
-                    inbound,
+                    packets,
                     outgoing,
+                    inbound,
                 } => {
-                    let stream = ServerStream::new(agent, half_close, outgoing, ended);
-                    let run = stream.clone().run(*inbound);
+                    let stream = ServerStream::new(agent, half_close, outgoing, inbound, ended);
+                    let run = stream.clone().run(*packets);
                     (Stream::Packet(stream), Either::Left(run))
                 }
                 Transport::Native { taker, inbound } => {

@@ -20,7 +20,8 @@ use culvert_konnectivity::excess::OverflowBudget;
 use culvert_konnectivity::memory::{Buffers, Stream, connection_bytes};
 use culvert_konnectivity::queue::ANSWER_BYTES;
 use culvert_kube::tokens::Tokens;
-use culvert_native::window::OPENER_HELD_BYTES;
+use culvert_native::link::SERVER_SEND_BYTES;
+use culvert_native::window::{OPENER_HELD_BYTES, PACKETS_LONG_PATH_BYTES};
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
@@ -38,14 +39,14 @@ use crate::config::{self, Config, Mode};
 use crate::files::{Files, Reloader};
 use crate::frontend::{Frontend, grpc};
 use crate::leases::Leases;
-use crate::listener::{AGENT_WINDOW_BYTES, CLIENT_WINDOW_BYTES, ListenerContext};
+use crate::listener::{CLIENT_WINDOW_BYTES, ListenerContext};
 use crate::metrics::{self, ServerMetrics, ServiceMethod};
 use crate::router::{DialLimits, Router};
 use crate::switch::driver::{self, Driver, Switcher};
 use crate::switch::pages;
 use crate::switch::start::Start;
 
-/// Bytes that HTTP/2 buffers for one stream before writing them: hyper's default for servers.
+/// Bytes that HTTP/2 buffers for one stream of a front end before writing them: hyper's default for servers.
 const HTTP_SEND_BYTES: usize = 400 * 1024;
 
 /// Body of `/readyz` while no peer is connected; the text is upstream's.
@@ -404,9 +405,9 @@ fn buffers(config: &Config) -> Buffers {
             Mode::HttpConnect => Stream::default(),
         },
         stream: Stream {
-            window: AGENT_WINDOW_BYTES as usize,
+            window: PACKETS_LONG_PATH_BYTES as usize,
             outgoing: agent::OUTGOING_BYTES + ANSWER_BYTES,
-            http: HTTP_SEND_BYTES,
+            http: SERVER_SEND_BYTES,
         },
         excess: config.excess_buffer_bytes,
         native_connection: culvert_native::CONNECTION_BYTES,

@@ -1,6 +1,8 @@
 //! The way from an accepted socket to a served protocol: TLS, HTTP/2, and the deadlines and counters for
 //! peers that never get that far.
 
+mod packets;
+
 use std::convert::Infallible;
 use std::io;
 use std::net::SocketAddr;
@@ -29,6 +31,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tracing::{debug, warn};
 
+pub(crate) use self::packets::PeerConnection;
 use crate::metrics::{Listener, RejectReason, ServerMetrics};
 
 /// Longest time for a peer's first request on an authenticated connection.
@@ -44,15 +47,6 @@ pub(crate) const ADMISSION: AdmissionLimits = AdmissionLimits {
     grace: Duration::from_secs(1),
 };
 
-/// Largest number of streams that an agent may open on one connection. An agent opens one stream.
-const AGENT_STREAMS: u32 = 16;
-
-/// Receive window of an agent's stream, in bytes. The stream carries all connections of the agent. `h2` sends
-/// a window update only once the bytes to release reach half of the remaining window, so the throughput is at
-/// most two thirds of window / RTT: 16 MiB allow 106 MiB/s at 100 ms. grpc-go's window grows to the same
-/// size.
-pub(crate) const AGENT_WINDOW_BYTES: u32 = 16 * 1024 * 1024;
-
 /// Receive window of a front-end stream, in bytes. The stream carries a single connection and comes from
 /// the same machine or network.
 pub(crate) const CLIENT_WINDOW_BYTES: u32 = 1024 * 1024;
@@ -66,23 +60,6 @@ const FRAME_BYTES: u32 = 64 * 1024;
 
 /// Largest accepted header block, in bytes; tokens make it a few KiB.
 const HEADER_BYTES: u32 = 64 * 1024;
-
-/// The connection that carried a request; stored in the request's extensions.
-#[derive(Clone)]
-pub(crate) struct PeerConnection {
-    /// Token that closes the connection.
-    pub cut: CancellationToken,
-    candidate: Option<Arc<Candidate>>,
-}
-
-impl PeerConnection {
-    /// Admits the peer, once it is authenticated.
-    pub(crate) fn admit(&self) {
-        if let Some(candidate) = &self.candidate {
-            candidate.admit();
-        }
-    }
-}
 
 /// State shared by the connections of a listener.
 pub(crate) struct ListenerContext {
@@ -214,60 +191,32 @@ impl ListenerContext {
         }
     }
 
-    /// Serves gRPC on a connection until the connection ends. Closes a peer that sends no request within
-    /// [`HANDSHAKE_TIMEOUT`], or is not admitted in time; afterwards the peer may idle. `candidate` is `None`
-    /// for a peer that needs no admission.
-    pub(crate) async fn serve_grpc<I, S>(
-        &self,
-        io: I,
-        peer: &str,
-        candidate: Option<Arc<Candidate>>,
-        service: S,
-    ) where
+    /// Serves gRPC on a connection of a front end until the connection ends. Closes a peer that sends no request
+    /// within [`HANDSHAKE_TIMEOUT`]; afterwards the peer may idle.
+    pub(crate) async fn serve_grpc<I, S>(&self, io: I, peer: &str, service: S)
+    where
         I: AsyncRead + AsyncWrite + Unpin + Send + 'static,
-        S: grpc::Service + Clone + Send + Sync + 'static,
+        S: grpc::Service<Incoming> + Clone + Send + Sync + 'static,
     {
         let asked = Arc::new(AtomicBool::new(false));
         let seen = asked.clone();
-        let cut = CancellationToken::new();
-        let of_connection = PeerConnection {
-            cut: cut.clone(),
-            candidate: candidate.clone(),
-        };
-        let service = hyper::service::service_fn(move |mut request: Request<Incoming>| {
+        let service = hyper::service::service_fn(move |request: Request<Incoming>| {
             seen.store(true, Ordering::Relaxed);
-            request.extensions_mut().insert(of_connection.clone());
             let service = service.clone();
             async move { Ok::<_, Infallible>(grpc::answer(&service, request).await) }
         });
-        let (window, streams) = match self.kind {
-            Listener::Agent => (AGENT_WINDOW_BYTES, Some(AGENT_STREAMS)),
-            _ => (CLIENT_WINDOW_BYTES, None),
-        };
         let connection = http2::Builder::new(TrackedExecutor(self.tasks.clone()))
             .timer(TokioTimer::new())
-            .initial_stream_window_size(window)
+            .initial_stream_window_size(CLIENT_WINDOW_BYTES)
             .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
             .max_frame_size(FRAME_BYTES)
             .max_header_list_size(HEADER_BYTES)
-            .max_concurrent_streams(streams)
+            .max_concurrent_streams(None)
             .keep_alive_interval(self.keepalive)
             .keep_alive_timeout(PING_TIMEOUT)
             // gRPC servers send no Date header.
             .auto_date_header(false)
             .serve_connection(TokioIo::new(io), service);
-        let idle = async {
-            sleep(HANDSHAKE_TIMEOUT).await;
-            if asked.load(Ordering::Relaxed) {
-                std::future::pending::<()>().await;
-            }
-        };
-        let refused = async {
-            match &candidate {
-                Some(candidate) => candidate.refused().await,
-                None => std::future::pending().await,
-            }
-        };
         tokio::select! {
             ended = connection => match ended {
                 Err(error) if !asked.load(Ordering::Relaxed) => {
@@ -276,10 +225,18 @@ impl ListenerContext {
                 Err(error) => debug!(peer, %error, "connection broke"),
                 Ok(()) => {}
             },
-            () = idle => self.reject(RejectReason::Timeout, peer, "no request after connecting"),
-            why = refused => self.refuse(why, peer),
-            () = cut.cancelled() => {}
+            () = first_request(&asked) => {
+                self.reject(RejectReason::Timeout, peer, "no request after connecting");
+            }
             () = self.shutdown.cancelled() => {}
         }
+    }
+}
+
+/// Resolves after [`HANDSHAKE_TIMEOUT`] if no request has arrived by then.
+async fn first_request(asked: &AtomicBool) {
+    sleep(HANDSHAKE_TIMEOUT).await;
+    if asked.load(Ordering::Relaxed) {
+        std::future::pending::<()>().await;
     }
 }

@@ -9,6 +9,7 @@
 //! when the connection is evicted.
 
 use std::collections::VecDeque;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
@@ -46,15 +47,18 @@ pub const PACE: Duration = Duration::from_millis(50);
 /// stalled receiver.
 const MOVING: Duration = Duration::from_secs(1);
 
-/// Creates the inbox of a connection. Bytes beyond `budget` are borrowed from `pool`.
+/// Creates the inbox of a connection. Bytes beyond `budget` are borrowed from `pool`. `held` counts the bytes in all
+/// inboxes of a packet stream.
 pub fn inbox<T: Send + 'static>(
     budget: usize,
     pool: &Arc<OverflowBudget>,
+    held: &Arc<AtomicUsize>,
 ) -> (Sender<T>, Receiver<T>) {
     let shared = Arc::new(Shared {
         budget,
         pool: pool.clone(),
         account: pool.account(),
+        held: held.clone(),
         state: Mutex::new(State {
             items: VecDeque::new(),
             bytes: 0,
@@ -76,6 +80,7 @@ struct Shared<T> {
     budget: usize,
     pool: Arc<OverflowBudget>,
     account: Account,
+    held: Arc<AtomicUsize>,
     /// Lock this before the pool, never while the pool is locked.
     state: Mutex<State<T>>,
     /// Wakes the receiver.
@@ -141,6 +146,9 @@ impl<T: Send + 'static> Sender<T> {
                 let more = shared.excess(bytes) - shared.excess(state.bytes);
                 match shared.borrow(more) {
                     Ok(()) => {
+                        shared
+                            .held
+                            .fetch_add(bytes - state.bytes, Ordering::Relaxed);
                         state.bytes = bytes;
                         state.items.push_back((item, weight));
                         if more > 0 && state.over_since.is_none() {
@@ -325,6 +333,7 @@ impl<T> Shared<T> {
         }
         let left = state.bytes.saturating_sub(weight);
         let back = self.excess(state.bytes) - self.excess(left);
+        self.held.fetch_sub(state.bytes - left, Ordering::Relaxed);
         state.bytes = left;
         state.last_taken = Instant::now();
         state.moved = true;
@@ -348,6 +357,7 @@ impl<T> Shared<T> {
             state.over_since = None;
             self.eased.notify_one();
             let back = self.excess(state.bytes);
+            self.held.fetch_sub(state.bytes, Ordering::Relaxed);
             state.bytes = 0;
             if back > 0 {
                 self.pool.give_back(self.account, back);

@@ -9,6 +9,7 @@
 //! | [`identifiers`] | addresses and networks that an agent serves |
 //! | [`server_mux`], [`agent_mux`] | the state machine of one packet stream at either end, without I/O |
 //! | [`queue`], [`inbox`], [`excess`] | byte-bounded buffers in front of and behind a packet stream |
+//! | [`small_traffic`] | the detector of small messages |
 //! | [`memory`] | the bound of all these buffers together |
 //! | [`metrics`] | series about packet streams that server and agent share |
 
@@ -23,3 +24,4 @@ pub mod message;
 pub mod metrics;
 pub mod queue;
 pub mod server_mux;
+pub mod small_traffic;

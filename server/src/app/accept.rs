@@ -51,7 +51,7 @@ pub(super) async fn serve_frontend(
                 match (accepted, mode) {
                     (Accepted::Unix(stream), Mode::Grpc) => {
                         let stream = AuthorityStream::new(ReadAhead::new(stream));
-                        context.serve_grpc(stream, "unix", None, service).await;
+                        context.serve_grpc(stream, "unix", service).await;
                     }
                     (Accepted::Unix(stream), Mode::HttpConnect) => {
                         let (read, write) = stream.into_split();
@@ -74,7 +74,7 @@ pub(super) async fn serve_frontend(
                             match mode {
                                 Mode::Grpc => {
                                     let stream = AuthorityStream::new(stream);
-                                    context.serve_grpc(stream, &peer, None, service).await;
+                                    context.serve_grpc(stream, &peer, service).await;
                                 }
                                 Mode::HttpConnect => {
                                     let (read, write) = tokio::io::split(stream);
@@ -147,8 +147,8 @@ pub(super) async fn serve_agents(
                         let served = agents.serve_native(&context, stream, &peer, &candidate);
                         served.await;
                     } else {
-                        let candidate = Some(candidate);
-                        context.serve_grpc(stream, &peer, candidate, agents).await;
+                        let served = context.serve_packets(stream, &peer, candidate, agents);
+                        served.await;
                     }
                 });
                 entered.await;

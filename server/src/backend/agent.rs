@@ -15,6 +15,7 @@ use culvert_konnectivity::identifiers::Identifiers;
 use culvert_konnectivity::message::{ConnectId, Message};
 use culvert_konnectivity::queue;
 use culvert_konnectivity::server_mux::{Effect, Mux};
+use culvert_native::window::Inbound;
 use culvert_stream::suspicion::Suspicion;
 use culvert_stream::{CloseReason, Dial};
 use parking_lot::Mutex;
@@ -59,6 +60,15 @@ pub struct Limits {
     pub excess: Arc<OverflowBudget>,
 }
 
+/// The HTTP/2 connection that carries a packet stream, and nothing else.
+#[derive(Clone, Debug, Default)]
+pub struct Carrier {
+    /// Token that closes the connection.
+    pub cut: CancellationToken,
+    /// Counters of the traffic from the agent, which determine the agent's window.
+    pub inbound: Arc<Inbound>,
+}
+
 /// A live packet stream of an agent.
 pub struct AgentStream {
     /// Number of the stream, unique in this process.
@@ -72,8 +82,7 @@ pub struct AgentStream {
     heard: AtomicU64,
     suspicion: Suspicion,
     retired: CancellationToken,
-    /// Token that closes the HTTP/2 connection that carries the stream, and nothing else.
-    connection: CancellationToken,
+    carrier: Carrier,
     metrics: Arc<ServerMetrics>,
     limits: Limits,
 }
@@ -85,7 +94,7 @@ impl AgentStream {
     pub fn new(
         hello: Hello,
         limits: Limits,
-        connection: CancellationToken,
+        carrier: Carrier,
         metrics: Arc<ServerMetrics>,
     ) -> (Arc<Self>, queue::Receiver<Message>) {
         let (outgoing, receiver) = queue::bounded(OUTGOING_BYTES);
@@ -98,7 +107,7 @@ impl AgentStream {
             heard: AtomicU64::new(0),
             suspicion: Suspicion::none(),
             retired: CancellationToken::new(),
-            connection,
+            carrier,
             metrics,
             limits,
         });
@@ -145,7 +154,7 @@ impl AgentStream {
             );
         }
         self.retire();
-        self.connection.cancel();
+        self.carrier.cut.cancel();
     }
 
     /// Ends the stream; the agent sees the end of the call.
@@ -160,7 +169,7 @@ impl AgentStream {
         dial: &Dial,
         deadline: Instant,
     ) -> Result<(FromAgent, ToAgent), StreamDialError> {
-        let (slot, outcome, source) = Slot::new(&self.limits);
+        let (slot, outcome, source) = Slot::new(&self.limits, &self.carrier.inbound.held);
         let mut pending = Pending::register(self, slot.clone())?;
         let request = Message::DialRequest {
             protocol: dial.protocol.clone(),
@@ -206,7 +215,13 @@ impl AgentStream {
                 self.dial_failure(DialFailureReason::BackendClose);
                 slot.resolve(Err(StreamDialError::Abandoned));
             }
-            Effect::Data(slot, _, bytes) => return slot.deliver(bytes).then_some(slot),
+            Effect::Data(slot, _, bytes) => {
+                if slot.is_small_traffic(bytes.len()) {
+                    let small = &self.carrier.inbound.small;
+                    small.fetch_add(1, Ordering::Relaxed);
+                }
+                return slot.deliver(bytes).then_some(slot);
+            }
             Effect::HalfClosed(slot) => slot.half_close(),
             Effect::Closed(slot, error) => {
                 if !error.is_empty() {

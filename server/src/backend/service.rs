@@ -16,7 +16,7 @@ use tonic::metadata::{MetadataMap, MetadataValue};
 use tonic::{Request, Response, Status};
 use tracing::{Instrument, info, info_span, warn};
 
-use super::agent::{AgentStream, Hello, Limits, Outgoing};
+use super::agent::{AgentStream, Carrier, Hello, Limits, Outgoing};
 use super::announced::Announced;
 use super::identity::{AgentIdFrom, AgentPeer, AgentRefusal};
 use super::{Backend, Place, Registration, Registry};
@@ -63,13 +63,14 @@ impl Service for Agents {
             }
         };
         let connection = request.extensions().get::<PeerConnection>();
-        if let Some(connection) = connection {
-            connection.admit();
-        }
-        let connection = connection.map(|connection| connection.cut.clone());
-        let connection = connection.unwrap_or_default();
+        let connection = connection.ok_or_else(|| Status::internal("no connection"))?;
+        connection.admit();
+        let carrier = Carrier {
+            cut: connection.cut.clone(),
+            inbound: connection.inbound.clone(),
+        };
         let (stream, messages) =
-            AgentStream::new(hello, self.limits.clone(), connection, self.metrics.clone());
+            AgentStream::new(hello, self.limits.clone(), carrier, self.metrics.clone());
         let half_close = stream.hello.half_close;
         let outgoing = Outgoing::new(messages, stream.clone());
         let mut response = Response::new(outgoing);

@@ -16,6 +16,7 @@ use culvert_konnectivity::queue;
 use culvert_stream::first_byte_gate::FirstByteGate;
 use culvert_stream::{CloseReason, Dial, Sink, Source};
 use futures_util::Stream;
+use hyper::body::Incoming;
 use tokio::time::Instant;
 use tonic::{Request, Response, Status};
 
@@ -44,7 +45,7 @@ pub(crate) struct ToClient {
 
 /// A stream with its inbound packets, its session, and the queue of replies.
 struct Client {
-    inbound: Reader,
+    inbound: Reader<Incoming>,
     session: Session,
     /// Set at the end of the client's packets, or when the stream broke.
     ended: bool,
@@ -70,12 +71,12 @@ impl Proxy {
     }
 }
 
-impl Service for Proxy {
+impl Service<Incoming> for Proxy {
     const PATH: &'static str = "/ProxyService/Proxy";
 
     type Replies = ToClient;
 
-    async fn take(&self, request: Request<Reader>) -> Result<Response<ToClient>, Status> {
+    async fn take(&self, request: Request<Reader<Incoming>>) -> Result<Response<ToClient>, Status> {
         let metrics = self.frontend.metrics.clone();
         let (replies, outgoing) = queue::bounded(OUTGOING_BYTES);
         let client = Client {

@@ -37,8 +37,9 @@ enum Side {
     Server,
 }
 
-/// Part of a body: framed messages. The last message may have its payload in separate memory.
-#[derive(Debug)]
+/// Part of a body: framed messages. The last message may have its payload in separate memory. The default is empty,
+/// for the end of a body.
+#[derive(Debug, Default)]
 pub struct Piece {
     head: Bytes,
     payload: Bytes,

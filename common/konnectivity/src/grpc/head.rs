@@ -1,16 +1,17 @@
 //! The head of a call: the request that opens the call, and the head of the response.
 
 use futures_util::Stream;
+use h2::client::SendRequest;
 use http::header::{CONTENT_TYPE, TE};
 use http::uri::PathAndQuery;
 use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode, Uri, Version};
-use hyper::body::Incoming;
-use hyper::client::conn::http2::SendRequest;
+use tokio_util::task::TaskTracker;
 use tonic::metadata::{MetadataMap, MetadataValue};
 use tonic::{Code, Status};
 
+use super::http2::{self, Received};
 use super::reader::status_of;
-use super::{PacketBody, Reader};
+use super::{PacketBody, Piece, Reader};
 use crate::message::Message;
 
 /// The media type of every gRPC message format; `+proto` or parameters may follow.
@@ -20,7 +21,7 @@ const ENCODING: &str = "grpc-encoding";
 const ACCEPT_ENCODING: &str = "grpc-accept-encoding";
 
 /// Service with one method that carries packets in both directions.
-pub trait Service<B = Incoming> {
+pub trait Service<B = Received> {
     /// Path of the method.
     const PATH: &'static str;
 
@@ -114,27 +115,28 @@ pub enum CallError {
     Address(#[from] http::uri::InvalidUriParts),
     /// The connection broke before the response.
     #[error(transparent)]
-    Connection(#[from] hyper::Error),
+    Connection(#[from] h2::Error),
     /// The server refused the call.
     #[error("{} ({})", .0.message(), .0.code())]
     Refused(Box<Status>),
 }
 
 /// Opens a call of the method at `path`, and waits for the head of the response. Returns the metadata and the
-/// messages of the response.
+/// messages of the response. A task of `tasks` sends the packets.
 pub async fn call<S>(
-    mut connection: SendRequest<PacketBody<S>>,
+    connection: SendRequest<Piece>,
     origin: &Uri,
     path: &'static str,
     metadata: MetadataMap,
     packets: S,
+    tasks: &TaskTracker,
 ) -> Result<(MetadataMap, Reader), CallError>
 where
     S: Stream<Item = Result<Message, Status>> + Send + Unpin + 'static,
 {
     let mut uri = origin.clone().into_parts();
     uri.path_and_query = Some(PathAndQuery::from_static(path));
-    let mut request = Request::new(PacketBody::request(packets));
+    let mut request = Request::new(());
     *request.method_mut() = Method::POST;
     *request.version_mut() = Version::HTTP_2;
     *request.uri_mut() = Uri::from_parts(uri)?;
@@ -142,11 +144,12 @@ where
     let headers = request.headers_mut();
     headers.insert(TE, HeaderValue::from_static("trailers"));
     headers.insert(CONTENT_TYPE, HeaderValue::from_static(GRPC));
-    connection.ready().await?;
-    let response = connection.send_request(request).await?;
+    let (response, stream) = connection.ready().await?.send_request(request, false)?;
+    tasks.spawn(http2::send(PacketBody::request(packets), stream));
+    let response = response.await?;
     let refused = |status| CallError::Refused(Box::new(status));
     is_plain(response.headers()).map_err(refused)?;
-    let (head, body) = response.into_parts();
+    let (head, body) = response.map(Received::new).into_parts();
     let reader = match status_of(&head.headers) {
         Some(status) if status.code() != Code::Ok => return Err(refused(status)),
         Some(_) => Reader::ended(body),

@@ -5,9 +5,10 @@ use std::task::{Context, Poll, ready};
 
 use bytes::{Buf, Bytes, BytesMut};
 use http::{HeaderMap, StatusCode};
-use hyper::body::{Body, Incoming};
+use hyper::body::Body;
 use tonic::{Code, Status};
 
+use super::http2::Received;
 use super::{PREFIX_BYTES, packet};
 use crate::message::{MAX_MESSAGE_BYTES, Message};
 
@@ -16,7 +17,7 @@ use crate::message::{MAX_MESSAGE_BYTES, Message};
 /// A message within one DATA frame is a slice of that frame. A message that spans frames is gathered in one
 /// buffer of the message's size. Besides that buffer, the reader keeps at most one frame.
 #[derive(Debug)]
-pub struct Reader<B = Incoming> {
+pub struct Reader<B = Received> {
     body: B,
     ending: Ending,
     /// Unread rest of the last received frame.

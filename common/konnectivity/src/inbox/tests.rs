@@ -13,7 +13,7 @@ fn pool(limit: usize) -> Arc<OverflowBudget> {
 }
 
 fn open(pool: &Arc<OverflowBudget>) -> (Sender<&'static str>, Receiver<&'static str>) {
-    inbox(BUDGET, pool)
+    inbox(BUDGET, pool, &Arc::default())
 }
 
 /// Returns true if the connection is evicted by now.
@@ -42,6 +42,32 @@ async fn items_come_out_in_order_and_every_borrowed_byte_is_returned() {
     }
     drop(tx);
     assert_eq!(rx.recv().await, None);
+}
+
+#[tokio::test]
+async fn held_bytes_of_all_inboxes_are_counted_until_they_are_read_or_freed() {
+    let (pool, held) = (pool(100), Arc::new(AtomicUsize::new(0)));
+    let (first, mut first_rx) = inbox(BUDGET, &pool, &held);
+    let (second, second_rx) = inbox(BUDGET, &pool, &held);
+    let _ = first.push("a", 6);
+    let _ = first.push("b", 30);
+    let _ = second.push("c", 50);
+    let count = || held.load(Ordering::Relaxed);
+    assert_eq!(count(), 86);
+    assert_eq!(first_rx.recv().await, Some("a"));
+    assert_eq!(count(), 80);
+    drop(second_rx);
+    assert_eq!(count(), 30);
+    let _ = second.push("nobody's", 7);
+    assert_eq!(count(), 30);
+    // The largest borrower is evicted.
+    let (third, mut third_rx) = inbox(BUDGET, &pool, &held);
+    let _ = first.push("d", 60);
+    let _ = third.push("e", 40);
+    assert_eq!(count(), 40);
+    assert_eq!(third_rx.recv().await, Some("e"));
+    drop((first, first_rx, third_rx));
+    assert_eq!(count(), 0);
 }
 
 #[tokio::test]

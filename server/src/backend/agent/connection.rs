@@ -3,7 +3,7 @@
 //! agent.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -11,6 +11,7 @@ use culvert_host::telemetry::metrics::GaugeGuard;
 use culvert_konnectivity::inbox::{Receiver, Sender, Watch, inbox};
 use culvert_konnectivity::message::{ConnectId, DialId, MAX_DATA_BYTES, Message};
 use culvert_konnectivity::queue::SendWithinError;
+use culvert_konnectivity::small_traffic::TrafficMeter;
 use culvert_stream::{CLOSE_STALL, CloseReason, PEER_STALL, Sink, Source};
 use parking_lot::Mutex;
 use tokio::sync::oneshot;
@@ -25,6 +26,7 @@ use crate::metrics::ServiceMethod;
 pub(super) struct Slot {
     outcome: Mutex<Option<oneshot::Sender<Outcome>>>,
     incoming: Sender<Incoming>,
+    traffic: TrafficMeter,
     half_closed: AtomicBool,
     cut: Cut,
 }
@@ -93,13 +95,17 @@ pub(super) struct Pending<'a> {
 
 impl Slot {
     /// Creates the entry of a dial. Also returns the receiver of the dial's outcome, and the source of the
-    /// endpoint's bytes.
-    pub(super) fn new(limits: &Limits) -> (Arc<Self>, oneshot::Receiver<Outcome>, FromAgent) {
+    /// endpoint's bytes. `held` counts the bytes that wait for the clients of the stream.
+    pub(super) fn new(
+        limits: &Limits,
+        held: &Arc<AtomicUsize>,
+    ) -> (Arc<Self>, oneshot::Receiver<Outcome>, FromAgent) {
         let (outcome_tx, outcome) = oneshot::channel();
-        let (incoming_tx, incoming) = inbox(limits.connection_bytes, &limits.excess);
+        let (incoming_tx, incoming) = inbox(limits.connection_bytes, &limits.excess, held);
         let slot = Self {
             outcome: Mutex::new(Some(outcome_tx)),
             incoming: incoming_tx,
+            traffic: TrafficMeter::default(),
             half_closed: AtomicBool::new(false),
             cut: Cut {
                 closing: CancellationToken::new(),
@@ -137,6 +143,11 @@ impl Slot {
     pub(super) fn deliver(&self, bytes: Bytes) -> bool {
         let (bytes, weight) = self.incoming.weighed(bytes);
         self.incoming.push(Incoming::Data(bytes), weight)
+    }
+
+    /// Counts received bytes. Returns true if the bytes are small traffic, see [`TrafficMeter::is_small`].
+    pub(super) fn is_small_traffic(&self, bytes: usize) -> bool {
+        self.traffic.is_small(bytes)
     }
 
     /// Slows the stream's reader down, see [`Sender::pace`].

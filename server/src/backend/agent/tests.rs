@@ -33,9 +33,10 @@ impl Agent {
             half_close: false,
             identifiers: Identifiers::default(),
         };
-        let cut = CancellationToken::new();
+        let carrier = Carrier::default();
+        let cut = carrier.cut.clone();
         let metrics = Arc::new(ServerMetrics::new(&[]).unwrap());
-        let (stream, hears) = AgentStream::new(hello, limits, cut.clone(), metrics);
+        let (stream, hears) = AgentStream::new(hello, limits, carrier, metrics);
         Self {
             stream,
             hears,

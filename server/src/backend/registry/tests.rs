@@ -6,10 +6,9 @@ use std::time::Duration;
 use culvert_konnectivity::excess::OverflowBudget;
 use culvert_konnectivity::identifiers::Identifiers;
 use metrics::Gauge;
-use tokio_util::sync::CancellationToken;
 
 use super::*;
-use crate::backend::agent::{AgentStream, Hello, Limits};
+use crate::backend::agent::{AgentStream, Carrier, Hello, Limits};
 
 /// A registry with agents whose connections carry nothing.
 struct World {
@@ -46,7 +45,7 @@ impl World {
             excess: OverflowBudget::new(1, Gauge::noop(), Gauge::noop()),
         };
         let metrics = self.registry.metrics.clone();
-        let (stream, _) = AgentStream::new(hello, limits, CancellationToken::new(), metrics);
+        let (stream, _) = AgentStream::new(hello, limits, Carrier::default(), metrics);
         let place = self.registry.place(id.into()).unwrap();
         let registration = self
             .registry

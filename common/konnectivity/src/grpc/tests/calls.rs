@@ -11,6 +11,7 @@ use hyper::body::Incoming;
 use hyper::server::conn::http2 as server;
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use tokio::io::DuplexStream;
+use tokio_util::task::TaskTracker;
 use tonic::Code;
 use tonic::metadata::MetadataMap;
 use tower::ServiceExt as _;
@@ -65,7 +66,7 @@ where
     }
 }
 
-/// Serves one connection in its own task, and returns the other end.
+/// Serves one connection by hyper in its own task, and returns the other end.
 fn served<F, B>(handle: F) -> DuplexStream
 where
     F: Fn(Request<Incoming>) -> Response<B> + Send + Sync + 'static,
@@ -82,24 +83,41 @@ where
     near
 }
 
-async fn called<F, B>(handle: F, who: &str) -> Result<(MetadataMap, Reader), CallError>
+async fn called<F, B>(handle: F, who: &str) -> Result<(MetadataMap, Reader<Received>), CallError>
 where
     F: Fn(Request<Incoming>) -> Response<B> + Send + Sync + 'static,
     B: Body + Send + 'static,
     B::Data: Send,
     B::Error: Into<Box<dyn std::error::Error + Send + Sync>>,
 {
-    let io = TokioIo::new(served(handle));
-    let (sender, connection) = hyper::client::conn::http2::handshake(TokioExecutor::new(), io)
-        .await
-        .unwrap();
+    call_over(served(handle), who).await
+}
+
+async fn call_over(
+    io: DuplexStream,
+    who: &str,
+) -> Result<(MetadataMap, Reader<Received>), CallError> {
+    let (requests, connection) = h2::client::Builder::new().handshake(io).await.unwrap();
     tokio::spawn(connection);
     let mut metadata = MetadataMap::new();
     if !who.is_empty() {
         metadata.insert("who", who.parse().unwrap());
     }
     let origin = http::Uri::from_static("http://server/");
-    call(sender, &origin, PATH, metadata, Rounds::new([said()])).await
+    let (packets, tasks) = (Rounds::new([said()]), TaskTracker::new());
+    call(requests, &origin, PATH, metadata, packets, &tasks).await
+}
+
+/// Serves the calls of one connection by [`serve`] in its own task, and returns the other end.
+fn served_over_h2() -> DuplexStream {
+    let (near, far) = tokio::io::duplex(1 << 16);
+    tokio::spawn(async move {
+        let mut connection = h2::server::Builder::new().handshake(far).await.unwrap();
+        while let Some(Ok((request, respond))) = connection.accept().await {
+            tokio::spawn(async move { serve(&Echo, request, respond).await });
+        }
+    });
+    near
 }
 
 fn said() -> Vec<Message> {
@@ -111,17 +129,25 @@ fn said() -> Vec<Message> {
 
 #[tokio::test]
 async fn our_client_calls_our_server() {
-    let (metadata, mut reader) = called(answered, "me").await.unwrap();
-    assert_eq!(metadata.get("you").unwrap(), "me");
-    for expected in said() {
-        assert_eq!(reader.message().await.unwrap(), Some(expected));
+    for io in [served(answered), served_over_h2()] {
+        let (metadata, mut reader) = call_over(io, "me").await.unwrap();
+        assert_eq!(metadata.get("you").unwrap(), "me");
+        for expected in said() {
+            assert_eq!(reader.message().await.unwrap(), Some(expected));
+        }
+        assert_eq!(reader.message().await.unwrap(), None);
     }
-    assert_eq!(reader.message().await.unwrap(), None);
 }
 
 #[tokio::test]
 async fn a_tonic_client_calls_our_server() {
-    let io = TokioIo::new(served(answered));
+    for io in [served(answered), served_over_h2()] {
+        tonic_calls(io).await;
+    }
+}
+
+async fn tonic_calls(io: DuplexStream) {
+    let io = TokioIo::new(io);
     let (sender, connection) =
         hyper::client::conn::http2::handshake::<_, _, tonic::body::Body>(TokioExecutor::new(), io)
             .await
@@ -150,9 +176,55 @@ async fn a_tonic_client_calls_our_server() {
 
 #[tokio::test]
 async fn a_refusal_reaches_the_client() {
-    let error = called(answered, "").await;
-    let error = error.map(|_| ()).unwrap_err();
-    assert!(error.to_string().starts_with("who are you? ("), "{error}");
+    for io in [served(answered), served_over_h2()] {
+        let error = call_over(io, "").await;
+        let error = error.map(|_| ()).unwrap_err();
+        assert!(error.to_string().starts_with("who are you? ("), "{error}");
+    }
+}
+
+/// Service that never answers a call, and counts the calls that wait for an answer.
+struct Silent(Arc<()>);
+
+impl Service<Received> for Silent {
+    const PATH: &'static str = PATH;
+
+    type Replies = Replies<Received>;
+
+    async fn take(
+        &self,
+        _request: tonic::Request<Reader<Received>>,
+    ) -> Result<tonic::Response<Self::Replies>, Status> {
+        let _waiting = self.0.clone();
+        std::future::pending().await
+    }
+}
+
+#[tokio::test]
+async fn call_that_the_client_resets_ends_before_its_answer() {
+    let (near, far) = tokio::io::duplex(1 << 16);
+    let calls = Arc::new(());
+    let service = Arc::new(Silent(calls.clone()));
+    let ended = tokio::spawn(async move {
+        let mut connection = h2::server::Builder::new().handshake(far).await.unwrap();
+        let (request, respond) = connection.accept().await.unwrap().unwrap();
+        let call = tokio::spawn(async move { serve(&*service, request, respond).await });
+        tokio::spawn(async move { connection.accept().await.map(|_| ()) });
+        call.await.unwrap();
+    });
+    let (requests, connection) = h2::client::handshake(near).await.unwrap();
+    tokio::spawn(connection);
+    let request = Request::post(format!("http://server{PATH}"));
+    let request = request.header("content-type", "application/grpc");
+    let request = request.body(()).unwrap();
+    let mut requests = requests.ready().await.unwrap();
+    let (_response, mut stream) = requests.send_request(request, false).unwrap();
+    while Arc::strong_count(&calls) < 3 {
+        tokio::task::yield_now().await;
+    }
+    stream.send_reset(h2::Reason::CANCEL);
+    ended.await.unwrap();
+    assert_eq!(Arc::strong_count(&calls), 1);
 }
 
 #[tokio::test]

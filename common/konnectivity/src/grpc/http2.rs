@@ -1,0 +1,185 @@
+//! Calls over `h2`, for connections whose windows follow the path. hyper offers no way to change the windows of a
+//! connection.
+
+use std::future::poll_fn;
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+
+use bytes::{Buf as _, Bytes};
+use futures_util::Stream;
+use h2::server::SendResponse;
+use h2::{Reason, RecvStream, SendStream};
+use http::{Request, Response};
+use hyper::body::{Body, Frame};
+use tonic::Status;
+use tracing::debug;
+
+use super::body::{PacketBody, Piece};
+use super::head::{Service, answer};
+use crate::message::Message;
+
+/// Body that a peer sends. A received frame returns its bytes to the windows at once, because a reader of packets
+/// never waits long.
+#[derive(Debug)]
+pub struct Received {
+    stream: RecvStream,
+    is_data_done: bool,
+}
+
+/// Reason why a body was not sent to its end.
+#[derive(Debug, thiserror::Error)]
+enum SendError {
+    #[error("the peer reset the stream: {0}")]
+    Reset(Reason),
+    #[error(transparent)]
+    Http(#[from] h2::Error),
+    #[error("the stream has ended")]
+    Ended,
+    #[error("the packets ended with an error: {0}")]
+    Packets(Status),
+}
+
+/// Answers a request with the reply of `service`, and sends the messages of the reply until the end. Ends early if
+/// the peer resets the stream.
+pub async fn serve<S: Service<Received>>(
+    service: &S,
+    request: Request<RecvStream>,
+    mut respond: SendResponse<Piece>,
+) {
+    let request = request.map(Received::new);
+    let response = tokio::select! {
+        response = answer(service, request) => response,
+        reset = poll_fn(|cx| respond.poll_reset(cx)) => {
+            debug!(?reset, "the peer reset a stream before the answer");
+            return;
+        }
+    };
+    let (head, body) = response.into_parts();
+    let is_head_only = body.is_end_stream();
+    match respond.send_response(Response::from_parts(head, ()), is_head_only) {
+        Ok(_) if is_head_only => {}
+        Ok(stream) => send(body, stream).await,
+        Err(error) => {
+            debug!(%error, "cannot send the head of an answer");
+            respond.send_reset(Reason::INTERNAL_ERROR);
+        }
+    }
+}
+
+/// Sends a body to its end. Ends early if the peer resets the stream.
+pub(super) async fn send<S>(body: PacketBody<S>, mut stream: SendStream<Piece>)
+where
+    S: Stream<Item = Result<Message, Status>> + Unpin,
+{
+    match send_frames(body, &mut stream).await {
+        Ok(()) => {}
+        Err(error @ SendError::Packets(_)) => {
+            debug!(%error, "resetting a stream");
+            stream.send_reset(Reason::INTERNAL_ERROR);
+        }
+        Err(error) => debug!(%error, "a body was not sent to its end"),
+    }
+}
+
+async fn send_frames<S>(
+    mut body: PacketBody<S>,
+    stream: &mut SendStream<Piece>,
+) -> Result<(), SendError>
+where
+    S: Stream<Item = Result<Message, Status>> + Unpin,
+{
+    loop {
+        let next = poll_fn(|cx| {
+            if let Poll::Ready(reset) = stream.poll_reset(cx) {
+                return Poll::Ready(Err(reset.map_or_else(SendError::Http, SendError::Reset)));
+            }
+            Pin::new(&mut body).poll_frame(cx).map(Ok)
+        });
+        let Some(frame) = next.await? else {
+            return Ok(stream.send_data(Piece::default(), true)?);
+        };
+        match frame.map_err(SendError::Packets)?.into_data() {
+            Ok(piece) => {
+                let is_last = body.is_end_stream();
+                if piece.has_remaining() {
+                    room(stream).await?;
+                }
+                stream.send_data(piece, is_last)?;
+                if is_last {
+                    return Ok(());
+                }
+            }
+            Err(frame) => {
+                let trailers = frame.into_trailers().unwrap_or_default();
+                // Unused room of the connection's window goes to other streams.
+                stream.reserve_capacity(0);
+                return Ok(stream.send_trailers(trailers)?);
+            }
+        }
+    }
+}
+
+/// Waits until the stream may send something. `h2` then accepts a whole piece, and the rest of the piece waits in
+/// `h2`. The room is requested only once a piece is there: a stream without data must not reserve the window of the
+/// connection.
+async fn room(stream: &mut SendStream<Piece>) -> Result<(), SendError> {
+    stream.reserve_capacity(1);
+    while stream.capacity() == 0 {
+        let more = poll_fn(|cx| match stream.poll_reset(cx) {
+            Poll::Ready(Ok(reason)) => Poll::Ready(Some(Err(reason.into()))),
+            Poll::Ready(Err(error)) => Poll::Ready(Some(Err(error))),
+            Poll::Pending => stream.poll_capacity(cx),
+        });
+        more.await.ok_or(SendError::Ended)??;
+    }
+    Ok(())
+}
+
+// === impl Received ===
+
+impl Received {
+    /// Wraps the body of a request or of a response.
+    pub fn new(stream: RecvStream) -> Self {
+        Self {
+            stream,
+            is_data_done: false,
+        }
+    }
+}
+
+/// Returns an error of a body, or `None` for an end: a peer that resets a stream without an error has sent
+/// everything that it wanted to send.
+fn broken(error: h2::Error) -> Option<h2::Error> {
+    (error.reason() != Some(Reason::NO_ERROR)).then_some(error)
+}
+
+impl Body for Received {
+    type Data = Bytes;
+    type Error = h2::Error;
+
+    fn poll_frame(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, h2::Error>>> {
+        let this = self.get_mut();
+        if !this.is_data_done {
+            match ready!(this.stream.poll_data(cx)) {
+                Some(Ok(bytes)) => {
+                    // Fails only for more bytes than were received.
+                    let _ = this.stream.flow_control().release_capacity(bytes.len());
+                    return Poll::Ready(Some(Ok(Frame::data(bytes))));
+                }
+                Some(Err(error)) => return Poll::Ready(broken(error).map(Err)),
+                None => this.is_data_done = true,
+            }
+        }
+        Poll::Ready(match ready!(this.stream.poll_trailers(cx)) {
+            Ok(trailers) => trailers.map(|trailers| Ok(Frame::trailers(trailers))),
+            Err(error) => broken(error).map(Err),
+        })
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.stream.is_end_stream()
+    }
+}
