@@ -28,6 +28,11 @@ impl fmt::Display for Report {
         for (heading, ..) in &ratios {
             write!(f, " {heading:>10}")?;
         }
+        let pairings = pairings(&ratios, self.comparison.everyone_by);
+        let summary = format!("by {}", self.comparison.everyone_by);
+        if !pairings.is_empty() {
+            write!(f, " {summary:>10}")?;
+        }
         writeln!(f, "  targets")?;
         for line in &lines {
             write!(
@@ -41,7 +46,21 @@ impl fmt::Display for Report {
             for (_, name, against) in &ratios {
                 write!(f, " {:>10}", number(line.ratio(name, against), 2))?;
             }
+            if !pairings.is_empty() {
+                write!(f, " {:>10}", number(worst(line, &pairings), 2))?;
+            }
             writeln!(f, "  {}", judgement(line))?;
+        }
+        for line in &lines {
+            for (name, against) in &pairings {
+                if let Some(ratio) = goodness(line, name, against).filter(|by| *by < EQUAL) {
+                    let (front, row, metric) = (line.front, line.row, line.metric.name);
+                    writeln!(
+                        f,
+                        "WORSE {front} {row}, {metric}, {name}: {ratio:.2} {summary}"
+                    )?;
+                }
+            }
         }
         let verdicts: Vec<_> = lines.iter().flat_map(Line::verdicts).collect();
         if !verdicts.is_empty() {
@@ -64,6 +83,40 @@ impl fmt::Display for Report {
         }
         Ok(())
     }
+}
+
+/// Ratio from which a contender counts as no worse than the reference.
+const EQUAL: f64 = 0.95;
+
+/// Returns the ratios with the reference of all contenders as the divisor: contender and reference. Empty unless there
+/// are several, because one has a column already.
+fn pairings<'a>(
+    ratios: &[&(&str, &'a str, &'a str)],
+    everyone_by: &str,
+) -> Vec<(&'a str, &'a str)> {
+    let by_reference = ratios
+        .iter()
+        .filter(|(.., against)| *against == everyone_by);
+    let found: Vec<_> = by_reference
+        .map(|(_, name, against)| (*name, *against))
+        .collect();
+    if found.len() > 1 { found } else { Vec::new() }
+}
+
+/// Returns the figure of `contender` by that of `against`, or the inverse if smaller figures are better: more than 1
+/// is better than the reference.
+fn goodness(line: &Line, contender: &str, against: &str) -> Option<f64> {
+    match line.metric.higher_is_better {
+        true => line.ratio(contender, against),
+        false => line.ratio(against, contender),
+    }
+}
+
+/// Returns the smallest [`goodness`] of all pairings.
+fn worst(line: &Line, pairings: &[(&str, &str)]) -> Option<f64> {
+    let all = pairings.iter();
+    all.filter_map(|(name, against)| goodness(line, name, against))
+        .min_by(f64::total_cmp)
 }
 
 /// Returns the missed targets of a line, or that all are met.
@@ -97,23 +150,32 @@ mod tests {
             let figures = vec![(RATE, rate), (CPU_PER_GIB, cpu)];
             report.add("CONNECT", row, name, Ok(figures));
         }
+        let figures = vec![(RATE, 90.0), (CPU_PER_GIB, 1.0)];
+        report.add("CONNECT", row, "stock+ours", Ok(figures));
         let error = anyhow::anyhow!("it broke");
-        report.add("CONNECT", row, "stock+ours", Err(error));
+        report.add("CONNECT", row, "direct", Err(error));
         let text = report.to_string();
         let lines: Vec<&str> = text.lines().collect();
         assert!(lines[1].contains("ours/st"), "{text}");
         // No sample has a figure for these columns.
+        assert!(!lines[1].contains("relay"), "{text}");
+        assert!(lines[1].contains("by stock"), "{text}");
+        // The worst pairing by stock: more than 1 is better, for rates and for times.
+        let columns = |line: &str| {
+            line.split_whitespace()
+                .map(str::to_owned)
+                .collect::<Vec<_>>()
+        };
         assert!(
-            !lines[1].contains("relay") && !lines[1].contains("s+o"),
+            columns(lines[2]).ends_with(&columns("5.00 0.90 0.90 met")),
             "{text}"
         );
-        assert!(
-            lines[2].contains("5.00") && lines[2].ends_with("met"),
-            "{text}"
-        );
-        assert!(lines[3].ends_with("MISSED ours <= 0.2x stock"), "{text}");
-        assert_eq!(lines[4], "1 of 2 targets met");
-        let failed = format!("FAILED CONNECT {row}, stock+ours: it broke");
-        assert_eq!(lines[5], failed);
+        let missed = columns("0.25 0.12 4.00 MISSED ours <= 0.2x stock");
+        assert!(columns(lines[3]).ends_with(&missed), "{text}");
+        let worse = format!("WORSE CONNECT {row}, MiB/s, stock+ours: 0.90 by stock");
+        assert_eq!(lines[4], worse);
+        assert_eq!(lines[5], "1 of 2 targets met");
+        let failed = format!("FAILED CONNECT {row}, direct: it broke");
+        assert_eq!(lines[6], failed);
     }
 }

@@ -93,9 +93,9 @@ macro_rules! pairing {
 }
 
 pairing!(ours_ours = Ours, Ours: traffic::endpoint_first, many::namesakes_at_once);
-pairing!(ours_stock = Ours, Stock: traffic::endpoint_first, many::namesakes_at_once);
+pairing!(ours_stock = Ours, Stock: traffic::endpoint_first, traffic::echoes_beside_transfers, many::namesakes_at_once);
 // Of two agents with one id, a stock server uses only the first agent, even while the first agent drains.
-pairing!(stock_ours = Stock, Ours: traffic::endpoint_first);
+pairing!(stock_ours = Stock, Ours: traffic::endpoint_first, traffic::echoes_beside_transfers);
 // Between two stock programs, the first bytes of an endpoint may be lost.
 pairing!(stock_stock = Stock, Stock:);
 
@@ -132,7 +132,7 @@ macro_rules! release {
 }
 
 // Agents of these releases end on SIGTERM.
-release!(v0_29_0 = "v0.29.0":);
+release!(v0_29_0 = "v0.29.0": traffic::echoes_beside_transfers);
 release!(v0_30_3 = "v0.30.3":);
 release!(v0_31_4 = "v0.31.4": lives::drained_agent);
 release!(v0_34_0 = "v0.34.0": lives::drained_agent);

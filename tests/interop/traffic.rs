@@ -27,6 +27,25 @@ pub(crate) async fn transfers_and_echoes(case: Case) {
     tunnel.settles().await;
 }
 
+/// Transfers bulk data in both directions with a checksum, beside echoes. A packet stream changes its window
+/// meanwhile.
+pub(crate) async fn echoes_beside_transfers(case: Case) {
+    let Some(tunnel) = case.start(1, &[&[]]).await else {
+        return;
+    };
+    let raw = tunnel.services.raw;
+    let bulk = ["--bytes=33554432"];
+    let echo = ["--connections=8", "--rounds=300", "--size=64"];
+    tokio::join!(
+        tunnel.succeeds("download", raw, &bulk),
+        tunnel.succeeds("download", raw, &bulk),
+        tunnel.succeeds("upload", raw, &bulk),
+        tunnel.succeeds("echo", raw, &echo),
+    );
+    tunnel.succeeds("download", raw, &bulk).await;
+    tunnel.settles().await;
+}
+
 /// A client that closes only its own direction.
 pub(crate) async fn half_close(case: Case) {
     let Some(tunnel) = case.start(1, &[&[]]).await else {

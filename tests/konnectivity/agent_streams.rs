@@ -1,9 +1,12 @@
 //! Packets of scripted agents, and the server's reaction to each.
 
+use bytes::Bytes;
 use culvert_konnectivity::message::{ConnectId, DialId, Message};
 use culvert_proto::{Packet, PacketType};
 use culvert_tests::{Mode, Topology, Transport};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpStream;
+use tokio_rustls::TlsConnector;
 use tonic::Code;
 
 use crate::scripts::{self, Peer, agent_with, close_request, close_response, data, opened};
@@ -86,6 +89,41 @@ async fn server_sends_its_id_and_count_at_once() {
         0.0,
     )
     .await;
+}
+
+#[tokio::test]
+async fn refused_agent_keeps_the_default_window_and_16_streams() {
+    let topology = server_alone(Mode::Grpc).await;
+    let socket = TcpStream::connect(topology.agent_address(0)).await.unwrap();
+    let pki = topology.pki();
+    let tls = TlsConnector::from(pki.client_tls(&pki.agent, &["h2"]).unwrap());
+    let name = "localhost".try_into().unwrap();
+    let stream = timely("TLS", tls.connect(name, socket)).await.unwrap();
+    let (requests, mut connection) = h2::client::handshake(stream).await.unwrap();
+    let calls = async {
+        let mut requests = timely("HTTP/2", requests.ready()).await.unwrap();
+        let call = |requests: &mut h2::client::SendRequest<Bytes>| {
+            // Without an id.
+            let request = http::Request::post("https://localhost/AgentService/Connect")
+                .header("te", "trailers")
+                .header("content-type", "application/grpc");
+            requests
+                .send_request(request.body(()).unwrap(), false)
+                .unwrap()
+        };
+        let (refused, _body) = call(&mut requests);
+        let refused = timely("a refusal", refused).await.unwrap();
+        assert!(refused.headers().contains_key("grpc-status"));
+        let (_answer, mut body) = call(&mut requests);
+        body.reserve_capacity(1 << 20);
+        body.capacity()
+    };
+    let capacity = tokio::select! {
+        capacity = calls => capacity,
+        ended = &mut connection => panic!("the connection ended: {ended:?}"),
+    };
+    assert_eq!(capacity, 65_535);
+    assert_eq!(connection.max_concurrent_send_streams(), 16);
 }
 
 #[tokio::test]

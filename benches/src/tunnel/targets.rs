@@ -79,8 +79,17 @@ const fn aborted(contender: &'static str, metric: Metric) -> Target {
     }
 }
 
+/// An absolute target for the echo of a stock agent beside downloads, in us.
+const fn beside(front: Option<&'static str>, metric: Metric, bound: f64) -> Target {
+    Target {
+        front,
+        contender: OURS_STOCK,
+        ..alone(BESIDE, metric, bound)
+    }
+}
+
 /// Targets of `tunnel`.
-const TARGETS: [Target; 27] = [
+const TARGETS: [Target; 32] = [
     ours(CONNECT, BULK, CPU_PER_GIB, Bound::AtMost(0.20)),
     Target {
         against: Some(RELAY),
@@ -97,6 +106,14 @@ const TARGETS: [Target; 27] = [
     ours(None, ECHOES, P50, Bound::AtMost(0.40)),
     ours(None, BESIDE, P50, Bound::AtMost(0.125)),
     ours(None, BESIDE, P99, Bound::AtMost(0.25)),
+    Target {
+        contender: OURS_STOCK,
+        ..ours(None, BESIDE, P50, Bound::AtMost(0.7))
+    },
+    beside(CONNECT, P50, 2500.0),
+    beside(CONNECT, P99, 6000.0),
+    beside(GRPC, P50, 3000.0),
+    beside(GRPC, P99, 7000.0),
     alone(STALLED, RATIO_STALLED, 1.5),
     aborted(OURS, ECHO_BY_BEFORE),
     aborted(OURS, DIAL_BY_BEFORE),
