@@ -1,5 +1,7 @@
 //! Packets of scripted agents, and the server's reaction to each.
 
+use std::future::poll_fn;
+
 use bytes::Bytes;
 use culvert_konnectivity::message::{ConnectId, DialId, Message};
 use culvert_proto::{Packet, PacketType};
@@ -116,7 +118,8 @@ async fn refused_agent_keeps_the_default_window_and_16_streams() {
         assert!(refused.headers().contains_key("grpc-status"));
         let (_answer, mut body) = call(&mut requests);
         body.reserve_capacity(1 << 20);
-        body.capacity()
+        let room = poll_fn(|cx| body.poll_capacity(cx));
+        timely("room in the window", room).await.unwrap().unwrap()
     };
     let capacity = tokio::select! {
         capacity = calls => capacity,
