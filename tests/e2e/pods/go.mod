@@ -1,0 +1,3 @@
+module culvert.test/pods
+
+go 1.24
