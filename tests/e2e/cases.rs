@@ -5,20 +5,20 @@ mod isolation;
 mod leases;
 mod releases;
 mod tokens;
-mod traffic;
+pub(crate) mod traffic;
 
 use std::pin::Pin;
 
 use crate::lab::{Egress, Lab};
 
-/// A test on the shared cluster.
-pub(crate) type Case =
-    Box<dyn for<'a> FnOnce(&'a mut Lab) -> Pin<Box<dyn Future<Output = ()> + 'a>> + Send>;
+/// A test on a shared cluster of type `T`.
+pub(crate) type Case<T> =
+    Box<dyn for<'a> FnOnce(&'a mut T) -> Pin<Box<dyn Future<Output = ()> + 'a>> + Send>;
 
 /// Boxes a case. The signature gives the closure its type.
-fn boxed(
-    case: impl for<'a> FnOnce(&'a mut Lab) -> Pin<Box<dyn Future<Output = ()> + 'a>> + Send + 'static,
-) -> Case {
+pub(crate) fn boxed<T>(
+    case: impl for<'a> FnOnce(&'a mut T) -> Pin<Box<dyn Future<Output = ()> + 'a>> + Send + 'static,
+) -> Case<T> {
     Box::new(case)
 }
 
@@ -40,8 +40,10 @@ macro_rules! case {
     }};
 }
 
+pub(crate) use case;
+
 /// Returns all cases with their names, in the order of the fewest restarts of the control plane.
-pub(crate) fn all() -> Vec<(String, Case)> {
+pub(crate) fn all() -> Vec<(String, Case<Lab>)> {
     let mut cases = vec![
         case!(isolation::seed_cannot_reach_the_node_without_a_tunnel),
         case!(dry_run::charts_are_accepted_with_every_values_file),

@@ -7,6 +7,7 @@
 //! The node reaches the address of the seed. Packets from the seed to the addresses of the node, of pods and of
 //! services are dropped, so that only the tunnel connects them.
 
+pub(crate) mod cluster;
 pub(crate) mod far_side;
 pub(crate) mod kubectl;
 pub(crate) mod pki;
@@ -82,6 +83,14 @@ impl Lab {
     /// Starts etcd and kube-apiserver, and creates the objects of the tests. `programs` is the folder with
     /// Kubernetes' programs.
     pub(crate) async fn start(programs: &Path) -> Self {
+        let mut lab = Self::start_seed(programs).await;
+        lab.start_apiserver(None).await;
+        lab.create_objects().await;
+        lab
+    }
+
+    /// Starts etcd, the far side and the network.
+    async fn start_seed(programs: &Path) -> Self {
         // The first namespace also mounts the private /run.
         let node = Namespace::add("node");
         link(&node);
@@ -99,7 +108,7 @@ impl Lab {
             kubeconfig: credentials.admin.clone(),
         };
         let sources = far_side::serve(&node, FAR_SIDE, &credentials.far_side);
-        let mut lab = Self {
+        Self {
             kubectl,
             node,
             sources,
@@ -111,10 +120,7 @@ impl Lab {
             credentials,
             programs: programs.to_owned(),
             dir,
-        };
-        lab.start_apiserver(None).await;
-        lab.create_objects().await;
-        lab
+        }
     }
 
     /// Replaces the running kube-apiserver by one that dials through `egress`.
@@ -144,7 +150,11 @@ impl Lab {
         self.kubectl
             .apply(include_str!("objects/konnectivity.yaml"))
             .await;
-        let objects = include_str!("objects/far-side.yaml");
+        let objects = [
+            include_str!("objects/far-side.yaml"),
+            include_str!("objects/extensions.yaml"),
+        ];
+        let objects = objects.join("---\n");
         let address = FAR_SIDE.ip().to_string();
         let objects = objects.replace("$AUTHORITY", &authority);
         self.kubectl
@@ -234,13 +244,19 @@ impl Lab {
             ("agent", &self.agent),
         ];
         for (name, program) in programs {
-            let Some(program) = program else { continue };
-            let log = program.log();
-            let lines: Vec<&str> = log.lines().collect();
-            let last = lines.len().saturating_sub(60);
-            eprintln!("---- {name} ----\n{}", lines[last..].join("\n"));
+            if let Some(program) = program {
+                print_log(name, program);
+            }
         }
     }
+}
+
+/// Prints the last lines of a program.
+fn print_log(name: &str, program: &Program) {
+    let log = program.log();
+    let lines: Vec<&str> = log.lines().collect();
+    let last = lines.len().saturating_sub(60);
+    eprintln!("---- {name} ----\n{}", lines[last..].join("\n"));
 }
 
 /// Links the test's own network, the seed, with the node, and drops packets to the node's networks.
@@ -265,7 +281,8 @@ fn link(node: &Namespace) {
     }
 }
 
-fn iptables(words: &str) {
+/// Runs `iptables` in the seed.
+pub(crate) fn iptables(words: &str) {
     let mut command = Command::new("iptables");
     let status = command.arg("-w").args(words.split(' ')).status();
     assert!(status.expect("iptables").success(), "iptables {words}");

@@ -6,10 +6,12 @@
 
 mod cases;
 mod lab;
+mod pod_cases;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
+use tokio::time::Instant;
 
 use culvert_tests::namespace;
 use libtest_mimic::{Arguments, Trial};
@@ -18,56 +20,98 @@ use tokio::runtime::Runtime;
 
 use self::cases::Case;
 use self::lab::Lab;
+use self::lab::cluster::Cluster;
 
 /// Environment variable with the folder of Kubernetes' programs. The script sets the variable.
 const PROGRAMS: &str = "CULVERT_E2E_PROGRAMS";
+/// Environment variable with the tier, `1` or `2`.
+const TIER: &str = "CULVERT_E2E_TIER";
 
 fn main() -> ExitCode {
     let mut arguments = Arguments::from_args();
-    let cases = cases::all();
-    let Some(programs) = std::env::var_os(PROGRAMS).map(PathBuf::from) else {
-        let trials = cases.into_iter().map(skipped).collect();
+    // The script sets both variables, or none.
+    let tier = std::env::var(TIER).unwrap_or_else(|_| "1".to_owned());
+    let programs = std::env::var_os(PROGRAMS).map(PathBuf::from);
+    let (Some(programs), false) = (programs, arguments.list) else {
+        let trials = names(&tier).into_iter().map(skipped).collect();
         return libtest_mimic::run(&arguments, trials).exit_code();
     };
-    if !arguments.list && !namespace::is_inside() {
+    if !namespace::is_inside() {
         return again();
     }
     // The cases share a cluster, and depend on its state only through calls that set the state.
     arguments.test_threads = Some(1);
-    if arguments.list {
-        let trials = cases.into_iter().map(skipped).collect();
-        return libtest_mimic::run(&arguments, trials).exit_code();
+    match tier.as_str() {
+        "2" => run(
+            &arguments,
+            pod_cases::all(),
+            Cluster::start(&programs),
+            async |cluster| {
+                cluster.print_logs().await;
+            },
+        ),
+        _ => run(
+            &arguments,
+            cases::all(),
+            Lab::start(&programs),
+            async |lab| {
+                lab.print_logs();
+            },
+        ),
     }
+}
+
+/// Runs the cases on the value that `start` returns. Calls `print` if a case fails.
+fn run<T: Send + 'static>(
+    arguments: &Arguments,
+    cases: Vec<(String, Case<T>)>,
+    start: impl Future<Output = T>,
+    print: impl AsyncFnOnce(&T),
+) -> ExitCode {
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
         .enable_all()
         .build()
         .expect("a runtime");
     let runtime = Arc::new(runtime);
-    let lab = runtime.block_on(Lab::start(&programs));
-    let lab = Arc::new(Mutex::new(lab));
+    let shared = Arc::new(Mutex::new(runtime.block_on(start)));
     let trials = cases
         .into_iter()
-        .map(|(name, case)| trial(name, case, &lab, &runtime))
+        .map(|(name, case)| trial(name, case, &shared, &runtime))
         .collect();
-    let conclusion = libtest_mimic::run(&arguments, trials);
+    let conclusion = libtest_mimic::run(arguments, trials);
     if conclusion.has_failed() {
-        lab.lock().print_logs();
+        runtime.block_on(print(&shared.lock()));
     }
     conclusion.exit_code()
 }
 
-fn skipped((name, _): (String, Case)) -> Trial {
+/// Returns the names of the cases of a tier.
+fn names(tier: &str) -> Vec<String> {
+    match tier {
+        "2" => pod_cases::all().into_iter().map(|(name, _)| name).collect(),
+        _ => cases::all().into_iter().map(|(name, _)| name).collect(),
+    }
+}
+
+fn skipped(name: String) -> Trial {
     Trial::test(name, move || {
         eprintln!("skipped: run tests/e2e/run");
         Ok(())
     })
 }
 
-fn trial(name: String, case: Case, lab: &Arc<Mutex<Lab>>, runtime: &Arc<Runtime>) -> Trial {
-    let (lab, runtime) = (Arc::clone(lab), Arc::clone(runtime));
+fn trial<T: Send + 'static>(
+    name: String,
+    case: Case<T>,
+    shared: &Arc<Mutex<T>>,
+    runtime: &Arc<Runtime>,
+) -> Trial {
+    let (shared, runtime) = (Arc::clone(shared), Arc::clone(runtime));
     Trial::test(name, move || {
-        runtime.block_on(case(&mut lab.lock()));
+        let started = Instant::now();
+        runtime.block_on(case(&mut shared.lock()));
+        println!("{:.1} s", started.elapsed().as_secs_f64());
         Ok(())
     })
 }

@@ -11,7 +11,7 @@ use crate::lab::{Egress, FAR_SIDE, Lab, PATIENCE};
 const FAR_SIDE_PROXY: &str = "/api/v1/namespaces/default/services/https:far-side:443/proxy";
 
 /// Creates a ConfigMap with a generated name. The webhook receives `verdict`.
-pub(super) async fn create_config_map(lab: &Lab, verdict: &str) -> Result<(), String> {
+pub(crate) async fn create_config_map(lab: &Lab, verdict: &str) -> Result<(), String> {
     let object = json!({
         "apiVersion": "v1", "kind": "ConfigMap",
         "metadata": {"generateName": "ask-", "labels": {"ask": "far-side"}},
@@ -39,6 +39,11 @@ pub(super) async fn webhook_allows_and_denies(lab: &mut Lab, egress: Egress) {
 /// The APIService becomes available, and its objects are listed.
 pub(super) async fn aggregated_api_is_available(lab: &mut Lab, egress: Egress) {
     lab.tunnel(egress).await;
+    greetings_are_listed(lab).await;
+}
+
+/// Waits until the APIService of the far side is available, and lists its objects.
+pub(crate) async fn greetings_are_listed(lab: &Lab) {
     eventually("the APIService is available", PATIENCE, async || {
         let service = lab
             .kubectl

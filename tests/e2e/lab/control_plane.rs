@@ -58,8 +58,8 @@ impl Credentials {
             kubelet_client: authority.user("kubelet-client", "apiserver", Some("system:masters")),
             front_proxy: front_proxy_authority.user("front-proxy", "front-proxy", None),
             tokens: signing_key(dir, "tokens"),
-            cluster: authority.server("cluster", &[&seed, &second, SERVERS]),
-            front_end: authority.server("front-end", &[&seed]),
+            cluster: cluster_certificate(&authority),
+            front_end: authority.server("front-end", &[&seed, &second, SERVERS]),
             front_end_client: authority.user("front-end-client", "apiserver", None),
             far_side: authority.server("far-side", &["far-side.default.svc"]),
             admin: user("admin", "admin", Some("system:masters")),
@@ -70,8 +70,14 @@ impl Credentials {
     }
 }
 
+/// Issues the certificate of the servers, for agents. A later call replaces the files.
+pub(super) fn cluster_certificate(authority: &Authority) -> Pair {
+    let addresses = [SEED, SECOND_SEED].map(|address| address.to_string());
+    authority.server("cluster", &[&addresses[0], &addresses[1], SERVERS])
+}
+
 /// Writes a kubeconfig with a client certificate.
-fn kubeconfig(dir: &Path, name: &str, authority: &Authority, pair: &Pair) -> PathBuf {
+pub(super) fn kubeconfig(dir: &Path, name: &str, authority: &Authority, pair: &Pair) -> PathBuf {
     let user = format!(
         "client-certificate: {}, client-key: {}",
         pair.cert.display(),

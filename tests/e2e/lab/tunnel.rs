@@ -8,10 +8,10 @@ use culvert_tests::metrics::scrape;
 use culvert_tests::process::ours;
 
 use super::control_plane::{Credentials, token_kubeconfig};
-use super::{ACCOUNT, AUDIENCE, Lab, SEED};
+use super::{ACCOUNT, AUDIENCE, Lab, SEED, SERVERS};
 
 /// Port of the servers for agents.
-const AGENT_PORT: u16 = 8132;
+pub(super) const AGENT_PORT: u16 = 8132;
 /// Port of the servers' and the agent's health.
 const HEALTH_PORT: u16 = 8134;
 /// Port of the front end with TLS.
@@ -70,7 +70,7 @@ impl Egress {
                 "proxyProtocol: HTTPConnect
     transport:
       tcp:
-        url: https://{SEED}:{FRONT_PORT}
+        url: https://{SERVERS}:{FRONT_PORT}
         tlsConfig:
           caBundle: {}
           clientCert: {}

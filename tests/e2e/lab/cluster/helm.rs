@@ -1,0 +1,58 @@
+//! Calls of helm.
+
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+
+use serde_json::Value;
+use tokio::io::AsyncWriteExt as _;
+use tokio::process::Command;
+
+/// The program `helm`, with the identity of a cluster administrator.
+pub(crate) struct Helm {
+    /// Path of the program.
+    pub(super) program: PathBuf,
+    /// Kubeconfig of the user.
+    pub(super) kubeconfig: PathBuf,
+    /// Folder for helm's own files.
+    pub(super) home: PathBuf,
+}
+
+impl Helm {
+    /// Installs or changes a release of a chart of this repository in `kube-system`, and waits until its objects are
+    /// ready.
+    pub(crate) async fn install(&self, release: &str, chart: &str, values: &Value) {
+        let tests = Path::new(env!("CARGO_MANIFEST_DIR"));
+        let chart = tests.join("../../deploy/helm").join(chart);
+        let chart = chart.display().to_string();
+        let words = ["upgrade", "--install", release, &chart, "--values=-"];
+        let said = self.run(&words, &["--wait", "--timeout=2m"], values).await;
+        // The namespace warns of pods outside the profile "restricted".
+        assert!(!said.contains("would violate"), "{said}");
+    }
+
+    async fn run(&self, words: &[&str], more: &[&str], values: &Value) -> String {
+        let mut command = Command::new(&self.program);
+        command
+            .args(words)
+            .args(more)
+            .arg("--namespace=kube-system");
+        command.arg("--kubeconfig").arg(&self.kubeconfig);
+        for name in ["HELM_CACHE_HOME", "HELM_CONFIG_HOME", "HELM_DATA_HOME"] {
+            command.env(name, &self.home);
+        }
+        command.stdin(Stdio::piped()).kill_on_drop(true);
+        command.stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = command.spawn().expect("helm");
+        let mut stdin = child.stdin.take().expect("a pipe");
+        let written = stdin.write_all(values.to_string().as_bytes()).await;
+        drop(stdin);
+        let output = child.wait_with_output().await.expect("the output of helm");
+        let text = [output.stdout, output.stderr].concat();
+        let text = String::from_utf8_lossy(&text).into_owned();
+        assert!(
+            output.status.success(),
+            "helm {words:?}: {written:?} {text}"
+        );
+        text
+    }
+}
