@@ -10,9 +10,11 @@
 pub(crate) mod cluster;
 pub(crate) mod far_side;
 pub(crate) mod kubectl;
+pub(crate) mod load;
 pub(crate) mod pki;
 
 mod control_plane;
+mod rotation;
 mod tunnel;
 
 use std::net::{Ipv4Addr, SocketAddrV4};
@@ -32,7 +34,7 @@ use self::control_plane::Credentials;
 use self::far_side::Sources;
 use self::kubectl::Kubectl;
 
-pub(crate) use self::tunnel::{Egress, ServerOptions, ready_agents};
+pub(crate) use self::tunnel::{Egress, FRONT_PORT, ServerOptions, ready_agents};
 
 /// Address of the control plane.
 pub(crate) const SEED: Ipv4Addr = Ipv4Addr::new(192, 168, 77, 1);

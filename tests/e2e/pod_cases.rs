@@ -1,8 +1,11 @@
 //! The cases with pods, by topic.
 
 mod agents;
+mod openvpn;
 mod operations;
 mod serving;
+mod strategies;
+mod updates;
 
 use crate::cases::{Case, boxed, case};
 use crate::lab::Egress;
@@ -29,8 +32,23 @@ pub(crate) fn all() -> Vec<(String, Case<Cluster>)> {
             case!(serving::aggregated_api_is_available, egress),
         ]);
         if egress == Egress::GrpcUds {
-            cases.push(case!(serving::kubectl_top_shows_nodes_and_pods));
+            cases.extend([
+                case!(updates::rolling_update_of_agents_fails_no_call),
+                case!(updates::certificate_is_replaced_while_serving),
+                case!(serving::kubectl_top_shows_nodes_and_pods),
+            ]);
         }
     }
+    cases.extend([
+        case!(openvpn::chart_installs_an_openvpn_client),
+        case!(openvpn::stock_client_works),
+        case!(strategies::node_port),
+        case!(strategies::load_balancer),
+        case!(strategies::tunneling),
+        case!(updates::rolling_restart_of_two_servers_fails_no_call),
+        case!(updates::agents_use_renewed_tokens),
+        case!(updates::tunnel_returns_after_a_change_of_the_pod_network),
+        case!(updates::tunnel_returns_after_a_power_failure_of_the_node),
+    ]);
     cases
 }

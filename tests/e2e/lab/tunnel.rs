@@ -15,7 +15,7 @@ pub(super) const AGENT_PORT: u16 = 8132;
 /// Port of the servers' and the agent's health.
 const HEALTH_PORT: u16 = 8134;
 /// Port of the front end with TLS.
-const FRONT_PORT: u16 = 8090;
+pub(crate) const FRONT_PORT: u16 = 8090;
 
 /// Connection between kube-apiserver and the server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

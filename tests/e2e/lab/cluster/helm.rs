@@ -30,6 +30,13 @@ impl Helm {
         assert!(!said.contains("would violate"), "{said}");
     }
 
+    /// Removes a release, and waits until its objects are gone.
+    pub(crate) async fn uninstall(&self, release: &str) {
+        let words = ["uninstall", release];
+        self.run(&words, &["--wait", "--timeout=2m"], &Value::Null)
+            .await;
+    }
+
     async fn run(&self, words: &[&str], more: &[&str], values: &Value) -> String {
         let mut command = Command::new(&self.program);
         command

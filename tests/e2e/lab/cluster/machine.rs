@@ -59,6 +59,30 @@ pub(super) fn isolate(dir: &Path) {
     }
 }
 
+/// Returns the ids of all processes in containers.
+pub(super) fn contained() -> Vec<u32> {
+    let top = Path::new(CGROUPS);
+    let pids = top.join("pids");
+    let top = if pids.is_dir() { &pids } else { top };
+    let mut found = Vec::new();
+    // The top has no containers, and the cgroup of the tests has none below it.
+    let mut folders = folders(top);
+    folders.retain(|it| !it.ends_with("tests"));
+    while let Some(folder) = folders.pop() {
+        let processes = std::fs::read_to_string(folder.join("cgroup.procs"));
+        let processes = processes.unwrap_or_default();
+        found.extend(processes.lines().filter_map(|it| it.parse::<u32>().ok()));
+        folders.extend(self::folders(&folder));
+    }
+    found
+}
+
+fn folders(of: &Path) -> Vec<std::path::PathBuf> {
+    let entries = std::fs::read_dir(of).into_iter().flatten().flatten();
+    let paths = entries.map(|entry| entry.path());
+    paths.filter(|path| path.is_dir()).collect()
+}
+
 fn mount(words: &[&str]) {
     let mounted = outcome(Command::new("mount").args(words));
     mounted.unwrap_or_else(|why| panic!("mount {words:?}: {why}"));

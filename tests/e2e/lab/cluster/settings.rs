@@ -15,12 +15,22 @@ pub(crate) struct PodNetwork {
     bridge: &'static str,
     /// Addresses of the pods.
     subnet: &'static str,
+    /// First part of the addresses.
+    pub(crate) prefix: &'static str,
 }
 
 /// The pod network at the start of the node.
 pub(super) const FIRST: PodNetwork = PodNetwork {
     bridge: "pods",
     subnet: "10.244.1.0/24",
+    prefix: "10.244.1.",
+};
+
+/// The pod network that replaces the first.
+pub(super) const SECOND: PodNetwork = PodNetwork {
+    bridge: "others",
+    subnet: "10.244.2.0/24",
+    prefix: "10.244.2.",
 };
 
 /// Image of the pause containers and of the test pods.

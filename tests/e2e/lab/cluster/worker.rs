@@ -7,11 +7,12 @@ use std::process::Command;
 use culvert_tests::openvpn::Namespace;
 use culvert_tests::process::outcome;
 use culvert_tests::{Program, eventually};
+use rustix::process::{Pid, Signal, kill_process};
 
 use super::super::control_plane::Credentials;
 use super::super::{PATIENCE, control_plane};
 use super::machine;
-use super::settings::{self, FIRST, PODS};
+use super::settings::{self, FIRST, PODS, PodNetwork, SECOND};
 
 /// Name of the node.
 pub(crate) const NODE: &str = "node-1";
@@ -136,6 +137,43 @@ impl Worker {
         self.running.push(program);
     }
 
+    /// Ends all programs and containers of the node at once. The other side of their connections gets no packet.
+    pub(crate) fn power_off(&mut self) {
+        self.network.ip("link set seed down");
+        self.running.clear();
+        for pid in machine::contained().into_iter().chain(shims()) {
+            let pid = i32::try_from(pid).ok().and_then(Pid::from_raw);
+            // A process may have ended with another.
+            pid.map(|pid| kill_process(pid, Signal::KILL).ok());
+        }
+        let mounts = std::fs::read_to_string("/proc/self/mounts").expect("mounts");
+        let networks = mounts.lines().filter_map(|line| line.split(' ').nth(1));
+        let run = self.run.display().to_string();
+        for mount in networks.filter(|it| it.starts_with("/run/netns/cni-") || it.starts_with(&run))
+        {
+            let umount = outcome(Command::new("umount").args(["--lazy", mount]));
+            umount.unwrap_or_else(|why| panic!("umount {mount}: {why}"));
+        }
+        std::fs::remove_dir_all(&self.run).expect("removing the state");
+    }
+
+    /// Restarts the kubelet. It then requests new tokens for all pods.
+    pub(crate) async fn restart_kubelet(&mut self) {
+        // The kubelet is the second program.
+        self.running.remove(1).kill();
+        self.start_kubelet();
+        let kubelet = self.running.pop().expect("the kubelet");
+        self.running.insert(1, kubelet);
+    }
+
+    /// Replaces the pod network, as a change of the CNI plugin does. Running pods keep their addresses.
+    pub(crate) fn replace_pod_network(&self) -> PodNetwork {
+        let file = self.dir.join("cni/pods.conflist");
+        // containerd 1.6 does not notice a renamed file.
+        std::fs::write(file, settings::pod_network(&self.run, SECOND)).expect("a file");
+        SECOND
+    }
+
     /// Imports an archive of an image.
     pub(crate) fn import(&self, archive: &Path) {
         let archive = archive.display().to_string();
@@ -157,4 +195,15 @@ impl Worker {
             .into_iter()
             .zip(&self.running)
     }
+}
+
+/// Returns the ids of containerd's shims. Only processes of this test are visible.
+fn shims() -> Vec<u32> {
+    let entries = std::fs::read_dir("/proc").expect("/proc").flatten();
+    let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
+    let is_shim = |pid: &u32| {
+        let name = std::fs::read_to_string(format!("/proc/{pid}/comm"));
+        name.is_ok_and(|name| name.starts_with("containerd-shim"))
+    };
+    pids.filter(is_shim).collect()
 }
