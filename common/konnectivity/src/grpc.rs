@@ -19,8 +19,8 @@ mod reader;
 mod tests;
 
 pub use self::body::{PacketBody, Piece};
-pub use self::head::{CallError, Service, answer, call};
-pub use self::http2::{Received, serve};
+pub use self::head::{CallError, Service, answer, call, serve};
+pub use self::http2::Received;
 pub use self::packet::{decode, encode, encode_data_head};
 pub use self::reader::Reader;
 

@@ -10,7 +10,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use tokio::time::Instant;
 
-/// Size from which a message is no longer small, in bytes.
+/// Smallest size of a message that is not small, in bytes.
 const SMALL_MESSAGE_BYTES: usize = 1024;
 
 /// Bytes of a connection during a period from which the connection counts as bulk.

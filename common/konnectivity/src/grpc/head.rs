@@ -1,13 +1,19 @@
 //! The head of a call: the request that opens the call, and the head of the response.
 
+use std::future::poll_fn;
+
 use futures_util::Stream;
 use h2::client::SendRequest;
+use h2::server::SendResponse;
+use h2::{Reason, RecvStream};
 use http::header::{CONTENT_TYPE, TE};
 use http::uri::PathAndQuery;
 use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode, Uri, Version};
+use hyper::body::Body as _;
 use tokio_util::task::TaskTracker;
 use tonic::metadata::{MetadataMap, MetadataValue};
 use tonic::{Code, Status};
+use tracing::debug;
 
 use super::http2::{self, Received};
 use super::reader::status_of;
@@ -63,6 +69,33 @@ pub async fn answer<S: Service<B>, B>(
             response
         }
         Err(status) => status.into_http(),
+    }
+}
+
+/// Answers a request with the reply of `service`, and sends the messages of the reply until the end. Ends early if
+/// the peer resets the stream.
+pub async fn serve<S: Service<Received>>(
+    service: &S,
+    request: Request<RecvStream>,
+    mut respond: SendResponse<Piece>,
+) {
+    let request = request.map(Received::new);
+    let response = tokio::select! {
+        response = answer(service, request) => response,
+        reset = poll_fn(|cx| respond.poll_reset(cx)) => {
+            debug!(?reset, "the peer reset a stream before the answer");
+            return;
+        }
+    };
+    let (head, body) = response.into_parts();
+    let is_head_only = body.is_end_stream();
+    match respond.send_response(Response::from_parts(head, ()), is_head_only) {
+        Ok(_) if is_head_only => {}
+        Ok(stream) => http2::send(body, stream).await,
+        Err(error) => {
+            debug!(%error, "cannot send the head of an answer");
+            respond.send_reset(Reason::INTERNAL_ERROR);
+        }
     }
 }
 

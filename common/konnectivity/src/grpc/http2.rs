@@ -1,5 +1,5 @@
-//! Calls over `h2`, for connections whose windows follow the path. hyper offers no way to change the windows of a
-//! connection.
+//! The bodies of calls over `h2`, for connections whose windows follow the path. hyper offers no way to change the
+//! windows of a connection.
 
 use std::future::poll_fn;
 use std::pin::Pin;
@@ -7,15 +7,12 @@ use std::task::{Context, Poll, ready};
 
 use bytes::{Buf as _, Bytes};
 use futures_util::Stream;
-use h2::server::SendResponse;
 use h2::{Reason, RecvStream, SendStream};
-use http::{Request, Response};
 use hyper::body::{Body, Frame};
 use tonic::Status;
 use tracing::debug;
 
 use super::body::{PacketBody, Piece};
-use super::head::{Service, answer};
 use crate::message::Message;
 
 /// Body that a peer sends. A received frame returns its bytes to the windows at once, because a reader of packets
@@ -37,33 +34,6 @@ enum SendError {
     Ended,
     #[error("the packets ended with an error: {0}")]
     Packets(Status),
-}
-
-/// Answers a request with the reply of `service`, and sends the messages of the reply until the end. Ends early if
-/// the peer resets the stream.
-pub async fn serve<S: Service<Received>>(
-    service: &S,
-    request: Request<RecvStream>,
-    mut respond: SendResponse<Piece>,
-) {
-    let request = request.map(Received::new);
-    let response = tokio::select! {
-        response = answer(service, request) => response,
-        reset = poll_fn(|cx| respond.poll_reset(cx)) => {
-            debug!(?reset, "the peer reset a stream before the answer");
-            return;
-        }
-    };
-    let (head, body) = response.into_parts();
-    let is_head_only = body.is_end_stream();
-    match respond.send_response(Response::from_parts(head, ()), is_head_only) {
-        Ok(_) if is_head_only => {}
-        Ok(stream) => send(body, stream).await,
-        Err(error) => {
-            debug!(%error, "cannot send the head of an answer");
-            respond.send_reset(Reason::INTERNAL_ERROR);
-        }
-    }
 }
 
 /// Sends a body to its end. Ends early if the peer resets the stream.
