@@ -4,6 +4,7 @@
 mod packets;
 
 use std::convert::Infallible;
+use std::fmt::Display;
 use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -218,6 +219,26 @@ impl ListenerContext {
             .auto_date_header(false)
             .serve_connection(TokioIo::new(io), service);
         tokio::select! {
+            () = self.ends_or_asks(connection, &asked, peer) => {}
+            () = self.shutdown.cancelled() => {}
+        }
+    }
+
+    /// Resolves when a connection ends, or after [`HANDSHAKE_TIMEOUT`] if no request has arrived by then. A peer without
+    /// a request is counted and logged.
+    async fn ends_or_asks<E: Display>(
+        &self,
+        connection: impl Future<Output = Result<(), E>>,
+        asked: &AtomicBool,
+        peer: &str,
+    ) {
+        let first_request = async {
+            sleep(HANDSHAKE_TIMEOUT).await;
+            if asked.load(Ordering::Relaxed) {
+                std::future::pending::<()>().await;
+            }
+        };
+        tokio::select! {
             ended = connection => match ended {
                 Err(error) if !asked.load(Ordering::Relaxed) => {
                     self.reject(RejectReason::Garbage, peer, &format!("not gRPC: {error}"));
@@ -225,18 +246,9 @@ impl ListenerContext {
                 Err(error) => debug!(peer, %error, "connection broke"),
                 Ok(()) => {}
             },
-            () = first_request(&asked) => {
+            () = first_request => {
                 self.reject(RejectReason::Timeout, peer, "no request after connecting");
             }
-            () = self.shutdown.cancelled() => {}
         }
-    }
-}
-
-/// Resolves after [`HANDSHAKE_TIMEOUT`] if no request has arrived by then.
-async fn first_request(asked: &AtomicBool) {
-    sleep(HANDSHAKE_TIMEOUT).await;
-    if asked.load(Ordering::Relaxed) {
-        std::future::pending::<()>().await;
     }
 }

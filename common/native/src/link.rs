@@ -15,7 +15,7 @@ use tokio::io::{AsyncRead, AsyncWrite};
 
 use super::counting_reader::CountingReader;
 use super::halves::Chunk;
-use super::window::{Inbound, OPENER_HELD_BYTES, Pings, TAKER_HELD_BYTES, Tuner};
+use super::window::{Inbound, OPENER_HELD_BYTES, Pings, TAKER_HELD_BYTES, Tuner, Window};
 use super::{CONNECTION_WINDOW_BYTES, FRAME_BYTES, SEND_BYTES};
 
 pub use self::packets::{AGENT_SEND_BYTES, SERVER_SEND_BYTES};
@@ -35,7 +35,6 @@ const HEADER_BYTES: u32 = 64 * 1024;
 /// the agent for a packet stream.
 pub struct Opener<S, B: Buf = Chunk> {
     connection: client::Connection<CountingReader<S>, B>,
-    inbound: Arc<Inbound>,
     tuner: Tuner,
 }
 
@@ -43,7 +42,6 @@ pub struct Opener<S, B: Buf = Chunk> {
 /// the server for a packet stream.
 pub struct Taker<S, B: Buf = Chunk> {
     connection: server::Connection<CountingReader<S>, B>,
-    inbound: Arc<Inbound>,
     tuner: Tuner,
 }
 
@@ -103,12 +101,8 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Opener<S> {
             .handshake(CountingReader::new(stream, inbound.clone()))
             .await?;
         let ping = connection.ping_pong().ok_or_else(unpingable)?;
-        let tuner = Tuner::new(ping, inbound.clone(), OPENER_HELD_BYTES, pings);
-        let opener = Self {
-            connection,
-            inbound,
-            tuner,
-        };
+        let tuner = Tuner::new(ping, inbound, OPENER_HELD_BYTES, pings);
+        let opener = Self { connection, tuner };
         Ok((requests, opener))
     }
 }
@@ -138,21 +132,17 @@ impl<S: AsyncRead + AsyncWrite + Unpin, B: Buf> Opener<S, B> {
     }
 
     fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), String>> {
-        let Self {
-            connection,
-            inbound,
-            tuner,
-        } = self;
+        let Self { connection, tuner } = self;
         loop {
             if let Poll::Ready(ended) = Pin::new(&mut *connection).poll(cx) {
                 return Poll::Ready(ended.map_err(|error| error.to_string()));
             }
-            let announce = |window| {
-                if inbound.is_of_connection() {
-                    connection.set_target_window_size(window);
-                    return Ok(());
+            let announce = |window| match window {
+                Window::Connection(bytes) => {
+                    connection.set_target_window_size(bytes);
+                    Ok(())
                 }
-                connection.set_initial_window_size(window)
+                Window::Streams(bytes) => connection.set_initial_window_size(bytes),
             };
             match tuner.poll(cx, announce) {
                 Ok(true) => {}
@@ -187,12 +177,8 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Taker<S> {
             .handshake::<_, Chunk>(CountingReader::new(stream, inbound.clone()))
             .await?;
         let ping = connection.ping_pong().ok_or_else(unpingable)?;
-        let tuner = Tuner::new(ping, inbound.clone(), limits.held_bytes, limits.pings);
-        Ok(Self {
-            connection,
-            inbound,
-            tuner,
-        })
+        let tuner = Tuner::new(ping, inbound, limits.held_bytes, limits.pings);
+        Ok(Self { connection, tuner })
     }
 }
 
@@ -216,22 +202,18 @@ impl<S: AsyncRead + AsyncWrite + Unpin, B: Buf> Taker<S, B> {
     /// # Errors
     /// Fails with the cause if the connection broke or the peer is silent.
     pub async fn next(&mut self) -> Result<Option<Incoming<B>>, String> {
-        let Self {
-            connection,
-            inbound,
-            tuner,
-        } = self;
+        let Self { connection, tuner } = self;
         poll_fn(|cx| {
             loop {
                 if let Poll::Ready(next) = connection.poll_accept(cx) {
                     return Poll::Ready(next.transpose().map_err(|error| error.to_string()));
                 }
-                let announce = |window| {
-                    if inbound.is_of_connection() {
-                        connection.set_target_window_size(window);
-                        return Ok(());
+                let announce = |window| match window {
+                    Window::Connection(bytes) => {
+                        connection.set_target_window_size(bytes);
+                        Ok(())
                     }
-                    connection.set_initial_window_size(window)
+                    Window::Streams(bytes) => connection.set_initial_window_size(bytes),
                 };
                 match tuner.poll(cx, announce) {
                     Ok(true) => {}

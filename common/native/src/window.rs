@@ -102,6 +102,15 @@ pub struct Inbound {
 #[error("the peer is silent: no byte received for {0:?} after a ping")]
 pub struct Silent(Duration);
 
+/// Window to announce to the peer, in bytes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Window {
+    /// Window of the connection.
+    Connection(u32),
+    /// Window of every stream.
+    Streams(u32),
+}
+
 /// Tuner of the window of a connection. Measures the path with pings.
 pub struct Tuner {
     ping: PingPong,
@@ -200,7 +209,7 @@ impl Inbound {
     }
 
     /// Returns true if the connection has the window, and not each stream.
-    pub(crate) fn is_of_connection(&self) -> bool {
+    fn is_of_connection(&self) -> bool {
         self.profile.is_of_connection()
     }
 
@@ -275,10 +284,10 @@ impl Tuner {
     ///
     /// # Errors
     /// Fails with [`Silent`] once the peer is gone.
-    pub fn poll(
+    pub(crate) fn poll(
         &mut self,
         cx: &mut Context<'_>,
-        announce: impl FnOnce(u32) -> Result<(), h2::Error>,
+        announce: impl FnOnce(Window) -> Result<(), h2::Error>,
     ) -> Result<bool, Silent> {
         self.inbound.tuner.register(cx.waker());
         if !self.inbound.is_admitted.load(Ordering::Acquire) {
@@ -288,7 +297,14 @@ impl Tuner {
         let (before, wanted) = (self.announced, self.estimate.window);
         let in_force = self.inbound.window();
         // The last window is announced twice: the second announcement succeeds only if the first is in force.
-        if (in_force == wanted && before == wanted) || announce(wanted).is_err() {
+        if in_force == wanted && before == wanted {
+            return Ok(false);
+        }
+        let window = match self.inbound.is_of_connection() {
+            true => Window::Connection(wanted),
+            false => Window::Streams(wanted),
+        };
+        if announce(window).is_err() {
             return Ok(false);
         }
         self.announced = wanted;

@@ -10,9 +10,8 @@ use culvert_native::link::Taker;
 use culvert_native::window::{Inbound, PING_TIMEOUT, Pings, WindowProfile};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio_util::sync::CancellationToken;
-use tracing::debug;
 
-use super::{ListenerContext, RejectReason, first_request};
+use super::ListenerContext;
 
 /// Largest number of streams that an agent may open on one connection. An agent opens one stream.
 const AGENT_STREAMS: u32 = 16;
@@ -76,16 +75,7 @@ impl ListenerContext {
             Ok::<_, String>(())
         };
         tokio::select! {
-            ended = serving => match ended {
-                Err(error) if !asked.load(Ordering::Relaxed) => {
-                    self.reject(RejectReason::Garbage, peer, &format!("not gRPC: {error}"));
-                }
-                Err(error) => debug!(peer, %error, "connection broke"),
-                Ok(()) => {}
-            },
-            () = first_request(&asked) => {
-                self.reject(RejectReason::Timeout, peer, "no request after connecting");
-            }
+            () = self.ends_or_asks(serving, &asked, peer) => {}
             why = connection.candidate.refused() => self.refuse(why, peer),
             () = connection.cut.cancelled() => {}
             () = self.shutdown.cancelled() => {}

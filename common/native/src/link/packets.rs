@@ -57,12 +57,8 @@ impl<S: AsyncRead + AsyncWrite + Unpin, B: Buf> Taker<S, B> {
             .handshake::<_, B>(CountingReader::new(stream, inbound.clone()))
             .await?;
         let ping = connection.ping_pong().ok_or_else(unpingable)?;
-        let tuner = Tuner::new(ping, inbound.clone(), HELD_BYTES, pings);
-        Ok(Self {
-            connection,
-            inbound,
-            tuner,
-        })
+        let tuner = Tuner::new(ping, inbound, HELD_BYTES, pings);
+        Ok(Self { connection, tuner })
     }
 }
 
@@ -89,12 +85,8 @@ impl<S: AsyncRead + AsyncWrite + Unpin, B: Buf> Opener<S, B> {
             .handshake(CountingReader::new(stream, inbound.clone()))
             .await?;
         let ping = connection.ping_pong().ok_or_else(unpingable)?;
-        let tuner = Tuner::new(ping, inbound.clone(), HELD_BYTES, pings);
-        let opener = Self {
-            connection,
-            inbound,
-            tuner,
-        };
+        let tuner = Tuner::new(ping, inbound, HELD_BYTES, pings);
+        let opener = Self { connection, tuner };
         Ok((requests, opener))
     }
 }
