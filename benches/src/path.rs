@@ -332,7 +332,7 @@ async fn carries(entry: &Entry, endpoints: &Endpoints) -> anyhow::Result<()> {
     }
 }
 
-/// Formats a row. The second value is true if our programs meet the target, with either congestion control.
+/// Formats a row. The second value is true if our programs with `auto` meet the target, or if there is nothing to compare.
 fn line(row: Row, values: &[Option<f64>]) -> (String, bool) {
     let mut text = format!("{:31}", row.name());
     for value in values {

@@ -103,8 +103,8 @@ fn pairings<'a>(
     if found.len() > 1 { found } else { Vec::new() }
 }
 
-/// Returns the figure of `contender` by that of `against`, or the inverse if smaller figures are better: more than 1
-/// is better than the reference.
+/// Returns how many times better `contender` is than `against`: the ratio of their figures, or the inverse if smaller
+/// figures are better.
 fn goodness(line: &Line, contender: &str, against: &str) -> Option<f64> {
     match line.metric.higher_is_better {
         true => line.ratio(contender, against),
