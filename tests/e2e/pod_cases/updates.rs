@@ -6,6 +6,7 @@ use serde_json::Value;
 
 use super::agents::agents;
 use crate::lab::cluster::{AGENTS, Cluster, start_server};
+use crate::lab::kubectl::Kubectl;
 use crate::lab::load::Load;
 use crate::lab::{Egress, FRONT_PORT, PATIENCE, SECOND_SEED, SEED, iptables};
 
@@ -24,18 +25,7 @@ pub(super) async fn rolling_update_of_agents_fails_no_call(cluster: &mut Cluster
     let before = names().await;
     let load = Load::start(kubectl);
     load.more(CALLS).await;
-    let deployment = format!("deployment/{AGENTS}");
-    let restart = ["rollout", "restart", "-n", "kube-system", &deployment];
-    kubectl.must(&restart).await;
-    let wait = [
-        "rollout",
-        "status",
-        "-n",
-        "kube-system",
-        &deployment,
-        "--timeout=80s",
-    ];
-    kubectl.must(&wait).await;
+    restart_agents(kubectl).await;
     load.more(CALLS).await;
     load.has_not_failed().await;
     let after = names().await;
@@ -93,18 +83,7 @@ pub(super) async fn certificate_is_replaced_while_serving(cluster: &mut Cluster)
         async || cluster.lab.presented_certificate().await == issued,
     )
     .await;
-    let deployment = format!("deployment/{AGENTS}");
-    let restart = ["rollout", "restart", "-n", "kube-system", &deployment];
-    cluster.lab.kubectl.must(&restart).await;
-    let wait = [
-        "rollout",
-        "status",
-        "-n",
-        "kube-system",
-        &deployment,
-        "--timeout=80s",
-    ];
-    cluster.lab.kubectl.must(&wait).await;
+    restart_agents(&cluster.lab.kubectl).await;
     load.more(CALLS).await;
     load.has_not_failed().await;
     cluster.has_agents(SEED, 2).await;
@@ -176,4 +155,20 @@ pub(super) async fn tunnel_returns_after_a_change_of_the_pod_network(cluster: &m
     cluster.pod_is_ready("far-side").await;
     let exec = ["exec", "far-side", "-c", "shell", "--", "echo", "back"];
     cluster.lab.kubectl.must(&exec).await;
+}
+
+/// Replaces the pods of the agents one after the other, and waits for the new ones.
+async fn restart_agents(kubectl: &Kubectl) {
+    let deployment = format!("deployment/{AGENTS}");
+    let rollout = ["rollout", "restart", "-n", "kube-system", &deployment];
+    kubectl.must(&rollout).await;
+    let rollout = [
+        "rollout",
+        "status",
+        "-n",
+        "kube-system",
+        &deployment,
+        "--timeout=80s",
+    ];
+    kubectl.must(&rollout).await;
 }
