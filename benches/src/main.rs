@@ -62,6 +62,8 @@ use std::process::ExitCode;
 
 use clap::Parser;
 
+use self::tunnel::bare;
+
 /// Compares whole tunnels and front doors on this machine.
 #[derive(Debug, Parser)]
 #[command(name = "culvert-bench", version)]
@@ -90,8 +92,10 @@ culvert_host::jemalloc!();
 
 fn main() -> ExitCode {
     let name = std::env::args_os().next().unwrap_or_default();
-    if Path::new(&name).file_name() == Some(OsStr::new(endpoint::ENDPOINT)) {
-        return endpoint::serve();
+    match Path::new(&name).file_name().and_then(OsStr::to_str) {
+        Some(endpoint::ENDPOINT) => return endpoint::serve(),
+        Some(side @ (bare::NEAR | bare::FAR)) => return bare::serve(side),
+        _ => {}
     }
     let command = Command::parse();
     let runtime = match tokio::runtime::Runtime::new() {

@@ -5,11 +5,13 @@
 //! | [`rows`] | front ends and rows |
 //! | [`contenders`] | the contenders and their running programs |
 //! | [`relay`] | contenders that are not pairs of server and agent |
+//! | [`bare`] | the smallest tunnel with TLS and HTTP/2 |
 //! | [`delay`] | a long path between the two halves of a contender |
 //! | [`lost`] | the loss of one of two agents |
 //! | [`driver`] | the load on a gRPC front end: the real client library, in the Go driver |
 //! | [`targets`] | the comparison and its targets |
 
+pub(crate) mod bare;
 mod contenders;
 mod delay;
 mod driver;
@@ -94,7 +96,7 @@ pub(crate) struct Options {
     front: Option<Front>,
 
     /// Measure only this contender (repeatable): ours, stock, ours+stock, stock+ours (server+agent), relay,
-    /// rathole, direct
+    /// bare, rathole, direct
     #[arg(long = "contender", value_name = "NAME")]
     contenders: Vec<String>,
 }

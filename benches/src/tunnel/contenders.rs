@@ -84,11 +84,13 @@ const fn pair(name: &'static str, server: Make, agent: Make) -> Contender {
 pub(super) const STOCK_OURS: &str = "stock+ours";
 /// Name of the relay that shows the cost of TLS alone.
 pub(super) const RELAY: &str = "relay";
+/// Name of the tunnel with TLS and HTTP/2 and nothing else.
+pub(super) const BARE: &str = "bare";
 /// Name of the tunnel without TLS.
 pub(super) const RATHOLE: &str = "rathole";
 
 /// All contenders, ours first.
-pub(super) const CONTENDERS: [Contender; 7] = [
+pub(super) const CONTENDERS: [Contender; 8] = [
     pair(OURS, Make::Ours, Make::Ours),
     pair(STOCK, Make::Stock, Make::Stock),
     pair(OURS_STOCK, Make::Ours, Make::Stock),
@@ -96,6 +98,10 @@ pub(super) const CONTENDERS: [Contender; 7] = [
     Contender {
         name: RELAY,
         kind: Kind::Relay(relay::Kind::Tls),
+    },
+    Contender {
+        name: BARE,
+        kind: Kind::Relay(relay::Kind::Bare),
     },
     Contender {
         name: RATHOLE,

@@ -4,10 +4,11 @@
 //! them is mutual TLS with the certificates of a topology; the client side is a plain Unix socket, the
 //! endpoint side plain TCP. Each client connection has its own TLS connection. This is the copying and
 //! encryption that no tunnel can avoid. [`Kind::Rathole`] is a reverse tunnel without TLS. Like in our
-//! tunnel, the far side dials.
+//! tunnel, the far side dials. [`Kind::Bare`] is the [`bare`] relay, which has a front end of its own.
 
 use std::fs;
 use std::net::SocketAddr;
+use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -20,6 +21,7 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::time::{sleep, timeout};
 
 use crate::entry::Entry;
+use crate::tunnel::bare;
 
 /// Time limit for a relay to carry the first byte, and the pause between two attempts.
 const START_LIMIT: Duration = Duration::from_secs(10);
@@ -32,6 +34,8 @@ pub(super) enum Kind {
     Tls,
     /// A reverse tunnel without TLS.
     Rathole,
+    /// A reverse tunnel with TLS and HTTP/2, and nothing else.
+    Bare,
 }
 
 impl Kind {
@@ -42,7 +46,7 @@ impl Kind {
                 Some("neither stunnel nor haproxy is installed")
             }
             Self::Rathole if rathole().is_none() => Some("rathole is not installed"),
-            Self::Tls | Self::Rathole => None,
+            Self::Tls | Self::Rathole | Self::Bare => None,
         }
     }
 }
@@ -85,6 +89,7 @@ impl Relay {
             (Kind::Tls, Some(stunnel), ..) => plan.stunnel(&stunnel)?,
             (Kind::Tls, None, Some(haproxy), _) => plan.haproxy(&haproxy)?,
             (Kind::Rathole, _, _, Some(rathole)) => plan.rathole(&rathole, ports.next_port())?,
+            (Kind::Bare, ..) => plan.bare()?,
             (kind, ..) => bail!("{}", kind.missing().unwrap_or("not installed")),
         };
         let relay = Self {
@@ -244,6 +249,22 @@ impl Plan<'_> {
         let near = Program::spawn(program, [self.file("near.toml", &near)?], &[]);
         let far = Program::spawn(program, [self.file("far.toml", &far)?], &[]);
         Ok((near, far, Entry::Plain(entry)))
+    }
+
+    /// Starts this program under the names of both sides.
+    fn bare(&self) -> anyhow::Result<Started> {
+        let this = std::env::current_exe().context("cannot find the path of this program")?;
+        let program = |name: &str| -> anyhow::Result<PathBuf> {
+            let path = self.dir.join(name);
+            symlink(&this, &path).context("cannot create a link for the bare relay")?;
+            Ok(path)
+        };
+        let socket = self.dir.join("bare.socket");
+        let near = bare::near(self.listened, &self.pki.cluster, &self.pki.ca, &socket);
+        let near = Program::spawn(program(bare::NEAR)?, near, &[]);
+        let far = bare::arguments(self.dialled, &self.pki.agent, &self.pki.ca);
+        let far = Program::spawn(program(bare::FAR)?, far, &[]);
+        Ok((near, far, Entry::Connect(socket)))
     }
 }
 

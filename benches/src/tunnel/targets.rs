@@ -7,12 +7,14 @@ use crate::figures::{
 use crate::names::{self, BULK, DIALS, DIRECT, ECHOES, OURS, OURS_STOCK, STOCK};
 use crate::report::Comparison;
 use crate::targets::{Bound, Target};
-use crate::tunnel::contenders::{RATHOLE, RELAY, STOCK_OURS};
+use crate::tunnel::contenders::{BARE, RATHOLE, RELAY, STOCK_OURS};
 use crate::tunnel::rows::LOST;
 
 /// Server and agent, compared with the stock pair and with the cost of TLS alone.
 pub(crate) static COMPARISON: Comparison = Comparison {
-    contenders: &[OURS, STOCK, OURS_STOCK, STOCK_OURS, RELAY, RATHOLE, DIRECT],
+    contenders: &[
+        OURS, STOCK, OURS_STOCK, STOCK_OURS, RELAY, BARE, RATHOLE, DIRECT,
+    ],
     everyone_by: STOCK,
     ours_by: RELAY,
     ratios: &[
@@ -20,6 +22,7 @@ pub(crate) static COMPARISON: Comparison = Comparison {
         ("o+s/st", OURS_STOCK, STOCK),
         ("s+o/st", STOCK_OURS, STOCK),
         ("ours/relay", OURS, RELAY),
+        ("ours/bare", OURS, BARE),
     ],
     targets: &TARGETS,
     notes: &[],
@@ -52,6 +55,14 @@ const fn ours(
         contender: OURS,
         against: Some(STOCK),
         bound,
+    }
+}
+
+/// A target for ours, relative to the bare relay.
+const fn near_bare(rows: &'static [&'static str], metric: Metric) -> Target {
+    Target {
+        against: Some(BARE),
+        ..ours(CONNECT, rows, metric, Bound::AtMost(1.15))
     }
 }
 
@@ -89,7 +100,7 @@ const fn beside(front: Option<&'static str>, metric: Metric, bound: f64) -> Targ
 }
 
 /// Targets of `tunnel`.
-const TARGETS: [Target; 32] = [
+const TARGETS: [Target; 34] = [
     ours(CONNECT, BULK, CPU_PER_GIB, Bound::AtMost(0.20)),
     Target {
         against: Some(RELAY),
@@ -104,6 +115,8 @@ const TARGETS: [Target; 32] = [
     ours(CONNECT, DIALS, CPU_PER_DIAL, Bound::AtMost(0.20)),
     ours(GRPC, DIALS, CPU_PER_DIAL, Bound::AtMost(0.25)),
     ours(None, ECHOES, P50, Bound::AtMost(0.40)),
+    near_bare(ECHOES, P50),
+    near_bare(DIALS, CPU_PER_DIAL),
     ours(None, BESIDE, P50, Bound::AtMost(0.125)),
     ours(None, BESIDE, P99, Bound::AtMost(0.25)),
     Target {
