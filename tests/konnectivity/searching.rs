@@ -4,7 +4,9 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use culvert_host::tls::{Identity, TlsOptions, server_config};
 use culvert_kit::pki::{CLUSTER_NAME, Pair, Pki};
+use culvert_tests::kube_api::KubeApi;
 use culvert_tests::metrics::scrape;
 use culvert_tests::ports::Ports;
 use culvert_tests::{Executable, Mode, Program, Topology, Transport, eventually, namespace};
@@ -400,4 +402,112 @@ async fn a_loopback_server_is_reached_without_the_proxy() {
     );
     server.call().await;
     assert!(proxy.asked.lock().is_empty());
+}
+
+/// Returns the flag of a kubeconfig for `api` under another URL, with more fields of the cluster.
+fn account(lone: &Lone, api: &KubeApi, url: &str, fields: &str) -> String {
+    let path = api.kubeconfig(lone.dir.path());
+    let text = std::fs::read_to_string(&path).unwrap();
+    let server = format!("server: {}\n", api.url());
+    assert!(text.contains(&server));
+    let text = text.replace(&server, &format!("server: {url}\n{fields}"));
+    std::fs::write(&path, text).unwrap();
+    format!("--kubeconfig={}", path.display())
+}
+
+/// Waits until the agent has listed the leases.
+async fn leases_are_listed(api: &KubeApi) {
+    eventually("the agent lists leases", LIMIT, async || {
+        let paths = api.requests().into_iter().map(|request| request.path);
+        let paths: Vec<String> = paths.collect();
+        let listed = paths.iter().any(|path| path.contains("/leases"));
+        listed.then_some(()).ok_or(format!("{paths:?}"))
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn kubernetes_api_is_reached_through_the_proxy_unless_no_proxy_lists_the_api() {
+    let proxy = Proxy::start().await;
+    let url = format!("http://user:secret@{}", proxy.addr);
+    let mut lone = Lone::new();
+    let (pair, ca) = wildcard_pair(&lone);
+    let identity = Identity::load(&pair.cert, &pair.key).unwrap();
+    let config = server_config(&identity, None, &[], &TlsOptions::default()).unwrap();
+    let api = KubeApi::start().await;
+    api.use_tls(config);
+    let port = api.addr().port();
+    let ca = ca.trim_start_matches("--ca-cert=");
+    let ca = format!("    certificate-authority: {ca}\n");
+    let kubeconfig = account(&lone, &api, &format!("https://0.0.0.0:{port}"), &ca);
+    let args = [
+        "--proxy-server-port=1",
+        "--count-server-leases",
+        &kubeconfig,
+    ];
+
+    // An empty entry in NO_PROXY is common, and Go ignores the entry.
+    let excluded = [("HTTPS_PROXY", url.as_str()), ("NO_PROXY", "0.0.0.0,")];
+    lone.start(&args, &excluded);
+    leases_are_listed(&api).await;
+    assert_eq!(*proxy.asked.lock(), Vec::<String>::new());
+    lone.program = None;
+
+    let before = api.requests().len();
+    lone.start(
+        &args,
+        &[("HTTPS_PROXY", &url), ("NO_PROXY", "example.org,")],
+    );
+    eventually("the agent lists leases again", LIMIT, async || {
+        let count = api.requests().len();
+        (count > before).then_some(()).ok_or(count.to_string())
+    })
+    .await;
+    let asked = proxy.asked.lock().remove(0);
+    let line = format!("CONNECT 0.0.0.0:{port} HTTP/1.1\r\n");
+    assert!(asked.starts_with(&line), "{asked:?}");
+    let asked = asked.to_lowercase();
+    let authorization = "\r\nproxy-authorization: basic dxnlcjpzzwnyzxq=\r\n";
+    assert!(asked.contains(authorization), "{asked:?}");
+    assert!(!lone.program().log().contains("secret"));
+}
+
+#[tokio::test]
+async fn kubeconfig_with_a_proxy_url_overrides_the_environment() {
+    let (proxy, other) = (Proxy::start().await, Proxy::start().await);
+    let mut lone = Lone::new();
+    let api = KubeApi::start().await;
+    let fields = format!("    proxy-url: http://{}\n", proxy.addr);
+    let kubeconfig = account(&lone, &api, &api.url(), &fields);
+    let url = format!("http://{}", other.addr);
+    let env = [("HTTPS_PROXY", url.as_str()), ("NO_PROXY", "*")];
+    let args = [
+        "--proxy-server-port=1",
+        "--count-server-leases",
+        &kubeconfig,
+    ];
+    lone.start(&args, &env);
+    leases_are_listed(&api).await;
+    let asked = proxy.asked.lock().remove(0);
+    let line = format!("CONNECT {} HTTP/1.1\r\n", api.addr());
+    assert!(asked.starts_with(&line), "{asked:?}");
+    assert_eq!(*other.asked.lock(), Vec::<String>::new());
+}
+
+#[tokio::test]
+async fn kubeconfig_with_an_unusable_proxy_url_stops_the_start_without_its_password() {
+    let mut lone = Lone::new();
+    let api = KubeApi::start().await;
+    let fields = "    proxy-url: socks5://user:secret@proxy.example\n";
+    let kubeconfig = account(&lone, &api, &api.url(), fields);
+    let args = [
+        "--proxy-server-port=1",
+        "--count-server-leases",
+        &kubeconfig,
+    ];
+    lone.start(&args, &[]);
+    assert!(!lone.program().wait_exit(LIMIT).await.success());
+    let log = lone.program().log();
+    assert!(log.contains("proxy-url must be http://"), "{log}");
+    assert!(!log.contains("secret"), "{log}");
 }

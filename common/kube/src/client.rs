@@ -6,6 +6,7 @@
 //! every minute.
 
 mod kubeconfig;
+mod proxied;
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -19,7 +20,7 @@ use futures_util::future::BoxFuture;
 use http::{Method, Request, Response};
 use kube::Client;
 use kube::client::Body;
-use kube::config::KubeconfigError;
+use kube::config::{Cluster, KubeconfigError};
 use kube::core::Status;
 use tower::Service;
 
@@ -48,7 +49,7 @@ where
         let config = kube::Config::infer()
             .await
             .context("no Kubernetes account: run in a pod, or give --kubeconfig")?;
-        return connect(config);
+        return connect(config, None);
     };
     let latest = reloader.follow(files, Account::new(path))?;
     let namespace = latest.get().client.default_namespace().to_owned();
@@ -110,8 +111,8 @@ impl Service<Request<Body>> for Following {
     }
 }
 
-/// Creates the client of an account.
-fn connect(mut config: kube::Config) -> anyhow::Result<Client> {
+/// Creates the client of an account. `cluster` is the entry of the kubeconfig.
+fn connect(mut config: kube::Config, cluster: Option<&Cluster>) -> anyhow::Result<Client> {
     // A trailing dot in the host name keeps resolvers from trying search domains. Names in certificates have
     // no trailing dot, so the certificate is verified against the host name without the dot.
     let host = config.cluster_url.host().unwrap_or_default();
@@ -125,7 +126,15 @@ fn connect(mut config: kube::Config) -> anyhow::Result<Client> {
     config.read_timeout = Some(SILENCE);
     // Time that the connection was idle before a request must not count toward [`SILENCE`].
     config.reset_reader_on_write = true;
-    Client::try_from(config).map_err(|error| {
+    let created = match proxied::of(&config, cluster)? {
+        Some(proxy) => proxied::client(config, proxy),
+        None => {
+            // `kube` copies the variable without Go's exceptions, and would refuse the account.
+            config.proxy_url = None;
+            Client::try_from(config)
+        }
+    };
+    created.map_err(|error| {
         let advice = match error.to_string() {
             text if text.contains("UnsupportedCertVersion") => {
                 "; its client certificate is of X.509 version 1: issue it again with an extension, \

@@ -128,7 +128,11 @@ pub async fn connect(
 
 impl ProxyTarget {
     /// Parses a proxy URL. A URL without a scheme means `http://`.
-    fn parse(url: &str) -> Result<Self, ProxyError> {
+    ///
+    /// # Errors
+    ///
+    /// Fails if the text is not the URL of a supported proxy. The error names `HTTPS_PROXY`.
+    pub fn parse(url: &str) -> Result<Self, ProxyError> {
         // Check the scheme first, because hyper-util ignores unknown schemes.
         match url.split_once("://") {
             Some((scheme, _)) if !scheme.eq_ignore_ascii_case("http") => {

@@ -34,12 +34,13 @@ impl Account {
     /// Creates the client. `kube` reads the files again; a change since the check is found by the next check.
     fn access(&self) -> anyhow::Result<Loaded<Access>> {
         let file = self.read()?;
+        let cluster = current(&file).0.cloned();
         let config = kube::Config::try_from(file)?;
         let own = expiry(&config.auth_info);
         let ca = config.root_cert.as_deref().unwrap_or_default();
         let ca = earliest_expiry(ca.iter().map(Vec::as_slice));
         let server = config.cluster_url.clone();
-        let client = connect(config)?;
+        let client = connect(config, cluster.as_ref())?;
         Ok(Loaded {
             value: Access { client, server },
             expiry: Expiry { own, ca },
