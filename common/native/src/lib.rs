@@ -22,6 +22,7 @@ mod counting_reader;
 pub mod halves;
 pub mod hello;
 pub mod link;
+pub mod quic;
 pub mod window;
 
 use h2::Reason;

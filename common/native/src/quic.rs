@@ -1,0 +1,3 @@
+//! The QUIC transport between our server and our agent.
+
+pub mod connection_id;
