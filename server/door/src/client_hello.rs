@@ -126,7 +126,7 @@ impl HelloReader {
     /// Moves the new bytes into `message`; returns true if the message is complete.
     fn collect(&mut self, received: &[u8]) -> Result<bool, HelloError> {
         loop {
-            match missing(&self.message)? {
+            match missing(&self.message, MAX_HELLO_BYTES)? {
                 // No other message may follow a hello before the server answers.
                 Some(left) if self.record_left > left => return Err(Malformed),
                 Some(0) => return Ok(true),
@@ -152,8 +152,19 @@ impl HelloReader {
     }
 }
 
+/// Parses a ClientHello without record headers, as in QUIC; `None` while the message is incomplete.
+///
+/// # Errors
+/// [`HelloError::TooLarge`] beyond `limit` bytes, and every other error except [`HelloError::NotTls`].
+pub(crate) fn parse_message(message: &[u8], limit: usize) -> Result<Option<Hello>, HelloError> {
+    match missing(message, limit)? {
+        Some(0) => parse_hello(message).map(Some),
+        _ => Ok(None),
+    }
+}
+
 /// Returns the number of missing bytes of a handshake message; `None` while its header is incomplete.
-fn missing(message: &[u8]) -> Result<Option<usize>, HelloError> {
+fn missing(message: &[u8], limit: usize) -> Result<Option<usize>, HelloError> {
     if message.first().is_some_and(|&kind| kind != CLIENT_HELLO) {
         return Err(NotHandshake);
     }
@@ -161,7 +172,7 @@ fn missing(message: &[u8]) -> Result<Option<usize>, HelloError> {
         return Ok(None);
     };
     let len = MESSAGE_HEAD_BYTES + u32::from_be_bytes([0, high, middle, low]) as usize;
-    if len > MAX_HELLO_BYTES {
+    if len > limit {
         return Err(TooLarge);
     }
     len.checked_sub(message.len()).map(Some).ok_or(Malformed)

@@ -1,0 +1,3 @@
+//! QUIC connections.
+
+pub mod initial;
