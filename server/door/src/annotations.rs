@@ -23,11 +23,16 @@ pub(crate) const ALLOWED_NETWORKS_ANNOTATION: &str = "nodeport-proxy.k8s.io/allo
 /// Annotation with the version of the PROXY protocol that the endpoints of a Service expect: `v1` or `v2`.
 pub(crate) const PROXY_PROTOCOL_ANNOTATION: &str = "nodeport-proxy.k8s.io/proxy-protocol";
 
+/// Annotation with the UDP port on which the endpoints of a Service serve QUIC: a number, or `same`; see
+/// [`QuicPort`](super::routes::QuicPort).
+pub(crate) const QUIC_PORT_ANNOTATION: &str = "nodeport-proxy.k8s.io/quic-port";
+
 /// All annotations besides the annotation that exposes a Service.
-pub(crate) const OTHER_ANNOTATIONS: [&str; 3] = [
+pub(crate) const OTHER_ANNOTATIONS: [&str; 4] = [
     PORT_MAPPING_ANNOTATION,
     ALLOWED_NETWORKS_ANNOTATION,
     PROXY_PROTOCOL_ANNOTATION,
+    QUIC_PORT_ANNOTATION,
 ];
 
 /// Longest part of a value in an error, in characters. Kubernetes allows 256 KiB for all annotations of an

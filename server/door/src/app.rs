@@ -1,6 +1,6 @@
 //! The wiring of the proxy: opens the listeners, follows the source of routes, and drains at the end.
 
-use std::net::SocketAddr;
+use std::net::{SocketAddr, UdpSocket};
 use std::os::fd::AsFd as _;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -32,6 +32,7 @@ use super::front::{self, Front};
 use super::metrics::{Entrance, ProxyMetrics};
 use super::pages;
 use super::ports::NodePorts;
+use super::quic;
 use super::table::Table;
 use super::upstream::CONNECT_TIMEOUT;
 
@@ -40,6 +41,8 @@ use super::upstream::CONNECT_TIMEOUT;
 pub struct Addresses {
     /// Listener for TLS connections, routed by server name.
     pub sni: Option<SocketAddr>,
+    /// Listener for QUIC connections, routed by server name.
+    pub quic: Option<SocketAddr>,
     /// Listener for CONNECT requests.
     pub tunneling: Option<SocketAddr>,
     /// Listener for health and metrics.
@@ -64,6 +67,8 @@ pub struct Bound {
     feed: Feed,
     shards: Shards,
     sni: Option<TcpListener>,
+    /// One socket for each thread; empty without the listener.
+    quic: Vec<UdpSocket>,
     tunneling: Option<(TcpListener, Option<ServerTls>)>,
     reloader: Reloader,
     stats: TcpListener,
@@ -97,6 +102,14 @@ impl Bound {
             Some(bind) => Some(admin::bind(&bind.host, bind.port, "--envoy-sni-port").await?),
             None => None,
         };
+        let quic = match (&config.sni_quic, &sni) {
+            // The name in --bind-address is resolved once.
+            (Some(bind), Some(sni)) => {
+                let address = SocketAddr::new(sni.local_addr()?.ip(), bind.port);
+                quic::bind(address, shards.count())?
+            }
+            _ => Vec::new(),
+        };
         let tunneling = match &config.tunneling {
             Some(tunneling) => {
                 let bind = &tunneling.bind;
@@ -122,6 +135,7 @@ impl Bound {
         Ok(Self {
             addresses: Addresses {
                 sni: sni.as_ref().map(local).transpose()?,
+                quic: quic.first().map(UdpSocket::local_addr).transpose()?,
                 tunneling: tunneling.as_ref().map(|(l, _)| local(l)).transpose()?,
                 stats: stats.local_addr()?,
                 admin: admin.as_ref().map(local).transpose()?,
@@ -132,6 +146,7 @@ impl Bound {
             feed,
             shards,
             sni,
+            quic,
             tunneling,
             reloader,
             stats,
@@ -217,6 +232,12 @@ impl Bound {
             }
             accepting.spawn(accept(listener));
         }
+        quic::check_buffers(&self.quic);
+        let parts = self.quic.len();
+        for (shard, socket) in front.shards.ids().zip(self.quic) {
+            let serve = quic::serve(front.clone(), socket, parts, shutdown.clone());
+            front.shards.spawn(shard, &accepting, serve);
+        }
         if let (Some((listener, tls)), Some(tunneling)) = (self.tunneling, self.config.tunneling) {
             let connect = Arc::new(ConnectListener {
                 front: front.clone(),
@@ -252,6 +273,7 @@ impl Bound {
         }
         front.cut.cancel();
         front.tasks.wait().await;
+        accepting.wait().await;
         stop.cancel();
         upkeep.close();
         upkeep.wait().await;

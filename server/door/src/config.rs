@@ -27,6 +27,8 @@ pub struct Config {
     pub source: Source,
     /// Address for TLS connections; `None` disables this listener.
     pub sni: Option<HostPort>,
+    /// Address for QUIC connections; `None` disables this listener.
+    pub sni_quic: Option<HostPort>,
     /// Listener for CONNECT requests; `None` disables this listener.
     pub tunneling: Option<Tunneling>,
     /// Networks of load balancers that send the PROXY protocol. Empty, the default, expects no headers.
@@ -164,6 +166,7 @@ impl Config {
         let Self {
             source,
             sni,
+            sni_quic,
             tunneling,
             proxies,
             stats,
@@ -181,6 +184,7 @@ impl Config {
         let mut lines = source.describe();
         lines.extend([
             format!("sni={}", shown(sni.as_ref())),
+            format!("sni-quic={}", shown(sni_quic.as_ref())),
             format!("tunneling={}", shown(tunneling.as_ref().map(|t| &t.bind))),
             format!("proxy-protocol-from={proxies}"),
             format!("stats={stats}"),

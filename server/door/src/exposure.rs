@@ -15,9 +15,10 @@ use culvert_host::net::networks::Networks;
 
 use super::annotations::{
     ALLOWED_NETWORKS_ANNOTATION, Exposure, MappingError, PORT_MAPPING_ANNOTATION,
-    PROXY_PROTOCOL_ANNOTATION, check_ports, parse_networks, parse_port_mapping,
+    PROXY_PROTOCOL_ANNOTATION, QUIC_PORT_ANNOTATION, check_ports, parse_networks,
+    parse_port_mapping,
 };
-use super::routes::{Backend, Routes, UpstreamKey};
+use super::routes::{Backend, Routes, UnknownQuicPort, UpstreamKey};
 
 /// The relevant part of a Service.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -182,6 +183,8 @@ impl<'a> Plan<'a> {
                 let host = hosts.get(&port.name);
                 let backend = Backend {
                     endpoints,
+                    // QUIC connections are found by server name only.
+                    quic_port: conditions.quic_port.filter(|_| host.is_some()),
                     ..conditions.clone()
                 };
                 self.add_port(service, port, exposure, host, backend);
@@ -216,6 +219,15 @@ impl<'a> Plan<'a> {
                     conditions.allowed = Some(Networks::default());
                 }
             }
+        }
+        if let Some(value) = service.annotations.get(QUIC_PORT_ANNOTATION) {
+            let parsed = value.parse().map_err(|error: UnknownQuicPort| {
+                self.problem(
+                    service,
+                    format!("annotation {QUIC_PORT_ANNOTATION}: {error}"),
+                );
+            });
+            conditions.quic_port = parsed.ok();
         }
         conditions
     }

@@ -9,6 +9,7 @@
 //!     nodePorts: [30443]
 //!     allowedNetworks: [192.0.2.0/24]
 //!     proxyProtocol: v2
+//!     quicPort: same
 //! ```
 
 use std::collections::BTreeSet;
@@ -31,7 +32,7 @@ use tracing::{error, info};
 
 use super::annotations::server_name;
 use super::metrics::{ProxyMetrics, SourceState};
-use super::routes::{Backend, Routes, UpstreamKey};
+use super::routes::{Backend, QuicPort, Routes, UnknownQuicPort, UpstreamKey};
 use super::table::Table;
 
 /// Time between checks of the file. A change takes effect once two consecutive checks have read the same text.
@@ -47,7 +48,7 @@ const LIMITS: Limits = Limits {
 const MAX_SHOWN: usize = 60;
 
 /// Form of the file, for errors.
-const FORM: &str = "the file has upstreams, each with a name and with lists: endpoints, nodePorts (numbers), serverNames, authorities, allowedNetworks; and proxyProtocol (v1 or v2)";
+const FORM: &str = "the file has upstreams, each with a name and with lists: endpoints, nodePorts (numbers), serverNames, authorities, allowedNetworks; and proxyProtocol (v1 or v2), quicPort (a number or same)";
 
 /// All reasons why a file cannot be used, one line each.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -89,6 +90,9 @@ struct Entry {
     /// Version of the PROXY protocol that the endpoints expect.
     #[serde(default, deserialize_with = "present")]
     proxy_protocol: Option<Spanned<String>>,
+    /// UDP port on which the endpoints serve QUIC.
+    #[serde(default, deserialize_with = "present")]
+    quic_port: Option<Spanned<String>>,
 }
 
 /// Reads the value of a key that exists. A missing value is then not the same as a missing key.
@@ -285,6 +289,10 @@ impl RouteReader {
                 .allowed_networks
                 .as_ref()
                 .map(|networks| self.networks(networks)),
+            quic_port: entry
+                .quic_port
+                .as_ref()
+                .and_then(|port| self.quic_port(entry, port)),
         };
         self.routes.upstreams.insert(key, backend);
     }
@@ -297,6 +305,16 @@ impl RouteReader {
         }
         let texts = texts.iter().map(|text| text.value.as_str());
         Networks::parse(texts).unwrap_or_default()
+    }
+
+    fn quic_port(&mut self, entry: &Entry, port: &Spanned<String>) -> Option<QuicPort> {
+        if entry.server_names.is_empty() {
+            self.problem(port, "quicPort needs serverNames: QUIC is routed by name");
+        }
+        let parsed = port.value.parse();
+        parsed
+            .map_err(|error: UnknownQuicPort| self.problem(port, &error.to_string()))
+            .ok()
     }
 
     fn endpoints(&mut self, entry: &Entry) -> Vec<SocketAddr> {

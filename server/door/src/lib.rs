@@ -12,7 +12,7 @@
 //! | `upstream` | the endpoints of one Service port |
 //! | [`client_hello`] | parses the server name of a TLS connection, without I/O |
 //! | `front` | forwards connections unchanged: TLS by server name, node ports |
-//! | [`quic`] | parses the server name of a QUIC connection, without I/O |
+//! | [`quic`] | forwards QUIC connections by server name and by connection id |
 //! | `relay` | moves bytes between two sockets, inside the kernel for bulk data |
 //! | `connect` | CONNECT over HTTP/1.1 and HTTP/2 |
 //! | `watch` | ends idle connections, and connections with a dead peer |

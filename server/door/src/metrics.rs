@@ -23,6 +23,8 @@ label_values! {
     pub(crate) enum Entrance("listener") {
         /// TLS by server name.
         Sni = "sni",
+        /// QUIC by server name.
+        Quic = "quic",
         /// CONNECT.
         Tunneling = "tunneling",
         /// Node port of a Service.

@@ -1,3 +1,284 @@
-//! QUIC connections.
+//! QUIC connections, forwarded unchanged: by the server name of the ClientHello at first, then by the connection ids
+//! that the server has chosen.
+//!
+//! | module | contents |
+//! |---|---|
+//! | [`initial`] | parses the ClientHello in Initial packets, without I/O |
+//! | `hellos` | keeps incomplete hellos, without I/O |
+//! | `flow` | moves the datagrams between one client and one endpoint |
+//! | `flows` | finds the flow of a datagram, and bounds the flows |
+//!
+//! The ids of our servers contain a mark of the server's address (`culvert_native::quic::connection_id`). A client
+//! therefore keeps its connections if its address changes, or if its datagrams reach another replica: no replica needs
+//! the state of another. For other servers, the flow of the client's address decides.
+//!
+//! Each thread has a socket of its own for the same port, and independent tables.
 
+mod flow;
+mod flows;
+mod hellos;
 pub mod initial;
+
+use std::io::{self, IoSliceMut};
+use std::net::{SocketAddr, UdpSocket};
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::Context as _;
+use culvert_host::runtime::essential;
+use culvert_native::quic::connection_id::CONNECTION_ID_BYTES;
+use quinn_udp::RecvMeta;
+use tokio::task::coop::consume_budget;
+use tokio::time::{Instant, MissedTickBehavior, interval};
+use tokio_util::sync::CancellationToken;
+use tracing::{debug, info, warn};
+
+use self::flow::{BUFFER_BYTES, Path, Wire};
+use self::flows::{Flows, Refused};
+use self::hellos::{Arrival, Hellos};
+use self::initial::{Header, InitialError};
+use super::front::Front;
+use super::metrics::{Entrance, Refusal};
+
+/// Buffers filled by one system call. A page of a buffer uses memory only after its first use.
+const BUFFERS: usize = 8;
+
+/// Time between checks for idle flows and late hellos.
+const SWEEP: Duration = Duration::from_secs(1);
+
+/// Silence of all flows that ends a drain early: their clients' datagrams reach other replicas.
+const QUIET: Duration = Duration::from_secs(3);
+
+/// Largest number of log lines about refused datagrams between two sweeps. Anybody can send such datagrams.
+const LOG_LINES: u32 = 20;
+
+/// Bytes that the receive buffer of a socket should have, for a burst of one round trip.
+const WANTED_BUFFER_BYTES: usize = 1024 * 1024;
+
+/// The QUIC listener of one thread.
+struct Listener {
+    front: Arc<Front>,
+    wire: Arc<Wire>,
+    hellos: Hellos,
+    flows: Flows,
+    /// Log lines left until the next sweep.
+    lines: u32,
+    /// Log lines left out since the last sweep.
+    left_out: u64,
+}
+
+/// Opens the sockets of the QUIC listeners, one for each thread.
+///
+/// # Errors
+/// Fails if the address is in use or not permitted; the text contains the remedy.
+pub(crate) fn bind(address: SocketAddr, threads: usize) -> anyhow::Result<Vec<UdpSocket>> {
+    let open = || -> io::Result<Vec<UdpSocket>> {
+        let first = flow::bind(address, threads > 1)?;
+        // The first socket chooses the number of port 0.
+        let address = first.local_addr()?;
+        let others = (1..threads).map(|_| flow::bind(address, true));
+        std::iter::once(Ok(first)).chain(others).collect()
+    };
+    open().with_context(|| {
+        format!("cannot open UDP {address}; stop the other process or change --sni-quic-port")
+    })
+}
+
+/// Serves one of `parts` sockets until `until` fires and the flows have moved to other replicas.
+pub(crate) async fn serve(
+    front: Arc<Front>,
+    socket: UdpSocket,
+    parts: usize,
+    until: CancellationToken,
+) {
+    match Wire::new(socket) {
+        Ok(wire) => {
+            let listener = Listener::new(front, Arc::new(wire), parts);
+            essential("QUIC", until.clone(), listener.run(until)).await;
+        }
+        // The closed socket gets no datagrams.
+        Err(error) => warn!(%error, "a thread cannot serve QUIC; the other threads continue"),
+    }
+}
+
+/// Logs the size of the kernel's receive buffers if it is small.
+pub(crate) fn check_buffers(sockets: &[UdpSocket]) {
+    let granted = sockets.first().map(flow::receive_buffer_bytes);
+    if let Some(granted) = granted.filter(|granted| *granted < WANTED_BUFFER_BYTES) {
+        info!(
+            granted,
+            wanted = WANTED_BUFFER_BYTES,
+            "the kernel limits the receive buffers of QUIC, in bytes: bursts lose packets; raise net.core.rmem_max"
+        );
+    }
+}
+
+// === impl Listener ===
+
+impl Listener {
+    fn new(front: Arc<Front>, wire: Arc<Wire>, parts: usize) -> Self {
+        Self {
+            hellos: Hellos::new(parts),
+            flows: Flows::new(front.clone(), wire.clone(), parts),
+            front,
+            wire,
+            lines: LOG_LINES,
+            left_out: 0,
+        }
+    }
+
+    async fn run(mut self, until: CancellationToken) {
+        let mut input = vec![0; BUFFERS * BUFFER_BYTES];
+        let mut sweep = interval(SWEEP);
+        sweep.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let (wire, front) = (self.wire.clone(), self.front.clone());
+        loop {
+            // New connections are served during a drain, too: other replicas continue them.
+            if until.is_cancelled() && self.flows.are_idle_for(QUIET, Instant::now()) {
+                return;
+            }
+            tokio::select! {
+                ready = wire.socket.readable() => match ready {
+                    Ok(()) => {
+                        consume_budget().await;
+                        self.receive(&mut input);
+                    }
+                    // The runtime is ending.
+                    Err(_) => return,
+                },
+                _ = sweep.tick() => self.sweep(),
+                () = until.cancelled(), if !until.is_cancelled() => {}
+                () = front.cut.cancelled() => return,
+            }
+        }
+    }
+
+    fn receive(&mut self, input: &mut [u8]) {
+        let mut free = input.chunks_exact_mut(BUFFER_BYTES);
+        let mut buffers: [IoSliceMut<'_>; BUFFERS] =
+            std::array::from_fn(|_| IoSliceMut::new(free.next().unwrap_or_default()));
+        let mut metas = [RecvMeta::default(); BUFFERS];
+        // Without a datagram, nothing is filled.
+        let filled = self.wire.receive(&mut buffers, &mut metas).unwrap_or(0);
+        for (meta, buffer) in metas.iter().zip(&buffers).take(filled) {
+            let mut bytes = buffer.get(..meta.len).unwrap_or_default();
+            while !bytes.is_empty() {
+                let (run, rest) = bytes.split_at(run_bytes(bytes, meta.stride));
+                if let Err(refused) = self.forward(meta, run) {
+                    self.refuse(meta.addr, &refused);
+                }
+                bytes = rest;
+            }
+        }
+    }
+
+    /// Forwards datagrams of one connection.
+    fn forward(&mut self, meta: &RecvMeta, run: &[u8]) -> Result<(), Refused> {
+        let path = Path {
+            client: meta.addr,
+            local: meta.dst_ip,
+        };
+        let first = run.get(..meta.stride).unwrap_or(run);
+        let header = Header::parse(first)
+            .ok_or_else(|| Refused::new(Refusal::Garbage, InitialError::NotInitial.to_string()))?;
+        if let Some(key) = self.flows.find(path, &header)? {
+            self.flows.send(key, &header, run, meta.stride, meta.ecn);
+            return Ok(());
+        }
+        match header {
+            Header::Long {
+                is_initial: true,
+                destination,
+                ..
+            } => self.collect(path, &header, destination, first),
+            _ => {
+                let why = "neither a flow nor an endpoint has the connection id";
+                Err(Refused::new(Refusal::Unknown, why))
+            }
+        }
+    }
+
+    /// Takes a datagram with an Initial packet, and opens a flow once the hello is complete.
+    fn collect(
+        &mut self,
+        path: Path,
+        header: &Header<'_>,
+        id: &[u8],
+        datagram: &[u8],
+    ) -> Result<(), Refused> {
+        let (hello, datagrams) = match self.hellos.take(path.client, id, datagram, Instant::now()) {
+            Arrival::Complete(hello, datagrams) => (hello, datagrams),
+            Arrival::Kept { displaced } => {
+                self.count(displaced, Refusal::TooManyConnections);
+                return Ok(());
+            }
+            Arrival::Bad(error) => {
+                return Err(Refused::new(Refusal::Garbage, error.to_string()));
+            }
+            Arrival::TooMany => {
+                let why = "too many incomplete hellos, or datagrams of one hello";
+                return Err(Refused::new(Refusal::TooManyConnections, why));
+            }
+        };
+        let name = hello
+            .server_name
+            .ok_or_else(|| Refused::new(Refusal::NoServerName, "the client sent no server name"))?;
+        let upstream = self.front.table.by_server_name(&name).ok_or_else(|| {
+            Refused::new(Refusal::Unknown, format!("no Service has the name {name}"))
+        })?;
+        let endpoint = upstream.quic_endpoint().ok_or_else(|| {
+            let why = format!("{} has no endpoint that serves QUIC", upstream.key);
+            Refused::new(Refusal::Upstream, why)
+        })?;
+        let key = self
+            .flows
+            .open(path, upstream, endpoint, Some(id.to_vec()))?;
+        for datagram in datagrams {
+            self.flows
+                .send(key, header, &datagram, datagram.len(), None);
+        }
+        Ok(())
+    }
+
+    fn sweep(&mut self) {
+        let now = Instant::now();
+        let late = self.hellos.expire(now);
+        self.count(late, Refusal::Timeout);
+        self.flows.sweep(now);
+        self.lines = LOG_LINES;
+        let left_out = std::mem::take(&mut self.left_out);
+        if left_out > 0 {
+            debug!(left_out, "more QUIC datagrams were refused");
+        }
+    }
+
+    fn refuse(&mut self, client: SocketAddr, refused: &Refused) {
+        self.count(1, refused.reason);
+        if self.lines == 0 {
+            self.left_out += 1;
+            return;
+        }
+        self.lines -= 1;
+        debug!(%client, why = refused.why, "QUIC datagram refused");
+    }
+
+    fn count(&self, times: usize, reason: Refusal) {
+        for _ in 0..times {
+            self.front.metrics.refused(Entrance::Quic, reason);
+        }
+    }
+}
+
+/// Returns the length of the first datagrams in `bytes` that belong to one connection: one datagram, or several
+/// datagrams whose short headers have the same connection id of our servers.
+fn run_bytes(bytes: &[u8], stride: usize) -> usize {
+    let mut datagrams = bytes.chunks(stride.max(1));
+    let first = datagrams.next().unwrap_or_default();
+    let id = |datagram: &[u8]| match Header::parse(datagram)? {
+        Header::Short(rest) => rest.first_chunk::<CONNECTION_ID_BYTES>().copied(),
+        Header::Long { .. } => None,
+    };
+    let own = id(first);
+    let same = datagrams.take_while(|datagram| own.is_some() && id(datagram) == own);
+    first.len() + same.map(<[u8]>::len).sum::<usize>()
+}

@@ -6,10 +6,15 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::net::SocketAddr;
+use std::num::NonZeroU16;
+use std::str::FromStr;
 use std::sync::Arc;
 
 use culvert_host::net::networks::Networks;
 use culvert_host::net::proxy_protocol::Version;
+
+/// Longest part of a wrong text in an error, in characters.
+const MAX_SHOWN: usize = 100;
 
 /// Key of a Service port: `<namespace>/<service>-<port name>`, without the last part if the port has no name.
 /// Also the value of `envoy_cluster_name` in metrics.
@@ -39,6 +44,53 @@ pub struct Backend {
     pub header: Option<Version>,
     /// Networks of permitted clients; `None` permits all.
     pub allowed: Option<Networks>,
+    /// UDP port of the endpoints for QUIC by server name; `None` serves no QUIC.
+    pub quic_port: Option<QuicPort>,
+}
+
+/// UDP port of endpoints that serve QUIC.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum QuicPort {
+    /// The number of the endpoint's TCP port.
+    Same,
+    /// Another number.
+    Number(NonZeroU16),
+}
+
+/// Error for a text that is not a [`QuicPort`].
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "the UDP port for QUIC is {0:?}; expected a number from 1 to 65535, or \"same\" for the number of the TCP port"
+)]
+pub struct UnknownQuicPort(String);
+
+// === impl Backend ===
+
+impl Backend {
+    /// Returns the UDP address of an endpoint; `None` if the endpoints serve no QUIC.
+    pub(crate) fn quic_address(&self, endpoint: SocketAddr) -> Option<SocketAddr> {
+        let port = match self.quic_port? {
+            QuicPort::Same => endpoint.port(),
+            QuicPort::Number(port) => port.get(),
+        };
+        Some(SocketAddr::new(endpoint.ip(), port))
+    }
+}
+
+// === impl QuicPort ===
+
+impl FromStr for QuicPort {
+    type Err = UnknownQuicPort;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        match text {
+            "same" => Ok(Self::Same),
+            number => number
+                .parse()
+                .map(Self::Number)
+                .map_err(|_| UnknownQuicPort(text.chars().take(MAX_SHOWN).collect())),
+        }
+    }
 }
 
 // === impl UpstreamKey ===

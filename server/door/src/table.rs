@@ -4,8 +4,10 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::iter::successors;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, Weak};
 
+use culvert_native::quic::connection_id::Tag;
 use parking_lot::{Mutex, RwLock};
 
 use super::routes::{Backend, Routes, UpstreamKey};
@@ -25,6 +27,9 @@ pub struct Table {
 struct Current {
     routes: Routes,
     upstreams: BTreeMap<UpstreamKey, Arc<Upstream>>,
+    /// Endpoints that serve QUIC, by the tag in their connection ids. Two endpoints rarely have the same tag, but
+    /// several upstreams may have the same endpoint.
+    tags: HashMap<Tag, Vec<(Arc<Upstream>, SocketAddr)>>,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -84,7 +89,12 @@ impl Table {
         change.rerouted = before.routes.server_names != routes.server_names
             || before.routes.authorities != routes.authorities
             || before.routes.node_ports != routes.node_ports;
-        *self.current.write() = Arc::new(Current { routes, upstreams });
+        let tags = tags_of(&routes, &upstreams);
+        *self.current.write() = Arc::new(Current {
+            routes,
+            upstreams,
+            tags,
+        });
         change
     }
 
@@ -114,6 +124,15 @@ impl Table {
         current.upstreams.get(key).cloned()
     }
 
+    /// Returns the endpoint whose QUIC connection ids have this tag, with its upstream. If there are several, one that
+    /// permits `client` comes first.
+    pub(crate) fn by_tag(&self, tag: Tag, client: IpAddr) -> Option<(Arc<Upstream>, SocketAddr)> {
+        let current = self.current.read();
+        let found = current.tags.get(&tag)?;
+        let permitted = found.iter().find(|(upstream, _)| upstream.permits(client));
+        permitted.or(found.first()).cloned()
+    }
+
     /// Returns the wanted node ports.
     pub(crate) fn node_ports(&self) -> Vec<u16> {
         let current = self.current.read();
@@ -126,14 +145,33 @@ impl Table {
     }
 }
 
+fn tags_of(
+    routes: &Routes,
+    upstreams: &BTreeMap<UpstreamKey, Arc<Upstream>>,
+) -> HashMap<Tag, Vec<(Arc<Upstream>, SocketAddr)>> {
+    let mut tags: HashMap<_, Vec<_>> = HashMap::new();
+    for (key, backend) in &routes.upstreams {
+        let addresses = backend.endpoints.iter();
+        for address in addresses.filter_map(|endpoint| backend.quic_address(*endpoint)) {
+            if let Some(upstream) = upstreams.get(key) {
+                let found = tags.entry(Tag::of(address)).or_default();
+                found.push((upstream.clone(), address));
+            }
+        }
+    }
+    tags
+}
+
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
 
-    use std::net::SocketAddr;
     use std::sync::atomic::Ordering;
 
+    use culvert_host::net::networks::Networks;
+
     use super::*;
+    use crate::routes::QuicPort;
 
     fn backend(endpoint: SocketAddr) -> Backend {
         Backend {
@@ -200,6 +238,32 @@ mod tests {
         let fresh = table.by_node_port(30_001).unwrap();
         assert_eq!(fresh.stats.opened.load(Ordering::Relaxed), 0);
         assert!(table.retired.lock().is_empty(), "nothing is kept forever");
+    }
+
+    #[test]
+    fn endpoint_of_a_quic_packet_is_found_by_its_tag() {
+        let table = Table::new(10);
+        let mut routes = routes(&[("a", 1), ("b", 2)]);
+        let key = |service| UpstreamKey::of_service("ns", service, "");
+        let backend = routes.upstreams.get_mut(&key("a")).unwrap();
+        backend.quic_port = Some(QuicPort::Number(8133.try_into().unwrap()));
+        // Another upstream with the same endpoint, for few clients.
+        let mut restricted = backend.clone();
+        restricted.allowed = Some(Networks::parse(["192.0.2.0/24"]).unwrap());
+        routes.upstreams.insert(key("0"), restricted);
+        table.apply(routes);
+        let found = |address: &str, client: &str| {
+            let tag = Tag::of(address.parse().unwrap());
+            let found = table.by_tag(tag, client.parse().unwrap());
+            found.map(|(upstream, address)| (upstream.key.clone(), address.to_string()))
+        };
+        let udp = "10.0.0.1:8133";
+        assert_eq!(found(udp, "192.0.2.1"), Some((key("0"), udp.to_owned())));
+        assert_eq!(found(udp, "10.0.0.9"), Some((key("a"), udp.to_owned())));
+        assert_eq!(found("10.0.0.1:1", "10.0.0.9"), None);
+        assert_eq!(found("10.0.0.1:2", "10.0.0.9"), None, "b serves no QUIC");
+        table.apply(Routes::default());
+        assert_eq!(found(udp, "10.0.0.9"), None);
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! The endpoints of one Service port, and the connections to them.
 
+mod flows;
 mod times;
 
 use std::collections::HashSet;
@@ -19,6 +20,7 @@ use tokio::net::TcpStream;
 use tokio::time::{sleep, timeout};
 use tracing::{info, warn};
 
+pub(crate) use self::flows::FlowPlace;
 use self::times::Times;
 use super::routes::{Backend, UpstreamKey};
 
@@ -52,6 +54,9 @@ pub(crate) struct Upstream {
     limit: u64,
     /// Shares of source addresses in the limit.
     shares: Arc<Shares>,
+    /// Number of QUIC flows with a place; the same limit applies.
+    flows: AtomicU64,
+    flow_shares: Arc<Shares>,
 }
 
 /// The counters of one upstream; [`add_metrics`] renders them under Envoy's names.
@@ -121,6 +126,8 @@ impl Upstream {
             turn: AtomicUsize::new(0),
             limit,
             shares: Shares::of(limit, SHARE_FACTOR),
+            flows: AtomicU64::new(0),
+            flow_shares: Shares::of(limit, SHARE_FACTOR),
         })
     }
 

@@ -148,6 +148,7 @@ fn door_settings(routes: &Path) -> door_config::Config {
     door_config::Config {
         source: door_config::Source::File(routes.to_owned()),
         sni: Some(any_port()),
+        sni_quic: None,
         tunneling: Some(door_config::Tunneling {
             bind: any_port(),
             tls: None,

@@ -78,6 +78,11 @@ struct ListenerFlags {
     #[arg(long, value_name = "PORT", default_value = "0", value_parser = go_int)]
     envoy_sni_port: i64,
 
+    /// UDP port for QUIC connections, routed by server name to Services that have the annotation
+    /// nodeport-proxy.k8s.io/quic-port; 0, the default, disables it
+    #[arg(long, value_name = "PORT", default_value = "0", value_parser = go_int)]
+    sni_quic_port: i64,
+
     /// Port for CONNECT requests, HTTP/1.1 and HTTP/2; 0 disables it
     #[arg(long, value_name = "PORT", default_value = "0", value_parser = go_int)]
     envoy_tunneling_port: i64,
@@ -215,9 +220,13 @@ impl Flags {
             u16::try_from(value).unwrap_or(0)
         };
         let sni = port("envoy-sni-port", listeners.envoy_sni_port);
+        let sni_quic = port("sni-quic-port", listeners.sni_quic_port);
         let tunneling = port("envoy-tunneling-port", listeners.envoy_tunneling_port);
         let stats = port("envoy-stats-port", listeners.envoy_stats_port);
         let admin = port("envoy-admin-port", listeners.envoy_admin_port);
+        p.require(sni_quic == 0 || sni != 0, || {
+            "--sni-quic-port needs --envoy-sni-port: clients of QUIC fall back to TCP".to_owned()
+        });
         let tunneling = self.tunneling(p, tunneling);
         let proxies = p.networks("proxy-protocol-from", &listeners.proxy_protocol_from);
         let limits = self.times.limits(p);
@@ -253,6 +262,7 @@ impl Flags {
         Ok(Config {
             source,
             sni: (sni != 0).then(|| HostPort::new(host, sni)),
+            sni_quic: (sni_quic != 0).then(|| HostPort::new(host, sni_quic)),
             tunneling,
             proxies,
             stats: HostPort::new(host, stats),

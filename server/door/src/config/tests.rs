@@ -109,6 +109,20 @@ fn without_a_file_the_cluster_is_watched() {
 }
 
 #[test]
+fn quic_listener_needs_the_listener_for_server_names() {
+    let sni_quic = |line: &[&str]| read(line).map(|config| config.sni_quic);
+    let tcp = "--envoy-sni-port=6443";
+    assert_eq!(sni_quic(&[tcp]), Ok(None));
+    let both = sni_quic(&[tcp, "--sni-quic-port=6444"]);
+    assert_eq!(both, Ok(Some(HostPort::new("0.0.0.0", 6444))));
+    let alone = sni_quic(&["--sni-quic-port=6444"]).unwrap_err();
+    assert!(
+        alone.concat().contains("needs --envoy-sni-port"),
+        "{alone:?}"
+    );
+}
+
+#[test]
 fn all_mistakes_are_reported_at_once() {
     let problems = read(&[
         "--expose-annotation-key=",

@@ -469,6 +469,35 @@ fn conditions_of_a_service_come_from_its_annotations() {
 }
 
 #[test]
+fn quic_port_comes_from_the_annotation_and_needs_a_server_name() {
+    let ports = [port("https", 443, 0), port("other", 444, 0)];
+    let slices = [slice(
+        "a",
+        &[("https", 8443), ("other", 8444)],
+        &["172.16.0.1"],
+    )];
+    let quic_of = |value: &str| {
+        let mut service = sni_service("a", r#"{"https": "a.example.com"}"#, &ports);
+        annotate(&mut service, EXPOSE_ANNOTATION, "SNI,Tunneling");
+        annotate(&mut service, QUIC_PORT_ANNOTATION, value);
+        let (routes, problems) = expose([service].iter(), slices.iter(), &options());
+        let backend = |port| &routes.upstreams[&UpstreamKey::of_service("test", "a", port)];
+        assert_eq!(backend("other").quic_port, None);
+        let https = backend("https");
+        let address = https.quic_address(https.endpoints[0]);
+        (address.map(|address| address.port()), problems.concat())
+    };
+    assert_eq!(quic_of("same"), (Some(8443), String::new()));
+    assert_eq!(quic_of("8133"), (Some(8133), String::new()));
+    for wrong in ["", "0", "65536", "Same", "true"] {
+        let (port, problem) = quic_of(wrong);
+        assert_eq!(port, None);
+        let named = problem.contains(QUIC_PORT_ANNOTATION) && problem.contains("expected");
+        assert!(named, "{problem}");
+    }
+}
+
+#[test]
 fn equal_keys_with_different_conditions_are_not_merged() {
     let mut open = node_port_service("a-b", "NodePort", &[port("c", 443, 32000)]);
     let mut closed = node_port_service("a", "NodePort", &[port("b-c", 443, 32001)]);

@@ -54,6 +54,25 @@ fn file_contents_become_routes() {
 }
 
 #[test]
+fn quic_port_is_a_number_or_same() {
+    let upstream = |port: &str| {
+        let text = format!(
+            "upstreams: [{{name: a, endpoints: ['10.0.0.1:1'], serverNames: [a.example], quicPort: {port}}}]"
+        );
+        let routes = parse(&text, "door.yaml").map_err(|error| error.0.concat())?;
+        Ok(routes.upstreams.into_values().next().unwrap().quic_port)
+    };
+    assert_eq!(upstream("same"), Ok(Some(QuicPort::Same)));
+    let number = QuicPort::Number(8133.try_into().unwrap());
+    assert_eq!(upstream("8133"), Ok(Some(number)));
+    let wrong: Result<_, String> = upstream("0");
+    assert!(wrong.unwrap_err().contains("expected a number from 1"));
+    let nameless = "upstreams:\n  - name: a\n    endpoints: ['10.0.0.1:1']\n    quicPort: same\n";
+    let problems = parse(nameless, "door.yaml").unwrap_err().0;
+    assert!(problems[0].starts_with("door.yaml:4: quicPort needs serverNames"));
+}
+
+#[test]
 fn every_mistake_is_reported_with_its_line() {
     let text = "\
 upstreams:
