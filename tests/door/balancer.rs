@@ -554,3 +554,22 @@ async fn without_update_loadbalancer_nothing_is_written() {
     assert_eq!(lease, None);
     assert_eq!(api.get("services", NAMESPACE, NAME), Some(before));
 }
+
+#[tokio::test]
+async fn udp_port_for_quic_exists_while_the_balancer_requests_it() {
+    let api = KubeApi::start().await;
+    let requesting = balancer().annotation("nodeport-proxy.k8s.io/quic-listener", "true");
+    api.put("services", requesting);
+    let quic = ["-envoy-sni-port={sni}", "-sni-quic-port={sni}"];
+    let door = replica(&api, &quic).await;
+    let fixed = [HEALTHZ, "sni-listener"];
+    let ports = comes_to_have(&api, [&fixed[..], &["sni-quic-listener"]].concat()).await;
+    let sni = door.sni.port();
+    let udp =
+        json!({"name": "sni-quic-listener", "protocol": "UDP", "port": sni, "targetPort": sni});
+    assert!(ports.contains(&udp), "{ports:?}");
+    let mut without = api.get("services", NAMESPACE, NAME).unwrap();
+    without["metadata"]["annotations"] = json!({});
+    api.put("services", without);
+    comes_to_have(&api, fixed.to_vec()).await;
+}

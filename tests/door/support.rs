@@ -172,7 +172,8 @@ impl Door {
             format!("--envoy-stats-port={}", stats.port()),
             "-v=4".to_owned(),
         ];
-        args.extend(flags.iter().map(|flag| (*flag).to_owned()));
+        let sni_port = sni.port().to_string();
+        args.extend(flags.iter().map(|flag| flag.replace("{sni}", &sni_port)));
         let before = before.iter().map(|arg| (*arg).to_owned());
         let program = Program::spawn(program, before.chain(args), &[]);
         let door = Self {

@@ -27,6 +27,9 @@ pub(crate) const PROXY_PROTOCOL_ANNOTATION: &str = "nodeport-proxy.k8s.io/proxy-
 /// [`QuicPort`](super::routes::QuicPort).
 pub(crate) const QUIC_PORT_ANNOTATION: &str = "nodeport-proxy.k8s.io/quic-port";
 
+/// Annotation of the load balancer's own Service: `true` requests the UDP port of the proxy.
+pub(crate) const QUIC_LISTENER_ANNOTATION: &str = "nodeport-proxy.k8s.io/quic-listener";
+
 /// All annotations besides the annotation that exposes a Service.
 pub(crate) const OTHER_ANNOTATIONS: [&str; 4] = [
     PORT_MAPPING_ANNOTATION,

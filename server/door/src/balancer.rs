@@ -21,6 +21,7 @@ use tokio::time::{Instant, sleep, timeout_at};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info};
 
+use super::annotations::QUIC_LISTENER_ANNOTATION;
 use super::balancer_ports::{
     BalancerOptions, balancer_ports, changed_ports, has_balancer_ports, read_ports,
 };
@@ -230,6 +231,10 @@ impl Writer {
         };
         let read = found.and_then(|found| found.ok_or_else(missing));
         let mut object = read.inspect_err(|_| count(Step::Read))?;
+        let annotations = object.metadata.annotations.as_ref();
+        let has_quic = annotations
+            .and_then(|annotations| annotations.get(QUIC_LISTENER_ANNOTATION))
+            .is_some_and(|value| value == "true");
         let spec = object.data.get_mut("spec").and_then(Value::as_object_mut);
         let ports = spec.map(|spec| spec.entry("ports").or_insert_with(|| json!([])));
         let Some(Value::Array(ports)) = ports else {
@@ -239,7 +244,7 @@ impl Writer {
             });
         };
         let known = read_ports(ports);
-        let wanted = balancer_ports(services.iter(), &self.options, &known);
+        let wanted = balancer_ports(services.iter(), &self.options, has_quic, &known);
         let Some(changed) = changed_ports(ports, &wanted) else {
             return Ok(());
         };

@@ -16,11 +16,13 @@ use super::exposure::Service;
 /// Longest name of a Service port, in characters (an RFC 1123 label).
 const MAX_NAME: usize = 63;
 
-/// A TCP port of the load balancer's Service.
+/// A port of the load balancer's Service.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct BalancerPort {
     /// Unique within the Service.
     pub name: String,
+    /// True for UDP, false for TCP.
+    pub is_udp: bool,
     /// Port of the load balancer.
     pub port: u16,
     /// Port of the proxy, as a number; the same as `port`.
@@ -36,6 +38,9 @@ pub struct BalancerOptions {
     pub annotation: String,
     /// The proxy's port for TLS server names, named `sni-listener`; 0 if there is no such port.
     pub sni_port: u16,
+    /// The proxy's UDP port for QUIC, named `sni-quic-listener`; 0 if there is no such port. Included only on request:
+    /// some load balancers refuse a Service with TCP and UDP ports.
+    pub sni_quic_port: u16,
     /// The proxy's port for CONNECT requests, named `tunneling-listener`; 0 if there is no such port.
     pub tunneling_port: u16,
     /// The proxy's port for `/healthz` and metrics, named `healthz`: 8002 in the stock proxy. 0 if there is
@@ -55,23 +60,26 @@ pub struct BalancerOptions {
 ///
 /// Every port number occurs once, because Kubernetes would refuse the whole list otherwise: a fixed port
 /// wins, and otherwise the first Service by name. Two Services may have the same node port, one for TCP and
-/// one for UDP.
+/// one for UDP. The UDP port for QUIC has the number of a TCP port as a rule, which Kubernetes permits.
 pub(crate) fn balancer_ports<'a>(
     services: impl Iterator<Item = &'a Service>,
     options: &BalancerOptions,
+    has_quic: bool,
     current: &[BalancerPort],
 ) -> Vec<BalancerPort> {
-    let current: HashMap<&str, u16> = current
-        .iter()
-        .map(|port| (port.name.as_str(), port.node_port))
-        .collect();
+    let node_ports = |is_udp: bool| -> HashMap<&str, u16> {
+        let ports = current.iter().filter(|port| port.is_udp == is_udp);
+        let ports = ports.map(|port| (port.name.as_str(), port.node_port));
+        ports.collect()
+    };
+    let known = node_ports(false);
     let mut by_number = BTreeMap::new();
     for (name, number) in [
         ("healthz", options.stats_port),
         ("sni-listener", options.sni_port),
         ("tunneling-listener", options.tunneling_port),
     ] {
-        let port = || balancer_port(number, name.to_owned(), name.to_owned(), &current);
+        let port = || balancer_port(number, name.to_owned(), name.to_owned(), &known);
         by_number.entry(number).or_insert_with(port);
     }
     let mut services: Vec<&Service> = services
@@ -86,13 +94,20 @@ pub(crate) fn balancer_ports<'a>(
                     "{}-{}-{}-{number}",
                     service.namespace, service.name, port.port
                 );
-                balancer_port(number, name_of(service, number), old_name, &current)
+                balancer_port(number, name_of(service, number), old_name, &known)
             });
         }
     }
     // Port 0 means not configured.
     by_number.remove(&0);
     let mut ports: Vec<BalancerPort> = by_number.into_values().collect();
+    if has_quic && options.sni_quic_port != 0 {
+        let [name, old_name] = [(); 2].map(|()| "sni-quic-listener".to_owned());
+        ports.push(BalancerPort {
+            is_udp: true,
+            ..balancer_port(options.sni_quic_port, name, old_name, &node_ports(true))
+        });
+    }
     ports.sort_unstable_by(|a, b| a.name.cmp(&b.name));
     ports
 }
@@ -131,6 +146,7 @@ fn balancer_port(
     };
     BalancerPort {
         name,
+        is_udp: false,
         port,
         target_port: port,
         node_port,

@@ -5,16 +5,26 @@ use serde_json::{Map, Value, json};
 
 use super::BalancerPort;
 
-/// Parses the TCP ports of a Service. Ports of other protocols are left out, so the next write removes them.
+const TCP: &str = "TCP";
+const UDP: &str = "UDP";
+
+/// Parses the TCP and UDP ports of a Service. Ports of other protocols are left out, so the next write removes them.
 pub(crate) fn read_ports(ports: &[Value]) -> Vec<BalancerPort> {
-    let tcp = ports.iter().filter(|port| is_tcp(port));
-    tcp.map(|port| BalancerPort {
-        name: name(port).to_owned(),
-        port: number(port, "port"),
-        target_port: number(port, "targetPort"),
-        node_port: number(port, "nodePort"),
-    })
-    .collect()
+    let read = |port: &Value| {
+        let is_udp = match protocol(port) {
+            TCP => false,
+            UDP => true,
+            _ => return None,
+        };
+        Some(BalancerPort {
+            name: name(port).to_owned(),
+            is_udp,
+            port: number(port, "port"),
+            target_port: number(port, "targetPort"),
+            node_port: number(port, "nodePort"),
+        })
+    };
+    ports.iter().filter_map(read).collect()
 }
 
 /// Returns the ports to write so that the Service has exactly the `wanted` ports (sorted by name). `None` if
@@ -23,11 +33,12 @@ pub(crate) fn changed_ports(ports: &[Value], wanted: &[BalancerPort]) -> Option<
     let mut present = ports.to_vec();
     present.sort_by(|a, b| name(a).cmp(name(b)));
     let written = |wanted: &BalancerPort| {
-        let known = |port: &&Value| name(port) == wanted.name && is_tcp(port);
+        let is = if wanted.is_udp { UDP } else { TCP };
+        let known = |port: &&Value| name(port) == wanted.name && protocol(port) == is;
         let known = present.iter().find(known).and_then(Value::as_object);
         let mut port = known.cloned().unwrap_or_else(Map::new);
         port.insert("name".into(), json!(wanted.name));
-        port.insert("protocol".into(), json!("TCP"));
+        port.insert("protocol".into(), json!(is));
         port.insert("port".into(), json!(wanted.port));
         port.insert("targetPort".into(), json!(wanted.target_port));
         if wanted.node_port != 0 {
@@ -44,10 +55,10 @@ fn name(port: &Value) -> &str {
     name.unwrap_or_default()
 }
 
-fn is_tcp(port: &Value) -> bool {
+fn protocol(port: &Value) -> &str {
     let protocol = port.get("protocol").and_then(Value::as_str);
-    // TCP is the API's default.
-    protocol.is_none_or(|protocol| protocol == "TCP")
+    // The API's default.
+    protocol.unwrap_or(TCP)
 }
 
 fn number(port: &Value, field: &str) -> u16 {
@@ -65,6 +76,7 @@ mod tests {
     fn port(name: &str, port: u16, node_port: u16) -> BalancerPort {
         BalancerPort {
             name: name.to_owned(),
+            is_udp: false,
             port,
             target_port: port,
             node_port,
@@ -97,8 +109,9 @@ mod tests {
             {"name": "b", "protocol": "TCP", "port": 3, "targetPort": "web", "nodePort": 30002, "appProtocol": "https"},
             {"name": "a", "protocol": "UDP", "port": 1, "targetPort": 1, "nodePort": 30001},
         ]));
-        // The UDP port is skipped: another Service may use the same node port number for TCP.
-        assert_eq!(read_ports(&present).len(), 2);
+        // The node port of the UDP port is not kept: another Service may have the same number for TCP.
+        let known = read_ports(&present);
+        assert_eq!(known.iter().filter(|port| port.is_udp).count(), 1);
         let wanted = [port("a", 1, 0), port("b", 2, 30002)];
         let changed = changed_ports(&present, &wanted).unwrap();
         let expected = array(json!([
@@ -107,5 +120,19 @@ mod tests {
         ]));
         assert_eq!(changed, expected);
         assert_eq!(changed_ports(&changed, &wanted), None);
+    }
+
+    #[test]
+    fn tcp_and_udp_ports_may_have_the_same_number() {
+        let udp = BalancerPort {
+            is_udp: true,
+            ..port("sni-quic-listener", 6443, 0)
+        };
+        let wanted = [port("sni-listener", 6443, 30001), udp];
+        let present = changed_ports(&[], &wanted).unwrap();
+        let protocols: Vec<&str> = present.iter().map(protocol).collect();
+        assert_eq!(protocols, [TCP, UDP]);
+        assert_eq!(read_ports(&present), wanted);
+        assert_eq!(changed_ports(&present, &wanted), None);
     }
 }

@@ -27,6 +27,7 @@ fn options() -> BalancerOptions {
     BalancerOptions {
         annotation: EXPOSE_ANNOTATION.to_owned(),
         sni_port: 0,
+        sni_quic_port: 0,
         tunneling_port: 0,
         stats_port: 8002,
         namespace: None,
@@ -37,6 +38,7 @@ fn port(name: &str, port: u16, node_port: u16) -> BalancerPort {
     let (name, target_port) = (name.to_owned(), port);
     BalancerPort {
         name,
+        is_udp: false,
         port,
         target_port,
         node_port,
@@ -53,7 +55,7 @@ fn only_services_exposed_by_node_port_get_a_port() {
     let others = ["", "SNI", "NodePort,SNI", " NodePort", "True"];
     let mut services = others.map(|value| service("d", value, 30443)).to_vec();
     services.extend([without_ip, without_annotation, without_node_port]);
-    let ports = balancer_ports(services.iter(), &options(), &[]);
+    let ports = balancer_ports(services.iter(), &options(), false, &[]);
     assert_eq!(ports, [port("healthz", 8002, 0)]);
 }
 
@@ -75,9 +77,12 @@ fn existing_name_of_either_scheme_is_kept_with_its_node_port() {
         ),
     ] {
         let current = [port(current, 30443, 31443), port("healthz", 8002, 32002)];
-        let ports = balancer_ports(services.iter(), &options(), &current);
+        let ports = balancer_ports(services.iter(), &options(), false, &current);
         assert_eq!(ports, [expected, port("healthz", 8002, 32002)]);
-        assert_eq!(balancer_ports(services.iter(), &options(), &ports), ports);
+        assert_eq!(
+            balancer_ports(services.iter(), &options(), false, &ports),
+            ports
+        );
     }
 }
 
@@ -95,7 +100,36 @@ fn listeners_for_names_and_connect_requests_get_ports() {
         port("sni-listener", 6443, 0),
         port("tunneling-listener", 8088, 0),
     ];
-    assert_eq!(balancer_ports(services.iter(), &options, &[]), expected);
+    assert_eq!(
+        balancer_ports(services.iter(), &options, false, &[]),
+        expected
+    );
+}
+
+#[test]
+fn udp_port_for_quic_is_included_on_request() {
+    let options = BalancerOptions {
+        sni_port: 6443,
+        sni_quic_port: 6443,
+        ..options()
+    };
+    let (tcp, mut udp) = (
+        port("sni-listener", 6443, 30001),
+        port("sni-quic-listener", 6443, 30002),
+    );
+    udp.is_udp = true;
+    let current = [tcp.clone(), udp.clone()];
+    let ports = |has_quic| balancer_ports([].iter(), &options, has_quic, &current);
+    assert_eq!(ports(true), [port("healthz", 8002, 0), tcp.clone(), udp]);
+    assert_eq!(ports(false), [port("healthz", 8002, 0), tcp]);
+    let without = BalancerOptions {
+        sni_quic_port: 0,
+        ..options.clone()
+    };
+    assert_eq!(
+        balancer_ports([].iter(), &without, true, &current),
+        ports(false)
+    );
 }
 
 #[test]
@@ -107,7 +141,10 @@ fn only_the_chosen_namespace_counts() {
             namespace,
             ..options()
         };
-        assert_eq!(balancer_ports(services.iter(), &options, &[]).len(), count);
+        assert_eq!(
+            balancer_ports(services.iter(), &options, false, &[]).len(),
+            count
+        );
     }
 }
 
@@ -117,10 +154,16 @@ fn port_numbers_are_unique_and_the_order_of_services_does_not_matter() {
     udp.ports[0].is_tcp = false;
     let mut services = [udp, service("a", "true", 30053), service("b", "true", 8002)];
     let expected = [port("cluster-a-30053", 30053, 0), port("healthz", 8002, 0)];
-    assert_eq!(balancer_ports(services.iter(), &options(), &[]), expected);
+    assert_eq!(
+        balancer_ports(services.iter(), &options(), false, &[]),
+        expected
+    );
     services.reverse();
-    assert_eq!(balancer_ports(services.iter(), &options(), &[]), expected);
-    let alone = balancer_ports(services[2..].iter(), &options(), &[]);
+    assert_eq!(
+        balancer_ports(services.iter(), &options(), false, &[]),
+        expected
+    );
+    let alone = balancer_ports(services[2..].iter(), &options(), false, &[]);
     assert_eq!(alone[0].name, "cluster-dns-30053", "UDP has its port too");
 }
 
@@ -129,6 +172,7 @@ fn a_long_name_keeps_its_node_port() {
     let ports = balancer_ports(
         [service(&"x".repeat(63), "true", 30443)].iter(),
         &options(),
+        false,
         &[],
     );
     assert_eq!(ports[0].name.len(), MAX_NAME);

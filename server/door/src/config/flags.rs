@@ -230,7 +230,8 @@ impl Flags {
         let tunneling = self.tunneling(p, tunneling);
         let proxies = p.networks("proxy-protocol-from", &listeners.proxy_protocol_from);
         let limits = self.times.limits(p);
-        let ports = [sni, tunneling.as_ref().map_or(0, |it| it.bind.port), stats];
+        let tunneling_port = tunneling.as_ref().map_or(0, |it| it.bind.port);
+        let ports = [sni, sni_quic, tunneling_port, stats];
         let balancer = self.balancer.config(p, source, ports);
         let max = self.operations.max_connections;
         p.require(max > 0, || {

@@ -54,13 +54,13 @@ pub(super) struct BalancerFlags {
 }
 
 impl BalancerFlags {
-    /// Converts the flags, together with the flags of the source and the ports for server names, CONNECT and
-    /// health. `None` without `--update-loadbalancer`.
+    /// Converts the flags, together with the flags of the source and the ports for server names, QUIC, CONNECT
+    /// and health. `None` without `--update-loadbalancer`.
     pub(super) fn config(
         &self,
         p: &mut Problems,
         source: &SourceFlags,
-        [sni_port, tunneling_port, stats_port]: [u16; 3],
+        [sni_port, sni_quic_port, tunneling_port, stats_port]: [u16; 4],
     ) -> Option<Box<BalancerConfig>> {
         let times = self.times(p);
         if !self.update_loadbalancer.unwrap_or(self.is_lb_updater()) {
@@ -102,6 +102,7 @@ impl BalancerFlags {
             options: BalancerOptions {
                 annotation: source.expose_annotation_key.clone(),
                 sni_port,
+                sni_quic_port,
                 tunneling_port,
                 stats_port,
                 namespace: self.namespaced.then(|| namespace.clone()),
