@@ -21,6 +21,7 @@ mod node;
 mod node_ports;
 mod origins;
 mod peers;
+mod quic;
 mod rotation;
 mod silence;
 mod sni;

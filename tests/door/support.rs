@@ -43,6 +43,7 @@ pub(crate) struct Upstream {
     pub node_ports: Vec<u16>,
     pub allowed_networks: Option<&'static str>,
     pub proxy_protocol: Option<&'static str>,
+    pub quic_port: Option<String>,
 }
 
 impl Upstream {
@@ -73,6 +74,12 @@ impl Upstream {
     /// Sends the PROXY protocol, `v1` or `v2`, to the endpoint.
     pub(crate) fn proxy_protocol(mut self, version: &'static str) -> Self {
         self.proxy_protocol = Some(version);
+        self
+    }
+
+    /// Serves QUIC by the endpoints' UDP port: a number, or `same`.
+    pub(crate) fn quic_port(mut self, port: &str) -> Self {
+        self.quic_port = Some(port.to_owned());
         self
     }
 
@@ -109,6 +116,9 @@ fn yaml(upstreams: &[Upstream]) -> String {
         if let Some(version) = upstream.proxy_protocol {
             let _ = writeln!(text, "    proxyProtocol: {version}");
         }
+        if let Some(port) = &upstream.quic_port {
+            let _ = writeln!(text, "    quicPort: {port}");
+        }
     }
     text
 }
@@ -126,6 +136,11 @@ pub(crate) struct Door {
 impl Door {
     pub(crate) async fn start(upstreams: &[Upstream]) -> Self {
         Self::start_with(upstreams, &[]).await
+    }
+
+    /// Starts a front door with a QUIC listener on the port of the listener for server names.
+    pub(crate) async fn start_quic(upstreams: &[Upstream], flags: &[&str]) -> Self {
+        Self::start_with(upstreams, &[&["--sni-quic-port={sni}"], flags].concat()).await
     }
 
     pub(crate) async fn start_with(upstreams: &[Upstream], flags: &[&str]) -> Self {
@@ -252,7 +267,7 @@ impl Door {
     pub(crate) async fn is_idle(&self) {
         eventually("no connection is open", LIMIT, async || {
             let metrics = self.metrics().await;
-            let open: f64 = ["sni", "tunneling", "node_port"]
+            let open: f64 = ["sni", "quic", "tunneling", "node_port"]
                 .iter()
                 .filter_map(|listener| {
                     let labels = [("listener", *listener)];
