@@ -23,7 +23,7 @@ pub enum Control {
 
 /// Splits the bytes of a control stream into lines.
 #[derive(Debug, Default)]
-struct Lines {
+pub(crate) struct Lines {
     line: Vec<u8>,
 }
 
@@ -38,7 +38,11 @@ pub async fn receive(
     let mut lines = Lines::default();
     while let Some(part) = body.data().await.transpose()? {
         body.flow_control().release_capacity(part.len())?;
-        lines.push(&part, &mut message);
+        lines.push(&part, &mut |line| {
+            if let Some(control) = Control::parse(line) {
+                message(control);
+            }
+        });
     }
     Ok(())
 }
@@ -73,14 +77,13 @@ impl fmt::Display for Control {
 // === impl Lines ===
 
 impl Lines {
-    fn push(&mut self, mut bytes: &[u8], message: &mut impl FnMut(Control)) {
+    /// Calls `line` for each line that `bytes` complete.
+    pub(crate) fn push(&mut self, mut bytes: &[u8], line: &mut impl FnMut(&[u8])) {
         while let Some(end) = bytes.iter().position(|byte| *byte == b'\n') {
             let (rest, next) = bytes.split_at(end);
             self.extend(rest);
             bytes = next.get(1..).unwrap_or_default();
-            if let Some(control) = Control::parse(&std::mem::take(&mut self.line)) {
-                message(control);
-            }
+            line(&std::mem::take(&mut self.line));
         }
         self.extend(bytes);
     }
@@ -100,7 +103,7 @@ mod tests {
     fn messages(parts: &[&[u8]]) -> Vec<Control> {
         let (mut lines, mut messages) = (Lines::default(), Vec::new());
         for part in parts {
-            lines.push(part, &mut |message| messages.push(message));
+            lines.push(part, &mut |line| messages.extend(Control::parse(line)));
             assert!(lines.line.len() <= LINE_BYTES + 1);
         }
         messages

@@ -19,6 +19,7 @@
 
 pub mod control;
 mod counting_reader;
+pub mod dial;
 pub mod halves;
 pub mod hello;
 pub mod link;

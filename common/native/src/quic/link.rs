@@ -1,0 +1,264 @@
+//! One QUIC connection between a server and an agent: dials, words, and the watch over its health.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use culvert_stream::head::HeadError;
+use culvert_stream::{CloseReason, Dial};
+use http::{Response, StatusCode};
+use quinn::{Connection, ReadError, RecvStream, SendStream, VarInt};
+use tokio::sync::{mpsc, watch};
+use tokio::time::{Instant, sleep};
+
+use super::NO_REASON;
+use super::endpoint::AGENT_STREAMS;
+use super::halves::{QuicSink, QuicSource, halves};
+use super::health::{Counters, Health, LOOK, Look};
+use super::streams::Streams;
+use super::words::Word;
+use crate::control::Lines;
+use crate::dial;
+
+/// Largest number of streams that an agent accepts at once. More dials wait in the server.
+const MAX_STREAMS: u32 = 1 << 17;
+
+/// Priority of the control stream, above all other streams.
+const CONTROL_PRIORITY: i32 = 3;
+
+/// Error for a dial on a link.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum LinkDialError {
+    /// The link is silent or has ended before an answer: no byte of the client was sent, and another link may carry
+    /// the dial.
+    Unusable,
+    /// The agent abandoned the dial.
+    Abandoned,
+    /// The agent could not reach the endpoint; the text is the agent's.
+    Refused(String),
+}
+
+/// A link whose peer is authenticated.
+pub struct Link {
+    connection: Connection,
+    streams: Arc<Streams>,
+    healthy: watch::Sender<bool>,
+    /// Number of streams that the peer may open.
+    limit: AtomicU32,
+    lost: CloseReason,
+}
+
+/// Words that wait for the control stream.
+pub struct Words(mpsc::UnboundedReceiver<Word>);
+
+impl Link {
+    /// Creates a link. Streams whose receivers do not read may hold `held_bytes` together. `lost` is the close reason
+    /// of its connections if the link ends.
+    pub fn new(connection: Connection, held_bytes: usize, lost: CloseReason) -> (Arc<Self>, Words) {
+        let (streams, words) = Streams::new(held_bytes);
+        let link = Arc::new(Self {
+            connection,
+            streams,
+            healthy: watch::Sender::new(true),
+            limit: AtomicU32::new(AGENT_STREAMS),
+            lost,
+        });
+        (link, Words(words))
+    }
+
+    /// Returns true while the peer answers.
+    pub fn is_healthy(&self) -> bool {
+        *self.healthy.borrow() && !self.streams.ended.is_cancelled()
+    }
+
+    /// Returns the number of open streams.
+    pub fn open(&self) -> usize {
+        self.streams.open()
+    }
+
+    /// Sends a word to the peer.
+    pub fn send(&self, word: Word) {
+        self.streams.send(word);
+    }
+
+    /// Returns the current properties of the path.
+    pub fn path(&self) -> quinn::PathStats {
+        self.connection.stats().path
+    }
+
+    /// Ends the link and its streams. The peer receives the text.
+    pub fn close(&self, text: &str) {
+        self.connection.close(NO_REASON, text.as_bytes());
+        self.streams.ended.cancel();
+    }
+
+    /// Opens a stream for a dial, and waits for the answer. Dropping the future cancels the dial.
+    ///
+    /// # Errors
+    /// See [`LinkDialError`].
+    pub async fn dial(&self, dial: &Dial) -> Result<(QuicSource, QuicSink), LinkDialError> {
+        let unusable = |_| LinkDialError::Unusable;
+        let mut healthy = self.healthy.subscribe();
+        let answered = async {
+            let (send, receive) = self.connection.open_bi().await.map_err(unusable)?;
+            let (mut source, mut sink) = halves(send, receive, &self.streams, self.lost);
+            let request = dial::request_text(&dial::request(dial));
+            sink.head(request)
+                .await
+                .map_err(|reason| self.failed(reason))?;
+            let head = source.head().await.map_err(|error| broken(&error))?;
+            let answer = dial::parse_response(&head).map_err(|_| LinkDialError::Abandoned)?;
+            match answer.status() {
+                StatusCode::OK => Ok((source, sink)),
+                _ => Err(LinkDialError::Refused(dial::error_text(&answer))),
+            }
+        };
+        tokio::select! {
+            biased;
+            answered = answered => answered,
+            _ = healthy.wait_for(|healthy| !healthy) => Err(LinkDialError::Unusable),
+            () = self.streams.ended.cancelled() => Err(LinkDialError::Unusable),
+        }
+    }
+
+    fn failed(&self, reason: CloseReason) -> LinkDialError {
+        match reason == self.lost {
+            true => LinkDialError::Unusable,
+            false => LinkDialError::Abandoned,
+        }
+    }
+
+    /// Accepts the stream of a dial. Permits more streams when most are in use: each permitted stream costs memory
+    /// from the start of the connection.
+    ///
+    /// # Errors
+    /// Fails with the cause once the connection has ended.
+    pub async fn accept(&self) -> Result<(QuicSource, QuicSink), String> {
+        let (send, receive) = self.connection.accept_bi().await.map_err(text)?;
+        let halves = halves(send, receive, &self.streams, self.lost);
+        let limit = self.limit.load(Ordering::Relaxed);
+        if self.open() >= limit as usize / 4 * 3 && limit < MAX_STREAMS {
+            self.limit.store(limit * 2, Ordering::Relaxed);
+            let limit = VarInt::from_u32(limit * 2);
+            self.connection.set_max_concurrent_bi_streams(limit);
+        }
+        Ok(halves)
+    }
+
+    /// Carries words until the link ends, and returns the cause. Calls `on_word` for words about the whole link, and
+    /// `on_silence` again and again while the peer does not answer, with the time since the first unanswered packet.
+    pub async fn run(
+        &self,
+        (mut send, receive): (SendStream, RecvStream),
+        Words(mut words): Words,
+        on_word: impl FnMut(Word),
+        on_silence: impl Fn(Duration),
+    ) -> String {
+        // Fails only for a stream that has ended.
+        let _ = send.set_priority(CONTROL_PRIORITY);
+        let outgoing = async {
+            while let Some(word) = words.recv().await {
+                if let Err(error) = send.write_chunk(word.to_line()).await {
+                    return error.to_string();
+                }
+            }
+            "no more words".to_owned()
+        };
+        let cause = tokio::select! {
+            error = self.connection.closed() => error.to_string(),
+            cause = self.receive(receive, on_word) => cause,
+            cause = outgoing => cause,
+            cause = self.watch(on_silence) => cause,
+        };
+        self.close("the control stream ended");
+        cause
+    }
+
+    async fn receive(&self, mut receive: RecvStream, mut on_word: impl FnMut(Word)) -> String {
+        let mut lines = Lines::default();
+        loop {
+            match receive.read_chunk(usize::MAX, true).await {
+                Ok(Some(chunk)) => lines.push(&chunk.bytes, &mut |line| match Word::parse(line) {
+                    Some(Word::End(end)) => self.streams.announce(end),
+                    Some(Word::Ping) | None => {}
+                    Some(word) => on_word(word),
+                }),
+                Ok(None) => return "the peer ended the control stream".to_owned(),
+                Err(error) => return error.to_string(),
+            }
+        }
+    }
+
+    /// Watches the health of the link while it has streams or is unhealthy. Never ends.
+    async fn watch(&self, on_silence: impl Fn(Duration)) -> String {
+        let mut health = Health::default();
+        loop {
+            while self.open() == 0 {
+                self.streams.opened.notified().await;
+            }
+            health.begin(self.counters());
+            while self.open() > 0 || !*self.healthy.borrow() {
+                sleep(LOOK).await;
+                match health.look(Instant::now(), self.counters()) {
+                    Look::Heard => drop(
+                        self.healthy
+                            .send_if_modified(|was| !std::mem::replace(was, true)),
+                    ),
+                    Look::Quiet => {}
+                    Look::Unanswered => self.send(Word::Ping),
+                    Look::Silent(time) => {
+                        self.healthy
+                            .send_if_modified(|was| std::mem::replace(was, false));
+                        on_silence(time);
+                    }
+                }
+            }
+        }
+    }
+
+    fn counters(&self) -> Counters {
+        let stats = self.connection.stats();
+        Counters {
+            received: stats.udp_rx.datagrams,
+            sent: stats.udp_tx.datagrams,
+            round_trip: stats.path.rtt,
+        }
+    }
+}
+
+/// Reads the dial at the start of an accepted stream.
+///
+/// # Errors
+/// Fails with the cause if the stream ends, or does not start with a dial.
+pub async fn read_dial(source: &mut QuicSource) -> Result<Dial, String> {
+    let head = source.head().await.map_err(|error| format!("{error:?}"))?;
+    let request = dial::parse_request(&head).map_err(text)?;
+    Ok(dial::dial_of(&request))
+}
+
+/// Answers a dial.
+///
+/// # Errors
+/// Fails with the close reason if the server has given the dial up.
+pub async fn answer(sink: &mut QuicSink, response: &Response<()>) -> Result<(), CloseReason> {
+    sink.head(dial::response_text(response)).await
+}
+
+/// Returns the error of a dial whose answer cannot be read.
+fn broken(error: &HeadError) -> LinkDialError {
+    let HeadError::Io(error) = error else {
+        return LinkDialError::Abandoned;
+    };
+    let inner = error.get_ref().and_then(|inner| inner.downcast_ref());
+    match inner {
+        Some(ReadError::ConnectionLost(_)) => LinkDialError::Unusable,
+        _ => LinkDialError::Abandoned,
+    }
+}
+
+fn text(error: impl ToString) -> String {
+    error.to_string()
+}
+
+#[cfg(test)]
+mod tests;

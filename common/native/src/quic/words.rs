@@ -1,0 +1,130 @@
+//! Words on the control stream of a QUIC link, one on each line.
+
+use std::fmt;
+
+use bytes::Bytes;
+use culvert_stream::CloseReason;
+
+/// Word on the control stream. Either end ignores words of newer versions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Word {
+    /// The agent wants new dials on this link, or on the TCP link. Before the first such word, the server uses the
+    /// TCP link.
+    Prefer(Preferred),
+    /// A stream ends with a reason after some bytes. A reset would discard the bytes that are still on their way, and
+    /// the ordinary end of a stream has no reason.
+    End(End),
+    /// Asks for any packet of the peer.
+    Ping,
+}
+
+/// Link for new dials.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Preferred {
+    /// The HTTP/2 connection over TCP.
+    Tcp,
+    /// The QUIC connection.
+    Quic,
+}
+
+/// End of a stream with a reason.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct End {
+    /// Number of the stream.
+    pub stream: u64,
+    /// Reason of the end.
+    pub reason: CloseReason,
+    /// Number of bytes on the stream before the end.
+    pub offset: u64,
+}
+
+// === impl Word ===
+
+impl Word {
+    /// Returns the bytes of the word.
+    pub fn to_line(self) -> Bytes {
+        format!("{self}\n").into()
+    }
+
+    /// Parses a line; `None` for a word that this version does not know.
+    pub(crate) fn parse(line: &[u8]) -> Option<Self> {
+        let mut parts = std::str::from_utf8(line).ok()?.split(' ');
+        let mut next = || parts.next();
+        let word = match next()? {
+            "prefer" => Self::Prefer(match next()? {
+                "tcp" => Preferred::Tcp,
+                "quic" => Preferred::Quic,
+                _ => return None,
+            }),
+            "end" => Self::End(End {
+                stream: next()?.parse().ok()?,
+                reason: CloseReason::from_code(next()?.parse().ok()?)?,
+                offset: next()?.parse().ok()?,
+            }),
+            "ping" => Self::Ping,
+            _ => return None,
+        };
+        next().is_none().then_some(word)
+    }
+}
+
+impl fmt::Display for Word {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Prefer(Preferred::Tcp) => f.write_str("prefer tcp"),
+            Self::Prefer(Preferred::Quic) => f.write_str("prefer quic"),
+            Self::End(end) => {
+                let (stream, code) = (end.stream, end.reason.code());
+                write!(f, "end {stream} {code} {}", end.offset)
+            }
+            Self::Ping => f.write_str("ping"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::indexing_slicing)]
+
+    use super::*;
+
+    #[test]
+    fn words_round_trip_through_their_lines_and_others_are_ignored() {
+        let end = End {
+            stream: u64::MAX,
+            reason: CloseReason::EndpointLost,
+            offset: u64::MAX,
+        };
+        let words = [
+            Word::Prefer(Preferred::Tcp),
+            Word::Prefer(Preferred::Quic),
+            Word::End(end),
+            Word::Ping,
+        ];
+        for word in words {
+            let line = word.to_line();
+            assert_eq!(Word::parse(&line[..line.len() - 1]), Some(word));
+        }
+        let recorded = Word::parse(b"end 5 4 1000");
+        let reason = CloseReason::EndpointLost;
+        let expected = End {
+            stream: 5,
+            reason,
+            offset: 1000,
+        };
+        assert_eq!(recorded, Some(Word::End(expected)));
+        let unknown: [&[u8]; 8] = [
+            b"",
+            b"prefer",
+            b"prefer both",
+            b"end 1 2",
+            b"end 1 255 0",
+            b"end -1 2 0",
+            b"ping 1",
+            b"\xff",
+        ];
+        for line in unknown {
+            assert_eq!(Word::parse(line), None);
+        }
+    }
+}
