@@ -9,6 +9,7 @@ pub mod destinations;
 pub mod dial;
 pub mod listen;
 pub mod literal;
+pub mod loss;
 pub mod networks;
 pub mod options;
 pub mod proxy;
