@@ -85,6 +85,8 @@ pub struct Config {
     pub drain_linger: Duration,
     /// Congestion control of connections to servers. Default [`LinkCongestion::Auto`].
     pub link_congestion: LinkCongestion,
+    /// Links to servers. Default [`LinkTransport::Auto`].
+    pub transport: LinkTransport,
     /// Destinations that servers may dial. By default, all but link-local and metadata addresses.
     pub destinations: Destinations,
     /// OpenVPN client, if configured.
@@ -135,6 +137,18 @@ pub enum ServerCountSource {
     Max,
 }
 
+/// Links to servers that offer QUIC (`--transport`).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum LinkTransport {
+    /// `auto`: TCP, and a QUIC link beside it for paths that lose packets or cut TCP connections.
+    #[default]
+    Auto,
+    /// `tcp`: no QUIC link.
+    Tcp,
+    /// `quic`: new connections use the QUIC link whenever it works.
+    Quic,
+}
+
 // === impl Config ===
 
 impl Config {
@@ -177,6 +191,7 @@ impl Config {
             drain_timeout,
             drain_linger,
             link_congestion,
+            transport,
             destinations,
             openvpn,
             logging,
@@ -212,6 +227,7 @@ impl Config {
             format!("drain-timeout={}", duration(drain_timeout)),
             format!("drain-linger={}", duration(drain_linger)),
             format!("link-congestion={link_congestion}"),
+            format!("transport={}", transport.name()),
         ];
         if let Some(leases) = leases {
             let kubeconfig = leases.kubeconfig.clone().unwrap_or_default();
@@ -225,6 +241,25 @@ impl Config {
         lines.extend(openvpn.iter().flat_map(OpenVpn::describe));
         lines.extend(logging.describe());
         lines
+    }
+}
+
+// === impl LinkTransport ===
+
+impl LinkTransport {
+    /// Returns the value's name as `--transport` spells it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::Tcp => "tcp",
+            Self::Quic => "quic",
+        }
+    }
+
+    /// Returns the value with a name.
+    pub(crate) fn from_name(name: &str) -> Option<Self> {
+        let all = [Self::Auto, Self::Tcp, Self::Quic];
+        all.into_iter().find(|value| value.name() == name)
     }
 }
 

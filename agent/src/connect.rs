@@ -2,6 +2,7 @@
 //! time limit, so a silent server cannot block the search for more servers.
 
 use std::net::SocketAddr;
+use std::os::fd::AsFd as _;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
@@ -31,15 +32,17 @@ use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 use tokio_util::sync::CancellationToken;
 use tonic::Status;
-use tonic::metadata::{MetadataMap, MetadataValue};
+use tonic::metadata::MetadataMap;
 use tracing::debug;
 
 use crate::addresses::{Addresses, Via};
 use crate::agent::Agent;
-use crate::config::Config;
+use crate::config::{Config, LinkTransport};
 use crate::files::{Files, Reloader};
+use crate::introduction::{IntroductionError, metadata, server_of};
 use crate::metrics::AgentMetrics;
 use crate::packet::OUTGOING_BYTES;
+use crate::quic::{Offer, Origin, Second};
 
 /// Longest duration of one attempt: grpc-go's minimum connect timeout.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(20);
@@ -55,7 +58,7 @@ pub(crate) struct Connector {
     origin: http::Uri,
     addresses: Arc<Addresses>,
     congestion: ChosenCongestion,
-    config: Config,
+    config: Arc<Config>,
 }
 
 /// The answer of a server.
@@ -87,6 +90,10 @@ pub(crate) struct Connected {
     pub via: Option<Via>,
     /// Congestion control of the connection, as the kernel names it.
     pub congestion: String,
+    /// The server's offer of a QUIC link.
+    offer: Option<Offer>,
+    /// Second link to the server, not connected yet.
+    pub second: Option<Second>,
 }
 
 /// Transport chosen by the server in the TLS handshake.
@@ -129,9 +136,9 @@ pub(crate) enum ConnectError {
     /// The server does not support HTTP/2.
     #[error("the server does not support HTTP/2: {0}")]
     Http(String),
-    /// The token file cannot be used.
-    #[error("cannot use the token of --service-account-token-path {0}: {1}")]
-    Token(String, String),
+    /// The agent cannot introduce itself.
+    #[error(transparent)]
+    Own(#[from] IntroductionError),
     /// The server refused the call.
     #[error("the server refused this agent: {0}")]
     Refused(#[from] CallError),
@@ -187,18 +194,19 @@ impl Connector {
             origin,
             addresses: Arc::default(),
             congestion: config.link_congestion.choose()?,
-            config,
+            config: Arc::new(config),
         })
     }
 
     /// Makes one attempt to connect. `connected` has the ids of the connected servers.
     pub(crate) async fn connect(&self, connected: Vec<String>) -> Result<Reached, ConnectError> {
         let deadline = Instant::now() + CONNECT_TIMEOUT;
-        let metadata = self.metadata().await?;
+        let metadata = metadata(&self.config).await?;
         let (tcp, mut via) = timeout_at(deadline, self.tcp(deadline))
             .await
             .map_err(|_| ConnectError::TimedOut("connecting"))??;
         let congestion = congestion(&tcp);
+        let origin = self.quic_origin(&tcp, via.as_ref());
         let mut reached = self.greet(tcp, metadata, &connected, deadline).await?;
         if let Some(via) = &mut via {
             via.prove();
@@ -206,8 +214,27 @@ impl Connector {
         if let Reached::New(connected) = &mut reached {
             connected.via = via;
             connected.congestion = congestion;
+            if let (Some(offer), Some(origin)) = (connected.offer.take(), origin) {
+                let server_id = connected.server_id.clone();
+                let tls = self.tls.clone();
+                let second = Second::new(offer, origin, server_id, tls, &self.config);
+                connected.second = Some(second);
+            }
         }
         Ok(reached)
+    }
+
+    /// Returns the TCP connection as the origin of a QUIC link. `None` if the agent uses no QUIC, or if an outbound proxy
+    /// hides the server's address.
+    fn quic_origin(&self, tcp: &TcpStream, via: Option<&Via>) -> Option<Origin> {
+        let is_direct = via.is_some() || self.config.server_address.is_some();
+        if self.config.transport == LinkTransport::Tcp || !is_direct {
+            return None;
+        }
+        Some(Origin {
+            server: tcp.peer_addr().ok()?,
+            socket: tcp.as_fd().try_clone_to_owned().ok()?,
+        })
     }
 
     async fn greet(
@@ -290,6 +317,7 @@ impl Connector {
         let is_connected = matches!(answer, Answer::Connected(_));
         let (Answer::Accepted(answer) | Answer::Connected(answer)) = answer;
         let pushes_count = answer.contains_key(COUNT_PUSHED_HEADER);
+        let offer = Offer::of(&answer);
         let (server_id, server_count) =
             server_of(&MetadataMap::from_headers(answer)).map_err(ConnectError::Answer)?;
         if is_connected {
@@ -316,6 +344,8 @@ impl Connector {
             ended,
             via: None,
             congestion: String::new(),
+            offer,
+            second: None,
         })))
     }
 
@@ -377,29 +407,9 @@ impl Connector {
             ended,
             via: None,
             congestion: String::new(),
+            offer: None,
+            second: None,
         })))
-    }
-
-    /// Returns the metadata that introduces the agent. Reads the token each time, because tokens rotate.
-    async fn metadata(&self) -> Result<MetadataMap, ConnectError> {
-        let mut metadata = MetadataMap::new();
-        let header = |value: &str| {
-            MetadataValue::try_from(value)
-                .map_err(|_| ConnectError::Answer(format!("not a valid header value: {value:?}")))
-        };
-        metadata.insert("agentid", header(&self.config.agent_id)?);
-        metadata.insert("agentidentifiers", header(&self.config.agent_identifiers)?);
-        metadata.insert(HALF_CLOSE_HEADER, MetadataValue::from_static("1"));
-        if let Some(path) = &self.config.token_path {
-            let unusable = |why: String| ConnectError::Token(path.display().to_string(), why);
-            let token = tokio::fs::read_to_string(path)
-                .await
-                .map_err(|error| unusable(error.to_string()))?;
-            let value = MetadataValue::try_from(format!("Bearer {}", token.trim()))
-                .map_err(|_| unusable("the token has invalid characters".into()))?;
-            metadata.insert("authorization", value);
-        }
-        Ok(metadata)
     }
 }
 
@@ -407,30 +417,6 @@ async fn dial_direct(addresses: Vec<SocketAddr>) -> Result<TcpStream, ConnectErr
     dial::dial_addresses("tcp", addresses, CONNECT_TIMEOUT)
         .await
         .map_err(|error| ConnectError::Unreachable(error.text))
-}
-
-/// Reads the server's id and server count from its metadata. The error texts for missing or repeated values
-/// are upstream's.
-fn server_of(metadata: &MetadataMap) -> Result<(String, i64), String> {
-    let values = |key: &'static str| -> Vec<&str> {
-        let all = metadata.get_all(key).iter();
-        all.filter_map(|value| value.to_str().ok()).collect()
-    };
-    let ids = values("serverid");
-    let [id] = ids.as_slice() else {
-        return Err(format!(
-            "expected one server ID in the context, got [{}]",
-            ids.join(" ")
-        ));
-    };
-    let counts = values("servercount");
-    let [count] = counts.as_slice() else {
-        return Err(format!("expected one server count, got {}", counts.len()));
-    };
-    let count = count
-        .parse()
-        .map_err(|_| format!("the server count {count:?} is not a number"))?;
-    Ok(((*id).to_owned(), count))
 }
 
 /// Stream of packets to the server; counts each packet.
@@ -448,34 +434,5 @@ impl Stream for ToServer {
         };
         self.metrics.streams.count(Segment::FromAgent, &message);
         Poll::Ready(Some(Ok(message)))
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    #![allow(clippy::unwrap_used)]
-
-    use super::*;
-
-    fn server(pairs: &[(&'static str, &str)]) -> Result<(String, i64), String> {
-        let mut metadata = MetadataMap::new();
-        for (key, value) in pairs {
-            metadata.append(*key, value.parse().unwrap());
-        }
-        server_of(&metadata)
-    }
-
-    #[test]
-    fn server_must_send_one_id_and_one_count() {
-        let both = [("serverid", "a"), ("servercount", "3")];
-        assert_eq!(server(&both), Ok(("a".into(), 3)));
-        assert_eq!(
-            server(&[("servercount", "3")]).unwrap_err(),
-            "expected one server ID in the context, got []"
-        );
-        assert_eq!(
-            server(&[("serverid", "a")]).unwrap_err(),
-            "expected one server count, got 0"
-        );
     }
 }

@@ -75,6 +75,16 @@ label_values! {
     }
 }
 
+label_values! {
+    /// Result of an attempt to add a QUIC link.
+    pub enum ProbeOutcome("outcome") {
+        /// The link carries packets of all sizes.
+        Connected = "connected",
+        /// The server did not answer over UDP, or refused the link.
+        Failed = "failed",
+    }
+}
+
 /// All metrics of one agent.
 pub struct AgentMetrics {
     registry: Arc<Registry>,
@@ -91,6 +101,10 @@ pub struct AgentMetrics {
     dial_failures: Family<DialFailureReason, Counter>,
     /// Attempts to connect to servers.
     pub attempts: Family<AttemptOutcome, Counter>,
+    /// QUIC links to servers.
+    pub quic_links: Gauge,
+    /// Attempts to add a QUIC link.
+    pub quic_probes: Family<ProbeOutcome, Counter>,
     /// Stream failures in one direction. Deprecated upstream in favour of [`StreamMetrics::stream_error`].
     pub server_failures: Family<ServerDirection, Counter>,
 }
@@ -146,6 +160,13 @@ impl AgentMetrics {
                 "Attempts to connect to servers, by outcome: a new server (added), a connected server (duplicate) or none (failed).",
             )
             .at_zero(AttemptOutcome::all()),
+            quic_links: registry.gauge("culvert_quic_links", &[], "QUIC links to servers."),
+            quic_probes: Family::new(
+                &registry,
+                "culvert_quic_probes_total",
+                "Attempts to add a QUIC link to a server, by outcome.",
+            )
+            .at_zero(ProbeOutcome::all()),
             server_failures: Family::new(
                 &registry,
                 name!("server_connection_failure_count"),

@@ -5,19 +5,18 @@ use std::pin::pin;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use culvert_host::net::dial::DialError;
 use culvert_host::net::listen::reset_on_close;
 use culvert_host::telemetry::metrics::GaugeGuard;
 use culvert_konnectivity::message::PacketType;
 use culvert_konnectivity::metrics::Segment;
 use culvert_native::control::{self, Control};
-use culvert_native::halves::{Chunk, NativeSink, NativeSource, halves};
+use culvert_native::halves::{Chunk, NativeSink, halves};
 use culvert_native::link::{Incoming, Taker};
 use culvert_native::window::Inbound;
-use culvert_native::{ADDRESS_HEADER, CONTROL_PATH, ERROR_HEADER, NETWORK_HEADER, decode, encode};
+use culvert_native::{CONTROL_PATH, dial as message};
 use culvert_stream::connection::run_connection;
 use culvert_stream::io::{ReadSource, WriteSink, linger_close};
-use culvert_stream::{CloseReason, Dial, HALF_OPEN_IDLE, log_closed};
+use culvert_stream::{CloseReason, Dial, HALF_OPEN_IDLE, Sink, Source, log_closed};
 use h2::server::SendResponse;
 use http::{Method, Request, Response, StatusCode};
 use tokio::io::{AsyncRead, AsyncWrite};
@@ -167,7 +166,7 @@ impl NativeServer {
         let _active = self.agent.activity();
         let metrics = &self.agent.metrics;
         self.count(Segment::ToAgent, PacketType::DialReq);
-        let dial = dial_of(&request);
+        let dial = message::dial_of(&request);
         let started = Instant::now();
         let dialed = tokio::select! {
             dialed = self.agent.dial(&dial.protocol, &dial.address) => dialed,
@@ -188,69 +187,55 @@ impl NativeServer {
                 let inbound = self.inbound.clone();
                 let receive = request.into_body();
                 let server = halves(send, receive, inbound, CloseReason::ServerLost);
-                self.carry(socket, server, &dial).await;
+                let cut = self.agent.server_lost(&self.ended);
+                let tasks = &self.agent.tasks;
+                let end = |sink: NativeSink, reason| sink.end(reason, tasks);
+                carry(&self.agent, socket, server, &dial, cut, end).await;
             }
             Err(error) => {
-                let _ = respond.send_response(refusal(&error), true);
+                let refusal = message::refusal(error.is_timeout(), &error.text);
+                let _ = respond.send_response(refusal, true);
             }
-        }
-    }
-
-    async fn carry(
-        &self,
-        socket: TcpStream,
-        (mut server_source, mut server_sink): (NativeSource, NativeSink),
-        dial: &Dial,
-    ) {
-        let (read, write) = socket.into_split();
-        let mut source = ReadSource::new(read, Bytes::new(), CloseReason::EndpointLost);
-        let mut sink = WriteSink::new(write, CloseReason::EndpointLost);
-        let cut = pin!(self.agent.server_lost(&self.ended));
-        let ended = run_connection(
-            (&mut server_source, &mut server_sink),
-            (&mut source, &mut sink),
-            self.agent.metrics.streams.both_directions(),
-            HALF_OPEN_IDLE,
-            cut,
-        )
-        .await;
-        let reason = ended.reason;
-        self.agent.closed(reason);
-        log_closed!(ended, address = dial.address);
-        server_sink.end(reason, &self.agent.tasks);
-        drop(server_source);
-        if !ended.is_complete() {
-            reset_on_close(source.get_ref().as_ref());
-        } else if reason == CloseReason::ClientClosed {
-            linger_close(source.into_inner(), sink.into_inner()).await;
         }
     }
 }
 
-fn dial_of(request: &Request<h2::RecvStream>) -> Dial {
-    let header = |name: &'static str| request.headers().get(name).map(decode);
-    let authority = || {
-        let authority = request.uri().authority();
-        authority.map_or_else(String::new, ToString::to_string)
-    };
-    Dial {
-        protocol: header(NETWORK_HEADER).unwrap_or_else(|| "tcp".into()),
-        address: header(ADDRESS_HEADER).unwrap_or_else(authority),
+/// Carries a connection between a server and the socket of an endpoint, until it ends or `cut` resolves. `end` reports
+/// the close reason to the server.
+pub(crate) async fn carry<S: Source, K: Sink>(
+    agent: &Agent,
+    socket: TcpStream,
+    (mut server_source, mut server_sink): (S, K),
+    dial: &Dial,
+    cut: impl Future<Output = CloseReason>,
+    end: impl FnOnce(K, CloseReason),
+) {
+    let (read, write) = socket.into_split();
+    let mut source = ReadSource::new(read, Bytes::new(), CloseReason::EndpointLost);
+    let mut sink = WriteSink::new(write, CloseReason::EndpointLost);
+    let cut = pin!(cut);
+    let ended = run_connection(
+        (&mut server_source, &mut server_sink),
+        (&mut source, &mut sink),
+        agent.metrics.streams.both_directions(),
+        HALF_OPEN_IDLE,
+        cut,
+    )
+    .await;
+    let reason = ended.reason;
+    agent.closed(reason);
+    log_closed!(ended, address = dial.address);
+    end(server_sink, reason);
+    drop(server_source);
+    if !ended.is_complete() {
+        reset_on_close(source.get_ref().as_ref());
+    } else if reason == CloseReason::ClientClosed {
+        linger_close(source.into_inner(), sink.into_inner()).await;
     }
 }
 
 fn status(status: StatusCode) -> Response<()> {
     let mut response = Response::new(());
     *response.status_mut() = status;
-    response
-}
-
-fn refusal(error: &DialError) -> Response<()> {
-    let mut response = status(match error.is_timeout() {
-        true => StatusCode::GATEWAY_TIMEOUT,
-        false => StatusCode::BAD_GATEWAY,
-    });
-    let text = encode(&error.text);
-    response.headers_mut().insert(ERROR_HEADER, text);
     response
 }

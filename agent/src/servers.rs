@@ -20,6 +20,7 @@ use crate::connect::{ConnectError, Connected, Connector, Reached, Transport};
 use crate::metrics::{AttemptOutcome, ServerDirection};
 use crate::native::{NativeServer, Notices};
 use crate::packet::ServerStream;
+use crate::path::Cuts;
 use crate::search::{Outcome, Policy, Search, Step, View};
 use crate::server_count::ServerCount;
 
@@ -27,6 +28,8 @@ use crate::server_count::ServerCount;
 pub(crate) struct Servers {
     agent: Arc<Agent>,
     table: Mutex<HashMap<String, Server>>,
+    /// Recent cuts of the TCP connections to servers, by their ids.
+    cuts: Mutex<HashMap<String, Cuts>>,
     /// Wakes the search after a change of a server.
     changes: Notify,
 }
@@ -83,6 +86,7 @@ impl Servers {
         Arc::new(Self {
             agent,
             table: Mutex::default(),
+            cuts: Mutex::default(),
             changes: Notify::new(),
         })
     }
@@ -133,6 +137,8 @@ impl Servers {
             ended,
             via,
             congestion,
+            second,
+            ..
         } = connected;
         let native = matches!(transport, Transport::Native { .. });
         let run = {
@@ -142,6 +148,12 @@ impl Servers {
                 return Outcome::Duplicate;
             }
             let agent = self.agent.clone();
+            if let Some(second) = second {
+                let cuts = self.cuts(&server_id);
+                let run = second.run(agent.clone(), cuts, ended.clone());
+                let span = info_span!("server", id = server_id);
+                agent.tasks.spawn(run.instrument(span));
+            }
             let (stream, run) = match transport {
                 Transport::Packet {
                     half_close,
@@ -179,8 +191,12 @@ impl Servers {
             let ended = run.await;
             {
                 let mut table = servers.table.lock();
-                table.remove(&server_id);
+                let server = table.remove(&server_id);
                 servers.report(&table);
+                let drained = server.is_none_or(|server| server.notices().draining);
+                if native && ended.is_err() && !drained {
+                    servers.was_cut(&server_id);
+                }
             }
             servers.changes.notify_one();
             if !servers.agent.shutdown.is_cancelled() {
@@ -196,6 +212,21 @@ impl Servers {
         };
         self.agent.tasks.spawn(run.instrument(span));
         Outcome::Added
+    }
+
+    /// Returns the recent cuts of the connection to a server. The server's id proves that the server has lived since.
+    fn cuts(&self, server_id: &str) -> Cuts {
+        let mut cuts = self.cuts.lock();
+        let now = Instant::now();
+        cuts.retain(|_, cuts| !cuts.is_over(now));
+        cuts.get(server_id).cloned().unwrap_or_default()
+    }
+
+    fn was_cut(&self, server_id: &str) {
+        let mut cuts = self.cuts.lock();
+        cuts.entry(server_id.to_owned())
+            .or_default()
+            .add(Instant::now());
     }
 
     /// Runs a native connection; the search learns of the notices of its server.

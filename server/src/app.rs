@@ -3,6 +3,7 @@
 mod accept;
 mod credentials;
 mod drain;
+mod quic;
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -64,6 +65,8 @@ pub struct Addresses {
     pub frontend_socket: Option<PathBuf>,
     /// Listener for agents.
     pub agent: SocketAddr,
+    /// UDP socket for QUIC links of agents; `None` without QUIC.
+    pub quic: Option<SocketAddr>,
     /// Listeners for OpenVPN clients, in the order of the flag.
     pub openvpn: Vec<SocketAddr>,
     /// Health and metrics listener.
@@ -82,6 +85,7 @@ pub struct Bound {
     frontend_tls: Option<ServerTls>,
     agent: Listener,
     agent_tls: ServerTls,
+    quic: Option<quic::Bound>,
     reloader: Reloader,
     tokens: Option<Arc<Tokens>>,
     leases: Option<Leases>,
@@ -168,6 +172,7 @@ impl Bound {
         .await?;
         config.link_congestion.choose()?.apply_to_listener(&agent);
         switcher.link_congestion = Some(congestion(&agent).into());
+        let quic = quic::bind(agent_files, agent.local_addr()?, &agent_tls)?;
         let admin = admin::bind(&config.admin.host, config.admin.port, "--admin-port").await?;
         let admin_address = admin.local_addr()?;
         let admin = match &config.admin_tls {
@@ -194,6 +199,7 @@ impl Bound {
                 frontend: frontend.tcp_address(),
                 frontend_socket,
                 agent: agent.local_addr()?,
+                quic: quic.as_ref().map(|bound| bound.address),
                 openvpn: openvpn
                     .as_ref()
                     .map(|bound| bound.addresses.clone())
@@ -207,6 +213,7 @@ impl Bound {
             frontend_tls,
             agent: Listener::tcp(agent, &Keepalive::default()),
             agent_tls,
+            quic,
             reloader,
             tokens,
             leases,
@@ -255,6 +262,7 @@ impl Bound {
             tokens: self.tokens,
             id_from: config.agent_id_from,
             peer: AgentPeer::default(),
+            sessions: self.quic.as_ref().map(|bound| bound.sessions.clone()),
             tasks: tasks.clone(),
             metrics: metrics.clone(),
         };
@@ -292,6 +300,7 @@ impl Bound {
             mode = config.mode.name(),
             tunnel_mode = switcher.status().mode.as_str(),
             agents = self.agent.address(),
+            quic = self.addresses.quic.map(tracing::field::display),
             link_congestion = switcher.link_congestion.as_deref(),
             server_id = config.server_id,
             "serving"
@@ -310,6 +319,11 @@ impl Bound {
         spawn_essential(&tasks, "switch", &shutdown, switch);
         if let Some(openvpn) = self.openvpn {
             openvpn.serve(&shards, &tasks, &shutdown);
+        }
+        if let Some(quic) = self.quic {
+            let (context, agents) = (agent_context.clone(), agents.clone());
+            let serve = accept::serve_quic(quic.endpoint, context, agents, shards.clone());
+            spawn_essential(&tasks, "QUIC links", &shutdown, serve);
         }
         let agents = accept::serve_agents(self.agent, agent_context, agents, shards);
         spawn_essential(&tasks, "agents", &shutdown, agents);

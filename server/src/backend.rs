@@ -10,8 +10,10 @@ pub(crate) mod konnectivity;
 mod load;
 pub(crate) mod native;
 pub mod openvpn;
+pub(crate) mod quic;
 pub(crate) mod registry;
 pub(crate) mod service;
+pub(crate) mod sessions;
 mod tunnel;
 mod usage;
 
@@ -74,7 +76,10 @@ impl Backend {
     ) -> Result<Connection, StreamDialError> {
         match self {
             Self::Packet(stream) => stream.dial(dial, deadline).await.map(Connection::from),
-            Self::Native(agent) => agent.dial(dial, deadline).await.map(Connection::from),
+            Self::Native(agent) => match quic::dial(agent, dial, deadline).await {
+                Some(outcome) => outcome.map(Connection::from),
+                None => agent.dial(dial, deadline).await.map(Connection::from),
+            },
         }
     }
 
@@ -105,7 +110,17 @@ impl Backend {
     fn peer(&self) -> Peer {
         let (kind, connections) = match self {
             Self::Packet(stream) => ("agent, packet stream", stream.counts().1),
-            Self::Native(agent) => ("agent, native", agent.connections()),
+            Self::Native(agent) => {
+                let has_quic = agent
+                    .session
+                    .as_ref()
+                    .is_some_and(|session| session.has_link());
+                let kind = match has_quic {
+                    true => "agent, native and QUIC",
+                    false => "agent, native",
+                };
+                (kind, agent.connections())
+            }
         };
         Peer {
             name: self.hello().agent_id.clone(),

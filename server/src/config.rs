@@ -185,6 +185,8 @@ pub struct AgentListener {
     pub ca: Option<PathBuf>,
     /// Networks of load balancers that send the PROXY protocol. Empty, the default, expects no headers.
     pub proxies: Networks,
+    /// UDP port for the QUIC links of agents. `None`, the default, offers no QUIC.
+    pub quic_port: Option<u16>,
 }
 
 // === impl Config ===
@@ -252,6 +254,10 @@ impl Config {
                 agent_id_from.map_or("", AgentIdFrom::name)
             ),
             format!("agent-proxy-protocol-from={}", agent_listener.proxies),
+            format!(
+                "agent-quic-port={}",
+                agent_listener.quic_port.unwrap_or_default()
+            ),
             format!("admin-bind={admin}"),
             format!("admin-uds={}", shown(admin_uds)),
             format!("health-bind={health}"),

@@ -135,6 +135,18 @@ label_values! {
     }
 }
 
+label_values! {
+    /// Outcome of a dial over QUIC.
+    pub enum QuicDial("outcome") {
+        /// The connection was opened.
+        Opened = "opened",
+        /// The agent refused the dial.
+        Failed = "failed",
+        /// The link was silent or ended, and the dial moved to the TCP connection of the agent.
+        Moved = "moved",
+    }
+}
+
 /// All metrics of a server.
 pub struct ServerMetrics {
     registry: Arc<Registry>,
@@ -174,6 +186,10 @@ pub struct ServerMetrics {
     pub tunnel_connections: Family<Kind, Gauge>,
     /// Dials on a tunnel with an outcome.
     pub tunnel_dials: Family<(Kind, DialOutcome), Counter>,
+    /// QUIC links of agents.
+    pub quic_links: Gauge,
+    /// Dials over QUIC with an outcome.
+    pub quic_dials: Family<QuicDial, Counter>,
 }
 
 // === impl ServerMetrics ===
@@ -294,6 +310,13 @@ impl ServerMetrics {
                 &registry,
                 "culvert_tunnel_dials_total",
                 "Dials, by tunnel and outcome. One dial of a client may count for both tunnels.",
+            )
+            .at_zero(LabelSet::all()),
+            quic_links: registry.gauge("culvert_quic_links", &[], "QUIC links of agents."),
+            quic_dials: Family::new(
+                &registry,
+                "culvert_quic_dials_total",
+                "Dials over QUIC links, by outcome. A moved dial continues over TCP.",
             )
             .at_zero(LabelSet::all()),
             registry,

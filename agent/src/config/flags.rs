@@ -144,6 +144,11 @@ pub(super) struct TunnelFlags {
     #[arg(long, value_name = "NAME", default_value_t)]
     pub(super) link_congestion: LinkCongestion,
 
+    /// Links to servers that offer QUIC (--agent-quic-port): auto (TCP, and QUIC for new connections while the path loses
+    /// packets or cuts TCP connections), tcp, or quic (QUIC for new connections whenever it works)
+    #[arg(long, value_name = "LINK", default_value = "auto")]
+    pub(super) transport: String,
+
     /// No effect: a full buffer delays only its own connection, and culvert_excess_buffer_bytes counts its bytes
     #[arg(long)]
     pub(super) warn_on_channel_limit: bool,

@@ -79,6 +79,7 @@ fn defaults_match_the_stock_agent() {
         drain_timeout: Duration::from_secs(600),
         drain_linger: Duration::from_secs(5),
         link_congestion: LinkCongestion::Auto,
+        transport: LinkTransport::Auto,
         destinations: Destinations::of_agent(),
         openvpn: None,
         logging: LogConfig::default(),

@@ -10,8 +10,8 @@ use culvert_konnectivity::identifiers;
 
 use super::flags::{CONTENT_TYPE, DestinationFlags, Flags, SERVER_HOST, ServerFlags};
 use super::{
-    ClientCert, Config, INTERVAL_FLOOR, KEEPALIVE_FLOOR, LeaseCount, ServerCountSource,
-    XFR_CHANNEL_SIZE_MAX,
+    ClientCert, Config, INTERVAL_FLOOR, KEEPALIVE_FLOOR, LeaseCount, LinkTransport,
+    ServerCountSource, XFR_CHANNEL_SIZE_MAX,
 };
 
 /// Longest ALPN name, in bytes. The wire format has a one-byte length (RFC 7301).
@@ -53,6 +53,13 @@ impl Flags {
         let stall_timeout = p.above_zero("stall-timeout", self.tunnel.stall_timeout);
         let server_count_source = self.server_count_source(p);
         let alpn = self.server.alpn(p);
+        let transport = LinkTransport::from_name(&self.tunnel.transport).unwrap_or_else(|| {
+            let given = &self.tunnel.transport;
+            p.error(format!(
+                "--transport must be auto, tcp or quic, not {given:?}"
+            ));
+            LinkTransport::default()
+        });
         let destinations = self.destinations.validate(p);
         let kubeconfig = p.file("kubeconfig", &self.kubernetes.kubeconfig);
         self.note_unneeded(p);
@@ -88,6 +95,7 @@ impl Flags {
             drain_timeout,
             drain_linger,
             link_congestion: self.tunnel.link_congestion,
+            transport,
             destinations,
             openvpn,
             logging: self.klog.log_config(),

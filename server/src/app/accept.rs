@@ -8,6 +8,7 @@ use culvert_host::net::readahead::ReadAhead;
 use culvert_host::runtime::shards::{Shards, on_shard};
 use culvert_konnectivity::authority::AuthorityStream;
 use culvert_native as native;
+use culvert_native::quic::endpoint::ServerEndpoint;
 use tokio::sync::Semaphore;
 
 use crate::backend::ClientSeat;
@@ -156,4 +157,29 @@ pub(super) async fn serve_agents(
         );
     };
     listener.serve(shutdown, handle).await;
+}
+
+/// Serves the QUIC links of agents. The tasks of one link run on one shard; the socket belongs to the caller's.
+pub(super) async fn serve_quic(
+    endpoint: Arc<ServerEndpoint>,
+    context: Arc<ListenerContext>,
+    agents: Agents,
+    shards: Arc<Shards>,
+) {
+    loop {
+        let incoming = tokio::select! {
+            incoming = endpoint.accept() => incoming,
+            () = context.shutdown.cancelled() => break,
+        };
+        let Some(incoming) = incoming else { break };
+        let (context, agents) = (context.clone(), agents.clone());
+        let (endpoint, seat) = (endpoint.clone(), shards.seat());
+        let tasks = context.tasks.clone();
+        shards.spawn(seat.shard(), &tasks, async move {
+            let _seat = seat;
+            // Boxed, so that a peer that waits for a slot costs little memory.
+            Box::pin(agents.serve_quic(&context, &endpoint, incoming)).await;
+        });
+    }
+    endpoint.close("this server is stopping").await;
 }

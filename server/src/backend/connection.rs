@@ -1,6 +1,7 @@
 //! An open connection to an endpoint, independent of the transport.
 
 use bytes::Bytes;
+use culvert_native::quic::streams::StreamCut;
 use culvert_openvpn_io::stream::FlowSource;
 use culvert_stream::{CloseReason, Sink, Source};
 use tokio_util::task::TaskTracker;
@@ -9,7 +10,7 @@ use super::dial::DialError;
 use super::flow::ToClient;
 use super::load::LoadGuard;
 use super::usage::DialGuard;
-use super::{agent, native};
+use super::{agent, native, quic};
 
 /// An open connection to an endpoint. Dropping it closes the connection at the peer.
 pub struct Connection {
@@ -27,6 +28,8 @@ pub enum FromEndpoint {
     Packet(agent::FromAgent),
     /// Source on a separate native stream.
     Native(native::FromAgent),
+    /// Source on a stream of a QUIC link.
+    Quic(quic::FromAgent),
     /// Source of a flow that ends in this process.
     Flow(FlowSource),
 }
@@ -37,6 +40,8 @@ pub enum ToEndpoint {
     Packet(agent::ToAgent),
     /// Sink on a separate native stream.
     Native(native::ToAgent),
+    /// Sink on a stream of a QUIC link.
+    Quic(quic::ToAgent),
     /// Sink of a flow that ends in this process.
     Flow(ToClient),
 }
@@ -44,13 +49,31 @@ pub enum ToEndpoint {
 /// Signals when a connection must end, independently of its source and sink. The connection counts as open in
 /// its tunnel until the `Cut` is dropped.
 pub struct Cut {
-    /// Ends a connection whose client accepts no bytes. `None` for transports with flow control for each
-    /// connection: unread bytes stay at the endpoint.
-    stall: Option<agent::Cut>,
+    /// Ends a connection whose client accepts no bytes. `None` for transports that bound the bytes of each
+    /// connection by its window.
+    stall: Option<Stall>,
     /// The connection's entry in the counts of its tunnel.
     guard: Option<DialGuard>,
     /// The connection's share in the load of its agent connection.
     load: Option<LoadGuard>,
+}
+
+/// Signals that a connection must end because its client accepts no bytes.
+enum Stall {
+    Packet(agent::Cut),
+    Quic(StreamCut),
+}
+
+impl Stall {
+    async fn due(&self) -> CloseReason {
+        match self {
+            Self::Packet(cut) => cut.due().await,
+            Self::Quic(cut) => {
+                cut.due().await;
+                CloseReason::BufferExceeded
+            }
+        }
+    }
 }
 
 impl Cut {
@@ -98,7 +121,7 @@ impl Connection {
         self
     }
 
-    fn new(source: FromEndpoint, sink: ToEndpoint, stall: Option<agent::Cut>) -> Self {
+    fn new(source: FromEndpoint, sink: ToEndpoint, stall: Option<Stall>) -> Self {
         let cut = Cut {
             stall,
             guard: None,
@@ -110,7 +133,7 @@ impl Connection {
 
 impl From<(agent::FromAgent, agent::ToAgent)> for Connection {
     fn from((source, sink): (agent::FromAgent, agent::ToAgent)) -> Self {
-        let stall = Some(sink.cut());
+        let stall = Some(Stall::Packet(sink.cut()));
         Self::new(
             FromEndpoint::Packet(source),
             ToEndpoint::Packet(sink),
@@ -122,6 +145,13 @@ impl From<(agent::FromAgent, agent::ToAgent)> for Connection {
 impl From<(native::FromAgent, native::ToAgent)> for Connection {
     fn from((source, sink): (native::FromAgent, native::ToAgent)) -> Self {
         Self::new(FromEndpoint::Native(source), ToEndpoint::Native(sink), None)
+    }
+}
+
+impl From<(quic::FromAgent, quic::ToAgent)> for Connection {
+    fn from((source, sink): (quic::FromAgent, quic::ToAgent)) -> Self {
+        let stall = Some(Stall::Quic(source.cut()));
+        Self::new(FromEndpoint::Quic(source), ToEndpoint::Quic(sink), stall)
     }
 }
 
@@ -137,6 +167,7 @@ impl ToEndpoint {
         match self {
             Self::Packet(sink) => sink.connection().0,
             Self::Native(sink) => sink.stream_id().into(),
+            Self::Quic(sink) => sink.stream_id(),
             Self::Flow(sink) => sink.id(),
         }
     }
@@ -146,6 +177,7 @@ impl ToEndpoint {
         match self {
             Self::Packet(sink) => sink.agent_id(),
             Self::Native(sink) => sink.agent_id(),
+            Self::Quic(sink) => sink.agent_id(),
             Self::Flow(sink) => sink.peer(),
         }
     }
@@ -157,6 +189,7 @@ impl ToEndpoint {
             // Dropping the sink sends a close request to the agent.
             Self::Packet(sink) => drop(sink),
             Self::Native(sink) => sink.end(reason, tasks),
+            Self::Quic(sink) => sink.end(reason, tasks),
             Self::Flow(sink) => sink.end(reason),
         }
     }
@@ -168,6 +201,7 @@ macro_rules! with_half {
         match $self {
             Self::Packet($half) => $value,
             Self::Native($half) => $value,
+            Self::Quic($half) => $value,
             Self::Flow($half) => $value,
         }
     };

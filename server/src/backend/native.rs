@@ -13,13 +13,10 @@ use culvert_native::halves::{Chunk, NativeSink, NativeSource, halves};
 use culvert_native::hello::{self, HelloError};
 use culvert_native::link::{Opener, Requests};
 use culvert_native::window::{Inbound, Pings};
-use culvert_native::{
-    ADDRESS_HEADER, CONTROL_PATH, COUNT_PUSHED_HEADER, ERROR_HEADER, NETWORK_HEADER, decode, encode,
-};
+use culvert_native::{CONTROL_PATH, COUNT_PUSHED_HEADER, dial as message};
 use culvert_stream::suspicion::Suspicion;
 use culvert_stream::{CloseReason, Dial, Sink, Source};
-use http::uri::Authority;
-use http::{HeaderMap, HeaderValue, Method, Request, StatusCode, Uri};
+use http::{HeaderMap, HeaderValue, Request, StatusCode, Uri};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::time::{Instant, timeout_at};
 use tokio_util::sync::CancellationToken;
@@ -32,6 +29,7 @@ use super::agent::Hello;
 use super::announced::{Announced, Announcements};
 use super::identity::AgentRefusal;
 use super::service::Agents;
+use super::sessions::Session;
 use super::{Backend, Place};
 use crate::backend::dial::{StreamDialError, next_serial};
 use crate::listener::ListenerContext;
@@ -54,7 +52,17 @@ pub struct NativeAgent {
     dialed: AtomicU64,
     open: AtomicUsize,
     retired: CancellationToken,
-    metrics: Arc<ServerMetrics>,
+    /// The agent's second link, over QUIC. `None` if the server offers no QUIC.
+    pub(super) session: Option<Arc<Session>>,
+    pub(super) metrics: Arc<ServerMetrics>,
+}
+
+/// Agent that the server has accepted.
+struct Introduced {
+    hello: Hello,
+    place: Place,
+    announcements: Announcements,
+    session: Option<Arc<Session>>,
 }
 
 /// Source of the endpoint's bytes.
@@ -66,6 +74,7 @@ pub struct FromAgent {
 /// Sink for bytes to the endpoint.
 pub struct ToAgent {
     sink: NativeSink,
+    stream_id: u32,
     life: Life,
 }
 
@@ -81,10 +90,9 @@ enum IntroductionError {
 }
 
 /// Counts an open connection until dropped.
-struct Life {
-    agent: Arc<NativeAgent>,
+pub(super) struct Life {
+    pub(super) agent: Arc<NativeAgent>,
     opened: Instant,
-    stream_id: u32,
 }
 
 // === impl Agents ===
@@ -105,7 +113,7 @@ impl Agents {
             introduced = candidate.run(self.introduce(&mut stream)) => introduced,
             () = context.shutdown.cancelled() => return,
         };
-        let (hello, place, announcements) = match introduced {
+        let introduced = match introduced {
             Ok(Ok(Some(introduced))) => introduced,
             Ok(Ok(None)) => {
                 debug!(peer, "the agent is already connected");
@@ -134,6 +142,12 @@ impl Agents {
                 return;
             }
         };
+        let Introduced {
+            hello,
+            place,
+            announcements,
+            session,
+        } = introduced;
         let agent = Arc::new(NativeAgent {
             serial: next_serial(),
             hello,
@@ -143,7 +157,11 @@ impl Agents {
             suspicion: Suspicion::none(),
             dialed: AtomicU64::new(0),
             open: AtomicUsize::new(0),
-            retired: CancellationToken::new(),
+            retired: session
+                .as_ref()
+                .map(|s| s.retired.clone())
+                .unwrap_or_default(),
+            session,
             metrics: self.metrics.clone(),
         });
         let span = info_span!("agent", id = agent.hello.agent_id, stream = agent.serial);
@@ -186,10 +204,7 @@ impl Agents {
     }
 
     /// Answers the introduction. Returns `None` if the agent is already connected.
-    async fn introduce<S>(
-        &self,
-        stream: &mut S,
-    ) -> Result<Option<(Hello, Place, Announcements)>, IntroductionError>
+    async fn introduce<S>(&self, stream: &mut S) -> Result<Option<Introduced>, IntroductionError>
     where
         S: AsyncRead + AsyncWrite + Unpin,
     {
@@ -220,14 +235,21 @@ impl Agents {
             }
         };
         let announced = *self.announced.borrow();
-        let accepted = hello::accept(stream, &self.answer(announced)?).await;
+        let mut answer = self.answer(announced)?;
+        let sessions = self.sessions.as_ref();
+        let session = sessions.map(|all| all.begin(place.identity(), &mut answer));
+        let accepted = hello::accept(stream, &answer).await;
         accepted.map_err(HelloError::Io)?;
-        let announcements = Announcements::after(announced, self.announced.clone());
-        Ok(Some((hello, place, announcements)))
+        Ok(Some(Introduced {
+            hello,
+            place,
+            announcements: Announcements::after(announced, self.announced.clone()),
+            session,
+        }))
     }
 
     /// Returns the headers for an agent.
-    fn answer(&self, announced: Announced) -> Result<HeaderMap, HelloError> {
+    pub(super) fn answer(&self, announced: Announced) -> Result<HeaderMap, HelloError> {
         let mut answer = HeaderMap::new();
         let server_id = HeaderValue::try_from(&self.server_id)
             .map_err(|_| HelloError::Malformed("the server id is not a header value".into()))?;
@@ -277,7 +299,7 @@ impl NativeAgent {
         deadline: Instant,
     ) -> Result<(FromAgent, ToAgent), StreamDialError> {
         let lost = |_| StreamDialError::AgentLost;
-        let request = connect_request(dial);
+        let request = message::request(dial);
         let _pending = GaugeGuard::new(&self.metrics.pending_backend_dials);
         let requests = timeout_at(deadline, self.requests.clone().ready());
         let mut requests = requests
@@ -299,19 +321,24 @@ impl NativeAgent {
         self.count(Segment::FromAgent, PacketType::DialRsp);
         if answer.status() != StatusCode::OK {
             self.dial_failure(DialFailureReason::ErrorResponse);
-            return Err(StreamDialError::Refused(error_text(&answer)));
+            return Err(StreamDialError::Refused(message::error_text(&answer)));
         }
-        let life = Life::begin(self, stream_id);
+        let life = Life::begin(self);
         let inbound = self.inbound.clone();
         let (source, sink) = halves(send, answer.into_body(), inbound, CloseReason::AgentLost);
         let source = FromAgent {
             source,
             metrics: self.metrics.clone(),
         };
-        Ok((source, ToAgent { sink, life }))
+        let sink = ToAgent {
+            sink,
+            stream_id,
+            life,
+        };
+        Ok((source, sink))
     }
 
-    fn count(&self, segment: Segment, packet: PacketType) {
+    pub(super) fn count(&self, segment: Segment, packet: PacketType) {
         self.metrics.streams.count_as(segment, packet);
     }
 
@@ -355,34 +382,9 @@ impl NativeAgent {
         }
     }
 
-    fn dial_failure(&self, reason: DialFailureReason) {
+    pub(super) fn dial_failure(&self, reason: DialFailureReason) {
         self.metrics.dial_failures(reason).increment(1);
     }
-}
-
-fn connect_request(dial: &Dial) -> Request<()> {
-    let mut request = Request::new(());
-    *request.method_mut() = Method::CONNECT;
-    // Most addresses are valid HTTP authorities. Other addresses travel in a header.
-    let authority = Authority::try_from(dial.address.as_str())
-        .ok()
-        .filter(|parsed| parsed.as_str() == dial.address && !dial.address.contains('@'));
-    let authority = authority.unwrap_or_else(|| {
-        let address = encode(&dial.address);
-        request.headers_mut().insert(ADDRESS_HEADER, address);
-        Authority::from_static("address.invalid:0")
-    });
-    if dial.protocol != "tcp" {
-        let network = encode(&dial.protocol);
-        request.headers_mut().insert(NETWORK_HEADER, network);
-    }
-    *request.uri_mut() = Uri::from(authority);
-    request
-}
-
-fn error_text<B>(answer: &http::Response<B>) -> String {
-    let text = answer.headers().get(ERROR_HEADER).map(decode);
-    text.unwrap_or_else(|| format!("the agent answered the dial with {}", answer.status()))
 }
 
 // === impl FromAgent ===
@@ -413,7 +415,7 @@ impl Source for FromAgent {
 impl ToAgent {
     /// Returns the number of the HTTP/2 stream.
     pub fn stream_id(&self) -> u32 {
-        self.life.stream_id
+        self.stream_id
     }
 
     /// Returns the id of the agent that carries the connection, for logs.
@@ -443,14 +445,13 @@ impl Sink for ToAgent {
 // === impl Life ===
 
 impl Life {
-    fn begin(agent: &Arc<NativeAgent>, stream_id: u32) -> Self {
+    pub(super) fn begin(agent: &Arc<NativeAgent>) -> Self {
         agent.metrics.established_connections.increment(1.0);
         agent.open.fetch_add(1, Ordering::Relaxed);
         agent.dialed.fetch_add(1, Ordering::Relaxed);
         Self {
             agent: agent.clone(),
             opened: Instant::now(),
-            stream_id,
         }
     }
 }

@@ -434,6 +434,13 @@ impl Drop for Registration {
     }
 }
 
+impl Place {
+    /// Returns the identity of the agent.
+    pub(crate) fn identity(&self) -> &Arc<str> {
+        &self.identity
+    }
+}
+
 impl Drop for Place {
     fn drop(&mut self) {
         let mut places = self.registry.places.lock();

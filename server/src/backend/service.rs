@@ -19,6 +19,7 @@ use tracing::{Instrument, info, info_span, warn};
 use super::agent::{AgentStream, Carrier, Hello, Limits, Outgoing};
 use super::announced::Announced;
 use super::identity::{AgentIdFrom, AgentPeer, AgentRefusal};
+use super::sessions::Sessions;
 use super::{Backend, Place, Registration, Registry};
 use crate::listener::PeerConnection;
 use crate::metrics::{Listener, ServerMetrics, ServiceMethod};
@@ -40,6 +41,8 @@ pub(crate) struct Agents {
     pub id_from: Option<AgentIdFrom>,
     /// Peer of the connection; see [`Agents::of_peer`].
     pub peer: AgentPeer,
+    /// Sessions of agents that may add a QUIC link; `None` if the server offers no QUIC.
+    pub sessions: Option<Arc<Sessions>>,
     /// Tracks the reader tasks.
     pub tasks: TaskTracker,
     /// Metrics of the server.
@@ -114,6 +117,16 @@ impl Agents {
         metadata: &MetadataMap,
         hello: &mut Hello,
     ) -> Result<Place, AgentRefusal> {
+        let identity = self.authenticate(metadata, hello).await?;
+        Ok(self.registry.place(identity)?)
+    }
+
+    /// Authenticates an agent, and returns its identity. Sets the agent's id if ids come from identities.
+    pub(super) async fn authenticate(
+        &self,
+        metadata: &MetadataMap,
+        hello: &mut Hello,
+    ) -> Result<Arc<str>, AgentRefusal> {
         let account = match &self.tokens {
             Some(tokens) => Some(tokens.check(metadata, self.peer.address).await?),
             None => None,
@@ -128,8 +141,7 @@ impl Agents {
                 claimed, "the agent's id is the name of its identity"
             );
         }
-        let identity = identity.unwrap_or_else(|| hello.agent_id.as_str().into());
-        Ok(self.registry.place(identity)?)
+        Ok(identity.unwrap_or_else(|| hello.agent_id.as_str().into()))
     }
 }
 
@@ -227,6 +239,7 @@ mod tests {
             tokens: None,
             id_from,
             peer: AgentPeer::default(),
+            sessions: None,
             tasks: TaskTracker::new(),
             metrics,
         }

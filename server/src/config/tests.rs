@@ -97,6 +97,7 @@ fn defaults_match_the_stock_server() {
             cert: files.path("cert"),
             key: files.path("key"),
             ca: None,
+            quic_port: None,
         },
         agent_auth: None,
         agent_id_from: None,

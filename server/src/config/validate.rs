@@ -134,6 +134,8 @@ impl Flags {
             "agent-proxy-protocol-from",
             &flags.agent_proxy_protocol_from,
         );
+        let quic_port = flags.agent_quic_port;
+        let quic_port = (quic_port != 0).then(|| self::port(p, "agent QUIC", quic_port));
         let (cert, key) = pair?;
         Some(AgentListener {
             bind: HostPort::new(&flags.agent_bind_address, port),
@@ -141,6 +143,7 @@ impl Flags {
             key,
             ca,
             proxies,
+            quic_port,
         })
     }
 

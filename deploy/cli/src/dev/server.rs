@@ -96,6 +96,7 @@ impl Plan {
                 cert: pki.cluster.cert.clone(),
                 key: pki.cluster.key.clone(),
                 ca: Some(pki.ca.clone()),
+                quic_port: None,
             },
             agent_auth: None,
             agent_id_from: None,

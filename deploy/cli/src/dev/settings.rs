@@ -28,6 +28,7 @@ pub(super) fn agent_settings(id: &str) -> agent_config::Config {
         sync_interval_cap: SYNC_INTERVAL * 10,
         keepalive_time: Duration::from_secs(3600),
         link_congestion: LinkCongestion::System,
+        transport: agent_config::LinkTransport::Tcp,
         token_path: None,
         sync_forever: false,
         xfr_channel_size: 150,

@@ -12,6 +12,7 @@ use super::super::agent::Limits;
 use super::super::announced::Announced;
 use super::super::identity::{AgentIdFrom, AgentPeer};
 use super::super::registry::AgentLimits;
+use super::super::sessions::Sessions;
 use super::*;
 use crate::listener::ADMISSION;
 use crate::metrics::{Listener, Strategy};
@@ -37,6 +38,7 @@ impl Server {
             tokens: None,
             id_from: None,
             peer: AgentPeer::default(),
+            sessions: None,
             tasks: tasks.clone(),
             metrics: metrics.clone(),
         };
@@ -135,4 +137,37 @@ async fn connected_agent_is_answered_before_its_authentication() {
     }
     assert!(server.agents.registry.peers().is_empty());
     assert!(server.rejected("unauthenticated"));
+}
+
+/// The introduction of an agent of version 0.1.0 without QUIC, as recorded.
+const OLD_HELLO: &[u8] =
+    b"GET /agent HTTP/1.1\r\nhost: culvert\r\nconnection: upgrade\r\nupgrade: culvert/1\r\n\
+    agentid: a\r\nagentidentifiers: \r\nculvert-half-close: 1\r\n\r\n";
+
+#[tokio::test]
+async fn offer_of_quic_does_not_disturb_an_agent_that_does_not_know_quic() {
+    let mut server = Server::new();
+    server.agents.sessions = Some(Sessions::new(8443, 8091));
+    let (near, mut far) = duplex(4096);
+    far.write_all(OLD_HELLO).await.unwrap();
+    let talk = async {
+        let head = culvert_stream::head::read_head(&mut far, 4096)
+            .await
+            .unwrap();
+        let head = String::from_utf8(head.to_vec()).unwrap();
+        assert!(head.starts_with("HTTP/1.1 101 "), "{head}");
+        for line in ["serverid: s", "servercount: 3", "culvert-quic: 8443"] {
+            assert!(head.contains(&format!("\r\n{line}\r\n")), "{head}");
+        }
+        assert!(head.contains("\r\nculvert-session: "), "{head}");
+        let mut preface = [0; 24];
+        far.read_exact(&mut preface).await.unwrap();
+        assert_eq!(&preface, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n");
+        let kind = server.agents.registry.peers().pop().unwrap().kind;
+        assert_eq!(kind, "agent, native");
+    };
+    tokio::select! {
+        () = talk => {}
+        () = server.serve(near) => panic!("the connection ended"),
+    }
 }

@@ -1,0 +1,91 @@
+//! The introduction of an agent to a server, as metadata; both dialects and both links have the same.
+
+use culvert_konnectivity::message::HALF_CLOSE_HEADER;
+use tonic::metadata::{MetadataMap, MetadataValue};
+
+use crate::config::Config;
+
+/// Reason why the agent cannot introduce itself.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum IntroductionError {
+    /// The token file cannot be used.
+    #[error("cannot use the token of --service-account-token-path {0}: {1}")]
+    Token(String, String),
+    /// A value of the configuration cannot be sent.
+    #[error("not a valid header value: {0:?}")]
+    Value(String),
+}
+
+/// Returns the metadata that introduces the agent. Reads the token each time, because tokens rotate.
+pub(crate) async fn metadata(config: &Config) -> Result<MetadataMap, IntroductionError> {
+    let mut metadata = MetadataMap::new();
+    let header = |value: &str| {
+        MetadataValue::try_from(value).map_err(|_| IntroductionError::Value(value.to_owned()))
+    };
+    metadata.insert("agentid", header(&config.agent_id)?);
+    metadata.insert("agentidentifiers", header(&config.agent_identifiers)?);
+    metadata.insert(HALF_CLOSE_HEADER, MetadataValue::from_static("1"));
+    if let Some(path) = &config.token_path {
+        let unusable = |why: String| IntroductionError::Token(path.display().to_string(), why);
+        let token = tokio::fs::read_to_string(path)
+            .await
+            .map_err(|error| unusable(error.to_string()))?;
+        let value = MetadataValue::try_from(format!("Bearer {}", token.trim()))
+            .map_err(|_| unusable("the token has invalid characters".into()))?;
+        metadata.insert("authorization", value);
+    }
+    Ok(metadata)
+}
+
+/// Reads the server's id and server count from its metadata. The error texts for missing or repeated values
+/// are upstream's.
+pub(crate) fn server_of(metadata: &MetadataMap) -> Result<(String, i64), String> {
+    let values = |key: &'static str| -> Vec<&str> {
+        let all = metadata.get_all(key).iter();
+        all.filter_map(|value| value.to_str().ok()).collect()
+    };
+    let ids = values("serverid");
+    let [id] = ids.as_slice() else {
+        return Err(format!(
+            "expected one server ID in the context, got [{}]",
+            ids.join(" ")
+        ));
+    };
+    let counts = values("servercount");
+    let [count] = counts.as_slice() else {
+        return Err(format!("expected one server count, got {}", counts.len()));
+    };
+    let count = count
+        .parse()
+        .map_err(|_| format!("the server count {count:?} is not a number"))?;
+    Ok(((*id).to_owned(), count))
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    fn server(pairs: &[(&'static str, &str)]) -> Result<(String, i64), String> {
+        let mut metadata = MetadataMap::new();
+        for (key, value) in pairs {
+            metadata.append(*key, value.parse().unwrap());
+        }
+        server_of(&metadata)
+    }
+
+    #[test]
+    fn server_must_send_one_id_and_one_count() {
+        let both = [("serverid", "a"), ("servercount", "3")];
+        assert_eq!(server(&both), Ok(("a".into(), 3)));
+        assert_eq!(
+            server(&[("servercount", "3")]).unwrap_err(),
+            "expected one server ID in the context, got []"
+        );
+        assert_eq!(
+            server(&[("serverid", "a")]).unwrap_err(),
+            "expected one server count, got 0"
+        );
+    }
+}

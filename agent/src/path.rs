@@ -1,0 +1,138 @@
+//! The choice between the TCP connection and the QUIC link to a server; no I/O.
+//!
+//! Without loss, TCP needs less processor time and carries more on one connection. With loss, all connections of a TCP
+//! connection wait for each lost segment. A path that cuts TCP connections may let UDP pass.
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use culvert_host::net::loss::{LossMeter, Packets};
+use tokio::time::Instant;
+
+/// Time for which the path must stay clean before new dials use TCP again.
+const CLEAN: Duration = Duration::from_secs(600);
+
+/// Time for which a cut of the TCP connection counts, and the number of cuts that matter.
+const CUT_COUNTS: Duration = Duration::from_secs(3600);
+const CUTS: usize = 2;
+
+/// Times at which the TCP connection to one server was cut although the server lived.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Cuts(VecDeque<Instant>);
+
+/// Observation of the path to one server.
+#[derive(Debug)]
+pub(crate) struct Path {
+    tcp: LossMeter,
+    quic: LossMeter,
+    cuts: Cuts,
+    /// Time until which the path counts as lossy.
+    lossy_until: Option<Instant>,
+}
+
+// === impl Cuts ===
+
+impl Cuts {
+    /// Adds a cut.
+    pub(crate) fn add(&mut self, now: Instant) {
+        self.0.push_back(now);
+        if self.0.len() > CUTS {
+            self.0.pop_front();
+        }
+    }
+
+    /// Returns true if no cut counts anymore.
+    pub(crate) fn is_over(&self, now: Instant) -> bool {
+        self.recent(now) == 0
+    }
+
+    fn recent(&self, now: Instant) -> usize {
+        let recent = |at: &&Instant| now.duration_since(**at) < CUT_COUNTS;
+        self.0.iter().filter(recent).count()
+    }
+}
+
+// === impl Path ===
+
+impl Path {
+    /// Creates the observation of a path with earlier cuts.
+    pub(crate) fn new(cuts: Cuts) -> Self {
+        Self {
+            tcp: LossMeter::default(),
+            quic: LossMeter::default(),
+            cuts,
+            lossy_until: None,
+        }
+    }
+
+    /// Forgets the counters of the last QUIC link.
+    pub(crate) fn new_link(&mut self) {
+        self.quic = LossMeter::default();
+    }
+
+    /// Records the counters of both connections. Returns true if new dials should use QUIC.
+    pub(crate) fn prefers_quic(
+        &mut self,
+        now: Instant,
+        tcp: Option<Packets>,
+        quic: Packets,
+    ) -> bool {
+        let by_tcp = tcp.is_some_and(|packets| self.tcp.sample(now, packets));
+        let by_quic = self.quic.sample(now, quic);
+        if by_tcp || by_quic {
+            self.lossy_until = Some(now + CLEAN);
+        }
+        self.lossy_until.is_some_and(|until| now < until) || self.cuts.recent(now) >= CUTS
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn lost(sent: u64, lost: u64) -> Packets {
+        Packets {
+            sent,
+            lost,
+            ..Packets::default()
+        }
+    }
+
+    #[test]
+    fn loss_on_either_connection_prefers_quic_until_the_path_was_clean_for_ten_minutes() {
+        for over_tcp in [true, false] {
+            let mut path = Path::new(Cuts::default());
+            let start = Instant::now();
+            let mut look = |seconds, packets| {
+                let now = start + Duration::from_secs(seconds);
+                match over_tcp {
+                    true => path.prefers_quic(now, Some(packets), Packets::default()),
+                    false => path.prefers_quic(now, None, packets),
+                }
+            };
+            assert!(!look(0, lost(0, 0)));
+            assert!(!look(10, lost(2000, 1)));
+            assert!(look(20, lost(4000, 50)));
+            assert!(look(600, lost(4000, 50)));
+            assert!(!look(621, lost(4000, 50)));
+        }
+    }
+
+    #[test]
+    fn two_cuts_within_an_hour_prefer_quic() {
+        let start = Instant::now();
+        let at = |minutes: u64| start + Duration::from_secs(60 * minutes);
+        let mut cuts = Cuts::default();
+        assert!(cuts.is_over(at(0)));
+        cuts.add(at(0));
+        let prefers =
+            |cuts: &Cuts, now| Path::new(cuts.clone()).prefers_quic(now, None, Packets::default());
+        assert!(!prefers(&cuts, at(1)) && !cuts.is_over(at(1)));
+        cuts.add(at(30));
+        assert!(prefers(&cuts, at(59)));
+        assert!(!prefers(&cuts, at(61)));
+        cuts.add(at(80));
+        assert!(prefers(&cuts, at(85)));
+        assert!(cuts.is_over(at(141)));
+    }
+}

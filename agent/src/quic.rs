@@ -1,0 +1,437 @@
+//! The second link to a server, over QUIC; see [`culvert_native::quic`]. The agent connects in the background, and again
+//! after a failure, so UDP that does not reach the server delays nothing.
+
+use std::net::SocketAddr;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::time::Duration;
+
+use culvert_host::net::loss::Packets;
+use culvert_host::telemetry::metrics::GaugeGuard;
+use culvert_host::tls::reload::ClientTls;
+use culvert_konnectivity::message::PacketType;
+use culvert_konnectivity::metrics::Segment;
+use culvert_native::dial as message;
+use culvert_native::hello::{self, Answer};
+use culvert_native::quic::endpoint::{client, client_config, rebind};
+use culvert_native::quic::halves::{QuicSink, QuicSource};
+use culvert_native::quic::link::{Link, answer, read_dial};
+use culvert_native::quic::words::{Preferred, Word};
+use culvert_native::quic::{PORT_HEADER, SAME_PORT, SESSION_HEADER, TRIAL_BYTES};
+use culvert_native::window::TAKER_HELD_BYTES;
+use culvert_stream::{CloseReason, Sink as _};
+use http::{HeaderMap, HeaderValue};
+use parking_lot::Mutex;
+use quinn::{Connection, Endpoint, RecvStream, SendStream};
+use tokio::time::{Instant, sleep, timeout};
+use tokio_util::sync::CancellationToken;
+use tonic::metadata::MetadataMap;
+use tracing::{debug, info};
+
+use crate::agent::Agent;
+use crate::config::{Config, LinkTransport};
+use crate::introduction::{metadata, server_of};
+use crate::metrics::ProbeOutcome;
+use crate::native::carry;
+use crate::path::{Cuts, Path};
+
+/// Time for the QUIC handshake: a few round trips of any usable path, and two lost packets.
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(3);
+
+/// Time for the introduction and the trial. The server may have to ask for a review of the token.
+const INTRODUCTION_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// Pause after the first failure, and the longest pause. Each failure doubles the pause.
+const FIRST_PAUSE: Duration = Duration::from_secs(60);
+const LONGEST_PAUSE: Duration = Duration::from_secs(3600);
+
+/// Life of a link after which a failure counts as the first.
+const LASTING: Duration = Duration::from_secs(300);
+
+/// Time without an answer until the agent moves the link to a new port. A NAT device may have forgotten the old one.
+const REBIND_AFTER: Duration = Duration::from_secs(2);
+
+/// Interval between two looks at the loss of the path.
+const LOOK: Duration = Duration::from_secs(5);
+
+/// Offer of a server: its UDP port (`None` for the number of the TCP port), and the session.
+pub(crate) struct Offer {
+    port: Option<u16>,
+    session: HeaderValue,
+}
+
+/// The TCP connection beside the link.
+pub(crate) struct Origin {
+    /// Address of the server.
+    pub server: SocketAddr,
+    /// The socket, for the counters of lost packets. Dropped when the connection ends.
+    pub socket: OwnedFd,
+}
+
+/// The second link to a server, not connected yet.
+pub(crate) struct Second {
+    remote: SocketAddr,
+    session: HeaderValue,
+    server_id: String,
+    socket: OwnedFd,
+    tls: ClientTls,
+    config: Arc<Config>,
+}
+
+/// A connected link, and its control stream.
+struct Open {
+    endpoint: Endpoint,
+    connection: Connection,
+    control: (SendStream, RecvStream),
+}
+
+// === impl Offer ===
+
+impl Offer {
+    /// Reads the offer in a server's answer.
+    pub(crate) fn of(answer: &HeaderMap) -> Option<Self> {
+        let port = answer.get(PORT_HEADER)?.to_str().ok()?;
+        let port = match port {
+            SAME_PORT => None,
+            number => Some(number.parse().ok()?),
+        };
+        let session = answer.get(SESSION_HEADER)?.clone();
+        Some(Self { port, session })
+    }
+}
+
+// === impl Second ===
+
+impl Second {
+    /// Creates the link that a server offers. `origin` is the TCP connection to the server.
+    pub(crate) fn new(
+        offer: Offer,
+        origin: Origin,
+        server_id: String,
+        tls: ClientTls,
+        config: &Arc<Config>,
+    ) -> Self {
+        let mut remote = origin.server;
+        remote.set_port(offer.port.unwrap_or(remote.port()));
+        Self {
+            remote,
+            session: offer.session,
+            server_id,
+            socket: origin.socket,
+            tls,
+            config: config.clone(),
+        }
+    }
+
+    /// Connects and serves the link until the TCP connection ends, which `ended` reports. Streams of the link then
+    /// continue until the server ends the link.
+    pub(crate) async fn run(self, agent: Arc<Agent>, cuts: Cuts, ended: CancellationToken) {
+        let Self {
+            remote,
+            session,
+            server_id,
+            socket,
+            tls,
+            config,
+        } = self;
+        let probe = Probe {
+            remote,
+            session,
+            server_id,
+            tls,
+            config,
+        };
+        let path = Mutex::new(Path::new(cuts));
+        // The socket stays open with the TCP connection, and no longer.
+        let socket = Mutex::new(Some(socket));
+        let close = async {
+            ended.cancelled().await;
+            socket.lock().take();
+        };
+        let links = async {
+            let (mut pause, mut last_error) = (FIRST_PAUSE, String::new());
+            while !ended.is_cancelled() {
+                let connected = tokio::select! {
+                    connected = probe.connect() => connected,
+                    () = ended.cancelled() => return,
+                };
+                let outcome = match &connected {
+                    Ok(_) => ProbeOutcome::Connected,
+                    Err(_) => ProbeOutcome::Failed,
+                };
+                agent.metrics.quic_probes.get(outcome).increment(1);
+                match connected {
+                    Ok(open) => {
+                        let since = Instant::now();
+                        last_error.clear();
+                        path.lock().new_link();
+                        let cause = probe.carry(&agent, open, &path, &socket, &ended).await;
+                        info!(cause, "the QUIC link has ended");
+                        if since.elapsed() >= LASTING {
+                            pause = FIRST_PAUSE;
+                        }
+                    }
+                    Err(error) if error == last_error => debug!(error, "still no QUIC link"),
+                    Err(error) => {
+                        info!(error, server = %remote, "no QUIC link, TCP carries all connections");
+                        last_error = error;
+                    }
+                }
+                tokio::select! {
+                    () = sleep(pause.mul_f64(rand::random_range(0.9..1.1))) => {}
+                    () = ended.cancelled() => return,
+                }
+                pause = (pause * 2).min(LONGEST_PAUSE);
+            }
+        };
+        tokio::join!(close, links);
+    }
+}
+
+/// Everything for one attempt to connect.
+struct Probe {
+    remote: SocketAddr,
+    session: HeaderValue,
+    server_id: String,
+    tls: ClientTls,
+    config: Arc<Config>,
+}
+
+// === impl Probe ===
+
+impl Probe {
+    /// Makes one attempt to connect.
+    async fn connect(&self) -> Result<Open, String> {
+        let endpoint = client(self.remote).map_err(text)?;
+        let config = client_config(&self.tls.get()).map_err(text)?;
+        let host = self.config.server_host.trim_matches(['[', ']']);
+        let connecting = endpoint.connect_with(config, self.remote, host);
+        let handshake = timeout(HANDSHAKE_TIMEOUT, connecting.map_err(text)?).await;
+        let connection = handshake
+            .map_err(|_| "the server does not answer over UDP".to_owned())?
+            .map_err(text)?;
+        let introduced = timeout(INTRODUCTION_TIMEOUT, self.introduce(&connection)).await;
+        let control = introduced.map_err(|_| "the server does not answer anymore".to_owned())??;
+        Ok(Open {
+            endpoint,
+            connection,
+            control,
+        })
+    }
+
+    /// Introduces the agent, and tries packets of all sizes.
+    async fn introduce(&self, connection: &Connection) -> Result<(SendStream, RecvStream), String> {
+        let metadata = metadata(&self.config).await.map_err(text)?;
+        let mut headers = metadata.into_headers();
+        headers.insert(SESSION_HEADER, self.session.clone());
+        let (mut send, mut receive) = connection.open_bi().await.map_err(text)?;
+        let mut both = tokio::io::join(&mut receive, &mut send);
+        let answer = match hello::introduce(&mut both, &headers).await.map_err(text)? {
+            Answer::Accepted(answer) => MetadataMap::from_headers(answer),
+            Answer::Connected(_) => return Err("the server refused the link".into()),
+        };
+        let (server_id, _) = server_of(&answer)?;
+        if server_id != self.server_id {
+            return Err(format!(
+                "UDP reaches the server {server_id:?}, and TCP the server {:?}",
+                self.server_id
+            ));
+        }
+        let bytes = vec![0x5a; TRIAL_BYTES];
+        let mut echo = vec![0; TRIAL_BYTES];
+        let trial = async {
+            let write = async { send.write_all(&bytes).await.map_err(text) };
+            let read = async { receive.read_exact(&mut echo).await.map(drop).map_err(text) };
+            tokio::try_join!(write, read)
+        };
+        trial.await?;
+        match echo == bytes {
+            true => Ok((send, receive)),
+            false => Err("the server returned other bytes".into()),
+        }
+    }
+
+    /// Serves a link until it ends, and returns the cause.
+    async fn carry(
+        &self,
+        agent: &Arc<Agent>,
+        open: Open,
+        path: &Mutex<Path>,
+        socket: &Mutex<Option<OwnedFd>>,
+        ended: &CancellationToken,
+    ) -> String {
+        let Open {
+            endpoint,
+            connection,
+            control,
+        } = open;
+        let _counted = GaugeGuard::new(&agent.metrics.quic_links);
+        info!(server = %self.remote, "connected over QUIC, too");
+        let (link, words) = Link::new(connection, TAKER_HELD_BYTES, CloseReason::ServerLost);
+        let link_ended = agent.shutdown.child_token();
+        let _ended = link_ended.clone().drop_guard();
+        let moved = Mutex::new(Duration::ZERO);
+        let on_silence = |silent: Duration| {
+            let mut moved = moved.lock();
+            // A new silence begins at zero.
+            if silent < *moved {
+                *moved = Duration::ZERO;
+            }
+            if silent.saturating_sub(*moved) >= REBIND_AFTER {
+                *moved = silent;
+                let result = rebind(&endpoint, self.remote);
+                debug!(
+                    ?silent,
+                    ?result,
+                    "the server does not answer: using a new port"
+                );
+            }
+        };
+        let accept = async {
+            loop {
+                match link.accept().await {
+                    Ok(halves) => {
+                        let serving = serve(agent.clone(), halves, link_ended.clone());
+                        agent.tasks.spawn(serving);
+                    }
+                    Err(cause) => return cause,
+                }
+            }
+        };
+        let cause = tokio::select! {
+            cause = link.run(control, words, |_| {}, on_silence) => cause,
+            cause = accept => cause,
+            cause = self.prefer(&link, path, socket) => cause,
+            cause = retired(&link, ended) => cause,
+            () = agent.shutdown.cancelled() => "this agent is stopping".to_owned(),
+        };
+        link.close(&cause);
+        // The server learns the end from the last packet.
+        let _ = timeout(HANDSHAKE_TIMEOUT, endpoint.wait_idle()).await;
+        cause
+    }
+
+    /// Tells the server which link new dials should use. Never ends.
+    async fn prefer(
+        &self,
+        link: &Link,
+        path: &Mutex<Path>,
+        socket: &Mutex<Option<OwnedFd>>,
+    ) -> String {
+        let mut preferred = None;
+        loop {
+            let tcp = socket.lock().as_ref().and_then(Packets::of_tcp);
+            let of_link = link.path();
+            let quic = Packets {
+                sent: of_link.sent_packets,
+                lost: of_link.lost_packets,
+                ..Packets::default()
+            };
+            let is_lossy = path.lock().prefers_quic(Instant::now(), tcp, quic);
+            let wanted = match is_lossy || self.config.transport == LinkTransport::Quic {
+                true => Preferred::Quic,
+                false => Preferred::Tcp,
+            };
+            if preferred != Some(wanted) {
+                if preferred.is_some() || wanted == Preferred::Quic {
+                    info!(link = ?wanted, "new connections use another link");
+                }
+                preferred = Some(wanted);
+                link.send(Word::Prefer(wanted));
+            }
+            sleep(LOOK).await;
+        }
+    }
+}
+
+/// Resolves once the TCP connection has ended and the link has no stream. The server ends the link earlier, unless the
+/// server is gone.
+async fn retired(link: &Link, ended: &CancellationToken) -> String {
+    ended.cancelled().await;
+    loop {
+        sleep(LOOK).await;
+        if link.open() == 0 {
+            return "the TCP connection has ended".to_owned();
+        }
+    }
+}
+
+/// Serves one dial.
+async fn serve(
+    agent: Arc<Agent>,
+    (mut source, mut sink): (QuicSource, QuicSink),
+    ended: CancellationToken,
+) {
+    // Counted from the start of the dial, so that a drained agent does not exit during a dial.
+    let _active = agent.activity();
+    let metrics = &agent.metrics;
+    let dial = match timeout(message::HEAD_TIMEOUT, read_dial(&mut source)).await {
+        Ok(Ok(dial)) => dial,
+        Ok(Err(error)) => return debug!(error, "a stream without a dial"),
+        Err(_) => return debug!("a stream without a dial: timed out"),
+    };
+    let count = |segment, packet| metrics.streams.count_as(segment, packet);
+    count(Segment::ToAgent, PacketType::DialReq);
+    let started = Instant::now();
+    let dialed = tokio::select! {
+        dialed = agent.dial(&dial.protocol, &dial.address) => dialed,
+        // The server cancelled the dial, or the link ended.
+        () = sink.stopped() => return,
+        () = ended.cancelled() => return,
+    };
+    count(Segment::FromAgent, PacketType::DialRsp);
+    match dialed {
+        Ok(socket) => {
+            metrics
+                .dial_duration
+                .record(started.elapsed().as_secs_f64());
+            let _open = GaugeGuard::new(&metrics.open_endpoint_connections);
+            if answer(&mut sink, &message::accepted()).await.is_err() {
+                return;
+            }
+            let evicted = source.cut();
+            let cut = async {
+                tokio::select! {
+                    reason = agent.server_lost(&ended) => reason,
+                    () = evicted.due() => CloseReason::BufferExceeded,
+                }
+            };
+            let end = |sink: QuicSink, reason| sink.end(reason, &agent.tasks);
+            carry(&agent, socket, (source, sink), &dial, cut, end).await;
+        }
+        Err(error) => {
+            let refusal = message::refusal(error.is_timeout(), &error.text);
+            if answer(&mut sink, &refusal).await.is_ok() {
+                let _ = sink.finish().await;
+            }
+        }
+    }
+}
+
+fn text(error: impl ToString) -> String {
+    error.to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    fn offer(port: &'static str) -> Option<Option<u16>> {
+        let mut answer = HeaderMap::new();
+        answer.insert(PORT_HEADER, HeaderValue::from_static(port));
+        answer.insert(SESSION_HEADER, HeaderValue::from_static("00ff"));
+        Offer::of(&answer).map(|offer| offer.port)
+    }
+
+    #[test]
+    fn offer_has_a_port_and_a_session() {
+        assert_eq!(offer("8443"), Some(Some(8443)));
+        assert_eq!(offer("same"), Some(None));
+        for malformed in ["", "0x1", "65536", "-1"] {
+            assert_eq!(offer(malformed), None);
+        }
+        assert!(Offer::of(&HeaderMap::new()).is_none());
+    }
+}

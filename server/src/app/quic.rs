@@ -1,0 +1,55 @@
+//! The UDP socket for the QUIC links of agents.
+
+use std::net::{SocketAddr, UdpSocket};
+use std::sync::Arc;
+
+use anyhow::Context as _;
+use culvert_host::tls::reload::ServerTls;
+use culvert_native::quic::endpoint::{ServerEndpoint, receive_buffer};
+use culvert_native::quic::keys::EndpointKeys;
+use tracing::warn;
+
+use crate::backend::sessions::Sessions;
+use crate::config::AgentListener;
+
+/// Receive buffer below which fast transfers lose packets, in bytes.
+const SMALL_BUFFER_BYTES: usize = 1 << 20;
+
+/// An open socket that is not served yet.
+pub(super) struct Bound {
+    pub(super) address: SocketAddr,
+    pub(super) endpoint: Arc<ServerEndpoint>,
+    pub(super) sessions: Arc<Sessions>,
+}
+
+/// Opens the socket beside the listener for agents at `tcp`. Returns `None` if the configuration offers no QUIC.
+pub(super) fn bind(
+    listener: &AgentListener,
+    tcp: SocketAddr,
+    tls: &ServerTls,
+) -> anyhow::Result<Option<Bound>> {
+    let Some(port) = listener.quic_port else {
+        return Ok(None);
+    };
+    let address = SocketAddr::new(tcp.ip(), port);
+    let advice = || format!("cannot serve QUIC on {address}; see --agent-quic-port");
+    let socket = UdpSocket::bind(address).with_context(advice)?;
+    let address = socket.local_addr()?;
+    let key = std::fs::read(&listener.key)
+        .with_context(|| format!("cannot read {}", listener.key.display()))?;
+    let (keys, copy) = (EndpointKeys::derive(&key), socket.try_clone()?);
+    let endpoint = ServerEndpoint::new(socket, &tls.get(), keys).with_context(advice)?;
+    let bytes = receive_buffer(&copy);
+    if bytes < SMALL_BUFFER_BYTES {
+        warn!(
+            bytes,
+            "the receive buffer for QUIC is small: fast transfers will lose packets; raise the sysctl net.core.rmem_max \
+             of the node to 4194304"
+        );
+    }
+    Ok(Some(Bound {
+        address,
+        endpoint: Arc::new(endpoint),
+        sessions: Sessions::new(address.port(), tcp.port()),
+    }))
+}

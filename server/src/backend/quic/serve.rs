@@ -1,0 +1,232 @@
+//! The way from a QUIC connection to the second link of an agent.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use culvert_host::net::admission::Candidate;
+use culvert_host::telemetry::metrics::GaugeGuard;
+use culvert_native::hello::{self, HelloError};
+use culvert_native::quic::TRIAL_BYTES;
+use culvert_native::quic::endpoint::{ServerEndpoint, open_window};
+use culvert_native::quic::link::Link;
+use culvert_native::quic::words::{Preferred, Word};
+use culvert_native::window::OPENER_HELD_BYTES;
+use culvert_stream::CloseReason;
+use quinn::{Connection, Incoming, RecvStream, SendStream};
+use rustls::pki_types::CertificateDer;
+use tokio::time::{Instant, sleep, timeout};
+use tonic::metadata::MetadataMap;
+use tracing::{Instrument, debug, info, info_span};
+
+use crate::backend::agent::Hello;
+use crate::backend::identity::AgentRefusal;
+use crate::backend::service::Agents;
+use crate::backend::sessions::Session;
+use crate::listener::ListenerContext;
+use crate::metrics::RejectReason;
+
+/// Time for a refused agent to read the reason.
+const REFUSAL_LINGER: Duration = Duration::from_secs(2);
+
+/// Time for the trial of a new link.
+const TRIAL_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// Interval between two looks at the streams of a link whose agent has no TCP connection anymore.
+const RETIRED_CHECK: Duration = Duration::from_secs(1);
+
+/// Reason why no link was added.
+#[derive(Debug, thiserror::Error)]
+enum LinkRefusal {
+    /// The peer did not complete an introduction.
+    #[error(transparent)]
+    Hello(#[from] HelloError),
+    /// The QUIC connection ended.
+    #[error(transparent)]
+    Lost(#[from] quinn::ConnectionError),
+    /// The agent was refused.
+    #[error(transparent)]
+    Agent(#[from] AgentRefusal),
+    /// The session does not exist, or another identity began it.
+    #[error("the agent has no such session; it connects over TCP first")]
+    Session,
+}
+
+impl From<std::io::Error> for LinkRefusal {
+    fn from(error: std::io::Error) -> Self {
+        Self::Hello(error.into())
+    }
+}
+
+impl Agents {
+    /// Serves a QUIC connection until it ends.
+    pub(crate) async fn serve_quic(
+        self,
+        context: &ListenerContext,
+        endpoint: &ServerEndpoint,
+        incoming: Incoming,
+    ) {
+        let remote = incoming.remote_address();
+        let peer = remote.to_string();
+        let entered = context.admission.enter(remote.ip(), Instant::now());
+        let candidate = match context.shutdown.run_until_cancelled(entered).await {
+            Some(Ok(candidate)) => candidate,
+            Some(Err(why)) => return context.refuse(why, &peer),
+            None => return,
+        };
+        let connection = handshake(context, endpoint, incoming, &peer, &candidate);
+        let Some(connection) = connection.await else {
+            return;
+        };
+        let identity = connection.peer_identity();
+        let certificates =
+            identity.and_then(|any| any.downcast::<Vec<CertificateDer<'static>>>().ok());
+        let certificates = certificates.as_deref().map(Vec::as_slice);
+        let agents = self.of_peer(remote.ip(), certificates);
+        let introduced = tokio::select! {
+            introduced = candidate.run(agents.introduce_over_quic(&connection)) => introduced,
+            () = context.shutdown.cancelled() => return,
+        };
+        let (session, agent_id, control) = match introduced {
+            Ok(Ok(introduced)) => introduced,
+            Ok(Err(why)) => {
+                let reason = match &why {
+                    LinkRefusal::Hello(HelloError::Io(_)) | LinkRefusal::Lost(_) => {
+                        debug!(peer, %why, "the agent left before its introduction over QUIC");
+                        return;
+                    }
+                    LinkRefusal::Hello(_) => RejectReason::Garbage,
+                    LinkRefusal::Agent(refusal) => refusal.reason(),
+                    LinkRefusal::Session => RejectReason::Unauthenticated,
+                };
+                context.reject(reason, &peer, &why.to_string());
+                // The agent closes the connection when it has read the reason.
+                let _ = timeout(REFUSAL_LINGER, connection.closed()).await;
+                return;
+            }
+            Err(why) => return context.refuse(why, &peer),
+        };
+        candidate.admit();
+        open_window(&connection);
+        let span = info_span!("agent", id = agent_id, session = "QUIC");
+        let carried = agents.carry_quic(context, &session, connection, control);
+        carried.instrument(span).await;
+    }
+
+    /// Answers the introduction of an agent on the connection's only stream.
+    async fn introduce_over_quic(
+        &self,
+        connection: &Connection,
+    ) -> Result<(Arc<Session>, String, (SendStream, RecvStream)), LinkRefusal> {
+        let (mut send, mut receive) = connection.accept_bi().await?;
+        let headers = hello::read(&mut receive).await?;
+        let session = self.sessions.as_ref().and_then(|all| all.of(&headers));
+        let metadata = MetadataMap::from_headers(headers);
+        let mut hello = match Hello::from_metadata(&metadata) {
+            Ok(hello) => hello,
+            Err(text) => {
+                hello::refuse(&mut send, &text).await?;
+                return Err(HelloError::Malformed(text).into());
+            }
+        };
+        // Before the review of the token, so that agents of lost sessions cost little.
+        let checked = match session {
+            None => Err(LinkRefusal::Session),
+            Some(session) => match self.authenticate(&metadata, &mut hello).await {
+                Ok(identity) if identity == session.identity => Ok(session),
+                Ok(_) => Err(LinkRefusal::Session),
+                Err(refusal) => Err(refusal.into()),
+            },
+        };
+        match checked {
+            Ok(session) => {
+                let answer = self.answer(*self.announced.borrow())?;
+                hello::accept(&mut send, &answer).await?;
+                Ok((session, hello.agent_id, (send, receive)))
+            }
+            Err(refusal) => {
+                hello::refuse(&mut send, &refusal.to_string()).await?;
+                Err(refusal)
+            }
+        }
+    }
+
+    /// Carries the streams of a link until it ends. A link whose agent has no TCP connection anymore ends with its last
+    /// stream.
+    async fn carry_quic(
+        &self,
+        context: &ListenerContext,
+        session: &Arc<Session>,
+        connection: Connection,
+        mut control: (SendStream, RecvStream),
+    ) {
+        let (link, words) = Link::new(connection, OPENER_HELD_BYTES, CloseReason::AgentLost);
+        let trial = async {
+            let mut bytes = vec![0; TRIAL_BYTES];
+            control.1.read_exact(&mut bytes).await.ok()?;
+            control.0.write_all(&bytes).await.ok()
+        };
+        if timeout(TRIAL_TIMEOUT, trial).await.ok().flatten().is_none() {
+            debug!("the agent left during the trial of its QUIC link");
+            return link.close("the trial failed");
+        }
+        let _counted = GaugeGuard::new(&self.metrics.quic_links);
+        session.set(link.clone());
+        info!("the agent has a QUIC link");
+        let on_word = |word| {
+            if let Word::Prefer(preferred) = word
+                && session.prefer(&link, preferred == Preferred::Quic)
+            {
+                info!(?preferred, "the agent prefers another link for new dials");
+            }
+        };
+        let retired = async {
+            session.retired.cancelled().await;
+            while link.open() > 0 {
+                sleep(RETIRED_CHECK).await;
+            }
+        };
+        let cause = tokio::select! {
+            cause = link.run(control, words, on_word, |_| {}) => cause,
+            () = retired => "the agent's TCP connection has ended".to_owned(),
+            () = context.shutdown.cancelled() => "this server is stopping".to_owned(),
+        };
+        session.clear(&link);
+        let open = link.open();
+        link.close(&cause);
+        info!(reason = cause, open, "the QUIC link of the agent has ended");
+    }
+}
+
+/// Runs the handshake. Returns `None` after a failure, which is counted and logged.
+async fn handshake(
+    context: &ListenerContext,
+    endpoint: &ServerEndpoint,
+    incoming: Incoming,
+    peer: &str,
+    candidate: &Candidate,
+) -> Option<Connection> {
+    let failed = |why: String| {
+        context.reject(RejectReason::HandshakeFailed, peer, &why);
+        None
+    };
+    let config = match endpoint.config(&context.tls.as_ref()?.get()) {
+        Ok(config) => config,
+        Err(error) => return failed(error.to_string()),
+    };
+    let connecting = match incoming.accept_with(config) {
+        Ok(connecting) => connecting,
+        Err(error) => return failed(error.to_string()),
+    };
+    let connected = tokio::select! {
+        connected = candidate.run(connecting) => connected,
+        () = context.shutdown.cancelled() => return None,
+    };
+    match connected {
+        Ok(Ok(connection)) => Some(connection),
+        Ok(Err(error)) => failed(error.to_string()),
+        Err(why) => {
+            context.refuse(why, peer);
+            None
+        }
+    }
+}

@@ -1,0 +1,168 @@
+//! The sessions of native agent connections: an agent adds a QUIC link to its connection by the session.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Weak};
+
+use culvert_native::quic::link::Link;
+use culvert_native::quic::{PORT_HEADER, SAME_PORT, SESSION_HEADER};
+use http::{HeaderMap, HeaderValue};
+use parking_lot::Mutex;
+use tokio_util::sync::CancellationToken;
+
+/// Sessions of the agents that are connected over TCP.
+pub(crate) struct Sessions {
+    /// Announcement of the port for QUIC.
+    port: HeaderValue,
+    table: Mutex<HashMap<u128, Weak<Session>>>,
+}
+
+/// The second link of one agent connection.
+pub(crate) struct Session {
+    id: u128,
+    sessions: Arc<Sessions>,
+    /// Identity that the agent has proved over TCP.
+    pub identity: Arc<str>,
+    /// Fires when the TCP connection of the agent has ended.
+    pub retired: CancellationToken,
+    second: Mutex<Second>,
+}
+
+#[derive(Default)]
+struct Second {
+    link: Option<Arc<Link>>,
+    /// True if the agent wants new dials on the link.
+    is_preferred: bool,
+}
+
+// === impl Sessions ===
+
+impl Sessions {
+    /// Creates an empty table. Agents reach the UDP port `quic`, or the UDP port with the number of the TCP port
+    /// that they use if `quic` equals `tcp`: a load balancer or a Service may change both numbers.
+    pub(crate) fn new(quic: u16, tcp: u16) -> Arc<Self> {
+        let port = match quic == tcp {
+            true => HeaderValue::from_static(SAME_PORT),
+            false => quic.into(),
+        };
+        Arc::new(Self {
+            port,
+            table: Mutex::default(),
+        })
+    }
+
+    /// Begins the session of an agent, and announces the session in the server's answer.
+    pub(crate) fn begin(
+        self: &Arc<Self>,
+        identity: &Arc<str>,
+        answer: &mut HeaderMap,
+    ) -> Arc<Session> {
+        let id = rand::random();
+        let session = Arc::new(Session {
+            id,
+            sessions: self.clone(),
+            identity: identity.clone(),
+            retired: CancellationToken::new(),
+            second: Mutex::default(),
+        });
+        self.table.lock().insert(id, Arc::downgrade(&session));
+        answer.insert(PORT_HEADER, self.port.clone());
+        if let Ok(id) = HeaderValue::try_from(format!("{id:032x}")) {
+            answer.insert(SESSION_HEADER, id);
+        }
+        session
+    }
+
+    /// Returns the session that an agent's introduction over QUIC names, if the agent's TCP connection still exists.
+    pub(crate) fn of(&self, headers: &HeaderMap) -> Option<Arc<Session>> {
+        let id = headers.get(SESSION_HEADER)?.to_str().ok()?;
+        let id = u128::from_str_radix(id, 16).ok()?;
+        let session = self.table.lock().get(&id).and_then(Weak::upgrade);
+        session.filter(|session| !session.retired.is_cancelled())
+    }
+}
+
+// === impl Session ===
+
+impl Session {
+    /// Returns true if the agent has a QUIC link.
+    pub(crate) fn has_link(&self) -> bool {
+        self.second.lock().link.is_some()
+    }
+
+    /// Returns the link for a new dial; `None` if the dial belongs on the TCP connection.
+    pub(crate) fn usable(&self) -> Option<Arc<Link>> {
+        let second = self.second.lock();
+        let link = second.link.as_ref().filter(|_| second.is_preferred)?;
+        link.is_healthy().then(|| link.clone())
+    }
+
+    /// Sets the link for new dials. An older link keeps its streams.
+    pub(crate) fn set(&self, link: Arc<Link>) {
+        *self.second.lock() = Second {
+            link: Some(link),
+            is_preferred: false,
+        };
+    }
+
+    /// Removes the link, unless a newer link has replaced it.
+    pub(crate) fn clear(&self, link: &Arc<Link>) {
+        let mut second = self.second.lock();
+        if second
+            .link
+            .as_ref()
+            .is_some_and(|own| Arc::ptr_eq(own, link))
+        {
+            *second = Second::default();
+        }
+    }
+
+    /// Records that the agent wants new dials on the link. Returns true if this is a change.
+    pub(crate) fn prefer(&self, link: &Arc<Link>, is_preferred: bool) -> bool {
+        let mut second = self.second.lock();
+        let is_current = second
+            .link
+            .as_ref()
+            .is_some_and(|own| Arc::ptr_eq(own, link));
+        is_current && std::mem::replace(&mut second.is_preferred, is_preferred) != is_preferred
+    }
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        self.sessions.table.lock().remove(&self.id);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    #[test]
+    fn announced_session_is_found_until_its_tcp_connection_ends() {
+        let sessions = Sessions::new(8443, 8091);
+        let mut answer = HeaderMap::new();
+        let session = sessions.begin(&"a".into(), &mut answer);
+        assert_eq!(answer.get(PORT_HEADER).unwrap(), "8443");
+        let found = sessions.of(&answer).unwrap();
+        assert!(Arc::ptr_eq(&found, &session) && !found.has_link());
+        session.retired.cancel();
+        assert!(sessions.of(&answer).is_none());
+        drop((session, found));
+        assert!(sessions.table.lock().is_empty());
+    }
+
+    #[test]
+    fn unknown_and_malformed_sessions_are_not_found() {
+        let sessions = Sessions::new(8091, 8091);
+        let mut answer = HeaderMap::new();
+        let _session = sessions.begin(&"a".into(), &mut answer);
+        assert_eq!(answer.get(PORT_HEADER).unwrap(), SAME_PORT);
+        for text in ["", "x", "0", "ffffffffffffffffffffffffffffffff0"] {
+            answer.insert(SESSION_HEADER, text.parse().unwrap());
+            assert!(sessions.of(&answer).is_none());
+        }
+        assert!(sessions.of(&HeaderMap::new()).is_none());
+    }
+}
