@@ -14,6 +14,7 @@
 //!
 //! One address gains what the other loses, so all checksums stay valid.
 
+mod nat;
 mod shaper;
 
 use std::io;
@@ -29,6 +30,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use tokio::time::Instant;
 use tun_rs::{DeviceBuilder, SyncDevice};
 
+use self::nat::{Nat, is_udp};
 pub use self::shaper::Conditions;
 use self::shaper::Shaper;
 use crate::envoy::skip;
@@ -73,6 +75,8 @@ pub struct Link {
 struct Shared {
     stop: AtomicBool,
     dark: AtomicBool,
+    udp_dark: AtomicBool,
+    nat: Mutex<Nat>,
     forwarded: AtomicU64,
     dropped: AtomicU64,
     conditions: Mutex<Conditions>,
@@ -114,6 +118,8 @@ impl Link {
         let shared = Arc::new(Shared {
             stop: AtomicBool::new(false),
             dark: AtomicBool::new(false),
+            udp_dark: AtomicBool::new(false),
+            nat: Mutex::default(),
             forwarded: AtomicU64::new(0),
             dropped: AtomicU64::new(0),
             conditions: Mutex::new(conditions),
@@ -136,6 +142,17 @@ impl Link {
     /// Drops every packet while `dark` is true.
     pub fn set_dark(&self, dark: bool) {
         self.shared.dark.store(dark, Ordering::Relaxed);
+    }
+
+    /// Drops every UDP packet while `dark` is true.
+    pub fn set_udp_dark(&self, dark: bool) {
+        self.shared.udp_dark.store(dark, Ordering::Relaxed);
+    }
+
+    /// Lets the NAT device at the dialer's end forget its UDP flows: the listener sees the dialer's next packets from
+    /// another port, and with `changes_address` from another address. Packets to the old ones are dropped.
+    pub fn rebind_nat(&self, changes_address: bool) {
+        self.shared.nat.lock().rebind(changes_address);
     }
 
     /// Returns the number of forwarded packets.
@@ -184,10 +201,13 @@ impl Shared {
     }
 
     fn take(&self, ways: &mut [Shaper; 2], packet: &mut [u8]) {
-        let Some(way) = cross(packet) else { return };
+        let Some(way) = cross(packet, &mut self.nat.lock()) else {
+            return;
+        };
         let conditions = *self.conditions.lock();
-        let is_taken = !self.dark.load(Ordering::Relaxed)
-            && ways[way].push(Instant::now(), packet, &conditions);
+        let is_dark = self.dark.load(Ordering::Relaxed)
+            || (is_udp(packet) && self.udp_dark.load(Ordering::Relaxed));
+        let is_taken = !is_dark && ways[way].push(Instant::now(), packet, &conditions);
         let counter = if is_taken {
             &self.forwarded
         } else {
@@ -198,18 +218,25 @@ impl Shared {
 }
 
 /// Changes the addresses of a packet to those at the other end. Returns the direction: 0 for a packet of the dialer, 1
-/// for a packet of the listener. Returns `None` for a packet that is not for the other end.
-fn cross(packet: &mut [u8]) -> Option<usize> {
+/// for a packet of the listener. Returns `None` for a packet that is not for the other end, or that the NAT device drops.
+fn cross(packet: &mut [u8], nat: &mut Nat) -> Option<usize> {
     let is_version_4 = packet.first().is_some_and(|byte| byte >> 4 == 4);
     if !is_version_4 || packet.len() < 20 || (packet[SOURCE], packet[DESTINATION]) != (0, 1) {
         return None;
     }
-    (packet[SOURCE], packet[DESTINATION]) = (1, 0);
-    match packet[SOURCE + 1] {
-        1 => Some(0),
-        2 => Some(1),
-        _ => None,
+    let way = match packet[SOURCE + 1] {
+        1 => 0,
+        2 => 1,
+        _ => return None,
+    };
+    if way == 1 && !nat.inward(packet) {
+        return None;
     }
+    (packet[SOURCE], packet[DESTINATION]) = (1, 0);
+    if way == 0 {
+        nat.outward(packet);
+    }
+    Some(way)
 }
 
 /// Waits until the device has a packet, or for `time`.
@@ -299,10 +326,11 @@ mod tests {
         let mut packet = [0; 20];
         packet[0] = 0x45;
         packet[12..20].copy_from_slice(&[10, 9, 0, 1, 10, 9, 1, 2]);
-        assert_eq!(cross(&mut packet), Some(0));
+        let mut nat = Nat::default();
+        assert_eq!(cross(&mut packet, &mut nat), Some(0));
         assert_eq!(packet[12..20], [10, 9, 1, 1, 10, 9, 0, 2]);
-        assert_eq!(cross(&mut packet), None);
-        assert_eq!(cross(&mut packet[..10]), None);
-        assert_eq!(cross(&mut []), None);
+        assert_eq!(cross(&mut packet, &mut nat), None);
+        assert_eq!(cross(&mut packet[..10], &mut nat), None);
+        assert_eq!(cross(&mut [], &mut nat), None);
     }
 }

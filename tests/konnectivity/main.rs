@@ -29,6 +29,7 @@ mod links;
 mod listeners;
 mod native_lives;
 mod nodes;
+mod quic_links;
 mod readiness;
 mod rolling;
 mod rotation;

@@ -1,0 +1,266 @@
+//! QUIC as a second link between server and agent, over a link that loses packets, goes dark, or changes addresses.
+
+use std::time::Duration;
+
+use culvert_kit::check;
+use culvert_kit::client::BoxedStream;
+use culvert_kit::pki::CLUSTER_NAME;
+use culvert_kit::services::Services;
+use culvert_tests::link::{self, Conditions, FAR, Link};
+use culvert_tests::namespace::{alone, hosts};
+use culvert_tests::{Mode, Topology, Transport, eventually};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::task::JoinSet;
+use tokio::time::{Instant, sleep};
+
+use crate::support::{LIMIT, timely};
+
+const KIB: u64 = 1024;
+
+/// Any port: the network belongs to the test.
+const QUIC_PORT: &str = "--agent-quic-port=18443";
+
+/// Starts a server that offers QUIC, and an agent that reaches the server over the link.
+async fn start(transport: &str) -> Topology {
+    hosts(&[(CLUSTER_NAME, FAR)]);
+    let host = format!("--proxy-server-host={CLUSTER_NAME}");
+    let builder = Topology::builder(Mode::HttpConnect, Transport::Uds)
+        .servers(1)
+        .server_args(&["--agent-bind-address=0.0.0.0", QUIC_PORT]);
+    let agent_args = [host.as_str(), transport];
+    builder.agent_args(&agent_args).agents(1).start().await
+}
+
+async fn open(topology: &Topology, services: &Services) -> BoxedStream {
+    let target = services.raw.to_string();
+    timely("a dial", topology.connect(&target)).await.unwrap()
+}
+
+/// Returns the number of dials over QUIC with an outcome.
+async fn dials(topology: &Topology, outcome: &str) -> f64 {
+    let labels = [("outcome", outcome)];
+    let metrics = topology.server_metrics(0).await;
+    metrics.value("culvert_quic_dials_total", &labels).unwrap()
+}
+
+/// Waits until new connections use QUIC.
+async fn wait_for_quic(topology: &Topology, services: &Services) {
+    eventually("a connection over QUIC", LIMIT, async || {
+        let before = dials(topology, "opened").await;
+        check::echo(open(topology, services).await, 1, 1)
+            .await
+            .map_err(|error| error.to_string())?;
+        match dials(topology, "opened").await > before {
+            true => Ok(()),
+            false => Err("the connection used TCP"),
+        }
+        .map_err(str::to_owned)
+    })
+    .await;
+}
+
+/// Waits until the agent has tried QUIC without success.
+async fn wait_for_failed_probe(topology: &Topology) {
+    eventually("a failed probe", LIMIT, async || {
+        let labels = [("outcome", "failed")];
+        let metrics = topology.agent_metrics(0).await;
+        let failed = metrics.value("culvert_quic_probes_total", &labels);
+        match failed.unwrap_or_default() > 0.0 {
+            true => Ok(()),
+            false => Err("no failed probe".to_owned()),
+        }
+    })
+    .await;
+}
+
+#[test]
+fn streams_survive_rebindings_of_nat_and_changed_addresses() {
+    if !link::is_possible() {
+        return;
+    }
+    alone(async || {
+        let conditions = Conditions {
+            delay: Duration::from_millis(5),
+            rate: Some(12.5e6),
+            ..Conditions::default()
+        };
+        let link = Link::start(conditions, 3).unwrap();
+        let services = Services::start().await.unwrap();
+        let topology = start("--transport=quic").await;
+        wait_for_quic(&topology, &services).await;
+        let before = dials(&topology, "opened").await;
+        let mut checks = JoinSet::new();
+        for _ in 0..34 {
+            checks.spawn(check::download(open(&topology, &services).await, 512 * KIB));
+            checks.spawn(check::upload(open(&topology, &services).await, 512 * KIB));
+            checks.spawn(check::echo(open(&topology, &services).await, 200, 500));
+        }
+        let moves = async {
+            for round in 0..6 {
+                sleep(Duration::from_millis(500)).await;
+                link.rebind_nat(round % 2 == 1);
+            }
+        };
+        let (checked, ()) = tokio::join!(timely("all checks", checks.join_all()), moves);
+        for checked in checked {
+            checked.unwrap();
+        }
+        assert_eq!(dials(&topology, "opened").await - before, 102.0);
+        assert_eq!(dials(&topology, "moved").await, 0.0);
+        // The link is still in use.
+        wait_for_quic(&topology, &services).await;
+    });
+}
+
+#[test]
+fn udp_that_never_arrives_delays_no_dial() {
+    if !link::is_possible() {
+        return;
+    }
+    alone(async || {
+        let link = Link::start(Conditions::default(), 1).unwrap();
+        link.set_udp_dark(true);
+        let services = Services::start().await.unwrap();
+        let topology = start("--transport=quic").await;
+        let mut slowest = Duration::ZERO;
+        let dial = async |slowest: &mut Duration| {
+            let started = Instant::now();
+            let stream = open(&topology, &services).await;
+            *slowest = started.elapsed().max(*slowest);
+            check::echo(stream, 1, 100).await.unwrap();
+        };
+        for _ in 0..20 {
+            dial(&mut slowest).await;
+        }
+        wait_for_failed_probe(&topology).await;
+        for _ in 0..20 {
+            dial(&mut slowest).await;
+        }
+        // A dial that waited for UDP would need at least 600 ms.
+        assert!(slowest < Duration::from_millis(500), "{slowest:?}");
+        for outcome in ["opened", "failed", "moved"] {
+            assert_eq!(dials(&topology, outcome).await, 0.0, "{outcome}");
+        }
+    });
+}
+
+#[test]
+fn dials_move_to_tcp_within_a_second_when_udp_stops_and_return_afterwards() {
+    if !link::is_possible() {
+        return;
+    }
+    alone(async || {
+        let link = Link::start(Conditions::default(), 1).unwrap();
+        let services = Services::start().await.unwrap();
+        let topology = start("--transport=quic").await;
+        wait_for_quic(&topology, &services).await;
+        let mut kept = open(&topology, &services).await;
+        kept.write_all(b"echo\n").await.unwrap();
+        link.set_udp_dark(true);
+        let dark = Instant::now();
+        let mut slowest = Duration::ZERO;
+        for _ in 0..30 {
+            let started = Instant::now();
+            let stream = open(&topology, &services).await;
+            slowest = started.elapsed().max(slowest);
+            check::echo(stream, 1, 100).await.unwrap();
+        }
+        assert!(slowest < Duration::from_millis(1500), "{slowest:?}");
+        assert!(dials(&topology, "moved").await > 0.0);
+        sleep(Duration::from_secs(5).saturating_sub(dark.elapsed())).await;
+        link.set_udp_dark(false);
+        // The stream that was open all the time goes on.
+        kept.write_all(b"still here").await.unwrap();
+        kept.shutdown().await.unwrap();
+        let mut echo = Vec::new();
+        timely("the end", kept.read_to_end(&mut echo))
+            .await
+            .unwrap();
+        assert_eq!(echo, b"still here");
+        wait_for_quic(&topology, &services).await;
+    });
+}
+
+#[test]
+fn loss_on_the_tcp_connection_moves_new_connections_to_quic() {
+    if !link::is_possible() {
+        return;
+    }
+    alone(async || {
+        let conditions = Conditions {
+            delay: Duration::from_millis(2),
+            ..Conditions::default()
+        };
+        let link = Link::start(conditions, 5).unwrap();
+        let services = Services::start().await.unwrap();
+        let topology = start("--transport=auto").await;
+        // Without loss, connections use TCP although the link over QUIC exists.
+        eventually("a QUIC link", LIMIT, async || {
+            let metrics = topology.server_metrics(0).await;
+            match metrics.value("culvert_quic_links", &[]) {
+                Some(1.0) => Ok(()),
+                other => Err(format!("{other:?} links")),
+            }
+        })
+        .await;
+        let stream = open(&topology, &services).await;
+        check::download(stream, 4096 * KIB).await.unwrap();
+        assert_eq!(dials(&topology, "opened").await, 0.0);
+        link.set(Conditions {
+            loss: 0.02,
+            ..conditions
+        });
+        eventually("a connection over QUIC", LIMIT, async || {
+            let stream = open(&topology, &services).await;
+            check::download(stream, 2048 * KIB)
+                .await
+                .map_err(|error| error.to_string())?;
+            match dials(&topology, "opened").await > 0.0 {
+                true => Ok(()),
+                false => Err("all connections used TCP".to_owned()),
+            }
+        })
+        .await;
+    });
+}
+
+#[test]
+fn small_writes_arrive_although_packets_are_lost() {
+    if !link::is_possible() {
+        return;
+    }
+    alone(async || {
+        let conditions = Conditions {
+            delay: Duration::from_millis(10),
+            loss: 0.01,
+            reorder: 0.01,
+            ..Conditions::default()
+        };
+        let _link = Link::start(conditions, 9).unwrap();
+        let services = Services::start().await.unwrap();
+        let topology = start("--transport=quic").await;
+        wait_for_quic(&topology, &services).await;
+        let mut checks = JoinSet::new();
+        for _ in 0..4 {
+            let stream = open(&topology, &services).await;
+            checks.spawn(async move {
+                let (mut read, mut write) = tokio::io::split(stream);
+                let sent: Vec<u8> = (0..20_000_u32).map(|n| (n % 251) as u8).collect();
+                let sending = async {
+                    write.write_all(b"echo\n").await.unwrap();
+                    for byte in sent.chunks(1) {
+                        write.write_all(byte).await.unwrap();
+                        write.flush().await.unwrap();
+                    }
+                    write.shutdown().await.unwrap();
+                };
+                let mut received = Vec::new();
+                let (result, ()) = tokio::join!(read.read_to_end(&mut received), sending);
+                result.unwrap();
+                assert!(received == sent, "{} bytes", received.len());
+            });
+        }
+        timely("all writes", checks.join_all()).await;
+        wait_for_quic(&topology, &services).await;
+    });
+}
