@@ -93,13 +93,20 @@ enum Contender {
     Stock,
     /// Our programs with this `--link-congestion`.
     Ours(&'static str),
+    /// Our programs with `--transport=quic`.
+    Quic,
 }
 
-const CONTENDERS: [Contender; 3] = [
+const CONTENDERS: [Contender; 4] = [
     Contender::Ours("system"),
     Contender::Ours("auto"),
+    Contender::Quic,
     Contender::Stock,
 ];
+
+/// Flags of [`Contender::Quic`]. Any port: the network belongs to this subcommand.
+const QUIC_PORT: &str = "--agent-quic-port=18443";
+const QUIC: &str = "--transport=quic";
 
 /// A measurement.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -127,16 +134,18 @@ impl Contender {
             Self::Stock => STOCK,
             Self::Ours("system") => "ours, system",
             Self::Ours(_) => "ours, auto",
+            Self::Quic => "ours, QUIC",
         }
     }
 
     async fn start(self, programs: &Programs) -> anyhow::Result<(Topology, Entry)> {
-        let link = match self {
-            Self::Ours(choice) => Some(format!("--link-congestion={choice}")),
-            Self::Stock => None,
+        let [of_server, of_agent] = match self {
+            Self::Ours(choice) => [(); 2].map(|()| Some(format!("--link-congestion={choice}"))),
+            Self::Quic => [QUIC_PORT, QUIC].map(|flag| Some(flag.to_owned())),
+            Self::Stock => [None, None],
         };
         let [server, agent] = match (self, programs.stock) {
-            (Self::Ours(_), _) => [SERVER, AGENT].map(|name| programs.path(name)),
+            (Self::Ours(_) | Self::Quic, _) => [SERVER, AGENT].map(|name| programs.path(name)),
             (Self::Stock, Some(stock)) => {
                 [&stock.proxy_server, &stock.proxy_agent].map(Clone::clone)
             }
@@ -144,9 +153,12 @@ impl Contender {
         }
         .map(Executable::At);
         let host = format!("--proxy-server-host={CLUSTER_NAME}");
-        let of_server = ["--v=1", "--agent-bind-address=0.0.0.0"];
-        let of_server: Vec<&str> = of_server.into_iter().chain(link.as_deref()).collect();
-        let of_agent: Vec<&str> = [host.as_str()].into_iter().chain(link.as_deref()).collect();
+        let fixed = ["--v=1", "--agent-bind-address=0.0.0.0"];
+        let of_server: Vec<&str> = fixed.into_iter().chain(of_server.as_deref()).collect();
+        let of_agent: Vec<&str> = [host.as_str()]
+            .into_iter()
+            .chain(of_agent.as_deref())
+            .collect();
         let builder = Topology::builder(Mode::HttpConnect, Transport::Uds)
             .server(server, &of_server)
             .agent_args(&AGENT_FLAGS)
@@ -296,7 +308,7 @@ async fn measure(
     for contender in CONTENDERS {
         // The same packets are lost for every contender.
         let _link = ask(|| Link::start(conditions, 1))?.context("cannot create the link")?;
-        let (_topology, entry) = match contender.start(programs).await {
+        let (topology, entry) = match contender.start(programs).await {
             Ok(started) => started,
             Err(error) => {
                 println!("FAILED {}: {error:#}", contender.name());
@@ -306,6 +318,9 @@ async fn measure(
         };
         let endpoints = Endpoints::start().await?;
         carries(&entry, &endpoints).await?;
+        if contender == Contender::Quic {
+            uses_quic(&topology, &entry, &endpoints).await?;
+        }
         for (row, values) in &mut rows {
             let limit = LIMIT + times.iter().sum::<Duration>();
             let measured = timeout(limit, row.measure(&entry, &endpoints, times)).await;
@@ -332,6 +347,25 @@ async fn carries(entry: &Entry, endpoints: &Endpoints) -> anyhow::Result<()> {
     }
 }
 
+/// Waits until new connections use QUIC.
+async fn uses_quic(
+    topology: &Topology,
+    entry: &Entry,
+    endpoints: &Endpoints,
+) -> anyhow::Result<()> {
+    let begin = Instant::now();
+    let opened = [("outcome", "opened")];
+    loop {
+        carries(entry, endpoints).await?;
+        let metrics = topology.server_metrics(0).await;
+        match metrics.value("culvert_quic_dials_total", &opened) {
+            Some(count) if count > 0.0 => return Ok(()),
+            _ => ensure!(begin.elapsed() < START_LIMIT, "no connection uses QUIC"),
+        }
+        sleep(Duration::from_millis(100)).await;
+    }
+}
+
 /// Formats a row. The second value is true if our programs with `auto` meet the target, or if there is nothing to compare.
 fn line(row: Row, values: &[Option<f64>]) -> (String, bool) {
     let mut text = format!("{:31}", row.name());
@@ -339,7 +373,7 @@ fn line(row: Row, values: &[Option<f64>]) -> (String, bool) {
         let value = value.map_or_else(|| "failed".to_owned(), |value| format!("{value:.2}"));
         let _ = write!(text, " {value:>13}");
     }
-    let [_, Some(auto), Some(stock)] = *values else {
+    let [_, Some(auto), _, Some(stock)] = *values else {
         return (text, true);
     };
     let by = row.by(auto, stock);
@@ -363,12 +397,12 @@ mod tests {
 
     #[test]
     fn larger_rates_and_smaller_times_meet_the_target() {
-        let values = [Some(1.0), Some(2.0), Some(4.0)];
+        let values = [Some(1.0), Some(2.0), None, Some(4.0)];
         let (text, is_met) = line(Row::Downloads(1), &values);
         assert!(!is_met && text.ends_with("0.50  MISSED"), "{text}");
         let (text, is_met) = line(Row::Dials, &values);
         assert!(is_met && text.ends_with("2.00  met"), "{text}");
-        let (text, _) = line(Row::Dials, &[None, Some(2.0), None]);
+        let (text, _) = line(Row::Dials, &[None, Some(2.0), Some(3.0), None]);
         assert!(text.ends_with("2.00        failed"), "{text}");
     }
 }
