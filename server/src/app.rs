@@ -262,7 +262,7 @@ impl Bound {
             tokens: self.tokens,
             id_from: config.agent_id_from,
             peer: AgentPeer::default(),
-            sessions: self.quic.as_ref().map(|bound| bound.sessions.clone()),
+            second_links: self.quic.as_ref().map(|bound| bound.second_links.clone()),
             tasks: tasks.clone(),
             metrics: metrics.clone(),
         };

@@ -12,8 +12,8 @@ pub(crate) mod native;
 pub mod openvpn;
 pub(crate) mod quic;
 pub(crate) mod registry;
+pub(crate) mod second_link;
 pub(crate) mod service;
-pub(crate) mod sessions;
 mod tunnel;
 mod usage;
 
@@ -112,9 +112,9 @@ impl Backend {
             Self::Packet(stream) => ("agent, packet stream", stream.counts().1),
             Self::Native(agent) => {
                 let has_quic = agent
-                    .session
+                    .second
                     .as_ref()
-                    .is_some_and(|session| session.has_link());
+                    .is_some_and(|second| second.has_link());
                 let kind = match has_quic {
                     true => "agent, native and QUIC",
                     false => "agent, native",

@@ -9,7 +9,7 @@ use culvert_native::quic::endpoint::{ServerEndpoint, receive_buffer};
 use culvert_native::quic::keys::EndpointKeys;
 use tracing::warn;
 
-use crate::backend::sessions::Sessions;
+use crate::backend::second_link::SecondLinks;
 use crate::config::AgentListener;
 
 /// Receive buffer below which fast transfers lose packets, in bytes.
@@ -19,7 +19,7 @@ const SMALL_BUFFER_BYTES: usize = 1 << 20;
 pub(super) struct Bound {
     pub(super) address: SocketAddr,
     pub(super) endpoint: Arc<ServerEndpoint>,
-    pub(super) sessions: Arc<Sessions>,
+    pub(super) second_links: Arc<SecondLinks>,
 }
 
 /// Opens the socket beside the listener for agents at `tcp`. Returns `None` if the configuration offers no QUIC.
@@ -50,6 +50,6 @@ pub(super) fn bind(
     Ok(Some(Bound {
         address,
         endpoint: Arc::new(endpoint),
-        sessions: Sessions::new(address.port(), tcp.port()),
+        second_links: SecondLinks::new(address.port(), tcp.port()),
     }))
 }

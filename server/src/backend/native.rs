@@ -28,8 +28,8 @@ use tracing::{Instrument, debug, info, info_span};
 use super::agent::Hello;
 use super::announced::{Announced, Announcements};
 use super::identity::AgentRefusal;
+use super::second_link::SecondLink;
 use super::service::Agents;
-use super::sessions::Session;
 use super::{Backend, Place};
 use crate::backend::dial::{StreamDialError, next_serial};
 use crate::listener::ListenerContext;
@@ -53,7 +53,7 @@ pub struct NativeAgent {
     open: AtomicUsize,
     retired: CancellationToken,
     /// The agent's second link, over QUIC. `None` if the server offers no QUIC.
-    pub(super) session: Option<Arc<Session>>,
+    pub(super) second: Option<Arc<SecondLink>>,
     pub(super) metrics: Arc<ServerMetrics>,
 }
 
@@ -62,7 +62,7 @@ struct Introduced {
     hello: Hello,
     place: Place,
     announcements: Announcements,
-    session: Option<Arc<Session>>,
+    second: Option<Arc<SecondLink>>,
 }
 
 /// Source of the endpoint's bytes.
@@ -146,7 +146,7 @@ impl Agents {
             hello,
             place,
             announcements,
-            session,
+            second,
         } = introduced;
         let agent = Arc::new(NativeAgent {
             serial: next_serial(),
@@ -157,11 +157,11 @@ impl Agents {
             suspicion: Suspicion::none(),
             dialed: AtomicU64::new(0),
             open: AtomicUsize::new(0),
-            retired: session
+            retired: second
                 .as_ref()
                 .map(|s| s.retired.clone())
                 .unwrap_or_default(),
-            session,
+            second,
             metrics: self.metrics.clone(),
         });
         let span = info_span!("agent", id = agent.hello.agent_id, stream = agent.serial);
@@ -236,15 +236,15 @@ impl Agents {
         };
         let announced = *self.announced.borrow();
         let mut answer = self.answer(announced)?;
-        let sessions = self.sessions.as_ref();
-        let session = sessions.map(|all| all.begin(place.identity(), &mut answer));
+        let links = self.second_links.as_ref();
+        let second = links.map(|links| links.begin(place.identity(), &mut answer));
         let accepted = hello::accept(stream, &answer).await;
         accepted.map_err(HelloError::Io)?;
         Ok(Some(Introduced {
             hello,
             place,
             announcements: Announcements::after(announced, self.announced.clone()),
-            session,
+            second,
         }))
     }
 

@@ -19,7 +19,7 @@ use tracing::{Instrument, info, info_span, warn};
 use super::agent::{AgentStream, Carrier, Hello, Limits, Outgoing};
 use super::announced::Announced;
 use super::identity::{AgentIdFrom, AgentPeer, AgentRefusal};
-use super::sessions::Sessions;
+use super::second_link::SecondLinks;
 use super::{Backend, Place, Registration, Registry};
 use crate::listener::PeerConnection;
 use crate::metrics::{Listener, ServerMetrics, ServiceMethod};
@@ -41,8 +41,8 @@ pub(crate) struct Agents {
     pub id_from: Option<AgentIdFrom>,
     /// Peer of the connection; see [`Agents::of_peer`].
     pub peer: AgentPeer,
-    /// Sessions of agents that may add a QUIC link; `None` if the server offers no QUIC.
-    pub sessions: Option<Arc<Sessions>>,
+    /// QUIC links of agents; `None` if the server offers no QUIC.
+    pub second_links: Option<Arc<SecondLinks>>,
     /// Tracks the reader tasks.
     pub tasks: TaskTracker,
     /// Metrics of the server.
@@ -239,7 +239,7 @@ mod tests {
             tokens: None,
             id_from,
             peer: AgentPeer::default(),
-            sessions: None,
+            second_links: None,
             tasks: TaskTracker::new(),
             metrics,
         }

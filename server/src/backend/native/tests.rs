@@ -12,7 +12,7 @@ use super::super::agent::Limits;
 use super::super::announced::Announced;
 use super::super::identity::{AgentIdFrom, AgentPeer};
 use super::super::registry::AgentLimits;
-use super::super::sessions::Sessions;
+use super::super::second_link::SecondLinks;
 use super::*;
 use crate::listener::ADMISSION;
 use crate::metrics::{Listener, Strategy};
@@ -38,7 +38,7 @@ impl Server {
             tokens: None,
             id_from: None,
             peer: AgentPeer::default(),
-            sessions: None,
+            second_links: None,
             tasks: tasks.clone(),
             metrics: metrics.clone(),
         };
@@ -147,7 +147,7 @@ const OLD_HELLO: &[u8] =
 #[tokio::test]
 async fn offer_of_quic_does_not_disturb_an_agent_that_does_not_know_quic() {
     let mut server = Server::new();
-    server.agents.sessions = Some(Sessions::new(8443, 8091));
+    server.agents.second_links = Some(SecondLinks::new(8443, 8091));
     let (near, mut far) = duplex(4096);
     far.write_all(OLD_HELLO).await.unwrap();
     let talk = async {

@@ -20,8 +20,8 @@ use tracing::{Instrument, debug, info, info_span};
 
 use crate::backend::agent::Hello;
 use crate::backend::identity::AgentRefusal;
+use crate::backend::second_link::SecondLink;
 use crate::backend::service::Agents;
-use crate::backend::sessions::Session;
 use crate::listener::ListenerContext;
 use crate::metrics::RejectReason;
 
@@ -86,7 +86,7 @@ impl Agents {
             introduced = candidate.run(agents.introduce_over_quic(&connection)) => introduced,
             () = context.shutdown.cancelled() => return,
         };
-        let (session, agent_id, control) = match introduced {
+        let (second, agent_id, control) = match introduced {
             Ok(Ok(introduced)) => introduced,
             Ok(Err(why)) => {
                 let reason = match &why {
@@ -108,7 +108,7 @@ impl Agents {
         candidate.admit();
         open_window(&connection);
         let span = info_span!("agent", id = agent_id, session = "QUIC");
-        let carried = agents.carry_quic(context, &session, connection, control);
+        let carried = agents.carry_quic(context, &second, connection, control);
         carried.instrument(span).await;
     }
 
@@ -116,10 +116,10 @@ impl Agents {
     async fn introduce_over_quic(
         &self,
         connection: &Connection,
-    ) -> Result<(Arc<Session>, String, (SendStream, RecvStream)), LinkRefusal> {
+    ) -> Result<(Arc<SecondLink>, String, (SendStream, RecvStream)), LinkRefusal> {
         let (mut send, mut receive) = connection.accept_bi().await?;
         let headers = hello::read(&mut receive).await?;
-        let session = self.sessions.as_ref().and_then(|all| all.of(&headers));
+        let second = self.second_links.as_ref().and_then(|all| all.of(&headers));
         let metadata = MetadataMap::from_headers(headers);
         let mut hello = match Hello::from_metadata(&metadata) {
             Ok(hello) => hello,
@@ -129,19 +129,19 @@ impl Agents {
             }
         };
         // Before the review of the token, so that agents of lost sessions cost little.
-        let checked = match session {
+        let checked = match second {
             None => Err(LinkRefusal::Session),
-            Some(session) => match self.authenticate(&metadata, &mut hello).await {
-                Ok(identity) if identity == session.identity => Ok(session),
+            Some(second) => match self.authenticate(&metadata, &mut hello).await {
+                Ok(identity) if identity == second.identity => Ok(second),
                 Ok(_) => Err(LinkRefusal::Session),
                 Err(refusal) => Err(refusal.into()),
             },
         };
         match checked {
-            Ok(session) => {
+            Ok(second) => {
                 let answer = self.answer(*self.announced.borrow())?;
                 hello::accept(&mut send, &answer).await?;
-                Ok((session, hello.agent_id, (send, receive)))
+                Ok((second, hello.agent_id, (send, receive)))
             }
             Err(refusal) => {
                 hello::refuse(&mut send, &refusal.to_string()).await?;
@@ -155,7 +155,7 @@ impl Agents {
     async fn carry_quic(
         &self,
         context: &ListenerContext,
-        session: &Arc<Session>,
+        second: &Arc<SecondLink>,
         connection: Connection,
         mut control: (SendStream, RecvStream),
     ) {
@@ -170,17 +170,17 @@ impl Agents {
             return link.close("the trial failed");
         }
         let _counted = GaugeGuard::new(&self.metrics.quic_links);
-        session.set(link.clone());
+        second.set(link.clone());
         info!("the agent has a QUIC link");
         let on_word = |word| {
             if let Word::Prefer(preferred) = word
-                && session.prefer(&link, preferred == Preferred::Quic)
+                && second.prefer(&link, preferred == Preferred::Quic)
             {
                 info!(?preferred, "the agent prefers another link for new dials");
             }
         };
         let retired = async {
-            session.retired.cancelled().await;
+            second.retired.cancelled().await;
             while link.open() > 0 {
                 sleep(RETIRED_CHECK).await;
             }
@@ -190,7 +190,7 @@ impl Agents {
             () = retired => "the agent's TCP connection has ended".to_owned(),
             () = context.shutdown.cancelled() => "this server is stopping".to_owned(),
         };
-        session.clear(&link);
+        second.clear(&link);
         let open = link.open();
         link.close(&cause);
         info!(reason = cause, open, "the QUIC link of the agent has ended");

@@ -1,4 +1,4 @@
-//! The sessions of native agent connections: an agent adds a QUIC link to its connection by the session.
+//! The QUIC links of native agents. An agent adds a link to its TCP connection by a session.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Weak};
@@ -9,17 +9,17 @@ use http::{HeaderMap, HeaderValue};
 use parking_lot::Mutex;
 use tokio_util::sync::CancellationToken;
 
-/// Sessions of the agents that are connected over TCP.
-pub(crate) struct Sessions {
+/// Second links of the agents that are connected over TCP.
+pub(crate) struct SecondLinks {
     /// Announcement of the port for QUIC.
     port: HeaderValue,
-    table: Mutex<HashMap<u128, Weak<Session>>>,
+    table: Mutex<HashMap<u128, Weak<SecondLink>>>,
 }
 
 /// The second link of one agent connection.
-pub(crate) struct Session {
+pub(crate) struct SecondLink {
     id: u128,
-    sessions: Arc<Sessions>,
+    links: Arc<SecondLinks>,
     /// Identity that the agent has proved over TCP.
     pub identity: Arc<str>,
     /// Fires when the TCP connection of the agent has ended.
@@ -34,9 +34,9 @@ struct Second {
     is_preferred: bool,
 }
 
-// === impl Sessions ===
+// === impl SecondLinks ===
 
-impl Sessions {
+impl SecondLinks {
     /// Creates an empty table. Agents reach the UDP port `quic`, or the UDP port with the number of the TCP port
     /// that they use if `quic` equals `tcp`: a load balancer or a Service may change both numbers.
     pub(crate) fn new(quic: u16, tcp: u16) -> Arc<Self> {
@@ -50,40 +50,40 @@ impl Sessions {
         })
     }
 
-    /// Begins the session of an agent, and announces the session in the server's answer.
+    /// Prepares the second link of an agent, and announces its session in the server's answer.
     pub(crate) fn begin(
         self: &Arc<Self>,
         identity: &Arc<str>,
         answer: &mut HeaderMap,
-    ) -> Arc<Session> {
+    ) -> Arc<SecondLink> {
         let id = rand::random();
-        let session = Arc::new(Session {
+        let second = Arc::new(SecondLink {
             id,
-            sessions: self.clone(),
+            links: self.clone(),
             identity: identity.clone(),
             retired: CancellationToken::new(),
             second: Mutex::default(),
         });
-        self.table.lock().insert(id, Arc::downgrade(&session));
+        self.table.lock().insert(id, Arc::downgrade(&second));
         answer.insert(PORT_HEADER, self.port.clone());
         if let Ok(id) = HeaderValue::try_from(format!("{id:032x}")) {
             answer.insert(SESSION_HEADER, id);
         }
-        session
+        second
     }
 
-    /// Returns the session that an agent's introduction over QUIC names, if the agent's TCP connection still exists.
-    pub(crate) fn of(&self, headers: &HeaderMap) -> Option<Arc<Session>> {
+    /// Returns the second link that an agent's introduction over QUIC names, if the agent's TCP connection still exists.
+    pub(crate) fn of(&self, headers: &HeaderMap) -> Option<Arc<SecondLink>> {
         let id = headers.get(SESSION_HEADER)?.to_str().ok()?;
         let id = u128::from_str_radix(id, 16).ok()?;
-        let session = self.table.lock().get(&id).and_then(Weak::upgrade);
-        session.filter(|session| !session.retired.is_cancelled())
+        let second = self.table.lock().get(&id).and_then(Weak::upgrade);
+        second.filter(|second| !second.retired.is_cancelled())
     }
 }
 
-// === impl Session ===
+// === impl SecondLink ===
 
-impl Session {
+impl SecondLink {
     /// Returns true if the agent has a QUIC link.
     pub(crate) fn has_link(&self) -> bool {
         self.second.lock().link.is_some()
@@ -127,9 +127,9 @@ impl Session {
     }
 }
 
-impl Drop for Session {
+impl Drop for SecondLink {
     fn drop(&mut self) {
-        self.sessions.table.lock().remove(&self.id);
+        self.links.table.lock().remove(&self.id);
     }
 }
 
@@ -141,28 +141,28 @@ mod tests {
 
     #[test]
     fn announced_session_is_found_until_its_tcp_connection_ends() {
-        let sessions = Sessions::new(8443, 8091);
+        let links = SecondLinks::new(8443, 8091);
         let mut answer = HeaderMap::new();
-        let session = sessions.begin(&"a".into(), &mut answer);
+        let second = links.begin(&"a".into(), &mut answer);
         assert_eq!(answer.get(PORT_HEADER).unwrap(), "8443");
-        let found = sessions.of(&answer).unwrap();
-        assert!(Arc::ptr_eq(&found, &session) && !found.has_link());
-        session.retired.cancel();
-        assert!(sessions.of(&answer).is_none());
-        drop((session, found));
-        assert!(sessions.table.lock().is_empty());
+        let found = links.of(&answer).unwrap();
+        assert!(Arc::ptr_eq(&found, &second) && !found.has_link());
+        second.retired.cancel();
+        assert!(links.of(&answer).is_none());
+        drop((second, found));
+        assert!(links.table.lock().is_empty());
     }
 
     #[test]
     fn unknown_and_malformed_sessions_are_not_found() {
-        let sessions = Sessions::new(8091, 8091);
+        let links = SecondLinks::new(8091, 8091);
         let mut answer = HeaderMap::new();
-        let _session = sessions.begin(&"a".into(), &mut answer);
+        let _second = links.begin(&"a".into(), &mut answer);
         assert_eq!(answer.get(PORT_HEADER).unwrap(), SAME_PORT);
         for text in ["", "x", "0", "ffffffffffffffffffffffffffffffff0"] {
             answer.insert(SESSION_HEADER, text.parse().unwrap());
-            assert!(sessions.of(&answer).is_none());
+            assert!(links.of(&answer).is_none());
         }
-        assert!(sessions.of(&HeaderMap::new()).is_none());
+        assert!(links.of(&HeaderMap::new()).is_none());
     }
 }
