@@ -12,6 +12,8 @@ mod messages;
 mod mux;
 #[path = "../fuzz/src/native.rs"]
 mod native;
+#[path = "../fuzz/src/resume.rs"]
+mod resume;
 #[path = "../fuzz/src/streams.rs"]
 mod streams;
 
@@ -34,6 +36,27 @@ proptest! {
     ) {
         let input: Vec<u8> = input.into_iter().flat_map(|(k, a, b)| [k, a, b]).collect();
         mux::run(&input);
+    }
+
+    #[test]
+    fn resumed_streams_have_every_byte_once_wherever_the_transports_break(
+        operations in prop::collection::vec((0..10_u8, any::<u8>()), 0..400)
+    ) {
+        let input: Vec<u8> = operations.into_iter().flat_map(|(kind, count)| [kind, count]).collect();
+        resume::run(&input);
+    }
+
+    #[test]
+    fn resumable_link_survives_a_hostile_peer(
+        frames in prop::collection::vec((prop::sample::select(LENGTHS), 0..12_u64, any::<u8>()), 0..20),
+        tail in prop::collection::vec(any::<u8>(), 0..40),
+    ) {
+        let frames = frames.into_iter().flat_map(|(length, received, byte)| {
+            let head = [&length.to_be_bytes()[..], &received.to_be_bytes()].concat();
+            let bytes = usize::try_from(length).unwrap().min(40);
+            [head, vec![byte; bytes]].concat()
+        });
+        resume::run_hostile(&frames.chain(tail).collect::<Vec<u8>>());
     }
 
     /// Pieces of an HTTP head, so that many inputs are nearly valid.
@@ -97,6 +120,9 @@ proptest! {
     }
 }
 
+/// Lengths of frames of a resumable link.
+const LENGTHS: &[u32] = &[0, 1, 30, 40, 262_144, 262_145, u32::MAX];
+
 /// Parts of heads: of an agent, of a server, and of a proxy.
 const HEAD_PARTS: &[&[u8]] = &[
     b"GET /agent HTTP/1.1\r\n",
@@ -145,4 +171,9 @@ fn simulations_pass_with_the_seeds_of_their_targets() {
     seeds("grpc_reader", messages::run);
     seeds("native_link", native::run);
     seeds("openvpn_streams", streams::run);
+    seeds("resume", |input| match input.split_first() {
+        Some((0..128, operations)) => resume::run(operations),
+        Some((_, bytes)) => resume::run_hostile(bytes),
+        None => {}
+    });
 }

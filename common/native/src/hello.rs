@@ -22,10 +22,10 @@ use http::{HeaderMap, HeaderName, HeaderValue};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
 /// Largest head to read, in bytes. Tokens make a head a few KiB long.
-const HEAD_BYTES: usize = 64 * 1024;
+pub(crate) const HEAD_BYTES: usize = 64 * 1024;
 
 /// Largest number of header lines to read.
-const HEADER_LINES: usize = 64;
+pub(crate) const HEADER_LINES: usize = 64;
 
 /// Request header with the id of a server that the agent is connected to. Repeated for each server.
 const CONNECTED_HEADER: &str = "culvert-connected";
@@ -154,7 +154,7 @@ pub async fn refuse<S: AsyncWrite + Unpin>(stream: &mut S, text: &str) -> io::Re
     stream.shutdown().await
 }
 
-fn upgrade_head(head: &mut Vec<u8>, headers: &HeaderMap) {
+pub(crate) fn upgrade_head(head: &mut Vec<u8>, headers: &HeaderMap) {
     head.extend_from_slice(b"connection: upgrade\r\nupgrade: ");
     head.extend_from_slice(super::ALPN);
     head.extend_from_slice(b"\r\n");
@@ -162,7 +162,7 @@ fn upgrade_head(head: &mut Vec<u8>, headers: &HeaderMap) {
 }
 
 /// Adds the lines of the headers, and the empty line.
-fn add_lines(head: &mut Vec<u8>, headers: &HeaderMap) {
+pub(crate) fn add_lines(head: &mut Vec<u8>, headers: &HeaderMap) {
     for (name, value) in headers {
         head.extend_from_slice(name.as_str().as_bytes());
         head.extend_from_slice(b": ");
@@ -174,7 +174,9 @@ fn add_lines(head: &mut Vec<u8>, headers: &HeaderMap) {
 
 /// Reads a head and no byte more: HTTP/2 begins directly after the empty line. Reading single bytes is cheap
 /// here, because TLS has already decrypted the whole record.
-async fn read_hello<S: AsyncRead + Unpin>(stream: &mut S) -> Result<BytesMut, HelloError> {
+pub(crate) async fn read_hello<S: AsyncRead + Unpin>(
+    stream: &mut S,
+) -> Result<BytesMut, HelloError> {
     let head = read_head(stream, HEAD_BYTES).await;
     head.map_err(|error| match error {
         HeadError::Io(error) => error.into(),
@@ -182,7 +184,7 @@ async fn read_hello<S: AsyncRead + Unpin>(stream: &mut S) -> Result<BytesMut, He
     })
 }
 
-fn header_map(lines: &[httparse::Header<'_>]) -> Result<HeaderMap, HelloError> {
+pub(crate) fn header_map(lines: &[httparse::Header<'_>]) -> Result<HeaderMap, HelloError> {
     let mut headers = HeaderMap::with_capacity(lines.len());
     for line in lines {
         let name = HeaderName::from_bytes(line.name.as_bytes());

@@ -24,6 +24,7 @@ pub mod halves;
 pub mod hello;
 pub mod link;
 pub mod quic;
+pub mod resume;
 pub mod window;
 
 use h2::Reason;

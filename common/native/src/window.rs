@@ -93,6 +93,8 @@ pub struct Inbound {
     resized: Notify,
     /// True if the tuner has to ping the peer at once.
     probe: AtomicBool,
+    /// Number of breaks and resumptions of the link so far; odd while the link has no transport.
+    link_changes: AtomicU32,
     /// Waker of the task that polls the tuner.
     tuner: AtomicWaker,
 }
@@ -120,6 +122,8 @@ pub struct Tuner {
     /// Window announced last, in bytes.
     announced: u32,
     asked: Option<Asked>,
+    /// Value of [`Inbound::link_changes`] at the last look.
+    link_changes: u32,
     /// Time of the last measurement, and the received bytes at that time.
     last: (Instant, u64),
     /// Time of the last frame on a small stream, and the number of such frames so far.
@@ -133,6 +137,8 @@ struct Asked {
     /// Value of [`Inbound::heard`] at the last check. Any byte counts, because the pong may be queued behind
     /// bulk data of either end.
     heard: u64,
+    /// True if the link broke since the ping. The time until the answer says nothing about the path.
+    is_void: bool,
 }
 
 /// Computation of the window, without I/O.
@@ -192,6 +198,7 @@ impl Inbound {
             window: AtomicU32::new(profile.initial()),
             resized: Notify::new(),
             probe: AtomicBool::new(false),
+            link_changes: AtomicU32::new(0),
             tuner: AtomicWaker::new(),
         }
     }
@@ -200,6 +207,21 @@ impl Inbound {
     /// proves that the peer is alive.
     pub fn heard(&self) -> u64 {
         self.heard.load(Ordering::Relaxed)
+    }
+
+    /// Returns the number of bytes received on all streams.
+    pub(crate) fn stream_bytes(&self) -> u64 {
+        self.received.load(Ordering::Relaxed)
+    }
+
+    /// Stops the clock of the pings: the link has no transport.
+    pub(crate) fn link_broke(&self) {
+        self.link_changes.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Restarts the clock of the pings: the link has another transport.
+    pub(crate) fn link_resumed(&self) {
+        self.link_changes.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Opens the window of a packet stream, once its peer is authenticated.
@@ -266,6 +288,7 @@ impl Tuner {
             announced: inbound.window(),
             inbound,
             asked: None,
+            link_changes: 0,
             last: (Instant::now(), 0),
             small: (None, 0),
             // At once: the first measurement, on an idle path, is the best.
@@ -324,17 +347,19 @@ impl Tuner {
                 self.estimate.beside();
             }
         }
+        self.look_at_link();
         let received = self.inbound.arrived();
         if let Some(asked) = &self.asked {
             if let Poll::Ready(answer) = self.ping.poll_pong(cx) {
                 let (bytes, took) = (received - asked.received, asked.at.elapsed());
+                let is_void = asked.is_void;
                 self.asked = None;
                 self.last = (Instant::now(), received);
                 self.set_alarm(self.pings.idle);
                 let small = self.small.0.filter(|at| at.elapsed() < SMALL_LINGER);
                 self.estimate.beside = small.is_some();
                 // The connection reports the same error and ends.
-                if answer.is_ok() {
+                if answer.is_ok() && !is_void {
                     self.estimate.measured(bytes, took, held);
                 }
             }
@@ -346,6 +371,7 @@ impl Tuner {
         if self.alarm.as_mut().poll(cx).is_ready() {
             let heard = self.inbound.heard();
             match &mut self.asked {
+                Some(_) if self.link_changes % 2 == 1 => self.set_alarm(self.pings.timeout),
                 Some(asked) if asked.heard == heard => {
                     return Err(Silent(self.pings.timeout));
                 }
@@ -364,12 +390,26 @@ impl Tuner {
         Ok(())
     }
 
+    /// Restarts the time limit of the peer after a break of the link.
+    fn look_at_link(&mut self) {
+        let changes = self.inbound.link_changes.load(Ordering::Relaxed);
+        if self.link_changes == changes {
+            return;
+        }
+        self.link_changes = changes;
+        if let Some(asked) = &mut self.asked {
+            asked.is_void = true;
+            self.set_alarm(self.pings.timeout);
+        }
+    }
+
     fn ask(&mut self, received: u64) {
         if self.ping.send_ping(Ping::opaque()).is_ok() {
             self.asked = Some(Asked {
                 at: Instant::now(),
                 received,
                 heard: self.inbound.heard(),
+                is_void: self.link_changes % 2 == 1,
             });
             self.set_alarm(self.pings.timeout);
         }

@@ -10,6 +10,7 @@ pub mod messages;
 pub mod mux;
 pub mod native;
 pub mod pki;
+pub mod resume;
 pub mod streams;
 
 pub use cut::Cut;

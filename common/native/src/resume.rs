@@ -1,0 +1,66 @@
+//! Links that survive the loss of their transport: the bytes between TLS and HTTP/2 continue on another transport.
+//!
+//! The agent offers resumption in its introduction, and the server answers with a [`Ticket`]. From then on, both ends
+//! send frames:
+//!
+//! ```text
+//! u32 length | u64 number of bytes received so far | bytes
+//! ```
+//!
+//! A frame with the length 0 only acknowledges. A frame with the length `u32::MAX` ends the session: the peer does not
+//! resume it. Each end keeps the bytes that the peer has not acknowledged, at most [`REPLAY_BYTES`]. If the transport
+//! breaks, HTTP/2 waits. The agent opens another transport and sends a [`ResumeRequest`], and both ends send again what
+//! the other end has not received. If no transport is attached within the grace time, the session ends.
+//!
+//! [`Core`] is the protocol without I/O, and [`ResumableIo`] the stream that HTTP/2 uses.
+
+mod core;
+mod hello;
+mod io;
+mod replay;
+mod session;
+mod stream;
+
+use std::time::Duration;
+
+pub use self::core::{Core, FrameError, SLICES};
+pub use self::hello::{
+    Binding, EXPORTER_LABEL, Offer, ResumeAnswer, ResumeRequest, Ticket, add_offer, add_request,
+    add_ticket, answer_head, misdirected, offer, over, resume, ticket,
+};
+pub use self::io::ResumableIo;
+pub use self::session::{Attached, Base, Positions, Session, State};
+pub use self::stream::MaybeResumable;
+
+/// Largest number of bytes that an end keeps for the peer until the peer has acknowledged them. A link carries at most
+/// this much in a round trip: 160 MiB/s at 100 ms.
+pub const REPLAY_BYTES: usize = 16 * 1024 * 1024;
+
+/// Received bytes that an end acknowledges at once.
+pub const ACK_BYTES: u64 = 256 * 1024;
+
+/// Default of `--resume-grace`: the time for which a link without a transport waits for another transport.
+pub const GRACE: Duration = Duration::from_secs(30);
+
+/// Returns the bound of the buffers of one link, in bytes: the bytes kept for the peer, and the bytes read ahead while
+/// the former are at their limit.
+pub fn buffer_bytes(grace: Duration) -> usize {
+    match grace.is_zero() {
+        true => 0,
+        false => 2 * REPLAY_BYTES,
+    }
+}
+
+/// Longest time until received bytes are acknowledged.
+const ACK_DELAY: Duration = Duration::from_secs(1);
+
+/// Time without a byte from the server, while the agent has sent bytes that the server has not acknowledged, until
+/// the agent looks for another transport.
+const SILENCE: Duration = Duration::from_secs(5);
+
+/// Interval at which an agent with unacknowledged bytes looks for silence.
+const SILENCE_CHECK: Duration = Duration::from_millis(250);
+
+/// Silence after which an agent pings the server once, so that the silence is noticed even if the agent has sent
+/// nothing.
+const QUIET: Duration = Duration::from_secs(1);

@@ -1,0 +1,165 @@
+//! The state of a resumable link that other tasks see, and the transports that they attach.
+
+use std::fmt;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::task::Waker;
+
+use futures_util::task::AtomicWaker;
+use parking_lot::Mutex;
+use tokio::sync::watch;
+
+/// State of a resumable link.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum State {
+    /// The link has a transport.
+    Attached,
+    /// The link has a transport, but the peer has not acknowledged bytes for too long.
+    Silent,
+    /// The transport broke, and no other transport is attached yet.
+    Away,
+    /// The link has ended, and accepts no transport.
+    Ended,
+}
+
+/// Positions of both ends when a transport is attached.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Positions {
+    /// Number of bytes that the server has received.
+    pub received: u64,
+    /// Offset of the first byte that the server sends.
+    pub from: u64,
+}
+
+/// Positions of the server on a new transport.
+pub enum Base {
+    /// The positions in the server's answer.
+    Told(Positions),
+    /// This end is the server. The result of the function is sent first on the transport.
+    Answer {
+        /// Number of bytes that the agent has received.
+        received: u64,
+        /// Returns the answer with the positions.
+        answer: fn(Positions) -> Vec<u8>,
+    },
+}
+
+/// Transport for a link.
+pub struct Attached<T> {
+    /// The transport, directly before the first frame, or before the answer.
+    pub transport: T,
+    /// Positions of the server.
+    pub base: Base,
+}
+
+/// Handle of a [`ResumableIo`](super::ResumableIo).
+pub struct Session<T> {
+    slot: Mutex<Slot<T>>,
+    /// True if the slot has a transport.
+    is_offered: AtomicBool,
+    /// Task that polls the link.
+    task: AtomicWaker,
+    received: AtomicU64,
+    is_away: AtomicBool,
+    state: watch::Sender<State>,
+}
+
+struct Slot<T> {
+    offered: Option<Attached<T>>,
+    is_closed: bool,
+}
+
+impl<T> Session<T> {
+    /// Creates the handle of a link with a transport.
+    pub(super) fn new() -> Self {
+        Self {
+            slot: Mutex::new(Slot {
+                offered: None,
+                is_closed: false,
+            }),
+            is_offered: AtomicBool::new(false),
+            task: AtomicWaker::new(),
+            received: AtomicU64::new(0),
+            is_away: AtomicBool::new(false),
+            state: watch::Sender::new(State::Attached),
+        }
+    }
+
+    /// Attaches a transport. The link leaves its current transport, if any; a transport that still waits is closed.
+    ///
+    /// # Errors
+    /// Returns the transport if the link has ended.
+    pub fn attach(&self, attached: Attached<T>) -> Result<(), Attached<T>> {
+        let mut slot = self.slot.lock();
+        if slot.is_closed {
+            return Err(attached);
+        }
+        let earlier = slot.offered.replace(attached);
+        self.is_offered.store(true, Ordering::Release);
+        drop(slot);
+        drop(earlier);
+        self.task.wake();
+        Ok(())
+    }
+
+    /// Returns the number of bytes that the link has received.
+    pub fn received(&self) -> u64 {
+        self.received.load(Ordering::Relaxed)
+    }
+
+    /// Returns true if the link has no transport.
+    pub fn is_away(&self) -> bool {
+        self.is_away.load(Ordering::Relaxed)
+    }
+
+    /// Returns a watch on the state. The watch starts with the current state as seen.
+    pub fn state(&self) -> watch::Receiver<State> {
+        self.state.subscribe()
+    }
+
+    pub(super) fn register(&self, waker: &Waker) {
+        self.task.register(waker);
+    }
+
+    /// Returns the transport to attach, if any.
+    pub(super) fn offered(&self) -> Option<Attached<T>> {
+        if !self.is_offered.load(Ordering::Acquire) {
+            return None;
+        }
+        let mut slot = self.slot.lock();
+        self.is_offered.store(false, Ordering::Relaxed);
+        slot.offered.take()
+    }
+
+    pub(super) fn set_received(&self, received: u64) {
+        self.received.store(received, Ordering::Relaxed);
+    }
+
+    pub(super) fn set(&self, state: State) {
+        self.is_away.store(state == State::Away, Ordering::Relaxed);
+        self.state.send_if_modified(|now| {
+            let is_new = *now != state && *now != State::Ended;
+            if is_new {
+                *now = state;
+            }
+            is_new
+        });
+    }
+
+    /// Ends the session: no transport is accepted anymore.
+    pub(super) fn close(&self) {
+        let mut slot = self.slot.lock();
+        slot.is_closed = true;
+        let offered = slot.offered.take();
+        drop(slot);
+        drop(offered);
+        self.set(State::Ended);
+    }
+}
+
+impl<T> fmt::Debug for Session<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Session")
+            .field("state", &*self.state.borrow())
+            .finish_non_exhaustive()
+    }
+}
