@@ -10,6 +10,7 @@ use culvert_konnectivity::excess::OverflowBudget;
 use culvert_konnectivity::memory::{Buffers, Stream, connection_bytes};
 use culvert_konnectivity::queue::ANSWER_BYTES;
 use culvert_native::link::AGENT_SEND_BYTES;
+use culvert_native::resume::buffer_bytes;
 use culvert_native::window::{PACKETS_LONG_PATH_BYTES, TAKER_HELD_BYTES};
 use metrics::Gauge;
 use tokio::net::TcpListener;
@@ -191,7 +192,7 @@ fn buffers(config: &Config) -> Buffers {
         },
         excess: config.excess_buffer_bytes,
         native_connection: culvert_native::CONNECTION_BYTES,
-        native_held: TAKER_HELD_BYTES,
+        native_held: TAKER_HELD_BYTES + buffer_bytes(config.resume_grace),
     }
 }
 

@@ -87,6 +87,8 @@ pub struct Config {
     pub link_congestion: LinkCongestion,
     /// Links to servers. Default [`LinkTransport::Auto`].
     pub transport: LinkTransport,
+    /// Time for which connections wait when the link to a native server breaks; 0 closes them at once. Default 30 s.
+    pub resume_grace: Duration,
     /// Destinations that servers may dial. By default, all but link-local and metadata addresses.
     pub destinations: Destinations,
     /// OpenVPN client, if configured.
@@ -192,6 +194,7 @@ impl Config {
             drain_linger,
             link_congestion,
             transport,
+            resume_grace,
             destinations,
             openvpn,
             logging,
@@ -228,6 +231,7 @@ impl Config {
             format!("drain-linger={}", duration(drain_linger)),
             format!("link-congestion={link_congestion}"),
             format!("transport={}", transport.name()),
+            format!("resume-grace={}", duration(resume_grace)),
         ];
         if let Some(leases) = leases {
             let kubeconfig = leases.kubeconfig.clone().unwrap_or_default();

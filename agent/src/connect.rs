@@ -23,13 +23,13 @@ use culvert_native as native;
 use culvert_native::COUNT_PUSHED_HEADER;
 use culvert_native::hello::{self, Answer, HelloError};
 use culvert_native::link::{Opener, Requests, Taker, TakerLimits};
+use culvert_native::resume::{self, MaybeResumable, ResumableIo};
 use culvert_native::window::{Inbound, PING_TIMEOUT, Pings, WindowProfile};
 use futures_util::Stream;
 use rustls_pki_types::ServerName;
 use tokio::net::TcpStream;
 use tokio::time::{Instant, timeout_at};
 use tokio_rustls::TlsConnector;
-use tokio_rustls::client::TlsStream;
 use tokio_util::sync::CancellationToken;
 use tonic::Status;
 use tonic::metadata::MetadataMap;
@@ -40,6 +40,7 @@ use crate::agent::Agent;
 use crate::config::{Config, LinkTransport};
 use crate::files::{Files, Reloader};
 use crate::introduction::{IntroductionError, metadata, server_of};
+use crate::link::{ResumableLink, Tls, pings};
 use crate::metrics::AgentMetrics;
 use crate::packet::OUTGOING_BYTES;
 use crate::quic::{Offer, Origin, Second};
@@ -112,14 +113,13 @@ pub(crate) enum Transport {
     /// One HTTP/2 stream per connection; only Culvert servers offer this transport.
     Native {
         /// Accepts the server's streams.
-        taker: Box<Taker<Tls>>,
+        taker: Box<Taker<MaybeResumable<Tls>>>,
         /// Counts the bytes that the streams receive, and sets their windows.
         inbound: Arc<Inbound>,
+        /// Right to resume the link; `None` if the server does not resume links.
+        link: Option<ResumableLink>,
     },
 }
-
-/// TLS connection that carries HTTP/2.
-type Tls = TlsStream<ReadAhead<TcpStream>>;
 
 /// Reason why an attempt failed.
 #[derive(Debug, thiserror::Error)]
@@ -218,6 +218,12 @@ impl Connector {
                 let server_id = connected.server_id.clone();
                 let tls = self.tls.clone();
                 let second = Second::new(offer, origin, server_id, tls, &self.config);
+                if let Transport::Native {
+                    link: Some(link), ..
+                } = &mut connected.transport
+                {
+                    link.socket = Some(second.socket.clone());
+                }
                 connected.second = Some(second);
             }
         }
@@ -245,15 +251,9 @@ impl Connector {
         deadline: Instant,
     ) -> Result<Reached, ConnectError> {
         let within = |step| move |_| ConnectError::TimedOut(step);
-        let connector = TlsConnector::from(self.tls.get());
-        let handshake = connector.connect(self.name.clone(), ReadAhead::new(tcp));
-        let mut tls = timeout_at(deadline, handshake)
-            .await
-            .map_err(within("waiting for the TLS handshake"))?
-            .map_err(|error| ConnectError::Tls(tls::explain(&error)))?;
-        tls.get_mut().1.set_buffer_limit(Some(tls::BUFFER_BYTES));
+        let tls = self.handshake(tcp, deadline).await?;
         let ended = self.agent.shutdown.child_token();
-        if tls.get_ref().1.alpn_protocol() == Some(native::ALPN) {
+        if self.is_native(&tls) {
             let introduced = self.introduce(tls, metadata, connected, ended);
             return timeout_at(deadline, introduced)
                 .await
@@ -270,7 +270,42 @@ impl Connector {
             .map_err(within("waiting for the server's answer"))?
     }
 
-    async fn tcp(&self, deadline: Instant) -> Result<(TcpStream, Option<Via>), ConnectError> {
+    /// Runs the TLS handshake.
+    pub(crate) async fn handshake(
+        &self,
+        tcp: TcpStream,
+        deadline: Instant,
+    ) -> Result<Tls, ConnectError> {
+        let connector = TlsConnector::from(self.tls.get());
+        let handshake = connector.connect(self.name.clone(), ReadAhead::new(tcp));
+        let mut tls = timeout_at(deadline, handshake)
+            .await
+            .map_err(|_| ConnectError::TimedOut("waiting for the TLS handshake"))?
+            .map_err(|error| ConnectError::Tls(tls::explain(&error)))?;
+        tls.get_mut().1.set_buffer_limit(Some(tls::BUFFER_BYTES));
+        Ok(tls)
+    }
+
+    /// Returns true if the TLS handshake chose the native transport.
+    pub(crate) fn is_native(&self, tls: &Tls) -> bool {
+        tls.get_ref().1.alpn_protocol() == Some(native::ALPN)
+    }
+
+    /// Returns the configuration.
+    pub(crate) fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// Returns the agent's metrics.
+    pub(crate) fn metrics(&self) -> &AgentMetrics {
+        &self.agent.metrics
+    }
+
+    /// Opens a TCP connection to a server. Returns also its address, if the name has several.
+    pub(crate) async fn tcp(
+        &self,
+        deadline: Instant,
+    ) -> Result<(TcpStream, Option<Via>), ConnectError> {
         let (stream, via) = match self.config.server_address {
             Some(address) => (dial_direct(vec![address]).await?, None),
             None => self.tcp_by_name(deadline).await?,
@@ -313,11 +348,18 @@ impl Connector {
     ) -> Result<Reached, ConnectError> {
         let mut headers = metadata.into_headers();
         hello::add_connected(&mut headers, connected);
+        let grace = self.config.resume_grace;
+        let is_offered =
+            !grace.is_zero() && tls::export(tls.get_ref().1, resume::EXPORTER_LABEL).is_some();
+        if is_offered {
+            resume::add_offer(&mut headers);
+        }
         let answer = hello::introduce(&mut tls, &headers).await?;
         let is_connected = matches!(answer, Answer::Connected(_));
         let (Answer::Accepted(answer) | Answer::Connected(answer)) = answer;
         let pushes_count = answer.contains_key(COUNT_PUSHED_HEADER);
         let offer = Offer::of(&answer);
+        let ticket = resume::ticket(&answer).filter(|_| is_offered);
         let (server_id, server_count) =
             server_of(&MetadataMap::from_headers(answer)).map_err(ConnectError::Answer)?;
         if is_connected {
@@ -327,11 +369,29 @@ impl Connector {
             });
         }
         let inbound = Arc::new(Inbound::default());
+        let keepalive = self.config.keepalive_time;
+        let (stream, link, pings) = match ticket {
+            Some(ticket) => {
+                let stream = ResumableIo::opening(tls, inbound.clone(), grace);
+                let session = stream.session();
+                let link = ResumableLink {
+                    session,
+                    ticket,
+                    socket: None,
+                };
+                let stream = MaybeResumable::Resumable(Box::new(stream));
+                (stream, Some(link), pings(keepalive, grace))
+            }
+            None => {
+                let pings = Pings::with_keepalive(keepalive);
+                (MaybeResumable::Plain(tls), None, pings)
+            }
+        };
         let limits = TakerLimits {
-            pings: Pings::with_keepalive(self.config.keepalive_time),
+            pings,
             ..TakerLimits::trusting()
         };
-        let taker = Taker::new(tls, inbound.clone(), limits).await;
+        let taker = Taker::new(stream, inbound.clone(), limits).await;
         let taker = taker.map_err(|error| ConnectError::Http(error.to_string()))?;
         Ok(Reached::New(Box::new(Connected {
             server_id,
@@ -340,6 +400,7 @@ impl Connector {
             transport: Transport::Native {
                 taker: Box::new(taker),
                 inbound,
+                link,
             },
             ended,
             via: None,

@@ -85,6 +85,16 @@ label_values! {
     }
 }
 
+label_values! {
+    /// Result of the attempts to resume the link to a server.
+    pub enum ResumeOutcome("outcome") {
+        /// The link continues.
+        Resumed = "resumed",
+        /// The server has ended the session.
+        Over = "over",
+    }
+}
+
 /// All metrics of one agent.
 pub struct AgentMetrics {
     registry: Arc<Registry>,
@@ -105,6 +115,10 @@ pub struct AgentMetrics {
     pub quic_links: Gauge,
     /// Attempts to add a QUIC link.
     pub quic_probes: Family<ProbeOutcome, Counter>,
+    /// Resumed links to servers, and links that their servers have given up.
+    pub resumes: Family<ResumeOutcome, Counter>,
+    /// Servers whose link broke and has not resumed yet.
+    pub servers_away: Gauge,
     /// Stream failures in one direction. Deprecated upstream in favour of [`StreamMetrics::stream_error`].
     pub server_failures: Family<ServerDirection, Counter>,
 }
@@ -167,6 +181,17 @@ impl AgentMetrics {
                 "Attempts to add a QUIC link to a server, by outcome.",
             )
             .at_zero(ProbeOutcome::all()),
+            resumes: Family::new(
+                &registry,
+                "culvert_server_resumes_total",
+                "Broken links to servers, by outcome: the link continues (resumed), or the server has given up the link (over).",
+            )
+            .at_zero(ResumeOutcome::all()),
+            servers_away: registry.gauge(
+                "culvert_servers_away",
+                &[],
+                "Current number of servers whose link broke and may still resume.",
+            ),
             server_failures: Family::new(
                 &registry,
                 name!("server_connection_failure_count"),

@@ -31,6 +31,7 @@ use tracing::{debug, info};
 use crate::agent::Agent;
 use crate::config::{Config, LinkTransport};
 use crate::introduction::{metadata, server_of};
+use crate::link::SharedSocket;
 use crate::metrics::ProbeOutcome;
 use crate::native::carry;
 use crate::path::{Cuts, Path};
@@ -73,7 +74,8 @@ pub(crate) struct Second {
     remote: SocketAddr,
     session: HeaderValue,
     server_id: String,
-    socket: OwnedFd,
+    /// Socket of the TCP connection.
+    pub socket: SharedSocket,
     tls: ClientTls,
     config: Arc<Config>,
 }
@@ -117,7 +119,7 @@ impl Second {
             remote,
             session: offer.session,
             server_id,
-            socket: origin.socket,
+            socket: Arc::new(Mutex::new(Some(origin.socket))),
             tls,
             config: config.clone(),
         }
@@ -143,7 +145,6 @@ impl Second {
         };
         let path = Mutex::new(Path::new(cuts));
         // The socket stays open with the TCP connection, and no longer.
-        let socket = Mutex::new(Some(socket));
         let close = async {
             ended.cancelled().await;
             socket.lock().take();

@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use culvert_native::link::Taker;
+use culvert_native::resume::Session;
 use futures_util::future::Either;
 use futures_util::stream::{FuturesUnordered, StreamExt as _};
 use parking_lot::Mutex;
@@ -17,10 +18,12 @@ use crate::addresses::Via;
 use crate::agent::Agent;
 use crate::config::Config;
 use crate::connect::{ConnectError, Connected, Connector, Reached, Transport};
+use crate::link::{ResumableLink, Tls};
 use crate::metrics::{AttemptOutcome, ServerDirection};
 use crate::native::{NativeServer, Notices};
 use crate::packet::ServerStream;
 use crate::path::Cuts;
+use crate::resume::keep;
 use crate::search::{Outcome, Policy, Search, Step, View};
 use crate::server_count::ServerCount;
 
@@ -41,8 +44,10 @@ struct Server {
     count: i64,
     /// True if the server pushes changes of the number.
     pushes: bool,
+    /// Handle of a link that may resume.
+    session: Option<Arc<Session<Tls>>>,
     /// Address of the server, if known.
-    _via: Option<Via>,
+    via: Option<Via>,
 }
 
 /// Transport to one server.
@@ -55,7 +60,7 @@ enum Stream {
 /// The search for servers.
 pub(crate) struct Sync {
     servers: Arc<Servers>,
-    connector: Connector,
+    connector: Arc<Connector>,
     search: Search,
     count: Arc<ServerCount>,
     last_failure: String,
@@ -70,6 +75,13 @@ impl Server {
             Stream::Packet(_) => Notices::default(),
             Stream::Native(server) => server.notices(),
         }
+    }
+
+    /// Returns true if the link broke, and has not resumed yet.
+    fn is_away(&self) -> bool {
+        self.session
+            .as_ref()
+            .is_some_and(|session| session.is_away())
     }
 
     /// Returns the announced number of servers.
@@ -111,11 +123,14 @@ impl Servers {
     }
 
     /// Stores the largest number that a connected server announces, and returns the view of the search. While servers
-    /// are replaced, a smaller number may be stale. Servers that drain are as good as lost, and their numbers no longer
-    /// count.
+    /// are replaced, a smaller number may be stale. Servers that drain or are away may be lost soon, and their numbers do
+    /// not count.
     fn view(&self, count: &ServerCount) -> View {
         let table = self.table.lock();
-        let staying = || table.values().filter(|server| !server.notices().draining);
+        let staying = || {
+            let present = table.values().filter(|server| !server.is_away());
+            present.filter(|server| !server.notices().draining)
+        };
         if let Some(announced) = staying().map(Server::announced).max() {
             count.announced(announced);
         }
@@ -128,7 +143,7 @@ impl Servers {
     }
 
     /// Adds a server and starts its stream, unless the server is already connected.
-    fn add(self: &Arc<Self>, connected: Connected) -> Outcome {
+    fn add(self: &Arc<Self>, connector: &Arc<Connector>, connected: Connected) -> Outcome {
         let Connected {
             server_id,
             server_count,
@@ -154,6 +169,7 @@ impl Servers {
                 let span = info_span!("server", id = server_id);
                 agent.tasks.spawn(run.instrument(span));
             }
+            let mut session = None;
             let (stream, run) = match transport {
                 Transport::Packet {
                     half_close,
@@ -165,9 +181,15 @@ impl Servers {
                     let run = stream.clone().run(*packets);
                     (Stream::Packet(stream), Either::Left(run))
                 }
-                Transport::Native { taker, inbound } => {
+                Transport::Native {
+                    taker,
+                    inbound,
+                    link,
+                } => {
                     let server = NativeServer::new(agent, inbound, ended);
-                    let run = self.clone().run_native(server.clone(), *taker);
+                    session = link.as_ref().map(|link| link.session.clone());
+                    let link = link.map(|link| (connector.clone(), server_id.clone(), link));
+                    let run = self.clone().run_native(server.clone(), *taker, link);
                     (Stream::Native(server), Either::Right(run))
                 }
             };
@@ -175,7 +197,8 @@ impl Servers {
                 stream,
                 count: server_count,
                 pushes: pushes_count,
-                _via: via,
+                session,
+                via,
             };
             table.insert(server_id.clone(), server);
             self.report(&table);
@@ -234,14 +257,33 @@ impl Servers {
         self: Arc<Self>,
         server: Arc<NativeServer>,
         taker: Taker<S>,
+        link: Option<(Arc<Connector>, String, ResumableLink)>,
     ) -> Result<String, String>
     where
         S: AsyncRead + AsyncWrite + Unpin,
     {
+        let kept = async {
+            let Some((connector, id, link)) = &link else {
+                return std::future::pending().await;
+            };
+            let moved = |via| self.moved(id, via);
+            keep(connector, id, link, || self.ids(), moved).await
+        };
         tokio::select! {
             ended = server.clone().run(taker) => ended,
+            reason = kept => Err(reason),
             () = server.on_notices(|| self.changes.notify_one()) => Err("the notices ended".into()),
         }
+    }
+
+    /// Accounts for a link that broke or resumed.
+    fn moved(&self, server_id: &str, via: Option<Via>) {
+        if via.is_some()
+            && let Some(server) = self.table.lock().get_mut(server_id)
+        {
+            server.via = via;
+        }
+        self.changes.notify_one();
     }
 
     /// Accounts for an answer of a connected server.
@@ -275,7 +317,7 @@ impl Sync {
         };
         Self {
             servers,
-            connector,
+            connector: Arc::new(connector),
             search: Search::new(policy, rand::random(), Instant::now()),
             count,
             last_failure: String::new(),
@@ -306,7 +348,7 @@ impl Sync {
             };
             tokio::select! {
                 Some(result) = attempts.next() => {
-                    let outcome = ended(servers, result, &mut self.last_failure);
+                    let outcome = ended(servers, connector, result, &mut self.last_failure);
                     self.search.ended(Instant::now(), outcome, servers.view(count));
                 }
                 () = wake => {}
@@ -320,11 +362,12 @@ impl Sync {
 /// Processes the result of an attempt.
 fn ended(
     servers: &Arc<Servers>,
+    connector: &Arc<Connector>,
     result: Result<Reached, ConnectError>,
     last_failure: &mut String,
 ) -> Outcome {
     let outcome = match result {
-        Ok(Reached::New(connected)) => servers.add(*connected),
+        Ok(Reached::New(connected)) => servers.add(connector, *connected),
         Ok(Reached::Connected {
             server_id,
             server_count,

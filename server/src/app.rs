@@ -22,6 +22,7 @@ use culvert_konnectivity::memory::{Buffers, Stream, connection_bytes};
 use culvert_konnectivity::queue::ANSWER_BYTES;
 use culvert_kube::tokens::Tokens;
 use culvert_native::link::SERVER_SEND_BYTES;
+use culvert_native::resume::buffer_bytes;
 use culvert_native::window::{OPENER_HELD_BYTES, PACKETS_LONG_PATH_BYTES};
 use tokio::net::TcpListener;
 use tokio::sync::watch;
@@ -34,6 +35,7 @@ use crate::backend::announced::Announced;
 use crate::backend::identity::AgentPeer;
 use crate::backend::konnectivity::Konnectivity;
 use crate::backend::registry::AgentLimits;
+use crate::backend::resume::Sessions;
 use crate::backend::service::Agents;
 use crate::backend::{Registry, Tunnel, openvpn};
 use crate::config::{self, Config, Mode};
@@ -259,6 +261,7 @@ impl Bound {
                         .clone(),
                 ),
             },
+            sessions: Sessions::new(config.resume_grace, metrics.clone()),
             tokens: self.tokens,
             id_from: config.agent_id_from,
             peer: AgentPeer::default(),
@@ -425,6 +428,6 @@ fn buffers(config: &Config) -> Buffers {
         },
         excess: config.excess_buffer_bytes,
         native_connection: culvert_native::CONNECTION_BYTES,
-        native_held: OPENER_HELD_BYTES,
+        native_held: OPENER_HELD_BYTES + buffer_bytes(config.resume_grace),
     }
 }

@@ -12,6 +12,7 @@ pub(crate) mod native;
 pub mod openvpn;
 pub(crate) mod quic;
 pub(crate) mod registry;
+pub(crate) mod resume;
 pub(crate) mod second_link;
 pub(crate) mod service;
 mod tunnel;
@@ -110,6 +111,7 @@ impl Backend {
     fn peer(&self) -> Peer {
         let (kind, connections) = match self {
             Self::Packet(stream) => ("agent, packet stream", stream.counts().1),
+            Self::Native(agent) if agent.is_away() => ("agent, native, away", agent.connections()),
             Self::Native(agent) => {
                 let has_quic = agent
                     .second

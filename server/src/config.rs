@@ -66,6 +66,9 @@ pub struct Config {
     pub keepalive_time: Duration,
     /// Congestion control of agents' connections. Default [`LinkCongestion::Auto`].
     pub link_congestion: LinkCongestion,
+    /// Time for which the connections of a native agent wait for the agent when its link breaks; 0 closes them at
+    /// once. Default 30 s.
+    pub resume_grace: Duration,
     /// Idle time before the server pings a gRPC front-end client. Default 1 h, at least
     /// [`KEEPALIVE_FLOOR`].
     pub frontend_keepalive_time: Duration,
@@ -223,6 +226,7 @@ impl Config {
             ready_without_agents,
             keepalive_time,
             link_congestion,
+            resume_grace,
             frontend_keepalive_time,
             server_id,
             server_count,
@@ -264,6 +268,7 @@ impl Config {
             format!("ready-without-agents={ready_without_agents}"),
             format!("keepalive-time={}", duration(keepalive_time)),
             format!("link-congestion={link_congestion}"),
+            format!("resume-grace={}", duration(resume_grace)),
             format!(
                 "frontend-keepalive-time={}",
                 duration(frontend_keepalive_time)

@@ -147,6 +147,20 @@ label_values! {
     }
 }
 
+label_values! {
+    /// Outcome of a request to resume the link of an agent, or of the wait for a request.
+    pub enum ResumeOutcome("outcome") {
+        /// The link continues.
+        Resumed = "resumed",
+        /// The session has already ended, or belongs to another server.
+        Unknown = "unknown",
+        /// The agent did not prove that the session is its own, or its token was not accepted.
+        Refused = "refused",
+        /// The agent did not return in time.
+        Expired = "expired",
+    }
+}
+
 /// All metrics of a server.
 pub struct ServerMetrics {
     registry: Arc<Registry>,
@@ -177,6 +191,10 @@ pub struct ServerMetrics {
     pub culled_leases: Counter,
     /// Connections refused by a listener for a reason.
     pub rejected: Family<(Listener, RejectReason), Counter>,
+    /// Requests to resume the links of agents, and links that were given up.
+    pub resumes: Family<ResumeOutcome, Counter>,
+    /// Agents whose link broke and has not resumed yet.
+    pub agents_away: Gauge,
     /// Time from the request of a tunnel mode until nothing uses the previous tunnel, in seconds.
     pub switch_duration: Histogram,
     /// 1 while a switch of tunnels is in progress.
@@ -284,6 +302,17 @@ impl ServerMetrics {
                 "Connections refused before they became a stream, by listener and reason.",
             )
             .at_zero(LabelSet::all()),
+            resumes: Family::new(
+                &registry,
+                "culvert_agent_resumes_total",
+                "Requests of agents to resume a broken link, by outcome, and links that did not resume in time (expired).",
+            )
+            .at_zero(ResumeOutcome::all()),
+            agents_away: registry.gauge(
+                "culvert_agents_away",
+                &[],
+                "Current number of agents whose link broke and may still resume.",
+            ),
             switch_duration: registry.histogram(
                 SWITCH_DURATION,
                 &[],

@@ -22,6 +22,7 @@ mod node_ports;
 mod origins;
 mod peers;
 mod quic;
+mod rolls;
 mod rotation;
 mod silence;
 mod sni;

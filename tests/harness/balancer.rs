@@ -4,9 +4,11 @@ use std::io;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
 use parking_lot::Mutex;
 use rand::seq::IndexedRandom as _;
+use socket2::SockRef;
 use tokio::io::copy_bidirectional;
 use tokio::net::{TcpListener, TcpStream};
 use tokio_util::sync::{CancellationToken, DropGuard};
@@ -23,6 +25,8 @@ pub struct Balancer {
 struct State {
     backends: Mutex<Vec<SocketAddr>>,
     accepted: AtomicUsize,
+    /// Resets the connections that exist.
+    reset: Mutex<CancellationToken>,
 }
 
 impl Balancer {
@@ -43,6 +47,7 @@ impl Balancer {
         let state = Arc::new(State {
             backends: Mutex::new(backends),
             accepted: AtomicUsize::new(0),
+            reset: Mutex::default(),
         });
         let accepting = accept(listener, state.clone(), stop.clone());
         tokio::spawn(stop.clone().run_until_cancelled_owned(accepting));
@@ -56,6 +61,11 @@ impl Balancer {
     /// Replaces the backends of new connections. Without backends, the balancer closes new connections.
     pub fn set(&self, backends: Vec<SocketAddr>) {
         *self.state.backends.lock() = backends;
+    }
+
+    /// Resets all connections on both sides, and not only closes them.
+    pub fn reset(&self) {
+        std::mem::take(&mut *self.state.reset.lock()).cancel();
     }
 
     /// Returns the number of connections so far.
@@ -77,25 +87,32 @@ async fn accept(listener: TcpListener, state: Arc<State>, stop: CancellationToke
             continue;
         };
         // An error of one side ends this task, which closes both sides.
-        tokio::spawn(
-            stop.clone()
-                .run_until_cancelled_owned(relay(client, backend)),
-        );
+        let relay = relay(client, backend, state.reset.lock().clone());
+        tokio::spawn(stop.clone().run_until_cancelled_owned(relay));
     }
 }
 
-async fn relay(mut client: TcpStream, backend: SocketAddr) -> io::Result<()> {
+async fn relay(
+    mut client: TcpStream,
+    backend: SocketAddr,
+    reset: CancellationToken,
+) -> io::Result<()> {
     let mut backend = TcpStream::connect(backend).await?;
     client.set_nodelay(true)?;
     backend.set_nodelay(true)?;
-    copy_bidirectional(&mut client, &mut backend).await?;
-    Ok(())
+    tokio::select! {
+        copied = copy_bidirectional(&mut client, &mut backend) => copied.map(|_| ()),
+        () = reset.cancelled() => {
+            for side in [&client, &backend] {
+                SockRef::from(side).set_linger(Some(Duration::ZERO))?;
+            }
+            Ok(())
+        }
+    }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use culvert_kit::check;
     use culvert_kit::services::Services;
     use tokio::io::AsyncReadExt as _;

@@ -19,7 +19,7 @@ use crate::support::*;
 const ALPN: &str = "culvert/1";
 
 /// Sends bytes to the first server's agent listener after the TLS handshake, and returns the answer.
-async fn answer_to(topology: &Topology, says: &[u8]) -> String {
+pub(crate) async fn answer_to(topology: &Topology, says: &[u8]) -> String {
     let socket = TcpStream::connect(topology.agent_address(0)).await.unwrap();
     let pki = topology.pki();
     let tls = TlsConnector::from(pki.client_tls(&pki.agent, &[ALPN]).unwrap());

@@ -31,6 +31,7 @@ mod native_lives;
 mod nodes;
 mod quic_links;
 mod readiness;
+mod resumes;
 mod rolling;
 mod rotation;
 mod searching;

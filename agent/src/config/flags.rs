@@ -148,6 +148,10 @@ pub(super) struct TunnelFlags {
     /// packets or cuts TCP connections), tcp, or quic (QUIC for new connections whenever it works)
     #[arg(long, value_name = "LINK", default_value = "auto")]
     pub(super) transport: String,
+    /// Time for which connections wait when the link to a Culvert server breaks; the agent resumes the link
+    /// meanwhile. 0 closes the connections at once
+    #[arg(long, value_name = "DURATION", default_value = "30s")]
+    pub(super) resume_grace: GoDuration,
 
     /// No effect: a full buffer delays only its own connection, and culvert_excess_buffer_bytes counts its bytes
     #[arg(long)]

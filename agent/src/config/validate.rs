@@ -40,6 +40,7 @@ impl Flags {
         let keepalive_time = p.at_least("keepalive-time", keepalive, KEEPALIVE_FLOOR);
         let drain_timeout = p.not_negative("drain-timeout", self.tunnel.drain_timeout);
         let drain_linger = p.not_negative("drain-linger", self.tunnel.drain_linger);
+        let resume_grace = p.not_negative("resume-grace", self.tunnel.resume_grace);
         let token_path = p.file("service account token path", &id.service_account_token_path);
         if let Err(error) = identifiers::check(&id.agent_identifiers) {
             p.error(error.to_string());
@@ -96,6 +97,7 @@ impl Flags {
             drain_linger,
             link_congestion: self.tunnel.link_congestion,
             transport,
+            resume_grace,
             destinations,
             openvpn,
             logging: self.klog.log_config(),

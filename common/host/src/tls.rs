@@ -22,7 +22,9 @@ use rustls::crypto::CryptoProvider;
 use rustls::server::{NoServerSessionStorage, WebPkiClientVerifier};
 use rustls::sign::SingleCertAndKey;
 use rustls::version::{TLS12, TLS13};
-use rustls::{ClientConfig, ServerConfig, SupportedProtocolVersion};
+use rustls::{
+    ClientConfig, ConnectionCommon, ProtocolVersion, ServerConfig, SupportedProtocolVersion,
+};
 
 pub use expiry::{earliest_expiry, earliest_expiry_in_pem};
 pub use explain::{explain, explain_tls};
@@ -68,6 +70,17 @@ pub struct TlsOptions {
 /// less than one frame of the tunnel with its header, and the rest of the frame would travel in its own
 /// segment.
 pub const BUFFER_BYTES: usize = 256 * 1024;
+
+/// Returns bytes that both ends of a connection derive from the handshake (RFC 5705), and no other connection has.
+/// Returns `None` before the end of the handshake and below TLS 1.3, whose handshakes a third party can make equal on
+/// two connections (RFC 7627, 1).
+pub fn export<D>(connection: &ConnectionCommon<D>, label: &[u8]) -> Option<[u8; 32]> {
+    let version = connection.protocol_version();
+    if version != Some(ProtocolVersion::TLSv1_3) {
+        return None;
+    }
+    connection.export_keying_material([0; 32], label, None).ok()
+}
 
 /// Error for unusable TLS files or settings. The texts name the file and the remedy.
 #[derive(Debug, thiserror::Error)]

@@ -6,9 +6,11 @@ use culvert_host::net::connect;
 use culvert_host::net::listen::{Accepted, Listener};
 use culvert_host::net::readahead::ReadAhead;
 use culvert_host::runtime::shards::{Shards, on_shard};
+use culvert_host::tls;
 use culvert_konnectivity::authority::AuthorityStream;
 use culvert_native as native;
 use culvert_native::quic::endpoint::ServerEndpoint;
+use culvert_native::resume::EXPORTER_LABEL;
 use tokio::sync::Semaphore;
 
 use crate::backend::ClientSeat;
@@ -143,9 +145,12 @@ pub(super) async fn serve_agents(
                     let Some(stream) = context.handshake(stream, &peer, &candidate).await else {
                         return;
                     };
-                    let agents = agents.of_peer(address, stream.get_ref().1.peer_certificates());
-                    if stream.get_ref().1.alpn_protocol() == Some(native::ALPN) {
-                        let served = agents.serve_native(&context, stream, &peer, &candidate);
+                    let tls = stream.get_ref().1;
+                    let agents = agents.of_peer(address, tls.peer_certificates());
+                    if tls.alpn_protocol() == Some(native::ALPN) {
+                        let binding = tls::export(tls, EXPORTER_LABEL);
+                        let served =
+                            agents.serve_native(&context, stream, &peer, &candidate, binding);
                         served.await;
                     } else {
                         let served = context.serve_packets(stream, &peer, candidate, agents);

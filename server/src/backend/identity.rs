@@ -70,6 +70,11 @@ impl AgentPeer {
         }
     }
 
+    /// Returns the common name of the agent's certificate.
+    pub(crate) fn common_name(&self) -> Option<Arc<str>> {
+        self.common_name.clone()
+    }
+
     /// Returns the identity that the source `from` proves; without a source, the identity of the token, or else of
     /// the certificate. The identity is empty if the token or the certificate has no name of a single agent.
     /// Returns `None` for an agent that proves nothing.

@@ -1,7 +1,10 @@
 //! A native agent connection: an HTTP/2 stream for each dial, see [`culvert_native`].
 
+mod introduction;
+
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::time::Duration;
 
 use bytes::Bytes;
 use culvert_host::net::admission::Candidate;
@@ -10,34 +13,41 @@ use culvert_konnectivity::message::PacketType;
 use culvert_konnectivity::metrics::Segment;
 use culvert_native::control::{self, Control};
 use culvert_native::halves::{Chunk, NativeSink, NativeSource, halves};
-use culvert_native::hello::{self, HelloError};
+use culvert_native::hello::HelloError;
 use culvert_native::link::{Opener, Requests};
+use culvert_native::quic::link::Link;
+use culvert_native::resume::{Binding, MaybeResumable, State};
 use culvert_native::window::{Inbound, Pings};
-use culvert_native::{CONTROL_PATH, COUNT_PUSHED_HEADER, dial as message};
+use culvert_native::{CONTROL_PATH, dial as message};
 use culvert_stream::suspicion::Suspicion;
 use culvert_stream::{CloseReason, Dial, Sink, Source};
-use http::{HeaderMap, HeaderValue, Request, StatusCode, Uri};
+use http::{Request, StatusCode, Uri};
 use tokio::io::{AsyncRead, AsyncWrite};
-use tokio::time::{Instant, timeout_at};
+use tokio::time::{Instant, sleep, timeout_at};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tonic::Code;
-use tonic::metadata::MetadataMap;
 use tracing::{Instrument, debug, info, info_span};
 
+use self::introduction::{Introduced, IntroductionError, NewAgent};
 use super::agent::Hello;
-use super::announced::{Announced, Announcements};
-use super::identity::AgentRefusal;
+use super::announced::Announcements;
+use super::resume::{AgentSession, AnyTransport};
 use super::second_link::SecondLink;
 use super::service::Agents;
 use super::{Backend, Place};
 use crate::backend::dial::{StreamDialError, next_serial};
 use crate::listener::ListenerContext;
-use crate::metrics::{DialFailureReason, RejectReason, ServerMetrics, ServiceMethod};
+use crate::metrics::{
+    DialFailureReason, RejectReason, ResumeOutcome, ServerMetrics, ServiceMethod,
+};
 
 /// Number of dials after which an agent connection is closed as soon as no connection is open. The agent
 /// then connects again, long before HTTP/2's stream numbers end at 2^31; every dial uses two.
 const RENEW_AFTER: u64 = 1 << 29;
+
+/// Pause between two looks at an agent that is away.
+const AWAY_CHECK: Duration = Duration::from_millis(100);
 
 /// A native connection of an agent.
 pub struct NativeAgent {
@@ -47,6 +57,8 @@ pub struct NativeAgent {
     pub hello: Hello,
     requests: Requests,
     inbound: Arc<Inbound>,
+    /// Handle of the link; `None` if the link cannot resume.
+    session: Option<Arc<AgentSession>>,
     draining: AtomicBool,
     suspicion: Suspicion,
     dialed: AtomicU64,
@@ -55,14 +67,6 @@ pub struct NativeAgent {
     /// The agent's second link, over QUIC. `None` if the server offers no QUIC.
     pub(super) second: Option<Arc<SecondLink>>,
     pub(super) metrics: Arc<ServerMetrics>,
-}
-
-/// Agent that the server has accepted.
-struct Introduced {
-    hello: Hello,
-    place: Place,
-    announcements: Announcements,
-    second: Option<Arc<SecondLink>>,
 }
 
 /// Source of the endpoint's bytes.
@@ -76,17 +80,6 @@ pub struct ToAgent {
     sink: NativeSink,
     stream_id: u32,
     life: Life,
-}
-
-/// Reason why no agent was introduced.
-#[derive(Debug, thiserror::Error)]
-enum IntroductionError {
-    /// The peer did not complete an introduction.
-    #[error(transparent)]
-    Hello(#[from] HelloError),
-    /// The agent was refused.
-    #[error(transparent)]
-    Agent(#[from] AgentRefusal),
 }
 
 /// Counts an open connection until dropped.
@@ -105,18 +98,27 @@ impl Agents {
         mut stream: S,
         peer: &str,
         candidate: &Candidate,
+        binding: Option<Binding>,
     ) where
         S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
     {
         // A peer that stalls must not delay shutdown.
         let introduced = tokio::select! {
-            introduced = candidate.run(self.introduce(&mut stream)) => introduced,
+            introduced = candidate.run(self.introduce(&mut stream, binding)) => introduced,
             () = context.shutdown.cancelled() => return,
         };
-        let introduced = match introduced {
-            Ok(Ok(Some(introduced))) => introduced,
-            Ok(Ok(None)) => {
+        let new = match introduced {
+            Ok(Ok(Introduced::New(new))) => *new,
+            Ok(Ok(Introduced::Connected)) => {
                 debug!(peer, "the agent is already connected");
+                return;
+            }
+            Ok(Ok(Introduced::Resumed(resumption))) => {
+                candidate.admit();
+                return self.sessions.resume(resumption, Box::new(stream)).await;
+            }
+            Ok(Ok(Introduced::NotResumed)) => {
+                debug!(peer, "no session to resume");
                 return;
             }
             Ok(Err(IntroductionError::Hello(HelloError::Io(error)))) => {
@@ -133,7 +135,28 @@ impl Agents {
         };
         candidate.admit();
         let inbound = Arc::new(Inbound::default());
-        let pings = Pings::with_keepalive(context.keepalive);
+        let NewAgent {
+            hello,
+            place,
+            announcements,
+            owner,
+            ticket,
+            second,
+        } = new;
+        let stream: AnyTransport = Box::new(stream);
+        let (stream, _session) = match ticket {
+            Some(ticket) => {
+                let opened = self.sessions.open(stream, inbound.clone(), ticket, owner);
+                let (stream, guard) = opened;
+                (MaybeResumable::Resumable(Box::new(stream)), Some(guard))
+            }
+            None => (MaybeResumable::Plain(stream), None),
+        };
+        let session = stream.session();
+        let pings = match session {
+            Some(_) => self.sessions.pings(context.keepalive),
+            None => Pings::with_keepalive(context.keepalive),
+        };
         let opener = Opener::new(stream, inbound.clone(), pings);
         let (requests, link) = match opener.await {
             Ok(opened) => opened,
@@ -142,17 +165,12 @@ impl Agents {
                 return;
             }
         };
-        let Introduced {
-            hello,
-            place,
-            announcements,
-            second,
-        } = introduced;
         let agent = Arc::new(NativeAgent {
             serial: next_serial(),
             hello,
             requests,
             inbound,
+            session,
             draining: AtomicBool::new(false),
             suspicion: Suspicion::none(),
             dialed: AtomicU64::new(0),
@@ -185,6 +203,7 @@ impl Agents {
         let registration = self
             .registry
             .register(Backend::Native(agent.clone()), place);
+        let mut watch = self.sessions.watch();
         let ended = tokio::select! {
             ended = link.run() => match ended {
                 Ok(()) => "closed by the agent".to_owned(),
@@ -196,69 +215,15 @@ impl Agents {
             },
             () = agent.retired.cancelled() => "given up".to_owned(),
             () = context.shutdown.cancelled() => "this server is stopping".to_owned(),
+            () = watch.run(agent.session.as_deref()) => "the watch ended".to_owned(),
         };
+        if watch.is_away() && !context.shutdown.is_cancelled() {
+            self.sessions.count(ResumeOutcome::Expired);
+        }
         drop(registration);
         agent.retired.cancel();
         let open = agent.open.load(Ordering::Relaxed);
         info!(reason = ended, open, "agent disconnected");
-    }
-
-    /// Answers the introduction. Returns `None` if the agent is already connected.
-    async fn introduce<S>(&self, stream: &mut S) -> Result<Option<Introduced>, IntroductionError>
-    where
-        S: AsyncRead + AsyncWrite + Unpin,
-    {
-        let headers = hello::read(stream).await?;
-        let is_connected = hello::has_connected(&headers, &self.server_id);
-        let metadata = MetadataMap::from_headers(headers);
-        let mut hello = match Hello::from_metadata(&metadata) {
-            Ok(hello) => hello,
-            Err(text) => {
-                let refused = hello::refuse(stream, &text).await;
-                refused.map_err(HelloError::Io)?;
-                return Err(HelloError::Malformed(text).into());
-            }
-        };
-        if is_connected {
-            // Before the review of the token, so that searching agents cost little.
-            let answer = self.answer(*self.announced.borrow())?;
-            let answered = hello::already_connected(stream, &answer).await;
-            answered.map_err(HelloError::Io)?;
-            return Ok(None);
-        }
-        let place = match self.admit(&metadata, &mut hello).await {
-            Ok(place) => place,
-            Err(error) => {
-                let refused = hello::refuse(stream, &error.to_string()).await;
-                refused.map_err(HelloError::Io)?;
-                return Err(error.into());
-            }
-        };
-        let announced = *self.announced.borrow();
-        let mut answer = self.answer(announced)?;
-        let links = self.second_links.as_ref();
-        let second = links.map(|links| links.begin(place.identity(), &mut answer));
-        let accepted = hello::accept(stream, &answer).await;
-        accepted.map_err(HelloError::Io)?;
-        Ok(Some(Introduced {
-            hello,
-            place,
-            announcements: Announcements::after(announced, self.announced.clone()),
-            second,
-        }))
-    }
-
-    /// Returns the headers for an agent.
-    pub(super) fn answer(&self, announced: Announced) -> Result<HeaderMap, HelloError> {
-        let mut answer = HeaderMap::new();
-        let server_id = HeaderValue::try_from(&self.server_id)
-            .map_err(|_| HelloError::Malformed("the server id is not a header value".into()))?;
-        answer.insert("serverid", server_id);
-        answer.insert("servercount", announced.servers.into());
-        if announced.follows {
-            answer.insert(COUNT_PUSHED_HEADER, HeaderValue::from_static("1"));
-        }
-        Ok(answer)
     }
 }
 
@@ -270,15 +235,53 @@ impl NativeAgent {
         self.draining.load(Ordering::Relaxed)
     }
 
-    /// Returns true if the agent has not answered a probe, and has sent nothing since.
+    /// Returns true if no link for new dials is known to work.
     pub fn is_suspect(&self) -> bool {
-        self.suspicion.is_raised(self.inbound.heard())
+        self.is_tcp_suspect() && self.second_link().is_none()
     }
 
-    /// Resolves once the agent is suspect: it sends nothing, not even an answer to a PING.
+    /// Returns true if the agent has not answered a probe over TCP, and has sent nothing since, or if the agent is away.
+    fn is_tcp_suspect(&self) -> bool {
+        self.is_away() || self.suspicion.is_raised(self.inbound.heard())
+    }
+
+    /// Returns the second link if new dials belong there: the agent prefers the link, or its TCP connection does not
+    /// answer.
+    pub(super) fn second_link(&self) -> Option<Arc<Link>> {
+        let second = self.second.as_ref()?;
+        second.usable(self.is_tcp_suspect())
+    }
+
+    /// Returns true if the link to the agent broke, and has not resumed yet.
+    pub fn is_away(&self) -> bool {
+        self.session
+            .as_ref()
+            .is_some_and(|session| session.is_away())
+    }
+
+    /// Resolves once the agent is suspect: it sends nothing, not even an answer to a PING, or is away.
     pub async fn silent(&self) {
+        if self.second_link().is_some() {
+            // A dial over the second link moves to TCP by itself if the link does not answer.
+            return std::future::pending().await;
+        }
+        if self.is_away() {
+            return sleep(AWAY_CHECK).await;
+        }
         let probe = || self.inbound.probe();
-        self.suspicion.wait(|| self.inbound.heard(), probe).await;
+        let away = async {
+            match &self.session {
+                Some(session) => {
+                    let is_away = |state: &State| *state == State::Away;
+                    drop(session.state().wait_for(is_away).await);
+                }
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            _ = self.suspicion.wait(|| self.inbound.heard(), probe) => {}
+            () = away => {}
+        }
     }
 
     /// Returns the number of open connections.

@@ -39,7 +39,7 @@ pub(super) async fn dial(
     dial: &Dial,
     deadline: Instant,
 ) -> Option<Result<(FromAgent, ToAgent), StreamDialError>> {
-    let link = agent.second.as_ref()?.usable()?;
+    let link = agent.second_link()?;
     let dialed = timeout_at(deadline, over_quic(agent, &link, dial)).await;
     dialed.unwrap_or(Some(Err(StreamDialError::TimedOut)))
 }

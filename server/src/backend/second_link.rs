@@ -89,10 +89,12 @@ impl SecondLink {
         self.second.lock().link.is_some()
     }
 
-    /// Returns the link for a new dial; `None` if the dial belongs on the TCP connection.
-    pub(crate) fn usable(&self) -> Option<Arc<Link>> {
+    /// Returns the link for a new dial; `None` if the dial belongs on the TCP connection. `is_alone`: the TCP connection
+    /// does not answer.
+    pub(crate) fn usable(&self, is_alone: bool) -> Option<Arc<Link>> {
         let second = self.second.lock();
-        let link = second.link.as_ref().filter(|_| second.is_preferred)?;
+        let link = second.link.as_ref();
+        let link = link.filter(|_| is_alone || second.is_preferred)?;
         link.is_healthy().then(|| link.clone())
     }
 

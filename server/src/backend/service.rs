@@ -19,6 +19,7 @@ use tracing::{Instrument, info, info_span, warn};
 use super::agent::{AgentStream, Carrier, Hello, Limits, Outgoing};
 use super::announced::Announced;
 use super::identity::{AgentIdFrom, AgentPeer, AgentRefusal};
+use super::resume::Sessions;
 use super::second_link::SecondLinks;
 use super::{Backend, Place, Registration, Registry};
 use crate::listener::PeerConnection;
@@ -35,6 +36,8 @@ pub(crate) struct Agents {
     pub announced: watch::Receiver<Announced>,
     /// Limits of each stream.
     pub limits: Limits,
+    /// Sessions of native agents.
+    pub sessions: Arc<Sessions>,
     /// Checks agents' tokens; `None` if agents need no token.
     pub tokens: Option<Arc<Tokens>>,
     /// Source of agents' ids; `None` if agents choose their ids.
@@ -236,6 +239,7 @@ mod tests {
                 stall: Duration::from_secs(1),
                 excess: OverflowBudget::new(1, Gauge::noop(), Gauge::noop()),
             },
+            sessions: Sessions::new(Duration::ZERO, metrics.clone()),
             tokens: None,
             id_from,
             peer: AgentPeer::default(),

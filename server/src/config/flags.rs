@@ -133,6 +133,11 @@ pub(super) struct AgentFlags {
     #[arg(long, value_name = "NAME", default_value_t)]
     pub(super) link_congestion: LinkCongestion,
 
+    /// Time for which the connections of a Culvert agent wait when its link breaks; the agent resumes the link
+    /// meanwhile. 0 closes the connections at once
+    #[arg(long, value_name = "DURATION", default_value = "30s")]
+    pub(super) resume_grace: GoDuration,
+
     /// Unique id of this server; empty uses the environment variable PROXY_SERVER_ID, or else a random UUID
     #[arg(long, value_name = "ID", default_value = "")]
     pub(super) server_id: String,

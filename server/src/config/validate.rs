@@ -73,6 +73,7 @@ impl Flags {
         let graceful_shutdown_timeout = p.not_negative("graceful-shutdown-timeout", grace);
         let time = self.agents.keepalive_time;
         let keepalive_time = keepalive(p, "keepalive-time", time);
+        let resume_grace = p.not_negative("resume-grace", self.agents.resume_grace);
         let time = self.frontend.frontend_keepalive_time;
         let frontend_keepalive_time = keepalive(p, "frontend-keepalive-time", time);
         let server_id = p.header_value("server-id", self.agents.server_id.clone());
@@ -100,6 +101,7 @@ impl Flags {
             ready_without_agents: ops.ready_without_agents,
             keepalive_time,
             link_congestion: self.agents.link_congestion,
+            resume_grace,
             frontend_keepalive_time,
             server_id,
             server_count: self.agents.server_count,

@@ -12,6 +12,7 @@ use super::super::agent::Limits;
 use super::super::announced::Announced;
 use super::super::identity::{AgentIdFrom, AgentPeer};
 use super::super::registry::AgentLimits;
+use super::super::resume::Sessions;
 use super::super::second_link::SecondLinks;
 use super::*;
 use crate::listener::ADMISSION;
@@ -35,6 +36,7 @@ impl Server {
                 stall: Duration::from_secs(1),
                 excess: OverflowBudget::new(1, Gauge::noop(), Gauge::noop()),
             },
+            sessions: Sessions::new(Duration::ZERO, metrics.clone()),
             tokens: None,
             id_from: None,
             peer: AgentPeer::default(),
@@ -61,7 +63,7 @@ impl Server {
         let candidate = admission.enter(peer, Instant::now()).await.unwrap();
         let stream = admission.gate(stream, &candidate);
         self.agents
-            .serve_native(&self.context, stream, "peer", &candidate)
+            .serve_native(&self.context, stream, "peer", &candidate, None)
             .await;
     }
 

@@ -1,0 +1,178 @@
+//! The introduction of a native agent: authentication, and the answer.
+
+use std::sync::Arc;
+
+use culvert_native::COUNT_PUSHED_HEADER;
+use culvert_native::hello::{self, HelloError};
+use culvert_native::resume::{self, Binding, Offer, Ticket};
+use http::{HeaderMap, HeaderValue};
+use tokio::io::{AsyncRead, AsyncWrite};
+use tonic::metadata::MetadataMap;
+
+use super::super::Place;
+use super::super::agent::Hello;
+use super::super::announced::{Announced, Announcements};
+use super::super::identity::AgentRefusal;
+use super::super::resume::{Owner, Resumption};
+use super::super::second_link::SecondLink;
+use super::super::service::Agents;
+use crate::metrics::ResumeOutcome;
+
+/// Result of an introduction.
+pub(super) enum Introduced {
+    /// The agent is accepted.
+    New(Box<NewAgent>),
+    /// The agent is already connected.
+    Connected,
+    /// The connection continues a session.
+    Resumed(Resumption),
+    /// The agent asked for a session that does not exist here.
+    NotResumed,
+}
+
+/// An accepted agent.
+pub(super) struct NewAgent {
+    pub(super) hello: Hello,
+    pub(super) place: Place,
+    pub(super) announcements: Announcements,
+    pub(super) owner: Owner,
+    /// Ticket that the agent has received; `None` if the link cannot resume.
+    pub(super) ticket: Option<Ticket>,
+    /// The agent's second link, over QUIC. `None` if the server offers no QUIC.
+    pub(super) second: Option<Arc<SecondLink>>,
+}
+
+/// Reason why no agent was introduced.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum IntroductionError {
+    /// The peer did not complete an introduction.
+    #[error(transparent)]
+    Hello(#[from] HelloError),
+    /// The agent was refused.
+    #[error(transparent)]
+    Agent(#[from] AgentRefusal),
+}
+
+impl Agents {
+    /// Answers the introduction, except for a session that continues.
+    pub(super) async fn introduce<S>(
+        &self,
+        stream: &mut S,
+        binding: Option<Binding>,
+    ) -> Result<Introduced, IntroductionError>
+    where
+        S: AsyncRead + AsyncWrite + Unpin,
+    {
+        let headers = hello::read(stream).await?;
+        let offer = resume::offer(&headers)?;
+        let is_connected = hello::has_connected(&headers, &self.server_id);
+        let metadata = MetadataMap::from_headers(headers);
+        let mut hello = match Hello::from_metadata(&metadata) {
+            Ok(hello) => hello,
+            Err(text) => {
+                let refused = hello::refuse(stream, &text).await;
+                refused.map_err(HelloError::Io)?;
+                return Err(HelloError::Malformed(text).into());
+            }
+        };
+        let is_resumed = matches!(offer, Offer::Resume(_));
+        if let Offer::Resume(request) = &offer
+            && !request.is_for(&self.server_id)
+        {
+            // Before the review of the token: the agent asks the next server at once.
+            let answered = resume::misdirected(stream).await;
+            answered.map_err(HelloError::Io)?;
+            return Ok(Introduced::NotResumed);
+        }
+        if is_connected && !is_resumed {
+            // Before the review of the token, so that searching agents cost little.
+            let answer = self.answer(*self.announced.borrow())?;
+            let answered = hello::already_connected(stream, &answer).await;
+            answered.map_err(HelloError::Io)?;
+            return Ok(Introduced::Connected);
+        }
+        let identified = match self.authenticate(&metadata, &mut hello).await {
+            Ok(identity) if is_resumed => Ok((identity, None)),
+            Ok(identity) => {
+                let place = self.registry.place(identity.clone());
+                place
+                    .map(|place| (identity, Some(place)))
+                    .map_err(Into::into)
+            }
+            Err(error) => Err(error),
+        };
+        let (identity, place) = match identified {
+            Ok(identified) => identified,
+            Err(error) => {
+                if is_resumed {
+                    self.sessions.count(ResumeOutcome::Refused);
+                }
+                let refused = hello::refuse(stream, &error.to_string()).await;
+                refused.map_err(HelloError::Io)?;
+                return Err(error.into());
+            }
+        };
+        let owner = Owner {
+            agent_id: hello.agent_id.clone(),
+            identity,
+            common_name: self.peer.common_name(),
+        };
+        let Some(place) = place else {
+            return self.find(stream, &offer, &owner, binding.as_ref()).await;
+        };
+        let announced = *self.announced.borrow();
+        let mut answer = self.answer(announced)?;
+        let is_offered = offer == Offer::New && binding.is_some();
+        let ticket = is_offered.then(|| self.sessions.ticket()).flatten();
+        if let Some(ticket) = &ticket {
+            resume::add_ticket(&mut answer, ticket);
+        }
+        let links = self.second_links.as_ref();
+        let second = links.map(|links| links.begin(place.identity(), &mut answer));
+        let accepted = hello::accept(stream, &answer).await;
+        accepted.map_err(HelloError::Io)?;
+        let announcements = Announcements::after(announced, self.announced.clone());
+        Ok(Introduced::New(Box::new(NewAgent {
+            hello,
+            place,
+            announcements,
+            owner,
+            ticket,
+            second,
+        })))
+    }
+
+    /// Finds the session that an authenticated agent wants to resume. Answers if the session does not exist.
+    async fn find<S>(
+        &self,
+        stream: &mut S,
+        offer: &Offer,
+        owner: &Owner,
+        binding: Option<&Binding>,
+    ) -> Result<Introduced, IntroductionError>
+    where
+        S: AsyncWrite + Unpin,
+    {
+        if let Offer::Resume(request) = offer
+            && let Some(resumption) = self.sessions.find(request, owner, binding)
+        {
+            return Ok(Introduced::Resumed(resumption));
+        }
+        let answered = resume::over(stream).await;
+        answered.map_err(HelloError::Io)?;
+        Ok(Introduced::NotResumed)
+    }
+
+    /// Returns the headers for an agent.
+    pub(in crate::backend) fn answer(&self, announced: Announced) -> Result<HeaderMap, HelloError> {
+        let mut answer = HeaderMap::new();
+        let server_id = HeaderValue::try_from(&self.server_id)
+            .map_err(|_| HelloError::Malformed("the server id is not a header value".into()))?;
+        answer.insert("serverid", server_id);
+        answer.insert("servercount", announced.servers.into());
+        if announced.follows {
+            answer.insert(COUNT_PUSHED_HEADER, HeaderValue::from_static("1"));
+        }
+        Ok(answer)
+    }
+}

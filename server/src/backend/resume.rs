@@ -1,0 +1,310 @@
+//! The sessions of native agents that may continue on another connection; see [`culvert_native::resume`].
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use culvert_host::telemetry::metrics::GaugeGuard;
+use culvert_native::resume::{
+    Attached, Base, Binding, ResumableIo, ResumeRequest, Session, State, Ticket, answer_head, over,
+};
+use culvert_native::window::{Inbound, PING_TIMEOUT, Pings};
+use metrics::Gauge;
+use parking_lot::Mutex;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tracing::info;
+
+use crate::metrics::{ResumeOutcome, ServerMetrics};
+
+/// Transport of a native agent connection.
+pub(crate) trait Transport: AsyncRead + AsyncWrite + Unpin + Send {}
+
+impl<S: AsyncRead + AsyncWrite + Unpin + Send> Transport for S {}
+
+/// Transport of any type: a session may move between types.
+pub(crate) type AnyTransport = Box<dyn Transport>;
+
+/// Handle of the link of a native agent.
+pub(crate) type AgentSession = Session<AnyTransport>;
+
+/// The sessions of a server. Each belongs to a registered agent connection, so their number has the same limit.
+pub(crate) struct Sessions {
+    /// Value of `--resume-grace`; 0 disables resumption.
+    grace: Duration,
+    table: Mutex<HashMap<[u8; 16], Arc<Entry>>>,
+    metrics: Arc<ServerMetrics>,
+}
+
+/// Identity of an agent, which must be the same in the introduction and in each request to resume.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Owner {
+    /// Id of the agent.
+    pub agent_id: String,
+    /// Identity that the token or the certificate proves, or the claimed id.
+    pub identity: Arc<str>,
+    /// Common name of the certificate.
+    pub common_name: Option<Arc<str>>,
+}
+
+struct Entry {
+    ticket: Ticket,
+    owner: Owner,
+    session: Arc<AgentSession>,
+}
+
+/// Entry of a session; dropping the value removes the entry.
+pub(crate) struct SessionGuard {
+    sessions: Arc<Sessions>,
+    id: [u8; 16],
+}
+
+/// Session that a request has proven to own.
+pub(crate) struct Resumption {
+    entry: Arc<Entry>,
+    received: u64,
+}
+
+/// Follows the state of a session: logs breaks, and counts the agent as away until the value is dropped.
+pub(crate) struct AwayWatch {
+    gauge: Gauge,
+    away: Option<GaugeGuard>,
+}
+
+// === impl Sessions ===
+
+impl Sessions {
+    /// Creates an empty table. A session without a transport ends after `grace`; 0 disables resumption.
+    pub(crate) fn new(grace: Duration, metrics: Arc<ServerMetrics>) -> Arc<Self> {
+        Arc::new(Self {
+            grace,
+            table: Mutex::default(),
+            metrics,
+        })
+    }
+
+    /// Creates the ticket of a new session. Returns `None` if resumption is disabled.
+    pub(crate) fn ticket(&self) -> Option<Ticket> {
+        if self.grace.is_zero() {
+            return None;
+        }
+        Ticket::random()
+    }
+
+    /// Returns the times of pings. A link that may still resume is not given up because of an unanswered ping.
+    pub(crate) fn pings(&self, keepalive: Duration) -> Pings {
+        Pings {
+            timeout: PING_TIMEOUT.max(self.grace + PING_TIMEOUT / 4),
+            ..Pings::with_keepalive(keepalive)
+        }
+    }
+
+    /// Makes the link of an accepted agent resumable.
+    pub(crate) fn open(
+        self: &Arc<Self>,
+        transport: AnyTransport,
+        inbound: Arc<Inbound>,
+        ticket: Ticket,
+        owner: Owner,
+    ) -> (ResumableIo<AnyTransport>, SessionGuard) {
+        let stream = ResumableIo::accepting(transport, inbound, self.grace);
+        let id = ticket.id;
+        let entry = Entry {
+            ticket,
+            owner,
+            session: stream.session(),
+        };
+        self.table.lock().insert(id, Arc::new(entry));
+        let sessions = self.clone();
+        (stream, SessionGuard { sessions, id })
+    }
+
+    /// Returns the session of a request. Returns `None` if the session has ended, or the request does not prove that
+    /// the agent owns the session.
+    pub(crate) fn find(
+        &self,
+        request: &ResumeRequest,
+        owner: &Owner,
+        binding: Option<&Binding>,
+    ) -> Option<Resumption> {
+        let entry = self.table.lock().get(&request.id).cloned();
+        let Some(entry) = entry else {
+            self.count(ResumeOutcome::Unknown);
+            return None;
+        };
+        let proves = binding.is_some_and(|binding| entry.ticket.proves(request, binding));
+        if !proves || entry.owner != *owner {
+            self.count(ResumeOutcome::Refused);
+            info!(
+                agent = owner.agent_id,
+                "request to resume a session refused: the agent does not prove that the session is its own"
+            );
+            return None;
+        }
+        Some(Resumption {
+            entry,
+            received: request.received,
+        })
+    }
+
+    /// Continues a session on another transport.
+    pub(crate) async fn resume(&self, resumption: Resumption, transport: AnyTransport) {
+        let Resumption { entry, received } = resumption;
+        let attached = Attached {
+            transport,
+            base: Base::Answer {
+                received,
+                answer: answer_head,
+            },
+        };
+        match entry.session.attach(attached) {
+            Ok(()) => {
+                self.count(ResumeOutcome::Resumed);
+                info!(
+                    agent = entry.owner.agent_id,
+                    "the link to the agent resumed"
+                );
+            }
+            Err(mut refused) => {
+                self.count(ResumeOutcome::Unknown);
+                let _ = over(&mut refused.transport).await;
+            }
+        }
+    }
+
+    /// Counts a request to resume, or a session that ended without one.
+    pub(crate) fn count(&self, outcome: ResumeOutcome) {
+        self.metrics.resumes.get(outcome).increment(1);
+    }
+
+    /// Returns a watch for the session of one agent.
+    pub(crate) fn watch(&self) -> AwayWatch {
+        AwayWatch {
+            gauge: self.metrics.agents_away.clone(),
+            away: None,
+        }
+    }
+}
+
+// === impl AwayWatch ===
+
+impl AwayWatch {
+    /// Returns true if the agent is away.
+    pub(crate) fn is_away(&self) -> bool {
+        self.away.is_some()
+    }
+
+    /// Follows a session. Never ends. Cancel safe.
+    pub(crate) async fn run(&mut self, session: Option<&AgentSession>) {
+        let Some(session) = session else {
+            return std::future::pending().await;
+        };
+        let mut state = session.state();
+        loop {
+            match (*state.borrow_and_update(), &self.away) {
+                (State::Away, None) => {
+                    self.away = Some(GaugeGuard::new(&self.gauge));
+                    info!("the link to the agent broke; waiting for the agent to resume");
+                }
+                (State::Attached | State::Silent, Some(_)) => self.away = None,
+                _ => {}
+            }
+            if state.changed().await.is_err() {
+                return std::future::pending().await;
+            }
+        }
+    }
+}
+
+impl Drop for SessionGuard {
+    fn drop(&mut self) {
+        self.sessions.table.lock().remove(&self.id);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use culvert_native::resume::{Offer, add_request, offer};
+    use http::HeaderMap;
+    use tokio::io::{AsyncReadExt as _, duplex};
+
+    use super::*;
+
+    const BINDING: Binding = [3; 32];
+
+    fn owner(agent_id: &str, identity: &str, common_name: Option<&str>) -> Owner {
+        Owner {
+            agent_id: agent_id.to_owned(),
+            identity: identity.into(),
+            common_name: common_name.map(Into::into),
+        }
+    }
+
+    fn request(ticket: &Ticket) -> ResumeRequest {
+        let mut headers = HeaderMap::new();
+        add_request(&mut headers, ticket, "s", &BINDING, 0);
+        match offer(&headers).unwrap() {
+            Offer::Resume(request) => request,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn sessions(grace: u64) -> Arc<Sessions> {
+        let metrics = Arc::new(ServerMetrics::new(&[]).unwrap());
+        Sessions::new(Duration::from_secs(grace), metrics)
+    }
+
+    fn counted(sessions: &Sessions, outcome: &str) -> bool {
+        let line = format!("culvert_agent_resumes_total{{outcome=\"{outcome}\"}} 0\n");
+        !sessions.metrics.registry().render().contains(&line)
+    }
+
+    #[tokio::test]
+    async fn only_the_owner_of_a_session_finds_it_and_only_while_it_exists() {
+        let sessions = sessions(30);
+        let ticket = sessions.ticket().unwrap();
+        let own = owner("a", "pod", Some("name"));
+        let (near, _far) = duplex(64);
+        let opened = sessions.open(Box::new(near), Arc::default(), ticket.clone(), own.clone());
+        let request = request(&ticket);
+        assert!(sessions.find(&request, &own, Some(&BINDING)).is_some());
+        for foreign in [
+            owner("b", "pod", Some("name")),
+            owner("a", "other", Some("name")),
+            owner("a", "pod", None),
+        ] {
+            let found = sessions.find(&request, &foreign, Some(&BINDING));
+            assert!(found.is_none(), "{foreign:?}");
+        }
+        for binding in [None, Some(&[4; 32])] {
+            assert!(sessions.find(&request, &own, binding).is_none());
+        }
+        assert!(counted(&sessions, "refused") && !counted(&sessions, "unknown"));
+        drop(opened);
+        assert!(sessions.find(&request, &own, Some(&BINDING)).is_none());
+        assert!(counted(&sessions, "unknown") && sessions.table.lock().is_empty());
+    }
+
+    #[tokio::test]
+    async fn request_for_a_session_that_ends_meanwhile_is_answered() {
+        let sessions = sessions(30);
+        let ticket = sessions.ticket().unwrap();
+        let own = owner("a", "a", None);
+        let (near, _far) = duplex(64);
+        let opened = sessions.open(Box::new(near), Arc::default(), ticket.clone(), own.clone());
+        let found = sessions.find(&request(&ticket), &own, Some(&BINDING));
+        drop(opened);
+        let (near, mut far) = duplex(1024);
+        sessions.resume(found.unwrap(), Box::new(near)).await;
+        let mut answer = String::new();
+        far.read_to_string(&mut answer).await.unwrap();
+        assert!(answer.starts_with("HTTP/1.1 409 "), "{answer}");
+        assert!(!counted(&sessions, "resumed"));
+    }
+
+    #[test]
+    fn grace_of_zero_disables_resumption() {
+        assert!(sessions(0).ticket().is_none());
+    }
+}

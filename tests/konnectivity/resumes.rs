@@ -1,0 +1,404 @@
+//! Links between our own server and agent that break and resume.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use culvert_kit::client::BoxedStream;
+use culvert_kit::pattern::Verifier;
+use culvert_kit::pki::CLUSTER_NAME;
+use culvert_kit::services::Services;
+use culvert_tests::balancer::Balancer;
+use culvert_tests::kube_api::{KubeApi, TokenStatus};
+use culvert_tests::link::{self, Conditions, FAR, Link};
+use culvert_tests::metrics::Metrics;
+use culvert_tests::namespace::{alone, hosts};
+use culvert_tests::{Executable, Mode, Signal, Topology, Transport, eventually};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::task::JoinSet;
+use tokio::time::{Instant, sleep};
+
+use crate::introductions::answer_to;
+use crate::support::*;
+
+/// Number of streams under a broken link.
+const STREAMS: usize = 100;
+
+/// The default, which the harness shortens.
+const GRACE: &str = "--resume-grace=30s";
+
+/// Size of an endless download, in bytes.
+const BULK: u64 = 1 << 40;
+
+/// Starts servers, a balancer before them, and an agent that reaches the servers through the balancer.
+async fn start(servers: usize, server_args: &[&str], agent_args: &[&str]) -> (Topology, Balancer) {
+    let builder = Topology::builder(Mode::HttpConnect, Transport::Uds).servers(servers);
+    let builder = builder.server_args(&[GRACE]).server_args(server_args);
+    let mut topology = builder.start().await;
+    let backends: Vec<SocketAddr> = (0..servers).map(|at| topology.agent_address(at)).collect();
+    let balancer = Balancer::start(backends).await;
+    let port = format!("--proxy-server-port={}", balancer.addr().port());
+    let args = [&[port.as_str(), GRACE], agent_args].concat();
+    topology.add_agent(Executable::Ours, &args).await;
+    topology.wait_for_agents().await;
+    (topology, balancer)
+}
+
+fn resumes(metrics: &Metrics, outcome: &str) -> f64 {
+    value(
+        metrics,
+        "culvert_agent_resumes_total",
+        &[("outcome", outcome)],
+    )
+}
+
+/// Waits until the first server has counted `count` requests with the outcome.
+async fn resumed(topology: &Topology, outcome: &str, count: f64) {
+    eventually(&format!("{count} links {outcome}"), LIMIT, async || {
+        let seen = resumes(&topology.server_metrics(0).await, outcome);
+        (seen >= count).then_some(()).ok_or(seen)
+    })
+    .await;
+}
+
+async fn away(topology: &Topology, count: f64) {
+    eventually(&format!("{count} agents are away"), LIMIT, async || {
+        let seen = value(
+            &topology.server_metrics(0).await,
+            "culvert_agents_away",
+            &[],
+        );
+        (seen == count).then_some(()).ok_or(seen)
+    })
+    .await;
+}
+
+fn closed(metrics: &Metrics) -> f64 {
+    let of_reason = |reason| {
+        let name = "culvert_connections_closed_total";
+        value(metrics, name, &[("reason", reason)])
+    };
+    of_reason("agent_lost") + of_reason("server_lost")
+}
+
+/// Streams with traffic in both directions whose every byte is verified, until the end of the load.
+struct Load {
+    stop: Arc<AtomicBool>,
+    tasks: JoinSet<(u64, Duration)>,
+}
+
+impl Load {
+    /// Opens [`STREAMS`] streams: every tenth is a download, the others are echoes.
+    async fn start(topology: &Topology, services: &Services) -> Self {
+        let (stop, mut tasks) = (Arc::new(AtomicBool::new(false)), JoinSet::new());
+        for stream in 0..STREAMS {
+            let opened = open(topology, &services.raw.to_string()).await;
+            match stream % 10 {
+                0 => tasks.spawn(download(opened, stop.clone())),
+                _ => tasks.spawn(echo(opened, stop.clone())),
+            };
+        }
+        Self { stop, tasks }
+    }
+
+    /// Ends the load, and returns the longest time without an answer.
+    async fn finish(self) -> Duration {
+        self.stop.store(true, Ordering::Relaxed);
+        let ended = timely("the end of the load", self.tasks.join_all()).await;
+        assert_eq!(ended.len(), STREAMS);
+        assert!(ended.iter().all(|(bytes, _)| *bytes > 0));
+        ended.into_iter().map(|(_, gap)| gap).max().unwrap()
+    }
+}
+
+async fn download(mut stream: BoxedStream, stop: Arc<AtomicBool>) -> (u64, Duration) {
+    let command = format!("download {BULK}\n");
+    stream.write_all(command.as_bytes()).await.unwrap();
+    stream.flush().await.unwrap();
+    let (mut verifier, mut buffer, mut gap) =
+        (Verifier::default(), vec![0; 65_536], Duration::ZERO);
+    while !stop.load(Ordering::Relaxed) {
+        let started = Instant::now();
+        let count = stream.read(&mut buffer).await.unwrap();
+        assert_ne!(count, 0, "a download was cut");
+        gap = gap.max(started.elapsed());
+        assert_eq!(verifier.feed(&buffer[..count]), Ok(()));
+    }
+    (verifier.verified(), gap)
+}
+
+async fn echo(mut stream: BoxedStream, stop: Arc<AtomicBool>) -> (u64, Duration) {
+    stream.write_all(b"echo\n").await.unwrap();
+    let (mut rounds, mut gap) = (0_u64, Duration::ZERO);
+    while !stop.load(Ordering::Relaxed) {
+        let started = Instant::now();
+        let sent: Vec<u8> = (0..2000_u64).map(|at| (at * 7 + rounds) as u8).collect();
+        stream.write_all(&sent).await.unwrap();
+        stream.flush().await.unwrap();
+        let mut back = vec![0; sent.len()];
+        stream.read_exact(&mut back).await.unwrap();
+        assert!(back == sent, "wrong bytes in round {rounds}");
+        gap = gap.max(started.elapsed());
+        rounds += 1;
+        sleep(Duration::from_millis(20)).await;
+    }
+    (rounds, gap)
+}
+
+#[tokio::test]
+async fn reset_links_cut_no_stream_and_change_no_byte() {
+    let services = Services::start().await.unwrap();
+    let (topology, balancer) = start(1, &[], &[]).await;
+    let load = Load::start(&topology, &services).await;
+    for count in 1..=10 {
+        balancer.reset();
+        resumed(&topology, "resumed", f64::from(count)).await;
+    }
+    let gap = load.finish().await;
+    println!("longest gap after a reset: {gap:?}");
+    assert!(gap < Duration::from_secs(6), "{gap:?}");
+    for metrics in [
+        topology.server_metrics(0).await,
+        topology.agent_metrics(0).await,
+    ] {
+        assert_eq!(closed(&metrics), 0.0, "{}", metrics.text());
+    }
+    server_shows(&topology, "ready_backends", &[], 1.0).await;
+}
+
+#[tokio::test]
+async fn link_to_one_of_several_servers_finds_the_server_again() {
+    let services = Services::start().await.unwrap();
+    let (topology, balancer) = start(3, &[], &[]).await;
+    let load = Load::start(&topology, &services).await;
+    for _ in 0..3 {
+        balancer.reset();
+        eventually("all links have resumed", LIMIT, async || {
+            let metrics = topology.agent_metrics(0).await;
+            let links = value(&metrics, &agent_name("open_server_connections"), &[]);
+            let missing = value(&metrics, "culvert_servers_away", &[]);
+            (links == 3.0 && missing == 0.0)
+                .then_some(())
+                .ok_or_else(|| format!("{links} links, {missing} away"))
+        })
+        .await;
+    }
+    load.finish().await;
+    assert_eq!(closed(&topology.agent_metrics(0).await), 0.0);
+}
+
+#[test]
+fn silence_of_the_link_ends_with_another_connection() {
+    if !link::is_possible() {
+        return;
+    }
+    alone(async || {
+        let link = Link::start(Conditions::default(), 1).unwrap();
+        let services = Services::start().await.unwrap();
+        hosts(&[(CLUSTER_NAME, FAR)]);
+        let host = format!("--proxy-server-host={CLUSTER_NAME}");
+        let topology = Topology::builder(Mode::HttpConnect, Transport::Uds)
+            .servers(1)
+            .server_args(&["--agent-bind-address=0.0.0.0", GRACE])
+            .agent_args(&[&host, GRACE])
+            .agents(1)
+            .start()
+            .await;
+        let load = Load::start(&topology, &services).await;
+        link.set_dark(true);
+        let outage = Duration::from_secs(5);
+        sleep(outage).await;
+        link.set_dark(false);
+        resumed(&topology, "resumed", 1.0).await;
+        let gap = load.finish().await;
+        println!("longest gap after {outage:?} of silence: {gap:?}");
+        assert!(gap < outage + Duration::from_secs(6), "{gap:?}");
+        assert_eq!(closed(&topology.server_metrics(0).await), 0.0);
+    });
+}
+
+#[tokio::test]
+async fn dial_during_a_break_waits_for_the_only_agent() {
+    let services = Services::start().await.unwrap();
+    let (topology, balancer) = start(1, &[], &[]).await;
+    let mut innocent = Innocent::open(&topology, services.raw).await;
+    balancer.set(Vec::new());
+    balancer.reset();
+    away(&topology, 1.0).await;
+    let front = topology.front_end().clone();
+    let target = services.raw.to_string();
+    let dial = tokio::spawn(async move {
+        let dialed = culvert_kit::client::connect(&front, &target, LIMIT).await;
+        dialed.map(|_| ()).map_err(|error| error.to_string())
+    });
+    server_shows(&topology, "pending_backend_dials", &[], 1.0).await;
+    server_shows(&topology, "ready_backends", &[], 1.0).await;
+    balancer.set(vec![topology.agent_address(0)]);
+    timely("the dial", dial).await.unwrap().unwrap();
+    innocent.still_echoes("a break").await;
+    away(&topology, 0.0).await;
+}
+
+#[tokio::test]
+async fn dial_during_a_break_goes_to_another_agent() {
+    let services = Services::start().await.unwrap();
+    let (mut topology, balancer) = start(1, &[], &[]).await;
+    let port = format!("--proxy-server-port={}", topology.agent_address(0).port());
+    topology.add_agent(Executable::Ours, &[&port]).await;
+    topology.wait_for_agents().await;
+    balancer.set(Vec::new());
+    balancer.reset();
+    away(&topology, 1.0).await;
+    let mut later = Vec::new();
+    for _ in 0..5 {
+        later.push(Innocent::open(&topology, services.raw).await);
+    }
+    let metrics = topology.agent_metrics(1).await;
+    let open = value(&metrics, &agent_name("open_endpoint_connections"), &[]);
+    assert_eq!(open, 5.0);
+}
+
+#[tokio::test]
+async fn link_that_does_not_resume_in_time_ends_its_connections_once() {
+    let services = Services::start().await.unwrap();
+    let grace = "--resume-grace=2s";
+    let (topology, balancer) = start(1, &[grace], &[grace]).await;
+    let mut stream = open(&topology, &services.raw.to_string()).await;
+    balancer.set(Vec::new());
+    let started = Instant::now();
+    balancer.reset();
+    read_rest(&mut stream).await;
+    assert!(started.elapsed() >= Duration::from_secs(2));
+    server_is_idle(&topology).await;
+    resumed(&topology, "expired", 1.0).await;
+    agent_shows(&topology, "open_endpoint_connections", &[], 0.0).await;
+    for metrics in [
+        topology.server_metrics(0).await,
+        topology.agent_metrics(0).await,
+    ] {
+        assert_eq!(closed(&metrics), 1.0, "{}", metrics.text());
+    }
+    away(&topology, 0.0).await;
+    balancer.set(vec![topology.agent_address(0)]);
+    server_shows(&topology, "ready_backends", &[], 1.0).await;
+    Innocent::open(&topology, services.raw).await;
+}
+
+#[tokio::test]
+async fn grace_of_zero_on_either_side_cuts_at_once() {
+    let services = Services::start().await.unwrap();
+    let (off, none) = ("--resume-grace=0", "--resume-grace=30s");
+    for (server, agent) in [(off, none), (none, off)] {
+        let (topology, balancer) = start(1, &[server], &[agent]).await;
+        let mut stream = open(&topology, &services.raw.to_string()).await;
+        let started = Instant::now();
+        balancer.reset();
+        read_rest(&mut stream).await;
+        assert!(started.elapsed() < Duration::from_secs(20));
+        assert_eq!(closed(&topology.server_metrics(0).await), 1.0);
+        resumed(&topology, "resumed", 0.0).await;
+    }
+}
+
+#[tokio::test]
+async fn stopped_programs_end_their_sessions_at_once() {
+    let services = Services::start().await.unwrap();
+    let (mut topology, _balancer) = start(1, &["--graceful-shutdown-timeout=0"], &[]).await;
+    let mut stream = open(&topology, &services.raw.to_string()).await;
+    let started = Instant::now();
+    topology.server(0).signal(Signal::TERM);
+    agent_shows(&topology, "open_endpoint_connections", &[], 0.0).await;
+    agent_shows(&topology, "open_server_connections", &[], 0.0).await;
+    read_rest(&mut stream).await;
+    assert!(started.elapsed() < Duration::from_secs(20));
+}
+
+#[tokio::test]
+async fn agent_drains_although_its_link_is_broken() {
+    let services = Services::start().await.unwrap();
+    let (mut topology, balancer) = start(1, &[], &["--drain-linger=0"]).await;
+    let mut innocent = Innocent::open(&topology, services.raw).await;
+    balancer.set(Vec::new());
+    balancer.reset();
+    away(&topology, 1.0).await;
+    topology.agent(0).signal(Signal::TERM);
+    topology.agent(0).wait_for_log("draining", LIMIT).await;
+    balancer.set(vec![topology.agent_address(0)]);
+    innocent.still_echoes("a drain during a break").await;
+    let drains = [("segment", "from_agent"), ("packet_type", "DRAIN")];
+    server_shows(&topology, "stream_packets_total", &drains, 1.0).await;
+    drop(innocent);
+    server_shows(&topology, "ready_backends", &[], 0.0).await;
+    assert_eq!(closed(&topology.server_metrics(0).await), 0.0);
+}
+
+#[tokio::test]
+async fn agent_whose_token_is_no_longer_accepted_does_not_resume() {
+    const USER: &str = "system:serviceaccount:kube-system:konnectivity-agent";
+    let services = Services::start().await.unwrap();
+    let api = KubeApi::start().await;
+    api.token("good", TokenStatus::user(USER).audiences(&["audience"]));
+    api.token("revoked", TokenStatus::rejected("revoked"));
+    let files = tempfile::tempdir().unwrap();
+    let token = files.path().join("token");
+    std::fs::write(&token, "good").unwrap();
+    let server_args = [
+        "--agent-namespace=kube-system".to_owned(),
+        "--agent-service-account=konnectivity-agent".to_owned(),
+        "--authentication-audience=audience".to_owned(),
+        format!("--kubeconfig={}", api.kubeconfig(files.path()).display()),
+        "--resume-grace=5s".to_owned(),
+        // Agents prove who they are by their tokens.
+        "--cluster-ca-cert=".to_owned(),
+    ];
+    let server_args: Vec<&str> = server_args.iter().map(String::as_str).collect();
+    let token_flag = format!("--service-account-token-path={}", token.display());
+    let (topology, balancer) = start(1, &server_args, &[&token_flag, "--resume-grace=5s"]).await;
+    let mut stream = open(&topology, &services.raw.to_string()).await;
+    std::fs::write(&token, "revoked").unwrap();
+    balancer.reset();
+    resumed(&topology, "refused", 1.0).await;
+    read_rest(&mut stream).await;
+    resumed(&topology, "expired", 1.0).await;
+    let metrics = topology.server_metrics(0).await;
+    assert_eq!(resumes(&metrics, "resumed"), 0.0);
+    server_shows(&topology, "ready_backends", &[], 0.0).await;
+}
+
+/// Returns the introduction of an agent with these additional lines.
+fn introduction(lines: &str) -> Vec<u8> {
+    // Recorded from an agent of the previous version.
+    let recorded = "GET /agent HTTP/1.1\r\nhost: culvert\r\nconnection: upgrade\r\nupgrade: culvert/1\r\n\
+        agentid: stranger\r\nagentidentifiers: \r\nculvert-half-close: 1\r\n";
+    format!("{recorded}{lines}\r\n").into_bytes()
+}
+
+#[tokio::test]
+async fn requests_without_a_session_are_refused_and_disturb_no_session() {
+    let services = Services::start().await.unwrap();
+    let mut topology = Topology::simple(Mode::HttpConnect, Transport::Uds).await;
+    let mut innocent = Innocent::open(&topology, services.raw).await;
+    let (id, proof) = ("00".repeat(16), "00".repeat(32));
+    let request = |server: &str, value: &str| {
+        introduction(&format!(
+            "culvert-server: {server}\r\nculvert-resume: {value}\r\n"
+        ))
+    };
+    let valid = format!("{id}.{proof}.0");
+    let cases = [
+        (request("server-0", &valid), "HTTP/1.1 409 "),
+        (request("server-1", &valid), "HTTP/1.1 421 "),
+        (request("server-0", "a.b.c"), ""),
+        (introduction(&format!("culvert-resume: {valid}\r\n")), ""),
+    ];
+    for (request, expected) in cases {
+        let answer = answer_to(&topology, &request).await;
+        let is_expected = answer.starts_with(expected) && answer.is_empty() == expected.is_empty();
+        assert!(is_expected, "{answer}");
+        innocent.still_echoes("a request to resume").await;
+    }
+    resumed(&topology, "unknown", 1.0).await;
+    server_shows(&topology, "ready_backends", &[], 1.0).await;
+    assert_unharmed(&mut topology);
+}
