@@ -385,6 +385,32 @@ fn old_tunnel_is_removed_after_the_switch_to_the_new_one() {
     assert!(text.contains(sidecar), "{text}");
 }
 
+#[test]
+fn nodes_are_replaced_between_the_new_address_of_the_agents_and_their_rollout() {
+    for (from, to) in [
+        (Side::NodePort, Side::LoadBalancer),
+        (Side::LoadBalancer, Side::Tunneling),
+        (Side::Tunneling, Side::NodePort),
+    ] {
+        let text = plan_text(from, to).unwrap();
+        let order = [
+            "--part=certificates",
+            "--part=services",
+            "rollout status deployment apiserver",
+            "# write USER again",
+            "--part=agent",
+            "get machinedeployments",
+            "rollout status deployment konnectivity-agent",
+        ];
+        let mut rest = text.as_str();
+        for part in order {
+            let found = rest.split_once(part);
+            let (_, after) = found.unwrap_or_else(|| panic!("no {part} in {rest}"));
+            rest = after;
+        }
+    }
+}
+
 /// Returns the commands of `culvert` in a text, without the program name.
 fn commands(text: &str) -> Vec<String> {
     let lines = text

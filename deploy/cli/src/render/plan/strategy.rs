@@ -50,12 +50,6 @@ pub(super) fn change(from: Side, to: Side, target: &Target<'_>, file: &str) -> V
             "nothing to undo",
         )),
     }
-    steps.push(Step::new(
-        "Issue the certificates of kube-apiserver and server again, with the new names and addresses.",
-        &[apply(file, "", &["certificates"], SEED)],
-        "",
-        "keep the old Secrets until the last step",
-    ));
     if to == Side::Tunneling {
         steps.push(Step::new(
             "Start the node tunnel on every node.",
@@ -67,6 +61,18 @@ pub(super) fn change(from: Side, to: Side, target: &Target<'_>, file: &str) -> V
             format!("{USER} -n kube-system delete daemonset envoy-agent"),
         ));
     }
+    // Both strategies with the seed's front door have the same names.
+    let is_other_name = from == Side::LoadBalancer || to == Side::LoadBalancer;
+    steps.push(Step::new(
+        "Issue the certificates of kube-apiserver and server again, with the new names and addresses. Go on at once.",
+        &[apply(file, "", &["certificates"], SEED)],
+        if is_other_name {
+            "nothing, but clients of the old address fail when kube-apiserver reads its new certificate"
+        } else {
+            ""
+        },
+        "put the old Secrets back",
+    ));
     let spec = match from {
         Side::Tunneling => format!(
             "{SEED} patch cluster {id} --type=merge -p '{{\"spec\":{{\"exposeStrategy\":\"{}\",\"clusterNetwork\":{{\"tunnelingAgentIP\":\"\"}}}}}}'  # KKP only",
@@ -86,22 +92,24 @@ pub(super) fn change(from: Side, to: Side, target: &Target<'_>, file: &str) -> V
         format!("apply the cluster file of {} with the same commands", from.name()),
     ));
     steps.push(Step::new(
-        "Point the agents to the new address.",
+        "Give all users new kubeconfigs, and give the agents the new address.",
         &[
+            "# write USER again, with the new address".to_owned(),
             apply(file, "", &["agent"], USER),
-            format!("{USER} -n kube-system rollout status deployment {agent}"),
         ],
-        "the agents, one after the other",
+        "the agents, as soon as their kubelets reach the new address",
         format!(
             "apply the part agent of the cluster file of {}",
             from.name()
         ),
     ));
     steps.push(Step::new(
-        "Give all users new kubeconfigs, and replace every node: kubelets keep the old address.",
-        &[format!(
-            "{USER} -n kube-system get machinedeployments -o name  # restart each rollout"
-        )],
+        "Replace every node: kubelets keep the old address. Until then, the tunnel has no agents.",
+        &[
+            format!("{USER} -n kube-system get machinedeployments -o name"),
+            "# restart each rollout".to_owned(),
+            format!("{USER} -n kube-system rollout status deployment {agent}"),
+        ],
         "every node",
         "replace the nodes again after the way back",
     ));
@@ -112,6 +120,10 @@ pub(super) fn change(from: Side, to: Side, target: &Target<'_>, file: &str) -> V
             &[
                 format!("{SEED} -n {namespace} delete deployment {namespaced}"),
                 format!("{SEED} -n {namespace} delete service front-loadbalancer"),
+                format!("{SEED} -n {namespace} delete pdb nodeport-proxy-envoy"),
+                format!(
+                    "{SEED} -n {namespace} delete serviceaccount,role,rolebinding nodeport-proxy"
+                ),
             ],
             "",
             "a new load balancer has a new address",

@@ -24,7 +24,7 @@ pub(super) fn patch_apiserver(target: &Target<'_>, file: &str, values: &str) -> 
     vec![
         format!("culvert render {file} {values} --part=server --part=apiserver --part=egress --output-dir=rendered"),
         format!("{SEED} apply -f rendered/seed-egress.yaml -f rendered/seed-apiserver.yaml"),
-        "# put the flags of rendered/seed-apiserver.yaml into the arguments of kube-apiserver in rendered/seed-server-patch.yaml".to_owned(),
+        "# put the flags of rendered/seed-apiserver.yaml into the arguments of kube-apiserver in rendered/seed-server-patch.yaml, and the value of --secure-port into its probes".to_owned(),
         format!("{SEED} -n {namespace} patch deployment apiserver --patch-file rendered/seed-server-patch.yaml"),
         format!("{SEED} -n {namespace} rollout status deployment apiserver"),
     ]
@@ -39,9 +39,20 @@ fn restore_apiserver(target: &Target<'_>, file: &str, values: &str) -> String {
     )
 }
 
+/// Returns the commands that give the node tunnels the ports of another tunnel; none without node tunnels.
+fn node_tunnel(target: &Target<'_>, file: &str, values: &str) -> Vec<String> {
+    if !target.cluster.is_tunneling() {
+        return Vec::new();
+    }
+    vec![
+        apply(file, values, &["node-tunnel"], USER),
+        format!("{USER} -n kube-system rollout status daemonset envoy-agent"),
+    ]
+}
+
 fn switch(target: &Target<'_>, mode: &str) -> String {
     format!(
-        "{SEED} -n {} exec deployment/openvpn-server -- culvert switch --admin-uds=/run/culvert/admin.sock --to={mode} --wait",
+        "{SEED} -n {} exec deployment/openvpn-server -- culvert switch --admin-uds=/run/culvert/admin.sock --to={mode}",
         target.namespace
     )
 }
@@ -99,13 +110,13 @@ pub(super) fn to_konnectivity(target: &Target<'_>, file: &str) -> Vec<Step> {
                 apply(file, new, &["rbac", "agent"], USER),
                 format!("{USER} -n kube-system rollout status deployment konnectivity-agent"),
                 status(target),
-                "# konnectivity must be healthy".to_owned(),
+                "# repeat the command until konnectivity is healthy".to_owned(),
             ],
             "",
             remove_agents.clone(),
         ),
         Step::new(
-            "Switch new connections to the agents; open connections may finish.",
+            "Switch new connections to the agents. Open connections stay until kube-apiserver restarts, at most 5 minutes.",
             &[switch(target, "konnectivity")],
             "",
             switch(target, "openvpn"),
@@ -127,15 +138,23 @@ pub(super) fn to_konnectivity(target: &Target<'_>, file: &str) -> Vec<Step> {
         Step::new(
             "Remove the OpenVPN tunnel.",
             &[
-                format!("{USER} -n kube-system delete deployment openvpn-client"),
-                format!("{SEED} -n {namespace} delete deployment,service openvpn-server"),
-                format!("{SEED} -n {namespace} delete service culvert-front-end"),
-                format!("{SEED} -n {namespace} delete configmap openvpn-client-configs"),
-                format!(
-                    "{SEED} -n {namespace} delete networkpolicy openvpn-server-allow --ignore-not-found"
-                ),
-            ],
-            "with Tunneling: the node tunnel, without its port 1194",
+                vec![
+                    format!("{USER} -n kube-system delete deployment openvpn-client"),
+                    format!("{SEED} -n {namespace} delete deployment,service openvpn-server"),
+                    format!("{SEED} -n {namespace} delete service culvert-front-end"),
+                    format!("{SEED} -n {namespace} delete configmap openvpn-client-configs"),
+                    format!(
+                        "{SEED} -n {namespace} delete networkpolicy openvpn-server-allow --ignore-not-found"
+                    ),
+                ],
+                node_tunnel(target, file, new),
+            ]
+            .concat(),
+            if target.cluster.is_tunneling() {
+                "the node tunnels, without port 1194"
+            } else {
+                ""
+            },
             "run the plan from konnectivity to openvpn",
         ),
     ]
@@ -154,14 +173,24 @@ pub(super) fn to_openvpn(target: &Target<'_>, file: &str) -> Vec<Step> {
         Step::new(
             "Start the OpenVPN server, and expose it.",
             &[
-                format!(
-                    "culvert render {file} {new} --part=server --part=services --part=rbac --part=node-tunnel --output-dir=rendered"
-                ),
-                format!("{SEED} apply -f rendered/seed-server.yaml -f rendered/seed-services.yaml"),
-                format!("{USER} apply -f rendered/user-rbac.yaml"),
-                format!("{SEED} -n {namespace} rollout status deployment openvpn-server"),
-            ],
-            "with Tunneling: the node tunnel, with its new port 1194, after kubectl apply of rendered/user-node-tunnel.yaml",
+                vec![
+                    format!(
+                        "culvert render {file} {new} --part=server --part=services --part=rbac --output-dir=rendered"
+                    ),
+                    format!(
+                        "{SEED} apply -f rendered/seed-server.yaml -f rendered/seed-services.yaml"
+                    ),
+                    format!("{USER} apply -f rendered/user-rbac.yaml"),
+                    format!("{SEED} -n {namespace} rollout status deployment openvpn-server"),
+                ],
+                node_tunnel(target, file, new),
+            ]
+            .concat(),
+            if target.cluster.is_tunneling() {
+                "the node tunnels, with the new port 1194"
+            } else {
+                ""
+            },
             format!("{SEED} -n {namespace} delete deployment,service openvpn-server"),
         ),
         Step::new(
@@ -170,7 +199,7 @@ pub(super) fn to_openvpn(target: &Target<'_>, file: &str) -> Vec<Step> {
                 apply(file, new, &["agent"], USER),
                 format!("{USER} -n kube-system rollout status deployment openvpn-client"),
                 status(target),
-                "# openvpn must be healthy".to_owned(),
+                "# repeat the command until openvpn is healthy".to_owned(),
             ],
             "",
             format!("{USER} -n kube-system delete deployment openvpn-client"),
