@@ -4,6 +4,7 @@ mod dry_run;
 mod isolation;
 mod leases;
 mod releases;
+mod scale;
 mod tokens;
 pub(crate) mod traffic;
 
@@ -75,4 +76,12 @@ pub(crate) fn all() -> Vec<(String, Case<Lab>)> {
         case!(leases::agent_counts_servers_by_their_leases),
     ]);
     cases
+}
+
+/// Returns the cases with hundreds of objects.
+pub(crate) fn scale() -> Vec<(String, Case<Lab>)> {
+    vec![
+        case!(scale::server_follows_hundreds_of_nodes),
+        case!(scale::front_door_serves_hundreds_of_services),
+    ]
 }

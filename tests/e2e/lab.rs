@@ -12,6 +12,7 @@ pub(crate) mod far_side;
 pub(crate) mod kubectl;
 pub(crate) mod load;
 pub(crate) mod pki;
+pub(crate) mod tenant;
 
 mod control_plane;
 mod rotation;
@@ -97,10 +98,13 @@ impl Lab {
         let node = Namespace::add("node");
         link(&node);
         let names = [SEED, SECOND_SEED].map(|address| address.to_string());
+        let [first, second] = tenant::PUBLIC_NAMES;
         namespace::hosts(&[
             ("localhost", "127.0.0.1"),
             (SERVERS, &names[0]),
             (SERVERS, &names[1]),
+            first,
+            second,
         ]);
         let dir = tempfile::tempdir_in("/run").expect("a directory");
         let credentials = Credentials::create(dir.path());
@@ -195,6 +199,21 @@ impl Lab {
         if self.egress.is_some() {
             self.start_apiserver(None).await;
         }
+    }
+
+    /// Starts kwok, which plays the kubelets of all nodes.
+    pub(crate) fn kwok(&self) -> Program {
+        let args = [
+            format!("--kubeconfig={}", self.kubectl.kubeconfig.display()),
+            format!(
+                "--config={}",
+                self.programs.join("kwok-stages.yaml").display()
+            ),
+            "--manage-all-nodes=true".to_owned(),
+        ];
+        // kwok keeps files below the home directory.
+        let home = self.dir.path().display().to_string();
+        Program::spawn(self.programs.join("kwok"), args, &[("HOME", &home)])
     }
 
     /// Ends the server and the agent.

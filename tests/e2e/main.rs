@@ -24,7 +24,7 @@ use self::lab::cluster::Cluster;
 
 /// Environment variable with the folder of Kubernetes' programs. The script sets the variable.
 const PROGRAMS: &str = "CULVERT_E2E_PROGRAMS";
-/// Environment variable with the tier, `1` or `2`.
+/// Environment variable with the tier, `1`, `2` or `3`.
 const TIER: &str = "CULVERT_E2E_TIER";
 
 fn main() -> ExitCode {
@@ -48,6 +48,14 @@ fn main() -> ExitCode {
             Cluster::start(&programs),
             async |cluster| {
                 cluster.print_logs().await;
+            },
+        ),
+        "3" => run(
+            &arguments,
+            cases::scale(),
+            Lab::start(&programs),
+            async |lab| {
+                lab.print_logs();
             },
         ),
         _ => run(
@@ -90,6 +98,7 @@ fn run<T: Send + 'static>(
 fn names(tier: &str) -> Vec<String> {
     match tier {
         "2" => pod_cases::all().into_iter().map(|(name, _)| name).collect(),
+        "3" => cases::scale().into_iter().map(|(name, _)| name).collect(),
         _ => cases::all().into_iter().map(|(name, _)| name).collect(),
     }
 }

@@ -1,8 +1,12 @@
 //! The cases with pods, by topic.
 
 mod agents;
+mod charts;
+mod migrations;
 mod openvpn;
 mod operations;
+mod overlay;
+mod policies;
 mod serving;
 mod strategies;
 mod updates;
@@ -45,7 +49,15 @@ pub(crate) fn all() -> Vec<(String, Case<Cluster>)> {
         case!(strategies::node_port),
         case!(strategies::load_balancer),
         case!(strategies::tunneling),
+        case!(charts::helm_test_of_the_agents_passes),
+        case!(charts::every_chart_runs_as_pods_and_passes_its_helm_test),
+        case!(overlay::agent_reaches_a_pod_over_vxlan),
+        case!(policies::policies_of_the_chart_are_enough_and_not_more),
+        case!(migrations::tunnels),
+        case!(migrations::expose_strategies),
         case!(updates::rolling_restart_of_two_servers_fails_no_call),
+        case!(updates::tunnel_works_without_kube_proxy),
+        case!(updates::authority_is_replaced_without_new_pods),
         case!(updates::agents_use_renewed_tokens),
         case!(updates::tunnel_returns_after_a_change_of_the_pod_network),
         case!(updates::tunnel_returns_after_a_power_failure_of_the_node),

@@ -8,23 +8,34 @@
 
 mod helm;
 mod machine;
+mod names;
+mod overlay;
+mod policies;
 mod settings;
 mod worker;
 
 use std::net::Ipv4Addr;
 use std::path::{Path, PathBuf};
-use tokio::time::Instant;
+use std::time::Duration;
 
 use base64::Engine as _;
 use base64::prelude::BASE64_STANDARD;
 use culvert_tests::{Program, eventually};
 use serde_json::{Value, json};
+use tokio::time::Instant;
 
 use self::helm::Helm;
+use self::names::Names;
+use self::worker::SEED_NODE;
+
+use super::control_plane;
+use super::tenant::Tenant;
 use super::{Egress, Lab, PATIENCE, SECOND_SEED, SEED, SERVERS, ServerOptions, ready_agents};
 
-pub(crate) use self::settings::POD_IMAGE;
-pub(crate) use self::worker::{NODE, NODE_ADDRESS, Worker};
+pub(crate) use self::overlay::{Overlay, POD as OVERLAY_POD};
+pub(crate) use self::policies::Policies;
+pub(crate) use self::settings::{POD_IMAGE, TENANT_PODS};
+pub(crate) use self::worker::{NODE, NODE_ADDRESS, TENANT_NODE, Worker};
 
 /// Environment variable with the folder of the images' archives. The script sets the variable.
 const IMAGES: &str = "CULVERT_E2E_IMAGES";
@@ -39,11 +50,8 @@ const REPLICAS: usize = 2;
 /// Egress at the start.
 const FIRST: Egress = Egress::GrpcUds;
 
-/// Keepalive of servers and agents, so that a test sees several.
-const KEEPALIVE: &str = "3s";
-
-/// Arguments of every server of these tests, after KKP's.
-const SERVER: [&str; 2] = ["--keepalive-time=3s", "--graceful-shutdown-timeout=20s"];
+/// Environment variable with the seconds of silence of a followed log. The script sets the variable.
+const SILENCE: &str = "CULVERT_E2E_SILENCE";
 
 /// The cluster. Dropping the value ends all programs.
 pub(crate) struct Cluster {
@@ -60,6 +68,10 @@ pub(crate) struct Cluster {
     /// True if the agents connect to the servers without a door.
     is_direct: bool,
     controllers: [Program; 2],
+    /// The DNS server of all pods and nodes.
+    pub(crate) names: Names,
+    /// The user cluster, after the first use.
+    tenant: Option<Tenant>,
 }
 
 impl Cluster {
@@ -70,17 +82,21 @@ impl Cluster {
         lab.server = Some(start_server(&lab, FIRST, SEED, &[]));
         lab.start_apiserver(Some(FIRST)).await;
         let dir = lab.dir.path().to_owned();
-        let controllers = controllers(programs, &lab);
-        let mut worker = Worker::create(&lab.node, programs, &dir, &lab.credentials);
+        let names = Names::serve(programs, &dir, &lab.credentials);
+        let controllers = controllers(programs, &lab, &lab.credentials.authority.cert);
+        machine::isolate(&dir);
+        let authority = &lab.credentials.authority;
+        let url = control_plane::url();
+        let mut worker = Worker::create(&lab.node, programs, &dir, authority, &url, SEED_NODE);
         worker.power_on().await;
-        let images = PathBuf::from(std::env::var_os(IMAGES).expect(IMAGES));
-        for image in ["pod", "agent", "metrics-server"] {
-            worker.import(&images.join(format!("{image}.tar")));
+        for name in ["pod", "agent", "metrics-server"] {
+            worker.import(&image(name));
         }
         let helm = Helm {
             program: std::env::var_os(HELM).expect(HELM).into(),
             kubeconfig: lab.kubectl.kubeconfig.clone(),
             home: dir.join("helm"),
+            namespace: "kube-system",
         };
         let mut cluster = Self {
             lab,
@@ -90,6 +106,8 @@ impl Cluster {
             is_plain: true,
             is_direct: false,
             controllers,
+            names,
+            tenant: None,
         };
         cluster.has_a_ready_node().await;
         println!("the node is ready after {:?}", started.elapsed());
@@ -167,14 +185,13 @@ impl Cluster {
                 {"ip": SEED, "hostnames": [SERVERS]},
                 {"ip": SECOND_SEED, "hostnames": [SERVERS]},
             ],
-            "keepaliveTime": KEEPALIVE,
+            "keepaliveTime": keepalive(),
             "sync": {"interval": "500ms", "intervalCap": "1s"},
             "probes": {"readiness": {"periodSeconds": 1}},
             "token": {"expirationSeconds": 600},
             // The agents of a rolling update end soon, although connections without use are open.
             "terminationGracePeriodSeconds": 10,
-            // The pod needs a DNS server.
-            "tests": {"enabled": false},
+            "tests": {"image": POD_IMAGE},
         });
         if let (Some(values), Some(more)) = (values.as_object_mut(), more.as_object()) {
             values.extend(more.clone());
@@ -223,9 +240,34 @@ impl Cluster {
         .await;
     }
 
+    /// Returns the user cluster, and creates the cluster at the first call.
+    pub(crate) async fn tenant(&mut self) -> &mut Tenant {
+        let tenant = match self.tenant.take() {
+            Some(tenant) => tenant,
+            None => Tenant::create(self).await,
+        };
+        self.tenant.insert(tenant)
+    }
+
+    /// Replaces the certificates of authorities that pods get, and restarts kube-controller-manager, which spreads them.
+    pub(crate) fn replace_root_certificates(&mut self, file: &Path) {
+        self.controllers = controllers(&self.lab.programs, &self.lab, file);
+    }
+
+    /// Creates a folder that ends with the test.
+    pub(crate) fn folder(&self, name: &str) -> PathBuf {
+        let folder = self.lab.dir.path().join(name);
+        std::fs::create_dir_all(&folder).expect("a folder");
+        folder
+    }
+
     /// Prints the last lines of every program, and the state of the pods.
     pub(crate) async fn print_logs(&self) {
         self.lab.print_logs();
+        super::tenant::print_control_plane(&self.lab.kubectl).await;
+        if let Some(tenant) = &self.tenant {
+            tenant.print_logs().await;
+        }
         let controllers = ["kube-controller-manager", "kube-scheduler"].into_iter();
         for (name, program) in controllers
             .zip(&self.controllers)
@@ -233,6 +275,7 @@ impl Cluster {
         {
             super::print_log(name, program);
         }
+        super::print_log("CoreDNS", self.names.program());
         for words in [
             &["get", "pods", "-A", "-o", "wide"][..],
             &["get", "events", "-A", "--sort-by=.lastTimestamp"],
@@ -243,9 +286,33 @@ impl Cluster {
     }
 }
 
+/// Returns the time without a line of a followed log.
+pub(crate) fn silence() -> Duration {
+    let seconds = std::env::var(SILENCE).ok();
+    let seconds = seconds.map(|text| text.parse().expect(SILENCE));
+    Duration::from_secs(seconds.unwrap_or(10))
+}
+
+/// Returns the interval of the keepalives of servers and agents. A short silence needs a shorter interval than KKP's, so
+/// that a test sees several.
+fn keepalive() -> &'static str {
+    match silence() > Duration::from_secs(300) {
+        true => "1m",
+        false => "3s",
+    }
+}
+
+/// Returns the archive of an image.
+pub(crate) fn image(name: &str) -> PathBuf {
+    let images = PathBuf::from(std::env::var_os(IMAGES).expect(IMAGES));
+    images.join(format!("{name}.tar"))
+}
+
 /// Starts a server with the arguments of these tests.
 pub(crate) fn start_server(lab: &Lab, egress: Egress, address: Ipv4Addr, args: &[&str]) -> Program {
-    let args: Vec<&str> = SERVER.iter().chain(args).copied().collect();
+    let keepalive = format!("--keepalive-time={}", keepalive());
+    let fixed = [keepalive.as_str(), "--graceful-shutdown-timeout=20s"];
+    let args: Vec<&str> = fixed.iter().chain(args).copied().collect();
     let options = ServerOptions {
         address,
         args: &args,
@@ -265,7 +332,7 @@ pub(crate) fn is_true(object: &Value, condition: &str) -> Result<(), String> {
 }
 
 /// Starts kube-controller-manager and kube-scheduler.
-fn controllers(programs: &Path, lab: &Lab) -> [Program; 2] {
+fn controllers(programs: &Path, lab: &Lab, root: &Path) -> [Program; 2] {
     let files = &lab.credentials;
     let kubeconfig = format!("--kubeconfig={}", files.admin.display());
     let common = [
@@ -278,7 +345,7 @@ fn controllers(programs: &Path, lab: &Lab) -> [Program; 2] {
         "--service-account-private-key-file={}",
         files.tokens.private.display()
     );
-    let root = format!("--root-ca-file={}", files.authority.cert.display());
+    let root = format!("--root-ca-file={}", root.display());
     let grace = "--node-monitor-grace-period=10s".to_owned();
     let manager = common.iter().chain([&tokens, &root, &grace]);
     [

@@ -12,6 +12,8 @@ use super::{SECOND_SEED, SEED, SERVERS, SERVICES, SERVICES_IPV6};
 const PORT: u16 = 6443;
 /// Client URL of etcd.
 const ETCD: &str = "http://127.0.0.1:2379";
+/// Port of etcd for the control planes of user clusters, at the address of the seed.
+pub(super) const ETCD_PORT: u16 = 2379;
 
 /// Files of every identity.
 pub(super) struct Credentials {
@@ -76,14 +78,29 @@ pub(super) fn cluster_certificate(authority: &Authority) -> Pair {
     authority.server("cluster", &[&addresses[0], &addresses[1], SERVERS])
 }
 
+/// URL of the seed's kube-apiserver.
+pub(super) fn url() -> String {
+    format!("https://{SEED}:{PORT}")
+}
+
 /// Writes a kubeconfig with a client certificate.
 pub(super) fn kubeconfig(dir: &Path, name: &str, authority: &Authority, pair: &Pair) -> PathBuf {
-    let user = format!(
+    let path = dir.join(format!("{name}.kubeconfig"));
+    write_kubeconfig(&path, &url(), authority, &certificate(pair));
+    path
+}
+
+/// Writes a kubeconfig with a client certificate, for the API server at `url`.
+pub(super) fn kubeconfig_for(path: &Path, url: &str, authority: &Authority, pair: &Pair) {
+    write_kubeconfig(path, url, authority, &certificate(pair));
+}
+
+fn certificate(pair: &Pair) -> String {
+    format!(
         "client-certificate: {}, client-key: {}",
         pair.cert.display(),
         pair.key.display()
-    );
-    write_kubeconfig(dir, name, authority, &user)
+    )
 }
 
 /// Writes a kubeconfig with a token.
@@ -94,30 +111,30 @@ pub(super) fn token_kubeconfig(
     token: &Path,
 ) -> PathBuf {
     let user = format!("tokenFile: {}", token.display());
-    write_kubeconfig(dir, name, authority, &user)
+    let path = dir.join(format!("{name}.kubeconfig"));
+    write_kubeconfig(&path, &url(), authority, &user);
+    path
 }
 
-fn write_kubeconfig(dir: &Path, name: &str, authority: &Authority, user: &str) -> PathBuf {
-    let path = dir.join(format!("{name}.kubeconfig"));
+fn write_kubeconfig(path: &Path, url: &str, authority: &Authority, user: &str) {
     let authority = authority.cert.display();
     let text = format!(
         "apiVersion: v1
 kind: Config
 current-context: lab
 contexts: [{{name: lab, context: {{cluster: lab, user: lab}}}}]
-clusters: [{{name: lab, cluster: {{server: 'https://{SEED}:{PORT}', certificate-authority: {authority}}}}}]
+clusters: [{{name: lab, cluster: {{server: '{url}', certificate-authority: {authority}}}}}]
 users: [{{name: lab, user: {{{user}}}}}]
 "
     );
-    std::fs::write(&path, text).expect("a kubeconfig");
-    path
+    std::fs::write(path, text).expect("a kubeconfig");
 }
 
 /// Starts etcd with its data in `dir`.
 pub(super) fn etcd(dir: &Path) -> Program {
     let args = [
         format!("--data-dir={}", dir.join("etcd").display()),
-        format!("--listen-client-urls={ETCD}"),
+        format!("--listen-client-urls={ETCD},http://{SEED}:{ETCD_PORT}"),
         format!("--advertise-client-urls={ETCD}"),
         "--listen-peer-urls=http://127.0.0.1:2380".to_owned(),
         "--unsafe-no-fsync".to_owned(),

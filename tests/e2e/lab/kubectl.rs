@@ -4,7 +4,9 @@ use std::path::PathBuf;
 use std::process::Stdio;
 use std::time::Duration;
 
-use serde_json::Value;
+use base64::Engine as _;
+use base64::prelude::BASE64_STANDARD;
+use serde_json::{Map, Value, json};
 use tokio::io::AsyncWriteExt as _;
 use tokio::process::Command;
 use tokio::time::timeout;
@@ -89,4 +91,24 @@ impl Kubectl {
         let text = self.run(&words).await?;
         serde_json::from_str(&text).map_err(|error| error.to_string())
     }
+}
+
+/// Creates or changes a Secret with the content of files.
+pub(crate) async fn apply_secret(
+    kubectl: &Kubectl,
+    namespace: &str,
+    name: &str,
+    files: &[(&str, &PathBuf)],
+) {
+    let encode = |path: &PathBuf| BASE64_STANDARD.encode(std::fs::read(path).expect("a file"));
+    let data: Map<String, Value> = files
+        .iter()
+        .map(|(name, path)| ((*name).to_owned(), json!(encode(path))))
+        .collect();
+    let secret = json!({
+        "apiVersion": "v1", "kind": "Secret",
+        "metadata": {"name": name, "namespace": namespace},
+        "data": data,
+    });
+    kubectl.apply(&secret.to_string()).await;
 }

@@ -10,7 +10,7 @@ use super::PATIENCE;
 use super::kubectl::Kubectl;
 
 /// Commands in two pods' containers, and requests to kubelets, pods and services. Each prints its text.
-const CALLS: [(&[&str], &str); 4] = [
+pub(crate) const CALLS: [(&[&str], &str); 4] = [
     (
         &["exec", "far-side", "-c", "shell", "--", "echo", "answer"],
         "answer",

@@ -15,6 +15,8 @@ pub(crate) struct Authority {
     dir: PathBuf,
     /// PEM file of the authority's certificate.
     pub(crate) cert: PathBuf,
+    /// PEM file of the authority's key.
+    pub(crate) key: PathBuf,
 }
 
 /// Files of a key that signs tokens.
@@ -26,7 +28,7 @@ pub(crate) struct SigningKey {
 }
 
 impl Authority {
-    /// Creates an authority and writes its certificate.
+    /// Creates an authority and writes its certificate and key.
     pub(crate) fn create(dir: &Path, name: &str) -> Self {
         let mut params = parameters(Vec::new(), name, None);
         params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
@@ -34,8 +36,15 @@ impl Authority {
         let issuer = CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap();
         let cert = dir.join(format!("{name}.crt"));
         std::fs::write(&cert, issuer.pem()).unwrap();
+        let key = dir.join(format!("{name}.key"));
+        std::fs::write(&key, issuer.key().serialize_pem()).unwrap();
         let dir = dir.to_owned();
-        Self { issuer, dir, cert }
+        Self {
+            issuer,
+            dir,
+            cert,
+            key,
+        }
     }
 
     /// Returns the authority's certificate as PEM text.

@@ -1,5 +1,6 @@
 //! Keys and certificates that change while programs run.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use culvert_kit::pki::load_certs;
@@ -9,7 +10,7 @@ use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
 
 use super::control_plane::cluster_certificate;
-use super::pki::signing_key;
+use super::pki::{Authority, signing_key};
 use super::tunnel::AGENT_PORT;
 use super::{Lab, SEED, SERVERS};
 
@@ -37,6 +38,48 @@ impl Lab {
     pub(crate) fn replace_certificate(&self) -> CertificateDer<'static> {
         let pair = cluster_certificate(&self.credentials.authority);
         load_certs(&pair.cert).unwrap()[0].clone()
+    }
+
+    /// Creates another authority. Returns a file with the certificates of both authorities.
+    pub(crate) fn another_authority(&self) -> (Authority, PathBuf) {
+        let dir = self.dir.path();
+        let next = Authority::create(dir, "next-ca");
+        let both = dir.join("both.crt");
+        let text = [self.credentials.authority.pem(), next.pem()].concat();
+        std::fs::write(&both, text).unwrap();
+        (next, both)
+    }
+
+    /// Replaces the files of the servers' certificate and key by those of an authority.
+    pub(crate) fn replace_certificate_by(&self, authority: &Authority) {
+        cluster_certificate(authority);
+    }
+
+    /// Creates the Secrets of the servers' chart. `address` is where agents connect to.
+    pub(crate) async fn chart_secrets(&self, address: &str) {
+        let authority = &self.credentials.authority;
+        let agents = authority.server("chart-servers", &[address]);
+        let front_end = authority.server("chart-front-end", &["servers-front-end.kube-system.svc"]);
+        let secrets = [
+            (
+                "konnectivityproxy-tls",
+                vec![
+                    ("konnectivityproxy-tls.crt", &agents.cert),
+                    ("konnectivityproxy-tls.key", &agents.key),
+                ],
+            ),
+            (
+                "culvert-front-end",
+                vec![
+                    ("tls.crt", &front_end.cert),
+                    ("tls.key", &front_end.key),
+                    ("ca.crt", &authority.cert),
+                ],
+            ),
+        ];
+        for (name, files) in secrets {
+            super::kubectl::apply_secret(&self.kubectl, "kube-system", name, &files).await;
+        }
     }
 
     /// Restarts kube-apiserver with another key for the tokens of service accounts. All earlier tokens are invalid.

@@ -13,7 +13,7 @@ use tokio::net::TcpStream;
 use tokio::process::Child;
 use tokio::time::{sleep, timeout};
 
-use crate::lab::cluster::{Cluster, NODE};
+use crate::lab::cluster::{Cluster, NODE, silence};
 use crate::lab::{Egress, PATIENCE};
 
 /// Container with a shell, in the pod `far-side`.
@@ -21,9 +21,6 @@ const SHELL: [&str; 3] = ["far-side", "-c", "shell"];
 
 /// Number of bytes in each direction of a copy.
 const COPY: usize = 60_000_000;
-
-/// Several keepalives of the tunnel.
-const SILENCE: Duration = Duration::from_secs(10);
 
 /// The first line of a container's log arrives.
 pub(super) async fn logs(cluster: &mut Cluster, egress: Egress) {
@@ -143,7 +140,7 @@ pub(super) async fn followed_logs_survive_silence(cluster: &mut Cluster, egress:
         is_following
     })
     .await;
-    sleep(SILENCE).await;
+    sleep(silence()).await;
     write("after").await;
     let line = async {
         loop {

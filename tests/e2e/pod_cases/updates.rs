@@ -5,6 +5,7 @@ use culvert_tests::{Signal, eventually};
 use serde_json::Value;
 
 use super::agents::agents;
+use crate::cases::traffic::create_config_map;
 use crate::lab::cluster::{AGENTS, Cluster, start_server};
 use crate::lab::kubectl::Kubectl;
 use crate::lab::load::Load;
@@ -89,6 +90,38 @@ pub(super) async fn certificate_is_replaced_while_serving(cluster: &mut Cluster)
     cluster.has_agents(SEED, 2).await;
 }
 
+/// The authority of the servers' certificate is replaced: first the pods get the certificates of both authorities, then
+/// the servers get a certificate of the new one. The agents follow both changes without a restart.
+pub(super) async fn authority_is_replaced_without_new_pods(cluster: &mut Cluster) {
+    cluster.tunnel(Egress::GrpcUds).await;
+    let (next, both) = cluster.lab.another_authority();
+    cluster.replace_root_certificates(&both);
+    let kubectl = &cluster.lab.kubectl;
+    let wanted = std::fs::read_to_string(both).unwrap();
+    eventually("the new certificates are spread", PATIENCE, async || {
+        let map = ["configmap", "-n", "kube-system", "kube-root-ca.crt"];
+        let map = kubectl.get(&map).await?;
+        let text = map["data"]["ca.crt"].as_str().unwrap_or_default();
+        (text == wanted).then_some(()).ok_or(text.to_owned())
+    })
+    .await;
+    // A change of a pod makes the kubelet write the pod's files again.
+    let words = ["annotate", "pods", "--all", "-n", "kube-system", "now=1"];
+    kubectl.must(&words).await;
+    cluster.lab.replace_certificate_by(&next);
+    cluster.serve(Egress::GrpcUds, &[]).await;
+    cluster.has_agents(SEED, 2).await;
+    for pod in agents(cluster).await {
+        let status = &pod["status"]["containerStatuses"][0];
+        assert_eq!(status["restartCount"], 0, "{status}");
+    }
+    let logs = ["logs", "far-side", "-c", "shell"];
+    cluster.lab.kubectl.must(&logs).await;
+    cluster.lab.replace_certificate();
+    cluster.serve(Egress::GrpcUds, &[]).await;
+    cluster.has_agents(SEED, 2).await;
+}
+
 /// kube-apiserver gets another key for tokens, so that all earlier tokens are invalid, and the kubelet renews the
 /// agents' tokens. Agents connect to a restarted server with the new tokens.
 pub(super) async fn agents_use_renewed_tokens(cluster: &mut Cluster) {
@@ -130,6 +163,36 @@ pub(super) async fn tunnel_returns_after_a_power_failure_of_the_node(cluster: &m
     let metrics = scrape(health).await.unwrap();
     let name = "konnectivity_network_proxy_server_ready_backend_connections";
     assert_eq!(metrics.value(name, &[]), Some(2.0));
+}
+
+/// Without kube-proxy, as where the CNI plugin replaces it by eBPF, and without any such plugin: new agents connect, and
+/// kube-apiserver reaches kubelets, pods, webhooks and aggregated APIs.
+pub(super) async fn tunnel_works_without_kube_proxy(cluster: &mut Cluster) {
+    cluster.tunnel(Egress::GrpcUds).await;
+    let kubectl = cluster.lab.kubectl.clone();
+    let service = kubectl.get(&["service", "far-side"]).await.unwrap();
+    let address = service["spec"]["clusterIP"].as_str().unwrap();
+    let url = format!("http://{address}/bytes/1");
+    let get = ["pod", "get", &url];
+    let shell = ["exec", "far-side", "-c", "shell", "--"];
+    let ask = [&shell[..], &get].concat();
+    kubectl.must(&ask).await;
+    cluster.worker.stop_proxy().await;
+    assert!(
+        kubectl.run(&ask).await.is_err(),
+        "a Service without kube-proxy"
+    );
+    restart_agents(&kubectl).await;
+    cluster.has_agents(SEED, 2).await;
+    let load = Load::start(&kubectl);
+    load.more(CALLS).await;
+    load.has_not_failed().await;
+    create_config_map(&cluster.lab, "allow").await.unwrap();
+    cluster.worker.start_proxy();
+    eventually("Services have addresses again", PATIENCE, async || {
+        kubectl.run(&ask).await
+    })
+    .await;
 }
 
 /// The pod network of the node changes, and all pods are deleted. New agents connect without further work.

@@ -1,6 +1,7 @@
 // The program in the pods of the tests.
 //
 //	pod                    waits until it is stopped; the pause container of each pod
+//	pod get URL            requests the URL, and fails without an answer of 200 within 2 s
 //	pod serve CERT KEY     serves a webhook and an aggregated API over TLS on 8443, and byte streams over HTTP on 8080
 package main
 
@@ -14,6 +15,7 @@ import (
 	"strconv"
 	"strings"
 	"syscall"
+	"time"
 )
 
 // Group and version of the aggregated API.
@@ -26,6 +28,10 @@ func main() {
 		wait()
 		return
 	}
+	if len(os.Args) == 3 && os.Args[1] == "get" {
+		get(os.Args[2])
+		return
+	}
 	if len(os.Args) != 4 || os.Args[1] != "serve" {
 		log.Fatalf("unknown arguments %q", os.Args[1:])
 	}
@@ -36,6 +42,17 @@ func main() {
 	}()
 	log.Print("serving")
 	log.Fatal(<-failed)
+}
+
+func get(url string) {
+	client := http.Client{Timeout: 2 * time.Second}
+	answer, err := client.Get(url)
+	if err != nil {
+		log.Fatal(err)
+	}
+	if answer.StatusCode != http.StatusOK {
+		log.Fatal(answer.Status)
+	}
 }
 
 // Waits for a signal, and collects the exit status of orphans.

@@ -5,11 +5,11 @@
 
 use std::ffi::OsStr;
 use std::fs::File;
-use std::io;
+use std::io::{self, Write as _};
 use std::net::{Ipv4Addr, SocketAddr, SocketAddrV4};
 use std::os::fd::AsFd as _;
 use std::path::Path;
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
 use std::sync::Once;
 
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
@@ -92,6 +92,24 @@ impl Namespace {
             .output()
             .expect("nsenter");
         told(output).unwrap_or_else(|why| panic!("{}: iptables {words}: {why}", self.name));
+    }
+
+    /// Runs `iptables-restore` in the namespace, and keeps all other chains.
+    ///
+    /// # Panics
+    /// If `iptables-restore` fails; the panic has the error output.
+    pub fn restore(&self, rules: &str) {
+        let mut command = Command::new("nsenter");
+        command.arg(self.entrance());
+        command.args(["iptables-restore", "-w", "--noflush"]);
+        command.stdin(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = command.spawn().expect("nsenter");
+        let mut input = child.stdin.take().expect("a pipe");
+        let written = input.write_all(rules.as_bytes());
+        drop(input);
+        let output = child.wait_with_output().expect("nsenter");
+        let told = told(output);
+        told.unwrap_or_else(|why| panic!("{}: {why} {written:?}\n{rules}", self.name));
     }
 
     /// Enables routing between the links of the namespace.

@@ -8,6 +8,7 @@ use tokio::io::AsyncWriteExt as _;
 use tokio::process::Command;
 
 /// The program `helm`, with the identity of a cluster administrator.
+#[derive(Debug, Clone)]
 pub(crate) struct Helm {
     /// Path of the program.
     pub(super) program: PathBuf,
@@ -15,17 +16,35 @@ pub(crate) struct Helm {
     pub(super) kubeconfig: PathBuf,
     /// Folder for helm's own files.
     pub(super) home: PathBuf,
+    /// Namespace of the releases.
+    pub(crate) namespace: &'static str,
 }
 
 impl Helm {
-    /// Installs or changes a release of a chart of this repository in `kube-system`, and waits until its objects are
-    /// ready.
+    /// Installs or changes a release of a chart of this repository, and waits until its objects are ready.
     pub(crate) async fn install(&self, release: &str, chart: &str, values: &Value) {
+        self.upgrade(release, chart, values, &["--wait", "--timeout=2m"])
+            .await;
+    }
+
+    /// Installs or changes a release of a chart of this repository.
+    pub(crate) async fn apply(&self, release: &str, chart: &str, values: &Value) {
+        self.upgrade(release, chart, values, &[]).await;
+    }
+
+    /// Runs the tests of a release, which must pass.
+    pub(crate) async fn test(&self, release: &str) {
+        let words = ["test", release];
+        let said = self.run(&words, &["--timeout=2m"], &Value::Null).await;
+        assert!(said.contains("Succeeded"), "{said}");
+    }
+
+    async fn upgrade(&self, release: &str, chart: &str, values: &Value, more: &[&str]) {
         let tests = Path::new(env!("CARGO_MANIFEST_DIR"));
         let chart = tests.join("../../deploy/helm").join(chart);
         let chart = chart.display().to_string();
         let words = ["upgrade", "--install", release, &chart, "--values=-"];
-        let said = self.run(&words, &["--wait", "--timeout=2m"], values).await;
+        let said = self.run(&words, more, values).await;
         // The namespace warns of pods outside the profile "restricted".
         assert!(!said.contains("would violate"), "{said}");
     }
@@ -39,10 +58,8 @@ impl Helm {
 
     async fn run(&self, words: &[&str], more: &[&str], values: &Value) -> String {
         let mut command = Command::new(&self.program);
-        command
-            .args(words)
-            .args(more)
-            .arg("--namespace=kube-system");
+        command.args(words).args(more);
+        command.arg(format!("--namespace={}", self.namespace));
         command.arg("--kubeconfig").arg(&self.kubeconfig);
         for name in ["HELM_CACHE_HOME", "HELM_CONFIG_HOME", "HELM_DATA_HOME"] {
             command.env(name, &self.home);

@@ -5,8 +5,12 @@ use std::path::Path;
 use culvert_kit::pki::Pair;
 use serde_json::json;
 
+use super::super::SEED;
+
 /// Network of all pods.
 pub(super) const PODS: &str = "10.244.0.0/16";
+/// Network of all pods of the user cluster.
+pub(crate) const TENANT_PODS: &str = "10.245.0.0/16";
 
 /// A pod network of the node.
 #[derive(Debug, Clone, Copy)]
@@ -14,7 +18,7 @@ pub(crate) struct PodNetwork {
     /// Name of the bridge.
     bridge: &'static str,
     /// Addresses of the pods.
-    subnet: &'static str,
+    pub(super) subnet: &'static str,
     /// First part of the addresses.
     pub(crate) prefix: &'static str,
 }
@@ -31,6 +35,20 @@ pub(super) const SECOND: PodNetwork = PodNetwork {
     bridge: "others",
     subnet: "10.244.2.0/24",
     prefix: "10.244.2.",
+};
+
+/// The pod network of a second node.
+pub(super) const OVERLAY: PodNetwork = PodNetwork {
+    bridge: "pods",
+    subnet: "10.244.3.0/24",
+    prefix: "10.244.3.",
+};
+
+/// The pod network of the user cluster's node.
+pub(super) const TENANT: PodNetwork = PodNetwork {
+    bridge: "tenants",
+    subnet: "10.245.1.0/24",
+    prefix: "10.245.1.",
 };
 
 /// Image of the pause containers and of the test pods.
@@ -92,6 +110,8 @@ pub(super) fn kubelet(dir: &Path, run: &Path, authority: &Path, serving: &Pair) 
         "volumePluginDir": dir.join("plugins"),
         "podLogsDir": dir.join("logs"),
         "resolvConf": dir.join("resolv.conf"),
+        "clusterDomain": "cluster.local",
+        "clusterDNS": [SEED],
         "cgroupDriver": "cgroupfs",
         "cgroupsPerQOS": false,
         "enforceNodeAllocatable": [],

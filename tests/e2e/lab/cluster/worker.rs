@@ -1,47 +1,99 @@
-//! The node: containerd, a kubelet, kube-proxy and a pod network.
+//! A node: containerd, a kubelet, kube-proxy and a pod network.
 
 use std::net::Ipv4Addr;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use culvert_kit::pki::Pair;
 use culvert_tests::openvpn::Namespace;
 use culvert_tests::process::outcome;
 use culvert_tests::{Program, eventually};
 use rustix::process::{Pid, Signal, kill_process};
 
-use super::super::control_plane::Credentials;
-use super::super::{PATIENCE, control_plane};
+use super::super::control_plane::kubeconfig_for;
+use super::super::pki::Authority;
+use super::super::{PATIENCE, SEED};
 use super::machine;
-use super::settings::{self, FIRST, PODS, PodNetwork, SECOND};
+use super::settings::{self, FIRST, OVERLAY, PODS, PodNetwork, SECOND, TENANT, TENANT_PODS};
 
 /// Name of the node.
 pub(crate) const NODE: &str = "node-1";
 /// Internal address of the node.
 pub(crate) const NODE_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 250, 0, 10);
 
-/// The node. Its programs run in the node's network.
+/// Name, addresses and networks of a node.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Site {
+    /// Name of the node.
+    pub(crate) name: &'static str,
+    /// Internal address of the node.
+    pub(crate) address: Ipv4Addr,
+    /// The next hop of the node's default route.
+    pub(crate) gateway: Ipv4Addr,
+    /// Network of all pods of the cluster.
+    pods: &'static str,
+    /// Pod network of the node.
+    pub(super) network: PodNetwork,
+}
+
+/// The node of the seed.
+pub(super) const SEED_NODE: Site = Site {
+    name: NODE,
+    address: NODE_ADDRESS,
+    gateway: SEED,
+    pods: PODS,
+    network: FIRST,
+};
+
+/// The second node of the seed.
+pub(super) const SECOND_NODE: Site = Site {
+    name: "node-2",
+    address: Ipv4Addr::new(10, 250, 0, 20),
+    gateway: Ipv4Addr::new(192, 168, 79, 1),
+    pods: PODS,
+    network: OVERLAY,
+};
+
+/// The node of the user cluster.
+pub(crate) const TENANT_NODE: Site = Site {
+    name: "tenant-1",
+    address: Ipv4Addr::new(10, 251, 0, 10),
+    gateway: Ipv4Addr::new(192, 168, 78, 1),
+    pods: TENANT_PODS,
+    network: TENANT,
+};
+
+/// A node. Its programs run in the node's network.
 pub(crate) struct Worker {
-    network: Namespace,
+    pub(crate) network: Namespace,
+    site: Site,
     programs: PathBuf,
     /// Files that stay when the node restarts.
     dir: PathBuf,
     /// Files that end when the node restarts.
     run: PathBuf,
-    kubeconfig: PathBuf,
-    proxy_kubeconfig: PathBuf,
+    kubelet: Identity,
+    proxy: Identity,
     running: Vec<Program>,
 }
 
+/// A user of the cluster's API, and the kubeconfig of that user.
+struct Identity {
+    pair: Pair,
+    kubeconfig: PathBuf,
+}
+
 impl Worker {
-    /// Writes the node's files and sets up its network.
-    pub(super) fn create(
+    /// Writes the node's files and sets up its network. `url` is that of the API server.
+    pub(crate) fn create(
         network: &Namespace,
         programs: &Path,
         dir: &Path,
-        files: &Credentials,
+        authority: &Authority,
+        url: &str,
+        site: Site,
     ) -> Self {
-        machine::isolate(dir);
-        network.address(NODE_ADDRESS);
+        network.address(site.address);
         network.forward();
         network.within(|| {
             // A Service may forward a pod's packets to a pod on the same bridge.
@@ -51,40 +103,59 @@ impl Worker {
             }
         });
         network.iptables(&format!(
-            "-w -t nat -A POSTROUTING -s {PODS} -o seed -j MASQUERADE"
+            "-w -t nat -A POSTROUTING -s {} -o seed -j MASQUERADE",
+            site.pods
         ));
         // Answers to pods have passed the translation when the filter sees them.
         network.iptables("-w -I FORWARD -m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT");
 
-        let serving = files
-            .authority
-            .server("kubelet", &[&NODE_ADDRESS.to_string(), NODE]);
-        let kubeconfig = |file: &str, user: &str, group| {
-            let pair = files.authority.user(file, user, group);
-            control_plane::kubeconfig(dir, file, &files.authority, &pair)
+        let serving = authority.server("kubelet", &[&site.address.to_string(), site.name]);
+        let identity = |file: &str, user: &str, group| Identity {
+            pair: authority.user(file, user, group),
+            kubeconfig: dir.join(format!("{file}.kubeconfig")),
         };
-        let user = format!("system:node:{NODE}");
+        let user = format!("system:node:{}", site.name);
         let worker = Self {
             network: network.clone(),
+            site,
             programs: programs.to_owned(),
             dir: dir.join("node"),
             run: dir.join("node-run"),
-            kubeconfig: kubeconfig("node", &user, Some("system:nodes")),
-            proxy_kubeconfig: kubeconfig("kube-proxy", "system:kube-proxy", None),
+            kubelet: identity("node", &user, Some("system:nodes")),
+            proxy: identity("kube-proxy", "system:kube-proxy", None),
             running: Vec::new(),
         };
+        worker.write_kubeconfigs(url, authority);
         std::fs::create_dir_all(worker.dir.join("cni")).expect("a folder");
         let write = |name: &str, text: &str| {
             std::fs::write(worker.dir.join(name), text).expect("a file");
         };
         let (dir, run) = (&worker.dir, &worker.run);
         write("containerd.toml", &settings::containerd(dir, run));
-        write("cni/pods.conflist", &settings::pod_network(run, FIRST));
-        let authority = &files.authority.cert;
-        let kubelet = settings::kubelet(dir, run, authority, &serving);
+        write(
+            "cni/pods.conflist",
+            &settings::pod_network(run, site.network),
+        );
+        let kubelet = settings::kubelet(dir, run, &authority.cert, &serving);
         write("kubelet.yaml", &kubelet);
-        write("resolv.conf", "nameserver 127.0.0.1\n");
+        write("resolv.conf", &format!("nameserver {SEED}\n"));
         worker
+    }
+
+    fn write_kubeconfigs(&self, url: &str, authority: &Authority) {
+        for Identity { pair, kubeconfig } in [&self.kubelet, &self.proxy] {
+            kubeconfig_for(kubeconfig, url, authority, pair);
+        }
+    }
+
+    /// Gives the kubelet and kube-proxy another address of the API server, as a new node would have it.
+    pub(crate) fn connect_to(&mut self, url: &str, authority: &Authority) {
+        self.write_kubeconfigs(url, authority);
+        for program in self.running.drain(1..) {
+            program.kill();
+        }
+        self.start_kubelet();
+        self.start_proxy();
     }
 
     /// Starts the programs of the node, as at the start of a machine.
@@ -100,36 +171,48 @@ impl Worker {
         })
         .await;
         self.start_kubelet();
-        self.start(
-            &self.programs.join("kube-proxy"),
-            &[
-                format!("--kubeconfig={}", self.proxy_kubeconfig.display()),
-                format!("--hostname-override={NODE}"),
-                "--proxy-mode=iptables".to_owned(),
-                "--cluster-cidr=10.244.0.0/16".to_owned(),
-                // This setting has no namespace.
-                "--conntrack-max-per-core=0".to_owned(),
-            ],
-        );
+        self.start_proxy();
         self.network.ip("link set seed up");
         // The route went with the link.
         let routes = self.network.ip("route");
         if !routes.contains("default") {
             self.network
-                .ip(&format!("route add default via {}", super::super::SEED));
+                .ip(&format!("route add default via {}", self.site.gateway));
         }
     }
 
     fn start_kubelet(&mut self) {
         let args = [
             format!("--config={}", self.dir.join("kubelet.yaml").display()),
-            format!("--kubeconfig={}", self.kubeconfig.display()),
-            format!("--hostname-override={NODE}"),
-            format!("--node-ip={NODE_ADDRESS}"),
+            format!("--kubeconfig={}", self.kubelet.kubeconfig.display()),
+            format!("--hostname-override={}", self.site.name),
+            format!("--node-ip={}", self.site.address),
             format!("--root-dir={}", self.dir.join("kubelet").display()),
             format!("--cert-dir={}", self.dir.join("pki").display()),
         ];
         self.start(&self.programs.join("kubelet"), &args);
+    }
+
+    /// Ends kube-proxy and removes its rules, so that no Service has an address on the node.
+    pub(crate) async fn stop_proxy(&mut self) {
+        // kube-proxy is the last program.
+        self.running.pop().expect("kube-proxy").kill();
+        let program = self.programs.join("kube-proxy").display().to_string();
+        let cleaned = self.network.run(&program, "--cleanup").await;
+        cleaned.unwrap_or_else(|why| panic!("kube-proxy --cleanup: {why}"));
+    }
+
+    /// Starts kube-proxy.
+    pub(crate) fn start_proxy(&mut self) {
+        let args = [
+            format!("--kubeconfig={}", self.proxy.kubeconfig.display()),
+            format!("--hostname-override={}", self.site.name),
+            "--proxy-mode=iptables".to_owned(),
+            format!("--cluster-cidr={}", self.site.pods),
+            // This setting has no namespace.
+            "--conntrack-max-per-core=0".to_owned(),
+        ];
+        self.start(&self.programs.join("kube-proxy"), &args);
     }
 
     fn start(&mut self, program: &Path, args: &[String]) {
@@ -190,7 +273,7 @@ impl Worker {
     }
 
     /// Returns the programs with their names.
-    pub(super) fn programs(&self) -> impl Iterator<Item = (&str, &Program)> {
+    pub(crate) fn programs(&self) -> impl Iterator<Item = (&str, &Program)> {
         ["containerd", "kubelet", "kube-proxy"]
             .into_iter()
             .zip(&self.running)

@@ -1,0 +1,72 @@
+//! The NetworkPolicy of the agents' chart in a namespace that denies everything else.
+
+use culvert_tests::eventually;
+use serde_json::json;
+
+use super::agents::agents;
+use crate::cases::traffic::{create_config_map, greetings_are_listed};
+use crate::lab::cluster::{AGENTS, Cluster, Policies};
+use crate::lab::{Egress, PATIENCE, SEED, ready_agents};
+
+/// A policy without rules, for all pods of a namespace.
+const NAME: &str = "default-deny";
+
+/// With the policy of the chart, the agents connect and dial, and other pods do not reach them. Without the policy, the
+/// agents do not connect.
+pub(super) async fn policies_of_the_chart_are_enough_and_not_more(cluster: &mut Cluster) {
+    cluster.tunnel(Egress::GrpcUds).await;
+    let address = address(cluster).await;
+    assert!(far_side_reaches(cluster, &address).await, "no policy yet");
+    let deny = json!({
+        "apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy",
+        "metadata": {"name": NAME, "namespace": "kube-system"},
+        "spec": {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]},
+    });
+    cluster.lab.kubectl.apply(&deny.to_string()).await;
+    let policies = Policies::enforce(&cluster.lab.kubectl, &cluster.lab.node).await;
+
+    cluster.serve(Egress::GrpcUds, &[]).await;
+    cluster.has_agents(SEED, 2).await;
+    create_config_map(&cluster.lab, "allow").await.unwrap();
+    greetings_are_listed(&cluster.lab).await;
+    assert!(!far_side_reaches(cluster, &address).await);
+    cluster.helm.test(AGENTS).await;
+    assert_eq!(policies.dropped_from(&address).await, 0);
+
+    let none = json!({"networkPolicy": {"enabled": false}});
+    cluster.install_agents(&none).await;
+    cluster.serve(Egress::GrpcUds, &[]).await;
+    let address = self::address(cluster).await;
+    eventually(
+        "the packets of the agents are dropped",
+        PATIENCE,
+        async || policies.dropped_from(&address).await > 0,
+    )
+    .await;
+    assert_eq!(ready_agents(SEED).await, Ok(0.0));
+
+    policies.stop().await;
+    let delete = ["delete", "networkpolicy", "-n", "kube-system", NAME];
+    cluster.lab.kubectl.must(&delete).await;
+    cluster.install_agents(&json!({})).await;
+    cluster.has_agents(SEED, 2).await;
+}
+
+/// Returns the address of an agent's pod.
+async fn address(cluster: &Cluster) -> String {
+    let agents = agents(cluster).await;
+    agents[0]["status"]["podIP"].as_str().unwrap().to_owned()
+}
+
+/// Returns true if a pod of another namespace reaches the health port of an agent.
+async fn far_side_reaches(cluster: &Cluster, address: &str) -> bool {
+    let url = format!("http://{address}:8134/readyz");
+    let get = ["pod", "get", &url];
+    let exec = ["exec", "far-side", "-c", "shell", "--"];
+    cluster
+        .lab
+        .kubectl
+        .run(&[&exec[..], &get].concat())
+        .await
+        .is_ok()
+}
