@@ -402,7 +402,7 @@ mod tests {
         assert!(!is_met && text.ends_with("0.50  MISSED"), "{text}");
         let (text, is_met) = line(Row::Dials, &values);
         assert!(is_met && text.ends_with("2.00  met"), "{text}");
-        let (text, _) = line(Row::Dials, &[None, Some(2.0), Some(3.0), None]);
+        let (text, _) = line(Row::Dials, &[None, Some(3.0), Some(2.0), None]);
         assert!(text.ends_with("2.00        failed"), "{text}");
     }
 }
