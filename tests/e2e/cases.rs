@@ -80,8 +80,5 @@ pub(crate) fn all() -> Vec<(String, Case<Lab>)> {
 
 /// Returns the cases with hundreds of objects.
 pub(crate) fn scale() -> Vec<(String, Case<Lab>)> {
-    vec![
-        case!(scale::server_follows_hundreds_of_nodes),
-        case!(scale::front_door_serves_hundreds_of_services),
-    ]
+    vec![case!(scale::front_door_serves_hundreds_of_services)]
 }

@@ -201,21 +201,6 @@ impl Lab {
         }
     }
 
-    /// Starts kwok, which plays the kubelets of all nodes.
-    pub(crate) fn kwok(&self) -> Program {
-        let args = [
-            format!("--kubeconfig={}", self.kubectl.kubeconfig.display()),
-            format!(
-                "--config={}",
-                self.programs.join("kwok-stages.yaml").display()
-            ),
-            "--manage-all-nodes=true".to_owned(),
-        ];
-        // kwok keeps files below the home directory.
-        let home = self.dir.path().display().to_string();
-        Program::spawn(self.programs.join("kwok"), args, &[("HOME", &home)])
-    }
-
     /// Ends the server and the agent.
     pub(crate) fn stop_tunnel(&mut self) {
         self.server = None;

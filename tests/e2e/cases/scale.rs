@@ -1,69 +1,23 @@
-//! Hundreds of nodes and Services. kwok plays the kubelets: it keeps the nodes ready and renews their leases.
+//! Hundreds of Services.
 
 use std::net::Ipv4Addr;
 
-use culvert_tests::metrics::scrape;
-use culvert_tests::openvpn::Pki;
 use culvert_tests::{Program, eventually};
 use serde_json::{Value, json};
 use tokio::net::TcpStream;
 
-use crate::lab::{Egress, Lab, PATIENCE, SEED, ServerOptions};
+use crate::lab::{Lab, PATIENCE};
 
-/// Number of nodes, and of Services.
+/// Number of Services.
 const COUNT: usize = 500;
 /// First node port of the Services.
 const FIRST_PORT: u16 = 30000;
 /// Address of the front door.
 const DOOR: Ipv4Addr = Ipv4Addr::LOCALHOST;
-/// Memory limit of the server in the rendered objects, in bytes.
-const SERVER_LIMIT: u64 = 200 << 20;
 /// Memory limit of the front door of one cluster in the rendered objects, in bytes.
 const DOOR_LIMIT: u64 = 64 << 20;
 /// Memory limit of the updater in the rendered objects, in bytes.
 const UPDATER_LIMIT: u64 = 32 << 20;
-
-/// The server with the OpenVPN tunnel knows every node soon after its creation, and forgets removed nodes.
-pub(super) async fn server_follows_hundreds_of_nodes(lab: &mut Lab) {
-    lab.no_tunnel().await;
-    let _kwok = lab.kwok();
-    let objects: Vec<Value> = (0..COUNT).map(node).collect();
-    create(lab, &objects).await;
-    eventually("all nodes are ready", PATIENCE, async || {
-        let nodes = lab.kubectl.run(&["get", "nodes", "--no-headers"]).await?;
-        let ready = nodes.lines().filter(|line| line.contains(" Ready "));
-        (ready.count() == COUNT).then_some(()).ok_or(nodes)
-    })
-    .await;
-    let role = include_str!("../objects/nodes-role.yaml");
-    lab.kubectl.apply(role).await;
-    let pki = Pki::create();
-    let args = [
-        "--tunnel-mode=prefer-konnectivity".to_owned(),
-        "--openvpn-listen=tcp::1194".to_owned(),
-        format!("--openvpn-ca={}", pki.ca.display()),
-        format!("--openvpn-cert={}", pki.server.cert.display()),
-        format!("--openvpn-key={}", pki.server.key.display()),
-        "--openvpn-route=10.254.0.0/16".to_owned(),
-        "--openvpn-watch-nodes=true".to_owned(),
-    ];
-    let args: Vec<&str> = args.iter().map(String::as_str).collect();
-    let options = ServerOptions {
-        args: &args,
-        ..ServerOptions::default()
-    };
-    let server = lab.start_server(Egress::GrpcUds, &options);
-    knows(COUNT).await;
-    println!("server: {} KiB with {COUNT} nodes", server.rss() >> 10);
-    assert!(server.rss() < SERVER_LIMIT, "{}", server.rss());
-    let removed: Vec<String> = (0..COUNT / 2)
-        .map(|at| format!("node/{}", name(at)))
-        .collect();
-    let mut delete = vec!["delete", "--wait=false"];
-    delete.extend(removed.iter().map(String::as_str));
-    lab.kubectl.must(&delete).await;
-    knows(COUNT - COUNT / 2).await;
-}
 
 /// The front door listens on the port of every Service, and the updater gives all ports to the load balancer, within the
 /// memory of the rendered objects.
@@ -114,20 +68,6 @@ pub(super) async fn front_door_serves_hundreds_of_services(lab: &mut Lab) {
     assert!(updater.rss() < UPDATER_LIMIT, "{}", updater.rss());
 }
 
-/// Waits until the server knows this number of nodes.
-async fn knows(count: usize) {
-    let what = format!("the server knows {count} nodes");
-    eventually(&what, PATIENCE, async || {
-        let metrics = scrape((SEED, 8134).into()).await;
-        let metrics = metrics.map_err(|error| format!("{error:#}"))?;
-        let nodes = metrics.value("culvert_openvpn_nodes", &[]);
-        (nodes == Some(count as f64))
-            .then_some(())
-            .ok_or(format!("{nodes:?}"))
-    })
-    .await;
-}
-
 async fn create(lab: &Lab, objects: &[Value]) {
     let list = json!({"apiVersion": "v1", "kind": "List", "items": objects});
     let words = ["create", "-f", "-"];
@@ -135,21 +75,8 @@ async fn create(lab: &Lab, objects: &[Value]) {
     created.unwrap_or_else(|why| panic!("kubectl create: {why}"));
 }
 
-fn name(at: usize) -> String {
-    format!("node-{at}")
-}
-
 fn port(at: usize) -> u16 {
     FIRST_PORT + u16::try_from(at).expect("a small number")
-}
-
-fn node(at: usize) -> Value {
-    let address = format!("10.250.{}.{}", 1 + at / 250, 1 + at % 250);
-    json!({
-        "apiVersion": "v1", "kind": "Node",
-        "metadata": {"name": name(at), "annotations": {"kwok.x-k8s.io/node": "fake"}},
-        "status": {"addresses": [{"type": "InternalIP", "address": address}]},
-    })
 }
 
 /// Returns a Service, and its endpoint.

@@ -5,7 +5,7 @@ use serde_json::json;
 
 use super::agents::agents;
 use crate::cases::traffic::{create_config_map, greetings_are_listed};
-use crate::lab::cluster::{AGENTS, Cluster, Policies};
+use crate::lab::cluster::{Cluster, Policies};
 use crate::lab::{Egress, PATIENCE, SEED, ready_agents};
 
 /// A policy without rules, for all pods of a namespace.
@@ -30,7 +30,6 @@ pub(super) async fn policies_of_the_chart_are_enough_and_not_more(cluster: &mut 
     create_config_map(&cluster.lab, "allow").await.unwrap();
     greetings_are_listed(&cluster.lab).await;
     assert!(!far_side_reaches(cluster, &address).await);
-    cluster.helm.test(AGENTS).await;
     assert_eq!(policies.dropped_from(&address).await, 0);
 
     let none = json!({"networkPolicy": {"enabled": false}});
