@@ -262,7 +262,7 @@ impl NativeAgent {
     /// Resolves once the agent is suspect: it sends nothing, not even an answer to a PING, or is away.
     pub async fn silent(&self) {
         if self.second_link().is_some() {
-            // A dial over the second link moves to TCP by itself if the link does not answer.
+            // If the second link does not answer, its dials move to the TCP connection.
             return std::future::pending().await;
         }
         if self.is_away() {
