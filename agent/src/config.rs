@@ -87,7 +87,7 @@ pub struct Config {
     pub link_congestion: LinkCongestion,
     /// Links to servers. Default [`LinkTransport::Auto`].
     pub transport: LinkTransport,
-    /// Time for which connections wait when the link to a native server breaks; 0 closes them at once. Default 30 s.
+    /// Time for which connections wait when the link to a native server breaks; 0 closes them at once. Default 0.
     pub resume_grace: Duration,
     /// Destinations that servers may dial. By default, all but link-local and metadata addresses.
     pub destinations: Destinations,

@@ -11,7 +11,7 @@ use culvert_native::hello;
 use culvert_native::resume::{self, Attached, Base, EXPORTER_LABEL, ResumeAnswer, State};
 use futures_util::stream::{FuturesUnordered, StreamExt as _};
 use rand::Rng as _;
-use tokio::sync::watch;
+use tokio::sync::{Semaphore, watch};
 use tokio::time::{Instant, sleep_until, timeout, timeout_at};
 use tracing::{debug, info, warn};
 
@@ -34,6 +34,10 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 
 /// Largest random addition to a pause, as a fraction of the pause.
 const JITTER: f64 = 0.2;
+
+/// Longest wait of an attempt for the answer to the request of an earlier attempt. Each request replaces the connection
+/// of the request before, so requests must not overlap without need.
+const TURN: Duration = Duration::from_secs(2);
 
 /// Number of attempts without a pause after answers of other servers: a load balancer chooses the server.
 const QUICK_ATTEMPTS: u32 = 8;
@@ -85,7 +89,8 @@ pub(crate) async fn keep(
         }
         moved(None);
         let _away = GaugeGuard::new(&metrics.servers_away);
-        let attempts = || attempt(connector, server_id, link, connected());
+        let turn = Semaphore::new(1);
+        let attempts = || attempt(connector, server_id, link, connected(), &turn);
         match reconnect(&mut state, link, attempts).await {
             Ended::Moved(via) => {
                 metrics.resumes.get(ResumeOutcome::Resumed).increment(1);
@@ -139,6 +144,7 @@ where
                 congestion,
                 socket,
             })) => {
+                state.mark_unchanged();
                 if link.session.attach(*attached).is_err() {
                     return std::future::pending().await;
                 }
@@ -146,8 +152,11 @@ where
                     *shared.lock() = socket;
                 }
                 info!(congestion, "the link to the server resumed");
-                // The stream of the link reports its state when it has the connection.
-                settled(state).await;
+                // The stream of the link reports its state when it has the connection. A connection that is already
+                // broken changes the state twice, and the caller sees only the second change.
+                if state.changed().await.is_err() {
+                    return std::future::pending().await;
+                }
                 return Ended::Moved(via);
             }
             Ok(Ok(Reached::Over)) => {
@@ -186,6 +195,7 @@ async fn attempt(
     server_id: &str,
     link: &ResumableLink,
     connected: Vec<String>,
+    turn: &Semaphore,
 ) -> Result<Reached, ConnectError> {
     let deadline = Instant::now() + ATTEMPT_TIMEOUT;
     let metadata = metadata(connector.config()).await?;
@@ -201,6 +211,7 @@ async fn attempt(
     if !connector.is_native(&tls) {
         return Ok(Reached::Other);
     }
+    let _turn = timeout(TURN, turn.acquire()).await;
     let mut headers = metadata.into_headers();
     hello::add_connected(&mut headers, &connected);
     let received = link.session.received();

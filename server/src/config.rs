@@ -67,7 +67,7 @@ pub struct Config {
     /// Congestion control of agents' connections. Default [`LinkCongestion::Auto`].
     pub link_congestion: LinkCongestion,
     /// Time for which the connections of a native agent wait for the agent when its link breaks; 0 closes them at
-    /// once. Default 30 s.
+    /// once. Default 0.
     pub resume_grace: Duration,
     /// Idle time before the server pings a gRPC front-end client. Default 1 h, at least
     /// [`KEEPALIVE_FLOOR`].

@@ -81,14 +81,6 @@ impl Executable {
             Self::At(path) => path,
         }
     }
-
-    /// Returns the flag for a short wait after a program was killed. The default would delay many tests by 30 s.
-    fn short_grace(&self) -> Option<String> {
-        match self {
-            Self::Ours => Some("--resume-grace=1s".to_owned()),
-            Self::At(_) => None,
-        }
-    }
 }
 
 /// A server, its port for agents and its front end.
@@ -364,7 +356,6 @@ impl Topology {
             server_count,
             [agent_port, admin_port, health_port],
         ));
-        args.extend(part.executable.short_grace());
         args.extend(part.extra);
         let mut member = Member {
             name: format!("server {index}"),
@@ -386,7 +377,6 @@ impl Topology {
         let index = self.agents.len();
         let [admin_port, health_port] = std::array::from_fn(|_| self.ports.next_port());
         let mut args = flags::agent(&self.pki, index, [server_port, admin_port, health_port]);
-        args.extend(part.executable.short_grace());
         args.extend(part.extra);
         let mut member = Member {
             name: format!("agent {index}"),

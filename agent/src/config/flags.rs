@@ -149,8 +149,8 @@ pub(super) struct TunnelFlags {
     #[arg(long, value_name = "LINK", default_value = "auto")]
     pub(super) transport: String,
     /// Time for which connections wait when the link to a Culvert server breaks; the agent resumes the link
-    /// meanwhile. 0 closes the connections at once
-    #[arg(long, value_name = "DURATION", default_value = "30s")]
+    /// meanwhile. 0 closes the connections at once; 30s suits rolling updates of a front door. Both programs need the flag
+    #[arg(long, value_name = "DURATION", default_value = "0s")]
     pub(super) resume_grace: GoDuration,
 
     /// No effect: a full buffer delays only its own connection, and culvert_excess_buffer_bytes counts its bytes

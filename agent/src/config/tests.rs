@@ -80,7 +80,7 @@ fn defaults_match_the_stock_agent() {
         drain_linger: Duration::from_secs(5),
         link_congestion: LinkCongestion::Auto,
         transport: LinkTransport::Auto,
-        resume_grace: Duration::from_secs(30),
+        resume_grace: Duration::ZERO,
         destinations: Destinations::of_agent(),
         openvpn: None,
         logging: LogConfig::default(),

@@ -12,6 +12,7 @@ use culvert_native as native;
 use culvert_native::quic::endpoint::ServerEndpoint;
 use culvert_native::resume::EXPORTER_LABEL;
 use tokio::sync::Semaphore;
+use tracing::error;
 
 use crate::backend::ClientSeat;
 use crate::backend::service::Agents;
@@ -176,7 +177,13 @@ pub(super) async fn serve_quic(
             incoming = endpoint.accept() => incoming,
             () = context.shutdown.cancelled() => break,
         };
-        let Some(incoming) = incoming else { break };
+        let Some(incoming) = incoming else {
+            error!(
+                "the UDP socket failed: no new QUIC links until a restart; TCP carries all connections"
+            );
+            context.shutdown.cancelled().await;
+            break;
+        };
         let (context, agents) = (context.clone(), agents.clone());
         let (endpoint, seat) = (endpoint.clone(), shards.seat());
         let tasks = context.tasks.clone();

@@ -261,9 +261,9 @@ impl NativeAgent {
 
     /// Resolves once the agent is suspect: it sends nothing, not even an answer to a PING, or is away.
     pub async fn silent(&self) {
-        if self.second_link().is_some() {
-            // If the second link does not answer, its dials move to the TCP connection.
-            return std::future::pending().await;
+        // If the second link does not answer, its dials move to the TCP connection.
+        while let Some(link) = self.second_link() {
+            link.unusable().await;
         }
         if self.is_away() {
             return sleep(AWAY_CHECK).await;

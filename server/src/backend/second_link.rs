@@ -1,6 +1,7 @@
 //! The QUIC links of native agents. An agent adds a link to its TCP connection by a session.
 
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 
 use culvert_native::quic::link::Link;
@@ -8,6 +9,9 @@ use culvert_native::quic::{PORT_HEADER, SAME_PORT, SESSION_HEADER};
 use http::{HeaderMap, HeaderValue};
 use parking_lot::Mutex;
 use tokio_util::sync::CancellationToken;
+
+/// Largest number of QUIC connections of one session: the link, and earlier links whose streams or timeouts continue.
+const MAX_CONNECTIONS: usize = 4;
 
 /// Second links of the agents that are connected over TCP.
 pub(crate) struct SecondLinks {
@@ -25,7 +29,12 @@ pub(crate) struct SecondLink {
     /// Fires when the TCP connection of the agent has ended.
     pub retired: CancellationToken,
     second: Mutex<Second>,
+    /// Number of QUIC connections of the session, also without trial.
+    connections: AtomicUsize,
 }
+
+/// Place of a QUIC connection in its session; dropping the value frees the place.
+pub(crate) struct ConnectionPlace(Arc<SecondLink>);
 
 #[derive(Default)]
 struct Second {
@@ -63,6 +72,7 @@ impl SecondLinks {
             identity: identity.clone(),
             retired: CancellationToken::new(),
             second: Mutex::default(),
+            connections: AtomicUsize::new(0),
         });
         self.table.lock().insert(id, Arc::downgrade(&second));
         answer.insert(PORT_HEADER, self.port.clone());
@@ -84,6 +94,13 @@ impl SecondLinks {
 // === impl SecondLink ===
 
 impl SecondLink {
+    /// Takes a place for a QUIC connection. `None` if the session has [`MAX_CONNECTIONS`].
+    pub(crate) fn connection(self: &Arc<Self>) -> Option<ConnectionPlace> {
+        let place = ConnectionPlace(self.clone());
+        let others = self.connections.fetch_add(1, Ordering::Relaxed);
+        (others < MAX_CONNECTIONS).then_some(place)
+    }
+
     /// Returns true if the agent has a QUIC link.
     pub(crate) fn has_link(&self) -> bool {
         self.second.lock().link.is_some()
@@ -129,6 +146,12 @@ impl SecondLink {
     }
 }
 
+impl Drop for ConnectionPlace {
+    fn drop(&mut self) {
+        self.0.connections.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
 impl Drop for SecondLink {
     fn drop(&mut self) {
         self.links.table.lock().remove(&self.id);
@@ -149,6 +172,11 @@ mod tests {
         assert_eq!(answer.get(PORT_HEADER).unwrap(), "8443");
         let found = links.of(&answer).unwrap();
         assert!(Arc::ptr_eq(&found, &second) && !found.has_link());
+        let mut places: Vec<_> = (0..MAX_CONNECTIONS).map(|_| second.connection()).collect();
+        assert!(places.iter().all(Option::is_some) && second.connection().is_none());
+        places.pop();
+        assert!(second.connection().is_some());
+        drop(places);
         second.retired.cancel();
         assert!(links.of(&answer).is_none());
         drop((second, found));

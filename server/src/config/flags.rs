@@ -134,8 +134,8 @@ pub(super) struct AgentFlags {
     pub(super) link_congestion: LinkCongestion,
 
     /// Time for which the connections of a Culvert agent wait when its link breaks; the agent resumes the link
-    /// meanwhile. 0 closes the connections at once
-    #[arg(long, value_name = "DURATION", default_value = "30s")]
+    /// meanwhile. 0 closes the connections at once; 30s suits rolling updates of a front door. Both programs need the flag
+    #[arg(long, value_name = "DURATION", default_value = "0s")]
     pub(super) resume_grace: GoDuration,
 
     /// Unique id of this server; empty uses the environment variable PROXY_SERVER_ID, or else a random UUID

@@ -111,7 +111,7 @@ fn defaults_match_the_stock_server() {
         ready_without_agents: false,
         keepalive_time: Duration::from_secs(3600),
         link_congestion: LinkCongestion::Auto,
-        resume_grace: Duration::from_secs(30),
+        resume_grace: Duration::ZERO,
         frontend_keepalive_time: Duration::from_secs(3600),
         server_id: "from-env".to_owned(),
         server_count: 1,

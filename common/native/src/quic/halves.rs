@@ -64,6 +64,8 @@ pub struct QuicSource {
     end: Option<Result<(), CloseReason>>,
     /// Resolves when the peer has stopped this side's direction; `None` after this side's bytes have all arrived.
     stopped: Option<Stopped>,
+    /// Reason with which the peer has stopped this side's direction.
+    stop: Option<CloseReason>,
     lost: CloseReason,
 }
 
@@ -104,6 +106,7 @@ pub(crate) fn halves(
         read: 0,
         end: None,
         stopped: Some(Box::pin(send.stopped())),
+        stop: None,
         lost,
     };
     let sink = QuicSink {
@@ -203,20 +206,24 @@ impl QuicSource {
         let Self {
             state,
             stopped,
+            stop,
             lost,
             ..
         } = self;
         let is_stopped = async {
-            let Some(future) = stopped else {
-                return pending().await;
-            };
-            let outcome = future.as_mut().await;
-            *stopped = None;
-            match outcome {
-                Ok(Some(code)) => reason_of(code, *lost),
-                // All bytes have arrived, and the peer may still send.
-                Ok(None) => pending().await,
-                Err(_) => *lost,
+            if let Some(future) = stopped {
+                let outcome = future.as_mut().await;
+                *stopped = None;
+                *stop = match outcome {
+                    Ok(Some(code)) => Some(reason_of(code, *lost)),
+                    // All bytes have arrived, and the peer may still send.
+                    Ok(None) => None,
+                    Err(_) => Some(*lost),
+                };
+            }
+            match *stop {
+                Some(reason) => reason,
+                None => pending().await,
             }
         };
         tokio::select! {
@@ -309,7 +316,13 @@ impl QuicSink {
         let Some(mut stream) = self.stream.take() else {
             return;
         };
+        // A link may close once it has no open stream, so the stream stays open until the peer has its bytes.
+        let state = self.state.clone();
         if self.finished {
+            tasks.spawn(async move {
+                let _ = timeout(CLOSE_STALL, stream.stopped()).await;
+                drop(state);
+            });
             return;
         }
         if self.written == 0 {
@@ -326,6 +339,7 @@ impl QuicSink {
             // The peer stops the stream when it has read the bytes before the end.
             let _ = timeout(CLOSE_STALL, stream.stopped()).await;
             let _ = stream.reset(code);
+            drop(state);
         });
     }
 

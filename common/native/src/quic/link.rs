@@ -71,6 +71,15 @@ impl Link {
         *self.healthy.borrow() && !self.streams.ended.is_cancelled()
     }
 
+    /// Resolves once the peer does not answer, or the link has ended.
+    pub async fn unusable(&self) {
+        let mut healthy = self.healthy.subscribe();
+        tokio::select! {
+            _ = healthy.wait_for(|healthy| !healthy) => {}
+            () = self.streams.ended.cancelled() => {}
+        }
+    }
+
     /// Returns the number of open streams.
     pub fn open(&self) -> usize {
         self.streams.open()
@@ -98,7 +107,6 @@ impl Link {
     /// See [`LinkDialError`].
     pub async fn dial(&self, dial: &Dial) -> Result<(QuicSource, QuicSink), LinkDialError> {
         let unusable = |_| LinkDialError::Unusable;
-        let mut healthy = self.healthy.subscribe();
         let answered = async {
             let (send, receive) = self.connection.open_bi().await.map_err(unusable)?;
             let (mut source, mut sink) = halves(send, receive, &self.streams, self.lost);
@@ -116,8 +124,7 @@ impl Link {
         tokio::select! {
             biased;
             answered = answered => answered,
-            _ = healthy.wait_for(|healthy| !healthy) => Err(LinkDialError::Unusable),
-            () = self.streams.ended.cancelled() => Err(LinkDialError::Unusable),
+            () = self.unusable() => Err(LinkDialError::Unusable),
         }
     }
 

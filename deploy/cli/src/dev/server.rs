@@ -101,7 +101,7 @@ impl Plan {
             agent_auth: None,
             agent_id_from: None,
             link_congestion: LinkCongestion::System,
-            resume_grace: Duration::from_secs(30),
+            resume_grace: Duration::ZERO,
             destinations: Destinations::default(),
             admin: any_port(),
             admin_tls: None,

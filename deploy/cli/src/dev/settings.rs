@@ -29,7 +29,7 @@ pub(super) fn agent_settings(id: &str) -> agent_config::Config {
         keepalive_time: Duration::from_secs(3600),
         link_congestion: LinkCongestion::System,
         transport: agent_config::LinkTransport::Tcp,
-        resume_grace: Duration::from_secs(30),
+        resume_grace: Duration::ZERO,
         token_path: None,
         sync_forever: false,
         xfr_channel_size: 150,

@@ -20,7 +20,7 @@ use tracing::{Instrument, debug, info, info_span};
 
 use crate::backend::agent::Hello;
 use crate::backend::identity::AgentRefusal;
-use crate::backend::second_link::SecondLink;
+use crate::backend::second_link::{ConnectionPlace, SecondLink};
 use crate::backend::service::Agents;
 use crate::listener::ListenerContext;
 use crate::metrics::RejectReason;
@@ -49,6 +49,9 @@ enum LinkRefusal {
     /// The session does not exist, or another identity began it.
     #[error("the agent has no such session; it connects over TCP first")]
     Session,
+    /// The agent has too many QUIC connections.
+    #[error("the agent has too many QUIC connections; it waits for the end of earlier ones")]
+    TooMany,
 }
 
 impl From<std::io::Error> for LinkRefusal {
@@ -86,7 +89,7 @@ impl Agents {
             introduced = candidate.run(agents.introduce_over_quic(&connection)) => introduced,
             () = context.shutdown.cancelled() => return,
         };
-        let (second, agent_id, control) = match introduced {
+        let (second, _place, agent_id, control) = match introduced {
             Ok(Ok(introduced)) => introduced,
             Ok(Err(why)) => {
                 let reason = match &why {
@@ -97,6 +100,7 @@ impl Agents {
                     LinkRefusal::Hello(_) => RejectReason::Garbage,
                     LinkRefusal::Agent(refusal) => refusal.reason(),
                     LinkRefusal::Session => RejectReason::Unauthenticated,
+                    LinkRefusal::TooMany => RejectReason::TooManyConnections,
                 };
                 context.reject(reason, &peer, &why.to_string());
                 // The agent closes the connection when it has read the reason.
@@ -116,7 +120,15 @@ impl Agents {
     async fn introduce_over_quic(
         &self,
         connection: &Connection,
-    ) -> Result<(Arc<SecondLink>, String, (SendStream, RecvStream)), LinkRefusal> {
+    ) -> Result<
+        (
+            Arc<SecondLink>,
+            ConnectionPlace,
+            String,
+            (SendStream, RecvStream),
+        ),
+        LinkRefusal,
+    > {
         let (mut send, mut receive) = connection.accept_bi().await?;
         let headers = hello::read(&mut receive).await?;
         let second = self.second_links.as_ref().and_then(|all| all.of(&headers));
@@ -132,16 +144,19 @@ impl Agents {
         let checked = match second {
             None => Err(LinkRefusal::Session),
             Some(second) => match self.authenticate(&metadata, &mut hello).await {
-                Ok(identity) if identity == second.identity => Ok(second),
+                Ok(identity) if identity == second.identity => match second.connection() {
+                    Some(place) => Ok((second, place)),
+                    None => Err(LinkRefusal::TooMany),
+                },
                 Ok(_) => Err(LinkRefusal::Session),
                 Err(refusal) => Err(refusal.into()),
             },
         };
         match checked {
-            Ok(second) => {
+            Ok((second, place)) => {
                 let answer = self.answer(*self.announced.borrow())?;
                 hello::accept(&mut send, &answer).await?;
-                Ok((second, hello.agent_id, (send, receive)))
+                Ok((second, place, hello.agent_id, (send, receive)))
             }
             Err(refusal) => {
                 hello::refuse(&mut send, &refusal.to_string()).await?;

@@ -174,7 +174,8 @@ async fn bytes_arrive_both_ways_and_each_direction_ends_separately() {
     let tasks = TaskTracker::new();
     to_agent.end(CloseReason::Finished, &tasks);
     to_server.end(CloseReason::Finished, &tasks);
-    assert!(tasks.is_empty());
+    tasks.close();
+    timeout(LIMIT, tasks.wait()).await.unwrap();
 }
 
 #[tokio::test]
@@ -278,6 +279,8 @@ async fn ten_thousand_streams_one_after_another_leave_nothing_behind() {
         to_agent.end(CloseReason::Finished, &tasks);
         to_server.end(CloseReason::Finished, &tasks);
     }
+    tasks.close();
+    timeout(LIMIT, tasks.wait()).await.unwrap();
     assert_eq!((pair.server.open(), pair.agent.open()), (0, 0));
     assert!(pair.server.is_healthy() && pair.agent.is_healthy());
 }
