@@ -105,7 +105,7 @@ impl Cluster {
     }
 
     async fn ours() -> Self {
-        Self::start(Path::new("culvert-server"), &["--resume-grace=0"]).await
+        Self::start(Path::new("culvert-server"), &[]).await
     }
 
     /// Starts an agent with KKP's arguments. The agent connects to the front door.

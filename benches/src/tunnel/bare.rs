@@ -49,7 +49,7 @@ pub(super) fn near(listen: SocketAddr, pair: &Pair, ca: &Path, socket: &Path) ->
     args
 }
 
-/// Arguments of either side; alone those of the far side, which dials `address`.
+/// Arguments of the far side, which dials `address`; the near side has one more.
 pub(super) fn arguments(address: SocketAddr, pair: &Pair, ca: &Path) -> Vec<PathBuf> {
     let address = PathBuf::from(address.to_string());
     vec![address, pair.cert.clone(), pair.key.clone(), ca.to_owned()]

@@ -22,7 +22,7 @@ use http::{HeaderMap, HeaderName, HeaderValue};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
 /// Largest head to read, in bytes. Tokens make a head a few KiB long.
-pub(crate) const HEAD_BYTES: usize = 64 * 1024;
+const HEAD_BYTES: usize = 64 * 1024;
 
 /// Largest number of header lines to read.
 pub(crate) const HEADER_LINES: usize = 64;
@@ -84,6 +84,23 @@ pub async fn introduce<S>(stream: &mut S, headers: &HeaderMap) -> Result<Answer,
 where
     S: AsyncRead + AsyncWrite + Unpin,
 {
+    let (code, headers) = exchange(stream, headers).await?;
+    match code {
+        Some(101) => return Ok(Answer::Accepted(headers)),
+        Some(409) => return Ok(Answer::Connected(headers)),
+        _ => {}
+    }
+    Err(HelloError::Refused(refusal_text(stream).await))
+}
+
+/// Sends the head of an agent's request, and returns the status and the headers of the answer.
+pub(crate) async fn exchange<S>(
+    stream: &mut S,
+    headers: &HeaderMap,
+) -> Result<(Option<u16>, HeaderMap), HelloError>
+where
+    S: AsyncRead + AsyncWrite + Unpin,
+{
     let mut head = b"GET /agent HTTP/1.1\r\nhost: culvert\r\n".to_vec();
     upgrade_head(&mut head, headers);
     stream.write_all(&head).await?;
@@ -94,16 +111,16 @@ where
     let parsed = response.parse(&head);
     parsed.map_err(|error| HelloError::Malformed(error.to_string()))?;
     let headers = header_map(response.headers)?;
-    match response.code {
-        Some(101) => return Ok(Answer::Accepted(headers)),
-        Some(409) => return Ok(Answer::Connected(headers)),
-        _ => {}
-    }
+    let code = response.code;
+    Ok((code, headers))
+}
+
+/// Reads the text of a refusal. The peer closes the connection after the text.
+pub(crate) async fn refusal_text<S: AsyncRead + Unpin>(stream: &mut S) -> String {
     let mut text = String::new();
-    // The peer closes the connection after the text.
     let mut rest = stream.take(HEAD_BYTES as u64);
     let _ = rest.read_to_string(&mut text).await;
-    Err(HelloError::Refused(text.trim().to_owned()))
+    text.trim().to_owned()
 }
 
 /// Reads the introduction of an agent, on the server.
@@ -174,9 +191,7 @@ pub(crate) fn add_lines(head: &mut Vec<u8>, headers: &HeaderMap) {
 
 /// Reads a head and no byte more: HTTP/2 begins directly after the empty line. Reading single bytes is cheap
 /// here, because TLS has already decrypted the whole record.
-pub(crate) async fn read_hello<S: AsyncRead + Unpin>(
-    stream: &mut S,
-) -> Result<BytesMut, HelloError> {
+async fn read_hello<S: AsyncRead + Unpin>(stream: &mut S) -> Result<BytesMut, HelloError> {
     let head = read_head(stream, HEAD_BYTES).await;
     head.map_err(|error| match error {
         HeadError::Io(error) => error.into(),

@@ -22,12 +22,10 @@ use std::io;
 use aws_lc_rs::rand::SystemRandom;
 use aws_lc_rs::{hmac, rand::SecureRandom as _};
 use http::{HeaderMap, HeaderName, HeaderValue};
-use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
+use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt as _};
 
 use super::session::Positions;
-use crate::hello::{
-    HEAD_BYTES, HEADER_LINES, HelloError, add_lines, header_map, read_hello, upgrade_head,
-};
+use crate::hello::{HelloError, add_lines, exchange, refusal_text, upgrade_head};
 
 /// Label of the bytes that both ends derive from the TLS handshake.
 pub const EXPORTER_LABEL: &[u8] = b"EXPORTER-culvert-resume";
@@ -218,17 +216,8 @@ pub async fn resume<S>(stream: &mut S, headers: &HeaderMap) -> Result<ResumeAnsw
 where
     S: AsyncRead + AsyncWrite + Unpin,
 {
-    let mut head = b"GET /agent HTTP/1.1\r\nhost: culvert\r\n".to_vec();
-    upgrade_head(&mut head, headers);
-    stream.write_all(&head).await?;
-    stream.flush().await?;
-    let head = read_hello(stream).await?;
-    let mut lines = [httparse::EMPTY_HEADER; HEADER_LINES];
-    let mut response = httparse::Response::new(&mut lines);
-    let parsed = response.parse(&head);
-    parsed.map_err(|error| HelloError::Malformed(error.to_string()))?;
-    let headers = header_map(response.headers)?;
-    match response.code {
+    let (code, headers) = exchange(stream, headers).await?;
+    match code {
         Some(101) => {
             let positions = positions(&headers).map(ResumeAnswer::Resumed);
             return Ok(positions.unwrap_or(ResumeAnswer::Other));
@@ -237,11 +226,7 @@ where
         Some(409 | 421) => return Ok(ResumeAnswer::Other),
         _ => {}
     }
-    let mut text = String::new();
-    // The peer closes the connection after the text.
-    let mut rest = stream.take(HEAD_BYTES as u64);
-    let _ = rest.read_to_string(&mut text).await;
-    Ok(ResumeAnswer::Refused(text.trim().to_owned()))
+    Ok(ResumeAnswer::Refused(refusal_text(stream).await))
 }
 
 /// Returns the positions in a server's answer.
