@@ -10,8 +10,10 @@ use std::time::Duration;
 
 use culvert_host::telemetry::metrics::Series;
 
-use super::CLUSTER;
 use crate::routes::UpstreamKey;
+
+/// Label of every metric of an upstream, with the upstream's key.
+pub(super) const CLUSTER: &str = "envoy_cluster_name";
 
 /// Name of the metric.
 pub(super) const NAME: &str = "envoy_cluster_upstream_rq_time";
