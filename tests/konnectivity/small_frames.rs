@@ -3,6 +3,7 @@
 //! connections of that transport.
 
 use std::future::poll_fn;
+use std::task::Poll;
 
 use bytes::Bytes;
 use culvert_kit::client::FrontEnd;
@@ -65,9 +66,34 @@ impl Raw {
         }
     }
 
+    /// Sends messages of `size` bytes until the window of the call is full, and returns the bytes.
+    async fn fill(&mut self, connection: i64, size: usize) -> Vec<u8> {
+        let mut sent = Vec::new();
+        loop {
+            let bytes: Vec<u8> = (sent.len()..).map(|i| (i % 251) as u8).take(size).collect();
+            let frame = encoded(data(connection, &bytes));
+            self.frames.reserve_capacity(frame.len());
+            if self.frames.capacity() < frame.len() {
+                // The answer follows the updates of the window for all earlier frames.
+                self.ping().await;
+                let more = poll_fn(|cx| Poll::Ready(self.frames.poll_capacity(cx)));
+                if more.await.is_pending() && self.frames.capacity() < frame.len() {
+                    return sent;
+                }
+                continue;
+            }
+            self.frames.send_data(frame.into(), false).unwrap();
+            sent.extend(bytes);
+        }
+    }
+
+    async fn ping(&mut self) {
+        let pong = self.pings.ping(Ping::opaque());
+        timely("an answer to a ping", pong).await.unwrap();
+    }
+
     async fn say(&mut self, message: Message) {
-        let mut frame = Vec::new();
-        grpc::encode(message, &mut frame);
+        let frame = encoded(message);
         self.frames.reserve_capacity(frame.len());
         while self.frames.capacity() < frame.len() {
             let more = poll_fn(|cx| self.frames.poll_capacity(cx));
@@ -83,8 +109,7 @@ impl Raw {
         for byte in bytes {
             self.say(data(connection, &[*byte])).await;
         }
-        let pong = self.pings.ping(Ping::opaque());
-        timely("an answer to a ping", pong).await.unwrap();
+        self.ping().await;
     }
 
     /// Waits for the next message, which must be alone in its frame.
@@ -99,6 +124,12 @@ impl Raw {
     }
 }
 
+fn encoded(message: Message) -> Vec<u8> {
+    let mut frame = Vec::new();
+    grpc::encode(message, &mut frame);
+    frame
+}
+
 fn flood() -> Vec<u8> {
     (0..FLOOD).map(|i| (i % 251) as u8).collect()
 }
@@ -109,9 +140,32 @@ async fn server_alone() -> Topology {
 }
 
 #[tokio::test]
-async fn small_frames_to_an_agent_that_does_not_read_all_arrive() {
+async fn small_frames_that_fill_the_window_to_an_agent_that_does_not_read_all_arrive() {
     let topology = server_alone().await;
     let mut agent = scripts::agent(&topology, "scripted").await;
+    let (mut bulk, bulk_id) = opened_by(&topology, &mut agent, 1).await;
+    let (mut front, id) = opened_by(&topology, &mut agent, 2).await;
+    // The queue to the agent is full before the first small message.
+    bulk.fill(bulk_id, 8 * 1024).await;
+    let sent = front.fill(id, 1).await;
+    assert!(sent.len() > FLOOD, "{} bytes fill the window", sent.len());
+    let mut heard = Vec::new();
+    while heard.len() < sent.len() {
+        if let Message::Data {
+            connection: ConnectId(2),
+            bytes,
+        } = agent.hear().await
+        {
+            heard.extend(bytes);
+        }
+    }
+    assert!(heard == sent);
+    agent.say(data(2, b"x")).await;
+    assert_eq!(front.hear().await, data(id, b"x"));
+}
+
+/// Opens a connection on a call of its own, which the agent knows by `number`.
+async fn opened_by(topology: &Topology, agent: &mut scripts::Peer, number: i64) -> (Raw, i64) {
     let FrontEnd::GrpcUds(path) = topology.front_end() else {
         panic!("not the front end of this test");
     };
@@ -119,7 +173,7 @@ async fn small_frames_to_an_agent_that_does_not_read_all_arrive() {
     let mut front = Raw::open(socket, "/ProxyService/Proxy", &[]).await;
     front.say(dial(77, TARGET)).await;
     let asked = agent.hear_dial().await;
-    agent.say(opened(asked, 1)).await;
+    agent.say(opened(asked, number)).await;
     let Message::DialResponse {
         dial: DialId(77),
         connection: ConnectId(id),
@@ -128,10 +182,7 @@ async fn small_frames_to_an_agent_that_does_not_read_all_arrive() {
     else {
         panic!("not the answer to the dial");
     };
-    front.say_bytes(id, &flood()).await;
-    agent.hear_bytes(1, &flood()).await;
-    agent.say(data(1, b"x")).await;
-    assert_eq!(front.hear().await, data(id, b"x"));
+    (front, id)
 }
 
 #[tokio::test]
