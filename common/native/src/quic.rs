@@ -35,6 +35,15 @@ pub const SESSION_HEADER: &str = "culvert-session";
 /// fails here and not in a connection.
 pub const TRIAL_BYTES: usize = 64 * 1024;
 
+/// Bound for the buffered bytes of one connection: the window of its stream, the bytes that are read ahead, a chunk in
+/// transit and a chunk being read.
+pub const CONNECTION_BYTES: usize =
+    endpoint::STREAM_WINDOW_BYTES as usize + streams::AHEAD_BYTES + 2 * super::FRAME_BYTES;
+
+/// Bound for the other bytes of a link: bytes that the peer has not acknowledged, and words that wait for the peer.
+pub const LINK_BYTES: usize =
+    endpoint::SEND_WINDOW_BYTES as usize + streams::WAITING_WORDS * size_of::<words::Word>();
+
 /// Error code of a stream or connection that ends without a reason.
 const NO_REASON: VarInt = VarInt::from_u32(0);
 

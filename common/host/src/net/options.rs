@@ -1,5 +1,5 @@
-//! Socket options that no crate in use offers. This module has the only unsafe blocks of the workspace: the
-//! block in `set`, and the blocks that the macro `nix::getsockopt_impl!` expands to.
+//! Socket options that no crate in use offers. This module has the only unsafe blocks of the programs: the block in
+//! `set`, and the blocks that the macro `nix::getsockopt_impl!` expands to.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd as _};

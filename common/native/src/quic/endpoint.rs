@@ -30,10 +30,13 @@ const CONNECTION_WINDOW_BYTES: u32 = 1 << 30;
 const HELLO_WINDOW_BYTES: u32 = 80 * 1024;
 
 /// Largest number of bytes that wait for the peer's acknowledgements.
-const SEND_WINDOW_BYTES: u64 = 16 << 20;
+pub(super) const SEND_WINDOW_BYTES: u32 = 16 << 20;
 
 /// Number of streams that an agent permits at first. quinn-proto has an entry for each permitted stream, open or not.
 pub(super) const AGENT_STREAMS: u32 = 256;
+
+/// Largest number of streams that an agent permits. More dials wait in the server.
+pub(super) const MAX_STREAMS: u32 = 1 << 17;
 
 /// Number of streams that a server permits: the control stream.
 const SERVER_STREAMS: u32 = 1;
@@ -244,7 +247,7 @@ fn transport() -> TransportConfig {
     transport
         .stream_receive_window(STREAM_WINDOW_BYTES.into())
         .receive_window(CONNECTION_WINDOW_BYTES.into())
-        .send_window(SEND_WINDOW_BYTES)
+        .send_window(SEND_WINDOW_BYTES.into())
         .max_concurrent_uni_streams(0_u32.into())
         .datagram_receive_buffer_size(None)
         .max_idle_timeout(Some(idle.into()))

@@ -12,16 +12,13 @@ use tokio::sync::{mpsc, watch};
 use tokio::time::{Instant, sleep};
 
 use super::NO_REASON;
-use super::endpoint::AGENT_STREAMS;
+use super::endpoint::{AGENT_STREAMS, MAX_STREAMS};
 use super::halves::{QuicSink, QuicSource, halves};
 use super::health::{Counters, Health, LOOK, Look};
-use super::streams::Streams;
+use super::streams::{Streams, WAITING_WORDS};
 use super::words::Word;
 use crate::control::Lines;
 use crate::dial;
-
-/// Largest number of streams that an agent accepts at once. More dials wait in the server.
-const MAX_STREAMS: u32 = 1 << 17;
 
 /// Priority of the control stream, above all other streams.
 const CONTROL_PRIORITY: i32 = 3;
@@ -49,7 +46,7 @@ pub struct Link {
 }
 
 /// Words that wait for the control stream.
-pub struct Words(mpsc::UnboundedReceiver<Word>);
+pub struct Words(mpsc::Receiver<Word>);
 
 impl Link {
     /// Creates a link. Streams whose receivers do not read may hold `held_bytes` together. `lost` is the close reason
@@ -176,8 +173,11 @@ impl Link {
             cause = self.receive(receive, on_word) => cause,
             cause = outgoing => cause,
             cause = self.watch(on_silence) => cause,
+            () = self.streams.overflow.cancelled() => {
+                format!("the peer does not read its control stream: {WAITING_WORDS} words wait")
+            }
         };
-        self.close("the control stream ended");
+        self.close(&cause);
         cause
     }
 

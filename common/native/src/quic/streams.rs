@@ -7,10 +7,11 @@ use std::sync::{Arc, OnceLock, Weak};
 
 use parking_lot::Mutex;
 use quinn::{RecvStream, VarInt};
+use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::{Notify, mpsc};
 use tokio_util::sync::CancellationToken;
 
-use super::endpoint::STREAM_WINDOW_BYTES;
+use super::endpoint::{MAX_STREAMS, STREAM_WINDOW_BYTES};
 use super::words::{End, Word};
 
 /// Bytes that a connection reads from its stream while its receiver is busy. More bytes stay in the window of the
@@ -20,10 +21,15 @@ pub const AHEAD_BYTES: usize = 64 * 1024;
 /// Largest number of bytes of a stream whose receiver does not read.
 const STALLED_BYTES: usize = AHEAD_BYTES + STREAM_WINDOW_BYTES as usize;
 
+/// Largest number of words that wait for a peer. An open stream causes at most one word, so all streams may end at once.
+pub(super) const WAITING_WORDS: usize = MAX_STREAMS as usize;
+
 /// Shared state of the streams of one link.
 #[derive(Debug)]
 pub struct Streams {
-    words: mpsc::UnboundedSender<Word>,
+    words: mpsc::Sender<Word>,
+    /// Fires when a word finds no room: the peer does not read its words.
+    pub(crate) overflow: CancellationToken,
     open: AtomicUsize,
     /// Wakes the watcher of the link's health.
     pub(crate) opened: Notify,
@@ -76,10 +82,11 @@ pub struct StreamCut(CancellationToken);
 
 impl Streams {
     /// Creates the state of a link. Returns also the words to send.
-    pub(crate) fn new(held_bytes: usize) -> (Arc<Self>, mpsc::UnboundedReceiver<Word>) {
-        let (words, receiver) = mpsc::unbounded_channel();
+    pub(crate) fn new(held_bytes: usize) -> (Arc<Self>, mpsc::Receiver<Word>) {
+        let (words, receiver) = mpsc::channel(WAITING_WORDS);
         let streams = Arc::new(Self {
             words,
+            overflow: CancellationToken::new(),
             open: AtomicUsize::new(0),
             opened: Notify::new(),
             ended: CancellationToken::new(),
@@ -90,10 +97,12 @@ impl Streams {
         (streams, receiver)
     }
 
-    /// Sends a word. A stream causes at most one word, so the number of streams bounds the queue.
+    /// Sends a word. A word without room ends the link: without the word, the peer would take a part of a stream for
+    /// the whole.
     pub(crate) fn send(&self, word: Word) {
-        // Fails only after the end of the link.
-        let _ = self.words.send(word);
+        if let Err(TrySendError::Full(_)) = self.words.try_send(word) {
+            self.overflow.cancel();
+        }
     }
 
     /// Returns the number of open streams.

@@ -1,23 +1,25 @@
 //! Links between two endpoints on loopback.
 #![allow(clippy::unwrap_used, clippy::indexing_slicing)]
 
+mod sockets;
+
 use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
 
 use bytes::Bytes;
 use culvert_stream::{Sink, Source};
-use quinn::{Endpoint, TransportErrorCode};
+use quinn::Endpoint;
 use rcgen::{CertifiedKey, generate_simple_self_signed};
 use rustls::pki_types::PrivateKeyDer;
 use rustls::{ClientConfig, RootCertStore, ServerConfig};
-use tokio::task::JoinSet;
+use tokio::task::{JoinSet, yield_now};
 use tokio::time::timeout;
 use tokio_util::task::TaskTracker;
 
 use super::*;
-use crate::quic::endpoint::{ServerEndpoint, client, client_config, open_window, rebind};
+use crate::quic::endpoint::{ServerEndpoint, client, client_config, open_window};
 use crate::quic::keys::EndpointKeys;
 use crate::quic::streams::AHEAD_BYTES;
-use crate::quic::words::Preferred;
+use crate::quic::words::{End, Preferred};
 
 const LIMIT: Duration = Duration::from_secs(30);
 const MIB: usize = 1 << 20;
@@ -53,19 +55,21 @@ fn tls() -> (ServerConfig, ClientConfig) {
     (server, client)
 }
 
-impl Pair {
-    async fn new() -> Self {
-        Self::with_held(64 * MIB).await
-    }
+/// The two ends of a connection without links, each with its control stream.
+struct Ends {
+    server: (Connection, (SendStream, RecvStream)),
+    agent: (Connection, (SendStream, RecvStream)),
+    address: SocketAddr,
+    server_endpoint: Arc<ServerEndpoint>,
+}
 
-    /// Connects two links. Streams whose receivers do not read may hold `held` bytes at each.
-    async fn with_held(held: usize) -> Self {
+impl Ends {
+    async fn connect(agent_endpoint: &Endpoint) -> Self {
         let (server_tls, client_tls) = tls();
         let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
         let address = socket.local_addr().unwrap();
         let keys = EndpointKeys::derive(b"key");
         let endpoint = Arc::new(ServerEndpoint::new(socket, &server_tls, keys).unwrap());
-        let agent_endpoint = client(address).unwrap();
         let config = client_config(&client_tls).unwrap();
         let connecting = agent_endpoint
             .connect_with(config, address, "server")
@@ -83,8 +87,32 @@ impl Pair {
             control.0.write_all(&Word::Ping.to_line()).await.unwrap();
             (connection, control)
         };
-        let ((server, server_control), (agent, agent_control)) = tokio::join!(accept, connect);
-        open_window(&server);
+        let (server, agent) = tokio::join!(accept, connect);
+        open_window(&server.0);
+        Self {
+            server,
+            agent,
+            address,
+            server_endpoint: endpoint,
+        }
+    }
+}
+
+impl Pair {
+    async fn new() -> Self {
+        Self::with_held(64 * MIB).await
+    }
+
+    /// Connects two links. Streams whose receivers do not read may hold `held` bytes at each.
+    async fn with_held(held: usize) -> Self {
+        let any = (Ipv4Addr::UNSPECIFIED, 0).into();
+        Self::over(client(any).unwrap(), held).await
+    }
+
+    /// Connects two links over an endpoint of the agent.
+    async fn over(agent_endpoint: Endpoint, held: usize) -> Self {
+        let ends = Ends::connect(&agent_endpoint).await;
+        let ((server, server_control), (agent, agent_control)) = (ends.server, ends.agent);
         let agent_connection = agent.clone();
         let (server, server_words) = Link::new(server, held, CloseReason::AgentLost);
         let (agent, agent_words) = Link::new(agent, held, CloseReason::ServerLost);
@@ -106,9 +134,9 @@ impl Pair {
             agent,
             agent_connection,
             agent_endpoint,
-            address,
+            address: ends.address,
             words,
-            _server_endpoint: endpoint,
+            _server_endpoint: ends.server_endpoint,
         }
     }
 
@@ -303,6 +331,42 @@ async fn words_about_the_link_reach_the_peer() {
     assert_eq!(received, Some(word));
 }
 
+#[tokio::test]
+async fn link_to_a_peer_that_reads_no_words_ends_with_the_cause() {
+    let endpoint = client((Ipv4Addr::UNSPECIFIED, 0).into()).unwrap();
+    let Ends {
+        server: (connection, control),
+        agent: (agent, _unread),
+        server_endpoint: _endpoint,
+        ..
+    } = Ends::connect(&endpoint).await;
+    let (link, words) = Link::new(connection, 0, CloseReason::AgentLost);
+    let end = End {
+        stream: u64::MAX,
+        reason: CloseReason::EndpointLost,
+        offset: u64::MAX,
+    };
+    let mut sent = 0;
+    let send = async {
+        while link.is_healthy() {
+            for _ in 0..64 {
+                link.send(Word::End(end));
+                sent += 1;
+            }
+            yield_now().await;
+        }
+    };
+    let run = link.run(control, words, |_| {}, |_| {});
+    let both = async { tokio::join!(run, send) };
+    let (cause, ()) = timeout(LIMIT, both).await.unwrap();
+    let expected = "does not read its control stream";
+    assert!(cause.contains(expected), "{cause}");
+    // The window of the control stream and the queue have room for so many.
+    assert!((WAITING_WORDS..2 * WAITING_WORDS).contains(&sent), "{sent}");
+    let closed = timeout(LIMIT, agent.closed()).await.unwrap().to_string();
+    assert!(closed.contains(expected), "{closed}");
+}
+
 /// A sender fills the windows of streams whose receivers do not read; the first stalled streams end, the others go on.
 #[tokio::test]
 async fn stalled_streams_over_the_bound_end_as_buffer_exceeded() {
@@ -339,100 +403,5 @@ async fn stalled_streams_over_the_bound_end_as_buffer_exceeded() {
     let _open = pair.open().await;
     for sender in senders {
         sender.abort();
-    }
-}
-
-#[tokio::test]
-async fn streams_survive_a_changed_port_of_the_agent() {
-    let pair = Pair::new().await;
-    let ((mut from_agent, _to_agent), (_from_server, mut to_server)) = pair.open().await;
-    let sent = pattern(4 * MIB);
-    let copy = sent.clone();
-    let sender = tokio::spawn(async move {
-        for part in copy.chunks(AHEAD_BYTES) {
-            to_server.send(Bytes::copy_from_slice(part)).await.unwrap();
-            sleep(Duration::from_millis(5)).await;
-        }
-        to_server.finish().await.unwrap();
-    });
-    let moves = async {
-        for _ in 0..5 {
-            sleep(Duration::from_millis(50)).await;
-            rebind(&pair.agent_endpoint, pair.address).unwrap();
-        }
-    };
-    let ((received, end), ()) = tokio::join!(read(&mut from_agent), moves);
-    assert!(
-        received == sent && end.is_none(),
-        "{} bytes",
-        received.len()
-    );
-    sender.await.unwrap();
-}
-
-/// A peer with a forged address never answers a Retry packet, and so never reaches the code behind `accept`.
-#[tokio::test]
-async fn first_packets_of_unproved_addresses_get_a_retry_and_nothing_else() {
-    let (server_tls, client_tls) = tls();
-    let recorder = tokio::net::UdpSocket::bind((Ipv4Addr::LOCALHOST, 0))
-        .await
-        .unwrap();
-    let address = recorder.local_addr().unwrap();
-    let config = client_config(&client_tls).unwrap();
-    let agent = client(address).unwrap();
-    let _connecting = agent.connect_with(config, address, "server").unwrap();
-    let mut initial = vec![0; 1500];
-    let length = recorder.recv(&mut initial).await.unwrap();
-    initial.truncate(length);
-
-    let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
-    let address = socket.local_addr().unwrap();
-    let keys = EndpointKeys::derive(b"key");
-    let endpoint = ServerEndpoint::new(socket, &server_tls, keys).unwrap();
-    let flood = async {
-        for _ in 0..1000 {
-            let peer = tokio::net::UdpSocket::bind((Ipv4Addr::LOCALHOST, 0))
-                .await
-                .unwrap();
-            peer.send_to(&initial, address).await.unwrap();
-            let mut answer = [0; 1500];
-            let length = timeout(LIMIT, peer.recv(&mut answer))
-                .await
-                .unwrap()
-                .unwrap();
-            // Type of a long header (RFC 9000, 17.2).
-            assert_eq!(answer[0] & 0xf0, 0xf0, "not a Retry packet");
-            assert!(length <= initial.len());
-        }
-    };
-    tokio::select! {
-        _ = endpoint.accept() => panic!("an unproved address was accepted"),
-        () = flood => {}
-    }
-}
-
-#[tokio::test]
-async fn other_protocol_is_refused_in_the_handshake() {
-    let (server_tls, mut client_tls) = tls();
-    let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
-    let address = socket.local_addr().unwrap();
-    let keys = EndpointKeys::derive(b"key");
-    let endpoint = ServerEndpoint::new(socket, &server_tls, keys).unwrap();
-    client_tls.alpn_protocols = vec![b"h3".to_vec()];
-    let crypto = quinn::crypto::rustls::QuicClientConfig::try_from(client_tls).unwrap();
-    let config = quinn::ClientConfig::new(Arc::new(crypto));
-    let other = client(address).unwrap();
-    let connecting = other.connect_with(config, address, "server").unwrap();
-    let accept = async {
-        let incoming = endpoint.accept().await.unwrap();
-        let config = endpoint.config(&server_tls).unwrap();
-        incoming.accept_with(config).err()
-    };
-    let (connected, refused) = tokio::join!(connecting, accept);
-    assert!(refused.is_some(), "the server accepted another protocol");
-    let alert = TransportErrorCode::crypto(120);
-    match connected.unwrap_err() {
-        quinn::ConnectionError::ConnectionClosed(close) => assert_eq!(close.error_code, alert),
-        other => panic!("{other}"),
     }
 }
