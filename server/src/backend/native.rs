@@ -33,7 +33,7 @@ use self::introduction::{Introduced, IntroductionError, NewAgent};
 use super::agent::Hello;
 use super::announced::Announcements;
 use super::resume::{AgentSession, AnyTransport};
-use super::second_link::SecondLink;
+use super::second_link::{Offered, SecondLink};
 use super::service::Agents;
 use super::{Backend, Place};
 use crate::backend::dial::{StreamDialError, next_serial};
@@ -141,8 +141,9 @@ impl Agents {
             announcements,
             owner,
             ticket,
-            second,
+            offered,
         } = new;
+        let second = offered.as_ref().map(Offered::link);
         let stream: AnyTransport = Box::new(stream);
         let (stream, _session) = match ticket {
             Some(ticket) => {

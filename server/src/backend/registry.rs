@@ -434,13 +434,6 @@ impl Drop for Registration {
     }
 }
 
-impl Place {
-    /// Returns the identity of the agent.
-    pub(crate) fn identity(&self) -> &Arc<str> {
-        &self.identity
-    }
-}
-
 impl Drop for Place {
     fn drop(&mut self) {
         let mut places = self.registry.places.lock();

@@ -8,10 +8,12 @@ use culvert_native::quic::link::Link;
 use culvert_native::quic::{PORT_HEADER, SAME_PORT, SESSION_HEADER};
 use http::{HeaderMap, HeaderValue};
 use parking_lot::Mutex;
-use tokio_util::sync::CancellationToken;
+use tokio_util::sync::{CancellationToken, DropGuard};
+
+use super::resume::Owner;
 
 /// Largest number of QUIC connections of one session: the link, and earlier links whose streams or timeouts continue.
-const MAX_CONNECTIONS: usize = 4;
+pub(crate) const MAX_CONNECTIONS: usize = 4;
 
 /// Second links of the agents that are connected over TCP.
 pub(crate) struct SecondLinks {
@@ -24,13 +26,19 @@ pub(crate) struct SecondLinks {
 pub(crate) struct SecondLink {
     id: u128,
     links: Arc<SecondLinks>,
-    /// Identity that the agent has proved over TCP.
-    pub identity: Arc<str>,
+    /// Agent that has introduced itself over TCP.
+    pub owner: Owner,
     /// Fires when the TCP connection of the agent has ended.
     pub retired: CancellationToken,
     second: Mutex<Second>,
     /// Number of QUIC connections of the session, also without trial.
     connections: AtomicUsize,
+}
+
+/// The second link of an agent whose TCP connection exists. Dropping the value retires the link.
+pub(crate) struct Offered {
+    link: Arc<SecondLink>,
+    _retires: DropGuard,
 }
 
 /// Place of a QUIC connection in its session; dropping the value frees the place.
@@ -60,26 +68,26 @@ impl SecondLinks {
     }
 
     /// Prepares the second link of an agent, and announces its session in the server's answer.
-    pub(crate) fn begin(
-        self: &Arc<Self>,
-        identity: &Arc<str>,
-        answer: &mut HeaderMap,
-    ) -> Arc<SecondLink> {
+    pub(crate) fn begin(self: &Arc<Self>, owner: &Owner, answer: &mut HeaderMap) -> Offered {
         let id = rand::random();
-        let second = Arc::new(SecondLink {
+        let retired = CancellationToken::new();
+        let link = Arc::new(SecondLink {
             id,
             links: self.clone(),
-            identity: identity.clone(),
-            retired: CancellationToken::new(),
+            owner: owner.clone(),
+            retired: retired.clone(),
             second: Mutex::default(),
             connections: AtomicUsize::new(0),
         });
-        self.table.lock().insert(id, Arc::downgrade(&second));
+        self.table.lock().insert(id, Arc::downgrade(&link));
         answer.insert(PORT_HEADER, self.port.clone());
         if let Ok(id) = HeaderValue::try_from(format!("{id:032x}")) {
             answer.insert(SESSION_HEADER, id);
         }
-        second
+        Offered {
+            link,
+            _retires: retired.drop_guard(),
+        }
     }
 
     /// Returns the second link that an agent's introduction over QUIC names, if the agent's TCP connection still exists.
@@ -88,6 +96,15 @@ impl SecondLinks {
         let id = u128::from_str_radix(id, 16).ok()?;
         let second = self.table.lock().get(&id).and_then(Weak::upgrade);
         second.filter(|second| !second.retired.is_cancelled())
+    }
+}
+
+// === impl Offered ===
+
+impl Offered {
+    /// Returns the link.
+    pub(crate) fn link(&self) -> Arc<SecondLink> {
+        self.link.clone()
     }
 }
 
@@ -164,11 +181,20 @@ mod tests {
 
     use super::*;
 
+    fn owner() -> Owner {
+        Owner {
+            agent_id: "a".to_owned(),
+            identity: "a".into(),
+            common_name: None,
+        }
+    }
+
     #[test]
     fn announced_session_is_found_until_its_tcp_connection_ends() {
         let links = SecondLinks::new(8443, 8091);
         let mut answer = HeaderMap::new();
-        let second = links.begin(&"a".into(), &mut answer);
+        let offered = links.begin(&owner(), &mut answer);
+        let second = offered.link();
         assert_eq!(answer.get(PORT_HEADER).unwrap(), "8443");
         let found = links.of(&answer).unwrap();
         assert!(Arc::ptr_eq(&found, &second) && !found.has_link());
@@ -177,8 +203,8 @@ mod tests {
         places.pop();
         assert!(second.connection().is_some());
         drop(places);
-        second.retired.cancel();
-        assert!(links.of(&answer).is_none());
+        drop(offered);
+        assert!(second.retired.is_cancelled() && links.of(&answer).is_none());
         drop((second, found));
         assert!(links.table.lock().is_empty());
     }
@@ -187,7 +213,7 @@ mod tests {
     fn unknown_and_malformed_sessions_are_not_found() {
         let links = SecondLinks::new(8091, 8091);
         let mut answer = HeaderMap::new();
-        let _second = links.begin(&"a".into(), &mut answer);
+        let _offered = links.begin(&owner(), &mut answer);
         assert_eq!(answer.get(PORT_HEADER).unwrap(), SAME_PORT);
         for text in ["", "x", "0", "ffffffffffffffffffffffffffffffff0"] {
             answer.insert(SESSION_HEADER, text.parse().unwrap());

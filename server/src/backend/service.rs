@@ -19,7 +19,7 @@ use tracing::{Instrument, info, info_span, warn};
 use super::agent::{AgentStream, Carrier, Hello, Limits, Outgoing};
 use super::announced::Announced;
 use super::identity::{AgentIdFrom, AgentPeer, AgentRefusal};
-use super::resume::Sessions;
+use super::resume::{Owner, Sessions};
 use super::second_link::SecondLinks;
 use super::{Backend, Place, Registration, Registry};
 use crate::listener::PeerConnection;
@@ -103,6 +103,34 @@ impl Service for Agents {
     }
 }
 
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+impl Agents {
+    /// Creates the service of a server without authentication, resumption and QUIC.
+    pub(crate) fn plain(limits: super::registry::AgentLimits) -> Self {
+        let metrics = Arc::new(ServerMetrics::new(&[]).unwrap());
+        let strategies = vec![crate::metrics::Strategy::Default];
+        let (unused, borrowed) = (metrics::Gauge::noop(), metrics::Gauge::noop());
+        Self {
+            registry: Registry::new(strategies, limits, metrics.clone()),
+            server_id: "s".into(),
+            announced: Announced::fixed(3),
+            limits: Limits {
+                connection_bytes: 1,
+                stall: std::time::Duration::from_secs(1),
+                excess: culvert_konnectivity::excess::OverflowBudget::new(1, unused, borrowed),
+            },
+            sessions: Sessions::new(std::time::Duration::ZERO, metrics.clone()),
+            tokens: None,
+            id_from: None,
+            peer: AgentPeer::default(),
+            second_links: None,
+            tasks: TaskTracker::new(),
+            metrics,
+        }
+    }
+}
+
 impl Agents {
     /// Returns the service for one connection. `certificates` is the chain that the TLS handshake has verified.
     pub(crate) fn of_peer(
@@ -145,6 +173,15 @@ impl Agents {
             );
         }
         Ok(identity.unwrap_or_else(|| hello.agent_id.as_str().into()))
+    }
+
+    /// Returns the owner of the sessions that an authenticated agent begins on this connection.
+    pub(super) fn owner(&self, hello: &Hello, identity: Arc<str>) -> Owner {
+        Owner {
+            agent_id: hello.agent_id.clone(),
+            identity,
+            common_name: self.peer.common_name(),
+        }
     }
 }
 
@@ -214,14 +251,9 @@ impl Hello {
 mod tests {
     #![allow(clippy::unwrap_used)]
 
-    use std::time::Duration;
-
-    use culvert_konnectivity::excess::OverflowBudget;
-    use metrics::Gauge;
-
     use super::super::registry::{AgentLimits, MAX_STREAMS, NoPlace};
     use super::*;
-    use crate::metrics::{RejectReason, Strategy};
+    use crate::metrics::RejectReason;
 
     const LIMITS: AgentLimits = AgentLimits {
         agents: MAX_STREAMS + 2,
@@ -229,23 +261,9 @@ mod tests {
     };
 
     fn agents(id_from: Option<AgentIdFrom>) -> Agents {
-        let metrics = Arc::new(ServerMetrics::new(&[]).unwrap());
         Agents {
-            registry: Registry::new(vec![Strategy::Default], LIMITS, metrics.clone()),
-            server_id: "s".into(),
-            announced: Announced::fixed(1),
-            limits: Limits {
-                connection_bytes: 1,
-                stall: Duration::from_secs(1),
-                excess: OverflowBudget::new(1, Gauge::noop(), Gauge::noop()),
-            },
-            sessions: Sessions::new(Duration::ZERO, metrics.clone()),
-            tokens: None,
             id_from,
-            peer: AgentPeer::default(),
-            second_links: None,
-            tasks: TaskTracker::new(),
-            metrics,
+            ..Agents::plain(LIMITS)
         }
     }
 

@@ -1,7 +1,5 @@
 //! The introduction of a native agent: authentication, and the answer.
 
-use std::sync::Arc;
-
 use culvert_native::COUNT_PUSHED_HEADER;
 use culvert_native::hello::{self, HelloError};
 use culvert_native::resume::{self, Binding, Offer, Ticket};
@@ -14,7 +12,7 @@ use super::super::agent::Hello;
 use super::super::announced::{Announced, Announcements};
 use super::super::identity::AgentRefusal;
 use super::super::resume::{Owner, Resumption};
-use super::super::second_link::SecondLink;
+use super::super::second_link::Offered;
 use super::super::service::Agents;
 use crate::metrics::ResumeOutcome;
 
@@ -39,7 +37,7 @@ pub(super) struct NewAgent {
     /// Ticket that the agent has received; `None` if the link cannot resume.
     pub(super) ticket: Option<Ticket>,
     /// The agent's second link, over QUIC. `None` if the server offers no QUIC.
-    pub(super) second: Option<Arc<SecondLink>>,
+    pub(super) offered: Option<Offered>,
 }
 
 /// Reason why no agent was introduced.
@@ -112,11 +110,7 @@ impl Agents {
                 return Err(error.into());
             }
         };
-        let owner = Owner {
-            agent_id: hello.agent_id.clone(),
-            identity,
-            common_name: self.peer.common_name(),
-        };
+        let owner = self.owner(&hello, identity);
         let Some(place) = place else {
             return self.find(stream, &offer, &owner, binding.as_ref()).await;
         };
@@ -128,7 +122,7 @@ impl Agents {
             resume::add_ticket(&mut answer, ticket);
         }
         let links = self.second_links.as_ref();
-        let second = links.map(|links| links.begin(place.identity(), &mut answer));
+        let offered = links.map(|links| links.begin(&owner, &mut answer));
         let accepted = hello::accept(stream, &answer).await;
         accepted.map_err(HelloError::Io)?;
         let announcements = Announcements::after(announced, self.announced.clone());
@@ -138,7 +132,7 @@ impl Agents {
             announcements,
             owner,
             ticket,
-            second,
+            offered,
         })))
     }
 

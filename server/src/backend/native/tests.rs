@@ -3,20 +3,16 @@
 
 use std::time::Duration;
 
-use culvert_konnectivity::excess::OverflowBudget;
-use metrics::Gauge;
+use culvert_native::quic::SESSION_HEADER;
+use http::HeaderMap;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, DuplexStream, duplex};
 
-use super::super::Registry;
-use super::super::agent::Limits;
-use super::super::announced::Announced;
-use super::super::identity::{AgentIdFrom, AgentPeer};
+use super::super::identity::AgentIdFrom;
 use super::super::registry::AgentLimits;
-use super::super::resume::Sessions;
 use super::super::second_link::SecondLinks;
 use super::*;
 use crate::listener::ADMISSION;
-use crate::metrics::{Listener, Strategy};
+use crate::metrics::Listener;
 
 struct Server {
     agents: Agents,
@@ -25,33 +21,15 @@ struct Server {
 
 impl Server {
     fn new() -> Self {
-        let metrics = Arc::new(ServerMetrics::new(&[]).unwrap());
-        let tasks = TaskTracker::new();
-        let agents = Agents {
-            registry: Registry::new(vec![Strategy::Default], AgentLimits::NONE, metrics.clone()),
-            server_id: "s".into(),
-            announced: Announced::fixed(3),
-            limits: Limits {
-                connection_bytes: 1,
-                stall: Duration::from_secs(1),
-                excess: OverflowBudget::new(1, Gauge::noop(), Gauge::noop()),
-            },
-            sessions: Sessions::new(Duration::ZERO, metrics.clone()),
-            tokens: None,
-            id_from: None,
-            peer: AgentPeer::default(),
-            second_links: None,
-            tasks: tasks.clone(),
-            metrics: metrics.clone(),
-        };
+        let agents = Agents::plain(AgentLimits::NONE);
         let (shutdown, keepalive) = (CancellationToken::new(), Duration::from_secs(60));
         let context = ListenerContext::new(
             Listener::Agent,
             None,
             keepalive,
-            tasks,
+            agents.tasks.clone(),
             shutdown,
-            metrics,
+            agents.metrics.clone(),
             Default::default(),
         );
         Self { agents, context }
@@ -145,6 +123,32 @@ async fn connected_agent_is_answered_before_its_authentication() {
 const OLD_HELLO: &[u8] =
     b"GET /agent HTTP/1.1\r\nhost: culvert\r\nconnection: upgrade\r\nupgrade: culvert/1\r\n\
     agentid: a\r\nagentidentifiers: \r\nculvert-half-close: 1\r\n\r\n";
+
+#[tokio::test]
+async fn agent_that_leaves_before_http2_retires_its_second_link() {
+    let mut server = Server::new();
+    let links = SecondLinks::new(8443, 8091);
+    server.agents.second_links = Some(links.clone());
+    // Smaller than the preface of HTTP/2, so the server cannot get ahead of the agent.
+    let (near, mut far) = duplex(16);
+    let agent = async move {
+        far.write_all(OLD_HELLO).await.unwrap();
+        let head = culvert_stream::head::read_head(&mut far, 4096)
+            .await
+            .unwrap();
+        let head = String::from_utf8(head.to_vec()).unwrap();
+        let mut lines = head.lines();
+        let session = lines.find_map(|line| line.strip_prefix("culvert-session: "));
+        let mut headers = HeaderMap::new();
+        headers.insert(SESSION_HEADER, session.unwrap().parse().unwrap());
+        let second = links.of(&headers).unwrap();
+        assert!(!second.retired.is_cancelled());
+        second
+    };
+    let (second, ()) = tokio::join!(agent, server.serve(near));
+    assert!(second.retired.is_cancelled());
+    assert!(server.agents.registry.peers().is_empty());
+}
 
 #[tokio::test]
 async fn offer_of_quic_does_not_disturb_an_agent_that_does_not_know_quic() {

@@ -46,7 +46,7 @@ enum LinkRefusal {
     /// The agent was refused.
     #[error(transparent)]
     Agent(#[from] AgentRefusal),
-    /// The session does not exist, or another identity began it.
+    /// The session does not exist, or another agent began it.
     #[error("the agent has no such session; it connects over TCP first")]
     Session,
     /// The agent has too many QUIC connections.
@@ -144,10 +144,12 @@ impl Agents {
         let checked = match second {
             None => Err(LinkRefusal::Session),
             Some(second) => match self.authenticate(&metadata, &mut hello).await {
-                Ok(identity) if identity == second.identity => match second.connection() {
-                    Some(place) => Ok((second, place)),
-                    None => Err(LinkRefusal::TooMany),
-                },
+                Ok(identity) if self.owner(&hello, identity.clone()) == second.owner => {
+                    match second.connection() {
+                        Some(place) => Ok((second, place)),
+                        None => Err(LinkRefusal::TooMany),
+                    }
+                }
                 Ok(_) => Err(LinkRefusal::Session),
                 Err(refusal) => Err(refusal.into()),
             },
