@@ -77,10 +77,7 @@ impl Backend {
     ) -> Result<Connection, StreamDialError> {
         match self {
             Self::Packet(stream) => stream.dial(dial, deadline).await.map(Connection::from),
-            Self::Native(agent) => match quic::dial(agent, dial, deadline).await {
-                Some(outcome) => outcome.map(Connection::from),
-                None => agent.dial(dial, deadline).await.map(Connection::from),
-            },
+            Self::Native(agent) => quic::dial(agent, dial, deadline).await,
         }
     }
 

@@ -1,6 +1,8 @@
 //! An open connection to an endpoint, independent of the transport.
 
 use bytes::Bytes;
+use culvert_native::halves::{NativeSink, NativeSource};
+use culvert_native::quic::halves::{QuicSink, QuicSource};
 use culvert_native::quic::streams::StreamCut;
 use culvert_openvpn_io::stream::FlowSource;
 use culvert_stream::{CloseReason, Sink, Source};
@@ -10,7 +12,7 @@ use super::dial::DialError;
 use super::flow::ToClient;
 use super::load::LoadGuard;
 use super::usage::DialGuard;
-use super::{agent, native, quic};
+use super::{agent, native};
 
 /// An open connection to an endpoint. Dropping it closes the connection at the peer.
 pub struct Connection {
@@ -27,9 +29,9 @@ pub enum FromEndpoint {
     /// Source on a shared packet stream.
     Packet(agent::FromAgent),
     /// Source on a separate native stream.
-    Native(native::FromAgent),
+    Native(native::FromAgent<NativeSource>),
     /// Source on a stream of a QUIC link.
-    Quic(quic::FromAgent),
+    Quic(native::FromAgent<QuicSource>),
     /// Source of a flow that ends in this process.
     Flow(FlowSource),
 }
@@ -39,9 +41,9 @@ pub enum ToEndpoint {
     /// Sink on a shared packet stream.
     Packet(agent::ToAgent),
     /// Sink on a separate native stream.
-    Native(native::ToAgent),
+    Native(native::ToAgent<NativeSink>),
     /// Sink on a stream of a QUIC link.
-    Quic(quic::ToAgent),
+    Quic(native::ToAgent<QuicSink>),
     /// Sink of a flow that ends in this process.
     Flow(ToClient),
 }
@@ -142,14 +144,16 @@ impl From<(agent::FromAgent, agent::ToAgent)> for Connection {
     }
 }
 
-impl From<(native::FromAgent, native::ToAgent)> for Connection {
-    fn from((source, sink): (native::FromAgent, native::ToAgent)) -> Self {
+impl From<(native::FromAgent<NativeSource>, native::ToAgent<NativeSink>)> for Connection {
+    fn from(
+        (source, sink): (native::FromAgent<NativeSource>, native::ToAgent<NativeSink>),
+    ) -> Self {
         Self::new(FromEndpoint::Native(source), ToEndpoint::Native(sink), None)
     }
 }
 
-impl From<(quic::FromAgent, quic::ToAgent)> for Connection {
-    fn from((source, sink): (quic::FromAgent, quic::ToAgent)) -> Self {
+impl From<(native::FromAgent<QuicSource>, native::ToAgent<QuicSink>)> for Connection {
+    fn from((source, sink): (native::FromAgent<QuicSource>, native::ToAgent<QuicSink>)) -> Self {
         let stall = Some(Stall::Quic(source.cut()));
         Self::new(FromEndpoint::Quic(source), ToEndpoint::Quic(sink), stall)
     }
@@ -166,7 +170,7 @@ impl ToEndpoint {
     pub fn connection(&self) -> i64 {
         match self {
             Self::Packet(sink) => sink.connection().0,
-            Self::Native(sink) => sink.stream_id().into(),
+            Self::Native(sink) => sink.stream_id(),
             Self::Quic(sink) => sink.stream_id(),
             Self::Flow(sink) => sink.id(),
         }
@@ -188,8 +192,8 @@ impl ToEndpoint {
         match self {
             // Dropping the sink sends a close request to the agent.
             Self::Packet(sink) => drop(sink),
-            Self::Native(sink) => sink.end(reason, tasks),
-            Self::Quic(sink) => sink.end(reason, tasks),
+            Self::Native(sink) => sink.close().end(reason, tasks),
+            Self::Quic(sink) => sink.close().end(reason, tasks),
             Self::Flow(sink) => sink.end(reason),
         }
     }

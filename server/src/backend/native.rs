@@ -1,12 +1,12 @@
 //! A native agent connection: an HTTP/2 stream for each dial, see [`culvert_native`].
 
+mod halves;
 mod introduction;
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use bytes::Bytes;
 use culvert_host::net::admission::Candidate;
 use culvert_host::telemetry::metrics::GaugeGuard;
 use culvert_konnectivity::message::PacketType;
@@ -20,15 +20,15 @@ use culvert_native::resume::{Binding, MaybeResumable, State};
 use culvert_native::window::{Inbound, Pings};
 use culvert_native::{CONTROL_PATH, dial as message};
 use culvert_stream::suspicion::Suspicion;
-use culvert_stream::{CloseReason, Dial, Sink, Source};
+use culvert_stream::{CloseReason, Dial};
 use http::{Request, StatusCode, Uri};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::time::{Instant, sleep, timeout_at};
 use tokio_util::sync::CancellationToken;
-use tokio_util::task::TaskTracker;
 use tonic::Code;
 use tracing::{Instrument, debug, info, info_span};
 
+pub(crate) use self::halves::{FromAgent, ToAgent, opened};
 use self::introduction::{Introduced, IntroductionError, NewAgent};
 use super::agent::Hello;
 use super::announced::Announcements;
@@ -67,25 +67,6 @@ pub struct NativeAgent {
     /// The agent's second link, over QUIC. `None` if the server offers no QUIC.
     pub(super) second: Option<Arc<SecondLink>>,
     pub(super) metrics: Arc<ServerMetrics>,
-}
-
-/// Source of the endpoint's bytes.
-pub struct FromAgent {
-    source: NativeSource,
-    metrics: Arc<ServerMetrics>,
-}
-
-/// Sink for bytes to the endpoint.
-pub struct ToAgent {
-    sink: NativeSink,
-    stream_id: u32,
-    life: Life,
-}
-
-/// Counts an open connection until dropped.
-pub(super) struct Life {
-    pub(super) agent: Arc<NativeAgent>,
-    opened: Instant,
 }
 
 // === impl Agents ===
@@ -266,6 +247,26 @@ impl NativeAgent {
         while let Some(link) = self.second_link() {
             link.unusable().await;
         }
+        self.tcp_silent().await;
+    }
+
+    /// Resolves with the second link once new dials belong there because the TCP connection does not answer. Never
+    /// resolves if the agent has no second link now.
+    pub(super) async fn replaced(&self) -> Arc<Link> {
+        let has_link = self.second.as_ref().is_some_and(|second| second.has_link());
+        if !has_link {
+            return std::future::pending().await;
+        }
+        loop {
+            self.tcp_silent().await;
+            if let Some(link) = self.second_link() {
+                return link;
+            }
+        }
+    }
+
+    /// Resolves once the TCP connection is suspect.
+    async fn tcp_silent(&self) {
         if self.is_away() {
             return sleep(AWAY_CHECK).await;
         }
@@ -296,12 +297,13 @@ impl NativeAgent {
         self.retired.cancel();
     }
 
-    /// Opens a connection. Dropping the future cancels the dial.
-    pub async fn dial(
+    /// Opens a connection over TCP. Dropping the future cancels the dial. `counted` is set once the request is counted.
+    pub(super) async fn dial(
         self: &Arc<Self>,
         dial: &Dial,
         deadline: Instant,
-    ) -> Result<(FromAgent, ToAgent), StreamDialError> {
+        counted: &OnceLock<()>,
+    ) -> Result<(FromAgent<NativeSource>, ToAgent<NativeSink>), StreamDialError> {
         let lost = |_| StreamDialError::AgentLost;
         let request = message::request(dial);
         let _pending = GaugeGuard::new(&self.metrics.pending_backend_dials);
@@ -311,7 +313,7 @@ impl NativeAgent {
             .map_err(|_| StreamDialError::NotSent)?
             .map_err(lost)?;
         let (response, send) = requests.send_request(request, false).map_err(lost)?;
-        self.count(Segment::ToAgent, PacketType::DialReq);
+        self.count_request(counted);
         let stream_id = send.stream_id().as_u32();
         let answer = timeout_at(deadline, response).await;
         let answer = answer.map_err(|_| StreamDialError::TimedOut)?;
@@ -327,19 +329,14 @@ impl NativeAgent {
             self.dial_failure(DialFailureReason::ErrorResponse);
             return Err(StreamDialError::Refused(message::error_text(&answer)));
         }
-        let life = Life::begin(self);
         let inbound = self.inbound.clone();
-        let (source, sink) = halves(send, answer.into_body(), inbound, CloseReason::AgentLost);
-        let source = FromAgent {
-            source,
-            metrics: self.metrics.clone(),
-        };
-        let sink = ToAgent {
-            sink,
-            stream_id,
-            life,
-        };
-        Ok((source, sink))
+        let halves = halves(send, answer.into_body(), inbound, CloseReason::AgentLost);
+        Ok(opened(self, stream_id.into(), halves))
+    }
+
+    /// Counts the request of a dial, once for each `counted`: a dial may move from one link to the other.
+    pub(super) fn count_request(&self, counted: &OnceLock<()>) {
+        counted.get_or_init(|| self.count(Segment::ToAgent, PacketType::DialReq));
     }
 
     pub(super) fn count(&self, segment: Segment, packet: PacketType) {
@@ -388,88 +385,6 @@ impl NativeAgent {
 
     pub(super) fn dial_failure(&self, reason: DialFailureReason) {
         self.metrics.dial_failures(reason).increment(1);
-    }
-}
-
-// === impl FromAgent ===
-
-impl Source for FromAgent {
-    async fn recv(&mut self) -> Result<Option<Bytes>, CloseReason> {
-        let received = self.source.recv().await;
-        let packet = match received {
-            Ok(Some(_)) => PacketType::Data,
-            Ok(None) => return received,
-            Err(_) => PacketType::CloseRsp,
-        };
-        self.metrics.streams.count_as(Segment::FromAgent, packet);
-        received
-    }
-
-    async fn aborted(&mut self) -> CloseReason {
-        self.source.aborted().await
-    }
-
-    async fn fill(&mut self) {
-        self.source.fill().await;
-    }
-}
-
-// === impl ToAgent ===
-
-impl ToAgent {
-    /// Returns the number of the HTTP/2 stream.
-    pub fn stream_id(&self) -> u32 {
-        self.stream_id
-    }
-
-    /// Returns the id of the agent that carries the connection, for logs.
-    pub fn agent_id(&self) -> &str {
-        &self.life.agent.hello.agent_id
-    }
-
-    /// Ends the connection after all sent bytes, and reports the reason to the agent.
-    pub fn end(self, reason: CloseReason, tasks: &TaskTracker) {
-        let agent = &self.life.agent;
-        agent.count(Segment::ToAgent, PacketType::CloseReq);
-        self.sink.end(reason, tasks);
-    }
-}
-
-impl Sink for ToAgent {
-    async fn send(&mut self, chunk: Bytes) -> Result<(), CloseReason> {
-        self.life.agent.count(Segment::ToAgent, PacketType::Data);
-        self.sink.send(chunk).await
-    }
-
-    async fn finish(&mut self) -> Result<(), CloseReason> {
-        self.sink.finish().await
-    }
-}
-
-// === impl Life ===
-
-impl Life {
-    pub(super) fn begin(agent: &Arc<NativeAgent>) -> Self {
-        agent.metrics.established_connections.increment(1.0);
-        agent.open.fetch_add(1, Ordering::Relaxed);
-        agent.dialed.fetch_add(1, Ordering::Relaxed);
-        Self {
-            agent: agent.clone(),
-            opened: Instant::now(),
-        }
-    }
-}
-
-impl Drop for Life {
-    fn drop(&mut self) {
-        let agent = &self.agent;
-        agent.metrics.established_connections.decrement(1.0);
-        let lasted = self.opened.elapsed().as_secs_f64();
-        agent.metrics.connection_duration.record(lasted);
-        let last = agent.open.fetch_sub(1, Ordering::Relaxed) == 1;
-        if last && agent.dialed.load(Ordering::Relaxed) >= RENEW_AFTER {
-            agent.abandon();
-        }
     }
 }
 

@@ -1,47 +1,47 @@
-//! Dials over the QUIC link of a native agent, and the halves of their connections; see [`culvert_native::quic`].
+//! Dials to native agents, over the QUIC link or the TCP connection; see [`culvert_native::quic`].
 
 mod serve;
+#[cfg(test)]
+mod tests;
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
-use bytes::Bytes;
 use culvert_host::telemetry::metrics::GaugeGuard;
 use culvert_konnectivity::message::PacketType;
 use culvert_konnectivity::metrics::Segment;
-use culvert_native::quic::halves::{QuicSink, QuicSource};
 use culvert_native::quic::link::{Link, LinkDialError};
-use culvert_native::quic::streams::StreamCut;
-use culvert_stream::{CloseReason, Dial, Sink, Source};
+use culvert_stream::Dial;
 use tokio::time::{Instant, timeout_at};
-use tokio_util::task::TaskTracker;
 use tracing::debug;
 
+use super::Connection;
 use super::dial::StreamDialError;
-use super::native::{Life, NativeAgent};
-use crate::metrics::{DialFailureReason, QuicDial, ServerMetrics};
+use super::native::{NativeAgent, opened};
+use crate::metrics::{DialFailureReason, QuicDial};
 
-/// Source of the endpoint's bytes.
-pub struct FromAgent {
-    source: QuicSource,
-    metrics: Arc<ServerMetrics>,
-}
-
-/// Sink for bytes to the endpoint.
-pub struct ToAgent {
-    sink: QuicSink,
-    life: Life,
-}
-
-/// Opens a connection over the QUIC link of an agent. Returns `None` if the dial belongs on the TCP connection: the agent
-/// prefers TCP, or the link does not answer. No byte of the client was sent then. Dropping the future cancels the dial.
+/// Opens a connection to an endpoint of an agent. A dial moves from a link that does not answer to the other link: no
+/// byte of the client was sent then. Dropping the future cancels the dial.
 pub(super) async fn dial(
     agent: &Arc<NativeAgent>,
     dial: &Dial,
     deadline: Instant,
-) -> Option<Result<(FromAgent, ToAgent), StreamDialError>> {
-    let link = agent.second_link()?;
-    let dialed = timeout_at(deadline, over_quic(agent, &link, dial)).await;
-    dialed.unwrap_or(Some(Err(StreamDialError::TimedOut)))
+) -> Result<Connection, StreamDialError> {
+    let counted = OnceLock::new();
+    let mut link = agent.second_link();
+    loop {
+        if let Some(link) = link {
+            let dialed = timeout_at(deadline, over_quic(agent, &link, dial, &counted)).await;
+            if let Some(outcome) = dialed.unwrap_or(Some(Err(StreamDialError::TimedOut))) {
+                return outcome;
+            }
+        }
+        tokio::select! {
+            biased;
+            dialed = agent.dial(dial, deadline, &counted) => return dialed.map(Connection::from),
+            other = agent.replaced() => link = Some(other),
+        }
+        debug!(address = dial.address, "a dial moves from TCP to QUIC");
+    }
 }
 
 /// Opens a connection over a link. Returns `None` if the link is of no use.
@@ -49,27 +49,18 @@ async fn over_quic(
     agent: &Arc<NativeAgent>,
     link: &Link,
     dial: &Dial,
-) -> Option<Result<(FromAgent, ToAgent), StreamDialError>> {
-    let metrics = &agent.metrics;
-    let count = |outcome| metrics.quic_dials.get(outcome).increment(1);
-    let _pending = GaugeGuard::new(&metrics.pending_backend_dials);
-    agent.count(Segment::ToAgent, PacketType::DialReq);
-    let dialed = link.dial(dial).await;
-    if !matches!(
-        dialed,
-        Err(LinkDialError::Unusable | LinkDialError::Abandoned)
-    ) {
-        agent.count(Segment::FromAgent, PacketType::DialRsp);
-    }
-    let error = match dialed {
+    counted: &OnceLock<()>,
+) -> Option<Result<Connection, StreamDialError>> {
+    let count = |outcome| agent.metrics.quic_dials.get(outcome).increment(1);
+    let _pending = GaugeGuard::new(&agent.metrics.pending_backend_dials);
+    agent.count_request(counted);
+    let error = match link.dial(dial).await {
         Ok((source, sink)) => {
+            agent.count(Segment::FromAgent, PacketType::DialRsp);
             count(QuicDial::Opened);
-            let source = FromAgent {
-                source,
-                metrics: metrics.clone(),
-            };
-            let life = Life::begin(agent);
-            return Some(Ok((source, ToAgent { sink, life })));
+            // Stream numbers have 62 bits.
+            let stream_id = i64::try_from(sink.stream_id()).unwrap_or(i64::MAX);
+            return Some(Ok(opened(agent, stream_id, (source, sink)).into()));
         }
         Err(error) => error,
     };
@@ -85,72 +76,10 @@ async fn over_quic(
             Some(Err(StreamDialError::Abandoned))
         }
         LinkDialError::Refused(text) => {
+            agent.count(Segment::FromAgent, PacketType::DialRsp);
             count(QuicDial::Failed);
             agent.dial_failure(DialFailureReason::ErrorResponse);
             Some(Err(StreamDialError::Refused(text)))
         }
-    }
-}
-
-// === impl FromAgent ===
-
-impl FromAgent {
-    /// Returns the signal that the connection must end because clients that do not read hold too many bytes.
-    pub(super) fn cut(&self) -> StreamCut {
-        self.source.cut()
-    }
-}
-
-impl Source for FromAgent {
-    async fn recv(&mut self) -> Result<Option<Bytes>, CloseReason> {
-        let received = self.source.recv().await;
-        let packet = match received {
-            Ok(Some(_)) => PacketType::Data,
-            Ok(None) => return received,
-            Err(_) => PacketType::CloseRsp,
-        };
-        self.metrics.streams.count_as(Segment::FromAgent, packet);
-        received
-    }
-
-    async fn aborted(&mut self) -> CloseReason {
-        self.source.aborted().await
-    }
-
-    async fn fill(&mut self) {
-        self.source.fill().await;
-    }
-}
-
-// === impl ToAgent ===
-
-impl ToAgent {
-    /// Returns the number of the QUIC stream.
-    pub fn stream_id(&self) -> i64 {
-        // Stream numbers have 62 bits.
-        i64::try_from(self.sink.stream_id()).unwrap_or(i64::MAX)
-    }
-
-    /// Returns the id of the agent that carries the connection, for logs.
-    pub fn agent_id(&self) -> &str {
-        &self.life.agent.hello.agent_id
-    }
-
-    /// Ends the connection after all sent bytes, and reports the reason to the agent.
-    pub fn end(self, reason: CloseReason, tasks: &TaskTracker) {
-        let agent = &self.life.agent;
-        agent.count(Segment::ToAgent, PacketType::CloseReq);
-        self.sink.end(reason, tasks);
-    }
-}
-
-impl Sink for ToAgent {
-    async fn send(&mut self, chunk: Bytes) -> Result<(), CloseReason> {
-        self.life.agent.count(Segment::ToAgent, PacketType::Data);
-        self.sink.send(chunk).await
-    }
-
-    async fn finish(&mut self) -> Result<(), CloseReason> {
-        self.sink.finish().await
     }
 }
