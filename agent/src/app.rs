@@ -10,6 +10,7 @@ use culvert_konnectivity::excess::OverflowBudget;
 use culvert_konnectivity::memory::{Buffers, Stream, connection_bytes};
 use culvert_konnectivity::queue::ANSWER_BYTES;
 use culvert_native::link::AGENT_SEND_BYTES;
+use culvert_native::quic;
 use culvert_native::resume::buffer_bytes;
 use culvert_native::window::{PACKETS_LONG_PATH_BYTES, TAKER_HELD_BYTES};
 use metrics::Gauge;
@@ -20,7 +21,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use crate::agent::{Agent, Limits};
-use crate::config::{Config, OpenVpn};
+use crate::config::{Config, LinkTransport, OpenVpn};
 use crate::connect::Connector;
 use crate::files::Reloader;
 use crate::leases::Leases;
@@ -182,6 +183,10 @@ impl Bound {
 
 /// Returns the buffer sizes for the memory report in the log; docs/architecture.md explains them.
 fn buffers(config: &Config) -> Buffers {
+    let (quic_connection, quic_link) = match config.transport {
+        LinkTransport::Tcp => (0, 0),
+        LinkTransport::Auto | LinkTransport::Quic => (quic::CONNECTION_BYTES, quic::LINK_BYTES),
+    };
     Buffers {
         connection_budget: connection_bytes(config.xfr_channel_size),
         client: Stream::default(),
@@ -191,8 +196,8 @@ fn buffers(config: &Config) -> Buffers {
             http: AGENT_SEND_BYTES,
         },
         excess: config.excess_buffer_bytes,
-        native_connection: culvert_native::CONNECTION_BYTES,
-        native_held: TAKER_HELD_BYTES + buffer_bytes(config.resume_grace),
+        native_connection: culvert_native::CONNECTION_BYTES.max(quic_connection),
+        native_held: TAKER_HELD_BYTES + buffer_bytes(config.resume_grace) + quic_link,
     }
 }
 

@@ -411,6 +411,7 @@ async fn bind_frontend(
 
 /// Returns the buffer sizes described in docs/architecture.md.
 fn buffers(config: &Config) -> Buffers {
+    let quic = quic::Buffers::of(&config.agent_listener);
     Buffers {
         connection_budget: connection_bytes(config.xfr_channel_size),
         client: match config.mode {
@@ -427,7 +428,7 @@ fn buffers(config: &Config) -> Buffers {
             http: SERVER_SEND_BYTES,
         },
         excess: config.excess_buffer_bytes,
-        native_connection: culvert_native::CONNECTION_BYTES,
-        native_held: OPENER_HELD_BYTES + buffer_bytes(config.resume_grace),
+        native_connection: culvert_native::CONNECTION_BYTES.max(quic.connection),
+        native_held: OPENER_HELD_BYTES + buffer_bytes(config.resume_grace) + quic.peer,
     }
 }
