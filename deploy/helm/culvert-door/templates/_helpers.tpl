@@ -20,6 +20,7 @@
 {{- with include "culvert-door.namespace" . }}{{ $args = append $args (printf "--namespace=%s" .) }}{{ end }}
 {{- if eq $v.scope "seed" }}
 {{- $args = concat $args (list (printf "--envoy-sni-port=%d" (int $v.ports.sni)) (printf "--envoy-tunneling-port=%d" (int $v.ports.tunneling))) }}
+{{- with $v.ports.quic }}{{ $args = append $args (printf "--sni-quic-port=%d" (int .)) }}{{ end }}
 {{- end }}
 {{- toYaml (append $args (printf "--envoy-stats-port=%d" (int $v.ports.stats))) }}
 {{- end }}
@@ -84,6 +85,12 @@ maxSurge: {{ include "culvert.or" (list .Values.updateStrategy.maxSurge "25%") }
 {{- end }}
 {{- if and (eq $v.updater "none") (eq $v.service.type "LoadBalancer") $v.service.create }}
 - updater is none and the Service is a LoadBalancer: no program would add its ports
+{{- end }}
+{{- if and $v.ports.quic (not $v.ports.sni) }}
+- ports.quic is set and ports.sni is 0: agents connect over TCP before QUIC
+{{- end }}
+{{- if and $v.service.quic (or (not $v.ports.quic) (ne $v.scope "seed") (eq $v.updater "none") (not $v.service.create)) }}
+- service.quic needs ports.quic, scope seed, service.create and an updater, which adds the port
 {{- end }}
 {{- if and (eq $v.scope "cluster") $v.namespace (ne $v.namespace .Release.Namespace) }}
 - scope is cluster and namespace is not the namespace of the release: the updater has no permissions there

@@ -63,6 +63,7 @@
 {{- $args := list
     (printf "--log-format=%s" $v.log.format)
     (printf "--graceful-shutdown-timeout=%ds" (sub (int $v.terminationGracePeriodSeconds) 5)) -}}
+{{- if $v.agents.quic }}{{ $args = append $args (printf "--agent-quic-port=%d" (int $v.agents.port)) }}{{ end }}
 {{- with $v.agents.idFrom }}{{ $args = append $args (printf "--agent-id-from=%s" .) }}{{ end }}
 {{- with $v.agents.proxyProtocolFrom }}{{ $args = append $args (printf "--agent-proxy-protocol-from=%s" (join "," .)) }}{{ end }}
 {{- with $v.destinations.allow }}{{ $args = append $args (printf "--allow-destinations=%s" (join "," .)) }}{{ end }}
@@ -193,8 +194,11 @@ maxSurge: {{ include "culvert.or" (list .Values.updateStrategy.maxSurge 1) }}
 {{- define "culvert-server.errors" -}}
 {{- $v := .Values -}}
 {{- include "culvert.updateErrors" (fromYaml (include "culvert-server.rollingUpdate" .)) }}
-{{- if and $v.compat (or $v.openvpn.enabled $v.destinations.allow $v.destinations.deny $v.agents.proxyProtocolFrom $v.agents.idFrom $v.admin.tlsSecret) }}
-- compat is set with openvpn, destinations, admin.tlsSecret, agents.idFrom or agents.proxyProtocolFrom: the stock server does not know these flags
+{{- if and $v.compat (or $v.openvpn.enabled $v.destinations.allow $v.destinations.deny $v.agents.proxyProtocolFrom $v.agents.idFrom $v.agents.quic $v.admin.tlsSecret) }}
+- compat is set with openvpn, destinations, admin.tlsSecret, agents.idFrom, agents.quic or agents.proxyProtocolFrom: the stock server does not know these flags
+{{- end }}
+{{- if and $v.agents.quic (has $v.expose.strategy (list "NodePort" "LoadBalancer")) }}
+- agents.quic with expose.strategy {{ $v.expose.strategy }}: the front door forwards QUIC only by server name; use Tunneling
 {{- end }}
 {{- if and (eq $v.agents.auth "mtls") (not $v.agents.caSecret) }}
 - agents.auth is mtls and agents.caSecret is empty: set the Secret with the CA of the agents
