@@ -4,6 +4,7 @@ mod dry_run;
 mod isolation;
 mod leases;
 mod releases;
+mod nodes;
 mod scale;
 mod tokens;
 pub(crate) mod traffic;
@@ -80,5 +81,8 @@ pub(crate) fn all() -> Vec<(String, Case<Lab>)> {
 
 /// Returns the cases with hundreds of objects.
 pub(crate) fn scale() -> Vec<(String, Case<Lab>)> {
-    vec![case!(scale::front_door_serves_hundreds_of_services)]
+    vec![
+        case!(scale::front_door_serves_hundreds_of_services),
+        case!(nodes::server_follows_hundreds_of_nodes),
+    ]
 }

@@ -11,6 +11,7 @@ pub(crate) mod cluster;
 pub(crate) mod far_side;
 pub(crate) mod kubectl;
 pub(crate) mod load;
+pub(crate) mod nodes;
 pub(crate) mod pki;
 pub(crate) mod tenant;
 

@@ -68,7 +68,8 @@ pub(super) async fn front_door_serves_hundreds_of_services(lab: &mut Lab) {
     assert!(updater.rss() < UPDATER_LIMIT, "{}", updater.rss());
 }
 
-async fn create(lab: &Lab, objects: &[Value]) {
+/// Creates objects.
+pub(super) async fn create(lab: &Lab, objects: &[Value]) {
     let list = json!({"apiVersion": "v1", "kind": "List", "items": objects});
     let words = ["create", "-f", "-"];
     let created = lab.kubectl.bytes(&words, list.to_string().as_bytes()).await;

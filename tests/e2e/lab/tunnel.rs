@@ -13,7 +13,7 @@ use super::{ACCOUNT, AUDIENCE, Lab, SEED, SERVERS};
 /// Port of the servers for agents.
 pub(super) const AGENT_PORT: u16 = 8132;
 /// Port of the servers' and the agent's health.
-const HEALTH_PORT: u16 = 8134;
+pub(super) const HEALTH_PORT: u16 = 8134;
 /// Port of the front end with TLS.
 pub(crate) const FRONT_PORT: u16 = 8090;
 
@@ -199,6 +199,7 @@ pub(crate) async fn ready_agents(server: Ipv4Addr) -> Result<f64, String> {
     metrics.value(name, &[]).ok_or(format!("no {name}"))
 }
 
-fn socket(dir: &Path, server: Ipv4Addr) -> PathBuf {
+/// Returns the path of a server's socket.
+pub(super) fn socket(dir: &Path, server: Ipv4Addr) -> PathBuf {
     dir.join(format!("konnectivity-server-{server}.socket"))
 }
