@@ -1,10 +1,11 @@
 //! The cases, by topic.
 
+mod black_hole;
 mod dry_run;
 mod isolation;
 mod leases;
-mod releases;
 mod nodes;
+mod releases;
 mod scale;
 mod tokens;
 pub(crate) mod traffic;
@@ -75,6 +76,7 @@ pub(crate) fn all() -> Vec<(String, Case<Lab>)> {
         case!(tokens::server_needs_the_permission_to_review_tokens),
         case!(leases::servers_need_a_role_for_their_leases),
         case!(leases::agent_counts_servers_by_their_leases),
+        case!(black_hole::bulk_passes_with_probes_or_with_the_mtu_of_the_path),
     ]);
     cases
 }

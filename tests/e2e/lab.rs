@@ -16,6 +16,7 @@ pub(crate) mod pki;
 pub(crate) mod tenant;
 
 mod control_plane;
+mod narrow;
 mod rotation;
 mod tunnel;
 

@@ -8,7 +8,8 @@ use crate::lab::far_side::{GROUP_VERSION, REFUSAL};
 use crate::lab::{Egress, FAR_SIDE, Lab, PATIENCE};
 
 /// Path of the far side behind kube-apiserver's proxy for services.
-const FAR_SIDE_PROXY: &str = "/api/v1/namespaces/default/services/https:far-side:443/proxy";
+pub(super) const FAR_SIDE_PROXY: &str =
+    "/api/v1/namespaces/default/services/https:far-side:443/proxy";
 
 /// Creates a ConfigMap with a generated name. The webhook receives `verdict`.
 pub(crate) async fn create_config_map(lab: &Lab, verdict: &str) -> Result<(), String> {
