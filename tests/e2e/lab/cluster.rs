@@ -210,7 +210,7 @@ impl Cluster {
     }
 
     /// Runs kube-apiserver and one server with this egress.
-    pub(crate) async fn plain_server(&mut self, egress: Egress) {
+    async fn plain_server(&mut self, egress: Egress) {
         let is_running = self.lab.egress == Some(egress) && self.lab.server.is_some();
         if !is_running || !self.is_plain || self.second.is_some() {
             self.second = None;

@@ -16,7 +16,8 @@ const NAME: &str = "default-deny";
 pub(super) async fn policies_of_the_chart_are_enough_and_not_more(cluster: &mut Cluster) {
     cluster.tunnel(Egress::GrpcUds).await;
     let address = address(cluster).await;
-    assert!(far_side_reaches(cluster, &address).await, "no policy yet");
+    let reached = far_side_reaches(cluster, &address).await;
+    reached.expect("no policy yet");
     let deny = json!({
         "apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy",
         "metadata": {"name": NAME, "namespace": "kube-system"},
@@ -29,7 +30,8 @@ pub(super) async fn policies_of_the_chart_are_enough_and_not_more(cluster: &mut 
     cluster.has_agents(SEED, 2).await;
     create_config_map(&cluster.lab, "allow").await.unwrap();
     greetings_are_listed(&cluster.lab).await;
-    assert!(!far_side_reaches(cluster, &address).await);
+    let refused = far_side_reaches(cluster, &address).await.unwrap_err();
+    assert!(refused.contains("Timeout exceeded"), "{refused}");
     assert_eq!(policies.dropped_from(&address).await, 0);
 
     let none = json!({"networkPolicy": {"enabled": false}});
@@ -57,15 +59,10 @@ async fn address(cluster: &Cluster) -> String {
     agents[0]["status"]["podIP"].as_str().unwrap().to_owned()
 }
 
-/// Returns true if a pod of another namespace reaches the health port of an agent.
-async fn far_side_reaches(cluster: &Cluster, address: &str) -> bool {
+/// Requests the health of an agent from a pod of another namespace.
+async fn far_side_reaches(cluster: &Cluster, address: &str) -> Result<String, String> {
     let url = format!("http://{address}:8134/readyz");
     let get = ["pod", "get", &url];
     let exec = ["exec", "far-side", "-c", "shell", "--"];
-    cluster
-        .lab
-        .kubectl
-        .run(&[&exec[..], &get].concat())
-        .await
-        .is_ok()
+    cluster.lab.kubectl.run(&[&exec[..], &get].concat()).await
 }

@@ -106,7 +106,8 @@ pub(super) async fn tunneling(cluster: &mut Cluster) {
 
 /// Creates the namespace, and the Service of the servers with these annotations. Returns its node port.
 async fn expose(cluster: &mut Cluster, kind: &str, annotations: &Value) -> u16 {
-    cluster.plain_server(Egress::GrpcUds).await;
+    // Without agents, the aggregated API is away, and no namespace can be deleted completely.
+    cluster.tunnel(Egress::GrpcUds).await;
     let kubectl = &cluster.lab.kubectl;
     let delete = ["delete", "namespace", NAMESPACE, "--ignore-not-found"];
     kubectl.must(&delete).await;

@@ -109,10 +109,13 @@ impl Worker {
         // Answers to pods have passed the translation when the filter sees them.
         network.iptables("-w -I FORWARD -m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT");
 
-        let serving = authority.server("kubelet", &[&site.address.to_string(), site.name]);
-        let identity = |file: &str, user: &str, group| Identity {
-            pair: authority.user(file, user, group),
-            kubeconfig: dir.join(format!("{file}.kubeconfig")),
+        // The folder of the authority has the files of all nodes, which running programs read again.
+        let file = |file: &str| format!("{}-{file}", site.name);
+        let address = site.address.to_string();
+        let serving = authority.server(&file("kubelet"), &[&address, site.name]);
+        let identity = |name: &str, user: &str, group| Identity {
+            pair: authority.user(&file(name), user, group),
+            kubeconfig: dir.join(format!("{name}.kubeconfig")),
         };
         let user = format!("system:node:{}", site.name);
         let worker = Self {
