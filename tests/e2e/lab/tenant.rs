@@ -8,6 +8,7 @@
 //! The folder of the user cluster has what the operator of a migration has: the cluster file and the kubeconfigs SEED
 //! and USER.
 
+mod back;
 mod operator;
 mod plan;
 mod secrets;

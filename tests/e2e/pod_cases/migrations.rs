@@ -16,6 +16,7 @@ const LABEL: &str = "unsafe-expose-strategy-migration";
 pub(super) async fn tunnels(cluster: &mut Cluster) {
     let tenant = cluster.tenant().await;
     for (from, to) in [("konnectivity", "openvpn"), ("openvpn", "konnectivity")] {
+        tenant.there_and_back(from, to, after_tunnel_step).await;
         tenant.migrate(from, to, after_tunnel_step).await;
     }
 }
@@ -33,10 +34,26 @@ pub(super) async fn expose_strategies(cluster: &mut Cluster) {
         "NodePort",
     ];
     for change in strategies.windows(2) {
-        tenant
-            .migrate(change[0], change[1], after_strategy_step)
-            .await;
+        let [from, to] = [change[0], change[1]];
+        tenant.there_and_back(from, to, after_strategy_step).await;
+        is_back(tenant, from).await;
+        tenant.migrate(from, to, after_strategy_step).await;
     }
+}
+
+/// Checks that nothing of another strategy is left after the way back.
+async fn is_back(tenant: &Tenant, strategy: &str) {
+    assert_eq!(label(tenant).await, "");
+    let object = tenant.seed.get(&["cluster", ID]).await.unwrap();
+    assert_eq!(object["spec"]["exposeStrategy"], strategy);
+    has_agents_of(tenant).await;
+    let rollout =
+        "kubectl --kubeconfig=USER -n kube-system rollout status deployment konnectivity-agent";
+    tenant.shell(rollout).await.unwrap();
+    let has_door = exists(tenant, "service", "front-loadbalancer").await;
+    assert_eq!(has_door, strategy == "LoadBalancer");
+    let has_node_tunnel = user_has(tenant, "daemonset", "envoy-agent").await;
+    assert_eq!(has_node_tunnel, strategy == "Tunneling");
 }
 
 /// Checks the promise of a step that changes the tunnel. The tunnel works after each of them.
@@ -127,11 +144,7 @@ async fn after_strategy_step(tenant: &Tenant, step: &Step) {
         // Until the nodes are replaced, the tunnel has no agents.
         return;
     } else if is("Give all users new kubeconfigs, and give the agents the new address.") {
-        let agents = ["deployment", "-n", "kube-system", "konnectivity-agent"];
-        let agents = tenant.user.get(&agents).await.unwrap();
-        let args = &agents["spec"]["template"]["spec"]["containers"][0]["args"];
-        let host = Value::from(format!("--proxy-server-host={}", tenant.server_host()));
-        assert!(args.as_array().unwrap().contains(&host), "{args}");
+        has_agents_of(tenant).await;
         return;
     } else if is("Replace every node") {
         assert_eq!(ready(tenant, "konnectivity-agent").await, 2);
@@ -147,6 +160,15 @@ async fn after_strategy_step(tenant: &Tenant, step: &Step) {
         panic!("no check for the step {:?}", step.title);
     }
     tenant.works().await;
+}
+
+/// Checks that the agents have the address of the servers.
+async fn has_agents_of(tenant: &Tenant) {
+    let agents = ["deployment", "-n", "kube-system", "konnectivity-agent"];
+    let agents = tenant.user.get(&agents).await.unwrap();
+    let args = &agents["spec"]["template"]["spec"]["containers"][0]["args"];
+    let host = Value::from(format!("--proxy-server-host={}", tenant.server_host()));
+    assert!(args.as_array().unwrap().contains(&host), "{args}");
 }
 
 /// Returns true if the namespace of the cluster has an object.

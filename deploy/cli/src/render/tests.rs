@@ -359,6 +359,24 @@ fn every_change_has_a_plan_with_commands_restarts_and_a_way_back() {
 }
 
 #[test]
+fn way_back_of_a_strategy_sets_the_old_strategy() {
+    use Side::{LoadBalancer, Tunneling};
+    let text = plan_text(LoadBalancer, Tunneling).unwrap();
+    let back = text
+        .lines()
+        .find(|line| line.contains("first command is then"));
+    let spec =
+        r#"{"spec":{"exposeStrategy":"LoadBalancer","clusterNetwork":{"tunnelingAgentIP":""}}}"#;
+    assert!(back.unwrap().contains(spec), "{text}");
+    let text = plan_text(Tunneling, LoadBalancer).unwrap();
+    let back = text
+        .lines()
+        .find(|line| line.contains("first command is then"));
+    let spec = r#"{"spec":{"exposeStrategy":"Tunneling"}}"#;
+    assert!(back.unwrap().contains(spec), "{text}");
+}
+
+#[test]
 fn old_tunnel_is_removed_after_the_switch_to_the_new_one() {
     let text = plan_text(Side::Openvpn, Side::Konnectivity).unwrap();
     let at = |part: &str| {

@@ -29,6 +29,16 @@ impl Tenant {
         to: &str,
         mut check: impl AsyncFnMut(&Self, &Step),
     ) {
+        let plan = self.plan(from, to).await;
+        for step in &plan.steps {
+            println!("{from} to {to}: {}", step.title);
+            self.take(step).await;
+            check(self, step).await;
+        }
+    }
+
+    /// Returns the plan of a change, and writes the cluster file of its end.
+    pub(super) async fn plan(&mut self, from: &str, to: &str) -> Plan {
         if !["konnectivity", "openvpn"].contains(&to) {
             self.exposed = Exposed {
                 // The operator learns the new name and address during the migration.
@@ -41,28 +51,31 @@ impl Tenant {
             self.write_cluster_file();
         }
         let print = format!("culvert render cluster.yaml --diff-from={from} --to={to}");
-        let plan = Plan::parse(&self.shell(&print).await.unwrap());
-        for step in &plan.steps {
-            println!("{from} to {to}: {}", step.title);
-            let load = if step.restarts_nothing() && self.has_a_tunnel().await {
-                let load = Load::start(&self.user);
-                load.more(CALLS).await;
-                Some(load)
-            } else {
-                None
-            };
-            self.carry_out(step).await;
-            if let Some(load) = load {
-                load.more(CALLS).await;
-                load.has_not_failed().await;
-            }
-            check(self, step).await;
-        }
+        Plan::parse(&self.shell(&print).await.unwrap())
     }
 
-    async fn carry_out(&mut self, step: &Step) {
+    /// Carries out a step, under load if the step restarts nothing. Returns the output of its commands.
+    pub(super) async fn take(&mut self, step: &Step) -> String {
+        let load = if step.restarts_nothing() && self.has_a_tunnel().await {
+            let load = Load::start(&self.user);
+            load.more(CALLS).await;
+            Some(load)
+        } else {
+            None
+        };
+        let output = self.carry_out(&step.title, &step.commands).await;
+        if let Some(load) = load {
+            load.more(CALLS).await;
+            load.has_not_failed().await;
+        }
+        output
+    }
+
+    /// Runs commands, and does the work by hand between them. Returns the output of the commands.
+    pub(super) async fn carry_out(&mut self, title: &str, commands: &[String]) -> String {
+        let mut all = String::new();
         let mut last = "";
-        for command in &step.commands {
+        for command in commands {
             if let Some(work) = command.strip_prefix("# ") {
                 self.by_hand(work, last).await;
                 continue;
@@ -70,7 +83,7 @@ impl Tenant {
             last = command;
             self.give_addresses().await;
             let output = self.shell(command).await;
-            let output = output.unwrap_or_else(|why| panic!("{}: {why}", step.title));
+            let output = output.unwrap_or_else(|why| panic!("{title}: {why}"));
             if command.contains("--part=certificates ") {
                 self.issue_certificates().await;
             }
@@ -79,7 +92,9 @@ impl Tenant {
                 self.exposed = Exposed::by("LoadBalancer");
                 self.write_cluster_file();
             }
+            all.push_str(&output);
         }
+        all
     }
 
     /// Does what a comment of a plan asks for. `last` is the last command.

@@ -58,4 +58,9 @@ impl Step {
     pub(crate) fn restarts_nothing(&self) -> bool {
         self.restarts == "nothing"
     }
+
+    /// Returns true if the step removes what the way back needs. All earlier steps have a way back of their own.
+    pub(crate) fn is_final(&self) -> bool {
+        self.title.starts_with("Remove ") || self.title == "Take the permission back."
+    }
 }

@@ -32,7 +32,7 @@ pub(super) fn change(from: Side, to: Side, target: &Target<'_>, file: &str) -> V
                 format!("{SEED} -n {namespace} get service front-loadbalancer"),
             ],
             "",
-            format!("{SEED} -n {namespace} delete deployment/nodeport-proxy-envoy deployment/nodeport-proxy-lb-updater service/front-loadbalancer"),
+            remove_door(namespace).join("; "),
         )),
         Side::Tunneling => steps.push(Step::new(
             "Check that both names resolve to the seed's front door, and that its ports 6443 and 8088 are open.",
@@ -73,23 +73,17 @@ pub(super) fn change(from: Side, to: Side, target: &Target<'_>, file: &str) -> V
         },
         "put the old Secrets back",
     ));
-    let spec = match from {
-        Side::Tunneling => format!(
-            "{SEED} patch cluster {id} --type=merge -p '{{\"spec\":{{\"exposeStrategy\":\"{}\",\"clusterNetwork\":{{\"tunnelingAgentIP\":\"\"}}}}}}'  # KKP only",
-            to.name()
-        ),
-        _ => format!(
-            "{SEED} patch cluster {id} --type=merge -p '{{\"spec\":{{\"exposeStrategy\":\"{}\"}}}}'  # KKP only",
-            to.name()
-        ),
-    };
-    let mut commands = vec![spec, apply(file, "", &["services"], SEED)];
+    let mut commands = vec![spec(from, to, id), apply(file, "", &["services"], SEED)];
     commands.extend(patch_apiserver(target, file, ""));
     steps.push(Step::new(
         "Change the Services and the port of kube-apiserver. From here on, clients need the new address.",
         &commands,
         "kube-apiserver and the servers beside it; all connections end",
-        format!("apply the cluster file of {} with the same commands", from.name()),
+        format!(
+            "put the old Secrets back, then run this step with the cluster file of {}; its first command is then: {}",
+            from.name(),
+            spec(to, from, id)
+        ),
     ));
     steps.push(Step::new(
         "Give all users new kubeconfigs, and give the agents the new address.",
@@ -113,18 +107,10 @@ pub(super) fn change(from: Side, to: Side, target: &Target<'_>, file: &str) -> V
         "every node",
         "replace the nodes again after the way back",
     ));
-    let namespaced = "nodeport-proxy-envoy nodeport-proxy-lb-updater";
     match from {
         Side::LoadBalancer => steps.push(Step::new(
             "Remove the front door of the cluster and its load balancer.",
-            &[
-                format!("{SEED} -n {namespace} delete deployment {namespaced}"),
-                format!("{SEED} -n {namespace} delete service front-loadbalancer"),
-                format!("{SEED} -n {namespace} delete pdb nodeport-proxy-envoy"),
-                format!(
-                    "{SEED} -n {namespace} delete serviceaccount,role,rolebinding nodeport-proxy"
-                ),
-            ],
+            &remove_door(namespace),
             "",
             "a new load balancer has a new address",
         )),
@@ -145,4 +131,29 @@ pub(super) fn change(from: Side, to: Side, target: &Target<'_>, file: &str) -> V
         "nothing to undo",
     ));
     steps
+}
+
+/// Returns the command that changes the strategy in KKP's object. A change from Tunneling empties the address of the node
+/// tunnel.
+fn spec(from: Side, to: Side, id: &str) -> String {
+    let address = match from {
+        Side::Tunneling => ",\"clusterNetwork\":{\"tunnelingAgentIP\":\"\"}",
+        _ => "",
+    };
+    format!(
+        "{SEED} patch cluster {id} --type=merge -p '{{\"spec\":{{\"exposeStrategy\":\"{}\"{address}}}}}'  # KKP only",
+        to.name()
+    )
+}
+
+/// Returns the commands that remove the front door of the cluster.
+fn remove_door(namespace: &str) -> Vec<String> {
+    vec![
+        format!(
+            "{SEED} -n {namespace} delete deployment nodeport-proxy-envoy nodeport-proxy-lb-updater"
+        ),
+        format!("{SEED} -n {namespace} delete service front-loadbalancer"),
+        format!("{SEED} -n {namespace} delete pdb nodeport-proxy-envoy"),
+        format!("{SEED} -n {namespace} delete serviceaccount,role,rolebinding nodeport-proxy"),
+    ]
 }

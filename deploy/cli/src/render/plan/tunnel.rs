@@ -32,10 +32,10 @@ pub(super) fn patch_apiserver(target: &Target<'_>, file: &str, values: &str) -> 
 
 /// Returns the commands that undo [`patch_apiserver`]. The egress file is not part of the Deployment's history.
 fn restore_apiserver(target: &Target<'_>, file: &str, values: &str) -> String {
+    let deployment = format!("{SEED} -n {} rollout", target.namespace);
     format!(
-        "{}; {SEED} -n {} rollout undo deployment apiserver",
-        apply(file, values, &["egress"], SEED),
-        target.namespace
+        "{}; {deployment} undo deployment apiserver; {deployment} status deployment apiserver",
+        apply(file, values, &["egress"], SEED)
     )
 }
 
@@ -47,6 +47,18 @@ fn node_tunnel(target: &Target<'_>, file: &str, values: &str) -> Vec<String> {
     vec![
         apply(file, values, &["node-tunnel"], USER),
         format!("{USER} -n kube-system rollout status daemonset envoy-agent"),
+    ]
+}
+
+/// Returns the commands that remove the OpenVPN server.
+fn remove_server(namespace: &str) -> Vec<String> {
+    vec![
+        format!("{SEED} -n {namespace} delete deployment,service openvpn-server"),
+        format!("{SEED} -n {namespace} delete service culvert-front-end"),
+        format!("{SEED} -n {namespace} delete configmap openvpn-client-configs"),
+        format!(
+            "{SEED} -n {namespace} delete networkpolicy openvpn-server-allow --ignore-not-found"
+        ),
     ]
 }
 
@@ -87,7 +99,9 @@ pub(super) fn to_konnectivity(target: &Target<'_>, file: &str) -> Vec<Step> {
                 format!("{SEED} -n {namespace} rollout status deployment openvpn-server"),
             ],
             "openvpn-server; its clients connect again",
-            format!("{SEED} -n {namespace} rollout undo deployment openvpn-server"),
+            format!(
+                "{SEED} -n {namespace} rollout undo deployment openvpn-server  # unless the step was skipped"
+            ),
         ),
         Step::new(
             "Issue the certificates konnectivityproxy-tls and konnectivity-kubeconfig, and create their Secrets.",
@@ -131,22 +145,17 @@ pub(super) fn to_konnectivity(target: &Target<'_>, file: &str) -> Vec<Step> {
             "kube-apiserver, one pod after the other; dials of a new pod fail until its first agent is connected",
             format!(
                 "{}; {}",
-                restore_apiserver(target, file, old),
-                select("openvpn-server")
+                select("openvpn-server"),
+                restore_apiserver(target, file, old)
             ),
         ),
         Step::new(
             "Remove the OpenVPN tunnel.",
             &[
-                vec![
-                    format!("{USER} -n kube-system delete deployment openvpn-client"),
-                    format!("{SEED} -n {namespace} delete deployment,service openvpn-server"),
-                    format!("{SEED} -n {namespace} delete service culvert-front-end"),
-                    format!("{SEED} -n {namespace} delete configmap openvpn-client-configs"),
-                    format!(
-                        "{SEED} -n {namespace} delete networkpolicy openvpn-server-allow --ignore-not-found"
-                    ),
-                ],
+                vec![format!(
+                    "{USER} -n kube-system delete deployment openvpn-client"
+                )],
+                remove_server(namespace),
                 node_tunnel(target, file, new),
             ]
             .concat(),
@@ -191,7 +200,12 @@ pub(super) fn to_openvpn(target: &Target<'_>, file: &str) -> Vec<Step> {
             } else {
                 ""
             },
-            format!("{SEED} -n {namespace} delete deployment,service openvpn-server"),
+            [
+                remove_server(namespace),
+                node_tunnel(target, file, "--tunnel=konnectivity"),
+            ]
+            .concat()
+            .join("; "),
         ),
         Step::new(
             "Start the OpenVPN client, and wait until it is ready: it is connected then.",
