@@ -26,6 +26,9 @@ use self::lab::cluster::Cluster;
 const PROGRAMS: &str = "CULVERT_E2E_PROGRAMS";
 /// Environment variable with the tier, `1`, `2` or `3`.
 const TIER: &str = "CULVERT_E2E_TIER";
+/// Environment variable with parts of names, separated by blanks. Only cases with one of them run; an empty value selects
+/// all cases.
+const NAMES: &str = "CULVERT_E2E_NAMES";
 
 fn main() -> ExitCode {
     let mut arguments = Arguments::from_args();
@@ -72,10 +75,19 @@ fn main() -> ExitCode {
 /// Runs the cases on the value that `start` returns. Calls `print` if a case fails.
 fn run<T: Send + 'static>(
     arguments: &Arguments,
-    cases: Vec<(String, Case<T>)>,
+    mut cases: Vec<(String, Case<T>)>,
     start: impl Future<Output = T>,
     print: impl AsyncFnOnce(&T),
 ) -> ExitCode {
+    let parts = std::env::var(NAMES).unwrap_or_default();
+    let parts: Vec<&str> = parts.split_whitespace().collect();
+    for part in &parts {
+        if !cases.iter().any(|(name, _)| name.contains(part)) {
+            eprintln!("no case of this tier has \"{part}\" in its name");
+            return ExitCode::FAILURE;
+        }
+    }
+    cases.retain(|(name, _)| parts.is_empty() || parts.iter().any(|part| name.contains(part)));
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
         .enable_all()

@@ -5,6 +5,7 @@ use std::net::Ipv4Addr;
 use culvert_tests::eventually;
 use culvert_tests::metrics::Metrics;
 use serde_json::{Value, json};
+use tokio::time::Instant;
 
 use crate::lab::cluster::{AGENTS, Cluster, POD_IMAGE, image};
 use crate::lab::kubectl::Kubectl;
@@ -42,6 +43,13 @@ pub(super) async fn every_chart_runs_as_pods_and_passes_its_helm_test(cluster: &
         "fullnameOverride": "servers",
         "expose": {"strategy": "Tunneling", "serverName": "servers.culvert.test"},
     });
+    let started = Instant::now();
+    let since = |what: &str| {
+        println!(
+            "{what} {:?} after the installation began",
+            started.elapsed()
+        )
+    };
     // A server is ready when the first agent is connected.
     cluster
         .helm
@@ -57,6 +65,7 @@ pub(super) async fn every_chart_runs_as_pods_and_passes_its_helm_test(cluster: &
         .helm
         .install("front-door", "culvert-door", &door)
         .await;
+    since("front doors are ready");
 
     let namespace =
         json!({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NODE_TUNNELS}});
@@ -77,6 +86,7 @@ pub(super) async fn every_chart_runs_as_pods_and_passes_its_helm_test(cluster: &
     });
     helm.install("node-tunnel", "culvert-node-tunnel", &node_tunnel)
         .await;
+    since("the node tunnel is ready");
 
     let agents = json!({
         "image": own, "tests": tests,
@@ -97,6 +107,7 @@ pub(super) async fn every_chart_runs_as_pods_and_passes_its_helm_test(cluster: &
             .ok_or(format!("{counts:?}"))
     })
     .await;
+    since("each server has both agents");
     for release in ["servers", "front-door", "chart-agents"] {
         cluster.helm.test(release).await;
     }
